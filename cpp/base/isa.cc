@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/isa.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <string>
+
+#include "cpattn/check.h"
+
+namespace cpattn {
+namespace {
+
+constexpr std::string_view kNames[] = {"portable", "avx2", "avx512", "avx512bf16"};
+
+std::vector<Isa> detect() {
+  std::vector<Isa> isas = {Isa::portable};
+#if defined(__x86_64__)
+  // __builtin_cpu_supports covers both CPUID and what the kernel enabled (XGETBV).
+#ifdef CPATTN_HAVE_AVX2
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("x86-64-v3")) {
+    isas.push_back(Isa::avx2);
+  }
+#endif
+#ifdef CPATTN_HAVE_AVX512
+  const bool v4 = __builtin_cpu_supports("x86-64-v4");
+  if (v4) isas.push_back(Isa::avx512);
+#ifdef CPATTN_HAVE_AVX512BF16
+  if (v4 && __builtin_cpu_supports("avx512bf16")) {
+    isas.insert(__builtin_cpu_is("intel") ? isas.end() - 1 : isas.end(), Isa::avx512bf16);
+  }
+#endif
+#endif
+#endif
+  return isas;
+}
+
+Isa parse(std::string_view name, const char* source) {
+  std::string valid;
+  for (Isa isa : supported_isas()) {
+    if (isa_name(isa) == name) return isa;
+    valid += valid.empty() ? "" : ", ";
+    valid += isa_name(isa);
+  }
+  throw std::invalid_argument(concat(
+      source, ": '", name, "' is not an instruction set this build and machine have; valid: ", valid
+  ));
+}
+
+Isa initial() {
+  const char* name = std::getenv("CPATTN_ISA");
+  return name != nullptr && *name != '\0' ? parse(name, "CPATTN_ISA") : supported_isas().back();
+}
+
+std::atomic<int>& active() {
+  static std::atomic<int> isa{static_cast<int>(initial())};
+  return isa;
+}
+
+}  // namespace
+
+std::string_view isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
+
+const std::vector<Isa>& supported_isas() {
+  static const std::vector<Isa> isas = detect();
+  return isas;
+}
+
+Isa active_isa() { return static_cast<Isa>(active().load(std::memory_order_relaxed)); }
+
+void set_isa(std::string_view name) {
+  active().store(static_cast<int>(parse(name, "set_isa")), std::memory_order_relaxed);
+}
+
+}  // namespace cpattn

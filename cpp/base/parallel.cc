@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/parallel.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+
+#include "cpattn/check.h"
+
+namespace cpattn {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr auto kPollInterval = std::chrono::milliseconds(50);
+
+thread_local bool (*interrupt_hook)() = nullptr;
+
+/// One parallel_for in flight.
+class Job final : public StopToken {
+ public:
+  Job(int64_t num_items, int num_helpers, ItemFunction function)
+      : num_items_(num_items), seats_(num_helpers), function_(function) {}
+
+  bool should_stop() override {
+    if (stop_.load(std::memory_order_relaxed)) return true;
+    if (std::this_thread::get_id() != caller_ || hook_ == nullptr) return false;
+    const auto now = Clock::now();
+    if (now - last_poll_ < kPollInterval) return false;
+    last_poll_ = now;
+    if (!hook_()) return false;
+    interrupted_ = true;
+    stop_.store(true, std::memory_order_relaxed);
+    return true;
+  }
+
+  void work() {
+    for (;;) {
+      const int64_t item = next_.fetch_add(1, std::memory_order_relaxed);
+      if (item >= num_items_ || should_stop()) return;
+      try {
+        function_(item, *this);
+      } catch (...) {
+        const std::lock_guard lock(error_mutex_);
+        if (!error_) error_ = std::current_exception();
+        stop_.store(true, std::memory_order_relaxed);
+      }
+    }
+  }
+
+  bool has_open_items() const { return next_.load(std::memory_order_relaxed) < num_items_; }
+
+  void rethrow() {
+    if (error_) std::rethrow_exception(error_);
+    if (interrupted_) throw Interrupted();
+  }
+
+  int64_t num_items_;
+  int seats_;        // helpers that may still join; guarded by the pool's mutex
+  int running_ = 0;  // helpers inside work(); guarded by the pool's mutex
+
+ private:
+  ItemFunction function_;
+  std::atomic<int64_t> next_{0};
+  std::atomic<bool> stop_{false};
+  bool interrupted_ = false;  // written and read by the caller only
+  std::thread::id caller_ = std::this_thread::get_id();
+  bool (*hook_)() = interrupt_hook;
+  Clock::time_point last_poll_ = Clock::now();
+  std::mutex error_mutex_;
+  std::exception_ptr error_;
+};
+
+/// Workers sleep until a job offers a seat. Never destroyed: threads that wait
+/// in it at exit must not outlive it, and a forked child leaks its parent's.
+class Pool {
+ public:
+  void run(Job& job) {
+    {
+      const std::lock_guard lock(mutex_);
+      jobs_.push_back(&job);
+      start_workers(job.seats_);
+    }
+    wake_.notify_all();
+    job.work();
+    std::unique_lock lock(mutex_);
+    jobs_.erase(std::find(jobs_.begin(), jobs_.end(), &job));
+    idle_.wait(lock, [&] { return job.running_ == 0; });
+  }
+
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
+ private:
+  void start_workers(int wanted) {
+    while (num_workers_ < wanted) {
+      try {
+        std::thread(&Pool::worker, this).detach();
+      } catch (const std::system_error&) {
+        return;  // the system is out of threads: those we have do the work
+      }
+      ++num_workers_;
+    }
+  }
+
+  void worker() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      const auto open = std::find_if(jobs_.begin(), jobs_.end(), [](const Job* job) {
+        return job->seats_ > 0 && job->has_open_items();
+      });
+      if (open == jobs_.end()) {
+        wake_.wait(lock);
+        continue;
+      }
+      Job& job = **open;
+      --job.seats_;
+      ++job.running_;
+      lock.unlock();
+      job.work();
+      lock.lock();
+      if (--job.running_ == 0) idle_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::condition_variable idle_;
+  std::deque<Job*> jobs_;
+  int num_workers_ = 0;
+};
+
+Pool* shared_pool = nullptr;
+
+Pool& pool() {
+  static const bool registered = [] {
+    shared_pool = new Pool;
+    // Workers do not survive a fork. The parent's pool is locked across it, so
+    // that the child never sees it half changed, and then replaced.
+    pthread_atfork(
+        [] { shared_pool->lock(); },
+        [] { shared_pool->unlock(); },
+        [] { shared_pool = new Pool; }
+    );
+    return true;
+  }();
+  static_cast<void>(registered);
+  return *shared_pool;
+}
+
+int usable_cpus() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+  return std::max(1U, std::thread::hardware_concurrency());
+}
+
+std::atomic<int>& configured_num_threads() {
+  static std::atomic<int> num_threads{[] {
+    const char* text = std::getenv("CPATTN_NUM_THREADS");
+    if (text == nullptr || *text == '\0') return usable_cpus();
+    char* end = nullptr;
+    const long value = std::strtol(text, &end, 10);
+    check(
+        *end == '\0' && value >= 1 && value <= 65536,
+        "CPATTN_NUM_THREADS must be a number from 1 to 65536, got '",
+        text,
+        "'"
+    );
+    return static_cast<int>(value);
+  }()};
+  return num_threads;
+}
+
+struct Scratch {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+  ~Scratch() { std::free(data); }
+};
+
+}  // namespace
+
+int default_num_threads() { return configured_num_threads().load(std::memory_order_relaxed); }
+
+void set_num_threads(int num_threads) {
+  check(num_threads >= 1, "set_num_threads: num_threads must be >= 1, got ", num_threads);
+  configured_num_threads().store(num_threads, std::memory_order_relaxed);
+}
+
+InterruptScope::InterruptScope(bool (*hook)()) : previous_(interrupt_hook) {
+  interrupt_hook = hook;
+}
+
+InterruptScope::~InterruptScope() { interrupt_hook = previous_; }
+
+void parallel_for(int64_t num_items, int num_threads, ItemFunction function) {
+  const auto helpers = std::min<int64_t>(num_threads, num_items) - 1;
+  Job job(num_items, static_cast<int>(std::max<int64_t>(helpers, 0)), function);
+  if (helpers <= 0) {
+    job.work();
+  } else {
+    pool().run(job);
+  }
+  job.rethrow();
+}
+
+void* thread_scratch(std::size_t bytes) {
+  thread_local Scratch scratch;
+  if (scratch.bytes < bytes) {
+    std::free(scratch.data);
+    scratch.data = nullptr;
+    scratch.bytes = 0;
+    const std::size_t rounded = (bytes + 63) / 64 * 64;
+    scratch.data = std::aligned_alloc(64, rounded);
+    if (scratch.data == nullptr) throw std::bad_alloc();
+    scratch.bytes = rounded;
+  }
+  return scratch.data;
+}
+
+}  // namespace cpattn

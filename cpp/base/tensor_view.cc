@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/tensor_view.h"
+
+#include <algorithm>
+#include <ostream>
+#include <utility>
+
+#include "cpattn/check.h"
+
+namespace cpattn {
+namespace {
+
+struct DTypeInfo {
+  const char* name;
+  int64_t bytes;
+};
+
+constexpr DTypeInfo kDTypes[] = {
+    {"float32", 4},
+    {"float64", 8},
+    {"float16", 2},
+    {"bfloat16", 2},
+    {"int8", 1},
+    {"uint8", 1},
+    {"int32", 4},
+    {"int64", 8},
+    {"bool", 1},
+    {"float8_e4m3fn", 1},
+};
+
+std::pair<uintptr_t, uintptr_t> byte_range(const TensorView& tensor) {
+  int64_t last = 0;
+  for (int axis = 0; axis < tensor.rank; ++axis) {
+    last += (tensor.shape[axis] - 1) * tensor.strides[axis];
+  }
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.data);
+  return {begin, begin + (last + 1) * element_size(tensor.dtype)};
+}
+
+}  // namespace
+
+int64_t element_size(DType dtype) { return kDTypes[static_cast<int>(dtype)].bytes; }
+
+const char* dtype_name(DType dtype) { return kDTypes[static_cast<int>(dtype)].name; }
+
+std::ostream& operator<<(std::ostream& out, DType dtype) { return out << dtype_name(dtype); }
+
+int64_t TensorView::num_elements() const {
+  int64_t count = 1;
+  for (int axis = 0; axis < rank; ++axis) count *= shape[axis];
+  return count;
+}
+
+bool TensorView::is_contiguous() const {
+  if (num_elements() == 0) return true;
+  int64_t expected = 1;
+  for (int axis = rank - 1; axis >= 0; --axis) {
+    if (shape[axis] != 1 && strides[axis] != expected) return false;
+    expected *= shape[axis];
+  }
+  return true;
+}
+
+bool TensorView::last_dim_contiguous() const {
+  return rank == 0 || shape[rank - 1] <= 1 || strides[rank - 1] == 1 || num_elements() == 0;
+}
+
+std::ostream& operator<<(std::ostream& out, ShapeOf shape) {
+  out << '[';
+  for (int axis = 0; axis < shape.tensor.rank; ++axis) {
+    out << (axis == 0 ? "" : ", ") << shape.tensor.shape[axis];
+  }
+  return out << ']';
+}
+
+bool may_overlap(const TensorView& a, const TensorView& b) {
+  if (a.num_elements() == 0 || b.num_elements() == 0) return false;
+  const auto [a_begin, a_end] = byte_range(a);
+  const auto [b_begin, b_end] = byte_range(b);
+  return a_begin < b_end && b_begin < a_end;
+}
+
+void check_tensor(const char* function, const char* name, const TensorView& tensor, int rank) {
+  check(
+      tensor.rank == rank,
+      function,
+      ": ",
+      name,
+      " must have ",
+      rank,
+      " dimensions, got shape ",
+      ShapeOf{tensor}
+  );
+  check(
+      tensor.last_dim_contiguous(),
+      function,
+      ": ",
+      name,
+      " must be contiguous in its last dimension, got stride ",
+      tensor.rank > 0 ? tensor.strides[tensor.rank - 1] : 0,
+      " for shape ",
+      ShapeOf{tensor}
+  );
+}
+
+}  // namespace cpattn

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <string>
+#include <vector>
+
+#include "bindings/module.h"
+#include "cpattn/isa.h"
+#include "cpattn/parallel.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace cpattn::bindings {
+
+void register_runtime(py::module_& module) {
+  module.attr("__version__") = CPATTN_VERSION;
+  module.def("active_isa", [] { return std::string(isa_name(active_isa())); });
+  module.def("supported_isas", [] {
+    py::tuple names(supported_isas().size());
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      names[i] = std::string(isa_name(supported_isas()[i]));
+    }
+    return names;
+  });
+  module.def("set_isa", [](const std::string& name) { set_isa(name); }, "name"_a);
+  module.def("default_num_threads", &default_num_threads);
+  module.def("set_num_threads", &set_num_threads, "num_threads"_a);
+}
+
+}  // namespace cpattn::bindings

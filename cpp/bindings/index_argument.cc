@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/index_argument.h"
+
+#include <algorithm>
+#include <string>
+
+#include "bindings/tensor_argument.h"
+#include "cpattn/check.h"
+
+namespace py = pybind11;
+
+namespace cpattn::bindings {
+namespace {
+
+bool is_sequence(py::handle object) {
+  return PyList_Check(object.ptr()) || PyTuple_Check(object.ptr());
+}
+
+void append_sequence(py::handle object, const char* name, std::vector<int64_t>& out) {
+  PyObject** items = PySequence_Fast_ITEMS(object.ptr());
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(object.ptr());
+  out.reserve(out.size() + size);
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* item = items[i];
+    if (!PyLong_Check(item) || PyBool_Check(item)) {
+      // NumPy integer scalars are fine; float and bool are not.
+      if (PyBool_Check(item) || !PyIndex_Check(item)) {
+        throw py::type_error(concat(
+            name, " must hold integers, got ", Py_TYPE(item)->tp_name, " at index ", i
+        ));
+      }
+    }
+    int overflow = 0;
+    const auto integer = py::reinterpret_steal<py::object>(PyNumber_Index(item));
+    if (!integer) throw py::error_already_set();
+    const long long value = PyLong_AsLongLongAndOverflow(integer.ptr(), &overflow);
+    check(overflow == 0, name, " must fit into int64, got ", std::string(py::str(item)), " at index ", i);
+    out.push_back(value);
+  }
+}
+
+TensorArgument index_tensor(py::handle object, const char* name, int rank) {
+  if (!py::hasattr(object, "__dlpack__")) {
+    throw py::type_error(concat(
+        name, " must be a list or tuple of int, or a NumPy or torch CPU array of int32 or int64, got ",
+        Py_TYPE(object.ptr())->tp_name
+    ));
+  }
+  TensorArgument tensor(object, name);
+  if (tensor->dtype != DType::int32 && tensor->dtype != DType::int64) {
+    throw py::type_error(concat(name, " must be int32 or int64, got ", tensor->dtype));
+  }
+  check(
+      tensor->rank == rank, name, " must have ", rank, " dimension(s), got shape ",
+      ShapeOf{*tensor}
+  );
+  return tensor;
+}
+
+IndexTable view_table(const TensorView& tensor) {
+  return {
+      .data = tensor.data,
+      .is_int64 = tensor.dtype == DType::int64,
+      .rows = tensor.shape[0],
+      .columns = tensor.shape[1],
+      .row_stride = tensor.strides[0],
+      .column_stride = tensor.strides[1]
+  };
+}
+
+}  // namespace
+
+std::vector<int64_t> index_list(py::handle object, const char* name) {
+  std::vector<int64_t> values;
+  if (is_sequence(object)) {
+    append_sequence(object, name, values);
+    return values;
+  }
+  const TensorArgument tensor = index_tensor(object, name, 1);
+  values.resize(tensor->shape[0]);
+  const int64_t stride = tensor->strides[0];
+  for (int64_t i = 0; i < tensor->shape[0]; ++i) {
+    values[i] = tensor->dtype == DType::int64 ? tensor->as<int64_t>()[i * stride]
+                                              : tensor->as<int32_t>()[i * stride];
+  }
+  return values;
+}
+
+std::vector<int32_t> int32_list(py::handle object, const char* name) {
+  const std::vector<int64_t> wide = index_list(object, name);
+  std::vector<int32_t> values(wide.size());
+  for (std::size_t i = 0; i < wide.size(); ++i) {
+    check(
+        wide[i] >= INT32_MIN && wide[i] <= INT32_MAX, name, " must fit into int32, got ", wide[i],
+        " at index ", i
+    );
+    values[i] = static_cast<int32_t>(wide[i]);
+  }
+  return values;
+}
+
+IndexTableArgument::IndexTableArgument(py::handle object, const char* name) {
+  if (!is_sequence(object)) {
+    table_ = view_table(*index_tensor(object, name, 2));
+    return;
+  }
+  std::vector<std::vector<int64_t>> rows;
+  std::size_t columns = 0;
+  for (py::handle row : object) {
+    rows.push_back(index_list(row, name));
+    columns = std::max(columns, rows.back().size());
+  }
+  owned_.assign(rows.size() * columns, -1);
+  for (std::size_t r = 0; r < rows.size(); ++r) {
+    std::copy(rows[r].begin(), rows[r].end(), owned_.begin() + r * columns);
+  }
+  table_ = {
+      .data = owned_.data(),
+      .is_int64 = true,
+      .rows = static_cast<int64_t>(rows.size()),
+      .columns = static_cast<int64_t>(columns),
+      .row_stride = static_cast<int64_t>(columns)
+  };
+}
+
+}  // namespace cpattn::bindings

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "cpattn/index_table.h"
+
+namespace cpattn::bindings {
+
+/// A list or tuple of int, or a one-dimensional NumPy or torch CPU array of
+/// int32 or int64, as int64. Anything else, float and bool included, is
+/// TypeError. `name` reads "function: argument".
+std::vector<int64_t> index_list(pybind11::handle object, const char* name);
+
+/// The same, narrowed: a value beyond int32 is ValueError with its position.
+std::vector<int32_t> int32_list(pybind11::handle object, const char* name);
+
+/// A two-dimensional index array, or a list of lists. Rows of a list may differ
+/// in length; the missing tail reads as -1. Valid while the object lives.
+class IndexTableArgument {
+ public:
+  IndexTableArgument(pybind11::handle object, const char* name);
+  const IndexTable& operator*() const { return table_; }
+
+ private:
+  IndexTable table_;
+  std::vector<int64_t> owned_;
+};
+
+}  // namespace cpattn::bindings

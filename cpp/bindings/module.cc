@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/module.h"
+
+namespace py = pybind11;
+
+namespace cpattn::bindings {
+
+bool python_signal_pending() {
+  const py::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+}  // namespace cpattn::bindings
+
+PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
+  namespace bindings = cpattn::bindings;
+  m.doc() = "Compiled core of cpattn. Private: import cpattn.";
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const cpattn::Interrupted&) {
+      // PyErr_CheckSignals has set KeyboardInterrupt on this thread already.
+    }
+  });
+  bindings::register_runtime(m);
+  bindings::register_attention(m);
+}

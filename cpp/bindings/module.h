@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "cpattn/parallel.h"
+
+namespace cpattn::bindings {
+
+void register_runtime(pybind11::module_& module);
+void register_attention(pybind11::module_& module);
+
+/// True when a signal handler raised in Python (Ctrl-C); the Python error is
+/// then set on this thread. Takes the GIL for the look.
+bool python_signal_pending();
+
+/// For the length of a computation: the GIL is free and Ctrl-C ends it.
+/// Construct it after the arguments have been converted.
+class Computation {
+ private:
+  pybind11::gil_scoped_release release_;
+  InterruptScope interrupts_{&python_signal_pending};
+};
+
+}  // namespace cpattn::bindings

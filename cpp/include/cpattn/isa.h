@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+namespace cpattn {
+
+/// Instruction sets with kernels of their own.
+enum class Isa { portable, avx2, avx512, avx512bf16 };
+
+std::string_view isa_name(Isa isa);
+
+/// What this build has kernels for and this machine can run, slowest first.
+/// The order is by speed, not by feature: vdpbf16ps runs at twice the float32
+/// rate on AMD and at half of it on Intel, where avx512 therefore comes last.
+const std::vector<Isa>& supported_isas();
+
+/// The instruction set in use: the last of supported_isas(), unless the
+/// environment variable CPATTN_ISA (read once) or set_isa() names another.
+/// Throws std::invalid_argument when CPATTN_ISA names none of them.
+Isa active_isa();
+
+/// Forces an instruction set for the whole process; for tests. Throws
+/// std::invalid_argument with the list of valid names.
+void set_isa(std::string_view name);
+
+}  // namespace cpattn

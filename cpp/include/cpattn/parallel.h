@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <type_traits>
+
+namespace cpattn {
+
+/// Threads a call may use when it does not say: set_num_threads(), else the
+/// environment variable CPATTN_NUM_THREADS, else the CPUs this process may run
+/// on. Throws std::invalid_argument when the variable is not a positive number.
+int default_num_threads();
+void set_num_threads(int num_threads);
+
+/// Thrown by parallel_for when the caller's interrupt hook asked to stop.
+struct Interrupted : std::exception {
+  const char* what() const noexcept override { return "interrupted"; }
+};
+
+/// While alive, calls of this thread poll `hook` about every 50 ms of work and
+/// end with Interrupted once it returns true. The bindings install one that
+/// looks for Ctrl-C; the core knows nothing of Python.
+class InterruptScope {
+ public:
+  explicit InterruptScope(bool (*hook)());
+  ~InterruptScope();
+  InterruptScope(const InterruptScope&) = delete;
+  InterruptScope& operator=(const InterruptScope&) = delete;
+
+ private:
+  bool (*previous_)();
+};
+
+/// What the running items of one parallel_for share. Long items call
+/// should_stop() now and then and return early when it is true.
+class StopToken {
+ public:
+  virtual bool should_stop() = 0;
+
+ protected:
+  ~StopToken() = default;
+};
+
+/// Non-owning reference to a callable void(int64_t item, StopToken&).
+class ItemFunction {
+ public:
+  template <class F>
+    requires(!std::is_same_v<std::remove_cvref_t<F>, ItemFunction>)
+  ItemFunction(F&& function)  // NOLINT: implicit by design, like std::function_ref
+      : object_(const_cast<void*>(static_cast<const void*>(std::addressof(function)))),
+        call_([](void* object, int64_t item, StopToken& stop) {
+          (*static_cast<std::remove_reference_t<F>*>(object))(item, stop);
+        }) {}
+  void operator()(int64_t item, StopToken& stop) const { call_(object_, item, stop); }
+
+ private:
+  void* object_;
+  void (*call_)(void*, int64_t, StopToken&);
+};
+
+/// Runs function(item, stop) for every item in [0, num_items), handed out in
+/// order by one shared counter, on the calling thread and at most
+/// num_threads - 1 threads of a pool that all calls share. With num_threads 1
+/// the pool is not touched. Calls from several threads share the workers; a
+/// call that finds none free does all the work itself. Safe after fork(): the
+/// child starts a pool of its own. The first exception of an item is rethrown
+/// here after the others have ended.
+void parallel_for(int64_t num_items, int num_threads, ItemFunction function);
+
+/// A 64-byte aligned buffer of this thread, at least `bytes` large, kept for
+/// the next call. Its contents are undefined.
+void* thread_scratch(std::size_t bytes);
+
+}  // namespace cpattn

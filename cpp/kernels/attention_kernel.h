@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The boundary between ops and kernels: plain structs and function pointers.
+// Kernel files are compiled once per instruction set and include nothing else
+// of the project, so that no inline function can leak from them.
+#include <stdint.h>
+
+namespace cpattn::kernels {
+
+/// Rows of a paged tensor, one KV head already chosen. Row t of a sequence is at
+/// data + pages[t / page_size] * page_stride + (t % page_size) * row_stride;
+/// strides count elements.
+struct PagedRows {
+  const void* data;
+  int64_t page_stride;
+  int64_t row_stride;
+};
+
+/// Attention of a few query tokens, and `group` query heads that share one KV
+/// head, over one sequence: the unit of work. Row (t, g) reads
+/// q + t * q_token_stride + g * q_head_stride and writes out and lse likewise.
+///
+/// Token t stands at key position p = first_position + t * position_step and
+/// sees the keys j with p - left <= j <= p + right, 0 <= j < kv_len, whose bit
+/// is set in its row of `mask`, if there is one. Nothing else of K and V is
+/// read. p may lie outside [0, kv_len); a row that sees no key gets zeros and
+/// LSE -inf.
+struct AttentionTile {
+  const void* q;
+  const void* q_rope;  // null, or the last rope_dim dimensions of the queries
+  int64_t q_token_stride, q_head_stride;
+  int64_t q_rope_token_stride, q_rope_head_stride;
+  PagedRows k, k_rope, v;
+  const int32_t* pages;
+  int64_t page_size;
+
+  int32_t head_dim;  // of q and k, without rope_dim; a multiple of 16
+  int32_t rope_dim;  // 0 or a multiple of 16
+  int32_t v_head_dim;
+  int32_t num_tokens, group;
+
+  int64_t kv_len;
+  int64_t first_position, position_step;
+  int64_t left, right;        // >= 0; kUnlimited for no bound
+  const uint8_t* mask;        // null, or bits of row t from mask + t * mask_stride,
+  int64_t mask_stride;        // bit j of byte j / 8 = key j is visible; readable to 32 keys past kv_len
+
+  float scale;
+  float softcap;              // 0: none, else c * tanh(score / c) after the scale
+  const float* sinks;         // null, or one logit per head of the group
+
+  void* out;
+  int64_t out_token_stride, out_head_stride;
+  float* lse;                 // null when not wanted
+  int64_t lse_token_stride, lse_head_stride;
+
+  bool (*should_stop)(void* context);  // polled between key blocks
+  void* stop_context;
+};
+
+constexpr int64_t kUnlimited = int64_t{1} << 40;
+
+/// Element types of Q, K, V and out, as indices into the tables below.
+enum ElementType { kFloat32, kFloat16, kBfloat16, kNumElementTypes };
+
+struct AttentionKernel {
+  /// Scratch for tiles of up to `rows` = num_tokens * group rows.
+  int64_t (*scratch_bytes)(int64_t rows, int32_t qk_dim, int32_t v_head_dim);
+  /// False when should_stop() ended it early. `scratch` is 64-byte aligned.
+  bool (*run)(const AttentionTile* tile, void* scratch);
+};
+
+struct KernelTable {
+  const char* name;
+  AttentionKernel attention[kNumElementTypes];
+  /// a <- (weight_a a + weight_b b) for n contiguous elements; a weight of 0
+  /// ignores its operand whatever it holds.
+  void (*weighted_sum[kNumElementTypes])(float weight_a, void* a, float weight_b, const void* b, int64_t n);
+};
+
+extern const KernelTable table_portable;
+extern const KernelTable table_avx2;
+extern const KernelTable table_avx512;
+extern const KernelTable table_avx512bf16;
+
+}  // namespace cpattn::kernels

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/kernel_table.h"
+
+#include "cpattn/check.h"
+#include "cpattn/isa.h"
+
+namespace cpattn {
+
+const kernels::KernelTable& active_kernels() {
+  switch (active_isa()) {
+#ifdef CPATTN_HAVE_AVX2
+    case Isa::avx2:
+      return kernels::table_avx2;
+#endif
+#ifdef CPATTN_HAVE_AVX512
+    case Isa::avx512:
+      return kernels::table_avx512;
+#endif
+#ifdef CPATTN_HAVE_AVX512BF16
+    case Isa::avx512bf16:
+      return kernels::table_avx512bf16;
+#endif
+    default:
+      return kernels::table_portable;
+  }
+}
+
+kernels::ElementType element_type(const char* function, const char* name, DType dtype) {
+  switch (dtype) {
+    case DType::float32:
+      return kernels::kFloat32;
+    case DType::float16:
+      return kernels::kFloat16;
+    case DType::bfloat16:
+      return kernels::kBfloat16;
+    default:
+      check(false, function, ": ", name, " must be float32, float16 or bfloat16, got ", dtype);
+      __builtin_unreachable();
+  }
+}
+
+}  // namespace cpattn
