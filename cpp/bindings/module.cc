@@ -23,5 +23,4 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
     }
   });
   bindings::register_runtime(m);
-  bindings::register_attention(m);
 }

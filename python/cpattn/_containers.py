@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results in the container of the arguments: torch in, torch out; NumPy in, NumPy out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Tensor = Any  # torch.Tensor, numpy.ndarray, or anything with __dlpack__
+
+
+def torch_of(x: Tensor) -> Any | None:
+    """The torch module if x is a torch tensor; never imports torch."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and isinstance(x, torch.Tensor) else None
+
+
+def empty(like: Tensor, shape: Sequence[int], dtype: str | None = None) -> Tensor:
+    """An uninitialised tensor in the container of `like`, of its dtype unless one is named."""
+    torch = torch_of(like)
+    if torch is not None:
+        return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else like.dtype)
+    return np.empty(shape, dtype=dtype or as_numpy(like).dtype)
+
+
+def as_numpy(x: Tensor) -> np.ndarray[Any, Any]:
+    """x itself if it is a NumPy array, else a view of it through __dlpack__."""
+    return x if isinstance(x, np.ndarray) else np.from_dlpack(x)

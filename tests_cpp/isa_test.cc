@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/isa.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace cpattn {
+namespace {
+
+TEST(Isa, PortableIsAlwaysThereAndFirst) {
+  ASSERT_FALSE(supported_isas().empty());
+  EXPECT_EQ(supported_isas().front(), Isa::portable);
+}
+
+TEST(Isa, EverySupportedNameCanBeForced) {
+  const Isa before = active_isa();
+  for (Isa isa : supported_isas()) {
+    set_isa(isa_name(isa));
+    EXPECT_EQ(active_isa(), isa);
+  }
+  set_isa(isa_name(before));
+}
+
+TEST(Isa, AnUnknownNameIsRefusedWithTheValidOnes) {
+  try {
+    set_isa("sse9");
+    FAIL();
+  } catch (const std::invalid_argument& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("'sse9'"), std::string::npos);
+    for (Isa isa : supported_isas()) EXPECT_NE(text.find(isa_name(isa)), std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace cpattn
