@@ -147,9 +147,7 @@ Pool& pool() {
     // Workers do not survive a fork. The parent's pool is locked across it, so
     // that the child never sees it half changed, and then replaced.
     pthread_atfork(
-        [] { shared_pool->lock(); },
-        [] { shared_pool->unlock(); },
-        [] { shared_pool = new Pool; }
+        [] { shared_pool->lock(); }, [] { shared_pool->unlock(); }, [] { shared_pool = new Pool; }
     );
     return true;
   }();

@@ -25,16 +25,23 @@ void append_sequence(py::handle object, const char* name, std::vector<int64_t>& 
     if (!PyLong_Check(item) || PyBool_Check(item)) {
       // NumPy integer scalars are fine; float and bool are not.
       if (PyBool_Check(item) || !PyIndex_Check(item)) {
-        throw py::type_error(concat(
-            name, " must hold integers, got ", Py_TYPE(item)->tp_name, " at index ", i
-        ));
+        throw py::type_error(
+            concat(name, " must hold integers, got ", Py_TYPE(item)->tp_name, " at index ", i)
+        );
       }
     }
     int overflow = 0;
     const auto integer = py::reinterpret_steal<py::object>(PyNumber_Index(item));
     if (!integer) throw py::error_already_set();
     const long long value = PyLong_AsLongLongAndOverflow(integer.ptr(), &overflow);
-    check(overflow == 0, name, " must fit into int64, got ", std::string(py::str(item)), " at index ", i);
+    check(
+        overflow == 0,
+        name,
+        " must fit into int64, got ",
+        std::string(py::str(item)),
+        " at index ",
+        i
+    );
     out.push_back(value);
   }
 }
@@ -42,7 +49,8 @@ void append_sequence(py::handle object, const char* name, std::vector<int64_t>& 
 TensorArgument index_tensor(py::handle object, const char* name, int rank) {
   if (!py::hasattr(object, "__dlpack__")) {
     throw py::type_error(concat(
-        name, " must be a list or tuple of int, or a NumPy or torch CPU array of int32 or int64, got ",
+        name,
+        " must be a list or tuple of int, or a NumPy or torch CPU array of int32 or int64, got ",
         Py_TYPE(object.ptr())->tp_name
     ));
   }
@@ -51,8 +59,7 @@ TensorArgument index_tensor(py::handle object, const char* name, int rank) {
     throw py::type_error(concat(name, " must be int32 or int64, got ", tensor->dtype));
   }
   check(
-      tensor->rank == rank, name, " must have ", rank, " dimension(s), got shape ",
-      ShapeOf{*tensor}
+      tensor->rank == rank, name, " must have ", rank, " dimension(s), got shape ", ShapeOf{*tensor}
   );
   return tensor;
 }
@@ -91,8 +98,12 @@ std::vector<int32_t> int32_list(py::handle object, const char* name) {
   std::vector<int32_t> values(wide.size());
   for (std::size_t i = 0; i < wide.size(); ++i) {
     check(
-        wide[i] >= INT32_MIN && wide[i] <= INT32_MAX, name, " must fit into int32, got ", wide[i],
-        " at index ", i
+        wide[i] >= INT32_MIN && wide[i] <= INT32_MAX,
+        name,
+        " must fit into int32, got ",
+        wide[i],
+        " at index ",
+        i
     );
     values[i] = static_cast<int32_t>(wide[i]);
   }

@@ -22,5 +22,6 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
       // PyErr_CheckSignals has set KeyboardInterrupt on this thread already.
     }
   });
+  bindings::register_attention(m);
   bindings::register_runtime(m);
 }

@@ -7,6 +7,7 @@
 
 namespace cpattn::bindings {
 
+void register_attention(pybind11::module_& module);
 void register_runtime(pybind11::module_& module);
 
 /// True when a signal handler raised in Python (Ctrl-C); the Python error is

@@ -42,17 +42,17 @@ struct AttentionTile {
 
   int64_t kv_len;
   int64_t first_position, position_step;
-  int64_t left, right;        // >= 0; kUnlimited for no bound
-  const uint8_t* mask;        // null, or bits of row t from mask + t * mask_stride,
-  int64_t mask_stride;        // bit j of byte j / 8 = key j is visible; readable to 32 keys past kv_len
+  int64_t left, right;  // >= 0; kUnlimited for no bound
+  const uint8_t* mask;  // null, or bits of row t from mask + t * mask_stride,
+  int64_t mask_stride;  // bit j of byte j / 8 = key j is visible; readable to 32 keys past kv_len
 
   float scale;
-  float softcap;              // 0: none, else c * tanh(score / c) after the scale
-  const float* sinks;         // null, or one logit per head of the group
+  float softcap;       // 0: none, else c * tanh(score / c) after the scale
+  const float* sinks;  // null, or one logit per head of the group
 
   void* out;
   int64_t out_token_stride, out_head_stride;
-  float* lse;                 // null when not wanted
+  float* lse;  // null when not wanted
   int64_t lse_token_stride, lse_head_stride;
 
   bool (*should_stop)(void* context);  // polled between key blocks
@@ -76,7 +76,9 @@ struct KernelTable {
   AttentionKernel attention[kNumElementTypes];
   /// a <- (weight_a a + weight_b b) for n contiguous elements; a weight of 0
   /// ignores its operand whatever it holds.
-  void (*weighted_sum[kNumElementTypes])(float weight_a, void* a, float weight_b, const void* b, int64_t n);
+  void (*weighted_sum[kNumElementTypes])(
+      float weight_a, void* a, float weight_b, const void* b, int64_t n
+  );
 };
 
 extern const KernelTable table_portable;

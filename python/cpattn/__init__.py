@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context-parallel attention for LLM serving on CPU: plans, paged kernels and oracles."""
 
-from ._core import __version__, active_isa, set_num_threads, supported_isas
+from ._core import AttentionPlan, __version__, active_isa, set_num_threads, supported_isas
+from .attention import merge_state, paged_attention, plan_attention, run_attention
 
 __all__ = [
+    "AttentionPlan",
     "__version__",
     "active_isa",
+    "merge_state",
+    "paged_attention",
+    "plan_attention",
+    "run_attention",
     "set_num_threads",
     "supported_isas",
 ]

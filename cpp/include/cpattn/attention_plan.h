@@ -77,6 +77,7 @@ struct AttentionBatch {
   MaskBits mask;
   int64_t left = 0;   // keys visible before a row's position; kUnboundedKeys for all
   int64_t right = 0;  // and after it; 0 is causal
+  bool operator==(const AttentionBatch&) const = default;
 };
 
 constexpr int64_t kUnboundedKeys = int64_t{1} << 40;
@@ -89,7 +90,7 @@ struct AttentionPlan {
   std::vector<AttentionItem> items;  // most visible keys first
   std::vector<int64_t> item_costs;   // visible (row, key) pairs of each item
   int num_threads = 0;               // 0: the process default when run
-  bool operator==(const AttentionPlan&) const;
+  bool operator==(const AttentionPlan&) const = default;
 };
 
 /// Divides a batch into items. Throws std::invalid_argument, naming `function`,

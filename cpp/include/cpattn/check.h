@@ -22,14 +22,13 @@ std::string concat(const Parts&... parts) {
 ///   check(n >= 0, "build_cp_metadata: extend_lens must be >= 0, got ", n, " at index ", i);
 template <class... Parts>
 void check(bool ok, const Parts&... parts) {
-  if (!ok) [[unlikely]] throw std::invalid_argument(concat(parts...));
+  if (!ok) [[unlikely]]
+    throw std::invalid_argument(concat(parts...));
 }
 
 /// `value` as int32, or std::invalid_argument naming `what`.
 inline int32_t narrow_to_int32(int64_t value, const char* what) {
-  check(
-      value >= INT32_MIN && value <= INT32_MAX, what, " must fit into int32, got ", value
-  );
+  check(value >= INT32_MIN && value <= INT32_MAX, what, " must fit into int32, got ", value);
   return static_cast<int32_t>(value);
 }
 

@@ -53,6 +53,10 @@ struct AttentionArguments {
   std::optional<TensorView> lse;     // float32 [num_rows, num_heads]
 };
 
+/// Head counts and dimensions as the tensors have them; the rope part counts to
+/// head_dim.
+AttentionShape attention_shape(const AttentionArguments& arguments);
+
 /// Attention over paged keys and values: for every row of every segment
 ///   out = softmax_j(scale * q . k_j over the visible keys j, and the sink) v_j
 ///   lse = log sum_j exp(scale * q . k_j), without the sink, natural logarithm.

@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Operands of the two matrix products and the product itself, in float32. Needs
+// the vector layer included first.
+//
+// A panel is kPanel columns of the right-hand matrix, stored row by row: for
+// Q K^T the columns are keys and the rows dimensions, for P V the columns are
+// dimensions and the rows keys. Left-hand rows are read as they are.
+
+namespace cpattn::kernels {
+namespace {
+
+constexpr int kPanel = kPanelVectors * kLanes;
+constexpr int kMaxRows = 6;
+/// Keys are masked, exponentiated and multiplied in groups of this many.
+constexpr int kKeyGranule = 32;
+
+inline void store_probabilities(float* p, Vector a, Vector b) {
+  store(p, a);
+  store(p + kLanes, b);
+}
+
+/// float32 operands, whatever the storage type: 16-bit inputs are widened while
+/// they are packed, and probabilities keep their full precision.
+struct Float32Engine {
+  using Operand = float;
+
+  template <class T>
+  static void pack_query(const T* source, int dim, float* row) {
+    for (int d = 0; d < dim; d += kLanes) store(row + d, load(source + d));
+  }
+
+  /// Packs keys rows[0..n) as columns, `dim` dimensions from panel row
+  /// `first_row` on. Columns up to the next whole granule become zeros.
+  template <class T>
+  static void pack_keys(
+      const char* const* rows, int n, int dim, int first_row, int64_t panel_size, float* panels
+  ) {
+    const int padded = (n + kKeyGranule - 1) / kKeyGranule * kKeyGranule;
+    for (int key = 0; key < padded; key += kLanes) {
+      float* panel =
+          panels + key / kPanel * panel_size + int64_t{first_row} * kPanel + key % kPanel;
+      for (int d = 0; d < dim; d += kLanes) {
+        Vector block[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          block[i] =
+              key + i < n ? load(reinterpret_cast<const T*>(rows[key + i]) + d) : splat(0.0F);
+        }
+        transpose(block);
+        for (int i = 0; i < kLanes; ++i) store(panel + int64_t{d + i} * kPanel, block[i]);
+      }
+    }
+  }
+
+  /// Packs values rows[0..n) as panel rows; rows up to the next whole granule
+  /// become zeros.
+  template <class T>
+  static void pack_values(
+      const char* const* rows, int n, int dim, int64_t panel_size, float* panels
+  ) {
+    const int padded = (n + kKeyGranule - 1) / kKeyGranule * kKeyGranule;
+    for (int key = 0; key < padded; ++key) {
+      for (int d = 0; d < dim; d += kLanes) {
+        float* cell = panels + d / kPanel * panel_size + int64_t{key} * kPanel + d % kPanel;
+        store(cell, key < n ? load(reinterpret_cast<const T*>(rows[key]) + d) : splat(0.0F));
+      }
+    }
+  }
+
+  /// c (+)= a * panel for kRows rows and kVectors vectors of columns.
+  template <int kRows, int kVectors, bool kAccumulate>
+  static void multiply(
+      const float* a, int64_t lda, const float* panel, int depth, float* c, int64_t ldc
+  ) {
+    Vector sum[kRows][kVectors];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) {
+        sum[i][j] = kAccumulate ? load(c + i * ldc + j * kLanes) : splat(0.0F);
+      }
+    }
+    for (int k = 0; k < depth; ++k, panel += kPanel) {
+      Vector b[kVectors];
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) b[j] = load(panel + j * kLanes);
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        const Vector x = splat(a[i * lda + k]);
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) sum[i][j] = fma(x, b[j], sum[i][j]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) store(c + i * ldc + j * kLanes, sum[i][j]);
+    }
+  }
+};
+
+template <class Engine, int kVectors, bool kAccumulate>
+void multiply_rows(
+    int rows,
+    const typename Engine::Operand* a,
+    int64_t lda,
+    const typename Engine::Operand* panel,
+    int depth,
+    float* c,
+    int64_t ldc
+) {
+  for (; rows >= kMaxRows; rows -= kMaxRows, a += kMaxRows * lda, c += kMaxRows * ldc) {
+    Engine::template multiply<kMaxRows, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
+  }
+  switch (rows) {
+    case 5:
+      return Engine::template multiply<5, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
+    case 4:
+      return Engine::template multiply<4, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
+    case 3:
+      return Engine::template multiply<3, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
+    case 2:
+      return Engine::template multiply<2, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
+    case 1:
+      return Engine::template multiply<1, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
+    default:
+      return;
+  }
+}
+
+/// c (+)= a * b for columns [begin, end) of b, both multiples of 16; `b` points
+/// to the first panel, `depth_offset` skips rows of every panel.
+template <class Engine, bool kAccumulate>
+void multiply_panels(
+    int rows,
+    const typename Engine::Operand* a,
+    int64_t lda,
+    const typename Engine::Operand* b,
+    int64_t panel_size,
+    int depth_offset,
+    int depth,
+    int begin,
+    int end,
+    float* c,
+    int64_t ldc
+) {
+  for (int column = begin / kPanel * kPanel; column < end; column += kPanel) {
+    const auto* panel = b + column / kPanel * panel_size + int64_t{depth_offset} * kPanel;
+    const int vectors = (end - column + kLanes - 1) / kLanes;
+    float* block = c + column;
+    if (vectors >= kPanelVectors) {
+      multiply_rows<Engine, kPanelVectors, kAccumulate>(rows, a, lda, panel, depth, block, ldc);
+    } else if constexpr (kPanelVectors == 4) {
+      switch (vectors) {
+        case 3:
+          multiply_rows<Engine, 3, kAccumulate>(rows, a, lda, panel, depth, block, ldc);
+          break;
+        case 2:
+          multiply_rows<Engine, 2, kAccumulate>(rows, a, lda, panel, depth, block, ldc);
+          break;
+        default:
+          multiply_rows<Engine, 1, kAccumulate>(rows, a, lda, panel, depth, block, ldc);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace cpattn::kernels

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Matrix products in bfloat16 with vdpbf16ps: two rows of a panel are
+// interleaved, so that one 32-bit lane holds a column's pair.
+#include "kernels/gemm-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+inline void store_probabilities(Bfloat16* p, Vector a, Vector b) {
+  _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
+}
+
+inline __m512bh load_pairs(const Bfloat16* p) {
+  return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p));
+}
+
+inline __m512bh splat_pair(const Bfloat16* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, sizeof pair);
+  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+}
+
+struct Bfloat16Engine {
+  using Operand = Bfloat16;
+
+  template <class T>
+  static void pack_query(const T* source, int dim, Bfloat16* row) {
+    __builtin_memcpy(row, source, dim * sizeof(Bfloat16));
+  }
+
+  template <class T>
+  static void pack_keys(
+      const char* const* rows, int n, int dim, int first_row, int64_t panel_size, Bfloat16* panels
+  ) {
+    const int padded = (n + kKeyGranule - 1) / kKeyGranule * kKeyGranule;
+    for (int key = 0; key < padded; key += 16) {
+      Bfloat16* panel =
+          panels + key / kPanel * panel_size + int64_t{first_row} * kPanel + key % kPanel * 2;
+      for (int d = 0; d < dim; d += 32) {
+        const int pairs = dim - d < 32 ? 8 : 16;
+        const __mmask16 present = dim - d < 32 ? 0x00ff : 0xffff;
+        __m512i block[16];
+        for (int i = 0; i < 16; ++i) {
+          block[i] = key + i < n ? _mm512_maskz_loadu_epi32(present, rows[key + i] + d * 2)
+                                 : _mm512_setzero_si512();
+        }
+        transpose(block);
+        for (int i = 0; i < pairs; ++i) {
+          _mm512_storeu_si512(panel + int64_t{d / 2 + i} * 2 * kPanel, block[i]);
+        }
+      }
+    }
+  }
+
+  template <class T>
+  static void pack_values(
+      const char* const* rows, int n, int dim, int64_t panel_size, Bfloat16* panels
+  ) {
+    const int padded = (n + kKeyGranule - 1) / kKeyGranule * kKeyGranule;
+    for (int key = 0; key < padded; key += 2) {
+      for (int d = 0; d < dim; d += 16) {
+        const auto row = [&](int k) {
+          return k < n ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[k] + d * 2))
+                       : _mm256_setzero_si256();
+        };
+        const __m512i even = _mm512_cvtepu16_epi32(row(key));
+        const __m512i odd = _mm512_cvtepu16_epi32(row(key + 1));
+        Bfloat16* cell = panels + d / kPanel * panel_size + int64_t{key} * kPanel + d % kPanel * 2;
+        _mm512_storeu_si512(cell, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+      }
+    }
+  }
+
+  template <int kRows, int kVectors, bool kAccumulate>
+  static void multiply(
+      const Bfloat16* a, int64_t lda, const Bfloat16* panel, int depth, float* c, int64_t ldc
+  ) {
+    Vector sum[kRows][kVectors];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) {
+        sum[i][j] = kAccumulate ? load(c + i * ldc + j * kLanes) : splat(0.0F);
+      }
+    }
+    for (int k = 0; k < depth; k += 2, panel += 2 * kPanel) {
+      __m512bh b[kVectors];
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) b[j] = load_pairs(panel + j * 2 * kLanes);
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        const __m512bh x = splat_pair(a + i * lda + k);
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], x, b[j]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) store(c + i * ldc + j * kLanes, sum[i][j]);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace cpattn::kernels

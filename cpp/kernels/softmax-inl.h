@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Online softmax over rows of scores. Needs the vector layer included first.
+
+namespace cpattn::kernels {
+namespace {
+
+constexpr float kLog2E = 1.44269504F;
+constexpr float kLn2 = 0.693147181F;
+/// A row keeps its reference while no score exceeds it by more than 2^8: the
+/// probabilities stay far inside every format, and O is rarely rescaled.
+constexpr float kRescaleAbove = 8.0F;
+
+/// Coefficients of 2^r on [-0.5, 0.5], minimax in relative error: 2.6e-6 for
+/// degree 4, which is below half an ulp of the 16-bit formats, and 1.9e-9, below
+/// the rounding of float32, for degree 6. tests_cpp measures both.
+template <int kDegree>
+struct Exp2Polynomial;
+template <>
+struct Exp2Polynomial<4> {
+  static constexpr float kCoefficients[] = {
+      0.99999926F, 0.69312181F, 0.24024745F, 0.055917860F, 0.0095701020F
+  };
+};
+template <>
+struct Exp2Polynomial<6> {
+  static constexpr float kCoefficients[] = {
+      1.0F, 0.69314721F, 0.24022647F, 0.055503288F, 0.0096184890F, 0.0013399931F, 0.00015345812F
+  };
+};
+
+/// 2^x for x <= 127. At kExp2Floor and below, -inf included, it is 0; NaN stays NaN.
+template <int kDegree>
+inline Vector exp2(Vector x) {
+  Vector rest;
+  const Vector n = split_integer(max(splat(kExp2Floor), x), rest);
+  constexpr auto& c = Exp2Polynomial<kDegree>::kCoefficients;
+  Vector p = splat(c[kDegree]);
+#pragma GCC unroll 8
+  for (int i = kDegree - 1; i >= 0; --i) p = fma(p, rest, splat(c[i]));
+  return scale_by_power(p, n);
+}
+
+/// cap * tanh(x / cap) for `count` scores, scaled first.
+inline void apply_softcap(float* scores, int begin, int end, float scale, float cap) {
+  const Vector to_exponent = splat(2.0F * kLog2E * scale / cap);
+  const Vector one = splat(1.0F);
+  const Vector two_caps = splat(2.0F * cap);
+  for (int j = begin; j < end; j += kLanes) {
+    // tanh(y) = 1 - 2 / (e^2y + 1); beyond +-40 it is +-1 in float32.
+    const Vector y = min(splat(40.0F), max(splat(-40.0F), mul(load(scores + j), to_exponent)));
+    const Vector capped = sub(splat(cap), div(two_caps, add(exp2<6>(y), one)));
+    store(scores + j, capped);
+  }
+}
+
+inline float row_maximum(const float* scores, int begin, int end) {
+  Vector a = load(scores + begin);
+  Vector b = load(scores + begin + kLanes);
+  for (int j = begin + 2 * kLanes; j < end; j += 2 * kLanes) {
+    a = max(a, load(scores + j));
+    b = max(b, load(scores + j + kLanes));
+  }
+  return reduce_max(max(a, b));
+}
+
+/// One row's running softmax, in base-2 units.
+struct RowState {
+  float reference;  // -inf before the first visible key
+  float sum;        // of 2^(score - reference)
+};
+
+/// Turns scores [begin, end) of a row into probabilities 2^(factor * score -
+/// reference) and adds them to the state; `output` (v_head_dim floats) is
+/// rescaled when the reference moves. begin and end are multiples of
+/// kKeyGranule, so that which accumulator takes a key depends on its position
+/// alone and results do not depend on how rows were grouped.
+template <int kDegree, class Probability>
+inline void softmax_row(
+    const float* scores,
+    Probability* probabilities,
+    int begin,
+    int end,
+    float factor,
+    RowState& state,
+    float* output,
+    int v_head_dim
+) {
+  const float negative_infinity = -__builtin_inff();
+  const float maximum = row_maximum(scores, begin, end) * factor;
+  if (maximum == negative_infinity) {  // nothing visible here
+    const Vector zero = splat(0.0F);
+    for (int j = begin; j < end; j += 2 * kLanes)
+      store_probabilities(probabilities + j, zero, zero);
+    return;
+  }
+  if (state.reference == negative_infinity) {
+    state.reference = maximum;
+  } else if (maximum > state.reference + kRescaleAbove) {
+    const float shrink = __builtin_exp2f(state.reference - maximum);
+    for (int d = 0; d < v_head_dim; d += kLanes) {
+      store(output + d, mul(load(output + d), splat(shrink)));
+    }
+    state.sum *= shrink;
+    state.reference = maximum;
+  }
+  const Vector scale = splat(factor);
+  const Vector shift = splat(-state.reference);
+  Vector sum_a = splat(0.0F);
+  Vector sum_b = splat(0.0F);
+  for (int j = begin; j < end; j += 2 * kLanes) {
+    const Vector a = exp2<kDegree>(fma(load(scores + j), scale, shift));
+    const Vector b = exp2<kDegree>(fma(load(scores + j + kLanes), scale, shift));
+    sum_a = add(sum_a, a);
+    sum_b = add(sum_b, b);
+    store_probabilities(probabilities + j, a, b);
+  }
+  state.sum += reduce_add(add(sum_a, sum_b));
+}
+
+}  // namespace
+}  // namespace cpattn::kernels

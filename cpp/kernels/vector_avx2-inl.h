@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Eight float lanes, AVX2 with FMA and F16C.
+#include <immintrin.h>
+#include <stdint.h>
+
+#include "kernels/elements-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+using Vector = __m256;
+constexpr int kLanes = 8;
+/// Columns of one packed panel, in vectors: 6 x 2 accumulators fill the registers.
+constexpr int kPanelVectors = 2;
+
+inline Vector splat(float x) { return _mm256_set1_ps(x); }
+inline Vector load(const float* p) { return _mm256_loadu_ps(p); }
+inline Vector load(const Half* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline Vector load(const Bfloat16* p) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline void store(float* p, Vector x) { _mm256_storeu_ps(p, x); }
+inline void store(Half* p, Vector x) {
+  _mm_storeu_si128(
+      reinterpret_cast<__m128i*>(p),
+      _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+  );
+}
+inline void store(Bfloat16* p, Vector x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  const __m256i safe = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(safe, safe), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
+
+inline Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
+inline Vector sub(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
+inline Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
+inline Vector div(Vector a, Vector b) { return _mm256_div_ps(a, b); }
+/// a * b + c
+inline Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+/// The larger (smaller) one; b when either is NaN.
+inline Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
+inline Vector min(Vector a, Vector b) { return _mm256_min_ps(a, b); }
+inline float reduce_add(Vector x) {
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+inline float reduce_max(Vector x) {
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+
+/// Arguments of exp2 are raised to this, which scale_by_power turns into 0.
+constexpr float kExp2Floor = -127.0F;
+
+/// Splits x into the nearest integer, returned, and the rest in [-0.5, 0.5].
+inline Vector split_integer(Vector x, Vector& rest) {
+  const Vector n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  rest = sub(x, n);
+  return n;
+}
+/// x * 2^n for integral n in [-127, 127], with 2^-127 counted as 0.
+inline Vector scale_by_power(Vector x, Vector n) {
+  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return mul(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+}
+
+/// x where the bit of the lane is set, `other` elsewhere.
+inline Vector select(uint32_t bits, Vector x, Vector other) {
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane);
+  return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane)));
+}
+
+/// 8 x 8 transpose.
+inline void transpose(Vector* r) {
+  Vector t[8];
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  Vector u[8];
+  for (int i = 0; i < 8; i += 4) {
+    u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+    r[i + 4] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+  }
+}
+
+}  // namespace
+}  // namespace cpattn::kernels

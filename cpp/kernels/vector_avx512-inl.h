@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Sixteen float lanes, AVX-512 F/BW/DQ/VL.
+#include <immintrin.h>
+#include <stdint.h>
+
+#include "kernels/elements-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+using Vector = __m512;
+constexpr int kLanes = 16;
+/// Columns of one packed panel, in vectors: 6 x 4 accumulators fill the registers.
+constexpr int kPanelVectors = 4;
+
+inline Vector splat(float x) { return _mm512_set1_ps(x); }
+inline Vector load(const float* p) { return _mm512_loadu_ps(p); }
+inline Vector load(const Half* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline Vector load(const Bfloat16* p) {
+  const __m512i wide =
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+inline void store(float* p, Vector x) { _mm512_storeu_ps(p, x); }
+inline void store(Half* p, Vector x) {
+  _mm256_storeu_si256(
+      reinterpret_cast<__m256i*>(p),
+      _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+  );
+}
+inline void store(Bfloat16* p, Vector x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const __m512i safe = _mm512_mask_set1_epi32(rounded, nan, 0x7fc0);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(safe));
+}
+
+inline Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
+inline Vector sub(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
+inline Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
+inline Vector div(Vector a, Vector b) { return _mm512_div_ps(a, b); }
+/// a * b + c
+inline Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+/// The larger (smaller) one; b when either is NaN.
+inline Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+inline Vector min(Vector a, Vector b) { return _mm512_min_ps(a, b); }
+inline float reduce_add(Vector x) { return _mm512_reduce_add_ps(x); }
+inline float reduce_max(Vector x) { return _mm512_reduce_max_ps(x); }
+
+/// Arguments of exp2 are raised to this: 2^x is then 0 without a special case.
+constexpr float kExp2Floor = -160.0F;
+
+/// Splits x into the nearest integer, returned, and the rest in [-0.5, 0.5].
+inline Vector split_integer(Vector x, Vector& rest) {
+  const Vector n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  rest = sub(x, n);
+  return n;
+}
+/// x * 2^n for integral n.
+inline Vector scale_by_power(Vector x, Vector n) { return _mm512_scalef_ps(x, n); }
+
+/// x where the bit of the lane is set, `other` elsewhere.
+inline Vector select(uint32_t bits, Vector x, Vector other) {
+  return _mm512_mask_mov_ps(other, static_cast<__mmask16>(bits), x);
+}
+
+/// 16 x 16 transpose of 32-bit elements.
+inline void transpose(__m512i* r) {
+  __m512i t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+inline void transpose(Vector* r) {
+  __m512i bits[16];
+  for (int i = 0; i < 16; ++i) bits[i] = _mm512_castps_si512(r[i]);
+  transpose(bits);
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_castsi512_ps(bits[i]);
+}
+
+}  // namespace
+}  // namespace cpattn::kernels

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Four float lanes in the compiler's vector extension: SSE on x86-64, NEON on
+// Arm, correct anywhere.
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels/elements-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+typedef float Vector __attribute__((vector_size(16)));
+typedef int32_t Integers __attribute__((vector_size(16)));
+constexpr int kLanes = 4;
+/// Columns of one packed panel, in vectors: 6 x 2 accumulators fill the registers.
+constexpr int kPanelVectors = 2;
+
+inline float from_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+inline uint32_t to_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+inline float widen(Bfloat16 x) { return from_bits(uint32_t{x.bits} << 16); }
+inline float widen(Half x) {
+  const uint32_t sign = (x.bits & 0x8000U) << 16;
+  const uint32_t magnitude = x.bits & 0x7fffU;
+  if (magnitude >= 0x7c00) return from_bits(sign | 0x7f800000U | (magnitude & 0x3ffU) << 13);
+  // Shifted into place the exponent is off by 112; the product mends that for
+  // normal and subnormal numbers alike.
+  return from_bits(sign | to_bits(from_bits(magnitude << 13) * 0x1p112F));
+}
+inline void narrow(float x, Bfloat16* p) {
+  const uint32_t bits = to_bits(x);
+  p->bits = x == x ? static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;
+}
+inline void narrow(float x, Half* p) {
+  const uint32_t bits = to_bits(x);
+  const auto sign = static_cast<uint16_t>((bits >> 16) & 0x8000U);
+  const uint32_t magnitude = bits & 0x7fffffffU;
+  uint32_t half;
+  if (magnitude > 0x7f800000U) {
+    half = 0x7e00;
+  } else if (magnitude >= 0x477ff000U) {  // rounds to 65536 or more
+    half = 0x7c00;
+  } else if (magnitude >= 0x38800000U) {
+    half = (magnitude - 0x38000000U + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  } else {
+    // Adding 0.5 shifts a subnormal's bits to the bottom, rounded to even.
+    half = to_bits(from_bits(magnitude) + 0.5F) - 0x3f000000U;
+  }
+  p->bits = static_cast<uint16_t>(sign | half);
+}
+
+inline Vector splat(float x) { return Vector{x, x, x, x}; }
+inline Vector load(const float* p) {
+  Vector x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+template <class T>
+inline Vector load(const T* p) {
+  return Vector{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])};
+}
+inline void store(float* p, Vector x) { memcpy(p, &x, sizeof x); }
+template <class T>
+inline void store(T* p, Vector x) {
+  for (int i = 0; i < kLanes; ++i) narrow(x[i], p + i);
+}
+
+inline Vector add(Vector a, Vector b) { return a + b; }
+inline Vector sub(Vector a, Vector b) { return a - b; }
+inline Vector mul(Vector a, Vector b) { return a * b; }
+inline Vector div(Vector a, Vector b) { return a / b; }
+/// a * b + c
+inline Vector fma(Vector a, Vector b, Vector c) { return a * b + c; }
+/// The larger (smaller) one; b when either is NaN.
+inline Vector max(Vector a, Vector b) { return a > b ? a : b; }
+inline Vector min(Vector a, Vector b) { return a < b ? a : b; }
+inline float reduce_add(Vector x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+inline float reduce_max(Vector x) {
+  const float a = x[0] > x[2] ? x[0] : x[2];
+  const float b = x[1] > x[3] ? x[1] : x[3];
+  return a > b ? a : b;
+}
+
+/// Arguments of exp2 are raised to this, which scale_by_power turns into 0.
+constexpr float kExp2Floor = -127.0F;
+
+/// Splits x, |x| < 2^22, into the nearest integer, returned, and the rest in
+/// [-0.5, 0.5].
+inline Vector split_integer(Vector x, Vector& rest) {
+  const Vector magic = splat(0x1.8p23F);
+  const Vector n = x + magic - magic;
+  rest = x - n;
+  return n;
+}
+/// x * 2^n for integral n in [-127, 127], with 2^-127 counted as 0.
+inline Vector scale_by_power(Vector x, Vector n) {
+  const Integers exponent = (__builtin_convertvector(n, Integers) + 127) << 23;
+  Vector power;
+  memcpy(&power, &exponent, sizeof power);
+  return x * power;
+}
+
+/// x where the bit of the lane is set, `other` elsewhere.
+inline Vector select(uint32_t bits, Vector x, Vector other) {
+  const Integers lane = {1, 2, 4, 8};
+  const Integers mask = (lane & static_cast<int32_t>(bits)) == lane;
+  return mask ? x : other;
+}
+
+/// 4 x 4 transpose.
+inline void transpose(Vector* r) {
+  const Vector a = __builtin_shufflevector(r[0], r[1], 0, 4, 1, 5);
+  const Vector b = __builtin_shufflevector(r[2], r[3], 0, 4, 1, 5);
+  const Vector c = __builtin_shufflevector(r[0], r[1], 2, 6, 3, 7);
+  const Vector d = __builtin_shufflevector(r[2], r[3], 2, 6, 3, 7);
+  r[0] = __builtin_shufflevector(a, b, 0, 1, 4, 5);
+  r[1] = __builtin_shufflevector(a, b, 2, 3, 6, 7);
+  r[2] = __builtin_shufflevector(c, d, 0, 1, 4, 5);
+  r[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
+}
+
+}  // namespace
+}  // namespace cpattn::kernels

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/merge_state.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "cpattn/check.h"
+#include "ops/kernel_table.h"
+
+namespace cpattn {
+namespace {
+
+constexpr char kFunction[] = "merge_state";
+
+void check_same_shape(const char* name, const TensorView& tensor, const TensorView& like) {
+  bool same = tensor.rank == like.rank;
+  for (int axis = 0; same && axis < like.rank; ++axis)
+    same = tensor.shape[axis] == like.shape[axis];
+  check(same, kFunction, ": ", name, " must have shape ", ShapeOf{like}, ", got ", ShapeOf{tensor});
+}
+
+void check_lse(const char* name, const TensorView& lse, const TensorView& out) {
+  check(lse.dtype == DType::float32, kFunction, ": ", name, " must be float32, got ", lse.dtype);
+  TensorView expected = out;
+  expected.rank = 2;
+  check_same_shape(name, lse, expected);
+  for (int64_t t = 0; t < lse.shape[0]; ++t) {
+    for (int64_t h = 0; h < lse.shape[1]; ++h) {
+      const float value = lse.as<float>()[t * lse.strides[0] + h * lse.strides[1]];
+      check(
+          value != std::numeric_limits<float>::infinity(),
+          kFunction,
+          ": ",
+          name,
+          " must not be +inf (a row without keys has -inf), got +inf at [",
+          t,
+          ", ",
+          h,
+          "]"
+      );
+    }
+  }
+}
+
+void check_no_overlap(
+    const char* name, const TensorView& written, const char* other_name, const TensorView& other
+) {
+  check(
+      !may_overlap(written, other),
+      kFunction,
+      ": ",
+      name,
+      " must not overlap ",
+      other_name,
+      " in memory"
+  );
+}
+
+}  // namespace
+
+void merge_state(
+    const TensorView& out_a,
+    const TensorView& lse_a,
+    const TensorView& out_b,
+    const TensorView& lse_b
+) {
+  const auto type = element_type(kFunction, "out_a", out_a.dtype);
+  check_tensor(kFunction, "out_a", out_a, 3);
+  check_tensor(kFunction, "out_b", out_b, 3);
+  check(
+      out_b.dtype == out_a.dtype, kFunction, ": out_b must be ", out_a.dtype, ", got ", out_b.dtype
+  );
+  check_same_shape("out_b", out_b, out_a);
+  check_lse("lse_a", lse_a, out_a);
+  check_lse("lse_b", lse_b, out_a);
+  check_no_overlap("out_a", out_a, "out_b", out_b);
+  check_no_overlap("out_a", out_a, "lse_a", lse_a);
+  check_no_overlap("out_a", out_a, "lse_b", lse_b);
+  check_no_overlap("lse_a", lse_a, "out_b", out_b);
+  check_no_overlap("lse_a", lse_a, "lse_b", lse_b);
+
+  const auto weighted_sum = active_kernels().weighted_sum[type];
+  const int64_t bytes = element_size(out_a.dtype);
+  for (int64_t t = 0; t < out_a.shape[0]; ++t) {
+    for (int64_t h = 0; h < out_a.shape[1]; ++h) {
+      float& a = lse_a.as<float>()[t * lse_a.strides[0] + h * lse_a.strides[1]];
+      const float b = lse_b.as<float>()[t * lse_b.strides[0] + h * lse_b.strides[1]];
+      char* row_a = out_a.as<char>() + (t * out_a.strides[0] + h * out_a.strides[1]) * bytes;
+      const char* row_b = out_b.as<char>() + (t * out_b.strides[0] + h * out_b.strides[1]) * bytes;
+      const float maximum = std::fmax(a, b);
+      if (maximum == -std::numeric_limits<float>::infinity()) {
+        std::memset(row_a, 0, out_a.shape[2] * bytes);
+        continue;
+      }
+      const float weight_a = std::exp(a - maximum);
+      const float weight_b = std::exp(b - maximum);
+      const float total = weight_a + weight_b;
+      weighted_sum(weight_a / total, row_a, weight_b / total, row_b, out_a.shape[2]);
+      a = maximum + std::log(total);
+    }
+  }
+}
+
+}  // namespace cpattn
