@@ -40,8 +40,7 @@ TEST(ParallelFor, RethrowsTheFirstError) {
   for (int threads : {1, 4}) {
     EXPECT_THROW(
         parallel_for(
-            100,
-            threads,
+            100, threads,
             [](int64_t item, StopToken&) {
               if (item == 13) throw std::runtime_error("13");
             }
@@ -74,8 +73,7 @@ TEST(ParallelFor, TheHookInterruptsLongWork) {
   const InterruptScope scope([] { return true; });
   EXPECT_THROW(
       parallel_for(
-          1000000,
-          2,
+          1000000, 2,
           [](int64_t, StopToken& stop) {
             for (int i = 0; i < 100 && !stop.should_stop(); ++i) {
               std::this_thread::sleep_for(std::chrono::milliseconds(1));

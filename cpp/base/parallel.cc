@@ -170,9 +170,7 @@ std::atomic<int>& configured_num_threads() {
     const long value = std::strtol(text, &end, 10);
     check(
         *end == '\0' && value >= 1 && value <= 65536,
-        "CPATTN_NUM_THREADS must be a number from 1 to 65536, got '",
-        text,
-        "'"
+        "CPATTN_NUM_THREADS must be a number from 1 to 65536, got '", text, "'"
     );
     return static_cast<int>(value);
   }()};

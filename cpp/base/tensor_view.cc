@@ -16,16 +16,8 @@ struct DTypeInfo {
 };
 
 constexpr DTypeInfo kDTypes[] = {
-    {"float32", 4},
-    {"float64", 8},
-    {"float16", 2},
-    {"bfloat16", 2},
-    {"int8", 1},
-    {"uint8", 1},
-    {"int32", 4},
-    {"int64", 8},
-    {"bool", 1},
-    {"float8_e4m3fn", 1},
+    {"float32", 4}, {"float64", 8}, {"float16", 2}, {"bfloat16", 2}, {"int8", 1},
+    {"uint8", 1},   {"int32", 4},   {"int64", 8},   {"bool", 1},     {"float8_e4m3fn", 1},
 };
 
 std::pair<uintptr_t, uintptr_t> byte_range(const TensorView& tensor) {
@@ -82,24 +74,13 @@ bool may_overlap(const TensorView& a, const TensorView& b) {
 
 void check_tensor(const char* function, const char* name, const TensorView& tensor, int rank) {
   check(
-      tensor.rank == rank,
-      function,
-      ": ",
-      name,
-      " must have ",
-      rank,
-      " dimensions, got shape ",
+      tensor.rank == rank, function, ": ", name, " must have ", rank, " dimensions, got shape ",
       ShapeOf{tensor}
   );
   check(
-      tensor.last_dim_contiguous(),
-      function,
-      ": ",
-      name,
+      tensor.last_dim_contiguous(), function, ": ", name,
       " must be contiguous in its last dimension, got stride ",
-      tensor.rank > 0 ? tensor.strides[tensor.rank - 1] : 0,
-      " for shape ",
-      ShapeOf{tensor}
+      tensor.rank > 0 ? tensor.strides[tensor.rank - 1] : 0, " for shape ", ShapeOf{tensor}
   );
 }
 

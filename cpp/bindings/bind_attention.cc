@@ -24,20 +24,15 @@ namespace {
 
 KvLayout parse_layout(const char* function, const std::string& layout) {
   check(
-      layout == "NHD" || layout == "HND",
-      function,
-      ": kv_layout must be 'NHD' or 'HND', got '",
-      layout,
-      "'"
+      layout == "NHD" || layout == "HND", function, ": kv_layout must be 'NHD' or 'HND', got '",
+      layout, "'"
   );
   return layout == "NHD" ? KvLayout::nhd : KvLayout::hnd;
 }
 
 int parse_threads(const char* function, std::optional<int> num_threads) {
   check(
-      !num_threads || *num_threads >= 1,
-      function,
-      ": num_threads must be >= 1, got ",
+      !num_threads || *num_threads >= 1, function, ": num_threads must be >= 1, got ",
       num_threads.value_or(0)
   );
   return num_threads.value_or(0);
@@ -68,14 +63,12 @@ class SequenceBatchArguments {
     }
     if (!kv_indptr.is_none() || !kv_indices.is_none() || !last_page_len.is_none()) {
       check(
-          !kv_indptr.is_none() && !kv_indices.is_none() && !last_page_len.is_none(),
-          function,
+          !kv_indptr.is_none() && !kv_indices.is_none() && !last_page_len.is_none(), function,
           ": kv_indptr, kv_indices and last_page_len must be given together"
       );
       check(kv_lens.is_none(), function, ": kv_lens must not be given beside last_page_len");
       batch.csr = CsrPages{
-          list("kv_indptr", kv_indptr),
-          list("kv_indices", kv_indices),
+          list("kv_indptr", kv_indptr), list("kv_indices", kv_indices),
           list("last_page_len", last_page_len)
       };
     }
@@ -155,25 +148,10 @@ py::array view(const std::vector<T>& values, py::handle owner) {
 std::string describe(const AttentionPlan& plan) {
   const AttentionShape& shape = plan.batch.shape;
   return concat(
-      "AttentionPlan(",
-      plan.batch.segments.size(),
-      " segments, ",
-      plan.batch.num_rows,
-      " rows, ",
-      plan.items.size(),
-      " items, heads ",
-      shape.num_heads,
-      "/",
-      shape.num_kv_heads,
-      " x ",
-      shape.head_dim,
-      "/",
-      shape.v_head_dim,
-      ", ",
-      plan.batch.num_pages,
-      " pages of ",
-      plan.batch.page_size,
-      ")"
+      "AttentionPlan(", plan.batch.segments.size(), " segments, ", plan.batch.num_rows, " rows, ",
+      plan.items.size(), " items, heads ", shape.num_heads, "/", shape.num_kv_heads, " x ",
+      shape.head_dim, "/", shape.v_head_dim, ", ", plan.batch.num_pages, " pages of ",
+      plan.batch.page_size, ")"
   );
 }
 
@@ -246,32 +224,15 @@ void register_attention(py::module_& module) {
   bind_plan(module);
   module.def(
       "plan_attention",
-      [](const py::object& q_lens,
-         const py::object& kv_lens,
-         const py::object& block_tables,
-         int64_t page_size,
-         int64_t num_pages,
-         int32_t num_heads,
-         int32_t num_kv_heads,
-         int32_t head_dim,
-         int32_t v_head_dim,
-         bool causal,
-         std::optional<int64_t> window,
-         const py::object& custom_mask,
-         std::optional<int> num_threads) {
+      [](const py::object& q_lens, const py::object& kv_lens, const py::object& block_tables,
+         int64_t page_size, int64_t num_pages, int32_t num_heads, int32_t num_kv_heads,
+         int32_t head_dim, int32_t v_head_dim, bool causal, std::optional<int64_t> window,
+         const py::object& custom_mask, std::optional<int> num_threads) {
         constexpr char kFunction[] = "plan_attention";
         const int threads = parse_threads(kFunction, num_threads);
         SequenceBatchArguments given(
-            kFunction,
-            q_lens,
-            kv_lens,
-            block_tables,
-            py::none(),
-            py::none(),
-            py::none(),
-            causal,
-            window,
-            custom_mask
+            kFunction, q_lens, kv_lens, block_tables, py::none(), py::none(), py::none(), causal,
+            window, custom_mask
         );
         given.batch.shape = {num_heads, num_kv_heads, head_dim, v_head_dim};
         given.batch.page_size = page_size;
@@ -279,80 +240,33 @@ void register_attention(py::module_& module) {
         const py::gil_scoped_release nogil;
         return plan_sequences(kFunction, given.batch, threads);
       },
-      "q_lens"_a,
-      "kv_lens"_a,
-      "block_tables"_a,
-      "page_size"_a,
-      "num_pages"_a,
-      "num_heads"_a,
-      "num_kv_heads"_a,
-      "head_dim"_a,
-      "v_head_dim"_a,
-      "causal"_a,
-      "window"_a,
-      "custom_mask"_a,
+      "q_lens"_a, "kv_lens"_a, "block_tables"_a, "page_size"_a, "num_pages"_a, "num_heads"_a,
+      "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "causal"_a, "window"_a, "custom_mask"_a,
       "num_threads"_a
   );
   module.def(
       "run_attention",
-      [](const AttentionPlan& plan,
-         const py::object& q,
-         const py::object& k_cache,
-         const py::object& v_cache,
-         const std::string& kv_layout,
-         double scale,
-         double softcap,
-         const py::object& sinks,
-         const py::object& out,
-         const py::object& lse) {
+      [](const AttentionPlan& plan, const py::object& q, const py::object& k_cache,
+         const py::object& v_cache, const std::string& kv_layout, double scale, double softcap,
+         const py::object& sinks, const py::object& out, const py::object& lse) {
         const LayerArguments layer(
-            "run_attention",
-            q,
-            k_cache,
-            v_cache,
-            plan.batch.page_size,
-            kv_layout,
-            scale,
-            softcap,
-            sinks,
-            out,
-            lse
+            "run_attention", q, k_cache, v_cache, plan.batch.page_size, kv_layout, scale, softcap,
+            sinks, out, lse
         );
         const Computation computation;
         run_attention(plan, layer.arguments);
       },
-      "plan"_a,
-      "q"_a,
-      "k_cache"_a,
-      "v_cache"_a,
-      "kv_layout"_a,
-      "scale"_a,
-      "softcap"_a,
-      "sinks"_a,
-      "out"_a,
-      "lse"_a
+      "plan"_a, "q"_a, "k_cache"_a, "v_cache"_a, "kv_layout"_a, "scale"_a, "softcap"_a, "sinks"_a,
+      "out"_a, "lse"_a
   );
   module.def(
       "paged_attention",
-      [](const py::object& q,
-         const py::object& k_cache,
-         const py::object& v_cache,
-         const py::object& q_lens,
-         const py::object& kv_lens,
-         const py::object& block_tables,
-         const py::object& kv_indptr,
-         const py::object& kv_indices,
-         const py::object& last_page_len,
-         std::optional<int64_t> page_size,
-         const std::string& kv_layout,
-         double scale,
-         bool causal,
-         std::optional<int64_t> window,
-         double softcap,
-         const py::object& sinks,
-         const py::object& custom_mask,
-         std::optional<int> num_threads,
-         const py::object& out,
+      [](const py::object& q, const py::object& k_cache, const py::object& v_cache,
+         const py::object& q_lens, const py::object& kv_lens, const py::object& block_tables,
+         const py::object& kv_indptr, const py::object& kv_indices, const py::object& last_page_len,
+         std::optional<int64_t> page_size, const std::string& kv_layout, double scale, bool causal,
+         std::optional<int64_t> window, double softcap, const py::object& sinks,
+         const py::object& custom_mask, std::optional<int> num_threads, const py::object& out,
          const py::object& lse) {
         constexpr char kFunction[] = "paged_attention";
         const int threads = parse_threads(kFunction, num_threads);
@@ -360,16 +274,8 @@ void register_attention(py::module_& module) {
             kFunction, q, k_cache, v_cache, page_size, kv_layout, scale, softcap, sinks, out, lse
         );
         SequenceBatchArguments given(
-            kFunction,
-            q_lens,
-            kv_lens,
-            block_tables,
-            kv_indptr,
-            kv_indices,
-            last_page_len,
-            causal,
-            window,
-            custom_mask
+            kFunction, q_lens, kv_lens, block_tables, kv_indptr, kv_indices, last_page_len, causal,
+            window, custom_mask
         );
         const AttentionArguments& arguments = layer.arguments;
         given.batch.shape = attention_shape(arguments);
@@ -378,32 +284,13 @@ void register_attention(py::module_& module) {
         const Computation computation;
         run_attention(plan_sequences(kFunction, given.batch, threads), arguments);
       },
-      "q"_a,
-      "k_cache"_a,
-      "v_cache"_a,
-      "q_lens"_a,
-      "kv_lens"_a,
-      "block_tables"_a,
-      "kv_indptr"_a,
-      "kv_indices"_a,
-      "last_page_len"_a,
-      "page_size"_a,
-      "kv_layout"_a,
-      "scale"_a,
-      "causal"_a,
-      "window"_a,
-      "softcap"_a,
-      "sinks"_a,
-      "custom_mask"_a,
-      "num_threads"_a,
-      "out"_a,
-      "lse"_a
+      "q"_a, "k_cache"_a, "v_cache"_a, "q_lens"_a, "kv_lens"_a, "block_tables"_a, "kv_indptr"_a,
+      "kv_indices"_a, "last_page_len"_a, "page_size"_a, "kv_layout"_a, "scale"_a, "causal"_a,
+      "window"_a, "softcap"_a, "sinks"_a, "custom_mask"_a, "num_threads"_a, "out"_a, "lse"_a
   );
   module.def(
       "merge_state",
-      [](const py::object& out_a,
-         const py::object& lse_a,
-         const py::object& out_b,
+      [](const py::object& out_a, const py::object& lse_a, const py::object& out_b,
          const py::object& lse_b) {
         const TensorArgument oa = output_argument(out_a, "out_a");
         const TensorArgument la = output_argument(lse_a, "lse_a");
@@ -412,10 +299,7 @@ void register_attention(py::module_& module) {
         const py::gil_scoped_release nogil;
         merge_state(*oa, *la, *ob, *lb);
       },
-      "out_a"_a,
-      "lse_a"_a,
-      "out_b"_a,
-      "lse_b"_a
+      "out_a"_a, "lse_a"_a, "out_b"_a, "lse_b"_a
   );
 }
 

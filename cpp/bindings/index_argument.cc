@@ -35,11 +35,7 @@ void append_sequence(py::handle object, const char* name, std::vector<int64_t>& 
     if (!integer) throw py::error_already_set();
     const long long value = PyLong_AsLongLongAndOverflow(integer.ptr(), &overflow);
     check(
-        overflow == 0,
-        name,
-        " must fit into int64, got ",
-        std::string(py::str(item)),
-        " at index ",
+        overflow == 0, name, " must fit into int64, got ", std::string(py::str(item)), " at index ",
         i
     );
     out.push_back(value);
@@ -98,12 +94,8 @@ std::vector<int32_t> int32_list(py::handle object, const char* name) {
   std::vector<int32_t> values(wide.size());
   for (std::size_t i = 0; i < wide.size(); ++i) {
     check(
-        wide[i] >= INT32_MIN && wide[i] <= INT32_MAX,
-        name,
-        " must fit into int32, got ",
-        wide[i],
-        " at index ",
-        i
+        wide[i] >= INT32_MIN && wide[i] <= INT32_MAX, name, " must fit into int32, got ", wide[i],
+        " at index ", i
     );
     values[i] = static_cast<int32_t>(wide[i]);
   }

@@ -87,11 +87,8 @@ void check_torch_state(py::handle object, const char* name) {
   Py_DECREF(grad);
   if (wants_grad && py::module_::import("torch").attr("is_grad_enabled")().cast<bool>()) {
     type_error(concat(
-        name,
-        " requires a gradient, which cpattn does not compute; call it under ",
-        "torch.no_grad() or pass ",
-        name,
-        ".detach()"
+        name, " requires a gradient, which cpattn does not compute; call it under ",
+        "torch.no_grad() or pass ", name, ".detach()"
     ));
   }
   PyObject* neg = PyObject_CallMethodNoArgs(object.ptr(), is_neg);
@@ -122,22 +119,13 @@ void TensorArgument::from_dlpack(const dlpack::Tensor& tensor, const char* name)
   const auto dtype = dtype_from_dlpack(tensor.code, tensor.bits);
   if (!dtype || tensor.lanes != 1) {
     type_error(concat(
-        name,
-        " has an unsupported dtype (DLPack code ",
-        int{tensor.code},
-        ", ",
-        int{tensor.bits},
+        name, " has an unsupported dtype (DLPack code ", int{tensor.code}, ", ", int{tensor.bits},
         " bits)"
     ));
   }
   check(
-      tensor.ndim <= TensorView::kMaxRank,
-      name,
-      " has ",
-      tensor.ndim,
-      " dimensions, at most ",
-      TensorView::kMaxRank,
-      " are supported"
+      tensor.ndim <= TensorView::kMaxRank, name, " has ", tensor.ndim, " dimensions, at most ",
+      TensorView::kMaxRank, " are supported"
   );
   view_.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
   view_.dtype = *dtype;
@@ -149,12 +137,8 @@ void TensorArgument::from_dlpack(const dlpack::Tensor& tensor, const char* name)
     view_.strides[axis] = tensor.strides != nullptr ? tensor.strides[axis] : contiguous;
     contiguous *= tensor.shape[axis];
     check(
-        view_.strides[axis] >= 0,
-        name,
-        " has a negative stride (",
-        view_.strides[axis],
-        ") in dimension ",
-        axis
+        view_.strides[axis] >= 0, name, " has a negative stride (", view_.strides[axis],
+        ") in dimension ", axis
     );
   }
 }
@@ -189,13 +173,8 @@ bool TensorArgument::try_numpy(py::handle object, const char* name) {
   }
   if (dtype.byteorder() == '>') type_error(concat(name, " is not in native byte order"));
   check(
-      array.ndim() <= TensorView::kMaxRank,
-      name,
-      " has ",
-      array.ndim(),
-      " dimensions, at most ",
-      TensorView::kMaxRank,
-      " are supported"
+      array.ndim() <= TensorView::kMaxRank, name, " has ", array.ndim(), " dimensions, at most ",
+      TensorView::kMaxRank, " are supported"
   );
   view_.data = const_cast<void*>(array.data());
   view_.dtype = *known->second;
@@ -205,22 +184,15 @@ bool TensorArgument::try_numpy(py::handle object, const char* name) {
   for (int axis = 0; axis < view_.rank; ++axis) {
     const py::ssize_t stride = array.strides(axis);
     check(
-        stride >= 0 && stride % bytes == 0,
-        name,
-        " has a stride of ",
-        stride,
-        " bytes in dimension ",
-        axis,
-        ", which must be a non-negative multiple of its ",
-        bytes,
+        stride >= 0 && stride % bytes == 0, name, " has a stride of ", stride,
+        " bytes in dimension ", axis, ", which must be a non-negative multiple of its ", bytes,
         "-byte elements"
     );
     view_.shape[axis] = array.shape(axis);
     view_.strides[axis] = stride / bytes;
   }
   check(
-      reinterpret_cast<uintptr_t>(view_.data) % bytes == 0,
-      name,
+      reinterpret_cast<uintptr_t>(view_.data) % bytes == 0, name,
       " is not aligned to its element size"
   );
   return true;
@@ -229,8 +201,7 @@ bool TensorArgument::try_numpy(py::handle object, const char* name) {
 void TensorArgument::from_capsule(py::handle object, const char* name) {
   if (!py::hasattr(object, "__dlpack__")) {
     type_error(concat(
-        name,
-        " must be a tensor (torch CPU, NumPy, or anything with __dlpack__), got ",
+        name, " must be a tensor (torch CPU, NumPy, or anything with __dlpack__), got ",
         type_name(object)
     ));
   }
@@ -254,11 +225,8 @@ TensorArgument output_argument(py::handle object, const char* name) {
   check(argument->writable, name, " must be writable");
   for (int axis = 0; axis < argument->rank; ++axis) {
     check(
-        argument->shape[axis] <= 1 || argument->strides[axis] > 0,
-        name,
-        " must not be a broadcast view (stride 0 in dimension ",
-        axis,
-        ")"
+        argument->shape[axis] <= 1 || argument->strides[axis] > 0, name,
+        " must not be a broadcast view (stride 0 in dimension ", axis, ")"
     );
   }
   return argument;

@@ -151,8 +151,7 @@ class AttentionLoop {
         const T* rope = static_cast<const T*>(tile_.q_rope);
         Engine::pack_query(
             rope + token * tile_.q_rope_token_stride + head * tile_.q_rope_head_stride,
-            tile_.rope_dim,
-            packed + tile_.head_dim
+            tile_.rope_dim, packed + tile_.head_dim
         );
       }
       work_.states[row] = {-__builtin_inff(), 0.0F};
@@ -184,17 +183,8 @@ class AttentionLoop {
     if (begin >= end) return;
 
     multiply_panels<Engine, false>(
-        count,
-        work_.queries + int64_t{row} * qk_dim_,
-        qk_dim_,
-        work_.keys,
-        int64_t{qk_dim_} * kPanel,
-        0,
-        qk_dim_,
-        begin,
-        end,
-        work_.scores,
-        block_
+        count, work_.queries + int64_t{row} * qk_dim_, qk_dim_, work_.keys,
+        int64_t{qk_dim_} * kPanel, 0, qk_dim_, begin, end, work_.scores, block_
     );
     for (int i = 0; i < count; ++i) {
       float* scores = work_.scores + int64_t{i} * block_;
@@ -202,28 +192,13 @@ class AttentionLoop {
       if (tile_.softcap > 0) apply_softcap(scores, begin, end, tile_.scale, tile_.softcap);
       hide_keys(scores, token, first, begin, end);
       softmax_row<kExp2Degree>(
-          scores,
-          work_.probabilities + int64_t{i} * block_,
-          begin,
-          end,
-          factor_,
-          work_.states[row + i],
-          work_.output + int64_t{row + i} * v_dim_,
-          v_dim_
+          scores, work_.probabilities + int64_t{i} * block_, begin, end, factor_,
+          work_.states[row + i], work_.output + int64_t{row + i} * v_dim_, v_dim_
       );
     }
     multiply_panels<Engine, true>(
-        count,
-        work_.probabilities + begin,
-        block_,
-        work_.values,
-        int64_t{block_} * kPanel,
-        begin,
-        end - begin,
-        0,
-        v_dim_,
-        work_.output + int64_t{row} * v_dim_,
-        v_dim_
+        count, work_.probabilities + begin, block_, work_.values, int64_t{block_} * kPanel, begin,
+        end - begin, 0, v_dim_, work_.output + int64_t{row} * v_dim_, v_dim_
     );
   }
 

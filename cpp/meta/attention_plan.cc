@@ -20,14 +20,8 @@ constexpr int64_t kItemBytes = 400 * 1024;
 
 void check_head_dim(const char* function, const char* name, int32_t dim) {
   check(
-      dim >= 16 && dim <= kMaxHeadDim && dim % 16 == 0,
-      function,
-      ": ",
-      name,
-      " must be a multiple of 16 from 16 to ",
-      kMaxHeadDim,
-      ", got ",
-      dim
+      dim >= 16 && dim <= kMaxHeadDim && dim % 16 == 0, function, ": ", name,
+      " must be a multiple of 16 from 16 to ", kMaxHeadDim, ", got ", dim
   );
 }
 
@@ -111,16 +105,8 @@ int32_t checked_page(
     const char* function, int64_t page, int64_t num_pages, int64_t sequence, int64_t position
 ) {
   check(
-      page >= 0 && page < num_pages,
-      function,
-      ": page ids must be in [0, ",
-      num_pages,
-      "), got ",
-      page,
-      " at position ",
-      position,
-      " of sequence ",
-      sequence
+      page >= 0 && page < num_pages, function, ": page ids must be in [0, ", num_pages, "), got ",
+      page, " at position ", position, " of sequence ", sequence
   );
   return static_cast<int32_t>(page);
 }
@@ -128,9 +114,7 @@ int32_t checked_page(
 void check_page_size(const char* function, int64_t page_size, int64_t num_pages) {
   check(page_size >= 1, function, ": page_size must be >= 1, got ", page_size);
   check(
-      num_pages >= 0 && num_pages <= INT32_MAX,
-      function,
-      ": num_pages must be in [0, 2^31), got ",
+      num_pages >= 0 && num_pages <= INT32_MAX, function, ": num_pages must be in [0, 2^31), got ",
       num_pages
   );
 }
@@ -141,11 +125,8 @@ AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num
   const AttentionShape& shape = batch.shape;
   check(shape.num_kv_heads >= 1, function, ": num_kv_heads must be >= 1, got ", shape.num_kv_heads);
   check(
-      shape.num_heads >= 1 && shape.num_heads % shape.num_kv_heads == 0,
-      function,
-      ": num_heads must be a positive multiple of num_kv_heads (",
-      shape.num_kv_heads,
-      "), got ",
+      shape.num_heads >= 1 && shape.num_heads % shape.num_kv_heads == 0, function,
+      ": num_heads must be a positive multiple of num_kv_heads (", shape.num_kv_heads, "), got ",
       shape.num_heads
   );
   check_head_dim(function, "head_dim", shape.head_dim);
@@ -173,30 +154,17 @@ PageTable page_table_from_blocks(
   check_page_size(function, page_size, num_pages);
   const auto sequences = static_cast<int64_t>(kv_lens.size());
   check(
-      block_tables.rows == sequences,
-      function,
-      ": block_tables must have one row per sequence (",
-      sequences,
-      "), got ",
-      block_tables.rows
+      block_tables.rows == sequences, function, ": block_tables must have one row per sequence (",
+      sequences, "), got ", block_tables.rows
   );
   PageTable table;
   table.indptr.reserve(kv_lens.size() + 1);
   for (int64_t row = 0; row < sequences; ++row) {
     const int64_t needed = (kv_lens[row] + page_size - 1) / page_size;
     check(
-        needed <= block_tables.columns,
-        function,
-        ": block_tables must have at least ",
-        needed,
-        " columns for sequence ",
-        row,
-        " (kv_len ",
-        kv_lens[row],
-        ", page_size ",
-        page_size,
-        "), got ",
-        block_tables.columns
+        needed <= block_tables.columns, function, ": block_tables must have at least ", needed,
+        " columns for sequence ", row, " (kv_len ", kv_lens[row], ", page_size ", page_size,
+        "), got ", block_tables.columns
     );
     for (int64_t i = 0; i < needed; ++i) {
       table.page_ids.push_back(checked_page(function, block_tables.at(row, i), num_pages, row, i));
@@ -218,44 +186,25 @@ PageTable page_table_from_csr(
   check_page_size(function, page_size, num_pages);
   check(!kv_indptr.empty() && kv_indptr.front() == 0, function, ": kv_indptr must start with 0");
   check(
-      last_page_len.size() + 1 == kv_indptr.size(),
-      function,
-      ": last_page_len must have one entry per sequence (",
-      kv_indptr.size() - 1,
-      "), got ",
+      last_page_len.size() + 1 == kv_indptr.size(), function,
+      ": last_page_len must have one entry per sequence (", kv_indptr.size() - 1, "), got ",
       last_page_len.size()
   );
   check(
-      kv_indptr.back() <= static_cast<int64_t>(kv_indices.size()),
-      function,
-      ": kv_indptr ends at ",
-      kv_indptr.back(),
-      " but kv_indices has ",
-      kv_indices.size(),
-      " entries"
+      kv_indptr.back() <= static_cast<int64_t>(kv_indices.size()), function, ": kv_indptr ends at ",
+      kv_indptr.back(), " but kv_indices has ", kv_indices.size(), " entries"
   );
   PageTable table;
   kv_lens.clear();
   for (std::size_t row = 0; row + 1 < kv_indptr.size(); ++row) {
     const int64_t pages = kv_indptr[row + 1] - kv_indptr[row];
     check(
-        pages >= 0,
-        function,
-        ": kv_indptr must not decrease, got ",
-        kv_indptr[row + 1],
-        " after ",
-        kv_indptr[row],
-        " at index ",
-        row + 1
+        pages >= 0, function, ": kv_indptr must not decrease, got ", kv_indptr[row + 1], " after ",
+        kv_indptr[row], " at index ", row + 1
     );
     check(
-        pages == 0 || (last_page_len[row] >= 1 && last_page_len[row] <= page_size),
-        function,
-        ": last_page_len must be in [1, ",
-        page_size,
-        "], got ",
-        last_page_len[row],
-        " at index ",
+        pages == 0 || (last_page_len[row] >= 1 && last_page_len[row] <= page_size), function,
+        ": last_page_len must be in [1, ", page_size, "], got ", last_page_len[row], " at index ",
         row
     );
     kv_lens.push_back(pages == 0 ? 0 : (pages - 1) * page_size + last_page_len[row]);
@@ -301,32 +250,20 @@ std::vector<AttentionSegment> sequence_segments(
     const char* function, std::span<const int64_t> q_lens, std::span<const int64_t> kv_lens
 ) {
   check(
-      q_lens.size() == kv_lens.size(),
-      function,
-      ": q_lens and kv_lens must have the same length, got ",
-      q_lens.size(),
-      " and ",
-      kv_lens.size()
+      q_lens.size() == kv_lens.size(), function,
+      ": q_lens and kv_lens must have the same length, got ", q_lens.size(), " and ", kv_lens.size()
   );
   std::vector<AttentionSegment> segments;
   segments.reserve(q_lens.size());
   int64_t rows = 0;
   for (std::size_t i = 0; i < q_lens.size(); ++i) {
     check(
-        q_lens[i] >= 0 && q_lens[i] <= INT32_MAX,
-        function,
-        ": q_lens must be in [0, 2^31), got ",
-        q_lens[i],
-        " at index ",
-        i
+        q_lens[i] >= 0 && q_lens[i] <= INT32_MAX, function, ": q_lens must be in [0, 2^31), got ",
+        q_lens[i], " at index ", i
     );
     check(
-        kv_lens[i] >= 0 && kv_lens[i] <= INT32_MAX,
-        function,
-        ": kv_lens must be in [0, 2^31), got ",
-        kv_lens[i],
-        " at index ",
-        i
+        kv_lens[i] >= 0 && kv_lens[i] <= INT32_MAX, function,
+        ": kv_lens must be in [0, 2^31), got ", kv_lens[i], " at index ", i
     );
     segments.push_back({
         .q_begin = rows,

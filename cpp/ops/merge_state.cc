@@ -29,15 +29,8 @@ void check_lse(const char* name, const TensorView& lse, const TensorView& out) {
     for (int64_t h = 0; h < lse.shape[1]; ++h) {
       const float value = lse.as<float>()[t * lse.strides[0] + h * lse.strides[1]];
       check(
-          value != std::numeric_limits<float>::infinity(),
-          kFunction,
-          ": ",
-          name,
-          " must not be +inf (a row without keys has -inf), got +inf at [",
-          t,
-          ", ",
-          h,
-          "]"
+          value != std::numeric_limits<float>::infinity(), kFunction, ": ", name,
+          " must not be +inf (a row without keys has -inf), got +inf at [", t, ", ", h, "]"
       );
     }
   }
@@ -47,12 +40,7 @@ void check_no_overlap(
     const char* name, const TensorView& written, const char* other_name, const TensorView& other
 ) {
   check(
-      !may_overlap(written, other),
-      kFunction,
-      ": ",
-      name,
-      " must not overlap ",
-      other_name,
+      !may_overlap(written, other), kFunction, ": ", name, " must not overlap ", other_name,
       " in memory"
   );
 }

@@ -24,14 +24,8 @@ void check_shape(
   expected.rank = tensor.rank;
   std::copy(shape.begin(), shape.end(), expected.shape.begin());
   check(
-      std::equal(shape.begin(), shape.end(), tensor.shape.begin()),
-      function,
-      ": ",
-      name,
-      " must have shape ",
-      ShapeOf{expected},
-      ", got ",
-      ShapeOf{tensor}
+      std::equal(shape.begin(), shape.end(), tensor.shape.begin()), function, ": ", name,
+      " must have shape ", ShapeOf{expected}, ", got ", ShapeOf{tensor}
   );
 }
 
@@ -49,44 +43,20 @@ void check_cache(
   const char* function = arguments.function;
   check_dtype(function, name, cache.dtype, arguments.q.dtype);
   check(
-      cache.num_kv_heads == batch.shape.num_kv_heads,
-      function,
-      ": ",
-      name,
-      " must have ",
-      batch.shape.num_kv_heads,
-      " KV heads, got ",
-      cache.num_kv_heads
+      cache.num_kv_heads == batch.shape.num_kv_heads, function, ": ", name, " must have ",
+      batch.shape.num_kv_heads, " KV heads, got ", cache.num_kv_heads
   );
   check(
-      cache.head_dim == head_dim,
-      function,
-      ": ",
-      name,
-      " must have head dimension ",
-      head_dim,
-      ", got ",
-      cache.head_dim
+      cache.head_dim == head_dim, function, ": ", name, " must have head dimension ", head_dim,
+      ", got ", cache.head_dim
   );
   check(
-      cache.page_size == batch.page_size,
-      function,
-      ": ",
-      name,
-      " must have pages of ",
-      batch.page_size,
-      " tokens as planned, got ",
-      cache.page_size
+      cache.page_size == batch.page_size, function, ": ", name, " must have pages of ",
+      batch.page_size, " tokens as planned, got ", cache.page_size
   );
   check(
-      cache.num_pages >= batch.num_pages,
-      function,
-      ": ",
-      name,
-      " must have at least the planned ",
-      batch.num_pages,
-      " pages, got ",
-      cache.num_pages
+      cache.num_pages >= batch.num_pages, function, ": ", name, " must have at least the planned ",
+      batch.num_pages, " pages, got ", cache.num_pages
   );
 }
 
@@ -95,12 +65,7 @@ void check_no_overlap(
 ) {
   const auto against = [&](const char* input_name, const TensorView& input) {
     check(
-        !may_overlap(out, input),
-        arguments.function,
-        ": ",
-        name,
-        " must not overlap ",
-        input_name,
+        !may_overlap(out, input), arguments.function, ": ", name, " must not overlap ", input_name,
         " in memory"
     );
   };
@@ -123,11 +88,8 @@ void check_arguments(const AttentionPlan& plan, const AttentionArguments& argume
   element_type(function, "q", arguments.q.dtype);
   const int64_t rope = rope_dim(arguments);
   check(
-      rope % 16 == 0 && rope < shape.head_dim,
-      function,
-      ": the rope part of q must be a multiple of 16 below head_dim (",
-      shape.head_dim,
-      "), got ",
+      rope % 16 == 0 && rope < shape.head_dim, function,
+      ": the rope part of q must be a multiple of 16 below head_dim (", shape.head_dim, "), got ",
       rope
   );
   const int64_t head_dim = shape.head_dim - rope;
@@ -140,16 +102,12 @@ void check_arguments(const AttentionPlan& plan, const AttentionArguments& argume
     check_cache(arguments, "k_rope", *arguments.k_rope, batch, rope);
   }
   check(
-      std::isfinite(arguments.scale) && arguments.scale > 0,
-      function,
-      ": scale must be a positive number, got ",
-      arguments.scale
+      std::isfinite(arguments.scale) && arguments.scale > 0, function,
+      ": scale must be a positive number, got ", arguments.scale
   );
   check(
-      std::isfinite(arguments.softcap) && arguments.softcap >= 0,
-      function,
-      ": softcap must be >= 0 (0: none), got ",
-      arguments.softcap
+      std::isfinite(arguments.softcap) && arguments.softcap >= 0, function,
+      ": softcap must be >= 0 (0: none), got ", arguments.softcap
   );
   if (arguments.sinks) {
     check_dtype(function, "sinks", arguments.sinks->dtype, DType::float32);
@@ -163,8 +121,7 @@ void check_arguments(const AttentionPlan& plan, const AttentionArguments& argume
     check_shape(function, "lse", *arguments.lse, {batch.num_rows, shape.num_heads});
     check_no_overlap(arguments, "lse", *arguments.lse);
     check(
-        !may_overlap(*arguments.lse, arguments.out),
-        function,
+        !may_overlap(*arguments.lse, arguments.out), function,
         ": lse must not overlap out in memory"
     );
   }
@@ -180,8 +137,7 @@ void clear_rows(const AttentionArguments& arguments, int64_t begin, int64_t end)
   for (int64_t row = begin; row < end; ++row) {
     for (int64_t head = 0; head < out.shape[1]; ++head) {
       std::memset(
-          element_address(out, row * out.strides[0] + head * out.strides[1]),
-          0,
+          element_address(out, row * out.strides[0] + head * out.strides[1]), 0,
           out.shape[2] * element_size(out.dtype)
       );
       if (arguments.lse) {
@@ -286,34 +242,21 @@ PagedCache paged_cache(
     std::optional<int64_t> page_size
 ) {
   check(
-      cache.rank == 3 || cache.rank == 4,
-      function,
-      ": ",
-      name,
-      " must have 3 dimensions [slots, heads, dim] or 4, got shape ",
-      ShapeOf{cache}
+      cache.rank == 3 || cache.rank == 4, function, ": ", name,
+      " must have 3 dimensions [slots, heads, dim] or 4, got shape ", ShapeOf{cache}
   );
   check_tensor(function, name, cache, cache.rank);
   PagedCache paged{.data = cache.data, .dtype = cache.dtype, .tensor = cache};
   if (cache.rank == 3) {
     check(page_size.has_value(), function, ": page_size is required for a 3-dimensional ", name);
     check(
-        layout == KvLayout::nhd,
-        function,
-        ": a 3-dimensional ",
-        name,
+        layout == KvLayout::nhd, function, ": a 3-dimensional ", name,
         " is [slots, heads, dim]; kv_layout must be NHD"
     );
     check(*page_size >= 1, function, ": page_size must be >= 1, got ", *page_size);
     check(
-        cache.shape[0] % *page_size == 0,
-        function,
-        ": ",
-        name,
-        " must have a multiple of page_size (",
-        *page_size,
-        ") slots, got ",
-        cache.shape[0]
+        cache.shape[0] % *page_size == 0, function, ": ", name,
+        " must have a multiple of page_size (", *page_size, ") slots, got ", cache.shape[0]
     );
     paged.num_pages = cache.shape[0] / *page_size;
     paged.page_size = *page_size;
@@ -331,17 +274,9 @@ PagedCache paged_cache(
     paged.row_stride = cache.strides[row_axis];
     paged.head_stride = cache.strides[head_axis];
     check(
-        !page_size || *page_size == paged.page_size,
-        function,
-        ": page_size ",
-        page_size.value_or(0),
-        " does not agree with ",
-        name,
-        ", whose pages hold ",
-        paged.page_size,
-        " tokens (shape ",
-        ShapeOf{cache},
-        ")"
+        !page_size || *page_size == paged.page_size, function, ": page_size ",
+        page_size.value_or(0), " does not agree with ", name, ", whose pages hold ",
+        paged.page_size, " tokens (shape ", ShapeOf{cache}, ")"
     );
   }
   paged.head_dim = cache.shape[cache.rank - 1];

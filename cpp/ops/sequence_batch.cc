@@ -20,11 +20,8 @@ MaskBits pack_custom_mask(
     elements += segment.q_len * segment.kv_len;
   }
   check(
-      mask.num_elements() == elements,
-      function,
-      ": custom_mask must have sum(q_len * kv_len) = ",
-      elements,
-      " elements, got ",
+      mask.num_elements() == elements, function,
+      ": custom_mask must have sum(q_len * kv_len) = ", elements, " elements, got ",
       mask.num_elements()
   );
   return pack_mask(segments, mask.as<uint8_t>(), starts, row_strides, /*inverted=*/false);
@@ -34,15 +31,12 @@ MaskBits pack_custom_mask(
 
 AttentionPlan plan_sequences(const char* function, const SequenceBatch& batch, int num_threads) {
   check(
-      batch.block_tables.has_value() != batch.csr.has_value(),
-      function,
+      batch.block_tables.has_value() != batch.csr.has_value(), function,
       ": give either block_tables with kv_lens, or kv_indptr, kv_indices and last_page_len"
   );
   check(
-      !batch.window || *batch.window >= 0,
-      function,
-      ": window must be >= 0 (0: a token sees itself), got ",
-      batch.window.value_or(0)
+      !batch.window || *batch.window >= 0, function,
+      ": window must be >= 0 (0: a token sees itself), got ", batch.window.value_or(0)
   );
   check(!batch.window || batch.causal, function, ": window needs causal=True");
 
@@ -52,13 +46,8 @@ AttentionPlan plan_sequences(const char* function, const SequenceBatch& batch, i
   std::vector<int64_t> kv_lens = batch.kv_lens;
   if (batch.csr) {
     planned.pages = page_table_from_csr(
-        function,
-        batch.csr->kv_indptr,
-        batch.csr->kv_indices,
-        batch.csr->last_page_len,
-        batch.page_size,
-        batch.num_pages,
-        kv_lens
+        function, batch.csr->kv_indptr, batch.csr->kv_indices, batch.csr->last_page_len,
+        batch.page_size, batch.num_pages, kv_lens
     );
   }
   planned.segments = sequence_segments(function, batch.q_lens, kv_lens);
