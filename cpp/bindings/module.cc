@@ -23,4 +23,5 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
     }
   });
   bindings::register_runtime(m);
+  bindings::register_reference(m);
 }
