@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context-parallel attention for LLM serving on CPU: plans, paged kernels and oracles."""
 
+from . import reference
 from ._core import AttentionPlan, __version__, active_isa, set_num_threads, supported_isas
 from .attention import merge_state, paged_attention, plan_attention, run_attention
 
@@ -11,6 +12,7 @@ __all__ = [
     "merge_state",
     "paged_attention",
     "plan_attention",
+    "reference",
     "run_attention",
     "set_num_threads",
     "supported_isas",

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "cpattn/parallel.h"
+#include "cpattn/reference.h"
+#include "reference/rows.h"
+
+namespace cpattn::reference {
+namespace {
+
+constexpr const char* kName = "reference.paged_attention: ";
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+/// A cache in any of its forms, as strides of page, slot and head.
+struct Cache {
+  const TensorView& tensor;
+  int64_t num_pages, num_heads, head_dim;
+  int64_t page_stride, slot_stride, head_stride;
+
+  Cache(const PagedAttention& batch, const TensorView& cache, const char* name) : tensor(cache) {
+    check(
+        cache.rank == 4 || (cache.rank == 3 && !batch.hnd),
+        kName,
+        name,
+        " must be [num_pages, page_size, num_kv_heads, head_dim], HND, or 3-D, got shape ",
+        ShapeOf{cache}
+    );
+    check(cache.last_dim_contiguous(), kName, name, " must be contiguous in its last dimension");
+    const int slot_axis = cache.rank == 3 ? 0 : batch.hnd ? 2 : 1;
+    const int head_axis = batch.hnd ? 1 : cache.rank - 2;
+    const int64_t slots = cache.dim(slot_axis);
+    check(
+        cache.rank == 3 ? slots % batch.page_size == 0 : slots == batch.page_size,
+        kName,
+        name,
+        " must have pages of page_size = ",
+        batch.page_size,
+        ", got shape ",
+        ShapeOf{cache}
+    );
+    num_pages = cache.rank == 3 ? slots / batch.page_size : cache.dim(0);
+    num_heads = cache.dim(head_axis);
+    head_dim = cache.dim(cache.rank - 1);
+    slot_stride = cache.stride(slot_axis);
+    head_stride = cache.stride(head_axis);
+    page_stride = cache.rank == 3 ? slot_stride * batch.page_size : cache.stride(0);
+  }
+
+  /// All tokens of a sequence for one head, gathered: [kv_len, head_dim].
+  Matrix gather(const PagedAttention& batch, int64_t sequence, int64_t head) const {
+    Matrix rows(batch.kv_lens[sequence], head_dim);
+    for (int64_t token = 0; token < rows.rows(); ++token) {
+      const int64_t page = batch.block_tables.at(sequence, token / batch.page_size);
+      const int64_t slot = token % batch.page_size;
+      const int64_t offset = page * page_stride + slot * slot_stride + head * head_stride;
+      rows.row(token) = read_row(tensor, offset, head_dim);
+    }
+    return rows;
+  }
+};
+
+struct Row {
+  Eigen::RowVectorXd out;
+  double lse;
+};
+
+/// Softmax over the keys that the row sees, and the sink; then the values.
+Row attend(
+    const Eigen::RowVectorXd& q,
+    const Matrix& keys,    // visible ones only
+    const Matrix& values,  // likewise
+    double scale,
+    double softcap,
+    double sink
+) {
+  if (keys.rows() == 0) return {Eigen::RowVectorXd::Zero(values.cols()), -kInfinity};
+  Eigen::ArrayXd scores = scale * (keys * q.transpose());
+  if (softcap > 0) scores = softcap * (scores / softcap).tanh();
+  const double max = scores.maxCoeff();
+  const Eigen::ArrayXd weights = (scores - max).exp();
+  const double sum = weights.sum();
+  return {
+      weights.matrix().transpose() * values / (sum + std::exp(sink - max)), max + std::log(sum)
+  };
+}
+
+/// The keys that query i of a sequence sees; `mask_begin` is the first bool of
+/// the sequence in custom_mask.
+std::vector<int64_t> visible_keys(
+    const PagedAttention& batch, int64_t sequence, int64_t i, int64_t mask_begin
+) {
+  const int64_t kv_len = batch.kv_lens[sequence];
+  const int64_t position = kv_len - batch.q_lens[sequence] + i;
+  std::vector<int64_t> keys;
+  for (int64_t j = 0; j < kv_len; ++j) {
+    const bool visible =
+        (!batch.causal || j <= position) && (!batch.window || position - *batch.window <= j) &&
+        (!batch.custom_mask || batch.custom_mask->as<const bool>()[mask_begin + i * kv_len + j]);
+    if (visible) keys.push_back(j);
+  }
+  return keys;
+}
+
+void check_batch(const PagedAttention& batch, const Cache& k, const Cache& v) {
+  const std::size_t size = batch.q_lens.size();
+  check(
+      batch.kv_lens.size() == size && batch.block_tables.rows == static_cast<int64_t>(size),
+      kName,
+      "q_lens, kv_lens and block_tables must describe the same number of sequences, got ",
+      size,
+      ", ",
+      batch.kv_lens.size(),
+      " and ",
+      batch.block_tables.rows
+  );
+  int64_t num_rows = 0, num_masked = 0;
+  for (std::size_t r = 0; r < size; ++r) {
+    const int64_t q_len = batch.q_lens[r], kv_len = batch.kv_lens[r];
+    check(
+        q_len >= 0 && kv_len >= 0,
+        kName,
+        "lengths must be >= 0, got q_len ",
+        q_len,
+        " and kv_len ",
+        kv_len,
+        " at index ",
+        r
+    );
+    num_rows += q_len;
+    num_masked += q_len * kv_len;
+    const int64_t pages = (kv_len + batch.page_size - 1) / batch.page_size;
+    check(
+        pages <= batch.block_tables.columns,
+        kName,
+        "block_tables must have ",
+        pages,
+        " columns for kv_len ",
+        kv_len,
+        " at index ",
+        r,
+        ", got ",
+        batch.block_tables.columns
+    );
+    for (int64_t column = 0; column < pages; ++column) {
+      const int64_t page = batch.block_tables.at(static_cast<int64_t>(r), column);
+      check(
+          page >= 0 && page < std::min(k.num_pages, v.num_pages),
+          kName,
+          "block_tables[",
+          r,
+          ", ",
+          column,
+          "] must be a page id below ",
+          std::min(k.num_pages, v.num_pages),
+          ", got ",
+          page
+      );
+    }
+  }
+  check_tensor("reference.paged_attention", "q", batch.q, 3);
+  check(
+      batch.q.dim(0) == num_rows && batch.q.dim(2) == k.head_dim && k.num_heads == v.num_heads &&
+          k.num_heads > 0 && batch.q.dim(1) % k.num_heads == 0,
+      kName,
+      "q must be [",
+      num_rows,
+      ", a multiple of ",
+      k.num_heads,
+      ", ",
+      k.head_dim,
+      "] for these lengths and caches (v_cache has ",
+      v.num_heads,
+      " heads), got ",
+      ShapeOf{batch.q}
+  );
+  check(
+      !batch.sinks || (batch.sinks->rank == 1 && batch.sinks->dim(0) == batch.q.dim(1)),
+      kName,
+      "sinks must be [",
+      batch.q.dim(1),
+      "]"
+  );
+  check(
+      !batch.custom_mask ||
+          (batch.custom_mask->dtype == DType::bool8 && batch.custom_mask->is_contiguous() &&
+           batch.custom_mask->num_elements() == num_masked),
+      kName,
+      "custom_mask must be ",
+      num_masked,
+      " contiguous bools"
+  );
+}
+
+}  // namespace
+
+void paged_attention(const PagedAttention& batch, const TensorView& out, const TensorView& lse) {
+  check(batch.page_size > 0, kName, "page_size must be > 0, got ", batch.page_size);
+  const Cache k(batch, batch.k_cache, "k_cache");
+  const Cache v(batch, batch.v_cache, "v_cache");
+  check_batch(batch, k, v);
+
+  const auto num_sequences = static_cast<int64_t>(batch.q_lens.size());
+  std::vector<int64_t> row_begin(num_sequences + 1), mask_begin(num_sequences + 1);
+  for (int64_t r = 0; r < num_sequences; ++r) {
+    row_begin[r + 1] = row_begin[r] + batch.q_lens[r];
+    mask_begin[r + 1] = mask_begin[r] + batch.q_lens[r] * batch.kv_lens[r];
+  }
+  const int64_t num_heads = batch.q.dim(1);
+  const int64_t group = num_heads / k.num_heads;
+  const auto run = [&](int64_t item, StopToken& stop) {
+    const int64_t sequence = item / k.num_heads, kv_head = item % k.num_heads;
+    const Matrix keys = k.gather(batch, sequence, kv_head);
+    const Matrix values = v.gather(batch, sequence, kv_head);
+    for (int64_t i = 0; i < batch.q_lens[sequence] && !stop.should_stop(); ++i) {
+      const auto seen = visible_keys(batch, sequence, i, mask_begin[sequence]);
+      const Matrix seen_keys = keys(seen, Eigen::all), seen_values = values(seen, Eigen::all);
+      const int64_t row = row_begin[sequence] + i;
+      for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+        const auto q =
+            read_row(batch.q, row * batch.q.stride(0) + head * batch.q.stride(1), k.head_dim);
+        const double sink =
+            batch.sinks ? read_element(*batch.sinks, head * batch.sinks->stride(0)) : -kInfinity;
+        const Row result = attend(q, seen_keys, seen_values, batch.scale, batch.softcap, sink);
+        const int64_t index = row * num_heads + head;
+        Eigen::Map<Eigen::RowVectorXd>(out.as<double>() + index * v.head_dim, v.head_dim) =
+            result.out;
+        lse.as<double>()[index] = result.lse;
+      }
+    }
+  };
+  parallel_for(num_sequences * k.num_heads, default_num_threads(), run);
+}
+
+}  // namespace cpattn::reference

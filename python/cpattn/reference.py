@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The float64 oracle: operators computed without tricks, to test others against.
+
+Arguments are those of the functions of the same name in `cpattn`, in any container and
+in float64, float32, float16 or bfloat16. Results are new float64 NumPy arrays. The code
+is C++ with Eigen and shares nothing with the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from . import _core
+from ._containers import Tensor
+
+__all__ = ["merge_state", "paged_attention"]
+
+Float64Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    q_lens: Any,
+    kv_lens: Any,
+    block_tables: Any,
+    page_size: int | None = None,
+    kv_layout: Literal["NHD", "HND"] = "NHD",
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    custom_mask: Tensor | None = None,
+) -> tuple[Float64Array, Float64Array]:
+    """Attention over paged keys and values.
+
+    Parameters
+    ----------
+    q : tensor, shape [sum(q_lens), num_heads, head_dim]
+    k_cache, v_cache : tensor, shape [num_pages, page_size, num_kv_heads, dim]
+        With ``kv_layout="HND"`` [num_pages, num_kv_heads, page_size, dim]; 3-D with
+        ``page_size`` [num_pages * page_size, num_kv_heads, dim].
+    q_lens, kv_lens : sequence of int, length B
+        The last q_lens[r] of kv_lens[r] tokens of sequence r are the queries.
+    block_tables : integer array, shape [B, >= ceil(kv_len / page_size)]
+    scale : float, optional
+        1 / sqrt(head_dim) if not given.
+    causal, window, custom_mask
+        Key j is visible from position p if j <= p (``causal``), p - window <= j
+        (``window``) and its flag in ``custom_mask``, bool [sum(q_lens * kv_lens)], is set.
+    softcap : float
+        If positive, scores become softcap * tanh(score / softcap).
+    sinks : tensor, shape [num_heads], optional
+        One more logit in the denominator of each row.
+
+    Returns
+    -------
+    out : float64 array, shape [sum(q_lens), num_heads, v_head_dim]
+        Zeros for a row that sees no key.
+    lse : float64 array, shape [sum(q_lens), num_heads]
+        Natural logarithm, without the sink; -inf for a row that sees no key.
+    """
+    if kv_layout not in ("NHD", "HND"):
+        raise ValueError(
+            f"reference.paged_attention: kv_layout must be 'NHD' or 'HND', got {kv_layout!r}"
+        )
+    if page_size is None:
+        if len(k_cache.shape) != 4:
+            raise ValueError("reference.paged_attention: a 3-D cache needs page_size")
+        page_size = k_cache.shape[1 if kv_layout == "NHD" else 2]
+    num_tokens, num_heads, head_dim = q.shape
+    out = np.empty((num_tokens, num_heads, v_cache.shape[-1]))
+    lse = np.empty((num_tokens, num_heads))
+    _core.reference.paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        block_tables=block_tables,
+        page_size=page_size,
+        hnd=kv_layout == "HND",
+        scale=head_dim**-0.5 if scale is None else scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        custom_mask=custom_mask,
+        out=out,
+        lse=lse,
+    )
+    return out, lse
+
+
+def merge_state(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Float64Array, Float64Array]:
+    """Merge attention over two disjoint sets of keys.
+
+    Parameters
+    ----------
+    out_a, out_b : tensor, shape [num_tokens, num_heads, head_dim]
+    lse_a, lse_b : tensor, shape [num_tokens, num_heads]
+        Natural logarithms; a part with -inf is ignored, whatever it holds.
+
+    Returns
+    -------
+    out, lse : float64 array
+        New arrays: unlike `cpattn.merge_state`, the inputs stay as they are.
+    """
+    out, lse = np.empty(tuple(out_a.shape)), np.empty(tuple(lse_a.shape))
+    _core.reference.merge_state(out_a, lse_a, out_b, lse_b, out, lse)
+    return out, lse
