@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "bindings/module.h"
+#include "cpattn/cpu.h"
 #include "cpattn/isa.h"
 #include "cpattn/parallel.h"
 
@@ -22,6 +23,9 @@ void register_runtime(py::module_& module) {
     return names;
   });
   module.def("set_isa", [](const std::string& name) { set_isa(name); }, "name"_a);
+  module.def("amx_usable", &amx_usable);
+  module.def("amx_palette_missing", &amx_palette_missing);
+  module.def("has_avx512_fp16", &has_avx512_fp16);
   module.def("default_num_threads", &default_num_threads);
   module.def("set_num_threads", &set_num_threads, "num_threads"_a);
 }

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+# make demo, make test: everything from a fresh checkout, on Debian or Ubuntu
+# with a C++20 compiler and Python >= 3.10. What is there is not done again.
+PYTHON ?= python3
+# Elsewhere the PyPI torch brings CUDA along; for the small one:
+#   make test TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+BIN := $(CURDIR)/.venv/bin
+export PATH := $(BIN):$(PATH)
+export PYTHONPATH := $(CURDIR)/build/release/python
+CPP_SOURCES = $(shell find cpp tests_cpp -name '*.h' -o -name '*.cc')
+
+.PHONY: demo test build lint format clean
+
+demo: build  ## the main job: replays serving traffic; options in ARGS
+	@python -m cpattn replay $(ARGS)
+
+test: build  ## C++ tests, then Python tests
+	@ctest --preset release
+	@python -m pytest -q $(ARGS)
+
+build: build/release/.configured
+	@cmake --build --preset release
+
+build/release/.configured: .venv/.ready CMakePresets.json
+	@cmake --preset release
+	@touch $@
+
+# torch comes first, so that a requirement of it never chooses another one.
+.venv/.ready: pyproject.toml scripts/requirements.py scripts/system_packages.sh
+	@scripts/system_packages.sh $(PYTHON)
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@echo "Installing $(TORCH) and the packages for building and testing into .venv ..."
+	@pip install -q $(TORCH)
+	@pip install -q 'cmake>=3.25' ninja "tomli; python_version < '3.11'"
+	@python scripts/requirements.py test | xargs -d '\n' pip install -q
+	@touch $@
+
+.venv/.lint: .venv/.ready
+	@python scripts/requirements.py lint | xargs -d '\n' pip install -q
+	@touch $@
+
+lint: .venv/.lint build  ## formatting, lint, types
+	ruff check .
+	ruff format --check .
+	@echo clang-format --dry-run -Werror ...
+	@clang-format --dry-run -Werror $(CPP_SOURCES)
+	mypy
+	python -m mypy.stubtest cpattn._core --mypy-config-file pyproject.toml
+
+format: .venv/.lint  ## fixes what it can
+	ruff check --fix .
+	ruff format .
+	@clang-format -i $(CPP_SOURCES)
+
+clean:
+	rm -rf build .venv

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+namespace cpattn {
+
+/// True when this process may use AMX tiles: the processor has AMX-TILE, -BF16
+/// and -INT8, the kernel saves tile state and has granted this process the
+/// permission that tiles need (asked for here; it holds for all threads).
+/// CPUID leaf 1DH is not asked: some hypervisors pass AMX on but leave it empty.
+bool amx_usable();
+
+/// True when CPUID leaf 1DH lists no tile palette. oneDNN configures tiles from
+/// that leaf, so where amx_usable() is true as well, its AMX kernels, and with
+/// them torch's bfloat16 products, are illegal instructions.
+bool amx_palette_missing();
+
+/// True when the processor has AVX512_FP16.
+bool has_avx512_fp16();
+
+}  // namespace cpattn

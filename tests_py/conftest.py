@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: torch made safe before anything imports it, and a header."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from cpattn import __version__, active_isa, supported_isas, torch_guard
+
+TORCH_GUARD = torch_guard.prepare()
+
+
+def pytest_report_header() -> list[str]:
+    header = f"cpattn {__version__}, torch {version('torch')}, numpy {version('numpy')}"
+    isas = f"instruction set {active_isa()} of {', '.join(supported_isas())}"
+    return [header, isas, *([TORCH_GUARD] if TORCH_GUARD else [])]

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may include and import whom, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CPP = ROOT / "cpp"
+PACKAGE = ROOT / "python" / "cpattn"
+
+MAY_INCLUDE = {
+    "include": {"cpattn"},
+    "base": {"cpattn"},
+    "meta": {"cpattn", "meta"},
+    "kernels": {"kernels"},
+    "ops": {"cpattn", "ops", "kernels"},
+    "reference": {"cpattn", "reference", "Eigen"},
+    "bindings": {"cpattn", "bindings", "pybind11"},
+}
+# All that a file built with special -m flags may see: headers without inline functions.
+KERNEL_HEADERS = {"stdint.h", "stddef.h", "string.h", "immintrin.h", "arm_neon.h"}
+
+# Imports outside the standard library at the top of a module, so at `import cpattn` or when a part
+# of the package is asked for. Everything else is imported inside the function that needs it.
+MAY_IMPORT = {
+    "distributed": {"numpy", "torch"},
+    "cli": {"click"},
+    "replay": {"numpy", "torch"},
+}
+
+CPP_FILES = sorted(path for path in CPP.rglob("*") if path.suffix in {".h", ".cc"})
+PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", CPP_FILES, ids=name_of)
+def test_cpp_layers_and_length(path):
+    text = path.read_text()
+    layer = path.relative_to(CPP).parts[0]
+    used = set(re.findall(r'#include [<"](\w+)/', text)) - {"sys"}
+    assert used <= MAY_INCLUDE[layer]
+    assert text.count("\n") <= 400
+
+
+@pytest.mark.parametrize("path", [p for p in CPP_FILES if "kernels" in p.parts], ids=name_of)
+def test_kernels_include_no_inline_functions(path):
+    assert set(re.findall(r"#include <([^>]+)>", path.read_text())) <= KERNEL_HEADERS
+
+
+def imports_at_top(tree: ast.Module) -> Iterator[str]:
+    """Absolute modules imported when the module is, conditional imports included."""
+    pending: list[ast.stmt] = list(tree.body)
+    while pending:
+        match pending.pop():
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                yield module
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                pass
+            case ast.If(body=body) | ast.With(body=body) | ast.ClassDef(body=body):
+                pending += body
+            case ast.Try(body=body, handlers=handlers):
+                pending += body + [line for handler in handlers for line in handler.body]
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=name_of)
+def test_python_imports(path):
+    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    tops = {module.split(".")[0] for module in imports_at_top(ast.parse(path.read_text()))}
+    allowed = MAY_IMPORT.get(part, {"numpy"})
+    assert tops - set(sys.stdlib_module_names) <= allowed
+
+
+def test_integrations_do_not_know_each_other():
+    folder = PACKAGE / "integrations"
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    for path in folder.glob("*.py"):
+        relative = {
+            name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.level == 1
+            for name in [node.module, *(alias.name for alias in node.names)]
+        }
+        assert not relative & (modules - {path.stem})
