@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who owns which page of the KV pool: prompts share the pages of equal leading blocks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+# What a block is found by: the block before it (0: none), its hash, and its number of tokens. With
+# the parent in it, equal hashes behind different prefixes are different blocks, as their K/V are.
+_Key = tuple[int, int, int]
+
+
+@dataclass(eq=False)
+class Block:
+    """The K/V of some tokens behind one fixed prefix, in pages of its own."""
+
+    serial: int
+    key: _Key
+    page_ids: tuple[int, ...]
+    users: int = 0  # leases that hold it; only an idle block may be evicted
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The pages of one prompt, its own until released."""
+
+    blocks: tuple[Block, ...]
+    cached_tokens: int  # leading tokens whose K/V were there already
+
+    @property
+    def page_ids(self) -> npt.NDArray[np.int32]:
+        """Pages in the order of the prompt: position p lives in entry p // page_size."""
+        return np.array([page for b in self.blocks for page in b.page_ids], dtype=np.int32)
+
+
+class PrefixCache:
+    """A pool of `num_pages` pages, handed out by hash block, evicted least recently used first.
+
+    A block is found by later prompts from the moment it is acquired, before its K/V exist: the
+    prefill that acquired it writes them, layer by layer, before any query attends. Hence the hits
+    depend on the order of the prompts alone, not on how they are batched.
+
+    A block becomes idle when its last lease is released, the blocks of a prompt from last to
+    first, so that a block is never evicted before those behind it: what is cached is always a
+    prefix.
+    """
+
+    def __init__(self, num_pages: int, *, page_size: int, block_tokens: int) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(
+                f"PrefixCache: num_pages and page_size must be >= 1, got {num_pages}, {page_size}"
+            )
+        if block_tokens < 1 or block_tokens % page_size:
+            raise ValueError(
+                f"PrefixCache: page_size must divide the {block_tokens} tokens of a hash block, "
+                f"got {page_size}"
+            )
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.block_tokens = block_tokens
+        self.evictions = 0
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._blocks: dict[_Key, Block] = {}
+        self._idle: OrderedDict[_Key, Block] = OrderedDict()  # least recently used first
+        self._serial = 0
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that no block holds."""
+        return len(self._free)
+
+    @property
+    def num_idle_pages(self) -> int:
+        """Pages of blocks that no lease holds: cached, and free for the taking."""
+        return sum(len(block.page_ids) for block in self._idle.values())
+
+    def pages_needed(self, num_tokens: int) -> int:
+        """Pages of a prompt of `num_tokens`."""
+        return -(-num_tokens // self.page_size)
+
+    def acquire(self, hash_ids: Sequence[int], num_tokens: int) -> Lease | None:
+        """Lease the pages of a prompt, shared as far as its leading blocks are cached.
+
+        None if other leases hold too many pages: try again after a release. ValueError if the
+        pool is too small even when empty.
+        """
+        if self.pages_needed(num_tokens) > self.num_pages:
+            raise ValueError(
+                f"PrefixCache: a prompt of {num_tokens} tokens needs "
+                f"{self.pages_needed(num_tokens)} pages of {self.page_size}, "
+                f"the pool has {self.num_pages}"
+            )
+        cached = list(self._match(hash_ids, num_tokens))
+        cached_tokens = sum(block.key[2] for block in cached)
+        missing = self.pages_needed(num_tokens - cached_tokens)
+        reused = sum(len(block.page_ids) for block in cached if not block.users)
+        if missing > self.num_free_pages + self.num_idle_pages - reused:
+            return None
+        for block in cached:
+            self._hold(block)
+        while self.num_free_pages < missing:
+            self._evict()
+        blocks = cached
+        for i in range(len(cached), len(hash_ids)):
+            size = min(self.block_tokens, num_tokens - i * self.block_tokens)
+            blocks.append(self._create(blocks[-1].serial if blocks else 0, hash_ids[i], size))
+        return Lease(tuple(blocks), cached_tokens)
+
+    def release(self, lease: Lease) -> None:
+        """Give a lease back; once each. Its blocks stay cached until their pages are needed."""
+        for block in reversed(lease.blocks):
+            assert block.users > 0, "released twice"
+            block.users -= 1
+            if not block.users:
+                self._idle[block.key] = block
+
+    def _match(self, hash_ids: Sequence[int], num_tokens: int) -> Iterator[Block]:
+        parent = 0
+        for i, hash_id in enumerate(hash_ids):
+            size = min(self.block_tokens, num_tokens - i * self.block_tokens)
+            block = self._blocks.get((parent, hash_id, size))
+            if block is None:
+                return
+            yield block
+            parent = block.serial
+
+    def _hold(self, block: Block) -> None:
+        self._idle.pop(block.key, None)
+        block.users += 1
+
+    def _evict(self) -> None:
+        key, block = self._idle.popitem(last=False)
+        del self._blocks[key]
+        self._free.extend(reversed(block.page_ids))
+        self.evictions += 1
+
+    def _create(self, parent: int, hash_id: int, size: int) -> Block:
+        self._serial += 1
+        page_ids = tuple(self._free.pop() for _ in range(self.pages_needed(size)))
+        block = Block(self._serial, (parent, hash_id, size), page_ids, users=1)
+        self._blocks[block.key] = block
+        return block

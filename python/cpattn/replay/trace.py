@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request traces in the shape of Mooncake's: lengths and prefix hashes, no text."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+TRACE_BLOCK_TOKENS = 512  # input tokens that one entry of `hash_ids` stands for
+_FIELDS = ("timestamp", "input_length", "output_length")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request; equal leading `hash_ids` of two requests are a shared, cacheable prefix."""
+
+    timestamp: int  # arrival, ms
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]  # one per block of the input, the last block may be partial
+
+
+def read_trace(path: str | Path, *, limit: int | None = None) -> list[Request]:
+    """Read the first `limit` requests (default: all) of a ``.jsonl`` or ``.jsonl.gz`` file.
+
+    A line that is no request is a ValueError naming the file, the line and the field.
+    """
+    opener = gzip.open if str(path).endswith(".gz") else open
+    requests: list[Request] = []
+    with opener(path, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if limit is not None and len(requests) == limit:
+                break
+            if line.strip():
+                requests.append(_parse(line, f"{path}: line {number}"))
+    if not requests:
+        raise ValueError(f"{path}: no requests")
+    return requests
+
+
+def _parse(line: str, where: str) -> Request:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg})") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: expected an object, got {line.strip()[:40]}")
+    for name in _FIELDS:
+        _check_integer(record.get(name), 1 if name == "input_length" else 0, f"{where}: {name}")
+    ids = record.get("hash_ids")
+    if not isinstance(ids, list):
+        raise ValueError(f"{where}: hash_ids must be a list, got {ids!r}")
+    for i, value in enumerate(ids):
+        _check_integer(value, 0, f"{where}: hash_ids[{i}]")
+    blocks = -(-record["input_length"] // TRACE_BLOCK_TOKENS)
+    if len(ids) != blocks:
+        raise ValueError(
+            f"{where}: input_length {record['input_length']} has {blocks} blocks of "
+            f"{TRACE_BLOCK_TOKENS} tokens, hash_ids has {len(ids)}"
+        )
+    return Request(**{name: record[name] for name in _FIELDS}, hash_ids=tuple(ids))
+
+
+def _check_integer(value: Any, least: int, name: str) -> None:
+    if type(value) is not int or not least <= value < 2**63:
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+
+
+def generate_trace(num_requests: int, *, seed: int = 0) -> list[Request]:
+    """Chat traffic that resembles an hour of Mooncake's conversation trace.
+
+    Every prompt starts with the same system block. Two of three requests open a conversation, with
+    a log-normal length (median about 6,000 tokens, a tenth above 28,000, none above 123,000); the
+    others continue one, whose full blocks they repeat before some hundreds of new tokens; a few
+    repeat a prompt word for word. Turns follow each other faster than people type, so that a short
+    trace has the prefix hits of a long one: about a third of the input tokens. Equal arguments give
+    equal traces.
+    """
+    if num_requests < 1:
+        raise ValueError(f"generate_trace: num_requests must be >= 1, got {num_requests}")
+    rng = np.random.default_rng(seed)
+    next_id = 1  # 0 is the system block
+    conversations: list[Request] = []
+    requests = []
+    for i in range(num_requests):
+        output = int(np.clip(rng.lognormal(5.9, 0.8), 1, 2000))
+        kind = rng.random() if conversations else 1.0
+        # Recent conversations are the likely ones to go on.
+        recent = -1 - min(int(rng.exponential(8.0)), len(conversations) - 1)
+        if kind < 0.03:
+            length, shared = conversations[recent].input_length, conversations[recent].hash_ids
+        elif kind < 0.36:
+            last = conversations.pop(recent)
+            length = last.input_length + last.output_length + int(rng.lognormal(4.6, 1.6))
+            shared = last.hash_ids[: last.input_length // TRACE_BLOCK_TOKENS]
+        else:
+            length, shared = 890 + int(rng.lognormal(8.45, 1.4)), (0,)
+        length = min(length, 123_000)
+        blocks = -(-length // TRACE_BLOCK_TOKENS)
+        shared = shared[:blocks]
+        fresh = range(next_id, next_id + blocks - len(shared))
+        next_id += len(fresh)
+        request = Request(3000 * (i // 9), length, output, (*shared, *fresh))
+        conversations.append(request)
+        requests.append(request)
+    return requests
+
+
+def scale_lengths(requests: Sequence[Request], divisor: int) -> tuple[list[Request], int]:
+    """Requests of 1/divisor of the length, and the tokens of their hash blocks.
+
+    `divisor` divides 512, so that block boundaries stay block boundaries: the number of blocks,
+    the sharing and (nearly) the hit rate of the trace are those of the full lengths.
+    """
+    if divisor < 1 or TRACE_BLOCK_TOKENS % divisor:
+        raise ValueError(f"scale_lengths: divisor must divide {TRACE_BLOCK_TOKENS}, got {divisor}")
+    scaled = [
+        replace(
+            request,
+            input_length=-(-request.input_length // divisor),
+            output_length=-(-request.output_length // divisor),
+        )
+        for request in requests
+    ]
+    return scaled, TRACE_BLOCK_TOKENS // divisor
+
+
+def block_tokens_of(
+    request: Request, begin: int, end: int, *, block_tokens: int, vocab_size: int, seed: int
+) -> npt.NDArray[np.int64]:
+    """Token ids [end - begin] of positions begin ... end - 1 of a prompt.
+
+    A token is a hash of its block's id, its place in the block and `seed`: equal blocks are equal
+    text, in every process.
+    """
+    position = np.arange(begin, end, dtype=np.uint64)
+    ids = np.asarray(request.hash_ids, dtype=np.uint64)[position // np.uint64(block_tokens)]
+    state = ids * np.uint64(TRACE_BLOCK_TOKENS) + position % np.uint64(block_tokens)
+    for salt in (seed % 2**64, 0):
+        state = _mix(state + np.uint64(salt))
+    tokens: npt.NDArray[np.int64] = (state % np.uint64(vocab_size)).astype(np.int64)
+    return tokens
+
+
+def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The output function of SplitMix64: a bijection in which every input bit reaches all."""
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
+    return state ^ (state >> np.uint64(31))
+
+
+def unbounded_hits(requests: Sequence[Request], block_tokens: int) -> Iterator[int]:
+    """Tokens of each prompt that an unbounded prefix cache would hold when it arrives."""
+    seen: set[tuple[int, ...]] = set()
+    for request in requests:
+        ids = request.hash_ids
+        hit = 0
+        while hit < len(ids) and ids[: hit + 1] in seen:
+            hit += 1
+        seen.update(ids[: n + 1] for n in range(len(ids)))
+        yield min(hit * block_tokens, request.input_length)

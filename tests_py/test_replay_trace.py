@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces: reading, generating, scaling, and the tokens they stand for."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cpattn.replay.trace import (
+    Request,
+    block_tokens_of,
+    generate_trace,
+    read_trace,
+    scale_lengths,
+    unbounded_hits,
+)
+
+GOOD = {"timestamp": 3, "input_length": 700, "output_length": 5, "hash_ids": [0, 9]}
+
+
+def write(path: Path, *records: object) -> Path:
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt") as file:
+        file.write(text)
+    return path
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
+def test_reads_plain_and_compressed(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, GOOD, {**GOOD, "timestamp": 4})
+    first = Request(3, 700, 5, (0, 9))
+    assert read_trace(path) == [first, Request(4, 700, 5, (0, 9))]
+    assert read_trace(path, limit=1) == [first]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"timestamp": None}, "line 2: timestamp must be an integer >= 0, got None"),
+        ({"input_length": 0}, "line 2: input_length must be an integer >= 1, got 0"),
+        ({"output_length": 1.5}, "line 2: output_length must be an integer >= 0, got 1.5"),
+        ({"hash_ids": 4}, "line 2: hash_ids must be a list, got 4"),
+        ({"hash_ids": [0, -1]}, r"line 2: hash_ids\[1\] must be an integer >= 0, got -1"),
+        ({"hash_ids": [0]}, "line 2: input_length 700 has 2 blocks .* hash_ids has 1"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_trace(write(tmp_path / "t.jsonl", GOOD, {**GOOD, **change}))
+
+
+def test_what_is_no_json_object_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    for text, message in [
+        ("{", "line 1: not JSON"),
+        ("[1]", r"expected an object, got \[1\]"),
+        ("\n", "no requests"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_trace(path)
+
+
+def test_generated_traffic_looks_like_chat(tmp_path: Path) -> None:
+    trace = generate_trace(2000, seed=5)
+    assert trace == generate_trace(2000, seed=5) != generate_trace(2000, seed=6)
+    assert read_trace(write(tmp_path / "t.jsonl", *[vars(r) for r in trace])) == trace
+    lengths = np.array([request.input_length for request in trace])
+    hits = np.array(list(unbounded_hits(trace, 512)))
+    assert 5_000 < np.median(lengths) < 9_000
+    assert 10_000 < lengths.mean() < 16_000
+    assert lengths.min() >= 890
+    assert 0.28 < hits.sum() / lengths.sum() < 0.45
+    assert 1_800 < np.median(lengths - hits) < 4_000
+    assert 0.005 < np.mean(hits == lengths) < 0.06
+    assert all(request.hash_ids[0] == 0 for request in trace)
+    assert 200 < np.median([request.output_length for request in trace]) < 500
+
+
+def test_the_real_trace_can_be_read() -> None:
+    path = os.environ.get("CPATTN_TRACE")
+    if not path:
+        pytest.skip("CPATTN_TRACE names no trace")
+    trace = read_trace(path, limit=4000)
+    lengths = sum(request.input_length for request in trace)
+    assert 0.2 < sum(unbounded_hits(trace, 512)) / lengths < 0.5
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 8, 64, 512])
+def test_scaling_keeps_the_blocks(divisor: int) -> None:
+    trace = generate_trace(200)
+    scaled, block_tokens = scale_lengths(trace, divisor)
+    assert block_tokens * divisor == 512
+    for before, after in zip(trace, scaled, strict=True):
+        assert after.hash_ids == before.hash_ids
+        assert len(after.hash_ids) == -(-after.input_length // block_tokens)
+        assert 0 <= after.input_length * divisor - before.input_length < divisor
+
+
+@pytest.mark.parametrize("divisor", [0, 3, 1024])
+def test_a_divisor_that_moves_block_edges_is_refused(divisor: int) -> None:
+    with pytest.raises(ValueError, match=f"divisor must divide 512, got {divisor}"):
+        scale_lengths([], divisor)
+
+
+def test_equal_blocks_are_equal_tokens() -> None:
+    a = Request(0, 20, 1, (4, 7, 5))
+    b = Request(0, 24, 1, (4, 6, 5))
+    kinds = {"block_tokens": 8, "vocab_size": 1000, "seed": 3}
+    tokens_a, tokens_b = block_tokens_of(a, 0, 20, **kinds), block_tokens_of(b, 0, 24, **kinds)
+    np.testing.assert_array_equal(tokens_a[:8], tokens_b[:8])
+    np.testing.assert_array_equal(tokens_a[16:], tokens_b[16:20])
+    assert (tokens_a[8:16] != tokens_b[8:16]).any()
+    np.testing.assert_array_equal(block_tokens_of(a, 5, 18, **kinds), tokens_a[5:18])
+    assert (block_tokens_of(a, 0, 20, **{**kinds, "seed": 4}) != tokens_a).any()
+
+
+def test_tokens_cover_the_vocabulary_evenly() -> None:
+    request = Request(0, 512 * 64, 1, tuple(range(64)))
+    tokens = block_tokens_of(request, 0, 512 * 64, block_tokens=512, vocab_size=16, seed=0)
+    counts = np.bincount(tokens, minlength=16)
+    assert len(counts) == 16
+    # Binomial: 2048 expected in each, standard deviation 44.
+    assert abs(counts - 2048).max() < 6 * 44
+
+
+def test_an_empty_trace_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_requests must be >= 1, got 0"):
+        generate_trace(0)
