@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -41,6 +44,14 @@ def test_one_version_everywhere():
 
 def test_every_export_is_documented():
     assert all(getattr(cpattn, name).__doc__ for name in cpattn.__all__)
+
+
+@pytest.mark.parametrize(
+    "name", [module.name for module in pkgutil.walk_packages(cpattn.__path__, "cpattn.")]
+)
+def test_docstring_examples_run(name):
+    if not name.endswith(("._core", ".__main__")):
+        assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
 def anchors(document: Path) -> set[str]:

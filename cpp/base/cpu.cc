@@ -27,7 +27,7 @@ CpuidRegisters cpuid(uint32_t leaf, uint32_t subleaf) {
 
 /// Which register states the operating system saves (XCR0).
 uint64_t saved_states() {
-  constexpr uint32_t kOsxsave = 1u << 27;
+  constexpr uint32_t kOsxsave = 1U << 27;
   if ((cpuid(1, 0).ecx & kOsxsave) == 0) return 0;
   uint32_t low = 0;
   uint32_t high = 0;
@@ -44,7 +44,7 @@ bool request_tile_permission() {
 }  // namespace
 
 bool amx_usable() {
-  constexpr uint32_t kAmxBf16TileInt8 = 1u << 22 | 1u << 24 | 1u << 25;
+  constexpr uint32_t kAmxBf16TileInt8 = 1U << 22 | 1U << 24 | 1U << 25;
   constexpr uint64_t kTileStates = uint64_t{3} << 17;
   static const bool usable = (cpuid(7, 0).edx & kAmxBf16TileInt8) == kAmxBf16TileInt8 &&
                              (saved_states() & kTileStates) == kTileStates &&
@@ -57,7 +57,7 @@ bool amx_palette_missing() {
   return cpuid(0x1d, 0).eax == 0;
 }
 
-bool has_avx512_fp16() { return (cpuid(7, 0).edx & 1u << 23) != 0; }
+bool has_avx512_fp16() { return (cpuid(7, 0).edx & 1U << 23) != 0; }
 
 #else
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 from . import _core
 from ._containers import Tensor, empty
 
@@ -16,7 +18,7 @@ def default_scale(function: str, head_dim: int) -> float:
             f"{function}: scale must be given for head_dim > 256, got head_dim {head_dim} "
             "(absorbed MLA scales by the unabsorbed width)"
         )
-    return float(head_dim) ** -0.5
+    return 1.0 / math.sqrt(head_dim)
 
 
 def _outputs(
