@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/attention_plan.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <tuple>
+
+namespace cpattn {
+namespace {
+
+AttentionBatch batch_of(std::vector<int64_t> q_lens, std::vector<int64_t> kv_lens) {
+  AttentionBatch batch{.shape = {8, 2, 64, 64}, .page_size = 16, .num_pages = 1 << 20};
+  batch.segments = sequence_segments("test", q_lens, kv_lens);
+  batch.num_rows = std::accumulate(q_lens.begin(), q_lens.end(), int64_t{0});
+  batch.left = kUnboundedKeys;
+  return batch;
+}
+
+TEST(PlanAttention, CoversEveryTokenAndHeadOnce) {
+  std::mt19937 random(7);
+  for (int round = 0; round < 50; ++round) {
+    std::vector<int64_t> q_lens(1 + random() % 5), kv_lens;
+    for (int64_t& n : q_lens) n = random() % 900;
+    for (int64_t n : q_lens) kv_lens.push_back(n + random() % 500);
+    AttentionBatch batch = batch_of(q_lens, kv_lens);
+    const int32_t kv_heads[] = {1, 2, 8};
+    batch.shape.num_heads = 8 * (1 + round % 3 * 63);
+    batch.shape.num_kv_heads = kv_heads[random() % 3];
+    const AttentionPlan plan = plan_attention("test", batch, 0);
+    std::map<std::tuple<int32_t, int64_t, int32_t>, int> covered;
+    const int32_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
+    for (const AttentionItem& item : plan.items) {
+      EXPECT_GT(item.num_tokens, 0);
+      EXPECT_EQ(item.first_head / group, (item.first_head + item.num_heads - 1) / group)
+          << "an item's heads must share one KV head";
+      for (int64_t t = 0; t < item.num_tokens; ++t) {
+        for (int32_t h = 0; h < item.num_heads; h += item.num_heads > 1 ? item.num_heads - 1 : 1) {
+          ++covered[{item.segment, item.first_token + t, item.first_head + h}];
+        }
+      }
+    }
+    for (const auto& [cell, count] : covered) EXPECT_EQ(count, 1);
+    int64_t rows = 0;
+    for (const AttentionItem& item : plan.items) rows += int64_t{item.num_tokens} * item.num_heads;
+    EXPECT_EQ(rows, batch.num_rows * batch.shape.num_heads);
+    EXPECT_TRUE(std::is_sorted(plan.item_costs.rbegin(), plan.item_costs.rend()));
+  }
+}
+
+/// Without packing, the costs of a plan are its visible pairs.
+int64_t visible_pairs(const AttentionBatch& batch) {
+  int64_t pairs = 0;
+  for (const AttentionSegment& segment : batch.segments) {
+    for (int64_t i = 0; i < segment.q_len; ++i) {
+      const int64_t p = segment.first_position + i * segment.position_step;
+      for (int64_t j = 0; j < segment.kv_len; ++j)
+        pairs += p - batch.left <= j && j <= p + batch.right;
+    }
+  }
+  return pairs * batch.shape.num_heads;
+}
+
+TEST(PlanAttention, CostsAreVisiblePairsPlusPacking) {
+  for (int64_t left : {int64_t{0}, int64_t{5}, kUnboundedKeys}) {
+    for (int64_t right : {int64_t{0}, int64_t{3}, kUnboundedKeys}) {
+      for (int64_t step : {1, 4}) {
+        for (int64_t first : {-7, 0, 20}) {
+          AttentionBatch batch = batch_of({19}, {31});
+          batch.segments[0].position_step = step;
+          batch.segments[0].first_position = first;
+          batch.left = left;
+          batch.right = right;
+          const AttentionPlan plan = plan_attention("test", batch, 0);
+          const int64_t total =
+              std::accumulate(plan.item_costs.begin(), plan.item_costs.end(), int64_t{0});
+          const int64_t last = first + 18 * step;
+          int64_t span = 0;
+          for (int64_t j = 0; j < 31; ++j) span += last - left <= j && j <= last + right;
+          const int64_t packing = 12 * span * static_cast<int64_t>(plan.items.size());
+          EXPECT_EQ(total, visible_pairs(batch) + packing) << left << ' ' << right << ' ' << step;
+        }
+      }
+    }
+  }
+}
+
+TEST(PlanAttention, IsAValue) {
+  const AttentionBatch batch = batch_of({10, 20}, {10, 50});
+  EXPECT_EQ(plan_attention("test", batch, 2), plan_attention("test", batch, 2));
+  EXPECT_NE(plan_attention("test", batch, 2), plan_attention("test", batch_of({10}, {10}), 2));
+}
+
+TEST(PlanAttention, RefusesShapesOutsideItsBounds) {
+  const auto plan_with = [](AttentionShape shape) {
+    AttentionBatch batch = batch_of({1}, {1});
+    batch.shape = shape;
+    return plan_attention("test", batch, 0);
+  };
+  EXPECT_THROW(plan_with({8, 3, 64, 64}), std::invalid_argument);
+  EXPECT_THROW(plan_with({0, 1, 64, 64}), std::invalid_argument);
+  EXPECT_THROW(plan_with({8, 0, 64, 64}), std::invalid_argument);
+  EXPECT_THROW(plan_with({8, 2, 72, 64}), std::invalid_argument);
+  EXPECT_THROW(plan_with({8, 2, 64, 592}), std::invalid_argument);
+  EXPECT_NO_THROW(plan_with({128, 1, 576, 512}));
+}
+
+TEST(PackMask, SetsOneBitPerVisibleKey) {
+  const std::vector<AttentionSegment> segments = {
+      {.q_len = 2, .kv_len = 3, .first_position = 1}, {.q_begin = 2, .q_len = 1, .kv_len = 40}
+  };
+  std::vector<uint8_t> values(46, 0);
+  values[0] = values[4] = values[6 + 39] = 1;
+  const std::vector<int64_t> starts = {0, 6};
+  const std::vector<int64_t> strides = {3, 40};
+  const MaskBits mask = pack_mask(segments, values.data(), starts, strides, false);
+  EXPECT_EQ(mask.row_bytes, (std::vector<int64_t>{4, 8}));
+  EXPECT_EQ(mask.bits[0], 0b001);
+  EXPECT_EQ(mask.bits[4], 0b010);
+  EXPECT_EQ(mask.bits[8 + 4], 0b10000000);
+  const MaskBits hidden = pack_mask(segments, values.data(), starts, strides, true);
+  EXPECT_EQ(hidden.bits[0], 0b110);
+  EXPECT_EQ(hidden.bits[8 + 5], 0) << "no bit beyond the last key";
+}
+
+}  // namespace
+}  // namespace cpattn

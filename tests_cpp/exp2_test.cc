@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "kernels/vector_portable-inl.h"
+// The vector layer comes first.
+#include "kernels/gemm-inl.h"
+// Then what softmax stores with.
+#include "kernels/softmax-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+template <int kDegree>
+float exp2_of(float x) {
+  return exp2<kDegree>(splat(x))[0];
+}
+
+template <int kDegree>
+double worst_relative_error() {
+  double worst = 0;
+  for (int i = 0; i <= 200000; ++i) {
+    const float x = -100.0F + static_cast<float>(i) * (108.0F / 200000);
+    worst = std::fmax(worst, std::fabs(exp2_of<kDegree>(x) / std::exp2(double{x}) - 1));
+  }
+  return worst;
+}
+
+// The polynomial's own error plus a few roundings of float32 (6e-8 each).
+TEST(Exp2, Degree4IsExactEnoughForSixteenBits) { EXPECT_LT(worst_relative_error<4>(), 2.9e-6); }
+TEST(Exp2, Degree6IsExactEnoughForFloat32) { EXPECT_LT(worst_relative_error<6>(), 2.0e-7); }
+
+TEST(Exp2, VanishesForHiddenKeysAndKeepsNan) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  EXPECT_EQ(exp2_of<4>(-infinity), 0.0F);
+  EXPECT_EQ(exp2_of<6>(-1e30F), 0.0F);
+  EXPECT_EQ(exp2_of<6>(0.0F), 1.0F);
+  EXPECT_TRUE(std::isnan(exp2_of<4>(std::numeric_limits<float>::quiet_NaN())));
+}
+
+TEST(PortableElements, HalfRoundTripsEveryPattern) {
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const Half half{static_cast<uint16_t>(bits)};
+    Half back{};
+    narrow(widen(half), &back);
+    const bool nan = (bits & 0x7fff) > 0x7c00;
+    EXPECT_EQ(back.bits & (nan ? 0x7c00 : 0xffff), bits & (nan ? 0x7c00 : 0xffff));
+  }
+}
+
+TEST(PortableElements, NarrowingRoundsToNearestEven) {
+  const auto half = [](float x) {
+    Half h{};
+    narrow(x, &h);
+    return h.bits;
+  };
+  EXPECT_EQ(half(1.0F + 0x1p-11F), 0x3c00);  // tie to even, down
+  EXPECT_EQ(half(1.0F + 0x3p-11F), 0x3c02);  // tie to even, up
+  EXPECT_EQ(half(65519.0F), 0x7bff);
+  EXPECT_EQ(half(65520.0F), 0x7c00);
+  EXPECT_EQ(half(0x1p-25F), 0x0000);  // half the smallest subnormal
+  EXPECT_EQ(half(0x1.8p-25F), 0x0001);
+  Bfloat16 b{};
+  narrow(1.0F + 0x1p-8F, &b);
+  EXPECT_EQ(b.bits, 0x3f80);
+  narrow(1.0F + 0x3p-8F, &b);
+  EXPECT_EQ(b.bits, 0x3f82);
+}
+
+}  // namespace
+}  // namespace cpattn::kernels

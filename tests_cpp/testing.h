@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cpattn/isa.h"
+#include "cpattn/tensor_view.h"
+
+namespace cpattn::testing {
+
+/// A contiguous row-major view of a vector.
+template <class T>
+TensorView view(std::vector<T>& values, DType dtype, std::initializer_list<int64_t> shape) {
+  TensorView tensor{.data = values.data(), .dtype = dtype, .writable = true};
+  for (int64_t size : shape) tensor.shape[tensor.rank++] = size;
+  int64_t stride = 1;
+  for (int axis = tensor.rank - 1; axis >= 0; --axis) {
+    tensor.strides[axis] = stride;
+    stride *= tensor.shape[axis];
+  }
+  return tensor;
+}
+
+inline std::vector<float> random_floats(int64_t count, uint32_t seed) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(count);
+  for (float& value : values) value = normal(generator);
+  return values;
+}
+
+/// Runs a test once per instruction set of this machine; restores it after.
+class EveryIsa : public ::testing::TestWithParam<Isa> {
+ protected:
+  void SetUp() override { set_isa(isa_name(GetParam())); }
+  void TearDown() override { set_isa(isa_name(before_)); }
+
+ private:
+  Isa before_ = active_isa();
+};
+
+inline std::string isa_test_name(const ::testing::TestParamInfo<Isa>& info) {
+  return std::string(isa_name(info.param));
+}
+
+}  // namespace cpattn::testing
