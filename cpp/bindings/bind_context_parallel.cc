@@ -60,11 +60,8 @@ Metadata build(
     bool compat
 ) {
   static constexpr ArgumentNames kNames = {
-      "build_cp_metadata",
-      "build_cp_metadata: extend_lens",
-      "build_cp_metadata: seq_lens",
-      "build_cp_metadata: num_tokens",
-      "build_cp_metadata: cp_size"
+      "build_cp_metadata", "build_cp_metadata: extend_lens", "build_cp_metadata: seq_lens",
+      "build_cp_metadata: num_tokens", "build_cp_metadata: cp_size"
   };
   const BatchArgument batch(
       kNames, extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat
@@ -82,10 +79,8 @@ py::list build_all_ranks(
     bool compat
 ) {
   static constexpr ArgumentNames kNames = {
-      "build_cp_metadata_all_ranks",
-      "build_cp_metadata_all_ranks: extend_lens",
-      "build_cp_metadata_all_ranks: seq_lens",
-      "build_cp_metadata_all_ranks: num_tokens",
+      "build_cp_metadata_all_ranks", "build_cp_metadata_all_ranks: extend_lens",
+      "build_cp_metadata_all_ranks: seq_lens", "build_cp_metadata_all_ranks: num_tokens",
       "build_cp_metadata_all_ranks: cp_size"
   };
   const BatchArgument batch(
@@ -102,9 +97,7 @@ std::optional<ForwardMode> optional_mode(py::handle mode, const char* name) {
   check(
       value >= static_cast<int64_t>(ForwardMode::extend) &&
           value <= static_cast<int64_t>(ForwardMode::dllm_extend),
-      name,
-      " must be a ForwardMode, got ",
-      value
+      name, " must be a ForwardMode, got ", value
   );
   return static_cast<ForwardMode>(value);
 }
@@ -120,10 +113,8 @@ bool can_apply(
   if (!num_tokens.is_none()) tokens = index_value(num_tokens, "can_apply_cp: num_tokens");
   return can_apply_cp(
       index_list(extend_lens, "can_apply_cp: extend_lens"),
-      index_value(cp_size, "can_apply_cp: cp_size"),
-      parse_cp_strategy(strategy, "can_apply_cp"),
-      tokens,
-      optional_mode(mode, "can_apply_cp: forward_mode")
+      index_value(cp_size, "can_apply_cp: cp_size"), parse_cp_strategy(strategy, "can_apply_cp"),
+      tokens, optional_mode(mode, "can_apply_cp: forward_mode")
   );
 }
 
@@ -135,8 +126,7 @@ bool can_dsa_interleave(
   return forward_mode && can_dsa_prefill_cp_interleave(
                              index_list(extend_lens, "can_dsa_prefill_cp_interleave: extend_lens"),
                              index_value(cp_size, "can_dsa_prefill_cp_interleave: cp_size"),
-                             parse_cp_strategy(strategy, kFunction),
-                             *forward_mode
+                             parse_cp_strategy(strategy, kFunction), *forward_mode
                          );
 }
 

@@ -147,21 +147,11 @@ py::dict to_dict(const Metadata& metadata) {
 
 std::string repr(const Metadata& metadata) {
   return concat(
-      "ContextParallelMetadata(strategy='",
-      cp_strategy_name(metadata.strategy),
-      "', cp_rank=",
-      metadata.cp_rank,
-      ", cp_size=",
-      metadata.cp_size,
-      ", bs=",
-      metadata.bs,
-      ", total_seq_lens=",
-      metadata.total_seq_lens,
-      ", per_rank_actual_token=",
-      std::string(py::repr(int_list(metadata.per_rank_actual_token))),
-      ", kv_len_convention='",
-      kv_len_convention_name(metadata.kv_len_convention),
-      "')"
+      "ContextParallelMetadata(strategy='", cp_strategy_name(metadata.strategy),
+      "', cp_rank=", metadata.cp_rank, ", cp_size=", metadata.cp_size, ", bs=", metadata.bs,
+      ", total_seq_lens=", metadata.total_seq_lens,
+      ", per_rank_actual_token=", std::string(py::repr(int_list(metadata.per_rank_actual_token))),
+      ", kv_len_convention='", kv_len_convention_name(metadata.kv_len_convention), "')"
   );
 }
 
@@ -170,13 +160,9 @@ py::tuple get_state(const Metadata& metadata) {
   std::vector<int32_t> seq_lens(metadata.extend_lens.begin(), metadata.extend_lens.end());
   for (int32_t s = 0; s < metadata.bs; ++s) seq_lens[s] += metadata.prefix_lens[s];
   return py::make_tuple(
-      int_list(metadata.extend_lens),
-      int_list(seq_lens),
-      metadata.cp_rank,
-      metadata.cp_size,
+      int_list(metadata.extend_lens), int_list(seq_lens), metadata.cp_rank, metadata.cp_size,
       std::string(cp_strategy_name(metadata.strategy)),
-      std::string(kv_len_convention_name(metadata.kv_len_convention)),
-      metadata.is_physical
+      std::string(kv_len_convention_name(metadata.kv_len_convention)), metadata.is_physical
   );
 }
 
@@ -215,8 +201,7 @@ py::tuple shard_per_request(const Metadata& metadata) {
 
 void register_context_parallel_metadata(py::module_& module) {
   py::class_<Metadata> type(
-      module,
-      "ContextParallelMetadata",
+      module, "ContextParallelMetadata",
       "One rank's share of a batch under context parallelism; made by build_cp_metadata."
   );
   add_getters<get_int>(type, kInts, "int");
@@ -255,8 +240,7 @@ void register_context_parallel_metadata(py::module_& module) {
     return int_list(metadata.logical_rows());
   });
   type.def(
-      "pad_to_physical",
-      &pad_to_physical,
+      "pad_to_physical", &pad_to_physical,
       "The same plan with as many rows on every rank: the longest rank's, rounded up to a multiple "
       "of 2 * cp_size (zigzag) or cp_size. A new object; padding twice changes nothing."
   );
@@ -266,8 +250,7 @@ void register_context_parallel_metadata(py::module_& module) {
       "Local rows of each sequence, zeros kept: list of int. Interleave only, else ValueError."
   );
   type.def(
-      "shard_per_request",
-      &shard_per_request,
+      "shard_per_request", &shard_per_request,
       "Local rows of each sequence that has any, and the indices of these sequences: (list, int32 "
       "array, list, int32 array). Interleave only, else ValueError."
   );

@@ -20,11 +20,8 @@ bool is_sequence(py::handle object) {
   const std::string at = index < 0 ? "" : concat(" at index ", index);
   if (PyBool_Check(object) || !PyIndex_Check(object)) {
     throw py::type_error(concat(
-        name,
-        index < 0 ? " must be an integer" : " must hold integers",
-        ", got ",
-        Py_TYPE(object)->tp_name,
-        at
+        name, index < 0 ? " must be an integer" : " must hold integers", ", got ",
+        Py_TYPE(object)->tp_name, at
     ));
   }
   throw std::invalid_argument(
@@ -110,12 +107,8 @@ std::vector<int32_t> int32_list(py::handle object, const char* name) {
   std::vector<int32_t> values(wide.size());
   for (std::size_t i = 0; i < wide.size(); ++i) {
     check(
-        wide[i] >= INT32_MIN && wide[i] <= INT32_MAX,
-        name,
-        " must fit into int32, got ",
-        wide[i],
-        " at index ",
-        i
+        wide[i] >= INT32_MIN && wide[i] <= INT32_MAX, name, " must fit into int32, got ", wide[i],
+        " at index ", i
     );
     values[i] = static_cast<int32_t>(wide[i]);
   }

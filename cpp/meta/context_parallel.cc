@@ -79,12 +79,8 @@ class Builder {
 
 Builder::Builder(const char* function, const CpBatch& batch) : function_(function), batch_(batch) {
   check(
-      batch.cp_size >= 1 && batch.cp_size <= kMaxCpSize,
-      function,
-      ": cp_size must be in [1, ",
-      kMaxCpSize,
-      "], got ",
-      batch.cp_size
+      batch.cp_size >= 1 && batch.cp_size <= kMaxCpSize, function, ": cp_size must be in [1, ",
+      kMaxCpSize, "], got ", batch.cp_size
   );
   if (batch.extend_lens) {
     extend_lens_ = *batch.extend_lens;
@@ -94,8 +90,7 @@ Builder::Builder(const char* function, const CpBatch& batch) : function_(functio
       extend_lens_ = *batch.seq_lens;
     } else {
       check(
-          batch.num_tokens.has_value(),
-          function,
+          batch.num_tokens.has_value(), function,
           ": one of extend_lens, seq_lens and num_tokens must be given"
       );
       extend_lens_ = {&*batch.num_tokens, 1};
@@ -104,8 +99,7 @@ Builder::Builder(const char* function, const CpBatch& batch) : function_(functio
   const auto size = static_cast<int64_t>(extend_lens_.size());
   check(size >= 1, function, ": extend_lens must hold at least one sequence, got none");
   check(
-      size * 2 * batch.cp_size <= INT32_MAX,
-      function,
+      size * 2 * batch.cp_size <= INT32_MAX, function,
       ": the number of blocks, 2 * cp_size * len(extend_lens), must fit into int32, got ",
       size * 2 * batch.cp_size
   );
@@ -120,12 +114,8 @@ void Builder::fill_lens(MutableInts extend, MutableInts prefix) {
   std::optional<CpBatch::Lens> seq_lens = batch_.seq_lens;
   if (seq_lens && seq_lens->size() != extend_lens_.size()) {
     check(
-        batch_.compat,
-        function_,
-        ": seq_lens must have as many elements as extend_lens, got ",
-        seq_lens->size(),
-        " and ",
-        extend_lens_.size()
+        batch_.compat, function_, ": seq_lens must have as many elements as extend_lens, got ",
+        seq_lens->size(), " and ", extend_lens_.size()
     );
     seq_lens.reset();
   }
@@ -136,40 +126,26 @@ void Builder::fill_lens(MutableInts extend, MutableInts prefix) {
     const int64_t whole = seq_lens ? (*seq_lens)[s] : length;
     check(length >= 0, function_, ": extend_lens must be >= 0, got ", length, " at index ", s);
     check(
-        batch_.compat || whole >= length,
-        function_,
-        ": seq_lens must be >= extend_lens, got ",
-        whole,
-        " below ",
-        length,
-        " at index ",
-        s
+        batch_.compat || whole >= length, function_, ": seq_lens must be >= extend_lens, got ",
+        whole, " below ", length, " at index ", s
     );
     total += length;
     check(
-        std::max(whole, total) <= INT32_MAX,
-        function_,
+        std::max(whole, total) <= INT32_MAX, function_,
         ": prefix + extend and the sum of extend_lens must fit into int32, got ",
-        std::max(whole, total),
-        " at index ",
-        s
+        std::max(whole, total), " at index ", s
     );
     extend[s] = static_cast<int32_t>(length);
     prefix[s] = static_cast<int32_t>(std::max(whole - length, int64_t{0}));
   }
   const int64_t num_tokens = batch_.num_tokens.value_or(total);
   check(
-      num_tokens >= total,
-      function_,
-      ": num_tokens must be >= the sum of extend_lens, ",
-      total,
-      ", got ",
-      num_tokens
+      num_tokens >= total, function_, ": num_tokens must be >= the sum of extend_lens, ", total,
+      ", got ", num_tokens
   );
   check(
       num_tokens <= INT32_MAX && prefix.back() + extend.back() + (num_tokens - total) <= INT32_MAX,
-      function_,
-      ": num_tokens, and the last sequence padded to it, must fit into int32, got ",
+      function_, ": num_tokens, and the last sequence padded to it, must fit into int32, got ",
       num_tokens
   );
   extend.back() += static_cast<int32_t>(num_tokens - total);
@@ -338,12 +314,8 @@ ContextParallelMetadata build_cp_metadata(const CpBatch& batch, int64_t cp_rank)
   constexpr auto kFunction = "build_cp_metadata";
   Builder builder(kFunction, batch);
   check(
-      cp_rank >= 0 && cp_rank < batch.cp_size,
-      kFunction,
-      ": cp_rank must be in [0, ",
-      batch.cp_size,
-      "), got ",
-      cp_rank
+      cp_rank >= 0 && cp_rank < batch.cp_size, kFunction, ": cp_rank must be in [0, ",
+      batch.cp_size, "), got ", cp_rank
   );
   return std::move(builder.build(static_cast<int32_t>(cp_rank), 1).front());
 }
@@ -358,8 +330,7 @@ ContextParallelMetadata pad_to_physical(const ContextParallelMetadata& metadata)
   check(
       metadata.physical_rows[0] >= metadata.max_rank_len[0],
       "pad_to_physical: the padded rows of a rank must fit into int32, got ",
-      metadata.max_rank_len[0],
-      " before padding"
+      metadata.max_rank_len[0], " before padding"
   );
   ContextParallelMetadata physical = metadata;
   physical.is_physical = true;

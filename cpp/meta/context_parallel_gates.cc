@@ -27,12 +27,8 @@ void check_gate(const char* function, Lens extend_lens, int64_t cp_size) {
   check(cp_size >= 1, function, ": cp_size must be >= 1, got ", cp_size);
   for (std::size_t s = 0; s < extend_lens.size(); ++s) {
     check(
-        extend_lens[s] >= 0 && extend_lens[s] <= INT32_MAX,
-        function,
-        ": extend_lens must be >= 0 and fit into int32, got ",
-        extend_lens[s],
-        " at index ",
-        s
+        extend_lens[s] >= 0 && extend_lens[s] <= INT32_MAX, function,
+        ": extend_lens must be >= 0 and fit into int32, got ", extend_lens[s], " at index ", s
     );
   }
 }
@@ -52,12 +48,10 @@ CpStrategy parse_cp_strategy(std::string_view name, const char* function) {
   const auto* found =
       std::ranges::find(kStrategyNames, name, [](const auto& entry) { return entry.first; });
   check(
-      found != kStrategyNames.end(),
-      function,
+      found != kStrategyNames.end(), function,
       ": strategy must be 'zigzag' ('in-seq-split', 'head_tail', 'dual_chunk_swap'), "
       "'interleave' ('round-robin-split') or 'contiguous', got '",
-      name,
-      "'"
+      name, "'"
   );
   return found->second;
 }
@@ -68,11 +62,8 @@ std::string_view kv_len_convention_name(KvLenConvention convention) {
 
 KvLenConvention parse_kv_len_convention(std::string_view name, const char* function) {
   check(
-      name == "baked" || name == "bare",
-      function,
-      ": kv_len_convention must be 'baked' or 'bare', got '",
-      name,
-      "'"
+      name == "baked" || name == "bare", function,
+      ": kv_len_convention must be 'baked' or 'bare', got '", name, "'"
   );
   return name == "baked" ? KvLenConvention::baked : KvLenConvention::bare;
 }

@@ -84,8 +84,7 @@ std::vector<int32_t> gathered_row_indices(const ContextParallelMetadata& metadat
 std::vector<int32_t> rows_per_request(const ContextParallelMetadata& metadata) {
   check(
       metadata.strategy == CpStrategy::interleave,
-      "rows_per_request: strategy must be 'interleave', got '",
-      cp_strategy_name(metadata.strategy),
+      "rows_per_request: strategy must be 'interleave', got '", cp_strategy_name(metadata.strategy),
       "'"
   );
   // Of the tokens [0, end), ceil((end - rank) / size) belong to the rank.
