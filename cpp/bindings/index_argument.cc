@@ -16,30 +16,41 @@ bool is_sequence(py::handle object) {
   return PyList_Check(object.ptr()) || PyTuple_Check(object.ptr());
 }
 
+[[noreturn]] void refuse_integer(PyObject* object, const char* name, Py_ssize_t index) {
+  const std::string at = index < 0 ? "" : concat(" at index ", index);
+  if (PyBool_Check(object) || !PyIndex_Check(object)) {
+    throw py::type_error(concat(
+        name, index < 0 ? " must be an integer" : " must hold integers", ", got ",
+        Py_TYPE(object)->tp_name, at
+    ));
+  }
+  throw std::invalid_argument(
+      concat(name, " must fit into int64, got ", std::string(py::str(object)), at)
+  );
+}
+
+/// The value of an int or of a NumPy integer scalar; index < 0: not in a list.
+int64_t integer(PyObject* object, const char* name, Py_ssize_t index) {
+  int overflow = 0;
+  if (PyLong_CheckExact(object)) [[likely]] {
+    const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
+    if (overflow == 0) [[likely]]
+      return value;
+    refuse_integer(object, name, index);
+  }
+  if (PyBool_Check(object) || !PyIndex_Check(object)) refuse_integer(object, name, index);
+  const auto exact = py::reinterpret_steal<py::object>(PyNumber_Index(object));
+  if (!exact) throw py::error_already_set();
+  const long long value = PyLong_AsLongLongAndOverflow(exact.ptr(), &overflow);
+  if (overflow != 0) refuse_integer(object, name, index);
+  return value;
+}
+
 void append_sequence(py::handle object, const char* name, std::vector<int64_t>& out) {
   PyObject** items = PySequence_Fast_ITEMS(object.ptr());
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(object.ptr());
   out.reserve(out.size() + size);
-  for (Py_ssize_t i = 0; i < size; ++i) {
-    PyObject* item = items[i];
-    if (!PyLong_Check(item) || PyBool_Check(item)) {
-      // NumPy integer scalars are fine; float and bool are not.
-      if (PyBool_Check(item) || !PyIndex_Check(item)) {
-        throw py::type_error(
-            concat(name, " must hold integers, got ", Py_TYPE(item)->tp_name, " at index ", i)
-        );
-      }
-    }
-    int overflow = 0;
-    const auto integer = py::reinterpret_steal<py::object>(PyNumber_Index(item));
-    if (!integer) throw py::error_already_set();
-    const long long value = PyLong_AsLongLongAndOverflow(integer.ptr(), &overflow);
-    check(
-        overflow == 0, name, " must fit into int64, got ", std::string(py::str(item)), " at index ",
-        i
-    );
-    out.push_back(value);
-  }
+  for (Py_ssize_t i = 0; i < size; ++i) out.push_back(integer(items[i], name, i));
 }
 
 TensorArgument index_tensor(py::handle object, const char* name, int rank) {
@@ -72,6 +83,8 @@ IndexTable view_table(const TensorView& tensor) {
 }
 
 }  // namespace
+
+int64_t index_value(py::handle object, const char* name) { return integer(object.ptr(), name, -1); }
 
 std::vector<int64_t> index_list(py::handle object, const char* name) {
   std::vector<int64_t> values;

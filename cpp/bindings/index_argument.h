@@ -10,9 +10,12 @@
 
 namespace cpattn::bindings {
 
-/// A list or tuple of int, or a one-dimensional NumPy or torch CPU array of
-/// int32 or int64, as int64. Anything else, float and bool included, is
+/// An int or NumPy integer scalar. Anything else, float and bool included, is
 /// TypeError. `name` reads "function: argument".
+int64_t index_value(pybind11::handle object, const char* name);
+
+/// A list or tuple of int, or a one-dimensional NumPy or torch CPU array of
+/// int32 or int64, as int64. Anything else is TypeError.
 std::vector<int64_t> index_list(pybind11::handle object, const char* name);
 
 /// The same, narrowed: a value beyond int32 is ValueError with its position.

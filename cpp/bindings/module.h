@@ -10,6 +10,8 @@ namespace cpattn::bindings {
 void register_attention(pybind11::module_& module);
 void register_runtime(pybind11::module_& module);
 void register_reference(pybind11::module_& module);
+void register_context_parallel(pybind11::module_& module);
+void register_context_parallel_metadata(pybind11::module_& module);
 
 /// True when a signal handler raised in Python (Ctrl-C); the Python error is
 /// then set on this thread. Takes the GIL for the look.

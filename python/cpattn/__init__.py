@@ -4,11 +4,25 @@
 from . import reference
 from ._core import AttentionPlan, __version__, active_isa, set_num_threads, supported_isas
 from .attention import merge_state, paged_attention, plan_attention, run_attention
+from .context_parallel import (
+    ContextParallelMetadata,
+    ForwardMode,
+    build_cp_metadata,
+    build_cp_metadata_all_ranks,
+    can_apply_cp,
+    can_dsa_prefill_cp_interleave,
+)
 
 __all__ = [
     "AttentionPlan",
+    "ContextParallelMetadata",
+    "ForwardMode",
     "__version__",
     "active_isa",
+    "build_cp_metadata",
+    "build_cp_metadata_all_ranks",
+    "can_apply_cp",
+    "can_dsa_prefill_cp_interleave",
     "merge_state",
     "paged_attention",
     "plan_attention",

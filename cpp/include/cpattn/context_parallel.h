@@ -34,15 +34,20 @@ enum class KvLenConvention : uint8_t { baked, bare };
 std::string_view kv_len_convention_name(KvLenConvention convention);
 KvLenConvention parse_kv_len_convention(std::string_view name, const char* function);
 
+/// Far above any system, and small enough for int32 products of block numbers.
+constexpr int64_t kMaxCpSize = int64_t{1} << 15;
+
 /// What context-parallel metadata is built from. Lengths are >= 0 and fit int32,
-/// as must their sums; bs >= 1, cp_size >= 1.
+/// as must their sums. seq_lens are cached prefix + new tokens; without them
+/// there is no prefix. num_tokens above the sum of extend_lens pads the last
+/// sequence, below it is an error.
 struct CpBatch {
-  std::optional<std::span<const int64_t>> extend_lens;  // [bs] new tokens
-  std::optional<std::span<const int64_t>>
-      seq_lens;  // [bs] cached prefix + new tokens; none: no prefix
-  std::optional<int64_t>
-      num_tokens;  // >= sum of extend_lens; what is above it pads the last sequence
-  int64_t cp_size = 1;
+  using Lens = std::span<const int64_t>;
+
+  std::optional<Lens> extend_lens;    // [bs] new tokens, bs >= 1
+  std::optional<Lens> seq_lens;       // [bs]
+  std::optional<int64_t> num_tokens;  // default: the sum of extend_lens
+  int64_t cp_size = 1;                // 1 .. kMaxCpSize
   CpStrategy strategy = CpStrategy::zigzag;
   KvLenConvention kv_len_convention = KvLenConvention::baked;
   /// As serving engines build it: seq_lens of another length mean no prefix,

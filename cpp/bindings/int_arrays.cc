@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/int_arrays.h"
+
+#include <memory>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace cpattn::bindings {
+namespace {
+
+#ifdef Py_GIL_DISABLED
+PyObject* new_int(int32_t value) { return PyLong_FromLong(value); }
+#else
+/// A reference to the int. Those below the bound are made once and kept, which
+/// turns a list of token counts and block numbers into counting references.
+PyObject* new_int(int32_t value) {
+  constexpr int32_t kKept = 1 << 19;
+  static PyObject* kept[kKept];
+  if (value < 0 || value >= kKept) return PyLong_FromLong(value);
+  PyObject*& slot = kept[value];
+  if (slot == nullptr) slot = PyLong_FromLong(value);
+  Py_XINCREF(slot);
+  return slot;
+}
+#endif
+
+py::array read_only(std::span<const int32_t> values, py::handle owner) {
+  const auto size = static_cast<py::ssize_t>(values.size());
+  py::array array(py::dtype::of<int32_t>(), {size}, {}, values.data(), owner);
+  py::detail::array_proxy(array.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+  return array;
+}
+
+}  // namespace
+
+py::list int_list(std::span<const int32_t> values) {
+  auto list = py::reinterpret_steal<py::list>(PyList_New(values.size()));
+  if (!list) throw py::error_already_set();
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    PyObject* item = new_int(values[i]);
+    if (item == nullptr) throw py::error_already_set();
+    PyList_SET_ITEM(list.ptr(), i, item);
+  }
+  return list;
+}
+
+py::array int_view(std::span<const int32_t> values, py::handle owner) {
+  return read_only(values, owner);
+}
+
+py::array int_array(std::vector<int32_t> values) {
+  auto kept = std::make_unique<std::vector<int32_t>>(std::move(values));
+  const std::span<const int32_t> view = *kept;
+  const py::capsule owner(kept.get(), [](void* pointer) {
+    delete static_cast<std::vector<int32_t>*>(pointer);
+  });
+  kept.release();
+  return read_only(view, owner);
+}
+
+}  // namespace cpattn::bindings
