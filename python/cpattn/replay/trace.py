@@ -154,7 +154,8 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     state = state + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
-    return state ^ (state >> np.uint64(31))
+    mixed: npt.NDArray[np.uint64] = state ^ (state >> np.uint64(31))
+    return mixed
 
 
 def unbounded_hits(requests: Sequence[Request], block_tokens: int) -> Iterator[int]:
