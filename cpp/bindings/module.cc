@@ -23,6 +23,7 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
     }
   });
   bindings::register_attention(m);
+  bindings::register_cp_attention(m);
   bindings::register_runtime(m);
   bindings::register_reference(m);
   bindings::register_context_parallel(m);

@@ -3,7 +3,13 @@
 
 from . import reference
 from ._core import AttentionPlan, __version__, active_isa, set_num_threads, supported_isas
-from .attention import merge_state, paged_attention, plan_attention, run_attention
+from .attention import (
+    do_cp_attn_fia,
+    merge_state,
+    paged_attention,
+    plan_attention,
+    run_attention,
+)
 from .context_parallel import (
     ContextParallelMetadata,
     ForwardMode,
@@ -23,6 +29,7 @@ __all__ = [
     "build_cp_metadata_all_ranks",
     "can_apply_cp",
     "can_dsa_prefill_cp_interleave",
+    "do_cp_attn_fia",
     "merge_state",
     "paged_attention",
     "plan_attention",

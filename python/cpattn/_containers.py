@@ -29,3 +29,16 @@ def empty(like: Tensor, shape: Sequence[int], dtype: str | None = None) -> Tenso
 def as_numpy(x: Tensor) -> np.ndarray[Any, Any]:
     """x itself if it is a NumPy array, else a view of it through __dlpack__."""
     return x if isinstance(x, np.ndarray) else np.from_dlpack(x)
+
+
+def shape_of(x: Tensor, name: str, rank: int | None = None) -> tuple[int, ...]:
+    """The shape of a tensor argument; TypeError for what has none, ValueError for another rank."""
+    shape = getattr(x, "shape", None)
+    if shape is None:
+        raise TypeError(
+            f"{name} must be a tensor (torch CPU, NumPy, or anything with __dlpack__), "
+            f"got {type(x).__name__}"
+        )
+    if rank is not None and len(shape) != rank:
+        raise ValueError(f"{name} must have {rank} dimensions, got shape {list(shape)}")
+    return tuple(shape)

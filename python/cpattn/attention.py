@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 
+import math
+
 from . import _core
-from ._containers import Tensor, empty
+from ._containers import Tensor, empty, shape_of
 
 Indices = Tensor  # list or tuple of int, or a NumPy or torch CPU array of int32 or int64
 
@@ -24,7 +26,7 @@ def default_scale(function: str, head_dim: int) -> float:
 def _outputs(
     q: Tensor, v_head_dim: int, out: Tensor | None, lse: Tensor | None, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    rows, num_heads = q.shape[0], q.shape[1]
+    rows, num_heads = shape_of(q, "q", 3)[:2]
     if out is None:
         out = empty(q, (rows, num_heads, v_head_dim))
     if lse is None and return_lse:
@@ -127,8 +129,8 @@ def paged_attention(
     """
     del batch_invariant
     if scale is None:
-        scale = default_scale("paged_attention", q.shape[-1])
-    out, lse = _outputs(q, v_cache.shape[-1], out, lse, return_lse)
+        scale = default_scale("paged_attention", shape_of(q, "q", 3)[2])
+    out, lse = _outputs(q, shape_of(v_cache, "v_cache")[-1], out, lse, return_lse)
     _core.paged_attention(
         q, k_cache, v_cache, q_lens, kv_lens, block_tables, kv_indptr, kv_indices, last_page_len,
         page_size, kv_layout, scale, causal, window, softcap, sinks, custom_mask, num_threads,
@@ -190,6 +192,64 @@ def run_attention(
         scale = default_scale("run_attention", plan.head_dim)
     out, lse = _outputs(q, plan.v_head_dim, out, lse, return_lse)
     _core.run_attention(plan, q, k_cache, v_cache, kv_layout, scale, softcap, sinks, out, lse)
+    return (out, lse) if return_lse else out
+
+
+def do_cp_attn_fia(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: _core.ContextParallelMetadata,
+    *,
+    block_tables: Indices,
+    page_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Context-parallel attention of one rank's tokens over the whole paged sequences.
+
+    What sglang's ``AscendAttnBackend.do_cp_attn_fia`` computes, right for any batch size, prefix
+    and strategy: the prev and next blocks of all sequences go through one plan. Under interleave
+    every local row is a sequence of one query; under contiguous only the prev blocks exist.
+
+    Parameters
+    ----------
+    q : tensor, shape [rows, num_heads * head_dim]
+        This rank's rows in the order of the metadata (all prev blocks, then all next blocks).
+        Rows beyond the metadata's are padding: never read, zeros come out.
+    k_cache, v_cache : contiguous tensors of the dtype of q
+        Any shape with num_pages * page_size * num_kv_heads * dim elements, token slots first.
+        They hold the complete sequences, the new tokens included.
+    metadata : ContextParallelMetadata
+        With kv lengths that count the prefix ("baked"), unless there is none.
+    block_tables : ints, shape [batch, pages]
+        The pages of each sequence, its prefix first.
+
+    Returns
+    -------
+    out : tensor, shape [rows, num_heads * v_head_dim]
+    lse : float32 tensor, shape [rows, num_heads], with ``return_lse``
+
+    Raises
+    ------
+    ValueError
+        For fewer rows than the metadata has, bare metadata of a batch with a prefix, a kv length
+        beyond the block table, page ids outside the cache, and shapes that do not fit.
+    """
+    rows, columns = shape_of(q, "q", 2)
+    keys = math.prod(shape_of(k_cache, "k_cache"))
+    values = math.prod(shape_of(v_cache, "v_cache"))
+    if out is None:
+        # The core refuses what does not divide.
+        out = empty(q, (rows, columns * values // keys if keys else columns))
+    lse = empty(q, (rows, num_heads), "float32") if return_lse else None
+    _core.do_cp_attn_fia(
+        q, k_cache, v_cache, metadata, block_tables, page_size, num_heads, num_kv_heads, scale,
+        out, lse,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
