@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context parallelism over several processes: share out tokens, gather K and V once, attend.
+
+Every rank of a ``torch.distributed`` group knows the same requests and has a KV pool of its own::
+
+    cp = ContextParallel(group, strategy="zigzag", page_size=128)
+    plan = cp.plan(extend_lens, seq_lens, block_tables=block_tables)  # once per batch
+    hidden, positions = cp.shard(plan, hidden), cp.shard(plan, positions)
+    cp.write_kv(plan, k, v, k_cache, v_cache)  # for every layer
+    out = cp.attend(plan, q, k_cache, v_cache)  # for every layer
+    hidden = cp.gather(plan, hidden)
+
+``plan``, ``shard`` and ``attend`` are local. ``write_kv`` and ``gather`` exchange rows: all ranks
+call them, in the same order. They compare a few digests first, for backends do not diagnose ranks
+that disagree about sizes: those read stale rows, or abort.
+"""
+
+from .context_parallel import ContextParallel
+from .plan import ContextParallelPlan
+
+__all__ = ["ContextParallel", "ContextParallelPlan"]

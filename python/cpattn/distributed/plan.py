@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of one batch on one rank: metadata, pages and slots, all checked here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .. import ContextParallelMetadata
+from .exchange import digest
+
+
+@dataclass(frozen=True)
+class ContextParallelPlan:
+    """Who computes and stores what for one batch, seen from one rank; reusable for every layer.
+
+    Plans of the same rank are equal if their tokens, pages and slots are.
+    """
+
+    metadata: ContextParallelMetadata = field(compare=False)
+    page_size: int
+    block_tables: NDArray[np.int32] = field(compare=False)
+    """[bs, pages], read-only: the pages of each request, -1 after its last."""
+    slots: NDArray[np.int64] = field(compare=False)
+    """[num_tokens], read-only: the pool row of each new token, -1 where none is written."""
+    cp_rank: int
+    rows_per_rank: tuple[int, ...]
+    """The tokens each rank computes, without physical padding."""
+    gathered_rows: torch.Tensor = field(compare=False, repr=False)
+    """int64 [num_tokens]: where each token stands when the rows of all ranks follow each other."""
+    terms: tuple[int, ...] = field(repr=False)
+    """Digests of what the plans of all ranks have in common, one for each of PLAN_TERMS."""
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens on all ranks, padding tokens included."""
+        return len(self.slots)
+
+    @property
+    def num_local_rows(self) -> int:
+        """Tokens of this rank."""
+        return self.rows_per_rank[self.cp_rank]
+
+
+def make_plan(
+    metadata: ContextParallelMetadata,
+    extend_lens: Any,
+    *,
+    block_tables: Any,
+    out_cache_loc: Any,
+    page_size: int,
+    pad_to_physical: bool,
+) -> ContextParallelPlan:
+    """See ContextParallel.plan; metadata is built from the same extend_lens, not yet padded."""
+    extends = _index_array("extend_lens", extend_lens, 1)
+    prefixes = np.asarray(metadata.prefix_lens, dtype=np.int64)
+    padding = metadata.total_seq_lens - int(extends.sum())
+    tables = _used_pages(block_tables, prefixes + extends, padding, page_size)
+    slots = _table_slots(tables, prefixes, extends, padding, page_size)
+    if out_cache_loc is not None:
+        slots = _checked_slots(out_cache_loc, slots, num_real=len(slots) - padding)
+
+    rows = tuple(metadata.per_rank_actual_token)
+    bounds = np.cumsum((0, *rows))
+    gathered_rows = metadata.unshard(
+        [np.arange(begin, begin + n) for begin, n in zip(bounds, rows, strict=False)]
+    )
+    plan = ContextParallelPlan(
+        metadata=metadata.pad_to_physical() if pad_to_physical else metadata,
+        page_size=page_size,
+        block_tables=tables,
+        slots=slots,
+        cp_rank=metadata.cp_rank,
+        rows_per_rank=rows,
+        gathered_rows=torch.from_numpy(gathered_rows),
+        terms=(
+            digest(prefixes, extends, np.int64(padding)),
+            digest(f"{metadata.strategy} {page_size} {metadata.cp_size}".encode()),
+            digest(tables),
+            digest(slots),
+        ),
+    )
+    tables.flags.writeable = slots.flags.writeable = False
+    return plan
+
+
+def _index_array(name: str, values: Any, ndim: int) -> NDArray[np.int64]:
+    """A copy of an index argument."""
+    array = np.array(values)
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"ContextParallel.plan: {name} must be integers, got {array.dtype}")
+    if array.ndim != ndim:
+        raise ValueError(
+            f"ContextParallel.plan: {name} must have {ndim} dimensions, "
+            f"got shape {list(array.shape)}"
+        )
+    return array.astype(np.int64)
+
+
+def _used_pages(
+    values: Any, seq_lens: NDArray[np.int64], padding: int, page_size: int
+) -> NDArray[np.int32]:
+    """The pages of the sequences alone, -1 after the last of each.
+
+    Only padding tokens see keys after the last sequence; its first page serves for these.
+    """
+    given = _index_array("block_tables", values, 2)
+    num_pages = -(-seq_lens // page_size)
+    if len(given) != len(seq_lens) or given.shape[1] < num_pages.max():
+        raise ValueError(
+            "ContextParallel.plan: block_tables must be [bs, >= ceil(max(seq_lens) / page_size)] "
+            f"= [{len(seq_lens)}, >= {num_pages.max()}], got shape {list(given.shape)}"
+        )
+    used = np.arange(given.shape[1]) < num_pages[:, None]
+    bad = np.argwhere(used & ((given < 0) | (given > np.iinfo(np.int32).max)))
+    if len(bad):
+        raise ValueError(
+            "ContextParallel.plan: block_tables must hold page ids, int32 and >= 0, "
+            f"got block_tables{bad[0].tolist()} = {given[tuple(bad[0])]}"
+        )
+    padded_pages = -(-(seq_lens[-1] + padding) // page_size)
+    tables = np.full((len(given), max(num_pages.max(), padded_pages)), -1, dtype=np.int32)
+    width = min(tables.shape[1], given.shape[1])
+    tables[:, :width] = np.where(used, given, -1)[:, :width]
+    tables[-1, num_pages[-1] : padded_pages] = tables[-1, 0] if num_pages[-1] else 0
+    return tables
+
+
+def _table_slots(
+    tables: NDArray[np.int32],
+    prefixes: NDArray[np.int64],
+    extends: NDArray[np.int64],
+    padding: int,
+    page_size: int,
+) -> NDArray[np.int64]:
+    """The pool row of each new token, -1 for padding tokens."""
+    request = np.repeat(np.arange(len(extends)), extends)
+    first = np.cumsum(extends) - extends
+    position = np.arange(len(request)) - (first - prefixes)[request]
+    page = tables[request, position // page_size].astype(np.int64)
+    return np.append(page * page_size + position % page_size, np.full(padding, -1))
+
+
+def _checked_slots(values: Any, expected: NDArray[np.int64], num_real: int) -> NDArray[np.int64]:
+    slots = _index_array("out_cache_loc", values, 1)
+    if slots.shape != expected.shape:
+        raise ValueError(
+            f"ContextParallel.plan: out_cache_loc must have {len(expected)} entries, "
+            f"one for each token, got {len(slots)}"
+        )
+    good = (slots == -1) | (slots == expected)
+    good[num_real:] = slots[num_real:] >= -1
+    if not good.all():
+        i = int(good.argmin())
+        rule = f"{expected[i]}, where the block tables have the token" if i < num_real else ">= 0"
+        raise ValueError(
+            f"ContextParallel.plan: out_cache_loc[{i}] must be -1 or {rule}, got {slots[i]}"
+        )
+    return slots
