@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import math
 
-import math
-
 from . import _core
 from ._containers import Tensor, empty, shape_of
 
