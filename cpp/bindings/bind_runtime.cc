@@ -6,6 +6,7 @@
 #include "cpattn/cpu.h"
 #include "cpattn/isa.h"
 #include "cpattn/parallel.h"
+#include "cpattn/peak.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -26,6 +27,14 @@ void register_runtime(py::module_& module) {
   module.def("amx_usable", &amx_usable);
   module.def("amx_palette_missing", &amx_palette_missing);
   module.def("has_avx512_fp16", &has_avx512_fp16);
+  module.def(
+      "measure_peak",
+      [](const std::string& dtype, int num_threads) {
+        const py::gil_scoped_release nogil;
+        return measure_peak(dtype, num_threads);
+      },
+      "dtype"_a, "num_threads"_a
+  );
   module.def("default_num_threads", &default_num_threads);
   module.def("set_num_threads", &set_num_threads, "num_threads"_a);
 }

@@ -281,7 +281,7 @@ void weighted_sum(float weight_a, void* a, float weight_b, const void* b, int64_
 template <class T, class Engine, int kExp2Degree>
 constexpr AttentionKernel attention_kernel() {
   using Loop = AttentionLoop<T, Engine, kExp2Degree>;
-  return {&Loop::scratch_bytes, &Loop::run};
+  return {&Loop::scratch_bytes, &Loop::run, &peak_flops<Engine>};
 }
 
 }  // namespace

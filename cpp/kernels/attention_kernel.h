@@ -69,6 +69,9 @@ struct AttentionKernel {
   int64_t (*scratch_bytes)(int64_t rows, int32_t qk_dim, int32_t v_head_dim);
   /// False when should_stop() ended it early. `scratch` is 64-byte aligned.
   bool (*run)(const AttentionTile* tile, void* scratch);
+  /// Spends `rounds` on the multiply-adds run() is made of, in registers, and
+  /// gives the number of flops: what its speed is measured against.
+  int64_t (*peak_flops)(int64_t rounds);
 };
 
 struct KernelTable {

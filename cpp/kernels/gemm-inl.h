@@ -26,6 +26,13 @@ inline void store_probabilities(float* p, Vector a, Vector b) {
 struct Float32Engine {
   using Operand = float;
 
+  /// One round of independent products on `sums`, for peak_flops.
+  static void accumulate(Vector* sums, int count, Vector a, Vector b) {
+#pragma GCC unroll 24
+    for (int i = 0; i < count; ++i) sums[i] = fma(a, b, sums[i]);
+  }
+  static constexpr int kFlopsPerLane = 2;
+
   template <class T>
   static void pack_query(const T* source, int dim, float* row) {
     for (int d = 0; d < dim; d += kLanes) store(row + d, load(source + d));
@@ -99,6 +106,22 @@ struct Float32Engine {
     }
   }
 };
+
+/// `rounds` of the engine's product on as many accumulators as its micro-kernel
+/// has, all in registers; gives the number of flops.
+template <class Engine>
+int64_t peak_flops(int64_t rounds) {
+  constexpr int kSums = kMaxRows * kPanelVectors;
+  Vector sums[kSums];
+  for (int i = 0; i < kSums; ++i) sums[i] = splat(static_cast<float>(i));
+  const Vector a = splat(0.5F);
+  const Vector b = splat(0.25F);
+  for (int64_t round = 0; round < rounds; ++round) Engine::accumulate(sums, kSums, a, b);
+  float total = 0;
+  for (int i = 0; i < kSums; ++i) total += reduce_add(sums[i]);
+  [[maybe_unused]] const volatile float sink = total;
+  return rounds * kSums * kLanes * Engine::kFlopsPerLane;
+}
 
 template <class Engine, int kVectors, bool kAccumulate>
 void multiply_rows(

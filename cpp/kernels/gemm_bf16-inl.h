@@ -25,6 +25,14 @@ inline __m512bh splat_pair(const Bfloat16* p) {
 struct Bfloat16Engine {
   using Operand = Bfloat16;
 
+  static void accumulate(Vector* sums, int count, Vector a, Vector b) {
+    const auto x = reinterpret_cast<__m512bh>(a);
+    const auto y = reinterpret_cast<__m512bh>(b);
+#pragma GCC unroll 24
+    for (int i = 0; i < count; ++i) sums[i] = _mm512_dpbf16_ps(sums[i], x, y);
+  }
+  static constexpr int kFlopsPerLane = 4;
+
   template <class T>
   static void pack_query(const T* source, int dim, Bfloat16* row) {
     __builtin_memcpy(row, source, dim * sizeof(Bfloat16));

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <string_view>
+
+namespace cpattn {
+
+/// The rate, in flop/s, of the multiply-add that attention in `dtype` ("float32",
+/// "float16" or "bfloat16") uses on active_isa(), on registers alone, summed over
+/// `num_threads` threads: the denominator of every "percent of peak". The best of
+/// several samples; takes about 0.1 s. Clocks move, so measure it in the run and
+/// around the work it is compared with.
+double measure_peak(std::string_view dtype, int num_threads);
+
+}  // namespace cpattn
