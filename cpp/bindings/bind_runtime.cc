@@ -15,6 +15,7 @@ namespace cpattn::bindings {
 
 void register_runtime(py::module_& module) {
   module.attr("__version__") = CPATTN_VERSION;
+  module.attr("__compiler__") = CPATTN_COMPILER;
   module.def("active_isa", [] { return std::string(isa_name(active_isa())); });
   module.def("supported_isas", [] {
     py::tuple names(supported_isas().size());
