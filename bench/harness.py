@@ -75,6 +75,7 @@ class Suite:
         *,
         assert_same: Callable[[Any, Any], None] = np.testing.assert_equal,
         work: tuple[float, str] | None = None,
+        peak: Callable[[], float] | None = None,
         bar: float | None = None,
     ) -> dict[str, Timing]:
         """Check every implementation against the peer, then time them in turns.
@@ -82,18 +83,23 @@ class Suite:
         The implementations are called with what `make_inputs` returns, fresh for every sample
         and made outside the measured time. ``assert_same(result, expected)`` raises where a
         result is wrong. `work` is the (amount, unit) of one call, such as ``(12.5, "GFLOP")``,
-        `bar` the speed-up over the peer that the first implementation has to reach.
+        `bar` the speed-up over the peer that the first implementation has to reach, `peak` the
+        machine's limit in units of work per second, measured before and after.
         """
         first, *_, peer = implementations
         expected = implementations[peer](*make_inputs())
         for function in implementations.values():
             assert_same(function(*make_inputs()), expected)
+        peaks = [peak()] if peak else []
         timings = _time_in_turns(implementations, make_inputs, self.repeats)
+        peaks += [peak()] if peak else []
         for name, timing in timings.items():
             row = {"bench": self.name, "case": case, "implementation": name} | asdict(timing)
             row["speedup"] = timings[peer].median / timing.median
             if work:
                 row |= {"rate": work[0] / timing.median, "unit": work[1]}
+            if work and peaks:
+                row |= {"peak": max(peaks), "percent_of_peak": 100 * row["rate"] / max(peaks)}
             if bar and name == first:
                 row |= {"bar": bar, "missed": row["speedup"] < bar}
             self.rows.append(row)
@@ -112,7 +118,7 @@ class Suite:
 
     def _print(self) -> None:
         table = Table(title=self.description)
-        columns = "case implementation median minimum spread rate speed-up bar"
+        columns = "case implementation median minimum spread rate of-peak speed-up bar"
         for i, column in enumerate(columns.split()):
             table.add_column(column, justify="right" if i > 1 else "left", no_wrap=True)
         previous = None
@@ -125,6 +131,7 @@ class Suite:
                 _duration(row["minimum"]),
                 f"{row['spread'] / row['median']:.0%}",
                 f"{row['rate']:.1f} {row['unit']}/s" if "unit" in row else "",
+                f"{row['percent_of_peak']:.0f} %" if "peak" in row else "",
                 f"{row['speedup']:.1f}x",
                 f"{row['bar']:g}x {'MISSED' if row['missed'] else 'met'}" if "bar" in row else "",
             )
