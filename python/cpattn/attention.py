@@ -75,7 +75,8 @@ def paged_attention(
     q : float32, float16 or bfloat16 tensor, shape [num_tokens, num_heads, head_dim]
         New tokens, sequence after sequence. head_dim is a multiple of 16 up to 576.
     k_cache, v_cache : tensors of the dtype of q
-        [num_pages, page_size, num_kv_heads, dim] ("NHD"), [num_pages, num_kv_heads, page_size,
+        Finite below a sequence's kv_len (a NaN in a hidden key's value may reach rows of its
+        sequence); never read beyond. [num_pages, page_size, num_kv_heads, dim] ("NHD"), [num_pages, num_kv_heads, page_size,
         dim] ("HND"), or [num_slots, num_kv_heads, dim] with `page_size`. Any strides with a
         contiguous last dimension; never copied. `v_cache` may have another dim.
     q_lens : ints, shape [batch]
@@ -203,7 +204,7 @@ def do_cp_attn_fia(
     page_size: int,
     num_heads: int,
     num_kv_heads: int,
-    scale: float,
+    scale: float | None,
     out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -225,6 +226,8 @@ def do_cp_attn_fia(
         With kv lengths that count the prefix ("baked"), unless there is none.
     block_tables : ints, shape [batch, pages]
         The pages of each sequence, its prefix first.
+    scale : float or None
+        None: 1/sqrt(head_dim), refused for head_dim > 256.
 
     Returns
     -------
@@ -238,6 +241,8 @@ def do_cp_attn_fia(
         beyond the block table, page ids outside the cache, and shapes that do not fit.
     """
     rows, columns = shape_of(q, "q", 2)
+    if scale is None:
+        scale = default_scale("do_cp_attn_fia", columns // num_heads)
     keys = math.prod(shape_of(k_cache, "k_cache"))
     values = math.prod(shape_of(v_cache, "v_cache"))
     if out is None:
