@@ -101,7 +101,22 @@ class Attention {
     return out;
   }
 
+  /// Overwrites K and V of a sequence from a position on.
+  void poison_from(int64_t sequence, int64_t position, float value) {
+    for (int64_t t = position; t < case_.kv_lens[sequence]; ++t) {
+      const int64_t page = blocks_[sequence * columns_ + t / case_.page_size];
+      fill_slot(page * case_.page_size + t % case_.page_size, value);
+    }
+  }
+
  private:
+  void fill_slot(int64_t slot, float value) {
+    const int64_t k_row = case_.shape.num_kv_heads * case_.shape.head_dim;
+    const int64_t v_row = case_.shape.num_kv_heads * case_.shape.v_head_dim;
+    std::fill_n(k_.begin() + slot * k_row, k_row, value);
+    std::fill_n(v_.begin() + slot * v_row, v_row, value);
+  }
+
   double scale() const { return 1 / std::sqrt(double(case_.shape.head_dim)); }
   IndexTable table() const {
     return {
@@ -153,13 +168,8 @@ class Attention {
         used[page * case_.page_size + t % case_.page_size] = true;
       }
     }
-    const float nan = std::numeric_limits<float>::quiet_NaN();
-    const int64_t k_row = case_.shape.num_kv_heads * case_.shape.head_dim;
-    const int64_t v_row = case_.shape.num_kv_heads * case_.shape.v_head_dim;
     for (std::size_t slot = 0; slot < used.size(); ++slot) {
-      if (used[slot]) continue;
-      std::fill_n(k_.begin() + slot * k_row, k_row, nan);
-      std::fill_n(v_.begin() + slot * v_row, v_row, nan);
+      if (!used[slot]) fill_slot(slot, std::numeric_limits<float>::quiet_NaN());
     }
   }
 
@@ -225,6 +235,22 @@ TEST_P(PagedAttention, WindowsSoftcapAndNoMask) {
   }
   expect_matches_oracle({{2, 1, 32, 32}, 16, {64}, {100}, true, std::nullopt, 2.5});
   expect_matches_oracle({{2, 1, 32, 32}, 16, {64, 3}, {100, 5}, false});
+}
+
+TEST_P(PagedAttention, HiddenKeysNeverMatter) {
+  // Each new token's key and value are NaN or infinite from some position on:
+  // rows before it must not notice, rows behind it must.
+  for (float poison :
+       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+    Attention attention({{4, 2, 48, 80}, 16, {70}, {300}});
+    std::vector<float> lse, clean_lse;
+    const auto clean = attention.run(clean_lse, 1);
+    attention.poison_from(0, 263, poison);
+    const auto out = attention.run(lse, 1);
+    const int64_t row = 4 * 80;
+    for (int64_t i = 0; i < 33 * row; ++i) ASSERT_EQ(out[i], clean[i]) << i;
+    for (int64_t i = 33 * row; i < 70 * row; ++i) ASSERT_FALSE(std::isfinite(out[i])) << i;
+  }
 }
 
 TEST_P(PagedAttention, BitsDoNotDependOnThreads) {

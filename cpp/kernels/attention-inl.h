@@ -8,6 +8,7 @@
 // Key blocks start at multiples of their length from key 0, whatever part of a
 // sequence is asked for, so a row's result does not depend on its neighbours.
 #include "kernels/attention_kernel.h"
+#include "kernels/gemm-inl.h"
 #include "kernels/softmax-inl.h"
 
 namespace cpattn::kernels {
@@ -21,7 +22,6 @@ constexpr int kBlockBytes = 288 * 1024;
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 /// Keys of one block: 256, or fewer for wide rows.
 template <class Engine>
@@ -74,6 +74,7 @@ struct Workspace {
   Operand* probabilities;  // [kRowGroup][block keys]
   float* scores;           // [kRowGroup][block keys]
   float* output;           // [rows][v_head_dim]
+  float* zeros;            // [v_head_dim]
   RowState* states;        // [rows]
   int64_t bytes;
 
@@ -94,6 +95,7 @@ struct Workspace {
     probabilities = operands(kRowGroup * block);
     scores = reinterpret_cast<float*>(take(kRowGroup * block * 4));
     output = reinterpret_cast<float*>(take(rows * v_head_dim * 4));
+    zeros = reinterpret_cast<float*>(take(v_head_dim * 4));
     states = reinterpret_cast<RowState*>(take(rows * static_cast<int64_t>(sizeof(RowState))));
     bytes = used;
   }
@@ -157,6 +159,7 @@ class AttentionLoop {
       work_.states[row] = {-__builtin_inff(), 0.0F};
     }
     __builtin_memset(work_.output, 0, sizeof(float) * rows_ * v_dim_);
+    __builtin_memset(work_.zeros, 0, sizeof(float) * v_dim_);
   }
 
   void pack_block(int64_t first, int n) {
@@ -169,7 +172,21 @@ class AttentionLoop {
       Engine::template pack_keys<T>(rows, n, tile_.rope_dim, tile_.head_dim, panel, work_.keys);
     }
     locate_rows(tile_.v, tile_, first, n, sizeof(T), rows);
-    Engine::template pack_values<T>(rows, n, v_dim_, int64_t{block_} * kPanel, work_.values);
+    const auto pack_values = [&](int* not_finite) {
+      return Engine::template pack_values<T>(
+          rows, n, v_dim_, int64_t{block_} * kPanel, work_.values, not_finite
+      );
+    };
+    num_special_ = pack_values(special_keys_);
+    if (num_special_ == 0) return;
+    // Zero times an infinity is NaN, so such values must not meet the rows that
+    // do not see them: zeros stand in for them, and add_special_values adds them.
+    for (int i = 0; i < num_special_; ++i) {
+      special_values_[i] = reinterpret_cast<const T*>(rows[special_keys_[i]]);
+      rows[special_keys_[i]] = reinterpret_cast<const char*>(work_.zeros);
+    }
+    int still_special[kMaxBlockKeys];
+    pack_values(still_special);
   }
 
   /// Rows [row, row + count) against keys [first, first + n).
@@ -255,6 +272,10 @@ class AttentionLoop {
   const int block_;
   const Workspace<Engine> work_;
   const float factor_;
+  // Keys of the current block whose values are not all finite.
+  int num_special_ = 0;
+  int special_keys_[kMaxBlockKeys];
+  const T* special_values_[kMaxBlockKeys];
 };
 
 template <class T>

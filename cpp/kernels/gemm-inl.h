@@ -16,6 +16,8 @@ constexpr int kMaxRows = 6;
 /// Keys are masked, exponentiated and multiplied in groups of this many.
 constexpr int kKeyGranule = 32;
 
+inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
 inline void store_probabilities(float* p, Vector a, Vector b) {
   store(p, a);
   store(p + kLanes, b);
@@ -44,8 +46,7 @@ struct Float32Engine {
   static void pack_keys(
       const char* const* rows, int n, int dim, int first_row, int64_t panel_size, float* panels
   ) {
-    const int padded = (n + kKeyGranule - 1) / kKeyGranule * kKeyGranule;
-    for (int key = 0; key < padded; key += kLanes) {
+    for (int key = 0; key < round_up(n, kKeyGranule); key += kLanes) {
       float* panel =
           panels + key / kPanel * panel_size + int64_t{first_row} * kPanel + key % kPanel;
       for (int d = 0; d < dim; d += kLanes) {
@@ -61,19 +62,26 @@ struct Float32Engine {
   }
 
   /// Packs values rows[0..n) as panel rows; rows up to the next whole granule
-  /// become zeros.
+  /// become zeros. Lists the keys that hold an infinity or NaN; gives their number.
   template <class T>
-  static void pack_values(
-      const char* const* rows, int n, int dim, int64_t panel_size, float* panels
+  static int pack_values(
+      const char* const* rows, int n, int dim, int64_t panel_size, float* panels, int* not_finite
   ) {
-    const int padded = (n + kKeyGranule - 1) / kKeyGranule * kKeyGranule;
-    for (int key = 0; key < padded; ++key) {
+    int count = 0;
+    for (int key = 0; key < round_up(n, kKeyGranule); ++key) {
+      Vector seen = splat(0.0F);  // becomes NaN with the first infinity or NaN
       for (int d = 0; d < dim; d += kLanes) {
         float* cell = panels + d / kPanel * panel_size + int64_t{key} * kPanel + d % kPanel;
-        store(cell, key < n ? load(reinterpret_cast<const T*>(rows[key]) + d) : splat(0.0F));
+        const Vector x = key < n ? load(reinterpret_cast<const T*>(rows[key]) + d) : splat(0.0F);
+        seen = fma(x, splat(0.0F), seen);
+        store(cell, x);
       }
+      if (reduce_add(seen) != 0) not_finite[count++] = key;
     }
+    return count;
   }
+
+  static float probability(const float* p) { return *p; }
 
   /// c (+)= a * panel for kRows rows and kVectors vectors of columns.
   template <int kRows, int kVectors, bool kAccumulate>

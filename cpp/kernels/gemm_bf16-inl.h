@@ -42,8 +42,7 @@ struct Bfloat16Engine {
   static void pack_keys(
       const char* const* rows, int n, int dim, int first_row, int64_t panel_size, Bfloat16* panels
   ) {
-    const int padded = (n + kKeyGranule - 1) / kKeyGranule * kKeyGranule;
-    for (int key = 0; key < padded; key += 16) {
+    for (int key = 0; key < round_up(n, kKeyGranule); key += 16) {
       Bfloat16* panel =
           panels + key / kPanel * panel_size + int64_t{first_row} * kPanel + key % kPanel * 2;
       for (int d = 0; d < dim; d += 32) {
@@ -63,22 +62,37 @@ struct Bfloat16Engine {
   }
 
   template <class T>
-  static void pack_values(
-      const char* const* rows, int n, int dim, int64_t panel_size, Bfloat16* panels
+  static int pack_values(
+      const char* const* rows, int n, int dim, int64_t panel_size, Bfloat16* panels, int* not_finite
   ) {
-    const int padded = (n + kKeyGranule - 1) / kKeyGranule * kKeyGranule;
-    for (int key = 0; key < padded; key += 2) {
+    const __m512i exponent_and_below = _mm512_set1_epi32(0x7fff7fff);
+    const auto half_row = [&](int key, int d) {
+      return key < n ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[key] + d * 2))
+                     : _mm256_setzero_si256();
+    };
+    int count = 0;
+    for (int key = 0; key < round_up(n, kKeyGranule); key += 2) {
+      __m512i largest = _mm512_setzero_si512();
       for (int d = 0; d < dim; d += 16) {
-        const auto row = [&](int k) {
-          return k < n ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[k] + d * 2))
-                       : _mm256_setzero_si256();
-        };
-        const __m512i even = _mm512_cvtepu16_epi32(row(key));
-        const __m512i odd = _mm512_cvtepu16_epi32(row(key + 1));
+        const __m512i even = _mm512_cvtepu16_epi32(half_row(key, d));
+        const __m512i odd = _mm512_cvtepu16_epi32(half_row(key + 1, d));
+        const __m512i pairs = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
         Bfloat16* cell = panels + d / kPanel * panel_size + int64_t{key} * kPanel + d % kPanel * 2;
-        _mm512_storeu_si512(cell, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+        _mm512_storeu_si512(cell, pairs);
+        largest = _mm512_max_epu16(largest, _mm512_and_si512(pairs, exponent_and_below));
       }
+      const __mmask32 bad = _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7f80));
+      if (bad & 0x55555555U) not_finite[count++] = key;
+      if (bad & 0xaaaaaaaaU) not_finite[count++] = key + 1;
     }
+    return count;
+  }
+
+  static float probability(const Bfloat16* p) {
+    const uint32_t bits = uint32_t{p->bits} << 16;
+    float x;
+    __builtin_memcpy(&x, &bits, sizeof x);
+    return x;
   }
 
   template <int kRows, int kVectors, bool kAccumulate>

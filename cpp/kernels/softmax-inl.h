@@ -65,6 +65,12 @@ inline float row_maximum(const float* scores, int begin, int end) {
   return reduce_max(max(a, b));
 }
 
+inline bool contains_nan(const float* scores, int begin, int end) {
+  bool found = false;
+  for (int j = begin; j < end; ++j) found |= scores[j] != scores[j];
+  return found;
+}
+
 /// One row's running softmax, in base-2 units.
 struct RowState {
   float reference;  // -inf before the first visible key
@@ -89,10 +95,12 @@ inline void softmax_row(
 ) {
   const float negative_infinity = -__builtin_inff();
   const float maximum = row_maximum(scores, begin, end) * factor;
-  if (maximum == negative_infinity) {  // nothing visible here
+  if (maximum == negative_infinity) {  // nothing visible here, or NaN hidden by max()
+    if (contains_nan(scores, begin, end)) state.sum = __builtin_nanf("");
     const Vector zero = splat(0.0F);
-    for (int j = begin; j < end; j += 2 * kLanes)
+    for (int j = begin; j < end; j += 2 * kLanes) {
       store_probabilities(probabilities + j, zero, zero);
+    }
     return;
   }
   if (state.reference == negative_infinity) {

@@ -68,15 +68,14 @@ def paged_attention(
         lse = log(sum(exp(score[j])))
 
     Query head ``h`` reads KV head ``h // (num_heads // num_kv_heads)``. A row that sees no key
-    gives zeros and LSE -inf. Accumulation is in float32 with one rounding at the end.
+    gives zeros and LSE -inf; what it does not see never matters, NaN included. Accumulation is in float32 with one rounding at the end.
 
     Parameters
     ----------
     q : float32, float16 or bfloat16 tensor, shape [num_tokens, num_heads, head_dim]
         New tokens, sequence after sequence. head_dim is a multiple of 16 up to 576.
     k_cache, v_cache : tensors of the dtype of q
-        Finite below a sequence's kv_len (a NaN in a hidden key's value may reach rows of its
-        sequence); never read beyond. [num_pages, page_size, num_kv_heads, dim] ("NHD"), [num_pages, num_kv_heads, page_size,
+        [num_pages, page_size, num_kv_heads, dim] ("NHD"), [num_pages, num_kv_heads, page_size,
         dim] ("HND"), or [num_slots, num_kv_heads, dim] with `page_size`. Any strides with a
         contiguous last dimension; never copied. `v_cache` may have another dim.
     q_lens : ints, shape [batch]
@@ -242,7 +241,7 @@ def do_cp_attn_fia(
     """
     rows, columns = shape_of(q, "q", 2)
     if scale is None:
-        scale = default_scale("do_cp_attn_fia", columns // num_heads)
+        scale = default_scale("do_cp_attn_fia", columns // max(num_heads, 1))
     keys = math.prod(shape_of(k_cache, "k_cache"))
     values = math.prod(shape_of(v_cache, "v_cache"))
     if out is None:
