@@ -238,4 +238,17 @@ def paged_attention(
     out: _Tensor,
     lse: _Tensor | None,
 ) -> None: ...
+def do_cp_attn_fia(
+    q: _Tensor,
+    k_cache: _Tensor,
+    v_cache: _Tensor,
+    metadata: ContextParallelMetadata,
+    block_tables: _Indices,
+    page_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    out: _Tensor,
+    lse: _Tensor | None,
+) -> None: ...
 def merge_state(out_a: _Tensor, lse_a: _Tensor, out_b: _Tensor, lse_b: _Tensor) -> None: ...
