@@ -53,6 +53,7 @@ TEST(ParallelFor, RethrowsTheFirstError) {
 
 TEST(ParallelFor, SeveralCallersShareTheWorkers) {
   std::vector<std::thread> callers;
+  callers.reserve(6);
   std::atomic<int> right{0};
   for (int c = 0; c < 6; ++c) {
     callers.emplace_back([&] {

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from cpattn.replay.prefix_cache import Lease, PrefixCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from cpattn.replay.prefix_cache import Lease, PrefixCache
 
 BLOCK = 4
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from cpattn.replay.prefix_cache import PrefixCache
 from cpattn.replay.scheduler import Batch, prefill_batches
 from cpattn.replay.trace import Request, generate_trace, scale_lengths, unbounded_hits
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 BLOCK = 4
 

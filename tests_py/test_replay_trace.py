@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from cpattn.replay.trace import (
     Request,
     block_tokens_of,

@@ -50,7 +50,7 @@ class Job final : public StopToken {
       try {
         function_(item, *this);
       } catch (...) {
-        const std::lock_guard lock(error_mutex_);
+        const std::scoped_lock lock(error_mutex_);
         if (!error_) error_ = std::current_exception();
         stop_.store(true, std::memory_order_relaxed);
       }
@@ -86,7 +86,7 @@ class Pool {
  public:
   void run(Job& job) {
     {
-      const std::lock_guard lock(mutex_);
+      const std::scoped_lock lock(mutex_);
       jobs_.push_back(&job);
       start_workers(job.seats_);
     }

@@ -34,7 +34,7 @@ import numpy as np
 
 from . import _core
 from ._containers import Tensor, as_numpy, torch_of
-from ._core import ContextParallelMetadata
+from ._core import ContextParallelMetadata as ContextParallelMetadata
 
 Indices = Sequence[int] | Any  # list or tuple of int, NumPy or torch CPU int32/int64
 
@@ -275,8 +275,8 @@ def _unshard(self: ContextParallelMetadata, parts: Sequence[Tensor], dim: int = 
     return _take(_concatenate(logical, dim), self._gathered_row_indices(), dim)
 
 
-ContextParallelMetadata.shard = _shard
-ContextParallelMetadata.unshard = _unshard
+ContextParallelMetadata.shard = _shard  # type: ignore[method-assign]
+ContextParallelMetadata.unshard = _unshard  # type: ignore[method-assign]
 _shard.__name__, _unshard.__name__ = "shard", "unshard"
 ContextParallelMetadata.__module__ = "cpattn"
 
@@ -284,7 +284,7 @@ ContextParallelMetadata.__module__ = "cpattn"
 def _checked_dim(function: str, x: Tensor, dim: int) -> int:
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"{function}: dim must be in [{-x.ndim}, {x.ndim}), got {dim}")
-    return dim % x.ndim
+    return int(dim % x.ndim)
 
 
 def _take(x: Tensor, indices: np.ndarray[Any, Any], dim: int) -> Tensor:

@@ -172,7 +172,7 @@ class ContextParallel:
                 "ContextParallel.attend: q_local must be [num_rows, num_heads, head_dim], "
                 f"got shape {list(q_local.shape)}"
             )
-        result = do_cp_attn_fia(
+        result: Any = do_cp_attn_fia(
             q_local.flatten(1),
             k_cache,
             v_cache,

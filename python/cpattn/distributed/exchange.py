@@ -99,7 +99,7 @@ class RowExchange:
     def _exchange(self, call: str, buffer: torch.Tensor, rows_per_rank: Sequence[int]) -> None:
         """Send this rank's rows of buffer to every peer and receive theirs, all in place."""
         blocks = buffer.split(list(rows_per_rank))
-        pending = []
+        pending: list[tuple[int, Any]] = []
         silent = self.rank
         try:
             for silent, peer in self._peers.items():

@@ -1,0 +1,35 @@
+# Types of the float64 oracle in the compiled core.
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Tensor = Any
+_Indices = Any
+
+def paged_attention(
+    q: _Tensor,
+    k_cache: _Tensor,
+    v_cache: _Tensor,
+    q_lens: _Indices,
+    kv_lens: _Indices,
+    block_tables: _Indices,
+    page_size: int,
+    hnd: bool,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float,
+    sinks: _Tensor | None,
+    custom_mask: _Tensor | None,
+    out: NDArray[np.float64],
+    lse: NDArray[np.float64],
+) -> None: ...
+def merge_state(
+    out_a: _Tensor,
+    lse_a: _Tensor,
+    out_b: _Tensor,
+    lse_b: _Tensor,
+    out: NDArray[np.float64],
+    lse: NDArray[np.float64],
+) -> None: ...
