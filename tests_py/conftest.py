@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.metadata import version
 
-from cpattn import __version__, active_isa, supported_isas, torch_guard
+import pytest
+
+from cpattn import __version__, _core, active_isa, supported_isas, torch_guard
 
 TORCH_GUARD = torch_guard.prepare()
 
@@ -14,3 +17,12 @@ def pytest_report_header() -> list[str]:
     header = f"cpattn {__version__}, torch {version('torch')}, numpy {version('numpy')}"
     isas = f"instruction set {active_isa()} of {', '.join(supported_isas())}"
     return [header, isas, *([TORCH_GUARD] if TORCH_GUARD else [])]
+
+
+@pytest.fixture(params=supported_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every instruction set of this machine in turn, forced for the length of the test."""
+    before = active_isa()
+    _core.set_isa(request.param)
+    yield request.param
+    _core.set_isa(before)

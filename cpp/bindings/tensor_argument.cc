@@ -225,8 +225,8 @@ TensorArgument output_argument(py::handle object, const char* name) {
   check(argument->writable, name, " must be writable");
   for (int axis = 0; axis < argument->rank; ++axis) {
     check(
-        argument->shape[axis] <= 1 || argument->strides[axis] > 0, name,
-        " must not be a broadcast view (stride 0 in dimension ", axis, ")"
+        argument->shape[axis] <= 1 || argument->strides[axis] > 0 || argument->num_elements() == 0,
+        name, " must not be a broadcast view (stride 0 in dimension ", axis, ")"
     );
   }
   return argument;

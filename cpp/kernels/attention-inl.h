@@ -131,7 +131,7 @@ class AttentionLoop {
     for (int64_t first = begin / block_ * block_; first < end; first += block_) {
       if (tile_.should_stop(tile_.stop_context)) return false;
       const int n = static_cast<int>(smaller(block_, end - first));
-      pack_block(first, n);
+      pack_block(first, n, static_cast<int>(larger(0, begin - first)));
       for (int row = 0; row < rows_; row += kRowGroup) {
         attend(row, static_cast<int>(smaller(kRowGroup, rows_ - row)), first, n);
       }
@@ -162,16 +162,22 @@ class AttentionLoop {
     __builtin_memset(work_.zeros, 0, sizeof(float) * v_dim_);
   }
 
-  void pack_block(int64_t first, int n) {
+  /// Keys [first, first + n). The first `hidden` of them no token sees: they may
+  /// hold anything, NaN too, so a visible one stands in for them.
+  void pack_block(int64_t first, int n, int hidden) {
     const char* rows[kMaxBlockKeys];
+    const auto locate = [&](const PagedRows& source) {
+      locate_rows(source, tile_, first + hidden, n - hidden, sizeof(T), rows + hidden);
+      for (int i = 0; i < hidden; ++i) rows[i] = rows[hidden];
+    };
     const int64_t panel = int64_t{qk_dim_} * kPanel;
-    locate_rows(tile_.k, tile_, first, n, sizeof(T), rows);
+    locate(tile_.k);
     Engine::template pack_keys<T>(rows, n, tile_.head_dim, 0, panel, work_.keys);
     if (tile_.rope_dim > 0) {
-      locate_rows(tile_.k_rope, tile_, first, n, sizeof(T), rows);
+      locate(tile_.k_rope);
       Engine::template pack_keys<T>(rows, n, tile_.rope_dim, tile_.head_dim, panel, work_.keys);
     }
-    locate_rows(tile_.v, tile_, first, n, sizeof(T), rows);
+    locate(tile_.v);
     const auto pack_values = [&](int* not_finite) {
       return Engine::template pack_values<T>(
           rows, n, v_dim_, int64_t{block_} * kPanel, work_.values, not_finite

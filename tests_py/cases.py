@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention batches to test with, and the comparison of a result with the oracle.
+
+Inputs are hostile by default: pages are shuffled, tensors are strided windows into larger
+ones, table entries past a sequence are -1 or huge, and all that must not be read is NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from cpattn import reference
+from tolerances import assert_close
+
+UNUSED_PAGES = (-1, 1 << 30)
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch by its sizes; `kv_layout` "3-D" means slots without pages."""
+
+    q_lens: tuple[int, ...] = (5, 3)
+    kv_lens: tuple[int, ...] = (37, 19)
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    v_head_dim: int | None = None
+    page_size: int = 16
+    kv_layout: str = "NHD"
+    dtype: str = "float32"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        default = Case()
+        parts = {k: v for k, v in vars(self).items() if v != getattr(default, k)}
+        return ",".join(f"{k}={v}" for k, v in parts.items()).replace(" ", "") or "default"
+
+    def with_(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+
+def strided(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A NaN tensor with gaps between its rows, none of it aligned to a vector."""
+    whole = torch.full([n + 2 for n in shape[:-1]] + [shape[-1] + 8], torch.nan, dtype=dtype)
+    return whole[tuple(slice(1, n + 1) for n in shape[:-1])][..., 1 : shape[-1] + 1]
+
+
+def strided_copy(x: torch.Tensor) -> torch.Tensor:
+    return strided(tuple(x.shape), x.dtype).copy_(x)
+
+
+def shuffled_tables(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """A page of its own for every block of tokens, some pages more, and how many in all."""
+    counts = [-(-n // case.page_size) for n in case.kv_lens]
+    num_pages = sum(counts) + 2
+    pages = rng.permutation(num_pages)
+    tables = rng.choice(UNUSED_PAGES, (len(counts), max(counts, default=0) + 1)).astype(np.int32)
+    for row, count in enumerate(counts):
+        tables[row, :count], pages = pages[:count], pages[count:]
+    return tables, num_pages
+
+
+def first_visible(case: Case, sequence: int) -> int:
+    window = case.options.get("window")
+    first_position = case.kv_lens[sequence] - case.q_lens[sequence]
+    return 0 if window is None else max(0, first_position - window)
+
+
+def make_cache(
+    case: Case, tables: np.ndarray, num_pages: int, head_dim: int, rng: np.random.Generator
+) -> torch.Tensor:
+    """[num_pages, page_size, num_kv_heads, head_dim], NaN wherever no query looks."""
+    dtype = getattr(torch, case.dtype)
+    cache = strided((num_pages, case.page_size, case.num_kv_heads, head_dim), dtype)
+    if case.kv_layout == "HND":
+        cache = strided((num_pages, case.num_kv_heads, case.page_size, head_dim), dtype)
+        cache = cache.transpose(1, 2)
+    elif case.kv_layout == "3-D":
+        cache = strided((num_pages * case.page_size, *cache.shape[2:]), dtype)
+        cache = cache.unflatten(0, (num_pages, case.page_size))
+    for sequence, kv_len in enumerate(case.kv_lens):
+        token = np.arange(first_visible(case, sequence), kv_len)
+        pages = tables[sequence, token // case.page_size]
+        values = rng.standard_normal((len(token), case.num_kv_heads, head_dim))
+        cache[pages, token % case.page_size] = torch.from_numpy(values).to(dtype)
+    return cache
+
+
+def in_layout(case: Case, cache: torch.Tensor) -> torch.Tensor:
+    """The pages of make_cache() as the functions take them; no copy."""
+    if case.kv_layout == "3-D":
+        return cache.flatten(0, 1)
+    return cache.transpose(1, 2) if case.kv_layout == "HND" else cache
+
+
+def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
+    """Arguments of paged_attention, and of the oracle."""
+    rng = np.random.default_rng(seed)
+    tables, num_pages = shuffled_tables(case, rng)
+    q = rng.standard_normal((sum(case.q_lens), case.num_heads, case.head_dim))
+    k_cache = make_cache(case, tables, num_pages, case.head_dim, rng)
+    v_cache = make_cache(case, tables, num_pages, case.v_head_dim or case.head_dim, rng)
+    return {
+        "q": strided_copy(torch.from_numpy(q).to(getattr(torch, case.dtype))),
+        "k_cache": in_layout(case, k_cache),
+        "v_cache": in_layout(case, v_cache),
+        "q_lens": case.q_lens,
+        "kv_lens": case.kv_lens,
+        "block_tables": tables,
+        "page_size": case.page_size,
+        "kv_layout": "HND" if case.kv_layout == "HND" else "NHD",
+        **case.options,
+    }
+
+
+def expected_attention(inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The oracle's out and lse, and the magnitude that errors of out are measured in."""
+    out, lse = reference.paged_attention(**inputs)
+    # abs() of bfloat16 and of NaN is fine in torch and not everywhere else.
+    magnitude, _ = reference.paged_attention(**inputs | {"v_cache": inputs["v_cache"].abs()})
+    return out, lse, magnitude
+
+
+def assert_attention(out, lse, inputs, op="attention", expected=None) -> None:
+    """Compare a result with the oracle's for these arguments."""
+    dtype = str(inputs["q"].dtype).removeprefix("torch.")
+    expected_out, expected_lse, magnitude = expected or expected_attention(inputs)
+    assert_close(out, expected_out, magnitude, op, dtype)
+    size = np.maximum(1, np.abs(np.nan_to_num(expected_lse, neginf=0)))
+    assert_close(lse, expected_lse, size, "attention lse", "any")

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""paged_attention against the oracle: every instruction set, dtype, layout and option."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cpattn
+from cases import DTYPES, Case, assert_attention, expected_attention, make_inputs
+
+DEFAULT = Case()
+
+# Head dimensions by vector width and tail; query and KV heads with them.
+SHAPES = [
+    DEFAULT.with_(head_dim=head_dim, v_head_dim=v_head_dim, num_heads=heads, num_kv_heads=kv_heads)
+    for head_dim, v_head_dim, heads, kv_heads in [
+        (16, None, 1, 1),
+        (32, 48, 3, 3),
+        (64, None, 8, 2),
+        (80, None, 5, 1),
+        (96, 16, 6, 3),
+        (112, 128, 2, 2),
+        (128, None, 32, 8),
+        (192, 128, 4, 4),
+        (256, None, 4, 1),
+        (576, 512, 16, 1),
+        (64, None, 64, 1),
+    ]
+]
+# Key lengths around multiples of pages and blocks, query lengths around those of rows.
+LENGTHS = [
+    DEFAULT.with_(kv_lens=kv_lens, q_lens=q_lens, page_size=page_size)
+    for kv_lens, q_lens, page_size in [
+        ((1, 15, 16, 17), (1, 1, 16, 17), 16),
+        ((63, 64, 65, 127), (2, 3, 4, 5), 64),
+        ((128, 129, 255), (6, 7, 8), 64),
+        ((256, 257, 300), (9, 10, 11), 128),
+        ((511, 512, 513), (12, 13, 14), 512),
+        ((31, 33, 5), (15, 16, 5), 1),
+        ((0, 7, 0, 3), (2, 0, 0, 9), 16),
+        ((5, 1), (17, 3), 16),
+        ((700,), (130,), 128),
+        ((), (), 16),
+    ]
+]
+OPTIONS = [
+    DEFAULT.with_(options=options)
+    for options in [
+        {"causal": False},
+        {"scale": 0.3},
+        {"window": 0},
+        {"window": 3},
+        {"window": 16},
+        {"window": 10**12},
+        {"softcap": 2.0},
+        {"softcap": 30.0, "window": 5},
+        {"sinks": torch.tensor([0.5, -2.0, math.inf, -math.inf])},
+        {"sinks": torch.tensor([100.0, -100.0, 1.0, 2.0]), "softcap": 3.0},
+    ]
+]
+WINDOWS = [
+    DEFAULT.with_(kv_lens=(300, 70), q_lens=(40, 70), page_size=page_size, options={"window": w})
+    for page_size, w in [(16, 0), (64, 7), (128, 64), (1, 200)]
+]
+
+
+def run(inputs, **options):
+    return cpattn.paged_attention(**inputs, return_lse=True, **options)
+
+
+def with_scale(case):
+    """head_dim > 256 has no default scale: absorbed MLA scales by the unabsorbed width."""
+    if case.head_dim <= 256 or "scale" in case.options:
+        return case
+    return case.with_(options=case.options | {"scale": 192**-0.5})
+
+
+ALL_CASES = SHAPES + LENGTHS + OPTIONS + WINDOWS
+
+
+@functools.cache
+def inputs_and_expected(index, dtype):
+    """Made once for all instruction sets."""
+    inputs = make_inputs(with_scale(ALL_CASES[index].with_(dtype=dtype)))
+    return inputs, expected_attention(inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("index", range(len(ALL_CASES)), ids=lambda i: str(ALL_CASES[i]))
+def test_against_the_oracle(isa, index, dtype):
+    inputs, expected = inputs_and_expected(index, dtype)
+    out, lse = run(inputs)
+    assert out.dtype == inputs["q"].dtype
+    assert lse.dtype == torch.float32
+    assert_attention(out, lse, inputs, expected=expected)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128, 512])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND", "3-D"])
+def test_cache_layouts_and_page_sizes(kv_layout, page_size):
+    dtype = DTYPES[page_size % 3]
+    lens = (2 * page_size + 1, page_size, max(1, page_size - 1))
+    case = DEFAULT.with_(
+        q_lens=(2, 1, 1), kv_lens=lens, page_size=page_size, kv_layout=kv_layout, dtype=dtype
+    )
+    inputs = make_inputs(case)
+    assert_attention(*run(inputs), inputs)
+
+
+def test_one_tensor_with_keys_and_values():
+    """The combined form [pages, 2, page_size, heads, dim] as two strided views."""
+    rng = np.random.default_rng(0)
+    cache = torch.from_numpy(rng.standard_normal((5, 2, 16, 2, 64), dtype=np.float32))
+    inputs = make_inputs(DEFAULT.with_(q_lens=(3,), kv_lens=(40,)))
+    inputs |= {"k_cache": cache[:, 0], "v_cache": cache[:, 1], "block_tables": [[4, 0, 2]]}
+    assert_attention(*run(inputs), inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_may_be_a_part_of_the_keys(isa, dtype):
+    case = DEFAULT.with_(head_dim=576, num_heads=16, num_kv_heads=1, dtype=dtype)
+    inputs = make_inputs(with_scale(case))
+    inputs["v_cache"] = inputs["k_cache"][..., :512]
+    assert_attention(*run(inputs), inputs)
+
+
+def test_sequences_may_share_pages():
+    inputs = make_inputs(DEFAULT.with_(q_lens=(4, 5), kv_lens=(48, 48)))
+    inputs["block_tables"][1, :2] = inputs["block_tables"][0, :2]
+    assert_attention(*run(inputs), inputs)
+
+
+def test_page_order_does_not_matter():
+    inputs = make_inputs(DEFAULT)
+    order = np.random.default_rng(1).permutation(len(inputs["k_cache"]))
+    tables = inputs["block_tables"].copy()
+    used = (tables >= 0) & (tables < len(order))
+    tables[used] = np.argsort(order)[tables[used]]
+    moved = inputs | {
+        "k_cache": inputs["k_cache"][order],
+        "v_cache": inputs["v_cache"][order],
+        "block_tables": tables,
+    }
+    assert torch.equal(run(inputs)[0], run(moved)[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_custom_masks(isa, dtype, causal):
+    case = DEFAULT.with_(q_lens=(5, 0, 3, 4), kv_lens=(37, 5, 70, 2), dtype=dtype)
+    inputs = make_inputs(case) | {"causal": causal}
+    rng = np.random.default_rng(3)
+    mask = rng.random(sum(q * k for q, k in zip(case.q_lens, case.kv_lens, strict=True))) < 0.4
+    mask[:37] = False  # the first query sees nothing
+    inputs["custom_mask"] = mask
+    assert_attention(*run(inputs), inputs)
+
+
+def test_a_tree_of_draft_tokens_behind_a_prefix():
+    """Each draft sees the prefix and its ancestors, not its siblings."""
+    prefix, parents = 21, [-1, 0, 0, 1, 1, 2]
+    sees = np.zeros((len(parents), prefix + len(parents)), bool)
+    sees[:, :prefix] = True
+    for token, parent in enumerate(parents):
+        if parent >= 0:
+            sees[token] |= sees[parent]
+        sees[token, prefix + token] = True
+    inputs = make_inputs(DEFAULT.with_(q_lens=(6,), kv_lens=(27,)))
+    inputs["custom_mask"] = torch.from_numpy(sees.ravel())
+    assert_attention(*run(inputs), inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_logits_do_not_overflow(isa, dtype):
+    case = DEFAULT.with_(q_lens=(8,), kv_lens=(70,), dtype=dtype, options={"scale": 1.0})
+    inputs = make_inputs(case)
+    q, k = inputs["q"], inputs["k_cache"]
+    for tensor in (q, k):
+        tensor *= 36  # scores of standard deviation 1e4
+    out, lse = run(inputs)
+    assert_attention(out, lse, inputs, "large logits")
+
+
+def test_an_infinite_score_of_minus_infinity_has_no_weight():
+    """A key may be switched off by the numbers themselves."""
+    inputs = make_inputs(DEFAULT.with_(q_lens=(1,), kv_lens=(20,)))
+    inputs["sinks"] = torch.full((4,), -math.inf)
+    plain = {k: v for k, v in inputs.items() if k != "sinks"}
+    for with_sinks, without in zip(run(inputs), run(plain), strict=True):
+        assert torch.equal(with_sinks, without)
+
+
+def test_csr_tables_say_the_same():
+    inputs = make_inputs(DEFAULT.with_(q_lens=(3, 1, 2), kv_lens=(37, 0, 32)))
+    counts = [3, 0, 2]
+    csr = {name: value for name, value in inputs.items() if name not in ("kv_lens", "block_tables")}
+    csr |= {
+        "kv_indptr": np.cumsum([0, *counts]),
+        "kv_indices": np.concatenate(
+            [row[:n] for row, n in zip(inputs["block_tables"], counts, strict=True)]
+        ),
+        "last_page_len": [5, 0, 16],
+    }
+    for result, expected in zip(run(csr), run(inputs), strict=True):
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("index_type", [list, tuple, np.int32, np.int64, torch.int32, torch.int64])
+def test_index_types(index_type):
+    inputs = make_inputs(DEFAULT)
+    expected = run(inputs)[0]
+    for name in ("q_lens", "kv_lens", "block_tables"):
+        values = np.asarray(inputs[name])
+        if isinstance(index_type, type) and issubclass(index_type, np.generic):
+            inputs[name] = values.astype(index_type)
+        elif isinstance(index_type, torch.dtype):
+            inputs[name] = torch.from_numpy(values).to(index_type)
+        else:
+            inputs[name] = index_type(values.tolist())
+    assert torch.equal(run(inputs)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numpy_in_numpy_out(dtype):
+    inputs = make_inputs(DEFAULT.with_(dtype=dtype))
+    expected = run(inputs)
+    type_ = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    for name in ("q", "k_cache", "v_cache"):
+        inputs[name] = inputs[name].float().numpy().astype(type_)
+    out, lse = run(inputs)
+    assert isinstance(out, np.ndarray)
+    assert out.dtype == type_
+    assert isinstance(lse, np.ndarray)
+    np.testing.assert_array_equal(out.astype(np.float32), expected[0].float().numpy())
+    np.testing.assert_array_equal(lse, expected[1].numpy())
+
+
+def test_given_outputs_are_filled_and_returned():
+    inputs = make_inputs(DEFAULT)
+    expected_out, expected_lse = run(inputs)
+    out = torch.full((8, 4, 100), torch.nan)[..., 20:84]  # strided: gaps between heads
+    lse = torch.full((8, 6), torch.nan)[:, 1:5]
+    result_out, result_lse = run(inputs, out=out, lse=lse)
+    assert result_out is out
+    assert result_lse is lse
+    assert torch.equal(out, expected_out)
+    assert torch.equal(lse, expected_lse)
+    assert torch.equal(cpattn.paged_attention(**inputs), expected_out)
+
+
+def test_a_plan_serves_many_layers(isa):
+    case = DEFAULT.with_(q_lens=(5, 0, 40), kv_lens=(37, 9, 100), dtype="bfloat16")
+    inputs = make_inputs(case)
+    plan = cpattn.plan_attention(
+        q_lens=case.q_lens,
+        kv_lens=case.kv_lens,
+        block_tables=inputs["block_tables"],
+        page_size=case.page_size,
+        num_pages=len(inputs["k_cache"]),
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+    )
+    for seed in (0, 1):
+        layer = make_inputs(case, seed) | {"block_tables": inputs["block_tables"]}
+        layer["k_cache"], layer["v_cache"] = inputs["k_cache"], inputs["v_cache"]
+        out, lse = cpattn.run_attention(
+            plan, *(layer[name] for name in ("q", "k_cache", "v_cache")), return_lse=True
+        )
+        assert_attention(out, lse, layer)
+
+
+def test_a_plan_covers_every_query_and_head_once():
+    case = DEFAULT.with_(q_lens=(500, 0, 3), kv_lens=(2000, 9, 100), num_heads=12, num_kv_heads=3)
+    inputs = make_inputs(case)
+    plan = cpattn.plan_attention(
+        q_lens=case.q_lens,
+        kv_lens=case.kv_lens,
+        block_tables=inputs["block_tables"],
+        page_size=16,
+        num_pages=len(inputs["k_cache"]),
+        num_heads=12,
+        num_kv_heads=3,
+        head_dim=64,
+    )
+    seen = np.zeros((3, 500, 12), int)
+    for sequence, first_token, tokens, first_head, heads in plan.items:
+        seen[sequence, first_token : first_token + tokens, first_head : first_head + heads] += 1
+        assert first_head // 4 == (first_head + heads - 1) // 4
+    for sequence, q_len in enumerate(case.q_lens):
+        assert np.all(seen[sequence, :q_len] == 1)
+        assert np.all(seen[sequence, q_len:] == 0)
+
+
+@st.composite
+def cases(draw):
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    batch = draw(st.integers(1, 4))
+    options = {"causal": draw(st.booleans())}
+    if options["causal"] and draw(st.booleans()):
+        options["window"] = draw(st.integers(0, 100))
+    if draw(st.booleans()):
+        options["softcap"] = draw(st.sampled_from([1.0, 20.0]))
+    return Case(
+        q_lens=tuple(draw(st.lists(st.integers(0, 40), min_size=batch, max_size=batch))),
+        kv_lens=tuple(draw(st.lists(st.integers(0, 150), min_size=batch, max_size=batch))),
+        num_heads=kv_heads * draw(st.sampled_from([1, 2, 5])),
+        num_kv_heads=kv_heads,
+        head_dim=16 * draw(st.integers(1, 6)),
+        v_head_dim=16 * draw(st.integers(1, 6)),
+        page_size=draw(st.sampled_from([1, 5, 16, 64, 100])),
+        kv_layout=draw(st.sampled_from(["NHD", "HND", "3-D"])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        options=options,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), seed=st.integers(0, 9))
+def test_ragged_batches(case, seed):
+    inputs = make_inputs(case, seed)
+    assert_attention(*run(inputs), inputs)
