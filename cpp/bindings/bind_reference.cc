@@ -84,25 +84,9 @@ void merge_state(
 void register_reference(py::module_& module) {
   py::module_ reference = module.def_submodule("reference");
   reference.def(
-      "paged_attention",
-      &paged_attention,
-      "q"_a,
-      "k_cache"_a,
-      "v_cache"_a,
-      py::kw_only(),
-      "q_lens"_a,
-      "kv_lens"_a,
-      "block_tables"_a,
-      "page_size"_a,
-      "hnd"_a,
-      "scale"_a,
-      "causal"_a,
-      "window"_a,
-      "softcap"_a,
-      "sinks"_a,
-      "custom_mask"_a,
-      "out"_a,
-      "lse"_a
+      "paged_attention", &paged_attention, "q"_a, "k_cache"_a, "v_cache"_a, py::kw_only(),
+      "q_lens"_a, "kv_lens"_a, "block_tables"_a, "page_size"_a, "hnd"_a, "scale"_a, "causal"_a,
+      "window"_a, "softcap"_a, "sinks"_a, "custom_mask"_a, "out"_a, "lse"_a
   );
   reference.def(
       "merge_state", &merge_state, "out_a"_a, "lse_a"_a, "out_b"_a, "lse_b"_a, "out"_a, "lse"_a

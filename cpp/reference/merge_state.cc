@@ -24,18 +24,8 @@ void merge_state(
     check(
         part.out.rank == 3 && part.out.shape == out.shape && part.out.last_dim_contiguous() &&
             part.lse.rank == 2 && part.lse.dim(0) == rows && part.lse.dim(1) == heads,
-        "reference.merge_state: out_",
-        part.name,
-        " and lse_",
-        part.name,
-        " must be ",
-        ShapeOf{out},
-        " and ",
-        ShapeOf{lse},
-        ", got ",
-        ShapeOf{part.out},
-        " and ",
-        ShapeOf{part.lse}
+        "reference.merge_state: out_", part.name, " and lse_", part.name, " must be ", ShapeOf{out},
+        " and ", ShapeOf{lse}, ", got ", ShapeOf{part.out}, " and ", ShapeOf{part.lse}
     );
   }
   for (int64_t row = 0; row < rows; ++row) {

@@ -21,9 +21,7 @@ struct Cache {
 
   Cache(const PagedAttention& batch, const TensorView& cache, const char* name) : tensor(cache) {
     check(
-        cache.rank == 4 || (cache.rank == 3 && !batch.hnd),
-        kName,
-        name,
+        cache.rank == 4 || (cache.rank == 3 && !batch.hnd), kName, name,
         " must be [num_pages, page_size, num_kv_heads, head_dim], HND, or 3-D, got shape ",
         ShapeOf{cache}
     );
@@ -32,13 +30,8 @@ struct Cache {
     const int head_axis = batch.hnd ? 1 : cache.rank - 2;
     const int64_t slots = cache.dim(slot_axis);
     check(
-        cache.rank == 3 ? slots % batch.page_size == 0 : slots == batch.page_size,
-        kName,
-        name,
-        " must have pages of page_size = ",
-        batch.page_size,
-        ", got shape ",
-        ShapeOf{cache}
+        cache.rank == 3 ? slots % batch.page_size == 0 : slots == batch.page_size, kName, name,
+        " must have pages of page_size = ", batch.page_size, ", got shape ", ShapeOf{cache}
     );
     num_pages = cache.rank == 3 ? slots / batch.page_size : cache.dim(0);
     num_heads = cache.dim(head_axis);
@@ -106,56 +99,29 @@ std::vector<int64_t> visible_keys(
 void check_batch(const PagedAttention& batch, const Cache& k, const Cache& v) {
   const std::size_t size = batch.q_lens.size();
   check(
-      batch.kv_lens.size() == size && batch.block_tables.rows == static_cast<int64_t>(size),
-      kName,
-      "q_lens, kv_lens and block_tables must describe the same number of sequences, got ",
-      size,
-      ", ",
-      batch.kv_lens.size(),
-      " and ",
-      batch.block_tables.rows
+      batch.kv_lens.size() == size && batch.block_tables.rows == static_cast<int64_t>(size), kName,
+      "q_lens, kv_lens and block_tables must describe the same number of sequences, got ", size,
+      ", ", batch.kv_lens.size(), " and ", batch.block_tables.rows
   );
   int64_t num_rows = 0, num_masked = 0;
   for (std::size_t r = 0; r < size; ++r) {
     const int64_t q_len = batch.q_lens[r], kv_len = batch.kv_lens[r];
     check(
-        q_len >= 0 && kv_len >= 0,
-        kName,
-        "lengths must be >= 0, got q_len ",
-        q_len,
-        " and kv_len ",
-        kv_len,
-        " at index ",
-        r
+        q_len >= 0 && kv_len >= 0, kName, "lengths must be >= 0, got q_len ", q_len, " and kv_len ",
+        kv_len, " at index ", r
     );
     num_rows += q_len;
     num_masked += q_len * kv_len;
     const int64_t pages = (kv_len + batch.page_size - 1) / batch.page_size;
     check(
-        pages <= batch.block_tables.columns,
-        kName,
-        "block_tables must have ",
-        pages,
-        " columns for kv_len ",
-        kv_len,
-        " at index ",
-        r,
-        ", got ",
-        batch.block_tables.columns
+        pages <= batch.block_tables.columns, kName, "block_tables must have ", pages,
+        " columns for kv_len ", kv_len, " at index ", r, ", got ", batch.block_tables.columns
     );
     for (int64_t column = 0; column < pages; ++column) {
       const int64_t page = batch.block_tables.at(static_cast<int64_t>(r), column);
       check(
-          page >= 0 && page < std::min(k.num_pages, v.num_pages),
-          kName,
-          "block_tables[",
-          r,
-          ", ",
-          column,
-          "] must be a page id below ",
-          std::min(k.num_pages, v.num_pages),
-          ", got ",
-          page
+          page >= 0 && page < std::min(k.num_pages, v.num_pages), kName, "block_tables[", r, ", ",
+          column, "] must be a page id below ", std::min(k.num_pages, v.num_pages), ", got ", page
       );
     }
   }
@@ -163,33 +129,18 @@ void check_batch(const PagedAttention& batch, const Cache& k, const Cache& v) {
   check(
       batch.q.dim(0) == num_rows && batch.q.dim(2) == k.head_dim && k.num_heads == v.num_heads &&
           k.num_heads > 0 && batch.q.dim(1) % k.num_heads == 0,
-      kName,
-      "q must be [",
-      num_rows,
-      ", a multiple of ",
-      k.num_heads,
-      ", ",
-      k.head_dim,
-      "] for these lengths and caches (v_cache has ",
-      v.num_heads,
-      " heads), got ",
-      ShapeOf{batch.q}
+      kName, "q must be [", num_rows, ", a multiple of ", k.num_heads, ", ", k.head_dim,
+      "] for these lengths and caches (v_cache has ", v.num_heads, " heads), got ", ShapeOf{batch.q}
   );
   check(
-      !batch.sinks || (batch.sinks->rank == 1 && batch.sinks->dim(0) == batch.q.dim(1)),
-      kName,
-      "sinks must be [",
-      batch.q.dim(1),
-      "]"
+      !batch.sinks || (batch.sinks->rank == 1 && batch.sinks->dim(0) == batch.q.dim(1)), kName,
+      "sinks must be [", batch.q.dim(1), "]"
   );
   check(
       !batch.custom_mask ||
           (batch.custom_mask->dtype == DType::bool8 && batch.custom_mask->is_contiguous() &&
            batch.custom_mask->num_elements() == num_masked),
-      kName,
-      "custom_mask must be ",
-      num_masked,
-      " contiguous bools"
+      kName, "custom_mask must be ", num_masked, " contiguous bools"
   );
 }
 
