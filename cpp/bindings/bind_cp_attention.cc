@@ -15,9 +15,9 @@ void register_cp_attention(py::module_& module) {
   module.def(
       "do_cp_attn_fia",
       [](const py::object& q, const py::object& k_cache, const py::object& v_cache,
-         const ContextParallelMetadata& metadata, const py::object& block_tables,
-         int64_t page_size, int64_t num_heads, int64_t num_kv_heads, double scale,
-         const py::object& out, const py::object& lse) {
+         const ContextParallelMetadata& metadata, const py::object& block_tables, int64_t page_size,
+         int64_t num_heads, int64_t num_kv_heads, double scale, const py::object& out,
+         const py::object& lse) {
         const TensorArgument queries(q, "q"), keys(k_cache, "k_cache"), values(v_cache, "v_cache");
         const IndexTableArgument tables(block_tables, "do_cp_attn_fia: block_tables");
         const TensorArgument output = output_argument(out, "out");
@@ -38,8 +38,8 @@ void register_cp_attention(py::module_& module) {
         const Computation computation;
         do_cp_attn_fia(metadata, arguments);
       },
-      "q"_a, "k_cache"_a, "v_cache"_a, "metadata"_a, "block_tables"_a, "page_size"_a,
-      "num_heads"_a, "num_kv_heads"_a, "scale"_a, "out"_a, "lse"_a
+      "q"_a, "k_cache"_a, "v_cache"_a, "metadata"_a, "block_tables"_a, "page_size"_a, "num_heads"_a,
+      "num_kv_heads"_a, "scale"_a, "out"_a, "lse"_a
   );
 }
 

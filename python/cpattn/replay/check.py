@@ -115,9 +115,9 @@ def tolerance(config: ModelConfig) -> float:
 
     A rounding to dtype has a relative error of rms rho = eps / (2 sqrt 3); a product that sums K
     terms in float32, in at least 16 partial sums, adds K / 32 roundings of float32 (the sums are
-    random walks). Relative variance e2 of the residual stream through one layer (s = 1 / (2 layers), the share of
-    what a sublayer adds; g = query_gain, the deviation of the scores, by which relative errors of
-    q and of k enter the logarithm of the weights):
+    random walks). Relative variance e2 of the residual stream through one layer
+    (s = 1 / (2 layers), the share of what a sublayer adds; g = query_gain, the deviation of the
+    scores, by which relative errors of q and of k enter the logarithm of the weights):
 
         attention  e2 <- e2 (1 + s (1 + 2 g^2)) + s (a + 2 g^2 b) + rho^2
         MLP        e2 <- e2 (1 + 2 s)           + s c             + rho^2
