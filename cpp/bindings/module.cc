@@ -12,7 +12,7 @@ bool python_signal_pending() {
 
 }  // namespace cpattn::bindings
 
-PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
+PYBIND11_MODULE(_core, m) {
   namespace bindings = cpattn::bindings;
   m.doc() = "Compiled core of cpattn. Private: import cpattn.";
   py::register_exception_translator([](std::exception_ptr error) {
