@@ -19,6 +19,11 @@ struct ArrayField {
   Metadata::Ints Metadata::* values;
 };
 
+struct LayoutField {
+  const char* name;
+  std::vector<int32_t> (*compute)(const Metadata&);
+};
+
 struct IntField {
   const char* name;
   int32_t Metadata::* value;
@@ -29,14 +34,17 @@ constexpr ArrayField kLists[] = {
     {"per_rank_actual_token", &Metadata::per_rank_actual_token},
     {"per_rank_logical_token", &Metadata::per_rank_logical_token},
     {"max_rank_len", &Metadata::max_rank_len},
-    {"split_list", &Metadata::split_list},
     {"zigzag_index", &Metadata::zigzag_index},
-    {"cp_reverse_index", &Metadata::cp_reverse_index},
-    {"reverse_split_len", &Metadata::reverse_split_len},
     {"kv_len_prev_list", &Metadata::kv_len_prev},
     {"kv_len_next_list", &Metadata::kv_len_next},
     {"actual_seq_q_prev_list", &Metadata::actual_seq_q_prev},
     {"actual_seq_q_next_list", &Metadata::actual_seq_q_next},
+};
+
+constexpr LayoutField kLayouts[] = {
+    {"split_list", &split_list},
+    {"cp_reverse_index", &cp_reverse_index},
+    {"reverse_split_len", &reverse_split_len},
 };
 
 constexpr ArrayField kTensors[] = {
@@ -77,6 +85,11 @@ py::object as_list(const Metadata& metadata, const ArrayField& field) {
   return int_list(values);
 }
 
+py::object as_list(const Metadata& metadata, const LayoutField& field) {
+  if (metadata.strategy == CpStrategy::interleave) return py::none();
+  return int_list(field.compute(metadata));
+}
+
 /// The contiguous strategy has empty "next" lists, but a [0] as every "next" tensor.
 Metadata::Ints tensor_values(const Metadata& metadata, const ArrayField& field) {
   const Metadata::Ints values = metadata.*field.values;
@@ -98,9 +111,10 @@ PyObject* guarded(PyObject* self, Read read) noexcept {
   return nullptr;
 }
 
+template <class Field>
 PyObject* get_list(PyObject* self, void* field) noexcept {
   return guarded(self, [field](const Metadata& metadata) -> py::object {
-    return as_list(metadata, *static_cast<const ArrayField*>(field));
+    return as_list(metadata, *static_cast<const Field*>(field));
   });
 }
 
@@ -138,6 +152,7 @@ py::dict to_dict(const Metadata& metadata) {
   for (const IntField& field : kInts) out[field.name] = metadata.*field.value;
   out["max_seqlen_q_combined"] = max_seqlen_q_combined(metadata);
   for (const ArrayField& field : kLists) out[field.name] = as_list(metadata, field);
+  for (const LayoutField& field : kLayouts) out[field.name] = as_list(metadata, field);
   for (const ArrayField& field : kTensors) {
     const Metadata::Ints values = tensor_values(metadata, field);
     out[field.name] = values.data() == nullptr ? py::object(py::none()) : int_list(values);
@@ -205,7 +220,9 @@ void register_context_parallel_metadata(py::module_& module) {
       "One rank's share of a batch under context parallelism; made by build_cp_metadata."
   );
   add_getters<get_int>(type, kInts, "int");
-  add_getters<get_list>(type, kLists, "list of int, or None where the strategy has no such field");
+  constexpr auto kListDoc = "list of int, or None where the strategy has no such field";
+  add_getters<get_list<ArrayField>>(type, kLists, kListDoc);
+  add_getters<get_list<LayoutField>>(type, kLayouts, kListDoc);
   add_getters<get_tensor>(
       type, kTensors, "read-only int32 array, or None where the strategy has no such field"
   );

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "cpattn/check.h"
+#include "meta/block_split.h"
 
 namespace cpattn {
 namespace {
@@ -30,29 +31,6 @@ class Arena {
   MutableInts free_;
 };
 
-// Both splits cut a sequence of base * num_blocks + rest tokens; `before` counts
-// the tokens in front of a block.
-
-struct ZigzagSplit {
-  int32_t num_blocks;
-  int32_t before(int32_t base, int32_t rest, int32_t block) const {
-    return base * block + std::min(block, rest);
-  }
-  int32_t size(int32_t base, int32_t rest, int32_t block) const {
-    return base + (block < rest ? 1 : 0);
-  }
-};
-
-struct EvenSplit {
-  int32_t num_blocks;
-  int32_t before(int32_t base, int32_t rest, int32_t block) const {
-    return base * block + rest * block / num_blocks;
-  }
-  int32_t size(int32_t base, int32_t rest, int32_t block) const {
-    return before(base, rest, block + 1) - before(base, rest, block);
-  }
-};
-
 /// Checks a batch, then lays out what all ranks share and what each adds.
 class Builder {
  public:
@@ -60,20 +38,20 @@ class Builder {
   std::vector<ContextParallelMetadata> build(int32_t first_rank, int32_t num_ranks);
 
  private:
-  int32_t num_blocks() const { return halves_ * common_.cp_size; }
   void fill_lens(MutableInts extend, MutableInts prefix);
   void fill_interleaved_rows(MutableInts rows) const;
   template <class Split>
-  void fill_blocks(const Split& split, Arena& arena, MutableInts rows);
+  void fill_rows(const Split& split, const DividedLens& lens, MutableInts rows) const;
   template <class Split>
-  ContextParallelMetadata rank_share(const Split& split, Arena& arena, int32_t rank) const;
+  ContextParallelMetadata rank_share(
+      const Split& split, const DividedLens& lens, Arena& arena, int32_t rank
+  ) const;
   void fill_running_sums(Ints lens, MutableInts sums, const char* name) const;
 
   const char* function_;
   const CpBatch& batch_;
   CpBatch::Lens extend_lens_;
   int32_t halves_ = 0;              // blocks per rank and sequence: prev and next, prev, or none
-  MutableInts base_, rest_;         // [bs] of every sequence, for its split
   ContextParallelMetadata common_;  // what does not depend on the rank
 };
 
@@ -160,41 +138,18 @@ void Builder::fill_interleaved_rows(MutableInts rows) const {
   }
 }
 
-/// The arrays over all blocks. Loops over reverse_split_len run along sequences,
-/// as it is laid out: block by block, with all sequences side by side.
 template <class Split>
-void Builder::fill_blocks(const Split& split, Arena& arena, MutableInts rows) {
-  const int32_t n = split.num_blocks;
-  const int32_t bs = common_.bs;
-  const int32_t cp_size = common_.cp_size;
-  base_ = arena.take(bs);
-  rest_ = arena.take(bs);
-  for (int32_t s = 0; s < bs; ++s) {
-    base_[s] = common_.extend_lens[s] / n;
-    rest_[s] = common_.extend_lens[s] % n;
-  }
-  const MutableInts sizes = arena.take(int64_t{bs} * n);
-  const MutableInts order = arena.take(int64_t{bs} * n);
-  for (int32_t s = 0; s < bs; ++s) {
-    const MutableInts own_sizes = sizes.subspan(int64_t{s} * n, n);
-    for (int32_t i = 0; i < n; ++i) own_sizes[i] = split.size(base_[s], rest_[s], i);
-    const MutableInts own_order = order.subspan(int64_t{s} * n, n);
-    for (int32_t i = 0; i < cp_size; ++i) own_order[i] = halves_ * bs * i + s;
-    for (int32_t i = cp_size; i < n; ++i) own_order[i] = 2 * bs * (n - 1 - i) + bs + s;
-  }
-  const MutableInts gathered = arena.take(int64_t{bs} * n);
-  int32_t* out = gathered.data();
-  for (int32_t rank = 0; rank < cp_size; ++rank) {
-    rows[rank] = 0;
-    for (int32_t half = 0; half < halves_; ++half, out += bs) {
-      const int32_t block = half == 0 ? rank : n - 1 - rank;
-      for (int32_t s = 0; s < bs; ++s) out[s] = split.size(base_[s], rest_[s], block);
-      rows[rank] += std::accumulate(out, out + bs, 0);
+void Builder::fill_rows(const Split& split, const DividedLens& lens, MutableInts rows) const {
+  for (int32_t rank = 0; rank < common_.cp_size; ++rank) {
+    int32_t sum = 0;
+    for (int32_t half = 0; half < split.halves; ++half) {
+      const int32_t block = block_of(split, rank, half);
+      for (int32_t s = 0; s < common_.bs; ++s) {
+        sum += split.size(lens.base[s], lens.rest[s], block);
+      }
     }
+    rows[rank] = sum;
   }
-  common_.split_list = sizes;
-  common_.cp_reverse_index = order;
-  common_.reverse_split_len = gathered;
 }
 
 void Builder::fill_running_sums(Ints lens, MutableInts sums, const char* name) const {
@@ -208,7 +163,9 @@ void Builder::fill_running_sums(Ints lens, MutableInts sums, const char* name) c
 }
 
 template <class Split>
-ContextParallelMetadata Builder::rank_share(const Split& split, Arena& arena, int32_t rank) const {
+ContextParallelMetadata Builder::rank_share(
+    const Split& split, const DividedLens& lens, Arena& arena, int32_t rank
+) const {
   ContextParallelMetadata share = common_;
   share.cp_rank = rank;
   const int32_t bs = common_.bs;
@@ -218,12 +175,12 @@ ContextParallelMetadata Builder::rank_share(const Split& split, Arena& arena, in
   const MutableInts kv_lens = arena.take(num_lens);
   const bool baked = batch_.kv_len_convention == KvLenConvention::baked;
   for (int32_t half = 0; half < halves_; ++half) {
-    const int32_t block = half == 0 ? rank : split.num_blocks - 1 - rank;
+    const int32_t block = block_of(split, rank, half);
     for (int32_t s = 0, i = half * bs; s < bs; ++s, ++i) {
       blocks[i] = s * split.num_blocks + block;
-      q_lens[i] = split.size(base_[s], rest_[s], block);
-      kv_lens[i] =
-          split.before(base_[s], rest_[s], block + 1) + (baked ? common_.prefix_lens[s] : 0);
+      q_lens[i] = split.size(lens.base[s], lens.rest[s], block);
+      kv_lens[i] = split.before(lens.base[s], lens.rest[s], block + 1) +
+                   (baked ? common_.prefix_lens[s] : 0);
     }
   }
   const MutableInts cu_q = arena.take(num_lens + 1);
@@ -263,8 +220,7 @@ std::vector<ContextParallelMetadata> Builder::build(int32_t first_rank, int32_t 
   const int32_t bs = common_.bs;
   const int32_t cp_size = common_.cp_size;
   const int64_t num_lens = int64_t{halves_} * bs;
-  const int64_t common_size =
-      4 * int64_t{bs} + 3 * int64_t{cp_size} + 3 * int64_t{bs} * num_blocks();
+  const int64_t common_size = 2 * int64_t{bs} + 3 * int64_t{cp_size};
   const int64_t rank_size =
       halves_ == 0 ? 0 : 3 * num_lens + 2 * (num_lens + 1) + 2 * (num_lens - bs + 1);
   Arena arena(common_size + num_ranks * rank_size);
@@ -284,22 +240,18 @@ std::vector<ContextParallelMetadata> Builder::build(int32_t first_rank, int32_t 
 
   std::vector<ContextParallelMetadata> shares;
   shares.reserve(num_ranks);
-  const auto fill = [&](const auto& split) {
-    fill_blocks(split, arena, rows);
-    for (int32_t i = 0; i < num_ranks; ++i) {
-      shares.push_back(rank_share(split, arena, first_rank + i));
-    }
-  };
-  if (batch_.strategy == CpStrategy::zigzag) {
-    fill(ZigzagSplit{num_blocks()});
-  } else if (batch_.strategy == CpStrategy::contiguous) {
-    fill(EvenSplit{num_blocks()});
-  } else {
+  if (batch_.strategy == CpStrategy::interleave) {
     fill_interleaved_rows(rows);
-    for (int32_t i = 0; i < num_ranks; ++i) {
-      shares.push_back(common_);
-      shares.back().cp_rank = first_rank + i;
-    }
+    shares.assign(num_ranks, common_);
+    for (int32_t i = 0; i < num_ranks; ++i) shares[i].cp_rank = first_rank + i;
+  } else {
+    with_split(batch_.strategy, cp_size, [&](const auto& split) {
+      const DividedLens lens(extend, split.num_blocks);
+      fill_rows(split, lens, rows);
+      for (int32_t i = 0; i < num_ranks; ++i) {
+        shares.push_back(rank_share(split, lens, arena, first_rank + i));
+      }
+    });
   }
   std::ranges::fill(longest, std::ranges::max(rows));
   const int64_t align = int64_t{std::max(halves_, 1)} * cp_size;

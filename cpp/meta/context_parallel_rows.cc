@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <numeric>
-
 #include "cpattn/check.h"
 #include "cpattn/context_parallel.h"
 
@@ -57,28 +55,6 @@ std::vector<int32_t> query_cache_lengths(const ContextParallelMetadata& metadata
   return map_local_rows(metadata, [&](int32_t s, int64_t position, int64_t) {
     return metadata.prefix_lens[s] + position + 1;
   });
-}
-
-std::vector<int32_t> gathered_row_indices(const ContextParallelMetadata& metadata) {
-  std::vector<int32_t> rows(metadata.total_seq_lens);
-  if (metadata.strategy == CpStrategy::interleave) {
-    int32_t row = 0;
-    for (int32_t rank = 0; rank < metadata.cp_size; ++rank) {
-      const int32_t count = metadata.logical_rows()[rank];
-      for (int32_t i = 0; i < count; ++i) rows[int64_t{i} * metadata.cp_size + rank] = row++;
-    }
-    return rows;
-  }
-  const ContextParallelMetadata::Ints sizes = metadata.reverse_split_len;
-  std::vector<int32_t> starts(sizes.size());
-  std::exclusive_scan(sizes.begin(), sizes.end(), starts.begin(), 0);
-  auto out = rows.begin();
-  for (std::size_t block = 0; block < sizes.size(); ++block) {
-    const int32_t size = metadata.split_list[block];
-    std::iota(out, out + size, starts[metadata.cp_reverse_index[block]]);
-    out += size;
-  }
-  return rows;
 }
 
 std::vector<int32_t> rows_per_request(const ContextParallelMetadata& metadata) {

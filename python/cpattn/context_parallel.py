@@ -12,16 +12,17 @@ A batch of sequences, each with new tokens behind a cached prefix, is divided ov
 ``contiguous``
     Rank r owns tokens ``[L * r // cp_size, L * (r + 1) // cp_size)`` of every sequence.
 
-Balance, for W = cp_size, sequences of L new tokens behind P cached ones, and a batch of
-B sequences. "Pairs" are the visible (query, key) pairs of causal attention, the work.
+Balance: the largest difference between two ranks, for W = cp_size and one sequence of L new
+tokens behind P cached ones. Over a batch the bounds of its sequences add up at most. Pairs are
+the visible (query, key) pairs of causal attention, which is the work.
 
-==========  ==========================  =================================================
-strategy    tokens, max - min           pairs per sequence, max - min
-==========  ==========================  =================================================
-zigzag      <= 2 B, 0 if 2 W divides L  <= 2 (P + L), 0 if 2 W divides L
-interleave  <= 1                        <= L + P in a batch of one sequence
-contiguous  <= B                        <= (P + L) + (W - 1) (L / W + 1)**2: grows with L**2 / W
-==========  ==========================  =================================================
+==========  ======  =======================================================================
+strategy    tokens  pairs
+==========  ======  =======================================================================
+zigzag      1       P + 2 L, so a rank has at most 1 + 4 W / L of the mean; 0 if 2 W divides L
+interleave  1       P + L, and over a whole batch the tokens still differ by at most 1
+contiguous  1       P + L + (W - 1) ceil(L / W)**2, twice the mean on the last rank if L >> P, W
+==========  ======  =======================================================================
 """
 
 from __future__ import annotations
@@ -35,6 +36,15 @@ import numpy as np
 from . import _core
 from ._containers import Tensor, as_numpy, torch_of
 from ._core import ContextParallelMetadata as ContextParallelMetadata
+
+__all__ = [
+    "ContextParallelMetadata",
+    "ForwardMode",
+    "build_cp_metadata",
+    "build_cp_metadata_all_ranks",
+    "can_apply_cp",
+    "can_dsa_prefill_cp_interleave",
+]
 
 Indices = Sequence[int] | Any  # list or tuple of int, NumPy or torch CPU int32/int64
 

@@ -62,11 +62,8 @@ struct CpBatch {
 /// W = cp_size, S = the blocks per sequence (zigzag 2 W, contiguous W), b_s[i] =
 /// the size of block i of sequence s and P_s = its prefix if baked, else 0:
 ///
-///   split_list              [bs S]   b_0[0 .. S), b_1[0 .. S), ...: blocks in token order
-///   zigzag_index            [2 bs]   blocks of this rank: prev of all sequences, then next
-///                           [bs]     contiguous: prev only
-///   reverse_split_len       [bs S]   block sizes in the order of the gathered ranks
-///   cp_reverse_index        [bs S]   where each block of split_list stands among those
+///   zigzag_index            [2 bs]   blocks of this rank, as s S + i: prev of all
+///                           [bs]     sequences, then next; contiguous: prev only
 ///   kv_len_prev, _next      [bs]     P_s + the new tokens up to the end of the block
 ///   actual_seq_q_prev, ...  [bs]     b_s of the block
 ///   cu_seqlens_*            [bs + 1] 0 and the running sums of a family
@@ -91,11 +88,8 @@ struct ContextParallelMetadata {
   int32_t max_seqlen_q_combined = 0;
 
   // The same on every rank.
-  Ints extend_lens;  // [bs], padding on the last sequence included
-  Ints prefix_lens;  // [bs], whatever the convention
-  Ints split_list;
-  Ints reverse_split_len;
-  Ints cp_reverse_index;
+  Ints extend_lens;             // [bs], padding on the last sequence included
+  Ints prefix_lens;             // [bs], whatever the convention
   Ints per_rank_actual_token;   // [cp_size] rows of each rank, physical ones if is_physical
   Ints max_rank_len;            // [cp_size] copies of their maximum
   Ints per_rank_logical_token;  // [cp_size] rows before physical padding; null unless is_physical
@@ -126,6 +120,16 @@ std::vector<ContextParallelMetadata> build_cp_metadata_all_ranks(const CpBatch& 
 /// rank's, rounded up to a multiple of 2 W (zigzag) or W. Nothing is copied, and
 /// a physical plan is returned as it is.
 ContextParallelMetadata pad_to_physical(const ContextParallelMetadata& metadata);
+
+// The blocks of all ranks, [bs S], computed on each call: at a large cp_size they
+// would outweigh all the rest. Not for interleave, which has no blocks.
+/// b_0[0 .. S), b_1[0 .. S), ...: block sizes in token order.
+std::vector<int32_t> split_list(const ContextParallelMetadata& metadata);
+/// Block sizes in the order in which gathered ranks hold them: of each rank prev of
+/// all sequences, then next.
+std::vector<int32_t> reverse_split_len(const ContextParallelMetadata& metadata);
+/// Where each block of split_list stands in reverse_split_len.
+std::vector<int32_t> cp_reverse_index(const ContextParallelMetadata& metadata);
 
 // Token-wise views, computed on each call: [num_local_rows()], logical rows only.
 /// The position of each local row in the token order of the whole batch.
