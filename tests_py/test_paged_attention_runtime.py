@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""paged_attention among threads, processes, signals and very large tensors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from cases import Case, assert_attention, make_inputs
+
+MANY_ITEMS = Case(q_lens=(33, 1, 70), kv_lens=(90, 300, 70), num_heads=8, dtype="bfloat16")
+
+# A call of minutes if it were left alone, in a process of its own.
+LONG_CALL = """
+import numpy as np, cpattn
+q = np.zeros((30000, 32, 128), np.float32)
+cache = np.zeros((1, 30000, 1, 128), np.float32)
+print("ready", flush=True)
+cpattn.paged_attention(q, cache, cache, q_lens=[30000], kv_lens=[30000], block_tables=[[0]],
+                       num_threads={threads})
+"""
+
+
+def test_the_result_does_not_depend_on_the_number_of_threads(isa):
+    inputs = make_inputs(MANY_ITEMS)
+    results = [
+        cpattn.paged_attention(**inputs, num_threads=n, return_lse=True) for n in (1, 2, 3, 7)
+    ]
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+def test_a_row_does_not_depend_on_its_batch(isa):
+    """The same sequence alone, beside others, and its last row alone."""
+    inputs = make_inputs(MANY_ITEMS)
+    whole = cpattn.paged_attention(**inputs)
+    row = 34
+    alone = inputs | {
+        "q": inputs["q"][row:],
+        "q_lens": [70],
+        "kv_lens": [70],
+        "block_tables": inputs["block_tables"][2:],
+    }
+    assert torch.equal(cpattn.paged_attention(**alone), whole[row:])
+    last = alone | {"q": inputs["q"][-1:], "q_lens": [1]}
+    assert torch.equal(cpattn.paged_attention(**last), whole[-1:])
+
+
+def test_several_python_threads_at_once():
+    batches = [make_inputs(MANY_ITEMS, seed) for seed in range(4)]
+    expected = [cpattn.paged_attention(**inputs) for inputs in batches]
+    failures = []
+
+    def work(index):
+        for _ in range(5):
+            if not torch.equal(cpattn.paged_attention(**batches[index]), expected[index]):
+                failures.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+# Python warns about any fork of a process with threads; surviving one is the point here.
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_computes_too():
+    inputs = make_inputs(MANY_ITEMS.with_(dtype="float32"))
+    for name in ("q", "k_cache", "v_cache"):
+        inputs[name] = inputs[name].numpy()  # torch itself may hang in a forked child
+    expected = cpattn.paged_attention(**inputs, num_threads=2)  # the parent's pool is running
+    child = os.fork()
+    if child == 0:
+        same = np.array_equal(cpattn.paged_attention(**inputs, num_threads=2), expected)
+        os._exit(0 if same else 1)
+    deadline = time.monotonic() + 30
+    done, status = 0, 0
+    while not done and time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.01)
+    if not done:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert done, "the child hangs"
+    assert os.waitstatus_to_exitcode(status) == 0
+    np.testing.assert_array_equal(cpattn.paged_attention(**inputs, num_threads=2), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_ctrl_c_ends_a_long_call(threads):
+    process = subprocess.Popen(
+        [sys.executable, "-c", LONG_CALL.format(threads=threads)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.2)  # into the computation
+        assert process.poll() is None
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=20)
+        assert "KeyboardInterrupt" in stderr
+        assert time.monotonic() - start < 1
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_other_python_threads_run_meanwhile():
+    """The GIL is free: a counting thread gets on during a call of one thread."""
+    case = Case(q_lens=(600,), kv_lens=(3000,), num_heads=8, page_size=128)
+    inputs = make_inputs(case)
+    counts, stop = [0], threading.Event()
+
+    def count():
+        while not stop.is_set():
+            counts[0] += 1
+            time.sleep(0.001)
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    before = counts[0]
+    cpattn.paged_attention(**inputs, num_threads=1)
+    during = counts[0] - before
+    stop.set()
+    counter.join()
+    assert during >= 2
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_offsets_beyond_two_to_the_31_elements(tmp_path, kv_layout):
+    """A sparse file of 2^31 elements and a bit for each cache; one page lies at its far end."""
+    page_size, heads, dim = 64, 2, 128
+    num_pages = 2**31 // (page_size * heads * dim) + 3
+    shape = (num_pages, page_size, heads, dim)
+    if kv_layout == "HND":
+        shape = (num_pages, heads, page_size, dim)
+    case = Case(q_lens=(3,), kv_lens=(100,), head_dim=dim, page_size=page_size, dtype="float16")
+    small = make_inputs(case.with_(kv_layout=kv_layout))
+    pages = [num_pages - 1, 1]
+    inputs = small | {"block_tables": [pages]}
+    for name in ("k_cache", "v_cache"):
+        cache = np.memmap(tmp_path / name, dtype=np.float16, mode="w+", shape=shape)
+        cache[pages] = small[name][small["block_tables"][0, :2]].numpy()
+        inputs[name] = torch.from_numpy(cache)
+    out, lse = cpattn.paged_attention(**inputs, return_lse=True)
+    assert_attention(out, lse, small)
+
+
+def test_query_rows_far_apart(tmp_path):
+    """The same for q: rows 2^30 elements apart."""
+    inputs = make_inputs(Case(q_lens=(3,), kv_lens=(20,), dtype="float16"))
+    rows = np.memmap(tmp_path / "q", dtype=np.float16, mode="w+", shape=(3, 2**30))
+    q = torch.from_numpy(rows)[:, : 4 * 64].unflatten(1, (4, 64))
+    q.copy_(inputs["q"])
+    assert_attention(*cpattn.paged_attention(**inputs | {"q": q}, return_lse=True), inputs)
