@@ -31,6 +31,17 @@ class Arena {
   MutableInts free_;
 };
 
+/// Writes 0 and the running sums of `lens`; null if they pass int32.
+Ints running_sums(Ints lens, MutableInts out) {
+  int64_t total = 0;
+  out[0] = 0;
+  for (std::size_t i = 0; i < lens.size(); ++i) {
+    total += lens[i];
+    out[i + 1] = static_cast<int32_t>(total);
+  }
+  return total <= INT32_MAX ? Ints(out) : Ints();
+}
+
 /// Checks a batch, then lays out what all ranks share and what each adds.
 class Builder {
  public:
@@ -46,7 +57,6 @@ class Builder {
   ContextParallelMetadata rank_share(
       const Split& split, const DividedLens& lens, Arena& arena, int32_t rank
   ) const;
-  void fill_running_sums(Ints lens, MutableInts sums, const char* name) const;
 
   const char* function_;
   const CpBatch& batch_;
@@ -152,16 +162,6 @@ void Builder::fill_rows(const Split& split, const DividedLens& lens, MutableInts
   }
 }
 
-void Builder::fill_running_sums(Ints lens, MutableInts sums, const char* name) const {
-  int64_t total = 0;
-  sums[0] = 0;
-  for (std::size_t i = 0; i < lens.size(); ++i) {
-    total += lens[i];
-    sums[i + 1] = static_cast<int32_t>(total);
-  }
-  check(total <= INT32_MAX, function_, ": ", name, " must fit into int32, got ", total);
-}
-
 template <class Split>
 ContextParallelMetadata Builder::rank_share(
     const Split& split, const DividedLens& lens, Arena& arena, int32_t rank
@@ -187,21 +187,15 @@ ContextParallelMetadata Builder::rank_share(
   const MutableInts cu_kv = arena.take(num_lens + 1);
   const MutableInts cu_q_next = arena.take(num_lens - bs + 1);
   const MutableInts cu_kv_next = arena.take(num_lens - bs + 1);
-  fill_running_sums(q_lens, cu_q, "the sum of actual_seq_q");
-  fill_running_sums(kv_lens, cu_kv, "the sum of kv_len over the blocks of a rank");
-  for (std::size_t i = 0; i < cu_q_next.size(); ++i) {
-    cu_q_next[i] = cu_q[bs + i] - cu_q[bs];
-    cu_kv_next[i] = cu_kv[bs + i] - cu_kv[bs];
-  }
   share.zigzag_index = blocks;
   share.actual_seq_q_prev = q_lens.first(bs);
   share.actual_seq_q_next = q_lens.subspan(bs);
   share.kv_len_prev = kv_lens.first(bs);
   share.kv_len_next = kv_lens.subspan(bs);
-  share.cu_seqlens_q_prev = cu_q.first(bs + 1);
-  share.cu_seqlens_q_next = cu_q_next;
-  share.cu_seqlens_kv_prev = cu_kv.first(bs + 1);
-  share.cu_seqlens_kv_next = cu_kv_next;
+  share.cu_seqlens_q_prev = running_sums(share.actual_seq_q_prev, cu_q.first(bs + 1));
+  share.cu_seqlens_q_next = running_sums(share.actual_seq_q_next, cu_q_next);
+  share.cu_seqlens_kv_prev = running_sums(share.kv_len_prev, cu_kv.first(bs + 1));
+  share.cu_seqlens_kv_next = running_sums(share.kv_len_next, cu_kv_next);
   share.total_q_prev_tokens = cu_q[bs];
   share.total_q_next_tokens = cu_q_next.back();
   share.max_seqlen_q_prev = std::ranges::max(share.actual_seq_q_prev);
@@ -210,8 +204,8 @@ ContextParallelMetadata Builder::rank_share(
     share.max_seqlen_q_combined = std::max(share.max_seqlen_q_prev, share.max_seqlen_q_next);
     share.actual_seq_q_combined = q_lens;
     share.kv_len_combined = kv_lens;
-    share.cu_seqlens_q_combined = cu_q;
-    share.cu_seqlens_kv_combined = cu_kv;
+    share.cu_seqlens_q_combined = running_sums(q_lens, cu_q);
+    share.cu_seqlens_kv_combined = running_sums(kv_lens, cu_kv);
   }
   return share;
 }

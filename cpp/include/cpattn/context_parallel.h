@@ -66,7 +66,8 @@ struct CpBatch {
 ///                           [bs]     sequences, then next; contiguous: prev only
 ///   kv_len_prev, _next      [bs]     P_s + the new tokens up to the end of the block
 ///   actual_seq_q_prev, ...  [bs]     b_s of the block
-///   cu_seqlens_*            [bs + 1] 0 and the running sums of a family
+///   cu_seqlens_*            [bs + 1] 0 and the running sums of a family; null where
+///                                    those of kv_len pass int32
 ///   *_combined              [2 bs]   prev, then next; cumulative: [2 bs + 1]
 ///
 /// Interleave has none of these: their data() is null, totals and maxima are 0.

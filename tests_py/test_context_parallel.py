@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context-parallel metadata: published values, every field against the engine's own algorithm."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from itertools import product
+
+import numpy as np
+import pytest
+
+import sglang_metadata
+from cpattn import ContextParallelMetadata, build_cp_metadata, build_cp_metadata_all_ranks
+
+STRATEGIES = ("zigzag", "interleave", "contiguous")
+LAYOUT_LISTS = ("split_list", "zigzag_index", "cp_reverse_index", "reverse_split_len")
+HALF_FIELDS = ("kv_len", "actual_seq_q", "cu_seqlens_q", "cu_seqlens_kv")
+
+
+def expected_fields(extend, seq, rank, cp_size, strategy, num_tokens, baked):
+    """The engine's fields under their full names, None and 0 where a strategy has none."""
+    total = sum(extend) if num_tokens is None else num_tokens
+    where = {"cp_rank": rank, "cp_size": cp_size}
+    fields = dict.fromkeys(LAYOUT_LISTS) | dict.fromkeys(["max_seqlen_q_combined"])
+    for half in ("prev", "next"):
+        fields |= {f"total_q_{half}_tokens": 0, f"max_seqlen_q_{half}": 0}
+    if strategy == "interleave":
+        return fields | sglang_metadata.interleave(total, seq, extend, cp_size=cp_size)
+    build = getattr(sglang_metadata, strategy)
+    return fields | build(total, seq, extend, **where, baked=baked)
+
+
+def assert_fields(plan, expected):
+    for name in HALF_FIELDS:
+        for half in ("prev", "next", "combined"):
+            values = expected.pop(f"{name}_{half}", None)
+            if values is None and plan.strategy == "contiguous" and half == "next":
+                values = [0]  # a tensor of shape [1] beside an empty list
+            array = getattr(plan, f"{name}_{half}_tensor")
+            if values is None:
+                assert array is None
+            else:
+                assert array.dtype == np.int32
+                assert array.tolist() == values
+            if half != "combined" and name in ("kv_len", "actual_seq_q"):
+                empty = [] if plan.strategy == "contiguous" and half == "next" else values
+                assert getattr(plan, f"{name}_{half}_list") == empty
+    for name, value in expected.items():
+        assert getattr(plan, name) == value, name
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 5, 8])
+def test_scenario_01_every_field_equals_the_engines(cp_size, strategy):
+    for length in range(1, 4 * cp_size + 1):
+        for extend, cached, padding in (
+            ([length], [0], 0),
+            ([length, 0, 2 * length + 1], [3, 7, 0], 0),
+            ([4, length], [0, 9], 5),
+        ):
+            seq = [p + n for p, n in zip(cached, extend, strict=True)]
+            total = sum(extend) + padding
+            for rank, baked in product(range(cp_size), (True, False)):
+                plan = build_cp_metadata(
+                    extend,
+                    seq,
+                    cp_rank=rank,
+                    cp_size=cp_size,
+                    strategy=strategy,
+                    num_tokens=total,
+                    kv_len_convention="baked" if baked else "bare",
+                )
+                assert_fields(
+                    plan, expected_fields(extend, seq, rank, cp_size, strategy, total, baked)
+                )
+                assert plan.prefix_lens == cached
+
+
+def test_golden_thirteen_tokens_over_two_ranks():
+    first, second = build_cp_metadata_all_ranks([13], cp_size=2)
+    assert first.split_list == [4, 3, 3, 3]
+    assert first.cp_reverse_index == [0, 2, 3, 1]
+    assert first.per_rank_actual_token == [7, 6]
+    assert (first.zigzag_index, second.zigzag_index) == ([0, 3], [1, 2])
+    assert (first.total_q_prev_tokens, first.total_q_next_tokens) == (4, 3)
+    assert (first.kv_len_prev_list, first.kv_len_next_list) == ([4], [13])
+    assert (second.total_q_prev_tokens, second.total_q_next_tokens) == (3, 3)
+    assert (second.kv_len_prev_list, second.kv_len_next_list) == ([7], [10])
+
+
+def test_golden_two_sequences_one_behind_a_prefix():
+    plan = build_cp_metadata([10, 14], [15, 14], cp_rank=1, cp_size=2)
+    assert plan.split_list == [3, 3, 2, 2, 4, 4, 3, 3]
+    assert plan.zigzag_index == [1, 5, 2, 6]
+    assert plan.cp_reverse_index == [0, 4, 6, 2, 1, 5, 7, 3]
+    assert plan.reverse_split_len == [3, 4, 2, 3, 3, 4, 2, 3]
+    assert plan.per_rank_actual_token == plan.max_rank_len == [12, 12]
+    assert (plan.actual_seq_q_prev_list, plan.actual_seq_q_next_list) == ([3, 4], [2, 3])
+    assert (plan.kv_len_prev_list, plan.kv_len_next_list) == ([11, 8], [13, 11])
+    assert plan.cu_seqlens_q_prev_tensor.tolist() == [0, 3, 7]
+    assert plan.cu_seqlens_q_next_tensor.tolist() == [0, 2, 5]
+    assert plan.prefix_lens == [5, 0]
+    bare = build_cp_metadata([10, 14], [15, 14], cp_rank=1, cp_size=2, kv_len_convention="bare")
+    assert (bare.kv_len_prev_list, bare.kv_len_next_list) == ([6, 8], [8, 11])
+    assert bare.prefix_lens == [5, 0]
+
+
+def test_golden_token_padding_leaves_the_prefix():
+    plan = build_cp_metadata([14], [20], cp_rank=0, cp_size=2, num_tokens=16)
+    assert (plan.total_seq_lens, plan.prefix_lens) == (16, [6])
+    assert (plan.actual_seq_q_prev_list, plan.actual_seq_q_next_list) == ([4], [4])
+    assert (plan.kv_len_prev_list, plan.kv_len_next_list) == ([10], [22])
+
+
+def test_golden_upstream_values():
+    plan = build_cp_metadata([1024, 1024], cp_rank=0, cp_size=4)
+    assert plan.split_list == [128] * 16
+    assert plan.per_rank_actual_token == [512] * 4
+    assert plan.zigzag_index == [0, 8, 7, 15]
+    plan = build_cp_metadata([1010], cp_rank=0, cp_size=4)
+    assert plan.split_list == [127, 127, *[126] * 6]
+    assert plan.per_rank_actual_token[0] == 253
+
+
+def test_golden_interleave_shards_per_request():
+    plans = build_cp_metadata_all_ranks([5, 5], cp_size=4, strategy="interleave")
+    assert [plan.rows_per_request() for plan in plans] == [[2, 1], [1, 2], [1, 1], [1, 1]]
+    plan = build_cp_metadata([1, 5], cp_rank=2, cp_size=4, strategy="interleave")
+    q_list, q_lens, bs_list, bs_idx = plan.shard_per_request()
+    assert (q_list, bs_list) == ([1], [1])
+    assert (q_lens.tolist(), bs_idx.tolist()) == ([1], [1])
+    assert q_lens.dtype == bs_idx.dtype == np.int32
+    assert plan.rows_per_request() == [0, 1]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
+def test_interleave_shards_like_the_carry_recurrence(cp_size):
+    rng = np.random.default_rng(0)
+    for extend in rng.integers(0, 12, size=(40, 6)).tolist():
+        for rank in range(cp_size):
+            plan = build_cp_metadata(extend, cp_rank=rank, cp_size=cp_size, strategy="interleave")
+            expected = sglang_metadata.interleave_shard_per_request(
+                extend, cp_rank=rank, cp_size=cp_size
+            )
+            q_list, _, bs_list, _ = plan.shard_per_request()
+            assert (q_list, bs_list) == expected
+            counts = np.bincount(plan.query_request_indices, minlength=len(extend))
+            assert plan.rows_per_request() == counts.tolist()
+
+
+@pytest.mark.parametrize(
+    ("extend", "cp_size", "strategy", "logical", "physical"),
+    [
+        ([4038], 4, "zigzag", [1009, 1010, 1010, 1009], 1016),
+        ([4040], 4, "interleave", [1010] * 4, 1012),
+        ([9], 2, "zigzag", [5, 4], 8),
+        ([16], 4, "zigzag", [4] * 4, 8),
+        ([10], 3, "contiguous", [3, 3, 4], 6),
+        ([0], 2, "zigzag", [0, 0], 0),
+    ],
+)
+def test_physical_padding(extend, cp_size, strategy, logical, physical):
+    plan = build_cp_metadata(extend, cp_rank=1, cp_size=cp_size, strategy=strategy)
+    assert sorted(plan.per_rank_actual_token) == sorted(logical)
+    assert plan.per_rank_logical_token is None
+    padded = plan.pad_to_physical()
+    assert padded.per_rank_logical_token == plan.per_rank_actual_token
+    assert padded.per_rank_actual_token == padded.max_rank_len == [physical] * cp_size
+    assert padded.pad_to_physical() == padded
+    assert padded != plan
+    assert plan.per_rank_logical_token is None  # the original is as it was
+    assert padded.local_q_indices.tolist() == plan.local_q_indices.tolist()
+
+
+def test_compat_takes_what_engines_take():
+    def build(*args, **kwargs):
+        return build_cp_metadata(*args, cp_rank=0, cp_size=2, compat=True, **kwargs)
+
+    assert build([8, 8], [20]).prefix_lens == [0, 0]
+    assert build([8, 8], [5, 11]).prefix_lens == [0, 3]
+    assert build(None, [8, 9]) == build([8, 9])
+    assert build(None, [8], num_tokens=9) == build([8], num_tokens=9)
+    assert build(None, [], num_tokens=9) == build(None, num_tokens=9) == build([9])
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("in-seq-split", "zigzag"),
+        ("head_tail", "zigzag"),
+        ("dual_chunk_swap", "zigzag"),
+        ("round-robin-split", "interleave"),
+    ],
+)
+def test_strategy_aliases(alias, name):
+    plan = build_cp_metadata([20], cp_rank=1, cp_size=2, strategy=alias)
+    assert plan.strategy == name
+    assert plan == build_cp_metadata([20], cp_rank=1, cp_size=2, strategy=name)
+
+
+@pytest.mark.parametrize("container", [list, tuple, np.int32, np.int64, "torch"])
+def test_lengths_come_in_any_index_container(container):
+    lens = [10, 14], [15, 14]
+    if container == "torch":
+        torch = pytest.importorskip("torch")
+        given = [torch.tensor(n) for n in lens]
+    elif container in (list, tuple):
+        given = [container(n) for n in lens]
+    else:
+        given = [np.array(n, dtype=container) for n in lens]
+    assert build_cp_metadata(*given, cp_rank=1, cp_size=2) == build_cp_metadata(
+        *lens, cp_rank=1, cp_size=2
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_ranks_share_what_does_not_depend_on_the_rank(strategy):
+    plans = build_cp_metadata_all_ranks([10, 14, 3], [15, 14, 9], cp_size=3, strategy=strategy)
+    for rank, plan in enumerate(plans):
+        alone = build_cp_metadata(
+            [10, 14, 3], [15, 14, 9], cp_rank=rank, cp_size=3, strategy=strategy
+        )
+        assert plan == alone
+        assert plan.to_dict() == alone.to_dict()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_plan_is_a_value(strategy):
+    def build(**changes):
+        arguments = {"cp_rank": 1, "cp_size": 2, "strategy": strategy} | changes
+        return build_cp_metadata([10, 14], [15, 14], **arguments)
+
+    plan = build()
+    assert plan == build()
+    assert plan != build(cp_rank=0)
+    assert plan != build(cp_size=3)
+    assert plan != build(num_tokens=25)
+    assert plan != build(kv_len_convention="bare")
+    assert plan != "plan"
+    for same in (copy.copy(plan), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert same == plan
+        assert same.to_dict() == plan.to_dict()
+    padded = build(num_tokens=25).pad_to_physical()
+    assert pickle.loads(pickle.dumps(padded)) == padded
+
+
+def test_repr_and_dict_show_the_plan():
+    plan = build_cp_metadata([13], cp_rank=0, cp_size=2)
+    assert repr(plan) == (
+        "ContextParallelMetadata(strategy='zigzag', cp_rank=0, cp_size=2, bs=1, "
+        "total_seq_lens=13, per_rank_actual_token=[7, 6], kv_len_convention='baked')"
+    )
+    fields = plan.to_dict()
+    for name, value in fields.items():
+        np.testing.assert_array_equal(getattr(plan, name), value)
+    assert fields["split_list"] == [4, 3, 3, 3]
+    assert fields["kv_len_prev_tensor"] == [4]
+
+
+def test_arrays_cannot_be_written():
+    plan = build_cp_metadata([13], cp_rank=0, cp_size=2)
+    for array in (plan.kv_len_prev_tensor, plan.local_q_indices):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            array.flags.writeable = True
+    plan.split_list.append(1)  # a list of the caller's own
+    assert plan.split_list == [4, 3, 3, 3]
+    with pytest.raises(AttributeError):
+        plan.bs = 2
+
+
+def test_scenario_23_arrays_outlive_the_plan_and_later_plans():
+    view = build_cp_metadata([900] * 500, cp_rank=0, cp_size=2).kv_len_next_tensor
+    for bs in (3, 500, 1):
+        build_cp_metadata([7] * bs, cp_rank=1, cp_size=2)
+    assert view.tolist() == [900] * 500
+
+
+def test_only_the_build_functions_make_plans():
+    with pytest.raises(TypeError, match="No constructor"):
+        ContextParallelMetadata()

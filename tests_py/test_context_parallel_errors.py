@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input to the metadata functions: refused, with the argument, the rule, value and position."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from cpattn import (
+    build_cp_metadata,
+    build_cp_metadata_all_ranks,
+    can_apply_cp,
+    can_dsa_prefill_cp_interleave,
+)
+
+INT32_MAX = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"extend_lens": [3, -1]}, "extend_lens must be >= 0, got -1 at index 1"),
+        ({"extend_lens": []}, "extend_lens must hold at least one sequence, got none"),
+        ({"extend_lens": None}, "extend_lens must be given unless compat is true"),
+        (
+            {"extend_lens": None, "compat": True},
+            "one of extend_lens, seq_lens and num_tokens must be given",
+        ),
+        (
+            {"seq_lens": [9]},
+            "seq_lens must have as many elements as extend_lens, got 1 and 2",
+        ),
+        ({"seq_lens": [9, 3]}, "seq_lens must be >= extend_lens, got 3 below 4 at index 1"),
+        ({"seq_lens": [-9, 4]}, "seq_lens must be >= extend_lens, got -9 below 3 at index 0"),
+        (
+            {"seq_lens": [3, INT32_MAX + 1]},
+            "prefix + extend and the sum of extend_lens must fit into int32, "
+            "got 2147483648 at index 1",
+        ),
+        (
+            {"extend_lens": [INT32_MAX, 1]},
+            "prefix + extend and the sum of extend_lens must fit into int32, "
+            "got 2147483648 at index 1",
+        ),
+        (
+            {"extend_lens": [1], "seq_lens": [INT32_MAX], "num_tokens": 2},
+            "num_tokens, and the last sequence padded to it, must fit into int32, got 2",
+        ),
+        ({"num_tokens": 6}, "num_tokens must be >= the sum of extend_lens, 7, got 6"),
+        ({"num_tokens": 6, "compat": True}, "num_tokens must be >= the sum of extend_lens, 7"),
+        ({"num_tokens": 2**31}, "num_tokens, and the last sequence padded to it, must fit"),
+        ({"cp_size": 0}, "cp_size must be in [1, 32768], got 0"),
+        ({"cp_size": 32769}, "cp_size must be in [1, 32768], got 32769"),
+        (
+            {"extend_lens": [0] * 32768, "cp_size": 32768},
+            "the number of blocks, 2 * cp_size * len(extend_lens), must fit into int32, "
+            "got 2147483648",
+        ),
+        (
+            {"strategy": "ring"},
+            "strategy must be 'zigzag' ('in-seq-split', 'head_tail', 'dual_chunk_swap'), "
+            "'interleave' ('round-robin-split') or 'contiguous', got 'ring'",
+        ),
+        ({"kv_len_convention": "raw"}, "kv_len_convention must be 'baked' or 'bare', got 'raw'"),
+    ],
+)
+def test_value_errors(arguments, message):
+    arguments = {"extend_lens": [3, 4], "cp_size": 2} | arguments
+    with pytest.raises(ValueError, match=re.escape(f"build_cp_metadata: {message}")):
+        build_cp_metadata(**arguments, cp_rank=0)
+    with pytest.raises(ValueError, match=re.escape(f"build_cp_metadata_all_ranks: {message}")):
+        build_cp_metadata_all_ranks(**arguments)
+
+
+@pytest.mark.parametrize("cp_rank", [-1, 2])
+def test_rank_outside_the_group(cp_rank):
+    message = rf"build_cp_metadata: cp_rank must be in \[0, 2\), got {cp_rank}"
+    with pytest.raises(ValueError, match=message):
+        build_cp_metadata([5], cp_rank=cp_rank, cp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"extend_lens": [3, 4.0]}, "extend_lens must hold integers, got float at index 1"),
+        ({"extend_lens": [True, 4]}, "extend_lens must hold integers, got bool at index 0"),
+        ({"extend_lens": [3, None]}, "extend_lens must hold integers, got NoneType at index 1"),
+        ({"extend_lens": np.array([1.0])}, "extend_lens must be int32 or int64, got float64"),
+        ({"extend_lens": "34"}, "extend_lens must be a list or tuple of int"),
+        ({"extend_lens": 7}, "extend_lens must be a list or tuple of int"),
+        ({"seq_lens": [9, 9.5]}, "seq_lens must hold integers, got float at index 1"),
+        ({"num_tokens": 9.0}, "num_tokens must be an integer, got float"),
+        ({"cp_size": True}, "cp_size must be an integer, got bool"),
+        ({"cp_size": 2.0}, "cp_size must be an integer, got float"),
+    ],
+)
+def test_type_errors(arguments, message):
+    arguments = {"extend_lens": [3, 4], "cp_size": 2} | arguments
+    with pytest.raises(TypeError, match=f"build_cp_metadata: {message}"):
+        build_cp_metadata(**arguments, cp_rank=0)
+    with pytest.raises(TypeError, match=f"build_cp_metadata_all_ranks: {message}"):
+        build_cp_metadata_all_ranks(**arguments)
+
+
+def test_rank_of_another_type():
+    with pytest.raises(TypeError, match="build_cp_metadata: cp_rank must be an integer, got bool"):
+        build_cp_metadata([5], cp_rank=True, cp_size=2)
+
+
+def test_integers_beyond_int64():
+    with pytest.raises(
+        ValueError, match=f"extend_lens must fit into int64, got {2**70} at index 1"
+    ):
+        build_cp_metadata([3, 2**70], cp_rank=0, cp_size=2)
+    with pytest.raises(ValueError, match=f"cp_rank must fit into int64, got {2**70}"):
+        build_cp_metadata([3], cp_rank=2**70, cp_size=2)
+
+
+def test_index_arrays_have_one_dimension():
+    with pytest.raises(ValueError, match=r"extend_lens must have 1 dimension\(s\), got shape"):
+        build_cp_metadata(np.ones((2, 2), dtype=np.int32), cp_rank=0, cp_size=2)
+
+
+def test_the_largest_lengths_pass():
+    plan = build_cp_metadata([INT32_MAX - 1], cp_rank=1, cp_size=2)
+    assert plan.kv_len_next_list == [3 * 2**29 - 1]
+    assert plan.total_q_prev_tokens + plan.total_q_next_tokens == plan.per_rank_actual_token[1]
+    for strategy in ("zigzag", "interleave", "contiguous"):
+        plan = build_cp_metadata([1], [INT32_MAX], cp_rank=0, cp_size=1, strategy=strategy)
+        assert plan.query_cache_lengths.tolist() == [INT32_MAX]
+
+
+def test_running_sums_beyond_int32_are_none():
+    plan = build_cp_metadata([1, 1], [INT32_MAX, 9], cp_rank=0, cp_size=2)
+    assert plan.kv_len_prev_list == [INT32_MAX, 9]
+    assert plan.cu_seqlens_kv_prev_tensor is None
+    assert plan.cu_seqlens_kv_combined_tensor is None
+    assert plan.cu_seqlens_q_combined_tensor.tolist() == [0, 1, 2, 2, 2]
+    alone = build_cp_metadata([1], [INT32_MAX], cp_rank=0, cp_size=2)
+    assert alone.cu_seqlens_kv_prev_tensor.tolist() == [0, INT32_MAX]
+    assert alone.cu_seqlens_kv_next_tensor.tolist() == [0, INT32_MAX]
+    assert alone.cu_seqlens_kv_combined_tensor is None
+
+
+def test_physical_rows_beyond_int32():
+    plan = build_cp_metadata([INT32_MAX], cp_rank=0, cp_size=1)
+    with pytest.raises(ValueError, match=r"pad_to_physical: .* must fit into int32, got 2147483647"):
+        plan.pad_to_physical()
+
+
+def test_per_request_rows_are_for_interleave_only():
+    plan = build_cp_metadata([8], cp_rank=0, cp_size=2)
+    for call in (plan.rows_per_request, plan.shard_per_request):
+        with pytest.raises(
+            ValueError, match="rows_per_request: strategy must be 'interleave', got 'zigzag'"
+        ):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"extend_lens": [3, -4]}, ValueError, "extend_lens must be >= 0 .* got -4 at index 1"),
+        ({"extend_lens": [2**31]}, ValueError, "fit into int32, got 2147483648 at index 0"),
+        ({"extend_lens": [3.0]}, TypeError, "extend_lens must hold integers, got float"),
+        ({"cp_size": 0}, ValueError, "cp_size must be >= 1, got 0"),
+        ({"strategy": "ring"}, ValueError, "strategy must be 'zigzag'"),
+        ({"forward_mode": 10}, ValueError, "forward_mode must be a ForwardMode, got 10"),
+        ({"forward_mode": "EXTEND"}, TypeError, "forward_mode must be an integer, got str"),
+    ],
+)
+@pytest.mark.parametrize("gate", [can_apply_cp, can_dsa_prefill_cp_interleave])
+def test_gates_check_their_input(gate, arguments, error, message):
+    arguments = {
+        "extend_lens": [8],
+        "cp_size": 2,
+        "strategy": "interleave",
+        "forward_mode": 1,
+    } | arguments
+    with pytest.raises(error, match=f"{gate.__name__}: .*{message}"):
+        gate(**arguments)

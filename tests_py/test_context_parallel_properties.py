@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every plan guarantees: exhaustively for small batches, by Hypothesis for large ones."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpattn import build_cp_metadata, build_cp_metadata_all_ranks
+
+STRATEGIES = ("zigzag", "interleave", "contiguous")
+SMALL_CP_SIZES = (1, 2, 3, 5, 8)
+
+
+def owners(extend, cp_size, strategy):
+    """The rank of every token of the batch, from the definition of the strategy alone."""
+    if strategy == "interleave":
+        return np.arange(sum(extend)) % cp_size
+    ranks = []
+    for length in extend:
+        if strategy == "zigzag":
+            blocks = np.array_split(np.empty(length), 2 * cp_size)
+            sizes = [len(block) for block in blocks]
+            ranks.append(np.repeat([*range(cp_size), *reversed(range(cp_size))], sizes))
+        else:
+            ends = [length * (rank + 1) // cp_size for rank in range(cp_size)]
+            ranks.append(np.repeat(np.arange(cp_size), np.diff(ends, prepend=0)))
+    return np.concatenate(ranks)
+
+
+def check_plan(extend, cached, cp_size, strategy, padding=0, convention="baked"):
+    """All properties of the plans of all ranks; returns the plans."""
+    plans = build_cp_metadata_all_ranks(
+        extend,
+        [p + n for p, n in zip(cached, extend, strict=True)],
+        cp_size=cp_size,
+        strategy=strategy,
+        num_tokens=sum(extend) + padding,
+        kv_len_convention=convention,
+    )
+    lens = np.array(extend)
+    lens[-1] += padding
+    starts = np.concatenate([[0], np.cumsum(lens)])
+    total = starts[-1]
+
+    owned = [plan.local_q_indices for plan in plans]
+    assert np.array_equal(np.sort(np.concatenate(owned)), np.arange(total))
+    by_definition = owners(lens, cp_size, strategy)
+    for plan, indices in zip(plans, owned, strict=True):
+        assert (by_definition[indices] == plan.cp_rank).all()
+        assert len(indices) == plan.per_rank_actual_token[plan.cp_rank]
+        sequence = np.searchsorted(starts, indices, side="right") - 1
+        assert np.array_equal(plan.query_request_indices, sequence)
+        seen = np.array(cached, dtype=np.int64)[sequence] + indices - starts[sequence] + 1
+        assert np.array_equal(plan.query_cache_lengths, seen)
+        if strategy != "interleave":
+            assert np.array_equal(visible_by_fields(plan), seen)
+    tokens = np.arange(total) * 3 + 1
+    assert np.array_equal(plans[-1].unshard([plan.shard(tokens) for plan in plans]), tokens)
+    if strategy != "interleave":
+        check_block_lists(plans[0])
+    return plans
+
+
+def visible_by_fields(plan):
+    """Keys that each local query sees under a causal mask aligned at the end of kv_len."""
+    offset = 0 if plan.kv_len_convention == "baked" else np.array(plan.prefix_lens)
+    seen = []
+    for half in ("prev", "next"):
+        q_lens = np.array(getattr(plan, f"actual_seq_q_{half}_list"), dtype=np.int64)
+        if len(q_lens):
+            first = getattr(plan, f"kv_len_{half}_tensor") + offset - q_lens
+            seen += [p + 1 + np.arange(n) for p, n in zip(first, q_lens, strict=True)]
+    return np.concatenate(seen)
+
+
+def check_block_lists(plan):
+    order = np.array(plan.cp_reverse_index)
+    assert np.array_equal(np.sort(order), np.arange(len(order)))
+    assert np.array_equal(np.array(plan.reverse_split_len)[order], plan.split_list)
+    assert sum(plan.split_list) == plan.total_seq_lens
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("cp_size", SMALL_CP_SIZES)
+def test_scenario_01_02_all_short_sequences(cp_size, strategy):
+    for length in range(1, 4 * cp_size + 1):
+        check_plan([length], [0], cp_size, strategy)
+        check_plan([length], [5], cp_size, strategy, convention="bare")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("cp_size", SMALL_CP_SIZES)
+def test_scenario_03_13_21_small_batches(cp_size, strategy):
+    for length in (0, 1, 2 * cp_size - 1, 2 * cp_size, 2 * cp_size + 1):
+        check_plan([length, 0, 3], [4, 2, 0], cp_size, strategy)
+        check_plan([1, length], [0, 9], cp_size, strategy, padding=cp_size + 1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("extend", "cached", "cp_size"),
+    [
+        pytest.param([17] * 256, [0] * 256, 8, id="scenario_04_token_skew"),
+        pytest.param([32768, 8], [0, 0], 8, id="scenario_05_long_and_short"),
+        pytest.param([100, 7], [3, 0], 3, id="scenario_06_odd_cp_size_3"),
+        pytest.param([100, 7], [3, 0], 6, id="scenario_06_cp_size_6"),
+        pytest.param([100, 7], [3, 0], 7, id="scenario_06_odd_cp_size_7"),
+        pytest.param([3, 1], [0, 4], 64, id="scenario_07_more_ranks_than_tokens"),
+        pytest.param([9], [0], 8, id="scenario_08_uneven_remainder"),
+        pytest.param([3670], [1], 4, id="scenario_11_prefix_1_extend_3670"),
+        pytest.param([5], [131072], 4, id="scenario_12_prefix_far_longer"),
+        pytest.param([64, 64, 64], [0, 100, 7], 2, id="scenario_13_prefix_per_sequence"),
+        pytest.param([200], [64 * 3 + 17], 4, id="scenario_14_prefix_ends_mid_page"),
+        pytest.param([1], [99], 2, id="scenario_15_looks_like_decode"),
+        pytest.param([1, 1, 1, 50, 60, 2], [9, 8, 7, 0, 64, 0], 2, id="scenario_18_decode_first"),
+        pytest.param([50, 60, 2, 1, 1, 1], [0, 64, 0, 9, 8, 7], 2, id="scenario_18_prefill_first"),
+        pytest.param([40, 0, 33], [0, 512, 0], 4, id="scenario_20_idle_row_pinned"),
+    ],
+)
+def test_scenarios(extend, cached, cp_size, strategy):
+    for convention in ("baked", "bare"):
+        check_plan(extend, cached, cp_size, strategy, convention=convention)
+
+
+def test_scenario_04_token_skew_of_short_sequences():
+    rows = build_cp_metadata([17] * 256, cp_rank=0, cp_size=8).per_rank_actual_token
+    assert max(rows) / np.mean(rows) == pytest.approx(1.41, abs=0.005)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
+def test_scenario_10_rank_and_mirror_image(cp_size):
+    length = 6 * cp_size
+    for plan in build_cp_metadata_all_ranks([length], cp_size=cp_size):
+        mirrored = length - 1 - plan.local_q_indices
+        assert np.array_equal(np.sort(mirrored), np.sort(plan.local_q_indices))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("chunks", [[8192] * 4, [5000, 20001, 7767]], ids=str)
+def test_scenario_16_17_chunks_see_what_one_step_sees(chunks, strategy):
+    """However a prompt is cut into steps, each of its tokens sees itself and all before it."""
+    seen = []
+    for chunk, done in zip(chunks, accumulate([0, *chunks[:-1]]), strict=True):
+        plans = check_plan([chunk], [done], 4, strategy)
+        seen += [plan.query_cache_lengths for plan in plans]
+    assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(1, 32769))
+
+
+lengths = st.lists(
+    st.tuples(st.integers(0, 5000), st.integers(0, 1_000_000)), min_size=1, max_size=8
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths,
+    st.integers(1, 40),
+    st.sampled_from(STRATEGIES),
+    st.integers(0, 100),
+    st.sampled_from(["baked", "bare"]),
+)
+def test_any_batch(lens, cp_size, strategy, padding, convention):
+    extend, cached = map(list, zip(*lens, strict=True))
+    check_plan(extend, cached, cp_size, strategy, padding, convention)
+
+
+def imbalance(extend, cached, cp_size, strategy):
+    """Largest difference between two ranks in tokens and in visible pairs, and the mean pairs."""
+    seq = [p + n for p, n in zip(cached, extend, strict=True)]
+    plans = build_cp_metadata_all_ranks(extend, seq, cp_size=cp_size, strategy=strategy)
+    tokens = [len(plan.local_q_indices) for plan in plans]
+    pairs = [plan.query_cache_lengths.sum(dtype=np.int64) for plan in plans]
+    return max(tokens) - min(tokens), max(pairs) - min(pairs), max(pairs), np.mean(pairs)
+
+
+def pairs_bound(length, cached, cp_size, strategy):
+    if strategy == "zigzag":
+        return 0 if length % (2 * cp_size) == 0 else cached + 2 * length
+    longest_block = -(-length // cp_size)
+    growth = (cp_size - 1) * longest_block**2 if strategy == "contiguous" else 0
+    return cached + length + growth
+
+
+def check_balance(extend, cached, cp_size, strategy):
+    tokens, pairs, most, mean = imbalance(extend, cached, cp_size, strategy)
+    assert tokens <= (1 if strategy == "interleave" else len(extend))
+    assert pairs <= sum(
+        pairs_bound(n, p, cp_size, strategy) for n, p in zip(extend, cached, strict=True)
+    )
+    if strategy == "zigzag" and len(extend) == 1 and extend[0] > 0:
+        assert most <= (1 + 4 * cp_size / extend[0]) * mean
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("cp_size", SMALL_CP_SIZES)
+def test_balance_of_all_short_sequences(cp_size, strategy):
+    for length in range(4 * cp_size + 2):
+        for cached in (0, 1, 50):
+            check_balance([length], [cached], cp_size, strategy)
+            check_balance([length, 5, length + 1], [cached, 0, 3], cp_size, strategy)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths, st.integers(1, 40), st.sampled_from(STRATEGIES))
+def test_balance_of_any_batch(lens, cp_size, strategy):
+    extend, cached = map(list, zip(*lens, strict=True))
+    check_balance(extend, cached, cp_size, strategy)
+    check_balance(extend[:1], cached[:1], cp_size, strategy)
+
+
+@pytest.mark.parametrize("cp_size", [2, 4, 8, 64])
+def test_long_sequences_are_balanced_to_two_percent(cp_size):
+    for length in (32768, 32771, 131072 + 63):
+        _, _, most, mean = imbalance([length], [1000], cp_size, "zigzag")
+        assert most <= 1.02 * mean
+
+
+def test_contiguous_leaves_the_last_rank_twice_the_mean():
+    _, _, most, mean = imbalance([100_000], [0], 64, "contiguous")
+    assert most / mean == pytest.approx(2, abs=0.02)
