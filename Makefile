@@ -49,6 +49,7 @@ lint: .venv/.lint build  ## formatting, lint, types
 	@clang-format --dry-run -Werror $(CPP_SOURCES)
 	mypy
 	python -m mypy.stubtest cpattn._core --mypy-config-file pyproject.toml
+	python scripts/readme_figures.py --check
 
 format: .venv/.lint  ## fixes what it can
 	ruff check --fix .

@@ -117,7 +117,7 @@ class Attention {
     std::fill_n(v_.begin() + slot * v_row, v_row, value);
   }
 
-  double scale() const { return 1 / std::sqrt(double(case_.shape.head_dim)); }
+  double scale() const { return 1 / std::sqrt(static_cast<double>(case_.shape.head_dim)); }
   IndexTable table() const {
     return {
         .data = blocks_.data(),

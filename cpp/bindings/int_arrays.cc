@@ -55,7 +55,7 @@ py::array int_array(std::vector<int32_t> values) {
   const py::capsule owner(kept.get(), [](void* pointer) {
     delete static_cast<std::vector<int32_t>*>(pointer);
   });
-  kept.release();
+  static_cast<void>(kept.release());  // the capsule deletes it
   return read_only(view, owner);
 }
 

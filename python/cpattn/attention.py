@@ -68,7 +68,8 @@ def paged_attention(
         lse = log(sum(exp(score[j])))
 
     Query head ``h`` reads KV head ``h // (num_heads // num_kv_heads)``. A row that sees no key
-    gives zeros and LSE -inf; what it does not see never matters, NaN included. Accumulation is in float32 with one rounding at the end.
+    gives zeros and LSE -inf; what it does not see never matters, NaN included. Accumulation is in
+    float32 with one rounding at the end.
 
     Parameters
     ----------
@@ -77,9 +78,7 @@ def paged_attention(
     k_cache, v_cache : tensors of the dtype of q
         [num_pages, page_size, num_kv_heads, dim] ("NHD"), [num_pages, num_kv_heads, page_size,
         dim] ("HND"), or [num_slots, num_kv_heads, dim] with `page_size`. Any strides with a
-        contiguous last dimension; never copied. `v_cache` may have another dim. Finite below a
-        sequence's kv_len (a NaN in a hidden key's value may reach rows of its sequence); never
-        read beyond.
+        contiguous last dimension; never copied. `v_cache` may have another dim.
     q_lens : ints, shape [batch]
         New tokens per sequence; zero is allowed.
     kv_lens : ints, shape [batch]
