@@ -28,21 +28,20 @@ def paged_forward(
     model: Decoder, batch: Batch, pools: list[torch.Tensor], token_ids: torch.Tensor
 ) -> torch.Tensor:
     """A forward pass over K/V pages, with the baseline's attention."""
-    lens = np.concatenate([np.arange(chunk.begin, chunk.end) + 1 for chunk in batch.chunks])
     requests = np.repeat(np.arange(len(batch.chunks)), batch.extend_lens)
-    segments = make_segments(requests, lens, batch.block_tables, PAGE_SIZE)
+    segments = make_segments(requests, batch.positions + 1, batch.block_tables, PAGE_SIZE)
     slots = torch.from_numpy(batch.slots)
 
     def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         pools[layer][:, slots[slots >= 0]] = torch.stack([k, v])[:, slots >= 0]
         return gathered_attention(q, *pools[layer], segments, scale=q.shape[-1] ** -0.5)
 
-    return model(token_ids, torch.from_numpy(lens - 1), attention)
+    return model(token_ids, torch.from_numpy(batch.positions), attention)
 
 
 def replay(config: ModelConfig, harm: Callable[[Batch, list[torch.Tensor]], None]) -> Checker:
     """Twelve requests of generated traffic, checked; `harm` may spoil pools before a batch."""
-    requests, block_tokens = scale_lengths(generate_trace(12, seed=1), 64)
+    requests, block_tokens = scale_lengths(generate_trace(12, seed=1), 64), 8
     cache = PrefixCache(800, page_size=PAGE_SIZE, block_tokens=block_tokens)
     kinds = {"block_tokens": block_tokens, "vocab_size": config.vocab_size, "seed": config.seed}
     model = Decoder(config)
@@ -162,8 +161,8 @@ def test_bad_sizes_are_refused(sizes: dict[str, int], message: str) -> None:
 
 def test_sampled_rows_cover_every_chunk() -> None:
     checker = Checker(SMALL, block_tokens=8, rows_per_chunk=5)
-    requests, block_tokens = scale_lengths(generate_trace(6), 64)
-    cache = PrefixCache(800, page_size=PAGE_SIZE, block_tokens=block_tokens)
+    requests = scale_lengths(generate_trace(6), 64)
+    cache = PrefixCache(800, page_size=PAGE_SIZE, block_tokens=8)
     for batch in prefill_batches(requests, cache, token_budget=70):
         rows = checker.sample_rows(batch)
         ends = np.cumsum(batch.extend_lens)

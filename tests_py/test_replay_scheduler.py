@@ -82,7 +82,7 @@ def run(batch: Batch, pool: dict[int, object], page_size: int) -> None:
 
 
 def test_hits_do_not_depend_on_the_batches() -> None:
-    requests, block_tokens = scale_lengths(generate_trace(120, seed=1), 8)
+    requests, block_tokens = scale_lengths(generate_trace(120, seed=1), 8), 64
     expected = list(unbounded_hits(requests, block_tokens))
     for token_budget in (100, 1000, 100_000):
         cache = PrefixCache(8000, page_size=16, block_tokens=block_tokens)

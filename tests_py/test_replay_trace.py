@@ -95,8 +95,8 @@ def test_the_real_trace_can_be_read() -> None:
 @pytest.mark.parametrize("divisor", [1, 2, 8, 64, 512])
 def test_scaling_keeps_the_blocks(divisor: int) -> None:
     trace = generate_trace(200)
-    scaled, block_tokens = scale_lengths(trace, divisor)
-    assert block_tokens * divisor == 512
+    scaled = scale_lengths(trace, divisor)
+    block_tokens = 512 // divisor
     for before, after in zip(trace, scaled, strict=True):
         assert after.hash_ids == before.hash_ids
         assert len(after.hash_ids) == -(-after.input_length // block_tokens)

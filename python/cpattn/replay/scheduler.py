@@ -56,6 +56,16 @@ class Batch:
     def num_tokens(self) -> int:
         return sum(self.extend_lens)
 
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens that prompts beginning here need not compute."""
+        return sum(chunk.begin for chunk in self.chunks if chunk.is_first)
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """Of each new token, within its sequence."""
+        return np.concatenate([np.arange(chunk.begin, chunk.end) for chunk in self.chunks])
+
 
 def prefill_batches(
     requests: Sequence[Request],

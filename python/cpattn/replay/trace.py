@@ -113,15 +113,15 @@ def generate_trace(num_requests: int, *, seed: int = 0) -> list[Request]:
     return requests
 
 
-def scale_lengths(requests: Sequence[Request], divisor: int) -> tuple[list[Request], int]:
-    """Requests of 1/divisor of the length, and the tokens of their hash blocks.
+def scale_lengths(requests: Sequence[Request], divisor: int) -> list[Request]:
+    """Requests of 1/divisor of the length; their hash blocks are of 512/divisor tokens.
 
     `divisor` divides 512, so that block boundaries stay block boundaries: the number of blocks,
     the sharing and (nearly) the hit rate of the trace are those of the full lengths.
     """
     if divisor < 1 or TRACE_BLOCK_TOKENS % divisor:
         raise ValueError(f"scale_lengths: divisor must divide {TRACE_BLOCK_TOKENS}, got {divisor}")
-    scaled = [
+    return [
         replace(
             request,
             input_length=-(-request.input_length // divisor),
@@ -129,7 +129,6 @@ def scale_lengths(requests: Sequence[Request], divisor: int) -> tuple[list[Reque
         )
         for request in requests
     ]
-    return scaled, TRACE_BLOCK_TOKENS // divisor
 
 
 def block_tokens_of(

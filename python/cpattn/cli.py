@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `cpattn` command: runs `cpattn.commands`, or says in one line what is not installed."""
+
+from __future__ import annotations
+
+import sys
+
+EXTRA_PACKAGES = ("click", "jinja2", "matplotlib", "rich", "torch")
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+def main() -> None:
+    """Entry point of the `cpattn` script and of ``python -m cpattn``."""
+    try:
+        from .commands import commands
+
+        commands(prog_name="cpattn")
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in EXTRA_PACKAGES:
+            raise
+        sys.exit(f"cpattn: {name} is not installed; pip install 'cpattn[cli]' brings it")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of `cpattn`, with click. What they need beyond it is imported when they run."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import __version__, torch_guard
+from .cli import INTERRUPTED
+
+STRATEGIES = ("zigzag", "interleave", "contiguous")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class _IntegerList(click.ParamType):  # type: ignore[type-arg]
+    name = "N,N,..."
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
+        if isinstance(value, list):
+            return value
+        try:
+            return [int(item) for item in value.split(",")]
+        except ValueError:
+            self.fail(f"{value!r} is not a comma-separated list of integers", param, ctx)
+
+
+_SIZE = click.IntRange(1)
+_STRATEGY = click.Choice(STRATEGIES)
+_INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
+_OUTPUT = click.Path(dir_okay=False, writable=True, path_type=Path)
+
+
+def _option(names: str, default: Any, text: str, kind: Any = None) -> Callable[[Any], Any]:
+    """An option whose help shows its default; `names` are separated by blanks."""
+    return click.option(*names.split(), default=default, help=text, type=kind, show_default=True)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__)
+def commands() -> None:
+    """Context-parallel attention for LLM serving on CPU."""
+
+
+@commands.command()
+@click.option("--lens", type=_IntegerList(), required=True, help="New tokens of each sequence.")
+@click.option("--prefix", type=_IntegerList(), help="Cached tokens of each sequence [default: 0].")
+@_option("--cp-size", 2, "Number of ranks.", _SIZE)
+@_option("--strategy", "zigzag", "How sequences are cut.", _STRATEGY)
+def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: str) -> None:
+    """Print the block map of a plan: which rank computes which tokens, and what they see.
+
+    \b
+    Two sequences, the second behind 64 cached tokens, over four ranks:
+      cpattn explain --lens 13,40 --prefix 0,64 --cp-size 4
+    """
+    from .explain import block_map
+
+    try:
+        text = block_map(
+            lens, [0] * len(lens) if prefix is None else prefix, cp_size=cp_size, strategy=strategy
+        )
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(text)
+
+
+@commands.command()
+@click.option(
+    "--trace", type=_INPUT, help="Mooncake trace, .jsonl or .jsonl.gz [default: generated]."
+)
+@_option("--requests num_requests", 64, "Requests to replay, from the start of the trace.", _SIZE)
+@_option("--scale-lengths", 8, "Divide all lengths, blocks too; a divisor of 512.", _SIZE)
+@_option("--seed", 1, "Seed of generated traffic, tokens and weights.", click.IntRange(0))
+@_option("--cp-size", 2, "Processes, one per rank.", _SIZE)
+@_option("--strategy", "zigzag", "How sequences are cut.", _STRATEGY)
+@_option("--token-budget", 4096, "New tokens in a batch; longer prompts are cut.", _SIZE)
+@_option("--max-sequences", 64, "Sequences in a batch.", _SIZE)
+@_option("--page-size", 32, "Tokens in a page; divides 512 / scale-lengths.", _SIZE)
+@_option("--pool-tokens", 24576, "Tokens that the KV pool holds.", _SIZE)
+@_option("--layers num_layers", 4, "Decoder layers.", _SIZE)
+@_option("--hidden-size", 512, "Width of the decoder.", _SIZE)
+@_option("--heads num_heads", 8, "Query heads.", _SIZE)
+@_option("--kv-heads num_kv_heads", 2, "Key/value heads.", _SIZE)
+@_option("--head-dim", 64, "Width of a head.", _SIZE)
+@_option("--intermediate-size", 1536, "Width of the MLP.", _SIZE)
+@_option("--dtype", "auto", "auto: bfloat16 if the CPU multiplies it.", click.Choice(DTYPES))
+@_option("--threads num_threads", 0, "Threads per rank; 0: cores / cp-size.", click.IntRange(0))
+@_option("--check/--no-check", True, "Compare with one process without cache.")
+@_option("--check-rows", 16, "Rows compared of each sequence in a batch.", _SIZE)
+@_option("--torch-baseline/--no-torch-baseline", True, "Time torch SDPA on the same batches.")
+@click.option("--json", "json_path", type=_OUTPUT, help="Write everything measured to this file.")
+@click.option("--html", "html_path", type=_OUTPUT, help="Write a report with plots to this file.")
+def replay(**options: Any) -> None:
+    """Replay serving traffic through context-parallel prefill.
+
+    Reads requests (lengths and hashes of 512-token blocks), keeps a paged KV pool with a prefix
+    cache over those blocks, forms prefill batches under a token budget, and runs each over
+    CP_SIZE processes through a small decoder with random weights. Prompts follow each other
+    as fast as they are computed; nothing is decoded.
+
+    Every prompt is computed again by one process, whole and in float32, and compared. Exit code
+    1 if a row differs by more than roundings explain, or if a process dies; 130 after Ctrl-C.
+
+    \b
+    About a minute on two cores:
+      cpattn replay --html report.html
+    A real trace at a quarter of its lengths, over four processes:
+      cpattn replay --trace conversation_trace.jsonl --requests 100 \\
+          --scale-lengths 4 --page-size 128 --pool-tokens 131072 --cp-size 4
+    """
+    message = torch_guard.prepare()
+    if message:
+        click.echo(message, err=True)
+    try:
+        passed = _replay(**options)
+    except KeyboardInterrupt:
+        click.echo("cpattn replay: interrupted, all processes ended", err=True)
+        sys.exit(INTERRUPTED)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    if not passed:
+        sys.exit(1)
+
+
+def _replay(
+    trace: Path | None,
+    num_requests: int,
+    json_path: Path | None,
+    html_path: Path | None,
+    **options: Any,
+) -> bool:
+    """Run, report, and say whether the check passed."""
+    from .replay.driver import replay as run
+    from .replay.processes import WorkerError
+    from .replay.report import Progress, print_report, write_json
+    from .replay.trace import generate_trace, read_trace
+
+    if html_path:
+        from .replay.page import write_html  # what it lacks is said before the run, not after
+    if trace:
+        requests = read_trace(trace, limit=num_requests)
+    else:
+        requests = generate_trace(num_requests, seed=options["seed"])
+    try:
+        with Progress() as progress:
+            report = run(requests, _settings(**options), progress=progress)
+    except WorkerError as error:
+        raise click.ClickException(f"{error}; all processes ended") from None
+    title = trace.name if trace else "generated traffic"
+    print_report(report, title)
+    if json_path:
+        write_json(report, json_path)
+    if html_path:
+        write_html(report, title, html_path)
+    return report.passed
+
+
+def _settings(*, dtype: str, seed: int, check: bool, check_rows: int, **options: Any) -> Any:
+    from .replay.driver import fast_dtype
+    from .replay.model import ModelConfig
+    from .replay.records import ReplayOptions
+
+    sizes = {
+        field.name: options.pop(field.name)
+        for field in dataclasses.fields(ModelConfig)
+        if field.name in options
+    }
+    model = ModelConfig(dtype=fast_dtype() if dtype == "auto" else dtype, seed=seed, **sizes)
+    return ReplayOptions(model=model, check_rows=check_rows if check else 0, **options)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of `cpattn replay`: schedule a batch, run it on all ranks, check it, write it down."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import cpattn
+
+from .check import Checker
+from .prefix_cache import PrefixCache
+from .processes import Work, WorkerConfig, Workers
+from .records import BatchRecord, ReplayOptions, ReplayReport
+from .scheduler import Batch, prefill_batches
+from .trace import Request, block_tokens_of, scale_lengths, unbounded_hits
+from .worker import PHASES, RankResult, peak_resident_bytes
+
+
+def replay(
+    requests: Sequence[Request],
+    options: ReplayOptions,
+    *,
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> ReplayReport:
+    """Replay `requests` over `options.cp_size` processes.
+
+    `progress` is called with the prompt tokens that are done, those there are, and what is being
+    done. WorkerError if a process dies.
+    """
+    begin = time.perf_counter()
+    requests = scale_lengths(requests, options.scale_lengths)
+    total = sum(request.input_length for request in requests)
+    cache = PrefixCache(
+        options.pool_tokens // options.page_size,
+        page_size=options.page_size,
+        block_tokens=options.block_tokens,
+    )
+    batches = prefill_batches(
+        requests, cache, token_budget=options.token_budget, max_sequences=options.max_sequences
+    )
+    batch: Batch | None = next(batches)  # refuses what can never run before any process starts
+    checker = _make_checker(options)
+    report = ReplayReport(
+        options=options,
+        environment=_environment(options),
+        num_requests=len(requests),
+        input_tokens=total,
+        unbounded_hit_tokens=sum(unbounded_hits(requests, options.block_tokens)),
+        tolerance=checker.tolerance if checker else None,
+    )
+    progress(0, total, f"starting {options.cp_size} processes")
+    done = 0
+    with Workers(_worker_config(options)) as workers:
+        while batch is not None:
+            progress(done, total, f"batch {batch.index}")
+            _step(batch, workers, checker, report)
+            done += batch.num_tokens + batch.hit_tokens
+            batch = next(batches, None)
+    if checker:
+        report.checked_rows = checker.num_rows
+        for record in report.batches:
+            record.max_error = checker.errors.get(record.index)
+    report.evictions = cache.evictions
+    report.check_peak_bytes = peak_resident_bytes()
+    report.wall_seconds = time.perf_counter() - begin
+    return report
+
+
+def _step(batch: Batch, workers: Workers, checker: Checker | None, report: ReplayReport) -> None:
+    """Run one batch, compare what it says, and add it to the report."""
+    rows = checker.sample_rows(batch) if checker else np.empty(0, dtype=np.int64)
+    results = workers.run(Work(batch, _token_ids(batch, report.options), rows))
+    report.batches.append(_record(batch, results))
+    report.hit_tokens += batch.hit_tokens
+    report.peak_bytes = [result.peak_bytes for result in results]
+    if checker:
+        begin = time.perf_counter()
+        hidden = results[0].rows
+        assert hidden is not None
+        checker.compare(batch, rows, hidden)
+        report.check_seconds += time.perf_counter() - begin
+
+
+def fast_dtype() -> str:
+    """bfloat16 where the kernels have an instruction for its products, else float32."""
+    return "bfloat16" if cpattn.active_isa() in ("avx512bf16", "amx", "neonbf16") else "float32"
+
+
+def _make_checker(options: ReplayOptions) -> Checker | None:
+    if not options.check_rows:
+        return None
+    return Checker(
+        options.model, block_tokens=options.block_tokens, rows_per_chunk=options.check_rows
+    )
+
+
+def _threads(options: ReplayOptions) -> int:
+    return options.num_threads or max(1, len(os.sched_getaffinity(0)) // options.cp_size)
+
+
+def _worker_config(options: ReplayOptions) -> WorkerConfig:
+    return WorkerConfig(
+        model=options.model,
+        cp_size=options.cp_size,
+        strategy=options.strategy,
+        page_size=options.page_size,
+        num_pages=options.pool_tokens // options.page_size,
+        num_threads=_threads(options),
+        torch_baseline=options.torch_baseline,
+        timeout_seconds=options.timeout_seconds,
+    )
+
+
+def _token_ids(batch: Batch, options: ReplayOptions) -> Any:
+    return np.concatenate(
+        [
+            block_tokens_of(
+                chunk.request,
+                chunk.begin,
+                chunk.end,
+                block_tokens=options.block_tokens,
+                vocab_size=options.model.vocab_size,
+                seed=options.model.seed,
+            )
+            for chunk in batch.chunks
+        ]
+    )
+
+
+def _record(batch: Batch, results: Sequence[RankResult]) -> BatchRecord:
+    torch_seconds = [r.torch_seconds for r in results if r.torch_seconds is not None]
+    differences = [r.torch_difference for r in results if r.torch_difference is not None]
+    return BatchRecord(
+        index=batch.index,
+        num_sequences=len(batch.chunks),
+        num_chunks=sum(not (chunk.is_first and chunk.is_last) for chunk in batch.chunks),
+        new_tokens=batch.num_tokens,
+        prefix_tokens=sum(batch.prefix_lens),
+        seconds=max(sum(result.seconds.values()) for result in results),
+        phases={
+            phase: float(np.mean([result.seconds[phase] for result in results])) for phase in PHASES
+        },
+        rank_rows=[result.num_rows for result in results],
+        rank_pairs=[result.num_pairs for result in results],
+        rank_attention_seconds=[result.seconds["attention"] for result in results],
+        torch_seconds=float(np.mean(torch_seconds)) if torch_seconds else None,
+        torch_difference=max(differences) if differences else None,
+    )
+
+
+def _environment(options: ReplayOptions) -> dict[str, Any]:
+    return {
+        "cpattn": cpattn.__version__,
+        "isa": cpattn.active_isa(),
+        "torch": torch.__version__,
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads_per_rank": _threads(options),
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

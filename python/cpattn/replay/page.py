@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTML report: one self-contained page of figures, plots as SVG, and the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jinja2
+
+from .plots import COLORS, plots
+from .records import ReplayReport
+from .report import figures, summarize, table_header, table_row
+from .worker import PHASES
+
+
+def write_html(report: ReplayReport, title: str, path: Path) -> None:
+    """Write the page; it loads nothing from elsewhere."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("cpattn.replay", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("report.html.j2").render(
+        title=title,
+        report=report,
+        summary=summarize(report),
+        figures=figures(report),
+        plots=plots(report),
+        colors=COLORS,
+        phases=PHASES,
+        header=table_header(report),
+        rows=[table_row(batch, report) for batch in report.batches],
+    )
+    path.write_text(page)

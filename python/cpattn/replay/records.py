@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replay is told, and what it writes down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .model import ModelConfig
+from .trace import TRACE_BLOCK_TOKENS
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """How to replay; lengths in tokens are those after scaling."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cp_size: int = 2
+    strategy: str = "zigzag"
+    page_size: int = 32
+    token_budget: int = 4096
+    pool_tokens: int = 32768
+    scale_lengths: int = 8
+    max_sequences: int = 64
+    num_threads: int = 0  # of each rank; 0: the machine's cores divided among the ranks
+    check_rows: int = 16  # of each chunk; 0: no check
+    torch_baseline: bool = True
+    timeout_seconds: float = 300.0
+
+    @property
+    def block_tokens(self) -> int:
+        return TRACE_BLOCK_TOKENS // self.scale_lengths
+
+    def __post_init__(self) -> None:
+        for name in ("cp_size", "page_size", "token_budget", "pool_tokens", "max_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"ReplayOptions: {name} must be >= 1, got {getattr(self, name)}")
+        for name in ("num_threads", "check_rows"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"ReplayOptions: {name} must be >= 0, got {getattr(self, name)}")
+
+
+@dataclass
+class BatchRecord:
+    """One line of the report; times in seconds, the slowest rank's total being the batch's."""
+
+    index: int
+    num_sequences: int
+    num_chunks: int  # sequences that are not whole prompts: chunked prefill
+    new_tokens: int
+    prefix_tokens: int  # keys in the pool before the pass
+    seconds: float
+    phases: dict[str, float]  # mean over ranks
+    rank_rows: list[int]
+    rank_pairs: list[int]
+    rank_attention_seconds: list[float]
+    torch_seconds: float | None  # as attention: mean over ranks
+    torch_difference: float | None
+    max_error: float | None = None  # against the check; None if unchecked
+
+
+@dataclass
+class ReplayReport:
+    """Everything that was measured; `dataclasses.asdict` of it is the JSON report."""
+
+    options: ReplayOptions
+    environment: dict[str, Any]
+    num_requests: int
+    input_tokens: int
+    unbounded_hit_tokens: int
+    tolerance: float | None  # None: no check
+    batches: list[BatchRecord] = field(default_factory=list)
+    hit_tokens: int = 0
+    evictions: int = 0
+    checked_rows: int = 0
+    peak_bytes: list[int] = field(default_factory=list)  # by rank
+    check_peak_bytes: int = 0  # of the parent, which runs the check
+    check_seconds: float = 0.0
+    wall_seconds: float = 0.0  # all of it, set-up too
+
+    @property
+    def passed(self) -> bool:
+        """Every row that was compared is within the tolerance (also if none was)."""
+        if self.tolerance is None:
+            return True
+        return all((batch.max_error or 0.0) <= self.tolerance for batch in self.batches)
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(batch.new_tokens for batch in self.batches)
+
+    @property
+    def run_seconds(self) -> float:
+        """Forward passes only: neither set-up nor check nor baseline."""
+        return sum(batch.seconds for batch in self.batches)

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replay measured: a progress bar while it runs, then a table and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+from .records import BatchRecord, ReplayReport
+from .worker import PHASES
+
+_MAX_LINES = 40  # batches in the table of the terminal
+_SHORT = {"metadata": "meta", "attention": "attn"}
+_CAPTION = (
+    "ms, phases: mean over ranks; balance: most query-key pairs of a rank / mean; "
+    "torch: attention by SDPA after gathering the pages; error: largest, against the check"
+)
+
+
+class Progress:
+    """A bar on stderr, if that is a terminal; `driver.replay` calls it."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._bar = RichProgress(
+            TextColumn("{task.description:<24}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("prompt tokens"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=None)
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        self._bar.update(self._task, completed=done, total=total, description=what)
+
+
+def summarize(report: ReplayReport) -> dict[str, Any]:
+    """The figures over all batches; shared by the table, the JSON and the HTML."""
+    batches = report.batches
+    phases = {phase: sum(batch.phases[phase] for batch in batches) for phase in PHASES}
+    pairs = [sum(rank) for rank in zip(*(b.rank_pairs for b in batches), strict=True)]
+    attention = [sum(r) for r in zip(*(b.rank_attention_seconds for b in batches), strict=True)]
+    torch_seconds = [b.torch_seconds for b in batches if b.torch_seconds is not None]
+    errors = [b.max_error for b in batches if b.max_error is not None]
+    model = report.options.model
+    # Two products of head_dim multiply-adds per pair and head.
+    flops = 4 * sum(pairs) * model.num_heads * model.head_dim * model.num_layers
+    return {
+        "batches": len(batches),
+        "new_tokens": report.new_tokens,
+        "hit_rate": report.hit_tokens / report.input_tokens,
+        "unbounded_hit_rate": report.unbounded_hit_tokens / report.input_tokens,
+        "run_seconds": report.run_seconds,
+        "new_tokens_per_second": report.new_tokens / report.run_seconds,
+        "prompt_tokens_per_second": report.input_tokens / report.run_seconds,
+        "phase_seconds": phases,
+        "attention_gflops_per_second": flops / phases["attention"] / 1e9,
+        "balance_pairs": imbalance(pairs),
+        "balance_attention_seconds": imbalance(attention),
+        "torch_attention_seconds": sum(torch_seconds) if torch_seconds else None,
+        "speedup_over_torch": sum(torch_seconds) / phases["attention"] if torch_seconds else None,
+        "peak_bytes_per_rank": max(report.peak_bytes),
+        "max_error": max(errors) if errors else None,
+        "tolerance": report.tolerance,
+        "passed": report.passed,
+    }
+
+
+def imbalance(per_rank: list[Any]) -> float:
+    """The most loaded rank over the mean: 1 is perfect, the number of ranks the worst."""
+    mean = sum(per_rank) / len(per_rank)
+    return float(max(per_rank) / mean) if mean else 1.0
+
+
+def print_report(report: ReplayReport, title: str, console: Console | None = None) -> None:
+    """The table and the figures below it, on stdout."""
+    console = console or Console()
+    table = _table(report, title)
+    if not console.is_terminal:  # a file has no width
+        console = Console(file=console.file, width=100)
+    if console.width < 90:
+        table.padding = 0
+    console.print(Group(table, _figures(report)))
+
+
+def _table(report: ReplayReport, title: str) -> Table:
+    options = report.options
+    table = Table(
+        title=f"{title}: {options.strategy} over {options.cp_size} ranks, {options.model.dtype}",
+        title_justify="left",
+        title_style="bold",
+        caption=_CAPTION,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for name in table_header(report):
+        table.add_column(name, justify="right", no_wrap=True)
+    for batch in report.batches[:_MAX_LINES]:
+        bad = report.tolerance is not None and (batch.max_error or 0.0) > report.tolerance
+        table.add_row(*table_row(batch, report), style="red" if bad else "")
+    if len(report.batches) > _MAX_LINES:
+        table.add_row("...", f"+{len(report.batches) - _MAX_LINES}")
+    return table
+
+
+def table_header(report: ReplayReport) -> list[str]:
+    """Names of the columns of `table_row`; times in ms, torch being attention by torch."""
+    phases = [_SHORT.get(phase, phase) for phase in PHASES]
+    header = ["#", "seqs", "new", "prefix", "tok/s", "ms", *phases, "balance"]
+    if report.options.torch_baseline:
+        header.append("torch")
+    if report.tolerance is not None:
+        header.append("error")
+    return header
+
+
+def table_row(batch: BatchRecord, report: ReplayReport) -> list[str]:
+    """One batch as text."""
+    cells = [
+        str(batch.index),
+        str(batch.num_sequences),
+        f"{batch.new_tokens:,}",
+        f"{batch.prefix_tokens:,}",
+        f"{batch.new_tokens / batch.seconds:,.0f}",
+        _ms(batch.seconds),
+        *(_ms(batch.phases[phase]) for phase in PHASES),
+        f"{imbalance(batch.rank_pairs):.3f}",
+    ]
+    if report.options.torch_baseline:
+        cells.append(_ms(batch.torch_seconds))
+    if report.tolerance is not None:
+        cells.append("-" if batch.max_error is None else f"{batch.max_error:.1e}")
+    return cells
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:,.{0 if seconds >= 0.1 else 1}f}"
+
+
+def figures(report: ReplayReport) -> list[tuple[str, str]]:
+    """The summary as (name, text) lines."""
+    s, options = summarize(report), report.options
+    total = sum(s["phase_seconds"].values())
+    shares = ", ".join(f"{p} {100 * t / total:.1f} %" for p, t in s["phase_seconds"].items())
+    lines = [
+        (
+            "traffic",
+            f"{report.num_requests} requests, {report.input_tokens:,} prompt tokens "
+            f"(lengths / {options.scale_lengths}) in {s['batches']} batches",
+        ),
+        (
+            "prefix hits",
+            f"{100 * s['hit_rate']:.1f} % of the prompt tokens (unbounded cache: "
+            f"{100 * s['unbounded_hit_rate']:.1f} %), {report.evictions} blocks evicted",
+        ),
+        (
+            "throughput",
+            f"{s['new_tokens_per_second']:,.0f} new tokens/s, "
+            f"{s['prompt_tokens_per_second']:,.0f} prompt tokens/s with the hits",
+        ),
+        ("time", f"{s['run_seconds']:.2f} s: {shares}"),
+        (
+            "balance",
+            f"{s['balance_pairs']:.3f} by query-key pairs, "
+            f"{s['balance_attention_seconds']:.3f} by measured attention (slowest rank / mean)",
+        ),
+        (
+            "attention",
+            f"{s['attention_gflops_per_second']:,.0f} GFLOP/s over {options.cp_size} ranks of "
+            f"{report.environment['threads_per_rank']} thread(s), "
+            f"{report.environment['isa']}",
+        ),
+    ]
+    if s["speedup_over_torch"]:
+        lines.append(
+            (
+                "torch SDPA",
+                f"{s['torch_attention_seconds']:.2f} s after gathering the pages, cpattn "
+                f"{s['phase_seconds']['attention']:.2f} s: {s['speedup_over_torch']:.2f} times",
+            )
+        )
+    lines.append(
+        (
+            "peak memory",
+            f"{s['peak_bytes_per_rank'] / 2**20:,.0f} MiB in a rank, "
+            f"{report.check_peak_bytes / 2**20:,.0f} MiB in the parent",
+        )
+    )
+    lines.append(("check", check_line(report)))
+    return lines
+
+
+def check_line(report: ReplayReport) -> str:
+    """One sentence: were the results right?"""
+    if report.tolerance is None:
+        return "not asked for"
+    worst = max((b.max_error or 0.0 for b in report.batches), default=0.0)
+    verdict = "passed" if report.passed else "FAILED"
+    return (
+        f"{verdict}: {report.checked_rows:,} rows against one process without cache, largest "
+        f"error {worst:.1e}, tolerance {report.tolerance:.1e} ({report.check_seconds:.1f} s)"
+    )
+
+
+def _figures(report: ReplayReport) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 1))
+    grid.add_column(style="bold")
+    grid.add_column()
+    for name, text in figures(report):
+        style = ("green" if report.passed else "bold red") if name == "check" else ""
+        grid.add_row(name, Text(text, style=style))
+    return grid
+
+
+def write_json(report: ReplayReport, path: Path) -> None:
+    """Options, environment, every batch, and the summary."""
+    content = {"summary": summarize(report), **dataclasses.asdict(report)}
+    for record in (content["summary"], *content["batches"]):
+        if record["max_error"] == math.inf:  # JSON has no infinity
+            record["max_error"] = "inf"
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")

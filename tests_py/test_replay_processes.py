@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole replay over several processes, and what becomes of them when one is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from cpattn.replay.driver import replay
+from cpattn.replay.model import ModelConfig
+from cpattn.replay.prefix_cache import Lease
+from cpattn.replay.processes import Work, WorkerConfig, WorkerError, Workers
+from cpattn.replay.records import ReplayOptions
+from cpattn.replay.scheduler import Batch, Chunk
+from cpattn.replay.trace import Request, generate_trace
+
+SMALL = ModelConfig(
+    num_layers=2, hidden_size=64, num_heads=4, head_dim=16, intermediate_size=96, vocab_size=64
+)
+OPTIONS = ReplayOptions(
+    model=SMALL,
+    page_size=4,
+    token_budget=300,
+    pool_tokens=1000,
+    scale_lengths=64,
+    num_threads=1,
+    check_rows=8,
+    timeout_seconds=60,
+)
+CASES = [
+    pytest.param("zigzag", 2, "float32"),
+    pytest.param("interleave", 3, "bfloat16", marks=pytest.mark.slow),
+    pytest.param("contiguous", 2, "float16", marks=pytest.mark.slow),
+    pytest.param("zigzag", 4, "bfloat16", marks=pytest.mark.slow),
+    pytest.param("zigzag", 1, "float32", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("strategy", "cp_size", "dtype"), CASES)
+def test_every_batch_is_right(strategy: str, cp_size: int, dtype: str) -> None:
+    options = replace(
+        OPTIONS, strategy=strategy, cp_size=cp_size, model=replace(SMALL, dtype=dtype)
+    )
+    steps: list[tuple[int, int, str]] = []
+    report = replay(generate_trace(30, seed=1), options, progress=lambda *step: steps.append(step))
+    assert report.passed
+    assert report.tolerance is not None
+    assert all(batch.max_error is not None for batch in report.batches)
+    assert 0 < max(batch.max_error or 0.0 for batch in report.batches) <= report.tolerance
+    assert report.evictions > 0
+    assert sum(batch.num_chunks for batch in report.batches) > 0
+    assert report.new_tokens + report.hit_tokens == report.input_tokens
+    assert report.hit_tokens <= report.unbounded_hit_tokens
+    for batch in report.batches:
+        assert sum(batch.rank_rows) == batch.new_tokens
+        assert set(batch.phases) == {"metadata", "gather", "attention", "rest"}
+        assert all(seconds > 0 for seconds in batch.phases.values())
+        assert batch.torch_seconds is not None
+        assert batch.torch_seconds > 0
+        assert batch.torch_difference is not None
+        assert batch.torch_difference < report.tolerance
+    assert [done for done, _, _ in steps] == sorted(done for done, _, _ in steps)
+    assert {total for _, total, _ in steps} == {report.input_tokens}
+    assert len(report.peak_bytes) == cp_size
+    assert min(report.peak_bytes) > 50 * 2**20
+
+
+def config_of(options: ReplayOptions) -> WorkerConfig:
+    return WorkerConfig(
+        model=options.model,
+        cp_size=2,
+        strategy="zigzag",
+        page_size=options.page_size,
+        num_pages=10,
+        num_threads=1,
+        torch_baseline=False,
+        timeout_seconds=60,
+    )
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_killed_worker_ends_the_others() -> None:
+    with Workers(config_of(OPTIONS)) as workers:
+        pids = workers.pids
+        # The ranks wait for work; the parent waits for answers.
+        threading.Timer(0.3, os.kill, (pids[1], signal.SIGKILL)).start()
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match=r"^rank 1 \(process \d+\) was killed by SIGKILL$"):
+            workers._collect()
+        assert time.monotonic() - start < 10
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_failing_worker_says_why() -> None:
+    lease = Lease(blocks=(), cached_tokens=0)
+    chunk = Chunk(0, Request(0, 3, 1, (0,)), lease, begin=0, end=3)
+    pages = np.array([[10]], dtype=np.int32)  # one more than there are
+    batch = Batch(0, (chunk,), [3], [0], pages, slots=np.arange(40, 43))
+    message = r"^rank \d failed: (ValueError|RuntimeError): .*(slots must be below|refused its arg)"
+    with Workers(config_of(OPTIONS)) as workers, pytest.raises(WorkerError, match=message):
+        workers.run(Work(batch, token_ids=np.arange(3), rows=np.arange(3)))
