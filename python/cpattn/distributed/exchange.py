@@ -97,24 +97,39 @@ class RowExchange:
         return rows.T.tolist()
 
     def _exchange(self, call: str, buffer: torch.Tensor, rows_per_rank: Sequence[int]) -> None:
-        """Send this rank's rows of buffer to every peer and receive theirs, all in place."""
+        """Send this rank's rows of buffer to every peer and receive theirs, all in place.
+
+        When a peer fails, the others are served all the same: a rank that gave up early would be
+        missing to them, and they would name it.
+        """
         blocks = buffer.split(list(rows_per_rank))
+        failures: dict[int, RuntimeError] = {}
         pending: list[tuple[int, Any]] = []
-        silent = self.rank
-        try:
-            for silent, peer in self._peers.items():
-                if len(blocks[silent]):
-                    pending.append((silent, dist.irecv(blocks[silent], peer, self._group)))
-            for silent, peer in self._peers.items():
-                if len(blocks[self.rank]):
-                    pending.append((silent, dist.isend(blocks[self.rank], peer, self._group)))
-            for silent, work in pending:  # noqa: B007
+        posts: list[tuple[Any, int, torch.Tensor]] = []
+        posts += [(dist.irecv, rank, blocks[rank]) for rank in self._peers]
+        posts += [(dist.isend, rank, blocks[self.rank]) for rank in self._peers]
+        for post, rank, block in posts:
+            if len(block):
+                with _noting(failures, rank):
+                    pending.append((rank, post(block, self._peers[rank], self._group)))
+        for rank, work in pending:
+            with _noting(failures, rank):
                 work.wait()
-        except RuntimeError as error:
+        if failures:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # rows may still arrive in the old one
+            error = next(iter(failures.values()))
             raise RuntimeError(
-                f"ContextParallel.{call}: rank {silent} of {self.size} did not answer: {error}"
+                f"ContextParallel.{call}: {_ranks(sorted(failures))} of {self.size} did not "
+                f"answer: {error}"
             ) from error
+
+
+@contextlib.contextmanager
+def _noting(failures: dict[int, RuntimeError], rank: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        failures.setdefault(rank, error)
 
 
 def _require_agreement(call: str, terms: Sequence[list[int]]) -> None:
