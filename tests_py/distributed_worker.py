@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -308,6 +309,22 @@ def run_loss(rank: int, how: str) -> tuple[str, float]:
             os.kill(os.getpid(), signal.SIGKILL)
     k, v = (cp.shard(plan, torch.zeros(plan.num_tokens, 2, 256)) for _ in "kv")
     return _error_of(lambda: cp.write_kv(plan, k, v, batch.k_cache, batch.v_cache))
+
+
+def run_interrupt(rank: int) -> float:
+    """How long Ctrl-C takes to end a wait for rank 1, which does not come."""
+    if rank == 1:
+        return 0.0
+    cp = ContextParallel(dist.group.WORLD, page_size=4)
+    plan = cp.plan([8], block_tables=[[0, 1]])
+    delay = 0.2
+    start = time.monotonic()
+    threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        cp.gather(plan, torch.zeros(4, 1))
+    except KeyboardInterrupt:
+        return time.monotonic() - start - delay
+    raise AssertionError("not interrupted")
 
 
 def run_subgroup(rank: int, case: Case) -> dict | str:

@@ -202,6 +202,11 @@ def test_lost_rank_is_named_within_the_timeout(tmp_path, how):
         assert seconds < timeout + 5
 
 
+def test_interrupt_ends_a_wait(tmp_path):
+    seconds, _ = run_world(2, tmp_path, worker.run_interrupt)
+    assert seconds < 2
+
+
 def test_subgroup(tmp_path):
     case = Case("subgroup", (13, 4), (2, 9))
     expected, magnitude, _ = expected_of(case)
