@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -16,6 +17,7 @@ _CALLS = ("write_kv", "gather")
 # What the ranks compare before an exchange, int64 each. The first difference is reported.
 _TERMS = ("refused", "sequence", "call", *PLAN_TERMS, "rows")
 _ROW_ALIGNMENT = 16  # bytes, so that each part of a row can be viewed as its dtype
+_EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 def digest(*values: Any) -> int:
@@ -44,7 +46,7 @@ class RowExchange:
             if rank != self.rank
         }
         self._sequence = 0
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = _EMPTY
 
     @contextlib.contextmanager
     def agreement(self, call: str, plan_terms: Sequence[int]) -> Iterator[list[torch.Tensor]]:
@@ -76,9 +78,10 @@ class RowExchange:
         num_bytes = [part.shape[1] * part.element_size() for part in parts]
         strides = [-(-n // _ROW_ALIGNMENT) * _ROW_ALIGNMENT for n in num_bytes]
         total = num_rows * sum(strides)
-        if self._buffer.numel() < total:
-            self._buffer = torch.empty(total, dtype=torch.uint8)
-        buffer = self._buffer[:total].view(num_rows, sum(strides))
+        storage, self._buffer = self._buffer, _EMPTY  # given up if rows might still arrive in it
+        if storage.numel() < total:
+            storage = torch.empty(total, dtype=torch.uint8)
+        buffer = storage[:total].view(num_rows, sum(strides))
         columns = [
             column[:, :n].view(part.dtype)
             for column, n, part in zip(buffer.split(strides, 1), num_bytes, parts, strict=True)
@@ -87,6 +90,7 @@ class RowExchange:
         for column, part in zip(columns, parts, strict=True):
             column[begin : begin + len(part)] = part
         self._exchange(call, buffer, rows_per_rank)
+        self._buffer = storage
         return columns
 
     def _all_terms(self, call: str, terms: Sequence[int]) -> list[list[int]]:
@@ -97,24 +101,49 @@ class RowExchange:
         return rows.T.tolist()
 
     def _exchange(self, call: str, buffer: torch.Tensor, rows_per_rank: Sequence[int]) -> None:
-        """Send this rank's rows of buffer to every peer and receive theirs, all in place."""
+        """Send this rank's rows of buffer to every peer and receive theirs, all in place.
+
+        When a peer fails, the others are served all the same: a rank that gave up early would be
+        missing to them, and they would name it.
+        """
         blocks = buffer.split(list(rows_per_rank))
+        posts: list[tuple[Any, int, torch.Tensor]] = []
+        posts += [(dist.irecv, rank, blocks[rank]) for rank in self._peers]
+        posts += [(dist.isend, rank, blocks[self.rank]) for rank in self._peers]
         pending: list[tuple[int, Any]] = []
-        silent = self.rank
-        try:
-            for silent, peer in self._peers.items():
-                if len(blocks[silent]):
-                    pending.append((silent, dist.irecv(blocks[silent], peer, self._group)))
-            for silent, peer in self._peers.items():
-                if len(blocks[self.rank]):
-                    pending.append((silent, dist.isend(blocks[self.rank], peer, self._group)))
-            for silent, work in pending:  # noqa: B007
-                work.wait()
-        except RuntimeError as error:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # rows may still arrive in the old one
+        failures: dict[int, Exception] = {}
+        for post, rank, block in posts:
+            if len(block):
+                with _noting(failures, rank):
+                    pending.append((rank, post(block, self._peers[rank], self._group)))
+        _wait(pending, failures)
+        if failures:
+            error = next(iter(failures.values()))
             raise RuntimeError(
-                f"ContextParallel.{call}: rank {silent} of {self.size} did not answer: {error}"
+                f"ContextParallel.{call}: {_ranks(sorted(failures))} of {self.size} did not "
+                f"answer: {error}"
             ) from error
+
+
+def _wait(pending: Sequence[tuple[int, Any]], failures: dict[int, Exception]) -> None:
+    """Wait for all pending works, in a thread: Ctrl-C ends a join, but no wait of a backend."""
+
+    def wait() -> None:
+        for rank, work in pending:
+            with _noting(failures, rank):
+                work.wait()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join()
+
+
+@contextlib.contextmanager
+def _noting(failures: dict[int, Exception], rank: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        failures.setdefault(rank, error)
 
 
 def _require_agreement(call: str, terms: Sequence[list[int]]) -> None:

@@ -90,7 +90,7 @@ def make_plan(
 
 def _index_array(name: str, values: Any, ndim: int) -> NDArray[np.int64]:
     """A copy of an index argument."""
-    array = np.array(values)
+    array = values.numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     if array.size == 0:
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":

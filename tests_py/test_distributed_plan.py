@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans and refusals of ContextParallel, in a world of one rank."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cpattn
+from cpattn.distributed import ContextParallel
+from cpattn.distributed.plan import make_plan
+
+TABLES = np.array([[5, 3, 9], [2, 7, 0]])  # page_size 4: 9 and 6 tokens use 3 and 2 pages
+LENS = ([4, 6], [9, 6])
+
+
+@pytest.fixture(scope="module")
+def cp(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(minutes=1))
+    yield ContextParallel(dist.group.WORLD, page_size=4)
+    dist.destroy_process_group()
+
+
+def test_slots_are_where_the_block_tables_have_the_tokens(cp):
+    plan = cp.plan(*LENS, block_tables=TABLES)
+    assert plan.slots.tolist() == [13, 14, 15, 36, 8, 9, 10, 11, 28, 29]
+    assert plan.block_tables.tolist() == [[5, 3, 9], [2, 7, -1]]
+    assert plan.rows_per_rank == (10,)
+    with pytest.raises(ValueError, match="read-only"):
+        plan.slots[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        plan.block_tables[0, 0] = 1
+
+
+@pytest.mark.parametrize("as_index", [list, tuple, torch.tensor, np.int32, np.int64], ids=repr)
+def test_index_arguments_may_be_any_container_of_integers(cp, as_index):
+    slots = cp.plan(*LENS, block_tables=TABLES).slots.tolist()
+    plan = cp.plan(
+        as_index(LENS[0]),
+        as_index(LENS[1]),
+        block_tables=as_index(TABLES.tolist()),
+        out_cache_loc=as_index(slots),
+    )
+    assert plan == cp.plan(*LENS, block_tables=TABLES)
+
+
+def test_plans_are_equal_if_their_tokens_pages_and_slots_are(cp):
+    plan = cp.plan(*LENS, block_tables=TABLES)
+    unused = TABLES.copy()
+    unused[1, 2] = 99
+    assert plan == cp.plan(*LENS, block_tables=unused)
+    assert plan != cp.plan(*LENS, block_tables=TABLES + 1)
+    assert plan != cp.plan(*LENS, block_tables=TABLES, num_tokens=11)
+    assert plan != cp.plan(*LENS, block_tables=TABLES, out_cache_loc=[-1] * 10)
+
+
+def test_padding_tokens_are_not_written_and_see_pages_of_their_request(cp):
+    plan = cp.plan(*LENS, block_tables=TABLES, num_tokens=20)  # the last request gets 16 tokens
+    assert plan.slots.tolist()[10:] == [-1] * 10
+    assert plan.block_tables.tolist() == [[5, 3, 9, -1], [2, 7, 2, 2]]
+    chosen = [*plan.slots[:10], *range(10)]
+    assert cp.plan(
+        *LENS, block_tables=TABLES, num_tokens=20, out_cache_loc=chosen
+    ).slots.tolist() == list(chosen)
+
+
+def test_unwritten_slots_keep_what_they_hold(cp):
+    slots = cp.plan(*LENS, block_tables=TABLES).slots.copy()
+    slots[[1, 5]] = -1
+    plan = cp.plan(*LENS, block_tables=TABLES, out_cache_loc=slots)
+    k = torch.arange(20.0).view(10, 1, 2)
+    pools = torch.full((2, 10, 4, 1, 2), torch.nan)  # paged
+    cp.write_kv(plan, cp.shard(plan, k), cp.shard(plan, -k), *pools)
+    written = slots >= 0
+    for pool, rows in zip(pools.flatten(1, 2), (k, -k), strict=True):
+        assert torch.equal(pool[slots[written]], rows[torch.tensor(written)])
+        assert pool.isfinite().all((1, 2)).sum() == 8
+
+
+def test_out_receives_the_result(cp):
+    plan = cp.plan(*LENS, block_tables=TABLES)
+    k_cache, v_cache = torch.randn(2, 40, 1, 16)
+    q = torch.randn(10, 2, 16)
+    out = torch.empty(10, 2, 16)
+    result = cp.attend(plan, q, k_cache, v_cache, scale=0.5, out=out)
+    assert result.data_ptr() == out.data_ptr()
+    assert torch.equal(out, cp.attend(plan, q, k_cache, v_cache, scale=0.5))
+    assert not torch.equal(out, cp.attend(plan, q, k_cache, v_cache))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=6),
+    st.integers(1, 9),
+    st.sampled_from(["zigzag", "interleave", "contiguous"]),
+    st.integers(0, 7),
+)
+def test_gathered_rows_of_all_ranks_agree_and_restore_the_token_order(
+    lens, cp_size, strategy, padding
+):
+    extends = [n for n, _ in lens]
+    tables = np.arange(len(lens) * 80).reshape(len(lens), 80)
+    plans = [
+        make_plan(
+            metadata,
+            extends,
+            block_tables=tables,
+            out_cache_loc=None,
+            page_size=1,
+            pad_to_physical=False,
+        )
+        for metadata in cpattn.build_cp_metadata_all_ranks(
+            extends,
+            [n + p for n, p in lens],
+            cp_size=cp_size,
+            strategy=strategy,
+            num_tokens=sum(extends) + padding,
+        )
+    ]
+    for plan in plans:
+        assert plan.terms == plans[0].terms
+        assert plan.rows_per_rank == plans[0].rows_per_rank
+    rows = np.concatenate([plan.metadata.local_q_indices for plan in plans])
+    np.testing.assert_array_equal(rows[plans[0].gathered_rows], np.arange(plans[0].num_tokens))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"block_tables": TABLES[:, :2]}, ValueError, r"\[2, >= 3\], got shape \[2, 2\]"),
+        ({"block_tables": TABLES[:1]}, ValueError, r"\[2, >= 3\], got shape \[1, 3\]"),
+        ({"block_tables": TABLES[0]}, ValueError, "block_tables must have 2 dimensions"),
+        ({"block_tables": TABLES * 1.0}, TypeError, "block_tables must be integers, got float64"),
+        ({"block_tables": TABLES - 3}, ValueError, r"got block_tables\[1, 0\] = -1"),
+        ({"block_tables": TABLES + 2**31}, ValueError, r"got block_tables\[0, 0\] = 2147483653"),
+        ({"out_cache_loc": [0] * 9}, ValueError, "out_cache_loc must have 10 entries"),
+        ({"out_cache_loc": [-1, -2] + [-1] * 8}, ValueError, r"out_cache_loc\[1\].*-1 or 14.*-2"),
+        ({"out_cache_loc": [-1, 13] + [-1] * 8}, ValueError, r"out_cache_loc\[1\].*-1 or 14.*13"),
+        (
+            {"out_cache_loc": [-1] * 10 + [-2], "num_tokens": 11},
+            ValueError,
+            r"out_cache_loc\[10\] must be -1 or >= 0, got -2",
+        ),
+        ({"out_cache_loc": [True] * 10}, TypeError, "out_cache_loc must be integers, got bool"),
+        ({"num_tokens": 9}, ValueError, "num_tokens"),
+        ({"seq_lens": [3, 6]}, ValueError, "seq_lens"),
+    ],
+)
+def test_plan_refuses(cp, changes, error, message):
+    arguments = {"extend_lens": LENS[0], "seq_lens": LENS[1], "block_tables": TABLES}
+    with pytest.raises(error, match=message):
+        cp.plan(**(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k_local": torch.zeros(9, 1, 2)}, "k_local must have at least the 10 rows of rank 0"),
+        ({"v_local": torch.zeros(10, 2)}, r"v_cache must be .* got \[40, 1, 2\] for \[10, 2\]"),
+        ({"v_cache": torch.zeros(40, 1, 3)}, r"v_cache must be .* got \[40, 1, 3\]"),
+        ({"k_cache": torch.zeros(5, 8, 1, 2)}, r"k_cache must be .*\[num_pages, 4,"),
+        ({"k_cache": torch.zeros(40, 1, 2).half()}, "contiguous torch.float32, got torch.float16"),
+        ({"k_cache": torch.zeros(40, 1, 4)[..., ::2]}, r"of strides \[4, 4, 2\]"),
+        ({"v_cache": torch.zeros(36, 1, 2)}, r"below the 36 rows of v_cache, got slots\[3\] = 36"),
+    ],
+)
+def test_write_kv_refuses_and_writes_nothing(cp, changes, message):
+    plan = cp.plan(*LENS, block_tables=TABLES)
+    tensors = {
+        "k_local": torch.ones(10, 1, 2),
+        "v_local": torch.ones(10, 1, 2),
+        "k_cache": torch.zeros(40, 1, 2),
+        "v_cache": torch.zeros(40, 1, 2),
+    } | changes
+    with pytest.raises(ValueError, match=message):
+        cp.write_kv(plan, **tensors)
+    assert not tensors["k_cache"].any()
+    assert not tensors["v_cache"].any()
+
+
+def test_other_refusals(cp):
+    with pytest.raises(TypeError, match="group must be a ProcessGroup, got None"):
+        ContextParallel(None, page_size=4)
+    with pytest.raises(ValueError, match="page_size must be positive, got 0"):
+        ContextParallel(dist.group.WORLD, page_size=0)
+    with pytest.raises(ValueError, match="strategy"):
+        ContextParallel(dist.group.WORLD, strategy="zigzig", page_size=4).plan(
+            [1], block_tables=[[0]]
+        )
+    plan = cp.plan(*LENS, block_tables=TABLES)
+    with pytest.raises(ValueError, match=r"q_local must be .* got shape \[10, 4\]"):
+        cp.attend(plan, torch.zeros(10, 4), *torch.zeros(2, 40, 1, 2))
+    with pytest.raises(TypeError, match="x_local must be on the CPU, got meta"):
+        cp.gather(plan, torch.zeros(10, 4, device="meta"))
+    stranger = make_plan(
+        cpattn.build_cp_metadata(*LENS, cp_rank=1, cp_size=2),
+        LENS[0],
+        block_tables=TABLES,
+        out_cache_loc=None,
+        page_size=4,
+        pad_to_physical=False,
+    )
+    with pytest.raises(ValueError, match="plan must be of rank 0 of 1, got rank 1 of 2"):
+        cp.gather(stranger, torch.zeros(10, 4))
