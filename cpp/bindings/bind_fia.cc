@@ -75,8 +75,8 @@ class Fia {
     plan_ = plan_fia(arguments);
   }
 
-  py::tuple out_shape() const { return py::tuple(py::cast(plan_.out_shape)); }
-  py::tuple lse_shape() const { return py::tuple(py::cast(plan_.lse_shape)); }
+  py::tuple out_shape() const { return py::cast(plan_.out_shape); }
+  py::tuple lse_shape() const { return py::cast(plan_.lse_shape); }
 
   void run(const py::object& out, const py::object& lse) const {
     const TensorArgument out_view = output_argument(out, "out");
