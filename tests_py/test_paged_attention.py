@@ -247,7 +247,7 @@ def test_given_outputs_are_filled_and_returned():
     inputs = make_inputs(DEFAULT)
     expected_out, expected_lse = run(inputs)
     out = torch.full((8, 4, 100), torch.nan)[..., 20:84]  # strided: gaps between heads
-    lse = torch.full((8, 6), torch.nan)[:, 1:5]
+    lse = torch.full((6, 8), torch.nan)[1:5].T
     result_out, result_lse = run(inputs, out=out, lse=lse)
     assert result_out is out
     assert result_lse is lse

@@ -13,20 +13,31 @@
 namespace cpattn {
 namespace {
 
+/// The shape alone: strides are free.
 void check_shape(
     const char* function,
     const char* name,
     const TensorView& tensor,
     std::initializer_list<int64_t> shape
 ) {
-  check_tensor(function, name, tensor, static_cast<int>(shape.size()));
   TensorView expected;
-  expected.rank = tensor.rank;
+  expected.rank = static_cast<int>(shape.size());
   std::copy(shape.begin(), shape.end(), expected.shape.begin());
   check(
-      std::equal(shape.begin(), shape.end(), tensor.shape.begin()), function, ": ", name,
-      " must have shape ", ShapeOf{expected}, ", got ", ShapeOf{tensor}
+      tensor.rank == expected.rank && std::equal(shape.begin(), shape.end(), tensor.shape.begin()),
+      function, ": ", name, " must have shape ", ShapeOf{expected}, ", got ", ShapeOf{tensor}
   );
+}
+
+/// The shape, and that the last dimension is contiguous.
+void check_rows(
+    const char* function,
+    const char* name,
+    const TensorView& tensor,
+    std::initializer_list<int64_t> shape
+) {
+  check_tensor(function, name, tensor, static_cast<int>(shape.size()));
+  check_shape(function, name, tensor, shape);
 }
 
 void check_dtype(const char* function, const char* name, DType dtype, DType expected) {
@@ -93,12 +104,12 @@ void check_arguments(const AttentionPlan& plan, const AttentionArguments& argume
       rope
   );
   const int64_t head_dim = shape.head_dim - rope;
-  check_shape(function, "q", arguments.q, {batch.num_rows, shape.num_heads, head_dim});
+  check_rows(function, "q", arguments.q, {batch.num_rows, shape.num_heads, head_dim});
   check_cache(arguments, "k_cache", arguments.k, batch, head_dim);
   check_cache(arguments, "v_cache", arguments.v, batch, shape.v_head_dim);
   if (arguments.q_rope) {
     check_dtype(function, "q_rope", arguments.q_rope->dtype, arguments.q.dtype);
-    check_shape(function, "q_rope", *arguments.q_rope, {batch.num_rows, shape.num_heads, rope});
+    check_rows(function, "q_rope", *arguments.q_rope, {batch.num_rows, shape.num_heads, rope});
     check_cache(arguments, "k_rope", *arguments.k_rope, batch, rope);
   }
   check(
@@ -111,10 +122,10 @@ void check_arguments(const AttentionPlan& plan, const AttentionArguments& argume
   );
   if (arguments.sinks) {
     check_dtype(function, "sinks", arguments.sinks->dtype, DType::float32);
-    check_shape(function, "sinks", *arguments.sinks, {shape.num_heads});
+    check_rows(function, "sinks", *arguments.sinks, {shape.num_heads});
   }
   check_dtype(function, "out", arguments.out.dtype, arguments.q.dtype);
-  check_shape(function, "out", arguments.out, {batch.num_rows, shape.num_heads, shape.v_head_dim});
+  check_rows(function, "out", arguments.out, {batch.num_rows, shape.num_heads, shape.v_head_dim});
   check_no_overlap(arguments, "out", arguments.out);
   if (arguments.lse) {
     check_dtype(function, "lse", arguments.lse->dtype, DType::float32);

@@ -18,6 +18,7 @@ from .context_parallel import (
     can_apply_cp,
     can_dsa_prefill_cp_interleave,
 )
+from .fia import npu_fused_infer_attention_score
 
 __all__ = [
     "AttentionPlan",
@@ -31,6 +32,7 @@ __all__ = [
     "can_dsa_prefill_cp_interleave",
     "do_cp_attn_fia",
     "merge_state",
+    "npu_fused_infer_attention_score",
     "paged_attention",
     "plan_attention",
     "reference",

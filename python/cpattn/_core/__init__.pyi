@@ -253,3 +253,33 @@ def do_cp_attn_fia(
     lse: _Tensor | None,
 ) -> None: ...
 def merge_state(out_a: _Tensor, lse_a: _Tensor, out_b: _Tensor, lse_b: _Tensor) -> None: ...
+
+class Fia(_Bound):
+    def __init__(
+        self,
+        query: _Tensor,
+        key: _Tensor,
+        value: _Tensor,
+        *,
+        query_rope: _Tensor | None,
+        key_rope: _Tensor | None,
+        atten_mask: _Tensor | None,
+        actual_seq_lengths: _Indices | None,
+        actual_seq_lengths_kv: _Indices | None,
+        block_table: _Indices | None,
+        num_heads: int,
+        num_key_value_heads: int,
+        scale: float,
+        pre_tokens: int,
+        next_tokens: int,
+        input_layout: str,
+        sparse_mode: int,
+        inner_precise: int,
+        block_size: int,
+        softmax_lse_flag: bool,
+    ) -> None: ...
+    @property
+    def out_shape(self) -> tuple[int, ...]: ...
+    @property
+    def lse_shape(self) -> tuple[int, ...]: ...
+    def run(self, out: _Tensor, lse: _Tensor) -> None: ...

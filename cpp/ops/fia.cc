@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/fia.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "cpattn/check.h"
+#include "ops/fia_layout.h"
+#include "ops/fia_mask.h"
+#include "ops/fia_sequences.h"
+#include "ops/kernel_table.h"
+
+namespace cpattn {
+namespace {
+
+using fia::kFunction;
+using fia::Layout;
+using fia::require;
+
+/// The batch of sequences [first, last): what one run computes.
+AttentionBatch make_batch(
+    const fia::Sequences& sequences,
+    const PageTable& pages,
+    const fia::Band& band,
+    int64_t first,
+    int64_t last
+) {
+  AttentionBatch batch{.left = band.left, .right = band.right};
+  for (int64_t b = first; b < last; ++b) {
+    const int64_t corner =
+        band.right_down ? sequences.kv_lens[b] - sequences.q_lens[b] : int64_t{0};
+    batch.segments.push_back({
+        .q_begin = sequences.q_begins[b] - sequences.q_begins[first],
+        .q_len = sequences.q_lens[b],
+        .kv_len = sequences.kv_lens[b],
+        .first_position = corner + band.shift,
+        .table_row = b - first,
+    });
+    for (int64_t i = pages.indptr[b]; i < pages.indptr[b + 1]; ++i) {
+      batch.pages.page_ids.push_back(pages.page_ids[i]);
+    }
+    batch.pages.indptr.push_back(static_cast<int64_t>(batch.pages.page_ids.size()));
+  }
+  return batch;
+}
+
+std::vector<int64_t> shape_of(std::string_view axes, const TensorView& query, int64_t v_head_dim) {
+  std::vector<int64_t> shape;
+  for (const char axis : axes) {
+    shape.push_back(
+        axis == 'B'                  ? query.shape[0]
+        : axis == 'S' || axis == 'T' ? query.shape[1]
+        : axis == 'N'                ? query.shape[2]
+        : axis == 'H'                ? query.shape[2] * v_head_dim
+                                     : v_head_dim
+    );
+  }
+  return shape;
+}
+
+PagedCache read_cache(
+    const FiaArguments& arguments,
+    const char* name,
+    const TensorView& tensor,
+    const Layout& layout,
+    int64_t num_kv_heads
+) {
+  require(
+      tensor.dtype == arguments.query.dtype, name, " must be ", arguments.query.dtype,
+      " like query, got ", tensor.dtype
+  );
+  if (!arguments.block_table) {
+    return fia::contiguous_blocks(name, tensor, layout, num_kv_heads);
+  }
+  const bool by_head = layout.packed() || layout.input == "BNSD";
+  return fia::paged_blocks(name, tensor, num_kv_heads, arguments.block_size, by_head);
+}
+
+void check_same_blocks(const char* name, const PagedCache& cache, const PagedCache& key) {
+  require(
+      cache.num_pages == key.num_pages && cache.page_size == key.page_size, name,
+      " must hold the tokens that key holds (", ShapeOf{key.tensor}, "), got shape ",
+      ShapeOf{cache.tensor}
+  );
+}
+
+/// Reads the tensors into the plan; returns the shape of the attention.
+AttentionShape read_tensors(const FiaArguments& arguments, const Layout& layout, FiaPlan& plan) {
+  const int64_t num_heads = arguments.num_heads;
+  const int64_t num_kv_heads =
+      arguments.num_key_value_heads == 0 ? num_heads : arguments.num_key_value_heads;
+  require(
+      num_heads >= 1 && num_kv_heads >= 1 && num_heads % num_kv_heads == 0,
+      "num_heads must be a positive multiple of num_key_value_heads, got ", num_heads, " and ",
+      num_kv_heads
+  );
+  require(
+      arguments.query_rope.has_value() == arguments.key_rope.has_value(),
+      "query_rope and key_rope must be given together"
+  );
+  require(
+      !arguments.block_table || arguments.block_size >= 1,
+      "block_size must be >= 1 with block_table, got ", arguments.block_size
+  );
+  element_type(kFunction, "query", arguments.query.dtype);
+  plan.query = fia::as_bsnd("query", arguments.query, layout.input, num_heads);
+  PagedCache& key = plan.arguments.k =
+      read_cache(arguments, "key", arguments.key, layout, num_kv_heads);
+  PagedCache& value = plan.arguments.v =
+      read_cache(arguments, "value", arguments.value, layout, num_kv_heads);
+  require(
+      key.head_dim == plan.query.shape[3], "key must have the head dimension of query, ",
+      plan.query.shape[3], ", got ", key.head_dim
+  );
+  check_same_blocks("value", value, key);
+  int64_t head_dim = key.head_dim;
+  if (arguments.query_rope) {
+    plan.query_rope = fia::as_bsnd("query_rope", *arguments.query_rope, layout.input, num_heads);
+    const PagedCache rope =
+        read_cache(arguments, "key_rope", *arguments.key_rope, layout, num_kv_heads);
+    check_same_blocks("key_rope", rope, key);
+    const auto& shape = plan.query_rope->shape;
+    require(
+        std::equal(shape.begin(), shape.begin() + 3, plan.query.shape.begin()) &&
+            shape[3] == rope.head_dim,
+        "query_rope must have the tokens and heads of query and the ", rope.head_dim,
+        " dimensions of key_rope, got shape ", ShapeOf{*arguments.query_rope}
+    );
+    plan.arguments.k_rope = rope;
+    head_dim += rope.head_dim;
+  }
+  return {
+      .num_heads = narrow_to_int32(num_heads, "num_heads"),
+      .num_kv_heads = narrow_to_int32(num_kv_heads, "num_key_value_heads"),
+      .head_dim = narrow_to_int32(head_dim, "the head dimension of key"),
+      .v_head_dim = narrow_to_int32(value.head_dim, "the head dimension of value"),
+  };
+}
+
+}  // namespace
+
+FiaPlan plan_fia(const FiaArguments& arguments) {
+  const Layout layout = fia::parse_layout(arguments.input_layout);
+  FiaPlan plan{
+      .out_axes = std::string(layout.output), .lse_axes = layout.packed() ? "TND" : "BNSD"
+  };
+  const AttentionShape shape = read_tensors(arguments, layout, plan);
+  plan.arguments.function = kFunction;
+  plan.arguments.scale = arguments.scale;
+  plan.out_shape = shape_of(plan.out_axes, plan.query, shape.v_head_dim);
+  plan.lse_shape = {1};
+  if (arguments.softmax_lse_flag) plan.lse_shape = shape_of(plan.lse_axes, plan.query, 1);
+  require(
+      arguments.inner_precise >= 0 && arguments.inner_precise <= 3,
+      "inner_precise must be in [0, 3], got ", arguments.inner_precise
+  );
+  const bool masked = fia::check_mask(arguments, layout);
+  if (plan.query.num_elements() == 0) return plan;
+
+  const PagedCache& key = plan.arguments.k;
+  const fia::Sequences sequences = fia::read_sequences(arguments, layout, plan.query, key);
+  const PageTable pages = fia::read_pages(arguments, layout, sequences, key);
+  const fia::Band band = fia::read_band(arguments);
+  const auto num_sequences = static_cast<int64_t>(sequences.q_lens.size());
+  int64_t stride = 0;
+  if (masked) {
+    const int64_t max_kv_len =
+        arguments.block_table
+            ? *std::max_element(sequences.kv_lens.begin(), sequences.kv_lens.end())
+        : key.tensor.num_elements() == 0 ? 0
+                                         : key.page_size;
+    stride = fia::mask_stride(
+        *arguments.atten_mask, num_sequences, plan.query.shape[1], max_kv_len,
+        arguments.block_table.has_value()
+    );
+  }
+
+  // Whether one stride leads from row to row through query, out and lse.
+  const bool heads_outside = plan.out_axes == "BNSD" || arguments.softmax_lse_flag;
+  const bool several = plan.query.shape[0] > 1 && plan.query.shape[1] > 1;
+  const bool together = fia::has_uniform_rows(plan.query) &&
+                        (!plan.query_rope || fia::has_uniform_rows(*plan.query_rope)) &&
+                        !(several && heads_outside);
+  const int64_t step = together ? num_sequences : 1;
+  for (int64_t first = 0; first < num_sequences; first += step) {
+    AttentionBatch batch = make_batch(sequences, pages, band, first, first + step);
+    batch.shape = shape;
+    batch.num_rows = plan.query.shape[1] * (together ? plan.query.shape[0] : 1);
+    batch.page_size = key.page_size;
+    batch.num_pages = key.num_pages;
+    if (masked) {
+      const TensorView& mask = *arguments.atten_mask;
+      std::vector<int64_t> starts, row_strides(step, mask.strides[mask.rank - 2]);
+      for (int64_t b = first; b < first + step; ++b) starts.push_back(b * stride);
+      batch.mask = pack_mask(
+          batch.segments, mask.as<const uint8_t>(), starts, row_strides, /*inverted=*/true
+      );
+    }
+    plan.plans.push_back(plan_attention(kFunction, std::move(batch), /*num_threads=*/0));
+  }
+  return plan;
+}
+
+void run_fia(const FiaPlan& plan, const TensorView& out, const TensorView& lse) {
+  const bool wants_lse = plan.lse_shape.size() > 1;
+  if (!wants_lse) lse.as<float>()[0] = 0;
+  const int64_t num_heads = plan.query.shape[2];
+  const TensorView out_view = fia::as_bsnd("out", out, plan.out_axes, num_heads);
+  const auto num_runs = static_cast<int64_t>(plan.plans.size());
+  const int64_t count = num_runs == 1 ? plan.query.shape[0] : 1;
+  for (int64_t run = 0; run < num_runs; ++run) {
+    AttentionArguments arguments = plan.arguments;
+    arguments.q = fia::rows_of(plan.query, run, count);
+    if (plan.query_rope) arguments.q_rope = fia::rows_of(*plan.query_rope, run, count);
+    arguments.out = fia::rows_of(out_view, run, count);
+    if (wants_lse) {
+      arguments.lse = fia::rows_of(fia::as_bsnd("lse", lse, plan.lse_axes, num_heads), run, count);
+      arguments.lse->rank = 2;
+    }
+    run_attention(plan.plans[run], arguments);
+  }
+}
+
+}  // namespace cpattn

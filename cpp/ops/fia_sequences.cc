@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/fia_sequences.h"
+
+#include <optional>
+#include <tuple>
+#include <utility>
+
+namespace cpattn::fia {
+namespace {
+
+using Lengths = std::optional<std::vector<int64_t>>;
+
+/// Lengths of `batch` sequences: one for all, or the first of at least so many.
+std::vector<int64_t> plain_lengths(
+    const char* name, const Lengths& given, int64_t batch, int64_t limit
+) {
+  if (!given) return std::vector<int64_t>(batch, limit);
+  const auto size = static_cast<int64_t>(given->size());
+  require(
+      size == 1 || size >= batch, name, " must have 1 or at least B = ", batch, " entries, got ",
+      size
+  );
+  std::vector<int64_t> lengths(batch);
+  for (int64_t b = 0; b < batch; ++b) {
+    lengths[b] = (*given)[size == 1 ? 0 : b];
+    require(
+        lengths[b] >= 0 && lengths[b] <= limit, name, " must be in [0, ", limit, "], got ",
+        lengths[b], " at index ", size == 1 ? 0 : b
+    );
+  }
+  return lengths;
+}
+
+/// Begins and lengths of packed sequences from the running sums of their lengths.
+std::pair<std::vector<int64_t>, std::vector<int64_t>> packed_lengths(
+    const char* name, const std::vector<int64_t>& sums, int64_t total
+) {
+  std::vector<int64_t> begins, lengths;
+  int64_t end = 0;
+  for (const int64_t sum : sums) {
+    require(
+        sum >= end, name, " must be prefix sums, which never decrease, got ", sum, " after ", end,
+        " at index ", begins.size()
+    );
+    begins.push_back(end);
+    lengths.push_back(sum - end);
+    end = sum;
+  }
+  require(end == total, name, " must end at the number of packed rows, ", total, ", got ", end);
+  return {std::move(begins), std::move(lengths)};
+}
+
+}  // namespace
+
+Sequences read_sequences(
+    const FiaArguments& arguments,
+    const Layout& layout,
+    const TensorView& query,
+    const PagedCache& key
+) {
+  const auto& q_given = arguments.actual_seq_lengths;
+  const auto& kv_given = arguments.actual_seq_lengths_kv;
+  require(
+      q_given || !layout.packed(), "actual_seq_lengths is mandatory for ", arguments.input_layout
+  );
+  require(
+      kv_given || (!layout.packed() && !arguments.block_table),
+      "actual_seq_lengths_kv is mandatory with block_table and for ",
+      layout.packed() ? arguments.input_layout : "packed layouts"
+  );
+  Sequences sequences;
+  if (layout.packed()) {
+    std::tie(sequences.q_begins, sequences.q_lens) =
+        packed_lengths("actual_seq_lengths", *q_given, query.shape[1]);
+    require(
+        kv_given->size() == q_given->size(),
+        "actual_seq_lengths_kv must have as many entries as actual_seq_lengths (", q_given->size(),
+        "), got ", kv_given->size()
+    );
+  } else {
+    const int64_t batch = query.shape[0], max_q_len = query.shape[1];
+    sequences.q_lens = plain_lengths("actual_seq_lengths", q_given, batch, max_q_len);
+    for (int64_t b = 0; b < batch; ++b) sequences.q_begins.push_back(b * max_q_len);
+  }
+  const auto batch = static_cast<int64_t>(sequences.q_lens.size());
+  if (arguments.block_table) {
+    const IndexTable& table = *arguments.block_table;
+    require(
+        table.rows == batch, "block_table must have one row per sequence (", batch, "), got ",
+        table.rows
+    );
+    sequences.kv_lens = plain_lengths(
+        "actual_seq_lengths_kv", kv_given, batch, table.columns * arguments.block_size
+    );
+  } else if (layout.packed()) {
+    std::tie(sequences.kv_begins, sequences.kv_lens) =
+        packed_lengths("actual_seq_lengths_kv", *kv_given, key.num_pages);
+  } else {
+    require(
+        key.num_pages == batch, "key and value must have the batch size of query, ", batch,
+        ", got ", key.num_pages
+    );
+    const int64_t max_kv_len = arguments.key.num_elements() == 0 ? 0 : key.page_size;
+    sequences.kv_lens = plain_lengths("actual_seq_lengths_kv", kv_given, batch, max_kv_len);
+  }
+  return sequences;
+}
+
+PageTable read_pages(
+    const FiaArguments& arguments,
+    const Layout& layout,
+    const Sequences& sequences,
+    const PagedCache& key
+) {
+  if (arguments.block_table) {
+    return page_table_from_blocks(
+        kFunction, *arguments.block_table, sequences.kv_lens, key.page_size, key.num_pages
+    );
+  }
+  PageTable pages;
+  for (std::size_t b = 0; b < sequences.kv_lens.size(); ++b) {
+    if (sequences.kv_lens[b] > 0) {
+      const int64_t page = layout.packed() ? sequences.kv_begins[b] : static_cast<int64_t>(b);
+      pages.page_ids.push_back(
+          narrow_to_int32(page, "npu_fused_infer_attention_score: row of key")
+      );
+    }
+    pages.indptr.push_back(static_cast<int64_t>(pages.page_ids.size()));
+  }
+  return pages;
+}
+
+}  // namespace cpattn::fia
