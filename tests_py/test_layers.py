@@ -31,7 +31,7 @@ KERNEL_HEADERS = {"stdint.h", "stddef.h", "string.h", "immintrin.h", "arm_neon.h
 # of the package is asked for. Everything else is imported inside the function that needs it.
 MAY_IMPORT = {
     "distributed": {"numpy", "torch"},
-    "cli": {"click"},
+    "commands": {"click"},
     "replay": {"numpy", "torch"},
 }
 
