@@ -32,7 +32,7 @@ KERNEL_HEADERS = {"stdint.h", "stddef.h", "string.h", "immintrin.h", "arm_neon.h
 MAY_IMPORT = {
     "distributed": {"numpy", "torch"},
     "commands": {"click"},
-    "replay": {"numpy", "torch"},
+    "replay": {"cpattn", "jinja2", "matplotlib", "numpy", "rich", "torch"},
 }
 
 CPP_FILES = sorted(path for path in CPP.rglob("*") if path.suffix in {".h", ".cc"})
