@@ -85,7 +85,7 @@ class ContextParallel:
             Default: that row, and -1 for padding tokens.
         num_tokens : int, optional
             New tokens with padding, which counts as tokens of the last request. Default: their sum.
-            Padding tokens see what the pool holds after that request: it should be finite.
+            Padding tokens see what the pool holds after that request; no other token does.
         pad_to_physical : bool
             ``shard`` and ``attend`` give every rank the same number of rows, see
             ``ContextParallelMetadata.pad_to_physical``.
