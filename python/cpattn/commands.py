@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -136,13 +137,13 @@ def _replay(
     **options: Any,
 ) -> bool:
     """Run, report, and say whether the check passed."""
+    for name in ("rich", "jinja2", "matplotlib") if html_path else ("rich",):
+        importlib.import_module(name)  # what is missing is said at once, not after the run
     from .replay.driver import replay as run
     from .replay.processes import WorkerError
     from .replay.report import Progress, print_report, write_json
     from .replay.trace import generate_trace, read_trace
 
-    if html_path:
-        from .replay.page import write_html  # what it lacks is said before the run, not after
     if trace:
         requests = read_trace(trace, limit=num_requests)
     else:
@@ -157,6 +158,8 @@ def _replay(
     if json_path:
         write_json(report, json_path)
     if html_path:
+        from .replay.page import write_html
+
         write_html(report, title, html_path)
     return report.passed
 
