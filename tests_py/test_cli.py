@@ -174,6 +174,7 @@ def test_explain_prints_the_block_map() -> None:
         ("replay --page-size 48", "page_size must divide the 64 tokens"),
         ("replay --pool-tokens 64", "tokens, the pool 64"),
         ("replay --trace /nowhere", "'/nowhere' does not exist"),
+        ("replay --html /nowhere/r.html", "Directory '/nowhere' does not exist"),
         ("replay --strategy spiral", "'spiral' is not one of"),
     ],
 )

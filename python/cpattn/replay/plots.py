@@ -90,7 +90,11 @@ def plots(report: ReplayReport) -> list[Plot]:
 
 
 def _time(report: ReplayReport) -> Plot:
-    plot = Plot("time", "Time of a batch", "Mean over ranks, by phase.")
+    plot = Plot(
+        "time",
+        "Time of a batch",
+        "Mean over ranks, by phase; gather includes the wait for the slowest.",
+    )
     with plot.axes("time [ms]") as axes:
         _stack(
             axes,

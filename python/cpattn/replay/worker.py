@@ -26,6 +26,7 @@ from .baseline import gathered_attention, make_segments
 from .model import Decoder
 from .processes import Work, WorkerConfig
 
+# gather: write_kv and the final gather, with the wait for slower ranks; rest: the decoder itself.
 PHASES = ("metadata", "gather", "attention", "rest")
 
 
