@@ -17,7 +17,8 @@ import cpattn
 from cpattn import torch_guard
 from harness import Suite
 
-torch_guard.prepare()
+if message := torch_guard.prepare():
+    print(message)
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402

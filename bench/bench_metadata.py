@@ -18,7 +18,8 @@ import sglang_metadata
 from cpattn import torch_guard
 from harness import Suite
 
-torch_guard.prepare()
+if message := torch_guard.prepare():
+    print(message)
 import torch  # noqa: E402 - the guard has to come first
 
 LISTS = (
