@@ -20,7 +20,7 @@ from harness import Suite
 
 if message := torch_guard.prepare():
     print(message)
-import torch  # noqa: E402 - the guard has to come first
+import torch
 
 LISTS = (
     "split_list",
