@@ -250,25 +250,12 @@ class AttentionLoop {
     const float* output = work_.output + int64_t{row} * v_dim_;
     T* out =
         static_cast<T*>(tile_.out) + token * tile_.out_token_stride + head * tile_.out_head_stride;
-    const float scale = output_scale(state, head);
+    const float* sink = tile_.sinks == nullptr ? nullptr : tile_.sinks + head;
+    const float scale = output_scale(state, sink);
     for (int d = 0; d < v_dim_; d += kLanes) store(out + d, mul(load(output + d), splat(scale)));
     if (tile_.lse != nullptr) {
-      tile_.lse[token * tile_.lse_token_stride + head * tile_.lse_head_stride] =
-          (state.reference + __builtin_log2f(state.sum)) * kLn2;
+      tile_.lse[token * tile_.lse_token_stride + head * tile_.lse_head_stride] = row_lse(state);
     }
-  }
-
-  /// What O is multiplied with: 1 / sum, the head's sink counted in. Zero for a
-  /// row that saw nothing.
-  float output_scale(const RowState& state, int64_t head) const {
-    if (state.sum == 0) return 0.0F;
-    if (tile_.sinks == nullptr) return 1.0F / state.sum;
-    const float sink = tile_.sinks[head] * kLog2E;
-    if (sink <= state.reference) {
-      return 1.0F / (state.sum + __builtin_exp2f(sink - state.reference));
-    }
-    const float shrink = __builtin_exp2f(state.reference - sink);
-    return shrink / (state.sum * shrink + 1.0F);
   }
 
   const AttentionTile& tile_;
