@@ -6,11 +6,13 @@
 #include <string>
 
 #include "cpattn/check.h"
+#include "cpattn/cpu.h"
 
 namespace cpattn {
 namespace {
 
-constexpr std::string_view kNames[] = {"portable", "avx2", "avx512", "avx512bf16"};
+constexpr std::string_view kNames[] = {"portable",   "avx2",     "avx512",
+                                       "avx512bf16", "amx-twin", "amx"};
 
 std::vector<Isa> detect() {
   std::vector<Isa> isas = {Isa::portable};
@@ -28,6 +30,12 @@ std::vector<Isa> detect() {
 #ifdef CPATTN_HAVE_AVX512BF16
   if (v4 && __builtin_cpu_supports("avx512bf16")) {
     isas.insert(__builtin_cpu_is("intel") ? isas.end() - 1 : isas.end(), Isa::avx512bf16);
+#ifdef CPATTN_HAVE_AMXTWIN
+    isas.insert(isas.begin() + 1, Isa::amx_twin);
+#endif
+#ifdef CPATTN_HAVE_AMX
+    if (amx_usable()) isas.push_back(Isa::amx);
+#endif
   }
 #endif
 #endif
