@@ -130,7 +130,7 @@ class AmxAttention {
     num_special_ = pack_tile_values(rows, n, v_dim_, work_.values, special_keys_);
     if (num_special_ == 0) return;
     // Zero times an infinity is NaN, so such values must not meet the rows that
-    // do not see them: zeros stand in for them, and add_special_values adds them.
+    // do not see them: zeros stand in for them, and add_special_value adds them.
     for (int i = 0; i < num_special_; ++i) {
       const char*& row = rows[special_keys_[i]];
       special_values_[i] = reinterpret_cast<const Bfloat16*>(row);
@@ -168,7 +168,9 @@ class AmxAttention {
       }
     }
     add_values(count, first_chunk, chunks, softmax.output);
-    if (num_special_ > 0) add_special_values(softmax, row, count, first);
+    for (int i = 0; i < num_special_; ++i) {
+      add_special_value(softmax, row, count, first, special_keys_[i], special_values_[i]);
+    }
   }
 
   /// Rows `offset` to `offset + count` of the group at `row` against 32 keys.
@@ -249,23 +251,17 @@ class AmxAttention {
     }
   }
 
-  /// O += P V for the keys that pack_block left out, in the rows that see them.
-  [[gnu::noinline]] void add_special_values(
-      const SoftmaxGroup& softmax, int row, int count, int64_t first
+  /// O += P V for a key that pack_block left out, in the rows that see it.
+  [[gnu::noinline]] void add_special_value(
+      const SoftmaxGroup& softmax, int row, int count, int64_t first, int key, const Bfloat16* value
   ) const {
-    for (int special = 0; special < num_special_; ++special) {
-      const int key = special_keys_[special];
-      const int chunk = key / kTileDepth;
-      for (int i = 0; i < count; ++i) {
-        const uint32_t bits = visible_bits(row + i, first + chunk * kTileDepth);
-        if ((bits >> key % kTileDepth & 1) == 0) continue;
-        const Vector p = splat(
-            Bfloat16Engine::probability(softmax.probabilities_of(i, chunk) + key % kTileDepth)
-        );
-        for (int d = 0; d < v_dim_; d += kLanes) {
-          float* output = softmax.output + (d / 16 * kGroupRows + i) * kLanes;
-          store(output, fma(p, load(special_values_[special] + d), load(output)));
-        }
+    for (int i = 0; i < count; ++i) {
+      if (!sees(tile_, (row + i) / tile_.group, first + key)) continue;
+      const Bfloat16* probabilities = softmax.probabilities_of(i, key / kTileDepth);
+      const Vector p = splat(Bfloat16Engine::probability(probabilities + key % kTileDepth));
+      float* output = softmax.output + i * kLanes;
+      for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
+        store(output, fma(p, load(value + d), load(output)));
       }
     }
   }
