@@ -13,6 +13,8 @@ TEST(Isa, PortableIsAlwaysThereAndFirst) {
   EXPECT_EQ(supported_isas().front(), Isa::portable);
 }
 
+TEST(Isa, TheTwinOfAmxIsNeverTheDefault) { EXPECT_NE(supported_isas().back(), Isa::amx_twin); }
+
 TEST(Isa, EverySupportedNameCanBeForced) {
   const Isa before = active_isa();
   for (Isa isa : supported_isas()) {
