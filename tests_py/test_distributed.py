@@ -22,6 +22,7 @@ STRATEGIES = ("zigzag", "interleave", "contiguous")
 BATCHES = [
     Case("one request", (29,)),
     Case("issue 23415", (367,), (1,), page_size=16),
+    Case("long prefix", (5,), (1500,), page_size=64),
     Case("different prefixes", (13, 40, 9), (64, 0, 7)),
     Case("prefix ends in a page", (10, 14), (5, 0), page_size=16),
     Case("decode and prefill", (1, 1, 1, 30, 18, 2), (9, 33, 1, 0, 12, 3)),
@@ -128,10 +129,19 @@ def test_rows_per_rank_are_those_of_the_metadata(answers, case):
         assert not answer[case.name]["pad_out"].any()
 
 
-def test_some_cases_leave_ranks_without_rows(answers):
-    if len(answers) == 1:
-        pytest.skip("one rank has all rows")
-    assert 0 in answers[0]["zigzag: fewer tokens than ranks"]["rows_per_rank"]
+def test_one_token_leaves_other_ranks_without_rows(answers):
+    rows = answers[0]["zigzag: fewer tokens than ranks"]["rows_per_rank"]
+    assert sorted(rows) == [0] * (len(answers) - 1) + [1]
+
+
+def test_chunked_prefill_is_that_of_one_step(tmp_path):
+    """Chunks of one size, uneven ones that end in pages and blocks, and single tokens."""
+    case = Case("chunks", (53,), page_size=8)
+    chunkings = [[53], [16, 16, 16, 5], [17, 5, 31], [50, 1, 1, 1]]
+    expected, magnitude, _ = expected_of(case)
+    for outs in run_world(2, tmp_path, worker.run_chunks, case, chunkings):
+        for out in outs:
+            assert_close(out, expected, magnitude, "attention", "float32")
 
 
 @pytest.fixture(scope="module")

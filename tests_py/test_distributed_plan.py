@@ -84,6 +84,11 @@ def test_unwritten_slots_keep_what_they_hold(cp):
         assert pool.isfinite().all((1, 2)).sum() == 8
 
 
+def test_cached_pages_may_be_shared(cp):
+    plan = cp.plan([1, 1], [5, 5], block_tables=[[0, 1], [0, 2]])
+    assert plan.slots.tolist() == [4, 8]
+
+
 def test_out_receives_the_result(cp):
     plan = cp.plan(*LENS, block_tables=TABLES)
     k_cache, v_cache = torch.randn(2, 40, 1, 16)
@@ -148,6 +153,11 @@ def test_gathered_rows_of_all_ranks_agree_and_restore_the_token_order(
             r"out_cache_loc\[10\] must be -1 or >= 0, got -2",
         ),
         ({"out_cache_loc": [True] * 10}, TypeError, "out_cache_loc must be integers, got bool"),
+        (
+            {"block_tables": [[5, 3, 9], [2, 9, 0]]},
+            ValueError,
+            "got row 36 for tokens 3 and 8",
+        ),
         ({"num_tokens": 9}, ValueError, "num_tokens"),
         ({"seq_lens": [3, 6]}, ValueError, "seq_lens"),
     ],

@@ -30,9 +30,9 @@ KERNEL_HEADERS = {"stdint.h", "stddef.h", "string.h", "immintrin.h", "arm_neon.h
 # Imports outside the standard library at the top of a module, so at `import cpattn` or when a part
 # of the package is asked for. Everything else is imported inside the function that needs it.
 MAY_IMPORT = {
-    "distributed": {"numpy", "torch"},
     "commands": {"click"},
-    "replay": {"numpy", "torch"},
+    "distributed": {"numpy", "torch"},
+    "replay": {"cpattn", "jinja2", "matplotlib", "numpy", "rich", "torch"},
 }
 
 CPP_FILES = sorted(path for path in CPP.rglob("*") if path.suffix in {".h", ".cc"})

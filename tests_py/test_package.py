@@ -79,3 +79,13 @@ def test_readme_examples_run(monkeypatch, tmp_path):
     names: dict[str, object] = {}
     for example in examples:
         exec(compile(example, "README.md", "exec"), names)
+
+
+def test_distributed_is_imported_when_asked_for():
+    pytest.importorskip("torch")
+    code = (
+        "import sys, cpattn; assert 'torch' not in sys.modules; cpattn.distributed.ContextParallel"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="nonsense"):
+        cpattn.nonsense  # noqa: B018

@@ -132,6 +132,33 @@ def test_values_may_be_a_part_of_the_keys(isa, dtype):
     assert_attention(*run(inputs), inputs)
 
 
+def test_absorbed_latent_attention_is_multi_head_attention():
+    """MLA both ways: keys and values expanded from the latent, or queries absorbed into it."""
+    generator = torch.Generator().manual_seed(0)
+    heads, nope, rope, latent_dim, kv_len = 4, 128, 64, 512, 40
+    q = torch.randn(3, heads, nope + rope, generator=generator)
+    latent = torch.randn(1, kv_len, 1, latent_dim + rope, generator=generator)
+    w_k, w_v = torch.randn(2, heads, nope, latent_dim, generator=generator) / latent_dim**0.5
+    batch = {"q_lens": [3], "kv_lens": [kv_len], "block_tables": [[0]], "scale": 192**-0.5}
+
+    absorbed_q = torch.einsum("thn,hnl->thl", q[..., :nope], w_k)
+    absorbed = {
+        **batch,
+        "q": torch.cat([absorbed_q, q[..., nope:]], -1),
+        "k_cache": latent,
+        "v_cache": latent[..., :latent_dim],
+    }
+    out, lse = run(absorbed)
+    expanded = torch.einsum("thl,hnl->thn", out.double(), w_v.double())
+
+    compressed = latent[..., 0, :latent_dim].double()
+    keys = torch.einsum("pkl,hnl->pkhn", compressed, w_k.double())
+    keys = torch.cat([keys, latent[..., latent_dim:].double().expand(-1, -1, heads, -1)], -1)
+    values = torch.einsum("pkl,hnl->pkhn", compressed, w_v.double())
+    multi_head = {**batch, "q": q, "k_cache": keys, "v_cache": values}
+    assert_attention(expanded, lse, multi_head)
+
+
 def test_sequences_may_share_pages():
     inputs = make_inputs(DEFAULT.with_(q_lens=(4, 5), kv_lens=(48, 48)))
     inputs["block_tables"][1, :2] = inputs["block_tables"][0, :2]

@@ -16,33 +16,29 @@ bool is_sequence(py::handle object) {
   return PyList_Check(object.ptr()) || PyTuple_Check(object.ptr());
 }
 
-[[noreturn]] void refuse_integer(PyObject* object, const char* name, Py_ssize_t index) {
-  const std::string at = index < 0 ? "" : concat(" at index ", index);
-  if (PyBool_Check(object) || !PyIndex_Check(object)) {
-    throw py::type_error(concat(
-        name, index < 0 ? " must be an integer" : " must hold integers", ", got ",
-        Py_TYPE(object)->tp_name, at
-    ));
-  }
-  throw std::invalid_argument(
-      concat(name, " must fit into int64, got ", std::string(py::str(object)), at)
-  );
-}
+std::string at_index(Py_ssize_t index) { return index < 0 ? "" : concat(" at index ", index); }
 
 /// The value of an int or of a NumPy integer scalar; index < 0: not in a list.
 int64_t integer(PyObject* object, const char* name, Py_ssize_t index) {
-  int overflow = 0;
-  if (PyLong_CheckExact(object)) [[likely]] {
-    const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
-    if (overflow == 0) [[likely]]
-      return value;
-    refuse_integer(object, name, index);
+  py::object exact;
+  if (!PyLong_CheckExact(object)) {
+    if (PyBool_Check(object) || !PyIndex_Check(object)) {
+      throw py::type_error(concat(
+          name, index < 0 ? " must be an integer" : " must hold integers", ", got ",
+          Py_TYPE(object)->tp_name, at_index(index)
+      ));
+    }
+    exact = py::reinterpret_steal<py::object>(PyNumber_Index(object));
+    if (!exact) throw py::error_already_set();
+    object = exact.ptr();
   }
-  if (PyBool_Check(object) || !PyIndex_Check(object)) refuse_integer(object, name, index);
-  const auto exact = py::reinterpret_steal<py::object>(PyNumber_Index(object));
-  if (!exact) throw py::error_already_set();
-  const long long value = PyLong_AsLongLongAndOverflow(exact.ptr(), &overflow);
-  if (overflow != 0) refuse_integer(object, name, index);
+  int overflow = 0;
+  const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  if (overflow != 0) {
+    throw std::invalid_argument(
+        concat(name, " must fit into int64, got ", std::string(py::str(object)), at_index(index))
+    );
+  }
   return value;
 }
 

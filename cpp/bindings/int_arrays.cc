@@ -12,8 +12,9 @@ namespace {
 #ifdef Py_GIL_DISABLED
 PyObject* new_int(int32_t value) { return PyLong_FromLong(value); }
 #else
-/// A reference to the int. Those below the bound are made once and kept, which
-/// turns a list of token counts and block numbers into counting references.
+/// A reference to the int. Those below the bound are made once, when they first
+/// occur, and kept (at most 20 MB): filling a list of token counts and block
+/// numbers then only counts references.
 PyObject* new_int(int32_t value) {
   constexpr int32_t kKept = 1 << 19;
   static PyObject* kept[kKept];
@@ -24,13 +25,6 @@ PyObject* new_int(int32_t value) {
   return slot;
 }
 #endif
-
-py::array read_only(std::span<const int32_t> values, py::handle owner) {
-  const auto size = static_cast<py::ssize_t>(values.size());
-  py::array array(py::dtype::of<int32_t>(), {size}, {}, values.data(), owner);
-  py::detail::array_proxy(array.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
-  return array;
-}
 
 }  // namespace
 
@@ -46,7 +40,10 @@ py::list int_list(std::span<const int32_t> values) {
 }
 
 py::array int_view(std::span<const int32_t> values, py::handle owner) {
-  return read_only(values, owner);
+  const auto size = static_cast<py::ssize_t>(values.size());
+  py::array array(py::dtype::of<int32_t>(), {size}, {}, values.data(), owner);
+  py::detail::array_proxy(array.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+  return array;
 }
 
 py::array int_array(std::vector<int32_t> values) {
@@ -56,7 +53,7 @@ py::array int_array(std::vector<int32_t> values) {
     delete static_cast<std::vector<int32_t>*>(pointer);
   });
   static_cast<void>(kept.release());  // the capsule deletes it
-  return read_only(view, owner);
+  return int_view(view, owner);
 }
 
 }  // namespace cpattn::bindings

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context-parallel attention for LLM serving on CPU: plans, paged kernels and oracles."""
 
+from importlib import import_module
+from types import ModuleType
+
 from . import reference
 from ._core import AttentionPlan, __version__, active_isa, set_num_threads, supported_isas
 from .attention import (
@@ -42,5 +45,12 @@ __all__ = [
 ]
 
 
+def __getattr__(name: str) -> ModuleType:
+    """`cpattn.distributed` needs torch, so it is imported when it is asked for."""
+    if name == "distributed":
+        return import_module(".distributed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def __dir__() -> list[str]:
-    return list(__all__)
+    return [*__all__, "distributed"]

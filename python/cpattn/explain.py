@@ -63,7 +63,7 @@ def block_map(
             "block_map: prefix_lens must have as many elements as extend_lens, "
             f"got {len(prefix)} and {len(extend)}"
         )
-    if min(prefix) < 0:
+    if min(prefix, default=0) < 0:
         raise ValueError(f"block_map: prefix_lens must be >= 0, got {min(prefix)}")
     plans = build_cp_metadata_all_ranks(
         extend,

@@ -77,14 +77,15 @@ class ContextParallel:
         seq_lens : int [bs], optional
             Cached prefix and new tokens of each request. Default: no prefixes.
         block_tables : int [bs, >= ceil(max(seq_lens) / page_size)]
-            Pages of each request. Entries after its last page may be anything.
+            Pages of each request. Entries after its last page may be anything. Requests may share
+            what is cached, not a slot that this batch writes.
         out_cache_loc : int [num_tokens], optional
             Pool row of each new token, -1 to leave it unwritten. Except for padding tokens it must
             be the row where the block tables have the token, else attention would not find it.
             Default: that row, and -1 for padding tokens.
         num_tokens : int, optional
             New tokens with padding, which counts as tokens of the last request. Default: their sum.
-            Padding tokens see what the pool holds after that request: it should be finite.
+            Padding tokens see what the pool holds after that request; no other token does.
         pad_to_physical : bool
             ``shard`` and ``attend`` give every rank the same number of rows, see
             ``ContextParallelMetadata.pad_to_physical``.

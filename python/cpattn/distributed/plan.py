@@ -61,8 +61,10 @@ def make_plan(
     padding = metadata.total_seq_lens - int(extends.sum())
     tables = _used_pages(block_tables, prefixes + extends, padding, page_size)
     slots = _table_slots(tables, prefixes, extends, padding, page_size)
+    num_real = len(slots) - padding
     if out_cache_loc is not None:
-        slots = _checked_slots(out_cache_loc, slots, num_real=len(slots) - padding)
+        slots = _checked_slots(out_cache_loc, slots, num_real)
+    _refuse_shared_slots(slots[:num_real])
 
     rows = tuple(metadata.per_rank_actual_token)
     bounds = np.cumsum((0, *rows))
@@ -163,3 +165,15 @@ def _checked_slots(values: Any, expected: NDArray[np.int64], num_real: int) -> N
             f"ContextParallel.plan: out_cache_loc[{i}] must be -1 or {rule}, got {slots[i]}"
         )
     return slots
+
+
+def _refuse_shared_slots(slots: NDArray[np.int64]) -> None:
+    """Two tokens in one pool row: requests share a page that is yet to be written."""
+    ordered = np.sort(slots)
+    shared = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)]
+    if len(shared):
+        tokens = np.flatnonzero(slots == shared[0])[:2].tolist()
+        raise ValueError(
+            f"ContextParallel.plan: block_tables must give each new token a pool row of its own, "
+            f"got row {shared[0]} for tokens {tokens[0]} and {tokens[1]}"
+        )
