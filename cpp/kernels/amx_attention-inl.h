@@ -2,52 +2,17 @@
 #pragma once
 
 // The attention loop on AMX tiles, for bfloat16: for each block of keys, pack K
-// and V once, then take 64 rows at a time through Q K^T and softmax, 32 rows and
-// 32 keys at once, and through P V. Needs attention-inl.h, the tiles and the
-// other amx headers included first.
+// and V once, then take 64 rows at a time through Q K^T and softmax, in steps of
+// 32 rows and 32 keys, and through P V. Tiles and vector units work at the same
+// time, on different steps.
 //
 // As in attention-inl.h everything happens at fixed positions of the sequence,
 // blocks of 256 keys in chunks of 32, so that a row's bits do not depend on
 // which rows it is computed with.
+#include "kernels/amx_steps-inl.h"
 
 namespace cpattn::kernels {
 namespace {
-
-/// Buffers of one tile of work, carved out of the caller's scratch; rows are
-/// padded to whole groups.
-struct AmxWorkspace {
-  Bfloat16* queries;        // [rows / 16][depth / 32][16][32]
-  Bfloat16* keys;           // [block / 16][depth / 32][16][16][2]
-  Bfloat16* values;         // [v_head_dim / 16][chunks][16][16][2]
-  Bfloat16* probabilities;  // [chunks][64][32]
-  Bfloat16* zeros;          // [v_head_dim]
-  float* scores;            // [2 row tiles][2 key tiles][16][16]
-  float* product;           // [64][16]
-  float* output;            // [groups][v_head_dim / 16][64][16]
-  float* sums;              // [rows][16]
-  float* references;        // [rows]
-  int64_t bytes;
-
-  AmxWorkspace(char* base, int64_t rows, int depth, int v_head_dim) {
-    const int64_t padded = round_up(static_cast<int>(rows), kGroupRows);
-    int64_t used = 0;
-    const auto take = [&]<class T>(T*& buffer, int64_t elements) {
-      buffer = reinterpret_cast<T*>(base + used);
-      used += (elements * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-    };
-    take(queries, padded * depth);
-    take(keys, int64_t{kAmxBlockKeys} * depth);
-    take(values, int64_t{kAmxBlockKeys} * v_head_dim);
-    take(probabilities, int64_t{kAmxBlockKeys} * kGroupRows);
-    take(zeros, v_head_dim);
-    take(scores, 4 * kTileFloats);
-    take(product, 4 * kTileFloats);
-    take(output, padded * v_head_dim);
-    take(sums, padded * kLanes);
-    take(references, padded);
-    bytes = used;
-  }
-};
 
 class AmxAttention {
  public:
@@ -67,7 +32,8 @@ class AmxAttention {
         depth_(round_up(tile.head_dim + tile.rope_dim, kTileDepth)),
         v_dim_(tile.v_head_dim),
         factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E),
-        work_(scratch, rows_, depth_, v_dim_) {}
+        work_(scratch, rows_, depth_, v_dim_),
+        pending_(work_.product) {}
 
   bool run() {
     prepare();
@@ -78,9 +44,7 @@ class AmxAttention {
       if (tile_.should_stop(tile_.stop_context)) return false;
       const int n = static_cast<int>(smaller(kAmxBlockKeys, end - first));
       pack_block(first, n, static_cast<int>(larger(0, begin - first)));
-      for (int row = 0; row < rows_; row += kGroupRows) {
-        attend(row, static_cast<int>(smaller(kGroupRows, rows_ - row)), first, n);
-      }
+      attend(first, n);
     }
     for (int row = 0; row < rows_; ++row) finish(row);
     return true;
@@ -140,69 +104,104 @@ class AmxAttention {
     pack_tile_values(rows, n, v_dim_, work_.values, still_special);
   }
 
-  /// Rows [row, row + count) against keys [first, first + n).
-  void attend(int row, int count, int64_t first, int n) {
-    const KeyRange seen = {
-        visible_keys(tile_, row / tile_.group).begin - first,
-        visible_keys(tile_, (row + count - 1) / tile_.group).end - first
-    };
-    const int first_chunk = static_cast<int>(larger(0, seen.begin)) / kTileDepth;
-    const int chunks =
-        round_up(static_cast<int>(larger(0, smaller(n, seen.end))), kTileDepth) / kTileDepth -
-        first_chunk;
-    if (chunks <= 0) return;
-    const SoftmaxGroup softmax = {
-        .factor = factor_,
-        .column_tiles = v_dim_ / 16,
-        .first_chunk = first_chunk,
-        .references = work_.references + row,
-        .sums = work_.sums + int64_t{row} * kLanes,
-        .output = work_.output + int64_t{row} * v_dim_,
-        .probabilities = work_.probabilities,
-    };
-    for (int chunk = first_chunk; chunk < first_chunk + chunks; ++chunk) {
-      for (int i = 0; i < count; i += kScoreRows) {
-        attend_chunk(
-            softmax, row, i, static_cast<int>(smaller(kScoreRows, count - i)), first, chunk
-        );
+  /// Lists the steps of a block, one group of rows after the other; gives their number.
+  int plan_block(int64_t first, int n) {
+    int steps = 0;
+    for (int group = 0; group < rows_; group += kGroupRows) {
+      const int end = static_cast<int>(smaller(group + kGroupRows, rows_));
+      const int64_t seen_from = visible_keys(tile_, group / tile_.group).begin - first;
+      const int64_t seen_to = visible_keys(tile_, (end - 1) / tile_.group).end - first;
+      const int first_chunk = static_cast<int>(larger(0, smaller(n, seen_from))) / kTileDepth;
+      const int end_chunk =
+          round_up(static_cast<int>(larger(0, smaller(n, seen_to))), kTileDepth) / kTileDepth;
+      for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
+        for (int row = group; row < end; row += kScoreRows) {
+          const int count = static_cast<int>(smaller(kScoreRows, end - row));
+          const bool last = chunk + 1 == end_chunk && row + count == end;
+          work_.steps[steps++] = {row, count, chunk, first_chunk, last};
+        }
       }
     }
-    add_values(count, first_chunk, chunks, softmax.output);
-    for (int i = 0; i < num_special_; ++i) {
-      add_special_value(softmax, row, count, first, special_keys_[i], special_values_[i]);
-    }
+    return steps;
   }
 
-  /// Rows `offset` to `offset + count` of the group at `row` against 32 keys.
-  void attend_chunk(
-      const SoftmaxGroup& softmax, int row, int offset, int count, int64_t first, int chunk
-  ) {
-    const Bfloat16* queries = work_.queries + int64_t{row + offset} * depth_;
-    const Bfloat16* keys = work_.keys + int64_t{chunk} * kTileDepth * depth_;
-    if (count > kTileRows) {
-      multiply_queries<2>(queries, keys, depth_, work_.scores);
+  /// All rows against keys [first, first + n). While the tiles compute the scores
+  /// of a step, the vector units take those of the step two before through softmax.
+  void attend(int64_t first, int n) {
+    const int steps = plan_block(first, n);
+    for (int i = 0; i < 2 && i < steps; ++i) start_scores(i, [] {});
+    for (int i = 0; i < steps; ++i) {
+      const Step& step = work_.steps[i];
+      if (i + 2 >= steps) pending_.flush();
+      restrict_scores(step, first, scores_of(i));
+      StepRows rows = {softmax_of(step), scores_of(i), step};
+      if (i + 2 < steps) {
+        const int share = share_of(step.count, products_of(work_.steps[i + 2]));
+        start_scores(i + 2, [&] { rows.take(share); });
+      }
+      rows.take(step.count);
+      sum_.take(kGroupRows);
+      if (step.last) add_values(step, first);
+    }
+    pending_.flush();
+    sum_.take(kGroupRows);
+  }
+
+  float* scores_of(int step) const { return work_.scores + step % 2 * 4 * kTileFloats; }
+
+  int products_of(const Step& step) const {
+    return depth_ / kTileDepth * (step.count > kTileRows ? 4 : 2);
+  }
+
+  /// What each of `slices` takes of `work`.
+  static int share_of(int work, int slices) { return (work + slices - 1) / slices; }
+
+  template <class Slice>
+  void start_scores(int index, Slice slice) {
+    const Step& step = work_.steps[index];
+    const Bfloat16* queries = work_.queries + int64_t{step.row} * depth_;
+    const Bfloat16* keys = work_.keys + int64_t{step.chunk} * kTileDepth * depth_;
+    if (step.count > kTileRows) {
+      multiply_queries<2>(queries, keys, depth_, pending_, scores_of(index), slice);
     } else {
-      multiply_queries<1>(queries, keys, depth_, work_.scores);
-    }
-    const int64_t key = first + chunk * kTileDepth;
-    const bool whole = sees_all(row + offset, count, key);
-    for (int i = 0; i < count; ++i) {
-      float* scores = work_.scores + i / kTileRows * 2 * kTileFloats + i % kTileRows * 16;
-      if (!whole) restrict_scores(scores, row + offset + i, key);
-      softmax.add_scores(offset + i, chunk, load(scores), load(scores + kTileFloats));
+      multiply_queries<1>(queries, keys, depth_, pending_, scores_of(index), slice);
     }
   }
 
-  /// Whether the scores of these rows and of 32 keys go to softmax as they are.
-  bool sees_all(int row, int count, int64_t key) const {
-    if (tile_.mask != nullptr || tile_.softcap > 0) return false;
-    return visible_keys(tile_, (row + count - 1) / tile_.group).begin <= key &&
-           visible_keys(tile_, row / tile_.group).end >= key + kTileDepth;
+  SoftmaxGroup softmax_of(const Step& step) const {
+    const int64_t group = step.row / kGroupRows * kGroupRows;
+    return {
+        .factor = factor_,
+        .column_tiles = v_dim_ / 16,
+        .first_chunk = step.first_chunk,
+        .references = work_.references + group,
+        .sums = work_.sums + group * kLanes,
+        .output = work_.output + group * v_dim_,
+        .probabilities = work_.probabilities,
+    };
   }
 
-  /// Bit i: the row sees key + i. `key` is a multiple of 32.
-  uint32_t visible_bits(int row, int64_t key) const {
-    const int64_t token = row / tile_.group;
+  /// Applies softcap and sets the scores of keys that a row does not see to -inf.
+  void restrict_scores(const Step& step, int64_t first, float* scores) const {
+    const int64_t key = first + int64_t{step.chunk} * kTileDepth;
+    if (tile_.mask == nullptr && tile_.softcap == 0 &&
+        visible_keys(tile_, (step.row + step.count - 1) / tile_.group).begin <= key &&
+        visible_keys(tile_, step.row / tile_.group).end >= key + kTileDepth) {
+      return;
+    }
+    for (int i = 0; i < step.count; ++i) {
+      const uint32_t bits = visible_bits((step.row + i) / tile_.group, key);
+      for (int half = 0; half < 2; ++half) {
+        float* x = scores + score_offset(i) + half * kTileFloats;
+        if (tile_.softcap > 0) apply_softcap(x, 0, kLanes, tile_.scale, tile_.softcap);
+        store(x, select(bits >> half * kLanes, load(x), splat(-__builtin_inff())));
+      }
+      if (i % 8 == 7) keep_tiles_awake();
+    }
+  }
+
+  /// Bit i: the token sees key + i. `key` is a multiple of 32.
+  uint32_t visible_bits(int64_t token, int64_t key) const {
     const KeyRange seen = visible_keys(tile_, token);
     const auto bits_below = [&](int64_t limit) {
       return (uint64_t{1} << larger(0, smaller(kTileDepth, limit - key))) - 1;
@@ -216,47 +215,59 @@ class AmxAttention {
     return bits;
   }
 
-  /// Applies softcap and sets the scores of keys that the row does not see to -inf.
-  void restrict_scores(float* scores, int row, int64_t key) const {
-    const uint32_t bits = visible_bits(row, key);
-    for (int half = 0; half < 2; ++half) {
-      float* x = scores + half * kTileFloats;
-      if (tile_.softcap > 0) apply_softcap(x, 0, kLanes, tile_.scale, tile_.softcap);
-      store(x, select(bits >> half * kLanes, load(x), splat(-__builtin_inff())));
+  /// O += P V for the group of rows that ends with this step.
+  void add_values(const Step& step, int64_t first) {
+    const int count = step.row % kGroupRows + step.count;
+    switch ((count + kTileRows - 1) / kTileRows) {
+      case 1:
+        add_values<1>(step, count);
+        break;
+      case 2:
+        add_values<2>(step, count);
+        break;
+      case 3:
+        add_values<3>(step, count);
+        break;
+      default:
+        add_values<4>(step, count);
+    }
+    if (num_special_ == 0) return;
+    pending_.flush();
+    sum_.take(kGroupRows);
+    for (int i = 0; i < num_special_; ++i) {
+      add_special_value(step, count, first, special_keys_[i], special_values_[i]);
     }
   }
 
-  /// O += P V.
-  void add_values(int count, int first_chunk, int chunks, float* output) {
-    const Bfloat16* p = work_.probabilities + int64_t{first_chunk} * kGroupRows * kTileDepth;
-    for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
-      const Bfloat16* values =
-          work_.values + (int64_t{d / 16} * kAmxChunks + first_chunk) * kTileElements;
-      switch ((count + kTileRows - 1) / kTileRows) {
-        case 1:
-          multiply_values<1>(p, values, chunks, work_.product);
-          break;
-        case 2:
-          multiply_values<2>(p, values, chunks, work_.product);
-          break;
-        case 3:
-          multiply_values<3>(p, values, chunks, work_.product);
-          break;
-        default:
-          multiply_values<4>(p, values, chunks, work_.product);
-      }
-      for (int i = 0; i < count * kLanes; i += kLanes) {
-        store(output + i, add(load(output + i), load(work_.product + i)));
-      }
+  /// The sums start at zero and reach O one column tile later, by vector adds
+  /// between the products: reading O into the tiles would wait for their stores.
+  template <int kRowTiles>
+  void add_values(const Step& step, int count) {
+    const int chunks = step.chunk + 1 - step.first_chunk;
+    const int share = share_of(count, kRowTiles * static_cast<int>(larger(1, chunks - 1)));
+    const SoftmaxGroup softmax = softmax_of(step);
+    const Bfloat16* p = softmax.probabilities_of(0, step.first_chunk);
+    const Bfloat16* values = work_.values + int64_t{step.first_chunk} * kTileElements;
+    float* output = softmax.output;
+    for (int d = 0; d < v_dim_; d += 16) {
+      multiply_values<kRowTiles>(p, values, chunks, pending_, work_.product, [&] {
+        sum_.take(share);
+      });
+      sum_.take(kGroupRows);
+      sum_ = {work_.product, output, count};
+      values += int64_t{kAmxChunks} * kTileElements;
+      output += kGroupRows * kLanes;
     }
   }
 
   /// O += P V for a key that pack_block left out, in the rows that see it.
   [[gnu::noinline]] void add_special_value(
-      const SoftmaxGroup& softmax, int row, int count, int64_t first, int key, const Bfloat16* value
+      const Step& step, int count, int64_t first, int key, const Bfloat16* value
   ) const {
+    const SoftmaxGroup softmax = softmax_of(step);
+    const int group = step.row / kGroupRows * kGroupRows;
     for (int i = 0; i < count; ++i) {
-      if (!sees(tile_, (row + i) / tile_.group, first + key)) continue;
+      if (!sees(tile_, (group + i) / tile_.group, first + key)) continue;
       const Bfloat16* probabilities = softmax.probabilities_of(i, key / kTileDepth);
       const Vector p = splat(Bfloat16Engine::probability(probabilities + key % kTileDepth));
       float* output = softmax.output + i * kLanes;
@@ -291,6 +302,8 @@ class AmxAttention {
   const int v_dim_;
   const float factor_;
   const AmxWorkspace work_;
+  PendingSums pending_;
+  PendingRows sum_ = {};
   // Keys of the current block whose values are not all finite.
   int num_special_ = 0;
   int special_keys_[kAmxBlockKeys];

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Queries, keys and values as tiles. Needs vector_avx512-inl.h included first.
+// Queries, keys and values as tiles. As all that builds on it, needs
+// vector_avx512-inl.h and amx_tiles-inl.h or amx_twin-inl.h included first.
 //
 // A left-hand tile is 16 rows of 32 elements. A right-hand tile has 16 columns
 // and 32 rows of the matrix, two of them interleaved to a row of 16 pairs.
@@ -13,9 +14,17 @@ constexpr int kTileRows = 16;
 constexpr int kTileDepth = 32;                         // elements of a product's sum
 constexpr int kTileElements = kTileRows * kTileDepth;  // bfloat16
 constexpr int kTileFloats = kTileRows * 16;
+/// Rows whose scores are computed together, and rows of one pass over a block of V.
+constexpr int kScoreRows = 2 * kTileRows;
+constexpr int kGroupRows = 4 * kTileRows;
 /// Keys of a block, packed and multiplied together: P of 64 rows takes two thirds of L1.
 constexpr int kAmxBlockKeys = 256;
 constexpr int kAmxChunks = kAmxBlockKeys / kTileDepth;
+
+/// The tile unit falls asleep when it has no product for 300 ns and is slow to
+/// wake. Vector work of its own calls this every few hundred cycles; operand
+/// tiles are free for it, as every product loads its own.
+inline void keep_tiles_awake() { multiply_tiles<5, 4, 6>(); }
 
 /// Puts `dim` elements of a row into left-hand tiles [tile][16 rows][32], from
 /// dimension `first` on; both multiples of 16.
@@ -37,6 +46,7 @@ inline void pack_tile_keys(
   for (int key = 0; key < n || key % kTileDepth != 0; key += 16) {
     Bfloat16* columns = tiles + int64_t{key} * depth + first / 2 * kTileDepth;
     for (int d = 0; d < dim; d += 32) {
+      if (d % 128 == 0) keep_tiles_awake();
       const int pairs = dim - d < 32 ? 8 : 16;
       const __mmask16 present = dim - d < 32 ? 0x00ff : 0xffff;
       __m512i block[16];
@@ -68,6 +78,7 @@ inline int pack_tile_values(
   for (int key = 0; key < n || key % kTileDepth != 0; key += 2) {
     Bfloat16* pair = tiles + key / kTileDepth * kTileElements + key % kTileDepth * 16;
     __mmask32 bad[2] = {0, 0};
+    if (key % 4 == 0) keep_tiles_awake();
     for (int d = 0; d < dim; d += 32) {
       const __mmask8 present = dim - d < 32 ? 0x0f : 0xff;
       __m512i x[2];

@@ -2,11 +2,13 @@
 #pragma once
 
 // Online softmax for tiles: each score is read once, straight from the product.
-// Needs vector_avx512-inl.h, softmax-inl.h and amx_pack-inl.h included first.
 //
 // There is no pass that finds the maximum first. A row's scores are taken
 // against a reference from its earlier keys, and the rare one that outgrows it
 // is found by what its probability became.
+#include "kernels/amx_pack-inl.h"
+#include "kernels/gemm_bf16-inl.h"
+#include "kernels/softmax-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -28,6 +30,10 @@ inline Vector exp2_unclamped(Vector x) {
   return scale_by_power(p, sub(x, rest));
 }
 
+/// Where scores of row i are in the 2 x 2 tiles of a step, those against the
+/// first 16 keys; those against the next 16 are kTileFloats behind.
+inline unsigned score_offset(unsigned i) { return i * kLanes + i / kTileRows * kTileFloats; }
+
 /// Up to 64 rows on their way through a block of keys.
 struct SoftmaxGroup {
   float factor;             // from scores to base-2 units
@@ -42,23 +48,33 @@ struct SoftmaxGroup {
     return probabilities + (int64_t{chunk} * kGroupRows + row) * kTileDepth;
   }
 
-  /// Probabilities of 32 keys from their scores a and b, -inf for hidden keys.
-  void add_scores(int row, int chunk, Vector a, Vector b) const {
-    // A row without a reference has +inf here: what it sees becomes +inf or NaN.
-    const Vector shift = splat(-references[row]);
-    const Vector p = exp2_unclamped(fma(a, splat(factor), shift));
-    const Vector q = exp2_unclamped(fma(b, splat(factor), shift));
-    const auto word = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(q, p));
-    if (__builtin_expect(_mm512_test_epi16_mask(word, _mm512_set1_epi16(kGrownBit)) != 0, 0)) {
-      return add_growing_scores(row, chunk, a, b);
+  /// Rows [begin, end) of the 32 from `first_row` on: their probabilities for the
+  /// 32 keys of a chunk, from `scores`, -inf for hidden keys.
+  void add_scores(int first_row, int chunk, const float* scores, int begin, int end) const {
+    const float* row_references = references + first_row;
+    float* row_sums = sums + first_row * kLanes;
+    Bfloat16* cells = probabilities_of(first_row, chunk);
+    for (int i = begin; i < end; ++i) {
+      const float* x = scores + score_offset(i);
+      const Vector a = load(x);
+      const Vector b = load(x + kTileFloats);
+      // Less a reference of -inf, what a row sees first becomes +inf or NaN.
+      const Vector reference = splat(row_references[i]);
+      const Vector p = exp2_unclamped(_mm512_fmsub_ps(a, splat(factor), reference));
+      const Vector q = exp2_unclamped(_mm512_fmsub_ps(b, splat(factor), reference));
+      const auto word = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(q, p));
+      if (__builtin_expect(_mm512_test_epi16_mask(word, _mm512_set1_epi16(kGrownBit)) != 0, 0)) {
+        add_growing_scores(first_row + i, chunk, a, b);
+        continue;
+      }
+      _mm512_store_si512(cells + i * kTileDepth, word);
+      float* sum = row_sums + i * kLanes;
+      store(sum, add(load(sum), add(p, q)));
     }
-    _mm512_store_si512(probabilities_of(row, chunk), word);
-    float* sum = sums + row * kLanes;
-    store(sum, add(load(sum), add(p, q)));
   }
 
  private:
-  /// The same for the first keys that a row sees, for scores far above those
+  /// The same of one row for the first keys that a row sees, for scores far above those
   /// before, and for infinite ones and NaN, which make the row NaN.
   [[gnu::noinline]] void add_growing_scores(int row, int chunk, Vector a, Vector b) const {
     const float infinity = __builtin_inff();
@@ -74,7 +90,7 @@ struct SoftmaxGroup {
     if (top > references[row]) raise_reference(row, chunk, top);
     const auto exponent = [&](Vector x) {
       // Scores of 2^24 and more are coarser than the headroom.
-      return min(splat(0.0F), fma(x, splat(factor), splat(-references[row])));
+      return min(splat(0.0F), _mm512_fmsub_ps(x, splat(factor), splat(references[row])));
     };
     const Vector p = exp2_unclamped(exponent(a));
     const Vector q = exp2_unclamped(exponent(b));

@@ -1,16 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/vector_avx512-inl.h"
 // The vector layer comes first.
-#include "kernels/gemm_bf16-inl.h"
-// Then the engines, then the loop over them.
-#include "kernels/attention-inl.h"
-// Then the tiles.
 #include "kernels/amx_tiles-inl.h"
-// Then what is made of them.
-#include "kernels/amx_pack-inl.h"
-#include "kernels/amx_products-inl.h"
-#include "kernels/amx_softmax-inl.h"
-// Last.
+// Then the tiles, then what is made of both.
 #include "kernels/amx_attention-inl.h"
 
 namespace cpattn::kernels {
