@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cases import DTYPES
 from cpattn import npu_fused_infer_attention_score as fia
@@ -299,6 +301,36 @@ def test_strided_inputs():
         view = whole[:, :, 1 : 1 + arguments[name].shape[1], 4:36].transpose(1, 2)
         arguments[name] = view.copy_(arguments[name])
     batch.check(fia(**arguments))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_ragged_batches(data):
+    layout, blocks = data.draw(st.sampled_from(FORMS))
+    lens = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 70)), min_size=1, max_size=4)
+    q_lens, kv_lens = zip(*data.draw(lens), strict=True)
+    kv_heads = data.draw(st.sampled_from([1, 2]))
+    mode = data.draw(st.sampled_from([0, 3] if "T" in layout else [0, 2, 3, 4]))
+    before, after = data.draw(st.sampled_from(BANDS[1:]))
+    batch = FiaBatch(
+        layout,
+        q_lens,
+        kv_lens,
+        num_kv_heads=kv_heads,
+        num_heads=kv_heads * data.draw(st.sampled_from([1, 3])),
+        dtype=data.draw(st.sampled_from(DTYPES)),
+        blocks=blocks,
+        block_size=data.draw(st.sampled_from([1, 16, 64])),
+        spare_rows=data.draw(st.integers(0, 2)),
+    )
+    arguments = batch.arguments(
+        sparse_mode=mode,
+        atten_mask=TEMPLATE if mode else None,
+        pre_tokens=before,
+        next_tokens=after,
+        softmax_lse_flag=True,
+    )
+    batch.check(fia(**arguments), mode, before, after)
 
 
 def test_the_signature_is_torch_npu_s():

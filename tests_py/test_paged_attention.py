@@ -205,6 +205,33 @@ def test_a_tree_of_draft_tokens_behind_a_prefix():
     assert_attention(*run(inputs), inputs)
 
 
+def spoil(inputs, token, value):
+    """Overwrite the key and the value of one token of the first sequence."""
+    page, slot = inputs["block_tables"][0, token // 16], token % 16
+    inputs["k_cache"][page, slot] = value
+    inputs["v_cache"][page, slot] = value
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_row_does_not_see_never_matters(isa, dtype, value):
+    """A token that overflowed spoils the rows that see it, and no other."""
+    case = DEFAULT.with_(q_lens=(20,), kv_lens=(50,), dtype=dtype)
+    inputs = make_inputs(case)
+    clean, _ = run(inputs)
+    spoil(inputs, 40, value)  # the rows of 30 ... 39 come before it
+    out, _ = run(inputs)
+    assert torch.equal(out[:10], clean[:10])
+    assert not torch.any(torch.isfinite(out[10:]).all(-1))
+    windowed, _ = run(inputs | {"window": 4})
+    assert torch.equal(windowed[15:], run(make_inputs(case) | {"window": 4})[0][15:])
+
+    mask = np.ones((20, 50), bool)
+    mask[:, 40] = False
+    masked = inputs | {"custom_mask": mask.ravel()}
+    assert_attention(*run(masked), masked)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_logits_do_not_overflow(isa, dtype):
     case = DEFAULT.with_(q_lens=(8,), kv_lens=(70,), dtype=dtype, options={"scale": 1.0})

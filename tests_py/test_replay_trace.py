@@ -67,6 +67,19 @@ def test_what_is_no_json_object_is_named(tmp_path: Path) -> None:
             read_trace(path)
 
 
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl.gz", *[GOOD] * 100)
+    whole = path.read_bytes()
+    for damaged in (b"no gzip", whole[:-20], whole[:20] + b"\xff" * 40 + whole[60:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"t\.jsonl\.gz: "):
+            read_trace(path)
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"t\.jsonl: .*can't decode"):
+        read_trace(path)
+
+
 def test_generated_traffic_looks_like_chat(tmp_path: Path) -> None:
     trace = generate_trace(2000, seed=5)
     assert trace == generate_trace(2000, seed=5) != generate_trace(2000, seed=6)

@@ -2,6 +2,7 @@
 #include "cpattn/fia.h"
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -18,7 +19,7 @@ using fia::kFunction;
 using fia::Layout;
 using fia::require;
 
-/// The batch of sequences [first, last): what one run computes.
+/// Segments and pages of the sequences [first, last): what one run computes.
 AttentionBatch make_batch(
     const fia::Sequences& sequences,
     const PageTable& pages,
@@ -43,6 +44,17 @@ AttentionBatch make_batch(
     batch.pages.indptr.push_back(static_cast<int64_t>(batch.pages.page_ids.size()));
   }
   return batch;
+}
+
+bool wants_lse(const FiaPlan& plan) { return plan.lse_shape.size() > 1; }
+
+/// Whether one stride leads from row to row through query, out and lse.
+bool runs_together(const FiaPlan& plan) {
+  const bool several = plan.query.shape[0] > 1 && plan.query.shape[1] > 1;
+  const bool heads_outside = plan.out_axes == "BNSD" || wants_lse(plan);
+  return fia::has_uniform_rows(plan.query) &&
+         (!plan.query_rope || fia::has_uniform_rows(*plan.query_rope)) &&
+         !(several && heads_outside);
 }
 
 std::vector<int64_t> shape_of(std::string_view axes, const TensorView& query, int64_t v_head_dim) {
@@ -85,6 +97,31 @@ void check_same_blocks(const char* name, const PagedCache& cache, const PagedCac
   );
 }
 
+/// Reads query_rope and key_rope into the plan; returns their dimension.
+int64_t read_rope(
+    const FiaArguments& arguments, const Layout& layout, int64_t num_kv_heads, FiaPlan& plan
+) {
+  require(
+      arguments.query_rope.has_value() == arguments.key_rope.has_value(),
+      "query_rope and key_rope must be given together"
+  );
+  if (!arguments.query_rope) return 0;
+  const PagedCache key =
+      read_cache(arguments, "key_rope", *arguments.key_rope, layout, num_kv_heads);
+  check_same_blocks("key_rope", key, plan.arguments.k);
+  const TensorView query =
+      fia::as_bsnd("query_rope", *arguments.query_rope, layout.input, arguments.num_heads);
+  require(
+      std::equal(query.shape.begin(), query.shape.begin() + 3, plan.query.shape.begin()) &&
+          query.shape[3] == key.head_dim,
+      "query_rope must have the tokens and heads of query and the ", key.head_dim,
+      " dimensions of key_rope, got shape ", ShapeOf{*arguments.query_rope}
+  );
+  plan.query_rope = query;
+  plan.arguments.k_rope = key;
+  return key.head_dim;
+}
+
 /// Reads the tensors into the plan; returns the shape of the attention.
 AttentionShape read_tensors(const FiaArguments& arguments, const Layout& layout, FiaPlan& plan) {
   const int64_t num_heads = arguments.num_heads;
@@ -96,44 +133,25 @@ AttentionShape read_tensors(const FiaArguments& arguments, const Layout& layout,
       num_kv_heads
   );
   require(
-      arguments.query_rope.has_value() == arguments.key_rope.has_value(),
-      "query_rope and key_rope must be given together"
-  );
-  require(
       !arguments.block_table || arguments.block_size >= 1,
       "block_size must be >= 1 with block_table, got ", arguments.block_size
   );
   element_type(kFunction, "query", arguments.query.dtype);
   plan.query = fia::as_bsnd("query", arguments.query, layout.input, num_heads);
-  PagedCache& key = plan.arguments.k =
-      read_cache(arguments, "key", arguments.key, layout, num_kv_heads);
-  PagedCache& value = plan.arguments.v =
-      read_cache(arguments, "value", arguments.value, layout, num_kv_heads);
+  const PagedCache key = read_cache(arguments, "key", arguments.key, layout, num_kv_heads);
+  const PagedCache value = read_cache(arguments, "value", arguments.value, layout, num_kv_heads);
   require(
       key.head_dim == plan.query.shape[3], "key must have the head dimension of query, ",
       plan.query.shape[3], ", got ", key.head_dim
   );
   check_same_blocks("value", value, key);
-  int64_t head_dim = key.head_dim;
-  if (arguments.query_rope) {
-    plan.query_rope = fia::as_bsnd("query_rope", *arguments.query_rope, layout.input, num_heads);
-    const PagedCache rope =
-        read_cache(arguments, "key_rope", *arguments.key_rope, layout, num_kv_heads);
-    check_same_blocks("key_rope", rope, key);
-    const auto& shape = plan.query_rope->shape;
-    require(
-        std::equal(shape.begin(), shape.begin() + 3, plan.query.shape.begin()) &&
-            shape[3] == rope.head_dim,
-        "query_rope must have the tokens and heads of query and the ", rope.head_dim,
-        " dimensions of key_rope, got shape ", ShapeOf{*arguments.query_rope}
-    );
-    plan.arguments.k_rope = rope;
-    head_dim += rope.head_dim;
-  }
+  plan.arguments.k = key;
+  plan.arguments.v = value;
+  const int64_t rope_dim = read_rope(arguments, layout, num_kv_heads, plan);
   return {
       .num_heads = narrow_to_int32(num_heads, "num_heads"),
       .num_kv_heads = narrow_to_int32(num_kv_heads, "num_key_value_heads"),
-      .head_dim = narrow_to_int32(head_dim, "the head dimension of key"),
+      .head_dim = narrow_to_int32(key.head_dim + rope_dim, "the head dimension of key"),
       .v_head_dim = narrow_to_int32(value.head_dim, "the head dimension of value"),
   };
 }
@@ -162,49 +180,25 @@ FiaPlan plan_fia(const FiaArguments& arguments) {
   const fia::Sequences sequences = fia::read_sequences(arguments, layout, plan.query, key);
   const PageTable pages = fia::read_pages(arguments, layout, sequences, key);
   const fia::Band band = fia::read_band(arguments);
-  const auto num_sequences = static_cast<int64_t>(sequences.q_lens.size());
-  int64_t stride = 0;
-  if (masked) {
-    const int64_t max_kv_len =
-        arguments.block_table
-            ? *std::max_element(sequences.kv_lens.begin(), sequences.kv_lens.end())
-        : key.tensor.num_elements() == 0 ? 0
-                                         : key.page_size;
-    stride = fia::mask_stride(
-        *arguments.atten_mask, num_sequences, plan.query.shape[1], max_kv_len,
-        arguments.block_table.has_value()
-    );
-  }
+  std::optional<fia::ReadMask> mask;
+  if (masked) mask.emplace(arguments, sequences, plan.query.shape[1]);
 
-  // Whether one stride leads from row to row through query, out and lse.
-  const bool heads_outside = plan.out_axes == "BNSD" || arguments.softmax_lse_flag;
-  const bool several = plan.query.shape[0] > 1 && plan.query.shape[1] > 1;
-  const bool together = fia::has_uniform_rows(plan.query) &&
-                        (!plan.query_rope || fia::has_uniform_rows(*plan.query_rope)) &&
-                        !(several && heads_outside);
-  const int64_t step = together ? num_sequences : 1;
-  for (int64_t first = 0; first < num_sequences; first += step) {
+  const bool together = runs_together(plan);
+  const int64_t step = together ? sequences.size() : 1;
+  for (int64_t first = 0; first < sequences.size(); first += step) {
     AttentionBatch batch = make_batch(sequences, pages, band, first, first + step);
     batch.shape = shape;
     batch.num_rows = plan.query.shape[1] * (together ? plan.query.shape[0] : 1);
     batch.page_size = key.page_size;
     batch.num_pages = key.num_pages;
-    if (masked) {
-      const TensorView& mask = *arguments.atten_mask;
-      std::vector<int64_t> starts, row_strides(step, mask.strides[mask.rank - 2]);
-      for (int64_t b = first; b < first + step; ++b) starts.push_back(b * stride);
-      batch.mask = pack_mask(
-          batch.segments, mask.as<const uint8_t>(), starts, row_strides, /*inverted=*/true
-      );
-    }
+    if (mask) batch.mask = mask->pack(batch.segments, first);
     plan.plans.push_back(plan_attention(kFunction, std::move(batch), /*num_threads=*/0));
   }
   return plan;
 }
 
 void run_fia(const FiaPlan& plan, const TensorView& out, const TensorView& lse) {
-  const bool wants_lse = plan.lse_shape.size() > 1;
-  if (!wants_lse) lse.as<float>()[0] = 0;
+  if (!wants_lse(plan)) lse.as<float>()[0] = 0;
   const int64_t num_heads = plan.query.shape[2];
   const TensorView out_view = fia::as_bsnd("out", out, plan.out_axes, num_heads);
   const auto num_runs = static_cast<int64_t>(plan.plans.size());
@@ -214,7 +208,7 @@ void run_fia(const FiaPlan& plan, const TensorView& out, const TensorView& lse) 
     arguments.q = fia::rows_of(plan.query, run, count);
     if (plan.query_rope) arguments.q_rope = fia::rows_of(*plan.query_rope, run, count);
     arguments.out = fia::rows_of(out_view, run, count);
-    if (wants_lse) {
+    if (wants_lse(plan)) {
       arguments.lse = fia::rows_of(fia::as_bsnd("lse", lse, plan.lse_axes, num_heads), run, count);
       arguments.lse->rank = 2;
     }

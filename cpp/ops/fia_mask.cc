@@ -2,6 +2,7 @@
 #include "ops/fia_mask.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace cpattn::fia {
 namespace {
@@ -10,6 +11,11 @@ namespace {
 constexpr int64_t kTemplateSize = 2048;
 
 enum SparseMode { kDefaultMask, kAllMask, kLeftUpCausal, kRightDownCausal, kBand };
+
+/// Producers may round a side up to whole vectors of 16 or 32.
+bool is_rounded(int64_t side, int64_t needed) {
+  return side == needed || side == (needed + 15) / 16 * 16 || side == (needed + 31) / 32 * 32;
+}
 
 }  // namespace
 
@@ -71,27 +77,33 @@ bool check_mask(const FiaArguments& arguments, const Layout& layout) {
   return false;
 }
 
-int64_t mask_stride(
-    const TensorView& mask, int64_t batch, int64_t max_q_len, int64_t max_kv_len, bool paged
-) {
-  // Producers may round a side up to whole vectors of 16 or 32.
-  const auto rounds_to = [](int64_t side, int64_t needed) {
-    return side == needed || side == (needed + 15) / 16 * 16 || side == (needed + 31) / 32 * 32;
-  };
-  const int64_t columns = mask.shape[mask.rank - 1], rows = mask.shape[mask.rank - 2];
-  const bool fits = paged ? columns >= max_kv_len : rounds_to(columns, max_kv_len);
-  const bool row_per_sequence = mask.rank == 2 && max_q_len == 1 && rows == batch;
-  bool shape_ok = fits && (row_per_sequence || rounds_to(rows, max_q_len));
-  if (mask.rank == 4) shape_ok = shape_ok && mask.shape[1] == 1;
-  if (mask.rank > 2) shape_ok = shape_ok && (mask.shape[0] == 1 || mask.shape[0] == batch);
+ReadMask::ReadMask(const FiaArguments& arguments, const Sequences& sequences, int64_t max_q_len)
+    : mask_(*arguments.atten_mask) {
+  const bool paged = arguments.block_table.has_value();
+  const int64_t batch = sequences.size(), max_kv_len = sequences.max_kv_len;
+  const int64_t rows = mask_.shape[mask_.rank - 2], columns = mask_.shape[mask_.rank - 1];
+  const bool columns_fit = paged ? columns >= max_kv_len : is_rounded(columns, max_kv_len);
+  const bool row_per_sequence = mask_.rank == 2 && max_q_len == 1 && rows == batch;
+  const bool rows_fit = row_per_sequence || is_rounded(rows, max_q_len);
+  const bool heads_fit = mask_.rank < 4 || mask_.shape[1] == 1;
+  const bool batch_fits = mask_.rank < 3 || mask_.shape[0] == 1 || mask_.shape[0] == batch;
   require(
-      shape_ok,
+      columns_fit && rows_fit && heads_fit && batch_fits,
       "atten_mask must be [S1, S2], [B or 1, S1, S2] or [B or 1, 1, S1, S2] with B = ", batch,
       ", S1 = ", max_q_len, ", S2 = ", max_kv_len, paged ? " or more" : "", ", got shape ",
-      ShapeOf{mask}
+      ShapeOf{mask_}
   );
-  if (mask.rank == 2) return row_per_sequence ? mask.strides[0] : 0;
-  return mask.shape[0] == 1 ? 0 : mask.strides[0];
+  const bool one_per_sequence = mask_.rank == 2 ? row_per_sequence : mask_.shape[0] > 1;
+  sequence_stride_ = one_per_sequence ? mask_.strides[0] : 0;
+}
+
+MaskBits ReadMask::pack(std::span<const AttentionSegment> segments, int64_t first) const {
+  std::vector<int64_t> starts(segments.size());
+  for (std::size_t s = 0; s < segments.size(); ++s) {
+    starts[s] = (first + static_cast<int64_t>(s)) * sequence_stride_;
+  }
+  const std::vector<int64_t> row_strides(segments.size(), mask_.strides[mask_.rank - 2]);
+  return pack_mask(segments, mask_.as<const uint8_t>(), starts, row_strides, /*inverted=*/true);
 }
 
 }  // namespace cpattn::fia

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "cpattn/fia.h"
 #include "ops/fia_layout.h"
+#include "ops/fia_sequences.h"
 
 namespace cpattn::fia {
 
@@ -23,11 +25,19 @@ Band read_band(const FiaArguments& arguments);
 /// whether the mask is to be read: modes 2 to 4 only insist on their template.
 bool check_mask(const FiaArguments& arguments, const Layout& layout);
 
-/// Elements from one sequence of a mask that is read to the next, 0 if they
-/// share it. The mask is [S1, S2] after axes of size 1 or B; [B, S2] will do
-/// where S1 is 1. A paged mask may have more columns than keys.
-int64_t mask_stride(
-    const TensorView& mask, int64_t batch, int64_t max_q_len, int64_t max_kv_len, bool paged
-);
+/// A mask that is read: [S1, S2] after axes of size 1 or B; [B, S2] will do where
+/// S1 is 1, and with blocks more columns than keys.
+class ReadMask {
+ public:
+  /// Checks the shape against the sequences.
+  ReadMask(const FiaArguments& arguments, const Sequences& sequences, int64_t max_q_len);
+
+  /// The bits of the sequences from `first` on that `segments` stand for.
+  MaskBits pack(std::span<const AttentionSegment> segments, int64_t first) const;
+
+ private:
+  TensorView mask_;
+  int64_t sequence_stride_;  // 0 if the sequences share it
+};
 
 }  // namespace cpattn::fia

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/fia_sequences.h"
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -50,6 +51,69 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> packed_lengths(
   return {std::move(begins), std::move(lengths)};
 }
 
+void check_given(const FiaArguments& arguments, const Layout& layout) {
+  require(
+      arguments.actual_seq_lengths || !layout.packed(), "actual_seq_lengths is mandatory for ",
+      arguments.input_layout
+  );
+  require(
+      arguments.actual_seq_lengths_kv || (!layout.packed() && !arguments.block_table),
+      "actual_seq_lengths_kv is mandatory with block_table and for ",
+      layout.packed() ? arguments.input_layout : "packed layouts"
+  );
+  require(
+      !layout.packed() ||
+          arguments.actual_seq_lengths_kv->size() == arguments.actual_seq_lengths->size(),
+      "actual_seq_lengths_kv must have as many entries as actual_seq_lengths (",
+      arguments.actual_seq_lengths ? arguments.actual_seq_lengths->size() : 0, "), got ",
+      arguments.actual_seq_lengths_kv ? arguments.actual_seq_lengths_kv->size() : 0
+  );
+}
+
+void read_query_lengths(
+    const FiaArguments& arguments,
+    const Layout& layout,
+    const TensorView& query,
+    Sequences& sequences
+) {
+  const Lengths& given = arguments.actual_seq_lengths;
+  const int64_t batch = query.shape[0], rows = query.shape[1];
+  if (layout.packed()) {
+    std::tie(sequences.q_begins, sequences.q_lens) =
+        packed_lengths("actual_seq_lengths", *given, rows);
+    return;
+  }
+  sequences.q_lens = plain_lengths("actual_seq_lengths", given, batch, rows);
+  for (int64_t b = 0; b < batch; ++b) sequences.q_begins.push_back(b * rows);
+}
+
+void read_key_lengths(
+    const FiaArguments& arguments, const Layout& layout, const PagedCache& key, Sequences& sequences
+) {
+  constexpr char kName[] = "actual_seq_lengths_kv";
+  const Lengths& given = arguments.actual_seq_lengths_kv;
+  const auto batch = static_cast<int64_t>(sequences.q_lens.size());
+  if (arguments.block_table) {
+    const IndexTable& table = *arguments.block_table;
+    require(
+        table.rows == batch, "block_table must have one row per sequence (", batch, "), got ",
+        table.rows
+    );
+    sequences.kv_lens = plain_lengths(kName, given, batch, table.columns * arguments.block_size);
+    sequences.max_kv_len = *std::max_element(sequences.kv_lens.begin(), sequences.kv_lens.end());
+  } else if (layout.packed()) {
+    std::tie(sequences.kv_begins, sequences.kv_lens) = packed_lengths(kName, *given, key.num_pages);
+    sequences.max_kv_len = key.num_pages;
+  } else {
+    require(
+        key.num_pages == batch, "key and value must have the batch size of query, ", batch,
+        ", got ", key.num_pages
+    );
+    sequences.max_kv_len = arguments.key.num_elements() == 0 ? 0 : key.page_size;
+    sequences.kv_lens = plain_lengths(kName, given, batch, sequences.max_kv_len);
+  }
+}
+
 }  // namespace
 
 Sequences read_sequences(
@@ -58,51 +122,10 @@ Sequences read_sequences(
     const TensorView& query,
     const PagedCache& key
 ) {
-  const auto& q_given = arguments.actual_seq_lengths;
-  const auto& kv_given = arguments.actual_seq_lengths_kv;
-  require(
-      q_given || !layout.packed(), "actual_seq_lengths is mandatory for ", arguments.input_layout
-  );
-  require(
-      kv_given || (!layout.packed() && !arguments.block_table),
-      "actual_seq_lengths_kv is mandatory with block_table and for ",
-      layout.packed() ? arguments.input_layout : "packed layouts"
-  );
+  check_given(arguments, layout);
   Sequences sequences;
-  if (layout.packed()) {
-    std::tie(sequences.q_begins, sequences.q_lens) =
-        packed_lengths("actual_seq_lengths", *q_given, query.shape[1]);
-    require(
-        kv_given->size() == q_given->size(),
-        "actual_seq_lengths_kv must have as many entries as actual_seq_lengths (", q_given->size(),
-        "), got ", kv_given->size()
-    );
-  } else {
-    const int64_t batch = query.shape[0], max_q_len = query.shape[1];
-    sequences.q_lens = plain_lengths("actual_seq_lengths", q_given, batch, max_q_len);
-    for (int64_t b = 0; b < batch; ++b) sequences.q_begins.push_back(b * max_q_len);
-  }
-  const auto batch = static_cast<int64_t>(sequences.q_lens.size());
-  if (arguments.block_table) {
-    const IndexTable& table = *arguments.block_table;
-    require(
-        table.rows == batch, "block_table must have one row per sequence (", batch, "), got ",
-        table.rows
-    );
-    sequences.kv_lens = plain_lengths(
-        "actual_seq_lengths_kv", kv_given, batch, table.columns * arguments.block_size
-    );
-  } else if (layout.packed()) {
-    std::tie(sequences.kv_begins, sequences.kv_lens) =
-        packed_lengths("actual_seq_lengths_kv", *kv_given, key.num_pages);
-  } else {
-    require(
-        key.num_pages == batch, "key and value must have the batch size of query, ", batch,
-        ", got ", key.num_pages
-    );
-    const int64_t max_kv_len = arguments.key.num_elements() == 0 ? 0 : key.page_size;
-    sequences.kv_lens = plain_lengths("actual_seq_lengths_kv", kv_given, batch, max_kv_len);
-  }
+  read_query_lengths(arguments, layout, query, sequences);
+  read_key_lengths(arguments, layout, key, sequences);
   return sequences;
 }
 

@@ -32,7 +32,10 @@ def as_numpy(x: Tensor) -> np.ndarray[Any, Any]:
 
 
 def shape_of(x: Tensor, name: str, rank: int | None = None) -> tuple[int, ...]:
-    """The shape of a tensor argument; TypeError for what has none, ValueError for another rank."""
+    """The shape of a tensor; TypeError for what has none, ValueError for another rank.
+
+    `name` reads "function: argument".
+    """
     shape = getattr(x, "shape", None)
     if shape is None:
         raise TypeError(

@@ -22,9 +22,14 @@ def default_scale(function: str, head_dim: int) -> float:
 
 
 def _outputs(
-    q: Tensor, v_head_dim: int, out: Tensor | None, lse: Tensor | None, return_lse: bool
+    function: str,
+    q: Tensor,
+    v_head_dim: int,
+    out: Tensor | None,
+    lse: Tensor | None,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    rows, num_heads = shape_of(q, "q", 3)[:2]
+    rows, num_heads = shape_of(q, f"{function}: q", 3)[:2]
     if out is None:
         out = empty(q, (rows, num_heads, v_head_dim))
     if lse is None and return_lse:
@@ -128,8 +133,15 @@ def paged_attention(
     """
     del batch_invariant
     if scale is None:
-        scale = default_scale("paged_attention", shape_of(q, "q", 3)[2])
-    out, lse = _outputs(q, shape_of(v_cache, "v_cache")[-1], out, lse, return_lse)
+        scale = default_scale("paged_attention", shape_of(q, "paged_attention: q", 3)[2])
+    out, lse = _outputs(
+        "paged_attention",
+        q,
+        shape_of(v_cache, "paged_attention: v_cache")[-1],
+        out,
+        lse,
+        return_lse,
+    )
     _core.paged_attention(
         q, k_cache, v_cache, q_lens, kv_lens, block_tables, kv_indptr, kv_indices, last_page_len,
         page_size, kv_layout, scale, causal, window, softcap, sinks, custom_mask, num_threads,
@@ -189,7 +201,7 @@ def run_attention(
     """Run a plan on one layer's tensors; arguments and results as in `paged_attention`."""
     if scale is None:
         scale = default_scale("run_attention", plan.head_dim)
-    out, lse = _outputs(q, plan.v_head_dim, out, lse, return_lse)
+    out, lse = _outputs("run_attention", q, plan.v_head_dim, out, lse, return_lse)
     _core.run_attention(plan, q, k_cache, v_cache, kv_layout, scale, softcap, sinks, out, lse)
     return (out, lse) if return_lse else out
 
@@ -240,11 +252,11 @@ def do_cp_attn_fia(
         For fewer rows than the metadata has, bare metadata of a batch with a prefix, a kv length
         beyond the block table, page ids outside the cache, and shapes that do not fit.
     """
-    rows, columns = shape_of(q, "q", 2)
+    rows, columns = shape_of(q, "do_cp_attn_fia: q", 2)
     if scale is None:
         scale = default_scale("do_cp_attn_fia", columns // max(num_heads, 1))
-    keys = math.prod(shape_of(k_cache, "k_cache"))
-    values = math.prod(shape_of(v_cache, "v_cache"))
+    keys = math.prod(shape_of(k_cache, "do_cp_attn_fia: k_cache"))
+    values = math.prod(shape_of(v_cache, "do_cp_attn_fia: v_cache"))
     if out is None:
         # The core refuses what does not divide.
         out = empty(q, (rows, columns * values // keys if keys else columns))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,10 +31,20 @@ class _IntegerList(click.ParamType):  # type: ignore[type-arg]
             self.fail(f"{value!r} is not a comma-separated list of integers", param, ctx)
 
 
+class _OutputPath(click.Path):
+    """A file to write; that it cannot be is said before the run."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        path = Path(str(super().convert(value, param, ctx)))
+        if not path.absolute().parent.is_dir():
+            self.fail(f"Directory {str(path.parent)!r} does not exist.", param, ctx)
+        return path
+
+
 _SIZE = click.IntRange(1)
 _STRATEGY = click.Choice(STRATEGIES)
 _INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
-_OUTPUT = click.Path(dir_okay=False, writable=True, path_type=Path)
+_OUTPUT = _OutputPath(dir_okay=False, writable=True)
 
 
 def _option(names: str, default: Any, text: str, kind: Any = None) -> Callable[[Any], Any]:
@@ -99,10 +110,11 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
 def replay(**options: Any) -> None:
     """Replay serving traffic through context-parallel prefill.
 
-    Reads requests (lengths and hashes of 512-token blocks), keeps a paged KV pool with a prefix
-    cache over those blocks, forms prefill batches under a token budget, and runs each over
-    CP_SIZE processes through a small decoder with random weights. Prompts follow each other
-    as fast as they are computed; nothing is decoded.
+    Reads requests (JSON lines with timestamp, input_length, output_length and hash_ids, one hash
+    per 512 tokens), keeps a paged KV pool with a prefix cache over the hashed blocks, forms
+    prefill batches under a token budget, and runs each over CP_SIZE processes through a small
+    decoder with random weights. Prompts follow each other as fast as they are computed; nothing
+    is decoded.
 
     Every prompt is computed again by one process, whole and in float32, and compared. Exit code
     1 if a row differs by more than roundings explain, or if a process dies; 130 after Ctrl-C.
@@ -136,13 +148,13 @@ def _replay(
     **options: Any,
 ) -> bool:
     """Run, report, and say whether the check passed."""
+    for name in ("rich", "jinja2", "matplotlib") if html_path else ("rich",):
+        importlib.import_module(name)  # what is missing is said at once, not after the run
     from .replay.driver import replay as run
     from .replay.processes import WorkerError
     from .replay.report import Progress, print_report, write_json
     from .replay.trace import generate_trace, read_trace
 
-    if html_path:
-        from .replay.page import write_html  # what it lacks is said before the run, not after
     if trace:
         requests = read_trace(trace, limit=num_requests)
     else:
@@ -157,6 +169,8 @@ def _replay(
     if json_path:
         write_json(report, json_path)
     if html_path:
+        from .replay.page import write_html
+
         write_html(report, title, html_path)
     return report.passed
 

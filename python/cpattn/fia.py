@@ -122,6 +122,18 @@ def npu_fused_infer_attention_score(
     ------
     ValueError
         For what the list above rules out, and for any other argument that is not at its default.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> query = np.ones((3, 4, 16), np.float32)            # three tokens of one sequence
+    >>> blocks = np.ones((2, 8, 4 * 16), np.float32)       # two blocks of eight tokens
+    >>> out, _ = cpattn.npu_fused_infer_attention_score(
+    ...     query, blocks, blocks, input_layout="TND", num_heads=4, scale=0.25,
+    ...     block_table=[[1, 0]], block_size=8,
+    ...     actual_seq_lengths=[3], actual_seq_lengths_kv=[10])
+    >>> out.shape, float(out[0, 0, 0])
+    ((3, 4, 16), 1.0)
     """
     _refuse(
         pse_shift=pse_shift,

@@ -10,7 +10,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from .records import ReplayReport
 from .worker import PHASES
@@ -26,7 +26,6 @@ COLORS = {
     "ink": "#3c4650",
 }
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-THOUSANDS = FuncFormatter(lambda y, _: f"{y:,.0f}")
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -68,6 +67,7 @@ class Plot:
             axes = figure.add_subplot()
             axes.set_xlabel("batch")
             axes.set_ylabel(ylabel)
+            axes.yaxis.set_major_formatter(_format_tick)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             yield axes
             if axes.get_legend_handles_labels()[0]:
@@ -90,7 +90,11 @@ def plots(report: ReplayReport) -> list[Plot]:
 
 
 def _time(report: ReplayReport) -> Plot:
-    plot = Plot("time", "Time of a batch", "Mean over ranks, by phase.")
+    plot = Plot(
+        "time",
+        "Time of a batch",
+        "Mean over ranks, by phase; gather includes the wait for the slowest.",
+    )
     with plot.axes("time [ms]") as axes:
         _stack(
             axes,
@@ -111,7 +115,6 @@ def _tokens(report: ReplayReport) -> Plot:
                 "prefix": ([b.prefix_tokens for b in report.batches], COLORS["rest"]),
             },
         )
-        axes.yaxis.set_major_formatter(THOUSANDS)
     return plot
 
 
@@ -126,7 +129,6 @@ def _throughput(report: ReplayReport) -> Plot:
             width=0.82,
             color=COLORS["attention"],
         )
-        axes.yaxis.set_major_formatter(THOUSANDS)
     return plot
 
 
@@ -176,7 +178,7 @@ def _error(report: ReplayReport) -> Plot:
     plot = Plot(
         "error",
         "Error of the result",
-        "Largest difference to one process without cache; hidden states have unit size.",
+        "Against one process without cache; hidden states have unit size.",
     )
     checked = [b for b in report.batches if b.max_error is not None]
     with plot.axes("absolute error") as axes:
@@ -191,6 +193,10 @@ def _error(report: ReplayReport) -> Plot:
         axes.axhline(report.tolerance, color=COLORS["torch"], linewidth=1.2, label="tolerance")
         axes.set_ylim(bottom=0.0)
     return plot
+
+
+def _format_tick(y: float, _: float) -> str:
+    return f"{y:,.0f}" if abs(y) >= 10 or y == 0 else f"{y:.4g}"
 
 
 def _indices(report: ReplayReport) -> list[int]:

@@ -10,7 +10,8 @@ import os
 import signal
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection, get_context, resource_tracker
 from pathlib import Path
@@ -71,7 +72,8 @@ class Workers:
             self._start()
             self._collect()  # each says that it is ready
         except BaseException:
-            self._end(patience=0.0)
+            with _interrupts_blocked():
+                self._end(patience=0.0)
             raise
         return self
 
@@ -81,12 +83,8 @@ class Workers:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._end(patience=5.0 if kind is None else 0.0)
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids in rank order."""
-        return [process.pid for process in self._processes]
+        with _interrupts_blocked():
+            self._end(patience=5.0 if kind is None else 0.0)
 
     def run(self, work: Work) -> list[RankResult]:
         """Run one batch on all ranks; the results in rank order. WorkerError if one fails."""
@@ -103,8 +101,7 @@ class Workers:
         # A blocked signal stays blocked in the workers from their first instruction on, where a
         # handler would come too late. The tracker process would unblock it if it came second.
         resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with _interrupts_blocked():
             for rank in range(self._config.cp_size):
                 ours, theirs = context.Pipe()
                 process = context.Process(
@@ -117,8 +114,6 @@ class Workers:
                 process.start()
                 self._processes.append(process)
                 theirs.close()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _collect(self) -> list[Any]:
         """One answer from each rank."""
@@ -174,6 +169,16 @@ class Workers:
                 process.kill()
                 process.join()
         self._directory.cleanup()
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Ctrl-C waits until the end of the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def serve(rank: int, config: WorkerConfig, init_method: str, pipe: connection.Connection) -> None:

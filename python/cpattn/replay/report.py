@@ -22,10 +22,12 @@ from .worker import PHASES
 
 _MAX_LINES = 40  # batches in the table of the terminal
 _SHORT = {"metadata": "meta", "attention": "attn"}
-_CAPTION = (
-    "ms, phases: mean over ranks; balance: most query-key pairs of a rank / mean; "
-    "torch: attention by SDPA after gathering the pages; error: largest, against the check"
-)
+_LEGEND = {
+    "ms": "ms: the slowest rank, phases: mean over ranks",
+    "balance": "balance: most query-key pairs of a rank / mean",
+    "torch": "torch: attention by SDPA after gathering the pages",
+    "error": "error: largest, against the check",
+}
 
 
 class Progress:
@@ -116,7 +118,7 @@ def _table(report: ReplayReport, title: str) -> Table:
         title=f"{title}: {options.strategy} over {options.cp_size} ranks, {options.model.dtype}",
         title_justify="left",
         title_style="bold",
-        caption=_CAPTION,
+        caption="; ".join(_LEGEND[name] for name in table_header(report) if name in _LEGEND),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,12 +35,15 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[Request]:
     """
     opener = gzip.open if str(path).endswith(".gz") else open
     requests: list[Request] = []
-    with opener(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if limit is not None and len(requests) == limit:
-                break
-            if line.strip():
-                requests.append(_parse(line, f"{path}: line {number}"))
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if limit is not None and len(requests) == limit:
+                    break
+                if line.strip():
+                    requests.append(_parse(line, f"{path}: line {number}"))
+    except (gzip.BadGzipFile, zlib.error, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from None
     if not requests:
         raise ValueError(f"{path}: no requests")
     return requests

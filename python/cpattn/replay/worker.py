@@ -7,7 +7,7 @@ import datetime
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,7 @@ from .baseline import gathered_attention, make_segments
 from .model import Decoder
 from .processes import Work, WorkerConfig
 
+# gather: write_kv and the final gather, with the wait for slower ranks; rest: the decoder itself.
 PHASES = ("metadata", "gather", "attention", "rest")
 
 
@@ -36,7 +37,7 @@ class RankResult:
     seconds: dict[str, float]  # by phase; their sum is the time of the pass
     num_rows: int  # query rows of this rank
     num_pairs: int  # query-key pairs of this rank, in one head of one layer
-    peak_bytes: int  # resident memory, the most so far
+    peak_bytes: int  # resident memory, the most so far, without the baseline's
     rows: npt.NDArray[Any] | None  # float32 [wanted rows, hidden_size], from rank 0
     torch_seconds: float | None  # attention of all layers by the baseline
     torch_difference: float | None  # largest |attention - baseline|
@@ -51,6 +52,7 @@ class Rank:
     def __init__(self, rank: int, config: WorkerConfig, init_method: str) -> None:
         self._config = config
         self._rank = rank
+        self._peak_bytes = 0
         torch.set_num_threads(config.num_threads)
         set_num_threads(config.num_threads)
         dist.init_process_group(
@@ -122,13 +124,15 @@ class Rank:
         total = time.perf_counter() - start
         seconds["rest"] = total - sum(seconds.values())
 
+        self._peak_bytes = max(self._peak_bytes, peak_resident_bytes())
+
         kv_lens = plan.metadata.query_cache_lengths
         torch_seconds, difference = self._baseline(plan, work, calls) if calls else (None, None)
         return RankResult(
             seconds={phase: seconds[phase] for phase in PHASES},
             num_rows=len(kv_lens),
             num_pairs=int(np.sum(kv_lens, dtype=np.int64)),
-            peak_bytes=peak_resident_bytes(),
+            peak_bytes=self._peak_bytes,
             rows=hidden[torch.from_numpy(work.rows)].float().numpy() if not self._rank else None,
             torch_seconds=torch_seconds,
             torch_difference=difference,
@@ -152,7 +156,14 @@ class Rank:
             seconds += time.perf_counter() - start
             if len(out):
                 difference = max(difference, float((out - other).abs().max()))
+        forget_peak()
         return seconds, difference
+
+
+def forget_peak() -> None:
+    """Let `peak_resident_bytes` start again from what is held now."""
+    with suppress(OSError):  # some containers do not allow it; the peak is then the whole process's
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_resident_bytes() -> int:

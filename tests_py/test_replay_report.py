@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports of made-up replays: the cases that a good run does not show."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+for name in ("torch", "jinja2", "matplotlib"):
+    pytest.importorskip(name)
+Console = pytest.importorskip("rich.console").Console
+
+from cpattn.replay.page import write_html  # noqa: E402
+from cpattn.replay.records import BatchRecord, ReplayOptions, ReplayReport  # noqa: E402
+from cpattn.replay.report import imbalance, print_report, summarize, write_json  # noqa: E402
+
+BATCH = BatchRecord(
+    index=0,
+    num_sequences=2,
+    num_chunks=1,
+    new_tokens=100,
+    prefix_tokens=60,
+    seconds=0.5,
+    phases={"metadata": 0.01, "gather": 0.09, "attention": 0.2, "rest": 0.2},
+    rank_rows=[50, 50],
+    rank_pairs=[3000, 1000],
+    rank_attention_seconds=[0.25, 0.15],
+    torch_seconds=0.6,
+    torch_difference=1e-3,
+    max_error=0.01,
+)
+
+
+def make_report(num_batches: int = 3, **changes: object) -> ReplayReport:
+    report = ReplayReport(
+        options=ReplayOptions(),
+        environment={
+            "cpattn": "1",
+            "isa": "portable",
+            "torch": "2",
+            "cpu": "A <CPU>",
+            "cores": 2,
+            "threads_per_rank": 1,
+        },
+        num_requests=7,
+        input_tokens=500 * num_batches,
+        unbounded_hit_tokens=450 * num_batches,
+        tolerance=0.02,
+        batches=[replace(BATCH, index=i) for i in range(num_batches)],
+        hit_tokens=400 * num_batches,
+        checked_rows=30,
+        peak_bytes=[2**28, 2**29],
+    )
+    return replace(report, **changes)
+
+
+def printed(report: ReplayReport, width: int | None = None) -> str:
+    file = io.StringIO()
+    terminal = {"width": width, "force_terminal": True, "no_color": True} if width else {}
+    print_report(report, "a title", Console(file=file, **terminal))
+    return file.getvalue()
+
+
+def test_the_summary_adds_up() -> None:
+    summary = summarize(make_report())
+    assert summary["hit_rate"] == 0.8
+    assert summary["unbounded_hit_rate"] == 0.9
+    assert summary["new_tokens_per_second"] == pytest.approx(300 / 1.5)
+    assert summary["prompt_tokens_per_second"] == pytest.approx(1500 / 1.5)
+    assert summary["balance_pairs"] == 1.5
+    assert summary["balance_attention_seconds"] == pytest.approx(1.25)
+    assert summary["speedup_over_torch"] == pytest.approx(3.0)
+    # 12,000 pairs of 8 heads of 64 in 4 layers, 4 flops each, in 0.6 s.
+    assert summary["attention_gflops_per_second"] == pytest.approx(12000 * 8 * 64 * 4 * 4 / 0.6e9)
+    assert summary["peak_bytes_per_rank"] == 2**29
+    assert summary["max_error"] == 0.01
+    assert summary["passed"] is True
+
+
+def test_imbalance_of_idle_ranks_is_none() -> None:
+    assert imbalance([0, 0]) == 1.0
+    assert imbalance([4, 0]) == 2.0
+
+
+@pytest.mark.parametrize("error", [0.03, math.inf])
+def test_a_wrong_result_is_said_everywhere(error: float, tmp_path: Path) -> None:
+    report = make_report()
+    report.batches[1].max_error = error
+    assert not report.passed
+    assert "FAILED" in printed(report)
+    write_json(report, tmp_path / "r.json")
+    content = json.loads((tmp_path / "r.json").read_text())
+    assert content["summary"]["passed"] is False
+    assert float(content["batches"][1]["max_error"]) == error
+    write_html(report, "a title", tmp_path / "r.html")
+    assert "FAILED" in (tmp_path / "r.html").read_text()
+
+
+def test_what_was_not_asked_for_is_left_out(tmp_path: Path) -> None:
+    report = make_report(tolerance=None)
+    report.options = replace(report.options, torch_baseline=False, check_rows=0)
+    for batch in report.batches:
+        batch.torch_seconds = batch.torch_difference = batch.max_error = None
+    text = printed(report)
+    assert "torch" not in text
+    assert "not asked for" in text
+    assert report.passed
+    write_json(report, tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["summary"]["speedup_over_torch"] is None
+    write_html(report, "a title", tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert page.count("<svg") == 4
+    assert "A &lt;CPU&gt;" in page
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_fits_the_terminal(width: int) -> None:
+    lines = re.sub("\x1b\\[[0-9;]*m", "", printed(make_report(), width)).splitlines()
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines)
+
+
+def test_a_long_table_is_cut() -> None:
+    text = printed(make_report(num_batches=100))
+    assert "+60" in text
+    assert len(text.splitlines()) < 70
