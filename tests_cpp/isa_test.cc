@@ -22,6 +22,11 @@ TEST(Isa, LevelsOfTheAbiAreWhatTheCompilerSees) {
 }
 #endif
 
+TEST(Isa, NeitherAmxNorItsTwinIsTheDefault) {
+  EXPECT_NE(supported_isas().back(), Isa::amx_twin);
+  EXPECT_NE(supported_isas().back(), Isa::amx);
+}
+
 TEST(Isa, EverySupportedNameCanBeForced) {
   const Isa before = active_isa();
   for (Isa isa : supported_isas()) {

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <random>
@@ -46,7 +47,9 @@ class EveryIsa : public ::testing::TestWithParam<Isa> {
 };
 
 inline std::string isa_test_name(const ::testing::TestParamInfo<Isa>& info) {
-  return std::string(isa_name(info.param));
+  std::string name(isa_name(info.param));
+  std::replace(name.begin(), name.end(), '-', '_');  // GoogleTest allows no other sign
+  return name;
 }
 
 }  // namespace cpattn::testing

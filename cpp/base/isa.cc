@@ -11,7 +11,8 @@
 namespace cpattn {
 namespace {
 
-constexpr std::string_view kNames[] = {"portable", "avx2", "avx512", "avx512bf16"};
+constexpr std::string_view kNames[] = {"portable",   "avx2",     "avx512",
+                                       "avx512bf16", "amx-twin", "amx"};
 
 std::vector<Isa> detect() {
   std::vector<Isa> isas = {Isa::portable};
@@ -24,6 +25,13 @@ std::vector<Isa> detect() {
 #ifdef CPATTN_HAVE_AVX512BF16
   if (has_x86_64_v4() && __builtin_cpu_supports("avx512bf16")) {
     isas.insert(__builtin_cpu_is("intel") ? isas.end() - 1 : isas.end(), Isa::avx512bf16);
+#ifdef CPATTN_HAVE_AMXTWIN
+    isas.insert(isas.begin() + 1, Isa::amx_twin);
+#endif
+#ifdef CPATTN_HAVE_AMX
+    // Not the default before it has been timed on hardware.
+    if (amx_usable()) isas.insert(isas.end() - 1, Isa::amx);
+#endif
   }
 #endif
 #endif

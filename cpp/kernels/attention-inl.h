@@ -44,6 +44,13 @@ inline KeyRange visible_keys(const AttentionTile& tile, int64_t token) {
   };
 }
 
+inline bool sees(const AttentionTile& tile, int64_t token, int64_t key) {
+  const KeyRange range = visible_keys(tile, token);
+  if (key < range.begin || key >= range.end) return false;
+  return tile.mask == nullptr ||
+         (tile.mask[token * tile.mask_stride + key / 8] >> key % 8 & 1) != 0;
+}
+
 /// Addresses of the rows of keys [begin, begin + n).
 inline void locate_rows(
     const PagedRows& source,
@@ -128,7 +135,7 @@ class AttentionLoop {
     prepare_rows();
     const int64_t begin = visible_keys(tile_, 0).begin;
     const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
-    for (int64_t first = begin / block_ * block_; first < end; first += block_) {
+    for (int64_t first = begin / block_ * block_; begin < end && first < end; first += block_) {
       if (tile_.should_stop(tile_.stop_context)) return false;
       const int n = static_cast<int>(smaller(block_, end - first));
       pack_block(first, n, static_cast<int>(larger(0, begin - first)));
@@ -186,7 +193,7 @@ class AttentionLoop {
     num_special_ = pack_values(special_keys_);
     if (num_special_ == 0) return;
     // Zero times an infinity is NaN, so such values must not meet the rows that
-    // do not see them: zeros stand in for them, and add_special_values adds them.
+    // do not see them: zeros stand in for them, and add_special_value adds them.
     for (int i = 0; i < num_special_; ++i) {
       special_values_[i] = reinterpret_cast<const T*>(rows[special_keys_[i]]);
       rows[special_keys_[i]] = reinterpret_cast<const char*>(work_.zeros);
@@ -223,6 +230,23 @@ class AttentionLoop {
         count, work_.probabilities + begin, block_, work_.values, int64_t{block_} * kPanel, begin,
         end - begin, 0, v_dim_, work_.output + int64_t{row} * v_dim_, v_dim_
     );
+    for (int i = 0; i < num_special_; ++i) {
+      add_special_value(row, count, first, special_keys_[i], special_values_[i]);
+    }
+  }
+
+  /// O += P V for a key that pack_block left out, in the rows that see it.
+  [[gnu::noinline]] void add_special_value(
+      int row, int count, int64_t first, int key, const T* value
+  ) const {
+    for (int i = 0; i < count; ++i) {
+      if (!sees(tile_, (row + i) / tile_.group, first + key)) continue;
+      const Vector p = splat(Engine::probability(work_.probabilities + int64_t{i} * block_ + key));
+      float* output = work_.output + int64_t{row + i} * v_dim_;
+      for (int d = 0; d < v_dim_; d += kLanes) {
+        store(output + d, fma(p, load(value + d), load(output + d)));
+      }
+    }
   }
 
   /// Sets the scores of keys that the token does not see to -inf.
@@ -250,25 +274,12 @@ class AttentionLoop {
     const float* output = work_.output + int64_t{row} * v_dim_;
     T* out =
         static_cast<T*>(tile_.out) + token * tile_.out_token_stride + head * tile_.out_head_stride;
-    const float scale = output_scale(state, head);
+    const float* sink = tile_.sinks == nullptr ? nullptr : tile_.sinks + head;
+    const float scale = output_scale(state, sink);
     for (int d = 0; d < v_dim_; d += kLanes) store(out + d, mul(load(output + d), splat(scale)));
     if (tile_.lse != nullptr) {
-      tile_.lse[token * tile_.lse_token_stride + head * tile_.lse_head_stride] =
-          (state.reference + __builtin_log2f(state.sum)) * kLn2;
+      tile_.lse[token * tile_.lse_token_stride + head * tile_.lse_head_stride] = row_lse(state);
     }
-  }
-
-  /// What O is multiplied with: 1 / sum, the head's sink counted in. Zero for a
-  /// row that saw nothing.
-  float output_scale(const RowState& state, int64_t head) const {
-    if (state.sum == 0) return 0.0F;
-    if (tile_.sinks == nullptr) return 1.0F / state.sum;
-    const float sink = tile_.sinks[head] * kLog2E;
-    if (sink <= state.reference) {
-      return 1.0F / (state.sum + __builtin_exp2f(sink - state.reference));
-    }
-    const float shrink = __builtin_exp2f(state.reference - sink);
-    return shrink / (state.sum * shrink + 1.0F);
   }
 
   const AttentionTile& tile_;

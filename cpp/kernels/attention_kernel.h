@@ -88,5 +88,7 @@ extern const KernelTable table_portable;
 extern const KernelTable table_avx2;
 extern const KernelTable table_avx512;
 extern const KernelTable table_avx512bf16;
+extern const KernelTable table_amxtwin;
+extern const KernelTable table_amx;
 
 }  // namespace cpattn::kernels

@@ -77,6 +77,24 @@ struct RowState {
   float sum;        // of 2^(score - reference)
 };
 
+/// Natural log of the row's sum of exponentials; -inf if it saw nothing.
+inline float row_lse(const RowState& state) {
+  return (state.reference + __builtin_log2f(state.sum)) * kLn2;
+}
+
+/// What O is multiplied with: 1 / sum, the logit at `sink` counted in unless it
+/// is null. Zero for a row that saw nothing.
+inline float output_scale(const RowState& state, const float* sink) {
+  if (state.sum == 0) return 0.0F;
+  if (sink == nullptr) return 1.0F / state.sum;
+  const float exponent = *sink * kLog2E;
+  if (exponent <= state.reference) {
+    return 1.0F / (state.sum + __builtin_exp2f(exponent - state.reference));
+  }
+  const float shrink = __builtin_exp2f(state.reference - exponent);
+  return shrink / (state.sum * shrink + 1.0F);
+}
+
 /// Turns scores [begin, end) of a row into probabilities 2^(factor * score -
 /// reference) and adds them to the state; `output` (v_head_dim floats) is
 /// rescaled when the reference moves. begin and end are multiples of

@@ -20,6 +20,14 @@ const kernels::KernelTable& active_kernels() {
     case Isa::avx512bf16:
       return kernels::table_avx512bf16;
 #endif
+#ifdef CPATTN_HAVE_AMXTWIN
+    case Isa::amx_twin:
+      return kernels::table_amxtwin;
+#endif
+#ifdef CPATTN_HAVE_AMX
+    case Isa::amx:
+      return kernels::table_amx;
+#endif
     default:
       return kernels::table_portable;
   }

@@ -7,13 +7,18 @@
 namespace cpattn {
 
 /// Instruction sets with kernels of their own.
-enum class Isa { portable, avx2, avx512, avx512bf16 };
+///
+/// amx is there where the machine has it, but has to be asked for: its kernels
+/// are proved bit for bit by the twin and have not been timed on hardware yet.
+/// amx_twin runs the kernels of amx bit for bit, with the tile instructions in
+/// plain C++: slow, and in test builds (CPATTN_AMX_TWIN) only.
+enum class Isa { portable, avx2, avx512, avx512bf16, amx_twin, amx };
 
 std::string_view isa_name(Isa isa);
 
 /// What this build has kernels for and this machine can run, slowest first.
 /// The order is by speed, not by feature: vdpbf16ps runs at twice the float32
-/// rate on AMD and at half of it on Intel, where avx512 therefore comes last.
+/// rate on AMD and at half of it on Intel, where avx512 therefore comes after.
 const std::vector<Isa>& supported_isas();
 
 /// The instruction set in use: the last of supported_isas(), unless the

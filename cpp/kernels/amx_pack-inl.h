@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Queries, keys and values as tiles. As all that builds on it, needs
+// vector_avx512-inl.h and amx_tiles-inl.h or amx_twin-inl.h included first.
+//
+// A left-hand tile is 16 rows of 32 elements. A right-hand tile has 16 columns
+// and 32 rows of the matrix, two of them interleaved to a row of 16 pairs.
+
+namespace cpattn::kernels {
+namespace {
+
+constexpr int kTileRows = 16;
+constexpr int kTileDepth = 32;                         // elements of a product's sum
+constexpr int kTileElements = kTileRows * kTileDepth;  // bfloat16
+constexpr int kTileFloats = kTileRows * 16;
+/// Rows whose scores are computed together, and rows of one pass over a block of V.
+constexpr int kScoreRows = 2 * kTileRows;
+constexpr int kGroupRows = 4 * kTileRows;
+/// Keys of a block, packed and multiplied together: P of 64 rows takes two thirds of L1.
+constexpr int kAmxBlockKeys = 256;
+constexpr int kAmxChunks = kAmxBlockKeys / kTileDepth;
+
+/// The tile unit falls asleep when it has no product for 300 ns and is slow to
+/// wake. Vector work of its own calls this every few hundred cycles; operand
+/// tiles are free for it, as every product loads its own.
+inline void keep_tiles_awake() { multiply_tiles<5, 4, 6>(); }
+
+/// Puts `dim` elements of a row into left-hand tiles [tile][16 rows][32], from
+/// dimension `first` on; both multiples of 16.
+inline void pack_tile_row(const Bfloat16* source, int dim, int first, int row, Bfloat16* tiles) {
+  for (int d = 0; d < dim; d += 16) {
+    const int to = first + d;
+    __builtin_memcpy(
+        tiles + to / kTileDepth * kTileElements + row * kTileDepth + to % kTileDepth, source + d,
+        16 * sizeof(Bfloat16)
+    );
+  }
+}
+
+/// Packs keys rows[0..n) as columns, `dim` dimensions from `first` on, into
+/// [16 keys][depth / 32][16 pairs][16 keys][2]. Keys up to the next multiple of 32 are zeros.
+inline void pack_tile_keys(
+    const char* const* rows, int n, int dim, int first, int depth, Bfloat16* tiles
+) {
+  for (int key = 0; key < n || key % kTileDepth != 0; key += 16) {
+    Bfloat16* columns = tiles + int64_t{key} * depth + first / 2 * kTileDepth;
+    for (int d = 0; d < dim; d += 32) {
+      if (d % 128 == 0) keep_tiles_awake();
+      const int pairs = dim - d < 32 ? 8 : 16;
+      const __mmask16 present = dim - d < 32 ? 0x00ff : 0xffff;
+      __m512i block[16];
+      for (int i = 0; i < 16; ++i) {
+        block[i] = key + i < n ? _mm512_maskz_loadu_epi32(present, rows[key + i] + d * 2)
+                               : _mm512_setzero_si512();
+      }
+      transpose(block);
+      for (int i = 0; i < pairs; ++i) {
+        _mm512_store_si512(columns + (d / 2 + i) * kTileDepth, block[i]);
+      }
+    }
+  }
+}
+
+/// Packs values rows[0..n) as rows into [dim / 16][kAmxChunks][16 pairs of keys][16
+/// dimensions][2]; keys up to the next multiple of 32 are zeros. Lists the keys
+/// that hold an infinity or NaN; gives their number.
+inline int pack_tile_values(
+    const char* const* rows, int n, int dim, Bfloat16* tiles, int* not_finite
+) {
+  constexpr int64_t kColumnTiles = int64_t{kAmxChunks} * kTileElements;
+  const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+  const __m512i infinity = _mm512_set1_epi16(0x7f80);
+  // unpack works within quarters: this order of 64-bit words makes it take the
+  // first sixteen dimensions, then the last.
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  int count = 0;
+  for (int key = 0; key < n || key % kTileDepth != 0; key += 2) {
+    Bfloat16* pair = tiles + key / kTileDepth * kTileElements + key % kTileDepth * 16;
+    __mmask32 bad[2] = {0, 0};
+    if (key % 4 == 0) keep_tiles_awake();
+    for (int d = 0; d < dim; d += 32) {
+      const __mmask8 present = dim - d < 32 ? 0x0f : 0xff;
+      __m512i x[2];
+      for (int i = 0; i < 2; ++i) {
+        x[i] = key + i < n ? _mm512_maskz_loadu_epi64(present, rows[key + i] + d * 2)
+                           : _mm512_setzero_si512();
+        bad[i] |= _mm512_cmpge_epi16_mask(_mm512_and_si512(x[i], magnitude), infinity);
+        x[i] = _mm512_permutexvar_epi64(order, x[i]);
+      }
+      Bfloat16* cell = pair + d / 16 * kColumnTiles;
+      _mm512_store_si512(cell, _mm512_unpacklo_epi16(x[0], x[1]));
+      if (present == 0xff) {
+        _mm512_store_si512(cell + kColumnTiles, _mm512_unpackhi_epi16(x[0], x[1]));
+      }
+    }
+    for (int i = 0; i < 2; ++i) {
+      if (bad[i] != 0) not_finite[count++] = key + i;
+    }
+  }
+  return count;
+}
+
+}  // namespace
+}  // namespace cpattn::kernels

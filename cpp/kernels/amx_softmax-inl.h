@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Online softmax for tiles: each score is read once, straight from the product.
+//
+// There is no pass that finds the maximum first. A row's scores are taken
+// against a reference from its earlier keys, and the rare one that outgrows it
+// is found by what its probability became.
+#include "kernels/amx_pack-inl.h"
+#include "kernels/gemm_bf16-inl.h"
+#include "kernels/softmax-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// A new reference is this much above the largest score, in base-2 units, so
+/// that probabilities are below 2 until a score is 2^8 times larger. From 2 on,
+/// infinity and NaN included, they have this bit of their bfloat16 set.
+constexpr float kHeadroom = 7.0F;
+constexpr int16_t kGrownBit = 0x4000;
+
+/// exp2<4> for any x, without its clamp: vreduceps takes -inf to 0, and
+/// vscalefps underflows to 0. +inf gives +inf.
+inline Vector exp2_unclamped(Vector x) {
+  const Vector rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  constexpr auto& c = Exp2Polynomial<4>::kCoefficients;
+  Vector p = splat(c[4]);
+#pragma GCC unroll 4
+  for (int i = 3; i >= 0; --i) p = fma(p, rest, splat(c[i]));
+  return scale_by_power(p, sub(x, rest));
+}
+
+/// Where scores of row i are in the 2 x 2 tiles of a step, those against the
+/// first 16 keys; those against the next 16 are kTileFloats behind.
+inline unsigned score_offset(unsigned i) { return i * kLanes + i / kTileRows * kTileFloats; }
+
+/// Up to 64 rows on their way through a block of keys.
+struct SoftmaxGroup {
+  float factor;             // from scores to base-2 units
+  int column_tiles;         // of output
+  int first_chunk;          // of this block that the rows see
+  float* references;        // [row]; -inf before the first visible key
+  float* sums;              // [row][16], of the probabilities before they were rounded
+  float* output;            // [column tile][64 rows][16]
+  Bfloat16* probabilities;  // [chunk][64 rows][32]
+
+  Bfloat16* probabilities_of(int row, int chunk) const {
+    return probabilities + (int64_t{chunk} * kGroupRows + row) * kTileDepth;
+  }
+
+  /// Rows [begin, end) of the 32 from `first_row` on: their probabilities for the
+  /// 32 keys of a chunk, from `scores`, -inf for hidden keys.
+  void add_scores(int first_row, int chunk, const float* scores, int begin, int end) const {
+    const float* row_references = references + first_row;
+    float* row_sums = sums + first_row * kLanes;
+    Bfloat16* cells = probabilities_of(first_row, chunk);
+    for (int i = begin; i < end; ++i) {
+      const float* x = scores + score_offset(i);
+      const Vector a = load(x);
+      const Vector b = load(x + kTileFloats);
+      // Less a reference of -inf, what a row sees first becomes +inf or NaN.
+      const Vector reference = splat(row_references[i]);
+      const Vector p = exp2_unclamped(_mm512_fmsub_ps(a, splat(factor), reference));
+      const Vector q = exp2_unclamped(_mm512_fmsub_ps(b, splat(factor), reference));
+      const auto word = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(q, p));
+      if (__builtin_expect(_mm512_test_epi16_mask(word, _mm512_set1_epi16(kGrownBit)) != 0, 0)) {
+        add_growing_scores(first_row + i, chunk, a, b);
+        continue;
+      }
+      _mm512_store_si512(cells + i * kTileDepth, word);
+      float* sum = row_sums + i * kLanes;
+      store(sum, add(load(sum), add(p, q)));
+    }
+  }
+
+ private:
+  /// The same of one row for the first keys that a row sees, for scores far above those
+  /// before, and for infinite ones and NaN, which make the row NaN.
+  [[gnu::noinline]] void add_growing_scores(int row, int chunk, Vector a, Vector b) const {
+    const float infinity = __builtin_inff();
+    Bfloat16* cells = probabilities_of(row, chunk);
+    float* sum = sums + row * kLanes;
+    const float top = reduce_max(max(a, b)) * factor + kHeadroom;
+    const bool nan = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0 || top == infinity;
+    if (nan) store(sum, splat(__builtin_nanf("")));
+    if (nan || top == -infinity) {  // the latter: nothing visible so far
+      _mm512_store_si512(cells, _mm512_setzero_si512());
+      return;
+    }
+    if (top > references[row]) raise_reference(row, chunk, top);
+    const auto exponent = [&](Vector x) {
+      // Scores of 2^24 and more are coarser than the headroom.
+      return min(splat(0.0F), _mm512_fmsub_ps(x, splat(factor), splat(references[row])));
+    };
+    const Vector p = exp2_unclamped(exponent(a));
+    const Vector q = exp2_unclamped(exponent(b));
+    store_probabilities(cells, p, q);
+    store(sum, add(load(sum), add(p, q)));
+  }
+
+  /// Scales what was computed under the old reference, in this block as well.
+  void raise_reference(int row, int chunk, float reference) const {
+    const Vector shrink = splat(__builtin_exp2f(references[row] - reference));
+    references[row] = reference;
+    const auto scale = [&](float* x) { store(x, mul(load(x), shrink)); };
+    scale(sums + row * kLanes);
+    for (int d = 0; d < column_tiles; ++d) scale(output + (d * kGroupRows + row) * kLanes);
+    for (int earlier = first_chunk; earlier < chunk; ++earlier) {
+      Bfloat16* cells = probabilities_of(row, earlier);
+      store_probabilities(cells, mul(load(cells), shrink), mul(load(cells + kLanes), shrink));
+    }
+  }
+};
+
+}  // namespace
+}  // namespace cpattn::kernels

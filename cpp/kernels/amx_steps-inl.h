@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What the attention loop on AMX tiles works on: its buffers, the steps of a
+// block, and the vector work that is handed out in slices between products.
+#include "kernels/amx_products-inl.h"
+#include "kernels/amx_softmax-inl.h"
+#include "kernels/attention-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// 32 rows of a group against 32 keys of a block.
+struct Step {
+  int row;          // the first; a multiple of 32
+  int count;        // of rows
+  int chunk;        // which keys of the block
+  int first_chunk;  // that the group sees
+  bool last;        // of the group in this block
+};
+
+/// The rows of a step on their way through softmax.
+struct StepRows {
+  SoftmaxGroup softmax;
+  const float* scores;
+  const Step& step;
+  int next = 0;
+
+  void take(int n) {
+    const int end = static_cast<int>(smaller(next + n, step.count));
+    softmax.add_scores(step.row % kGroupRows, step.chunk, scores, next, end);
+    next = end;
+  }
+};
+
+/// Sixteen columns of P V on their way to O, [row][16] both.
+struct PendingRows {
+  const float* product;
+  float* output;
+  int count;
+
+  void take(int n) {
+    for (; n > 0 && count > 0; --n, --count, product += kLanes, output += kLanes) {
+      store(output, add(load(output), load(product)));
+    }
+  }
+};
+
+/// Buffers of one tile of work, carved out of the caller's scratch; rows are
+/// padded to whole groups.
+struct AmxWorkspace {
+  Bfloat16* queries;        // [rows / 16][depth / 32][16][32]
+  Bfloat16* keys;           // [block / 16][depth / 32][16][16][2]
+  Bfloat16* values;         // [v_head_dim / 16][chunks][16][16][2]
+  Bfloat16* probabilities;  // [chunks][64][32]
+  Bfloat16* zeros;          // [v_head_dim]
+  float* scores;            // [2 steps][2 row tiles][2 key tiles][16][16]
+  float* product;           // [64][16]
+  float* output;            // [groups][v_head_dim / 16][64][16]
+  float* sums;              // [rows][16]
+  float* references;        // [rows]
+  Step* steps;              // of a block
+  int64_t bytes;
+
+  AmxWorkspace(char* base, int64_t rows, int depth, int v_head_dim) {
+    const int64_t padded = round_up(static_cast<int>(rows), kGroupRows);
+    int64_t used = 0;
+    const auto take = [&]<class T>(T*& buffer, int64_t elements) {
+      buffer = reinterpret_cast<T*>(base + used);
+      used += (elements * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    };
+    take(queries, padded * depth);
+    take(keys, int64_t{kAmxBlockKeys} * depth);
+    take(values, int64_t{kAmxBlockKeys} * v_head_dim);
+    take(probabilities, int64_t{kAmxBlockKeys} * kGroupRows);
+    take(zeros, v_head_dim);
+    take(scores, 2 * 4 * kTileFloats);
+    take(product, 4 * kTileFloats);
+    take(output, padded * v_head_dim);
+    take(sums, padded * kLanes);
+    take(references, padded);
+    take(steps, padded / kScoreRows * kAmxChunks);
+    bytes = used;
+  }
+};
+
+}  // namespace
+}  // namespace cpattn::kernels

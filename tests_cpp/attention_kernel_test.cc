@@ -1,0 +1,362 @@
+// SPDX-License-Identifier: Apache-2.0
+// The bfloat16 kernels themselves, on every instruction set: what only they can
+// get wrong, whichever way ops divides the work.
+#include "kernels/attention_kernel.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "ops/kernel_table.h"
+#include "testing.h"
+
+namespace cpattn {
+namespace {
+
+using testing::random_floats;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+uint16_t to_bfloat16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+float to_float(uint16_t x) {
+  const uint32_t bits = uint32_t{x} << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+std::vector<uint16_t> to_bfloat16(const std::vector<float>& values) {
+  std::vector<uint16_t> result;
+  for (float x : values) result.push_back(to_bfloat16(x));
+  return result;
+}
+
+struct Result {
+  std::vector<uint16_t> out;  // [tokens][group][v_dim]
+  std::vector<float> lse;     // [tokens][group]
+  bool operator==(const Result&) const = default;
+};
+
+/// One sequence of keys for one KV head, on pages of 16 in descending order, and
+/// queries [tokens][group][dim] for it.
+struct Problem {
+  int tokens = 1, group = 1, dim = 32, v_dim = 32;
+  int64_t kv_len = 1;
+  int64_t first_position = 0, position_step = 1;
+  int64_t left = kernels::kUnlimited, right = 0;
+  float scale = 0.25F, softcap = 0;
+  std::vector<uint8_t> mask;      // empty, or [tokens][kv_len / 32 + 1][4]
+  std::vector<uint16_t> q, k, v;  // k and v as [key][dim]
+
+  void fill() {
+    q = to_bfloat16(random_floats(int64_t{tokens} * group * dim, 1));
+    k = to_bfloat16(random_floats(kv_len * dim, 2));
+    v = to_bfloat16(random_floats(kv_len * v_dim, 3));
+  }
+
+  int64_t mask_stride() const { return (kv_len / 32 + 1) * 4; }
+
+  bool sees(int token, int64_t key) const {
+    const int64_t position = first_position + token * position_step;
+    if (key < position - left || key > position + right) return false;
+    return mask.empty() || (mask[token * mask_stride() + key / 8] >> key % 8 & 1) != 0;
+  }
+
+  /// Runs tokens [first_token, first_token + n) and heads [first_head,
+  /// first_head + heads); writes into `result`. The last `rope` dimensions of
+  /// q and k go in as a rope part.
+  void run(Result& result, int first_token, int n, int first_head, int heads, int rope = 0) const {
+    constexpr int64_t kPage = 16;
+    const int64_t num_pages = (kv_len + kPage - 1) / kPage;
+    std::vector<int32_t> pages(num_pages);
+    for (int64_t i = 0; i < num_pages; ++i) pages[i] = static_cast<int32_t>(num_pages - 1 - i);
+    const auto paged = [&](const std::vector<uint16_t>& rows, int columns) {
+      std::vector<uint16_t> cache(num_pages * kPage * columns, to_bfloat16(kInfinity));
+      for (int64_t key = 0; key < kv_len; ++key) {
+        std::copy_n(
+            rows.begin() + key * columns, columns,
+            cache.begin() + (pages[key / kPage] * kPage + key % kPage) * columns
+        );
+      }
+      return cache;
+    };
+    const std::vector<uint16_t> k_cache = paged(k, dim);
+    const std::vector<uint16_t> v_cache = paged(v, v_dim);
+    const int64_t row = int64_t{first_token} * group + first_head;
+    const uint16_t* queries = q.data() + row * dim;
+    const kernels::AttentionTile tile = {
+        .q = queries,
+        .q_rope = rope > 0 ? queries + dim - rope : nullptr,
+        .q_token_stride = int64_t{group} * dim,
+        .q_head_stride = dim,
+        .q_rope_token_stride = int64_t{group} * dim,
+        .q_rope_head_stride = dim,
+        .k = {k_cache.data(), kPage * dim, dim},
+        .k_rope = {k_cache.data() + dim - rope, kPage * dim, dim},
+        .v = {v_cache.data(), kPage * v_dim, v_dim},
+        .pages = pages.data(),
+        .page_size = kPage,
+        .head_dim = dim - rope,
+        .rope_dim = rope,
+        .v_head_dim = v_dim,
+        .num_tokens = n,
+        .group = heads,
+        .kv_len = kv_len,
+        .first_position = first_position + first_token * position_step,
+        .position_step = position_step,
+        .left = left,
+        .right = right,
+        .mask = mask.empty() ? nullptr : mask.data() + first_token * mask_stride(),
+        .mask_stride = mask_stride(),
+        .scale = scale,
+        .softcap = softcap,
+        .out = result.out.data() + row * v_dim,
+        .out_token_stride = int64_t{group} * v_dim,
+        .out_head_stride = v_dim,
+        .lse = result.lse.data() + row,
+        .lse_token_stride = group,
+        .lse_head_stride = 1,
+        .should_stop = [](void*) { return false; },
+    };
+    const kernels::AttentionKernel& kernel = active_kernels().attention[kernels::kBfloat16];
+    const int64_t bytes = kernel.scratch_bytes(int64_t{n} * heads, dim, v_dim);
+    // Kernels get scratch as other work left it: NaN everywhere.
+    std::vector<float> scratch(bytes / 4 + 32, kNan);
+    const auto address = reinterpret_cast<uintptr_t>(scratch.data());
+    ASSERT_TRUE(kernel.run(&tile, scratch.data() + (64 - address % 64) % 64 / 4));
+  }
+
+  Result empty_result() const {
+    return {
+        std::vector<uint16_t>(int64_t{tokens} * group * v_dim, 0x1234),
+        std::vector<float>(int64_t{tokens} * group, 77.0F)
+    };
+  }
+
+  Result run(int rope = 0) const {
+    Result result = empty_result();
+    run(result, 0, tokens, 0, group, rope);
+    return result;
+  }
+
+  /// Row (token, head) in float64: v_dim outputs, then the LSE.
+  std::vector<double> expected(int token, int head) const {
+    std::vector<double> scores(kv_len, -INFINITY);
+    double maximum = -INFINITY;
+    for (int64_t key = 0; key < kv_len; ++key) {
+      if (!sees(token, key)) continue;
+      double score = 0;
+      for (int d = 0; d < dim; ++d) {
+        score += double{to_float(q[(token * group + head) * dim + d])} * to_float(k[key * dim + d]);
+      }
+      scores[key] = score * scale;
+      if (softcap > 0) scores[key] = softcap * std::tanh(scores[key] / softcap);
+      maximum = std::max(maximum, scores[key]);
+    }
+    std::vector<double> row(v_dim + 1, 0.0);
+    double sum = 0;
+    for (int64_t key = 0; key < kv_len; ++key) {
+      if (!std::isfinite(scores[key])) continue;
+      const double p = std::exp(scores[key] - maximum);
+      sum += p;
+      for (int d = 0; d < v_dim; ++d) row[d] += p * to_float(v[key * v_dim + d]);
+    }
+    for (int d = 0; d < v_dim && sum > 0; ++d) row[d] /= sum;
+    row[v_dim] = maximum + std::log(sum);
+    return row;
+  }
+
+  /// A unit of bfloat16 at 1 covers the roundings of P and of the result, as
+  /// |v| weighs in with less than 4.
+  void expect_right() const {
+    const Result result = run();
+    for (int row = 0; row < tokens * group; ++row) {
+      const std::vector<double> wanted = expected(row / group, row % group);
+      for (int d = 0; d < v_dim; ++d) {
+        ASSERT_NEAR(to_float(result.out[row * v_dim + d]), wanted[d], 0x1p-6) << row << ' ' << d;
+      }
+      if (std::isinf(wanted[v_dim])) {
+        ASSERT_EQ(result.lse[row], -kInfinity);
+      } else {
+        ASSERT_NEAR(result.lse[row], wanted[v_dim], 3e-6 * (1 + std::fabs(wanted[v_dim]))) << row;
+      }
+    }
+  }
+};
+
+class AttentionKernel : public testing::EveryIsa {
+ protected:
+  static Problem filled(Problem problem) {
+    problem.fill();
+    return problem;
+  }
+  static void randomize_mask(Problem& problem) {
+    for (float x : random_floats(problem.tokens * problem.mask_stride(), 4)) {
+      problem.mask.push_back(static_cast<uint8_t>(static_cast<int>(x * 1000)));
+    }
+  }
+  /// Many rows against more than two blocks: plain, through a window, behind
+  /// strides of the position, masked, capped.
+  static std::vector<Problem> many_rows() {
+    const Problem plain = {.tokens = 67, .group = 3, .kv_len = 600, .first_position = 530};
+    std::vector<Problem> problems(6, plain);
+    problems[1].left = 40;
+    problems[2].first_position = -20;
+    problems[2].position_step = 9;
+    problems[3].softcap = 2;
+    problems[4].right = kernels::kUnlimited;
+    for (Problem& problem : problems) problem.fill();
+    randomize_mask(problems[5]);
+    return problems;
+  }
+};
+
+TEST_P(AttentionKernel, RowsAreRight) {
+  for (const Problem& problem : many_rows()) problem.expect_right();
+}
+
+TEST_P(AttentionKernel, RowsThatSeeNothing) {
+  // In front of the keys, and so far behind them that the window misses them.
+  filled({.tokens = 3, .kv_len = 40, .first_position = -5}).expect_right();
+  filled({.tokens = 2, .kv_len = 40, .first_position = 60, .left = 5}).expect_right();
+}
+
+TEST_P(AttentionKernel, RowsDoNotDependOnTheirNeighbours) {
+  for (const Problem& problem : many_rows()) {
+    const Result whole = problem.run();
+    for (int tokens : {1, 8, 29}) {
+      Result pieces = problem.empty_result();
+      for (int first = 0; first < problem.tokens; first += tokens) {
+        const int n = std::min(tokens, problem.tokens - first);
+        problem.run(pieces, first, n, 0, 1);
+        problem.run(pieces, first, n, 1, 2);
+      }
+      EXPECT_TRUE(pieces == whole) << tokens;
+    }
+  }
+}
+
+TEST_P(AttentionKernel, EveryHeadDimension) {
+  for (int dim = 16; dim <= 576; dim += 16) {
+    filled({.tokens = 2,
+            .group = 2,
+            .dim = dim,
+            .v_dim = 592 - dim,
+            .kv_len = 37,
+            .first_position = 35,
+            .scale = 1 / std::sqrt(static_cast<float>(dim))})
+        .expect_right();
+  }
+}
+
+TEST_P(AttentionKernel, ARopePartIsTheLastDimensions) {
+  for (int dim : {32, 48, 96, 192, 576}) {
+    const Problem problem = filled(
+        {.tokens = 3, .group = 5, .dim = dim, .kv_len = 70, .first_position = 67, .scale = 0.1F}
+    );
+    const Result whole = problem.run();
+    for (int rope : {16, dim / 32 * 16, dim - 16}) EXPECT_TRUE(problem.run(rope) == whole) << rope;
+  }
+}
+
+TEST_P(AttentionKernel, ScoresMayOutgrowEarlierOnes) {
+  // Query 1, key g: in base 2 the score is g. Around the factor 2^8 that keeps a
+  // reference, beyond what an exponent holds, in the chunk, the block and the
+  // sequence that they fall into first; behind few keys and behind many.
+  constexpr float kLn2 = 0.693147181F;
+  for (float growth :
+       {1.0F, 7.0F, 7.9375F, 8.0F, 8.0625F, 9.0F, 15.0F, 16.0F, 127.0F, 128.0F, 250.0F, 300.0F,
+        1e4F, 1e9F, 1e30F}) {
+    for (int64_t from : {1, 31, 32, 200, 256, 299}) {
+      Problem problem = filled({.dim = 16, .kv_len = 310, .first_position = 309, .scale = kLn2});
+      std::fill(problem.q.begin() + 1, problem.q.end(), 0);
+      problem.q[0] = to_bfloat16(1.0F);
+      for (int64_t key = 0; key < problem.kv_len; ++key) {
+        const float score = key < from ? 0.0F : key < 305 ? growth : 2 * growth;
+        problem.k[key * problem.dim] = to_bfloat16(key % 2 == 0 ? score : -score);
+      }
+      problem.expect_right();
+      if (HasFatalFailure()) FAIL() << "growth " << growth << " from key " << from;
+    }
+  }
+}
+
+TEST_P(AttentionKernel, MinusInfinityHasNoWeight) {
+  Problem problem = filled({.dim = 16, .kv_len = 300, .first_position = 299});
+  std::fill(problem.q.begin(), problem.q.end(), to_bfloat16(1.0F));
+  for (int64_t key = 0; key < 290; ++key) problem.k[key * 16] = to_bfloat16(-kInfinity);
+  const Result result = problem.run();
+  for (int64_t key = 0; key < 290; ++key) problem.v[key * 32] = to_bfloat16(1e30F);
+  EXPECT_TRUE(problem.run() == result);
+  for (int64_t key = 290; key < 300; ++key) problem.k[key * 16] = to_bfloat16(-kInfinity);
+  const Result nothing = problem.run();
+  EXPECT_EQ(nothing.lse[0], -kInfinity);
+  EXPECT_EQ(nothing.out, std::vector<uint16_t>(32, 0));
+}
+
+TEST_P(AttentionKernel, NonFiniteKeysShowWhereTheyAreSeenOnly) {
+  for (float poison : {kNan, -kNan, kInfinity}) {
+    Problem problem = many_rows()[0];
+    const Result clean = problem.run();
+    const int token = 40;
+    const int64_t key = problem.first_position + token;
+    for (int d = 0; d < problem.dim; ++d) problem.k[key * problem.dim + d] = to_bfloat16(poison);
+    const Result result = problem.run();
+    for (int row = 0; row < problem.tokens * problem.group; ++row) {
+      if (row / problem.group < token) {
+        ASSERT_EQ(result.lse[row], clean.lse[row]) << row;
+      } else if (std::isnan(poison)) {
+        ASSERT_TRUE(std::isnan(result.lse[row])) << row;
+      }
+      for (int d = 0; d < problem.v_dim; ++d) {
+        const int i = row * problem.v_dim + d;
+        if (row / problem.group < token) {
+          ASSERT_EQ(result.out[i], clean.out[i]) << row;
+        } else if (std::isnan(poison)) {
+          ASSERT_TRUE(std::isnan(to_float(result.out[i]))) << row;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(AttentionKernel, NonFiniteValuesShowWhereTheyAreSeenOnly) {
+  for (float poison : {kNan, kInfinity, -kInfinity}) {
+    Problem problem = many_rows()[0];
+    const Result clean = problem.run();
+    const int token = 40;
+    const int poisoned = 5;  // one dimension of the value of one key
+    problem.v[(problem.first_position + token) * problem.v_dim + poisoned] = to_bfloat16(poison);
+    const Result result = problem.run();
+    EXPECT_EQ(result.lse, clean.lse);
+    for (std::size_t i = 0; i < result.out.size(); ++i) {
+      const bool seen = static_cast<int>(i) / problem.v_dim / problem.group >= token;
+      const float x = to_float(result.out[i]);
+      if (!seen) {
+        ASSERT_EQ(result.out[i], clean.out[i]) << i;
+      } else if (static_cast<int>(i) % problem.v_dim != poisoned) {
+        ASSERT_NEAR(x, to_float(clean.out[i]), 0x1p-6) << i;
+      } else if (std::isnan(poison)) {
+        ASSERT_TRUE(std::isnan(x)) << i;
+      } else {
+        ASSERT_EQ(x, poison) << i;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Isa, AttentionKernel, ::testing::ValuesIn(supported_isas()), testing::isa_test_name
+);
+
+}  // namespace
+}  // namespace cpattn
