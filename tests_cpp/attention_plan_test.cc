@@ -48,8 +48,27 @@ TEST(PlanAttention, CoversEveryTokenAndHeadOnce) {
     int64_t rows = 0;
     for (const AttentionItem& item : plan.items) rows += int64_t{item.num_tokens} * item.num_heads;
     EXPECT_EQ(rows, batch.num_rows * batch.shape.num_heads);
-    EXPECT_TRUE(std::is_sorted(plan.item_costs.rbegin(), plan.item_costs.rend()));
   }
+}
+
+TEST(PlanAttention, KeepsReadersOfTheSameKeysTogetherMostExpensiveFirst) {
+  const AttentionPlan plan = plan_attention("test", batch_of({500, 900, 30}, {500, 1000, 4000}), 0);
+  const int32_t group = plan.batch.shape.num_heads / plan.batch.shape.num_kv_heads;
+  const auto keys_of = [&](const AttentionItem& item) {
+    return std::pair(item.segment, item.first_head / group);
+  };
+  std::vector<std::pair<int32_t, int32_t>> groups;
+  std::vector<int64_t> first_costs;
+  for (std::size_t i = 0; i < plan.items.size(); ++i) {
+    if (i > 0 && keys_of(plan.items[i]) == groups.back()) {
+      EXPECT_LE(plan.item_costs[i], plan.item_costs[i - 1]);
+      continue;
+    }
+    groups.push_back(keys_of(plan.items[i]));
+    first_costs.push_back(plan.item_costs[i]);
+  }
+  EXPECT_EQ(groups.size(), 3U * 2) << "a group came back";
+  EXPECT_TRUE(std::is_sorted(first_costs.rbegin(), first_costs.rend()));
 }
 
 /// Without packing, the costs of a plan are its visible pairs.

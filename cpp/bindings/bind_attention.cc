@@ -214,7 +214,7 @@ printed, and its arrays are read-only NumPy views.)")
           [](const py::object& self) {
             return view(self.cast<const AttentionPlan&>().item_costs, self);
           },
-          "int64 [num_items]: visible (row, key) pairs of each item, with its packing, descending."
+          "int64 [num_items]: visible (row, key) pairs of each item, with its packing."
       );
 }
 

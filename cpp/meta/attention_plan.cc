@@ -2,7 +2,7 @@
 #include "cpattn/attention_plan.h"
 
 #include <algorithm>
-#include <numeric>
+#include <array>
 
 #include "cpattn/check.h"
 
@@ -84,18 +84,37 @@ void append_items(
   }
 }
 
-/// Most expensive first, so that the last items to finish are short ones.
+/// Items that read the same keys, those of one sequence and KV head, stay
+/// together: the keys then come from memory once, whatever the number of query
+/// blocks. Most expensive first among groups and within each, so that the last
+/// items to finish are short ones.
 void sort_items(AttentionPlan& plan) {
-  std::vector<int64_t> order(plan.items.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return plan.item_costs[a] > plan.item_costs[b];
-  });
+  const AttentionBatch& batch = plan.batch;
+  const int64_t group_size = batch.shape.num_heads / batch.shape.num_kv_heads;
+  const auto keys_of = [&](const AttentionItem& item) {
+    return batch.segments[item.segment].table_row * batch.shape.num_kv_heads +
+           item.first_head / group_size;
+  };
+  int64_t rows = 0;
+  for (const AttentionSegment& segment : batch.segments) {
+    rows = std::max(rows, segment.table_row + 1);
+  }
+  std::vector<int64_t> group_cost(rows * batch.shape.num_kv_heads, 0);
+  for (std::size_t i = 0; i < plan.items.size(); ++i) {
+    int64_t& cost = group_cost[keys_of(plan.items[i])];
+    cost = std::max(cost, plan.item_costs[i]);
+  }
+  std::vector<std::array<int64_t, 4>> order(plan.items.size());
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    const int64_t keys = keys_of(plan.items[i]);
+    order[i] = {-group_cost[keys], keys, -plan.item_costs[i], static_cast<int64_t>(i)};
+  }
+  std::sort(order.begin(), order.end());
   std::vector<AttentionItem> items(order.size());
   std::vector<int64_t> costs(order.size());
   for (std::size_t i = 0; i < order.size(); ++i) {
-    items[i] = plan.items[order[i]];
-    costs[i] = plan.item_costs[order[i]];
+    items[i] = plan.items[order[i][3]];
+    costs[i] = plan.item_costs[order[i][3]];
   }
   plan.items = std::move(items);
   plan.item_costs = std::move(costs);
@@ -139,8 +158,8 @@ AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num
   for (std::size_t i = 0; i < batch.segments.size(); ++i) {
     append_items(batch, static_cast<int32_t>(i), max_rows, plan);
   }
-  sort_items(plan);
   plan.batch = std::move(batch);
+  sort_items(plan);
   return plan;
 }
 

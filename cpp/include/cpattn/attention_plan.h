@@ -87,7 +87,7 @@ constexpr int64_t kUnboundedKeys = int64_t{1} << 40;
 /// never on the machine or the number of threads.
 struct AttentionPlan {
   AttentionBatch batch;
-  std::vector<AttentionItem> items;  // most visible keys first
+  std::vector<AttentionItem> items;  // by sequence and KV head, most expensive first
   std::vector<int64_t> item_costs;   // visible (row, key) pairs of each item
   int num_threads = 0;               // 0: the process default when run
   bool operator==(const AttentionPlan&) const = default;
