@@ -53,7 +53,7 @@ class AmxAttention {
     return true;
   }
 
-  void prepare() {
+  void prepare() const {
     const int qk_dim = tile_.head_dim + tile_.rope_dim;
     if (qk_dim < depth_) {  // the dimensions that fill up the last tile
       __builtin_memset(work_.queries, 0, sizeof(Bfloat16) * round_up(rows_, kGroupRows) * depth_);

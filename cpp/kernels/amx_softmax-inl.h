@@ -23,7 +23,7 @@ constexpr int16_t kGrownBit = 0x4000;
 /// vscalefps underflows to 0. +inf gives +inf.
 inline Vector exp2_unclamped(Vector x) {
   const Vector rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  constexpr auto& c = Exp2Polynomial<4>::kCoefficients;
+  constexpr const auto& c = Exp2Polynomial<4>::kCoefficients;
   Vector p = splat(c[4]);
 #pragma GCC unroll 4
   for (int i = 3; i >= 0; --i) p = fma(p, rest, splat(c[i]));
