@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # make demo, make test: everything from a fresh checkout, on Debian or Ubuntu
-# with a C++20 compiler and Python >= 3.10. What is there is not done again.
+# with GCC >= 12 or clang >= 14 and Python >= 3.10. What is there is not done again.
 PYTHON ?= python3
 # Elsewhere the PyPI torch brings CUDA along; for the small one:
 #   make test TORCH="torch --index-url https://download.pytorch.org/whl/cpu"

@@ -17,12 +17,13 @@ import cpattn
 from cpattn import torch_guard
 from harness import Suite
 
-torch_guard.prepare()
+if message := torch_guard.prepare():
+    print(message)
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+import torch
+import torch.nn.functional as F
 
-from cpattn import _core  # noqa: E402
+from cpattn import _core
 
 NUM_HEADS, NUM_KV_HEADS, PAGE_SIZE = 32, 8, 128
 RAGGED_NEW = (37, 128, 511, 1024, 2048, 300, 77, 900)

@@ -18,8 +18,9 @@ import sglang_metadata
 from cpattn import torch_guard
 from harness import Suite
 
-torch_guard.prepare()
-import torch  # noqa: E402 - the guard has to come first
+if message := torch_guard.prepare():
+    print(message)
+import torch
 
 LISTS = (
     "split_list",

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# Finds Python, pybind11, Eigen and GoogleTest. Nothing is ever downloaded here.
+# Finds Python, pybind11, Eigen and GoogleTest, and refuses old compilers. Nothing is ever downloaded here.
+
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 12)
+  message(FATAL_ERROR
+    "cpattn needs GCC >= 12 or clang >= 14, ${CMAKE_CXX_COMPILER} is ${CMAKE_CXX_COMPILER_VERSION}. "
+    "On Ubuntu 22.04: apt install g++-12, then set CXX=g++-12")
+endif()
 
 if(CPATTN_PYTHON)
   find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module)

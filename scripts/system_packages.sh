@@ -12,8 +12,14 @@ missing=
 need() { missing="$missing $*"; }
 
 compiles() { echo "$1" | ${CXX:-c++} -std=c++20 -x c++ -fsyntax-only - 2>/dev/null; }
-compiles '#include <span>
-static_assert(__cpp_lib_span && __cpp_concepts);' || need g++ libc6-dev
+if ! command -v "${CXX:-c++}" >/dev/null; then
+  need g++ libc6-dev
+elif ! compiles '#include <memory>
+static_assert(__cpp_lib_smart_ptr_for_overwrite);'; then
+  echo "cpattn needs GCC >= 12 or clang >= 14. On Ubuntu 22.04: sudo apt-get install g++-12," \
+    "then make CXX=g++-12 ..." >&2
+  exit 1
+fi
 compiles '#include <gtest/gtest.h>' || need libgtest-dev
 
 if ! command -v "$python" >/dev/null; then

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cstdint>
+#include <initializer_list>
 #endif
 
 namespace cpattn {
@@ -35,6 +36,14 @@ uint64_t saved_states() {
   return uint64_t{high} << 32 | low;
 }
 
+constexpr uint32_t bits(std::initializer_list<int> positions) {
+  uint32_t mask = 0;
+  for (int position : positions) mask |= 1U << position;
+  return mask;
+}
+
+bool has_all(uint64_t value, uint64_t mask) { return (value & mask) == mask; }
+
 bool request_tile_permission() {
   constexpr long kArchReqXcompPerm = 0x1023;
   constexpr long kTileData = 18;
@@ -43,11 +52,28 @@ bool request_tile_permission() {
 
 }  // namespace
 
+bool has_x86_64_v3() {
+  constexpr uint32_t kFmaCx16MovbeOsxsaveAvxF16c = bits({12, 13, 22, 27, 28, 29});
+  constexpr uint32_t kBmi1Avx2Bmi2 = bits({3, 5, 8});
+  constexpr uint32_t kLzcnt = bits({5});
+  constexpr uint32_t kXmmYmm = bits({1, 2});
+  return has_all(cpuid(1, 0).ecx, kFmaCx16MovbeOsxsaveAvxF16c) &&
+         has_all(cpuid(7, 0).ebx, kBmi1Avx2Bmi2) && has_all(cpuid(0x80000001, 0).ecx, kLzcnt) &&
+         has_all(saved_states(), kXmmYmm);
+}
+
+bool has_x86_64_v4() {
+  constexpr uint32_t kAvx512FDqCdBwVl = bits({16, 17, 28, 30, 31});
+  constexpr uint32_t kMasksZmmLowZmmHigh = bits({5, 6, 7});
+  return has_x86_64_v3() && has_all(cpuid(7, 0).ebx, kAvx512FDqCdBwVl) &&
+         has_all(saved_states(), kMasksZmmLowZmmHigh);
+}
+
 bool amx_usable() {
-  constexpr uint32_t kAmxBf16TileInt8 = 1U << 22 | 1U << 24 | 1U << 25;
-  constexpr uint64_t kTileStates = uint64_t{3} << 17;
-  static const bool usable = (cpuid(7, 0).edx & kAmxBf16TileInt8) == kAmxBf16TileInt8 &&
-                             (saved_states() & kTileStates) == kTileStates &&
+  constexpr uint32_t kAmxBf16TileInt8 = bits({22, 24, 25});
+  constexpr uint32_t kTileConfigTileData = bits({17, 18});
+  static const bool usable = has_all(cpuid(7, 0).edx, kAmxBf16TileInt8) &&
+                             has_all(saved_states(), kTileConfigTileData) &&
                              request_tile_permission();
   return usable;
 }
@@ -57,10 +83,12 @@ bool amx_palette_missing() {
   return cpuid(0x1d, 0).eax == 0;
 }
 
-bool has_avx512_fp16() { return (cpuid(7, 0).edx & 1U << 23) != 0; }
+bool has_avx512_fp16() { return has_all(cpuid(7, 0).edx, bits({23})); }
 
 #else
 
+bool has_x86_64_v3() { return false; }
+bool has_x86_64_v4() { return false; }
 bool amx_usable() { return false; }
 bool amx_palette_missing() { return true; }
 bool has_avx512_fp16() { return false; }

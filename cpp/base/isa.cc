@@ -17,18 +17,13 @@ constexpr std::string_view kNames[] = {"portable",   "avx2",     "avx512",
 std::vector<Isa> detect() {
   std::vector<Isa> isas = {Isa::portable};
 #if defined(__x86_64__)
-  // __builtin_cpu_supports covers both CPUID and what the kernel enabled (XGETBV).
 #ifdef CPATTN_HAVE_AVX2
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("x86-64-v3")) {
-    isas.push_back(Isa::avx2);
-  }
+  if (has_x86_64_v3()) isas.push_back(Isa::avx2);
 #endif
 #ifdef CPATTN_HAVE_AVX512
-  const bool v4 = __builtin_cpu_supports("x86-64-v4");
-  if (v4) isas.push_back(Isa::avx512);
+  if (has_x86_64_v4()) isas.push_back(Isa::avx512);
 #ifdef CPATTN_HAVE_AVX512BF16
-  if (v4 && __builtin_cpu_supports("avx512bf16")) {
+  if (has_x86_64_v4() && __builtin_cpu_supports("avx512bf16")) {
     isas.insert(__builtin_cpu_is("intel") ? isas.end() - 1 : isas.end(), Isa::avx512bf16);
 #ifdef CPATTN_HAVE_AMXTWIN
     isas.insert(isas.begin() + 1, Isa::amx_twin);

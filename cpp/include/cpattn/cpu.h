@@ -3,6 +3,12 @@
 
 namespace cpattn {
 
+/// The levels of the x86-64 ABI: AVX2, FMA, BMI, F16C and what comes with them,
+/// and AVX-512 F, BW, CD, DQ and VL; true when the processor has them all and the
+/// operating system saves their registers.
+bool has_x86_64_v3();
+bool has_x86_64_v4();
+
 /// True when this process may use AMX tiles: the processor has AMX-TILE, -BF16
 /// and -INT8, the kernel saves tile state and has granted this process the
 /// permission that tiles need (asked for here; it holds for all threads).

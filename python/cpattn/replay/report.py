@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -229,9 +230,11 @@ def check_line(report: ReplayReport) -> str:
         return "not asked for"
     worst = max((b.max_error or 0.0 for b in report.batches), default=0.0)
     verdict = "passed" if report.passed else "FAILED"
+    eps = torch.finfo(report.options.model.torch_dtype).eps
     return (
         f"{verdict}: {report.checked_rows:,} rows against one process without cache, largest "
-        f"error {worst:.1e}, tolerance {report.tolerance:.1e} ({report.check_seconds:.1f} s)"
+        f"error {worst:.1e}, tolerance {report.tolerance:.1e} ({report.tolerance / eps:.0f} eps of "
+        f"{report.options.model.dtype}), {report.check_seconds:.1f} s"
     )
 
 
