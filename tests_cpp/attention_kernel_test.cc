@@ -294,6 +294,23 @@ TEST_P(AttentionKernel, ScoresMayOutgrowEarlierOnes) {
   }
 }
 
+TEST_P(AttentionKernel, HugeScoresAreCoarserThanTheirWeights) {
+  // An ulp of the largest score is worth more than an exponent holds; keys that
+  // share it share the weight.
+  for (float huge : {1e7F, 1e9F, 1e12F, 1e30F}) {
+    for (float scale : {0.1F, 0.3F, 0.7F}) {
+      Problem problem = filled({.dim = 16, .kv_len = 310, .first_position = 309, .scale = scale});
+      std::fill(problem.q.begin() + 1, problem.q.end(), 0);
+      problem.q[0] = to_bfloat16(1.0F);
+      for (int64_t key = 0; key < problem.kv_len; ++key) {
+        problem.k[key * problem.dim] = to_bfloat16(key % 100 == 3 ? huge : -huge);
+      }
+      problem.expect_right();
+      if (HasFatalFailure()) FAIL() << "score " << huge << ", scale " << scale;
+    }
+  }
+}
+
 TEST_P(AttentionKernel, MinusInfinityHasNoWeight) {
   Problem problem = filled({.dim = 16, .kv_len = 300, .first_position = 299});
   std::fill(problem.q.begin(), problem.q.end(), to_bfloat16(1.0F));

@@ -284,7 +284,9 @@ class AmxAttention {
   void finish(int row) const {
     const int64_t token = row / tile_.group;
     const int64_t head = row % tile_.group;
-    const RowState state = {work_.references[row], reduce_add(load(work_.sums + row * kLanes))};
+    const RowState state = {
+        work_.references[row] * factor_ + kHeadroom, reduce_add(load(work_.sums + row * kLanes))
+    };
     const float* output =
         work_.output + int64_t{row / kGroupRows} * kGroupRows * v_dim_ + row % kGroupRows * kLanes;
     Bfloat16* out = static_cast<Bfloat16*>(tile_.out) + token * tile_.out_token_stride +
