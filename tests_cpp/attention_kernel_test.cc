@@ -295,9 +295,9 @@ TEST_P(AttentionKernel, ScoresMayOutgrowEarlierOnes) {
 }
 
 TEST_P(AttentionKernel, HugeScoresAreCoarserThanTheirWeights) {
-  // An ulp of the largest score is worth more than an exponent holds; keys that
-  // share it share the weight.
-  for (float huge : {1e7F, 1e9F, 1e12F, 1e30F}) {
+  // In base 2 an ulp of the largest score is up to 1 and 64. Keys that
+  // share the score share the weight.
+  for (float huge : {1e7F, 1e9F}) {
     for (float scale : {0.1F, 0.3F, 0.7F}) {
       Problem problem = filled({.dim = 16, .kv_len = 310, .first_position = 309, .scale = scale});
       std::fill(problem.q.begin() + 1, problem.q.end(), 0);

@@ -74,13 +74,14 @@ struct SoftmaxGroup {
   }
 
  private:
-  /// Subtracts before it scales: products of huge scores are too coarse.
+  /// Subtracts before it scales: the products of huge scores are coarser than
+  /// any exponent.
   Vector probability(Vector score, Vector reference) const {
     return exp2_unclamped(fma(sub(score, reference), splat(factor), splat(-kHeadroom)));
   }
 
-  /// The same of one row for the first keys that a row sees, for scores far above those
-  /// before, and for infinite ones and NaN, which make the row NaN.
+  /// add_scores for a row that sees its first keys, or scores far above those
+  /// before, or infinite ones or NaN, which make it NaN.
   [[gnu::noinline]] void add_growing_scores(int row, int chunk, Vector a, Vector b) const {
     const float infinity = __builtin_inff();
     Bfloat16* cells = probabilities_of(row, chunk);
