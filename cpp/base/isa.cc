@@ -29,7 +29,8 @@ std::vector<Isa> detect() {
     isas.insert(isas.begin() + 1, Isa::amx_twin);
 #endif
 #ifdef CPATTN_HAVE_AMX
-    if (amx_usable()) isas.push_back(Isa::amx);
+    // Not the default before it has been timed on hardware.
+    if (amx_usable()) isas.insert(isas.end() - 1, Isa::amx);
 #endif
   }
 #endif
