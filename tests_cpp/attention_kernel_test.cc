@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -35,8 +36,10 @@ float to_float(uint16_t x) {
 }
 
 std::vector<uint16_t> to_bfloat16(const std::vector<float>& values) {
-  std::vector<uint16_t> result;
-  for (float x : values) result.push_back(to_bfloat16(x));
+  std::vector<uint16_t> result(values.size());
+  std::transform(values.begin(), values.end(), result.begin(), [](float x) {
+    return to_bfloat16(x);
+  });
   return result;
 }
 
@@ -54,6 +57,7 @@ struct Problem {
   int64_t first_position = 0, position_step = 1;
   int64_t left = kernels::kUnlimited, right = 0;
   float scale = 0.25F, softcap = 0;
+  int blocks = 1 << 30;           // after which to stop
   std::vector<uint8_t> mask;      // empty, or [tokens][kv_len / 32 + 1][4]
   std::vector<uint16_t> q, k, v;  // k and v as [key][dim]
 
@@ -72,9 +76,9 @@ struct Problem {
   }
 
   /// Runs tokens [first_token, first_token + n) and heads [first_head,
-  /// first_head + heads); writes into `result`. The last `rope` dimensions of
-  /// q and k go in as a rope part.
-  void run(Result& result, int first_token, int n, int first_head, int heads, int rope = 0) const {
+  /// first_head + heads); writes into `result`, unless it was stopped: false. The last `rope`
+  /// dimensions of q and k go in as a rope part.
+  bool run(Result& result, int first_token, int n, int first_head, int heads, int rope = 0) const {
     constexpr int64_t kPage = 16;
     const int64_t num_pages = (kv_len + kPage - 1) / kPage;
     std::vector<int32_t> pages(num_pages);
@@ -93,6 +97,7 @@ struct Problem {
     const std::vector<uint16_t> v_cache = paged(v, v_dim);
     const int64_t row = int64_t{first_token} * group + first_head;
     const uint16_t* queries = q.data() + row * dim;
+    int polls_left = blocks;
     const kernels::AttentionTile tile = {
         .q = queries,
         .q_rope = rope > 0 ? queries + dim - rope : nullptr,
@@ -125,14 +130,15 @@ struct Problem {
         .lse = result.lse.data() + row,
         .lse_token_stride = group,
         .lse_head_stride = 1,
-        .should_stop = [](void*) { return false; },
+        .should_stop = [](void* polls) { return --*static_cast<int*>(polls) < 0; },
+        .stop_context = &polls_left,
     };
     const kernels::AttentionKernel& kernel = active_kernels().attention[kernels::kBfloat16];
     const int64_t bytes = kernel.scratch_bytes(int64_t{n} * heads, dim, v_dim);
     // Kernels get scratch as other work left it: NaN everywhere.
     std::vector<float> scratch(bytes / 4 + 32, kNan);
     const auto address = reinterpret_cast<uintptr_t>(scratch.data());
-    ASSERT_TRUE(kernel.run(&tile, scratch.data() + (64 - address % 64) % 64 / 4));
+    return kernel.run(&tile, scratch.data() + (64 - address % 64) % 64 / 4);
   }
 
   Result empty_result() const {
@@ -144,14 +150,15 @@ struct Problem {
 
   Result run(int rope = 0) const {
     Result result = empty_result();
-    run(result, 0, tokens, 0, group, rope);
+    EXPECT_TRUE(run(result, 0, tokens, 0, group, rope));
     return result;
   }
 
   /// Row (token, head) in float64: v_dim outputs, then the LSE.
   std::vector<double> expected(int token, int head) const {
-    std::vector<double> scores(kv_len, -INFINITY);
-    double maximum = -INFINITY;
+    constexpr double kNothing = -std::numeric_limits<double>::infinity();
+    std::vector<double> scores(kv_len, kNothing);
+    double maximum = kNothing;
     for (int64_t key = 0; key < kv_len; ++key) {
       if (!sees(token, key)) continue;
       double score = 0;
@@ -233,16 +240,24 @@ TEST_P(AttentionKernel, RowsThatSeeNothing) {
 TEST_P(AttentionKernel, RowsDoNotDependOnTheirNeighbours) {
   for (const Problem& problem : many_rows()) {
     const Result whole = problem.run();
-    for (int tokens : {1, 8, 29}) {
+    for (int tokens : {1, 8, 20, 29}) {
       Result pieces = problem.empty_result();
       for (int first = 0; first < problem.tokens; first += tokens) {
         const int n = std::min(tokens, problem.tokens - first);
-        problem.run(pieces, first, n, 0, 1);
-        problem.run(pieces, first, n, 1, 2);
+        EXPECT_TRUE(problem.run(pieces, first, n, 0, 1));
+        EXPECT_TRUE(problem.run(pieces, first, n, 1, 2));
       }
       EXPECT_TRUE(pieces == whole) << tokens;
     }
   }
+}
+
+TEST_P(AttentionKernel, StopsBetweenBlocks) {
+  Problem problem = many_rows()[0];
+  Result result = problem.empty_result();
+  problem.blocks = 1;
+  EXPECT_FALSE(problem.run(result, 0, problem.tokens, 0, problem.group));
+  EXPECT_TRUE(result == problem.empty_result());
 }
 
 TEST_P(AttentionKernel, EveryHeadDimension) {
@@ -286,6 +301,23 @@ TEST_P(AttentionKernel, ScoresMayOutgrowEarlierOnes) {
       }
       problem.expect_right();
       if (HasFatalFailure()) FAIL() << "growth " << growth << " from key " << from;
+    }
+  }
+}
+
+TEST_P(AttentionKernel, HugeScoresAreCoarserThanTheirWeights) {
+  // In base 2 an ulp of the largest score is up to 1 and 64. Keys that
+  // share the score share the weight.
+  for (float huge : {1e7F, 1e9F}) {
+    for (float scale : {0.1F, 0.3F, 0.7F}) {
+      Problem problem = filled({.dim = 16, .kv_len = 310, .first_position = 309, .scale = scale});
+      std::fill(problem.q.begin() + 1, problem.q.end(), 0);
+      problem.q[0] = to_bfloat16(1.0F);
+      for (int64_t key = 0; key < problem.kv_len; ++key) {
+        problem.k[key * problem.dim] = to_bfloat16(key % 100 == 3 ? huge : -huge);
+      }
+      problem.expect_right();
+      if (HasFatalFailure()) FAIL() << "score " << huge << ", scale " << scale;
     }
   }
 }

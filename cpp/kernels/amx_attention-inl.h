@@ -33,24 +33,27 @@ class AmxAttention {
         v_dim_(tile.v_head_dim),
         factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E),
         work_(scratch, rows_, depth_, v_dim_),
-        pending_(work_.product) {}
+        pending_(work_.product),
+        block_(tile) {}
 
   bool run() {
     prepare();
     const int64_t begin = visible_keys(tile_, 0).begin;
     const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
-    for (int64_t first = begin / kAmxBlockKeys * kAmxBlockKeys; begin < end && first < end;
-         first += kAmxBlockKeys) {
+    locate_block(begin / kAmxBlockKeys * kAmxBlockKeys, begin, end);
+    while (block_.count() > 0) {
       if (tile_.should_stop(tile_.stop_context)) return false;
-      const int n = static_cast<int>(smaller(kAmxBlockKeys, end - first));
-      pack_block(first, n, static_cast<int>(larger(0, begin - first)));
+      const int64_t first = block_.first();
+      const int n = block_.count();
+      pack_block();
+      locate_block(first + n, begin, end);
       attend(first, n);
     }
     for (int row = 0; row < rows_; ++row) finish(row);
     return true;
   }
 
-  void prepare() {
+  void prepare() const {
     const int qk_dim = tile_.head_dim + tile_.rope_dim;
     if (qk_dim < depth_) {  // the dimensions that fill up the last tile
       __builtin_memset(work_.queries, 0, sizeof(Bfloat16) * round_up(rows_, kGroupRows) * depth_);
@@ -76,32 +79,30 @@ class AmxAttention {
     __builtin_memset(work_.zeros, 0, sizeof(Bfloat16) * v_dim_);
   }
 
-  /// Keys [first, first + n). The first `hidden` of them no token sees: they may
-  /// hold anything, NaN too, so a visible one stands in for them.
-  void pack_block(int64_t first, int n, int hidden) {
-    const char* rows[kAmxBlockKeys];
-    const auto locate = [&](const PagedRows& source) {
-      locate_rows(source, tile_, first + hidden, n - hidden, sizeof(Bfloat16), rows + hidden);
-      for (int i = 0; i < hidden; ++i) rows[i] = rows[hidden];
-    };
-    locate(tile_.k);
-    pack_tile_keys(rows, n, tile_.head_dim, 0, depth_, work_.keys);
+  /// The block of keys from `first` on, as far as keys [begin, end) are in it.
+  void locate_block(int64_t first, int64_t begin, int64_t end) {
+    const int n =
+        begin < end ? static_cast<int>(larger(0, smaller(kAmxBlockKeys, end - first))) : 0;
+    block_.locate(first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin - first)));
+  }
+
+  void pack_block() {
+    const int n = block_.count();
+    pack_tile_keys(block_.k, n, tile_.head_dim, 0, depth_, work_.keys);
     if (tile_.rope_dim > 0) {
-      locate(tile_.k_rope);
-      pack_tile_keys(rows, n, tile_.rope_dim, tile_.head_dim, depth_, work_.keys);
+      pack_tile_keys(block_.k_rope, n, tile_.rope_dim, tile_.head_dim, depth_, work_.keys);
     }
-    locate(tile_.v);
-    num_special_ = pack_tile_values(rows, n, v_dim_, work_.values, special_keys_);
+    num_special_ = pack_tile_values(block_.v, n, v_dim_, work_.values, special_keys_);
     if (num_special_ == 0) return;
     // Zero times an infinity is NaN, so such values must not meet the rows that
     // do not see them: zeros stand in for them, and add_special_value adds them.
     for (int i = 0; i < num_special_; ++i) {
-      const char*& row = rows[special_keys_[i]];
+      const char*& row = block_.v[special_keys_[i]];
       special_values_[i] = reinterpret_cast<const Bfloat16*>(row);
       row = reinterpret_cast<const char*>(work_.zeros);
     }
     int still_special[kAmxBlockKeys];
-    pack_tile_values(rows, n, v_dim_, work_.values, still_special);
+    pack_tile_values(block_.v, n, v_dim_, work_.values, still_special);
   }
 
   /// Lists the steps of a block, one group of rows after the other; gives their number.
@@ -125,13 +126,15 @@ class AmxAttention {
     return steps;
   }
 
-  /// All rows against keys [first, first + n). While the tiles compute the scores
-  /// of a step, the vector units take those of the step two before through softmax.
+  /// All rows against keys [first, first + n), which are packed; block_ is the
+  /// next block already. While the tiles compute the scores of a step, the vector
+  /// units take those of the step two before through softmax.
   void attend(int64_t first, int n) {
     const int steps = plan_block(first, n);
     for (int i = 0; i < 2 && i < steps; ++i) start_scores(i, [] {});
     for (int i = 0; i < steps; ++i) {
       const Step& step = work_.steps[i];
+      block_.fetch(share_of(block_.count(), steps));
       if (i + 2 >= steps) pending_.flush();
       restrict_scores(step, first, scores_of(i));
       StepRows rows = {softmax_of(step), scores_of(i), step};
@@ -281,7 +284,9 @@ class AmxAttention {
   void finish(int row) const {
     const int64_t token = row / tile_.group;
     const int64_t head = row % tile_.group;
-    const RowState state = {work_.references[row], reduce_add(load(work_.sums + row * kLanes))};
+    const RowState state = {
+        work_.references[row] * factor_ + kHeadroom, reduce_add(load(work_.sums + row * kLanes))
+    };
     const float* output =
         work_.output + int64_t{row / kGroupRows} * kGroupRows * v_dim_ + row % kGroupRows * kLanes;
     Bfloat16* out = static_cast<Bfloat16*>(tile_.out) + token * tile_.out_token_stride +
@@ -304,6 +309,7 @@ class AmxAttention {
   const AmxWorkspace work_;
   PendingSums pending_;
   PendingRows sum_ = {};
+  BlockRows block_;
   // Keys of the current block whose values are not all finite.
   int num_special_ = 0;
   int special_keys_[kAmxBlockKeys];

@@ -13,9 +13,9 @@
 namespace cpattn::kernels {
 namespace {
 
-/// A new reference is this much above the largest score, in base-2 units, so
-/// that probabilities are below 2 until a score is 2^8 times larger. From 2 on,
-/// infinity and NaN included, they have this bit of their bfloat16 set.
+/// The score that is a row's reference has probability 2^-7, so that others are
+/// below 2 unless they outgrow it by 2^8. From 2 on, infinity and NaN included,
+/// probabilities have this bit of their bfloat16 set.
 constexpr float kHeadroom = 7.0F;
 constexpr int16_t kGrownBit = 0x4000;
 
@@ -23,7 +23,7 @@ constexpr int16_t kGrownBit = 0x4000;
 /// vscalefps underflows to 0. +inf gives +inf.
 inline Vector exp2_unclamped(Vector x) {
   const Vector rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  constexpr auto& c = Exp2Polynomial<4>::kCoefficients;
+  constexpr const auto& c = Exp2Polynomial<4>::kCoefficients;
   Vector p = splat(c[4]);
 #pragma GCC unroll 4
   for (int i = 3; i >= 0; --i) p = fma(p, rest, splat(c[i]));
@@ -39,7 +39,7 @@ struct SoftmaxGroup {
   float factor;             // from scores to base-2 units
   int column_tiles;         // of output
   int first_chunk;          // of this block that the rows see
-  float* references;        // [row]; -inf before the first visible key
+  float* references;        // [row], scores; -inf before the first visible key
   float* sums;              // [row][16], of the probabilities before they were rounded
   float* output;            // [column tile][64 rows][16]
   Bfloat16* probabilities;  // [chunk][64 rows][32]
@@ -60,8 +60,8 @@ struct SoftmaxGroup {
       const Vector b = load(x + kTileFloats);
       // Less a reference of -inf, what a row sees first becomes +inf or NaN.
       const Vector reference = splat(row_references[i]);
-      const Vector p = exp2_unclamped(_mm512_fmsub_ps(a, splat(factor), reference));
-      const Vector q = exp2_unclamped(_mm512_fmsub_ps(b, splat(factor), reference));
+      const Vector p = probability(a, reference);
+      const Vector q = probability(b, reference);
       const auto word = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(q, p));
       if (__builtin_expect(_mm512_test_epi16_mask(word, _mm512_set1_epi16(kGrownBit)) != 0, 0)) {
         add_growing_scores(first_row + i, chunk, a, b);
@@ -74,33 +74,35 @@ struct SoftmaxGroup {
   }
 
  private:
-  /// The same of one row for the first keys that a row sees, for scores far above those
-  /// before, and for infinite ones and NaN, which make the row NaN.
+  /// Subtracts before it scales: the products of huge scores are coarser than
+  /// any exponent.
+  Vector probability(Vector score, Vector reference) const {
+    return exp2_unclamped(fma(sub(score, reference), splat(factor), splat(-kHeadroom)));
+  }
+
+  /// add_scores for a row that sees its first keys, or scores far above those
+  /// before, or infinite ones or NaN, which make it NaN.
   [[gnu::noinline]] void add_growing_scores(int row, int chunk, Vector a, Vector b) const {
     const float infinity = __builtin_inff();
     Bfloat16* cells = probabilities_of(row, chunk);
     float* sum = sums + row * kLanes;
-    const float top = reduce_max(max(a, b)) * factor + kHeadroom;
+    const float top = reduce_max(max(a, b));
     const bool nan = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0 || top == infinity;
     if (nan) store(sum, splat(__builtin_nanf("")));
     if (nan || top == -infinity) {  // the latter: nothing visible so far
       _mm512_store_si512(cells, _mm512_setzero_si512());
       return;
     }
-    if (top > references[row]) raise_reference(row, chunk, top);
-    const auto exponent = [&](Vector x) {
-      // Scores of 2^24 and more are coarser than the headroom.
-      return min(splat(0.0F), _mm512_fmsub_ps(x, splat(factor), splat(references[row])));
-    };
-    const Vector p = exp2_unclamped(exponent(a));
-    const Vector q = exp2_unclamped(exponent(b));
+    raise_reference(row, chunk, top);
+    const Vector p = probability(a, splat(top));
+    const Vector q = probability(b, splat(top));
     store_probabilities(cells, p, q);
     store(sum, add(load(sum), add(p, q)));
   }
 
   /// Scales what was computed under the old reference, in this block as well.
   void raise_reference(int row, int chunk, float reference) const {
-    const Vector shrink = splat(__builtin_exp2f(references[row] - reference));
+    const Vector shrink = splat(__builtin_exp2f((references[row] - reference) * factor));
     references[row] = reference;
     const auto scale = [&](float* x) { store(x, mul(load(x), shrink)); };
     scale(sums + row * kLanes);

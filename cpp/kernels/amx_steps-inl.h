@@ -46,6 +46,54 @@ struct PendingRows {
   }
 };
 
+/// Where the keys and values of a block are.
+class BlockRows {
+ public:
+  explicit BlockRows(const AttentionTile& tile) : tile_(tile) {}
+
+  /// Keys [first, first + n). The first `hidden` of them no token sees: they may
+  /// hold anything, NaN too, so a visible one stands in for them.
+  void locate(int64_t first, int n, int hidden) {
+    first_ = first;
+    count_ = n;
+    fetched_ = hidden;
+    const auto locate = [&](const PagedRows& source, const char** rows) {
+      locate_rows(source, tile_, first + hidden, n - hidden, sizeof(Bfloat16), rows + hidden);
+      for (int i = 0; i < hidden; ++i) rows[i] = rows[hidden];
+    };
+    locate(tile_.k, k);
+    if (tile_.rope_dim > 0) locate(tile_.k_rope, k_rope);
+    locate(tile_.v, v);
+  }
+
+  int64_t first() const { return first_; }
+  int count() const { return count_; }
+
+  /// Brings the next n keys and their values to L2. They are too far apart in a
+  /// cache of many heads for hardware to do so, and packing would wait for them.
+  void fetch(int n) {
+    for (; n > 0 && fetched_ < count_; --n, ++fetched_) {
+      fetch_row(k[fetched_], tile_.head_dim);
+      if (tile_.rope_dim > 0) fetch_row(k_rope[fetched_], tile_.rope_dim);
+      fetch_row(v[fetched_], tile_.v_head_dim);
+    }
+  }
+
+  const char* k[kAmxBlockKeys];
+  const char* k_rope[kAmxBlockKeys];
+  const char* v[kAmxBlockKeys];
+
+ private:
+  static void fetch_row(const char* row, int dim) {
+    for (int byte = 0; byte < dim * 2; byte += 64) _mm_prefetch(row + byte, _MM_HINT_T1);
+  }
+
+  const AttentionTile& tile_;
+  int64_t first_ = 0;
+  int count_ = 0;
+  int fetched_ = 0;
+};
+
 /// Buffers of one tile of work, carved out of the caller's scratch; rows are
 /// padded to whole groups.
 struct AmxWorkspace {
