@@ -104,7 +104,10 @@ inline Vector split_integer(Vector x, Vector& rest) {
 }
 /// x * 2^n for integral n in [-127, 127], with 2^-127 counted as 0.
 inline Vector scale_by_power(Vector x, Vector n) {
-  const Integers exponent = (__builtin_convertvector(n, Integers) + 127) << 23;
+  const Vector shifted = n + 0x1.8p23F;  // has n in its low bits, and is defined for NaN
+  Integers exponent;
+  memcpy(&exponent, &shifted, sizeof exponent);
+  exponent = (exponent + 127) << 23;
   Vector power;
   memcpy(&power, &exponent, sizeof power);
   return x * power;
