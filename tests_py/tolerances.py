@@ -43,6 +43,11 @@ TOLERANCES = {
     ("merge_state lse", "any"): 4,
 }
 
+# A capped score, computed in float32 as c - 2c / (exp(2s / c) + 1), has three roundings of numbers
+# of the size of c, half a unit each, and takes half of the error of exp, two units, times c: at
+# most 2.5 units of c, in the scores, so in the LSE and as a factor of the weights.
+SOFTCAP_UNITS = 2.5
+
 
 def to_float64(x):
     """A torch or NumPy tensor of any dtype as a float64 array."""
