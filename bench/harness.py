@@ -63,6 +63,7 @@ class Suite:
         self.quick: bool = arguments.quick
         self.repeats: int = 3 if arguments.quick else arguments.repeats
         self.rows: list[dict[str, Any]] = []
+        self.environment = environment()
 
     def cases(self, cases: Sequence[T], *, quick: Sequence[T]) -> Sequence[T]:
         return quick if self.quick else cases
@@ -111,8 +112,7 @@ class Suite:
         if self.quick:
             return 0
         RESULTS.mkdir(exist_ok=True)
-        header = environment()
-        lines = "".join(json.dumps(row | header) + "\n" for row in self.rows)
+        lines = "".join(json.dumps(row | self.environment) + "\n" for row in self.rows)
         (RESULTS / f"{self.name}.jsonl").write_text(lines)
         return int(any(row.get("missed") for row in self.rows))
 
@@ -123,7 +123,7 @@ class Suite:
             table.add_column(column, justify="right" if i > 1 else "left", no_wrap=True)
         previous = None
         for row in self.rows:
-            case = ", ".join(f"{name} {value}" for name, value in row["case"].items())
+            case = case_label(row["case"])
             table.add_row(
                 case if case != previous else "",
                 row["implementation"],
@@ -137,7 +137,11 @@ class Suite:
             )
             previous = case
         console = Console()
-        Console(width=None if console.is_terminal else 140).print(table)
+        Console(width=None if console.is_terminal else 170).print(table)
+
+
+def case_label(case: Mapping[str, Any]) -> str:
+    return ", ".join(v if isinstance(v, str) else f"{k} {v}" for k, v in case.items())
 
 
 def environment() -> dict[str, Any]:
