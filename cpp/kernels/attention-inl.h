@@ -322,5 +322,16 @@ constexpr AttentionKernel attention_kernel() {
   return {&Loop::scratch_bytes, &Loop::run, &peak_flops<Engine>};
 }
 
+/// All kernels of an instruction set; what differs among them is bfloat16.
+constexpr KernelTable kernel_table(const char* name, AttentionKernel bfloat16) {
+  return {
+      .name = name,
+      .attention =
+          {attention_kernel<float, Float32Engine, 6>(), attention_kernel<Half, Float32Engine, 4>(),
+           bfloat16},
+      .weighted_sum = {&weighted_sum<float>, &weighted_sum<Half>, &weighted_sum<Bfloat16>},
+  };
+}
+
 }  // namespace
 }  // namespace cpattn::kernels

@@ -27,13 +27,11 @@ inline void store_probabilities(float* p, Vector a, Vector b) {
 /// they are packed, and probabilities keep their full precision.
 struct Float32Engine {
   using Operand = float;
-
-  /// One round of independent products on `sums`, for peak_flops.
-  static void accumulate(Vector* sums, int count, Vector a, Vector b) {
-#pragma GCC unroll 24
-    for (int i = 0; i < count; ++i) sums[i] = fma(a, b, sums[i]);
-  }
-  static constexpr int kFlopsPerLane = 2;
+  using Pack = Vector;                  // operands of one product, a lane per column
+  static constexpr int kDepthStep = 1;  // rows of a panel that one product takes
+  static Pack load_columns(const float* p) { return load(p); }
+  static Pack splat_row(const float* p) { return splat(*p); }
+  static Vector multiply_add(Pack a, Pack b, Vector sum) { return fma(a, b, sum); }
 
   template <class T>
   static void pack_query(const T* source, int dim, float* row) {
@@ -82,53 +80,65 @@ struct Float32Engine {
   }
 
   static float probability(const float* p) { return *p; }
+};
 
-  /// c (+)= a * panel for kRows rows and kVectors vectors of columns.
-  template <int kRows, int kVectors, bool kAccumulate>
-  static void multiply(
-      const float* a, int64_t lda, const float* panel, int depth, float* c, int64_t ldc
-  ) {
-    Vector sum[kRows][kVectors];
+/// c (+)= a * panel for kRows rows and kVectors vectors of columns.
+template <class Engine, int kRows, int kVectors, bool kAccumulate>
+void multiply(
+    const typename Engine::Operand* a,
+    int64_t lda,
+    const typename Engine::Operand* panel,
+    int depth,
+    float* c,
+    int64_t ldc
+) {
+  constexpr int kStep = Engine::kDepthStep;
+  Vector sum[kRows][kVectors];
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) {
+  for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) {
-        sum[i][j] = kAccumulate ? load(c + i * ldc + j * kLanes) : splat(0.0F);
-      }
-    }
-    for (int k = 0; k < depth; ++k, panel += kPanel) {
-      Vector b[kVectors];
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) b[j] = load(panel + j * kLanes);
-#pragma GCC unroll 8
-      for (int i = 0; i < kRows; ++i) {
-        const Vector x = splat(a[i * lda + k]);
-#pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j) sum[i][j] = fma(x, b[j], sum[i][j]);
-      }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) store(c + i * ldc + j * kLanes, sum[i][j]);
+    for (int j = 0; j < kVectors; ++j) {
+      sum[i][j] = kAccumulate ? load(c + i * ldc + j * kLanes) : splat(0.0F);
     }
   }
-};
+  for (int k = 0; k < depth; k += kStep, panel += kStep * kPanel) {
+    typename Engine::Pack b[kVectors];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) b[j] = Engine::load_columns(panel + j * kStep * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      const auto x = Engine::splat_row(a + i * lda + k);
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) sum[i][j] = Engine::multiply_add(x, b[j], sum[i][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) store(c + i * ldc + j * kLanes, sum[i][j]);
+  }
+}
 
 /// `rounds` of the engine's product on as many accumulators as its micro-kernel
 /// has, all in registers; gives the number of flops.
 template <class Engine>
 int64_t peak_flops(int64_t rounds) {
   constexpr int kSums = kMaxRows * kPanelVectors;
+  constexpr int kFlops = 2 * Engine::kDepthStep * kLanes;
+  typename Engine::Operand operands[Engine::kDepthStep * kLanes];
+  __builtin_memset(operands, 0x3e, sizeof operands);  // 0.19 in either format
+  const auto row = Engine::splat_row(operands);
+  const auto columns = Engine::load_columns(operands);
   Vector sums[kSums];
   for (int i = 0; i < kSums; ++i) sums[i] = splat(static_cast<float>(i));
-  const Vector a = splat(0.5F);
-  const Vector b = splat(0.25F);
-  for (int64_t round = 0; round < rounds; ++round) Engine::accumulate(sums, kSums, a, b);
+  for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 24
+    for (int i = 0; i < kSums; ++i) sums[i] = Engine::multiply_add(row, columns, sums[i]);
+  }
   float total = 0;
   for (int i = 0; i < kSums; ++i) total += reduce_add(sums[i]);
   [[maybe_unused]] const volatile float sink = total;
-  return rounds * kSums * kLanes * Engine::kFlopsPerLane;
+  return rounds * kSums * kFlops;
 }
 
 template <class Engine, int kVectors, bool kAccumulate>
@@ -142,19 +152,19 @@ void multiply_rows(
     int64_t ldc
 ) {
   for (; rows >= kMaxRows; rows -= kMaxRows, a += kMaxRows * lda, c += kMaxRows * ldc) {
-    Engine::template multiply<kMaxRows, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
+    multiply<Engine, kMaxRows, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
   }
   switch (rows) {
     case 5:
-      return Engine::template multiply<5, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
+      return multiply<Engine, 5, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
     case 4:
-      return Engine::template multiply<4, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
+      return multiply<Engine, 4, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
     case 3:
-      return Engine::template multiply<3, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
+      return multiply<Engine, 3, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
     case 2:
-      return Engine::template multiply<2, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
+      return multiply<Engine, 2, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
     case 1:
-      return Engine::template multiply<1, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
+      return multiply<Engine, 1, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
     default:
       return;
   }

@@ -12,26 +12,19 @@ inline void store_probabilities(Bfloat16* p, Vector a, Vector b) {
   _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
 }
 
-inline __m512bh load_pairs(const Bfloat16* p) {
-  return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p));
-}
-
-inline __m512bh splat_pair(const Bfloat16* p) {
-  int32_t pair;
-  __builtin_memcpy(&pair, p, sizeof pair);
-  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
-}
-
 struct Bfloat16Engine {
   using Operand = Bfloat16;
-
-  static void accumulate(Vector* sums, int count, Vector a, Vector b) {
-    const auto x = reinterpret_cast<__m512bh>(a);
-    const auto y = reinterpret_cast<__m512bh>(b);
-#pragma GCC unroll 24
-    for (int i = 0; i < count; ++i) sums[i] = _mm512_dpbf16_ps(sums[i], x, y);
+  using Pack = __m512bh;
+  static constexpr int kDepthStep = 2;
+  static Pack load_columns(const Bfloat16* p) {
+    return reinterpret_cast<Pack>(_mm512_loadu_si512(p));
   }
-  static constexpr int kFlopsPerLane = 4;
+  static Pack splat_row(const Bfloat16* p) {
+    int32_t pair;
+    __builtin_memcpy(&pair, p, sizeof pair);
+    return reinterpret_cast<Pack>(_mm512_set1_epi32(pair));
+  }
+  static Vector multiply_add(Pack a, Pack b, Vector sum) { return _mm512_dpbf16_ps(sum, a, b); }
 
   template <class T>
   static void pack_query(const T* source, int dim, Bfloat16* row) {
@@ -93,36 +86,6 @@ struct Bfloat16Engine {
     float x;
     __builtin_memcpy(&x, &bits, sizeof x);
     return x;
-  }
-
-  template <int kRows, int kVectors, bool kAccumulate>
-  static void multiply(
-      const Bfloat16* a, int64_t lda, const Bfloat16* panel, int depth, float* c, int64_t ldc
-  ) {
-    Vector sum[kRows][kVectors];
-#pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) {
-        sum[i][j] = kAccumulate ? load(c + i * ldc + j * kLanes) : splat(0.0F);
-      }
-    }
-    for (int k = 0; k < depth; k += 2, panel += 2 * kPanel) {
-      __m512bh b[kVectors];
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) b[j] = load_pairs(panel + j * 2 * kLanes);
-#pragma GCC unroll 8
-      for (int i = 0; i < kRows; ++i) {
-        const __m512bh x = splat_pair(a + i * lda + k);
-#pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], x, b[j]);
-      }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) store(c + i * ldc + j * kLanes, sum[i][j]);
-    }
   }
 };
 

@@ -7,15 +7,7 @@
 
 namespace cpattn::kernels {
 
-extern const KernelTable table_amx = {
-    .name = "amx",
-    .attention =
-        {
-            attention_kernel<float, Float32Engine, 6>(),
-            attention_kernel<Half, Float32Engine, 4>(),
-            {&AmxAttention::scratch_bytes, &AmxAttention::run, &tile_peak_flops},
-        },
-    .weighted_sum = {&weighted_sum<float>, &weighted_sum<Half>, &weighted_sum<Bfloat16>},
-};
+extern constinit const KernelTable table_amx =
+    kernel_table("amx", {&AmxAttention::scratch_bytes, &AmxAttention::run, &tile_peak_flops});
 
 }  // namespace cpattn::kernels

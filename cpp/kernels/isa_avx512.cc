@@ -7,15 +7,7 @@
 
 namespace cpattn::kernels {
 
-extern const KernelTable table_avx512 = {
-    .name = "avx512",
-    .attention =
-        {
-            attention_kernel<float, Float32Engine, 6>(),
-            attention_kernel<Half, Float32Engine, 4>(),
-            attention_kernel<Bfloat16, Float32Engine, 4>(),
-        },
-    .weighted_sum = {&weighted_sum<float>, &weighted_sum<Half>, &weighted_sum<Bfloat16>},
-};
+extern constinit const KernelTable table_avx512 =
+    kernel_table("avx512", attention_kernel<Bfloat16, Float32Engine, 4>());
 
 }  // namespace cpattn::kernels

@@ -7,15 +7,7 @@
 
 namespace cpattn::kernels {
 
-extern const KernelTable table_avx512bf16 = {
-    .name = "avx512bf16",
-    .attention =
-        {
-            attention_kernel<float, Float32Engine, 6>(),
-            attention_kernel<Half, Float32Engine, 4>(),
-            attention_kernel<Bfloat16, Bfloat16Engine, 4>(),
-        },
-    .weighted_sum = {&weighted_sum<float>, &weighted_sum<Half>, &weighted_sum<Bfloat16>},
-};
+extern constinit const KernelTable table_avx512bf16 =
+    kernel_table("avx512bf16", attention_kernel<Bfloat16, Bfloat16Engine, 4>());
 
 }  // namespace cpattn::kernels
