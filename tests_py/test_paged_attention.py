@@ -282,6 +282,25 @@ def test_index_types(index_type):
     assert torch.equal(run(inputs)[0], expected)
 
 
+class ExportsCopies:
+    """Lives on its own: what it exports through DLPack is gone with the export."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self):
+        return self.array.copy().__dlpack__()
+
+
+def test_exported_arrays_are_held_during_the_call():
+    q, cache = np.ones((2, 1, 16), np.float32), np.ones((4, 8, 1, 16), np.float32)
+    # So large that its memory goes back to the system at once: reading it later would crash.
+    block_tables = ExportsCopies(np.full((2, 1_000_000), 3))
+    lens = {"q_lens": ExportsCopies(np.array([1, 1])), "kv_lens": ExportsCopies(np.array([5, 5]))}
+    out = cpattn.paged_attention(q, cache, cache, block_tables=block_tables, **lens)
+    np.testing.assert_array_equal(out, q)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numpy_in_numpy_out(dtype):
     inputs = make_inputs(DEFAULT.with_(dtype=dtype))

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <string>
 
-#include "bindings/tensor_argument.h"
 #include "cpattn/check.h"
 
 namespace py = pybind11;
@@ -98,22 +97,10 @@ std::vector<int64_t> index_list(py::handle object, const char* name) {
   return values;
 }
 
-std::vector<int32_t> int32_list(py::handle object, const char* name) {
-  const std::vector<int64_t> wide = index_list(object, name);
-  std::vector<int32_t> values(wide.size());
-  for (std::size_t i = 0; i < wide.size(); ++i) {
-    check(
-        wide[i] >= INT32_MIN && wide[i] <= INT32_MAX, name, " must fit into int32, got ", wide[i],
-        " at index ", i
-    );
-    values[i] = static_cast<int32_t>(wide[i]);
-  }
-  return values;
-}
-
 IndexTableArgument::IndexTableArgument(py::handle object, const char* name) {
   if (!is_sequence(object)) {
-    table_ = view_table(*index_tensor(object, name, 2));
+    tensor_.emplace(index_tensor(object, name, 2));
+    table_ = view_table(**tensor_);
     return;
   }
   std::vector<std::vector<int64_t>> rows;

@@ -4,8 +4,10 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include "bindings/tensor_argument.h"
 #include "cpattn/index_table.h"
 
 namespace cpattn::bindings {
@@ -18,11 +20,8 @@ int64_t index_value(pybind11::handle object, const char* name);
 /// int32 or int64, as int64. Anything else is TypeError.
 std::vector<int64_t> index_list(pybind11::handle object, const char* name);
 
-/// The same, narrowed: a value beyond int32 is ValueError with its position.
-std::vector<int32_t> int32_list(pybind11::handle object, const char* name);
-
 /// A two-dimensional index array, or a list of lists. Rows of a list may differ
-/// in length; the missing tail reads as -1. Valid while the object lives.
+/// in length; the missing tail reads as -1. Valid while both it and the object live.
 class IndexTableArgument {
  public:
   IndexTableArgument(pybind11::handle object, const char* name);
@@ -30,6 +29,7 @@ class IndexTableArgument {
 
  private:
   IndexTable table_;
+  std::optional<TensorArgument> tensor_;
   std::vector<int64_t> owned_;
 };
 
