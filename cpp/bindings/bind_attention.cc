@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 
 #include "bindings/index_argument.h"
+#include "bindings/int_arrays.h"
 #include "bindings/module.h"
 #include "bindings/tensor_argument.h"
 #include "cpattn/check.h"
@@ -137,14 +139,6 @@ class LayerArguments {
   std::optional<TensorArgument> sinks_, lse_;
 };
 
-/// A read-only NumPy view of plan data; `owner` keeps it alive.
-template <class T>
-py::array view(const std::vector<T>& values, py::handle owner) {
-  py::array_t<T> array(static_cast<py::ssize_t>(values.size()), values.data(), owner);
-  py::detail::array_proxy(array.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
-  return array;
-}
-
 std::string describe(const AttentionPlan& plan) {
   const AttentionShape& shape = plan.batch.shape;
   return concat(
@@ -180,14 +174,16 @@ printed, and its arrays are read-only NumPy views.)")
       .def_property_readonly(
           "page_indptr",
           [](const py::object& self) {
-            return view(self.cast<const AttentionPlan&>().batch.pages.indptr, self);
+            return int_view(std::span(self.cast<const AttentionPlan&>().batch.pages.indptr), self);
           },
           "int64 [num_sequences + 1]: sequence s owns page_ids[page_indptr[s]:page_indptr[s + 1]]."
       )
       .def_property_readonly(
           "page_ids",
           [](const py::object& self) {
-            return view(self.cast<const AttentionPlan&>().batch.pages.page_ids, self);
+            return int_view(
+                std::span(self.cast<const AttentionPlan&>().batch.pages.page_ids), self
+            );
           },
           "int32: the pages that will be read, sequence by sequence."
       )
@@ -212,7 +208,7 @@ printed, and its arrays are read-only NumPy views.)")
       .def_property_readonly(
           "item_costs",
           [](const py::object& self) {
-            return view(self.cast<const AttentionPlan&>().item_costs, self);
+            return int_view(std::span(self.cast<const AttentionPlan&>().item_costs), self);
           },
           "int64 [num_items]: visible (row, key) pairs of each item, with its packing."
       );

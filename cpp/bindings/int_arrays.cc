@@ -39,13 +39,6 @@ py::list int_list(std::span<const int32_t> values) {
   return list;
 }
 
-py::array int_view(std::span<const int32_t> values, py::handle owner) {
-  const auto size = static_cast<py::ssize_t>(values.size());
-  py::array array(py::dtype::of<int32_t>(), {size}, {}, values.data(), owner);
-  py::detail::array_proxy(array.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
-  return array;
-}
-
 py::array int_array(std::vector<int32_t> values) {
   auto kept = std::make_unique<std::vector<int32_t>>(std::move(values));
   const std::span<const int32_t> view = *kept;

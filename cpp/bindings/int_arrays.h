@@ -14,7 +14,14 @@ pybind11::list int_list(std::span<const int32_t> values);
 
 /// A read-only NumPy view of `values`, which `owner` keeps alive. NumPy refuses
 /// to make it writable, because the owner offers no buffer.
-pybind11::array int_view(std::span<const int32_t> values, pybind11::handle owner);
+template <class Int>
+pybind11::array int_view(std::span<const Int> values, pybind11::handle owner) {
+  const auto size = static_cast<pybind11::ssize_t>(values.size());
+  pybind11::array array(pybind11::dtype::of<Int>(), {size}, {}, values.data(), owner);
+  pybind11::detail::array_proxy(array.ptr())->flags &=
+      ~pybind11::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+  return array;
+}
 
 /// A read-only NumPy array that owns `values`.
 pybind11::array int_array(std::vector<int32_t> values);

@@ -6,6 +6,7 @@
 //
 // A left-hand tile is 16 rows of 32 elements. A right-hand tile has 16 columns
 // and 32 rows of the matrix, two of them interleaved to a row of 16 pairs.
+#include "kernels/gemm_bf16-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -47,14 +48,8 @@ inline void pack_tile_keys(
     Bfloat16* columns = tiles + int64_t{key} * depth + first / 2 * kTileDepth;
     for (int d = 0; d < dim; d += 32) {
       if (d % 128 == 0) keep_tiles_awake();
-      const int pairs = dim - d < 32 ? 8 : 16;
-      const __mmask16 present = dim - d < 32 ? 0x00ff : 0xffff;
       __m512i block[16];
-      for (int i = 0; i < 16; ++i) {
-        block[i] = key + i < n ? _mm512_maskz_loadu_epi32(present, rows[key + i] + d * 2)
-                               : _mm512_setzero_si512();
-      }
-      transpose(block);
+      const int pairs = load_key_pairs(rows, key, n, d, dim, block);
       for (int i = 0; i < pairs; ++i) {
         _mm512_store_si512(columns + (d / 2 + i) * kTileDepth, block[i]);
       }

@@ -94,8 +94,7 @@ class BlockRows {
   int fetched_ = 0;
 };
 
-/// Buffers of one tile of work, carved out of the caller's scratch; rows are
-/// padded to whole groups.
+/// Buffers of one tile of work; rows are padded to whole groups.
 struct AmxWorkspace {
   Bfloat16* queries;        // [rows / 16][depth / 32][16][32]
   Bfloat16* keys;           // [block / 16][depth / 32][16][16][2]
@@ -112,23 +111,19 @@ struct AmxWorkspace {
 
   AmxWorkspace(char* base, int64_t rows, int depth, int v_head_dim) {
     const int64_t padded = round_up(static_cast<int>(rows), kGroupRows);
-    int64_t used = 0;
-    const auto take = [&]<class T>(T*& buffer, int64_t elements) {
-      buffer = reinterpret_cast<T*>(base + used);
-      used += (elements * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-    };
-    take(queries, padded * depth);
-    take(keys, int64_t{kAmxBlockKeys} * depth);
-    take(values, int64_t{kAmxBlockKeys} * v_head_dim);
-    take(probabilities, int64_t{kAmxBlockKeys} * kGroupRows);
-    take(zeros, v_head_dim);
-    take(scores, 2 * 4 * kTileFloats);
-    take(product, 4 * kTileFloats);
-    take(output, padded * v_head_dim);
-    take(sums, padded * kLanes);
-    take(references, padded);
-    take(steps, padded / kScoreRows * kAmxChunks);
-    bytes = used;
+    Carver carver{base};
+    carver.take(queries, padded * depth);
+    carver.take(keys, int64_t{kAmxBlockKeys} * depth);
+    carver.take(values, int64_t{kAmxBlockKeys} * v_head_dim);
+    carver.take(probabilities, int64_t{kAmxBlockKeys} * kGroupRows);
+    carver.take(zeros, v_head_dim);
+    carver.take(scores, 2 * 4 * kTileFloats);
+    carver.take(product, 4 * kTileFloats);
+    carver.take(output, padded * v_head_dim);
+    carver.take(sums, padded * kLanes);
+    carver.take(references, padded);
+    carver.take(steps, padded / kScoreRows * kAmxChunks);
+    bytes = carver.used;
   }
 };
 

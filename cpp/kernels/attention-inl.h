@@ -71,7 +71,19 @@ inline void locate_rows(
   }
 }
 
-/// Buffers of one tile, carved out of the caller's scratch.
+/// Carves aligned buffers out of the caller's scratch; from null it only counts.
+struct Carver {
+  char* base;
+  int64_t used = 0;
+
+  template <class T>
+  void take(T*& buffer, int64_t elements) {
+    buffer = reinterpret_cast<T*>(base + used);
+    used += (elements * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+  }
+};
+
+/// Buffers of one tile.
 template <class Engine>
 struct Workspace {
   using Operand = typename Engine::Operand;
@@ -87,24 +99,16 @@ struct Workspace {
 
   Workspace(char* base, int64_t rows, int qk_dim, int v_head_dim) {
     const int64_t block = block_keys<Engine>(qk_dim, v_head_dim);
-    int64_t used = 0;
-    const auto take = [&](int64_t size) {
-      char* start = base + used;
-      used += (size + 63) / 64 * 64;
-      return start;
-    };
-    const auto operands = [&](int64_t n) {
-      return reinterpret_cast<Operand*>(take(n * static_cast<int64_t>(sizeof(Operand))));
-    };
-    queries = operands(rows * qk_dim);
-    keys = operands(int64_t{round_up(block, kPanel)} * qk_dim);
-    values = operands(block * round_up(v_head_dim, kPanel));
-    probabilities = operands(kRowGroup * block);
-    scores = reinterpret_cast<float*>(take(kRowGroup * block * 4));
-    output = reinterpret_cast<float*>(take(rows * v_head_dim * 4));
-    zeros = reinterpret_cast<float*>(take(v_head_dim * 4));
-    states = reinterpret_cast<RowState*>(take(rows * static_cast<int64_t>(sizeof(RowState))));
-    bytes = used;
+    Carver carver{base};
+    carver.take(queries, rows * qk_dim);
+    carver.take(keys, int64_t{round_up(block, kPanel)} * qk_dim);
+    carver.take(values, block * round_up(v_head_dim, kPanel));
+    carver.take(probabilities, kRowGroup * block);
+    carver.take(scores, kRowGroup * block);
+    carver.take(output, rows * v_head_dim);
+    carver.take(zeros, v_head_dim);
+    carver.take(states, rows);
+    bytes = carver.used;
   }
 };
 

@@ -12,6 +12,20 @@ inline void store_probabilities(Bfloat16* p, Vector a, Vector b) {
   _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
 }
 
+/// Dimensions [d, d + 32), as far as there are `dim`, of the sixteen keys from
+/// `key` on, those from n on being zeros: block[i] holds pair i of every key.
+/// Gives the number of pairs.
+inline int load_key_pairs(const char* const* rows, int key, int n, int d, int dim, __m512i* block) {
+  const bool half = dim - d < 32;
+  const __mmask16 present = half ? 0x00ff : 0xffff;
+  for (int i = 0; i < 16; ++i) {
+    block[i] = key + i < n ? _mm512_maskz_loadu_epi32(present, rows[key + i] + d * 2)
+                           : _mm512_setzero_si512();
+  }
+  transpose(block);
+  return half ? 8 : 16;
+}
+
 struct Bfloat16Engine {
   using Operand = Bfloat16;
   using Pack = __m512bh;
@@ -39,14 +53,8 @@ struct Bfloat16Engine {
       Bfloat16* panel =
           panels + key / kPanel * panel_size + int64_t{first_row} * kPanel + key % kPanel * 2;
       for (int d = 0; d < dim; d += 32) {
-        const int pairs = dim - d < 32 ? 8 : 16;
-        const __mmask16 present = dim - d < 32 ? 0x00ff : 0xffff;
         __m512i block[16];
-        for (int i = 0; i < 16; ++i) {
-          block[i] = key + i < n ? _mm512_maskz_loadu_epi32(present, rows[key + i] + d * 2)
-                                 : _mm512_setzero_si512();
-        }
-        transpose(block);
+        const int pairs = load_key_pairs(rows, key, n, d, dim, block);
         for (int i = 0; i < pairs; ++i) {
           _mm512_storeu_si512(panel + int64_t{d / 2 + i} * 2 * kPanel, block[i]);
         }

@@ -198,9 +198,14 @@ FiaPlan plan_fia(const FiaArguments& arguments) {
 }
 
 void run_fia(const FiaPlan& plan, const TensorView& out, const TensorView& lse) {
-  if (!wants_lse(plan)) lse.as<float>()[0] = 0;
   const int64_t num_heads = plan.query.shape[2];
   const TensorView out_view = fia::as_bsnd("out", out, plan.out_axes, num_heads);
+  std::optional<TensorView> lse_view;
+  if (wants_lse(plan)) {
+    lse_view = fia::as_bsnd("lse", lse, plan.lse_axes, num_heads);
+  } else {
+    lse.as<float>()[0] = 0;
+  }
   const auto num_runs = static_cast<int64_t>(plan.plans.size());
   const int64_t count = num_runs == 1 ? plan.query.shape[0] : 1;
   for (int64_t run = 0; run < num_runs; ++run) {
@@ -208,8 +213,8 @@ void run_fia(const FiaPlan& plan, const TensorView& out, const TensorView& lse) 
     arguments.q = fia::rows_of(plan.query, run, count);
     if (plan.query_rope) arguments.q_rope = fia::rows_of(*plan.query_rope, run, count);
     arguments.out = fia::rows_of(out_view, run, count);
-    if (wants_lse(plan)) {
-      arguments.lse = fia::rows_of(fia::as_bsnd("lse", lse, plan.lse_axes, num_heads), run, count);
+    if (lse_view) {
+      arguments.lse = fia::rows_of(*lse_view, run, count);
       arguments.lse->rank = 2;
     }
     run_attention(plan.plans[run], arguments);
