@@ -49,6 +49,13 @@ struct Result {
   bool operator==(const Result&) const = default;
 };
 
+/// What a kernel said it was doing: scope and flops.
+using Marks = std::vector<std::pair<int32_t, int64_t>>;
+
+void append_mark(void* marks, int32_t scope, int64_t flops) {
+  static_cast<Marks*>(marks)->emplace_back(scope, flops);
+}
+
 /// One sequence of keys for one KV head, on pages of 16 in descending order, and
 /// queries [tokens][group][dim] for it.
 struct Problem {
@@ -58,6 +65,7 @@ struct Problem {
   int64_t left = kernels::kUnlimited, right = 0;
   float scale = 0.25F, softcap = 0;
   int blocks = 1 << 30;           // after which to stop
+  Marks* marks = nullptr;         // filled by run(), unless null
   std::vector<uint8_t> mask;      // empty, or [tokens][kv_len / 32 + 1][4]
   std::vector<uint16_t> q, k, v;  // k and v as [key][dim]
 
@@ -132,6 +140,8 @@ struct Problem {
         .lse_head_stride = 1,
         .should_stop = [](void* polls) { return --*static_cast<int*>(polls) < 0; },
         .stop_context = &polls_left,
+        .mark = marks == nullptr ? nullptr : &append_mark,
+        .mark_context = marks,
     };
     const kernels::AttentionKernel& kernel = active_kernels().attention[kernels::kBfloat16];
     const int64_t bytes = kernel.scratch_bytes(int64_t{n} * heads, dim, v_dim);
@@ -258,6 +268,25 @@ TEST_P(AttentionKernel, StopsBetweenBlocks) {
   problem.blocks = 1;
   EXPECT_FALSE(problem.run(result, 0, problem.tokens, 0, problem.group));
   EXPECT_TRUE(result == problem.empty_result());
+}
+
+TEST_P(AttentionKernel, SaysWhatItIsDoingAndHowMuch) {
+  // Every row sees every key, and both fill whole tiles and granules: no flop is for nothing.
+  Problem problem = filled(
+      {.tokens = 40, .group = 2, .dim = 48, .v_dim = 32, .kv_len = 512, .right = 512, .scale = 0.1F}
+  );
+  const Result silent = problem.run();
+  Marks marks;
+  problem.marks = &marks;
+  EXPECT_TRUE(problem.run() == silent);
+  std::vector<int64_t> flops(4, 0);
+  for (const auto& [scope, work] : marks) flops.at(scope) += work;
+  const int64_t pairs = problem.tokens * problem.group * problem.kv_len;
+  EXPECT_EQ(flops[kernels::kMarkQk], 2 * pairs * problem.dim);
+  EXPECT_EQ(flops[kernels::kMarkPv], 2 * pairs * problem.v_dim);
+  EXPECT_EQ(flops[kernels::kMarkPack] + flops[kernels::kMarkSoftmax], 0);
+  EXPECT_EQ(marks.front().first, kernels::kMarkPack);
+  EXPECT_EQ(marks.back().first, kernels::kMarkSoftmax);  // the rows are normalised last
 }
 
 TEST_P(AttentionKernel, EveryHeadDimension) {

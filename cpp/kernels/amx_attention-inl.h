@@ -37,6 +37,7 @@ class AmxAttention {
         block_(tile) {}
 
   bool run() {
+    mark(tile_, kMarkPack);
     prepare();
     const int64_t begin = visible_keys(tile_, 0).begin;
     const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
@@ -45,10 +46,12 @@ class AmxAttention {
       if (tile_.should_stop(tile_.stop_context)) return false;
       const int64_t first = block_.first();
       const int n = block_.count();
+      mark(tile_, kMarkPack);
       pack_block();
       locate_block(first + n, begin, end);
       attend(first, n);
     }
+    mark(tile_, kMarkSoftmax);
     for (int row = 0; row < rows_; ++row) finish(row);
     return true;
   }
@@ -119,7 +122,7 @@ class AmxAttention {
         for (int row = group; row < end; row += kScoreRows) {
           const int count = static_cast<int>(smaller(kScoreRows, end - row));
           const bool last = chunk + 1 == end_chunk && row + count == end;
-          work_.steps[steps++] = {row, count, chunk, first_chunk, last};
+          work_.steps[steps++] = {row, count, chunk, first_chunk, end_chunk, last};
         }
       }
     }
@@ -134,6 +137,9 @@ class AmxAttention {
     for (int i = 0; i < 2 && i < steps; ++i) start_scores(i, [] {});
     for (int i = 0; i < steps; ++i) {
       const Step& step = work_.steps[i];
+      const bool starts_group = step.chunk == step.first_chunk && step.row % kGroupRows == 0;
+      if (starts_group)
+        mark(tile_, kMarkQk, flops_per_dim(step) * (tile_.head_dim + tile_.rope_dim));
       block_.fetch(share_of(block_.count(), steps));
       if (i + 2 >= steps) pending_.flush();
       restrict_scores(step, first, scores_of(i));
@@ -144,13 +150,23 @@ class AmxAttention {
       }
       rows.take(step.count);
       sum_.take(kGroupRows);
-      if (step.last) add_values(step, first);
+      if (step.last) {
+        mark(tile_, kMarkPv, flops_per_dim(step) * v_dim_);
+        add_values(step, first);
+      }
     }
     pending_.flush();
     sum_.take(kGroupRows);
   }
 
   float* scores_of(int step) const { return work_.scores + step % 2 * 4 * kTileFloats; }
+
+  /// Of a product of a group of rows with all the keys it sees in a block. Scores
+  /// are started two steps ahead, softmax runs beside them: a trace shows both as QK.
+  int64_t flops_per_dim(const Step& step) const {
+    const int64_t rows = smaller(kGroupRows, rows_ - step.row / kGroupRows * kGroupRows);
+    return 2 * rows * (step.end_chunk - step.first_chunk) * kTileDepth;
+  }
 
   int products_of(const Step& step) const {
     return depth_ / kTileDepth * (step.count > kTileRows ? 4 : 2);

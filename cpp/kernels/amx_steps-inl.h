@@ -16,6 +16,7 @@ struct Step {
   int count;        // of rows
   int chunk;        // which keys of the block
   int first_chunk;  // that the group sees
+  int end_chunk;    // one past the last
   bool last;        // of the group in this block
 };
 

@@ -32,6 +32,10 @@ int block_keys(int qk_dim, int v_head_dim) {
   return keys;
 }
 
+inline void mark(const AttentionTile& tile, KernelScope scope, int64_t flops = 0) {
+  if (tile.mark != nullptr) tile.mark(tile.mark_context, scope, flops);
+}
+
 /// Half-open range of keys.
 struct KeyRange {
   int64_t begin, end;
@@ -136,17 +140,20 @@ class AttentionLoop {
         factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E) {}
 
   bool run() {
+    mark(tile_, kMarkPack);
     prepare_rows();
     const int64_t begin = visible_keys(tile_, 0).begin;
     const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
     for (int64_t first = begin / block_ * block_; begin < end && first < end; first += block_) {
       if (tile_.should_stop(tile_.stop_context)) return false;
       const int n = static_cast<int>(smaller(block_, end - first));
+      mark(tile_, kMarkPack);
       pack_block(first, n, static_cast<int>(larger(0, begin - first)));
       for (int row = 0; row < rows_; row += kRowGroup) {
         attend(row, static_cast<int>(smaller(kRowGroup, rows_ - row)), first, n);
       }
     }
+    mark(tile_, kMarkSoftmax);
     for (int row = 0; row < rows_; ++row) finish(row);
     return true;
   }
@@ -216,10 +223,13 @@ class AttentionLoop {
     const int end = round_up(static_cast<int>(smaller(n, seen_to)), kKeyGranule);
     if (begin >= end) return;
 
+    const int64_t flops_per_dim = int64_t{2} * count * (end - begin);
+    mark(tile_, kMarkQk, flops_per_dim * qk_dim_);
     multiply_panels<Engine, false>(
         count, work_.queries + int64_t{row} * qk_dim_, qk_dim_, work_.keys,
         int64_t{qk_dim_} * kPanel, 0, qk_dim_, begin, end, work_.scores, block_
     );
+    mark(tile_, kMarkSoftmax);
     for (int i = 0; i < count; ++i) {
       float* scores = work_.scores + int64_t{i} * block_;
       const int64_t token = (row + i) / tile_.group;
@@ -230,6 +240,7 @@ class AttentionLoop {
           work_.states[row + i], work_.output + int64_t{row + i} * v_dim_, v_dim_
       );
     }
+    mark(tile_, kMarkPv, flops_per_dim * v_dim_);
     multiply_panels<Engine, true>(
         count, work_.probabilities + begin, block_, work_.values, int64_t{block_} * kPanel, begin,
         end - begin, 0, v_dim_, work_.output + int64_t{row} * v_dim_, v_dim_

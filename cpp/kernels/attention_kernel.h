@@ -17,6 +17,9 @@ struct PagedRows {
   int64_t row_stride;
 };
 
+/// What AttentionTile::mark is told.
+enum KernelScope : int32_t { kMarkPack, kMarkQk, kMarkSoftmax, kMarkPv };
+
 /// Attention of a few query tokens, and `group` query heads that share one KV
 /// head, over one sequence: the unit of work. Row (t, g) reads
 /// q + t * q_token_stride + g * q_head_stride and writes out and lse likewise.
@@ -57,6 +60,11 @@ struct AttentionTile {
 
   bool (*should_stop)(void* context);  // polled between key blocks
   void* stop_context;
+
+  /// Null when nobody traces, else told: from now on this thread is in `scope`,
+  /// which will do `flops` floating-point operations (0: not counted).
+  void (*mark)(void* context, int32_t scope, int64_t flops);
+  void* mark_context;
 };
 
 constexpr int64_t kUnlimited = int64_t{1} << 40;
