@@ -224,11 +224,11 @@ class AttentionKernel : public testing::EveryIsa {
   /// Many rows against more than two blocks: plain, through a window, behind
   /// strides of the position, masked, capped.
   static std::vector<Problem> many_rows() {
-    const Problem plain = {.tokens = 67, .group = 3, .kv_len = 600, .first_position = 530};
+    const Problem plain = {.tokens = 67, .group = 3, .kv_len = 1400, .first_position = 1330};
     std::vector<Problem> problems(6, plain);
     problems[1].left = 40;
     problems[2].first_position = -20;
-    problems[2].position_step = 9;
+    problems[2].position_step = 19;
     problems[3].softcap = 2;
     problems[4].right = kernels::kUnlimited;
     for (Problem& problem : problems) problem.fill();
