@@ -11,8 +11,8 @@
 namespace cpattn {
 namespace {
 
-constexpr std::string_view kNames[] = {"portable",   "avx2",     "avx512",
-                                       "avx512bf16", "amx-twin", "amx"};
+constexpr std::string_view kNames[] = {"portable", "avx2", "avx512", "avx512bf16",
+                                       "amx-twin", "amx",  "neon"};
 
 std::vector<Isa> detect() {
   std::vector<Isa> isas = {Isa::portable};
@@ -35,6 +35,9 @@ std::vector<Isa> detect() {
   }
 #endif
 #endif
+#endif
+#ifdef CPATTN_HAVE_NEON
+  isas.push_back(Isa::neon);
 #endif
   return isas;
 }

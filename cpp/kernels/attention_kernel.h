@@ -98,5 +98,6 @@ extern const KernelTable table_avx512;
 extern const KernelTable table_avx512bf16;
 extern const KernelTable table_amxtwin;
 extern const KernelTable table_amx;
+extern const KernelTable table_neon;
 
 }  // namespace cpattn::kernels

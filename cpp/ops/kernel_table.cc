@@ -28,6 +28,10 @@ const kernels::KernelTable& active_kernels() {
     case Isa::amx:
       return kernels::table_amx;
 #endif
+#ifdef CPATTN_HAVE_NEON
+    case Isa::neon:
+      return kernels::table_neon;
+#endif
     default:
       return kernels::table_portable;
   }
