@@ -12,7 +12,7 @@ namespace cpattn {
 namespace {
 
 constexpr std::string_view kNames[] = {"portable", "avx2", "avx512", "avx512bf16",
-                                       "amx-twin", "amx",  "neon"};
+                                       "amx-twin", "amx",  "neon",   "neonbf16"};
 
 std::vector<Isa> detect() {
   std::vector<Isa> isas = {Isa::portable};
@@ -38,6 +38,9 @@ std::vector<Isa> detect() {
 #endif
 #ifdef CPATTN_HAVE_NEON
   isas.push_back(Isa::neon);
+#endif
+#ifdef CPATTN_HAVE_NEONBF16
+  if (has_arm_bf16()) isas.push_back(Isa::neonbf16);
 #endif
   return isas;
 }

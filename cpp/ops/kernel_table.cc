@@ -32,6 +32,10 @@ const kernels::KernelTable& active_kernels() {
     case Isa::neon:
       return kernels::table_neon;
 #endif
+#ifdef CPATTN_HAVE_NEONBF16
+    case Isa::neonbf16:
+      return kernels::table_neonbf16;
+#endif
     default:
       return kernels::table_portable;
   }
