@@ -98,5 +98,7 @@ extern const KernelTable table_avx512;
 extern const KernelTable table_avx512bf16;
 extern const KernelTable table_amxtwin;
 extern const KernelTable table_amx;
+extern const KernelTable table_neon;
+extern const KernelTable table_neonbf16;
 
 }  // namespace cpattn::kernels

@@ -155,12 +155,14 @@ int64_t peak_flops(int64_t rounds) {
   const auto row = Engine::splat_row(operands);
   const auto columns = Engine::load_columns(operands);
   Vector sums[kSums];
+#pragma GCC unroll 24
   for (int i = 0; i < kSums; ++i) sums[i] = splat(static_cast<float>(i));
   for (int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 24
     for (int i = 0; i < kSums; ++i) sums[i] = Engine::multiply_add(row, columns, sums[i]);
   }
   float total = 0;
+#pragma GCC unroll 24
   for (int i = 0; i < kSums; ++i) total += reduce_add(sums[i]);
   [[maybe_unused]] const volatile float sink = total;
   return rounds * kSums * kFlops;
