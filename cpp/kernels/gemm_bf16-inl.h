@@ -88,7 +88,7 @@ struct Bfloat16Engine {
     for (int key = begin; key < round_up(end, kKeyGranule); key += 2) {
       __m512i largest = _mm512_setzero_si512();
       for (int d = 0; d < dim; d += 16) {
-        if (d % 32 == 0) fetch_ahead(rows, key, 2, d * 2);
+        fetch_ahead(rows, key, 2, d * 2);
         const __m512i even = _mm512_cvtepu16_epi32(half_row(key, d));
         const __m512i odd = _mm512_cvtepu16_epi32(half_row(key + 1, d));
         const __m512i pairs = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));

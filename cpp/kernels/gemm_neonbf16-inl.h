@@ -39,16 +39,23 @@ struct Bfloat16Engine {
 
   template <class T>
   static void pack_keys(
-      const char* const* rows, int n, int dim, int first_row, int64_t panel_size, Bfloat16* panels
+      const char* const* rows,
+      int begin,
+      int end,
+      int dim,
+      int first_row,
+      int64_t panel_size,
+      Bfloat16* panels
   ) {
     constexpr int kStep = 2 * kLanes;  // dimensions of one vector, a lane per pair
-    for (int key = 0; key < round_up(n, kKeyGranule); key += kLanes) {
+    for (int key = begin; key < round_up(end, kKeyGranule); key += kLanes) {
       Bfloat16* panel =
           panels + key / kPanel * panel_size + int64_t{first_row} * kPanel + key % kPanel * 2;
       for (int d = 0; d < dim; d += kStep) {
+        fetch_ahead(rows, key, kLanes, d * 2);
         Vector block[kLanes];
         for (int i = 0; i < kLanes; ++i) {
-          block[i] = vreinterpretq_f32_u16(load_or_zeros(rows, key + i, n, d));
+          block[i] = vreinterpretq_f32_u16(load_or_zeros(rows, key + i, end, d));
         }
         transpose(block);
         for (int i = 0; i < kLanes; ++i) {
@@ -60,17 +67,24 @@ struct Bfloat16Engine {
 
   template <class T>
   static int pack_values(
-      const char* const* rows, int n, int dim, int64_t panel_size, Bfloat16* panels, int* not_finite
+      const char* const* rows,
+      int begin,
+      int end,
+      int dim,
+      int64_t panel_size,
+      Bfloat16* panels,
+      int* not_finite
   ) {
     constexpr int kStep = 2 * kLanes;
     const uint16x8_t exponent_and_below = vdupq_n_u16(0x7fff);
     int count = 0;
-    for (int key = 0; key < round_up(n, kKeyGranule); key += 2) {
+    for (int key = begin; key < round_up(end, kKeyGranule); key += 2) {
       uint16x8_t largest_even = vdupq_n_u16(0);
       uint16x8_t largest_odd = vdupq_n_u16(0);
       for (int d = 0; d < dim; d += kStep) {
-        const uint16x8_t even = load_or_zeros(rows, key, n, d);
-        const uint16x8_t odd = load_or_zeros(rows, key + 1, n, d);
+        fetch_ahead(rows, key, 2, d * 2);
+        const uint16x8_t even = load_or_zeros(rows, key, end, d);
+        const uint16x8_t odd = load_or_zeros(rows, key + 1, end, d);
         uint16_t* cell =
             &panels[d / kPanel * panel_size + int64_t{key} * kPanel + d % kPanel * 2].bits;
         vst1q_u16(cell, vzip1q_u16(even, odd));

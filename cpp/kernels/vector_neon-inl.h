@@ -44,12 +44,11 @@ inline Vector min(Vector a, Vector b) { return vminq_f32(a, b); }
 inline float reduce_add(Vector x) { return vaddvq_f32(x); }
 inline float reduce_max(Vector x) { return vmaxvq_f32(x); }
 
-/// Arguments of exp2 are raised to this, which scale_by_power turns into 0.
-constexpr float kExp2Floor = -127.0F;
-
-/// Splits x into the nearest integer, returned, and the rest in [-0.5, 0.5].
-inline Vector split_integer(Vector x, Vector& rest) {
-  const Vector n = vrndnq_f32(x);
+/// Splits x into an integer for scale_by_power and the rest in [0, 1]. Below -127
+/// x counts as -127, whose power is 0.
+inline Vector split_exponent(Vector x, Vector& rest) {
+  x = max(splat(-127.0F), x);
+  const Vector n = vrndmq_f32(x);
   rest = sub(x, n);
   return n;
 }
