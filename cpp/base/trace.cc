@@ -140,9 +140,14 @@ uint16_t index_of(std::vector<std::string>& names, const char* name) {
 bool tracing() { return active_session.load(std::memory_order_relaxed) != 0; }
 
 void start_trace(int64_t max_events) {
-  check(max_events >= 1, "start_trace: max_events must be >= 1, got ", max_events);
+  check(max_events >= 1, "profile: max_events must be >= 1, got ", max_events);
   const std::scoped_lock lock(session().mutex);
-  if (tracing()) throw std::runtime_error("start_trace: this process is being traced already");
+  if (tracing()) {
+    throw std::runtime_error(
+        "profile: another profile of this process is running; they do not nest, nor run side by "
+        "side"
+    );
+  }
   session().max_events = max_events;
   session().begin = now();
   active_session.store(++session().last, std::memory_order_relaxed);
@@ -150,7 +155,7 @@ void start_trace(int64_t max_events) {
 
 Trace stop_trace() {
   const std::scoped_lock lock(session().mutex);
-  if (!tracing()) throw std::runtime_error("stop_trace: this process is not being traced");
+  if (!tracing()) throw std::runtime_error("profile: none is running in this process");
   active_session.store(0, std::memory_order_relaxed);
   const int64_t begin = session().begin;
   Trace trace{.nanoseconds = now() - begin};

@@ -39,6 +39,7 @@ void register_trace(py::module_& module) {
       .value("qk", TraceScope::qk)
       .value("softmax", TraceScope::softmax)
       .value("pv", TraceScope::pv)
+      .value("write", TraceScope::write)
       .value("merge", TraceScope::merge)
       .value("gather", TraceScope::gather)
       .value("plan", TraceScope::plan)
@@ -51,7 +52,9 @@ void register_trace(py::module_& module) {
   module.def(
       "dtype_name",
       [](uint8_t code) {
-        check(code <= static_cast<uint8_t>(DType::float8_e4m3fn), "dtype_name: no dtype ", code);
+        check(
+            code <= static_cast<uint8_t>(DType::float8_e4m3fn), "dtype_name: no dtype ", int{code}
+        );
         return dtype_name(static_cast<DType>(code));
       },
       "code"_a

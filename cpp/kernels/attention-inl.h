@@ -153,7 +153,7 @@ class AttentionLoop {
         attend(row, static_cast<int>(smaller(kRowGroup, rows_ - row)), first, n);
       }
     }
-    mark(tile_, kMarkSoftmax);
+    mark(tile_, kMarkWrite);
     for (int row = 0; row < rows_; ++row) finish(row);
     return true;
   }

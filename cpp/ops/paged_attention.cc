@@ -187,6 +187,7 @@ static_assert(static_cast<int>(TraceScope::pack) == kernels::kMarkPack);
 static_assert(static_cast<int>(TraceScope::qk) == kernels::kMarkQk);
 static_assert(static_cast<int>(TraceScope::softmax) == kernels::kMarkSoftmax);
 static_assert(static_cast<int>(TraceScope::pv) == kernels::kMarkPv);
+static_assert(static_cast<int>(TraceScope::write) == kernels::kMarkWrite);
 
 void mark(void* dtype, int32_t scope, int64_t flops) {
   trace_mark(static_cast<TraceScope>(scope), flops, *static_cast<DType*>(dtype));

@@ -14,8 +14,9 @@ namespace cpattn {
 enum class TraceScope : uint8_t {
   pack,     // bringing Q, K and V into the order that the products read
   qk,       // Q K^T
-  softmax,  // softcap, masks, softmax, the normalisation of rows
+  softmax,  // softcap, masks, softmax; with AMX, where it runs beside Q K^T, part of qk
   pv,       // P V
+  write,    // normalising rows and writing them out
   merge,    // partial results of one row
   gather,   // rows of several ranks
   plan,     // dividing a batch into items

@@ -38,12 +38,13 @@ class TraceScope(enum.IntEnum):
     qk = 1
     softmax = 2
     pv = 3
-    merge = 4
-    gather = 5
-    plan = 6
-    wait = 7
-    item = 8
-    call = 9
+    write = 4
+    merge = 5
+    gather = 6
+    plan = 7
+    wait = 8
+    item = 9
+    call = 10
 
 @final
 class TraceSpan(metaclass=_pybind11_type):
