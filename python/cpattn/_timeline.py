@@ -6,11 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ._core import TraceScope
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from .profiling import Profile
 
 _STEPS = 1000

@@ -8,13 +8,15 @@ from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from . import _core
 from ._core import TraceScope
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # On a thread these exclude each other; items and calls are around them.
 _LEAVES = [scope for scope in TraceScope if scope < TraceScope.item]
