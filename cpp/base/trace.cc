@@ -104,12 +104,20 @@ struct ThreadState {
   uint64_t session = 0;
   std::shared_ptr<Buffer> buffer;
   Record mark{};  // without end; begin 0: none
-};
-thread_local ThreadState state;
 
-/// The buffer of this thread, null if trace `id` is not on (any more).
-Buffer* buffer_of(uint64_t id) {
-  if (state.session == id) return state.buffer.get();
+  void end_mark(int64_t time) {
+    if (mark.begin == 0) return;
+    mark.end = time;
+    buffer->append(mark);
+    mark.begin = 0;
+  }
+};
+
+/// Of this thread, with a buffer for trace `id`; null if that is not on (any more).
+ThreadState* state_in(uint64_t id) {
+  if (id == 0) return nullptr;
+  thread_local ThreadState state;
+  if (state.session == id) return &state;
   const std::scoped_lock lock(session().mutex);
   if (active_session.load(std::memory_order_relaxed) != id) return nullptr;
   auto& buffers = session().buffers;
@@ -118,14 +126,7 @@ Buffer* buffer_of(uint64_t id) {
       std::make_shared<Buffer>(session().max_events, static_cast<uint16_t>(buffers.size()))
   );
   state = {id, buffers.back(), {}};
-  return state.buffer.get();
-}
-
-void end_mark(Buffer& buffer, int64_t time) {
-  if (state.mark.begin == 0) return;
-  state.mark.end = time;
-  buffer.append(state.mark);
-  state.mark.begin = 0;
+  return &state;
 }
 
 /// The index of a name, which is appended when it is new.
@@ -189,34 +190,33 @@ TraceSpan::TraceSpan(TraceScope scope, int64_t flops, DType dtype, const char* f
 
 TraceSpan::~TraceSpan() {
   if (session_ == 0) return;
-  Buffer* buffer = buffer_of(session_);
-  if (buffer == nullptr) return;
+  ThreadState* state = state_in(session_);
+  if (state == nullptr) return;
   const int64_t end = now();
-  end_mark(*buffer, end);
-  buffer->append({begin_, end, flops_, function_, scope_, dtype_, buffer->thread()});
+  state->end_mark(end);
+  Buffer& buffer = *state->buffer;
+  buffer.append({begin_, end, flops_, function_, scope_, dtype_, buffer.thread()});
 }
 
 void trace_mark(TraceScope scope, int64_t flops, DType dtype) {
-  const uint64_t id = active_session.load(std::memory_order_relaxed);
-  Buffer* buffer = id == 0 ? nullptr : buffer_of(id);
-  if (buffer == nullptr) return;
+  ThreadState* state = state_in(active_session.load(std::memory_order_relaxed));
+  if (state == nullptr) return;
   const int64_t time = now();
-  end_mark(*buffer, time);
-  state.mark = {time, 0, flops, nullptr, scope, dtype, buffer->thread()};
+  state->end_mark(time);
+  state->mark = {time, 0, flops, nullptr, scope, dtype, state->buffer->thread()};
 }
 
 TracePoint trace_here() {
   const uint64_t id = active_session.load(std::memory_order_relaxed);
-  const Buffer* buffer = id == 0 ? nullptr : buffer_of(id);
-  if (buffer == nullptr) return {};
-  return {id, now(), buffer->thread()};
+  const ThreadState* state = state_in(id);
+  if (state == nullptr) return {};
+  return {id, now(), state->buffer->thread()};
 }
 
 void trace_wait(const TracePoint& since) {
-  if (since.session == 0) return;
-  Buffer* buffer = buffer_of(since.session);
-  if (buffer == nullptr) return;
-  buffer->append({since.time, now(), 0, nullptr, TraceScope::wait, {}, since.thread});
+  ThreadState* state = state_in(since.session);
+  if (state == nullptr) return;
+  state->buffer->append({since.time, now(), 0, nullptr, TraceScope::wait, {}, since.thread});
 }
 
 }  // namespace cpattn
