@@ -34,6 +34,7 @@ _INK = "#3c4650"
 def draw(profile: Profile, begin: float | None, end: float | None) -> Any:
     """The figure; see `Profile.timeline`."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     edges = np.linspace(*_range(profile, begin, end), _STEPS + 1)
     lanes = len(profile.threads)
@@ -47,9 +48,8 @@ def draw(profile: Profile, begin: float | None, end: float | None) -> Any:
             if busy.any():
                 top = base + _LANE * busy
                 axes.fill_between(
-                    edges[:-1] * 1e3, base, top, step="post", color=color, linewidth=0,
-                    label=None if scope in seen else scope.name,
-                )  # fmt: skip
+                    edges[:-1] * 1e3, base, top, step="post", color=color, linewidth=0
+                )
                 seen.add(scope)
                 base = top
     _mark_calls(axes, profile, edges)
@@ -62,8 +62,11 @@ def draw(profile: Profile, begin: float | None, end: float | None) -> Any:
     axes.set_xlabel("time since the profile began [ms]")
     axes.tick_params(colors=_INK, left=False)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    if seen:
-        figure.legend(loc="outside upper left", ncols=len(seen), frameon=False, fontsize=9)
+    keys = [Patch(color=c, label=scope.name) for scope, c in _COLORS.items() if scope in seen]
+    if keys:
+        figure.legend(
+            handles=keys, loc="outside upper left", ncols=len(keys), frameon=False, fontsize=9
+        )
     return figure
 
 
@@ -102,6 +105,6 @@ def _mark_calls(axes: Any, profile: Profile, edges: NDArray[np.float64]) -> None
     if inside.sum() <= 4:
         for begin, function in zip(begins[inside], calls["function"][inside], strict=True):
             axes.annotate(
-                profile.functions[function], (begin * 1e3, top + 0.04), xytext=(3, 0),
+                profile.functions[function], (begin * 1e3, top + 0.07), xytext=(3, 0),
                 textcoords="offset points", fontsize=8, color=_INK,
             )  # fmt: skip
