@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +17,8 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path):
-    environment = {name: value for name, value in os.environ.items() if name != "CPATTN_TRACE"}
     command = [sys.executable, ROOT / "scripts" / "run_notebooks.py", path]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 
