@@ -225,7 +225,7 @@ class AttentionLoop {
   }
 
   bool finish_all() const {
-    mark(tile_, kMarkSoftmax);
+    mark(tile_, kMarkWrite);
     for (int row = 0; row < rows_; ++row) finish(row);
     return true;
   }

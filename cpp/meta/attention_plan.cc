@@ -5,6 +5,7 @@
 #include <array>
 
 #include "cpattn/check.h"
+#include "cpattn/trace.h"
 
 namespace cpattn {
 namespace {
@@ -151,6 +152,7 @@ void check_page_size(const char* function, int64_t page_size, int64_t num_pages)
 }  // namespace
 
 AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num_threads) {
+  const TraceSpan span(TraceScope::plan);
   const AttentionShape& shape = batch.shape;
   check(shape.num_kv_heads >= 1, function, ": num_kv_heads must be >= 1, got ", shape.num_kv_heads);
   check(
@@ -171,6 +173,11 @@ AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num
   plan.batch = std::move(batch);
   sort_items(plan);
   return plan;
+}
+
+int64_t visible_pairs(const AttentionBatch& batch, const AttentionItem& item) {
+  const AttentionSegment& segment = batch.segments[item.segment];
+  return item.num_heads * visible_pairs(batch, segment, item.first_token, item.num_tokens);
 }
 
 PageTable page_table_from_blocks(
