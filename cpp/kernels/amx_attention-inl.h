@@ -1,23 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The attention loop on AMX tiles, for bfloat16: for each block of keys, pack K
-// and V once, then take 64 rows at a time through Q K^T and softmax, in steps of
-// 32 rows and 32 keys, and through P V. Tiles and vector units work at the same
-// time, on different steps.
+// The attention loop on AMX tiles, for bfloat16 and, in two parts, float16: for
+// each block of keys, pack K and V once, then take 64 rows at a time through
+// Q K^T and softmax, in steps of 32 rows and 32 keys, and through P V. Tiles and
+// vector units work at the same time, on different steps.
 //
 // As in attention-inl.h everything happens at fixed positions of the sequence,
-// blocks of 256 keys in chunks of 32, so that a row's bits do not depend on
+// blocks of kAmxBlockKeys in chunks of 32, so that a row's bits do not depend on
 // which rows it is computed with.
 #include "kernels/amx_steps-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
+template <class T>
 class AmxAttention {
+  using Format = TileFormat<T>;
+  using Workspace = AmxWorkspace<T>;
+  static constexpr int kParts = Format::kParts;
+  static constexpr int kBlockKeys = kAmxBlockKeys<T>;
+
  public:
   static int64_t scratch_bytes(int64_t rows, int32_t qk_dim, int32_t v_head_dim) {
-    return AmxWorkspace(nullptr, rows, round_up(qk_dim, kTileDepth), v_head_dim).bytes;
+    return Workspace(nullptr, rows, round_up(qk_dim, kTileDepth), v_head_dim).bytes;
   }
 
   static bool run(const AttentionTile* tile, void* scratch) {
@@ -41,7 +47,7 @@ class AmxAttention {
     prepare();
     const int64_t begin = visible_keys(tile_, 0).begin;
     const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
-    locate_block(begin / kAmxBlockKeys * kAmxBlockKeys, begin, end);
+    locate_block(begin / kBlockKeys * kBlockKeys, begin, end);
     while (block_.count() > 0) {
       if (tile_.should_stop(tile_.stop_context)) return false;
       const int64_t first = block_.first();
@@ -59,53 +65,58 @@ class AmxAttention {
   void prepare() const {
     const int qk_dim = tile_.head_dim + tile_.rope_dim;
     if (qk_dim < depth_) {  // the dimensions that fill up the last tile
-      __builtin_memset(work_.queries, 0, sizeof(Bfloat16) * round_up(rows_, kGroupRows) * depth_);
-      __builtin_memset(work_.keys, 0, sizeof(Bfloat16) * kAmxBlockKeys * depth_);
+      constexpr int64_t kElementBytes = sizeof(Bfloat16) * kParts;
+      __builtin_memset(work_.queries, 0, kElementBytes * round_up(rows_, kGroupRows) * depth_);
+      __builtin_memset(work_.keys, 0, kElementBytes * kBlockKeys * depth_);
     }
     for (int row = 0; row < rows_; ++row) {
       const int64_t token = row / tile_.group;
       const int64_t head = row % tile_.group;
-      Bfloat16* tiles = work_.queries + int64_t{row / kTileRows} * kTileRows * depth_;
-      const auto* q = static_cast<const Bfloat16*>(tile_.q) + token * tile_.q_token_stride +
+      Bfloat16* tiles = queries_of(row);
+      const auto* q = static_cast<const T*>(tile_.q) + token * tile_.q_token_stride +
                       head * tile_.q_head_stride;
-      pack_tile_row(q, tile_.head_dim, 0, row % kTileRows, tiles);
+      pack_tile_row(q, tile_.head_dim, 0, row % kTileRows, depth_, tiles);
       if (tile_.rope_dim > 0) {
-        const auto* rope = static_cast<const Bfloat16*>(tile_.q_rope) +
-                           token * tile_.q_rope_token_stride + head * tile_.q_rope_head_stride;
-        pack_tile_row(rope, tile_.rope_dim, tile_.head_dim, row % kTileRows, tiles);
+        const auto* rope = static_cast<const T*>(tile_.q_rope) + token * tile_.q_rope_token_stride +
+                           head * tile_.q_rope_head_stride;
+        pack_tile_row(rope, tile_.rope_dim, tile_.head_dim, row % kTileRows, depth_, tiles);
       }
       work_.references[row] = -__builtin_inff();
     }
     const int64_t padded = round_up(rows_, kGroupRows);
     __builtin_memset(work_.sums, 0, sizeof(float) * padded * kLanes);
     __builtin_memset(work_.output, 0, sizeof(float) * padded * v_dim_);
-    __builtin_memset(work_.zeros, 0, sizeof(Bfloat16) * v_dim_);
+    __builtin_memset(work_.zeros, 0, sizeof(T) * v_dim_);
+  }
+
+  /// The tiles of the sixteen rows that `row` is one of.
+  Bfloat16* queries_of(int row) const {
+    return work_.queries + int64_t{row / kTileRows} * kTileRows * depth_ * kParts;
   }
 
   /// The block of keys from `first` on, as far as keys [begin, end) are in it.
   void locate_block(int64_t first, int64_t begin, int64_t end) {
-    const int n =
-        begin < end ? static_cast<int>(larger(0, smaller(kAmxBlockKeys, end - first))) : 0;
+    const int n = begin < end ? static_cast<int>(larger(0, smaller(kBlockKeys, end - first))) : 0;
     block_.locate(first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin - first)));
   }
 
   void pack_block() {
     const int n = block_.count();
-    pack_tile_keys(block_.k, n, tile_.head_dim, 0, depth_, work_.keys);
+    pack_tile_keys<T>(block_.k, n, tile_.head_dim, 0, depth_, work_.keys);
     if (tile_.rope_dim > 0) {
-      pack_tile_keys(block_.k_rope, n, tile_.rope_dim, tile_.head_dim, depth_, work_.keys);
+      pack_tile_keys<T>(block_.k_rope, n, tile_.rope_dim, tile_.head_dim, depth_, work_.keys);
     }
-    num_special_ = pack_tile_values(block_.v, n, v_dim_, work_.values, special_keys_);
+    num_special_ = pack_tile_values<T>(block_.v, n, v_dim_, work_.values, special_keys_);
     if (num_special_ == 0) return;
     // Zero times an infinity is NaN, so such values must not meet the rows that
     // do not see them: zeros stand in for them, and add_special_value adds them.
     for (int i = 0; i < num_special_; ++i) {
       const char*& row = block_.v[special_keys_[i]];
-      special_values_[i] = reinterpret_cast<const Bfloat16*>(row);
+      special_values_[i] = reinterpret_cast<const T*>(row);
       row = reinterpret_cast<const char*>(work_.zeros);
     }
-    int still_special[kAmxBlockKeys];
-    pack_tile_values(block_.v, n, v_dim_, work_.values, still_special);
+    int still_special[kBlockKeys];
+    pack_tile_values<T>(block_.v, n, v_dim_, work_.values, still_special);
   }
 
   /// Lists the steps of a block, one group of rows after the other; gives their number.
@@ -143,7 +154,7 @@ class AmxAttention {
       block_.fetch(share_of(block_.count(), steps));
       if (i + 2 >= steps) pending_.flush();
       restrict_scores(step, first, scores_of(i));
-      StepRows rows = {softmax_of(step), scores_of(i), step};
+      StepRows<Format> rows = {softmax_of(step), scores_of(i), step};
       if (i + 2 < steps) {
         const int share = share_of(step.count, products_of(work_.steps[i + 2]));
         start_scores(i + 2, [&] { rows.take(share); });
@@ -169,7 +180,7 @@ class AmxAttention {
   }
 
   int products_of(const Step& step) const {
-    return depth_ / kTileDepth * (step.count > kTileRows ? 4 : 2);
+    return depth_ / kTileDepth * Format::kProducts * (step.count > kTileRows ? 4 : 2);
   }
 
   /// What each of `slices` takes of `work`.
@@ -178,16 +189,16 @@ class AmxAttention {
   template <class Slice>
   void start_scores(int index, Slice slice) {
     const Step& step = work_.steps[index];
-    const Bfloat16* queries = work_.queries + int64_t{step.row} * depth_;
-    const Bfloat16* keys = work_.keys + int64_t{step.chunk} * kTileDepth * depth_;
+    const Bfloat16* queries = queries_of(step.row);
+    const Bfloat16* keys = work_.keys + int64_t{step.chunk} * kTileDepth * depth_ * kParts;
     if (step.count > kTileRows) {
-      multiply_queries<2>(queries, keys, depth_, pending_, scores_of(index), slice);
+      multiply_queries<kParts, 2>(queries, keys, depth_, pending_, scores_of(index), slice);
     } else {
-      multiply_queries<1>(queries, keys, depth_, pending_, scores_of(index), slice);
+      multiply_queries<kParts, 1>(queries, keys, depth_, pending_, scores_of(index), slice);
     }
   }
 
-  SoftmaxGroup softmax_of(const Step& step) const {
+  SoftmaxGroup<Format> softmax_of(const Step& step) const {
     const int64_t group = step.row / kGroupRows * kGroupRows;
     return {
         .factor = factor_,
@@ -263,32 +274,32 @@ class AmxAttention {
   template <int kRowTiles>
   void add_values(const Step& step, int count) {
     const int chunks = step.chunk + 1 - step.first_chunk;
-    const int share = share_of(count, kRowTiles * static_cast<int>(larger(1, chunks - 1)));
-    const SoftmaxGroup softmax = softmax_of(step);
+    const int slices = kRowTiles * Format::kProducts * static_cast<int>(larger(1, chunks - 1));
+    const int share = share_of(count, slices);
+    const SoftmaxGroup<Format> softmax = softmax_of(step);
     const Bfloat16* p = softmax.probabilities_of(0, step.first_chunk);
-    const Bfloat16* values = work_.values + int64_t{step.first_chunk} * kTileElements;
+    const Bfloat16* values = work_.values + int64_t{step.first_chunk} * kParts * kTileElements;
     float* output = softmax.output;
     for (int d = 0; d < v_dim_; d += 16) {
-      multiply_values<kRowTiles>(p, values, chunks, pending_, work_.product, [&] {
+      multiply_values<kParts, kRowTiles>(p, values, chunks, pending_, work_.product, [&] {
         sum_.take(share);
       });
       sum_.take(kGroupRows);
       sum_ = {work_.product, output, count};
-      values += int64_t{kAmxChunks} * kTileElements;
+      values += int64_t{kAmxChunks<T>} * kParts * kTileElements;
       output += kGroupRows * kLanes;
     }
   }
 
   /// O += P V for a key that pack_block left out, in the rows that see it.
   [[gnu::noinline]] void add_special_value(
-      const Step& step, int count, int64_t first, int key, const Bfloat16* value
+      const Step& step, int count, int64_t first, int key, const T* value
   ) const {
-    const SoftmaxGroup softmax = softmax_of(step);
+    const SoftmaxGroup<Format> softmax = softmax_of(step);
     const int group = step.row / kGroupRows * kGroupRows;
     for (int i = 0; i < count; ++i) {
       if (!sees(tile_, (group + i) / tile_.group, first + key)) continue;
-      const Bfloat16* probabilities = softmax.probabilities_of(i, key / kTileDepth);
-      const Vector p = splat(Bfloat16Engine::probability(probabilities + key % kTileDepth));
+      const Vector p = splat(softmax.probability_of(i, key));
       float* output = softmax.output + i * kLanes;
       for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
         store(output, fma(p, load(value + d), load(output)));
@@ -305,8 +316,8 @@ class AmxAttention {
     };
     const float* output =
         work_.output + int64_t{row / kGroupRows} * kGroupRows * v_dim_ + row % kGroupRows * kLanes;
-    Bfloat16* out = static_cast<Bfloat16*>(tile_.out) + token * tile_.out_token_stride +
-                    head * tile_.out_head_stride;
+    T* out =
+        static_cast<T*>(tile_.out) + token * tile_.out_token_stride + head * tile_.out_head_stride;
     const float* sink = tile_.sinks == nullptr ? nullptr : tile_.sinks + head;
     const Vector scale = splat(output_scale(state, sink));
     for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
@@ -322,15 +333,25 @@ class AmxAttention {
   const int depth_;  // of the products Q K^T: qk_dim, filled up to whole tiles
   const int v_dim_;
   const float factor_;
-  const AmxWorkspace work_;
+  const Workspace work_;
   PendingSums pending_;
   PendingRows sum_ = {};
-  BlockRows block_;
+  BlockRows<T> block_;
   // Keys of the current block whose values are not all finite.
   int num_special_ = 0;
-  int special_keys_[kAmxBlockKeys];
-  const Bfloat16* special_values_[kAmxBlockKeys];
+  int special_keys_[kBlockKeys];
+  const T* special_values_[kBlockKeys];
 };
+
+/// The kernels of a file that includes tiles, of hardware or twin. float16 is
+/// three products where float32 is one: its speed is measured against the latter.
+constexpr KernelTable amx_kernel_table(const char* name) {
+  return kernel_table(
+      name,
+      {&AmxAttention<Bfloat16>::scratch_bytes, &AmxAttention<Bfloat16>::run, &tile_peak_flops},
+      {&AmxAttention<Half>::scratch_bytes, &AmxAttention<Half>::run, &peak_flops<Float32Engine>}
+  );
+}
 
 }  // namespace
 }  // namespace cpattn::kernels

@@ -35,17 +35,30 @@ inline Vector exp2_unclamped(Vector x) {
 inline unsigned score_offset(unsigned i) { return i * kLanes + i / kTileRows * kTileFloats; }
 
 /// Up to 64 rows on their way through a block of keys.
+template <class Format>
 struct SoftmaxGroup {
+  static constexpr int kParts = Format::kParts;
+  static constexpr int kPartElements = kGroupRows * kTileDepth;
+
   float factor;             // from scores to base-2 units
   int column_tiles;         // of output
   int first_chunk;          // of this block that the rows see
   float* references;        // [row], scores; -inf before the first visible key
   float* sums;              // [row][16], of the probabilities before they were rounded
   float* output;            // [column tile][64 rows][16]
-  Bfloat16* probabilities;  // [chunk][64 rows][32]
+  Bfloat16* probabilities;  // [chunk][part][64 rows][32]
 
+  /// The first parts; the rests are kPartElements behind.
   Bfloat16* probabilities_of(int row, int chunk) const {
-    return probabilities + (int64_t{chunk} * kGroupRows + row) * kTileDepth;
+    return probabilities + int64_t{chunk} * kParts * kPartElements + row * kTileDepth;
+  }
+
+  /// The probability of one key of the block.
+  float probability_of(int row, int key) const {
+    const Bfloat16* cell = probabilities_of(row, key / kTileDepth) + key % kTileDepth;
+    float sum = Bfloat16Engine::probability(cell);
+    if constexpr (kParts == 2) sum += Bfloat16Engine::probability(cell + kPartElements);
+    return sum;
   }
 
   /// Rows [begin, end) of the 32 from `first_row` on: their probabilities for the
@@ -62,18 +75,36 @@ struct SoftmaxGroup {
       const Vector reference = splat(row_references[i]);
       const Vector p = probability(a, reference);
       const Vector q = probability(b, reference);
-      const auto word = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(q, p));
-      if (__builtin_expect(_mm512_test_epi16_mask(word, _mm512_set1_epi16(kGrownBit)) != 0, 0)) {
+      __m512i parts[kParts];
+      Format::split(p, q, parts);
+      if (__builtin_expect(_mm512_test_epi16_mask(parts[0], _mm512_set1_epi16(kGrownBit)), 0)) {
         add_growing_scores(first_row + i, chunk, a, b);
         continue;
       }
-      _mm512_store_si512(cells + i * kTileDepth, word);
+      store_parts(parts, cells + i * kTileDepth);
       float* sum = row_sums + i * kLanes;
       store(sum, add(load(sum), add(p, q)));
     }
   }
 
  private:
+  static void store_parts(const __m512i* parts, Bfloat16* cells) {
+    for (int part = 0; part < kParts; ++part, cells += kPartElements) {
+      _mm512_store_si512(cells, parts[part]);
+    }
+  }
+  static void store_parts(Vector p, Vector q, Bfloat16* cells) {
+    __m512i parts[kParts];
+    Format::split(p, q, parts);
+    store_parts(parts, cells);
+  }
+
+  static Vector load_parts(const Bfloat16* cells) {
+    Vector sum = load(cells);
+    if constexpr (kParts == 2) sum = add(sum, load(cells + kPartElements));
+    return sum;
+  }
+
   /// Subtracts before it scales: the products of huge scores are coarser than
   /// any exponent.
   Vector probability(Vector score, Vector reference) const {
@@ -90,13 +121,13 @@ struct SoftmaxGroup {
     const bool nan = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0 || top == infinity;
     if (nan) store(sum, splat(__builtin_nanf("")));
     if (nan || top == -infinity) {  // the latter: nothing visible so far
-      _mm512_store_si512(cells, _mm512_setzero_si512());
+      store_parts(splat(0.0F), splat(0.0F), cells);
       return;
     }
     raise_reference(row, chunk, top);
     const Vector p = probability(a, splat(top));
     const Vector q = probability(b, splat(top));
-    store_probabilities(cells, p, q);
+    store_parts(p, q, cells);
     store(sum, add(load(sum), add(p, q)));
   }
 
@@ -109,7 +140,7 @@ struct SoftmaxGroup {
     for (int d = 0; d < column_tiles; ++d) scale(output + (d * kGroupRows + row) * kLanes);
     for (int earlier = first_chunk; earlier < chunk; ++earlier) {
       Bfloat16* cells = probabilities_of(row, earlier);
-      store_probabilities(cells, mul(load(cells), shrink), mul(load(cells + kLanes), shrink));
+      store_parts(mul(load_parts(cells), shrink), mul(load_parts(cells + kLanes), shrink), cells);
     }
   }
 };

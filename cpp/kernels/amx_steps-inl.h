@@ -21,8 +21,9 @@ struct Step {
 };
 
 /// The rows of a step on their way through softmax.
+template <class Format>
 struct StepRows {
-  SoftmaxGroup softmax;
+  SoftmaxGroup<Format> softmax;
   const float* scores;
   const Step& step;
   int next = 0;
@@ -48,6 +49,7 @@ struct PendingRows {
 };
 
 /// Where the keys and values of a block are.
+template <class T>
 class BlockRows {
  public:
   explicit BlockRows(const AttentionTile& tile) : tile_(tile) {}
@@ -59,7 +61,7 @@ class BlockRows {
     count_ = n;
     fetched_ = hidden;
     const auto locate = [&](const PagedRows& source, const char** rows) {
-      locate_rows(source, tile_, first + hidden, n - hidden, sizeof(Bfloat16), rows + hidden);
+      locate_rows(source, tile_, first + hidden, n - hidden, sizeof(T), rows + hidden);
       for (int i = 0; i < hidden; ++i) rows[i] = rows[hidden];
     };
     locate(tile_.k, k);
@@ -80,13 +82,14 @@ class BlockRows {
     }
   }
 
-  const char* k[kAmxBlockKeys];
-  const char* k_rope[kAmxBlockKeys];
-  const char* v[kAmxBlockKeys];
+  const char* k[kAmxBlockKeys<T>];
+  const char* k_rope[kAmxBlockKeys<T>];
+  const char* v[kAmxBlockKeys<T>];
 
  private:
   static void fetch_row(const char* row, int dim) {
-    for (int byte = 0; byte < dim * 2; byte += 64) _mm_prefetch(row + byte, _MM_HINT_T1);
+    for (int byte = 0; byte < dim * static_cast<int>(sizeof(T)); byte += 64)
+      _mm_prefetch(row + byte, _MM_HINT_T1);
   }
 
   const AttentionTile& tile_;
@@ -96,12 +99,13 @@ class BlockRows {
 };
 
 /// Buffers of one tile of work; rows are padded to whole groups.
+template <class T>
 struct AmxWorkspace {
-  Bfloat16* queries;        // [rows / 16][depth / 32][16][32]
-  Bfloat16* keys;           // [block / 16][depth / 32][16][16][2]
-  Bfloat16* values;         // [v_head_dim / 16][chunks][16][16][2]
-  Bfloat16* probabilities;  // [chunks][64][32]
-  Bfloat16* zeros;          // [v_head_dim]
+  Bfloat16* queries;        // [rows / 16][part][depth / 32][16][32]
+  Bfloat16* keys;           // [block / 16][part][depth / 32][16][16][2]
+  Bfloat16* values;         // [v_head_dim / 16][chunks][part][16][16][2]
+  Bfloat16* probabilities;  // [chunks][part][64][32]
+  T* zeros;                 // [v_head_dim]
   float* scores;            // [2 steps][2 row tiles][2 key tiles][16][16]
   float* product;           // [64][16]
   float* output;            // [groups][v_head_dim / 16][64][16]
@@ -111,19 +115,21 @@ struct AmxWorkspace {
   int64_t bytes;
 
   AmxWorkspace(char* base, int64_t rows, int depth, int v_head_dim) {
+    constexpr int kParts = TileFormat<T>::kParts;
+    constexpr int64_t kBlockElements = int64_t{kAmxBlockKeys<T>} * kParts;
     const int64_t padded = round_up(static_cast<int>(rows), kGroupRows);
     Carver carver{base};
-    carver.take(queries, padded * depth);
-    carver.take(keys, int64_t{kAmxBlockKeys} * depth);
-    carver.take(values, int64_t{kAmxBlockKeys} * v_head_dim);
-    carver.take(probabilities, int64_t{kAmxBlockKeys} * kGroupRows);
+    carver.take(queries, padded * depth * kParts);
+    carver.take(keys, kBlockElements * depth);
+    carver.take(values, kBlockElements * v_head_dim);
+    carver.take(probabilities, kBlockElements * kGroupRows);
     carver.take(zeros, v_head_dim);
     carver.take(scores, 2 * 4 * kTileFloats);
     carver.take(product, 4 * kTileFloats);
     carver.take(output, padded * v_head_dim);
     carver.take(sums, padded * kLanes);
     carver.take(references, padded);
-    carver.take(steps, padded / kScoreRows * kAmxChunks);
+    carver.take(steps, padded / kScoreRows * kAmxChunks<T>);
     bytes = carver.used;
   }
 };
