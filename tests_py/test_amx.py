@@ -70,6 +70,18 @@ def test_weights_are_as_exact_as_rounded_exponentials(amx):
     assert error(out[0]) <= 1.25 * error(yardstick.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("options", [{}, {"window": 1100}])
+def test_more_keys_than_are_packed_at_a_time(amx, options, dtype):
+    """Values that are not finite, in several blocks, spoil the rows that see them only."""
+    inputs = make_inputs(
+        Case(q_lens=(150,), kv_lens=(2300,), num_kv_heads=1, dtype=dtype, options=options)
+    )
+    for token, value in [(1100, math.inf), (1300, -math.inf), (2200, math.inf)]:
+        inputs["v_cache"][inputs["block_tables"][0, token // 16], token % 16, 0, token % 7] = value
+    assert_attention(*run(inputs), inputs)
+
+
 def test_float16_is_as_exact_as_in_float32(amx):
     """Where the path without AMX computes in float32, errors differ by less than a hundredth."""
     case = Case(q_lens=(40,), kv_lens=(500,), head_dim=128, num_heads=8, dtype="float16")

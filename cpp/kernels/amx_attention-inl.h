@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The attention loop on AMX tiles, for bfloat16 and, in two parts, float16: for
-// each block of keys, pack K and V once, then take 64 rows at a time through
-// Q K^T and softmax, in steps of 32 rows and 32 keys, and through P V. Tiles and
-// vector units work at the same time, on different steps.
+// The attention loop on AMX tiles, for bfloat16 and, in two parts, float16: pack K
+// and V of as many blocks of keys as fit a quarter of L2, then take 64 rows at a
+// time through them: for each block through Q K^T and softmax, in steps of 32
+// rows and 32 keys, and through P V. Tiles and vector units work at the same
+// time, on different steps.
 //
 // As in attention-inl.h everything happens at fixed positions of the sequence,
 // blocks of kAmxBlockKeys in chunks of 32, so that a row's bits do not depend on
@@ -20,6 +21,7 @@ class AmxAttention {
   using Workspace = AmxWorkspace<T>;
   static constexpr int kParts = Format::kParts;
   static constexpr int kBlockKeys = kAmxBlockKeys<T>;
+  static constexpr int kChunks = kAmxChunks<T>;
 
  public:
   static int64_t scratch_bytes(int64_t rows, int32_t qk_dim, int32_t v_head_dim) {
@@ -40,22 +42,21 @@ class AmxAttention {
         factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E),
         work_(scratch, rows_, depth_, v_dim_),
         pending_(work_.product),
-        block_(tile) {}
+        next_(tile) {}
 
   bool run() {
     mark(tile_, kMarkPack);
     prepare();
     const int64_t begin = visible_keys(tile_, 0).begin;
     const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
-    locate_block(begin / kBlockKeys * kBlockKeys, begin, end);
-    while (block_.count() > 0) {
-      if (tile_.should_stop(tile_.stop_context)) return false;
-      const int64_t first = block_.first();
-      const int n = block_.count();
+    locate_keys(begin / kBlockKeys * kBlockKeys, begin, end);
+    while (next_.count() > 0) {
+      const int64_t first = next_.first();
+      const int n = next_.count();
       mark(tile_, kMarkPack);
-      pack_block();
-      locate_block(first + n, begin, end);
-      attend(first, n);
+      pack_keys();
+      locate_keys(first + n, begin, end);
+      if (!attend(first, n)) return false;
     }
     mark(tile_, kMarkSoftmax);
     for (int row = 0; row < rows_; ++row) finish(row);
@@ -67,7 +68,7 @@ class AmxAttention {
     if (qk_dim < depth_) {  // the dimensions that fill up the last tile
       constexpr int64_t kElementBytes = sizeof(Bfloat16) * kParts;
       __builtin_memset(work_.queries, 0, kElementBytes * round_up(rows_, kGroupRows) * depth_);
-      __builtin_memset(work_.keys, 0, kElementBytes * kBlockKeys * depth_);
+      __builtin_memset(work_.keys, 0, kElementBytes * work_.packed * depth_);
     }
     for (int row = 0; row < rows_; ++row) {
       const int64_t token = row / tile_.group;
@@ -94,78 +95,102 @@ class AmxAttention {
     return work_.queries + int64_t{row / kTileRows} * kTileRows * depth_ * kParts;
   }
 
-  /// The block of keys from `first` on, as far as keys [begin, end) are in it.
-  void locate_block(int64_t first, int64_t begin, int64_t end) {
-    const int n = begin < end ? static_cast<int>(larger(0, smaller(kBlockKeys, end - first))) : 0;
-    block_.locate(first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin - first)));
+  /// What to pack next: keys from `first` on, as far as they are in [begin, end).
+  void locate_keys(int64_t first, int64_t begin, int64_t end) {
+    const int n = begin < end ? static_cast<int>(larger(0, smaller(work_.packed, end - first))) : 0;
+    next_.locate(first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin - first)));
   }
 
-  void pack_block() {
-    const int n = block_.count();
-    pack_tile_keys<T>(block_.k, n, tile_.head_dim, 0, depth_, work_.keys);
+  void pack_keys() {
+    const int n = next_.count();
+    pack_tile_keys<T>(next_.k, n, tile_.head_dim, 0, depth_, work_.keys);
     if (tile_.rope_dim > 0) {
-      pack_tile_keys<T>(block_.k_rope, n, tile_.rope_dim, tile_.head_dim, depth_, work_.keys);
+      pack_tile_keys<T>(next_.k_rope, n, tile_.rope_dim, tile_.head_dim, depth_, work_.keys);
     }
-    num_special_ = pack_tile_values<T>(block_.v, n, v_dim_, work_.values, special_keys_);
+    num_special_ = pack_tile_values<T>(next_.v, n, v_dim_, work_.values, special_keys_);
     if (num_special_ == 0) return;
     // Zero times an infinity is NaN, so such values must not meet the rows that
     // do not see them: zeros stand in for them, and add_special_value adds them.
     for (int i = 0; i < num_special_; ++i) {
-      const char*& row = block_.v[special_keys_[i]];
+      const char*& row = next_.v[special_keys_[i]];
       special_values_[i] = reinterpret_cast<const T*>(row);
       row = reinterpret_cast<const char*>(work_.zeros);
     }
-    int still_special[kBlockKeys];
-    pack_tile_values<T>(block_.v, n, v_dim_, work_.values, still_special);
+    int still_special[kMaxPackedKeys];
+    pack_tile_values<T>(next_.v, n, v_dim_, work_.values, still_special);
   }
 
-  /// Lists the steps of a block, one group of rows after the other; gives their number.
-  int plan_block(int64_t first, int n) {
+  /// Lists the steps for keys [first, first + n), one group of rows after the
+  /// other; gives their number.
+  int plan_steps(int64_t first, int n) {
     int steps = 0;
     for (int group = 0; group < rows_; group += kGroupRows) {
       const int end = static_cast<int>(smaller(group + kGroupRows, rows_));
       const int64_t seen_from = visible_keys(tile_, group / tile_.group).begin - first;
       const int64_t seen_to = visible_keys(tile_, (end - 1) / tile_.group).end - first;
-      const int first_chunk = static_cast<int>(larger(0, smaller(n, seen_from))) / kTileDepth;
+      const int begin_chunk = static_cast<int>(larger(0, smaller(n, seen_from))) / kTileDepth;
       const int end_chunk =
           round_up(static_cast<int>(larger(0, smaller(n, seen_to))), kTileDepth) / kTileDepth;
-      for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
-        for (int row = group; row < end; row += kScoreRows) {
-          const int count = static_cast<int>(smaller(kScoreRows, end - row));
-          const bool last = chunk + 1 == end_chunk && row + count == end;
-          work_.steps[steps++] = {row, count, chunk, first_chunk, end_chunk, last};
+      for (int chunk = begin_chunk; chunk < end_chunk;) {
+        const int block_end =
+            static_cast<int>(smaller(end_chunk, chunk / kChunks * kChunks + kChunks));
+        for (const int block_begin = chunk; chunk < block_end; ++chunk) {
+          for (int row = group; row < end; row += kScoreRows) {
+            const int count = static_cast<int>(smaller(kScoreRows, end - row));
+            const bool last = chunk + 1 == block_end && row + count == end;
+            work_.steps[steps++] = {row, count, chunk, block_begin, block_end, last};
+          }
         }
       }
     }
     return steps;
   }
 
-  /// All rows against keys [first, first + n), which are packed; block_ is the
-  /// next block already. While the tiles compute the scores of a step, the vector
-  /// units take those of the step two before through softmax.
-  void attend(int64_t first, int n) {
-    const int steps = plan_block(first, n);
+  /// All rows against keys [first, first + n), which are packed; next_ is what
+  /// comes after them. While the tiles compute the scores of a step, the vector
+  /// units take those of the step two before through softmax. False when stopped.
+  bool attend(int64_t first, int n) {
+    const int steps = plan_steps(first, n);
     for (int i = 0; i < 2 && i < steps; ++i) start_scores(i, [] {});
     for (int i = 0; i < steps; ++i) {
       const Step& step = work_.steps[i];
-      const bool starts_group = step.chunk == step.first_chunk && step.row % kGroupRows == 0;
-      if (starts_group)
+      if (step.first()) {
+        if (tile_.should_stop(tile_.stop_context)) return false;
         mark(tile_, kMarkQk, flops_per_dim(step) * (tile_.head_dim + tile_.rope_dim));
-      block_.fetch(share_of(block_.count(), steps));
-      if (i + 2 >= steps) pending_.flush();
-      restrict_scores(step, first, scores_of(i));
-      StepRows<Format> rows = {softmax_of(step), scores_of(i), step};
-      if (i + 2 < steps) {
-        const int share = share_of(step.count, products_of(work_.steps[i + 2]));
-        start_scores(i + 2, [&] { rows.take(share); });
       }
-      rows.take(step.count);
-      sum_.take(kGroupRows);
+      next_.fetch(share_of(next_.count(), steps));
+      if (i + 2 >= steps) add_pending();
+      restrict_scores(step, first, scores_of(i));
+      StepRows<T> rows = {softmax_of(step), scores_of(i), step};
+      if (i + 2 < steps) start_scores_beside(i + 2, rows);
+      rows.take_rest();
       if (step.last) {
         mark(tile_, kMarkPv, flops_per_dim(step) * v_dim_);
         add_values(step, first);
       }
     }
+    add_pending();
+    return true;
+  }
+
+  /// start_scores() with `rows` in its slices. What is on its way to O comes
+  /// first, because a reference that is raised rescales O: each of the first four
+  /// slices follows the store of sixteen rows of it.
+  void start_scores_beside(int index, StepRows<T>& rows) {
+    const int slices = products_of(work_.steps[index]) - (sum_.count > 0 ? 4 : 0);
+    const int share = share_of(rows.step.count, static_cast<int>(larger(1, slices)));
+    start_scores(index, [&] {
+      if (sum_.count > 0) {
+        sum_.take(kTileRows);
+      } else {
+        rows.take(share);
+      }
+    });
+    sum_.take(kGroupRows);
+  }
+
+  /// Waits for the last products.
+  void add_pending() {
     pending_.flush();
     sum_.take(kGroupRows);
   }
@@ -198,7 +223,7 @@ class AmxAttention {
     }
   }
 
-  SoftmaxGroup<Format> softmax_of(const Step& step) const {
+  SoftmaxGroup<T> softmax_of(const Step& step) const {
     const int64_t group = step.row / kGroupRows * kGroupRows;
     return {
         .factor = factor_,
@@ -226,7 +251,7 @@ class AmxAttention {
         if (tile_.softcap > 0) apply_softcap(x, 0, kLanes, tile_.scale, tile_.softcap);
         store(x, select(bits >> half * kLanes, load(x), splat(-__builtin_inff())));
       }
-      if (i % 8 == 7) keep_tiles_awake();
+      if (i % 4 == 3) keep_tiles_awake();
     }
   }
 
@@ -262,10 +287,11 @@ class AmxAttention {
         add_values<4>(step, count);
     }
     if (num_special_ == 0) return;
-    pending_.flush();
-    sum_.take(kGroupRows);
+    add_pending();
     for (int i = 0; i < num_special_; ++i) {
-      add_special_value(step, count, first, special_keys_[i], special_values_[i]);
+      if (special_keys_[i] / kBlockKeys == step.chunk / kChunks) {
+        add_special_value(step, count, first, special_keys_[i], special_values_[i]);
+      }
     }
   }
 
@@ -276,9 +302,9 @@ class AmxAttention {
     const int chunks = step.chunk + 1 - step.first_chunk;
     const int slices = kRowTiles * Format::kProducts * static_cast<int>(larger(1, chunks - 1));
     const int share = share_of(count, slices);
-    const SoftmaxGroup<Format> softmax = softmax_of(step);
+    const SoftmaxGroup<T> softmax = softmax_of(step);
     const Bfloat16* p = softmax.probabilities_of(0, step.first_chunk);
-    const Bfloat16* values = work_.values + int64_t{step.first_chunk} * kParts * kTileElements;
+    const Bfloat16* values = values_of(step.first_chunk);
     float* output = softmax.output;
     for (int d = 0; d < v_dim_; d += 16) {
       multiply_values<kParts, kRowTiles>(p, values, chunks, pending_, work_.product, [&] {
@@ -286,16 +312,22 @@ class AmxAttention {
       });
       sum_.take(kGroupRows);
       sum_ = {work_.product, output, count};
-      values += int64_t{kAmxChunks<T>} * kParts * kTileElements;
+      values += int64_t{kChunks} * kParts * kTileElements;
       output += kGroupRows * kLanes;
     }
   }
 
-  /// O += P V for a key that pack_block left out, in the rows that see it.
+  /// The first column tile of the values of a chunk.
+  const Bfloat16* values_of(int chunk) const {
+    const int64_t block = chunk / kChunks * kChunks;
+    return work_.values + (block * (v_dim_ / 16) + chunk % kChunks) * kParts * kTileElements;
+  }
+
+  /// O += P V for a key that pack_keys left out, in the rows that see it.
   [[gnu::noinline]] void add_special_value(
       const Step& step, int count, int64_t first, int key, const T* value
   ) const {
-    const SoftmaxGroup<Format> softmax = softmax_of(step);
+    const SoftmaxGroup<T> softmax = softmax_of(step);
     const int group = step.row / kGroupRows * kGroupRows;
     for (int i = 0; i < count; ++i) {
       if (!sees(tile_, (group + i) / tile_.group, first + key)) continue;
@@ -336,11 +368,11 @@ class AmxAttention {
   const Workspace work_;
   PendingSums pending_;
   PendingRows sum_ = {};
-  BlockRows<T> block_;
-  // Keys of the current block whose values are not all finite.
+  SourceRows<T> next_;
+  // Packed keys whose values are not all finite.
   int num_special_ = 0;
-  int special_keys_[kBlockKeys];
-  const T* special_values_[kBlockKeys];
+  int special_keys_[kMaxPackedKeys];
+  const T* special_values_[kMaxPackedKeys];
 };
 
 /// The kernels of a file that includes tiles, of hardware or twin. float16 is

@@ -21,11 +21,13 @@ constexpr int kTileFloats = kTileRows * 16;
 /// Rows whose scores are computed together, and rows of one pass over a block of V.
 constexpr int kScoreRows = 2 * kTileRows;
 constexpr int kGroupRows = 4 * kTileRows;
-/// Keys of a block, packed and multiplied together: P of 64 rows takes two thirds of L1.
+/// Keys of a block, multiplied together: P of 64 rows takes two thirds of L1.
 template <class T>
 constexpr int kAmxBlockKeys = 256 / TileFormat<T>::kParts;
 template <class T>
 constexpr int kAmxChunks = kAmxBlockKeys<T> / kTileDepth;
+/// Keys packed at a time, at most.
+constexpr int kMaxPackedKeys = 1024;
 
 /// The tile unit falls asleep when it has no product for 300 ns and is slow to
 /// wake. Vector work of its own calls this every few hundred cycles; operand
@@ -87,7 +89,7 @@ inline void pack_tile_keys(
   }
 }
 
-/// Packs values rows[0..n) as rows into [dim / 16][chunk][part][16 pairs of keys][16
+/// Packs values rows[0..n) as rows into [block][dim / 16][chunk][part][16 pairs of keys][16
 /// dimensions][2]; keys up to the next multiple of 32 are zeros. Lists the keys
 /// that hold an infinity or NaN; gives their number.
 template <class T>
@@ -103,7 +105,9 @@ inline int pack_tile_values(
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   int count = 0;
   for (int key = 0; key < n || key % kTileDepth != 0; key += 2) {
-    Bfloat16* pair = tiles + key / kTileDepth * kParts * kTileElements + key % kTileDepth * 16;
+    const int chunk = key / kTileDepth;
+    Bfloat16* pair = tiles + chunk / kAmxChunks<T> * kColumnTiles * (dim / 16) +
+                     chunk % kAmxChunks<T> * kParts * kTileElements + key % kTileDepth * 16;
     __mmask32 bad[2] = {0, 0};
     if (key % 4 == 0) keep_tiles_awake();
     for (int d = 0; d < dim; d += 32) {

@@ -35,14 +35,15 @@ inline Vector exp2_unclamped(Vector x) {
 inline unsigned score_offset(unsigned i) { return i * kLanes + i / kTileRows * kTileFloats; }
 
 /// Up to 64 rows on their way through a block of keys.
-template <class Format>
+template <class T>
 struct SoftmaxGroup {
+  using Format = TileFormat<T>;
   static constexpr int kParts = Format::kParts;
   static constexpr int kPartElements = kGroupRows * kTileDepth;
 
   float factor;             // from scores to base-2 units
   int column_tiles;         // of output
-  int first_chunk;          // of this block that the rows see
+  int first_chunk;          // that the rows see of the block
   float* references;        // [row], scores; -inf before the first visible key
   float* sums;              // [row][16], of the probabilities before they were rounded
   float* output;            // [column tile][64 rows][16]
@@ -50,10 +51,10 @@ struct SoftmaxGroup {
 
   /// The first parts; the rests are kPartElements behind.
   Bfloat16* probabilities_of(int row, int chunk) const {
-    return probabilities + int64_t{chunk} * kParts * kPartElements + row * kTileDepth;
+    return probabilities + chunk % kAmxChunks<T> * kParts * kPartElements + row * kTileDepth;
   }
 
-  /// The probability of one key of the block.
+  /// The probability of one packed key of the block.
   float probability_of(int row, int key) const {
     const Bfloat16* cell = probabilities_of(row, key / kTileDepth) + key % kTileDepth;
     float sum = Bfloat16Engine::probability(cell);

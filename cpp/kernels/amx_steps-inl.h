@@ -10,20 +10,32 @@
 namespace cpattn::kernels {
 namespace {
 
+/// Keys packed at a time: the blocks whose K and V fit a quarter of a 2 MB L2, or one.
+template <class T>
+int64_t packed_keys(int depth, int v_head_dim) {
+  constexpr int64_t kBytes = 512 * 1024;
+  constexpr int64_t kMaxBlocks = kMaxPackedKeys / kAmxBlockKeys<T>;
+  const int64_t block_bytes =
+      sizeof(Bfloat16) * TileFormat<T>::kParts * kAmxBlockKeys<T> * (int64_t{depth} + v_head_dim);
+  return kAmxBlockKeys<T> * larger(1, smaller(kMaxBlocks, kBytes / block_bytes));
+}
+
 /// 32 rows of a group against 32 keys of a block.
 struct Step {
   int row;          // the first; a multiple of 32
   int count;        // of rows
-  int chunk;        // which keys of the block
-  int first_chunk;  // that the group sees
+  int chunk;        // which of the packed keys
+  int first_chunk;  // that the group sees of the block
   int end_chunk;    // one past the last
-  bool last;        // of the group in this block
+  bool last;        // of the group in the block
+
+  bool first() const { return chunk == first_chunk && row % kGroupRows == 0; }
 };
 
 /// The rows of a step on their way through softmax.
-template <class Format>
+template <class T>
 struct StepRows {
-  SoftmaxGroup<Format> softmax;
+  SoftmaxGroup<T> softmax;
   const float* scores;
   const Step& step;
   int next = 0;
@@ -32,6 +44,10 @@ struct StepRows {
     const int end = static_cast<int>(smaller(next + n, step.count));
     softmax.add_scores(step.row % kGroupRows, step.chunk, scores, next, end);
     next = end;
+  }
+
+  void take_rest() {
+    for (; next < step.count; keep_tiles_awake()) take(8);
   }
 };
 
@@ -48,11 +64,11 @@ struct PendingRows {
   }
 };
 
-/// Where the keys and values of a block are.
+/// Where the keys and values are that are packed together.
 template <class T>
-class BlockRows {
+class SourceRows {
  public:
-  explicit BlockRows(const AttentionTile& tile) : tile_(tile) {}
+  explicit SourceRows(const AttentionTile& tile) : tile_(tile) {}
 
   /// Keys [first, first + n). The first `hidden` of them no token sees: they may
   /// hold anything, NaN too, so a visible one stands in for them.
@@ -82,9 +98,9 @@ class BlockRows {
     }
   }
 
-  const char* k[kAmxBlockKeys<T>];
-  const char* k_rope[kAmxBlockKeys<T>];
-  const char* v[kAmxBlockKeys<T>];
+  const char* k[kMaxPackedKeys];
+  const char* k_rope[kMaxPackedKeys];
+  const char* v[kMaxPackedKeys];
 
  private:
   static void fetch_row(const char* row, int dim) {
@@ -98,12 +114,14 @@ class BlockRows {
   int fetched_ = 0;
 };
 
-/// Buffers of one tile of work; rows are padded to whole groups.
+/// Buffers of one tile of work; rows are padded to whole groups. They take at most
+/// 640 KB and, a row, what Q and O do and less than 100 bytes: 0.9 KB for head
+/// dimension 128 in bfloat16.
 template <class T>
 struct AmxWorkspace {
   Bfloat16* queries;        // [rows / 16][part][depth / 32][16][32]
-  Bfloat16* keys;           // [block / 16][part][depth / 32][16][16][2]
-  Bfloat16* values;         // [v_head_dim / 16][chunks][part][16][16][2]
+  Bfloat16* keys;           // [packed / 16][part][depth / 32][16][16][2]
+  Bfloat16* values;         // [block][v_head_dim / 16][chunks][part][16][16][2]
   Bfloat16* probabilities;  // [chunks][part][64][32]
   T* zeros;                 // [v_head_dim]
   float* scores;            // [2 steps][2 row tiles][2 key tiles][16][16]
@@ -111,25 +129,26 @@ struct AmxWorkspace {
   float* output;            // [groups][v_head_dim / 16][64][16]
   float* sums;              // [rows][16]
   float* references;        // [rows]
-  Step* steps;              // of a block
+  Step* steps;              // of the packed keys
+  int64_t packed;           // keys at a time
   int64_t bytes;
 
   AmxWorkspace(char* base, int64_t rows, int depth, int v_head_dim) {
     constexpr int kParts = TileFormat<T>::kParts;
-    constexpr int64_t kBlockElements = int64_t{kAmxBlockKeys<T>} * kParts;
+    packed = packed_keys<T>(depth, v_head_dim);
     const int64_t padded = round_up(static_cast<int>(rows), kGroupRows);
     Carver carver{base};
     carver.take(queries, padded * depth * kParts);
-    carver.take(keys, kBlockElements * depth);
-    carver.take(values, kBlockElements * v_head_dim);
-    carver.take(probabilities, kBlockElements * kGroupRows);
+    carver.take(keys, packed * depth * kParts);
+    carver.take(values, packed * v_head_dim * kParts);
+    carver.take(probabilities, int64_t{kAmxBlockKeys<T>} * kGroupRows * kParts);
     carver.take(zeros, v_head_dim);
     carver.take(scores, 2 * 4 * kTileFloats);
     carver.take(product, 4 * kTileFloats);
     carver.take(output, padded * v_head_dim);
     carver.take(sums, padded * kLanes);
     carver.take(references, padded);
-    carver.take(steps, padded / kScoreRows * kAmxChunks<T>);
+    carver.take(steps, padded / kScoreRows * packed / kTileDepth);
     bytes = carver.used;
   }
 };
