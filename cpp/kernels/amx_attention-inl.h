@@ -2,10 +2,9 @@
 #pragma once
 
 // The attention loop on AMX tiles, for bfloat16 and, in two parts, float16: pack K
-// and V of as many blocks of keys as fit a quarter of L2, then take 64 rows at a
-// time through them: for each block through Q K^T and softmax, in steps of 32
-// rows and 32 keys, and through P V. Tiles and vector units work at the same
-// time, on different steps.
+// and V of a few blocks of keys, then take 64 rows at a time through them: for
+// each block through Q K^T and softmax, in steps of 32 rows and 32 keys, and
+// through P V. Tiles and vector units work at the same time, on different steps.
 //
 // As in attention-inl.h everything happens at fixed positions of the sequence,
 // blocks of kAmxBlockKeys in chunks of 32, so that a row's bits do not depend on

@@ -10,13 +10,15 @@
 namespace cpattn::kernels {
 namespace {
 
-/// Keys packed at a time: the blocks whose K and V fit a quarter of a 2 MB L2, or one.
+/// Keys packed at a time: one block, or as many as fit a quarter of a 2 MB L2
+/// together with the next ones, which are fetched to it meanwhile. Q and O of
+/// 1500 rows of head dimension 128 take half of it.
 template <class T>
 int64_t packed_keys(int depth, int v_head_dim) {
   constexpr int64_t kBytes = 512 * 1024;
   constexpr int64_t kMaxBlocks = kMaxPackedKeys / kAmxBlockKeys<T>;
-  const int64_t block_bytes =
-      sizeof(Bfloat16) * TileFormat<T>::kParts * kAmxBlockKeys<T> * (int64_t{depth} + v_head_dim);
+  constexpr int64_t kPackedAndNext = (TileFormat<T>::kParts + 1) * sizeof(T);
+  const int64_t block_bytes = kPackedAndNext * kAmxBlockKeys<T> * (int64_t{depth} + v_head_dim);
   return kAmxBlockKeys<T> * larger(1, smaller(kMaxBlocks, kBytes / block_bytes));
 }
 
