@@ -64,11 +64,12 @@ class AmxAttention {
 
   void prepare() const {
     const int qk_dim = tile_.head_dim + tile_.rope_dim;
-    if (qk_dim < depth_) {  // the dimensions that fill up the last tile
-      constexpr int64_t kElementBytes = sizeof(Bfloat16) * kParts;
-      __builtin_memset(work_.queries, 0, kElementBytes * round_up(rows_, kGroupRows) * depth_);
-      __builtin_memset(work_.keys, 0, kElementBytes * work_.packed * depth_);
-    }
+    constexpr int64_t kElementBytes = sizeof(Bfloat16) * kParts;
+    const int64_t padded = round_up(rows_, kGroupRows);
+    // Rows and dimensions that fill up the last tiles take part in everything.
+    __builtin_memset(work_.queries, 0, kElementBytes * padded * depth_);
+    if (qk_dim < depth_) __builtin_memset(work_.keys, 0, kElementBytes * work_.packed * depth_);
+    for (int row = 0; row < padded; ++row) work_.references[row] = -__builtin_inff();
     for (int row = 0; row < rows_; ++row) {
       const int64_t token = row / tile_.group;
       const int64_t head = row % tile_.group;
@@ -81,9 +82,7 @@ class AmxAttention {
                            head * tile_.q_rope_head_stride;
         pack_tile_row(rope, tile_.rope_dim, tile_.head_dim, row % kTileRows, depth_, tiles);
       }
-      work_.references[row] = -__builtin_inff();
     }
-    const int64_t padded = round_up(rows_, kGroupRows);
     __builtin_memset(work_.sums, 0, sizeof(float) * padded * kLanes);
     __builtin_memset(work_.output, 0, sizeof(float) * padded * v_dim_);
     __builtin_memset(work_.zeros, 0, sizeof(T) * v_dim_);
@@ -150,7 +149,8 @@ class AmxAttention {
   /// units take those of the step two before through softmax. False when stopped.
   bool attend(int64_t first, int n) {
     const int steps = plan_steps(first, n);
-    for (int i = 0; i < 2 && i < steps; ++i) start_scores(i, [] {});
+    const auto no_slice = [] {};
+    for (int i = 0; i < 2 && i < steps; ++i) start_scores(i, no_slice, no_slice);
     for (int i = 0; i < steps; ++i) {
       const Step& step = work_.steps[i];
       if (step.first()) {
@@ -160,9 +160,13 @@ class AmxAttention {
       next_.fetch(share_of(next_.count(), steps));
       if (i + 2 >= steps) add_pending();
       restrict_scores(step, first, scores_of(i));
-      StepRows<T> rows = {softmax_of(step), scores_of(i), step};
-      if (i + 2 < steps) start_scores_beside(i + 2, rows);
-      rows.take_rest();
+      const SoftmaxGroup<T> softmax = softmax_of(step);
+      StepRows<T> rows(softmax, step, scores_of(i));
+      if (i + 2 < steps) {
+        start_scores_beside(i + 2, rows);
+      } else {
+        rows.take_rest();
+      }
       if (step.last) {
         mark(tile_, kMarkPv, flops_per_dim(step) * v_dim_);
         add_values(step, first);
@@ -172,26 +176,42 @@ class AmxAttention {
     return true;
   }
 
-  /// start_scores() with `rows` in its slices. What is on its way to O comes
-  /// first, because a reference that is raised rescales O: each of the first four
-  /// slices follows the store of sixteen rows of it.
-  void start_scores_beside(int index, StepRows<T>& rows) {
-    const int slices = products_of(work_.steps[index]) - (sum_.count > 0 ? 4 : 0);
-    const int share = share_of(rows.step.count, static_cast<int>(larger(1, slices)));
-    start_scores(index, [&] {
-      if (sum_.count > 0) {
-        sum_.take(kTileRows);
-      } else {
-        rows.take(share);
-      }
-    });
-    sum_.take(kGroupRows);
+  /// Starts scores with the rows of another step in the slices.
+  void start_scores_beside(int index, const StepRows<T>& rows) {
+    const int products = products_of(work_.steps[index]);
+    if (sum_.count > 0) {
+      start_scores_beside_sum(index, rows);
+    } else if (rows.count() <= products) {
+      start_scores_beside<1>(index, rows);
+    } else if (rows.count() <= 2 * products) {
+      start_scores_beside<2>(index, rows);
+    } else {
+      start_scores_beside<4>(index, rows);
+    }
+  }
+
+  template <int kRows>
+  void start_scores_beside(int index, StepRows<T> rows) {
+    const auto slice = [&]() __attribute__((always_inline)) { rows.template take<kRows>(); };
+    start_scores(index, slice, slice);
+    rows.take_rest();
+  }
+
+  /// What is on its way to O comes first: a reference that is raised rescales O.
+  void start_scores_beside_sum(int index, StepRows<T> rows) {
+    PendingRows sum = sum_;
+    start_scores(
+        index, [&]() __attribute__((always_inline)) { sum.take<kTileRows>(); },
+        [&]() __attribute__((always_inline)) { rows.template take<2>(); }
+    );
+    rows.take_rest();
+    sum_.count = 0;
   }
 
   /// Waits for the last products.
   void add_pending() {
     pending_.flush();
-    sum_.take(kGroupRows);
+    sum_.take_rest();
   }
 
   float* scores_of(int step) const { return work_.scores + step % 2 * 4 * kTileFloats; }
@@ -210,15 +230,19 @@ class AmxAttention {
   /// What each of `slices` takes of `work`.
   static int share_of(int work, int slices) { return (work + slices - 1) / slices; }
 
-  template <class Slice>
-  void start_scores(int index, Slice slice) {
+  template <class FirstSlice, class Slice>
+  [[gnu::always_inline]] void start_scores(int index, FirstSlice first_slice, Slice slice) {
     const Step& step = work_.steps[index];
     const Bfloat16* queries = queries_of(step.row);
     const Bfloat16* keys = work_.keys + int64_t{step.chunk} * kTileDepth * depth_ * kParts;
     if (step.count > kTileRows) {
-      multiply_queries<kParts, 2>(queries, keys, depth_, pending_, scores_of(index), slice);
+      multiply_queries<kParts, 2>(
+          queries, keys, depth_, pending_, scores_of(index), first_slice, slice
+      );
     } else {
-      multiply_queries<kParts, 1>(queries, keys, depth_, pending_, scores_of(index), slice);
+      multiply_queries<kParts, 1>(
+          queries, keys, depth_, pending_, scores_of(index), first_slice, slice
+      );
     }
   }
 
@@ -274,16 +298,16 @@ class AmxAttention {
     const int count = step.row % kGroupRows + step.count;
     switch ((count + kTileRows - 1) / kTileRows) {
       case 1:
-        add_values<1>(step, count);
+        add_values<1>(step);
         break;
       case 2:
-        add_values<2>(step, count);
+        add_values<2>(step);
         break;
       case 3:
-        add_values<3>(step, count);
+        add_values<3>(step);
         break;
       default:
-        add_values<4>(step, count);
+        add_values<4>(step);
     }
     if (num_special_ == 0) return;
     add_pending();
@@ -297,23 +321,24 @@ class AmxAttention {
   /// The sums start at zero and reach O one column tile later, by vector adds
   /// between the products: reading O into the tiles would wait for their stores.
   template <int kRowTiles>
-  void add_values(const Step& step, int count) {
+  void add_values(const Step& step) {
     const int chunks = step.chunk + 1 - step.first_chunk;
-    const int slices = kRowTiles * Format::kProducts * static_cast<int>(larger(1, chunks - 1));
-    const int share = share_of(count, slices);
     const SoftmaxGroup<T> softmax = softmax_of(step);
     const Bfloat16* p = softmax.probabilities_of(0, step.first_chunk);
     const Bfloat16* values = values_of(step.first_chunk);
     float* output = softmax.output;
+    PendingRows sum = sum_;
     for (int d = 0; d < v_dim_; d += 16) {
-      multiply_values<kParts, kRowTiles>(p, values, chunks, pending_, work_.product, [&] {
-        sum_.take(share);
-      });
-      sum_.take(kGroupRows);
-      sum_ = {work_.product, output, count};
+      multiply_values<kParts, kRowTiles>(
+          p, values, chunks, pending_, work_.product,
+          [&]() __attribute__((always_inline)) { sum.take<4>(); }
+      );
+      sum.take_rest();
+      sum = {work_.product, output, kRowTiles * kTileRows};
       values += int64_t{kChunks} * kParts * kTileElements;
       output += kGroupRows * kLanes;
     }
+    sum_ = sum;
   }
 
   /// The first column tile of the values of a chunk.

@@ -17,7 +17,9 @@ namespace {
 /// below 2 unless they outgrow it by 2^8. From 2 on, infinity and NaN included,
 /// probabilities have this bit of their bfloat16 set.
 constexpr float kHeadroom = 7.0F;
-constexpr int16_t kGrownBit = 0x4000;
+inline bool outgrown(__m512i probabilities) {
+  return _mm512_test_epi16_mask(probabilities, _mm512_set1_epi16(0x4000)) != 0;
+}
 
 /// exp2<4> for any x, without its clamp: vreduceps takes -inf to 0, and
 /// vscalefps underflows to 0. +inf gives +inf.
@@ -62,74 +64,65 @@ struct SoftmaxGroup {
     return sum;
   }
 
-  /// Rows [begin, end) of the 32 from `first_row` on: their probabilities for the
-  /// 32 keys of a chunk, from `scores`, -inf for hidden keys.
-  void add_scores(int first_row, int chunk, const float* scores, int begin, int end) const {
-    const float* row_references = references + first_row;
-    float* row_sums = sums + first_row * kLanes;
-    Bfloat16* cells = probabilities_of(first_row, chunk);
-    for (int i = begin; i < end; ++i) {
-      const float* x = scores + score_offset(i);
-      const Vector a = load(x);
-      const Vector b = load(x + kTileFloats);
-      // Less a reference of -inf, what a row sees first becomes +inf or NaN.
-      const Vector reference = splat(row_references[i]);
-      const Vector p = probability(a, reference);
-      const Vector q = probability(b, reference);
-      __m512i parts[kParts];
-      Format::split(p, q, parts);
-      if (__builtin_expect(_mm512_test_epi16_mask(parts[0], _mm512_set1_epi16(kGrownBit)), 0)) {
-        add_growing_scores(first_row + i, chunk, a, b);
-        continue;
-      }
-      store_parts(parts, cells + i * kTileDepth);
-      float* sum = row_sums + i * kLanes;
-      store(sum, add(load(sum), add(p, q)));
-    }
+  /// Subtracts before it scales: the products of huge scores are coarser than
+  /// any exponent.
+  static Vector probability(Vector score, Vector reference, Vector factor) {
+    return exp2_unclamped(fma(sub(score, reference), factor, splat(-kHeadroom)));
   }
 
- private:
-  static void store_parts(const __m512i* parts, Bfloat16* cells) {
+  /// Adds the probabilities of one row for 32 keys, which are in `parts` as well.
+  static void add_probabilities(
+      Vector p, Vector q, const __m512i* parts, float* sum, Bfloat16* cells
+  ) {
     for (int part = 0; part < kParts; ++part, cells += kPartElements) {
       _mm512_store_si512(cells, parts[part]);
     }
+    store(sum, add(load(sum), add(p, q)));
   }
+
+  /// The same from scores, for a row that may see its first keys, or scores far
+  /// above those before, or infinite ones or NaN, which make it NaN.
+  [[gnu::noinline]] void add_scores(int row, int chunk, const float* scores) const {
+    const Vector a = load(scores);
+    const Vector b = load(scores + kTileFloats);
+    if (try_add(row, chunk, a, b)) return;
+    const float infinity = __builtin_inff();
+    const float top = reduce_max(max(a, b));
+    const bool nan = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0 || top == infinity;
+    if (nan) store(sums + row * kLanes, splat(__builtin_nanf("")));
+    if (nan || top == -infinity) {  // the latter: nothing visible so far
+      store_parts(splat(0.0F), splat(0.0F), probabilities_of(row, chunk));
+      return;
+    }
+    raise_reference(row, chunk, top);
+    try_add(row, chunk, a, b);
+  }
+
+ private:
+  /// False, and nothing is done, if a score outgrows the reference.
+  bool try_add(int row, int chunk, Vector a, Vector b) const {
+    const Vector reference = splat(references[row]);
+    const Vector p = probability(a, reference, splat(factor));
+    const Vector q = probability(b, reference, splat(factor));
+    __m512i parts[kParts];
+    Format::split(p, q, parts);
+    if (outgrown(parts[0])) return false;
+    add_probabilities(p, q, parts, sums + row * kLanes, probabilities_of(row, chunk));
+    return true;
+  }
+
   static void store_parts(Vector p, Vector q, Bfloat16* cells) {
     __m512i parts[kParts];
     Format::split(p, q, parts);
-    store_parts(parts, cells);
+    for (int part = 0; part < kParts; ++part) {
+      _mm512_store_si512(cells + part * kPartElements, parts[part]);
+    }
   }
 
   static Vector load_parts(const Bfloat16* cells) {
     Vector sum = load(cells);
     if constexpr (kParts == 2) sum = add(sum, load(cells + kPartElements));
     return sum;
-  }
-
-  /// Subtracts before it scales: the products of huge scores are coarser than
-  /// any exponent.
-  Vector probability(Vector score, Vector reference) const {
-    return exp2_unclamped(fma(sub(score, reference), splat(factor), splat(-kHeadroom)));
-  }
-
-  /// add_scores for a row that sees its first keys, or scores far above those
-  /// before, or infinite ones or NaN, which make it NaN.
-  [[gnu::noinline]] void add_growing_scores(int row, int chunk, Vector a, Vector b) const {
-    const float infinity = __builtin_inff();
-    Bfloat16* cells = probabilities_of(row, chunk);
-    float* sum = sums + row * kLanes;
-    const float top = reduce_max(max(a, b));
-    const bool nan = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0 || top == infinity;
-    if (nan) store(sum, splat(__builtin_nanf("")));
-    if (nan || top == -infinity) {  // the latter: nothing visible so far
-      store_parts(splat(0.0F), splat(0.0F), cells);
-      return;
-    }
-    raise_reference(row, chunk, top);
-    const Vector p = probability(a, splat(top));
-    const Vector q = probability(b, splat(top));
-    store_parts(p, q, cells);
-    store(sum, add(load(sum), add(p, q)));
   }
 
   /// Scales what was computed under the old reference, in this block as well.

@@ -34,35 +34,97 @@ struct Step {
   bool first() const { return chunk == first_chunk && row % kGroupRows == 0; }
 };
 
-/// The rows of a step on their way through softmax.
+/// The rows of a step on their way through softmax, and of P V on their way to O,
+/// [row][16] both: taken a few at a time, as many as a slice has, which the
+/// compiler has to know. Local variables, so that they stay in registers while
+/// assembly that may change any memory comes and goes.
 template <class T>
-struct StepRows {
-  SoftmaxGroup<T> softmax;
-  const float* scores;
-  const Step& step;
-  int next = 0;
+class StepRows {
+ public:
+  StepRows(const SoftmaxGroup<T>& group, const Step& step, const float* scores)
+      : group_(&group),
+        first_(step.row % kGroupRows),
+        chunk_(step.chunk),
+        count_(step.count),
+        factor_(splat(group.factor)),
+        scores_(scores),
+        references_(group.references + first_),
+        sums_(group.sums + int64_t{first_} * kLanes),
+        cells_(group.probabilities_of(first_, step.chunk)) {}
 
-  void take(int n) {
-    const int end = static_cast<int>(smaller(next + n, step.count));
-    softmax.add_scores(step.row % kGroupRows, step.chunk, scores, next, end);
-    next = end;
+  int count() const { return count_; }
+
+  /// kRows is 1, 2 or 4; rows that fill up the last few may hold anything.
+  template <int kRows>
+  [[gnu::always_inline]] void take() {
+    using Group = SoftmaxGroup<T>;
+    if (next_ >= count_) return;
+    const float* scores = scores_ + score_offset(next_);
+    Vector p[kRows];
+    Vector q[kRows];
+    __m512i parts[kRows][Group::kParts];
+    __m512i all = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows; ++i) {
+      // Less a reference of -inf, what a row sees first becomes +inf or NaN.
+      const Vector reference = splat(references_[next_ + i]);
+      p[i] = Group::probability(load(scores + i * kLanes), reference, factor_);
+      q[i] = Group::probability(load(scores + i * kLanes + kTileFloats), reference, factor_);
+      Group::Format::split(p[i], q[i], parts[i]);
+      all = _mm512_or_si512(all, parts[i][0]);
+    }
+    if (__builtin_expect(outgrown(all), 0)) {
+      for (int i = 0; i < kRows; ++i) {
+        group_->add_scores(first_ + next_ + i, chunk_, scores + i * kLanes);
+      }
+    } else {
+#pragma GCC unroll 4
+      for (int i = 0; i < kRows; ++i) {
+        const int row = next_ + i;
+        Group::add_probabilities(
+            p[i], q[i], parts[i], sums_ + row * kLanes, cells_ + row * kTileDepth
+        );
+      }
+    }
+    next_ += kRows;
   }
 
   void take_rest() {
-    for (; next < step.count; keep_tiles_awake()) take(8);
+    for (; next_ < count_; keep_tiles_awake()) take<4>();
   }
+
+ private:
+  const SoftmaxGroup<T>* group_;
+  int first_;
+  int chunk_;
+  int count_;
+  int next_ = 0;
+  Vector factor_;
+  const float* scores_;
+  const float* references_;
+  float* sums_;
+  Bfloat16* cells_;
 };
 
-/// Sixteen columns of P V on their way to O, [row][16] both.
 struct PendingRows {
   const float* product;
   float* output;
-  int count;
+  int count;  // a multiple of 16
 
-  void take(int n) {
-    for (; n > 0 && count > 0; --n, --count, product += kLanes, output += kLanes) {
-      store(output, add(load(output), load(product)));
+  template <int kRows>
+  [[gnu::always_inline]] void take() {
+    if (count == 0) return;
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows * kLanes; i += kLanes) {
+      store(output + i, add(load(output + i), load(product + i)));
     }
+    product += kRows * kLanes;
+    output += kRows * kLanes;
+    count -= kRows;
+  }
+
+  void take_rest() {
+    while (count > 0) take<4>();
   }
 };
 
