@@ -34,10 +34,9 @@ struct Step {
   bool first() const { return chunk == first_chunk && row % kGroupRows == 0; }
 };
 
-/// The rows of a step on their way through softmax, and of P V on their way to O,
-/// [row][16] both: taken a few at a time, as many as a slice has, which the
-/// compiler has to know. Local variables, so that they stay in registers while
-/// assembly that may change any memory comes and goes.
+/// The rows of a step on their way through softmax. A slice takes as many as the
+/// compiler knows, from a local variable: that stays in registers, whatever memory
+/// the assembly between slices may change.
 template <class T>
 class StepRows {
  public:
@@ -106,6 +105,7 @@ class StepRows {
   Bfloat16* cells_;
 };
 
+/// Sixteen columns of P V on their way to O, [row][16] both; used likewise.
 struct PendingRows {
   const float* product;
   float* output;
