@@ -96,6 +96,30 @@ def test_more_keys_than_are_packed_at_a_time(amx, options, dtype):
     assert_attention(*run(inputs), inputs)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("seed", range(8))
+def test_ragged_batches(amx, seed, dtype):
+    """Any number of rows, in groups of 64, 32 and 16 that are not full, against any keys."""
+    rng = np.random.default_rng(seed)
+    kv_heads = int(rng.integers(1, 3))
+    options = {"softcap": float(rng.integers(0, 2) * 20)}
+    if seed % 2:
+        options["window"] = int(rng.integers(0, 400))
+    case = Case(
+        q_lens=tuple(rng.integers(0, 90, 3)),
+        kv_lens=tuple(rng.integers(90, 600, 3)),
+        num_heads=kv_heads * int(rng.integers(1, 7)),
+        num_kv_heads=kv_heads,
+        head_dim=16 * int(rng.integers(1, 13)),
+        v_head_dim=16 * int(rng.integers(1, 13)),
+        page_size=int(rng.choice([1, 16, 100])),
+        dtype=dtype,
+        options=options,
+    )
+    inputs = make_inputs(case, seed)
+    assert_attention(*run(inputs), inputs)
+
+
 def test_float16_is_as_exact_as_in_float32(amx):
     """Where the path without AMX computes in float32, errors differ by less than a hundredth."""
     case = Case(q_lens=(40,), kv_lens=(500,), head_dim=128, num_heads=8, dtype="float16")
