@@ -9,6 +9,8 @@
 #include <limits>
 #include <vector>
 
+#include "kernels/attention_kernel.h"
+
 namespace cpattn::kernels {
 namespace {
 
@@ -89,6 +91,24 @@ TEST(AmxTwin, IgnoresAndKeepsTheRoundingMode) {
   EXPECT_EQ(sum, 0x1p24F);
   EXPECT_EQ(after, upward);
 }
+
+#ifdef CPATTN_HAVE_AMXTWIN
+TEST(AmxTwin, ScratchIsBounded) {
+  constexpr int64_t kRows = 1536;
+  for (ElementType type : {kBfloat16, kFloat16}) {
+    const int64_t query_bytes = type == kBfloat16 ? 2 : 4;
+    for (int v_head_dim : {64, 128, 256, 512}) {
+      for (int depth : {64, 128, 192, 256, 576}) {
+        const int64_t row_bytes = query_bytes * depth + 4 * v_head_dim + 100;
+        EXPECT_LE(
+            table_amxtwin.attention[type].scratch_bytes(kRows, depth, v_head_dim),
+            640 * 1024 + kRows * row_bytes
+        );
+      }
+    }
+  }
+}
+#endif
 
 TEST(AmxTwinDeathTest, TilesNeedAConfiguration) {
   alignas(64) uint8_t bytes[1024];

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from cpattn import reference
-from tolerances import SOFTCAP_UNITS, TOLERANCES, assert_close
+from tolerances import SOFTCAP_UNITS, SPLIT_UNITS, TOLERANCES, assert_close, splits_operands
 
 torch.set_num_threads(1)  # it only makes inputs here, and small ones
 
@@ -128,6 +128,13 @@ def expected_attention(inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, 
     return out, lse, magnitude
 
 
+def split_units(inputs: dict[str, Any]) -> np.ndarray:
+    """Units of the LSE for each row of an attention whose operands are split in two parts."""
+    absolute = inputs | {name: inputs[name].abs() for name in ("q", "k_cache")} | {"softcap": 0.0}
+    _, largest_sum = reference.paged_attention(**absolute)  # of |q k| scale, or a little more
+    return SPLIT_UNITS * np.nan_to_num(largest_sum, neginf=0)
+
+
 def assert_attention(out, lse, inputs, op="attention", expected=None) -> None:
     """Compare a result with the oracle's for these arguments."""
     dtype = str(inputs["q"].dtype).removeprefix("torch.")
@@ -137,5 +144,6 @@ def assert_attention(out, lse, inputs, op="attention", expected=None) -> None:
         magnitude = magnitude * (1 + cap_units / TOLERANCES[op, dtype])
     assert_close(out, expected_out, magnitude, op, dtype)
     size = np.maximum(1, np.abs(np.nan_to_num(expected_lse, neginf=0)))
-    size += cap_units / TOLERANCES["attention lse", "any"]
+    units = cap_units + (split_units(inputs) if splits_operands(dtype) else 0)
+    size += units / TOLERANCES["attention lse", "any"]
     assert_close(lse, expected_lse, size, "attention lse", "any")

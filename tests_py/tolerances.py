@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from cpattn import active_isa
+
 EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 # Results below the normal numbers may be flushed to zero.
@@ -47,6 +49,15 @@ TOLERANCES = {
 # of the size of c, half a unit each, and takes half of the error of exp, two units, times c: at
 # most 2.5 units of c, in the scores, so in the LSE and as a factor of the weights.
 SOFTCAP_UNITS = 2.5
+
+# float16 on AMX is the sum of two bfloat16 parts. The product of the second ones, each below 2^-8
+# of its number, is left out: a score is off by 2^-16 of sum |q k| scale at most, which is this
+# many units of the LSE. Of the weights it is 2^-6 units, for sums of normal inputs as in "float32".
+SPLIT_UNITS = 2.0**-16 / EPS["float32"]
+
+
+def splits_operands(dtype):
+    return dtype == "float16" and active_isa() in ("amx", "amx-twin")
 
 
 def to_float64(x):

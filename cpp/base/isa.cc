@@ -29,8 +29,7 @@ std::vector<Isa> detect() {
     isas.insert(isas.begin() + 1, Isa::amx_twin);
 #endif
 #ifdef CPATTN_HAVE_AMX
-    // Not the default before it has been timed on hardware.
-    if (amx_usable()) isas.insert(isas.end() - 1, Isa::amx);
+    if (amx_usable()) isas.push_back(Isa::amx);
 #endif
   }
 #endif

@@ -1,23 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The attention loop on AMX tiles, for bfloat16: for each block of keys, pack K
-// and V once, then take 64 rows at a time through Q K^T and softmax, in steps of
-// 32 rows and 32 keys, and through P V. Tiles and vector units work at the same
-// time, on different steps.
+// The attention loop on AMX tiles, for bfloat16 and, in two parts, float16: pack K
+// and V of a few blocks of keys, then take 64 rows at a time through them: for
+// each block through Q K^T and softmax, in steps of 32 rows and 32 keys, and
+// through P V. Tiles and vector units work at the same time, on different steps.
 //
 // As in attention-inl.h everything happens at fixed positions of the sequence,
-// blocks of 256 keys in chunks of 32, so that a row's bits do not depend on
+// blocks of kAmxBlockKeys in chunks of 32, so that a row's bits do not depend on
 // which rows it is computed with.
 #include "kernels/amx_steps-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
+template <class T>
 class AmxAttention {
+  using Format = TileFormat<T>;
+  using Workspace = AmxWorkspace<T>;
+  static constexpr int kParts = Format::kParts;
+  static constexpr int kBlockKeys = kAmxBlockKeys<T>;
+  static constexpr int kChunks = kAmxChunks<T>;
+
  public:
   static int64_t scratch_bytes(int64_t rows, int32_t qk_dim, int32_t v_head_dim) {
-    return AmxWorkspace(nullptr, rows, round_up(qk_dim, kTileDepth), v_head_dim).bytes;
+    return Workspace(nullptr, rows, round_up(qk_dim, kTileDepth), v_head_dim).bytes;
   }
 
   static bool run(const AttentionTile* tile, void* scratch) {
@@ -34,22 +41,21 @@ class AmxAttention {
         factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E),
         work_(scratch, rows_, depth_, v_dim_),
         pending_(work_.product),
-        block_(tile) {}
+        next_(tile) {}
 
   bool run() {
     mark(tile_, kMarkPack);
     prepare();
     const int64_t begin = visible_keys(tile_, 0).begin;
     const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
-    locate_block(begin / kAmxBlockKeys * kAmxBlockKeys, begin, end);
-    while (block_.count() > 0) {
-      if (tile_.should_stop(tile_.stop_context)) return false;
-      const int64_t first = block_.first();
-      const int n = block_.count();
+    locate_keys(begin / kBlockKeys * kBlockKeys, begin, end);
+    while (next_.count() > 0) {
+      const int64_t first = next_.first();
+      const int n = next_.count();
       mark(tile_, kMarkPack);
-      pack_block();
-      locate_block(first + n, begin, end);
-      attend(first, n);
+      pack_keys();
+      locate_keys(first + n, begin, end);
+      if (!attend(first, n)) return false;
     }
     mark(tile_, kMarkWrite);
     for (int row = 0; row < rows_; ++row) finish(row);
@@ -58,105 +64,154 @@ class AmxAttention {
 
   void prepare() const {
     const int qk_dim = tile_.head_dim + tile_.rope_dim;
-    if (qk_dim < depth_) {  // the dimensions that fill up the last tile
-      __builtin_memset(work_.queries, 0, sizeof(Bfloat16) * round_up(rows_, kGroupRows) * depth_);
-      __builtin_memset(work_.keys, 0, sizeof(Bfloat16) * kAmxBlockKeys * depth_);
-    }
+    constexpr int64_t kElementBytes = sizeof(Bfloat16) * kParts;
+    const int64_t padded = round_up(rows_, kGroupRows);
+    // Rows and dimensions that fill up the last tiles take part in everything.
+    __builtin_memset(work_.queries, 0, kElementBytes * padded * depth_);
+    if (qk_dim < depth_) __builtin_memset(work_.keys, 0, kElementBytes * work_.packed * depth_);
+    for (int row = 0; row < padded; ++row) work_.references[row] = -__builtin_inff();
     for (int row = 0; row < rows_; ++row) {
       const int64_t token = row / tile_.group;
       const int64_t head = row % tile_.group;
-      Bfloat16* tiles = work_.queries + int64_t{row / kTileRows} * kTileRows * depth_;
-      const auto* q = static_cast<const Bfloat16*>(tile_.q) + token * tile_.q_token_stride +
+      Bfloat16* tiles = queries_of(row);
+      const auto* q = static_cast<const T*>(tile_.q) + token * tile_.q_token_stride +
                       head * tile_.q_head_stride;
-      pack_tile_row(q, tile_.head_dim, 0, row % kTileRows, tiles);
+      pack_tile_row(q, tile_.head_dim, 0, row % kTileRows, depth_, tiles);
       if (tile_.rope_dim > 0) {
-        const auto* rope = static_cast<const Bfloat16*>(tile_.q_rope) +
-                           token * tile_.q_rope_token_stride + head * tile_.q_rope_head_stride;
-        pack_tile_row(rope, tile_.rope_dim, tile_.head_dim, row % kTileRows, tiles);
+        const auto* rope = static_cast<const T*>(tile_.q_rope) + token * tile_.q_rope_token_stride +
+                           head * tile_.q_rope_head_stride;
+        pack_tile_row(rope, tile_.rope_dim, tile_.head_dim, row % kTileRows, depth_, tiles);
       }
-      work_.references[row] = -__builtin_inff();
     }
-    const int64_t padded = round_up(rows_, kGroupRows);
     __builtin_memset(work_.sums, 0, sizeof(float) * padded * kLanes);
     __builtin_memset(work_.output, 0, sizeof(float) * padded * v_dim_);
-    __builtin_memset(work_.zeros, 0, sizeof(Bfloat16) * v_dim_);
+    __builtin_memset(work_.zeros, 0, sizeof(T) * v_dim_);
   }
 
-  /// The block of keys from `first` on, as far as keys [begin, end) are in it.
-  void locate_block(int64_t first, int64_t begin, int64_t end) {
-    const int n =
-        begin < end ? static_cast<int>(larger(0, smaller(kAmxBlockKeys, end - first))) : 0;
-    block_.locate(first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin - first)));
+  /// The tiles of the sixteen rows that `row` is one of.
+  Bfloat16* queries_of(int row) const {
+    return work_.queries + int64_t{row / kTileRows} * kTileRows * depth_ * kParts;
   }
 
-  void pack_block() {
-    const int n = block_.count();
-    pack_tile_keys(block_.k, n, tile_.head_dim, 0, depth_, work_.keys);
+  /// What to pack next: keys from `first` on, as far as they are in [begin, end).
+  void locate_keys(int64_t first, int64_t begin, int64_t end) {
+    const int n = begin < end ? static_cast<int>(larger(0, smaller(work_.packed, end - first))) : 0;
+    next_.locate(first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin - first)));
+  }
+
+  void pack_keys() {
+    const int n = next_.count();
+    pack_tile_keys<T>(next_.k, n, tile_.head_dim, 0, depth_, work_.keys);
     if (tile_.rope_dim > 0) {
-      pack_tile_keys(block_.k_rope, n, tile_.rope_dim, tile_.head_dim, depth_, work_.keys);
+      pack_tile_keys<T>(next_.k_rope, n, tile_.rope_dim, tile_.head_dim, depth_, work_.keys);
     }
-    num_special_ = pack_tile_values(block_.v, n, v_dim_, work_.values, special_keys_);
+    num_special_ = pack_tile_values<T>(next_.v, n, v_dim_, work_.values, special_keys_);
     if (num_special_ == 0) return;
     // Zero times an infinity is NaN, so such values must not meet the rows that
     // do not see them: zeros stand in for them, and add_special_value adds them.
     for (int i = 0; i < num_special_; ++i) {
-      const char*& row = block_.v[special_keys_[i]];
-      special_values_[i] = reinterpret_cast<const Bfloat16*>(row);
+      const char*& row = next_.v[special_keys_[i]];
+      special_values_[i] = reinterpret_cast<const T*>(row);
       row = reinterpret_cast<const char*>(work_.zeros);
     }
-    int still_special[kAmxBlockKeys];
-    pack_tile_values(block_.v, n, v_dim_, work_.values, still_special);
+    int still_special[kMaxPackedKeys];
+    pack_tile_values<T>(next_.v, n, v_dim_, work_.values, still_special);
   }
 
-  /// Lists the steps of a block, one group of rows after the other; gives their number.
-  int plan_block(int64_t first, int n) {
+  /// Lists the steps for keys [first, first + n), one group of rows after the
+  /// other; gives their number.
+  int plan_steps(int64_t first, int n) {
     int steps = 0;
     for (int group = 0; group < rows_; group += kGroupRows) {
       const int end = static_cast<int>(smaller(group + kGroupRows, rows_));
       const int64_t seen_from = visible_keys(tile_, group / tile_.group).begin - first;
       const int64_t seen_to = visible_keys(tile_, (end - 1) / tile_.group).end - first;
-      const int first_chunk = static_cast<int>(larger(0, smaller(n, seen_from))) / kTileDepth;
+      const int begin_chunk = static_cast<int>(larger(0, smaller(n, seen_from))) / kTileDepth;
       const int end_chunk =
           round_up(static_cast<int>(larger(0, smaller(n, seen_to))), kTileDepth) / kTileDepth;
-      for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
-        for (int row = group; row < end; row += kScoreRows) {
-          const int count = static_cast<int>(smaller(kScoreRows, end - row));
-          const bool last = chunk + 1 == end_chunk && row + count == end;
-          work_.steps[steps++] = {row, count, chunk, first_chunk, end_chunk, last};
+      for (int chunk = begin_chunk; chunk < end_chunk;) {
+        const int block_end =
+            static_cast<int>(smaller(end_chunk, chunk / kChunks * kChunks + kChunks));
+        for (const int block_begin = chunk; chunk < block_end; ++chunk) {
+          for (int row = group; row < end; row += kScoreRows) {
+            const int count = static_cast<int>(smaller(kScoreRows, end - row));
+            const bool last = chunk + 1 == block_end && row + count == end;
+            work_.steps[steps++] = {row, count, chunk, block_begin, block_end, last};
+          }
         }
       }
     }
     return steps;
   }
 
-  /// All rows against keys [first, first + n), which are packed; block_ is the
-  /// next block already. While the tiles compute the scores of a step, the vector
-  /// units take those of the step two before through softmax.
-  void attend(int64_t first, int n) {
-    const int steps = plan_block(first, n);
-    for (int i = 0; i < 2 && i < steps; ++i) start_scores(i, [] {});
+  /// All rows against keys [first, first + n), which are packed; next_ is what
+  /// comes after them. While the tiles compute the scores of a step, the vector
+  /// units take those of the step two before through softmax. False when stopped.
+  bool attend(int64_t first, int n) {
+    const int steps = plan_steps(first, n);
+    const auto no_slice = [] {};
+    for (int i = 0; i < 2 && i < steps; ++i) start_scores(i, no_slice, no_slice);
     for (int i = 0; i < steps; ++i) {
       const Step& step = work_.steps[i];
-      const bool starts_group = step.chunk == step.first_chunk && step.row % kGroupRows == 0;
-      if (starts_group)
+      if (step.first()) {
+        if (tile_.should_stop(tile_.stop_context)) return false;
         mark(tile_, kMarkQk, flops_per_dim(step) * (tile_.head_dim + tile_.rope_dim));
-      block_.fetch(share_of(block_.count(), steps));
-      if (i + 2 >= steps) pending_.flush();
-      restrict_scores(step, first, scores_of(i));
-      StepRows rows = {softmax_of(step), scores_of(i), step};
-      if (i + 2 < steps) {
-        const int share = share_of(step.count, products_of(work_.steps[i + 2]));
-        start_scores(i + 2, [&] { rows.take(share); });
       }
-      rows.take(step.count);
-      sum_.take(kGroupRows);
+      next_.fetch(share_of(next_.count(), steps));
+      if (i + 2 >= steps) add_pending();
+      restrict_scores(step, first, scores_of(i));
+      const SoftmaxGroup<T> softmax = softmax_of(step);
+      StepRows<T> rows(softmax, step, scores_of(i));
+      if (i + 2 < steps) {
+        start_scores_beside(i + 2, rows);
+      } else {
+        rows.take_rest();
+      }
       if (step.last) {
         mark(tile_, kMarkPv, flops_per_dim(step) * v_dim_);
         add_values(step, first);
       }
     }
+    add_pending();
+    return true;
+  }
+
+  /// Starts scores with the rows of another step in the slices.
+  void start_scores_beside(int index, const StepRows<T>& rows) {
+    const int products = products_of(work_.steps[index]);
+    if (sum_.count > 0) {
+      start_scores_beside_sum(index, rows);
+    } else if (rows.count() <= products) {
+      start_scores_beside<1>(index, rows);
+    } else if (rows.count() <= 2 * products) {
+      start_scores_beside<2>(index, rows);
+    } else {
+      start_scores_beside<4>(index, rows);
+    }
+  }
+
+  template <int kRows>
+  void start_scores_beside(int index, StepRows<T> rows) {
+    const auto slice = [&]() __attribute__((always_inline)) { rows.template take<kRows>(); };
+    start_scores(index, slice, slice);
+    rows.take_rest();
+  }
+
+  /// What is on its way to O comes first: a reference that is raised rescales O.
+  void start_scores_beside_sum(int index, StepRows<T> rows) {
+    PendingRows sum = sum_;
+    start_scores(
+        index, [&]() __attribute__((always_inline)) { sum.take<kTileRows>(); },
+        [&]() __attribute__((always_inline)) { rows.template take<2>(); }
+    );
+    rows.take_rest();
+    sum_.count = 0;
+  }
+
+  /// Waits for the last products.
+  void add_pending() {
     pending_.flush();
-    sum_.take(kGroupRows);
+    sum_.take_rest();
   }
 
   float* scores_of(int step) const { return work_.scores + step % 2 * 4 * kTileFloats; }
@@ -169,25 +224,29 @@ class AmxAttention {
   }
 
   int products_of(const Step& step) const {
-    return depth_ / kTileDepth * (step.count > kTileRows ? 4 : 2);
+    return depth_ / kTileDepth * Format::kProducts * (step.count > kTileRows ? 4 : 2);
   }
 
   /// What each of `slices` takes of `work`.
   static int share_of(int work, int slices) { return (work + slices - 1) / slices; }
 
-  template <class Slice>
-  void start_scores(int index, Slice slice) {
+  template <class FirstSlice, class Slice>
+  [[gnu::always_inline]] void start_scores(int index, FirstSlice first_slice, Slice slice) {
     const Step& step = work_.steps[index];
-    const Bfloat16* queries = work_.queries + int64_t{step.row} * depth_;
-    const Bfloat16* keys = work_.keys + int64_t{step.chunk} * kTileDepth * depth_;
+    const Bfloat16* queries = queries_of(step.row);
+    const Bfloat16* keys = work_.keys + int64_t{step.chunk} * kTileDepth * depth_ * kParts;
     if (step.count > kTileRows) {
-      multiply_queries<2>(queries, keys, depth_, pending_, scores_of(index), slice);
+      multiply_queries<kParts, 2>(
+          queries, keys, depth_, pending_, scores_of(index), first_slice, slice
+      );
     } else {
-      multiply_queries<1>(queries, keys, depth_, pending_, scores_of(index), slice);
+      multiply_queries<kParts, 1>(
+          queries, keys, depth_, pending_, scores_of(index), first_slice, slice
+      );
     }
   }
 
-  SoftmaxGroup softmax_of(const Step& step) const {
+  SoftmaxGroup<T> softmax_of(const Step& step) const {
     const int64_t group = step.row / kGroupRows * kGroupRows;
     return {
         .factor = factor_,
@@ -215,7 +274,7 @@ class AmxAttention {
         if (tile_.softcap > 0) apply_softcap(x, 0, kLanes, tile_.scale, tile_.softcap);
         store(x, select(bits >> half * kLanes, load(x), splat(-__builtin_inff())));
       }
-      if (i % 8 == 7) keep_tiles_awake();
+      if (i % 4 == 3) keep_tiles_awake();
     }
   }
 
@@ -239,56 +298,64 @@ class AmxAttention {
     const int count = step.row % kGroupRows + step.count;
     switch ((count + kTileRows - 1) / kTileRows) {
       case 1:
-        add_values<1>(step, count);
+        add_values<1>(step);
         break;
       case 2:
-        add_values<2>(step, count);
+        add_values<2>(step);
         break;
       case 3:
-        add_values<3>(step, count);
+        add_values<3>(step);
         break;
       default:
-        add_values<4>(step, count);
+        add_values<4>(step);
     }
     if (num_special_ == 0) return;
-    pending_.flush();
-    sum_.take(kGroupRows);
+    add_pending();
     for (int i = 0; i < num_special_; ++i) {
-      add_special_value(step, count, first, special_keys_[i], special_values_[i]);
+      if (special_keys_[i] / kBlockKeys == step.chunk / kChunks) {
+        add_special_value(step, count, first, special_keys_[i], special_values_[i]);
+      }
     }
   }
 
   /// The sums start at zero and reach O one column tile later, by vector adds
   /// between the products: reading O into the tiles would wait for their stores.
   template <int kRowTiles>
-  void add_values(const Step& step, int count) {
+  void add_values(const Step& step) {
     const int chunks = step.chunk + 1 - step.first_chunk;
-    const int share = share_of(count, kRowTiles * static_cast<int>(larger(1, chunks - 1)));
-    const SoftmaxGroup softmax = softmax_of(step);
+    const SoftmaxGroup<T> softmax = softmax_of(step);
     const Bfloat16* p = softmax.probabilities_of(0, step.first_chunk);
-    const Bfloat16* values = work_.values + int64_t{step.first_chunk} * kTileElements;
+    const Bfloat16* values = values_of(step.first_chunk);
     float* output = softmax.output;
+    PendingRows sum = sum_;
     for (int d = 0; d < v_dim_; d += 16) {
-      multiply_values<kRowTiles>(p, values, chunks, pending_, work_.product, [&] {
-        sum_.take(share);
-      });
-      sum_.take(kGroupRows);
-      sum_ = {work_.product, output, count};
-      values += int64_t{kAmxChunks} * kTileElements;
+      multiply_values<kParts, kRowTiles>(
+          p, values, chunks, pending_, work_.product,
+          [&]() __attribute__((always_inline)) { sum.take<4>(); }
+      );
+      sum.take_rest();
+      sum = {work_.product, output, kRowTiles * kTileRows};
+      values += int64_t{kChunks} * kParts * kTileElements;
       output += kGroupRows * kLanes;
     }
+    sum_ = sum;
   }
 
-  /// O += P V for a key that pack_block left out, in the rows that see it.
+  /// The first column tile of the values of a chunk.
+  const Bfloat16* values_of(int chunk) const {
+    const int64_t block = chunk / kChunks * kChunks;
+    return work_.values + (block * (v_dim_ / 16) + chunk % kChunks) * kParts * kTileElements;
+  }
+
+  /// O += P V for a key that pack_keys left out, in the rows that see it.
   [[gnu::noinline]] void add_special_value(
-      const Step& step, int count, int64_t first, int key, const Bfloat16* value
+      const Step& step, int count, int64_t first, int key, const T* value
   ) const {
-    const SoftmaxGroup softmax = softmax_of(step);
+    const SoftmaxGroup<T> softmax = softmax_of(step);
     const int group = step.row / kGroupRows * kGroupRows;
     for (int i = 0; i < count; ++i) {
       if (!sees(tile_, (group + i) / tile_.group, first + key)) continue;
-      const Bfloat16* probabilities = softmax.probabilities_of(i, key / kTileDepth);
-      const Vector p = splat(Bfloat16Engine::probability(probabilities + key % kTileDepth));
+      const Vector p = splat(softmax.probability_of(i, key));
       float* output = softmax.output + i * kLanes;
       for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
         store(output, fma(p, load(value + d), load(output)));
@@ -305,8 +372,8 @@ class AmxAttention {
     };
     const float* output =
         work_.output + int64_t{row / kGroupRows} * kGroupRows * v_dim_ + row % kGroupRows * kLanes;
-    Bfloat16* out = static_cast<Bfloat16*>(tile_.out) + token * tile_.out_token_stride +
-                    head * tile_.out_head_stride;
+    T* out =
+        static_cast<T*>(tile_.out) + token * tile_.out_token_stride + head * tile_.out_head_stride;
     const float* sink = tile_.sinks == nullptr ? nullptr : tile_.sinks + head;
     const Vector scale = splat(output_scale(state, sink));
     for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
@@ -322,15 +389,25 @@ class AmxAttention {
   const int depth_;  // of the products Q K^T: qk_dim, filled up to whole tiles
   const int v_dim_;
   const float factor_;
-  const AmxWorkspace work_;
+  const Workspace work_;
   PendingSums pending_;
   PendingRows sum_ = {};
-  BlockRows block_;
-  // Keys of the current block whose values are not all finite.
+  SourceRows<T> next_;
+  // Packed keys whose values are not all finite.
   int num_special_ = 0;
-  int special_keys_[kAmxBlockKeys];
-  const Bfloat16* special_values_[kAmxBlockKeys];
+  int special_keys_[kMaxPackedKeys];
+  const T* special_values_[kMaxPackedKeys];
 };
+
+/// The kernels of a file that includes tiles, of hardware or twin. float16 is
+/// three products where float32 is one: its speed is measured against the latter.
+constexpr KernelTable amx_kernel_table(const char* name) {
+  return kernel_table(
+      name,
+      {&AmxAttention<Bfloat16>::scratch_bytes, &AmxAttention<Bfloat16>::run, &tile_peak_flops},
+      {&AmxAttention<Half>::scratch_bytes, &AmxAttention<Half>::run, &peak_flops<Float32Engine>}
+  );
+}
 
 }  // namespace
 }  // namespace cpattn::kernels

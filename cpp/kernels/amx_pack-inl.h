@@ -5,7 +5,10 @@
 // vector_avx512-inl.h and amx_tiles-inl.h or amx_twin-inl.h included first.
 //
 // A left-hand tile is 16 rows of 32 elements. A right-hand tile has 16 columns
-// and 32 rows of the matrix, two of them interleaved to a row of 16 pairs.
+// and 32 rows of the matrix, two of them interleaved to a row of 16 pairs. Where
+// an element has two parts (amx_format-inl.h), so has a run of tiles: all first
+// parts, then all rests.
+#include "kernels/amx_format-inl.h"
 #include "kernels/gemm_bf16-inl.h"
 
 namespace cpattn::kernels {
@@ -18,75 +21,110 @@ constexpr int kTileFloats = kTileRows * 16;
 /// Rows whose scores are computed together, and rows of one pass over a block of V.
 constexpr int kScoreRows = 2 * kTileRows;
 constexpr int kGroupRows = 4 * kTileRows;
-/// Keys of a block, packed and multiplied together: P of 64 rows takes two thirds of L1.
-constexpr int kAmxBlockKeys = 256;
-constexpr int kAmxChunks = kAmxBlockKeys / kTileDepth;
+/// Keys of a block, multiplied together: P of 64 rows takes two thirds of L1.
+template <class T>
+constexpr int kAmxBlockKeys = 256 / TileFormat<T>::kParts;
+template <class T>
+constexpr int kAmxChunks = kAmxBlockKeys<T> / kTileDepth;
+/// Keys packed at a time, at most.
+constexpr int kMaxPackedKeys = 1024;
 
 /// The tile unit falls asleep when it has no product for 300 ns and is slow to
 /// wake. Vector work of its own calls this every few hundred cycles; operand
 /// tiles are free for it, as every product loads its own.
 inline void keep_tiles_awake() { multiply_tiles<5, 4, 6>(); }
 
-/// Puts `dim` elements of a row into left-hand tiles [tile][16 rows][32], from
-/// dimension `first` on; both multiples of 16.
-inline void pack_tile_row(const Bfloat16* source, int dim, int first, int row, Bfloat16* tiles) {
+/// Puts `dim` elements of a row into left-hand tiles [part][depth / 32][16 rows][32],
+/// from dimension `first` on; both multiples of 16.
+template <class T>
+inline void pack_tile_row(
+    const T* source, int dim, int first, int row, int depth, Bfloat16* tiles
+) {
+  constexpr int kParts = TileFormat<T>::kParts;
   for (int d = 0; d < dim; d += 16) {
     const int to = first + d;
-    __builtin_memcpy(
-        tiles + to / kTileDepth * kTileElements + row * kTileDepth + to % kTileDepth, source + d,
-        16 * sizeof(Bfloat16)
+    Bfloat16* cell = tiles + to / kTileDepth * kTileElements + row * kTileDepth + to % kTileDepth;
+    __m512i parts[kParts];
+    TileFormat<T>::split(
+        _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + d))),
+        parts
     );
+    for (int part = 0; part < kParts; ++part, cell += int64_t{kTileRows} * depth) {
+      _mm256_store_si256(reinterpret_cast<__m256i*>(cell), _mm512_castsi512_si256(parts[part]));
+    }
   }
 }
 
 /// Packs keys rows[0..n) as columns, `dim` dimensions from `first` on, into
-/// [16 keys][depth / 32][16 pairs][16 keys][2]. Keys up to the next multiple of 32 are zeros.
+/// [16 keys][part][depth / 32][16 pairs][16 keys][2]. Keys up to the next multiple of 32
+/// are zeros.
+template <class T>
 inline void pack_tile_keys(
     const char* const* rows, int n, int dim, int first, int depth, Bfloat16* tiles
 ) {
+  constexpr int kParts = TileFormat<T>::kParts;
   for (int key = 0; key < n || key % kTileDepth != 0; key += 16) {
-    Bfloat16* columns = tiles + int64_t{key} * depth + first / 2 * kTileDepth;
+    Bfloat16* columns = tiles + int64_t{key} * depth * kParts + first / 2 * kTileDepth;
     for (int d = 0; d < dim; d += 32) {
-      if (d % 128 == 0) keep_tiles_awake();
-      __m512i block[16];
-      const int pairs = load_key_pairs(rows, key, n, d, dim, block);
-      for (int i = 0; i < pairs; ++i) {
-        _mm512_store_si512(columns + (d / 2 + i) * kTileDepth, block[i]);
+      if (d * kParts % 128 == 0) keep_tiles_awake();
+      const bool half = dim - d < 32;
+      __m512i block[kParts][16];
+      for (int i = 0; i < 16; ++i) {
+        __m512i parts[kParts];
+        TileFormat<T>::split(
+            key + i < n ? _mm512_maskz_loadu_epi32(half ? 0x00ff : 0xffff, rows[key + i] + d * 2)
+                        : _mm512_setzero_si512(),
+            parts
+        );
+        for (int part = 0; part < kParts; ++part) block[part][i] = parts[part];
+      }
+      for (int part = 0; part < kParts; ++part) {
+        transpose(block[part]);
+        Bfloat16* cell = columns + int64_t{part} * kTileRows * depth + d / 2 * kTileDepth;
+        for (int i = 0; i < (half ? 8 : 16); ++i) {
+          _mm512_store_si512(cell + i * kTileDepth, block[part][i]);
+        }
       }
     }
   }
 }
 
-/// Packs values rows[0..n) as rows into [dim / 16][kAmxChunks][16 pairs of keys][16
+/// Packs values rows[0..n) as rows into [block][dim / 16][chunk][part][16 pairs of keys][16
 /// dimensions][2]; keys up to the next multiple of 32 are zeros. Lists the keys
 /// that hold an infinity or NaN; gives their number.
+template <class T>
 inline int pack_tile_values(
     const char* const* rows, int n, int dim, Bfloat16* tiles, int* not_finite
 ) {
-  constexpr int64_t kColumnTiles = int64_t{kAmxChunks} * kTileElements;
+  constexpr int kParts = TileFormat<T>::kParts;
+  constexpr int64_t kColumnTiles = int64_t{kAmxChunks<T>} * kParts * kTileElements;
   const __m512i magnitude = _mm512_set1_epi16(0x7fff);
-  const __m512i infinity = _mm512_set1_epi16(0x7f80);
+  const __m512i infinity = _mm512_set1_epi16(TileFormat<T>::kInfinity);
   // unpack works within quarters: this order of 64-bit words makes it take the
   // first sixteen dimensions, then the last.
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   int count = 0;
   for (int key = 0; key < n || key % kTileDepth != 0; key += 2) {
-    Bfloat16* pair = tiles + key / kTileDepth * kTileElements + key % kTileDepth * 16;
+    const int chunk = key / kTileDepth;
+    Bfloat16* pair = tiles + chunk / kAmxChunks<T> * kColumnTiles * (dim / 16) +
+                     chunk % kAmxChunks<T> * kParts * kTileElements + key % kTileDepth * 16;
     __mmask32 bad[2] = {0, 0};
     if (key % 4 == 0) keep_tiles_awake();
     for (int d = 0; d < dim; d += 32) {
       const __mmask8 present = dim - d < 32 ? 0x0f : 0xff;
-      __m512i x[2];
+      __m512i x[2][kParts];
       for (int i = 0; i < 2; ++i) {
-        x[i] = key + i < n ? _mm512_maskz_loadu_epi64(present, rows[key + i] + d * 2)
-                           : _mm512_setzero_si512();
-        bad[i] |= _mm512_cmpge_epi16_mask(_mm512_and_si512(x[i], magnitude), infinity);
-        x[i] = _mm512_permutexvar_epi64(order, x[i]);
+        const __m512i row = key + i < n ? _mm512_maskz_loadu_epi64(present, rows[key + i] + d * 2)
+                                        : _mm512_setzero_si512();
+        bad[i] |= _mm512_cmpge_epi16_mask(_mm512_and_si512(row, magnitude), infinity);
+        TileFormat<T>::split(_mm512_permutexvar_epi64(order, row), x[i]);
       }
       Bfloat16* cell = pair + d / 16 * kColumnTiles;
-      _mm512_store_si512(cell, _mm512_unpacklo_epi16(x[0], x[1]));
-      if (present == 0xff) {
-        _mm512_store_si512(cell + kColumnTiles, _mm512_unpackhi_epi16(x[0], x[1]));
+      for (int part = 0; part < kParts; ++part, cell += kTileElements) {
+        _mm512_store_si512(cell, _mm512_unpacklo_epi16(x[0][part], x[1][part]));
+        if (present == 0xff) {
+          _mm512_store_si512(cell + kColumnTiles, _mm512_unpackhi_epi16(x[0][part], x[1][part]));
+        }
       }
     }
     for (int i = 0; i < 2; ++i) {

@@ -8,7 +8,8 @@
 // finished sums and starting new ones would wait for the last product: each sum
 // is stored right before its tile's next use instead, by the product that
 // follows. And products leave the vector units idle: the caller's `slice` of
-// other work follows each of them in the instruction stream.
+// other work follows each of them in the instruction stream. It is inlined, as
+// GCC 12 alone would not: a call costs as much as a slice.
 #include "kernels/amx_pack-inl.h"
 
 namespace cpattn::kernels {
@@ -45,13 +46,13 @@ class PendingSums {
 };
 
 template <int kSum, int kLeft, int kRight, bool kFirst>
-inline void accumulate(PendingSums& pending) {
+[[gnu::always_inline]] inline void accumulate(PendingSums& pending) {
   if constexpr (kFirst) pending.begin<kSum>();
   multiply_tiles<kSum, kLeft, kRight>();
 }
 
 template <int kRowTiles, bool kFirst, class Slice>
-inline void multiply_query_tiles(
+[[gnu::always_inline]] inline void multiply_query_tiles(
     const Bfloat16* queries,
     const Bfloat16* keys,
     int64_t stride,
@@ -73,31 +74,46 @@ inline void multiply_query_tiles(
     slice();
   } else if constexpr (kFirst) {
     pending.begin<2>();
+    slice();
     pending.begin<3>();
+    slice();
   }
 }
 
 /// Starts scores of 16 kRowTiles rows against 32 keys: they will be at `scores`
-/// as [row tile][2][16 rows][16 keys].
-template <int kRowTiles, class Slice>
-inline void multiply_queries(
+/// as [row tile][2][16 rows][16 keys]. The first four slices are `first_slice`,
+/// which comes when one more tile of what was pending is stored.
+template <int kParts, int kRowTiles, class FirstSlice, class Slice>
+[[gnu::always_inline]] inline void multiply_queries(
     const Bfloat16* queries,
     const Bfloat16* keys,
     int depth,
     PendingSums& pending,
     float* scores,
+    FirstSlice first_slice,
     Slice slice
 ) {
-  const int64_t stride = int64_t{depth} * kTileRows;
-  multiply_query_tiles<kRowTiles, true>(queries, keys, stride, pending, slice);
-  for (int64_t k = kTileElements; k < stride; k += kTileElements) {
-    multiply_query_tiles<kRowTiles, false>(queries + k, keys + k, stride, pending, slice);
+  const int64_t part = int64_t{depth} * kTileRows;
+  const int64_t stride = part * kParts;
+  const auto multiply = [&](const Bfloat16* left, const Bfloat16* right,
+                            int64_t from) __attribute__((always_inline)) {
+    for (int64_t k = from; k < part; k += kTileElements) {
+      multiply_query_tiles<kRowTiles, false>(left + k, right + k, stride, pending, slice);
+    }
+  };
+  multiply_query_tiles<kRowTiles, true>(queries, keys, stride, pending, first_slice);
+  multiply(queries, keys, kTileElements);
+  if constexpr (kParts == 2) {
+    multiply(queries, keys + part, 0);
+    multiply(queries + part, keys, 0);
   }
   pending.set_target(scores);
 }
 
 template <int kTile, int kRowTiles, int kRight, bool kFirst, class Slice>
-inline void multiply_value_tile(const Bfloat16* p, PendingSums& pending, Slice& slice) {
+[[gnu::always_inline]] inline void multiply_value_tile(
+    const Bfloat16* p, PendingSums& pending, Slice& slice
+) {
   if constexpr (kTile < kRowTiles) {
     constexpr int kLeft = 4 + kTile % 2;
     load_tile<kLeft>(p + kTile * kTileElements);
@@ -110,22 +126,35 @@ inline void multiply_value_tile(const Bfloat16* p, PendingSums& pending, Slice& 
 
 /// 16 kRowTiles rows of P for 32 keys, four row tiles in memory, times a tile of V.
 template <int kRowTiles, int kRight, bool kFirst, class Slice>
-inline void multiply_value_tiles(
-    const Bfloat16* p, const Bfloat16* values, int chunk, PendingSums& pending, Slice& slice
+[[gnu::always_inline]] inline void multiply_value_tiles(
+    const Bfloat16* p, const Bfloat16* values, PendingSums& pending, Slice& slice
 ) {
-  p += int64_t{chunk} * 4 * kTileElements;
-  load_tile<kRight>(values + int64_t{chunk} * kTileElements);
+  load_tile<kRight>(values);
   multiply_value_tile<0, kRowTiles, kRight, kFirst>(p, pending, slice);
   multiply_value_tile<1, kRowTiles, kRight, kFirst>(p, pending, slice);
   multiply_value_tile<2, kRowTiles, kRight, kFirst>(p, pending, slice);
   multiply_value_tile<3, kRowTiles, kRight, kFirst>(p, pending, slice);
 }
 
+/// All parts of chunk `chunk` of P times those of V.
+template <int kParts, int kRowTiles, int kRight, bool kFirst, class Slice>
+[[gnu::always_inline]] inline void multiply_value_chunk(
+    const Bfloat16* p, const Bfloat16* values, int chunk, PendingSums& pending, Slice& slice
+) {
+  p += int64_t{chunk} * kParts * 4 * kTileElements;
+  values += int64_t{chunk} * kParts * kTileElements;
+  multiply_value_tiles<kRowTiles, kRight, kFirst>(p, values, pending, slice);
+  if constexpr (kParts == 2) {
+    multiply_value_tiles<kRowTiles, kRight, false>(p + 4 * kTileElements, values, pending, slice);
+    multiply_value_tiles<kRowTiles, kRight, false>(p, values + kTileElements, pending, slice);
+  }
+}
+
 /// Starts sixteen columns of P V for 16 kRowTiles rows: they will be at `product`
-/// as [row tile][16 rows][16]. P is [chunk of 32 keys][4 row tiles][16 rows][32],
-/// V is [chunk][16 pairs][16][2]. No slice comes before what was pending is stored.
-template <int kRowTiles, class Slice>
-inline void multiply_values(
+/// as [row tile][16 rows][16]. P is [chunk of 32 keys][part][4 row tiles][16 rows][32],
+/// V is [chunk][part][16 pairs][16][2]. No slice comes before what was pending is stored.
+template <int kParts, int kRowTiles, class Slice>
+[[gnu::always_inline]] inline void multiply_values(
     const Bfloat16* p,
     const Bfloat16* values,
     int chunks,
@@ -134,13 +163,15 @@ inline void multiply_values(
     Slice slice
 ) {
   const auto no_slice = [] {};
-  multiply_value_tiles<kRowTiles, 6, true>(p, values, 0, pending, no_slice);
+  multiply_value_chunk<kParts, kRowTiles, 6, true>(p, values, 0, pending, no_slice);
   int chunk = 1;
   for (; chunk + 1 < chunks; chunk += 2) {
-    multiply_value_tiles<kRowTiles, 7, false>(p, values, chunk, pending, slice);
-    multiply_value_tiles<kRowTiles, 6, false>(p, values, chunk + 1, pending, slice);
+    multiply_value_chunk<kParts, kRowTiles, 7, false>(p, values, chunk, pending, slice);
+    multiply_value_chunk<kParts, kRowTiles, 6, false>(p, values, chunk + 1, pending, slice);
   }
-  if (chunk < chunks) multiply_value_tiles<kRowTiles, 7, false>(p, values, chunk, pending, slice);
+  if (chunk < chunks) {
+    multiply_value_chunk<kParts, kRowTiles, 7, false>(p, values, chunk, pending, slice);
+  }
   pending.set_target(product);
 }
 

@@ -10,47 +10,129 @@
 namespace cpattn::kernels {
 namespace {
 
+/// Keys packed at a time: one block, or as many as fit a quarter of a 2 MB L2
+/// together with the next ones, which are fetched to it meanwhile. Q and O of
+/// 1500 rows of head dimension 128 take half of it.
+template <class T>
+int64_t packed_keys(int depth, int v_head_dim) {
+  constexpr int64_t kBytes = 512 * 1024;
+  constexpr int64_t kMaxBlocks = kMaxPackedKeys / kAmxBlockKeys<T>;
+  constexpr int64_t kPackedAndNext = (TileFormat<T>::kParts + 1) * sizeof(T);
+  const int64_t block_bytes = kPackedAndNext * kAmxBlockKeys<T> * (int64_t{depth} + v_head_dim);
+  return kAmxBlockKeys<T> * larger(1, smaller(kMaxBlocks, kBytes / block_bytes));
+}
+
 /// 32 rows of a group against 32 keys of a block.
 struct Step {
   int row;          // the first; a multiple of 32
   int count;        // of rows
-  int chunk;        // which keys of the block
-  int first_chunk;  // that the group sees
+  int chunk;        // which of the packed keys
+  int first_chunk;  // that the group sees of the block
   int end_chunk;    // one past the last
-  bool last;        // of the group in this block
+  bool last;        // of the group in the block
+
+  bool first() const { return chunk == first_chunk && row % kGroupRows == 0; }
 };
 
-/// The rows of a step on their way through softmax.
-struct StepRows {
-  SoftmaxGroup softmax;
-  const float* scores;
-  const Step& step;
-  int next = 0;
+/// The rows of a step on their way through softmax. A slice takes as many as the
+/// compiler knows, from a local variable: that stays in registers, whatever memory
+/// the assembly between slices may change.
+template <class T>
+class StepRows {
+ public:
+  StepRows(const SoftmaxGroup<T>& group, const Step& step, const float* scores)
+      : group_(&group),
+        first_(step.row % kGroupRows),
+        chunk_(step.chunk),
+        count_(step.count),
+        factor_(splat(group.factor)),
+        scores_(scores),
+        references_(group.references + first_),
+        sums_(group.sums + int64_t{first_} * kLanes),
+        cells_(group.probabilities_of(first_, step.chunk)) {}
 
-  void take(int n) {
-    const int end = static_cast<int>(smaller(next + n, step.count));
-    softmax.add_scores(step.row % kGroupRows, step.chunk, scores, next, end);
-    next = end;
+  int count() const { return count_; }
+
+  /// kRows is 1, 2 or 4; rows that fill up the last few may hold anything.
+  template <int kRows>
+  [[gnu::always_inline]] void take() {
+    using Group = SoftmaxGroup<T>;
+    if (next_ >= count_) return;
+    const float* scores = scores_ + score_offset(next_);
+    Vector p[kRows];
+    Vector q[kRows];
+    __m512i parts[kRows][Group::kParts];
+    __m512i all = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows; ++i) {
+      // Less a reference of -inf, what a row sees first becomes +inf or NaN.
+      const Vector reference = splat(references_[next_ + i]);
+      p[i] = Group::probability(load(scores + i * kLanes), reference, factor_);
+      q[i] = Group::probability(load(scores + i * kLanes + kTileFloats), reference, factor_);
+      Group::Format::split(p[i], q[i], parts[i]);
+      all = _mm512_or_si512(all, parts[i][0]);
+    }
+    if (__builtin_expect(outgrown(all), 0)) {
+      for (int i = 0; i < kRows; ++i) {
+        group_->add_scores(first_ + next_ + i, chunk_, scores + i * kLanes);
+      }
+    } else {
+#pragma GCC unroll 4
+      for (int i = 0; i < kRows; ++i) {
+        const int row = next_ + i;
+        Group::add_probabilities(
+            p[i], q[i], parts[i], sums_ + row * kLanes, cells_ + row * kTileDepth
+        );
+      }
+    }
+    next_ += kRows;
   }
+
+  void take_rest() {
+    for (; next_ < count_; keep_tiles_awake()) take<4>();
+  }
+
+ private:
+  const SoftmaxGroup<T>* group_;
+  int first_;
+  int chunk_;
+  int count_;
+  int next_ = 0;
+  Vector factor_;
+  const float* scores_;
+  const float* references_;
+  float* sums_;
+  Bfloat16* cells_;
 };
 
-/// Sixteen columns of P V on their way to O, [row][16] both.
+/// Sixteen columns of P V on their way to O, [row][16] both; used likewise.
 struct PendingRows {
   const float* product;
   float* output;
-  int count;
+  int count;  // a multiple of 16
 
-  void take(int n) {
-    for (; n > 0 && count > 0; --n, --count, product += kLanes, output += kLanes) {
-      store(output, add(load(output), load(product)));
+  template <int kRows>
+  [[gnu::always_inline]] void take() {
+    if (count == 0) return;
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows * kLanes; i += kLanes) {
+      store(output + i, add(load(output + i), load(product + i)));
     }
+    product += kRows * kLanes;
+    output += kRows * kLanes;
+    count -= kRows;
+  }
+
+  void take_rest() {
+    while (count > 0) take<4>();
   }
 };
 
-/// Where the keys and values of a block are.
-class BlockRows {
+/// Where the keys and values are that are packed together.
+template <class T>
+class SourceRows {
  public:
-  explicit BlockRows(const AttentionTile& tile) : tile_(tile) {}
+  explicit SourceRows(const AttentionTile& tile) : tile_(tile) {}
 
   /// Keys [first, first + n). The first `hidden` of them no token sees: they may
   /// hold anything, NaN too, so a visible one stands in for them.
@@ -59,7 +141,7 @@ class BlockRows {
     count_ = n;
     fetched_ = hidden;
     const auto locate = [&](const PagedRows& source, const char** rows) {
-      locate_rows(source, tile_, first + hidden, n - hidden, sizeof(Bfloat16), rows + hidden);
+      locate_rows(source, tile_, first + hidden, n - hidden, sizeof(T), rows + hidden);
       for (int i = 0; i < hidden; ++i) rows[i] = rows[hidden];
     };
     locate(tile_.k, k);
@@ -80,13 +162,14 @@ class BlockRows {
     }
   }
 
-  const char* k[kAmxBlockKeys];
-  const char* k_rope[kAmxBlockKeys];
-  const char* v[kAmxBlockKeys];
+  const char* k[kMaxPackedKeys];
+  const char* k_rope[kMaxPackedKeys];
+  const char* v[kMaxPackedKeys];
 
  private:
   static void fetch_row(const char* row, int dim) {
-    for (int byte = 0; byte < dim * 2; byte += 64) _mm_prefetch(row + byte, _MM_HINT_T1);
+    for (int byte = 0; byte < dim * static_cast<int>(sizeof(T)); byte += 64)
+      _mm_prefetch(row + byte, _MM_HINT_T1);
   }
 
   const AttentionTile& tile_;
@@ -95,35 +178,41 @@ class BlockRows {
   int fetched_ = 0;
 };
 
-/// Buffers of one tile of work; rows are padded to whole groups.
+/// Buffers of one tile of work; rows are padded to whole groups. They take at most
+/// 640 KB and, a row, what Q and O do and less than 100 bytes: 0.9 KB for head
+/// dimension 128 in bfloat16.
+template <class T>
 struct AmxWorkspace {
-  Bfloat16* queries;        // [rows / 16][depth / 32][16][32]
-  Bfloat16* keys;           // [block / 16][depth / 32][16][16][2]
-  Bfloat16* values;         // [v_head_dim / 16][chunks][16][16][2]
-  Bfloat16* probabilities;  // [chunks][64][32]
-  Bfloat16* zeros;          // [v_head_dim]
+  Bfloat16* queries;        // [rows / 16][part][depth / 32][16][32]
+  Bfloat16* keys;           // [packed / 16][part][depth / 32][16][16][2]
+  Bfloat16* values;         // [block][v_head_dim / 16][chunks][part][16][16][2]
+  Bfloat16* probabilities;  // [chunks][part][64][32]
+  T* zeros;                 // [v_head_dim]
   float* scores;            // [2 steps][2 row tiles][2 key tiles][16][16]
   float* product;           // [64][16]
   float* output;            // [groups][v_head_dim / 16][64][16]
   float* sums;              // [rows][16]
   float* references;        // [rows]
-  Step* steps;              // of a block
+  Step* steps;              // of the packed keys
+  int64_t packed;           // keys at a time
   int64_t bytes;
 
   AmxWorkspace(char* base, int64_t rows, int depth, int v_head_dim) {
+    constexpr int kParts = TileFormat<T>::kParts;
+    packed = packed_keys<T>(depth, v_head_dim);
     const int64_t padded = round_up(static_cast<int>(rows), kGroupRows);
     Carver carver{base};
-    carver.take(queries, padded * depth);
-    carver.take(keys, int64_t{kAmxBlockKeys} * depth);
-    carver.take(values, int64_t{kAmxBlockKeys} * v_head_dim);
-    carver.take(probabilities, int64_t{kAmxBlockKeys} * kGroupRows);
+    carver.take(queries, padded * depth * kParts);
+    carver.take(keys, packed * depth * kParts);
+    carver.take(values, packed * v_head_dim * kParts);
+    carver.take(probabilities, int64_t{kAmxBlockKeys<T>} * kGroupRows * kParts);
     carver.take(zeros, v_head_dim);
     carver.take(scores, 2 * 4 * kTileFloats);
     carver.take(product, 4 * kTileFloats);
     carver.take(output, padded * v_head_dim);
     carver.take(sums, padded * kLanes);
     carver.take(references, padded);
-    carver.take(steps, padded / kScoreRows * kAmxChunks);
+    carver.take(steps, padded / kScoreRows * packed / kTileDepth);
     bytes = carver.used;
   }
 };

@@ -283,13 +283,15 @@ constexpr AttentionKernel attention_kernel() {
   return {&Loop::scratch_bytes, &Loop::run, &peak_flops<Engine>};
 }
 
-/// All kernels of an instruction set; what differs among them is bfloat16.
-constexpr KernelTable kernel_table(const char* name, AttentionKernel bfloat16) {
+/// All kernels of an instruction set; what differs among them are the 16-bit types.
+constexpr KernelTable kernel_table(
+    const char* name,
+    AttentionKernel bfloat16,
+    AttentionKernel float16 = attention_kernel<Half, Float32Engine, 4>()
+) {
   return {
       .name = name,
-      .attention =
-          {attention_kernel<float, Float32Engine, 6>(), attention_kernel<Half, Float32Engine, 4>(),
-           bfloat16},
+      .attention = {attention_kernel<float, Float32Engine, 6>(), float16, bfloat16},
       .weighted_sum = {&weighted_sum<float>, &weighted_sum<Half>, &weighted_sum<Bfloat16>},
   };
 }

@@ -7,7 +7,6 @@
 
 namespace cpattn::kernels {
 
-extern constinit const KernelTable table_amx =
-    kernel_table("amx", {&AmxAttention::scratch_bytes, &AmxAttention::run, &tile_peak_flops});
+extern constinit const KernelTable table_amx = amx_kernel_table("amx");
 
 }  // namespace cpattn::kernels

@@ -7,7 +7,6 @@
 
 namespace cpattn::kernels {
 
-extern constinit const KernelTable table_amxtwin =
-    kernel_table("amx-twin", {&AmxAttention::scratch_bytes, &AmxAttention::run, &tile_peak_flops});
+extern constinit const KernelTable table_amxtwin = amx_kernel_table("amx-twin");
 
 }  // namespace cpattn::kernels
