@@ -22,7 +22,9 @@ test: build  ## C++ tests, then Python tests
 	@python -m pytest -q $(ARGS)
 
 bench: build bench-env  ## everything in bench/, plots and README, under 15 minutes; idle machine
-	@status=0; for bench in bench/bench_*.py; do python $$bench $(ARGS) || status=1; done; \
+	@status=0; for bench in $(filter-out %_attention.py,$(wildcard bench/bench_*.py)); do \
+	  python $$bench || status=1; done; \
+	  python bench/bench_attention.py $(ARGS) || status=1; \
 	  python bench/plots.py && python scripts/readme_figures.py && exit $$status
 
 bench-env: .venv-bench/.ready  ## the engines that the benchmarks compare with

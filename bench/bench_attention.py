@@ -42,7 +42,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="keep the cases of a stopped run")
     parser.add_argument("--only", default="", help="cases with this text in their names, not kept")
     parser.add_argument("--peers", default="", help="modules of bench/peers, by commas, or all")
-    parser.add_argument("--trace", type=Path, help="a request trace, .jsonl or .jsonl.gz")
+    trace = os.environ.get("CPATTN_TRACE")
+    parser.add_argument(
+        "--trace", type=Path, default=trace, help="a request trace, .jsonl or .jsonl.gz"
+    )
     parser.add_argument("--budget", type=float, default=0.8, help="seconds of samples per peer")
     parser.add_argument("--peers-python", type=Path, default=PEER_PYTHON, help="their interpreter")
     return parser.parse_args()
@@ -112,7 +115,7 @@ class Run:
             bar = case.amx_bar if self.environment["isa"] == "amx" else case.bar
             if bar:
                 ours |= {"bar": bar, "missed": ours["percent_of_peak"] < bar}
-            ours |= {"amx_bar": case.amx_bar, "base": case.base}
+            ours |= {"amx_bar": case.amx_bar, "base": case.base, "within": case.within}
         rows = [common | row | self.environment for row in rows]
         self.rows += rows
         if self._file:

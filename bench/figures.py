@@ -54,10 +54,15 @@ def findings(rows: list[Row]) -> Iterator[str]:
         base = cases.get((row.get("base"), threads))
         if base:
             change = 100 * (row["median"] / base["median"] - 1)
-            yield f"{name}: {change:+.1f} % time against {base['case']['workload']}"
+            bar = f" (bar: {row['within']:g} %)" if row["within"] else ""
+            yield f"{name}: {change:+.1f} % time against {base['case']['workload']}{bar}"
     ranks = [row["percent_of_peak"] for row in ours if row["shape"]["cp"]]
     if len(ranks) > 1:
-        yield f"ranks of the zigzag split: {min(ranks):.1f} to {max(ranks):.1f} % of the peak"
+        apart = 100 * (max(ranks) / min(ranks) - 1)
+        yield (
+            f"ranks of the zigzag split: {min(ranks):.1f} to {max(ranks):.1f} % of the peak, "
+            f"{apart:.1f} % apart (bar: 2 %)"
+        )
     behind = [row for row in ours if row.get("speedup", 1) < 1]
     for row in behind:
         yield f"behind {row['best_peer']} ({row['speedup']:.2f} ×): {case_label(row['case'])}"

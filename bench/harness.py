@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
 import re
 import subprocess
@@ -151,6 +152,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": version("numpy"),
         "torch": version("torch"),
+        "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA"),
         "cpattn": cpattn.__version__,
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),

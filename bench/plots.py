@@ -50,7 +50,7 @@ def draw_roofline(rows: list[Row]) -> Figure:
     rows = [r for r in rows if r["case"]["threads"] == most and r["shape"]["dtype"] == "bfloat16"]
     compute = max(row["peak"] for row in rows if row["unit"] == "GFLOP")
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    intensities = np.geomspace(min(r["intensity"] for r in rows) / 2, 2e4)
+    intensities = np.geomspace(min(r["intensity"] for r in rows) / 2, 2e4, 500)
     bandwidths = [row["peak"] for row in rows if row["unit"] == "GB"]
     roof = np.full_like(intensities, compute)
     if bandwidths:
@@ -77,12 +77,17 @@ def draw_roofline(rows: list[Row]) -> Figure:
     return figure
 
 
+def shown(row: Row) -> bool:
+    """Not the cases that are there for a curve."""
+    return "bar" in row or not row["series"]
+
+
 def draw_speedups(rows: list[Row]) -> Figure:
     """How many times faster cpattn is than each peer, case by case."""
     cases = []
     for case, group in groupby(rows, key=lambda row: row["case"]):
         of = {row["implementation"]: row for row in group}
-        if len(of) > 1 and "cpattn" in of and not of["cpattn"]["series"]:
+        if len(of) > 1 and "cpattn" in of and shown(of["cpattn"]):
             cases.append((case, of))
     figure, axes = plt.subplots(figsize=(8, 1 + 0.42 * len(cases)), layout="constrained")
     for y, (_, of) in enumerate(cases):
@@ -94,9 +99,9 @@ def draw_speedups(rows: list[Row]) -> Figure:
     labels = [f"{case['workload']}, {case['threads']} threads" for case, _ in cases]
     axes.set_yticks(range(len(cases)), [label.replace("1 threads", "1 thread") for label in labels])
     axes.invert_yaxis()
-    shown = {name for _, of in cases for name in of}
+    taking_part = {name for _, of in cases for name in of}
     for name in [*COLORS][1:]:
-        if name in shown:
+        if name in taking_part:
             axes.plot([], [], MARKERS[name], color=COLORS[name], label=name)
     ticks = [1, 2, 3, 5, 10, 20, 50, 100]
     axes.set_xticks(ticks, [f"{tick} ×" for tick in ticks], minor=False)
@@ -125,7 +130,7 @@ def draw_scaling(rows: list[Row], series: str, title: str, label: str) -> Figure
     axes.minorticks_off()
     axes.set_ylim(0, 100)
     style(axes, f"{title}\n{machine(rows[0])}", label, "percent of the dot-product peak")
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, ncols=4, loc="outside lower center")
     return figure
 
 

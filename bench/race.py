@@ -134,7 +134,7 @@ class Lane:
 
     @property
     def calls(self) -> int:
-        if self.first["compiles"]:
+        if self.first["compiled"]:
             return 1
         once = self.first["stage"] + self.first["run"]
         return max(1, min(1000, int(SHORT / once)))
@@ -243,7 +243,7 @@ def sample(lanes: list[Lane], peak: Callable[[], float]) -> list[float]:
     """Rounds of one sample each until all are finished. The peaks, in order of measurement."""
     peaks = [peak()]
     for lane in lanes:
-        if not lane.first["compiles"] and lane.first["stage"] + lane.first["run"] >= LONG:
+        if not lane.first["compiled"] and lane.first["stage"] + lane.first["run"] >= LONG:
             lane.add(lane.first, 0, 1)
     while unfinished := [lane for lane in lanes if not lane.finished]:
         for lane in unfinished:

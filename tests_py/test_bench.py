@@ -108,7 +108,7 @@ def test_a_missing_engine_is_a_row():
 
 
 def test_samples_beside_a_fallen_peak_are_dropped():
-    first = {"stage": 0.0, "run": 1.0, "extra_memory": 0, "note": "", "compiles": False}
+    first = {"stage": 0.0, "run": 1.0, "extra_memory": 0, "note": "", "compiled": False}
     lane = race.Lane(contender(), first, 0.0, 9.0)
     lane.samples = [(0.0, 1.0, 0), (0.0, 9.0, 1), (0.0, 9.0, 2), (0.0, 2.0, 3)]
     peaks = [QUIET, QUIET, NOISY, QUIET, QUIET]
@@ -124,10 +124,10 @@ def test_findings_name_who_is_ahead():
         common = {"implementation": "cpattn", "status": "ok", "shape": {"cp": None}}
         return common | {"case": case, "rate": rate, "median": 1 / rate, "peak": threads} | rest
 
-    rows = [row("a", 2, 1.9), row("a", 1, 1.0), row("b", 2, 1.0, base="a")]
+    rows = [row("a", 2, 1.9), row("a", 1, 1.0), row("b", 2, 1.0, base="a", within=10)]
     assert list(figures.findings(rows)) == [
         "a: 2 threads are 1.90 × as fast as one, where the peak is 2.00 × as high",
-        "b: +90.0 % time against a",
+        "b: +90.0 % time against a (bar: 10 %)",
     ]
     rows[0] |= {"speedup": 1.5, "best_peer": "other"}
     assert list(figures.findings(rows))[-1] == (

@@ -39,4 +39,4 @@ class Prepared:
     run: Callable[[Any], Any]
     stage: Callable[[], Any] = lambda: None  # gathers pages, writes the cache: whatever comes first
     note: str = ""
-    compiles: bool = False  # in its first call, which is no sample then
+    compiled: Callable[[], bool] = lambda: False  # in its first call, which is no sample then

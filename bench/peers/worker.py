@@ -58,7 +58,7 @@ class Worker:
             "run": run,
             "extra_memory": max(0, extra),
             "note": self.prepared.note,
-            "compiles": self.prepared.compiles,
+            "compiled": self.prepared.compiled(),
         }
 
     def sample(self, calls: int) -> Answer:
