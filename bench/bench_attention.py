@@ -26,10 +26,11 @@ if message := torch_guard.prepare():
     print(message)
 
 import workloads
+from contender import Contender, Row, contenders
 from cpattn import _core
 from harness import RESULTS, ROOT, environment
 from peers import NAMES, QUICK
-from race import Contender, Row, contenders, race
+from race import race
 from report import print_case, print_summary
 from workloads import Case
 
@@ -134,8 +135,9 @@ def peak_of(case: Case, num_threads: int) -> Callable[[], float]:
     work = case.workload
     if work.is_decode:
         return partial(_core.measure_read_bandwidth, num_threads)
-    return partial(_core.measure_peak, "bfloat16" if work.dtype == "bfloat16" else "float32",
-                   num_threads)  # fmt: skip
+    return partial(
+        _core.measure_peak, "bfloat16" if work.dtype == "bfloat16" else "float32", num_threads
+    )
 
 
 def main() -> int:

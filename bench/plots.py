@@ -55,8 +55,14 @@ def draw_roofline(rows: list[Row]) -> Figure:
     roof = np.full_like(intensities, compute)
     if bandwidths:
         roof = np.minimum(roof, intensities * max(bandwidths))
-        axes.text(intensities[0], roof[0] * 1.25, f"  {max(bandwidths):.0f} GB/s read", rotation=35,
-                  rotation_mode="anchor", fontsize=9)  # fmt: skip
+        axes.text(
+            intensities[0],
+            roof[0] * 1.25,
+            f"  {max(bandwidths):.0f} GB/s read",
+            rotation=35,
+            rotation_mode="anchor",
+            fontsize=9,
+        )
     axes.loglog(intensities, roof, color="0.4")
     axes.text(intensities[-1], compute * 1.06, f"{compute:.0f} GFLOP/s", ha="right", fontsize=9)
     for name in COLORS:
@@ -71,8 +77,12 @@ def draw_roofline(rows: list[Row]) -> Figure:
             alpha=0.8,
             zorder=3 if name == "cpattn" else 2,
         )
-    style(axes, f"Roofline, bfloat16\n{machine(rows[0])}", "flop per byte of q, K, V and output",
-          "GFLOP/s")  # fmt: skip
+    style(
+        axes,
+        f"Roofline, bfloat16\n{machine(rows[0])}",
+        "flop per byte of q, K, V and output",
+        "GFLOP/s",
+    )
     axes.legend(fontsize=8, loc="lower right")
     return figure
 
@@ -106,8 +116,12 @@ def draw_speedups(rows: list[Row]) -> Figure:
     ticks = [1, 2, 3, 5, 10, 20, 50, 100]
     axes.set_xticks(ticks, [f"{tick} ×" for tick in ticks], minor=False)
     axes.minorticks_off()
-    style(axes, f"Time of each engine in units of cpattn's\n{machine(rows[0])}",
-          "times slower than cpattn", "")  # fmt: skip
+    style(
+        axes,
+        f"Time of each engine in units of cpattn's\n{machine(rows[0])}",
+        "times slower than cpattn",
+        "",
+    )
     figure.legend(
         *axes.get_legend_handles_labels(), fontsize=8, ncols=4, loc="outside lower center"
     )
@@ -122,9 +136,15 @@ def draw_scaling(rows: list[Row], series: str, title: str, label: str) -> Figure
     for name in COLORS:
         mine = [row for row in points if row["implementation"] == name]
         if mine:
-            axes.semilogx([r["series"][1] for r in mine], [r["percent_of_peak"] for r in mine],
-                          f"-{MARKERS[name]}", color=COLORS[name], label=name, ms=5,
-                          lw=2 if name == "cpattn" else 1)  # fmt: skip
+            axes.semilogx(
+                [r["series"][1] for r in mine],
+                [r["percent_of_peak"] for r in mine],
+                f"-{MARKERS[name]}",
+                color=COLORS[name],
+                label=name,
+                ms=5,
+                lw=2 if name == "cpattn" else 1,
+            )
     ticks = sorted({row["series"][1] for row in points})
     axes.set_xticks(ticks, [f"{t // 1024}K" if t >= 1024 else str(t) for t in ticks])
     axes.minorticks_off()

@@ -131,17 +131,18 @@ MLA = {"num_heads": 16, "num_kv_heads": 16, "head_dim": 192, "v_head_dim": 128}
 ABSORBED = {"num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "latent": True}
 
 
-def traffic(trace: Path | None, divisor: int = 8, budget: int = 4096) -> Iterator[Workload]:
+def traffic(trace: Path | None, divisor: int = 4, budget: int = 8192) -> Iterator[Workload]:
     """Two batches of prefills as serving traffic mixes them: a trace's lengths over `divisor`.
 
-    Requests in order of arrival, prefixes found in an unbounded cache, up to `budget` new tokens.
+    Requests in order of arrival, prefixes found in an unbounded cache, up to `budget` new tokens:
+    the batch of the most requests, and the one with the longest prefixes.
     """
     from cpattn.replay import trace as traces
 
     if trace is None:
-        requests, origin = traces.generate_trace(64), "generated trace"
+        requests, origin = traces.generate_trace(256), "generated trace"
     else:
-        requests, origin = traces.read_trace(trace, limit=64), "real trace"
+        requests, origin = traces.read_trace(trace, limit=256), "real trace"
     requests = traces.scale_lengths(requests, divisor)
     hits = traces.unbounded_hits(requests, traces.TRACE_BLOCK_TOKENS // divisor)
     batches: list[list[tuple[int, int]]] = [[]]
@@ -151,10 +152,10 @@ def traffic(trace: Path | None, divisor: int = 8, budget: int = 4096) -> Iterato
         if sum(n for n, _ in batches[-1]) + new > budget:
             batches.append([])
         batches[-1].append((new, prefix))
-    fullest = sorted(batches[:-1], key=len)[-2:]
-    for i, batch in enumerate(fullest):
+    longest = max(batches, key=lambda batch: sum(prefix for _, prefix in batch))
+    for kind, batch in (("most requests", max(batches, key=len)), ("longest prefixes", longest)):
         new, prefix = zip(*batch, strict=True)
-        yield Workload(f"{origin} / {divisor}, batch {i + 1} of {len(batch)}", new, prefix)
+        yield Workload(f"{origin} / {divisor}, {kind} ({len(batch)})", new, prefix)
 
 
 def full(trace: Path | None = None) -> list[Case]:
@@ -167,10 +168,14 @@ def _with_bars() -> Iterator[Case]:
     yield Case(dense(8192), bar=85, amx_bar=40, series=("length", 8192))
     yield Case(RAGGED, bar=80, amx_bar=34)
     yield Case(dense(4096), series=("length", 4096))
-    yield Case(dense(4096, name="head_dim 64, causal 1 × 4096", head_dim=64, v_head_dim=64), bar=75,
-               amx_bar=26)  # fmt: skip
-    yield Case(dense(4096, name="MLA expanded 192/128, 16 heads, 1 × 4096", **MLA), bar=80,
-               amx_bar=40)  # fmt: skip
+    yield Case(
+        dense(4096, name="head_dim 64, causal 1 × 4096", head_dim=64, v_head_dim=64),
+        bar=75,
+        amx_bar=26,
+    )
+    yield Case(
+        dense(4096, name="MLA expanded 192/128, 16 heads, 1 × 4096", **MLA), bar=80, amx_bar=40
+    )
     for num_heads, length in ((16, 4096), (128, 2048)):
         name = f"MLA absorbed 576/512, {num_heads} heads, 1 × {length}"
         work = dense(length, name=name, num_heads=num_heads, **ABSORBED)
@@ -191,12 +196,22 @@ def _variants(trace: Path | None) -> Iterator[Case]:
     for size in (1, 16, 64, 512):
         work = replace(RAGGED, name=f"ragged batch of 8, pages of {size}", page_size=size)
         yield Case(work, peers=False, base=RAGGED.name, within=25 if size == 1 else 10)
-    yield Case(replace(RAGGED, name="ragged batch of 8, batch_invariant", batch_invariant=True),
-               peers=False, base=RAGGED.name)  # fmt: skip
-    yield Case(replace(DECODE, name=f"{DECODE.name}, batch_invariant", batch_invariant=True),
-               peers=False, base=DECODE.name)  # fmt: skip
-    yield Case(replace(DECODE, name="MLA decode 576/512, 16 × 1, KV 8192, 16 heads", num_heads=16,
-                       **ABSORBED), peers=False)  # fmt: skip
+    yield Case(
+        replace(RAGGED, name="ragged batch of 8, batch_invariant", batch_invariant=True),
+        peers=False,
+        base=RAGGED.name,
+    )
+    yield Case(
+        replace(DECODE, name=f"{DECODE.name}, batch_invariant", batch_invariant=True),
+        peers=False,
+        base=DECODE.name,
+    )
+    yield Case(
+        replace(
+            DECODE, name="MLA decode 576/512, 16 × 1, KV 8192, 16 heads", num_heads=16, **ABSORBED
+        ),
+        peers=False,
+    )
 
 
 def _scaling() -> Iterator[Case]:

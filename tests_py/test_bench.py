@@ -13,6 +13,7 @@ import cpattn
 import figures
 import race
 import workloads
+from contender import Contender, Failed
 from peers import inputs
 from workloads import Workload
 
@@ -78,38 +79,38 @@ def test_a_wrong_row_is_found(tmp_path):
     assert race.check(right, None, work, tmp_path) < 0.01
     wrong = right.clone()
     wrong[7] = wrong[8]
-    with pytest.raises(race.Failed, match="relative error"):
+    with pytest.raises(Failed, match="relative error"):
         race.check(wrong, right, work, tmp_path)
     wrong[7] = torch.nan
-    with pytest.raises(race.Failed, match="relative error"):
+    with pytest.raises(Failed, match="relative error"):
         race.check(wrong, right, work, tmp_path)
 
 
-def contender(*command):
-    made = race.Contender("ours", sys.executable, 1)
+def child(*command):
+    made = Contender("ours", sys.executable, 1)
     made._command = [*made._command[:1], *command]
     return made
 
 
 def test_a_crash_is_a_row():
-    crashing = contender("-c", "import os; os.write(2, b'why'); os.abort()")
-    with pytest.raises(race.Failed) as failed:
+    crashing = child("-c", "import os; os.write(2, b'why'); os.abort()")
+    with pytest.raises(Failed) as failed:
         crashing.ask("sample", calls=1)
     assert failed.value.status == "crashed"
     assert failed.value.reason == "SIGABRT: why"
 
 
 def test_a_missing_engine_is_a_row():
-    missing = contender("-m", "peers.worker", "no_such_engine", "1")
+    missing = child("-m", "peers.worker", "no_such_engine", "1")
     for _ in range(2):
-        with pytest.raises(race.Failed) as failed:
+        with pytest.raises(Failed) as failed:
             missing.ask("sample", calls=1)
         assert failed.value.status == "not installed"
 
 
 def test_samples_beside_a_fallen_peak_are_dropped():
     first = {"stage": 0.0, "run": 1.0, "extra_memory": 0, "note": "", "compiled": False}
-    lane = race.Lane(contender(), first, 0.0, 9.0)
+    lane = race.Lane(child(), first, 0.0, 9.0)
     lane.samples = [(0.0, 1.0, 0), (0.0, 9.0, 1), (0.0, 9.0, 2), (0.0, 2.0, 3)]
     peaks = [QUIET, QUIET, NOISY, QUIET, QUIET]
     row = race.measured(lane, peaks, SMALL[0])

@@ -72,9 +72,7 @@ def _model(work: Workload, dtype: ov.Type) -> ov.Model:
     sparsity = [constant(np.zeros(0), f32), constant(64, i32), constant(8, i32)]
     eviction = [constant(np.zeros(0), f32), constant(0, i32), none, none, none]  # sinks first
     tree = [none, constant(np.zeros(0), ov.Type.u8), none]
-    nodes = [
-        *tensors, *tables, *options, longest, none, *rotation, *sparsity, *eviction, *tree
-    ]  # fmt: skip
+    nodes = [*tensors, *tables, *options, longest, none, *rotation, *sparsity, *eviction, *tree]
     attention = _PagedAttentionExtension([node.output(0) for node in nodes])
     facts = attention.get_rt_info()
     facts["num_k_heads"] = facts["num_v_heads"] = kv_heads

@@ -73,9 +73,25 @@ def prepare(work: Workload, inputs: Inputs, num_threads: int) -> Prepared:
 
     def run(schedule: torch.Tensor) -> torch.Tensor:
         ops.cpu_attention_with_kv_cache(
-            q, k_cache, v_cache, out, indptr, kv_lens, work.scale, True, None, window, table,
-            0.0, schedule, None, None, 1.0, 1.0, "auto",
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            out,
+            indptr,
+            kv_lens,
+            work.scale,
+            True,
+            None,
+            window,
+            table,
+            0.0,
+            schedule,
+            None,
+            None,
+            1.0,
+            1.0,
+            "auto",
+        )
         return out
 
     return Prepared(run, stage, f"its {isa} kernel")
