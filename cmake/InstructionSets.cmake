@@ -23,6 +23,10 @@ function(cpattn_add_isa name)
   target_link_libraries(${target} PRIVATE cpattn_options)
   # Kernels are always optimised: unoptimised SIMD code makes debug tests useless.
   target_compile_options(${target} PRIVATE ${ARGN} -O3 -ffp-contract=fast -fno-math-errno)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    # Before register allocation that pass, the default on Arm, makes accumulators spill.
+    target_compile_options(${target} PRIVATE -fno-schedule-insns)
+  endif()
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
     # GCC bug 105593: false positives inside avx512fintrin.h.
     target_compile_options(${target} PRIVATE -Wno-uninitialized -Wno-maybe-uninitialized)

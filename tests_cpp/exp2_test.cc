@@ -15,7 +15,7 @@ namespace {
 
 template <int kDegree>
 float exp2_of(float x) {
-  return exp2<kDegree>(splat(x))[0];
+  return exp2_less_half<kDegree>(splat(x + 0.5F))[0];
 }
 
 template <int kDegree>

@@ -22,6 +22,14 @@ TEST(Isa, LevelsOfTheAbiAreWhatTheCompilerSees) {
 }
 #endif
 
+#if defined(__aarch64__)
+TEST(Isa, NeonIsAlwaysThereOnArm) {
+  const std::vector<Isa>& isas = supported_isas();
+  ASSERT_GE(isas.size(), 2U);
+  EXPECT_EQ(isas[1], Isa::neon);
+}
+#endif
+
 TEST(Isa, NeitherAmxNorItsTwinIsTheDefault) {
   EXPECT_NE(supported_isas().back(), Isa::amx_twin);
   EXPECT_NE(supported_isas().back(), Isa::amx);

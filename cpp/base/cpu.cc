@@ -8,6 +8,8 @@
 
 #include <cstdint>
 #include <initializer_list>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 
 namespace cpattn {
@@ -93,6 +95,15 @@ bool amx_usable() { return false; }
 bool amx_palette_missing() { return true; }
 bool has_avx512_fp16() { return false; }
 
+#endif
+
+#if defined(__aarch64__)
+bool has_arm_bf16() {
+  constexpr unsigned long kHwcap2Bf16 = 1UL << 14;  // older headers lack HWCAP2_BF16
+  return (getauxval(AT_HWCAP2) & kHwcap2Bf16) != 0;
+}
+#else
+bool has_arm_bf16() { return false; }
 #endif
 
 }  // namespace cpattn

@@ -11,8 +11,8 @@
 namespace cpattn {
 namespace {
 
-constexpr std::string_view kNames[] = {"portable",   "avx2",     "avx512",
-                                       "avx512bf16", "amx-twin", "amx"};
+constexpr std::string_view kNames[] = {"portable", "avx2", "avx512", "avx512bf16",
+                                       "amx-twin", "amx",  "neon",   "neonbf16"};
 
 std::vector<Isa> detect() {
   std::vector<Isa> isas = {Isa::portable};
@@ -35,6 +35,12 @@ std::vector<Isa> detect() {
   }
 #endif
 #endif
+#endif
+#ifdef CPATTN_HAVE_NEON
+  isas.push_back(Isa::neon);
+#endif
+#ifdef CPATTN_HAVE_NEONBF16
+  if (has_arm_bf16()) isas.push_back(Isa::neonbf16);
 #endif
   return isas;
 }

@@ -14,8 +14,10 @@
 #include <new>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 #include "cpattn/check.h"
+#include "cpattn/trace.h"
 
 namespace cpattn {
 namespace {
@@ -59,17 +61,26 @@ class Job final : public StopToken {
 
   bool has_open_items() const { return next_.load(std::memory_order_relaxed) < num_items_; }
 
+  /// Records that a helper joins only now, although it has been free since `free_since`.
+  void trace_late_start(int64_t free_since) const {
+    TracePoint start = trace_here();
+    start.time = std::max(posted_.time, free_since);
+    if (start.session == posted_.session) trace_wait(start);
+  }
+
   void rethrow() {
     if (error_) std::rethrow_exception(error_);
     if (interrupted_) throw Interrupted();
   }
 
   int64_t num_items_;
-  int seats_;        // helpers that may still join; guarded by the pool's mutex
-  int running_ = 0;  // helpers inside work(); guarded by the pool's mutex
+  int seats_;                        // helpers that may still join; guarded by the pool's mutex
+  int running_ = 0;                  // helpers inside work(); guarded by the pool's mutex
+  std::vector<TracePoint> waiting_;  // helpers that ran out of items; likewise
 
  private:
   ItemFunction function_;
+  TracePoint posted_ = trace_here();
   std::atomic<int64_t> next_{0};
   std::atomic<bool> stop_{false};
   bool interrupted_ = false;  // written and read by the caller only
@@ -92,9 +103,13 @@ class Pool {
     }
     wake_.notify_all();
     job.work();
+    const TracePoint done = trace_here();
     std::unique_lock lock(mutex_);
     jobs_.erase(std::find(jobs_.begin(), jobs_.end(), &job));
     idle_.wait(lock, [&] { return job.running_ == 0; });
+    lock.unlock();
+    trace_wait(done);
+    for (const TracePoint& since : job.waiting_) trace_wait(since);
   }
 
   void lock() { mutex_.lock(); }
@@ -113,6 +128,8 @@ class Pool {
   }
 
   void worker() {
+    pthread_setname_np(pthread_self(), "cpattn worker");
+    TracePoint done;
     std::unique_lock lock(mutex_);
     for (;;) {
       const auto open = std::find_if(jobs_.begin(), jobs_.end(), [](const Job* job) {
@@ -126,8 +143,11 @@ class Pool {
       --job.seats_;
       ++job.running_;
       lock.unlock();
+      job.trace_late_start(done.time);
       job.work();
+      done = trace_here();
       lock.lock();
+      if (done.session != 0) job.waiting_.push_back(done);
       if (--job.running_ == 0) idle_.notify_all();
     }
   }

@@ -51,7 +51,7 @@ class AmxAttention {
       locate_block(first + n, begin, end);
       attend(first, n);
     }
-    mark(tile_, kMarkSoftmax);
+    mark(tile_, kMarkWrite);
     for (int row = 0; row < rows_; ++row) finish(row);
     return true;
   }

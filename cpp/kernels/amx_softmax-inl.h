@@ -19,17 +19,6 @@ namespace {
 constexpr float kHeadroom = 7.0F;
 constexpr int16_t kGrownBit = 0x4000;
 
-/// exp2<4> for any x, without its clamp: vreduceps takes -inf to 0, and
-/// vscalefps underflows to 0. +inf gives +inf.
-inline Vector exp2_unclamped(Vector x) {
-  const Vector rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  constexpr const auto& c = Exp2Polynomial<4>::kCoefficients;
-  Vector p = splat(c[4]);
-#pragma GCC unroll 4
-  for (int i = 3; i >= 0; --i) p = fma(p, rest, splat(c[i]));
-  return scale_by_power(p, sub(x, rest));
-}
-
 /// Where scores of row i are in the 2 x 2 tiles of a step, those against the
 /// first 16 keys; those against the next 16 are kTileFloats behind.
 inline unsigned score_offset(unsigned i) { return i * kLanes + i / kTileRows * kTileFloats; }
@@ -77,7 +66,7 @@ struct SoftmaxGroup {
   /// Subtracts before it scales: the products of huge scores are coarser than
   /// any exponent.
   Vector probability(Vector score, Vector reference) const {
-    return exp2_unclamped(fma(sub(score, reference), splat(factor), splat(-kHeadroom)));
+    return exp2_less_half<4>(fma(sub(score, reference), splat(factor), splat(0.5F - kHeadroom)));
   }
 
   /// add_scores for a row that sees its first keys, or scores far above those

@@ -2,13 +2,13 @@
 #pragma once
 
 // The attention loop: for each block of keys, pack K and V once, then take a few
-// query rows at a time through Q K^T, softmax and P V while the scores stay in
-// L1. Needs the vector layer and an engine included first.
+// query rows at a time through Q K^T, softmax and P V, one chunk of the block after
+// the other, while the scores stay in L1. Needs the vector layer and an engine
+// included first.
 //
-// Key blocks start at multiples of their length from key 0, whatever part of a
+// Blocks and chunks start at multiples of their length from key 0, whatever part of a
 // sequence is asked for, so a row's result does not depend on its neighbours.
-#include "kernels/attention_kernel.h"
-#include "kernels/gemm-inl.h"
+#include "kernels/key_block-inl.h"
 #include "kernels/softmax-inl.h"
 
 namespace cpattn::kernels {
@@ -16,63 +16,18 @@ namespace {
 
 /// Rows that go through the three steps together.
 constexpr int kRowGroup = 24;
-constexpr int kMaxBlockKeys = 256;
-/// Packed K and V of a block stay below this, a third of a 1 MB L2.
-constexpr int kBlockBytes = 288 * 1024;
+/// Packed K and V of a block stay below this, half of a 1 MB L2.
+constexpr int kBlockBytes = 512 * 1024;
+/// Keys whose scores are computed at a time.
+constexpr int kMaxChunkKeys = 256;
 
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
-/// Keys of one block: 256, or fewer for wide rows.
+/// Keys of one block: up to kMaxBlockKeys, fewer for wide rows.
 template <class Engine>
 int block_keys(int qk_dim, int v_head_dim) {
   int keys = kMaxBlockKeys;
   const int row_bytes = (qk_dim + v_head_dim) * static_cast<int>(sizeof(typename Engine::Operand));
   while (keys > 64 && keys * row_bytes > kBlockBytes) keys /= 2;
   return keys;
-}
-
-inline void mark(const AttentionTile& tile, KernelScope scope, int64_t flops = 0) {
-  if (tile.mark != nullptr) tile.mark(tile.mark_context, scope, flops);
-}
-
-/// Half-open range of keys.
-struct KeyRange {
-  int64_t begin, end;
-};
-
-inline KeyRange visible_keys(const AttentionTile& tile, int64_t token) {
-  const int64_t position = tile.first_position + token * tile.position_step;
-  return {
-      larger(0, position - tile.left), larger(0, smaller(tile.kv_len, position + tile.right + 1))
-  };
-}
-
-inline bool sees(const AttentionTile& tile, int64_t token, int64_t key) {
-  const KeyRange range = visible_keys(tile, token);
-  if (key < range.begin || key >= range.end) return false;
-  return tile.mask == nullptr ||
-         (tile.mask[token * tile.mask_stride + key / 8] >> key % 8 & 1) != 0;
-}
-
-/// Addresses of the rows of keys [begin, begin + n).
-inline void locate_rows(
-    const PagedRows& source,
-    const AttentionTile& tile,
-    int64_t begin,
-    int n,
-    int element_bytes,
-    const char** rows
-) {
-  int64_t page = begin / tile.page_size;
-  int64_t offset = begin % tile.page_size;
-  const char* data = static_cast<const char*>(source.data);
-  for (int i = 0; i < n; ++page, offset = 0) {
-    const char* base = data + tile.pages[page] * source.page_stride * element_bytes;
-    for (; i < n && offset < tile.page_size; ++i, ++offset) {
-      rows[i] = base + offset * source.row_stride * element_bytes;
-    }
-  }
 }
 
 /// Carves aligned buffers out of the caller's scratch; from null it only counts.
@@ -91,11 +46,11 @@ struct Carver {
 template <class Engine>
 struct Workspace {
   using Operand = typename Engine::Operand;
-  Operand* queries;        // [rows][qk_dim]
-  Operand* keys;           // [panels of keys][qk_dim][kPanel]
-  Operand* values;         // [panels of v_head_dim][block keys][kPanel]
-  Operand* probabilities;  // [kRowGroup][block keys]
-  float* scores;           // [kRowGroup][block keys]
+  Operand* queries;  // [rows][qk_dim]
+  Operand* keys;     // as KeyBlock has them
+  Operand* values;
+  Operand* probabilities;  // [kRowGroup][kMaxChunkKeys]
+  float* scores;           // [kRowGroup][kMaxChunkKeys]
   float* output;           // [rows][v_head_dim]
   float* zeros;            // [v_head_dim]
   RowState* states;        // [rows]
@@ -107,8 +62,8 @@ struct Workspace {
     carver.take(queries, rows * qk_dim);
     carver.take(keys, int64_t{round_up(block, kPanel)} * qk_dim);
     carver.take(values, block * round_up(v_head_dim, kPanel));
-    carver.take(probabilities, kRowGroup * block);
-    carver.take(scores, kRowGroup * block);
+    carver.take(probabilities, kRowGroup * kMaxChunkKeys);
+    carver.take(scores, kRowGroup * kMaxChunkKeys);
     carver.take(output, rows * v_head_dim);
     carver.take(zeros, v_head_dim);
     carver.take(states, rows);
@@ -135,27 +90,41 @@ class AttentionLoop {
         rows_(tile.num_tokens * tile.group),
         qk_dim_(tile.head_dim + tile.rope_dim),
         v_dim_(tile.v_head_dim),
-        block_(block_keys<Engine>(qk_dim_, v_dim_)),
+        block_keys_(block_keys<Engine>(qk_dim_, v_dim_)),
         work_(scratch, rows_, qk_dim_, v_dim_),
-        factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E) {}
+        factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E),
+        block_(tile, block_keys_, work_.keys, work_.values, work_.zeros) {}
 
   bool run() {
     mark(tile_, kMarkPack);
     prepare_rows();
     const int64_t begin = visible_keys(tile_, 0).begin;
     const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
-    for (int64_t first = begin / block_ * block_; begin < end && first < end; first += block_) {
+    if (begin >= end) return finish_all();
+    for (int64_t first = begin / block_keys_ * block_keys_; first < end; first += block_keys_) {
       if (tile_.should_stop(tile_.stop_context)) return false;
-      const int n = static_cast<int>(smaller(block_, end - first));
+      const int n = static_cast<int>(smaller(block_keys_, end - first));
+      if (!any_shown(0, tile_.num_tokens, first, n)) continue;
       mark(tile_, kMarkPack);
-      pack_block(first, n, static_cast<int>(larger(0, begin - first)));
+      block_.pack(first, n, static_cast<int>(larger(0, begin - first)));
       for (int row = 0; row < rows_; row += kRowGroup) {
-        attend(row, static_cast<int>(smaller(kRowGroup, rows_ - row)), first, n);
+        const int count = static_cast<int>(smaller(kRowGroup, rows_ - row));
+        for (int key = 0; key < n; key += kMaxChunkKeys) {
+          attend(row, count, key, static_cast<int>(smaller(kMaxChunkKeys, n - key)));
+        }
       }
     }
-    mark(tile_, kMarkSoftmax);
-    for (int row = 0; row < rows_; ++row) finish(row);
-    return true;
+    return finish_all();
+  }
+
+  /// Whether the mask, if there is one, shows any of keys [first, first + n) to any
+  /// of tokens [token, end_token).
+  bool any_shown(int64_t token, int64_t end_token, int64_t first, int n) const {
+    if (tile_.mask == nullptr) return true;
+    for (int key = 0; key < n; key += kKeyGranule) {
+      if (mask_shows(tile_, token, end_token, first + key)) return true;
+    }
+    return false;
   }
 
   void prepare_rows() {
@@ -180,83 +149,59 @@ class AttentionLoop {
     __builtin_memset(work_.zeros, 0, sizeof(float) * v_dim_);
   }
 
-  /// Keys [first, first + n). The first `hidden` of them no token sees: they may
-  /// hold anything, NaN too, so a visible one stands in for them.
-  void pack_block(int64_t first, int n, int hidden) {
-    const char* rows[kMaxBlockKeys];
-    const auto locate = [&](const PagedRows& source) {
-      locate_rows(source, tile_, first + hidden, n - hidden, sizeof(T), rows + hidden);
-      for (int i = 0; i < hidden; ++i) rows[i] = rows[hidden];
-    };
-    const int64_t panel = int64_t{qk_dim_} * kPanel;
-    locate(tile_.k);
-    Engine::template pack_keys<T>(rows, n, tile_.head_dim, 0, panel, work_.keys);
-    if (tile_.rope_dim > 0) {
-      locate(tile_.k_rope);
-      Engine::template pack_keys<T>(rows, n, tile_.rope_dim, tile_.head_dim, panel, work_.keys);
-    }
-    locate(tile_.v);
-    const auto pack_values = [&](int* not_finite) {
-      return Engine::template pack_values<T>(
-          rows, n, v_dim_, int64_t{block_} * kPanel, work_.values, not_finite
-      );
-    };
-    num_special_ = pack_values(special_keys_);
-    if (num_special_ == 0) return;
-    // Zero times an infinity is NaN, so such values must not meet the rows that
-    // do not see them: zeros stand in for them, and add_special_value adds them.
-    for (int i = 0; i < num_special_; ++i) {
-      special_values_[i] = reinterpret_cast<const T*>(rows[special_keys_[i]]);
-      rows[special_keys_[i]] = reinterpret_cast<const char*>(work_.zeros);
-    }
-    int still_special[kMaxBlockKeys];
-    pack_values(still_special);
-  }
-
-  /// Rows [row, row + count) against keys [first, first + n).
-  void attend(int row, int count, int64_t first, int n) {
+  /// Rows [row, row + count) against n keys of the block from `chunk` on.
+  void attend(int row, int count, int chunk, int n) {
     const int64_t first_token = row / tile_.group;
-    const int64_t last_token = (row + count - 1) / tile_.group;
+    const int64_t end_token = (row + count - 1) / tile_.group + 1;
+    const int64_t first = block_.first() + chunk;
     const int64_t seen_from = visible_keys(tile_, first_token).begin - first;
-    const int64_t seen_to = visible_keys(tile_, last_token).end - first;
-    const int begin = static_cast<int>(larger(0, seen_from)) / kKeyGranule * kKeyGranule;
-    const int end = round_up(static_cast<int>(smaller(n, seen_to)), kKeyGranule);
+    const int64_t seen_to = visible_keys(tile_, end_token - 1).end - first;
+    int begin = static_cast<int>(larger(0, seen_from)) / kKeyGranule * kKeyGranule;
+    int end = round_up(static_cast<int>(smaller(n, seen_to)), kKeyGranule);
+    const auto hidden = [&](int key) {
+      return !any_shown(first_token, end_token, first + key, kKeyGranule);
+    };
+    while (begin < end && hidden(begin)) begin += kKeyGranule;
+    while (begin < end && hidden(end - kKeyGranule)) end -= kKeyGranule;
     if (begin >= end) return;
 
     const int64_t flops_per_dim = int64_t{2} * count * (end - begin);
     mark(tile_, kMarkQk, flops_per_dim * qk_dim_);
     multiply_panels<Engine, false>(
-        count, work_.queries + int64_t{row} * qk_dim_, qk_dim_, work_.keys,
-        int64_t{qk_dim_} * kPanel, 0, qk_dim_, begin, end, work_.scores, block_
+        count, work_.queries + int64_t{row} * qk_dim_, qk_dim_,
+        block_.keys() + chunk / kPanel * block_.keys_panel(), block_.keys_panel(), 0, qk_dim_,
+        begin, end, work_.scores, kMaxChunkKeys
     );
     mark(tile_, kMarkSoftmax);
     for (int i = 0; i < count; ++i) {
-      float* scores = work_.scores + int64_t{i} * block_;
+      float* scores = work_.scores + int64_t{i} * kMaxChunkKeys;
       const int64_t token = (row + i) / tile_.group;
       if (tile_.softcap > 0) apply_softcap(scores, begin, end, tile_.scale, tile_.softcap);
       hide_keys(scores, token, first, begin, end);
       softmax_row<kExp2Degree>(
-          scores, work_.probabilities + int64_t{i} * block_, begin, end, factor_,
+          scores, work_.probabilities + int64_t{i} * kMaxChunkKeys, begin, end, factor_,
           work_.states[row + i], work_.output + int64_t{row + i} * v_dim_, v_dim_
       );
     }
     mark(tile_, kMarkPv, flops_per_dim * v_dim_);
     multiply_panels<Engine, true>(
-        count, work_.probabilities + begin, block_, work_.values, int64_t{block_} * kPanel, begin,
-        end - begin, 0, v_dim_, work_.output + int64_t{row} * v_dim_, v_dim_
+        count, work_.probabilities + begin, kMaxChunkKeys, block_.values(), block_.values_panel(),
+        chunk + begin, end - begin, 0, v_dim_, work_.output + int64_t{row} * v_dim_, v_dim_
     );
-    for (int i = 0; i < num_special_; ++i) {
-      add_special_value(row, count, first, special_keys_[i], special_values_[i]);
+    for (int i = 0; i < block_.num_special(); ++i) {
+      const int key = block_.special_key(i) - chunk;
+      if (key >= 0 && key < n) add_special_value(row, count, first, key, block_.special_value(i));
     }
   }
 
-  /// O += P V for a key that pack_block left out, in the rows that see it.
+  /// O += P V for a key that was packed as zeros, in the rows that see it.
   [[gnu::noinline]] void add_special_value(
       int row, int count, int64_t first, int key, const T* value
   ) const {
     for (int i = 0; i < count; ++i) {
       if (!sees(tile_, (row + i) / tile_.group, first + key)) continue;
-      const Vector p = splat(Engine::probability(work_.probabilities + int64_t{i} * block_ + key));
+      const Vector p =
+          splat(Engine::probability(work_.probabilities + int64_t{i} * kMaxChunkKeys + key));
       float* output = work_.output + int64_t{row + i} * v_dim_;
       for (int d = 0; d < v_dim_; d += kLanes) {
         store(output + d, fma(p, load(value + d), load(output + d)));
@@ -273,12 +218,16 @@ class AttentionLoop {
     for (int j = begin; j < from; ++j) scores[j] = hidden;
     for (int j = to; j < end; ++j) scores[j] = hidden;
     if (tile_.mask == nullptr) return;
-    const uint8_t* bits = tile_.mask + token * tile_.mask_stride + first / 8;
     for (int j = begin; j < end; j += kLanes) {
-      uint16_t word;
-      __builtin_memcpy(&word, bits + j / 16 * 2, sizeof word);
-      store(scores + j, select(word >> j % 16, load(scores + j), splat(hidden)));
+      const uint32_t bits = mask_word(tile_, token, first + j / 32 * 32) >> j % 32;
+      store(scores + j, select(bits, load(scores + j), splat(hidden)));
     }
+  }
+
+  bool finish_all() const {
+    mark(tile_, kMarkWrite);
+    for (int row = 0; row < rows_; ++row) finish(row);
+    return true;
   }
 
   /// Normalises a row and writes it.
@@ -301,13 +250,10 @@ class AttentionLoop {
   const int rows_;
   const int qk_dim_;
   const int v_dim_;
-  const int block_;
+  const int block_keys_;
   const Workspace<Engine> work_;
   const float factor_;
-  // Keys of the current block whose values are not all finite.
-  int num_special_ = 0;
-  int special_keys_[kMaxBlockKeys];
-  const T* special_values_[kMaxBlockKeys];
+  KeyBlock<T, Engine> block_;
 };
 
 template <class T>

@@ -18,7 +18,7 @@ struct PagedRows {
 };
 
 /// What AttentionTile::mark is told.
-enum KernelScope : int32_t { kMarkPack, kMarkQk, kMarkSoftmax, kMarkPv };
+enum KernelScope : int32_t { kMarkPack, kMarkQk, kMarkSoftmax, kMarkPv, kMarkWrite };
 
 /// Attention of a few query tokens, and `group` query heads that share one KV
 /// head, over one sequence: the unit of work. Row (t, g) reads
@@ -98,5 +98,7 @@ extern const KernelTable table_avx512;
 extern const KernelTable table_avx512bf16;
 extern const KernelTable table_amxtwin;
 extern const KernelTable table_amx;
+extern const KernelTable table_neon;
+extern const KernelTable table_neonbf16;
 
 }  // namespace cpattn::kernels

@@ -15,12 +15,22 @@ constexpr int kPanel = kPanelVectors * kLanes;
 constexpr int kMaxRows = 6;
 /// Keys are masked, exponentiated and multiplied in groups of this many.
 constexpr int kKeyGranule = 32;
+/// Of a panel, as much as stays in L1 while rows pass by.
+constexpr int kPieceBytes = 32 * 1024;
 
 inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 inline void store_probabilities(float* p, Vector a, Vector b) {
   store(p, a);
   store(p + kLanes, b);
+}
+
+/// Starts to bring the rows a granule after `key` to L2, the line that begins with
+/// byte `offset`, if one does. In a cache of many heads the rows of one lie too far
+/// apart for the hardware to do so, and whole rows at once would wait for miss buffers.
+inline void fetch_ahead(const char* const* rows, int key, int n, int offset) {
+  if (offset % 64 != 0) return;
+  for (int i = 0; i < n; ++i) __builtin_prefetch(rows[key + kKeyGranule + i] + offset, 0, 2);
 }
 
 /// float32 operands, whatever the storage type: 16-bit inputs are widened while
@@ -38,20 +48,28 @@ struct Float32Engine {
     for (int d = 0; d < dim; d += kLanes) store(row + d, load(source + d));
   }
 
-  /// Packs keys rows[0..n) as columns, `dim` dimensions from panel row
-  /// `first_row` on. Columns up to the next whole granule become zeros.
+  /// Packs keys rows[begin..end) as columns, `dim` dimensions from panel row
+  /// `first_row` on. Columns up to the next whole granule become zeros; begin
+  /// starts a granule. The rows of one granule more are fetched.
   template <class T>
   static void pack_keys(
-      const char* const* rows, int n, int dim, int first_row, int64_t panel_size, float* panels
+      const char* const* rows,
+      int begin,
+      int end,
+      int dim,
+      int first_row,
+      int64_t panel_size,
+      float* panels
   ) {
-    for (int key = 0; key < round_up(n, kKeyGranule); key += kLanes) {
+    for (int key = begin; key < round_up(end, kKeyGranule); key += kLanes) {
       float* panel =
           panels + key / kPanel * panel_size + int64_t{first_row} * kPanel + key % kPanel;
       for (int d = 0; d < dim; d += kLanes) {
+        fetch_ahead(rows, key, kLanes, d * static_cast<int>(sizeof(T)));
         Vector block[kLanes];
         for (int i = 0; i < kLanes; ++i) {
           block[i] =
-              key + i < n ? load(reinterpret_cast<const T*>(rows[key + i]) + d) : splat(0.0F);
+              key + i < end ? load(reinterpret_cast<const T*>(rows[key + i]) + d) : splat(0.0F);
         }
         transpose(block);
         for (int i = 0; i < kLanes; ++i) store(panel + int64_t{d + i} * kPanel, block[i]);
@@ -59,18 +77,26 @@ struct Float32Engine {
     }
   }
 
-  /// Packs values rows[0..n) as panel rows; rows up to the next whole granule
-  /// become zeros. Lists the keys that hold an infinity or NaN; gives their number.
+  /// Packs values rows[begin..end) as panel rows; rows up to the next whole granule
+  /// become zeros. The rows of one granule more are fetched. Lists the keys that hold an infinity
+  /// or NaN; gives their number.
   template <class T>
   static int pack_values(
-      const char* const* rows, int n, int dim, int64_t panel_size, float* panels, int* not_finite
+      const char* const* rows,
+      int begin,
+      int end,
+      int dim,
+      int64_t panel_size,
+      float* panels,
+      int* not_finite
   ) {
     int count = 0;
-    for (int key = 0; key < round_up(n, kKeyGranule); ++key) {
+    for (int key = begin; key < round_up(end, kKeyGranule); ++key) {
       Vector seen = splat(0.0F);  // becomes NaN with the first infinity or NaN
       for (int d = 0; d < dim; d += kLanes) {
         float* cell = panels + d / kPanel * panel_size + int64_t{key} * kPanel + d % kPanel;
-        const Vector x = key < n ? load(reinterpret_cast<const T*>(rows[key]) + d) : splat(0.0F);
+        fetch_ahead(rows, key, 1, d * static_cast<int>(sizeof(T)));
+        const Vector x = key < end ? load(reinterpret_cast<const T*>(rows[key]) + d) : splat(0.0F);
         seen = fma(x, splat(0.0F), seen);
         store(cell, x);
       }
@@ -130,12 +156,14 @@ int64_t peak_flops(int64_t rounds) {
   const auto row = Engine::splat_row(operands);
   const auto columns = Engine::load_columns(operands);
   Vector sums[kSums];
+#pragma GCC unroll 24
   for (int i = 0; i < kSums; ++i) sums[i] = splat(static_cast<float>(i));
   for (int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 24
     for (int i = 0; i < kSums; ++i) sums[i] = Engine::multiply_add(row, columns, sums[i]);
   }
   float total = 0;
+#pragma GCC unroll 24
   for (int i = 0; i < kSums; ++i) total += reduce_add(sums[i]);
   [[maybe_unused]] const volatile float sink = total;
   return rounds * kSums * kFlops;
@@ -170,8 +198,33 @@ void multiply_rows(
   }
 }
 
+template <class Engine, bool kAccumulate>
+void multiply_columns(
+    int vectors,
+    int rows,
+    const typename Engine::Operand* a,
+    int64_t lda,
+    const typename Engine::Operand* panel,
+    int depth,
+    float* c,
+    int64_t ldc
+) {
+  if constexpr (kPanelVectors == 4) {
+    switch (vectors) {
+      case 3:
+        return multiply_rows<Engine, 3, kAccumulate>(rows, a, lda, panel, depth, c, ldc);
+      case 2:
+        return multiply_rows<Engine, 2, kAccumulate>(rows, a, lda, panel, depth, c, ldc);
+      case 1:
+        return multiply_rows<Engine, 1, kAccumulate>(rows, a, lda, panel, depth, c, ldc);
+    }
+  }
+  multiply_rows<Engine, kPanelVectors, kAccumulate>(rows, a, lda, panel, depth, c, ldc);
+}
+
 /// c (+)= a * b for columns [begin, end) of b, both multiples of 16; `b` points
-/// to the first panel, `depth_offset` skips rows of every panel.
+/// to the first panel, `depth_offset` skips rows of every panel. All rows pass a
+/// piece of a panel while it is in L1.
 template <class Engine, bool kAccumulate>
 void multiply_panels(
     int rows,
@@ -186,23 +239,20 @@ void multiply_panels(
     float* c,
     int64_t ldc
 ) {
+  constexpr int kPiece =
+      kPieceBytes / (kPanel * static_cast<int>(sizeof(typename Engine::Operand)));
   for (int column = begin / kPanel * kPanel; column < end; column += kPanel) {
     const auto* panel = b + column / kPanel * panel_size + int64_t{depth_offset} * kPanel;
     const int vectors = (end - column + kLanes - 1) / kLanes;
     float* block = c + column;
-    if (vectors >= kPanelVectors) {
-      multiply_rows<Engine, kPanelVectors, kAccumulate>(rows, a, lda, panel, depth, block, ldc);
-    } else if constexpr (kPanelVectors == 4) {
-      switch (vectors) {
-        case 3:
-          multiply_rows<Engine, 3, kAccumulate>(rows, a, lda, panel, depth, block, ldc);
-          break;
-        case 2:
-          multiply_rows<Engine, 2, kAccumulate>(rows, a, lda, panel, depth, block, ldc);
-          break;
-        default:
-          multiply_rows<Engine, 1, kAccumulate>(rows, a, lda, panel, depth, block, ldc);
-      }
+    multiply_columns<Engine, kAccumulate>(
+        vectors, rows, a, lda, panel, depth < kPiece ? depth : kPiece, block, ldc
+    );
+    for (int k = kPiece; k < depth; k += kPiece) {
+      const int piece = depth - k < kPiece ? depth - k : kPiece;
+      multiply_columns<Engine, true>(
+          vectors, rows, a + k, lda, panel + int64_t{k} * kPanel, piece, block, ldc
+      );
     }
   }
 }

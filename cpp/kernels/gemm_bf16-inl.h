@@ -47,14 +47,21 @@ struct Bfloat16Engine {
 
   template <class T>
   static void pack_keys(
-      const char* const* rows, int n, int dim, int first_row, int64_t panel_size, Bfloat16* panels
+      const char* const* rows,
+      int begin,
+      int end,
+      int dim,
+      int first_row,
+      int64_t panel_size,
+      Bfloat16* panels
   ) {
-    for (int key = 0; key < round_up(n, kKeyGranule); key += 16) {
+    for (int key = begin; key < round_up(end, kKeyGranule); key += 16) {
       Bfloat16* panel =
           panels + key / kPanel * panel_size + int64_t{first_row} * kPanel + key % kPanel * 2;
       for (int d = 0; d < dim; d += 32) {
+        fetch_ahead(rows, key, 16, d * 2);
         __m512i block[16];
-        const int pairs = load_key_pairs(rows, key, n, d, dim, block);
+        const int pairs = load_key_pairs(rows, key, end, d, dim, block);
         for (int i = 0; i < pairs; ++i) {
           _mm512_storeu_si512(panel + int64_t{d / 2 + i} * 2 * kPanel, block[i]);
         }
@@ -64,17 +71,24 @@ struct Bfloat16Engine {
 
   template <class T>
   static int pack_values(
-      const char* const* rows, int n, int dim, int64_t panel_size, Bfloat16* panels, int* not_finite
+      const char* const* rows,
+      int begin,
+      int end,
+      int dim,
+      int64_t panel_size,
+      Bfloat16* panels,
+      int* not_finite
   ) {
     const __m512i exponent_and_below = _mm512_set1_epi32(0x7fff7fff);
     const auto half_row = [&](int key, int d) {
-      return key < n ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[key] + d * 2))
-                     : _mm256_setzero_si256();
+      return key < end ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[key] + d * 2))
+                       : _mm256_setzero_si256();
     };
     int count = 0;
-    for (int key = 0; key < round_up(n, kKeyGranule); key += 2) {
+    for (int key = begin; key < round_up(end, kKeyGranule); key += 2) {
       __m512i largest = _mm512_setzero_si512();
       for (int d = 0; d < dim; d += 16) {
+        fetch_ahead(rows, key, 2, d * 2);
         const __m512i even = _mm512_cvtepu16_epi32(half_row(key, d));
         const __m512i odd = _mm512_cvtepu16_epi32(half_row(key + 1, d));
         const __m512i pairs = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));

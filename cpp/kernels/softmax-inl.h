@@ -12,34 +12,36 @@ constexpr float kLn2 = 0.693147181F;
 /// probabilities stay far inside every format, and O is rarely rescaled.
 constexpr float kRescaleAbove = 8.0F;
 
-/// Coefficients of 2^r on [-0.5, 0.5], minimax in relative error: 2.6e-6 for
-/// degree 4, which is below half an ulp of the 16-bit formats, and 1.9e-9, below
-/// the rounding of float32, for degree 6. tests_cpp measures both.
+/// Coefficients of 2^(r - 1/2) on [0, 1], minimax in relative error: 2.6e-6 for
+/// degree 4, below half an ulp of the 16-bit formats, and 1.9e-9, below the
+/// rounding of float32, for degree 6. In the middle, where the largest score of a
+/// row falls, the error is smaller still. tests_cpp measures both.
 template <int kDegree>
 struct Exp2Polynomial;
 template <>
 struct Exp2Polynomial<4> {
   static constexpr float kCoefficients[] = {
-      0.99999926F, 0.69312181F, 0.24024745F, 0.055917860F, 0.0095701020F
+      0.707108617F, 0.490027696F, 0.170725808F, 0.0367776565F, 0.00957010221F
   };
 };
 template <>
 struct Exp2Polynomial<6> {
-  static constexpr float kCoefficients[] = {
-      1.0F, 0.69314721F, 0.24022647F, 0.055503288F, 0.0096184890F, 0.0013399931F, 0.00015345812F
-  };
+  static constexpr float kCoefficients[] = {0.707106769F,   0.490128934F,   0.169868141F,
+                                            0.0392326489F,  0.00684397388F, 0.000879618747F,
+                                            0.000153458124F};
 };
 
-/// 2^x for x <= 127. At kExp2Floor and below, -inf included, it is 0; NaN stays NaN.
+/// 2^(x - 1/2) for x <= 127; 0 for -inf, NaN for NaN. Results below 2^-126 may be
+/// 0. The half costs nothing where x is a sum, and lets the exponent be cut off.
 template <int kDegree>
-inline Vector exp2(Vector x) {
+inline Vector exp2_less_half(Vector x) {
   Vector rest;
-  const Vector n = split_integer(max(splat(kExp2Floor), x), rest);
+  const Vector exponent = split_exponent(x, rest);
   constexpr auto& c = Exp2Polynomial<kDegree>::kCoefficients;
   Vector p = splat(c[kDegree]);
 #pragma GCC unroll 8
   for (int i = kDegree - 1; i >= 0; --i) p = fma(p, rest, splat(c[i]));
-  return scale_by_power(p, n);
+  return scale_by_power(p, exponent);
 }
 
 /// cap * tanh(x / cap) for `count` scores, scaled first.
@@ -50,7 +52,8 @@ inline void apply_softcap(float* scores, int begin, int end, float scale, float 
   for (int j = begin; j < end; j += kLanes) {
     // tanh(y) = 1 - 2 / (e^2y + 1); beyond +-40 it is +-1 in float32.
     const Vector y = min(splat(40.0F), max(splat(-40.0F), mul(load(scores + j), to_exponent)));
-    const Vector capped = sub(splat(cap), div(two_caps, add(exp2<6>(y), one)));
+    const Vector capped =
+        sub(splat(cap), div(two_caps, add(exp2_less_half<6>(add(y, splat(0.5F))), one)));
     store(scores + j, capped);
   }
 }
@@ -95,6 +98,43 @@ inline float output_scale(const RowState& state, const float* sink) {
   return shrink / (state.sum * shrink + 1.0F);
 }
 
+/// Of the scores of a row, in one pass.
+struct RowPass {
+  float maximum;  // of factor * score
+  float sum;      // of the probabilities
+};
+
+/// Probabilities 2^(factor * score - reference) of scores [begin, end). Without
+/// meaning, but harmless, where a score exceeds the reference by 2^127.
+template <int kDegree, class Probability>
+inline RowPass exponentiate(
+    const float* scores,
+    Probability* probabilities,
+    int begin,
+    int end,
+    float factor,
+    float reference
+) {
+  const Vector scale = splat(factor);
+  const Vector shift = splat(0.5F - reference);
+  Vector sum_a = splat(0.0F);
+  Vector sum_b = splat(0.0F);
+  Vector maximum_a = splat(-__builtin_inff());
+  Vector maximum_b = maximum_a;
+  for (int j = begin; j < end; j += 2 * kLanes) {
+    const Vector x = load(scores + j);
+    const Vector y = load(scores + j + kLanes);
+    maximum_a = max(maximum_a, x);
+    maximum_b = max(maximum_b, y);
+    const Vector a = exp2_less_half<kDegree>(fma(x, scale, shift));
+    const Vector b = exp2_less_half<kDegree>(fma(y, scale, shift));
+    sum_a = add(sum_a, a);
+    sum_b = add(sum_b, b);
+    store_probabilities(probabilities + j, a, b);
+  }
+  return {reduce_max(max(maximum_a, maximum_b)) * factor, reduce_add(add(sum_a, sum_b))};
+}
+
 /// Turns scores [begin, end) of a row into probabilities 2^(factor * score -
 /// reference) and adds them to the state; `output` (v_head_dim floats) is
 /// rescaled when the reference moves. begin and end are multiples of
@@ -112,37 +152,29 @@ inline void softmax_row(
     int v_head_dim
 ) {
   const float negative_infinity = -__builtin_inff();
-  const float maximum = row_maximum(scores, begin, end) * factor;
-  if (maximum == negative_infinity) {  // nothing visible here, or NaN hidden by max()
-    if (contains_nan(scores, begin, end)) state.sum = __builtin_nanf("");
-    const Vector zero = splat(0.0F);
-    for (int j = begin; j < end; j += 2 * kLanes) {
-      store_probabilities(probabilities + j, zero, zero);
-    }
-    return;
-  }
   if (state.reference == negative_infinity) {
-    state.reference = maximum;
-  } else if (maximum > state.reference + kRescaleAbove) {
-    const float shrink = __builtin_exp2f(state.reference - maximum);
+    state.reference = row_maximum(scores, begin, end) * factor;
+    if (state.reference == negative_infinity) {  // nothing visible here, or NaN hidden by max()
+      if (contains_nan(scores, begin, end)) state.sum = __builtin_nanf("");
+      const Vector zero = splat(0.0F);
+      for (int j = begin; j < end; j += 2 * kLanes) {
+        store_probabilities(probabilities + j, zero, zero);
+      }
+      return;
+    }
+  }
+  // The reference nearly always still does, so no pass looks for the maximum first.
+  RowPass pass = exponentiate<kDegree>(scores, probabilities, begin, end, factor, state.reference);
+  if (pass.maximum > state.reference + kRescaleAbove) {
+    const float shrink = __builtin_exp2f(state.reference - pass.maximum);
     for (int d = 0; d < v_head_dim; d += kLanes) {
       store(output + d, mul(load(output + d), splat(shrink)));
     }
     state.sum *= shrink;
-    state.reference = maximum;
+    state.reference = pass.maximum;
+    pass = exponentiate<kDegree>(scores, probabilities, begin, end, factor, state.reference);
   }
-  const Vector scale = splat(factor);
-  const Vector shift = splat(-state.reference);
-  Vector sum_a = splat(0.0F);
-  Vector sum_b = splat(0.0F);
-  for (int j = begin; j < end; j += 2 * kLanes) {
-    const Vector a = exp2<kDegree>(fma(load(scores + j), scale, shift));
-    const Vector b = exp2<kDegree>(fma(load(scores + j + kLanes), scale, shift));
-    sum_a = add(sum_a, a);
-    sum_b = add(sum_b, b);
-    store_probabilities(probabilities + j, a, b);
-  }
-  state.sum += reduce_add(add(sum_a, sum_b));
+  state.sum += pass.sum;
 }
 
 }  // namespace

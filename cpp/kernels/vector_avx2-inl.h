@@ -62,12 +62,11 @@ inline float reduce_max(Vector x) {
   return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
 
-/// Arguments of exp2 are raised to this, which scale_by_power turns into 0.
-constexpr float kExp2Floor = -127.0F;
-
-/// Splits x into the nearest integer, returned, and the rest in [-0.5, 0.5].
-inline Vector split_integer(Vector x, Vector& rest) {
-  const Vector n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+/// Splits x into an integer for scale_by_power and the rest in [0, 1]. Below -127
+/// x counts as -127, whose power is 0.
+inline Vector split_exponent(Vector x, Vector& rest) {
+  x = max(splat(-127.0F), x);
+  const Vector n = _mm256_floor_ps(x);
   rest = sub(x, n);
   return n;
 }

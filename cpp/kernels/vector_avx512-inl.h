@@ -54,17 +54,14 @@ inline Vector min(Vector a, Vector b) { return _mm512_min_ps(a, b); }
 inline float reduce_add(Vector x) { return _mm512_reduce_add_ps(x); }
 inline float reduce_max(Vector x) { return _mm512_reduce_max_ps(x); }
 
-/// Arguments of exp2 are raised to this: 2^x is then 0 without a special case.
-constexpr float kExp2Floor = -160.0F;
-
-/// Splits x into the nearest integer, returned, and the rest in [-0.5, 0.5].
-inline Vector split_integer(Vector x, Vector& rest) {
-  const Vector n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  rest = sub(x, n);
-  return n;
+/// Splits x into an exponent for scale_by_power and the rest in [0, 1], which is 0
+/// for infinities.
+inline Vector split_exponent(Vector x, Vector& rest) {
+  rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  return x;
 }
-/// x * 2^n for integral n.
-inline Vector scale_by_power(Vector x, Vector n) { return _mm512_scalef_ps(x, n); }
+/// x * 2^exponent, which vscalefps rounds down to an integer itself.
+inline Vector scale_by_power(Vector x, Vector exponent) { return _mm512_scalef_ps(x, exponent); }
 
 /// x where the bit of the lane is set, `other` elsewhere.
 inline Vector select(uint32_t bits, Vector x, Vector other) {

@@ -91,14 +91,12 @@ inline float reduce_max(Vector x) {
   return a > b ? a : b;
 }
 
-/// Arguments of exp2 are raised to this, which scale_by_power turns into 0.
-constexpr float kExp2Floor = -127.0F;
-
-/// Splits x, |x| < 2^22, into the nearest integer, returned, and the rest in
-/// [-0.5, 0.5].
-inline Vector split_integer(Vector x, Vector& rest) {
+/// Splits x < 2^22 into an integer for scale_by_power and the rest in [0, 1].
+/// Below -126.5 x counts as -126.5, whose power is 0.
+inline Vector split_exponent(Vector x, Vector& rest) {
   const Vector magic = splat(0x1.8p23F);
-  const Vector n = x + magic - magic;
+  x = max(splat(-126.5F), x);
+  const Vector n = (x - 0.5F) + magic - magic;
   rest = x - n;
   return n;
 }

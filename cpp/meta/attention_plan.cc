@@ -5,18 +5,24 @@
 #include <array>
 
 #include "cpattn/check.h"
+#include "cpattn/trace.h"
 
 namespace cpattn {
 namespace {
 
 constexpr int32_t kMaxHeadDim = 576;
-/// Rows of an item share one packing of K and V, which costs as much as about
-/// a dozen rows of arithmetic; beyond this many there is little left to gain.
-constexpr int64_t kMaxItemRows = 384;
+/// Rows of an item share one packing of K and V, which costs as much as a dozen
+/// rows of arithmetic from a cache and thirty from memory: beyond this many there
+/// is little left to gain.
+constexpr int64_t kMaxItemRows = 1536;
+/// Smaller items are worth it where there would be fewer than this many to share
+/// out, down to so many rows.
+constexpr int64_t kBalancedItems = 64;
+constexpr int64_t kMinItemRows = 384;
 constexpr int64_t kRowGranule = 24;
 constexpr int64_t kPackingRows = 12;
 /// Queries and accumulators of an item, in float32, stay below this.
-constexpr int64_t kItemBytes = 400 * 1024;
+constexpr int64_t kItemBytes = 4 << 20;
 
 void check_head_dim(const char* function, const char* name, int32_t dim) {
   check(
@@ -25,9 +31,14 @@ void check_head_dim(const char* function, const char* name, int32_t dim) {
   );
 }
 
-int64_t max_item_rows(const AttentionShape& shape) {
+int64_t max_item_rows(const AttentionBatch& batch) {
+  const AttentionShape& shape = batch.shape;
+  int64_t tokens = 0;
+  for (const AttentionSegment& segment : batch.segments) tokens += segment.q_len;
+  const int64_t share = tokens * shape.num_heads / kBalancedItems;
   const int64_t row_bytes = int64_t{4} * (shape.head_dim + shape.v_head_dim);
-  const int64_t rows = std::clamp(kItemBytes / row_bytes, kRowGranule, kMaxItemRows);
+  const int64_t rows =
+      std::min(std::clamp(share, kMinItemRows, kMaxItemRows), kItemBytes / row_bytes);
   return rows / kRowGranule * kRowGranule;
 }
 
@@ -141,6 +152,7 @@ void check_page_size(const char* function, int64_t page_size, int64_t num_pages)
 }  // namespace
 
 AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num_threads) {
+  const TraceSpan span(TraceScope::plan);
   const AttentionShape& shape = batch.shape;
   check(shape.num_kv_heads >= 1, function, ": num_kv_heads must be >= 1, got ", shape.num_kv_heads);
   check(
@@ -154,13 +166,18 @@ AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num
 
   AttentionPlan plan;
   plan.num_threads = num_threads;
-  const int64_t max_rows = max_item_rows(shape);
+  const int64_t max_rows = max_item_rows(batch);
   for (std::size_t i = 0; i < batch.segments.size(); ++i) {
     append_items(batch, static_cast<int32_t>(i), max_rows, plan);
   }
   plan.batch = std::move(batch);
   sort_items(plan);
   return plan;
+}
+
+int64_t visible_pairs(const AttentionBatch& batch, const AttentionItem& item) {
+  const AttentionSegment& segment = batch.segments[item.segment];
+  return item.num_heads * visible_pairs(batch, segment, item.first_token, item.num_tokens);
 }
 
 PageTable page_table_from_blocks(

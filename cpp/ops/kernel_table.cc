@@ -28,6 +28,14 @@ const kernels::KernelTable& active_kernels() {
     case Isa::amx:
       return kernels::table_amx;
 #endif
+#ifdef CPATTN_HAVE_NEON
+    case Isa::neon:
+      return kernels::table_neon;
+#endif
+#ifdef CPATTN_HAVE_NEONBF16
+    case Isa::neonbf16:
+      return kernels::table_neonbf16;
+#endif
     default:
       return kernels::table_portable;
   }

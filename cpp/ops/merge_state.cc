@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "cpattn/check.h"
+#include "cpattn/trace.h"
 #include "ops/kernel_table.h"
 
 namespace cpattn {
@@ -68,6 +69,7 @@ void merge_state(
   check_no_overlap("lse_a", lse_a, "out_b", out_b);
   check_no_overlap("lse_a", lse_a, "lse_b", lse_b);
 
+  const TraceSpan span(TraceScope::merge);
   const auto weighted_sum = active_kernels().weighted_sum[type];
   const int64_t bytes = element_size(out_a.dtype);
   for (int64_t t = 0; t < out_a.shape[0]; ++t) {

@@ -8,6 +8,7 @@
 
 #include "cpattn/check.h"
 #include "cpattn/parallel.h"
+#include "cpattn/trace.h"
 #include "ops/kernel_table.h"
 
 namespace cpattn {
@@ -182,6 +183,20 @@ kernels::PagedRows rows_of_head(const PagedCache& cache, int64_t kv_head) {
 
 bool stop_requested(void* token) { return static_cast<StopToken*>(token)->should_stop(); }
 
+static_assert(static_cast<int>(TraceScope::pack) == kernels::kMarkPack);
+static_assert(static_cast<int>(TraceScope::qk) == kernels::kMarkQk);
+static_assert(static_cast<int>(TraceScope::softmax) == kernels::kMarkSoftmax);
+static_assert(static_cast<int>(TraceScope::pv) == kernels::kMarkPv);
+static_assert(static_cast<int>(TraceScope::write) == kernels::kMarkWrite);
+
+void mark(void* dtype, int32_t scope, int64_t flops) {
+  trace_mark(static_cast<TraceScope>(scope), flops, *static_cast<DType*>(dtype));
+}
+
+int64_t useful_flops(const AttentionBatch& batch, const AttentionItem& item) {
+  return 2 * visible_pairs(batch, item) * (batch.shape.head_dim + batch.shape.v_head_dim);
+}
+
 kernels::AttentionTile make_tile(
     const AttentionPlan& plan,
     const AttentionItem& item,
@@ -223,6 +238,8 @@ kernels::AttentionTile make_tile(
       .out_head_stride = arguments.out.strides[1],
       .should_stop = &stop_requested,
       .stop_context = &stop,
+      .mark = tracing() ? &mark : nullptr,
+      .mark_context = const_cast<DType*>(&arguments.q.dtype),
   };
   if (rope > 0) {
     tile.q_rope = first_row(*arguments.q_rope);
@@ -310,11 +327,15 @@ void run_attention(const AttentionPlan& plan, const AttentionArguments& argument
   const int threads = plan.num_threads > 0 ? plan.num_threads : default_num_threads();
   const auto& kernel =
       active_kernels().attention[element_type(arguments.function, "q", arguments.q.dtype)];
+  const TraceSpan call(TraceScope::call, 0, arguments.q.dtype, arguments.function);
   clear_rows_outside(plan.batch, arguments);
   const AttentionShape& shape = plan.batch.shape;
   const auto num_items = static_cast<int64_t>(plan.items.size());
   parallel_for(num_items, threads, [&](int64_t index, StopToken& stop) {
     const AttentionItem& item = plan.items[index];
+    const TraceSpan span(
+        TraceScope::item, tracing() ? useful_flops(plan.batch, item) : 0, arguments.q.dtype
+    );
     const kernels::AttentionTile tile = make_tile(plan, item, arguments, stop);
     const int64_t rows = int64_t{item.num_tokens} * item.num_heads;
     kernel.run(&tile, thread_scratch(kernel.scratch_bytes(rows, shape.head_dim, shape.v_head_dim)));

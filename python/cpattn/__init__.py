@@ -5,7 +5,14 @@ from importlib import import_module
 from types import ModuleType
 
 from . import reference
-from ._core import AttentionPlan, __version__, active_isa, set_num_threads, supported_isas
+from ._core import (
+    AttentionPlan,
+    TraceScope,
+    __version__,
+    active_isa,
+    set_num_threads,
+    supported_isas,
+)
 from .attention import (
     do_cp_attn_fia,
     merge_state,
@@ -22,11 +29,14 @@ from .context_parallel import (
     can_dsa_prefill_cp_interleave,
 )
 from .fia import npu_fused_infer_attention_score
+from .profiling import Profile, profile
 
 __all__ = [
     "AttentionPlan",
     "ContextParallelMetadata",
     "ForwardMode",
+    "Profile",
+    "TraceScope",
     "__version__",
     "active_isa",
     "build_cp_metadata",
@@ -38,6 +48,7 @@ __all__ = [
     "npu_fused_infer_attention_score",
     "paged_attention",
     "plan_attention",
+    "profile",
     "reference",
     "run_attention",
     "set_num_threads",

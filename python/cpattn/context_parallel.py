@@ -282,7 +282,8 @@ def _unshard(self: ContextParallelMetadata, parts: Sequence[Tensor], dim: int = 
                 f"least {wanted} rows along dim {dim}, got shape {tuple(part.shape)}"
             )
         logical.append(part[(slice(None),) * dim + (slice(wanted),)])
-    return _take(_concatenate(logical, dim), self._gathered_row_indices(), dim)
+    with _core.TraceSpan(_core.TraceScope.gather):
+        return _take(_concatenate(logical, dim), self._gathered_row_indices(), dim)
 
 
 ContextParallelMetadata.shard = _shard  # type: ignore[method-assign]

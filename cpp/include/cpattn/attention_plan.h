@@ -98,6 +98,9 @@ struct AttentionPlan {
 /// consistent: that is checked where they are made.
 AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num_threads);
 
+/// (row, key) pairs of an item that its window lets see; a custom mask may hide some.
+int64_t visible_pairs(const AttentionBatch& batch, const AttentionItem& item);
+
 /// Tables of sequences as users give them: a rectangle whose row r holds at
 /// least ceil(kv_lens[r] / page_size) page ids (later entries are never read),
 /// checked against num_pages. Throws std::invalid_argument naming the sequence,

@@ -12,7 +12,7 @@ namespace cpattn {
 /// are proved bit for bit by the twin and have not been timed on hardware yet.
 /// amx_twin runs the kernels of amx bit for bit, with the tile instructions in
 /// plain C++: slow, and in test builds (CPATTN_AMX_TWIN) only.
-enum class Isa { portable, avx2, avx512, avx512bf16, amx_twin, amx };
+enum class Isa { portable, avx2, avx512, avx512bf16, amx_twin, amx, neon, neonbf16 };
 
 std::string_view isa_name(Isa isa);
 

@@ -1,5 +1,7 @@
 # Types of the compiled core. Written by hand, checked by mypy.stubtest.
+import enum
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Any, ClassVar, final, type_check_only
 
 import numpy as np
@@ -29,6 +31,35 @@ def has_avx512_fp16() -> bool: ...
 def measure_peak(dtype: str, num_threads: int) -> float: ...
 def default_num_threads() -> int: ...
 def set_num_threads(num_threads: int) -> None: ...
+
+class TraceScope(enum.IntEnum):
+    __pybind11_native_enum__: ClassVar[Any]
+    pack = 0
+    qk = 1
+    softmax = 2
+    pv = 3
+    write = 4
+    merge = 5
+    gather = 6
+    plan = 7
+    wait = 8
+    item = 9
+    call = 10
+
+@final
+class TraceSpan(metaclass=_pybind11_type):
+    def __init__(self, scope: TraceScope) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+def start_trace(max_events: int) -> None: ...
+def stop_trace() -> tuple[int, NDArray[np.void], list[tuple[str, int, int]], list[str]]: ...
+def dtype_name(code: int) -> str: ...
 
 @final
 class ContextParallelMetadata(_Bound):

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import _core
+
 PLAN_TERMS = ("lengths", "strategy and page_size", "block_tables", "slots")
 _CALLS = ("write_kv", "gather")
 # What the ranks compare before an exchange, int64 each. The first difference is reported.
@@ -89,7 +91,8 @@ class RowExchange:
         begin = sum(rows_per_rank[: self.rank])
         for column, part in zip(columns, parts, strict=True):
             column[begin : begin + len(part)] = part
-        self._exchange(call, buffer, rows_per_rank)
+        with _core.TraceSpan(_core.TraceScope.gather):
+            self._exchange(call, buffer, rows_per_rank)
         self._buffer = storage
         return columns
 

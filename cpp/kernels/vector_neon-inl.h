@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Four float lanes, the Advanced SIMD (NEON) of every 64-bit Arm processor.
+#include <arm_neon.h>
+#include <stdint.h>
+
+#include "kernels/elements-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+using Vector = float32x4_t;
+constexpr int kLanes = 4;
+/// Columns of one packed panel, in vectors: 6 x 4 accumulators, 4 columns and a
+/// row leave 3 of the 32 registers free.
+constexpr int kPanelVectors = 4;
+
+inline Vector splat(float x) { return vdupq_n_f32(x); }
+inline Vector load(const float* p) { return vld1q_f32(p); }
+inline Vector load(const Half* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
+inline Vector load(const Bfloat16* p) {
+  return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&p->bits), 16));
+}
+inline void store(float* p, Vector x) { vst1q_f32(p, x); }
+inline void store(Half* p, Vector x) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+inline void store(Bfloat16* p, Vector x) {
+  const uint32x4_t bits = vreinterpretq_u32_f32(x);
+  const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+  const uint32x4_t ordered = vceqq_f32(x, x);
+  vst1_u16(&p->bits, vshrn_n_u32(vbslq_u32(ordered, rounded, vdupq_n_u32(0x7fc00000)), 16));
+}
+
+inline Vector add(Vector a, Vector b) { return vaddq_f32(a, b); }
+inline Vector sub(Vector a, Vector b) { return vsubq_f32(a, b); }
+inline Vector mul(Vector a, Vector b) { return vmulq_f32(a, b); }
+inline Vector div(Vector a, Vector b) { return vdivq_f32(a, b); }
+/// a * b + c
+inline Vector fma(Vector a, Vector b, Vector c) { return vfmaq_f32(c, a, b); }
+/// The larger (smaller) one; NaN when either is NaN.
+inline Vector max(Vector a, Vector b) { return vmaxq_f32(a, b); }
+inline Vector min(Vector a, Vector b) { return vminq_f32(a, b); }
+inline float reduce_add(Vector x) { return vaddvq_f32(x); }
+inline float reduce_max(Vector x) { return vmaxvq_f32(x); }
+
+/// Splits x into an integer for scale_by_power and the rest in [0, 1]. Below -127
+/// x counts as -127, whose power is 0.
+inline Vector split_exponent(Vector x, Vector& rest) {
+  x = max(splat(-127.0F), x);
+  const Vector n = vrndmq_f32(x);
+  rest = sub(x, n);
+  return n;
+}
+/// x * 2^n for integral n in [-127, 127], with 2^-127 counted as 0.
+inline Vector scale_by_power(Vector x, Vector n) {
+  const int32x4_t exponent = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
+  return mul(x, vreinterpretq_f32_s32(vshlq_n_s32(exponent, 23)));
+}
+
+/// x where the bit of the lane is set, `other` elsewhere.
+inline Vector select(uint32_t bits, Vector x, Vector other) {
+  const uint32x4_t lane = {1, 2, 4, 8};
+  return vbslq_f32(vtstq_u32(vdupq_n_u32(bits), lane), x, other);
+}
+
+/// 4 x 4 transpose.
+inline void transpose(Vector* r) {
+  const float32x4x2_t upper = vtrnq_f32(r[0], r[1]);
+  const float32x4x2_t lower = vtrnq_f32(r[2], r[3]);
+  r[0] = vcombine_f32(vget_low_f32(upper.val[0]), vget_low_f32(lower.val[0]));
+  r[1] = vcombine_f32(vget_low_f32(upper.val[1]), vget_low_f32(lower.val[1]));
+  r[2] = vcombine_f32(vget_high_f32(upper.val[0]), vget_high_f32(lower.val[0]));
+  r[3] = vcombine_f32(vget_high_f32(upper.val[1]), vget_high_f32(lower.val[1]));
+}
+
+}  // namespace
+}  // namespace cpattn::kernels
