@@ -12,7 +12,7 @@ export PATH := $(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR)/build/release/python
 CPP_SOURCES = $(shell find cpp tests_cpp -name '*.h' -o -name '*.cc')
 
-.PHONY: demo test build lint format clean
+.PHONY: demo test build bench bench-env lint format clean
 
 demo: build  ## the main job: replays serving traffic; options in ARGS
 	@python -m cpattn replay $(ARGS)
@@ -20,6 +20,18 @@ demo: build  ## the main job: replays serving traffic; options in ARGS
 test: build  ## C++ tests, then Python tests
 	@ctest --preset release
 	@python -m pytest -q $(ARGS)
+
+bench: build bench-env  ## everything in bench/, plots and README, under 15 minutes; idle machine
+	@status=0; for bench in $(filter-out %_attention.py,$(wildcard bench/bench_*.py)); do \
+	  python $$bench || status=1; done; \
+	  python bench/bench_attention.py $(ARGS) || status=1; \
+	  python bench/plots.py && python scripts/readme_figures.py && exit $$status
+
+bench-env: .venv-bench/.ready  ## the engines that the benchmarks compare with
+.venv-bench/.ready: bench/peer_environment.sh
+	@echo "Installing the engines to compare with into .venv-bench ..."
+	@bench/peer_environment.sh $(PYTHON) .venv-bench $(TORCH)
+	@touch $@
 
 build: build/release/.configured
 	@cmake --build --preset release
@@ -57,4 +69,4 @@ format: .venv/.lint  ## fixes what it can
 	@clang-format -i $(CPP_SOURCES)
 
 clean:
-	rm -rf build .venv
+	rm -rf build .venv .venv-bench

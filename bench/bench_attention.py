@@ -1,154 +1,163 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention against torch's scaled_dot_product_attention with a mask.
+"""Paged attention against the attention of every engine that installs on a CPU.
 
-torch has no paged attention on the CPU, so the peer first gathers the pages ("gather + SDPA",
-what an engine does); "SDPA, gathered" leaves that out of its time. Causal attention behind a
-prefix needs a mask there: is_causal aligns to the top left. Only visible scores count as work.
+    python bench/bench_attention.py [--quick] [--resume] [--only TEXT] [--trace FILE]
+
+Rows are kept as they come; ``--resume`` goes on after the last complete case. The peers run in
+the environment that ``make bench-env`` makes; those not installed are rows that say so.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import cpattn
 from cpattn import torch_guard
-from harness import Suite
 
 if message := torch_guard.prepare():
     print(message)
 
-import torch
-import torch.nn.functional as F
-
+import workloads
+from contender import Contender, Row, contenders
 from cpattn import _core
+from harness import RESULTS, ROOT, environment
+from peers import NAMES, QUICK
+from race import race
+from report import print_case, print_summary
+from workloads import Case
 
-NUM_HEADS, NUM_KV_HEADS, PAGE_SIZE = 32, 8, 128
-RAGGED_NEW = (37, 128, 511, 1024, 2048, 300, 77, 900)
-RAGGED_PREFIX = (0, 4096, 1000, 0, 2048, 8191, 64, 500)
-
-
-@dataclass(frozen=True)
-class Workload:
-    name: str
-    new: tuple[int, ...]
-    prefix: tuple[int, ...]
-    dtype: torch.dtype = torch.bfloat16
-    head_dim: int = 128
-    bar: float | None = None  # times the speed of gather + SDPA
-
-    @property
-    def kv_lens(self) -> list[int]:
-        return [n + p for n, p in zip(self.new, self.prefix, strict=True)]
-
-    @property
-    def gflop(self) -> float:
-        visible = sum(n * p + n * (n + 1) // 2 for n, p in zip(self.new, self.prefix, strict=True))
-        return 4e-9 * self.head_dim * NUM_HEADS * visible
+PEER_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
 
 
-WORKLOADS = (
-    Workload("2048 new behind 8192 cached", (2048,), (8192,), bar=1.0),
-    Workload("causal 4096", (4096,), (0,), bar=1.0),
-    Workload("ragged batch of 8", RAGGED_NEW, RAGGED_PREFIX, bar=1.0),
-    Workload("head_dim 64, causal 4096", (4096,), (0,), head_dim=64, bar=1.0),
-    Workload("float32, causal 4096", (4096,), (0,), dtype=torch.float32, bar=1.0),
-    Workload("float16, causal 4096", (4096,), (0,), dtype=torch.float16, bar=1.0),
-)
-QUICK = (Workload("64 new behind 192 cached", (64,), (192,)),)
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
+    parser.add_argument("--quick", action="store_true", help="small cases, results not kept")
+    parser.add_argument("--resume", action="store_true", help="keep the cases of a stopped run")
+    parser.add_argument("--only", default="", help="cases with this text in their names, not kept")
+    parser.add_argument("--peers", default="", help="modules of bench/peers, by commas, or all")
+    trace = os.environ.get("CPATTN_TRACE")
+    parser.add_argument(
+        "--trace", type=Path, default=trace, help="a request trace, .jsonl or .jsonl.gz"
+    )
+    parser.add_argument("--budget", type=float, default=0.8, help="seconds of samples per peer")
+    parser.add_argument("--peers-python", type=Path, default=PEER_PYTHON, help="their interpreter")
+    return parser.parse_args()
 
 
-def make_tensors(work: Workload) -> dict[str, Any]:
-    """Random tensors with shuffled pages, and the masks SDPA needs."""
-    generator = torch.Generator().manual_seed(0)
-    pages = [-(-length // PAGE_SIZE) for length in work.kv_lens]
-    order = torch.randperm(sum(pages), generator=generator, dtype=torch.int64)
-    block_tables = torch.full((len(pages), max(pages)), -1, dtype=torch.int32)
-    first = 0
-    for row, count in enumerate(pages):
-        block_tables[row, :count] = order[first : first + count]
-        first += count
-    cache = (sum(pages), PAGE_SIZE, NUM_KV_HEADS, work.head_dim)
-    return {
-        "q": torch.randn(sum(work.new), NUM_HEADS, work.head_dim, generator=generator).to(
-            work.dtype
-        ),
-        "k": torch.randn(cache, generator=generator).to(work.dtype),
-        "v": torch.randn(cache, generator=generator).to(work.dtype),
-        "block_tables": block_tables,
-        "masks": [
-            torch.ones(n, p + n, dtype=torch.bool).tril(p)
-            for n, p in zip(work.new, work.prefix, strict=True)
-        ],
-    }
+class _Raw(argparse.RawDescriptionHelpFormatter): ...
 
 
-def gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
-    """The rows of one sequence as SDPA wants them: [1, heads, length, dim]."""
-    pages = cache[table[: -(-length // PAGE_SIZE)].long()]
-    return pages.flatten(0, 1)[:length].transpose(0, 1).unsqueeze(0)
+class Run:
+    """The cases of a run: those to do, and the rows of those done."""
 
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.kept = not (arguments.quick or arguments.only)
+        self.unfinished = RESULTS / "attention.jsonl.part"
+        self.rows: list[Row] = []
+        if self.kept and arguments.resume and self.unfinished.exists():
+            lines = self.unfinished.read_text().splitlines()
+            self.rows = [json.loads(line) for line in lines]
+        self.environment = environment()
+        self.threads = _core.default_num_threads()
+        self._file = None
+        if self.kept:
+            RESULTS.mkdir(exist_ok=True)
+            self._file = self.unfinished.open("a" if self.rows else "w")
 
-def implementations(work: Workload) -> dict[str, Callable[[], torch.Tensor]]:
-    data = make_tensors(work)
-    q, k, v, tables = data["q"], data["k"], data["v"], data["block_tables"]
-    plan = {"q_lens": list(work.new), "kv_lens": work.kv_lens, "block_tables": tables}
-
-    def gathered() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def cases(self) -> list[Case]:
+        cases = workloads.quick() if self.arguments.quick else workloads.full(self.arguments.trace)
+        done = {(row["case"]["workload"], row["case"]["threads"]) for row in self.rows}
         return [
-            (gather(k, row, length), gather(v, row, length))
-            for row, length in zip(tables, work.kv_lens, strict=True)
+            case
+            for case in cases
+            if self.arguments.only.strip() in case.workload.name
+            and (case.workload.name, self.threads_of(case)) not in done
         ]
 
-    def sdpa(sequences: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        outputs = []
-        chunks = q.split(work.new)
-        for x, (keys, values), mask in zip(chunks, sequences, data["masks"], strict=True):
-            query = x.transpose(0, 1).unsqueeze(0)
-            out = F.scaled_dot_product_attention(
-                query, keys, values, attn_mask=mask, enable_gqa=True
-            )
-            outputs.append(out[0].transpose(0, 1))
-        return torch.cat(outputs)
+    def threads_of(self, case: Case) -> int:
+        return self.threads if case.all_threads else 1
 
-    ready = [(keys.contiguous(), values.contiguous()) for keys, values in gathered()]
-    return {
-        "cpattn": lambda: cpattn.paged_attention(q, k, v, **plan),
-        "SDPA, gathered": lambda: sdpa(ready),
-        "gather + SDPA": lambda: sdpa(gathered()),
-    }
+    def contenders(self, num_threads: int) -> dict[str, Contender]:
+        python = self.arguments.peers_python
+        if self.arguments.quick or not python.exists():
+            python = Path(sys.executable)
+        modules = list(QUICK if self.arguments.quick else NAMES)
+        if self.arguments.peers:
+            modules = ["ours", *self.arguments.peers.split(",")]
+        return contenders(modules, num_threads, str(python))
+
+    def add(self, case: Case, rows: list[Row]) -> list[Row]:
+        """Complete the rows of a case with what it is, and keep them."""
+        work = case.workload
+        timed = [row for row in rows if row["status"] == "ok"]
+        ours, *peers = timed or [{}]
+        common = {
+            "bench": "attention",
+            "case": {"workload": work.name, "threads": self.threads_of(case)},
+            "shape": asdict(work),
+            "intensity": work.flop / work.bytes,
+            "gflop": work.flop / 1e9,
+            "series": case.series,
+        }
+        if ours.get("implementation") == NAMES["ours"]:
+            if peers:
+                best = min(peers, key=lambda row: row["median"])
+                ours["best_peer"] = best["implementation"]
+                ours["speedup"] = best["median"] / ours["median"]
+            bar = case.amx_bar if self.environment["isa"] == "amx" else case.bar
+            if bar:
+                ours |= {"bar": bar, "missed": ours["percent_of_peak"] < bar}
+            ours |= {"amx_bar": case.amx_bar, "base": case.base, "within": case.within}
+        rows = [common | row | self.environment for row in rows]
+        self.rows += rows
+        if self._file:
+            self._file.write("".join(json.dumps(row) + "\n" for row in rows))
+            self._file.flush()
+        return rows
+
+    def finish(self) -> None:
+        if self._file:
+            self._file.close()
+            os.replace(self.unfinished, RESULTS / "attention.jsonl")
 
 
-def peak_gflops(dtype: str, num_threads: int) -> float:
-    return _core.measure_peak(dtype, num_threads) / 1e9
-
-
-def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
-    """Both round once to the output's dtype and their probabilities to bf16 or better: 4 eps."""
-    eps = torch.finfo(expected.dtype).eps
-    tolerance = 4 * eps if expected.dtype != torch.float32 else 64 * eps
-    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
+def peak_of(case: Case, num_threads: int) -> Callable[[], float]:
+    """flop/s of the multiply-add for the dtype, or bytes/s where memory is the limit."""
+    work = case.workload
+    if work.is_decode:
+        return partial(_core.measure_read_bandwidth, num_threads)
+    return partial(
+        _core.measure_peak, "bfloat16" if work.dtype == "bfloat16" else "float32", num_threads
+    )
 
 
 def main() -> int:
-    suite = Suite("attention", "Paged attention, 32 query and 8 KV heads, shuffled pages of 128")
-    for num_threads in suite.cases([2, 1], quick=[1]):
+    run = Run(parse_arguments())
+    begin, cases = time.monotonic(), run.cases()
+    children: dict[int, dict[str, Contender]] = {}
+    for i, case in enumerate(cases):
+        num_threads = run.threads_of(case)
         cpattn.set_num_threads(num_threads)
-        torch.set_num_threads(num_threads)
-        for work in suite.cases(WORKLOADS if num_threads > 1 else WORKLOADS[:1], quick=QUICK):
-            dtype = str(work.dtype).removeprefix("torch.")
-            suite.compare(
-                {"workload": work.name, "threads": num_threads},
-                implementations(work),
-                make_inputs=tuple,
-                assert_same=assert_close,
-                work=(work.gflop, "GFLOP"),
-                peak=partial(peak_gflops, dtype, num_threads),
-                bar=work.bar,
-            )
-    return suite.finish()
+        if num_threads not in children:
+            children[num_threads] = run.contenders(num_threads)
+        rows = race(case, children[num_threads], peak_of(case, num_threads), run.arguments.budget)
+        progress = f"{i + 1}/{len(cases)}, {time.monotonic() - begin:.0f} s"
+        print_case(run.add(case, rows), progress)
+    for group in children.values():
+        for contender in group.values():
+            contender.stop()
+    run.finish()
+    print_summary(run.rows)
+    return int(any(row.get("missed") or row["status"] == "wrong" for row in run.rows))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
 import re
 import subprocess
@@ -33,6 +34,7 @@ from rich.table import Table
 
 import cpattn
 from cpattn import _core
+from figures import case_label, duration
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
@@ -127,8 +129,8 @@ class Suite:
             table.add_row(
                 case if case != previous else "",
                 row["implementation"],
-                _duration(row["median"]),
-                _duration(row["minimum"]),
+                duration(row["median"]),
+                duration(row["minimum"]),
                 f"{row['spread'] / row['median']:.0%}",
                 f"{row['rate']:.1f} {row['unit']}/s" if "unit" in row else "",
                 f"{row['percent_of_peak']:.0f} %" if "peak" in row else "",
@@ -138,10 +140,6 @@ class Suite:
             previous = case
         console = Console()
         Console(width=None if console.is_terminal else 170).print(table)
-
-
-def case_label(case: Mapping[str, Any]) -> str:
-    return ", ".join(v if isinstance(v, str) else f"{k} {v}" for k, v in case.items())
 
 
 def environment() -> dict[str, Any]:
@@ -154,6 +152,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": version("numpy"),
         "torch": version("torch"),
+        "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA"),
         "cpattn": cpattn.__version__,
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -191,13 +190,6 @@ def _sample(function: Callable[..., Any], inputs: tuple[Any, ...], calls: int) -
 def _timing(samples: list[float], calls: int) -> Timing:
     low, _, high = quantiles(samples, n=4) if len(samples) > 1 else [samples[0]] * 3
     return Timing(median(samples), min(samples), high - low, len(samples), calls)
-
-
-def _duration(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
 
 
 def _cpu_name() -> str:

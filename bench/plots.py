@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws bench/results/attention.jsonl: roofline, speed-ups, scaling with length and batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from harness import RESULTS
+from peers import NAMES
+
+Row = dict[str, Any]
+COLORS = dict(zip(NAMES.values(), ["#000000", *plt.cm.tab10.colors], strict=False))
+MARKERS = dict(zip(NAMES.values(), "osD^vPX*", strict=True))
+
+
+def read() -> list[Row]:
+    lines = (RESULTS / "attention.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [row for row in rows if row["status"] == "ok"]
+
+
+def style(axes: Axes, title: str, x: str, y: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+
+
+def machine(row: Row) -> str:
+    threads = row["num_threads"]
+    return f"{row['machine']}, {threads} threads, {row['isa']}, {row['date']}"
+
+
+def draw_roofline(rows: list[Row]) -> Figure:
+    """Achieved flop/s over the flops that each byte of compulsory traffic allows."""
+    most = max(row["case"]["threads"] for row in rows)
+    rows = [r for r in rows if r["case"]["threads"] == most and r["shape"]["dtype"] == "bfloat16"]
+    compute = max(row["peak"] for row in rows if row["unit"] == "GFLOP")
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    intensities = np.geomspace(min(r["intensity"] for r in rows) / 2, 2e4, 500)
+    bandwidths = [row["peak"] for row in rows if row["unit"] == "GB"]
+    roof = np.full_like(intensities, compute)
+    if bandwidths:
+        roof = np.minimum(roof, intensities * max(bandwidths))
+        axes.text(
+            intensities[0],
+            roof[0] * 1.25,
+            f"  {max(bandwidths):.0f} GB/s read",
+            rotation=35,
+            rotation_mode="anchor",
+            fontsize=9,
+        )
+    axes.loglog(intensities, roof, color="0.4")
+    axes.text(intensities[-1], compute * 1.06, f"{compute:.0f} GFLOP/s", ha="right", fontsize=9)
+    for name in COLORS:
+        mine = [row for row in rows if row["implementation"] == name]
+        axes.loglog(
+            [row["intensity"] for row in mine],
+            [row["gflop"] / row["median"] for row in mine],
+            MARKERS[name],
+            color=COLORS[name],
+            label=name,
+            ms=5,
+            alpha=0.8,
+            zorder=3 if name == "cpattn" else 2,
+        )
+    style(
+        axes,
+        f"Roofline, bfloat16\n{machine(rows[0])}",
+        "flop per byte of q, K, V and output",
+        "GFLOP/s",
+    )
+    axes.legend(fontsize=8, loc="lower right")
+    return figure
+
+
+def shown(row: Row) -> bool:
+    """Not the cases that are there for a curve."""
+    return "bar" in row or not row["series"]
+
+
+def draw_speedups(rows: list[Row]) -> Figure:
+    """How many times faster cpattn is than each peer, case by case."""
+    cases = []
+    for case, group in groupby(rows, key=lambda row: row["case"]):
+        of = {row["implementation"]: row for row in group}
+        if len(of) > 1 and "cpattn" in of and shown(of["cpattn"]):
+            cases.append((case, of))
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.42 * len(cases)), layout="constrained")
+    for y, (_, of) in enumerate(cases):
+        ours = of["cpattn"]["median"]
+        for name in [*COLORS][1:]:
+            if name in of:
+                axes.semilogx(of[name]["median"] / ours, y, MARKERS[name], color=COLORS[name], ms=7)
+    axes.axvline(1, color="black")
+    labels = [f"{case['workload']}, {case['threads']} threads" for case, _ in cases]
+    axes.set_yticks(range(len(cases)), [label.replace("1 threads", "1 thread") for label in labels])
+    axes.invert_yaxis()
+    taking_part = {name for _, of in cases for name in of}
+    for name in [*COLORS][1:]:
+        if name in taking_part:
+            axes.plot([], [], MARKERS[name], color=COLORS[name], label=name)
+    ticks = [1, 2, 3, 5, 10, 20, 50, 100]
+    axes.set_xticks(ticks, [f"{tick} ×" for tick in ticks], minor=False)
+    axes.minorticks_off()
+    style(
+        axes,
+        f"Time of each engine in units of cpattn's\n{machine(rows[0])}",
+        "times slower than cpattn",
+        "",
+    )
+    figure.legend(
+        *axes.get_legend_handles_labels(), fontsize=8, ncols=4, loc="outside lower center"
+    )
+    return figure
+
+
+def draw_scaling(rows: list[Row], series: str, title: str, label: str) -> Figure:
+    """Percent of the peak along a series of cases, a line per engine."""
+    points = [row for row in rows if row["series"] and row["series"][0] == series]
+    points.sort(key=lambda row: row["series"][1])
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for name in COLORS:
+        mine = [row for row in points if row["implementation"] == name]
+        if mine:
+            axes.semilogx(
+                [r["series"][1] for r in mine],
+                [r["percent_of_peak"] for r in mine],
+                f"-{MARKERS[name]}",
+                color=COLORS[name],
+                label=name,
+                ms=5,
+                lw=2 if name == "cpattn" else 1,
+            )
+    ticks = sorted({row["series"][1] for row in points})
+    axes.set_xticks(ticks, [f"{t // 1024}K" if t >= 1024 else str(t) for t in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(0, 100)
+    style(axes, f"{title}\n{machine(rows[0])}", label, "percent of the dot-product peak")
+    figure.legend(fontsize=8, ncols=4, loc="outside lower center")
+    return figure
+
+
+def draw(rows: list[Row]) -> Iterable[tuple[str, Figure]]:
+    yield "roofline", draw_roofline(rows)
+    yield "speedup", draw_speedups(rows)
+    heads = "32 query and 8 KV heads × 128, bfloat16"
+    yield "length", draw_scaling(rows, "length", f"One causal sequence, {heads}", "tokens")
+    title = f"256 new tokens behind 1024 cached each, {heads}"
+    yield "batch", draw_scaling(rows, "batch", title, "sequences")
+
+
+def main() -> None:
+    for name, figure in draw(read()):
+        figure.savefig(RESULTS / f"{name}.png", dpi=110)
+        plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

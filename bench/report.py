@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of bench_attention.py: one per case as it is done, and the bars at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from figures import amx_bar, case_label, duration, findings, verdict
+
+Row = dict[str, Any]
+
+
+def console() -> Console:
+    made = Console()
+    return made if made.is_terminal else Console(width=150)
+
+
+def print_case(rows: list[Row], progress: str) -> None:
+    first = rows[0]
+    table = Table(title=f"[{progress}] {case_label(first['case'])}", title_justify="left")
+    names = ["median", "staging", "spread", "rate", "of peak", "cpattn is", "memory", "error"]
+    table.add_column("implementation", no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("note")
+    for row in rows:
+        if row["status"] != "ok":
+            table.add_row(row["implementation"], *[""] * len(names), _reason(row))
+            continue
+        notes = [row["note"], "noisy" if row["noisy"] else "", verdict(row)]
+        table.add_row(
+            row["implementation"],
+            duration(row["median"]),
+            duration(row["staging"]) if row["staging"] > 1e-5 else "",
+            f"{row['spread'] / row['median']:.0%}",
+            f"{row['rate']:.1f} {row['unit']}/s",
+            f"{row['percent_of_peak']:.0f} %",
+            f"{row['median'] / first['median']:.2f} ×" if row is not first else "",
+            f"{row['extra_memory'] / 2**20:.0f} MiB",
+            f"{row['error']:.1g}",
+            ", ".join(filter(None, notes)),
+        )
+    console().print(table)
+
+
+def print_summary(rows: list[Row]) -> None:
+    table = Table(title="Bars", title_justify="left")
+    for name in ("case", "of peak", "bar", "best peer", "cpattn is", "with AMX"):
+        table.add_column(name, justify="left" if name in ("case", "best peer") else "right")
+    for row in rows:
+        if "bar" in row:
+            table.add_row(
+                case_label(row["case"]),
+                f"{row['percent_of_peak']:.1f} %",
+                verdict(row),
+                row.get("best_peer", ""),
+                f"{row['speedup']:.2f} ×" if "speedup" in row else "",
+                amx_bar(row),
+            )
+    output = console()
+    output.print(table)
+    for line in findings(rows):
+        output.print(line)
+
+
+def _reason(row: Row) -> str:
+    return f"{row['status']}: {row['reason'][:110]}"
