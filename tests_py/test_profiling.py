@@ -105,7 +105,7 @@ def test_one_profile_at_a_time():
             cpattn.profile().__enter__()
         with pytest.raises(AttributeError, match="events is there when the with block has ended"):
             outer.events  # noqa: B018
-        with pytest.raises(AttributeError, match="summary is there when the with block has ended"):
+        with pytest.raises(AttributeError, match="is there when the with block has ended"):
             outer.table()
         assert "has not ended" in repr(outer)
     assert outer.calls == 0
