@@ -74,6 +74,20 @@ TEST(Trace, MarksDivideTheSpanAroundThem) {
   EXPECT_LE(item.end, trace.nanoseconds);
 }
 
+TEST(Trace, ASpanEndsTheMarkBeforeIt) {
+  start_trace(10);
+  {
+    const TraceSpan item(TraceScope::item);
+    trace_mark(TraceScope::write, 0, DType::float32);
+    const TraceSpan merge(TraceScope::merge);
+  }
+  const Trace trace = stop_trace();
+  ASSERT_EQ(trace.events.size(), 3U);
+  EXPECT_EQ(trace.events[0].scope, TraceScope::write);
+  EXPECT_EQ(trace.events[1].scope, TraceScope::merge);
+  EXPECT_EQ(trace.events[0].end, trace.events[1].begin);
+}
+
 TEST(Trace, CountsWhatItDrops) {
   start_trace(2);
   for (int i = 0; i < 5; ++i) const TraceSpan span(TraceScope::merge);

@@ -105,6 +105,9 @@ def test_one_profile_at_a_time():
             cpattn.profile().__enter__()
         with pytest.raises(AttributeError, match="events is there when the with block has ended"):
             outer.events  # noqa: B018
+        with pytest.raises(AttributeError, match="is there when the with block has ended"):
+            outer.table()
+        assert "has not ended" in repr(outer)
     assert outer.calls == 0
     with pytest.raises(ValueError, match="max_events must be >= 1, got 0"):
         cpattn.profile(max_events=0).__enter__()

@@ -185,7 +185,9 @@ TraceSpan::TraceSpan(TraceScope scope, int64_t flops, DType dtype, const char* f
       scope_(scope),
       dtype_(dtype),
       function_(function) {
-  if (session_ != 0) begin_ = now();
+  if (session_ == 0) return;
+  begin_ = now();
+  if (ThreadState* state = state_in(session_)) state->end_mark(begin_);
 }
 
 TraceSpan::~TraceSpan() {

@@ -120,11 +120,14 @@ class Profile:
         self.peaks = {} if error else _measured_peaks(self.events)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("events", "threads", "functions", "seconds", "peaks"):
+        if "events" not in vars(self):
+            name = name.lstrip("_")
             raise AttributeError(f"profile: {name} is there when the with block has ended")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
+        if "events" not in vars(self):
+            return "<cpattn profile that has not ended>"
         return (
             f"<cpattn profile of {_time(self.seconds)}: {self.calls} calls, "
             f"{len(self.threads)} threads, {len(self.events)} events{self._dropped_note()}>"

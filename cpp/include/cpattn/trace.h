@@ -84,8 +84,8 @@ class TraceSpan {
   const char* function_;
 };
 
-/// From now on this thread is in `scope`: until its next mark, or until the
-/// TraceSpan around the marks ends.
+/// From now on this thread is in `scope`: until its next mark, or until a
+/// TraceSpan of it begins or ends.
 void trace_mark(TraceScope scope, int64_t flops, DType dtype);
 
 /// A thread at a time; session 0 when no trace is on.
