@@ -21,6 +21,8 @@ constexpr int kBlockBytes = 512 * 1024;
 /// Keys whose scores are computed at a time.
 constexpr int kMaxChunkKeys = 256;
 
+constexpr int64_t groups_of(int64_t rows) { return (rows + kRowGroup - 1) / kRowGroup; }
+
 /// Keys of one block: up to kMaxBlockKeys, fewer for wide rows.
 template <class Engine>
 int block_keys(int qk_dim, int v_head_dim) {
@@ -54,6 +56,7 @@ struct Workspace {
   float* output;           // [rows][v_head_dim]
   float* zeros;            // [v_head_dim]
   RowState* states;        // [rows]
+  bool* started;           // [row groups], whether output and states hold anything
   int64_t bytes;
 
   Workspace(char* base, int64_t rows, int qk_dim, int v_head_dim) {
@@ -67,6 +70,7 @@ struct Workspace {
     carver.take(output, rows * v_head_dim);
     carver.take(zeros, v_head_dim);
     carver.take(states, rows);
+    carver.take(started, groups_of(rows));
     bytes = carver.used;
   }
 };
@@ -100,7 +104,7 @@ class AttentionLoop {
     prepare_rows();
     const int64_t begin = visible_keys(tile_, 0).begin;
     const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
-    if (begin >= end) return finish_all();
+    if (begin >= end) return finish();
     for (int64_t first = begin / block_keys_ * block_keys_; first < end; first += block_keys_) {
       if (tile_.should_stop(tile_.stop_context)) return false;
       const int n = static_cast<int>(smaller(block_keys_, end - first));
@@ -114,7 +118,7 @@ class AttentionLoop {
         }
       }
     }
-    return finish_all();
+    return finish();
   }
 
   /// Whether the mask, if there is one, shows any of keys [first, first + n) to any
@@ -128,24 +132,26 @@ class AttentionLoop {
   }
 
   void prepare_rows() {
-    for (int row = 0; row < rows_; ++row) {
-      const int64_t token = row / tile_.group;
-      const int64_t head = row % tile_.group;
-      Operand* packed = work_.queries + int64_t{row} * qk_dim_;
-      const T* q = static_cast<const T*>(tile_.q);
-      Engine::pack_query(
-          q + token * tile_.q_token_stride + head * tile_.q_head_stride, tile_.head_dim, packed
-      );
-      if (tile_.rope_dim > 0) {
-        const T* rope = static_cast<const T*>(tile_.q_rope);
-        Engine::pack_query(
-            rope + token * tile_.q_rope_token_stride + head * tile_.q_rope_head_stride,
-            tile_.rope_dim, packed + tile_.head_dim
-        );
+    constexpr int kTokensAhead = 8;
+    const auto pack = [&](const void* source, int64_t token_stride, int64_t head_stride, int dim,
+                          Operand* packed) {
+      for (int64_t token = 0; token < tile_.num_tokens; ++token) {
+        for (int64_t head = 0; head < tile_.group; ++head, packed += qk_dim_) {
+          const T* q = static_cast<const T*>(source) + token * token_stride + head * head_stride;
+          fetch_row(q + kTokensAhead * token_stride, dim * static_cast<int>(sizeof(T)));
+          Engine::pack_query(q, dim, packed);
+        }
       }
-      work_.states[row] = {-__builtin_inff(), 0.0F};
+    };
+    pack(tile_.q, tile_.q_token_stride, tile_.q_head_stride, tile_.head_dim, work_.queries);
+    if (tile_.rope_dim > 0) {
+      pack(
+          tile_.q_rope, tile_.q_rope_token_stride, tile_.q_rope_head_stride, tile_.rope_dim,
+          work_.queries + tile_.head_dim
+      );
     }
-    __builtin_memset(work_.output, 0, sizeof(float) * rows_ * v_dim_);
+    for (int row = 0; row < rows_; ++row) work_.states[row] = {-__builtin_inff(), 0.0F};
+    __builtin_memset(work_.started, 0, groups_of(rows_));
     __builtin_memset(work_.zeros, 0, sizeof(float) * v_dim_);
   }
 
@@ -154,10 +160,10 @@ class AttentionLoop {
     const int64_t first_token = row / tile_.group;
     const int64_t end_token = (row + count - 1) / tile_.group + 1;
     const int64_t first = block_.first() + chunk;
-    const int64_t seen_from = visible_keys(tile_, first_token).begin - first;
-    const int64_t seen_to = visible_keys(tile_, end_token - 1).end - first;
-    int begin = static_cast<int>(larger(0, seen_from)) / kKeyGranule * kKeyGranule;
-    int end = round_up(static_cast<int>(smaller(n, seen_to)), kKeyGranule);
+    const KeyRange seen_first = visible_keys(tile_, first_token);
+    const KeyRange seen_last = visible_keys(tile_, end_token - 1);
+    int begin = static_cast<int>(larger(0, seen_first.begin - first)) / kKeyGranule * kKeyGranule;
+    int end = round_up(static_cast<int>(smaller(n, seen_last.end - first)), kKeyGranule);
     const auto hidden = [&](int key) {
       return !any_shown(first_token, end_token, first + key, kKeyGranule);
     };
@@ -173,18 +179,22 @@ class AttentionLoop {
         begin, end, work_.scores, kMaxChunkKeys
     );
     mark(tile_, kMarkSoftmax);
+    const bool all_visible =
+        tile_.mask == nullptr && seen_first.end - first >= end && seen_last.begin - first <= begin;
     for (int i = 0; i < count; ++i) {
       float* scores = work_.scores + int64_t{i} * kMaxChunkKeys;
-      const int64_t token = (row + i) / tile_.group;
       if (tile_.softcap > 0) apply_softcap(scores, begin, end, tile_.scale, tile_.softcap);
-      hide_keys(scores, token, first, begin, end);
+      if (!all_visible) hide_keys(scores, (row + i) / tile_.group, first, begin, end);
       softmax_row<kExp2Degree>(
           scores, work_.probabilities + int64_t{i} * kMaxChunkKeys, begin, end, factor_,
           work_.states[row + i], work_.output + int64_t{row + i} * v_dim_, v_dim_
       );
     }
     mark(tile_, kMarkPv, flops_per_dim * v_dim_);
-    multiply_panels<Engine, true>(
+    const auto add_values = work_.started[row / kRowGroup] ? &multiply_panels<Engine, true>
+                                                           : &multiply_panels<Engine, false>;
+    work_.started[row / kRowGroup] = true;
+    add_values(
         count, work_.probabilities + begin, kMaxChunkKeys, block_.values(), block_.values_panel(),
         chunk + begin, end - begin, 0, v_dim_, work_.output + int64_t{row} * v_dim_, v_dim_
     );
@@ -224,23 +234,25 @@ class AttentionLoop {
     }
   }
 
-  bool finish_all() const {
+  /// Normalises all rows and writes them.
+  bool finish() const {
     mark(tile_, kMarkWrite);
-    for (int row = 0; row < rows_; ++row) finish(row);
+    int row = 0;
+    for (int64_t token = 0; token < tile_.num_tokens; ++token) {
+      for (int64_t head = 0; head < tile_.group; ++head, ++row) finish_row(row, token, head);
+    }
     return true;
   }
 
-  /// Normalises a row and writes it.
-  void finish(int row) const {
-    const int64_t token = row / tile_.group;
-    const int64_t head = row % tile_.group;
+  void finish_row(int row, int64_t token, int64_t head) const {
     const RowState state = work_.states[row];
-    const float* output = work_.output + int64_t{row} * v_dim_;
+    const float* output =
+        work_.started[row / kRowGroup] ? work_.output + int64_t{row} * v_dim_ : work_.zeros;
     T* out =
         static_cast<T*>(tile_.out) + token * tile_.out_token_stride + head * tile_.out_head_stride;
     const float* sink = tile_.sinks == nullptr ? nullptr : tile_.sinks + head;
-    const float scale = output_scale(state, sink);
-    for (int d = 0; d < v_dim_; d += kLanes) store(out + d, mul(load(output + d), splat(scale)));
+    const Vector scale = splat(output_scale(state, sink));
+    for (int d = 0; d < v_dim_; d += kLanes) store(out + d, mul(load(output + d), scale));
     if (tile_.lse != nullptr) {
       tile_.lse[token * tile_.lse_token_stride + head * tile_.lse_head_stride] = row_lse(state);
     }

@@ -27,8 +27,11 @@ inline void store_probabilities(float* p, Vector a, Vector b) {
 
 /// Starts to bring the rows a granule after `key` to L2, the line that begins with
 /// byte `offset`, if one does. In a cache of many heads the rows of one lie too far
-/// apart for the hardware to do so, and whole rows at once would wait for miss buffers.
-inline void fetch_ahead(const char* const* rows, int key, int n, int offset) {
+/// apart for the hardware to do so, and whole rows at once would wait for miss
+/// buffers. Always inlined: GCC drops calls of functions that only prefetch.
+[[gnu::always_inline]] inline void fetch_ahead(
+    const char* const* rows, int key, int n, int offset
+) {
   if (offset % 64 != 0) return;
   for (int i = 0; i < n; ++i) __builtin_prefetch(rows[key + kKeyGranule + i] + offset, 0, 2);
 }

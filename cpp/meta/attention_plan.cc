@@ -14,7 +14,7 @@ constexpr int32_t kMaxHeadDim = 576;
 /// Rows of an item share one packing of K and V, which costs as much as a dozen
 /// rows of arithmetic from a cache and thirty from memory: beyond this many there
 /// is little left to gain.
-constexpr int64_t kMaxItemRows = 1536;
+constexpr int64_t kMaxItemRows = 2048;
 /// Smaller items are worth it where there would be fewer than this many to share
 /// out, down to so many rows.
 constexpr int64_t kBalancedItems = 64;
