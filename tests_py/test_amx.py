@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AMX path: how exact it is, what float16 in two parts has to get right, and its twin.
+"""The AMX path: all cases, how exact it is, what float16 in two parts needs, and its twin.
 
-Shapes, options and hidden keys are tested with those of every other path.
+Everything is asked for batch-invariant, so that rows take the tiles however few they are.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import cpattn
 from cases import Case, assert_attention, expected_attention, make_inputs
 from cpattn import _core
+from test_paged_attention import ALL_CASES, inputs_and_expected
 from tolerances import to_float64
 
 AMX_ISAS = [isa for isa in ("amx-twin", "amx") if isa in cpattn.supported_isas()]
@@ -28,10 +29,14 @@ def amx(request):
     _core.set_isa(before)
 
 
-def on(isa, **inputs):
+def run(inputs):
+    return cpattn.paged_attention(**inputs, return_lse=True, batch_invariant=True)
+
+
+def on(isa, inputs):
     before = cpattn.active_isa()
     _core.set_isa(isa)
-    result = cpattn.paged_attention(**inputs, return_lse=True)
+    result = run(inputs)
     _core.set_isa(before)
     return result
 
@@ -42,8 +47,25 @@ def one_page(q, k, v, **options):
     return {"q": q, "k_cache": k[None], "v_cache": v[None], "causal": False, **lens, **options}
 
 
-def run(inputs):
-    return cpattn.paged_attention(**inputs, return_lse=True)
+DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+
+
+@DTYPES
+@pytest.mark.parametrize("index", range(len(ALL_CASES)), ids=lambda i: str(ALL_CASES[i]))
+def test_against_the_oracle(amx, index, dtype):
+    inputs, expected = inputs_and_expected(index, dtype)
+    assert_attention(*run(inputs), inputs, expected=expected)
+
+
+@DTYPES
+def test_custom_masks(amx, dtype):
+    case = Case(q_lens=(50, 0, 3), kv_lens=(300, 5, 70), num_heads=6, dtype=dtype)
+    inputs = make_inputs(case)
+    rng = np.random.default_rng(3)
+    mask = rng.random(sum(q * k for q, k in zip(case.q_lens, case.kv_lens, strict=True))) < 0.4
+    mask[: 2 * 300] = False  # the first queries see nothing
+    inputs["custom_mask"] = mask
+    assert_attention(*run(inputs), inputs)
 
 
 def test_weights_are_as_exact_as_rounded_exponentials(amx):
@@ -57,7 +79,7 @@ def test_weights_are_as_exact_as_rounded_exponentials(amx):
     q = torch.from_numpy(rng.standard_normal((1, heads, 64))).bfloat16()
     k = torch.from_numpy(rng.standard_normal((1, keys, 1, 64))).bfloat16()
     v = torch.eye(keys, dtype=torch.bfloat16)[None, :, None]
-    out = cpattn.paged_attention(q, k, v, q_lens=[1], kv_lens=[keys], block_tables=[[0]])
+    out, _ = run(one_page(q, k[0], v[0]))
 
     scores = q[0].double() @ k[0, :, 0].double().T / 8
     exponentials = torch.exp(scores - scores.max(dim=1, keepdim=True).values)
@@ -84,7 +106,7 @@ def test_exponentials_are_exact_to_one_in_a_million(amx):
     assert torch.all(error <= 1e-6 * power / (1 + power) + 2.0**-23)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@DTYPES
 @pytest.mark.parametrize("options", [{}, {"window": 1100}])
 def test_more_keys_than_are_packed_at_a_time(amx, options, dtype):
     """Values that are not finite, in several blocks, spoil the rows that see them only."""
@@ -96,7 +118,7 @@ def test_more_keys_than_are_packed_at_a_time(amx, options, dtype):
     assert_attention(*run(inputs), inputs)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@DTYPES
 @pytest.mark.parametrize("seed", range(8))
 def test_ragged_batches(amx, seed, dtype):
     """Any number of rows, in groups of 64, 32 and 16 that are not full, against any keys."""
@@ -127,7 +149,7 @@ def test_float16_is_as_exact_as_in_float32(amx):
     expected, _, _ = expected_attention(inputs)
 
     def error(isa):
-        return np.linalg.norm(to_float64(on(isa, **inputs)[0]) - expected)
+        return np.linalg.norm(to_float64(on(isa, inputs)[0]) - expected)
 
     assert error(amx) <= 1.01 * error("avx512")
 
@@ -211,12 +233,12 @@ def test_a_float16_row_does_not_depend_on_its_batch(amx):
 
 
 @pytest.mark.skipif(len(AMX_ISAS) < 2, reason="this processor has no AMX")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@DTYPES
 @pytest.mark.parametrize("head_dim", [64, 80, 192])
 def test_the_twin_has_the_bits_of_the_hardware(head_dim, dtype):
     inputs = make_inputs(
         Case(q_lens=(300, 7), kv_lens=(700, 900), head_dim=head_dim, num_heads=8, dtype=dtype)
     )
-    results = [on(isa, **inputs) for isa in AMX_ISAS]
+    results = [on(isa, inputs) for isa in AMX_ISAS]
     for twin, hardware in zip(*results, strict=True):
         assert torch.equal(twin, hardware)

@@ -30,7 +30,8 @@ alignas(64) constexpr float kSixteenths[] = {
 
 /// 2^x to 5.4e-7 for any x: -inf gives 0, +inf itself. Beside products only one
 /// port does arithmetic. So the sixteenths of x are looked up, with a shuffle, and
-/// a quadratic does for the rest of it.
+/// a quadratic does for the rest of it: five operations there instead of the six of
+/// exp2_less_half<4>.
 inline Vector exp2_unclamped(Vector x) {
   constexpr int kToSixteenths = 4 << 4 | _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   const Vector rest = _mm512_reduce_ps(x, kToSixteenths);  // 0 for an infinity
