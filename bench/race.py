@@ -24,7 +24,7 @@ from peers import inputs
 from workloads import Case, Workload, starts
 
 PAUSE = 0.01  # for the threads of the one before to stop spinning
-SHORT = 0.01  # calls shorter than this are averaged within a sample
+SHORT = 0.05  # calls shorter than this are averaged within a sample
 LONG = 2.0  # of longer calls the checked one is a sample, too
 QUIET = 0.95  # of the best peak: a neighbour was at work below it
 MIN_SAMPLES, MAX_SAMPLES, SPREAD = 3, 9, 0.02
@@ -177,11 +177,12 @@ def measured(lane: Lane, peaks: list[float], work: Workload) -> Row:
     """A contender's row. If no sample was quiet, all count, and the row says so."""
     if lane.failed:
         return lane.failed.row(lane.contender.name)
-    best = max(peaks)
-    quiet = [s for s in lane.samples if min(peaks[s[2]], peaks[s[2] + 1]) >= QUIET * best]
+    floor = QUIET * max(peaks)
+    quiet = [s for s in lane.samples if min(peaks[s[2]], peaks[s[2] + 1]) >= floor]
     kept = quiet or lane.samples
     totals = [stage + run for stage, run, _ in kept]
     amount, unit = work.work
+    peak = median(value for value in peaks if value >= floor)
     return {
         "implementation": lane.contender.name,
         "status": "ok",
@@ -195,8 +196,8 @@ def measured(lane: Lane, peaks: list[float], work: Workload) -> Row:
         "staging": median(stage for stage, _, _ in kept),
         "rate": amount / median(totals),
         "unit": unit,
-        "peak": best / 1e9,
-        "percent_of_peak": 100e9 * amount / median(totals) / best,
+        "peak": peak / 1e9,
+        "percent_of_peak": 100e9 * amount / median(totals) / peak,
         "error": lane.error,
         "extra_memory": lane.first["extra_memory"],
         "note": lane.first["note"],

@@ -21,7 +21,17 @@ def console() -> Console:
 def print_case(rows: list[Row], progress: str) -> None:
     first = rows[0]
     table = Table(title=f"[{progress}] {case_label(first['case'])}", title_justify="left")
-    names = ["median", "staging", "spread", "rate", "of peak", "cpattn is", "memory", "error"]
+    names = [
+        "median",
+        "staging",
+        "samples",
+        "spread",
+        "rate",
+        "of peak",
+        "cpattn is",
+        "memory",
+        "error",
+    ]
     table.add_column("implementation", no_wrap=True)
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -35,6 +45,7 @@ def print_case(rows: list[Row], progress: str) -> None:
             row["implementation"],
             duration(row["median"]),
             duration(row["staging"]) if row["staging"] > 1e-5 else "",
+            f"{row['samples']} of {row['samples'] + row['dropped']}",
             f"{row['spread'] / row['median']:.0%}",
             f"{row['rate']:.1f} {row['unit']}/s",
             f"{row['percent_of_peak']:.0f} %",
