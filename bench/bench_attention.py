@@ -98,8 +98,6 @@ class Run:
     def add(self, case: Case, rows: list[Row]) -> list[Row]:
         """Complete the rows of a case with what it is, and keep them."""
         work = case.workload
-        timed = [row for row in rows if row["status"] == "ok"]
-        ours, *peers = timed or [{}]
         common = {
             "bench": "attention",
             "case": {"workload": work.name, "threads": self.threads_of(case)},
@@ -108,15 +106,19 @@ class Run:
             "gflop": work.flop / 1e9,
             "series": case.series,
         }
-        if ours.get("implementation") == NAMES["ours"]:
-            if peers:
-                best = min(peers, key=lambda row: row["median"])
-                ours["best_peer"] = best["implementation"]
-                ours["speedup"] = best["median"] / ours["median"]
+        timed = {row["implementation"]: row for row in rows if row["status"] == "ok"}
+        ours = timed.pop(NAMES["ours"], None)
+        if ours:
             bar = case.amx_bar if self.environment["isa"] == "amx" else case.bar
+            ours |= {"amx_bar": case.amx_bar, "base": case.base, "within": case.within}
             if bar:
                 ours |= {"bar": bar, "missed": ours["percent_of_peak"] < bar}
-            ours |= {"amx_bar": case.amx_bar, "base": case.base, "within": case.within}
+            if timed:
+                best = min(timed.values(), key=lambda row: row["median"])
+                ours["best_peer"] = best["implementation"]
+                ours["speedup"] = best["median"] / ours["median"]
+                unstaged = min(row["median"] - row["staging"] for row in timed.values())
+                ours["speedup_unstaged"] = unstaged / ours["median"]
         rows = [common | row | self.environment for row in rows]
         self.rows += rows
         if self._file:

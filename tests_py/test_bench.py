@@ -130,9 +130,10 @@ def test_findings_name_who_is_ahead():
         "a: 2 threads are 1.90 × as fast as one, where the peak is 2.00 × as high",
         "b: +90.0 % time against a (bar: 10 %)",
     ]
-    rows[0] |= {"speedup": 1.5, "best_peer": "other"}
+    rows[0] |= {"speedup": 1.5, "speedup_unstaged": 1.4, "best_peer": "other"}
     assert list(figures.findings(rows))[-1] == (
-        "ahead of every peer in all 1 cases, by 1.50 × or more"
+        "ahead of every peer in all 1 cases, by 1.50 × or more; "
+        "by 1.40 × with their staging left out"
     )
     rows[1] |= {"speedup": 0.5, "best_peer": "other"}
     assert list(figures.findings(rows))[-1] == "behind other (0.50 ×): a, threads 1"

@@ -16,7 +16,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,22 +89,22 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not look like an answer
 
-    def answer(make: Callable[[], Answer]) -> None:
-        try:
-            message = make()
-        except ModuleNotFoundError as error:
-            message = {"missing": str(error)}
-        except Exception as error:
-            message = {"error": f"{type(error).__name__}: {error}"}
+    def answer(message: Answer) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
-    worker: list[Worker] = []
-    answer(lambda: worker.append(Worker(name, num_threads)) or {})
+    try:
+        worker = Worker(name, num_threads)
+    except ModuleNotFoundError as error:
+        return answer({"missing": str(error)})
+    answer({})
     gc.disable()
     for line in sys.stdin:
         command = json.loads(line)
-        method = command.pop("do")
-        answer(lambda: getattr(worker[0], method)(**command))  # noqa: B023 (called at once)
+        try:
+            answer(getattr(worker, command.pop("do"))(**command))
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
+    return None
 
 
 if __name__ == "__main__":
