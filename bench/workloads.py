@@ -196,22 +196,11 @@ def _variants(trace: Path | None) -> Iterator[Case]:
     for size in (1, 16, 64, 512):
         work = replace(RAGGED, name=f"ragged batch of 8, pages of {size}", page_size=size)
         yield Case(work, peers=False, base=RAGGED.name, within=25 if size == 1 else 10)
-    yield Case(
-        replace(RAGGED, name="ragged batch of 8, batch_invariant", batch_invariant=True),
-        peers=False,
-        base=RAGGED.name,
-    )
-    yield Case(
-        replace(DECODE, name=f"{DECODE.name}, batch_invariant", batch_invariant=True),
-        peers=False,
-        base=DECODE.name,
-    )
-    yield Case(
-        replace(
-            DECODE, name="MLA decode 576/512, 16 × 1, KV 8192, 16 heads", num_heads=16, **ABSORBED
-        ),
-        peers=False,
-    )
+    for work in (RAGGED, DECODE):
+        invariant = replace(work, name=f"{work.name}, batch_invariant", batch_invariant=True)
+        yield Case(invariant, peers=False, base=work.name)
+    name = "MLA decode 576/512, 16 heads, 16 × 1, KV 8192"
+    yield Case(replace(DECODE, name=name, num_heads=16, **ABSORBED))
 
 
 def _scaling() -> Iterator[Case]:

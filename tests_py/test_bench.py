@@ -123,7 +123,9 @@ def test_findings_name_who_is_ahead():
     def row(name, threads, rate, **rest):
         case = {"workload": name, "threads": threads}
         common = {"implementation": "cpattn", "status": "ok", "shape": {"cp": None}}
-        return common | {"case": case, "rate": rate, "median": 1 / rate, "peak": threads} | rest
+        return (
+            common | {"case": case, "rate": rate, "percent_of_peak": rate, "peak": threads} | rest
+        )
 
     rows = [row("a", 2, 1.9), row("a", 1, 1.0), row("b", 2, 1.0, base="a", within=10)]
     assert list(figures.findings(rows)) == [
