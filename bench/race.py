@@ -27,7 +27,7 @@ PAUSE = 0.01  # for the threads of the one before to stop spinning
 SHORT = 0.05  # calls shorter than this are averaged within a sample
 LONG = 2.0  # of longer calls the checked one is a sample, too
 QUIET = 0.95  # of the best peak: a neighbour was at work below it
-MIN_SAMPLES, MAX_SAMPLES, SPREAD = 3, 9, 0.02
+MIN_SAMPLES, MAX_SAMPLES, SPREAD = 3, 7, 0.03
 
 
 @dataclass
@@ -70,14 +70,14 @@ def race(
 ) -> list[Row]:
     """The rows of a case: who runs it, checked, and sampled in turns with the others.
 
-    `budget` is the seconds that a peer's samples may take; cpattn, the first, has three times as
+    `budget` is the seconds that a peer's samples may take; cpattn, the first, has four times as
     much. The peak is in units of work per second.
     """
     rows, lanes = [], []
     with data(case.workload) as folder:
         expected = None
         for module, contender in contenders.items():
-            if module != "ours" and not case.peers:
+            if module != "ours" and (not case.peers or module == case.without):
                 continue
             try:
                 first, result = prepared(contender, case.workload, folder)
@@ -87,7 +87,7 @@ def race(
                 continue
             if expected is None:
                 expected = result.clone()
-            lanes.append(Lane(contender, first, error, budget * (1 if lanes else 3)))
+            lanes.append(Lane(contender, first, error, budget * (1 if lanes else 4)))
     peaks = sample(lanes, peak)
     return [measured(lane, peaks, case.workload) for lane in lanes] + rows
 

@@ -100,6 +100,7 @@ class Case:
     workload: Workload
     all_threads: bool = True  # or one
     peers: bool = True  # or cpattn alone
+    without: str = ""  # a peer that would take the time of all the others
     bar: float | None = None  # percent of the peak
     amx_bar: float | None = None  # the same with AMX
     series: tuple[str, int] | None = None  # a curve of the plots, and the place on it
@@ -184,7 +185,8 @@ def _with_bars() -> Iterator[Case]:
     yield Case(dense(4096, name="float16, causal 1 × 4096", dtype="float16"), bar=85, amx_bar=130)
     yield Case(DECODE, bar=75, amx_bar=75)
     for rank in range(8):
-        yield Case(zigzag(rank), peers=rank in (0, 7), bar=85, amx_bar=40)
+        case = Case(zigzag(rank), peers=rank in (0, 7), bar=85, amx_bar=40)
+        yield replace(case, without="torch_flex")
     yield Case(dense(4096), all_threads=False)
     yield Case(dense(8192), all_threads=False, bar=85, amx_bar=40, peers=False)
 
