@@ -38,11 +38,15 @@ PEER_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="small cases, results not kept")
     parser.add_argument("--resume", action="store_true", help="keep the cases of a stopped run")
     parser.add_argument("--only", default="", help="cases with this text in their names, not kept")
-    parser.add_argument("--peers", default="", help="modules of bench/peers, by commas, or all")
+    parser.add_argument(
+        "--peers", default="", help="modules of bench/peers, by commas; default: all"
+    )
     trace = os.environ.get("CPATTN_TRACE")
     parser.add_argument(
         "--trace", type=Path, default=trace, help="a request trace, .jsonl or .jsonl.gz"
@@ -50,9 +54,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=0.7, help="seconds of samples per peer")
     parser.add_argument("--peers-python", type=Path, default=PEER_PYTHON, help="their interpreter")
     return parser.parse_args()
-
-
-class _Raw(argparse.RawDescriptionHelpFormatter): ...
 
 
 class Run:
@@ -79,7 +80,7 @@ class Run:
         return [
             case
             for case in cases
-            if self.arguments.only.strip() in case.workload.name
+            if self.arguments.only in case.workload.name
             and (case.workload.name, self.threads_of(case)) not in done
         ]
 

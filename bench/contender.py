@@ -14,11 +14,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from figures import Row
 from peers import NAMES
 
 BENCH = Path(__file__).parent
 ANSWER_SECONDS = 180.0
-Row = dict[str, Any]
 
 
 class Failed(Exception):
@@ -103,9 +103,12 @@ class Contender:
         code = self._process.wait()
         self._log.seek(0)
         said = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
-        self.stop()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return Failed("crashed", ": ".join([how, *said]))
+        failed = Failed("crashed", ": ".join([how, *said]))
+        if not self._ready:  # it would again
+            return self._leave(failed)
+        self.stop()
+        return failed
 
 
 def contenders(modules: list[str], num_threads: int, python: str) -> dict[str, Contender]:

@@ -25,7 +25,7 @@ from workloads import Case, Workload, starts
 
 PAUSE = 0.01  # for the threads of the one before to stop spinning
 SHORT = 0.05  # calls shorter than this are averaged within a sample
-LONG = 2.0  # of longer calls the checked one is a sample, too
+LONG = 4.0  # of longer calls the checked one is a sample, too
 QUIET = 0.95  # of the best peak: a neighbour was at work below it
 MIN_SAMPLES, MAX_SAMPLES, SPREAD = 3, 7, 0.03
 
