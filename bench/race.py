@@ -119,8 +119,9 @@ def check(
     if expected is None:
         rows, expected = oracle(inputs.load(work, folder))
         result = result[rows]
-    difference = (result.double() - expected.double()).flatten(1).norm(dim=1)
-    error = float((difference / expected.double().flatten(1).norm(dim=1)).max())
+    expected = expected.float().flatten(1)
+    difference = result.float().flatten(1) - expected
+    error = float((difference.norm(dim=1) / expected.norm(dim=1)).max())
     bound = (64 if work.dtype == "float32" else 4) * torch.finfo(getattr(torch, work.dtype)).eps
     if not error <= bound:
         raise Failed("wrong", f"relative error {error:.2g}")
