@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--trace", type=Path, default=trace, help="a request trace, .jsonl or .jsonl.gz"
     )
-    parser.add_argument("--budget", type=float, default=0.7, help="seconds of samples per peer")
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds of samples per peer")
     parser.add_argument("--peers-python", type=Path, default=PEER_PYTHON, help="their interpreter")
     return parser.parse_args()
 

@@ -177,10 +177,11 @@ def _with_bars() -> Iterator[Case]:
     yield Case(
         dense(4096, name="MLA expanded 192/128, 16 heads, 1 × 4096", **MLA), bar=80, amx_bar=40
     )
-    for num_heads, length in ((16, 4096), (128, 2048)):
-        name = f"MLA absorbed 576/512, {num_heads} heads, 1 × {length}"
-        work = dense(length, name=name, num_heads=num_heads, **ABSORBED)
-        yield Case(work, bar=85, amx_bar=42 if num_heads == 128 else None)
+    name = "MLA absorbed 576/512, 16 heads, 1 × 4096"
+    yield Case(dense(4096, name=name, num_heads=16, **ABSORBED), bar=85)
+    name = "MLA absorbed 576/512, 128 heads, 1 × 2048"
+    work = dense(2048, name=name, num_heads=128, **ABSORBED)
+    yield Case(work, without="torch_sdpa", bar=85, amx_bar=42)  # 14 s and 7 GB
     yield Case(dense(4096, name="float32, causal 1 × 4096", dtype="float32"), bar=90)
     yield Case(dense(4096, name="float16, causal 1 × 4096", dtype="float16"), bar=85, amx_bar=130)
     yield Case(DECODE, bar=75, amx_bar=75)
