@@ -43,6 +43,7 @@ class Contender:
             "PYTHONPATH": os.pathsep.join(path),
             "OMP_NUM_THREADS": str(num_threads),
         }
+        self.version = ""  # of the engine; known after the first answer
         self._process: subprocess.Popen[bytes] | None = None
         self._out: Failed | None = None  # of the rest of the run
 
@@ -65,7 +66,7 @@ class Contender:
         if self._out is not None:
             raise self._out
         if not self._ready:
-            self._answer()
+            self.version = self._answer()["version"]
             self._ready = True
         with contextlib.suppress(BrokenPipeError):  # the missing answer says it
             self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")

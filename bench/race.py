@@ -186,6 +186,7 @@ def measured(lane: Lane, peaks: list[float], work: Workload) -> Row:
     peak = median(value for value in peaks if value >= floor)
     return {
         "implementation": lane.contender.name,
+        "version": lane.contender.version,
         "status": "ok",
         "median": median(totals),
         "minimum": min(totals),

@@ -16,8 +16,12 @@ import re
 import signal
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from peers import DISTRIBUTIONS, Unsupported
+from workloads import Workload
 
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
@@ -30,12 +34,12 @@ class Worker:
     def __init__(self, name: str, num_threads: int) -> None:
         self.num_threads = num_threads
         self.peer = importlib.import_module(f"peers.{name}")
+        self.version = version(DISTRIBUTIONS[name]) if name in DISTRIBUTIONS else ""
         self.prepared: Any = None
 
     def prepare(self, work: Answer, folder: str, out: str) -> Answer:
         """Set a workload up, run it once, and leave the result in the file `out`."""
-        from peers import Unsupported, inputs
-        from workloads import Workload
+        from peers import inputs  # and torch, not before the threads are bound
 
         self.prepared = None
         gc.collect()
@@ -96,7 +100,7 @@ def main() -> None:
         worker = Worker(name, num_threads)
     except ModuleNotFoundError as error:
         return answer({"missing": str(error)})
-    answer({})
+    answer({"version": worker.version})
     gc.disable()
     for line in sys.stdin:
         command = json.loads(line)
