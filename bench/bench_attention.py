@@ -38,21 +38,22 @@ PEER_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="small cases, results not kept")
     parser.add_argument("--resume", action="store_true", help="keep the cases of a stopped run")
     parser.add_argument("--only", default="", help="cases with this text in their names, not kept")
-    parser.add_argument("--peers", default="", help="modules of bench/peers, by commas, or all")
+    parser.add_argument(
+        "--peers", default="", help="modules of bench/peers, by commas; default: all"
+    )
     trace = os.environ.get("CPATTN_TRACE")
     parser.add_argument(
         "--trace", type=Path, default=trace, help="a request trace, .jsonl or .jsonl.gz"
     )
-    parser.add_argument("--budget", type=float, default=0.8, help="seconds of samples per peer")
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds of samples per peer")
     parser.add_argument("--peers-python", type=Path, default=PEER_PYTHON, help="their interpreter")
     return parser.parse_args()
-
-
-class _Raw(argparse.RawDescriptionHelpFormatter): ...
 
 
 class Run:
@@ -79,7 +80,7 @@ class Run:
         return [
             case
             for case in cases
-            if self.arguments.only.strip() in case.workload.name
+            if self.arguments.only in case.workload.name
             and (case.workload.name, self.threads_of(case)) not in done
         ]
 
@@ -98,8 +99,6 @@ class Run:
     def add(self, case: Case, rows: list[Row]) -> list[Row]:
         """Complete the rows of a case with what it is, and keep them."""
         work = case.workload
-        timed = [row for row in rows if row["status"] == "ok"]
-        ours, *peers = timed or [{}]
         common = {
             "bench": "attention",
             "case": {"workload": work.name, "threads": self.threads_of(case)},
@@ -108,15 +107,19 @@ class Run:
             "gflop": work.flop / 1e9,
             "series": case.series,
         }
-        if ours.get("implementation") == NAMES["ours"]:
-            if peers:
-                best = min(peers, key=lambda row: row["median"])
-                ours["best_peer"] = best["implementation"]
-                ours["speedup"] = best["median"] / ours["median"]
+        timed = {row["implementation"]: row for row in rows if row["status"] == "ok"}
+        ours = timed.pop(NAMES["ours"], None)
+        if ours:
             bar = case.amx_bar if self.environment["isa"] == "amx" else case.bar
+            ours |= {"amx_bar": case.amx_bar, "base": case.base, "within": case.within}
             if bar:
                 ours |= {"bar": bar, "missed": ours["percent_of_peak"] < bar}
-            ours |= {"amx_bar": case.amx_bar, "base": case.base, "within": case.within}
+            if timed:
+                best = min(timed.values(), key=lambda row: row["median"])
+                ours["best_peer"] = best["implementation"]
+                ours["speedup"] = best["median"] / ours["median"]
+                unstaged = min(row["median"] - row["staging"] for row in timed.values())
+                ours["speedup_unstaged"] = unstaged / ours["median"]
         rows = [common | row | self.environment for row in rows]
         self.rows += rows
         if self._file:

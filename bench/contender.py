@@ -14,11 +14,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from figures import Row
 from peers import NAMES
 
 BENCH = Path(__file__).parent
 ANSWER_SECONDS = 180.0
-Row = dict[str, Any]
 
 
 class Failed(Exception):
@@ -43,6 +43,7 @@ class Contender:
             "PYTHONPATH": os.pathsep.join(path),
             "OMP_NUM_THREADS": str(num_threads),
         }
+        self.version = ""  # of the engine; known after the first answer
         self._process: subprocess.Popen[bytes] | None = None
         self._out: Failed | None = None  # of the rest of the run
 
@@ -65,7 +66,7 @@ class Contender:
         if self._out is not None:
             raise self._out
         if not self._ready:
-            self._answer()
+            self.version = self._answer()["version"]
             self._ready = True
         with contextlib.suppress(BrokenPipeError):  # the missing answer says it
             self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
@@ -103,9 +104,12 @@ class Contender:
         code = self._process.wait()
         self._log.seek(0)
         said = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
-        self.stop()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return Failed("crashed", ": ".join([how, *said]))
+        failed = Failed("crashed", ": ".join([how, *said]))
+        if not self._ready:  # it would again
+            return self._leave(failed)
+        self.stop()
+        return failed
 
 
 def contenders(modules: list[str], num_threads: int, python: str) -> dict[str, Contender]:

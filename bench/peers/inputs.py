@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,6 +102,7 @@ def make(work: Workload, folder: Path) -> Inputs:
         order = torch.randperm(sum(pages), generator=generator).int()
         for row, (begin, end) in enumerate(starts(pages)):
             tables[row, : end - begin] = order[begin:end]
+    (folder / "shape").write_text(" ".join(map(str, (*tables.shape, len(order)))))
     inputs = _mapped(work, folder, tables.shape, len(order))
     inputs.block_tables.copy_(tables)
     for tensor in (inputs.q, inputs.k_cache, *(() if work.latent else (inputs.v_cache,))):
@@ -113,16 +114,14 @@ def make(work: Workload, folder: Path) -> Inputs:
 
 def load(work: Workload, folder: Path) -> Inputs:
     """A private copy of what `make` made."""
-    rows, columns = map(int, (folder / "shape").read_text().split()[:2])
-    num_pages = int((folder / "shape").read_text().split()[2])
-    mapped = _mapped(work, folder, (rows, columns), num_pages)
+    *table, num_pages = map(int, (folder / "shape").read_text().split())
+    mapped = _mapped(work, folder, table, num_pages)
     k_cache = mapped.k_cache.clone()
     v_cache = k_cache[..., : work.v_head_dim] if work.latent else mapped.v_cache.clone()
     return Inputs(work, mapped.q.clone(), k_cache, v_cache, mapped.block_tables.clone())
 
 
-def _mapped(work: Workload, folder: Path, table: tuple[int, ...], num_pages: int) -> Inputs:
-    (folder / "shape").write_text(" ".join(map(str, (*table, num_pages))))
+def _mapped(work: Workload, folder: Path, table: Sequence[int], num_pages: int) -> Inputs:
     dtype = getattr(torch, work.dtype)
     cache = (num_pages, work.page_size, work.num_kv_heads)
     k_cache = _file(folder / "k", (*cache, work.head_dim), dtype)
@@ -143,6 +142,6 @@ def output(work: Workload, path: Path) -> torch.Tensor:
     return _file(path, shape, getattr(torch, work.dtype))
 
 
-def _file(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _file(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     size = torch.Size(shape).numel()
     return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)

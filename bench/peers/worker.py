@@ -16,9 +16,12 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from peers import DISTRIBUTIONS, Unsupported
+from workloads import Workload
 
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
@@ -31,12 +34,12 @@ class Worker:
     def __init__(self, name: str, num_threads: int) -> None:
         self.num_threads = num_threads
         self.peer = importlib.import_module(f"peers.{name}")
+        self.version = version(DISTRIBUTIONS[name]) if name in DISTRIBUTIONS else ""
         self.prepared: Any = None
 
     def prepare(self, work: Answer, folder: str, out: str) -> Answer:
         """Set a workload up, run it once, and leave the result in the file `out`."""
-        from peers import Unsupported, inputs
-        from workloads import Workload
+        from peers import inputs  # and torch, not before the threads are bound
 
         self.prepared = None
         gc.collect()
@@ -90,22 +93,22 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not look like an answer
 
-    def answer(make: Callable[[], Answer]) -> None:
-        try:
-            message = make()
-        except ModuleNotFoundError as error:
-            message = {"missing": str(error)}
-        except Exception as error:
-            message = {"error": f"{type(error).__name__}: {error}"}
+    def answer(message: Answer) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
-    worker: list[Worker] = []
-    answer(lambda: worker.append(Worker(name, num_threads)) or {})
+    try:
+        worker = Worker(name, num_threads)
+    except ModuleNotFoundError as error:
+        return answer({"missing": str(error)})
+    answer({"version": worker.version})
     gc.disable()
     for line in sys.stdin:
         command = json.loads(line)
-        method = command.pop("do")
-        answer(lambda: getattr(worker[0], method)(**command))  # noqa: B023 (called at once)
+        try:
+            answer(getattr(worker, command.pop("do"))(**command))
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
+    return None
 
 
 if __name__ == "__main__":
