@@ -36,8 +36,13 @@ TEST(PlanAttention, CoversEveryTokenAndHeadOnce) {
     const int32_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
     for (const AttentionItem& item : plan.items) {
       EXPECT_GT(item.num_tokens, 0);
-      EXPECT_EQ(item.first_head / group, (item.first_head + item.num_heads - 1) / group)
-          << "an item's heads must share one KV head";
+      if (item.decode) {
+        EXPECT_EQ(item.first_head % group + item.num_heads % group, 0) << "whole KV heads";
+      } else {
+        EXPECT_EQ(item.first_head / group, (item.first_head + item.num_heads - 1) / group)
+            << "an item's heads must share one KV head";
+      }
+      if (item.split >= 0 && item.kv_begin > plan.splits[item.split].first_key) continue;
       for (int64_t t = 0; t < item.num_tokens; ++t) {
         for (int32_t h = 0; h < item.num_heads; h += item.num_heads > 1 ? item.num_heads - 1 : 1) {
           ++covered[{item.segment, item.first_token + t, item.first_head + h}];
@@ -46,7 +51,10 @@ TEST(PlanAttention, CoversEveryTokenAndHeadOnce) {
     }
     for (const auto& [cell, count] : covered) EXPECT_EQ(count, 1);
     int64_t rows = 0;
-    for (const AttentionItem& item : plan.items) rows += int64_t{item.num_tokens} * item.num_heads;
+    for (const AttentionItem& item : plan.items) {
+      if (item.split >= 0 && item.kv_begin > plan.splits[item.split].first_key) continue;
+      rows += int64_t{item.num_tokens} * item.num_heads;
+    }
     EXPECT_EQ(rows, batch.num_rows * batch.shape.num_heads);
   }
 }

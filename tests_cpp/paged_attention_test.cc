@@ -50,7 +50,9 @@ class Attention {
   }
 
   /// With `chunk`, every sequence's queries go in segments of at most that many.
-  std::vector<float> run(std::vector<float>& lse, int num_threads, int64_t chunk = 1 << 30) {
+  std::vector<float> run(
+      std::vector<float>& lse, int num_threads, int64_t chunk = 1 << 30, bool batch_invariant = true
+  ) {
     const AttentionShape& s = case_.shape;
     std::vector<float> out(rows_ * s.num_heads * s.v_head_dim, -1.0F);
     lse.assign(rows_ * s.num_heads, 1.0F);
@@ -75,6 +77,7 @@ class Attention {
     };
     AttentionBatch planned = plan_sequences("test", batch, num_threads).batch;
     planned.segments = chunked(planned.segments, chunk);
+    planned.batch_invariant = batch_invariant;
     run_attention(plan_attention("test", std::move(planned), num_threads), arguments);
     return out;
   }

@@ -98,10 +98,11 @@ def inputs_and_expected(index, dtype):
 @pytest.mark.parametrize("index", range(len(ALL_CASES)), ids=lambda i: str(ALL_CASES[i]))
 def test_against_the_oracle(isa, index, dtype):
     inputs, expected = inputs_and_expected(index, dtype)
-    out, lse = run(inputs)
-    assert out.dtype == inputs["q"].dtype
-    assert lse.dtype == torch.float32
-    assert_attention(out, lse, inputs, expected=expected)
+    for batch_invariant in (False, True):
+        out, lse = run(inputs, batch_invariant=batch_invariant)
+        assert out.dtype == inputs["q"].dtype
+        assert lse.dtype == torch.float32
+        assert_attention(out, lse, inputs, expected=expected)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128, 512])
@@ -366,9 +367,9 @@ def test_a_plan_covers_every_query_and_head_once():
         head_dim=64,
     )
     seen = np.zeros((3, 500, 12), int)
-    for sequence, first_token, tokens, first_head, heads in plan.items:
+    for sequence, first_token, tokens, first_head, heads, kv_begin, kv_end in plan.items:
         seen[sequence, first_token : first_token + tokens, first_head : first_head + heads] += 1
-        assert first_head // 4 == (first_head + heads - 1) // 4
+        assert (kv_begin, kv_end) == (0, case.kv_lens[sequence])
     for sequence, q_len in enumerate(case.q_lens):
         assert np.all(seen[sequence, :q_len] == 1)
         assert np.all(seen[sequence, q_len:] == 0)

@@ -57,7 +57,7 @@ def test_a_tree_of_drafts_split_over_ranks(isa, strategy, cp_size):
     masks = [tree_mask(random_tree(d, rng), p) for d, p in zip(drafts, prefixes, strict=True)]
     inputs = make_inputs(case) | {"causal": False, "scale": 0.125}
     inputs["custom_mask"] = np.concatenate([mask.ravel() for mask in masks])
-    whole, whole_lse = cpattn.paged_attention(**inputs, return_lse=True)
+    whole, whole_lse = cpattn.paged_attention(**inputs, batch_invariant=True, return_lse=True)
     assert_attention(whole, whole_lse, inputs)
 
     ranks = cpattn.build_cp_metadata_all_ranks(
@@ -66,7 +66,7 @@ def test_a_tree_of_drafts_split_over_ranks(isa, strategy, cp_size):
     computed = torch.zeros(sum(drafts), dtype=torch.int64)
     for metadata in ranks:
         rows, mine = rank_inputs(inputs, metadata, masks)
-        out, lse = cpattn.paged_attention(**mine, return_lse=True)
+        out, lse = cpattn.paged_attention(**mine, batch_invariant=True, return_lse=True)
         assert torch.equal(out, whole[rows])
         assert torch.equal(lse, whole_lse[rows])
         computed[rows] += 1

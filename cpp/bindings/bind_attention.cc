@@ -191,19 +191,26 @@ printed, and its arrays are read-only NumPy views.)")
           "items",
           [](const AttentionPlan& plan) {
             py::array_t<int64_t> items(
-                {static_cast<py::ssize_t>(plan.items.size()), py::ssize_t{5}}
+                {static_cast<py::ssize_t>(plan.items.size()), py::ssize_t{7}}
             );
             auto cells = items.mutable_unchecked<2>();
             for (std::size_t i = 0; i < plan.items.size(); ++i) {
               const AttentionItem& item = plan.items[i];
               const int64_t row[] = {
-                  item.segment, item.first_token, item.num_tokens, item.first_head, item.num_heads
+                  item.segment,   item.first_token, item.num_tokens, item.first_head,
+                  item.num_heads, item.kv_begin,    item.kv_end,
               };
-              for (int column = 0; column < 5; ++column) cells(i, column) = row[column];
+              for (int column = 0; column < 7; ++column) cells(i, column) = row[column];
             }
             return items;
           },
-          "int64 [num_items, 5]: segment, first_token, num_tokens, first_head, num_heads."
+          "int64 [num_items, 7]: segment, first_token, num_tokens, first_head, num_heads, "
+          "kv_begin, "
+          "kv_end."
+      )
+      .def_property_readonly(
+          "part_keys", [](const AttentionPlan& p) { return p.part_keys; },
+          "The keys of short sequences are divided at multiples of this."
       )
       .def_property_readonly(
           "item_costs",
@@ -223,7 +230,7 @@ void register_attention(py::module_& module) {
       [](const py::object& q_lens, const py::object& kv_lens, const py::object& block_tables,
          int64_t page_size, int64_t num_pages, int32_t num_heads, int32_t num_kv_heads,
          int32_t head_dim, int32_t v_head_dim, bool causal, std::optional<int64_t> window,
-         const py::object& custom_mask, std::optional<int> num_threads) {
+         const py::object& custom_mask, bool batch_invariant, std::optional<int> num_threads) {
         constexpr char kFunction[] = "plan_attention";
         const int threads = parse_threads(kFunction, num_threads);
         SequenceBatchArguments given(
@@ -233,12 +240,13 @@ void register_attention(py::module_& module) {
         given.batch.shape = {num_heads, num_kv_heads, head_dim, v_head_dim};
         given.batch.page_size = page_size;
         given.batch.num_pages = num_pages;
+        given.batch.batch_invariant = batch_invariant;
         const py::gil_scoped_release nogil;
         return plan_sequences(kFunction, given.batch, threads);
       },
       "q_lens"_a, "kv_lens"_a, "block_tables"_a, "page_size"_a, "num_pages"_a, "num_heads"_a,
       "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "causal"_a, "window"_a, "custom_mask"_a,
-      "num_threads"_a
+      "batch_invariant"_a, "num_threads"_a
   );
   module.def(
       "run_attention",
@@ -262,8 +270,8 @@ void register_attention(py::module_& module) {
          const py::object& kv_indptr, const py::object& kv_indices, const py::object& last_page_len,
          std::optional<int64_t> page_size, const std::string& kv_layout, double scale, bool causal,
          std::optional<int64_t> window, double softcap, const py::object& sinks,
-         const py::object& custom_mask, std::optional<int> num_threads, const py::object& out,
-         const py::object& lse) {
+         const py::object& custom_mask, bool batch_invariant, std::optional<int> num_threads,
+         const py::object& out, const py::object& lse) {
         constexpr char kFunction[] = "paged_attention";
         const int threads = parse_threads(kFunction, num_threads);
         const LayerArguments layer(
@@ -277,12 +285,14 @@ void register_attention(py::module_& module) {
         given.batch.shape = attention_shape(arguments);
         given.batch.page_size = arguments.k.page_size;
         given.batch.num_pages = std::min(arguments.k.num_pages, arguments.v.num_pages);
+        given.batch.batch_invariant = batch_invariant;
         const Computation computation;
         run_attention(plan_sequences(kFunction, given.batch, threads), arguments);
       },
       "q"_a, "k_cache"_a, "v_cache"_a, "q_lens"_a, "kv_lens"_a, "block_tables"_a, "kv_indptr"_a,
       "kv_indices"_a, "last_page_len"_a, "page_size"_a, "kv_layout"_a, "scale"_a, "causal"_a,
-      "window"_a, "softcap"_a, "sinks"_a, "custom_mask"_a, "num_threads"_a, "out"_a, "lse"_a
+      "window"_a, "softcap"_a, "sinks"_a, "custom_mask"_a, "batch_invariant"_a, "num_threads"_a,
+      "out"_a, "lse"_a
   );
   module.def(
       "merge_state",

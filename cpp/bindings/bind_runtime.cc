@@ -36,6 +36,10 @@ void register_runtime(py::module_& module) {
       },
       "dtype"_a, "num_threads"_a
   );
+  module.def(
+      "measure_read_bandwidth", &measure_read_bandwidth, py::call_guard<py::gil_scoped_release>(),
+      "num_threads"_a
+  );
   module.def("default_num_threads", &default_num_threads);
   module.def("set_num_threads", &set_num_threads, "num_threads"_a);
 }

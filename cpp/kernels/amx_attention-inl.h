@@ -363,25 +363,17 @@ class AmxAttention {
     }
   }
 
-  /// Normalises a row and writes it.
   void finish(int row) const {
-    const int64_t token = row / tile_.group;
-    const int64_t head = row % tile_.group;
     const RowState state = {
         work_.references[row] * factor_ + kHeadroom, reduce_add(load(work_.sums + row * kLanes))
     };
     const float* output =
         work_.output + int64_t{row / kGroupRows} * kGroupRows * v_dim_ + row % kGroupRows * kLanes;
-    T* out =
-        static_cast<T*>(tile_.out) + token * tile_.out_token_stride + head * tile_.out_head_stride;
-    const float* sink = tile_.sinks == nullptr ? nullptr : tile_.sinks + head;
-    const Vector scale = splat(output_scale(state, sink));
+    float columns[kMaxHeadDim];
     for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
-      store(out + d, mul(load(output), scale));
+      store(columns + d, load(output));
     }
-    if (tile_.lse != nullptr) {
-      tile_.lse[token * tile_.lse_token_stride + head * tile_.lse_head_stride] = row_lse(state);
-    }
+    finish_row<T>(tile_, row, state, columns);
   }
 
   const AttentionTile& tile_;
@@ -398,16 +390,6 @@ class AmxAttention {
   int special_keys_[kMaxPackedKeys];
   const T* special_values_[kMaxPackedKeys];
 };
-
-/// The kernels of a file that includes tiles, of hardware or twin. float16 is
-/// three products where float32 is one: its speed is measured against the latter.
-constexpr KernelTable amx_kernel_table(const char* name) {
-  return kernel_table(
-      name,
-      {&AmxAttention<Bfloat16>::scratch_bytes, &AmxAttention<Bfloat16>::run, &tile_peak_flops},
-      {&AmxAttention<Half>::scratch_bytes, &AmxAttention<Half>::run, &peak_flops<Float32Engine>}
-  );
-}
 
 }  // namespace
 }  // namespace cpattn::kernels

@@ -9,6 +9,7 @@
 // Blocks and chunks start at multiples of their length from key 0, whatever part of a
 // sequence is asked for, so a row's result does not depend on its neighbours.
 #include "kernels/key_block-inl.h"
+#include "kernels/results-inl.h"
 #include "kernels/softmax-inl.h"
 
 namespace cpattn::kernels {
@@ -237,25 +238,14 @@ class AttentionLoop {
   /// Normalises all rows and writes them.
   bool finish() const {
     mark(tile_, kMarkWrite);
-    int row = 0;
-    for (int64_t token = 0; token < tile_.num_tokens; ++token) {
-      for (int64_t head = 0; head < tile_.group; ++head, ++row) finish_row(row, token, head);
+    for (int row = 0; row < rows_; ++row) {
+      const bool started = work_.started[row / kRowGroup];
+      finish_row<T>(
+          tile_, row, work_.states[row],
+          started ? work_.output + int64_t{row} * v_dim_ : work_.zeros
+      );
     }
     return true;
-  }
-
-  void finish_row(int row, int64_t token, int64_t head) const {
-    const RowState state = work_.states[row];
-    const float* output =
-        work_.started[row / kRowGroup] ? work_.output + int64_t{row} * v_dim_ : work_.zeros;
-    T* out =
-        static_cast<T*>(tile_.out) + token * tile_.out_token_stride + head * tile_.out_head_stride;
-    const float* sink = tile_.sinks == nullptr ? nullptr : tile_.sinks + head;
-    const Vector scale = splat(output_scale(state, sink));
-    for (int d = 0; d < v_dim_; d += kLanes) store(out + d, mul(load(output + d), scale));
-    if (tile_.lse != nullptr) {
-      tile_.lse[token * tile_.lse_token_stride + head * tile_.lse_head_stride] = row_lse(state);
-    }
   }
 
   const AttentionTile& tile_;
@@ -286,26 +276,6 @@ void weighted_sum(float weight_a, void* a, float weight_b, const void* b, int64_
     step(tail_x, tail_y);
     __builtin_memcpy(x + i, tail_x, (n - i) * sizeof(T));
   }
-}
-
-/// The kernel of one storage type on one engine.
-template <class T, class Engine, int kExp2Degree>
-constexpr AttentionKernel attention_kernel() {
-  using Loop = AttentionLoop<T, Engine, kExp2Degree>;
-  return {&Loop::scratch_bytes, &Loop::run, &peak_flops<Engine>};
-}
-
-/// All kernels of an instruction set; what differs among them are the 16-bit types.
-constexpr KernelTable kernel_table(
-    const char* name,
-    AttentionKernel bfloat16,
-    AttentionKernel float16 = attention_kernel<Half, Float32Engine, 4>()
-) {
-  return {
-      .name = name,
-      .attention = {attention_kernel<float, Float32Engine, 6>(), float16, bfloat16},
-      .weighted_sum = {&weighted_sum<float>, &weighted_sum<Half>, &weighted_sum<Bfloat16>},
-  };
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 // The vector layer comes first.
 #include "kernels/amx_twin-inl.h"
 // Then the tiles, then what is made of both.
-#include "kernels/amx_attention-inl.h"
+#include "kernels/amx_kernel_table-inl.h"
 
 namespace cpattn::kernels {
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/vector_avx512-inl.h"
 // The vector layer comes first.
-#include "kernels/gemm_bf16-inl.h"
-// Then the engines, then the loop over them.
-#include "kernels/attention-inl.h"
+#include "kernels/in_place_bf16-inl.h"
+// Then the engines, then the loops over them.
+#include "kernels/kernel_table-inl.h"
 
 namespace cpattn::kernels {
 

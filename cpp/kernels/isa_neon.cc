@@ -2,8 +2,8 @@
 #include "kernels/vector_neon-inl.h"
 // The vector layer comes first.
 #include "kernels/gemm-inl.h"
-// Then the engines, then the loop over them.
-#include "kernels/attention-inl.h"
+// Then the engines, then the loops over them.
+#include "kernels/kernel_table-inl.h"
 
 namespace cpattn::kernels {
 

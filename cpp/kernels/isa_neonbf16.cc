@@ -2,12 +2,12 @@
 #include "kernels/vector_neon-inl.h"
 // The vector layer comes first.
 #include "kernels/gemm_neonbf16-inl.h"
-// Then the engines, then the loop over them.
-#include "kernels/attention-inl.h"
+// Then the engines, then the loops over them.
+#include "kernels/kernel_table-inl.h"
 
 namespace cpattn::kernels {
 
 extern constinit const KernelTable table_neonbf16 =
-    kernel_table("neonbf16", attention_kernel<Bfloat16, Bfloat16Engine, 4>());
+    kernel_table("neonbf16", attention_kernel<Bfloat16, Bfloat16Engine, 4, Float32Engine>());
 
 }  // namespace cpattn::kernels

@@ -22,7 +22,8 @@ struct KeyRange {
 inline KeyRange visible_keys(const AttentionTile& tile, int64_t token) {
   const int64_t position = tile.first_position + token * tile.position_step;
   return {
-      larger(0, position - tile.left), larger(0, smaller(tile.kv_len, position + tile.right + 1))
+      larger(tile.kv_begin, position - tile.left),
+      larger(0, smaller(tile.kv_len, position + tile.right + 1))
   };
 }
 

@@ -103,5 +103,15 @@ inline void transpose(Vector* r) {
   }
 }
 
+/// Four floats, repeated.
+inline Vector load_quad(const float* p) {
+  return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+}
+
+/// In each four lanes: the sums of those four lanes of a, b, c and d.
+inline Vector sums_of_quads(Vector a, Vector b, Vector c, Vector d) {
+  return _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+}
+
 }  // namespace
 }  // namespace cpattn::kernels

@@ -105,5 +105,17 @@ inline void transpose(Vector* r) {
   for (int i = 0; i < 16; ++i) r[i] = _mm512_castsi512_ps(bits[i]);
 }
 
+/// Four floats, repeated.
+inline Vector load_quad(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
+
+/// In each four lanes: the sums of those four lanes of a, b, c and d.
+inline Vector sums_of_quads(Vector a, Vector b, Vector c, Vector d) {
+  const __m512d ab = _mm512_castps_pd(add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+  const __m512d cd = _mm512_castps_pd(add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+  return add(
+      _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd))
+  );
+}
+
 }  // namespace
 }  // namespace cpattn::kernels

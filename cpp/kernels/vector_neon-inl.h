@@ -74,5 +74,13 @@ inline void transpose(Vector* r) {
   r[3] = vcombine_f32(vget_high_f32(upper.val[1]), vget_high_f32(lower.val[1]));
 }
 
+/// Four floats, repeated in vectors of more.
+inline Vector load_quad(const float* p) { return load(p); }
+
+/// In each four lanes: the sums of those four lanes of a, b, c and d.
+inline Vector sums_of_quads(Vector a, Vector b, Vector c, Vector d) {
+  return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
+}
+
 }  // namespace
 }  // namespace cpattn::kernels

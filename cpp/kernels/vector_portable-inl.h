@@ -130,5 +130,15 @@ inline void transpose(Vector* r) {
   r[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
 }
 
+/// Four floats, repeated in vectors of more.
+inline Vector load_quad(const float* p) { return load(p); }
+
+/// In each four lanes: the sums of those four lanes of a, b, c and d.
+inline Vector sums_of_quads(Vector a, Vector b, Vector c, Vector d) {
+  Vector r[4] = {a, b, c, d};
+  transpose(r);
+  return (r[0] + r[1]) + (r[2] + r[3]);
+}
+
 }  // namespace
 }  // namespace cpattn::kernels

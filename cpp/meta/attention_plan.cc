@@ -6,6 +6,7 @@
 
 #include "cpattn/check.h"
 #include "cpattn/trace.h"
+#include "meta/attention_items.h"
 
 namespace cpattn {
 namespace {
@@ -20,7 +21,6 @@ constexpr int64_t kMaxItemRows = 2048;
 constexpr int64_t kBalancedItems = 64;
 constexpr int64_t kMinItemRows = 384;
 constexpr int64_t kRowGranule = 24;
-constexpr int64_t kPackingRows = 12;
 /// Queries and accumulators of an item, in float32, stay below this.
 constexpr int64_t kItemBytes = 4 << 20;
 
@@ -55,14 +55,19 @@ int64_t sum_clamped(int64_t first, int64_t step, int64_t count, int64_t limit) {
   return ramp + (count - negative - inside) * limit;
 }
 
-/// Visible (token, key) pairs of tokens [first, first + count) of a segment.
+/// Visible (token, key) pairs of tokens [first, first + count) of a segment, as far
+/// as the keys are below kv_end.
 int64_t visible_pairs(
-    const AttentionBatch& batch, const AttentionSegment& segment, int64_t first, int64_t count
+    const AttentionBatch& batch,
+    const AttentionSegment& segment,
+    int64_t first,
+    int64_t count,
+    int64_t kv_end
 ) {
   const int64_t position = segment.first_position + first * segment.position_step;
   const int64_t step = segment.position_step;
-  return sum_clamped(position + batch.right + 1, step, count, segment.kv_len) -
-         sum_clamped(position - batch.left, step, count, segment.kv_len);
+  return sum_clamped(position + batch.right + 1, step, count, kv_end) -
+         sum_clamped(position - batch.left, step, count, kv_end);
 }
 
 void append_items(
@@ -77,18 +82,25 @@ void append_items(
   for (int64_t piece = 0; piece < pieces; ++piece) {
     const int64_t begin = segment.q_len * piece / pieces;
     const int64_t end = segment.q_len * (piece + 1) / pieces;
-    const int64_t pairs = visible_pairs(batch, segment, begin, end - begin);
-    const int64_t packing = kPackingRows * visible_pairs(batch, segment, end - 1, 1);
+    const int64_t pairs = visible_pairs(batch, segment, begin, end - begin, segment.kv_len);
+    const int64_t packing =
+        kPackingRows * visible_pairs(batch, segment, end - 1, 1, segment.kv_len);
     for (int64_t kv_head = 0; kv_head < batch.shape.num_kv_heads; ++kv_head) {
       for (int64_t head = 0; head < group; head += heads) {
         const int64_t count = std::min(heads, group - head);
-        plan.items.push_back({
+        const AttentionItem item{
             .segment = index,
             .first_head = static_cast<int32_t>(kv_head * group + head),
             .num_heads = static_cast<int32_t>(count),
             .num_tokens = static_cast<int32_t>(end - begin),
             .first_token = begin,
-        });
+            .kv_end = segment.kv_len,
+        };
+        if (is_short(batch, segment)) {
+          append_parts(batch, item, plan);
+          continue;
+        }
+        plan.items.push_back(item);
         plan.item_costs.push_back(pairs * count + packing);
       }
     }
@@ -167,8 +179,14 @@ AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num
   AttentionPlan plan;
   plan.num_threads = num_threads;
   const int64_t max_rows = max_item_rows(batch);
+  plan.part_keys = part_keys(batch);
   for (std::size_t i = 0; i < batch.segments.size(); ++i) {
-    append_items(batch, static_cast<int32_t>(i), max_rows, plan);
+    const auto segment = static_cast<int32_t>(i);
+    if (reads_in_place(batch, batch.segments[i])) {
+      append_decode_items(batch, segment, plan);
+    } else {
+      append_items(batch, segment, max_rows, plan);
+    }
   }
   plan.batch = std::move(batch);
   sort_items(plan);
@@ -177,7 +195,10 @@ AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num
 
 int64_t visible_pairs(const AttentionBatch& batch, const AttentionItem& item) {
   const AttentionSegment& segment = batch.segments[item.segment];
-  return item.num_heads * visible_pairs(batch, segment, item.first_token, item.num_tokens);
+  const auto pairs_below = [&](int64_t key) {
+    return visible_pairs(batch, segment, item.first_token, item.num_tokens, key);
+  };
+  return item.num_heads * (pairs_below(item.kv_end) - pairs_below(item.kv_begin));
 }
 
 PageTable page_table_from_blocks(

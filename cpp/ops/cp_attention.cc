@@ -186,6 +186,7 @@ void do_cp_attn_fia(
       .segments = cp_segments(metadata),
       .left = kUnboundedKeys,
       .right = 0,
+      .batch_invariant = true,  // of how the sequences are split over ranks
   };
   batch.pages = page_table_from_blocks(
       kFunction, arguments.block_tables, keys_per_sequence(batch.segments, metadata.bs),

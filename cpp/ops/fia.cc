@@ -191,6 +191,7 @@ FiaPlan plan_fia(const FiaArguments& arguments) {
     batch.num_rows = plan.query.shape[1] * (together ? plan.query.shape[0] : 1);
     batch.page_size = key.page_size;
     batch.num_pages = key.num_pages;
+    batch.batch_invariant = true;  // do_cp_attn_fia and two calls of this agree bit for bit
     if (mask) batch.mask = mask->pack(batch.segments, first);
     plan.plans.push_back(plan_attention(kFunction, std::move(batch), /*num_threads=*/0));
   }

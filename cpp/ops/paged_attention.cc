@@ -10,6 +10,7 @@
 #include "cpattn/parallel.h"
 #include "cpattn/trace.h"
 #include "ops/kernel_table.h"
+#include "ops/split_results.h"
 
 namespace cpattn {
 namespace {
@@ -178,7 +179,10 @@ void clear_rows_outside(const AttentionBatch& batch, const AttentionArguments& a
 
 kernels::PagedRows rows_of_head(const PagedCache& cache, int64_t kv_head) {
   const int64_t offset = kv_head * cache.head_stride * element_size(cache.dtype);
-  return {static_cast<const char*>(cache.data) + offset, cache.page_stride, cache.row_stride};
+  return {
+      static_cast<const char*>(cache.data) + offset, cache.page_stride, cache.row_stride,
+      cache.head_stride
+  };
 }
 
 bool stop_requested(void* token) { return static_cast<StopToken*>(token)->should_stop(); }
@@ -207,7 +211,8 @@ kernels::AttentionTile make_tile(
   const AttentionSegment& segment = batch.segments[item.segment];
   const int64_t row = segment.q_begin + item.first_token;
   const int64_t head = item.first_head;
-  const int64_t kv_head = head / (batch.shape.num_heads / batch.shape.num_kv_heads);
+  const int32_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
+  const int64_t kv_head = head / group;
   const auto first_row = [&](const TensorView& tensor) -> void* {
     return element_address(tensor, row * tensor.strides[0] + head * tensor.strides[1]);
   };
@@ -224,8 +229,10 @@ kernels::AttentionTile make_tile(
       .rope_dim = rope,
       .v_head_dim = batch.shape.v_head_dim,
       .num_tokens = item.num_tokens,
-      .group = item.num_heads,
-      .kv_len = segment.kv_len,
+      .group = std::min(item.num_heads, group),
+      .num_kv_heads = (item.num_heads + group - 1) / group,
+      .kv_begin = item.kv_begin,
+      .kv_len = item.kv_end,
       .first_position = segment.first_position + item.first_token * segment.position_step,
       .position_step = segment.position_step,
       .left = batch.left,
@@ -331,14 +338,21 @@ void run_attention(const AttentionPlan& plan, const AttentionArguments& argument
   clear_rows_outside(plan.batch, arguments);
   const AttentionShape& shape = plan.batch.shape;
   const auto num_items = static_cast<int64_t>(plan.items.size());
+  SplitResults splits(plan);
   parallel_for(num_items, threads, [&](int64_t index, StopToken& stop) {
     const AttentionItem& item = plan.items[index];
     const TraceSpan span(
         TraceScope::item, tracing() ? useful_flops(plan.batch, item) : 0, arguments.q.dtype
     );
-    const kernels::AttentionTile tile = make_tile(plan, item, arguments, stop);
+    kernels::AttentionTile tile = make_tile(plan, item, arguments, stop);
+    tile.partial = splits.results_of(item);
     const int64_t rows = int64_t{item.num_tokens} * item.num_heads;
-    kernel.run(&tile, thread_scratch(kernel.scratch_bytes(rows, shape.head_dim, shape.v_head_dim)));
+    const auto scratch_bytes = item.decode ? kernel.decode_scratch_bytes : kernel.scratch_bytes;
+    void* scratch = thread_scratch(scratch_bytes(rows, shape.head_dim, shape.v_head_dim));
+    if (!(item.decode ? kernel.decode : kernel.run)(&tile, scratch)) return;
+    if (const float* parts = splits.finish(item)) {
+      kernel.merge(&tile, parts, plan.splits[item.split].num_parts);
+    }
   });
 }
 

@@ -58,6 +58,7 @@ AttentionPlan plan_sequences(const char* function, const SequenceBatch& batch, i
   }
   for (const AttentionSegment& segment : planned.segments) planned.num_rows += segment.q_len;
   planned.left = batch.window.value_or(kUnboundedKeys);
+  planned.batch_invariant = batch.batch_invariant;
   planned.right = batch.causal ? 0 : kUnboundedKeys;
   if (batch.custom_mask) {
     planned.mask = pack_custom_mask(function, *batch.custom_mask, planned.segments);

@@ -102,8 +102,10 @@ def paged_attention(
         True = visible, row-major per sequence. Applied on top of `causal` and `window`; pass
         ``causal=False`` to let it decide alone.
     batch_invariant : bool
-        Ask that a row's result be bitwise independent of the rest of the batch, of chunking and
-        of the context-parallel split. Every plan of this version has that property.
+        Make a row's result bitwise independent of the rest of the batch, of chunking and of the
+        context-parallel split. Else sequences of up to 16 new tokens are divided along their
+        keys, and read at the speed of memory if they have few rows; how is decided by the lengths
+        of the batch alone, so results never depend on the number of threads.
     num_threads : int, optional
         Default: `set_num_threads`, ``CPATTN_NUM_THREADS``, or all CPUs. 1 is the caller's thread
         alone. The result does not depend on it.
@@ -131,7 +133,6 @@ def paged_attention(
     >>> out.shape, float(out[0, 0, 0])
     ((3, 2, 16), 1.0)
     """
-    del batch_invariant
     if scale is None:
         scale = default_scale("paged_attention", shape_of(q, "paged_attention: q", 3)[2])
     out, lse = _outputs(
@@ -144,8 +145,8 @@ def paged_attention(
     )
     _core.paged_attention(
         q, k_cache, v_cache, q_lens, kv_lens, block_tables, kv_indptr, kv_indices, last_page_len,
-        page_size, kv_layout, scale, causal, window, softcap, sinks, custom_mask, num_threads,
-        out, lse,
+        page_size, kv_layout, scale, causal, window, softcap, sinks, custom_mask,
+        batch_invariant, num_threads, out, lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -177,10 +178,10 @@ def plan_attention(
     AttentionPlan
         A value: comparable, printable, with read-only array views.
     """
-    del batch_invariant
     return _core.plan_attention(
         q_lens, kv_lens, block_tables, page_size, num_pages, num_heads, num_kv_heads, head_dim,
-        head_dim if v_head_dim is None else v_head_dim, causal, window, custom_mask, num_threads,
+        head_dim if v_head_dim is None else v_head_dim, causal, window, custom_mask,
+        batch_invariant, num_threads,
     )  # fmt: skip
 
 

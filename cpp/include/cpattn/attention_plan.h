@@ -54,16 +54,30 @@ struct MaskBits {
   bool operator==(const MaskBits&) const = default;
 };
 
-/// A rectangle of work: tokens [first_token, first_token + num_tokens) of a
-/// segment times query heads [first_head, first_head + num_heads), which all
-/// read one KV head.
+/// A box of work: tokens [first_token, first_token + num_tokens) of a segment
+/// times query heads [first_head, first_head + num_heads) times keys
+/// [kv_begin, kv_end). The heads read one KV head, or several if `decode`.
 struct AttentionItem {
   int32_t segment = 0;
   int32_t first_head = 0;
   int32_t num_heads = 0;
   int32_t num_tokens = 0;
   int64_t first_token = 0;
+  int64_t kv_begin = 0;
+  int64_t kv_end = 0;
+  int32_t split = -1;   // whose part it is, in AttentionPlan::splits; -1: it is whole
+  bool decode = false;  // few rows: reads keys and values in place instead of packing them
   bool operator==(const AttentionItem&) const = default;
+};
+
+/// An item whose keys are shared out among num_parts items, part i having those
+/// of [i, i + 1) * part_keys from first_key on. Their results are merged in order.
+struct AttentionSplit {
+  int64_t first_key = 0;
+  int32_t num_parts = 0;
+  int32_t rows = 0;       // of every part: num_tokens * num_heads
+  int64_t first_row = 0;  // of its parts among the rows of all parts
+  bool operator==(const AttentionSplit&) const = default;
 };
 
 /// What plan_attention divides.
@@ -75,8 +89,9 @@ struct AttentionBatch {
   std::vector<AttentionSegment> segments;
   PageTable pages;
   MaskBits mask;
-  int64_t left = 0;   // keys visible before a row's position; kUnboundedKeys for all
-  int64_t right = 0;  // and after it; 0 is causal
+  int64_t left = 0;              // keys visible before a row's position; kUnboundedKeys for all
+  int64_t right = 0;             // and after it; 0 is causal
+  bool batch_invariant = false;  // see AttentionPlan
   bool operator==(const AttentionBatch&) const = default;
 };
 
@@ -85,13 +100,26 @@ constexpr int64_t kUnboundedKeys = int64_t{1} << 40;
 /// Work division for one batch: made once, run for every layer. A value without
 /// hidden state; it owns its arrays. The division depends on the batch alone,
 /// never on the machine or the number of threads.
+///
+/// Segments of up to kMaxDecodeTokens tokens are divided along their keys too, at
+/// multiples of part_keys from key 0, so that few long sequences keep many threads
+/// busy; those with few rows for each KV head are read in place. Then the bits of
+/// a row depend on the lengths in its batch. With batch_invariant there is neither,
+/// and every row has the bits that it has in any other batch or chunk.
 struct AttentionPlan {
   AttentionBatch batch;
   std::vector<AttentionItem> items;  // by sequence and KV head, most expensive first
   std::vector<int64_t> item_costs;   // visible (row, key) pairs of each item
-  int num_threads = 0;               // 0: the process default when run
+  int64_t part_keys = 0;
+  std::vector<AttentionSplit> splits;
+  int64_t partial_rows = 0;  // of all parts; while it runs they take v_head_dim + 2 floats
+                             // each, at most kMaxPartialBytes
+  int num_threads = 0;       // 0: the process default when run
   bool operator==(const AttentionPlan&) const = default;
 };
+
+constexpr int64_t kMaxDecodeTokens = 16;
+constexpr int64_t kMaxPartialBytes = int64_t{32} << 20;
 
 /// Divides a batch into items. Throws std::invalid_argument, naming `function`,
 /// for a shape outside AttentionShape's bounds. Segments and pages must be

@@ -12,4 +12,9 @@ namespace cpattn {
 /// around the work it is compared with.
 double measure_peak(std::string_view dtype, int num_threads);
 
+/// The rate, in bytes/s, at which `num_threads` threads read memory in order, far
+/// more of it than caches hold: what decode is measured against. The best of
+/// several passes; takes half a second and 512 MiB.
+double measure_read_bandwidth(int num_threads);
+
 }  // namespace cpattn

@@ -31,6 +31,7 @@ struct SequenceBatch {
   std::optional<int64_t> window;          // and if p - window <= j; needs causal
   std::optional<TensorView> custom_mask;  // bool [sum(q_len * kv_len)], row-major per
                                           // sequence; true keeps what the rest leaves visible
+  bool batch_invariant = false;
 };
 
 /// The plan of such a batch. Throws std::invalid_argument, naming `function`,
