@@ -118,37 +118,11 @@ class AmxAttention {
     pack_tile_values<T>(next_.v, n, v_dim_, work_.values, still_special);
   }
 
-  /// Lists the steps for keys [first, first + n), one group of rows after the
-  /// other; gives their number.
-  int plan_steps(int64_t first, int n) {
-    int steps = 0;
-    for (int group = 0; group < rows_; group += kGroupRows) {
-      const int end = static_cast<int>(smaller(group + kGroupRows, rows_));
-      const int64_t seen_from = visible_keys(tile_, group / tile_.group).begin - first;
-      const int64_t seen_to = visible_keys(tile_, (end - 1) / tile_.group).end - first;
-      const int begin_chunk = static_cast<int>(larger(0, smaller(n, seen_from))) / kTileDepth;
-      const int end_chunk =
-          round_up(static_cast<int>(larger(0, smaller(n, seen_to))), kTileDepth) / kTileDepth;
-      for (int chunk = begin_chunk; chunk < end_chunk;) {
-        const int block_end =
-            static_cast<int>(smaller(end_chunk, chunk / kChunks * kChunks + kChunks));
-        for (const int block_begin = chunk; chunk < block_end; ++chunk) {
-          for (int row = group; row < end; row += kScoreRows) {
-            const int count = static_cast<int>(smaller(kScoreRows, end - row));
-            const bool last = chunk + 1 == block_end && row + count == end;
-            work_.steps[steps++] = {row, count, chunk, block_begin, block_end, last};
-          }
-        }
-      }
-    }
-    return steps;
-  }
-
   /// All rows against keys [first, first + n), which are packed; next_ is what
   /// comes after them. While the tiles compute the scores of a step, the vector
   /// units take those of the step two before through softmax. False when stopped.
   bool attend(int64_t first, int n) {
-    const int steps = plan_steps(first, n);
+    const int steps = plan_steps<T>(tile_, rows_, first, n, work_.steps);
     const auto no_slice = [] {};
     for (int i = 0; i < 2 && i < steps; ++i) start_scores(i, no_slice, no_slice);
     for (int i = 0; i < steps; ++i) {

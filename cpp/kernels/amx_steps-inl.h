@@ -34,6 +34,34 @@ struct Step {
   bool first() const { return chunk == first_chunk && row % kGroupRows == 0; }
 };
 
+/// Lists the steps of a tile for keys [first, first + n), one group of rows after
+/// the other; gives their number.
+template <class T>
+int plan_steps(const AttentionTile& tile, int rows, int64_t first, int n, Step* list) {
+  constexpr int kChunks = kAmxChunks<T>;
+  int steps = 0;
+  for (int group = 0; group < rows; group += kGroupRows) {
+    const int end = static_cast<int>(smaller(group + kGroupRows, rows));
+    const int64_t seen_from = visible_keys(tile, group / tile.group).begin - first;
+    const int64_t seen_to = visible_keys(tile, (end - 1) / tile.group).end - first;
+    const int begin_chunk = static_cast<int>(larger(0, smaller(n, seen_from))) / kTileDepth;
+    const int end_chunk =
+        round_up(static_cast<int>(larger(0, smaller(n, seen_to))), kTileDepth) / kTileDepth;
+    for (int chunk = begin_chunk; chunk < end_chunk;) {
+      const int block_end =
+          static_cast<int>(smaller(end_chunk, chunk / kChunks * kChunks + kChunks));
+      for (const int block_begin = chunk; chunk < block_end; ++chunk) {
+        for (int row = group; row < end; row += kScoreRows) {
+          const int count = static_cast<int>(smaller(kScoreRows, end - row));
+          const bool last = chunk + 1 == block_end && row + count == end;
+          list[steps++] = {row, count, chunk, block_begin, block_end, last};
+        }
+      }
+    }
+  }
+  return steps;
+}
+
 /// The rows of a step on their way through softmax. A slice takes as many as the
 /// compiler knows, from a local variable: that stays in registers, whatever memory
 /// the assembly between slices may change.
