@@ -232,6 +232,20 @@ def test_a_float16_row_does_not_depend_on_its_batch(amx):
             assert torch.equal(result, expected[first:last])
 
 
+@DTYPES
+def test_few_rows_take_the_vector_units(amx, dtype):
+    """Up to 16 rows for a KV head, here 4 tokens of 4 heads, where bits may depend on it."""
+    for tokens, by_vectors in [(4, True), (5, False)]:
+        case = Case(q_lens=(tokens,), kv_lens=(300,), num_heads=4, num_kv_heads=1, dtype=dtype)
+        inputs = make_inputs(case)
+        out = cpattn.paged_attention(**inputs)
+        _core.set_isa("avx512")
+        widened = cpattn.paged_attention(**inputs)
+        _core.set_isa(amx)
+        assert torch.equal(out, widened) == by_vectors
+        assert torch.equal(out, run(inputs)[0]) != by_vectors
+
+
 @pytest.mark.skipif(len(AMX_ISAS) < 2, reason="this processor has no AMX")
 @DTYPES
 @pytest.mark.parametrize("head_dim", [64, 80, 192])

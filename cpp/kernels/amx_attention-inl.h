@@ -6,6 +6,13 @@
 // each block through Q K^T and softmax, in steps of 32 rows and 32 keys, and
 // through P V. Tiles and vector units work at the same time, on different steps.
 //
+// Items of up to 16 rows do not come here, unless they must not depend on their
+// batch: the plan has them read in place, by the vector units. That limit suits
+// AMX by a cost model, and was not timed: a key of head dimension 128 takes tiles
+// about 60 cycles to pack, 20 for up to 16 rows and 1 for each beyond, and vectors
+// in float32 about 8 a row in place, so that both take the same at ten rows; in
+// float16, with three products and two parts to pack, at twenty.
+//
 // As in attention-inl.h everything happens at fixed positions of the sequence,
 // blocks of kAmxBlockKeys in chunks of 32, so that a row's bits do not depend on
 // which rows it is computed with.
