@@ -23,6 +23,7 @@ CASES = [
     LONG.with_(num_heads=7, num_kv_heads=1, head_dim=112),
     LONG.with_(q_lens=(16, 2, 4), num_heads=9, num_kv_heads=3),  # 48 rows: packed, in parts
     LONG.with_(num_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, options={"scale": 0.1}),
+    LONG.with_(num_heads=6, num_kv_heads=1, head_dim=576, v_head_dim=512, options={"scale": 0.1}),
     LONG.with_(num_heads=64, num_kv_heads=1),
     LONG.with_(options={"window": 600}),  # sees two parts of three
     LONG.with_(q_lens=(9, 1, 1), options={"window": 520, "softcap": 5.0}),

@@ -7,8 +7,10 @@ namespace cpattn {
 namespace {
 
 /// Rows for each KV head up to which reading keys and values in place beats
-/// packing them.
+/// packing them, and rows of wide heads: these are compute-bound sooner.
 constexpr int64_t kMaxDecodeRows = 16;
+constexpr int64_t kMaxWideDecodeRows = 8;
+constexpr int32_t kWideHead = 256;
 /// Neighbouring KV heads are read together until a token has this many elements:
 /// in NHD, 2 KB in a row, from where on memory streams.
 constexpr int64_t kRunElements = 1024;
@@ -57,7 +59,8 @@ int64_t part_keys(const AttentionBatch& batch) {
 
 bool reads_in_place(const AttentionBatch& batch, const AttentionSegment& segment) {
   const int64_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
-  return is_short(batch, segment) && segment.q_len * group <= kMaxDecodeRows;
+  const int64_t rows = batch.shape.head_dim > kWideHead ? kMaxWideDecodeRows : kMaxDecodeRows;
+  return is_short(batch, segment) && segment.q_len * group <= rows;
 }
 
 void append_decode_items(const AttentionBatch& batch, int32_t segment, AttentionPlan& plan) {
