@@ -351,6 +351,7 @@ void run_attention(const AttentionPlan& plan, const AttentionArguments& argument
     void* scratch = thread_scratch(scratch_bytes(rows, shape.head_dim, shape.v_head_dim));
     if (!(item.decode ? kernel.decode : kernel.run)(&tile, scratch)) return;
     if (const float* parts = splits.finish(item)) {
+      const TraceSpan merging(TraceScope::merge);
       kernel.merge(&tile, parts, plan.splits[item.split].num_parts);
     }
   });
