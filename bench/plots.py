@@ -114,7 +114,7 @@ def draw_speedups(rows: list[Row]) -> Figure:
     for name in [*COLORS][1:]:
         if name in taking_part:
             axes.plot([], [], MARKERS[name], color=COLORS[name], label=name)
-    ticks = [1, 2, 5, 10, 20, 50, 100]
+    ticks = [1, 3, 10, 30, 100]
     axes.set_xticks(ticks, [f"{tick} ×" for tick in ticks], minor=False)
     axes.minorticks_off()
     style(

@@ -304,6 +304,20 @@ TEST_P(AttentionKernel, SaysWhatItIsDoingAndHowMuch) {
   EXPECT_EQ(marks.back().first, kernels::kMarkWrite);
 }
 
+TEST_P(AttentionKernel, SkipsKeysThatTheMaskHidesFromAll) {
+  Problem problem = filled({.tokens = 40, .group = 2, .kv_len = 1500, .right = 1500});
+  problem.mask.assign(problem.tokens * problem.mask_stride(), 0);
+  for (int64_t token = 0; token < problem.tokens; ++token) {  // all but keys 1280 to 1407
+    std::fill_n(problem.mask.begin() + token * problem.mask_stride() + 1280 / 8, 128 / 8, 0xff);
+  }
+  Marks marks;
+  problem.marks = &marks;
+  problem.expect_right();
+  int64_t flops = 0;
+  for (const auto& [scope, work] : marks) flops += scope == kernels::kMarkQk ? work : 0;
+  EXPECT_EQ(flops, 2 * problem.tokens * problem.group * problem.dim * 128);
+}
+
 TEST_P(AttentionKernel, EveryHeadDimension) {
   for (int dim = 16; dim <= 576; dim += 16) {
     filled({.tokens = 2,

@@ -44,10 +44,11 @@ int plan_steps(const AttentionTile& tile, int rows, int64_t first, int n, Step* 
     const int end = static_cast<int>(smaller(group + kGroupRows, rows));
     const int64_t seen_from = visible_keys(tile, group / tile.group).begin - first;
     const int64_t seen_to = visible_keys(tile, (end - 1) / tile.group).end - first;
-    const int begin_chunk = static_cast<int>(larger(0, smaller(n, seen_from))) / kTileDepth;
-    const int end_chunk =
-        round_up(static_cast<int>(larger(0, smaller(n, seen_to))), kTileDepth) / kTileDepth;
-    for (int chunk = begin_chunk; chunk < end_chunk;) {
+    int begin_key = static_cast<int>(larger(0, smaller(n, seen_from))) / kTileDepth * kTileDepth;
+    int end_key = round_up(static_cast<int>(larger(0, smaller(n, seen_to))), kTileDepth);
+    drop_hidden(tile, group / tile.group, (end - 1) / tile.group + 1, first, begin_key, end_key);
+    const int end_chunk = end_key / kTileDepth;
+    for (int chunk = begin_key / kTileDepth; chunk < end_chunk;) {
       const int block_end =
           static_cast<int>(smaller(end_chunk, chunk / kChunks * kChunks + kChunks));
       for (const int block_begin = chunk; chunk < block_end; ++chunk) {
@@ -184,9 +185,9 @@ class SourceRows {
   /// cache of many heads for hardware to do so, and packing would wait for them.
   void fetch(int n) {
     for (; n > 0 && fetched_ < count_; --n, ++fetched_) {
-      fetch_row(k[fetched_], tile_.head_dim);
-      if (tile_.rope_dim > 0) fetch_row(k_rope[fetched_], tile_.rope_dim);
-      fetch_row(v[fetched_], tile_.v_head_dim);
+      fetch_row<2>(k[fetched_], tile_.head_dim * sizeof(T));
+      if (tile_.rope_dim > 0) fetch_row<2>(k_rope[fetched_], tile_.rope_dim * sizeof(T));
+      fetch_row<2>(v[fetched_], tile_.v_head_dim * sizeof(T));
     }
   }
 
@@ -195,11 +196,6 @@ class SourceRows {
   const char* v[kMaxPackedKeys];
 
  private:
-  static void fetch_row(const char* row, int dim) {
-    for (int byte = 0; byte < dim * static_cast<int>(sizeof(T)); byte += 64)
-      _mm_prefetch(row + byte, _MM_HINT_T1);
-  }
-
   const AttentionTile& tile_;
   int64_t first_ = 0;
   int count_ = 0;

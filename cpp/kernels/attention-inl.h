@@ -109,7 +109,7 @@ class AttentionLoop {
     for (int64_t first = begin / block_keys_ * block_keys_; first < end; first += block_keys_) {
       if (tile_.should_stop(tile_.stop_context)) return false;
       const int n = static_cast<int>(smaller(block_keys_, end - first));
-      if (!any_shown(0, tile_.num_tokens, first, n)) continue;
+      if (!any_shown(tile_, 0, tile_.num_tokens, first, n)) continue;
       mark(tile_, kMarkPack);
       block_.pack(first, n, static_cast<int>(larger(0, begin - first)));
       for (int row = 0; row < rows_; row += kRowGroup) {
@@ -122,16 +122,6 @@ class AttentionLoop {
     return finish();
   }
 
-  /// Whether the mask, if there is one, shows any of keys [first, first + n) to any
-  /// of tokens [token, end_token).
-  bool any_shown(int64_t token, int64_t end_token, int64_t first, int n) const {
-    if (tile_.mask == nullptr) return true;
-    for (int key = 0; key < n; key += kKeyGranule) {
-      if (mask_shows(tile_, token, end_token, first + key)) return true;
-    }
-    return false;
-  }
-
   void prepare_rows() {
     constexpr int kTokensAhead = 8;
     const auto pack = [&](const void* source, int64_t token_stride, int64_t head_stride, int dim,
@@ -139,7 +129,7 @@ class AttentionLoop {
       for (int64_t token = 0; token < tile_.num_tokens; ++token) {
         for (int64_t head = 0; head < tile_.group; ++head, packed += qk_dim_) {
           const T* q = static_cast<const T*>(source) + token * token_stride + head * head_stride;
-          fetch_row(q + kTokensAhead * token_stride, dim * static_cast<int>(sizeof(T)));
+          fetch_row<2>(q + kTokensAhead * token_stride, dim * sizeof(T));
           Engine::pack_query(q, dim, packed);
         }
       }
@@ -165,11 +155,7 @@ class AttentionLoop {
     const KeyRange seen_last = visible_keys(tile_, end_token - 1);
     int begin = static_cast<int>(larger(0, seen_first.begin - first)) / kKeyGranule * kKeyGranule;
     int end = round_up(static_cast<int>(smaller(n, seen_last.end - first)), kKeyGranule);
-    const auto hidden = [&](int key) {
-      return !any_shown(first_token, end_token, first + key, kKeyGranule);
-    };
-    while (begin < end && hidden(begin)) begin += kKeyGranule;
-    while (begin < end && hidden(end - kKeyGranule)) end -= kKeyGranule;
+    drop_hidden(tile_, first_token, end_token, first, begin, end);
     if (begin >= end) return;
 
     const int64_t flops_per_dim = int64_t{2} * count * (end - begin);

@@ -161,6 +161,7 @@ class DecodeLoop {
   /// [begin, end) are in it.
   void attend(int64_t first, int64_t begin, int64_t end) {
     const int n = static_cast<int>(smaller(kDecodeKeys, end - first));
+    if (!any_shown(tile_, 0, tile_.num_tokens, first, n)) return;
     const int padded = round_up(n, kKeyGranule);
     locate_block(first, n, static_cast<int>(larger(0, begin - first)), end);
     const int64_t flops_per_dim = int64_t{2} * head_rows_ * (end_head_ - first_head_) * padded;
@@ -211,16 +212,14 @@ class DecodeLoop {
     return row + head * source.head_stride * static_cast<int64_t>(sizeof(T));
   }
 
-  static void fetch(const char* row, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
-  }
-
   /// Scores of the rows of a head with kKeyTile keys from `key` of the block on.
   void score_keys(int head, int key) const {
     const Operand* keys[kKeyTile];
     const Operand* rope[kKeyTile];
     for (int i = 0; i < kKeyTile; ++i) {
-      fetch(row_of_head(tile_.k, head, keys_[key + i + ahead_]), tile_.head_dim * sizeof(T));
+      fetch_row<3>(
+          row_of_head(tile_.k, head, keys_[key + i + ahead_]), tile_.head_dim * sizeof(T)
+      );
       Operand* wide = work_.keys + int64_t{i} * qk_dim_;
       keys[i] = operands(row_of_head(tile_.k, head, keys_[key + i]), tile_.head_dim, wide);
       if (tile_.rope_dim > 0) {
@@ -332,7 +331,7 @@ class DecodeLoop {
   void add_values(int head, int64_t first, int key, int count, bool all_visible) const {
     const char* values[kDecodeKeys + 1];
     for (int i = 0; i < count && tile_.v.data != tile_.k.data; ++i) {
-      fetch(row_of_head(tile_.v, head, values_[key + i + ahead_]), v_dim_ * sizeof(T));
+      fetch_row<3>(row_of_head(tile_.v, head, values_[key + i + ahead_]), v_dim_ * sizeof(T));
     }
     values[count] = reinterpret_cast<const char*>(work_.zeros);
     const int64_t slot = int64_t{head - first_head_} * padded_rows_;

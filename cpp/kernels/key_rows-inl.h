@@ -41,12 +41,32 @@ inline uint32_t mask_word(const AttentionTile& tile, int64_t token, int64_t key)
   return word;
 }
 
-/// Whether the mask shows any of keys [key, key + 32) to any of tokens [first, end).
-inline bool mask_shows(const AttentionTile& tile, int64_t first, int64_t end, int64_t key) {
-  for (int64_t token = first; token < end; ++token) {
-    if (mask_word(tile, token, key) != 0) return true;
+/// Whether the mask, if there is one, shows any of keys [key, key + n) to any of
+/// tokens [token, end_token). key is a multiple of 32, and whole words count.
+inline bool any_shown(
+    const AttentionTile& tile, int64_t token, int64_t end_token, int64_t key, int n
+) {
+  if (tile.mask == nullptr) return true;
+  for (; token < end_token; ++token) {
+    for (int i = 0; i < n; i += 32) {
+      if (mask_word(tile, token, key + i) != 0) return true;
+    }
   }
   return false;
+}
+
+/// Narrows the range of keys first + begin to first + end, multiples of 32, to what
+/// the mask does not hide from all of the tokens.
+inline void drop_hidden(
+    const AttentionTile& tile,
+    int64_t token,
+    int64_t end_token,
+    int64_t first,
+    int& begin,
+    int& end
+) {
+  while (begin < end && !any_shown(tile, token, end_token, first + begin, 32)) begin += 32;
+  while (begin < end && !any_shown(tile, token, end_token, first + end - 32, 32)) end -= 32;
 }
 
 /// Addresses of the rows of keys [begin, begin + n).
@@ -69,10 +89,12 @@ inline void locate_rows(
   }
 }
 
-/// Starts to bring a row of `bytes` to L2. Always inlined: GCC drops calls of
-/// functions that only prefetch.
-[[gnu::always_inline]] inline void fetch_row(const void* row, int bytes) {
-  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i, 0, 2);
+/// Starts to bring a row to the L2 (kLocality 2) or the L1 (3). Always inlined: GCC
+/// drops calls of functions that only prefetch.
+template <int kLocality>
+[[gnu::always_inline]] inline void fetch_row(const void* row, int64_t bytes) {
+  const char* line = static_cast<const char*>(row);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(line + i, 0, kLocality);
 }
 
 }  // namespace
