@@ -61,7 +61,7 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.kept = not (arguments.quick or arguments.only)
+        self.kept = not (arguments.quick or arguments.only or arguments.peers)
         self.unfinished = RESULTS / "attention.jsonl.part"
         self.rows: list[Row] = []
         if self.kept and arguments.resume and self.unfinished.exists():

@@ -101,7 +101,11 @@ class Contender:
         return reason
 
     def _crash(self) -> Failed:
-        code = self._process.wait()
+        try:
+            code = self._process.wait(10)
+        except subprocess.TimeoutExpired:  # it closed its output and hangs
+            self._process.kill()
+            code = self._process.wait()
         self._log.seek(0)
         said = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"

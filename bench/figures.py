@@ -37,6 +37,10 @@ def of_cpattn(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row["implementation"] == "cpattn" and row["status"] == "ok"]
 
 
+def limit(percent: float, bar: float) -> str:
+    return f"{bar:g} % {'met' if percent <= bar else 'MISSED'}"
+
+
 def findings(rows: list[Row]) -> Iterator[str]:
     """What compares cases: threads, page sizes, ranks, and whether any peer was ahead."""
     ours = of_cpattn(rows)
@@ -54,14 +58,14 @@ def findings(rows: list[Row]) -> Iterator[str]:
         base = cases.get((row.get("base"), threads))
         if base:
             change = 100 * (base["percent_of_peak"] / row["percent_of_peak"] - 1)
-            bar = f" (bar: {row['within']:g} %)" if row["within"] else ""
+            bar = f" (bar: {limit(change, row['within'])})" if row["within"] else ""
             yield f"{name}: {change:+.1f} % time against {base['case']['workload']}{bar}"
     ranks = [row["percent_of_peak"] for row in ours if row["shape"]["cp"]]
     if len(ranks) > 1:
         apart = 100 * (max(ranks) / min(ranks) - 1)
         yield (
             f"ranks of the zigzag split: {min(ranks):.1f} to {max(ranks):.1f} % of the peak, "
-            f"{apart:.1f} % apart (bar: 2 %)"
+            f"{apart:.1f} % apart (bar: {limit(apart, 2)})"
         )
     behind = [row for row in ours if row.get("speedup", 1) < 1]
     for row in behind:

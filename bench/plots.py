@@ -107,8 +107,11 @@ def draw_speedups(rows: list[Row]) -> Figure:
             if name in of:
                 axes.semilogx(of[name]["median"] / ours, y, MARKERS[name], color=COLORS[name], ms=7)
     axes.axvline(1, color="black")
-    labels = [f"{case['workload']}, {case['threads']} threads" for case, _ in cases]
-    axes.set_yticks(range(len(cases)), [label.replace("1 threads", "1 thread") for label in labels])
+    labels = [
+        f"{case['workload']}, {case['threads']} thread{'s' * (case['threads'] > 1)}"
+        for case, _ in cases
+    ]
+    axes.set_yticks(range(len(cases)), labels)
     axes.invert_yaxis()
     taking_part = {name for _, of in cases for name in of}
     for name in [*COLORS][1:]:

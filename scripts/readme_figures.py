@@ -66,6 +66,13 @@ def compared(rows: list[Row]) -> str:
     return markdown(lines)
 
 
+def doubt(row: Row) -> str:
+    """What is to be known of a median that hardly is one."""
+    if row["noisy"]:
+        return " (no quiet sample)"
+    return " (1 quiet sample)" if row["samples"] == 1 else ""
+
+
 def raced(rows: list[Row]) -> str:
     """A race: cpattn, the best of its peers and the commonest one, and what compares cases."""
     rest = ["best peer", "speed-up over it", "torch SDPA", "extra memory", "bar with AMX"]
@@ -80,7 +87,7 @@ def raced(rows: list[Row]) -> str:
         lines.append(
             [
                 case_label(case),
-                f"{duration(ours['median'])}, {ours['rate']:.0f} {ours['unit']}/s",
+                f"{duration(ours['median'])}, {ours['rate']:.0f} {ours['unit']}/s{doubt(ours)}",
                 f"{ours['percent_of_peak']:.1f} %",
                 verdict(ours),
                 f"{best}, {share[best]}" if best else "",

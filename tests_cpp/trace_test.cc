@@ -141,6 +141,9 @@ TEST(Trace, EndsWhileThreadsAreRecording) {
 #if !defined(__SANITIZE_THREAD__)
 TEST(Trace, AForkedChildRecordsNothing) {
   start_trace(10);
+  {
+    const TraceSpan span(TraceScope::merge);
+  }
   const pid_t child = fork();
   ASSERT_GE(child, 0);
   if (child == 0) {

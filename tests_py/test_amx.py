@@ -36,9 +36,10 @@ def run(inputs):
 def on(isa, inputs):
     before = cpattn.active_isa()
     _core.set_isa(isa)
-    result = run(inputs)
-    _core.set_isa(before)
-    return result
+    try:
+        return run(inputs)
+    finally:
+        _core.set_isa(before)
 
 
 def one_page(q, k, v, **options):

@@ -130,7 +130,7 @@ def test_findings_name_who_is_ahead():
     rows = [row("a", 2, 1.9), row("a", 1, 1.0), row("b", 2, 1.0, base="a", within=10)]
     assert list(figures.findings(rows)) == [
         "a: 2 threads are 1.90 × as fast as one, where the peak is 2.00 × as high",
-        "b: +90.0 % time against a (bar: 10 %)",
+        "b: +90.0 % time against a (bar: 10 % MISSED)",
     ]
     rows[0] |= {"speedup": 1.5, "speedup_unstaged": 1.4, "best_peer": "other"}
     assert list(figures.findings(rows))[-1] == (

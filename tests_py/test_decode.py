@@ -115,6 +115,16 @@ def test_longer_sequences_have_longer_parts():
         assert len(plan.items) <= 512
 
 
+def test_a_window_across_the_border_of_parts_is_not_divided():
+    """Else each of many short windows would be two parts, however few its keys are."""
+    plan = cpattn.plan_attention(
+        q_lens=[1] * 1024, kv_lens=[1034] * 1024, block_tables=np.zeros((1024, 3), np.int32),
+        page_size=512, num_pages=1, num_heads=128, num_kv_heads=1, head_dim=512, window=127,
+    )  # fmt: skip
+    assert len(plan.items) <= 1024 * 2
+    assert np.all(plan.items[:, 5] == 0)
+
+
 def test_invisible_values_do_not_matter():
     """NaN behind a token's position stays away from it, beside tokens that see it."""
     inputs = make_inputs(LONG.with_(q_lens=(4, 1, 0), dtype="bfloat16"))
@@ -151,6 +161,6 @@ def test_batch_invariance_is_not_free():
     """Without it the same row is computed another way: else the flag would test nothing."""
     inputs = make_inputs(LONG)
     assert not torch.equal(run(inputs)[0], run(inputs, batch_invariant=True)[0])
-    assert len(plan_of(inputs).items) > len(plan_of(inputs, batch_invariant=True).items) // 2
+    assert np.any(plan_of(inputs).items[:, 5] > 0)
     items = plan_of(inputs, batch_invariant=True).items
     assert np.all(items[:, 5] == 0)

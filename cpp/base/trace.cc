@@ -10,6 +10,7 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <span>
 #include <stdexcept>
 
@@ -113,7 +114,8 @@ struct ThreadState {
   }
 };
 
-/// Of this thread, with a buffer for trace `id`; null if that is not on (any more).
+/// Of this thread, with a buffer for trace `id`; null if that is not on (any more),
+/// or there is no memory for one: then the thread is missing from the trace.
 ThreadState* state_in(uint64_t id) {
   if (id == 0) return nullptr;
   thread_local ThreadState state;
@@ -122,9 +124,13 @@ ThreadState* state_in(uint64_t id) {
   if (active_session.load(std::memory_order_relaxed) != id) return nullptr;
   auto& buffers = session().buffers;
   if (buffers.size() > UINT16_MAX) return nullptr;
-  buffers.push_back(
-      std::make_shared<Buffer>(session().max_events, static_cast<uint16_t>(buffers.size()))
-  );
+  try {
+    buffers.push_back(
+        std::make_shared<Buffer>(session().max_events, static_cast<uint16_t>(buffers.size()))
+    );
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
   state = {id, buffers.back(), {}};
   return &state;
 }
@@ -149,6 +155,7 @@ void start_trace(int64_t max_events) {
         "side"
     );
   }
+  session().buffers.clear();  // of a parent process
   session().max_events = max_events;
   session().begin = now();
   active_session.store(++session().last, std::memory_order_relaxed);

@@ -6,11 +6,11 @@
 // each block through Q K^T and softmax, in steps of 32 rows and 32 keys, and
 // through P V. Tiles and vector units work at the same time, on different steps.
 //
-// Items of up to 16 rows do not come here, unless they must not depend on their
-// batch: the plan has them read in place, by the vector units. That limit suits
-// AMX by a cost model, and was not timed: a key of head dimension 128 takes tiles
-// about 60 cycles to pack, 20 for up to 16 rows and 1 for each beyond, and vectors
-// in float32 about 8 a row in place, so that both take the same at ten rows; in
+// Items of up to 16 rows (8 where heads are wider than 256) do not come here, unless
+// they must not depend on their batch: the plan has them read in place, by the
+// vector units. The limit of 16 suits AMX by a cost model, and was not timed: a key of head
+// dimension 128 takes tiles about 60 cycles to pack, 20 for up to 16 rows and 1 for each beyond,
+// and vectors in float32 about 8 a row in place, so that both take the same at ten rows; in
 // float16, with three products and two parts to pack, at twenty.
 //
 // As in attention-inl.h everything happens at fixed positions of the sequence,
@@ -57,8 +57,13 @@ class AmxAttention {
     const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
     locate_keys(begin / kBlockKeys * kBlockKeys, begin, end);
     while (next_.count() > 0) {
+      if (tile_.should_stop(tile_.stop_context)) return false;
       const int64_t first = next_.first();
       const int n = next_.count();
+      if (!any_shown(tile_, 0, tile_.num_tokens, first, n)) {
+        locate_keys(first + n, begin, end);
+        continue;
+      }
       mark(tile_, kMarkPack);
       pack_keys();
       locate_keys(first + n, begin, end);
@@ -266,11 +271,7 @@ class AmxAttention {
       return (uint64_t{1} << larger(0, smaller(kTileDepth, limit - key))) - 1;
     };
     auto bits = static_cast<uint32_t>(bits_below(seen.end) & ~bits_below(seen.begin));
-    if (tile_.mask != nullptr && bits != 0) {
-      uint32_t word;
-      __builtin_memcpy(&word, tile_.mask + token * tile_.mask_stride + key / 8, sizeof word);
-      bits &= word;
-    }
+    if (tile_.mask != nullptr && bits != 0) bits &= mask_word(tile_, token, key);
     return bits;
   }
 

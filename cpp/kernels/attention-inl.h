@@ -33,6 +33,24 @@ int block_keys(int qk_dim, int v_head_dim) {
   return keys;
 }
 
+/// Sets those of the scores of keys first + begin to first + end that the token does
+/// not see to -inf. first + begin is a multiple of kKeyGranule.
+inline void hide_keys(
+    const AttentionTile& tile, float* scores, int64_t token, int64_t first, int begin, int end
+) {
+  const KeyRange seen = visible_keys(tile, token);
+  const float hidden = -__builtin_inff();
+  const int from = static_cast<int>(larger(begin, smaller(end, seen.begin - first)));
+  const int to = static_cast<int>(larger(begin, smaller(end, seen.end - first)));
+  for (int j = begin; j < from; ++j) scores[j] = hidden;
+  for (int j = to; j < end; ++j) scores[j] = hidden;
+  if (tile.mask == nullptr) return;
+  for (int j = begin; j < end; j += kLanes) {
+    const uint32_t bits = mask_word(tile, token, first + j / 32 * 32) >> j % 32;
+    store(scores + j, select(bits, load(scores + j), splat(hidden)));
+  }
+}
+
 /// Carves aligned buffers out of the caller's scratch; from null it only counts.
 struct Carver {
   char* base;
@@ -129,7 +147,9 @@ class AttentionLoop {
       for (int64_t token = 0; token < tile_.num_tokens; ++token) {
         for (int64_t head = 0; head < tile_.group; ++head, packed += qk_dim_) {
           const T* q = static_cast<const T*>(source) + token * token_stride + head * head_stride;
-          fetch_row<2>(q + kTokensAhead * token_stride, dim * sizeof(T));
+          if (token + kTokensAhead < tile_.num_tokens) {
+            fetch_row<2>(q + kTokensAhead * token_stride, dim * sizeof(T));
+          }
           Engine::pack_query(q, dim, packed);
         }
       }
@@ -171,7 +191,7 @@ class AttentionLoop {
     for (int i = 0; i < count; ++i) {
       float* scores = work_.scores + int64_t{i} * kMaxChunkKeys;
       if (tile_.softcap > 0) apply_softcap(scores, begin, end, tile_.scale, tile_.softcap);
-      if (!all_visible) hide_keys(scores, (row + i) / tile_.group, first, begin, end);
+      if (!all_visible) hide_keys(tile_, scores, (row + i) / tile_.group, first, begin, end);
       softmax_row<kExp2Degree>(
           scores, work_.probabilities + int64_t{i} * kMaxChunkKeys, begin, end, factor_,
           work_.states[row + i], work_.output + int64_t{row + i} * v_dim_, v_dim_
@@ -203,21 +223,6 @@ class AttentionLoop {
       for (int d = 0; d < v_dim_; d += kLanes) {
         store(output + d, fma(p, load(value + d), load(output + d)));
       }
-    }
-  }
-
-  /// Sets the scores of keys that the token does not see to -inf.
-  void hide_keys(float* scores, int64_t token, int64_t first, int begin, int end) const {
-    const KeyRange seen = visible_keys(tile_, token);
-    const float hidden = -__builtin_inff();
-    const int from = static_cast<int>(larger(begin, smaller(end, seen.begin - first)));
-    const int to = static_cast<int>(larger(begin, smaller(end, seen.end - first)));
-    for (int j = begin; j < from; ++j) scores[j] = hidden;
-    for (int j = to; j < end; ++j) scores[j] = hidden;
-    if (tile_.mask == nullptr) return;
-    for (int j = begin; j < end; j += kLanes) {
-      const uint32_t bits = mask_word(tile_, token, first + j / 32 * 32) >> j % 32;
-      store(scores + j, select(bits, load(scores + j), splat(hidden)));
     }
   }
 

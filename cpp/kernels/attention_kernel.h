@@ -28,9 +28,9 @@ enum KernelScope : int32_t { kMarkPack, kMarkQk, kMarkSoftmax, kMarkPv, kMarkWri
 ///
 /// Token t stands at key position p = first_position + t * position_step and
 /// sees the keys j with p - left <= j <= p + right, kv_begin <= j < kv_len, whose
-/// bit is set in its row of `mask`, if there is one. Nothing else of K and V is
-/// read. p may lie outside [0, kv_len); a row that sees no key gets zeros and
-/// LSE -inf.
+/// bit is set in its row of `mask`, if there is one. Of other keys only those
+/// that the mask alone hides may be read; they do not count. p may lie outside [0, kv_len); a row
+/// that sees no key gets zeros and LSE -inf.
 ///
 /// With `partial` the keys [kv_begin, kv_len) are one part of what the rows see:
 /// out and lse are left alone, and what merge() needs goes to `partial`, in the

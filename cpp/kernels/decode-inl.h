@@ -173,7 +173,7 @@ class DecodeLoop {
     for_rows([&](int row, int slot) {
       float* scores = work_.scores + slot * kDecodeKeys;
       if (tile_.softcap > 0) apply_softcap(scores, 0, padded, tile_.scale, tile_.softcap);
-      hide_keys(scores, row_place(tile_, row).token, first, padded);
+      hide_keys(tile_, scores, row_place(tile_, row).token, first, 0, padded);
       softmax_row<kExp2Degree>(
           scores, work_.probabilities + slot * kDecodeKeys, 0, padded, factor_, work_.states[slot],
           work_.output + int64_t{slot} * v_dim_, v_dim_
@@ -217,9 +217,7 @@ class DecodeLoop {
     const Operand* keys[kKeyTile];
     const Operand* rope[kKeyTile];
     for (int i = 0; i < kKeyTile; ++i) {
-      fetch_row<3>(
-          row_of_head(tile_.k, head, keys_[key + i + ahead_]), tile_.head_dim * sizeof(T)
-      );
+      fetch_row<3>(row_of_head(tile_.k, head, keys_[key + i + ahead_]), tile_.head_dim * sizeof(T));
       Operand* wide = work_.keys + int64_t{i} * qk_dim_;
       keys[i] = operands(row_of_head(tile_.k, head, keys_[key + i]), tile_.head_dim, wide);
       if (tile_.rope_dim > 0) {
@@ -293,23 +291,6 @@ class DecodeLoop {
           sums[i][j] = Engine::multiply_add(q[i], k, sums[i][j]);
         }
       }
-    }
-  }
-
-  /// Sets the scores of keys that the token does not see to -inf.
-  void hide_keys(float* scores, int64_t token, int64_t first, int padded) const {
-    const KeyRange seen = visible_keys(tile_, token);
-    const float hidden = -__builtin_inff();
-    const int from = static_cast<int>(larger(0, smaller(padded, seen.begin - first)));
-    const int to = static_cast<int>(larger(0, smaller(padded, seen.end - first)));
-    for (int j = 0; j < from; ++j) scores[j] = hidden;
-    for (int j = to; j < padded; ++j) scores[j] = hidden;
-    if (tile_.mask == nullptr) return;
-    const uint8_t* bits = tile_.mask + token * tile_.mask_stride + first / 8;
-    for (int j = 0; j < padded; j += kLanes) {
-      uint16_t word;
-      __builtin_memcpy(&word, bits + j / 16 * 2, sizeof word);
-      store(scores + j, select(word >> j % 16, load(scores + j), splat(hidden)));
     }
   }
 

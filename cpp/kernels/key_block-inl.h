@@ -57,7 +57,8 @@ class KeyBlock {
   void locate(const PagedRows& source, int hidden, const char** rows) const {
     locate_rows(source, tile_, first_ + hidden, count_ - hidden, sizeof(T), rows + hidden);
     for (int i = 0; i < hidden; ++i) rows[i] = rows[hidden];
-    for (int i = 0; i < kKeyGranule; ++i) rows[count_ + i] = rows[count_ - 1];
+    const int fetched = round_up(count_, kKeyGranule) + kKeyGranule;
+    for (int i = count_; i < fetched; ++i) rows[i] = rows[count_ - 1];
   }
 
   void pack_granule(int begin) {

@@ -58,12 +58,7 @@ inline bool any_shown(
 /// Narrows the range of keys first + begin to first + end, multiples of 32, to what
 /// the mask does not hide from all of the tokens.
 inline void drop_hidden(
-    const AttentionTile& tile,
-    int64_t token,
-    int64_t end_token,
-    int64_t first,
-    int& begin,
-    int& end
+    const AttentionTile& tile, int64_t token, int64_t end_token, int64_t first, int& begin, int& end
 ) {
   while (begin < end && !any_shown(tile, token, end_token, first + begin, 32)) begin += 32;
   while (begin < end && !any_shown(tile, token, end_token, first + end - 32, 32)) end -= 32;

@@ -50,7 +50,8 @@ int64_t part_keys(const AttentionBatch& batch) {
     rows = std::max(rows, segment.q_len * batch.shape.num_heads);
     if (!reads_in_place(batch, segment)) granule = kPackedGranule;
   }
-  // A split segment has less than twice as many parts as its keys are worth, plus one.
+  // A split segment, which has more keys than a part, has less than three times as many
+  // parts as they are worth.
   const int64_t part_bytes = rows * (batch.shape.v_head_dim + 2) * int64_t{sizeof(float)};
   const int64_t parts = std::clamp<int64_t>(kMaxPartialBytes / part_bytes / 3, 1, kWantedParts);
   const int64_t wanted = (keys + parts - 1) / parts;
@@ -91,8 +92,9 @@ void append_parts(const AttentionBatch& batch, AttentionItem item, AttentionPlan
   const int64_t kv_heads = (item.num_heads + group - 1) / group;
   const KeyRange keys = keys_of(batch, segment);
   const int64_t first = keys.begin / plan.part_keys;
-  const int64_t parts =
-      std::max<int64_t>(1, (keys.end + plan.part_keys - 1) / plan.part_keys - first);
+  const int64_t parts = keys.end - keys.begin <= plan.part_keys
+                            ? 1
+                            : (keys.end + plan.part_keys - 1) / plan.part_keys - first;
   if (parts > 1) {
     const int32_t rows = item.num_tokens * item.num_heads;
     item.split = static_cast<int32_t>(plan.splits.size());
@@ -108,7 +110,8 @@ void append_parts(const AttentionBatch& batch, AttentionItem item, AttentionPlan
     item.kv_begin = parts > 1 ? part * plan.part_keys : 0;
     item.kv_end =
         parts > 1 ? std::min(segment.kv_len, item.kv_begin + plan.part_keys) : segment.kv_len;
-    const int64_t read = std::min(item.kv_end, keys.end) - std::max(item.kv_begin, keys.begin);
+    const int64_t read =
+        std::max<int64_t>(0, std::min(item.kv_end, keys.end) - std::max(item.kv_begin, keys.begin));
     plan.items.push_back(item);
     plan.item_costs.push_back(visible_pairs(batch, item) + kPackingRows * kv_heads * read);
   }

@@ -118,6 +118,7 @@ class Profile:
         self.threads = [Thread(*thread) for thread in threads]
         self.events: NDArray[np.void] = events[np.argsort(events["begin"], kind="stable")]
         self.peaks = {} if error else _measured_peaks(self.events)
+        vars(self).pop("_summary", None)  # of an earlier block
 
     def __getattr__(self, name: str) -> Any:
         if "events" not in vars(self):

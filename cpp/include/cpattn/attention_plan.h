@@ -109,7 +109,7 @@ constexpr int64_t kUnboundedKeys = int64_t{1} << 40;
 struct AttentionPlan {
   AttentionBatch batch;
   std::vector<AttentionItem> items;  // by sequence and KV head, most expensive first
-  std::vector<int64_t> item_costs;   // visible (row, key) pairs of each item
+  std::vector<int64_t> item_costs;   // of each item, in visible (row, key) pairs
   int64_t part_keys = 0;
   std::vector<AttentionSplit> splits;
   int64_t partial_rows = 0;  // of all parts; while it runs they take v_head_dim + 2 floats

@@ -9,8 +9,10 @@
 
 namespace cpattn {
 
-/// What a thread is doing. Those up to `wait` exclude each other on a thread;
-/// `item`, a unit of work, and `call`, a public function, are around them.
+/// What a thread is doing. Those up to `wait` exclude each other on a thread, but for
+/// calls that run at the same time and share workers: one may wait for a thread that
+/// works for another. `item`, a unit of work, and `call`, a public function, are
+/// around them.
 enum class TraceScope : uint8_t {
   pack,     // bringing Q, K and V into the order that the products read
   qk,       // Q K^T
@@ -28,7 +30,7 @@ enum class TraceScope : uint8_t {
 struct TraceEvent {
   int64_t begin = 0;  // nanoseconds since start_trace()
   int64_t end = 0;
-  int64_t flops = 0;  // of qk and pv: all that were computed; of item and call: the useful ones
+  int64_t flops = 0;  // of qk and pv: all that were computed; of item: the useful ones
   TraceScope scope = TraceScope::call;
   DType dtype = DType::float32;  // of the flops
   uint16_t thread = 0;           // into Trace::threads
@@ -44,13 +46,14 @@ struct TraceThread {
 /// What was recorded between start_trace() and stop_trace().
 struct Trace {
   int64_t nanoseconds = 0;
-  std::vector<TraceEvent> events;             // thread by thread, each in the order of its ends
+  std::vector<TraceEvent> events;             // by the thread that recorded them
   std::vector<TraceThread> threads;           // in the order of their first events
   std::vector<std::string> functions = {""};  // names of calls
 };
 
 /// Starts to record at most max_events (>= 1) of each thread, at 40 bytes; those
-/// beyond are counted. One trace at a time per process: throws
+/// beyond are counted. A thread keeps its buffer until it records for another trace
+/// or ends. One trace at a time per process: throws
 /// std::runtime_error while there is one. A forked child records nothing.
 void start_trace(int64_t max_events);
 
