@@ -68,7 +68,8 @@ void merge_parts(const AttentionTile* tile, const float* parts, int64_t num_part
     const float* outputs = partial_output(*tile, parts, row);
     RowState total = {-__builtin_inff(), 0.0F};
     for (int64_t i = 0; i < num_parts; ++i) {
-      if (states[i * stride] > total.reference) total.reference = states[i * stride];
+      const float reference = states[i * stride];
+      total.reference = reference > total.reference ? reference : total.reference;
     }
     for (int d = 0; d < tile->v_head_dim; d += kLanes) store(merged + d, splat(0.0F));
     for (int64_t i = 0; i < num_parts; ++i) {
