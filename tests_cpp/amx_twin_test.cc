@@ -4,11 +4,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <vector>
 
+#include "cpattn/isa.h"
 #include "kernels/attention_kernel.h"
 
 namespace cpattn::kernels {
@@ -94,6 +96,10 @@ TEST(AmxTwin, IgnoresAndKeepsTheRoundingMode) {
 
 #ifdef CPATTN_HAVE_AMXTWIN
 TEST(AmxTwin, ScratchIsBounded) {
+  const auto& isas = supported_isas();
+  if (std::find(isas.begin(), isas.end(), Isa::amx_twin) == isas.end()) {
+    GTEST_SKIP() << "its code is for AVX-512";
+  }
   constexpr int64_t kRows = 1536;
   for (ElementType type : {kBfloat16, kFloat16}) {
     const int64_t query_bytes = type == kBfloat16 ? 2 : 4;
