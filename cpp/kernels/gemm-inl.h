@@ -111,6 +111,24 @@ struct Float32Engine {
   static float probability(const float* p) { return *p; }
 };
 
+/// What engines share whose products take bfloat16 operands in pairs along the depth.
+struct Bfloat16Pairs {
+  using Operand = Bfloat16;
+  static constexpr int kDepthStep = 2;
+
+  template <class T>
+  static void pack_query(const T* source, int dim, Bfloat16* row) {
+    __builtin_memcpy(row, source, dim * sizeof(Bfloat16));
+  }
+
+  static float probability(const Bfloat16* p) {
+    const uint32_t bits = uint32_t{p->bits} << 16;
+    float x;
+    __builtin_memcpy(&x, &bits, sizeof x);
+    return x;
+  }
+};
+
 /// c (+)= a * panel for kRows rows and kVectors vectors of columns.
 template <class Engine, int kRows, int kVectors, bool kAccumulate>
 void multiply(

@@ -26,10 +26,8 @@ inline int load_key_pairs(const char* const* rows, int key, int n, int d, int di
   return half ? 8 : 16;
 }
 
-struct Bfloat16Engine {
-  using Operand = Bfloat16;
+struct Bfloat16Engine : Bfloat16Pairs {
   using Pack = __m512bh;
-  static constexpr int kDepthStep = 2;
   static Pack load_columns(const Bfloat16* p) {
     return reinterpret_cast<Pack>(_mm512_loadu_si512(p));
   }
@@ -39,11 +37,6 @@ struct Bfloat16Engine {
     return reinterpret_cast<Pack>(_mm512_set1_epi32(pair));
   }
   static Vector multiply_add(Pack a, Pack b, Vector sum) { return _mm512_dpbf16_ps(sum, a, b); }
-
-  template <class T>
-  static void pack_query(const T* source, int dim, Bfloat16* row) {
-    __builtin_memcpy(row, source, dim * sizeof(Bfloat16));
-  }
 
   template <class T>
   static void pack_keys(
@@ -101,13 +94,6 @@ struct Bfloat16Engine {
       if (bad & 0xaaaaaaaaU) not_finite[count++] = key + 1;
     }
     return count;
-  }
-
-  static float probability(const Bfloat16* p) {
-    const uint32_t bits = uint32_t{p->bits} << 16;
-    float x;
-    __builtin_memcpy(&x, &bits, sizeof x);
-    return x;
   }
 };
 

@@ -18,10 +18,8 @@ inline void store_probabilities(Bfloat16* p, Vector a, Vector b) {
   vst1q_u16(&p->bits, vreinterpretq_u16_bf16(both));
 }
 
-struct Bfloat16Engine {
-  using Operand = Bfloat16;
+struct Bfloat16Engine : Bfloat16Pairs {
   using Pack = bfloat16x8_t;
-  static constexpr int kDepthStep = 2;
   static Pack load_columns(const Bfloat16* p) {
     return vreinterpretq_bf16_u16(vld1q_u16(&p->bits));
   }
@@ -31,11 +29,6 @@ struct Bfloat16Engine {
     return vreinterpretq_bf16_u32(vdupq_n_u32(pair));
   }
   static Vector multiply_add(Pack a, Pack b, Vector sum) { return vbfdotq_f32(sum, a, b); }
-
-  template <class T>
-  static void pack_query(const T* source, int dim, Bfloat16* row) {
-    __builtin_memcpy(row, source, dim * sizeof(Bfloat16));
-  }
 
   template <class T>
   static void pack_keys(
@@ -96,13 +89,6 @@ struct Bfloat16Engine {
       if (vmaxvq_u16(largest_odd) >= 0x7f80) not_finite[count++] = key + 1;
     }
     return count;
-  }
-
-  static float probability(const Bfloat16* p) {
-    const uint32_t bits = uint32_t{p->bits} << 16;
-    float x;
-    __builtin_memcpy(&x, &bits, sizeof x);
-    return x;
   }
 
  private:
