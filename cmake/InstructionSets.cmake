@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# cpattn_add_isa(<name> <flags...>): compiles cpp/kernels/isa_<name>.cc with
-# these flags into the core. Such a file may emit no symbol but its kernel
-# table: an inline function compiled for AVX-512 would replace the baseline
+# cpattn_add_isa(<name> <flags...>): compiles cpp/kernels/isa_<name>.cc and
+# sparse_<name>.cc with these flags into the core. Such a file may emit no symbol but
+# its kernel table: an inline function compiled for AVX-512 would replace the baseline
 # copy of it for the whole program. tests_cpp checks that with nm.
 include(CheckCXXCompilerFlag)
 
@@ -18,7 +18,7 @@ function(cpattn_add_isa name)
     return()
   endif()
   set(target cpattn_isa_${name})
-  add_library(${target} OBJECT kernels/isa_${name}.cc)
+  add_library(${target} OBJECT kernels/isa_${name}.cc kernels/sparse_${name}.cc)
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/cpp)
   target_link_libraries(${target} PRIVATE cpattn_options)
   # Kernels are always optimised: unoptimised SIMD code makes debug tests useless.

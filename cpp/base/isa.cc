@@ -23,7 +23,8 @@ std::vector<Isa> detect() {
 #ifdef CPATTN_HAVE_AVX512
   if (has_x86_64_v4()) isas.push_back(Isa::avx512);
 #ifdef CPATTN_HAVE_AVX512BF16
-  if (has_x86_64_v4() && __builtin_cpu_supports("avx512bf16")) {
+  if (has_x86_64_v4() && __builtin_cpu_supports("avx512bf16") &&
+      __builtin_cpu_supports("avx512vnni")) {
     isas.insert(__builtin_cpu_is("intel") ? isas.end() - 1 : isas.end(), Isa::avx512bf16);
 #ifdef CPATTN_HAVE_AMXTWIN
     isas.insert(isas.begin() + 1, Isa::amx_twin);

@@ -3,11 +3,13 @@
 
 #include "cpattn/tensor_view.h"
 #include "kernels/attention_kernel.h"
+#include "kernels/sparse_kernel.h"
 
 namespace cpattn {
 
 /// The kernels of active_isa().
 const kernels::KernelTable& active_kernels();
+const kernels::SparseKernelTable& active_sparse_kernels();
 
 /// The kernel index of a dtype. Throws std::invalid_argument for a dtype that
 /// attention does not compute in; `function` and `name` go into the message.

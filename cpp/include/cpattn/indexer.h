@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+
+#include "cpattn/attention_plan.h"
+#include "cpattn/tensor_view.h"
+
+namespace cpattn {
+
+/// Keys of the indexer, one head of `dim` numbers: row j of a sequence is row
+/// j % page_size of page j / page_size in its row of the page table. Strides are in
+/// bytes, so that pages may hold rows and scales one after the other.
+struct IndexKeys {
+  const void* data = nullptr;
+  DType dtype = DType::bfloat16;  // bfloat16, float32, float8_e4m3fn or int8
+  int64_t dim = 0;
+  int64_t num_pages = 0;
+  int64_t page_size = 0;
+  int64_t page_bytes = 0;
+  int64_t row_bytes = 0;
+  const void* scales = nullptr;  // float32, one per row; null: all 1
+  int64_t scale_page_bytes = 0;
+  int64_t scale_row_bytes = 0;
+};
+
+/// One query of the indexer: it scores keys [begin, end) of the sequence in row
+/// `table_row` of the page table. begin >= end: none.
+struct IndexerRow {
+  int64_t query = 0;
+  int64_t table_row = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+/// Scores of the indexer, in float32:
+///   logit[i, j] = scale[j] * sum_h weights[i, h] * relu(q[i, h] . k[j])
+struct IndexerArguments {
+  const char* function;
+  TensorView q;        // [T, H, D], of the dtype of the keys
+  TensorView weights;  // float32 [T, H]
+  IndexKeys keys;
+  const PageTable& pages;
+  std::span<const IndexerRow> rows;
+  int num_threads = 0;  // 0: the process default
+};
+
+/// logits [T, L] float32: column j - offset of a row's query is the score of key j, where
+/// offset is the row's `begin` if `relative`, else 0; -inf elsewhere.
+void indexer_logits(const IndexerArguments& arguments, const TensorView& logits);
+
+/// indices [T, topk] int32, relative to a row's `begin`: the topk keys with the largest
+/// scores, ties to the smaller index, NaN as -inf; all of them, ascending, if there are
+/// no more; -1 in the tail and in rows of q without a row here. By score, descending,
+/// if `sorted`, else by index. Scores are never stored: memory does not grow with the
+/// number of keys.
+void indexer_topk(
+    const IndexerArguments& arguments, int64_t topk, bool sorted, const TensorView& indices
+);
+
+}  // namespace cpattn

@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/vector_neon-inl.h"
+// The vector layer comes first.
+#include "kernels/gemm_neonbf16-inl.h"
+// Then the engines, then the loops over them.
+#include "kernels/sparse_table-inl.h"
+
+namespace cpattn::kernels {
+
+extern constinit const SparseKernelTable sparse_table_neonbf16 = sparse_table("neonbf16");
+
+}  // namespace cpattn::kernels

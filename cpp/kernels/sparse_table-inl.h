@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The table that ops calls the kernels of sparse attention through. Needs the vector
+// layer and the engines included first.
+#include "kernels/sparse_kernel.h"
+
+namespace cpattn::kernels {
+namespace {
+
+constexpr SparseKernelTable sparse_table(const char* name) {
+  return {
+      .name = name,
+  };
+}
+
+}  // namespace
+}  // namespace cpattn::kernels
