@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Storage types of Q, K, V and out. Distinct structs, so that overloads tell
-// the two 16-bit formats apart.
+// Storage types of Q, K, V and out, and of quantised rows. Distinct structs, so that
+// overloads tell the formats apart.
 #include <stdint.h>
 
 namespace cpattn::kernels {
@@ -14,6 +14,11 @@ struct Half {
 
 struct Bfloat16 {
   uint16_t bits;
+};
+
+/// e4m3fn: no infinities, the largest number is 448, 0x7f and 0xff are NaN.
+struct Float8 {
+  uint8_t bits;
 };
 
 }  // namespace

@@ -6,10 +6,13 @@
 // project but other boundaries.
 #include <stdint.h>
 
+#include "kernels/rows_kernel.h"
+
 namespace cpattn::kernels {
 
 struct SparseKernelTable {
   const char* name;
+  RowKernels rows;
 };
 
 extern const SparseKernelTable sparse_table_portable;

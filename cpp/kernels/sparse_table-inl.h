@@ -3,6 +3,7 @@
 
 // The table that ops calls the kernels of sparse attention through. Needs the vector
 // layer and the engines included first.
+#include "kernels/rows-inl.h"
 #include "kernels/sparse_kernel.h"
 
 namespace cpattn::kernels {
@@ -11,6 +12,7 @@ namespace {
 constexpr SparseKernelTable sparse_table(const char* name) {
   return {
       .name = name,
+      .rows = row_kernels(),
   };
 }
 

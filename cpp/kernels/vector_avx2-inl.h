@@ -24,6 +24,20 @@ inline Vector load(const Bfloat16* p) {
   const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
+inline Vector load(const Float8* p) {
+  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  // As float16 with an exponent too small by 8. Bit 14, the sign again, must go; the sum sets
+  // it for NaN alone, which makes that one of float16.
+  const __m128i half = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(~0x4000));
+  const __m128i nan =
+      _mm_and_si128(_mm_add_epi16(half, _mm_set1_epi16(0x80)), _mm_set1_epi16(0x4000));
+  return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(half, nan)), _mm256_set1_ps(256.0F));
+}
+inline Vector load(const int8_t* p) {
+  return _mm256_cvtepi32_ps(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))
+  );
+}
 inline void store(float* p, Vector x) { _mm256_storeu_ps(p, x); }
 inline void store(Half* p, Vector x) {
   _mm_storeu_si128(
@@ -41,6 +55,32 @@ inline void store(Bfloat16* p, Vector x) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(safe, safe), 0xd8);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
 }
+/// The low bytes of eight numbers in [-128, 255].
+inline void store_bytes(void* p, __m256i x) {
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  const __m128i bytes = _mm_and_si128(words, _mm_set1_epi16(0xff));
+  _mm_storel_epi64(static_cast<__m128i*>(p), _mm_packus_epi16(bytes, bytes));
+}
+/// Rounded to nearest even, at most 448 in size, NaN as 0x7f.
+inline void store(Float8* p, Vector x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i size = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 20), _mm256_set1_epi32(1));
+  const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7ffff - (120 << 23)));
+  const __m256i normal = _mm256_srai_epi32(_mm256_add_epi32(size, bias), 20);
+  // Adding 2^14 shifts a subnormal's bits to the bottom, rounded to even.
+  const __m256i magic = _mm256_set1_epi32(0x46800000);
+  const __m256i shifted =
+      _mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(size), _mm256_castsi256_ps(magic)));
+  const __m256i is_normal = _mm256_cmpgt_epi32(size, _mm256_set1_epi32(0x3c7fffff));
+  const __m256i code = _mm256_blendv_epi8(_mm256_sub_epi32(shifted, magic), normal, is_normal);
+  const __m256i number = _mm256_min_epi32(code, _mm256_set1_epi32(0x7e));
+  const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  store_bytes(p, _mm256_blendv_epi8(_mm256_or_si256(number, sign), _mm256_set1_epi32(0x7f), nan));
+}
+/// Of numbers of at most 127 in size, rounded to nearest even.
+inline void store(int8_t* p, Vector x) { store_bytes(p, _mm256_cvtps_epi32(x)); }
 
 inline Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
 inline Vector sub(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
@@ -111,6 +151,14 @@ inline Vector load_quad(const float* p) {
 /// In each four lanes: the sums of those four lanes of a, b, c and d.
 inline Vector sums_of_quads(Vector a, Vector b, Vector c, Vector d) {
   return _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+}
+
+/// Codes that expand() takes at a time.
+constexpr int kCodes = kLanes;
+/// Codes as bfloat16, exact; and times a scale, rounded to nearest even.
+inline void expand(const Float8* p, Bfloat16* out) { store(out, load(p)); }
+inline void expand(const Float8* p, Vector scale, Bfloat16* out) {
+  store(out, mul(load(p), scale));
 }
 
 }  // namespace

@@ -25,6 +25,20 @@ inline Vector load(const Bfloat16* p) {
       _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
+inline Vector load(const Float8* p) {
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  // As float16 with an exponent too small by 8. Bit 14, the sign again, must go; the sum sets
+  // it for NaN alone, which makes that one of float16.
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(~0x4000));
+  const __m256i nan =
+      _mm256_and_si256(_mm256_add_epi16(half, _mm256_set1_epi16(0x80)), _mm256_set1_epi16(0x4000));
+  return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(half, nan)), _mm512_set1_ps(256.0F));
+}
+inline Vector load(const int8_t* p) {
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))
+  );
+}
 inline void store(float* p, Vector x) { _mm512_storeu_ps(p, x); }
 inline void store(Half* p, Vector x) {
   _mm256_storeu_si256(
@@ -40,6 +54,29 @@ inline void store(Bfloat16* p, Vector x) {
   const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
   const __m512i safe = _mm512_mask_set1_epi32(rounded, nan, 0x7fc0);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(safe));
+}
+/// Rounded to nearest even, at most 448 in size, NaN as 0x7f.
+inline void store(Float8* p, Vector x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 20), _mm512_set1_epi32(1));
+  const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7ffff - (120 << 23)));
+  const __m512i normal = _mm512_srli_epi32(_mm512_add_epi32(size, bias), 20);
+  // Adding 2^14 shifts a subnormal's bits to the bottom, rounded to even.
+  const __m512i magic = _mm512_set1_epi32(0x46800000);
+  const __m512i shifted =
+      _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(size), _mm512_castsi512_ps(magic)));
+  const __mmask16 subnormal = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(0x3c800000));
+  const __m512i code = _mm512_mask_sub_epi32(normal, subnormal, shifted, magic);
+  const __m512i number = _mm512_min_epu32(code, _mm512_set1_epi32(0x7e));
+  const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const __m512i safe = _mm512_mask_set1_epi32(_mm512_or_si512(number, sign), nan, 0x7f);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(safe));
+}
+/// Of numbers of at most 127 in size, rounded to nearest even.
+inline void store(int8_t* p, Vector x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
 
 inline Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
@@ -115,6 +152,57 @@ inline Vector sums_of_quads(Vector a, Vector b, Vector c, Vector d) {
   return add(
       _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd))
   );
+}
+
+/// All codes of e4m3fn without a sign, as bfloat16.
+struct CodeTable {
+  alignas(64) uint16_t bits[128];
+  constexpr CodeTable() : bits{} {
+    for (int code = 1; code < 127; ++code) {
+      int normal = code;
+      int exponent = 120;
+      for (; normal < 8; normal *= 2) --exponent;
+      bits[code] = static_cast<uint16_t>((exponent << 7) + (normal << 4));
+    }
+    bits[127] = 0x7fc0;
+  }
+};
+constexpr CodeTable kCodeTable;
+
+/// 32 codes as bfloat16, exact.
+inline __m512i expand(__m256i codes) {
+  const __m512i wide = _mm512_cvtepu8_epi16(codes);
+  const auto look_up = [wide](int first) {
+    return _mm512_permutex2var_epi16(
+        _mm512_load_si512(kCodeTable.bits + first), wide,
+        _mm512_load_si512(kCodeTable.bits + first + 32)
+    );
+  };
+  const __mmask32 upper = _mm512_test_epi16_mask(wide, _mm512_set1_epi16(0x40));
+  const __m512i size = _mm512_mask_mov_epi16(look_up(0), upper, look_up(64));
+  const __m512i sign = _mm512_set1_epi16(INT16_MIN);
+  return _mm512_ternarylogic_epi32(size, _mm512_slli_epi16(wide, 8), sign, 0xf8);  // a | b & c
+}
+
+/// Codes that expand() takes at a time.
+constexpr int kCodes = 32;
+/// Codes as bfloat16, exact; and times a scale, rounded to nearest even.
+inline void expand(const Float8* p, Bfloat16* out) {
+  _mm512_storeu_si512(out, expand(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+}
+inline void expand(const Float8* p, Vector scale, Bfloat16* out) {
+  const __m512i pairs = expand(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000U));
+  // The bits above are rounded; NaN stays one, as that of the table has no low bits and that
+  // of a product is the table's, the scale's or the processor's.
+  const auto rounded = [scale](__m512i factor) {
+    const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(factor), scale));
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  };
+  const __m512i even = rounded(_mm512_slli_epi32(pairs, 16));
+  const __m512i odd = rounded(_mm512_and_si512(pairs, upper));
+  _mm512_storeu_si512(out, _mm512_mask_mov_epi16(_mm512_srli_epi32(even, 16), 0xaaaaaaaa, odd));
 }
 
 }  // namespace

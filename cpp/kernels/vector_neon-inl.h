@@ -22,6 +22,24 @@ inline Vector load(const Half* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld
 inline Vector load(const Bfloat16* p) {
   return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&p->bits), 16));
 }
+/// Four bytes.
+inline uint8x8_t load_bytes(const void* p) {
+  uint32_t bytes;
+  __builtin_memcpy(&bytes, p, sizeof bytes);
+  return vcreate_u8(bytes);
+}
+inline Vector load(const Float8* p) {
+  const int16x4_t wide = vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_bytes(p))));
+  // As float16 with an exponent too small by 8. Bit 14, the sign again, must go; the sum sets
+  // it for NaN alone, which makes that one of float16.
+  const uint16x4_t half = vbic_u16(vshl_n_u16(vreinterpret_u16_s16(wide), 7), vdup_n_u16(0x4000));
+  const uint16x4_t nan = vand_u16(vadd_u16(half, vdup_n_u16(0x80)), vdup_n_u16(0x4000));
+  return vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(vorr_u16(half, nan))), 256.0F);
+}
+inline Vector load(const int8_t* p) {
+  const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(load_bytes(p)));
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+}
 inline void store(float* p, Vector x) { vst1q_f32(p, x); }
 inline void store(Half* p, Vector x) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 inline void store(Bfloat16* p, Vector x) {
@@ -31,6 +49,33 @@ inline void store(Bfloat16* p, Vector x) {
   const uint32x4_t ordered = vceqq_f32(x, x);
   vst1_u16(&p->bits, vshrn_n_u32(vbslq_u32(ordered, rounded, vdupq_n_u32(0x7fc00000)), 16));
 }
+/// The low bytes of four numbers.
+inline void store_bytes(void* p, uint32x4_t x) {
+  const uint16x4_t words = vmovn_u32(x);
+  const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
+  const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
+  __builtin_memcpy(p, &four, sizeof four);
+}
+/// Rounded to nearest even, at most 448 in size, NaN as 0x7f.
+inline void store(Float8* p, Vector x) {
+  const uint32x4_t bits = vreinterpretq_u32_f32(x);
+  const uint32x4_t size = vandq_u32(bits, vdupq_n_u32(0x7fffffff));
+  const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 20), vdupq_n_u32(1));
+  const uint32x4_t bias = vaddq_u32(odd, vdupq_n_u32(0x7ffffU - (120U << 23)));
+  const uint32x4_t normal = vshrq_n_u32(vaddq_u32(size, bias), 20);
+  // Adding 2^14 shifts a subnormal's bits to the bottom, rounded to even.
+  const Vector magic = vdupq_n_f32(0x1p14F);
+  const uint32x4_t subnormal = vsubq_u32(
+      vreinterpretq_u32_f32(vaddq_f32(vabsq_f32(x), magic)), vreinterpretq_u32_f32(magic)
+  );
+  const uint32x4_t is_normal = vcgeq_u32(size, vdupq_n_u32(0x3c800000));
+  const uint32x4_t number = vminq_u32(vbslq_u32(is_normal, normal, subnormal), vdupq_n_u32(0x7e));
+  const uint32x4_t sign = vandq_u32(vshrq_n_u32(bits, 24), vdupq_n_u32(0x80));
+  const uint32x4_t ordered = vceqq_f32(x, x);
+  store_bytes(p, vbslq_u32(ordered, vorrq_u32(number, sign), vdupq_n_u32(0x7f)));
+}
+/// Of numbers of at most 127 in size, rounded to nearest even.
+inline void store(int8_t* p, Vector x) { store_bytes(p, vreinterpretq_u32_s32(vcvtnq_s32_f32(x))); }
 
 inline Vector add(Vector a, Vector b) { return vaddq_f32(a, b); }
 inline Vector sub(Vector a, Vector b) { return vsubq_f32(a, b); }
@@ -80,6 +125,14 @@ inline Vector load_quad(const float* p) { return load(p); }
 /// In each four lanes: the sums of those four lanes of a, b, c and d.
 inline Vector sums_of_quads(Vector a, Vector b, Vector c, Vector d) {
   return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
+}
+
+/// Codes that expand() takes at a time.
+constexpr int kCodes = kLanes;
+/// Codes as bfloat16, exact; and times a scale, rounded to nearest even.
+inline void expand(const Float8* p, Bfloat16* out) { store(out, load(p)); }
+inline void expand(const Float8* p, Vector scale, Bfloat16* out) {
+  store(out, mul(load(p), scale));
 }
 
 }  // namespace

@@ -37,6 +37,14 @@ inline float widen(Half x) {
   // normal and subnormal numbers alike.
   return from_bits(sign | to_bits(from_bits(magnitude << 13) * 0x1p112F));
 }
+inline float widen(Float8 x) {
+  const uint32_t sign = (x.bits & 0x80U) << 24;
+  const uint32_t magnitude = x.bits & 0x7fU;
+  if (magnitude == 0x7f) return from_bits(0x7fc00000U);
+  const float subnormal = static_cast<float>(magnitude) * 0x1p-9F;
+  return from_bits(sign | (magnitude < 8 ? to_bits(subnormal) : (magnitude + (120 << 3)) << 20));
+}
+inline float widen(int8_t x) { return x; }
 inline void narrow(float x, Bfloat16* p) {
   const uint32_t bits = to_bits(x);
   p->bits = x == x ? static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;
@@ -59,17 +67,40 @@ inline void narrow(float x, Half* p) {
   p->bits = static_cast<uint16_t>(sign | half);
 }
 
+inline void narrow(float x, Float8* p) {
+  const uint32_t sign = to_bits(x) >> 24 & 0x80U;
+  const uint32_t magnitude = to_bits(x) & 0x7fffffffU;
+  uint32_t code;
+  if (magnitude > 0x7f800000U) {
+    p->bits = 0x7f;
+    return;
+  }
+  if (magnitude >= 0x43e00000U) {  // 448
+    code = 0x7e;
+  } else if (magnitude >= 0x3c800000U) {  // 2^-6
+    code = (magnitude - (120U << 23) + 0x7ffff + (magnitude >> 20 & 1)) >> 20;
+  } else {
+    // Adding 2^14 shifts a subnormal's bits to the bottom, rounded to even.
+    code = to_bits(from_bits(magnitude) + 0x1p14F) - to_bits(0x1p14F);
+  }
+  p->bits = static_cast<uint8_t>(sign | code);
+}
+inline void narrow(float x, int8_t* p) { *p = static_cast<int8_t>(to_bits(x + 0x1.8p23F)); }
+
 inline Vector splat(float x) { return Vector{x, x, x, x}; }
 inline Vector load(const float* p) {
   Vector x;
   memcpy(&x, p, sizeof x);
   return x;
 }
+/// Of codes: exact, whatever is done to subnormal numbers.
 template <class T>
 inline Vector load(const T* p) {
   return Vector{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])};
 }
 inline void store(float* p, Vector x) { memcpy(p, &x, sizeof x); }
+/// To Float8: rounded to nearest even, at most 448 in size, NaN as 0x7f. To int8_t: of
+/// numbers of at most 127 in size, rounded to nearest even.
 template <class T>
 inline void store(T* p, Vector x) {
   for (int i = 0; i < kLanes; ++i) narrow(x[i], p + i);
@@ -138,6 +169,14 @@ inline Vector sums_of_quads(Vector a, Vector b, Vector c, Vector d) {
   Vector r[4] = {a, b, c, d};
   transpose(r);
   return (r[0] + r[1]) + (r[2] + r[3]);
+}
+
+/// Codes that expand() takes at a time.
+constexpr int kCodes = kLanes;
+/// Codes as bfloat16, exact; and times a scale, rounded to nearest even.
+inline void expand(const Float8* p, Bfloat16* out) { store(out, load(p)); }
+inline void expand(const Float8* p, Vector scale, Bfloat16* out) {
+  store(out, mul(load(p), scale));
 }
 
 }  // namespace

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Quantised rows. Needs the vector layer included first.
+#include "kernels/fp8-inl.h"
+#include "kernels/rows_kernel.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// The codes of a row of the FP8 cache as T, and then its other numbers.
+template <class T>
+void expand_kv_codes(const char* row, T* out) {
+  const auto* codes = reinterpret_cast<const Float8*>(row);
+  for (int64_t i = 0; i < kKvCodes; i += kKvGroup) {
+    float scale;
+    __builtin_memcpy(&scale, row + kKvCodes + i / kKvGroup * 4, sizeof scale);
+    expand_row(codes + i, kKvGroup, scale, out + i);
+  }
+}
+
+inline void expand_kv_row(const void* row, void* out) {
+  const char* bytes = static_cast<const char*>(row);
+  auto* to = static_cast<Bfloat16*>(out);
+  expand_kv_codes(bytes, to);
+  __builtin_memcpy(to + kKvCodes, bytes + kKvCodeBytes, kKvRope * sizeof(Bfloat16));
+}
+
+inline void expand_kv_row_float32(const void* row, float* out) {
+  const char* bytes = static_cast<const char*>(row);
+  expand_kv_codes(bytes, out);
+  const auto* rope = reinterpret_cast<const Bfloat16*>(bytes + kKvCodeBytes);
+  for (int64_t i = 0; i < kKvRope; i += kLanes) store(out + kKvCodes + i, load(rope + i));
+}
+
+inline void expand_codes(const void* codes, int64_t n, void* out) {
+  expand_row(static_cast<const Float8*>(codes), n, static_cast<Bfloat16*>(out));
+}
+
+constexpr RowKernels row_kernels() {
+  return {
+      .expand_kv_row = &expand_kv_row,
+      .expand_kv_row_float32 = &expand_kv_row_float32,
+      .expand_codes = &expand_codes,
+  };
+}
+
+}  // namespace
+}  // namespace cpattn::kernels
