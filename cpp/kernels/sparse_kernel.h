@@ -7,12 +7,14 @@
 #include <stdint.h>
 
 #include "kernels/rows_kernel.h"
+#include "kernels/topk_kernel.h"
 
 namespace cpattn::kernels {
 
 struct SparseKernelTable {
   const char* name;
   RowKernels rows;
+  TopkKernel topk;
 };
 
 extern const SparseKernelTable sparse_table_portable;

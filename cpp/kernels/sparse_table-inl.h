@@ -5,6 +5,7 @@
 // layer and the engines included first.
 #include "kernels/rows-inl.h"
 #include "kernels/sparse_kernel.h"
+#include "kernels/topk_row-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -13,6 +14,7 @@ constexpr SparseKernelTable sparse_table(const char* name) {
   return {
       .name = name,
       .rows = row_kernels(),
+      .topk = {topk_scratch_bytes, topk_select},
   };
 }
 

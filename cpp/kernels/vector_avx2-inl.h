@@ -161,5 +161,60 @@ inline void expand(const Float8* p, Vector scale, Bfloat16* out) {
   store(out, mul(load(p), scale));
 }
 
+// Integers, comparisons and compression, for top-k selection.
+using Integers = __m256i;
+
+inline Integers load(const int32_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+inline void store(int32_t* p, Integers x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+/// first, first + 1, ...
+inline Integers ascending(int32_t first) {
+  return _mm256_add_epi32(_mm256_set1_epi32(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+inline int32_t reduce_add(Integers x) {
+  __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  y = _mm_add_epi32(y, _mm_unpackhi_epi64(y, y));
+  return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 1)));
+}
+
+/// A bit for each lane in which a > b (a >= b), which NaN never is.
+inline uint32_t greater(Vector a, Vector b) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)));
+}
+inline uint32_t greater_equal(Vector a, Vector b) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ)));
+}
+/// counts, plus 1 in the lanes in which a > b.
+inline Integers count_greater(Integers counts, Vector a, Vector b) {
+  return _mm256_sub_epi32(counts, _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_GT_OQ)));
+}
+/// x, with -inf for NaN.
+inline Vector without_nan(Vector x) { return max(x, splat(-__builtin_inff())); }
+
+/// For each set of lanes, these lanes in order.
+struct CompressTable {
+  uint8_t lanes[256][8] = {};
+  constexpr CompressTable() {
+    for (int bits = 0; bits < 256; ++bits) {
+      for (int lane = 0, n = 0; lane < 8; ++lane) {
+        if ((bits >> lane & 1) != 0) lanes[bits][n++] = static_cast<uint8_t>(lane);
+      }
+    }
+  }
+};
+constexpr CompressTable kCompress;
+
+/// Stores the lanes whose bits are set, without gaps; what follows them in
+/// p[0 .. kLanes) is overwritten.
+inline void store_compressed(int32_t* p, uint32_t bits, Integers x) {
+  const __m128i lanes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kCompress.lanes[bits]));
+  store(p, _mm256_permutevar8x32_epi32(x, _mm256_cvtepu8_epi32(lanes)));
+}
+inline void store_compressed(float* p, uint32_t bits, Vector x) {
+  const __m128i lanes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kCompress.lanes[bits]));
+  store(p, _mm256_permutevar8x32_ps(x, _mm256_cvtepu8_epi32(lanes)));
+}
+
 }  // namespace
 }  // namespace cpattn::kernels

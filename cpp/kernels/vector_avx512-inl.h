@@ -205,5 +205,37 @@ inline void expand(const Float8* p, Vector scale, Bfloat16* out) {
   _mm512_storeu_si512(out, _mm512_mask_mov_epi16(_mm512_srli_epi32(even, 16), 0xaaaaaaaa, odd));
 }
 
+// Integers, comparisons and compression, for top-k selection.
+using Integers = __m512i;
+
+inline Integers load(const int32_t* p) { return _mm512_loadu_si512(p); }
+inline void store(int32_t* p, Integers x) { _mm512_storeu_si512(p, x); }
+/// first, first + 1, ...
+inline Integers ascending(int32_t first) {
+  const Integers lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return _mm512_add_epi32(_mm512_set1_epi32(first), lane);
+}
+inline int32_t reduce_add(Integers x) { return _mm512_reduce_add_epi32(x); }
+
+/// A bit for each lane in which a > b (a >= b), which NaN never is.
+inline uint32_t greater(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+inline uint32_t greater_equal(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+/// counts, plus 1 in the lanes in which a > b.
+inline Integers count_greater(Integers counts, Vector a, Vector b) {
+  const __mmask16 bits = _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ);
+  return _mm512_mask_sub_epi32(counts, bits, counts, _mm512_set1_epi32(-1));
+}
+/// x, with -inf for NaN.
+inline Vector without_nan(Vector x) { return max(x, splat(-__builtin_inff())); }
+
+/// Stores the lanes whose bits are set, without gaps; what follows them in
+/// p[0 .. kLanes) is overwritten. Not vcompressps to memory, which Zen 4 runs as microcode.
+inline void store_compressed(float* p, uint32_t bits, Vector x) {
+  store(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), x));
+}
+inline void store_compressed(int32_t* p, uint32_t bits, Integers x) {
+  store(p, _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), x));
+}
+
 }  // namespace
 }  // namespace cpattn::kernels

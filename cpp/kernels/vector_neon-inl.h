@@ -135,5 +135,59 @@ inline void expand(const Float8* p, Vector scale, Bfloat16* out) {
   store(out, mul(load(p), scale));
 }
 
+// Integers, comparisons and compression, for top-k selection.
+using Integers = int32x4_t;
+
+inline Integers load(const int32_t* p) { return vld1q_s32(p); }
+inline void store(int32_t* p, Integers x) { vst1q_s32(p, x); }
+/// first, first + 1, ...
+inline Integers ascending(int32_t first) {
+  const Integers lane = {0, 1, 2, 3};
+  return vaddq_s32(vdupq_n_s32(first), lane);
+}
+inline int32_t reduce_add(Integers x) { return vaddvq_s32(x); }
+
+inline uint32_t bits_of(uint32x4_t mask) {
+  const uint32x4_t lane = {1, 2, 4, 8};
+  return vaddvq_u32(vandq_u32(mask, lane));
+}
+/// A bit for each lane in which a > b (a >= b), which NaN never is.
+inline uint32_t greater(Vector a, Vector b) { return bits_of(vcgtq_f32(a, b)); }
+inline uint32_t greater_equal(Vector a, Vector b) { return bits_of(vcgeq_f32(a, b)); }
+/// counts, plus 1 in the lanes in which a > b.
+inline Integers count_greater(Integers counts, Vector a, Vector b) {
+  return vsubq_s32(counts, vreinterpretq_s32_u32(vcgtq_f32(a, b)));
+}
+/// x, with -inf for NaN.
+inline Vector without_nan(Vector x) {
+  return vbslq_f32(vceqq_f32(x, x), x, splat(-__builtin_inff()));
+}
+
+/// For each set of lanes, the bytes of these lanes in order.
+struct CompressTable {
+  uint8_t bytes[16][16] = {};
+  constexpr CompressTable() {
+    for (int bits = 0; bits < 16; ++bits) {
+      for (int lane = 0, n = 0; lane < 4; ++lane) {
+        if ((bits >> lane & 1) == 0) continue;
+        for (int byte = 0; byte < 4; ++byte)
+          bytes[bits][n++] = static_cast<uint8_t>(4 * lane + byte);
+      }
+    }
+  }
+};
+constexpr CompressTable kCompress;
+
+/// Stores the lanes whose bits are set, without gaps; what follows them in
+/// p[0 .. kLanes) is overwritten.
+inline void store_compressed(int32_t* p, uint32_t bits, Integers x) {
+  const uint8x16_t bytes = vld1q_u8(kCompress.bytes[bits]);
+  store(p, vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(x), bytes)));
+}
+inline void store_compressed(float* p, uint32_t bits, Vector x) {
+  const uint8x16_t bytes = vld1q_u8(kCompress.bytes[bits]);
+  store(p, vreinterpretq_f32_u8(vqtbl1q_u8(vreinterpretq_u8_f32(x), bytes)));
+}
+
 }  // namespace
 }  // namespace cpattn::kernels

@@ -179,5 +179,42 @@ inline void expand(const Float8* p, Vector scale, Bfloat16* out) {
   store(out, mul(load(p), scale));
 }
 
+// Integers, comparisons and compression, for top-k selection.
+inline Integers load(const int32_t* p) {
+  Integers x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+inline void store(int32_t* p, Integers x) { memcpy(p, &x, sizeof x); }
+/// first, first + 1, ...
+inline Integers ascending(int32_t first) { return Integers{0, 1, 2, 3} + first; }
+inline int32_t reduce_add(Integers x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+
+inline uint32_t bits_of(Integers mask) {
+  return static_cast<uint32_t>(reduce_add(mask & Integers{1, 2, 4, 8}));
+}
+/// A bit for each lane in which a > b (a >= b), which NaN never is.
+inline uint32_t greater(Vector a, Vector b) { return bits_of(a > b); }
+inline uint32_t greater_equal(Vector a, Vector b) { return bits_of(a >= b); }
+/// counts, plus 1 in the lanes in which a > b.
+inline Integers count_greater(Integers counts, Vector a, Vector b) { return counts - (a > b); }
+/// x, with -inf for NaN.
+inline Vector without_nan(Vector x) { return x == x ? x : splat(-__builtin_inff()); }
+
+/// Stores the lanes whose bits are set, without gaps; what follows them in
+/// p[0 .. kLanes) is overwritten.
+inline void store_compressed(float* p, uint32_t bits, Vector x) {
+  for (int i = 0, n = 0; i < kLanes; ++i) {
+    p[n] = x[i];
+    n += static_cast<int>(bits >> i & 1);
+  }
+}
+inline void store_compressed(int32_t* p, uint32_t bits, Integers x) {
+  for (int i = 0, n = 0; i < kLanes; ++i) {
+    p[n] = x[i];
+    n += static_cast<int>(bits >> i & 1);
+  }
+}
+
 }  // namespace
 }  // namespace cpattn::kernels
