@@ -12,6 +12,7 @@
 #include "bindings/index_argument.h"
 #include "bindings/int_arrays.h"
 #include "bindings/module.h"
+#include "bindings/num_threads.h"
 #include "bindings/tensor_argument.h"
 #include "cpattn/check.h"
 #include "cpattn/merge_state.h"
@@ -30,14 +31,6 @@ KvLayout parse_layout(const char* function, const std::string& layout) {
       layout, "'"
   );
   return layout == "NHD" ? KvLayout::nhd : KvLayout::hnd;
-}
-
-int parse_threads(const char* function, std::optional<int> num_threads) {
-  check(
-      !num_threads || *num_threads >= 1, function, ": num_threads must be >= 1, got ",
-      num_threads.value_or(0)
-  );
-  return num_threads.value_or(0);
 }
 
 /// The arguments that describe a batch, kept alive while they are planned.

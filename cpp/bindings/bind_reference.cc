@@ -63,6 +63,40 @@ void paged_attention(
   reference::paged_attention(batch, *out_view, *lse_view);
 }
 
+void flash_mla_sparse_fwd(
+    const py::object& q,
+    const py::object& kv,
+    const py::object& indices,
+    double sm_scale,
+    int64_t d_v,
+    const py::object& attn_sink,
+    const py::object& topk_length,
+    const py::object& out,
+    const py::object& max_logits,
+    const py::object& lse
+) {
+  constexpr char kIndices[] = "reference.flash_mla_sparse_fwd: indices";
+  const TensorArgument q_view(q, "q"), kv_view(kv, "kv");
+  const auto sink_view = optional_tensor(attn_sink, "attn_sink");
+  const TensorArgument out_view = output_argument(out, "out");
+  const TensorArgument max_view = output_argument(max_logits, "max_logits");
+  const TensorArgument lse_view = output_argument(lse, "lse");
+  const IndexTableArgument table(indices, kIndices);
+  reference::SparseMla batch{
+      .q = *q_view,
+      .kv = *kv_view,
+      .indices = *table,
+      .scale = sm_scale,
+      .v_head_dim = d_v,
+      .attn_sink = sink_view ? std::optional(**sink_view) : std::nullopt,
+  };
+  if (!topk_length.is_none()) {
+    batch.topk_length = index_list(topk_length, "reference.flash_mla_sparse_fwd: topk_length");
+  }
+  const Computation computation;
+  reference::flash_mla_sparse_fwd(batch, *out_view, *max_view, *lse_view);
+}
+
 void merge_state(
     const py::object& out_a,
     const py::object& lse_a,
@@ -87,6 +121,10 @@ void register_reference(py::module_& module) {
       "paged_attention", &paged_attention, "q"_a, "k_cache"_a, "v_cache"_a, py::kw_only(),
       "q_lens"_a, "kv_lens"_a, "block_tables"_a, "page_size"_a, "hnd"_a, "scale"_a, "causal"_a,
       "window"_a, "softcap"_a, "sinks"_a, "custom_mask"_a, "out"_a, "lse"_a
+  );
+  reference.def(
+      "flash_mla_sparse_fwd", &flash_mla_sparse_fwd, "q"_a, "kv"_a, "indices"_a, py::kw_only(),
+      "sm_scale"_a, "d_v"_a, "attn_sink"_a, "topk_length"_a, "out"_a, "max_logits"_a, "lse"_a
   );
   reference.def(
       "merge_state", &merge_state, "out_a"_a, "lse_a"_a, "out_b"_a, "lse_b"_a, "out"_a, "lse"_a

@@ -16,7 +16,7 @@
 // As in attention-inl.h everything happens at fixed positions of the sequence,
 // blocks of kAmxBlockKeys in chunks of 32, so that a row's bits do not depend on
 // which rows it is computed with.
-#include "kernels/amx_steps-inl.h"
+#include "kernels/amx_rows-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -48,7 +48,8 @@ class AmxAttention {
         factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E),
         work_(scratch, rows_, depth_, v_dim_),
         pending_(work_.product),
-        next_(tile) {}
+        next_(tile),
+        packed_(tile, work_, depth_) {}
 
   bool run() {
     mark(tile_, kMarkPack);
@@ -65,7 +66,7 @@ class AmxAttention {
         continue;
       }
       mark(tile_, kMarkPack);
-      pack_keys();
+      packed_.pack(next_);
       locate_keys(first + n, begin, end);
       if (!attend(first, n)) return false;
     }
@@ -82,6 +83,9 @@ class AmxAttention {
     __builtin_memset(work_.queries, 0, kElementBytes * padded * depth_);
     if (qk_dim < depth_) __builtin_memset(work_.keys, 0, kElementBytes * work_.packed * depth_);
     for (int row = 0; row < padded; ++row) work_.references[row] = -__builtin_inff();
+    for (int row = 0; row < padded && tile_.max_logits != nullptr; ++row) {
+      store(work_.maxima + row * kLanes, splat(-__builtin_inff()));
+    }
     for (int row = 0; row < rows_; ++row) {
       const int64_t token = row / tile_.group;
       const int64_t head = row % tile_.group;
@@ -111,25 +115,6 @@ class AmxAttention {
     next_.locate(first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin - first)));
   }
 
-  void pack_keys() {
-    const int n = next_.count();
-    pack_tile_keys<T>(next_.k, n, tile_.head_dim, 0, depth_, work_.keys);
-    if (tile_.rope_dim > 0) {
-      pack_tile_keys<T>(next_.k_rope, n, tile_.rope_dim, tile_.head_dim, depth_, work_.keys);
-    }
-    num_special_ = pack_tile_values<T>(next_.v, n, v_dim_, work_.values, special_keys_);
-    if (num_special_ == 0) return;
-    // Zero times an infinity is NaN, so such values must not meet the rows that
-    // do not see them: zeros stand in for them, and add_special_value adds them.
-    for (int i = 0; i < num_special_; ++i) {
-      const char*& row = next_.v[special_keys_[i]];
-      special_values_[i] = reinterpret_cast<const T*>(row);
-      row = reinterpret_cast<const char*>(work_.zeros);
-    }
-    int still_special[kMaxPackedKeys];
-    pack_tile_values<T>(next_.v, n, v_dim_, work_.values, still_special);
-  }
-
   /// All rows against keys [first, first + n), which are packed; next_ is what
   /// comes after them. While the tiles compute the scores of a step, the vector
   /// units take those of the step two before through softmax. False when stopped.
@@ -146,6 +131,7 @@ class AmxAttention {
       next_.fetch(share_of(next_.count(), steps));
       if (i + 2 >= steps) add_pending();
       restrict_scores(step, first, scores_of(i));
+      if (tile_.max_logits != nullptr) keep_maxima(step, scores_of(i));
       const SoftmaxGroup<T> softmax = softmax_of(step);
       StepRows<T> rows(softmax, step, scores_of(i));
       if (i + 2 < steps) {
@@ -264,6 +250,14 @@ class AmxAttention {
     }
   }
 
+  void keep_maxima(const Step& step, const float* scores) const {
+    float* maxima = work_.maxima + int64_t{step.row} * kLanes;
+    for (int i = 0; i < step.count; ++i, maxima += kLanes) {
+      const float* x = scores + score_offset(i);
+      store(maxima, max(load(maxima), max(load(x), load(x + kTileFloats))));
+    }
+  }
+
   /// Bit i: the token sees key + i. `key` is a multiple of 32.
   uint32_t visible_bits(int64_t token, int64_t key) const {
     const KeyRange seen = visible_keys(tile_, token);
@@ -291,11 +285,12 @@ class AmxAttention {
       default:
         add_values<4>(step);
     }
-    if (num_special_ == 0) return;
+    if (packed_.num_special() == 0) return;
     add_pending();
-    for (int i = 0; i < num_special_; ++i) {
-      if (special_keys_[i] / kBlockKeys == step.chunk / kChunks) {
-        add_special_value(step, count, first, special_keys_[i], special_values_[i]);
+    for (int i = 0; i < packed_.num_special(); ++i) {
+      const int key = packed_.special_key(i);
+      if (key / kBlockKeys == step.chunk / kChunks) {
+        add_special_value(step, count, first, key, packed_.special_value(i));
       }
     }
   }
@@ -307,7 +302,7 @@ class AmxAttention {
     const int chunks = step.chunk + 1 - step.first_chunk;
     const SoftmaxGroup<T> softmax = softmax_of(step);
     const Bfloat16* p = softmax.probabilities_of(0, step.first_chunk);
-    const Bfloat16* values = values_of(step.first_chunk);
+    const Bfloat16* values = packed_.values_of(step.first_chunk);
     float* output = softmax.output;
     PendingRows sum = sum_;
     for (int d = 0; d < v_dim_; d += 16) {
@@ -323,13 +318,7 @@ class AmxAttention {
     sum_ = sum;
   }
 
-  /// The first column tile of the values of a chunk.
-  const Bfloat16* values_of(int chunk) const {
-    const int64_t block = chunk / kChunks * kChunks;
-    return work_.values + (block * (v_dim_ / 16) + chunk % kChunks) * kParts * kTileElements;
-  }
-
-  /// O += P V for a key that pack_keys left out, in the rows that see it.
+  /// O += P V for a key that was packed as zeros, in the rows that see it.
   [[gnu::noinline]] void add_special_value(
       const Step& step, int count, int64_t first, int key, const T* value
   ) const {
@@ -346,9 +335,10 @@ class AmxAttention {
   }
 
   void finish(int row) const {
-    const RowState state = {
+    RowState state = {
         work_.references[row] * factor_ + kHeadroom, reduce_add(load(work_.sums + row * kLanes))
     };
+    if (tile_.max_logits != nullptr) state.maximum = reduce_max(load(work_.maxima + row * kLanes));
     const float* output =
         work_.output + int64_t{row / kGroupRows} * kGroupRows * v_dim_ + row % kGroupRows * kLanes;
     float columns[kMaxHeadDim];
@@ -367,10 +357,7 @@ class AmxAttention {
   PendingSums pending_;
   PendingRows sum_ = {};
   SourceRows<T> next_;
-  // Packed keys whose values are not all finite.
-  int num_special_ = 0;
-  int special_keys_[kMaxPackedKeys];
-  const T* special_values_[kMaxPackedKeys];
+  TileRows<T> packed_;
 };
 
 }  // namespace

@@ -175,7 +175,7 @@ class SourceRows {
     };
     locate(tile_.k, k);
     if (tile_.rope_dim > 0) locate(tile_.k_rope, k_rope);
-    locate(tile_.v, v);
+    if (tile_.expand == nullptr) locate(tile_.v, v);
   }
 
   int64_t first() const { return first_; }
@@ -185,9 +185,9 @@ class SourceRows {
   /// cache of many heads for hardware to do so, and packing would wait for them.
   void fetch(int n) {
     for (; n > 0 && fetched_ < count_; --n, ++fetched_) {
-      fetch_row<2>(k[fetched_], tile_.head_dim * sizeof(T));
+      fetch_row<2>(k[fetched_], stored_key_bytes(tile_, sizeof(T)));
       if (tile_.rope_dim > 0) fetch_row<2>(k_rope[fetched_], tile_.rope_dim * sizeof(T));
-      fetch_row<2>(v[fetched_], tile_.v_head_dim * sizeof(T));
+      if (tile_.expand == nullptr) fetch_row<2>(v[fetched_], tile_.v_head_dim * sizeof(T));
     }
   }
 
@@ -203,7 +203,7 @@ class SourceRows {
 };
 
 /// Buffers of one tile of work; rows are padded to whole groups. They take at most
-/// 640 KB and, a row, what Q and O do and less than 100 bytes: 0.9 KB for head
+/// 680 KB and, a row, what Q and O do and less than 164 bytes: 1 KB for head
 /// dimension 128 in bfloat16.
 template <class T>
 struct AmxWorkspace {
@@ -212,11 +212,13 @@ struct AmxWorkspace {
   Bfloat16* values;         // [block][v_head_dim / 16][chunks][part][16][16][2]
   Bfloat16* probabilities;  // [chunks][part][64][32]
   T* zeros;                 // [v_head_dim]
+  T* expanded;              // [32][depth], rows of keys
   float* scores;            // [2 steps][2 row tiles][2 key tiles][16][16]
   float* product;           // [64][16]
   float* output;            // [groups][v_head_dim / 16][64][16]
   float* sums;              // [rows][16]
   float* references;        // [rows]
+  float* maxima;            // [rows][16], of the scores; where max_logits are wanted
   Step* steps;              // of the packed keys
   int64_t packed;           // keys at a time
   int64_t bytes;
@@ -231,11 +233,13 @@ struct AmxWorkspace {
     carver.take(values, packed * v_head_dim * kParts);
     carver.take(probabilities, int64_t{kAmxBlockKeys<T>} * kGroupRows * kParts);
     carver.take(zeros, v_head_dim);
+    carver.take(expanded, int64_t{kTileDepth} * depth);
     carver.take(scores, 2 * 4 * kTileFloats);
     carver.take(product, 4 * kTileFloats);
     carver.take(output, padded * v_head_dim);
     carver.take(sums, padded * kLanes);
     carver.take(references, padded);
+    carver.take(maxima, padded * kLanes);
     carver.take(steps, padded / kScoreRows * packed / kTileDepth);
     bytes = carver.used;
   }

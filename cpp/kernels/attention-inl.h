@@ -70,6 +70,7 @@ struct Workspace {
   Operand* queries;  // [rows][qk_dim]
   Operand* keys;     // as KeyBlock has them
   Operand* values;
+  Operand* expanded;       // [kKeyGranule][qk_dim]
   Operand* probabilities;  // [kRowGroup][kMaxChunkKeys]
   float* scores;           // [kRowGroup][kMaxChunkKeys]
   float* output;           // [rows][v_head_dim]
@@ -84,6 +85,7 @@ struct Workspace {
     carver.take(queries, rows * qk_dim);
     carver.take(keys, int64_t{round_up(block, kPanel)} * qk_dim);
     carver.take(values, block * round_up(v_head_dim, kPanel));
+    carver.take(expanded, int64_t{kKeyGranule} * qk_dim);
     carver.take(probabilities, kRowGroup * kMaxChunkKeys);
     carver.take(scores, kRowGroup * kMaxChunkKeys);
     carver.take(output, rows * v_head_dim);
@@ -116,7 +118,7 @@ class AttentionLoop {
         block_keys_(block_keys<Engine>(qk_dim_, v_dim_)),
         work_(scratch, rows_, qk_dim_, v_dim_),
         factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E),
-        block_(tile, block_keys_, work_.keys, work_.values, work_.zeros) {}
+        block_(tile, block_keys_, work_.keys, work_.values, work_.expanded, work_.zeros) {}
 
   bool run() {
     mark(tile_, kMarkPack);
@@ -129,7 +131,7 @@ class AttentionLoop {
       const int n = static_cast<int>(smaller(block_keys_, end - first));
       if (!any_shown(tile_, 0, tile_.num_tokens, first, n)) continue;
       mark(tile_, kMarkPack);
-      block_.pack(first, n, static_cast<int>(larger(0, begin - first)));
+      block_.pack(first, n, static_cast<int>(larger(0, begin - first)), end);
       for (int row = 0; row < rows_; row += kRowGroup) {
         const int count = static_cast<int>(smaller(kRowGroup, rows_ - row));
         for (int key = 0; key < n; key += kMaxChunkKeys) {

@@ -35,7 +35,7 @@ enum KernelScope : int32_t { kMarkPack, kMarkQk, kMarkSoftmax, kMarkPv, kMarkWri
 /// With `partial` the keys [kv_begin, kv_len) are one part of what the rows see:
 /// out and lse are left alone, and what merge() needs goes to `partial`, in the
 /// order (KV head, token, head of the group): v_head_dim unnormalised outputs of
-/// every row, then two floats of every row.
+/// every row, then kPartialState floats of every row.
 struct AttentionTile {
   const void* q;
   const void* q_rope;  // null, or the last rope_dim dimensions of the queries
@@ -44,6 +44,11 @@ struct AttentionTile {
   PagedRows k, k_rope, v;
   const int32_t* pages;
   int64_t page_size;
+  /// Null, or makes the head_dim elements of a key from its row as it is stored, in
+  /// stored_bytes. The first v_head_dim of them are its value: `v` is not read.
+  /// Strides of k count elements all the same. For run() only, with one KV head.
+  void (*expand)(const void* row, void* elements) = nullptr;
+  int64_t stored_bytes = 0;
 
   int32_t head_dim;  // of q and k, without rope_dim; a multiple of 16
   int32_t rope_dim;  // 0 or a multiple of 16
@@ -66,6 +71,7 @@ struct AttentionTile {
   int64_t out_token_stride, out_head_stride;
   float* lse;  // null when not wanted
   int64_t lse_token_stride, lse_head_stride;
+  float* max_logits = nullptr;  // null, or the largest score of each row, placed as its lse
   float* partial = nullptr;  // null: the rows see no other keys
 
   bool (*should_stop)(void* context);  // polled between key blocks
@@ -84,7 +90,7 @@ constexpr int32_t kMaxHeadDim = 576;
 enum ElementType { kFloat32, kFloat16, kBfloat16, kNumElementTypes };
 
 /// Floats of a row in AttentionTile::partial beside its outputs.
-constexpr int64_t kPartialState = 2;
+constexpr int64_t kPartialState = 3;
 
 struct AttentionKernel {
   /// Scratch for tiles of up to `rows` = num_tokens * group rows.

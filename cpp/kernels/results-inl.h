@@ -29,8 +29,10 @@ void write_row(const AttentionTile& tile, int64_t row, RowState state, const flo
   const float* sink = tile.sinks == nullptr ? nullptr : tile.sinks + head;
   const Vector scale = splat(output_scale(state, sink));
   for (int d = 0; d < tile.v_head_dim; d += kLanes) store(out + d, mul(load(output + d), scale));
-  if (tile.lse != nullptr) {
-    tile.lse[token * tile.lse_token_stride + head * tile.lse_head_stride] = row_lse(state);
+  const int64_t place = token * tile.lse_token_stride + head * tile.lse_head_stride;
+  if (tile.lse != nullptr) tile.lse[place] = row_lse(state);
+  if (tile.max_logits != nullptr) {
+    tile.max_logits[place] = row_max_logit(state, tile.softcap > 0 ? 1.0F : tile.scale);
   }
 }
 
@@ -55,6 +57,7 @@ void finish_row(const AttentionTile& tile, int64_t row, RowState state, const fl
   float* saved = partial_state(tile, tile.partial, row);
   saved[0] = state.reference;
   saved[1] = state.sum;
+  saved[2] = state.maximum;
 }
 
 /// Merges the parts of a tile in their order; see AttentionKernel::merge.
@@ -78,6 +81,7 @@ void merge_parts(const AttentionTile* tile, const float* parts, int64_t num_part
       const float weight =
           state[0] == total.reference ? 1.0F : __builtin_exp2f(state[0] - total.reference);
       total.sum += weight * state[1];
+      total.maximum = state[2] > total.maximum ? state[2] : total.maximum;
       const float* output = outputs + i * stride;
       for (int d = 0; d < tile->v_head_dim; d += kLanes) {
         store(merged + d, fma(load(output + d), splat(weight), load(merged + d)));

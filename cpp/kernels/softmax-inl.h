@@ -76,13 +76,19 @@ inline bool contains_nan(const float* scores, int begin, int end) {
 
 /// One row's running softmax, in base-2 units.
 struct RowState {
-  float reference;  // -inf before the first visible key
-  float sum;        // of 2^(score - reference)
+  float reference;                    // -inf before the first visible key
+  float sum;                          // of 2^(score - reference)
+  float maximum = -__builtin_inff();  // of the scores, without their factor
 };
 
 /// Natural log of the row's sum of exponentials; -inf if it saw nothing.
 inline float row_lse(const RowState& state) {
   return (state.reference + __builtin_log2f(state.sum)) * kLn2;
+}
+
+/// The largest score times `scale`; -inf if the row saw nothing, NaN if its sum is.
+inline float row_max_logit(const RowState& state, float scale) {
+  return state.sum != state.sum ? state.sum : state.maximum * scale;
 }
 
 /// What O is multiplied with: 1 / sum, the logit at `sink` counted in unless it
@@ -100,7 +106,7 @@ inline float output_scale(const RowState& state, const float* sink) {
 
 /// Of the scores of a row, in one pass.
 struct RowPass {
-  float maximum;  // of factor * score
+  float maximum;  // of the scores, without their factor
   float sum;      // of the probabilities
 };
 
@@ -132,7 +138,7 @@ inline RowPass exponentiate(
     sum_b = add(sum_b, b);
     store_probabilities(probabilities + j, a, b);
   }
-  return {reduce_max(max(maximum_a, maximum_b)) * factor, reduce_add(add(sum_a, sum_b))};
+  return {reduce_max(max(maximum_a, maximum_b)), reduce_add(add(sum_a, sum_b))};
 }
 
 /// Turns scores [begin, end) of a row into probabilities 2^(factor * score -
@@ -165,13 +171,15 @@ inline void softmax_row(
   }
   // The reference nearly always still does, so no pass looks for the maximum first.
   RowPass pass = exponentiate<kDegree>(scores, probabilities, begin, end, factor, state.reference);
-  if (pass.maximum > state.reference + kRescaleAbove) {
-    const float shrink = __builtin_exp2f(state.reference - pass.maximum);
+  state.maximum = pass.maximum > state.maximum ? pass.maximum : state.maximum;
+  const float top = pass.maximum * factor;
+  if (top > state.reference + kRescaleAbove) {
+    const float shrink = __builtin_exp2f(state.reference - top);
     for (int d = 0; d < v_head_dim; d += kLanes) {
       store(output + d, mul(load(output + d), splat(shrink)));
     }
     state.sum *= shrink;
-    state.reference = pass.maximum;
+    state.reference = top;
     pass = exponentiate<kDegree>(scores, probabilities, begin, end, factor, state.reference);
   }
   state.sum += pass.sum;

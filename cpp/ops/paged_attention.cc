@@ -9,42 +9,13 @@
 #include "cpattn/check.h"
 #include "cpattn/parallel.h"
 #include "cpattn/trace.h"
+#include "ops/kernel_hooks.h"
 #include "ops/kernel_table.h"
 #include "ops/split_results.h"
+#include "ops/tensor_checks.h"
 
 namespace cpattn {
 namespace {
-
-/// The shape alone: strides are free.
-void check_shape(
-    const char* function,
-    const char* name,
-    const TensorView& tensor,
-    std::initializer_list<int64_t> shape
-) {
-  TensorView expected;
-  expected.rank = static_cast<int>(shape.size());
-  std::copy(shape.begin(), shape.end(), expected.shape.begin());
-  check(
-      tensor.rank == expected.rank && std::equal(shape.begin(), shape.end(), tensor.shape.begin()),
-      function, ": ", name, " must have shape ", ShapeOf{expected}, ", got ", ShapeOf{tensor}
-  );
-}
-
-/// The shape, and that the last dimension is contiguous.
-void check_rows(
-    const char* function,
-    const char* name,
-    const TensorView& tensor,
-    std::initializer_list<int64_t> shape
-) {
-  check_tensor(function, name, tensor, static_cast<int>(shape.size()));
-  check_shape(function, name, tensor, shape);
-}
-
-void check_dtype(const char* function, const char* name, DType dtype, DType expected) {
-  check(dtype == expected, function, ": ", name, " must be ", expected, ", got ", dtype);
-}
 
 void check_cache(
     const AttentionArguments& arguments,
@@ -73,14 +44,11 @@ void check_cache(
   );
 }
 
-void check_no_overlap(
+void check_no_input_overlap(
     const AttentionArguments& arguments, const char* name, const TensorView& out
 ) {
   const auto against = [&](const char* input_name, const TensorView& input) {
-    check(
-        !may_overlap(out, input), arguments.function, ": ", name, " must not overlap ", input_name,
-        " in memory"
-    );
+    check_no_overlap(arguments.function, name, out, input_name, input);
   };
   against("q", arguments.q);
   against("k_cache", arguments.k.tensor);
@@ -128,15 +96,12 @@ void check_arguments(const AttentionPlan& plan, const AttentionArguments& argume
   }
   check_dtype(function, "out", arguments.out.dtype, arguments.q.dtype);
   check_rows(function, "out", arguments.out, {batch.num_rows, shape.num_heads, shape.v_head_dim});
-  check_no_overlap(arguments, "out", arguments.out);
+  check_no_input_overlap(arguments, "out", arguments.out);
   if (arguments.lse) {
     check_dtype(function, "lse", arguments.lse->dtype, DType::float32);
     check_shape(function, "lse", *arguments.lse, {batch.num_rows, shape.num_heads});
-    check_no_overlap(arguments, "lse", *arguments.lse);
-    check(
-        !may_overlap(*arguments.lse, arguments.out), function,
-        ": lse must not overlap out in memory"
-    );
+    check_no_input_overlap(arguments, "lse", *arguments.lse);
+    check_no_overlap(function, "lse", *arguments.lse, "out", arguments.out);
   }
 }
 
@@ -185,18 +150,6 @@ kernels::PagedRows rows_of_head(const PagedCache& cache, int64_t kv_head) {
   };
 }
 
-bool stop_requested(void* token) { return static_cast<StopToken*>(token)->should_stop(); }
-
-static_assert(static_cast<int>(TraceScope::pack) == kernels::kMarkPack);
-static_assert(static_cast<int>(TraceScope::qk) == kernels::kMarkQk);
-static_assert(static_cast<int>(TraceScope::softmax) == kernels::kMarkSoftmax);
-static_assert(static_cast<int>(TraceScope::pv) == kernels::kMarkPv);
-static_assert(static_cast<int>(TraceScope::write) == kernels::kMarkWrite);
-
-void mark(void* dtype, int32_t scope, int64_t flops) {
-  trace_mark(static_cast<TraceScope>(scope), flops, *static_cast<DType*>(dtype));
-}
-
 int64_t useful_flops(const AttentionBatch& batch, const AttentionItem& item) {
   return 2 * visible_pairs(batch, item) * (batch.shape.head_dim + batch.shape.v_head_dim);
 }
@@ -243,11 +196,8 @@ kernels::AttentionTile make_tile(
       .out = first_row(arguments.out),
       .out_token_stride = arguments.out.strides[0],
       .out_head_stride = arguments.out.strides[1],
-      .should_stop = &stop_requested,
-      .stop_context = &stop,
-      .mark = tracing() ? &mark : nullptr,
-      .mark_context = const_cast<DType*>(&arguments.q.dtype),
   };
+  hook_tile(tile, stop, arguments.q.dtype);
   if (rope > 0) {
     tile.q_rope = first_row(*arguments.q_rope);
     tile.q_rope_token_stride = arguments.q_rope->strides[0];

@@ -30,6 +30,7 @@ from .context_parallel import (
 )
 from .fia import npu_fused_infer_attention_score
 from .profiling import Profile, profile
+from .sparse_mla import flash_mla_sparse_fwd
 
 __all__ = [
     "AttentionPlan",
@@ -44,6 +45,7 @@ __all__ = [
     "can_apply_cp",
     "can_dsa_prefill_cp_interleave",
     "do_cp_attn_fia",
+    "flash_mla_sparse_fwd",
     "merge_state",
     "npu_fused_infer_attention_score",
     "paged_attention",

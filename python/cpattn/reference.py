@@ -15,7 +15,7 @@ import numpy as np
 from . import _core
 from ._containers import Tensor
 
-__all__ = ["merge_state", "paged_attention"]
+__all__ = ["flash_mla_sparse_fwd", "merge_state", "paged_attention"]
 
 Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -95,6 +95,57 @@ def paged_attention(
         lse=lse,
     )
     return out, lse
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Any = None,
+) -> tuple[Float64Array, Float64Array, Float64Array]:
+    """Attention of each token over the rows of `kv` that its indices name.
+
+    Parameters
+    ----------
+    q : tensor, shape [s_q, num_heads, head_dim]
+    kv : tensor, shape [s_kv, 1, head_dim]
+        A value is the first `d_v` elements of its key.
+    indices : integer array, shape [s_q, 1, topk] or [s_q, topk]
+        What is not in [0, s_kv) is skipped.
+    sm_scale : float
+    d_v : int
+    attn_sink : tensor, shape [num_heads], optional
+        One more logit in the denominator of each row.
+    topk_length : sequence of int, length s_q, optional
+        How many entries of each row of `indices` count; all by default.
+
+    Returns
+    -------
+    out : float64 array, shape [s_q, num_heads, d_v]
+        Zeros for a token without keys.
+    max_logits, lse : float64 array, shape [s_q, num_heads]
+        The largest scaled score and the natural logarithm of the sum of exponentials, without
+        the sink; -inf for a token without keys.
+    """
+    num_tokens, num_heads, _ = q.shape
+    out = np.empty((num_tokens, num_heads, d_v))
+    max_logits, lse = np.empty((2, num_tokens, num_heads))
+    _core.reference.flash_mla_sparse_fwd(
+        q,
+        kv,
+        indices[:, 0] if len(indices.shape) == 3 else indices,
+        sm_scale=sm_scale,
+        d_v=d_v,
+        attn_sink=attn_sink,
+        topk_length=topk_length,
+        out=out,
+        max_logits=max_logits,
+        lse=lse,
+    )
+    return out, max_logits, lse
 
 
 def merge_state(

@@ -41,6 +41,27 @@ struct PagedAttention {
 /// not there.
 void paged_attention(const PagedAttention& batch, const TensorView& out, const TensorView& lse);
 
+/// Attention of every token over rows of kv that are named for it.
+struct SparseMla {
+  TensorView q;        // [num_tokens, num_heads, head_dim]
+  TensorView kv;       // [num_rows, 1, head_dim]; a value is the start of its key
+  IndexTable indices;  // [num_tokens, topk]; what names no row is skipped
+  double scale = 1;
+  int64_t v_head_dim = 0;
+  std::optional<std::vector<int64_t>> topk_length;  // [num_tokens]: entries that count
+  std::optional<TensorView> attn_sink;              // [num_heads], as `sinks` above
+};
+
+/// out [num_tokens, num_heads, v_head_dim], max_logits and lse [num_tokens, num_heads],
+/// all contiguous: the largest scaled score and the logarithm of the sum of
+/// exponentials, both without the sink. Without keys zeros, -inf and -inf.
+void flash_mla_sparse_fwd(
+    const SparseMla& batch,
+    const TensorView& out,
+    const TensorView& max_logits,
+    const TensorView& lse
+);
+
 /// Attention over two disjoint sets of keys, merged: out_a, out_b and out
 /// [num_rows, num_heads, head_dim], lse_* [num_rows, num_heads]. A part whose
 /// lse is -inf is ignored, whatever it holds.

@@ -319,3 +319,17 @@ class Fia(_Bound):
     @property
     def lse_shape(self) -> tuple[int, ...]: ...
     def run(self, out: _Tensor, lse: _Tensor) -> None: ...
+
+def flash_mla_sparse_fwd(
+    q: _Tensor,
+    kv: _Tensor,
+    indices: _Tensor,
+    sm_scale: float,
+    d_v: int,
+    attn_sink: _Tensor | None,
+    topk_length: _Indices | None,
+    num_threads: int | None,
+    out: _Tensor,
+    max_logits: _Tensor,
+    lse: _Tensor,
+) -> None: ...

@@ -25,6 +25,19 @@ def paged_attention(
     out: NDArray[np.float64],
     lse: NDArray[np.float64],
 ) -> None: ...
+def flash_mla_sparse_fwd(
+    q: _Tensor,
+    kv: _Tensor,
+    indices: _Tensor,
+    *,
+    sm_scale: float,
+    d_v: int,
+    attn_sink: _Tensor | None,
+    topk_length: _Indices | None,
+    out: NDArray[np.float64],
+    max_logits: NDArray[np.float64],
+    lse: NDArray[np.float64],
+) -> None: ...
 def merge_state(
     out_a: _Tensor,
     lse_a: _Tensor,

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/tensor_checks.h"
+
+#include <algorithm>
+
+#include "cpattn/check.h"
+
+namespace cpattn {
+
+void check_shape(
+    const char* function,
+    const char* name,
+    const TensorView& tensor,
+    std::initializer_list<int64_t> shape
+) {
+  TensorView expected;
+  expected.rank = static_cast<int>(shape.size());
+  std::copy(shape.begin(), shape.end(), expected.shape.begin());
+  check(
+      tensor.rank == expected.rank && std::equal(shape.begin(), shape.end(), tensor.shape.begin()),
+      function, ": ", name, " must have shape ", ShapeOf{expected}, ", got ", ShapeOf{tensor}
+  );
+}
+
+void check_rows(
+    const char* function,
+    const char* name,
+    const TensorView& tensor,
+    std::initializer_list<int64_t> shape
+) {
+  check_tensor(function, name, tensor, static_cast<int>(shape.size()));
+  check_shape(function, name, tensor, shape);
+}
+
+void check_dtype(const char* function, const char* name, DType dtype, DType expected) {
+  check(dtype == expected, function, ": ", name, " must be ", expected, ", got ", dtype);
+}
+
+void check_no_overlap(
+    const char* function,
+    const char* out_name,
+    const TensorView& out,
+    const char* name,
+    const TensorView& argument
+) {
+  check(
+      !may_overlap(out, argument), function, ": ", out_name, " must not overlap ", name,
+      " in memory"
+  );
+}
+
+}  // namespace cpattn

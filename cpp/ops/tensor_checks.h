@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <initializer_list>
+
+#include "cpattn/tensor_view.h"
+
+namespace cpattn {
+
+/// The shape alone: strides are free. As all of these, throws std::invalid_argument
+/// that names the function and the argument.
+void check_shape(
+    const char* function,
+    const char* name,
+    const TensorView& tensor,
+    std::initializer_list<int64_t> shape
+);
+
+/// The shape, and that the last dimension is contiguous.
+void check_rows(
+    const char* function,
+    const char* name,
+    const TensorView& tensor,
+    std::initializer_list<int64_t> shape
+);
+
+void check_dtype(const char* function, const char* name, DType dtype, DType expected);
+
+/// That a result and an argument share no memory.
+void check_no_overlap(
+    const char* function,
+    const char* out_name,
+    const TensorView& out,
+    const char* name,
+    const TensorView& argument
+);
+
+}  // namespace cpattn

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens with selected keys, hostile by default, and the comparison with the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from cases import strided_copy
+from cpattn import reference
+from tolerances import SPLIT_UNITS, TOLERANCES, assert_close, splits_operands, to_float64
+
+NO_KEYS = (-1, -(2**31), 2**31 - 1)  # and the number of rows
+
+
+@dataclass(frozen=True)
+class Case:
+    """`counts` are the valid indices of each token; the rest of a row names no key."""
+
+    counts: tuple[int, ...] = (40, 0, 64, 7)
+    topk: int = 64
+    num_rows: int = 150
+    num_heads: int = 4
+    head_dim: int = 64
+    v_head_dim: int = 48
+    dtype: str = "float32"
+    index_dtype: str = "int32"
+    sinks: bool = False
+    lengths: bool = False  # topk_length says which entries count; others name NaN rows
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        default = Case()
+        parts = {k: v for k, v in vars(self).items() if v != getattr(default, k)}
+        return ",".join(f"{k}={v}" for k, v in parts.items()).replace(" ", "") or "default"
+
+    def with_(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+
+def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
+    """Arguments of flash_mla_sparse_fwd: rows that nobody names are NaN."""
+    rng = np.random.default_rng(seed)
+    dtype = getattr(torch, case.dtype)
+    used = rng.permutation(case.num_rows)[: case.num_rows * 2 // 3]
+    unused = np.setdiff1d(np.arange(case.num_rows), used)
+    kv = torch.full((case.num_rows, 1, case.head_dim), torch.nan, dtype=dtype)
+    rows = torch.from_numpy(rng.standard_normal((len(used), 1, case.head_dim)))
+    kv[used] = rows.to(dtype)
+    q = rng.standard_normal((len(case.counts), case.num_heads, case.head_dim))
+    indices = rng.choice((*NO_KEYS, case.num_rows), (len(case.counts), 1, case.topk))
+    lengths = np.full(len(case.counts), case.topk)
+    for token, count in enumerate(case.counts):
+        if case.lengths:
+            lengths[token] = rng.integers(count, case.topk + 1)
+            indices[token, 0, lengths[token] :] = rng.choice(unused, case.topk - lengths[token])
+        places = rng.permutation(lengths[token])[:count]
+        indices[token, 0, places] = rng.choice(used, count)  # some of them more than once
+    inputs = {
+        "q": strided_copy(torch.from_numpy(q).to(dtype)),
+        "kv": strided_copy(kv),
+        "indices": torch.from_numpy(indices.astype(case.index_dtype)),
+        "sm_scale": case.head_dim**-0.5,
+        "d_v": case.v_head_dim,
+        **case.options,
+    }
+    if case.sinks:
+        sinks = torch.from_numpy(rng.standard_normal(case.num_heads)).float()
+        sinks[:2] = torch.tensor([torch.inf, -torch.inf])[: case.num_heads]
+        inputs["attn_sink"] = sinks
+    if case.lengths:
+        inputs["topk_length"] = lengths
+    return inputs
+
+
+def magnitude_of(inputs: dict[str, Any]) -> np.ndarray:
+    """What errors of out are measured in: the output for the absolute values."""
+    kv = inputs["kv"][:, 0]
+    out = np.zeros((*inputs["q"].shape[:2], inputs["d_v"]))
+    for token in range(len(out)):
+        count = inputs.get("topk_length", [None] * len(out))[token]
+        row = inputs["indices"][token].reshape(-1)[:count].numpy().astype(np.int64)
+        keys = to_float64(kv)[row[(row >= 0) & (row < len(kv))]]
+        if len(keys):
+            scores = inputs["sm_scale"] * to_float64(inputs["q"][token]) @ keys.T
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            values = np.abs(keys[:, : inputs["d_v"]])
+            out[token] = weights @ values / weights.sum(axis=1, keepdims=True)
+    return out
+
+
+def expected_result(inputs: dict[str, Any]) -> tuple[np.ndarray, ...]:
+    """The oracle's out, max_logits and lse, and the magnitude of out."""
+    return (*reference.flash_mla_sparse_fwd(**inputs), magnitude_of(inputs))
+
+
+def assert_result(result, inputs, expected=None) -> None:
+    """Compare a result with the oracle's for these arguments."""
+    dtype = str(inputs["q"].dtype).removeprefix("torch.")
+    out, max_logits, lse = result
+    expected_out, expected_max, expected_lse, magnitude = expected or expected_result(inputs)
+    assert_close(out, expected_out, magnitude, "attention", dtype)
+    size = np.maximum(1, np.abs(np.nan_to_num(expected_lse, neginf=0)))
+    if splits_operands(dtype):
+        absolute = inputs | {name: inputs[name].abs() for name in ("q", "kv")}
+        largest_sum = reference.flash_mla_sparse_fwd(**absolute)[1]
+        units = SPLIT_UNITS * np.nan_to_num(largest_sum, neginf=0)
+        size += units / TOLERANCES["attention lse", "any"]
+    assert_close(lse, expected_lse, size, "attention lse", "any")
+    assert_close(max_logits, expected_max, size, "attention lse", "any")
