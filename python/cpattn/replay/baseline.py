@@ -20,6 +20,7 @@ class Segment:
 
     rows: slice
     slots: Tensor  # int64 [kv_len of the last row]: what to gather
+    lens: Tensor  # int64 [rows]: keys that each row sees
     mask: Tensor | None  # bool [rows, kv_len]; None where SDPA's own causal mask says the same
 
 
@@ -30,6 +31,7 @@ def make_segments(
     page_size: int,
     *,
     stride: int = 1,
+    masks: bool = True,
 ) -> list[Segment]:
     """Cut local rows into segments; a mask depends on lengths only, so every layer shares it.
 
@@ -38,6 +40,8 @@ def make_segments(
     block_tables : int32, shape [sequences, pages]
     stride
         Distance of neighbouring rows of a sequence: the number of ranks under interleave, else 1.
+    masks
+        Whether the segments are to have masks at all.
     """
     broken = (np.diff(request_indices) != 0) | (np.diff(kv_lens) != stride)
     cuts = [0, *(np.flatnonzero(broken) + 1).tolist(), len(kv_lens)]
@@ -51,7 +55,8 @@ def make_segments(
             Segment(
                 rows=slice(begin, end),
                 slots=torch.from_numpy(pages * page_size + position % page_size),
-                mask=None if whole else torch.arange(len(position)) < lens[:, None],
+                lens=lens,
+                mask=None if whole or not masks else torch.arange(len(position)) < lens[:, None],
             )
         )
     return segments

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .model import Decoder, ModelConfig
+from .model import Decoder, DecoderConfig, ModelConfig
 from .scheduler import Batch
-from .trace import block_tokens_of
+from .trace import Request, block_tokens_of
 
 Array = npt.NDArray[Any]
 
@@ -27,18 +27,23 @@ class Checker:
     root mean square) over the rows of a batch that were compared; inf if one is not finite.
     """
 
-    def __init__(self, config: ModelConfig, *, block_tokens: int, rows_per_chunk: int) -> None:
+    def __init__(self, config: Any, *, block_tokens: int, rows_per_chunk: int) -> None:
         if rows_per_chunk < 1:
             raise ValueError(f"Checker: rows_per_chunk must be >= 1, got {rows_per_chunk}")
-        self.tolerance = tolerance(config)
+        self.tolerance = self.tolerance_of(config)
         self.errors: dict[int, float] = defaultdict(float)
         self.num_rows = 0
         self._config = config
         self._block_tokens = block_tokens
         self._rows_per_chunk = rows_per_chunk
         self._model = Decoder(config).float()  # the weights as the replay rounded them
-        # By request: what its chunks gave so far, as (batch, positions, hidden states).
-        self._pending: dict[int, list[tuple[int, Array, Array]]] = defaultdict(list)
+        # By request: what its chunks gave so far, as (batch, positions, hidden states, keys).
+        self._pending: dict[int, list[tuple[int, Array, Array, Array]]] = defaultdict(list)
+
+    @staticmethod
+    def tolerance_of(config: Any) -> float:
+        """The bound on ``errors`` that roundings explain."""
+        return tolerance(config)
 
     def sample_rows(self, batch: Batch) -> npt.NDArray[np.int64]:
         """Rows of the batch to compare: of each chunk the first, the last and some between."""
@@ -52,24 +57,46 @@ class Checker:
             start += length
         return np.concatenate(rows).astype(np.int64)
 
-    def compare(self, batch: Batch, rows: npt.NDArray[np.int64], hidden: Array) -> None:
-        """Take the hidden states [len(rows), hidden_size] of `rows`; check prompts that end."""
+    def compare(
+        self,
+        batch: Batch,
+        rows: npt.NDArray[np.int64],
+        hidden: Array,
+        chosen: Array | None = None,
+    ) -> None:
+        """Take the hidden states [len(rows), hidden_size] of `rows`; check prompts that end.
+
+        chosen : int32, shape [len(rows), topk], optional
+            The positions of the keys that each row attended to, -1 in the tail.
+        """
         starts = np.cumsum([0, *batch.extend_lens])
         cuts = np.searchsorted(rows, starts)
+        keys = np.empty((len(rows), 0), np.int32) if chosen is None else chosen
         for i, chunk in enumerate(batch.chunks):
             mine = slice(cuts[i], cuts[i + 1])
             pending = self._pending[chunk.request_index]
-            pending.append((batch.index, chunk.begin + rows[mine] - starts[i], hidden[mine]))
+            positions = chunk.begin + rows[mine] - starts[i]
+            pending.append((batch.index, positions, hidden[mine], keys[mine]))
             if chunk.is_last:
-                positions = np.concatenate([positions for _, positions, _ in pending])
-                expected = iter(self._reference(chunk.request, positions))
-                for index, _, values in self._pending.pop(chunk.request_index):
-                    for row in values:
-                        error = float(np.abs(row - next(expected)).max())
-                        self.errors[index] = max(self.errors[index], _finite(error))
-                        self.num_rows += 1
+                self._finish(chunk.request, self._pending.pop(chunk.request_index))
 
-    def _reference(self, request: Any, positions: Array) -> Array:
+    def _finish(self, request: Request, pending: list[tuple[int, Array, Array, Array]]) -> None:
+        """Compare all sampled rows of a prompt."""
+        batches, positions, hidden, chosen = zip(*pending, strict=True)
+        expected = self._reference(request, np.concatenate(positions), np.concatenate(chosen))
+        errors = np.abs(np.concatenate(hidden) - expected).max(axis=1)
+        errors[~np.isfinite(errors)] = np.inf
+        for index, error in zip(np.repeat(batches, [len(h) for h in hidden]), errors, strict=True):
+            self.errors[int(index)] = max(self.errors[int(index)], float(error))
+        self.num_rows += len(errors)
+
+    def _reference(self, request: Request, positions: Array, chosen: Array) -> Array:
+        """Hidden states that rows of a prompt should have."""
+        rows = torch.from_numpy(positions)
+        return self._forward(request, lambda _, q, k, v: dense_attention(q, k, v, rows), rows)
+
+    def _forward(self, request: Request, attention: Any, rows: Tensor) -> Array:
+        """The whole prompt through the decoder; hidden states of `rows`."""
         tokens = block_tokens_of(
             request,
             0,
@@ -78,20 +105,11 @@ class Checker:
             vocab_size=self._config.vocab_size,
             seed=self._config.seed,
         )
-        rows = torch.from_numpy(positions)
         with torch.inference_mode():
-            hidden = self._model(
-                torch.from_numpy(tokens),
-                torch.arange(len(tokens)),
-                lambda _, q, k, v: dense_attention(q, k, v, rows),
-                rows=rows,
-            )
+            positions = torch.arange(len(tokens))
+            hidden = self._model(torch.from_numpy(tokens), positions, attention, rows=rows)
         out: Array = hidden.numpy()
         return out
-
-
-def _finite(error: float) -> float:
-    return error if math.isfinite(error) else math.inf
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
@@ -113,26 +131,44 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
 def tolerance(config: ModelConfig) -> float:
     """Bound on the error of a final hidden state, which has unit root mean square.
 
-    A rounding to dtype has a relative error of rms rho = eps / (2 sqrt 3); a product that sums K
-    terms in float32, in at least 16 partial sums, adds K / 32 roundings of float32 (the sums are
-    random walks). Relative variance e2 of the residual stream through one layer (s = 1 / (2
-    layers), the share of what a sublayer adds; g = query_gain, the deviation of the scores, by
-    which relative errors of q and of k enter the logarithm of the weights):
-
-        attention  e2 <- e2 (1 + s (1 + 2 g^2)) + s (a + 2 g^2 b) + rho^2
-        MLP        e2 <- e2 (1 + 2 s)           + s c             + rho^2
-
-    where a, b, c are the variances that the roundings of v and the output (norm, v, weights,
-    output, o_proj), of q and k (norm, projection, norm, rotation) and of the MLP (norm, gate, up,
-    silu, product, down) bring in. The bound is six deviations: a Gaussian stays below it over 10^8
-    values, and measured errors are a fifth of it.
+    The roundings of v and the output are norm, v, weights, output and o_proj; those of q and of k
+    norm, projection, norm and rotation.
     """
-    eps, eps32 = torch.finfo(config.torch_dtype).eps, torch.finfo(torch.float32).eps
-    rho2, sum2 = eps**2 / 12, eps32**2 / 12 / 32
-    hidden, head, mlp = config.hidden_size, config.head_dim, config.intermediate_size
+    rho2, sum2 = rounding_variances(config)
+    hidden, head = config.hidden_size, config.head_dim
     value = 5 * rho2 + (2 * hidden + config.num_heads * head) * sum2
     score = 4 * rho2 + (2 * hidden + head) * sum2
-    gated = 6 * rho2 + (3 * hidden + mlp) * sum2
+    return error_bound(config, value, score)
+
+
+def rounding_variances(config: DecoderConfig) -> tuple[float, float]:
+    """Relative variances of a rounding to dtype, and of a float32 sum per term.
+
+    A rounding to dtype has a relative error of rms rho = eps / (2 sqrt 3); a product that sums K
+    terms in float32, in at least 16 partial sums, adds K / 32 roundings of float32 (the sums are
+    random walks).
+    """
+    eps, eps32 = torch.finfo(config.torch_dtype).eps, torch.finfo(torch.float32).eps
+    return eps**2 / 12, eps32**2 / 12 / 32
+
+
+def error_bound(config: DecoderConfig, value: float, score: float) -> float:
+    """Bound on the error of a final hidden state, of what the roundings of attention bring in.
+
+    Relative variance e2 of the residual stream through one layer (s = 1 / (2 layers), the share of
+    what a sublayer adds; g = query_gain, the deviation of the scores, by which relative errors of
+    q and of k enter the logarithm of the weights):
+
+        attention  e2 <- e2 (1 + s (1 + 2 g^2)) + s (value + 2 g^2 score) + rho^2
+        MLP        e2 <- e2 (1 + 2 s)           + s gated                 + rho^2
+
+    where value, score and gated are the variances that the roundings of v and the output, of q and
+    of k, and of the MLP (norm, gate, up, silu, product, down) bring in. The bound is six
+    deviations: a Gaussian stays below it over 10^8 values, and measured errors of dense attention
+    are a fifth of it.
+    """
+    rho2, sum2 = rounding_variances(config)
+    gated = 6 * rho2 + (3 * config.hidden_size + config.intermediate_size) * sum2
     share, gain2 = 1 / (2 * config.num_layers), config.query_gain**2
     e2 = 0.0
     for _ in range(config.num_layers):

@@ -21,7 +21,7 @@ from .processes import Work, WorkerConfig, Workers
 from .records import BatchRecord, ReplayOptions, ReplayReport
 from .scheduler import Batch, prefill_batches
 from .trace import Request, block_tokens_of, scale_lengths, unbounded_hits
-from .worker import PHASES, RankResult, peak_resident_bytes
+from .worker import RankResult, peak_resident_bytes
 
 
 def replay(
@@ -78,14 +78,14 @@ def _step(batch: Batch, workers: Workers, checker: Checker | None, report: Repla
     """Run one batch, compare what it says, and add it to the report."""
     rows = checker.sample_rows(batch) if checker else np.empty(0, dtype=np.int64)
     results = workers.run(Work(batch, _token_ids(batch, report.options), rows))
-    report.batches.append(_record(batch, results))
+    report.batches.append(_record(batch, results, report.options.model.attention_phases))
     report.hit_tokens += batch.hit_tokens
     report.peak_bytes = [result.peak_bytes for result in results]
     if checker:
         begin = time.perf_counter()
         hidden = results[0].rows
         assert hidden is not None
-        checker.compare(batch, rows, hidden)
+        checker.compare(batch, rows, hidden, results[0].chosen)
         report.check_seconds += time.perf_counter() - begin
 
 
@@ -135,8 +135,10 @@ def _token_ids(batch: Batch, options: ReplayOptions) -> Any:
     )
 
 
-def _record(batch: Batch, results: Sequence[RankResult]) -> BatchRecord:
-    torch_seconds = [r.torch_seconds for r in results if r.torch_seconds is not None]
+def _record(
+    batch: Batch, results: Sequence[RankResult], attention_phases: Sequence[str]
+) -> BatchRecord:
+    torch_seconds = [r.torch_seconds for r in results if r.torch_seconds]
     differences = [r.torch_difference for r in results if r.torch_difference is not None]
     return BatchRecord(
         index=batch.index,
@@ -145,15 +147,20 @@ def _record(batch: Batch, results: Sequence[RankResult]) -> BatchRecord:
         new_tokens=batch.num_tokens,
         prefix_tokens=sum(batch.prefix_lens),
         seconds=max(sum(result.seconds.values()) for result in results),
-        phases={
-            phase: float(np.mean([result.seconds[phase] for result in results])) for phase in PHASES
-        },
+        phases=_mean([result.seconds for result in results]),
+        flops={phase: sum(r.flops[phase] for r in results) for phase in results[0].flops},
         rank_rows=[result.num_rows for result in results],
         rank_pairs=[result.num_pairs for result in results],
-        rank_attention_seconds=[result.seconds["attention"] for result in results],
-        torch_seconds=float(np.mean(torch_seconds)) if torch_seconds else None,
+        rank_attention_seconds=[
+            sum(result.seconds[phase] for phase in attention_phases) for result in results
+        ],
+        torch_seconds=_mean(torch_seconds) if torch_seconds else None,
         torch_difference=max(differences) if differences else None,
     )
+
+
+def _mean(by_rank: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {phase: float(np.mean([rank[phase] for rank in by_rank])) for phase in by_rank[0]}
 
 
 def _environment(options: ReplayOptions) -> dict[str, Any]:

@@ -3,30 +3,35 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+# What the attention module of a layer calls with its number and the projected tensors. Dense:
 # attention(layer, q, k, v) -> out: q and out [rows, Hq, D], k and v [tokens, Hk, D], the new ones.
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of the decoder; `query_gain` is the standard deviation of its attention scores.
+class DecoderConfig(ABC):
+    """Sizes of any decoder; `query_gain` is the standard deviation of its attention scores.
 
     Random queries and keys of unit gain would attend to all keys nearly alike, and average the
     values to nothing: K/V of a wrong page would pass unnoticed. From 2 on few keys dominate.
     """
 
+    kind: ClassVar[str]
+    phases: ClassVar[tuple[str, ...]]  # of the time of a pass; the last one is all the rest
+    attention_phases: ClassVar[tuple[str, ...]]  # those that the torch baseline does, too
+
     num_layers: int = 4
     hidden_size: int = 512
     num_heads: int = 8
-    num_kv_heads: int = 2
-    head_dim: int = 64
     intermediate_size: int = 1536
     vocab_size: int = 4096
     rope_theta: float = 1e6
@@ -35,9 +40,44 @@ class ModelConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"ModelConfig: {name} must be >= 1, got {getattr(self, name)}")
+        for name, value in vars(self).items():
+            if type(value) is int and name != "seed" and value < 1:
+                raise ValueError(f"{type(self).__name__}: {name} must be >= 1, got {value}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """In a few words, for reports."""
+
+    @property
+    @abstractmethod
+    def rope_dim(self) -> int:
+        """Elements of a head that are rotated."""
+
+    @abstractmethod
+    def make_attention(self) -> nn.Module:
+        """The attention of a layer: module(normed, rotation, attention, rows) -> [rows, hidden]."""
+
+
+@dataclass(frozen=True)
+class ModelConfig(DecoderConfig):
+    """A decoder with dense attention over grouped heads."""
+
+    kind = "dense"
+    phases = ("metadata", "gather", "attention", "rest")
+    attention_phases = ("attention",)
+
+    num_kv_heads: int = 2
+    head_dim: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"ModelConfig: num_heads must be a multiple of num_kv_heads {self.num_kv_heads}, "
@@ -49,10 +89,15 @@ class ModelConfig:
             )
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+    def title(self) -> str:
+        return f"dense attention in {self.dtype}"
+
+    @property
+    def rope_dim(self) -> int:
+        return self.head_dim
+
+    def make_attention(self) -> nn.Module:
+        return GroupedAttention(self)
 
 
 class Decoder(nn.Module):
@@ -62,7 +107,7 @@ class Decoder(nn.Module):
     sqrt(2 * num_layers), as GPT-2's, so that depth does not blow it up.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -85,7 +130,7 @@ class Decoder(nn.Module):
         self,
         token_ids: Tensor,
         positions: Tensor,
-        attention: Attention,
+        attention: Any,
         rows: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [tokens, hidden_size], normalised, of new tokens at their positions.
@@ -93,12 +138,13 @@ class Decoder(nn.Module):
         token_ids, positions : int64, shape [tokens]
             Positions count within each sequence; the tokens may be any subset in any order.
         attention
-            Called once a layer; sees the new keys and values, and finds the older ones itself.
+            What the layers' attention modules call; sees the new keys and values, and finds the
+            older ones itself.
         rows : int64, shape [n], optional
             Compute only these rows of the last layer, which then returns, and calls `attention`
             with, n rows.
         """
-        rotation = _rotation(positions, self.config)
+        rotation = make_rotation(positions, self.config)
         x = self.embedding(token_ids)
         for layer in self.layers[:-1]:
             x = layer(x, rotation, attention, None)
@@ -107,56 +153,77 @@ class Decoder(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention with normalised queries and keys (GQA, RoPE), then a gated MLP."""
+    """Attention, then a gated MLP."""
 
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         self.index = index
-        self.config = config
-        hidden, head = config.hidden_size, config.head_dim
+        hidden = config.hidden_size
         self.input_norm = nn.RMSNorm(hidden, eps=1e-6)
-        self.q_proj = nn.Linear(hidden, config.num_heads * head, bias=False)
-        self.kv_proj = nn.Linear(hidden, 2 * config.num_kv_heads * head, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * head, hidden, bias=False)
+        self.attention = config.make_attention()
         self.post_norm = nn.RMSNorm(hidden, eps=1e-6)
         self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        attention: Attention,
-        rows: Tensor | None,
-    ) -> Tensor:
-        config = self.config
-        normed = self.input_norm(x)
-        k, v = self.kv_proj(normed).view(len(x), 2, config.num_kv_heads, -1).unbind(1)
-        k = _rotate(F.rms_norm(k, k.shape[-1:]), rotation)
-        if rows is not None:
-            x, normed = x[rows], normed[rows]
-            rotation = rotation[0][rows], rotation[1][rows]
-        q = self.q_proj(normed).view(len(x), config.num_heads, -1)
-        q = _rotate(F.rms_norm(q, q.shape[-1:]) * config.query_gain, rotation)
-        x = x + self.o_proj(attention(self.index, q, k, v).flatten(1))
+    def forward(self, x: Tensor, rotation: Rotation, attention: Any, rows: Tensor | None) -> Tensor:
+        attended = self.attention(self.index, self.input_norm(x), rotation, attention, rows)
+        x = (x if rows is None else x[rows]) + attended
         gate, up = self.gate_up_proj(self.post_norm(x)).chunk(2, dim=-1)
         out: Tensor = x + self.down_proj(F.silu(gate) * up)
         return out
 
 
-def _rotation(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin [tokens, 1, head_dim / 2] of the rotary angles, float32.
+class GroupedAttention(nn.Module):
+    """Projections to normalised, rotated queries and keys of grouped heads (GQA), and back."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, head = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(hidden, config.num_heads * head, bias=False)
+        self.kv_proj = nn.Linear(hidden, 2 * config.num_kv_heads * head, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * head, hidden, bias=False)
+
+    def forward(
+        self,
+        layer: int,
+        normed: Tensor,
+        rotation: Rotation,
+        attention: Attention,
+        rows: Tensor | None,
+    ) -> Tensor:
+        config = self.config
+        k, v = self.kv_proj(normed).view(len(normed), 2, config.num_kv_heads, -1).unbind(1)
+        k = rotate(F.rms_norm(k, k.shape[-1:]), rotation)
+        if rows is not None:
+            normed, rotation = normed[rows], (rotation[0][rows], rotation[1][rows])
+        q = self.q_proj(normed).view(len(normed), config.num_heads, -1)
+        q = rotate(F.rms_norm(q, q.shape[-1:]) * config.query_gain, rotation)
+        out: Tensor = self.o_proj(attention(layer, q, k, v).flatten(1))
+        return out
+
+
+# cos and sin [tokens, 1, rope_dim / 2] of the rotary angles, float32.
+Rotation = tuple[Tensor, Tensor]
+
+
+def make_rotation(positions: Tensor, config: DecoderConfig) -> Rotation:
+    """The rotation of tokens at `positions`.
 
     The angles are products in float64: float32 would lose them at positions beyond 10^5.
     """
-    half = config.head_dim // 2
+    half = config.rope_dim // 2
     exponent = torch.arange(half, dtype=torch.float64) / half
     angle = positions.double()[:, None, None] * config.rope_theta**-exponent
     return angle.cos().float(), angle.sin().float()
 
 
-def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding of [tokens, heads, head_dim], the halves being the pairs (NeoX style)."""
+def rotate(x: Tensor, rotation: Rotation, *, interleaved: bool = False) -> Tensor:
+    """Rotary embedding of [tokens, heads, rope_dim].
+
+    The halves are the pairs (NeoX style), or neighbours if `interleaved`.
+    """
     cos, sin = rotation
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.float().chunk(2, -1)
+    pair = a * cos - b * sin, b * cos + a * sin
+    return (torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)).to(x.dtype)

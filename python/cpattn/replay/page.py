@@ -10,7 +10,6 @@ import jinja2
 from .plots import COLORS, plots
 from .records import ReplayReport
 from .report import figures, summarize, table_header, table_row
-from .worker import PHASES
 
 
 def write_html(report: ReplayReport, title: str, path: Path) -> None:
@@ -28,7 +27,7 @@ def write_html(report: ReplayReport, title: str, path: Path) -> None:
         figures=figures(report),
         plots=plots(report),
         colors=COLORS,
-        phases=PHASES,
+        phases=report.options.model.phases,
         header=table_header(report),
         rows=[table_row(batch, report) for batch in report.batches],
     )

@@ -12,15 +12,17 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .records import ReplayReport
-from .worker import PHASES
+from .records import TORCH_BASELINE, ReplayReport
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
 COLORS = {
     "attention": "#0072b2",
+    "indexer": "#56b4e9",
+    "top-k": "#f0e442",
     "gather": "#e69f00",
     "metadata": "#cc79a7",
     "rest": "#b8c0c8",
+    "projections": "#b8c0c8",
     "torch": "#d55e00",
     "good": "#009e73",
     "ink": "#3c4650",
@@ -99,7 +101,10 @@ def _time(report: ReplayReport) -> Plot:
         _stack(
             axes,
             report,
-            {p: ([1e3 * b.phases[p] for b in report.batches], COLORS[p]) for p in PHASES},
+            {
+                phase: ([1e3 * b.phases[phase] for b in report.batches], COLORS[phase])
+                for phase in report.options.model.phases
+            },
         )
     return plot
 
@@ -133,17 +138,20 @@ def _throughput(report: ReplayReport) -> Plot:
 
 
 def _attention(report: ReplayReport) -> Plot:
+    name, how = TORCH_BASELINE[report.options.model.kind]
     plot = Plot(
         "attention",
-        "Attention: cpattn and torch SDPA",
-        "All layers, mean over ranks; torch gathers the pages of a sequence first.",
+        f"Attention: cpattn and {name}",
+        f"{' + '.join(report.options.model.attention_phases).capitalize()}, all layers, mean over "
+        f"ranks; torch {how}.",
     )
+    phases = report.options.model.attention_phases
     x = _indices(report)
     with plot.axes("time [ms]") as axes:
-        for i, (name, color, values) in enumerate(
+        for i, (label, color, values) in enumerate(
             [
-                ("cpattn", "attention", [b.phases["attention"] for b in report.batches]),
-                ("torch SDPA", "torch", [b.torch_seconds or 0.0 for b in report.batches]),
+                ("cpattn", "attention", [sum(b.phases[p] for p in phases) for b in report.batches]),
+                (name, "torch", [sum((b.torch_seconds or {}).values()) for b in report.batches]),
             ]
         ):
             axes.bar(
@@ -151,7 +159,7 @@ def _attention(report: ReplayReport) -> Plot:
                 [1e3 * value for value in values],
                 width=0.39,
                 color=COLORS[color],
-                label=name,
+                label=label,
             )
     return plot
 

@@ -23,7 +23,7 @@ from .scheduler import Batch
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from .model import ModelConfig
+    from .model import DecoderConfig
     from .worker import RankResult
 
 
@@ -35,7 +35,7 @@ class WorkerError(RuntimeError):
 class WorkerConfig:
     """What every rank is told once."""
 
-    model: ModelConfig
+    model: DecoderConfig
     cp_size: int
     strategy: str
     page_size: int

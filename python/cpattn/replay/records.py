@@ -6,15 +6,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .model import ModelConfig
+from .model import DecoderConfig, ModelConfig
 from .trace import TRACE_BLOCK_TOKENS
+
+# By kind of model: the name of the baseline, and what it does.
+TORCH_BASELINE = {
+    "dense": ("torch SDPA", "gathers the pages of a sequence first"),
+    "dsa": ("torch", "scores 16 queries at a time, torch.topk, gathers their keys for SDPA"),
+}
 
 
 @dataclass(frozen=True)
 class ReplayOptions:
     """How to replay; lengths in tokens are those after scaling."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: DecoderConfig = field(default_factory=ModelConfig)
     cp_size: int = 2
     strategy: str = "zigzag"
     page_size: int = 32
@@ -51,10 +57,11 @@ class BatchRecord:
     prefix_tokens: int  # keys in the pool before the pass
     seconds: float
     phases: dict[str, float]  # mean over ranks
+    flops: dict[str, int]  # useful work by phase, of all ranks
     rank_rows: list[int]
     rank_pairs: list[int]
-    rank_attention_seconds: list[float]
-    torch_seconds: float | None  # as attention: mean over ranks
+    rank_attention_seconds: list[float]  # all phases of it
+    torch_seconds: dict[str, float] | None  # attention by phase: mean over ranks
     torch_difference: float | None
     max_error: float | None = None  # against the check; None if unchecked
 
@@ -73,6 +80,8 @@ class ReplayReport:
     hit_tokens: int = 0
     evictions: int = 0
     checked_rows: int = 0
+    checked_keys: int = 0  # that the indexer of a sparse model chose in these rows
+    swapped_keys: int = 0  # of these, others than the check chose, as good but for rounding
     peak_bytes: list[int] = field(default_factory=list)  # by rank
     check_peak_bytes: int = 0  # of the parent, which runs the check
     check_seconds: float = 0.0
@@ -84,6 +93,12 @@ class ReplayReport:
         if self.tolerance is None:
             return True
         return all((batch.max_error or 0.0) <= self.tolerance for batch in self.batches)
+
+    @property
+    def torch_seconds(self) -> dict[str, float]:
+        """Attention of all batches by torch, by phase; empty without the baseline."""
+        batches = [batch.torch_seconds for batch in self.batches if batch.torch_seconds]
+        return {phase: sum(b[phase] for b in batches) for phase in (batches[0] if batches else ())}
 
     @property
     def new_tokens(self) -> int:

@@ -18,15 +18,13 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from .records import BatchRecord, ReplayReport
-from .worker import PHASES
+from .records import TORCH_BASELINE, BatchRecord, ReplayReport
 
 _MAX_LINES = 40  # batches in the table of the terminal
-_SHORT = {"metadata": "meta", "attention": "attn"}
+_SHORT = {"metadata": "meta", "attention": "attn", "projections": "proj"}
 _LEGEND = {
     "ms": "ms: the slowest rank, phases: mean over ranks",
     "balance": "balance: most query-key pairs of a rank / mean",
-    "torch": "torch: attention by SDPA after gathering the pages",
     "error": "error: largest, against the check",
 }
 
@@ -66,16 +64,15 @@ class Progress:
 
 def summarize(report: ReplayReport) -> dict[str, Any]:
     """The figures over all batches; shared by the table, the JSON and the HTML."""
-    batches = report.batches
-    phases = {phase: sum(batch.phases[phase] for batch in batches) for phase in PHASES}
+    batches, model = report.batches, report.options.model
+    phases = {phase: sum(batch.phases[phase] for batch in batches) for phase in model.phases}
     pairs = [sum(rank) for rank in zip(*(b.rank_pairs for b in batches), strict=True)]
     attention = [sum(r) for r in zip(*(b.rank_attention_seconds for b in batches), strict=True)]
-    torch_seconds = [b.torch_seconds for b in batches if b.torch_seconds is not None]
+    own_seconds = sum(phases[phase] for phase in model.attention_phases)
+    torch_seconds = sum(report.torch_seconds.values())
     errors = [b.max_error for b in batches if b.max_error is not None]
-    model = report.options.model
-    # Two products of head_dim multiply-adds per pair and head.
-    flops = 4 * sum(pairs) * model.num_heads * model.head_dim * model.num_layers
     return {
+        "model": model.kind,
         "batches": len(batches),
         "new_tokens": report.new_tokens,
         "hit_rate": report.hit_tokens / report.input_tokens,
@@ -84,11 +81,15 @@ def summarize(report: ReplayReport) -> dict[str, Any]:
         "new_tokens_per_second": report.new_tokens / report.run_seconds,
         "prompt_tokens_per_second": report.input_tokens / report.run_seconds,
         "phase_seconds": phases,
-        "attention_gflops_per_second": flops / phases["attention"] / 1e9,
+        "gflops_per_second": {
+            phase: sum(batch.flops[phase] for batch in batches) / phases[phase] / 1e9
+            for phase in batches[0].flops
+        },
         "balance_pairs": imbalance(pairs),
         "balance_attention_seconds": imbalance(attention),
-        "torch_attention_seconds": sum(torch_seconds) if torch_seconds else None,
-        "speedup_over_torch": sum(torch_seconds) / phases["attention"] if torch_seconds else None,
+        "attention_seconds": own_seconds,
+        "torch_attention_seconds": report.torch_seconds or None,
+        "speedup_over_torch": torch_seconds / own_seconds if torch_seconds else None,
         "peak_bytes_per_rank": max(report.peak_bytes),
         "max_error": max(errors) if errors else None,
         "tolerance": report.tolerance,
@@ -115,11 +116,12 @@ def print_report(report: ReplayReport, title: str, console: Console | None = Non
 
 def _table(report: ReplayReport, title: str) -> Table:
     options = report.options
+    legend = {**_LEGEND, "torch": f"torch: {TORCH_BASELINE[options.model.kind][1]}"}
     table = Table(
-        title=f"{title}: {options.strategy} over {options.cp_size} ranks, {options.model.dtype}",
+        title=f"{title}: {options.strategy} over {options.cp_size} ranks, {options.model.title}",
         title_justify="left",
         title_style="bold",
-        caption="; ".join(_LEGEND[name] for name in table_header(report) if name in _LEGEND),
+        caption="; ".join(legend[name] for name in table_header(report) if name in legend),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -137,7 +139,7 @@ def _table(report: ReplayReport, title: str) -> Table:
 
 def table_header(report: ReplayReport) -> list[str]:
     """Names of the columns of `table_row`; times in ms, torch being attention by torch."""
-    phases = [_SHORT.get(phase, phase) for phase in PHASES]
+    phases = [_SHORT.get(phase, phase) for phase in report.options.model.phases]
     header = ["#", "seqs", "new", "prefix", "tok/s", "ms", *phases, "balance"]
     if report.options.torch_baseline:
         header.append("torch")
@@ -155,11 +157,11 @@ def table_row(batch: BatchRecord, report: ReplayReport) -> list[str]:
         f"{batch.prefix_tokens:,}",
         f"{batch.new_tokens / batch.seconds:,.0f}",
         _ms(batch.seconds),
-        *(_ms(batch.phases[phase]) for phase in PHASES),
+        *(_ms(batch.phases[phase]) for phase in report.options.model.phases),
         f"{imbalance(batch.rank_pairs):.3f}",
     ]
     if report.options.torch_baseline:
-        cells.append(_ms(batch.torch_seconds))
+        cells.append(_ms(sum(batch.torch_seconds.values()) if batch.torch_seconds else None))
     if report.tolerance is not None:
         cells.append("-" if batch.max_error is None else f"{batch.max_error:.1e}")
     return cells
@@ -200,19 +202,13 @@ def figures(report: ReplayReport) -> list[tuple[str, str]]:
         ),
         (
             "attention",
-            f"{s['attention_gflops_per_second']:,.0f} GFLOP/s over {options.cp_size} ranks of "
-            f"{report.environment['threads_per_rank']} thread(s), "
-            f"{report.environment['isa']}",
+            ", ".join(f"{name} {speed:,.0f}" for name, speed in s["gflops_per_second"].items())
+            + f" GFLOP/s over {options.cp_size} ranks of "
+            f"{report.environment['threads_per_rank']} thread(s), {report.environment['isa']}",
         ),
     ]
     if s["speedup_over_torch"]:
-        lines.append(
-            (
-                "torch SDPA",
-                f"{s['torch_attention_seconds']:.2f} s after gathering the pages, cpattn "
-                f"{s['phase_seconds']['attention']:.2f} s: {s['speedup_over_torch']:.2f} times",
-            )
-        )
+        lines.append((TORCH_BASELINE[options.model.kind][0], _torch_line(s)))
     lines.append(
         (
             "peak memory",
@@ -224,6 +220,18 @@ def figures(report: ReplayReport) -> list[tuple[str, str]]:
     return lines
 
 
+def _torch_line(summary: dict[str, Any]) -> str:
+    """How long attention takes by torch and here, by phase where it has several."""
+    torch_seconds, own = summary["torch_attention_seconds"], summary["phase_seconds"]
+
+    def text(seconds: dict[str, float]) -> str:
+        parts = ", ".join(f"{phase} {seconds[phase]:.2f}" for phase in torch_seconds)
+        total = f"{sum(seconds[phase] for phase in torch_seconds):.2f} s"
+        return f"{total} ({parts})" if len(torch_seconds) > 1 else total
+
+    return f"{text(torch_seconds)}, cpattn {text(own)}: {summary['speedup_over_torch']:.2f} times"
+
+
 def check_line(report: ReplayReport) -> str:
     """One sentence: were the results right?"""
     if report.tolerance is None:
@@ -231,10 +239,16 @@ def check_line(report: ReplayReport) -> str:
     worst = max((b.max_error or 0.0 for b in report.batches), default=0.0)
     verdict = "passed" if report.passed else "FAILED"
     eps = torch.finfo(report.options.model.torch_dtype).eps
+    keys = ""
+    if report.checked_keys:
+        keys = (
+            f"; of {report.checked_keys:,} keys {report.swapped_keys:,} swapped with others of "
+            "the same score but for roundings"
+        )
     return (
         f"{verdict}: {report.checked_rows:,} rows against one process without cache, largest "
         f"error {worst:.1e}, tolerance {report.tolerance:.1e} ({report.tolerance / eps:.0f} eps of "
-        f"{report.options.model.dtype}), {report.check_seconds:.1f} s"
+        f"{report.options.model.dtype}), {report.check_seconds:.1f} s{keys}"
     )
 
 

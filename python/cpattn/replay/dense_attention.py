@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank does for dense attention: its K and V pools, and the calls over them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpattn.distributed import ContextParallel, ContextParallelPlan
+
+from .baseline import gathered_attention, make_segments
+from .model import ModelConfig
+from .phases import PhaseClock
+from .scheduler import Batch
+
+
+class DenseAttention:
+    """Paged attention of one rank; called by the layers of a `Decoder`.
+
+    The pools start as NaN: whatever reads a slot before it is written is found out.
+    """
+
+    def __init__(self, config: ModelConfig, cp: ContextParallel, num_slots: int) -> None:
+        self._config = config
+        self._cp = cp
+        self._scale = config.head_dim**-0.5
+        shape = (num_slots, config.num_kv_heads, config.head_dim)
+        self._caches = [
+            tuple(torch.full(shape, torch.nan, dtype=config.torch_dtype) for _ in range(2))
+            for _ in range(config.num_layers)
+        ]
+
+    def begin(self, batch: Batch, plan: ContextParallelPlan, clock: PhaseClock) -> None:
+        """Take up a batch; its calls follow, one per layer."""
+        self._batch, self._plan, self._clock = batch, plan, clock
+        self._calls: list[tuple[Tensor, Tensor]] = []  # of each layer q and the output
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k_cache, v_cache = self._caches[layer]
+        with self._clock("gather"):
+            self._cp.write_kv(self._plan, k, v, k_cache, v_cache)
+        with self._clock("attention"):
+            out: Tensor = self._cp.attend(self._plan, q, k_cache, v_cache, scale=self._scale)
+        self._calls.append((q, out))
+        return out
+
+    @property
+    def chosen(self) -> None:
+        """Dense attention chooses no keys."""
+
+    def flops(self) -> dict[str, int]:
+        """Useful work of the batch on this rank: two products of head_dim per pair and head."""
+        c = self._config
+        pairs = int(np.sum(self._plan.metadata.query_cache_lengths, dtype=np.int64))
+        return {"attention": 4 * pairs * c.num_heads * c.head_dim * c.num_layers}
+
+    def baseline(self) -> tuple[dict[str, float], float]:
+        """Seconds of the same attention by torch, by phase, and how far apart results are."""
+        metadata: Any = self._plan.metadata
+        segments = make_segments(
+            metadata.query_request_indices,
+            metadata.query_cache_lengths,
+            self._batch.block_tables,
+            self._cp.page_size,
+            stride=self._cp.cp_size if metadata.strategy == "interleave" else 1,
+        )
+        seconds, difference = 0.0, 0.0
+        for (q, out), (k_cache, v_cache) in zip(self._calls, self._caches, strict=True):
+            start = time.perf_counter()
+            other = gathered_attention(q, k_cache, v_cache, segments, scale=self._scale)
+            seconds += time.perf_counter() - start
+            if len(out):
+                difference = max(difference, float((out - other).abs().max()))
+        return {"attention": seconds}, difference
