@@ -113,6 +113,30 @@ void merge_state(
   reference::merge_state(*out_a_view, *lse_a_view, *out_b_view, *lse_b_view, *out_view, *lse_view);
 }
 
+void indexer_logits(
+    const py::object& q,
+    const py::object& k,
+    const py::object& weights,
+    const py::object& ks,
+    const py::object& ke,
+    const py::object& k_scale,
+    const py::object& out
+) {
+  const TensorArgument q_view(q, "q"), k_view(k, "k"), weights_view(weights, "weights");
+  const auto scale_view = optional_tensor(k_scale, "k_scale");
+  const TensorArgument out_view = output_argument(out, "out");
+  const reference::Indexer indexer{
+      .q = *q_view,
+      .k = *k_view,
+      .weights = *weights_view,
+      .k_scale = scale_view ? std::optional(**scale_view) : std::nullopt,
+      .ks = index_list(ks, "reference.indexer_logits: ks"),
+      .ke = index_list(ke, "reference.indexer_logits: ke"),
+  };
+  const Computation computation;
+  reference::indexer_logits(indexer, *out_view);
+}
+
 }  // namespace
 
 void register_reference(py::module_& module) {
@@ -128,6 +152,10 @@ void register_reference(py::module_& module) {
   );
   reference.def(
       "merge_state", &merge_state, "out_a"_a, "lse_a"_a, "out_b"_a, "lse_b"_a, "out"_a, "lse"_a
+  );
+  reference.def(
+      "indexer_logits", &indexer_logits, "q"_a, "k"_a, "weights"_a, "ks"_a, "ke"_a, "k_scale"_a,
+      "out"_a
   );
 }
 

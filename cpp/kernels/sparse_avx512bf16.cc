@@ -7,6 +7,7 @@
 
 namespace cpattn::kernels {
 
-extern constinit const SparseKernelTable sparse_table_avx512bf16 = sparse_table("avx512bf16");
+extern constinit const SparseKernelTable sparse_table_avx512bf16 =
+    sparse_table("avx512bf16", indexer_kernels<FloatScores<Bfloat16Engine>>());
 
 }  // namespace cpattn::kernels

@@ -6,6 +6,7 @@
 // project but other boundaries.
 #include <stdint.h>
 
+#include "kernels/indexer_kernel.h"
 #include "kernels/rows_kernel.h"
 #include "kernels/topk_kernel.h"
 
@@ -15,6 +16,7 @@ struct SparseKernelTable {
   const char* name;
   RowKernels rows;
   TopkKernel topk;
+  IndexerKernels indexer;
 };
 
 extern const SparseKernelTable sparse_table_portable;

@@ -7,6 +7,7 @@
 
 namespace cpattn::kernels {
 
-extern constinit const SparseKernelTable sparse_table_neonbf16 = sparse_table("neonbf16");
+extern constinit const SparseKernelTable sparse_table_neonbf16 =
+    sparse_table("neonbf16", indexer_kernels<FloatScores<Bfloat16Engine>>());
 
 }  // namespace cpattn::kernels

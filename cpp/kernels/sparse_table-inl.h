@@ -3,6 +3,7 @@
 
 // The table that ops calls the kernels of sparse attention through. Needs the vector
 // layer and the engines included first.
+#include "kernels/indexer-inl.h"
 #include "kernels/rows-inl.h"
 #include "kernels/sparse_kernel.h"
 #include "kernels/topk_row-inl.h"
@@ -10,11 +11,14 @@
 namespace cpattn::kernels {
 namespace {
 
-constexpr SparseKernelTable sparse_table(const char* name) {
+constexpr SparseKernelTable sparse_table(
+    const char* name, IndexerKernels indexer = indexer_kernels()
+) {
   return {
       .name = name,
       .rows = row_kernels(),
       .topk = {topk_scratch_bytes, topk_select},
+      .indexer = indexer,
   };
 }
 

@@ -29,6 +29,7 @@ from .context_parallel import (
     can_dsa_prefill_cp_interleave,
 )
 from .fia import npu_fused_infer_attention_score
+from .indexer import indexer_logits
 from .profiling import Profile, profile
 from .sparse_mla import flash_mla_sparse_fwd
 
@@ -46,6 +47,7 @@ __all__ = [
     "can_dsa_prefill_cp_interleave",
     "do_cp_attn_fia",
     "flash_mla_sparse_fwd",
+    "indexer_logits",
     "merge_state",
     "npu_fused_infer_attention_score",
     "paged_attention",

@@ -15,7 +15,7 @@ import numpy as np
 from . import _core
 from ._containers import Tensor
 
-__all__ = ["flash_mla_sparse_fwd", "merge_state", "paged_attention"]
+__all__ = ["flash_mla_sparse_fwd", "indexer_logits", "merge_state", "paged_attention"]
 
 Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -167,3 +167,27 @@ def merge_state(
     out, lse = np.empty(tuple(out_a.shape)), np.empty(tuple(lse_a.shape))
     _core.reference.merge_state(out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse
+
+
+def indexer_logits(
+    q: Tensor, k: Tensor, weights: Tensor, ks: Any, ke: Any, *, k_scale: Tensor | None = None
+) -> Float64Array:
+    """Scores of the lightning indexer.
+
+    Parameters
+    ----------
+    q : tensor, shape [T, H, D]
+    k : tensor, shape [S, D]
+    weights : tensor, shape [T, H]
+    ks, ke : sequence of int, length T
+        Query i scores the keys from ks[i] up to, without, ke[i].
+    k_scale : tensor, shape [S], optional
+
+    Returns
+    -------
+    logits : float64 array, shape [T, S]
+        k_scale[j] * sum_h weights[i, h] * max(0, q[i, h] . k[j]); -inf for other keys.
+    """
+    logits = np.empty((q.shape[0], k.shape[0]))
+    _core.reference.indexer_logits(q, k, weights, ks, ke, k_scale, logits)
+    return logits

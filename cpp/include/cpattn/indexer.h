@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "cpattn/attention_plan.h"
 #include "cpattn/tensor_view.h"
@@ -37,18 +38,35 @@ struct IndexerRow {
 
 /// Scores of the indexer, in float32:
 ///   logit[i, j] = scale[j] * sum_h weights[i, h] * relu(q[i, h] . k[j])
+/// The bits of a score depend on its query and its key alone. `dim` is a multiple of 16,
+/// of 32 for float8_e4m3fn, and at most 256. Throws std::invalid_argument for tensors,
+/// rows and strides that do not fit; pages are checked where their table is made.
 struct IndexerArguments {
   const char* function;
   TensorView q;        // [T, H, D], of the dtype of the keys
-  TensorView weights;  // float32 [T, H]
+  TensorView weights;  // float32 or bfloat16 [T, H] or [T, H, 1]
   IndexKeys keys;
   const PageTable& pages;
-  std::span<const IndexerRow> rows;
-  int num_threads = 0;  // 0: the process default
+  std::span<const IndexerRow> rows;  // at most one of each query
+  int num_threads = 0;               // 0: the process default
 };
 
-/// logits [T, L] float32: column j - offset of a row's query is the score of key j, where
-/// offset is the row's `begin` if `relative`, else 0; -inf elsewhere.
+/// Keys k [S, D] as one page; scales float32 [S], if there are any.
+IndexKeys flat_index_keys(
+    const char* function, const TensorView& k, const std::optional<TensorView>& scales
+);
+
+/// Query i scores keys [ks[i], ke[i]) of the one sequence of flat_index_keys.
+std::vector<IndexerRow> flat_indexer_rows(
+    const char* function,
+    std::span<const int64_t> ks,
+    std::span<const int64_t> ke,
+    int64_t num_queries,
+    int64_t num_keys
+);
+
+/// logits [T, L] float32: column j is the score of key j of the row's sequence, -inf
+/// outside [begin, end) and in rows of q without a row here.
 void indexer_logits(const IndexerArguments& arguments, const TensorView& logits);
 
 /// indices [T, topk] int32, relative to a row's `begin`: the topk keys with the largest

@@ -74,4 +74,17 @@ void merge_state(
     const TensorView& lse
 );
 
+/// Scores of the lightning indexer: query i scores the keys [ks[i], ke[i]).
+struct Indexer {
+  TensorView q;                       // [T, H, D]
+  TensorView k;                       // [S, D]
+  TensorView weights;                 // [T, H]
+  std::optional<TensorView> k_scale;  // [S]; none: all 1
+  std::vector<int64_t> ks, ke;
+};
+
+/// logits [T, S], contiguous: k_scale[j] * sum_h weights[i, h] * max(0, q[i, h] . k[j]),
+/// and -inf outside [ks[i], ke[i]).
+void indexer_logits(const Indexer& indexer, const TensorView& logits);
+
 }  // namespace cpattn::reference

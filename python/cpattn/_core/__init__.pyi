@@ -289,6 +289,15 @@ def do_cp_attn_fia(
     lse: _Tensor | None,
 ) -> None: ...
 def merge_state(out_a: _Tensor, lse_a: _Tensor, out_b: _Tensor, lse_b: _Tensor) -> None: ...
+def indexer_logits(
+    q: _Tensor,
+    k: _Tensor,
+    weights: _Tensor,
+    ks: _Indices,
+    ke: _Indices,
+    k_scale: _Tensor | None,
+    out: _Tensor,
+) -> None: ...
 
 class Fia(_Bound):
     def __init__(

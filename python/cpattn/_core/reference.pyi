@@ -46,3 +46,12 @@ def merge_state(
     out: NDArray[np.float64],
     lse: NDArray[np.float64],
 ) -> None: ...
+def indexer_logits(
+    q: _Tensor,
+    k: _Tensor,
+    weights: _Tensor,
+    ks: _Indices,
+    ke: _Indices,
+    k_scale: _Tensor | None,
+    out: NDArray[np.float64],
+) -> None: ...

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The indexer: every query of a tile meets a block of keys that was packed once.
+// Needs the vector layer and the engines included first.
+#include "kernels/indexer_kernel.h"
+#include "kernels/indexer_scores-inl.h"
+#include "kernels/key_rows-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// The loop over blocks of keys. A Scorer packs queries and keys and multiplies:
+///
+///   query_bytes(num_heads, dim), block_bytes(dim)   of what it packs, multiples of 64
+///   pack_query(q, head_stride, num_heads, dim, query)
+///   pack_keys(rows, begin, end, dim, block)   keys rows[begin..end) of a block, begin a
+///       multiple of 32; 32 rows more are there to be fetched
+///   score(query, weights, num_heads, dim, block, begin, end, scores)   scores[i] of keys i in
+///       [begin, end); those before and behind up to multiples of 64 may be anything
+///
+/// A score must not depend on the block that its key is in.
+template <class Scorer>
+class IndexerLoop {
+ public:
+  static int64_t scratch_bytes(int32_t num_queries, int32_t num_heads, int32_t dim, int32_t) {
+    return num_queries * Scorer::query_bytes(num_heads, dim) + Scorer::block_bytes(dim) +
+           int64_t{2 * kIndexerBlock} * static_cast<int>(sizeof(float));
+  }
+
+  static bool run(const IndexerTile* tile, void* scratch) {
+    return IndexerLoop(*tile, static_cast<char*>(scratch)).run();
+  }
+
+ private:
+  IndexerLoop(const IndexerTile& tile, char* scratch)
+      : tile_(tile),
+        query_bytes_(Scorer::query_bytes(tile.num_heads, tile.dim)),
+        queries_(scratch),
+        block_(queries_ + tile.num_queries * query_bytes_),
+        scores_(reinterpret_cast<float*>(block_ + Scorer::block_bytes(tile.dim))),
+        scales_(scores_ + kIndexerBlock) {}
+
+  bool run() {
+    for (int i = 0; i < tile_.num_queries; ++i) {
+      Scorer::pack_query(
+          tile_.queries[i].q, tile_.head_stride, tile_.num_heads, tile_.dim, query(i)
+      );
+    }
+    KeyRange all = {INT64_MAX, 0};
+    for (int i = 0; i < tile_.num_queries; ++i) all = widened(all, tile_.queries[i]);
+    for (int64_t first = all.begin / kIndexerBlock * kIndexerBlock; first < all.end;
+         first += kIndexerBlock) {
+      if (tile_.should_stop(tile_.stop_context)) return false;
+      run_block(first);
+    }
+    return true;
+  }
+
+  /// Keys [first, first + kIndexerBlock), as far as queries see them.
+  void run_block(int64_t first) {
+    KeyRange seen = {INT64_MAX, 0};
+    for (int i = 0; i < tile_.num_queries; ++i) {
+      const KeyRange range = clipped(tile_.queries[i], first);
+      if (range.begin < range.end) seen = widened(seen, range);
+    }
+    if (seen.begin >= seen.end) return;
+    pack(first, static_cast<int>(seen.begin - first), static_cast<int>(seen.end - first));
+    for (int i = 0; i < tile_.num_queries; ++i) {
+      const IndexerQuery& asked = tile_.queries[i];
+      const KeyRange range = clipped(asked, first);
+      if (range.begin >= range.end) continue;
+      const auto begin = static_cast<int>(range.begin - first);
+      const auto end = static_cast<int>(range.end - first);
+      Scorer::score(
+          query(i), asked.weights, tile_.num_heads, tile_.dim, block_, begin, end, scores_
+      );
+      if (tile_.keys.scales != nullptr) apply_scales(begin, end);
+      __builtin_memcpy(
+          asked.logits + (range.begin - asked.begin), scores_ + begin, (end - begin) * sizeof(float)
+      );
+    }
+  }
+
+  /// Packs keys first + [begin, end), and from the multiple of 32 before on.
+  void pack(int64_t first, int begin, int end) {
+    const IndexerKeys& keys = tile_.keys;
+    const int granule = begin / kKeyGranule * kKeyGranule;
+    locate(keys.data, keys.page_bytes, keys.row_bytes, first, begin, end, rows_);
+    for (int i = granule; i < begin; ++i) rows_[i] = rows_[begin];
+    const int fetched = round_up(end, kKeyGranule) + kKeyGranule;
+    for (int i = end; i < fetched; ++i) rows_[i] = rows_[end - 1];
+    for (int i = granule; i < end; i += kKeyGranule) {
+      const int stop = i + kKeyGranule < end ? i + kKeyGranule : end;
+      Scorer::pack_keys(rows_, i, stop, tile_.dim, block_);
+    }
+    if (keys.scales == nullptr) return;
+    locate(keys.scales, keys.scale_page_bytes, keys.scale_row_bytes, first, begin, end, rows_);
+    for (int i = begin; i < end; ++i) __builtin_memcpy(scales_ + i, rows_[i], sizeof(float));
+  }
+
+  /// Addresses of rows first + [begin, end), into rows[begin..end).
+  void locate(
+      const void* data,
+      int64_t page_bytes,
+      int64_t row_bytes,
+      int64_t first,
+      int begin,
+      int end,
+      const char** rows
+  ) const {
+    int64_t page = (first + begin) / tile_.keys.page_size;
+    int64_t offset = (first + begin) % tile_.keys.page_size;
+    for (int i = begin; i < end; ++page, offset = 0) {
+      const char* base = static_cast<const char*>(data) + tile_.keys.pages[page] * page_bytes;
+      for (; i < end && offset < tile_.keys.page_size; ++i, ++offset) {
+        rows[i] = base + offset * row_bytes;
+      }
+    }
+  }
+
+  void apply_scales(int begin, int end) {
+    for (int i = begin / kLanes * kLanes; i < end; i += kLanes) {
+      store(scores_ + i, mul(load(scores_ + i), load(scales_ + i)));
+    }
+  }
+
+  char* query(int i) const { return queries_ + i * query_bytes_; }
+
+  static KeyRange clipped(const IndexerQuery& query, int64_t first) {
+    const int64_t end = first + kIndexerBlock;
+    return {larger(query.begin, first), smaller(query.end, end)};
+  }
+
+  template <class Range>
+  static KeyRange widened(KeyRange range, const Range& other) {
+    if (other.begin >= other.end) return range;
+    return {smaller(range.begin, other.begin), larger(range.end, other.end)};
+  }
+
+  const IndexerTile& tile_;
+  const int64_t query_bytes_;
+  char* const queries_;
+  char* const block_;
+  float* const scores_;
+  float* const scales_;
+  // With a granule more that scorers may fetch ahead.
+  const char* rows_[kIndexerBlock + kKeyGranule];
+};
+
+template <class Scorer>
+constexpr IndexerKernel indexer_kernel() {
+  return {
+      .scratch_bytes = &IndexerLoop<Scorer>::scratch_bytes,
+      .run = &IndexerLoop<Scorer>::run,
+  };
+}
+
+/// What differs among instruction sets are the engines for bfloat16 and int8.
+template <class Engine16 = FloatScores<Float32Engine>, class Engine8 = FloatScores<Float32Engine>>
+constexpr IndexerKernels indexer_kernels() {
+  return {{
+      indexer_kernel<PanelScorer<float, FloatScores<Float32Engine>>>(),
+      indexer_kernel<PanelScorer<Bfloat16, Engine16>>(),
+      indexer_kernel<PanelScorer<Float8, Engine16>>(),
+      indexer_kernel<PanelScorer<int8_t, Engine8>>(),
+  }};
+}
+
+}  // namespace
+}  // namespace cpattn::kernels

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The boundary between ops and the kernels of the indexer.
+#include <stdint.h>
+
+namespace cpattn::kernels {
+
+/// Key j of a sequence is row j % page_size of page pages[j / page_size]; a page or a
+/// row further are so many bytes. Its score is multiplied by its scale.
+struct IndexerKeys {
+  const void* data;
+  int64_t page_bytes, row_bytes;
+  const void* scales;  // float32, found likewise; null: all 1
+  int64_t scale_page_bytes, scale_row_bytes;
+  const int32_t* pages;
+  int64_t page_size;
+};
+
+/// One query, and what becomes of its scores of keys [begin, end).
+struct IndexerQuery {
+  const void* q;         // num_heads rows of `dim`, head_stride elements apart
+  const float* weights;  // one per head
+  int64_t begin, end;
+  /// Either the scores, key begin first, or null, and
+  float* logits = nullptr;
+  /// IndexerTile::topk indices relative to `origin`: of the keys with the largest
+  /// scores, or of all and then -1 if there are no more.
+  int32_t* indices = nullptr;
+  int64_t origin = 0;
+  /// Their scores too, in the same order, if not null; -inf beside -1.
+  float* values = nullptr;
+};
+
+/// Queries that read the same sequence: the unit of work.
+struct IndexerTile {
+  const IndexerQuery* queries;
+  int32_t num_queries;
+  int32_t num_heads;
+  int32_t dim;  // a multiple of 16, at most kMaxIndexerDim
+  int64_t head_stride;
+  IndexerKeys keys;
+
+  int32_t topk = 0;  // of every query, unless it wants logits
+  bool sorted = true;
+
+  bool (*should_stop)(void* context);  // polled between blocks of keys
+  void* stop_context;
+};
+
+/// Sums of so many products of int8 are exact in float32 too: below 2^24.
+constexpr int32_t kMaxIndexerDim = 256;
+
+/// Element types of queries and keys, as indices into the tables.
+enum IndexerType { kIndexFloat32, kIndexBfloat16, kIndexFloat8, kIndexInt8, kNumIndexerTypes };
+
+struct IndexerKernel {
+  /// Scratch for tiles of up to num_queries queries; topk 0: for logits.
+  int64_t (*scratch_bytes)(int32_t num_queries, int32_t num_heads, int32_t dim, int32_t topk);
+  /// False when should_stop() ended it early. `scratch` is 64-byte aligned.
+  bool (*run)(const IndexerTile* tile, void* scratch);
+};
+
+struct IndexerKernels {
+  IndexerKernel of_type[kNumIndexerTypes];
+};
+
+}  // namespace cpattn::kernels

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lightning indexer of sparse attention: which keys a query attends to."""
+
+from __future__ import annotations
+
+from . import _core
+from ._containers import Tensor, empty, shape_of
+from .attention import Indices
+
+
+def indexer_logits(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    ks: Indices,
+    ke: Indices,
+    *,
+    k_scale: Tensor | None = None,
+) -> Tensor:
+    """Scores of the keys [ks[i], ke[i]) for every query i.
+
+    Parameters
+    ----------
+    q : tensor, shape [T, H, D]
+        bfloat16, float32, float8_e4m3fn or int8. Scales of quantised queries belong into
+        ``weights``. D is a multiple of 16, of 32 for float8_e4m3fn, up to 256.
+    k : tensor of the dtype of q, shape [S, D]
+        Keys of all sequences, one after the other.
+    weights : float32 or bfloat16 tensor, shape [T, H] or [T, H, 1]
+    ks, ke : integer array or list, shape [T]
+        0 <= ks and ke <= S; ke <= ks is a query without keys.
+    k_scale : float32 tensor, shape [S] or [S, 1], optional
+        Scales of quantised keys.
+
+    Returns
+    -------
+    logits : float32 tensor, shape [T, S]
+        k_scale[j] * sum_h weights[i, h] * relu(q[i, h] . k[j]), and -inf outside [ks, ke). Its
+        bits depend on the query and the key alone.
+    """
+    rows = shape_of(q, "indexer_logits: q", 3)[0]
+    keys = shape_of(k, "indexer_logits: k", 2)[0]
+    logits = empty(q, (rows, keys), "float32")
+    _core.indexer_logits(q, k, weights, ks, ke, k_scale, logits)
+    return logits
