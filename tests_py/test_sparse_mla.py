@@ -144,6 +144,58 @@ def test_slots_of_a_pool_and_rows_of_a_buffer_agree(isa, page_size):
     assert bits(paged) == bits(ragged)
 
 
+def fp8_rows(num_rows: int) -> torch.Tensor:
+    """Rows of 512 codes, 4 float32 scales and 64 bfloat16 numbers, uint8 [num_rows, 1, 656]."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 256, (num_rows, 1, 656), dtype=torch.uint8, generator=generator)
+    codes = rows[..., :512]
+    codes[codes & 127 == 127] = 0  # NaN
+    rows[..., 512:528].view(torch.float32).uniform_(1e-3, 2e-2, generator=generator)
+    rows[..., 528:].view(torch.bfloat16).normal_(generator=generator)
+    return rows
+
+
+def expanded(rows: torch.Tensor) -> torch.Tensor:
+    codes = rows[..., :512].view(torch.float8_e4m3fn).float().unflatten(-1, (4, 128))
+    scales = rows[..., 512:528].view(torch.float32)
+    nope = (codes * scales[..., None]).flatten(-2).to(torch.bfloat16)
+    return torch.cat([nope, rows[..., 528:].view(torch.bfloat16)], dim=-1)
+
+
+@pytest.mark.parametrize("num_heads", [1, 20, 128])
+def test_fp8_rows_give_the_bits_of_expanded_ones(isa, num_heads):
+    rows = fp8_rows(90)
+    rows[80:, 0, 300] = 127  # NaN in rows that nobody names
+    generator = torch.Generator().manual_seed(1)
+    arguments = {
+        "q": torch.randn(3, num_heads, 576, generator=generator).to(torch.bfloat16),
+        "indices": torch.randint(-20, 80, (3, 300), generator=generator),
+        "sm_scale": 0.05,
+    }
+    expected = cpattn.flash_mla_sparse_fwd(kv=expanded(rows), **arguments)
+    assert not torch.any(torch.isnan(expected[0]))
+    pages = rows.unflatten(0, (10, 9))
+    spaced = torch.zeros(90, 3, 700, dtype=torch.uint8)[:, 1:2, 3:659].copy_(rows)
+    for kv in (rows, rows.view(torch.float8_e4m3fn), pages, spaced):
+        assert bits(cpattn.flash_mla_sparse_fwd(kv=kv, **arguments)) == bits(expected)
+
+
+def test_a_nan_among_fp8_rows_stays_in_its_token(isa):
+    rows = fp8_rows(90)
+    arguments = {
+        "q": torch.ones(2, 5, 576, dtype=torch.bfloat16),
+        "indices": torch.arange(90, dtype=torch.int32).view(2, 1, 45),
+        "sm_scale": 0.05,
+    }
+    expected = cpattn.flash_mla_sparse_fwd(kv=rows, **arguments)
+    rows[7, 0, 100] = 127
+    for before, after in zip(
+        expected, cpattn.flash_mla_sparse_fwd(kv=rows, **arguments), strict=True
+    ):
+        assert torch.equal(before[1], after[1])
+        assert torch.all(torch.isnan(after[0]))
+
+
 def test_numpy_gives_numpy_and_out_is_used():
     inputs = make_inputs(DEFAULT.with_(dtype="bfloat16"))
     expected = cpattn.flash_mla_sparse_fwd(**inputs)
@@ -185,6 +237,7 @@ ERRORS = {
     "kv width": ({"kv": torch.zeros(9, 1, 80)}, r"kv must have shape \[rows, 1, 64\] .*80\]"),
     "kv heads": ({"kv": torch.zeros(9, 2, 64)}, r"kv must have shape \[rows, 1, 64\]"),
     "kv rank": ({"kv": torch.zeros(9, 64)}, r"kv must have shape .* got \[9, 64\]"),
+    "FP8 rows": ({"kv": torch.zeros(9, 1, 656).byte()}, "with FP8 rows q must be bfloat16"),
     "kv pages": (
         {"kv": torch.zeros(4, 6, 1, 64)[:, :5]},
         "the pages of kv must follow each other, 320 elements apart, got 384",
@@ -225,6 +278,20 @@ def test_what_is_refused(name):
     with pytest.raises(ValueError, match="flash_mla_sparse_fwd: .*" + message):
         cpattn.flash_mla_sparse_fwd(**arguments | changes)
     assert torch.all(arguments["out"] == 7)
+
+
+@pytest.mark.parametrize(
+    ("kv", "head_dim", "message"),
+    [
+        (torch.zeros(9, 1, 656).byte(), 512, "with FP8 rows q must have head dimension 576"),
+        (torch.zeros(9, 1, 576).byte(), 576, r"kv must have shape \[rows, 1, 656\]"),
+        (torch.zeros(9, 1, 657).byte()[..., :656], 576, "an even number of bytes apart, got 657"),
+    ],
+)
+def test_fp8_rows_that_are_refused(kv, head_dim, message):
+    q = torch.zeros(1, 2, head_dim, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        cpattn.flash_mla_sparse_fwd(q, kv, np.zeros((1, 4), np.int32), 0.1)
 
 
 @pytest.mark.parametrize("name", ["q", "kv", "attn_sink", "indices"])

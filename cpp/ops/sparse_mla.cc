@@ -29,11 +29,27 @@ void check_dim(const char* name, int64_t dim) {
   );
 }
 
+bool is_byte(DType dtype) { return dtype == DType::uint8 || dtype == DType::float8_e4m3fn; }
+
 /// Reads kv and how it is stored into `attention`; returns the number of its rows.
 int64_t read_kv(const TensorView& kv, SelectedAttention& attention) {
-  check_dtype(kFunction, "kv", kv.dtype, attention.q.dtype);
-  const FlatRows rows = flat_rows(kFunction, "kv", kv, attention.q.shape[3]);
-  attention.k = attention.v = {kv.data, rows.stride, rows.stride};
+  const TensorView& q = attention.q;
+  if (!is_byte(kv.dtype)) {
+    check_dtype(kFunction, "kv", kv.dtype, q.dtype);
+    const FlatRows rows = flat_rows(kFunction, "kv", kv, q.shape[3]);
+    attention.k = attention.v = {kv.data, rows.stride, rows.stride};
+    return rows.count;
+  }
+  check_dtype(kFunction, "with FP8 rows q", q.dtype, DType::bfloat16);
+  require(
+      q.shape[3] == kernels::kKvDim, "with FP8 rows q must have head dimension ", kernels::kKvDim,
+      ", got ", q.shape[3]
+  );
+  const FlatRows rows = flat_rows(kFunction, "kv", kv, kernels::kKvRowBytes);
+  require(rows.stride % 2 == 0, "FP8 rows must be an even number of bytes apart, got ", rows.stride);
+  attention.k = {kv.data, rows.stride / 2, rows.stride / 2};
+  attention.expand = active_sparse_kernels().rows.expand_kv_row;
+  attention.stored_bytes = kernels::kKvRowBytes;
   return rows.count;
 }
 

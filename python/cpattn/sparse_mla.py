@@ -35,7 +35,9 @@ def flash_mla_sparse_fwd(
         ``head_dim`` is 576 in DeepSeek-V3.2; any multiple of 16 up to that will do.
     kv : tensor of the dtype of q, shape [s_kv, 1, head_dim]
         Or pages that follow each other, [pages, page_size, 1, head_dim], which indices count
-        row by row.
+        row by row. Or, for q in bfloat16 and ``head_dim`` 576, the FP8 rows of
+        `quantize_kv_rows`: uint8 or float8_e4m3fn with 656 in place of ``head_dim``. They give
+        the bits that `dequantize_kv_rows` of them would.
     indices : int32 or int64 tensor, shape [s_q, 1, topk] or [s_q, topk]
         Rows of `kv`. What is below 0 or beyond them is no key, wherever it stands. A row that
         is named twice counts twice.
