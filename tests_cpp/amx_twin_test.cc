@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What tdpbf16ps does besides multiplying and adding, as measured on hardware.
+// What tdpbf16ps and tdpbssd do besides multiplying and adding, as measured on hardware.
 #include "kernels/amx_twin-inl.h"
 
 #include <gtest/gtest.h>
@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <random>
 #include <vector>
 
 #include "cpattn/isa.h"
@@ -92,6 +93,55 @@ TEST(AmxTwin, IgnoresAndKeepsTheRoundingMode) {
   _mm_setcsr(before);
   EXPECT_EQ(sum, 0x1p24F);
   EXPECT_EQ(after, upward);
+}
+
+TEST(AmxTwin, MultipliesSignedBytes) {
+  const TileScope tiles;
+  std::mt19937 generator(1);
+  alignas(64) int8_t left[16][64];
+  alignas(64) int8_t right[16][16][4];
+  alignas(64) int32_t sums[16][16];
+  for (auto& row : left) {
+    for (int8_t& x : row) x = static_cast<int8_t>(generator());
+  }
+  for (auto& row : right) {
+    for (auto& four : row) {
+      for (int8_t& x : four) x = static_cast<int8_t>(generator());
+    }
+  }
+  for (auto& row : sums) {
+    for (int32_t& x : row) x = static_cast<int32_t>(generator());
+  }
+  int32_t expected[16][16];
+  for (int m = 0; m < 16; ++m) {
+    for (int n = 0; n < 16; ++n) {
+      int64_t sum = sums[m][n];
+      for (int k = 0; k < 64; ++k) sum += left[m][k] * right[k / 4][n][k % 4];
+      expected[m][n] = static_cast<int32_t>(sum);  // modulo 2^32
+    }
+  }
+  load_tile<2>(sums);
+  load_tile<5>(left);
+  load_tile<7>(right);
+  multiply_int8_tiles<2, 5, 7>();
+  store_tile<2>(sums);
+  EXPECT_EQ(std::memcmp(sums, expected, sizeof sums), 0);
+}
+
+TEST(AmxTwin, SumsOfBytesWrap) {
+  const TileScope tiles;
+  alignas(64) int8_t operand[16][64];
+  alignas(64) int32_t sums[16][16];
+  std::memset(operand, -128, sizeof operand);
+  std::fill_n(&sums[0][0], 256, std::numeric_limits<int32_t>::max());
+  load_tile<0>(sums);
+  load_tile<4>(operand);
+  load_tile<6>(operand);
+  multiply_int8_tiles<0, 4, 6>();
+  store_tile<0>(sums);
+  for (const auto& row : sums) {
+    for (int32_t sum : row) EXPECT_EQ(sum, std::numeric_limits<int32_t>::min() + (64 << 14) - 1);
+  }
 }
 
 #ifdef CPATTN_HAVE_AMXTWIN

@@ -2,7 +2,8 @@
 #pragma once
 
 // The AMX instructions that the kernels use. Every tile is whole: 16 rows of 64
-// bytes, contiguous in memory, which is 16 x 32 bfloat16 or 16 x 16 float32.
+// bytes, contiguous in memory, which is 16 x 32 bfloat16, 16 x 64 int8 or 16 x 16
+// float32 or int32.
 // amx_twin-inl.h has the same functions in plain C++; include one of the two.
 //
 // In assembly because the compilers' intrinsics want literal register numbers
@@ -55,6 +56,13 @@ inline void clear_tile() {
 template <int kSum, int kLeft, int kRight>
 inline void multiply_tiles() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSum), "i"(kLeft), "i"(kRight));
+}
+
+/// sum[m][n] += left[m][4k + i] right[k][4n + i] over the 16 fours k and i < 4; sum
+/// in int32, where it wraps, left and right in int8.
+template <int kSum, int kLeft, int kRight>
+inline void multiply_int8_tiles() {
+  __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSum), "i"(kLeft), "i"(kRight));
 }
 
 }  // namespace

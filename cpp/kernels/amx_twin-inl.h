@@ -96,5 +96,24 @@ inline void multiply_tiles() {
   _mm_setcsr(before);
 }
 
+template <int kSum, int kLeft, int kRight>
+inline void multiply_int8_tiles() {
+  const uint8_t* const left = tile_bytes(kLeft);
+  const uint8_t* const right = tile_bytes(kRight);
+  uint8_t* const sums = tile_bytes(kSum);
+  for (int m = 0; m < 16; ++m) {
+    uint32_t sum[16];  // unsigned, because it may wrap
+    __builtin_memcpy(sum, sums + m * 64, sizeof sum);
+    for (int k = 0; k < 64; ++k) {
+      const auto factor = static_cast<int8_t>(left[m * 64 + k]);
+      const uint8_t* const row = right + k / 4 * 64 + k % 4;
+      for (int n = 0; n < 16; ++n) {
+        sum[n] += static_cast<uint32_t>(factor * static_cast<int8_t>(row[n * 4]));
+      }
+    }
+    __builtin_memcpy(sums + m * 64, sum, sizeof sum);
+  }
+}
+
 }  // namespace
 }  // namespace cpattn::kernels
