@@ -13,11 +13,14 @@ namespace {
 /// The loop over blocks of keys. A Scorer packs queries and keys and multiplies:
 ///
 ///   query_bytes(num_heads, dim), block_bytes(dim)   of what it packs, multiples of 64
-///   pack_query(q, head_stride, num_heads, dim, query)
-///   pack_keys(rows, begin, end, dim, block)   keys rows[begin..end) of a block, begin a
+///   Scorer(tile)
+///   pack_query(asked, query)
+///   pack_keys(rows, begin, end, block)   keys rows[begin..end) of a block, begin a
 ///       multiple of 32; 32 rows more are there to be fetched
-///   score(query, weights, num_heads, dim, block, begin, end, scores)   scores[i] of keys i in
-///       [begin, end); those before and behind up to multiples of 64 may be anything
+///   score(i, query, block, begin, end, scores, done)   tells done(i) when scores[i]
+///       of keys i in [begin, end) are there, those before and behind up to multiples of
+///       64 being anything: at once, or during the next call
+///   finish(done)   ends the last one
 ///
 /// A score must not depend on the block that its key is in.
 template <class Scorer>
@@ -35,6 +38,7 @@ class IndexerLoop {
  private:
   IndexerLoop(const IndexerTile& tile, char* scratch)
       : tile_(tile),
+        scorer_(tile),
         query_bytes_(Scorer::query_bytes(tile.num_heads, tile.dim)),
         queries_(scratch),
         block_(queries_ + tile.num_queries * query_bytes_),
@@ -43,9 +47,7 @@ class IndexerLoop {
 
   bool run() {
     for (int i = 0; i < tile_.num_queries; ++i) {
-      Scorer::pack_query(
-          tile_.queries[i].q, tile_.head_stride, tile_.num_heads, tile_.dim, query(i)
-      );
+      scorer_.pack_query(tile_.queries[i], query(i));
     }
     KeyRange all = {INT64_MAX, 0};
     for (int i = 0; i < tile_.num_queries; ++i) all = widened(all, tile_.queries[i]);
@@ -66,20 +68,27 @@ class IndexerLoop {
     }
     if (seen.begin >= seen.end) return;
     pack(first, static_cast<int>(seen.begin - first), static_cast<int>(seen.end - first));
+    const auto done = [this, first](int i) { take_scores(i, first); };
     for (int i = 0; i < tile_.num_queries; ++i) {
-      const IndexerQuery& asked = tile_.queries[i];
-      const KeyRange range = clipped(asked, first);
+      const KeyRange range = clipped(tile_.queries[i], first);
       if (range.begin >= range.end) continue;
       const auto begin = static_cast<int>(range.begin - first);
       const auto end = static_cast<int>(range.end - first);
-      Scorer::score(
-          query(i), asked.weights, tile_.num_heads, tile_.dim, block_, begin, end, scores_
-      );
-      if (tile_.keys.scales != nullptr) apply_scales(begin, end);
-      __builtin_memcpy(
-          asked.logits + (range.begin - asked.begin), scores_ + begin, (end - begin) * sizeof(float)
-      );
+      scorer_.score(i, query(i), block_, begin, end, scores_, done);
     }
+    scorer_.finish(done);
+  }
+
+  /// Not inlined: scorers keep their sums in registers.
+  [[gnu::noinline]] void take_scores(int i, int64_t first) {
+    const IndexerQuery& asked = tile_.queries[i];
+    const KeyRange range = clipped(asked, first);
+    const auto begin = static_cast<int>(range.begin - first);
+    const auto end = static_cast<int>(range.end - first);
+    if (tile_.keys.scales != nullptr) apply_scales(begin, end);
+    __builtin_memcpy(
+        asked.logits + (range.begin - asked.begin), scores_ + begin, (end - begin) * sizeof(float)
+    );
   }
 
   /// Packs keys first + [begin, end), and from the multiple of 32 before on.
@@ -92,7 +101,7 @@ class IndexerLoop {
     for (int i = end; i < fetched; ++i) rows_[i] = rows_[end - 1];
     for (int i = granule; i < end; i += kKeyGranule) {
       const int stop = i + kKeyGranule < end ? i + kKeyGranule : end;
-      Scorer::pack_keys(rows_, i, stop, tile_.dim, block_);
+      scorer_.pack_keys(rows_, i, stop, block_);
     }
     if (keys.scales == nullptr) return;
     locate(keys.scales, keys.scale_page_bytes, keys.scale_row_bytes, first, begin, end, rows_);
@@ -139,6 +148,7 @@ class IndexerLoop {
   }
 
   const IndexerTile& tile_;
+  Scorer scorer_;
   const int64_t query_bytes_;
   char* const queries_;
   char* const block_;

@@ -141,8 +141,11 @@ struct FloatScores : Base {
 
 /// The Scorer of IndexerLoop on an engine, for queries and keys of type T.
 template <class T, class Engine>
-struct PanelScorer {
+class PanelScorer {
   using Operand = typename Engine::Operand;
+
+ public:
+  explicit PanelScorer(const IndexerTile& tile) : tile_(tile) {}
 
   static int64_t query_bytes(int num_heads, int dim) {
     return round_up(num_heads * dim * static_cast<int>(sizeof(Operand)), 64);
@@ -151,40 +154,41 @@ struct PanelScorer {
     return panel_size(dim) * (kIndexerBlock / kPanel) * static_cast<int>(sizeof(Operand));
   }
 
-  static void pack_query(const void* q, int64_t head_stride, int num_heads, int dim, void* query) {
-    for (int h = 0; h < num_heads; ++h) {
+  void pack_query(const IndexerQuery& asked, void* query) const {
+    for (int h = 0; h < tile_.num_heads; ++h) {
       Engine::template pack_query<T>(
-          static_cast<const T*>(q) + h * head_stride, dim, static_cast<Operand*>(query) + h * dim
+          static_cast<const T*>(asked.q) + h * tile_.head_stride, tile_.dim,
+          static_cast<Operand*>(query) + h * tile_.dim
       );
     }
   }
 
-  static void pack_keys(const char* const* rows, int begin, int end, int dim, void* block) {
+  void pack_keys(const char* const* rows, int begin, int end, void* block) const {
     Engine::template pack_keys<T>(
-        rows, begin, end, dim, 0, panel_size(dim), static_cast<Operand*>(block)
+        rows, begin, end, tile_.dim, 0, panel_size(tile_.dim), static_cast<Operand*>(block)
     );
   }
 
-  static void score(
-      const void* query,
-      const float* weights,
-      int num_heads,
-      int dim,
-      const void* block,
-      int begin,
-      int end,
-      float* scores
-  ) {
+  template <class Done>
+  void score(
+      int i, const void* query, const void* block, int begin, int end, float* scores, Done done
+  ) const {
     for (int key = begin / kPanel * kPanel; key < end; key += kPanel) {
       score_panel<Engine>(
-          static_cast<const Operand*>(query), weights, num_heads, dim,
-          static_cast<const Operand*>(block) + key / kPanel * panel_size(dim), scores + key
+          static_cast<const Operand*>(query), tile_.queries[i].weights, tile_.num_heads, tile_.dim,
+          static_cast<const Operand*>(block) + key / kPanel * panel_size(tile_.dim), scores + key
       );
     }
+    done(i);
   }
+
+  template <class Done>
+  void finish(Done) const {}
 
  private:
   static int64_t panel_size(int dim) { return int64_t{dim + Engine::kStartRows} * kPanel; }
+
+  const IndexerTile& tile_;
 };
 
 }  // namespace
