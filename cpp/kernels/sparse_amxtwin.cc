@@ -2,11 +2,13 @@
 #include "kernels/vector_avx512-inl.h"
 // The vector layer comes first.
 #include "kernels/amx_twin-inl.h"
-// Then the engines, then the loops over them.
+// Then the tiles, then what is made of both.
+#include "kernels/amx_indexer-inl.h"
 #include "kernels/sparse_table-inl.h"
 
 namespace cpattn::kernels {
 
-extern constinit const SparseKernelTable sparse_table_amxtwin = sparse_table("amx-twin");
+extern constinit const SparseKernelTable sparse_table_amxtwin =
+    sparse_table("amx-twin", amx_indexer_kernels());
 
 }  // namespace cpattn::kernels
