@@ -2,6 +2,7 @@
 #include <string>
 #include <string_view>
 
+#include "bindings/forward_mode_argument.h"
 #include "bindings/index_argument.h"
 #include "bindings/int_arrays.h"
 #include "bindings/module.h"
@@ -89,17 +90,6 @@ py::list build_all_ranks(
   py::list ranks;
   for (Metadata& rank : build_cp_metadata_all_ranks(*batch)) ranks.append(std::move(rank));
   return ranks;
-}
-
-std::optional<ForwardMode> optional_mode(py::handle mode, const char* name) {
-  if (mode.is_none()) return std::nullopt;
-  const int64_t value = index_value(mode, name);
-  check(
-      value >= static_cast<int64_t>(ForwardMode::extend) &&
-          value <= static_cast<int64_t>(ForwardMode::dllm_extend),
-      name, " must be a ForwardMode, got ", value
-  );
-  return static_cast<ForwardMode>(value);
 }
 
 bool can_apply(

@@ -28,6 +28,7 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_sparse_mla(m);
   bindings::register_indexer(m);
   bindings::register_runtime(m);
+  bindings::register_topk(m);
   bindings::register_trace(m);
   bindings::register_reference(m);
   bindings::register_context_parallel(m);

@@ -32,12 +32,25 @@ from .fia import npu_fused_infer_attention_score
 from .indexer import indexer_logits
 from .profiling import Profile, profile
 from .sparse_mla import flash_mla_sparse_fwd
+from .topk import (
+    TopkTransformMethod,
+    fast_topk,
+    fast_topk_transform_fused,
+    fast_topk_transform_ragged_fused,
+    get_topk_transform_method,
+    pad_topk_indices,
+    page_table_to_topk,
+    topk_transform,
+    transform_index_page_table_decode,
+    transform_index_page_table_prefill,
+)
 
 __all__ = [
     "AttentionPlan",
     "ContextParallelMetadata",
     "ForwardMode",
     "Profile",
+    "TopkTransformMethod",
     "TraceScope",
     "__version__",
     "active_isa",
@@ -46,10 +59,16 @@ __all__ = [
     "can_apply_cp",
     "can_dsa_prefill_cp_interleave",
     "do_cp_attn_fia",
+    "fast_topk",
+    "fast_topk_transform_fused",
+    "fast_topk_transform_ragged_fused",
     "flash_mla_sparse_fwd",
     "indexer_logits",
+    "get_topk_transform_method",
     "merge_state",
     "npu_fused_infer_attention_score",
+    "pad_topk_indices",
+    "page_table_to_topk",
     "paged_attention",
     "plan_attention",
     "profile",
@@ -57,6 +76,9 @@ __all__ = [
     "run_attention",
     "set_num_threads",
     "supported_isas",
+    "topk_transform",
+    "transform_index_page_table_decode",
+    "transform_index_page_table_prefill",
 ]
 
 

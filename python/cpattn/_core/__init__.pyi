@@ -288,6 +288,69 @@ def do_cp_attn_fia(
     out: _Tensor,
     lse: _Tensor | None,
 ) -> None: ...
+def fast_topk(
+    score: _Tensor,
+    lengths: _Indices,
+    topk: int,
+    row_starts: _Indices | None,
+    sorted: bool,
+    out: _Tensor,
+    /,
+) -> None: ...
+def fast_topk_transform_fused(
+    score: _Tensor,
+    lengths: _Indices,
+    page_table: _Indices,
+    cu_seqlens_q: _Indices | None,
+    page_size: int,
+    topk: int,
+    row_starts: _Indices | None,
+    sorted: bool,
+    out: _Tensor,
+    /,
+) -> None: ...
+def fast_topk_transform_ragged_fused(
+    score: _Tensor,
+    lengths: _Indices,
+    topk_indices_offset: _Indices,
+    topk: int,
+    row_starts: _Indices | None,
+    sorted: bool,
+    out: _Tensor,
+    /,
+) -> None: ...
+def topk_transform(
+    logits: _Tensor,
+    topk: int,
+    method: int | None,
+    lengths: _Indices,
+    page_table: _Indices | None,
+    cu_seqlens_q: _Indices | None,
+    topk_indices_offset: _Indices | None,
+    row_starts: _Indices | None,
+    batch_idx_list: _Indices | None,
+    page_size: int,
+    sorted: bool,
+    out: _Tensor,
+    /,
+) -> None: ...
+def transform_index_page_table_decode(
+    page_table: _Indices, topk_indices: _Indices, page_size: int, out: _Tensor, /
+) -> None: ...
+def transform_index_page_table_prefill(
+    page_table: _Indices,
+    topk_indices: _Indices,
+    extend_lens: _Indices,
+    page_size: int,
+    out: _Tensor,
+    /,
+) -> None: ...
+def page_table_to_topk(
+    page_table: _Indices, lengths: _Indices, page_size: int, out: _Tensor, /
+) -> None: ...
+def get_topk_transform_method(
+    forward_mode: int | None, fp8_kv_cache: bool, prefill_impl: str, /
+) -> int: ...
 def merge_state(out_a: _Tensor, lse_a: _Tensor, out_b: _Tensor, lse_b: _Tensor) -> None: ...
 def indexer_logits(
     q: _Tensor,

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <optional>
+
+#include "cpattn/forward_mode.h"
+
+namespace cpattn::bindings {
+
+/// A ForwardMode or its number, or None. Another number is ValueError, anything else
+/// TypeError; `name` reads "function: argument".
+std::optional<ForwardMode> optional_mode(pybind11::handle mode, const char* name);
+
+}  // namespace cpattn::bindings

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The top-k selection of sparse attention, and what becomes of the selected indices.
+
+The indexer of a sparse-attention (DSA) model scores the keys of every query; attention then reads
+the ``topk`` best ones. Where it reads them says the transform method: ``PAGED`` turns indices
+into slots of the cache, ``RAGGED`` into rows of the concatenated keys and values of a batch.
+
+All selections are exact. Ties go to the smaller index, NaN counts as -inf, +0 equals -0, and -1
+stands in the tail of a row and nowhere else. ``sorted=True`` orders by score, descending, then by
+index; ``sorted=False`` by index, which is cheaper and reads the cache in order. A row with at most
+``topk`` candidates always lists them all in ascending order, and its scores are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from . import _core
+from ._containers import Tensor, as_numpy, empty, shape_of, torch_of
+from .context_parallel import ForwardMode
+
+__all__ = [
+    "TopkTransformMethod",
+    "fast_topk",
+    "fast_topk_transform_fused",
+    "fast_topk_transform_ragged_fused",
+    "get_topk_transform_method",
+    "pad_topk_indices",
+    "page_table_to_topk",
+    "topk_transform",
+    "transform_index_page_table_decode",
+    "transform_index_page_table_prefill",
+]
+
+Indices = Sequence[int] | Any  # list or tuple of int, NumPy or torch CPU int32/int64
+
+
+class TopkTransformMethod(IntEnum):
+    """What transformed top-k indices count."""
+
+    PAGED = 1  # slots of the cache
+    RAGGED = 2  # rows of the concatenated keys and values of the batch
+
+
+def get_topk_transform_method(
+    forward_mode: ForwardMode | None = None, *, fp8_kv_cache: bool, prefill_impl: str
+) -> TopkTransformMethod:
+    """What the attention of a batch expects of its top-k indices.
+
+    Only a plain extend has the concatenated keys and values that RAGGED counts; every other mode,
+    and None, is PAGED whatever the implementation::
+
+        RAGGED if forward_mode is EXTEND and
+            (fp8_kv_cache and prefill_impl in ("flashmla_sparse", "triton_sparse_mla")
+             or prefill_impl == "flashmla_sparse_q8")
+
+    Parameters
+    ----------
+    forward_mode : ForwardMode, optional
+    fp8_kv_cache : bool
+    prefill_impl : str
+        ``"aiter"``, ``"fa3"``, ``"flashmla_auto"``, ``"flashmla_kv"``, ``"flashmla_sparse"``,
+        ``"flashmla_sparse_q8"``, ``"tilelang"``, ``"triton_sparse_mla"`` or ``"trtllm"``;
+        another is ValueError.
+    """
+    return TopkTransformMethod(
+        _core.get_topk_transform_method(forward_mode, fp8_kv_cache, prefill_impl)
+    )
+
+
+def fast_topk(
+    score: Tensor,
+    lengths: Indices,
+    topk: int,
+    row_starts: Indices | None = None,
+    *,
+    sorted: bool = True,
+) -> Tensor:
+    """The indices of the largest scores of each row.
+
+    Row ``i`` selects among ``score[i, start : start + length]`` with ``start = row_starts[i]``
+    and ``length = lengths[i]``; indices are relative to ``start``.
+
+    Parameters
+    ----------
+    score : float32 tensor, shape [B, L]
+        Any row stride, contiguous columns. Columns outside the candidates are never read.
+    lengths : ints, shape [B]
+        Zero and negative ones are rows without candidates.
+    topk : int
+        At least 1.
+    row_starts : ints, shape [B], optional
+        Default 0.
+    sorted : bool
+        By score, or else by index; see the module.
+
+    Returns
+    -------
+    int32 tensor in the container of score, shape [B, topk]
+
+    Raises
+    ------
+    ValueError
+        For candidates outside the row, and shapes that do not fit.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> score = np.array([[0.5, 3.0, 1.0, 3.0]], np.float32)
+    >>> cpattn.fast_topk(score, [4], 3)
+    array([[1, 3, 2]], dtype=int32)
+    >>> cpattn.fast_topk(score, [2], 3, row_starts=[2])
+    array([[ 0,  1, -1]], dtype=int32)
+    """
+    out = _result("fast_topk: score", score, topk)
+    _core.fast_topk(score, lengths, topk, row_starts, sorted, out)
+    return out
+
+
+def fast_topk_transform_fused(
+    score: Tensor,
+    lengths: Indices,
+    page_table_size_1: Indices,
+    cu_seqlens_q: Indices | None,
+    topk: int,
+    row_starts: Indices | None = None,
+    *,
+    page_size: int = 1,
+    sorted: bool = True,
+) -> Tensor:
+    """`fast_topk`, as slots of the cache.
+
+    Row ``i`` of sequence ``s``, so that ``cu_seqlens_q[s] <= i < cu_seqlens_q[s + 1]``, becomes::
+
+        page_table[s, index // page_size] * page_size + index % page_size
+
+    Parameters
+    ----------
+    page_table_size_1 : ints, shape [num_sequences, pages]
+        Slots with a page size of 1, else page ids. The candidates of a row must be within its
+        width, and the entries that are read >= 0.
+    cu_seqlens_q : ints, shape [num_sequences + 1], or None
+        Rises from 0 to B. None: a table row for each row of score, as in decode.
+    page_size : int
+
+    Returns
+    -------
+    int32 tensor in the container of score, shape [B, topk]
+    """
+    out = _result("fast_topk_transform_fused: score", score, topk)
+    _core.fast_topk_transform_fused(
+        score, lengths, page_table_size_1, cu_seqlens_q, page_size, topk, row_starts, sorted, out
+    )
+    return out
+
+
+def fast_topk_transform_ragged_fused(
+    score: Tensor,
+    lengths: Indices,
+    topk_indices_offset: Indices,
+    topk: int,
+    row_starts: Indices | None = None,
+    *,
+    sorted: bool = True,
+) -> Tensor:
+    """`fast_topk` plus ``topk_indices_offset[i]``: rows of concatenated keys and values.
+
+    Parameters
+    ----------
+    topk_indices_offset : ints, shape [B]
+        Where the sequence of each row begins in the concatenation.
+
+    Returns
+    -------
+    int32 tensor in the container of score, shape [B, topk]
+    """
+    out = _result("fast_topk_transform_ragged_fused: score", score, topk)
+    _core.fast_topk_transform_ragged_fused(
+        score, lengths, topk_indices_offset, topk, row_starts, sorted, out
+    )
+    return out
+
+
+def topk_transform(
+    logits: Tensor,
+    topk: int,
+    *,
+    method: TopkTransformMethod | None,
+    lengths: Indices,
+    page_table: Indices | None = None,
+    cu_seqlens_q: Indices | None = None,
+    topk_indices_offset: Indices | None = None,
+    row_starts: Indices | None = None,
+    batch_idx_list: Indices | None = None,
+    page_size: int = 1,
+    sorted: bool = True,
+) -> Tensor:
+    """Select the best keys of each query and transform them for the attention that follows.
+
+    Parameters
+    ----------
+    logits : float32 tensor, shape [num_tokens, L]
+    topk : int
+    method : TopkTransformMethod or None
+        PAGED: `fast_topk_transform_fused`. RAGGED: `fast_topk_transform_ragged_fused`. None:
+        `fast_topk`, without a transform. Arguments a method does not need are ignored.
+    lengths : ints, shape [num_tokens]
+        Candidates of each row: ``seqlens_expanded``, or the key ends of a chunk.
+    page_table : ints, shape [num_sequences, pages]
+        PAGED must have it.
+    cu_seqlens_q : ints, shape [num_sequences + 1], optional
+        Cumulative query lengths, for PAGED. None: a sequence for each row.
+    topk_indices_offset : ints, shape [num_tokens]
+        RAGGED must have it. The first row of the keys of a query's sequence, which is not to be
+        had from query lengths: `cu_seqlens_q` is no substitute.
+    row_starts : ints, shape [num_tokens], optional
+        First candidate column of each row; indices are relative to it.
+    batch_idx_list : ints, shape [num_sequences], optional
+        The rows of `page_table` that the sequences of `cu_seqlens_q` have; without
+        `cu_seqlens_q`, that each row of logits has.
+    page_size : int
+        Of `page_table`.
+
+    Returns
+    -------
+    int32 tensor in the container of logits, shape [num_tokens, topk]
+
+    Raises
+    ------
+    RuntimeError
+        For RAGGED without `topk_indices_offset`: metadata of a batch that is not a plain extend.
+    """
+    out = _result("topk_transform: logits", logits, topk)
+    _core.topk_transform(
+        logits, topk, method, lengths, page_table, cu_seqlens_q, topk_indices_offset, row_starts,
+        batch_idx_list, page_size, sorted, out,
+    )  # fmt: skip
+    return out
+
+
+def transform_index_page_table_decode(
+    page_table: Tensor, topk_indices: Tensor, page_size: int = 1
+) -> Tensor:
+    """Slots of indices that are selected already, row by row of the page table.
+
+    Parameters
+    ----------
+    page_table : int32 or int64 tensor, shape [B, pages]
+    topk_indices : int32 or int64 tensor, shape [B, topk]
+        Positions within the sequence; negative ones become -1.
+
+    Returns
+    -------
+    int32 tensor in the container of page_table, shape [B, topk]
+    """
+    shape = shape_of(topk_indices, "transform_index_page_table_decode: topk_indices", 2)
+    out = empty(page_table, shape, "int32")
+    _core.transform_index_page_table_decode(page_table, topk_indices, page_size, out)
+    return out
+
+
+def transform_index_page_table_prefill(
+    page_table: Tensor, topk_indices: Tensor, extend_lens_cpu: Indices, page_size: int = 1
+) -> Tensor:
+    """Slots of indices that are selected already, for several rows of each sequence.
+
+    Parameters
+    ----------
+    page_table : int32 or int64 tensor, shape [bs, pages]
+    topk_indices : int32 or int64 tensor, shape [num_tokens, topk]
+    extend_lens_cpu : ints, shape [bs]
+        Rows of each sequence; they add up to num_tokens.
+
+    Returns
+    -------
+    int32 tensor in the container of page_table, shape [num_tokens, topk]
+    """
+    shape = shape_of(topk_indices, "transform_index_page_table_prefill: topk_indices", 2)
+    out = empty(page_table, shape, "int32")
+    _core.transform_index_page_table_prefill(
+        page_table, topk_indices, extend_lens_cpu, page_size, out
+    )
+    return out
+
+
+def page_table_to_topk(
+    page_table: Tensor,
+    lengths: Indices,
+    topk: int,
+    *,
+    num_rows: int | None = None,
+    page_size: int = 1,
+) -> Tensor:
+    """The slots of whole sequences, where no selection is needed.
+
+    Row ``i`` has the slots of the first ``min(lengths[i], topk)`` tokens of sequence ``i``, then
+    -1; rows from the number of sequences up to `num_rows` are all -1.
+
+    Parameters
+    ----------
+    page_table : int32 or int64 tensor, shape [bs, pages]
+    lengths : ints, shape [bs]
+    topk : int
+    num_rows : int, optional
+        Default bs.
+
+    Returns
+    -------
+    int32 tensor in the container of page_table, shape [num_rows, topk]
+    """
+    rows = shape_of(page_table, "page_table_to_topk: page_table", 2)[0]
+    out = empty(page_table, (rows if num_rows is None else num_rows, topk), "int32")
+    _core.page_table_to_topk(page_table, lengths, page_size, out)
+    return out
+
+
+def pad_topk_indices(topk_indices: Tensor, num_tokens: int) -> Tensor:
+    """Append rows of -1 for padding tokens that the indexer did not see.
+
+    Parameters
+    ----------
+    topk_indices : tensor, shape [rows, topk]
+    num_tokens : int
+        At least the number of rows.
+
+    Returns
+    -------
+    tensor, shape [num_tokens, topk]
+        `topk_indices` itself if there is nothing to append.
+    """
+    rows, topk = shape_of(topk_indices, "pad_topk_indices: topk_indices", 2)
+    if num_tokens < rows:
+        raise ValueError(
+            f"pad_topk_indices: num_tokens must be at least the number of rows, {rows}, "
+            f"got {num_tokens}"
+        )
+    if num_tokens == rows:
+        return topk_indices
+    torch = torch_of(topk_indices)
+    if torch is not None:
+        return torch.cat([topk_indices, topk_indices.new_full((num_tokens - rows, topk), -1)])
+    indices = as_numpy(topk_indices)
+    return np.concatenate([indices, np.full((num_tokens - rows, topk), -1, indices.dtype)])
+
+
+def _result(name: str, score: Tensor, topk: int) -> Tensor:
+    # The core refuses a topk below 1.
+    return empty(score, (shape_of(score, name, 2)[0], max(topk, 0)), "int32")
