@@ -71,6 +71,20 @@ void register_indexer(py::module_& module) {
       },
       "q"_a, "k"_a, "weights"_a, "ks"_a, "ke"_a, "k_scale"_a, "out"_a
   );
+  module.def(
+      "indexer_topk",
+      [](const py::object& q, const py::object& k, const py::object& weights, const py::object& ks,
+         const py::object& ke, const py::object& k_scale, bool sorted, const py::object& out) {
+        const FlatIndexer given("indexer_topk", q, k, weights, ks, ke, k_scale);
+        const TensorArgument indices = output_argument(out, "out");
+        check_tensor("indexer_topk", "out", *indices, 2);
+        const Computation computation;
+        indexer_topk(
+            given.arguments(), {.topk = indices->shape[1], .sorted = sorted, .indices = *indices}
+        );
+      },
+      "q"_a, "k"_a, "weights"_a, "ks"_a, "ke"_a, "k_scale"_a, "sorted"_a, "out"_a
+  );
 }
 
 }  // namespace cpattn::bindings

@@ -5,6 +5,7 @@
 // Needs the vector layer and the engines included first.
 #include "kernels/indexer_kernel.h"
 #include "kernels/indexer_scores-inl.h"
+#include "kernels/indexer_topk-inl.h"
 #include "kernels/key_rows-inl.h"
 
 namespace cpattn::kernels {
@@ -26,9 +27,10 @@ namespace {
 template <class Scorer>
 class IndexerLoop {
  public:
-  static int64_t scratch_bytes(int32_t num_queries, int32_t num_heads, int32_t dim, int32_t) {
+  static int64_t scratch_bytes(int32_t num_queries, int32_t num_heads, int32_t dim, int32_t topk) {
     return num_queries * Scorer::query_bytes(num_heads, dim) + Scorer::block_bytes(dim) +
-           int64_t{2 * kIndexerBlock} * static_cast<int>(sizeof(float));
+           int64_t{2 * kIndexerBlock} * static_cast<int>(sizeof(float)) +
+           QueryStreams::bytes(num_queries, topk);
   }
 
   static bool run(const IndexerTile* tile, void* scratch) {
@@ -43,19 +45,21 @@ class IndexerLoop {
         queries_(scratch),
         block_(queries_ + tile.num_queries * query_bytes_),
         scores_(reinterpret_cast<float*>(block_ + Scorer::block_bytes(tile.dim))),
-        scales_(scores_ + kIndexerBlock) {}
+        scales_(scores_ + kIndexerBlock),
+        streams_(tile, reinterpret_cast<char*>(scales_ + kIndexerBlock)) {}
 
   bool run() {
     for (int i = 0; i < tile_.num_queries; ++i) {
       scorer_.pack_query(tile_.queries[i], query(i));
     }
     KeyRange all = {INT64_MAX, 0};
-    for (int i = 0; i < tile_.num_queries; ++i) all = widened(all, tile_.queries[i]);
+    for (int i = 0; i < tile_.num_queries; ++i) all = widened(all, scored(tile_.queries[i]));
     for (int64_t first = all.begin / kIndexerBlock * kIndexerBlock; first < all.end;
          first += kIndexerBlock) {
       if (tile_.should_stop(tile_.stop_context)) return false;
       run_block(first);
     }
+    for (int i = 0; i < tile_.num_queries; ++i) write_indices(i);
     return true;
   }
 
@@ -63,14 +67,13 @@ class IndexerLoop {
   void run_block(int64_t first) {
     KeyRange seen = {INT64_MAX, 0};
     for (int i = 0; i < tile_.num_queries; ++i) {
-      const KeyRange range = clipped(tile_.queries[i], first);
-      if (range.begin < range.end) seen = widened(seen, range);
+      seen = widened(seen, clipped(scored(tile_.queries[i]), first));
     }
     if (seen.begin >= seen.end) return;
     pack(first, static_cast<int>(seen.begin - first), static_cast<int>(seen.end - first));
     const auto done = [this, first](int i) { take_scores(i, first); };
     for (int i = 0; i < tile_.num_queries; ++i) {
-      const KeyRange range = clipped(tile_.queries[i], first);
+      const KeyRange range = clipped(scored(tile_.queries[i]), first);
       if (range.begin >= range.end) continue;
       const auto begin = static_cast<int>(range.begin - first);
       const auto end = static_cast<int>(range.end - first);
@@ -82,13 +85,36 @@ class IndexerLoop {
   /// Not inlined: scorers keep their sums in registers.
   [[gnu::noinline]] void take_scores(int i, int64_t first) {
     const IndexerQuery& asked = tile_.queries[i];
-    const KeyRange range = clipped(asked, first);
+    const KeyRange range = clipped(scored(asked), first);
     const auto begin = static_cast<int>(range.begin - first);
     const auto end = static_cast<int>(range.end - first);
     if (tile_.keys.scales != nullptr) apply_scales(begin, end);
-    __builtin_memcpy(
-        asked.logits + (range.begin - asked.begin), scores_ + begin, (end - begin) * sizeof(float)
-    );
+    if (asked.logits == nullptr) {
+      streams_.push(i, scores_ + begin, end - begin, range.begin);
+    } else {
+      float* logits = asked.logits + (range.begin - asked.begin);
+      __builtin_memcpy(logits, scores_ + begin, (end - begin) * sizeof(float));
+    }
+  }
+
+  /// The keys of a query whose scores are needed: none where it wants all of its keys.
+  KeyRange scored(const IndexerQuery& asked) const {
+    if (takes_all(asked)) return {0, 0};
+    return {asked.begin, asked.end};
+  }
+  bool takes_all(const IndexerQuery& asked) const {
+    return asked.logits == nullptr && asked.values == nullptr &&
+           asked.end - asked.begin <= tile_.topk;
+  }
+
+  void write_indices(int i) {
+    const IndexerQuery& asked = tile_.queries[i];
+    if (asked.logits != nullptr) return;
+    if (!takes_all(asked)) return streams_.finish(i);
+    const int64_t count = asked.end - asked.begin;
+    for (int64_t j = 0; j < tile_.topk; ++j) {
+      asked.indices[j] = j < count ? static_cast<int32_t>(asked.begin - asked.origin + j) : -1;
+    }
   }
 
   /// Packs keys first + [begin, end), and from the multiple of 32 before on.
@@ -136,13 +162,11 @@ class IndexerLoop {
 
   char* query(int i) const { return queries_ + i * query_bytes_; }
 
-  static KeyRange clipped(const IndexerQuery& query, int64_t first) {
-    const int64_t end = first + kIndexerBlock;
-    return {larger(query.begin, first), smaller(query.end, end)};
+  static KeyRange clipped(KeyRange range, int64_t first) {
+    return {larger(range.begin, first), smaller(range.end, first + kIndexerBlock)};
   }
 
-  template <class Range>
-  static KeyRange widened(KeyRange range, const Range& other) {
+  static KeyRange widened(KeyRange range, KeyRange other) {
     if (other.begin >= other.end) return range;
     return {smaller(range.begin, other.begin), larger(range.end, other.end)};
   }
@@ -154,6 +178,7 @@ class IndexerLoop {
   char* const block_;
   float* const scores_;
   float* const scales_;
+  QueryStreams streams_;
   // With a granule more that scorers may fetch ahead.
   const char* rows_[kIndexerBlock + kKeyGranule];
 };
@@ -169,12 +194,17 @@ constexpr IndexerKernel indexer_kernel() {
 /// What differs among instruction sets are the engines for bfloat16 and int8.
 template <class Engine16 = FloatScores<Float32Engine>, class Engine8 = FloatScores<Float32Engine>>
 constexpr IndexerKernels indexer_kernels() {
-  return {{
-      indexer_kernel<PanelScorer<float, FloatScores<Float32Engine>>>(),
-      indexer_kernel<PanelScorer<Bfloat16, Engine16>>(),
-      indexer_kernel<PanelScorer<Float8, Engine16>>(),
-      indexer_kernel<PanelScorer<int8_t, Engine8>>(),
-  }};
+  return {
+      .of_type =
+          {
+              indexer_kernel<PanelScorer<float, FloatScores<Float32Engine>>>(),
+              indexer_kernel<PanelScorer<Bfloat16, Engine16>>(),
+              indexer_kernel<PanelScorer<Float8, Engine16>>(),
+              indexer_kernel<PanelScorer<int8_t, Engine8>>(),
+          },
+      .merge_scratch_bytes = &merge_scratch_bytes,
+      .merge = &merge_indexer_parts,
+  };
 }
 
 }  // namespace

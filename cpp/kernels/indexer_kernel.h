@@ -61,8 +61,24 @@ struct IndexerKernel {
   bool (*run)(const IndexerTile* tile, void* scratch);
 };
 
+/// What queries over parts of the keys of one left: `topk` indices of each part, by
+/// index, and their values.
+struct IndexerParts {
+  const int32_t* indices;
+  const float* values;
+  int64_t num_parts;
+  int64_t stride;  // from one part to the next, a multiple of 16
+  int32_t topk;
+  bool sorted;
+  int32_t* out_indices;
+  float* out_values;  // may be null
+};
+
 struct IndexerKernels {
   IndexerKernel of_type[kNumIndexerTypes];
+  /// The best of all parts, in scratch of merge_scratch_bytes(topk).
+  int64_t (*merge_scratch_bytes)(int32_t topk);
+  void (*merge)(const IndexerParts* parts, void* scratch);
 };
 
 }  // namespace cpattn::kernels

@@ -89,14 +89,18 @@ void check_arguments(const IndexerArguments& arguments) {
 }
 
 void check_result(
-    const IndexerArguments& arguments, const char* name, const TensorView& result, DType dtype
+    const IndexerArguments& arguments,
+    const char* name,
+    const TensorView& result,
+    DType dtype,
+    int64_t columns
 ) {
   const char* function = arguments.function;
   check(result.dtype == dtype, function, ": ", name, " must be ", dtype, ", got ", result.dtype);
   check_tensor(function, name, result, 2);
   check(
-      result.shape[0] == arguments.q.shape[0], function, ": ", name, " must have ",
-      arguments.q.shape[0], " rows, got ", result.shape[0]
+      result.shape[0] == arguments.q.shape[0] && result.shape[1] == columns, function, ": ", name,
+      " must have shape [", arguments.q.shape[0], ", ", columns, "], got ", ShapeOf{result}
   );
 }
 
@@ -210,6 +214,16 @@ std::vector<int64_t> other_rows(const IndexerArguments& arguments) {
   return others;
 }
 
+const kernels::IndexerKernel& kernel_of(const IndexerArguments& arguments) {
+  return active_sparse_kernels()
+      .indexer.of_type[indexer_type(arguments.function, arguments.keys.dtype)];
+}
+
+template <class T>
+T* row_of(const TensorView& tensor, int64_t row) {
+  return tensor.as<T>() + row * tensor.strides[0];
+}
+
 constexpr float kNoScore = -std::numeric_limits<float>::infinity();
 
 }  // namespace
@@ -268,9 +282,10 @@ std::vector<IndexerRow> flat_indexer_rows(
 
 void indexer_logits(const IndexerArguments& arguments, const TensorView& logits) {
   check_arguments(arguments);
-  check_result(arguments, "logits", logits, DType::float32);
-  const auto row_of = [&](int64_t query) { return logits.as<float>() + query * logits.strides[0]; };
+  check_tensor(arguments.function, "logits", logits, 2);
   const int64_t columns = logits.shape[1];
+  check_result(arguments, "logits", logits, DType::float32, columns);
+  const auto row_of_logits = [&](int64_t query) { return row_of<float>(logits, query); };
   for (const IndexerRow& row : arguments.rows) {
     check(
         row.begin >= row.end || row.end <= columns, arguments.function, ": logits have ", columns,
@@ -278,23 +293,56 @@ void indexer_logits(const IndexerArguments& arguments, const TensorView& logits)
     );
   }
   const TraceSpan call(TraceScope::call, 0, arguments.keys.dtype, arguments.function);
-  for (int64_t query : other_rows(arguments)) std::fill_n(row_of(query), columns, kNoScore);
+  for (int64_t query : other_rows(arguments)) std::fill_n(row_of_logits(query), columns, kNoScore);
   const std::vector<Item> items = make_items(arguments.rows);
-  const auto& kernel = active_sparse_kernels()
-                           .indexer.of_type[indexer_type(arguments.function, arguments.keys.dtype)];
+  const auto& kernel = kernel_of(arguments);
   parallel_for(std::ssize(items), threads_of(arguments), [&](int64_t index, StopToken& stop) {
     const TraceSpan span(TraceScope::item);
     ItemQueries item(arguments, items[index]);
     for (int64_t i = 0; i < items[index].count; ++i) {
       const int64_t query = arguments.rows[items[index].begin + i].query;
       kernels::IndexerQuery& asked = item.queries[i];
-      float* row = row_of(query);
+      float* row = row_of_logits(query);
       const int64_t first = std::min(asked.begin, columns);
       asked.logits = row + first;
       std::fill(row, row + first, kNoScore);
       std::fill(row + first + (asked.end - asked.begin), row + columns, kNoScore);
     }
     run_tile(kernel, item.tile(stop));
+  });
+}
+
+void indexer_topk(const IndexerArguments& arguments, const IndexerTopk& topk) {
+  const char* function = arguments.function;
+  check_arguments(arguments);
+  check(topk.topk >= 1, function, ": topk must be >= 1, got ", topk.topk);
+  const int32_t k = narrow_to_int32(topk.topk, function);
+  check_result(arguments, "indices", topk.indices, DType::int32, k);
+  if (topk.values) check_result(arguments, "values", *topk.values, DType::float32, k);
+  for (const IndexerRow& row : arguments.rows) narrow_to_int32(row.end - row.begin, function);
+  const TraceSpan call(TraceScope::call, 0, arguments.keys.dtype, function);
+  const auto indices_of = [&](int64_t query) { return row_of<int32_t>(topk.indices, query); };
+  const auto values_of = [&](int64_t query) {
+    return topk.values ? row_of<float>(*topk.values, query) : nullptr;
+  };
+  for (int64_t query : other_rows(arguments)) {
+    std::fill_n(indices_of(query), k, -1);
+    if (topk.values) std::fill_n(values_of(query), k, kNoScore);
+  }
+  const std::vector<Item> items = make_items(arguments.rows);
+  const auto& kernel = kernel_of(arguments);
+  parallel_for(std::ssize(items), threads_of(arguments), [&](int64_t index, StopToken& stop) {
+    const TraceSpan span(TraceScope::item);
+    ItemQueries item(arguments, items[index]);
+    for (int64_t i = 0; i < items[index].count; ++i) {
+      const int64_t query = arguments.rows[items[index].begin + i].query;
+      item.queries[i].indices = indices_of(query);
+      item.queries[i].values = values_of(query);
+    }
+    kernels::IndexerTile tile = item.tile(stop);
+    tile.topk = k;
+    tile.sorted = topk.sorted;
+    run_tile(kernel, tile);
   });
 }
 

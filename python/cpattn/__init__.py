@@ -29,7 +29,7 @@ from .context_parallel import (
     can_dsa_prefill_cp_interleave,
 )
 from .fia import npu_fused_infer_attention_score
-from .indexer import indexer_logits
+from .indexer import indexer_logits, indexer_topk
 from .profiling import Profile, profile
 from .sparse_mla import flash_mla_sparse_fwd
 from .topk import (
@@ -65,6 +65,7 @@ __all__ = [
     "flash_mla_sparse_fwd",
     "indexer_logits",
     "get_topk_transform_method",
+    "indexer_topk",
     "merge_state",
     "npu_fused_infer_attention_score",
     "pad_topk_indices",

@@ -43,3 +43,40 @@ def indexer_logits(
     logits = empty(q, (rows, keys), "float32")
     _core.indexer_logits(q, k, weights, ks, ke, k_scale, logits)
     return logits
+
+
+def indexer_topk(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    ks: Indices,
+    ke: Indices,
+    *,
+    topk: int,
+    k_scale: Tensor | None = None,
+    sorted: bool = True,
+) -> Tensor:
+    """The ``topk`` keys of [ks[i], ke[i]) with the largest scores, for every query i.
+
+    Exact, and without the scores ever being stored: memory does not depend on S.
+
+    Parameters
+    ----------
+    q, k, weights, ks, ke, k_scale
+        As in `indexer_logits`; the scores are its, bit for bit.
+    topk : int
+    sorted : bool
+        By score, descending, or else by index, ascending, which costs less.
+
+    Returns
+    -------
+    indices : int32 tensor, shape [T, topk]
+        Relative to ks[i]. Of equal scores the smaller index comes first; NaN counts as -inf. A
+        query with at most ``topk`` keys has all of them, ascending, then -1.
+    """
+    rows = shape_of(q, "indexer_topk: q", 3)[0]
+    if topk < 1:
+        raise ValueError(f"indexer_topk: topk must be >= 1, got {topk}")
+    indices = empty(q, (rows, topk), "int32")
+    _core.indexer_topk(q, k, weights, ks, ke, k_scale, sorted, indices)
+    return indices

@@ -69,13 +69,16 @@ std::vector<IndexerRow> flat_indexer_rows(
 /// outside [begin, end) and in rows of q without a row here.
 void indexer_logits(const IndexerArguments& arguments, const TensorView& logits);
 
-/// indices [T, topk] int32, relative to a row's `begin`: the topk keys with the largest
-/// scores, ties to the smaller index, NaN as -inf; all of them, ascending, if there are
-/// no more; -1 in the tail and in rows of q without a row here. By score, descending,
-/// if `sorted`, else by index. Scores are never stored: memory does not grow with the
+/// The topk keys of each query with the largest scores, ties to the smaller index, NaN
+/// as -inf; all of them, ascending, if there are no more; -1 in the tail and in rows of q
+/// without a row in the arguments. Scores are never stored: memory does not grow with the
 /// number of keys.
-void indexer_topk(
-    const IndexerArguments& arguments, int64_t topk, bool sorted, const TensorView& indices
-);
+struct IndexerTopk {
+  int64_t topk = 0;
+  bool sorted = true;                // by score, descending; else by index
+  TensorView indices;                // int32 [T, topk], relative to a row's `begin`
+  std::optional<TensorView> values;  // float32 [T, topk]: their scores, -inf beside -1
+};
+void indexer_topk(const IndexerArguments& arguments, const IndexerTopk& topk);
 
 }  // namespace cpattn

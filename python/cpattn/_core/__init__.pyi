@@ -361,6 +361,16 @@ def indexer_logits(
     k_scale: _Tensor | None,
     out: _Tensor,
 ) -> None: ...
+def indexer_topk(
+    q: _Tensor,
+    k: _Tensor,
+    weights: _Tensor,
+    ks: _Indices,
+    ke: _Indices,
+    k_scale: _Tensor | None,
+    sorted: bool,
+    out: _Tensor,
+) -> None: ...
 
 class Fia(_Bound):
     def __init__(
