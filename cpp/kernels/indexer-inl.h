@@ -191,16 +191,22 @@ constexpr IndexerKernel indexer_kernel() {
   };
 }
 
-/// What differs among instruction sets are the engines for bfloat16 and int8.
-template <class Engine16 = FloatScores<Float32Engine>, class Engine8 = FloatScores<Float32Engine>>
+template <class T>
+using Float32Scorer = PanelScorer<T, FloatScores<Float32Engine>>;
+
+/// What differs among instruction sets are the scorers of bfloat16, which take
+/// float8_e4m3fn too, and of int8.
+template <
+    template <class> class Bfloat16Scorer = Float32Scorer,
+    template <class> class Int8Scorer = Float32Scorer>
 constexpr IndexerKernels indexer_kernels() {
   return {
       .of_type =
           {
-              indexer_kernel<PanelScorer<float, FloatScores<Float32Engine>>>(),
-              indexer_kernel<PanelScorer<Bfloat16, Engine16>>(),
-              indexer_kernel<PanelScorer<Float8, Engine16>>(),
-              indexer_kernel<PanelScorer<int8_t, Engine8>>(),
+              indexer_kernel<Float32Scorer<float>>(),
+              indexer_kernel<Bfloat16Scorer<Bfloat16>>(),
+              indexer_kernel<Bfloat16Scorer<Float8>>(),
+              indexer_kernel<Int8Scorer<int8_t>>(),
           },
       .merge_scratch_bytes = &merge_scratch_bytes,
       .merge = &merge_indexer_parts,

@@ -7,7 +7,12 @@
 
 namespace cpattn::kernels {
 
+namespace {
+template <class T>
+using Bfloat16Scorer = PanelScorer<T, FloatScores<Bfloat16Engine>>;
+}  // namespace
+
 extern constinit const SparseKernelTable sparse_table_neonbf16 =
-    sparse_table("neonbf16", indexer_kernels<FloatScores<Bfloat16Engine>>());
+    sparse_table("neonbf16", indexer_kernels<Bfloat16Scorer>());
 
 }  // namespace cpattn::kernels
