@@ -135,14 +135,5 @@ class AmxScorer {
   HeadProducts<typename Format::Product> products_;
 };
 
-constexpr IndexerKernels amx_indexer_kernels() {
-  return {{
-      indexer_kernel<PanelScorer<float, FloatScores<Float32Engine>>>(),
-      indexer_kernel<AmxScorer<Bfloat16>>(),
-      indexer_kernel<AmxScorer<Float8>>(),
-      indexer_kernel<AmxScorer<int8_t>>(),
-  }};
-}
-
 }  // namespace
 }  // namespace cpattn::kernels

@@ -9,6 +9,6 @@
 namespace cpattn::kernels {
 
 extern constinit const SparseKernelTable sparse_table_amx =
-    sparse_table("amx", amx_indexer_kernels());
+    sparse_table("amx", indexer_kernels<AmxScorer, AmxScorer>());
 
 }  // namespace cpattn::kernels

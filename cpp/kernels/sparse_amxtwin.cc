@@ -9,6 +9,6 @@
 namespace cpattn::kernels {
 
 extern constinit const SparseKernelTable sparse_table_amxtwin =
-    sparse_table("amx-twin", amx_indexer_kernels());
+    sparse_table("amx-twin", indexer_kernels<AmxScorer, AmxScorer>());
 
 }  // namespace cpattn::kernels
