@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <random>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -117,20 +117,32 @@ struct Problem {
     return int64_t{pages[key / page_size]} * page_size + key % page_size;
   }
 
-  std::vector<std::vector<float>> run(const SparseKernelTable& table) const {
-    std::vector<std::vector<float>> logits;
-    std::vector<IndexerQuery> queries;
-    logits.reserve(ranges.size());
+  std::vector<IndexerQuery> queries() const {
+    std::vector<IndexerQuery> all;
+    all.reserve(ranges.size());
     for (std::size_t i = 0; i < ranges.size(); ++i) {
-      logits.emplace_back(std::max<int64_t>(0, ranges[i].second - ranges[i].first));
-      queries.push_back({
+      all.push_back({
           .q = &q.bytes[i * num_heads * head_stride * q.size],
           .weights = &weights[i * num_heads],
           .begin = ranges[i].first,
           .end = ranges[i].second,
-          .logits = logits.back().data(),
       });
     }
+    return all;
+  }
+
+  std::vector<std::vector<float>> run(const SparseKernelTable& table) const {
+    std::vector<std::vector<float>> logits(ranges.size());
+    std::vector<IndexerQuery> asked = queries();
+    for (std::size_t i = 0; i < ranges.size(); ++i) {
+      logits[i].resize(std::max<int64_t>(1, asked[i].end - asked[i].begin));
+      asked[i].logits = logits[i].data();
+    }
+    run(table, asked, 0);
+    return logits;
+  }
+
+  void run(const SparseKernelTable& table, std::vector<IndexerQuery>& queries, int topk) const {
     const auto count = static_cast<int32_t>(queries.size());
     const IndexerTile tile = {
         .queries = queries.data(),
@@ -147,15 +159,16 @@ struct Problem {
              .scale_row_bytes = sizeof(float),
              .pages = pages.data(),
              .page_size = page_size},
+        .topk = topk,
+        .sorted = false,
         .should_stop = [](void*) { return false; },
         .stop_context = nullptr,
     };
     const IndexerKernel& kernel = table.indexer.of_type[type];
-    const int64_t bytes = kernel.scratch_bytes(count, num_heads, dim, 0);
+    const int64_t bytes = kernel.scratch_bytes(count, num_heads, dim, topk);
     std::vector<uint8_t> scratch(bytes + 64, 0xff);  // NaN, whatever is read of it
     auto* aligned = &scratch[63 - (reinterpret_cast<uintptr_t>(scratch.data()) + 63) % 64];
     EXPECT_TRUE(kernel.run(&tile, aligned));
-    return logits;
   }
 
   /// Sum over heads, and the sum of the sizes of what is added: rounding is relative to it.
@@ -185,7 +198,8 @@ struct Problem {
         for (int64_t key = ranges[i].first; key < ranges[i].second; ++key) {
           const auto [sum, size] = expected(static_cast<int>(i), key);
           // Sums in float32, of 2 + dim / 32 terms after sums of 16, then of heads.
-          const double tolerance = size * (20 + dim / 32 + num_heads) * 0x1p-24;
+          const int roundings = 20 + dim / 32 + num_heads;
+          const double tolerance = size * roundings * 0x1p-24;
           ASSERT_NEAR(logits[i][key - ranges[i].first], sum, tolerance)
               << table->name << ", query " << i << ", key " << key << ", " << num_heads
               << " heads, dim " << dim;
@@ -249,13 +263,62 @@ TEST_P(AmxIndexer, ScoresDoNotDependOnTheirCompany) {
   }
 }
 
+TEST_P(AmxIndexer, SelectsByTheSameScores) {
+  constexpr int kTopk = 64;
+  const Problem problem(GetParam(), 40, 64, {{0, 1200}, {0, 0}, {30, 90}, {500, 1100}});
+  for (const SparseKernelTable* table : amx_tables()) {
+    const auto logits = problem.run(*table);
+    std::vector<IndexerQuery> asked = problem.queries();
+    std::vector<std::vector<int32_t>> indices(asked.size(), std::vector<int32_t>(kTopk));
+    std::vector<std::vector<float>> values(asked.size(), std::vector<float>(kTopk));
+    for (std::size_t i = 0; i < asked.size(); ++i) {
+      asked[i].indices = indices[i].data();
+      asked[i].values = values[i].data();
+      asked[i].origin = asked[i].begin;
+    }
+    problem.run(*table, asked, kTopk);
+    for (std::size_t i = 0; i < asked.size(); ++i) {
+      const auto count = std::min<int64_t>(kTopk, asked[i].end - asked[i].begin);
+      std::vector<float> best(
+          logits[i].begin(), logits[i].begin() + (asked[i].end - asked[i].begin)
+      );
+      std::sort(best.begin(), best.end(), std::greater<>());
+      best.resize(count);
+      std::vector<float> found(values[i].begin(), values[i].begin() + count);
+      for (int64_t j = 0; j < count; ++j) EXPECT_EQ(found[j], logits[i][indices[i][j]]);
+      std::sort(found.begin(), found.end(), std::greater<>());
+      EXPECT_EQ(found, best) << table->name << ", query " << i;
+    }
+  }
+}
+
 TEST_P(AmxIndexer, TheTwinHasTheBitsOfTheHardware) {
   if (amx_tables().size() < 2) GTEST_SKIP() << "this processor has no AMX";
   const Problem problem(GetParam(), 64, 128, {{0, 600}, {100, 200}});
   EXPECT_EQ(problem.run(*amx_tables()[0]), problem.run(*amx_tables()[1]));
 }
 
-std::string type_name(const ::testing::TestParamInfo<IndexerType>& type) {
+TEST_P(AmxIndexer, ZeroTimesAnInfiniteWeightIsNan) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  Problem problem(GetParam(), 2, 16, {{0, 300}});
+  problem.weights = {infinity, 0.0F};
+  std::fill(problem.scales.begin(), problem.scales.end(), 1.0F);
+  for (const SparseKernelTable* table : amx_tables()) {
+    const auto logits = problem.run(*table);
+    for (int64_t key = 0; key < 300; ++key) {
+      double score = 0;
+      const int64_t row = problem.row_of(key) * problem.dim;
+      for (int d = 0; d < 16; ++d) score += problem.q.values[d] * problem.k.values[row + d];
+      if (score > 1e-6) {
+        EXPECT_EQ(logits[0][key], infinity);
+      } else if (score < -1e-6) {
+        EXPECT_TRUE(std::isnan(logits[0][key]));
+      }
+    }
+  }
+}
+
+const char* type_name(const ::testing::TestParamInfo<IndexerType>& type) {
   if (type.param == kIndexBfloat16) return "bfloat16";
   return type.param == kIndexFloat8 ? "float8" : "int8";
 }

@@ -97,20 +97,20 @@ class AmxScorer {
     }
   }
 
-  /// Scores of keys [begin, end) of a block, and others up to multiples of 32, are at
-  /// the same places of `scores` when done(index) is called: in this call or the next
-  /// one, or by finish().
   template <class Done>
-  void score(int i, char* query, const char* block, int begin, int end, float* scores, Done done) {
-    const HeadOperands operands = {
-        .queries = reinterpret_cast<const Bfloat16*>(query),
-        .weights = weights_of(query),
-        .keys = reinterpret_cast<const Bfloat16*>(block),
+  void score(const ScoreTask& task, Done done) {
+    const HeadBlocks blocks = {
+        .queries = reinterpret_cast<const Bfloat16*>(task.query),
+        .weights = weights_of(task.query),
+        .keys = reinterpret_cast<const Bfloat16*>(task.block),
         .num_heads = tile_.num_heads,
         .depth = depth_,
+        .query = task.index,
+        .begin = task.begin / kKeyBlock,
+        .end = (task.end + kKeyBlock - 1) / kKeyBlock,
+        .sums = task.scores,
     };
-    const int last = (end + kKeyBlock - 1) / kKeyBlock;
-    products_.multiply(operands, i, begin / kKeyBlock, last, scores, done);
+    products_.multiply(blocks, done);
   }
 
   template <class Done>

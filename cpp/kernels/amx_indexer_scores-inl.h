@@ -6,8 +6,8 @@
 //
 // While the tiles multiply one block, the vector units weight and add the heads of the
 // one before, a slice after each product (see amx_products-inl.h for why). Beside
-// products they have one port for multiply-adds and another for comparisons: hence
-// relu by mask, which is a comparison, and not by a maximum, which is not.
+// products they have one port for multiply-adds, maxima and conversions and another for
+// comparisons: hence relu by mask.
 #include "kernels/amx_products-inl.h"
 
 namespace cpattn::kernels {
@@ -24,21 +24,21 @@ struct Bfloat16Product {
   static void multiply() {
     multiply_tiles<kSum, kLeft, kRight>();
   }
-  static Vector scores(const float* p) { return load(p); }
+  static Vector relu(const float* p) {
+    const Vector x = load(p);
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, splat(0.0F), _CMP_NLE_UQ), x);  // NaN stays
+  }
 };
 struct Int8Product {
   template <int kSum, int kLeft, int kRight>
   static void multiply() {
     multiply_int8_tiles<kSum, kLeft, kRight>();
   }
-  static Vector scores(const float* p) { return _mm512_cvtepi32_ps(_mm512_load_si512(p)); }
+  static Vector relu(const float* p) {
+    const __m512i x = _mm512_load_si512(p);
+    return _mm512_maskz_cvtepi32_ps(_mm512_cmpgt_epi32_mask(x, _mm512_setzero_si512()), x);
+  }
 };
-
-/// sum + weight * relu(scores); NaN stays.
-inline Vector add_weighted_relu(Vector sum, Vector scores, Vector weight) {
-  const __mmask16 counts = _mm512_cmp_ps_mask(scores, _mm512_setzero_ps(), _CMP_NLE_UQ);
-  return _mm512_mask3_fmadd_ps(scores, weight, sum, counts);
-}
 
 /// The weighted sums over heads of one token for 32 keys. Blocks of 32 heads come one
 /// after the other; of each, heads below 16 are added up apart from those above, which
@@ -61,10 +61,10 @@ class HeadSums {
       const float* scores = scores_ + i * kLanes;
       const Vector weight = splat(weights_[i]);
       const Vector other = splat(weights_[i + kTileRows]);
-      low_[0] = add_weighted_relu(low_[0], Product::scores(scores), weight);
-      low_[1] = add_weighted_relu(low_[1], Product::scores(scores + kTileFloats), weight);
-      high_[0] = add_weighted_relu(high_[0], Product::scores(scores + 2 * kTileFloats), other);
-      high_[1] = add_weighted_relu(high_[1], Product::scores(scores + 3 * kTileFloats), other);
+      low_[0] = fma(Product::relu(scores), weight, low_[0]);
+      low_[1] = fma(Product::relu(scores + kTileFloats), weight, low_[1]);
+      high_[0] = fma(Product::relu(scores + 2 * kTileFloats), other, high_[0]);
+      high_[1] = fma(Product::relu(scores + 3 * kTileFloats), other, high_[1]);
     }
     scores_ += kHeads * kLanes;
     weights_ += kHeads;
@@ -90,13 +90,16 @@ class HeadSums {
   Vector high_[2] = {splat(0.0F), splat(0.0F)};
 };
 
-/// 32-head blocks of a query, and keys.
-struct HeadOperands {
+/// A query and blocks of 32 keys.
+struct HeadBlocks {
   const Bfloat16* queries;  // [heads / 16][depth / 32][16][32]
   const float* weights;     // [heads]
   const Bfloat16* keys;     // [keys / 16][depth / 32][16 pairs][16][2]
   int num_heads;            // their rows and weights are filled up to a multiple of 32
   int64_t depth;            // a multiple of 32
+  int query;                // its number
+  int begin, end;           // of the blocks of keys
+  float* sums;              // the scores of `keys`, those outside of the blocks left alone
 };
 
 /// Starts (kFirst) or continues the scores of 32 heads and 32 keys.
@@ -133,17 +136,16 @@ class HeadProducts {
  public:
   HeadProducts() : pending_(scores_[0]) {}
 
-  /// Multiplies with blocks [begin, end) of 32 keys: their scores go to the same places
-  /// of `sums`, and done(query) is told when all are there.
+  /// Tells done(x.query) when all scores are there.
   template <class Done>
-  void multiply(const HeadOperands& x, int query, int begin, int end, float* sums, Done done) {
+  void multiply(const HeadBlocks& x, Done done) {
     // The slices of a block's products are for 16 pairs of heads.
     if (x.depth == kTileDepth) {
-      multiply<4>(x, query, begin, end, sums, done);
+      multiply<4>(x, done);
     } else if (x.depth < 4 * kTileDepth) {
-      multiply<2>(x, query, begin, end, sums, done);
+      multiply<2>(x, done);
     } else {
-      multiply<1>(x, query, begin, end, sums, done);
+      multiply<1>(x, done);
     }
   }
 
@@ -167,12 +169,12 @@ class HeadProducts {
   };
 
   template <int kHeads, class Done>
-  void multiply(const HeadOperands& x, int query, int begin, int end, float* sums, Done done) {
+  void multiply(const HeadBlocks& x, Done done) {
     HeadSums<Product> heads = heads_;
     const auto slice = [&]() __attribute__((always_inline)) { heads.template take<kHeads>(); };
     const int64_t stride = x.depth * kTileRows;
-    const Bfloat16* keys = x.keys + 2 * stride * begin;
-    for (int block = begin; block < end; ++block, keys += 2 * stride) {
+    const Bfloat16* keys = x.keys + 2 * stride * x.begin;
+    for (int block = x.begin; block < x.end; ++block, keys += 2 * stride) {
       const Bfloat16* queries = x.queries;
       for (int head = 0; head < x.num_heads; head += kHeadBlock, queries += 2 * stride) {
         multiply_heads<Product, true>(queries, keys, stride, pending_, slice);
@@ -188,8 +190,8 @@ class HeadProducts {
             .scores = scores,
             .weights = x.weights + head,
             .num_heads = x.num_heads - head,
-            .sums = last ? sums + block * kKeyBlock : nullptr,
-            .query = last && block + 1 == end ? query : -1,
+            .sums = last ? x.sums + block * kKeyBlock : nullptr,
+            .query = last && block + 1 == x.end ? x.query : -1,
         };
       }
     }

@@ -18,9 +18,8 @@ namespace {
 ///   pack_query(asked, query)
 ///   pack_keys(rows, begin, end, block)   keys rows[begin..end) of a block, begin a
 ///       multiple of 32; 32 rows more are there to be fetched
-///   score(i, query, block, begin, end, scores, done)   tells done(i) when scores[i]
-///       of keys i in [begin, end) are there, those before and behind up to multiples of
-///       64 being anything: at once, or during the next call
+///   score(task, done)   tells done(task.index) when the scores are there: at once, or
+///       during the next call
 ///   finish(done)   ends the last one
 ///
 /// A score must not depend on the block that its key is in.
@@ -75,9 +74,15 @@ class IndexerLoop {
     for (int i = 0; i < tile_.num_queries; ++i) {
       const KeyRange range = clipped(scored(tile_.queries[i]), first);
       if (range.begin >= range.end) continue;
-      const auto begin = static_cast<int>(range.begin - first);
-      const auto end = static_cast<int>(range.end - first);
-      scorer_.score(i, query(i), block_, begin, end, scores_, done);
+      const ScoreTask task = {
+          .index = i,
+          .query = query(i),
+          .block = block_,
+          .begin = static_cast<int>(range.begin - first),
+          .end = static_cast<int>(range.end - first),
+          .scores = scores_,
+      };
+      scorer_.score(task, done);
     }
     scorer_.finish(done);
   }

@@ -139,6 +139,16 @@ struct FloatScores : Base {
   static constexpr bool kExpands = sizeof(T) == 1 && sizeof(Operand) == 2;
 };
 
+/// What a Scorer is asked for: scores of keys [begin, end) of a block, key j's at
+/// scores[j]; those before and behind up to multiples of 64 may be anything.
+struct ScoreTask {
+  int index;  // of the query
+  char* query;
+  char* block;
+  int begin, end;
+  float* scores;
+};
+
 /// The Scorer of IndexerLoop on an engine, for queries and keys of type T.
 template <class T, class Engine>
 class PanelScorer {
@@ -170,20 +180,20 @@ class PanelScorer {
   }
 
   template <class Done>
-  void score(
-      int i, const void* query, const void* block, int begin, int end, float* scores, Done done
-  ) const {
-    for (int key = begin / kPanel * kPanel; key < end; key += kPanel) {
+  void score(const ScoreTask& task, Done done) const {
+    const auto* query = reinterpret_cast<const Operand*>(task.query);
+    const auto* panels = reinterpret_cast<const Operand*>(task.block);
+    for (int key = task.begin / kPanel * kPanel; key < task.end; key += kPanel) {
       score_panel<Engine>(
-          static_cast<const Operand*>(query), tile_.queries[i].weights, tile_.num_heads, tile_.dim,
-          static_cast<const Operand*>(block) + key / kPanel * panel_size(tile_.dim), scores + key
+          query, tile_.queries[task.index].weights, tile_.num_heads, tile_.dim,
+          panels + key / kPanel * panel_size(tile_.dim), task.scores + key
       );
     }
-    done(i);
+    done(task.index);
   }
 
   template <class Done>
-  void finish(Done) const {}
+  void finish(const Done& /*done*/) const {}
 
  private:
   static int64_t panel_size(int dim) { return int64_t{dim + Engine::kStartRows} * kPanel; }
