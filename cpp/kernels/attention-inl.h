@@ -142,8 +142,20 @@ class AttentionLoop {
     return finish();
   }
 
-  void prepare_rows() {
+  /// Where Q is as the engine takes it: in the caller's memory, if rows are at equal
+  /// distances there.
+  void prepare_queries() {
     constexpr int kTokensAhead = 8;
+    if constexpr (Engine::template kTakesQueries<T>) {
+      if (tile_.rope_dim == 0 &&
+          (tile_.num_tokens == 1 || tile_.q_token_stride == tile_.group * tile_.q_head_stride)) {
+        queries_ = static_cast<const Operand*>(tile_.q);
+        query_stride_ = tile_.q_head_stride;
+        return;
+      }
+    }
+    queries_ = work_.queries;
+    query_stride_ = qk_dim_;
     const auto pack = [&](const void* source, int64_t token_stride, int64_t head_stride, int dim,
                           Operand* packed) {
       for (int64_t token = 0; token < tile_.num_tokens; ++token) {
@@ -163,6 +175,10 @@ class AttentionLoop {
           work_.queries + tile_.head_dim
       );
     }
+  }
+
+  void prepare_rows() {
+    prepare_queries();
     for (int row = 0; row < rows_; ++row) work_.states[row] = {-__builtin_inff(), 0.0F};
     __builtin_memset(work_.started, 0, groups_of(rows_));
     __builtin_memset(work_.zeros, 0, sizeof(float) * v_dim_);
@@ -183,7 +199,7 @@ class AttentionLoop {
     const int64_t flops_per_dim = int64_t{2} * count * (end - begin);
     mark(tile_, kMarkQk, flops_per_dim * qk_dim_);
     multiply_panels<Engine, false>(
-        count, work_.queries + int64_t{row} * qk_dim_, qk_dim_,
+        count, queries_ + row * query_stride_, query_stride_,
         block_.keys() + chunk / kPanel * block_.keys_panel(), block_.keys_panel(), 0, qk_dim_,
         begin, end, work_.scores, kMaxChunkKeys
     );
@@ -248,6 +264,8 @@ class AttentionLoop {
   const int block_keys_;
   const Workspace<Engine> work_;
   const float factor_;
+  const Operand* queries_ = nullptr;
+  int64_t query_stride_ = 0;
   KeyBlock<T, Engine> block_;
 };
 

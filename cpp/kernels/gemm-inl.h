@@ -46,6 +46,10 @@ struct Float32Engine {
   static Pack splat_row(const float* p) { return splat(*p); }
   static Vector multiply_add(Pack a, Pack b, Vector sum) { return fma(a, b, sum); }
 
+  /// Whether queries of type T are operands as they are.
+  template <class T>
+  static constexpr bool kTakesQueries = sizeof(T) == sizeof(float);
+
   template <class T>
   static void pack_query(const T* source, int dim, float* row) {
     for (int d = 0; d < dim; d += kLanes) store(row + d, load(source + d));
@@ -115,6 +119,8 @@ struct Float32Engine {
 struct Bfloat16Pairs {
   using Operand = Bfloat16;
   static constexpr int kDepthStep = 2;
+  template <class T>
+  static constexpr bool kTakesQueries = true;
 
   template <class T>
   static void pack_query(const T* source, int dim, Bfloat16* row) {
@@ -200,9 +206,15 @@ void multiply_rows(
     float* c,
     int64_t ldc
 ) {
-  for (; rows >= kMaxRows; rows -= kMaxRows, a += kMaxRows * lda, c += kMaxRows * ldc) {
-    multiply<Engine, kMaxRows, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
-  }
+  const auto take = [&]<int kRows>() {
+    multiply<Engine, kRows, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
+    a += kRows * lda;
+    c += kRows * ldc;
+    rows -= kRows;
+  };
+  // One or two rows would wait for their own sums: the last seven or eight divide better.
+  while (rows >= kMaxRows + 3 || rows == kMaxRows) take.template operator()<kMaxRows>();
+  if (rows > kMaxRows) take.template operator()<4>();
   switch (rows) {
     case 5:
       return multiply<Engine, 5, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);

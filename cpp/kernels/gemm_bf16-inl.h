@@ -26,6 +26,13 @@ inline int load_key_pairs(const char* const* rows, int key, int n, int d, int di
   return half ? 8 : 16;
 }
 
+/// Picks elements first, first + 1, ... of two vectors in turn.
+inline __m512i interleaved(int first) {
+  int16_t indices[32];
+  for (int i = 0; i < 32; ++i) indices[i] = static_cast<int16_t>(first + i / 2 + i % 2 * 32);
+  return _mm512_loadu_si512(indices);
+}
+
 struct Bfloat16Engine : Bfloat16Pairs {
   using Pack = __m512bh;
   static Pack load_columns(const Bfloat16* p) {
@@ -72,26 +79,32 @@ struct Bfloat16Engine : Bfloat16Pairs {
       Bfloat16* panels,
       int* not_finite
   ) {
-    const __m512i exponent_and_below = _mm512_set1_epi32(0x7fff7fff);
-    const auto half_row = [&](int key, int d) {
-      return key < end ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[key] + d * 2))
-                       : _mm256_setzero_si256();
-    };
+    // Of two rows, the elements 0 to 15 in turn, and those from 16 on.
+    const __m512i order = interleaved(0);
+    const __m512i upper_order = interleaved(16);
     int count = 0;
     for (int key = begin; key < round_up(end, kKeyGranule); key += 2) {
-      __m512i largest = _mm512_setzero_si512();
-      for (int d = 0; d < dim; d += 16) {
+      __m512i largest[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+      for (int d = 0; d < dim; d += 32) {
         fetch_ahead(rows, key, 2, d * 2);
-        const __m512i even = _mm512_cvtepu16_epi32(half_row(key, d));
-        const __m512i odd = _mm512_cvtepu16_epi32(half_row(key + 1, d));
-        const __m512i pairs = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
+        const bool half = dim - d < 32;
+        __m512i x[2];
+        for (int i = 0; i < 2; ++i) {
+          x[i] = key + i < end
+                     ? _mm512_maskz_loadu_epi32(half ? 0x00ff : 0xffff, rows[key + i] + d * 2)
+                     : _mm512_setzero_si512();
+          largest[i] = _mm512_max_epu16(largest[i], _mm512_add_epi16(x[i], x[i]));  // less the sign
+        }
         Bfloat16* cell = panels + d / kPanel * panel_size + int64_t{key} * kPanel + d % kPanel * 2;
-        _mm512_storeu_si512(cell, pairs);
-        largest = _mm512_max_epu16(largest, _mm512_and_si512(pairs, exponent_and_below));
+        _mm512_storeu_si512(cell, _mm512_permutex2var_epi16(x[0], order, x[1]));
+        if (!half) {
+          _mm512_storeu_si512(cell + 32, _mm512_permutex2var_epi16(x[0], upper_order, x[1]));
+        }
       }
-      const __mmask32 bad = _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7f80));
-      if (bad & 0x55555555U) not_finite[count++] = key;
-      if (bad & 0xaaaaaaaaU) not_finite[count++] = key + 1;
+      for (int i = 0; i < 2; ++i) {
+        const __m512i infinity = _mm512_set1_epi16(static_cast<int16_t>(0xff00));
+        if (_mm512_cmpge_epu16_mask(largest[i], infinity) != 0) not_finite[count++] = key + i;
+      }
     }
     return count;
   }
