@@ -40,6 +40,16 @@ TOLERANCES = {
     ("merge_state", "float32"): 6,
     # Each of seven merges rounds once more.
     ("8 parts merged", "bfloat16"): 1.05 + 7 * 0.55,
+    # In units of the sum of absolute values: half of one for each of up to 11 steps of the sum, the
+    # scale and the result. In the narrow dtypes, rounding the result.
+    ("hadamard", "bfloat16"): 0.55,
+    ("hadamard", "float16"): 0.55,
+    ("hadamard", "float32"): 6.5,
+    # Rounding the result; in float32 four products, a root and a sum of squares whose relative
+    # error is below (n / 64 + 8) half units on the widest vector, (n / 16 + 6) on the narrowest.
+    ("rms_norm", "bfloat16"): 0.55,
+    ("rms_norm", "float16"): 0.55,
+    ("rms_norm", "float32"): 12,
     # Units of the LSE are eps of float32, times its own size or that of the largest score.
     ("attention lse", "any"): 24,
     ("merge_state lse", "any"): 4,

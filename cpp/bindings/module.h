@@ -14,6 +14,7 @@ void register_sparse_mla(pybind11::module_& module);
 void register_indexer(pybind11::module_& module);
 void register_runtime(pybind11::module_& module);
 void register_topk(pybind11::module_& module);
+void register_rows(pybind11::module_& module);
 void register_trace(pybind11::module_& module);
 void register_reference(pybind11::module_& module);
 void register_context_parallel(pybind11::module_& module);

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Quantised rows. Needs the vector layer included first.
+// The kernels of rows_kernel.h. Needs the vector layer included first.
 #include "kernels/fp8-inl.h"
 #include "kernels/rows_kernel.h"
+#include "kernels/rows_norm-inl.h"
+#include "kernels/rows_quantize-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -39,6 +41,13 @@ inline void expand_codes(const void* codes, int64_t n, void* out) {
 
 constexpr RowKernels row_kernels() {
   return {
+      .quantize_kv_row =
+          {&quantize_kv_row<float>, &quantize_kv_row<Half>, &quantize_kv_row<Bfloat16>},
+      .quantize_groups =
+          {&quantize_groups<float>, &quantize_groups<Half>, &quantize_groups<Bfloat16>},
+      .hadamard = {&hadamard<float>, &hadamard<Half>, &hadamard<Bfloat16>},
+      .rms_norm = {&rms_norm<float>, &rms_norm<Half>, &rms_norm<Bfloat16>},
+      .widen = {&widen_row<float>, &widen_row<Half>, &widen_row<Bfloat16>},
       .expand_kv_row = &expand_kv_row,
       .expand_kv_row_float32 = &expand_kv_row_float32,
       .expand_codes = &expand_codes,

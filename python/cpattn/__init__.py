@@ -29,9 +29,22 @@ from .context_parallel import (
     can_dsa_prefill_cp_interleave,
 )
 from .fia import npu_fused_infer_attention_score
+from .index_k import (
+    hadamard_transform,
+    quantize_index,
+    read_index_k_cache,
+    write_index_k_cache,
+)
 from .indexer import indexer_logits, indexer_topk
+from .kv_rows import dequantize_kv_rows, quantize_kv_rows, quantize_kv_rows_separate
 from .profiling import Profile, profile
 from .sparse_mla import flash_mla_sparse_fwd
+from .split_norm import (
+    can_fuse_split_qk_norm,
+    dsa_use_prefill_cp,
+    fused_split_qk_norm,
+    split_qk_norm,
+)
 from .topk import (
     TopkTransformMethod,
     fast_topk,
@@ -58,13 +71,18 @@ __all__ = [
     "build_cp_metadata_all_ranks",
     "can_apply_cp",
     "can_dsa_prefill_cp_interleave",
+    "can_fuse_split_qk_norm",
+    "dequantize_kv_rows",
     "do_cp_attn_fia",
+    "dsa_use_prefill_cp",
     "fast_topk",
     "fast_topk_transform_fused",
     "fast_topk_transform_ragged_fused",
     "flash_mla_sparse_fwd",
-    "indexer_logits",
+    "fused_split_qk_norm",
     "get_topk_transform_method",
+    "hadamard_transform",
+    "indexer_logits",
     "indexer_topk",
     "merge_state",
     "npu_fused_infer_attention_score",
@@ -73,13 +91,19 @@ __all__ = [
     "paged_attention",
     "plan_attention",
     "profile",
+    "quantize_index",
+    "quantize_kv_rows",
+    "quantize_kv_rows_separate",
+    "read_index_k_cache",
     "reference",
     "run_attention",
     "set_num_threads",
+    "split_qk_norm",
     "supported_isas",
     "topk_transform",
     "transform_index_page_table_decode",
     "transform_index_page_table_prefill",
+    "write_index_k_cache",
 ]
 
 

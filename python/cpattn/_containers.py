@@ -23,7 +23,16 @@ def empty(like: Tensor, shape: Sequence[int], dtype: str | None = None) -> Tenso
     torch = torch_of(like)
     if torch is not None:
         return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else like.dtype)
-    return np.empty(shape, dtype=dtype or as_numpy(like).dtype)
+    return np.empty(shape, dtype=_numpy_dtype(dtype) if dtype else as_numpy(like).dtype)
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    if name in ("bfloat16", "float8_e4m3fn"):  # NumPy knows them once this is imported
+        try:
+            import ml_dtypes  # noqa: F401
+        except ImportError as error:
+            raise ImportError(f"NumPy arrays of {name} need: pip install ml_dtypes") from error
+    return np.dtype(name)
 
 
 def as_numpy(x: Tensor) -> np.ndarray[Any, Any]:

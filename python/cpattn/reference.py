@@ -15,7 +15,15 @@ import numpy as np
 from . import _core
 from ._containers import Tensor
 
-__all__ = ["flash_mla_sparse_fwd", "indexer_logits", "merge_state", "paged_attention"]
+__all__ = [
+    "dequantize_kv_rows",
+    "flash_mla_sparse_fwd",
+    "hadamard_transform",
+    "indexer_logits",
+    "merge_state",
+    "paged_attention",
+    "rms_norm",
+]
 
 Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -191,3 +199,41 @@ def indexer_logits(
     logits = np.empty((q.shape[0], k.shape[0]))
     _core.reference.indexer_logits(q, k, weights, ks, ke, k_scale, logits)
     return logits
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Float64Array:
+    """``x / sqrt(mean(x^2) + eps) * weight + bias`` along the last dimension.
+
+    Parameters
+    ----------
+    x : tensor, shape [n, dim]
+    weight, bias : tensor, shape [dim]
+    """
+    out = np.empty(tuple(x.shape))
+    _core.reference.rms_norm(x, weight, bias, eps, out)
+    return out
+
+
+def hadamard_transform(x: Tensor, scale: float | None = None) -> Float64Array:
+    """``x @ H * scale`` with ``H[i, j] = (-1) ** popcount(i & j)``.
+
+    Parameters
+    ----------
+    x : tensor, shape [n, D], D a power of two
+    scale : float, default D ** -0.5
+    """
+    out = np.empty(tuple(x.shape))
+    _core.reference.hadamard_transform(x, x.shape[1] ** -0.5 if scale is None else scale, out)
+    return out
+
+
+def dequantize_kv_rows(rows: Tensor) -> Float64Array:
+    """Rows of the FP8 cache, contiguous bytes [n, 656], as exactly the numbers they mean.
+
+    Returns
+    -------
+    float64 array, shape [n, 576]
+    """
+    out = np.empty((rows.shape[0], 576))
+    _core.reference.dequantize_kv_rows(rows, out)
+    return out

@@ -87,4 +87,19 @@ struct Indexer {
 /// and -inf outside [ks[i], ke[i]).
 void indexer_logits(const Indexer& indexer, const TensorView& logits);
 
+/// out[i] = x[i] / sqrt(mean(x[i]^2) + eps) * weight + bias: x and out [n, dim].
+void rms_norm(
+    const TensorView& x,
+    const TensorView& weight,
+    const std::optional<TensorView>& bias,
+    double eps,
+    const TensorView& out
+);
+
+/// out = scale * x H, H[i][j] = (-1)^popcount(i & j): x and out [n, dim].
+void hadamard_transform(const TensorView& x, double scale, const TensorView& out);
+
+/// Rows of the FP8 cache, bytes [n, 656], as the numbers they mean: out [n, 576].
+void dequantize_kv_rows(const TensorView& rows, const TensorView& out);
+
 }  // namespace cpattn::reference

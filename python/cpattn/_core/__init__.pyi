@@ -351,6 +351,31 @@ def page_table_to_topk(
 def get_topk_transform_method(
     forward_mode: int | None, fp8_kv_cache: bool, prefill_impl: str, /
 ) -> int: ...
+def quantize_kv_rows(
+    function: str, nope: _Tensor, rope: _Tensor, codes: _Tensor, rope_out: _Tensor
+) -> None: ...
+def dequantize_kv_rows(rows: _Tensor, indices: _Indices | None, out: _Tensor) -> None: ...
+def hadamard_transform(x: _Tensor, scale: float, out: _Tensor) -> None: ...
+def quantize_index(x: _Tensor, power_of_two: bool, codes: _Tensor, scale: _Tensor) -> None: ...
+def write_index_k_cache(cache: _Tensor, slots: _Indices, k: _Tensor, k_scale: _Tensor) -> None: ...
+def read_index_k_cache(cache: _Tensor, slots: _Indices, codes: _Tensor, scale: _Tensor) -> None: ...
+def split_qk_norm(
+    function: str,
+    x: _Tensor,
+    q_weight: _Tensor,
+    kv_weight: _Tensor,
+    q_bias: _Tensor | None,
+    kv_bias: _Tensor | None,
+    q_lora_rank: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    q_eps: float,
+    kv_eps: float,
+    q: _Tensor,
+    k_nope: _Tensor,
+    k_pe: _Tensor,
+    latent: _Tensor | None,
+) -> None: ...
 def merge_state(out_a: _Tensor, lse_a: _Tensor, out_b: _Tensor, lse_b: _Tensor) -> None: ...
 def indexer_logits(
     q: _Tensor,

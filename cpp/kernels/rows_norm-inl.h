@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// RMS norm and Hadamard transform of rows, in float32 with one rounding at the end.
+// Needs the vector layer included first.
+#include "kernels/elements-inl.h"
+#include "kernels/rows_kernel.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// The next vector of n > 0 numbers that are left: what it lacks is zero, and not touched.
+template <class T>
+Vector load_some(const T* p, int64_t n) {
+  if (n >= kLanes) return load(p);
+  T padded[kLanes] = {};
+  __builtin_memcpy(padded, p, n * sizeof(T));
+  return load(padded);
+}
+template <class T>
+void store_some(T* p, Vector x, int64_t n) {
+  if (n >= kLanes) return store(p, x);
+  T padded[kLanes];
+  store(padded, x);
+  __builtin_memcpy(p, padded, n * sizeof(T));
+}
+
+/// In four partial sums, whatever the threads.
+template <class T>
+float sum_of_squares(const T* x, int64_t n) {
+  Vector sums[4] = {splat(0.0F), splat(0.0F), splat(0.0F), splat(0.0F)};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    for (int j = 0; j < 4; ++j) {
+      const Vector v = load(x + i + j * kLanes);
+      sums[j] = fma(v, v, sums[j]);
+    }
+  }
+  for (; i < n; i += kLanes) {
+    const Vector v = load_some(x + i, n - i);
+    sums[0] = fma(v, v, sums[0]);
+  }
+  return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+}
+
+template <class T>
+void rms_norm(
+    const void* x, const float* weight, const float* bias, int64_t n, float eps, void* out
+) {
+  const T* from = static_cast<const T*>(x);
+  const float mean = sum_of_squares(from, n) / static_cast<float>(n);
+  const Vector factor = splat(1 / __builtin_sqrtf(mean + eps));
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const Vector v = mul(load_some(from + i, n - i), factor);
+    const Vector w = load_some(weight + i, n - i);
+    const Vector y = bias == nullptr ? mul(v, w) : fma(v, w, load_some(bias + i, n - i));
+    store_some(static_cast<T*>(out) + i, y, n - i);
+  }
+}
+
+template <class T>
+void widen_row(const void* x, int64_t n, float* out) {
+  const T* from = static_cast<const T*>(x);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    store_some(out + i, load_some(from + i, n - i), n - i);
+  }
+}
+
+/// Sums and differences of vectors `distance` apart, among kLanes of them.
+inline void butterflies(Vector* x, int distance) {
+  for (int i = 0; i < kLanes; i += 2 * distance) {
+    for (int j = i; j < i + distance; ++j) {
+      const Vector a = x[j];
+      x[j] = add(a, x[j + distance]);
+      x[j + distance] = sub(a, x[j + distance]);
+    }
+  }
+}
+
+/// The steps over distances below kLanes * kLanes of that many numbers in rows of n: the
+/// distances within a vector become those between vectors by a transpose.
+inline void hadamard_block(float* x, int64_t n) {
+  Vector v[kLanes];
+  for (int i = 0; i < kLanes; ++i) v[i] = load(x + i * kLanes);
+  for (int d = 1; d < kLanes && int64_t{d} * kLanes < n; d *= 2) butterflies(v, d);
+  transpose(v);
+  for (int d = 1; d < kLanes && d < n; d *= 2) butterflies(v, d);
+  transpose(v);
+  for (int i = 0; i < kLanes; ++i) store(x + i * kLanes, v[i]);
+}
+
+template <class T>
+void hadamard(const void* x, int64_t count, int64_t n, float scale, void* out, float* scratch) {
+  const T* from = static_cast<const T*>(x);
+  for (int64_t i = 0; i < count; i += kLanes) store(scratch + i, load(from + i));
+  constexpr int64_t kBlock = int64_t{kLanes} * kLanes;
+  for (int64_t i = 0; i < count; i += kBlock) hadamard_block(scratch + i, n);
+  for (int64_t d = kBlock; d < n; d *= 2) {
+    for (int64_t i = 0; i < count; i += 2 * d) {
+      for (int64_t j = i; j < i + d; j += kLanes) {
+        const Vector a = load(scratch + j);
+        const Vector b = load(scratch + j + d);
+        store(scratch + j, add(a, b));
+        store(scratch + j + d, sub(a, b));
+      }
+    }
+  }
+  for (int64_t i = 0; i < count; i += kLanes) {
+    store(static_cast<T*>(out) + i, mul(load(scratch + i), splat(scale)));
+  }
+}
+
+}  // namespace
+}  // namespace cpattn::kernels

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "cpattn/reference.h"
+#include "reference/rows.h"
+
+namespace cpattn::reference {
+namespace {
+
+/// Sign, four bits of exponent with bias 7, three of mantissa; no infinity.
+double float8_e4m3fn(uint8_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  if (exponent == 15 && mantissa == 7) return std::numeric_limits<double>::quiet_NaN();
+  const double size =
+      exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+  return code >> 7 != 0 ? -size : size;
+}
+
+/// Calls function(i, row) for row i of x, [num_rows, dim].
+template <class F>
+void for_each_row(const char* function, const TensorView& x, const F& compute) {
+  check(
+      x.rank == 2 && x.last_dim_contiguous(), "reference.", function,
+      ": x must be two-dimensional with a contiguous last dimension, got shape ", ShapeOf{x}
+  );
+  for (int64_t i = 0; i < x.dim(0); ++i) compute(i, read_row(x, i * x.stride(0), x.dim(1)));
+}
+
+}  // namespace
+
+void rms_norm(
+    const TensorView& x,
+    const TensorView& weight,
+    const std::optional<TensorView>& bias,
+    double eps,
+    const TensorView& out
+) {
+  const int64_t dim = x.dim(x.rank - 1);
+  const Eigen::RowVectorXd scale = read_row(weight, 0, dim);
+  const Eigen::RowVectorXd shift =
+      bias ? read_row(*bias, 0, dim) : Eigen::RowVectorXd(Eigen::RowVectorXd::Zero(dim));
+  for_each_row("rms_norm", x, [&](int64_t i, const Eigen::RowVectorXd& row) {
+    const double norm = std::sqrt(row.squaredNorm() / static_cast<double>(dim) + eps);
+    Eigen::Map<Eigen::RowVectorXd>(out.as<double>() + i * dim, dim) =
+        row.cwiseProduct(scale) / norm + shift;
+  });
+}
+
+void hadamard_transform(const TensorView& x, double scale, const TensorView& out) {
+  const int64_t dim = x.dim(x.rank - 1);
+  Matrix hadamard(dim, dim);
+  for (int64_t i = 0; i < dim; ++i) {
+    for (int64_t j = 0; j < dim; ++j) {
+      hadamard(i, j) = std::popcount(static_cast<uint64_t>(i & j)) % 2 == 0 ? scale : -scale;
+    }
+  }
+  for_each_row("hadamard_transform", x, [&](int64_t i, const Eigen::RowVectorXd& row) {
+    Eigen::Map<Eigen::RowVectorXd>(out.as<double>() + i * dim, dim) = row * hadamard;
+  });
+}
+
+void dequantize_kv_rows(const TensorView& rows, const TensorView& out) {
+  check(
+      rows.rank == 2 && rows.dim(1) == 656 && rows.is_contiguous() && element_size(rows.dtype) == 1,
+      "reference.dequantize_kv_rows: rows must be contiguous bytes [n, 656], got ", rows.dtype,
+      " of shape ", ShapeOf{rows}
+  );
+  for (int64_t i = 0; i < rows.dim(0); ++i) {
+    const auto* row = rows.as<const uint8_t>() + i * 656;
+    double* to = out.as<double>() + i * 576;
+    for (int j = 0; j < 512; ++j) {
+      float scale;
+      std::memcpy(&scale, row + 512 + j / 128 * 4, sizeof scale);
+      to[j] = float8_e4m3fn(row[j]) * double{scale};
+    }
+    for (int j = 0; j < 64; ++j) {
+      Eigen::bfloat16 number;
+      std::memcpy(&number, row + 528 + j * 2, sizeof number);
+      to[512 + j] = static_cast<double>(number);
+    }
+  }
+}
+
+}  // namespace cpattn::reference
