@@ -28,6 +28,7 @@ from .context_parallel import (
     can_apply_cp,
     can_dsa_prefill_cp_interleave,
 )
+from .cp_indexer import cp_indexer_topk, dcp_local_indices
 from .fia import npu_fused_infer_attention_score
 from .index_k import (
     hadamard_transform,
@@ -37,6 +38,7 @@ from .index_k import (
 )
 from .indexer import indexer_logits, indexer_topk
 from .kv_rows import dequantize_kv_rows, quantize_kv_rows, quantize_kv_rows_separate
+from .lightning_indexer import npu_lightning_indexer
 from .profiling import Profile, profile
 from .sparse_mla import flash_mla_sparse_fwd
 from .split_norm import (
@@ -73,6 +75,8 @@ __all__ = [
     "can_dsa_prefill_cp_interleave",
     "can_fuse_split_qk_norm",
     "dequantize_kv_rows",
+    "cp_indexer_topk",
+    "dcp_local_indices",
     "do_cp_attn_fia",
     "dsa_use_prefill_cp",
     "fast_topk",
@@ -82,10 +86,12 @@ __all__ = [
     "fused_split_qk_norm",
     "get_topk_transform_method",
     "hadamard_transform",
+    "get_topk_transform_method",
     "indexer_logits",
     "indexer_topk",
     "merge_state",
     "npu_fused_infer_attention_score",
+    "npu_lightning_indexer",
     "pad_topk_indices",
     "page_table_to_topk",
     "paged_attention",

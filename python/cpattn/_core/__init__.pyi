@@ -375,6 +375,38 @@ def split_qk_norm(
     k_nope: _Tensor,
     k_pe: _Tensor,
     latent: _Tensor | None,
+def cp_indexer_topk(
+    q: _Tensor,
+    index_k_cache: _Tensor,
+    weights: _Tensor,
+    metadata: ContextParallelMetadata,
+    block_tables: _Indices,
+    page_size: int,
+    topk: int,
+    prefix_lens: _Indices | None,
+    k_scale: _Tensor | None,
+    sorted: bool,
+    num_threads: int | None,
+    out: _Tensor,
+) -> None: ...
+def npu_lightning_indexer(
+    query: _Tensor,
+    key: _Tensor,
+    weights: _Tensor,
+    actual_seq_lengths_query: _Indices | None,
+    actual_seq_lengths_key: _Indices | None,
+    block_table: _Indices | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
+    indices: _Tensor,
+    values: _Tensor | None,
+) -> None: ...
+def dcp_local_indices(
+    indices: _Tensor, dcp_rank: int, dcp_size: int, interleave_size: int, out: _Tensor
 ) -> None: ...
 def merge_state(out_a: _Tensor, lse_a: _Tensor, out_b: _Tensor, lse_b: _Tensor) -> None: ...
 def indexer_logits(

@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/lightning_indexer.h"
+
+#include <algorithm>
+#include <string_view>
+
+#include "cpattn/attention_plan.h"
+#include "cpattn/check.h"
+#include "cpattn/indexer.h"
+#include "ops/index_keys.h"
+
+namespace cpattn {
+namespace {
+
+constexpr char kFunction[] = "npu_lightning_indexer";
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
+
+using Lengths = std::optional<std::vector<int64_t>>;
+
+template <class... Parts>
+void require(bool ok, const Parts&... parts) {
+  check(ok, kFunction, ": ", parts...);
+}
+
+/// Where sequences begin in a row of tokens, and how long they are.
+struct Sequences {
+  std::vector<int64_t> begins, lens;
+  int64_t size() const { return static_cast<int64_t>(lens.size()); }
+};
+
+void check_arguments(const LightningIndexerArguments& arguments) {
+  const std::string_view query = arguments.layout_query, key = arguments.layout_key;
+  require(
+      query == "BSND" || query == "TND", "layout_query must be 'BSND' or 'TND', got '", query, "'"
+  );
+  require(
+      key == "BSND" || key == "TND" || key == "PA_BSND",
+      "layout_key must be 'BSND', 'TND' or 'PA_BSND', got '", key, "'"
+  );
+  require(
+      key == query || key == "PA_BSND", "layout_key must be layout_query or 'PA_BSND', got '", key,
+      "' with '", query, "'"
+  );
+  require(
+      arguments.block_table.has_value() == (key == "PA_BSND"),
+      "block_table must be given with layout_key 'PA_BSND' and only with it, got layout_key '", key,
+      "'"
+  );
+  require(
+      arguments.sparse_mode == 0 || arguments.sparse_mode == 3, "sparse_mode must be 0 or 3, got ",
+      arguments.sparse_mode
+  );
+  require(arguments.sparse_count >= 1, "sparse_count must be >= 1, got ", arguments.sparse_count);
+  require(
+      arguments.pre_tokens == kNoLimit && arguments.next_tokens == kNoLimit,
+      "pre_tokens and next_tokens must be 2**63 - 1, got ", arguments.pre_tokens, " and ",
+      arguments.next_tokens
+  );
+  require(
+      arguments.query.dtype == DType::bfloat16 || arguments.query.dtype == DType::float32,
+      "query must be bfloat16 or float32, got ", arguments.query.dtype
+  );
+  require(
+      arguments.key.dtype == arguments.query.dtype, "key must be ", arguments.query.dtype,
+      " like query, got ", arguments.key.dtype
+  );
+}
+
+/// [B, S, ...] as [B * S, ...]; a tensor in a row of tokens as it is.
+TensorView join_tokens(const char* name, const TensorView& tensor, bool packed) {
+  if (packed) return tensor;
+  require(
+      tensor.shape[0] <= 1 || tensor.shape[1] <= 1 ||
+          tensor.strides[0] == tensor.shape[1] * tensor.strides[1],
+      name, " must have all its tokens one stride apart, got strides ", tensor.strides[0], " and ",
+      tensor.strides[1], " for shape ", ShapeOf{tensor}
+  );
+  TensorView joined = tensor;
+  joined.rank = tensor.rank - 1;
+  joined.shape[0] = tensor.shape[0] * tensor.shape[1];
+  joined.strides[0] = tensor.strides[tensor.shape[1] == 1 ? 0 : 1];
+  for (int axis = 1; axis < joined.rank; ++axis) {
+    joined.shape[axis] = tensor.shape[axis + 1];
+    joined.strides[axis] = tensor.strides[axis + 1];
+  }
+  return joined;
+}
+
+/// Sequences that follow each other, from the running sums of their lengths.
+Sequences packed_sequences(const char* name, const Lengths& sums, int64_t total) {
+  require(sums.has_value(), name, " is mandatory for TND");
+  Sequences sequences;
+  int64_t end = 0;
+  for (const int64_t sum : *sums) {
+    require(
+        sum >= end && sum <= total, name, " must be prefix sums, which never decrease, up to ",
+        total, " tokens, got ", sum, " after ", end, " at index ", sequences.size()
+    );
+    sequences.begins.push_back(end);
+    sequences.lens.push_back(sum - end);
+    end = sum;
+  }
+  return sequences;
+}
+
+/// `batch` sequences of at most `limit` tokens, which is also where the next begins.
+Sequences padded_sequences(const char* name, const Lengths& given, int64_t batch, int64_t limit) {
+  Sequences sequences{.lens = given.value_or(std::vector<int64_t>(batch, limit))};
+  require(
+      sequences.size() == batch, name, " must have one entry per sequence (", batch, "), got ",
+      sequences.size()
+  );
+  for (int64_t b = 0; b < batch; ++b) {
+    require(
+        sequences.lens[b] >= 0 && sequences.lens[b] <= limit, name, " must be in [0, ", limit,
+        "], got ", sequences.lens[b], " at index ", b
+    );
+    sequences.begins.push_back(b * limit);
+  }
+  return sequences;
+}
+
+/// The keys, and where those of each sequence are: from begins[b] on in row b of
+/// the page table.
+struct KeySequences {
+  IndexKeys keys;
+  PageTable pages;
+  Sequences sequences;
+};
+
+IndexKeys keys_of(const LightningIndexerArguments& arguments, int64_t page_size) {
+  const TensorView& key = arguments.key;
+  const int64_t dim = arguments.query.shape[arguments.query.rank - 1];
+  require(
+      page_size >= 1 && key.shape[key.rank - 2] == 1 && key.shape[key.rank - 1] == dim,
+      "key must have tokens with 1 head of the D of query, ", dim, ", got shape ", ShapeOf{key}
+  );
+  TensorView pages = key;
+  if (key.rank == 3) {  // all tokens in one page
+    pages.rank = 4;
+    pages.shape = {1, key.shape[0], 1, dim};
+    pages.strides = {key.shape[0] * key.strides[0], key.strides[0], key.strides[1], 1};
+  }
+  return view_index_keys(kFunction, pages, std::nullopt, page_size, dim);
+}
+
+KeySequences read_keys(const LightningIndexerArguments& arguments, int64_t batch) {
+  constexpr char kName[] = "actual_seq_lengths_key";
+  const TensorView& key = arguments.key;
+  const Lengths& lengths = arguments.actual_seq_lengths_key;
+  const bool packed = arguments.layout_key == "TND";
+  check_tensor(kFunction, "key", key, packed ? 3 : 4);
+  const int64_t page_size = key.shape[packed ? 0 : 1];
+  KeySequences result{.keys = keys_of(arguments, page_size)};
+  if (arguments.block_table) {
+    require(lengths.has_value(), kName, " is mandatory with block_table");
+    const int64_t limit = arguments.block_table->columns * page_size;
+    result.sequences = padded_sequences(kName, lengths, batch, limit);
+    result.pages = page_table_from_blocks(
+        kFunction, *arguments.block_table, result.sequences.lens, page_size, result.keys.num_pages
+    );
+  } else {
+    require(
+        packed || key.shape[0] == batch, "key must have the batch size of query, ", batch, ", got ",
+        key.shape[0]
+    );
+    result.sequences = packed ? packed_sequences(kName, lengths, page_size)
+                              : padded_sequences(kName, lengths, batch, page_size);
+    require(
+        result.sequences.size() == batch, kName, " must have one entry per sequence (", batch,
+        "), got ", result.sequences.size()
+    );
+    for (int64_t b = 0; b < batch; ++b) {
+      result.pages.page_ids.push_back(packed ? 0 : narrow_to_int32(b, "the batch size of key"));
+      result.pages.indptr.push_back(b + 1);
+    }
+  }
+  if (!packed) std::fill(result.sequences.begins.begin(), result.sequences.begins.end(), 0);
+  return result;
+}
+
+Sequences read_queries(const LightningIndexerArguments& arguments) {
+  constexpr char kName[] = "actual_seq_lengths_query";
+  const TensorView& query = arguments.query;
+  const Lengths& lengths = arguments.actual_seq_lengths_query;
+  return query.rank == 3 ? packed_sequences(kName, lengths, query.shape[0])
+                         : padded_sequences(kName, lengths, query.shape[0], query.shape[1]);
+}
+
+std::vector<IndexerRow> make_rows(const Sequences& queries, const Sequences& keys, bool causal) {
+  std::vector<IndexerRow> rows;
+  for (int64_t b = 0; b < queries.size(); ++b) {
+    for (int64_t i = 0; i < queries.lens[b]; ++i) {
+      const int64_t visible = causal ? keys.lens[b] - queries.lens[b] + i + 1 : keys.lens[b];
+      rows.push_back({
+          .query = queries.begins[b] + i,
+          .table_row = b,
+          .begin = keys.begins[b],
+          .end = keys.begins[b] + std::max<int64_t>(visible, 0),
+      });
+    }
+  }
+  return rows;
+}
+
+/// A result, whatever its axes, as a matrix.
+TensorView as_matrix(const char* name, const TensorView& tensor, int64_t rows, int64_t columns) {
+  require(
+      tensor.is_contiguous() && tensor.num_elements() == rows * columns, name,
+      " must be contiguous, ", rows, " rows of ", columns, ", got shape ", ShapeOf{tensor}
+  );
+  TensorView matrix = tensor;
+  matrix.rank = 2;
+  matrix.shape = {rows, columns};
+  matrix.strides = {columns, 1};
+  return matrix;
+}
+
+}  // namespace
+
+void npu_lightning_indexer(const LightningIndexerArguments& arguments) {
+  check_arguments(arguments);
+  const bool packed = arguments.layout_query == "TND";
+  check_tensor(kFunction, "query", arguments.query, packed ? 3 : 4);
+  check_tensor(kFunction, "weights", arguments.weights, packed ? 2 : 3);
+  const TensorView query = join_tokens("query", arguments.query, packed);
+  const Sequences queries = read_queries(arguments);
+  const KeySequences keys = read_keys(arguments, queries.size());
+  const std::vector<IndexerRow> rows =
+      make_rows(queries, keys.sequences, arguments.sparse_mode == 3);
+  const IndexerArguments indexer{
+      .function = kFunction,
+      .q = query,
+      .weights = join_tokens("weights", arguments.weights, packed),
+      .keys = keys.keys,
+      .pages = keys.pages,
+      .rows = rows,
+  };
+  IndexerTopk result{
+      .topk = arguments.sparse_count,
+      .indices = as_matrix("indices", arguments.indices, query.shape[0], arguments.sparse_count),
+  };
+  if (arguments.values) {
+    result.values = as_matrix("values", *arguments.values, query.shape[0], arguments.sparse_count);
+  }
+  indexer_topk(indexer, result);
+}
+
+}  // namespace cpattn

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""npu_lightning_indexer: layouts, modes, lengths and values against float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from cases import strided_copy
+from cpattn import npu_lightning_indexer
+from indexer_batch import IndexerBatch, integers, scores_of, top_of
+
+FORMS = [("BSND", "BSND"), ("TND", "TND"), ("BSND", "PA_BSND"), ("TND", "PA_BSND")]
+Q_LENS, K_LENS = (5, 1, 0, 7), (20, 17, 9, 3)  # the last sequence has more queries than keys
+BLOCK_SIZE, HEADS, DIM, TOPK = 16, 3, 32, 6
+UNUSED = -1
+
+
+def running_sums(lens):
+    return list(itertools.accumulate(lens))
+
+
+class Operator:
+    """A batch in the layouts of a call, NaN wherever it must not read."""
+
+    def __init__(self, form, q_lens=Q_LENS, k_lens=K_LENS, dtype=torch.float32, seed=0):
+        rng = np.random.default_rng(seed)
+        self.q_lens, self.k_lens, self.dtype = q_lens, k_lens, dtype
+        self.layout_query, self.layout_key = form
+        self.q = [integers(rng, (n, HEADS, DIM)) for n in q_lens]
+        self.weights = [integers(rng, (n, HEADS), -3, 4) for n in q_lens]
+        self.k = [integers(rng, (n, 1, DIM)) for n in k_lens]
+
+    def lay_out(self, parts, layout):
+        parts = [torch.from_numpy(part) for part in parts]
+        spare = torch.full((2, *parts[0].shape[1:]), torch.nan)
+        if layout == "TND":
+            return torch.cat([*parts, spare])
+        rows = max(map(len, parts)) + 2
+        out = torch.full((len(parts), rows, *parts[0].shape[1:]), torch.nan)
+        for row, part in zip(out, parts, strict=True):
+            row[: len(part)] = part
+        return out
+
+    def blocks(self):
+        counts = [-(-n // BLOCK_SIZE) for n in self.k_lens]
+        ids = list(np.random.default_rng(1).permutation(sum(counts) + 1))
+        pool = torch.full((len(ids), BLOCK_SIZE, 1, DIM), torch.nan)
+        table = np.full((len(counts), max(counts) + 1), UNUSED, np.int32)
+        for row, k, count in zip(table, self.k, counts, strict=True):
+            for block in range(count):
+                row[block] = ids.pop()
+                part = k[block * BLOCK_SIZE :][:BLOCK_SIZE]
+                pool[row[block], : len(part)] = torch.from_numpy(part)
+        return pool, table
+
+    def arguments(self, **changes):
+        paged = self.layout_key == "PA_BSND"
+        packed = self.layout_query == "TND"
+        key, table = self.blocks() if paged else (self.lay_out(self.k, self.layout_key), None)
+        return {
+            "query": self.lay_out(self.q, self.layout_query).to(self.dtype),
+            "key": key.to(self.dtype),
+            "weights": self.lay_out(self.weights, self.layout_query),
+            "actual_seq_lengths_query": running_sums(self.q_lens) if packed else list(self.q_lens),
+            "actual_seq_lengths_key": (
+                running_sums(self.k_lens) if packed and not paged else list(self.k_lens)
+            ),
+            "block_table": table,
+            "layout_query": self.layout_query,
+            "layout_key": self.layout_key,
+            "sparse_count": TOPK,
+        } | changes
+
+    def expected(self, mode):
+        """Indices and values, laid out; nothing but -1 and -inf in spare rows."""
+        tops, values = [], []
+        for q, weights, k in zip(self.q, self.weights, self.k, strict=True):
+            tops.append(np.full((len(q), 1, TOPK), -1, np.int32))
+            values.append(np.full((len(q), 1, TOPK), -np.inf, np.float32))
+            for i in range(len(q)):
+                end = len(k) if mode == 0 else max(len(k) - len(q) + i + 1, 0)
+                scores = scores_of(q[i], weights[i], k[:end, 0])
+                top = top_of(scores, TOPK)
+                tops[-1][i, 0] = top
+                values[-1][i, 0, top >= 0] = scores[top[top >= 0]]
+        indices = self.lay_out([top.astype(np.float32) for top in tops], self.layout_query)
+        values = self.lay_out(values, self.layout_query)
+        return indices.nan_to_num(-1).int(), values.nan_to_num(-torch.inf, neginf=-torch.inf)
+
+    def check(self, result, mode=3, values=False):
+        indices, scores = self.expected(mode)
+        assert result[0].dtype == torch.int32
+        assert torch.equal(result[0], indices)
+        assert result[1].dtype == self.dtype
+        if values:
+            assert torch.equal(result[1], scores.to(self.dtype))
+        else:
+            assert result[1].shape == (0,)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", [0, 3])
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts(form, mode, values, dtype):
+    operator = Operator(form, dtype=dtype)
+    result = npu_lightning_indexer(**operator.arguments(sparse_mode=mode, return_value=values))
+    operator.check(result, mode, values)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_instruction_set(isa, form):
+    operator = Operator(form, (40, 3), (70, 33), torch.bfloat16)
+    operator.check(npu_lightning_indexer(**operator.arguments(return_value=True)), values=True)
+
+
+def test_lengths_default_to_the_tensors():
+    operator = Operator(("BSND", "BSND"), (4, 4), (11, 11))
+    arguments = operator.arguments(actual_seq_lengths_query=None, actual_seq_lengths_key=None)
+    for name in ("query", "key", "weights"):
+        arguments[name] = arguments[name][:, :-2].contiguous()
+    indices, _ = npu_lightning_indexer(**arguments)
+    assert torch.equal(indices, operator.expected(3)[0][:, :-2])
+
+
+def test_defaults_are_the_operator_s():
+    query, key, weights = torch.ones(1, 3, 2, 32), torch.ones(1, 5, 1, 32), torch.ones(1, 3, 2)
+    indices, values = npu_lightning_indexer(query, key, weights)
+    assert indices.shape == (1, 3, 1, 2048)
+    assert indices[0, :, 0, :6].tolist() == [
+        [0, 1, 2, -1, -1, -1],
+        [0, 1, 2, 3, -1, -1],
+        [0, 1, 2, 3, 4, -1],
+    ]
+    assert torch.all(indices[..., 5:] == -1)
+    assert values.shape == (0,)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_strided_tensors(form):
+    """Gaps between heads and blocks; the tokens of a batch stay one stride apart."""
+    operator = Operator(form)
+    arguments = operator.arguments()
+    query = arguments["query"]
+    wide = torch.full((*query.shape[:-1], DIM + 8), torch.nan)[..., 4 : DIM + 4]
+    key = strided_copy(arguments["key"])
+    operator.check(npu_lightning_indexer(**arguments | {"query": wide.copy_(query), "key": key}))
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)])
+def test_numpy_in_numpy_out(dtype):
+    operator = Operator(("TND", "PA_BSND"))
+    arguments = operator.arguments(return_value=True)
+    for name in ("query", "key"):
+        arguments[name] = arguments[name].numpy().astype(dtype)
+    arguments["weights"] = arguments["weights"].numpy()
+    indices, values = npu_lightning_indexer(**arguments)
+    expected, scores = operator.expected(3)
+    assert isinstance(indices, np.ndarray)
+    np.testing.assert_array_equal(indices, expected)
+    assert values.dtype == dtype
+    np.testing.assert_array_equal(values, scores.numpy().astype(dtype))
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "interleave", "contiguous"])
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+def test_one_row_per_token_is_cp_indexer_topk(cp_size, strategy):
+    """As sglang 0.5.23 calls the operator: a sequence of one query for each local token, pad rows
+    of one key."""
+    batch = IndexerBatch((10, 4, 0, 17), (5, 0, 9, 30), cp_size, strategy)
+    for metadata in batch.metadata:
+        rows, pad_rows = len(metadata.local_q_indices), 2
+        q, weights = batch.shard(metadata, pad_rows)
+        requests = np.append(metadata.query_request_indices, [0] * pad_rows)
+        q[rows:], weights[rows:] = 0, 0
+        indices, _ = npu_lightning_indexer(
+            q,
+            batch.cache[:, :, None],
+            weights,
+            actual_seq_lengths_query=np.arange(1, rows + pad_rows + 1, dtype=np.int32),
+            actual_seq_lengths_key=np.append(metadata.query_cache_lengths, [1] * pad_rows),
+            block_table=batch.block_tables[requests],
+            layout_query="TND",
+            layout_key="PA_BSND",
+            sparse_count=batch.topk,
+        )
+        assert torch.equal(indices[:rows, 0], batch.run(metadata))
+        assert indices[rows:, 0].tolist() == [[0] + [-1] * (batch.topk - 1)] * pad_rows
+
+
+ROWS, PACKED, BLOCKS, PACKED_BLOCKS = FORMS[0], FORMS[1], FORMS[2], FORMS[3]
+HALF = {"query": torch.zeros(15, 3, 32).half(), "key": torch.zeros(51, 1, 32).half()}
+REFUSED = [
+    (ROWS, {"layout_query": "BNSD"}, "layout_query must be 'BSND' or 'TND', got 'BNSD'"),
+    (
+        ROWS,
+        {"layout_key": "PA_BNSD"},
+        "layout_key must be 'BSND', 'TND' or 'PA_BSND', got 'PA_BNSD",
+    ),
+    (ROWS, {"layout_key": "TND"}, "layout_key must be layout_query or 'PA_BSND', got 'TND' with"),
+    (ROWS, {"block_table": [[0]] * 4}, "block_table must be given with .* got layout_key 'BSND'"),
+    (BLOCKS, {"block_table": None}, "block_table must be given with .* got layout_key 'PA_BSND'"),
+    (ROWS, {"sparse_mode": 4}, "sparse_mode must be 0 or 3, got 4"),
+    (ROWS, {"sparse_count": 0}, "sparse_count must be >= 1, got 0"),
+    (ROWS, {"pre_tokens": 5}, r"pre_tokens and next_tokens must be 2\*\*63 - 1, got 5 and 92"),
+    (ROWS, {"next_tokens": 0}, r"pre_tokens and next_tokens must be 2\*\*63 - 1, got .* and 0"),
+    # Tensors.
+    (PACKED, HALF, "query must be bfloat16 or float32, got float16"),
+    (
+        PACKED,
+        {"key": torch.zeros(51, 1, 32).bfloat16()},
+        "key must be float32 like query, got bflo",
+    ),
+    (PACKED, {"query": torch.zeros(15, 3, 1, 32)}, "query must have 3 dimensions"),
+    (PACKED, {"key": torch.zeros(51, 32)}, "key must have 3 dimensions"),
+    (
+        PACKED,
+        {"key": torch.zeros(51, 2, 32)},
+        r"key must have tokens with 1 head of the D of query",
+    ),
+    (PACKED, {"key": torch.zeros(51, 1, 48)}, r"D of query, 32, got shape \[51, 1, 48\]"),
+    (PACKED, {"key": torch.zeros(0, 1, 32)}, r"key must have tokens .*, got shape \[0, 1, 32\]"),
+    (PACKED, {"weights": torch.zeros(15, 2)}, "weights must"),
+    (PACKED, {"weights": torch.zeros(15, 3, 1)}, "weights must have 2 dimensions"),
+    (
+        ROWS,
+        {"query": torch.zeros(4, 11, 3, 32)[:, :9]},
+        "query must have all its tokens one stride",
+    ),
+    (
+        ROWS,
+        {"weights": torch.zeros(4, 11, 3)[:, :9]},
+        "weights must have all its tokens one stride",
+    ),
+    (ROWS, {"key": torch.zeros(3, 22, 1, 32)}, "key must have the batch size of query, 4, got 3"),
+    # Lengths.
+    (
+        ROWS,
+        {"actual_seq_lengths_query": [5, 1, 0]},
+        r"must have one entry per sequence \(4\), got 3",
+    ),
+    (ROWS, {"actual_seq_lengths_key": [20]}, r"must have one entry per sequence \(4\), got 1"),
+    (ROWS, {"actual_seq_lengths_query": [5, 1, 0, 10]}, r"must be in \[0, 9\], got 10 at index 3"),
+    (ROWS, {"actual_seq_lengths_key": [20, -1, 9, 3]}, r"must be in \[0, 22\], got -1 at index 1"),
+    (PACKED, {"actual_seq_lengths_query": None}, "actual_seq_lengths_query is mandatory for TND"),
+    (PACKED, {"actual_seq_lengths_key": None}, "actual_seq_lengths_key is mandatory for TND"),
+    (BLOCKS, {"actual_seq_lengths_key": None}, "_key is mandatory with block_table"),
+    (
+        PACKED,
+        {"actual_seq_lengths_query": [5, 4, 6, 13]},
+        "must be prefix sums, which never decrease, up to 15 tokens, got 4 after 5 at index 1",
+    ),
+    (
+        PACKED,
+        {"actual_seq_lengths_key": [20, 37, 46, 52]},
+        "up to 51 tokens, got 52 after 46 at ind",
+    ),
+    (PACKED, {"actual_seq_lengths_key": [20, 37, 46]}, r"one entry per sequence \(4\), got 3"),
+    # Blocks.
+    (
+        BLOCKS,
+        {"block_table": [[0, 1]]},
+        r"block_tables must have one row per sequence \(4\), got 1",
+    ),
+    (BLOCKS, {"block_table": [[0]] * 4}, r"_key must be in \[0, 16\], got 20 at index 0"),
+    (
+        PACKED_BLOCKS,
+        {"block_table": [[0, 7], [1, 2], [3], [4]]},
+        r"page ids must be in \[0, 7\), got 7 at position 1 of sequence 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "change", "message"), REFUSED, ids=lambda x: str(x)[:50])
+def test_value_errors(form, change, message):
+    with pytest.raises(ValueError, match=message) as error:
+        npu_lightning_indexer(**Operator(form).arguments(**change))
+    assert str(error.value).startswith("npu_lightning_indexer: ")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": [1.0]}, "npu_lightning_indexer: query must be a tensor"),
+        ({"actual_seq_lengths_key": [1.5]}, "actual_seq_lengths_key must hold integers, got float"),
+        ({"block_table": np.zeros((1, 1))}, "block_table must be int32 or int64, got float64"),
+    ],
+)
+def test_type_errors(change, message):
+    with pytest.raises(TypeError, match=message):
+        npu_lightning_indexer(**Operator(BLOCKS).arguments(**change))
