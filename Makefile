@@ -21,7 +21,7 @@ test: build  ## C++ tests, then Python tests
 	@ctest --preset release
 	@python -m pytest -q $(ARGS)
 
-bench: build bench-env  ## everything in bench/, plots and README, under 15 minutes; idle machine
+bench: build bench-env  ## everything in bench/, plots and README, 20 minutes; idle machine
 	@status=0; for bench in $(filter-out %_attention.py,$(wildcard bench/bench_*.py)); do \
 	  python $$bench || status=1; done; \
 	  python bench/bench_attention.py $(ARGS) || status=1; \

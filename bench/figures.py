@@ -26,6 +26,28 @@ def verdict(row: Row) -> str:
     return f"{row['bar']:g} % {'MISSED' if row['missed'] else 'met'}" if "bar" in row else ""
 
 
+def time_per_item(row: Row) -> str:
+    return f"{duration(1e-9 * row['ns_per_item'])}/{row['item']}"
+
+
+def best_peer(rows: list[Row]) -> Row | None:
+    """The fastest that is not cpattn, of the rows of a case of bench_sparse.py."""
+    peers = [row for row in rows if "median" in row and not is_ours(row)]
+    return min(peers, key=lambda row: row["median"], default=None)
+
+
+def is_ours(row: Row) -> bool:
+    """Of bench_sparse.py, where cpattn runs in several dtypes."""
+    return row["implementation"].startswith("cpattn")
+
+
+def bar_verdict(bar: Row) -> str:
+    """One of several bars of a row: what was reached, of what, and whether that is enough."""
+    sign = "≥" if bar["at_least"] else "≤"
+    verdict = "met" if bar["met"] else "MISSED"
+    return f"{bar['name']}: {bar['value']:.3g}, bar {sign} {bar['limit']:g} {verdict}"
+
+
 def amx_bar(row: Row) -> str:
     """What AMX hardware has to reach in this case, where this is none."""
     if row["isa"] == "amx" or not row["amx_bar"]:

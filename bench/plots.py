@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws bench/results/attention.jsonl: roofline, speed-ups, scaling with length and batch."""
+"""Draws bench/results: roofline, speed-ups, scaling with length and batch; sparse attention."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ COLORS = dict(zip(NAMES.values(), ["#000000", *plt.cm.tab10.colors], strict=Fals
 MARKERS = dict(zip(NAMES.values(), "osD^vPX*", strict=True))
 
 
-def read() -> list[Row]:
-    lines = (RESULTS / "attention.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+def read(bench: str) -> list[Row]:
+    path = RESULTS / f"{bench}.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [row for row in rows if row["status"] == "ok"]
 
 
@@ -167,8 +167,68 @@ def draw(rows: list[Row]) -> Iterable[tuple[str, Figure]]:
     yield "batch", draw_scaling(rows, "batch", title, "sequences")
 
 
+SPARSE_COLORS = ["#000000", *plt.cm.tab10.colors]
+HEADS = 64  # of the indexer
+
+
+def draw_sparse(rows: list[Row]) -> Figure:
+    """Indexer and top-k over the length of the keys, MLA over the number of heads."""
+    most = max(row["case"]["threads"] for row in rows)
+    figure, axes = plt.subplots(1, 3, figsize=(15, 5), layout="constrained")
+    indexer = [
+        row
+        for row in rows
+        if row["case"]["job"].startswith("indexer, top") and row["case"]["heads"] == HEADS
+    ]
+    draw_lines(axes[0], [row for row in indexer if row["case"]["threads"] == most], "KV")
+    style(axes[0], f"Indexer, {HEADS} heads × 128, {most} threads", "keys", "ns per query and key")
+    draw_lines(axes[1], [row for row in rows if row["case"]["job"] == "top 2048"], "of")
+    style(axes[1], "Top 2048, one thread", "elements of a row", "ns per element")
+    mla = [row for row in rows if row["part"] == "sparse MLA" and row["case"]["threads"] == most]
+    draw_lines(axes[2], mla, "heads", "percent_of_peak")
+    axes[2].set_yscale("linear")
+    axes[2].set_ylim(0, 100)
+    axes[2].set_yticks(range(0, 101, 20), map(str, range(0, 101, 20)))
+    style(
+        axes[2],
+        f"MLA 576/512, 2048 keys a token, {most} threads",
+        "heads",
+        "percent of the bfloat16 dot-product peak",
+    )
+    figure.suptitle(machine(rows[0]), fontsize=11)
+    return figure
+
+
+def draw_lines(axes: Axes, rows: list[Row], x: str, y: str = "ns_per_item") -> None:
+    """A line for each implementation, cpattn's thicker, over one entry of the case."""
+    for i, name in enumerate(dict.fromkeys(row["implementation"] for row in rows)):
+        mine = sorted(
+            (row for row in rows if row["implementation"] == name), key=lambda row: row["case"][x]
+        )
+        axes.loglog(
+            [row["case"][x] for row in mine],
+            [row[y] for row in mine],
+            "-" + "osD^vPX*"[i],
+            color=SPARSE_COLORS[i],
+            label=name,
+            ms=5,
+            lw=2 if name.startswith("cpattn") else 1,
+        )
+    ticks = sorted({row["case"][x] for row in rows})
+    axes.set_xticks(ticks, [f"{t // 1024}K" if t >= 1024 else str(t) for t in ticks])
+    values = [row[y] for row in rows]
+    steps = [m * 10.0**e for e in range(-2, 4) for m in (1, 2, 5)]
+    shown = [t for t in steps if min(values) / 2.5 <= t <= max(values) * 2.5]
+    axes.set_yticks(shown, [f"{t:g}" for t in shown])
+    axes.minorticks_off()
+    axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+
+
 def main() -> None:
-    for name, figure in draw(read()):
+    figures = [*draw(read("attention"))]
+    if sparse := read("sparse"):
+        figures.append(("sparse", draw_sparse(sparse)))
+    for name, figure in figures:
         figure.savefig(RESULTS / f"{name}.png", dpi=110)
         plt.close(figure)
 

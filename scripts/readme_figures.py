@@ -20,16 +20,21 @@ sys.path.insert(0, str(ROOT / "bench"))
 from figures import (  # noqa: E402 (bench is no package)
     Row,
     amx_bar,
+    bar_verdict,
+    best_peer,
     case_label,
     duration,
     findings,
+    is_ours,
     of_cpattn,
+    time_per_item,
     verdict,
 )
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- figures: scripts/readme_figures.py -->\n", "<!-- end of figures -->\n"
 PLOTS = {
+    "sparse": "sparse attention: indexer, top-k, MLA",
     "speedup": "time of each engine in units of cpattn's",
     "length": "percent of the peak over the length of a sequence",
     "batch": "percent of the peak over the batch size",
@@ -100,6 +105,45 @@ def raced(rows: list[Row]) -> str:
     return markdown(lines) + "\n" + "".join(f"- {line}\n" for line in findings(of_cpattn(rows)))
 
 
+def sparse(rows: list[Row]) -> str:
+    """Sparse attention: a line for each implementation of ours, then what has no time."""
+    lines = [["", "", "time", "of peak", "best peer", "speed-up over it", "bars"]]
+    for case, group in groupby(rows, key=itemgetter("case")):
+        of = list(group)
+        if not (any("bars" in row for row in of) or of[0]["part"] in ("rows", "metadata")):
+            continue
+        best = best_peer(of)
+        for row in filter(is_ours, of):
+            if "median" in row:
+                peak = f"{row['percent_of_peak']:.1f} %" if "percent_of_peak" in row else ""
+                doubts = " (no quiet sample)" if row["noisy"] else ""
+                line = [case_label(case), row["implementation"], time_per_item(row) + doubts, peak]
+                if best:
+                    line += [f"{best['implementation']}, {time_per_item(best)}"]
+                    line += [f"{best['median'] / row['median']:.2f} ×"]
+                else:
+                    line += ["", ""]
+                lines.append([*line, "; ".join(map(bar_verdict, row.get("bars", ())))])
+    return markdown(lines) + "\n" + "".join(f"- {line}\n" for line in untimed(rows))
+
+
+def untimed(rows: list[Row]) -> Iterator[str]:
+    """Memory and recall: a line for each case."""
+    for case, group in groupby(rows, key=itemgetter("case")):
+        figures = []
+        for row in group:
+            if "recall" in row:
+                figures.append(f"{row['implementation']} {100 * row['recall']:.2f} %")
+            if "extra_memory" in row:
+                figures.append(f"{row['implementation']} {row['extra_memory'] / 2**20:.1f} MiB")
+        if figures:
+            yield f"{case_label(case)}: {', '.join(figures)}"
+
+
+#: How the rows of a benchmark are shown.
+SHOWN = {"attention": raced, "sparse": sparse}
+
+
 def tables() -> Iterator[str]:
     for path in sorted((ROOT / "bench" / "results").glob("*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -108,7 +152,7 @@ def tables() -> Iterator[str]:
             f"`bench/bench_{made['bench']}.py`: {made['machine']}, {made['num_threads']} threads, "
             f"`{made['isa']}`, {made['compiler']}, torch {made['torch']}, {made['date']}; medians."
         )
-        yield raced(rows) if "status" in made else compared(rows)
+        yield SHOWN.get(made["bench"], compared)(rows)
     for name, text in PLOTS.items():
         if (ROOT / "bench" / "results" / f"{name}.png").exists():
             yield f"![{text}](bench/results/{name}.png)\n"

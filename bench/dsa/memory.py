@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that the indexer takes beyond inputs and outputs, each call in a process of its own.
+
+``python -m dsa.memory IMPLEMENTATION TOKENS KV THREADS`` prints the bytes of one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cpattn
+from dsa import THREADS
+from dsa.indexer import BLOCKS, ROWS, TOPK, Inputs, score_blocks, score_rows, torch_topk
+from figures import Row
+from peers.worker import memory
+
+BENCH = Path(__file__).parents[1]
+IMPLEMENTATIONS = ("cpattn bf16", BLOCKS, ROWS)
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    """A row for each implementation and length, the failed ones too."""
+    for kv_len in (512,) if quick else (4096, 131072):
+        for name in IMPLEMENTATIONS:
+            case = {"job": "memory of the indexer", "new": 64, "KV": kv_len, "threads": THREADS}
+            row = {"part": "memory", "case": case, "implementation": name}
+            yield row | in_child(name, 64, kv_len, THREADS)
+
+
+def in_child(name: str, num_tokens: int, kv_len: int, num_threads: int) -> Row:
+    path = [str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-m", "dsa.memory", name, *map(str, (num_tokens, kv_len, num_threads))],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return {"status": "error", "reason": reason}
+    return {"status": "ok", "extra_memory": int(done.stdout)}
+
+
+def call(name: str, inputs: Inputs) -> Callable[[], Any]:
+    if name in (BLOCKS, ROWS):
+        score = score_blocks if name == BLOCKS else score_rows
+        return lambda: torch_topk(inputs, score(inputs), TOPK)()
+    return lambda: cpattn.indexer_topk(
+        inputs.q, inputs.k, inputs.weights, inputs.ks, inputs.ke, topk=TOPK, sorted=False
+    )
+
+
+def main() -> None:
+    name, num_tokens, kv_len, num_threads = sys.argv[1], *map(int, sys.argv[2:])
+    cpattn.set_num_threads(num_threads)
+    torch.set_num_threads(num_threads)
+    call(name, Inputs(32, 64, 64))()  # starts threads, loads libraries
+    inputs = Inputs(num_tokens, kv_len, 64)
+    run = call(name, inputs)
+    _ = inputs.q, inputs.k, inputs.weights, inputs.ks, inputs.ke  # made when asked for: here
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts here
+    result = run()
+    peak = memory("VmHWM")
+    print(max(0, peak - before - sum(part.nbytes for part in result)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of bench/dsa that a wrong benchmark would come from."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from dsa import Bar, Comparison, Wrong, indexer, mla, percent_longer, times_as_fast, topk, turns
+
+SMALL = indexer.Inputs(num_tokens=32, kv_len=100, num_heads=4)
+TOPK = 16
+
+
+def exact_topk(inputs, topk):
+    rows = [torch.from_numpy(indexer.exact(inputs, i, int(n))) for i, n in enumerate(inputs.ke)]
+    return [row.topk(topk).indices for row in rows]
+
+
+@pytest.mark.parametrize(
+    "score",
+    [indexer.score_blocks, indexer.score_rows, indexer.score_einsum],
+    ids=lambda f: f.__name__,
+)
+def test_torch_forms_are_right(score, monkeypatch):
+    monkeypatch.setattr(indexer, "KEYS", 32)  # several blocks and a part of one
+    checker = indexer.Checker(SMALL, {})
+    logits = indexer.torch_logits(SMALL, score(SMALL))()
+    assert checker.logits("torch", logits) < 0.02
+    chosen = indexer.torch_topk(SMALL, score(SMALL), TOPK)()
+    assert checker.topk("torch", chosen, TOPK) < 0.02
+
+
+def test_a_wrong_score_is_found():
+    checker = indexer.Checker(SMALL, {})
+    rows = [torch.from_numpy(indexer.exact(SMALL, i, int(n))) for i, n in enumerate(SMALL.ke)]
+    logits = torch.full((SMALL.num_tokens, SMALL.kv_len), -torch.inf)
+    for row, scores in zip(logits, rows, strict=True):
+        row[: len(scores)] = scores
+    assert checker.logits("cpattn bf16", logits) < 1e-6
+    hidden = logits.clone()
+    hidden[0, -1] = 0
+    with pytest.raises(Wrong, match="hidden"):
+        checker.logits("cpattn bf16", hidden)
+    logits[-1, 3] += 0.01 * logits[-1].max()
+    with pytest.raises(Wrong, match="relative error"):
+        checker.logits("cpattn bf16", logits)
+
+
+def test_a_wrong_choice_is_found():
+    checker = indexer.Checker(SMALL, {})
+    chosen = exact_topk(SMALL, TOPK)
+    assert checker.topk("cpattn bf16", chosen, TOPK) == 0
+    twice = [row.clone() for row in chosen]
+    twice[0][0] = twice[0][1]
+    with pytest.raises(Wrong, match="distinct"):
+        checker.topk("cpattn bf16", twice, TOPK)
+    worst = [row.clone() for row in chosen]
+    worst[-1][0] = int(indexer.exact(SMALL, 31, 100).argmin())
+    with pytest.raises(Wrong, match="relative error"):
+        checker.topk("cpattn bf16", worst, TOPK)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_scores_are_near(dtype):
+    quantized = indexer.quantize(SMALL, dtype)
+    near = indexer.exact(quantized, 31, 100)
+    scores = indexer.exact(SMALL, 31, 100)
+    assert abs(near - scores).max() < 0.1 * abs(scores).max()
+
+
+def test_pool_holds_the_same_rows_twice():
+    rows, kv = mla.pool(300)
+    assert torch.equal(mla.expand(rows), kv[:, 0])
+    again = mla.expand(mla.compress(kv[..., :512], kv[..., 512:])[:, 0])
+    assert (again - kv[:, 0]).abs().max() <= 0.04 * kv.abs().max()  # half a step of e4m3: 1/32
+
+
+def test_a_group_of_zeros_stays_zero():
+    nope = torch.zeros(1, 512)
+    nope[0, 128:] = 1
+    row = mla.expand(mla.compress(nope, torch.ones(1, 64)))
+    assert torch.equal(row[0, :512].float(), nope[0])
+
+
+def test_a_wrong_top_k_is_found():
+    comparison = topk.of_shape(8, 64, 8)
+    right = comparison.implementations[topk.TORCH]()
+    comparison.check(topk.TORCH, right)
+    with pytest.raises(Wrong):
+        comparison.check(topk.SORTED, right.sort()[0])
+    right[3, 2] = right[3, 1]
+    with pytest.raises(Wrong):
+        comparison.check(topk.TORCH, right)
+
+
+@pytest.mark.parametrize("part", ["indexer", "topk", "mla", "rows", "metadata"])
+def test_quick_cases_are_right(part):
+    for comparison in importlib.import_module(f"dsa.{part}").comparisons(quick=True):
+        for name, function in comparison.implementations.items():
+            comparison.check(name, function())
+
+
+def compared(**functions):
+    def check(name, result):
+        if result == "wrong":
+            raise Wrong("relative error 2")
+        return 0.0
+
+    bars = (
+        times_as_fast("ours", "peer", 2, "peer"),
+        percent_longer("ours", "other", 5),
+        Bar("ours", "of work", 1, lambda timed: timed["ours"]["rate"], at_least=False),
+    )
+    case = {"job": "test", "threads": 1}
+    return turns.run(
+        Comparison("test", case, functions, check, (1.0, "Gthing"), (1, "thing"), bars), budget=0.01
+    )
+
+
+def test_who_fails_is_a_row_and_has_no_bar():
+    def failing():
+        raise RuntimeError("why")
+
+    ours, wrong, failed = compared(ours=lambda: 0, peer=lambda: "wrong", other=failing)
+    assert (wrong["status"], wrong["reason"]) == ("wrong", "relative error 2")
+    assert (failed["status"], failed["reason"]) == ("error", "RuntimeError: why")
+    assert [bar["name"] for bar in ours["bars"]] == ["of work"]
+    assert not ours["bars"][0]["met"]
+    assert "percent_of_peak" not in ours
+
+
+def test_bars_compare_medians():
+    slow = torch.rand(1 << 20)
+    ours, peer, other = compared(ours=lambda: 0, peer=slow.sum, other=lambda: 0)
+    faster, longer, _ = ours["bars"]
+    assert faster["value"] == peer["median"] / ours["median"]
+    assert faster["met"]
+    assert longer["value"] == pytest.approx(100 * (ours["median"] / other["median"] - 1))
