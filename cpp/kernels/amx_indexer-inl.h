@@ -9,8 +9,8 @@
 namespace cpattn::kernels {
 namespace {
 
-/// How rows of T become operands of the tiles. load() gives the kElements elements at
-/// `from`, of which there are n.
+/// How rows of T become operands of the tiles. load() gives kElements elements from
+/// `from` on, zeros where there are but n.
 template <class T>
 struct IndexerFormat;
 
@@ -42,20 +42,78 @@ struct IndexerFormat<int8_t> {
   }
 };
 
+/// Dimensions of packed operands, in Bfloat16: two of int8 are one.
+template <class T>
+int64_t tile_depth(int dim) {
+  constexpr int kElements = IndexerFormat<T>::kElements;
+  return int64_t{(dim + kElements - 1) / kElements} * kTileDepth;
+}
+
+/// Keys on their way into tiles, as columns [16 keys][depth / 32][16 pairs][16 keys][2].
+template <class T>
+class KeyPacker {
+  using Format = IndexerFormat<T>;
+
+ public:
+  explicit KeyPacker(int dim) : dim_(dim) {}
+
+  /// Columns from `end` on, up to a multiple of 32, will be zeros.
+  void start(const char* const* rows, int begin, int end, Bfloat16* block) {
+    rows_ = rows;
+    key_ = begin;
+    end_ = end;
+    padded_end_ = round_up(end, kKeyBlock);
+    tiles_ = block + int64_t{begin} * tile_depth<T>(dim_);
+  }
+
+  bool pending() const { return key_ < padded_end_; }
+
+  /// Packs one tile.
+  [[gnu::noinline]] void take() {
+    fetch_ahead(rows_, key_, kTileRows, d_ * static_cast<int>(sizeof(T)));
+    __m512i columns[kTileRows];
+    for (int i = 0; i < kTileRows; ++i) {
+      columns[i] = key_ + i < end_ ? Format::load(rows_[key_ + i] + d_ * sizeof(T), dim_ - d_)
+                                   : _mm512_setzero_si512();
+    }
+    transpose(columns);
+    for (int i = 0; i < kTileRows; ++i) _mm512_store_si512(tiles_ + i * kTileDepth, columns[i]);
+    tiles_ += kTileElements;
+    d_ += Format::kElements;
+    if (d_ < dim_) return;
+    d_ = 0;
+    key_ += kTileRows;
+  }
+
+ private:
+  const int dim_;
+  const char* const* rows_ = nullptr;
+  int key_ = 0;
+  int d_ = 0;
+  int end_ = 0;
+  int padded_end_ = 0;
+  Bfloat16* tiles_ = nullptr;
+};
+
 template <class T>
 class AmxScorer {
   using Format = IndexerFormat<T>;
   static constexpr int kStep = Format::kElements;
 
  public:
+  static constexpr int kBlocks = 2;
+
   explicit AmxScorer(const IndexerTile& tile)
-      : tile_(tile), padded_heads_(padded_heads(tile.num_heads)), depth_(depth_of(tile.dim)) {}
+      : tile_(tile),
+        padded_heads_(padded_heads(tile.num_heads)),
+        depth_(tile_depth<T>(tile.dim)),
+        packer_(tile.dim) {}
 
   static int64_t query_bytes(int num_heads, int dim) {
     constexpr int64_t kWeightBytes = sizeof(float);
-    return padded_heads(num_heads) * (depth_of(dim) * kOperandBytes + kWeightBytes);
+    return padded_heads(num_heads) * (tile_depth<T>(dim) * kOperandBytes + kWeightBytes);
   }
-  static int64_t block_bytes(int dim) { return depth_of(dim) * kOperandBytes * kIndexerBlock; }
+  static int64_t block_bytes(int dim) { return tile_depth<T>(dim) * kOperandBytes * kIndexerBlock; }
 
   void pack_query(const IndexerQuery& asked, char* query) const {
     const auto* q = static_cast<const char*>(asked.q);
@@ -63,9 +121,9 @@ class AmxScorer {
     for (int head = 0; head < padded_heads_; ++head) {
       Bfloat16* row = tiles + head / kTileRows * kTileRows * depth_ + head % kTileRows * kTileDepth;
       for (int d = 0; d < tile_.dim; d += kStep, row += kTileElements) {
-        const __m512i elements =
-            head < tile_.num_heads ? Format::load(q + d * sizeof(T), smaller(kStep, tile_.dim - d))
-                                   : _mm512_setzero_si512();
+        const __m512i elements = head < tile_.num_heads
+                                     ? Format::load(q + d * sizeof(T), tile_.dim - d)
+                                     : _mm512_setzero_si512();
         _mm512_store_si512(row, elements);
       }
       q += tile_.head_stride * static_cast<int64_t>(sizeof(T));
@@ -75,26 +133,8 @@ class AmxScorer {
     __builtin_memcpy(weights, asked.weights, tile_.num_heads * sizeof(float));
   }
 
-  /// Columns of keys; those from `end` on, up to a multiple of 32, are zeros.
-  void pack_keys(const char* const* rows, int begin, int end, char* block) const {
-    auto* tiles = reinterpret_cast<Bfloat16*>(block) + begin * depth_;
-    for (int key = begin; key < end || key % kKeyBlock != 0; key += kTileRows) {
-      for (int d = 0; d < tile_.dim; d += kStep, tiles += kTileElements) {
-        keep_tiles_awake();
-        fetch_ahead(rows, key, kTileRows, d * static_cast<int>(sizeof(T)));
-        __m512i columns[kTileRows];
-        for (int i = 0; i < kTileRows; ++i) {
-          columns[i] =
-              key + i < end
-                  ? Format::load(rows[key + i] + d * sizeof(T), smaller(kStep, tile_.dim - d))
-                  : _mm512_setzero_si512();
-        }
-        transpose(columns);
-        for (int i = 0; i < kTileRows; ++i) {
-          _mm512_store_si512(tiles + i * kTileDepth, columns[i]);
-        }
-      }
-    }
+  void pack_keys(const char* const* rows, int begin, int end, char* block) {
+    packer_.start(rows, begin, end, reinterpret_cast<Bfloat16*>(block));
   }
 
   template <class Done>
@@ -110,19 +150,19 @@ class AmxScorer {
         .end = (task.end + kKeyBlock - 1) / kKeyBlock,
         .sums = task.scores,
     };
-    products_.multiply(blocks, done);
+    products_.multiply(blocks, done, packer_);
   }
 
   template <class Done>
   void finish(Done done) {
     products_.finish(done);
+    for (; packer_.pending(); packer_.take()) keep_tiles_awake();
   }
 
  private:
   static constexpr int64_t kOperandBytes = sizeof(Bfloat16);
 
   static int64_t padded_heads(int num_heads) { return round_up(num_heads, kHeadBlock); }
-  static int64_t depth_of(int dim) { return round_up(dim, kStep) / kStep * kTileDepth; }
 
   float* weights_of(char* query) const {
     return reinterpret_cast<float*>(query + padded_heads_ * depth_ * kOperandBytes);
@@ -133,6 +173,7 @@ class AmxScorer {
   const int64_t padded_heads_;
   const int64_t depth_;  // of packed operands, in Bfloat16
   HeadProducts<typename Format::Product> products_;
+  KeyPacker<T> packer_;
 };
 
 }  // namespace

@@ -136,16 +136,17 @@ class HeadProducts {
  public:
   HeadProducts() : pending_(scores_[0]) {}
 
-  /// Tells done(x.query) when all scores are there.
-  template <class Done>
-  void multiply(const HeadBlocks& x, Done done) {
+  /// Tells done(x.query) when all scores are there. While other work is pending(), each
+  /// block of products has the vector units take() some.
+  template <class Done, class Work>
+  void multiply(const HeadBlocks& x, Done done, Work& work) {
     // The slices of a block's products are for 16 pairs of heads.
     if (x.depth == kTileDepth) {
-      multiply<4>(x, done);
+      multiply<4>(x, done, work);
     } else if (x.depth < 4 * kTileDepth) {
-      multiply<2>(x, done);
+      multiply<2>(x, done, work);
     } else {
-      multiply<1>(x, done);
+      multiply<1>(x, done, work);
     }
   }
 
@@ -168,8 +169,8 @@ class HeadProducts {
     int query = -1;         // that the block is the last of
   };
 
-  template <int kHeads, class Done>
-  void multiply(const HeadBlocks& x, Done done) {
+  template <int kHeads, class Done, class Work>
+  void multiply(const HeadBlocks& x, Done done, Work& work) {
     HeadSums<Product> heads = heads_;
     const auto slice = [&]() __attribute__((always_inline)) { heads.template take<kHeads>(); };
     const int64_t stride = x.depth * kTileRows;
@@ -180,6 +181,11 @@ class HeadProducts {
         multiply_heads<Product, true>(queries, keys, stride, pending_, slice);
         complete(heads, done);
         turn_to_next(heads);
+        if (work.pending()) {
+          heads_ = heads;  // as in complete(): not across a call
+          work.take();
+          heads = heads_;
+        }
         for (int64_t k = kTileElements; k < stride; k += kTileElements) {
           multiply_heads<Product, false>(queries + k, keys + k, stride, pending_, slice);
         }
@@ -205,7 +211,7 @@ class HeadProducts {
     if (added_.sums == nullptr) return;
     heads.write(added_.sums);
     if (added_.query >= 0) done(added_.query);
-    // Not before the call: sums that live across one would not stay in registers.
+    // Not before the call: sums that live across one are kept in memory everywhere.
     heads.clear();
   }
 

@@ -17,18 +17,19 @@ namespace {
 ///   Scorer(tile)
 ///   pack_query(asked, query)
 ///   pack_keys(rows, begin, end, block)   keys rows[begin..end) of a block, begin a
-///       multiple of 32; 32 rows more are there to be fetched
+///       multiple of 32; 32 rows more are there to be fetched. Either at once, or, where
+///       kBlocks is 2 and not 1, by the end of finish(), beside the scores of another block
 ///   score(task, done)   tells done(task.index) when the scores are there: at once, or
 ///       during the next call
-///   finish(done)   ends the last one
+///   finish(done)   ends what is under way
 ///
 /// A score must not depend on the block that its key is in.
 template <class Scorer>
 class IndexerLoop {
  public:
   static int64_t scratch_bytes(int32_t num_queries, int32_t num_heads, int32_t dim, int32_t topk) {
-    return num_queries * Scorer::query_bytes(num_heads, dim) + Scorer::block_bytes(dim) +
-           int64_t{2 * kIndexerBlock} * static_cast<int>(sizeof(float)) +
+    return num_queries * Scorer::query_bytes(num_heads, dim) +
+           kBlocks * (Scorer::block_bytes(dim) + kRowBytes) + kRowBytes +
            QueryStreams::bytes(num_queries, topk);
   }
 
@@ -37,15 +38,34 @@ class IndexerLoop {
   }
 
  private:
+  static constexpr int kBlocks = Scorer::kBlocks;
+  /// Of scores or scales of a block.
+  static constexpr int64_t kRowBytes = kIndexerBlock * sizeof(float);
+
+  struct Block {
+    char* keys;
+    float* scales;
+    // With a granule more that scorers may fetch ahead.
+    const char* rows[kIndexerBlock + kKeyGranule];
+  };
+
   IndexerLoop(const IndexerTile& tile, char* scratch)
       : tile_(tile),
         scorer_(tile),
         query_bytes_(Scorer::query_bytes(tile.num_heads, tile.dim)),
         queries_(scratch),
-        block_(queries_ + tile.num_queries * query_bytes_),
-        scores_(reinterpret_cast<float*>(block_ + Scorer::block_bytes(tile.dim))),
-        scales_(scores_ + kIndexerBlock),
-        streams_(tile, reinterpret_cast<char*>(scales_ + kIndexerBlock)) {}
+        scores_(reinterpret_cast<float*>(queries_ + tile.num_queries * query_bytes_)),
+        streams_(tile, carve_blocks(reinterpret_cast<char*>(scores_) + kRowBytes)) {}
+
+  /// Gives what comes after them in scratch.
+  char* carve_blocks(char* scratch) {
+    for (Block& block : blocks_) {
+      block.keys = scratch;
+      block.scales = reinterpret_cast<float*>(scratch + Scorer::block_bytes(tile_.dim));
+      scratch = reinterpret_cast<char*>(block.scales) + kRowBytes;
+    }
+    return scratch;
+  }
 
   bool run() {
     for (int i = 0; i < tile_.num_queries; ++i) {
@@ -53,23 +73,28 @@ class IndexerLoop {
     }
     KeyRange all = {INT64_MAX, 0};
     for (int i = 0; i < tile_.num_queries; ++i) all = widened(all, scored(tile_.queries[i]));
-    for (int64_t first = all.begin / kIndexerBlock * kIndexerBlock; first < all.end;
-         first += kIndexerBlock) {
-      if (tile_.should_stop(tile_.stop_context)) return false;
-      run_block(first);
-    }
+    if (all.begin < all.end && !score(all)) return false;
     for (int i = 0; i < tile_.num_queries; ++i) write_indices(i);
     return true;
   }
 
-  /// Keys [first, first + kIndexerBlock), as far as queries see them.
-  void run_block(int64_t first) {
-    KeyRange seen = {INT64_MAX, 0};
-    for (int i = 0; i < tile_.num_queries; ++i) {
-      seen = widened(seen, clipped(scored(tile_.queries[i]), first));
+  /// Of two blocks one is packed while the other is scored.
+  bool score(KeyRange all) {
+    const int64_t begin = all.begin / kIndexerBlock * kIndexerBlock;
+    if (kBlocks == 2) {
+      pack(begin);
+      scorer_.finish([](int) {});
     }
-    if (seen.begin >= seen.end) return;
-    pack(first, static_cast<int>(seen.begin - first), static_cast<int>(seen.end - first));
+    for (int64_t first = begin; first < all.end; first += kIndexerBlock) {
+      if (tile_.should_stop(tile_.stop_context)) return false;
+      pack(first + (kBlocks - 1) * kIndexerBlock);
+      score_block(first);
+    }
+    return true;
+  }
+
+  /// Keys [first, first + kIndexerBlock), as far as queries see them.
+  void score_block(int64_t first) {
     const auto done = [this, first](int i) { take_scores(i, first); };
     for (int i = 0; i < tile_.num_queries; ++i) {
       const KeyRange range = clipped(scored(tile_.queries[i]), first);
@@ -77,7 +102,7 @@ class IndexerLoop {
       const ScoreTask task = {
           .index = i,
           .query = query(i),
-          .block = block_,
+          .block = block_of(first).keys,
           .begin = static_cast<int>(range.begin - first),
           .end = static_cast<int>(range.end - first),
           .scores = scores_,
@@ -93,7 +118,7 @@ class IndexerLoop {
     const KeyRange range = clipped(scored(asked), first);
     const auto begin = static_cast<int>(range.begin - first);
     const auto end = static_cast<int>(range.end - first);
-    if (tile_.keys.scales != nullptr) apply_scales(begin, end);
+    if (tile_.keys.scales != nullptr) apply_scales(block_of(first).scales, begin, end);
     if (asked.logits == nullptr) {
       streams_.push(i, scores_ + begin, end - begin, range.begin);
     } else {
@@ -122,21 +147,31 @@ class IndexerLoop {
     }
   }
 
-  /// Packs keys first + [begin, end), and from the multiple of 32 before on.
-  void pack(int64_t first, int begin, int end) {
-    const IndexerKeys& keys = tile_.keys;
-    const int granule = begin / kKeyGranule * kKeyGranule;
-    locate(keys.data, keys.page_bytes, keys.row_bytes, first, begin, end, rows_);
-    for (int i = granule; i < begin; ++i) rows_[i] = rows_[begin];
-    const int fetched = round_up(end, kKeyGranule) + kKeyGranule;
-    for (int i = end; i < fetched; ++i) rows_[i] = rows_[end - 1];
-    for (int i = granule; i < end; i += kKeyGranule) {
-      const int stop = i + kKeyGranule < end ? i + kKeyGranule : end;
-      scorer_.pack_keys(rows_, i, stop, block_);
+  /// Packs keys [first, first + kIndexerBlock), as far as queries see them.
+  void pack(int64_t first) {
+    KeyRange seen = {INT64_MAX, 0};
+    for (int i = 0; i < tile_.num_queries; ++i) {
+      seen = widened(seen, clipped(scored(tile_.queries[i]), first));
     }
-    if (keys.scales == nullptr) return;
-    locate(keys.scales, keys.scale_page_bytes, keys.scale_row_bytes, first, begin, end, rows_);
-    for (int i = begin; i < end; ++i) __builtin_memcpy(scales_ + i, rows_[i], sizeof(float));
+    if (seen.begin >= seen.end) return;
+    const auto begin = static_cast<int>(seen.begin - first);
+    const auto end = static_cast<int>(seen.end - first);
+    const IndexerKeys& keys = tile_.keys;
+    Block& block = block_of(first);
+    if (keys.scales != nullptr) {
+      locate(
+          keys.scales, keys.scale_page_bytes, keys.scale_row_bytes, first, begin, end, block.rows
+      );
+      for (int i = begin; i < end; ++i) {
+        __builtin_memcpy(block.scales + i, block.rows[i], sizeof(float));
+      }
+    }
+    locate(keys.data, keys.page_bytes, keys.row_bytes, first, begin, end, block.rows);
+    const int granule = begin / kKeyGranule * kKeyGranule;
+    for (int i = granule; i < begin; ++i) block.rows[i] = block.rows[begin];
+    const int fetched = round_up(end, kKeyGranule) + kKeyGranule;
+    for (int i = end; i < fetched; ++i) block.rows[i] = block.rows[end - 1];
+    scorer_.pack_keys(block.rows, granule, end, block.keys);
   }
 
   /// Addresses of rows first + [begin, end), into rows[begin..end).
@@ -159,11 +194,13 @@ class IndexerLoop {
     }
   }
 
-  void apply_scales(int begin, int end) {
+  void apply_scales(const float* scales, int begin, int end) {
     for (int i = begin / kLanes * kLanes; i < end; i += kLanes) {
-      store(scores_ + i, mul(load(scores_ + i), load(scales_ + i)));
+      store(scores_ + i, mul(load(scores_ + i), load(scales + i)));
     }
   }
+
+  Block& block_of(int64_t first) { return blocks_[first / kIndexerBlock % kBlocks]; }
 
   char* query(int i) const { return queries_ + i * query_bytes_; }
 
@@ -180,12 +217,9 @@ class IndexerLoop {
   Scorer scorer_;
   const int64_t query_bytes_;
   char* const queries_;
-  char* const block_;
   float* const scores_;
-  float* const scales_;
+  Block blocks_[kBlocks];
   QueryStreams streams_;
-  // With a granule more that scorers may fetch ahead.
-  const char* rows_[kIndexerBlock + kKeyGranule];
 };
 
 template <class Scorer>

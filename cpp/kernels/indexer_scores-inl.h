@@ -155,6 +155,8 @@ class PanelScorer {
   using Operand = typename Engine::Operand;
 
  public:
+  static constexpr int kBlocks = 1;
+
   explicit PanelScorer(const IndexerTile& tile) : tile_(tile) {}
 
   static int64_t query_bytes(int num_heads, int dim) {
@@ -174,9 +176,12 @@ class PanelScorer {
   }
 
   void pack_keys(const char* const* rows, int begin, int end, void* block) const {
-    Engine::template pack_keys<T>(
-        rows, begin, end, tile_.dim, 0, panel_size(tile_.dim), static_cast<Operand*>(block)
-    );
+    for (int key = begin; key < end; key += kKeyGranule) {
+      const int stop = key + kKeyGranule < end ? key + kKeyGranule : end;
+      Engine::template pack_keys<T>(
+          rows, key, stop, tile_.dim, 0, panel_size(tile_.dim), static_cast<Operand*>(block)
+      );
+    }
   }
 
   template <class Done>
