@@ -50,6 +50,10 @@ TOLERANCES = {
     ("rms_norm", "bfloat16"): 0.55,
     ("rms_norm", "float16"): 0.55,
     ("rms_norm", "float32"): 12,
+    # In float32. A score of d <= 256 products rounds each of their sums, half a unit of sum |q k|
+    # at most; as roundings are independent, about the root of d of them add up, and those of the
+    # sum over heads are fewer. BFDOT may double them.
+    ("indexer", "float32"): 8,
     # Units of the LSE are eps of float32, times its own size or that of the largest score.
     ("attention lse", "any"): 24,
     ("merge_state lse", "any"): 4,

@@ -67,7 +67,8 @@ struct IndexerParts {
   const int32_t* indices;
   const float* values;
   int64_t num_parts;
-  int64_t stride;  // from one part to the next, a multiple of 16
+  int64_t num_keys;  // of all parts
+  int64_t stride;    // from one part to the next, a multiple of 16
   int32_t topk;
   bool sorted;
   int32_t* out_indices;

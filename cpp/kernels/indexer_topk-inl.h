@@ -105,6 +105,8 @@ inline void merge_indexer_parts(const IndexerParts* parts, void* scratch) {
     while (n < parts->topk && indices[n] >= 0) ++n;
     append_entries(stream, parts->values + part * parts->stride, indices, n);
   }
+  // A part may have dropped keys, and others have none.
+  stream.admits_all = parts->num_keys <= parts->topk;
   finish_stream(
       stream, parts->sorted, parts->out_indices, parts->out_values,
       buffers + stream_bytes(parts->topk)

@@ -174,10 +174,12 @@ class PartResults {
         kernels::IndexerQuery to{};
         direct(split[index], i, to);
         const int64_t slot = split[index].slot(i);
+        const IndexerRow& row = call_.row(split[index], i);
         const kernels::IndexerParts parts{
             .indices = indices_.get() + slot * stride_,
             .values = values_.get() + slot * stride_,
             .num_parts = split[index].num_parts,
+            .num_keys = row.end - row.begin,
             .stride = stride_,
             .topk = topk_,
             .sorted = sorted,
