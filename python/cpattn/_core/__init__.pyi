@@ -375,6 +375,7 @@ def split_qk_norm(
     k_nope: _Tensor,
     k_pe: _Tensor,
     latent: _Tensor | None,
+) -> None: ...
 def cp_indexer_topk(
     q: _Tensor,
     index_k_cache: _Tensor,
