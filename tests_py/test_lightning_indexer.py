@@ -167,6 +167,31 @@ def test_numpy_in_numpy_out(dtype):
     np.testing.assert_array_equal(values, scores.numpy().astype(dtype))
 
 
+def test_sequences_that_share_blocks():
+    """A cached prefix in common, whole tables in common, and lengths that shrink."""
+    rng = np.random.default_rng(0)
+    pool = torch.from_numpy(integers(rng, (5, 4, 1, DIM)))
+    tables = [[0, 1, -1], [0, 1, -1], [0, 1, 2], [0, 3, -1], [0, -1, -1], [-1, -1, -1], [4, 1, 0]]
+    k_lens = [5, 8, 9, 7, 4, 0, 12]
+    query = torch.from_numpy(integers(rng, (2 * len(tables), HEADS, DIM)))
+    weights = torch.from_numpy(integers(rng, (2 * len(tables), HEADS)))
+
+    def run(rows, tables, k_lens):
+        return npu_lightning_indexer(
+            query[rows], pool, weights[rows], block_table=tables, layout_query="TND",
+            actual_seq_lengths_query=np.arange(2, 2 * len(tables) + 1, 2), sparse_count=3,
+            actual_seq_lengths_key=k_lens, layout_key="PA_BSND", return_value=True,
+        )  # fmt: skip
+
+    together = run(slice(None), tables, k_lens)
+    alone = [
+        run(slice(2 * b, 2 * b + 2), [table], [k_len])
+        for b, (table, k_len) in enumerate(zip(tables, k_lens, strict=True))
+    ]
+    for result, parts in zip(together, zip(*alone, strict=True), strict=True):
+        assert torch.equal(result, torch.cat(parts))
+
+
 @pytest.mark.parametrize("strategy", ["zigzag", "interleave", "contiguous"])
 @pytest.mark.parametrize("cp_size", [1, 2, 3])
 def test_one_row_per_token_is_cp_indexer_topk(cp_size, strategy):

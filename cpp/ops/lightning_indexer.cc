@@ -2,6 +2,7 @@
 #include "cpattn/lightning_indexer.h"
 
 #include <algorithm>
+#include <span>
 #include <string_view>
 
 #include "cpattn/attention_plan.h"
@@ -27,6 +28,13 @@ struct Sequences {
   std::vector<int64_t> begins, lens;
   int64_t size() const { return static_cast<int64_t>(lens.size()); }
 };
+
+void check_batch(const char* name, const Sequences& sequences, int64_t batch) {
+  require(
+      sequences.size() == batch, name, " must have one entry per sequence (", batch, "), got ",
+      sequences.size()
+  );
+}
 
 void check_arguments(const LightningIndexerArguments& arguments) {
   const std::string_view query = arguments.layout_query, key = arguments.layout_key;
@@ -106,10 +114,7 @@ Sequences packed_sequences(const char* name, const Lengths& sums, int64_t total)
 /// `batch` sequences of at most `limit` tokens, which is also where the next begins.
 Sequences padded_sequences(const char* name, const Lengths& given, int64_t batch, int64_t limit) {
   Sequences sequences{.lens = given.value_or(std::vector<int64_t>(batch, limit))};
-  require(
-      sequences.size() == batch, name, " must have one entry per sequence (", batch, "), got ",
-      sequences.size()
-  );
+  check_batch(name, sequences, batch);
   for (int64_t b = 0; b < batch; ++b) {
     require(
         sequences.lens[b] >= 0 && sequences.lens[b] <= limit, name, " must be in [0, ", limit,
@@ -166,10 +171,7 @@ KeySequences read_keys(const LightningIndexerArguments& arguments, int64_t batch
     );
     result.sequences = packed ? packed_sequences(kName, lengths, page_size)
                               : padded_sequences(kName, lengths, batch, page_size);
-    require(
-        result.sequences.size() == batch, kName, " must have one entry per sequence (", batch,
-        "), got ", result.sequences.size()
-    );
+    check_batch(kName, result.sequences, batch);
     for (int64_t b = 0; b < batch; ++b) {
       result.pages.page_ids.push_back(packed ? 0 : narrow_to_int32(b, "the batch size of key"));
       result.pages.indptr.push_back(b + 1);
@@ -187,14 +189,37 @@ Sequences read_queries(const LightningIndexerArguments& arguments) {
                          : padded_sequences(kName, lengths, query.shape[0], query.shape[1]);
 }
 
-std::vector<IndexerRow> make_rows(const Sequences& queries, const Sequences& keys, bool causal) {
+/// The row of the page table for each sequence. Engines make a sequence of every token; those
+/// that read the same pages, or the first of them, take one row, and are scored together.
+std::vector<int64_t> shared_table_rows(const PageTable& pages) {
+  const auto pages_of = [&](int64_t row) {
+    return std::span(pages.page_ids)
+        .subspan(pages.indptr[row], pages.indptr[row + 1] - pages.indptr[row]);
+  };
+  std::vector<int64_t> rows(pages.num_rows());
+  for (int64_t b = pages.num_rows() - 1; b >= 0; --b) {
+    rows[b] = b;
+    if (b + 1 == pages.num_rows()) continue;
+    const auto own = pages_of(b), next = pages_of(rows[b + 1]);
+    if (own.size() <= next.size() && std::equal(own.begin(), own.end(), next.begin())) {
+      rows[b] = rows[b + 1];
+    }
+  }
+  return rows;
+}
+
+std::vector<IndexerRow> make_rows(
+    const Sequences& queries, const KeySequences& key_sequences, bool causal
+) {
+  const Sequences& keys = key_sequences.sequences;
+  const std::vector<int64_t> table_rows = shared_table_rows(key_sequences.pages);
   std::vector<IndexerRow> rows;
   for (int64_t b = 0; b < queries.size(); ++b) {
     for (int64_t i = 0; i < queries.lens[b]; ++i) {
       const int64_t visible = causal ? keys.lens[b] - queries.lens[b] + i + 1 : keys.lens[b];
       rows.push_back({
           .query = queries.begins[b] + i,
-          .table_row = b,
+          .table_row = table_rows[b],
           .begin = keys.begins[b],
           .end = keys.begins[b] + std::max<int64_t>(visible, 0),
       });
@@ -226,8 +251,7 @@ void npu_lightning_indexer(const LightningIndexerArguments& arguments) {
   const TensorView query = join_tokens("query", arguments.query, packed);
   const Sequences queries = read_queries(arguments);
   const KeySequences keys = read_keys(arguments, queries.size());
-  const std::vector<IndexerRow> rows =
-      make_rows(queries, keys.sequences, arguments.sparse_mode == 3);
+  const std::vector<IndexerRow> rows = make_rows(queries, keys, arguments.sparse_mode == 3);
   const IndexerArguments indexer{
       .function = kFunction,
       .q = query,
