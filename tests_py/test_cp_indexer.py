@@ -178,8 +178,8 @@ def test_bare_metadata_without_a_prefix_needs_no_prefix_lens():
 REFUSED = [
     ({"page_size": 0}, "page_size must be >= 1, got 0"),
     ({"page_size": 8}, r"index_k_cache must be .* with page_size 8, got shape \[\d+, 16, 32\]"),
-    ({"topk": 0}, "topk must be >= 1, got 0"),
-    ({"topk": -3}, "topk must be >= 1, got -3"),
+    ({"topk": 0}, "topk must be 1 to 1048576, got 0"),
+    ({"topk": -3}, "topk must be 1 to 1048576, got -3"),
     ({"num_threads": 0}, "num_threads must be >= 1, got 0"),
     ({"block_tables": [[0]]}, r"block_tables must have one row per sequence \(2\), got 1"),
     (
