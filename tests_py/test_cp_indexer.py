@@ -340,6 +340,8 @@ def test_owned_indices_of_strided_numpy():
         (torch.zeros(2, 3, dtype=torch.int32), 2, 2, 1, r"dcp_rank must be in \[0, 2\), got 2"),
         (torch.zeros(2, 3, dtype=torch.int32), -1, 2, 1, r"dcp_rank must be in \[0, 2\), got -1"),
         (torch.zeros(2, 3, dtype=torch.int32), 0, 2, 0, "interleave_size must be >= 1, got 0"),
+        (torch.zeros(2, 3, dtype=torch.int32), 0, 1 << 31, 1, "dcp_size must fit into int32"),
+        (torch.zeros(2, 3, dtype=torch.int32), 0, 1, 1 << 31, "interleave_size must fit into int3"),
     ],
 )
 def test_owner_errors(indices, rank, size, interleave, message):

@@ -38,14 +38,18 @@ void dcp_local_indices(
   );
   check(interleave_size >= 1, kFunction, ": interleave_size must be >= 1, got ", interleave_size);
   const int64_t topk = indices.shape[1];
+  const int64_t period = int64_t{narrow_to_int32(dcp_size, "dcp_local_indices: dcp_size")} *
+                         narrow_to_int32(interleave_size, "dcp_local_indices: interleave_size");
+  const int64_t first = dcp_rank * interleave_size;
   for (int64_t row = 0; row < indices.shape[0]; ++row) {
     const int32_t* from = indices.as<const int32_t>() + row * indices.strides[0];
     int32_t* to = local.as<int32_t>() + row * local.strides[0];
     int32_t* const end = to + topk;
     for (int64_t i = 0; i < topk; ++i) {
-      const int64_t block = from[i] / interleave_size;
-      if (from[i] < 0 || block % dcp_size != dcp_rank) continue;
-      *to++ = static_cast<int32_t>(block / dcp_size * interleave_size + from[i] % interleave_size);
+      const int64_t turn = from[i] / period;
+      const int64_t offset = from[i] - turn * period - first;
+      *to = static_cast<int32_t>(turn * interleave_size + offset);
+      to += from[i] >= 0 && offset >= 0 && offset < interleave_size ? 1 : 0;
     }
     std::fill(to, end, -1);
   }
