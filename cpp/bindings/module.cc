@@ -34,4 +34,5 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_reference(m);
   bindings::register_rows(m);
   bindings::register_context_parallel(m);
+  bindings::register_dsa_metadata(m);
 }

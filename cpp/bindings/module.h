@@ -10,6 +10,7 @@ namespace cpattn::bindings {
 void register_attention(pybind11::module_& module);
 void register_cp_attention(pybind11::module_& module);
 void register_cp_indexer(pybind11::module_& module);
+void register_dsa_metadata(pybind11::module_& module);
 void register_fia(pybind11::module_& module);
 void register_sparse_mla(pybind11::module_& module);
 void register_indexer(pybind11::module_& module);

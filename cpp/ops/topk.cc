@@ -10,6 +10,7 @@
 #include "cpattn/trace.h"
 #include "ops/kernel_table.h"
 #include "ops/slot_rows.h"
+#include "ops/tensor_checks.h"
 
 namespace cpattn {
 namespace {
@@ -27,7 +28,7 @@ void check_size(const char* function, const char* name, std::size_t size, int64_
 void check_arguments(const TopkArguments& arguments) {
   const char* function = arguments.function;
   const TensorView& score = arguments.score;
-  check(score.dtype == DType::float32, function, ": score must be float32, got ", score.dtype);
+  check_dtype(function, "score", score.dtype, DType::float32);
   check_tensor(function, "score", score, 2);
   check(
       arguments.topk >= 1 && arguments.topk <= kMaxTopk, function, ": topk must be in [1, ",
@@ -56,16 +57,6 @@ void check_arguments(const TopkArguments& arguments) {
   }
 }
 
-void check_out(const TopkArguments& arguments, const TensorView& out) {
-  check(out.dtype == DType::int32, arguments.function, ": out must be int32, got ", out.dtype);
-  check_tensor(arguments.function, "out", out, 2);
-  check(
-      out.shape[0] == arguments.score.shape[0] && out.shape[1] == arguments.topk,
-      arguments.function, ": out must have shape [", arguments.score.shape[0], ", ", arguments.topk,
-      "], got ", ShapeOf{out}
-  );
-}
-
 int useful_threads(const TopkArguments& arguments) {
   int64_t work = 0;
   for (int64_t length : arguments.lengths) work += std::max<int64_t>(length, arguments.topk);
@@ -77,7 +68,8 @@ template <class Transform>
 void select_rows(
     const TopkArguments& arguments, const TensorView& out, const Transform& transform
 ) {
-  check_out(arguments, out);
+  check_dtype(arguments.function, "out", out.dtype, DType::int32);
+  check_rows(arguments.function, "out", out, {arguments.score.shape[0], arguments.topk});
   const TraceSpan span(TraceScope::call, 0, DType::float32, arguments.function);
   const kernels::TopkKernel& kernel = active_sparse_kernels().topk;
   const int64_t topk = arguments.topk;

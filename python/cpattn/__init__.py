@@ -29,6 +29,7 @@ from .context_parallel import (
     can_dsa_prefill_cp_interleave,
 )
 from .cp_indexer import cp_indexer_topk, dcp_local_indices
+from .dsa_metadata import DsaMetadata, build_dsa_metadata
 from .fia import npu_fused_infer_attention_score
 from .index_k import (
     hadamard_transform,
@@ -63,6 +64,7 @@ from .topk import (
 __all__ = [
     "AttentionPlan",
     "ContextParallelMetadata",
+    "DsaMetadata",
     "ForwardMode",
     "Profile",
     "TopkTransformMethod",
@@ -71,6 +73,7 @@ __all__ = [
     "active_isa",
     "build_cp_metadata",
     "build_cp_metadata_all_ranks",
+    "build_dsa_metadata",
     "can_apply_cp",
     "can_dsa_prefill_cp_interleave",
     "can_fuse_split_qk_norm",

@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/dsa_metadata.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "cpattn/check.h"
+
+namespace cpattn {
+namespace {
+
+constexpr char kFunction[] = "build_dsa_metadata";
+using Ints = std::vector<int32_t>;
+
+/// Verify and draft-extend: new tokens that may not all be real.
+bool is_speculative(ForwardMode mode) {
+  return mode == ForwardMode::target_verify || mode == ForwardMode::draft_extend_v2;
+}
+
+std::vector<int64_t> resolve_extend_lens(const DsaBatch& batch) {
+  const bool decode = is_decode_or_idle(batch.forward_mode);
+  check(
+      !batch.num_draft_tokens || (is_speculative(batch.forward_mode) && !batch.extend_lens),
+      kFunction, ": num_draft_tokens is for verify and draft batches, instead of extend_lens"
+  );
+  if (!batch.extend_lens) {
+    check(
+        decode || batch.num_draft_tokens, kFunction, ": extend_lens must be given in this mode",
+        is_speculative(batch.forward_mode) ? ", or num_draft_tokens" : ""
+    );
+    check(
+        decode || *batch.num_draft_tokens >= 1, kFunction, ": num_draft_tokens must be >= 1, got ",
+        batch.num_draft_tokens.value_or(1)
+    );
+    return std::vector<int64_t>(batch.seq_lens.size(), decode ? 1 : *batch.num_draft_tokens);
+  }
+  const DsaBatch::Lens lens = *batch.extend_lens;
+  check(
+      lens.size() == batch.seq_lens.size(), kFunction, ": extend_lens must have as many elements ",
+      "as seq_lens, ", batch.seq_lens.size(), ", got ", lens.size()
+  );
+  for (std::size_t s = 0; decode && s < lens.size(); ++s) {
+    check(
+        lens[s] == 1, kFunction, ": extend_lens must be 1 in decode, got ", lens[s], " at index ", s
+    );
+  }
+  return {lens.begin(), lens.end()};
+}
+
+void check_lens(const DsaBatch& batch, const std::vector<int64_t>& extend_lens) {
+  int64_t num_rows = 0, num_keys = 0;
+  for (std::size_t s = 0; s < extend_lens.size(); ++s) {
+    check(
+        extend_lens[s] >= 0 && extend_lens[s] <= INT32_MAX, kFunction,
+        ": extend_lens must be >= 0 and fit into int32, got ", extend_lens[s], " at index ", s
+    );
+    check(
+        batch.seq_lens[s] >= 0 && batch.seq_lens[s] <= INT32_MAX, kFunction,
+        ": seq_lens must be >= 0 and fit into int32, got ", batch.seq_lens[s], " at index ", s
+    );
+    check(
+        batch.seq_lens[s] >= extend_lens[s] || is_speculative(batch.forward_mode), kFunction,
+        ": seq_lens must be >= extend_lens, got ", batch.seq_lens[s], " below ", extend_lens[s],
+        " at index ", s
+    );
+    num_rows += extend_lens[s];
+    num_keys += batch.seq_lens[s];
+    check(
+        num_rows <= INT32_MAX && num_keys <= INT32_MAX, kFunction,
+        ": the sums of extend_lens and of seq_lens must fit into int32, got ",
+        std::max(num_rows, num_keys), " at index ", s
+    );
+  }
+}
+
+void check_scalars(const DsaBatch& batch) {
+  check(
+      batch.forward_mode != ForwardMode::prebuilt, kFunction,
+      ": forward_mode must not be PREBUILT, of which nothing is computed"
+  );
+  check(
+      batch.topk >= 1 && batch.topk <= INT32_MAX, kFunction, ": topk must be in [1, ", INT32_MAX,
+      "], got ", batch.topk
+  );
+  check(
+      batch.page_size >= 1 && batch.page_size <= INT32_MAX, kFunction,
+      ": page_size must be in [1, ", INT32_MAX, "], got ", batch.page_size
+  );
+}
+
+void check_cp(const DsaBatch& batch, const std::vector<int64_t>& extend_lens) {
+  const ContextParallelMetadata& cp = *batch.cp;
+  check(
+      is_context_parallel_extend(batch.forward_mode, true), kFunction,
+      ": cp_metadata is for EXTEND, MIXED and DRAFT_EXTEND_V2"
+  );
+  check(
+      cp.bs == static_cast<int64_t>(extend_lens.size()), kFunction,
+      ": cp_metadata must be of this batch of ", extend_lens.size(), ", got one of ", cp.bs
+  );
+  for (int32_t s = 0; s < cp.bs; ++s) {
+    check(
+        cp.extend_lens[s] == extend_lens[s] &&
+            cp.prefix_lens[s] + extend_lens[s] == batch.seq_lens[s],
+        kFunction, ": cp_metadata must be of this batch, prefix + extend ",
+        batch.seq_lens[s] - extend_lens[s], " + ", extend_lens[s], ", got ", cp.prefix_lens[s],
+        " + ", cp.extend_lens[s], " at index ", s
+    );
+  }
+}
+
+/// 0 and the running sums, or none if they pass int32.
+std::optional<Ints> running_sums(const Ints& lens) {
+  Ints sums(lens.size() + 1);
+  int64_t sum = 0;
+  for (std::size_t i = 0; i < lens.size(); ++i) {
+    sum += lens[i];
+    if (sum > INT32_MAX) return std::nullopt;
+    sums[i + 1] = static_cast<int32_t>(sum);
+  }
+  return sums;
+}
+
+/// The sequence of each row, in the batch, and the keys that the row sees.
+struct Rows {
+  Ints requests, lengths;
+};
+
+Rows all_rows(DsaBatch::Lens seq_lens, const std::vector<int64_t>& extend_lens) {
+  const int64_t num_rows = std::accumulate(extend_lens.begin(), extend_lens.end(), int64_t{0});
+  Rows rows = {Ints(num_rows), Ints(num_rows)};
+  int64_t row = 0;
+  for (std::size_t s = 0; s < extend_lens.size(); ++s) {
+    for (int64_t i = 0; i < extend_lens[s]; ++i, ++row) {
+      rows.requests[row] = static_cast<int32_t>(s);
+      rows.lengths[row] = static_cast<int32_t>(seq_lens[s] - extend_lens[s] + 1 + i);
+    }
+  }
+  return rows;
+}
+
+/// Fills what belongs to sequences, and token_to_batch_idx. `keep_all`: sequences without
+/// rows, too.
+void select_sequences(
+    DsaMetadata& out, const Ints& requests, DsaBatch::Lens seq_lens, bool keep_all
+) {
+  Ints num_rows(seq_lens.size(), 0);
+  for (int32_t request : requests) ++num_rows[request];
+  Ints place(seq_lens.size());
+  for (std::size_t s = 0; s < seq_lens.size(); ++s) {
+    if (num_rows[s] == 0 && !keep_all) continue;
+    place[s] = static_cast<int32_t>(out.bs_idx.size());
+    out.bs_idx.push_back(static_cast<int32_t>(s));
+    out.extend_lens.push_back(num_rows[s]);
+    out.cache_seqlens.push_back(static_cast<int32_t>(seq_lens[s]));
+    out.max_seqlen_q = std::max(out.max_seqlen_q, num_rows[s]);
+    out.max_seqlen_k = std::max(out.max_seqlen_k, out.cache_seqlens.back());
+  }
+  out.cu_seqlens_k = *running_sums(out.cache_seqlens);
+  out.token_to_batch_idx.resize(requests.size());
+  std::transform(
+      requests.begin(), requests.end(), out.token_to_batch_idx.begin(),
+      [&place](int32_t request) { return place[request]; }
+  );
+  if (std::is_sorted(requests.begin(), requests.end())) {
+    out.cu_seqlens_q = running_sums(out.extend_lens);
+  }
+}
+
+void fill_rows(DsaMetadata& out, Ints lengths, int64_t num_rows) {
+  const auto rows = static_cast<int64_t>(lengths.size());
+  out.ks.resize(rows);
+  out.ke.resize(rows);
+  out.dsa_cache_seqlens.assign(num_rows, 0);
+  for (int64_t i = 0; i < rows; ++i) {
+    out.ks[i] = out.cu_seqlens_k[out.token_to_batch_idx[i]];
+    out.ke[i] = out.ks[i] + lengths[i];
+    out.dsa_cache_seqlens[i] = std::clamp(lengths[i], 0, out.topk);
+  }
+  out.dsa_cu_seqlens_k = running_sums(out.dsa_cache_seqlens);
+  out.seqlens_expanded = std::move(lengths);
+  if (out.topk_transform_method == TopkTransformMethod::ragged) out.topk_indices_offset = out.ks;
+}
+
+int64_t num_rows_of(const DsaBatch& batch, int64_t rows) {
+  const int64_t physical = batch.cp ? batch.cp->per_rank_actual_token[batch.cp->cp_rank] : rows;
+  const int64_t num_rows = batch.num_rows.value_or(physical);
+  check(
+      num_rows >= physical && num_rows <= INT32_MAX, kFunction,
+      ": num_rows must be at least the rows of q, ", physical, ", and fit into int32, got ",
+      num_rows
+  );
+  return num_rows;
+}
+
+int32_t floor_divide(int32_t a, int32_t b) { return a >= 0 ? a / b : -1 - (-1 - a) / b; }
+
+/// The row of req_to_token of each sequence.
+std::vector<int64_t> table_rows(const DsaBatch& batch, const Ints& bs_idx) {
+  const int64_t height = batch.req_to_token->rows;
+  const auto bs = static_cast<int64_t>(batch.seq_lens.size());
+  const auto& indices = batch.req_pool_indices;
+  check(
+      indices ? static_cast<int64_t>(indices->size()) == bs : height >= bs, kFunction, ": ",
+      indices ? "req_pool_indices" : "req_to_token", " must have a row for each of the ", bs,
+      " sequences, got ", indices ? static_cast<int64_t>(indices->size()) : height
+  );
+  std::vector<int64_t> rows;
+  for (int32_t s : bs_idx) {
+    const int64_t row = indices ? (*indices)[s] : s;
+    check(
+        row >= 0 && row < height, kFunction, ": req_pool_indices must be in [0, ", height,
+        "), got ", row, " at index ", s
+    );
+    rows.push_back(row);
+  }
+  return rows;
+}
+
+void fill_page_tables(DsaMetadata& out, const DsaBatch& batch) {
+  const IndexTable& slots = *batch.req_to_token;
+  const std::vector<int64_t> rows = table_rows(batch, out.bs_idx);
+  const int64_t width = out.max_seqlen_k;
+  check(
+      slots.columns >= width, kFunction, ": req_to_token must have a column for each of the ",
+      width, " keys of the longest sequence, got ", slots.columns
+  );
+  const int32_t page_size = out.page_size;
+  const int64_t num_pages = (width + page_size - 1) / page_size;
+  Ints table(rows.size() * width), pages(rows.size() * num_pages);
+  for (std::size_t s = 0; s < rows.size(); ++s) {
+    int32_t* row = table.data() + s * width;
+    for (int64_t j = 0; j < width; ++j) {
+      const int64_t slot = slots.at(rows[s], j);
+      check(
+          slot >= INT32_MIN && slot <= INT32_MAX && (slot >= 0 || j >= out.cache_seqlens[s]),
+          kFunction, ": req_to_token must be >= 0 where there are keys and fit into int32, got ",
+          slot, " at [", rows[s], ", ", j, "]"
+      );
+      row[j] = static_cast<int32_t>(slot);
+    }
+    for (int64_t page = 0; page < num_pages; ++page) {
+      const int32_t first = row[page * page_size];
+      check(
+          page * page_size >= out.cache_seqlens[s] || first % page_size == 0, kFunction, ": key ",
+          page * page_size, " must be the first of a page of ", page_size, ", got slot ", first,
+          " in row ", rows[s], " of req_to_token"
+      );
+      pages[s * num_pages + page] = floor_divide(first, page_size);
+    }
+  }
+  out.page_table_1 = std::move(table);
+  out.real_page_table = std::move(pages);
+}
+
+Ints flattened(const DsaMetadata& metadata) {
+  Ints slots;
+  slots.reserve(metadata.cu_seqlens_k.back());
+  const int32_t* row = metadata.page_table_1->data();
+  for (int32_t length : metadata.cache_seqlens) {
+    slots.insert(slots.end(), row, row + length);
+    row += metadata.max_seqlen_k;
+  }
+  return slots;
+}
+
+}  // namespace
+
+DsaMetadata build_dsa_metadata(const DsaBatch& batch) {
+  check_scalars(batch);
+  const std::vector<int64_t> extend_lens = resolve_extend_lens(batch);
+  check_lens(batch, extend_lens);
+  if (batch.cp) check_cp(batch, extend_lens);
+
+  DsaMetadata out;
+  out.forward_mode = batch.forward_mode;
+  out.topk_transform_method =
+      get_topk_transform_method(batch.forward_mode, batch.fp8_kv_cache, batch.prefill_impl);
+  out.topk = static_cast<int32_t>(batch.topk);
+  out.page_size = static_cast<int32_t>(batch.page_size);
+  Rows rows = batch.cp ? Rows{query_request_indices(*batch.cp), query_cache_lengths(*batch.cp)}
+                       : all_rows(batch.seq_lens, extend_lens);
+  const int64_t num_rows = num_rows_of(batch, static_cast<int64_t>(rows.lengths.size()));
+  select_sequences(out, rows.requests, batch.seq_lens, batch.cp == nullptr);
+  fill_rows(out, std::move(rows.lengths), num_rows);
+  if (batch.req_to_token) {
+    fill_page_tables(out, batch);
+    const bool any_prefix =
+        !std::equal(extend_lens.begin(), extend_lens.end(), batch.seq_lens.begin());
+    const bool any_left_out = out.bs_idx.size() < extend_lens.size();
+    if (out.topk_indices_offset && (any_prefix || any_left_out)) {
+      out.page_table_1_flattened = flattened(out);
+    }
+  }
+  return out;
+}
+
+}  // namespace cpattn
