@@ -101,10 +101,10 @@ def build_dsa_metadata(
     )  # fmt: skip
 
 
-DsaMetadata.forward_mode = property(  # type: ignore[assignment, misc]
+DsaMetadata.forward_mode = property(  # type: ignore[assignment]
     lambda self: ForwardMode(self._forward_mode), doc="ForwardMode"
 )
-DsaMetadata.topk_transform_method = property(  # type: ignore[assignment, misc]
+DsaMetadata.topk_transform_method = property(  # type: ignore[assignment]
     lambda self: TopkTransformMethod(self._topk_transform_method), doc="TopkTransformMethod"
 )
 DsaMetadata.__module__ = "cpattn"
