@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ for name in ("torch", "jinja2", "matplotlib"):
     pytest.importorskip(name)
 Console = pytest.importorskip("rich.console").Console
 
+from cpattn.replay.dsa_model import DsaConfig  # noqa: E402
 from cpattn.replay.page import write_html  # noqa: E402
 from cpattn.replay.records import BatchRecord, ReplayOptions, ReplayReport  # noqa: E402
 from cpattn.replay.report import imbalance, print_report, summarize, write_json  # noqa: E402
@@ -61,6 +63,22 @@ def make_report(num_batches: int = 3, **changes: object) -> ReplayReport:
     return replace(report, **changes)
 
 
+def make_sparse_report(num_batches: int = 3) -> ReplayReport:
+    seconds = {"indexer": 0.1, "top-k": 0.02, "attention": 0.08}
+    batch = replace(
+        BATCH,
+        phases={"metadata": 0.01, "gather": 0.09, **seconds, "projections": 0.2},
+        flops={"indexer": 4 * 10**9, "attention": 8 * 10**9},
+        torch_seconds={phase: 4 * value for phase, value in seconds.items()},
+    )
+    return make_report(
+        options=ReplayOptions(model=DsaConfig(kv_dtype="fp8", dtype="bfloat16")),
+        batches=[replace(batch, index=i) for i in range(num_batches)],
+        checked_keys=15360,
+        swapped_keys=12,
+    )
+
+
 def printed(report: ReplayReport, width: int | None = None) -> str:
     file = io.StringIO()
     terminal = {"width": width, "force_terminal": True, "no_color": True} if width else {}
@@ -81,6 +99,26 @@ def test_the_summary_adds_up() -> None:
     assert summary["peak_bytes_per_rank"] == 2**29
     assert summary["max_error"] == 0.01
     assert summary["passed"] is True
+
+
+def test_a_sparse_model_is_told_by_phase(tmp_path: Path) -> None:
+    report = make_sparse_report()
+    summary = summarize(report)
+    assert summary["model"] == "dsa"
+    assert summary["attention_seconds"] == pytest.approx(3 * 0.2)
+    assert summary["speedup_over_torch"] == pytest.approx(4.0)
+    speeds = {"indexer": pytest.approx(40.0), "attention": pytest.approx(100.0)}
+    assert summary["gflops_per_second"] == speeds
+    text = printed(report)
+    assert "sparse attention to 512 keys, bfloat16, fp8 cache" in text
+    words = " ".join(text.split())
+    assert "indexer 20.0 %, top-k 4.0 %, attention 16.0 %, projections 40.0 %" in words
+    assert "of 15,360 keys 12 swapped" in words
+    write_html(report, "a title", tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert page.count("<svg") == 6
+    for phase in report.options.model.phases:
+        assert f"{phase} " in page
 
 
 def test_imbalance_of_idle_ranks_is_none() -> None:
@@ -120,8 +158,9 @@ def test_what_was_not_asked_for_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_table_fits_the_terminal(width: int) -> None:
-    lines = re.sub("\x1b\\[[0-9;]*m", "", printed(make_report(), width)).splitlines()
+@pytest.mark.parametrize("make", [make_report, make_sparse_report])
+def test_the_table_fits_the_terminal(width: int, make: Callable[[], ReplayReport]) -> None:
+    lines = re.sub("\x1b\\[[0-9;]*m", "", printed(make(), width)).splitlines()
     assert max(map(len, lines)) <= width
     assert not any("…" in line for line in lines)
 

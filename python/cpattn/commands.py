@@ -43,6 +43,9 @@ class _OutputPath(click.Path):
 
 _SIZE = click.IntRange(1)
 _STRATEGY = click.Choice(STRATEGIES)
+_MODEL = click.Choice(("dense", "dsa"))
+_KV_DTYPE = click.Choice(("bf16", "fp8"))
+_IMPL = click.Choice(("flashmla_kv", "flashmla_sparse"))
 _INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
 _OUTPUT = _OutputPath(dir_okay=False, writable=True)
 
@@ -50,6 +53,11 @@ _OUTPUT = _OutputPath(dir_okay=False, writable=True)
 def _option(names: str, default: Any, text: str, kind: Any = None) -> Callable[[Any], Any]:
     """An option whose help shows its default; `names` are separated by blanks."""
     return click.option(*names.split(), default=default, help=text, type=kind, show_default=True)
+
+
+def _of_model(names: str, default: str, text: str, kind: Any = _SIZE) -> Callable[[Any], Any]:
+    """An option that each kind of model has a default of its own for, or does not have."""
+    return click.option(*names.split(), help=text, type=kind, show_default=default)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -94,12 +102,18 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
 @_option("--max-sequences", 64, "Sequences in a batch.", _SIZE)
 @_option("--page-size", 32, "Tokens in a page; divides 512 / scale-lengths.", _SIZE)
 @_option("--pool-tokens", 24576, "Tokens that the KV pool holds.", _SIZE)
-@_option("--layers num_layers", 4, "Decoder layers.", _SIZE)
-@_option("--hidden-size", 512, "Width of the decoder.", _SIZE)
-@_option("--heads num_heads", 8, "Query heads.", _SIZE)
-@_option("--kv-heads num_kv_heads", 2, "Key/value heads.", _SIZE)
-@_option("--head-dim", 64, "Width of a head.", _SIZE)
-@_option("--intermediate-size", 1536, "Width of the MLP.", _SIZE)
+@_option("--model", "dense", "Dense, or sparse attention as in DeepSeek-V3.2.", _MODEL)
+@_of_model("--layers num_layers", "4; dsa: 1", "Decoder layers; dsa has one.")
+@_of_model("--hidden-size", "512", "Width of the decoder.")
+@_of_model("--heads num_heads", "8; dsa: 16", "Query heads.")
+@_of_model("--kv-heads num_kv_heads", "2", "dense: key/value heads.")
+@_of_model("--head-dim", "64", "dense: width of a head.")
+@_of_model("--intermediate-size", "1536", "Width of the MLP.")
+@_of_model("--index-heads", "16", "dsa: heads of the indexer.")
+@_of_model("--topk", "512", "dsa: keys that the indexer chooses for a query.")
+@_of_model("--q-lora-rank", "512", "dsa: width of the latent of queries.")
+@_of_model("--kv-dtype", "bf16", "dsa: pools as --dtype, or FP8 rows of 656 bytes.", _KV_DTYPE)
+@_of_model("--prefill-impl", "flashmla_kv", "dsa: flashmla_sparse expands FP8 rows first.", _IMPL)
 @_option("--dtype", "auto", "auto: bfloat16 if the CPU multiplies it.", click.Choice(DTYPES))
 @_option("--threads num_threads", 0, "Threads per rank; 0: cores / cp-size.", click.IntRange(0))
 @_option("--check/--no-check", True, "Compare with one process without cache.")
@@ -116,6 +130,9 @@ def replay(**options: Any) -> None:
     decoder with random weights. Prompts follow each other as fast as they are computed; nothing
     is decoded.
 
+    With --model dsa the decoder is one layer of sparse attention: an indexer scores all keys of a
+    query by a small product of its own, and latent attention (MLA) reads the TOPK best ones.
+
     Every prompt is computed again by one process, whole and in float32, and compared. Exit code
     1 if a row differs by more than roundings explain, or if a process dies; 130 after Ctrl-C.
 
@@ -125,6 +142,9 @@ def replay(**options: Any) -> None:
     A real trace at a quarter of its lengths, over four processes:
       cpattn replay --trace conversation_trace.jsonl --requests 100 \\
           --scale-lengths 4 --page-size 128 --pool-tokens 131072 --cp-size 4
+    Sparse attention over an FP8 cache, with the indexer, queries and top-k of DeepSeek-V3.2:
+      cpattn replay --model dsa --kv-dtype fp8 --requests 16 --heads 128 \\
+          --index-heads 64 --topk 2048 --q-lora-rank 1536
     """
     message = torch_guard.prepare()
     if message:
@@ -175,15 +195,24 @@ def _replay(
     return report.passed
 
 
-def _settings(*, dtype: str, seed: int, check: bool, check_rows: int, **options: Any) -> Any:
+def _settings(
+    *, model: str, dtype: str, seed: int, check: bool, check_rows: int, **options: Any
+) -> Any:
     from .replay.driver import fast_dtype
+    from .replay.dsa_model import DsaConfig
     from .replay.model import ModelConfig
     from .replay.records import ReplayOptions
 
-    sizes = {
-        field.name: options.pop(field.name)
-        for field in dataclasses.fields(ModelConfig)
-        if field.name in options
-    }
-    model = ModelConfig(dtype=fast_dtype() if dtype == "auto" else dtype, seed=seed, **sizes)
-    return ReplayOptions(model=model, check_rows=check_rows if check else 0, **options)
+    kind: Any = {"dense": ModelConfig, "dsa": DsaConfig}[model]
+    known = {field.name for field in dataclasses.fields(kind)}
+    sizes = {}
+    for name in options.keys() - {field.name for field in dataclasses.fields(ReplayOptions)}:
+        value = options.pop(name)
+        if value is not None and name not in known:
+            raise ValueError(f"--model {model} has no {name.replace('_', '-')}")
+        if value is not None:
+            sizes[name] = value
+    if dtype == "auto":
+        dtype = "bfloat16" if sizes.get("kv_dtype") == "fp8" else fast_dtype()
+    config = kind(dtype=dtype, seed=seed, **sizes)
+    return ReplayOptions(model=config, check_rows=check_rows if check else 0, **options)

@@ -16,12 +16,15 @@ import torch
 import cpattn
 
 from .check import Checker
+from .dsa_check import SparseChecker
 from .prefix_cache import PrefixCache
 from .processes import Work, WorkerConfig, Workers
 from .records import BatchRecord, ReplayOptions, ReplayReport
 from .scheduler import Batch, prefill_batches
 from .trace import Request, block_tokens_of, scale_lengths, unbounded_hits
 from .worker import RankResult, peak_resident_bytes
+
+_CHECKERS = {"dense": Checker, "dsa": SparseChecker}
 
 
 def replay(
@@ -66,6 +69,8 @@ def replay(
             batch = next(batches, None)
     if checker:
         report.checked_rows = checker.num_rows
+        if isinstance(checker, SparseChecker):
+            report.checked_keys, report.swapped_keys = checker.num_keys, checker.num_swapped
         for record in report.batches:
             record.max_error = checker.errors.get(record.index)
     report.evictions = cache.evictions
@@ -97,7 +102,7 @@ def fast_dtype() -> str:
 def _make_checker(options: ReplayOptions) -> Checker | None:
     if not options.check_rows:
         return None
-    return Checker(
+    return _CHECKERS[options.model.kind](
         options.model, block_tokens=options.block_tokens, rows_per_chunk=options.check_rows
     )
 

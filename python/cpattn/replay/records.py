@@ -12,7 +12,7 @@ from .trace import TRACE_BLOCK_TOKENS
 # By kind of model: the name of the baseline, and what it does.
 TORCH_BASELINE = {
     "dense": ("torch SDPA", "gathers the pages of a sequence first"),
-    "dsa": ("torch", "scores 16 queries at a time, torch.topk, gathers their keys for SDPA"),
+    "dsa": ("torch", "multiplies 16 queries by all keys, topk, gathers the keys of each row"),
 }
 
 

@@ -21,6 +21,7 @@ from rich.text import Text
 from .records import TORCH_BASELINE, BatchRecord, ReplayReport
 
 _MAX_LINES = 40  # batches in the table of the terminal
+_WIDE_ONLY = {"seqs", "tok/s", "meta"}  # left out where more than 13 columns do not fit
 _SHORT = {"metadata": "meta", "attention": "attn", "projections": "proj"}
 _LEGEND = {
     "ms": "ms: the slowest rank, phases: mean over ranks",
@@ -106,32 +107,36 @@ def imbalance(per_rank: list[Any]) -> float:
 def print_report(report: ReplayReport, title: str, console: Console | None = None) -> None:
     """The table and the figures below it, on stdout."""
     console = console or Console()
-    table = _table(report, title)
     if not console.is_terminal:  # a file has no width
         console = Console(file=console.file, width=100)
+    header = table_header(report)
+    left_out = _WIDE_ONLY if len(header) > 13 and console.width < 120 else set()
+    table = _table(report, title, [i for i, name in enumerate(header) if name not in left_out])
     if console.width < 90:
         table.padding = 0
     console.print(Group(table, _figures(report)))
 
 
-def _table(report: ReplayReport, title: str) -> Table:
+def _table(report: ReplayReport, title: str, columns: list[int]) -> Table:
     options = report.options
+    header = table_header(report)
     legend = {**_LEGEND, "torch": f"torch: {TORCH_BASELINE[options.model.kind][1]}"}
     table = Table(
         title=f"{title}: {options.strategy} over {options.cp_size} ranks, {options.model.title}",
         title_justify="left",
         title_style="bold",
-        caption="; ".join(legend[name] for name in table_header(report) if name in legend),
+        caption="; ".join(legend[name] for name in header if name in legend),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         padding=(0, 1, 0, 0),
     )
-    for name in table_header(report):
-        table.add_column(name, justify="right", no_wrap=True)
+    for i in columns:
+        table.add_column(header[i], justify="right", no_wrap=True)
     for batch in report.batches[:_MAX_LINES]:
         bad = report.tolerance is not None and (batch.max_error or 0.0) > report.tolerance
-        table.add_row(*table_row(batch, report), style="red" if bad else "")
+        row = table_row(batch, report)
+        table.add_row(*(row[i] for i in columns), style="red" if bad else "")
     if len(report.batches) > _MAX_LINES:
         table.add_row("...", f"+{len(report.batches) - _MAX_LINES}")
     return table

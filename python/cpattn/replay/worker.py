@@ -19,11 +19,12 @@ from cpattn import set_num_threads
 from cpattn.distributed import ContextParallel
 
 from .dense_attention import DenseAttention
+from .dsa_attention import SparseAttention
 from .model import Decoder
 from .phases import PhaseClock
 from .processes import Work, WorkerConfig
 
-_ATTENTION: dict[str, Any] = {"dense": DenseAttention}
+_ATTENTION: dict[str, Any] = {"dense": DenseAttention, "dsa": SparseAttention}
 
 
 @dataclass(frozen=True)
