@@ -95,6 +95,7 @@ class KeyPacker {
   Bfloat16* tiles_ = nullptr;
 };
 
+/// The Scorer of IndexerLoop on tiles, for queries and keys of type T.
 template <class T>
 class AmxScorer {
   using Format = IndexerFormat<T>;
