@@ -189,6 +189,38 @@ def test_numpy_gives_numpy():
     np.testing.assert_array_equal(numbers.astype(np.float32), expected.float().numpy())
 
 
+def test_results_go_where_they_are_asked_to():
+    nope, rope = make_parts(6)
+    out = torch.empty(6, 2, 656, dtype=torch.uint8)[:, 1:]
+    rows = cpattn.quantize_kv_rows(nope, rope, out=out)
+    assert rows is out
+    assert torch.equal(rows, cpattn.quantize_kv_rows(nope, rope))
+    numbers = torch.empty(2, 1, 576, dtype=torch.bfloat16)
+    assert cpattn.dequantize_kv_rows(rows, [4, 1], out=numbers) is numbers
+    assert torch.equal(numbers, cpattn.dequantize_kv_rows(rows)[[4, 1]])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda rows, x: cpattn.quantize_kv_rows(x, x[:, :64], out=rows[:1]),
+         r"quantize_kv_rows: out must have shape \[2, 1, 656\], got \[1, 1, 656\]"),
+        (lambda rows, x: cpattn.quantize_kv_rows(
+            x, x[:, :64], out=x.view(torch.uint8)[:, None, :656]),
+         "quantize_kv_rows: out must not overlap nope in memory"),
+        (lambda rows, x: cpattn.quantize_kv_rows(x, x[:, :64], out=rows.char()),
+         "quantize_kv_rows: codes must be uint8, got int8"),
+        (lambda rows, x: cpattn.dequantize_kv_rows(rows, out=x[:, None].bfloat16()),
+         r"dequantize_kv_rows: out must have shape \[2, 1, 576\], got \[2, 1, 512\]"),
+        (lambda rows, x: cpattn.dequantize_kv_rows(rows, out=torch.zeros(2, 1, 576)),
+         "dequantize_kv_rows: out must be bfloat16, got float32"),
+    ],
+)  # fmt: skip
+def test_results_that_do_not_fit_are_refused(call, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call(torch.zeros(2, 1, 656).byte(), torch.zeros(2, 512))
+
+
 def test_threads_change_nothing():
     nope, rope = make_parts(1000)
     results = []

@@ -27,8 +27,8 @@ enum GroupFormat : int32_t {
 };
 constexpr int64_t kGroup = 128;
 
-/// Numbers that hadamard() takes at once are a multiple of this.
-constexpr int64_t kHadamardBlock = 256;
+/// Numbers that hadamard() takes at least.
+constexpr int64_t kHadamardLeast = 16;
 
 /// In what follows a group with a number that is not finite has a scale of NaN, and codes
 /// that are NaN (0 in int8).
@@ -44,9 +44,9 @@ struct RowKernels {
   void (*quantize_groups[kNumElementTypes])(
       const void* x, int64_t n, GroupFormat format, void* codes, float* scales
   );
-  /// count / n rows of n numbers, one after the other, each times the Hadamard matrix of n
-  /// (in the order of Sylvester) and `scale`. n is a power of two that divides count, a
-  /// multiple of kHadamardBlock. `scratch` holds count floats.
+  /// A row of n numbers, n a power of two, times the Hadamard matrix of n (in the order of
+  /// Sylvester) and `scale`; below kHadamardLeast as many rows as have that many numbers
+  /// together: count = max(n, kHadamardLeast). `scratch` holds count floats.
   void (*hadamard[kNumElementTypes])(
       const void* x, int64_t count, int64_t n, float scale, void* out, float* scratch
   );

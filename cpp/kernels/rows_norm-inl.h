@@ -66,36 +66,50 @@ void widen_row(const void* x, int64_t n, float* out) {
   }
 }
 
-/// Sums and differences of vectors `distance` apart, among kLanes of them.
-inline void butterflies(Vector* x, int distance) {
-  for (int i = 0; i < kLanes; i += 2 * distance) {
-    for (int j = i; j < i + distance; ++j) {
-      const Vector a = x[j];
-      x[j] = add(a, x[j + distance]);
-      x[j + distance] = sub(a, x[j + distance]);
-    }
-  }
+/// Sums and differences of lanes kDistance apart.
+template <int kDistance>
+Vector butterfly(Vector x) {
+  constexpr uint32_t kUpper = 0xffffffffU / ((1U << kDistance) + 1) << kDistance;
+  return fma(x, select(kUpper, splat(-1.0F), splat(1.0F)), exchange<kDistance>(x));
 }
 
-/// The steps over distances below kLanes * kLanes of that many numbers in rows of n: the
-/// distances within a vector become those between vectors by a transpose.
-inline void hadamard_block(float* x, int64_t n) {
-  Vector v[kLanes];
-  for (int i = 0; i < kLanes; ++i) v[i] = load(x + i * kLanes);
-  for (int d = 1; d < kLanes && int64_t{d} * kLanes < n; d *= 2) butterflies(v, d);
-  transpose(v);
-  for (int d = 1; d < kLanes && d < n; d *= 2) butterflies(v, d);
-  transpose(v);
-  for (int i = 0; i < kLanes; ++i) store(x + i * kLanes, v[i]);
+/// Those over all distances below n within a vector.
+template <int kDistance = 1>
+Vector butterflies(Vector x, int64_t n) {
+  if constexpr (kDistance < kLanes) {
+    if (kDistance < n) return butterflies<2 * kDistance>(butterfly<kDistance>(x), n);
+  }
+  return x;
+}
+
+/// Vectors whose sums and differences stay in registers.
+constexpr int kHadamardVectors = 8;
+
+template <class T>
+void hadamard_block(const T* x, float* out) {
+  Vector v[kHadamardVectors];
+  for (int i = 0; i < kHadamardVectors; ++i) v[i] = butterflies(load(x + i * kLanes), kLanes);
+  for (int d = 1; d < kHadamardVectors; d *= 2) {
+    for (int i = 0; i < kHadamardVectors; ++i) {
+      if ((i & d) != 0) continue;
+      const Vector a = v[i];
+      v[i] = add(a, v[i + d]);
+      v[i + d] = sub(a, v[i + d]);
+    }
+  }
+  for (int i = 0; i < kHadamardVectors; ++i) store(out + i * kLanes, v[i]);
 }
 
 template <class T>
 void hadamard(const void* x, int64_t count, int64_t n, float scale, void* out, float* scratch) {
+  constexpr int64_t kBlock = int64_t{kHadamardVectors} * kLanes;
   const T* from = static_cast<const T*>(x);
-  for (int64_t i = 0; i < count; i += kLanes) store(scratch + i, load(from + i));
-  constexpr int64_t kBlock = int64_t{kLanes} * kLanes;
-  for (int64_t i = 0; i < count; i += kBlock) hadamard_block(scratch + i, n);
-  for (int64_t d = kBlock; d < n; d *= 2) {
+  const bool blocks = n >= kBlock;
+  for (int64_t i = 0; blocks && i < n; i += kBlock) hadamard_block(from + i, scratch + i);
+  for (int64_t i = 0; !blocks && i < count; i += kLanes) {
+    store(scratch + i, butterflies(load(from + i), n));
+  }
+  for (int64_t d = blocks ? kBlock : kLanes; d < n; d *= 2) {
     for (int64_t i = 0; i < count; i += 2 * d) {
       for (int64_t j = i; j < i + d; j += kLanes) {
         const Vector a = load(scratch + j);

@@ -31,31 +31,31 @@ void fill_group(Code code, Code* codes) {
   for (int64_t i = 0; i < kGroup; ++i) codes[i] = code;
 }
 
-/// One group of a row of the FP8 cache; gives the scale.
-template <class T>
-float quantize_kv_group(const T* x, Float8* codes) {
-  const float scale = largest_of_group(x) / kLargestCode;
-  if (scale < kSmallestNormal) {
-    fill_group({0}, codes);
-    return 0;
-  }
-  if (scale != scale) {
-    fill_group({0x7f}, codes);
-    return __builtin_nanf("");
-  }
-  const Vector factor = splat(1 / scale);
+template <class T, class Code>
+void quantize_group(const T* x, Vector factor, Code* codes) {
   for (int64_t i = 0; i < kGroup; i += kLanes) store(codes + i, mul(load(x + i), factor));
-  return scale;
 }
 
+/// All scales before the first code: they take long, but not in one another's way.
 template <class T>
 void quantize_kv_row(const void* nope, const void* rope, void* codes, void* rope_out) {
+  constexpr int kGroups = kKvCodes / kGroup;
   const T* x = static_cast<const T*>(nope);
-  char* bytes = static_cast<char*>(codes);
-  for (int64_t i = 0; i < kKvCodes; i += kGroup) {
-    const float scale = quantize_kv_group(x + i, reinterpret_cast<Float8*>(bytes + i));
-    __builtin_memcpy(bytes + kKvCodes + i / kGroup * 4, &scale, sizeof scale);
+  auto* to = static_cast<Float8*>(codes);
+  float scales[kGroups];
+  for (int i = 0; i < kGroups; ++i) scales[i] = largest_of_group(x + i * kGroup) / kLargestCode;
+  for (int i = 0; i < kGroups; ++i, x += kGroup, to += kGroup) {
+    if (scales[i] >= kSmallestNormal) {
+      quantize_group(x, splat(1 / scales[i]), to);
+    } else if (scales[i] == scales[i]) {
+      fill_group({0}, to);
+      scales[i] = 0;
+    } else {
+      fill_group({0x7f}, to);
+      scales[i] = __builtin_nanf("");
+    }
   }
+  __builtin_memcpy(to, scales, sizeof scales);
   for (int64_t i = 0; i < kKvRope; i += kLanes) {
     store(static_cast<Bfloat16*>(rope_out) + i, load(static_cast<const T*>(rope) + i));
   }
@@ -71,29 +71,28 @@ inline float power_of_two_above(float x) {
 }
 
 template <class T, class Code>
-float quantize_group(const T* x, float most, bool power_of_two, Code nan, Code* codes) {
-  const float largest = largest_of_group(x);
-  if (largest != largest) {
-    fill_group(nan, codes);
-    return __builtin_nanf("");
-  }
-  float scale = (largest < 1e-4F ? 1e-4F : largest) / most;
-  if (power_of_two) scale = power_of_two_above(scale);
+void quantize_scaled(const T* x, float scale, Code nan, Code* codes) {
+  if (scale != scale) return fill_group(nan, codes);
   for (int64_t i = 0; i < kGroup; i += kLanes) store(codes + i, div(load(x + i), splat(scale)));
-  return scale;
 }
 
 template <class T>
 void quantize_groups(const void* x, int64_t n, GroupFormat format, void* codes, float* scales) {
+  const T* from = static_cast<const T*>(x);
   for (int64_t i = 0; i < n; i += kGroup) {
-    const T* group = static_cast<const T*>(x) + i;
+    const float largest = largest_of_group(from + i);
+    const float scale =
+        (largest < 1e-4F ? 1e-4F : largest) / (format == kGroupInt8 ? 127 : kLargestCode);
+    scales[i / kGroup] = largest != largest                 ? __builtin_nanf("")
+                         : format == kGroupFloat8PowerOfTwo ? power_of_two_above(scale)
+                                                            : scale;
+  }
+  for (int64_t i = 0; i < n; i += kGroup) {
+    const float scale = scales[i / kGroup];
     if (format == kGroupInt8) {
-      *scales++ = quantize_group(group, 127, false, int8_t{0}, static_cast<int8_t*>(codes) + i);
+      quantize_scaled(from + i, scale, int8_t{0}, static_cast<int8_t*>(codes) + i);
     } else {
-      *scales++ = quantize_group(
-          group, kLargestCode, format == kGroupFloat8PowerOfTwo, Float8{0x7f},
-          static_cast<Float8*>(codes) + i
-      );
+      quantize_scaled(from + i, scale, Float8{0x7f}, static_cast<Float8*>(codes) + i);
     }
   }
 }

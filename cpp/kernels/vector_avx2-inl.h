@@ -61,7 +61,7 @@ inline void store_bytes(void* p, __m256i x) {
   const __m128i bytes = _mm_and_si128(words, _mm_set1_epi16(0xff));
   _mm_storel_epi64(static_cast<__m128i*>(p), _mm_packus_epi16(bytes, bytes));
 }
-/// Rounded to nearest even, at most 448 in size, NaN as 0x7f.
+/// Of numbers of at most 448 in size, rounded to nearest even.
 inline void store(Float8* p, Vector x) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i size = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
@@ -74,10 +74,8 @@ inline void store(Float8* p, Vector x) {
       _mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(size), _mm256_castsi256_ps(magic)));
   const __m256i is_normal = _mm256_cmpgt_epi32(size, _mm256_set1_epi32(0x3c7fffff));
   const __m256i code = _mm256_blendv_epi8(_mm256_sub_epi32(shifted, magic), normal, is_normal);
-  const __m256i number = _mm256_min_epi32(code, _mm256_set1_epi32(0x7e));
   const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80));
-  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-  store_bytes(p, _mm256_blendv_epi8(_mm256_or_si256(number, sign), _mm256_set1_epi32(0x7f), nan));
+  store_bytes(p, _mm256_or_si256(code, sign));
 }
 /// Of numbers of at most 127 in size, rounded to nearest even.
 inline void store(int8_t* p, Vector x) { store_bytes(p, _mm256_cvtps_epi32(x)); }
@@ -141,6 +139,14 @@ inline void transpose(Vector* r) {
     r[i] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
     r[i + 4] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
   }
+}
+
+/// Lanes i and i ^ kDistance exchanged.
+template <int kDistance>
+inline Vector exchange(Vector x) {
+  if constexpr (kDistance == 1) return _mm256_permute_ps(x, 0xb1);
+  if constexpr (kDistance == 2) return _mm256_permute_ps(x, 0x4e);
+  return _mm256_permute2f128_ps(x, x, 1);
 }
 
 /// Four floats, repeated.

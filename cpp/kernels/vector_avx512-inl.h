@@ -55,7 +55,7 @@ inline void store(Bfloat16* p, Vector x) {
   const __m512i safe = _mm512_mask_set1_epi32(rounded, nan, 0x7fc0);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(safe));
 }
-/// Rounded to nearest even, at most 448 in size, NaN as 0x7f.
+/// Of numbers of at most 448 in size, rounded to nearest even.
 inline void store(Float8* p, Vector x) {
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
@@ -68,11 +68,9 @@ inline void store(Float8* p, Vector x) {
       _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(size), _mm512_castsi512_ps(magic)));
   const __mmask16 subnormal = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(0x3c800000));
   const __m512i code = _mm512_mask_sub_epi32(normal, subnormal, shifted, magic);
-  const __m512i number = _mm512_min_epu32(code, _mm512_set1_epi32(0x7e));
   const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
-  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  const __m512i safe = _mm512_mask_set1_epi32(_mm512_or_si512(number, sign), nan, 0x7f);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(safe));
+  const __m512i signed_code = _mm512_or_si512(code, sign);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(signed_code));
 }
 /// Of numbers of at most 127 in size, rounded to nearest even.
 inline void store(int8_t* p, Vector x) {
@@ -140,6 +138,15 @@ inline void transpose(Vector* r) {
   for (int i = 0; i < 16; ++i) bits[i] = _mm512_castps_si512(r[i]);
   transpose(bits);
   for (int i = 0; i < 16; ++i) r[i] = _mm512_castsi512_ps(bits[i]);
+}
+
+/// Lanes i and i ^ kDistance exchanged.
+template <int kDistance>
+inline Vector exchange(Vector x) {
+  if constexpr (kDistance == 1) return _mm512_permute_ps(x, 0xb1);
+  if constexpr (kDistance == 2) return _mm512_permute_ps(x, 0x4e);
+  if constexpr (kDistance == 4) return _mm512_shuffle_f32x4(x, x, 0xb1);
+  return _mm512_shuffle_f32x4(x, x, 0x4e);
 }
 
 /// Four floats, repeated.

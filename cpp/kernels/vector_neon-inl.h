@@ -56,7 +56,7 @@ inline void store_bytes(void* p, uint32x4_t x) {
   const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
   __builtin_memcpy(p, &four, sizeof four);
 }
-/// Rounded to nearest even, at most 448 in size, NaN as 0x7f.
+/// Of numbers of at most 448 in size, rounded to nearest even.
 inline void store(Float8* p, Vector x) {
   const uint32x4_t bits = vreinterpretq_u32_f32(x);
   const uint32x4_t size = vandq_u32(bits, vdupq_n_u32(0x7fffffff));
@@ -69,10 +69,9 @@ inline void store(Float8* p, Vector x) {
       vreinterpretq_u32_f32(vaddq_f32(vabsq_f32(x), magic)), vreinterpretq_u32_f32(magic)
   );
   const uint32x4_t is_normal = vcgeq_u32(size, vdupq_n_u32(0x3c800000));
-  const uint32x4_t number = vminq_u32(vbslq_u32(is_normal, normal, subnormal), vdupq_n_u32(0x7e));
+  const uint32x4_t code = vbslq_u32(is_normal, normal, subnormal);
   const uint32x4_t sign = vandq_u32(vshrq_n_u32(bits, 24), vdupq_n_u32(0x80));
-  const uint32x4_t ordered = vceqq_f32(x, x);
-  store_bytes(p, vbslq_u32(ordered, vorrq_u32(number, sign), vdupq_n_u32(0x7f)));
+  store_bytes(p, vorrq_u32(code, sign));
 }
 /// Of numbers of at most 127 in size, rounded to nearest even.
 inline void store(int8_t* p, Vector x) { store_bytes(p, vreinterpretq_u32_s32(vcvtnq_s32_f32(x))); }
@@ -117,6 +116,12 @@ inline void transpose(Vector* r) {
   r[1] = vcombine_f32(vget_low_f32(upper.val[1]), vget_low_f32(lower.val[1]));
   r[2] = vcombine_f32(vget_high_f32(upper.val[0]), vget_high_f32(lower.val[0]));
   r[3] = vcombine_f32(vget_high_f32(upper.val[1]), vget_high_f32(lower.val[1]));
+}
+
+/// Lanes i and i ^ kDistance exchanged.
+template <int kDistance>
+inline Vector exchange(Vector x) {
+  return kDistance == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2);
 }
 
 /// Four floats, repeated in vectors of more.

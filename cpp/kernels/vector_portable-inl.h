@@ -71,13 +71,7 @@ inline void narrow(float x, Float8* p) {
   const uint32_t sign = to_bits(x) >> 24 & 0x80U;
   const uint32_t magnitude = to_bits(x) & 0x7fffffffU;
   uint32_t code;
-  if (magnitude > 0x7f800000U) {
-    p->bits = 0x7f;
-    return;
-  }
-  if (magnitude >= 0x43e00000U) {  // 448
-    code = 0x7e;
-  } else if (magnitude >= 0x3c800000U) {  // 2^-6
+  if (magnitude >= 0x3c800000U) {  // 2^-6
     code = (magnitude - (120U << 23) + 0x7ffff + (magnitude >> 20 & 1)) >> 20;
   } else {
     // Adding 2^14 shifts a subnormal's bits to the bottom, rounded to even.
@@ -99,8 +93,8 @@ inline Vector load(const T* p) {
   return Vector{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])};
 }
 inline void store(float* p, Vector x) { memcpy(p, &x, sizeof x); }
-/// To Float8: rounded to nearest even, at most 448 in size, NaN as 0x7f. To int8_t: of
-/// numbers of at most 127 in size, rounded to nearest even.
+/// To Float8, of numbers of at most 448 in size, and int8_t, of at most 127: rounded to
+/// nearest even.
 template <class T>
 inline void store(T* p, Vector x) {
   for (int i = 0; i < kLanes; ++i) narrow(x[i], p + i);
@@ -159,6 +153,12 @@ inline void transpose(Vector* r) {
   r[1] = __builtin_shufflevector(a, b, 2, 3, 6, 7);
   r[2] = __builtin_shufflevector(c, d, 0, 1, 4, 5);
   r[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
+}
+
+/// Lanes i and i ^ kDistance exchanged.
+template <int kDistance>
+inline Vector exchange(Vector x) {
+  return __builtin_shufflevector(x, x, kDistance, kDistance ^ 1, kDistance ^ 2, kDistance ^ 3);
 }
 
 /// Four floats, repeated in vectors of more.

@@ -14,7 +14,7 @@ namespace cpattn {
 namespace {
 
 using kernels::kGroup;
-using kernels::kHadamardBlock;
+using kernels::kHadamardLeast;
 
 constexpr int64_t kTokenBytes = kGroup + int64_t{sizeof(float)};
 
@@ -78,22 +78,22 @@ void hadamard_transform(const TensorView& x, float scale, const TensorView& out)
   check_dense(kFunction, "out", out, x.num_elements());
   const auto transform = active_sparse_kernels().rows.hadamard[type];
   const int64_t row_bytes = dim * element_size(x.dtype);
-  const int64_t count = std::max(dim, kHadamardBlock);
-  const int64_t rows_at_once = count / dim;
+  const int64_t count = std::max(dim, kHadamardLeast);
   parallel_rows(num_rows(x), row_bytes, [&](int64_t row, int64_t end) {
-    // The kernel takes whole blocks: rows as they come are copied there and back.
-    const int64_t bytes = rows_at_once * row_bytes;
-    char* const block = static_cast<char*>(thread_scratch(count * sizeof(float) + 2 * bytes));
-    char* const result = block + bytes;
-    auto* const floats = reinterpret_cast<float*>(result + bytes);
-    std::memset(block, 0, bytes);
-    for (; row < end; row += rows_at_once) {
-      const int64_t taken = std::min(rows_at_once, end - row);
+    auto* const scratch = static_cast<float*>(thread_scratch(count * sizeof(float)));
+    char* to = out.as<char>() + row * row_bytes;
+    for (; dim == count && row < end; ++row, to += row_bytes) {
+      transform(row_data(x, row), dim, dim, scale, to, scratch);
+    }
+    // Short rows are brought together first.
+    char together[kHadamardLeast * sizeof(float)] = {};
+    for (int64_t taken = 0; row < end; row += taken, to += taken * row_bytes) {
+      taken = std::min(count / dim, end - row);
       for (int64_t i = 0; i < taken; ++i) {
-        std::memcpy(block + i * row_bytes, row_data(x, row + i), row_bytes);
+        std::memcpy(together + i * row_bytes, row_data(x, row + i), row_bytes);
       }
-      transform(block, count, dim, scale, result, floats);
-      std::memcpy(out.as<char>() + row * row_bytes, result, taken * row_bytes);
+      transform(together, count, dim, scale, together, scratch);
+      std::memcpy(to, together, taken * row_bytes);
     }
   });
 }
@@ -121,11 +121,13 @@ void quantize_index(
                       : power_of_two ? kernels::kGroupFloat8PowerOfTwo
                                      : kernels::kGroupFloat8;
   const auto quantize = active_sparse_kernels().rows.quantize_groups[type];
+  // Several rows at a time, if they lie one after the other, hide the way to the scales.
+  const int64_t together = x.is_contiguous() ? std::max<int64_t>(1, 8 * kGroup / dim) : 1;
   parallel_rows(num_rows(x), dim * element_size(x.dtype), [&](int64_t row, int64_t end) {
-    for (; row < end; ++row) {
+    for (; row < end; row += together) {
       quantize(
-          row_data(x, row), dim, format, codes.as<char>() + row * dim,
-          scale.as<float>() + row * (dim / kGroup)
+          row_data(x, row), std::min(together, end - row) * dim, format,
+          codes.as<char>() + row * dim, scale.as<float>() + row * (dim / kGroup)
       );
     }
   });

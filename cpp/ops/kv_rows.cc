@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpattn/kv_rows.h"
 
+#include <algorithm>
+
 #include "cpattn/check.h"
 #include "ops/kernel_table.h"
 #include "ops/rows.h"
@@ -14,6 +16,13 @@ using kernels::kKvCodes;
 using kernels::kKvDim;
 using kernels::kKvRope;
 using kernels::kKvRowBytes;
+
+/// Rows that are fetched before they are read: the processor cannot foresee indices.
+constexpr int64_t kRowsAhead = 4;
+
+void fetch_row(const char* row) {
+  for (int64_t i = 0; i < kKvRowBytes; i += 64) __builtin_prefetch(row + i);
+}
 
 /// [T, dim] or [T, 1, dim].
 void check_part(const char* function, const char* name, const TensorView& tensor, int64_t dim) {
@@ -46,6 +55,10 @@ void quantize_kv_rows(
   check_dtype(function, "rope_out", rope_out.dtype, DType::uint8);
   check_rows(function, "codes", codes, {nope.dim(0), 1, kKvCodeBytes});
   check_rows(function, "rope_out", rope_out, {nope.dim(0), 1, kKvRowBytes - kKvCodeBytes});
+  for (const TensorView& result : {codes, rope_out}) {
+    check_no_overlap(function, "out", result, "nope", nope);
+    check_no_overlap(function, "out", result, "rope", rope);
+  }
   const auto quantize = active_sparse_kernels().rows.quantize_kv_row[type];
   parallel_rows(nope.dim(0), kKvDim * element_size(nope.dtype), [&](int64_t row, int64_t end) {
     for (; row < end; ++row) {
@@ -80,10 +93,13 @@ void dequantize_kv_rows(
   const int64_t count = indices ? static_cast<int64_t>(indices->size()) : available;
   check_dtype(kFunction, "out", out.dtype, DType::bfloat16);
   check_rows(kFunction, "out", out, {count, 1, kKvDim});
+  check_no_overlap(kFunction, "out", out, "rows", rows);
   const auto expand = active_sparse_kernels().rows.expand_kv_row;
+  const auto source = [&](int64_t row) { return row_data(rows, indices ? (*indices)[row] : row); };
   parallel_rows(count, kKvRowBytes, [&](int64_t row, int64_t end) {
     for (; row < end; ++row) {
-      expand(row_data(rows, indices ? (*indices)[row] : row), row_data(out, row));
+      if (indices) fetch_row(source(std::min(row + kRowsAhead, end - 1)));
+      expand(source(row), row_data(out, row));
     }
   });
 }

@@ -13,7 +13,7 @@ CODE_BYTES = 528  # 512 codes and 4 scales
 ROW_BYTES = 656  # and 64 bfloat16 numbers
 
 
-def quantize_kv_rows(nope: Tensor, rope: Tensor) -> Tensor:
+def quantize_kv_rows(nope: Tensor, rope: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Quantise latent keys for the FP8 cache.
 
     A row is 512 e4m3fn codes of `nope`, 4 little-endian float32 scales, one per 128 elements, and
@@ -24,6 +24,8 @@ def quantize_kv_rows(nope: Tensor, rope: Tensor) -> Tensor:
     ----------
     nope : float32, float16 or bfloat16 tensor, shape [num_tokens, 512] or [num_tokens, 1, 512]
     rope : tensor of the same dtype, shape [num_tokens, 64] or [num_tokens, 1, 64]
+    out : uint8 tensor, shape [num_tokens, 1, 656], optional
+        Written and returned.
 
     Returns
     -------
@@ -46,12 +48,16 @@ def quantize_kv_rows(nope: Tensor, rope: Tensor) -> Tensor:
     >>> rows.shape, int(rows[0, 0, 0])     # 0x7e: 448
     ((3, 1, 656), 126)
     """
-    tokens = shape_of(nope, "quantize_kv_rows: nope")[:1]
-    rows = empty(nope, (*tokens, 1, ROW_BYTES), "uint8")
-    _core.quantize_kv_rows(
-        "quantize_kv_rows", nope, rope, rows[..., :CODE_BYTES], rows[..., CODE_BYTES:]
-    )
-    return rows
+    function = "quantize_kv_rows"
+    tokens = shape_of(nope, f"{function}: nope")[:1]
+    if out is None:
+        out = empty(nope, (*tokens, 1, ROW_BYTES), "uint8")
+    elif shape_of(out, f"{function}: out") != (*tokens, 1, ROW_BYTES):
+        raise ValueError(
+            f"{function}: out must have shape {[*tokens, 1, ROW_BYTES]}, got {list(out.shape)}"
+        )
+    _core.quantize_kv_rows(function, nope, rope, out[..., :CODE_BYTES], out[..., CODE_BYTES:])
+    return out
 
 
 def quantize_kv_rows_separate(nope: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +78,7 @@ def quantize_kv_rows_separate(nope: Tensor, rope: Tensor) -> tuple[Tensor, Tenso
     return codes, rope_bytes
 
 
-def dequantize_kv_rows(rows: Tensor, indices: Any = None) -> Tensor:
+def dequantize_kv_rows(rows: Tensor, indices: Any = None, *, out: Tensor | None = None) -> Tensor:
     """Read rows of the FP8 cache back as bfloat16.
 
     Parameters
@@ -82,6 +88,8 @@ def dequantize_kv_rows(rows: Tensor, indices: Any = None) -> Tensor:
         any strides with a contiguous last dimension.
     indices : ints, shape [n], optional
         Rows to read, ``block * block_size + offset`` if paged; they may repeat. Default: all.
+    out : bfloat16 tensor, shape [n, 1, 576], optional
+        Written and returned. New memory costs more than filling it where there are many rows.
 
     Returns
     -------
@@ -94,7 +102,8 @@ def dequantize_kv_rows(rows: Tensor, indices: Any = None) -> Tensor:
         For another width or dtype, and for indices that are not there, -1 included.
     """
     shape = shape_of(rows, "dequantize_kv_rows: rows")
-    count = math.prod(shape[:-1]) if indices is None else len(indices)
-    out = empty(rows, (count, 1, 576), "bfloat16")
+    if out is None:
+        count = math.prod(shape[:-1]) if indices is None else len(indices)
+        out = empty(rows, (count, 1, 576), "bfloat16")
     _core.dequantize_kv_rows(rows, indices, out)
     return out
