@@ -88,13 +88,15 @@ class IndexerLoop {
     for (int64_t first = begin; first < all.end; first += kIndexerBlock) {
       if (tile_.should_stop(tile_.stop_context)) return false;
       pack(first + (kBlocks - 1) * kIndexerBlock);
-      score_block(first);
+      score_block(first, all.end);
     }
     return true;
   }
 
-  /// Keys [first, first + kIndexerBlock), as far as queries see them.
-  void score_block(int64_t first) {
+  /// Keys [first, first + kIndexerBlock), as far as queries see them; there are others up
+  /// to `last`.
+  void score_block(int64_t first, int64_t last) {
+    const char* const* next = kBlocks == 1 ? locate_next(first + kIndexerBlock, last) : nullptr;
     const auto done = [this, first](int i) { take_scores(i, first); };
     for (int i = 0; i < tile_.num_queries; ++i) {
       const KeyRange range = clipped(scored(tile_.queries[i]), first);
@@ -106,8 +108,10 @@ class IndexerLoop {
           .begin = static_cast<int>(range.begin - first),
           .end = static_cast<int>(range.end - first),
           .scores = scores_,
+          .next = next,
       };
       scorer_.score(task, done);
+      next = nullptr;
     }
     scorer_.finish(done);
   }
@@ -172,6 +176,17 @@ class IndexerLoop {
     const int fetched = round_up(end, kKeyGranule) + kKeyGranule;
     for (int i = end; i < fetched; ++i) block.rows[i] = block.rows[end - 1];
     scorer_.pack_keys(block.rows, granule, end, block.keys);
+  }
+
+  /// Addresses of the keys of a block, or null if there is none.
+  const char* const* locate_next(int64_t first, int64_t last) {
+    if (first >= last) return nullptr;
+    const auto end = static_cast<int>(smaller(kIndexerBlock, last - first));
+    const IndexerKeys& keys = tile_.keys;
+    const char** rows = block_of(first).rows;
+    locate(keys.data, keys.page_bytes, keys.row_bytes, first, 0, end, rows);
+    for (int i = end; i < kIndexerBlock; ++i) rows[i] = rows[end - 1];
+    return rows;
   }
 
   /// Addresses of rows first + [begin, end), into rows[begin..end).

@@ -6,6 +6,7 @@
 #include "kernels/fp8-inl.h"
 #include "kernels/gemm-inl.h"
 #include "kernels/indexer_kernel.h"
+#include "kernels/key_rows-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -61,6 +62,13 @@ template <class Engine, int kHeads>
   }
 }
 
+/// Rows to bring to the L2 while others are multiplied, a few after each product: all at
+/// once they would wait for miss buffers.
+struct FetchedRows {
+  const char* const* rows = nullptr;  // [kPanel] or null
+  int row_bytes = 0;
+};
+
 /// Writes the scores of one query with the keys of a panel. Not inlined: the sums stay
 /// in registers only where nothing else wants them.
 template <class Engine>
@@ -70,18 +78,27 @@ template <class Engine>
     int num_heads,
     int dim,
     const typename Engine::Operand* panel,
+    FetchedRows fetched,
     float* out
 ) {
   Vector scores[kPanelVectors];
 #pragma GCC unroll 4
   for (int j = 0; j < kPanelVectors; ++j) scores[j] = splat(0.0F);
-  for (; num_heads >= kScoreHeads; num_heads -= kScoreHeads) {
-    add_heads<Engine, kScoreHeads>(q, weights, dim, panel, scores);
-    q += int64_t{kScoreHeads} * dim;
-    weights += kScoreHeads;
-  }
-  for (; num_heads > 0; --num_heads, q += dim) {
-    add_heads<Engine, 1>(q, weights++, dim, panel, scores);
+  const int groups = (num_heads + kScoreHeads - 1) / kScoreHeads;
+  const int rows_of_group = (kPanel + groups - 1) / groups;
+  for (int head = 0, row = 0; head < num_heads; q += int64_t{kScoreHeads} * dim) {
+    if (fetched.rows != nullptr) {
+      const int stop = static_cast<int>(smaller(row + rows_of_group, kPanel));
+      for (; row < stop; ++row) fetch_row<2>(fetched.rows[row], fetched.row_bytes);
+    }
+    if (num_heads - head >= kScoreHeads) {
+      add_heads<Engine, kScoreHeads>(q, weights + head, dim, panel, scores);
+      head += kScoreHeads;
+      continue;
+    }
+    for (; head < num_heads; ++head, q += dim) {
+      add_heads<Engine, 1>(q, weights + head, dim, panel, scores);
+    }
   }
 #pragma GCC unroll 4
   for (int j = 0; j < kPanelVectors; ++j) store(out + j * kLanes, scores[j]);
@@ -147,6 +164,7 @@ struct ScoreTask {
   char* block;
   int begin, end;
   float* scores;
+  const char* const* next = nullptr;  // rows of the next block, if it is time to fetch them
 };
 
 /// The Scorer of IndexerLoop on an engine, for queries and keys of type T.
@@ -188,10 +206,14 @@ class PanelScorer {
   void score(const ScoreTask& task, Done done) const {
     const auto* query = reinterpret_cast<const Operand*>(task.query);
     const auto* panels = reinterpret_cast<const Operand*>(task.block);
+    FetchedRows fetched;
     for (int key = task.begin / kPanel * kPanel; key < task.end; key += kPanel) {
+      if (task.next != nullptr) {
+        fetched = {task.next + key, tile_.dim * static_cast<int>(sizeof(T))};
+      }
       score_panel<Engine>(
           query, tile_.queries[task.index].weights, tile_.num_heads, tile_.dim,
-          panels + key / kPanel * panel_size(tile_.dim), task.scores + key
+          panels + key / kPanel * panel_size(tile_.dim), fetched, task.scores + key
       );
     }
     done(task.index);

@@ -11,11 +11,15 @@ namespace {
 
 inline int64_t align_bytes(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
+/// More than streams need: scores come in small pieces, and to make a buffer smaller
+/// takes longer than to fill it.
+inline int64_t stream_capacity(int32_t topk) { return 2 * topk_capacity(topk); }
+
 /// Bytes of the two buffers of a stream.
-inline int64_t stream_bytes(int32_t topk) { return align_bytes(topk_capacity(topk) * 8); }
+inline int64_t stream_bytes(int32_t topk) { return align_bytes(stream_capacity(topk) * 8); }
 
 inline TopkStream make_stream(char* buffers, int32_t topk) {
-  const auto capacity = static_cast<int32_t>(topk_capacity(topk));
+  const auto capacity = static_cast<int32_t>(stream_capacity(topk));
   auto* scores = reinterpret_cast<float*>(buffers);
   return {
       .scores = scores,
