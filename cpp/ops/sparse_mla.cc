@@ -46,7 +46,9 @@ int64_t read_kv(const TensorView& kv, SelectedAttention& attention) {
       ", got ", q.shape[3]
   );
   const FlatRows rows = flat_rows(kFunction, "kv", kv, kernels::kKvRowBytes);
-  require(rows.stride % 2 == 0, "FP8 rows must be an even number of bytes apart, got ", rows.stride);
+  require(
+      rows.stride % 2 == 0, "FP8 rows must be an even number of bytes apart, got ", rows.stride
+  );
   attention.k = {kv.data, rows.stride / 2, rows.stride / 2};
   attention.expand = active_sparse_kernels().rows.expand_kv_row;
   attention.stored_bytes = kernels::kKvRowBytes;

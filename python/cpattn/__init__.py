@@ -41,6 +41,7 @@ from .indexer import indexer_logits, indexer_topk
 from .kv_rows import dequantize_kv_rows, quantize_kv_rows, quantize_kv_rows_separate
 from .lightning_indexer import npu_lightning_indexer
 from .profiling import Profile, profile
+from .sparse_flash_attention import npu_sparse_flash_attention
 from .sparse_mla import flash_mla_sparse_fwd
 from .split_norm import (
     can_fuse_split_qk_norm,
@@ -94,6 +95,7 @@ __all__ = [
     "merge_state",
     "npu_fused_infer_attention_score",
     "npu_lightning_indexer",
+    "npu_sparse_flash_attention",
     "pad_topk_indices",
     "page_table_to_topk",
     "paged_attention",

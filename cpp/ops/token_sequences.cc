@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/token_sequences.h"
+
+#include "cpattn/check.h"
+
+namespace cpattn {
+
+TokenSequences packed_sequences(
+    const char* function, const char* name, const SequenceLengths& sums, int64_t total
+) {
+  check(sums.has_value(), function, ": ", name, " is mandatory for TND");
+  TokenSequences sequences;
+  int64_t end = 0;
+  for (const int64_t sum : *sums) {
+    check(
+        sum >= end && sum <= total, function, ": ", name,
+        " must be prefix sums, which never decrease, up to ", total, " tokens, got ", sum,
+        " after ", end, " at index ", sequences.size()
+    );
+    sequences.begins.push_back(end);
+    sequences.lens.push_back(sum - end);
+    end = sum;
+  }
+  return sequences;
+}
+
+TokenSequences padded_sequences(
+    const char* function,
+    const char* name,
+    const SequenceLengths& lengths,
+    int64_t batch,
+    int64_t limit
+) {
+  TokenSequences sequences{.lens = lengths.value_or(std::vector<int64_t>(batch, limit))};
+  check(
+      sequences.size() == batch, function, ": ", name, " must have one entry per sequence (", batch,
+      "), got ", sequences.size()
+  );
+  for (int64_t b = 0; b < batch; ++b) {
+    check(
+        sequences.lens[b] >= 0 && sequences.lens[b] <= limit, function, ": ", name,
+        " must be in [0, ", limit, "], got ", sequences.lens[b], " at index ", b
+    );
+    sequences.begins.push_back(b * limit);
+  }
+  return sequences;
+}
+
+}  // namespace cpattn

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""npu_sparse_flash_attention against the oracle, in all its layouts and modes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from cpattn import reference
+from tolerances import assert_close
+
+HEADS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    layout_query: str = "TND"
+    layout_kv: str = "PA_BSND"
+    q_lens: tuple[int, ...] = (3, 0, 4)
+    kv_lens: tuple[int, ...] = (40, 9, 21)
+    head_dim: int = 32
+    v_head_dim: int = 48
+    rope_dim: int = 16
+    block: int = 1
+    mode: int = 3
+    page_size: int = 8
+
+    def __str__(self) -> str:
+        default = Case()
+        parts = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(default, k)]
+        return ",".join(parts).replace(" ", "") or "default"
+
+
+CASES = [
+    Case(),
+    Case(mode=0),
+    Case(block=4),
+    Case(block=7, mode=0),
+    Case(layout_kv="TND"),
+    Case(layout_query="BSND"),
+    Case(layout_query="BSND", layout_kv="BSND", block=3),
+    Case(layout_query="BSND", layout_kv="BSND", q_lens=(5, 5), kv_lens=(30, 30), rope_dim=0),
+    Case(q_lens=(9,), kv_lens=(4,)),  # the first queries stand before all keys
+    Case(q_lens=(2, 2), kv_lens=(600, 550), head_dim=512, v_head_dim=512, rope_dim=64),
+]
+
+
+def join(sequences, layout):
+    """[T, ...] for TND, or [B, S, ...] padded with NaN (indices: with 0)."""
+    if layout == "TND":
+        return torch.cat(sequences)
+    rows = max(map(len, sequences)) + 1
+    fill = torch.nan if sequences[0].is_floating_point() else 0
+    batch = torch.full((len(sequences), rows, *sequences[0].shape[1:]), fill).to(sequences[0].dtype)
+    for entry, sequence in zip(batch, sequences, strict=True):
+        entry[: len(sequence)] = sequence
+    return batch
+
+
+def paged(sequences, tables, page_size):
+    cache = torch.full((int(tables.max()) + 2, page_size, 1, sequences[0].shape[-1]), torch.nan)
+    cache = cache.to(sequences[0].dtype)
+    for table, sequence in zip(tables, sequences, strict=True):
+        token = np.arange(len(sequence))
+        cache[table[token // page_size], token % page_size] = sequence
+    return cache
+
+
+class Batch:
+    """Sequences, the arguments that present them, and what is to come out."""
+
+    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        self.case = case
+        self.rng = np.random.default_rng(0)
+        self.scale = 192**-0.5
+
+        def random(count, heads, dim):
+            return torch.from_numpy(self.rng.standard_normal((count, heads, dim))).to(dtype)
+
+        width = case.head_dim + case.rope_dim
+        self.queries = [random(n, HEADS, width) for n in case.q_lens]
+        self.keys = [random(n, 1, width) for n in case.kv_lens]
+        self.values = [random(n, 1, case.v_head_dim) for n in case.kv_lens]
+        self.indices = [
+            self.named_blocks(n, kv_len)
+            for n, kv_len in zip(case.q_lens, case.kv_lens, strict=True)
+        ]
+        counts = [-(-n // case.page_size) for n in case.kv_lens]
+        pages = self.rng.permutation(sum(counts))
+        self.tables = np.full((len(counts), max(counts) + 1), -1, np.int32)
+        for row, count in enumerate(counts):
+            self.tables[row, :count], pages = pages[:count], pages[count:]
+
+    def named_blocks(self, q_len, kv_len):
+        """Rows of distinct blocks, some beyond the sequence, that end at different entries."""
+        blocks = -(-kv_len // self.case.block) + 2
+        rows = np.full((q_len, 1, blocks), -1)
+        for row in rows:
+            count = self.rng.integers(blocks + 1)
+            row[0, :count] = self.rng.permutation(blocks)[:count]
+            row[0, count + 1 :] = 0  # behind the entry that ends the row
+        return torch.from_numpy(rows).to(torch.int32)
+
+    def arguments(self, **changes):
+        case = self.case
+        topk = max(x.shape[-1] for x in self.indices)
+        indices = [
+            torch.nn.functional.pad(x, (0, topk - x.shape[-1]), value=-1) for x in self.indices
+        ]
+
+        def place(sequences):
+            if case.layout_kv == "PA_BSND":
+                return paged(sequences, self.tables, case.page_size)
+            return join(sequences, case.layout_kv)
+
+        nope = slice(case.head_dim)
+        rope = slice(case.head_dim, None)
+        arguments = {
+            "query": join([q[..., nope] for q in self.queries], case.layout_query).contiguous(),
+            "key": place([k[..., nope] for k in self.keys]),
+            "value": place(self.values),
+            "sparse_indices": join(indices, case.layout_query),
+            "scale_value": self.scale,
+            "sparse_block_size": case.block,
+            "layout_query": case.layout_query,
+            "layout_kv": case.layout_kv,
+            "sparse_mode": case.mode,
+            "actual_seq_lengths_query": list(
+                np.cumsum(case.q_lens) if case.layout_query == "TND" else case.q_lens
+            ),
+            "actual_seq_lengths_kv": list(
+                np.cumsum(case.kv_lens) if case.layout_kv == "TND" else case.kv_lens
+            ),
+            "return_softmax_lse": True,
+        }
+        if case.rope_dim:
+            arguments["query_rope"] = join([q[..., rope] for q in self.queries], case.layout_query)
+            arguments["key_rope"] = place([k[..., rope] for k in self.keys])
+            arguments["attention_mode"] = 2
+        if case.layout_kv == "PA_BSND":
+            arguments["block_table"] = self.tables
+        return arguments | changes
+
+    def seen_keys(self, sequence, i):
+        """The definition: positions of the named blocks, up to the query's own in mode 3."""
+        case = self.case
+        kv_len = case.kv_lens[sequence]
+        end = kv_len - case.q_lens[sequence] + i + 1 if case.mode == 3 else kv_len
+        seen = []
+        for block in self.indices[sequence][i, 0].tolist():
+            if block < 0:
+                break
+            seen += range(block * case.block, (block + 1) * case.block)
+        return [position for position in seen if position < min(end, kv_len)]
+
+    def expected(self):
+        """Of each query: where it is, out, its magnitude, the largest logit and the LSE."""
+        row = 0
+        for b, queries in enumerate(self.queries):
+            for i in range(len(queries)):
+                place = (0, row) if self.case.layout_query == "TND" else (b, i)
+                row += 1
+                seen = self.seen_keys(b, i)
+                keys, values = self.keys[b][seen], self.values[b][seen]
+                out, lse = self.oracle(queries[i], keys, values)
+                magnitude, _ = self.oracle(queries[i], keys, values.abs())
+                largest = np.full(HEADS, -np.inf)
+                if seen:
+                    scores = self.scale * queries[i].double() @ keys[:, 0].double().T
+                    largest = scores.max(dim=1).values.numpy()
+                yield place, out, magnitude, largest, lse
+
+    def oracle(self, q, keys, values):
+        out, lse = reference.paged_attention(
+            q[None],
+            keys,
+            values,
+            q_lens=[1],
+            kv_lens=[len(keys)],
+            block_tables=[[0]],
+            page_size=max(len(keys), 1),
+            scale=self.scale,
+            causal=False,
+        )
+        return out[0], lse[0]
+
+
+@functools.cache
+def arguments_and_expected(index, dtype):
+    """Made once for all instruction sets."""
+    batch = Batch(CASES[index], getattr(torch, dtype))
+    return batch.arguments(), list(batch.expected())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
+def test_against_the_oracle(isa, index, dtype):
+    arguments, expected = arguments_and_expected(index, dtype)
+    out, softmax_max, softmax_sum = cpattn.npu_sparse_flash_attention(**arguments)
+    out = out if out.dim() == 4 else out[None]
+    for (b, i), expected_out, magnitude, largest, lse in expected:
+        assert_close(out[b, i], expected_out, magnitude, "attention", dtype)
+        size = np.maximum(1, np.abs(np.nan_to_num(lse, neginf=0)))
+        found_max, found_sum = (x[b, ..., i, :].reshape(-1) for x in (softmax_max, softmax_sum))
+        assert_close(found_max + torch.log(found_sum), lse, size, "attention lse", "any")
+        assert_close(found_max, largest, size, "attention lse", "any")
+
+
+def test_rows_past_their_sequence_are_zeros():
+    """Padding of a batch, which is NaN here, and packed rows after the last sequence."""
+    batch = Batch(Case(layout_query="BSND"), torch.float32)
+    out, softmax_max, softmax_sum = cpattn.npu_sparse_flash_attention(**batch.arguments())
+    assert out.shape == (3, 5, HEADS, 48)
+    assert softmax_max.shape == softmax_sum.shape == (3, 1, 5, HEADS)
+    for b, q_len in enumerate(batch.case.q_lens):
+        assert torch.all(out[b, q_len:] == 0)
+        assert torch.all(torch.isneginf(softmax_max[b, 0, q_len:]))
+        assert torch.all(softmax_sum[b, 0, q_len:] == 0)
+
+    batch = Batch(Case(), torch.float32)
+    whole = cpattn.npu_sparse_flash_attention(**batch.arguments())
+    short = batch.arguments(actual_seq_lengths_query=[3, 3, 6], block_table=batch.tables)
+    out, softmax_max, _ = cpattn.npu_sparse_flash_attention(**short)
+    assert torch.equal(out[:3], whole[0][:3])
+    assert torch.all(out[6] == 0)
+    assert torch.all(torch.isneginf(softmax_max[0, 6]))
+
+
+def test_lengths_default_to_the_whole_batch():
+    case = Case(layout_query="BSND", layout_kv="BSND", q_lens=(4, 4), kv_lens=(9, 9))
+    arguments = Batch(case, torch.float32).arguments()
+    for name in ("query", "query_rope", "key", "key_rope", "value", "sparse_indices"):
+        arguments[name] = arguments[name][:, :-1].contiguous()
+    expected = cpattn.npu_sparse_flash_attention(**arguments)
+    del arguments["actual_seq_lengths_query"], arguments["actual_seq_lengths_kv"]
+    for x, y in zip(cpattn.npu_sparse_flash_attention(**arguments), expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_it_is_flash_mla_with_positions():
+    """Of one cache, absorbed: the latent and its rope part are rows of 576."""
+    case = Case(head_dim=512, v_head_dim=512, rope_dim=64, mode=0, q_lens=(2,), kv_lens=(100,))
+    batch = Batch(case, torch.bfloat16)
+    batch.values = [k[..., :512] for k in batch.keys]
+    out, softmax_max, _ = cpattn.npu_sparse_flash_attention(**batch.arguments())
+    indices = torch.full((2, 200), -1)
+    for i in range(2):
+        seen = batch.seen_keys(0, i)
+        indices[i, : len(seen)] = torch.tensor(seen, dtype=torch.int64)
+    expected, max_logits, _ = cpattn.flash_mla_sparse_fwd(
+        batch.queries[0], batch.keys[0], indices, batch.scale
+    )
+    assert torch.equal(out, expected)
+    assert torch.equal(softmax_max[0], max_logits)
+
+
+def test_without_softmax_results_and_in_numpy():
+    arguments = Batch(Case(), torch.float32).arguments(return_softmax_lse=False)
+    expected, *_ = cpattn.npu_sparse_flash_attention(**arguments)
+    as_numpy = {
+        name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()
+    }
+    out, softmax_max, softmax_sum = cpattn.npu_sparse_flash_attention(**as_numpy)
+    assert isinstance(out, np.ndarray)
+    assert softmax_max.shape == softmax_sum.shape == (0,)
+    np.testing.assert_array_equal(out, expected.numpy())
+
+
+ERRORS = {
+    "layout_query": ({"layout_query": "BNSD"}, "layout_query must be 'BSND' or 'TND', got 'BNSD'"),
+    "layout_kv": ({"layout_kv": "BSND"}, "layout_kv must be layout_query or 'PA_BSND', got 'BSND'"),
+    "no table": ({"block_table": None}, "block_table must be given with layout_kv 'PA_BSND'"),
+    "sparse_mode": ({"sparse_mode": 4}, "sparse_mode must be 0 or 3, got 4"),
+    "pre_tokens": ({"pre_tokens": 5}, "pre_tokens and next_tokens must be .* got 5"),
+    "block size": ({"sparse_block_size": 0}, "sparse_block_size must be >= 1, got 0"),
+    "attention_mode": ({"attention_mode": 1}, "attention_mode must be 0 or 2, got 1"),
+    "rope without mode": ({"attention_mode": 0}, "must be given with attention_mode 2 and only"),
+    "no rope": ({"query_rope": None}, "query_rope and key_rope must be given with attention_mode"),
+    "scale": ({"scale_value": -1.0}, "scale_value must be a positive number, got -1"),
+    "no lengths": (
+        {"actual_seq_lengths_query": None},
+        "actual_seq_lengths_query is mandatory for TND",
+    ),
+    "no key lengths": (
+        {"actual_seq_lengths_kv": None},
+        "actual_seq_lengths_kv is mandatory with block_table",
+    ),
+    "falling sums": (
+        {"actual_seq_lengths_query": [3, 2, 7]},
+        "actual_seq_lengths_query must be prefix sums, .* got 2 after 3 at index 1",
+    ),
+    "long sums": ({"actual_seq_lengths_query": [3, 3, 8]}, "up to 7 tokens, got 8 after 3"),
+    "lengths": ({"actual_seq_lengths_kv": [1, 2]}, r"one entry per sequence \(3\), got 2"),
+    "length": (
+        {"actual_seq_lengths_kv": [1, 2, 99]},
+        r"actual_seq_lengths_kv must be in \[0, 48\], got 99 at index 2",
+    ),
+    "block id": ({"block_table": np.full((3, 6), 70)}, r"page ids must be in \[0, 11\), got 70"),
+    "query rank": ({"query": torch.zeros(7, 32)}, "query must have 3 dimensions"),
+    "query dtype": (
+        {"query": torch.zeros(7, HEADS, 32).double()},
+        "query must be float32, float16",
+    ),
+    "D": ({"query": torch.zeros(7, HEADS, 24)}, "D of query must be a multiple of 16 .* got 24"),
+    "key D": ({"key": torch.zeros(11, 8, 1, 64)}, "key must have shape .* got .*64"),
+    "key heads": ({"key": torch.zeros(11, 8, 2, 32)}, "key must have shape .*page_size, 1, 32"),
+    "value tokens": ({"value": torch.zeros(9, 8, 1, 48)}, "value must have the tokens of key"),
+    "value dtype": ({"value": torch.zeros(11, 8, 1, 48).half()}, "value must be float32, got"),
+    "rope tokens": ({"query_rope": torch.zeros(6, HEADS, 16)}, "query_rope must have the tokens"),
+    "index tokens": (
+        {"sparse_indices": torch.zeros(6, 1, 4).int()},
+        "sparse_indices must have the",
+    ),
+    "index heads": ({"sparse_indices": torch.zeros(7, 2, 4).int()}, "and 1 heads, got"),
+    "index dtype": ({"sparse_indices": torch.zeros(7, 1, 4)}, "sparse_indices must be int32 or"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_is_refused(name):
+    changes, message = ERRORS[name]
+    arguments = Batch(Case(), torch.float32).arguments() | changes
+    with pytest.raises(ValueError, match="npu_sparse_flash_attention: .*" + message):
+        cpattn.npu_sparse_flash_attention(**arguments)
