@@ -72,7 +72,7 @@ struct AttentionTile {
   float* lse;  // null when not wanted
   int64_t lse_token_stride, lse_head_stride;
   float* max_logits = nullptr;  // null, or the largest score of each row, placed as its lse
-  float* partial = nullptr;  // null: the rows see no other keys
+  float* partial = nullptr;     // null: the rows see no other keys
 
   bool (*should_stop)(void* context);  // polled between key blocks
   void* stop_context;
