@@ -78,6 +78,22 @@ inline float topk_maximum(const float* scores, int32_t count) {
   return reduce_max(max(max(largest[0], largest[1]), max(largest[2], largest[3])));
 }
 
+/// Any count, without padding.
+inline float topk_minimum(const float* scores, int32_t count) {
+  Vector smallest[4];
+  for (Vector& x : smallest) x = splat(__builtin_inff());
+  int32_t i = 0;
+  for (; i + kTopkStep <= count; i += kTopkStep) {
+    for (int j = 0; j < 4; ++j) smallest[j] = min(load(scores + i + j * kLanes), smallest[j]);
+  }
+  float lanes[kLanes];
+  store(lanes, min(min(smallest[0], smallest[1]), min(smallest[2], smallest[3])));
+  float result = lanes[0];
+  for (float x : lanes) result = x < result ? x : result;
+  for (; i < count; ++i) result = scores[i] < result ? scores[i] : result;
+  return result;
+}
+
 /// Which k of at least k scores are the largest: those greater than `value`, and the
 /// first k - num_greater that equal it.
 struct TopkCut {
@@ -86,24 +102,54 @@ struct TopkCut {
   int64_t below;  // a key that at least k scores exceed
 };
 
-/// By bisection of the keys between `below`, which at least k scores exceed, and the maximum: at
-/// most 32 counts, whatever the scores are.
+/// The search for a cut: at least k scores exceed key `below`, fewer exceed `above`.
+struct TopkSearch {
+  int64_t below, above;
+  float excess, deficit;  // how many these are more and less than k, to interpolate with
+};
+
+/// Where to cut next: by interpolation (regula falsi, in its Illinois variant), which takes
+/// seven steps or so for scores that are spread smoothly; by bisection if it takes many.
+inline int64_t topk_next_pivot(const TopkSearch& search, int step) {
+  constexpr int kInterpolations = 12;
+  const int64_t middle = search.below + (search.above - search.below) / 2;
+  if (step >= kInterpolations || search.below == kTopkBottom) return middle;
+  const float low = topk_value(static_cast<int32_t>(search.below));
+  const float high = topk_value(static_cast<int32_t>(search.above));
+  const float pivot = low + (high - low) * (search.excess / (search.excess + search.deficit));
+  return pivot > low && pivot < high ? topk_key(pivot) : middle;
+}
+
+/// The cut of the first `count` scores, which topk_pad has padded; at least k of them
+/// exceed `below`. At most 44 counts, whatever the scores are.
 inline TopkCut topk_cut(const float* scores, int32_t count, int32_t k, int64_t below) {
-  int64_t above = topk_key(topk_maximum(scores, count));
+  const int32_t padded = topk_padded(count);
+  const int64_t above = topk_key(topk_maximum(scores, padded));
+  if (below == kTopkBottom) below = topk_key(topk_minimum(scores, count)) - int64_t{1};
+  const auto surplus = static_cast<float>(count - k + 1);
+  TopkSearch search = {below, above, surplus, static_cast<float>(k)};
   int32_t num_above = 0;
-  while (above - below > 1) {
-    const int64_t middle = below + (above - below) / 2;
+  int last_moved = 0;  // -1: below, 1: above
+  for (int step = 0; search.above - search.below > 1; ++step) {
+    const int64_t middle = topk_next_pivot(search, step);
     const float pivot = topk_value(static_cast<int32_t>(middle));
-    const int32_t num_greater = topk_count_greater(scores, count, pivot);
+    const int32_t num_greater = topk_count_greater(scores, padded, pivot);
     if (num_greater == k) return {pivot, k, middle};
+    // The end that stays put for two steps counts half, lest it stay forever.
     if (num_greater > k) {
-      below = middle;
+      search.below = middle;
+      search.excess = static_cast<float>(num_greater - k);
+      if (last_moved < 0) search.deficit /= 2;
+      last_moved = -1;
     } else {
-      above = middle;
+      search.above = middle;
+      search.deficit = static_cast<float>(k - num_greater);
+      if (last_moved > 0) search.excess /= 2;
+      last_moved = 1;
       num_above = num_greater;
     }
   }
-  return {topk_value(static_cast<int32_t>(above)), num_above, below};
+  return {topk_value(static_cast<int32_t>(search.above)), num_above, search.below};
 }
 
 /// The lowest `n` of the set bits.
@@ -117,7 +163,7 @@ inline uint32_t topk_lowest_bits(uint32_t bits, int32_t n) {
 inline void topk_shrink(TopkStream& stream) {
   topk_pad(stream.scores, stream.count);
   const int32_t count = topk_padded(stream.count);
-  const TopkCut cut = topk_cut(stream.scores, count, stream.k, stream.below);
+  const TopkCut cut = topk_cut(stream.scores, stream.count, stream.k, stream.below);
   const Vector values = splat(cut.value);
   int32_t num_equal = stream.k - cut.num_greater;
   int32_t kept = 0;
@@ -188,32 +234,43 @@ inline void topk_push(TopkStream& stream, const float* scores, int n, int32_t fi
   }
 }
 
-/// Sorts entries [n] by score, descending, keeping the order of ties: a radix sort by as
-/// many bytes of the keys as differ. `scratch` holds 2 n.
+/// One pass of a radix sort of entries [n], by the digit of the mask at `shift`.
+inline void topk_sort_pass(
+    const uint64_t* entries, uint64_t* sorted, int32_t n, int shift, uint32_t mask
+) {
+  constexpr int kMaxBuckets = 1 << 11;
+  uint32_t begins[kMaxBuckets];
+  memset(begins, 0, (mask + 1) * sizeof *begins);
+  for (int32_t i = 0; i < n; ++i) ++begins[entries[i] >> shift & mask];
+  uint32_t begin = 0;
+  for (uint32_t digit = 0; digit <= mask; ++digit) {
+    const uint32_t size = begins[digit];
+    begins[digit] = begin;
+    begin += size;
+  }
+  for (int32_t i = 0; i < n; ++i) sorted[begins[entries[i] >> shift & mask]++] = entries[i];
+}
+
+/// The indices by score, descending, keeping the order of ties: a radix sort by as many
+/// bits as the keys differ in, in digits of up to eleven.
 inline void topk_sort(const TopkStream& stream, int32_t* out, uint64_t* scratch) {
   const int32_t n = stream.count;
-  const int32_t top = topk_key(topk_maximum(stream.scores, topk_padded(n)) + 0.0F);
+  const float top = topk_maximum(stream.scores, topk_padded(n));
   uint64_t* entries = scratch;
   uint64_t* sorted = scratch + n;
-  uint32_t counts[4][256] = {};
-  uint32_t span = 0;
+  uint32_t span = 1;
   for (int32_t i = 0; i < n; ++i) {
     // The distance from the maximum. Adding 0 makes -0 the same as +0.
-    const auto key =
-        static_cast<uint32_t>(top) - static_cast<uint32_t>(topk_key(stream.scores[i] + 0.0F));
-    entries[i] = uint64_t{key} << 32 | static_cast<uint32_t>(stream.indices[i]);
-    span |= key;
-    for (int byte = 0; byte < 4; ++byte) ++counts[byte][key >> (8 * byte) & 255];
+    const auto distance = static_cast<uint32_t>(topk_key(top + 0.0F)) -
+                          static_cast<uint32_t>(topk_key(stream.scores[i] + 0.0F));
+    entries[i] = uint64_t{distance} << 32 | static_cast<uint32_t>(stream.indices[i]);
+    span |= distance;
   }
-  for (int byte = 0; byte < 4 && span >> (8 * byte) != 0; ++byte) {
-    uint32_t begin = 0;
-    for (uint32_t& count : counts[byte]) {
-      const uint32_t size = count;
-      count = begin;
-      begin += size;
-    }
-    for (int32_t i = 0; i < n; ++i)
-      sorted[counts[byte][entries[i] >> (32 + 8 * byte) & 255]++] = entries[i];
+  const int num_bits = 32 - __builtin_clz(span);
+  const int num_digits = (num_bits + 10) / 11;
+  const int width = (num_bits + num_digits - 1) / num_digits;
+  for (int digit = 0; digit < num_digits; ++digit) {
+    topk_sort_pass(entries, sorted, n, 32 + digit * width, (1U << width) - 1);
     uint64_t* swap = entries;
     entries = sorted;
     sorted = swap;

@@ -24,9 +24,12 @@ inline int64_t topk_scratch_bytes(int32_t k) {
 inline void topk_guess_threshold(TopkStream& stream, const TopkRow& row) {
   float sample[kTopkSample];
   const int64_t spacing = row.length / kTopkSample;
-  for (int64_t i = 0; i < kTopkSample; ++i) {
-    const float x = row.scores[i * spacing + i % spacing];
+  const float* piece = row.scores;
+  int64_t offset = 0;  // moves through the pieces, for scores with a period
+  for (int i = 0; i < kTopkSample; ++i, piece += spacing) {
+    const float x = piece[offset];
     sample[i] = x == x ? x : -__builtin_inff();
+    if (++offset == spacing) offset = 0;
   }
   const double expected = static_cast<double>(row.topk) * kTopkSample / row.length;
   // Three standard deviations of how many of the sample are among the k largest.
