@@ -41,6 +41,11 @@ def is_ours(row: Row) -> bool:
     return row["implementation"].startswith("cpattn")
 
 
+def is_auxiliary(row: Row) -> bool:
+    """Not an implementation of the job, but there to tell what a part of it costs."""
+    return ", " in row["implementation"]
+
+
 def bar_verdict(bar: Row) -> str:
     """One of several bars of a row: what was reached, of what, and whether that is enough."""
     sign = "≥" if bar["at_least"] else "≤"

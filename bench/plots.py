@@ -17,6 +17,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from figures import is_auxiliary
 from harness import RESULTS
 from peers import NAMES
 
@@ -178,7 +179,9 @@ def draw_sparse(rows: list[Row]) -> Figure:
     indexer = [
         row
         for row in rows
-        if row["case"]["job"].startswith("indexer, top") and row["case"]["heads"] == HEADS
+        if row["case"]["job"].startswith("indexer, top")
+        and row["case"]["heads"] == HEADS
+        and not is_auxiliary(row)
     ]
     draw_lines(axes[0], [row for row in indexer if row["case"]["threads"] == most], "KV")
     style(axes[0], f"Indexer, {HEADS} heads × 128, {most} threads", "keys", "ns per query and key")

@@ -25,6 +25,7 @@ from figures import (  # noqa: E402 (bench is no package)
     case_label,
     duration,
     findings,
+    is_auxiliary,
     is_ours,
     of_cpattn,
     time_per_item,
@@ -110,11 +111,12 @@ def sparse(rows: list[Row]) -> str:
     lines = [["", "", "time", "of peak", "best peer", "speed-up over it", "bars"]]
     for case, group in groupby(rows, key=itemgetter("case")):
         of = list(group)
-        if not (any("bars" in row for row in of) or of[0]["part"] in ("rows", "metadata")):
+        barred = any("bars" in row for row in of) and of[0]["part"] != "memory"
+        if not (barred or of[0]["part"] in ("rows", "metadata")):
             continue
         best = best_peer(of)
         for row in filter(is_ours, of):
-            if "median" in row:
+            if "median" in row and not is_auxiliary(row):
                 peak = f"{row['percent_of_peak']:.1f} %" if "percent_of_peak" in row else ""
                 doubts = " (no quiet sample)" if row["noisy"] else ""
                 line = [case_label(case), row["implementation"], time_per_item(row) + doubts, peak]
@@ -129,6 +131,7 @@ def sparse(rows: list[Row]) -> str:
 
 def untimed(rows: list[Row]) -> Iterator[str]:
     """Memory and recall: a line for each case."""
+    rows = [row for row in rows if row["part"] in ("memory", "recall")]
     for case, group in groupby(rows, key=itemgetter("case")):
         figures = []
         for row in group:
@@ -136,6 +139,7 @@ def untimed(rows: list[Row]) -> Iterator[str]:
                 figures.append(f"{row['implementation']} {100 * row['recall']:.2f} %")
             if "extra_memory" in row:
                 figures.append(f"{row['implementation']} {row['extra_memory'] / 2**20:.1f} MiB")
+            figures += map(bar_verdict, row.get("bars", ()))
         if figures:
             yield f"{case_label(case)}: {', '.join(figures)}"
 

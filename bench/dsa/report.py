@@ -12,7 +12,7 @@ NUMBERS = ("median", "samples", "spread", "per item", "rate", "of peak", "cpattn
 
 
 def print_case(rows: list[Row], progress: str) -> None:
-    table = Table(title=f"[{progress}] {case_label(rows[0]['case'])}", title_justify="left")
+    table = Table()
     table.add_column("implementation", no_wrap=True)
     timed = "median" in rows[0]
     for name in NUMBERS if timed else ("figure",):
@@ -23,6 +23,7 @@ def print_case(rows: list[Row], progress: str) -> None:
         cells = cells if row["status"] == "ok" else [""] * (len(NUMBERS) if timed else 1)
         table.add_row(row["implementation"], *cells, _note(row))
     output = console()
+    output.print(f"{progress}: {case_label(rows[0]['case'])}", style="italic")
     output.print(table)
     for row in rows:
         for bar in row.get("bars", ()):
@@ -55,10 +56,11 @@ def _note(row: Row) -> str:
 
 
 def print_bars(rows: list[Row]) -> None:
-    table = Table(title="Bars", title_justify="left")
+    table = Table()
     for name in ("case", "implementation", "bar"):
         table.add_column(name)
     for row in rows:
         for bar in row.get("bars", ()):
             table.add_row(case_label(row["case"]), row["implementation"], bar_verdict(bar))
-    console().print(table)
+    if table.rows:
+        console().print("Bars", table)
