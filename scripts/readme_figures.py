@@ -138,8 +138,9 @@ def untimed(rows: list[Row]) -> Iterator[str]:
             if "recall" in row:
                 figures.append(f"{row['implementation']} {100 * row['recall']:.2f} %")
             if "extra_memory" in row:
-                figures.append(f"{row['implementation']} {row['extra_memory'] / 2**20:.1f} MiB")
-            figures += map(bar_verdict, row.get("bars", ()))
+                verdicts = "".join(f" ({bar_verdict(bar)})" for bar in row.get("bars", ()))
+                megabytes = row["extra_memory"] / 2**20
+                figures.append(f"{row['implementation']} {megabytes:.1f} MiB{verdicts}")
         if figures:
             yield f"{case_label(case)}: {', '.join(figures)}"
 

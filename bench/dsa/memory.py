@@ -48,7 +48,7 @@ def rows(quick: bool) -> Iterator[Row]:
 def growth(first: Row, row: Row) -> Row:
     """The memory of the indexer is to be independent of the length; pages are counted whole."""
     times = row["extra_memory"] / first["extra_memory"]
-    name = f"memory in units of that at KV {first['case']['KV']}"
+    name = f"times that of KV {first['case']['KV']}"
     return {"name": name, "value": times, "limit": 1.1, "at_least": False, "met": times <= 1.1}
 
 
