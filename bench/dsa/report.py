@@ -31,12 +31,13 @@ def print_case(rows: list[Row], progress: str) -> None:
 
 
 def _timed(row: Row, ours: Row) -> list[str]:
+    rate = f"{row['rate']:.0f}" if row["rate"] >= 100 else f"{row['rate']:.3g}"
     return [
         duration(row["median"]),
         f"{row['samples']} of {row['samples'] + row['dropped']}",
         f"{row['spread'] / row['median']:.0%}",
         time_per_item(row),
-        f"{row['rate']:.3g} {row['unit']}/s",
+        f"{rate} {row['unit']}/s",
         f"{row['percent_of_peak']:.1f} %" if "percent_of_peak" in row else "",
         f"{row['median'] / ours['median']:.2f} ×" if row is not ours and is_ours(ours) else "",
         f"{row['error']:.1g}",
