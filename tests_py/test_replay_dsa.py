@@ -223,7 +223,7 @@ def test_the_torch_baseline_is_the_same_attention() -> None:
     assert not operators.wrong_rows.any()
     out = attend_chosen(
         inputs.q,
-        slots,
+        slots.sort(dim=1, descending=True).values,  # -1 last
         lambda at: inputs.latent[pool[at], 0],
         v_dim=SMALL.kv_lora_rank,
         scale=SMALL.scale,
