@@ -102,14 +102,23 @@ class SparseAttention:
 
     def _row_transform(self) -> Callable[[Tensor], Tensor]:
         """From positions to rows of the keys of all sequences, one after the other (RAGGED)."""
-        lens, page_size = np.array(self._batch.seq_lens), self._plan.page_size
-        begins = np.cumsum(lens) - lens
-        requests = np.repeat(np.arange(len(lens)), lens)
-        position = np.arange(len(requests)) - begins[requests]
-        pages = self._plan.block_tables[requests, position // page_size].astype(np.int64)
-        self._flat_slots = pages * page_size + position % page_size
-        offsets = begins[self._plan.metadata.query_request_indices].astype(np.int32)
-        offset = torch.from_numpy(offsets)[:, None]
+        batch, plan = self._batch, self._plan
+        position = np.arange(max(batch.seq_lens))
+        pages = plan.block_tables[:, position // plan.page_size].clip(0)
+        metadata = cpattn.build_dsa_metadata(
+            batch.extend_lens,
+            batch.seq_lens,
+            forward_mode=ForwardMode.EXTEND,
+            topk=self._config.topk,
+            fp8_kv_cache=True,
+            prefill_impl=self._config.prefill_impl,
+            req_to_token=pages * plan.page_size + position % plan.page_size,
+            cp_metadata=plan.metadata,
+        )
+        # As page_table_1_flattened, which is None without prefixes: the new keys are at hand then.
+        used = np.arange(metadata.max_seqlen_k) < metadata.cache_seqlens[:, None]
+        self._flat_slots = metadata.page_table_1[used]
+        offset = torch.tensor(metadata.topk_indices_offset)[:, None]
         return lambda chosen: torch.where(chosen >= 0, chosen + offset, -1)
 
     def flops(self) -> dict[str, int]:
