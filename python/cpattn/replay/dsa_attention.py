@@ -163,4 +163,4 @@ class SparseAttention:
                 scale=self._config.scale,
             )
         difference = float((out - other).abs().max()) if len(out) else 0.0
-        return dict(clock.seconds), difference
+        return {phase: clock.seconds[phase] for phase in self._config.attention_phases}, difference
