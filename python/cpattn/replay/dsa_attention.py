@@ -117,6 +117,7 @@ class SparseAttention:
         )
         # As page_table_1_flattened, which is None without prefixes: the new keys are at hand then.
         used = np.arange(metadata.max_seqlen_k) < metadata.cache_seqlens[:, None]
+        assert metadata.page_table_1 is not None
         self._flat_slots = metadata.page_table_1[used]
         offset = torch.tensor(metadata.topk_indices_offset)[:, None]
         return lambda chosen: torch.where(chosen >= 0, chosen + offset, -1)
