@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pty
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -152,7 +154,20 @@ def test_help_teaches() -> None:
     text = invoke("replay", "--help").output
     for word in ("--trace", "--cp-size", "--html", "[default: zigzag]", "cpattn replay --trace"):
         assert word in text
+    assert "cpattn replay --model dsa" in text
     assert "explain" in invoke("--help").output
+
+
+@pytest.mark.parametrize("module", ["model.ModelConfig", "dsa_model.DsaConfig"])
+def test_help_tells_the_defaults_of_models(module: str) -> None:
+    pytest.importorskip("torch")
+    name, _, config = module.partition(".")
+    kind = getattr(importlib.import_module(f"cpattn.replay.{name}"), config)
+    told = {option.name: option.show_default for option in commands.commands["replay"].params}
+    sizes = {f.name: f.default for f in fields(kind) if isinstance(told.get(f.name), str)}
+    assert len(sizes) > 5
+    for size, default in sizes.items():
+        assert re.search(rf"\b{default}\b", told[size]), size
 
 
 def test_explain_prints_the_block_map() -> None:

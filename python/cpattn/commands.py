@@ -118,7 +118,9 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
 @_option("--threads num_threads", 0, "Threads per rank; 0: cores / cp-size.", click.IntRange(0))
 @_option("--check/--no-check", True, "Compare with one process without cache.")
 @_option("--check-rows", 16, "Rows compared of each sequence in a batch.", _SIZE)
-@_option("--torch-baseline/--no-torch-baseline", True, "Time torch SDPA on the same batches.")
+@_option(
+    "--torch-baseline/--no-torch-baseline", True, "Time attention by torch on the same batches."
+)
 @click.option("--json", "json_path", type=_OUTPUT, help="Write everything measured to this file.")
 @click.option("--html", "html_path", type=_OUTPUT, help="Write a report with plots to this file.")
 def replay(**options: Any) -> None:
@@ -142,9 +144,9 @@ def replay(**options: Any) -> None:
     A real trace at a quarter of its lengths, over four processes:
       cpattn replay --trace conversation_trace.jsonl --requests 100 \\
           --scale-lengths 4 --page-size 128 --pool-tokens 131072 --cp-size 4
-    Sparse attention over an FP8 cache, with the indexer, queries and top-k of DeepSeek-V3.2:
-      cpattn replay --model dsa --kv-dtype fp8 --requests 16 --heads 128 \\
-          --index-heads 64 --topk 2048 --q-lora-rank 1536
+    Sparse attention over an FP8 cache, with the heads and the top-k of DeepSeek-V3.2:
+      cpattn replay --model dsa --kv-dtype fp8 --requests 8 --heads 128 --index-heads 64 \\
+          --topk 2048 --q-lora-rank 1536 --no-torch-baseline
     """
     message = torch_guard.prepare()
     if message:

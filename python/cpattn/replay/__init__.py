@@ -4,10 +4,16 @@
 ``trace``         requests, read from a file or generated, and the tokens they stand for
 ``prefix_cache``  pages of a KV pool, shared through hash blocks, evicted least recently used first
 ``scheduler``     prefill batches under a token budget
-``model``         a small decoder with random weights; its attention is a callable
+``model``         a small decoder with random weights, and its dense attention
+``dsa_model``     the sparse attention of DeepSeek-V3.2 in its place
 ``worker``        one context-parallel rank
-``baseline``      the same attention by torch, after gathering the pages
-``check``         the same prompts in one process, without context parallelism and without cache
+``dense_attention``, ``dsa_attention`` (with ``dsa_pools``)
+                  what a rank keeps of the tokens, and the calls of the library over it
+``baseline``, ``dsa_baseline``
+                  the same attention by torch
+``check``, ``dsa_check``
+                  the same prompts in one process, without context parallelism and without cache
+``phases``        where the time of a pass goes
 ``driver``        the loop over batches
 ``records``       what a replay is told, and what it writes down
 ``processes``     the ranks' processes: started together, ended together
