@@ -118,9 +118,7 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
 @_option("--threads num_threads", 0, "Threads per rank; 0: cores / cp-size.", click.IntRange(0))
 @_option("--check/--no-check", True, "Compare with one process without cache.")
 @_option("--check-rows", 16, "Rows compared of each sequence in a batch.", _SIZE)
-@_option(
-    "--torch-baseline/--no-torch-baseline", True, "Time attention by torch on the same batches."
-)
+@_option("--torch-baseline/--no-torch-baseline", True, "Time torch on the same batches.")
 @click.option("--json", "json_path", type=_OUTPUT, help="Write everything measured to this file.")
 @click.option("--html", "html_path", type=_OUTPUT, help="Write a report with plots to this file.")
 def replay(**options: Any) -> None:

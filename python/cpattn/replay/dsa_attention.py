@@ -16,12 +16,10 @@ from cpattn.distributed import ContextParallel, ContextParallelPlan
 
 from .baseline import make_segments
 from .dsa_baseline import attend_chosen, choose_keys
-from .dsa_model import DsaConfig, SparseInputs
+from .dsa_model import EPS, DsaConfig, SparseInputs
 from .dsa_pools import Fp8Pools, PlainPools
 from .phases import PhaseClock
 from .scheduler import Batch
-
-EPS = 1e-6  # of the norms of queries and latents
 
 
 class SparseAttention:

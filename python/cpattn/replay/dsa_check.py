@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from cpattn import reference
 
 from .check import Checker, error_bound, rounding_variances
-from .dsa_model import DsaConfig, SparseInputs
+from .dsa_model import EPS, DsaConfig, SparseInputs
 from .trace import Request
 
 Array = npt.NDArray[Any]
@@ -28,8 +28,10 @@ class SparseChecker(Checker):
     key is counted in ``num_swapped``. Any other wrong key makes the error of its row infinite.
     """
 
-    num_keys = 0
-    num_swapped = 0
+    def __init__(self, config: Any, *, block_tokens: int, rows_per_chunk: int) -> None:
+        super().__init__(config, block_tokens=block_tokens, rows_per_chunk=rows_per_chunk)
+        self.num_keys = 0
+        self.num_swapped = 0
 
     @staticmethod
     def tolerance_of(config: DsaConfig) -> float:
@@ -70,8 +72,8 @@ class RestrictedAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         c = self._config
         q, latent, rope = x.split([c.q_lora_rank, c.kv_lora_rank, c.qk_rope_head_dim], -1)
-        q = F.rms_norm(q, q.shape[-1:], q_weight, eps=1e-6)
-        latent = F.rms_norm(latent, latent.shape[-1:], kv_weight, eps=1e-6)
+        q = F.rms_norm(q, q.shape[-1:], q_weight, eps=EPS)
+        latent = F.rms_norm(latent, latent.shape[-1:], kv_weight, eps=EPS)
         return q, latent[:, None], rope[:, None]
 
     def attend(self, layer: int, inputs: SparseInputs) -> Tensor:

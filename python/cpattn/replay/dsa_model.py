@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from .model import DecoderConfig, Rotation, rotate
 
+EPS = 1e-6  # of all norms
+
 
 @dataclass(frozen=True)
 class DsaConfig(DecoderConfig):
@@ -110,14 +112,14 @@ class SparseLatentAttention(nn.Module):
             return nn.Linear(inputs, outputs, bias=False)
 
         self.qkv_a_proj = linear(c.hidden_size, c.q_lora_rank + c.latent_dim)
-        self.q_a_norm = nn.RMSNorm(c.q_lora_rank, eps=1e-6)
-        self.kv_a_norm = nn.RMSNorm(c.kv_lora_rank, eps=1e-6)
+        self.q_a_norm = nn.RMSNorm(c.q_lora_rank, eps=EPS)
+        self.kv_a_norm = nn.RMSNorm(c.kv_lora_rank, eps=EPS)
         self.q_b_proj = linear(c.q_lora_rank, c.num_heads * head_dim)
         self.kv_b_proj = linear(c.kv_lora_rank, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim))
         self.o_proj = linear(c.num_heads * c.v_head_dim, c.hidden_size)
         self.index_q_proj = linear(c.q_lora_rank, c.index_heads * c.index_head_dim)
         self.index_k_proj = linear(c.hidden_size, c.index_head_dim)
-        self.index_k_norm = nn.LayerNorm(c.index_head_dim, eps=1e-6)
+        self.index_k_norm = nn.LayerNorm(c.index_head_dim, eps=EPS)
         self.index_weights_proj = linear(c.hidden_size, c.index_heads)
 
     def forward(
