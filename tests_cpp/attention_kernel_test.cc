@@ -47,6 +47,7 @@ std::vector<uint16_t> to_bfloat16(const std::vector<float>& values) {
 struct Result {
   std::vector<uint16_t> out;  // [tokens][group][v_dim]
   std::vector<float> lse;     // [tokens][group]
+  std::vector<float> max_logits;
   bool operator==(const Result&) const = default;
 };
 
@@ -140,6 +141,7 @@ struct Problem {
         .lse = result.lse.data() + row,
         .lse_token_stride = group,
         .lse_head_stride = 1,
+        .max_logits = result.max_logits.data() + row,
         .should_stop = [](void* polls) { return --*static_cast<int*>(polls) < 0; },
         .stop_context = &polls_left,
         .mark = marks == nullptr ? nullptr : &append_mark,
@@ -159,6 +161,7 @@ struct Problem {
   Result empty_result() const {
     return {
         std::vector<uint16_t>(int64_t{tokens} * group * v_dim, 0x1234),
+        std::vector<float>(int64_t{tokens} * group, 77.0F),
         std::vector<float>(int64_t{tokens} * group, 77.0F)
     };
   }
@@ -169,7 +172,7 @@ struct Problem {
     return result;
   }
 
-  /// Row (token, head) in float64: v_dim outputs, then the LSE.
+  /// Row (token, head) in float64: v_dim outputs, then the LSE and the largest logit.
   std::vector<double> expected(int token, int head) const {
     constexpr double kNothing = -std::numeric_limits<double>::infinity();
     std::vector<double> scores(kv_len, kNothing);
@@ -184,7 +187,7 @@ struct Problem {
       if (softcap > 0) scores[key] = softcap * std::tanh(scores[key] / softcap);
       maximum = std::max(maximum, scores[key]);
     }
-    std::vector<double> row(v_dim + 1, 0.0);
+    std::vector<double> row(v_dim + 2, 0.0);
     double sum = 0;
     for (int64_t key = 0; key < kv_len; ++key) {
       if (!std::isfinite(scores[key])) continue;
@@ -194,6 +197,7 @@ struct Problem {
     }
     for (int d = 0; d < v_dim && sum > 0; ++d) row[d] /= sum;
     row[v_dim] = maximum + std::log(sum);
+    row[v_dim + 1] = maximum;
     return row;
   }
 
@@ -208,7 +212,11 @@ struct Problem {
       }
       if (std::isinf(wanted[v_dim])) {
         ASSERT_EQ(result.lse[row], -kInfinity);
+        ASSERT_EQ(result.max_logits[row], -kInfinity);
       } else {
+        ASSERT_NEAR(
+            result.max_logits[row], wanted[v_dim + 1], 3e-6 * (1 + std::fabs(wanted[v_dim]))
+        ) << row;
         ASSERT_NEAR(result.lse[row], wanted[v_dim], 3e-6 * (1 + std::fabs(wanted[v_dim]))) << row;
       }
     }
@@ -452,6 +460,32 @@ TEST_P(AttentionKernel, NonFiniteValuesShowWhereTheyAreSeenOnly) {
       }
     }
   }
+}
+
+TEST_P(AttentionKernel, MergedPartsHaveTheLargestLogitOfAll) {
+  constexpr int kDim = 16;
+  // Two parts of one row: outputs, and then reference, sum and largest score.
+  std::vector<float> parts(2 * (kDim + kernels::kPartialState), 1.0F);
+  const float states[2][kernels::kPartialState] = {{3, 1, 5}, {2, 1, 7}};
+  for (int i = 0; i < 2; ++i) {
+    std::copy_n(
+        states[i], kernels::kPartialState,
+        parts.begin() + i * (kDim + kernels::kPartialState) + kDim
+    );
+  }
+  uint16_t out[kDim];
+  float max_logit = 0;
+  const kernels::AttentionTile tile = {
+      .v_head_dim = kDim,
+      .num_tokens = 1,
+      .group = 1,
+      .scale = 0.5F,
+      .out = out,
+      .max_logits = &max_logit,
+  };
+  active_kernels().attention[kernels::kBfloat16].merge(&tile, parts.data(), 2);
+  EXPECT_EQ(max_logit, 3.5F);
+  EXPECT_EQ(to_float(out[0]), 1.0F);
 }
 
 INSTANTIATE_TEST_SUITE_P(
