@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import cpattn
 from cpattn import (
+    _core,
     fast_topk,
     fast_topk_transform_fused,
     fast_topk_transform_ragged_fused,
@@ -82,10 +83,11 @@ def test_any_row(data):
 def test_the_number_of_threads_changes_nothing():
     score = random_scores(40, COLUMNS)
     results = []
+    before = _core.default_num_threads()
     for threads in (1, 4):
         set_num_threads(threads)
         results.append(fast_topk(score, [COLUMNS] * 40, 700))
-    set_num_threads(1)
+    set_num_threads(before)
     np.testing.assert_array_equal(*results)
 
 
@@ -255,3 +257,9 @@ def test_errors_of_the_ragged_transform(offsets, message):
 def test_lengths_are_integers(lengths):
     with pytest.raises(TypeError, match="fast_topk: lengths must"):
         cpattn.fast_topk(np.zeros((2, 9), np.float32), lengths, 4)
+
+
+@pytest.mark.parametrize("topk", [4.0, True])
+def test_topk_is_an_integer(topk):
+    with pytest.raises(TypeError, match="fast_topk: topk must be an integer, got"):
+        fast_topk(np.zeros((2, 9), np.float32), [9, 9], topk)

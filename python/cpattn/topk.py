@@ -305,15 +305,18 @@ def page_table_to_topk(
     page_table : int32 or int64 tensor, shape [bs, pages]
     lengths : ints, shape [bs]
     topk : int
+        At least 1.
     num_rows : int, optional
-        Default bs.
+        At least bs, the default.
 
     Returns
     -------
     int32 tensor in the container of page_table, shape [num_rows, topk]
     """
     rows = shape_of(page_table, "page_table_to_topk: page_table", 2)[0]
-    out = empty(page_table, (rows if num_rows is None else num_rows, topk), "int32")
+    if topk < 1:
+        raise ValueError(f"page_table_to_topk: topk must be >= 1, got {topk}")
+    out = empty(page_table, (rows if num_rows is None else max(num_rows, 0), topk), "int32")
     _core.page_table_to_topk(page_table, lengths, page_size, out)
     return out
 
@@ -348,5 +351,5 @@ def pad_topk_indices(topk_indices: Tensor, num_tokens: int) -> Tensor:
 
 
 def _result(name: str, score: Tensor, topk: int) -> Tensor:
-    # The core refuses a topk below 1.
-    return empty(score, (shape_of(score, name, 2)[0], max(topk, 0)), "int32")
+    # The core refuses a topk that is no integer, or below 1.
+    return empty(score, (shape_of(score, name, 2)[0], max(int(topk), 0)), "int32")
