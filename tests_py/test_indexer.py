@@ -165,12 +165,6 @@ def test_nothing_to_do():
         assert np.all(np.asarray(cpattn.indexer_topk(**inputs, topk=4)) == -1)
 
 
-def quantized(x):
-    """Rows as int8 and their scales."""
-    scale = x.abs().amax(-1, keepdim=True) / 127
-    return (x / scale).round().to(torch.int8), scale[..., 0]
-
-
 @pytest.mark.parametrize("structured", [False, True])
 def test_recall_of_int8(structured):
     """Of the 512 best of 8192 keys in bfloat16, int8 finds 99.0 % either way."""
@@ -184,7 +178,7 @@ def test_recall_of_int8(structured):
     weights = torch.randn(8, 64, generator=generator).abs()
     ranges = {"ks": [0] * 8, "ke": [8192] * 8, "topk": 512}
     exact = cpattn.indexer_topk(q.bfloat16(), k.bfloat16(), weights, **ranges)
-    (q8, q_scale), (k8, k_scale) = quantized(q), quantized(k)
-    found = cpattn.indexer_topk(q8, k8, weights * q_scale, **ranges, k_scale=k_scale)
+    (q8, q_scale), (k8, k_scale) = (cpattn.quantize_index(x, dtype="int8") for x in (q, k))
+    found = cpattn.indexer_topk(q8, k8, weights * q_scale[..., 0], **ranges, k_scale=k_scale)
     pairs = zip(exact.numpy(), found.numpy(), strict=True)
     assert np.mean([np.isin(*pair).mean() for pair in pairs]) >= 0.985
