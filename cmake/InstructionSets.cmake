@@ -21,8 +21,10 @@ function(cpattn_add_isa name)
   add_library(${target} OBJECT kernels/isa_${name}.cc kernels/sparse_${name}.cc)
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/cpp)
   target_link_libraries(${target} PRIVATE cpattn_options)
-  # Kernels are always optimised: unoptimised SIMD code makes debug tests useless.
-  target_compile_options(${target} PRIVATE ${ARGN} -O3 -ffp-contract=fast -fno-math-errno)
+  # Kernels are always optimised: unoptimised SIMD code makes debug tests useless. With
+  # sanitizers less, as GCC takes three times as long to optimise what these add.
+  target_compile_options(${target} PRIVATE
+    ${ARGN} $<IF:$<BOOL:${CPATTN_SANITIZE}>,-O1,-O3> -ffp-contract=fast -fno-math-errno)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # Before register allocation that pass, the default on Arm, makes accumulators spill.
     target_compile_options(${target} PRIVATE -fno-schedule-insns)
