@@ -206,7 +206,7 @@ void multiply_rows(
     float* c,
     int64_t ldc
 ) {
-  const auto take = [&]<int kRows>() {
+  const auto take = [&]<int kRows> {
     multiply<Engine, kRows, kVectors, kAccumulate>(a, lda, panel, depth, c, ldc);
     a += kRows * lda;
     c += kRows * ldc;

@@ -144,7 +144,10 @@ class IndexerLoop {
   void write_indices(int i) {
     const IndexerQuery& asked = tile_.queries[i];
     if (asked.logits != nullptr) return;
-    if (!takes_all(asked)) return streams_.finish(i);
+    if (!takes_all(asked)) {
+      streams_.finish(i);
+      return;
+    }
     const int64_t count = asked.end - asked.begin;
     for (int64_t j = 0; j < tile_.topk; ++j) {
       asked.indices[j] = j < count ? static_cast<int32_t>(asked.begin - asked.origin + j) : -1;

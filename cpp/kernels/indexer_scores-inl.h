@@ -110,7 +110,7 @@ struct FloatScores : Base {
   using Operand = typename Base::Operand;
   static constexpr int kStartRows = 0;  // rows of a panel that hold where sums start
   using Sum = Vector;
-  static Sum start(const Operand*) { return splat(0.0F); }
+  static Sum start(const Operand* /*panel*/) { return splat(0.0F); }
   static Vector value(Sum sum) { return sum; }
 
   template <class T>

@@ -189,7 +189,8 @@ inline void topk_shrink(TopkStream& stream) {
 
 /// Takes all of as many scores as there is room for; returns how many.
 inline int topk_push_all(TopkStream& stream, const float* scores, int n, int32_t first_index) {
-  if (n > stream.capacity - stream.count) n = stream.capacity - stream.count;
+  const int room = stream.capacity - stream.count;
+  n = n < room ? n : room;
   float* out_scores = stream.scores + stream.count;
   int32_t* out_indices = stream.indices + stream.count;
   int i = 0;

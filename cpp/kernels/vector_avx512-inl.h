@@ -163,8 +163,8 @@ inline Vector sums_of_quads(Vector a, Vector b, Vector c, Vector d) {
 
 /// All codes of e4m3fn without a sign, as bfloat16.
 struct CodeTable {
-  alignas(64) uint16_t bits[128];
-  constexpr CodeTable() : bits{} {
+  alignas(64) uint16_t bits[128] = {};
+  constexpr CodeTable() {
     for (int code = 1; code < 127; ++code) {
       int normal = code;
       int exponent = 120;

@@ -219,7 +219,7 @@ void indexer_logits(const IndexerArguments& arguments, const TensorView& logits)
   }
   call.run(0, false, [&](const IndexerItem& item, int64_t i, kernels::IndexerQuery& query) {
     const IndexerRow& row = call.row(item, i);
-    float* out = row_of<float>(logits, row.query);
+    auto* out = row_of<float>(logits, row.query);
     query.logits = out + query.begin;
     if (item.part > 0) return;
     std::fill(out, out + row.begin, kNoScore);

@@ -45,10 +45,10 @@ void check_cache(
 }
 
 void check_no_input_overlap(
-    const AttentionArguments& arguments, const char* name, const TensorView& out
+    const AttentionArguments& arguments, const char* out_name, const TensorView& out
 ) {
-  const auto against = [&](const char* input_name, const TensorView& input) {
-    check_no_overlap(arguments.function, name, out, input_name, input);
+  const auto against = [&](const char* name, const TensorView& input) {
+    check_no_overlap(arguments.function, out_name, out, name, input);
   };
   against("q", arguments.q);
   against("k_cache", arguments.k.tensor);

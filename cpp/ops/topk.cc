@@ -170,18 +170,19 @@ void topk_transform(
     const std::optional<std::span<const int64_t>>& offsets,
     const TensorView& out
 ) {
-  if (!method) return fast_topk(arguments, out);
-  if (*method == TopkTransformMethod::paged) {
+  if (!method) {
+    fast_topk(arguments, out);
+  } else if (*method == TopkTransformMethod::paged) {
     check(slots.has_value(), arguments.function, ": page_table must be given for PAGED");
-    return fast_topk_transform_fused(arguments, *slots, out);
-  }
-  if (!offsets) {
+    fast_topk_transform_fused(arguments, *slots, out);
+  } else if (offsets) {
+    fast_topk_transform_ragged_fused(arguments, *offsets, out);
+  } else {
     throw std::runtime_error(
         "RAGGED topk_transform requires topk_indices_offset; expected "
         "extend-without-speculative metadata."
     );
   }
-  fast_topk_transform_ragged_fused(arguments, *offsets, out);
 }
 
 }  // namespace cpattn
