@@ -86,7 +86,7 @@ void hadamard_transform(const TensorView& x, float scale, const TensorView& out)
       transform(row_data(x, row), dim, dim, scale, to, scratch);
     }
     // Short rows are brought together first.
-    char together[kHadamardLeast * sizeof(float)] = {};
+    alignas(float) char together[kHadamardLeast * sizeof(float)] = {};
     for (int64_t taken = 0; row < end; row += taken, to += taken * row_bytes) {
       taken = std::min(count / dim, end - row);
       for (int64_t i = 0; i < taken; ++i) {
