@@ -259,6 +259,27 @@ def test_it_is_flash_mla_with_positions():
     assert torch.equal(softmax_max[0], max_logits)
 
 
+@pytest.mark.parametrize("size", [2**20, 2**62, 2**63 - 1])
+def test_a_block_longer_than_the_sequence(size):
+    """Is the sequence: block 0 names all keys, and there is no other."""
+    kv = torch.randn(1, 5, 1, 32)
+    arguments = {"layout_query": "BSND", "layout_kv": "BSND", "sparse_mode": 0}
+    query, indices = torch.randn(1, 2, 3, 32), torch.tensor([[[[0, 3]], [[3, 1]]]])
+    out, *_ = cpattn.npu_sparse_flash_attention(
+        query, kv, kv, indices, 0.2, sparse_block_size=size, **arguments
+    )
+    every = torch.arange(5).expand(1, 2, 1, 5)
+    expected, *_ = cpattn.npu_sparse_flash_attention(query, kv, kv, every, 0.2, **arguments)
+    assert torch.equal(out[0, 0], expected[0, 0])
+    assert torch.all(out[0, 1] == 0)
+
+
+def test_no_heads():
+    query, kv = torch.zeros(1, 2, 0, 32), torch.zeros(1, 5, 1, 32)
+    out, *_ = cpattn.npu_sparse_flash_attention(query, kv, kv, torch.zeros(1, 2, 1, 4).int(), 1.0)
+    assert out.shape == (1, 2, 0, 32)
+
+
 def test_without_softmax_results_and_in_numpy():
     arguments = Batch(Case(), torch.float32).arguments(return_softmax_lse=False)
     expected, *_ = cpattn.npu_sparse_flash_attention(**arguments)

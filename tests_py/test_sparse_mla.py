@@ -211,6 +211,20 @@ def test_numpy_gives_numpy_and_out_is_used():
         np.testing.assert_array_equal(actual.astype(np.float32), wanted.float().numpy())
 
 
+@pytest.mark.parametrize("heads", [0, 4])
+@pytest.mark.parametrize("kv_shape", [(0, 1, 32), (5, 0, 1, 32)])
+@pytest.mark.parametrize("topk", [0, 4])
+def test_nothing_to_attend_to(heads, kv_shape, topk):
+    out, max_logits, lse = cpattn.flash_mla_sparse_fwd(
+        np.ones((3, heads, 32), np.float32), np.ones(kv_shape, np.float32),
+        np.zeros((3, 1, topk), np.int64), 1.0, d_v=16, attn_sink=np.zeros(heads, np.float32),
+    )  # fmt: skip
+    assert out.shape == (3, heads, 16)
+    assert not out.any()
+    assert np.all(np.isneginf(max_logits))
+    assert np.all(np.isneginf(lse))
+
+
 def test_the_oracle_by_hand():
     q = np.array([[[1.0, 0.0]]])
     kv = np.log([[[2.0, 1.0]], [[8.0, 1.0]], [[5.0, 5.0]]])

@@ -87,7 +87,7 @@ FlatRows flat_rows(
   check_tensor(function, name, tensor, rank);
   if (rank == 3) return {tensor.shape[0], tensor.strides[0]};
   const int64_t pages = tensor.shape[0], page_size = tensor.shape[1];
-  if (page_size == 1) return {pages, tensor.strides[0]};
+  if (page_size <= 1) return {pages * page_size, tensor.strides[0]};
   check(
       pages <= 1 || tensor.strides[0] == page_size * tensor.strides[1], function, ": the pages of ",
       name, " must follow each other, ", page_size * tensor.strides[1], " elements apart, got ",
@@ -99,7 +99,7 @@ FlatRows flat_rows(
 void attend_selected(const SelectedAttention& attention, SelectKeys select, int num_threads) {
   const TensorView& q = attention.q;
   const int64_t num_tokens = q.shape[0] * q.shape[1], num_heads = q.shape[2];
-  if (num_tokens == 0) return;
+  if (num_tokens == 0 || num_heads == 0) return;
   const int64_t rope_dim = attention.q_rope ? attention.q_rope->shape[3] : 0;
   const auto qk_dim = static_cast<int32_t>(q.shape[3] + rope_dim);
   const auto v_head_dim = static_cast<int32_t>(attention.v_head_dim);

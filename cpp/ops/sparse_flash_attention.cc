@@ -148,14 +148,14 @@ class Selection {
         queries_(read_queries(arguments)),
         tokens_per_entry_(indices_.shape[1]),
         packed_(arguments.query.rank == 3),
-        causal_(arguments.sparse_mode == 3),
-        block_(arguments.sparse_block_size) {
+        causal_(arguments.sparse_mode == 3) {
     require(
         indices_.dtype == DType::int32 || indices_.dtype == DType::int64,
         "sparse_indices must be int32 or int64, got ", indices_.dtype
     );
     read_keys(arguments);
     for (const int64_t len : keys_.lens) max_len_ = std::max(max_len_, len);
+    block_ = std::min(arguments.sparse_block_size, std::max<int64_t>(1, max_len_));
   }
 
   int64_t max_keys() const { return indices_.shape[3] * std::min(block_, max_len_); }
@@ -245,7 +245,7 @@ class Selection {
   PageTable pages_;  // empty but for PA_BSND
   int64_t tokens_per_entry_;
   bool packed_, causal_;
-  int64_t block_;
+  int64_t block_ = 1;  // keys of a block; longer ones hold no more than a sequence has
   int64_t page_size_ = 1;
   int64_t max_len_ = 0;
 };
@@ -291,10 +291,12 @@ void npu_sparse_flash_attention(const SparseFlashArguments& arguments) {
   check_out(arguments, attention);
   attention.max_keys = selection.max_keys();
   attention.out = as_bsnd(arguments.out);
-  if (!arguments.softmax_max) return attend_selected(attention, selection, default_num_threads());
-  attention.max_logits = arguments.softmax_max->as<float>();
-  attention.lse = arguments.softmax_sum->as<float>();
+  if (arguments.softmax_max) {
+    attention.max_logits = arguments.softmax_max->as<float>();
+    attention.lse = arguments.softmax_sum->as<float>();
+  }
   attend_selected(attention, selection, default_num_threads());
+  if (!arguments.softmax_sum) return;
   for (int64_t i = 0; i < arguments.softmax_sum->num_elements(); ++i) {
     float& sum = attention.lse[i];
     sum = std::isinf(sum) ? 0 : std::exp(sum - attention.max_logits[i]);
