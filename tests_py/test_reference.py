@@ -209,3 +209,26 @@ def test_merge_state_refuses_unequal_shapes():
     a, b, lse = np.zeros((2, 3, 4)), np.zeros((2, 3, 5)), np.zeros((2, 3))
     with pytest.raises(ValueError, match=r"out_b and lse_b must be \[2, 3, 4\] and \[2, 3\], got"):
         reference.merge_state(a, lse, b, lse)
+
+
+def test_sparse_mla_refuses_lengths_beyond_its_indices():
+    q, kv = np.ones((2, 1, 4)), np.ones((3, 1, 4))
+    for length in (-1, 6):
+        with pytest.raises(ValueError, match=rf"must be in \[0, 5\], got {length} at index 1"):
+            reference.flash_mla_sparse_fwd(
+                q, kv, np.zeros((2, 5), np.int64), 1.0, d_v=4, topk_length=[5, length]
+            )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((np.ones(8), np.ones(8), 0.1), r"x must be two-dimensional .* got shape \[8\]"),
+        ((np.ones((2, 8)), np.ones(4), 0.1), r"weight must be contiguous \[8\], got shape \[4\]"),
+        ((np.ones((2, 8)), np.ones(16)[::2], 0.1), "weight must be contiguous"),
+        ((np.ones((2, 8)), np.ones(8), 0.1, np.ones((8, 8))), r"bias must be contiguous \[8\]"),
+    ],
+)
+def test_rms_norm_refuses_what_does_not_fit(arguments, message):
+    with pytest.raises(ValueError, match=r"reference\.rms_norm: " + message):
+        reference.rms_norm(*arguments)

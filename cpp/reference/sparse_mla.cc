@@ -31,6 +31,13 @@ void check_batch(const SparseMla& batch) {
       !batch.topk_length || static_cast<int64_t>(batch.topk_length->size()) == batch.q.dim(0),
       kName, "topk_length must have ", batch.q.dim(0), " entries"
   );
+  for (int64_t i = 0; batch.topk_length && i < batch.q.dim(0); ++i) {
+    const int64_t length = (*batch.topk_length)[i];
+    check(
+        length >= 0 && length <= batch.indices.columns, kName, "topk_length must be in [0, ",
+        batch.indices.columns, "], got ", length, " at index ", i
+    );
+  }
   check(
       !batch.attn_sink || (batch.attn_sink->rank == 1 && batch.attn_sink->dim(0) == batch.q.dim(1)),
       kName, "attn_sink must be [", batch.q.dim(1), "]"

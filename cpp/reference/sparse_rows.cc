@@ -19,13 +19,27 @@ double float8_e4m3fn(uint8_t code) {
   return code >> 7 != 0 ? -size : size;
 }
 
-/// Calls function(i, row) for row i of x, [num_rows, dim].
-template <class F>
-void for_each_row(const char* function, const TensorView& x, const F& compute) {
+/// The dimension of the rows of x, which is [num_rows, dim].
+int64_t row_dim(const char* function, const TensorView& x) {
   check(
       x.rank == 2 && x.last_dim_contiguous(), "reference.", function,
       ": x must be two-dimensional with a contiguous last dimension, got shape ", ShapeOf{x}
   );
+  return x.dim(1);
+}
+
+/// A weight or bias of the norm.
+Eigen::RowVectorXd read_parameter(const char* name, const TensorView& tensor, int64_t dim) {
+  check(
+      tensor.rank == 1 && tensor.dim(0) == dim && tensor.last_dim_contiguous(),
+      "reference.rms_norm: ", name, " must be contiguous [", dim, "], got shape ", ShapeOf{tensor}
+  );
+  return read_row(tensor, 0, dim);
+}
+
+/// Calls compute(i, row) for row i of x.
+template <class F>
+void for_each_row(const TensorView& x, const F& compute) {
   for (int64_t i = 0; i < x.dim(0); ++i) compute(i, read_row(x, i * x.stride(0), x.dim(1)));
 }
 
@@ -38,11 +52,11 @@ void rms_norm(
     double eps,
     const TensorView& out
 ) {
-  const int64_t dim = x.dim(x.rank - 1);
-  const Eigen::RowVectorXd scale = read_row(weight, 0, dim);
+  const int64_t dim = row_dim("rms_norm", x);
+  const Eigen::RowVectorXd scale = read_parameter("weight", weight, dim);
   const Eigen::RowVectorXd shift =
-      bias ? read_row(*bias, 0, dim) : Eigen::RowVectorXd(Eigen::RowVectorXd::Zero(dim));
-  for_each_row("rms_norm", x, [&](int64_t i, const Eigen::RowVectorXd& row) {
+      bias ? read_parameter("bias", *bias, dim) : Eigen::RowVectorXd(Eigen::RowVectorXd::Zero(dim));
+  for_each_row(x, [&](int64_t i, const Eigen::RowVectorXd& row) {
     const double norm = std::sqrt(row.squaredNorm() / static_cast<double>(dim) + eps);
     Eigen::Map<Eigen::RowVectorXd>(out.as<double>() + i * dim, dim) =
         row.cwiseProduct(scale) / norm + shift;
@@ -50,14 +64,14 @@ void rms_norm(
 }
 
 void hadamard_transform(const TensorView& x, double scale, const TensorView& out) {
-  const int64_t dim = x.dim(x.rank - 1);
+  const int64_t dim = row_dim("hadamard_transform", x);
   Matrix hadamard(dim, dim);
   for (int64_t i = 0; i < dim; ++i) {
     for (int64_t j = 0; j < dim; ++j) {
       hadamard(i, j) = std::popcount(static_cast<uint64_t>(i & j)) % 2 == 0 ? scale : -scale;
     }
   }
-  for_each_row("hadamard_transform", x, [&](int64_t i, const Eigen::RowVectorXd& row) {
+  for_each_row(x, [&](int64_t i, const Eigen::RowVectorXd& row) {
     Eigen::Map<Eigen::RowVectorXd>(out.as<double>() + i * dim, dim) = row * hadamard;
   });
 }
