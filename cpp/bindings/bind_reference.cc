@@ -14,11 +14,6 @@ using namespace py::literals;
 namespace cpattn::bindings {
 namespace {
 
-std::optional<TensorArgument> optional_tensor(const py::object& object, const char* name) {
-  if (object.is_none()) return std::nullopt;
-  return TensorArgument(object, name);
-}
-
 void paged_attention(
     const py::object& q,
     const py::object& k_cache,

@@ -19,11 +19,6 @@ using namespace py::literals;
 namespace cpattn::bindings {
 namespace {
 
-std::optional<TensorArgument> optional_tensor(const py::object& object, const char* name) {
-  if (object.is_none()) return std::nullopt;
-  return TensorArgument(object, name);
-}
-
 std::optional<TensorView> view_of(const std::optional<TensorArgument>& argument) {
   return argument ? std::optional(**argument) : std::nullopt;
 }

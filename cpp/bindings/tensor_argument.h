@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <optional>
+
 #include "bindings/dlpack_abi.h"
 #include "cpattn/tensor_view.h"
 
@@ -35,6 +37,12 @@ class TensorArgument {
   TensorView view_;
   dlpack::ManagedTensor* owner_ = nullptr;
 };
+
+/// Nothing for None.
+inline std::optional<TensorArgument> optional_tensor(pybind11::handle object, const char* name) {
+  if (object.is_none()) return std::nullopt;
+  return TensorArgument(object, name);
+}
 
 /// Like TensorArgument for a result: must be writable and must not broadcast
 /// (no zero stride over more than one element).

@@ -8,6 +8,7 @@
 #include "cpattn/check.h"
 #include "cpattn/trace.h"
 #include "ops/kernel_table.h"
+#include "ops/tensor_checks.h"
 
 namespace cpattn {
 namespace {
@@ -37,15 +38,6 @@ void check_lse(const char* name, const TensorView& lse, const TensorView& out) {
   }
 }
 
-void check_no_overlap(
-    const char* name, const TensorView& written, const char* other_name, const TensorView& other
-) {
-  check(
-      !may_overlap(written, other), kFunction, ": ", name, " must not overlap ", other_name,
-      " in memory"
-  );
-}
-
 }  // namespace
 
 void merge_state(
@@ -63,11 +55,11 @@ void merge_state(
   check_same_shape("out_b", out_b, out_a);
   check_lse("lse_a", lse_a, out_a);
   check_lse("lse_b", lse_b, out_a);
-  check_no_overlap("out_a", out_a, "out_b", out_b);
-  check_no_overlap("out_a", out_a, "lse_a", lse_a);
-  check_no_overlap("out_a", out_a, "lse_b", lse_b);
-  check_no_overlap("lse_a", lse_a, "out_b", out_b);
-  check_no_overlap("lse_a", lse_a, "lse_b", lse_b);
+  check_no_overlap(kFunction, "out_a", out_a, "out_b", out_b);
+  check_no_overlap(kFunction, "out_a", out_a, "lse_a", lse_a);
+  check_no_overlap(kFunction, "out_a", out_a, "lse_b", lse_b);
+  check_no_overlap(kFunction, "lse_a", lse_a, "out_b", out_b);
+  check_no_overlap(kFunction, "lse_a", lse_a, "lse_b", lse_b);
 
   const TraceSpan span(TraceScope::merge);
   const auto weighted_sum = active_kernels().weighted_sum[type];
