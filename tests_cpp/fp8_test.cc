@@ -20,7 +20,8 @@ using kernels::Float8;
 
 /// Sign, four bits of exponent with bias 7, three of mantissa.
 float value_of(int code) {
-  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  const int exponent = code >> 3 & 15;
+  const auto mantissa = static_cast<float>(code & 7);
   if ((code & 0x7f) == 0x7f) return std::numeric_limits<float>::quiet_NaN();
   const float size =
       exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
