@@ -55,11 +55,15 @@ void merge_state(
   check_same_shape("out_b", out_b, out_a);
   check_lse("lse_a", lse_a, out_a);
   check_lse("lse_b", lse_b, out_a);
-  check_no_overlap(kFunction, "out_a", out_a, "out_b", out_b);
-  check_no_overlap(kFunction, "out_a", out_a, "lse_a", lse_a);
-  check_no_overlap(kFunction, "out_a", out_a, "lse_b", lse_b);
-  check_no_overlap(kFunction, "lse_a", lse_a, "out_b", out_b);
-  check_no_overlap(kFunction, "lse_a", lse_a, "lse_b", lse_b);
+  const auto check_apart = [](const char* target, const TensorView& written, const char* source,
+                              const TensorView& read) {
+    check_no_overlap(kFunction, target, written, source, read);
+  };
+  check_apart("out_a", out_a, "out_b", out_b);
+  check_apart("out_a", out_a, "lse_a", lse_a);
+  check_apart("out_a", out_a, "lse_b", lse_b);
+  check_apart("lse_a", lse_a, "out_b", out_b);
+  check_apart("lse_a", lse_a, "lse_b", lse_b);
 
   const TraceSpan span(TraceScope::merge);
   const auto weighted_sum = active_kernels().weighted_sum[type];
