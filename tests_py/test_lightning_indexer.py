@@ -219,6 +219,23 @@ def test_one_row_per_token_is_cp_indexer_topk(cp_size, strategy):
 
 
 ROWS, PACKED, BLOCKS, PACKED_BLOCKS = FORMS[0], FORMS[1], FORMS[2], FORMS[3]
+
+
+@pytest.mark.parametrize("form", FORMS, ids="-".join)
+@pytest.mark.parametrize(("q_lens", "k_lens"), [((2, 1), (0, 0)), ((0, 0), (0, 0)), ((0,), (5,))])
+@pytest.mark.parametrize("container", [torch.Tensor.clone, torch.Tensor.numpy])
+def test_no_keys_or_no_queries(form, q_lens, k_lens, container):
+    operator = Operator(form, q_lens, k_lens)
+    arguments = operator.arguments()
+    if form[1] != "PA_BSND":  # nor room for them
+        token_axis = 0 if form[1] == "TND" else 1
+        arguments["key"] = arguments["key"].narrow(token_axis, 0, sum(k_lens))
+    arguments |= {name: container(arguments[name]) for name in ("query", "key", "weights")}
+    indices, values = npu_lightning_indexer(**arguments, return_value=True)
+    assert (indices == -1).all()
+    assert np.isneginf(np.asarray(values)).all()
+
+
 HALF = {"query": torch.zeros(15, 3, 32).half(), "key": torch.zeros(51, 1, 32).half()}
 REFUSED = [
     (ROWS, {"layout_query": "BNSD"}, "layout_query must be 'BSND' or 'TND', got 'BNSD'"),
@@ -249,7 +266,8 @@ REFUSED = [
         r"key must have tokens with 1 head of the D of query",
     ),
     (PACKED, {"key": torch.zeros(51, 1, 48)}, r"D of query, 32, got shape \[51, 1, 48\]"),
-    (PACKED, {"key": torch.zeros(0, 1, 32)}, r"key must have tokens .*, got shape \[0, 1, 32\]"),
+    (PACKED, {"key": torch.zeros(0, 1, 32)}, "up to 0 tokens, got 20 after 0 at index 0"),
+    (BLOCKS, {"key": torch.zeros(7, 0, 1, 32)}, r"key must have blocks .* \[7, 0, 1, 32\]"),
     (PACKED, {"weights": torch.zeros(15, 2)}, "weights must"),
     (PACKED, {"weights": torch.zeros(15, 3, 1)}, "weights must have 2 dimensions"),
     (

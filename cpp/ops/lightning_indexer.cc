@@ -9,6 +9,7 @@
 #include "cpattn/check.h"
 #include "cpattn/indexer.h"
 #include "ops/index_keys.h"
+#include "ops/token_sequences.h"
 
 namespace cpattn {
 namespace {
@@ -16,20 +17,12 @@ namespace {
 constexpr char kFunction[] = "npu_lightning_indexer";
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
-using Lengths = std::optional<std::vector<int64_t>>;
-
 template <class... Parts>
 void require(bool ok, const Parts&... parts) {
   check(ok, kFunction, ": ", parts...);
 }
 
-/// Where sequences begin in a row of tokens, and how long they are.
-struct Sequences {
-  std::vector<int64_t> begins, lens;
-  int64_t size() const { return static_cast<int64_t>(lens.size()); }
-};
-
-void check_batch(const char* name, const Sequences& sequences, int64_t batch) {
+void check_batch(const char* name, const TokenSequences& sequences, int64_t batch) {
   require(
       sequences.size() == batch, name, " must have one entry per sequence (", batch, "), got ",
       sequences.size()
@@ -94,50 +87,19 @@ TensorView join_tokens(const char* name, const TensorView& tensor, bool packed) 
   return joined;
 }
 
-/// Sequences that follow each other, from the running sums of their lengths.
-Sequences packed_sequences(const char* name, const Lengths& sums, int64_t total) {
-  require(sums.has_value(), name, " is mandatory for TND");
-  Sequences sequences;
-  int64_t end = 0;
-  for (const int64_t sum : *sums) {
-    require(
-        sum >= end && sum <= total, name, " must be prefix sums, which never decrease, up to ",
-        total, " tokens, got ", sum, " after ", end, " at index ", sequences.size()
-    );
-    sequences.begins.push_back(end);
-    sequences.lens.push_back(sum - end);
-    end = sum;
-  }
-  return sequences;
-}
-
-/// `batch` sequences of at most `limit` tokens, which is also where the next begins.
-Sequences padded_sequences(const char* name, const Lengths& given, int64_t batch, int64_t limit) {
-  Sequences sequences{.lens = given.value_or(std::vector<int64_t>(batch, limit))};
-  check_batch(name, sequences, batch);
-  for (int64_t b = 0; b < batch; ++b) {
-    require(
-        sequences.lens[b] >= 0 && sequences.lens[b] <= limit, name, " must be in [0, ", limit,
-        "], got ", sequences.lens[b], " at index ", b
-    );
-    sequences.begins.push_back(b * limit);
-  }
-  return sequences;
-}
-
 /// The keys, and where those of each sequence are: from begins[b] on in row b of
 /// the page table.
 struct KeySequences {
   IndexKeys keys;
   PageTable pages;
-  Sequences sequences;
+  TokenSequences sequences;
 };
 
 IndexKeys keys_of(const LightningIndexerArguments& arguments, int64_t page_size) {
   const TensorView& key = arguments.key;
   const int64_t dim = arguments.query.shape[arguments.query.rank - 1];
   require(
-      page_size >= 1 && key.shape[key.rank - 2] == 1 && key.shape[key.rank - 1] == dim,
+      key.shape[key.rank - 2] == 1 && key.shape[key.rank - 1] == dim,
       "key must have tokens with 1 head of the D of query, ", dim, ", got shape ", ShapeOf{key}
   );
   TensorView pages = key;
@@ -146,21 +108,27 @@ IndexKeys keys_of(const LightningIndexerArguments& arguments, int64_t page_size)
     pages.shape = {1, key.shape[0], 1, dim};
     pages.strides = {key.shape[0] * key.strides[0], key.strides[0], key.strides[1], 1};
   }
+  if (pages.shape[1] == 0) {  // one token that nobody reads
+    pages.shape[1] = page_size;
+    pages.strides[3] = 1;  // which means nothing in an empty tensor
+  }
   return view_index_keys(kFunction, pages, std::nullopt, page_size, dim);
 }
 
 KeySequences read_keys(const LightningIndexerArguments& arguments, int64_t batch) {
   constexpr char kName[] = "actual_seq_lengths_key";
   const TensorView& key = arguments.key;
-  const Lengths& lengths = arguments.actual_seq_lengths_key;
+  const SequenceLengths& lengths = arguments.actual_seq_lengths_key;
   const bool packed = arguments.layout_key == "TND";
   check_tensor(kFunction, "key", key, packed ? 3 : 4);
-  const int64_t page_size = key.shape[packed ? 0 : 1];
+  const int64_t num_tokens = key.shape[packed ? 0 : 1];  // of a page
+  const int64_t page_size = std::max<int64_t>(1, num_tokens);
   KeySequences result{.keys = keys_of(arguments, page_size)};
   if (arguments.block_table) {
     require(lengths.has_value(), kName, " is mandatory with block_table");
+    require(num_tokens >= 1, "key must have blocks of tokens, got shape ", ShapeOf{key});
     const int64_t limit = arguments.block_table->columns * page_size;
-    result.sequences = padded_sequences(kName, lengths, batch, limit);
+    result.sequences = padded_sequences(kFunction, kName, lengths, batch, limit);
     result.pages = page_table_from_blocks(
         kFunction, *arguments.block_table, result.sequences.lens, page_size, result.keys.num_pages
     );
@@ -169,8 +137,8 @@ KeySequences read_keys(const LightningIndexerArguments& arguments, int64_t batch
         packed || key.shape[0] == batch, "key must have the batch size of query, ", batch, ", got ",
         key.shape[0]
     );
-    result.sequences = packed ? packed_sequences(kName, lengths, page_size)
-                              : padded_sequences(kName, lengths, batch, page_size);
+    result.sequences = packed ? packed_sequences(kFunction, kName, lengths, num_tokens)
+                              : padded_sequences(kFunction, kName, lengths, batch, num_tokens);
     check_batch(kName, result.sequences, batch);
     for (int64_t b = 0; b < batch; ++b) {
       result.pages.page_ids.push_back(packed ? 0 : narrow_to_int32(b, "the batch size of key"));
@@ -181,12 +149,13 @@ KeySequences read_keys(const LightningIndexerArguments& arguments, int64_t batch
   return result;
 }
 
-Sequences read_queries(const LightningIndexerArguments& arguments) {
+TokenSequences read_queries(const LightningIndexerArguments& arguments) {
   constexpr char kName[] = "actual_seq_lengths_query";
   const TensorView& query = arguments.query;
-  const Lengths& lengths = arguments.actual_seq_lengths_query;
-  return query.rank == 3 ? packed_sequences(kName, lengths, query.shape[0])
-                         : padded_sequences(kName, lengths, query.shape[0], query.shape[1]);
+  const SequenceLengths& lengths = arguments.actual_seq_lengths_query;
+  return query.rank == 3
+             ? packed_sequences(kFunction, kName, lengths, query.shape[0])
+             : padded_sequences(kFunction, kName, lengths, query.shape[0], query.shape[1]);
 }
 
 /// The row of the page table for each sequence. Engines make a sequence of every token; those
@@ -209,9 +178,9 @@ std::vector<int64_t> shared_table_rows(const PageTable& pages) {
 }
 
 std::vector<IndexerRow> make_rows(
-    const Sequences& queries, const KeySequences& key_sequences, bool causal
+    const TokenSequences& queries, const KeySequences& key_sequences, bool causal
 ) {
-  const Sequences& keys = key_sequences.sequences;
+  const TokenSequences& keys = key_sequences.sequences;
   const std::vector<int64_t> table_rows = shared_table_rows(key_sequences.pages);
   std::vector<IndexerRow> rows;
   for (int64_t b = 0; b < queries.size(); ++b) {
@@ -249,7 +218,7 @@ void npu_lightning_indexer(const LightningIndexerArguments& arguments) {
   check_tensor(kFunction, "query", arguments.query, packed ? 3 : 4);
   check_tensor(kFunction, "weights", arguments.weights, packed ? 2 : 3);
   const TensorView query = join_tokens("query", arguments.query, packed);
-  const Sequences queries = read_queries(arguments);
+  const TokenSequences queries = read_queries(arguments);
   const KeySequences keys = read_keys(arguments, queries.size());
   const std::vector<IndexerRow> rows = make_rows(queries, keys, arguments.sparse_mode == 3);
   const IndexerArguments indexer{
