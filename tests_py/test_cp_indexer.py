@@ -176,7 +176,8 @@ def test_bare_metadata_without_a_prefix_needs_no_prefix_lens():
 
 
 REFUSED = [
-    ({"page_size": 0}, "page_size must be >= 1, got 0"),
+    ({"page_size": 0}, r"page_size must be in \[1, 2147483647\], got 0"),
+    ({"page_size": 4 + 2**62}, r"page_size must be in \[1, 2147483647\]"),
     ({"page_size": 8}, r"index_k_cache must be .* with page_size 8, got shape \[\d+, 16, 32\]"),
     ({"topk": 0}, "topk must be 1 to 1048576, got 0"),
     ({"topk": -3}, "topk must be 1 to 1048576, got -3"),

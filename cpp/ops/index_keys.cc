@@ -95,7 +95,10 @@ IndexKeys view_index_keys(
     int64_t dim
 ) {
   const TensorView& cache = index_k_cache;
-  check(page_size >= 1, function, ": page_size must be >= 1, got ", page_size);
+  check(
+      page_size >= 1 && page_size <= INT32_MAX, function, ": page_size must be in [1, ", INT32_MAX,
+      "], got ", page_size
+  );
   if (cache.dtype == DType::uint8) {
     check(
         !k_scale, function, ": k_scale must not be given with ", kCache, " of uint8, which has it"
