@@ -165,6 +165,16 @@ TEST_P(Indexer, RefusesRowsThatAreNotThere) {
   EXPECT_NO_THROW(logits({.table_row = 1, .end = 5 * kPage}));
 }
 
+TEST_P(Indexer, NoKeysWhateverTheirRange) {
+  const IndexerRow row{.table_row = -1, .begin = INT64_MAX, .end = INT64_MIN};
+  std::vector<int32_t> indices(6, 0);
+  indexer_topk(
+      arguments(paged_.keys(), paged_.pages, {&row, 1}),
+      {.topk = 1, .indices = view(indices, DType::int32, {6, 1})}
+  );
+  EXPECT_EQ(indices, std::vector<int32_t>(6, -1));
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Isas, Indexer, ::testing::ValuesIn(supported_isas()), testing::isa_test_name
 );
@@ -199,6 +209,18 @@ TEST(IndexerItems, HoldEveryScoreOnce) {
         EXPECT_EQ(work.num_slots > 0, threads > 1);
       }
     }
+  }
+}
+
+TEST(IndexerItems, KeepLittleHoweverMuchIsSelected) {
+  constexpr int64_t kKeys = 1 << 20;
+  const std::vector<IndexerRow> rows(64, {.end = kKeys});
+  for (int64_t topk : {1, 2048, 1 << 14, 1 << 20}) {
+    const IndexerItems work = make_indexer_items(rows, 64, topk);
+    for (const IndexerItem& item : work.items) {
+      EXPECT_LE(item.count * topk, std::max<int64_t>(topk, 1 << 17));
+    }
+    EXPECT_LE(work.num_slots * topk, std::ssize(rows) * kKeys / 4);
   }
 }
 

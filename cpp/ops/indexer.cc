@@ -35,12 +35,14 @@ T* row_of(const TensorView& tensor, int64_t row) {
 /// A call: its rows that have keys, divided into items.
 class Call {
  public:
-  explicit Call(const IndexerArguments& arguments)
+  /// `topk`: of every row, or 0 for its scores.
+  Call(const IndexerArguments& arguments, int32_t topk)
       : arguments_(arguments),
+        topk_(topk),
         threads_(arguments.num_threads > 0 ? arguments.num_threads : default_num_threads()) {
     const auto has_keys = [](const IndexerRow& row) { return row.begin < row.end; };
     std::ranges::copy_if(arguments.rows, std::back_inserter(rows_), has_keys);
-    work_ = make_indexer_items(rows_, threads_);
+    work_ = make_indexer_items(rows_, threads_, topk);
   }
 
   const IndexerItems& work() const { return work_; }
@@ -61,7 +63,7 @@ class Call {
   /// Runs the kernel on all items; direct(item, i, query) says where results of row i of
   /// an item go.
   template <class Direct>
-  void run(int32_t topk, bool sorted, Direct direct) const {
+  void run(bool sorted, Direct direct) const {
     const auto& kernel =
         active_sparse_kernels().indexer.of_type[indexer_type(arguments_.keys.dtype)];
     parallel_for(std::ssize(work_.items), threads_, [&](int64_t index, StopToken& stop) {
@@ -72,7 +74,7 @@ class Call {
       for (int64_t i = 0; i < item.count; ++i) direct(item, i, queries[i]);
       kernels::IndexerTile tile = tile_of(item, stop);
       tile.queries = queries.data();
-      tile.topk = topk;
+      tile.topk = topk_;
       tile.sorted = sorted && item.num_parts == 1;
       const auto bytes =
           kernel.scratch_bytes(tile.num_queries, tile.num_heads, tile.dim, tile.topk);
@@ -140,6 +142,7 @@ class Call {
   }
 
   const IndexerArguments& arguments_;
+  const int32_t topk_;
   const int threads_;
   std::vector<IndexerRow> rows_;
   IndexerItems work_;
@@ -213,11 +216,11 @@ void indexer_logits(const IndexerArguments& arguments, const TensorView& logits)
     );
   }
   const TraceSpan span(TraceScope::call, 0, arguments.keys.dtype, arguments.function);
-  const Call call(arguments);
+  const Call call(arguments, 0);
   for (int64_t query : call.other_queries()) {
     std::fill_n(row_of<float>(logits, query), columns, kNoScore);
   }
-  call.run(0, false, [&](const IndexerItem& item, int64_t i, kernels::IndexerQuery& query) {
+  call.run(false, [&](const IndexerItem& item, int64_t i, kernels::IndexerQuery& query) {
     const IndexerRow& row = call.row(item, i);
     auto* out = row_of<float>(logits, row.query);
     query.logits = out + query.begin;
@@ -237,14 +240,14 @@ void indexer_topk(const IndexerArguments& arguments, const IndexerTopk& topk) {
   const auto k = static_cast<int32_t>(topk.topk);
   for (const IndexerRow& row : arguments.rows) {
     check(
-        row.end - row.begin <= INT32_MAX, function, ": indices of ", row.end - row.begin,
-        " keys do not fit into int32"
+        row.begin >= row.end || row.end - row.begin <= INT32_MAX, function, ": indices of ",
+        row.end - row.begin, " keys do not fit into int32"
     );
   }
   check_indexer_result(arguments, "indices", topk.indices, DType::int32, k);
   if (topk.values) check_indexer_result(arguments, "values", *topk.values, DType::float32, k);
   const TraceSpan span(TraceScope::call, 0, arguments.keys.dtype, function);
-  const Call call(arguments);
+  const Call call(arguments, k);
   for (int64_t query : call.other_queries()) {
     std::fill_n(row_of<int32_t>(topk.indices, query), k, -1);
     if (topk.values) std::fill_n(row_of<float>(*topk.values, query), k, kNoScore);
@@ -255,7 +258,7 @@ void indexer_topk(const IndexerArguments& arguments, const IndexerTopk& topk) {
     query.values = topk.values ? row_of<float>(*topk.values, row) : nullptr;
   };
   const PartResults parts(call, k);
-  call.run(k, topk.sorted, [&](const IndexerItem& item, int64_t i, kernels::IndexerQuery& query) {
+  call.run(topk.sorted, [&](const IndexerItem& item, int64_t i, kernels::IndexerQuery& query) {
     item.num_parts == 1 ? direct(item, i, query) : parts.direct(item, i, query);
   });
   parts.merge(topk.sorted, direct);

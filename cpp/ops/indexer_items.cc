@@ -14,6 +14,10 @@ constexpr int64_t kFewerQueries = 16;
 constexpr int64_t kThreadItems = 8;
 /// Of a part; to merge what it selects costs 2 % of its scores.
 constexpr int64_t kPartKeys = 8192;
+/// A part that selects most of its keys would only cost memory.
+constexpr int64_t kPartKeysPerSelected = 4;
+/// Selected by the queries of an item: their buffers are of 24 bytes for each.
+constexpr int64_t kItemSelected = int64_t{1} << 17;
 
 std::vector<IndexerItem> group_rows(std::span<const IndexerRow> rows, int64_t most) {
   std::vector<IndexerItem> groups;
@@ -50,16 +54,18 @@ void find_keys(std::span<const IndexerRow> rows, IndexerItem& item) {
 
 }  // namespace
 
-IndexerItems make_indexer_items(std::span<const IndexerRow> rows, int num_threads) {
+IndexerItems make_indexer_items(std::span<const IndexerRow> rows, int num_threads, int64_t topk) {
   const int64_t wanted = num_threads > 1 ? num_threads * kThreadItems : 1;
   const bool few = std::ssize(rows) < wanted * kItemQueries;
-  const std::vector<IndexerItem> groups =
-      group_rows(rows, few && wanted > 1 ? kFewerQueries : kItemQueries);
+  const int64_t item_queries = few && wanted > 1 ? kFewerQueries : kItemQueries;
+  const int64_t most_queries = std::max<int64_t>(1, kItemSelected / std::max<int64_t>(1, topk));
+  const std::vector<IndexerItem> groups = group_rows(rows, std::min(item_queries, most_queries));
+  const int64_t part_keys = std::max(kPartKeys, kPartKeysPerSelected * topk);
   IndexerItems result;
   for (IndexerItem item : groups) {
     find_keys(rows, item);
     const int64_t first = item.first_key, num_keys = item.end_key - item.first_key;
-    const int64_t most = std::max<int64_t>(1, num_keys / kPartKeys);
+    const int64_t most = std::max<int64_t>(1, num_keys / part_keys);
     item.num_parts = std::min(most, (wanted + std::ssize(groups) - 1) / std::ssize(groups));
     item.first_slot = result.num_slots;
     if (item.num_parts > 1) result.num_slots += item.count * item.num_parts;

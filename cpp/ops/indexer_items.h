@@ -33,6 +33,10 @@ struct IndexerItems {
   int64_t num_slots = 0;
 };
 
-IndexerItems make_indexer_items(std::span<const IndexerRow> rows, int num_threads);
+/// `topk` is how many keys of each row are selected, 0 for none. What its items and parts
+/// keep of them is bounded: the more, the fewer there are of either.
+IndexerItems make_indexer_items(
+    std::span<const IndexerRow> rows, int num_threads, int64_t topk = 0
+);
 
 }  // namespace cpattn

@@ -74,7 +74,7 @@ void indexer_logits(const IndexerArguments& arguments, const TensorView& logits)
 /// without a row in the arguments. Scores are never stored: memory does not grow with the
 /// number of keys.
 struct IndexerTopk {
-  int64_t topk = 0;
+  int64_t topk = 0;                  // 1 to 2^20
   bool sorted = true;                // by score, descending; else by index
   TensorView indices;                // int32 [T, topk], relative to a row's `begin`
   std::optional<TensorView> values;  // float32 [T, topk]: their scores, -inf beside -1
