@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Slots of indices that are selected already.
 #include <algorithm>
-#include <cassert>
 #include <vector>
 
 #include "cpattn/check.h"
 #include "cpattn/topk.h"
 #include "ops/slot_rows.h"
+#include "ops/tensor_checks.h"
 
 namespace cpattn {
 namespace {
@@ -18,7 +18,8 @@ void write_slots(
     const IndexTable& indices,
     const TensorView& out
 ) {
-  assert(out.dtype == DType::int32 && out.dim(0) == indices.rows && out.dim(1) == indices.columns);
+  check_dtype(function, "out", out.dtype, DType::int32);
+  check_rows(function, "out", out, {indices.rows, indices.columns});
   const SlotRows rows(function, table, table_rows);
   for (int64_t i = 0; i < indices.rows; ++i) {
     int32_t* slots = out.as<int32_t>() + i * out.strides[0];
@@ -81,6 +82,8 @@ void page_table_to_topk(
     const SlotTable& table, std::span<const int64_t> lengths, const TensorView& out
 ) {
   constexpr char kFunction[] = "page_table_to_topk";
+  check_dtype(kFunction, "out", out.dtype, DType::int32);
+  check_tensor(kFunction, "out", out, 2);
   const int64_t num_rows = out.shape[0], topk = out.shape[1];
   const auto num_lengths = static_cast<int64_t>(lengths.size());
   check(
