@@ -7,8 +7,8 @@
 
 #include "bindings/index_argument.h"
 #include "bindings/module.h"
+#include "bindings/num_threads.h"
 #include "bindings/tensor_argument.h"
-#include "cpattn/check.h"
 #include "cpattn/cp_indexer.h"
 #include "cpattn/dcp_local_indices.h"
 #include "cpattn/lightning_indexer.h"
@@ -18,11 +18,6 @@ using namespace py::literals;
 
 namespace cpattn::bindings {
 namespace {
-
-std::optional<std::vector<int64_t>> optional_list(const py::object& object, const char* name) {
-  if (object.is_none()) return std::nullopt;
-  return index_list(object, name);
-}
 
 void run_cp_indexer_topk(
     const py::object& q,
@@ -38,10 +33,6 @@ void run_cp_indexer_topk(
     std::optional<int> num_threads,
     const py::object& out
 ) {
-  check(
-      !num_threads || *num_threads >= 1, "cp_indexer_topk: num_threads must be >= 1, got ",
-      num_threads.value_or(0)
-  );
   const TensorArgument queries(q, "q"), keys(index_k_cache, "index_k_cache");
   const TensorArgument head_weights(weights, "weights");
   const IndexTableArgument tables(block_tables, "cp_indexer_topk: block_tables");
@@ -54,9 +45,9 @@ void run_cp_indexer_topk(
       .block_tables = *tables,
       .page_size = page_size,
       .topk = topk,
-      .prefix_lens = optional_list(prefix_lens, "cp_indexer_topk: prefix_lens"),
+      .prefix_lens = optional_index_list(prefix_lens, "cp_indexer_topk: prefix_lens"),
       .sorted = sorted,
-      .num_threads = num_threads.value_or(0),
+      .num_threads = parse_threads("cp_indexer_topk", num_threads),
       .indices = *output,
   };
   if (!k_scale.is_none()) arguments.k_scale = *scales.emplace(k_scale, "k_scale");
@@ -88,11 +79,12 @@ void run_lightning_indexer(
       .query = *queries,
       .key = *keys,
       .weights = *head_weights,
-      .actual_seq_lengths_query = optional_list(
+      .actual_seq_lengths_query = optional_index_list(
           actual_seq_lengths_query, "npu_lightning_indexer: actual_seq_lengths_query"
       ),
-      .actual_seq_lengths_key =
-          optional_list(actual_seq_lengths_key, "npu_lightning_indexer: actual_seq_lengths_key"),
+      .actual_seq_lengths_key = optional_index_list(
+          actual_seq_lengths_key, "npu_lightning_indexer: actual_seq_lengths_key"
+      ),
       .layout_query = layout_query,
       .layout_key = layout_key,
       .sparse_count = sparse_count,

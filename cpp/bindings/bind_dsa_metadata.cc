@@ -110,13 +110,8 @@ std::string repr(const Metadata& metadata) {
   );
 }
 
-std::vector<int64_t> ints(const char* argument, py::handle values) {
-  return index_list(values, concat("build_dsa_metadata: ", argument).c_str());
-}
-
 std::optional<std::vector<int64_t>> optional_ints(const char* argument, py::handle values) {
-  if (values.is_none()) return std::nullopt;
-  return ints(argument, values);
+  return optional_index_list(values, concat("build_dsa_metadata: ", argument).c_str());
 }
 
 std::optional<int64_t> optional_int(const char* argument, py::handle value) {
@@ -142,7 +137,7 @@ Metadata build(
   const auto mode = optional_mode(forward_mode, "build_dsa_metadata: forward_mode");
   check(mode.has_value(), "build_dsa_metadata: forward_mode must be given");
   const auto extend = optional_ints("extend_lens", extend_lens);
-  const std::vector<int64_t> seq = ints("seq_lens", seq_lens);
+  const std::vector<int64_t> seq = index_list(seq_lens, "build_dsa_metadata: seq_lens");
   const auto pool_indices = optional_ints("req_pool_indices", req_pool_indices);
   std::optional<IndexTableArgument> table;
   if (!req_to_token.is_none()) table.emplace(req_to_token, "build_dsa_metadata: req_to_token");

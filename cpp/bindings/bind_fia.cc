@@ -95,8 +95,7 @@ class Fia {
   }
 
   static std::optional<std::vector<int64_t>> lengths(const char* name, const py::object& object) {
-    if (object.is_none()) return std::nullopt;
-    return index_list(object, concat(kFunction, ": ", name).c_str());
+    return optional_index_list(object, concat(kFunction, ": ", name).c_str());
   }
 
   TensorArgument query_, key_, value_;

@@ -47,21 +47,18 @@ void run(
     if (object.is_none()) return std::nullopt;
     return *view.emplace(object, name);
   };
-  const auto lengths = [](const py::object& object,
-                          const char* name) -> std::optional<std::vector<int64_t>> {
-    if (object.is_none()) return std::nullopt;
-    return index_list(object, name);
-  };
   SparseFlashArguments arguments{
       .query = *query_view,
       .key = *key_view,
       .value = *value_view,
       .sparse_indices = *indices_view,
       .scale_value = scale_value,
-      .actual_seq_lengths_query =
-          lengths(actual_seq_lengths_query, "npu_sparse_flash_attention: actual_seq_lengths_query"),
-      .actual_seq_lengths_kv =
-          lengths(actual_seq_lengths_kv, "npu_sparse_flash_attention: actual_seq_lengths_kv"),
+      .actual_seq_lengths_query = optional_index_list(
+          actual_seq_lengths_query, "npu_sparse_flash_attention: actual_seq_lengths_query"
+      ),
+      .actual_seq_lengths_kv = optional_index_list(
+          actual_seq_lengths_kv, "npu_sparse_flash_attention: actual_seq_lengths_kv"
+      ),
       .query_rope = optional(query_rope_view, query_rope, "query_rope"),
       .key_rope = optional(key_rope_view, key_rope, "key_rope"),
       .sparse_block_size = sparse_block_size,

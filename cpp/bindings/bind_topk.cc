@@ -13,7 +13,6 @@
 #include "cpattn/topk.h"
 
 namespace py = pybind11;
-using namespace py::literals;
 
 namespace cpattn::bindings {
 namespace {
@@ -25,8 +24,7 @@ std::vector<int64_t> ints(const char* function, const char* argument, py::handle
 }
 
 OptionalInts optional_ints(const char* function, const char* argument, py::handle values) {
-  if (values.is_none()) return std::nullopt;
-  return ints(function, argument, values);
+  return optional_index_list(values, concat(function, ": ", argument).c_str());
 }
 
 /// Owns what a TopkArguments borrows, and the result.

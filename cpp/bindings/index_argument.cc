@@ -97,6 +97,11 @@ std::vector<int64_t> index_list(py::handle object, const char* name) {
   return values;
 }
 
+std::optional<std::vector<int64_t>> optional_index_list(py::handle object, const char* name) {
+  if (object.is_none()) return std::nullopt;
+  return index_list(object, name);
+}
+
 IndexTableArgument::IndexTableArgument(py::handle object, const char* name) {
   if (!is_sequence(object)) {
     tensor_.emplace(index_tensor(object, name, 2));
