@@ -239,9 +239,9 @@ void indexer_topk(const IndexerArguments& arguments, const IndexerTopk& topk) {
   );
   const auto k = static_cast<int32_t>(topk.topk);
   for (const IndexerRow& row : arguments.rows) {
+    const int64_t num_keys = row.begin < row.end ? row.end - row.begin : 0;
     check(
-        row.begin >= row.end || row.end - row.begin <= INT32_MAX, function, ": indices of ",
-        row.end - row.begin, " keys do not fit into int32"
+        num_keys <= INT32_MAX, function, ": indices of ", num_keys, " keys do not fit into int32"
     );
   }
   check_indexer_result(arguments, "indices", topk.indices, DType::int32, k);
