@@ -58,6 +58,15 @@ PER_QUERY = ("q", "index_q", "index_weights")
 PAGE_SIZE, BLOCK_TOKENS, NUM_SLOTS = 4, 8, 3200
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads of torch would wait for each other longer than such small operators take."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.mark.parametrize(
     ("strategy", "cp_size", "model"),
     [
@@ -66,9 +75,9 @@ PAGE_SIZE, BLOCK_TOKENS, NUM_SLOTS = 4, 8, 3200
         pytest.param("contiguous", 1, SMALL, id="one rank", marks=pytest.mark.slow),
         pytest.param(
             "contiguous",
-            4,
+            2,
             replace(FP8, prefill_impl="flashmla_sparse"),
-            id="contiguous-4-ragged",
+            id="contiguous-2-ragged",
             marks=pytest.mark.slow,
         ),
     ],
@@ -86,8 +95,10 @@ def test_every_batch_is_right(strategy: str, cp_size: int, model: DsaConfig) -> 
         check_rows=8,
         timeout_seconds=60,
     )
-    report = replay(generate_trace(20, seed=1), options)
+    report = replay(generate_trace(10, seed=1), options)
     assert report.passed
+    assert len(report.batches) > 2
+    assert report.evictions > 0
     assert report.tolerance is not None
     assert 0 < max(batch.max_error or 0.0 for batch in report.batches) <= report.tolerance
     assert 0 < report.checked_keys <= report.checked_rows * model.topk

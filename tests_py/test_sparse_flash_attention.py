@@ -332,6 +332,7 @@ ERRORS = {
     "key heads": ({"key": torch.zeros(11, 8, 2, 32)}, "key must have shape .*page_size, 1, 32"),
     "value tokens": ({"value": torch.zeros(9, 8, 1, 48)}, "value must have the tokens of key"),
     "value dtype": ({"value": torch.zeros(11, 8, 1, 48).half()}, "value must be float32, got"),
+    "value rank": ({"value": torch.tensor(1.0)}, "value must have 4 dimensions"),
     "rope tokens": ({"query_rope": torch.zeros(6, HEADS, 16)}, "query_rope must have the tokens"),
     "index tokens": (
         {"sparse_indices": torch.zeros(6, 1, 4).int()},

@@ -246,6 +246,7 @@ ERRORS = {
     "q stride": ({"q": torch.zeros(3, 4, 128)[..., ::2]}, "q must be contiguous in its last"),
     "head_dim": ({"q": torch.zeros(3, 4, 24)}, r"head_dim must be a multiple of 16 .* got 24"),
     "d_v": ({"d_v": 40}, "d_v must be a multiple of 16 .* got 40"),
+    "d_v negative": ({"d_v": -16, "out": None}, "d_v must be .* got -16"),
     "d_v too large": ({"d_v": 80}, r"d_v must be at most head_dim \(64\), got 80"),
     "kv dtype": ({"kv": torch.zeros(9, 1, 64).half()}, "kv must be float32, got float16"),
     "kv width": ({"kv": torch.zeros(9, 1, 80)}, r"kv must have shape \[rows, 1, 64\] .*80\]"),

@@ -95,8 +95,8 @@ def npu_sparse_flash_attention(
     array([1., 1.], dtype=float32)
     """
     shape = shape_of(query, "npu_sparse_flash_attention: query")
-    v_head_dim = shape_of(value, "npu_sparse_flash_attention: value")[-1]
-    out = empty(query, (*shape[:-1], v_head_dim))
+    v_head_dim = shape_of(value, "npu_sparse_flash_attention: value")[-1:]  # none: refused below
+    out = empty(query, (*shape[:-1], *v_head_dim))
     rows = (*shape[:-3], 1, *shape[-3:-1]) if return_softmax_lse else (0,)
     softmax_max, softmax_sum = empty(query, rows, "float32"), empty(query, rows, "float32")
     _core.npu_sparse_flash_attention(

@@ -81,7 +81,7 @@ def flash_mla_sparse_fwd(
     """
     num_tokens, num_heads, _ = shape_of(q, "flash_mla_sparse_fwd: q", rank=3)
     if out is None:
-        out = empty(q, (num_tokens, num_heads, d_v))
+        out = empty(q, (num_tokens, num_heads, max(d_v, 0)))  # the core refuses the others
     max_logits = empty(q, (num_tokens, num_heads), "float32")
     lse = empty(q, (num_tokens, num_heads), "float32")
     _core.flash_mla_sparse_fwd(
