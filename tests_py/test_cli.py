@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,9 @@ QUICK = [
 ]
 
 
-def run(*arguments: str, **more: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, **more)
+def run(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    env = more.pop("env", os.environ) | {"OMP_NUM_THREADS": "1"}  # more would only spin
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, env=env, **more)
 
 
 def children_of(pid: int) -> list[int]:

@@ -131,7 +131,9 @@ def replay(**options: Any) -> None:
     is decoded.
 
     With --model dsa the decoder is one layer of sparse attention: an indexer scores all keys of a
-    query by a small product of its own, and latent attention (MLA) reads the TOPK best ones.
+    query by a small product of its own, and latent attention (MLA) reads the TOPK best ones. The
+    check compares the choice with scores in float64, and attention with dense attention to the
+    same keys.
 
     Every prompt is computed again by one process, whole and in float32, and compared. Exit code
     1 if a row differs by more than roundings explain, or if a process dies; 130 after Ctrl-C.

@@ -37,6 +37,11 @@ def indexer_logits(
     logits : float32 tensor, shape [T, S]
         k_scale[j] * sum_h weights[i, h] * relu(q[i, h] . k[j]), and -inf outside [ks, ke). Its
         bits depend on the query and the key alone.
+
+    Raises
+    ------
+    ValueError
+        For ranges beyond the keys, and shapes or dtypes that do not fit.
     """
     rows = shape_of(q, "indexer_logits: q", 3)[0]
     keys = shape_of(k, "indexer_logits: k", 2)[0]
@@ -65,6 +70,7 @@ def indexer_topk(
     q, k, weights, ks, ke, k_scale
         As in `indexer_logits`; the scores are its, bit for bit.
     topk : int
+        From 1 to 2**20.
     sorted : bool
         By score, descending, or else by index, ascending, which costs less.
 
@@ -73,6 +79,20 @@ def indexer_topk(
     indices : int32 tensor, shape [T, topk]
         Relative to ks[i]. Of equal scores the smaller index comes first; NaN counts as -inf. A
         query with at most ``topk`` keys has all of them, ascending, then -1.
+
+    Raises
+    ------
+    ValueError
+        For ranges beyond the keys, and shapes or dtypes that do not fit.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> q, weights = np.ones((2, 1, 16), np.float32), np.ones((2, 1), np.float32)
+    >>> keys = np.arange(6 * 16, dtype=np.float32).reshape(6, 16)
+    >>> cpattn.indexer_topk(q, keys, weights, [0, 3], [6, 5], topk=3)
+    array([[ 5,  4,  3],
+           [ 0,  1, -1]], dtype=int32)
 
     Notes
     -----

@@ -45,6 +45,11 @@ def split_qk_norm(
     latent_cache : tensor, shape [num_rows, 1, kv_lora_rank + qk_rope_head_dim]
         The columns behind q as they are, in memory of their own: where context parallelism puts
         the finished keys of this rank and gathers those of all.
+
+    Raises
+    ------
+    ValueError
+        For sizes that do not add up to the columns of x, and shapes or dtypes that do not fit.
     """
     return _split(
         "split_qk_norm", x, q_weight, kv_weight, q_bias, kv_bias,
