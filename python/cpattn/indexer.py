@@ -85,6 +85,11 @@ def indexer_topk(
     ValueError
         For ranges beyond the keys, and shapes or dtypes that do not fit.
 
+    Notes
+    -----
+    int8 takes little more than half the time of bfloat16 where the processor has VNNI. From
+    `quantize_index` it found 99 % of the 512 best of 8192 keys that bfloat16 finds.
+
     Examples
     --------
     >>> import numpy as np, cpattn
@@ -93,11 +98,6 @@ def indexer_topk(
     >>> cpattn.indexer_topk(q, keys, weights, [0, 3], [6, 5], topk=3)
     array([[ 5,  4,  3],
            [ 0,  1, -1]], dtype=int32)
-
-    Notes
-    -----
-    int8 takes little more than half the time of bfloat16 where the processor has VNNI. From
-    `quantize_index` it found 99 % of the 512 best of 8192 keys that bfloat16 finds.
     """
     rows = shape_of(q, "indexer_topk: q", 3)[0]
     if topk < 1:
