@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +13,7 @@ import torch
 
 import cpattn
 from indexer_cases import make_inputs
+from interrupts import assert_interruptible
 
 # A call of one item and, with one thread, ten seconds.
 LONG_CALL = """
@@ -67,24 +66,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(isa, threads, num_q
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_ctrl_c_ends_a_long_call(num_threads):
-    process = subprocess.Popen(
-        [sys.executable, "-c", LONG_CALL.format(threads=num_threads)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(0.3)  # into the computation
-        assert process.poll() is None
-        start = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=20)
-        assert "KeyboardInterrupt" in stderr
-        assert time.monotonic() - start < 1
-    finally:
-        process.kill()
-        process.wait()
+    assert_interruptible(LONG_CALL.format(threads=num_threads))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -242,7 +242,7 @@ REFUSED = [
     (
         ROWS,
         {"layout_key": "PA_BNSD"},
-        "layout_key must be 'BSND', 'TND' or 'PA_BSND', got 'PA_BNSD",
+        "layout_key must be layout_query or 'PA_BSND', got 'PA_BNSD' with 'BSND'",
     ),
     (ROWS, {"layout_key": "TND"}, "layout_key must be layout_query or 'PA_BSND', got 'TND' with"),
     (ROWS, {"block_table": [[0]] * 4}, "block_table must be given with .* got layout_key 'BSND'"),

@@ -90,6 +90,7 @@ VALUE_ERRORS = {
         r"page ids must be in \[0, 7\), got 7 at position 1 of sequence 0",
     ),
     "negative scale": ({"scale": -1.0}, "scale must be a positive number, got -1"),
+    "tiny scale": ({"scale": 1e-300}, "scale must be in .*, the range of float32, got 1e-300"),
     "NaN scale": ({"scale": math.nan}, "scale must be a positive number, got nan"),
     "softcap": ({"softcap": -2.0}, "softcap must be >= 0"),
     "window": ({"window": -1}, "window must be >= 0"),

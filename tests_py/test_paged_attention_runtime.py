@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -16,6 +14,7 @@ import torch
 
 import cpattn
 from cases import Case, assert_attention, make_inputs
+from interrupts import assert_interruptible
 
 MANY_ITEMS = Case(q_lens=(33, 1, 70), kv_lens=(90, 300, 70), num_heads=8, dtype="bfloat16")
 
@@ -100,24 +99,7 @@ def test_a_forked_child_computes_too():
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_ctrl_c_ends_a_long_call(threads):
-    process = subprocess.Popen(
-        [sys.executable, "-c", LONG_CALL.format(threads=threads)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(0.2)  # into the computation
-        assert process.poll() is None
-        start = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=20)
-        assert "KeyboardInterrupt" in stderr
-        assert time.monotonic() - start < 1
-    finally:
-        process.kill()
-        process.wait()
+    assert_interruptible(LONG_CALL.format(threads=threads))
 
 
 def test_other_python_threads_run_meanwhile():

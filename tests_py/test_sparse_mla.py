@@ -265,6 +265,7 @@ ERRORS = {
         "indices must be contiguous in its last dimension",
     ),
     "sm_scale": ({"sm_scale": 0.0}, "sm_scale must be a positive number, got 0"),
+    "sm_scale too large": ({"sm_scale": 1e300}, "sm_scale must be in .*, the range of float32"),
     "sm_scale NaN": ({"sm_scale": float("nan")}, "sm_scale must be a positive number, got nan"),
     "sinks shape": ({"attn_sink": torch.zeros(5)}, r"attn_sink must have shape \[4\], got \[5\]"),
     "sinks dtype": ({"attn_sink": torch.zeros(4).half()}, "attn_sink must be float32, got float16"),

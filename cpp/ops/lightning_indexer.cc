@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <span>
-#include <string_view>
 
 #include "cpattn/attention_plan.h"
 #include "cpattn/check.h"
@@ -30,22 +29,9 @@ void check_batch(const char* name, const TokenSequences& sequences, int64_t batc
 }
 
 void check_arguments(const LightningIndexerArguments& arguments) {
-  const std::string_view query = arguments.layout_query, key = arguments.layout_key;
-  require(
-      query == "BSND" || query == "TND", "layout_query must be 'BSND' or 'TND', got '", query, "'"
-  );
-  require(
-      key == "BSND" || key == "TND" || key == "PA_BSND",
-      "layout_key must be 'BSND', 'TND' or 'PA_BSND', got '", key, "'"
-  );
-  require(
-      key == query || key == "PA_BSND", "layout_key must be layout_query or 'PA_BSND', got '", key,
-      "' with '", query, "'"
-  );
-  require(
-      arguments.block_table.has_value() == (key == "PA_BSND"),
-      "block_table must be given with layout_key 'PA_BSND' and only with it, got layout_key '", key,
-      "'"
+  check_layouts(
+      kFunction, arguments.layout_query, "layout_key", arguments.layout_key,
+      arguments.block_table.has_value()
   );
   require(
       arguments.sparse_mode == 0 || arguments.sparse_mode == 3, "sparse_mode must be 0 or 3, got ",

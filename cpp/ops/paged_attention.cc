@@ -82,10 +82,7 @@ void check_arguments(const AttentionPlan& plan, const AttentionArguments& argume
     check_rows(function, "q_rope", *arguments.q_rope, {batch.num_rows, shape.num_heads, rope});
     check_cache(arguments, "k_rope", *arguments.k_rope, batch, rope);
   }
-  check(
-      std::isfinite(arguments.scale) && arguments.scale > 0, function,
-      ": scale must be a positive number, got ", arguments.scale
-  );
+  check_scale(function, "scale", arguments.scale);
   check(
       std::isfinite(arguments.softcap) && arguments.softcap >= 0, function,
       ": softcap must be >= 0 (0: none), got ", arguments.softcap

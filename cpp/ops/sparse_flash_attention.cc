@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <string_view>
 
 #include "cpattn/attention_plan.h"
 #include "cpattn/check.h"
@@ -25,18 +24,9 @@ void require(bool ok, const Parts&... parts) {
 }
 
 void check_modes(const SparseFlashArguments& arguments) {
-  const std::string_view query = arguments.layout_query, kv = arguments.layout_kv;
-  require(
-      query == "BSND" || query == "TND", "layout_query must be 'BSND' or 'TND', got '", query, "'"
-  );
-  require(
-      kv == query || kv == "PA_BSND", "layout_kv must be layout_query or 'PA_BSND', got '", kv,
-      "' with '", query, "'"
-  );
-  require(
-      arguments.block_table.has_value() == (kv == "PA_BSND"),
-      "block_table must be given with layout_kv 'PA_BSND' and only with it, got layout_kv '", kv,
-      "'"
+  check_layouts(
+      kFunction, arguments.layout_query, "layout_kv", arguments.layout_kv,
+      arguments.block_table.has_value()
   );
   require(
       arguments.sparse_mode == 0 || arguments.sparse_mode == 3, "sparse_mode must be 0 or 3, got ",
@@ -61,10 +51,7 @@ void check_modes(const SparseFlashArguments& arguments) {
       "query_rope and key_rope must be given with attention_mode 2 and only with it, got mode ",
       arguments.attention_mode
   );
-  require(
-      std::isfinite(arguments.scale_value) && arguments.scale_value > 0,
-      "scale_value must be a positive number, got ", arguments.scale_value
-  );
+  check_scale(kFunction, "scale_value", arguments.scale_value);
 }
 
 /// [B, S, N, D], packed tokens being one batch entry.

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpattn/sparse_mla.h"
 
-#include <algorithm>
-#include <cmath>
 #include <type_traits>
 
 #include "cpattn/check.h"
@@ -146,10 +144,7 @@ void flash_mla_sparse_fwd(const SparseMlaArguments& arguments) {
       arguments.v_head_dim <= q.shape[2], "d_v must be at most head_dim (", q.shape[2], "), got ",
       arguments.v_head_dim
   );
-  require(
-      std::isfinite(arguments.scale) && arguments.scale > 0,
-      "sm_scale must be a positive number, got ", arguments.scale
-  );
+  check_scale(kFunction, "sm_scale", arguments.scale);
   SelectedAttention attention{.function = kFunction, .q = as_batch(q)};
   const int64_t num_rows =
       narrow_to_int32(read_kv(arguments.kv, attention), "flash_mla_sparse_fwd: rows of kv");

@@ -2,6 +2,7 @@
 #include "ops/tensor_checks.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "cpattn/check.h"
 
@@ -34,6 +35,18 @@ void check_rows(
 
 void check_dtype(const char* function, const char* name, DType dtype, DType expected) {
   check(dtype == expected, function, ": ", name, " must be ", expected, ", got ", dtype);
+}
+
+void check_scale(const char* function, const char* name, double scale) {
+  constexpr double kSmallest = 1e-37, kLargest = 1e38;
+  check(
+      std::isfinite(scale) && scale > 0, function, ": ", name, " must be a positive number, got ",
+      scale
+  );
+  check(
+      scale >= kSmallest && scale <= kLargest, function, ": ", name, " must be in [", kSmallest,
+      ", ", kLargest, "], the range of float32, got ", scale
+  );
 }
 
 void check_no_overlap(

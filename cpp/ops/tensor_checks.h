@@ -26,6 +26,9 @@ void check_rows(
 
 void check_dtype(const char* function, const char* name, DType dtype, DType expected);
 
+/// A factor of scores, which kernels apply in float32.
+void check_scale(const char* function, const char* name, double scale);
+
 /// That a result and an argument share no memory.
 void check_no_overlap(
     const char* function,

@@ -5,6 +5,27 @@
 
 namespace cpattn {
 
+void check_layouts(
+    const char* function,
+    std::string_view query_layout,
+    const char* key_layout_name,
+    std::string_view key_layout,
+    bool has_block_table
+) {
+  check(
+      query_layout == "BSND" || query_layout == "TND", function,
+      ": layout_query must be 'BSND' or 'TND', got '", query_layout, "'"
+  );
+  check(
+      key_layout == query_layout || key_layout == "PA_BSND", function, ": ", key_layout_name,
+      " must be layout_query or 'PA_BSND', got '", key_layout, "' with '", query_layout, "'"
+  );
+  check(
+      has_block_table == (key_layout == "PA_BSND"), function, ": block_table must be given with ",
+      key_layout_name, " 'PA_BSND' and only with it, got ", key_layout_name, " '", key_layout, "'"
+  );
+}
+
 TokenSequences packed_sequences(
     const char* function, const char* name, const SequenceLengths& sums, int64_t total
 ) {

@@ -1,11 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+// What torch_npu's operators of sparse attention share: layouts, and which tokens are
+// those of a sequence.
 #include <cstdint>
 #include <optional>
+#include <string_view>
 #include <vector>
 
 namespace cpattn {
+
+/// Queries are BSND or TND; keys are likewise or, only with a block table, PA_BSND, in
+/// pages. key_layout_name is how the operator calls the layout of keys. Throws
+/// std::invalid_argument in the name of `function`, as all here.
+void check_layouts(
+    const char* function,
+    std::string_view query_layout,
+    const char* key_layout_name,
+    std::string_view key_layout,
+    bool has_block_table
+);
 
 /// Where sequences begin in a row of tokens, and how long they are.
 struct TokenSequences {
@@ -16,7 +30,7 @@ struct TokenSequences {
 using SequenceLengths = std::optional<std::vector<int64_t>>;
 
 /// Sequences that follow each other, from the running sums of their lengths, up to
-/// `total`. Throws std::invalid_argument in the name of `function`.
+/// `total`.
 TokenSequences packed_sequences(
     const char* function, const char* name, const SequenceLengths& sums, int64_t total
 );
