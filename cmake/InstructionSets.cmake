@@ -23,8 +23,13 @@ function(cpattn_add_isa name)
   target_link_libraries(${target} PRIVATE cpattn_options)
   # Kernels are always optimised: unoptimised SIMD code makes debug tests useless. With
   # sanitizers less, as GCC takes three times as long to optimise what these add.
+  if(CPATTN_SANITIZE)
+    set(optimisation -O1)
+  else()
+    set(optimisation -O3)
+  endif()
   target_compile_options(${target} PRIVATE
-    ${ARGN} $<IF:$<BOOL:${CPATTN_SANITIZE}>,-O1,-O3> -ffp-contract=fast -fno-math-errno)
+    ${ARGN} ${optimisation} -ffp-contract=fast -fno-math-errno)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # Before register allocation that pass, the default on Arm, makes accumulators spill.
     target_compile_options(${target} PRIVATE -fno-schedule-insns)
