@@ -32,7 +32,7 @@ void run_flash_mla(
   const TensorArgument out_view = output_argument(out, "out");
   const TensorArgument max_view = output_argument(max_logits, "max_logits");
   const TensorArgument lse_view = output_argument(lse, "lse");
-  std::optional<TensorArgument> sink_view;
+  const auto sink_view = optional_tensor(attn_sink, "attn_sink");
   SparseMlaArguments arguments{
       .q = *q_view,
       .kv = *kv_view,
@@ -44,10 +44,7 @@ void run_flash_mla(
       .lse = *lse_view,
       .num_threads = parse_threads("flash_mla_sparse_fwd", num_threads),
   };
-  if (!attn_sink.is_none()) {
-    sink_view.emplace(attn_sink, "attn_sink");
-    arguments.attn_sink = **sink_view;
-  }
+  if (sink_view) arguments.attn_sink = **sink_view;
   if (!topk_length.is_none()) {
     arguments.topk_length = index_list(topk_length, "flash_mla_sparse_fwd: topk_length");
   }

@@ -14,7 +14,6 @@ namespace cpattn {
 namespace {
 
 constexpr char kFunction[] = "npu_lightning_indexer";
-constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 template <class... Parts>
 void require(bool ok, const Parts&... parts) {
@@ -33,16 +32,8 @@ void check_arguments(const LightningIndexerArguments& arguments) {
       kFunction, arguments.layout_query, "layout_key", arguments.layout_key,
       arguments.block_table.has_value()
   );
-  require(
-      arguments.sparse_mode == 0 || arguments.sparse_mode == 3, "sparse_mode must be 0 or 3, got ",
-      arguments.sparse_mode
-  );
+  check_window(kFunction, arguments.sparse_mode, arguments.pre_tokens, arguments.next_tokens);
   require(arguments.sparse_count >= 1, "sparse_count must be >= 1, got ", arguments.sparse_count);
-  require(
-      arguments.pre_tokens == kNoLimit && arguments.next_tokens == kNoLimit,
-      "pre_tokens and next_tokens must be 2**63 - 1, got ", arguments.pre_tokens, " and ",
-      arguments.next_tokens
-  );
   require(
       arguments.query.dtype == DType::bfloat16 || arguments.query.dtype == DType::float32,
       "query must be bfloat16 or float32, got ", arguments.query.dtype

@@ -16,7 +16,6 @@ namespace cpattn {
 namespace {
 
 constexpr char kFunction[] = "npu_sparse_flash_attention";
-constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 template <class... Parts>
 void require(bool ok, const Parts&... parts) {
@@ -28,15 +27,7 @@ void check_modes(const SparseFlashArguments& arguments) {
       kFunction, arguments.layout_query, "layout_kv", arguments.layout_kv,
       arguments.block_table.has_value()
   );
-  require(
-      arguments.sparse_mode == 0 || arguments.sparse_mode == 3, "sparse_mode must be 0 or 3, got ",
-      arguments.sparse_mode
-  );
-  require(
-      arguments.pre_tokens == kNoLimit && arguments.next_tokens == kNoLimit,
-      "pre_tokens and next_tokens must be 2**63 - 1, got ", arguments.pre_tokens, " and ",
-      arguments.next_tokens
-  );
+  check_window(kFunction, arguments.sparse_mode, arguments.pre_tokens, arguments.next_tokens);
   require(
       arguments.sparse_block_size >= 1, "sparse_block_size must be >= 1, got ",
       arguments.sparse_block_size
@@ -80,14 +71,6 @@ TensorView read_like_query(
   return as_bsnd(tensor);
 }
 
-int64_t check_dim(const char* what, int64_t dim) {
-  require(
-      dim >= 16 && dim <= kernels::kMaxHeadDim && dim % 16 == 0, what,
-      " must be a multiple of 16 in [16, ", kernels::kMaxHeadDim, "], got ", dim
-  );
-  return dim;
-}
-
 /// key, value or key_rope: one head of the tokens that key has.
 kernels::PagedRows read_rows(
     const SparseFlashArguments& arguments, const char* name, const TensorView& tensor, int64_t dim
@@ -113,15 +96,18 @@ SelectedAttention read_tensors(const SparseFlashArguments& arguments) {
   const int64_t heads = query.shape[last - 1], dim = query.shape[last];
   SelectedAttention attention{.function = kFunction, .q = as_bsnd(query)};
   attention.scale = arguments.scale_value;
-  attention.k = read_rows(arguments, "key", arguments.key, check_dim("D of query", dim));
+  attention.k =
+      read_rows(arguments, "key", arguments.key, check_head_dim(kFunction, "D of query", dim));
   check_tensor(kFunction, "value", arguments.value, arguments.key.rank);
-  attention.v_head_dim = check_dim("D of value", arguments.value.shape[arguments.value.rank - 1]);
+  attention.v_head_dim =
+      check_head_dim(kFunction, "D of value", arguments.value.shape[arguments.value.rank - 1]);
   attention.v = read_rows(arguments, "value", arguments.value, attention.v_head_dim);
   if (arguments.query_rope) {
     check_dtype(kFunction, "query_rope", arguments.query_rope->dtype, query.dtype);
     attention.q_rope = read_like_query(arguments, "query_rope", *arguments.query_rope, heads);
-    const int64_t rope_dim = check_dim("D of query_rope", attention.q_rope->shape[3]);
-    check_dim("D of query and query_rope together", dim + rope_dim);
+    const int64_t rope_dim =
+        check_head_dim(kFunction, "D of query_rope", attention.q_rope->shape[3]);
+    check_head_dim(kFunction, "D of query and query_rope together", dim + rope_dim);
     attention.k_rope = read_rows(arguments, "key_rope", *arguments.key_rope, rope_dim);
   }
   return attention;

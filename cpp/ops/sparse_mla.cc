@@ -20,13 +20,6 @@ void require(bool ok, const Parts&... parts) {
   check(ok, kFunction, ": ", parts...);
 }
 
-void check_dim(const char* name, int64_t dim) {
-  require(
-      dim >= 16 && dim <= kernels::kMaxHeadDim && dim % 16 == 0, name,
-      " must be a multiple of 16 in [16, ", kernels::kMaxHeadDim, "], got ", dim
-  );
-}
-
 bool is_byte(DType dtype) { return dtype == DType::uint8 || dtype == DType::float8_e4m3fn; }
 
 /// Reads kv and how it is stored into `attention`; returns the number of its rows.
@@ -138,8 +131,8 @@ void flash_mla_sparse_fwd(const SparseMlaArguments& arguments) {
   const TensorView& q = arguments.q;
   element_type(kFunction, "q", q.dtype);
   check_tensor(kFunction, "q", q, 3);
-  check_dim("head_dim", q.shape[2]);
-  check_dim("d_v", arguments.v_head_dim);
+  check_head_dim(kFunction, "head_dim", q.shape[2]);
+  check_head_dim(kFunction, "d_v", arguments.v_head_dim);
   require(
       arguments.v_head_dim <= q.shape[2], "d_v must be at most head_dim (", q.shape[2], "), got ",
       arguments.v_head_dim

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/token_sequences.h"
 
+#include <limits>
+
 #include "cpattn/check.h"
 
 namespace cpattn {
@@ -23,6 +25,20 @@ void check_layouts(
   check(
       has_block_table == (key_layout == "PA_BSND"), function, ": block_table must be given with ",
       key_layout_name, " 'PA_BSND' and only with it, got ", key_layout_name, " '", key_layout, "'"
+  );
+}
+
+void check_window(
+    const char* function, int64_t sparse_mode, int64_t pre_tokens, int64_t next_tokens
+) {
+  constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
+  check(
+      sparse_mode == 0 || sparse_mode == 3, function, ": sparse_mode must be 0 or 3, got ",
+      sparse_mode
+  );
+  check(
+      pre_tokens == kNoLimit && next_tokens == kNoLimit, function,
+      ": pre_tokens and next_tokens must be 2**63 - 1, got ", pre_tokens, " and ", next_tokens
   );
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What torch_npu's operators of sparse attention share: layouts, and which tokens are
+// What torch_npu's operators of sparse attention share: layouts, limits, and which tokens are
 // those of a sequence.
 #include <cstdint>
 #include <optional>
@@ -19,6 +19,12 @@ void check_layouts(
     const char* key_layout_name,
     std::string_view key_layout,
     bool has_block_table
+);
+
+/// Queries see all keys (sparse_mode 0) or those up to their own position (3); the two
+/// other limits must be left at their largest value.
+void check_window(
+    const char* function, int64_t sparse_mode, int64_t pre_tokens, int64_t next_tokens
 );
 
 /// Where sequences begin in a row of tokens, and how long they are.
