@@ -19,6 +19,7 @@ void register_runtime(pybind11::module_& module);
 void register_topk(pybind11::module_& module);
 void register_rows(pybind11::module_& module);
 void register_trace(pybind11::module_& module);
+void register_transfer_plan(pybind11::module_& module);
 void register_reference(pybind11::module_& module);
 void register_context_parallel(pybind11::module_& module);
 void register_context_parallel_metadata(pybind11::module_& module);

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV-cache transfer between prefill and decode servers: what is sent, in which order.
+
+``pages``     tokens to pages, pages to runs, and what of a prompt is sent when
+``pointers``  which destination buffer receives which source buffer, as the engines do it
+``args``      what a server says of its buffers
+``send``      the plans of the engines' senders
+``layout``    buffers that say which layer, kind and tokens they hold
+``planner``   plans from two layouts, paired by what they hold
+``plan``      a plan: blocks to copy, and their execution over an engine
+``engine``    what moves bytes
+``local``     an engine within one process
+"""
