@@ -24,7 +24,10 @@ if message := torch_guard.prepare():
     print(message)
 import torch
 
-from dsa import Comparison, memory, recall, report, turns
+import comparison_report
+import turns
+from comparison import Comparison
+from dsa import memory, recall
 from figures import Row
 from harness import RESULTS, environment
 
@@ -78,7 +81,7 @@ def main() -> int:
 
     def add(case: list[Row]) -> None:
         rows.extend(row | about for row in case)
-        report.print_case(case, f"{time.monotonic() - begin:.0f} s")
+        comparison_report.print_case(case, f"{time.monotonic() - begin:.0f} s")
 
     for comparison in comparisons(quick, only):
         add(run(comparison, 0.01 if quick else arguments.budget))
@@ -88,7 +91,7 @@ def main() -> int:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "sparse.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if not quick:
-        report.print_bars(rows)
+        comparison_report.print_bars(rows)
     missed = any(not bar["met"] for row in rows for bar in row.get("bars", ()))
     return int(missed or any(row["status"] != "ok" for row in rows))
 

@@ -8,7 +8,9 @@ import importlib
 import pytest
 import torch
 
-from dsa import Bar, Comparison, Wrong, indexer, mla, percent_longer, times_as_fast, topk, turns
+import turns
+from comparison import Bar, Comparison, Wrong, percent_longer, times_as_fast
+from dsa import indexer, mla, topk
 
 SMALL = indexer.Inputs(num_tokens=32, kv_len=100, num_heads=4)
 TOPK = 16

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 import cpattn
-from dsa import THREADS, Bar, Comparison, Timed, Wrong, percent_of_peak, times_as_fast
+from comparison import Bar, Comparison, Timed, Wrong, percent_of_peak, times_as_fast
+from dsa import THREADS
 
 TOPK = 2048
 KVS = (4096, 16384, 65536)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import cpattn
-from dsa import Comparison, Wrong
+from comparison import Comparison, Wrong
 
 PAGE_SIZE, TOPK = 64, 2048
 Fields = dict[str, torch.Tensor]

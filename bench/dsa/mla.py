@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 import cpattn
-from dsa import THREADS, Bar, Comparison, Wrong, percent_longer, percent_of_peak
+from comparison import Bar, Comparison, Wrong, percent_longer, percent_of_peak
+from dsa import THREADS
 
 LATENT, ROPE = 512, 64
 SCALE = 192**-0.5  # of the expanded heads

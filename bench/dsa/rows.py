@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 import cpattn
-from dsa import THREADS, Comparison, Wrong
+from comparison import Comparison, Wrong
+from dsa import THREADS
 from dsa.mla import LATENT, ROPE, compress, expand, pool
 
 Q_LORA = 1536

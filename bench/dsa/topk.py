@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import cpattn
-from dsa import Bar, Comparison, Wrong, nanoseconds, times_as_fast
+from comparison import Bar, Comparison, Wrong, nanoseconds, times_as_fast
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 ELEMENTS = 1 << 21  # of all rows: too many for branch predictors to learn by heart

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import race
+from comparison import Comparison, Wrong, peak_of
 from contender import Failed
-from dsa import Comparison, Wrong, peak_of
 from figures import Row
 
 
@@ -67,6 +67,8 @@ def checked(contender: Local, comparison: Comparison, budget: float) -> race.Lan
         error = comparison.check(contender.name, result)
     except Wrong as wrong:
         raise Failed("wrong", str(wrong)) from wrong
+    except Failed:
+        raise
     except Exception as error:  # a peer may fail in any way and takes nothing else along
         raise Failed("error", f"{type(error).__name__}: {error}") from error
     first = {"stage": 0.0, "run": seconds, "compiled": False, "extra_memory": 0, "note": ""}
@@ -79,7 +81,7 @@ def measured(lane: race.Lane, peaks: list[float], comparison: Comparison) -> Row
         row.pop(unused)
     number, item = comparison.items
     row |= {"ns_per_item": 1e9 * row["median"] / number, "item": item}
-    if row["unit"] != "GFLOP":
+    if not comparison.has_share:
         row.pop("peak")
         row.pop("percent_of_peak")
     return row
