@@ -94,3 +94,7 @@ def percent_longer(of: str, than: str, limit: float) -> Bar:
         return 100 * (timed[of]["median"] / timed[than]["median"] - 1)
 
     return Bar(of, f"longer than {than}, %", limit, value, at_least=False)
+
+
+def microseconds(of: str, limit: float) -> Bar:
+    return Bar(of, "µs", limit, lambda timed: 1e6 * timed[of]["median"], at_least=False)
