@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages to another process over Mooncake's engine, TCP on loopback: blocks of runs, or of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+import cpattn
+from comparison import Comparison, Wrong, times_as_fast
+from transfer.planning import half_contiguous
+from transfer.receiver import receiver
+
+BUFFERS, PAGE_SIZE, PAGE_BYTES = 16, 16, 4096  # 8 layers, one KV head of 128 dimensions
+PAGES = 2 * 256  # of a buffer
+BUFFER_BYTES = PAGES * PAGE_BYTES
+SIZE = BUFFERS * BUFFER_BYTES
+OURS, PLAIN = "cpattn", "a block for each page"
+
+
+def comparisons(quick: bool) -> Iterator[Comparison]:
+    num_pages = 16 if quick else PAGES // 2
+    yield of_pages("send half contiguous pages", half_contiguous(num_pages, 1), {}, 1.5)
+    for run in (1, 4) if quick else (1, 4, 16, 64, 256):
+        at_least = 8 if run >= 64 else None
+        yield of_pages("send runs of pages", in_runs(num_pages, run), {"run": run}, at_least)
+
+
+def in_runs(num_pages: int, run: int) -> np.ndarray:
+    """Runs of so many pages, with a hole behind each."""
+    begins = np.arange(num_pages // run) * 2 * run
+    return (begins[:, None] + np.arange(run)).ravel()
+
+
+def of_pages(
+    job: str, pages: np.ndarray, about: dict[str, Any], at_least: float | None
+) -> Comparison:
+    """The same page ids on both sides: the receiver's memory becomes like the sender's there."""
+    pages = pages.astype(np.int32)
+    source = np.random.default_rng(1).integers(1, 256, SIZE, np.uint8)
+    sent = np.zeros_like(source)
+    in_pages = BUFFERS, PAGES, PAGE_BYTES
+    sent.reshape(in_pages)[:, pages] = source.reshape(in_pages)[:, pages]
+
+    def ours() -> int:
+        to = receiver(SIZE)
+        sides = layout(source.ctypes.data), layout(to.address)
+        return cpattn.plan_kv_transfer(*sides, pages, pages).execute(to.engine, to.session)
+
+    def plain() -> int:
+        to = receiver(SIZE)
+        begins = np.arange(BUFFERS)[:, None] * BUFFER_BYTES + pages * np.int64(PAGE_BYTES)
+        for batch in np.split(
+            begins.ravel(), range(to.engine.max_blocks, begins.size, to.engine.max_blocks)
+        ):
+            addresses = (source.ctypes.data + batch).tolist(), (to.address + batch).tolist()
+            if code := to.engine.write(to.session, *addresses, [PAGE_BYTES] * len(batch)):
+                return code
+        return 0
+
+    def check(name: str, code: int) -> float:
+        memory = receiver(SIZE).memory
+        same = np.array_equal(memory, sent)
+        memory[:] = 0
+        if code or not same:
+            raise Wrong(f"code {int(code)}" if code else "other bytes arrived")
+        return 0.0
+
+    num_pages = BUFFERS * len(pages)
+    return Comparison(
+        "engine",
+        {"job": job, "pages": len(pages), **about, "threads": 1},
+        {OURS: ours, PLAIN: plain},
+        check,
+        work=(num_pages * PAGE_BYTES / 1e9, "GB"),
+        items=(num_pages, "page"),
+        bars=(times_as_fast(OURS, PLAIN, at_least, PLAIN),) if at_least else (),
+    )
+
+
+def layout(base: int) -> cpattn.KVLayout:
+    buffers = [(kind, layer) for kind in "kv" for layer in range(BUFFERS // 2)]
+    entries = [
+        cpattn.KVEntry(layer, kind, False, base + i * BUFFER_BYTES, BUFFER_BYTES, PAGE_BYTES)
+        for i, (kind, layer) in enumerate(buffers)
+    ]
+    return cpattn.KVLayout(entries, PAGE_SIZE)

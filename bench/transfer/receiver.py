@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process to send to: a decode server with nothing but memory, registered with the engine.
+
+``python -m transfer.receiver FILE`` is that process: it shares the file's memory with its parent,
+says where it is, and ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from contender import Failed
+
+BENCH = Path(__file__).parents[1]
+MARK = "receiver: "
+
+
+class Receiver(NamedTuple):
+    """What the sender knows, its own engine included."""
+
+    engine: Any
+    session: str
+    address: int  # of the memory in the other process
+    memory: np.ndarray  # the same memory here
+
+
+@functools.cache
+def receiver(size: int) -> Receiver:
+    """Starts it, once. Failed where there is no engine."""
+    from cpattn.integrations.mooncake import MooncakeEngine
+
+    try:
+        engine = MooncakeEngine()
+    except ImportError as error:
+        raise Failed("not installed", str(error)) from error
+    shared = Path("/dev/shm")
+    file = tempfile.NamedTemporaryFile(dir=shared if shared.is_dir() else None)  # noqa: SIM115
+    file.truncate(size)
+    path = [str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "transfer.receiver", file.name],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    said = next((line for line in process.stdout if line.startswith(MARK)), "")
+    if not said:
+        raise Failed("crashed", f"the receiver ended with exit code {process.wait()}")
+    session, address = json.loads(said.removeprefix(MARK))
+    memory = np.memmap(file.name, np.uint8, "r+")
+    _KEPT.append((file, process))
+    return Receiver(engine, session, address, memory)
+
+
+_KEPT: list[Any] = []  # as long as this process: the pipe's end stops the other
+
+
+def serve(path: str) -> None:
+    from cpattn.integrations.mooncake import MooncakeEngine
+
+    memory = np.memmap(path, np.uint8, "r+")
+    with MooncakeEngine() as engine:
+        engine.register([memory.ctypes.data], [memory.nbytes])
+        print(MARK + json.dumps([engine.session_id, memory.ctypes.data]), flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.stdin.read()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
