@@ -1,37 +1,106 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/operators.h>
 
+#include <algorithm>
+
 #include "bindings/int_arrays.h"
 #include "bindings/module.h"
+#include "bindings/uint64_argument.h"
+#include "cpattn/check.h"
 #include "cpattn/transfer_plan.h"
 
 namespace py = pybind11;
 
 namespace cpattn::bindings {
+namespace {
+
+TransferPlan make_plan(const py::object& src, const py::object& dst, const py::object& bytes) {
+  const std::vector<uint64_t> src_addrs = uint64_list(src, "TransferPlan: src_addrs");
+  const std::vector<uint64_t> dst_addrs = uint64_list(dst, "TransferPlan: dst_addrs");
+  const std::vector<uint64_t> lengths = uint64_list(bytes, "TransferPlan: lengths");
+  check(
+      src_addrs.size() == lengths.size() && dst_addrs.size() == lengths.size(),
+      "TransferPlan: src_addrs, dst_addrs and lengths must be equally long, got ", src_addrs.size(),
+      ", ", dst_addrs.size(), " and ", lengths.size()
+  );
+  TransferPlan plan(lengths.size());
+  std::copy(src_addrs.begin(), src_addrs.end(), plan.src_addrs().begin());
+  std::copy(dst_addrs.begin(), dst_addrs.end(), plan.dst_addrs().begin());
+  std::copy(lengths.begin(), lengths.end(), plan.lengths().begin());
+  return plan;
+}
+
+using Words = std::span<const uint64_t> (TransferPlan::*)() const;
+
+struct Field {
+  const char* name;
+  Words words;
+  const char* doc;
+};
+
+constexpr Field kFields[] = {
+    {"src_addrs", &TransferPlan::src_addrs, "uint64 array, shape [blocks]: where to read"},
+    {"dst_addrs", &TransferPlan::dst_addrs, "uint64 array, shape [blocks]: where to write"},
+    {"lengths", &TransferPlan::lengths, "uint64 array, shape [blocks]: bytes of each block"},
+};
+
+py::array view(const py::object& self, Words words) {
+  return int_view((self.cast<const TransferPlan&>().*words)(), self);
+}
+
+py::dict to_dict(const py::object& self) {
+  py::dict out;
+  for (const Field& field : kFields) out[field.name] = view(self, field.words).attr("tolist")();
+  return out;
+}
+
+py::tuple reduce(const py::object& self) {
+  py::list words;
+  for (const Field& field : kFields) words.append(view(self, field.words));
+  return py::make_tuple(py::type::of(self), py::tuple(words));
+}
+
+py::list parts(const TransferPlan& plan) {
+  py::list out;
+  for (const TransferPart& part : plan.parts()) {
+    out.append(py::make_tuple(part.name, part.num_entries, part.num_blocks));
+  }
+  return out;
+}
+
+std::string repr(const TransferPlan& plan) {
+  std::string text =
+      concat("TransferPlan(", plan.num_blocks(), " blocks, ", plan.total_bytes(), " bytes");
+  for (const TransferPart& part : plan.parts()) {
+    if (part.name[0] != '\0') text += concat(", ", part.num_entries, " × ", part.name);
+  }
+  return text + ")";
+}
+
+}  // namespace
 
 void register_transfer_plan(py::module_& module) {
-  py::class_<TransferPlan>(module, "TransferPlan")
-      .def_property_readonly(
-          "src_addrs",
-          [](const py::object& self) {
-            return int_view(self.cast<const TransferPlan&>().src_addrs(), self);
-          }
-      )
-      .def_property_readonly(
-          "dst_addrs",
-          [](const py::object& self) {
-            return int_view(self.cast<const TransferPlan&>().dst_addrs(), self);
-          }
-      )
-      .def_property_readonly(
-          "lengths",
-          [](const py::object& self) {
-            return int_view(self.cast<const TransferPlan&>().lengths(), self);
-          }
-      )
-      .def_property_readonly("total_bytes", &TransferPlan::total_bytes)
-      .def("__len__", &TransferPlan::num_blocks)
-      .def(py::self == py::self);
+  py::class_<TransferPlan> type(
+      module, "TransferPlan",
+      "Blocks to copy from one memory to another: a value of three equally long arrays."
+  );
+  type.def(py::init(&make_plan), py::arg("src_addrs"), py::arg("dst_addrs"), py::arg("lengths"));
+  for (const Field& field : kFields) {
+    type.def_property_readonly(
+        field.name, [words = field.words](const py::object& self) { return view(self, words); },
+        field.doc
+    );
+  }
+  type.def_property_readonly("total_bytes", &TransferPlan::total_bytes);
+  type.def_property_readonly(
+      "parts", &parts,
+      "Blocks that are alike, in order: (name, number of entries, number of blocks)."
+  );
+  type.def("to_dict", &to_dict, "The three arrays by name, as lists of int.");
+  type.def("__reduce__", &reduce);
+  type.def("__len__", &TransferPlan::num_blocks);
+  type.def("__repr__", &repr);
+  type.def(py::self == py::self);
 }
 
 }  // namespace cpattn::bindings

@@ -33,6 +33,7 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_topk(m);
   bindings::register_trace(m);
   bindings::register_transfer_plan(m);
+  bindings::register_kv_transfer(m);
   bindings::register_reference(m);
   bindings::register_rows(m);
   bindings::register_context_parallel(m);

@@ -61,15 +61,21 @@ from .topk import (
     transform_index_page_table_decode,
     transform_index_page_table_prefill,
 )
+from .transfer.layout import KVEntry, KVLayout
+from .transfer.plan import TransferPlan
+from .transfer.planner import plan_kv_transfer
 
 __all__ = [
     "AttentionPlan",
     "ContextParallelMetadata",
     "DsaMetadata",
     "ForwardMode",
+    "KVEntry",
+    "KVLayout",
     "Profile",
     "TopkTransformMethod",
     "TraceScope",
+    "TransferPlan",
     "__version__",
     "active_isa",
     "build_cp_metadata",
@@ -100,6 +106,7 @@ __all__ = [
     "page_table_to_topk",
     "paged_attention",
     "plan_attention",
+    "plan_kv_transfer",
     "profile",
     "quantize_index",
     "quantize_kv_rows",

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
+#include <vector>
 
 namespace cpattn {
 
@@ -25,6 +27,14 @@ struct TransferEntry {
   uint64_t src_stride = 0;
   uint64_t dst_stride = 0;
   uint64_t bytes = 0;
+  const char* part = "";  // of the plan that the blocks belong to: a literal such as "draft k"
+};
+
+/// Blocks of consecutive entries that are alike, for the reader of a plan.
+struct TransferPart {
+  const char* name = "";
+  std::size_t num_entries = 0;
+  std::size_t num_blocks = 0;
 };
 
 /// What to copy where: n blocks, of which the i-th is lengths[i] bytes from src_addrs[i] to
@@ -43,15 +53,21 @@ class TransferPlan {
   std::span<const uint64_t> lengths() const {
     return {words_.get() + 2 * num_blocks_, num_blocks_};
   }
+  /// Of all blocks in their order, or none.
+  std::span<const TransferPart> parts() const { return parts_; }
+  void set_parts(std::vector<TransferPart> parts) { parts_ = std::move(parts); }
+
   std::span<uint64_t> src_addrs() { return {words_.get(), num_blocks_}; }
   std::span<uint64_t> dst_addrs() { return {words_.get() + num_blocks_, num_blocks_}; }
   std::span<uint64_t> lengths() { return {words_.get() + 2 * num_blocks_, num_blocks_}; }
 
+  /// Whether the same blocks are copied in the same order, whatever parts they belong to.
   bool operator==(const TransferPlan& other) const;
 
  private:
   std::size_t num_blocks_ = 0;
   std::unique_ptr<uint64_t[]> words_;  // the three arrays, one after the other
+  std::vector<TransferPart> parts_;
 };
 
 /// The blocks of all entries, entry-major, runs in their order: a block per run where units of

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "cpattn/kv_layout.h"
+#include "cpattn/transfer_plan.h"
+
+namespace cpattn {
+
+/// Where one side keeps the tokens of a sequence. All counts may also be in pages instead of
+/// tokens, with a page_size of 1 then.
+struct KVPageList {
+  const char* side = "";  // for messages
+  std::span<const int64_t> pages;
+  int64_t page_size = 1;
+  int64_t start = 0;                  // the token of row 0 of the first page
+  const KVEntry* smallest = nullptr;  // the buffer with the fewest pages
+  int64_t dcp_rank = 0;               // `start` begins a cycle of this group
+  int64_t dcp_size = 1;
+  int64_t dcp_interleave = 1;
+
+  /// Tokens below `token` that this side holds: the position of `token` there if it does.
+  int64_t owned_below(int64_t token) const;
+  /// The first token beyond what the pages can hold.
+  int64_t end() const;
+};
+
+/// Those of the tokens that `dst` holds, as the least number of runs of slots (page * page_size +
+/// row), in ascending order of the destination. std::invalid_argument for tokens that the lists do
+/// not hold, page ids outside the buffers, and a slot of the destination that gets two tokens.
+/// `src` must hold all tokens (dcp_size 1).
+std::vector<TransferRun> token_runs(const KVPageList& src, const KVPageList& dst, KVRange tokens);
+
+}  // namespace cpattn

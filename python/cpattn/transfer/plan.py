@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan of a transfer: the blocks to copy, and what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .._core import TransferPlan as TransferPlan
+
+__all__ = ["TransferPlan"]
+
+HEADER = ("part", "layers", "blocks", "bytes", "mean block")
+
+
+def summary(self: TransferPlan) -> str:
+    """A table of the plan: its parts, with layers, blocks, bytes and the mean block.
+
+    Returns
+    -------
+    str
+        A line for each kind of buffer (target, then draft, as they occur), and one for all.
+
+    Examples
+    --------
+    >>> print(TransferPlan([0, 64], [4096, 8192], [64, 192]).summary())
+    part   layers  blocks  bytes  mean block
+    total               2  256 B       128 B
+    """
+    return table(HEADER, [*rows_of(self), ("total", "", *cells(len(self), self.total_bytes))])
+
+
+def rows_of(plan: TransferPlan) -> list[tuple[str, ...]]:
+    """The lines of the parts that have a name."""
+    parts: dict[str, list[int]] = {}
+    begin = 0
+    for name, num_entries, num_blocks in plan.parts:
+        end = begin + num_blocks
+        sums = parts.setdefault(name, [0, 0, 0])
+        for i, value in enumerate((num_entries, num_blocks, int(plan.lengths[begin:end].sum()))):
+            sums[i] += value
+        begin = end
+    return [
+        (name, f"{num_layers}", *cells(num_blocks, num_bytes))
+        for name, (num_layers, num_blocks, num_bytes) in parts.items()
+        if name
+    ]
+
+
+def cells(num_blocks: int, num_bytes: int) -> tuple[str, str, str]:
+    """Blocks, bytes and mean block."""
+    mean = num_bytes / num_blocks if num_blocks else 0
+    return f"{num_blocks:,}", human_bytes(num_bytes), human_bytes(mean)
+
+
+def human_bytes(number: float) -> str:
+    """Bytes in the unit that leaves less than 1024 of them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:,.1f} TiB"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they have to be, the first one left-aligned, others right-aligned."""
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            [line[0].ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        )
+        for line in lines
+    )
+
+
+TransferPlan.summary = summary  # type: ignore[method-assign]
+TransferPlan.__module__ = "cpattn"

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TransferPlan: a value of three arrays, with a table for its reader."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+
+import numpy as np
+import pytest
+
+from cpattn import KVEntry, KVLayout, TransferPlan, plan_kv_transfer
+
+
+def example() -> TransferPlan:
+    def layout(base: int) -> KVLayout:
+        entries = [
+            KVEntry(layer, kind, draft, base + (1 << 20) * (8 * draft + 4 * (kind == "v") + layer),
+                    64 * 4096, 4096 if kind == "k" else 512)
+            for draft in (False, True)
+            for kind in ("k", "v")
+            for layer in range(1 if draft else 3)
+        ]  # fmt: skip
+        return KVLayout(entries, 16)
+
+    return plan_kv_transfer(layout(1 << 48), layout(1 << 49), [1, 2, 9], [5, 6, 3])
+
+
+def test_a_value_of_three_read_only_arrays():
+    plan = TransferPlan([1, 2**64 - 1], (3, 4), np.array([5, 6], np.uint64))
+    assert plan.src_addrs.tolist() == [1, 2**64 - 1]
+    assert plan.dst_addrs.tolist() == [3, 4]
+    assert plan.lengths.tolist() == [5, 6]
+    assert len(plan) == 2
+    assert plan.total_bytes == 11
+    assert plan == TransferPlan([1, 2**64 - 1], [3, 4], [5, 6])
+    assert plan != TransferPlan([1, 2**64 - 1], [3, 4], [5, 7])
+    assert plan != TransferPlan([1], [3], [5])
+    assert repr(plan) == "TransferPlan(2 blocks, 11 bytes)"
+    for array in (plan.src_addrs, plan.dst_addrs, plan.lengths):
+        assert array.dtype == np.uint64
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+def test_an_empty_plan():
+    plan = TransferPlan([], [], [])
+    assert len(plan) == plan.total_bytes == 0
+    assert plan.src_addrs.shape == (0,)
+    assert plan.to_dict() == {"src_addrs": [], "dst_addrs": [], "lengths": []}
+    assert plan.summary().splitlines()[1].split() == ["total", "0", "0", "B", "0", "B"]
+
+
+def test_arrays_outlive_the_plan():
+    addrs = example().src_addrs
+    assert addrs.tolist() == example().src_addrs.tolist()
+
+
+def test_travels_as_json_and_pickle():
+    plan = example()
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert TransferPlan(**json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_summary_tells_kinds_and_drafts_apart():
+    plan = example()
+    assert plan.parts == [("k", 3, 6), ("v", 3, 6), ("draft k", 1, 2), ("draft v", 1, 2)]
+    assert plan.summary() == (
+        "part     layers  blocks     bytes  mean block\n"
+        "k             3       6  36.0 KiB     6.0 KiB\n"
+        "v             3       6   4.5 KiB       768 B\n"
+        "draft k       1       2  12.0 KiB     6.0 KiB\n"
+        "draft v       1       2   1.5 KiB       768 B\n"
+        "total                16  54.0 KiB     3.4 KiB"
+    )
+    assert repr(plan) == (
+        "TransferPlan(16 blocks, 55296 bytes, 3 × k, 3 × v, 1 × draft k, 1 × draft v)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([1], [2], []), ValueError, "must be equally long, got 1, 1 and 0"),
+        (([-1], [2], [3]), ValueError, "src_addrs must be in [0, 2^64), got -1"),
+        (([1], [2**64], [3]), ValueError, f"dst_addrs must be in [0, 2^64), got {2**64}"),
+        (([1], [2], [3.0]), TypeError, "lengths must be an integer, got float"),
+        (([1], [2], [True]), TypeError, "lengths must be an integer, got bool"),
+        (([1], [2], np.array([3.0])), TypeError, "lengths must be a list or tuple of int, or"),
+        (([1], [2], np.zeros((1, 1), np.uint64)), ValueError, "must have 1 dimension, got 2"),
+    ],
+)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=f"^TransferPlan: .*{re.escape(message)}"):
+        TransferPlan(*arguments)
