@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the figures of bench/results into the README, between its two markers.
+"""Writes the figures of bench/results into docs/figures.md and the README, between two markers.
 
-The cases that have a bar to reach are shown; the files hold them all.
+docs/figures.md has the cases with a bar to reach, and plots; the README some of them. The files in
+bench/results hold everything.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -32,7 +33,7 @@ from figures import (  # noqa: E402 (bench is no package)
     verdict,
 )
 
-README = ROOT / "README.md"
+README, DOCUMENT = ROOT / "README.md", ROOT / "docs" / "figures.md"
 BEGIN, END = "<!-- figures: scripts/readme_figures.py -->\n", "<!-- end of figures -->\n"
 PLOTS = {
     "sparse": "sparse attention: indexer, top-k, MLA",
@@ -41,6 +42,31 @@ PLOTS = {
     "batch": "percent of the peak over the batch size",
     "roofline": "roofline",
 }
+#: The cases that the README shows, by the beginning of their labels.
+HEADLINES = {
+    "attention": (
+        "2048 new behind 8192 cached",
+        "causal 1 × 8192, threads 2",
+        "MLA absorbed 576/512, 128 heads",
+        "decode 16 × 1, KV 8192",
+        "32K zigzag over 8, rank 7",
+    ),
+    "metadata": ("arrays",),
+    "sparse": (
+        "indexer, top 2048, heads 64, new 512, KV 65536, threads 2",
+        "top 2048, of 65536",
+        "sparse MLA, 2048 keys, heads 128, threads 2",
+    ),
+    "transfer": (
+        "plan, shuffled",
+        "write K and V, bfloat16 to bfloat16, tokens 16384, threads 2",
+        "send half contiguous",
+        "send runs of pages, pages 256, run 256",
+    ),
+}
+#: Parts with more cases than a document should have.
+BARRED_ONLY = ("indexer", "top-k", "sparse MLA", "memory", "recall")
+Lines = list[list[str]]
 
 
 def cell(row: Row) -> str:
@@ -52,12 +78,12 @@ def cell(row: Row) -> str:
     return text
 
 
-def markdown(lines: list[list[str]]) -> str:
+def markdown(lines: Lines) -> str:
     rule = ["---"] + ["--:"] * (len(lines[0]) - 1)
     return "".join(f"| {' | '.join(line)} |\n" for line in [lines[0], rule, *lines[1:]])
 
 
-def compared(rows: list[Row]) -> str:
+def compared(rows: list[Row]) -> Lines:
     """A benchmark in one process: a line per case, a column per implementation."""
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     lines = [["", *names, f"speed-up over {names[-1]}", "bar"]]
@@ -69,7 +95,7 @@ def compared(rows: list[Row]) -> str:
             missed = " (missed)" if first["missed"] else ""
             bar = f"{first['bar']:g} ×{missed}"
             lines.append([case_label(case), *cells, f"{first['speedup']:.3g} ×", bar])
-    return markdown(lines)
+    return lines
 
 
 def doubt(row: Row) -> str:
@@ -79,8 +105,8 @@ def doubt(row: Row) -> str:
     return " (1 quiet sample)" if row["samples"] == 1 else ""
 
 
-def raced(rows: list[Row]) -> str:
-    """A race: cpattn, the best of its peers and the commonest one, and what compares cases."""
+def raced(rows: list[Row]) -> Lines:
+    """A race: cpattn, the best of its peers and the commonest one."""
     rest = ["best peer", "speed-up over it", "torch SDPA", "extra memory", "bar with AMX"]
     lines = [["", "cpattn", "of peak", "bar", *rest]]
     for case, group in groupby(rows, key=itemgetter("case")):
@@ -103,16 +129,16 @@ def raced(rows: list[Row]) -> str:
                 amx_bar(ours),
             ]
         )
-    return markdown(lines) + "\n" + "".join(f"- {line}\n" for line in findings(of_cpattn(rows)))
+    return lines
 
 
-def sparse(rows: list[Row]) -> str:
-    """Sparse attention: a line for each implementation of ours, then what has no time."""
+def in_turns(rows: list[Row]) -> Lines:
+    """Comparisons within a process: a line for each implementation of ours."""
     lines = [["", "", "time", "of peak", "best peer", "speed-up over it", "bars"]]
     for case, group in groupby(rows, key=itemgetter("case")):
         of = list(group)
         barred = any("bars" in row for row in of) and of[0]["part"] != "memory"
-        if not (barred or of[0]["part"] in ("rows", "metadata")):
+        if not barred and of[0]["part"] in BARRED_ONLY:
             continue
         best = best_peer(of)
         for row in filter(is_ours, of):
@@ -126,7 +152,7 @@ def sparse(rows: list[Row]) -> str:
                 else:
                     line += ["", ""]
                 lines.append([*line, "; ".join(map(bar_verdict, row.get("bars", ())))])
-    return markdown(lines) + "\n" + "".join(f"- {line}\n" for line in untimed(rows))
+    return lines
 
 
 def untimed(rows: list[Row]) -> Iterator[str]:
@@ -145,34 +171,57 @@ def untimed(rows: list[Row]) -> Iterator[str]:
             yield f"{case_label(case)}: {', '.join(figures)}"
 
 
-#: How the rows of a benchmark are shown.
-SHOWN = {"attention": raced, "sparse": sparse}
+#: How the rows of a benchmark are shown, and what is said below them.
+SHOWN = {"attention": raced, "sparse": in_turns, "transfer": in_turns}
+SAID: dict[str, Callable[[list[Row]], Iterator[str]]] = {
+    "attention": lambda rows: findings(of_cpattn(rows)),
+    "sparse": untimed,
+}
 
 
-def tables() -> Iterator[str]:
+def bars(rows: list[Row]) -> str:
+    """How many there are, and how many of them were reached."""
+    met = [not row["missed"] for row in rows if "missed" in row]
+    met += [bar["met"] for row in rows for bar in row.get("bars", ())]
+    return f"{sum(met)} of {len(met)} bars met"
+
+
+def tables(brief: bool) -> Iterator[str]:
     for path in sorted((ROOT / "bench" / "results").glob("*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         made = rows[0]
+        bench = made["bench"]
         yield (
-            f"`bench/bench_{made['bench']}.py`: {made['machine']}, {made['num_threads']} threads, "
-            f"`{made['isa']}`, {made['compiler']}, torch {made['torch']}, {made['date']}; medians."
+            f"`bench/bench_{bench}.py`: {made['machine']}, {made['num_threads']} threads, "
+            f"`{made['isa']}`, {made['compiler']}, torch {made['torch']}, {made['date']}; medians, "
+            f"{bars(rows)}."
         )
-        yield SHOWN.get(made["bench"], compared)(rows)
+        head, *lines = SHOWN.get(bench, compared)(rows)
+        if brief:
+            lines = [line for line in lines if line[0].startswith(HEADLINES[bench])]
+        yield markdown([head, *lines])
+        if bench in SAID and not brief:
+            yield "".join(f"- {line}\n" for line in SAID[bench](rows))
+
+
+def plots() -> Iterator[str]:
     for name, text in PLOTS.items():
         if (ROOT / "bench" / "results" / f"{name}.png").exists():
-            yield f"![{text}](bench/results/{name}.png)\n"
+            yield f"![{text}](../bench/results/{name}.png)\n"
 
 
-def with_figures(readme: str) -> str:
+def with_figures(path: Path) -> str:
+    """The text of a document, with figures of today."""
+    made = tables(brief=True) if path == README else (*tables(brief=False), *plots())
+    figures = "\n\n".join(text.rstrip("\n") for text in made)
     pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
-    figures = "\n\n".join(text.rstrip("\n") for text in tables())
-    return re.sub(pattern, lambda _: f"{BEGIN}\n{figures}\n\n{END}", readme, flags=re.DOTALL)
+    written = f"{BEGIN}\n{figures}\n\n{END}"
+    return re.sub(pattern, lambda _: written, path.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 if __name__ == "__main__":
-    text = README.read_text(encoding="utf-8")
-    if sys.argv[1:] == ["--check"]:
-        sys.exit(
-            with_figures(text) != text and f"README.md is older than bench/results: {sys.argv[0]}"
-        )
-    README.write_text(with_figures(text), encoding="utf-8")
+    for path in (README, DOCUMENT):
+        if sys.argv[1:] != ["--check"]:
+            path.write_text(with_figures(path), encoding="utf-8")
+        elif with_figures(path) != path.read_text(encoding="utf-8"):
+            sys.exit(f"{path.name} is older than bench/results: {sys.argv[0]}")
