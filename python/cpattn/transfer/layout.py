@@ -4,41 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import _core
+from .entry import KVEntry
+from .layout_sources import args_entries, attribute, pool_entries, stage_of
 
 __all__ = ["KVEntry", "KVLayout"]
-
-
-class KVEntry(NamedTuple):
-    """A registered buffer: the pages of one kind of one layer.
-
-    Attributes
-    ----------
-    layer_id : int
-        Of the whole model, whatever stage or subset of layers is here; draft layers count from
-        0 again.
-    kind : str
-        "k", "v", "index_k" or "state". An MLA latent is "k", its rope part "v".
-    is_draft : bool
-        Of a draft (MTP, EAGLE) model.
-    addr, nbytes : int
-        Where it is, and how long.
-    item_len : int
-        Bytes of a page.
-    token_rows : bool
-        Whether a page is a row for each of its tokens, in order. If not (pages of FP8 index
-        keys with their scales behind), pages are sent whole or the plan is refused.
-    """
-
-    layer_id: int
-    kind: str
-    is_draft: bool
-    addr: int
-    nbytes: int
-    item_len: int
-    token_rows: bool = True
 
 
 class KVLayout(_core.KVLayout):
@@ -96,6 +68,115 @@ class KVLayout(_core.KVLayout):
             total_kv_heads, layers, dcp_rank, dcp_size, dcp_interleave,
         )  # fmt: skip
 
+    @classmethod
+    def from_pool(
+        cls,
+        pool: Any,
+        draft_pool: Any | None = None,
+        *,
+        tp_size: int = 1,
+        total_kv_heads: int | None = None,
+        **placement: Any,
+    ) -> KVLayout:
+        """The layout of a pool, kinds in turn, then of a draft model's pool.
+
+        Parameters
+        ----------
+        pool, draft_pool : MHATokenToKVPool or MLATokenToKVPool
+            Or anything with their ``kinds``, ``start_layer``, ``num_layers``, ``num_kv_heads``,
+            ``page_size`` and ``get_contiguous_buf_infos()``.
+        tp_size, total_kv_heads
+            As of `KVLayout`; heads are those of the pool by default, which is not enough for
+            MHA with ``tp_size > 1``.
+        **placement
+            More arguments of `KVLayout`. A pipeline stage must state its `layers`, usually
+            ``(pool.start_layer, pool.end_layer)``: by default the pool is the whole model.
+        """
+        if draft_pool is not None and draft_pool.page_size != pool.page_size:
+            raise ValueError(
+                f"KVLayout.from_pool: page_size must be that of the draft pool, "
+                f"got {pool.page_size} and {draft_pool.page_size}"
+            )
+        if hasattr(pool, "kv_lora_rank"):
+            total_kv_heads = 1
+        elif tp_size == 1 and total_kv_heads is None:
+            total_kv_heads = pool.num_kv_heads
+        entries = pool_entries(pool, is_draft=False)
+        if draft_pool is not None:
+            entries += pool_entries(draft_pool, is_draft=True)
+        placement |= {"tp_size": tp_size, "total_kv_heads": total_kv_heads}
+        layout = cls(entries, pool.page_size, **placement)
+        if (heads := max(1, (total_kv_heads or 0) // tp_size)) != pool.num_kv_heads:
+            raise ValueError(
+                f"KVLayout.from_pool: total_kv_heads {total_kv_heads} over tp_size {tp_size} must "
+                f"be the {pool.num_kv_heads} of the pool, got {heads}"
+            )
+        return layout
+
+    @classmethod
+    def from_kv_args(
+        cls,
+        kv_args: Any,
+        *,
+        is_mla: bool,
+        tp_size: int = 1,
+        total_layers: int | None = None,
+        draft_layers: int | None = None,
+        layers: tuple[int, int] | None = None,
+        dcp_interleave: int = 1,
+    ) -> KVLayout:
+        """The layout of the buffers that an engine has in its ``KVArgs``.
+
+        These are groups of layers (K, V and, of MLA with an indexer, its keys), then the same
+        groups of draft layers; or, if ``kv_layer_ids`` are set, buffers that name their layer,
+        draft layers from 1,000,000 on. Components of state are not among them.
+
+        Parameters
+        ----------
+        kv_args : object
+            With ``kv_data_ptrs``, ``kv_data_lens``, ``kv_item_lens``, ``page_size``,
+            ``prefill_start_layer`` and, where they are set, ``prefill_end_layer``,
+            ``kv_buf_groups``, ``hidden_kv_layers`` or ``total_kv_layers``, ``draft_kv_layers`` or
+            ``num_draft_entries``, ``kv_layer_ids``, ``engine_rank``, ``total_kv_head_num``,
+            ``dcp_rank`` and ``dcp_size``.
+        is_mla : bool
+            Whether all ranks hold the same latent; ``kv_buf_groups`` counts its groups. Else
+            there are K and V.
+        tp_size : int
+            Of attention; the rank is ``engine_rank % tp_size``.
+        total_layers : int, optional
+            Target layers of the whole model, where `kv_args` do not tell.
+        draft_layers : int, optional
+            Where `kv_args` do not tell and there are any.
+        layers : pair of int, optional
+            As of `KVLayout`; by default those of the stage.
+        dcp_interleave : int
+            As of `KVLayout`.
+
+        Raises
+        ------
+        ValueError
+            Where the numbers contradict each other: buffers that are not these groups of these
+            layers, a stage beyond the model, different item lengths within a group.
+        """
+        num_groups = (attribute(kv_args, "kv_buf_groups") or 1) if is_mla else 2
+        if not 1 <= num_groups <= 3:
+            raise ValueError(
+                f"KVLayout.from_kv_args: kv_buf_groups must be 1, 2 or 3, got {num_groups}"
+            )
+        stage = stage_of(kv_args, num_groups, layers, total_layers, draft_layers)
+        return cls(
+            args_entries(kv_args, num_groups, stage),
+            kv_args.page_size,
+            tp_rank=(attribute(kv_args, "engine_rank") or 0) % tp_size,
+            tp_size=tp_size,
+            total_kv_heads=1 if is_mla else attribute(kv_args, "total_kv_head_num") or None,
+            layers=stage.layers,
+            dcp_rank=attribute(kv_args, "dcp_rank") or 0,
+            dcp_size=attribute(kv_args, "dcp_size") or 1,
+            dcp_interleave=dcp_interleave,
+        )
+
     @property
     def entries(self) -> tuple[KVEntry, ...]:
         """The buffers, as given."""
@@ -148,4 +229,4 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-KVEntry.__module__ = KVLayout.__module__ = "cpattn"
+KVLayout.__module__ = "cpattn"

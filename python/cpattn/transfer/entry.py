@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A buffer of a KV cache, with what it holds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["KVEntry"]
+
+
+class KVEntry(NamedTuple):
+    """A registered buffer: the pages of one kind of one layer.
+
+    Attributes
+    ----------
+    layer_id : int
+        Of the whole model, whatever stage or subset of layers is here; draft layers count from
+        0 again.
+    kind : str
+        "k", "v", "index_k" or "state". An MLA latent is "k", its rope part "v".
+    is_draft : bool
+        Of a draft (MTP, EAGLE) model.
+    addr, nbytes : int
+        Where it is, and how long.
+    item_len : int
+        Bytes of a page.
+    token_rows : bool
+        Whether a page is a row for each of its tokens, in order. If not (pages of FP8 index
+        keys with their scales behind), pages are sent whole or the plan is refused.
+    """
+
+    layer_id: int
+    kind: str
+    is_draft: bool
+    addr: int
+    nbytes: int
+    item_len: int
+    token_rows: bool = True
+
+
+KVEntry.__module__ = "cpattn"

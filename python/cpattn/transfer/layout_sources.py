@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries of a layout from what servers have: pools, and the flat lists of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from .entry import KVEntry
+
+KINDS = ("k", "v", "index_k")
+DRAFT_IDS = 1_000_000  # engines that number buffers begin those of the draft model here
+
+Infos = tuple[Sequence[int], Sequence[int], Sequence[int]]
+
+
+def pool_entries(pool: Any, *, is_draft: bool) -> list[KVEntry]:
+    """The buffers of a pool, in the order in which it lists them."""
+    first = 0 if is_draft else pool.start_layer
+    infos = zip(*pool.get_contiguous_buf_infos(), strict=True)
+    return [
+        KVEntry(first + layer, kind, is_draft, *next(infos))
+        for kind in pool.kinds
+        for layer in range(pool.num_layers)
+    ]
+
+
+class Stage(NamedTuple):
+    """Which target layers a server holds, of how many, and its draft layers."""
+
+    start: int
+    end: int
+    total: int
+    num_draft: int
+
+    @property
+    def layers(self) -> tuple[int, int] | None:
+        """For `KVLayout`: None if these are all."""
+        return None if (self.start, self.end) == (0, self.total) else (self.start, self.end)
+
+
+def stage_of(
+    args: Any,
+    num_groups: int,
+    layers: tuple[int, int] | None,
+    total_layers: int | None,
+    draft_layers: int | None,
+) -> Stage:
+    """What an engine's arguments say of layers, or what the caller knows better."""
+    total = total_layers or attribute(args, "hidden_kv_layers", "total_kv_layers")
+    if not total:
+        refuse("total_layers must be given: hidden_kv_layers and total_kv_layers are not set")
+    if draft_layers is None:
+        of_entries = (attribute(args, "num_draft_entries") or 0) // num_groups
+        draft_layers = attribute(args, "draft_kv_layers") or of_entries
+    start, end = layers or (args.prefill_start_layer, attribute(args, "prefill_end_layer"))
+    if end is None:
+        if attribute(args, "kv_layer_ids"):
+            refuse("layers must be given with kv_layer_ids: prefill_end_layer is not set")
+        end = start + len(args.kv_data_ptrs) // num_groups - draft_layers
+    if not 0 <= start <= end <= total:
+        refuse(f"layers [{start}, {end}) must lie within the model's {total}")
+    return Stage(start, end, total, draft_layers)
+
+
+def args_entries(args: Any, num_groups: int, stage: Stage) -> list[KVEntry]:
+    """The buffers of an engine's arguments, by their ids if it has any, else in groups."""
+    infos = list(zip(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True))
+    if ids := attribute(args, "kv_layer_ids"):
+        return entries_with_ids(infos, ids)
+    counts = ((False, stage.start, stage.end - stage.start), (True, 0, stage.num_draft))
+    expected = num_groups * sum(count for _, _, count in counts)
+    if len(infos) != expected:
+        refuse(
+            f"kv_data_ptrs must hold {num_groups} group(s) of layers [{stage.start}, {stage.end}) "
+            f"and of {stage.num_draft} draft layer(s), {expected} in all, got {len(infos)}"
+        )
+    buffers = iter(infos)
+    entries = []
+    for is_draft, first, count in counts:
+        for kind in KINDS[:num_groups]:
+            group = list(islice(buffers, count))
+            if len({item_len for _, _, item_len in group}) > 1:
+                lengths = [item_len for _, _, item_len in group]
+                refuse(
+                    f"kv_item_lens of group {kind} of {'draft' if is_draft else 'target'} layers "
+                    f"must be equal, got {lengths}"
+                )
+            entries += [
+                KVEntry(layer, kind, is_draft, *info) for layer, info in enumerate(group, first)
+            ]
+    return entries
+
+
+def entries_with_ids(infos: Sequence[tuple[int, int, int]], ids: Sequence[int]) -> list[KVEntry]:
+    """The n-th buffer of a layer is of the n-th kind."""
+    if len(ids) != len(infos):
+        refuse(f"kv_layer_ids must have an id for each of {len(infos)} buffers, got {len(ids)}")
+    seen: dict[int, int] = {}
+    entries = []
+    for layer, info in zip(ids, infos, strict=True):
+        kind = seen[layer] = seen.get(layer, -1) + 1
+        if kind == len(KINDS):
+            refuse(
+                f"kv_layer_ids must name a layer {len(KINDS)} times at most, got more of {layer}"
+            )
+        is_draft = layer >= DRAFT_IDS
+        entries.append(KVEntry(layer % DRAFT_IDS, KINDS[kind], is_draft, *info))
+    return entries
+
+
+def attribute(args: Any, *names: str) -> Any:
+    """The first of the attributes that is there and not None."""
+    values = (getattr(args, name, None) for name in names)
+    return next((value for value in values if value is not None), None)
+
+
+def refuse(message: str) -> None:
+    raise ValueError(f"KVLayout.from_kv_args: {message}")

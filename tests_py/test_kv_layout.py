@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KVLayout: what a side has, from entries, pools and an engine's arguments."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from cpattn import KVEntry, KVLayout, plan_kv_transfer
+
+ENTRY = KVEntry(3, "k", False, 1 << 48, 4608, 512)
+
+
+def test_a_comparable_value_that_travels():
+    layout = KVLayout(
+        [ENTRY, ENTRY._replace(is_draft=True, addr=0, token_rows=False)],
+        8,
+        tp_rank=3,
+        tp_size=4,
+        total_kv_heads=2,
+        layers=(2, 5),
+    )
+    assert layout.entries == (ENTRY, KVEntry(3, "k", True, 0, 4608, 512, False))
+    assert KVLayout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
+    assert pickle.loads(pickle.dumps(layout)) == layout
+    assert layout != KVLayout(layout.entries, 8)
+    assert layout != KVLayout([ENTRY], 8, tp_rank=3, tp_size=4, total_kv_heads=2, layers=(2, 5))
+    assert repr(layout) == (
+        "KVLayout(2 buffers of 2 layers, page_size=8, tp_rank=3, tp_size=4, total_kv_heads=2, "
+        "layers=(2, 5))"
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "placement", "message"),
+    [
+        ({"kind": "q"}, {}, 'kind must be k, v, index_k or state, got "q"'),
+        ({"layer_id": -1}, {}, "layer_id must be >= 0, got k of layer -1"),
+        ({"item_len": 0}, {}, "item_len of k of layer 3 must be in [1, 2^63), got 0"),
+        ({"nbytes": 4609}, {}, "nbytes of k of layer 3 must be a multiple of item_len 512 below"),
+        ({"addr": 2**64 - 4607}, {}, "addr + nbytes of k of layer 3 must not pass 2^64, got"),
+        ({}, {"page_size": 0}, "page_size must be in [1, 2147483647], got 0"),
+        ({}, {"tp_rank": 2, "tp_size": 2, "total_kv_heads": 1}, "tp_rank must be in [0, 2), got 2"),
+        ({}, {"tp_size": 2}, "total_kv_heads must be given with tp_size 2, 1 for an MLA latent"),
+        ({}, {"tp_size": 4, "total_kv_heads": 6}, "total_kv_heads must divide tp_size 4 or be a"),
+        ({}, {"dcp_rank": 1}, "dcp_rank must be in [0, 1), got 1"),
+        ({}, {"dcp_interleave": 0}, "dcp_interleave must be in [1, 2147483647], got 0"),
+        ({}, {"layers": (5, 3)}, "layers must be 0 <= first <= end, got [5, 3)"),
+        ({}, {"layers": (0, 3)}, "k of layer 3 must lie within layers [0, 3)"),
+    ],
+)
+def test_refused(entry, placement, message):
+    with pytest.raises(ValueError, match=f"^KVLayout: {re.escape(message)}"):
+        KVLayout([ENTRY._replace(**entry)], **({"page_size": 8} | placement))
+
+
+def test_the_last_byte_of_the_address_space_may_be_used():
+    assert KVLayout([ENTRY._replace(addr=2**64 - 4608)], 8)
+
+
+def test_twice_the_same_buffer_is_refused():
+    message = "entries must be distinct, got k of layer 3 at index 0 and at index 1"
+    with pytest.raises(ValueError, match=message):
+        KVLayout([ENTRY, ENTRY._replace(addr=0)], 8)
+
+
+class Pool:
+    """What a layout asks of a pool."""
+
+    def __init__(self, kinds, start_layer, num_layers, item_lens, num_kv_heads=1, base=0):
+        self.kinds, self.start_layer, self.num_layers = kinds, start_layer, num_layers
+        self.num_kv_heads, self.page_size = num_kv_heads, 8
+        lens = [length for length in item_lens for _ in range(num_layers)]
+        addrs = [base + (i << 20) for i in range(len(lens))]
+        self.infos = addrs, [9 * length for length in lens], lens
+
+    def get_contiguous_buf_infos(self):
+        return self.infos
+
+
+def test_from_pool():
+    pool = Pool(("k", "v", "index_k"), 4, 2, (64, 16, 8))
+    pool.kv_lora_rank = 4
+    draft = Pool(("k", "v"), 0, 1, (64, 16), base=1 << 40)
+    layout = KVLayout.from_pool(pool, draft, layers=(4, 6), tp_rank=1, tp_size=4)
+    assert layout.layers == (4, 6)
+    assert layout.total_kv_heads == 1
+    assert [entry[:3] for entry in layout.entries] == [
+        *((layer, kind, False) for kind in ("k", "v", "index_k") for layer in (4, 5)),
+        (0, "k", True),
+        (0, "v", True),
+    ]
+    assert layout.entries[3] == KVEntry(5, "v", False, 3 << 20, 144, 16)
+
+
+def test_from_pool_knows_its_heads():
+    pool = Pool(("k", "v"), 0, 1, (64, 64), num_kv_heads=2)
+    assert KVLayout.from_pool(pool).total_kv_heads == 2
+    assert KVLayout.from_pool(pool, tp_rank=1, tp_size=4, total_kv_heads=8).tp_size == 4
+    with pytest.raises(ValueError, match="total_kv_heads must be given with tp_size 4"):
+        KVLayout.from_pool(pool, tp_size=4)
+    with pytest.raises(ValueError, match="total_kv_heads 4 over tp_size 4 must be the 2 of the"):
+        KVLayout.from_pool(pool, tp_size=4, total_kv_heads=4)
+    other = Pool(("k", "v"), 0, 1, (64, 64))
+    other.page_size = 16
+    with pytest.raises(ValueError, match="page_size must be that of the draft pool, got 8 and 16"):
+        KVLayout.from_pool(pool, other)
+
+
+# --- the lists of engines: tables 3.4 (MHA) and 3.6 (MLA) -------------------------------------
+
+LENGTHS = {"K": 512, "V": 128, "I": 64}
+KIND = {"K": "k", "V": "v", "I": "index_k"}
+
+
+def kv_args(names, start=0, **fields):
+    """Buffers named as in "K0 K1 V0 V1 dK0 dV0"; the address tells the name."""
+    names = names.split()
+    lens = [LENGTHS[name.removeprefix("d")[0]] for name in names]
+    return SimpleNamespace(
+        kv_data_ptrs=[(1 << 48) + (i << 20) for i in range(len(names))],
+        kv_data_lens=[16 * length for length in lens],
+        kv_item_lens=lens,
+        page_size=8,
+        prefill_start_layer=start,
+        **fields,
+    )
+
+
+def names(count, groups="KV", draft=0, start=0):
+    """K0 K1 ... V0 V1 ..., then those of draft layers."""
+    target = [f"{group}{layer}" for group in groups for layer in range(start, start + count)]
+    return " ".join(target + [f"d{group}{layer}" for group in groups for layer in range(draft)])
+
+
+def received(src_names, src, dst_names, dst):
+    """Names of destination buffers, in the order of the source's that write them."""
+    plan = plan_kv_transfer(src, dst, [0], [1])
+    by_addr = {
+        entry.addr + entry.item_len: name
+        for entry, name in zip(dst.entries, dst_names.split(), strict=True)
+    }
+    by_src = dict(zip((entry.addr for entry in src.entries), src_names.split(), strict=True))
+    return {
+        by_src[from_]: by_addr[to]
+        for from_, to in zip(plan.src_addrs.tolist(), plan.dst_addrs.tolist(), strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("total", "draft", "start", "end"),
+    [
+        (15, 0, 0, 7), (15, 0, 7, 15), (5, 0, 0, 3), (5, 0, 3, 5), (4, 0, 0, 2), (4, 0, 2, 4),
+        (4, 1, 0, 4), (4, 1, 0, 2), (4, 1, 2, 4), (4, 2, 0, 4), (4, 2, 0, 2), (4, 2, 2, 4),
+        (4, 4, 0, 4), (15, 1, 0, 15),
+    ],
+)  # fmt: skip
+def test_every_stage_of_table_34_is_right(total, draft, start, end):
+    """Scenarios 53 and 54 for MHA: the decode side has draft layers, the prefill side has not."""
+    dst_names = names(total, draft=draft)
+    src_names = names(end - start, start=start)
+    dst = KVLayout.from_kv_args(
+        kv_args(dst_names), is_mla=False, total_layers=total, draft_layers=draft
+    )
+    src = KVLayout.from_kv_args(
+        kv_args(src_names, start, prefill_end_layer=end), is_mla=False, total_layers=total
+    )
+    assert received(src_names, src, dst_names, dst) == {name: name for name in src_names.split()}
+
+
+MLA = [
+    # case of table 3.6, groups, source, its first layer, draft layers there, destination, of these
+    ("A", "KVI", names(2, "KVI", start=2), 2, 0, names(4, "KVI"), 0),
+    ("B", "KV", names(2), 0, 0, names(4, draft=1), 1),
+    ("B, last", "KV", names(2, start=2), 2, 0, names(4, draft=1), 1),
+    ("C", "KV", names(2, start=2), 2, 0, names(4, draft=1), 1),
+    ("D", "KVI", names(1, "KVI", start=3), 3, 0, names(4, "KVI"), 0),
+    ("E", "KV", names(2, draft=1, start=2), 2, 1, names(4, draft=1), 1),
+    ("F", "KV", names(4), 0, 0, names(4, draft=1), 1),
+    ("thin stage with draft", "KVI", names(3, "KVI", 1, 1), 1, 1, names(4, "KVI", 1), 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("groups", "src_names", "start", "src_draft", "dst_names", "dst_draft"),
+    [case[1:] for case in MLA],
+    ids=[case[0] for case in MLA],
+)
+def test_every_case_of_table_36_is_right(groups, src_names, start, src_draft, dst_names, dst_draft):
+    """Also C, with the number of hidden layers stated, and E: scenario 54 for MLA."""
+    common = {"kv_buf_groups": len(groups), "hidden_kv_layers": 4}
+    src = KVLayout.from_kv_args(
+        kv_args(src_names, start, draft_kv_layers=src_draft, **common), is_mla=True
+    )
+    dst = KVLayout.from_kv_args(
+        kv_args(dst_names, draft_kv_layers=dst_draft, **common), is_mla=True
+    )
+    sent = [name for name in src_names.split() if name in dst_names.split()]
+    assert received(src_names, src, dst_names, dst) == {name: name for name in sent}
+
+
+def test_case_i_both_sides_have_the_stage_and_decode_its_draft():
+    src_names, dst_names = names(2, start=2), names(2, draft=1, start=2)
+    common = {"kv_buf_groups": 2, "hidden_kv_layers": 4}
+    src = KVLayout.from_kv_args(kv_args(src_names, 2, **common), is_mla=True)
+    dst = KVLayout.from_kv_args(kv_args(dst_names, 2, draft_kv_layers=1, **common), is_mla=True)
+    assert dst.layers == (2, 4)
+    assert received(src_names, src, dst_names, dst) == {name: name for name in src_names.split()}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        # C: neither the number of layers nor that of draft layers is known
+        (kv_args(names(4, draft=1), kv_buf_groups=2), "total_layers must be given: hidden_kv"),
+        (kv_args(names(4, draft=1), kv_buf_groups=2, hidden_kv_layers=4, prefill_end_layer=4),
+         "kv_data_ptrs must hold 2 group(s) of layers [0, 4) and of 0 draft layer(s), 8 in all, "
+         "got 10"),
+        # G: groups left at one
+        (kv_args(names(2, start=2), 2, hidden_kv_layers=4, prefill_end_layer=4),
+         "kv_data_ptrs must hold 1 group(s) of layers [2, 4) and of 0 draft layer(s), 2 in all, "
+         "got 4"),
+        (kv_args(names(4), hidden_kv_layers=8),
+         "kv_item_lens of group k of target layers must be equal, got [512, 512, 512, 512, 128, "),
+        # H: a stage beyond the model
+        (kv_args(names(2, start=2), 2, kv_buf_groups=2, hidden_kv_layers=3),
+         "layers [2, 4) must lie within the model's 3"),
+        # thin stages, whose groups were computed with the draft buffers among the layers'
+        (kv_args(names(3, "KVI", 1), kv_buf_groups=4, hidden_kv_layers=3),
+         "kv_buf_groups must be 1, 2 or 3, got 4"),
+        (kv_args(names(2, draft=1), kv_buf_groups=3, hidden_kv_layers=2),
+         "kv_item_lens of group index_k of target layers must be equal, got [512, 128]"),
+        (kv_args("K0", kv_layer_ids=[0], total_kv_layers=1),
+         "layers must be given with kv_layer_ids: prefill_end_layer is not set"),
+        (kv_args("K0 V0", kv_layer_ids=[0], total_kv_layers=1,
+                 prefill_end_layer=1),
+         "kv_layer_ids must have an id for each of 2 buffers, got 1"),
+        (kv_args("K0 V0 I0 K0", kv_layer_ids=[0] * 4, total_kv_layers=1,
+                 prefill_end_layer=1),
+         "kv_layer_ids must name a layer 3 times at most, got more of 0"),
+    ],
+)  # fmt: skip
+def test_lists_that_contradict_themselves_are_refused(args, message):
+    with pytest.raises(ValueError, match=f"^KVLayout.from_kv_args: {re.escape(message)}"):
+        KVLayout.from_kv_args(args, is_mla=True)
+
+
+def test_case_h_the_destination_lacks_layers():
+    src = KVLayout.from_kv_args(
+        kv_args(names(2, start=2), 2, kv_buf_groups=2, hidden_kv_layers=4), is_mla=True
+    )
+    dst = KVLayout.from_kv_args(kv_args(names(3), kv_buf_groups=2, hidden_kv_layers=3), is_mla=True)
+    message = re.escape("source has k of layer 3 (item_len 512), which destination has not")
+    with pytest.raises(ValueError, match=message):
+        plan_kv_transfer(src, dst, [0], [1])
+
+
+def test_ids_pair_hybrid_subsets_whatever_their_order():
+    """One layer in four has KV; ids repeat for K and V, and drafts count from a million."""
+    src_names = "K11 K7 V7 V11 dK0 dV0"
+    src_ids = [11, 7, 7, 11, 1_000_000, 1_000_000]
+    dst_names = "K3 K7 K11 V3 V7 V11 dK0 dV0"
+    dst_ids = [3, 7, 11, 3, 7, 11, 1_000_000, 1_000_000]
+    src = KVLayout.from_kv_args(
+        kv_args(src_names, 6, prefill_end_layer=12, kv_layer_ids=src_ids), is_mla=False,
+        total_layers=12,
+    )  # fmt: skip
+    dst = KVLayout.from_kv_args(
+        kv_args(dst_names, prefill_end_layer=12, kv_layer_ids=dst_ids), is_mla=False,
+        total_layers=12,
+    )  # fmt: skip
+    assert received(src_names, src, dst_names, dst) == {name: name for name in src_names.split()}
+
+
+def test_ranks_of_an_engine():
+    args = kv_args("K0 V0", engine_rank=7, total_kv_head_num=2, dcp_rank=1, dcp_size=2)
+    layout = KVLayout.from_kv_args(args, is_mla=False, tp_size=4, total_layers=1, dcp_interleave=8)
+    assert (layout.tp_rank, layout.tp_size, layout.total_kv_heads) == (3, 4, 2)
+    assert (layout.dcp_rank, layout.dcp_size, layout.dcp_interleave) == (1, 2, 8)
