@@ -29,6 +29,7 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_sparse_flash(m);
   bindings::register_sparse_mla(m);
   bindings::register_indexer(m);
+  bindings::register_kv_pool(m);
   bindings::register_runtime(m);
   bindings::register_topk(m);
   bindings::register_trace(m);

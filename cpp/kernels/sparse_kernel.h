@@ -8,6 +8,7 @@
 
 #include "kernels/indexer_kernel.h"
 #include "kernels/rows_kernel.h"
+#include "kernels/scatter_kernel.h"
 #include "kernels/topk_kernel.h"
 
 namespace cpattn::kernels {
@@ -15,6 +16,7 @@ namespace cpattn::kernels {
 struct SparseKernelTable {
   const char* name;
   RowKernels rows;
+  ScatterKernels scatter;
   TopkKernel topk;
   IndexerKernels indexer;
 };

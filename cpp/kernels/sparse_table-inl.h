@@ -5,6 +5,7 @@
 // layer and the engines included first.
 #include "kernels/indexer-inl.h"
 #include "kernels/rows-inl.h"
+#include "kernels/scatter-inl.h"
 #include "kernels/sparse_kernel.h"
 #include "kernels/topk_row-inl.h"
 
@@ -17,6 +18,7 @@ constexpr SparseKernelTable sparse_table(
   return {
       .name = name,
       .rows = row_kernels(),
+      .scatter = scatter_kernels(),
       .topk = {topk_scratch_bytes, topk_select},
       .indexer = indexer,
   };

@@ -38,6 +38,7 @@ from .index_k import (
     write_index_k_cache,
 )
 from .indexer import indexer_logits, indexer_topk
+from .kv_pool import MHATokenToKVPool, MLATokenToKVPool
 from .kv_rows import dequantize_kv_rows, quantize_kv_rows, quantize_kv_rows_separate
 from .lightning_indexer import npu_lightning_indexer
 from .profiling import Profile, profile
@@ -72,6 +73,8 @@ __all__ = [
     "ForwardMode",
     "KVEntry",
     "KVLayout",
+    "MHATokenToKVPool",
+    "MLATokenToKVPool",
     "Profile",
     "TopkTransformMethod",
     "TraceScope",

@@ -23,10 +23,11 @@ def empty(like: Tensor, shape: Sequence[int], dtype: str | None = None) -> Tenso
     torch = torch_of(like)
     if torch is not None:
         return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else like.dtype)
-    return np.empty(shape, dtype=_numpy_dtype(dtype) if dtype else as_numpy(like).dtype)
+    return np.empty(shape, dtype=numpy_dtype(dtype) if dtype else as_numpy(like).dtype)
 
 
-def _numpy_dtype(name: str) -> np.dtype[Any]:
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of a name; ImportError if it needs ml_dtypes, which is not there."""
     if name in ("bfloat16", "float8_e4m3fn"):  # NumPy knows them once this is imported
         try:
             import ml_dtypes  # noqa: F401

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/numpy.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "bindings/index_argument.h"
+#include "bindings/module.h"
+#include "bindings/tensor_argument.h"
+#include "cpattn/check.h"
+#include "cpattn/kv_pool.h"
+#include "cpattn/kv_scatter.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace cpattn::bindings {
+namespace {
+
+DType pool_dtype(const std::string& function, const std::string& name) {
+  for (DType dtype : {DType::float32, DType::float16, DType::bfloat16, DType::float8_e4m3fn}) {
+    if (name == dtype_name(dtype)) return dtype;
+  }
+  throw std::invalid_argument(concat(
+      function, ": dtype must be float32, float16, bfloat16 or float8_e4m3fn, got '", name, "'"
+  ));
+}
+
+}  // namespace
+
+void register_kv_pool(py::module_& module) {
+  py::class_<KvBuffer>(module, "KvBuffer")
+      .def(
+          py::init([](const std::string& function, int64_t num_layers, int64_t num_slots,
+                      int64_t row_elements, const std::string& dtype) {
+            return std::make_unique<KvBuffer>(
+                function.c_str(), num_layers, num_slots, row_elements, pool_dtype(function, dtype)
+            );
+          }),
+          "function"_a, "num_layers"_a, "num_slots"_a, "row_elements"_a, "dtype"_a
+      )
+      .def_property_readonly(
+          "bytes",
+          [](const py::object& self) {
+            const auto& buffer = self.cast<const KvBuffer&>();
+            const auto size = static_cast<py::ssize_t>(buffer.num_bytes());
+            return py::array(py::dtype::of<uint8_t>(), {size}, {}, buffer.data(), self);
+          }
+      )
+      .def_property_readonly(
+          "addr", [](const KvBuffer& self) { return reinterpret_cast<uintptr_t>(self.data()); }
+      )
+      .def_property_readonly("layer_bytes", &KvBuffer::layer_bytes)
+      .def_property_readonly("row_bytes", &KvBuffer::row_bytes);
+  module.def(
+      "set_kv_buffer",
+      [](int64_t layer, const py::object& loc, const KvBuffer& k_buffer, const py::object& k,
+         double k_scale, const KvBuffer& v_buffer, const py::object& v, double v_scale) {
+        constexpr char kFunction[] = "set_kv_buffer";
+        const auto slots = index_list(loc, "set_kv_buffer: loc");
+        const TensorArgument k_view(k, "k");
+        const auto v_view = optional_tensor(v, "v");
+        const auto [k_rows, v_rows] =
+            v_view ? std::pair(*k_view, **v_view)
+                   : split_last_dim(
+                         kFunction, "k", *k_view, k_buffer.row_elements(), v_buffer.row_elements()
+                     );
+        const KvRows parts[] = {
+            {.name = "k", .rows = k_rows, .buffer = k_buffer, .scale = k_scale},
+            {.name = "v", .rows = v_rows, .buffer = v_buffer, .scale = v_scale},
+        };
+        const Computation computation;
+        write_kv_rows(kFunction, layer, slots, parts);
+      },
+      "layer"_a, "loc"_a, "k_buffer"_a, "k"_a, "k_scale"_a, "v_buffer"_a, "v"_a, "v_scale"_a
+  );
+  module.def(
+      "set_index_k_buffer",
+      [](int64_t layer, const py::object& loc, const KvBuffer& buffer, const py::object& index_k) {
+        const auto slots = index_list(loc, "set_index_k_buffer: loc");
+        const TensorArgument view(index_k, "index_k");
+        const KvRows part{.name = "index_k", .rows = *view, .buffer = buffer};
+        const Computation computation;
+        write_kv_rows("set_index_k_buffer", layer, slots, {&part, 1});
+      },
+      "layer"_a, "loc"_a, "buffer"_a, "index_k"_a
+  );
+}
+
+}  // namespace cpattn::bindings

@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/kv_scatter.h"
+
+#include <algorithm>
+#include <array>
+#include <cassert>
+#include <cstring>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "cpattn/check.h"
+#include "cpattn/parallel.h"
+#include "ops/kernel_table.h"
+#include "ops/tensor_checks.h"
+
+namespace cpattn {
+namespace {
+
+/// A tensor as runs of bytes without gaps, in row-major order.
+class Runs {
+ public:
+  explicit Runs(const TensorView& tensor)
+      : data_(tensor.as<char>()), run_bytes_(element_size(tensor.dtype)) {
+    const int64_t element_bytes = run_bytes_;
+    for (int axis = tensor.rank - 1; axis >= 0; --axis) {
+      const int64_t size = tensor.shape[axis], stride = tensor.strides[axis] * element_bytes;
+      if (size == 1) continue;
+      if (rank_ == 0 && stride == run_bytes_) {
+        run_bytes_ *= size;
+      } else {
+        sizes_[rank_] = size;
+        strides_[rank_++] = stride;
+      }
+    }
+  }
+
+  int64_t run_bytes() const { return run_bytes_; }
+
+  /// The address of what stands `offset` bytes behind the first element.
+  const char* at(int64_t offset) const {
+    int64_t run = offset / run_bytes_;
+    const char* address = data_ + offset % run_bytes_;
+    for (int i = 0; i + 1 < rank_; ++i) {
+      address += run % sizes_[i] * strides_[i];
+      run /= sizes_[i];
+    }
+    return rank_ == 0 ? address : address + run * strides_[rank_ - 1];
+  }
+
+ private:
+  const char* data_;
+  int64_t run_bytes_;
+  int rank_ = 0;  // of what is outside a run, innermost first
+  std::array<int64_t, TensorView::kMaxRank> sizes_{}, strides_{};
+};
+
+using Cast = void (*)(const void* x, int64_t n, float scale, void* out);
+
+bool is_copied(DType from, DType to) {
+  return from == to || (from == DType::uint8 && to == DType::float8_e4m3fn);
+}
+
+Cast cast_kernel(const char* function, const KvRows& part) {
+  const DType from = part.rows.dtype, to = part.buffer.dtype();
+  if (is_copied(from, to)) return nullptr;
+  const auto& casts = active_sparse_kernels().scatter.cast[element_type(function, part.name, from)];
+  if (to == DType::float8_e4m3fn) return casts[kernels::kCastFloat8];
+  return casts[element_type(function, "the pool", to)];
+}
+
+/// One part, checked: rows in pieces that have no gaps.
+class Writer {
+ public:
+  Writer(const char* function, int64_t layer, int64_t num_rows, const KvRows& part)
+      : cast_(cast_kernel(function, part)),
+        scale_(static_cast<float>(part.scale)),
+        runs_(part.rows),
+        layer_(part.buffer.data() + layer * part.buffer.layer_bytes()),
+        row_elements_(part.buffer.row_elements()),
+        element_bytes_(element_size(part.rows.dtype)),
+        slot_bytes_(part.buffer.row_bytes()) {
+    check_part(function, num_rows, part);
+    piece_elements_ = std::gcd(row_elements_, runs_.run_bytes() / element_bytes_);
+  }
+
+  /// Bytes read and written for a row.
+  int64_t traffic() const { return row_elements_ * element_bytes_ + slot_bytes_; }
+
+  void write(int64_t row, int64_t slot) const {
+    char* to = layer_ + slot * slot_bytes_;
+    const int64_t first = row * row_elements_;
+    const int64_t step = piece_elements_ * slot_bytes_ / row_elements_;
+    for (int64_t i = 0; i < row_elements_; i += piece_elements_, to += step) {
+      const char* from = runs_.at((first + i) * element_bytes_);
+      if (cast_ == nullptr) {
+        std::memcpy(to, from, step);
+      } else {
+        cast_(from, piece_elements_, scale_, to);
+      }
+    }
+  }
+
+ private:
+  void check_part(const char* function, int64_t num_rows, const KvRows& part) const {
+    check_tensor(function, part.name, part.rows, part.rows.rank);
+    check(
+        part.rows.num_elements() == num_rows * row_elements_, function, ": ", part.name,
+        " must have ", num_rows, " * ", row_elements_, " = ", num_rows * row_elements_,
+        " elements, a row per slot, got ", part.rows.num_elements(), " in shape ",
+        ShapeOf{part.rows}
+    );
+    check_scale(function, (std::string(part.name) + "_scale").c_str(), part.scale);
+    TensorView layer{.data = layer_, .dtype = part.buffer.dtype(), .rank = 1};
+    layer.shape[0] = part.buffer.num_slots() * row_elements_;
+    layer.strides[0] = 1;
+    check_no_overlap(function, "the layer", layer, part.name, part.rows);
+  }
+
+  Cast cast_;  // null: rows are copied
+  float scale_;
+  Runs runs_;
+  char* layer_;
+  int64_t row_elements_, element_bytes_, slot_bytes_;
+  int64_t piece_elements_ = 0;
+};
+
+/// Whether no slot comes twice because each is behind those before it.
+bool check_slots(const char* function, std::span<const int64_t> slots, int64_t num_slots) {
+  bool ascending = true;
+  int64_t last = -1;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    const int64_t slot = slots[i];
+    check(
+        slot >= -1 && slot < num_slots, function, ": loc must be in [-1, ", num_slots, "), got ",
+        slot, " at index ", i
+    );
+    if (slot < 0) continue;
+    ascending &= slot > last;
+    last = slot;
+  }
+  return ascending;
+}
+
+/// Which of `count` threads writes a slot. Neighbours stay together, and the blocks of them are
+/// mixed, so that slots with a period are divided, too.
+int64_t owner(int64_t slot, int64_t count) {
+  const auto mixed = static_cast<uint32_t>(slot >> 4) * 0x9e3779b1U;
+  return static_cast<int64_t>((uint64_t{mixed} * static_cast<uint64_t>(count)) >> 32);
+}
+
+}  // namespace
+
+void write_kv_rows(
+    const char* function,
+    int64_t layer,
+    std::span<const int64_t> slots,
+    std::span<const KvRows> parts
+) {
+  constexpr int64_t kLeastTraffic = int64_t{1} << 18;  // worth a thread
+  constexpr int64_t kRowsPerLook = 64;                 // between looks for an interrupt
+  assert(!parts.empty());
+  const KvBuffer& buffer = parts[0].buffer;
+  check(
+      layer >= 0 && layer < buffer.num_layers(), function, ": layer must be in [0, ",
+      buffer.num_layers(), "), got ", layer
+  );
+  const auto num_rows = static_cast<int64_t>(slots.size());
+  const bool ascending = check_slots(function, slots, buffer.num_slots());
+  std::vector<Writer> writers;
+  writers.reserve(parts.size());
+  int64_t traffic = 0;
+  for (const KvRows& part : parts) {
+    assert(part.buffer.num_slots() == buffer.num_slots());
+    traffic += writers.emplace_back(function, layer, num_rows, part).traffic();
+  }
+  const auto write = [&](int64_t row) {
+    for (const Writer& writer : writers) writer.write(row, slots[row]);
+  };
+  if (ascending) {
+    const int64_t step = std::max<int64_t>(1, kLeastTraffic / traffic);
+    parallel_for(
+        (num_rows + step - 1) / step, default_num_threads(), [&](int64_t item, StopToken&) {
+          const int64_t end = std::min(num_rows, (item + 1) * step);
+          for (int64_t row = item * step; row < end; ++row) {
+            if (slots[row] >= 0) write(row);
+          }
+        }
+    );
+    return;
+  }
+  // Each thread writes slots of its own in the order of the rows, so that the last one counts.
+  const int64_t worth = std::max<int64_t>(1, num_rows * traffic / kLeastTraffic);
+  const int64_t owners = std::min<int64_t>(default_num_threads(), worth);
+  parallel_for(owners, static_cast<int>(owners), [&](int64_t item, StopToken& stop) {
+    for (int64_t row = 0; row < num_rows; ++row) {
+      if (row % kRowsPerLook == 0 && stop.should_stop()) return;
+      if (slots[row] >= 0 && owner(slots[row], owners) == item) write(row);
+    }
+  });
+}
+
+std::pair<TensorView, TensorView> split_last_dim(
+    const char* function, const char* name, const TensorView& tensor, int64_t left, int64_t right
+) {
+  const int axis = tensor.rank - 1;
+  check(
+      axis >= 0 && tensor.shape[axis] == left + right, function, ": the last dimension of ", name,
+      " must be ", left, " + ", right, " = ", left + right, ", got shape ", ShapeOf{tensor}
+  );
+  check_tensor(function, name, tensor, tensor.rank);
+  TensorView first = tensor, second = tensor;
+  first.shape[axis] = left;
+  second.shape[axis] = right;
+  second.data = tensor.as<char>() + left * element_size(tensor.dtype);
+  return {first, second};
+}
+
+}  // namespace cpattn

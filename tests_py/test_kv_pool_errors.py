@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What KV pools refuse, in which words, and that nothing is written then."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+
+MHA, MLA = cpattn.MHATokenToKVPool, cpattn.MLATokenToKVPool
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MHA(-1, 8, 2, 2, 8), r"MHATokenToKVPool: size and .* got -1, 0 and 8"),
+        (lambda: MHA(8, 0, 2, 2, 8), r"MHATokenToKVPool: .* page_size >= 1, got 8, 0 and 0"),
+        (lambda: MHA(8, 8, 2, 2, 8, start_layer=-1), r"MHATokenToKVPool: .* got 8, -1 and 8"),
+        (lambda: MHA(8, 8, 0, 2, 8),
+         r"MHATokenToKVPool: sizes of a buffer must be >= 1, got 0 layers of 16 rows of 16 ele"),
+        (lambda: MHA(8, 8, 2, 2, 0), r"MHATokenToKVPool: sizes of a .* 16 rows of 0 elements"),
+        (lambda: MHA(8, 8, 2, 2, -8), r"MHATokenToKVPool: sizes of a .* 16 rows of -16 elements"),
+        (lambda: MLA(8, 8, 2, 512, 64, index_head_dim=0), r"MLATokenToKVPool: sizes of a buffer"),
+        (lambda: MHA(8, 8, 2, 2, 8, dtype="int8"),
+         r"MHATokenToKVPool: dtype must be .* or float8_e4m3fn, got 'int8'"),
+        (lambda: MLA(8, 8, 2, 2, 8, dtype=np.float64), r"MLATokenToKVPool: .* got 'float64'"),
+        (lambda: MLA(8, 8, 2, 2, 8, dtype=torch.int64), r"MLATokenToKVPool: .* got 'int64'"),
+        (lambda: MHA(8, 8, 2, 2, 8, container="jax"),
+         r"MHATokenToKVPool: container must be 'torch', 'numpy' or None, got 'jax'"),
+    ],
+)  # fmt: skip
+def test_sizes(make, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        make()
+
+
+def test_environment(monkeypatch):
+    monkeypatch.setenv("ASCEND_USE_FIA", "maybe")
+    with pytest.raises(ValueError, match=r"^MHATokenToKVPool: ASCEND_USE_FIA must .*'maybe'"):
+        MHA(8, 8, 2, 2, 8)
+
+
+POOL = MHA(24, 8, 2, 2, 8, start_layer=3, v_head_dim=4)
+LATENT = MLA(24, 8, 2, 8, 4, start_layer=3)
+K, V = torch.ones(2, 2, 8), torch.ones(2, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: POOL.get_key_buffer(2), r"get_key_buffer: layer_id must be in \[3, 5\), got 2"),
+        (lambda: POOL.get_value_buffer(5), r"get_value_buffer: layer_id must be in \[3, 5\), g"),
+        (lambda: POOL.get_kv_buffer(-1), r"get_key_buffer: layer_id must be in \[3, 5\), got -1"),
+        (lambda: LATENT.get_index_k_buffer(5), r"get_index_k_buffer: layer_id must be in"),
+        (lambda: LATENT.get_index_k_buffer(4), r"get_index_k_buffer: the pool was made without"),
+        (lambda: LATENT.set_index_k_buffer(4, [1], K), r"set_index_k_buffer: the pool was made"),
+        (lambda: POOL.set_kv_buffer(5, [1, 2], K, V), r"set_kv_buffer: layer_id must be in \[3"),
+        (lambda: POOL.set_kv_buffer(3, [1, 2], K, V, layer_id_override=0),
+         r"set_kv_buffer: layer_id must be in \[3, 5\), got 0"),
+        (lambda: POOL.set_kv_buffer(3, [1, 32], K, V),
+         r"set_kv_buffer: loc must be in \[-1, 32\), got 32 at index 1"),
+        (lambda: POOL.set_kv_buffer(3, np.array([1, -2]), K, V),
+         r"set_kv_buffer: loc must be in \[-1, 32\), got -2 at index 1"),
+        (lambda: POOL.set_kv_buffer(3, [1, 2, 3], K, V),
+         r"set_kv_buffer: k must have 3 \* 16 = 48 elements, a row per slot, got 32 in shape "
+         r"\[2, 2, 8\]"),
+        (lambda: POOL.set_kv_buffer(3, [1, 2], K, K),
+         r"set_kv_buffer: v must have 2 \* 8 = 16 elements, a row per slot, got 32 in shape"),
+        (lambda: POOL.set_kv_buffer(3, [], K, V), r"set_kv_buffer: k must have 0 \* 16 = 0 elem"),
+        (lambda: POOL.set_kv_buffer(3, [1, 2], K.double(), V),
+         r"set_kv_buffer: k must be float32, float16 or bfloat16, got float64"),
+        (lambda: POOL.set_kv_buffer(3, [1, 2], K.to(torch.float8_e4m3fn), V),
+         r"set_kv_buffer: k must be float32, float16 or bfloat16, got float8_e4m3fn"),
+        (lambda: POOL.set_kv_buffer(3, [1, 2], K, V.transpose(1, 2).contiguous().transpose(1, 2)),
+         r"set_kv_buffer: v must be contiguous in its last dimension"),
+        (lambda: POOL.set_kv_buffer(3, [1, 2], K, V, v_scale=0),
+         r"set_kv_buffer: v_scale must be a positive number, got 0"),
+        (lambda: POOL.set_kv_buffer(3, [1, 2], K, V, k_scale=float("nan")),
+         r"set_kv_buffer: k_scale must be a positive number, got nan"),
+        (lambda: POOL.set_kv_buffer(3, [1, 2], POOL.get_key_buffer(3)[1, :2], V.bfloat16()),
+         r"set_kv_buffer: the layer must not overlap k in memory"),
+        (lambda: LATENT.set_kv_buffer(3, [1, 2], torch.ones(2, 11)),
+         r"set_kv_buffer: the last dimension of k must be 8 \+ 4 = 12, got shape \[2, 11\]"),
+        (lambda: LATENT.set_kv_buffer(3, [1], torch.ones(2, 12)),
+         r"set_kv_buffer: k must have 1 \* 8 = 8 elements, a row per slot, got 16"),
+    ],
+)  # fmt: skip
+def test_calls(call, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call()
+    assert not POOL.k_buffer.any()
+    assert not POOL.v_buffer.any()
+    assert not LATENT.k_buffer.any()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: POOL.set_kv_buffer(3, [1.0, 2.0], K, V), "set_kv_buffer: loc must hold integers"),
+        (lambda: POOL.set_kv_buffer(3, torch.ones(2), K, V), "set_kv_buffer: loc must be int32 or"),
+        (lambda: POOL.set_kv_buffer(3, [1, 2], [1.0], V), "k must be a tensor"),
+        (lambda: POOL.get_key_buffer(3.0), "'float' object cannot be interpreted as an integer"),
+    ],
+)
+def test_types(call, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call()
