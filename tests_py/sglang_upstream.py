@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV-transfer code of sglang itself, run without installing it or what it imports.
+
+Its Python files are read from a released wheel, which nothing has to unpack:
+
+    pip download -q --no-deps --only-binary :all: --python-version 3.11 sglang==0.5.23 -d DIR
+    CPATTN_SGLANG=DIR/sglang-0.5.23-*.whl pytest tests_py/test_upstream_kv_transfer.py
+
+`CPATTN_SGLANG` may also name a folder that holds the package; without it an installed sglang
+is used. `MODULES` are the real files. Every other module of sglang, and what these files import
+and this environment lacks, becomes a stand-in whose attributes are all the empty class `Absent`.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+import importlib
+import os
+import sys
+import types
+import warnings
+import zipfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from importlib.abc import Loader, MetaPathFinder, SourceLoader
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+MODULES = {
+    "utils": "sglang.srt.disaggregation.common.utils",
+    "conn": "sglang.srt.disaggregation.common.conn",
+    "ascend": "sglang.srt.disaggregation.ascend.conn",
+    "mooncake": "sglang.srt.disaggregation.mooncake.conn",
+    "base": "sglang.srt.disaggregation.base.conn",
+    "disaggregation": "sglang.srt.disaggregation.utils",
+    "staging": "sglang.srt.disaggregation.common.staging_buffer",
+    "environ": "sglang.srt.environ",
+    "pages": "sglang.srt.mem_cache.common",
+    "pools": "sglang.srt.mem_cache.memory_pool",
+    "npu_pools": "sglang.srt.hardware_backend.npu.memory_pool_npu",
+}
+
+
+class _AbsentMeta(abc.ABCMeta):
+    """Lets `Absent` be a base class, a decorator, a context, a type to subscript: anything."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not Absent:
+            return super().__call__(*args, **kwargs)
+        decorates = len(args) == 1 and isinstance(args[0], (type, types.FunctionType))
+        return args[0] if decorates and not kwargs else Absent
+
+    def __getitem__(cls, key: Any) -> Any:
+        return Absent
+
+    def __or__(cls, other: Any) -> Any:
+        return Absent
+
+    __ror__ = __or__
+
+    def __bool__(cls) -> bool:
+        return False
+
+    def __enter__(cls) -> Any:
+        return Absent
+
+    def __exit__(cls, *error: object) -> None:
+        pass
+
+
+class Absent(metaclass=_AbsentMeta):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+class _AbsentModule(types.ModuleType):
+    __path__: Sequence[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent
+
+
+class _AbsentLoader(Loader):
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return _AbsentModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+class _FileLoader(SourceLoader):
+    """A module from a folder or from within a wheel."""
+
+    def __init__(self, root: Path | zipfile.Path) -> None:
+        self.root = root
+
+    def get_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".py"
+
+    def get_data(self, path: str | bytes) -> bytes:
+        return (self.root / str(path)).read_bytes()
+
+
+class _SglangFinder(MetaPathFinder):
+    def __init__(self, root: Path | zipfile.Path) -> None:
+        self.root = root
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname.split(".")[0] != "sglang":
+            return None
+        if fullname in MODULES.values():
+            return ModuleSpec(fullname, _FileLoader(self.root))
+        return ModuleSpec(fullname, _AbsentLoader(), is_package=True)
+
+
+class _LackingFinder(MetaPathFinder):
+    """Comes last: what sglang asks for and nobody finds."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not _asked_for_by_sglang():
+            return None
+        self.found.append(fullname)
+        return ModuleSpec(fullname, _AbsentLoader(), is_package=True)
+
+
+def _asked_for_by_sglang() -> bool:
+    """Whether the import statement that runs now is in a module of sglang's."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("importlib"):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("sglang.")
+
+
+def _find_files() -> Path | zipfile.Path | None:
+    if given := os.environ.get("CPATTN_SGLANG"):
+        return zipfile.Path(given) if given.endswith(".whl") else Path(given)
+    spec = find_spec("sglang")
+    return Path(spec.origin).parents[1] if spec and spec.origin else None
+
+
+@contextlib.contextmanager
+def _stand_ins_for_what_lacks() -> Iterator[None]:
+    finder = _LackingFinder()
+    sys.meta_path.append(finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in finder.found:  # others must not take them for the real ones
+            sys.modules.pop(name, None)
+
+
+@functools.cache
+def load() -> SimpleNamespace | None:
+    """The modules under the keys of `MODULES`; None where sglang is not to be found."""
+    root = _find_files()
+    if root is None:
+        return None
+    sys.meta_path.insert(0, _SglangFinder(root))
+    with _stand_ins_for_what_lacks(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        upstream = SimpleNamespace(
+            **{key: importlib.import_module(name) for key, name in MODULES.items()}
+        )
+    _supply_what_they_call(upstream)
+    return upstream
+
+
+def _supply_what_they_call(upstream: SimpleNamespace) -> None:
+    """The few functions outside `MODULES` whose results matter."""
+    upstream.parallel = SimpleNamespace(
+        pp_group=SimpleNamespace(is_last_rank=False), attn_dcp_size=1, attn_dcp_rank=0
+    )
+    upstream.ascend.get_parallel = upstream.npu_pools.get_parallel = lambda: upstream.parallel
+    upstream.pools.maybe_init_custom_mem_pool = lambda device: (False, None, None)
+    upstream.npu_pools.get_bool_env_var = lambda name, default="false": (
+        os.environ.get(name, default).lower() in ("true", "1")
+    )
+    upstream.npu_pools.torch_npu = SimpleNamespace(
+        npu_scatter_nd_update_=_scatter_rows, _npu_reshape_and_cache=_reshape_and_cache
+    )
+
+
+def _scatter_rows(target: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> None:
+    target[indices[:, 0].long()] = updates
+
+
+def _reshape_and_cache(
+    *,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_indices: torch.Tensor,
+) -> None:
+    for cache, rows in ((key_cache, key), (value_cache, value)):
+        cache.view(-1, *cache.shape[2:])[slot_indices.long()] = rows
+
+
+class RecordingEngine:
+    """Takes the place of the transfer engine: remembers the blocks of all calls."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[int, int, int]] = []
+
+    def batch_transfer_sync(
+        self, session: str, src: list[int], dst: list[int], lengths: list[int]
+    ) -> int:
+        self.blocks += zip(src, dst, lengths, strict=True)
+        return 0
+
+
+class ImmediateExecutor:
+    """Runs what is submitted at once, so that blocks come in order."""
+
+    def submit(self, function: Any, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*args))
+        return future
+
+
+def make_manager(upstream: SimpleNamespace, kind: str = "ascend", **attributes: Any) -> Any:
+    """A KV manager of sglang's with no more than a sender needs, and a recording engine."""
+    base = {
+        "ascend": upstream.ascend.AscendKVManager,
+        "mooncake": upstream.mooncake.MooncakeKVManager,
+    }[kind]
+    manager = object.__new__(base)
+    manager.engine = RecordingEngine()
+    defaults = {
+        "pp_size": 1,
+        "attn_tp_size": 1,
+        "is_mla_backend": False,
+        "is_hybrid_mla_backend": False,
+        "enable_custom_mem_pool": False,
+        "state_strides_validated": set(),
+    }
+    vars(manager).update(defaults | attributes)
+    return manager

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions that have a twin in sglang against that twin, over thousands of random cases.
+
+Runs where a wheel of sglang 0.5.23 is at hand; see `sglang_upstream`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+import sglang_upstream
+from sglang_upstream import ImmediateExecutor, make_manager
+
+
+@pytest.fixture(scope="module")
+def sglang() -> SimpleNamespace:
+    modules = sglang_upstream.load()
+    if modules is None:
+        pytest.skip("sglang is not installed and CPATTN_SGLANG names no wheel of it")
+    return modules
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(23893)
+
+
+def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result, or that there is none: both refuse the same cases, in words of their own."""
+    try:
+        return function(*args, **kwargs)
+    except (ValueError, IndexError, ZeroDivisionError):
+        return "refused"
+
+
+def random_pages(rng: np.random.Generator, num_pages: int) -> np.ndarray:
+    """Runs of consecutive pages, broken at random, some backwards, some repeated."""
+    steps = rng.choice([1, 1, 1, 1, 2, 7, 0, -1, -5], num_pages)
+    return (100 + np.cumsum(steps)).astype(np.int32)
+
+
+def unique_pages(rng: np.random.Generator, num_pages: int, total: int) -> np.ndarray:
+    """Different pages of a pool, page 0 left out, half of the time in ascending order."""
+    pages = 1 + rng.permutation(total - 1)[:num_pages]
+    return (np.sort(pages) if rng.random() < 0.5 else pages).astype(np.int32)
+
+
+def test_kv_to_page_indices(sglang, rng):
+    for _ in range(1000):
+        page_size, num_tokens = rng.integers(1, 65), rng.integers(0, 300)
+        first = rng.integers(0, 1000) * page_size
+        slots = torch.arange(first, first + num_tokens)
+        expected = sglang.pages.kv_to_page_indices(slots, page_size)
+        np.testing.assert_array_equal(
+            cpattn.kv_to_page_indices(slots.numpy(), int(page_size)), expected
+        )
+
+
+def test_group_concurrent_contiguous(sglang, rng):
+    for _ in range(3000):
+        src = random_pages(rng, rng.integers(0, 12))
+        same = rng.random() < 0.9
+        dst = random_pages(rng, len(src) if same else rng.integers(0, 12))
+        expected = outcome(sglang.utils.group_concurrent_contiguous, src, dst)
+        got = outcome(cpattn.group_concurrent_contiguous, src, dst)
+        if got != "refused":
+            got = tuple([[int(i) for i in group] for group in side] for side in got)
+        assert got == expected, (src, dst)
+
+
+def kv_list(layers: range, groups: str, draft_layers: int = 0) -> list[str]:
+    """What the buffers of a pool hold, in the order in which servers list them."""
+    target = [f"{group}{layer}" for group in groups for layer in layers]
+    return target + [f"draft {group}{layer}" for group in groups for layer in range(draft_layers)]
+
+
+def random_stage(rng: np.random.Generator) -> tuple[int, range]:
+    """A model's number of layers, and those that one pipeline stage has."""
+    num_layers = int(rng.integers(1, 24))
+    start = int(rng.integers(0, num_layers))
+    return num_layers, range(start, int(rng.integers(start, num_layers)) + 1)
+
+
+def test_get_mha_kv_ptrs_with_pp_compat(sglang, rng):
+    for _ in range(3000):
+        src = list(range(rng.integers(1, 20)))
+        dst = list(range(1000, 1000 + rng.integers(0, 60)))
+        start = int(rng.integers(0, 12))
+        manager = make_manager(sglang, kv_args=SimpleNamespace(prefill_start_layer=start))
+        expected = outcome(manager.get_mha_kv_ptrs_with_pp, src, dst)
+        got = outcome(
+            cpattn.get_mha_kv_ptrs_with_pp, src, dst, prefill_start_layer=start, compat=True
+        )
+        assert got == expected, (src, dst, start)
+
+
+def test_get_mha_kv_ptrs_with_pp_is_right_where_upstream_is_not(sglang, rng):
+    num_wrong = 0
+    for _ in range(3000):
+        num_layers, stage = random_stage(rng)
+        src = kv_list(stage, "KV")
+        dst = kv_list(range(num_layers), "KV", draft_layers=int(rng.integers(0, 4)))
+        manager = make_manager(sglang, kv_args=SimpleNamespace(prefill_start_layer=stage.start))
+        _, _, upstream_k, upstream_v, _ = manager.get_mha_kv_ptrs_with_pp(src, dst)
+        num_wrong += src != (upstream_k + upstream_v)[: len(src)]
+
+        _, _, dst_k, dst_v, _ = cpattn.get_mha_kv_ptrs_with_pp(
+            list(range(len(src))),
+            list(range(len(dst))),
+            prefill_start_layer=stage.start,
+            total_kv_layers=num_layers,
+        )
+        assert [dst[i] for i in [*dst_k, *dst_v]][: len(src)] == src
+    assert num_wrong > 300
+
+
+def mla_manager(sglang: SimpleNamespace, start: int, groups: int, hidden: int, draft: int) -> Any:
+    kv_args = SimpleNamespace(
+        prefill_start_layer=start,
+        kv_buf_groups=groups,
+        hidden_kv_layers=hidden,
+        draft_kv_layers=draft,
+        mla_compression_ratios=None,
+    )
+    return make_manager(sglang, kv_args=kv_args, pp_size=2, is_mla_backend=True)
+
+
+def test_get_mla_kv_ptrs_with_pp_compat(sglang, rng):
+    for _ in range(3000):
+        src = list(range(rng.integers(1, 20)))
+        dst = list(range(1000, 1000 + rng.integers(0, 60)))
+        start, groups = int(rng.integers(0, 8)), int(rng.integers(1, 4))
+        hidden, draft = int(rng.integers(0, 20)), int(rng.integers(0, 3))
+        sglang.parallel.pp_group.is_last_rank = bool(rng.integers(2))
+        manager = mla_manager(sglang, start, groups, hidden, draft)
+        expected = outcome(manager.get_mla_kv_ptrs_with_pp, src, dst)
+        got = outcome(
+            cpattn.get_mla_kv_ptrs_with_pp,
+            src,
+            dst,
+            prefill_start_layer=start,
+            kv_buf_groups=groups,
+            hidden_kv_layers=hidden,
+            draft_kv_layers=draft,
+            is_last_rank=sglang.parallel.pp_group.is_last_rank,
+            compat=True,
+        )
+        assert got == expected, (src, dst, start, groups, hidden, draft)
+
+
+def test_get_mla_kv_ptrs_with_pp_strict_agrees_where_upstream_is_right(sglang, rng):
+    num_agreed = 0
+    for _ in range(2000):
+        num_layers, stage = random_stage(rng)
+        groups = str(rng.choice(["KV", "KVI"]))
+        is_last = stage.stop == num_layers
+        draft = int(rng.integers(0, 3))
+        src = kv_list(stage, groups, draft if is_last else 0)
+        dst = kv_list(range(num_layers), groups, draft)
+        sglang.parallel.pp_group.is_last_rank = is_last
+        manager = mla_manager(sglang, stage.start, len(groups), num_layers, draft)
+        _, upstream, _ = manager.get_mla_kv_ptrs_with_pp(src, dst)
+        strict = outcome(
+            cpattn.get_mla_kv_ptrs_with_pp,
+            list(range(len(src))),
+            list(range(len(dst))),
+            prefill_start_layer=stage.start,
+            kv_buf_groups=len(groups),
+            hidden_kv_layers=num_layers,
+            draft_kv_layers=draft,
+            is_last_rank=is_last,
+        )
+        if strict != "refused":
+            assert [dst[i] for i in strict[1]][: len(src)] == src
+        if upstream[: len(src)] == src:
+            assert strict != "refused", (src, dst)
+            num_agreed += 1
+    assert num_agreed > 1000
+
+
+DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn"]
+
+
+def make_pools(
+    sglang: SimpleNamespace, rng: np.random.Generator, *, use_fia: bool
+) -> tuple[Any, Any, str]:
+    """The same random pool twice: sglang's and ours."""
+    common = {
+        "size": int(rng.integers(1, 200)),
+        "page_size": int(rng.choice([1, 8, 16, 128])),
+        "start_layer": int(rng.integers(0, 9)),
+    }
+    num_layers, dtype = int(rng.integers(1, 5)), str(rng.choice(DTYPES))
+    shared = {"layer_num": num_layers, "device": "cpu", "enable_memory_saver": False}
+    theirs = common | shared | {"dtype": getattr(torch, dtype)}
+    ours = common | {"num_layers": num_layers, "dtype": dtype, "use_fia": use_fia}
+    if rng.random() < 0.5:
+        heads, dims = int(rng.integers(1, 5)), int(rng.choice([8, 16]))
+        v_dim = [None, 8, 24][rng.integers(3)]
+        upstream = sglang.npu_pools.NPUMHATokenToKVPool(
+            head_num=heads, head_dim=dims, v_head_dim=v_dim, **theirs
+        )
+        return (
+            upstream,
+            cpattn.MHATokenToKVPool(num_kv_heads=heads, head_dim=dims, v_head_dim=v_dim, **ours),
+            "mha",
+        )
+    widths = {
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "index_head_dim": [None, 8][rng.integers(2)],
+    }
+    upstream = sglang.npu_pools.NPUMLATokenToKVPool(**widths, **theirs)
+    return upstream, cpattn.MLATokenToKVPool(**widths, **ours), "mla"
+
+
+@pytest.fixture(params=["0", "1"])
+def use_fia(request, monkeypatch) -> bool:
+    monkeypatch.setenv("ASCEND_USE_FIA", request.param)
+    return request.param == "1"
+
+
+def layer_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_pool_buffers(sglang, rng, use_fia):
+    for _ in range(60):
+        upstream, pool, _ = make_pools(sglang, rng, use_fia=use_fia)
+        ptrs, lens, item_lens = upstream.get_contiguous_buf_infos()
+        our_ptrs, our_lens, our_item_lens = pool.get_contiguous_buf_infos()
+        assert (our_lens, our_item_lens) == (lens, item_lens)
+        for layer in range(pool.start_layer, pool.start_layer + pool.num_layers):
+            for name in ("get_key_buffer", "get_value_buffer"):
+                theirs, ours = getattr(upstream, name)(layer), getattr(pool, name)(layer)
+                assert tuple(ours.shape) == tuple(theirs.shape)
+                assert ours.dtype == theirs.dtype
+        for i in range(0, len(ptrs), pool.num_layers):  # one allocation for the layers of a kind
+            kind, our_kind = ptrs[i : i + pool.num_layers], our_ptrs[i : i + pool.num_layers]
+            assert [p - our_kind[0] for p in our_kind] == [p - kind[0] for p in kind]
+
+
+def test_pool_writes(sglang, rng, use_fia):
+    for _ in range(60):
+        upstream, pool, kind = make_pools(sglang, rng, use_fia=use_fia)
+        layer = pool.start_layer + int(rng.integers(pool.num_layers))
+        num_slots = pool.num_pages * pool.page_size
+        loc = torch.from_numpy(rng.permutation(num_slots)[: rng.integers(0, num_slots)])
+        like_k, like_v = upstream.get_key_buffer(layer), upstream.get_value_buffer(layer)
+        heads = upstream.head_num if kind == "mha" else 1
+        k = torch.randn(len(loc), heads, like_k.shape[-1])
+        v = torch.randn(len(loc), heads, like_v.shape[-1])
+        scales = {"k_scale": 0.5, "v_scale": 1.7} if kind == "mha" and rng.random() < 0.5 else {}
+        upstream.set_kv_buffer(SimpleNamespace(layer_id=layer), loc, k.clone(), v.clone(), **scales)
+        pool.set_kv_buffer(layer, loc, k, v, **scales)
+        if kind == "mla" and pool.index_k_buffer is not None:
+            index_k = torch.randn(len(loc), 1, pool.index_k_buffer.shape[-1])
+            upstream.set_index_k_buffer(layer, loc, index_k)
+            pool.set_index_k_buffer(layer, loc, index_k)
+            row = layer - pool.start_layer
+            assert layer_bytes(pool.index_k_buffer[row]) == layer_bytes(
+                upstream.index_k_buffer[row]
+            )
+        for other in range(pool.start_layer, pool.start_layer + pool.num_layers):
+            assert layer_bytes(pool.get_key_buffer(other)) == layer_bytes(
+                upstream.get_key_buffer(other)
+            )
+            assert layer_bytes(pool.get_value_buffer(other)) == layer_bytes(
+                upstream.get_value_buffer(other)
+            )
+
+
+def test_setup_state_kv_args(sglang, rng):
+    for _ in range(60):
+        upstream, pool, _ = make_pools(sglang, rng, use_fia=False)
+        draft_upstream, draft, _ = make_pools(sglang, rng, use_fia=False)
+        with_draft, total = bool(rng.integers(2)), int(rng.integers(1, 62))
+        theirs, ours = SimpleNamespace(kv_data_ptrs=[]), cpattn.KVArgs()
+        sglang.disaggregation.setup_state_kv_args(
+            theirs, upstream, draft_upstream if with_draft else None, total
+        )
+        cpattn.setup_state_kv_args(ours, pool, draft if with_draft else None, total)
+        for name in ("kv_buf_groups", "hidden_kv_layers", "draft_kv_layers"):
+            assert getattr(ours, name, None) == getattr(theirs, name, None), name
+        for name in ("state_types", "state_data_ptrs", "state_data_lens", "state_item_lens"):
+            assert getattr(ours, name) == getattr(theirs, name) == []
+
+
+def random_kv_args(rng: np.random.Generator, *, is_mla: bool) -> tuple[SimpleNamespace, list[int]]:
+    """What a prefill stage registers, and the addresses of a decode server's buffers."""
+    num_layers, stage = random_stage(rng)
+    groups = str(rng.choice(["KV", "KVI"])) if is_mla else "KV"
+    page_bytes = {"K": 512, "V": 512 if rng.random() < 0.5 else 96, "I": 64}
+    with_draft = stage.stop == num_layers and rng.random() < 0.3
+    draft = int(rng.integers(0, 3))
+    held = kv_list(stage, groups, draft if with_draft else 0)
+    addrs = 2**48 + 2**32 * (1 + rng.permutation(200).astype(np.int64))
+    kv_args = SimpleNamespace(
+        engine_rank=0,
+        page_size=8,
+        prefill_start_layer=stage.start,
+        prefill_end_layer=stage.stop,
+        kv_data_ptrs=addrs[: len(held)].tolist(),
+        kv_data_lens=[4096 * page_bytes[name.removeprefix("draft ")[0]] for name in held],
+        kv_item_lens=[page_bytes[name.removeprefix("draft ")[0]] for name in held],
+        kv_layer_ids=None,
+        kv_buf_groups=len(groups),
+        total_kv_layers=num_layers,
+        hidden_kv_layers=num_layers,
+        draft_kv_layers=draft,
+        mla_compression_ratios=None,
+    )
+    return kv_args, addrs[100 : 100 + len(kv_list(range(num_layers), groups, draft))].tolist()
+
+
+def blocks_of(plan: Any) -> list[tuple[int, int, int]]:
+    arrays = (plan.src_addrs, plan.dst_addrs, plan.lengths)
+    return list(zip(*(array.tolist() for array in arrays), strict=True))
+
+
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_plan_send_kvcache(sglang, rng, is_mla):
+    for _ in range(1000):
+        kv_args, dst_ptrs = random_kv_args(rng, is_mla=is_mla)
+        pp_size, is_last = int(rng.integers(1, 3)), bool(rng.integers(2))
+        num_pages = int(rng.integers(0, 30))
+        src, dst = unique_pages(rng, num_pages, 4096), unique_pages(rng, num_pages, 60)
+        sglang.parallel.pp_group.is_last_rank = is_last
+        manager = make_manager(sglang, kv_args=kv_args, pp_size=pp_size, is_mla_backend=is_mla)
+        sent = outcome(manager.send_kvcache, "s", src, dst_ptrs, dst, ImmediateExecutor())
+        planned = outcome(
+            cpattn.plan_send_kvcache,
+            kv_args,
+            dst_ptrs,
+            src,
+            dst,
+            pp_size=pp_size,
+            is_mla=is_mla,
+            is_last_rank=is_last,
+            compat=True,
+        )
+        assert (planned == "refused") == (sent == "refused")
+        if sent != "refused":
+            assert blocks_of(planned) == manager.engine.blocks
