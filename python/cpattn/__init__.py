@@ -63,18 +63,36 @@ from .topk import (
     transform_index_page_table_prefill,
 )
 from .transfer.layout import KVEntry, KVLayout
+from .transfer.pages import (
+    KVChunk,
+    KVSendCursor,
+    group_concurrent_contiguous,
+    kv_to_page_indices,
+    kv_to_page_num,
+)
 from .transfer.plan import TransferPlan
 from .transfer.planner import plan_kv_transfer
+from .transfer.pointers import (
+    DecodeTargets,
+    build_transfer_entry_pairs,
+    decode_targets,
+    get_mha_kv_ptrs_with_pp,
+    get_mla_kv_ptrs_with_pp,
+    kv_start_layer,
+)
 
 __all__ = [
     "AttentionPlan",
     "ContextParallelMetadata",
+    "DecodeTargets",
     "DsaMetadata",
     "ForwardMode",
+    "KVChunk",
     "KVEntry",
     "KVLayout",
     "MHATokenToKVPool",
     "MLATokenToKVPool",
+    "KVSendCursor",
     "Profile",
     "TopkTransformMethod",
     "TraceScope",
@@ -84,11 +102,13 @@ __all__ = [
     "build_cp_metadata",
     "build_cp_metadata_all_ranks",
     "build_dsa_metadata",
+    "build_transfer_entry_pairs",
     "can_apply_cp",
     "can_dsa_prefill_cp_interleave",
     "can_fuse_split_qk_norm",
     "cp_indexer_topk",
     "dcp_local_indices",
+    "decode_targets",
     "dequantize_kv_rows",
     "do_cp_attn_fia",
     "dsa_use_prefill_cp",
@@ -97,10 +117,16 @@ __all__ = [
     "fast_topk_transform_ragged_fused",
     "flash_mla_sparse_fwd",
     "fused_split_qk_norm",
+    "get_mha_kv_ptrs_with_pp",
+    "get_mla_kv_ptrs_with_pp",
     "get_topk_transform_method",
+    "group_concurrent_contiguous",
     "hadamard_transform",
     "indexer_logits",
     "indexer_topk",
+    "kv_start_layer",
+    "kv_to_page_indices",
+    "kv_to_page_num",
     "merge_state",
     "npu_fused_infer_attention_score",
     "npu_lightning_indexer",

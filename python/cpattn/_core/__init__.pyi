@@ -399,6 +399,41 @@ def do_cp_attn_fia(
     out: _Tensor,
     lse: _Tensor | None,
 ) -> None: ...
+
+_Range = tuple[int, int]
+
+def kv_to_page_num(num_tokens: int, page_size: int, /) -> int: ...
+def kv_to_page_indices(kv_indices: _Indices, page_size: int, /) -> NDArray[np.int32]: ...
+def group_concurrent_contiguous(
+    src_indices: _Indices, dst_indices: _Indices, /
+) -> tuple[list[list[int]], list[list[int]]]: ...
+def mha_kv_entries(
+    num_src: int, num_dst: int, prefill_start_layer: int, total_kv_layers: int, compat: bool, /
+) -> tuple[_Range, _Range, _Range, _Range, int]: ...
+def mla_kv_entries(
+    num_src: int,
+    num_dst: int,
+    prefill_start_layer: int,
+    kv_buf_groups: int,
+    total_kv_layers: int,
+    hidden_kv_layers: int | None,
+    draft_kv_layers: int,
+    is_last_rank: bool,
+    compat: bool,
+    /,
+) -> list[_Range]: ...
+def build_transfer_entry_pairs(
+    src_layer_ids: _Indices | None,
+    dst_layer_ids: _Indices | None,
+    num_src: int,
+    num_dst: int,
+    allow_positional: bool,
+    /,
+) -> list[tuple[int, int]]: ...
+def kv_start_layer(start_layer: int, kv_layer_ids: _Indices, /) -> int: ...
+def decode_targets(
+    engine_rank: int, prefill_tp_size: int, decode_tp_size: int, is_mla: bool, /
+) -> tuple[int, int, int, int]: ...
 def fast_topk(
     score: _Tensor,
     lengths: _Indices,

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/kv_pages.h"
+
+#include <gtest/gtest.h>
+
+#include "cpattn/kv_pointers.h"
+
+namespace cpattn {
+namespace {
+
+using Ints = std::vector<int64_t>;
+
+TEST(GroupRuns, SplitsWhereEitherSideDoes) {
+  const Ints src = {2, 3, 7, 8, 9, 12}, dst = {20, 21, 40, 42, 43, 50};
+  const std::vector<TransferRun> expected = {{2, 20, 2}, {7, 40, 1}, {8, 42, 2}, {12, 50, 1}};
+  EXPECT_EQ(group_runs(src, dst), expected);
+}
+
+TEST(GroupRuns, OneRunOrNone) {
+  EXPECT_EQ(group_runs(Ints{5, 6, 7}, Ints{1, 2, 3}), (std::vector<TransferRun>{{5, 1, 3}}));
+  EXPECT_TRUE(group_runs(Ints{}, Ints{1}).empty());
+  EXPECT_TRUE(group_runs(Ints{1, 2}, Ints{}).empty());
+  EXPECT_THROW(group_runs(Ints{1}, Ints{1, 2}), std::invalid_argument);
+}
+
+TEST(KvToPageIndices, EveryPageOnce) {
+  EXPECT_EQ(kv_to_page_indices(Ints{12, 13, 14, 15, 4, 5}, 4), (std::vector<int32_t>{3, 1}));
+  EXPECT_TRUE(kv_to_page_indices(Ints{}, 4).empty());
+  EXPECT_EQ(kv_to_page_num(129, 64), 3);
+  EXPECT_EQ(kv_to_page_num(INT64_MAX, 2), INT64_MAX / 2 + 1);
+}
+
+TEST(MlaKvEntries, TargetsOfEveryGroupThenDrafts) {
+  const MlaStage last{
+      .prefill_start_layer = 2,
+      .kv_buf_groups = 2,
+      .hidden_kv_layers = 4,
+      .draft_kv_layers = 1,
+      .is_last_rank = true
+  };
+  const std::vector<EntryRange> expected = {{2, 4}, {6, 8}, {8, 10}};
+  EXPECT_EQ(mla_kv_entries(6, 10, last, false), expected);
+  EXPECT_THROW(mla_kv_entries(6, 8, last, false), std::invalid_argument);
+}
+
+TEST(MhaKvEntries, RemainderMistakenForDrafts) {
+  EXPECT_EQ(mha_kv_entries(14, 30, 0, 15, false).dst_v, (EntryRange{15, 22}));
+  EXPECT_EQ(mha_kv_entries(14, 30, 0, 0, true).dst_v, (EntryRange{14, 21}));
+}
+
+}  // namespace
+}  // namespace cpattn

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which buffers meet: the tables of what engines do, right and wrong, and every geometry."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpattn import (
+    build_transfer_entry_pairs,
+    decode_targets,
+    get_mha_kv_ptrs_with_pp,
+    get_mla_kv_ptrs_with_pp,
+    kv_start_layer,
+)
+
+
+def names(groups, layers, drafts=0):
+    """The list a server registers: per group its layers, then per group the drafts."""
+    return [f"{g}{i}" for g in groups for i in layers] + [
+        f"d{g}{k}" for g in groups for k in range(drafts)
+    ]
+
+
+# layers, drafts, first, end, what compat takes for V, known to be right?
+MHA_TABLE = [
+    (15, 0, 0, 7, ["K14", "V0", "V1", "V2", "V3", "V4", "V5"]),
+    (15, 0, 7, 15, [f"V{i}" for i in range(8)]),
+    (5, 0, 0, 3, ["K3", "K4", "V0"]),
+    (5, 0, 3, 5, ["V2", "V3"]),
+    (4, 0, 0, 2, ["V0", "V1"]),
+    (4, 0, 2, 4, ["V2", "V3"]),
+    (4, 1, 0, 4, ["V0", "V1", "V2", "V3"]),
+    (4, 1, 0, 2, ["V0", "V1"]),
+    (4, 1, 2, 4, ["V2", "V3"]),
+    (4, 2, 0, 4, ["V0", "V1", "V2", "V3"]),
+    (4, 2, 0, 2, ["V2", "V3"]),
+    (4, 2, 2, 4, ["dK0", "dK1"]),
+    (4, 4, 0, 4, ["dK0", "dK1", "dK2", "dK3"]),
+    (15, 1, 0, 15, [f"V{i}" for i in range(15)]),
+]
+
+
+@pytest.mark.parametrize(("layers", "drafts", "first", "end", "dst_v"), MHA_TABLE)
+def test_mha_table(layers, drafts, first, end, dst_v):
+    stage = names("KV", range(first, end))
+    decode = names("KV", range(layers), drafts)
+    src_k, src_v = names("K", range(first, end)), names("V", range(first, end))
+    n = end - first
+    found = get_mha_kv_ptrs_with_pp(
+        stage, decode, prefill_start_layer=first, total_kv_layers=layers
+    )
+    assert found == (src_k, src_v, src_k, src_v, n)
+    found = get_mha_kv_ptrs_with_pp(stage, decode, prefill_start_layer=first, compat=True)
+    assert found == (src_k, src_v, src_k, dst_v, n)
+    with pytest.raises(ValueError, match="number of target layers must be given"):
+        get_mha_kv_ptrs_with_pp(stage, decode, prefill_start_layer=first)
+
+
+@pytest.mark.parametrize("compat", [False, True])
+def test_mha_equal_lists_need_no_total(compat):
+    stage = names("KV", range(4), drafts=1)
+    found = get_mha_kv_ptrs_with_pp(stage, stage, prefill_start_layer=0, compat=compat)
+    assert found == (stage[:5], stage[5:], stage[:5], stage[5:], 5)
+
+
+def test_mha_refuses():
+    stage, decode = names("KV", [2, 3]), names("KV", range(4))
+    with pytest.raises(ValueError, match=r"source layers \[2, 4\).* 4 entries.* 6 entries"):
+        get_mha_kv_ptrs_with_pp(stage, decode[:6], prefill_start_layer=2, total_kv_layers=4)
+    with pytest.raises(ValueError, match="destination holds 3 of 4 layers per group"):
+        get_mha_kv_ptrs_with_pp(stage, decode[:6], prefill_start_layer=2, total_kv_layers=4)
+    with pytest.raises(ValueError, match="source must end within the 3 target layers"):
+        get_mha_kv_ptrs_with_pp(stage, decode, prefill_start_layer=2, total_kv_layers=3)
+    with pytest.raises(ValueError, match=r"source must have equally many.* got 3"):
+        get_mha_kv_ptrs_with_pp(stage[:3], decode, prefill_start_layer=2, total_kv_layers=4)
+    with pytest.raises(ValueError, match=r"destination must have equally many.* got 7"):
+        get_mha_kv_ptrs_with_pp(stage, decode[:7], prefill_start_layer=2, total_kv_layers=4)
+    with pytest.raises(ValueError, match="prefill_start_layer must be >= 0, got -1"):
+        get_mha_kv_ptrs_with_pp(stage, decode, prefill_start_layer=-1, total_kv_layers=4)
+    with pytest.raises(TypeError, match="prefill_start_layer must be an integer"):
+        get_mha_kv_ptrs_with_pp(stage, decode, prefill_start_layer=1.0)
+    # A prefill stage with drafts: K and V are no longer halves of its list.
+    with pytest.raises(ValueError, match="source must end within the 4 target layers"):
+        get_mha_kv_ptrs_with_pp(
+            names("KV", [2, 3], 1),
+            names("KV", range(4), 1),
+            prefill_start_layer=2,
+            total_kv_layers=4,
+        )
+
+
+NSA, MLA = "KVI", "KV"
+DRAFTED = names(MLA, range(4), 1)
+# groups, total, first, source, destination, what compat answers (None: the right buffers)
+MLA_TABLE = {
+    "A": (3, 4, 2, names(NSA, [2, 3]), names(NSA, range(4)), None),
+    "B first": (2, 4, 0, names(MLA, [0, 1]), DRAFTED, None),
+    "B second": (2, 4, 2, names(MLA, [2, 3]), DRAFTED, None),
+    "C": (2, 0, 2, names(MLA, [2, 3]), DRAFTED, ["K2", "K3", "V3", "dK0"]),
+    "D": (3, 4, 3, names(NSA, [3]), names(NSA, range(4)), None),
+    "E": (2, 4, 2, names(MLA, [2, 3], 1), DRAFTED, ["K2", "K3", "V0", "V2", "V3", "dK0"]),
+    "G": (1, 0, 2, names(MLA, [2, 3]), names(MLA, range(4)), ["K2", "K3", "V0", "V1"]),
+    "H": (2, 3, 2, names(MLA, [2, 3]), names(MLA, range(3)), ["K2", "V0", "V2"]),
+    "I": (2, 4, 2, names(MLA, [2, 3]), names(MLA, [2, 3], 1), ["V2", "V3", "dV0"]),
+}
+
+
+@pytest.mark.parametrize("case", MLA_TABLE)
+def test_mla_table(case):
+    groups, total, first, src, dst, compat_dst = MLA_TABLE[case]
+    stage = {"prefill_start_layer": first, "kv_buf_groups": groups, "total_kv_layers": total}
+    found = get_mla_kv_ptrs_with_pp(src, dst, **stage, compat=True)
+    assert found == (src, compat_dst or src, len(src))
+    if compat_dst is None:
+        assert get_mla_kv_ptrs_with_pp(src, dst, **stage) == (src, src, len(src))
+        return
+    with pytest.raises(
+        ValueError, match=rf"source layers \[{first}, .* {len(src)} entries"
+    ) as error:
+        get_mla_kv_ptrs_with_pp(src, dst, **stage)
+    assert f"destination {len(dst)} entries, each of {groups} group(s)" in str(error.value)
+
+
+def test_mla_whole_model_in_one_stage():
+    """Case F: engines hand the drafts on, and count on callers to ignore them."""
+    src = names(MLA, range(4))
+    stage = {"prefill_start_layer": 0, "kv_buf_groups": 2, "total_kv_layers": 4}
+    assert get_mla_kv_ptrs_with_pp(src, DRAFTED, **stage, compat=True) == (src, DRAFTED, 8)
+    assert get_mla_kv_ptrs_with_pp(src, DRAFTED, **stage) == (src, src, 8)
+
+
+@pytest.mark.parametrize("total", [0, None])
+def test_an_unknown_number_of_layers(total):
+    src = names(NSA, range(3))
+    stage = {"prefill_start_layer": 0, "kv_buf_groups": 3, "total_kv_layers": total}
+    assert get_mla_kv_ptrs_with_pp(src, src, **stage) == (src, src, 9)
+    with pytest.raises(ValueError, match="number of target layers must be given"):
+        get_mla_kv_ptrs_with_pp(src, names(NSA, range(3), 1), **stage)
+
+
+def test_drafts_on_the_last_stage():
+    """Case E under the rule of 0.5.20 and later."""
+    src = names(MLA, [2, 3], 1)
+    stage = {
+        "prefill_start_layer": 2,
+        "kv_buf_groups": 2,
+        "hidden_kv_layers": 4,
+        "draft_kv_layers": 1,
+    }
+    for compat in (False, True):
+        found = get_mla_kv_ptrs_with_pp(src, DRAFTED, **stage, is_last_rank=True, compat=compat)
+        assert found == (src, src, 6)
+    with pytest.raises(ValueError, match="source must end within the 4 target layers"):
+        get_mla_kv_ptrs_with_pp(src, DRAFTED, **stage)
+    compat_dst = ["K2", "K3", "V0", "V2", "V3", "dK0"]
+    assert get_mla_kv_ptrs_with_pp(src, DRAFTED, **stage, compat=True)[1] == compat_dst
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "first", "message"),
+    [
+        (names(MLA, [2, 3], 1), names(MLA, range(4), 2), 2, "as many drafts.* got 2"),
+        (names(MLA, [2, 3], 1), names(MLA, range(4)), 2, "as many drafts.* got 0"),
+        (names(MLA, [1, 2], 1), DRAFTED, 1, "the stage with drafts must end at layer 4"),
+        (names(MLA, [3], 1), names(MLA, range(3)), 3, "destination holds 3 of 4 layers per group"),
+        ([], DRAFTED, 3, "draft_kv_layers must be between 0 and the source's 0"),
+        (names(MLA, [3], 1)[:3], DRAFTED, 3, "source must have equally many.* 2 groups, got 3"),
+        (names(MLA, [3], 1), DRAFTED[:9], 3, "destination must have equally many.* got 9"),
+        (names(MLA, [3], 1), DRAFTED, -1, "prefill_start_layer must be >= 0, got -1"),
+    ],
+)
+def test_mla_refuses(src, dst, first, message):
+    with pytest.raises(ValueError, match=f"get_mla_kv_ptrs_with_pp: .*{message}"):
+        get_mla_kv_ptrs_with_pp(
+            src, dst, prefill_start_layer=first, kv_buf_groups=2, hidden_kv_layers=4,
+            draft_kv_layers=1, is_last_rank=True,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("compat", [False, True])
+def test_groups_must_exist(compat):
+    with pytest.raises(ValueError, match="kv_buf_groups must be >= 1, got 0"):
+        get_mla_kv_ptrs_with_pp([1], [1], prefill_start_layer=0, kv_buf_groups=0, compat=compat)
+
+
+stages = st.integers(1, 12).flatmap(
+    lambda layers: st.tuples(
+        st.just(layers), st.lists(st.integers(0, layers), max_size=3).map(sorted)
+    )
+)
+
+
+@given(stages, st.sampled_from(["X", MLA, NSA]), st.integers(0, 3), st.booleans())
+def test_every_stage_meets_its_layers(stages, groups, drafts, prefill_has_drafts):
+    """All stages of any split together fill all that they hold at the destination, by name."""
+    layers, cuts = stages
+    decode = names(groups, range(layers), drafts)
+    bounds = [0, *cuts, layers]
+    for rank, (first, end) in enumerate(pairwise(bounds)):
+        is_last = rank == len(bounds) - 2
+        own = drafts if prefill_has_drafts else 0
+        src = names(groups, range(first, end), own if is_last else 0)
+        found = get_mla_kv_ptrs_with_pp(
+            src, decode, prefill_start_layer=first, kv_buf_groups=len(groups),
+            hidden_kv_layers=layers, draft_kv_layers=own, is_last_rank=is_last,
+        )  # fmt: skip
+        assert found == (src, src, len(src))
+        if groups == MLA and not own:
+            found = get_mha_kv_ptrs_with_pp(
+                src, decode, prefill_start_layer=first, total_kv_layers=layers
+            )
+            assert found[0] + found[1] == found[2] + found[3] == src
+
+
+def rule_of_23893(dst, num_src, first, groups, total):
+    num_dst = len(dst) // groups
+    if total:
+        num_dst = min(num_dst, total)
+    if num_src // groups == num_dst:
+        return dst
+    starts = [g * num_dst + first for g in range(groups)]
+    return [*chain(*(dst[start : start + num_src // groups] for start in starts))]
+
+
+def rule_of_0_5_23(dst, num_src, first, groups, hidden, drafts, is_last):
+    per_group = num_src // groups
+    if per_group == len(dst) // groups:
+        return dst
+    drafts = drafts if is_last else 0
+    starts = [g * hidden + first for g in range(groups)]
+    targets = [dst[start : start + per_group - drafts] for start in starts]
+    tails = [groups * hidden + g * drafts for g in range(groups)]
+    return [*chain(*targets, *(dst[tail : tail + drafts] for tail in tails))]
+
+
+def rule_for_mha(dst, num_src, first):
+    n, held = num_src // 2, len(dst) // 2
+    if n == held:
+        return dst[:held], dst[held:]
+    if n < held and held % n:
+        offset = n * (held // n)
+        return dst[first : first + n], dst[offset + first : offset + first + n]
+    return dst[first : first + n], dst[held + first : held + first + n]
+
+
+small = st.integers(0, 9)
+
+
+@given(num_src=small, num_dst=st.integers(0, 30), first=small, groups=st.integers(1, 3),
+       total=small, drafts=st.integers(0, 3), is_last=st.booleans())  # fmt: skip
+def test_compat_is_the_rules_with_slices_of_python(
+    num_src, num_dst, first, groups, total, drafts, is_last
+):
+    src, dst = list(range(num_src)), list(range(100, 100 + num_dst))
+    stage = {"prefill_start_layer": first, "kv_buf_groups": groups, "compat": True}
+    found = get_mla_kv_ptrs_with_pp(src, dst, **stage, total_kv_layers=total)
+    assert found == (src, rule_of_23893(dst, num_src, first, groups, total), num_src)
+    found = get_mla_kv_ptrs_with_pp(
+        src, dst, **stage, hidden_kv_layers=total, draft_kv_layers=drafts, is_last_rank=is_last
+    )
+    assert found[1] == rule_of_0_5_23(dst, num_src, first, groups, total, drafts, is_last)
+    if num_src >= 2:
+        found = get_mha_kv_ptrs_with_pp(src, dst, prefill_start_layer=first, compat=True)
+        assert found[:2] == (src[: num_src // 2], src[num_src // 2 :])
+        assert found[2:] == (*rule_for_mha(dst, num_src, first), num_src // 2)
+
+
+def test_pairs_by_layer_id():
+    pairs = build_transfer_entry_pairs([3, 7, 3, 7], [3, 7, 11, 3, 7, 11], 4, 6)
+    assert pairs == [(0, 0), (1, 1), (2, 3), (3, 4)]
+    drafts = [1_000_000, 1_000_001]
+    pairs = build_transfer_entry_pairs([5, *drafts], [*drafts, 4, 5], 3, 4)
+    assert pairs == [(0, 3), (1, 0), (2, 1)]
+
+
+@given(st.lists(st.integers(0, 5), max_size=12), st.lists(st.integers(0, 5), max_size=12))
+def test_pairs_take_the_next_unused_occurrence(src, dst):
+    expected, used = [], set()
+    for i, layer in enumerate(src):
+        free = [j for j, other in enumerate(dst) if other == layer and j not in used]
+        if not free:
+            break
+        used.add(free[0])
+        expected.append((i, free[0]))
+    if not src or (dst and len(expected) == len(src)):
+        assert build_transfer_entry_pairs(src, dst, len(src), len(dst)) == expected
+    else:
+        with pytest.raises(RuntimeError, match=r"missing a transfer entry|one side only"):
+            build_transfer_entry_pairs(src, dst, len(src), len(dst))
+
+
+def test_pairs_without_ids():
+    assert build_transfer_entry_pairs(None, None, 0, 5) == []
+    assert build_transfer_entry_pairs(None, [], 2, 2) == [(0, 0), (1, 1)]
+    assert build_transfer_entry_pairs(None, None, 2, 3, allow_positional=True) == [(0, 0), (1, 1)]
+    assert build_transfer_entry_pairs([1, 2], None, 2, 3, allow_positional=True)[1] == (1, 1)
+    with pytest.raises(RuntimeError, match="on one side only: 2 of the source, 0 of"):
+        build_transfer_entry_pairs([1, 2], None, 2, 2)
+    with pytest.raises(RuntimeError, match="cannot be paired: 2 of the source, 3 of"):
+        build_transfer_entry_pairs(None, None, 2, 3)
+    with pytest.raises(RuntimeError, match="cannot be paired: 3 of the source, 2 of"):
+        build_transfer_entry_pairs(None, None, 3, 2, allow_positional=True)
+    with pytest.raises(RuntimeError, match="got 1 for 2 of the source, 2 for 2 of"):
+        build_transfer_entry_pairs([1], [1, 2], 2, 2)
+    with pytest.raises(ValueError, match="counts must be >= 0, got -1"):
+        build_transfer_entry_pairs(None, None, -1, 2)
+
+
+def test_uneven_stages_of_a_hybrid_model_by_layer_id():
+    """7 + 8 of 15 full-attention layers, one of every four, into a destination with a draft."""
+    ids = list(range(3, 60, 4))
+    decode = [*ids, 1_000_000, *ids, 1_000_000]
+    named = [f"{g}{i}" for g in "KV" for i in [*ids, 1_000_000]]
+    for first, end in ((0, 30), (30, 60)):
+        own = [i for i in ids if first <= i < end]
+        pairs = build_transfer_entry_pairs(own * 2, decode, 2 * len(own), len(decode))
+        assert [named[j] for _, j in pairs] == [f"{g}{i}" for g in "KV" for i in own]
+        assert kv_start_layer(first, ids) == (7 if first else 0)
+
+
+def test_start_layers_of_hybrid_models():
+    assert kv_start_layer(31, [3, 31, 40]) == 1
+    assert kv_start_layer(99, [3, 31, 40]) == 3
+    assert kv_start_layer(0, []) == 0
+    with pytest.raises(ValueError, match="kv_layer_ids must ascend, got no ascent at index 2"):
+        kv_start_layer(1, [3, 5, 5])
+    with pytest.raises(ValueError, match="start_layer must be >= 0, got -1"):
+        kv_start_layer(-1, [3])
+
+
+@pytest.mark.parametrize(
+    ("rank", "prefill", "decode", "is_mla", "expected"),
+    [
+        (2, 4, 4, False, (range(2, 3), range(3, 3), 1)),
+        (6, 4, 4, True, (range(2, 3), range(3, 3), 1)),
+        (3, 2, 8, False, (range(1), range(1, 1), 4)),
+        (4, 2, 8, True, (range(1, 2), range(2, 2), 4)),
+        (1, 8, 2, False, (range(4, 8), range(8, 8), 1)),
+        (1, 8, 2, True, (range(4, 5), range(5, 8), 1)),
+    ],
+)
+def test_decode_targets(rank, prefill, decode, is_mla, expected):
+    found = decode_targets(rank, prefill_tp_size=prefill, decode_tp_size=decode, is_mla=is_mla)
+    assert found == expected
+
+
+def test_decode_targets_cover_all_prefill_ranks():
+    for prefill, decode in product((1, 2, 4, 8), repeat=2):
+        waits = dict.fromkeys(range(prefill), 0)
+        for rank in range(decode):
+            targets = decode_targets(
+                rank, prefill_tp_size=prefill, decode_tp_size=decode, is_mla=False
+            )
+            for sender in targets.ranks:
+                waits[sender] += 1
+        assert set(waits.values()) == {max(1, decode // prefill)}
+
+
+def test_decode_targets_refuse():
+    with pytest.raises(ValueError, match="must divide the other, got 4 and 6"):
+        decode_targets(0, prefill_tp_size=4, decode_tp_size=6, is_mla=True)
+    with pytest.raises(ValueError, match="must divide the other, got 0 and 6"):
+        decode_targets(0, prefill_tp_size=0, decode_tp_size=6, is_mla=True)
+    with pytest.raises(ValueError, match="engine_rank must be >= 0, got -1"):
+        decode_targets(-1, prefill_tp_size=2, decode_tp_size=2, is_mla=True)
