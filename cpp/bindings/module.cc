@@ -23,6 +23,7 @@ PYBIND11_MODULE(_core, m) {
     }
   });
   bindings::register_attention(m);
+  bindings::register_copy_blocks(m);
   bindings::register_cp_attention(m);
   bindings::register_cp_indexer(m);
   bindings::register_fia(m);

@@ -8,6 +8,7 @@
 namespace cpattn::bindings {
 
 void register_attention(pybind11::module_& module);
+void register_copy_blocks(pybind11::module_& module);
 void register_cp_attention(pybind11::module_& module);
 void register_cp_indexer(pybind11::module_& module);
 void register_dsa_metadata(pybind11::module_& module);

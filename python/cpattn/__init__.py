@@ -62,7 +62,9 @@ from .topk import (
     transform_index_page_table_decode,
     transform_index_page_table_prefill,
 )
+from .transfer.engine import TransferEngine, TransferStatus
 from .transfer.layout import KVEntry, KVLayout
+from .transfer.local import LocalEngine
 from .transfer.pages import (
     KVChunk,
     KVSendCursor,
@@ -90,13 +92,16 @@ __all__ = [
     "KVChunk",
     "KVEntry",
     "KVLayout",
+    "KVSendCursor",
+    "LocalEngine",
     "MHATokenToKVPool",
     "MLATokenToKVPool",
-    "KVSendCursor",
     "Profile",
     "TopkTransformMethod",
     "TraceScope",
+    "TransferEngine",
     "TransferPlan",
+    "TransferStatus",
     "__version__",
     "active_isa",
     "build_cp_metadata",

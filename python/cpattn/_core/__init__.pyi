@@ -1,12 +1,13 @@
 # Types of the compiled core. Written by hand, checked by mypy.stubtest.
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, final, type_check_only
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..transfer.engine import TransferEngine, TransferStatus
 from . import reference as reference
 
 _Tensor = Any  # torch CPU tensor, NumPy array, or anything with __dlpack__
@@ -62,6 +63,16 @@ class TransferPlan(metaclass=_pybind11_type):
     def to_dict(self) -> dict[str, list[int]]: ...
     def summary(self) -> str: ...  # of cpattn.transfer.plan
     def __reduce__(self) -> tuple[Any, ...]: ...
+    def execute(
+        self,
+        engine: TransferEngine,
+        session: str,
+        *,
+        max_blocks: int | None = None,
+        timeout: float | None = None,
+        retries: int = 0,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> TransferStatus: ...
     def __len__(self) -> int: ...
     def __eq__(self, other: object) -> bool: ...
 
@@ -89,6 +100,16 @@ def set_kv_buffer(
     v_scale: float,
 ) -> None: ...
 def set_index_k_buffer(layer: int, loc: _Indices, buffer: KvBuffer, index_k: _Tensor) -> None: ...
+
+class MemoryRanges(metaclass=_pybind11_type):
+    def __init__(self) -> None: ...
+    def add(self, addrs: Sequence[int], sizes: Sequence[int]) -> int: ...
+    def remove(self, addrs: Sequence[int]) -> int: ...
+    def contain(self, addrs: Sequence[int], lengths: Sequence[int]) -> bool: ...
+
+def copy_blocks(
+    src_addrs: Sequence[int], dst_addrs: Sequence[int], lengths: Sequence[int], num_threads: int
+) -> None: ...
 
 @final
 class TraceSpan(metaclass=_pybind11_type):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .._core import TransferPlan as TransferPlan
+from .execute import execute
 
 __all__ = ["TransferPlan"]
 
@@ -74,5 +75,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+TransferPlan.execute = execute  # type: ignore[method-assign]
 TransferPlan.summary = summary  # type: ignore[method-assign]
 TransferPlan.__module__ = "cpattn"

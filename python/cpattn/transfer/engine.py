@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What moves the bytes of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class TransferEngine(Protocol):
+    """One side of transfers: memory that peers may write to, and writes into theirs.
+
+    Any object with these members will do; `cpattn.LocalEngine` and
+    `cpattn.integrations.mooncake.MooncakeEngine` are two. Codes are the engine's own, 0 is success;
+    nobody translates them. An engine may raise instead, and that passes through as well.
+
+    Attributes
+    ----------
+    session_id : str
+        What peers write to.
+    max_blocks : int
+        Blocks that one write carries safely.
+    """
+
+    @property
+    def session_id(self) -> str: ...
+    @property
+    def max_blocks(self) -> int: ...
+
+    def register(self, addrs: Sequence[int], sizes: Sequence[int]) -> int:
+        """Let peers write to ``sizes[i]`` bytes at ``addrs[i]``. The memory must outlive that."""
+
+    def unregister(self, addrs: Sequence[int]) -> int:
+        """End that for the ranges that start at `addrs`."""
+
+    def write(
+        self,
+        session: str,
+        src_addrs: Sequence[int],
+        dst_addrs: Sequence[int],
+        lengths: Sequence[int],
+    ) -> int:
+        """Copy blocks from memory of this process to that of the peer `session`.
+
+        0: all bytes are there. Anything else, and any exception: some of them may be there, in any
+        pattern. The same write may be made again, for it changes nothing that is right already.
+        """
+
+    def close(self) -> None:
+        """Release what is registered and end. A second call does nothing."""
+
+
+class TransferStatus(int):
+    """The engine's return code of a transfer, 0 for success, and how far it came.
+
+    Attributes
+    ----------
+    num_batches : int
+        Batches the plan was cut into.
+    first_failed_batch : int or None
+        The batch whose code this is, counted from 0. It may be partly written, in any pattern;
+        those before it are complete, those behind it were not begun.
+    blocks_done, bytes_done : int
+        What the complete batches hold.
+    attempts : int
+        Writes asked of the engine, repeated ones included.
+    """
+
+    num_batches: int
+    first_failed_batch: int | None
+    blocks_done: int
+    bytes_done: int
+    attempts: int
+
+    def __new__(
+        cls,
+        code: int = 0,
+        *,
+        num_batches: int = 0,
+        first_failed_batch: int | None = None,
+        blocks_done: int = 0,
+        bytes_done: int = 0,
+        attempts: int = 0,
+    ) -> TransferStatus:
+        self = super().__new__(cls, code)
+        self.num_batches = num_batches
+        self.first_failed_batch = first_failed_batch
+        self.blocks_done = blocks_done
+        self.bytes_done = bytes_done
+        self.attempts = attempts
+        return self
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value}" for name, value in vars(self).items())
+        return f"TransferStatus({int(self)}, {fields})"

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine within one process, for tests and for stages that share it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+from .. import _core
+
+_OUTSIDE = -1  # the code of Mooncake for memory nobody registered, and for nobody's session
+
+_numbers = itertools.count(1)
+_changed = threading.Condition()  # guards all that follows, and the fields of all engines
+_engines: dict[str, LocalEngine] = {}
+
+
+class LocalEngine:
+    """Copies between memory of this process; the engines of a process are each other's peers.
+
+    The codes are those of Mooncake, but nothing is written unless all of a write is allowed. Safe
+    to use from several threads; the copy runs on ``num_threads`` of them without the GIL, and
+    Ctrl-C ends it in the middle.
+
+    Parameters
+    ----------
+    num_threads : int, optional
+        Default: that of the library.
+    max_blocks : int
+        Blocks per write of ``TransferPlan.execute``.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> src, dst = np.arange(8), np.zeros(8, int)
+    >>> with cpattn.LocalEngine() as sender, cpattn.LocalEngine() as receiver:
+    ...     sender.register([src.ctypes.data], [src.nbytes])
+    ...     receiver.register([dst.ctypes.data], [dst.nbytes])
+    ...     sender.write(receiver.session_id, [src.ctypes.data], [dst.ctypes.data + 8], [16])
+    0
+    0
+    0
+    >>> dst
+    array([0, 0, 1, 0, 0, 0, 0, 0])
+    """
+
+    def __init__(self, *, num_threads: int | None = None, max_blocks: int = 1 << 16) -> None:
+        self.session_id = f"local:{next(_numbers)}"
+        self.max_blocks = max_blocks
+        self._num_threads = num_threads or 0
+        self._memory = _core.MemoryRanges()
+        self._writes: set[object] = set()  # in flight, from or to this engine
+        with _changed:
+            _engines[self.session_id] = self
+
+    def register(self, addrs: Sequence[int], sizes: Sequence[int]) -> int:
+        """Let this engine and its peers use memory: all ranges, or none.
+
+        0; -1 for an empty range; -7 where a range overlaps another, of this call or before.
+        """
+        with _changed:
+            return self._memory.add(addrs, sizes)
+
+    def unregister(self, addrs: Sequence[int]) -> int:
+        """End that, for all the ranges that start at `addrs` or, with -3, for none.
+
+        Waits for the writes in flight, so that the memory can be freed.
+        """
+        with _changed:
+            code = self._memory.remove(addrs)
+            self._wait()
+            return code
+
+    def write(
+        self,
+        session: str,
+        src_addrs: Sequence[int],
+        dst_addrs: Sequence[int],
+        lengths: Sequence[int],
+    ) -> int:
+        """Copy ``lengths[i]`` bytes from ``src_addrs[i]`` to ``dst_addrs[i]``.
+
+        0; -1, with nothing written, where no engine has that session or a block does not lie
+        inside one range that is registered here and at the peer, respectively. A destination must
+        overlap no source and no other destination.
+        """
+        with _changed:
+            peer = _engines.get(session)
+            if (
+                peer is None
+                or not self._memory.contain(src_addrs, lengths)
+                or not peer._memory.contain(dst_addrs, lengths)
+            ):
+                return _OUTSIDE
+            write = object()
+            self._writes.add(write)
+            peer._writes.add(write)
+        try:
+            _core.copy_blocks(src_addrs, dst_addrs, lengths, self._num_threads)
+        finally:
+            with _changed:
+                self._writes.discard(write)
+                peer._writes.discard(write)
+                _changed.notify_all()
+        return 0
+
+    def close(self) -> None:
+        """Wait for writes in flight, then release all memory and leave the peers."""
+        with _changed:
+            _engines.pop(self.session_id, None)
+            self._memory = _core.MemoryRanges()
+            self._wait()
+
+    def _wait(self) -> None:
+        """For the writes that are in flight now; later ones have seen what changed."""
+        now = set(self._writes)
+        _changed.wait_for(lambda: now.isdisjoint(self._writes))
+
+    def __enter__(self) -> LocalEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans executed over engines, and the engine within a process."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cpattn
+from cpattn import LocalEngine, TransferPlan, TransferStatus, _core
+from interrupts import assert_interruptible
+
+
+class ScriptedEngine:
+    """Notes every write, and answers with codes or exceptions in turn, then with 0."""
+
+    def __init__(self, *answers, max_blocks=4):
+        self.max_blocks = max_blocks
+        self.answers = list(answers)
+        self.writes = []
+
+    def write(self, *arguments):
+        self.writes.append(arguments)
+        answer = self.answers.pop(0) if self.answers else 0
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def plan_of(num_blocks):
+    """Blocks of 1, 2, ... bytes at addresses beyond 2**48."""
+    offsets = 4096 * np.arange(num_blocks, dtype=np.uint64)
+    lengths = list(range(1, num_blocks + 1))
+    return TransferPlan(offsets + np.uint64(1 << 48), offsets + np.uint64(1 << 49), lengths)
+
+
+def fields(status):
+    return {"code": int(status)} | vars(status)
+
+
+def test_batches_are_three_lists_of_plain_ints_in_order():
+    engine, progress = ScriptedEngine(), []
+    status = plan_of(10).execute(engine, "peer", progress=lambda *done: progress.append(done))
+    assert [len(lengths) for _, _, _, lengths in engine.writes] == [4, 4, 2]
+    for session, *lists in engine.writes:
+        assert session == "peer"
+        assert {type(values) for values in lists} == {list}
+        assert {type(value) for values in lists for value in values} == {int}
+    blocks = [block for _, *lists in engine.writes for block in zip(*lists, strict=True)]
+    assert blocks == [((1 << 48) + 4096 * i, (1 << 49) + 4096 * i, i + 1) for i in range(10)]
+    assert progress == [(4, 10), (8, 36), (10, 55)]
+    assert fields(status) == {
+        "code": 0,
+        "num_batches": 3,
+        "first_failed_batch": None,
+        "blocks_done": 10,
+        "bytes_done": 55,
+        "attempts": 3,
+    }
+
+
+def test_first_failing_code_ends_it_and_is_returned_unchanged():
+    engine = ScriptedEngine(0, -7)
+    status = plan_of(12).execute(engine, "peer")
+    assert status == -7
+    assert len(engine.writes) == 2
+    assert fields(status) == {
+        "code": -7,
+        "num_batches": 3,
+        "first_failed_batch": 1,
+        "blocks_done": 4,
+        "bytes_done": 10,
+        "attempts": 2,
+    }
+
+
+@pytest.mark.parametrize("error", [RuntimeError("link down"), KeyboardInterrupt()])
+def test_exceptions_pass_through_and_say_where(error):
+    with pytest.raises(type(error)) as caught:
+        plan_of(12).execute(ScriptedEngine(0, 0, error), "peer", retries=5)
+    assert caught.value is error
+    status = error.transfer_status
+    assert (status.first_failed_batch, status.blocks_done, status.bytes_done) == (2, 8, 36)
+    if hasattr(error, "add_note"):
+        assert error.__notes__ == ["in batch 2 of 3, after 8 blocks and 36 bytes"]
+
+
+def test_empty_plan_calls_nothing():
+    engine = ScriptedEngine(-1)
+    assert plan_of(0).execute(engine, "peer") == 0
+    assert engine.writes == []
+
+
+def test_retries_only_the_failed_batch_and_only_when_asked():
+    engine = ScriptedEngine(0, -1, -2, 0)
+    status = plan_of(12).execute(engine, "peer", retries=2)
+    assert status == 0
+    assert (status.attempts, status.num_batches) == (5, 3)
+    assert engine.writes[1] == engine.writes[2] == engine.writes[3]
+    assert engine.writes[3] != engine.writes[4]
+
+    engine = ScriptedEngine(-1, 0, -2)
+    status = plan_of(12).execute(engine, "peer", retries=1)
+    assert (int(status), status.first_failed_batch, status.attempts) == (-2, 1, 3)
+
+
+def test_timeout_names_the_batch_and_begins_no_other():
+    engine = ScriptedEngine()
+    with pytest.raises(TimeoutError, match=r"TransferPlan.execute: 0 s have passed") as caught:
+        plan_of(12).execute(engine, "peer", timeout=0)
+    assert engine.writes == []
+    assert caught.value.transfer_status.first_failed_batch == 0
+    assert plan_of(12).execute(engine, "peer", timeout=60) == 0
+
+
+def test_code_of_a_failure_counts_more_than_the_timeout():
+    class SlowEngine(ScriptedEngine):
+        def write(self, *arguments):
+            time.sleep(0.1)
+            return super().write(*arguments)
+
+    status = plan_of(12).execute(SlowEngine(-3), "peer", timeout=0.1, retries=9)
+    assert (int(status), status.attempts) == (-3, 1)
+
+
+def test_batches_are_bounded_in_bytes():
+    mib = 1 << 20
+    lengths = [100 * mib, 156 * mib, 1, 1 << 40, 100 * mib, 100 * mib, 100 * mib]
+    engine = ScriptedEngine()
+    assert TransferPlan([0] * 7, [0] * 7, lengths).execute(engine, "peer") == 0
+    batches = [batch for _, _, _, batch in engine.writes]
+    assert batches == [lengths[:2], lengths[2:3], lengths[3:4], lengths[4:6], lengths[6:]]
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value", "rule"), [("max_blocks", 0, ">= 1"), ("retries", -1, ">= 0")]
+)
+def test_execute_checks_its_arguments(keyword, value, rule):
+    with pytest.raises(ValueError, match=f"execute: {keyword} must be {rule}, got {value}"):
+        plan_of(1).execute(ScriptedEngine(), "peer", **{keyword: value})
+
+
+def test_status_is_an_int_that_travels():
+    status = TransferStatus(-7, num_batches=3, first_failed_batch=1)
+    copy = pickle.loads(pickle.dumps(status))
+    assert fields(copy) == fields(status)
+    assert repr(copy) == (
+        "TransferStatus(-7, num_batches=3, first_failed_batch=1, blocks_done=0, bytes_done=0, "
+        "attempts=0)"
+    )
+    assert not TransferStatus(0)
+
+
+@pytest.fixture
+def engines():
+    with LocalEngine() as sender, LocalEngine() as receiver:
+        yield sender, receiver
+
+
+def memory(engine, values):
+    """Registered memory with these bytes, and its address."""
+    array = np.array(values, np.uint8)
+    assert engine.register([array.ctypes.data], [array.nbytes]) == 0
+    return array, array.ctypes.data
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 2**32 - 1), num_threads=st.integers(1, 3))
+def test_local_engine_copies_blocks_of_all_sizes(seed, num_threads):
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, random.choice([3, 5000, 2_000_000]), random.integers(1, 20))
+    begins = np.concatenate([[0], np.cumsum(lengths)])
+    order = random.permutation(len(lengths))
+    dst_begins = np.empty_like(lengths)
+    dst_begins[order] = np.cumsum(lengths[order]) - lengths[order] + order.argsort()[order] * 3
+    with LocalEngine(num_threads=num_threads) as sender, LocalEngine() as receiver:
+        src, src_addr = memory(sender, random.integers(0, 256, begins[-1] + 1, np.uint8))
+        dst, dst_addr = memory(receiver, np.full(begins[-1] + 3 * len(lengths), 0xA5))
+        expected = dst.copy()
+        for i, n in enumerate(lengths):
+            expected[dst_begins[i] : dst_begins[i] + n] = src[begins[i] : begins[i] + n]
+        code = sender.write(
+            receiver.session_id,
+            [src_addr + int(begin) for begin in begins[:-1]],
+            [dst_addr + int(begin) for begin in dst_begins],
+            lengths.tolist(),
+        )
+    assert code == 0
+    np.testing.assert_array_equal(dst, expected)
+
+
+def test_local_engine_writes_nothing_unless_all_is_registered(engines):
+    sender, receiver = engines
+    src, src_addr = memory(sender, range(100))
+    dst, dst_addr = memory(receiver, 100 * [0xA5])
+    outside = {
+        "target end": ([src_addr, src_addr], [dst_addr, dst_addr + 99], [2, 2]),
+        "target begin": ([src_addr, src_addr], [dst_addr, dst_addr - 1], [2, 2]),
+        "source end": ([src_addr, src_addr + 99], [dst_addr, dst_addr], [2, 2]),
+        "source of the peer": ([dst_addr], [dst_addr], [2]),
+        "beyond the last address": ([src_addr], [dst_addr], [2**64 - 1]),
+    }
+    for case, blocks in outside.items():
+        assert sender.write(receiver.session_id, *blocks) == -1, case
+    assert sender.write("local:0", [src_addr], [dst_addr], [1]) == -1
+    assert (dst == 0xA5).all()
+    assert sender.write(receiver.session_id, [src_addr], [dst_addr + 100], [0]) == 0
+    assert sender.write(receiver.session_id, [src_addr], [dst_addr], [100]) == 0
+    np.testing.assert_array_equal(dst, src)
+
+
+def test_local_engine_codes_of_registration(engines):
+    engine, _ = engines
+    assert engine.register([1000, 2000], [100, 100]) == 0
+    for addr, size in [(1000, 100), (1099, 1), (901, 100), (900, 500), (1500, 501), (1050, 1)]:
+        assert engine.register([addr], [size]) == -7
+    assert engine.register([3000, 3050], [100, 1]) == -7  # within one call
+    assert engine.register([4000, 5000], [100, 0]) == -1
+    assert engine.register([2**64 - 1], [2]) == -1
+    assert engine.unregister([3000]) == -3  # nothing of a refused call stays
+    assert engine.unregister([4000]) == -3
+    assert engine.unregister([1000, 1001]) == -3
+    assert engine.unregister([1000, 1000]) == -3
+    assert engine.register([1100, 900], [900, 100]) == 0  # fills the gaps; 1000 is still there
+    assert engine.register([2**64 - 1], [1]) == 0
+    assert engine.unregister([1000, 2000, 1100, 900]) == 0
+    assert engine.register([900], [5000]) == 0
+    with pytest.raises(ValueError, match=r"addrs and sizes must have equal lengths, got 1 and 2"):
+        engine.register([1], [1, 1])
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=12))
+def test_memory_ranges_against_a_set_of_addresses(ranges):
+    memory, taken = _core.MemoryRanges(), {}
+    for addr, size in ranges:
+        mine = set(range(addr, addr + size))
+        free = not any(mine & other for other in taken.values())
+        expected = -1 if size == 0 else 0 if free else -7
+        assert memory.add([addr], [size]) == expected
+        if expected == 0:
+            taken[addr] = mine
+    for addr in range(50):
+        for size in (1, 2, 5):
+            block = set(range(addr, addr + size))
+            assert memory.contain([addr], [size]) == any(block <= r for r in taken.values())
+
+
+def test_local_engine_after_unregister_and_close(engines):
+    sender, receiver = engines
+    _, src_addr = memory(sender, range(8))
+    dst, dst_addr = memory(receiver, 8 * [0xA5])
+    assert receiver.unregister([dst_addr]) == 0
+    assert sender.write(receiver.session_id, [src_addr], [dst_addr], [8]) == -1
+    assert receiver.register([dst_addr], [8]) == 0
+    receiver.close()
+    receiver.close()
+    assert sender.write(receiver.session_id, [src_addr], [dst_addr], [8]) == -1
+    assert (dst == 0xA5).all()
+
+
+def test_local_engine_unregister_waits_for_writes(engines):
+    """Memory may be unmapped as soon as unregister has returned, whatever others are writing."""
+    sender, receiver = engines
+    src, src_addr = memory(sender, np.arange(4 << 20) % 251)
+    codes = []
+
+    def write_all_the_time(addr):
+        while not codes or codes[-1] == 0:
+            codes.append(sender.write(receiver.session_id, [src_addr], [addr], [src.nbytes]))
+
+    dst, dst_addr = memory(receiver, np.zeros(4 << 20))
+    thread = threading.Thread(target=write_all_the_time, args=[dst_addr])
+    thread.start()
+    while len(codes) < 3:
+        pass
+    assert receiver.unregister([dst_addr]) == 0
+    dst[:] = 0  # nobody writes here any more
+    thread.join()
+    assert codes[-1] == -1
+    assert not dst.any()
+
+
+def test_local_copy_is_interruptible():
+    assert_interruptible("""
+import numpy as np, cpattn
+src, dst = np.zeros(1 << 30, np.uint8), np.zeros(1 << 20, np.uint8)
+addr, size = dst.ctypes.data, dst.nbytes
+with cpattn.LocalEngine() as engine:
+    engine.register([addr, src.ctypes.data], [size, src.nbytes])
+    plan = [src.ctypes.data] * 60_000, [addr] * 60_000, [size] * 60_000
+    print("ready", flush=True)
+    engine.write(engine.session_id, *plan)
+""")
+
+
+def test_names_are_exported():
+    assert {"LocalEngine", "TransferEngine", "TransferStatus"} <= set(cpattn.__all__)
