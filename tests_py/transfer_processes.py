@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes with transfer engines, driven by calls over pipes.
+
+    with Peer() as decode, Peer(network_of=decode) as prefill:
+        target = decode.call(fill, 1 << 20, 0)
+        code = prefill.call(write, target, ...)
+
+A call names a function of a module and runs it in the peer with the peer's `State` first. Nothing
+waits for ever: a call that takes too long is an error, and the end of the block ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpattn.integrations.mooncake import MooncakeEngine, _import_engine
+
+TIMEOUT = 60.0  # seconds for a call or a start, on a busy machine
+
+_CLONE_NEWNET = 0x40000000
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+
+
+def requires_mooncake() -> None:
+    """Skip the test, with the reason, where the engine cannot be imported."""
+    try:
+        _import_engine()
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+class State(SimpleNamespace):
+    """What the functions of a peer keep between calls, the engine first."""
+
+    engine: MooncakeEngine
+
+
+class Peer:
+    """A spawned process with an engine of its own, in a network namespace of its own if allowed.
+
+    Parameters
+    ----------
+    network_of : Peer, optional
+        Share the namespace of that process, which must be alive.
+    make_engine : callable
+        Called in the process with `settings`.
+    """
+
+    def __init__(
+        self,
+        *,
+        network_of: Peer | None = None,
+        make_engine: Callable[..., Any] = MooncakeEngine,
+        **settings: Any,
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        network = network_of.pid if network_of else None
+        arguments = (theirs, network, make_engine, settings)
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+        try:
+            self.session_id: str = self.result()
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def call(self, function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT) -> Any:
+        """The result of ``function(state, *arguments)`` in the process; its exceptions, too."""
+        self.start(function, *arguments)
+        return self.result(timeout)
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Begin a call whose `result` is asked for later."""
+        self._connection.send((function, arguments))
+
+    def result(self, timeout: float = TIMEOUT) -> Any:
+        if not self._connection.poll(timeout):
+            raise TimeoutError(f"process {self.pid} has not answered in {timeout} s")
+        value, error, details = self._connection.recv()  # EOFError: the process has died
+        if error is not None:
+            raise error from RuntimeError(details)
+        return value
+
+    def stop(self) -> None:
+        """Freeze the process with all its threads; `resume` lets it go on."""
+        os.kill(self.pid, signal.SIGSTOP)
+        for thread in Path(f"/proc/{self.pid}/task").iterdir():
+            while (thread / "stat").read_text().rpartition(")")[2].split()[0] != "T":
+                time.sleep(0.001)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def close(self) -> None:
+        """End the process, politely at first."""
+        with contextlib.suppress(OSError):
+            self._connection.send(None)
+        self.process.join(5)
+        self.kill()
+        self._connection.close()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is not None:
+            self.kill()
+        self.close()
+
+
+def _serve(
+    connection: Connection,
+    network: int | None,
+    make_engine: Callable[..., Any],
+    settings: dict[str, Any],
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
+    try:
+        _enter_network(network)
+        with make_engine(**settings) as engine:
+            connection.send((engine.session_id, None, ""))
+            state = State(engine=engine)
+            while (call := connection.recv()) is not None:
+                function, arguments = call
+                try:
+                    connection.send((function(state, *arguments), None, ""))
+                except Exception as error:
+                    connection.send((None, error, traceback.format_exc()))
+    except EOFError:
+        pass  # the test has gone
+    except Exception as error:
+        connection.send((None, error, traceback.format_exc()))
+
+
+def _enter_network(pid: int | None) -> None:
+    """A new network namespace with the loopback device up, or that of a process.
+
+    Engines listen on all interfaces, so this keeps them to themselves. Needs root; without it the
+    processes share the network of the machine.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if pid is not None:
+        with open(f"/proc/{pid}/ns/net") as namespace:
+            libc.setns(namespace.fileno(), _CLONE_NEWNET)
+    elif libc.unshare(_CLONE_NEWNET) == 0:
+        with socket.socket() as device:
+            request = struct.pack("16sh", b"lo", 0)
+            name, flags = struct.unpack("16sh", fcntl.ioctl(device, _SIOCGIFFLAGS, request))
+            fcntl.ioctl(device, _SIOCSIFFLAGS, struct.pack("16sh", name, flags | _IFF_UP))
+
+
+# Functions for peers.
+
+
+def allocate(state: State, name: str, nbytes: int, value: int, register: bool = True) -> int:
+    """Make memory full of a value, let peers write to it, and say where it is."""
+    buffer = np.full(nbytes, value, np.uint8)
+    setattr(state, name, buffer)
+    address = buffer.ctypes.data
+    if register:
+        assert state.engine.register([address], [nbytes]) == 0
+    return address
+
+
+def contents(state: State, name: str, begin: int = 0, end: int | None = None) -> bytes:
+    return getattr(state, name)[begin:end].tobytes()
+
+
+def write(
+    state: State, session: str, name: str, blocks: list[tuple[int, int, int]]
+) -> tuple[int, float]:
+    """Write blocks (offset in a buffer, address at the peer, bytes): the code, and seconds."""
+    base = getattr(state, name).ctypes.data
+    begin = time.monotonic()
+    code = state.engine.write(
+        session,
+        [base + offset for offset, _, _ in blocks],
+        [address for _, address, _ in blocks],
+        [length for _, _, length in blocks],
+    )
+    return code, time.monotonic() - begin
