@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws bench/results: roofline, speed-ups, scaling with length and batch; sparse attention."""
+"""Draws bench/results: roofline, speed-ups, scaling; sparse attention; KV transfer."""
 
 from __future__ import annotations
 
@@ -219,16 +219,80 @@ def draw_lines(axes: Axes, rows: list[Row], x: str, y: str = "ns_per_item") -> N
         )
     ticks = sorted({row["case"][x] for row in rows})
     axes.set_xticks(ticks, [f"{t // 1024}K" if t >= 1024 else str(t) for t in ticks])
-    values = [row[y] for row in rows]
+    show_numbers(axes, [row[y] for row in rows])
+    axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+
+
+def show_numbers(axes: Axes, values: list[float]) -> None:
+    """Plain ones on a logarithmic y axis, 1, 2 and 5 of each decade."""
     steps = [m * 10.0**e for e in range(-2, 4) for m in (1, 2, 5)]
     shown = [t for t in steps if min(values) / 2.5 <= t <= max(values) * 2.5]
     axes.set_yticks(shown, [f"{t:g}" for t in shown])
     axes.minorticks_off()
-    axes.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+
+
+PAGE_KIB = 4  # of the pages that are sent
+
+
+def draw_transfer(rows: list[Row]) -> Figure:
+    """Bytes over the engine by the length of runs, and the time of plans."""
+    parts = {
+        draw_sending: [row for row in rows if "run" in row["case"]],  # none without the engine
+        draw_planning: [row for row in rows if row["part"] == "planning"],
+    }
+    parts = {draw: mine for draw, mine in parts.items() if mine}
+    size = 6 * len(parts), 4.5
+    figure, axes = plt.subplots(1, len(parts), figsize=size, layout="constrained", squeeze=False)
+    for (draw, mine), panel in zip(parts.items(), axes[0], strict=True):
+        draw(panel, mine)
+    figure.suptitle(machine(rows[0]), fontsize=11)
+    return figure
+
+
+def draw_sending(axes: Axes, rows: list[Row]) -> None:
+    labels = {"cpattn": "a block for each run"}
+    for i, name in enumerate(dict.fromkeys(row["implementation"] for row in rows)):
+        mine = [row for row in rows if row["implementation"] == name]
+        axes.loglog(
+            [row["case"]["run"] for row in mine],
+            [row["rate"] for row in mine],
+            "-" + "os"[i],
+            color=SPARSE_COLORS[i],
+            label=labels.get(name, name),
+            lw=2 - i,
+        )
+    runs = sorted({row["case"]["run"] for row in rows})
+    axes.set_xticks(runs, [f"{n}\n{n * PAGE_KIB} KiB" for n in runs])
+    show_numbers(axes, [row["rate"] for row in rows])
+    style(axes, "Mooncake, TCP on loopback, two processes", "pages of a run", "GB/s")
+    axes.legend(fontsize=9)
+
+
+def draw_planning(axes: Axes, rows: list[Row]) -> None:
+    cases = list(dict.fromkeys(row["case"]["job"] for row in rows))
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    for i, name in enumerate(names):
+        mine = [row for row in rows if row["implementation"] == name]
+        axes.semilogx(
+            [1e6 * row["median"] for row in mine],
+            [cases.index(row["case"]["job"]) for row in mine],
+            "osD"[i],
+            color=SPARSE_COLORS[i],
+            label=name,
+            ms=8,
+        )
+    axes.set_yticks(range(len(cases)), [case.removeprefix("plan, ") for case in cases])
+    axes.set_ylim(len(cases) - 0.5, -0.5)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    shape = rows[0]["case"]
+    style(axes, f"Plan of {shape['layers']} layers × 2 buffers × {shape['pages']} pages", "µs", "")
+    axes.legend(fontsize=9)
 
 
 def main() -> None:
     figures = [*draw(read("attention"))]
+    if transfer := read("transfer"):
+        figures.append(("transfer", draw_transfer(transfer)))
     if sparse := read("sparse"):
         figures.append(("sparse", draw_sparse(sparse)))
     for name, figure in figures:

@@ -37,6 +37,7 @@ README, DOCUMENT = ROOT / "README.md", ROOT / "docs" / "figures.md"
 BEGIN, END = "<!-- figures: scripts/readme_figures.py -->\n", "<!-- end of figures -->\n"
 PLOTS = {
     "sparse": "sparse attention: indexer, top-k, MLA",
+    "transfer": "KV transfer: bytes over the engine by length of runs, and time of plans",
     "speedup": "time of each engine in units of cpattn's",
     "length": "percent of the peak over the length of a sequence",
     "batch": "percent of the peak over the batch size",

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of bench/transfer that a wrong benchmark would come from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import bench_transfer
+import cpattn
+import turns
+from comparison import Wrong, microseconds
+from contender import Failed
+from transfer import copy_peak, engine, planning, scatter
+from transfer.receiver import Receiver
+
+COMPARISONS = [
+    pytest.param(comparison, id=" ".join(map(str, comparison.case.values())))
+    for comparison in bench_transfer.comparisons(quick=True, only="")
+]
+TIMES = {"median", "minimum", "spread", "samples", "rate", "unit", "ns_per_item", "item", "error"}
+
+
+@pytest.mark.parametrize("comparison", COMPARISONS)
+def test_quick_cases_give_whole_rows(comparison, monkeypatch):
+    monkeypatch.setattr(turns, "peak_of", lambda comparison: lambda: 1e9)  # not to be measured
+    rows = bench_transfer.run(comparison, budget=0.01)
+    if any(row["status"] == bench_transfer.ABSENT for row in rows):
+        pytest.skip(rows[0]["reason"])
+    assert [row["status"] for row in rows] == ["ok"] * len(comparison.implementations)
+    assert {row["implementation"] for row in rows} == set(comparison.implementations)
+    for row in rows:
+        assert row.keys() >= TIMES
+        assert (row["part"], row["case"]) == (comparison.part, comparison.case)
+        assert ("percent_of_peak" in row) == (comparison.part == "scatter")
+
+
+def test_full_cases_have_the_bars_of_their_part():
+    shuffled = next(planning.comparisons(quick=False))
+    assert [(bar.name, bar.limit) for bar in shuffled.bars] == [
+        ("µs", 500),
+        ("times as fast as NumPy", 1),
+    ]
+    assert shuffled.items == (61 * 2 * 900, "block")
+    assert all(comparison.bars for comparison in planning.comparisons(quick=False))
+    assert all(comparison.bars for comparison in scatter.comparisons(quick=True))
+
+
+@pytest.mark.parametrize(("median", "met"), [(400e-6, True), (600e-6, False)])
+def test_microseconds_are_the_median(median, met):
+    judged = microseconds("ours", 500).judge({"ours": {"median": median}})
+    assert judged["value"] == pytest.approx(1e6 * median)
+    assert judged["met"] is met
+
+
+@pytest.mark.parametrize(
+    ("order", "runs"), [("shuffled", None), ("half contiguous", 51), ("contiguous", 1)]
+)
+def test_orders_of_pages_have_the_runs_they_say(order, runs):
+    pages = planning.ORDERS[order](100, 7)
+    assert len(np.unique(pages)) == len(pages) == 100
+    found = 1 + np.count_nonzero(np.diff(pages) != 1)
+    assert found == runs if runs else found > 90
+
+
+@pytest.mark.parametrize("order", planning.ORDERS)
+def test_peers_of_planning_agree(order):
+    src, dst = (planning.ORDERS[order](50, seed).astype(np.int32) for seed in (3, 4))
+    src_ptrs, dst_ptrs = np.arange(6, dtype=np.uint64) << 33, np.arange(6, dtype=np.uint64) << 40
+    item_lens = np.array([4096, 4096, 512, 512, 512, 64], np.uint64)
+    arrays = planning.in_numpy(src_ptrs, dst_ptrs, item_lens, src, dst)
+    lists = planning.in_loops(src_ptrs.tolist(), dst_ptrs.tolist(), item_lens.tolist(), src, dst)
+    for array, wanted in zip(arrays, lists, strict=True):
+        assert array.ravel().tolist() == list(wanted)
+    assert sum(lists[2]) == 50 * int(item_lens.sum())
+
+
+def test_a_wrong_plan_is_found():
+    comparison = next(planning.comparisons(quick=True))
+    right = comparison.implementations[planning.NUMPY]()
+    comparison.check(planning.NUMPY, right)
+    right[1][0, 3] += 1
+    with pytest.raises(Wrong, match="blocks"):
+        comparison.check(planning.NUMPY, right)
+
+
+def test_a_wrong_write_is_found():
+    comparison = next(scatter.comparisons(quick=True))
+    k, v = comparison.implementations[scatter.TORCH]()
+    comparison.check(scatter.TORCH, (k, v))
+    with pytest.raises(Wrong, match="bytes"):
+        comparison.check(scatter.TORCH, (v, k))
+
+
+@pytest.fixture
+def loopback(monkeypatch):
+    """Memory of this process in the place of another's; what is written there."""
+    memory = np.zeros(engine.SIZE, np.uint8)
+    to = Receiver(cpattn.LocalEngine(), "", memory.ctypes.data, memory)
+    to.engine.register([to.address], [memory.nbytes])
+    monkeypatch.setattr(engine, "receiver", lambda size: to._replace(session=to.engine.session_id))
+    return memory
+
+
+@pytest.mark.parametrize("name", [engine.OURS, engine.PLAIN])
+def test_a_stray_byte_is_found(name, loopback):
+    comparison = next(engine.comparisons(quick=True))
+    send = comparison.implementations[name]
+    comparison.check(name, send())
+    assert not loopback.any()  # for the next one to write
+    code = send()
+    loopback[-1] = 1  # of a page that nobody sends
+    with pytest.raises(Wrong, match="bytes"):
+        comparison.check(name, code)
+    with pytest.raises(Wrong, match="code -1"):
+        comparison.check(name, -1)
+
+
+def test_runs_have_holes_between_them():
+    assert engine.in_runs(8, 4).tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert engine.in_runs(4, 1).tolist() == [0, 2, 4, 6]
+
+
+def test_copying_has_a_speed():
+    assert 1e8 < copy_peak(1)() < 1e13  # bytes per second
+
+
+def test_a_missing_engine_is_no_failure(monkeypatch):
+    def missing(size):
+        raise Failed(bench_transfer.ABSENT, "No module named 'mooncake'")
+
+    monkeypatch.setattr(engine, "receiver", missing)
+    monkeypatch.setattr(turns, "peak_of", lambda comparison: lambda: 1e9)
+    monkeypatch.setattr("sys.argv", ["bench_transfer.py", "--quick", "--only", "send half"])
+    assert bench_transfer.main() == 0
