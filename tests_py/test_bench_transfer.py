@@ -80,7 +80,7 @@ def test_a_wrong_plan_is_found():
     right = comparison.implementations[planning.NUMPY]()
     comparison.check(planning.NUMPY, right)
     right[1][0, 3] += 1
-    with pytest.raises(Wrong, match="blocks"):
+    with pytest.raises(Wrong, match="bytes"):
         comparison.check(planning.NUMPY, right)
 
 
@@ -97,7 +97,8 @@ def loopback(monkeypatch):
     """Memory of this process in the place of another's; what is written there."""
     memory = np.zeros(engine.SIZE, np.uint8)
     to = Receiver(cpattn.LocalEngine(), "", memory.ctypes.data, memory)
-    to.engine.register([to.address], [memory.nbytes])
+    both = [memory, engine.source()]
+    to.engine.register([side.ctypes.data for side in both], [side.nbytes for side in both])
     monkeypatch.setattr(engine, "receiver", lambda size: to._replace(session=to.engine.session_id))
     return memory
 

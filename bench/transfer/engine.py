@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,14 +40,13 @@ def of_pages(
 ) -> Comparison:
     """The same page ids on both sides: the receiver's memory becomes like the sender's there."""
     pages = pages.astype(np.int32)
-    source = np.random.default_rng(1).integers(1, 256, SIZE, np.uint8)
-    sent = np.zeros_like(source)
+    sent = np.zeros_like(source())
     in_pages = BUFFERS, PAGES, PAGE_BYTES
-    sent.reshape(in_pages)[:, pages] = source.reshape(in_pages)[:, pages]
+    sent.reshape(in_pages)[:, pages] = source().reshape(in_pages)[:, pages]
 
     def ours() -> int:
         to = receiver(SIZE)
-        sides = layout(source.ctypes.data), layout(to.address)
+        sides = layout(source().ctypes.data), layout(to.address)
         return cpattn.plan_kv_transfer(*sides, pages, pages).execute(to.engine, to.session)
 
     def plain() -> int:
@@ -55,7 +55,7 @@ def of_pages(
         for batch in np.split(
             begins.ravel(), range(to.engine.max_blocks, begins.size, to.engine.max_blocks)
         ):
-            addresses = (source.ctypes.data + batch).tolist(), (to.address + batch).tolist()
+            addresses = (source().ctypes.data + batch).tolist(), (to.address + batch).tolist()
             if code := to.engine.write(to.session, *addresses, [PAGE_BYTES] * len(batch)):
                 return code
         return 0
@@ -78,6 +78,12 @@ def of_pages(
         items=(num_pages, "page"),
         bars=(times_as_fast(OURS, PLAIN, at_least, PLAIN),) if at_least else (),
     )
+
+
+@functools.cache
+def source() -> np.ndarray:
+    """The sender's memory, without zeros."""
+    return np.random.default_rng(1).integers(1, 256, SIZE, np.uint8)
 
 
 def layout(base: int) -> cpattn.KVLayout:
