@@ -71,14 +71,15 @@ def test_links_lead_somewhere(document):
         assert not anchor or anchor in anchors(file), target
 
 
-def test_readme_examples_run(monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["README.md", "docs/kv_transfer.md"])
+def test_examples_of_documents_run(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / name).read_text()
     examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert examples
     names: dict[str, object] = {}
     for example in examples:
-        exec(compile(example, "README.md", "exec"), names)
+        exec(compile(example, name, "exec"), names)
 
 
 def test_distributed_is_imported_when_asked_for():
