@@ -35,8 +35,8 @@ def shuffled(num_pages: int, seed: int) -> np.ndarray:
 def half_contiguous(num_pages: int, seed: int) -> np.ndarray:
     """A run of half of the pages, and single pages."""
     half = num_pages // 2
-    single = np.random.default_rng(seed).permutation(num_pages)[: num_pages - half]
-    return np.concatenate([np.arange(half), num_pages + 2 * single])
+    single = np.random.default_rng(seed).permutation(num_pages - half)
+    return np.concatenate([np.arange(half), half + 1 + 2 * single])
 
 
 def contiguous(num_pages: int, seed: int) -> np.ndarray:

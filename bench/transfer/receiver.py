@@ -39,6 +39,7 @@ def receiver(size: int) -> Receiver:
     """Starts it, once. Failed where there is no engine."""
     from cpattn.integrations.mooncake import MooncakeEngine
 
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # the engine's log would tear up the tables
     try:
         engine = MooncakeEngine()
     except ImportError as error:
