@@ -7,6 +7,7 @@ says where it is, and ends with its standard input.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -60,11 +61,15 @@ def receiver(size: int) -> Receiver:
         raise Failed("crashed", f"the receiver ended with exit code {process.wait()}")
     session, address = json.loads(said.removeprefix(MARK))
     memory = np.memmap(file.name, np.uint8, "r+")
-    _KEPT.append((file, process))
+    atexit.register(stop, engine, process, file)
     return Receiver(engine, session, address, memory)
 
 
-_KEPT: list[Any] = []  # as long as this process: the pipe's end stops the other
+def stop(engine: Any, process: subprocess.Popen[str], file: IO[bytes]) -> None:
+    """Both engines end before what they may write to does."""
+    engine.close()
+    process.communicate()
+    file.close()
 
 
 def serve(path: str) -> None:
