@@ -91,40 +91,93 @@ KVLayout make_layout(
   );
 }
 
-CpShare share_of(const std::string& name) {
+KVTransferRange range_of_arguments(const char* function, const py::dict& arguments) {
+  const auto name = [function](const char* argument) { return concat(function, ": ", argument); };
+  const auto integer = [&](const char* argument) {
+    return index_value(arguments[argument], name(argument).c_str());
+  };
+  const auto optional = [&](const char* argument) {
+    return optional_int(arguments[argument], name(argument).c_str());
+  };
+  const auto share = arguments["cp_share"].cast<std::string>();
   check(
-      name == "pages" || name == "layers",
-      "plan_kv_transfer: cp_share must be pages or layers, got \"", name, "\""
+      share == "pages" || share == "layers", function, ": cp_share must be pages or layers, got \"",
+      share, "\""
   );
-  return name == "pages" ? CpShare::pages : CpShare::layers;
+  return {
+      .src_start = integer("src_start"),
+      .dst_start = integer("dst_start"),
+      .first_token = optional("first_token"),
+      .num_tokens = optional("num_tokens"),
+      .cp_rank = arguments.contains("cp_rank") ? integer("cp_rank") : 0,
+      .cp_size = integer("cp_size"),
+      .cp_share = share == "pages" ? CpShare::pages : CpShare::layers,
+  };
 }
 
-TransferPlan plan(
+TransferPlan plan_transfer(
     const KVLayout& src,
     const KVLayout& dst,
     const py::object& src_pages,
     const py::object& dst_pages,
-    const py::object& num_tokens,
-    const py::object& first_token,
-    const py::object& src_start,
-    const py::object& dst_start,
-    const py::object& cp_rank,
-    const py::object& cp_size,
-    const std::string& cp_share
+    const py::kwargs& range
 ) {
   const std::vector<int64_t> from = index_list(src_pages, "plan_kv_transfer: src_pages");
   const std::vector<int64_t> to = index_list(dst_pages, "plan_kv_transfer: dst_pages");
-  const KVTransferRange range = {
-      .src_start = index_value(src_start, "plan_kv_transfer: src_start"),
-      .dst_start = index_value(dst_start, "plan_kv_transfer: dst_start"),
-      .first_token = optional_int(first_token, "plan_kv_transfer: first_token"),
-      .num_tokens = optional_int(num_tokens, "plan_kv_transfer: num_tokens"),
-      .cp_rank = index_value(cp_rank, "plan_kv_transfer: cp_rank"),
-      .cp_size = index_value(cp_size, "plan_kv_transfer: cp_size"),
-      .cp_share = share_of(cp_share),
-  };
+  const KVTransferRange tokens = range_of_arguments("plan_kv_transfer", range);
   const py::gil_scoped_release release;
-  return plan_kv_transfer(src, dst, from, to, range);
+  return plan_kv_transfer(src, dst, from, to, tokens);
+}
+
+using Layouts = std::vector<const KVLayout*>;
+
+/// Layouts with the list of pages that each has.
+class Peers {
+ public:
+  Peers(const Layouts& layouts, const py::list& pages, const char* name) {
+    for (const py::handle list : pages) pages_.push_back(index_list(list, name));
+    check(
+        pages_.size() == layouts.size(), name, " must be a list for each of ", layouts.size(),
+        " peers, got ", pages_.size()
+    );
+    for (std::size_t i = 0; i < layouts.size(); ++i) {
+      peers_.push_back({.layout = layouts[i], .pages = pages_[i]});
+    }
+  }
+  std::vector<KVPeer>& operator*() { return peers_; }
+
+ private:
+  std::vector<std::vector<int64_t>> pages_;
+  std::vector<KVPeer> peers_;
+};
+
+py::list plan_links(
+    const Layouts& sources,
+    const Layouts& destinations,
+    const py::list& src_pages,
+    const py::list& dst_pages,
+    const py::object& cp_ranks,
+    const py::kwargs& range
+) {
+  Peers from(sources, src_pages, "plan_kv_links: src_pages");
+  Peers to(destinations, dst_pages, "plan_kv_links: dst_pages");
+  const std::vector<int64_t> ranks = index_list(cp_ranks, "plan_kv_links: cp_ranks");
+  check(
+      ranks.size() == sources.size(), "plan_kv_links: cp_ranks must be one for each of ",
+      sources.size(), " sources, got ", ranks.size()
+  );
+  for (std::size_t i = 0; i < ranks.size(); ++i) (*from)[i].cp_rank = ranks[i];
+  const KVTransferRange tokens = range_of_arguments("plan_kv_links", range);
+  std::vector<KVLink> links;
+  {
+    const py::gil_scoped_release release;
+    links = plan_kv_links(*from, *to, tokens);
+  }
+  py::list out;
+  for (KVLink& link : links) {
+    out.append(py::make_tuple(link.source, link.destination, std::move(link.plan)));
+  }
+  return out;
 }
 
 }  // namespace
@@ -154,7 +207,8 @@ void register_kv_transfer(py::module_& module) {
     });
   }
   type.def(py::self == py::self);
-  module.def("plan_kv_transfer", &plan);
+  module.def("plan_kv_transfer", &plan_transfer);
+  module.def("plan_kv_links", &plan_links);
 }
 
 }  // namespace cpattn::bindings

@@ -6,8 +6,7 @@
 #include <vector>
 
 #include "cpattn/check.h"
-#include "meta/kv_pairs.h"
-#include "meta/kv_runs.h"
+#include "meta/kv_link.h"
 
 namespace cpattn {
 namespace {
@@ -88,20 +87,25 @@ KVRange page_share(KVRange tokens, int64_t page, int64_t cp_rank, int64_t cp_siz
   return intersect(tokens, {border(cp_rank), border(cp_rank + 1)});
 }
 
-/// Whether every page that the plan touches goes as a whole.
-bool goes_by_pages(
-    const KVPageList& src, const KVPageList& dst, KVRange tokens, const std::vector<KVPair>& pairs
-) {
-  const int64_t page = src.page_size;
-  return page == dst.page_size && tokens.begin % page == 0 &&
-         (dst.dcp_size == 1 || dst.dcp_interleave % page == 0) &&
-         std::all_of(pairs.begin(), pairs.end(), [](const KVPair& p) { return p.whole_rows; });
+/// Whether every page that the ranks of the source touch goes as a whole.
+bool goes_by_pages(const KVLinkSpec& link) {
+  const int64_t page = link.from.page_size;
+  return page == link.to.page_size && link.all_tokens.begin % page == 0 &&
+         (link.to.dcp_size == 1 || link.to.dcp_interleave % page == 0) &&
+         std::all_of(link.pairs.begin(), link.pairs.end(), [](const KVPair& pair) {
+           return pair.whole_rows;
+         });
 }
 
-void count_in_pages(KVPageList& list) {
-  list.start /= list.page_size;
-  if (list.dcp_size > 1) list.dcp_interleave /= list.page_size;
-  list.page_size = 1;
+/// Makes pages the units of a link that goes by them.
+void count_in_pages(KVLinkSpec& link) {
+  const int64_t page = link.from.page_size;
+  link.tokens = {link.tokens.begin / page, (link.tokens.end + page - 1) / page};
+  for (KVPageList* list : {&link.from, &link.to}) {
+    list->start /= page;
+    if (list->dcp_size > 1) list->dcp_interleave /= page;
+    list->page_size = 1;
+  }
 }
 
 void set_smallest(KVPageList& src, KVPageList& dst, const std::vector<KVPair>& pairs) {
@@ -157,7 +161,7 @@ const char* part_name(const KVEntry& entry) {
 
 }  // namespace
 
-TransferPlan plan_kv_transfer(
+KVLinkSpec specify_link(
     const KVLayout& src,
     const KVLayout& dst,
     std::span<const int64_t> src_pages,
@@ -165,31 +169,43 @@ TransferPlan plan_kv_transfer(
     const KVTransferRange& range
 ) {
   check_range(src, dst, range);
-  KVPageList from = page_list("source", src, src_pages, range.src_start);
-  KVPageList to = page_list("destination", dst, dst_pages, range.dst_start);
-  KVRange tokens = all_tokens(from, to, range);
-  std::vector<KVPair> pairs = pair_entries(src, dst);
+  KVLinkSpec link = {
+      .from = page_list("source", src, src_pages, range.src_start),
+      .to = page_list("destination", dst, dst_pages, range.dst_start),
+  };
+  link.all_tokens = link.tokens = all_tokens(link.from, link.to, range);
+  link.pairs = pair_entries(src, dst);
   if (range.cp_share == CpShare::layers) {
-    keep_layer_share(pairs, range.cp_rank, range.cp_size);
+    keep_layer_share(link.pairs, range.cp_rank, range.cp_size);
   } else {
-    const int64_t page = std::lcm(from.page_size, to.page_size);
-    tokens = page_share(tokens, page, range.cp_rank, range.cp_size);
+    const int64_t page = std::lcm(link.from.page_size, link.to.page_size);
+    link.tokens = page_share(link.tokens, page, range.cp_rank, range.cp_size);
   }
-  if (pairs.empty()) return TransferPlan(0);
-  set_smallest(from, to, pairs);
-  const bool by_pages = goes_by_pages(from, to, tokens, pairs);
-  if (by_pages) {
-    tokens = {tokens.begin / from.page_size, (tokens.end + from.page_size - 1) / from.page_size};
-    count_in_pages(from);
-    count_in_pages(to);
-  }
+  return link;
+}
+
+TransferPlan plan_link(KVLinkSpec link, const KVLayout& src, const KVLayout& dst) {
+  if (link.pairs.empty()) return TransferPlan(0);
+  set_smallest(link.from, link.to, link.pairs);
+  const bool by_pages = goes_by_pages(link);
+  if (by_pages) count_in_pages(link);
   std::vector<TransferEntry> entries;
-  entries.reserve(pairs.size());
-  for (const KVPair& pair : pairs) {
+  entries.reserve(link.pairs.size());
+  for (const KVPair& pair : link.pairs) {
     entries.push_back(by_pages ? page_entry(pair) : token_entry(pair, src, dst));
     entries.back().part = part_name(*pair.src);
   }
-  return make_transfer_plan(entries, token_runs(from, to, tokens));
+  return make_transfer_plan(entries, token_runs(link.from, link.to, link.tokens));
+}
+
+TransferPlan plan_kv_transfer(
+    const KVLayout& src,
+    const KVLayout& dst,
+    std::span<const int64_t> src_pages,
+    std::span<const int64_t> dst_pages,
+    const KVTransferRange& range
+) {
+  return plan_link(specify_link(src, dst, src_pages, dst_pages, range), src, dst);
 }
 
 }  // namespace cpattn

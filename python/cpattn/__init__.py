@@ -73,7 +73,7 @@ from .transfer.pages import (
     kv_to_page_num,
 )
 from .transfer.plan import TransferPlan
-from .transfer.planner import plan_kv_transfer
+from .transfer.planner import plan_kv_links, plan_kv_transfer
 from .transfer.pointers import (
     DecodeTargets,
     build_transfer_entry_pairs,
@@ -140,6 +140,7 @@ __all__ = [
     "page_table_to_topk",
     "paged_attention",
     "plan_attention",
+    "plan_kv_links",
     "plan_kv_transfer",
     "profile",
     "quantize_index",

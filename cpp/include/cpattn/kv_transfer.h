@@ -52,4 +52,28 @@ TransferPlan plan_kv_transfer(
     const KVTransferRange& range
 );
 
+/// A process of one side, and its pages of the sequence.
+struct KVPeer {
+  const KVLayout* layout = nullptr;
+  std::span<const int64_t> pages;
+  int64_t cp_rank = 0;  // of a source
+};
+
+struct KVLink {
+  std::size_t source = 0;
+  std::size_t destination = 0;
+  TransferPlan plan;
+};
+
+/// The plans of all pairs of a source and a destination that have anything to send, by source.
+/// Together they write every head and token of every entry of every destination exactly once,
+/// of draft entries where any source has some, and every target entry of a source has a
+/// destination; std::invalid_argument that names peers, entry, heads and tokens otherwise.
+/// range.cp_rank is that of each source.
+std::vector<KVLink> plan_kv_links(
+    std::span<const KVPeer> sources,
+    std::span<const KVPeer> destinations,
+    const KVTransferRange& range
+);
+
 }  // namespace cpattn

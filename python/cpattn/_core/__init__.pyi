@@ -697,15 +697,13 @@ class KVLayout(metaclass=_pybind11_type):
     def __eq__(self, other: object) -> bool: ...
 
 def plan_kv_transfer(
-    src: KVLayout,
-    dst: KVLayout,
-    src_pages: _Indices,
-    dst_pages: _Indices,
-    num_tokens: int | None,
-    first_token: int | None,
-    src_start: int,
-    dst_start: int,
-    cp_rank: int,
-    cp_size: int,
-    cp_share: str,
+    src: KVLayout, dst: KVLayout, src_pages: _Indices, dst_pages: _Indices, **range: Any
 ) -> TransferPlan: ...
+def plan_kv_links(
+    sources: Sequence[KVLayout],
+    destinations: Sequence[KVLayout],
+    src_pages: list[_Indices],
+    dst_pages: list[_Indices],
+    cp_ranks: _Indices,
+    **range: Any,
+) -> list[tuple[int, int, TransferPlan]]: ...

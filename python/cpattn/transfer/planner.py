@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from .. import _core
 from ..topk import Indices
 from .layout import KVLayout
-from .plan import TransferPlan
+from .plan import TransferPlan, cells, rows_of, table
 
-__all__ = ["plan_kv_transfer"]
+__all__ = ["KVLink", "KVLinks", "plan_kv_links", "plan_kv_transfer"]
 
 
 def plan_kv_transfer(
@@ -77,6 +80,107 @@ def plan_kv_transfer(
     ([512, 1024], [3584, 1024])
     """
     return _core.plan_kv_transfer(
-        src, dst, src_pages, dst_pages, num_tokens, first_token, src_start, dst_start, cp_rank,
-        cp_size, cp_share,
-    )  # fmt: skip
+        src,
+        dst,
+        src_pages,
+        dst_pages,
+        num_tokens=num_tokens,
+        first_token=first_token,
+        src_start=src_start,
+        dst_start=dst_start,
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+        cp_share=cp_share,
+    )
+
+
+class KVLink(NamedTuple):
+    """What one source sends to one destination; both are positions in their lists."""
+
+    source: int
+    destination: int
+    plan: TransferPlan
+
+
+class KVLinks(tuple[KVLink, ...]):
+    """All links of a transfer, by source, and their totals; prints as a table."""
+
+    __slots__ = ()
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(link.plan.total_bytes for link in self)
+
+    def summary(self) -> str:
+        """A line for each link and one for all: what is sent, blocks, bytes, the mean block."""
+        rows = []
+        for source, destination, plan in self:
+            parts = ", ".join(f"{layers} × {name}" for name, layers, *_ in rows_of(plan))
+            sums = cells(len(plan), plan.total_bytes)
+            rows.append((f"{source} -> {destination}", parts, *sums))
+        sums = cells(sum(len(link.plan) for link in self), self.total_bytes)
+        header = ("link", "buffers", "blocks", "bytes", "mean block")
+        return table(header, [*rows, ("total", "", *sums)])
+
+    __str__ = summary
+
+
+def plan_kv_links(
+    sources: Sequence[KVLayout],
+    destinations: Sequence[KVLayout],
+    src_pages: Sequence[Indices],
+    dst_pages: Sequence[Indices],
+    *,
+    num_tokens: int | None = None,
+    first_token: int | None = None,
+    src_start: int = 0,
+    dst_start: int = 0,
+    cp_ranks: Indices | None = None,
+    cp_size: int = 1,
+    cp_share: str = "pages",
+) -> KVLinks:
+    """The plans of all links between two groups of servers, which together are complete.
+
+    Every head and token of every buffer of every destination is written by exactly one source,
+    draft buffers where any source has some; and every target layer of a source is received.
+
+    Parameters
+    ----------
+    sources, destinations : sequences of KVLayout
+        Of every process: pipeline stages, TP ranks, CP ranks; and at the destination DCP ranks.
+    src_pages, dst_pages : sequences of ints, one for each process
+        As of `plan_kv_transfer`.
+    num_tokens, first_token, src_start, dst_start, cp_size, cp_share
+        As of `plan_kv_transfer`, the same for all.
+    cp_ranks : ints, one for each source, optional
+        Its rank in its context-parallel group; needed with ``cp_size > 1``.
+
+    Returns
+    -------
+    KVLinks
+        A tuple of ``(source, destination, plan)`` without those that send nothing.
+
+    Raises
+    ------
+    ValueError
+        What nobody or more than one source sends, with layer, heads and tokens; and whatever
+        `plan_kv_transfer` refuses, with the link.
+    """
+    if cp_ranks is None:
+        if cp_size != 1:
+            raise ValueError(f"plan_kv_links: cp_ranks must be given with cp_size {cp_size}")
+        cp_ranks = [0] * len(sources)
+    links = _core.plan_kv_links(
+        sources,
+        destinations,
+        list(src_pages),
+        list(dst_pages),
+        cp_ranks,
+        num_tokens=num_tokens,
+        first_token=first_token,
+        src_start=src_start,
+        dst_start=dst_start,
+        cp_size=cp_size,
+        cp_share=cp_share,
+    )
+    return KVLinks(KVLink(*link) for link in links)
