@@ -59,7 +59,7 @@ void register_kv_pool(py::module_& module) {
       [](int64_t layer, const py::object& loc, const KvBuffer& k_buffer, const py::object& k,
          double k_scale, const KvBuffer& v_buffer, const py::object& v, double v_scale) {
         constexpr char kFunction[] = "set_kv_buffer";
-        const auto slots = index_list(loc, "set_kv_buffer: loc");
+        auto slots = index_list(loc, "set_kv_buffer: loc");
         const TensorArgument k_view(k, "k");
         const auto v_view = optional_tensor(v, "v");
         const auto [k_rows, v_rows] =
@@ -79,7 +79,7 @@ void register_kv_pool(py::module_& module) {
   module.def(
       "set_index_k_buffer",
       [](int64_t layer, const py::object& loc, const KvBuffer& buffer, const py::object& index_k) {
-        const auto slots = index_list(loc, "set_index_k_buffer: loc");
+        auto slots = index_list(loc, "set_index_k_buffer: loc");
         const TensorArgument view(index_k, "index_k");
         const KvRows part{.name = "index_k", .rows = *view, .buffer = buffer};
         const Computation computation;

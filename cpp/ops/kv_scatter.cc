@@ -74,27 +74,35 @@ class Writer {
  public:
   Writer(const char* function, int64_t layer, int64_t num_rows, const KvRows& part)
       : cast_(cast_kernel(function, part)),
+        stream_(active_sparse_kernels().scatter.stream),
         scale_(static_cast<float>(part.scale)),
         runs_(part.rows),
         layer_(part.buffer.data() + layer * part.buffer.layer_bytes()),
         row_elements_(part.buffer.row_elements()),
-        element_bytes_(element_size(part.rows.dtype)),
-        slot_bytes_(part.buffer.row_bytes()) {
+        from_bytes_(element_size(part.rows.dtype)),
+        to_bytes_(element_size(part.buffer.dtype())) {
     check_part(function, num_rows, part);
-    piece_elements_ = std::gcd(row_elements_, runs_.run_bytes() / element_bytes_);
+    piece_elements_ = std::gcd(row_elements_, runs_.run_bytes() / from_bytes_);
   }
 
-  /// Bytes read and written for a row.
-  int64_t traffic() const { return row_elements_ * element_bytes_ + slot_bytes_; }
+  /// Bytes written for a row, and also read.
+  int64_t written() const { return row_elements_ * to_bytes_; }
+  int64_t traffic() const { return row_elements_ * (from_bytes_ + to_bytes_); }
 
+  /// Whether pieces may go past the caches.
+  bool can_stream() const { return piece_elements_ * to_bytes_ % kernels::kStreamBytes == 0; }
+
+  template <bool kStream>
   void write(int64_t row, int64_t slot) const {
-    char* to = layer_ + slot * slot_bytes_;
     const int64_t first = row * row_elements_;
-    const int64_t step = piece_elements_ * slot_bytes_ / row_elements_;
-    for (int64_t i = 0; i < row_elements_; i += piece_elements_, to += step) {
-      const char* from = runs_.at((first + i) * element_bytes_);
-      if (cast_ == nullptr) {
-        std::memcpy(to, from, step);
+    char* to = layer_ + slot * row_elements_ * to_bytes_;
+    for (int64_t i = 0; i < row_elements_;
+         i += piece_elements_, to += piece_elements_ * to_bytes_) {
+      const char* from = runs_.at((first + i) * from_bytes_);
+      if constexpr (kStream) {
+        stream_piece(from, to);
+      } else if (cast_ == nullptr) {
+        std::memcpy(to, from, piece_elements_ * to_bytes_);
       } else {
         cast_(from, piece_elements_, scale_, to);
       }
@@ -117,15 +125,28 @@ class Writer {
     check_no_overlap(function, "the layer", layer, part.name, part.rows);
   }
 
+  void stream_piece(const char* from, char* to) const {
+    if (cast_ == nullptr) return stream_(from, piece_elements_ * to_bytes_, to);
+    constexpr int64_t kChunk = 1024;
+    alignas(64) char chunk[kChunk * sizeof(float)];
+    for (int64_t i = 0; i < piece_elements_; i += kChunk) {
+      const int64_t n = std::min(kChunk, piece_elements_ - i);
+      cast_(from + i * from_bytes_, n, scale_, chunk);
+      stream_(chunk, n * to_bytes_, to + i * to_bytes_);
+    }
+  }
+
   Cast cast_;  // null: rows are copied
+  void (*stream_)(const void* from, int64_t bytes, void* to);
   float scale_;
   Runs runs_;
   char* layer_;
-  int64_t row_elements_, element_bytes_, slot_bytes_;
+  int64_t row_elements_, from_bytes_, to_bytes_;
   int64_t piece_elements_ = 0;
 };
 
-/// Whether no slot comes twice because each is behind those before it.
+/// Checks that slots are in the layer. Whether each is behind those before it, so that none comes
+/// twice.
 bool check_slots(const char* function, std::span<const int64_t> slots, int64_t num_slots) {
   bool ascending = true;
   int64_t last = -1;
@@ -142,23 +163,41 @@ bool check_slots(const char* function, std::span<const int64_t> slots, int64_t n
   return ascending;
 }
 
-/// Which of `count` threads writes a slot. Neighbours stay together, and the blocks of them are
-/// mixed, so that slots with a period are divided, too.
-int64_t owner(int64_t slot, int64_t count) {
-  const auto mixed = static_cast<uint32_t>(slot >> 4) * 0x9e3779b1U;
-  return static_cast<int64_t>((uint64_t{mixed} * static_cast<uint64_t>(count)) >> 32);
+/// Replaces slots that come again by -1: what is written to the rest may be written in any order.
+void keep_last(std::span<int64_t> slots) {
+  const auto [low, high] = std::minmax_element(slots.begin(), slots.end());
+  const int64_t first = std::max<int64_t>(*low, 0);
+  const int64_t num_words = (*high - first) / 64 + 1;
+  auto* const seen = static_cast<uint64_t*>(thread_scratch(num_words * sizeof(uint64_t)));
+  std::fill_n(seen, num_words, 0);
+  for (auto slot = slots.rbegin(); slot != slots.rend(); ++slot) {
+    if (*slot < 0) continue;
+    uint64_t& word = seen[(*slot - first) / 64];
+    const uint64_t bit = uint64_t{1} << (*slot - first) % 64;
+    if ((word & bit) != 0) *slot = -1;
+    word |= bit;
+  }
+}
+
+template <bool kStream>
+void write_rows(
+    std::span<const Writer> writers, std::span<const int64_t> slots, int64_t begin, int64_t end
+) {
+  for (const Writer& writer : writers) {
+    for (int64_t row = begin; row < end; ++row) {
+      if (slots[row] >= 0) writer.write<kStream>(row, slots[row]);
+    }
+  }
+  if constexpr (kStream) active_sparse_kernels().scatter.finish_stream();
 }
 
 }  // namespace
 
 void write_kv_rows(
-    const char* function,
-    int64_t layer,
-    std::span<const int64_t> slots,
-    std::span<const KvRows> parts
+    const char* function, int64_t layer, std::span<int64_t> slots, std::span<const KvRows> parts
 ) {
-  constexpr int64_t kLeastTraffic = int64_t{1} << 18;  // worth a thread
-  constexpr int64_t kRowsPerLook = 64;                 // between looks for an interrupt
+  constexpr int64_t kLeastTraffic = int64_t{1} << 18;   // worth a thread
+  constexpr int64_t kLeastStreamed = int64_t{1} << 24;  // not worth keeping in caches
   assert(!parts.empty());
   const KvBuffer& buffer = parts[0].buffer;
   check(
@@ -169,34 +208,21 @@ void write_kv_rows(
   const bool ascending = check_slots(function, slots, buffer.num_slots());
   std::vector<Writer> writers;
   writers.reserve(parts.size());
-  int64_t traffic = 0;
+  int64_t traffic = 0, written = 0;
+  bool can_stream = true;
   for (const KvRows& part : parts) {
     assert(part.buffer.num_slots() == buffer.num_slots());
-    traffic += writers.emplace_back(function, layer, num_rows, part).traffic();
+    const Writer& writer = writers.emplace_back(function, layer, num_rows, part);
+    traffic += writer.traffic();
+    written += writer.written();
+    can_stream &= writer.can_stream();
   }
-  const auto write = [&](int64_t row) {
-    for (const Writer& writer : writers) writer.write(row, slots[row]);
-  };
-  if (ascending) {
-    const int64_t step = std::max<int64_t>(1, kLeastTraffic / traffic);
-    parallel_for(
-        (num_rows + step - 1) / step, default_num_threads(), [&](int64_t item, StopToken&) {
-          const int64_t end = std::min(num_rows, (item + 1) * step);
-          for (int64_t row = item * step; row < end; ++row) {
-            if (slots[row] >= 0) write(row);
-          }
-        }
-    );
-    return;
-  }
-  // Each thread writes slots of its own in the order of the rows, so that the last one counts.
-  const int64_t worth = std::max<int64_t>(1, num_rows * traffic / kLeastTraffic);
-  const int64_t owners = std::min<int64_t>(default_num_threads(), worth);
-  parallel_for(owners, static_cast<int>(owners), [&](int64_t item, StopToken& stop) {
-    for (int64_t row = 0; row < num_rows; ++row) {
-      if (row % kRowsPerLook == 0 && stop.should_stop()) return;
-      if (slots[row] >= 0 && owner(slots[row], owners) == item) write(row);
-    }
+  const int64_t step = std::max<int64_t>(1, kLeastTraffic / traffic);
+  if (num_rows > step && !ascending) keep_last(slots);
+  const auto write =
+      can_stream && num_rows * written >= kLeastStreamed ? &write_rows<true> : &write_rows<false>;
+  parallel_for((num_rows + step - 1) / step, default_num_threads(), [&](int64_t item, StopToken&) {
+    write(writers, slots, item * step, std::min(num_rows, (item + 1) * step));
   });
 }
 

@@ -22,7 +22,7 @@ struct KvRows {
 };
 
 /// Writes rows of all parts to slots of a layer: row i to slots[i]; -1 skips it. Of a slot given
-/// twice the last row counts, whatever the number of threads.
+/// twice the last row counts, whatever the number of threads; others may be set to -1.
 ///
 /// Rows of the buffer's dtype are copied; a buffer of float8_e4m3fn takes uint8, too. Float32,
 /// float16 and bfloat16 become another dtype: x / scale in float32, then rounded to nearest even.
@@ -33,10 +33,7 @@ struct KvRows {
 /// in the buffer, a wrong number of elements, other dtypes, a scale that is not a positive number
 /// and rows that lie in the layer they are written to. Nothing is written then.
 void write_kv_rows(
-    const char* function,
-    int64_t layer,
-    std::span<const int64_t> slots,
-    std::span<const KvRows> parts
+    const char* function, int64_t layer, std::span<int64_t> slots, std::span<const KvRows> parts
 );
 
 /// The first `left` elements of the last dimension and the `right` ones that follow; it must
