@@ -69,7 +69,10 @@ def of_cast(
         check,
         work=(moved / 1e9, "GB"),
         items=(num_tokens, "token"),
-        bars=(percent_of_peak(OURS, 80), times_as_fast(OURS, TORCH, 1, TORCH)),
+        bars=(
+            percent_of_peak(OURS, 80 if source == stored else 60),
+            times_as_fast(OURS, TORCH, 2, TORCH),
+        ),
         peak=copy_peak(num_threads),
     )
 
