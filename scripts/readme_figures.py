@@ -146,7 +146,9 @@ def in_turns(rows: list[Row]) -> Lines:
             if "median" in row and not is_auxiliary(row):
                 peak = f"{row['percent_of_peak']:.1f} %" if "percent_of_peak" in row else ""
                 doubts = " (no quiet sample)" if row["noisy"] else ""
-                line = [case_label(case), row["implementation"], time_per_item(row) + doubts, peak]
+                rate = f", {row['rate']:.3g} GB/s" if row["unit"] == "GB" else ""
+                time = time_per_item(row) + rate + doubts
+                line = [case_label(case), row["implementation"], time, peak]
                 if best:
                     line += [f"{best['implementation']}, {time_per_item(best)}"]
                     line += [f"{best['median'] / row['median']:.2f} ×"]

@@ -41,7 +41,8 @@ def test_full_cases_have_the_bars_of_their_part():
         ("µs", 500),
         ("times as fast as NumPy", 1),
     ]
-    assert shuffled.items == (61 * 2 * 900, "block")
+    assert shuffled.work == (61 * 2 * 900 / 1e9, "Gblock")
+    assert shuffled.items == (1, "plan")
     assert all(comparison.bars for comparison in planning.comparisons(quick=False))
     assert all(comparison.bars for comparison in scatter.comparisons(quick=True))
 

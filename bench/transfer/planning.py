@@ -77,7 +77,7 @@ def of_pages(job: str, layers: int, src_pages: np.ndarray, dst_pages: np.ndarray
         implementations,
         check,
         work=(num_blocks / 1e9, "Gblock"),
-        items=(num_blocks, "block"),
+        items=(1, "plan"),
         bars=bars(job),
     )
 
