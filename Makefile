@@ -12,7 +12,7 @@ export PATH := $(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR)/build/release/python
 CPP_SOURCES = $(shell find cpp tests_cpp -name '*.h' -o -name '*.cc')
 
-.PHONY: demo test build bench bench-env lint format clean
+.PHONY: demo test build bench bench-env lint tidy format clean
 
 demo: build  ## the main job: replays serving traffic; options in ARGS
 	@python -m cpattn replay $(ARGS)
@@ -62,6 +62,10 @@ lint: .venv/.lint build  ## formatting, lint, types
 	mypy
 	python -m mypy.stubtest cpattn._core --mypy-config-file pyproject.toml
 	python scripts/readme_figures.py --check
+
+tidy: .venv/.lint build  ## clang-tidy
+	@echo clang-tidy ...
+	@run-clang-tidy.py -p build/release -quiet -hide-progress '^$(CURDIR)/(cpp|tests_cpp)/'
 
 format: .venv/.lint  ## fixes what it can
 	ruff check --fix .
