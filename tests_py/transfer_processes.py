@@ -144,7 +144,7 @@ def _serve(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     try:
-        _enter_network(network)
+        enter_network(network)
         with make_engine(**settings) as engine:
             connection.send((engine.session_id, None, ""))
             state = State(engine=engine)
@@ -160,7 +160,7 @@ def _serve(
         connection.send((None, error, traceback.format_exc()))
 
 
-def _enter_network(pid: int | None) -> None:
+def enter_network(pid: int | None) -> None:
     """A new network namespace with the loopback device up, or that of a process.
 
     Engines listen on all interfaces, so this keeps them to themselves. Needs root; without it the

@@ -10,6 +10,8 @@ What release 0.3.13.post1 does over TCP, found out by trying:
   flight: a peer that was only stopped receives the rest later, read from the source as it is by
   then. Closing the sender's engine ends it.
 - The peer checks that each target lies inside one range it registered. Nobody checks sources.
+  `unregister` does not wait for writes in flight, whose bytes go on arriving: ask the senders
+  before memory is freed.
 - A peer that is gone fails a write at once, one that does not answer fails it after the timeout.
 - The engine's ``transfer_check_status`` of a batch looks at its first block only, so nothing can
   be learnt of a batch in flight; its synchronous call polls without sleeping.
@@ -64,7 +66,7 @@ class MooncakeEngine:
     ImportError
         The package, or a system library it needs, is missing, or it is older than 0.3.12.
     RuntimeError
-        The engine does not start.
+        The engine does not start, or ``MC_TCP_PROTO=1`` asks for writes that succeed early.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class MooncakeEngine:
     ) -> None:
         if timeout < _MIN_TIMEOUT:
             raise ValueError(f"MooncakeEngine: timeout must be >= {_MIN_TIMEOUT}, got {timeout}")
+        if os.environ.get("MC_TCP_PROTO") == "1":
+            raise RuntimeError("MooncakeEngine: MC_TCP_PROTO=1 reports writes before they arrive")
         make_engine = _import_engine()
         settings = {"MC_TRANSFER_TIMEOUT": str(math.ceil(timeout))}
         if protocol == "tcp":
