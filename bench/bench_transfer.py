@@ -29,7 +29,7 @@ from comparison import Comparison
 from figures import Row
 from harness import RESULTS, environment
 
-PARTS = ("planning", "scatter", "engine")
+PARTS = ("planning", "scatter", "local", "engine")
 ABSENT = "not installed"
 
 

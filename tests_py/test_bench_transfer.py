@@ -32,7 +32,7 @@ def test_quick_cases_give_whole_rows(comparison, monkeypatch):
     for row in rows:
         assert row.keys() >= TIMES
         assert (row["part"], row["case"]) == (comparison.part, comparison.case)
-        assert ("percent_of_peak" in row) == (comparison.part == "scatter")
+        assert ("percent_of_peak" in row) == (comparison.part in ("scatter", "local"))
 
 
 def test_full_cases_have_the_bars_of_their_part():
