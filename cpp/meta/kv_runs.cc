@@ -60,14 +60,6 @@ class Cursor {
   int64_t cycle_;
 };
 
-void check_holds(const KVPageList& list, KVRange tokens) {
-  check(
-      tokens.begin >= list.start && list.owned_below(tokens.end) <= list.owned_below(list.end()),
-      kFunction, ": ", list.side, " pages must hold tokens ", tokens, ", got ", list.pages.size(),
-      " of ", list.page_size, " from ", list.start, " on"
-  );
-}
-
 void append(Runs& runs, TransferRun run) {
   if (!runs.empty()) {
     TransferRun& last = runs.back();
@@ -135,10 +127,17 @@ int64_t KVPageList::end() const {
   return start + rows / dcp_interleave * cycle + (rest == 0 ? 0 : dcp_rank * dcp_interleave + rest);
 }
 
+void check_holds(const KVPageList& list, KVRange tokens) {
+  check(
+      list.start <= tokens.begin && tokens.begin <= tokens.end &&
+          list.owned_below(tokens.end) <= list.owned_below(list.end()),
+      kFunction, ": ", list.side, " pages must hold tokens ", tokens, ", got ", list.pages.size(),
+      " of ", list.page_size, " from ", list.start, " on"
+  );
+}
+
 std::vector<TransferRun> token_runs(const KVPageList& src, const KVPageList& dst, KVRange tokens) {
   if (tokens.size() == 0) return {};
-  check_holds(src, tokens);
-  check_holds(dst, tokens);
   const Cursor from(src), to(dst);
   Runs runs;
   runs.reserve(std::min<std::size_t>(src.pages.size() + dst.pages.size(), tokens.size()));

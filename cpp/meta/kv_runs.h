@@ -28,10 +28,14 @@ struct KVPageList {
   int64_t end() const;
 };
 
-/// Those of the tokens that `dst` holds, as the least number of runs of slots (page * page_size +
-/// row), in ascending order of the destination. std::invalid_argument for tokens that the lists do
-/// not hold, page ids outside the buffers, and a slot of the destination that gets two tokens.
-/// `src` must hold all tokens (dcp_size 1).
+/// std::invalid_argument unless the pages have room for these tokens, or for those of them that
+/// this side holds.
+void check_holds(const KVPageList& list, KVRange tokens);
+
+/// Those of the tokens that `dst` holds, as the least number of runs of slots
+/// (page * page_size + row), in ascending order of the destination. Both lists have room for
+/// them, and `src` holds all (dcp_size 1). std::invalid_argument for page ids outside the
+/// buffers, and a slot of the destination that gets two tokens.
 std::vector<TransferRun> token_runs(const KVPageList& src, const KVPageList& dst, KVRange tokens);
 
 }  // namespace cpattn

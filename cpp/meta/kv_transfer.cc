@@ -174,6 +174,8 @@ KVLinkSpec specify_link(
       .to = page_list("destination", dst, dst_pages, range.dst_start),
   };
   link.all_tokens = link.tokens = all_tokens(link.from, link.to, range);
+  check_holds(link.from, link.all_tokens);
+  check_holds(link.to, link.all_tokens);
   link.pairs = pair_entries(src, dst);
   if (range.cp_share == CpShare::layers) {
     keep_layer_share(link.pairs, range.cp_rank, range.cp_size);
