@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/kv_transfer.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "meta/kv_runs.h"
+
+namespace cpattn {
+namespace {
+
+using Ints = std::vector<int64_t>;
+
+KVEntry buffer(int64_t num_pages) {
+  return {.num_bytes = static_cast<uint64_t>(num_pages), .item_len = 1};
+}
+
+TEST(TokenRuns, JoinAcrossTheOrderOfTheSequence) {
+  const KVEntry entry = buffer(100);
+  const Ints src = {7, 2, 3, 8}, dst = {41, 20, 21, 42};
+  const std::vector<TransferRun> runs =
+      token_runs({.pages = src, .smallest = &entry}, {.pages = dst, .smallest = &entry}, {0, 4});
+  EXPECT_EQ(runs, (std::vector<TransferRun>{{2, 20, 2}, {7, 41, 2}}));
+}
+
+TEST(TokenRuns, PagesOfBothSidesCutTokens) {
+  const KVEntry entry = buffer(100);
+  const Ints src = {5}, dst = {9, 3};
+  const KVPageList from = {.pages = src, .page_size = 8, .smallest = &entry};
+  const KVPageList to = {.pages = dst, .page_size = 4, .smallest = &entry};
+  EXPECT_EQ(token_runs(from, to, {1, 7}), (std::vector<TransferRun>{{44, 12, 3}, {41, 37, 3}}));
+}
+
+TEST(TokenRuns, InterleavedTokensGoToTheirRankAndNoOther) {
+  const KVEntry entry = buffer(100);
+  const Ints src = {0, 1, 2}, dst = {6, 7};
+  const KVPageList from = {.pages = src, .page_size = 4, .smallest = &entry};
+  for (int64_t interleave : {1, 2, 3, 4, 5}) {
+    std::vector<int> received(12, 0);
+    for (int64_t rank = 0; rank < 2; ++rank) {
+      const KVPageList to = {
+          .pages = dst,
+          .page_size = 4,
+          .smallest = &entry,
+          .dcp_rank = rank,
+          .dcp_size = 2,
+          .dcp_interleave = interleave
+      };
+      for (const TransferRun& run : token_runs(from, to, {0, 12})) {
+        for (int64_t i = 0; i < run.count; ++i) {
+          const int64_t token = run.src + i;
+          ++received[token];
+          EXPECT_EQ(token / interleave % 2, rank);
+          const int64_t local = token / interleave / 2 * interleave + token % interleave;
+          EXPECT_EQ(run.dst + i, 6 * 4 + local);
+        }
+      }
+    }
+    EXPECT_EQ(received, std::vector<int>(12, 1)) << "interleave " << interleave;
+  }
+}
+
+TEST(TokenRuns, SortsPagesOfAnyDistance) {
+  constexpr int64_t kCount = 3000;
+  std::mt19937_64 generator(1);
+  for (const int64_t spread : {int64_t{1}, int64_t{1000}, int64_t{1} << 40}) {
+    Ints src(kCount), dst(kCount);
+    for (int64_t i = 0; i < kCount; ++i) {
+      src[i] = 2 * i;  // no neighbours
+      dst[i] = i * spread;
+    }
+    std::shuffle(dst.begin(), dst.end(), generator);
+    const KVEntry entry = buffer(kCount << 40);
+    const std::vector<TransferRun> runs = token_runs(
+        {.pages = src, .smallest = &entry}, {.pages = dst, .smallest = &entry}, {0, kCount}
+    );
+    ASSERT_EQ(runs.size(), static_cast<std::size_t>(kCount));
+    for (int64_t i = 0; i < kCount; ++i) {
+      EXPECT_EQ(runs[i].dst, i * spread);
+      EXPECT_EQ(dst[runs[i].src / 2], runs[i].dst);
+    }
+  }
+}
+
+TEST(TokenRuns, RefusesAPageTwice) {
+  const KVEntry entry = buffer(100);
+  const Ints src = {1, 2, 3}, dst = {4, 9, 4};
+  const KVPageList from = {.pages = src, .smallest = &entry};
+  const KVPageList to = {.pages = dst, .smallest = &entry};
+  EXPECT_THROW(token_runs(from, to, {0, 3}), std::invalid_argument);
+  EXPECT_EQ(token_runs(from, to, {0, 2}).size(), 2u);
+}
+
+TEST(KVPageList, RoomOfInterleavedPagesEndsWhereTheNextTokenWouldNotFit) {
+  const Ints pages = {0, 1};
+  for (int64_t rank = 0; rank < 3; ++rank) {
+    const KVPageList list = {
+        .pages = pages, .page_size = 4, .dcp_rank = rank, .dcp_size = 3, .dcp_interleave = 5
+    };
+    EXPECT_EQ(list.owned_below(list.end()), 8);
+  }
+}
+
+TEST(KVLayout, HeadsOfRanks) {
+  const auto heads = [](int64_t rank, int64_t size, int64_t total) {
+    return KVLayout({}, {.page_size = 1, .tp_rank = rank, .tp_size = size, .total_kv_heads = total})
+        .heads(KVKind::k);
+  };
+  EXPECT_EQ(heads(1, 2, 8), (KVRange{4, 8}));
+  EXPECT_EQ(heads(5, 8, 4), (KVRange{2, 3}));
+  EXPECT_EQ(heads(3, 4, 1), (KVRange{0, 1}));
+}
+
+TEST(MakeTransferPlan, ShiftedEntriesAreThoseMadeAlone) {
+  const std::vector<TransferRun> runs = {{2, 7, 3}, {9, 1, 1}};
+  const std::vector<TransferEntry> entries = {
+      {100, 1000, 4, 4, 4, "k"},
+      {50, 3000, 4, 4, 4, "k"},
+      {50, 3000, 8, 4, 4, "v"},
+      {UINT64_MAX - 8, 5000, 8, 4, 4, "v"},
+      {0, 0, 8, 8, 8, "k"}
+  };
+  const TransferPlan plan = make_transfer_plan(entries, runs);
+  std::size_t block = 0;
+  for (const TransferEntry& entry : entries) {
+    const TransferPlan alone = make_transfer_plan({&entry, 1}, runs);
+    for (std::size_t i = 0; i < alone.num_blocks(); ++i, ++block) {
+      EXPECT_EQ(plan.src_addrs()[block], alone.src_addrs()[i]);
+      EXPECT_EQ(plan.dst_addrs()[block], alone.dst_addrs()[i]);
+      EXPECT_EQ(plan.lengths()[block], alone.lengths()[i]);
+    }
+  }
+  EXPECT_EQ(block, plan.num_blocks());
+  ASSERT_EQ(plan.parts().size(), 3u);
+  EXPECT_EQ(plan.parts()[1].num_entries, 2u);
+  EXPECT_EQ(plan.parts()[1].num_blocks, 8u);
+}
+
+}  // namespace
+}  // namespace cpattn
