@@ -94,6 +94,14 @@ def test_refused_links():
         plan_kv_transfer(layout(SRC, dcp_size=2), layout(DST), [0], [0])
 
 
+def test_draft_layers_of_both_sides_must_be_the_same():
+    message = re.escape("destination has k of draft layer 1 (item_len 512), which source has not")
+    with pytest.raises(ValueError, match=f"{message}$"):
+        plan_kv_transfer(layout(SRC, draft=1), layout(DST, draft=2), [0], [0])
+    plan = plan_kv_transfer(layout(SRC, draft=1), layout(DST), [0], [0])
+    assert plan.parts == [("k", 2, 2), ("v", 2, 2)]
+
+
 def test_buffers_of_a_source_may_be_shared():
     shared = [KVEntry(i, "k", False, SRC, 512, 512) for i in range(2)]
     apart = [KVEntry(i, "k", False, DST + i * 512, 512, 512) for i in range(2)]

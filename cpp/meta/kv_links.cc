@@ -106,11 +106,6 @@ void check_sources(std::span<const KVPeer> sources, std::span<const KVPeer> dest
   }
 }
 
-KVTransferRange with_cp_rank(KVTransferRange range, int64_t cp_rank) {
-  range.cp_rank = cp_rank;
-  return range;
-}
-
 /// What `make` returns; its errors name the link, too.
 template <class Make>
 auto of_link(std::size_t source, std::size_t destination, Make make) {
@@ -123,6 +118,28 @@ auto of_link(std::size_t source, std::size_t destination, Make make) {
   }
 }
 
+/// The links of a destination, which together are complete.
+std::vector<PlannedLink> specify_links(
+    std::span<const KVPeer> sources,
+    const KVPeer& to,
+    std::size_t destination,
+    KVTransferRange range
+) {
+  std::vector<PlannedLink> links;
+  bool with_draft = false;
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    const KVPeer& from = sources[i];
+    range.cp_rank = from.cp_rank;
+    with_draft |= from.layout->has_draft();
+    KVLinkSpec spec = of_link(i, destination, [&] {
+      return specify_link(*from.layout, *to.layout, from.pages, to.pages, range);
+    });
+    links.push_back({i, std::move(spec)});
+  }
+  check_destination(destination, *to.layout, links, with_draft);
+  return links;
+}
+
 }  // namespace
 
 std::vector<KVLink> plan_kv_links(
@@ -131,27 +148,14 @@ std::vector<KVLink> plan_kv_links(
     const KVTransferRange& range
 ) {
   check_sources(sources, destinations);
-  const bool with_draft = std::any_of(sources.begin(), sources.end(), [](const KVPeer& peer) {
-    return peer.layout->has_draft();
-  });
   std::vector<KVLink> plans;
   for (std::size_t d = 0; d < destinations.size(); ++d) {
-    const KVLayout& dst = *destinations[d].layout;
-    std::vector<PlannedLink> links;
-    for (std::size_t s = 0; s < sources.size(); ++s) {
-      links.push_back({s, of_link(s, d, [&] {
-                         return specify_link(
-                             *sources[s].layout, dst, sources[s].pages, destinations[d].pages,
-                             with_cp_rank(range, sources[s].cp_rank)
-                         );
-                       })});
-    }
-    check_destination(d, dst, links, with_draft);
-    for (PlannedLink& link : links) {
-      const KVLayout& src = *sources[link.source].layout;
-      TransferPlan plan =
-          of_link(link.source, d, [&] { return plan_link(std::move(link.spec), src, dst); });
-      if (plan.num_blocks() > 0) plans.push_back({link.source, d, std::move(plan)});
+    const KVPeer& to = destinations[d];
+    for (auto& [s, spec] : specify_links(sources, to, d, range)) {
+      TransferPlan plan = of_link(s, d, [&, spec = &spec, s = s] {
+        return plan_link(std::move(*spec), *sources[s].layout, *to.layout);
+      });
+      if (plan.num_blocks() > 0) plans.push_back({s, d, std::move(plan)});
     }
   }
   std::stable_sort(plans.begin(), plans.end(), [](const KVLink& a, const KVLink& b) {
