@@ -102,8 +102,8 @@ KVLayout::KVLayout(std::vector<KVEntry> entries, const KVPlacement& placement)
   check_placement(placement_);
   for (const KVEntry& entry : entries_) check_entry(entry, placement_);
   std::iota(sorted_.begin(), sorted_.end(), 0u);
-  std::stable_sort(sorted_.begin(), sorted_.end(), [this](uint32_t a, uint32_t b) {
-    return key(entries_[a]) < key(entries_[b]);
+  std::sort(sorted_.begin(), sorted_.end(), [this](uint32_t a, uint32_t b) {
+    return std::tuple(key(entries_[a]), a) < std::tuple(key(entries_[b]), b);
   });
   for (std::size_t i = 1; i < sorted_.size(); ++i) {
     const KVEntry& entry = entries_[sorted_[i]];

@@ -158,8 +158,8 @@ std::vector<KVLink> plan_kv_links(
       if (plan.num_blocks() > 0) plans.push_back({s, d, std::move(plan)});
     }
   }
-  std::stable_sort(plans.begin(), plans.end(), [](const KVLink& a, const KVLink& b) {
-    return a.source < b.source;
+  std::sort(plans.begin(), plans.end(), [](const KVLink& a, const KVLink& b) {
+    return std::pair(a.source, a.destination) < std::pair(b.source, b.destination);
   });
   return plans;
 }

@@ -118,6 +118,7 @@ void keep_layer_share(std::vector<KVPair>& pairs, int64_t cp_rank, int64_t cp_si
     return Layer(pair.src->is_draft, pair.src->layer_id);
   };
   std::vector<Layer> layers;
+  layers.reserve(pairs.size());
   for (const KVPair& pair : pairs) layers.push_back(layer_of(pair));
   std::sort(layers.begin(), layers.end());
   layers.erase(std::unique(layers.begin(), layers.end()), layers.end());
