@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from cpattn.replay.baseline import gathered_attention, make_segments  # noqa: E402
 from cpattn.replay.check import Checker, dense_attention, tolerance  # noqa: E402
-from cpattn.replay.model import Decoder, ModelConfig  # noqa: E402
+from cpattn.replay.model import Decoder, Head, ModelConfig, stage_layers  # noqa: E402
 from cpattn.replay.prefix_cache import PrefixCache  # noqa: E402
 from cpattn.replay.scheduler import Batch, prefill_batches  # noqa: E402
 from cpattn.replay.trace import block_tokens_of, generate_trace, scale_lengths  # noqa: E402
@@ -101,6 +101,37 @@ def test_rows_of_the_last_layer_are_the_rows_of_the_whole() -> None:
     whole = model(tokens, positions, attention(positions))
     some = model(tokens, positions, attention(rows), rows=rows)
     torch.testing.assert_close(some, whole[rows], rtol=0, atol=tolerance(SMALL))
+
+
+@pytest.mark.parametrize("pp_size", [1, 2, 3])
+def test_stages_one_after_the_other_are_the_decoder(pp_size: int) -> None:
+    config = replace(SMALL, num_layers=4)
+    tokens, positions = torch.arange(20) % config.vocab_size, torch.arange(20)
+    called = []
+
+    def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        called.append(layer)
+        return dense_attention(q, k, v, positions)
+
+    stages = stage_layers(config.num_layers, pp_size)
+    assert [len(stage) for stage in stages] == {1: [4], 2: [2, 2], 3: [2, 1, 1]}[pp_size]
+    x = tokens
+    for layers in stages:
+        x = Decoder(config, layers)(x, positions, attention)
+    assert called == [0, 1, 2, 3]
+    assert torch.equal(x, Decoder(config)(tokens, positions, attention))
+
+
+def test_logits_do_not_repeat_the_token() -> None:
+    head = Head(SMALL)
+    hidden = Decoder(SMALL)(
+        torch.arange(64), torch.zeros(64), lambda _, q, k, v: dense_attention(q, k, v, None)
+    )
+    logits = head(hidden)
+    assert logits.dtype == torch.float32
+    assert 0.5 < logits.std() < 2
+    assert (logits.argmax(dim=-1) == torch.arange(64)).sum() < 8
+    assert len(set(logits.argmax(dim=-1).tolist())) > 8
 
 
 def test_positions_are_global() -> None:

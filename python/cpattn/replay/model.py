@@ -6,7 +6,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -101,22 +103,29 @@ class ModelConfig(DecoderConfig):
 
 
 class Decoder(nn.Module):
-    """Embedding, `num_layers` blocks, final norm. Equal configurations have equal weights.
+    """Embedding, `num_layers` blocks, final norm, or one pipeline stage of them.
+
+    The stage of `layers` (default: all of them) embeds if it has the first layer, and normalises
+    if it has the last one. Equal configurations have equal weights, however layers are staged.
 
     Weights have unit gain; the two products that end in the residual stream are smaller by
     sqrt(2 * num_layers), as GPT-2's, so that depth does not blow it up.
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layers: range | None = None) -> None:
         super().__init__()
+        layers = range(config.num_layers) if layers is None else layers
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == config.num_layers
+        if self.is_first:
+            self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i) for i in layers})
         self.norm = nn.RMSNorm(config.hidden_size, eps=1e-6)
-        self._fill(torch.Generator().manual_seed(config.seed))
+        self._fill()
         self.to(config.torch_dtype).requires_grad_(False)
 
-    def _fill(self, generator: torch.Generator) -> None:
+    def _fill(self) -> None:
         shrink = (2 * self.config.num_layers) ** -0.5
         for name, weight in self.named_parameters():
             if weight.dim() == 1:  # norms stay at one
@@ -124,19 +133,21 @@ class Decoder(nn.Module):
             std = 1.0 if name.startswith("embedding") else weight.shape[1] ** -0.5
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 std *= shrink
-            nn.init.normal_(weight, std=std, generator=generator)
+            nn.init.normal_(weight, std=std, generator=_generator_of(self.config, name))
 
     def forward(
         self,
-        token_ids: Tensor,
+        x: Tensor,
         positions: Tensor,
         attention: Any,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [tokens, hidden_size], normalised, of new tokens at their positions.
+        """Hidden states [tokens, hidden_size] of new tokens; normalised by the last stage.
 
-        token_ids, positions : int64, shape [tokens]
-            Positions count within each sequence; the tokens may be any subset in any order.
+        x : int64, shape [tokens], or [tokens, hidden_size]
+            Token ids for the first stage; what the stage before returned for the others.
+        positions : int64, shape [tokens]
+            They count within each sequence; the tokens may be any subset in any order.
         attention
             What the layers' attention modules call; sees the new keys and values, and finds the
             older ones itself.
@@ -145,11 +156,44 @@ class Decoder(nn.Module):
             with, n rows.
         """
         rotation = make_rotation(positions, self.config)
-        x = self.embedding(token_ids)
-        for layer in self.layers[:-1]:
+        *layers, last = self.layers.values()
+        if self.is_first:
+            x = self.embedding(x)
+        for layer in layers:
             x = layer(x, rotation, attention, None)
-        out: Tensor = self.norm(self.layers[-1](x, rotation, attention, rows))
+        x = last(x, rotation, attention, rows)
+        out: Tensor = self.norm(x) if self.is_last else x
         return out
+
+
+class Head(nn.Module):
+    """Logits of hidden states, in float32. Equal configurations have equal weights.
+
+    It is not the embedding's transpose, with which a random decoder would repeat its last token.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        weight = torch.empty(config.vocab_size, config.hidden_size)
+        std, generator = config.hidden_size**-0.5, _generator_of(config, "head")
+        nn.init.normal_(weight, std=std, generator=generator)
+        self.register_buffer("weight", weight.to(config.torch_dtype).float())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """float32 [rows, vocab_size] of [rows, hidden_size]; of unit variance."""
+        return F.linear(hidden.float(), self.get_buffer("weight"))
+
+
+def _generator_of(config: DecoderConfig, name: str) -> torch.Generator:
+    """A stream of its own for each weight: a stage need not draw those of the others."""
+    return torch.Generator().manual_seed(crc32(f"{config.seed} {name}".encode()))
+
+
+def stage_layers(num_layers: int, pp_size: int) -> list[range]:
+    """The layers of each pipeline stage; the first stages have one more if it does not divide."""
+    share, more = divmod(num_layers, pp_size)
+    bounds = [stage * share + min(stage, more) for stage in range(pp_size + 1)]
+    return [range(begin, end) for begin, end in pairwise(bounds)]
 
 
 class DecoderLayer(nn.Module):
