@@ -55,7 +55,7 @@ FP8 = replace(
     kv_dtype="fp8",
 )
 PER_QUERY = ("q", "index_q", "index_weights")
-PAGE_SIZE, BLOCK_TOKENS, NUM_SLOTS = 4, 8, 3200
+PAGE_SIZE, BLOCK_TOKENS, NUM_PAGES = 4, 8, 800
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -133,8 +133,8 @@ def checked(
     harm: Callable[[Batch, SparseAttention], None] = lambda batch, attention: None,
 ) -> SparseChecker:
     """Twelve requests of generated traffic on one rank; `harm` may spoil what it keeps."""
-    cache = PrefixCache(NUM_SLOTS // PAGE_SIZE, page_size=PAGE_SIZE, block_tokens=BLOCK_TOKENS)
-    model, attention = Decoder(config), SparseAttention(config, cp, NUM_SLOTS)
+    cache = PrefixCache(NUM_PAGES, page_size=PAGE_SIZE, block_tokens=BLOCK_TOKENS)
+    model, attention = Decoder(config), SparseAttention(config, cp, NUM_PAGES, range(1))
     checker = SparseChecker(config, block_tokens=BLOCK_TOKENS, rows_per_chunk=8)
     kinds = {"block_tokens": BLOCK_TOKENS, "vocab_size": config.vocab_size, "seed": config.seed}
     requests = scale_lengths(generate_trace(12, seed=1), 64)
@@ -180,7 +180,7 @@ def test_the_check_sees_a_spoiled_page(
     one_rank: ContextParallel, config: DsaConfig, pool: str, kind: str
 ) -> None:
     def harm(batch: Batch, attention: SparseAttention) -> None:
-        pages = getattr(attention._pools, pool).view(NUM_SLOTS // PAGE_SIZE, -1)
+        pages = getattr(attention._pools, pool).view(NUM_PAGES + 1, -1)
         for chunk, table in zip(batch.chunks, batch.block_tables, strict=True):
             if chunk.begin >= 4 * PAGE_SIZE:
                 first, second = torch.from_numpy(table[:4]).long().chunk(2)
@@ -199,7 +199,7 @@ def test_a_rank_without_rows(one_rank: ContextParallel) -> None:
     plan = replace(
         one_rank.plan([1], [5], block_tables=[[1, 0]]), metadata=metadata, rows_per_rank=(0,)
     )
-    attention = SparseAttention(SMALL, one_rank, 8)
+    attention = SparseAttention(SMALL, one_rank, 1, range(1))
     attention._pools.write = lambda *_: None
     batch = Batch(0, (), [1], [4], np.array([[1, 0]], np.int32), np.array([0]))
     attention.begin(batch, plan, PhaseClock())

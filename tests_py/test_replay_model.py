@@ -46,7 +46,7 @@ def replay(config: ModelConfig, harm: Callable[[Batch, list[torch.Tensor]], None
     kinds = {"block_tokens": block_tokens, "vocab_size": config.vocab_size, "seed": config.seed}
     model = Decoder(config)
     checker = Checker(config, block_tokens=block_tokens, rows_per_chunk=8)
-    shape = (2, 800 * PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    shape = (2, 801 * PAGE_SIZE, config.num_kv_heads, config.head_dim)
     pools = [
         torch.full(shape, torch.nan, dtype=config.torch_dtype) for _ in range(config.num_layers)
     ]

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 from cpattn.replay.driver import replay
 from cpattn.replay.model import ModelConfig
 from cpattn.replay.prefix_cache import Lease
-from cpattn.replay.processes import Work, WorkerConfig, WorkerError, Workers
+from cpattn.replay.processes import Work, WorkerConfig, WorkerError, Workers, ranks_of
 from cpattn.replay.records import ReplayOptions
 from cpattn.replay.scheduler import Batch, Chunk
 from cpattn.replay.trace import Request, generate_trace
@@ -32,18 +32,23 @@ OPTIONS = ReplayOptions(
     timeout_seconds=60,
 )
 CASES = [
-    pytest.param("zigzag", 2, "float32"),
-    pytest.param("interleave", 3, "bfloat16", marks=pytest.mark.slow),
-    pytest.param("contiguous", 2, "float16", marks=pytest.mark.slow),
-    pytest.param("zigzag", 4, "bfloat16", marks=pytest.mark.slow),
-    pytest.param("zigzag", 1, "float32", marks=pytest.mark.slow),
+    pytest.param("zigzag", 2, 1, "float32"),
+    pytest.param("interleave", 3, 1, "bfloat16", marks=pytest.mark.slow),
+    pytest.param("contiguous", 2, 1, "float16", marks=pytest.mark.slow),
+    pytest.param("zigzag", 4, 1, "bfloat16", marks=pytest.mark.slow),
+    pytest.param("zigzag", 1, 1, "float32", marks=pytest.mark.slow),
+    pytest.param("zigzag", 2, 2, "float32", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "cp_size", "dtype"), CASES)
-def test_every_batch_is_right(strategy: str, cp_size: int, dtype: str) -> None:
+@pytest.mark.parametrize(("strategy", "cp_size", "pp_size", "dtype"), CASES)
+def test_every_batch_is_right(strategy: str, cp_size: int, pp_size: int, dtype: str) -> None:
     options = replace(
-        OPTIONS, strategy=strategy, cp_size=cp_size, model=replace(SMALL, dtype=dtype)
+        OPTIONS,
+        strategy=strategy,
+        cp_size=cp_size,
+        pp_size=pp_size,
+        model=replace(SMALL, dtype=dtype),
     )
     steps: list[tuple[int, int, str]] = []
     report = replay(generate_trace(30, seed=1), options, progress=lambda *step: steps.append(step))
@@ -56,10 +61,12 @@ def test_every_batch_is_right(strategy: str, cp_size: int, dtype: str) -> None:
     assert report.new_tokens + report.hit_tokens == report.input_tokens
     assert report.hit_tokens <= report.unbounded_hit_tokens
     for batch in report.batches:
-        assert sum(batch.rank_rows) == batch.new_tokens
-        pairs = sum(batch.rank_pairs)
+        assert sum(batch.rank_rows) == batch.new_tokens * pp_size
+        pairs = sum(batch.rank_pairs) // pp_size
         assert batch.flops == {"attention": 4 * pairs * SMALL.num_heads * SMALL.head_dim * 2}
-        assert set(batch.phases) == {"metadata", "gather", "attention", "rest"}
+        assert set(batch.phases) == {"metadata", "gather", "attention", "rest"} | (
+            {"stage"} if pp_size > 1 else set()
+        )
         assert all(seconds > 0 for seconds in batch.phases.values())
         assert batch.torch_seconds is not None
         assert batch.torch_seconds["attention"] > 0
@@ -67,7 +74,7 @@ def test_every_batch_is_right(strategy: str, cp_size: int, dtype: str) -> None:
         assert batch.torch_difference < report.tolerance
     assert [done for done, _, _ in steps] == sorted(done for done, _, _ in steps)
     assert {total for _, total, _ in steps} == {report.input_tokens}
-    assert len(report.peak_bytes) == cp_size
+    assert len(report.peak_bytes) == cp_size * pp_size
     assert min(report.peak_bytes) > 50 * 2**20
 
 
@@ -87,8 +94,11 @@ def config_of(options: ReplayOptions) -> WorkerConfig:
 def test_a_failing_worker_says_why() -> None:
     lease = Lease(blocks=(), cached_tokens=0)
     chunk = Chunk(0, Request(0, 3, 1, (0,)), lease, begin=0, end=3)
-    pages = np.array([[10]], dtype=np.int32)  # one more than there are
-    batch = Batch(0, (chunk,), [3], [0], pages, slots=np.arange(40, 43))
+    pages = np.array([[11]], dtype=np.int32)  # one more than there are
+    batch = Batch(0, (chunk,), [3], [0], pages, slots=np.arange(44, 47))
     message = r"^rank \d failed: (ValueError|RuntimeError): .*(slots must be below|refused its arg)"
-    with Workers(config_of(OPTIONS)) as workers, pytest.raises(WorkerError, match=message):
+    with (
+        Workers(ranks_of(config_of(OPTIONS))) as workers,
+        pytest.raises(WorkerError, match=message),
+    ):
         workers.run(Work(batch, token_ids=np.arange(3), rows=np.arange(3)))

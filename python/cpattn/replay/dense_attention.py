@@ -24,15 +24,18 @@ class DenseAttention:
     The pools start as NaN: whatever reads a slot before it is written is found out.
     """
 
-    def __init__(self, config: ModelConfig, cp: ContextParallel, num_slots: int) -> None:
+    def __init__(
+        self, config: ModelConfig, cp: ContextParallel, num_pages: int, layers: range
+    ) -> None:
         self._config = config
         self._cp = cp
         self._scale = config.head_dim**-0.5
-        shape = (num_slots, config.num_kv_heads, config.head_dim)
-        self._caches = [
-            tuple(torch.full(shape, torch.nan, dtype=config.torch_dtype) for _ in range(2))
-            for _ in range(config.num_layers)
-        ]
+        self._layers = layers
+        shape = ((num_pages + 1) * cp.page_size, config.num_kv_heads, config.head_dim)
+        self._caches = {
+            layer: tuple(torch.full(shape, torch.nan, dtype=config.torch_dtype) for _ in range(2))
+            for layer in layers
+        }
 
     def begin(self, batch: Batch, plan: ContextParallelPlan, clock: PhaseClock) -> None:
         """Take up a batch; its calls follow, one per layer."""
@@ -56,7 +59,7 @@ class DenseAttention:
         """Useful work of the batch on this rank: two products of head_dim per pair and head."""
         c = self._config
         pairs = int(np.sum(self._plan.metadata.query_cache_lengths, dtype=np.int64))
-        return {"attention": 4 * pairs * c.num_heads * c.head_dim * c.num_layers}
+        return {"attention": 4 * pairs * c.num_heads * c.head_dim * len(self._layers)}
 
     def baseline(self) -> tuple[dict[str, float], float]:
         """Seconds of the same attention by torch, by phase, and how far apart results are."""
@@ -69,7 +72,7 @@ class DenseAttention:
             stride=self._cp.cp_size if metadata.strategy == "interleave" else 1,
         )
         seconds, difference = 0.0, 0.0
-        for (q, out), (k_cache, v_cache) in zip(self._calls, self._caches, strict=True):
+        for (q, out), (k_cache, v_cache) in zip(self._calls, self._caches.values(), strict=True):
             start = time.perf_counter()
             other = gathered_attention(q, k_cache, v_cache, segments, scale=self._scale)
             seconds += time.perf_counter() - start

@@ -18,7 +18,7 @@ import cpattn
 from .check import Checker
 from .dsa_check import SparseChecker
 from .prefix_cache import PrefixCache
-from .processes import Work, WorkerConfig, Workers
+from .processes import Work, WorkerConfig, Workers, ranks_of
 from .records import BatchRecord, ReplayOptions, ReplayReport
 from .scheduler import Batch, prefill_batches
 from .trace import Request, block_tokens_of, scale_lengths, unbounded_hits
@@ -59,9 +59,9 @@ def replay(
         unbounded_hit_tokens=sum(unbounded_hits(requests, options.block_tokens)),
         tolerance=checker.tolerance if checker else None,
     )
-    progress(0, total, f"starting {options.cp_size} processes")
+    progress(0, total, f"starting {options.num_ranks} processes")
     done = 0
-    with Workers(_worker_config(options)) as workers:
+    with Workers(ranks_of(_worker_config(options))) as workers:
         while batch is not None:
             progress(done, total, f"batch {batch.index}")
             _step(batch, workers, checker, report)
@@ -88,9 +88,8 @@ def _step(batch: Batch, workers: Workers, checker: Checker | None, report: Repla
     report.peak_bytes = [result.peak_bytes for result in results]
     if checker:
         begin = time.perf_counter()
-        hidden = results[0].rows
-        assert hidden is not None
-        checker.compare(batch, rows, hidden, results[0].chosen)
+        (result,) = [result for result in results if result.rows is not None]
+        checker.compare(batch, rows, result.rows, result.chosen)
         report.check_seconds += time.perf_counter() - begin
 
 
@@ -121,6 +120,7 @@ def _worker_config(options: ReplayOptions) -> WorkerConfig:
         num_threads=_threads(options),
         torch_baseline=options.torch_baseline,
         timeout_seconds=options.timeout_seconds,
+        pp_size=options.pp_size,
     )
 
 

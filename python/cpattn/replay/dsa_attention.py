@@ -25,11 +25,14 @@ from .scheduler import Batch
 class SparseAttention:
     """Split, indexer, choice of keys and latent attention of one rank (`SparseOperators`)."""
 
-    def __init__(self, config: DsaConfig, cp: ContextParallel, num_slots: int) -> None:
+    def __init__(
+        self, config: DsaConfig, cp: ContextParallel, num_pages: int, layers: range
+    ) -> None:
         self._config = config
         self._cp = cp
+        assert len(layers) == 1
         fp8 = config.kv_dtype == "fp8"
-        self._pools = (Fp8Pools if fp8 else PlainPools)(config, num_slots, cp.page_size)
+        self._pools = (Fp8Pools if fp8 else PlainPools)(config, num_pages + 1, cp.page_size)
         self._method = cpattn.get_topk_transform_method(
             ForwardMode.EXTEND, fp8_kv_cache=fp8, prefill_impl=config.prefill_impl
         )

@@ -18,8 +18,8 @@ from .dsa_model import DsaConfig, SparseInputs
 class PlainPools:
     """Rows in the dtype of the model."""
 
-    def __init__(self, config: DsaConfig, num_slots: int, page_size: int) -> None:
-        dtype = config.torch_dtype
+    def __init__(self, config: DsaConfig, num_pages: int, page_size: int) -> None:
+        dtype, num_slots = config.torch_dtype, num_pages * page_size
         self.kv = torch.full((num_slots, 1, config.latent_dim), torch.nan, dtype=dtype)
         self.index_k = torch.full((num_slots, 1, config.index_head_dim), torch.nan, dtype=dtype)
 
@@ -47,14 +47,12 @@ class Fp8Pools:
     keys of the indexer are quantised.
     """
 
-    def __init__(self, config: DsaConfig, num_slots: int, page_size: int) -> None:
+    def __init__(self, config: DsaConfig, num_pages: int, page_size: int) -> None:
         self._config = config
         self._page_size = page_size
         width = config.index_head_dim + 4
-        self.kv = torch.full((num_slots, 1, 656), 0xFF, dtype=torch.uint8)
-        self.index_k = torch.full(
-            (num_slots // page_size, page_size * width), 0xFF, dtype=torch.uint8
-        )
+        self.kv = torch.full((num_pages * page_size, 1, 656), 0xFF, dtype=torch.uint8)
+        self.index_k = torch.full((num_pages, page_size * width), 0xFF, dtype=torch.uint8)
 
     def write(self, cp: ContextParallel, plan: ContextParallelPlan, inputs: SparseInputs) -> None:
         """Quantise the rows of this rank, exchange them as bytes, write those of all ranks."""

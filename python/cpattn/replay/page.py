@@ -27,7 +27,7 @@ def write_html(report: ReplayReport, title: str, path: Path) -> None:
         figures=figures(report),
         plots=plots(report),
         colors=COLORS,
-        phases=report.options.model.phases,
+        phases=report.options.phases,
         header=table_header(report),
         rows=[table_row(batch, report) for batch in report.batches],
     )

@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def pass_phases(of_model: tuple[str, ...], pp_size: int) -> tuple[str, ...]:
+    """The phases of a pass: those of the model, and the wait for the stages before and after."""
+    return of_model if pp_size == 1 else (*of_model[:-1], "stage", of_model[-1])
+
+
 class PhaseClock:
     """Adds up the seconds of named phases, which do not nest: ``with clock("gather"): ...``"""
 

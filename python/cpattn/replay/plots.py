@@ -21,6 +21,7 @@ COLORS = {
     "top-k": "#f0e442",
     "gather": "#e69f00",
     "metadata": "#cc79a7",
+    "stage": "#009e73",
     "rest": "#b8c0c8",
     "projections": "#b8c0c8",
     "torch": "#d55e00",
@@ -103,7 +104,7 @@ def _time(report: ReplayReport) -> Plot:
             report,
             {
                 phase: ([1e3 * b.phases[phase] for b in report.batches], COLORS[phase])
-                for phase in report.options.model.phases
+                for phase in report.options.phases
             },
         )
     return plot

@@ -39,7 +39,9 @@ class Lease:
 
 
 class PrefixCache:
-    """A pool of `num_pages` pages, handed out by hash block, evicted least recently used first.
+    """Pages 1 ... `num_pages` of a pool, by hash block, evicted least recently used first.
+
+    Page 0 is where engines write padded tokens, so that it is nobody's.
 
     A block is found by later prompts from the moment it is acquired, before its K/V exist: the
     prefill that acquired it writes them, layer by layer, before any query attends. Hence the hits
@@ -64,7 +66,7 @@ class PrefixCache:
         self.page_size = page_size
         self.block_tokens = block_tokens
         self.evictions = 0
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = list(range(num_pages, 0, -1))
         self._blocks: dict[_Key, Block] = {}
         self._idle: OrderedDict[_Key, Block] = OrderedDict()  # least recently used first
         self._serial = 0

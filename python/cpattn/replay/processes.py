@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker processes, one per rank: started together, ended together, whatever happens.
+"""The worker processes: started together, ended together, whatever happens.
 
-torch is not imported here: a worker sets its environment before it imports `cpattn.replay.worker`.
+torch is not imported here: a worker sets its environment before it imports the module of its role.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import connection, get_context, resource_tracker
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from .phases import pass_phases
 from .scheduler import Batch
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class WorkerError(RuntimeError):
-    """A worker ended, or failed; the message names its rank and says how."""
+    """A worker ended, or failed; the message names it and says how."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,15 @@ class WorkerConfig:
     cp_size: int
     strategy: str
     page_size: int
-    num_pages: int
+    num_pages: int  # of the KV pool, beside its dummy page
     num_threads: int
     torch_baseline: bool
     timeout_seconds: float
+    pp_size: int = 1
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return pass_phases(self.model.phases, self.pp_size)
 
 
 @dataclass(frozen=True)
@@ -54,15 +61,34 @@ class Work:
     rows: npt.NDArray[Any]  # int64: rows of the result that are wanted back
 
 
+@dataclass(frozen=True)
+class Role:
+    """What a process is: ``cpattn.replay.<target>(rank, config, init_method)`` answers its calls,
+    a context manager."""
+
+    name: str  # in messages
+    target: str
+    rank: int
+    config: Any
+
+
+def ranks_of(config: WorkerConfig) -> list[Role]:
+    """The ranks of all pipeline stages, stage by stage."""
+    return [
+        Role(f"rank {rank}", "worker.Rank", rank, config)
+        for rank in range(config.pp_size * config.cp_size)
+    ]
+
+
 class Workers:
-    """`cp_size` processes; a context manager, on whose exit none of them is left.
+    """A process for each role; a context manager, on whose exit none of them is left.
 
     Ctrl-C reaches the parent alone, which ends the workers; a worker whose parent is gone finds
-    its pipe closed and ends itself.
+    its pipe closed and ends itself. Workers are numbered in the order of their roles.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._config = config
+    def __init__(self, roles: Sequence[Role]) -> None:
+        self._roles = roles
         self._directory = tempfile.TemporaryDirectory(prefix="cpattn-replay-")
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
@@ -70,7 +96,7 @@ class Workers:
     def __enter__(self) -> Workers:
         try:
             self._start()
-            self._collect()  # each says that it is ready
+            self.answers(range(len(self._roles)))  # each says that it is ready
         except BaseException:
             with _interrupts_blocked():
                 self._end(patience=0.0)
@@ -88,12 +114,33 @@ class Workers:
 
     def run(self, work: Work) -> list[RankResult]:
         """Run one batch on all ranks; the results in rank order. WorkerError if one fails."""
-        for pipe in self._pipes:
+        ranks = [i for i, role in enumerate(self._roles) if role.target == "worker.Rank"]
+        self.call(ranks, "run", work)
+        return self.answers(ranks)
+
+    def call(self, workers: Iterable[int], method: str, *arguments: Any) -> None:
+        """Have workers call a method. Each answers, and takes its next call when it has."""
+        for i in workers:
             try:
-                pipe.send(work)
+                self._pipes[i].send((method, arguments))
             except OSError:
-                break  # a dead reader; _collect says which
-        return self._collect()
+                break  # a dead reader; `answers` says which
+
+    def answers(self, workers: Iterable[int]) -> list[Any]:
+        """The answer of each to its oldest call. WorkerError if any worker at all has failed."""
+        workers = list(workers)
+        answers: dict[int, Any] = {}
+        while len(answers) < len(workers):
+            missing = [i for i in workers if i not in answers]
+            ready = connection.wait(
+                [self._pipes[i] for i in missing]
+                + [process.sentinel for process in self._processes]
+            )
+            for i in missing:
+                if self._pipes[i] in ready:
+                    answers[i] = self._receive(i)
+            self._check_alive()
+        return [answers[i] for i in workers]
 
     def _start(self) -> None:
         context = get_context("spawn")
@@ -102,12 +149,12 @@ class Workers:
         # handler would come too late. The tracker process would unblock it if it came second.
         resource_tracker.ensure_running()
         with _interrupts_blocked():
-            for rank in range(self._config.cp_size):
+            for role in self._roles:
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=serve,
-                    args=(rank, self._config, f"file://{store}", theirs),
-                    name=f"cpattn-rank-{rank}",
+                    args=(role, f"file://{store}", theirs),
+                    name=f"cpattn-{role.name.replace(' ', '-')}",
                     daemon=True,
                 )
                 self._pipes.append(ours)
@@ -115,44 +162,30 @@ class Workers:
                 self._processes.append(process)
                 theirs.close()
 
-    def _collect(self) -> list[Any]:
-        """One answer from each rank."""
-        answers: dict[int, Any] = {}
-        while len(answers) < len(self._processes):
-            missing = [rank for rank in range(len(self._processes)) if rank not in answers]
-            ready = connection.wait(
-                [self._pipes[rank] for rank in missing]
-                + [process.sentinel for process in self._processes]
-            )
-            for rank in missing:
-                if self._pipes[rank] in ready:
-                    answers[rank] = self._receive(rank)
-            self._check_alive()
-        return [answers[rank] for rank in range(len(self._processes))]
-
-    def _receive(self, rank: int) -> Any:
+    def _receive(self, i: int) -> Any:
+        name = self._roles[i].name
         try:
-            kind, answer = self._pipes[rank].recv()
+            kind, answer = self._pipes[i].recv()
         except (EOFError, OSError):
-            self._processes[rank].join(5)
+            self._processes[i].join(5)
             self._check_alive()
-            raise WorkerError(f"rank {rank} closed its pipe") from None
+            raise WorkerError(f"{name} closed its pipe") from None
         if kind == "failed":
             # Losing a peer is an error in the others: what ended the peer is the better message.
             deadline = time.monotonic() + 1.0
             while time.monotonic() < deadline:
                 self._check_alive()
                 time.sleep(0.02)
-            raise WorkerError(f"rank {rank} failed: {answer}")
+            raise WorkerError(f"{name} failed: {answer}")
         return answer
 
     def _check_alive(self) -> None:
-        for rank, process in enumerate(self._processes):
+        for role, process in zip(self._roles, self._processes, strict=False):
             code = process.exitcode
             if code is not None:
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "ended"
                 detail = f" with exit code {code}" if code >= 0 else ""
-                raise WorkerError(f"rank {rank} (process {process.pid}) {how}{detail}")
+                raise WorkerError(f"{role.name} (process {process.pid}) {how}{detail}")
 
     def _end(self, patience: float) -> None:
         """Ask, then terminate, then kill; reap all."""
@@ -181,18 +214,18 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def serve(rank: int, config: WorkerConfig, init_method: str, pipe: connection.Connection) -> None:
-    """A worker's life: set up, then answer batches until the pipe closes."""
+def serve(role: Role, init_method: str, pipe: connection.Connection) -> None:
+    """A worker's life: set up, then answer calls until the pipe closes."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the parent says what happened
     try:
-        from .worker import Rank
-
-        with Rank(rank, config, init_method) as this:
+        module, _, name = role.target.partition(".")
+        make = getattr(import_module(f".{module}", __package__), name)
+        with make(role.rank, role.config, init_method) as worker:
             pipe.send(("ready", None))
             while True:
-                work = pipe.recv()
-                pipe.send(("done", this.run(work)))
+                method, arguments = pipe.recv()
+                pipe.send(("done", getattr(worker, method)(*arguments)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the parent has closed the pipe: the end
     except Exception as error:  # the parent reports it; a traceback of each rank would be noise

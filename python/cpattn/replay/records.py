@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .model import DecoderConfig, ModelConfig
+from .phases import pass_phases
 from .trace import TRACE_BLOCK_TOKENS
 
 # By kind of model: the name of the baseline, and what it does.
@@ -32,15 +33,31 @@ class ReplayOptions:
     check_rows: int = 16  # of each chunk; 0: no check
     torch_baseline: bool = True
     timeout_seconds: float = 300.0
+    pp_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp_size * self.cp_size
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Of the time of a pass; the last one is all the rest."""
+        return pass_phases(self.model.phases, self.pp_size)
 
     @property
     def block_tokens(self) -> int:
         return TRACE_BLOCK_TOKENS // self.scale_lengths
 
     def __post_init__(self) -> None:
-        for name in ("cp_size", "page_size", "token_budget", "pool_tokens", "max_sequences"):
+        sizes = ("cp_size", "pp_size", "page_size", "token_budget", "pool_tokens", "max_sequences")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"ReplayOptions: {name} must be >= 1, got {getattr(self, name)}")
+        if self.pp_size > self.model.num_layers:
+            raise ValueError(
+                f"ReplayOptions: pp_size must be at most the {self.model.num_layers} layers, "
+                f"got {self.pp_size}"
+            )
         for name in ("num_threads", "check_rows"):
             if getattr(self, name) < 0:
                 raise ValueError(f"ReplayOptions: {name} must be >= 0, got {getattr(self, name)}")

@@ -66,7 +66,9 @@ class Progress:
 def summarize(report: ReplayReport) -> dict[str, Any]:
     """The figures over all batches; shared by the table, the JSON and the HTML."""
     batches, model = report.batches, report.options.model
-    phases = {phase: sum(batch.phases[phase] for batch in batches) for phase in model.phases}
+    phases = {
+        phase: sum(batch.phases[phase] for batch in batches) for phase in report.options.phases
+    }
     pairs = [sum(rank) for rank in zip(*(b.rank_pairs for b in batches), strict=True)]
     attention = [sum(r) for r in zip(*(b.rank_attention_seconds for b in batches), strict=True)]
     own_seconds = sum(phases[phase] for phase in model.attention_phases)
@@ -144,7 +146,7 @@ def _table(report: ReplayReport, title: str, columns: list[int]) -> Table:
 
 def table_header(report: ReplayReport) -> list[str]:
     """Names of the columns of `table_row`; times in ms, torch being attention by torch."""
-    phases = [_SHORT.get(phase, phase) for phase in report.options.model.phases]
+    phases = [_SHORT.get(phase, phase) for phase in report.options.phases]
     header = ["#", "seqs", "new", "prefix", "tok/s", "ms", *phases, "balance"]
     if report.options.torch_baseline:
         header.append("torch")
@@ -162,7 +164,7 @@ def table_row(batch: BatchRecord, report: ReplayReport) -> list[str]:
         f"{batch.prefix_tokens:,}",
         f"{batch.new_tokens / batch.seconds:,.0f}",
         _ms(batch.seconds),
-        *(_ms(batch.phases[phase]) for phase in report.options.model.phases),
+        *(_ms(batch.phases[phase]) for phase in report.options.phases),
         f"{imbalance(batch.rank_pairs):.3f}",
     ]
     if report.options.torch_baseline:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One context-parallel rank: its part of every batch, through all layers of the decoder."""
+"""One rank: its part of every batch, through the layers of its pipeline stage."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cpattn import set_num_threads
 from cpattn.distributed import ContextParallel
 
 from .dense_attention import DenseAttention
 from .dsa_attention import SparseAttention
-from .model import Decoder
+from .model import Decoder, stage_layers
 from .phases import PhaseClock
 from .processes import Work, WorkerConfig
 
@@ -36,14 +37,18 @@ class RankResult:
     num_rows: int  # query rows of this rank
     num_pairs: int  # query-key pairs of this rank, in one head of one layer
     peak_bytes: int  # resident memory, the most so far, without the baseline's
-    rows: npt.NDArray[Any] | None  # float32 [wanted rows, hidden_size], from rank 0
-    chosen: npt.NDArray[Any] | None  # int32 [wanted rows, topk], from rank 0 of a sparse model
+    rows: npt.NDArray[Any] | None  # float32 [wanted rows, hidden_size], from one rank
+    chosen: npt.NDArray[Any] | None  # int32 [wanted rows, topk], from that of a sparse model
     torch_seconds: dict[str, float] | None  # attention of all layers by the baseline, by phase
     torch_difference: float | None  # largest |attention - baseline|
 
 
 class Rank:
-    """A process of the group, with its copy of the weights and its KV pools."""
+    """A process with its copy of a stage's weights and its KV pools.
+
+    Ranks are numbered stage by stage; those of a stage share out tokens, and each passes the
+    hidden states of its own on to the rank in its place in the next stage.
+    """
 
     def __init__(self, rank: int, config: WorkerConfig, init_method: str) -> None:
         self._config = config
@@ -51,19 +56,21 @@ class Rank:
         self._peak_bytes = 0
         torch.set_num_threads(config.num_threads)
         set_num_threads(config.num_threads)
+        timeout = datetime.timedelta(seconds=config.timeout_seconds)
         dist.init_process_group(
             "gloo",
             init_method=init_method,
             rank=rank,
-            world_size=config.cp_size,
-            timeout=datetime.timedelta(seconds=config.timeout_seconds),
+            world_size=config.pp_size * config.cp_size,
+            timeout=timeout,
         )
-        group = dist.group.WORLD
+        group, _ = dist.new_subgroups(config.cp_size, timeout=timeout)
         assert group is not None
         self._cp = ContextParallel(group, strategy=config.strategy, page_size=config.page_size)
-        self._model = Decoder(config.model)
+        layers = stage_layers(config.model.num_layers, config.pp_size)[rank // config.cp_size]
+        self._model = Decoder(config.model, layers)
         self._attention = _ATTENTION[config.model.kind](
-            config.model, self._cp, config.num_pages * config.page_size
+            config.model, self._cp, config.num_pages, layers
         )
 
     def __enter__(self) -> Rank:
@@ -90,12 +97,20 @@ class Rank:
                 out_cache_loc=batch.slots,
             )
             attention.begin(batch, plan, clock)
-        token_ids = cp.shard(plan, torch.from_numpy(work.token_ids))
         positions = cp.shard(plan, torch.from_numpy(batch.positions))
-        hidden = self._model(token_ids, positions, attention)
-        with clock("gather"):
-            hidden = cp.gather(plan, hidden)
-        seconds = clock.stop(self._config.model.phases)
+        if self._model.is_first:
+            x = cp.shard(plan, torch.from_numpy(work.token_ids))
+        else:
+            with clock("stage"):
+                x = self._receive(plan.num_local_rows)
+        x = self._model(x, positions, attention)
+        if self._model.is_last:
+            with clock("gather"):
+                x = cp.gather(plan, x)
+        else:
+            with clock("stage"):
+                self._pass_on(x)
+        seconds = clock.stop(self._config.phases)
 
         self._peak_bytes = max(self._peak_bytes, peak_resident_bytes())
         chosen = None
@@ -106,17 +121,30 @@ class Rank:
             torch_seconds, difference = attention.baseline()
             forget_peak()
         kv_lens = plan.metadata.query_cache_lengths
+        speaks = self._model.is_last and not self._cp.cp_rank
         return RankResult(
             seconds=seconds,
             flops=attention.flops(),
             num_rows=len(kv_lens),
             num_pairs=int(np.sum(kv_lens, dtype=np.int64)),
             peak_bytes=self._peak_bytes,
-            rows=hidden[torch.from_numpy(work.rows)].float().numpy() if not self._rank else None,
-            chosen=chosen if not self._rank else None,
+            rows=x[torch.from_numpy(work.rows)].float().numpy() if speaks else None,
+            chosen=chosen if speaks else None,
             torch_seconds=torch_seconds,
             torch_difference=difference,
         )
+
+    def _receive(self, num_rows: int) -> Tensor:
+        """Hidden states [num_rows, hidden_size] of the stage before."""
+        model = self._config.model
+        x = torch.empty(num_rows, model.hidden_size, dtype=model.torch_dtype)
+        if num_rows:
+            dist.recv(x, self._rank - self._config.cp_size)
+        return x
+
+    def _pass_on(self, x: Tensor) -> None:
+        if len(x):
+            dist.send(x, self._rank + self._config.cp_size)
 
 
 def forget_peak() -> None:
