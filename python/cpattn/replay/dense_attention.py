@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import cpattn
 from cpattn.distributed import ContextParallel, ContextParallelPlan
 
 from .baseline import gathered_attention, make_segments
@@ -18,11 +19,30 @@ from .phases import PhaseClock
 from .scheduler import Batch
 
 
-class DenseAttention:
-    """Paged attention of one rank; called by the layers of a `Decoder`.
+def make_pool(config: ModelConfig, num_pages: int, page_size: int, layers: range) -> Any:
+    """A pool of pages 1 ... num_pages, and page 0 for padded tokens, of some of the layers.
 
-    The pools start as NaN: whatever reads a slot before it is written is found out.
+    It starts as NaN: whatever reads a slot before it is written is found out.
     """
+    pool = cpattn.MHATokenToKVPool(
+        num_pages * page_size,
+        page_size,
+        len(layers),
+        config.num_kv_heads,
+        config.head_dim,
+        dtype=config.dtype,
+        start_layer=layers.start,
+        use_fia=False,
+        container="torch",
+    )
+    for layer in layers:
+        pool.get_key_buffer(layer).fill_(torch.nan)
+        pool.get_value_buffer(layer).fill_(torch.nan)
+    return pool
+
+
+class DenseAttention:
+    """Paged attention of one rank; called by the layers of a `Decoder`."""
 
     def __init__(
         self, config: ModelConfig, cp: ContextParallel, num_pages: int, layers: range
@@ -31,11 +51,7 @@ class DenseAttention:
         self._cp = cp
         self._scale = config.head_dim**-0.5
         self._layers = layers
-        shape = ((num_pages + 1) * cp.page_size, config.num_kv_heads, config.head_dim)
-        self._caches = {
-            layer: tuple(torch.full(shape, torch.nan, dtype=config.torch_dtype) for _ in range(2))
-            for layer in layers
-        }
+        self.pool = make_pool(config, num_pages, cp.page_size, layers)
 
     def begin(self, batch: Batch, plan: ContextParallelPlan, clock: PhaseClock) -> None:
         """Take up a batch; its calls follow, one per layer."""
@@ -43,13 +59,16 @@ class DenseAttention:
         self._calls: list[tuple[Tensor, Tensor]] = []  # of each layer q and the output
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k_cache, v_cache = self._caches[layer]
+        k_cache, v_cache = self._caches(layer)
         with self._clock("gather"):
             self._cp.write_kv(self._plan, k, v, k_cache, v_cache)
         with self._clock("attention"):
             out: Tensor = self._cp.attend(self._plan, q, k_cache, v_cache, scale=self._scale)
         self._calls.append((q, out))
         return out
+
+    def _caches(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
 
     @property
     def chosen(self) -> None:
@@ -72,7 +91,8 @@ class DenseAttention:
             stride=self._cp.cp_size if metadata.strategy == "interleave" else 1,
         )
         seconds, difference = 0.0, 0.0
-        for (q, out), (k_cache, v_cache) in zip(self._calls, self._caches.values(), strict=True):
+        for layer, (q, out) in zip(self._layers, self._calls, strict=True):
+            k_cache, v_cache = (cache.flatten(0, 1) for cache in self._caches(layer))
             start = time.perf_counter()
             other = gathered_attention(q, k_cache, v_cache, segments, scale=self._scale)
             seconds += time.perf_counter() - start
