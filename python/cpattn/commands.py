@@ -16,6 +16,7 @@ from . import __version__, torch_guard
 from .cli import INTERRUPTED
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
+DECODE_TOKENS = 8
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -96,7 +97,8 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
 @_option("--requests num_requests", 64, "Requests to replay, from the start of the trace.", _SIZE)
 @_option("--scale-lengths", 8, "Divide all lengths, blocks too; a divisor of 512.", _SIZE)
 @_option("--seed", 1, "Seed of generated traffic, tokens and weights.", click.IntRange(0))
-@_option("--cp-size", 2, "Processes, one per rank.", _SIZE)
+@_option("--cp-size", 2, "Processes of a pipeline stage, which share out its tokens.", _SIZE)
+@_option("--pp-size", 1, "Pipeline stages, which share out the layers.", _SIZE)
 @_option("--strategy", "zigzag", "How sequences are cut.", _STRATEGY)
 @_option("--token-budget", 4096, "New tokens in a batch; longer prompts are cut.", _SIZE)
 @_option("--max-sequences", 64, "Sequences in a batch.", _SIZE)
@@ -114,6 +116,8 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
 @_of_model("--q-lora-rank", "512", "dsa: width of the latent of queries.")
 @_of_model("--kv-dtype", "bf16", "dsa: pools as --dtype, or FP8 rows of 656 bytes.", _KV_DTYPE)
 @_of_model("--prefill-impl", "flashmla_kv", "dsa: flashmla_sparse expands FP8 rows first.", _IMPL)
+@click.option("--disaggregate", is_flag=True, help="dense: decode, in another process.")
+@_of_model("--decode-tokens", str(DECODE_TOKENS), "Of each request, at most its output_length.")
 @_option("--dtype", "auto", "auto: bfloat16 if the CPU multiplies it.", click.Choice(DTYPES))
 @_option("--threads num_threads", 0, "Threads per rank; 0: cores / cp-size.", click.IntRange(0))
 @_option("--check/--no-check", True, "Compare with one process without cache.")
@@ -127,8 +131,11 @@ def replay(**options: Any) -> None:
     Reads requests (JSON lines with timestamp, input_length, output_length and hash_ids, one hash
     per 512 tokens), keeps a paged KV pool with a prefix cache over the hashed blocks, forms
     prefill batches under a token budget, and runs each over CP_SIZE processes through a small
-    decoder with random weights. Prompts follow each other as fast as they are computed; nothing
-    is decoded.
+    decoder with random weights. Prompts follow each other as fast as they are computed.
+
+    With --disaggregate, PP_SIZE x CP_SIZE processes prefill, and send the KV pages of each batch
+    over the Mooncake transfer engine to one more process, which decodes its prompts while the
+    next batch is computed. The tokens must be those of one process. Otherwise nothing is decoded.
 
     With --model dsa the decoder is one layer of sparse attention: an indexer scores all keys of a
     query by a small product of its own, and latent attention (MLA) reads the TOPK best ones. The
@@ -144,6 +151,8 @@ def replay(**options: Any) -> None:
     A real trace at a quarter of its lengths, over four processes:
       cpattn replay --trace conversation_trace.jsonl --requests 100 \\
           --scale-lengths 4 --page-size 128 --pool-tokens 131072 --cp-size 4
+    Prefill in two pipeline stages, decoding in a third process:
+      cpattn replay --disaggregate --pp-size 2 --cp-size 1 --requests 32
     Sparse attention over an FP8 cache, with the heads and the top-k of DeepSeek-V3.2:
       cpattn replay --model dsa --kv-dtype fp8 --requests 8 --heads 128 --index-heads 64 \\
           --topk 2048 --q-lora-rank 1536 --no-torch-baseline
@@ -198,7 +207,15 @@ def _replay(
 
 
 def _settings(
-    *, model: str, dtype: str, seed: int, check: bool, check_rows: int, **options: Any
+    *,
+    model: str,
+    dtype: str,
+    seed: int,
+    check: bool,
+    check_rows: int,
+    disaggregate: bool,
+    decode_tokens: int | None,
+    **options: Any,
 ) -> Any:
     from .replay.driver import fast_dtype
     from .replay.dsa_model import DsaConfig
@@ -216,5 +233,13 @@ def _settings(
             sizes[name] = value
     if dtype == "auto":
         dtype = "bfloat16" if sizes.get("kv_dtype") == "fp8" else fast_dtype()
-    config = kind(dtype=dtype, seed=seed, **sizes)
-    return ReplayOptions(model=config, check_rows=check_rows if check else 0, **options)
+    if disaggregate and model != "dense":
+        raise ValueError("--disaggregate needs --model dense")
+    if decode_tokens and not disaggregate:
+        raise ValueError("--decode-tokens needs --disaggregate")
+    return ReplayOptions(
+        model=kind(dtype=dtype, seed=seed, **sizes),
+        check_rows=check_rows if check else 0,
+        decode_tokens=(decode_tokens or DECODE_TOKENS) if disaggregate else 0,
+        **options,
+    )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -18,6 +19,8 @@ from .scheduler import Batch
 from .trace import Request, block_tokens_of
 
 Array = npt.NDArray[Any]
+# What the chunks of a prompt gave: batch, positions, hidden states, and keys of a sparse model.
+Pending = list[tuple[int, Array, Array, Array]]
 
 
 class Checker:
@@ -33,12 +36,12 @@ class Checker:
         self.tolerance = self.tolerance_of(config)
         self.errors: dict[int, float] = defaultdict(float)
         self.num_rows = 0
+        self.seconds = 0.0
         self._config = config
         self._block_tokens = block_tokens
         self._rows_per_chunk = rows_per_chunk
         self._model = Decoder(config).float()  # the weights as the replay rounded them
-        # By request: what its chunks gave so far, as (batch, positions, hidden states, keys).
-        self._pending: dict[int, list[tuple[int, Array, Array, Array]]] = defaultdict(list)
+        self._pending: dict[int, Pending] = defaultdict(list)  # by request
 
     @staticmethod
     def tolerance_of(config: Any) -> float:
@@ -78,12 +81,18 @@ class Checker:
             positions = chunk.begin + rows[mine] - starts[i]
             pending.append((batch.index, positions, hidden[mine], keys[mine]))
             if chunk.is_last:
-                self._finish(chunk.request, self._pending.pop(chunk.request_index))
+                index = chunk.request_index
+                self._finish(index, chunk.request, self._pending.pop(index))
 
-    def _finish(self, request: Request, pending: list[tuple[int, Array, Array, Array]]) -> None:
-        """Compare all sampled rows of a prompt."""
-        batches, positions, hidden, chosen = zip(*pending, strict=True)
+    def _finish(self, request_index: int, request: Request, pending: Pending) -> None:
+        """All rows of a prompt are there."""
+        _, positions, _, chosen = zip(*pending, strict=True)
         expected = self._reference(request, np.concatenate(positions), np.concatenate(chosen))
+        self._compare_rows(pending, expected)
+
+    def _compare_rows(self, pending: Pending, expected: Array) -> None:
+        """Compare the sampled rows of a prompt with what they should be."""
+        batches, _, hidden, _ = zip(*pending, strict=True)
         errors = np.abs(np.concatenate(hidden) - expected).max(axis=1)
         errors[~np.isfinite(errors)] = np.inf
         for index, error in zip(np.repeat(batches, [len(h) for h in hidden]), errors, strict=True):
@@ -93,11 +102,11 @@ class Checker:
     def _reference(self, request: Request, positions: Array, chosen: Array) -> Array:
         """Hidden states that rows of a prompt should have."""
         rows = torch.from_numpy(positions)
-        return self._forward(request, lambda _, q, k, v: dense_attention(q, k, v, rows), rows)
+        tokens = self._tokens_of(request)
+        return self._forward(tokens, lambda _, q, k, v: dense_attention(q, k, v, rows), rows)
 
-    def _forward(self, request: Request, attention: Any, rows: Tensor) -> Array:
-        """The whole prompt through the decoder; hidden states of `rows`."""
-        tokens = block_tokens_of(
+    def _tokens_of(self, request: Request) -> npt.NDArray[np.int64]:
+        return block_tokens_of(
             request,
             0,
             request.input_length,
@@ -105,9 +114,14 @@ class Checker:
             vocab_size=self._config.vocab_size,
             seed=self._config.seed,
         )
+
+    def _forward(self, tokens: npt.NDArray[np.int64], attention: Any, rows: Tensor) -> Array:
+        """A whole sequence through the decoder; hidden states of `rows`."""
+        begin = time.perf_counter()
         with torch.inference_mode():
             positions = torch.arange(len(tokens))
             hidden = self._model(torch.from_numpy(tokens), positions, attention, rows=rows)
+        self.seconds += time.perf_counter() - begin
         out: Array = hidden.numpy()
         return out
 

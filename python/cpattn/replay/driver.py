@@ -16,9 +16,11 @@ import torch
 import cpattn
 
 from .check import Checker
+from .decode_check import DecodeChecker
+from .disaggregate import Disaggregation, decode_role, num_slots
 from .dsa_check import SparseChecker
 from .prefix_cache import PrefixCache
-from .processes import Work, WorkerConfig, Workers, ranks_of
+from .processes import Role, Work, WorkerConfig, Workers, ranks_of
 from .records import BatchRecord, ReplayOptions, ReplayReport
 from .scheduler import Batch, prefill_batches
 from .trace import Request, block_tokens_of, scale_lengths, unbounded_hits
@@ -33,7 +35,7 @@ def replay(
     *,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> ReplayReport:
-    """Replay `requests` over `options.cp_size` processes.
+    """Replay `requests` over `options.num_processes` processes.
 
     `progress` is called with the prompt tokens that are done, those there are, and what is being
     done. WorkerError if a process dies.
@@ -59,38 +61,63 @@ def replay(
         unbounded_hit_tokens=sum(unbounded_hits(requests, options.block_tokens)),
         tolerance=checker.tolerance if checker else None,
     )
-    progress(0, total, f"starting {options.num_ranks} processes")
+    progress(0, total, f"starting {options.num_processes} processes")
     done = 0
-    with Workers(ranks_of(_worker_config(options))) as workers:
-        while batch is not None:
+    with Workers(_roles(options)) as workers:
+        decoding = None
+        if options.decode_tokens:
+            assert checker is None or isinstance(checker, DecodeChecker)
+            decoding = Disaggregation(options, workers, checker)
+            report.decode = decoding.report
+        while batch:
             progress(done, total, f"batch {batch.index}")
-            _step(batch, workers, checker, report)
+            _step(batch, workers, checker, report, decoding)
             done += batch.num_tokens + batch.hit_tokens
             batch = next(batches, None)
+        if decoding:
+            decoding.wait()
     if checker:
-        report.checked_rows = checker.num_rows
-        if isinstance(checker, SparseChecker):
-            report.checked_keys, report.swapped_keys = checker.num_keys, checker.num_swapped
-        for record in report.batches:
-            record.max_error = checker.errors.get(record.index)
+        _add_check(report, checker)
     report.evictions = cache.evictions
     report.check_peak_bytes = peak_resident_bytes()
     report.wall_seconds = time.perf_counter() - begin
     return report
 
 
-def _step(batch: Batch, workers: Workers, checker: Checker | None, report: ReplayReport) -> None:
+def _step(
+    batch: Batch,
+    workers: Workers,
+    checker: Checker | None,
+    report: ReplayReport,
+    decoding: Disaggregation | None,
+) -> None:
     """Run one batch, compare what it says, and add it to the report."""
     rows = checker.sample_rows(batch) if checker else np.empty(0, dtype=np.int64)
-    results = workers.run(Work(batch, _token_ids(batch, report.options), rows))
+    delivery = decoding.prepare(batch) if decoding else None
+    results = workers.run(Work(batch, _token_ids(batch, report.options), rows, delivery))
     report.batches.append(_record(batch, results, report.options.model.attention_phases))
     report.hit_tokens += batch.hit_tokens
     report.peak_bytes = [result.peak_bytes for result in results]
     if checker:
-        begin = time.perf_counter()
-        (result,) = [result for result in results if result.rows is not None]
-        checker.compare(batch, rows, result.rows, result.chosen)
-        report.check_seconds += time.perf_counter() - begin
+        ((hidden, chosen),) = [(r.rows, r.chosen) for r in results if r.rows is not None]
+        checker.compare(batch, rows, hidden, chosen)
+    if decoding and delivery:
+        decoding.continue_(batch, delivery, results)
+
+
+def _add_check(report: ReplayReport, checker: Checker) -> None:
+    report.checked_rows = checker.num_rows
+    report.check_seconds = checker.seconds
+    for record in report.batches:
+        record.max_error = checker.errors.get(record.index)
+    if isinstance(checker, SparseChecker):
+        report.checked_keys, report.swapped_keys = checker.num_keys, checker.num_swapped
+    if isinstance(checker, DecodeChecker):
+        assert report.decode
+        report.decode.checked_tokens = checker.num_tokens
+        report.decode.wrong_tokens = checker.num_wrong
+        report.decode.near_ties = checker.num_near_ties
+        report.decode.max_error = checker.decode_error
 
 
 def fast_dtype() -> str:
@@ -101,13 +128,12 @@ def fast_dtype() -> str:
 def _make_checker(options: ReplayOptions) -> Checker | None:
     if not options.check_rows:
         return None
-    return _CHECKERS[options.model.kind](
-        options.model, block_tokens=options.block_tokens, rows_per_chunk=options.check_rows
-    )
+    kind = DecodeChecker if options.decode_tokens else _CHECKERS[options.model.kind]
+    return kind(options.model, block_tokens=options.block_tokens, rows_per_chunk=options.check_rows)
 
 
 def _threads(options: ReplayOptions) -> int:
-    return options.num_threads or max(1, len(os.sched_getaffinity(0)) // options.cp_size)
+    return options.num_threads or max(1, len(os.sched_getaffinity(0)) // options.num_processes)
 
 
 def _worker_config(options: ReplayOptions) -> WorkerConfig:
@@ -121,7 +147,13 @@ def _worker_config(options: ReplayOptions) -> WorkerConfig:
         torch_baseline=options.torch_baseline,
         timeout_seconds=options.timeout_seconds,
         pp_size=options.pp_size,
+        num_slots=num_slots(options) if options.decode_tokens else 0,
     )
+
+
+def _roles(options: ReplayOptions) -> list[Role]:
+    decode = [decode_role(options, _threads(options))] if options.decode_tokens else []
+    return ranks_of(_worker_config(options)) + decode
 
 
 def _token_ids(batch: Batch, options: ReplayOptions) -> Any:

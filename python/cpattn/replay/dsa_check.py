@@ -49,7 +49,7 @@ class SparseChecker(Checker):
 
     def _reference(self, request: Request, positions: Array, chosen: Array) -> Array:
         operators = RestrictedAttention(self._config, positions, chosen)
-        hidden = self._forward(request, operators, torch.from_numpy(positions))
+        hidden = self._forward(self._tokens_of(request), operators, torch.from_numpy(positions))
         hidden[operators.wrong_rows] = np.inf
         self.num_keys += operators.num_keys
         self.num_swapped += operators.num_swapped

@@ -12,7 +12,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .records import TORCH_BASELINE, ReplayReport
+from .records import TORCH_BASELINE, DecodeReport, ReplayReport
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
 COLORS = {
@@ -63,12 +63,12 @@ class Plot:
         self.svg = ""
 
     @contextmanager
-    def axes(self, ylabel: str) -> Iterator[Any]:
+    def axes(self, ylabel: str, xlabel: str = "batch") -> Iterator[Any]:
         # The salt keeps ids of several figures in one page apart, and files reproducible.
         with mpl.rc_context({**_STYLE, "svg.hashsalt": self.name}):
             figure = Figure(figsize=(5.4, 2.7), layout="constrained")
             axes = figure.add_subplot()
-            axes.set_xlabel("batch")
+            axes.set_xlabel(xlabel)
             axes.set_ylabel(ylabel)
             axes.yaxis.set_major_formatter(_format_tick)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -87,6 +87,8 @@ def plots(report: ReplayReport) -> list[Plot]:
     if report.options.torch_baseline:
         made.append(_attention(report))
     made.append(_balance(report))
+    if report.decode:
+        made.append(_second_token(report.decode))
     if report.tolerance is not None:
         made.append(_error(report))
     return made
@@ -180,6 +182,23 @@ def _balance(report: ReplayReport) -> Plot:
         axes.plot(x, planned, "s", color=COLORS["good"], label="query-key pairs", **style)
         axes.axhline(1.0, color=COLORS["ink"], linewidth=0.8)
         axes.set_ylim(0.995, max(1.05, *measured, *planned) * 1.01)
+    return plot
+
+
+def _second_token(decode: DecodeReport) -> Plot:
+    plot = Plot(
+        "second-token",
+        "Time to the second token",
+        "From the beginning of prefill: all batches that a prompt has a part in, KV transfer "
+        "behind them, and the first step of decoding.",
+    )
+    requests = sorted(decode.requests, key=lambda request: request.index)
+    x, bottom = [request.index for request in requests], [0.0] * len(requests)
+    with plot.axes("time [ms]", "request") as axes:
+        for part, color in (("prefill", "attention"), ("transfer", "gather"), ("step", "torch")):
+            heights = [1e3 * getattr(request, f"{part}_seconds") for request in requests]
+            axes.bar(x, heights, bottom=bottom, width=0.82, color=COLORS[color], label=part)
+            bottom = [b + height for b, height in zip(bottom, heights, strict=True)]
     return plot
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from .handover import Delivery
 from .phases import pass_phases
 from .scheduler import Batch
 
@@ -46,6 +47,7 @@ class WorkerConfig:
     torch_baseline: bool
     timeout_seconds: float
     pp_size: int = 1
+    num_slots: int = 0  # of first tokens for a decode process; 0: there is none
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -59,6 +61,7 @@ class Work:
     batch: Batch
     token_ids: npt.NDArray[Any]  # int64 [new tokens]
     rows: npt.NDArray[Any]  # int64: rows of the result that are wanted back
+    delivery: Delivery | None = None  # what to send to the decode process
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,7 @@ def serve(role: Role, init_method: str, pipe: connection.Connection) -> None:
     """A worker's life: set up, then answer calls until the pipe closes."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the parent says what happened
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # of the transfer engine
     try:
         module, _, name = role.target.partition(".")
         make = getattr(import_module(f".{module}", __package__), name)

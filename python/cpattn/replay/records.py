@@ -34,10 +34,24 @@ class ReplayOptions:
     torch_baseline: bool = True
     timeout_seconds: float = 300.0
     pp_size: int = 1
+    decode_tokens: int = 0  # of each request, at most; 0: nothing is decoded
 
     @property
     def num_ranks(self) -> int:
+        """Processes that prefill."""
         return self.pp_size * self.cp_size
+
+    @property
+    def title(self) -> str:
+        """Who computes what, in a few words."""
+        stages = f" in each of {self.pp_size} stages" if self.pp_size > 1 else ""
+        decode = ", decoding apart" if self.decode_tokens else ""
+        return f"{self.strategy} over {self.cp_size} ranks{stages}{decode}"
+
+    @property
+    def num_processes(self) -> int:
+        """The ranks, and one that decodes."""
+        return self.num_ranks + bool(self.decode_tokens)
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -58,7 +72,9 @@ class ReplayOptions:
                 f"ReplayOptions: pp_size must be at most the {self.model.num_layers} layers, "
                 f"got {self.pp_size}"
             )
-        for name in ("num_threads", "check_rows"):
+        if self.decode_tokens and self.model.kind != "dense":
+            raise ValueError(f"ReplayOptions: a {self.model.kind} model has no decode_tokens")
+        for name in ("num_threads", "check_rows", "decode_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"ReplayOptions: {name} must be >= 0, got {getattr(self, name)}")
 
@@ -83,6 +99,49 @@ class BatchRecord:
     max_error: float | None = None  # against the check; None if unchecked
 
 
+@dataclass(frozen=True)
+class TransferRecord:
+    """What went to the decode process behind one batch; times are those of the slowest rank."""
+
+    num_pages: int
+    num_blocks: int  # contiguous on both sides, of all layers
+    num_bytes: int
+    plan_seconds: float
+    seconds: float  # planning included
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """The way of one request to its second token, the first one that is decoded; in seconds."""
+
+    index: int
+    tokens: list[int]  # the first one is prefill's
+    prefill_seconds: float  # all batches that it has a part in
+    transfer_seconds: float  # behind these
+    step_seconds: float  # 0 if prefill's is its only token
+
+
+@dataclass
+class DecodeReport:
+    """What was measured of KV transfer and decoding."""
+
+    transfers: list[TransferRecord] = field(default_factory=list)  # by batch
+    requests: list[RequestRecord] = field(default_factory=list)
+    cached_tokens: int = 0  # of prompts: in the decode pool already, so not sent
+    num_steps: int = 0
+    step_seconds: float = 0.0  # of all steps
+    peak_bytes: int = 0
+    checked_tokens: int = 0
+    wrong_tokens: int = 0
+    near_ties: int = 0  # tokens as good as the check's but for roundings
+    max_error: float = 0.0  # of hidden states of decoded tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were decoded: without the first ones, which are prefill's."""
+        return sum(len(request.tokens) - 1 for request in self.requests)
+
+
 @dataclass
 class ReplayReport:
     """Everything that was measured; `dataclasses.asdict` of it is the JSON report."""
@@ -103,12 +162,15 @@ class ReplayReport:
     check_peak_bytes: int = 0  # of the parent, which runs the check
     check_seconds: float = 0.0
     wall_seconds: float = 0.0  # all of it, set-up too
+    decode: DecodeReport | None = None  # of disaggregated serving
 
     @property
     def passed(self) -> bool:
-        """Every row that was compared is within the tolerance (also if none was)."""
+        """Every row compared is within the tolerance, every token right (also if none was)."""
         if self.tolerance is None:
             return True
+        if self.decode and (self.decode.wrong_tokens or self.decode.max_error > self.tolerance):
+            return False
         return all((batch.max_error or 0.0) <= self.tolerance for batch in self.batches)
 
     @property

@@ -18,6 +18,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from .decode_report import decode_figures, summarize_decode, tokens_checked
 from .records import TORCH_BASELINE, BatchRecord, ReplayReport
 
 _MAX_LINES = 40  # batches in the table of the terminal
@@ -27,6 +28,7 @@ _LEGEND = {
     "ms": "ms: the slowest rank, phases: mean over ranks",
     "balance": "balance: most query-key pairs of a rank / mean",
     "error": "error: largest, against the check",
+    "send": "send: KV transfer, the slowest rank",
 }
 
 
@@ -93,6 +95,7 @@ def summarize(report: ReplayReport) -> dict[str, Any]:
         "attention_seconds": own_seconds,
         "torch_attention_seconds": report.torch_seconds or None,
         "speedup_over_torch": torch_seconds / own_seconds if torch_seconds else None,
+        "decode": summarize_decode(report),
         "peak_bytes_per_rank": max(report.peak_bytes),
         "max_error": max(errors) if errors else None,
         "tolerance": report.tolerance,
@@ -124,7 +127,7 @@ def _table(report: ReplayReport, title: str, columns: list[int]) -> Table:
     header = table_header(report)
     legend = {**_LEGEND, "torch": f"torch: {TORCH_BASELINE[options.model.kind][1]}"}
     table = Table(
-        title=f"{title}: {options.strategy} over {options.cp_size} ranks, {options.model.title}",
+        title=f"{title}: {options.title}, {options.model.title}",
         title_justify="left",
         title_style="bold",
         caption="; ".join(legend[name] for name in header if name in legend),
@@ -148,6 +151,8 @@ def table_header(report: ReplayReport) -> list[str]:
     """Names of the columns of `table_row`; times in ms, torch being attention by torch."""
     phases = [_SHORT.get(phase, phase) for phase in report.options.phases]
     header = ["#", "seqs", "new", "prefix", "tok/s", "ms", *phases, "balance"]
+    if report.decode:
+        header.append("send")
     if report.options.torch_baseline:
         header.append("torch")
     if report.tolerance is not None:
@@ -167,6 +172,8 @@ def table_row(batch: BatchRecord, report: ReplayReport) -> list[str]:
         *(_ms(batch.phases[phase]) for phase in report.options.phases),
         f"{imbalance(batch.rank_pairs):.3f}",
     ]
+    if report.decode:
+        cells.append(_ms(report.decode.transfers[batch.index].seconds))
     if report.options.torch_baseline:
         cells.append(_ms(sum(batch.torch_seconds.values()) if batch.torch_seconds else None))
     if report.tolerance is not None:
@@ -210,17 +217,19 @@ def figures(report: ReplayReport) -> list[tuple[str, str]]:
         (
             "attention",
             ", ".join(f"{name} {speed:,.0f}" for name, speed in s["gflops_per_second"].items())
-            + f" GFLOP/s over {options.cp_size} ranks of "
+            + f" GFLOP/s over {options.num_ranks} ranks of "
             f"{report.environment['threads_per_rank']} thread(s), {report.environment['isa']}",
         ),
     ]
     if s["speedup_over_torch"]:
         lines.append((TORCH_BASELINE[options.model.kind][0], _torch_line(s)))
+    lines += decode_figures(report)
     lines.append(
         (
             "peak memory",
             f"{s['peak_bytes_per_rank'] / 2**20:,.0f} MiB in a rank, "
-            f"{report.check_peak_bytes / 2**20:,.0f} MiB in the parent",
+            + (f"{report.decode.peak_bytes / 2**20:,.0f} MiB decoding, " if report.decode else "")
+            + f"{report.check_peak_bytes / 2**20:,.0f} MiB in the parent",
         )
     )
     lines.append(("check", check_line(report)))
@@ -255,7 +264,7 @@ def check_line(report: ReplayReport) -> str:
     return (
         f"{verdict}: {report.checked_rows:,} rows against one process without cache, largest "
         f"error {worst:.1e}, tolerance {report.tolerance:.1e} ({report.tolerance / eps:.0f} eps of "
-        f"{report.options.model.dtype}), {report.check_seconds:.1f} s{keys}"
+        f"{report.options.model.dtype}), {report.check_seconds:.1f} s{keys}{tokens_checked(report)}"
     )
 
 
@@ -272,7 +281,7 @@ def _figures(report: ReplayReport) -> Table:
 def write_json(report: ReplayReport, path: Path) -> None:
     """Options, environment, every batch, and the summary."""
     content = {"summary": summarize(report), **dataclasses.asdict(report)}
-    for record in (content["summary"], *content["batches"]):
-        if record["max_error"] == math.inf:  # JSON has no infinity
+    for record in (content["summary"], *content["batches"], content["decode"] or {}):
+        if record.get("max_error") == math.inf:  # JSON has no infinity
             record["max_error"] = "inf"
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")

@@ -21,7 +21,9 @@ from cpattn.distributed import ContextParallel
 
 from .dense_attention import DenseAttention
 from .dsa_attention import SparseAttention
-from .model import Decoder, stage_layers
+from .handover import Delivery
+from .kv_link import KVLink, Peer, Transfer, start_engine
+from .model import Decoder, Head, stage_layers
 from .phases import PhaseClock
 from .processes import Work, WorkerConfig
 
@@ -41,6 +43,7 @@ class RankResult:
     chosen: npt.NDArray[Any] | None  # int32 [wanted rows, topk], from that of a sparse model
     torch_seconds: dict[str, float] | None  # attention of all layers by the baseline, by phase
     torch_difference: float | None  # largest |attention - baseline|
+    transfer: Transfer | None  # to the decode process, if there is one
 
 
 class Rank:
@@ -72,8 +75,19 @@ class Rank:
         self._attention = _ATTENTION[config.model.kind](
             config.model, self._cp, config.num_pages, layers
         )
+        self._link: KVLink | None = None
+        if config.num_slots:
+            self._link = KVLink(start_engine(), self._attention.pool, layers, config.num_slots)
+            self._head = Head(config.model) if self._speaks else None
+
+    @property
+    def _speaks(self) -> bool:
+        """Of the last stage, whose ranks all have the result, one tells it."""
+        return self._model.is_last and not self._cp.cp_rank
 
     def __enter__(self) -> Rank:
+        if self._link:
+            self._link.__enter__()
         return self
 
     def __exit__(
@@ -82,11 +96,18 @@ class Rank:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._link:
+            self._link.__exit__(kind, value, trace)
         dist.destroy_process_group()
+
+    def connect(self, peer: Peer) -> None:
+        """The decode process that KV goes to."""
+        assert self._link
+        self._link.connect(peer)
 
     @torch.inference_mode()
     def run(self, work: Work) -> RankResult:
-        """One forward pass, and then, off its clock, its attention by the baseline."""
+        """One forward pass, and then, off its clock, KV transfer and attention by the baseline."""
         cp, batch, attention = self._cp, work.batch, self._attention
         clock = PhaseClock()
         with clock("metadata"):
@@ -113,6 +134,7 @@ class Rank:
         seconds = clock.stop(self._config.phases)
 
         self._peak_bytes = max(self._peak_bytes, peak_resident_bytes())
+        transfer = self._deliver(work.delivery, x) if work.delivery else None
         chosen = None
         if len(work.rows) and attention.chosen is not None:
             chosen = cp.gather(plan, attention.chosen)[torch.from_numpy(work.rows)].numpy()
@@ -121,18 +143,29 @@ class Rank:
             torch_seconds, difference = attention.baseline()
             forget_peak()
         kv_lens = plan.metadata.query_cache_lengths
-        speaks = self._model.is_last and not self._cp.cp_rank
         return RankResult(
             seconds=seconds,
             flops=attention.flops(),
             num_rows=len(kv_lens),
             num_pairs=int(np.sum(kv_lens, dtype=np.int64)),
             peak_bytes=self._peak_bytes,
-            rows=x[torch.from_numpy(work.rows)].float().numpy() if speaks else None,
-            chosen=chosen if speaks else None,
+            rows=x[torch.from_numpy(work.rows)].float().numpy() if self._speaks else None,
+            chosen=chosen if self._speaks else None,
             torch_seconds=torch_seconds,
             torch_difference=difference,
+            transfer=transfer,
         )
+
+    def _deliver(self, delivery: Delivery, x: Tensor) -> Transfer:
+        """Send this rank's pages behind a batch, and the first tokens of prompts that end in it."""
+        assert self._link
+        transfer = self._link.send_pages(delivery, self._cp.cp_rank, self._cp.cp_size)
+        if self._head and delivery.continuations:
+            slots = [c.slot for c in delivery.continuations]
+            rows = x[[c.row for c in delivery.continuations]]
+            self._link.first_tokens[slots, 0] = self._head(rows).argmax(dim=-1)
+            self._link.send_first_tokens(slots)
+        return transfer
 
     def _receive(self, num_rows: int) -> Tensor:
         """Hidden states [num_rows, hidden_size] of the stage before."""

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode process: all layers over a pool of its own, which prefill ranks write into."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+import cpattn
+from cpattn.transfer.engine import TransferEngine
+
+from .dense_attention import make_pool
+from .handover import Continuation
+from .kv_link import KVLink, Peer, start_engine
+from .model import Decoder, Head, ModelConfig
+from .worker import peak_resident_bytes
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """What the decode process is told once."""
+
+    model: ModelConfig
+    page_size: int
+    num_pages: int
+    num_slots: int
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class Continued:
+    """The tokens of one request."""
+
+    request_index: int
+    tokens: list[int]  # the first one is prefill's
+    hidden: npt.NDArray[Any]  # float32 [len(tokens) - 1, hidden_size]: of the inputs decoded here
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """What was decoded in one go; times in seconds."""
+
+    requests: list[Continued]
+    step_seconds: list[float]
+    peak_bytes: int
+
+
+class DecodeRank:
+    """Decodes requests greedily, all that it is given as one batch."""
+
+    def __init__(
+        self,
+        rank: int,
+        config: DecodeConfig,
+        init_method: str,
+        engine: TransferEngine | None = None,
+    ) -> None:
+        torch.set_num_threads(config.num_threads)
+        cpattn.set_num_threads(config.num_threads)
+        layers = range(config.model.num_layers)
+        self._config = config
+        self._pool = make_pool(config.model, config.num_pages, config.page_size, layers)
+        self._model = Decoder(config.model)
+        self._head = Head(config.model)
+        self._link = KVLink(engine or start_engine(), self._pool, layers, config.num_slots)
+
+    def __enter__(self) -> DecodeRank:
+        self._link.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._link.__exit__(kind, value, trace)
+
+    def peer(self) -> Peer:
+        """Where prefill ranks send to."""
+        return self._link.peer()
+
+    @torch.inference_mode()
+    def decode(self, continuations: tuple[Continuation, ...]) -> DecodeResult:
+        """Decode all of them to their ends; their prompts are in the pool."""
+        first = self._link.first_tokens
+        tokens = {c.request_index: [int(first[c.slot, 0])] for c in continuations}
+        hidden: dict[int, list[Any]] = {c.request_index: [] for c in continuations}
+        step_seconds: list[float] = []
+        while running := [c for c in continuations if len(tokens[c.request_index]) < c.num_tokens]:
+            begin = time.perf_counter()
+            rows = self._step(running, [tokens[c.request_index] for c in running])
+            chosen = self._head(rows).argmax(dim=-1).tolist()
+            for c, row, token in zip(running, rows, chosen, strict=True):
+                hidden[c.request_index].append(row.float().numpy())
+                tokens[c.request_index].append(token)
+            step_seconds.append(time.perf_counter() - begin)
+        width = self._config.model.hidden_size
+        requests = [
+            Continued(i, tokens[i], np.array(rows, np.float32).reshape(-1, width))
+            for i, rows in hidden.items()
+        ]
+        return DecodeResult(requests, step_seconds, peak_resident_bytes())
+
+    def _step(self, running: list[Continuation], tokens: list[list[int]]) -> Tensor:
+        """Hidden states [len(running), hidden_size] of the last token of each request."""
+        page_size = self._config.page_size
+        position = np.array(
+            [c.prompt_tokens + len(t) - 1 for c, t in zip(running, tokens, strict=True)]
+        )
+        width = int(position.max()) // page_size + 1
+        tables = np.zeros((len(running), width), np.int32)
+        for row, c in zip(tables, running, strict=True):
+            row[: len(c.page_ids)] = c.page_ids[:width]
+        page = tables[np.arange(len(running)), position // page_size].astype(np.int64)
+        attention = DecodeAttention(
+            self._config.model,
+            self._pool,
+            tables,
+            position + 1,
+            page * page_size + position % page_size,
+        )
+        last = torch.tensor([t[-1] for t in tokens])
+        out: Tensor = self._model(last, torch.from_numpy(position), attention)
+        return out
+
+
+class DecodeAttention:
+    """One step: the new keys and values into the pool, then attention of one query each."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        pool: Any,
+        block_tables: npt.NDArray[np.int32],
+        kv_lens: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+    ) -> None:
+        self._pool = pool
+        self._slots = slots
+        self._scale = config.head_dim**-0.5
+        self._plan = cpattn.plan_attention(
+            q_lens=np.ones(len(kv_lens), np.int32),
+            kv_lens=kv_lens,
+            block_tables=block_tables,
+            page_size=pool.page_size,
+            num_pages=pool.num_pages,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pool = self._pool
+        pool.set_kv_buffer(layer, self._slots, k, v)
+        out: Any = cpattn.run_attention(
+            self._plan,
+            q,
+            pool.get_key_buffer(layer),
+            pool.get_value_buffer(layer),
+            scale=self._scale,
+        )
+        return out

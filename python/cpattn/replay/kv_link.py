@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two ends of KV transfer: a decode process that receives, prefill ranks that send."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+import cpattn
+from cpattn.integrations.mooncake import MooncakeEngine
+from cpattn.transfer.engine import TransferEngine
+
+from .handover import Delivery
+
+AUX_BYTES = 64  # of a slot: the first token as int64, and room that engines align to
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where a decode process receives: all that a sender needs to know of it."""
+
+    session: str
+    layout: dict[str, Any]  # of its KV buffers
+    aux_addr: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one rank has sent behind one batch."""
+
+    num_blocks: int
+    num_bytes: int
+    plan_seconds: float
+    seconds: float  # planning included
+
+
+def start_engine() -> MooncakeEngine:
+    """An engine of this process, without the error it logs when all is well."""
+    stderr = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        return MooncakeEngine()
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+class KVLink:
+    """A pool and a buffer of first tokens, registered with an engine until the exit."""
+
+    def __init__(self, engine: TransferEngine, pool: Any, layers: range, num_slots: int) -> None:
+        self._engine = engine
+        self.first_tokens = np.zeros((num_slots, AUX_BYTES // 8), np.int64)
+        self._layout = cpattn.KVLayout.from_pool(pool, layers=(layers.start, layers.stop))
+        self._buffers = [*zip(*pool.get_contiguous_buf_infos()[:2], strict=True)]
+        self._buffers.append((self.first_tokens.ctypes.data, self.first_tokens.nbytes))
+
+    def __enter__(self) -> KVLink:
+        addrs, sizes = zip(*self._buffers, strict=True)
+        _check(self._engine.register(addrs, sizes), "registering memory")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._engine.close()
+
+    def peer(self) -> Peer:
+        """What senders are told."""
+        return Peer(self._engine.session_id, self._layout.to_dict(), self.first_tokens.ctypes.data)
+
+    def connect(self, peer: Peer) -> None:
+        """Send to `peer` from now on."""
+        self._peer = peer
+        self._peer_layout = cpattn.KVLayout.from_dict(peer.layout)
+
+    def send_pages(self, delivery: Delivery, cp_rank: int, cp_size: int) -> Transfer:
+        """Send this rank's share of the pages, of which every rank of a stage has all."""
+        begin = time.perf_counter()
+        plan = cpattn.plan_kv_transfer(
+            self._layout,
+            self._peer_layout,
+            delivery.src_pages,
+            delivery.dst_pages,
+            cp_rank=cp_rank,
+            cp_size=cp_size,
+            cp_share="pages",
+        )
+        planned = time.perf_counter()
+        _check(plan.execute(self._engine, self._peer.session), "sending KV")
+        end = time.perf_counter()
+        return Transfer(len(plan), plan.total_bytes, planned - begin, end - begin)
+
+    def send_first_tokens(self, slots: list[int]) -> None:
+        """Send what ``first_tokens`` has in `slots`: the sign that a prompt is complete."""
+        offsets = [slot * AUX_BYTES for slot in slots]
+        own = self.first_tokens.ctypes.data
+        code = self._engine.write(
+            self._peer.session,
+            [own + offset for offset in offsets],
+            [self._peer.aux_addr + offset for offset in offsets],
+            [AUX_BYTES] * len(slots),
+        )
+        _check(code, "sending first tokens")
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        raise RuntimeError(f"{what} failed with code {code:d} of the transfer engine")

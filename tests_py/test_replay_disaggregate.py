@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill in some processes, decoding in another one: the tokens are those of one process."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+Console = pytest.importorskip("rich.console").Console
+
+import torch.distributed as dist  # noqa: E402
+
+import cpattn  # noqa: E402
+from cpattn.distributed import ContextParallel  # noqa: E402
+from cpattn.replay.decode import DecodeConfig, DecodeRank  # noqa: E402
+from cpattn.replay.decode_check import DecodeChecker  # noqa: E402
+from cpattn.replay.dense_attention import DenseAttention  # noqa: E402
+from cpattn.replay.driver import replay  # noqa: E402
+from cpattn.replay.handover import Handover, decode_pool_pages  # noqa: E402
+from cpattn.replay.kv_link import KVLink  # noqa: E402
+from cpattn.replay.model import Decoder, Head, ModelConfig, stage_layers  # noqa: E402
+from cpattn.replay.phases import PhaseClock  # noqa: E402
+from cpattn.replay.prefix_cache import PrefixCache  # noqa: E402
+from cpattn.replay.processes import WorkerError  # noqa: E402
+from cpattn.replay.records import DecodeReport, ReplayOptions, ReplayReport  # noqa: E402
+from cpattn.replay.report import print_report  # noqa: E402
+from cpattn.replay.scheduler import prefill_batches  # noqa: E402
+from cpattn.replay.trace import block_tokens_of, generate_trace, scale_lengths  # noqa: E402
+from transfer_processes import requires_mooncake  # noqa: E402
+
+SMALL = ModelConfig(
+    num_layers=4, hidden_size=64, num_heads=4, head_dim=16, intermediate_size=96, vocab_size=256
+)
+OPTIONS = ReplayOptions(
+    model=SMALL,
+    cp_size=1,
+    page_size=4,
+    token_budget=300,
+    pool_tokens=1000,
+    scale_lengths=64,
+    num_threads=1,
+    check_rows=4,
+    torch_baseline=False,
+    timeout_seconds=60,
+    decode_tokens=6,
+)
+BLOCK, DECODE, MAX_SEQUENCES = 8, 5, 64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads of torch would wait for each other longer than such small operators take."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class InOneProcess:
+    """Stages one after the other and a decode rank, with engines that copy within the process.
+
+    Each stage computes once, as one rank; the ranks of its group only share out what is sent.
+    """
+
+    def __init__(
+        self, group: Any, config: ModelConfig, *, pp_size: int, cp_size: int, page_size: int
+    ) -> None:
+        pages = 1000 // page_size
+        decode_pages = decode_pool_pages(
+            pages,
+            page_size=page_size,
+            block_tokens=BLOCK,
+            decode_tokens=DECODE,
+            max_sequences=MAX_SEQUENCES,
+        )
+        self.cache = PrefixCache(pages, page_size=page_size, block_tokens=BLOCK)
+        self.handover = Handover(
+            PrefixCache(decode_pages, page_size=page_size, block_tokens=BLOCK),
+            decode_tokens=DECODE,
+            num_slots=MAX_SEQUENCES,
+        )
+        self.decode = DecodeRank(
+            0,
+            DecodeConfig(config, page_size, decode_pages, MAX_SEQUENCES, 1),
+            "",
+            cpattn.LocalEngine(),
+        )
+        self.checker = DecodeChecker(config, block_tokens=BLOCK, rows_per_chunk=4)
+        self.cp = ContextParallel(group, page_size=page_size)
+        self.cp_size = cp_size
+        self.stages = [
+            (
+                Decoder(config, layers),
+                attention := DenseAttention(config, self.cp, pages, layers),
+                KVLink(cpattn.LocalEngine(), attention.pool, layers, MAX_SEQUENCES),
+            )
+            for layers in stage_layers(config.num_layers, pp_size)
+        ]
+        self.head = Head(config)
+        self.num_bytes = 0
+        self.decode.__enter__()
+        for _, _, link in self.stages:
+            link.__enter__()
+            link.connect(self.decode.peer())
+
+    def close(self) -> None:
+        for _, _, link in self.stages:
+            link.__exit__(None, None, None)
+        self.decode.__exit__(None, None, None)
+
+    @torch.inference_mode()
+    def run(self, requests: Any, harm: Callable[[InOneProcess], None]) -> None:
+        for batch in prefill_batches(requests, self.cache, token_budget=120):
+            for chunk in batch.chunks:
+                assert self.handover.reserve(chunk)
+            delivery = self.handover.deliver(batch)
+            tokens = [
+                block_tokens_of(
+                    c.request, c.begin, c.end, block_tokens=BLOCK, vocab_size=256, seed=0
+                )
+                for c in batch.chunks
+            ]
+            plan = self.cp.plan(
+                batch.extend_lens,
+                batch.seq_lens,
+                block_tables=batch.block_tables,
+                out_cache_loc=batch.slots,
+            )
+            x = self.cp.shard(plan, torch.from_numpy(np.concatenate(tokens)))
+            positions = self.cp.shard(plan, torch.from_numpy(batch.positions))
+            for model, attention, link in self.stages:
+                attention.begin(batch, plan, PhaseClock())
+                x = model(x, positions, attention)
+                for cp_rank in range(self.cp_size):
+                    self.num_bytes += link.send_pages(delivery, cp_rank, self.cp_size).num_bytes
+            hidden = self.cp.gather(plan, x)
+            rows = self.checker.sample_rows(batch)
+            self.checker.compare(batch, rows, hidden[torch.from_numpy(rows)].numpy())
+            continuations = delivery.continuations
+            if continuations:
+                slots = [c.slot for c in continuations]
+                first = self.head(hidden[[c.row for c in continuations]]).argmax(dim=-1)
+                link.first_tokens[slots, 0] = first
+                link.send_first_tokens(slots)
+            harm(self)
+            for request in self.decode.decode(continuations).requests:
+                self.checker.compare_tokens(request)
+                self.handover.release(request.request_index)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp_size", "cp_size", "page_size"),
+    [(6, 1, 1, 4), (6, 2, 2, 8), (6, 3, 1, 8), (4, 3, 2, 4), (4, 4, 3, 1)],
+)
+def test_tokens_are_those_of_one_process(
+    group: Any, layers: int, pp_size: int, cp_size: int, page_size: int
+) -> None:
+    config = replace(SMALL, num_layers=layers)
+    system = InOneProcess(group, config, pp_size=pp_size, cp_size=cp_size, page_size=page_size)
+    requests = scale_lengths(generate_trace(12, seed=2), 64)
+    system.run(requests, lambda _: None)
+    system.close()
+    lengths = [min(DECODE, request.output_length) for request in requests]
+    checker = system.checker
+    assert checker.num_tokens == sum(lengths)
+    assert checker.num_wrong == checker.num_near_ties == 0
+    assert 0 < checker.decode_error <= checker.tolerance
+    assert max(checker.errors.values()) <= checker.tolerance
+    assert system.handover.cached_tokens > 0
+    sent = sum(-(-r.input_length // page_size) for r in requests)
+    sent -= system.handover.cached_tokens // page_size
+    assert system.num_bytes == sent * page_size * layers * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("kind", ["other page", "never sent", "other layer"])
+def test_the_check_sees_a_wrong_page(group: Any, kind: str) -> None:
+    def harm(system: InOneProcess) -> None:
+        pool = system.decode._pool
+        layer = pool.get_value_buffer(1)
+        if kind == "never sent":
+            layer[3] = torch.nan
+        elif kind == "other page":
+            layer[3] = layer[2]
+        else:
+            layer[3] = pool.get_value_buffer(2)[3]
+
+    system = InOneProcess(group, SMALL, pp_size=1, cp_size=1, page_size=4)
+    system.run(scale_lengths(generate_trace(3, seed=2), 64), harm)
+    system.close()
+    assert system.checker.decode_error > system.checker.tolerance
+    assert system.checker.num_wrong > 0
+
+
+def test_near_ties_are_not_wrong() -> None:
+    checker = DecodeChecker(replace(SMALL, dtype="bfloat16"), block_tokens=8, rows_per_chunk=4)
+    logits = torch.zeros(3, 8)
+    logits[:, 5] = torch.tensor([0.0, 0.9, 1.1]) * checker.margin
+    checker._compare_tokens([5, 5, 5], logits)
+    assert (checker.num_tokens, checker.num_wrong, checker.num_near_ties) == (3, 0, 0)
+    checker._compare_tokens([4, 4, 4], logits)
+    assert (checker.num_tokens, checker.num_wrong, checker.num_near_ties) == (6, 1, 1)
+
+
+@pytest.fixture
+def engine() -> None:
+    requires_mooncake()
+
+
+def children() -> dict[str, Any]:
+    return {process.name: process for process in multiprocessing.active_children()}
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(
+    ("pp_size", "cp_size", "dtype"),
+    [
+        pytest.param(2, 2, "float32"),
+        pytest.param(3, 1, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(1, 3, "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_a_replay_over_the_engine(pp_size: int, cp_size: int, dtype: str) -> None:
+    options = replace(OPTIONS, pp_size=pp_size, cp_size=cp_size, model=replace(SMALL, dtype=dtype))
+    requests = generate_trace(20, seed=2)
+    report = replay(requests, options)
+    assert report.passed
+    decode = report.decode
+    assert decode is not None
+    assert report.tolerance is not None
+    assert sum(batch.num_chunks for batch in report.batches) > 0
+    assert [r.index for r in decode.requests] == list(range(20))
+    wanted = [min(6, -(-request.output_length // 64)) for request in requests]
+    assert [len(r.tokens) for r in decode.requests] == wanted
+    assert decode.checked_tokens == sum(wanted)
+    assert decode.wrong_tokens == 0
+    assert decode.near_ties == 0 or dtype != "float32"
+    assert 0 < decode.max_error <= report.tolerance
+    assert len({token for r in decode.requests for token in r.tokens}) > 10
+    assert decode.cached_tokens > 0
+    assert len(decode.transfers) == len(report.batches)
+    page_bytes = 4 * 2 * 2 * 16 * SMALL.num_layers * (4 if dtype == "float32" else 2)
+    for transfer in decode.transfers:
+        assert transfer.num_bytes == transfer.num_pages * page_bytes
+        assert 0 < transfer.num_blocks <= transfer.num_pages * SMALL.num_layers * 2
+        assert 0 < transfer.plan_seconds < transfer.seconds
+    text = io.StringIO()
+    print_report(report, "a title", Console(file=text, width=120))
+    for word in ("KV transfer", "second token", "send", "next tokens are those of one process"):
+        assert word in text.getvalue()
+    assert not children()
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(
+    ("victim", "name"), [("the-decode-process", "the decode process"), ("rank-1", "rank 1")]
+)
+def test_a_killed_process_ends_all(victim: str, name: str) -> None:
+    def kill(done: int, total: int, what: str) -> None:
+        if what == "batch 2":
+            pid = children()[f"cpattn-{victim}"].pid
+            os.kill(pid, signal.SIGKILL)
+
+    message = rf"^{name} \(process \d+\) was killed by SIGKILL$"
+    with pytest.raises(WorkerError, match=message):
+        replay(generate_trace(20, seed=2), replace(OPTIONS, pp_size=2), progress=kill)
+    assert not children()
+
+
+def test_wrong_tokens_fail_the_report() -> None:
+    report = ReplayReport(OPTIONS, {}, 1, 1, 0, tolerance=0.1, decode=DecodeReport())
+    assert report.passed
+    assert report.decode is not None
+    report.decode.wrong_tokens = 1
+    assert not report.passed
+    report.decode = DecodeReport(max_error=0.2)
+    assert not report.passed
+
+
+def test_a_sparse_model_is_not_disaggregated() -> None:
+    from cpattn.replay.dsa_model import DsaConfig
+
+    with pytest.raises(ValueError, match="a dsa model has no decode_tokens"):
+        ReplayOptions(model=DsaConfig(), decode_tokens=4)
