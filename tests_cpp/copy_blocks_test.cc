@@ -65,6 +65,7 @@ TEST(memory_ranges, refused_calls_change_nothing) {
   EXPECT_TRUE(ranges.contain(Words{100, 249}, Words{50, 1}));
   EXPECT_FALSE(ranges.contain(Words{300}, Words{1}));
   EXPECT_THROW(ranges.add(Words{300}, Words{1, 2}), std::invalid_argument);
+  EXPECT_THROW(ranges.contain(Words{100, 200}, Words{1}), std::invalid_argument);
 }
 
 TEST(memory_ranges, adjacent_ranges_do_not_join_and_the_last_address_counts) {

@@ -215,8 +215,17 @@ def test_local_engine_writes_nothing_unless_all_is_registered(engines):
     np.testing.assert_array_equal(dst, src)
 
 
+@pytest.mark.parametrize("counts", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_local_engine_wants_lists_of_equal_lengths(engines, counts):
+    sender, receiver = engines
+    lists = [[0] * count for count in counts]
+    with pytest.raises(ValueError, match=r"write: addresses and lengths must be equally many"):
+        sender.write(receiver.session_id, *lists)
+
+
 def test_local_engine_codes_of_registration(engines):
     engine, _ = engines
+    assert engine.register([], []) == engine.unregister([]) == 0
     assert engine.register([1000, 2000], [100, 100]) == 0
     for addr, size in [(1000, 100), (1099, 1), (901, 100), (900, 500), (1500, 501), (1050, 1)]:
         assert engine.register([addr], [size]) == -7
@@ -231,7 +240,7 @@ def test_local_engine_codes_of_registration(engines):
     assert engine.register([2**64 - 1], [1]) == 0
     assert engine.unregister([1000, 2000, 1100, 900]) == 0
     assert engine.register([900], [5000]) == 0
-    with pytest.raises(ValueError, match=r"addrs and sizes must have equal lengths, got 1 and 2"):
+    with pytest.raises(ValueError, match="register: addrs and sizes must be equally many, got 1 "):
         engine.register([1], [1, 1])
 
 

@@ -104,6 +104,11 @@ class MooncakeEngine:
 
         0; -1 for an empty range; -7 where a range overlaps another, of this call or before.
         """
+        if len(addrs) != len(sizes):  # the engine would read beyond the shorter list
+            raise ValueError(
+                "MooncakeEngine.register: addrs and sizes must be equally many, got "
+                f"{len(addrs)} and {len(sizes)}"
+            )
         with self._lock:
             code: int = self._open().batch_register_memory(list(addrs), list(sizes))
             if code == 0:
