@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cpattn import KVEntry, KVLayout, plan_kv_transfer
+from cpattn import KVEntry, KVLayout, MLATokenToKVPool, plan_kv_transfer
 
 ENTRY = KVEntry(3, "k", False, 1 << 48, 4608, 512)
 
@@ -274,6 +274,26 @@ def test_ids_pair_hybrid_subsets_whatever_their_order():
         total_layers=12,
     )  # fmt: skip
     assert received(src_names, src, dst_names, dst) == {name: name for name in src_names.split()}
+
+
+def test_pools_and_their_arguments_say_the_same():
+    sizes = {"size": 64, "page_size": 8, "kv_lora_rank": 16, "qk_rope_head_dim": 4}
+    pool, draft = (
+        MLATokenToKVPool(
+            **sizes, num_layers=count, start_layer=start, index_head_dim=8, container="numpy"
+        )
+        for count, start in ((2, 3), (1, 0))
+    )
+    lists = zip(pool.get_contiguous_buf_infos(), draft.get_contiguous_buf_infos(), strict=True)
+    addrs, lens, item_lens = ([*target, *tail] for target, tail in lists)
+    args = SimpleNamespace(
+        kv_data_ptrs=addrs, kv_data_lens=lens, kv_item_lens=item_lens, page_size=8, engine_rank=1,
+        prefill_start_layer=3, prefill_end_layer=5, kv_buf_groups=3, hidden_kv_layers=5,
+        draft_kv_layers=1,
+    )  # fmt: skip
+    of_args = KVLayout.from_kv_args(args, is_mla=True, tp_size=2)
+    assert of_args == KVLayout.from_pool(pool, draft, layers=(3, 5), tp_rank=1, tp_size=2)
+    assert all(entry.nbytes == 9 * entry.item_len for entry in of_args.entries)
 
 
 def test_ranks_of_an_engine():
