@@ -20,11 +20,12 @@ using kernels::Half;
 using kernels::kFloat32;
 using testing::random_floats;
 
+float code_value(int code) { return kernels::widen(Float8{static_cast<uint8_t>(code)}); }
+
 class ScatterKernel : public testing::EveryIsa {
  protected:
   const kernels::ScatterKernels& scatter() const { return active_sparse_kernels().scatter; }
 
-  /// Casts as many numbers as there are; they end where a page may end.
   template <class Code>
   std::vector<Code> cast(const std::vector<float>& x, int32_t type, float scale) const {
     std::vector<Code> out(x.size());
@@ -74,6 +75,27 @@ TEST_P(ScatterKernel, EveryBfloat16AsFloat8) {
     Float8 wanted{};
     kernels::narrow(std::clamp(value, -448.0F, 448.0F), &wanted);
     ASSERT_EQ(out[i].bits, wanted.bits) << i;
+  }
+}
+
+/// Numbers at and right beside every number that lies in the middle of two codes.
+TEST_P(ScatterKernel, TiesOfFloat8AndTheirNeighbours) {
+  std::vector<float> x;
+  for (int code = 0; code < 0x7e; ++code) {
+    const float middle = (code_value(code) + code_value(code + 1)) / 2;
+    for (float value : {middle, code_value(code)}) {
+      for (float beside : {-1.0F, 1.0F}) {
+        x.insert(x.end(), {value, std::nextafter(value, 1e9F * beside), -value});
+        x.push_back(value * (1 + beside * 0x1p-12F));  // lost to float16
+      }
+    }
+  }
+  x.insert(x.end(), {1e-45F, 1e-30F, 65504, 1.7e7F, 3e38F, INFINITY, -INFINITY});
+  const auto out = cast<Float8>(x, kernels::kCastFloat8, 1);
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    Float8 wanted{};
+    kernels::narrow(std::clamp(x[i], -448.0F, 448.0F), &wanted);
+    ASSERT_EQ(out[i].bits, wanted.bits) << x[i];
   }
 }
 

@@ -163,6 +163,21 @@ def test_threads_change_nothing(isa, given_as, pattern):
         assert all(torch.equal(a, b) for a, b in zip(snapshots[0], other, strict=True))
 
 
+@pytest.mark.parametrize(("given_as", "dtype"), [("bfloat16", "bfloat16"), ("float32", FP8)])
+def test_large_writes(isa, given_as, dtype):
+    """Of a size that goes past the caches, in rows of several chunks."""
+    tokens, width = 4096, 2176
+    rows = torch.randn(tokens, width, generator=torch.Generator().manual_seed(4))
+    rows = rows.to(getattr(torch, given_as))
+    slots = torch.randperm(tokens, generator=torch.Generator().manual_seed(5)) + 128
+    pool = cpattn.MHATokenToKVPool(tokens, 128, 1, 1, width, dtype=dtype)
+    pool.set_kv_buffer(0, slots, rows, rows, v_scale=0.7)
+    for got, scale in zip(pool.get_kv_buffer(0), (None, 0.7), strict=True):
+        got = got.reshape(-1, width).view(torch.uint8)
+        assert not got[:128].any()
+        assert torch.equal(got[slots], stored(rows, dtype, scale).view(torch.uint8))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", FP8])
 def test_rows_of_any_shape_and_strides(dtype):
     k, v = make_rows(6, DIM), make_rows(6, V_DIM, "bfloat16", 1)

@@ -9,8 +9,9 @@ namespace cpattn {
 
 /// One kind of entry of a KV pool - keys, values or keys of an indexer - for all layers:
 /// [num_layers, num_slots, row_elements] without gaps, in memory of its own. It is zero and
-/// aligned to a page of the system; a page is committed when it is first written, so a pool
-/// takes what was written to it.
+/// aligned to a page of the system, which is committed when it is first written: a pool takes
+/// what was written to it. Large pages would commit 2 MiB for a row, in each layer and kind, and
+/// gained writes nothing that could be measured.
 class KvBuffer {
  public:
   /// All sizes are >= 1. Throws std::invalid_argument, which names `function`, if they are not
