@@ -13,7 +13,7 @@ from transfer import THREADS, copy_peak
 from transfer.planning import half_contiguous
 
 BUFFERS, PAGE_BYTES = 4, 64 << 10
-OURS, NUMPY = "cpattn", "numpy"
+OURS, NUMPY = "cpattn", "NumPy"
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
