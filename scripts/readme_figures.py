@@ -60,7 +60,7 @@ HEADLINES = {
     ),
     "transfer": (
         "plan, shuffled",
-        "write K and V, bfloat16 to bfloat16, tokens 16384, threads 2",
+        "write K and V, bfloat16 to bfloat16, tokens 32768, threads 2",
         "send half contiguous",
         "send runs of pages, pages 256, run 256",
     ),

@@ -22,7 +22,7 @@ CASTS = (
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
-    slots, num_tokens = (1 << 10, 64) if quick else (1 << 17, 1 << 14)
+    slots, num_tokens = (1 << 10, 64) if quick else (1 << 17, 1 << 15)
     for num_threads in [1] if quick else sorted({1, THREADS}):
         for source, stored in CASTS:
             yield of_cast(source, stored, slots, num_tokens, num_threads)
