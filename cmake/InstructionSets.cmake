@@ -39,6 +39,9 @@ function(cpattn_add_isa name)
     target_compile_options(${target} PRIVATE -Wno-uninitialized -Wno-maybe-uninitialized)
   endif()
   target_sources(cpattn_core PRIVATE $<TARGET_OBJECTS:${target}>)
-  target_compile_definitions(cpattn_core PUBLIC CPATTN_HAVE_${upper})
+  # Only the files that list the sets: builds with others find the rest in the cache.
+  target_compile_definitions(cpattn_core INTERFACE CPATTN_HAVE_${upper})
+  set_property(SOURCE base/isa.cc ops/kernel_table.cc
+               APPEND PROPERTY COMPILE_DEFINITIONS CPATTN_HAVE_${upper})
   set(CPATTN_ISA_TARGETS ${CPATTN_ISA_TARGETS} ${target} PARENT_SCOPE)
 endfunction()
