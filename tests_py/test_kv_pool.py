@@ -94,6 +94,7 @@ def test_item_length_times_pages_is_the_length_of_every_buffer(data):
     assert len(addrs) == len(sizes) == len(page_sizes) == layers * len(pool.kinds)
     assert page_sizes == [page_size * w * itemsize for w in widths for _ in range(layers)]
     assert sizes == [page * pool.num_pages for page in page_sizes]
+    assert pool.get_kv_size_bytes() == tuple(layers * size for size in sizes[::layers])
     assert pool.nbytes == sum(sizes)
     for start in range(0, len(addrs), layers):  # layers of a kind lie one behind the other
         step = sizes[start]

@@ -87,11 +87,11 @@ class _KVPool:
     @property
     def nbytes(self) -> int:
         """Bytes of address space; memory is taken as rows are written."""
-        return sum(self.kind_nbytes(kind) for kind in self.kinds)
+        return sum(self.get_kv_size_bytes())
 
-    def kind_nbytes(self, kind: str) -> int:
-        """Bytes of all layers of one of `kinds`."""
-        return self.num_layers * self._buffers[kind].layer_bytes
+    def get_kv_size_bytes(self) -> tuple[int, ...]:
+        """Bytes of all layers of each of `kinds`."""
+        return tuple(self.num_layers * self._buffers[kind].layer_bytes for kind in self.kinds)
 
     def get_contiguous_buf_infos(self) -> BufInfos:
         """Address, bytes and bytes of a page of each buffer: the kinds in turn, layers ascending.
