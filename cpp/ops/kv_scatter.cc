@@ -127,7 +127,7 @@ class Writer {
 
   void stream_piece(const char* from, char* to) const {
     if (cast_ == nullptr) return stream_(from, piece_elements_ * to_bytes_, to);
-    constexpr int64_t kChunk = 1024;
+    constexpr int64_t kChunk = 256;
     alignas(64) char chunk[kChunk * sizeof(float)];
     for (int64_t i = 0; i < piece_elements_; i += kChunk) {
       const int64_t n = std::min(kChunk, piece_elements_ - i);
