@@ -127,8 +127,9 @@ class ContextParallel:
             In the order of ``shard``; further rows are never read. Heads and dimensions of values
             may differ from those of keys.
         k_cache, v_cache : [num_slots, num_kv_heads, head_dim], contiguous
-            Or [num_pages, page_size, num_kv_heads, head_dim]; of the dtype of the rows. Written at
-            ``plan.slots`` and nowhere else; not at all on an error.
+            Or [num_pages, page_size, num_kv_heads, head_dim], or [num_slots, 1, num_kv_heads,
+            head_dim], as KV pools have them with and without the FIA layout; of the dtype of the
+            rows. Written at ``plan.slots`` and nowhere else; not at all on an error.
         """
         with self._exchange.agreement("write_kv", plan.terms) as parts:
             self._check_plan("write_kv", plan)
@@ -238,7 +239,7 @@ def _pool_rows(
     plan: ContextParallelPlan, name: str, cache: torch.Tensor, local: torch.Tensor
 ) -> torch.Tensor:
     """The cache as [num_slots, width], after checking it against the rows to be written."""
-    paged = cache.ndim == 4 and cache.shape[1] == plan.page_size
+    paged = cache.ndim == 4 and cache.shape[1] in (1, plan.page_size)
     if local.ndim != 3 or not (cache.ndim == 3 or paged) or cache.shape[-2:] != local.shape[1:]:
         raise ValueError(
             f"ContextParallel.write_kv: {name} must be [num_slots, num_kv_heads, head_dim] or "
