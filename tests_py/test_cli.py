@@ -24,6 +24,7 @@ from click.testing import CliRunner, Result
 
 from cpattn.commands import commands
 from cpattn.explain import block_map
+from transfer_processes import requires_mooncake
 
 KILLED = rb"Error: rank [01] \(process \d+\) was killed by SIGKILL; all processes ended"
 COMMAND = [sys.executable, "-m", "cpattn"]
@@ -107,6 +108,27 @@ def test_replay_reports_on_the_terminal_as_json_and_as_html(tmp_path: Path) -> N
     assert page.count("<svg") == 6
     assert "http" not in page.replace("http://www.w3.org", "")
     assert len(page) < 300_000
+
+
+def test_replay_reports_what_a_decode_process_gets(tmp_path: Path) -> None:
+    requires_mooncake()
+    paths = tmp_path / "r.json", tmp_path / "r.html"
+    options = ("--disaggregate", "--pp-size=2", "--cp-size=1", "--decode-tokens=3")
+    result = run(*QUICK, *options, "--json", str(paths[0]), "--html", str(paths[1]))
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    for word in ("KV transfer", "over 2 link(s)", "second token", "next tokens are those of one"):
+        assert word in result.stdout
+    report = json.loads(paths[0].read_text())
+    decode, summary = report["decode"], report["summary"]["decode"]
+    assert decode["wrong_tokens"] == 0
+    assert len(decode["requests"]) == 12
+    assert max(len(request["tokens"]) for request in decode["requests"]) == 3
+    assert summary["bytes"] == sum(transfer["num_bytes"] for transfer in decode["transfers"]) > 0
+    assert all(seconds > 0 for seconds in summary["seconds_to_second_token"].values())
+    page = paths[1].read_text()
+    assert page.count("<svg") == 7
+    assert "MB/s" in page
 
 
 @pytest.mark.parametrize("moment", ["start", "run"])

@@ -14,10 +14,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from transfer_processes import Peer, requires_mooncake
 
 import cpattn
 from transfer_cases import Case, Model, Server
+from transfer_processes import Peer, requires_mooncake
 from transfer_sides import DecodeSide, PrefillSide, finish, prepare, send
 
 MHA = Model(layer_ids=(0, 1, 2, 3), num_kv_heads=2)

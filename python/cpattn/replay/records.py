@@ -46,7 +46,8 @@ class ReplayOptions:
         """Who computes what, in a few words."""
         stages = f" in each of {self.pp_size} stages" if self.pp_size > 1 else ""
         decode = ", decoding apart" if self.decode_tokens else ""
-        return f"{self.strategy} over {self.cp_size} ranks{stages}{decode}"
+        ranks = f"{self.cp_size} rank{'s' if self.cp_size > 1 else ''}"
+        return f"{self.strategy} over {ranks}{stages}{decode}"
 
     @property
     def num_processes(self) -> int:

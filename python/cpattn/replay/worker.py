@@ -67,7 +67,9 @@ class Rank:
             world_size=config.pp_size * config.cp_size,
             timeout=timeout,
         )
-        group, _ = dist.new_subgroups(config.cp_size, timeout=timeout)
+        group = dist.group.WORLD
+        if config.pp_size > 1:
+            group, _ = dist.new_subgroups(config.cp_size, timeout=timeout)
         assert group is not None
         self._cp = ContextParallel(group, strategy=config.strategy, page_size=config.page_size)
         layers = stage_layers(config.model.num_layers, config.pp_size)[rank // config.cp_size]
