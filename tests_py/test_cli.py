@@ -231,12 +231,25 @@ def test_a_wrong_argument_is_named(arguments: str, message: str) -> None:
     assert message in result.output
 
 
+def without(package: str, tmp_path: Path) -> dict[str, str]:
+    """The environment of a process that cannot import `package`."""
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{package!r}] = None\n")
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def test_a_missing_engine_is_one_line(tmp_path: Path) -> None:
+    result = run(*QUICK, "--disaggregate", env=without("mooncake", tmp_path))
+    assert result.returncode == 1
+    assert result.stderr.startswith("Error: MooncakeEngine: ")
+    assert "install 'mooncake-transfer-engine-non-cuda" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("missing", ["click", "rich", "torch", "matplotlib"])
 def test_a_missing_package_is_one_line(missing: str, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{missing!r}] = None\n")
-    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     html = ["--html", str(tmp_path / "r.html")] if missing == "matplotlib" else []
-    result = run(*QUICK, *html, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    result = run(*QUICK, *html, env=without(missing, tmp_path))
     assert result.returncode == 1
     assert result.stderr == (
         f"cpattn: {missing} is not installed; pip install 'cpattn[cli]' brings it\n"

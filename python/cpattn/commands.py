@@ -165,7 +165,9 @@ def replay(**options: Any) -> None:
     except KeyboardInterrupt:
         click.echo("cpattn replay: interrupted, all processes ended", err=True)
         sys.exit(INTERRUPTED)
-    except ValueError as error:
+    except ModuleNotFoundError:
+        raise
+    except (ValueError, ImportError) as error:
         raise click.ClickException(str(error)) from None
     if not passed:
         sys.exit(1)

@@ -70,7 +70,7 @@ class Disaggregation:
                 assert found, "decode_pool_pages has room for any batch"
         return self._handover.deliver(batch)
 
-    def continue_(self, batch: Batch, delivery: Delivery, results: Sequence[RankResult]) -> None:
+    def hand_over(self, batch: Batch, delivery: Delivery, results: Sequence[RankResult]) -> None:
         """`batch` has run and is delivered: have its complete prompts decoded."""
         transfers = [result.transfer for result in results if result.transfer]
         record = TransferRecord(

@@ -19,6 +19,7 @@ from .check import Checker
 from .decode_check import DecodeChecker
 from .disaggregate import Disaggregation, decode_role, num_slots
 from .dsa_check import SparseChecker
+from .kv_link import start_engine
 from .prefix_cache import PrefixCache
 from .processes import Role, Work, WorkerConfig, Workers, ranks_of
 from .records import BatchRecord, ReplayOptions, ReplayReport
@@ -38,9 +39,11 @@ def replay(
     """Replay `requests` over `options.num_processes` processes.
 
     `progress` is called with the prompt tokens that are done, those there are, and what is being
-    done. WorkerError if a process dies.
+    done. WorkerError if a process dies; ImportError if there is no engine for `decode_tokens`.
     """
     begin = time.perf_counter()
+    if options.decode_tokens:
+        start_engine().close()  # that it is not installed is said before any process starts
     requests = scale_lengths(requests, options.scale_lengths)
     total = sum(request.input_length for request in requests)
     cache = PrefixCache(
@@ -102,7 +105,7 @@ def _step(
         ((hidden, chosen),) = [(r.rows, r.chosen) for r in results if r.rows is not None]
         checker.compare(batch, rows, hidden, chosen)
     if decoding and delivery:
-        decoding.continue_(batch, delivery, results)
+        decoding.hand_over(batch, delivery, results)
 
 
 def _add_check(report: ReplayReport, checker: Checker) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank keeps of the tokens of a sparse model: latent rows, and keys of the indexer.
 
+Not an `MLATokenToKVPool`, which keeps the latent and its rotary part in buffers of their own:
+`flash_mla_sparse_fwd` and the FP8 rows have both in one row.
 Both pools start as NaN: whatever reads a slot before it is written is found out.
 """
 
