@@ -98,7 +98,7 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
 @_option("--scale-lengths", 8, "Divide all lengths, blocks too; a divisor of 512.", _SIZE)
 @_option("--seed", 1, "Seed of generated traffic, tokens and weights.", click.IntRange(0))
 @_option("--cp-size", 2, "Processes of a pipeline stage, which share out its tokens.", _SIZE)
-@_option("--pp-size", 1, "Pipeline stages, which share out the layers.", _SIZE)
+@_option("--pp-size", 1, "Pipeline stages, which share out the layers and take turns.", _SIZE)
 @_option("--strategy", "zigzag", "How sequences are cut.", _STRATEGY)
 @_option("--token-budget", 4096, "New tokens in a batch; longer prompts are cut.", _SIZE)
 @_option("--max-sequences", 64, "Sequences in a batch.", _SIZE)

@@ -53,7 +53,10 @@ class DecodeResult:
 
 
 class DecodeRank:
-    """Decodes requests greedily, all that it is given as one batch."""
+    """Decodes requests greedily, all that it is given as one batch.
+
+    Made as any worker; it has no part in the group of `init_method`.
+    """
 
     def __init__(
         self,

@@ -40,7 +40,8 @@ class Transfer:
 
 
 def start_engine() -> MooncakeEngine:
-    """An engine of this process, without the error it logs when all is well."""
+    """An engine of this process, which logs failures only, not the one of every start."""
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the engine is imported
     stderr = os.dup(2)
     try:
         with open(os.devnull, "w") as nowhere:
