@@ -31,7 +31,7 @@ TEST(KvToPageIndices, EveryPageOnce) {
 }
 
 TEST(MlaKvEntries, TargetsOfEveryGroupThenDrafts) {
-  const MlaStage last{
+  const KVStage last{
       .prefill_start_layer = 2,
       .kv_buf_groups = 2,
       .hidden_kv_layers = 4,

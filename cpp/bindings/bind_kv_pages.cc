@@ -88,7 +88,7 @@ py::list mla_entries(
   const auto value = [](const py::object& object, const char* argument) {
     return index_value(object, concat("get_mla_kv_ptrs_with_pp: ", argument).c_str());
   };
-  MlaStage stage{
+  KVStage stage{
       .prefill_start_layer = value(prefill_start_layer, "prefill_start_layer"),
       .kv_buf_groups = value(kv_buf_groups, "kv_buf_groups"),
       .total_kv_layers = value(total_kv_layers, "total_kv_layers"),

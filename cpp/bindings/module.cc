@@ -33,6 +33,7 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_kv_pool(m);
   bindings::register_runtime(m);
   bindings::register_kv_pages(m);
+  bindings::register_send_kvcache(m);
   bindings::register_topk(m);
   bindings::register_trace(m);
   bindings::register_transfer_plan(m);

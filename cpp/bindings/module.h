@@ -20,6 +20,7 @@ void register_kv_pool(pybind11::module_& module);
 void register_kv_transfer(pybind11::module_& module);
 void register_runtime(pybind11::module_& module);
 void register_kv_pages(pybind11::module_& module);
+void register_send_kvcache(pybind11::module_& module);
 void register_topk(pybind11::module_& module);
 void register_rows(pybind11::module_& module);
 void register_trace(pybind11::module_& module);

@@ -120,7 +120,7 @@ MhaEntries mha_as_engines_do(int64_t num_src, int64_t num_dst, int64_t first) {
   return entries;
 }
 
-std::vector<EntryRange> mla_as_engines_do(int64_t num_src, int64_t num_dst, const MlaStage& stage) {
+std::vector<EntryRange> mla_as_engines_do(int64_t num_src, int64_t num_dst, const KVStage& stage) {
   const int64_t groups = stage.kv_buf_groups;
   const int64_t first = stage.prefill_start_layer;
   const bool knows_drafts = stage.hidden_kv_layers.has_value();
@@ -145,6 +145,24 @@ std::vector<EntryRange> mla_as_engines_do(int64_t num_src, int64_t num_dst, cons
 
 }  // namespace
 
+std::vector<EntryRange> match_kv_entries(
+    const char* function, int64_t num_src, int64_t num_dst, const KVStage& stage
+) {
+  check(
+      stage.kv_buf_groups >= 1, function, ": kv_buf_groups must be >= 1, got ", stage.kv_buf_groups
+  );
+  const bool knows_drafts = stage.hidden_kv_layers.has_value();
+  return match_entries(
+      {.function = function,
+       .num_src = num_src,
+       .num_dst = num_dst,
+       .groups = stage.kv_buf_groups,
+       .first_layer = stage.prefill_start_layer,
+       .num_drafts = knows_drafts && stage.is_last_rank ? stage.draft_kv_layers : 0},
+      stage.hidden_kv_layers.value_or(stage.total_kv_layers)
+  );
+}
+
 MhaEntries mha_kv_entries(
     int64_t num_src,
     int64_t num_dst,
@@ -153,13 +171,11 @@ MhaEntries mha_kv_entries(
     bool compat
 ) {
   if (compat) return mha_as_engines_do(num_src, num_dst, prefill_start_layer);
-  const auto ranges = match_entries(
-      {.function = "get_mha_kv_ptrs_with_pp",
-       .num_src = num_src,
-       .num_dst = num_dst,
-       .groups = 2,
-       .first_layer = prefill_start_layer},
-      total_kv_layers
+  const auto ranges = match_kv_entries(
+      "get_mha_kv_ptrs_with_pp", num_src, num_dst,
+      {.prefill_start_layer = prefill_start_layer,
+       .kv_buf_groups = 2,
+       .total_kv_layers = total_kv_layers}
   );
   const int64_t n = num_src / 2;
   const int64_t k = ranges.empty() ? 0 : ranges.front().begin;
@@ -174,23 +190,14 @@ MhaEntries mha_kv_entries(
 }
 
 std::vector<EntryRange> mla_kv_entries(
-    int64_t num_src, int64_t num_dst, const MlaStage& stage, bool compat
+    int64_t num_src, int64_t num_dst, const KVStage& stage, bool compat
 ) {
+  if (!compat) return match_kv_entries("get_mla_kv_ptrs_with_pp", num_src, num_dst, stage);
   check(
       stage.kv_buf_groups >= 1, "get_mla_kv_ptrs_with_pp: kv_buf_groups must be >= 1, got ",
       stage.kv_buf_groups
   );
-  if (compat) return mla_as_engines_do(num_src, num_dst, stage);
-  const bool knows_drafts = stage.hidden_kv_layers.has_value();
-  return match_entries(
-      {.function = "get_mla_kv_ptrs_with_pp",
-       .num_src = num_src,
-       .num_dst = num_dst,
-       .groups = stage.kv_buf_groups,
-       .first_layer = stage.prefill_start_layer,
-       .num_drafts = knows_drafts && stage.is_last_rank ? stage.draft_kv_layers : 0},
-      stage.hidden_kv_layers.value_or(stage.total_kv_layers)
-  );
+  return mla_as_engines_do(num_src, num_dst, stage);
 }
 
 }  // namespace cpattn

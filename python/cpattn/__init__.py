@@ -62,6 +62,7 @@ from .topk import (
     transform_index_page_table_decode,
     transform_index_page_table_prefill,
 )
+from .transfer.args import KVArgs, fill_kv_args, setup_state_kv_args
 from .transfer.engine import TransferEngine, TransferStatus
 from .transfer.layout import KVEntry, KVLayout
 from .transfer.local import LocalEngine
@@ -82,6 +83,14 @@ from .transfer.pointers import (
     get_mla_kv_ptrs_with_pp,
     kv_start_layer,
 )
+from .transfer.send import (
+    HeadSlice,
+    plan_send_aux,
+    plan_send_kvcache,
+    plan_send_kvcache_slice,
+    plan_send_state,
+    slice_heads,
+)
 
 __all__ = [
     "AttentionPlan",
@@ -89,6 +98,8 @@ __all__ = [
     "DecodeTargets",
     "DsaMetadata",
     "ForwardMode",
+    "HeadSlice",
+    "KVArgs",
     "KVChunk",
     "KVEntry",
     "KVLayout",
@@ -120,6 +131,7 @@ __all__ = [
     "fast_topk",
     "fast_topk_transform_fused",
     "fast_topk_transform_ragged_fused",
+    "fill_kv_args",
     "flash_mla_sparse_fwd",
     "fused_split_qk_norm",
     "get_mha_kv_ptrs_with_pp",
@@ -142,6 +154,10 @@ __all__ = [
     "plan_attention",
     "plan_kv_links",
     "plan_kv_transfer",
+    "plan_send_aux",
+    "plan_send_kvcache",
+    "plan_send_kvcache_slice",
+    "plan_send_state",
     "profile",
     "quantize_index",
     "quantize_kv_rows",
@@ -150,6 +166,8 @@ __all__ = [
     "reference",
     "run_attention",
     "set_num_threads",
+    "setup_state_kv_args",
+    "slice_heads",
     "split_qk_norm",
     "supported_isas",
     "topk_transform",

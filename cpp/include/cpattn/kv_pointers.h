@@ -42,8 +42,8 @@ MhaEntries mha_kv_entries(
     bool compat
 );
 
-/// What a server with several groups of buffers knows of itself.
-struct MlaStage {
+/// What a prefill server knows of its buffers.
+struct KVStage {
   int64_t prefill_start_layer = 0;
   int64_t kv_buf_groups = 1;
   int64_t total_kv_layers = 0;              // target layers of the model; 0 for unknown
@@ -52,9 +52,15 @@ struct MlaStage {
   bool is_last_rank = false;                // is this the last stage
 };
 
-/// Ranges of the destination's list which, one after the other, receive the source's entries.
+/// Ranges of the destination's list which, one after the other, receive the source's entries,
+/// for any number of groups; never with `compat`. Errors name `function`.
+std::vector<EntryRange> match_kv_entries(
+    const char* function, int64_t num_src, int64_t num_dst, const KVStage& stage
+);
+
+/// The same ranges, and with `compat` those of the two rules of engines.
 std::vector<EntryRange> mla_kv_entries(
-    int64_t num_src, int64_t num_dst, const MlaStage& stage, bool compat
+    int64_t num_src, int64_t num_dst, const KVStage& stage, bool compat
 );
 
 /// Pairs (source entry, destination entry) that hold the same layer. A layer id that occurs

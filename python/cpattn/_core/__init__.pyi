@@ -455,6 +455,37 @@ def kv_start_layer(start_layer: int, kv_layer_ids: _Indices, /) -> int: ...
 def decode_targets(
     engine_rank: int, prefill_tp_size: int, decode_tp_size: int, is_mla: bool, /
 ) -> tuple[int, int, int, int]: ...
+def plan_send_kvcache(
+    lists: tuple[Any, ...],
+    src_pages: _Indices,
+    dst_pages: _Indices,
+    stage: tuple[Any, ...],
+    compat: bool,
+    /,
+) -> TransferPlan: ...
+def slice_heads(
+    total_kv_heads: int,
+    src_tp_size: int,
+    src_rank: int,
+    dst_tp_size: int,
+    dst_rank: int,
+    compat: bool,
+    /,
+) -> tuple[int, int, int, int, int]: ...
+def plan_send_kvcache_slice(
+    lists: tuple[Any, ...],
+    src_pages: _Indices,
+    dst_pages: _Indices,
+    page_size: int,
+    head_slice: tuple[int, int, int, int, int],
+    stage: tuple[Any, ...],
+    compat: bool,
+    /,
+) -> TransferPlan: ...
+def plan_send_aux(
+    lists: tuple[Any, ...], src_index: int, dst_index: int, compat: bool, /
+) -> TransferPlan: ...
+def plan_send_state(components: list[tuple[Any, ...]], compat: bool, /) -> TransferPlan: ...
 def fast_topk(
     score: _Tensor,
     lengths: _Indices,

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server says of its buffers to those who plan transfers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+__all__ = ["KVArgs", "fill_kv_args", "setup_state_kv_args"]
+
+MAX_SHOWN = 4  # elements of a list in a repr
+
+
+class KVArgs(SimpleNamespace):
+    """The buffers and the place of a server: a bag of attributes, as engines fill it.
+
+    What was not set is absent, except for the attributes below that have a value for everybody.
+    Lists are parallel, an entry per registered buffer.
+
+    Attributes
+    ----------
+    engine_rank : int
+        Tensor-parallel rank.
+    kv_data_ptrs, kv_data_lens, kv_item_lens : list of int
+        Address, bytes, and bytes of a page of each KV buffer.
+    aux_data_ptrs, aux_data_lens, aux_item_lens : list of int
+        Of buffers of metadata, an item for each request.
+    state_types : list of str
+        Kinds of components of state: "mamba", "swa", "dsa", ...
+    state_data_ptrs, state_data_lens, state_item_lens : list of lists of int
+        The same for the buffers of each component.
+    kv_head_num, total_kv_head_num : int
+        Heads of this rank, and of the model; not with MLA.
+    page_size : int
+    pp_rank, prefill_start_layer, prefill_end_layer : int
+        Pipeline stage; its layers, the end exclusive.
+    kv_buf_groups, total_kv_layers, hidden_kv_layers, draft_kv_layers : int
+        As `setup_state_kv_args` sets them.
+    swa_page_size, mla_compression_ratios : None
+    dcp_size, dcp_rank : int, 1 and 0
+
+    Examples
+    --------
+    >>> args = KVArgs(page_size=64, kv_data_ptrs=list(range(122)))
+    >>> args.engine_rank = 3
+    >>> args
+    KVArgs(page_size=64, kv_data_ptrs=[0, 1, 2, 3, ... 122 in all], engine_rank=3)
+    >>> hasattr(args, "kv_buf_groups"), args.dcp_size
+    (False, 1)
+    """
+
+    swa_page_size: int | None = None
+    mla_compression_ratios: list[int] | None = None
+    dcp_size: int = 1
+    dcp_rank: int = 0
+
+    def __repr__(self) -> str:
+        fields = (f"{name}={shown(value)}" for name, value in vars(self).items())
+        return f"KVArgs({', '.join(fields)})"
+
+
+def shown(value: Any) -> str:
+    """A repr of a list's first elements."""
+    if isinstance(value, list) and len(value) > MAX_SHOWN:
+        return f"[{', '.join(map(shown, value[:MAX_SHOWN]))}, ... {len(value)} in all]"
+    if isinstance(value, list):
+        return f"[{', '.join(map(shown, value))}]"
+    return repr(value)
+
+
+def fill_kv_args(
+    kv_args: Any, pool: Any, draft_pool: Any = None, *, total_kv_layers: int | None = None
+) -> None:
+    """Describe the buffers of a KV pool in `kv_args`, those of a draft pool behind them.
+
+    Sets ``kv_data_ptrs``, ``kv_data_lens`` and ``kv_item_lens``; ``page_size``,
+    ``prefill_start_layer`` and ``prefill_end_layer`` of the pool; and ``total_kv_layers`` if given,
+    without which strict planners refuse K and V of a stage for a larger destination.
+
+    Parameters
+    ----------
+    kv_args : KVArgs, or any object that takes attributes
+    pool, draft_pool : MHATokenToKVPool, MLATokenToKVPool, or alike
+        With ``get_contiguous_buf_infos()``, ``page_size``, ``start_layer`` and ``layer_num``.
+    total_kv_layers : int, optional
+        Layers of the whole model without drafts.
+    """
+    infos = pool.get_contiguous_buf_infos()
+    drafts = draft_pool.get_contiguous_buf_infos() if draft_pool is not None else ([], [], [])
+    names = ("kv_data_ptrs", "kv_data_lens", "kv_item_lens")
+    for name, own, draft in zip(names, infos, drafts, strict=True):
+        setattr(kv_args, name, [*own, *draft])
+    kv_args.page_size = pool.page_size
+    kv_args.prefill_start_layer = pool.start_layer
+    kv_args.prefill_end_layer = pool.start_layer + pool.layer_num
+    if total_kv_layers is not None:
+        kv_args.total_kv_layers = total_kv_layers
+
+
+def setup_state_kv_args(
+    kv_args: Any, pool: Any, draft_pool: Any = None, total_kv_layers: int = 0
+) -> None:
+    """Say how the KV buffers of an MLA pool are grouped, and reset the lists of state.
+
+    All lists of state become empty: keys of an indexer go with the KV buffers. If the pool has
+    ``get_state_buf_infos``, as MLA pools have and MHA pools have not, these are set as well::
+
+        kv_buf_groups = 2 if pool.index_head_dim is None else 3
+        hidden_kv_layers = total_kv_layers
+        draft_kv_layers = draft_pool.layer_num if there is one else 0
+
+    so that a draft on a thin stage does not count as a group.
+
+    Parameters
+    ----------
+    kv_args : KVArgs, or any object that takes attributes
+    pool, draft_pool : MLATokenToKVPool, MHATokenToKVPool, or alike
+    total_kv_layers : int, optional
+        Layers of the whole model without drafts.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace as Pool
+    >>> args = KVArgs()
+    >>> pool = Pool(index_head_dim=128, get_state_buf_infos=lambda: ([], [], []))
+    >>> setup_state_kv_args(args, pool, Pool(layer_num=1), total_kv_layers=61)
+    >>> args.kv_buf_groups, args.hidden_kv_layers, args.draft_kv_layers
+    (3, 61, 1)
+    """
+    kv_args.state_types = []
+    kv_args.state_data_ptrs = []
+    kv_args.state_data_lens = []
+    kv_args.state_item_lens = []
+    kv_args.state_dim_per_tensor = []
+    if not hasattr(pool, "get_state_buf_infos"):
+        return
+    kv_args.kv_buf_groups = 2 if getattr(pool, "index_head_dim", None) is None else 3
+    kv_args.hidden_kv_layers = kv_args.total_kv_layers = total_kv_layers
+    kv_args.draft_kv_layers = draft_pool.layer_num if draft_pool is not None else 0

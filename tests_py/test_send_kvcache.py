@@ -1,0 +1,566 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks that senders of engines would send, against plain restatements of their rules."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpattn import (
+    KVArgs,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    fill_kv_args,
+    plan_send_aux,
+    plan_send_kvcache,
+    plan_send_kvcache_slice,
+    plan_send_state,
+    setup_state_kv_args,
+    slice_heads,
+)
+
+INT32_MAX = 2**31 - 1
+BASE = 1 << 48
+
+
+def blocks(plan):
+    return list(
+        zip(plan.src_addrs.tolist(), plan.dst_addrs.tolist(), plan.lengths.tolist(), strict=True)
+    )
+
+
+def whole_pages(entries, src, dst):
+    """Blocks of (source address, destination address, page bytes) entries, run by run."""
+    runs = []
+    for pair in zip(src, dst, strict=True):
+        if runs and pair == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1][2] += 1
+        else:
+            runs.append([*pair, 1])
+    return [(s + i * n, d + j * n, n * count) for s, d, n in entries for i, j, count in runs]
+
+
+# --- the address test of engines: which destination buffers are written
+
+
+@pytest.mark.parametrize("compat", [False, True])
+@pytest.mark.parametrize("is_mla", [False, True])
+@pytest.mark.parametrize(("pp_size", "slots"), [(1, [0, 1, 2, 3]), (2, [2, 3, 6, 7])])
+def test_addresses(pp_size, slots, is_mla, compat):
+    item_lens = [64, 128, 256, 512]
+    src_ptrs = [BASE + i * 0x10000 for i in range(4)]
+    dst_ptrs = [2 * BASE + i * 0x10000 for i in range(8)]
+    args = SimpleNamespace(
+        kv_data_ptrs=src_ptrs,
+        kv_item_lens=item_lens,
+        prefill_start_layer=2,
+        kv_buf_groups=2,
+        total_kv_layers=4,
+    )
+    src, dst = np.array([2, 3, 7], np.int32), np.array([20, 21, 40], np.int32)
+    plan = plan_send_kvcache(
+        args, dst_ptrs, src, dst, pp_size=pp_size, is_mla=is_mla, compat=compat
+    )
+    entries = [(src_ptrs[i], dst_ptrs[j], item_lens[i]) for i, j in enumerate(slots)]
+    assert blocks(plan) == whole_pages(entries, src.tolist(), dst.tolist())
+    for empty, other in product([[], np.array([], np.int32)], [[], [1]]):
+        for pages in ((empty, other), (other, empty)):
+            plan = plan_send_kvcache(
+                args, dst_ptrs, *pages, pp_size=pp_size, is_mla=is_mla, compat=compat
+            )
+            assert len(plan) == 0
+    with pytest.raises(ValueError, match="equal-length src/dst index arrays, got 1 and 2"):
+        plan_send_kvcache(
+            args, dst_ptrs, [1], [1, 2], pp_size=pp_size, is_mla=is_mla, compat=compat
+        )
+
+
+# --- geometries over buffers with names
+
+
+def server(groups, first, end, drafts, *, base):
+    """Arguments of a server with items of another length per group, and the name of each entry."""
+    args = KVArgs(kv_data_ptrs=[], kv_data_lens=[], kv_item_lens=[], prefill_start_layer=first)
+    args.kv_buf_groups = len(groups)
+    names = [f"{g}{i}" for g in groups for i in range(first, end)]
+    names += [f"d{g}{k}" for g in groups for k in range(drafts)]
+    for i, name in enumerate(names):
+        item = 32 << groups.index(name.lstrip("d")[0])
+        args.kv_data_ptrs.append(base + i * 0x1_0000_0000)
+        args.kv_data_lens.append(100 * item)
+        args.kv_item_lens.append(item)
+    return args, names
+
+
+def pairs_of(plan, src, src_names, dst, dst_names):
+    """(source name, destination name) of every block of a plan of one page."""
+    src_name = dict(zip(src.kv_data_ptrs, src_names, strict=True))
+    dst_name = dict(zip(dst.kv_data_ptrs, dst_names, strict=True))
+    return [(src_name[s], dst_name[d]) for s, d, _ in blocks(plan)]
+
+
+splits = st.integers(1, 9).flatmap(
+    lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n), max_size=3).map(sorted))
+)
+
+
+@given(splits, st.sampled_from(["KV", "KVI"]), st.integers(0, 2), st.booleans())
+def test_every_stage_reaches_its_layers(split, groups, drafts, prefill_has_drafts):
+    layers, cuts = split
+    is_mla = groups != "KV" or layers % 2 == 0
+    decode, decode_names = server(groups, 0, layers, drafts, base=2 * BASE)
+    bounds = [0, *cuts, layers]
+    own = drafts if prefill_has_drafts else 0
+    for rank in range(len(cuts) + 1):
+        is_last = rank == len(cuts)
+        args, names = server(groups, *bounds[rank : rank + 2], own if is_last else 0, base=BASE)
+        args.hidden_kv_layers, args.draft_kv_layers = layers, own
+        plan = plan_send_kvcache(
+            args, decode.kv_data_ptrs, [0], [0], pp_size=len(cuts) + 1, is_mla=is_mla,
+            is_last_rank=is_last, dst_item_lens=decode.kv_item_lens,
+        )  # fmt: skip
+        pairs = pairs_of(plan, args, names, decode, decode_names)
+        assert pairs == [(name, name) for name in names]
+
+
+def test_stages_of_fifteen_layers():
+    """7 + 8 layers into one decode server: engines write V of the first into the wrong buffers."""
+    decode, decode_names = server("KV", 0, 15, 0, base=2 * BASE)
+    for (first, end), wrong in {(0, 7): "K14", (7, 15): "V0"}.items():
+        args, names = server("KV", first, end, 0, base=BASE)
+        args.total_kv_layers = 15
+        send = (args, decode.kv_data_ptrs, [0], [0])
+        plan = plan_send_kvcache(*send, pp_size=2, is_mla=False)
+        pairs = pairs_of(plan, args, names, decode, decode_names)
+        assert pairs == [(name, name) for name in names]
+        plan = plan_send_kvcache(*send, pp_size=2, is_mla=False, compat=True)
+        pairs = pairs_of(plan, args, names, decode, decode_names)
+        assert dict(pairs)[f"V{first}"] == wrong
+        del args.total_kv_layers
+        with pytest.raises(ValueError, match=rf"source layers \[{first}, {end}\)"):
+            plan_send_kvcache(*send, pp_size=2, is_mla=False)
+
+
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_one_stage_leaves_the_draft_tail_alone(is_mla):
+    args, names = server("KV", 0, 3, 0, base=BASE)
+    decode, decode_names = server("KV", 0, 3, 1, base=2 * BASE)
+    plan = plan_send_kvcache(args, decode.kv_data_ptrs, [1], [1], pp_size=1, is_mla=is_mla)
+    assert len(plan) == 6
+    plan = plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=1, is_mla=is_mla)
+    assert pairs_of(plan, args, names, decode, decode_names) == [(name, name) for name in names]
+
+
+def test_one_stage_with_other_drafts():
+    """By position, the second draft's K would go where V of the first is."""
+    args, _ = server("KV", 0, 3, 1, base=BASE)
+    args.draft_kv_layers = 1
+    decode, _ = server("KV", 0, 3, 2, base=2 * BASE)
+    with pytest.raises(ValueError, match="must have the 1 drafts of the source, got 10 entries"):
+        plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=1, is_mla=True)
+    assert len(plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=1, is_mla=True,
+                                 compat=True)) == 8  # fmt: skip
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_a_short_destination(pp_size, is_mla):
+    args, _ = server("KV", 2, 4, 0, base=BASE)
+    args.total_kv_layers = 3
+    short = [2 * BASE + i for i in range(3)]
+    for compat, error in ((False, ValueError), (True, IndexError)):
+        with pytest.raises(error, match="plan_send_kvcache: "):
+            plan_send_kvcache(args, short, [0], [0], pp_size=pp_size, is_mla=is_mla, compat=compat)
+
+
+def test_the_summary_names_kinds():
+    args, _ = server("KVI", 2, 4, 1, base=BASE)
+    args.hidden_kv_layers, args.draft_kv_layers = 4, 1
+    decode, _ = server("KVI", 0, 4, 1, base=2 * BASE)
+    plan = plan_send_kvcache(
+        args, decode.kv_data_ptrs, [0], [0], pp_size=2, is_mla=True, is_last_rank=True
+    )
+    names = [line[:14].strip() for line in plan.summary().splitlines()]
+    kinds = ["k", "v", "index_k"]
+    assert names == ["part", *kinds, *(f"draft {kind}" for kind in kinds), "total"]
+
+
+# --- addresses and checks
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=12),
+    st.lists(st.integers(1, 300), min_size=1, max_size=4),
+)
+def test_blocks_are_those_of_the_definition(pages, item_lens):
+    src, dst = [i for i, _ in pages], [j for _, j in pages]
+    entries = [(BASE + (i << 20), 2 * BASE + (i << 21), n) for i, n in enumerate(item_lens)]
+    args = KVArgs(kv_data_ptrs=[s for s, _, _ in entries], kv_item_lens=item_lens)
+    for compat in (False, True):
+        plan = plan_send_kvcache(
+            args, [d for _, d, _ in entries], src, dst, pp_size=1, is_mla=True, compat=compat
+        )
+        assert blocks(plan) == whole_pages(entries, src, dst)
+
+
+def test_products_have_64_bits():
+    item = 1 << 21
+    args = KVArgs(kv_data_ptrs=[BASE], kv_item_lens=[item], kv_data_lens=[item << 31])
+    pages = np.array([INT32_MAX - 1, INT32_MAX], np.int32)
+    plan = plan_send_kvcache(args, [2 * BASE], pages, pages[::-1] - 7, pp_size=1, is_mla=True)
+    assert blocks(plan) == [
+        (BASE + (INT32_MAX - 1) * item, 2 * BASE + (INT32_MAX - 7) * item, item),
+        (BASE + INT32_MAX * item, 2 * BASE + (INT32_MAX - 8) * item, item),
+    ]
+    top = 2**64 - item
+    args = KVArgs(kv_data_ptrs=[top], kv_item_lens=[item])
+    assert blocks(plan_send_kvcache(args, [top], [0], [0], pp_size=1, is_mla=True)) == [
+        (top, top, item)
+    ]
+    with pytest.raises(ValueError, match="destination item 1 of entry 0 lies beyond the address"):
+        plan_send_kvcache(args, [top], [0], [1], pp_size=1, is_mla=True)
+    assert len(plan_send_kvcache(args, [top], [0], [1], pp_size=1, is_mla=True, compat=True)) == 1
+
+
+ARGS = {
+    "kv_data_ptrs": [BASE, BASE + 0x10000],
+    "kv_data_lens": [900, 1800],
+    "kv_item_lens": [100, 200],
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "src", "dst", "message"),
+    [
+        ({}, [9], [0], "source indices must be within the 9 items of entry 0, got 9"),
+        ({"kv_data_lens": [900, 1799]}, [8], [0], "within the 8 items of entry 1, got 8"),
+        ({}, [0, -1], [0, 1], "source indices must be >= 0, got -1 at index 1"),
+        ({}, [0, 1], [-5, 1], "destination indices must be >= 0, got -5 at index 0"),
+        ({"kv_item_lens": [100, 0]}, [0], [0], "source item lengths must be > 0, got 0 of entry 1"),
+        ({"kv_item_lens": [100]}, [0], [0], "an item length for each of 2 entries, got 1"),
+        ({"kv_data_lens": [900]}, [0], [0], "a data length for each of 2 entries, got 1"),
+        ({"kv_data_ptrs": [-1, 0]}, [0], [0], r"source addresses must be in \[0, 2\^64\), got -1"),
+    ],
+)
+def test_refuses(changed, src, dst, message):
+    args = KVArgs(**{**ARGS, **changed})
+    with pytest.raises(ValueError, match=f"plan_send_kvcache: .*{message}"):
+        plan_send_kvcache(args, [2 * BASE, 3 * BASE], src, dst, pp_size=1, is_mla=True)
+
+
+def test_refuses_items_of_another_length():
+    args = KVArgs(**ARGS)
+    send = (args, [2 * BASE, 3 * BASE], [0], [0])
+    lens = {"dst_item_lens": [100, 50]}
+    with pytest.raises(ValueError, match="got 200 of source entry 1 and 50 of destination entry 1"):
+        plan_send_kvcache(*send, pp_size=1, is_mla=True, **lens)
+    with pytest.raises(ValueError, match="an item length for each of 2 entries, got 1"):
+        plan_send_kvcache(*send, pp_size=1, is_mla=True, dst_item_lens=[100])
+    with pytest.raises(ValueError, match="pp_size must be >= 1, got 0"):
+        plan_send_kvcache(*send, pp_size=0, is_mla=True)
+    # Without a check the prefill's length addresses both sides.
+    plan = plan_send_kvcache(*send, pp_size=1, is_mla=True, compat=True, **lens)
+    assert blocks(plan)[1] == (BASE + 0x10000, 3 * BASE, 200)
+
+
+# --- pools: the item length is a page's in every layout
+
+
+@pytest.mark.parametrize("use_fia", [False, True])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_pools_receive_their_pages(use_fia, pp):
+    """Bytes copied by the plan are the pages, and only these; with FIA as without (#15852)."""
+
+    def pool(**layers):
+        return MHATokenToKVPool(
+            64, 8, num_kv_heads=2, head_dim=4, v_head_dim=6, use_fia=use_fia,
+            dtype="float32", container="numpy", **layers,
+        )  # fmt: skip
+
+    decode = pool(num_layers=3)
+    src_pages, dst_pages = [1, 2, 5, 4], [3, 4, 8, 1]
+    for first, end in ((0, 3),) if pp == 1 else ((0, 1), (1, 3)):
+        stage = pool(num_layers=end - first, start_layer=first)
+        for layer in range(first, end):
+            stage.get_key_buffer(layer)[:] = (
+                np.arange(stage.get_key_buffer(layer).size).reshape(
+                    stage.get_key_buffer(layer).shape
+                )
+                + 1e4 * layer
+                + 1
+            )
+            stage.get_value_buffer(layer)[:] = -1 - layer
+        args = KVArgs()
+        fill_kv_args(args, stage, total_kv_layers=3)
+        ptrs, _, _ = decode.get_contiguous_buf_infos()
+        plan = plan_send_kvcache(args, ptrs, src_pages, dst_pages, pp_size=pp, is_mla=False)
+        copy(plan)
+        rest = [page for page in range(9) if page not in dst_pages]
+        for layer in range(first, end):
+            for get in ("get_key_buffer", "get_value_buffer"):
+                there = getattr(decode, get)(layer).reshape(9, -1)
+                here = getattr(stage, get)(layer).reshape(9, -1)
+                assert np.array_equal(there[dst_pages], here[src_pages])
+                assert not there[rest].any()
+
+
+def copy(plan):
+    for src, dst, length in blocks(plan):
+        ctypes.memmove(dst, src, length)
+
+
+def test_an_mla_stage_with_drafts_over_pools():
+    def pools(num_layers, first=0):
+        shape = {"index_head_dim": 4, "container": "numpy", "dtype": "float32"}
+        pool = MLATokenToKVPool(32, 4, num_layers, 8, 4, start_layer=first, **shape)
+        return pool, MLATokenToKVPool(32, 4, 1, 8, 4, **shape)
+
+    (stage, draft), (decode, decode_draft) = pools(2, 2), pools(4)
+    stage.k_buffer[:] = 1
+    stage.v_buffer[:] = 2
+    stage.index_k_buffer[:] = 3
+    draft.k_buffer[:] = 4
+    draft.index_k_buffer[:] = 5
+    sides = []
+    for pool, drafts in ((stage, draft), (decode, decode_draft)):
+        args = KVArgs()
+        fill_kv_args(args, pool, drafts)
+        setup_state_kv_args(args, pool, drafts, total_kv_layers=4)
+        sides.append(args)
+    copy(
+        plan_send_kvcache(
+            sides[0], sides[1].kv_data_ptrs, [3], [6], pp_size=2, is_mla=True, is_last_rank=True,
+            dst_item_lens=sides[1].kv_item_lens,
+        )
+    )  # fmt: skip
+    for buffer, value, layers in (
+        (decode.k_buffer, 1, [2, 3]),
+        (decode.v_buffer, 2, [2, 3]),
+        (decode.index_k_buffer, 3, [2, 3]),
+        (decode_draft.k_buffer, 4, [0]),
+        (decode_draft.index_k_buffer, 5, [0]),
+    ):
+        expected = np.zeros_like(buffer)
+        expected[layers, 6] = value
+        assert np.array_equal(buffer, expected)
+
+
+# --- unequal tensor parallelism
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "heads", "expected"),
+    [
+        (4, 2, 8, [(0, 0, 2), (0, 2, 2), (0, 0, 2), (0, 2, 2)]),
+        (2, 4, 8, [(0, 0, 2), (2, 0, 2), (0, 0, 2), (2, 0, 2)]),
+        (1, 4, 2, [(0, 0, 1), (0, 0, 1), (1, 0, 1), (1, 0, 1)]),
+        (8, 2, 4, [(0, start, 1) for start in (0, 0, 1, 1, 0, 0, 1, 1)]),
+        (2, 2, 8, [(0, 0, 4), (0, 0, 4)]),
+    ],
+)
+def test_head_slices(prefill, decode, heads, expected):
+    ranks = max(prefill, decode)
+    found = [
+        slice_heads(
+            heads, prefill_tp_size=prefill, prefill_rank=rank * prefill // ranks,
+            decode_tp_size=decode, decode_rank=rank * decode // ranks,
+        )[:3]
+        for rank in range(ranks)
+    ]  # fmt: skip
+    assert found == expected
+
+
+def owned(heads, size, rank):
+    return [heads * rank // size + i for i in range(max(1, heads // size))]
+
+
+sizes = st.sampled_from([1, 2, 4, 8])
+
+
+@given(sizes, sizes, sizes)
+def test_all_heads_arrive(heads, prefill, decode):
+    for decode_rank in range(decode):
+        held = [None] * max(1, heads // decode)
+        for rank in range(prefill):
+            ranks = {"prefill_rank": rank, "decode_rank": decode_rank}
+            given_ = {"prefill_tp_size": prefill, "decode_tp_size": decode, **ranks}
+            if rank * decode // prefill != decode_rank and rank != decode_rank * prefill // decode:
+                with pytest.raises(ValueError, match="has nothing for"):
+                    slice_heads(heads, **given_)
+                continue
+            part = slice_heads(heads, **given_)
+            for i in range(part.num_heads):
+                held[part.dst_start + i] = owned(heads, prefill, rank)[part.src_start + i]
+        assert held == owned(heads, decode, decode_rank)
+
+
+@pytest.mark.parametrize(
+    ("total", "prefill", "decode", "message"),
+    [
+        (8, (4, 0), (6, 0), "one of the sizes must divide the other, got 4"),
+        (6, (4, 0), (2, 0), "source ranks must have equal shares of 6 heads, got 4 ranks"),
+        (6, (2, 0), (4, 0), "destination ranks must have equal shares of 6 heads"),
+        (8, (2, 2), (4, 0), "source rank must be within its 2 ranks, got 2"),
+        (8, (2, 0), (4, -1), "destination rank must be within its 4 ranks, got -1"),
+        (0, (2, 0), (4, 0), "heads and ranks must be >= 1, got 0, 2 and 4"),
+    ],
+)
+def test_head_slices_refuse(total, prefill, decode, message):
+    with pytest.raises(ValueError, match=message):
+        slice_heads(
+            total, prefill_tp_size=prefill[0], prefill_rank=prefill[1], decode_tp_size=decode[0],
+            decode_rank=decode[1],
+        )  # fmt: skip
+
+
+def per_token(args, dst_ptrs, src, dst, *, p, q, t, dst_item):
+    """The rule of engines, token by token."""
+    page, item = args.page_size, args.kv_item_lens[0]
+    total, rank = args.total_kv_head_num, args.engine_rank % p
+    src_heads, dst_heads = max(1, total // p), max(1, total // q)
+    head = dst_item // page // dst_heads
+    if p > q:
+        heads, src_at = src_heads, 0
+        dst_at = rank // max(1, p // total) * src_heads % dst_heads
+    else:
+        heads, dst_at = dst_heads, 0
+        src_at = t // max(1, q // total) * dst_heads % src_heads
+    return [
+        (
+            s + i * item + k * (item // page) + src_at * head,
+            d + j * dst_item + k * (dst_item // page) + dst_at * head,
+            heads * head,
+        )
+        for s, d in zip(args.kv_data_ptrs, dst_ptrs, strict=False)
+        for i, j in zip(src, dst, strict=True)
+        for k in range(page)
+    ]
+
+
+@pytest.mark.parametrize("compat", [False, True])
+@pytest.mark.parametrize(("p", "q", "heads"), [(4, 2, 8), (2, 4, 8), (1, 4, 2), (8, 2, 4)])
+def test_slices_of_pages(p, q, heads, compat):
+    page, head_bytes = 4, 16
+    for rank in range(max(p, q)):
+        source, t = (rank, rank * q // p) if p >= q else (rank * p // q, rank)
+        args = KVArgs(
+            engine_rank=source, page_size=page, total_kv_head_num=heads, prefill_start_layer=0,
+            kv_data_ptrs=[BASE, BASE + 0x10000, BASE + 0x20000, BASE + 0x30000],
+            kv_item_lens=[page * max(1, heads // p) * head_bytes] * 4,
+        )  # fmt: skip
+        dst_ptrs = [2 * BASE + i * 0x10000 for i in range(4)]
+        dst_item = page * max(1, heads // q) * head_bytes
+        plan = plan_send_kvcache_slice(
+            args, dst_ptrs, [3, 4, 1], [7, 8, 2], dst_tp_rank=t, dst_attn_tp_size=q,
+            dst_kv_item_len=dst_item, attn_tp_size=p, compat=compat,
+        )  # fmt: skip
+        expected = per_token(args, dst_ptrs, [3, 4, 1], [7, 8, 2], p=p, q=q, t=t, dst_item=dst_item)
+        assert blocks(plan) == expected
+
+
+def test_slices_refuse():
+    args = KVArgs(
+        engine_rank=0, page_size=4, kv_head_num=2, kv_data_ptrs=[BASE, 2 * BASE],
+        kv_item_lens=[128, 128], prefill_start_layer=0,
+    )  # fmt: skip
+    dst = {"dst_tp_rank": 0, "dst_attn_tp_size": 1, "attn_tp_size": 2}
+    send = (args, [3 * BASE, 4 * BASE], [0], [0])
+    assert len(plan_send_kvcache_slice(*send, dst_kv_item_len=256, **dst)) == 8
+    with pytest.raises(ValueError, match="source item lengths must be 64 for 2 heads where the"):
+        plan_send_kvcache_slice(*send, dst_kv_item_len=128, **dst)
+    with pytest.raises(ValueError, match="a whole number of bytes for each of 4 tokens and 4"):
+        plan_send_kvcache_slice(*send, dst_kv_item_len=250, **dst)
+    args.kv_item_lens = [128, 64]  # V narrower than K
+    with pytest.raises(ValueError, match=r"must be 128 .* got 64 of entry 1"):
+        plan_send_kvcache_slice(*send, dst_kv_item_len=256, **dst)
+    args.page_size = 0
+    with pytest.raises(ValueError, match="page_size must be >= 1, got 0"):
+        plan_send_kvcache_slice(*send, dst_kv_item_len=256, **dst)
+
+
+def test_slices_join_where_all_heads_go():
+    args = KVArgs(engine_rank=1, page_size=4, total_kv_head_num=2, kv_data_ptrs=[BASE, 2 * BASE],
+                  kv_item_lens=[64, 64], prefill_start_layer=0)  # fmt: skip
+    plan = plan_send_kvcache_slice(
+        args, [3 * BASE, 4 * BASE], [1, 2], [5, 6], dst_tp_rank=1, dst_attn_tp_size=2,
+        dst_kv_item_len=64, attn_tp_size=2,
+    )  # fmt: skip
+    assert blocks(plan) == [(BASE + 64, 3 * BASE + 320, 128), (2 * BASE + 64, 4 * BASE + 320, 128)]
+
+
+# --- metadata and states
+
+AUX = KVArgs(aux_data_ptrs=[BASE, 2 * BASE], aux_item_lens=[64, 128], aux_data_lens=[640, 1280])
+
+
+@pytest.mark.parametrize("compat", [False, True])
+def test_aux(compat):
+    plan = plan_send_aux(AUX, [3 * BASE, 4 * BASE], 2, 9, compat=compat)
+    assert blocks(plan) == [
+        (BASE + 128, 3 * BASE + 576, 64),
+        (2 * BASE + 256, 4 * BASE + 1152, 128),
+    ]
+
+
+def test_aux_of_unequal_lists():
+    for dst in ([3 * BASE], [3 * BASE] * 3):
+        with pytest.raises(ValueError, match=f"got 2 of the source and {len(dst)} of the dest"):
+            plan_send_aux(AUX, dst, 0, 0)
+    assert len(plan_send_aux(AUX, [3 * BASE], 0, 0, compat=True)) == 1
+    with pytest.raises(IndexError, match="list index out of range"):
+        plan_send_aux(AUX, [3 * BASE] * 3, 0, 0, compat=True)
+    with pytest.raises(ValueError, match="within the 10 items of entry 0, got 10"):
+        plan_send_aux(AUX, [3 * BASE] * 2, 10, 0)
+    with pytest.raises(ValueError, match="got 128 of source entry 1 and 64 of destination"):
+        plan_send_aux(AUX, [3 * BASE] * 2, 0, 0, dst_item_lens=[64, 64])
+
+
+STATES = KVArgs(
+    state_types=["mamba", "swa"],
+    state_data_ptrs=[[BASE, 2 * BASE], [3 * BASE]],
+    state_item_lens=[[10, 20], [100]],
+)
+DST_STATES = [[4 * BASE, 5 * BASE], [6 * BASE]]
+
+
+def test_states():
+    plan = plan_send_state(STATES, DST_STATES, [[3], np.array([1, 2, 5])], [[4], [7, 8, 9]])
+    assert blocks(plan) == [
+        (BASE + 30, 4 * BASE + 40, 10),
+        (2 * BASE + 60, 5 * BASE + 80, 20),
+        (3 * BASE + 100, 6 * BASE + 700, 200),
+        (3 * BASE + 500, 6 * BASE + 900, 100),
+    ]
+    assert len(plan_send_state(KVArgs(state_types=[], state_data_ptrs=[], state_item_lens=[]),
+                               [], [], [])) == 0  # fmt: skip
+
+
+def test_states_of_unequal_lists():
+    with pytest.raises(ValueError, match=r"state indices must be as many.* got 2 .* and 1 "):
+        plan_send_state(STATES, DST_STATES, [[3], [1, 2]], [[4], [7]])
+    with pytest.raises(ValueError, match=r"state indices must be as many.* got 1 .* and 0 "):
+        plan_send_state(STATES, DST_STATES, [[3], [1]], [[4], None])
+    with pytest.raises(ValueError, match=r"mamba states have one slot.* got 2 .* and 2 "):
+        plan_send_state(STATES, DST_STATES, [[3, 4], [1]], [[4, 5], [7]])
+    with pytest.raises(ValueError, match=r"components must be as many .* got \(2, 2, 2, 1\)"):
+        plan_send_state(STATES, DST_STATES, [[3], [1]], [[4]])
+    plan = plan_send_state(STATES, DST_STATES, [[3], [1, 2]], [[4], [7]], compat=True)
+    assert blocks(plan)[2:] == [(3 * BASE + 100, 6 * BASE + 700, 100)]
+    assert len(plan_send_state(STATES, DST_STATES, [[3], [1]], [[4], None], compat=True)) == 2
+
+
+def test_states_of_unequal_tensor_parallelism():
+    sizes = {"attn_tp_size": 2, "dst_attn_tp_size": 4}
+    states = [[3], [1]], [[4], [7]]
+    with pytest.raises(RuntimeError, match=r"mamba states need equal tensor parallelism.* 2 and 4"):
+        plan_send_state(STATES, DST_STATES, *states, **sizes, is_mla=True)
+    paged = KVArgs(state_types=["dsa"], state_data_ptrs=[[BASE]], state_item_lens=[[8]])
+    assert len(plan_send_state(paged, [[BASE]], [[1]], [[2]], **sizes, is_mla=True)) == 1
+    with pytest.raises(RuntimeError, match="dsa states need equal tensor parallelism"):
+        plan_send_state(paged, [[BASE]], [[1]], [[2]], **sizes)
