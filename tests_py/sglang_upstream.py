@@ -250,6 +250,7 @@ def make_manager(upstream: SimpleNamespace, kind: str = "ascend", **attributes: 
         "is_mla_backend": False,
         "is_hybrid_mla_backend": False,
         "enable_custom_mem_pool": False,
+        "max_transfer_batch_indices": 0,
         "state_strides_validated": set(),
     }
     vars(manager).update(defaults | attributes)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions that have a twin in sglang against that twin, over thousands of random cases.
 
-Runs where a wheel of sglang 0.5.23 is at hand; see `sglang_upstream`.
+Runs where a wheel of sglang is at hand (see `sglang_upstream`): 0.5.23, or 0.5.18 for the rule by
+which stages with several groups of buffers found theirs up to 0.5.19.
 """
 
 from __future__ import annotations
@@ -38,6 +39,12 @@ def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
     except (ValueError, IndexError, ZeroDivisionError):
         return "refused"
+
+
+def knows_drafts(sglang: SimpleNamespace) -> bool:
+    """Whether stages with several groups of buffers are told their draft layers."""
+    rule = sglang.ascend.AscendKVManager.get_mla_kv_ptrs_with_pp
+    return "draft_kv_layers" in rule.__code__.co_consts
 
 
 def random_pages(rng: np.random.Generator, num_pages: int) -> np.ndarray:
@@ -125,6 +132,7 @@ def mla_manager(sglang: SimpleNamespace, start: int, groups: int, hidden: int, d
     kv_args = SimpleNamespace(
         prefill_start_layer=start,
         kv_buf_groups=groups,
+        total_kv_layers=hidden,
         hidden_kv_layers=hidden,
         draft_kv_layers=draft,
         mla_compression_ratios=None,
@@ -138,6 +146,9 @@ def test_get_mla_kv_ptrs_with_pp_compat(sglang, rng):
         dst = list(range(1000, 1000 + rng.integers(0, 60)))
         start, groups = int(rng.integers(0, 8)), int(rng.integers(1, 4))
         hidden, draft = int(rng.integers(0, 20)), int(rng.integers(0, 3))
+        known = (
+            {"hidden_kv_layers": hidden} if knows_drafts(sglang) else {"total_kv_layers": hidden}
+        )
         sglang.parallel.pp_group.is_last_rank = bool(rng.integers(2))
         manager = mla_manager(sglang, start, groups, hidden, draft)
         expected = outcome(manager.get_mla_kv_ptrs_with_pp, src, dst)
@@ -147,10 +158,10 @@ def test_get_mla_kv_ptrs_with_pp_compat(sglang, rng):
             dst,
             prefill_start_layer=start,
             kv_buf_groups=groups,
-            hidden_kv_layers=hidden,
             draft_kv_layers=draft,
             is_last_rank=sglang.parallel.pp_group.is_last_rank,
             compat=True,
+            **known,
         )
         assert got == expected, (src, dst, start, groups, hidden, draft)
 
@@ -182,7 +193,7 @@ def test_get_mla_kv_ptrs_with_pp_strict_agrees_where_upstream_is_right(sglang, r
         if upstream[: len(src)] == src:
             assert strict != "refused", (src, dst)
             num_agreed += 1
-    assert num_agreed > 1000
+    assert num_agreed > 500
 
 
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn"]
@@ -282,18 +293,23 @@ def test_setup_state_kv_args(sglang, rng):
         upstream, pool, _ = make_pools(sglang, rng, use_fia=False)
         draft_upstream, draft, _ = make_pools(sglang, rng, use_fia=False)
         with_draft, total = bool(rng.integers(2)), int(rng.integers(1, 62))
-        theirs, ours = SimpleNamespace(kv_data_ptrs=[]), cpattn.KVArgs()
+        theirs, ours = cpattn.KVArgs(), cpattn.KVArgs()
+        theirs.kv_data_ptrs = upstream.get_contiguous_buf_infos()[0]
         sglang.disaggregation.setup_state_kv_args(
             theirs, upstream, draft_upstream if with_draft else None, total
         )
         cpattn.setup_state_kv_args(ours, pool, draft if with_draft else None, total)
-        for name in ("kv_buf_groups", "hidden_kv_layers", "draft_kv_layers"):
-            assert getattr(ours, name, None) == getattr(theirs, name, None), name
+        assert hasattr(ours, "kv_buf_groups") == hasattr(theirs, "kv_buf_groups")
+        for name in ("kv_buf_groups", "total_kv_layers", "hidden_kv_layers", "draft_kv_layers"):
+            if hasattr(theirs, name):
+                assert getattr(ours, name) == getattr(theirs, name), name
         for name in ("state_types", "state_data_ptrs", "state_data_lens", "state_item_lens"):
             assert getattr(ours, name) == getattr(theirs, name) == []
 
 
-def random_kv_args(rng: np.random.Generator, *, is_mla: bool) -> tuple[SimpleNamespace, list[int]]:
+def random_kv_args(
+    sglang: SimpleNamespace, rng: np.random.Generator, *, is_mla: bool
+) -> tuple[SimpleNamespace, list[int]]:
     """What a prefill stage registers, and the addresses of a decode server's buffers."""
     num_layers, stage = random_stage(rng)
     groups = str(rng.choice(["KV", "KVI"])) if is_mla else "KV"
@@ -317,6 +333,8 @@ def random_kv_args(rng: np.random.Generator, *, is_mla: bool) -> tuple[SimpleNam
         draft_kv_layers=draft,
         mla_compression_ratios=None,
     )
+    if not knows_drafts(sglang):
+        del kv_args.hidden_kv_layers
     return kv_args, addrs[100 : 100 + len(kv_list(range(num_layers), groups, draft))].tolist()
 
 
@@ -328,7 +346,7 @@ def blocks_of(plan: Any) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("is_mla", [False, True])
 def test_plan_send_kvcache(sglang, rng, is_mla):
     for _ in range(1000):
-        kv_args, dst_ptrs = random_kv_args(rng, is_mla=is_mla)
+        kv_args, dst_ptrs = random_kv_args(sglang, rng, is_mla=is_mla)
         pp_size, is_last = int(rng.integers(1, 3)), bool(rng.integers(2))
         num_pages = int(rng.integers(0, 30))
         src, dst = unique_pages(rng, num_pages, 4096), unique_pages(rng, num_pages, 60)
@@ -349,3 +367,122 @@ def test_plan_send_kvcache(sglang, rng, is_mla):
         assert (planned == "refused") == (sent == "refused")
         if sent != "refused":
             assert blocks_of(planned) == manager.engine.blocks
+
+
+def joined(blocks: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """With neighbours that continue each other on both sides made one."""
+    result: list[tuple[int, int, int]] = []
+    for src, dst, length in blocks:
+        if result and result[-1][0] + result[-1][2] == src and result[-1][1] + result[-1][2] == dst:
+            src, dst, length = result[-1][0], result[-1][1], result.pop()[2] + length
+        result.append((src, dst, length))
+    return result
+
+
+def test_plan_send_kvcache_slice(sglang, rng):
+    for _ in range(1000):
+        prefill_tp, decode_tp, heads = (int(2 ** rng.integers(0, 5)) for _ in range(3))
+        rank = int(rng.integers(prefill_tp))
+        first = rank * decode_tp // prefill_tp
+        dst_rank = int(rng.integers(first, first + max(decode_tp // prefill_tp, 1)))
+        page_size, head_bytes = int(rng.choice([1, 4, 16])), 32
+        src_len, dst_len = (
+            page_size * head_bytes * max(heads // size, 1) for size in (prefill_tp, decode_tp)
+        )
+        kv_args, dst_ptrs = random_kv_args(sglang, rng, is_mla=False)
+        num_entries = len(kv_args.kv_data_ptrs)
+        kv_args.engine_rank = rank
+        kv_args.page_size = page_size
+        kv_args.kv_item_lens = [src_len] * num_entries
+        kv_args.kv_data_lens = [src_len * 4096] * num_entries
+        kv_args.kv_head_num, kv_args.total_kv_head_num = max(heads // prefill_tp, 1), heads
+        num_pages = int(rng.integers(0, 10))
+        src, dst = unique_pages(rng, num_pages, 4096), unique_pages(rng, num_pages, 60)
+        manager = make_manager(sglang, kv_args=kv_args, attn_tp_size=prefill_tp, pp_size=2)
+        sent = outcome(
+            manager.send_kvcache_slice,
+            *("s", src, dst_ptrs, dst, dst_rank, decode_tp, dst_len, ImmediateExecutor()),
+        )
+        planned = outcome(
+            cpattn.plan_send_kvcache_slice,
+            kv_args,
+            dst_ptrs,
+            src,
+            dst,
+            dst_tp_rank=dst_rank,
+            dst_attn_tp_size=decode_tp,
+            dst_kv_item_len=dst_len,
+            attn_tp_size=prefill_tp,
+            pp_size=2,
+            compat=True,
+        )
+        assert (planned == "refused") == (sent == "refused")
+        if sent != "refused":
+            assert sent == 0
+            assert joined(blocks_of(planned)) == joined(manager.engine.blocks)
+
+
+def random_buffers(rng: np.random.Generator, num_buffers: int) -> tuple[list[int], list[int]]:
+    """Addresses, and bytes of an item."""
+    addrs = 2**48 + 2**24 * (1 + rng.permutation(1000)[:num_buffers].astype(np.int64))
+    return addrs.tolist(), rng.choice([64, 512, 4096], num_buffers).tolist()
+
+
+def test_plan_send_aux(sglang, rng):
+    for _ in range(500):
+        ptrs, item_lens = random_buffers(rng, int(rng.integers(1, 12)))
+        dst_ptrs, _ = random_buffers(rng, int(rng.integers(1, 12)))
+        src_index, dst_index = (int(i) for i in rng.integers(0, 500, 2))
+        kv_args = SimpleNamespace(aux_data_ptrs=ptrs, aux_item_lens=item_lens)
+        manager = make_manager(sglang, kv_args=kv_args)
+        request = SimpleNamespace(mooncake_session_id="s", dst_aux_index=dst_index)
+        sent = outcome(manager.send_aux, request, src_index, dst_ptrs)
+        if sent == "refused":  # by releases that went on for as long as the destination's list
+            continue
+        planned = cpattn.plan_send_aux(kv_args, dst_ptrs, src_index, dst_index, compat=True)
+        assert blocks_of(planned) == manager.engine.blocks
+
+
+def test_plan_send_state(sglang, rng):
+    kinds = sglang.base.StateType
+    for _ in range(500):
+        order = rng.permutation(3)[: rng.integers(1, 4)]
+        types = [(kinds.MAMBA, kinds.SWA, kinds.DSA)[i] for i in order]
+        src_indices, dst_indices, ptrs, item_lens, dst_ptrs = [], [], [], [], []
+        for kind in types:
+            num_items = [1, 1] if kind == kinds.MAMBA else rng.integers(1, 9, 2)
+            src_indices.append(unique_pages(rng, num_items[0], 100).tolist())
+            dst_indices.append(unique_pages(rng, num_items[1], 100).tolist())
+            num_buffers = 2 * int(rng.integers(1, 4))
+            addrs, lens = random_buffers(rng, num_buffers)
+            ptrs.append(addrs)
+            item_lens.append(lens)
+            dst_ptrs.append(random_buffers(rng, num_buffers)[0])
+        no_ids = [[] for _ in types]
+        kv_args = SimpleNamespace(
+            prefill_start_layer=0,
+            state_types=types,
+            state_data_ptrs=ptrs,
+            state_item_lens=item_lens,
+            state_dim_per_tensor=no_ids,
+            state_layer_ids=no_ids,
+        )
+        manager = make_manager(
+            sglang,
+            kv_args=kv_args,
+            state_tp_size=1,
+            request_status={7: sglang.base.KVPoll.Transferring},
+            state_strides_validated={"s"},
+        )
+        request = SimpleNamespace(mooncake_session_id="s", room=7, dst_state_indices=dst_indices)
+        registered = SimpleNamespace(
+            dst_state_data_ptrs=dst_ptrs,
+            dst_state_item_lens=item_lens,
+            dst_state_dim_per_tensor=no_ids,
+            dst_state_layer_ids=no_ids,
+            dst_attn_tp_size=1,
+            dst_tp_rank=0,
+        )
+        assert manager.maybe_send_extra(request, src_indices, ImmediateExecutor(), registered) == 0
+        planned = cpattn.plan_send_state(kv_args, dst_ptrs, src_indices, dst_indices, compat=True)
+        assert blocks_of(planned) == manager.engine.blocks
