@@ -12,7 +12,7 @@ import ctypes
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,10 @@ from cpattn import KVEntry, KVLayout, MHATokenToKVPool, MLATokenToKVPool
 
 CANARY = 0xA5  # every byte of a receiving pool that is not the request's
 SCRATCH = 0x5C  # and of a sending one
+
+# Bytes of a slot in the buffers of metadata and of state; a request has one slot.
+METADATA = {"aux": (64, 512, 64), "mamba": (96, 40)}
+NUM_SLOTS = 6
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,17 @@ class Case:
     chunks: tuple[int, ...] = ()  # numbers of tokens after which the prefill server sends
     cp_size: int = 1
     cp_share: str = "pages"
+    planner: str = "layouts"  # "layouts", or as engines do it: "lists", or "compat"
     seed: int = 0
+
+    def slot(self, server: Server) -> int:
+        """Of the request in buffers of metadata."""
+        return (self.seed + (server is self.decode)) % NUM_SLOTS
+
+    def metadata(self, kind: str, i: int) -> np.ndarray:
+        """What the request has in a buffer of metadata."""
+        seed = [self.seed, len(kind), i]
+        return np.random.default_rng(seed).integers(0, 256, METADATA[kind][i], np.uint8)
 
     def pages(self, server: Server) -> np.ndarray:
         """The request's pages on a server, in runs and in no order; page 0 is nobody's."""
@@ -125,13 +139,12 @@ class Case:
     def sends_whole_pages(self) -> bool:
         """In the last send, so with the rest of the prompt's last page."""
         prefill, decode = self.prefill, self.decode
-        same_heads = prefill.heads(self.model, Rank()) == decode.heads(self.model, Rank())
-        same_pages = (
-            prefill.page_size == decode.page_size and self.sends()[-1][0] % decode.page_size == 0
-        )
+        if self.planner != "layouts":
+            return True
         return (
-            same_heads
-            and same_pages
+            prefill.heads(self.model, Rank()) == decode.heads(self.model, Rank())
+            and prefill.page_size == decode.page_size
+            and self.sends()[-1][0] % decode.page_size == 0
             and (decode.dcp_size == 1 or decode.dcp_interleave % decode.page_size == 0)
         )
 
@@ -156,6 +169,10 @@ class RankPools:
         self.pool = self._make_pool(len(self.layer_ids), self.layer_ids[0])
         num_draft = server.num_draft_layers(rank)
         self.draft_pool = self._make_pool(num_draft, 0) if num_draft else None
+        self.metadata = {
+            kind: [np.empty((NUM_SLOTS, width), np.uint8) for width in widths]
+            for kind, widths in METADATA.items()
+        }
         self.buffers: dict[tuple[int, str, bool], np.ndarray] = {}
         self._add_buffers(self.pool, self.layer_ids, is_draft=False)
         if self.draft_pool is not None:
@@ -196,8 +213,13 @@ class RankPools:
             self.buffers[key] = flat.reshape(-1, num_heads, self.case.model.row_bytes(key[1]))
 
     def fill(self, value: int) -> None:
-        for rows in self.buffers.values():
+        for rows in [*self.buffers.values(), *chain(*self.metadata.values())]:
             rows[:] = value
+
+    def place_metadata(self) -> None:
+        for kind, buffers in self.metadata.items():
+            for i, slots in enumerate(buffers):
+                slots[self.case.slot(self.server)] = self.case.metadata(kind, i)
 
     def place_prompt(self, tokens: np.ndarray, *, is_draft: bool | None = None) -> None:
         """Write what these tokens have here, in all layers or only in drafts or only in others."""
@@ -219,7 +241,8 @@ class RankPools:
 
     def regions(self) -> list[tuple[int, int]]:
         """Address and bytes of every buffer."""
-        return [(rows.ctypes.data, rows.nbytes) for rows in self.buffers.values()]
+        buffers = [*self.buffers.values(), *chain(*self.metadata.values())]
+        return [(rows.ctypes.data, rows.nbytes) for rows in buffers]
 
     def layout(self) -> KVLayout:
         model, server, rank = self.case.model, self.server, self.rank
@@ -247,9 +270,9 @@ class RankPools:
         ]
         return KVLayout(entries, server.page_size, **placement)
 
-    def page_checksums(self) -> dict[tuple[int, str, bool], list[int]]:
-        """crc32 of every page of every buffer."""
-        return {
-            key: [zlib.crc32(page) for page in rows.reshape(self.server.num_pages, -1)]
-            for key, rows in self.buffers.items()
-        }
+    def checksums(self) -> dict[Any, list[int]]:
+        """crc32 of every page of every buffer, and of every slot of metadata."""
+        items = {key: rows.reshape(self.server.num_pages, -1) for key, rows in self.buffers.items()}
+        for kind, buffers in self.metadata.items():
+            items |= {(kind, i): slots for i, slots in enumerate(buffers)}
+        return {key: [zlib.crc32(item) for item in rows] for key, rows in items.items()}
