@@ -2,6 +2,7 @@
 #include "cpattn/send_kvcache.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "cpattn/kv_pages.h"
 #include "meta/send_buffers.h"
@@ -74,20 +75,19 @@ TransferPlan plan_send_items(
     const SendItems& items,
     bool compat
 ) {
+  const std::size_t num_src = buffers.src_addrs.size();
   const std::size_t num_dst = buffers.dst_addrs.size();
-  std::vector<int64_t> dst_entries(num_dst);
-  for (std::size_t i = 0; i < num_dst; ++i) dst_entries[i] = static_cast<int64_t>(i);
+  std::vector<int64_t> dst_entries(std::min(num_src, num_dst));
+  std::iota(dst_entries.begin(), dst_entries.end(), int64_t{0});
   SendItems sent = items;
   if (compat) {
     const std::size_t count = std::min(items.src.size(), items.dst.size());
     sent = {items.src.first(count), items.dst.first(count)};
-    if (num_dst > 0) at(buffers.src_addrs, num_dst - 1, function, "source entries");
   } else {
     check_buffers(function, buffers);
     check(
-        buffers.src_addrs.size() == num_dst, function, ": ", what,
-        " buffers must be as many on both sides, got ", buffers.src_addrs.size(),
-        " of the source and ", num_dst, " of the destination"
+        num_src == num_dst, function, ": ", what, " buffers must be as many on both sides, got ",
+        num_src, " of the source and ", num_dst, " of the destination"
     );
     check(
         items.src.size() == items.dst.size(), function, ": ", what,

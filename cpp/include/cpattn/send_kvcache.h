@@ -80,7 +80,7 @@ TransferPlan plan_send_kvcache_slice(
 );
 
 /// Items of buffers that pair by position, for `what`, which is "aux" or a kind of state. With
-/// `compat`, as many items as the shorter list has, and buffers of the destination.
+/// `compat`, as many items and buffers as the shorter lists have.
 TransferPlan plan_send_items(
     const char* function,
     const char* what,

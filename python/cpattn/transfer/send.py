@@ -215,7 +215,7 @@ def plan_send_aux(
         ``aux_data_ptrs``, ``aux_item_lens`` and, where it is set, ``aux_data_lens``.
     dst_aux_ptrs : list of int
         The destination's ``aux_data_ptrs``: as many as the source's, else ValueError (compat:
-        as many as the destination has).
+        the shorter list counts).
     src_aux_index, dst_aux_index : int
         The request's slot on each side.
     dst_item_lens : list of int, optional
