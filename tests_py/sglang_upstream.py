@@ -4,11 +4,11 @@
 Its Python files are read from a released wheel, which nothing has to unpack:
 
     pip download -q --no-deps --only-binary :all: --python-version 3.11 sglang==0.5.23 -d DIR
-    CPATTN_SGLANG=DIR/sglang-0.5.23-*.whl pytest tests_py/test_upstream_kv_transfer.py
+    CPATTN_SGLANG=DIR pytest tests_py/test_upstream_kv_transfer.py
 
-`CPATTN_SGLANG` may also name a folder that holds the package; without it an installed sglang
-is used. `MODULES` are the real files. Every other module of sglang, and what these files import
-and this environment lacks, becomes a stand-in whose attributes are all the empty class `Absent`.
+The folder may also hold the package itself; without `CPATTN_SGLANG` an installed sglang is used.
+`MODULES` are the real files. Every other module of sglang, and what these files import and this
+environment lacks, becomes a stand-in whose attributes are all the empty class `Absent`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def _asked_for_by_sglang() -> bool:
 
 def _find_files() -> Path | zipfile.Path | None:
     if given := os.environ.get("CPATTN_SGLANG"):
-        return zipfile.Path(given) if given.endswith(".whl") else Path(given)
+        wheel = next(Path(given).glob("sglang-*.whl"), None)
+        return zipfile.Path(wheel) if wheel else Path(given)
     spec = find_spec("sglang")
     return Path(spec.origin).parents[1] if spec and spec.origin else None
 

@@ -18,7 +18,7 @@ import pytest
 import cpattn
 from transfer_cases import Case, Model, Server
 from transfer_processes import Peer, requires_mooncake
-from transfer_sides import DecodeSide, PrefillSide, finish, prepare, send
+from transfer_sides import DecodeSide, finish, prepare, send, send_prompt
 
 MHA = Model(layer_ids=(0, 1, 2, 3), num_kv_heads=2)
 WIDE_V = replace(MHA, head_dim=12, v_head_dim=4, dtype="float32")
@@ -157,9 +157,8 @@ RANDOM = [replace(random_case(seed), seed=seed) for seed in range(60)]
 def test_within_a_process(case):
     with cpattn.LocalEngine() as engine:
         decode = DecodeSide(engine)
-        sent = PrefillSide(engine).send(case, engine.session_id, decode.prepare(case))
+        send_prompt(engine, case, engine.session_id, decode.prepare(case))
         assert decode.finish() == []
-    assert sent["bytes"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +174,7 @@ def test_between_processes(peers, case):
     prefill, decode = peers
     described = decode.call(prepare, case)
     try:
-        sent = prefill.call(send, case, decode.session_id, described)
+        prefill.call(send, case, decode.session_id, described)
     finally:
         wrong = decode.call(finish)  # and makes room for the next case
     assert wrong == []
-    assert sent["bytes"] > 0

@@ -48,8 +48,8 @@ def finish(state: Any) -> list[str]:
     return state.side.finish()
 
 
-def send(state: Any, case: Case, session: str, layouts: str) -> dict[str, int]:
-    return PrefillSide(state.engine).send(case, session, layouts)
+def send(state: Any, case: Case, session: str, peers: str) -> None:
+    send_prompt(state.engine, case, session, peers)
 
 
 @contextlib.contextmanager
@@ -85,10 +85,8 @@ class DecodeSide:
         self.registration.close()
         wrong = []
         for pools in self.pools:
-            expected, got = (
-                expected_pools(self.case, pools).checksums(),
-                pools.checksums(),
-            )
+            expected = expected_pools(self.case, pools).checksums()
+            got = pools.checksums()
             wrong += [
                 f"{pools.rank} {key}: page {page}"
                 for key in got
@@ -112,35 +110,24 @@ def expected_pools(case: Case, like: RankPools) -> RankPools:
     return pools
 
 
-class PrefillSide:
-    """Holds the prompt, and sends it in the chunks of the case."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-
-    def send(self, case: Case, session: str, peers: str) -> dict[str, int]:
-        """Over all links; how many plans, blocks and bytes they took."""
-        pools = [RankPools(case, case.prefill, rank) for rank in case.prefill.ranks]
-        for rank_pools in pools:
-            rank_pools.fill(SCRATCH)
-            rank_pools.place_prompt(np.arange(case.num_tokens))
-            rank_pools.place_metadata()
-        make_plans = layout_plans if case.planner == "layouts" else engine_plans
-        destinations = json.loads(peers)
-        plans = make_plans(case, pools, destinations)
-        plans += metadata_plans(case, pools[-1], destinations)  # behind the last chunk
-        if case.planner == "layouts":  # engines send what several ranks hold several times
-            assert_no_byte_is_sent_twice(plans)
-        with registered(self.engine, pools):
-            for plan in plans:
-                status = plan.execute(self.engine, session)
-                assert status == 0, status
-                assert status.bytes_done == plan.total_bytes
-        return {
-            "plans": len(plans),
-            "blocks": sum(len(plan) for plan in plans),
-            "bytes": sum(plan.total_bytes for plan in plans),
-        }
+def send_prompt(engine: Any, case: Case, session: str, peers: str) -> None:
+    """What a prefill server does, over all links and in the chunks of the case."""
+    pools = [RankPools(case, case.prefill, rank) for rank in case.prefill.ranks]
+    for rank_pools in pools:
+        rank_pools.fill(SCRATCH)
+        rank_pools.place_prompt(np.arange(case.num_tokens))
+        rank_pools.place_metadata()
+    destinations = json.loads(peers)
+    make_plans = layout_plans if case.planner == "layouts" else engine_plans
+    plans = make_plans(case, pools, destinations)
+    plans += metadata_plans(case, pools[-1], destinations)  # behind the last chunk
+    if case.planner == "layouts":  # engines send what several ranks hold several times
+        assert_no_byte_is_sent_twice(plans)
+    with registered(engine, pools):
+        for plan in plans:
+            status = plan.execute(engine, session)
+            assert status == 0, status
+            assert status.bytes_done == plan.total_bytes
 
 
 def layout_plans(
