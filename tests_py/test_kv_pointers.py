@@ -367,3 +367,42 @@ def test_decode_targets_refuse():
         decode_targets(0, prefill_tp_size=0, decode_tp_size=6, is_mla=True)
     with pytest.raises(ValueError, match="engine_rank must be >= 0, got -1"):
         decode_targets(-1, prefill_tp_size=2, decode_tp_size=2, is_mla=True)
+
+
+def test_strict_is_right_or_refuses():
+    """Every small layout of both sides, drafts on either, with whatever is known of the model.
+
+    The destination has the whole model or the source's stage, and then not so many drafts that
+    it is as long; the source says honestly what it knows. Wrong buffers never come out, and with
+    all known the whole model always answers.
+    """
+    answered = refused = 0
+    for layers, groups, own, other in product(range(1, 5), ("X", MLA, NSA), range(3), range(3)):
+        for first, end in ((a, b) for a in range(layers) for b in range(a, layers + 1)):
+            is_last = end == layers
+            src = names(groups, range(first, end), own if is_last else 0)
+            for held, knows in product(("model", "stage"), ("hidden", "total", "nothing")):
+                held_range = range(layers) if held == "model" else range(first, end)
+                dst = names(groups, held_range, other if held == "model" or is_last else 0)
+                if (
+                    held == "stage"
+                    and len(dst) >= layers * len(groups)
+                    and len(held_range) < layers
+                ):
+                    continue
+                told = {
+                    "hidden": {"hidden_kv_layers": layers, "draft_kv_layers": own},
+                    "total": {"total_kv_layers": layers},
+                    "nothing": {},
+                }[knows]
+                stage = {"prefill_start_layer": first, "kv_buf_groups": len(groups), **told}
+                try:
+                    found = get_mla_kv_ptrs_with_pp(src, dst, **stage, is_last_rank=is_last)
+                except ValueError:
+                    refused += 1
+                    drafts_fit = own in (0, other) or not is_last
+                    assert not (held == "model" and knows == "hidden" and drafts_fit)
+                    continue
+                answered += 1
+                assert found == (src, src, len(src))
+    assert answered > refused / 2

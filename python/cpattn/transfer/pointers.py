@@ -3,7 +3,8 @@
 
 The lists that servers register hold groups of layers: all K, then all V, then all index-K if there
 are any, and behind them the same for the layers of a draft model. A pipeline stage holds a range
-of the model's layers, the decode server usually all of them.
+of the model's layers, the decode server usually all of them. A destination with at least as many
+layers as the model is taken for that.
 
 Functions answer right or raise ValueError. With ``compat=True`` they answer as engines do, bug for
 bug: slices are clipped at the end of a list, and for some layouts the wrong buffers come out.
