@@ -289,24 +289,34 @@ def test_pairs_take_the_next_unused_occurrence(src, dst):
     if not src or (dst and len(expected) == len(src)):
         assert build_transfer_entry_pairs(src, dst, len(src), len(dst)) == expected
     else:
-        with pytest.raises(RuntimeError, match=r"missing a transfer entry|one side only"):
+        with pytest.raises(
+            RuntimeError, match=r"missing a transfer entry for model layer|both PD peers"
+        ):
             build_transfer_entry_pairs(src, dst, len(src), len(dst))
 
 
 def test_pairs_without_ids():
     assert build_transfer_entry_pairs(None, None, 0, 5) == []
     assert build_transfer_entry_pairs(None, [], 2, 2) == [(0, 0), (1, 1)]
-    assert build_transfer_entry_pairs(None, None, 2, 3, allow_positional=True) == [(0, 0), (1, 1)]
-    assert build_transfer_entry_pairs([1, 2], None, 2, 3, allow_positional=True)[1] == (1, 1)
-    with pytest.raises(RuntimeError, match="on one side only: 2 of the source, 0 of"):
+    assert build_transfer_entry_pairs(None, None, 2, 3, allow_positional_fallback=True) == [
+        (0, 0),
+        (1, 1),
+    ]
+    assert build_transfer_entry_pairs([1, 2], None, 2, 3, allow_positional_fallback=True)[1] == (
+        1,
+        1,
+    )
+    with pytest.raises(
+        RuntimeError, match="both PD peers or neither, got 2 ids of the source and 0 of"
+    ):
         build_transfer_entry_pairs([1, 2], None, 2, 2)
-    with pytest.raises(RuntimeError, match="cannot be paired: 2 of the source, 3 of"):
+    with pytest.raises(RuntimeError, match="requires layer ids on both peers; got src=2 dst=3"):
         build_transfer_entry_pairs(None, None, 2, 3)
-    with pytest.raises(RuntimeError, match="cannot be paired: 3 of the source, 2 of"):
-        build_transfer_entry_pairs(None, None, 3, 2, allow_positional=True)
-    with pytest.raises(RuntimeError, match="got 1 for 2 of the source, 2 for 2 of"):
+    with pytest.raises(RuntimeError, match="requires layer ids on both peers; got src=3 dst=2"):
+        build_transfer_entry_pairs(None, None, 3, 2, allow_positional_fallback=True)
+    with pytest.raises(RuntimeError, match="src metadata=1 entries=2, dst metadata=2 entries=2"):
         build_transfer_entry_pairs([1], [1, 2], 2, 2)
-    with pytest.raises(ValueError, match="counts must be >= 0, got -1"):
+    with pytest.raises(ValueError, match="n_src and n_dst must be >= 0, got -1"):
         build_transfer_entry_pairs(None, None, -1, 2)
 
 

@@ -110,15 +110,15 @@ std::vector<std::pair<int64_t, int64_t>> entry_pairs(
     const py::object& dst_layer_ids,
     const py::object& num_src,
     const py::object& num_dst,
-    bool allow_positional
+    bool allow_positional_fallback
 ) {
   constexpr char kSrcIds[] = "build_transfer_entry_pairs: src_layer_ids";
   constexpr char kDstIds[] = "build_transfer_entry_pairs: dst_layer_ids";
   return build_transfer_entry_pairs(
       optional_index_list(src_layer_ids, kSrcIds).value_or(std::vector<int64_t>{}),
       optional_index_list(dst_layer_ids, kDstIds).value_or(std::vector<int64_t>{}),
-      index_value(num_src, "build_transfer_entry_pairs: num_src"),
-      index_value(num_dst, "build_transfer_entry_pairs: num_dst"), allow_positional
+      index_value(num_src, "build_transfer_entry_pairs: n_src"),
+      index_value(num_dst, "build_transfer_entry_pairs: n_dst"), allow_positional_fallback
   );
 }
 

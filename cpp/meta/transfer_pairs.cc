@@ -9,11 +9,10 @@
 namespace cpattn {
 namespace {
 
-constexpr char kPairs[] = "build_transfer_entry_pairs: ";
-
+/// What engines catch by its text, so the text is theirs.
 template <class... Parts>
 void require(bool ok, const Parts&... parts) {
-  if (!ok) throw std::runtime_error(concat(kPairs, parts...));
+  if (!ok) throw std::runtime_error(concat(parts...));
 }
 
 /// The indices at which each id occurs, the next one to be used last.
@@ -30,39 +29,41 @@ std::vector<std::pair<int64_t, int64_t>> build_transfer_entry_pairs(
     std::span<const int64_t> dst_layer_ids,
     int64_t num_src,
     int64_t num_dst,
-    bool allow_positional
+    bool allow_positional_fallback
 ) {
   check(
-      num_src >= 0 && num_dst >= 0, kPairs, "counts must be >= 0, got ", num_src, " and ", num_dst
+      num_src >= 0 && num_dst >= 0,
+      "build_transfer_entry_pairs: n_src and n_dst must be >= 0, got ", num_src, " and ", num_dst
   );
   std::vector<std::pair<int64_t, int64_t>> pairs;
   if (num_src == 0) return pairs;
   if (src_layer_ids.empty() || dst_layer_ids.empty()) {
     const bool both_absent = src_layer_ids.empty() && dst_layer_ids.empty();
     require(
-        both_absent || allow_positional, "layer ids on one side only: ", src_layer_ids.size(),
-        " of the source, ", dst_layer_ids.size(), " of the destination"
+        both_absent || allow_positional_fallback,
+        "Layer metadata must be provided by both PD peers or neither, got ", src_layer_ids.size(),
+        " ids of the source and ", dst_layer_ids.size(), " of the destination"
     );
     require(
-        num_src == num_dst || (allow_positional && num_dst >= num_src),
-        "entries without layer ids cannot be paired: ", num_src, " of the source, ", num_dst,
-        " of the destination"
+        num_src == num_dst || (allow_positional_fallback && num_dst >= num_src),
+        "PP-heterogeneous transfer requires layer ids on both peers; got src=", num_src,
+        " dst=", num_dst, " entries"
     );
     for (int64_t i = 0; i < num_src; ++i) pairs.emplace_back(i, i);
     return pairs;
   }
   require(
       std::ssize(src_layer_ids) == num_src && std::ssize(dst_layer_ids) == num_dst,
-      "layer ids must be as many as entries, got ", src_layer_ids.size(), " for ", num_src,
-      " of the source, ", dst_layer_ids.size(), " for ", num_dst, " of the destination"
+      "Layer metadata length must match transfer entries: src metadata=", src_layer_ids.size(),
+      " entries=", num_src, ", dst metadata=", dst_layer_ids.size(), " entries=", num_dst
   );
   auto unused = occurrences(dst_layer_ids);
   for (int64_t i = 0; i < num_src; ++i) {
     const auto found = unused.find(src_layer_ids[i]);
     require(
         found != unused.end() && !found->second.empty(),
-        "Decode peer is missing a transfer entry for layer ", src_layer_ids[i],
-        ", wanted by source entry ", i
+        "Decode peer is missing a transfer entry for model layer ", src_layer_ids[i],
+        ", which is source entry ", i
     );
     pairs.emplace_back(i, found->second.back());
     found->second.pop_back();

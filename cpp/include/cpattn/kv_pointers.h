@@ -66,13 +66,14 @@ std::vector<EntryRange> mla_kv_entries(
 /// Pairs (source entry, destination entry) that hold the same layer. A layer id that occurs
 /// several times (K and V) is paired in order of occurrence; num_src == 0 gives no pairs. Without
 /// ids, entries pair by position if there are equally many, or at least as many destination
-/// entries and allow_positional. What cannot be paired is std::runtime_error, which engines catch.
+/// entries and allow_positional_fallback. What cannot be paired is std::runtime_error, which
+/// engines catch.
 std::vector<std::pair<int64_t, int64_t>> build_transfer_entry_pairs(
     std::span<const int64_t> src_layer_ids,
     std::span<const int64_t> dst_layer_ids,
     int64_t num_src,
     int64_t num_dst,
-    bool allow_positional
+    bool allow_positional_fallback
 );
 
 /// How many of the layers with a KV cache (ascending ids) stand before a pipeline stage: what

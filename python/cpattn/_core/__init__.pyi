@@ -446,9 +446,9 @@ def mla_kv_entries(
 def build_transfer_entry_pairs(
     src_layer_ids: _Indices | None,
     dst_layer_ids: _Indices | None,
-    num_src: int,
-    num_dst: int,
-    allow_positional: bool,
+    n_src: int,
+    n_dst: int,
+    allow_positional_fallback: bool,
     /,
 ) -> list[tuple[int, int]]: ...
 def kv_start_layer(start_layer: int, kv_layer_ids: _Indices, /) -> int: ...

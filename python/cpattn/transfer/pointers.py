@@ -150,10 +150,9 @@ def get_mla_kv_ptrs_with_pp(
 def build_transfer_entry_pairs(
     src_layer_ids: Any,
     dst_layer_ids: Any,
-    num_src: int,
-    num_dst: int,
-    *,
-    allow_positional: bool = False,
+    n_src: int,
+    n_dst: int,
+    allow_positional_fallback: bool = False,
 ) -> list[tuple[int, int]]:
     """Pair entries that hold the same layer.
 
@@ -162,9 +161,9 @@ def build_transfer_entry_pairs(
     src_layer_ids, dst_layer_ids : list of int, or None
         Global layer id of every entry; None or empty if the side does not say. An id that occurs
         several times, once per group, is paired in order of occurrence.
-    num_src, num_dst : int
+    n_src, n_dst : int
         Entries of each side.
-    allow_positional : bool, optional
+    allow_positional_fallback : bool, optional
         Without ids, let the destination have more entries than the source; with ids on one side
         only, pair by position.
 
@@ -183,7 +182,7 @@ def build_transfer_entry_pairs(
     [(0, 0), (1, 1), (2, 3), (3, 4)]
     """
     return _core.build_transfer_entry_pairs(
-        src_layer_ids, dst_layer_ids, num_src, num_dst, allow_positional
+        src_layer_ids, dst_layer_ids, n_src, n_dst, allow_positional_fallback
     )
 
 
