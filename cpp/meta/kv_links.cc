@@ -126,6 +126,7 @@ std::vector<PlannedLink> specify_links(
     KVTransferRange range
 ) {
   std::vector<PlannedLink> links;
+  links.reserve(sources.size());
   bool with_draft = false;
   for (std::size_t i = 0; i < sources.size(); ++i) {
     const KVPeer& from = sources[i];

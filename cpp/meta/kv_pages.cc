@@ -47,7 +47,7 @@ std::vector<TransferRun> group_runs(
   // run that i belongs to is written again with every i.
   std::size_t first = 0;
   for (std::size_t i = 1; i < src_indices.size(); ++i) {
-    const bool splits = (step(src_indices, i) != 1) | (step(dst_indices, i) != 1);
+    const bool splits = ((step(src_indices, i) ^ 1) | (step(dst_indices, i) ^ 1)) != 0;
     run += splits;
     first = splits ? i : first;
     const auto offset = static_cast<int64_t>(i - first);

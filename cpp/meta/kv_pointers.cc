@@ -87,6 +87,7 @@ std::vector<EntryRange> match_entries(const Match& match, int64_t total_layers) 
     );
   }
   std::vector<EntryRange> ranges;
+  ranges.reserve(match.groups + 1);
   for (int64_t g = 0; g < match.groups; ++g) {
     ranges.push_back({g * total_layers + match.first_layer, g * total_layers + end_layer});
   }
@@ -133,6 +134,7 @@ std::vector<EntryRange> mla_as_engines_do(int64_t num_src, int64_t num_dst, cons
   const int64_t stride = stage.hidden_kv_layers.value_or(cap);
   const int64_t targets = num_src_layers - std::max<int64_t>(drafts, 0);
   std::vector<EntryRange> ranges;
+  ranges.reserve(2 * groups);
   for (int64_t g = 0; g < groups; ++g) {
     ranges.push_back(slice(g * stride + first, g * stride + first + targets, num_dst));
   }

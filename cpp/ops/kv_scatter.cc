@@ -126,7 +126,10 @@ class Writer {
   }
 
   void stream_piece(const char* from, char* to) const {
-    if (cast_ == nullptr) return stream_(from, piece_elements_ * to_bytes_, to);
+    if (cast_ == nullptr) {
+      stream_(from, piece_elements_ * to_bytes_, to);
+      return;
+    }
     constexpr int64_t kChunk = 256;
     alignas(64) char chunk[kChunk * sizeof(float)];
     for (int64_t i = 0; i < piece_elements_; i += kChunk) {
