@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -173,14 +174,23 @@ def test_errors_are_roundings(one_rank: ContextParallel, config: DsaConfig) -> N
     assert (checker.num_swapped > 0) == (config.dtype != "float32")
 
 
-@pytest.mark.parametrize("config", [SMALL, FP8], ids=["float32", "fp8"])
-@pytest.mark.parametrize("pool", ["kv", "index_k"])
+@pytest.mark.parametrize(
+    ("config", "buffer"),
+    [
+        (SMALL, "pool.k_buffer"),
+        (SMALL, "pool.v_buffer"),
+        (SMALL, "pool.index_k_buffer"),
+        (FP8, "kv"),
+        (FP8, "index_k"),
+    ],
+    ids=["k", "v", "index_k", "fp8 rows", "fp8 index_k"],
+)
 @pytest.mark.parametrize("kind", ["other page", "never written"])
 def test_the_check_sees_a_spoiled_page(
-    one_rank: ContextParallel, config: DsaConfig, pool: str, kind: str
+    one_rank: ContextParallel, config: DsaConfig, buffer: str, kind: str
 ) -> None:
     def harm(batch: Batch, attention: SparseAttention) -> None:
-        pages = getattr(attention._pools, pool).view(NUM_PAGES + 1, -1)
+        pages = attrgetter(buffer)(attention._pools).view(NUM_PAGES + 1, -1)
         for chunk, table in zip(batch.chunks, batch.block_tables, strict=True):
             if chunk.begin >= 4 * PAGE_SIZE:
                 first, second = torch.from_numpy(table[:4]).long().chunk(2)

@@ -7,7 +7,7 @@
 ``model``         a small decoder with random weights, and its dense attention
 ``dsa_model``     the sparse attention of DeepSeek-V3.2 in its place
 ``worker``        one rank of a pipeline stage, context-parallel with the others of it
-``dense_attention``, ``dsa_attention`` (with ``dsa_pools``)
+``dense_attention``, ``dsa_attention`` (with ``dsa_pools``, ``dsa_fp8``)
                   what a rank keeps of the tokens, and the calls of the library over it
 ``baseline``, ``dsa_baseline``
                   the same attention by torch

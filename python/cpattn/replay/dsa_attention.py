@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 import cpattn
-from cpattn import ForwardMode, TopkTransformMethod
+from cpattn import ForwardMode
 from cpattn.distributed import ContextParallel, ContextParallelPlan
 
 from .baseline import make_segments
 from .dsa_baseline import attend_chosen, choose_keys
+from .dsa_fp8 import Fp8Pools
 from .dsa_model import EPS, DsaConfig, SparseInputs
-from .dsa_pools import Fp8Pools, PlainPools
+from .dsa_pools import PlainPools, row_runs
 from .phases import PhaseClock
 from .scheduler import Batch
 
@@ -31,19 +30,18 @@ class SparseAttention:
         self._config = config
         self._cp = cp
         assert len(layers) == 1
-        fp8 = config.kv_dtype == "fp8"
-        self._pools = (Fp8Pools if fp8 else PlainPools)(config, num_pages + 1, cp.page_size)
-        self._method = cpattn.get_topk_transform_method(
-            ForwardMode.EXTEND, fp8_kv_cache=fp8, prefill_impl=config.prefill_impl
-        )
+        self._pools: PlainPools | Fp8Pools
+        if config.kv_dtype == "fp8":
+            self._pools = Fp8Pools(config, num_pages, cp.page_size)
+        else:
+            self._pools = PlainPools(config, num_pages, cp.page_size, layers)
+        self.pool = self._pools.pool
 
     def begin(self, batch: Batch, plan: ContextParallelPlan, clock: PhaseClock) -> None:
         """Take up a batch; its call follows."""
         self._batch, self._plan, self._clock = batch, plan, clock
-        self._to_slots = self._slot_transform()
-        self._transform = self._to_slots
-        if self._method == TopkTransformMethod.RAGGED:
-            self._transform = self._row_transform()
+        self._runs = row_runs(batch, plan)
+        self._pools.begin(batch, plan, self._runs)
 
     def split_norm(
         self, x: Tensor, q_weight: Tensor, kv_weight: Tensor
@@ -79,49 +77,11 @@ class SparseAttention:
                 sorted=False,
             )
         with self._clock("top-k"):
-            indices = self._transform(self.chosen)
+            indices = self._pools.indices(self.chosen)
         with self._clock("attention"):
-            kv = self._pools.kv
-            if self._method == TopkTransformMethod.RAGGED:
-                kv = cpattn.dequantize_kv_rows(kv, self._flat_slots)
-            out: Tensor = cpattn.flash_mla_sparse_fwd(
-                inputs.q, kv, indices, self._config.scale, d_v=self._config.kv_lora_rank
-            )[0]
+            out = self._pools.attend(inputs.q, indices)
         self._call = inputs, out
         return out
-
-    def _slot_transform(self) -> Callable[[Tensor], Tensor]:
-        """From positions to slots of the pool (PAGED)."""
-        requests = self._plan.metadata.query_request_indices
-        starts = np.flatnonzero(np.diff(requests, prepend=-1))
-        table = torch.from_numpy(self._plan.block_tables[requests[starts]])
-        lens = np.diff(np.append(starts, len(requests)))
-        page_size = self._plan.page_size
-        return lambda chosen: cpattn.transform_index_page_table_prefill(
-            table, chosen, lens, page_size
-        )
-
-    def _row_transform(self) -> Callable[[Tensor], Tensor]:
-        """From positions to rows of the keys of all sequences, one after the other (RAGGED)."""
-        batch, plan = self._batch, self._plan
-        position = np.arange(max(batch.seq_lens))
-        pages = plan.block_tables[:, position // plan.page_size].clip(0)
-        metadata = cpattn.build_dsa_metadata(
-            batch.extend_lens,
-            batch.seq_lens,
-            forward_mode=ForwardMode.EXTEND,
-            topk=self._config.topk,
-            fp8_kv_cache=True,
-            prefill_impl=self._config.prefill_impl,
-            req_to_token=pages * plan.page_size + position % plan.page_size,
-            cp_metadata=plan.metadata,
-        )
-        # As page_table_1_flattened, which is None without prefixes: the new keys are at hand then.
-        used = np.arange(metadata.max_seqlen_k) < metadata.cache_seqlens[:, None]
-        assert metadata.page_table_1 is not None
-        self._flat_slots = metadata.page_table_1[used]
-        offset = torch.tensor(metadata.topk_indices_offset)[:, None]
-        return lambda chosen: torch.where(chosen >= 0, chosen + offset, -1)
 
     def flops(self) -> dict[str, int]:
         """Useful work of the batch on this rank, two flops for a multiplication and an addition."""
@@ -155,7 +115,7 @@ class SparseAttention:
             self._config.topk,
             clock,
         )
-        slots = self._to_slots(self.chosen)
+        slots = self._runs.slots(self.chosen)
         with clock("attention"):
             other = attend_chosen(
                 inputs.q,

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank keeps of the tokens of a sparse model: latent rows, and keys of the indexer.
-
-Not an `MLATokenToKVPool`, which keeps the latent and its rotary part in buffers of their own:
-`flash_mla_sparse_fwd` and the FP8 rows have both in one row.
-Both pools start as NaN: whatever reads a slot before it is written is found out.
-"""
+"""The pool of a sparse model in the dtype of the model, and attention over it."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,84 +14,126 @@ import cpattn
 from cpattn.distributed import ContextParallel, ContextParallelPlan
 
 from .dsa_model import DsaConfig, SparseInputs
+from .scheduler import Batch
+
+
+class RowRuns(NamedTuple):
+    """Runs of rows of the same sequence, of which a rank has up to two for each."""
+
+    lens: npt.NDArray[np.int64]  # [runs]
+    tables: npt.NDArray[np.int32]  # [runs, pages]: of their sequences
+    kv_lens: npt.NDArray[np.int64]  # [runs]: of their sequences, up to the last new token
+    page_size: int
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """Of positions [rows, topk] within the sequences of the rows; -1 stays."""
+        return cpattn.transform_index_page_table_prefill(
+            torch.from_numpy(self.tables), positions, self.lens, self.page_size
+        )
+
+
+def row_runs(batch: Batch, plan: ContextParallelPlan) -> RowRuns:
+    """The runs of a rank's rows, in their order."""
+    requests = plan.metadata.query_request_indices
+    starts = np.flatnonzero(np.diff(requests, prepend=-1))
+    sequences = requests[starts]
+    return RowRuns(
+        np.diff(np.append(starts, len(requests))),
+        plan.block_tables[sequences],
+        np.array(batch.seq_lens, np.int64)[sequences],
+        plan.page_size,
+    )
+
+
+def make_pool(config: DsaConfig, num_pages: int, page_size: int, layers: range) -> Any:
+    """A pool of pages 1 ... num_pages, and page 0 for padded tokens, of some of the layers.
+
+    It starts as NaN: whatever reads a slot before it is written is found out.
+    """
+    pool = cpattn.MLATokenToKVPool(
+        num_pages * page_size,
+        page_size,
+        len(layers),
+        config.kv_lora_rank,
+        config.qk_rope_head_dim,
+        index_head_dim=config.index_head_dim,
+        dtype=config.dtype,
+        start_layer=layers.start,
+        container="torch",
+    )
+    for layer in layers:
+        for buffer in (*pool.get_kv_buffer(layer), pool.get_index_k_buffer(layer)):
+            buffer.fill_(torch.nan)
+    return pool
+
+
+def attend_paged(
+    config: DsaConfig, pool: Any, layer: int, q: Tensor, chosen: Tensor, runs: RowRuns
+) -> Tensor:
+    """Attention [rows, heads, kv_lora_rank] of q to positions of a layer, which it all may see."""
+    q, q_rope = q.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
+    latent, rope = pool.get_kv_buffer(layer)
+    out: Any = cpattn.npu_sparse_flash_attention(
+        q,
+        latent,
+        latent,
+        chosen[:, None],
+        config.scale,
+        block_table=runs.tables,
+        actual_seq_lengths_query=np.cumsum(runs.lens),
+        actual_seq_lengths_kv=runs.kv_lens,
+        query_rope=q_rope,
+        key_rope=rope,
+        layout_query="TND",
+        layout_kv="PA_BSND",
+        sparse_mode=0,  # the indexer has hidden what is behind a query
+        attention_mode=2,
+    )[0]
+    return out
 
 
 class PlainPools:
-    """Rows in the dtype of the model."""
+    """An `MLATokenToKVPool`: latent rows, their rotary part, and keys of the indexer."""
 
-    def __init__(self, config: DsaConfig, num_pages: int, page_size: int) -> None:
-        dtype, num_slots = config.torch_dtype, num_pages * page_size
-        self.kv = torch.full((num_slots, 1, config.latent_dim), torch.nan, dtype=dtype)
-        self.index_k = torch.full((num_slots, 1, config.index_head_dim), torch.nan, dtype=dtype)
+    def __init__(self, config: DsaConfig, num_pages: int, page_size: int, layers: range) -> None:
+        self._config = config
+        self._layer = layers.start
+        self.pool = make_pool(config, num_pages, page_size, layers)
+
+    @property
+    def index_k(self) -> Tensor:
+        """Keys of the indexer as `cp_indexer_topk` takes them."""
+        keys: Tensor = self.pool.get_index_k_buffer(self._layer)
+        return keys
+
+    def begin(self, batch: Batch, plan: ContextParallelPlan, runs: RowRuns) -> None:
+        """Take up a batch; its calls follow."""
+        self._runs = runs
 
     def write(self, cp: ContextParallel, plan: ContextParallelPlan, inputs: SparseInputs) -> None:
         """Exchange the rows of the new tokens, and write those of all ranks."""
-        cp.write_kv(plan, inputs.latent, inputs.index_k[:, None], self.kv, self.index_k)
+        rows = cp.gather(plan, torch.cat([inputs.latent[:, 0], inputs.index_k], -1))
+        latent, index_k = rows.split([self._config.latent_dim, self._config.index_head_dim], -1)
+        self.pool.set_kv_buffer(self._layer, plan.slots, latent)
+        self.pool.set_index_k_buffer(self._layer, plan.slots, index_k)
 
     def index_queries(self, inputs: SparseInputs) -> tuple[Tensor, Tensor]:
         """Queries and weights for the keys as they are stored."""
         return inputs.index_q, inputs.index_weights
 
+    def indices(self, chosen: Tensor) -> Tensor:
+        """What `attend` takes for chosen positions: the positions."""
+        return chosen
+
+    def attend(self, q: Tensor, indices: Tensor) -> Tensor:
+        """Latent outputs [rows, heads, kv_lora_rank]."""
+        return attend_paged(self._config, self.pool, self._layer, q, indices, self._runs)
+
     def read_kv(self, slots: Tensor) -> Tensor:
-        """Latent rows [n, latent_dim], by torch."""
-        return self.kv[slots, 0]
+        """Latent rows with their rotary part [n, latent_dim], by torch."""
+        parts = self.pool.get_kv_buffer(self._layer)
+        return torch.cat([part.flatten(0, 2)[slots] for part in parts], -1)
 
     def read_index_k(self, slots: Tensor) -> Tensor:
         """Keys of the indexer [n, index_head_dim], by torch."""
-        return self.index_k[slots, 0]
-
-
-class Fp8Pools:
-    """Latent rows of 656 bytes; of the indexer pages of e4m3 keys, then their scales.
-
-    A Hadamard transform, which leaves products as they are, spreads outliers before queries and
-    keys of the indexer are quantised.
-    """
-
-    def __init__(self, config: DsaConfig, num_pages: int, page_size: int) -> None:
-        self._config = config
-        self._page_size = page_size
-        width = config.index_head_dim + 4
-        self.kv = torch.full((num_pages * page_size, 1, 656), 0xFF, dtype=torch.uint8)
-        self.index_k = torch.full((num_pages, page_size * width), 0xFF, dtype=torch.uint8)
-
-    def write(self, cp: ContextParallel, plan: ContextParallelPlan, inputs: SparseInputs) -> None:
-        """Quantise the rows of this rank, exchange them as bytes, write those of all ranks."""
-        c = self._config
-        nope, rope = inputs.latent.split([c.kv_lora_rank, c.qk_rope_head_dim], -1)
-        codes, scale = self._quantise(inputs.index_k)
-        parts = cpattn.quantize_kv_rows(nope, rope)[:, 0], codes, scale
-        rows = cp.gather(plan, torch.cat([part.view(torch.uint8) for part in parts], -1))
-        latent, codes, scale = rows.split([656, c.index_head_dim, 4], -1)
-        slots = torch.from_numpy(plan.slots.copy())
-        self.kv[slots[slots >= 0], 0] = latent[slots >= 0]
-        cpattn.write_index_k_cache(
-            self.index_k, plan.slots, codes.contiguous(), scale.contiguous().view(torch.float32)
-        )
-
-    def index_queries(self, inputs: SparseInputs) -> tuple[Tensor, Tensor]:
-        """Codes of the queries, and weights with their scales."""
-        codes, scale = self._quantise(inputs.index_q)
-        return codes, inputs.index_weights * scale[..., 0]
-
-    def read_kv(self, slots: Tensor) -> Tensor:
-        """Latent rows [n, latent_dim], by torch."""
-        rows = self.kv[slots, 0]
-        nope, scale, rope = rows.split([512, 16, 128], -1)
-        groups = nope.view(torch.float8_e4m3fn).float().unflatten(-1, (4, 128))
-        latent = groups * scale.contiguous().view(torch.float32)[..., None]
-        latent = latent.flatten(-2).bfloat16()
-        return torch.cat([latent, rope.contiguous().view(torch.bfloat16)], -1)
-
-    def read_index_k(self, slots: Tensor) -> Tensor:
-        """Keys of the indexer [n, index_head_dim], by torch."""
-        dim = self._config.index_head_dim
-        codes, scale = self.index_k.split([self._page_size * dim, self._page_size * 4], -1)
-        keys = codes.unflatten(-1, (-1, dim)).flatten(0, 1)[slots].view(torch.float8_e4m3fn)
-        scales = scale.contiguous().view(torch.float32).flatten()[slots]
-        return (keys.float() * scales[:, None]).bfloat16()
-
-    @staticmethod
-    def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-        dim = x.shape[-1]
-        return cpattn.quantize_index(cpattn.hadamard_transform(x, dim**-0.5))
+        return self.index_k.flatten(0, 2)[slots]
