@@ -96,14 +96,24 @@ TEST(TokenRuns, RefusesAPageTwice) {
   EXPECT_EQ(token_runs(from, to, {0, 2}).size(), 2u);
 }
 
-TEST(KVPageList, RoomOfInterleavedPagesEndsWhereTheNextTokenWouldNotFit) {
+TEST(CheckHolds, RoomOfInterleavedPagesEndsWhereTheNextTokenWouldNotFit) {
   const Ints pages = {0, 1};
   for (int64_t rank = 0; rank < 3; ++rank) {
     const KVPageList list = {
         .pages = pages, .page_size = 4, .dcp_rank = rank, .dcp_size = 3, .dcp_interleave = 5
     };
-    EXPECT_EQ(list.owned_below(list.end()), 8);
+    const int64_t ninth = 15 + rank * 5 + 3;  // token of row 8: five rows of a cycle, then three
+    EXPECT_NO_THROW(check_holds(list, {0, ninth}));
+    EXPECT_THROW(check_holds(list, {0, ninth + 1}), std::invalid_argument);
   }
+}
+
+TEST(CheckHolds, LargestSizesStayInInt64) {
+  const Ints pages(8);
+  const KVPageList list = {
+      .pages = pages, .page_size = INT32_MAX, .dcp_size = INT32_MAX, .dcp_interleave = INT32_MAX
+  };
+  EXPECT_NO_THROW(check_holds(list, {0, int64_t{1} << 48}));
 }
 
 TEST(KVLayout, HeadsOfRanks) {

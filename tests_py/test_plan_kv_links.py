@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpattn import plan_kv_links, plan_kv_transfer
+from cpattn import KVEntry, KVLayout, plan_kv_links, plan_kv_transfer
 from kv_fleets import Model, Side, check_fleets, servers
 
 MLA = {"k": 8, "v": 2, "index_k": 3}
@@ -176,6 +176,16 @@ def test_what_two_send_is_refused():
         plan(sources * 2, destinations)
 
 
+def test_buffers_that_two_links_would_write_are_refused():
+    sources = [
+        KVLayout([KVEntry(i, "k", False, i << 20, 512, 512)], 16, layers=(i, i + 1))
+        for i in range(2)
+    ]
+    near = [KVEntry(i, "k", False, (1 << 49) + i * 256, 512, 512) for i in range(2)]
+    with pytest.raises(ValueError, match="destination buffers must not overlap, got k of layer 0"):
+        plan_kv_links(sources, [KVLayout(near, 16)], [[0], [0]], [[0]])
+
+
 def test_what_nobody_receives_is_refused():
     sources, destinations = layouts(FULL, Side(4), Side(4, borders=(7,)))
     message = r"^plan_kv_links: [kv] of layer \d+ of source 0 must have a destination$"
@@ -195,6 +205,12 @@ def test_errors_of_a_link_name_it():
         plan_kv_links([s.layout for s in sources], [], [], [])
     with pytest.raises(ValueError, match="cp_ranks must be one for each of 2 sources, got 1"):
         plan(sources, destinations, cp_ranks=[0])
+
+
+def test_what_is_no_layout_is_refused():
+    _, destinations = layouts(FULL, Side(4), Side(4))
+    with pytest.raises(TypeError):
+        plan_kv_links([None], [destinations[0].layout], [[0]], [[0]])
 
 
 def test_totals_of_links():

@@ -94,6 +94,28 @@ def test_refused_links():
         plan_kv_transfer(layout(SRC, dcp_size=2), layout(DST), [0], [0])
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"first_token": 16},  # over the prefix
+        {"first_token": 12, "num_tokens": 8},  # rows of a page that the other part leaves alone
+        {"cp_size": 2},  # the other rank's
+    ],
+)
+def test_a_page_twice_is_refused_whatever_of_it_is_sent(arguments):
+    with pytest.raises(ValueError, match="destination pages must be distinct, got page 3 for two"):
+        plan_kv_transfer(layout(SRC), layout(DST), [1, 2], [3, 3], **arguments)
+
+
+def test_pages_that_are_not_written_may_repeat():
+    """The dummy page, in the place of pages outside an attention window, and behind the end."""
+    pages = [1, 2, 3, 4, 5]
+    plan = plan_kv_transfer(
+        layout(SRC), layout(DST), pages, [0, 0, 7, 0, 0], first_token=32, num_tokens=16
+    )
+    assert plan == plan_kv_transfer(layout(SRC), layout(DST), [3], [7])
+
+
 def test_draft_layers_of_both_sides_must_be_the_same():
     message = re.escape("destination has k of draft layer 1 (item_len 512), which source has not")
     with pytest.raises(ValueError, match=f"{message}$"):
@@ -204,6 +226,11 @@ def test_refused_arguments_of_a_dcp_rank():
 def test_page_lists_of_other_types(pages):
     with pytest.raises(TypeError, match=r"^plan_kv_transfer: src_pages must"):
         plan_kv_transfer(layout(SRC), layout(DST), pages, [1])
+
+
+def test_cp_share_of_another_type():
+    with pytest.raises(TypeError, match=r"^plan_kv_transfer: cp_share must be a str, got NoneType"):
+        plan_kv_transfer(layout(SRC), layout(DST), [1], [1], cp_share=None)
 
 
 def test_nothing_to_send():

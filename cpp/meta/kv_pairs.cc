@@ -75,10 +75,11 @@ void set_heads(KVPair& pair, const KVLayout& src, const KVLayout& dst) {
   pair.heads = all ? dst.heads(kind) : intersect(src.heads(kind), dst.heads(kind));
 }
 
-void check_apart(const std::vector<KVPair>& pairs) {
+/// Also of entries that other links write.
+void check_apart(const KVLayout& dst) {
   std::vector<const KVEntry*> entries;
-  for (const KVPair& pair : pairs) {
-    if (pair.dst->num_bytes > 0) entries.push_back(pair.dst);
+  for (const KVEntry& entry : dst.entries()) {
+    if (entry.num_bytes > 0) entries.push_back(&entry);
   }
   std::sort(entries.begin(), entries.end(), [](const KVEntry* a, const KVEntry* b) {
     return a->addr < b->addr;
@@ -98,6 +99,7 @@ std::vector<KVPair> pair_entries(const KVLayout& src, const KVLayout& dst) {
   const bool with_draft = src.has_draft() && dst.has_draft();
   check_counterparts({"source", src}, {"destination", dst}, with_draft);
   check_counterparts({"destination", dst}, {"source", src}, with_draft);
+  check_apart(dst);
   std::vector<KVPair> pairs;
   pairs.reserve(src.entries().size());
   for (const KVEntry& entry : src.entries()) {
@@ -108,7 +110,6 @@ std::vector<KVPair> pair_entries(const KVLayout& src, const KVLayout& dst) {
     check_lengths(src, dst, pair);
     if (pair.heads.size() > 0) pairs.push_back(pair);
   }
-  check_apart(pairs);
   return pairs;
 }
 

@@ -118,21 +118,35 @@ int64_t KVPageList::owned_below(int64_t token) const {
   return token / cycle * dcp_interleave + std::clamp<int64_t>(rest, 0, dcp_interleave);
 }
 
-int64_t KVPageList::end() const {
-  const int64_t rows = static_cast<int64_t>(pages.size()) * page_size;
-  if (dcp_size == 1) return start + rows;
-  // Owned rows begin at `start`, the first token of a cycle.
-  const int64_t cycle = dcp_size * dcp_interleave;
-  const int64_t rest = rows % dcp_interleave;
-  return start + rows / dcp_interleave * cycle + (rest == 0 ? 0 : dcp_rank * dcp_interleave + rest);
+KVRange KVPageList::rows(KVRange tokens) const {
+  const int64_t first = owned_below(start);
+  return {owned_below(tokens.begin) - first, owned_below(tokens.end) - first};
 }
 
 void check_holds(const KVPageList& list, KVRange tokens) {
   check(
       list.start <= tokens.begin && tokens.begin <= tokens.end &&
-          list.owned_below(tokens.end) <= list.owned_below(list.end()),
+          list.rows(tokens).end <= list.num_rows(),
       kFunction, ": ", list.side, " pages must hold tokens ", tokens, ", got ", list.pages.size(),
       " of ", list.page_size, " from ", list.start, " on"
+  );
+}
+
+void check_pages_distinct(const KVPageList& dst, KVRange tokens) {
+  const KVRange rows = dst.rows(tokens);
+  if (rows.size() == 0) return;
+  const auto first = dst.pages.begin() + rows.begin / dst.page_size;
+  const auto last = dst.pages.begin() + (rows.end + dst.page_size - 1) / dst.page_size;
+  std::vector<int64_t> written(first, last);
+  std::sort(written.begin(), written.end());
+  auto twice = std::adjacent_find(written.begin(), written.end());
+  for (auto page = dst.pages.begin(); page != first && twice == written.end(); ++page) {
+    const auto found = std::lower_bound(written.begin(), written.end(), *page);
+    if (found != written.end() && *found == *page) twice = found;
+  }
+  check(
+      twice == written.end(), kFunction, ": destination pages must be distinct, got page ",
+      twice == written.end() ? 0 : *twice, " for two parts of the sequence"
   );
 }
 

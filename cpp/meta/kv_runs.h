@@ -24,13 +24,19 @@ struct KVPageList {
 
   /// Tokens below `token` that this side holds: the position of `token` there if it does.
   int64_t owned_below(int64_t token) const;
-  /// The first token beyond what the pages can hold.
-  int64_t end() const;
+  /// Tokens of this side that the pages have room for.
+  int64_t num_rows() const { return static_cast<int64_t>(pages.size()) * page_size; }
+  /// Rows of the list, counted from its first page, that these tokens have.
+  KVRange rows(KVRange tokens) const;
 };
 
 /// std::invalid_argument unless the pages have room for these tokens, or for those of them that
 /// this side holds.
 void check_holds(const KVPageList& list, KVRange tokens);
+
+/// std::invalid_argument if a page that receives some of the tokens is in the list twice, up to
+/// the last of them: tokens of the sequence that are there already would be overwritten.
+void check_pages_distinct(const KVPageList& dst, KVRange tokens);
 
 /// Those of the tokens that `dst` holds, as the least number of runs of slots
 /// (page * page_size + row), in ascending order of the destination. Both lists have room for

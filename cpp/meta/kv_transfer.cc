@@ -70,13 +70,14 @@ KVRange all_tokens(const KVPageList& src, const KVPageList& dst, const KVTransfe
   const int64_t first = range.first_token.value_or(std::max(src.start, dst.start));
   if (range.num_tokens) return {first, first + *range.num_tokens};
   check(dst.dcp_size == 1, kFunction, ": num_tokens must be given with dcp_size ", dst.dcp_size);
+  const int64_t src_end = src.start + src.num_rows(), dst_end = dst.start + dst.num_rows();
   check(
-      src.end() == dst.end(), kFunction,
+      src_end == dst_end, kFunction,
       ": num_tokens must be given where the pages of both sides do not end at one token, got ",
-      src.pages.size(), " of ", src.page_size, " at the source, ending at ", src.end(), ", and ",
-      dst.pages.size(), " of ", dst.page_size, " at the destination, ending at ", dst.end()
+      src.pages.size(), " of ", src.page_size, " at the source, ending at ", src_end, ", and ",
+      dst.pages.size(), " of ", dst.page_size, " at the destination, ending at ", dst_end
   );
-  return {first, src.end()};
+  return {first, src_end};
 }
 
 /// What this context-parallel rank sends, in whole pages of both sides.
@@ -182,6 +183,10 @@ KVLinkSpec specify_link(
   } else {
     const int64_t page = std::lcm(link.from.page_size, link.to.page_size);
     link.tokens = page_share(link.tokens, page, range.cp_rank, range.cp_size);
+  }
+  // Tokens that this rank sends and that fill pages from the first on meet in `token_runs`.
+  if (link.tokens != link.all_tokens || link.to.rows(link.tokens).begin > 0) {
+    check_pages_distinct(link.to, link.all_tokens);
   }
   return link;
 }

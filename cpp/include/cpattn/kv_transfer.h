@@ -43,7 +43,8 @@ struct KVTransferRange {
 /// Blocks are entry-major in the order of src's entries, of the least possible number of runs,
 /// ascending in the destination. std::invalid_argument, naming side, kind and layer, for what
 /// does not fit together: a missing entry, other bytes for each token and head, pages outside
-/// their buffer, a destination page in two places, destination buffers that overlap.
+/// their buffer, a destination page in two places of the sequence, whatever of it this link sends,
+/// destination buffers that overlap.
 TransferPlan plan_kv_transfer(
     const KVLayout& src,
     const KVLayout& dst,
