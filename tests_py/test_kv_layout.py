@@ -51,10 +51,31 @@ def test_a_comparable_value_that_travels():
         ({}, {"dcp_interleave": 0}, "dcp_interleave must be in [1, 2147483647], got 0"),
         ({}, {"layers": (5, 3)}, "layers must be 0 <= first <= end, got [5, 3)"),
         ({}, {"layers": (0, 3)}, "k of layer 3 must lie within layers [0, 3)"),
+        ({}, {"layers": (0, 3, 5)}, "layers must be a pair, got 3 values"),
+        ({}, {"layers": (0, 2**64)}, "layers must fit into int64, got 18446744073709551616 at"),
+        ({"addr": -1}, {}, "addr must be in [0, 2^64), got -1"),
     ],
 )
 def test_refused(entry, placement, message):
     with pytest.raises(ValueError, match=f"^KVLayout: {re.escape(message)}"):
+        KVLayout([ENTRY._replace(**entry)], **({"page_size": 8} | placement))
+
+
+@pytest.mark.parametrize(
+    ("entry", "placement", "message"),
+    [
+        ({"kind": 3}, {}, "kind must be a str, got int"),
+        ({"is_draft": "no"}, {}, "is_draft must be a bool, got str"),
+        ({"token_rows": 2}, {}, "token_rows must be a bool, got int"),
+        ({"layer_id": 3.0}, {}, "layer_id must be an integer, got float"),
+        ({"addr": True}, {}, "addr must be an integer, got bool"),
+        ({}, {"page_size": 8.0}, "page_size must be an integer, got float"),
+        ({}, {"layers": (0.0, 5)}, "layers must hold integers, got float at index 0"),
+        ({}, {"layers": (0, True)}, "layers must hold integers, got bool at index 1"),
+    ],
+)
+def test_other_types_are_refused(entry, placement, message):
+    with pytest.raises(TypeError, match=f"^KVLayout: {re.escape(message)}"):
         KVLayout([ENTRY._replace(**entry)], **({"page_size": 8} | placement))
 
 
@@ -242,11 +263,20 @@ def test_case_i_both_sides_have_the_stage_and_decode_its_draft():
         (kv_args("K0 V0 I0 K0", kv_layer_ids=[0] * 4, total_kv_layers=1,
                  prefill_end_layer=1),
          "kv_layer_ids must name a layer 3 times at most, got more of 0"),
+        *((kv_args("K0", kv_layer_ids=[layer], total_kv_layers=1, prefill_end_layer=1),
+           f"kv_layer_ids must lie in [0, 1), got {layer}") for layer in (-1, 1)),
+        (SimpleNamespace(**vars(kv_args("K0", total_kv_layers=1)) | {"kv_data_lens": []}),
+         "kv_data_ptrs, kv_data_lens and kv_item_lens must be equally many, got 1, 0, 1"),
     ],
 )  # fmt: skip
 def test_lists_that_contradict_themselves_are_refused(args, message):
     with pytest.raises(ValueError, match=f"^KVLayout.from_kv_args: {re.escape(message)}"):
         KVLayout.from_kv_args(args, is_mla=True)
+
+
+def test_no_ranks_are_refused():
+    with pytest.raises(ValueError, match=r"^KVLayout.from_kv_args: tp_size must be >= 1, got 0$"):
+        KVLayout.from_kv_args(kv_args("K0", total_kv_layers=1), is_mla=True, tp_size=0)
 
 
 def test_case_h_the_destination_lacks_layers():

@@ -44,6 +44,12 @@ def test_a_value_of_three_read_only_arrays():
             array[0] = 0
 
 
+def test_integer_arrays_of_every_kind():
+    expected = TransferPlan([1, 2], [3, 4], [5, 6])
+    for dtype in (np.int32, np.int64, np.uint32):
+        assert TransferPlan(*np.array([[1, 2], [3, 4], [5, 6]], dtype)) == expected
+
+
 def test_an_empty_plan():
     plan = TransferPlan([], [], [])
     assert len(plan) == plan.total_bytes == 0
@@ -83,14 +89,17 @@ def test_summary_tells_kinds_and_drafts_apart():
     ("arguments", "error", "message"),
     [
         (([1], [2], []), ValueError, "must be equally long, got 1, 1 and 0"),
-        (([-1], [2], [3]), ValueError, "src_addrs must be in [0, 2^64), got -1"),
-        (([1], [2**64], [3]), ValueError, f"dst_addrs must be in [0, 2^64), got {2**64}"),
-        (([1], [2], [3.0]), TypeError, "lengths must be an integer, got float"),
-        (([1], [2], [True]), TypeError, "lengths must be an integer, got bool"),
+        (([-1], [2], [3]), ValueError, "src_addrs must be in [0, 2^64), got -1 at index 0"),
+        (([1], [2**64], [3]), ValueError, f"dst_addrs must be in [0, 2^64), got {2**64} at index"),
+        (([1], [2], [3.0]), TypeError, "lengths must hold integers, got float at index 0"),
+        (([1], [2], [True]), TypeError, "lengths must hold integers, got bool at index 0"),
+        (([1], [2], np.array([-3])), ValueError, "lengths must be in [0, 2^64), got -3 at index 0"),
+        (([1, 1], [2, 2], [2**63, 2**63]), ValueError, "lengths must add up to less than 2^64, got "
+         "9223372036854775808 at index 1"),
         (([1], [2], np.array([3.0])), TypeError, "lengths must be a list or tuple of int, or"),
         (([1], [2], np.zeros((1, 1), np.uint64)), ValueError, "must have 1 dimension, got 2"),
     ],
-)
+)  # fmt: skip
 def test_errors(arguments, error, message):
     with pytest.raises(error, match=f"^TransferPlan: .*{re.escape(message)}"):
         TransferPlan(*arguments)

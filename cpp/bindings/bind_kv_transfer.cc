@@ -2,8 +2,10 @@
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
+#include <functional>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -20,6 +22,19 @@ namespace {
 
 constexpr KVKind kKinds[] = {KVKind::k, KVKind::v, KVKind::index_k, KVKind::state};
 
+/// The value of a str or a bool; `cast` would make other types a RuntimeError or convert them.
+template <class Type>
+Type exactly(py::handle object, const char* name) {
+  if (!py::isinstance<Type>(object)) {
+    constexpr bool kIsText = std::is_same_v<Type, py::str>;
+    throw py::type_error(concat(
+        name, kIsText ? " must be a str, got " : " must be a bool, got ",
+        Py_TYPE(object.ptr())->tp_name
+    ));
+  }
+  return py::reinterpret_borrow<Type>(object);
+}
+
 KVKind kind_of(const std::string& name) {
   for (const KVKind kind : kKinds) {
     if (name == kv_kind_name(kind)) return kind;
@@ -32,12 +47,12 @@ KVKind kind_of(const std::string& name) {
 KVEntry entry_of(const py::tuple& fields) {
   return {
       .layer_id = index_value(fields[0], "KVLayout: layer_id"),
-      .kind = kind_of(fields[1].cast<std::string>()),
-      .is_draft = fields[2].cast<bool>(),
+      .kind = kind_of(exactly<py::str>(fields[1], "KVLayout: kind")),
+      .is_draft = exactly<py::bool_>(fields[2], "KVLayout: is_draft"),
       .addr = uint64_value(fields[3], "KVLayout: addr"),
       .num_bytes = uint64_value(fields[4], "KVLayout: nbytes"),
       .item_len = uint64_value(fields[5], "KVLayout: item_len"),
-      .token_rows = fields[6].cast<bool>(),
+      .token_rows = exactly<py::bool_>(fields[6], "KVLayout: token_rows"),
   };
 }
 
@@ -50,8 +65,11 @@ py::tuple tuple_of(const KVEntry& entry) {
 
 using Pair = std::pair<int64_t, int64_t>;
 
-std::optional<KVRange> range_of(const std::optional<Pair>& pair) {
-  return pair ? std::optional(KVRange{pair->first, pair->second}) : std::nullopt;
+std::optional<KVRange> layers_of(py::handle pair) {
+  if (pair.is_none()) return std::nullopt;
+  const std::vector<int64_t> values = index_list(pair, "KVLayout: layers");
+  check(values.size() == 2, "KVLayout: layers must be a pair, got ", values.size(), " values");
+  return KVRange{values[0], values[1]};
 }
 
 std::optional<Pair> pair_of(const std::optional<KVRange>& range) {
@@ -68,7 +86,7 @@ KVLayout make_layout(
     const py::object& tp_rank,
     const py::object& tp_size,
     const py::object& total_kv_heads,
-    const std::optional<Pair>& layers,
+    const py::object& layers,
     const py::object& dcp_rank,
     const py::object& dcp_size,
     const py::object& dcp_interleave
@@ -83,7 +101,7 @@ KVLayout make_layout(
           .tp_rank = index_value(tp_rank, "KVLayout: tp_rank"),
           .tp_size = index_value(tp_size, "KVLayout: tp_size"),
           .total_kv_heads = optional_int(total_kv_heads, "KVLayout: total_kv_heads"),
-          .layers = range_of(layers),
+          .layers = layers_of(layers),
           .dcp_rank = index_value(dcp_rank, "KVLayout: dcp_rank"),
           .dcp_size = index_value(dcp_size, "KVLayout: dcp_size"),
           .dcp_interleave = index_value(dcp_interleave, "KVLayout: dcp_interleave"),
@@ -99,7 +117,7 @@ KVTransferRange range_of_arguments(const char* function, const py::dict& argumen
   const auto optional = [&](const char* argument) {
     return optional_int(arguments[argument], name(argument).c_str());
   };
-  const auto share = arguments["cp_share"].cast<std::string>();
+  const std::string share = exactly<py::str>(arguments["cp_share"], name("cp_share").c_str());
   check(
       share == "pages" || share == "layers", function, ": cp_share must be pages or layers, got \"",
       share, "\""
@@ -129,7 +147,7 @@ TransferPlan plan_transfer(
   return plan_kv_transfer(src, dst, from, to, tokens);
 }
 
-using Layouts = std::vector<const KVLayout*>;
+using Layouts = std::vector<std::reference_wrapper<const KVLayout>>;  // None is a TypeError
 
 /// Layouts with the list of pages that each has.
 class Peers {
@@ -141,7 +159,7 @@ class Peers {
         " peers, got ", pages_.size()
     );
     for (std::size_t i = 0; i < layouts.size(); ++i) {
-      peers_.push_back({.layout = layouts[i], .pages = pages_[i]});
+      peers_.push_back({.layout = &layouts[i].get(), .pages = pages_[i]});
     }
   }
   std::vector<KVPeer>& operator*() { return peers_; }

@@ -23,6 +23,14 @@ TransferPlan make_plan(const py::object& src, const py::object& dst, const py::o
       "TransferPlan: src_addrs, dst_addrs and lengths must be equally long, got ", src_addrs.size(),
       ", ", dst_addrs.size(), " and ", lengths.size()
   );
+  uint64_t total = 0;
+  for (std::size_t i = 0; i < lengths.size(); ++i) {
+    total += lengths[i];
+    check(
+        total >= lengths[i], "TransferPlan: lengths must add up to less than 2^64, got ",
+        lengths[i], " at index ", i
+    );
+  }
   TransferPlan plan(lengths.size());
   std::copy(src_addrs.begin(), src_addrs.end(), plan.src_addrs().begin());
   std::copy(dst_addrs.begin(), dst_addrs.end(), plan.dst_addrs().begin());

@@ -10,38 +10,70 @@
 namespace py = pybind11;
 
 namespace cpattn::bindings {
+namespace {
 
-uint64_t uint64_value(py::handle object, const char* name) {
-  if (PyBool_Check(object.ptr()) || !PyIndex_Check(object.ptr())) {
-    throw py::type_error(concat(name, " must be an integer, got ", Py_TYPE(object.ptr())->tp_name));
+std::string at_index(Py_ssize_t index) { return index < 0 ? "" : concat(" at index ", index); }
+
+/// index < 0: not in a list.
+uint64_t integer(PyObject* object, const char* name, Py_ssize_t index) {
+  py::object exact;
+  if (!PyLong_CheckExact(object)) {
+    if (PyBool_Check(object) || !PyIndex_Check(object)) {
+      throw py::type_error(concat(
+          name, index < 0 ? " must be an integer" : " must hold integers", ", got ",
+          Py_TYPE(object)->tp_name, at_index(index)
+      ));
+    }
+    exact = py::reinterpret_steal<py::object>(PyNumber_Index(object));
+    if (!exact) throw py::error_already_set();
+    object = exact.ptr();
   }
-  const auto exact = py::reinterpret_steal<py::object>(PyNumber_Index(object.ptr()));
-  if (!exact) throw py::error_already_set();
-  const unsigned long long value = PyLong_AsUnsignedLongLong(exact.ptr());
-  if (PyErr_Occurred() != nullptr) {
+  const unsigned long long value = PyLong_AsUnsignedLongLong(object);
+  if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) {
     PyErr_Clear();
-    check(false, name, " must be in [0, 2^64), got ", std::string(py::str(exact)));
+    throw std::invalid_argument(
+        concat(name, " must be in [0, 2^64), got ", std::string(py::str(object)), at_index(index))
+    );
   }
   return value;
 }
 
+bool is_integer_array(py::handle object) {
+  if (!py::isinstance<py::array>(object)) return false;
+  const char kind = py::reinterpret_borrow<py::array>(object).dtype().kind();
+  return kind == 'i' || kind == 'u';
+}
+
+}  // namespace
+
+uint64_t uint64_value(py::handle object, const char* name) {
+  return integer(object.ptr(), name, -1);
+}
+
 std::vector<uint64_t> uint64_list(py::handle object, const char* name) {
-  if (py::isinstance<py::array_t<uint64_t>>(object)) {
-    const auto array = py::reinterpret_borrow<py::array_t<uint64_t>>(object);
+  py::object list = py::reinterpret_borrow<py::object>(object);
+  if (is_integer_array(list)) {
+    const auto array = py::reinterpret_borrow<py::array>(list);
     check(array.ndim() == 1, name, " must have 1 dimension, got ", array.ndim());
-    std::vector<uint64_t> values(array.size());
-    for (py::ssize_t i = 0; i < array.size(); ++i) values[i] = array.at(i);
-    return values;
+    if (py::isinstance<py::array_t<uint64_t>>(array)) {
+      const auto words = py::reinterpret_borrow<py::array_t<uint64_t>>(array);
+      std::vector<uint64_t> values(words.size());
+      for (py::ssize_t i = 0; i < words.size(); ++i) values[i] = words.at(i);
+      return values;
+    }
+    list = array.attr("tolist")();
   }
-  if (!PyList_Check(object.ptr()) && !PyTuple_Check(object.ptr())) {
+  if (!PyList_Check(list.ptr()) && !PyTuple_Check(list.ptr())) {
     throw py::type_error(concat(
-        name, " must be a list or tuple of int, or a NumPy array of uint64, got ",
+        name, " must be a list or tuple of int, or a NumPy array of integers, got ",
         Py_TYPE(object.ptr())->tp_name
     ));
   }
+  PyObject** items = PySequence_Fast_ITEMS(list.ptr());
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(list.ptr());
   std::vector<uint64_t> values;
-  values.reserve(py::len(object));
-  for (const py::handle item : object) values.push_back(uint64_value(item, name));
+  values.reserve(size);
+  for (Py_ssize_t i = 0; i < size; ++i) values.push_back(integer(items[i], name, i));
   return values;
 }
 

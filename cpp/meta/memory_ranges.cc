@@ -11,7 +11,7 @@ namespace cpattn {
 
 int MemoryRanges::add(std::span<const uint64_t> addrs, std::span<const uint64_t> sizes) {
   check(
-      addrs.size() == sizes.size(), "register: addrs and sizes must be equally many, got ",
+      addrs.size() == sizes.size(), "LocalEngine.register: addrs and sizes must be equally many, got ",
       addrs.size(), " and ", sizes.size()
   );
   auto ranges = last_of_;
@@ -39,7 +39,7 @@ bool MemoryRanges::contain(
     std::span<const uint64_t> addrs, std::span<const uint64_t> lengths
 ) const {
   check(
-      addrs.size() == lengths.size(), "write: addresses and lengths must be equally many, got ",
+      addrs.size() == lengths.size(), "LocalEngine.write: addresses and lengths must be equally many, got ",
       addrs.size(), " and ", lengths.size()
   );
   uint64_t first = 1, last = 0;  // the range of the block before, often that of the next, too

@@ -108,7 +108,10 @@ class MemoryRanges(metaclass=_pybind11_type):
     def contain(self, addrs: Sequence[int], lengths: Sequence[int]) -> bool: ...
 
 def copy_blocks(
-    src_addrs: Sequence[int], dst_addrs: Sequence[int], lengths: Sequence[int], num_threads: int
+    src_addrs: Sequence[int],
+    dst_addrs: Sequence[int],
+    lengths: Sequence[int],
+    num_threads: int | None,
 ) -> None: ...
 
 @final

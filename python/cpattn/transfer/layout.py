@@ -164,6 +164,8 @@ class KVLayout(_core.KVLayout):
             raise ValueError(
                 f"KVLayout.from_kv_args: kv_buf_groups must be 1, 2 or 3, got {num_groups}"
             )
+        if tp_size < 1:
+            raise ValueError(f"KVLayout.from_kv_args: tp_size must be >= 1, got {tp_size}")
         stage = stage_of(kv_args, num_groups, layers, total_layers, draft_layers)
         return cls(
             args_entries(kv_args, num_groups, stage),

@@ -66,9 +66,15 @@ def stage_of(
 
 def args_entries(args: Any, num_groups: int, stage: Stage) -> list[KVEntry]:
     """The buffers of an engine's arguments, by their ids if it has any, else in groups."""
-    infos = list(zip(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True))
+    lists = args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens
+    if len({len(values) for values in lists}) > 1:
+        refuse(
+            "kv_data_ptrs, kv_data_lens and kv_item_lens must be equally many, got "
+            f"{', '.join(str(len(values)) for values in lists)}"
+        )
+    infos = list(zip(*lists, strict=True))
     if ids := attribute(args, "kv_layer_ids"):
-        return entries_with_ids(infos, ids)
+        return entries_with_ids(infos, ids, stage)
     counts = ((False, stage.start, stage.end - stage.start), (True, 0, stage.num_draft))
     expected = num_groups * sum(count for _, _, count in counts)
     if len(infos) != expected:
@@ -93,7 +99,9 @@ def args_entries(args: Any, num_groups: int, stage: Stage) -> list[KVEntry]:
     return entries
 
 
-def entries_with_ids(infos: Sequence[tuple[int, int, int]], ids: Sequence[int]) -> list[KVEntry]:
+def entries_with_ids(
+    infos: Sequence[tuple[int, int, int]], ids: Sequence[int], stage: Stage
+) -> list[KVEntry]:
     """The n-th buffer of a layer is of the n-th kind."""
     if len(ids) != len(infos):
         refuse(f"kv_layer_ids must have an id for each of {len(infos)} buffers, got {len(ids)}")
@@ -106,7 +114,9 @@ def entries_with_ids(infos: Sequence[tuple[int, int, int]], ids: Sequence[int]) 
                 f"kv_layer_ids must name a layer {len(KINDS)} times at most, got more of {layer}"
             )
         is_draft = layer >= DRAFT_IDS
-        entries.append(KVEntry(layer % DRAFT_IDS, KINDS[kind], is_draft, *info))
+        if not is_draft and not stage.start <= layer < stage.end:
+            refuse(f"kv_layer_ids must lie in [{stage.start}, {stage.end}), got {layer}")
+        entries.append(KVEntry(layer - DRAFT_IDS * is_draft, KINDS[kind], is_draft, *info))
     return entries
 
 
