@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -116,6 +117,32 @@ def test_missing_package_says_what_to_install(monkeypatch):
         mooncake.MooncakeEngine()
 
 
-def test_timeout_below_the_engines_floor():
-    with pytest.raises(ValueError, match=r"MooncakeEngine: timeout must be >= 5, got 4"):
-        mooncake.MooncakeEngine(timeout=4)
+@pytest.mark.parametrize("timeout", [4, float("nan"), float("inf")])
+def test_timeout_the_engine_does_not_have(timeout):
+    message = rf"MooncakeEngine: timeout must be >= 5 and finite, got {timeout}$"
+    with pytest.raises(ValueError, match=message):
+        mooncake.MooncakeEngine(timeout=timeout)
+
+
+def test_close_waits_for_writes_of_other_threads(fake, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def write(self, *arguments):
+        begun.set()
+        assert go_on.wait(20)
+        self.calls.append("written")
+        return 0
+
+    monkeypatch.setattr(FakeEngine, "batch_transfer_sync_write", write)
+    engine = mooncake.MooncakeEngine()
+    engine.register([1000], [8])
+    writer = threading.Thread(target=engine.write, args=["peer", [1], [2], [3]])
+    closer = threading.Thread(target=engine.close)
+    writer.start()
+    assert begun.wait(20)
+    closer.start()
+    closer.join(0.05)
+    go_on.set()
+    writer.join()
+    closer.join()
+    assert fake[0].calls[-2:] == ["written", ("unregister", [1000])]

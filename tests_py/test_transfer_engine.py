@@ -88,7 +88,23 @@ def test_exceptions_pass_through_and_say_where(error):
     status = error.transfer_status
     assert (status.first_failed_batch, status.blocks_done, status.bytes_done) == (2, 8, 36)
     if hasattr(error, "add_note"):
-        assert error.__notes__ == ["in batch 2 of 3, after 8 blocks and 36 bytes"]
+        assert error.__notes__ == ["after 2 of 3 batches, 8 blocks and 36 bytes"]
+
+
+@pytest.mark.parametrize(("batches", "first_failed"), [(1, 1), (3, None)])
+def test_exceptions_of_progress_say_where_too(batches, first_failed):
+    engine, calls = ScriptedEngine(), []
+
+    def progress(*done):
+        calls.append(done)
+        if len(calls) == batches:
+            raise RuntimeError("cancelled")
+
+    with pytest.raises(RuntimeError, match="cancelled") as caught:
+        plan_of(12).execute(engine, "peer", progress=progress)
+    status = caught.value.transfer_status
+    assert len(engine.writes) == batches
+    assert (status.blocks_done, status.first_failed_batch) == (4 * batches, first_failed)
 
 
 def test_empty_plan_calls_nothing():
@@ -144,6 +160,21 @@ def test_batches_are_bounded_in_bytes():
 def test_execute_checks_its_arguments(keyword, value, rule):
     with pytest.raises(ValueError, match=f"execute: {keyword} must be {rule}, got {value}"):
         plan_of(1).execute(ScriptedEngine(), "peer", **{keyword: value})
+
+
+@pytest.mark.parametrize("keyword", ["max_blocks", "retries"])
+@pytest.mark.parametrize("value", [2.0, True, "2"])
+def test_execute_wants_integers(keyword, value):
+    message = f"execute: {keyword} must be an integer, got {type(value).__name__}"
+    with pytest.raises(TypeError, match=message):
+        plan_of(1).execute(ScriptedEngine(), "peer", **{keyword: value})
+
+
+def test_execute_without_a_limit_of_the_engine():
+    engine = ScriptedEngine()
+    del engine.max_blocks
+    plan_of(513).execute(engine, "peer")
+    assert [len(lengths) for *_, lengths in engine.writes] == [512, 1]
 
 
 def test_status_is_an_int_that_travels():
@@ -271,6 +302,51 @@ def test_local_engine_after_unregister_and_close(engines):
     receiver.close()
     assert sender.write(receiver.session_id, [src_addr], [dst_addr], [8]) == -1
     assert (dst == 0xA5).all()
+    for call in (receiver.register, receiver.unregister, receiver.write):
+        with pytest.raises(RuntimeError, match=r"^LocalEngine: local:\d+ is closed$"):
+            call(*{"register": [[], []], "unregister": [[]]}.get(call.__name__, ["", [], [], []]))
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ([-1], ValueError, r"must be in \[0, 2\^64\), got -1 at index 0"),
+        ([8, 1.0], TypeError, "must hold integers, got float at index 1"),
+        ([True], TypeError, "must hold integers, got bool at index 0"),
+        ("8", TypeError, "must be a list or tuple of int, or a NumPy array of integers, got str"),
+    ],
+)
+def test_local_engine_wants_addresses(engines, values, error, message):
+    sender, receiver = engines
+    with pytest.raises(error, match=f"^LocalEngine.register: addrs {message}"):
+        sender.register(values, [8, 8])
+    with pytest.raises(error, match=f"^LocalEngine.unregister: addrs {message}"):
+        sender.unregister(values)
+    with pytest.raises(error, match=f"^LocalEngine.write: addresses {message}"):
+        sender.write(receiver.session_id, values, [8, 8], [0, 0])
+
+
+def test_local_engine_wants_a_thread():
+    with pytest.raises(ValueError, match=r"^LocalEngine: num_threads must be >= 1, got 0$"):
+        LocalEngine(num_threads=0)
+
+
+def test_local_engine_interrupted_before_the_copy_can_be_closed(engines, monkeypatch):
+    """Ctrl-C when the write is noted but has not begun must not leave it in flight."""
+    sender, receiver = engines
+    _, addr = memory(sender, range(8))
+
+    class Interrupting(set):
+        def add(self, write):
+            super().add(write)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(receiver, "_writes", Interrupting())
+    assert receiver.register([addr], [8]) == 0
+    with pytest.raises(KeyboardInterrupt):
+        sender.write(receiver.session_id, [addr], [addr], [8])
+    assert not sender._writes
+    assert not receiver._writes
 
 
 def test_local_engine_unregister_waits_for_writes(engines):

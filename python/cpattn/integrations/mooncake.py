@@ -79,8 +79,10 @@ class MooncakeEngine:
         max_blocks: int = 512,
         metadata_server: str = "P2PHANDSHAKE",
     ) -> None:
-        if timeout < _MIN_TIMEOUT:
-            raise ValueError(f"MooncakeEngine: timeout must be >= {_MIN_TIMEOUT}, got {timeout}")
+        if not _MIN_TIMEOUT <= timeout < math.inf:  # refuses nan, too
+            raise ValueError(
+                f"MooncakeEngine: timeout must be >= {_MIN_TIMEOUT} and finite, got {timeout}"
+            )
         if os.environ.get("MC_TCP_PROTO") == "1":
             raise RuntimeError("MooncakeEngine: MC_TCP_PROTO=1 reports writes before they arrive")
         make_engine = _import_engine()
@@ -140,10 +142,7 @@ class MooncakeEngine:
         The engine's code: 0 when all bytes are in the peer's memory, -1 for all that can go wrong.
         Ctrl-C ends the wait, not the write: `close` waits for it.
         """
-        if threading.current_thread() is threading.main_thread():
-            return self.write_async(session, src_addrs, dst_addrs, lengths).result()
-        call = self._open().batch_transfer_sync_write
-        return call(session, list(src_addrs), list(dst_addrs), list(lengths))
+        return self.write_async(session, src_addrs, dst_addrs, lengths).result()
 
     def write_async(
         self,
@@ -156,8 +155,10 @@ class MooncakeEngine:
 
         For work beside a transfer; writes side by side are no faster than one after the other.
         """
-        call = self._open().batch_transfer_sync_write  # releases the GIL
-        return self._writers.submit(call, session, list(src_addrs), list(dst_addrs), list(lengths))
+        lists = list(src_addrs), list(dst_addrs), list(lengths)
+        with self._lock:  # `close` waits for what has been submitted, and nothing is behind it
+            call = self._open().batch_transfer_sync_write  # releases the GIL
+            return self._writers.submit(call, session, *lists)
 
     def close(self) -> None:
         """Wait for writes in flight, at most their timeout, then release all memory and end."""
@@ -221,6 +222,6 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
         finally:
             for name, value in before.items():
                 if value is None:
-                    del os.environ[name]
+                    os.environ.pop(name, None)
                 else:
                     os.environ[name] = value

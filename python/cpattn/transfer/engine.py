@@ -58,8 +58,9 @@ class TransferStatus(int):
     num_batches : int
         Batches the plan was cut into.
     first_failed_batch : int or None
-        The batch whose code this is, counted from 0. It may be partly written, in any pattern;
-        those before it are complete, those behind it were not begun.
+        The batch whose code this is, counted from 0, or at which an exception ended the transfer.
+        It may be partly written, in any pattern; those before it are complete, those behind it
+        were not begun.
     blocks_done, bytes_done : int
         What the complete batches hold.
     attempts : int

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -32,9 +33,10 @@ def execute(
 ) -> TransferStatus:
     """Write the blocks of a plan into the memory of a peer, batch by batch and in order.
 
-    The first batch that fails ends it: its code is returned unchanged. An exception of the engine,
-    Ctrl-C included, passes through with the state of the transfer as its ``transfer_status`` (code
-    -1) and, from Python 3.11 on, as a note. Either way the failed batch may be partly written.
+    The first batch that fails ends it: its code is returned unchanged. An exception of the engine
+    or of `progress`, or Ctrl-C, passes through with the state of the transfer as its
+    ``transfer_status`` (code -1) and, from Python 3.11 on, as a note. Either way the failed batch
+    may be partly written.
 
     Parameters
     ----------
@@ -67,10 +69,8 @@ def execute(
     """
     if max_blocks is None:
         max_blocks = getattr(engine, "max_blocks", 512)
-    if max_blocks < 1:
-        raise ValueError(f"TransferPlan.execute: max_blocks must be >= 1, got {max_blocks}")
-    if retries < 0:
-        raise ValueError(f"TransferPlan.execute: retries must be >= 0, got {retries}")
+    max_blocks = _at_least("max_blocks", max_blocks, 1)
+    retries = _at_least("retries", retries, 0)
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     ends = np.cumsum(self.lengths)
     bounds = _batch_bounds(ends, max_blocks)
@@ -81,36 +81,46 @@ def execute(
         return TransferStatus(
             code,
             num_batches=num_batches,
-            first_failed_batch=done if code else None,
+            first_failed_batch=done if code and done < num_batches else None,
             blocks_done=bounds[done],
             bytes_done=int(ends[bounds[done] - 1]) if done else 0,
             attempts=attempts,
         )
 
-    while done < num_batches:
-        batch = slice(bounds[done], bounds[done + 1])
-        try:
+    try:
+        while done < num_batches:
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"TransferPlan.execute: {timeout} s have passed")
             attempts += 1
+            batch = slice(bounds[done], bounds[done + 1])
             code = engine.write(
                 session,
                 self.src_addrs[batch].tolist(),
                 self.dst_addrs[batch].tolist(),
                 self.lengths[batch].tolist(),
             )
-        except BaseException as error:
-            _annotate(error, status(-1))
-            raise
-        if code == 0:
-            done += 1
-            if progress:
-                progress(bounds[done], int(ends[bounds[done] - 1]))
-        elif retries > 0 and time.monotonic() < deadline:
-            retries -= 1
-        else:
-            return status(code)
+            if code == 0:
+                done += 1
+                if progress:
+                    progress(bounds[done], int(ends[bounds[done] - 1]))
+            elif retries > 0 and time.monotonic() < deadline:
+                retries -= 1
+            else:
+                return status(code)
+    except BaseException as error:
+        _annotate(error, status(-1), done)
+        raise
     return status(0)
+
+
+def _at_least(name: str, value: int, minimum: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(
+            f"TransferPlan.execute: {name} must be an integer, got {type(value).__name__}"
+        )
+    if value < minimum:
+        raise ValueError(f"TransferPlan.execute: {name} must be >= {minimum}, got {value}")
+    return operator.index(value)
 
 
 def _batch_bounds(ends: NDArray[np.uint64], max_blocks: int) -> list[int]:
@@ -123,10 +133,10 @@ def _batch_bounds(ends: NDArray[np.uint64], max_blocks: int) -> list[int]:
     return bounds
 
 
-def _annotate(error: BaseException, status: TransferStatus) -> None:
+def _annotate(error: BaseException, status: TransferStatus, batches_done: int) -> None:
     error.transfer_status = status  # type: ignore[attr-defined]
     if hasattr(error, "add_note"):
         error.add_note(
-            f"in batch {status.first_failed_batch} of {status.num_batches}, after "
-            f"{status.blocks_done} blocks and {status.bytes_done} bytes"
+            f"after {batches_done} of {status.num_batches} batches, {status.blocks_done} blocks "
+            f"and {status.bytes_done} bytes"
         )

@@ -47,9 +47,11 @@ class LocalEngine:
     """
 
     def __init__(self, *, num_threads: int | None = None, max_blocks: int = 1 << 16) -> None:
+        if num_threads is not None and num_threads < 1:
+            raise ValueError(f"LocalEngine: num_threads must be >= 1, got {num_threads}")
         self.session_id = f"local:{next(_numbers)}"
         self.max_blocks = max_blocks
-        self._num_threads = num_threads or 0
+        self._num_threads = num_threads
         self._memory = _core.MemoryRanges()
         self._writes: set[object] = set()  # in flight, from or to this engine
         with _changed:
@@ -61,7 +63,7 @@ class LocalEngine:
         0; -1 for an empty range; -7 where a range overlaps another, of this call or before.
         """
         with _changed:
-            return self._memory.add(addrs, sizes)
+            return self._open()._memory.add(addrs, sizes)
 
     def unregister(self, addrs: Sequence[int]) -> int:
         """End that, for all the ranges that start at `addrs` or, with -3, for none.
@@ -69,7 +71,7 @@ class LocalEngine:
         Waits for the writes in flight, so that the memory can be freed.
         """
         with _changed:
-            code = self._memory.remove(addrs)
+            code = self._open()._memory.remove(addrs)
             self._wait()
             return code
 
@@ -86,23 +88,25 @@ class LocalEngine:
         inside one range that is registered here and at the peer, respectively. A destination must
         overlap no source and no other destination.
         """
-        with _changed:
-            peer = _engines.get(session)
-            if (
-                peer is None
-                or not self._memory.contain(src_addrs, lengths)
-                or not peer._memory.contain(dst_addrs, lengths)
-            ):
-                return _OUTSIDE
-            write = object()
-            self._writes.add(write)
-            peer._writes.add(write)
+        write = object()
+        peer = None
         try:
+            with _changed:
+                peer = _engines.get(session)
+                if (
+                    not self._open()._memory.contain(src_addrs, lengths)
+                    or peer is None
+                    or not peer._memory.contain(dst_addrs, lengths)
+                ):
+                    return _OUTSIDE
+                self._writes.add(write)
+                peer._writes.add(write)
             _core.copy_blocks(src_addrs, dst_addrs, lengths, self._num_threads)
-        finally:
+        finally:  # also of a Ctrl-C at any line above: `close` would wait for the write for ever
             with _changed:
                 self._writes.discard(write)
-                peer._writes.discard(write)
+                if peer is not None:
+                    peer._writes.discard(write)
                 _changed.notify_all()
         return 0
 
@@ -112,6 +116,11 @@ class LocalEngine:
             _engines.pop(self.session_id, None)
             self._memory = _core.MemoryRanges()
             self._wait()
+
+    def _open(self) -> LocalEngine:
+        if self.session_id not in _engines:
+            raise RuntimeError(f"LocalEngine: {self.session_id} is closed")
+        return self
 
     def _wait(self) -> None:
         """For the writes that are in flight now; later ones have seen what changed."""
