@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import cpattn
 from cpattn import LocalEngine, TransferPlan, TransferStatus, _core
+from cpattn.transfer import execute
 from interrupts import assert_interruptible
 
 
@@ -135,14 +136,20 @@ def test_timeout_names_the_batch_and_begins_no_other():
     assert plan_of(12).execute(engine, "peer", timeout=60) == 0
 
 
-def test_code_of_a_failure_counts_more_than_the_timeout():
+def test_code_of_a_failure_counts_more_than_the_timeout(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(execute, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
     class SlowEngine(ScriptedEngine):
         def write(self, *arguments):
-            time.sleep(0.1)
+            clock[0] += 1
             return super().write(*arguments)
 
-    status = plan_of(12).execute(SlowEngine(-3), "peer", timeout=0.1, retries=9)
+    status = plan_of(12).execute(SlowEngine(-3), "peer", timeout=1, retries=9)
     assert (int(status), status.attempts) == (-3, 1)
+    with pytest.raises(TimeoutError) as caught:
+        plan_of(12).execute(SlowEngine(0, 0), "peer", timeout=2)
+    assert caught.value.transfer_status.first_failed_batch == 2
 
 
 def test_batches_are_bounded_in_bytes():
@@ -362,7 +369,7 @@ def test_local_engine_unregister_waits_for_writes(engines):
     dst, dst_addr = memory(receiver, np.zeros(4 << 20))
     thread = threading.Thread(target=write_all_the_time, args=[dst_addr])
     thread.start()
-    while len(codes) < 3:
+    while len(codes) < 3 and thread.is_alive():
         pass
     assert receiver.unregister([dst_addr]) == 0
     dst[:] = 0  # nobody writes here any more

@@ -171,8 +171,8 @@ def plan_kv_links(
             raise ValueError(f"plan_kv_links: cp_ranks must be given with cp_size {cp_size}")
         cp_ranks = [0] * len(sources)
     links = _core.plan_kv_links(
-        sources,
-        destinations,
+        tuple(sources),  # which no other thread can change while the plans are made
+        tuple(destinations),
         list(src_pages),
         list(dst_pages),
         cp_ranks,
