@@ -77,6 +77,7 @@ def test_close_releases_what_is_registered_even_after_errors(fake):
         assert engine.register([1000, 2000, 3000], [8, 8, 8]) == 0
         FakeEngine.code = -7
         assert engine.register([4000], [8]) == -7
+        assert engine.unregister([2000, 2000]) == -3
         assert engine.unregister([2000]) == 0
         engine.write("peer", (1,), (2,), (3,))
     engine.close()

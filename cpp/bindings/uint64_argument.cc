@@ -51,7 +51,7 @@ uint64_t uint64_value(py::handle object, const char* name) {
 }
 
 std::vector<uint64_t> uint64_list(py::handle object, const char* name) {
-  py::object list = py::reinterpret_borrow<py::object>(object);
+  auto list = py::reinterpret_borrow<py::object>(object);
   if (is_integer_array(list)) {
     const auto array = py::reinterpret_borrow<py::array>(list);
     check(array.ndim() == 1, name, " must have 1 dimension, got ", array.ndim());

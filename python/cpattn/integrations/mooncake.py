@@ -125,7 +125,7 @@ class MooncakeEngine:
         """
         with self._lock:
             engine, ranges = self._open(), set(addrs)
-            if not ranges <= self._registered:
+            if len(ranges) < len(addrs) or not ranges <= self._registered:
                 return _UNKNOWN
             self._registered -= ranges
             return engine.batch_unregister_memory(list(ranges))

@@ -52,8 +52,9 @@ def execute(
         Seconds after which no other batch is begun. The one in flight runs to its end, which is
         the engine's to bound: memory must not be reused under a write.
     retries : int
-        How often a batch with a non-zero code is written again, for the whole plan. Safe, because
-        writing a block twice is writing it once; pages must still be the peer's to fill.
+        How often a batch with a non-zero code is written again, for the whole plan. Writing a block
+        twice is writing it once, but an engine may leave the failed write in flight (Mooncake does
+        after its timeout): then neither side may reuse its pages yet, even if the retry succeeds.
     progress : callable, optional
         Called as ``progress(blocks_done, bytes_done)`` after each batch.
 

@@ -28,7 +28,7 @@ class KVLayout(_core.KVLayout):
         Heads of K and V of the whole model; 1 for MLA, whose latent all ranks hold. Ranks have
         equal shares in order; with more ranks than heads, neighbours have the same head.
         Needed with tp_size > 1.
-    layers : pair of int, optional
+    layers : pair of ints, optional
         The target layers ``first, ..., end - 1`` that this side answers for, all of whose
         buffers are here: those of its pipeline stage. Default: all layers of the model.
     dcp_rank, dcp_size, dcp_interleave : int
@@ -198,9 +198,7 @@ class KVLayout(_core.KVLayout):
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> KVLayout:
         """The layout whose `to_dict` this is."""
-        values = dict(fields)
-        layers = values.pop("layers", None)
-        return cls(**values, layers=None if layers is None else tuple(layers))
+        return cls(**fields)
 
     def __repr__(self) -> str:
         entries = self._entries
