@@ -65,6 +65,20 @@ def test_golden_numbers(use_fia, container):
     assert isinstance(layers[0], kind)
 
 
+def test_sizes_of_numpy_do_not_wrap():
+    pool = cpattn.MHATokenToKVPool(
+        np.int32(1 << 20), np.int32(1 << 10), np.int8(2), np.int16(8), np.int32(1 << 10),
+        start_layer=np.int8(126), dtype=np.dtype("float16"), container="numpy",
+    )  # fmt: skip
+    for numbers in pool.get_contiguous_buf_infos():
+        assert {type(number) for number in numbers} == {int}
+    _, sizes, page_sizes = pool.get_contiguous_buf_infos()
+    assert page_sizes == [1 << 24] * 4
+    assert sizes == [1025 << 24] * 4
+    assert pool.end_layer == 128
+    assert pool.get_key_buffer(127).dtype == np.float16
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_item_length_times_pages_is_the_length_of_every_buffer(data):

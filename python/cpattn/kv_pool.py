@@ -38,24 +38,23 @@ class _KVPool:
         container: str | None,
     ):
         function = type(self).__name__
-        if size < 0 or page_size < 1 or start_layer < 0:
-            raise ValueError(
-                f"{function}: size and start_layer must be >= 0 and page_size >= 1, got "
-                f"{size}, {start_layer} and {page_size}"
-            )
-        self.size = size
-        self.page_size = page_size
-        self.num_pages = size // page_size + 1
-        self.num_layers = self.layer_num = num_layers
-        self.start_layer = start_layer
-        self.end_layer = start_layer + num_layers
+        self.size = _at_least(0, function, "size", size)
+        self.page_size = _at_least(1, function, "page_size", page_size)
+        self.num_pages = self.size // self.page_size + 1
+        self.num_layers = self.layer_num = _at_least(1, function, "num_layers", num_layers)
+        self.start_layer = _at_least(0, function, "start_layer", start_layer)
+        self.end_layer = self.start_layer + self.num_layers
         self.dtype = _dtype_name(dtype)
         self.store_dtype = "uint8" if self.dtype.startswith("float8") else self.dtype
         self.use_fia = use_fia
         self.kinds = tuple(rows)
         self._buffers = {
             kind: _core.KvBuffer(
-                function, num_layers, self.num_pages * page_size, math.prod(row), self.dtype
+                function,
+                self.num_layers,
+                self.num_pages * self.page_size,
+                math.prod(row),
+                self.dtype,
             )
             for kind, row in rows.items()
         }
@@ -230,11 +229,16 @@ class MHATokenToKVPool(_KVPool):
         use_fia: bool | None = None,
         container: str | None = None,
     ):
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        rows = {"k": (num_kv_heads, head_dim), "v": (num_kv_heads, self.v_head_dim)}
-        use_fia = _use_fia(type(self).__name__) if use_fia is None else use_fia
+        function = type(self).__name__
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        self.num_kv_heads = _at_least(1, function, "num_kv_heads", num_kv_heads)
+        self.head_dim = _at_least(1, function, "head_dim", head_dim)
+        self.v_head_dim = _at_least(1, function, "v_head_dim", v_head_dim)
+        rows = {
+            "k": (self.num_kv_heads, self.head_dim),
+            "v": (self.num_kv_heads, self.v_head_dim),
+        }
+        use_fia = _use_fia(function) if use_fia is None else use_fia
         super().__init__(rows, size, page_size, num_layers, dtype, start_layer, use_fia, container)
 
     def set_kv_buffer(
@@ -306,13 +310,16 @@ class MLATokenToKVPool(_KVPool):
         use_fia: bool | None = None,
         container: str | None = None,
     ):
+        function = type(self).__name__
         self.num_kv_heads = 1
-        self.kv_lora_rank = self.head_dim = kv_lora_rank
-        self.qk_rope_head_dim = self.v_head_dim = qk_rope_head_dim
-        self.index_head_dim = index_head_dim
-        rows = {"k": (1, kv_lora_rank), "v": (1, qk_rope_head_dim)}
+        self.kv_lora_rank = _at_least(1, function, "kv_lora_rank", kv_lora_rank)
+        self.qk_rope_head_dim = _at_least(1, function, "qk_rope_head_dim", qk_rope_head_dim)
+        self.head_dim, self.v_head_dim = self.kv_lora_rank, self.qk_rope_head_dim
+        self.index_head_dim = None
+        rows = {"k": (1, self.kv_lora_rank), "v": (1, self.qk_rope_head_dim)}
         if index_head_dim is not None:
-            rows["index_k"] = (1, index_head_dim)
+            self.index_head_dim = _at_least(1, function, "index_head_dim", index_head_dim)
+            rows["index_k"] = (1, self.index_head_dim)
         super().__init__(rows, size, page_size, num_layers, dtype, start_layer, False, container)
 
     @property
@@ -355,6 +362,19 @@ class MLATokenToKVPool(_KVPool):
     def _check_index(self, function: str) -> None:
         if self.index_head_dim is None:
             raise ValueError(f"{function}: the pool was made without index_head_dim")
+
+
+def _at_least(least: int, function: str, name: str, number: Any) -> int:
+    """A size as a plain int: products of NumPy integers would wrap."""
+    try:
+        value = operator.index(number)
+    except TypeError:
+        raise TypeError(
+            f"{function}: {name} must be an integer, got {type(number).__name__}"
+        ) from None
+    if value < least:
+        raise ValueError(f"{function}: {name} must be >= {least}, got {value}")
+    return value
 
 
 def _use_fia(function: str) -> bool:
