@@ -118,11 +118,7 @@ class Writer {
         " elements, a row per slot, got ", part.rows.num_elements(), " in shape ",
         ShapeOf{part.rows}
     );
-    check_scale(function, (std::string(part.name) + "_scale").c_str(), part.scale);
-    TensorView layer{.data = layer_, .dtype = part.buffer.dtype(), .rank = 1};
-    layer.shape[0] = part.buffer.num_slots() * row_elements_;
-    layer.strides[0] = 1;
-    check_no_overlap(function, "the layer", layer, part.name, part.rows);
+    check_scale(function, concat(part.name, "_scale").c_str(), part.scale);
   }
 
   void stream_piece(const char* from, char* to) const {
@@ -147,6 +143,21 @@ class Writer {
   int64_t row_elements_, from_bytes_, to_bytes_;
   int64_t piece_elements_ = 0;
 };
+
+/// Checks that no rows lie where any are written.
+void check_no_overlap(const char* function, int64_t layer, std::span<const KvRows> parts) {
+  for (const KvRows& written : parts) {
+    const KvBuffer& buffer = written.buffer;
+    TensorView out{.data = buffer.data() + layer * buffer.layer_bytes(), .dtype = buffer.dtype()};
+    out.rank = 1;
+    out.shape[0] = buffer.num_slots() * buffer.row_elements();
+    out.strides[0] = 1;
+    const std::string name = concat("the layer's ", written.name);
+    for (const KvRows& read : parts) {
+      cpattn::check_no_overlap(function, name.c_str(), out, read.name, read.rows);
+    }
+  }
+}
 
 /// Checks that slots are in the layer. Whether each is behind those before it, so that none comes
 /// twice.
@@ -220,6 +231,7 @@ void write_kv_rows(
     written += writer.written();
     can_stream &= writer.can_stream();
   }
+  check_no_overlap(function, layer, parts);
   const int64_t step = std::max<int64_t>(1, kLeastTraffic / traffic);
   if (num_rows > step && !ascending) keep_last(slots);
   const auto write =

@@ -31,7 +31,7 @@ struct KvRows {
 ///
 /// Throws std::invalid_argument, which names `function`, for another layer, slots that are not
 /// in the buffer, a wrong number of elements, other dtypes, a scale that is not a positive number
-/// and rows that lie in the layer they are written to. Nothing is written then.
+/// and rows that lie where any part of the layer is written. Nothing is written then.
 void write_kv_rows(
     const char* function, int64_t layer, std::span<int64_t> slots, std::span<const KvRows> parts
 );
