@@ -16,6 +16,11 @@ TEST(GroupRuns, SplitsWhereEitherSideDoes) {
   EXPECT_EQ(group_runs(src, dst), expected);
 }
 
+TEST(GroupRuns, EndsOfInt64) {
+  const Ints ends = {INT64_MAX, INT64_MIN, INT64_MIN + 1};
+  EXPECT_EQ(group_runs(ends, Ints{0, 1, 2}), (std::vector<TransferRun>{{INT64_MAX, 0, 3}}));
+}
+
 TEST(GroupRuns, OneRunOrNone) {
   EXPECT_EQ(group_runs(Ints{5, 6, 7}, Ints{1, 2, 3}), (std::vector<TransferRun>{{5, 1, 3}}));
   EXPECT_TRUE(group_runs(Ints{}, Ints{1}).empty());

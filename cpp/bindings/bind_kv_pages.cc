@@ -34,7 +34,8 @@ py::list ascending(int64_t first, int64_t count) {
   auto list = py::reinterpret_steal<py::list>(PyList_New(count));
   if (!list) throw py::error_already_set();
   for (int64_t i = 0; i < count; ++i) {
-    PyObject* item = PyLong_FromLongLong(first + i);
+    const uint64_t value = static_cast<uint64_t>(first) + static_cast<uint64_t>(i);  // may wrap
+    PyObject* item = PyLong_FromLongLong(static_cast<int64_t>(value));
     if (item == nullptr) throw py::error_already_set();
     PyList_SET_ITEM(list.ptr(), i, item);
   }

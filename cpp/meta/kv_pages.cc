@@ -6,8 +6,13 @@
 namespace cpattn {
 namespace {
 
-uint64_t step(std::span<const int64_t> indices, std::size_t i) {
-  return static_cast<uint64_t>(indices[i]) - static_cast<uint64_t>(indices[i - 1]);
+/// a - b modulo 2^64: indices are not checked here, and at the ends of int64 wrap as NumPy's do.
+int64_t difference(int64_t a, int64_t b) {
+  return static_cast<int64_t>(static_cast<uint64_t>(a) - static_cast<uint64_t>(b));
+}
+
+int64_t step(std::span<const int64_t> indices, std::size_t i) {
+  return difference(indices[i], indices[i - 1]);
 }
 
 }  // namespace
@@ -51,7 +56,7 @@ std::vector<TransferRun> group_runs(
     run += splits;
     first = splits ? i : first;
     const auto offset = static_cast<int64_t>(i - first);
-    *run = {src_indices[i] - offset, dst_indices[i] - offset, offset + 1};
+    *run = {difference(src_indices[i], offset), difference(dst_indices[i], offset), offset + 1};
   }
   runs.resize(run - runs.data() + 1);
   return runs;

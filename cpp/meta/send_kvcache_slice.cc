@@ -132,8 +132,11 @@ TransferPlan plan_send_kvcache_slice(
     );
   }
   std::vector<TransferRun> runs = group_runs(pages.src, pages.dst);
+  const auto first_token = [tokens](int64_t page) {  // modulo 2^64, as addresses
+    return static_cast<int64_t>(static_cast<uint64_t>(page) * tokens);
+  };
   for (TransferRun& run : runs) {  // of pages, now of tokens
-    run = {run.src * page_size, run.dst * page_size, run.count * page_size};
+    run = {first_token(run.src), first_token(run.dst), run.count * page_size};
   }
   return make_transfer_plan(entries, runs);
 }
