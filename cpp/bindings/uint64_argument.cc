@@ -62,10 +62,12 @@ std::vector<uint64_t> uint64_list(py::handle object, const char* name) {
       return values;
     }
     list = array.attr("tolist")();
+  } else if (!py::isinstance<py::array>(list) && py::hasattr(list, "__dlpack__")) {
+    list = list.attr("tolist")();  // of torch, in which addresses are int64
   }
   if (!PyList_Check(list.ptr()) && !PyTuple_Check(list.ptr())) {
     throw py::type_error(concat(
-        name, " must be a list or tuple of int, or a NumPy array of integers, got ",
+        name, " must be a list or tuple of int, or an integer array, got ",
         Py_TYPE(object.ptr())->tp_name
     ));
   }
