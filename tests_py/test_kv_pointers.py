@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from itertools import chain, pairwise, product
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -179,6 +181,43 @@ def test_mla_refuses(src, dst, first, message):
             src, dst, prefill_start_layer=first, kv_buf_groups=2, hidden_kv_layers=4,
             draft_kv_layers=1, is_last_rank=True,
         )  # fmt: skip
+
+
+def test_pointers_in_arrays():
+    """A list extended by a slice of an array is no longer a list."""
+    stage, decode = np.array([7, 8], np.uint64), torch.tensor([1, 2, 3, 4])
+    where = {"prefill_start_layer": 1, "total_kv_layers": 2}
+    for src, dst in ((stage, decode), (decode[:2] + 6, stage.tolist() * 2), ((7, 8), decode)):
+        wanted = [2, 4] if dst is decode else [8, 8]
+        found = get_mla_kv_ptrs_with_pp(src, dst, kv_buf_groups=2, **where)
+        assert found == ([7, 8], wanted, 2)
+        assert all(type(ptr) is int for ptr in found[0] + found[1])
+        found = get_mha_kv_ptrs_with_pp(src, dst, **where)
+        assert found == ([7], [8], wanted[:1], wanted[1:], 1)
+        assert all(type(ptr) is int for ptrs in found[:4] for ptr in ptrs)
+
+
+def test_drafts_of_a_stage_that_is_not_the_last():
+    """As many entries on both sides, but K2 of the source is not the fourth of the destination."""
+    src = names(MLA, range(3), 1)
+    with pytest.raises(ValueError, match="the stage with drafts must end at layer 4"):
+        get_mla_kv_ptrs_with_pp(
+            src, names(MLA, range(4)), prefill_start_layer=0, kv_buf_groups=2, hidden_kv_layers=4,
+            draft_kv_layers=1, is_last_rank=True,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("compat", [False, True])
+def test_sums_of_layers_do_not_overflow(compat):
+    message = "prefill_start_layer must fit into int32, got 9223372036854775807"
+    with pytest.raises(ValueError, match=f"get_mla_kv_ptrs_with_pp: {message}"):
+        get_mla_kv_ptrs_with_pp([1], [1, 2], prefill_start_layer=2**63 - 1, compat=compat)
+    with pytest.raises(ValueError, match=f"get_mha_kv_ptrs_with_pp: {message}"):
+        get_mha_kv_ptrs_with_pp([1, 2], [1, 2], prefill_start_layer=2**63 - 1, compat=compat)
+    with pytest.raises(ValueError, match="hidden_kv_layers must fit into int32"):
+        get_mla_kv_ptrs_with_pp(
+            [1], [1, 2], prefill_start_layer=0, hidden_kv_layers=2**62, compat=compat
+        )
 
 
 @pytest.mark.parametrize("compat", [False, True])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -166,6 +167,60 @@ def test_one_stage_with_other_drafts():
         plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=1, is_mla=True)
     assert len(plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=1, is_mla=True,
                                  compat=True)) == 8  # fmt: skip
+
+
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_one_stage_with_drafts_it_does_not_count(is_mla):
+    """The model's layers tell that the source has a draft, and V of it would go to another K."""
+    args, _ = server("KV", 0, 3, 1, base=BASE)
+    args.total_kv_layers = 3
+    decode, _ = server("KV", 0, 3, 2, base=2 * BASE)
+    with pytest.raises(ValueError, match="must have the 1 drafts of the source, got 10 entries"):
+        plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=1, is_mla=is_mla)
+
+
+@pytest.mark.parametrize("compat", [False, True])
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_groups_must_exist(pp_size, compat):
+    args, _ = server("KV", 0, 3, 0, base=BASE)
+    args.kv_buf_groups = 0
+    with pytest.raises(ValueError, match="plan_send_kvcache: kv_buf_groups must be >= 1"):
+        plan_send_kvcache(args, args.kv_data_ptrs, [0], [0], pp_size=pp_size, is_mla=True,
+                          compat=compat)  # fmt: skip
+
+
+def test_groups_left_at_one():
+    """K and V of two layers look like K of four; the end of the stage says that they are not."""
+    args, _ = server("KV", 0, 2, 0, base=BASE)
+    del args.kv_buf_groups
+    args.total_kv_layers, args.prefill_end_layer = 4, 2
+    decode, _ = server("KV", 0, 4, 0, base=2 * BASE)
+    with pytest.raises(ValueError, match=r"at most layers \[0, 2\) in each of 1 group.* got 4 en"):
+        plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=2, is_mla=True)
+    args.kv_buf_groups = 2
+    plan = plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=2, is_mla=True)
+    assert [decode.kv_data_ptrs.index(addr) for addr in plan.dst_addrs] == [0, 1, 4, 5]
+
+
+@pytest.mark.parametrize("compat", [False, True])
+def test_a_stage_must_say_where_it_begins(compat):
+    args, _ = server("KV", 2, 4, 0, base=BASE)
+    args.total_kv_layers = 4
+    del args.prefill_start_layer
+    with pytest.raises(AttributeError, match="prefill_start_layer"):
+        plan_send_kvcache(args, list(range(8)), [0], [0], pp_size=2, is_mla=True, compat=compat)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.int32])
+def test_lists_in_arrays(dtype):
+    args = KVArgs(kv_data_ptrs=np.array([1000, 2000], dtype),
+                  kv_item_lens=torch.tensor([10, 20]))  # fmt: skip
+    plan = plan_send_kvcache(args, np.array([5000, 6000], dtype), [1], [2], pp_size=1, is_mla=True)
+    assert blocks(plan) == [(1010, 5020, 10), (2020, 6040, 20)]
+    for ptrs, error in (([-1, 0], ValueError), ([1.0, 2.0], TypeError)):
+        args.kv_data_ptrs = np.array(ptrs)
+        with pytest.raises(error, match="source addresses must be "):
+            plan_send_kvcache(args, [5, 6], [1], [2], pp_size=1, is_mla=True)
 
 
 @pytest.mark.parametrize("pp_size", [1, 2])

@@ -50,7 +50,7 @@ class Items {
 };
 
 /// Given as (prefill_start_layer, kv_buf_groups, total_kv_layers, hidden_kv_layers or None,
-/// draft_kv_layers, is_last_rank, pp_size, is_mla).
+/// draft_kv_layers, is_last_rank, pp_size, is_mla, prefill_end_layer or None).
 SendStage stage_of(const char* function, const py::tuple& fields) {
   const auto value = [&](int i, const char* name) {
     return index_value(fields[i], concat(function, ": ", name).c_str());
@@ -63,10 +63,12 @@ SendStage stage_of(const char* function, const py::tuple& fields) {
            .hidden_kv_layers = {},
            .draft_kv_layers = value(4, "draft_kv_layers"),
            .is_last_rank = fields[5].cast<bool>()},
+      .prefill_end_layer = {},
       .pp_size = value(6, "pp_size"),
       .is_mla = fields[7].cast<bool>()
   };
   if (!fields[3].is_none()) stage.kv.hidden_kv_layers = value(3, "hidden_kv_layers");
+  if (!fields[8].is_none()) stage.prefill_end_layer = value(8, "prefill_end_layer");
   return stage;
 }
 

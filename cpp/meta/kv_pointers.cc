@@ -21,13 +21,28 @@ struct Match {
   int64_t src_layers() const { return num_src / groups; }
   int64_t dst_layers() const { return num_dst / groups; }
   int64_t num_targets() const { return src_layers() - num_drafts; }
+  int64_t end_layer() const { return first_layer + num_targets(); }
 };
 
 std::ostream& operator<<(std::ostream& out, const Match& match) {
-  return out << "source layers [" << match.first_layer << ", "
-             << match.first_layer + match.num_targets() << ") and " << match.num_drafts
-             << " drafts in " << match.num_src << " entries, destination " << match.num_dst
-             << " entries, each of " << match.groups << " group(s)";
+  return out << "source layers [" << match.first_layer << ", " << match.end_layer() << ") and "
+             << match.num_drafts << " drafts in " << match.num_src << " entries, destination "
+             << match.num_dst << " entries, each of " << match.groups << " group(s)";
+}
+
+/// Sums and products of layers and groups cannot overflow.
+void check_stage(const char* function, const KVStage& stage) {
+  check(
+      stage.kv_buf_groups >= 1, function, ": kv_buf_groups must be >= 1, got ", stage.kv_buf_groups
+  );
+  const auto narrow = [function](int64_t value, const char* name) {
+    narrow_to_int32(value, concat(function, ": ", name).c_str());
+  };
+  narrow(stage.prefill_start_layer, "prefill_start_layer");
+  narrow(stage.kv_buf_groups, "kv_buf_groups");
+  narrow(stage.total_kv_layers, "total_kv_layers");
+  narrow(stage.hidden_kv_layers.value_or(0), "hidden_kv_layers");
+  narrow(stage.draft_kv_layers, "draft_kv_layers");
 }
 
 void check_lists(const Match& match) {
@@ -56,6 +71,10 @@ std::vector<EntryRange> match_entries(const Match& match, int64_t total_layers) 
       total_layers >= 0, match.function, ": the number of layers must be >= 0, got ", total_layers
   );
   if (match.num_src == 0) return {};
+  check(
+      match.num_drafts == 0 || total_layers == 0 || match.end_layer() == total_layers,
+      match.function, ": the stage with drafts must end at layer ", total_layers, "; ", match
+  );
   // Both sides hold the whole model or, at a destination too small for that, the same stage.
   if (match.src_layers() == held && (match.first_layer == 0 || held < total_layers)) {
     return {{0, match.num_src}};
@@ -70,26 +89,18 @@ std::vector<EntryRange> match_entries(const Match& match, int64_t total_layers) 
       held >= total_layers, match.function, ": destination holds ", held, " of ", total_layers,
       " layers per group, and not those of the source; ", match
   );
-  const int64_t end_layer = match.first_layer + match.num_targets();
   check(
-      end_layer <= total_layers, match.function, ": source must end within the ", total_layers,
-      " target layers of every group of the destination; ", match
+      match.end_layer() <= total_layers, match.function, ": source must end within the ",
+      total_layers, " target layers of every group of the destination; ", match
   );
-  if (match.num_drafts > 0) {
-    check(
-        end_layer == total_layers, match.function, ": the stage with drafts must end at layer ",
-        total_layers, "; ", match
-    );
-    check(
-        held - total_layers == match.num_drafts, match.function,
-        ": destination must hold as many drafts as the source, got ", held - total_layers, "; ",
-        match
-    );
-  }
+  check(
+      match.num_drafts == 0 || held - total_layers == match.num_drafts, match.function,
+      ": destination must hold as many drafts as the source, got ", held - total_layers, "; ", match
+  );
   std::vector<EntryRange> ranges;
   ranges.reserve(match.groups + 1);
   for (int64_t g = 0; g < match.groups; ++g) {
-    ranges.push_back({g * total_layers + match.first_layer, g * total_layers + end_layer});
+    ranges.push_back({g * total_layers + match.first_layer, g * total_layers + match.end_layer()});
   }
   const int64_t tail = match.groups * total_layers;
   if (match.num_drafts > 0) ranges.push_back({tail, tail + match.groups * match.num_drafts});
@@ -150,9 +161,7 @@ std::vector<EntryRange> mla_as_engines_do(int64_t num_src, int64_t num_dst, cons
 std::vector<EntryRange> match_kv_entries(
     const char* function, int64_t num_src, int64_t num_dst, const KVStage& stage
 ) {
-  check(
-      stage.kv_buf_groups >= 1, function, ": kv_buf_groups must be >= 1, got ", stage.kv_buf_groups
-  );
+  check_stage(function, stage);
   const bool knows_drafts = stage.hidden_kv_layers.has_value();
   return match_entries(
       {.function = function,
@@ -172,13 +181,15 @@ MhaEntries mha_kv_entries(
     int64_t total_kv_layers,
     bool compat
 ) {
+  constexpr char kFunction[] = "get_mha_kv_ptrs_with_pp";
+  const KVStage stage{
+      .prefill_start_layer = prefill_start_layer,
+      .kv_buf_groups = 2,
+      .total_kv_layers = total_kv_layers
+  };
+  check_stage(kFunction, stage);
   if (compat) return mha_as_engines_do(num_src, num_dst, prefill_start_layer);
-  const auto ranges = match_kv_entries(
-      "get_mha_kv_ptrs_with_pp", num_src, num_dst,
-      {.prefill_start_layer = prefill_start_layer,
-       .kv_buf_groups = 2,
-       .total_kv_layers = total_kv_layers}
-  );
+  const auto ranges = match_kv_entries(kFunction, num_src, num_dst, stage);
   const int64_t n = num_src / 2;
   const int64_t k = ranges.empty() ? 0 : ranges.front().begin;
   const int64_t v = ranges.size() == 2 ? ranges[1].begin : n;
@@ -195,10 +206,7 @@ std::vector<EntryRange> mla_kv_entries(
     int64_t num_src, int64_t num_dst, const KVStage& stage, bool compat
 ) {
   if (!compat) return match_kv_entries("get_mla_kv_ptrs_with_pp", num_src, num_dst, stage);
-  check(
-      stage.kv_buf_groups >= 1, "get_mla_kv_ptrs_with_pp: kv_buf_groups must be >= 1, got ",
-      stage.kv_buf_groups
-  );
+  check_stage("get_mla_kv_ptrs_with_pp", stage);
   return mla_as_engines_do(num_src, num_dst, stage);
 }
 

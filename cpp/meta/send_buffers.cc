@@ -7,14 +7,14 @@
 namespace cpattn {
 namespace {
 
-std::vector<EntryRange> mha_as_engines_do(const SendBuffers& buffers, const KVStage& stage) {
-  const auto num_src = std::ssize(buffers.src_addrs);
-  const MhaEntries entries =
-      mha_kv_entries(num_src, std::ssize(buffers.dst_addrs), stage.prefill_start_layer, 0, true);
+std::vector<EntryRange> mha_as_engines_do(
+    const char* function, int64_t num_src, int64_t num_dst, const KVStage& stage
+) {
+  const MhaEntries entries = mha_kv_entries(num_src, num_dst, stage.prefill_start_layer, 0, true);
   for (const EntryRange& range : {entries.dst_k, entries.dst_v}) {
     if (range.size() < entries.num_layers) {
       throw std::out_of_range(concat(
-          "plan_send_kvcache: list index out of range: ", range.size(), " destination entries for ",
+          function, ": list index out of range: ", range.size(), " destination entries for ",
           entries.num_layers, " layers"
       ));
     }
@@ -35,20 +35,41 @@ KVStage grouped(const SendStage& stage) {
   return kv;
 }
 
+/// Draft layers of a sender that has the whole model, as far as it says.
+int64_t num_drafts(int64_t num_src, const KVStage& stage) {
+  const int64_t targets = stage.hidden_kv_layers.value_or(stage.total_kv_layers);
+  const int64_t beyond = targets > 0 ? num_src / stage.kv_buf_groups - targets : 0;
+  return std::max(stage.draft_kv_layers, beyond);
+}
+
 /// Of a sender that has the whole model.
 std::vector<EntryRange> by_position(
     const char* function, int64_t num_src, int64_t num_dst, const KVStage& stage, bool compat
 ) {
+  const int64_t drafts = num_drafts(num_src, stage);
   check(
       compat || num_dst >= num_src, function, ": destination must have the ", num_src,
       " entries of the source, got ", num_dst
   );
   check(
-      compat || num_src == num_dst || stage.draft_kv_layers == 0, function,
-      ": destination must have the ", stage.draft_kv_layers, " drafts of the source, got ", num_dst,
-      " entries for ", num_src
+      compat || num_src == num_dst || drafts == 0, function, ": destination must have the ", drafts,
+      " drafts of the source, got ", num_dst, " entries for ", num_src
   );
   return {{0, std::min(num_src, num_dst)}};
+}
+
+/// Groups that were not declared make a stage look longer than it is.
+void check_end_layer(
+    const char* function, int64_t num_src, const KVStage& kv, std::optional<int64_t> end_layer
+) {
+  if (!end_layer) return;
+  const int64_t drafts = kv.is_last_rank ? kv.draft_kv_layers : 0;
+  const int64_t held = num_src / kv.kv_buf_groups - drafts;
+  check(
+      held <= *end_layer - kv.prefill_start_layer, function, ": source must have at most layers [",
+      kv.prefill_start_layer, ", ", *end_layer, ") in each of ", kv.kv_buf_groups,
+      " group(s), got ", num_src, " entries with ", drafts, " drafts"
+  );
 }
 
 std::vector<EntryRange> destination_ranges(
@@ -57,10 +78,16 @@ std::vector<EntryRange> destination_ranges(
   const auto num_src = std::ssize(buffers.src_addrs);
   const auto num_dst = std::ssize(buffers.dst_addrs);
   check(stage.pp_size >= 1, function, ": pp_size must be >= 1, got ", stage.pp_size);
-  if (stage.pp_size == 1) return by_position(function, num_src, num_dst, stage.kv, compat);
-  if (!compat) return match_kv_entries(function, num_src, num_dst, grouped(stage));
+  const KVStage kv = grouped(stage);
+  check(kv.kv_buf_groups >= 1, function, ": kv_buf_groups must be >= 1, got ", kv.kv_buf_groups);
+  if (stage.pp_size == 1) return by_position(function, num_src, num_dst, kv, compat);
+  if (!compat) {
+    std::vector<EntryRange> ranges = match_kv_entries(function, num_src, num_dst, kv);
+    check_end_layer(function, num_src, kv, stage.prefill_end_layer);
+    return ranges;
+  }
   if (stage.is_mla) return mla_kv_entries(num_src, num_dst, stage.kv, true);
-  return mha_as_engines_do(buffers, stage.kv);
+  return mha_as_engines_do(function, num_src, num_dst, stage.kv);
 }
 
 /// The end of the last item is an address.

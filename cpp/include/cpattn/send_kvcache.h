@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "cpattn/kv_pointers.h"
@@ -36,6 +37,7 @@ struct SendItems {
 /// a destination's draft tail is left alone. The stage's groups are used with MLA only.
 struct SendStage {
   KVStage kv;
+  std::optional<int64_t> prefill_end_layer;  // behind the stage; only strict plans look at it
   int64_t pp_size = 1;
   bool is_mla = false;
 };

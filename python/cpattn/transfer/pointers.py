@@ -39,10 +39,10 @@ def get_mha_kv_ptrs_with_pp(
 
     Parameters
     ----------
-    src_kv_ptrs : list of int, length 2 * n
+    src_kv_ptrs : list of int or integer array, length 2 * n
         K and then V of layers [prefill_start_layer, prefill_start_layer + n). Anything that
         belongs to a buffer will do: pointers, lengths.
-    dst_kv_ptrs : list of int, length 2 * (total_kv_layers + drafts)
+    dst_kv_ptrs : list of int or integer array, length 2 * (total_kv_layers + drafts)
         K of the model's layers, V of them, then the drafts; or the same stage as the source.
     prefill_start_layer : int
     total_kv_layers : int, optional
@@ -65,17 +65,12 @@ def get_mha_kv_ptrs_with_pp(
     >>> get_mha_kv_ptrs_with_pp(stage, decode, prefill_start_layer=3, total_kv_layers=5)[2:4]
     (['K3', 'K4'], ['V3', 'V4'])
     """
+    src, dst = listed(src_kv_ptrs), listed(dst_kv_ptrs)
     (*ranges, num_layers) = _core.mha_kv_entries(
-        len(src_kv_ptrs), len(dst_kv_ptrs), prefill_start_layer, total_kv_layers or 0, compat
+        len(src), len(dst), prefill_start_layer, total_kv_layers or 0, compat
     )
-    src_k, src_v, dst_k, dst_v = ranges
-    return (
-        list(src_kv_ptrs[slice(*src_k)]),
-        list(src_kv_ptrs[slice(*src_v)]),
-        list(dst_kv_ptrs[slice(*dst_k)]),
-        list(dst_kv_ptrs[slice(*dst_v)]),
-        num_layers,
-    )
+    src_k, src_v, dst_k, dst_v = (slice(*entries) for entries in ranges)
+    return src[src_k], src[src_v], dst[dst_k], dst[dst_v], num_layers
 
 
 def get_mla_kv_ptrs_with_pp(
@@ -94,9 +89,9 @@ def get_mla_kv_ptrs_with_pp(
 
     Parameters
     ----------
-    src_kv_ptrs : list of int
+    src_kv_ptrs : list of int or integer array
         Per group the stage's layers; on the last stage then per group the drafts.
-    dst_kv_ptrs : list of int
+    dst_kv_ptrs : list of int or integer array
         Per group the model's layers, then per group the drafts; or the same stage as the source.
     prefill_start_layer : int
     kv_buf_groups : int, optional
@@ -130,9 +125,10 @@ def get_mla_kv_ptrs_with_pp(
     ...                         hidden_kv_layers=3, draft_kv_layers=1, is_last_rank=True)[1]
     ['K2', 'V2', 'dK', 'dV']
     """
+    src, dst = listed(src_kv_ptrs), listed(dst_kv_ptrs)
     ranges = _core.mla_kv_entries(
-        len(src_kv_ptrs),
-        len(dst_kv_ptrs),
+        len(src),
+        len(dst),
         prefill_start_layer,
         kv_buf_groups,
         total_kv_layers or 0,
@@ -141,10 +137,12 @@ def get_mla_kv_ptrs_with_pp(
         is_last_rank,
         compat,
     )
-    dst: list[int] = []
-    for begin, end in ranges:
-        dst += dst_kv_ptrs[begin:end]
-    return list(src_kv_ptrs), dst, len(src_kv_ptrs)
+    return src, [ptr for entries in ranges for ptr in dst[slice(*entries)]], len(src)
+
+
+def listed(ptrs: Any) -> list[Any]:
+    """A new list; of plain ints from an array."""
+    return ptrs.tolist() if hasattr(ptrs, "tolist") else list(ptrs)
 
 
 def build_transfer_entry_pairs(

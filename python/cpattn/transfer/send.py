@@ -49,9 +49,9 @@ def plan_send_kvcache(
     Parameters
     ----------
     kv_args : KVArgs, or any object with these attributes
-        ``kv_data_ptrs`` and ``kv_item_lens``; and where they are set ``kv_data_lens``,
-        ``prefill_start_layer``, ``kv_buf_groups``, ``total_kv_layers``, ``hidden_kv_layers`` and
-        ``draft_kv_layers``.
+        ``kv_data_ptrs`` and ``kv_item_lens``; with several stages ``prefill_start_layer``; and
+        where they are set ``kv_data_lens``, ``prefill_end_layer``, ``kv_buf_groups``,
+        ``total_kv_layers``, ``hidden_kv_layers`` and ``draft_kv_layers``.
     dst_ptrs : list of int
         The destination's ``kv_data_ptrs``.
     src_pages, dst_pages : int32 or int64, shape [num_pages]
@@ -303,14 +303,18 @@ def kv_buffers(kv_args: Any, dst_ptrs: Sequence[int], dst_item_lens: Lengths) ->
 
 
 def stage_of(kv_args: Any, is_last_rank: bool, pp_size: int, is_mla: bool) -> tuple[Any, ...]:
-    """The sender's place in the model, absent attributes filled in."""
+    """The sender's place in the model, absent attributes filled in.
+
+    Only the first layer of a stage cannot be: 0 would send it to another's buffers.
+    """
     return (
-        getattr(kv_args, "prefill_start_layer", 0),
+        kv_args.prefill_start_layer if pp_size > 1 else 0,
         getattr(kv_args, "kv_buf_groups", 1),
-        getattr(kv_args, "total_kv_layers", 0) or 0,
+        getattr(kv_args, "total_kv_layers", None) or 0,
         getattr(kv_args, "hidden_kv_layers", None),
-        getattr(kv_args, "draft_kv_layers", 0),
+        getattr(kv_args, "draft_kv_layers", None) or 0,
         is_last_rank,
         pp_size,
         is_mla,
+        getattr(kv_args, "prefill_end_layer", None),
     )
