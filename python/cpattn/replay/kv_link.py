@@ -103,15 +103,13 @@ class KVLink:
 
     def send_first_tokens(self, slots: list[int]) -> None:
         """Send what ``first_tokens`` has in `slots`: the sign that a prompt is complete."""
-        offsets = [slot * AUX_BYTES for slot in slots]
-        own = self.first_tokens.ctypes.data
-        code = self._engine.write(
-            self._peer.session,
-            [own + offset for offset in offsets],
-            [self._peer.aux_addr + offset for offset in offsets],
-            [AUX_BYTES] * len(slots),
+        own = self.first_tokens
+        buffers = cpattn.KVArgs(
+            aux_data_ptrs=[own.ctypes.data], aux_data_lens=[own.nbytes], aux_item_lens=[AUX_BYTES]
         )
-        _check(code, "sending first tokens")
+        for slot in slots:
+            plan = cpattn.plan_send_aux(buffers, [self._peer.aux_addr], slot, slot)
+            _check(plan.execute(self._engine, self._peer.session), "sending first tokens")
 
 
 def _check(code: int, what: str) -> None:
