@@ -25,8 +25,8 @@ from cpattn.replay.decode import DecodeConfig, DecodeRank  # noqa: E402
 from cpattn.replay.decode_check import DecodeChecker  # noqa: E402
 from cpattn.replay.dense_attention import DenseAttention  # noqa: E402
 from cpattn.replay.driver import replay  # noqa: E402
-from cpattn.replay.handover import Handover, decode_pool_pages  # noqa: E402
-from cpattn.replay.kv_link import KVLink  # noqa: E402
+from cpattn.replay.handover import Delivery, Handover, decode_pool_pages  # noqa: E402
+from cpattn.replay.kv_link import KVLink, Transfer  # noqa: E402
 from cpattn.replay.model import Decoder, Head, ModelConfig, stage_layers  # noqa: E402
 from cpattn.replay.phases import PhaseClock  # noqa: E402
 from cpattn.replay.prefix_cache import PrefixCache  # noqa: E402
@@ -125,7 +125,7 @@ class InOneProcess:
         self.decode.__exit__(None, None, None)
 
     @torch.inference_mode()
-    def run(self, requests: Any, harm: Callable[[InOneProcess], None]) -> None:
+    def run(self, requests: Any, harm: Callable[[InOneProcess], None] = lambda _: None) -> None:
         for batch in prefill_batches(requests, self.cache, token_budget=120):
             for chunk in batch.chunks:
                 assert self.handover.reserve(chunk)
@@ -151,7 +151,7 @@ class InOneProcess:
                     self.num_bytes += link.send_pages(delivery, cp_rank, self.cp_size).num_bytes
             hidden = self.cp.gather(plan, x)
             rows = self.checker.sample_rows(batch)
-            self.checker.compare(batch, rows, hidden[torch.from_numpy(rows)].numpy())
+            self.checker.compare(batch, rows, hidden[torch.from_numpy(rows)].float().numpy())
             continuations = delivery.continuations
             if continuations:
                 slots = [c.slot for c in continuations]
@@ -165,40 +165,97 @@ class InOneProcess:
 
 
 @pytest.mark.parametrize(
-    ("layers", "pp_size", "cp_size", "page_size"),
-    [(6, 1, 1, 4), (6, 2, 2, 8), (6, 3, 1, 8), (4, 3, 2, 4), (4, 4, 3, 1)],
+    ("dtype", "layers", "pp_size", "cp_size", "page_size"),
+    [
+        ("float32", 6, 1, 1, 4),
+        ("float32", 6, 2, 2, 8),
+        ("bfloat16", 6, 3, 1, 8),
+        ("float32", 4, 3, 2, 4),
+        ("float32", 4, 4, 3, 1),
+    ],
 )
 def test_tokens_are_those_of_one_process(
-    group: Any, layers: int, pp_size: int, cp_size: int, page_size: int
+    group: Any, dtype: str, layers: int, pp_size: int, cp_size: int, page_size: int
 ) -> None:
-    config = replace(SMALL, num_layers=layers)
+    config = replace(SMALL, num_layers=layers, dtype=dtype)
     system = InOneProcess(group, config, pp_size=pp_size, cp_size=cp_size, page_size=page_size)
     requests = scale_lengths(generate_trace(12, seed=2), 64)
-    system.run(requests, lambda _: None)
+    system.run(requests)
     system.close()
     lengths = [min(DECODE, request.output_length) for request in requests]
     checker = system.checker
     assert checker.num_tokens == sum(lengths)
-    assert checker.num_wrong == checker.num_near_ties == 0
+    assert checker.num_wrong == 0
+    assert checker.num_near_ties == 0 or dtype != "float32"
     assert 0 < checker.decode_error <= checker.tolerance
     assert max(checker.errors.values()) <= checker.tolerance
     assert system.handover.cached_tokens > 0
     sent = sum(-(-r.input_length // page_size) for r in requests)
     sent -= system.handover.cached_tokens // page_size
-    assert system.num_bytes == sent * page_size * layers * 2 * 2 * 16 * 4
+    assert system.num_bytes == sent * page_size * layers * 2 * 2 * 16 * config.torch_dtype.itemsize
 
 
-@pytest.mark.parametrize("kind", ["other page", "never sent", "other layer"])
-def test_the_check_sees_a_wrong_page(group: Any, kind: str) -> None:
+Send = Callable[[KVLink, Delivery, int, int], Transfer]
+
+
+def without(delivery: Delivery, keep: np.ndarray) -> Delivery:
+    return replace(delivery, src_pages=delivery.src_pages[keep], dst_pages=delivery.dst_pages[keep])
+
+
+def one_page_less(send: Send, link: KVLink, delivery: Delivery, *rank: int) -> Transfer:
+    return send(link, without(delivery, np.arange(len(delivery.dst_pages) - 1)), *rank)
+
+
+def no_partial_page(send: Send, link: KVLink, delivery: Delivery, *rank: int) -> Transfer:
+    partial = [c.page_ids[c.prompt_tokens // 4] for c in delivery.continuations]
+    return send(link, without(delivery, ~np.isin(delivery.dst_pages, partial)), *rank)
+
+
+def swapped_layers(send: Send, link: KVLink, *arguments: Any) -> Transfer:
+    layout = link._peer_layout
+    entries = list(layout.entries)
+    first, second = (i for i, e in enumerate(entries) if e.kind == "v" and e.layer_id < 2)
+    swapped = entries[second].addr, entries[first].addr
+    for i, addr in zip((first, second), swapped, strict=True):
+        e = entries[i]
+        entries[i] = cpattn.KVEntry(e.layer_id, e.kind, e.is_draft, addr, e.nbytes, e.item_len)
+    link._peer_layout = cpattn.KVLayout(entries, layout.page_size)
+    try:
+        return send(link, *arguments)
+    finally:
+        link._peer_layout = layout
+
+
+def nothing_of_rank_0(send: Send, link: KVLink, delivery: Delivery, *rank: int) -> Transfer:
+    return send(link, delivery if rank[0] else without(delivery, np.arange(0)), *rank)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "wrong", [one_page_less, no_partial_page, swapped_layers, nothing_of_rank_0]
+)
+def test_the_check_sees_wrong_sending(
+    group: Any, monkeypatch: pytest.MonkeyPatch, wrong: Any, dtype: str
+) -> None:
+    send = KVLink.send_pages
+    monkeypatch.setattr(
+        KVLink, "send_pages", lambda link, *arguments: wrong(send, link, *arguments)
+    )
+    config = replace(SMALL, dtype=dtype)
+    system = InOneProcess(group, config, pp_size=1, cp_size=2, page_size=4)
+    system.run(scale_lengths(generate_trace(5, seed=2), 64))
+    system.close()
+    assert system.checker.decode_error > system.checker.tolerance
+    assert system.checker.num_wrong > 0
+
+
+def test_the_check_sees_pages_of_another_prompt(group: Any) -> None:
+    """Written before, so that no NaN gives them away."""
+
     def harm(system: InOneProcess) -> None:
-        pool = system.decode._pool
-        layer = pool.get_value_buffer(1)
-        if kind == "never sent":
-            layer[3] = torch.nan
-        elif kind == "other page":
-            layer[3] = layer[2]
-        else:
-            layer[3] = pool.get_value_buffer(2)[3]
+        for layer in range(4):
+            for buffer in system.decode._pool.get_kv_buffer(layer):
+                buffer[3] = buffer[2]
 
     system = InOneProcess(group, SMALL, pp_size=1, cp_size=1, page_size=4)
     system.run(scale_lengths(generate_trace(3, seed=2), 64), harm)
@@ -227,16 +284,8 @@ def children() -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("engine")
-@pytest.mark.parametrize(
-    ("pp_size", "cp_size", "dtype"),
-    [
-        pytest.param(2, 2, "float32"),
-        pytest.param(3, 1, "bfloat16", marks=pytest.mark.slow),
-        pytest.param(1, 3, "float32", marks=pytest.mark.slow),
-    ],
-)
-def test_a_replay_over_the_engine(pp_size: int, cp_size: int, dtype: str) -> None:
-    options = replace(OPTIONS, pp_size=pp_size, cp_size=cp_size, model=replace(SMALL, dtype=dtype))
+def test_a_replay_over_the_engine() -> None:
+    options = replace(OPTIONS, pp_size=2, cp_size=2)
     requests = generate_trace(20, seed=2)
     report = replay(requests, options)
     assert report.passed
@@ -248,13 +297,12 @@ def test_a_replay_over_the_engine(pp_size: int, cp_size: int, dtype: str) -> Non
     wanted = [min(6, -(-request.output_length // 64)) for request in requests]
     assert [len(r.tokens) for r in decode.requests] == wanted
     assert decode.checked_tokens == sum(wanted)
-    assert decode.wrong_tokens == 0
-    assert decode.near_ties == 0 or dtype != "float32"
+    assert decode.wrong_tokens == decode.near_ties == 0
     assert 0 < decode.max_error <= report.tolerance
     assert len({token for r in decode.requests for token in r.tokens}) > 10
     assert decode.cached_tokens > 0
     assert len(decode.transfers) == len(report.batches)
-    page_bytes = 4 * 2 * 2 * 16 * SMALL.num_layers * (4 if dtype == "float32" else 2)
+    page_bytes = 4 * 2 * 2 * 16 * SMALL.num_layers * 4
     for transfer in decode.transfers:
         assert transfer.num_bytes == transfer.num_pages * page_bytes
         assert 0 < transfer.num_blocks <= transfer.num_pages * SMALL.num_layers * 2
@@ -268,7 +316,7 @@ def test_a_replay_over_the_engine(pp_size: int, cp_size: int, dtype: str) -> Non
 
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize(
-    ("victim", "name"), [("the-decode-process", "the decode process"), ("rank-1", "rank 1")]
+    ("victim", "name"), [("the-decode-process", "the decode process"), ("rank-0", "rank 0")]
 )
 def test_a_killed_process_ends_all(victim: str, name: str) -> None:
     def kill(done: int, total: int, what: str) -> None:
@@ -278,7 +326,7 @@ def test_a_killed_process_ends_all(victim: str, name: str) -> None:
 
     message = rf"^{name} \(process \d+\) was killed by SIGKILL$"
     with pytest.raises(WorkerError, match=message):
-        replay(generate_trace(20, seed=2), replace(OPTIONS, pp_size=2), progress=kill)
+        replay(generate_trace(20, seed=2), OPTIONS, progress=kill)
     assert not children()
 
 
