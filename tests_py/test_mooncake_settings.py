@@ -52,6 +52,8 @@ def fake(monkeypatch):
         made.append(FakeEngine())
         return made[-1]
 
+    for name in [name for name in os.environ if name.startswith("MC_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setitem(sys.modules, "mooncake.engine", SimpleNamespace(TransferEngine=make))
     monkeypatch.setattr(mooncake.metadata, "version", lambda name: "0.3.13.post1")
     monkeypatch.setattr(FakeEngine, "code", 0)

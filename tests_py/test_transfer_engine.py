@@ -320,7 +320,7 @@ def test_local_engine_after_unregister_and_close(engines):
         ([-1], ValueError, r"must be in \[0, 2\^64\), got -1 at index 0"),
         ([8, 1.0], TypeError, "must hold integers, got float at index 1"),
         ([True], TypeError, "must hold integers, got bool at index 0"),
-        ("8", TypeError, "must be a list or tuple of int, or a NumPy array of integers, got str"),
+        ("8", TypeError, "must be a list or tuple of int, or an integer array, got str"),
     ],
 )
 def test_local_engine_wants_addresses(engines, values, error, message):
