@@ -215,7 +215,10 @@ def test_explain_prints_the_block_map() -> None:
         ("replay --topk 8", "--model dense has no topk"),
         ("replay --pp-size 5", "pp_size must be at most the 4 layers, got 5"),
         ("replay --decode-tokens 4", "--decode-tokens needs --disaggregate"),
-        ("replay --disaggregate --model dsa", "--disaggregate needs --model dense"),
+        (
+            "replay --disaggregate --model dsa --kv-dtype fp8",
+            "decode_tokens must be 0 with FP8 rows, which are in no KV pool",
+        ),
         ("replay --disaggregate --decode-tokens 0", "0 is not in the range x>=1"),
         ("replay --page-size 48", "page_size must divide the 64 tokens"),
         ("replay --pool-tokens 64", "tokens, the pool 64"),

@@ -22,12 +22,14 @@ import torch.distributed as dist  # noqa: E402
 import cpattn  # noqa: E402
 from cpattn.distributed import ContextParallel  # noqa: E402
 from cpattn.replay.decode import DecodeConfig, DecodeRank  # noqa: E402
-from cpattn.replay.decode_check import DecodeChecker  # noqa: E402
+from cpattn.replay.decode_check import DecodeChecker, SparseDecodeChecker  # noqa: E402
 from cpattn.replay.dense_attention import DenseAttention  # noqa: E402
 from cpattn.replay.driver import replay  # noqa: E402
+from cpattn.replay.dsa_attention import SparseAttention  # noqa: E402
+from cpattn.replay.dsa_model import DsaConfig  # noqa: E402
 from cpattn.replay.handover import Delivery, Handover, decode_pool_pages  # noqa: E402
 from cpattn.replay.kv_link import KVLink, Transfer  # noqa: E402
-from cpattn.replay.model import Decoder, Head, ModelConfig, stage_layers  # noqa: E402
+from cpattn.replay.model import Decoder, DecoderConfig, Head, ModelConfig, stage_layers  # noqa: E402
 from cpattn.replay.phases import PhaseClock  # noqa: E402
 from cpattn.replay.prefix_cache import PrefixCache  # noqa: E402
 from cpattn.replay.processes import WorkerError  # noqa: E402
@@ -39,6 +41,20 @@ from transfer_processes import requires_mooncake  # noqa: E402
 
 SMALL = ModelConfig(
     num_layers=4, hidden_size=64, num_heads=4, head_dim=16, intermediate_size=96, vocab_size=256
+)
+SPARSE = DsaConfig(
+    num_heads=2,
+    hidden_size=64,
+    intermediate_size=96,
+    vocab_size=256,
+    q_lora_rank=48,
+    kv_lora_rank=64,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    index_heads=4,
+    index_head_dim=32,
+    topk=24,
 )
 OPTIONS = ReplayOptions(
     model=SMALL,
@@ -79,7 +95,7 @@ class InOneProcess:
     """
 
     def __init__(
-        self, group: Any, config: ModelConfig, *, pp_size: int, cp_size: int, page_size: int
+        self, group: Any, config: DecoderConfig, *, pp_size: int, cp_size: int, page_size: int
     ) -> None:
         pages = 1000 // page_size
         decode_pages = decode_pool_pages(
@@ -101,13 +117,16 @@ class InOneProcess:
             "",
             cpattn.LocalEngine(),
         )
-        self.checker = DecodeChecker(config, block_tokens=BLOCK, rows_per_chunk=4)
+        sparse = config.kind == "dsa"
+        make_checker = SparseDecodeChecker if sparse else DecodeChecker
+        make_attention: Any = SparseAttention if sparse else DenseAttention
+        self.checker = make_checker(config, block_tokens=BLOCK, rows_per_chunk=4)
         self.cp = ContextParallel(group, page_size=page_size)
         self.cp_size = cp_size
         self.stages = [
             (
                 Decoder(config, layers),
-                attention := DenseAttention(config, self.cp, pages, layers),
+                attention := make_attention(config, self.cp, pages, layers),
                 KVLink(cpattn.LocalEngine(), attention.pool, layers, MAX_SEQUENCES),
             )
             for layers in stage_layers(config.num_layers, pp_size)
@@ -151,7 +170,11 @@ class InOneProcess:
                     self.num_bytes += link.send_pages(delivery, cp_rank, self.cp_size).num_bytes
             hidden = self.cp.gather(plan, x)
             rows = self.checker.sample_rows(batch)
-            self.checker.compare(batch, rows, hidden[torch.from_numpy(rows)].float().numpy())
+            wanted = torch.from_numpy(rows)
+            chosen = None
+            if attention.chosen is not None:
+                chosen = self.cp.gather(plan, attention.chosen)[wanted].numpy()
+            self.checker.compare(batch, rows, hidden[wanted].float().numpy(), chosen)
             continuations = delivery.continuations
             if continuations:
                 slots = [c.slot for c in continuations]
@@ -264,6 +287,36 @@ def test_the_check_sees_pages_of_another_prompt(group: Any) -> None:
     assert system.checker.num_wrong > 0
 
 
+@pytest.mark.parametrize("page_size", [4, 1])
+def test_tokens_of_a_sparse_model(group: Any, page_size: int) -> None:
+    """Latent rows, rotary parts and keys of the indexer arrive, and each token's keys are right."""
+    system = InOneProcess(group, SPARSE, pp_size=1, cp_size=2, page_size=page_size)
+    requests = scale_lengths(generate_trace(12, seed=2), 64)
+    system.run(requests, lambda _: None)
+    system.close()
+    checker = system.checker
+    assert isinstance(checker, SparseDecodeChecker)
+    assert checker.num_tokens == sum(min(DECODE, request.output_length) for request in requests)
+    assert checker.num_wrong == checker.num_near_ties == 0
+    assert 0 < checker.decode_error <= checker.tolerance
+    assert max(checker.errors.values()) <= checker.tolerance
+    sent = sum(-(-r.input_length // page_size) for r in requests)
+    sent -= system.handover.cached_tokens // page_size
+    assert system.num_bytes == sent * page_size * (64 + 16 + 32) * 4
+
+
+@pytest.mark.parametrize("kind", ["k", "v", "index_k"])
+def test_the_check_sees_a_page_of_a_sparse_model(group: Any, kind: str) -> None:
+    def harm(system: InOneProcess) -> None:
+        pages = getattr(system.decode._pool, f"{kind}_buffer")[0]
+        pages[3] = pages[2]
+
+    system = InOneProcess(group, SPARSE, pp_size=1, cp_size=1, page_size=4)
+    system.run(scale_lengths(generate_trace(3, seed=2), 64), harm)
+    system.close()
+    assert system.checker.decode_error > system.checker.tolerance
+
+
 def test_near_ties_are_not_wrong() -> None:
     checker = DecodeChecker(replace(SMALL, dtype="bfloat16"), block_tokens=8, rows_per_chunk=4)
     logits = torch.zeros(3, 8)
@@ -315,6 +368,21 @@ def test_a_replay_over_the_engine() -> None:
 
 
 @pytest.mark.usefixtures("engine")
+@pytest.mark.slow
+def test_a_sparse_replay_over_the_engine() -> None:
+    model = replace(SPARSE, dtype="bfloat16")
+    report = replay(generate_trace(8, seed=2), replace(OPTIONS, model=model, cp_size=2))
+    assert report.passed
+    assert report.decode is not None
+    assert report.decode.num_tokens > 8
+    assert report.decode.checked_tokens == report.decode.num_tokens + 8
+    assert 0 < report.swapped_keys < report.checked_keys / 10
+    for transfer in report.decode.transfers:
+        assert transfer.num_bytes == transfer.num_pages * 4 * (64 + 16 + 32) * 2
+    assert not children()
+
+
+@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize(
     ("victim", "name"), [("the-decode-process", "the decode process"), ("rank-0", "rank 0")]
 )
@@ -340,8 +408,8 @@ def test_wrong_tokens_fail_the_report() -> None:
     assert not report.passed
 
 
-def test_a_sparse_model_is_not_disaggregated() -> None:
-    from cpattn.replay.dsa_model import DsaConfig
-
-    with pytest.raises(ValueError, match="a dsa model has no decode_tokens"):
-        ReplayOptions(model=DsaConfig(), decode_tokens=4)
+def test_fp8_rows_are_not_sent() -> None:
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+    model = replace(SPARSE, kv_dtype="fp8", dtype="bfloat16", **sizes)
+    with pytest.raises(ValueError, match=r"decode_tokens must be 0 with FP8 rows, .* got 4"):
+        ReplayOptions(model=model, decode_tokens=4)

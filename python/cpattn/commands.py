@@ -116,7 +116,7 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
 @_of_model("--q-lora-rank", "512", "dsa: width of the latent of queries.")
 @_of_model("--kv-dtype", "bf16", "dsa: pools as --dtype, or FP8 rows of 656 bytes.", _KV_DTYPE)
 @_of_model("--prefill-impl", "flashmla_kv", "dsa: flashmla_sparse expands FP8 rows first.", _IMPL)
-@click.option("--disaggregate", is_flag=True, help="dense: decode, in another process.")
+@click.option("--disaggregate", is_flag=True, help="Decode, in another process; not FP8 rows.")
 @_of_model("--decode-tokens", str(DECODE_TOKENS), "Of each request, at most its output_length.")
 @_option("--dtype", "auto", "auto: bfloat16 if the CPU multiplies it.", click.Choice(DTYPES))
 @_option("--threads num_threads", 0, "Threads per rank; 0: cores / cp-size.", click.IntRange(0))
@@ -140,7 +140,7 @@ def replay(**options: Any) -> None:
     With --model dsa the decoder is one layer of sparse attention: an indexer scores all keys of a
     query by a small product of its own, and latent attention (MLA) reads the TOPK best ones. The
     check compares the choice with scores in float64, and attention with dense attention to the
-    same keys.
+    same keys. With --disaggregate latents, rotary parts and keys of the indexer are sent.
 
     Every prompt is computed again by one process, whole and in float32, and compared. Exit code
     1 if a row differs by more than roundings explain, or if a process dies; 130 after Ctrl-C.
@@ -235,8 +235,6 @@ def _settings(
             sizes[name] = value
     if dtype == "auto":
         dtype = "bfloat16" if sizes.get("kv_dtype") == "fp8" else fast_dtype()
-    if disaggregate and model != "dense":
-        raise ValueError("--disaggregate needs --model dense")
     if decode_tokens and not disaggregate:
         raise ValueError("--decode-tokens needs --disaggregate")
     return ReplayOptions(

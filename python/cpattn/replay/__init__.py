@@ -15,7 +15,8 @@
                   the same prompts in one process, without context parallelism and without cache
 ``phases``        where the time of a pass goes
 ``handover``      which pages a decode pool gets when, and ``kv_link``, which sends them
-``decode``        the decode process, which continues the prompts, and ``decode_check``
+``decode``        the decode process, which continues the prompts, and ``decode_check``;
+                  ``dsa_decode`` for sparse attention
 ``disaggregate``  the driver's part of that
 ``driver``        the loop over batches
 ``records``       what a replay is told, and what it writes down

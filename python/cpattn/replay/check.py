@@ -87,7 +87,9 @@ class Checker:
     def _finish(self, request_index: int, request: Request, pending: Pending) -> None:
         """All rows of a prompt are there."""
         _, positions, _, chosen = zip(*pending, strict=True)
-        expected = self._reference(request, np.concatenate(positions), np.concatenate(chosen))
+        expected = self._reference(
+            self._tokens_of(request), np.concatenate(positions), np.concatenate(chosen)
+        )
         self._compare_rows(pending, expected)
 
     def _compare_rows(self, pending: Pending, expected: Array) -> None:
@@ -99,10 +101,9 @@ class Checker:
             self.errors[int(index)] = max(self.errors[int(index)], float(error))
         self.num_rows += len(errors)
 
-    def _reference(self, request: Request, positions: Array, chosen: Array) -> Array:
-        """Hidden states that rows of a prompt should have."""
+    def _reference(self, tokens: Array, positions: Array, chosen: Array) -> Array:
+        """Hidden states that rows of a sequence should have."""
         rows = torch.from_numpy(positions)
-        tokens = self._tokens_of(request)
         return self._forward(tokens, lambda _, q, k, v: dense_attention(q, k, v, rows), rows)
 
     def _tokens_of(self, request: Request) -> npt.NDArray[np.int64]:

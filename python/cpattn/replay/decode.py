@@ -16,10 +16,11 @@ from torch import Tensor
 import cpattn
 from cpattn.transfer.engine import TransferEngine
 
-from .dense_attention import make_pool
+from . import dense_attention, dsa_pools
+from .dsa_decode import SparseDecodeAttention
 from .handover import Continuation
 from .kv_link import KVLink, Peer, start_engine
-from .model import Decoder, Head, ModelConfig
+from .model import Decoder, DecoderConfig, Head, ModelConfig
 from .worker import peak_resident_bytes
 
 
@@ -27,7 +28,7 @@ from .worker import peak_resident_bytes
 class DecodeConfig:
     """What the decode process is told once."""
 
-    model: ModelConfig
+    model: DecoderConfig
     page_size: int
     num_pages: int
     num_slots: int
@@ -41,6 +42,7 @@ class Continued:
     request_index: int
     tokens: list[int]  # the first one is prefill's
     hidden: npt.NDArray[Any]  # float32 [len(tokens) - 1, hidden_size]: of the inputs decoded here
+    chosen: list[npt.NDArray[Any]]  # of each of these: int32 [topk], [0] of dense attention
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class DecodeRank:
         cpattn.set_num_threads(config.num_threads)
         layers = range(config.model.num_layers)
         self._config = config
+        make_pool, self._make_attention = _MODELS[config.model.kind]
         self._pool = make_pool(config.model, config.num_pages, config.page_size, layers)
         self._model = Decoder(config.model)
         self._head = Head(config.model)
@@ -96,24 +99,26 @@ class DecodeRank:
         first = self._link.first_tokens
         tokens = {c.request_index: [int(first[c.slot, 0])] for c in continuations}
         hidden: dict[int, list[Any]] = {c.request_index: [] for c in continuations}
+        chosen: dict[int, list[Any]] = {c.request_index: [] for c in continuations}
         step_seconds: list[float] = []
         while running := [c for c in continuations if len(tokens[c.request_index]) < c.num_tokens]:
             begin = time.perf_counter()
-            rows = self._step(running, [tokens[c.request_index] for c in running])
-            chosen = self._head(rows).argmax(dim=-1).tolist()
-            for c, row, token in zip(running, rows, chosen, strict=True):
+            rows, keys = self._step(running, [tokens[c.request_index] for c in running])
+            best = self._head(rows).argmax(dim=-1).tolist()
+            for c, row, row_keys, token in zip(running, rows, keys, best, strict=True):
                 hidden[c.request_index].append(row.float().numpy())
+                chosen[c.request_index].append(row_keys.numpy())
                 tokens[c.request_index].append(token)
             step_seconds.append(time.perf_counter() - begin)
         width = self._config.model.hidden_size
         requests = [
-            Continued(i, tokens[i], np.array(rows, np.float32).reshape(-1, width))
+            Continued(i, tokens[i], np.array(rows, np.float32).reshape(-1, width), chosen[i])
             for i, rows in hidden.items()
         ]
         return DecodeResult(requests, step_seconds, peak_resident_bytes())
 
-    def _step(self, running: list[Continuation], tokens: list[list[int]]) -> Tensor:
-        """Hidden states [len(running), hidden_size] of the last token of each request."""
+    def _step(self, running: list[Continuation], tokens: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Hidden states [len(running), hidden_size] of the last token of each request, and keys."""
         page_size = self._config.page_size
         position = np.array(
             [c.prompt_tokens + len(t) - 1 for c, t in zip(running, tokens, strict=True)]
@@ -123,7 +128,7 @@ class DecodeRank:
         for row, c in zip(tables, running, strict=True):
             row[: len(c.page_ids)] = c.page_ids[:width]
         page = tables[np.arange(len(running)), position // page_size].astype(np.int64)
-        attention = DecodeAttention(
+        attention = self._make_attention(
             self._config.model,
             self._pool,
             tables,
@@ -132,7 +137,7 @@ class DecodeRank:
         )
         last = torch.tensor([t[-1] for t in tokens])
         out: Tensor = self._model(last, torch.from_numpy(position), attention)
-        return out
+        return out, attention.chosen
 
 
 class DecodeAttention:
@@ -149,6 +154,7 @@ class DecodeAttention:
         self._pool = pool
         self._slots = slots
         self._scale = config.head_dim**-0.5
+        self.chosen = torch.empty(len(kv_lens), 0, dtype=torch.int32)  # all keys are
         self._plan = cpattn.plan_attention(
             q_lens=np.ones(len(kv_lens), np.int32),
             kv_lens=kv_lens,
@@ -171,3 +177,10 @@ class DecodeAttention:
             scale=self._scale,
         )
         return out
+
+
+# How a pool and the attention of a step are made, by kind of model.
+_MODELS: dict[str, tuple[Any, Any]] = {
+    "dense": (dense_attention.make_pool, DecodeAttention),
+    "dsa": (dsa_pools.make_pool, SparseDecodeAttention),
+}

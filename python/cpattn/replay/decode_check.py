@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .check import Checker, Pending, dense_attention
+from .check import Checker, Pending
 from .decode import Continued
+from .dsa_check import SparseChecker
 from .model import Head
 from .trace import Request
 
@@ -46,16 +47,15 @@ class DecodeChecker(Checker):
         """Compare a request whose tokens are decoded."""
         request, pending = self._prompts.pop(continued.request_index)
         count, length = len(continued.tokens), request.input_length
-        sampled = np.concatenate([positions for _, positions, _, _ in pending])
-        positions = np.append(sampled, np.arange(length - 1, length - 1 + count))
-        rows = torch.from_numpy(positions)
-        expected = self._forward(
+        _, sampled, _, chosen = zip(*pending, strict=True)
+        expected = self._reference(
             np.append(self._tokens_of(request), np.array(continued.tokens[:-1], np.int64)),
-            lambda _, q, k, v: dense_attention(q, k, v, rows),
-            rows,
+            np.concatenate([*sampled, np.arange(length, length + count - 1)]),
+            np.vstack([*chosen, *continued.chosen]),
         )
-        self._compare_rows(pending, expected[: len(sampled)])
-        decoded = expected[len(sampled) :]
+        num_sampled = len(expected) - (count - 1)
+        self._compare_rows(pending, expected[:num_sampled])
+        decoded = expected[num_sampled - 1 :]  # the last token of a prompt is always sampled
         if count > 1:
             error = float(np.abs(continued.hidden - decoded[1:]).max())
             self.decode_error = max(self.decode_error, error if math.isfinite(error) else math.inf)
@@ -67,3 +67,7 @@ class DecodeChecker(Checker):
         self.num_tokens += len(tokens)
         self.num_wrong += int(wrong.sum())
         self.num_near_ties += int((behind > 0).sum() - wrong.sum())
+
+
+class SparseDecodeChecker(DecodeChecker, SparseChecker):
+    """The same of a sparse model: keys of decoded tokens are checked as those of prompts."""

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from .decode import DecodeConfig, DecodeResult
 from .decode_check import DecodeChecker
 from .handover import Continuation, Delivery, Handover, decode_pool_pages
-from .model import ModelConfig
 from .prefix_cache import PrefixCache
 from .processes import Role, Workers
 from .records import DecodeReport, ReplayOptions, RequestRecord, TransferRecord
@@ -22,7 +21,6 @@ from .worker import RankResult
 
 def decode_role(options: ReplayOptions, num_threads: int) -> Role:
     """The decode process."""
-    assert isinstance(options.model, ModelConfig)
     config = DecodeConfig(
         model=options.model,
         page_size=options.page_size,

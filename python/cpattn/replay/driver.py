@@ -16,7 +16,7 @@ import torch
 import cpattn
 
 from .check import Checker
-from .decode_check import DecodeChecker
+from .decode_check import DecodeChecker, SparseDecodeChecker
 from .disaggregate import Disaggregation, decode_role, num_slots
 from .dsa_check import SparseChecker
 from .kv_link import start_engine
@@ -28,6 +28,7 @@ from .trace import Request, block_tokens_of, scale_lengths, unbounded_hits
 from .worker import RankResult, peak_resident_bytes
 
 _CHECKERS = {"dense": Checker, "dsa": SparseChecker}
+_DECODE_CHECKERS = {"dense": DecodeChecker, "dsa": SparseDecodeChecker}
 
 
 def replay(
@@ -131,7 +132,8 @@ def fast_dtype() -> str:
 def _make_checker(options: ReplayOptions) -> Checker | None:
     if not options.check_rows:
         return None
-    kind = DecodeChecker if options.decode_tokens else _CHECKERS[options.model.kind]
+    checkers = _DECODE_CHECKERS if options.decode_tokens else _CHECKERS
+    kind: Any = checkers[options.model.kind]
     return kind(options.model, block_tokens=options.block_tokens, rows_per_chunk=options.check_rows)
 
 

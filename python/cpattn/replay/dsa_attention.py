@@ -46,18 +46,11 @@ class SparseAttention:
     def split_norm(
         self, x: Tensor, q_weight: Tensor, kv_weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Fused where it may be: not under context parallelism, which gathers the latents."""
-        c = self._config
-        sizes = c.q_lora_rank, c.kv_lora_rank, c.qk_rope_head_dim
+        """See `SparseOperators`."""
         under_cp = cpattn.dsa_use_prefill_cp(
             ForwardMode.EXTEND, has_cp_metadata=True, enabled=self._cp.cp_size > 1
         )
-        if cpattn.can_fuse_split_qk_norm(len(x), neox_rope=False, uses_prefill_cp=under_cp):
-            return cpattn.fused_split_qk_norm(x, q_weight, kv_weight, *sizes, eps=EPS)
-        q, latent, rope, _ = cpattn.split_qk_norm(
-            x, q_weight, kv_weight, *sizes, q_eps=EPS, kv_eps=EPS
-        )
-        return q, latent, rope
+        return split_norm(self._config, x, q_weight, kv_weight, under_cp=under_cp)
 
     def attend(self, layer: int, inputs: SparseInputs) -> Tensor:
         """See `SparseOperators`; the chosen positions [rows, topk] stay in ``chosen``."""
@@ -126,3 +119,14 @@ class SparseAttention:
             )
         difference = float((out - other).abs().max()) if len(out) else 0.0
         return {phase: clock.seconds[phase] for phase in self._config.attention_phases}, difference
+
+
+def split_norm(
+    config: DsaConfig, x: Tensor, q_weight: Tensor, kv_weight: Tensor, *, under_cp: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fused where it may be: not under context parallelism, which gathers the latents."""
+    sizes = config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
+    if cpattn.can_fuse_split_qk_norm(len(x), neox_rope=False, uses_prefill_cp=under_cp):
+        return cpattn.fused_split_qk_norm(x, q_weight, kv_weight, *sizes, eps=EPS)
+    q, latent, rope, _ = cpattn.split_qk_norm(x, q_weight, kv_weight, *sizes, q_eps=EPS, kv_eps=EPS)
+    return q, latent, rope

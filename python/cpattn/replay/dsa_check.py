@@ -16,7 +16,6 @@ from cpattn import reference
 
 from .check import Checker, error_bound, rounding_variances
 from .dsa_model import EPS, DsaConfig, SparseInputs
-from .trace import Request
 
 Array = npt.NDArray[Any]
 
@@ -47,9 +46,9 @@ class SparseChecker(Checker):
         score = 5 * rho2 + stored / 2 + sums * sum2
         return error_bound(config, value, score)
 
-    def _reference(self, request: Request, positions: Array, chosen: Array) -> Array:
+    def _reference(self, tokens: Array, positions: Array, chosen: Array) -> Array:
         operators = RestrictedAttention(self._config, positions, chosen)
-        hidden = self._forward(self._tokens_of(request), operators, torch.from_numpy(positions))
+        hidden = self._forward(tokens, operators, torch.from_numpy(positions))
         hidden[operators.wrong_rows] = np.inf
         self.num_keys += operators.num_keys
         self.num_swapped += operators.num_swapped

@@ -70,7 +70,7 @@ def make_pool(config: DsaConfig, num_pages: int, page_size: int, layers: range) 
 def attend_paged(
     config: DsaConfig, pool: Any, layer: int, q: Tensor, chosen: Tensor, runs: RowRuns
 ) -> Tensor:
-    """Attention [rows, heads, kv_lora_rank] of q to positions of a layer, which it all may see."""
+    """Attention [rows, heads, kv_lora_rank] of q to the chosen positions of its sequences."""
     q, q_rope = q.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
     latent, rope = pool.get_kv_buffer(layer)
     out: Any = cpattn.npu_sparse_flash_attention(
@@ -86,7 +86,7 @@ def attend_paged(
         key_rope=rope,
         layout_query="TND",
         layout_kv="PA_BSND",
-        sparse_mode=0,  # the indexer has hidden what is behind a query
+        sparse_mode=0,  # nothing more to hide: the indexer chose no later position
         attention_mode=2,
     )[0]
     return out

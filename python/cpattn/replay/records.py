@@ -73,8 +73,11 @@ class ReplayOptions:
                 f"ReplayOptions: pp_size must be at most the {self.model.num_layers} layers, "
                 f"got {self.pp_size}"
             )
-        if self.decode_tokens and self.model.kind != "dense":
-            raise ValueError(f"ReplayOptions: a {self.model.kind} model has no decode_tokens")
+        if self.decode_tokens and not self.model.has_kv_pool:
+            raise ValueError(
+                "ReplayOptions: decode_tokens must be 0 with FP8 rows, which are in no KV pool to "
+                f"send, got {self.decode_tokens}"
+            )
         for name in ("num_threads", "check_rows", "decode_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"ReplayOptions: {name} must be >= 0, got {getattr(self, name)}")
