@@ -96,7 +96,8 @@ def test_summary_tells_kinds_and_drafts_apart():
         (([1], [2], np.array([-3])), ValueError, "lengths must be in [0, 2^64), got -3 at index 0"),
         (([1, 1], [2, 2], [2**63, 2**63]), ValueError, "lengths must add up to less than 2^64, got "
          "9223372036854775808 at index 1"),
-        (([1], [2], np.array([3.0])), TypeError, "lengths must be a list or tuple of int, or"),
+        (([1], [2], np.array([3.0])), TypeError, "lengths must hold integers, got float at index"),
+        (([1], [2], "3"), TypeError, "lengths must be a list or tuple of int, or an integer array"),
         (([1], [2], np.zeros((1, 1), np.uint64)), ValueError, "must have 1 dimension, got 2"),
     ],
 )  # fmt: skip

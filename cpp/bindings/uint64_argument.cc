@@ -38,12 +38,6 @@ uint64_t integer(PyObject* object, const char* name, Py_ssize_t index) {
   return value;
 }
 
-bool is_integer_array(py::handle object) {
-  if (!py::isinstance<py::array>(object)) return false;
-  const char kind = py::reinterpret_borrow<py::array>(object).dtype().kind();
-  return kind == 'i' || kind == 'u';
-}
-
 }  // namespace
 
 uint64_t uint64_value(py::handle object, const char* name) {
@@ -51,20 +45,15 @@ uint64_t uint64_value(py::handle object, const char* name) {
 }
 
 std::vector<uint64_t> uint64_list(py::handle object, const char* name) {
-  auto list = py::reinterpret_borrow<py::object>(object);
-  if (is_integer_array(list)) {
-    const auto array = py::reinterpret_borrow<py::array>(list);
+  if (py::isinstance<py::array_t<uint64_t>>(object)) {
+    const auto array = py::reinterpret_borrow<py::array_t<uint64_t>>(object);
     check(array.ndim() == 1, name, " must have 1 dimension, got ", array.ndim());
-    if (py::isinstance<py::array_t<uint64_t>>(array)) {
-      const auto words = py::reinterpret_borrow<py::array_t<uint64_t>>(array);
-      std::vector<uint64_t> values(words.size());
-      for (py::ssize_t i = 0; i < words.size(); ++i) values[i] = words.at(i);
-      return values;
-    }
-    list = array.attr("tolist")();
-  } else if (!py::isinstance<py::array>(list) && py::hasattr(list, "__dlpack__")) {
-    list = list.attr("tolist")();  // of torch, in which addresses are int64
+    std::vector<uint64_t> values(array.size());
+    for (py::ssize_t i = 0; i < array.size(); ++i) values[i] = array.at(i);
+    return values;
   }
+  auto list = py::reinterpret_borrow<py::object>(object);
+  if (py::hasattr(list, "tolist")) list = list.attr("tolist")();
   if (!PyList_Check(list.ptr()) && !PyTuple_Check(list.ptr())) {
     throw py::type_error(concat(
         name, " must be a list or tuple of int, or an integer array, got ",

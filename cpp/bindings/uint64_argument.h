@@ -12,7 +12,7 @@ namespace cpattn::bindings {
 /// else, bool and float included, and ValueError beyond. `name` reads "function: argument".
 uint64_t uint64_value(pybind11::handle object, const char* name);
 
-/// A list or tuple of such values, or a one-dimensional NumPy or torch array of integers.
+/// A list or tuple of such values, or a one-dimensional integer array of NumPy or torch.
 std::vector<uint64_t> uint64_list(pybind11::handle object, const char* name);
 
 }  // namespace cpattn::bindings
