@@ -12,11 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpattn import (
-    build_transfer_entry_pairs,
-    decode_targets,
     get_mha_kv_ptrs_with_pp,
     get_mla_kv_ptrs_with_pp,
-    kv_start_layer,
 )
 
 
@@ -306,116 +303,6 @@ def test_compat_is_the_rules_with_slices_of_python(
         found = get_mha_kv_ptrs_with_pp(src, dst, prefill_start_layer=first, compat=True)
         assert found[:2] == (src[: num_src // 2], src[num_src // 2 :])
         assert found[2:] == (*rule_for_mha(dst, num_src, first), num_src // 2)
-
-
-def test_pairs_by_layer_id():
-    pairs = build_transfer_entry_pairs([3, 7, 3, 7], [3, 7, 11, 3, 7, 11], 4, 6)
-    assert pairs == [(0, 0), (1, 1), (2, 3), (3, 4)]
-    drafts = [1_000_000, 1_000_001]
-    pairs = build_transfer_entry_pairs([5, *drafts], [*drafts, 4, 5], 3, 4)
-    assert pairs == [(0, 3), (1, 0), (2, 1)]
-
-
-@given(st.lists(st.integers(0, 5), max_size=12), st.lists(st.integers(0, 5), max_size=12))
-def test_pairs_take_the_next_unused_occurrence(src, dst):
-    expected, used = [], set()
-    for i, layer in enumerate(src):
-        free = [j for j, other in enumerate(dst) if other == layer and j not in used]
-        if not free:
-            break
-        used.add(free[0])
-        expected.append((i, free[0]))
-    if not src or (dst and len(expected) == len(src)):
-        assert build_transfer_entry_pairs(src, dst, len(src), len(dst)) == expected
-    else:
-        with pytest.raises(
-            RuntimeError, match=r"missing a transfer entry for model layer|both PD peers"
-        ):
-            build_transfer_entry_pairs(src, dst, len(src), len(dst))
-
-
-def test_pairs_without_ids():
-    assert build_transfer_entry_pairs(None, None, 0, 5) == []
-    assert build_transfer_entry_pairs(None, [], 2, 2) == [(0, 0), (1, 1)]
-    assert build_transfer_entry_pairs(None, None, 2, 3, allow_positional_fallback=True) == [
-        (0, 0),
-        (1, 1),
-    ]
-    assert build_transfer_entry_pairs([1, 2], None, 2, 3, allow_positional_fallback=True)[1] == (
-        1,
-        1,
-    )
-    with pytest.raises(
-        RuntimeError, match="both PD peers or neither, got 2 ids of the source and 0 of"
-    ):
-        build_transfer_entry_pairs([1, 2], None, 2, 2)
-    with pytest.raises(RuntimeError, match="requires layer ids on both peers; got src=2 dst=3"):
-        build_transfer_entry_pairs(None, None, 2, 3)
-    with pytest.raises(RuntimeError, match="requires layer ids on both peers; got src=3 dst=2"):
-        build_transfer_entry_pairs(None, None, 3, 2, allow_positional_fallback=True)
-    with pytest.raises(RuntimeError, match="src metadata=1 entries=2, dst metadata=2 entries=2"):
-        build_transfer_entry_pairs([1], [1, 2], 2, 2)
-    with pytest.raises(ValueError, match="n_src and n_dst must be >= 0, got -1"):
-        build_transfer_entry_pairs(None, None, -1, 2)
-
-
-def test_uneven_stages_of_a_hybrid_model_by_layer_id():
-    """7 + 8 of 15 full-attention layers, one of every four, into a destination with a draft."""
-    ids = list(range(3, 60, 4))
-    decode = [*ids, 1_000_000, *ids, 1_000_000]
-    named = [f"{g}{i}" for g in "KV" for i in [*ids, 1_000_000]]
-    for first, end in ((0, 30), (30, 60)):
-        own = [i for i in ids if first <= i < end]
-        pairs = build_transfer_entry_pairs(own * 2, decode, 2 * len(own), len(decode))
-        assert [named[j] for _, j in pairs] == [f"{g}{i}" for g in "KV" for i in own]
-        assert kv_start_layer(first, ids) == (7 if first else 0)
-
-
-def test_start_layers_of_hybrid_models():
-    assert kv_start_layer(31, [3, 31, 40]) == 1
-    assert kv_start_layer(99, [3, 31, 40]) == 3
-    assert kv_start_layer(0, []) == 0
-    with pytest.raises(ValueError, match="kv_layer_ids must ascend, got no ascent at index 2"):
-        kv_start_layer(1, [3, 5, 5])
-    with pytest.raises(ValueError, match="start_layer must be >= 0, got -1"):
-        kv_start_layer(-1, [3])
-
-
-@pytest.mark.parametrize(
-    ("rank", "prefill", "decode", "is_mla", "expected"),
-    [
-        (2, 4, 4, False, (range(2, 3), range(3, 3), 1)),
-        (6, 4, 4, True, (range(2, 3), range(3, 3), 1)),
-        (3, 2, 8, False, (range(1), range(1, 1), 4)),
-        (4, 2, 8, True, (range(1, 2), range(2, 2), 4)),
-        (1, 8, 2, False, (range(4, 8), range(8, 8), 1)),
-        (1, 8, 2, True, (range(4, 5), range(5, 8), 1)),
-    ],
-)
-def test_decode_targets(rank, prefill, decode, is_mla, expected):
-    found = decode_targets(rank, prefill_tp_size=prefill, decode_tp_size=decode, is_mla=is_mla)
-    assert found == expected
-
-
-def test_decode_targets_cover_all_prefill_ranks():
-    for prefill, decode in product((1, 2, 4, 8), repeat=2):
-        waits = dict.fromkeys(range(prefill), 0)
-        for rank in range(decode):
-            targets = decode_targets(
-                rank, prefill_tp_size=prefill, decode_tp_size=decode, is_mla=False
-            )
-            for sender in targets.ranks:
-                waits[sender] += 1
-        assert set(waits.values()) == {max(1, decode // prefill)}
-
-
-def test_decode_targets_refuse():
-    with pytest.raises(ValueError, match="must divide the other, got 4 and 6"):
-        decode_targets(0, prefill_tp_size=4, decode_tp_size=6, is_mla=True)
-    with pytest.raises(ValueError, match="must divide the other, got 0 and 6"):
-        decode_targets(0, prefill_tp_size=0, decode_tp_size=6, is_mla=True)
-    with pytest.raises(ValueError, match="engine_rank must be >= 0, got -1"):
-        decode_targets(-1, prefill_tp_size=2, decode_tp_size=2, is_mla=True)
 
 
 def test_strict_is_right_or_refuses():

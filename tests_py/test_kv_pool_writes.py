@@ -20,7 +20,6 @@ from interrupts import assert_interruptible
 FP8 = "float8_e4m3fn"
 POOL_DTYPES = (*DTYPES, FP8)
 THREADS = _core.default_num_threads()
-THREADS = _core.default_num_threads()
 LAYERS, HEADS, DIM, V_DIM, PAGE = 3, 2, 24, 40, 4
 
 

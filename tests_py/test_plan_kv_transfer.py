@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cpattn import KVEntry, KVLayout, MHATokenToKVPool, plan_kv_transfer
+from plan_blocks import blocks
 
 PAGES = 64
 MAP_NORESERVE = 0x4000  # the mmap module has no name for it before Python 3.13
@@ -29,11 +30,6 @@ def layout(base, *, ids=range(2), kinds=("k", "v"), lengths=(512, 128), draft=0,
 
 
 SRC, DST = 1 << 48, 1 << 49
-
-
-def blocks(plan):
-    return list(zip(plan.src_addrs.tolist(), plan.dst_addrs.tolist(), plan.lengths.tolist(),
-                    strict=True))  # fmt: skip
 
 
 def test_entry_major_blocks_of_the_fewest_runs():

@@ -17,6 +17,7 @@ import torch
 
 import cpattn
 import sglang_upstream
+from plan_blocks import blocks
 from sglang_upstream import ImmediateExecutor, make_manager
 
 
@@ -338,11 +339,6 @@ def random_kv_args(
     return kv_args, addrs[100 : 100 + len(kv_list(range(num_layers), groups, draft))].tolist()
 
 
-def blocks_of(plan: Any) -> list[tuple[int, int, int]]:
-    arrays = (plan.src_addrs, plan.dst_addrs, plan.lengths)
-    return list(zip(*(array.tolist() for array in arrays), strict=True))
-
-
 @pytest.mark.parametrize("is_mla", [False, True])
 def test_plan_send_kvcache(sglang, rng, is_mla):
     for _ in range(1000):
@@ -366,7 +362,7 @@ def test_plan_send_kvcache(sglang, rng, is_mla):
         )
         assert (planned == "refused") == (sent == "refused")
         if sent != "refused":
-            assert blocks_of(planned) == manager.engine.blocks
+            assert blocks(planned) == manager.engine.blocks
 
 
 def joined(blocks: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -419,7 +415,7 @@ def test_plan_send_kvcache_slice(sglang, rng):
         assert (planned == "refused") == (sent == "refused")
         if sent != "refused":
             assert sent == 0
-            assert joined(blocks_of(planned)) == joined(manager.engine.blocks)
+            assert joined(blocks(planned)) == joined(manager.engine.blocks)
 
 
 def random_buffers(rng: np.random.Generator, num_buffers: int) -> tuple[list[int], list[int]]:
@@ -440,7 +436,7 @@ def test_plan_send_aux(sglang, rng):
         if sent == "refused":  # by releases that went on for as long as the destination's list
             continue
         planned = cpattn.plan_send_aux(kv_args, dst_ptrs, src_index, dst_index, compat=True)
-        assert blocks_of(planned) == manager.engine.blocks
+        assert blocks(planned) == manager.engine.blocks
 
 
 def test_plan_send_state(sglang, rng):
@@ -485,4 +481,4 @@ def test_plan_send_state(sglang, rng):
         )
         assert manager.maybe_send_extra(request, src_indices, ImmediateExecutor(), registered) == 0
         planned = cpattn.plan_send_state(kv_args, dst_ptrs, src_indices, dst_indices, compat=True)
-        assert blocks_of(planned) == manager.engine.blocks
+        assert blocks(planned) == manager.engine.blocks

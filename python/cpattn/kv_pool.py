@@ -48,14 +48,9 @@ class _KVPool:
         self.store_dtype = "uint8" if self.dtype.startswith("float8") else self.dtype
         self.use_fia = use_fia
         self.kinds = tuple(rows)
+        slots = self.num_pages * self.page_size
         self._buffers = {
-            kind: _core.KvBuffer(
-                function,
-                self.num_layers,
-                self.num_pages * self.page_size,
-                math.prod(row),
-                self.dtype,
-            )
+            kind: _core.KvBuffer(function, self.num_layers, slots, math.prod(row), self.dtype)
             for kind, row in rows.items()
         }
         view = _viewer(function, container)
@@ -234,10 +229,8 @@ class MHATokenToKVPool(_KVPool):
         self.num_kv_heads = _at_least(1, function, "num_kv_heads", num_kv_heads)
         self.head_dim = _at_least(1, function, "head_dim", head_dim)
         self.v_head_dim = _at_least(1, function, "v_head_dim", v_head_dim)
-        rows = {
-            "k": (self.num_kv_heads, self.head_dim),
-            "v": (self.num_kv_heads, self.v_head_dim),
-        }
+        heads = self.num_kv_heads
+        rows = {"k": (heads, self.head_dim), "v": (heads, self.v_head_dim)}
         use_fia = _use_fia(function) if use_fia is None else use_fia
         super().__init__(rows, size, page_size, num_layers, dtype, start_layer, use_fia, container)
 

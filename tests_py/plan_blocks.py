@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans as lists of blocks, for comparisons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def blocks(plan: Any) -> list[tuple[int, int, int]]:
+    """(source address, destination address, bytes) of every block."""
+    arrays = (plan.src_addrs, plan.dst_addrs, plan.lengths)
+    return list(zip(*(array.tolist() for array in arrays), strict=True))
