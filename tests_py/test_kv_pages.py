@@ -173,6 +173,13 @@ def test_a_destination_short_of_pages(compat):
             chunk.select(list(range(12)), [5, 6])
 
 
+def test_both_sides_short_of_pages():
+    """Slices end where lists do: as many pages on both sides are not yet all of them."""
+    chunk = KVSendCursor(12, 4).advance(12, last_chunk=True)
+    with pytest.raises(ValueError, match=r"pages \[0, 3\).*got 2 of the source and 2 of the"):
+        chunk.select(list(range(8)), [5, 6])
+
+
 def test_a_prefix_ends_on_a_page():
     with pytest.raises(ValueError, match="must be a multiple of page_size 4, got 6"):
         KVSendCursor(12, 4, decode_prefix_len=6)

@@ -61,8 +61,12 @@ def test_states_of_unequal_lists():
         plan_send_state(STATES, DST_STATES, [[3], [1]], [[4], None])
     with pytest.raises(ValueError, match=r"mamba states have one slot.* got 2 .* and 2 "):
         plan_send_state(STATES, DST_STATES, [[3, 4], [1]], [[4, 5], [7]])
-    with pytest.raises(ValueError, match=r"components must be as many .* got \(2, 2, 2, 1\)"):
+    with pytest.raises(ValueError, match=r"components must be as many .*'dst_state_indices': 1"):
         plan_send_state(STATES, DST_STATES, [[3], [1]], [[4]])
+    for name in ("state_data_ptrs", "state_item_lens", "state_data_lens"):
+        short = KVArgs(**{**vars(STATES), name: [[10, 20]]})
+        with pytest.raises(ValueError, match=f"components must be as many .*'{name}': 1"):
+            plan_send_state(short, DST_STATES, [[3], [1]], [[4], [7]])
     plan = plan_send_state(STATES, DST_STATES, [[3], [1, 2]], [[4], [7]], compat=True)
     assert blocks(plan)[2:] == [(3 * BASE + 100, 6 * BASE + 700, 100)]
     assert len(plan_send_state(STATES, DST_STATES, [[3], [1]], [[4], None], compat=True)) == 2

@@ -138,6 +138,9 @@ def test_slices_refuse():
     args.kv_item_lens = [128, 64]  # V narrower than K
     with pytest.raises(ValueError, match=r"must be 128 .* got 64 of entry 1"):
         plan_send_kvcache_slice(*send, dst_kv_item_len=256, **dst)
+    for name in ("attn_tp_size", "dst_attn_tp_size"):
+        with pytest.raises(ValueError, match=f"slice: {name} must be >= 1, got 0"):
+            plan_send_kvcache_slice(*send, dst_kv_item_len=256, **{**dst, name: 0})
     args.page_size = 0
     with pytest.raises(ValueError, match="page_size must be >= 1, got 0"):
         plan_send_kvcache_slice(*send, dst_kv_item_len=256, **dst)

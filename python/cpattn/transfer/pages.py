@@ -122,7 +122,9 @@ class KVChunk:
         """
         src = kv_to_page_indices(kv_indices[self.token_start : self.token_end], self.page_size)
         dst = dst_page_indices[self.page_start : self.page_end]
-        if len(src) != len(dst) and not (self.compat and len(dst) < len(src)):
+        num_pages = self.page_end - self.page_start
+        fits = len(dst) <= len(src) if self.compat else len(src) == len(dst) == num_pages
+        if not fits:
             raise ValueError(
                 f"KVChunk.select: pages [{self.page_start}, {self.page_end}) must exist on both "
                 f"sides, got {len(src)} of the source and {len(dst)} of the destination"

@@ -175,6 +175,9 @@ def plan_send_kvcache_slice(
         A block per entry, page and token, those of whole runs joined where all heads of both
         sides go.
     """
+    for name, size in (("attn_tp_size", attn_tp_size), ("dst_attn_tp_size", dst_attn_tp_size)):
+        if size < 1:
+            raise ValueError(f"plan_send_kvcache_slice: {name} must be >= 1, got {size}")
     total_kv_heads = getattr(kv_args, "total_kv_head_num", 0) or 0
     if total_kv_heads <= 0:
         total_kv_heads = kv_args.kv_head_num * attn_tp_size
@@ -269,18 +272,21 @@ def plan_send_state(
     compat : bool, optional
     """
     kinds = [str(getattr(kind, "value", kind)).lower() for kind in kv_args.state_types]
-    num_parts = (len(kinds), len(dst_state_ptrs), len(src_state_indices), len(dst_state_indices))
-    if len(set(num_parts)) > 1 and not compat:
-        raise ValueError(
-            "plan_send_state: components must be as many in state_types, dst_state_ptrs, "
-            f"src_state_indices and dst_state_indices, got {num_parts}"
-        )
     data_lens = getattr(kv_args, "state_data_lens", None) or [None] * len(kinds)
+    lists = {
+        "state_types": kinds,
+        "state_data_ptrs": kv_args.state_data_ptrs,
+        "state_data_lens": data_lens,
+        "state_item_lens": kv_args.state_item_lens,
+        "dst_state_ptrs": dst_state_ptrs,
+        "src_state_indices": src_state_indices,
+        "dst_state_indices": dst_state_indices,
+    }
+    num_parts = {name: len(parts) for name, parts in lists.items()}
+    if len(set(num_parts.values())) > 1 and not compat:
+        raise ValueError(f"plan_send_state: components must be as many in all of {num_parts}")
     components = []
-    for kind, ptrs, lens, item_lens, dst_ptrs, src, dst in zip(
-        kinds, kv_args.state_data_ptrs, data_lens, kv_args.state_item_lens,
-        dst_state_ptrs, src_state_indices, dst_state_indices, strict=False,
-    ):  # fmt: skip
+    for kind, ptrs, lens, item_lens, dst_ptrs, src, dst in zip(*lists.values(), strict=False):
         src, dst = ([] if indices is None else indices for indices in (src, dst))
         if attn_tp_size != dst_attn_tp_size and not (is_mla and kind in PAGED_STATES):
             raise RuntimeError(
