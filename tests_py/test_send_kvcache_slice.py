@@ -141,6 +141,9 @@ def test_slices_refuse():
     for name in ("attn_tp_size", "dst_attn_tp_size"):
         with pytest.raises(ValueError, match=f"slice: {name} must be >= 1, got 0"):
             plan_send_kvcache_slice(*send, dst_kv_item_len=256, **{**dst, name: 0})
+    args.page_size = 2**62
+    with pytest.raises(ValueError, match="page_size must fit into int32, got 46116860184273879"):
+        plan_send_kvcache_slice(*send, dst_kv_item_len=256, **dst, compat=True)
     args.page_size = 0
     with pytest.raises(ValueError, match="page_size must be >= 1, got 0"):
         plan_send_kvcache_slice(*send, dst_kv_item_len=256, **dst)

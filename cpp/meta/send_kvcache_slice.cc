@@ -107,6 +107,7 @@ TransferPlan plan_send_kvcache_slice(
 ) {
   constexpr char kFunction[] = "plan_send_kvcache_slice";
   check(page_size >= 1, kFunction, ": page_size must be >= 1, got ", page_size);
+  narrow_to_int32(page_size, "plan_send_kvcache_slice: page_size");  // counts of tokens fit
   if (!compat) check_buffers(kFunction, buffers);
   const std::vector<int64_t> dst_entries = destination_entries(kFunction, buffers, stage, compat);
   if (dst_entries.empty()) return {};
