@@ -56,7 +56,7 @@ def decode_figures(report: ReplayReport) -> list[tuple[str, str]]:
             f"{s['bytes'] / 2**20:,.1f} MiB in {s['blocks']:,} blocks of "
             f"{s['mean_block_bytes'] / 1024:,.1f} KiB on average, over {s['links']} link(s) at "
             f"{s['bytes_per_second'] / 1e6:,.0f} MB/s, planned in {1e3 * s['plan_seconds']:,.1f} "
-            f"ms; {100 * s['cached_rate']:.1f} % of the prompt tokens were there",
+            f"ms; {100 * s['cached_rate']:.1f} % of the prompt tokens were in the decode pool",
         ),
         (
             "decode",
