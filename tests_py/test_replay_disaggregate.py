@@ -140,8 +140,8 @@ class InOneProcess:
 
     def close(self) -> None:
         for _, _, link in self.stages:
-            link.__exit__(None, None, None)
-        self.decode.__exit__(None, None, None)
+            link.__exit__()
+        self.decode.__exit__()
 
     @torch.inference_mode()
     def run(self, requests: Any, harm: Callable[[InOneProcess], None] = lambda _: None) -> None:

@@ -30,7 +30,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
-from types import TracebackType
 from typing import Any
 
 _MIN_VERSION = (0, 3, 12)  # before it, success came when the bytes had left, not arrived
@@ -177,12 +176,7 @@ class MooncakeEngine:
     def __enter__(self) -> MooncakeEngine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -81,13 +80,8 @@ class DecodeRank:
         self._link.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._link.__exit__(kind, value, trace)
+    def __exit__(self, *_: object) -> None:
+        self._link.__exit__()
 
     def peer(self) -> Peer:
         """Where prefill ranks send to."""

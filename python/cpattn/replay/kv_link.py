@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -67,12 +66,7 @@ class KVLink:
         _check(self._engine.register(addrs, sizes), "registering memory")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._engine.close()
 
     def peer(self) -> Peer:

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -53,12 +52,7 @@ class Progress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def __call__(self, done: int, total: int, what: str) -> None:

@@ -7,7 +7,6 @@ import datetime
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -92,14 +91,9 @@ class Rank:
             self._link.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._link:
-            self._link.__exit__(kind, value, trace)
+            self._link.__exit__()
         dist.destroy_process_group()
 
     def connect(self, peer: Peer) -> None:

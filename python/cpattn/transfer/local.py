@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 
 from .. import _core
 
@@ -130,10 +129,5 @@ class LocalEngine:
     def __enter__(self) -> LocalEngine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
