@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from itertools import product
 from types import SimpleNamespace
 
@@ -15,11 +14,7 @@ from hypothesis import strategies as st
 
 from cpattn import (
     KVArgs,
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-    fill_kv_args,
     plan_send_kvcache,
-    setup_state_kv_args,
 )
 from plan_blocks import blocks
 
@@ -202,6 +197,17 @@ def test_a_stage_must_say_where_it_begins(compat):
         plan_send_kvcache(args, list(range(8)), [0], [0], pp_size=2, is_mla=True, compat=compat)
 
 
+def test_none_is_absent():
+    names = ("kv_data_lens", "kv_buf_groups", "total_kv_layers", "hidden_kv_layers",
+             "draft_kv_layers", "prefill_end_layer")  # fmt: skip
+    args = KVArgs(kv_data_ptrs=[1000], kv_item_lens=[10], prefill_start_layer=0)
+    plans = []
+    for _ in range(2):
+        plans.append(plan_send_kvcache(args, [5000], [1], [2], pp_size=2, is_mla=True))
+        vars(args).update(dict.fromkeys(names))
+    assert blocks(plans[0]) == blocks(plans[1]) == [(1010, 5020, 10)]
+
+
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.int32])
 def test_lists_in_arrays(dtype):
     args = KVArgs(kv_data_ptrs=np.array([1000, 2000], dtype),
@@ -313,85 +319,3 @@ def test_refuses_items_of_another_length():
     # Without a check the prefill's length addresses both sides.
     plan = plan_send_kvcache(*send, pp_size=1, is_mla=True, compat=True, **lens)
     assert blocks(plan)[1] == (BASE + 0x10000, 3 * BASE, 200)
-
-
-# --- pools: the item length is a page's in every layout
-
-
-@pytest.mark.parametrize("use_fia", [False, True])
-@pytest.mark.parametrize("pp", [1, 2])
-def test_pools_receive_their_pages(use_fia, pp):
-    """Bytes copied by the plan are the pages, and only these; with FIA as without (#15852)."""
-
-    def pool(**layers):
-        return MHATokenToKVPool(
-            64, 8, num_kv_heads=2, head_dim=4, v_head_dim=6, use_fia=use_fia,
-            dtype="float32", container="numpy", **layers,
-        )  # fmt: skip
-
-    decode = pool(num_layers=3)
-    src_pages, dst_pages = [1, 2, 5, 4], [3, 4, 8, 1]
-    for first, end in ((0, 3),) if pp == 1 else ((0, 1), (1, 3)):
-        stage = pool(num_layers=end - first, start_layer=first)
-        for layer in range(first, end):
-            stage.get_key_buffer(layer)[:] = (
-                np.arange(stage.get_key_buffer(layer).size).reshape(
-                    stage.get_key_buffer(layer).shape
-                )
-                + 1e4 * layer
-                + 1
-            )
-            stage.get_value_buffer(layer)[:] = -1 - layer
-        args = KVArgs()
-        fill_kv_args(args, stage, total_kv_layers=3)
-        ptrs, _, _ = decode.get_contiguous_buf_infos()
-        plan = plan_send_kvcache(args, ptrs, src_pages, dst_pages, pp_size=pp, is_mla=False)
-        copy(plan)
-        rest = [page for page in range(9) if page not in dst_pages]
-        for layer in range(first, end):
-            for get in ("get_key_buffer", "get_value_buffer"):
-                there = getattr(decode, get)(layer).reshape(9, -1)
-                here = getattr(stage, get)(layer).reshape(9, -1)
-                assert np.array_equal(there[dst_pages], here[src_pages])
-                assert not there[rest].any()
-
-
-def copy(plan):
-    for src, dst, length in blocks(plan):
-        ctypes.memmove(dst, src, length)
-
-
-def test_an_mla_stage_with_drafts_over_pools():
-    def pools(num_layers, first=0):
-        shape = {"index_head_dim": 4, "container": "numpy", "dtype": "float32"}
-        pool = MLATokenToKVPool(32, 4, num_layers, 8, 4, start_layer=first, **shape)
-        return pool, MLATokenToKVPool(32, 4, 1, 8, 4, **shape)
-
-    (stage, draft), (decode, decode_draft) = pools(2, 2), pools(4)
-    stage.k_buffer[:] = 1
-    stage.v_buffer[:] = 2
-    stage.index_k_buffer[:] = 3
-    draft.k_buffer[:] = 4
-    draft.index_k_buffer[:] = 5
-    sides = []
-    for pool, drafts in ((stage, draft), (decode, decode_draft)):
-        args = KVArgs()
-        fill_kv_args(args, pool, drafts)
-        setup_state_kv_args(args, pool, drafts, total_kv_layers=4)
-        sides.append(args)
-    copy(
-        plan_send_kvcache(
-            sides[0], sides[1].kv_data_ptrs, [3], [6], pp_size=2, is_mla=True, is_last_rank=True,
-            dst_item_lens=sides[1].kv_item_lens,
-        )
-    )  # fmt: skip
-    for buffer, value, layers in (
-        (decode.k_buffer, 1, [2, 3]),
-        (decode.v_buffer, 2, [2, 3]),
-        (decode.index_k_buffer, 3, [2, 3]),
-        (decode_draft.k_buffer, 4, [0]),
-        (decode_draft.index_k_buffer, 5, [0]),
-    ):
-        expected = np.zeros_like(buffer)
-        expected[layers, 6] = value
-        assert np.array_equal(buffer, expected)

@@ -313,9 +313,10 @@ def stage_of(kv_args: Any, is_last_rank: bool, pp_size: int, is_mla: bool) -> tu
 
     Only the first layer of a stage cannot be: 0 would send it to another's buffers.
     """
+    groups = getattr(kv_args, "kv_buf_groups", None)
     return (
         kv_args.prefill_start_layer if pp_size > 1 else 0,
-        getattr(kv_args, "kv_buf_groups", 1),
+        1 if groups is None else groups,
         getattr(kv_args, "total_kv_layers", None) or 0,
         getattr(kv_args, "hidden_kv_layers", None),
         getattr(kv_args, "draft_kv_layers", None) or 0,
