@@ -83,6 +83,7 @@ from .transfer.pointers import (
     get_mla_kv_ptrs_with_pp,
     kv_start_layer,
 )
+from .transfer.regions import registration_regions
 from .transfer.send import (
     HeadSlice,
     plan_send_aux,
@@ -164,6 +165,7 @@ __all__ = [
     "quantize_kv_rows_separate",
     "read_index_k_cache",
     "reference",
+    "registration_regions",
     "run_attention",
     "set_num_threads",
     "setup_state_kv_args",

@@ -62,8 +62,8 @@ class KVLink:
         self._buffers.append((self.first_tokens.ctypes.data, self.first_tokens.nbytes))
 
     def __enter__(self) -> KVLink:
-        addrs, sizes = zip(*self._buffers, strict=True)
-        _check(self._engine.register(addrs, sizes), "registering memory")
+        regions = cpattn.registration_regions(*zip(*self._buffers, strict=True))
+        _check(self._engine.register(*regions), "registering memory")
         return self
 
     def __exit__(self, *_: object) -> None:

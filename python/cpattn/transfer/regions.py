@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which memory to register with an engine, of the buffers that a server lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["registration_regions"]
+
+
+def registration_regions(
+    ptrs: Sequence[int], lens: Sequence[int], *, alignment: int = 1
+) -> tuple[list[int], list[int]]:
+    """Addresses and sizes for one ``engine.register``, and the addresses for ``unregister``.
+
+    Buffers of no bytes, which hold the place of a layer in a list, are left out, and a buffer that
+    is listed twice (as KV and as state) is there once. Other overlaps stay, for the engine to
+    refuse. The lists that peers are told remain as they are.
+
+    Parameters
+    ----------
+    ptrs, lens : sequences of int
+        Of all buffers: KV, aux, state.
+    alignment : int
+        If above 1, what the engine rounds ranges to (2 MiB: MemFabric). Ranges that overlap or
+        touch once rounded become one, from the first byte of them to the last, ascending.
+
+    Raises
+    ------
+    ValueError
+        For lists of unequal length, a negative number, bytes at address 0 or beyond 2^64.
+
+    Examples
+    --------
+    >>> registration_regions([4096, 8192, 0, 4096], [512, 1024, 0, 512])
+    ([4096, 8192], [512, 1024])
+    >>> registration_regions([4096, 8192, 0, 4096], [512, 1024, 0, 512], alignment=1 << 21)
+    ([4096], [5120])
+    """
+    if len(ptrs) != len(lens) or alignment < 1:
+        raise ValueError(
+            "registration_regions: ptrs and lens must be equally many and alignment >= 1, "
+            f"got {len(ptrs)}, {len(lens)} and {alignment}"
+        )
+    for i, (ptr, size) in enumerate(zip(ptrs, lens, strict=True)):
+        if ptr < 0 or size < 0 or (size and not 0 < ptr <= 2**64 - size):
+            raise ValueError(
+                "registration_regions: ptrs and lens must be ranges of [1, 2^64), "
+                f"got ({ptr}, {size}) at {i}"
+            )
+    regions = [region for region in dict.fromkeys(zip(ptrs, lens, strict=True)) if region[1]]
+    if alignment > 1:
+        regions = _merged(regions, alignment)
+    return [ptr for ptr, _ in regions], [size for _, size in regions]
+
+
+def _merged(regions: list[tuple[int, int]], alignment: int) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for ptr, size in sorted(regions):
+        if merged and ptr // alignment <= -(-merged[-1][1] // alignment):
+            begin, end = merged[-1]
+            merged[-1] = begin, max(end, ptr + size)
+        else:
+            merged.append((ptr, ptr + size))
+    return [(begin, end - begin) for begin, end in merged]

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which memory is registered, of lists with placeholders, repetitions and neighbours."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpattn import LocalEngine, registration_regions
+
+MiB = 1 << 20
+
+
+def test_placeholders_and_repetitions_are_left_out():
+    ptrs, lens = [300, 0, 100, 300, 100, 500], [10, 0, 10, 10, 20, 0]
+    assert registration_regions(ptrs, lens) == ([300, 100, 100], [10, 10, 20])
+    assert (ptrs, lens) == ([300, 0, 100, 300, 100, 500], [10, 0, 10, 10, 20, 0])
+    assert registration_regions([], []) == registration_regions([0, 7], [0, 0]) == ([], [])
+    assert registration_regions([], [], alignment=2 * MiB) == ([], [])
+
+
+def test_ranges_that_meet_once_rounded_become_one():
+    ptrs = [9 * MiB, 2 * MiB + 64, 2 * MiB + 512, 5 * MiB]
+    lens = [64, 128, 64, 64]  # rounded: [8, 10), [2, 4), [2, 4), [4, 6)
+    merged = registration_regions(ptrs, lens, alignment=2 * MiB)
+    assert merged == ([2 * MiB + 64, 9 * MiB], [3 * MiB, 64])
+    inside = registration_regions([100, 110], [100, 10], alignment=2)
+    assert inside == ([100], [100])
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 40)), max_size=8),
+    st.sampled_from([2, 8, 32]),
+)
+def test_merged_ranges_cover_all_and_no_more_than_the_engine_rounds_to(regions, alignment):
+    def rounded(begin, end):
+        return set(range(begin // alignment, -(-end // alignment)))
+
+    ptrs, lens = [ptr for ptr, _ in regions], [size for _, size in regions]
+    addrs, sizes = registration_regions(ptrs, lens, alignment=alignment)
+    merged = [(addr, addr + size) for addr, size in zip(addrs, sizes, strict=True)]
+    for ptr, size in regions:
+        assert not size or any(a <= ptr and ptr + size <= b for a, b in merged)
+    blocks = [rounded(ptr, ptr + size) for ptr, size in regions if size]
+    assert set().union(*(rounded(*range_) for range_ in merged)) == set().union(*blocks)
+    for (_, end), (begin, _) in pairwise(merged):
+        assert -(-end // alignment) < begin // alignment
+
+
+@pytest.mark.parametrize("region", [(0, 1), (-1, 0), (-8, 8), (8, -1), (2**64 - 8, 9)])
+@pytest.mark.parametrize("alignment", [1, 2 * MiB])
+def test_regions_that_are_refused(region, alignment):
+    ptrs, lens = zip((64, 8), region, strict=True)
+    with pytest.raises(ValueError, match=rf"ranges of \[1, 2\^64\), got \({region[0]}, .* at 1"):
+        registration_regions(ptrs, lens, alignment=alignment)
+
+
+def test_arguments_that_are_refused():
+    with pytest.raises(ValueError, match="equally many and alignment >= 1, got 2, 1 and 1"):
+        registration_regions([1, 2], [1])
+    with pytest.raises(ValueError, match="got 1, 1 and 0"):
+        registration_regions([1], [1], alignment=0)
+
+
+def test_an_engine_takes_and_gives_back_what_the_lists_would_not_let_it():
+    memory = np.zeros(64, np.uint8)
+    addr = memory.ctypes.data
+    ptrs, lens = [addr, 0, addr, addr + 32], [32, 0, 32, 32]
+    with LocalEngine() as engine:
+        assert engine.register(ptrs, lens) != 0
+        addrs, sizes = registration_regions(ptrs, lens)
+        for _ in range(2):
+            assert engine.register(addrs, sizes) == 0
+            assert engine.register(addrs, sizes) == -7  # across calls it remains an error
+            assert engine.unregister(addrs) == 0
+        assert engine.register(*registration_regions([addr, addr + 16], [32, 32])) == -7
