@@ -10,4 +10,6 @@
 ``plan``      a plan: blocks to copy, and their execution over an engine
 ``engine``    what moves bytes
 ``local``     an engine within one process
+``regions``   which memory to register with an engine
+``wire``      the messages between servers, in the byte formats of engines
 """
