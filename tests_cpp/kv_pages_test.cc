@@ -43,14 +43,14 @@ TEST(MlaKvEntries, TargetsOfEveryGroupThenDrafts) {
       .draft_kv_layers = 1,
       .is_last_rank = true
   };
-  const std::vector<EntryRange> expected = {{2, 4}, {6, 8}, {8, 10}};
+  const std::vector<KVRange> expected = {{2, 4}, {6, 8}, {8, 10}};
   EXPECT_EQ(mla_kv_entries(6, 10, last, false), expected);
   EXPECT_THROW(mla_kv_entries(6, 8, last, false), std::invalid_argument);
 }
 
 TEST(MhaKvEntries, RemainderMistakenForDrafts) {
-  EXPECT_EQ(mha_kv_entries(14, 30, 0, 15, false).dst_v, (EntryRange{15, 22}));
-  EXPECT_EQ(mha_kv_entries(14, 30, 0, 0, true).dst_v, (EntryRange{14, 21}));
+  EXPECT_EQ(mha_kv_entries(14, 30, 0, 15, false).dst_v, (KVRange{15, 22}));
+  EXPECT_EQ(mha_kv_entries(14, 30, 0, 0, true).dst_v, (KVRange{14, 21}));
 }
 
 }  // namespace

@@ -216,7 +216,7 @@ def test_lists_in_arrays(dtype):
     assert blocks(plan) == [(1010, 5020, 10), (2020, 6040, 20)]
     for ptrs, error in (([-1, 0], ValueError), ([1.0, 2.0], TypeError)):
         args.kv_data_ptrs = np.array(ptrs)
-        with pytest.raises(error, match="source addresses must be "):
+        with pytest.raises(error, match="source addresses must "):
             plan_send_kvcache(args, [5, 6], [1], [2], pp_size=1, is_mla=True)
 
 

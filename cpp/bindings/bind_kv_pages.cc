@@ -55,7 +55,7 @@ py::tuple group(const py::object& src_indices, const py::object& dst_indices) {
   return py::make_tuple(std::move(src_groups), std::move(dst_groups));
 }
 
-py::tuple pair(const EntryRange& range) { return py::make_tuple(range.begin, range.end); }
+py::tuple pair(const KVRange& range) { return py::make_tuple(range.begin, range.end); }
 
 py::tuple mha_entries(
     int64_t num_src,
@@ -100,7 +100,7 @@ py::list mla_entries(
     stage.hidden_kv_layers = value(hidden_kv_layers, "hidden_kv_layers");
   }
   py::list ranges;
-  for (const EntryRange& range : mla_kv_entries(num_src, num_dst, stage, compat)) {
+  for (const KVRange& range : mla_kv_entries(num_src, num_dst, stage, compat)) {
     ranges.append(pair(range));
   }
   return ranges;

@@ -84,14 +84,6 @@ const char* kv_kind_name(KVKind kind) {
   return kNames[static_cast<int>(kind)];
 }
 
-KVRange intersect(KVRange a, KVRange b) {
-  return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
-}
-
-std::ostream& operator<<(std::ostream& out, KVRange range) {
-  return out << "[" << range.begin << ", " << range.end << ")";
-}
-
 std::ostream& operator<<(std::ostream& out, const KVEntry& entry) {
   return out << kv_kind_name(entry.kind) << " of " << (entry.is_draft ? "draft " : "") << "layer "
              << entry.layer_id;

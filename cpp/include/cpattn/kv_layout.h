@@ -8,22 +8,12 @@
 #include <span>
 #include <vector>
 
+#include "cpattn/kv_range.h"
+
 namespace cpattn {
 
 enum class KVKind : uint8_t { k, v, index_k, state };
 const char* kv_kind_name(KVKind kind);
-
-/// Half-open: begin, ..., end - 1.
-struct KVRange {
-  int64_t begin = 0;
-  int64_t end = 0;
-
-  int64_t size() const { return end > begin ? end - begin : 0; }
-  bool contains(int64_t i) const { return i >= begin && i < end; }
-  bool operator==(const KVRange&) const = default;
-};
-KVRange intersect(KVRange a, KVRange b);
-std::ostream& operator<<(std::ostream& out, KVRange range);
 
 /// A registered buffer: the pages of one kind of one layer.
 struct KVEntry {

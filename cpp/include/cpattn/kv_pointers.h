@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "cpattn/kv_range.h"
+
 namespace cpattn {
 
 // The lists of buffers that prefill and decode servers register hold groups of layers: all K,
@@ -17,17 +19,9 @@ namespace cpattn {
 // Strict, as they are by default, they answer right or throw std::invalid_argument. With `compat`
 // they answer as engines do: clipped like Python slices, wrong for some layouts.
 
-/// Entries [begin, end) of a list of buffers.
-struct EntryRange {
-  int64_t begin = 0;
-  int64_t end = 0;
-
-  int64_t size() const { return end > begin ? end - begin : 0; }
-  bool operator==(const EntryRange&) const = default;
-};
-
+/// Which entries of the lists belong together.
 struct MhaEntries {
-  EntryRange src_k, src_v, dst_k, dst_v;
+  KVRange src_k, src_v, dst_k, dst_v;
   int64_t num_layers = 0;
 };
 
@@ -54,12 +48,12 @@ struct KVStage {
 
 /// Ranges of the destination's list which, one after the other, receive the source's entries,
 /// for any number of groups; never with `compat`. Errors name `function`.
-std::vector<EntryRange> match_kv_entries(
+std::vector<KVRange> match_kv_entries(
     const char* function, int64_t num_src, int64_t num_dst, const KVStage& stage
 );
 
 /// The same ranges, and with `compat` those of the two rules of engines.
-std::vector<EntryRange> mla_kv_entries(
+std::vector<KVRange> mla_kv_entries(
     int64_t num_src, int64_t num_dst, const KVStage& stage, bool compat
 );
 
@@ -82,7 +76,7 @@ int64_t kv_start_layer(int64_t start_layer, std::span<const int64_t> kv_layer_id
 
 /// Prefill ranks that send to a decode rank of another tensor-parallel size.
 struct DecodeTargets {
-  EntryRange ranks;                   // within the prefill's tensor-parallel group
+  KVRange ranks;                      // within the prefill's tensor-parallel group
   int64_t num_real = 0;               // the first of them hold data; the others get dummies
   int64_t required_dst_info_num = 0;  // decode ranks that each of them waits for
 };
