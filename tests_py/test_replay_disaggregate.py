@@ -28,7 +28,7 @@ from cpattn.replay.driver import replay  # noqa: E402
 from cpattn.replay.dsa_attention import SparseAttention  # noqa: E402
 from cpattn.replay.dsa_model import DsaConfig  # noqa: E402
 from cpattn.replay.handover import Delivery, Handover, decode_pool_pages  # noqa: E402
-from cpattn.replay.kv_link import KVLink, Transfer  # noqa: E402
+from cpattn.replay.kv_link import KVLink, Transfer, require_engine  # noqa: E402
 from cpattn.replay.model import Decoder, DecoderConfig, Head, ModelConfig, stage_layers  # noqa: E402
 from cpattn.replay.phases import PhaseClock  # noqa: E402
 from cpattn.replay.prefix_cache import PrefixCache  # noqa: E402
@@ -330,6 +330,14 @@ def test_near_ties_are_not_wrong() -> None:
 @pytest.fixture
 def engine() -> None:
     requires_mooncake()
+
+
+@pytest.mark.usefixtures("engine")
+def test_an_engine_is_tried_without_a_trace(capfd: pytest.CaptureFixture[str]) -> None:
+    before = dict(os.environ)
+    require_engine()
+    assert os.environ == before
+    assert capfd.readouterr() == ("", "")
 
 
 def children() -> dict[str, Any]:

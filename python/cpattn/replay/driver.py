@@ -19,7 +19,7 @@ from .check import Checker
 from .decode_check import DecodeChecker, SparseDecodeChecker
 from .disaggregate import Disaggregation, decode_role, num_slots
 from .dsa_check import SparseChecker
-from .kv_link import start_engine
+from .kv_link import require_engine
 from .prefix_cache import PrefixCache
 from .processes import Role, Work, WorkerConfig, Workers, ranks_of
 from .records import BatchRecord, ReplayOptions, ReplayReport
@@ -44,7 +44,7 @@ def replay(
     """
     begin = time.perf_counter()
     if options.decode_tokens:
-        start_engine().close()  # that it is not installed is said before any process starts
+        require_engine()  # that it is not installed is said before any process starts
     requests = scale_lengths(requests, options.scale_lengths)
     total = sum(request.input_length for request in requests)
     cache = PrefixCache(

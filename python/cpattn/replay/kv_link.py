@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,13 +41,25 @@ class Transfer:
 
 
 def start_engine() -> MooncakeEngine:
-    """An engine of this process, which logs failures only, not the one of every start."""
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the engine is imported
+    """An engine of this process."""
+    with _quiet():
+        return MooncakeEngine()
+
+
+def require_engine() -> None:
+    """ImportError, or RuntimeError, if `start_engine` would fail."""
+    with _quiet():
+        MooncakeEngine().close()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the log of engines, which they write past Python; their exceptions say enough."""
     stderr = os.dup(2)
     try:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 2)
-        return MooncakeEngine()
+        yield
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)

@@ -221,6 +221,7 @@ def serve(role: Role, init_method: str, pipe: connection.Connection) -> None:
     """A worker's life: set up, then answer calls until the pipe closes."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the parent says what happened
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the engine is imported
     try:
         module, _, name = role.target.partition(".")
         make = getattr(import_module(f".{module}", __package__), name)
