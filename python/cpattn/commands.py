@@ -119,7 +119,7 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
 @click.option("--disaggregate", is_flag=True, help="Decode, in another process; not FP8 rows.")
 @_of_model("--decode-tokens", str(DECODE_TOKENS), "Of each request, at most its output_length.")
 @_option("--dtype", "auto", "auto: bfloat16 if the CPU multiplies it.", click.Choice(DTYPES))
-@_option("--threads num_threads", 0, "Threads per rank; 0: cores / cp-size.", click.IntRange(0))
+@_option("--threads num_threads", 0, "Threads of a process; 0: cores / processes.", click.IntRange(0))
 @_option("--check/--no-check", True, "Compare with one process without cache.")
 @_option("--check-rows", 16, "Rows compared of each sequence in a batch.", _SIZE)
 @_option("--torch-baseline/--no-torch-baseline", True, "Time torch on the same batches.")
@@ -130,8 +130,8 @@ def replay(**options: Any) -> None:
 
     Reads requests (JSON lines with timestamp, input_length, output_length and hash_ids, one hash
     per 512 tokens), keeps a paged KV pool with a prefix cache over the hashed blocks, forms
-    prefill batches under a token budget, and runs each over CP_SIZE processes through a small
-    decoder with random weights. Prompts follow each other as fast as they are computed.
+    prefill batches under a token budget, and runs each over PP_SIZE x CP_SIZE processes through a
+    small decoder with random weights. Prompts follow each other as fast as they are computed.
 
     With --disaggregate, PP_SIZE x CP_SIZE processes prefill, and send the KV pages of each batch
     over the Mooncake transfer engine to one more process, which decodes its prompts while the
@@ -143,7 +143,8 @@ def replay(**options: Any) -> None:
     same keys. With --disaggregate latents, rotary parts and keys of the indexer are sent.
 
     Every prompt is computed again by one process, whole and in float32, and compared. Exit code
-    1 if a row differs by more than roundings explain, or if a process dies; 130 after Ctrl-C.
+    1 if a row or a token differs by more than roundings explain, or if a process dies; 130 after
+    Ctrl-C.
 
     \b
     About a minute on two cores:
