@@ -26,3 +26,14 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     _core.set_isa(request.param)
     yield request.param
     _core.set_isa(before)
+
+
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """Threads of torch would wait for each other longer than small operators take."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

@@ -132,7 +132,7 @@ def test_from_pool_knows_its_heads():
         KVLayout.from_pool(pool, other)
 
 
-# --- the lists of engines: tables 3.4 (MHA) and 3.6 (MLA) -------------------------------------
+# --- the lists of engines, in cases that pairing by position gets right and wrong -------------
 
 LENGTHS = {"K": 512, "V": 128, "I": 64}
 KIND = {"K": "k", "V": "v", "I": "index_k"}
@@ -180,7 +180,7 @@ def received(src_names, src, dst_names, dst):
         (4, 4, 0, 4), (15, 1, 0, 15),
     ],
 )  # fmt: skip
-def test_every_stage_of_table_34_is_right(total, draft, start, end):
+def test_every_stage_of_mha_is_right(total, draft, start, end):
     """Scenarios 53 and 54 for MHA: the decode side has draft layers, the prefill side has not."""
     dst_names = names(total, draft=draft)
     src_names = names(end - start, start=start)
@@ -194,7 +194,7 @@ def test_every_stage_of_table_34_is_right(total, draft, start, end):
 
 
 MLA = [
-    # case of table 3.6, groups, source, its first layer, draft layers there, destination, of these
+    # case, groups, source, its first layer, draft layers there, destination, of these
     ("A", "KVI", names(2, "KVI", start=2), 2, 0, names(4, "KVI"), 0),
     ("B", "KV", names(2), 0, 0, names(4, draft=1), 1),
     ("B, last", "KV", names(2, start=2), 2, 0, names(4, draft=1), 1),
@@ -211,7 +211,7 @@ MLA = [
     [case[1:] for case in MLA],
     ids=[case[0] for case in MLA],
 )
-def test_every_case_of_table_36_is_right(groups, src_names, start, src_draft, dst_names, dst_draft):
+def test_every_case_of_mla_is_right(groups, src_names, start, src_draft, dst_names, dst_draft):
     """Also C, with the number of hidden layers stated, and E: scenario 54 for MLA."""
     common = {"kv_buf_groups": len(groups), "hidden_kv_layers": 4}
     src = KVLayout.from_kv_args(

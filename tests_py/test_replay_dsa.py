@@ -59,13 +59,7 @@ PER_QUERY = ("q", "index_q", "index_weights")
 PAGE_SIZE, BLOCK_TOKENS, NUM_PAGES = 4, 8, 800
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads of torch would wait for each other longer than such small operators take."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A disaggregated replay without its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import cpattn
+from cpattn.distributed import ContextParallel
+from cpattn.replay.decode import DecodeConfig, DecodeRank
+from cpattn.replay.decode_check import DecodeChecker, SparseDecodeChecker
+from cpattn.replay.dense_attention import DenseAttention
+from cpattn.replay.dsa_attention import SparseAttention
+from cpattn.replay.handover import Handover, decode_pool_pages
+from cpattn.replay.kv_link import KVLink
+from cpattn.replay.model import Decoder, DecoderConfig, Head, stage_layers
+from cpattn.replay.phases import PhaseClock
+from cpattn.replay.prefix_cache import PrefixCache
+from cpattn.replay.scheduler import prefill_batches
+from cpattn.replay.trace import block_tokens_of
+
+BLOCK, DECODE, MAX_SEQUENCES = 8, 5, 64
+
+
+class InOneProcess:
+    """Stages one after the other and a decode rank, with engines that copy within the process.
+
+    Each stage computes once, as one rank; the ranks of its group only share out what is sent.
+    """
+
+    def __init__(
+        self, group: Any, config: DecoderConfig, *, pp_size: int, cp_size: int, page_size: int
+    ) -> None:
+        pages = 1000 // page_size
+        decode_pages = decode_pool_pages(
+            pages,
+            page_size=page_size,
+            block_tokens=BLOCK,
+            decode_tokens=DECODE,
+            max_sequences=MAX_SEQUENCES,
+        )
+        self.cache = PrefixCache(pages, page_size=page_size, block_tokens=BLOCK)
+        self.handover = Handover(
+            PrefixCache(decode_pages, page_size=page_size, block_tokens=BLOCK),
+            decode_tokens=DECODE,
+            num_slots=MAX_SEQUENCES,
+        )
+        self.decode = DecodeRank(
+            0,
+            DecodeConfig(config, page_size, decode_pages, MAX_SEQUENCES, 1),
+            "",
+            cpattn.LocalEngine(),
+        )
+        sparse = config.kind == "dsa"
+        make_checker = SparseDecodeChecker if sparse else DecodeChecker
+        make_attention: Any = SparseAttention if sparse else DenseAttention
+        self.checker = make_checker(config, block_tokens=BLOCK, rows_per_chunk=4)
+        self.cp = ContextParallel(group, page_size=page_size)
+        self.cp_size = cp_size
+        self.stages = [
+            (
+                Decoder(config, layers),
+                attention := make_attention(config, self.cp, pages, layers),
+                KVLink(cpattn.LocalEngine(), attention.pool, layers, MAX_SEQUENCES),
+            )
+            for layers in stage_layers(config.num_layers, pp_size)
+        ]
+        self.head = Head(config)
+        self.num_bytes = 0
+        self.decode.__enter__()
+        for _, _, link in self.stages:
+            link.__enter__()
+            link.connect(self.decode.peer())
+
+    def close(self) -> None:
+        for _, _, link in self.stages:
+            link.__exit__()
+        self.decode.__exit__()
+
+    @torch.inference_mode()
+    def run(self, requests: Any, harm: Callable[[InOneProcess], None] = lambda _: None) -> None:
+        for batch in prefill_batches(requests, self.cache, token_budget=120):
+            for chunk in batch.chunks:
+                assert self.handover.reserve(chunk)
+            delivery = self.handover.deliver(batch)
+            tokens = [
+                block_tokens_of(
+                    c.request, c.begin, c.end, block_tokens=BLOCK, vocab_size=256, seed=0
+                )
+                for c in batch.chunks
+            ]
+            plan = self.cp.plan(
+                batch.extend_lens,
+                batch.seq_lens,
+                block_tables=batch.block_tables,
+                out_cache_loc=batch.slots,
+            )
+            x = self.cp.shard(plan, torch.from_numpy(np.concatenate(tokens)))
+            positions = self.cp.shard(plan, torch.from_numpy(batch.positions))
+            for model, attention, link in self.stages:
+                attention.begin(batch, plan, PhaseClock())
+                x = model(x, positions, attention)
+                for cp_rank in range(self.cp_size):
+                    self.num_bytes += link.send_pages(delivery, cp_rank, self.cp_size).num_bytes
+            hidden = self.cp.gather(plan, x)
+            rows = self.checker.sample_rows(batch)
+            wanted = torch.from_numpy(rows)
+            chosen = None
+            if attention.chosen is not None:
+                chosen = self.cp.gather(plan, attention.chosen)[wanted].numpy()
+            self.checker.compare(batch, rows, hidden[wanted].float().numpy(), chosen)
+            continuations = delivery.continuations
+            if continuations:
+                slots = [c.slot for c in continuations]
+                first = self.head(hidden[[c.row for c in continuations]]).argmax(dim=-1)
+                link.first_tokens[slots, 0] = first
+                link.send_first_tokens(slots)
+            harm(self)
+            for request in self.decode.decode(continuations).requests:
+                self.checker.compare_tokens(request)
+                self.handover.release(request.request_index)
