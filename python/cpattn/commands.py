@@ -119,7 +119,7 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
 @click.option("--disaggregate", is_flag=True, help="Decode, in another process; not FP8 rows.")
 @_of_model("--decode-tokens", str(DECODE_TOKENS), "Of each request, at most its output_length.")
 @_option("--dtype", "auto", "auto: bfloat16 if the CPU multiplies it.", click.Choice(DTYPES))
-@_option("--threads num_threads", 0, "Threads of a process; 0: cores / processes.", click.IntRange(0))
+@_option("--threads num_threads", 0, "Of a process; 0: cores / processes.", click.IntRange(0))
 @_option("--check/--no-check", True, "Compare with one process without cache.")
 @_option("--check-rows", 16, "Rows compared of each sequence in a batch.", _SIZE)
 @_option("--torch-baseline/--no-torch-baseline", True, "Time torch on the same batches.")

@@ -12,8 +12,6 @@ from .entry import KVEntry
 KINDS = ("k", "v", "index_k")
 DRAFT_IDS = 1_000_000  # engines that number buffers begin those of the draft model here
 
-Infos = tuple[Sequence[int], Sequence[int], Sequence[int]]
-
 
 def pool_entries(pool: Any, *, is_draft: bool) -> list[KVEntry]:
     """The buffers of a pool, in the order in which it lists them."""
