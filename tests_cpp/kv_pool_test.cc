@@ -17,8 +17,8 @@ namespace {
 
 using testing::view;
 
-TEST(KvBuffer, IsZeroAlignedAndLazy) {
-  const KvBuffer buffer("test", 8, 1 << 20, 1 << 12, DType::bfloat16);
+TEST(KVBuffer, IsZeroAlignedAndLazy) {
+  const KVBuffer buffer("test", 8, 1 << 20, 1 << 12, DType::bfloat16);
   EXPECT_EQ(buffer.row_bytes(), 1 << 13);
   EXPECT_EQ(buffer.layer_bytes(), int64_t{1} << 33);
   EXPECT_EQ(buffer.num_bytes(), int64_t{1} << 36);
@@ -29,9 +29,9 @@ TEST(KvBuffer, IsZeroAlignedAndLazy) {
   EXPECT_EQ(buffer.data()[buffer.num_bytes() - 1], 7);
 }
 
-TEST(KvBuffer, RefusesWhatCannotBe) {
+TEST(KVBuffer, RefusesWhatCannotBe) {
   const auto make = [](int64_t layers, int64_t slots, int64_t elements) {
-    const KvBuffer buffer("test", layers, slots, elements, DType::float32);
+    const KVBuffer buffer("test", layers, slots, elements, DType::float32);
   };
   EXPECT_THROW(make(0, 1, 1), std::invalid_argument);
   EXPECT_THROW(make(1, -1, 1), std::invalid_argument);
@@ -45,7 +45,7 @@ class KvScatter : public testing::EveryIsa {};
 /// Past the size from which writes are streamed, with every slot given twice.
 TEST_P(KvScatter, LargeWritesKeepTheLastRow) {
   constexpr int64_t kSlots = 9000, kElements = 512;
-  const KvBuffer buffer("test", 2, kSlots, kElements, DType::float32);
+  const KVBuffer buffer("test", 2, kSlots, kElements, DType::float32);
   std::vector<float> rows(2 * kSlots * kElements);
   std::vector<int64_t> slots(2 * kSlots);
   for (int64_t i = 0; i < 2 * kSlots; ++i) {
@@ -54,7 +54,7 @@ TEST_P(KvScatter, LargeWritesKeepTheLastRow) {
   }
   slots[kSlots + 5] = -1;
   const int64_t once = 5 * 7;  // its second row is the skipped one
-  const KvRows part{
+  const KVRows part{
       .name = "k", .rows = view(rows, DType::float32, {2 * kSlots, kElements}), .buffer = buffer
   };
   write_kv_rows("test", 1, slots, {&part, 1});

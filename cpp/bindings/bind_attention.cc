@@ -25,12 +25,12 @@ using namespace py::literals;
 namespace cpattn::bindings {
 namespace {
 
-KvLayout parse_layout(const char* function, const std::string& layout) {
+KvCacheLayout parse_layout(const char* function, const std::string& layout) {
   check(
       layout == "NHD" || layout == "HND", function, ": kv_layout must be 'NHD' or 'HND', got '",
       layout, "'"
   );
-  return layout == "NHD" ? KvLayout::nhd : KvLayout::hnd;
+  return layout == "NHD" ? KvCacheLayout::nhd : KvCacheLayout::hnd;
 }
 
 /// The arguments that describe a batch, kept alive while they are planned.
@@ -107,7 +107,7 @@ class LayerArguments {
         k_(k_cache, "k_cache"),
         v_(v_cache, "v_cache"),
         out_(output_argument(out, "out")) {
-    const KvLayout layout = parse_layout(function, kv_layout);
+    const KvCacheLayout layout = parse_layout(function, kv_layout);
     arguments.function = function;
     arguments.q = *q_;
     arguments.k = paged_cache(function, "k_cache", *k_, layout, page_size);

@@ -31,11 +31,11 @@ DType pool_dtype(const std::string& function, const std::string& name) {
 }  // namespace
 
 void register_kv_pool(py::module_& module) {
-  py::class_<KvBuffer>(module, "KvBuffer")
+  py::class_<KVBuffer>(module, "KVBuffer")
       .def(
           py::init([](const std::string& function, int64_t num_layers, int64_t num_slots,
                       int64_t row_elements, const std::string& dtype) {
-            return std::make_unique<KvBuffer>(
+            return std::make_unique<KVBuffer>(
                 function.c_str(), num_layers, num_slots, row_elements, pool_dtype(function, dtype)
             );
           }),
@@ -44,20 +44,20 @@ void register_kv_pool(py::module_& module) {
       .def_property_readonly(
           "bytes",
           [](const py::object& self) {
-            const auto& buffer = self.cast<const KvBuffer&>();
+            const auto& buffer = self.cast<const KVBuffer&>();
             const auto size = static_cast<py::ssize_t>(buffer.num_bytes());
             return py::array(py::dtype::of<uint8_t>(), {size}, {}, buffer.data(), self);
           }
       )
       .def_property_readonly(
-          "addr", [](const KvBuffer& self) { return reinterpret_cast<uintptr_t>(self.data()); }
+          "addr", [](const KVBuffer& self) { return reinterpret_cast<uintptr_t>(self.data()); }
       )
-      .def_property_readonly("layer_bytes", &KvBuffer::layer_bytes)
-      .def_property_readonly("row_bytes", &KvBuffer::row_bytes);
+      .def_property_readonly("layer_bytes", &KVBuffer::layer_bytes)
+      .def_property_readonly("row_bytes", &KVBuffer::row_bytes);
   module.def(
       "set_kv_buffer",
-      [](int64_t layer, const py::object& loc, const KvBuffer& k_buffer, const py::object& k,
-         double k_scale, const KvBuffer& v_buffer, const py::object& v, double v_scale) {
+      [](int64_t layer, const py::object& loc, const KVBuffer& k_buffer, const py::object& k,
+         double k_scale, const KVBuffer& v_buffer, const py::object& v, double v_scale) {
         constexpr char kFunction[] = "set_kv_buffer";
         auto slots = index_list(loc, "set_kv_buffer: loc");
         const TensorArgument k_view(k, "k");
@@ -67,7 +67,7 @@ void register_kv_pool(py::module_& module) {
                    : split_last_dim(
                          kFunction, "k", *k_view, k_buffer.row_elements(), v_buffer.row_elements()
                      );
-        const KvRows parts[] = {
+        const KVRows parts[] = {
             {.name = "k", .rows = k_rows, .buffer = k_buffer, .scale = k_scale},
             {.name = "v", .rows = v_rows, .buffer = v_buffer, .scale = v_scale},
         };
@@ -78,10 +78,10 @@ void register_kv_pool(py::module_& module) {
   );
   module.def(
       "set_index_k_buffer",
-      [](int64_t layer, const py::object& loc, const KvBuffer& buffer, const py::object& index_k) {
+      [](int64_t layer, const py::object& loc, const KVBuffer& buffer, const py::object& index_k) {
         auto slots = index_list(loc, "set_index_k_buffer: loc");
         const TensorArgument view(index_k, "index_k");
-        const KvRows part{.name = "index_k", .rows = *view, .buffer = buffer};
+        const KVRows part{.name = "index_k", .rows = *view, .buffer = buffer};
         const Computation computation;
         write_kv_rows("set_index_k_buffer", layer, slots, {&part, 1});
       },

@@ -44,7 +44,7 @@ int64_t checked_bytes(
 
 }  // namespace
 
-KvBuffer::KvBuffer(
+KVBuffer::KVBuffer(
     const char* function, int64_t num_layers, int64_t num_slots, int64_t row_elements, DType dtype
 )
     : num_layers_(num_layers), num_slots_(num_slots), row_elements_(row_elements), dtype_(dtype) {
@@ -59,6 +59,6 @@ KvBuffer::KvBuffer(
   data_ = static_cast<char*>(data);
 }
 
-KvBuffer::~KvBuffer() { munmap(data_, num_bytes()); }
+KVBuffer::~KVBuffer() { munmap(data_, num_bytes()); }
 
 }  // namespace cpattn

@@ -61,7 +61,7 @@ bool is_copied(DType from, DType to) {
   return from == to || (from == DType::uint8 && to == DType::float8_e4m3fn);
 }
 
-Cast cast_kernel(const char* function, const KvRows& part) {
+Cast cast_kernel(const char* function, const KVRows& part) {
   const DType from = part.rows.dtype, to = part.buffer.dtype();
   if (is_copied(from, to)) return nullptr;
   const auto& casts = active_sparse_kernels().scatter.cast[element_type(function, part.name, from)];
@@ -72,7 +72,7 @@ Cast cast_kernel(const char* function, const KvRows& part) {
 /// One part, checked: rows in pieces that have no gaps.
 class Writer {
  public:
-  Writer(const char* function, int64_t layer, int64_t num_rows, const KvRows& part)
+  Writer(const char* function, int64_t layer, int64_t num_rows, const KVRows& part)
       : cast_(cast_kernel(function, part)),
         stream_(active_sparse_kernels().scatter.stream),
         scale_(static_cast<float>(part.scale)),
@@ -110,7 +110,7 @@ class Writer {
   }
 
  private:
-  void check_part(const char* function, int64_t num_rows, const KvRows& part) const {
+  void check_part(const char* function, int64_t num_rows, const KVRows& part) const {
     check_tensor(function, part.name, part.rows, part.rows.rank);
     check(
         part.rows.num_elements() == num_rows * row_elements_, function, ": ", part.name,
@@ -145,15 +145,15 @@ class Writer {
 };
 
 /// Checks that no rows lie where any are written.
-void check_no_overlap(const char* function, int64_t layer, std::span<const KvRows> parts) {
-  for (const KvRows& written : parts) {
-    const KvBuffer& buffer = written.buffer;
+void check_no_overlap(const char* function, int64_t layer, std::span<const KVRows> parts) {
+  for (const KVRows& written : parts) {
+    const KVBuffer& buffer = written.buffer;
     TensorView out{.data = buffer.data() + layer * buffer.layer_bytes(), .dtype = buffer.dtype()};
     out.rank = 1;
     out.shape[0] = buffer.num_slots() * buffer.row_elements();
     out.strides[0] = 1;
     const std::string name = concat("the layer's ", written.name);
-    for (const KvRows& read : parts) {
+    for (const KVRows& read : parts) {
       cpattn::check_no_overlap(function, name.c_str(), out, read.name, read.rows);
     }
   }
@@ -208,12 +208,12 @@ void write_rows(
 }  // namespace
 
 void write_kv_rows(
-    const char* function, int64_t layer, std::span<int64_t> slots, std::span<const KvRows> parts
+    const char* function, int64_t layer, std::span<int64_t> slots, std::span<const KVRows> parts
 ) {
   constexpr int64_t kLeastTraffic = int64_t{1} << 18;   // worth a thread
   constexpr int64_t kLeastStreamed = int64_t{1} << 24;  // not worth keeping in caches
   assert(!parts.empty());
-  const KvBuffer& buffer = parts[0].buffer;
+  const KVBuffer& buffer = parts[0].buffer;
   check(
       layer >= 0 && layer < buffer.num_layers(), function, ": layer must be in [0, ",
       buffer.num_layers(), "), got ", layer
@@ -224,7 +224,7 @@ void write_kv_rows(
   writers.reserve(parts.size());
   int64_t traffic = 0, written = 0;
   bool can_stream = true;
-  for (const KvRows& part : parts) {
+  for (const KVRows& part : parts) {
     assert(part.buffer.num_slots() == buffer.num_slots());
     const Writer& writer = writers.emplace_back(function, layer, num_rows, part);
     traffic += writer.traffic();

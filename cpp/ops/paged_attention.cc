@@ -220,7 +220,7 @@ PagedCache paged_cache(
     const char* function,
     const char* name,
     const TensorView& cache,
-    KvLayout layout,
+    KvCacheLayout layout,
     std::optional<int64_t> page_size
 ) {
   check(
@@ -232,7 +232,7 @@ PagedCache paged_cache(
   if (cache.rank == 3) {
     check(page_size.has_value(), function, ": page_size is required for a 3-dimensional ", name);
     check(
-        layout == KvLayout::nhd, function, ": a 3-dimensional ", name,
+        layout == KvCacheLayout::nhd, function, ": a 3-dimensional ", name,
         " is [slots, heads, dim]; kv_layout must be NHD"
     );
     check(*page_size >= 1, function, ": page_size must be >= 1, got ", *page_size);
@@ -247,7 +247,7 @@ PagedCache paged_cache(
     paged.row_stride = cache.strides[0];
     paged.head_stride = cache.strides[1];
   } else {
-    const int row_axis = layout == KvLayout::nhd ? 1 : 2;
+    const int row_axis = layout == KvCacheLayout::nhd ? 1 : 2;
     const int head_axis = 3 - row_axis;
     paged.num_pages = cache.shape[0];
     paged.page_size = cache.shape[row_axis];

@@ -50,7 +50,7 @@ class _KVPool:
         self.kinds = tuple(rows)
         slots = self.num_pages * self.page_size
         self._buffers = {
-            kind: _core.KvBuffer(function, self.num_layers, slots, math.prod(row), self.dtype)
+            kind: _core.KVBuffer(function, self.num_layers, slots, math.prod(row), self.dtype)
             for kind, row in rows.items()
         }
         view = _viewer(function, container)

@@ -12,17 +12,17 @@ namespace cpattn {
 /// aligned to a page of the system, which is committed when it is first written: a pool takes
 /// what was written to it. Large pages would commit 2 MiB for a row, in each layer and kind, and
 /// gained writes nothing that could be measured.
-class KvBuffer {
+class KVBuffer {
  public:
   /// All sizes are >= 1. Throws std::invalid_argument, which names `function`, if they are not
   /// or if their product exceeds 2^63 - 1 bytes, and a std::bad_alloc that says how much was
   /// asked for if the system has no such address space.
-  KvBuffer(
+  KVBuffer(
       const char* function, int64_t num_layers, int64_t num_slots, int64_t row_elements, DType dtype
   );
-  ~KvBuffer();
-  KvBuffer(const KvBuffer&) = delete;
-  KvBuffer& operator=(const KvBuffer&) = delete;
+  ~KVBuffer();
+  KVBuffer(const KVBuffer&) = delete;
+  KVBuffer& operator=(const KVBuffer&) = delete;
 
   char* data() const { return data_; }
   int64_t num_bytes() const { return num_layers_ * layer_bytes(); }

@@ -11,13 +11,13 @@
 namespace cpattn {
 
 /// Rows of one kind on their way into a pool.
-struct KvRows {
+struct KVRows {
   const char* name;  // of the argument, for messages
   /// As many elements as there are slots times row_elements of the buffer, in any shape:
   /// row i is the i-th in row-major order. The last dimension is contiguous, other strides are
   /// free.
   TensorView rows;
-  const KvBuffer& buffer;
+  const KVBuffer& buffer;
   double scale = 1;  // what rows of another dtype are divided by
 };
 
@@ -33,7 +33,7 @@ struct KvRows {
 /// in the buffer, a wrong number of elements, other dtypes, a scale that is not a positive number
 /// and rows that lie where any part of the layer is written. Nothing is written then.
 void write_kv_rows(
-    const char* function, int64_t layer, std::span<int64_t> slots, std::span<const KvRows> parts
+    const char* function, int64_t layer, std::span<int64_t> slots, std::span<const KVRows> parts
 );
 
 /// The first `left` elements of the last dimension and the `right` ones that follow; it must

@@ -9,7 +9,7 @@
 
 namespace cpattn {
 
-enum class KvLayout { nhd, hnd };
+enum class KvCacheLayout { nhd, hnd };
 
 /// A paged K or V cache reduced to strides (in elements): the vector of head h
 /// of token slot (page, offset) is at data + page * page_stride +
@@ -35,7 +35,7 @@ PagedCache paged_cache(
     const char* function,
     const char* name,
     const TensorView& cache,
-    KvLayout layout,
+    KvCacheLayout layout,
     std::optional<int64_t> page_size
 );
 

@@ -76,7 +76,7 @@ class TransferPlan(metaclass=_pybind11_type):
     def __len__(self) -> int: ...
     def __eq__(self, other: object) -> bool: ...
 
-class KvBuffer(_Bound):
+class KVBuffer(_Bound):
     def __init__(
         self, function: str, num_layers: int, num_slots: int, row_elements: int, dtype: str
     ) -> None: ...
@@ -92,14 +92,14 @@ class KvBuffer(_Bound):
 def set_kv_buffer(
     layer: int,
     loc: _Indices,
-    k_buffer: KvBuffer,
+    k_buffer: KVBuffer,
     k: _Tensor,
     k_scale: float,
-    v_buffer: KvBuffer,
+    v_buffer: KVBuffer,
     v: _Tensor | None,
     v_scale: float,
 ) -> None: ...
-def set_index_k_buffer(layer: int, loc: _Indices, buffer: KvBuffer, index_k: _Tensor) -> None: ...
+def set_index_k_buffer(layer: int, loc: _Indices, buffer: KVBuffer, index_k: _Tensor) -> None: ...
 
 class MemoryRanges(metaclass=_pybind11_type):
     def __init__(self) -> None: ...
