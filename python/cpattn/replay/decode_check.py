@@ -25,6 +25,9 @@ class DecodeChecker(Checker):
 
     One process computes the prompt and its decoded tokens at once. Each token must be the best one
     there; another one whose logit is behind by less than roundings explain is a near tie.
+
+    Whole pages of a prompt that changed places pass, and rightly: positions are in the rotated
+    keys, so dense attention reads the same.
     """
 
     def __init__(self, config: Any, *, block_tokens: int, rows_per_chunk: int) -> None:
