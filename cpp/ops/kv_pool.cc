@@ -57,6 +57,7 @@ KVBuffer::KVBuffer(
     throw OutOfAddressSpace(concat(function, ": the system has no ", bytes, " bytes for a buffer"));
   }
   data_ = static_cast<char*>(data);
+  madvise(data, bytes, MADV_HUGEPAGE);  // where the system has none, small pages do
 }
 
 KVBuffer::~KVBuffer() { munmap(data_, num_bytes()); }

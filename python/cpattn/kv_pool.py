@@ -165,7 +165,8 @@ class MHATokenToKVPool(_KVPool):
     There are ``size // page_size + 1`` pages; page 0 takes what padded tokens write. Token slot
     t is row ``t % page_size`` of page ``t // page_size``, and lies ``t`` rows behind the start
     of its layer in both layouts. The memory is zero, aligned to 4096 bytes, layer behind layer,
-    and committed as it is written. Views of it keep it alive.
+    and committed as it is written, by large pages of 2 MiB if the system has them. Views of it
+    keep it alive.
 
     Parameters
     ----------

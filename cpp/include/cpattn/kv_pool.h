@@ -8,10 +8,10 @@
 namespace cpattn {
 
 /// One kind of entry of a KV pool - keys, values or keys of an indexer - for all layers:
-/// [num_layers, num_slots, row_elements] without gaps, in memory of its own. It is zero and
-/// aligned to a page of the system, which is committed when it is first written: a pool takes
-/// what was written to it. Large pages would commit 2 MiB for a row, in each layer and kind, and
-/// gained writes nothing that could be measured.
+/// [num_layers, num_slots, row_elements] without gaps, in memory of its own. It is zero, aligned
+/// to a page of the system, and committed when it is first written, 2 MiB at a time where the
+/// system has large pages: rows at random slots then find their addresses in the TLB. (32768 rows
+/// of K and V, shuffled, two threads: casts to FP8 go from 26-39 to 51 GB/s, copies stay at 56.)
 class KVBuffer {
  public:
   /// All sizes are >= 1. Throws std::invalid_argument, which names `function`, if they are not
