@@ -27,7 +27,7 @@ inline Vector storable<Float8>(Vector x) {
 
 /// Casts that go without float32 do as many numbers as they like, and return how many.
 template <class T, class Code>
-int64_t cast_directly(const T*, int64_t, Code*) {
+int64_t cast_directly(const T* /*from*/, int64_t /*n*/, Code* /*to*/) {
   return 0;
 }
 #if defined(__AVX512BW__)
