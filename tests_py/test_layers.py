@@ -32,6 +32,7 @@ KERNEL_HEADERS = {"stdint.h", "stddef.h", "string.h", "immintrin.h", "arm_neon.h
 MAY_IMPORT = {
     "commands": {"click"},
     "distributed": {"numpy", "torch"},
+    "integrations": {"numpy", "torch"},
     "replay": {"cpattn", "jinja2", "matplotlib", "numpy", "rich", "torch"},
 }
 

@@ -71,7 +71,7 @@ def test_links_lead_somewhere(document):
         assert not anchor or anchor in anchors(file), target
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/kv_transfer.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/kv_transfer.md", "docs/torch_operators.md"])
 def test_examples_of_documents_run(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / name).read_text()

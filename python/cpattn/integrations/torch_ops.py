@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library's tensor functions as operators of torch: importing it registers them.
+
+    import cpattn.integrations.torch_ops
+    out, lse = torch.ops.cpattn.paged_attention(q, k_cache, v_cache, q_lens=..., ...)
+
+Each ``torch.ops.cpattn.x`` has the arguments of ``cpattn.x``, in their order and with their
+defaults, and always returns all results. Lengths, tables and other arrays of integers are int32 or
+int64 tensors: numbers in a graph would be constants, compiled anew whenever they change.
+``torch.ops.cpattn.x.out`` writes into tensors that are keywords of the names of the results.
+
+Operators run on CPU tensors, trace under `torch.compile` without graph breaks and with dynamic
+shapes, and have no backward: an argument that requires a gradient is TypeError in grad mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from .. import _core
+from ..attention import default_scale, do_cp_attn_fia, merge_state, paged_attention
+from ..context_parallel import build_cp_metadata
+from ..index_k import hadamard_transform
+from ..indexer import indexer_logits, indexer_topk
+from ..kv_rows import ROW_BYTES, dequantize_kv_rows, quantize_kv_rows
+from ..sparse_mla import flash_mla_sparse_fwd
+from ..split_norm import fused_split_qk_norm, split_qk_norm
+from ..topk import fast_topk
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+
+_BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
+_CPU = torch._C.DispatchKey.CPU
+
+_library = torch.library.Library("cpattn", "DEF")
+
+
+def _define(schema: str, function: Function, fake: Function) -> None:
+    """Register an operator; by hand, as `torch.library.custom_op` costs a call 12 µs, not 3."""
+    name = schema[: schema.index("(")]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, function, "CPU")
+    torch.library.register_fake(f"cpattn::{name}", fake, lib=_library)
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.cpattn, packet), overload or "default")
+    _library.impl(name, _without_backward(operator, function), "AutogradCPU", with_keyset=True)
+
+
+def _without_backward(operator: Any, function: Function) -> Function:
+    """What torch calls first outside of inference mode: no gradients, and new versions.
+
+    Versions let autograd see that a tensor it has saved was overwritten. Nearly always the kernel
+    is next, and is called from here; the way through torch would cost half as much again as a call.
+    """
+    arguments = operator._schema.arguments
+    written = [
+        (position, argument.name)
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    raise TypeError(message(value, args, kwargs))
+        below = keyset & _BELOW_AUTOGRAD
+        if below.highestPriorityTypeId() == _CPU:
+            result = function(*args, **kwargs)
+        else:  # a graph is being traced, or a tensor is a negated view
+            result = operator.redispatch(below, *args, **kwargs)
+        for position, name in written:
+            tensor = args[position] if position < len(args) else kwargs[name]
+            torch.autograd.graph.increment_version(tensor)
+        return result
+
+    def message(value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        given = {argument.name: x for argument, x in zip(arguments, args, strict=False)} | kwargs
+        name = next(name for name, x in given.items() if x is value)
+        return (
+            f"{operator._schema.name.removeprefix('cpattn::')}: cpattn operators have no backward: "
+            f"{name} requires a gradient; call it under torch.no_grad() or pass {name}.detach()"
+        )
+
+    return call
+
+
+def _define_with_out(
+    arguments: str, results: str, function: Function, write: Function, fake: Function
+) -> None:
+    """Register ``function(arguments)``, which returns tensors of the names `results`, and ``.out``.
+
+    `write` has the arguments of `function`, and the tensors to write into as keywords.
+    """
+    names = results.split()
+    returns = ", ".join(f"Tensor {name}" for name in names)
+    _define(f"{arguments} -> ({returns})", function, fake)
+    outputs = ", ".join(
+        f"Tensor({letter}!) {name}" for letter, name in zip("abcd", names, strict=False)
+    )
+    name, head = arguments.rstrip(")").split("(", 1)
+    separator = ", " if "*" in head else ", *, "
+    _define(f"{name}.out({head}{separator}{outputs}) -> ()", write, lambda *args, **kwargs: None)
+
+
+# Dense attention.
+
+
+def _paged_attention_fake(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:2], v_cache.shape[-1]))
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _paged_attention_out(*args: Any, **options: Any) -> None:
+    paged_attention(*args, **options)
+
+
+_define_with_out(
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, *, Tensor q_lens, "
+    "Tensor? kv_lens=None, Tensor? block_tables=None, Tensor? kv_indptr=None, "
+    "Tensor? kv_indices=None, Tensor? last_page_len=None, SymInt? page_size=None, "
+    "str kv_layout='NHD', float? scale=None, bool causal=True, SymInt? window=None, "
+    "float softcap=0.0, Tensor? sinks=None, Tensor? custom_mask=None, "
+    "bool batch_invariant=False, int? num_threads=None)",
+    "out lse",
+    partial(paged_attention, return_lse=True),
+    _paged_attention_out,
+    _paged_attention_fake,
+)
+
+
+def _metadata(options: dict[str, Any]) -> _core.ContextParallelMetadata:
+    """Built from the arguments that describe the batch, which are taken out."""
+    keys = ("cp_rank", "cp_size", "strategy", "num_tokens")
+    given = {key: options.pop(key) for key in keys if key in options}
+    return build_cp_metadata(options.pop("extend_lens"), options.pop("seq_lens"), **given)
+
+
+def _do_cp_attn_fia(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> Any:
+    metadata = _metadata(options)
+    return do_cp_attn_fia(q, k_cache, v_cache, metadata, **options, return_lse=True)
+
+
+def _do_cp_attn_fia_out(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    block_tables: Tensor,
+    page_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float | None,
+    out: Tensor,
+    lse: Tensor,
+    **batch: Any,
+) -> None:
+    if scale is None:
+        scale = default_scale("do_cp_attn_fia", q.shape[-1] // max(num_heads, 1))
+    _core.do_cp_attn_fia(
+        q, k_cache, v_cache, _metadata(batch), block_tables, page_size, num_heads, num_kv_heads,
+        scale, out, lse,
+    )  # fmt: skip
+
+
+def _do_cp_attn_fia_fake(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, num_heads: int, **options: Any
+) -> tuple[Tensor, Tensor]:
+    rows, columns = q.shape
+    out = q.new_empty((rows, columns * v_cache.numel() // k_cache.numel()))
+    return out, q.new_empty((rows, num_heads), dtype=torch.float32)
+
+
+_define_with_out(
+    "do_cp_attn_fia(Tensor q, Tensor k_cache, Tensor v_cache, *, Tensor extend_lens, "
+    "Tensor? seq_lens, int cp_rank, int cp_size, Tensor block_tables, SymInt page_size, "
+    "SymInt num_heads, SymInt num_kv_heads, float? scale, str strategy='zigzag', "
+    "SymInt? num_tokens=None)",
+    "out lse",
+    _do_cp_attn_fia,
+    _do_cp_attn_fia_out,
+    _do_cp_attn_fia_fake,
+)
+
+
+def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    merge_state(out_a, lse_a, out_b, lse_b)
+
+
+_define(
+    "merge_state(Tensor(a!) out_a, Tensor(b!) lse_a, Tensor out_b, Tensor lse_b) -> ()",
+    _merge_state,
+    lambda out_a, lse_a, out_b, lse_b: None,
+)
+
+
+# The indexer and its selection.
+
+
+def _indexer_logits_out(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    ks: Tensor,
+    ke: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    out: Tensor,
+) -> None:
+    _check_columns("indexer_logits", out, k.shape[0])  # the core takes more
+    _core.indexer_logits(q, k, weights, ks, ke, k_scale, out)
+
+
+def _check_columns(function: str, out: Tensor, columns: int) -> None:
+    if out.shape[-1:] != (columns,):
+        raise ValueError(f"{function}: out must have {columns} columns, got {list(out.shape)}")
+
+
+_define_with_out(
+    "indexer_logits(Tensor q, Tensor k, Tensor weights, Tensor ks, Tensor ke, *, "
+    "Tensor? k_scale=None)",
+    "out",
+    indexer_logits,
+    _indexer_logits_out,
+    lambda q, k, *args, **options: q.new_empty((q.shape[0], k.shape[0]), dtype=torch.float32),
+)
+
+
+def _indexer_topk_out(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    ks: Tensor,
+    ke: Tensor,
+    *,
+    topk: int,
+    k_scale: Tensor | None = None,
+    sorted: bool = True,
+    out: Tensor,
+) -> None:
+    _check_columns("indexer_topk", out, topk)
+    _core.indexer_topk(q, k, weights, ks, ke, k_scale, sorted, out)
+
+
+_define_with_out(
+    "indexer_topk(Tensor q, Tensor k, Tensor weights, Tensor ks, Tensor ke, *, SymInt topk, "
+    "Tensor? k_scale=None, bool sorted=True)",
+    "out",
+    indexer_topk,
+    _indexer_topk_out,
+    lambda q, *args, topk, **options: q.new_empty((q.shape[0], topk), dtype=torch.int32),
+)
+
+
+def _fast_topk_out(
+    score: Tensor,
+    lengths: Tensor,
+    topk: int,
+    row_starts: Tensor | None = None,
+    *,
+    sorted: bool = True,
+    out: Tensor,
+) -> None:
+    _core.fast_topk(score, lengths, topk, row_starts, sorted, out)
+
+
+_define_with_out(
+    "fast_topk(Tensor score, Tensor lengths, SymInt topk, Tensor? row_starts=None, *, "
+    "bool sorted=True)",
+    "out",
+    fast_topk,
+    _fast_topk_out,
+    lambda score, lengths, topk, *args, **options: score.new_empty(
+        (score.shape[0], topk), dtype=torch.int32
+    ),
+)
+
+
+def _hadamard_transform_out(x: Tensor, scale: float | None = None, *, out: Tensor) -> None:
+    if scale is None:
+        scale = max((1, *x.shape[-1:])) ** -0.5
+    _core.hadamard_transform(x, scale, out)
+
+
+_define_with_out(
+    "hadamard_transform(Tensor x, float? scale=None)",
+    "out",
+    hadamard_transform,
+    _hadamard_transform_out,
+    lambda x, scale=None: x.new_empty(x.shape),
+)
+
+
+# Latent attention.
+
+
+def _quantize_kv_rows_out(nope: Tensor, rope: Tensor, *, out: Tensor) -> None:
+    quantize_kv_rows(nope, rope, out=out)
+
+
+_define_with_out(
+    "quantize_kv_rows(Tensor nope, Tensor rope)",
+    "out",
+    quantize_kv_rows,
+    _quantize_kv_rows_out,
+    lambda nope, rope: nope.new_empty((nope.shape[0], 1, ROW_BYTES), dtype=torch.uint8),
+)
+
+
+def _dequantize_kv_rows_out(rows: Tensor, indices: Tensor | None = None, *, out: Tensor) -> None:
+    dequantize_kv_rows(rows, indices, out=out)
+
+
+def _dequantize_kv_rows_fake(rows: Tensor, indices: Tensor | None = None) -> Tensor:
+    count = math.prod(rows.shape[:-1]) if indices is None else indices.shape[0]
+    return rows.new_empty((count, 1, 576), dtype=torch.bfloat16)
+
+
+_define_with_out(
+    "dequantize_kv_rows(Tensor rows, Tensor? indices=None)",
+    "out",
+    dequantize_kv_rows,
+    _dequantize_kv_rows_out,
+    _dequantize_kv_rows_fake,
+)
+
+
+def _flash_mla_sparse_fwd_out(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    *,
+    num_threads: int | None = None,
+    out: Tensor,
+    max_logits: Tensor,
+    lse: Tensor,
+) -> None:
+    _core.flash_mla_sparse_fwd(
+        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, num_threads, out, max_logits, lse
+    )
+
+
+def _flash_mla_sparse_fwd_fake(
+    q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int = 512, *args: Any, **kw: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:2], d_v))
+    max_logits, lse = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
+    return out, max_logits, lse
+
+
+_define_with_out(
+    "flash_mla_sparse_fwd(Tensor q, Tensor kv, Tensor indices, float sm_scale, SymInt d_v=512, "
+    "Tensor? attn_sink=None, Tensor? topk_length=None, *, int? num_threads=None)",
+    "out max_logits lse",
+    flash_mla_sparse_fwd,
+    _flash_mla_sparse_fwd_out,
+    _flash_mla_sparse_fwd_fake,
+)
+
+
+def _split_fake(
+    with_latent: bool,
+    x: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    q_lora_rank: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    rows = x.shape[0]
+    columns = [kv_lora_rank, qk_rope_head_dim]
+    columns += [kv_lora_rank + qk_rope_head_dim] if with_latent else []
+    return x.new_empty((rows, q_lora_rank)), *(x.new_empty((rows, 1, n)) for n in columns)
+
+
+def _split_qk_norm_out(
+    x: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    q_lora_rank: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    *,
+    q_eps: float,
+    kv_eps: float,
+    q_bias: Tensor | None = None,
+    kv_bias: Tensor | None = None,
+    q: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor,
+    latent_cache: Tensor | None = None,
+) -> None:
+    function = "split_qk_norm" if latent_cache is not None else "fused_split_qk_norm"
+    _core.split_qk_norm(
+        function, x, q_weight, kv_weight, q_bias, kv_bias, q_lora_rank, kv_lora_rank,
+        qk_rope_head_dim, q_eps, kv_eps, q, k_nope, k_pe, latent_cache,
+    )  # fmt: skip
+
+
+def _fused_split_qk_norm_out(*args: Any, eps: float = 1e-6, **options: Any) -> None:
+    _split_qk_norm_out(*args, q_eps=eps, kv_eps=eps, **options)
+
+
+_PROJECTION = (
+    "Tensor x, Tensor q_weight, Tensor kv_weight, SymInt q_lora_rank, SymInt kv_lora_rank, "
+    "SymInt qk_rope_head_dim"
+)
+
+_define_with_out(
+    f"split_qk_norm({_PROJECTION}, *, float q_eps, float kv_eps, Tensor? q_bias=None, "
+    "Tensor? kv_bias=None)",
+    "q k_nope k_pe latent_cache",
+    split_qk_norm,
+    _split_qk_norm_out,
+    partial(_split_fake, True),
+)
+_define_with_out(
+    f"fused_split_qk_norm({_PROJECTION}, *, float eps=1e-6, Tensor? q_bias=None, "
+    "Tensor? kv_bias=None)",
+    "q k_nope k_pe",
+    fused_split_qk_norm,
+    _fused_split_qk_norm_out,
+    partial(_split_fake, False),
+)
