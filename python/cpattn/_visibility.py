@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows on both sides of a token, as the arguments of `paged_attention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Lengths = np.ndarray[Any, np.dtype[np.int64]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+def visibility(q_lens: Lengths, kv_lens: Lengths, left: int, right: int) -> dict[str, Any]:
+    """Arguments for a token at position p that sees keys from p - left to p + right.
+
+    Negative means unbounded. A window that ends elsewhere than at the token itself needs a mask of
+    one byte for each pair of a query and a key.
+    """
+    if right == 0:
+        return {"causal": True, "window": left if left >= 0 else None}
+    if left < 0 and right < 0:
+        return {"causal": False}
+    return {"causal": False, "custom_mask": band_mask(q_lens, kv_lens, left, right)}
+
+
+def band_mask(q_lens: Lengths, kv_lens: Lengths, left: int, right: int) -> Mask:
+    """A bool for each query and key of each sequence, row-major, flat."""
+    masks = [np.zeros(0, bool)]
+    for q_len, kv_len in zip(q_lens, kv_lens, strict=True):
+        position = np.arange(kv_len - q_len, kv_len)[:, None]
+        distance = np.arange(kv_len) - position
+        visible = np.ones(distance.shape, bool)
+        if left >= 0:
+            visible &= distance >= -left
+        if right >= 0:
+            visible &= distance <= right
+        masks.append(visible.ravel())
+    return np.concatenate(masks)
