@@ -40,6 +40,9 @@ TOLERANCES = {
     ("merge_state", "float32"): 6,
     # Each of seven merges rounds once more.
     ("8 parts merged", "bfloat16"): 1.05 + 7 * 0.55,
+    # Parts that ranks attend to, merged in float32 with few roundings each, and rounded once more.
+    ("ring of ranks", "bfloat16"): 1.05 + 0.55,
+    ("ring of ranks", "float32"): 40 + 4 * 6,
     # In units of the sum of absolute values: half of one for each of up to 11 steps of the sum, the
     # scale and the result. In the narrow dtypes, rounding the result.
     ("hadamard", "bfloat16"): 0.55,
