@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string>
 
+#include "bindings/int_argument.h"
 #include "cpattn/check.h"
 
 namespace py = pybind11;
@@ -15,30 +16,18 @@ bool is_sequence(py::handle object) {
   return PyList_Check(object.ptr()) || PyTuple_Check(object.ptr());
 }
 
-std::string at_index(Py_ssize_t index) { return index < 0 ? "" : concat(" at index ", index); }
-
 /// The value of an int or of a NumPy integer scalar; index < 0: not in a list.
 int64_t integer(PyObject* object, const char* name, Py_ssize_t index) {
-  py::object exact;
-  if (!PyLong_CheckExact(object)) {
-    if (PyBool_Check(object) || !PyIndex_Check(object)) {
-      throw py::type_error(concat(
-          name, index < 0 ? " must be an integer" : " must hold integers", ", got ",
-          Py_TYPE(object)->tp_name, at_index(index)
-      ));
+  return read_int(object, name, index, [=](PyObject* exact) -> int64_t {
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(exact, &overflow);
+    if (overflow != 0) {
+      throw std::invalid_argument(
+          concat(name, " must fit into int64, got ", std::string(py::str(exact)), at_index(index))
+      );
     }
-    exact = py::reinterpret_steal<py::object>(PyNumber_Index(object));
-    if (!exact) throw py::error_already_set();
-    object = exact.ptr();
-  }
-  int overflow = 0;
-  const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
-  if (overflow != 0) {
-    throw std::invalid_argument(
-        concat(name, " must fit into int64, got ", std::string(py::str(object)), at_index(index))
-    );
-  }
-  return value;
+    return value;
+  });
 }
 
 void append_sequence(py::handle object, const char* name, std::vector<int64_t>& out) {

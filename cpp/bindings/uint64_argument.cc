@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "bindings/int_argument.h"
 #include "cpattn/check.h"
 
 namespace py = pybind11;
@@ -12,30 +13,18 @@ namespace py = pybind11;
 namespace cpattn::bindings {
 namespace {
 
-std::string at_index(Py_ssize_t index) { return index < 0 ? "" : concat(" at index ", index); }
-
 /// index < 0: not in a list.
 uint64_t integer(PyObject* object, const char* name, Py_ssize_t index) {
-  py::object exact;
-  if (!PyLong_CheckExact(object)) {
-    if (PyBool_Check(object) || !PyIndex_Check(object)) {
-      throw py::type_error(concat(
-          name, index < 0 ? " must be an integer" : " must hold integers", ", got ",
-          Py_TYPE(object)->tp_name, at_index(index)
-      ));
+  return read_int(object, name, index, [=](PyObject* exact) -> uint64_t {
+    const unsigned long long value = PyLong_AsUnsignedLongLong(exact);
+    if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) {
+      PyErr_Clear();
+      throw std::invalid_argument(
+          concat(name, " must be in [0, 2^64), got ", std::string(py::str(exact)), at_index(index))
+      );
     }
-    exact = py::reinterpret_steal<py::object>(PyNumber_Index(object));
-    if (!exact) throw py::error_already_set();
-    object = exact.ptr();
-  }
-  const unsigned long long value = PyLong_AsUnsignedLongLong(object);
-  if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
-    throw std::invalid_argument(
-        concat(name, " must be in [0, 2^64), got ", std::string(py::str(object)), at_index(index))
-    );
-  }
-  return value;
+    return value;
+  });
 }
 
 }  // namespace
