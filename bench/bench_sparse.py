@@ -9,46 +9,21 @@ the same threads and tensors.
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import json
-import time
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from functools import partial
 
-import cpattn
 from cpattn import torch_guard
 
 if message := torch_guard.prepare():
     print(message)
-import torch
 
-import comparison_report
-import turns
-from comparison import Comparison
+import comparison_program
 from dsa import memory, recall
 from figures import Row
-from harness import RESULTS, environment
 
 PARTS = ("indexer", "topk", "mla", "rows", "metadata")
 
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="small cases, results not kept")
-    parser.add_argument("--only", default="", help="cases with this text in their jobs, not kept")
-    parser.add_argument("--budget", type=float, default=0.8, help="seconds of samples per peer")
-    return parser.parse_args()
-
-
-def comparisons(quick: bool, only: str) -> Iterator[Comparison]:
-    for part in PARTS:
-        for comparison in importlib.import_module(f"dsa.{part}").comparisons(quick):
-            if only in comparison.case["job"]:
-                yield replace(comparison, bars=()) if quick else comparison
+comparisons = partial(comparison_program.comparisons, "dsa", PARTS)
 
 
 def others(quick: bool, only: str) -> Iterator[list[Row]]:
@@ -65,35 +40,10 @@ def others(quick: bool, only: str) -> Iterator[list[Row]]:
             yield rows
 
 
-def run(comparison: Comparison, budget: float) -> list[Row]:
-    threads = comparison.case["threads"]
-    cpattn.set_num_threads(threads)
-    torch.set_num_threads(threads)
-    common: dict[str, Any] = {"part": comparison.part, "case": comparison.case}
-    return [common | row for row in turns.run(comparison, budget)]
-
-
 def main() -> int:
-    arguments = parse_arguments()
-    quick, only = arguments.quick, arguments.only
-    begin, rows = time.monotonic(), []
-    about = {"bench": "sparse"} | environment()
-
-    def add(case: list[Row]) -> None:
-        rows.extend(row | about for row in case)
-        comparison_report.print_case(case, f"{time.monotonic() - begin:.0f} s")
-
-    for comparison in comparisons(quick, only):
-        add(run(comparison, 0.01 if quick else arguments.budget))
-    for case in others(quick, only):
-        add(case)
-    if not quick and not only:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "sparse.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if not quick:
-        comparison_report.print_bars(rows)
-    missed = any(not bar["met"] for row in rows for bar in row.get("bars", ()))
-    return int(missed or any(row["status"] != "ok" for row in rows))
+    arguments = comparison_program.parse_arguments(__doc__)
+    chosen = arguments.quick, arguments.only
+    return comparison_program.measure("sparse", arguments, comparisons(*chosen), others(*chosen))
 
 
 if __name__ == "__main__":
