@@ -22,7 +22,6 @@ import torch.distributed as dist  # noqa: E402
 import cpattn  # noqa: E402
 from cpattn.replay.decode_check import DecodeChecker, SparseDecodeChecker  # noqa: E402
 from cpattn.replay.driver import replay  # noqa: E402
-from cpattn.replay.dsa_model import DsaConfig  # noqa: E402
 from cpattn.replay.handover import Delivery  # noqa: E402
 from cpattn.replay.kv_link import KVLink, Transfer, require_engine  # noqa: E402
 from cpattn.replay.model import ModelConfig  # noqa: E402
@@ -31,25 +30,13 @@ from cpattn.replay.records import DecodeReport, ReplayOptions, ReplayReport  # n
 from cpattn.replay.report import print_report  # noqa: E402
 from cpattn.replay.trace import generate_trace, scale_lengths  # noqa: E402
 from replay_in_one_process import DECODE, InOneProcess  # noqa: E402
+from replay_models import SMALL_DSA  # noqa: E402
 from transfer_processes import requires_mooncake  # noqa: E402
 
 SMALL = ModelConfig(
     num_layers=4, hidden_size=64, num_heads=4, head_dim=16, intermediate_size=96, vocab_size=256
 )
-SPARSE = DsaConfig(
-    num_heads=2,
-    hidden_size=64,
-    intermediate_size=96,
-    vocab_size=256,
-    q_lora_rank=48,
-    kv_lora_rank=64,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=16,
-    v_head_dim=32,
-    index_heads=4,
-    index_head_dim=32,
-    topk=24,
-)
+SPARSE = replace(SMALL_DSA, vocab_size=256)
 OPTIONS = ReplayOptions(
     model=SMALL,
     cp_size=1,

@@ -32,21 +32,8 @@ from cpattn.replay.records import ReplayOptions  # noqa: E402
 from cpattn.replay.report import print_report  # noqa: E402
 from cpattn.replay.scheduler import Batch, prefill_batches  # noqa: E402
 from cpattn.replay.trace import block_tokens_of, generate_trace, scale_lengths  # noqa: E402
+from replay_models import SMALL_DSA as SMALL  # noqa: E402
 
-SMALL = DsaConfig(
-    num_heads=2,
-    hidden_size=64,
-    intermediate_size=96,
-    vocab_size=64,
-    q_lora_rank=48,
-    kv_lora_rank=64,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=16,
-    v_head_dim=32,
-    index_heads=4,
-    index_head_dim=32,
-    topk=24,
-)
 FP8 = replace(
     SMALL,
     kv_lora_rank=512,
