@@ -30,6 +30,7 @@ KERNEL_HEADERS = {"stdint.h", "stddef.h", "string.h", "immintrin.h", "arm_neon.h
 # Imports outside the standard library at the top of a module, so at `import cpattn` or when a part
 # of the package is asked for. Everything else is imported inside the function that needs it.
 MAY_IMPORT = {
+    "_torch_library": {"torch"},
     "commands": {"click"},
     "distributed": {"numpy", "torch"},
     "integrations": {"numpy", "torch"},

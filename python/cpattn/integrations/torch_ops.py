@@ -16,13 +16,13 @@ shapes, and have no backward: an argument that requires a gradient is TypeError 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 from .. import _core
+from .._torch_library import Operators
 from ..attention import default_scale, do_cp_attn_fia, merge_state, paged_attention
 from ..context_parallel import build_cp_metadata
 from ..index_k import hadamard_transform
@@ -33,80 +33,8 @@ from ..split_norm import fused_split_qk_norm, split_qk_norm
 from ..topk import fast_topk
 
 Tensor = torch.Tensor
-Function = Callable[..., Any]
 
-_BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
-_CPU = torch._C.DispatchKey.CPU
-
-_library = torch.library.Library("cpattn", "DEF")
-
-
-def _define(schema: str, function: Function, fake: Function) -> None:
-    """Register an operator; by hand, as `torch.library.custom_op` costs a call 12 µs, not 3."""
-    name = schema[: schema.index("(")]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, function, "CPU")
-    torch.library.register_fake(f"cpattn::{name}", fake, lib=_library)
-    packet, _, overload = name.partition(".")
-    operator = getattr(getattr(torch.ops.cpattn, packet), overload or "default")
-    _library.impl(name, _without_backward(operator, function), "AutogradCPU", with_keyset=True)
-
-
-def _without_backward(operator: Any, function: Function) -> Function:
-    """What torch calls first outside of inference mode: no gradients, and new versions.
-
-    Versions let autograd see that a tensor it has saved was overwritten. Nearly always the kernel
-    is next, and is called from here; the way through torch would cost half as much again as a call.
-    """
-    arguments = operator._schema.arguments
-    written = [
-        (position, argument.name)
-        for position, argument in enumerate(arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-
-    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor) and value.requires_grad:
-                    raise TypeError(message(value, args, kwargs))
-        below = keyset & _BELOW_AUTOGRAD
-        if below.highestPriorityTypeId() == _CPU:
-            result = function(*args, **kwargs)
-        else:  # a graph is being traced, or a tensor is a negated view
-            result = operator.redispatch(below, *args, **kwargs)
-        for position, name in written:
-            tensor = args[position] if position < len(args) else kwargs[name]
-            torch.autograd.graph.increment_version(tensor)
-        return result
-
-    def message(value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        given = {argument.name: x for argument, x in zip(arguments, args, strict=False)} | kwargs
-        name = next(name for name, x in given.items() if x is value)
-        return (
-            f"{operator._schema.name.removeprefix('cpattn::')}: cpattn operators have no backward: "
-            f"{name} requires a gradient; call it under torch.no_grad() or pass {name}.detach()"
-        )
-
-    return call
-
-
-def _define_with_out(
-    arguments: str, results: str, function: Function, write: Function, fake: Function
-) -> None:
-    """Register ``function(arguments)``, which returns tensors of the names `results`, and ``.out``.
-
-    `write` has the arguments of `function`, and the tensors to write into as keywords.
-    """
-    names = results.split()
-    returns = ", ".join(f"Tensor {name}" for name in names)
-    _define(f"{arguments} -> ({returns})", function, fake)
-    outputs = ", ".join(
-        f"Tensor({letter}!) {name}" for letter, name in zip("abcd", names, strict=False)
-    )
-    name, head = arguments.rstrip(")").split("(", 1)
-    separator = ", " if "*" in head else ", *, "
-    _define(f"{name}.out({head}{separator}{outputs}) -> ()", write, lambda *args, **kwargs: None)
+_operators = Operators("cpattn")
 
 
 # Dense attention.
@@ -123,7 +51,7 @@ def _paged_attention_out(*args: Any, **options: Any) -> None:
     paged_attention(*args, **options)
 
 
-_define_with_out(
+_operators.define_with_out(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, *, Tensor q_lens, "
     "Tensor? kv_lens=None, Tensor? block_tables=None, Tensor? kv_indptr=None, "
     "Tensor? kv_indices=None, Tensor? last_page_len=None, SymInt? page_size=None, "
@@ -179,7 +107,7 @@ def _do_cp_attn_fia_fake(
     return out, q.new_empty((rows, num_heads), dtype=torch.float32)
 
 
-_define_with_out(
+_operators.define_with_out(
     "do_cp_attn_fia(Tensor q, Tensor k_cache, Tensor v_cache, *, Tensor extend_lens, "
     "Tensor? seq_lens, int cp_rank, int cp_size, Tensor block_tables, SymInt page_size, "
     "SymInt num_heads, SymInt num_kv_heads, float? scale, str strategy='zigzag', "
@@ -195,7 +123,7 @@ def _merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     merge_state(out_a, lse_a, out_b, lse_b)
 
 
-_define(
+_operators.define(
     "merge_state(Tensor(a!) out_a, Tensor(b!) lse_a, Tensor out_b, Tensor lse_b) -> ()",
     _merge_state,
     lambda out_a, lse_a, out_b, lse_b: None,
@@ -224,7 +152,7 @@ def _check_columns(function: str, out: Tensor, columns: int) -> None:
         raise ValueError(f"{function}: out must have {columns} columns, got {list(out.shape)}")
 
 
-_define_with_out(
+_operators.define_with_out(
     "indexer_logits(Tensor q, Tensor k, Tensor weights, Tensor ks, Tensor ke, *, "
     "Tensor? k_scale=None)",
     "out",
@@ -250,7 +178,7 @@ def _indexer_topk_out(
     _core.indexer_topk(q, k, weights, ks, ke, k_scale, sorted, out)
 
 
-_define_with_out(
+_operators.define_with_out(
     "indexer_topk(Tensor q, Tensor k, Tensor weights, Tensor ks, Tensor ke, *, SymInt topk, "
     "Tensor? k_scale=None, bool sorted=True)",
     "out",
@@ -272,7 +200,7 @@ def _fast_topk_out(
     _core.fast_topk(score, lengths, topk, row_starts, sorted, out)
 
 
-_define_with_out(
+_operators.define_with_out(
     "fast_topk(Tensor score, Tensor lengths, SymInt topk, Tensor? row_starts=None, *, "
     "bool sorted=True)",
     "out",
@@ -290,7 +218,7 @@ def _hadamard_transform_out(x: Tensor, scale: float | None = None, *, out: Tenso
     _core.hadamard_transform(x, scale, out)
 
 
-_define_with_out(
+_operators.define_with_out(
     "hadamard_transform(Tensor x, float? scale=None)",
     "out",
     hadamard_transform,
@@ -306,7 +234,7 @@ def _quantize_kv_rows_out(nope: Tensor, rope: Tensor, *, out: Tensor) -> None:
     quantize_kv_rows(nope, rope, out=out)
 
 
-_define_with_out(
+_operators.define_with_out(
     "quantize_kv_rows(Tensor nope, Tensor rope)",
     "out",
     quantize_kv_rows,
@@ -324,7 +252,7 @@ def _dequantize_kv_rows_fake(rows: Tensor, indices: Tensor | None = None) -> Ten
     return rows.new_empty((count, 1, 576), dtype=torch.bfloat16)
 
 
-_define_with_out(
+_operators.define_with_out(
     "dequantize_kv_rows(Tensor rows, Tensor? indices=None)",
     "out",
     dequantize_kv_rows,
@@ -360,7 +288,7 @@ def _flash_mla_sparse_fwd_fake(
     return out, max_logits, lse
 
 
-_define_with_out(
+_operators.define_with_out(
     "flash_mla_sparse_fwd(Tensor q, Tensor kv, Tensor indices, float sm_scale, SymInt d_v=512, "
     "Tensor? attn_sink=None, Tensor? topk_length=None, *, int? num_threads=None)",
     "out max_logits lse",
@@ -419,7 +347,7 @@ _PROJECTION = (
     "SymInt qk_rope_head_dim"
 )
 
-_define_with_out(
+_operators.define_with_out(
     f"split_qk_norm({_PROJECTION}, *, float q_eps, float kv_eps, Tensor? q_bias=None, "
     "Tensor? kv_bias=None)",
     "q k_nope k_pe latent_cache",
@@ -427,7 +355,7 @@ _define_with_out(
     _split_qk_norm_out,
     partial(_split_fake, True),
 )
-_define_with_out(
+_operators.define_with_out(
     f"fused_split_qk_norm({_PROJECTION}, *, float eps=1e-6, Tensor? q_bias=None, "
     "Tensor? kv_bias=None)",
     "q k_nope k_pe",
