@@ -11,6 +11,15 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 
+def refuse_to_replace(package: str) -> None:
+    """ImportError if there is a package of this name."""
+    if package in sys.modules or find_spec(package) is not None:
+        raise ImportError(
+            f"cpattn.integrations.{package}.install: a package {package} is there already; "
+            "it is not replaced"
+        )
+
+
 class StandIn:
     """A package of modules that all have the same names; in place until `remove` or ``with`` ends.
 
@@ -23,11 +32,7 @@ class StandIn:
     """
 
     def __init__(self, package: str, submodules: Iterable[str], names: Mapping[str, Any]) -> None:
-        if package in sys.modules or find_spec(package) is not None:
-            raise ImportError(
-                f"cpattn.integrations.{package}.install: a package {package} is there already; "
-                "it is not replaced"
-            )
+        refuse_to_replace(package)
         self._modules: dict[str, ModuleType] = {}
         root = self._add(package, names)
         root.__path__ = []  # makes it a package

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention operators of Ascend's torch_npu, for programs that import it on a CPU.
+
+    cpattn.integrations.torch_npu.install()
+    import torch_npu
+    out, _ = torch_npu.npu_fused_infer_attention_score(query, key, value, input_layout="TND", ...)
+
+`install` puts a module ``torch_npu`` in place and registers its operators as ``torch.ops.npu``.
+They have the schemas of torch_npu, run on CPU tensors, and trace under `torch.compile`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from ..._stand_in import StandIn, refuse_to_replace
+
+__all__ = ["install"]
+
+
+def install() -> StandIn:
+    """Let ``import torch_npu`` find the operators here; ``with`` or `remove` ends it.
+
+    The operators themselves stay in ``torch.ops.npu``: torch keeps them, and graphs may hold them.
+
+    Raises
+    ------
+    ImportError
+        If torch_npu can be imported, or somebody else has registered these operators.
+    """
+    refuse_to_replace("torch_npu")  # before operators take the places of its own
+    from .operators import SUPPLIED
+
+    def missing(name: str) -> NoReturn:
+        raise AttributeError(
+            f"torch_npu is cpattn's stand-in for CPUs and has no {name}; "
+            f"it supplies {', '.join(SUPPLIED)}"
+        )
+
+    names: dict[str, Any] = {**SUPPLIED, "__all__": list(SUPPLIED), "__getattr__": missing}
+    return StandIn("torch_npu", (), names)
