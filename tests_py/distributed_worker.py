@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
@@ -21,18 +21,22 @@ import torch
 import torch.distributed as dist
 
 from cpattn.distributed import ContextParallel, ContextParallelPlan
+from prefill_batches import Batch, Case, make_batch
 
 PATIENCE = 60  # seconds for what should work, on a busy machine
 
 
-def run_world(size: int, path: Path, program, *arguments, group_timeout=PATIENCE) -> list:
+def run_world(
+    size: int, path: Path, program, *arguments, group_timeout=PATIENCE, preload=__name__
+) -> list:
     """What program(rank, *arguments) returns on every rank; None for a rank that died.
 
-    Ranks are forked from a server that has imported torch, and live until all have answered: a
-    rank that ended early would be an error of its own.
+    Ranks are forked from a server that has imported torch (or the module `preload`, where no
+    server runs yet), and live until all have answered: a rank that ended early would be an error
+    of its own.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([preload])
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()
     answered = context.Event()
@@ -81,89 +85,6 @@ def _rank(rank, size, store, timeout, sender, answered, program, *arguments):
         answer = AssertionError(f"rank {rank} of {size}:\n{traceback.format_exc()}")
     sender.send(answer)
     answered.wait(2 * PATIENCE)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A batch and the shape of its attention."""
-
-    name: str
-    extend_lens: tuple[int, ...]
-    prefix_lens: tuple[int, ...] = ()
-    strategy: str = "zigzag"
-    page_size: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    v_head_dim: int = 32
-    dtype: torch.dtype = torch.float32
-    num_tokens: int | None = None
-    pad_to_physical: bool = False
-
-    @property
-    def prefixes(self) -> tuple[int, ...]:
-        return self.prefix_lens or (0,) * len(self.extend_lens)
-
-    @property
-    def seq_lens(self) -> list[int]:
-        return [p + n for p, n in zip(self.prefixes, self.extend_lens, strict=True)]
-
-
-@dataclass
-class Batch:
-    """Inputs of a case, the same on all ranks. Only cached prefixes are in the pools; slots that
-    nothing may read are NaN."""
-
-    block_tables: torch.Tensor  # with pages that do not exist after the last of each request
-    k: list[torch.Tensor]  # of each request: prefix and new tokens [seq_len, heads, dim]
-    v: list[torch.Tensor]
-    q: torch.Tensor  # of the new tokens of all requests
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-
-    def new(self, case: Case, rows: list[torch.Tensor]) -> torch.Tensor:
-        """Rows of the new tokens, NaN for padding tokens."""
-        new = torch.cat([x[p:] for x, p in zip(rows, case.prefixes, strict=True)])
-        return pad_rows(new, len(self.q) - len(new))
-
-
-def pad_rows(x: torch.Tensor, n: int) -> torch.Tensor:
-    return torch.cat([x, x.new_full((n, *x.shape[1:]), torch.nan)])
-
-
-def make_batch(case: Case) -> Batch:
-    random = torch.Generator().manual_seed(len(case.extend_lens) + sum(case.extend_lens))
-    shuffled = torch.Generator().manual_seed(1)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=random).to(case.dtype)
-
-    k = [normal(n, case.num_kv_heads, case.head_dim) for n in case.seq_lens]
-    v = [normal(n, case.num_kv_heads, case.v_head_dim) for n in case.seq_lens]
-    num_tokens = case.num_tokens or sum(case.extend_lens)
-    pages = [-(-n // case.page_size) for n in case.seq_lens]
-    ids = torch.randperm(sum(pages) + 2, generator=shuffled)
-    tables = torch.full((len(pages), max(pages) + 1), 2**30)
-    # Padding tokens do read what follows in the pool; it has to be finite there.
-    unread = torch.nan if case.num_tokens is None else 3.0
-    slots = len(ids) * case.page_size
-    k_cache = torch.full((slots, case.num_kv_heads, case.head_dim), unread, dtype=case.dtype)
-    v_cache = torch.full((slots, case.num_kv_heads, case.v_head_dim), unread, dtype=case.dtype)
-    for s, (n, prefix) in enumerate(zip(pages, case.prefixes, strict=True)):
-        tables[s, :n], ids = ids[:n], ids[n:]
-        cached = slots_of(tables, s, prefix, case.page_size)
-        k_cache[cached], v_cache[cached] = k[s][:prefix], v[s][:prefix]
-    q = pad_rows(
-        normal(sum(case.extend_lens), case.num_heads, case.head_dim),
-        num_tokens - sum(case.extend_lens),
-    )
-    return Batch(tables, k, v, q, k_cache, v_cache)
-
-
-def slots_of(block_tables: torch.Tensor, sequence: int, n: int, page_size: int) -> torch.Tensor:
-    """The pool rows of the first n tokens of a sequence."""
-    pages = block_tables[sequence].repeat_interleave(page_size)[:n]
-    return pages * page_size + torch.arange(n) % page_size
 
 
 def make_plan(cp: ContextParallel, case: Case, batch: Batch, **changes) -> ContextParallelPlan:

@@ -13,18 +13,14 @@ environment lacks, becomes a stand-in whose attributes are all the empty class `
 
 from __future__ import annotations
 
-import abc
-import contextlib
 import functools
 import importlib
 import os
 import sys
-import types
 import warnings
 import zipfile
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from importlib.abc import Loader, MetaPathFinder, SourceLoader
+from importlib.abc import MetaPathFinder, SourceLoader
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +28,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from stand_ins import AbsentLoader, stand_ins_for_what_lacks
 
 MODULES = {
     "utils": "sglang.srt.disaggregation.common.utils",
@@ -46,60 +44,6 @@ MODULES = {
     "pools": "sglang.srt.mem_cache.memory_pool",
     "npu_pools": "sglang.srt.hardware_backend.npu.memory_pool_npu",
 }
-
-
-class _AbsentMeta(abc.ABCMeta):
-    """Lets `Absent` be a base class, a decorator, a context, a type to subscript: anything."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Absent
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is not Absent:
-            return super().__call__(*args, **kwargs)
-        decorates = len(args) == 1 and isinstance(args[0], (type, types.FunctionType))
-        return args[0] if decorates and not kwargs else Absent
-
-    def __getitem__(cls, key: Any) -> Any:
-        return Absent
-
-    def __or__(cls, other: Any) -> Any:
-        return Absent
-
-    __ror__ = __or__
-
-    def __bool__(cls) -> bool:
-        return False
-
-    def __enter__(cls) -> Any:
-        return Absent
-
-    def __exit__(cls, *error: object) -> None:
-        pass
-
-
-class Absent(metaclass=_AbsentMeta):
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        pass
-
-
-class _AbsentModule(types.ModuleType):
-    __path__: Sequence[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Absent
-
-
-class _AbsentLoader(Loader):
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return _AbsentModule(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
 
 
 class _FileLoader(SourceLoader):
@@ -124,28 +68,7 @@ class _SglangFinder(MetaPathFinder):
             return None
         if fullname in MODULES.values():
             return ModuleSpec(fullname, _FileLoader(self.root))
-        return ModuleSpec(fullname, _AbsentLoader(), is_package=True)
-
-
-class _LackingFinder(MetaPathFinder):
-    """Comes last: what sglang asks for and nobody finds."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not _asked_for_by_sglang():
-            return None
-        self.found.append(fullname)
-        return ModuleSpec(fullname, _AbsentLoader(), is_package=True)
-
-
-def _asked_for_by_sglang() -> bool:
-    """Whether the import statement that runs now is in a module of sglang's."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("importlib"):
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").startswith("sglang.")
+        return ModuleSpec(fullname, AbsentLoader(), is_package=True)
 
 
 def _find_files() -> Path | zipfile.Path | None:
@@ -156,18 +79,6 @@ def _find_files() -> Path | zipfile.Path | None:
     return Path(spec.origin).parents[1] if spec and spec.origin else None
 
 
-@contextlib.contextmanager
-def _stand_ins_for_what_lacks() -> Iterator[None]:
-    finder = _LackingFinder()
-    sys.meta_path.append(finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        for name in finder.found:  # others must not take them for the real ones
-            sys.modules.pop(name, None)
-
-
 @functools.cache
 def load() -> SimpleNamespace | None:
     """The modules under the keys of `MODULES`; None where sglang is not to be found."""
@@ -175,7 +86,7 @@ def load() -> SimpleNamespace | None:
     if root is None:
         return None
     sys.meta_path.insert(0, _SglangFinder(root))
-    with _stand_ins_for_what_lacks(), warnings.catch_warnings():
+    with stand_ins_for_what_lacks(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         upstream = SimpleNamespace(
             **{key: importlib.import_module(name) for key, name in MODULES.items()}

@@ -7,7 +7,6 @@ A world of ranks is started once and runs all cases; the tests look at what came
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
@@ -15,7 +14,8 @@ import torch
 
 import cpattn
 import distributed_worker as worker
-from distributed_worker import Case, make_batch, run_world
+from distributed_worker import run_world
+from prefill_batches import Case, expected_of, make_batch
 from tolerances import assert_close
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
@@ -48,26 +48,6 @@ CASES = [
 def answers(request, tmp_path_factory):
     """The answers of all ranks to all cases."""
     return run_world(request.param, tmp_path_factory.mktemp("world"), worker.run_cases, CASES)
-
-
-@cache
-def expected_of(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Attention of every new token in float64; that over absolute values; and the LSE."""
-    batch = make_batch(case)
-    group = case.num_heads // case.num_kv_heads
-    outs, magnitudes, lses, begin = [], [], [], 0
-    for k, v, n in zip(batch.k, batch.v, case.extend_lens, strict=True):
-        q = batch.q[begin : begin + n].double()
-        begin += n
-        k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * case.head_dim**-0.5
-        hidden = torch.ones(n, len(k), dtype=torch.bool).triu(len(k) - n + 1)
-        scores.masked_fill_(hidden, -torch.inf)
-        weights = scores.softmax(-1)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
-        magnitudes.append(torch.einsum("hqk,khd->qhd", weights, v.abs()))
-        lses.append(scores.logsumexp(-1).T)
-    return tuple(torch.cat(x).numpy() for x in (outs, magnitudes, lses))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-ins for modules that a foreign system imports and this environment lacks."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+
+class _AbsentMeta(abc.ABCMeta):
+    """Lets `Absent` be a base class, a decorator, a context, a type to subscript: anything."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not Absent:
+            return super().__call__(*args, **kwargs)
+        decorates = len(args) == 1 and isinstance(args[0], (type, types.FunctionType))
+        return args[0] if decorates and not kwargs else Absent
+
+    def __getitem__(cls, key: Any) -> Any:
+        return Absent
+
+    def __or__(cls, other: Any) -> Any:
+        return Absent
+
+    __ror__ = __or__
+
+    def __bool__(cls) -> bool:
+        return False
+
+    def __enter__(cls) -> Any:
+        return Absent
+
+    def __exit__(cls, *error: object) -> None:
+        pass
+
+
+class Absent(metaclass=_AbsentMeta):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> dict[str, str]:
+        """Fields of pydantic models may have such a type, too."""
+        return {"type": "any"}
+
+
+class _AbsentModule(types.ModuleType):
+    __path__: Sequence[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent
+
+
+class AbsentLoader(Loader):
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return _AbsentModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+class LackingFinder(MetaPathFinder):
+    """Comes last: what sglang asks for and nobody finds."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not _asked_for_by_sglang():
+            return None
+        self.found.append(fullname)
+        return ModuleSpec(fullname, AbsentLoader(), is_package=True)
+
+
+def _asked_for_by_sglang() -> bool:
+    """Whether the import statement that runs now is in a module of sglang's."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("importlib"):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("sglang.")
+
+
+@contextlib.contextmanager
+def stand_ins_for_what_lacks() -> Iterator[None]:
+    finder = LackingFinder()
+    sys.meta_path.append(finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in finder.found:  # others must not take them for the real ones
+            sys.modules.pop(name, None)
