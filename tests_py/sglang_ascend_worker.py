@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that runs sglang's own context-parallel attention of Ascend, and nothing of ours but the
+operators of the NPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import cpattn
+import sglang_runtime
+from prefill_batches import Batch, Case, make_batch, slots_of
+
+SGLANG = sglang_runtime.load()
+LAYER_ID, NUM_LAYERS = 1, 2
+
+
+def run_cases(rank: int, size: int, cases: list[Case]) -> dict[str, dict]:
+    with sglang_runtime.context_parallel(SGLANG, rank, size, "zigzag"):
+        return {case.name: run_case(case) for case in cases}
+
+
+def run_case(case: Case) -> dict:
+    """One layer of one prefill, as sglang's model runner runs it; what came out on this rank."""
+    batch = make_batch(case)
+    backend, forward_batch = make_backend(case, batch), make_forward_batch(case, batch)
+    layer = SGLANG.radix.RadixAttention(
+        case.num_heads,
+        case.head_dim,
+        case.head_dim**-0.5,
+        case.num_kv_heads,
+        LAYER_ID,
+        v_head_dim=case.v_head_dim,
+    )
+    write_prefixes(backend, layer, case, batch)
+    with SGLANG.context.forward_context(SGLANG.context.ForwardContext(backend)):
+        SGLANG.cp.prepare_cp_forward(forward_batch)
+        backend.init_forward_metadata(forward_batch)
+        q, k, v = (
+            SGLANG.cp.cp_shard_hidden_states(x, forward_batch)
+            for x in (batch.q.flatten(1), batch.new(case, batch.k), batch.new(case, batch.v))
+        )
+        out = layer(q, k, v, forward_batch)
+        whole = SGLANG.cp.cp_gather_after_forward(out, forward_batch)
+    metadata = forward_batch.attn_cp_metadata
+    pool = backend.token_to_kv_pool
+    return {
+        "out": whole.unflatten(1, (case.num_heads, -1)),
+        "local": out,
+        "ours": attend(case, batch, q, pool),
+        "num_rows": metadata.total_q_prev_tokens + metadata.total_q_next_tokens,
+        "k_cache": pool.get_key_buffer(LAYER_ID).flatten(0, 1),
+        "v_cache": pool.get_value_buffer(LAYER_ID).flatten(0, 1),
+    }
+
+
+def attend(case: Case, batch: Batch, q: torch.Tensor, pool: Any) -> torch.Tensor:
+    """The same rows [num_rows, num_heads * v_head_dim] by this library alone."""
+    parallel = SGLANG.runtime.get_parallel()
+    metadata = cpattn.build_cp_metadata(
+        case.extend_lens,
+        case.seq_lens,
+        cp_rank=parallel.attn_cp_rank,
+        cp_size=parallel.attn_cp_size,
+    )
+    return cpattn.do_cp_attn_fia(
+        q,
+        pool.get_key_buffer(LAYER_ID),
+        pool.get_value_buffer(LAYER_ID),
+        metadata,
+        block_tables=batch.block_tables,
+        page_size=case.page_size,
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        scale=case.head_dim**-0.5,
+    )
+
+
+def make_backend(case: Case, batch: Batch) -> Any:
+    """An `AscendAttnBackend` with a pool of KV pages, and one of requests with their pages."""
+    num_pages = len(batch.k_cache) // case.page_size
+    pool = SGLANG.npu_pools.NPUMHATokenToKVPool(
+        size=(num_pages - 1) * case.page_size,  # without a page for padding, which comes on top
+        page_size=case.page_size,
+        dtype=case.dtype,
+        head_num=case.num_kv_heads,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        layer_num=NUM_LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    requests = SGLANG.pools.ReqToTokenPool(
+        len(case.extend_lens), max(case.seq_lens), "cpu", enable_memory_saver=False
+    )
+    for s, n in enumerate(case.seq_lens):
+        requests.write((s + 1, slice(0, n)), slots_of(batch.block_tables, s, n, case.page_size))
+    model = SimpleNamespace(
+        dtype=case.dtype,
+        attention_arch=SGLANG.models.AttentionArch.MHA,
+        hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
+        context_len=max(case.seq_lens),
+    )
+    runner = SimpleNamespace(
+        device="cpu",
+        dtype=case.dtype,
+        is_draft_worker=False,
+        is_hybrid_swa=False,
+        kv_cache_dtype=case.dtype,
+        model_config=model,
+        page_size=case.page_size,
+        req_to_token_pool=requests,
+        server_args=SGLANG.runtime.get_server_args(),
+        spec_algorithm=SGLANG.speculation.SpeculativeAlgorithm.NONE,
+        token_to_kv_pool=pool,
+        use_mla_backend=False,
+    )
+    return sglang_runtime.make_backend(SGLANG, runner)
+
+
+def make_forward_batch(case: Case, batch: Batch) -> Any:
+    new = [slice(p, n) for p, n in zip(case.prefixes, case.seq_lens, strict=True)]
+    seq_lens, num_tokens = torch.tensor(case.seq_lens), len(batch.q)
+    slots = torch.cat(
+        [
+            slots_of(batch.block_tables, s, n, case.page_size)[new[s]]
+            for s, n in enumerate(case.seq_lens)
+        ]
+    )
+    return SGLANG.batch.ForwardBatch(
+        forward_mode=SGLANG.batch.ForwardMode.EXTEND,
+        batch_size=len(case.extend_lens),
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64),
+        req_pool_indices=torch.arange(len(case.extend_lens)) + 1,
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens,
+        seq_lens_sum=int(seq_lens.sum()),
+        out_cache_loc=torch.cat([slots, slots.new_zeros(num_tokens - len(slots))]),
+        positions=torch.cat([torch.arange(rows.start, rows.stop) for rows in new]),
+        extend_num_tokens=sum(case.extend_lens),
+        extend_seq_lens=torch.tensor(case.extend_lens),
+        extend_seq_lens_cpu=list(case.extend_lens),
+        extend_prefix_lens=torch.tensor(case.prefixes),
+        extend_prefix_lens_cpu=list(case.prefixes),
+    )
+
+
+def write_prefixes(backend: Any, layer: Any, case: Case, batch: Batch) -> None:
+    """Into pages that hold NaN where no token of a request is."""
+    pool = backend.token_to_kv_pool
+    pool.get_key_buffer(LAYER_ID).fill_(torch.nan)
+    pool.get_value_buffer(LAYER_ID).fill_(torch.nan)
+    for s, prefix in enumerate(case.prefixes):
+        slots = slots_of(batch.block_tables, s, prefix, case.page_size)
+        pool.set_kv_buffer(layer, slots, batch.k[s][:prefix], batch.v[s][:prefix])
