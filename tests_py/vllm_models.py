@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders with small models of random weights that vLLM loads, and the settings it needs on CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCABULARY = 512
+# Of the order of 1 / sqrt(hidden_size): scores and logits vary by more than one, so that the next
+# token depends on all that was said, and greedy continuations do not fall into a loop.
+_INITIALIZER_RANGE = 0.1
+
+_DECODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "initializer_range": _INITIALIZER_RANGE,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+# What of attention each adds to the first: a sliding window; softcap and a window on every other
+# layer; sinks and the same; ALiBi.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _DECODER,
+    "mistral": {**_DECODER, "sliding_window": 48},
+    "gemma2": {
+        **_DECODER,
+        "sliding_window": 48,
+        "query_pre_attn_scalar": 64,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,  # the only way it is built
+    },
+    "gpt_oss": {
+        **_DECODER,
+        "sliding_window": 48,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+    "bloom": {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "n_layer": 2,
+        "n_head": 4,
+        "initializer_range": _INITIALIZER_RANGE,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    },
+}
+
+# A process of its own may set these before vLLM is imported.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    # oneDNN takes AMX for granted where the machine shows it, and dies where the tiles are off.
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",
+}
+
+
+def write_model(
+    folder: Path, kind: str = "llama", *, dtype: str = "float32", seed: int = 0, **changes: Any
+) -> Path:
+    """Write config.json and random weights, no tokenizer; `changes` are of the configuration."""
+    config = transformers.AutoConfig.for_model(kind, **{**CONFIGS[kind], **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder)
+    return folder
+
+
+def random_prompts(lengths: list[int], *, shared: int = 0, seed: int = 0) -> list[list[int]]:
+    """Token ids; the first `shared` are the same in all prompts, and count."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(VOCABULARY, (count,), generator=generator).tolist()
+
+    prefix = tokens(shared)
+    return [prefix + tokens(length - shared) for length in lengths]
