@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "_torch_library": {"torch"},
     "commands": {"click"},
     "distributed": {"numpy", "torch"},
-    "integrations": {"numpy", "torch"},
+    "integrations": {"numpy", "torch", "vllm"},
     "replay": {"cpattn", "jinja2", "matplotlib", "numpy", "rich", "torch"},
 }
 

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="import-not-found", allow-subclassing-any
+"""What vLLM asks of an attention backend, done by `cpattn.run_attention`.
+
+The KV cache is vLLM's own, used in place: [num_blocks, num_kv_heads, block_size, 2 * head_size],
+of which each (block, head) holds block_size rows of keys and then as many of values. vLLM's own
+kernels keep keys in another order inside a block. So whether a layer is computed here is decided
+once, when it is built; layers that are not covered are left, writes and reads, to the backend that
+these classes derive from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from ..._core import AttentionPlan
+from ..._visibility import band_mask, visibility
+from ...attention import plan_attention, run_attention
+from .cache import split_cache, write_rows
+from .threads import follow_torch_threads
+
+logger = init_logger("vllm.cpattn")  # vLLM shows what is logged below its own name
+
+
+class CpattnBackend(CPUAttentionBackend):
+    """CPU_ATTN with the metadata and the layers of this module."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CpattnImpl]:
+        return CpattnImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CpattnMetadataBuilder]:
+        return CpattnMetadataBuilder
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+
+@dataclass
+class CpattnMetadata(CPUAttentionMetadata):
+    """A batch, and its plans: one for all layers of equal heads and windows."""
+
+    plans: dict[tuple[int, int], AttentionPlan] = field(default_factory=dict)
+
+    def plan(self, impl: CpattnImpl, k_cache: torch.Tensor) -> AttentionPlan:
+        key = impl.num_heads, impl.sliding_window
+        if key not in self.plans:
+            num_pages, num_kv_heads, page_size, head_dim = k_cache.shape
+            self.plans[key] = plan_attention(
+                q_lens=self._q_lens(),
+                kv_lens=self.seq_lens,
+                block_tables=self.block_table,
+                page_size=page_size,
+                num_pages=num_pages,
+                num_heads=impl.num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                **self._visibility(impl.sliding_window),
+            )
+        return self.plans[key]
+
+    def _q_lens(self) -> Any:
+        return np.diff(self.query_start_loc.numpy())
+
+    def _visibility(self, sliding_window: int) -> dict[str, Any]:
+        """A window counts the token itself; without causality it is as wide on the right."""
+        left = sliding_window - 1 if sliding_window > 0 else -1
+        q_lens, kv_lens = self._q_lens(), self.seq_lens.numpy()
+        if self.dynamic_causal is None:
+            return visibility(q_lens, kv_lens, left, 0 if self.causal else left)
+        masks = [
+            band_mask(q_lens[i : i + 1], kv_lens[i : i + 1], left, 0 if causal else left)
+            for i, causal in enumerate(self.dynamic_causal.tolist())
+        ]
+        return {"causal": False, "custom_mask": np.concatenate(masks)}
+
+
+class CpattnMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Makes `CpattnMetadata`, and what vLLM's own kernels need only where they are used."""
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        self.has_stock_layers = any(layer.impl.is_stock for layer in layers.values())
+        follow_torch_threads()
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CpattnMetadata:
+        batch = common_attn_metadata
+        if self.has_stock_layers:
+            return CpattnMetadata(**vars(super().build(common_prefix_len, batch, fast_build)))
+        dynamic_causal = batch.causal if isinstance(batch.causal, torch.Tensor) else None
+        return CpattnMetadata(
+            num_actual_tokens=batch.num_actual_tokens,
+            max_query_len=batch.max_query_len,
+            query_start_loc=batch.query_start_loc,
+            max_seq_len=batch.max_seq_len,
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table_tensor,
+            slot_mapping=batch.slot_mapping,
+            scheduler_metadata=None,
+            causal=batch.causal is True and not self.is_cross_attention,
+            dynamic_causal=dynamic_causal,
+        )
+
+
+def _not_covered(impl: CPUAttentionBackendImpl) -> str | None:
+    """What of a layer is left to vLLM's own kernels; equal in layers that share a cache."""
+    if impl.alibi_slopes is not None:
+        return "ALiBi"
+    if impl.is_fp8_kv_cache:
+        return f"a KV cache in {impl.kv_cache_dtype}"
+    if impl.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
+        return "attention of encoders"
+    if get_current_vllm_config().kv_transfer_config is not None:
+        return "transfer of the KV cache, whose receiver may expect the other order of keys"
+    return None
+
+
+class CpattnImpl(CPUAttentionBackendImpl):
+    """The attention of one layer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        reason = _not_covered(self)
+        self.is_stock = reason is not None
+        if self.is_stock:
+            logger.warning_once("cpattn does not cover %s; vLLM's own kernels do it.", reason)
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write key and value [num_tokens, num_kv_heads, head_size] to their slots; -1 is none."""
+        if self.is_stock:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        else:
+            write_rows(kv_cache, key, value, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CpattnMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the attention of query [num_tokens, num_heads, head_size] into `output`."""
+        if self.is_stock or attn_metadata is None:  # None: a warm-up
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
+                output_block_scale,
+            )  # fmt: skip
+        k_cache, v_cache = split_cache(kv_cache)
+        plan = attn_metadata.plan(self, k_cache)
+        rows = plan.num_rows  # the tensors may be padded
+        run_attention(
+            plan,
+            query[:rows],
+            k_cache,
+            v_cache,
+            kv_layout="HND",
+            scale=self.scale,
+            softcap=self.logits_soft_cap,
+            sinks=None if self.sinks is None else self.sinks.float(),
+            out=output[:rows],
+        )
+        return output
