@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences of equal lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..._containers import Tensor
+from ._attend import WindowSize, attend_batch, check_supported, rows_contiguous
+
+
+def _forward(
+    function: str, q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    if q.ndim != 4 or k.ndim != 4 or len(q) != len(k):
+        raise ValueError(
+            f"{function}: q and k must be [batch, tokens, heads, dim] of one batch, got shapes "
+            f"{list(q.shape)} and {list(k.shape)}"
+        )
+    batch, kv_len = k.shape[:2]
+    k, v = rows_contiguous(k), rows_contiguous(v)
+    if kv_len == 0:  # a page cannot be empty; no page is read
+        k, v = (x.new_empty((0, 1, *x.shape[2:])) for x in (k, v))
+    table = np.arange(batch)[:, None]
+    return attend_batch(function, q, k, v, np.full(batch, kv_len), table, *options)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of sequences of equal lengths.
+
+    Parameters
+    ----------
+    q : float32, float16 or bfloat16 tensor, shape [batch, tokens, heads, head_dim]
+    k, v : tensors of the same dtype, shape [batch, kv_tokens, kv_heads, head_dim]
+        A page each, in place.
+    softmax_scale : float, default 1/sqrt(head_dim)
+    causal : bool
+        Aligned to the bottom right: query i sees keys up to i + kv_tokens - tokens.
+    window_size : pair of int
+        Keys before and after that one; -1 is no bound. A window that ends elsewhere than at the
+        query's own key takes a mask of one byte per query and key.
+    softcap : float
+        Above 0, scores become softcap * tanh(score / softcap).
+    dropout_p, alibi_slopes
+        Must be 0 and None.
+    deterministic
+        About a backward pass; has no meaning here.
+    return_attn_probs : bool
+        Also return the LSE, and an empty tensor in place of the probabilities.
+
+    Returns
+    -------
+    out : tensor, shape [batch, tokens, heads, head_dim]
+    softmax_lse : float32 tensor, shape [batch, heads, tokens], with ``return_attn_probs``
+    """
+    name = "flash_attn_func"
+    check_supported(name, q, k, v, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    out, lse = _forward(name, q, k, v, softmax_scale, causal, window_size, softcap)
+    return (out, lse, q.new_empty(0)) if return_attn_probs else out
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    """`flash_attn_func` as libraries call it: out, LSE, no probabilities, no state of a generator.
+
+    ``return_softmax`` asks for probabilities after dropout, which there is none of.
+    """
+    name = "_flash_attn_forward"
+    check_supported(name, q, k, v, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    window = (window_size_left, window_size_right)
+    out, lse = _forward(name, q, k, v, softmax_scale, causal, window, softcap)
+    return out, lse, q.new_empty(0), None

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences of many lengths, one after another or in pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..._containers import Tensor
+from ..._visibility import Lengths
+from ._attend import WindowSize, attend, check_supported, rows_contiguous
+
+
+def _ends(function: str, name: str, cu_seqlens: Tensor, num_rows: int | None) -> Lengths:
+    """Cumulative lengths as NumPy, checked against the rows that they divide."""
+    ends = np.asarray(cu_seqlens, np.int64)
+    if ends.ndim != 1 or len(ends) == 0 or ends[0] != 0 or np.any(np.diff(ends) < 0):
+        raise ValueError(f"{function}: {name} must start at 0 and not decrease, got {ends}")
+    if num_rows is not None and ends[-1] > num_rows:
+        raise ValueError(
+            f"{function}: {name} must end within the {num_rows} rows it divides, got {ends[-1]}"
+        )
+    return ends
+
+
+def _as_pages(k: Tensor, v: Tensor, ends: Lengths, kv_lens: Lengths) -> tuple[Tensor, Tensor, Any]:
+    """Ragged keys and values as pages, without a copy, and the pages of each sequence.
+
+    A page starts at every token and overlaps those after it, so a sequence has pages wherever it
+    starts. Their length is the room after the last start: the longest with which the last page of
+    every sequence ends within the tensor. In most batches each sequence is one or a few pages.
+    """
+    starts = ends[:-1]
+    used = starts[kv_lens > 0]
+    page_size = int(len(k) - used[-1]) if len(used) else 1
+    if page_size == 1:  # also when there is no token at all, which unfold() refuses
+        k_pages, v_pages = k.unsqueeze(1), v.unsqueeze(1)
+    else:
+        k_pages, v_pages = (x.unfold(0, page_size, 1).movedim(-1, 1) for x in (k, v))
+    most = -(-int(kv_lens.max(initial=0)) // page_size)
+    return k_pages, v_pages, starts[:, None] + page_size * np.arange(most)
+
+
+def _varlen_forward(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    block_table: Tensor | None,
+    seqused_k: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    ends_q = _ends(function, "cu_seqlens_q", cu_seqlens_q, len(q))
+    num_rows = None if block_table is not None else len(k)
+    ends_k = _ends(function, "cu_seqlens_k", cu_seqlens_k, num_rows)
+    if len(ends_q) != len(ends_k):
+        raise ValueError(
+            f"{function}: cu_seqlens_q and cu_seqlens_k must have one length, got {len(ends_q)} "
+            f"and {len(ends_k)}"
+        )
+    kv_lens = np.diff(ends_k)
+    if seqused_k is not None:
+        used = np.asarray(seqused_k, np.int64)
+        if used.shape != kv_lens.shape or np.any(used > kv_lens):
+            raise ValueError(
+                f"{function}: seqused_k must be at most the lengths {kv_lens}, got {used}"
+            )
+        kv_lens = used
+    table: Any = block_table
+    k, v = rows_contiguous(k), rows_contiguous(v)
+    if table is None:
+        k, v, table = _as_pages(k, v, ends_k, kv_lens)
+    q = rows_contiguous(q)
+    return attend(function, q, k, v, np.diff(ends_q), kv_lens, table, *options)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Attention of ragged sequences; what is not said here is as in `flash_attn_func`.
+
+    Parameters
+    ----------
+    q : tensor, shape [total_q, heads, head_dim]
+        Sequence after sequence.
+    k, v : tensors, shape [total_k, kv_heads, head_dim]
+        With ``block_table``: [num_pages, page_size, kv_heads, head_dim], any page size.
+    cu_seqlens_q, cu_seqlens_k : int tensors, shape [batch + 1]
+        Where sequences start and end; they may be empty.
+    max_seqlen_q, max_seqlen_k
+        Not needed.
+    block_table : int tensor, shape [batch, pages], optional
+
+    Returns
+    -------
+    out : tensor, shape [total_q, heads, head_dim]
+    softmax_lse : float32 tensor, shape [heads, total_q], with ``return_attn_probs``
+    """
+    name = "flash_attn_varlen_func"
+    check_supported(name, q, k, v, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    out, lse = _varlen_forward(
+        name, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, None,
+        softmax_scale, causal, window_size, softcap,
+    )  # fmt: skip
+    return (out, lse, q.new_empty(0)) if return_attn_probs else out
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    """`flash_attn_varlen_func` as libraries call it; see `_flash_attn_forward`.
+
+    ``seqused_k`` [batch]: how many of its keys each sequence has. ``zero_tensors`` has no meaning.
+    """
+    name = "_flash_attn_varlen_forward"
+    check_supported(
+        name, q, k, v, dropout_p=dropout_p, alibi_slopes=alibi_slopes, leftpad_k=leftpad_k
+    )
+    out, lse = _varlen_forward(
+        name, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, seqused_k,
+        softmax_scale, causal, (window_size_left, window_size_right), softcap,
+    )  # fmt: skip
+    return out, lse, q.new_empty(0), None

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wrappers of prefill and decode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..._containers import Tensor
+from ..._visibility import Lengths, band_mask, visibility
+from ._paged import PagedWrapper, page_tables, refuse
+
+
+class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
+    """Attention of new tokens over a paged cache: planned once, run for every layer.
+
+    Parameters
+    ----------
+    float_workspace_buffer
+        Not used; may be None. The same holds for the other arguments after ``kv_layout``, but
+        for ``jit_args``, which must be None.
+    kv_layout : "NHD" or "HND"
+    """
+
+    _name = "BatchPrefillWithPagedKVCacheWrapper"
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor | None = None,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: Any = None,
+        jit_kwargs: Any = None,
+    ) -> None:
+        super().__init__(kv_layout, jit_args)
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        block_tables: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+    ) -> None:
+        """Plan a batch.
+
+        Parameters
+        ----------
+        qo_indptr : int tensor, shape [batch + 1]
+        paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len : int tensors
+            The pages of each sequence; its last new tokens are the queries.
+        custom_mask : bool tensor, sum(q_len * kv_len) elements, optional
+            True = visible; ``causal`` then has no meaning.
+        window_left : int
+            Keys before a token's own that it sees; -1 is no bound. Without ``causal`` it takes a
+            mask of one byte per query and key.
+        sm_scale : float, default 1/sqrt(head_dim_qk)
+        fixed_split_size, disable_split_kv
+            Either makes a row's result bitwise independent of the batch.
+        packed_custom_mask, pos_encoding_mode, prefix_len_ptr and the rest of multi-item scoring
+            Must be left at their defaults.
+        others
+            Have no meaning here. Lengths and block tables repeat what the indices say;
+            ``seq_lens`` is compared with them, and ``o_data_type`` with q.
+        """
+        function = f"{self._name}.plan"
+        refuse(
+            function,
+            packed_custom_mask=packed_custom_mask is not None,
+            pos_encoding_mode=pos_encoding_mode if pos_encoding_mode != "NONE" else None,
+            prefix_len_ptr=prefix_len_ptr is not None,
+            token_pos_in_items_ptr=token_pos_in_items_ptr is not None,
+            token_pos_in_items_len=token_pos_in_items_len,
+            max_item_len_ptr=max_item_len_ptr is not None,
+        )
+        kv_lens, table = page_tables(
+            function, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, seq_lens
+        )
+        ends: Lengths = np.asarray(qo_indptr, np.int64)
+        q_lens = ends[1:] - ends[:-1]
+        if len(q_lens) != len(kv_lens):
+            raise ValueError(
+                f"{function}: qo_indptr must have {len(kv_lens) + 1} elements as paged_kv_indptr, "
+                f"got {len(q_lens) + 1}"
+            )
+        if custom_mask is None:
+            visible = visibility(q_lens, kv_lens, window_left, 0 if causal else -1)
+        else:
+            mask = np.asarray(custom_mask).ravel()
+            if window_left >= 0:
+                mask = mask & band_mask(q_lens, kv_lens, window_left, -1)
+            visible = {"causal": False, "custom_mask": mask}
+        self._make_plan(
+            q_lens, kv_lens, table, page_size=page_size, sm_scale=sm_scale,
+            window_left=window_left, logits_soft_cap=logits_soft_cap, o_data_type=o_data_type,
+            num_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim_qk,
+            v_head_dim=head_dim_vo,
+            batch_invariant=disable_split_kv or fixed_split_size is not None, **visible,
+        )  # fmt: skip
+
+    begin_forward = plan
+
+
+class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
+    """Attention of one new token per sequence; see `BatchPrefillWithPagedKVCacheWrapper`."""
+
+    _name = "BatchDecodeWithPagedKVCacheWrapper"
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor | None = None,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: Any = None,
+    ) -> None:
+        super().__init__(kv_layout, jit_args)
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        data_type: Any = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+    ) -> None:
+        """Plan a batch; the token of a sequence is the last one in its pages.
+
+        What the arguments mean is said in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        """
+        function = f"{self._name}.plan"
+        refuse(
+            function, pos_encoding_mode=pos_encoding_mode if pos_encoding_mode != "NONE" else None
+        )
+        kv_lens, table = page_tables(function, indptr, indices, last_page_len, page_size, seq_lens)
+        q_lens = np.ones_like(kv_lens)
+        self._make_plan(
+            q_lens, kv_lens, table, page_size=page_size, sm_scale=sm_scale,
+            window_left=window_left, logits_soft_cap=logits_soft_cap, o_data_type=o_data_type,
+            num_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            batch_invariant=disable_split_kv or fixed_split_size is not None,
+            **visibility(q_lens, kv_lens, window_left, 0),
+        )  # fmt: skip
+
+    begin_forward = plan

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merging of states, whose log-sum-exp is to base 2."""
+
+from __future__ import annotations
+
+import math
+
+from ... import attention
+from ..._containers import Tensor
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2)
+
+
+def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention over two disjoint sets of keys.
+
+    Parameters
+    ----------
+    v_a, v_b : tensors, shape [tokens, heads, head_dim]
+    s_a, s_b : float32 tensors, shape [tokens, heads]
+        Log-sum-exp to base 2; -inf marks a row without keys.
+
+    Returns
+    -------
+    v, s
+        New tensors.
+    """
+    v, s = attention.merge_state(v_a.clone(), s_a.float() * LN2, v_b, s_b.float() * LN2)
+    return v, s.mul_(LOG2E)
+
+
+def merge_state_in_place(
+    v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None
+) -> None:
+    """Merge ``v_other, s_other`` into ``v, s``, for the tokens of ``mask`` [tokens] if given."""
+    rows = slice(None) if mask is None else mask.bool()
+    v[rows], s[rows] = merge_state(v[rows], s[rows], v_other[rows], s_other[rows])
+
+
+def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention over several disjoint sets of keys, in float32 and rounded once.
+
+    Parameters
+    ----------
+    v : tensor, shape [tokens, num_states, heads, head_dim]
+    s : float32 tensor, shape [tokens, num_states, heads]
+        Log-sum-exp to base 2.
+
+    Returns
+    -------
+    v : tensor, shape [tokens, heads, head_dim]
+    s : float32 tensor, shape [tokens, heads]
+    """
+    if v.ndim != 4 or v.shape[1] == 0:
+        raise ValueError(
+            "merge_states: v must be [tokens, num_states, heads, head_dim] with a state at least, "
+            f"got shape {list(v.shape)}"
+        )
+    first, *others = v.unbind(1)
+    lse, *other_lses = (s.float() * LN2).unbind(1)
+    out, lse = first.float().clone(), lse.contiguous()
+    for other, other_lse in zip(others, other_lses, strict=True):
+        attention.merge_state(out, lse, other.float(), other_lse)
+    return out.to(v.dtype), lse * LOG2E

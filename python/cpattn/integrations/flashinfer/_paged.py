@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the paged wrappers have in common."""
+
+from __future__ import annotations
+
+from functools import partialmethod
+from typing import Any
+
+import numpy as np
+
+from ... import attention
+from ..._containers import Tensor, empty
+from ..._visibility import Lengths
+from ._merge import LOG2E
+
+
+def refuse(function: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value:
+            raise ValueError(f"{function}: {name} is not supported, got {value!r}")
+
+
+def page_tables(
+    function: str,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    page_size: int,
+    seq_lens: Tensor | None,
+) -> tuple[Lengths, Any]:
+    """The length of each sequence and its pages, from the CSR form.
+
+    ``seq_lens`` says the lengths once more.
+    """
+    ends, pages, last = (np.asarray(x, np.int64) for x in (indptr, indices, last_page_len))
+    counts = np.diff(ends)
+    if len(ends) == 0 or ends[0] != 0 or np.any(counts < 0) or ends[-1] > len(pages):
+        raise ValueError(
+            f"{function}: paged_kv_indptr must start at 0, not decrease and end within the "
+            f"{len(pages)} paged_kv_indices, got {ends}"
+        )
+    filled = counts > 0
+    if last.shape != counts.shape or np.any((last[filled] < 1) | (last[filled] > page_size)):
+        raise ValueError(
+            f"{function}: paged_kv_last_page_len must be {len(counts)} numbers in [1, {page_size}]"
+            f", got {last}"
+        )
+    table = np.full((len(counts), counts.max(initial=0)), -1)
+    table[np.arange(table.shape[1]) < counts[:, None]] = pages[: ends[-1]]
+    lengths = np.where(filled, (counts - 1) * page_size + last, 0)
+    if seq_lens is not None and not np.array_equal(np.asarray(seq_lens).ravel(), lengths):
+        raise ValueError(
+            f"{function}: seq_lens must be what the pages say, {lengths}, got {seq_lens}"
+        )
+    return lengths, table
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class PagedWrapper:
+    """What prefill and decode have in common: a plan, and running it on the tensors of a layer."""
+
+    _name = ""
+
+    def __init__(self, kv_layout: str, jit_args: Any) -> None:
+        if kv_layout not in ("NHD", "HND"):
+            raise ValueError(f"{self._name}: kv_layout must be 'NHD' or 'HND', got {kv_layout!r}")
+        refuse(self._name, jit_args=jit_args)
+        self._kv_layout = kv_layout
+        self._plan: Any = None
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
+    ) -> None:
+        """There is no workspace."""
+
+    def end_forward(self) -> None:
+        """Nothing; FlashInfer keeps the name, too."""
+
+    def _make_plan(
+        self,
+        q_lens: Lengths,
+        kv_lens: Lengths,
+        table: Any,
+        *,
+        page_size: int,
+        sm_scale: float | None,
+        window_left: int,
+        logits_soft_cap: float | None,
+        o_data_type: Any,
+        **options: Any,
+    ) -> None:
+        self._plan = attention.plan_attention(
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            block_tables=table,
+            page_size=page_size,
+            num_pages=int(table.max(initial=-1)) + 1,  # of the cache only so many are known of
+            **options,
+        )
+        if sm_scale is None:
+            sm_scale = attention.default_scale(f"{self._name}.plan", self._plan.head_dim)
+        self._sm_scale = sm_scale
+        self._window_left = window_left
+        self._softcap = logits_soft_cap or 0.0
+        self._out_dtype = o_data_type
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        *args: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Any:
+        """Attention over one layer's cache.
+
+        Parameters
+        ----------
+        q : tensor, shape [tokens, num_qo_heads, head_dim_qk]
+        paged_kv_cache : pair of tensors, or one
+            K and V of [pages, page_size, num_kv_heads, dim] ("NHD") or
+            [pages, num_kv_heads, page_size, dim] ("HND"), or both in [pages, 2, ...].
+        q_scale, k_scale, v_scale : float, optional
+            Factors of the scores and of the result.
+        window_left : int, optional
+            As planned, if given.
+        sinks : float32 tensor, shape [num_qo_heads], optional
+            A logit per head that takes weight but has no value.
+
+        Returns
+        -------
+        out : tensor, shape [tokens, num_qo_heads, head_dim_vo]
+        lse : float32 tensor, shape [tokens, num_qo_heads], with ``return_lse``
+            To base 2, sinks not included.
+        """
+        function = f"{self._name}.run"
+        if self._plan is None:
+            raise ValueError(f"{function}: plan must be called first")
+        if args:
+            raise ValueError(f"{function}: arguments of custom kernels are not supported")
+        if window_left not in (None, self._window_left):
+            raise ValueError(
+                f"{function}: window_left must be as planned ({self._window_left}), "
+                f"got {window_left}"
+            )
+        if self._out_dtype is not None and _name(self._out_dtype) != _name(q.dtype):
+            raise ValueError(
+                f"{function}: o_data_type must be that of q ({q.dtype}), got {self._out_dtype}"
+            )
+        if isinstance(paged_kv_cache, (tuple, list)):
+            k_cache, v_cache = paged_kv_cache
+        elif paged_kv_cache.ndim == 5 and paged_kv_cache.shape[1] == 2:
+            k_cache, v_cache = paged_kv_cache.unbind(1)
+        else:
+            raise ValueError(
+                f"{function}: paged_kv_cache must be a pair of tensors or one of [pages, 2, ...], "
+                f"got shape {list(paged_kv_cache.shape)}"
+            )
+        scale = self._sm_scale
+        for factor in (q_scale, k_scale):
+            scale *= 1.0 if factor is None else float(factor)
+        if return_lse and lse is None:
+            lse = empty(q, q.shape[:2], "float32")
+        result: Tensor = attention.run_attention(
+            self._plan, q, k_cache, v_cache, kv_layout=self._kv_layout, scale=scale,
+            softcap=self._softcap, sinks=sinks, out=out, lse=lse,
+        )  # fmt: skip
+        if v_scale is not None:
+            result *= float(v_scale)
+        if lse is not None:
+            lse.mul_(LOG2E)
+        return (result, lse) if return_lse else result
+
+    run_return_lse = partialmethod(run, return_lse=True)
