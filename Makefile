@@ -12,7 +12,7 @@ export PATH := $(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR)/build/release/python
 CPP_SOURCES = $(shell find cpp tests_cpp -name '*.h' -o -name '*.cc')
 
-.PHONY: demo test build bench bench-env lint tidy format clean
+.PHONY: demo test test-engines build bench bench-env lint tidy format clean
 
 demo: build  ## the main job: replays serving traffic; options in ARGS
 	@python -m cpattn replay $(ARGS)
@@ -21,9 +21,23 @@ test: build  ## C++ tests, then Python tests
 	@ctest --preset release
 	@python -m pytest -q $(ARGS)
 
-bench: build bench-env  ## everything in bench/, plots and README, 20 minutes; idle machine
+test-engines: build .venv-sglang/.ready .venv-vllm/.ready  ## tests with serving engines, each in an environment of its own
+	@.venv-sglang/bin/python -m pytest -q $(ARGS) tests_py/test_sglang_*.py
+	@.venv-vllm/bin/python -m pytest -q $(ARGS) tests_py/test_vllm_*.py
+
+.venv-%/.ready: scripts/engine_environment.sh .venv/.ready
+	@echo "Installing $* into .venv-$* ..."
+	@scripts/engine_environment.sh $* .venv .venv-$*
+	@touch $@
+
+bench: build bench-env .venv-sglang/.ready .venv-vllm/.ready  ## everything in bench/, plots and README, 20 minutes; idle machine
 	@status=0; for bench in $(filter-out %_attention.py,$(wildcard bench/bench_*.py)); do \
-	  python $$bench || status=1; done; \
+	  case $$bench in \
+	    *_sglang.py) python=.venv-sglang/bin/python ;; \
+	    *_vllm.py) python=.venv-vllm/bin/python ;; \
+	    *) python=python ;; \
+	  esac; \
+	  $$python $$bench || status=1; done; \
 	  python bench/bench_attention.py $(ARGS) || status=1; \
 	  python bench/plots.py && python scripts/readme_figures.py && exit $$status
 
@@ -73,4 +87,4 @@ format: .venv/.lint  ## fixes what it can
 	@clang-format -i $(CPP_SOURCES)
 
 clean:
-	rm -rf build .venv .venv-bench
+	rm -rf build .venv .venv-bench .venv-sglang .venv-vllm
