@@ -171,17 +171,17 @@ _operators.define(
 
 def _write_rows(self: Tensor, indices: Tensor, updates: Tensor) -> None:
     slots = indices[:, 0].numpy()
-    used = np.unique(slots)
-    if len(used) and not 0 <= used[0] <= used[-1] < self.shape[0]:
+    ordered = np.sort(slots)
+    if len(slots) and not 0 <= ordered[0] <= ordered[-1] < len(self):
         raise ValueError(
-            f"npu_scatter_nd_update_: indices must be in [0, {self.shape[0]}), "
-            f"got {used[0 if used[0] < 0 else -1]}"
+            f"npu_scatter_nd_update_: indices must be in [0, {len(self)}), "
+            f"got {ordered[0 if ordered[0] < 0 else -1]}"
         )
-    if len(used) < len(slots):  # torch writes rows in any order: leave the last of each slot
+    if (ordered[1:] == ordered[:-1]).any():  # torch writes in any order: leave each slot one row
         _, last = np.unique(slots[::-1], return_index=True)
         rows = torch.from_numpy(len(slots) - 1 - last)
         indices, updates = indices[rows], updates[rows]
-    self.index_put_((indices[:, 0].long(),), updates)
+    self.index_put_((indices[:, 0],), updates)
 
 
 _kernels.define(
