@@ -39,7 +39,11 @@ def test_slots_are_where_the_block_tables_have_the_tokens(cp):
         plan.block_tables[0, 0] = 1
 
 
-@pytest.mark.parametrize("as_index", [list, tuple, torch.tensor, np.int32, np.int64], ids=repr)
+@pytest.mark.parametrize(
+    "as_index",
+    [list, tuple, torch.tensor, np.int32, np.int64],
+    ids=["list", "tuple", "torch", "int32", "int64"],
+)
 def test_index_arguments_may_be_any_container_of_integers(cp, as_index):
     slots = cp.plan(*LENS, block_tables=TABLES).slots.tolist()
     plan = cp.plan(
