@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention functions for the models of Hugging Face transformers.
+
+`register` gives them names. A model uses them by ``attn_implementation="cpattn"``, and continuous
+batching by `use_paged`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from ..._containers import Tensor
+from .contiguous import contiguous_attention
+from .masks import visibility_mask
+from .paged import paged_attention_forward
+
+__all__ = ["attention", "register", "use_paged"]
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    indices: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What a model calls: sparse attention if it brings the chosen keys, else contiguous.
+
+    See `contiguous.contiguous_attention` and `dsa.dsa_attention`.
+    """
+    if indices is None:
+        return contiguous_attention(module, query, key, value, attention_mask, **kwargs)
+    from .dsa import dsa_attention
+
+    return dsa_attention(module, query, key, value, attention_mask, indices=indices, **kwargs)
+
+
+def register(name: str = "cpattn") -> None:
+    """Register attention under `name`, and that of continuous batching under ``name + "_flash"``.
+
+    May be called again. Nothing changes for models of other implementations.
+
+    Examples
+    --------
+    >>> import cpattn.integrations.transformers as integration
+    >>> integration.register()  # doctest: +SKIP
+    >>> model = AutoModelForCausalLM.from_pretrained(
+    ...     path, attn_implementation="cpattn")  # doctest: +SKIP
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, visibility_mask)
+    # No mask function: continuous batching describes its batches by lengths alone.
+    AttentionInterface.register(f"{name}_flash", paged_attention_forward)
+
+
+def use_paged(model: Any, name: str = "cpattn") -> ExitStack:
+    """Let `model` run continuous batching on the pages of its cache, in place.
+
+    ``model.set_attn_implementation`` takes names with "flash" for packages to load, so this sets
+    the name itself.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    name : str
+        As given to `register`, which this calls.
+
+    Returns
+    -------
+    ExitStack
+        A context manager; its end, or ``close()``, brings the former implementation back.
+
+    Examples
+    --------
+    >>> with use_paged(model):  # doctest: +SKIP
+    ...     model.generate_batch(prompts)
+    """
+    register(name)
+    before = model.config._attn_implementation
+    model.config._attn_implementation = f"{name}_flash"
+    restore = ExitStack()
+    restore.callback(setattr, model.config, "_attn_implementation", before)
+    return restore

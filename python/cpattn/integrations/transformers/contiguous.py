@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over the keys and values of a whole batch, as `DynamicCache` and others return them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..._containers import Tensor
+from ..._visibility import Lengths
+from ...attention import default_scale, paged_attention
+from .masks import Band, as_bool
+
+FUNCTION = "cpattn.integrations.transformers"
+
+
+def check_supported(*tensors: Tensor, dropout: float = 0.0, **unsupported: Any) -> None:
+    """ValueError for what a model may ask for and the kernels do not have."""
+    import torch
+
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise ValueError(
+            f"{FUNCTION}: inputs must not require gradients, there is no backward pass; run the "
+            "model under torch.inference_mode() or torch.no_grad(), train with sdpa"
+        )
+    if dropout != 0:
+        raise ValueError(f"{FUNCTION}: dropout must be 0, call model.eval(); got {dropout}")
+    for name, value in unsupported.items():
+        if value is not None and value is not False:
+            raise ValueError(
+                f"{FUNCTION}: {name} is not supported, use another attn_implementation for it"
+            )
+
+
+def float_sinks(s_aux: Tensor | None) -> Tensor | None:
+    """Sinks, which are parameters, as the kernels take them."""
+    return None if s_aux is None else s_aux.detach().float().contiguous()
+
+
+def widened(x: Tensor) -> Tensor:
+    """x with its last dimension contiguous and filled up with zeros to a multiple of 16."""
+    import torch
+
+    if missing := -x.shape[-1] % 16:
+        return torch.nn.functional.pad(x, (0, missing))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _tokens_apart(x: Tensor) -> int | None:
+    """How many tokens lie between the starts of two sequences, or None where that is no number."""
+    sequence, token = x.stride(0), x.stride(2)
+    if token == 0 or sequence % token or sequence < token * x.shape[2]:
+        return None
+    return int(sequence // token)
+
+
+def _pages(
+    key: Tensor, value: Tensor, starts: Lengths, kv_lens: Lengths
+) -> tuple[Tensor, Tensor, Any]:
+    """Keys and values [batch, heads, tokens, dim] as pages ("HND"), in place, and their table.
+
+    A sequence is one page. Where some start behind padding, a page starts at every token and
+    overlaps those after it. It is as long as the last sequence has room, so those that are longer
+    have several, and each page of each of them ends within the tensor.
+    """
+    batch, heads, tokens, _ = key.shape
+    if batch == 1:
+        begin = int(starts[0])
+        return key[:, :, begin:], value[:, :, begin:], np.zeros((1, 1), np.int64)
+    if not starts.any():
+        return key, value, np.arange(batch)[:, None]
+    step = _tokens_apart(key)
+    if step is None or step != _tokens_apart(value):
+        key, value, step = key.contiguous(), value.contiguous(), heads * tokens
+    page_size = tokens - int(starts[-1])
+    first = step * np.arange(batch) + starts
+    num_pages = 1 + int((first + np.maximum(kv_lens - 1, 0) // page_size * page_size).max())
+    k_pages, v_pages = (
+        x.as_strided(
+            (num_pages, heads, page_size, x.shape[3]),
+            (x.stride(2), x.stride(1), x.stride(2), x.stride(3)),
+        )
+        for x in (key, value)
+    )
+    most = -(-int(kv_lens.max()) // page_size)
+    return k_pages, v_pages, first[:, None] + page_size * np.arange(most)
+
+
+def contiguous_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    output_attentions: bool | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers on `paged_attention`.
+
+    Keys and values are used in place, whatever their strides; only head dimensions that are no
+    multiples of 16 make a copy, filled up with zeros.
+
+    Parameters
+    ----------
+    query : float32, float16 or bfloat16 tensor, shape [batch, num_heads, queries, head_dim]
+    key, value : tensors of its dtype, shape [batch, num_kv_heads, keys, dim]
+        Not repeated for grouped heads; `value` may have another dim.
+    attention_mask : tensor, shape [1 or batch, 1, queries, keys], optional
+        True, or 0 of a float mask, where a query sees a key; decides alone. None: query i sees
+        keys up to i + keys - queries, `sliding_window` of them, or all if not `is_causal`.
+    scaling : float, default 1/sqrt(head_dim)
+    softcap : float, optional
+        Scores become softcap * tanh(score / softcap).
+    s_aux : tensor, shape [num_heads], optional
+        Sinks, as of gpt-oss.
+    is_causal : bool, default that of `module`, else True
+    dropout, position_bias, output_attentions
+        Must be 0, None, and None or False.
+
+    Returns
+    -------
+    out : tensor, shape [batch, queries, num_heads, v_head_dim]
+    None
+        In place of the weights.
+    """
+    check_supported(
+        query, key, value, dropout=dropout, position_bias=position_bias,
+        output_attentions=output_attentions,
+    )  # fmt: skip
+    batch, _heads, queries, head_dim = query.shape
+    keys, v_head_dim = key.shape[2], value.shape[3]
+    if len(key) != batch:
+        raise ValueError(f"{FUNCTION}: key must have the batch of query, {batch}, got {len(key)}")
+    band, custom_mask = getattr(attention_mask, "cpattn_band", None), None
+    if band is None:
+        starts, kv_lens = np.zeros(batch, np.int64), np.full(batch, keys)
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if attention_mask is not None:
+            causal = False
+            custom_mask = as_bool(FUNCTION, attention_mask, (batch, queries, keys))
+        window = sliding_window - 1 if causal and sliding_window else None
+        band = Band(starts, kv_lens, causal, window)
+    k_pages, v_pages, table = _pages(widened(key), widened(value), band.starts, band.kv_lens)
+    out: Any = paged_attention(
+        widened(query).transpose(1, 2).flatten(0, 1),
+        k_pages,
+        v_pages,
+        q_lens=[queries] * batch,
+        kv_lens=band.kv_lens,
+        block_tables=table,
+        kv_layout="HND",
+        scale=default_scale(FUNCTION, head_dim) if scaling is None else scaling,
+        causal=band.causal,
+        window=band.window,
+        softcap=softcap or 0.0,
+        sinks=float_sinks(s_aux),
+        custom_mask=custom_mask,
+    )
+    return out[..., :v_head_dim].unflatten(0, (batch, queries)), None

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks of transformers, and the few numbers that most of them amount to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..._containers import Tensor
+from ..._visibility import Lengths
+
+
+@dataclass(frozen=True)
+class Band:
+    """Keys that the queries of each sequence see: a run of them, or a diagonal band within it.
+
+    With ``causal``, the last query sees the run up to its end, each one before it one key less,
+    and none sees more than ``window`` keys before its own. Without, all see the whole run.
+    """
+
+    starts: Lengths  # [batch]
+    kv_lens: Lengths  # [batch]
+    causal: bool
+    window: int | None = None
+
+
+def band_of(mask: Tensor) -> Band | None:
+    """The band that a bool mask [batch, 1, queries, keys] is, to the last bit, or None."""
+    visible = mask[:, 0].numpy()
+    queries, keys = visible.shape[1:]
+    count = visible.view(np.uint8).sum(2, dtype=np.int64)
+    begin = visible.argmax(2)
+    seen = count > 0
+    if np.any(seen & (keys - visible[:, :, ::-1].argmax(2) - begin != count)):
+        return None  # some query sees keys with a gap between them
+    stop = (begin + count).max(1)
+    start = np.where(seen, begin, stop[:, None]).min(1)
+    # The query with most keys fills the window, if there is one.
+    window = int(count.max(initial=1)) - 1
+    diagonal = stop[:, None] - queries + 1 + np.arange(queries)
+    first = np.maximum(start[:, None], diagonal - 1 - window)
+    if np.array_equal(count, np.maximum(diagonal - first, 0)) and np.all((begin == first)[seen]):
+        windowed = bool(np.any(begin > start[:, None], where=seen))
+        return Band(start, stop - start, True, window if windowed else None)
+    if np.all(count == (stop - start)[:, None]):
+        return Band(start, stop - start, False)
+    return None
+
+
+def visibility_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
+    """A mask function of transformers: the mask of ``sdpa`` with its `Band`, or None.
+
+    None says that query i sees keys up to i + kv_length - q_length, so that the chunks of a prompt
+    need no mask either, which ``sdpa`` has for them.
+
+    Parameters
+    ----------
+    attention_mask : bool tensor, shape [batch, >= kv_offset + kv_length], optional
+        False where a token is padding.
+    q_offset, kv_offset : int
+        Positions of the first query and of the first key.
+
+    Returns
+    -------
+    bool tensor, shape [batch, 1, q_length, kv_length], or None
+    """
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    if mask_function is None:
+        mask_function = causal_mask_function
+    end = kv_offset + kv_length
+    if (
+        allow_is_causal_skip
+        and mask_function is causal_mask_function
+        and end == int(q_offset) + q_length
+        and (attention_mask is None or _all_tokens(attention_mask, kv_offset, end))
+    ):
+        return None
+    mask: Any = sdpa_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+        allow_is_causal_skip=False, **kwargs,
+    )  # fmt: skip
+    if mask is not None:
+        # transformers makes a mask for each forward pass, and all layers of a kind share it.
+        mask.cpattn_band = band_of(mask)
+    return mask
+
+
+def _all_tokens(attention_mask: Tensor, begin: int, end: int) -> bool:
+    tokens = attention_mask[:, begin:end]
+    return tokens.shape[1] == end - begin and bool(tokens.all())
+
+
+def as_bool(function: str, mask: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """A mask of any origin as bool [batch, queries, keys], flat.
+
+    ValueError for what is no mask: per-head ones, another shape, and numbers that are a bias.
+    """
+    import torch
+
+    batch, queries, keys = shape
+    if mask.ndim != 4 or mask.shape[0] not in (1, batch) or mask.shape[1:] != (1, queries, keys):
+        raise ValueError(
+            f"{function}: attention_mask must have shape {[batch, 1, queries, keys]}, got "
+            f"{list(mask.shape)}"
+        )
+    if mask.dtype != torch.bool:
+        visible = mask == 0
+        if not mask.is_floating_point() or torch.any(
+            ~visible & (mask > torch.finfo(mask.dtype).min / 2)
+        ):
+            raise ValueError(
+                f"{function}: attention_mask must be bool, or a float that is 0 for a visible key "
+                f"and the lowest number for others: a bias is not supported; got {mask.dtype}"
+            )
+        mask = visible
+    return mask[:, 0].expand(shape).flatten()

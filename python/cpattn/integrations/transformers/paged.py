@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous batching of transformers on the pages of its cache, in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..._containers import Tensor
+from ...attention import plan_attention, run_attention
+from .contiguous import FUNCTION, check_supported, float_sinks
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What all layers with one kind of attention, full or sliding, have in common for a batch."""
+
+    plan: Any
+    in_place: bool
+
+
+class _Batch:
+    """The sequences of one forward pass, and what is derived from them once for all layers."""
+
+    def __init__(self, cu_seq_lens_q: Tensor) -> None:
+        ends = np.asarray(cu_seq_lens_q, np.int64)
+        self.q_lens = np.diff(ends)
+        self.rows = int(ends[-1])  # the others, if there are any, are padding
+        self._kinds: dict[int, _Kind] = {}
+
+    def kind(
+        self, allocator: Any, num_heads: int, cu_seq_lens_k: Tensor, reads: Tensor, writes: Tensor
+    ) -> _Kind:
+        if allocator.index not in self._kinds:
+            self._kinds[allocator.index] = self._plan(
+                allocator, num_heads, np.asarray(cu_seq_lens_k, np.int64), reads, writes
+            )
+        return self._kinds[allocator.index]
+
+    def _plan(
+        self, allocator: Any, num_heads: int, ends: Any, reads: Tensor, writes: Tensor
+    ) -> _Kind:
+        """The pages of each sequence, and the division of work over them.
+
+        A sequence of n cached and m new tokens has n + m of `reads`, the rows of the cache in the
+        order of their positions. Of layers with full attention they fill pages from their start.
+        A sliding window is a ring of rows, any of which may come next, so a page is one row there,
+        and in place of new tokens, which may take the rows of others, there are sentinels.
+        """
+        kv_lens = np.diff(ends)
+        window: Any = getattr(allocator, "sliding_window", None)
+        in_place = window is None or int(kv_lens.max()) <= window
+        page_size = allocator.tokens_per_page if window is None else 1
+        most = -(-int(kv_lens.max()) // page_size)
+        table = ends[:-1, None] + page_size * np.arange(most)
+        num_pages = int(ends[-1])
+        if in_place:
+            # Without cached tokens there are no reads: each sequence is what it writes.
+            rows = np.array(reads if len(reads) else writes)
+            np.place(rows, rows == allocator.sentinel_index, np.asarray(writes))
+            table = rows[np.minimum(table, len(rows) - 1)] // page_size
+            num_pages = int(table.max()) + 1
+        plan = plan_attention(
+            q_lens=self.q_lens,
+            kv_lens=kv_lens,
+            block_tables=table,
+            page_size=page_size,
+            num_pages=num_pages,
+            num_heads=num_heads,
+            num_kv_heads=allocator.num_key_value_heads,
+            head_dim=allocator.head_dim,
+            window=None if in_place else window - 1,
+        )
+        return _Kind(plan, in_place)
+
+
+def _batch_of(cu_seq_lens_q: Tensor) -> _Batch:
+    """Kept on a tensor that is made for one forward pass, and that all its layers get."""
+    if not hasattr(cu_seq_lens_q, "cpattn_batch"):
+        cu_seq_lens_q.cpattn_batch = _Batch(cu_seq_lens_q)
+    batch: _Batch = cu_seq_lens_q.cpattn_batch
+    return batch
+
+
+def paged_attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cache: Any = None,
+    cu_seq_lens_q: Any = None,
+    cu_seq_lens_k: Any = None,
+    read_index: Any = None,
+    write_index: Any = None,
+    block_table: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    output_attentions: bool | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers for the batches of ``generate_batch``.
+
+    Writes the new keys and values into the pages of the cache and attends to them there. Only a
+    chunk that pushes others out of a sliding window attends to a copy: the window and the chunk.
+
+    Parameters
+    ----------
+    query : float32, float16 or bfloat16 tensor, shape [1, num_heads, tokens, head_dim]
+        The new tokens of all sequences, and behind them padding, whose results are zeros.
+    key, value : tensors, shape [1, num_kv_heads, tokens, head_dim]
+    cache : PagedAttentionCache
+    cu_seq_lens_q : int32 tensor, shape [sequences + 1]
+    cu_seq_lens_k : dict of int32 tensors, shape [sequences + 1]
+        For each kind of layers.
+    read_index, write_index : lists of int64 tensors
+        Rows of the cache for each kind of layers: of all tokens, and of the new ones.
+    scaling, softcap, s_aux, dropout, output_attentions
+        As in `contiguous_attention`.
+
+    Returns
+    -------
+    out : tensor, shape [1, tokens, num_heads, head_dim]
+    None
+        In place of the weights.
+    """
+    if cache is None:
+        raise ValueError(
+            f"{FUNCTION}: cache must be that of generate_batch, got None; the name without _flash "
+            "is for everything else"
+        )
+    check_supported(
+        query, key, value, dropout=dropout, block_table=block_table,
+        output_attentions=output_attentions,
+    )  # fmt: skip
+    allocator = cache.layer_to_allocator[module.layer_idx]
+    reads, writes = read_index[allocator.index], write_index[allocator.index]
+    lengths = cu_seq_lens_k[allocator.layer_type]
+    batch = _batch_of(cu_seq_lens_q)
+    kind = batch.kind(allocator, query.shape[1], lengths, reads, writes)
+    new = [x[0].transpose(0, 1) for x in (key, value)]
+    if kind.in_place:
+        caches = allocator._kv_page_views[module.layer_idx]
+        for pages, states in zip(caches, new, strict=True):
+            pages.flatten(0, 1).index_copy_(0, writes, states)
+    else:
+        caches = allocator.update(*new, module.layer_idx, reads, writes)
+    k_pages, v_pages = (x.view(-1, kind.plan.page_size, *x.shape[-2:]) for x in caches)
+    q = query[0].transpose(0, 1)
+    out = q.new_zeros(q.shape) if batch.rows < len(q) else q.new_empty(q.shape)
+    run_attention(
+        kind.plan,
+        q[: batch.rows],
+        k_pages,
+        v_pages,
+        scale=scaling,
+        softcap=softcap or 0.0,
+        sinks=float_sinks(s_aux),
+        out=out[: batch.rows],
+    )
+    return out[None], None
