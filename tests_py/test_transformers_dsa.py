@@ -1,105 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V3.2 and GLM-MoE-DSA of transformers, tiny and random, run on our operators.
-
-Their eager attention folds the chosen keys into a dense mask. Ours sees the keys alone, and the
-latents with the up-projections absorbed, as a serving engine does.
-"""
+"""DeepSeek-V3.2 and GLM-MoE-DSA of transformers, tiny and random, run on our operators."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from torch import Tensor  # noqa: E402
-from transformers import (  # noqa: E402
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    DeepseekV32Config,
-    DynamicCache,
-    GlmMoeDsaConfig,
+
+from cpattn.integrations import transformers as integration  # noqa: E402
+from cpattn.integrations.transformers import absorb_mla, dsa, use_indexer  # noqa: E402
+from latent_models import (  # noqa: E402
+    DSA_CONFIGS,
+    EPS,
+    RUNS,
+    TOPK,
+    assert_logits_close,
+    checked_attention,
+    greedy,
+    logits,
+    make_model,
 )
-from transformers.masking_utils import sdpa_mask  # noqa: E402
-from transformers.models.deepseek_v32 import modeling_deepseek_v32  # noqa: E402
-from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa  # noqa: E402
 
-import cpattn  # noqa: E402
-
-TOPK = 8
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 20,
-    "index_topk": TOPK,
-    "index_head_dim": 32,
-    "index_n_heads": 8,
-    "initializer_range": 0.15,
+FORMS = {
+    "heads": [],
+    "latents": [absorb_mla],
+    "heads, indexer": [use_indexer],
+    "latents, indexer": [absorb_mla, use_indexer],
 }
-CONFIGS = {
-    "deepseek_v32": lambda: DeepseekV32Config(**SIZES),
-    "glm_moe_dsa": lambda: GlmMoeDsaConfig(**SIZES, index_topk_pattern="FSF"),
-}
-LENGTH = 50
-RUNS = {
-    "prefill": ([LENGTH], None),
-    "chunks": ([11, 19, 1, 19], None),
-    "left padded": ([LENGTH], [0, 13, 47]),
-}
-EPS = torch.finfo(torch.float32).eps
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    integration.register()
+
+
+@pytest.fixture(scope="module", params=sorted(DSA_CONFIGS))
 def model(request: pytest.FixtureRequest) -> Any:
-    torch.manual_seed(3)
-    return AutoModelForCausalLM.from_config(CONFIGS[request.param]()).eval()
+    return make_model(request.param)
 
 
-@torch.inference_mode()
-def run(model: Any, name: str, implementation: str) -> Tensor:
-    """Logits of all tokens that are not padding, [n, vocab]."""
-    chunks, padding = RUNS[name]
-    model.config._attn_implementation = implementation
-    tokens = torch.randint(64, (len(padding or [0]), LENGTH), generator=seeded(5))
-    mask = torch.arange(LENGTH) >= torch.tensor(padding or [0])[:, None]
-    cache = DynamicCache(config=model.config)
-    logits, begin = [], 0
-    for length in chunks:
-        end = begin + length
-        positions = (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, begin:]
-        result = model(
-            tokens[:, begin:end],
-            attention_mask=mask[:, :end].long() if padding else None,
-            position_ids=positions,
-            past_key_values=cache,
-        )
-        logits.append(result.logits)
-        begin = end
-    return torch.cat(logits, 1)[mask]
+@contextmanager
+def form_of(model: Any, name: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for replace in FORMS[name]:
+            stack.enter_context(replace(model))
+        yield
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("run", RUNS)
+def test_logits_are_those_of_eager(model: Any, run: str, form: str) -> None:
+    expected = logits(model, run, "eager")
+    with form_of(model, form):
+        actual = logits(model, run, "cpattn")
+    assert_logits_close(actual, expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_greedy_tokens_are_those_of_eager(model: Any, form: str) -> None:
+    expected = greedy(model, "eager")
+    assert len(expected.unique()) > 8
+    with form_of(model, form):
+        assert torch.equal(greedy(model, "cpattn"), expected)
 
 
 @contextmanager
@@ -115,118 +85,121 @@ def watched_indexers(model: Any, see: Callable[..., None]) -> Iterator[None]:
         handle.remove()
 
 
-def index_inputs(indexer: Any, hidden: Tensor, q_resid: Tensor, rotation: Any, cache: Any) -> Any:
-    """q [B, S, H, D], k [B, T, D] and weights [B, S, H] of an indexer, with all its factors."""
-    rope = indexer.qk_rope_head_dim
-    if type(indexer).__name__.startswith("Glm"):  # interleaved, where DeepSeek takes halves
-        rotate = modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave
-    else:
-        rotate = modeling_deepseek_v32.apply_rotary_pos_emb
-    q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, -1))
-    q_rope, _ = rotate(q[..., :rope], q[..., :1, :rope], *rotation, unsqueeze_dim=2)
-    weights = indexer.weights_proj(hidden) * (indexer.n_heads * indexer.head_dim) ** -0.5
-    return (
-        torch.cat([q_rope, q[..., rope:]], -1),
-        cache.layers[indexer.layer_idx].indexer_keys,
-        weights,
+@pytest.mark.parametrize("run", RUNS)
+def test_the_indexer_chooses_the_same_keys(model: Any, run: str) -> None:
+    rows = 0
+
+    def see(indexer: Any, args: Any, kwargs: Any, theirs: Tensor) -> None:
+        nonlocal rows
+        mask, cache = args[3], kwargs["past_key_values"]
+        # The keys of this call are in the cache already.
+        seen = SimpleNamespace(update_indexer=lambda _, layer: cache.layers[layer].indexer_keys)
+        model.config._attn_implementation = "cpattn"
+        ours = indexer.forward(*args, past_key_values=seen)
+        model.config._attn_implementation = "sdpa"
+        assert ours.dtype == theirs.dtype == torch.int32
+        assert torch.equal(visible_keys(ours, mask), visible_keys(theirs, mask))
+        rows += theirs[..., 0].numel()
+
+    with use_indexer(model), watched_indexers(model, see):
+        logits(model, run, "sdpa")
+    chunks, padding = RUNS[run]
+    indexers = sum(layer.self_attn.indexer is not None for layer in model.model.layers)
+    assert rows == indexers * len(padding) * sum(chunks)
+
+
+def visible_keys(indices: Tensor, mask: Tensor) -> Tensor:
+    """The chosen keys that the mask shows, ascending, then -1."""
+    visible = mask.gather(-1, indices.clamp(min=0).long()) & (indices >= 0)
+    last = mask.shape[-1]
+    ascending = indices.where(visible, last).sort(-1).values
+    return ascending.where(ascending < last, -1)
+
+
+def layer_inputs(model: Any, latents: bool) -> tuple[Any, ...]:
+    """A layer and query, key, value, mask and indices for it, of two sequences, one padded."""
+    layer = model.model.layers[0].self_attn
+    generator = torch.Generator().manual_seed(11)
+    heads, keys, queries = layer.num_heads, 40, 6
+    shapes = (
+        [(1, keys, layer.kv_lora_rank), (1, keys, layer.qk_rope_head_dim)]
+        if latents
+        else [(heads, keys, layer.qk_head_dim), (heads, keys, layer.v_head_dim)]
     )
+    query = torch.randn(2, heads, queries, layer.qk_head_dim, generator=generator)
+    key, value = (torch.randn(2, *shape, generator=generator) for shape in shapes)
+    positions = torch.arange(keys)
+    mask = positions <= torch.arange(keys - queries, keys)[:, None]
+    mask = torch.stack([mask, mask & (positions >= 30)])[:, None]
+    scores = torch.rand(2, queries, keys, generator=generator)
+    indices = scores.topk(TOPK, -1).indices.int()
+    return layer, query, key, value, mask, indices
 
 
-def assert_same_keys(ours: Tensor, theirs: Tensor, scores: np.ndarray) -> None:
-    """Equal sets, but for keys whose scores differ by roundings from the smallest chosen one."""
-    assert len(set(ours)) == len(ours) == len(theirs)
-    threshold = np.sort(scores)[-len(ours)] if len(ours) else 0.0
-    odd = np.setxor1d(ours, theirs)
-    np.testing.assert_allclose(scores[odd], threshold, rtol=0, atol=64 * EPS * np.abs(scores).max())
+@pytest.mark.parametrize("latents", [False, True])
+def test_only_chosen_visible_keys_are_read(model: Any, latents: bool) -> None:
+    layer, query, key, value, mask, indices = layer_inputs(model, latents)
+    indices[0, 2, 3:] = -1
+    indices[1, 0] = -1
+    chosen = torch.zeros(2, query.shape[2], key.shape[2] + 1, dtype=torch.bool)
+    chosen = chosen.scatter(-1, indices.where(indices >= 0, key.shape[2]).long(), True)[..., :-1]
+    chosen &= mask[:, 0]
+    model.config._attn_implementation = "cpattn"
+    with form_of(model, "latents" if latents else "heads"), torch.inference_mode():
+        expanded = (
+            type(layer).expand_kv(layer, key, value) if latents else (key.clone(), value.clone())
+        )
+        unread = ~chosen.any(1)
+        assert unread.any()
+        key[unread[:, None].expand(-1, key.shape[1], -1)] = torch.nan
+        value[unread[:, None].expand(-1, value.shape[1], -1)] = torch.nan
+        out, _ = dsa.dsa_attention(layer, query, key, value, mask, scaling=0.2, indices=indices)
+    scores = (0.2 * query @ expanded[0].mT).masked_fill(~chosen[:, None], -torch.inf)
+    weights = scores.softmax(-1).nan_to_num()  # a row that sees nothing gives zeros
+    assert not out[1, 0].any()
+    expected = (weights @ expanded[1]).transpose(1, 2)
+    torch.testing.assert_close(out, expected, rtol=0, atol=64 * EPS * expected.abs().max())
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_the_indexer_chooses_the_same_keys(model: Any, name: str) -> None:
-    calls = 0
-
-    def see(indexer: Any, args: Any, kwargs: Any, chosen: Tensor) -> None:
-        nonlocal calls
-        hidden, q_resid, rotation, mask = args[:4]
-        q, k, weights = index_inputs(indexer, hidden, q_resid, rotation, kwargs["past_key_values"])
-        for b in range(len(q)):
-            # What a row may see is a range, also behind padding; rows of padding see nothing.
-            visible = mask[b] >= 0
-            seen = visible.sum(1).int()
-            begin = torch.where(seen > 0, visible.int().argmax(1), 0).int()
-            arguments = q[b].contiguous(), k[b], weights[b], begin, begin + seen
-            logits = cpattn.indexer_logits(*arguments).numpy()
-            keys = cpattn.indexer_topk(*arguments, topk=TOPK).numpy()
-            assert not np.isfinite(logits[~visible.numpy()]).any()
-            for i in range(len(keys)):
-                ours = keys[i][keys[i] >= 0] + int(begin[i])
-                assert len(ours) == min(TOPK, int(seen[i]))
-                theirs = chosen[b, i].numpy()
-                theirs = theirs[visible[i].numpy()[theirs]]  # a short row names others, too
-                assert_same_keys(ours, theirs, np.where(visible[i], logits[i], 0))
-        calls += 1
-
-    with watched_indexers(model, see):
-        run(model, name, "eager")
-    layers = sum(layer.self_attn.indexer is not None for layer in model.model.layers)
-    assert calls == layers * len(RUNS[name][0])
+@pytest.mark.parametrize("form", ["heads", "latents"])
+@pytest.mark.parametrize("run", ["left padded", "left padded chunks"])
+@pytest.mark.parametrize("config", sorted(DSA_CONFIGS))
+def test_layers_in_bfloat16(config: str, run: str, form: str) -> None:
+    model = make_model(config, torch.bfloat16)
+    with ExitStack() as stack:
+        layers = stack.enter_context(checked_attention(dsa.dsa_attention))
+        for replace in FORMS[form]:
+            stack.enter_context(replace(model, "checked"))
+        logits(model, run, "checked")
+    assert layers == [0, 1, 2] * len(RUNS[run][0])
 
 
-def absorbed_attention(
-    module: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    *,
-    scaling: float,
-    indices: Tensor,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """An attention function of transformers: flash_mla_sparse_fwd over the latents of the layer.
-
-    indices int32 [B, S, topk] may name keys beyond the causal mask [B, 1, S, T]; -1 is no key.
-    """
-    latent, k_rope = module.latents
-    batch, heads, queries, _ = q.shape
-    up = module.kv_b_proj.weight.unflatten(0, (heads, -1))
-    w_key, w_value = up.split([module.qk_nope_head_dim, module.v_head_dim], 1)
-    q_nope, q_rope = q.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
-    absorbed = torch.cat([torch.einsum("bhsn,hnc->bhsc", q_nope, w_key), q_rope], -1)
-    kv = torch.cat([latent, k_rope], -1)[:, 0].flatten(0, 1)[:, None]
-    visible = mask.expand(batch, 1, queries, -1)[:, 0].gather(-1, indices.long())
-    offsets = torch.arange(batch, dtype=torch.int32)[:, None, None] * k.shape[2]
-    rows = torch.where(visible, indices + offsets, -1)
-    out, _, _ = cpattn.flash_mla_sparse_fwd(
-        absorbed.transpose(1, 2).flatten(0, 1).contiguous(),
-        kv,
-        rows.flatten(0, 1)[:, None].contiguous(),
-        scaling,
-        d_v=module.kv_lora_rank,
-    )
-    values = torch.einsum("thc,hvc->thv", out, w_value)
-    return values.unflatten(0, (batch, queries)), None
+def test_other_implementations_and_removal_see_the_models_own_methods(model: Any) -> None:
+    expected = logits(model, "chunks", "sdpa")
+    indexers = [m for m in model.modules() if type(m).__name__.endswith("Indexer")]
+    replaced = use_indexer(model)
+    assert torch.equal(logits(model, "chunks", "sdpa"), expected)
+    assert all("forward" in vars(indexer) for indexer in indexers)
+    replaced.remove()
+    assert not any("forward" in vars(indexer) for indexer in indexers)
 
 
-@pytest.fixture
-def absorbed(model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of `absorbed_attention`, whose layers keep the latents that they expand."""
-    name = "cpattn_absorbed"
-    AttentionInterface.register(name, absorbed_attention)
-    AttentionMaskInterface.register(name, sdpa_mask)
-    for layer in model.model.layers:
-        attention = layer.self_attn
-
-        def expand(latent: Tensor, k_rope: Tensor, attention: Any = attention) -> Any:
-            attention.latents = latent, k_rope
-            return type(attention).expand_kv(attention, latent, k_rope)
-
-        monkeypatch.setattr(attention, "expand_kv", expand)
-    return name
+def test_ranges_of_a_mask() -> None:
+    mask = torch.zeros(1, 4, 6, dtype=torch.bool)
+    mask[0, 1, 2:5] = mask[0, 2, :] = mask[0, 3, 5] = True
+    begin, end = dsa.visible_ranges(mask)
+    assert begin.tolist() == [[0, 2, 0, 5]]
+    assert end.tolist() == [[0, 5, 6, 6]]
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_absorbed_attention_gives_the_logits_of_eager(model: Any, absorbed: str, name: str) -> None:
-    expected = run(model, name, "eager")
-    actual = run(model, name, absorbed)
-    # Three layers of float32 sums in another order; without the sparsity all logits differ.
-    torch.testing.assert_close(actual, expected, rtol=0, atol=100 * EPS * expected.abs().max())
+def test_what_is_refused(model: Any) -> None:
+    layer, query, key, value, mask, indices = layer_inputs(model, latents=False)
+    with pytest.raises(ValueError, match=r"dropout must be 0, call model.eval\(\); got 0.1"):
+        dsa.dsa_attention(layer, query, key, value, mask, scaling=1, indices=indices, dropout=0.1)
+    mask[0, 0, 0, 3] = False
+    with pytest.raises(ValueError, match="must be one range of keys"):
+        dsa.visible_ranges(mask[:, 0])
+    with use_indexer(model), pytest.raises(ValueError, match=r"forward of .*Indexer is replaced"):
+        use_indexer(model)
+    with pytest.raises(ValueError, match=r"use_indexer: the model must have .* got Linear"):
+        use_indexer(torch.nn.Linear(1, 1))

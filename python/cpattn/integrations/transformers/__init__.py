@@ -2,7 +2,7 @@
 """Attention functions for the models of Hugging Face transformers.
 
 `register` gives them names. A model uses them by ``attn_implementation="cpattn"``, and continuous
-batching by `use_paged`.
+batching by `use_paged`. `absorb_mla` is for models with latent caches, `use_indexer` for sparse ones.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any
 
 from ..._containers import Tensor
 from .contiguous import contiguous_attention
+from .dsa import dsa_attention, use_indexer
 from .masks import visibility_mask
+from .mla import absorb_mla, keeps_latents, mla_attention
 from .paged import paged_attention_forward
 
-__all__ = ["attention", "register", "use_paged"]
+__all__ = ["absorb_mla", "attention", "register", "use_indexer", "use_paged"]
 
 
 def attention(
@@ -28,15 +30,14 @@ def attention(
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What a model calls: sparse attention if it brings the chosen keys, else contiguous.
+    """What a model calls: sparse attention if it brings the chosen keys, else dense.
 
-    See `contiguous.contiguous_attention` and `dsa.dsa_attention`.
+    See `contiguous.contiguous_attention`, `dsa.dsa_attention` and `mla.mla_attention`.
     """
-    if indices is None:
-        return contiguous_attention(module, query, key, value, attention_mask, **kwargs)
-    from .dsa import dsa_attention
-
-    return dsa_attention(module, query, key, value, attention_mask, indices=indices, **kwargs)
+    if indices is not None:
+        return dsa_attention(module, query, key, value, attention_mask, indices=indices, **kwargs)
+    dense = mla_attention if keeps_latents(module) else contiguous_attention
+    return dense(module, query, key, value, attention_mask, **kwargs)
 
 
 def register(name: str = "cpattn") -> None:

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods of single modules of a model, replaced for as long as somebody wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import MethodType, TracebackType
+from typing import Any
+
+from torch import nn
+
+
+class Replaced:
+    """Methods of some modules; in place until `remove` or the end of ``with``.
+
+    Copies of a model made meanwhile keep them.
+
+    Parameters
+    ----------
+    modules : iterable of torch.nn.Module
+        Whose methods of this name are their classes' until now.
+    name : str
+    function : callable
+        Called as ``function(module, ...)``. The class has the method that it replaces.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], name: str, function: Callable[..., Any]
+    ) -> None:
+        self._modules, self._name = list(modules), name
+        for module in self._modules:
+            if name in vars(module):
+                raise ValueError(
+                    f"cpattn.integrations.transformers: {name} of {type(module).__name__} is "
+                    f"replaced already, by {vars(module)[name]!r}"
+                )
+        for module in self._modules:
+            setattr(module, name, MethodType(function, module))
+
+    def remove(self) -> None:
+        """Give the modules the methods of their classes again."""
+        for module in self._modules:
+            vars(module).pop(self._name, None)
+
+    def __enter__(self) -> Replaced:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()

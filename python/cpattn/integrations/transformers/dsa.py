@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse attention of DeepSeek-V3.2 and GLM-5 in transformers: the chosen keys and no others.
+
+The eager attention of transformers hides what was not chosen by a dense mask. Here a query reads
+its keys where they lie, and with `use_indexer` they are chosen without a matrix of scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...attention import paged_attention
+from ...indexer import indexer_topk
+from ...sparse_mla import flash_mla_sparse_fwd
+from ._methods import Replaced
+from .contiguous import FUNCTION, check_supported, contiguous_attention, widened
+from .masks import as_bool
+from .mla import absorb, keeps_latents, mla_attention, project
+
+#: Arguments of attention functions that sparse attention has not.
+UNSUPPORTED = ("softcap", "s_aux", "position_bias", "output_attentions")
+
+
+def dsa_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float,
+    indices: Tensor,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention to those of the keys named by `indices` that the mask shows.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The attention layer.
+    query : tensor, shape [batch, heads, queries, head_dim]
+    key, value : tensors, shape [batch, heads, keys, dim]
+        Or, where `absorb_mla` holds, the latents and the rotated keys, with one head.
+    attention_mask : tensor, shape [batch or 1, 1, queries, keys]
+        True, or 0 of a float mask, where a key may be seen.
+    scaling : float
+    indices : int32 tensor, shape [batch, queries, topk]
+        Positions, each once, in any order; -1 is none. A row with fewer than topk visible keys
+        may name others: those are not seen.
+    **kwargs
+        Dropout, sinks, caps and biases are refused.
+
+    Returns
+    -------
+    out : tensor, shape [batch, queries, heads, v_head_dim]
+    None
+    """
+    unsupported = {name: kwargs.get(name) for name in UNSUPPORTED}
+    check_supported(query, key, value, dropout=kwargs.get("dropout", 0.0), **unsupported)
+    if indices.shape[-1] >= key.shape[2]:  # nothing was left out: the mask alone decides
+        dense = mla_attention if keeps_latents(module) else contiguous_attention
+        return dense(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    shape = *indices.shape[:2], key.shape[2]
+    visible = as_bool(FUNCTION, attention_mask, shape).view(shape)
+    visible = visible.gather(-1, indices.clamp(min=0).long()) & (indices >= 0)
+    attend = _attend_latents if keeps_latents(module) else _attend_heads
+    return attend(module, query, key, value, scaling, indices, visible), None
+
+
+def _attend_latents(
+    module: Any,
+    query: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    scaling: float,
+    indices: Tensor,
+    visible: Tensor,
+) -> Tensor:
+    batch, _, keys, rank = latent.shape
+    first = keys * torch.arange(batch, dtype=torch.int32)[:, None, None]
+    out, _, _ = flash_mla_sparse_fwd(
+        absorb(module, query).transpose(1, 2).flatten(0, 1),
+        torch.cat([latent, k_rope], -1).view(batch * keys, 1, -1),
+        torch.where(visible, indices + first, -1).flatten(0, 1),
+        scaling,
+        d_v=rank,
+    )
+    return project(module, out).unflatten(0, (batch, -1))
+
+
+def _attend_heads(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    indices: Tensor,
+    visible: Tensor,
+) -> Tensor:
+    """Each query is a sequence of its own, whose pages are the single keys it sees."""
+    batch, heads, queries, _ = query.shape
+    query, key, v = widened(query), widened(key), widened(value)
+    out = query.new_empty(batch, queries, heads, v.shape[-1])
+    for b in range(batch):
+        seen = visible[b].sum(-1)
+        paged_attention(
+            query[b].transpose(0, 1),
+            key[b].transpose(0, 1).unsqueeze(2),
+            v[b].transpose(0, 1).unsqueeze(2),
+            kv_layout="HND",
+            q_lens=[1] * queries,
+            kv_indptr=torch.nn.functional.pad(seen.cumsum(0), (1, 0)),
+            kv_indices=indices[b][visible[b]],
+            last_page_len=(seen > 0).int(),
+            causal=False,
+            scale=scaling,
+            out=out[b],
+        )
+    return out[..., : value.shape[-1]]
+
+
+def use_indexer(model: nn.Module, name: str = "cpattn") -> Replaced:
+    """Let the indexers of a DSA model choose keys by `cpattn.indexer_topk`.
+
+    The scores are those of transformers but for roundings, and are never stored.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        DeepSeek-V3.2 or GLM-5 of transformers.
+    name : str
+        What `register` was given. While the model runs with another implementation of attention
+        its indexers choose as ever.
+
+    Returns
+    -------
+    Replaced
+        Whose ``remove()``, or the end of ``with``, gives back the model's own methods.
+
+    Raises
+    ------
+    ValueError
+        For a model without such indexers, or one whose indexers are replaced already.
+    """
+    rotations = _rotations()
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if module.config._attn_implementation != name:
+            own: Tensor = type(module).forward(module, *args, **kwargs)
+            return own
+        return _choose(module, rotations[type(module)], *args, **kwargs)
+
+    indexers = [module for module in model.modules() if type(module) in rotations]
+    if not indexers:
+        raise ValueError(
+            f"{FUNCTION}.use_indexer: the model must have the indexers of "
+            f"DeepSeek-V3.2 or GLM-5, got {type(model).__name__}"
+        )
+    return Replaced(indexers, "forward", forward)
+
+
+def _rotations() -> dict[type, Callable[..., tuple[Tensor, Tensor]]]:
+    """How indexers rotate: DeepSeek's dimensions are halves, GLM's are interleaved."""
+    from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
+    from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
+
+    return {
+        deepseek.DeepseekV32Indexer: deepseek.apply_rotary_pos_emb,
+        glm.GlmMoeDsaIndexer: glm.apply_rotary_pos_emb_interleave,
+    }
+
+
+@torch.no_grad()
+def _choose(
+    module: Any,
+    rotate: Callable[..., tuple[Tensor, Tensor]],
+    hidden_states: Tensor,
+    q_resid: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor,
+    position_ids: Any = None,
+    past_key_values: Any = None,
+) -> Tensor:
+    """What the indexer's own ``forward`` returns, int32 [batch, queries, topk], ascending.
+
+    Where it names invisible keys for want of others there is -1.
+    """
+    batch, queries, _ = hidden_states.shape
+    rope = module.qk_rope_head_dim
+    q = module.wq_b(q_resid).unflatten(-1, (module.n_heads, module.head_dim))
+    k = module.k_norm(module.wk(hidden_states)).unsqueeze(2)
+    rotated = rotate(q[..., :rope], k[..., :rope], *position_embeddings, unsqueeze_dim=2)
+    q = torch.cat([rotated[0], q[..., rope:]], -1)
+    k = torch.cat([rotated[1], k[..., rope:]], -1).squeeze(2)
+    if past_key_values is not None:
+        k = past_key_values.update_indexer(k, module.layer_idx)
+    keys = k.shape[1]
+    if keys <= module.index_topk:  # all are chosen, whatever their scores are
+        return torch.arange(keys, dtype=torch.int32).expand(batch, queries, keys)
+    # The order does not depend on the positive factors of the scores.
+    weights = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype)).float()
+    shape = batch, queries, keys
+    begin, end = visible_ranges(as_bool(FUNCTION, attention_mask.unsqueeze(1), shape).view(shape))
+    first = keys * torch.arange(batch)[:, None]
+    dtype = q.dtype if q.dtype == torch.bfloat16 else torch.float32
+    chosen = indexer_topk(
+        q.flatten(0, 1).to(dtype),
+        k.flatten(0, 1).to(dtype),
+        weights.flatten(0, 1),
+        (begin + first).flatten(),
+        (end + first).flatten(),
+        topk=module.index_topk,
+        sorted=False,
+    ).view(batch, queries, -1)
+    return torch.where(chosen >= 0, chosen + begin[..., None].int(), -1)
+
+
+def visible_ranges(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """First visible key of each row of a bool mask [batch, queries, keys], and the end, int64.
+
+    Rows are refused that have a gap, as padding within a sequence leaves.
+    """
+    bits = mask.view(torch.uint8)
+    seen = bits.sum(-1)
+    begin = bits.argmax(-1)  # the first of them
+    end = torch.where(seen > 0, mask.shape[-1] - bits.flip(-1).argmax(-1), begin)
+    if (end - begin != seen).any():
+        raise ValueError(
+            f"{FUNCTION}.use_indexer: what a row of the mask shows must be "
+            "one range of keys, as after padding on the left"
+        )
+    return begin, end
