@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of transformers with 0.5 billion random weights: its attention by cpattn against sdpa.
+
+    python bench/bench_transformers.py [--quick] [--only TEXT]
+
+Whole models and the attention of one layer alone, with the arguments it had in the model. Results
+are checked before anything is timed; implementations run in turns, in this process, on the same
+threads and weights. Needs transformers, `pip install transformers`; 4 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from cpattn import torch_guard
+
+if message := torch_guard.prepare():
+    print(message)
+
+import comparison_program
+
+PARTS = ("prefill", "paged", "latents")
+
+
+def main() -> int:
+    arguments = comparison_program.parse_arguments(__doc__)
+    if find_spec("transformers") is None:
+        print("bench_transformers.py: skipped, transformers is not installed")
+        return 0
+    compared = comparison_program.comparisons("hf", PARTS, arguments.quick, arguments.only)
+    return comparison_program.measure("transformers", arguments, compared)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What bench_transformers.py measures: a model, and its attention alone.
+
+A module has ``comparisons(quick)``, which gives the `Comparison` objects of its part.
+"""
+
+from __future__ import annotations
+
+from cpattn import _core
+
+THREADS = _core.default_num_threads()  # before anything sets another number
