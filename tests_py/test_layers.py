@@ -32,6 +32,7 @@ KERNEL_HEADERS = {"stdint.h", "stddef.h", "string.h", "immintrin.h", "arm_neon.h
 MAY_IMPORT = {
     "_torch_library": {"torch"},
     "commands": {"click"},
+    "cost_model": {"numpy", "rich"},
     "distributed": {"numpy", "torch"},
     "integrations": {"numpy", "torch", "vllm"},
     "replay": {"cpattn", "jinja2", "matplotlib", "numpy", "rich", "torch"},

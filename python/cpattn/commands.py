@@ -32,6 +32,20 @@ class _IntegerList(click.ParamType):  # type: ignore[type-arg]
             self.fail(f"{value!r} is not a comma-separated list of integers", param, ctx)
 
 
+class _CpSizes(click.ParamType):  # type: ignore[type-arg]
+    name = "N | N,N,... | N..N"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
+        from .cost_model.command import parse_cp_sizes
+
+        if isinstance(value, list):
+            return value
+        try:
+            return parse_cp_sizes(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 class _OutputPath(click.Path):
     """A file to write; that it cannot be is said before the run."""
 
@@ -61,6 +75,11 @@ def _of_model(names: str, default: str, text: str, kind: Any = _SIZE) -> Callabl
     return click.option(*names.split(), help=text, type=kind, show_default=default)
 
 
+def _of_rank(names: str, default: str, text: str) -> Callable[[Any], Any]:
+    """A rate of `cpattn.cost_model.Rates`, which checks it."""
+    return click.option(names, help=text, type=float, show_default=default)
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__)
 def commands() -> None:
@@ -88,6 +107,67 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     click.echo(text)
+
+
+@commands.command()
+@_option("--cp-size", "8..1024", "Ranks; a range doubles up to its end.", _CpSizes())
+@_option("--strategy", "all", "How sequences are cut.", click.Choice((*STRATEGIES, "all")))
+@_of_model("--tokens", "32768", "New tokens of one sequence.")
+@_of_model("--prefix", "0", "Cached tokens before them.", click.IntRange(0))
+@click.option("--extend-lens", type=_IntegerList(), help="Or new tokens of each sequence,")
+@click.option(
+    "--prefix-lens", type=_IntegerList(), help="and cached before them [default: 0]."
+)
+@click.option("--trace", type=_INPUT, help="Or the batches of a Mooncake trace, .jsonl or .gz,")
+@_option("--requests num_requests", 64, "of so many requests from its start,", _SIZE)
+@_option("--token-budget", 32768, "with so many new tokens in a batch.", _SIZE)
+@_option("--heads num_heads", 32, "Query heads.", _SIZE)
+@_option("--kv-heads num_kv_heads", 8, "Key/value heads.", _SIZE)
+@_option("--head-dim", 128, "Width of a head.", _SIZE)
+@_of_model("--v-head-dim", "as --head-dim", "Width of a head of values.")
+@_option("--dtype", "bfloat16", "Of queries, keys and values.", click.Choice(DTYPES[1:]))
+@_option("--layers num_layers", 32, "Layers of the model.", _SIZE)
+@_option("--page-size", 128, "Tokens in a page.", _SIZE)
+@click.option("--calibrate", is_flag=True, help="Measure the rates here, in a few seconds.")
+@_of_model("--threads", "as CPATTN_NUM_THREADS", "Threads of a rank.")
+@_of_rank("--gflops", "80 % of the peak here", "Products of attention, of all threads of a rank.")
+@_of_rank("--pack-rows", "24", "Packing a key, as rows of products with it.")
+@_of_rank("--row-keys", "75", "What a row costs beside its products, as keys.")
+@_of_rank("--call-us", "6", "µs of a call of attention.")
+@_of_rank("--gather-gbps", "1.25", "GB/s into a rank, and at the same time out of it.")
+@_of_rank("--latency-us", "200", "µs of an exchange; a gather is two.")
+@_of_rank("--message-us", "20", "µs for each peer in an exchange.")
+@_of_rank("--store-gbps", "4", "GB/s of gathered keys and values into the pool.")
+@click.option("--json", "json_path", type=_OUTPUT, help="Write all of it, rank by rank, to a file.")
+def plan(json_path: Path | None, **options: Any) -> None:
+    """Predict the time, balance and traffic of attention over many ranks.
+
+    Work and bytes are exact: every rank's query-key pairs, and what it sends for keys and values
+    in a layer. Times follow from rates of one rank and its network: given, measured here with
+    --calibrate, or else assumed. The last lines say which, as options to give another time.
+
+    \b
+    A prompt of 128 Ki tokens over 8, 16, ... 1024 ranks, with assumed rates:
+      cpattn plan --cp-size 8..1024 --tokens 131072
+    A batch with cached prefixes, rates of this machine, a network of 100 Gbit/s:
+      cpattn plan --cp-size 4,8,12 --extend-lens 4096,700,9000 --prefix-lens 0,8192,512 \\
+          --calibrate --gather-gbps 12.5
+    The batches of a trace, with known rates:
+      cpattn plan --trace conversation_trace.jsonl --cp-size 8 --threads 32 --gflops 9000
+    """
+    from .cost_model.command import forecasts
+    from .cost_model.report import print_plan, write_json
+
+    message = torch_guard.prepare()
+    if message:
+        click.echo(message, err=True)
+    try:
+        predictions, rates, sources = forecasts(**options)
+    except (ValueError, RuntimeError) as error:
+        raise click.ClickException(str(error)) from None
+    print_plan(predictions, rates, sources)
+    if json_path:
+        write_json(json_path, predictions, rates, sources)
 
 
 @commands.command()

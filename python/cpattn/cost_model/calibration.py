@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rates of this machine: calls of attention timed and fitted, and two processes over gloo."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import _core
+from .prediction import Rates
+from .work import AttentionLayer, rank_work
+
+TYPICAL_SHARE = 0.8  # of the measured peak that attention reaches where nothing else is known
+_LONGEST_CALL = 0.1  # seconds, about
+_PATIENCE = 120.0  # seconds for two processes on a busy machine
+
+
+class Sample(NamedTuple):
+    """One call of attention: what it did, and the seconds that it took."""
+
+    products: float  # flops of visible scores
+    packing: float  # flops of a row with every key that is packed
+    rows: float  # flops of every row with one key
+    seconds: float
+
+
+def assumed_gflops(layer: AttentionLayer, threads: int) -> float:
+    """A rate from the peak of this machine, measured in 0.1 s, and the usual share of it."""
+    return TYPICAL_SHARE * _core.measure_peak(layer.dtype, threads) / 1e9
+
+
+def calibrate(
+    layer: AttentionLayer,
+    *,
+    threads: int | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Rates:
+    """Measure the rates of this machine: attention here, the exchange between two processes.
+
+    Takes a few seconds; needs torch. Between two machines, `cpattn.distributed.check` measures the
+    exchange.
+
+    Parameters
+    ----------
+    layer : AttentionLayer
+    threads : int, optional
+        Of a rank. Default: those of a call that does not say.
+    progress : callable
+        Told what is measured next.
+    """
+    threads = threads or _core.default_num_threads()
+    attention = attention_rates(layer, threads, progress)
+    progress("exchange between two processes")
+    return Rates(**attention, threads=threads, **_exchange_rates(threads))
+
+
+def attention_rates(
+    layer: AttentionLayer, threads: int, progress: Callable[[str], None] = lambda what: None
+) -> dict[str, float]:
+    """``gflops`` of all threads, ``pack_rows``, ``row_keys`` and ``call_us``."""
+    samples = []
+    for extends, prefix in _shapes(layer, _core.measure_peak(layer.dtype, threads)):
+        progress(f"attention, {len(extends)} × {extends[0]} new behind {prefix}")
+        samples.append(_sample(layer, extends, prefix, threads))
+    return fit(samples)
+
+
+def fit(samples: list[Sample]) -> dict[str, float]:
+    """The rates that come closest to all samples, each weighted by its length::
+
+    seconds = (products + pack_rows * packing + row_keys * rows) / flops + call
+    """
+    table = np.array(samples)
+    terms = np.column_stack([table[:, :-1], np.ones(len(table))])
+    chosen = list(range(terms.shape[1]))
+    while True:  # a term that comes out negative is none
+        relative = terms[:, chosen] / table[:, -1:]
+        values = np.linalg.lstsq(relative, np.ones(len(table)), rcond=None)[0]
+        if values.min() >= 0:
+            break
+        chosen.remove(chosen[int(values.argmin())])
+    per_flop, per_packing, per_row, call = np.bincount(chosen, values, minlength=4)
+    if not per_flop:
+        raise RuntimeError("calibrate: the timings make no sense; is the machine busy?")
+    return {
+        "gflops": float(1e-9 / per_flop),
+        "pack_rows": float(per_packing / per_flop),
+        "row_keys": float(per_row / per_flop),
+        "call_us": float(1e6 * call),
+    }
+
+
+def _shapes(layer: AttentionLayer, peak: float) -> list[tuple[list[int], int]]:
+    """Batches (extend_lens, prefix) from long chunks to single rows."""
+    budget = _LONGEST_CALL * peak / (2 * layer.dims * layer.num_heads)  # pairs
+    tokens = int(np.clip(2 ** np.floor(np.log2(np.sqrt(2 * budget))), 256, 8192))
+    return [
+        ([tokens], 0),
+        ([tokens // 8], 4 * tokens),
+        ([tokens // 8] * 8, 0),
+        ([tokens // 32] * 16, 0),
+        ([tokens // 32], 4 * tokens),
+        ([8], 2 * tokens),
+        ([2] * 8, tokens),
+        ([1], 16),
+    ]
+
+
+def _sample(layer: AttentionLayer, extends: list[int], prefix: int, threads: int) -> Sample:
+    import torch
+
+    from .. import plan_attention, run_attention
+
+    lens = [prefix + n for n in extends]
+    pages = [-(-n // layer.page_size) for n in lens]
+    tables = np.full((len(lens), max(pages)), -1, np.int32)
+    for row, (end, count) in enumerate(zip(np.cumsum(pages), pages, strict=True)):
+        tables[row, :count] = np.arange(end - count, end)
+    dtype = getattr(torch, layer.dtype)
+    v_dim = layer.dims - layer.head_dim
+    shape = (sum(pages), layer.page_size, layer.num_kv_heads)
+    k, v = (torch.randn(*shape, dim, dtype=dtype) for dim in (layer.head_dim, v_dim))
+    q = torch.randn(sum(extends), layer.num_heads, layer.head_dim, dtype=dtype)
+    times = []
+    for _ in range(5):  # with the plan, as every layer of an engine would make it
+        begin = time.perf_counter()
+        plan = plan_attention(
+            q_lens=extends,
+            kv_lens=lens,
+            block_tables=tables,
+            page_size=layer.page_size,
+            num_pages=len(k),
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            v_head_dim=v_dim,
+            batch_invariant=True,
+            num_threads=threads,
+        )
+        run_attention(plan, q, k, v, scale=0.1)
+        times.append(time.perf_counter() - begin)
+    work = rank_work(
+        extends, [prefix] * len(extends), cp_size=1, strategy="contiguous", layer=layer
+    )
+    flops = 2 * layer.dims
+    return Sample(
+        float(work.pairs[0]) * layer.num_heads * flops,
+        float(work.packed_keys[0]) * layer.num_kv_heads * flops,
+        float(work.tokens[0]) * layer.num_heads * flops,
+        min(times),  # the others were disturbed
+    )
+
+
+def _exchange_rates(threads: int) -> dict[str, float]:
+    """Between two processes on the threads of one rank."""
+    context = get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="cpattn-calibrate-") as folder:
+        pipes, processes = [], []
+        for rank in range(2):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_exchange_rank,
+                args=(rank, f"file://{folder}/store", max(threads // 2, 1), theirs),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            answers = [_answer(pipe) for pipe in pipes]
+        finally:
+            for process in processes:
+                process.join(5)
+                process.kill()
+                process.join()
+    return answers[0]
+
+
+def _answer(pipe: connection.Connection) -> dict[str, float]:
+    if pipe.poll(_PATIENCE):
+        try:
+            answer: dict[str, float] = pipe.recv()
+            return answer
+        except EOFError:
+            pass
+    raise RuntimeError("calibrate: a process of the exchange between two did not answer")
+
+
+def _exchange_rank(rank: int, init_method: str, threads: int, pipe: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    from ..distributed.measure import measure_exchange
+
+    torch.set_num_threads(threads)
+    timeout = timedelta(seconds=_PATIENCE)
+    dist.init_process_group(
+        "gloo", init_method=init_method, rank=rank, world_size=2, timeout=timeout
+    )
+    assert dist.group.WORLD
+    pipe.send(measure_exchange(dist.group.WORLD))
+    dist.barrier()
+    dist.destroy_process_group()

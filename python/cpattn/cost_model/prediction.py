@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds, from what ranks have to do and how fast they do it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .work import PACKING_ROWS, AttentionLayer, RankWork, rank_work
+
+Seconds = NDArray[np.float64]
+Batch = tuple[Any, Any]  # extend_lens and prefix_lens, int [bs]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a rank computes and exchanges. The defaults are those of gloo over 10 Gbit/s.
+
+    Attributes
+    ----------
+    gflops : float
+        Products of attention, by all threads of a rank, 10^9 per second.
+    threads : int
+        Of a rank. Fewer items of work than threads leave some of them idle.
+    pack_rows : float
+        What packing one key and value costs, as rows of products with them.
+    row_keys : float
+        What one row of queries costs besides its products (loading, masking, writing), as keys.
+    call_us : float
+        What a call of attention costs before any product.
+    gather_gbps : float
+        10^9 bytes per second into a rank, and at the same time out of it, all peers together.
+    latency_us : float
+        Of one exchange among all ranks; a gather is two, of digests and of rows.
+    message_us : float
+        For every message of an exchange: there is one to and one from every peer.
+    store_gbps : float
+        10^9 bytes of keys and values per second from the receive buffer into the pool.
+    """
+
+    gflops: float
+    threads: int = 1
+    pack_rows: float = 2 * PACKING_ROWS  # from memory they cost twice as much
+    row_keys: float = 75.0
+    call_us: float = 6.0
+    gather_gbps: float = 1.25
+    latency_us: float = 200.0
+    message_us: float = 20.0
+    store_gbps: float = 4.0
+
+    def __post_init__(self) -> None:
+        for name in ("gflops", "threads", "gather_gbps", "store_gbps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Rates: {name} must be positive, got {getattr(self, name)}")
+        for name in ("pack_rows", "row_keys", "call_us", "latency_us", "message_us"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"Rates: {name} must be >= 0, got {getattr(self, name)}")
+
+    def attention_seconds(self, work: RankWork, layer: AttentionLayer) -> Seconds:
+        """Of each rank, for one layer::
+
+        call + max(all rows * keys, threads * the longest item) / flops
+        """
+        per_pair = 2 * layer.dims / (1e9 * self.gflops)  # of one query head, on all threads
+        rows = (work.pairs + self.row_keys * work.tokens) * layer.num_heads
+        packing = self.pack_rows * work.packed_keys * layer.num_kv_heads
+        shared = np.maximum(rows + packing, work.longest_item * self.threads)
+        return np.where(work.tokens > 0, 1e-6 * self.call_us + shared * per_pair, 0.0)
+
+    def gather_seconds(self, work: RankWork) -> Seconds:
+        """Of each rank, for the exchange of keys and values in one layer."""
+        peers = len(work.tokens) - 1
+        if not peers:
+            return np.zeros(1)
+        wire = np.maximum(work.sent_bytes, work.received_bytes) / (1e9 * self.gather_gbps)
+        return wire + 2e-6 * (self.latency_us + peers * self.message_us)
+
+    def store_seconds(self, work: RankWork, layer: AttentionLayer) -> float:
+        """Every rank writes all new keys and values of a layer into its own pool."""
+        return float(work.tokens.sum()) * layer.kv_row_bytes / (1e9 * self.store_gbps)
+
+
+def as_options(rates: Mapping[str, float]) -> str:
+    """Rates as options of `cpattn plan`, to give them another time."""
+    return " ".join(
+        f"--{name.replace('_', '-')} {value:{'.4g' if value < 1e4 else '.0f'}}"
+        for name, value in rates.items()
+    )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One strategy over one number of ranks; seconds and bytes of one layer, summed over batches.
+
+    Ranks wait for each other in every gather, so a layer takes as long as its slowest rank.
+    """
+
+    strategy: str
+    cp_size: int
+    layer: AttentionLayer
+    num_batches: int
+    new_tokens: int
+    pool_bytes: int
+    """Pages of the largest batch, in all layers; the same on every rank."""
+    pairs: NDArray[np.int64]
+    """Of each rank, in one query head."""
+    attention_seconds: Seconds
+    """Of each rank."""
+    gather_seconds: Seconds
+    """Of each rank."""
+    sent_bytes: NDArray[np.int64]
+    received_bytes: NDArray[np.int64]
+    imbalance: float
+    """Most pairs of a rank over the mean."""
+    store_seconds: float
+    slowest_attention_seconds: float
+    slowest_gather_seconds: float
+    single_rank_seconds: float
+    """What one rank takes for the same layer, alone."""
+
+    @property
+    def layer_seconds(self) -> float:
+        """Attention, gather and store of one layer, on the slowest ranks."""
+        return self.slowest_attention_seconds + self.slowest_gather_seconds + self.store_seconds
+
+    @property
+    def model_seconds(self) -> float:
+        return self.layer_seconds * self.layer.num_layers
+
+    @property
+    def speedup(self) -> float:
+        """Over one rank."""
+        return self.single_rank_seconds / self.layer_seconds
+
+    @property
+    def efficiency(self) -> float:
+        """The speed-up over the number of ranks."""
+        return self.speedup / self.cp_size
+
+    @property
+    def attention_share(self) -> float:
+        """Of the time of a layer."""
+        return self.slowest_attention_seconds / self.layer_seconds
+
+
+def predict(
+    batches: Sequence[Batch],
+    layer: AttentionLayer,
+    rates: Rates,
+    *,
+    cp_size: int,
+    strategy: str = "zigzag",
+) -> Prediction:
+    """Predict the time of attention, and of gathering its keys and values, over `cp_size` ranks.
+
+    Parameters
+    ----------
+    batches : sequence of (extend_lens, prefix_lens)
+        New tokens of each sequence of a batch, and how many are cached before them.
+    layer : AttentionLayer
+    rates : Rates
+    cp_size : int
+    strategy : str
+        As for `build_cp_metadata`.
+
+    Examples
+    --------
+    >>> rates = Rates(gflops=900, gather_gbps=10)
+    >>> forecast = predict([([32768], [0])], AttentionLayer(), rates, cp_size=8)
+    >>> round(forecast.imbalance, 3), forecast.sent_bytes.max()
+    (1.0, 117440512)
+    """
+    if not batches:
+        raise ValueError("predict: batches must hold at least one batch")
+    works = [
+        rank_work(extends, prefixes, cp_size=cp_size, strategy=strategy, layer=layer)
+        for extends, prefixes in batches
+    ]
+    alone = [
+        rank_work(extends, prefixes, cp_size=1, strategy="contiguous", layer=layer)
+        for extends, prefixes in batches
+    ]
+    if not any(work.pairs.any() for work in works):
+        raise ValueError("predict: batches must have new tokens, got none")
+    attention = [rates.attention_seconds(work, layer) for work in works]
+    gather = [rates.gather_seconds(work) for work in works]
+    store = sum(rates.store_seconds(work, layer) for work in works)
+    mean_pairs = sum(work.pairs.mean() for work in works)
+    return Prediction(
+        strategy=strategy,
+        cp_size=cp_size,
+        layer=layer,
+        num_batches=len(batches),
+        new_tokens=int(sum(work.tokens.sum() for work in works)),
+        pool_bytes=max(layer.pool_bytes(np.add(*batch)) for batch in batches),
+        pairs=np.sum([work.pairs for work in works], axis=0),
+        attention_seconds=np.sum(attention, axis=0),
+        gather_seconds=np.sum(gather, axis=0),
+        sent_bytes=np.sum([work.sent_bytes for work in works], axis=0),
+        received_bytes=np.sum([work.received_bytes for work in works], axis=0),
+        imbalance=float(sum(work.pairs.max() for work in works) / mean_pairs),
+        store_seconds=store,
+        slowest_attention_seconds=float(sum(seconds.max() for seconds in attention)),
+        slowest_gather_seconds=float(sum(seconds.max() for seconds in gather)),
+        single_rank_seconds=store
+        + float(sum(rates.attention_seconds(work, layer).max() for work in alone)),
+    )

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The output of `cpattn plan`: a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .prediction import Prediction, Rates, as_options
+
+_COLUMNS = (
+    "ranks",
+    "strategy",
+    "imbalance",
+    "attention",
+    "sent/rank",
+    "gather",
+    "store",
+    "layer",
+    "model",
+    "speed-up",
+    "efficiency",
+)
+_LEGEND = (
+    "imbalance: most query-key pairs of a rank / mean; attention, gather: the slowest rank, in one "
+    "layer;\nsent/rank: most bytes of keys and values one rank sends for a layer; store: the new "
+    "ones into the pool;\nspeed-up: over one rank; efficiency: speed-up / ranks. Attention and its "
+    "keys and values alone, no MLP."
+)
+
+
+def print_plan(predictions: Sequence[Prediction], rates: Rates, sources: dict[str, str]) -> None:
+    """The table on stdout, with what it rests on below; `sources` says where each rate is from."""
+    first = predictions[0]
+    shape = first.layer
+    table = Table(
+        title=f"{_count(first.num_batches, 'batch')}, {first.new_tokens:,} new tokens; "
+        f"{shape.num_heads}/{shape.num_kv_heads} heads × {shape.head_dim}, {shape.dtype}, "
+        f"{shape.num_layers} layers",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
+    for prediction in predictions:
+        last_of_size = prediction.strategy == predictions[-1].strategy != first.strategy
+        table.add_row(*_cells(prediction), end_section=last_of_size)
+    console = Console()
+    if console.width < 116:  # folded lines lose less than columns that are cut
+        console = Console(width=116)
+    console.print(table)
+    console.print(f"\n{_LEGEND}", highlight=False)
+    for source in dict.fromkeys(sources.values()):
+        values = {name: getattr(rates, name) for name in sources if sources[name] == source}
+        console.print(f"{source}: {as_options(values)}", highlight=False, soft_wrap=True)
+    size = _bytes(first.pool_bytes)
+    console.print(f"KV pool: {size} on every rank, for the largest batch", highlight=False)
+
+
+def write_json(
+    path: Path, predictions: Sequence[Prediction], rates: Rates, sources: dict[str, str]
+) -> None:
+    """Everything predicted, with the values of each rank, and the rates."""
+    report = {
+        "rates": dataclasses.asdict(rates),
+        "sources": sources,
+        "predictions": [_record(prediction) for prediction in predictions],
+    }
+    path.write_text(json.dumps(report, default=_plain) + "\n", encoding="utf-8")
+
+
+def _record(prediction: Prediction) -> dict[str, Any]:
+    derived = ("layer_seconds", "model_seconds", "speedup", "efficiency", "attention_share")
+    return dataclasses.asdict(prediction) | {name: getattr(prediction, name) for name in derived}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"not JSON: {value!r}")
+
+
+def _cells(prediction: Prediction) -> list[str]:
+    return [
+        str(prediction.cp_size),
+        prediction.strategy,
+        f"{prediction.imbalance:.3f}",
+        _time(prediction.slowest_attention_seconds),
+        _bytes(int(prediction.sent_bytes.max())),
+        _time(prediction.slowest_gather_seconds),
+        _time(prediction.store_seconds),
+        _time(prediction.layer_seconds),
+        _time(prediction.model_seconds),
+        f"{prediction.speedup:.1f} x",
+        f"{prediction.efficiency:.1%}",
+    ]
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:,.2f} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
+
+
+def _bytes(number: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if number >= unit:
+            return f"{number / unit:,.3g} {name}"
+    return f"{number / 1024:.1f} KiB"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"1 {noun}" if number == 1 else f"{number:,} {noun}es"

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every rank has to compute and to send for one layer of one batch: integers, exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..context_parallel import ContextParallelMetadata, build_cp_metadata_all_ranks
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+# How `plan_attention` cuts the rows of a segment into items, each of which packs its keys once.
+PACKING_ROWS = 12  # rows of arithmetic that packing a key is counted as
+_MAX_ITEM_ROWS, _MIN_ITEM_ROWS, _ROW_GRANULE = 2048, 384, 24
+_BALANCED_ITEMS = 64
+_ITEM_BYTES = 4 << 20
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """The attention of one model.
+
+    Parameters
+    ----------
+    num_heads, num_kv_heads, head_dim : int
+    v_head_dim : int, optional
+        Default: head_dim.
+    dtype : {"bfloat16", "float16", "float32"}
+        Of queries, keys and values.
+    num_layers, page_size : int
+    """
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    v_head_dim: int | None = None
+    dtype: str = "bfloat16"
+    num_layers: int = 32
+    page_size: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("num_kv_heads", "num_heads", "num_layers", "page_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"AttentionLayer: {name} must be >= 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"AttentionLayer: num_heads must be a multiple of num_kv_heads = "
+                f"{self.num_kv_heads}, got {self.num_heads}"
+            )
+        for name in ("head_dim", "v_head_dim"):
+            dim = getattr(self, name)
+            if dim is not None and (dim % 16 or not 16 <= dim <= 576):
+                raise ValueError(
+                    f"AttentionLayer: {name} must be a multiple of 16 from 16 to 576, got {dim}"
+                )
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(
+                f"AttentionLayer: dtype must be one of {', '.join(ITEM_BYTES)}, got {self.dtype!r}"
+            )
+
+    @property
+    def dims(self) -> int:
+        """Dimensions of a key and a value of one head."""
+        return self.head_dim + (self.v_head_dim or self.head_dim)
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Keys and values of one token in one layer."""
+        return self.num_kv_heads * self.dims * ITEM_BYTES[self.dtype]
+
+    def pool_bytes(self, seq_lens: Ints) -> int:
+        """Pages of all layers that sequences take up: every rank keeps all of them."""
+        pages = -(-seq_lens // self.page_size)
+        return int(pages.sum()) * self.page_size * self.kv_row_bytes * self.num_layers
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """The work of each rank, for one layer of one batch; arrays over the ranks.
+
+    A pair is a query token and a key that it sees; each counts once for every query head. An item
+    is what one thread takes: some tokens of one sequence with the heads of one KV head.
+    """
+
+    tokens: Ints
+    pairs: Ints
+    packed_keys: NDArray[np.float64]
+    """Keys that items pack before they multiply, summed over the items of one KV head. Up to one
+    token per item, for where it is cut."""
+    longest_item: NDArray[np.float64]
+    """The most expensive item, as (row, key) pairs with packing at `PACKING_ROWS` rows."""
+    sent_bytes: Ints
+    """By `ContextParallel.write_kv`, without the digests that ranks compare before."""
+    received_bytes: Ints
+
+    @property
+    def imbalance(self) -> float:
+        """The pairs of the most loaded rank over their mean: 1 is perfect, cp_size the worst."""
+        mean = self.pairs.mean()
+        return float(self.pairs.max() / mean) if mean else 1.0
+
+
+def rank_work(
+    extend_lens: Sequence[int] | Any,
+    prefix_lens: Sequence[int] | Any,
+    *,
+    cp_size: int,
+    strategy: str = "zigzag",
+    layer: AttentionLayer | None = None,
+) -> RankWork:
+    """Count what each of `cp_size` ranks computes and sends for a batch.
+
+    Parameters
+    ----------
+    extend_lens, prefix_lens : int, shape [bs]
+        New tokens of each sequence, and how many are cached before them.
+    cp_size : int
+    strategy : str
+        As for `build_cp_metadata`.
+    layer : AttentionLayer, optional
+
+    Examples
+    --------
+    >>> work = rank_work([8], [4], cp_size=2)
+    >>> work.tokens, work.pairs  # tokens 0, 1, 6 and 7 behind 4 cached ones see 5, 6, 11 and 12
+    (array([4, 4]), array([34, 34]))
+    """
+    layer = layer or AttentionLayer()
+    extends, prefixes = np.asarray(extend_lens), np.asarray(prefix_lens)
+    if extends.shape != prefixes.shape:
+        raise ValueError(
+            "rank_work: prefix_lens must have as many elements as extend_lens, "
+            f"got {prefixes.size} and {extends.size}"
+        )
+    if prefixes.min(initial=0) < 0:
+        raise ValueError(f"rank_work: prefix_lens must be >= 0, got {prefixes.min()}")
+    plans = build_cp_metadata_all_ranks(
+        extends, prefixes + extends, cp_size=cp_size, strategy=strategy
+    )
+    rows, first, step = _segments(plans)
+    tokens = rows.sum(1)
+    pairs = rows * first + step * (rows * (rows - 1) // 2)
+    packed, longest = _items(rows, first, step, tokens, layer)
+    return RankWork(
+        tokens=tokens,
+        pairs=pairs.sum(1),
+        packed_keys=packed,
+        longest_item=longest,
+        sent_bytes=tokens * layer.kv_row_bytes * (cp_size - 1),
+        received_bytes=(tokens.sum() - tokens) * layer.kv_row_bytes,
+    )
+
+
+def _segments(plans: Sequence[ContextParallelMetadata]) -> tuple[Ints, Ints, int]:
+    """Runs of rows that attention takes from one sequence: [ranks, segments] rows, the keys that
+    the first row sees; and how many more each further row sees."""
+    if plans[0].strategy == "interleave":
+        rows = np.array([plan.rows_per_request() for plan in plans], dtype=np.int64)
+        begin = np.cumsum(plans[0].per_rank_actual_token)
+        ends = np.cumsum(rows, axis=1)
+        lengths = np.concatenate([plan.query_cache_lengths for plan in plans] + [np.zeros(1, int)])
+        offsets = np.concatenate([[0], begin[:-1]])[:, None] + ends - rows
+        return rows, np.where(rows > 0, lengths[offsets], 0), len(plans)
+    halves = ("prev", "next") if plans[0].strategy == "zigzag" else ("prev",)
+    rows, ends = (
+        np.array(
+            [
+                np.concatenate([getattr(plan, f"{name}_{half}_tensor") for half in halves])
+                for plan in plans
+            ],
+            dtype=np.int64,
+        )
+        for name in ("actual_seq_q", "kv_len")
+    )
+    return rows, np.where(rows > 0, ends - rows + 1, 0), 1
+
+
+def _items(
+    rows: Ints, first: Ints, step: int, tokens: Ints, layer: AttentionLayer
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Of each rank the packed keys, and its most expensive item."""
+    share = np.clip(tokens * layer.num_heads // _BALANCED_ITEMS, _MIN_ITEM_ROWS, _MAX_ITEM_ROWS)
+    max_rows = np.minimum(share, _ITEM_BYTES // (4 * layer.dims)) // _ROW_GRANULE * _ROW_GRANULE
+    group = layer.num_heads // layer.num_kv_heads
+    heads = np.minimum(group, max_rows)
+    pieces = np.maximum(-(-rows // np.maximum(max_rows // heads, 1)[:, None]), 1)
+    size = rows / pieces
+    packed = pieces * (first - step) + step * rows * (pieces + 1) / 2
+    seen_last = first + step * (rows - 1)
+    pairs = size * (seen_last - step * (size - 1) / 2)
+    items = pairs * heads[:, None] + PACKING_ROWS * seen_last
+    splits = -(-group // heads)  # of the heads of one KV head: each packs for itself
+    return np.where(rows > 0, packed, 0).sum(1) * splits, np.where(rows > 0, items, 0).max(1)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast a group exchanges rows, in the terms of `cpattn.cost_model.Rates`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from .exchange import RowExchange
+
+_HEADS, _DIM = 8, 128
+_ROW_BYTES = 2 * _HEADS * _DIM * 2  # keys and values in bfloat16
+_MESSAGES = 32
+
+
+def measure_exchange(
+    group: dist.ProcessGroup, *, rank_bytes: int = 16 << 20, repeats: int = 15
+) -> dict[str, float]:
+    """Time exchanges of one row and of `rank_bytes` of each rank; all ranks call it.
+
+    Returns
+    -------
+    dict of str to float
+        ``gather_gbps``, ``latency_us``, ``message_us`` and ``store_gbps``, the same on all ranks:
+        medians, of the slowest rank. Empty for a group of one rank.
+    """
+    exchange = RowExchange(group)
+    peers = exchange.size - 1
+    if not peers:
+        return {}
+
+    def seconds(function: Callable[[], object]) -> float:
+        function()  # connections and buffers
+        times = []
+        for _ in range(repeats):
+            dist.barrier(group)
+            begin = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - begin)
+        slowest = torch.tensor(median(times), dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+        return float(slowest)
+
+    def exchanging(rows: int) -> float:
+        parts = [torch.zeros(rows, _HEADS * _DIM, dtype=torch.bfloat16) for _ in "kv"]
+        everyone = [rows] * exchange.size
+        return seconds(lambda: exchange.all_rows("measure", everyone, parts))
+
+    rows = -(-rank_bytes // _ROW_BYTES)
+    one_row, all_rows = exchanging(1), exchanging(rows)
+    message = seconds(lambda: _messages(group, _MESSAGES)) - seconds(lambda: _messages(group, 1))
+    message = max(message, 0.0) / (_MESSAGES - 1) / peers
+    # Half of it at least is bytes on their way, whatever a busy machine made of a single row.
+    wire = max(all_rows - one_row, all_rows / 2)
+    return {
+        "gather_gbps": rows * _ROW_BYTES * peers / wire / 1e9,
+        "latency_us": max(one_row - peers * message, 0.0) * 1e6,
+        "message_us": message * 1e6,
+        "store_gbps": rows * _ROW_BYTES / seconds(_storing(rows)) / 1e9,
+    }
+
+
+def _storing(rows: int) -> Callable[[], None]:
+    """As `ContextParallel.write_kv` has rows go from the receive buffer into the pools."""
+    received, pool = torch.zeros(2, rows, _HEADS * _DIM, dtype=torch.bfloat16)
+    slots = torch.arange(rows)
+
+    def store() -> None:
+        for _ in "kv":
+            pool.index_copy_(0, slots, received.index_select(0, slots))
+
+    return store
+
+
+def _messages(group: dist.ProcessGroup, number: int) -> None:
+    """So many small messages to and from each peer at a time."""
+    here, there = torch.zeros(2, 64, dtype=torch.uint8)
+    own = dist.get_rank(group)
+    ranks = [dist.get_global_rank(group, r) for r in range(dist.get_world_size(group)) if r != own]
+    pending = [dist.irecv(there, rank, group) for rank in ranks for _ in range(number)]
+    pending += [dist.isend(here, rank, group) for rank in ranks for _ in range(number)]
+    for work in pending:
+        assert work
+        work.wait()
