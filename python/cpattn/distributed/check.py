@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does it work, and how fast, on these machines? For `torchrun`, on all of them at once::
+
+    torchrun --nnodes 2 --nproc-per-node 1 --node-rank 0 --master-addr 192.0.2.1 \\
+        -m cpattn.distributed.check
+
+Every rank plans a ragged batch with cached prefixes, writes KV, attends and gathers, for every
+strategy, and compares with the float64 oracle; then times larger ones. Rank 0 prints a line for
+each rank, and the rates of the network as options of `cpattn plan`. Exit code 1 on all ranks if
+a row is wrong, a rank is lost, or the ranks disagree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .. import _core, active_isa, reference
+from ..cost_model.prediction import as_options
+from .context_parallel import ContextParallel
+from .measure import measure_exchange
+from .plan import ContextParallelPlan
+
+STRATEGIES = ("zigzag", "interleave", "contiguous")
+_HEADS, _KV_HEADS, _DIM, _PAGE = 8, 2, 64, 16
+# An output element may be off by so many spacings of its dtype at 1, times what the same attention
+# over absolute values gives: rounding the result, and the weights, and the sums in float32.
+_UNITS = {"float32": (40, 2.0**-23), "bfloat16": (1.05, 2.0**-7)}
+
+
+def main() -> int:
+    """Run the check; the exit code."""
+    options = _parse()
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
+    except (RuntimeError, ValueError) as error:
+        hint = "" if "RANK" in os.environ else "; start it with torchrun"
+        return _failed("this process", f"{_first_line(error)}{hint}")
+    rank = dist.get_rank()
+    try:
+        passed = _check(options)
+        dist.barrier()
+    except RuntimeError as error:
+        return _failed(f"rank {rank} on {socket.gethostname()}", _first_line(error))
+    dist.destroy_process_group()
+    return 0 if passed else 1
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m cpattn.distributed.check",
+        description="Context-parallel attention over all ranks against a float64 oracle, timed.",
+        epilog="Start it with torchrun on every machine.",
+    )
+    parser.add_argument("--tokens", type=int, default=2048, help="of a rank in the timed batch")
+    parser.add_argument("--dtype", choices=tuple(_UNITS), default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=3, help="timed calls, the fastest counts")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a rank")
+    return parser.parse_args()
+
+
+def _check(options: argparse.Namespace) -> bool:
+    """Whether all rows of all ranks are right; rank 0 prints."""
+    group = dist.group.WORLD
+    assert group is not None
+    worst = max(_largest_error(group, strategy, options.dtype) for strategy in STRATEGIES)
+    mine = {
+        "host": socket.gethostname(),
+        "cpus": _cpus(),
+        "threads": _core.default_num_threads(),
+        "isa": active_isa(),
+        "error": worst,
+        **_timed(group, options),
+    }
+    network = measure_exchange(group)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    passed = all(answer["error"] <= 1 for answer in ranks)
+    if dist.get_rank() == 0:
+        _print(ranks, network, options, passed)
+    return passed
+
+
+def _print(
+    ranks: list[dict[str, Any]],
+    network: dict[str, float],
+    options: argparse.Namespace,
+    passed: bool,
+) -> None:
+    width = max(len(answer["host"]) for answer in ranks)
+    for rank, answer in enumerate(ranks):
+        print(
+            f"rank {rank:<3} {answer['host']:{width}}  CPUs {answer['cpus']}, "
+            f"threads {answer['threads']}, {answer['isa']}: error {answer['error']:.2f} of what is "
+            f"allowed, attend {1e3 * answer['attend']:.1f} ms ({answer['gflops']:.0f} GFLOP/s), "
+            f"write_kv {1e3 * answer['write_kv']:.1f} ms"
+        )
+    if network:
+        slowest = min(ranks, key=lambda answer: answer["gflops"])
+        rates = {"gflops": slowest["gflops"], "threads": slowest["threads"], **network}
+        print(f"cpattn plan {as_options(rates)}")
+    print(
+        f"{'passed' if passed else 'FAILED'}: {len(ranks)} ranks, {', '.join(STRATEGIES)}, "
+        f"{options.dtype}"
+    )
+
+
+def _largest_error(group: dist.ProcessGroup, strategy: str, dtype: str) -> float:
+    """Of a small ragged batch, in units of what is allowed."""
+    size = dist.get_world_size(group)
+    extends = np.array([2 * size + 5, 1, 7 * size + 3, 0, 3])
+    prefixes = np.array([0, 40, 19, 8, _PAGE])
+    batch = _Batch(group, strategy, extends, prefixes, dtype)
+    batch.write_kv()
+    gathered = batch.cp.gather(batch.plan, batch.attend())
+    sequences: dict[str, Any] = {
+        "q_lens": extends,
+        "kv_lens": extends + prefixes,
+        "block_tables": batch.tables,
+    }
+    expected, _ = reference.paged_attention(batch.q, batch.k, batch.v, **sequences)
+    magnitude, _ = reference.paged_attention(batch.q, batch.k, batch.v.abs(), **sequences)
+    units, eps = _UNITS[dtype]
+    errors = np.abs(gathered.double().numpy() - expected) / (units * eps * magnitude + 1e-30)
+    return float(errors.max())
+
+
+def _timed(group: dist.ProcessGroup, options: argparse.Namespace) -> dict[str, float]:
+    """Seconds of attend and write_kv of this rank, and the rate of attend."""
+    tokens = options.tokens * dist.get_world_size(group)
+    batch = _Batch(group, "zigzag", np.array([tokens]), np.array([0]), options.dtype)
+    write, attend = (
+        min(_seconds(call) for _ in range(options.repeats))
+        for call in (batch.write_kv, batch.attend)
+    )
+    pairs = int(batch.plan.metadata.query_cache_lengths.sum(dtype=np.int64))
+    gflops = 4 * pairs * _HEADS * _DIM / attend / 1e9
+    return {"attend": attend, "write_kv": write, "gflops": gflops}
+
+
+class _Batch:
+    """A batch with the same random inputs on all ranks; the pools of this rank hold the prefixes.
+
+    k and v are the whole pools as they should be, k_cache and v_cache those of this rank.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        strategy: str,
+        extends: np.ndarray[Any, Any],
+        prefixes: np.ndarray[Any, Any],
+        dtype: str,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.cp = ContextParallel(group, strategy=strategy, page_size=_PAGE)
+        pages = -(-(extends + prefixes) // _PAGE)
+        order = torch.randperm(int(pages.sum()), generator=generator).numpy()
+        self.tables = np.full((len(extends), pages.max()), -1, np.int32)
+        self.tables[np.arange(pages.max()) < pages[:, None]] = order
+        self.plan: ContextParallelPlan = self.cp.plan(
+            extends, extends + prefixes, block_tables=self.tables
+        )
+        kind = getattr(torch, dtype)
+        shape = (len(order), _PAGE, _KV_HEADS, _DIM)
+        self.q = torch.randn(int(extends.sum()), _HEADS, _DIM, generator=generator).to(kind)
+        self.k, self.v = (torch.randn(shape, generator=generator).to(kind) for _ in "kv")
+        slots = torch.tensor(self.plan.slots)
+        new = [x.flatten(0, 1)[slots] for x in (self.k, self.v)]
+        self.k_cache, self.v_cache = self.k.clone(), self.v.clone()
+        for cache in (self.k_cache, self.v_cache):
+            cache.flatten(0, 1)[slots] = torch.nan
+        self._rows = [self.cp.shard(self.plan, x) for x in new]
+        self._q = self.cp.shard(self.plan, self.q)
+
+    def write_kv(self) -> None:
+        k, v = self._rows
+        self.cp.write_kv(self.plan, k, v, self.k_cache, self.v_cache)
+
+    def attend(self) -> torch.Tensor:
+        out: torch.Tensor = self.cp.attend(self.plan, self._q, self.k_cache, self.v_cache)
+        return out
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _cpus() -> str:
+    """The CPUs this process may use, as taskset has them."""
+    cpus = np.array(sorted(os.sched_getaffinity(0)))
+    runs = np.split(cpus, np.flatnonzero(np.diff(cpus) > 1) + 1)
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _failed(who: str, why: str) -> int:
+    print(f"cpattn.distributed.check: {who}: {why}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of docs/deployment.md, on two hosts: network namespaces with a cable in between."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+PAGE = Path(__file__).parents[1] / "docs" / "deployment.md"
+ENVIRONMENT = os.environ | {  # in which torchrun and the package are found, in any folder
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    "PYTHONPATH": os.pathsep.join(sys.path),
+}
+PATIENCE = 150  # seconds, on a machine that does other things, too
+
+
+def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+
+
+class Host:
+    """A network namespace, and the processes that were started in it."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self._folder = folder
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def start(self, script: str, **environment: str) -> subprocess.Popen[str]:
+        """Run a shell script here, in a session of its own."""
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.name, "sh", "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self._folder,
+            env=ENVIRONMENT | environment,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        return process
+
+    def received_bytes(self) -> int:
+        counter = "/sys/class/net/eth0/statistics/rx_bytes"
+        return int(ip("netns", "exec", self.name, "cat", counter).stdout)
+
+    def close(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        # torchrun starts its ranks in sessions of their own.
+        for pid in ip("netns", "pids", self.name).stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        ip("netns", "delete", self.name)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[list[Host]]:
+    """192.0.2.1 and 192.0.2.2, each the eth0 of its host."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command ip, of iproute2")
+    unique = uuid.uuid4().hex[:8]
+    names = [f"cpattn-{unique}-{i}" for i in (0, 1)]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            made = ip("netns", "add", name)
+            if made.returncode:
+                pytest.skip(f"network namespaces need root: {made.stderr.strip()}")
+            stack.callback(ip, "netns", "delete", name)
+        cable = ("type", "veth", "peer", "name", "eth0", "netns", names[1])
+        made = ip("link", "add", "eth0", "netns", names[0], *cable)
+        if made.returncode:
+            pytest.skip(f"no virtual network cables here: {made.stderr.strip()}")
+        for i, name in enumerate(names, start=1):
+            for command in (
+                ("address", "add", f"192.0.2.{i}/24", "dev", "eth0"),
+                ("link", "set", "eth0", "up"),
+                ("link", "set", "lo", "up"),
+            ):
+                done = ip("-n", name, *command)
+                assert done.returncode == 0, done.stderr
+        yield [stack.enter_context(contextlib.closing(Host(name, tmp_path))) for name in names]
+
+
+def documented(word: str) -> str:
+    """The one block of shell commands of the page that has the word."""
+    blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (block,) = [block for block in blocks if word in block]
+    return block
+
+
+def test_two_hosts_run_the_commands_of_the_page(hosts: list[Host]) -> None:
+    script = documented("--nnodes 2")
+    runs = [host.start(script, NODE_RANK=str(i)) for i, host in enumerate(hosts)]
+    (out, err), (other_out, other_err) = (run.communicate(timeout=PATIENCE) for run in runs)
+    assert [run.returncode for run in runs] == [0, 0], err + other_err
+    assert other_out == ""
+    *lines, flags, verdict = out.splitlines()
+    assert verdict == "passed: 4 ranks, zigzag, interleave, contiguous, bfloat16"
+    assert [line.split()[:2] for line in lines] == [["rank", str(rank)] for rank in range(4)]
+    assert all("threads 1," in line and "GFLOP/s" in line for line in lines)
+    assert re.fullmatch(r"cpattn plan( --[a-z-]+ [-+.e\d]+){6}", flags)
+    assert min(host.received_bytes() for host in hosts) > 1 << 20
+
+
+def test_a_pulled_cable_is_an_error_that_names_the_rank(hosts: list[Host]) -> None:
+    patience = 5
+    script = documented("--nnodes 2").replace("--nproc-per-node 2", "--nproc-per-node 1")
+    script = f"{script.rstrip()} --timeout {patience} --repeats 100000"
+    runs = [host.start(script, NODE_RANK=str(i)) for i, host in enumerate(hosts)]
+    deadline = time.monotonic() + PATIENCE
+    while hosts[0].received_bytes() < 10 << 20:  # in the middle of exchanges of KV
+        assert time.monotonic() < deadline
+        assert [run.poll() for run in runs] == [None, None]
+        time.sleep(0.1)
+    assert ip("-n", hosts[1].name, "link", "set", "eth0", "down").returncode == 0
+    for rank, run in enumerate(runs):
+        out, err = run.communicate(timeout=PATIENCE)
+        assert run.returncode == 1
+        assert out == ""
+        assert re.search(
+            rf"cpattn.distributed.check: rank {rank} on \S+: ContextParallel.write_kv.*: "
+            rf"rank {1 - rank} of 2 did not answer: .*Timed out waiting {patience}000ms",
+            err,
+        )
+
+
+def test_ranks_run_on_the_cpus_that_taskset_gives_them(tmp_path: Path) -> None:
+    if not {0, 1} <= os.sched_getaffinity(0):
+        pytest.skip("needs CPUs 0 and 1")
+    script = documented("taskset").replace("=32", "=1")
+    run = subprocess.run(
+        ["sh", "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "lo"},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert [re.search("CPUs [^,]*", line)[0] for line in lines[:2]] == ["CPUs 0", "CPUs 1"]
+
+
+def test_without_torchrun_it_says_how_to_start() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    command = [sys.executable, "-m", "cpattn.distributed.check"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 1
+    assert run.stdout == ""
+    assert run.stderr.startswith("cpattn.distributed.check: this process: ")
+    assert run.stderr.endswith("; start it with torchrun\n")
+    assert run.stderr.count("\n") == 1
