@@ -58,7 +58,7 @@ class _Batch:
         num_pages = int(ends[-1])
         if in_place:
             # Without cached tokens there are no reads: each sequence is what it writes.
-            rows = np.array(reads if len(reads) else writes)
+            rows = (reads if len(reads) else writes).numpy().copy()
             np.place(rows, rows == allocator.sentinel_index, np.asarray(writes))
             table = rows[np.minimum(table, len(rows) - 1)] // page_size
             num_pages = int(table.max()) + 1

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random models of transformers whose outputs vary, one for each kind of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen3Config,
+)
+
+VOCABULARY = 64
+WINDOW = 9
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+LATENT = {  # expanded by transformers to keys of 24 + 16 and values of 20
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 2,
+}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "qwen3": lambda: Qwen3Config(**SIZES, **SLIDING, use_sliding_window=True),
+    "gemma2": lambda: Gemma2Config(
+        **SIZES,
+        **SLIDING,
+        attn_logit_softcapping=3.0,
+        query_pre_attn_scalar=16,
+        tie_word_embeddings=False,
+    ),
+    "gpt_oss": lambda: GptOssConfig(**SIZES, **SLIDING, num_local_experts=4, num_experts_per_tok=2),
+    "deepseek_v3": lambda: DeepseekV3Config(**SIZES | LATENT),
+}
+
+
+def make_model(name: str) -> Any:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    for parameter, value in model.named_parameters():
+        if parameter.endswith("sinks"):
+            torch.nn.init.normal_(value)
+    return model
+
+
+def make_tokens(*shape: int, seed: int = 5) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCABULARY, shape, generator=generator)
+
+
+def generate(model: Any, implementation: str, tokens: Tensor, **options: Any) -> Any:
+    """20 greedy tokens of each row, and the logits they were chosen by."""
+    model.set_attn_implementation(implementation)
+    with torch.inference_mode():
+        return model.generate(
+            tokens,
+            max_new_tokens=20,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **options,
+        )
