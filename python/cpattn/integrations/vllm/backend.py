@@ -152,6 +152,8 @@ class CpattnImpl(CPUAttentionBackendImpl):
         self.is_stock = reason is not None
         if self.is_stock:
             logger.warning_once("cpattn does not cover %s; vLLM's own kernels do it.", reason)
+        else:
+            logger.info_once("cpattn computes attention.")
 
     def do_kv_cache_update(
         self,
