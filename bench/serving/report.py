@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of bench_vllm.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median, quantiles
+
+from rich.table import Table
+
+from figures import duration
+from report import console
+from serving.load import Load
+from serving.race import BACKENDS, Turn
+
+
+def print_turns(title: str, work: Load, turns: Sequence[Sequence[Turn]]) -> None:
+    """Medians of the turns, with the least and the most; first tokens are of all turns."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("attention", no_wrap=True)
+    columns = ("prompt tokens/s", "busy", "in attention", "first token: median", "90 % within")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    rates = [[work.prompt_tokens / turn.wall for turn in own] for own in turns]
+    firsts = [[seconds for turn in own for seconds in turn.first] for own in turns]
+    shown = [(median(first), ninetieth(first)) for first in firsts]
+    for backend, own, rate, first in zip(BACKENDS, turns, rates, shown, strict=True):
+        table.add_row(
+            "vLLM's own" if backend == "stock" else backend,
+            f"{median(rate):.0f} ({min(rate):.0f} – {max(rate):.0f})",
+            f"{median(turn.busy / turn.wall for turn in own):.0%}",
+            f"{median(turn.attention / turn.busy for turn in own):.1%}",
+            *map(duration, first),
+        )
+    (stock_rate, our_rate), (stock_first, our_first) = map(median, rates), shown
+    faster = (f"{a / b:.2f} ×" for a, b in zip(stock_first, our_first, strict=True))
+    table.add_row("cpattn is faster by", f"{our_rate / stock_rate:.2f} ×", "", "", *faster)
+    console().print(table)
+
+
+def ninetieth(values: Sequence[float]) -> float:
+    return quantiles(values, n=10, method="inclusive")[-1]
