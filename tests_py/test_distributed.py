@@ -15,7 +15,7 @@ import torch
 import cpattn
 import distributed_worker as worker
 from distributed_worker import run_world
-from prefill_batches import Case, expected_of, make_batch
+from prefill_batches import Case, expected_of, make_batch, slots_of
 from tolerances import assert_close
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
@@ -86,7 +86,7 @@ def test_every_pool_holds_prefixes_and_new_tokens_and_nothing_else_changed(answe
     batch = make_batch(case)
     for pool, rows in ((batch.k_cache, batch.k), (batch.v_cache, batch.v)):
         for s, n in enumerate(case.seq_lens):
-            pool[worker.slots_of(batch.block_tables, s, n, case.page_size)] = rows[s]
+            pool[slots_of(batch.block_tables, s, n, case.page_size)] = rows[s]
     for answer in answers:
         assert_same(answer[case.name]["k_cache"], batch.k_cache)
         assert_same(answer[case.name]["v_cache"], batch.v_cache)
