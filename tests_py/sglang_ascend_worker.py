@@ -10,22 +10,23 @@ from typing import Any
 import torch
 
 import cpattn
-import sglang_runtime
 from prefill_batches import Batch, Case, make_batch, slots_of
+from sglang_runtime import SGLANG, context_parallel, make_ascend_backend, make_forward_batch
 
-SGLANG = sglang_runtime.load()
 LAYER_ID, NUM_LAYERS = 1, 2
 
 
 def run_cases(rank: int, size: int, cases: list[Case]) -> dict[str, dict]:
-    with sglang_runtime.context_parallel(SGLANG, rank, size, "zigzag"):
+    with context_parallel(rank, size, "zigzag"):
         return {case.name: run_case(case) for case in cases}
 
 
+@torch.inference_mode()
 def run_case(case: Case) -> dict:
     """One layer of one prefill, as sglang's model runner runs it; what came out on this rank."""
     batch = make_batch(case)
-    backend, forward_batch = make_backend(case, batch), make_forward_batch(case, batch)
+    backend = make_backend(case, batch)
+    forward_batch = make_forward_batch(case, batch)
     layer = SGLANG.radix.RadixAttention(
         case.num_heads,
         case.head_dim,
@@ -79,7 +80,6 @@ def attend(case: Case, batch: Batch, q: torch.Tensor, pool: Any) -> torch.Tensor
 
 
 def make_backend(case: Case, batch: Batch) -> Any:
-    """An `AscendAttnBackend` with a pool of KV pages, and one of requests with their pages."""
     num_pages = len(batch.k_cache) // case.page_size
     pool = SGLANG.npu_pools.NPUMHATokenToKVPool(
         size=(num_pages - 1) * case.page_size,  # without a page for padding, which comes on top
@@ -92,59 +92,11 @@ def make_backend(case: Case, batch: Batch) -> Any:
         device="cpu",
         enable_memory_saver=False,
     )
-    requests = SGLANG.pools.ReqToTokenPool(
-        len(case.extend_lens), max(case.seq_lens), "cpu", enable_memory_saver=False
-    )
-    for s, n in enumerate(case.seq_lens):
-        requests.write((s + 1, slice(0, n)), slots_of(batch.block_tables, s, n, case.page_size))
-    model = SimpleNamespace(
-        dtype=case.dtype,
-        attention_arch=SGLANG.models.AttentionArch.MHA,
-        hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
-        context_len=max(case.seq_lens),
-    )
-    runner = SimpleNamespace(
-        device="cpu",
-        dtype=case.dtype,
-        is_draft_worker=False,
-        is_hybrid_swa=False,
-        kv_cache_dtype=case.dtype,
-        model_config=model,
-        page_size=case.page_size,
-        req_to_token_pool=requests,
-        server_args=SGLANG.runtime.get_server_args(),
-        spec_algorithm=SGLANG.speculation.SpeculativeAlgorithm.NONE,
-        token_to_kv_pool=pool,
-        use_mla_backend=False,
-    )
-    return sglang_runtime.make_backend(SGLANG, runner)
-
-
-def make_forward_batch(case: Case, batch: Batch) -> Any:
-    new = [slice(p, n) for p, n in zip(case.prefixes, case.seq_lens, strict=True)]
-    seq_lens, num_tokens = torch.tensor(case.seq_lens), len(batch.q)
-    slots = torch.cat(
-        [
-            slots_of(batch.block_tables, s, n, case.page_size)[new[s]]
-            for s, n in enumerate(case.seq_lens)
-        ]
-    )
-    return SGLANG.batch.ForwardBatch(
-        forward_mode=SGLANG.batch.ForwardMode.EXTEND,
-        batch_size=len(case.extend_lens),
-        input_ids=torch.zeros(num_tokens, dtype=torch.int64),
-        req_pool_indices=torch.arange(len(case.extend_lens)) + 1,
-        seq_lens=seq_lens,
-        seq_lens_cpu=seq_lens,
-        seq_lens_sum=int(seq_lens.sum()),
-        out_cache_loc=torch.cat([slots, slots.new_zeros(num_tokens - len(slots))]),
-        positions=torch.cat([torch.arange(rows.start, rows.stop) for rows in new]),
-        extend_num_tokens=sum(case.extend_lens),
-        extend_seq_lens=torch.tensor(case.extend_lens),
-        extend_seq_lens_cpu=list(case.extend_lens),
-        extend_prefix_lens=torch.tensor(case.prefixes),
-        extend_prefix_lens_cpu=list(case.prefixes),
-    )
+    model = {
+        "attention_arch": SGLANG.models.AttentionArch.MHA,
+        "hf_config": SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
+    }
+    return make_ascend_backend(case, batch, pool, model)
 
 
 def write_prefixes(backend: Any, layer: Any, case: Case, batch: Batch) -> None:

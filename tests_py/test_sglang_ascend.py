@@ -45,7 +45,7 @@ def run_sglang(rank: int, *arguments) -> dict[str, dict]:
 def answers(request, tmp_path_factory):
     """The answers of all ranks to all cases."""
     path = tmp_path_factory.mktemp("world")
-    preload = "sglang_ascend_worker"
+    preload = "sglang_runtime"
     return run_world(request.param, path, run_sglang, request.param, CASES, preload=preload)
 
 
