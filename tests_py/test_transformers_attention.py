@@ -241,6 +241,15 @@ def test_packed_sequences(llama: Any) -> None:
     assert_logits(results[1], results[0])
 
 
+def test_a_compiled_model(llama: Any) -> None:
+    mask = left_padded()
+    expected, _ = run(llama, "cpattn", mask)
+    compiled = torch.compile(llama, backend="eager")
+    actual, _ = run(compiled, "cpattn", mask)
+    torch._dynamo.reset()
+    assert_logits(actual, expected)
+
+
 @torch.inference_mode()
 def test_an_encoder_sees_both_sides() -> None:
     torch.manual_seed(3)

@@ -2,13 +2,16 @@
 """Attention functions for the models of Hugging Face transformers.
 
 `register` gives them names. A model uses them by ``attn_implementation="cpattn"``, and continuous
-batching by `use_paged`. `absorb_mla` is for models with latent caches, `use_indexer` for sparse ones.
+batching by `use_paged`. `absorb_mla` is for models with latent caches, `use_indexer` for sparse
+ones.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import Any
+
+from torch.compiler import disable
 
 from ..._containers import Tensor
 from .contiguous import contiguous_attention
@@ -43,7 +46,8 @@ def attention(
 def register(name: str = "cpattn") -> None:
     """Register attention under `name`, and that of continuous batching under ``name + "_flash"``.
 
-    May be called again. Nothing changes for models of other implementations.
+    May be called again. Nothing changes for models of other implementations. A compiled model
+    leaves its graph for attention.
 
     Examples
     --------
@@ -54,10 +58,10 @@ def register(name: str = "cpattn") -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, visibility_mask)
+    AttentionInterface.register(name, disable(attention))
+    AttentionMaskInterface.register(name, disable(visibility_mask))
     # No mask function: continuous batching describes its batches by lengths alone.
-    AttentionInterface.register(f"{name}_flash", paged_attention_forward)
+    AttentionInterface.register(f"{name}_flash", disable(paged_attention_forward))
 
 
 def use_paged(model: Any, name: str = "cpattn") -> ExitStack:

@@ -6,19 +6,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..._containers import Tensor
 from ..._visibility import Lengths
 from ...attention import default_scale, paged_attention
-from .masks import Band, as_bool
+from .masks import visibility
 
 FUNCTION = "cpattn.integrations.transformers"
 
 
 def check_supported(*tensors: Tensor, dropout: float = 0.0, **unsupported: Any) -> None:
     """ValueError for what a model may ask for and the kernels do not have."""
-    import torch
-
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise ValueError(
             f"{FUNCTION}: inputs must not require gradients, there is no backward pass; run the "
@@ -40,8 +39,6 @@ def float_sinks(s_aux: Tensor | None) -> Tensor | None:
 
 def widened(x: Tensor) -> Tensor:
     """x with its last dimension contiguous and filled up with zeros to a multiple of 16."""
-    import torch
-
     if missing := -x.shape[-1] % 16:
         return torch.nn.functional.pad(x, (0, missing))
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -140,15 +137,11 @@ def contiguous_attention(
     keys, v_head_dim = key.shape[2], value.shape[3]
     if len(key) != batch:
         raise ValueError(f"{FUNCTION}: key must have the batch of query, {batch}, got {len(key)}")
-    band, custom_mask = getattr(attention_mask, "cpattn_band", None), None
-    if band is None:
-        starts, kv_lens = np.zeros(batch, np.int64), np.full(batch, keys)
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if attention_mask is not None:
-            causal = False
-            custom_mask = as_bool(FUNCTION, attention_mask, (batch, queries, keys))
-        window = sliding_window - 1 if causal and sliding_window else None
-        band = Band(starts, kv_lens, causal, window)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    window = sliding_window - 1 if causal and sliding_window else None
+    band, custom_mask = visibility(
+        FUNCTION, attention_mask, (batch, queries, keys), causal=causal, window=window
+    )
     k_pages, v_pages, table = _pages(widened(key), widened(value), band.starts, band.kv_lens)
     out: Any = paged_attention(
         widened(query).transpose(1, 2).flatten(0, 1),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..._containers import Tensor
 from ..._visibility import Lengths
@@ -108,8 +109,6 @@ def as_bool(function: str, mask: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
     ValueError for what is no mask: per-head ones, another shape, and numbers that are a bias.
     """
-    import torch
-
     batch, queries, keys = shape
     if mask.ndim != 4 or mask.shape[0] not in (1, batch) or mask.shape[1:] != (1, queries, keys):
         raise ValueError(
@@ -127,3 +126,25 @@ def as_bool(function: str, mask: Tensor, shape: tuple[int, int, int]) -> Tensor:
             )
         mask = visible
     return mask[:, 0].expand(shape).flatten()
+
+
+def visibility(
+    function: str,
+    mask: Tensor | None,
+    shape: tuple[int, int, int],
+    *,
+    causal: bool,
+    window: int | None,
+) -> tuple[Band, Tensor | None]:
+    """What the queries see of the keys: a band, and a mask [batch, queries, keys], flat, if needed.
+
+    `causal` and `window` are for where there is no mask; a mask decides alone.
+    """
+    batch, queries, keys = shape
+    starts, kv_lens = np.zeros(batch, np.int64), np.full(batch, keys)
+    if mask is None:
+        return Band(starts, kv_lens, causal, window), None
+    band: Band | None = getattr(mask, "cpattn_band", None)
+    if band is not None and mask.shape == (batch, 1, queries, keys):
+        return band, None
+    return Band(starts, kv_lens, False), as_bool(function, mask, shape)
