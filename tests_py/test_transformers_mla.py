@@ -115,11 +115,14 @@ def test_another_name_of_the_registration(deepseek: Any, expanding: list[int]) -
     assert expanding == [48] * 3
 
 
-def test_models_that_are_refused(deepseek: Any) -> None:
+def test_models_that_are_refused(deepseek: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with absorb_mla(deepseek), pytest.raises(ValueError, match="expand_kv of DeepseekV3Attention"):
         absorb_mla(deepseek)
     with pytest.raises(ValueError, match=r"absorb_mla: the model must have layers .* got Linear"):
         absorb_mla(torch.nn.Linear(1, 1))
+    monkeypatch.setattr(deepseek.model.layers[1].self_attn, "kv_b_proj", torch.nn.Linear(2, 3))
+    with pytest.raises(ValueError, match=r"kv_b_proj must be .* without bias, .* bias=True"):
+        absorb_mla(deepseek)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -46,7 +46,8 @@ def absorb_mla(model: nn.Module, name: str = "cpattn") -> Replaced:
     Raises
     ------
     ValueError
-        For a model without such layers, or one that is absorbed already.
+        For a model without such layers, for layers whose ``kv_b_proj`` is another module than
+        `torch.nn.Linear` or has a bias, and for a model that is absorbed already.
     """
 
     def expand_kv(module: Any, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,12 +57,18 @@ def absorb_mla(model: nn.Module, name: str = "cpattn") -> Replaced:
         return expanded
 
     expand_kv.implementation = name  # type: ignore[attr-defined]
-    layers = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
+    layers: list[Any] = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
     if not layers:
         raise ValueError(
             f"{FUNCTION}.absorb_mla: the model must have layers with latents "
             f"(a method expand_kv), got {type(model).__name__}"
         )
+    for layer in layers:
+        if type(layer.kv_b_proj) is not nn.Linear or layer.kv_b_proj.bias is not None:
+            raise ValueError(
+                f"{FUNCTION}.absorb_mla: kv_b_proj must be a torch.nn.Linear without bias, whose "
+                f"weights can be divided, got {layer.kv_b_proj}"
+            )
     return Replaced(layers, "expand_kv", expand_kv)
 
 
