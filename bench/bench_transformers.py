@@ -23,7 +23,7 @@ PARTS = ("prefill", "paged", "latents")
 
 
 def main() -> int:
-    arguments = comparison_program.parse_arguments(__doc__)
+    arguments = comparison_program.parse_arguments(__doc__, budget=2)
     if find_spec("transformers") is None:
         print("bench_transformers.py: skipped, transformers is not installed")
         return 0

@@ -21,13 +21,13 @@ from figures import Row
 from harness import RESULTS, environment
 
 
-def parse_arguments(description: str | None) -> argparse.Namespace:
+def parse_arguments(description: str | None, budget: float = 0.8) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="small cases, results not kept")
     parser.add_argument("--only", default="", help="cases with this text in their jobs, not kept")
-    parser.add_argument("--budget", type=float, default=0.8, help="seconds of samples per peer")
+    parser.add_argument("--budget", type=float, default=budget, help="seconds of samples per peer")
     return parser.parse_args()
 
 

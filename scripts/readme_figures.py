@@ -64,6 +64,7 @@ HEADLINES = {
         "send half contiguous",
         "send runs of pages, pages 256, run 256",
     ),
+    "transformers": ("prefill", "continuous batching"),
 }
 #: Parts with more cases than a document should have.
 BARRED_ONLY = ("indexer", "top-k", "sparse MLA", "memory", "recall")
@@ -175,7 +176,7 @@ def untimed(rows: list[Row]) -> Iterator[str]:
 
 
 #: How the rows of a benchmark are shown, and what is said below them.
-SHOWN = {"attention": raced, "sparse": in_turns, "transfer": in_turns}
+SHOWN = {"attention": raced, "sparse": in_turns, "transfer": in_turns, "transformers": in_turns}
 SAID: dict[str, Callable[[list[Row]], Iterator[str]]] = {
     "attention": lambda rows: findings(of_cpattn(rows)),
     "sparse": untimed,

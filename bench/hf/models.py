@@ -73,6 +73,12 @@ def attention_of(run: Callable[[], Any], implementation: str) -> Callable[[], to
     return attend
 
 
+def attention_gflop(config: Any, new: int, cached: int) -> float:
+    """Of one layer: four operations for each pair of a query and a key it sees, and dimension."""
+    pairs = new * cached + new * (new + 1) // 2
+    return 4e-9 * pairs * config.num_attention_heads * config.head_dim
+
+
 class Agreement:
     """A check that results are equal but for roundings: to the first one."""
 

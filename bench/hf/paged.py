@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,52 +12,70 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from comparison import Comparison, Wrong, times_as_fast
 from hf import THREADS
-from hf.models import OURS, PEER, Agreement, attention_of, model, prompt
+from hf.models import OURS, PEER, Agreement, attention_gflop, attention_of, model, prompt
 
-PROMPTS, NEW, CHUNK, PAGE_SIZE = (1600, 800, 400, 200), 8, 1024, 16
-QUICK_PROMPTS, QUICK_NEW, QUICK_CHUNK = (30, 10), 3, 16
-#: What the model's configuration calls them.
+#: What the configuration of a model calls them.
 NAMES = {OURS: f"{OURS}_flash", PEER: PEER}
+BARS = (times_as_fast(OURS, PEER, 1, PEER),)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Prompts, new tokens for each, and how many tokens a forward pass takes at most."""
+
+    lengths: tuple[int, ...]
+    new: int
+    chunk: int
+    page_size: int = 16
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
-    lengths, new = (QUICK_PROMPTS, QUICK_NEW) if quick else (PROMPTS, NEW)
-    tokens = sum(lengths) + new * len(lengths)
-    case = {"prompts": len(lengths), "tokens": tokens, "threads": THREADS}
-    bars = (times_as_fast(OURS, PEER, 1, PEER),)
-    alone = {name: attention_of(serve(model(quick, 1), name, quick), NAMES[name]) for name in NAMES}
-    chunk = QUICK_CHUNK if quick else CHUNK
+    yield last_chunk(model(quick, 1), Load((48,), 1, 16) if quick else Load((3072,), 1, 1024))
+    load = Load((30, 10), 3, 16) if quick else Load((1600, 800, 400, 200), 8, 1024)
+    tokens = sum(load.lengths) + load.new * len(load.lengths)
     yield Comparison(
         "paged",
-        {"job": "paged attention of a layer"} | case,
-        alone,
-        Agreement("layer"),
-        (1e-9 * chunk, "Gtoken"),
-        (chunk, "token"),
-        bars,
-    )
-    yield Comparison(
-        "paged",
-        {"job": "continuous batching"} | case,
-        {name: serve(model(quick), name, quick) for name in NAMES},
+        {
+            "job": "continuous batching",
+            "prompts": len(load.lengths),
+            "tokens": tokens,
+            "threads": THREADS,
+        },
+        {name: serve(model(quick), name, load) for name in NAMES},
         SameTokens(),
         (1e-9 * tokens, "Gtoken"),
         (tokens, "token"),
-        bars,
+        BARS,
     )
 
 
-def serve(network: Any, name: str, quick: bool) -> Callable[[], torch.Tensor]:
+def last_chunk(network: Any, load: Load) -> Comparison:
+    """The attention alone, writing into the cache included, of a single prompt's last chunk."""
+    cached = load.lengths[0] - load.chunk
+    return Comparison(
+        "paged",
+        {
+            "job": "paged attention of a layer",
+            "tokens": load.chunk,
+            "cached": cached,
+            "threads": THREADS,
+        },
+        {name: attention_of(serve(network, name, load), NAMES[name]) for name in NAMES},
+        Agreement("layer"),
+        (attention_gflop(network.config, load.chunk, cached), "GFLOP"),
+        (load.chunk, "token"),
+        BARS,
+    )
+
+
+def serve(network: Any, name: str, load: Load) -> Callable[[], torch.Tensor]:
     """Generates for all prompts; returns the tokens, [prompts, new]."""
-    lengths, new, chunk = (
-        (QUICK_PROMPTS, QUICK_NEW, QUICK_CHUNK) if quick else (PROMPTS, NEW, CHUNK)
-    )
-    prompts = [prompt(length, seed)[0].tolist() for seed, length in enumerate(lengths)]
-    generation = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1)
+    prompts = [prompt(length, seed)[0].tolist() for seed, length in enumerate(load.lengths)]
+    generation = GenerationConfig(max_new_tokens=load.new, do_sample=False, eos_token_id=-1)
     batching = ContinuousBatchingConfig(
-        page_size=PAGE_SIZE,
-        num_blocks=sum(length // PAGE_SIZE + 2 for length in lengths),
-        max_batch_tokens=chunk,
+        page_size=load.page_size,
+        num_blocks=sum(length // load.page_size + 2 for length in load.lengths),
+        max_batch_tokens=load.chunk,
         auto_switch_to_flash=False,
     )
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from comparison import Comparison, times_as_fast
 from hf import THREADS
-from hf.models import OURS, PEER, Agreement, attention_of, model, prompt
+from hf.models import OURS, PEER, Agreement, attention_gflop, attention_of, model, prompt
 
 #: New tokens, and cached ones before them.
 SHAPES = ((512, 0), (2048, 0), (8192, 0), (2048, 6144))
@@ -55,12 +55,11 @@ def comparison(
     implementations: dict[str, Callable[[], torch.Tensor]],
 ) -> Comparison:
     new, cached = shape
-    config = model(quick).config
-    layers = config.num_hidden_layers if kind == "model" else 1
-    pairs = new * cached + new * (new + 1) // 2
-    work = 4e-9 * pairs * config.num_attention_heads * config.head_dim * layers
+    layers = model(quick).model.layers
+    work = attention_gflop(model(quick).config, new, cached)
     if kind == "model":
-        work += 2e-9 * new * sum(p.numel() for p in model(quick).model.layers.parameters())
+        weights = sum(p.numel() for p in layers.parameters())
+        work = len(layers) * work + 2e-9 * new * weights
     job = {"model": "prefill", "layer": "attention of a layer"}[kind]
     return Comparison(
         "prefill",
