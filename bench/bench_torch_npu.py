@@ -108,15 +108,15 @@ def jobs() -> Iterator[tuple[str, Form, Form]]:
     yield "npu_scatter_nd_update_, 4096 rows of 2 KB", *scatter(4096, 8, 128)
 
 
-def measure(function: Form, operator: Form, rounds: int) -> tuple[float, float, float]:
+def measure(function: Form, operator: Form, rounds: int) -> list[float]:
     """Microseconds: of the function, what the operator adds, and adds in inference mode."""
     torch.testing.assert_close(operator(), function(), rtol=0, atol=0)
     pair = {"function": function, "operator": operator}
     times = in_turns(pair, rounds)
     with torch.inference_mode():
         inference = in_turns(pair, rounds)
-    added = (taken["operator"] - taken["function"] for taken in (times, inference))
-    return times["function"], *added
+    added = [taken["operator"] - taken["function"] for taken in (times, inference)]
+    return [times["function"], *added]
 
 
 def main() -> None:
