@@ -30,7 +30,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from ..._core import AttentionPlan
 from ..._visibility import band_mask, visibility
 from ...attention import plan_attention, run_attention
-from .cache import split_cache, write_rows
+from .cache import PagedCache
 from .threads import follow_torch_threads
 
 logger = init_logger("vllm.cpattn")  # vLLM shows what is logged below its own name
@@ -150,6 +150,7 @@ class CpattnImpl(CPUAttentionBackendImpl):
         super().__init__(*args, **kwargs)
         reason = _not_covered(self)
         self.is_stock = reason is not None
+        self._cache: PagedCache | None = None
         if self.is_stock:
             logger.warning_once("cpattn does not cover %s; vLLM's own kernels do it.", reason)
         else:
@@ -167,7 +168,7 @@ class CpattnImpl(CPUAttentionBackendImpl):
         if self.is_stock:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         else:
-            write_rows(kv_cache, key, value, slot_mapping)
+            self._cache_of(kv_cache).write(key, value, slot_mapping)
 
     def forward(
         self,
@@ -187,14 +188,14 @@ class CpattnImpl(CPUAttentionBackendImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
                 output_block_scale,
             )  # fmt: skip
-        k_cache, v_cache = split_cache(kv_cache)
-        plan = attn_metadata.plan(self, k_cache)
+        cache = self._cache_of(kv_cache)
+        plan = attn_metadata.plan(self, cache.k)
         rows = plan.num_rows  # the tensors may be padded
         run_attention(
             plan,
             query[:rows],
-            k_cache,
-            v_cache,
+            cache.k,
+            cache.v,
             kv_layout="HND",
             scale=self.scale,
             softcap=self.logits_soft_cap,
@@ -202,3 +203,9 @@ class CpattnImpl(CPUAttentionBackendImpl):
             out=output[:rows],
         )
         return output
+
+    def _cache_of(self, kv_cache: torch.Tensor) -> PagedCache:
+        """Made once: vLLM passes a layer the same tensor until it gives it another cache."""
+        if self._cache is None or self._cache.tensor is not kv_cache:
+            self._cache = PagedCache(kv_cache)
+        return self._cache

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ... import _core
-from ...topk import fast_topk
+from ...attention import paged_attention
 
 
 def follow_torch_threads() -> None:
@@ -34,5 +34,8 @@ def follow_torch_threads() -> None:
 
 def _start_threads(cpus: set[int]) -> None:
     os.sched_setaffinity(0, cpus)  # of this thread, and of those that it starts
-    rows = 8 * _core.default_num_threads()  # enough for each thread to get some
-    fast_topk(np.zeros((rows, 64), np.float32), [64] * rows, 1)
+    sequences = _core.default_num_threads()  # long enough for each to be given a thread
+    q = np.zeros((64 * sequences, 1, 16), np.float32)
+    cache = np.zeros((1, 64, 1, 16), np.float32)
+    lens = [64] * sequences
+    paged_attention(q, cache, cache, q_lens=lens, kv_lens=lens, block_tables=[[0]] * sequences)
