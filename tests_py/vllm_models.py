@@ -29,11 +29,9 @@ _DECODER = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-# What of attention each adds to the first: a sliding window; softcap and a window on every other
-# layer; sinks and the same; ALiBi.
+# What of attention each adds to the first: softcap, or sinks, and a window on every other layer.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _DECODER,
-    "mistral": {**_DECODER, "sliding_window": 48},
     "gemma2": {
         **_DECODER,
         "sliding_window": 48,
@@ -47,16 +45,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 48,
         "num_local_experts": 2,
         "num_experts_per_tok": 1,
-    },
-    "bloom": {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 256,
-        "n_layer": 2,
-        "n_head": 4,
-        "initializer_range": _INITIALIZER_RANGE,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
     },
 }
 
@@ -79,6 +67,11 @@ def write_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data.fill_(6)  # near the largest scores, where they count
+        elif kind == "gemma2" and "post_" in name:
+            parameter.data.fill_(8)  # else a token's own embedding, tied to the output, repeats it
     model.save_pretrained(folder)
     return folder
 
