@@ -115,9 +115,7 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
 @_of_model("--tokens", "32768", "New tokens of one sequence.")
 @_of_model("--prefix", "0", "Cached tokens before them.", click.IntRange(0))
 @click.option("--extend-lens", type=_IntegerList(), help="Or new tokens of each sequence,")
-@click.option(
-    "--prefix-lens", type=_IntegerList(), help="and cached before them [default: 0]."
-)
+@click.option("--prefix-lens", type=_IntegerList(), help="and cached before them [default: 0].")
 @click.option("--trace", type=_INPUT, help="Or the batches of a Mooncake trace, .jsonl or .gz,")
 @_option("--requests num_requests", 64, "of so many requests from its start,", _SIZE)
 @_option("--token-budget", 32768, "with so many new tokens in a batch.", _SIZE)

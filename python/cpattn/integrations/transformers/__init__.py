@@ -4,7 +4,6 @@
 `register` gives them names. A model uses them by ``attn_implementation="cpattn"``, and continuous
 batching by `use_paged`. `absorb_mla` is for models with latent caches, `use_indexer` for sparse
 ones.
-batching by `use_paged`. `absorb_mla` and `use_indexer` are for models with latent caches.
 """
 
 from __future__ import annotations
