@@ -64,8 +64,8 @@ def test_the_tokens_of_eager(model: Any, padded: bool, cache: str | None) -> Non
     mask = left_padded() if padded else torch.ones(1, LENGTH).long()
     options = {"attention_mask": mask, "cache_implementation": cache}
     tokens = make_tokens(*mask.shape)
-    expected = generate(model, "eager", tokens, **options)
-    actual = generate(model, "cpattn", tokens, **options)
+    expected = generate(model, "eager", tokens, 20, **options)
+    actual = generate(model, "cpattn", tokens, 20, **options)
     assert torch.equal(actual.sequences, expected.sequences)
     assert_logits(torch.stack(actual.logits), torch.stack(expected.logits))
     assert len(actual.sequences[:, LENGTH:].unique()) > 5

@@ -26,7 +26,7 @@ from tolerances import SOFTCAP_UNITS, TOLERANCES, assert_close  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 PAGE = 8
-NEW_TOKENS = 20
+NEW_TOKENS = 12
 PREFIX = make_tokens(20, seed=1).tolist()  # two pages and a half
 PROMPTS = [
     *(PREFIX + make_tokens(n, seed=n).tolist() for n in (5, 13, 1, 30)),
@@ -46,7 +46,7 @@ def expected(model: Any) -> list[list[int]]:
 
 
 def one_by_one(model: Any, prompt: list[int]) -> list[int]:
-    result = generate(model, "eager", torch.tensor([prompt]))
+    result = generate(model, "eager", torch.tensor([prompt]), NEW_TOKENS)
     return result.sequences[0, len(prompt) :].tolist()
 
 

@@ -71,13 +71,15 @@ def make_tokens(*shape: int, seed: int = 5) -> Tensor:
     return torch.randint(1, VOCABULARY, shape, generator=generator)
 
 
-def generate(model: Any, implementation: str, tokens: Tensor, **options: Any) -> Any:
-    """20 greedy tokens of each row, and the logits they were chosen by."""
+def generate(
+    model: Any, implementation: str, tokens: Tensor, new_tokens: int, **options: Any
+) -> Any:
+    """Greedy tokens of each row, and the logits they were chosen by."""
     model.set_attn_implementation(implementation)
     with torch.inference_mode():
         return model.generate(
             tokens,
-            max_new_tokens=20,
+            max_new_tokens=new_tokens,
             do_sample=False,
             output_logits=True,
             return_dict_in_generate=True,
