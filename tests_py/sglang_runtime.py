@@ -21,12 +21,11 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # sglang compiles functions when import
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # else the groups ask the dispatcher for an accelerator
 
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import AutoProcessor  # noqa: F401  before there is a stand-in of triton
 
 from cpattn.integrations import torch_npu
 from prefill_batches import Batch, Case, slots_of
-from stand_ins import LackingFinder
+from stand_ins import DevicesAreTheCpu, LackingFinder
 
 MODULES = {
     "attention": "sglang.srt.hardware_backend.npu.attention.ascend_backend",
@@ -62,18 +61,6 @@ def _load() -> SimpleNamespace:
 
 
 SGLANG = _load()
-
-
-class _NpuIsCpu(TorchFunctionMode):
-    """Tensors asked for on the device "npu" are made on the CPU."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if kwargs.get("device") == "npu":
-            kwargs["device"] = "cpu"
-        return function(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -123,7 +110,7 @@ def make_ascend_backend(case: Case, batch: Batch, pool: Any, model: dict[str, An
         token_to_kv_pool=pool,
         use_mla_backend=model["attention_arch"] == SGLANG.models.AttentionArch.MLA,
     )
-    with _NpuIsCpu():
+    with DevicesAreTheCpu():
         return SGLANG.attention.AscendAttnBackend(runner)
 
 

@@ -20,8 +20,6 @@ import sys
 import warnings
 import zipfile
 from concurrent.futures import Future
-from importlib.abc import MetaPathFinder, SourceLoader
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +27,7 @@ from typing import Any
 
 import torch
 
-from stand_ins import AbsentLoader, stand_ins_for_what_lacks
+from stand_ins import PackageFinder, stand_ins_for_what_lacks
 
 MODULES = {
     "utils": "sglang.srt.disaggregation.common.utils",
@@ -46,31 +44,6 @@ MODULES = {
 }
 
 
-class _FileLoader(SourceLoader):
-    """A module from a folder or from within a wheel."""
-
-    def __init__(self, root: Path | zipfile.Path) -> None:
-        self.root = root
-
-    def get_filename(self, fullname: str) -> str:
-        return fullname.replace(".", "/") + ".py"
-
-    def get_data(self, path: str | bytes) -> bytes:
-        return (self.root / str(path)).read_bytes()
-
-
-class _SglangFinder(MetaPathFinder):
-    def __init__(self, root: Path | zipfile.Path) -> None:
-        self.root = root
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname.split(".")[0] != "sglang":
-            return None
-        if fullname in MODULES.values():
-            return ModuleSpec(fullname, _FileLoader(self.root))
-        return ModuleSpec(fullname, AbsentLoader(), is_package=True)
-
-
 def _find_files() -> Path | zipfile.Path | None:
     if given := os.environ.get("CPATTN_SGLANG"):
         wheel = next(Path(given).glob("sglang-*.whl"), None)
@@ -85,7 +58,7 @@ def load() -> SimpleNamespace | None:
     root = _find_files()
     if root is None:
         return None
-    sys.meta_path.insert(0, _SglangFinder(root))
+    sys.meta_path.insert(0, PackageFinder("sglang", root, MODULES.values()))
     with stand_ins_for_what_lacks(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         upstream = SimpleNamespace(

@@ -7,10 +7,14 @@ import abc
 import contextlib
 import sys
 import types
-from collections.abc import Iterator, Sequence
-from importlib.abc import Loader, MetaPathFinder
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder, SourceLoader
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
+
+from torch.overrides import TorchFunctionMode
 
 
 class _AbsentMeta(abc.ABCMeta):
@@ -64,12 +68,39 @@ class _AbsentModule(types.ModuleType):
         return Absent
 
 
-class AbsentLoader(Loader):
+class _AbsentLoader(Loader):
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         return _AbsentModule(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
+
+
+class _FileLoader(SourceLoader):
+    """A module from a folder or from within a wheel."""
+
+    def __init__(self, root: Path | zipfile.Path) -> None:
+        self.root = root
+
+    def get_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".py"
+
+    def get_data(self, path: str | bytes) -> bytes:
+        return (self.root / str(path)).read_bytes()
+
+
+class PackageFinder(MetaPathFinder):
+    """Comes first: some modules of a package from their files, stand-ins for all others."""
+
+    def __init__(self, package: str, root: Path | zipfile.Path, names: Iterable[str]) -> None:
+        self.package, self.root, self.names = package, root, set(names)
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname.split(".")[0] != self.package:
+            return None
+        if fullname in self.names:
+            return ModuleSpec(fullname, _FileLoader(self.root))
+        return ModuleSpec(fullname, _AbsentLoader(), is_package=True)
 
 
 class LackingFinder(MetaPathFinder):
@@ -82,7 +113,7 @@ class LackingFinder(MetaPathFinder):
         if not _asked_for_by_sglang():
             return None
         self.found.append(fullname)
-        return ModuleSpec(fullname, AbsentLoader(), is_package=True)
+        return ModuleSpec(fullname, _AbsentLoader(), is_package=True)
 
 
 def _asked_for_by_sglang() -> bool:
@@ -103,3 +134,15 @@ def stand_ins_for_what_lacks() -> Iterator[None]:
         sys.meta_path.remove(finder)
         for name in finder.found:  # others must not take them for the real ones
             sys.modules.pop(name, None)
+
+
+class DevicesAreTheCpu(TorchFunctionMode):
+    """Tensors asked for on "cuda" or "npu" are on the CPU."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") in ("cuda", "npu"):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
