@@ -133,6 +133,23 @@ def test_items_are_those_of_attention_plans(batch, cp_size, layer):
         assert work.longest_item[rank] == pytest.approx(longest, abs=token + PACKING_ROWS)
 
 
+@pytest.mark.parametrize(("batch", "strategy", "cp_size"), CASES)
+def test_a_short_block_packs_the_keys_of_its_last_row(batch, strategy, cp_size):
+    """Rows that follow each other in one request and fit into one item."""
+    layer = AttentionLayer(num_heads=1, num_kv_heads=1)
+    if max(batch[0]) > 384:
+        batch = [min(n, 384) for n in batch[0]], batch[1]
+    work = rank_work(*batch, cp_size=cp_size, strategy=strategy, layer=layer)
+    for rank, plan in enumerate(plans_of(batch, strategy, cp_size)):
+        lengths, requests = plan.query_cache_lengths, plan.query_request_indices
+        step = cp_size if strategy == "interleave" else 1
+        goes_on = (np.diff(requests) == 0) & (np.diff(lengths) == step)
+        if strategy == "zigzag":  # the second block of a request may begin where the first ends
+            goes_on[plan.total_q_prev_tokens - 1 : plan.total_q_prev_tokens] = False
+        ends = np.append(~goes_on, True)[: len(lengths)]
+        assert work.packed_keys[rank] == lengths[ends].sum()
+
+
 def test_time_is_the_sum_of_its_terms():
     """By hand: two ranks, each with two pieces of two tokens of one sequence, whose rows 0, 1, 6
     and 7 (or 2 to 5) see the keys up to their own."""
