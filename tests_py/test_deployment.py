@@ -111,7 +111,7 @@ def test_two_hosts_run_the_commands_of_the_page(hosts: list[Host]) -> None:
     assert [run.returncode for run in runs] == [0, 0], err + other_err
     assert other_out == ""
     *lines, flags, verdict = out.splitlines()
-    assert verdict == "passed: 4 ranks, zigzag, interleave, contiguous, bfloat16"
+    assert verdict == "passed: cp_size 4, zigzag, interleave, contiguous, bfloat16"
     assert [line.split()[:2] for line in lines] == [["rank", str(rank)] for rank in range(4)]
     assert all("threads 1," in line and "GFLOP/s" in line for line in lines)
     assert re.fullmatch(r"cpattn plan( --[a-z-]+ [-+.e\d]+){6}", flags)
@@ -157,6 +157,37 @@ def test_ranks_run_on_the_cpus_that_taskset_gives_them(tmp_path: Path) -> None:
     assert [re.search("CPUs [^,]*", line)[0] for line in lines[:2]] == ["CPUs 0", "CPUs 1"]
 
 
+WRONG_ROWS = """
+import sys
+import torch
+from cpattn.distributed import ContextParallel, check
+
+attend = ContextParallel.attend
+def wrong(self, *arguments):
+    out = attend(self, *arguments)
+    if self.strategy == "interleave":
+        out[-1] = {}
+    return out
+ContextParallel.attend = wrong
+sys.argv = ["check", "--tokens=16"]
+sys.exit(check.main())
+"""
+
+
+@pytest.mark.parametrize("value", ["torch.nan", "out[-1] + 0.1"])
+def test_wrong_rows_are_a_failure(value: str) -> None:
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    run = subprocess.run(
+        [sys.executable, "-c", WRONG_ROWS.format(value)],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT | rank | {"GLOO_SOCKET_IFNAME": "lo"},
+        check=False,
+    )
+    assert run.returncode == 1, run.stderr
+    assert run.stdout.splitlines()[-1].startswith("FAILED: cp_size 1, ")
+
+
 def test_without_torchrun_it_says_how_to_start() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     command = [sys.executable, "-m", "cpattn.distributed.check"]
@@ -166,3 +197,14 @@ def test_without_torchrun_it_says_how_to_start() -> None:
     assert run.stderr.startswith("cpattn.distributed.check: this process: ")
     assert run.stderr.endswith("; start it with torchrun\n")
     assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--tokens=0", "--repeats=-1", "--timeout=0"])
+def test_a_number_that_cannot_be_is_named(option: str, capsys, monkeypatch) -> None:
+    from cpattn.distributed import check
+
+    monkeypatch.setattr(sys, "argv", ["check", option])
+    with pytest.raises(SystemExit, match="2"):
+        check.main()
+    name, _, value = option.partition("=")
+    assert f"argument {name}: must be positive, got {value}" in capsys.readouterr().err
