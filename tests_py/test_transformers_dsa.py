@@ -184,6 +184,15 @@ def test_other_implementations_and_removal_see_the_models_own_methods(model: Any
     assert not any("forward" in vars(indexer) for indexer in indexers)
 
 
+def test_a_compiled_model() -> None:
+    model = make_model("deepseek_v32")
+    expected = logits(model, "left padded", "eager")
+    with form_of(model, "latents, indexer"):
+        actual = logits(torch.compile(model, backend="eager"), "left padded", "cpattn")
+    torch._dynamo.reset()
+    assert_logits_close(actual, expected)
+
+
 def test_ranges_of_a_mask() -> None:
     mask = torch.zeros(1, 4, 6, dtype=torch.bool)
     mask[0, 1, 2:5] = mask[0, 2, :] = mask[0, 3, 5] = True

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import disable
 
 from ...attention import paged_attention
 from ...indexer import indexer_topk
@@ -147,12 +148,14 @@ def use_indexer(model: nn.Module, name: str = "cpattn") -> Replaced:
         For a model without such indexers, or one whose indexers are replaced already.
     """
     rotations = _rotations()
+    choose = disable(_choose)  # a compiled model leaves its graph for it
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
         if module.config._attn_implementation != name:
             own: Tensor = type(module).forward(module, *args, **kwargs)
             return own
-        return _choose(module, rotations[type(module)], *args, **kwargs)
+        chosen: Tensor = choose(module, rotations[type(module)], *args, **kwargs)
+        return chosen
 
     indexers = [module for module in model.modules() if type(module) in rotations]
     if not indexers:
