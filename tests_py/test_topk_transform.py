@@ -28,25 +28,31 @@ PAGED, RAGGED = TopkTransformMethod.PAGED, TopkTransformMethod.RAGGED
 
 # The column "none" is a call without a mode; the others are members of ForwardMode.
 METHODS = """
-prefill_impl        kv    none EXTEND DECODE MIXED IDLE TARGET_VERIFY DRAFT_EXTEND_V2 PREBUILT SPLIT_PREFILL DLLM_EXTEND
-aiter               bf16  P    P      P      P     P    P             P               P        P             P
-aiter               fp8   P    P      P      P     P    P             P               P        P             P
-fa3                 bf16  P    P      P      P     P    P             P               P        P             P
-fa3                 fp8   P    P      P      P     P    P             P               P        P             P
-flashmla_auto       bf16  P    P      P      P     P    P             P               P        P             P
-flashmla_auto       fp8   P    P      P      P     P    P             P               P        P             P
-flashmla_kv         bf16  P    P      P      P     P    P             P               P        P             P
-flashmla_kv         fp8   P    P      P      P     P    P             P               P        P             P
-flashmla_sparse     bf16  P    P      P      P     P    P             P               P        P             P
-flashmla_sparse     fp8   P    R      P      P     P    P             P               P        P             P
-flashmla_sparse_q8  bf16  P    R      P      P     P    P             P               P        P             P
-flashmla_sparse_q8  fp8   P    R      P      P     P    P             P               P        P             P
-tilelang            bf16  P    P      P      P     P    P             P               P        P             P
-tilelang            fp8   P    P      P      P     P    P             P               P        P             P
-triton_sparse_mla   bf16  P    P      P      P     P    P             P               P        P             P
-triton_sparse_mla   fp8   P    R      P      P     P    P             P               P        P             P
-trtllm              bf16  P    P      P      P     P    P             P               P        P             P
-trtllm              fp8   P    P      P      P     P    P             P               P        P             P
+prefill_impl           kv    none EXTEND DECODE MIXED IDLE TARGET_VERIFY DRAFT_EXTEND_V2 PREBUILT SPLIT_PREFILL DLLM_EXTEND
+aiter                  bf16  P    P      P      P     P    P             P               P        P             P
+aiter                  fp8   P    P      P      P     P    P             P               P        P             P
+fa3                    bf16  P    P      P      P     P    P             P               P        P             P
+fa3                    fp8   P    P      P      P     P    P             P               P        P             P
+flashinfer_sparse_mla  bf16  P    P      P      P     P    P             P               P        P             P
+flashinfer_sparse_mla  fp8   P    P      P      P     P    P             P               P        P             P
+flashmla_auto          bf16  P    P      P      P     P    P             P               P        P             P
+flashmla_auto          fp8   P    P      P      P     P    P             P               P        P             P
+flashmla_kv            bf16  P    P      P      P     P    P             P               P        P             P
+flashmla_kv            fp8   P    P      P      P     P    P             P               P        P             P
+flashmla_sparse        bf16  P    P      P      P     P    P             P               P        P             P
+flashmla_sparse        fp8   P    R      P      P     P    P             P               P        P             P
+flashmla_sparse_q8     bf16  P    R      P      P     P    P             P               P        P             P
+flashmla_sparse_q8     fp8   P    R      P      P     P    P             P               P        P             P
+intel_xpu              bf16  P    P      P      P     P    P             P               P        P             P
+intel_xpu              fp8   P    P      P      P     P    P             P               P        P             P
+tilelang               bf16  P    P      P      P     P    P             P               P        P             P
+tilelang               fp8   P    P      P      P     P    P             P               P        P             P
+triton                 bf16  P    P      P      P     P    P             P               P        P             P
+triton                 fp8   P    P      P      P     P    P             P               P        P             P
+triton_sparse_mla      bf16  P    P      P      P     P    P             P               P        P             P
+triton_sparse_mla      fp8   P    R      P      P     P    P             P               P        P             P
+trtllm                 bf16  P    P      P      P     P    P             P               P        P             P
+trtllm                 fp8   P    P      P      P     P    P             P               P        P             P
 """  # noqa: E501
 
 
@@ -67,7 +73,7 @@ def test_method_of_every_combination(impl, kv, mode, method):
 def test_the_table_of_methods_is_complete():
     modes = {"none", *ForwardMode.__members__}
     assert {param.values[2] for param in method_cases()} == modes
-    assert len(list(method_cases())) == len(modes) * 9 * 2
+    assert len(list(method_cases())) == len(modes) * 12 * 2
 
 
 def test_methods_are_numbered_as_in_engines():
@@ -81,9 +87,9 @@ def test_methods_are_numbered_as_in_engines():
         (
             {"prefill_impl": "flashmla"},
             ValueError,
-            "prefill_impl must be one of 'aiter', 'fa3', 'flashmla_auto', 'flashmla_kv', "
-            "'flashmla_sparse', 'flashmla_sparse_q8', 'tilelang', 'triton_sparse_mla', 'trtllm', "
-            "got 'flashmla'",
+            "prefill_impl must be one of 'aiter', 'fa3', 'flashinfer_sparse_mla', "
+            "'flashmla_auto', 'flashmla_kv', 'flashmla_sparse', 'flashmla_sparse_q8', 'intel_xpu', "
+            "'tilelang', 'triton', 'triton_sparse_mla', 'trtllm', got 'flashmla'",
         ),
         ({"forward_mode": 10}, ValueError, "forward_mode must be a ForwardMode, got 10"),
         ({"forward_mode": "EXTEND"}, TypeError, "forward_mode must be an integer, got str"),

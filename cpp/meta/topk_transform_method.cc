@@ -18,11 +18,14 @@ struct PrefillImpl {
 constexpr PrefillImpl kPrefillImpls[] = {
     {"aiter", Concatenates::never},
     {"fa3", Concatenates::never},
+    {"flashinfer_sparse_mla", Concatenates::never},
     {"flashmla_auto", Concatenates::never},
     {"flashmla_kv", Concatenates::never},
     {"flashmla_sparse", Concatenates::from_fp8},
     {"flashmla_sparse_q8", Concatenates::always},
+    {"intel_xpu", Concatenates::never},
     {"tilelang", Concatenates::never},
+    {"triton", Concatenates::never},
     {"triton_sparse_mla", Concatenates::from_fp8},
     {"trtllm", Concatenates::never},
 };

@@ -63,9 +63,10 @@ def get_topk_transform_method(
     forward_mode : ForwardMode, optional
     fp8_kv_cache : bool
     prefill_impl : str
-        ``"aiter"``, ``"fa3"``, ``"flashmla_auto"``, ``"flashmla_kv"``, ``"flashmla_sparse"``,
-        ``"flashmla_sparse_q8"``, ``"tilelang"``, ``"triton_sparse_mla"`` or ``"trtllm"``;
-        another is ValueError.
+        ``"aiter"``, ``"fa3"``, ``"flashinfer_sparse_mla"``, ``"flashmla_auto"``,
+        ``"flashmla_kv"``, ``"flashmla_sparse"``, ``"flashmla_sparse_q8"``, ``"intel_xpu"``,
+        ``"tilelang"``, ``"triton"``, ``"triton_sparse_mla"`` or ``"trtllm"``; another is
+        ValueError.
     """
     return TopkTransformMethod(
         _core.get_topk_transform_method(forward_mode, fp8_kv_cache, prefill_impl)
