@@ -212,6 +212,28 @@ py::tuple shard_per_request(const Metadata& metadata) {
   );
 }
 
+/// The *_tensor fields in their order, each at a multiple of `alignment` elements
+/// of one new array, and the sizes to cut it into: of each field and, unless
+/// alignment is 1, of the gap behind it.
+py::tuple packed_tensors(const Metadata& metadata, std::size_t alignment) {
+  std::vector<int32_t> packed, sizes;
+  packed.reserve(16 * metadata.bs + std::size(kTensors) * alignment);
+  for (const ArrayField& field : kTensors) {
+    const Metadata::Ints values = metadata.*field.values;
+    check(
+        values.data() != nullptr, "build_cp_metadata: ", field.name,
+        " exists for zigzag only, and where it fits into int32"
+    );
+    packed.insert(packed.end(), values.begin(), values.end());
+    sizes.push_back(static_cast<int32_t>(values.size()));
+    if (alignment == 1) continue;
+    const std::size_t gap = (alignment - packed.size() % alignment) % alignment;
+    sizes.push_back(static_cast<int32_t>(gap));
+    packed.resize(packed.size() + gap);
+  }
+  return py::make_tuple(py::array_t<int32_t>(packed.size(), packed.data()), int_list(sizes));
+}
+
 }  // namespace
 
 void register_context_parallel_metadata(py::module_& module) {
@@ -253,6 +275,7 @@ void register_context_parallel_metadata(py::module_& module) {
   type.def("_gathered_row_indices", [](const Metadata& metadata) {
     return int_array(gathered_row_indices(metadata));
   });
+  type.def("_packed_tensors", &packed_tensors);
   type.def("_logical_rows", [](const Metadata& metadata) {
     return int_list(metadata.logical_rows());
   });
