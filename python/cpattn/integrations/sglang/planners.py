@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sglang decides from integers alone: the top-k transform, and who receives which KV buffer.
+
+The functions with an `original` go around sglang's own and call it where they have nothing to add.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from ... import _core
+from ...transfer.pages import group_concurrent_contiguous as group_concurrent_contiguous
+from ...transfer.pointers import get_mha_kv_ptrs_with_pp, get_mla_kv_ptrs_with_pp
+
+
+@functools.cache
+def _from_sglang(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"sglang.srt.{module}"), name)
+
+
+def get_topk_transform_method(self: Any, forward_mode: Any = None) -> Any:
+    """What the attention of a batch expects of its top-k indices.
+
+    Parameters
+    ----------
+    self : DeepseekSparseAttnBackend
+        Read are ``dsa_kv_cache_store_fp8`` and ``dsa_prefill_impl``.
+    forward_mode : ForwardMode of sglang, optional
+
+    Returns
+    -------
+    TopkTransformMethod of sglang
+    """
+    method = _from_sglang("layers.attention.dsa.dsa_topk_backend", "TopkTransformMethod")
+    return method(
+        _core.get_topk_transform_method(
+            forward_mode, bool(self.dsa_kv_cache_store_fp8), self.dsa_prefill_impl
+        )
+    )
+
+
+def record_kv_layers(
+    original: Callable[..., None],
+    kv_args: Any,
+    token_to_kv_pool: Any,
+    draft_token_to_kv_pool: Any = None,
+    total_kv_layers: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Keep in ``kv_args.total_kv_layers`` what ``setup_state_kv_args`` is told and forgets.
+
+    Of pools with K and V of every layer. A hybrid model has them for some of its layers, and 0
+    says that it is not known how many.
+    """
+    original(kv_args, token_to_kv_pool, draft_token_to_kv_pool, total_kv_layers, *args, **kwargs)
+    has_all_layers = isinstance(
+        token_to_kv_pool, _from_sglang("mem_cache.memory_pool", "MHATokenToKVPool")
+    )
+    kv_args.total_kv_layers = total_kv_layers if has_all_layers else 0
+
+
+def strict_mha_kv_ptrs(
+    original: Callable[..., Any], self: Any, src_kv_ptrs: list[int], dst_kv_ptrs: list[int]
+) -> tuple[list[int], list[int], list[int], list[int], int]:
+    """``get_mha_kv_ptrs_with_pp`` that knows the number of layers and need not guess drafts."""
+    total = getattr(self.kv_args, "total_kv_layers", 0)
+    if not total:
+        return original(self, src_kv_ptrs, dst_kv_ptrs)
+    return get_mha_kv_ptrs_with_pp(
+        src_kv_ptrs,
+        dst_kv_ptrs,
+        prefill_start_layer=self.kv_args.prefill_start_layer,
+        total_kv_layers=total,
+    )
+
+
+def strict_mla_kv_ptrs(
+    original: Callable[..., Any],
+    self: Any,
+    src_kv_ptrs: list[int],
+    dst_kv_ptrs: list[int],
+    state_type: Any = None,
+) -> tuple[list[int], list[int], int]:
+    """``get_mla_kv_ptrs_with_pp`` that never crosses from one group of buffers into the next."""
+    kv_args = self.kv_args
+    groups = getattr(kv_args, "kv_buf_groups", 1)
+    hidden = getattr(kv_args, "hidden_kv_layers", 0)
+    is_grouped = groups > 1 and hidden and not getattr(kv_args, "mla_compression_ratios", None)
+    if state_type is not None or not is_grouped:
+        return original(self, src_kv_ptrs, dst_kv_ptrs, state_type)
+    parallel = _from_sglang("runtime_context", "get_parallel")()
+    return get_mla_kv_ptrs_with_pp(
+        src_kv_ptrs,
+        dst_kv_ptrs,
+        prefill_start_layer=kv_args.prefill_start_layer,
+        kv_buf_groups=groups,
+        hidden_kv_layers=hidden,
+        draft_kv_layers=getattr(kv_args, "draft_kv_layers", 0),
+        is_last_rank=parallel.pp_group.is_last_rank,
+    )

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is hooked where in sglang, and the switch.
+
+All hooks go *around* sglang's functions and call those while their part is off. So `uninstall`
+works at any time, and another plug-in's hooks on the same functions stay in force. (A hook that
+*replaces* must not call the original itself: sglang rebinds every name of it to the hook.)
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from . import metadata, planners
+
+SGLANG = "0.5.23"  # the release whose results are matched
+DEFAULT_PARTS = ("metadata", "topk", "kv")
+
+_logger = logging.getLogger(__name__)
+_active: set[str] = set()  # parts that are on
+_hooked: set[str] = set()  # targets that sglang's registry has hooks of ours for
+
+
+class _Hook(NamedTuple):
+    part: str
+    module: str  # below sglang.srt
+    name: str
+    function: Callable[..., Any]
+    calls_original: bool = False
+
+    @property
+    def target(self) -> str:
+        return f"sglang.srt.{self.module}.{self.name}"
+
+
+_HOOKS = (
+    _Hook(
+        "metadata", "layers.cp.zigzag", "ZigzagCPStrategy.build_metadata", metadata.build_metadata
+    ),
+    _Hook(
+        "metadata",
+        "layers.cp.interleave",
+        "InterleaveCPStrategy.build_metadata",
+        metadata.build_metadata,
+    ),
+    _Hook(
+        "topk",
+        "layers.attention.dsa_backend",
+        "DeepseekSparseAttnBackend.get_topk_transform_method",
+        planners.get_topk_transform_method,
+    ),
+    _Hook(
+        "kv",
+        "disaggregation.common.utils",
+        "group_concurrent_contiguous",
+        planners.group_concurrent_contiguous,
+    ),
+    _Hook(
+        "strict_kv",
+        "disaggregation.utils",
+        "setup_state_kv_args",
+        planners.record_kv_layers,
+        calls_original=True,
+    ),
+    _Hook(
+        "strict_kv",
+        "disaggregation.common.conn",
+        "CommonKVManager.get_mha_kv_ptrs_with_pp",
+        planners.strict_mha_kv_ptrs,
+        calls_original=True,
+    ),
+    _Hook(
+        "strict_kv",
+        "disaggregation.common.conn",
+        "CommonKVManager.get_mla_kv_ptrs_with_pp",
+        planners.strict_mla_kv_ptrs,
+        calls_original=True,
+    ),
+    _Hook(
+        "strict_kv",
+        "disaggregation.ascend.conn",
+        "AscendKVManager.get_mla_kv_ptrs_with_pp",
+        planners.strict_mla_kv_ptrs,
+        calls_original=True,
+    ),
+)
+PARTS = tuple(dict.fromkeys(hook.part for hook in _HOOKS))
+
+
+def install(*parts: str) -> None:
+    """Switch parts of the plug-in on. sglang calls this in each of its processes.
+
+    By hand, call it before the engine starts. A call that names parts switches to exactly these;
+    one that names none leaves what is on already.
+
+    Parameters
+    ----------
+    *parts : str
+        Of ``"metadata"``, ``"topk"``, ``"kv"`` and ``"strict_kv"``. If none are given, those that
+        the environment variable CPATTN_SGLANG_PARTS lists, separated by commas; else all but
+        ``"strict_kv"``. With CPATTN_PLUGINS=0 in the environment nothing happens.
+
+    Raises
+    ------
+    ValueError
+        There is no such part.
+    """
+    if os.environ.get("CPATTN_PLUGINS") == "0" or (_active and not parts):
+        return
+    listed = os.environ.get("CPATTN_SGLANG_PARTS", ",".join(DEFAULT_PARTS))
+    wanted = parts or tuple(part.strip() for part in listed.split(",") if part.strip())
+    for part in wanted:
+        if part not in PARTS:
+            raise ValueError(
+                f"cpattn.integrations.sglang.install: parts must be among {PARTS}, got {part!r}"
+            )
+    plugins = importlib.import_module("sglang.srt.plugins.hook_registry")
+    hooks = [hook for hook in _HOOKS if hook.part in wanted and _is_there(hook)]
+    for hook in hooks:
+        if hook.target not in _hooked:
+            plugins.HookRegistry.register(hook.target, _around(hook), plugins.HookType.AROUND)
+            _hooked.add(hook.target)
+    _active.clear()
+    _active.update(wanted)
+    # sglang applies the hooks of all its plug-ins itself, after the last of them.
+    if plugins._current_plugin_source.get() is None:
+        plugins.HookRegistry.apply_hooks()
+    _log(hooks)
+
+
+def uninstall() -> None:
+    """Switch all parts off: sglang's own functions are called again."""
+    _active.clear()
+
+
+def _is_there(hook: _Hook) -> bool:
+    try:
+        importlib.import_module(f"sglang.srt.{hook.module}")
+    except ImportError as error:
+        _logger.info("cpattn leaves %s alone: %s", hook.target, error)
+        return False
+    return True
+
+
+def _around(hook: _Hook) -> Callable[..., Any]:
+    part, function = hook.part, hook.function
+
+    def instead(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return (function if part in _active else original)(*args, **kwargs)
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if part not in _active:
+            return original(*args, **kwargs)
+        return function(original, *args, **kwargs)
+
+    return around if hook.calls_original else instead
+
+
+def _log(hooks: list[_Hook]) -> None:
+    found = version("sglang")
+    if found != SGLANG:
+        _logger.warning("cpattn matches sglang %s, this is %s", SGLANG, found)
+    names = ", ".join(hook.name for hook in hooks)
+    _logger.info("cpattn plans for sglang: %s (off: CPATTN_PLUGINS=0)", names)
