@@ -115,6 +115,15 @@ def test_sparse_modes(mode, before, after, layout):
     batch.check(fia(**arguments), mode, before, after, masks)
 
 
+@pytest.mark.parametrize("blocks", [None, "H"])
+def test_one_query_of_one_key_takes_larger_masks(blocks):
+    batch = FiaBatch("BSND", (1, 1), (1, 1), spare_rows=0, blocks=blocks)
+    for mask in (TEMPLATE, TEMPLATE[None], TEMPLATE[None, None]):
+        batch.check(fia(**batch.arguments(atten_mask=mask, softmax_lse_flag=True)))
+    with pytest.raises(ValueError, match=r"atten_mask must be .*, got shape \[1, 0, 4\]"):
+        fia(**batch.arguments(atten_mask=torch.zeros(1, 0, 4, dtype=torch.bool)))
+
+
 def test_without_a_mask_the_band_is_ignored():
     batch = FiaBatch("BSND", Q_LENS, KV_LENS)
     batch.check(fia(**batch.arguments(pre_tokens=1, next_tokens=0, softmax_lse_flag=True)))

@@ -67,7 +67,7 @@ def test_decoding(torch_npu):
     batch.check(torch_npu.npu_fused_infer_attention_score(**arguments), lse=False)
 
 
-@pytest.mark.parametrize("q_len", [6])
+@pytest.mark.parametrize("q_len", [1, 6])
 def test_one_sequence_without_blocks(torch_npu, q_len):
     """Prompts one by one; for a single token sglang passes mode 0 with the template."""
     torch.manual_seed(0)

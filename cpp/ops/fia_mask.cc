@@ -82,9 +82,12 @@ ReadMask::ReadMask(const FiaArguments& arguments, const Sequences& sequences, in
   const bool paged = arguments.block_table.has_value();
   const int64_t batch = sequences.size(), max_kv_len = sequences.max_kv_len;
   const int64_t rows = mask_.shape[mask_.rank - 2], columns = mask_.shape[mask_.rank - 1];
-  const bool columns_fit = paged ? columns >= max_kv_len : is_rounded(columns, max_kv_len);
+  // Engines pass the template here for a prompt of one token, whose pair is its first element.
+  const bool one_pair = max_q_len == 1 && max_kv_len == 1 && rows > 0 && columns > 0;
+  const bool columns_fit =
+      one_pair || (paged ? columns >= max_kv_len : is_rounded(columns, max_kv_len));
   const bool row_per_sequence = mask_.rank == 2 && max_q_len == 1 && rows == batch;
-  const bool rows_fit = row_per_sequence || is_rounded(rows, max_q_len);
+  const bool rows_fit = row_per_sequence || one_pair || is_rounded(rows, max_q_len);
   const bool heads_fit = mask_.rank < 4 || mask_.shape[1] == 1;
   const bool batch_fits = mask_.rank < 3 || mask_.shape[0] == 1 || mask_.shape[0] == batch;
   require(

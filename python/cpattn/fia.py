@@ -77,6 +77,7 @@ def npu_fused_infer_attention_score(
         layouts also [blocks, N, block_size, D]. `value` may have another D.
     atten_mask : bool, int8 or uint8 tensor, True hides
         Modes 0 and 1: [S1, S2], [B or 1, S1, S2] or [B or 1, 1, S1, S2]; [B, S2] if S1 is 1.
+        Larger ones, too, if S1 and S2 are 1: sglang passes the template for prompts of one token.
         Modes 2 to 4: the [2048, 2048] template, whose contents are not read.
     actual_seq_lengths : ints
         Queries of each sequence, or one number for all; by default S1. Under TND layouts
