@@ -111,10 +111,10 @@ def test_two_hosts_run_the_commands_of_the_page(hosts: list[Host]) -> None:
     assert [run.returncode for run in runs] == [0, 0], err + other_err
     assert other_out == ""
     *lines, flags, verdict = out.splitlines()
-    assert verdict == "passed: cp_size 4, zigzag, interleave, contiguous, bfloat16"
+    assert verdict.startswith("passed: cp_size 4, zigzag, interleave, contiguous, bfloat16")
     assert [line.split()[:2] for line in lines] == [["rank", str(rank)] for rank in range(4)]
-    assert all("threads 1," in line and "GFLOP/s" in line for line in lines)
-    assert re.fullmatch(r"cpattn plan( --[a-z-]+ [-+.e\d]+){6}", flags)
+    assert all("threads 1 " in line and "GFLOP/s" in line for line in lines)
+    assert re.fullmatch(r"rates:( --[a-z-]+ [-+.e\d]+){6}", flags)
     assert min(host.received_bytes() for host in hosts) > 1 << 20
 
 
@@ -154,7 +154,7 @@ def test_ranks_run_on_the_cpus_that_taskset_gives_them(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
-    assert [re.search("CPUs [^,]*", line)[0] for line in lines[:2]] == ["CPUs 0", "CPUs 1"]
+    assert [re.search(r"CPUs \S+", line)[0] for line in lines[:2]] == ["CPUs 0", "CPUs 1"]
 
 
 WRONG_ROWS = """

@@ -87,7 +87,7 @@ class Rates:
 def as_options(rates: Mapping[str, float]) -> str:
     """Rates as options of `cpattn plan`, to give them another time."""
     return " ".join(
-        f"--{name.replace('_', '-')} {value:{'.4g' if value < 1e4 else '.0f'}}"
+        f"--{name.replace('_', '-')} {value:{'.3g' if value < 100 else '.0f'}}"
         for name, value in rates.items()
     )
 

@@ -111,18 +111,18 @@ def _print(
     width = max(len(answer["host"]) for answer in ranks)
     for rank, answer in enumerate(ranks):
         print(
-            f"rank {rank:<3} {answer['host']:{width}}  CPUs {answer['cpus']}, "
-            f"threads {answer['threads']}, {answer['isa']}: error {answer['error']:.2f} of what is "
-            f"allowed, attend {1e3 * answer['attend']:.1f} ms ({answer['gflops']:.0f} GFLOP/s), "
-            f"write_kv {1e3 * answer['write_kv']:.1f} ms"
+            f"rank {rank:<2} {answer['host']:{width}}  CPUs {answer['cpus']}  "
+            f"threads {answer['threads']}  {answer['isa']}  error {answer['error']:.2f}  "
+            f"attend {1e3 * answer['attend']:.3g} ms  {answer['gflops']:.0f} GFLOP/s  "
+            f"write_kv {1e3 * answer['write_kv']:.3g} ms"
         )
     if network:
         slowest = min(ranks, key=lambda answer: answer["gflops"])
         rates = {"gflops": slowest["gflops"], "threads": slowest["threads"], **network}
-        print(f"cpattn plan {as_options(rates)}")
+        print(f"rates: {as_options(rates)}")
     print(
         f"{'passed' if passed else 'FAILED'}: cp_size {len(ranks)}, {', '.join(STRATEGIES)}, "
-        f"{options.dtype}"
+        f"{options.dtype}; errors up to 1 are roundings"
     )
 
 
