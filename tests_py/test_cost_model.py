@@ -221,7 +221,7 @@ def test_a_thousand_ranks_are_planned_within_a_second():
 
 def test_fit_finds_the_rates_behind_timings():
     pytest.importorskip("torch")
-    from cpattn.cost_model.calibration import Sample, fit
+    from cpattn.cost_model.calibration import Sample, _gflops, fit
 
     flops, pack_rows, row_keys, call = 4e11, 20.0, 60.0, 5e-6
     samples = []
@@ -236,6 +236,8 @@ def test_fit_finds_the_rates_behind_timings():
     rates = fit(samples)
     expected = {"gflops": 400, "pack_rows": 20, "row_keys": 60, "call_us": 5}
     assert rates == pytest.approx(expected)
+    halved = [sample._replace(seconds=(sample.seconds + call) / 2) for sample in samples]
+    assert _gflops(halved, rates) == pytest.approx(800)  # by two threads; calls take as long
     faster = [sample._replace(seconds=sample.products / flops + 1e-9) for sample in samples]
     assert min(fit(faster).values()) >= 0
 

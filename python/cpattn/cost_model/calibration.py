@@ -64,12 +64,32 @@ def calibrate(
 def attention_rates(
     layer: AttentionLayer, threads: int, progress: Callable[[str], None] = lambda what: None
 ) -> dict[str, float]:
-    """``gflops`` of all threads, ``pack_rows``, ``row_keys`` and ``call_us``."""
-    samples = []
-    for extends, prefix in _shapes(layer, _core.measure_peak(layer.dtype, threads)):
-        progress(f"attention, {len(extends)} × {extends[0]} new behind {prefix}")
-        samples.append(_sample(layer, extends, prefix, threads))
-    return fit(samples)
+    """``gflops`` of all threads, ``pack_rows``, ``row_keys`` and ``call_us``.
+
+    What is beside the products is measured on one thread: short batches have too few items of work
+    for many, and would tell of idle ones.
+    """
+
+    def timed(shapes: list[tuple[list[int], int]], threads: int) -> list[Sample]:
+        samples = []
+        for extends, prefix in shapes:
+            many = f"{threads} thread{'s' * (threads > 1)}"
+            progress(f"attention, {len(extends)} × {extends[0]} new behind {prefix}, {many}")
+            samples.append(_sample(layer, extends, prefix, threads))
+        return samples
+
+    rates = fit(timed(_shapes(layer, _core.measure_peak(layer.dtype, 1)), 1))
+    if threads > 1:
+        long = _shapes(layer, _core.measure_peak(layer.dtype, threads))[:2]
+        rates["gflops"] = _gflops(timed(long, threads), rates)
+    return rates
+
+
+def _gflops(samples: list[Sample], rates: dict[str, float]) -> float:
+    """What the samples leave for the products, where the other rates are known."""
+    products, packing, rows, seconds = np.sum(samples, axis=0)
+    flops = products + rates["pack_rows"] * packing + rates["row_keys"] * rows
+    return float(flops / (seconds - len(samples) * 1e-6 * rates["call_us"]) / 1e9)
 
 
 def fit(samples: list[Sample]) -> dict[str, float]:
