@@ -36,7 +36,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
                 {"job": f"a layer of {kind}", "tokens": new, "cached": cached, "threads": THREADS},
                 {name: layer(kind, quick, name, new, cached) for name in (OURS, PEER)},
                 Agreement("layer"),
-                (1e-9 * new, "Gtoken"),
+                (new, "token"),
                 (new, "token"),
                 bars,
             )
