@@ -235,18 +235,32 @@ def test_what_is_not_covered_is_done_by_vllm():
     assert torch.equal(*results)
 
 
-def test_register_is_idempotent_and_can_be_switched_off(monkeypatch):
-    name = AttentionBackendEnum.CPU_ATTN
-    monkeypatch.setenv("CPATTN_PLUGINS", "0")
+@pytest.fixture
+def environment(monkeypatch):
+    for name in ("CPATTN_PLUGINS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that all is undone in the end
+        monkeypatch.delenv(name)
+    yield os.environ
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+
+
+def test_register_is_idempotent_and_can_be_switched_off(environment):
+    environment["CPATTN_PLUGINS"] = "0"
     plugin.register()
-    assert not name.is_overridden()
-    monkeypatch.delenv("CPATTN_PLUGINS")
-    try:
+    assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
+    assert "GOMP_SPINCOUNT" not in environment
+    del environment["CPATTN_PLUGINS"]
+    for _ in range(2):
         plugin.register()
-        plugin.register()
-        assert name.get_class() is backend.CpattnBackend
-    finally:
-        name.clear_override()
+        assert AttentionBackendEnum.CPU_ATTN.get_class() is backend.CpattnBackend
+        assert environment["GOMP_SPINCOUNT"] == plugin.SPINS
+
+
+@pytest.mark.parametrize("variable", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_register_leaves_what_users_say_of_waiting(variable, environment):
+    environment[variable] = "active"
+    plugin.register()
+    assert environment.get("GOMP_SPINCOUNT") in (None, "active")
 
 
 THREADS = """
