@@ -138,7 +138,7 @@ def make_indexer(upstream: type) -> SimpleNamespace:
 
 
 def test_23268_queries_saw_the_start_of_the_prefix_and_no_more(monkeypatch):
-    """In 0.5.10. 0.5.12 adds the prefix, for batches of one."""
+    """In 0.5.10. Later releases add the prefix, for batches of one."""
     monkeypatch.setattr(torch, "npu", SimpleNamespace(current_stream=lambda: None), raising=False)
     expected = best_positions()
     with release(
@@ -240,7 +240,7 @@ def prepare_by_release(version: str, x: torch.Tensor) -> tuple[torch.Tensor, ...
 
 
 def test_23268_the_fused_split_left_context_parallelism_nothing_to_gather():
-    """In 0.5.10. 0.5.12 does not fuse there, and neither do we."""
+    """In 0.5.10. Later releases do not fuse there, and neither do we."""
     x = torch.randn(6, Q_LORA + KV_LORA + ROPE_DIM, generator=torch.Generator().manual_seed(6))
     with pytest.raises(UnboundLocalError, match="latent_cache"):
         prepare_by_release("0.5.10", x)
