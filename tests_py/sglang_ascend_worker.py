@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that runs sglang's own context-parallel attention of Ascend, and nothing of ours but the
-operators of the NPU."""
+"""A rank that runs sglang's own context-parallel attention of Ascend: of this library there are
+the operators of the NPU, and in a second run the metadata of the plug-in."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import cpattn
+from cpattn.integrations import sglang as plug_in
 from prefill_batches import Batch, Case, make_batch, slots_of
 from sglang_runtime import SGLANG, context_parallel, make_ascend_backend, make_forward_batch
 
@@ -18,7 +19,12 @@ LAYER_ID, NUM_LAYERS = 1, 2
 
 def run_cases(rank: int, size: int, cases: list[Case]) -> dict[str, dict]:
     with context_parallel(rank, size, "zigzag"):
-        return {case.name: run_case(case) for case in cases}
+        answers = {case.name: run_case(case) for case in cases}
+        plug_in.install("metadata")
+        for case in cases:
+            answers[case.name]["with the plug-in"] = run_case(case)
+        plug_in.uninstall()
+        return answers
 
 
 @torch.inference_mode()
@@ -46,11 +52,13 @@ def run_case(case: Case) -> dict:
         out = layer(q, k, v, forward_batch)
         whole = SGLANG.cp.cp_gather_after_forward(out, forward_batch)
     metadata = forward_batch.attn_cp_metadata
+    plans = metadata.kv_len_prev_tensor, metadata.kv_len_next_tensor
     pool = backend.token_to_kv_pool
     return {
         "out": whole.unflatten(1, (case.num_heads, -1)),
         "local": out,
         "ours": attend(case, batch, q, pool),
+        "plans_are_one_block": len({x.untyped_storage().data_ptr() for x in plans}) == 1,
         "num_rows": metadata.total_q_prev_tokens + metadata.total_q_next_tokens,
         "k_cache": pool.get_key_buffer(LAYER_ID).flatten(0, 1),
         "v_cache": pool.get_value_buffer(LAYER_ID).flatten(0, 1),
