@@ -50,6 +50,8 @@ def test_every_export_is_documented():
     "name", [module.name for module in pkgutil.walk_packages(cpattn.__path__, "cpattn.")]
 )
 def test_docstring_examples_run(name):
+    if name == "cpattn.integrations.vllm.backend":  # which derives from classes of vLLM
+        pytest.importorskip("vllm", reason="vllm is not installed")
     if not name.endswith(("._core", ".__main__")):
         assert doctest.testmod(importlib.import_module(name)).failed == 0
 
@@ -71,7 +73,16 @@ def test_links_lead_somewhere(document):
         assert not anchor or anchor in anchors(file), target
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/kv_transfer.md", "docs/torch_operators.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "README.md",
+        "docs/kv_transfer.md",
+        "docs/torch_npu.md",
+        "docs/torch_operators.md",
+        "docs/transformers.md",
+    ],
+)
 def test_examples_of_documents_run(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / name).read_text()

@@ -133,6 +133,15 @@ def test_type_errors(name):
         cpattn.paged_attention(**(plain_inputs() | change))
 
 
+def test_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        inputs = plain_inputs() | {"q": mode.from_tensor(torch.zeros(5, 4, 32))}
+        with pytest.raises(TypeError, match="q has no storage"):
+            cpattn.paged_attention(**inputs)
+
+
 def test_the_rank_of_q():
     with pytest.raises(ValueError, match=r"q must have 3 dimensions, got shape \[5, 128\]"):
         cpattn.paged_attention(**plain_inputs() | {"q": torch.zeros(5, 128)})

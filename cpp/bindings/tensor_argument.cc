@@ -141,6 +141,9 @@ void TensorArgument::from_dlpack(const dlpack::Tensor& tensor, const char* name)
         ") in dimension ", axis
     );
   }
+  if (tensor.data == nullptr && contiguous != 0) {
+    type_error(concat(name, " has no storage, as tensors have that only stand for others"));
+  }
 }
 
 bool TensorArgument::try_exchange_api(py::handle object, const char* name) {
