@@ -17,22 +17,20 @@ from sglang_runtime import SGLANG, context_parallel, make_ascend_backend, make_f
 LAYER_ID, NUM_LAYERS = 1, 2
 
 
-def run_cases(rank: int, size: int, cases: list[Case]) -> dict[str, dict]:
+def run_cases(rank: int, size: int, cases: list[Case], unsplit: dict[str, Case]) -> dict[str, dict]:
     with context_parallel(rank, size, "zigzag"):
         answers = {case.name: run_case(case) for case in cases}
         plug_in.install("metadata")
         for case in cases:
             answers[case.name]["with the plug-in"] = run_case(case)
         plug_in.uninstall()
-        return answers
+        return answers | {case.name: run_unsplit(case, mode) for mode, case in unsplit.items()}
 
 
-@torch.inference_mode()
-def run_case(case: Case) -> dict:
-    """One layer of one prefill, as sglang's model runner runs it; what came out on this rank."""
+def begin(case: Case) -> tuple[Batch, Any, Any, Any]:
+    """A batch, a backend whose pool has the cached prefixes, a forward pass and a layer."""
     batch = make_batch(case)
-    backend = make_backend(case, batch)
-    forward_batch = make_forward_batch(case, batch)
+    backend, forward_batch = make_backend(case, batch), make_forward_batch(case, batch)
     layer = SGLANG.radix.RadixAttention(
         case.num_heads,
         case.head_dim,
@@ -42,6 +40,27 @@ def run_case(case: Case) -> dict:
         v_head_dim=case.v_head_dim,
     )
     write_prefixes(backend, layer, case, batch)
+    return batch, backend, forward_batch, layer
+
+
+@torch.inference_mode()
+def run_unsplit(case: Case, mode: str) -> dict:
+    """A forward pass that sglang does not split over ranks: each of them computes all of it."""
+    batch, backend, forward_batch, layer = begin(case)
+    forward_batch.forward_mode = SGLANG.batch.ForwardMode[mode]
+    forward_batch.global_num_token_non_padded_cpu = len(batch.q)
+    with SGLANG.context.forward_context(SGLANG.context.ForwardContext(backend)):
+        assert not SGLANG.cp.is_cp_active(forward_batch)
+        backend.init_forward_metadata(forward_batch)
+        k, v = batch.new(case, batch.k), batch.new(case, batch.v)
+        out = layer(batch.q.flatten(1), k, v, forward_batch)
+    return {"out": out.view(len(batch.q), case.num_heads, -1)}
+
+
+@torch.inference_mode()
+def run_case(case: Case) -> dict:
+    """One layer of one prefill, as sglang's model runner runs it; what came out on this rank."""
+    batch, backend, forward_batch, layer = begin(case)
     with SGLANG.context.forward_context(SGLANG.context.ForwardContext(backend)):
         SGLANG.cp.prepare_cp_forward(forward_batch)
         backend.init_forward_metadata(forward_batch)

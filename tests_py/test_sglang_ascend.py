@@ -35,6 +35,13 @@ CASES = [
 CASES += [replace(case, name=f"{case.name}, bfloat16", dtype=torch.bfloat16) for case in CASES[2:5]]
 
 
+WIDE = {"page_size": 16, "head_dim": 128, "v_head_dim": 128}
+UNSPLIT = {
+    "EXTEND": Case("too few new tokens to split", (3, 2, 7), (5, 40, 0), **WIDE),
+    "DECODE": Case("decode", (1, 1, 1), (5, 40, 130), **WIDE),
+}
+
+
 def run_sglang(rank: int, *arguments) -> dict[str, dict]:
     import sglang_ascend_worker  # not in this process, which is to stay without stand-ins
 
@@ -46,11 +53,12 @@ def answers(request, tmp_path_factory):
     """The answers of all ranks to all cases."""
     path = tmp_path_factory.mktemp("world")
     preload = "sglang_runtime"
-    return run_world(request.param, path, run_sglang, request.param, CASES, preload=preload)
+    arguments = (request.param, CASES, UNSPLIT)
+    return run_world(request.param, path, run_sglang, *arguments, preload=preload)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_whole_prefill_is_attention_in_float64(answers, case):
+@pytest.mark.parametrize("case", [*CASES, *UNSPLIT.values()], ids=lambda case: case.name)
+def test_the_whole_is_attention_in_float64(answers, case):
     expected, magnitude, _ = expected_of(case)
     dtype = str(case.dtype).removeprefix("torch.")
     mine, *others = (answer[case.name]["out"] for answer in answers)
