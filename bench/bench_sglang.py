@@ -8,7 +8,6 @@ engine calls it.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import sys
 from collections.abc import Callable
@@ -24,8 +23,9 @@ if message := torch_guard.prepare():
     print(message)
 import torch
 
-# Beside the tests of the plug-in, which need it as well.
-sys.path.append(str(Path(__file__).parents[1] / "tests_py"))
+sys.path.append(str(Path(__file__).parents[1] / "tests_py"))  # whose means of comparison it uses
+import sglang_planning
+from cpattn.integrations import sglang as plugin
 
 CP_SIZE, CP_RANK = 8, 1
 BATCHES = (1, 8, 64, 256, 1024)
@@ -42,37 +42,23 @@ def make_batch(bs: int) -> tuple[int, list[int], list[int]]:
     )
 
 
-def assert_same(result: Any, expected: Any) -> None:
-    assert type(result) is type(expected)
-    for field in dataclasses.fields(expected):
-        got, wanted = getattr(result, field.name), getattr(expected, field.name)
-        if isinstance(wanted, torch.Tensor):
-            torch.testing.assert_close(got, wanted, rtol=0, atol=0)
-        else:
-            assert got == wanted, field.name
-
-
 def builders() -> dict[str, dict[str, Callable[..., Any]]]:
     """By strategy: cpattn's, through sglang's hooks, and sglang's own, taken before them."""
-    import sglang_planning
-    from cpattn.integrations import sglang as plugin
-
     sglang = sglang_planning.load()
-    found: dict[str, dict[str, Callable[..., Any]]] = {}
-    for base in (sglang.zigzag.ZigzagCPStrategy, sglang.interleave.InterleaveCPStrategy):
-        strategy = type("Strategy", (base,), {"cp_rank": CP_RANK})(CP_SIZE)
-        found[base.name] = {"strategy": strategy, "sglang": partial(base.build_metadata, strategy)}
+    classes = (sglang.zigzag.ZigzagCPStrategy, sglang.interleave.InterleaveCPStrategy)
+    strategies = [type("OfRank", (base,), {"cp_rank": CP_RANK})(CP_SIZE) for base in classes]
+    own = {strategy.name: strategy.build_metadata for strategy in strategies}
     plugin.install("metadata")
     return {
-        name: {"cpattn": both["strategy"].build_metadata, "sglang": both["sglang"]}
-        for name, both in found.items()
+        strategy.name: {"cpattn": strategy.build_metadata, "sglang": own[strategy.name]}
+        for strategy in strategies
     }
 
 
 def main() -> int:
     suite = Suite("sglang", f"Metadata of one rank of {CP_SIZE}, as sglang's objects")
     if find_spec("sglang") is None:
-        print("bench_sglang: sglang is not installed, nothing to compare with")
+        print("bench_sglang: sglang is not installed, there is nothing to compare with")
         return 0
     torch.set_num_threads(1)
     for strategy, implementations in builders().items():
@@ -82,7 +68,7 @@ def main() -> int:
                 case,
                 implementations,
                 partial(make_batch, bs),
-                assert_same=assert_same,
+                assert_same=sglang_planning.assert_same,
                 bar=BARS.get((strategy, bs)),
             )
     return suite.finish()

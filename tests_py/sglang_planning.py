@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import warnings
 from types import SimpleNamespace
+from typing import Any
+
+import torch
 
 from stand_ins import stand_ins_for_what_lacks
 
@@ -46,3 +50,19 @@ def load() -> SimpleNamespace:
             return SimpleNamespace(
                 **{key: importlib.import_module(name) for key, name in MODULES.items()}
             )
+
+
+def assert_same(ours: Any, theirs: Any, case: Any = None) -> None:
+    """Two metadata have the same fields: types, devices and values."""
+    assert type(ours) is type(theirs)
+    assert vars(ours).keys() == vars(theirs).keys()
+    for field in dataclasses.fields(theirs):
+        got, wanted = getattr(ours, field.name), getattr(theirs, field.name)
+        assert type(got) is type(wanted), (field.name, case)
+        if isinstance(wanted, torch.Tensor):
+            assert (got.dtype, got.device) == (wanted.dtype, wanted.device), (field.name, case)
+            assert got.is_contiguous()
+            got, wanted = got.tolist(), wanted.tolist()
+        if isinstance(wanted, list):
+            assert all(type(item) is int for item in got), (field.name, case)
+        assert got == wanted, (field.name, case)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import torch
 import sglang_planning
 from cpattn.integrations import sglang as plugin
 from cpattn.integrations.sglang import metadata as plugin_metadata
+from sglang_planning import assert_same
 
 pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed")
 
@@ -34,21 +34,6 @@ def make_strategy(sglang: SimpleNamespace, name: str, rank: int, size: int) -> A
         "interleave": sglang.interleave.InterleaveCPStrategy,
     }
     return type("Strategy", (classes[name],), {"cp_rank": rank})(size)
-
-
-def assert_same(ours: Any, theirs: Any, case: Any = None) -> None:
-    assert type(ours) is type(theirs)
-    assert vars(ours).keys() == vars(theirs).keys()
-    for field in dataclasses.fields(theirs):
-        got, wanted = getattr(ours, field.name), getattr(theirs, field.name)
-        assert type(got) is type(wanted), (field.name, case)
-        if isinstance(wanted, torch.Tensor):
-            assert (got.dtype, got.device) == (wanted.dtype, wanted.device), (field.name, case)
-            assert got.is_contiguous()
-            got, wanted = got.tolist(), wanted.tolist()
-        if isinstance(wanted, list):
-            assert all(type(item) is int for item in got), (field.name, case)
-        assert got == wanted, (field.name, case)
 
 
 def random_batch(rng: np.random.Generator) -> tuple[int, int, tuple[Any, Any, Any]]:

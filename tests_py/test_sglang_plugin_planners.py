@@ -204,6 +204,16 @@ def test_an_unknown_part_is_refused(switch, monkeypatch):
 
 
 def test_another_release_is_named(switch, monkeypatch, caplog):
-    monkeypatch.setattr(switch, "version", lambda name: "0.5.99")
+    monkeypatch.setattr("sglang.version.__version__", "0.5.99")
     plugin.install("metadata")
     assert "cpattn matches sglang 0.5.23, this is 0.5.99" in caplog.text
+
+
+def test_hooks_of_others_come_after(sglang, switch, monkeypatch):
+    target = "sglang.srt.disaggregation.common.utils.group_concurrent_contiguous"
+    monkeypatch.setattr(switch, "_hooked", set())
+    monkeypatch.setattr(sglang.registry.HookRegistry, "_patched", {target})
+    with pytest.raises(RuntimeError, match=f"before sglang applies other hooks to {target}"):
+        plugin.install("kv", "metadata")
+    assert not switch._hooked
+    assert not switch._active

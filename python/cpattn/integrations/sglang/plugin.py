@@ -12,7 +12,6 @@ import importlib
 import logging
 import os
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from . import metadata, planners
@@ -108,33 +107,49 @@ def install(*parts: str) -> None:
     ------
     ValueError
         There is no such part.
+    RuntimeError
+        Hooks of others are in force on one of the functions already; sglang would ignore ours.
     """
     if os.environ.get("CPATTN_PLUGINS") == "0" or (_active and not parts):
         return
-    listed = os.environ.get("CPATTN_SGLANG_PARTS", ",".join(DEFAULT_PARTS))
-    wanted = parts or tuple(part.strip() for part in listed.split(",") if part.strip())
+    wanted = parts or _parts_of_environment()
     for part in wanted:
         if part not in PARTS:
             raise ValueError(
                 f"cpattn.integrations.sglang.install: parts must be among {PARTS}, got {part!r}"
             )
-    plugins = importlib.import_module("sglang.srt.plugins.hook_registry")
     hooks = [hook for hook in _HOOKS if hook.part in wanted and _is_there(hook)]
-    for hook in hooks:
-        if hook.target not in _hooked:
-            plugins.HookRegistry.register(hook.target, _around(hook), plugins.HookType.AROUND)
-            _hooked.add(hook.target)
+    _register([hook for hook in hooks if hook.target not in _hooked])
     _active.clear()
     _active.update(wanted)
-    # sglang applies the hooks of all its plug-ins itself, after the last of them.
-    if plugins._current_plugin_source.get() is None:
-        plugins.HookRegistry.apply_hooks()
     _log(hooks)
 
 
 def uninstall() -> None:
     """Switch all parts off: sglang's own functions are called again."""
     _active.clear()
+
+
+def _parts_of_environment() -> tuple[str, ...]:
+    listed = os.environ.get("CPATTN_SGLANG_PARTS", ",".join(DEFAULT_PARTS))
+    return tuple(part.strip() for part in listed.split(",") if part.strip())
+
+
+def _register(hooks: list[_Hook]) -> None:
+    plugins = importlib.import_module("sglang.srt.plugins.hook_registry")
+    registry = plugins.HookRegistry
+    for hook in hooks:
+        if hook.target in registry._patched:
+            raise RuntimeError(
+                "cpattn.integrations.sglang.install: must be called before sglang applies other "
+                f"hooks to {hook.target}, and has been called after"
+            )
+    for hook in hooks:
+        registry.register(hook.target, _around(hook), plugins.HookType.AROUND)
+        _hooked.add(hook.target)
+    # sglang applies the hooks of all its plug-ins itself, after the last of them.
+    if plugins._current_plugin_source.get() is None:
+        registry.apply_hooks()
 
 
 def _is_there(hook: _Hook) -> bool:
@@ -161,7 +176,7 @@ def _around(hook: _Hook) -> Callable[..., Any]:
 
 
 def _log(hooks: list[_Hook]) -> None:
-    found = version("sglang")
+    found = importlib.import_module("sglang.version").__version__
     if found != SGLANG:
         _logger.warning("cpattn matches sglang %s, this is %s", SGLANG, found)
     names = ", ".join(hook.name for hook in hooks)
