@@ -47,10 +47,6 @@ class CpattnBackend(CPUAttentionBackend):
     def get_builder_cls() -> type[CpattnMetadataBuilder]:
         return CpattnMetadataBuilder
 
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
 
 @dataclass
 class CpattnMetadata(CPUAttentionMetadata):
@@ -62,26 +58,23 @@ class CpattnMetadata(CPUAttentionMetadata):
         key = impl.num_heads, impl.sliding_window
         if key not in self.plans:
             num_pages, num_kv_heads, page_size, head_dim = k_cache.shape
+            q_lens, kv_lens = np.diff(self.query_start_loc.numpy()), self.seq_lens.numpy()
             self.plans[key] = plan_attention(
-                q_lens=self._q_lens(),
-                kv_lens=self.seq_lens,
+                q_lens=q_lens,
+                kv_lens=kv_lens,
                 block_tables=self.block_table,
                 page_size=page_size,
                 num_pages=num_pages,
                 num_heads=impl.num_heads,
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
-                **self._visibility(impl.sliding_window),
+                **self._visibility(q_lens, kv_lens, impl.sliding_window),
             )
         return self.plans[key]
 
-    def _q_lens(self) -> Any:
-        return np.diff(self.query_start_loc.numpy())
-
-    def _visibility(self, sliding_window: int) -> dict[str, Any]:
+    def _visibility(self, q_lens: Any, kv_lens: Any, sliding_window: int) -> dict[str, Any]:
         """A window counts the token itself; without causality it is as wide on the right."""
         left = sliding_window - 1 if sliding_window > 0 else -1
-        q_lens, kv_lens = self._q_lens(), self.seq_lens.numpy()
         if self.dynamic_causal is None:
             return visibility(q_lens, kv_lens, left, 0 if self.causal else left)
         masks = [
