@@ -45,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--trace", type=Path, default=trace, help="a request trace, .jsonl or .jsonl.gz"
     )
-    parser.add_argument("--requests", type=int, default=16, help="from the start of the trace")
+    parser.add_argument("--requests", type=int, default=20, help="from the start of the trace")
     parser.add_argument(
         "--scale-lengths", type=int, default=8, choices=(1, 2, 4, 8, 16), help="divide all lengths"
     )
