@@ -34,9 +34,14 @@ def release(version: str, **names: str) -> Iterator[SimpleNamespace]:
     Other modules of sglang are stand-ins, torch_npu is this library's, and every device the CPU.
     """
     names = {key: f"sglang.srt.{name}" for key, name in names.items()}
-    finder = PackageFinder("sglang", _wheel(version), names.values())
-    others = _take_sglang_away()
-    sys.meta_path.insert(0, finder)
+    wheel = _wheel(version)
+    # Metrics are registered once per process: those of another release must stay out.
+    finders = [
+        PackageFinder("sglang", wheel, names.values()),
+        PackageFinder("prometheus_client", wheel, []),
+    ]
+    others = _take_away()
+    sys.meta_path[:0] = finders
     try:
         with torch_npu.install(), stand_ins_for_what_lacks(), DevicesAreTheCpu():
             # Nothing is compiled when it is imported: for that torch would want a real triton.
@@ -47,8 +52,9 @@ def release(version: str, **names: str) -> Iterator[SimpleNamespace]:
                 vars(module).setdefault("torch_npu", sys.modules["torch_npu"])
             yield SimpleNamespace(**modules)
     finally:
-        sys.meta_path.remove(finder)
-        _take_sglang_away()
+        for finder in finders:
+            sys.meta_path.remove(finder)
+        _take_away()
         sys.modules.update(others)
 
 
@@ -60,6 +66,7 @@ def _wheel(version: str) -> zipfile.Path:
     return zipfile.Path(wheel)
 
 
-def _take_sglang_away() -> dict[str, object]:
-    names = [name for name in sys.modules if name.split(".")[0] == "sglang"]
+def _take_away() -> dict[str, object]:
+    packages = ("sglang", "prometheus_client")
+    names = [name for name in sys.modules if name.split(".")[0] in packages]
     return {name: sys.modules.pop(name) for name in names}
