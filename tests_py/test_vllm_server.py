@@ -98,5 +98,6 @@ def test_streams_are_the_same_tokens_one_by_one(servers):
 def test_both_end_with_all_their_processes(servers):
     for server in (servers.stock, servers.ours):
         assert len(server.processes()) >= 3  # the server, the engine, its worker
-        assert server.stop() == []
+        # Not in what vLLM says of its own end, of which some processes hear before others.
         assert "Traceback" not in server.log.rpartition("Application startup complete")[2]
+        assert server.stop() == []
