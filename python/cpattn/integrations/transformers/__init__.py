@@ -16,7 +16,7 @@ from torch.compiler import disable
 from ..._containers import Tensor
 from .contiguous import contiguous_attention
 from .dsa import dsa_attention, use_indexer
-from .masks import visibility_mask
+from .masks import check_model, visibility_mask
 from .mla import absorb_mla, keeps_latents, mla_attention
 from .paged import paged_attention_forward
 
@@ -81,11 +81,17 @@ def use_paged(model: Any, name: str = "cpattn") -> ExitStack:
     ExitStack
         A context manager; its end, or ``close()``, brings the former implementation back.
 
+    Raises
+    ------
+    ValueError
+        For a model that calls no attention functions.
+
     Examples
     --------
     >>> with use_paged(model):  # doctest: +SKIP
     ...     model.generate_batch(prompts)
     """
+    check_model(type(model))
     register(name)
     before = model.config._attn_implementation
     model.config._attn_implementation = f"{name}_flash"

@@ -11,12 +11,19 @@ import torch
 from ..._containers import Tensor
 from ..._visibility import Lengths
 from ...attention import default_scale, paged_attention
-from .masks import visibility
+from .masks import FUNCTION, visibility
 
-FUNCTION = "cpattn.integrations.transformers"
+#: What changes scores or visible keys, and the kernels do not have: of T5, of callers, of Inkling 2
+#: (one for each query) and of MiniMax-M3 (which then makes no mask for its blocks).
+UNSUPPORTED = ("position_bias", "output_attentions", "sinks", "block_indices")
 
 
-def check_supported(*tensors: Tensor, dropout: float = 0.0, **unsupported: Any) -> None:
+def check_supported(
+    *tensors: Tensor,
+    options: dict[str, Any],
+    unsupported: tuple[str, ...] = UNSUPPORTED,
+    dropout: float = 0.0,
+) -> None:
     """ValueError for what a model may ask for and the kernels do not have."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise ValueError(
@@ -25,7 +32,8 @@ def check_supported(*tensors: Tensor, dropout: float = 0.0, **unsupported: Any) 
         )
     if dropout != 0:
         raise ValueError(f"{FUNCTION}: dropout must be 0, call model.eval(); got {dropout}")
-    for name, value in unsupported.items():
+    for name in unsupported:
+        value = options.get(name)
         if value is not None and value is not False:
             raise ValueError(
                 f"{FUNCTION}: {name} is not supported, use another attn_implementation for it"
@@ -97,9 +105,7 @@ def contiguous_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    output_attentions: bool | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers on `paged_attention`.
 
@@ -111,7 +117,7 @@ def contiguous_attention(
     query : float32, float16 or bfloat16 tensor, shape [batch, num_heads, queries, head_dim]
     key, value : tensors of its dtype, shape [batch, num_kv_heads, keys, dim]
         Not repeated for grouped heads; `value` may have another dim.
-    attention_mask : tensor, shape [1 or batch, 1, queries, keys], optional
+    attention_mask : tensor, shape [1 or batch, 1, 1 or queries, keys], optional
         True, or 0 of a float mask, where a query sees a key; decides alone. None: query i sees
         keys up to i + keys - queries, `sliding_window` of them, or all if not `is_causal`.
     scaling : float, default 1/sqrt(head_dim)
@@ -120,8 +126,10 @@ def contiguous_attention(
     s_aux : tensor, shape [num_heads], optional
         Sinks, as of gpt-oss.
     is_causal : bool, default that of `module`, else True
-    dropout, position_bias, output_attentions
-        Must be 0, None, and None or False.
+    dropout : float
+        Must be 0.
+    **options
+        None or False for those of `UNSUPPORTED`; all others mean nothing here.
 
     Returns
     -------
@@ -129,10 +137,7 @@ def contiguous_attention(
     None
         In place of the weights.
     """
-    check_supported(
-        query, key, value, dropout=dropout, position_bias=position_bias,
-        output_attentions=output_attentions,
-    )  # fmt: skip
+    check_supported(query, key, value, dropout=dropout, options=options)
     batch, _heads, queries, head_dim = query.shape
     keys, v_head_dim = key.shape[2], value.shape[3]
     if len(key) != batch:
@@ -140,7 +145,7 @@ def contiguous_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = sliding_window - 1 if causal and sliding_window else None
     band, custom_mask = visibility(
-        FUNCTION, attention_mask, (batch, queries, keys), causal=causal, window=window
+        attention_mask, (batch, queries, keys), causal=causal, window=window
     )
     k_pages, v_pages, table = _pages(widened(key), widened(value), band.starts, band.kv_lens)
     out: Any = paged_attention(

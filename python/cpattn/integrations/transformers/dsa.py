@@ -18,12 +18,9 @@ from ...attention import paged_attention
 from ...indexer import indexer_topk
 from ...sparse_mla import flash_mla_sparse_fwd
 from ._methods import Replaced
-from .contiguous import FUNCTION, check_supported, contiguous_attention, widened
-from .masks import as_bool
+from .contiguous import UNSUPPORTED, check_supported, contiguous_attention, widened
+from .masks import FUNCTION, as_bool
 from .mla import absorb, keeps_latents, mla_attention, project
-
-#: Arguments of attention functions that sparse attention has not.
-UNSUPPORTED = ("softcap", "s_aux", "position_bias", "output_attentions")
 
 
 def dsa_attention(
@@ -60,13 +57,17 @@ def dsa_attention(
     out : tensor, shape [batch, queries, heads, v_head_dim]
     None
     """
-    unsupported = {name: kwargs.get(name) for name in UNSUPPORTED}
-    check_supported(query, key, value, dropout=kwargs.get("dropout", 0.0), **unsupported)
+    check_supported(
+        query, key, value,
+        dropout=kwargs.get("dropout", 0.0),
+        options=kwargs,
+        unsupported=(*UNSUPPORTED, "softcap", "s_aux"),
+    )  # fmt: skip
     if indices.shape[-1] >= key.shape[2]:  # nothing was left out: the mask alone decides
         dense = mla_attention if keeps_latents(module) else contiguous_attention
         return dense(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     shape = *indices.shape[:2], key.shape[2]
-    visible = as_bool(FUNCTION, attention_mask, shape).view(shape)
+    visible = as_bool(attention_mask, shape).view(shape)
     visible = visible.gather(-1, indices.clamp(min=0).long()) & (indices >= 0)
     attend = _attend_latents if keeps_latents(module) else _attend_heads
     return attend(module, query, key, value, scaling, indices, visible), None
@@ -207,7 +208,7 @@ def _choose(
     # The order does not depend on the positive factors of the scores.
     weights = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype)).float()
     shape = batch, queries, keys
-    begin, end = visible_ranges(as_bool(FUNCTION, attention_mask.unsqueeze(1), shape).view(shape))
+    begin, end = visible_ranges(as_bool(attention_mask.unsqueeze(1), shape).view(shape))
     first = keys * torch.arange(batch)[:, None]
     dtype = q.dtype if q.dtype == torch.bfloat16 else torch.float32
     chosen = indexer_topk(

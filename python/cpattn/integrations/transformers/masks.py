@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 
 from ..._containers import Tensor
 from ..._visibility import Lengths
+
+FUNCTION = "cpattn.integrations.transformers"
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ def visibility_mask(
     mask_function: Any = None,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
+    config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
     """A mask function of transformers: the mask of ``sdpa`` with its `Band`, or None.
@@ -72,6 +76,8 @@ def visibility_mask(
         False where a token is padding.
     q_offset, kv_offset : int
         Positions of the first query and of the first key.
+    config : PreTrainedConfig, optional
+        Of the model that asks; one with an attention of its own is refused.
 
     Returns
     -------
@@ -79,6 +85,8 @@ def visibility_mask(
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+    for model_class in _model_classes(config.__class__):
+        check_model(model_class)
     if mask_function is None:
         mask_function = causal_mask_function
     end = kv_offset + kv_length
@@ -99,20 +107,43 @@ def visibility_mask(
     return mask
 
 
+@cache
+def _model_classes(config_class: Any) -> tuple[Any, ...]:
+    from transformers import MODEL_MAPPING
+
+    found = MODEL_MAPPING.get(config_class, ())
+    return found if isinstance(found, tuple) else (found,)
+
+
+def check_model(model_class: Any) -> None:
+    """ValueError for models that take any attn_implementation, but compute attention themselves.
+
+    Some of them ask for its masks nevertheless, and would see keys that masks like these hide.
+    """
+    if not (model_class._supports_sdpa or model_class._supports_attention_backend):
+        raise ValueError(
+            f"{FUNCTION}: the model must support attention functions or sdpa, "
+            f"use attn_implementation='eager' for {model_class.__name__}"
+        )
+
+
 def _all_tokens(attention_mask: Tensor, begin: int, end: int) -> bool:
     tokens = attention_mask[:, begin:end]
     return tokens.shape[1] == end - begin and bool(tokens.all())
 
 
-def as_bool(function: str, mask: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """A mask of any origin as bool [batch, queries, keys], flat.
+def as_bool(mask: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """A mask of any origin as bool [batch, queries, keys], flat; one row may be for all queries.
 
     ValueError for what is no mask: per-head ones, another shape, and numbers that are a bias.
     """
     batch, queries, keys = shape
-    if mask.ndim != 4 or mask.shape[0] not in (1, batch) or mask.shape[1:] != (1, queries, keys):
+    if mask.ndim != 4 or any(
+        n not in allowed
+        for n, allowed in zip(mask.shape, ((1, batch), (1,), (1, queries), (keys,)), strict=True)
+    ):
         raise ValueError(
-            f"{function}: attention_mask must have shape {[batch, 1, queries, keys]}, got "
+            f"{FUNCTION}: attention_mask must have shape {[batch, 1, queries, keys]}, got "
             f"{list(mask.shape)}"
         )
     if mask.dtype != torch.bool:
@@ -121,7 +152,7 @@ def as_bool(function: str, mask: Tensor, shape: tuple[int, int, int]) -> Tensor:
             ~visible & (mask > torch.finfo(mask.dtype).min / 2)
         ):
             raise ValueError(
-                f"{function}: attention_mask must be bool, or a float that is 0 for a visible key "
+                f"{FUNCTION}: attention_mask must be bool, or a float that is 0 for a visible key "
                 f"and the lowest number for others: a bias is not supported; got {mask.dtype}"
             )
         mask = visible
@@ -129,7 +160,6 @@ def as_bool(function: str, mask: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 
 def visibility(
-    function: str,
     mask: Tensor | None,
     shape: tuple[int, int, int],
     *,
@@ -147,4 +177,4 @@ def visibility(
     band: Band | None = getattr(mask, "cpattn_band", None)
     if band is not None and mask.shape == (batch, 1, queries, keys):
         return band, None
-    return Band(starts, kv_lens, False), as_bool(function, mask, shape)
+    return Band(starts, kv_lens, False), as_bool(mask, shape)

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from ._methods import Replaced
-from .contiguous import FUNCTION, contiguous_attention
+from .contiguous import contiguous_attention
+from .masks import FUNCTION
 
 
 def absorb_mla(model: nn.Module, name: str = "cpattn") -> Replaced:

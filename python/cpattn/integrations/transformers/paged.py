@@ -10,7 +10,8 @@ import numpy as np
 
 from ..._containers import Tensor
 from ...attention import plan_attention, run_attention
-from .contiguous import FUNCTION, check_supported, float_sinks
+from .contiguous import UNSUPPORTED, check_supported, float_sinks
+from .masks import FUNCTION
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,11 @@ def paged_attention_forward(
     cu_seq_lens_k: Any = None,
     read_index: Any = None,
     write_index: Any = None,
-    block_table: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    output_attentions: bool | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers for the batches of ``generate_batch``.
 
@@ -120,7 +119,7 @@ def paged_attention_forward(
         For each kind of layers.
     read_index, write_index : lists of int64 tensors
         Rows of the cache for each kind of layers: of all tokens, and of the new ones.
-    scaling, softcap, s_aux, dropout, output_attentions
+    scaling, softcap, s_aux, dropout, **options
         As in `contiguous_attention`.
 
     Returns
@@ -135,8 +134,10 @@ def paged_attention_forward(
             "is for everything else"
         )
     check_supported(
-        query, key, value, dropout=dropout, block_table=block_table,
-        output_attentions=output_attentions,
+        query, key, value,
+        dropout=dropout,
+        options=options,
+        unsupported=(*UNSUPPORTED, "block_table", "indices"),
     )  # fmt: skip
     allocator = cache.layer_to_allocator[module.layer_idx]
     reads, writes = read_index[allocator.index], write_index[allocator.index]
