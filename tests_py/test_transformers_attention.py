@@ -21,13 +21,14 @@ from transformers import (  # noqa: E402
     BertConfig,
     BertModel,
     DynamicCache,
+    GemmaConfig,
     StaticCache,
 )
 
 import cpattn.integrations.transformers as integration  # noqa: E402
 from cases import DTYPES, expected_attention  # noqa: E402
 from cpattn.integrations.transformers import contiguous, masks  # noqa: E402
-from tiny_transformers import CONFIGS, generate, make_model, make_tokens  # noqa: E402
+from tiny_transformers import CONFIGS, SIZES, generate, make_model, make_tokens  # noqa: E402
 from tolerances import SOFTCAP_UNITS, TOLERANCES, assert_close  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -239,6 +240,16 @@ def test_packed_sequences(llama: Any) -> None:
             result = llama(make_tokens(1, LENGTH), position_ids=positions, use_cache=False)
         results.append(result.logits)
     assert_logits(results[1], results[0])
+
+
+def test_causal_masks_of_layers_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma within PaliGemma, whose chunks are causal nevertheless."""
+    monkeypatch.setitem(
+        CONFIGS, "gemma", lambda: GemmaConfig(**SIZES, use_bidirectional_attention=True)
+    )
+    model, mask, chunks = make_model("gemma"), torch.ones(2, LENGTH).long(), (11, 8, 1, 10)
+    expected, _ = run(model, "eager", mask, chunks)
+    assert_logits(run(model, "cpattn", mask, chunks)[0], expected)
 
 
 def test_a_compiled_model(llama: Any) -> None:

@@ -90,8 +90,11 @@ def visibility_mask(
     if mask_function is None:
         mask_function = causal_mask_function
     end = kv_offset + kv_length
+    # Gemma's layers that call themselves not causal would take None as leave to see everything.
+    means_causal = not getattr(config, "use_bidirectional_attention", False)
     if (
         allow_is_causal_skip
+        and means_causal
         and mask_function is causal_mask_function
         and end == int(q_offset) + q_length
         and (attention_mask is None or _all_tokens(attention_mask, kv_offset, end))
