@@ -228,7 +228,8 @@ def _reshape_and_cache(
 ) -> None:
     """Write rows [T, H, D] to slots of caches [blocks, block_size, H, D]."""
     for cache, rows in ((key_cache, key), (value_cache, value)):
-        torch.ops.npu.npu_scatter_nd_update_(cache.flatten(0, 1), slot_indices[:, None], rows)
+        slots = cache.view(-1, *cache.shape[2:])  # never a copy, as of flatten()
+        torch.ops.npu.npu_scatter_nd_update_(slots, slot_indices[:, None], rows)
 
 
 def _rotary_mul(self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
