@@ -260,9 +260,10 @@ def test_a_wrong_layer_is_refused(arguments, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Rates(gflops=0), "Rates: gflops must be positive, got 0"),
-        (lambda: Rates(gflops=float("nan")), "Rates: gflops must be positive, got nan"),
-        (lambda: Rates(gflops=1, call_us=-1), "Rates: call_us must be >= 0, got -1"),
+        (lambda: Rates(gflops=0), "Rates: gflops must be positive and finite, got 0"),
+        (lambda: Rates(gflops=np.nan), "Rates: gflops must be positive and finite, got nan"),
+        (lambda: Rates(gflops=np.inf), "Rates: gflops must be positive and finite, got inf"),
+        (lambda: Rates(gflops=1, call_us=-1), "Rates: call_us must be >= 0 and finite, got -1"),
         (lambda: rank_work([3], [1, 2], cp_size=2), "as many elements as extend_lens, got 2 and 1"),
         (lambda: rank_work([3], [-1], cp_size=2), "rank_work: prefix_lens must be >= 0, got -1"),
         (lambda: predict([], LAYER, Rates(gflops=1), cp_size=2), "at least one batch"),

@@ -23,6 +23,7 @@ import cpattn
 from cpattn.commands import commands
 from cpattn.cost_model import AttentionLayer, Rates, predict
 from cpattn.cost_model.command import parse_cp_sizes
+from cpattn.cost_model.report import _bytes, _time
 
 RATES = ("--gflops", "900", "--threads", "4")
 
@@ -149,6 +150,22 @@ def test_help_tells_the_defaults_of_rates():
 
 
 @pytest.mark.parametrize(
+    ("cell", "value", "text"),
+    [
+        (_bytes, 1 << 10, "1.0 KiB"),
+        (_bytes, 1023 << 20, "1,023 MiB"),
+        (_bytes, 1536 << 30, "1.5 TiB"),
+        (_bytes, 2048 << 40, "2,048 TiB"),
+        (_time, 999.7e-6, "1,000 µs"),
+        (_time, 0.0123, "12.3 ms"),
+        (_time, 1234.5, "1,234.50 s"),
+    ],
+)
+def test_numbers_of_the_table_have_no_exponents(cell, value, text):
+    assert cell(value) == text
+
+
+@pytest.mark.parametrize(
     ("text", "sizes"),
     [("8..1024", [8 << i for i in range(8)]), ("3..7", [3, 6, 7]), ("5..5", [5]), ("8,4", [8, 4])],
 )
@@ -165,11 +182,12 @@ def test_numbers_of_ranks(text, sizes):
         ("--cp-size 0..4", "'0..4' is no number of ranks"),
         ("--tokens 4 --extend-lens 3", "a batch comes from one of --tokens and --prefix, --ext"),
         ("--extend-lens 3,4 --prefix-lens 1", "as many elements as extend_lens, got 1 and 2"),
+        ("--requests 9", "--requests and --token-budget are of a --trace, but there is none"),
         ("--prefix-lens 3", "as many elements as extend_lens, got 1 and 0"),
         ("--extend-lens 0", "batches must have new tokens, got none"),
         ("--extend-lens=-1", "extend_lens must be >= 0, got -1 at index 0"),
         ("--heads 3", "num_heads must be a multiple of num_kv_heads = 8, got 3"),
-        ("--gflops -1", "gflops must be positive, got -1.0"),
+        ("--gflops -1", "gflops must be positive and finite, got -1.0"),
         ("--trace /nowhere", "'/nowhere' does not exist"),
         ("--json /nowhere/p.json", "Directory '/nowhere' does not exist"),
     ],

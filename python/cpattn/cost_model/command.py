@@ -17,7 +17,7 @@ from .calibration import assumed_gflops, calibrate
 from .prediction import Batch, Prediction, Rates, predict
 from .work import AttentionLayer
 
-_TOKENS = 32768
+_TOKENS, _REQUESTS = 32768, 64
 _STRATEGIES = ("zigzag", "interleave", "contiguous")
 
 
@@ -68,8 +68,8 @@ def _batches(
     extend_lens: list[int] | None,
     prefix_lens: list[int] | None,
     trace: Path | None,
-    num_requests: int,
-    token_budget: int,
+    num_requests: int | None,
+    token_budget: int | None,
 ) -> list[Batch]:
     ways = {
         "--tokens and --prefix": tokens or prefix,
@@ -79,8 +79,11 @@ def _batches(
     if sum(value is not None for value in ways.values()) > 1:
         raise ValueError(f"a batch comes from one of {', '.join(ways)}")
     if trace:
-        requests = read_trace(trace, limit=num_requests)
-        return trace_batches(requests, page_size=layer.page_size, token_budget=token_budget)
+        requests = read_trace(trace, limit=num_requests or _REQUESTS)
+        budget = token_budget or _TOKENS
+        return trace_batches(requests, page_size=layer.page_size, token_budget=budget)
+    if num_requests or token_budget:
+        raise ValueError("--requests and --token-budget are of a --trace, but there is none")
     if extend_lens or prefix_lens:
         lens = extend_lens or []
         return [(lens, prefix_lens or [0] * len(lens))]

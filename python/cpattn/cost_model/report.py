@@ -109,14 +109,19 @@ def _cells(prediction: Prediction) -> list[str]:
 def _time(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:,.2f} s"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
+    return f"{_short(1e3 * seconds)} ms" if seconds >= 1e-3 else f"{_short(1e6 * seconds)} µs"
 
 
 def _bytes(number: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
         if number >= unit:
-            return f"{number / unit:,.3g} {name}"
+            return f"{_short(number / unit)} {name}"
     return f"{number / 1024:.1f} KiB"
+
+
+def _short(value: float) -> str:
+    """Three digits, and all of larger numbers: never 1e+03."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def _count(number: int, noun: str) -> str:
