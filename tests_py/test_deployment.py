@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -197,6 +198,16 @@ def test_without_torchrun_it_says_how_to_start() -> None:
     assert run.stderr.startswith("cpattn.distributed.check: this process: ")
     assert run.stderr.endswith("; start it with torchrun\n")
     assert run.stderr.count("\n") == 1
+
+
+def test_ranks_that_differ_are_told(capsys) -> None:
+    from cpattn.distributed import check
+
+    rank = {"host": "a", "cpus": "0", "error": 0.0, "attend": 1, "gflops": 1, "write_kv": 1}
+    alike = [rank | {"version": "1.0", "threads": 2, "isa": isa} for isa in ("avx2", "avx512")]
+    check._print(alike, {}, argparse.Namespace(dtype="bfloat16"), True)
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+    assert notes == ["note: ranks differ in isa: avx2, avx512"]
 
 
 @pytest.mark.parametrize("option", ["--tokens=0", "--repeats=-1", "--timeout=0"])

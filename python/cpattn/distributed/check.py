@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .. import _core, active_isa, reference
+from .. import __version__, _core, active_isa, reference
 from ..cost_model.prediction import as_options
 from .context_parallel import ContextParallel
 from .measure import measure_exchange
@@ -87,6 +87,7 @@ def _check(options: argparse.Namespace) -> bool:
     errors = [_largest_error(group, strategy, options.dtype) for strategy in STRATEGIES]
     mine = {
         "host": socket.gethostname(),
+        "version": __version__,
         "cpus": _cpus(),
         "threads": _core.default_num_threads(),
         "isa": active_isa(),
@@ -116,6 +117,10 @@ def _print(
             f"attend {1e3 * answer['attend']:.3g} ms  {answer['gflops']:.0f} GFLOP/s  "
             f"write_kv {1e3 * answer['write_kv']:.3g} ms"
         )
+    for name in ("version", "threads", "isa"):
+        values = list(dict.fromkeys(str(answer[name]) for answer in ranks))
+        if len(values) > 1:
+            print(f"note: ranks differ in {name}: {', '.join(values)}")
     if network:
         slowest = min(ranks, key=lambda answer: answer["gflops"])
         rates = {"gflops": slowest["gflops"], "threads": slowest["threads"], **network}
