@@ -106,6 +106,9 @@ def test_other_implementations_and_removal_see_the_models_own_method(deepseek: A
     assert all("expand_kv" in vars(layer) for layer in layers)
     absorbed.remove()
     assert not any("expand_kv" in vars(layer) for layer in layers)
+    with absorb_mla(deepseek):
+        absorbed.remove()  # again: what others replaced since stays
+        assert all("expand_kv" in vars(layer) for layer in layers)
 
 
 def test_another_name_of_the_registration(deepseek: Any, expanding: list[int]) -> None:
@@ -120,9 +123,22 @@ def test_models_that_are_refused(deepseek: Any, monkeypatch: pytest.MonkeyPatch)
         absorb_mla(deepseek)
     with pytest.raises(ValueError, match=r"absorb_mla: the model must have layers .* got Linear"):
         absorb_mla(torch.nn.Linear(1, 1))
-    monkeypatch.setattr(deepseek.model.layers[1].self_attn, "kv_b_proj", torch.nn.Linear(2, 3))
+    modules = deepseek.model.layers[1].self_attn._modules
+    monkeypatch.setitem(modules, "kv_b_proj", torch.nn.Linear(2, 3))
     with pytest.raises(ValueError, match=r"kv_b_proj must be .* without bias, .* bias=True"):
         absorb_mla(deepseek)
+
+
+def test_an_adapter_that_comes_later(deepseek: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Adapted(torch.nn.Linear):
+        """Whose weight is that of the base alone, as with adapters of peft."""
+
+    modules = deepseek.model.layers[1].self_attn._modules
+    out_features, in_features = modules["kv_b_proj"].weight.shape
+    with absorb_mla(deepseek):
+        monkeypatch.setitem(modules, "kv_b_proj", Adapted(in_features, out_features, bias=False))
+        with pytest.raises(ValueError, match=r"kv_b_proj must be .* got Adapted"):
+            logits(deepseek, "chunks", "cpattn")
 
 
 @pytest.mark.parametrize("form", FORMS)

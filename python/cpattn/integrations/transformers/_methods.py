@@ -32,15 +32,15 @@ class Replaced:
             if name in vars(module):
                 raise ValueError(
                     f"cpattn.integrations.transformers: {name} of {type(module).__name__} is "
-                    f"replaced already, by {vars(module)[name]!r}"
+                    "replaced already and must be that of its class"
                 )
         for module in self._modules:
             setattr(module, name, MethodType(function, module))
 
     def remove(self) -> None:
-        """Give the modules the methods of their classes again."""
-        for module in self._modules:
-            vars(module).pop(self._name, None)
+        """Give the modules the methods of their classes again, once."""
+        while self._modules:
+            vars(self._modules.pop()).pop(self._name, None)
 
     def __enter__(self) -> Replaced:
         return self

@@ -65,11 +65,7 @@ def absorb_mla(model: nn.Module, name: str = "cpattn") -> Replaced:
             f"(a method expand_kv), got {type(model).__name__}"
         )
     for layer in layers:
-        if type(layer.kv_b_proj) is not nn.Linear or layer.kv_b_proj.bias is not None:
-            raise ValueError(
-                f"{FUNCTION}.absorb_mla: kv_b_proj must be a torch.nn.Linear without bias, whose "
-                f"weights can be divided, got {layer.kv_b_proj}"
-            )
+        up_projections(layer)
     return Replaced(layers, "expand_kv", expand_kv)
 
 
@@ -118,7 +114,15 @@ def absorbing_is_cheaper(module: Any, queries: int, keys: int) -> bool:
 
 
 def up_projections(module: Any) -> tuple[Tensor, Tensor]:
-    """Views of the weights, [heads, nope, rank] and [heads, v_head_dim, rank]."""
+    """Views of the weights, [heads, nope, rank] and [heads, v_head_dim, rank].
+
+    ValueError for a projection that is more than its weights, as with an adapter or quantised.
+    """
+    if type(module.kv_b_proj) is not nn.Linear or module.kv_b_proj.bias is not None:
+        raise ValueError(
+            f"{FUNCTION}.absorb_mla: kv_b_proj must be a torch.nn.Linear without bias, whose "
+            f"weights can be divided, got {module.kv_b_proj}"
+        )
     nope, value = module.qk_nope_head_dim, module.v_head_dim
     w_key, w_value = module.kv_b_proj.weight.unflatten(0, (-1, nope + value)).split(
         [nope, value], 1
