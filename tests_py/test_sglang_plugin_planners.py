@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -195,7 +196,10 @@ def test_switching_at_run_time(sglang, switch):
 
 
 def test_an_unknown_part_is_refused(switch, monkeypatch):
-    message = r"parts must be among \('metadata', 'topk', 'kv', 'strict_kv'\), got 'speed'"
+    message = (
+        r"parts \(CPATTN_SGLANG_PARTS\) must be among "
+        r"\('metadata', 'topk', 'kv', 'strict_kv'\), got 'speed'"
+    )
     with pytest.raises(ValueError, match=message):
         plugin.install("speed")
     monkeypatch.setenv("CPATTN_SGLANG_PARTS", "kv, speed")
@@ -207,6 +211,28 @@ def test_another_release_is_named(switch, monkeypatch, caplog):
     monkeypatch.setattr("sglang.version.__version__", "0.5.99")
     plugin.install("metadata")
     assert "cpattn matches sglang 0.5.23, this is 0.5.99" in caplog.text
+
+
+@pytest.mark.parametrize("error", [ImportError, RuntimeError, AttributeError])
+def test_what_a_release_lacks_is_left_alone(sglang, switch, monkeypatch, caplog, error):
+    """The rest is hooked all the same, and no more is claimed: not of a module that fails, nor of
+    one without the class."""
+
+    def import_module(name: str) -> Any:
+        if name.endswith(".dsa_backend"):
+            raise error("no device")
+        if name.endswith(".interleave"):
+            return SimpleNamespace()
+        return importlib.import_module(name)
+
+    monkeypatch.setattr(switch, "importlib", SimpleNamespace(import_module=import_module))
+    with caplog.at_level("INFO"):
+        plugin.install()
+    assert "InterleaveCPStrategy.build_metadata alone: 'types.SimpleNamespace'" in caplog.text
+    assert "get_topk_transform_method alone: no device" in caplog.text
+    assert (
+        "sglang: ZigzagCPStrategy.build_metadata, group_concurrent_contiguous (off" in caplog.text
+    )
 
 
 def test_hooks_of_others_come_after(sglang, switch, monkeypatch):

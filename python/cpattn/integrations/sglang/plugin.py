@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from . import metadata, planners
@@ -116,7 +117,8 @@ def install(*parts: str) -> None:
     for part in wanted:
         if part not in PARTS:
             raise ValueError(
-                f"cpattn.integrations.sglang.install: parts must be among {PARTS}, got {part!r}"
+                f"cpattn.integrations.sglang.install: parts (CPATTN_SGLANG_PARTS) must be among "
+                f"{PARTS}, got {part!r}"
             )
     hooks = [hook for hook in _HOOKS if hook.part in wanted and _is_there(hook)]
     _register([hook for hook in hooks if hook.target not in _hooked])
@@ -153,9 +155,10 @@ def _register(hooks: list[_Hook]) -> None:
 
 
 def _is_there(hook: _Hook) -> bool:
+    """Whether this release on this machine has the function: else the others are hooked alone."""
     try:
-        importlib.import_module(f"sglang.srt.{hook.module}")
-    except ImportError as error:
+        attrgetter(hook.name)(importlib.import_module(f"sglang.srt.{hook.module}"))
+    except Exception as error:  # not only ImportError: modules look for their devices, too
         _logger.info("cpattn leaves %s alone: %s", hook.target, error)
         return False
     return True
