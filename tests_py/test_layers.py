@@ -85,14 +85,45 @@ def test_python_imports(path):
     assert tops - set(sys.stdlib_module_names) <= allowed
 
 
-def test_integrations_do_not_know_each_other():
+def imported_names(path: Path) -> Iterator[tuple[str, ...]]:
+    """All that a file imports, anywhere in it, relative names resolved."""
+    package = path.relative_to(PACKAGE.parent).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) + 1 - node.level] if node.level else ()
+            module = tuple(node.module.split(".")) if node.module else ()
+            yield from ((*start, *module, alias.name) for alias in node.names)
+
+
+def integrations_known_to(path: Path) -> set[str]:
+    """The modules and packages next to its own that it imports."""
     folder = PACKAGE / "integrations"
-    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    for path in folder.glob("*.py"):
-        relative = {
-            name
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.ImportFrom) and node.level == 1
-            for name in [node.module, *(alias.name for alias in node.names)]
-        }
-        assert not relative & (modules - {path.stem})
+    own = path.relative_to(folder).parts[0].removesuffix(".py")
+    others = {entry.stem for entry in folder.iterdir()} - {"__init__", "__pycache__", own}
+    prefix = ("cpattn", "integrations")
+    return others & {name[2] for name in imported_names(path) if name[:2] == prefix and name[2:]}
+
+
+def test_integrations_do_not_know_each_other():
+    paths = list((PACKAGE / "integrations").rglob("*.py"))
+    assert {path: known for path in paths if (known := integrations_known_to(path))} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ..torch_ops import define",
+        "from .. import torch_ops",
+        "from ...integrations.torch_ops import define",
+        "import cpattn.integrations.torch_ops",
+    ],
+)
+def test_an_integration_that_knows_another_is_found(tmp_path, monkeypatch, line):
+    folder = tmp_path / "cpattn" / "integrations"
+    (folder / "vllm").mkdir(parents=True)
+    (folder / "torch_ops.py").touch()
+    (folder / "vllm" / "backend.py").write_text(f"from .cache import x\n\ndef f():\n    {line}\n")
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "cpattn")
+    assert integrations_known_to(folder / "vllm" / "backend.py") == {"torch_ops"}
