@@ -182,6 +182,14 @@ def test_slots_of_minus_one_are_skipped(offset):
     layer.do_kv_cache_update(LAYER, key[:0], value[:0], cache, torch.empty(0, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("offset", [4, 3])
+def test_a_cache_that_starts_anywhere_is_written_in_place(offset):
+    layer, batch = make_layer(), Batch("float32")
+    memory = torch.full((offset + NUM_BLOCKS * KV_HEADS * BLOCK * 2 * DIM,), torch.nan)
+    cache = memory[offset:].view(NUM_BLOCKS, KV_HEADS, BLOCK, 2 * DIM)
+    assert_as_oracle(run(layer, batch, make_metadata(), cache), batch.oracle_inputs())
+
+
 def test_layers_share_plans():
     batch, metadata = Batch("float32"), make_metadata()
     for window in (None, 20, None, 20):
@@ -201,7 +209,7 @@ def test_without_metadata_nothing_is_computed():
     assert (out == 7).all()
 
 
-@pytest.mark.parametrize("reason", ["ALiBi", "fp8_e4m3", "encoders", "transfer"])
+@pytest.mark.parametrize("reason", ["ALiBi", "fp8_e4m3", "float16", "encoders", "transfer"])
 def test_what_is_not_covered_is_named(reason, config, monkeypatch):
     lines = []
     monkeypatch.setattr(
@@ -212,6 +220,7 @@ def test_what_is_not_covered_is_named(reason, config, monkeypatch):
     options = {
         "ALiBi": {"alibi_slopes": [0.5] * HEADS},
         "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
+        "float16": {"kv_cache_dtype": "float16"},  # the model is in float32
         "encoders": {"attn_type": "encoder_only"},
         "transfer": {},
     }[reason]

@@ -125,13 +125,14 @@ class CpattnMetadataBuilder(CPUAttentionMetadataBuilder):
 
 def _not_covered(impl: CPUAttentionBackendImpl) -> str | None:
     """What of a layer is left to vLLM's own kernels; equal in layers that share a cache."""
+    config = get_current_vllm_config()
     if impl.alibi_slopes is not None:
         return "ALiBi"
-    if impl.is_fp8_kv_cache:
+    if impl.kv_cache_dtype not in ("auto", str(config.model_config.dtype).removeprefix("torch.")):
         return f"a KV cache in {impl.kv_cache_dtype}"
     if impl.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
         return "attention of encoders"
-    if get_current_vllm_config().kv_transfer_config is not None:
+    if config.kv_transfer_config is not None:
         return "transfer of the KV cache, whose receiver may expect the other order of keys"
     return None
 
