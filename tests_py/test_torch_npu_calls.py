@@ -235,6 +235,15 @@ def test_what_scatter_refuses(torch_npu, arguments, error, message):
     assert not BUFFER.any()
 
 
+def test_rows_are_not_written_into_a_copy_of_a_cache(torch_npu):
+    """Caches whose slots have no common stride: keys and values of a block side by side."""
+    wide = torch.zeros(4, 2, 8, KV_HEADS, DIM)
+    rows = torch.ones(1, KV_HEADS, DIM)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        torch_npu._npu_reshape_and_cache(rows, rows, *wide.unbind(1), torch.tensor([9]))
+    assert not wide.any()
+
+
 def test_scatter_has_no_backward(torch_npu):
     message = "npu_scatter_nd_update_: cpattn operators have no backward: updates requires"
     with pytest.raises(TypeError, match=message):
