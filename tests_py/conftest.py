@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from importlib.metadata import version
 
@@ -17,6 +18,11 @@ def pytest_report_header() -> list[str]:
     header = f"cpattn {__version__}, torch {version('torch')}, numpy {version('numpy')}"
     isas = f"instruction set {active_isa()} of {', '.join(supported_isas())}"
     return [header, isas, *([TORCH_GUARD] if TORCH_GUARD else [])]
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: what collects garbage often need not look at them."""
+    gc.freeze()
 
 
 @pytest.fixture(params=supported_isas())
