@@ -142,6 +142,11 @@ def test_help_teaches():
         assert word in text
 
 
+def test_help_fits_a_terminal():
+    text = CliRunner().invoke(commands, ["plan", "--help"], terminal_width=80).output
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_help_tells_the_defaults_of_rates():
     options = {option.name: option.show_default for option in commands.commands["plan"].params}
     for name, value in vars(Rates(gflops=1)).items():

@@ -148,10 +148,10 @@ def plan(json_path: Path | None, **options: Any) -> None:
     A prompt of 128 Ki tokens over 8, 16, ... 1024 ranks, with assumed rates:
       cpattn plan --cp-size 8..1024 --tokens 131072
     A batch with cached prefixes, rates of this machine, a network of 100 Gbit/s:
-      cpattn plan --cp-size 4,8,12 --extend-lens 4096,700,9000 --prefix-lens 0,8192,512 \\
-          --calibrate --gather-gbps 12.5
+      cpattn plan --cp-size 4,8,12 --extend-lens 4096,700,9000 \\
+          --prefix-lens 0,8192,512 --calibrate --gather-gbps 12.5
     The batches of a trace, with known rates:
-      cpattn plan --trace conversation_trace.jsonl --cp-size 8 --threads 32 --gflops 9000
+      cpattn plan --trace trace.jsonl --cp-size 8 --threads 32 --gflops 9000
     """
     from .cost_model.command import forecasts
     from .cost_model.report import print_plan, write_json

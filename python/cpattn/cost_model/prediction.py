@@ -55,10 +55,14 @@ class Rates:
     def __post_init__(self) -> None:
         for name in ("gflops", "threads", "gather_gbps", "store_gbps"):
             if not 0 < getattr(self, name) < np.inf:
-                raise ValueError(f"Rates: {name} must be positive and finite, got {getattr(self, name)}")
+                raise ValueError(
+                    f"Rates: {name} must be positive and finite, got {getattr(self, name)}"
+                )
         for name in ("pack_rows", "row_keys", "call_us", "latency_us", "message_us"):
             if not 0 <= getattr(self, name) < np.inf:
-                raise ValueError(f"Rates: {name} must be >= 0 and finite, got {getattr(self, name)}")
+                raise ValueError(
+                    f"Rates: {name} must be >= 0 and finite, got {getattr(self, name)}"
+                )
 
     def attention_seconds(self, work: RankWork, layer: AttentionLayer) -> Seconds:
         """Of each rank, for one layer::
