@@ -64,6 +64,7 @@ HEADLINES = {
         "send half contiguous",
         "send runs of pages, pages 256, run 256",
     ),
+    "sglang": ("zigzag, batch 256",),
     "transformers": ("prefill", "continuous batching"),
 }
 #: Parts with more cases than a document should have.
