@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 
@@ -20,7 +21,7 @@ def refuse_to_replace(package: str) -> None:
         )
 
 
-class StandIn:
+class StandIn(AbstractContextManager["StandIn"]):
     """A package of modules that all have the same names; in place until `remove` or ``with`` ends.
 
     Parameters
@@ -53,13 +54,5 @@ class StandIn:
             if sys.modules.get(name) is module:
                 del sys.modules[name]
 
-    def __enter__(self) -> StandIn:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import MethodType, TracebackType
+from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
 
-class Replaced:
+class Replaced(AbstractContextManager["Replaced"]):
     """Methods of some modules; in place until `remove` or the end of ``with``.
 
     Copies of a model made meanwhile keep them.
@@ -42,13 +43,5 @@ class Replaced:
         while self._modules:
             vars(self._modules.pop()).pop(self._name, None)
 
-    def __enter__(self) -> Replaced:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
