@@ -464,11 +464,12 @@ TEST_P(AttentionKernel, NonFiniteValuesShowWhereTheyAreSeenOnly) {
   }
 }
 
-TEST_P(AttentionKernel, MergedPartsHaveTheLargestLogitOfAll) {
+TEST_P(AttentionKernel, MergedPartsHaveTheLargestLogitOfAllAndTheExactSum) {
   constexpr int kDim = 16;
-  // Two parts of one row: outputs, and then reference, sum and largest score.
+  // Two parts of one row: outputs, and then reference, sum, largest score and what turns
+  // the sum into that of exact exponentials.
   std::vector<float> parts(2 * (kDim + kernels::kPartialState), 1.0F);
-  const float states[2][kernels::kPartialState] = {{3, 1, 5}, {2, 1, 7}};
+  const float states[2][kernels::kPartialState] = {{3, 1, 5, 0.75}, {2, 1, 7, 1.5}};
   for (int i = 0; i < 2; ++i) {
     std::copy_n(
         states[i], kernels::kPartialState,
@@ -477,16 +478,19 @@ TEST_P(AttentionKernel, MergedPartsHaveTheLargestLogitOfAll) {
   }
   uint16_t out[kDim];
   float max_logit = 0;
+  float lse = 0;
   const kernels::AttentionTile tile = {
       .v_head_dim = kDim,
       .num_tokens = 1,
       .group = 1,
       .scale = 0.5F,
       .out = out,
+      .lse = &lse,
       .max_logits = &max_logit,
   };
   active_kernels().attention[kernels::kBfloat16].merge(&tile, parts.data(), 2);
   EXPECT_EQ(max_logit, 3.5F);
+  EXPECT_NEAR(lse, std::log(8 * 0.75 + 4 * 1.5), 1e-6);
   EXPECT_EQ(to_float(out[0]), 1.0F);
 }
 

@@ -17,6 +17,7 @@
 // blocks of kAmxBlockKeys in chunks of 32, so that a row's bits do not depend on
 // which rows it is computed with.
 #include "kernels/amx_rows-inl.h"
+#include "kernels/amx_scores-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -75,33 +76,46 @@ class AmxAttention {
     return true;
   }
 
-  void prepare() const {
+  void prepare() {
     const int qk_dim = tile_.head_dim + tile_.rope_dim;
     constexpr int64_t kElementBytes = sizeof(Bfloat16) * kParts;
     const int64_t padded = round_up(rows_, kGroupRows);
     // Rows and dimensions that fill up the last tiles take part in everything.
     __builtin_memset(work_.queries, 0, kElementBytes * padded * depth_);
     if (qk_dim < depth_) __builtin_memset(work_.keys, 0, kElementBytes * work_.packed * depth_);
-    for (int row = 0; row < padded; ++row) work_.references[row] = -__builtin_inff();
+    for (int row = 0; row < padded; ++row) {
+      work_.references[row] = -__builtin_inff();
+      work_.biases[row] = kNoBias;
+    }
     for (int row = 0; row < padded && tile_.max_logits != nullptr; ++row) {
       store(work_.maxima + row * kLanes, splat(-__builtin_inff()));
     }
+    Magnitude magnitude;
     for (int row = 0; row < rows_; ++row) {
       const int64_t token = row / tile_.group;
       const int64_t head = row % tile_.group;
       Bfloat16* tiles = queries_of(row);
       const auto* q = static_cast<const T*>(tile_.q) + token * tile_.q_token_stride +
                       head * tile_.q_head_stride;
-      pack_tile_row(q, tile_.head_dim, 0, row % kTileRows, depth_, tiles);
+      pack_tile_row(q, tile_.head_dim, 0, row % kTileRows, depth_, tiles, magnitude);
       if (tile_.rope_dim > 0) {
         const auto* rope = static_cast<const T*>(tile_.q_rope) + token * tile_.q_rope_token_stride +
                            head * tile_.q_rope_head_stride;
-        pack_tile_row(rope, tile_.rope_dim, tile_.head_dim, row % kTileRows, depth_, tiles);
+        pack_tile_row(
+            rope, tile_.rope_dim, tile_.head_dim, row % kTileRows, depth_, tiles, magnitude
+        );
       }
     }
-    __builtin_memset(work_.sums, 0, sizeof(float) * padded * kLanes);
+    bounded_queries_ = magnitude.below(kBoundOfFiniteScores);
+    __builtin_memset(work_.sums, 0, sizeof(float) * padded);
+    __builtin_memset(work_.exact_sums, 0, sizeof(float) * padded * kLanes);
     __builtin_memset(work_.output, 0, sizeof(float) * padded * v_dim_);
     __builtin_memset(work_.zeros, 0, sizeof(T) * v_dim_);
+    constexpr uint32_t kPairOfOnes = 0x3f803f80;
+    __builtin_memset(work_.ones, 0, sizeof(Bfloat16) * kTileElements);
+    for (int pair = 0; pair < kTileDepth / 2; ++pair) {
+      __builtin_memcpy(work_.ones + pair * kTileDepth, &kPairOfOnes, sizeof kPairOfOnes);
+    }
   }
 
   /// The tiles of the sixteen rows that `row` is one of.
@@ -130,8 +144,13 @@ class AmxAttention {
       }
       next_.fetch(share_of(next_.count(), steps));
       if (i + 2 >= steps) add_pending();
-      restrict_scores(step, first, scores_of(i));
-      if (tile_.max_logits != nullptr) keep_maxima(step, scores_of(i));
+      if constexpr (Format::kHidesNan) {
+        if (!bounded_queries_ || !packed_.bounded()) show_nan(step.count, scores_of(i));
+      }
+      restrict_scores(tile_, step, first, scores_of(i));
+      if (tile_.max_logits != nullptr) {
+        keep_maxima(step.count, scores_of(i), work_.maxima + int64_t{step.row} * kLanes);
+      }
       const SoftmaxGroup<T> softmax = softmax_of(step);
       StepRows<T> rows(softmax, step, scores_of(i));
       if (i + 2 < steps) {
@@ -225,49 +244,16 @@ class AmxAttention {
         .column_tiles = v_dim_ / 16,
         .first_chunk = step.first_chunk,
         .references = work_.references + group,
-        .sums = work_.sums + group * kLanes,
+        .biases = work_.biases + group,
+        .sums = work_.sums + group,
+        .exact_sums = wants_exact_sums() ? work_.exact_sums + group * kLanes : nullptr,
         .output = work_.output + group * v_dim_,
         .probabilities = work_.probabilities,
     };
   }
 
-  /// Applies softcap and sets the scores of keys that a row does not see to -inf.
-  void restrict_scores(const Step& step, int64_t first, float* scores) const {
-    const int64_t key = first + int64_t{step.chunk} * kTileDepth;
-    if (tile_.mask == nullptr && tile_.softcap == 0 &&
-        visible_keys(tile_, (step.row + step.count - 1) / tile_.group).begin <= key &&
-        visible_keys(tile_, step.row / tile_.group).end >= key + kTileDepth) {
-      return;
-    }
-    for (int i = 0; i < step.count; ++i) {
-      const uint32_t bits = visible_bits((step.row + i) / tile_.group, key);
-      for (int half = 0; half < 2; ++half) {
-        float* x = scores + score_offset(i) + half * kTileFloats;
-        if (tile_.softcap > 0) apply_softcap(x, 0, kLanes, tile_.scale, tile_.softcap);
-        store(x, select(bits >> half * kLanes, load(x), splat(-__builtin_inff())));
-      }
-      if (i % 4 == 3) keep_tiles_awake();
-    }
-  }
-
-  void keep_maxima(const Step& step, const float* scores) const {
-    float* maxima = work_.maxima + int64_t{step.row} * kLanes;
-    for (int i = 0; i < step.count; ++i, maxima += kLanes) {
-      const float* x = scores + score_offset(i);
-      store(maxima, max(load(maxima), max(load(x), load(x + kTileFloats))));
-    }
-  }
-
-  /// Bit i: the token sees key + i. `key` is a multiple of 32.
-  uint32_t visible_bits(int64_t token, int64_t key) const {
-    const KeyRange seen = visible_keys(tile_, token);
-    const auto bits_below = [&](int64_t limit) {
-      return (uint64_t{1} << larger(0, smaller(kTileDepth, limit - key))) - 1;
-    };
-    auto bits = static_cast<uint32_t>(bits_below(seen.end) & ~bits_below(seen.begin));
-    if (tile_.mask != nullptr && bits != 0) bits &= mask_word(tile_, token, key);
-    return bits;
-  }
+  /// The LSE is that of exact exponentials, though P V may have rounded ones.
+  bool wants_exact_sums() const { return !Format::kSumsByProducts || tile_.lse != nullptr; }
 
   /// O += P V for the group of rows that ends with this step.
   void add_values(const Step& step, int64_t first) {
@@ -304,18 +290,28 @@ class AmxAttention {
     const Bfloat16* p = softmax.probabilities_of(0, step.first_chunk);
     const Bfloat16* values = packed_.values_of(step.first_chunk);
     float* output = softmax.output;
-    PendingRows sum = sum_;
-    for (int d = 0; d < v_dim_; d += 16) {
+    constexpr int kRows = kRowTiles * kTileRows;
+    constexpr int64_t kChunkElements = int64_t{kParts} * kTileElements;
+    const auto multiply = [&](const Bfloat16* columns, int64_t stride, auto& pending_sum) {
       multiply_values<kParts, kRowTiles>(
-          p, values, chunks, pending_, work_.product,
-          [&]() __attribute__((always_inline)) { sum.take<4>(); }
+          p, columns, stride, chunks, pending_, work_.product,
+          [&]() __attribute__((always_inline)) { pending_sum.template take<4>(); }
       );
-      sum.take_rest();
-      sum = {work_.product, output, kRowTiles * kTileRows};
-      values += int64_t{kChunks} * kParts * kTileElements;
-      output += kGroupRows * kLanes;
+      pending_sum.take_rest();
+    };
+    PendingRows sum = {};
+    int d = 0;
+    if constexpr (Format::kSumsByProducts) {
+      multiply(work_.ones, 0, sum);
+      PendingColumn row_sums = {work_.product, softmax.sums, kRows};
+      multiply(values, kChunkElements, row_sums);
+      d = 16;
     }
-    sum_ = sum;
+    for (; d < v_dim_; d += 16) {
+      if (d > 0) sum = {work_.product, output + (d / 16 - 1) * kGroupRows * kLanes, kRows};
+      multiply(values + d / 16 * kChunks * kChunkElements, kChunkElements, sum);
+    }
+    sum_ = {work_.product, output + (d / 16 - 1) * kGroupRows * kLanes, kRows};
   }
 
   /// O += P V for a key that was packed as zeros, in the rows that see it.
@@ -335,9 +331,12 @@ class AmxAttention {
   }
 
   void finish(int row) const {
+    const float exact_sum = reduce_add(load(work_.exact_sums + row * kLanes));
     RowState state = {
-        work_.references[row] * factor_ + kHeadroom, reduce_add(load(work_.sums + row * kLanes))
+        reference_exponent(work_.references[row], work_.biases[row], factor_),
+        Format::kSumsByProducts ? work_.sums[row] : exact_sum
     };
+    if (wants_exact_sums() && state.sum > 0) state.rounding = exact_sum / state.sum;
     if (tile_.max_logits != nullptr) state.maximum = reduce_max(load(work_.maxima + row * kLanes));
     const float* output =
         work_.output + int64_t{row / kGroupRows} * kGroupRows * v_dim_ + row % kGroupRows * kLanes;
@@ -354,6 +353,7 @@ class AmxAttention {
   const int v_dim_;
   const float factor_;
   const Workspace work_;
+  bool bounded_queries_ = false;
   PendingSums pending_;
   PendingRows sum_ = {};
   SourceRows<T> next_;

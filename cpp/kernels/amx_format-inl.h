@@ -8,6 +8,7 @@
 // the sum of two parts, the nearest bfloat16 and the rest, which is below 2^-8 of
 // it and exact. Of the four products of two such numbers the three that matter
 // are computed; without that of the rests the result is exact to 2^-16.
+#include "kernels/amx_exp2-inl.h"
 #include "kernels/elements-inl.h"
 
 namespace cpattn::kernels {
@@ -21,6 +22,21 @@ struct TileFormat<Bfloat16> {
   static constexpr int kParts = 1;
   static constexpr int kProducts = 1;
   static constexpr int16_t kInfinity = 0x7f80;
+  /// Sums of probabilities are products with ones: of the rounded ones, as P V is.
+  static constexpr bool kSumsByProducts = true;
+  static constexpr bool kHidesNan = true;
+  using Exponential = RoundedExp2;
+
+  /// 2^x and 2^y of sixteen keys and the sixteen after them.
+  [[gnu::always_inline]] static void probabilities(
+      const Exponential& exp2, Vector x, Vector y, __m512i* parts
+  ) {
+    parts[0] = _mm512_packus_epi32(exp2(x), exp2(y));
+  }
+
+  /// Which word of a row of probabilities belongs to one of its 32 keys: vpackusdw works
+  /// within quarters of a register.
+  static int word_of(int key) { return key % 16 / 4 * 8 + key / 16 * 4 + key % 4; }
 
   static void split(__m512i elements, __m512i* parts) { parts[0] = elements; }
 
@@ -35,6 +51,16 @@ struct TileFormat<Half> {
   static constexpr int kParts = 2;
   static constexpr int kProducts = 3;
   static constexpr int16_t kInfinity = 0x7c00;
+  static constexpr bool kSumsByProducts = false;
+  static constexpr bool kHidesNan = false;
+  using Exponential = ExactExp2;
+
+  [[gnu::always_inline]] static void probabilities(
+      const Exponential& exp2, Vector x, Vector y, __m512i* parts
+  ) {
+    split(exp2(x), exp2(y), parts);
+  }
+  static int word_of(int key) { return key; }
 
   static void split(__m512i elements, __m512i* parts) {
     split(

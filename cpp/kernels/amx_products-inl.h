@@ -63,25 +63,28 @@ template <int kRowTiles, bool kFirst, class Slice>
   load_tile<6>(keys);
   accumulate<0, 4, 6, kFirst>(pending);
   slice();
-  load_tile<7>(keys + stride);
-  accumulate<1, 4, 7, kFirst>(pending);
-  slice();
   if constexpr (kRowTiles == 2) {
     load_tile<5>(queries + stride);
-    accumulate<2, 5, 6, kFirst>(pending);
+    accumulate<1, 5, 6, kFirst>(pending);
     slice();
+  } else if constexpr (kFirst) {
+    pending.begin<1>();
+    slice();
+  }
+  load_tile<7>(keys + stride);
+  accumulate<2, 4, 7, kFirst>(pending);
+  slice();
+  if constexpr (kRowTiles == 2) {
     accumulate<3, 5, 7, kFirst>(pending);
     slice();
   } else if constexpr (kFirst) {
-    pending.begin<2>();
-    slice();
     pending.begin<3>();
     slice();
   }
 }
 
 /// Starts scores of 16 kRowTiles rows against 32 keys: they will be at `scores`
-/// as [row tile][2][16 rows][16 keys]. The first four slices are `first_slice`,
+/// as [2 key tiles][2 row tiles][16 rows][16 keys]. The first four slices are `first_slice`,
 /// which comes when one more tile of what was pending is stored.
 template <int kParts, int kRowTiles, class FirstSlice, class Slice>
 [[gnu::always_inline]] inline void multiply_queries(
@@ -139,10 +142,15 @@ template <int kRowTiles, int kRight, bool kFirst, class Slice>
 /// All parts of chunk `chunk` of P times those of V.
 template <int kParts, int kRowTiles, int kRight, bool kFirst, class Slice>
 [[gnu::always_inline]] inline void multiply_value_chunk(
-    const Bfloat16* p, const Bfloat16* values, int chunk, PendingSums& pending, Slice& slice
+    const Bfloat16* p,
+    const Bfloat16* values,
+    int64_t stride,
+    int chunk,
+    PendingSums& pending,
+    Slice& slice
 ) {
   p += int64_t{chunk} * kParts * 4 * kTileElements;
-  values += int64_t{chunk} * kParts * kTileElements;
+  values += chunk * stride;
   multiply_value_tiles<kRowTiles, kRight, kFirst>(p, values, pending, slice);
   if constexpr (kParts == 2) {
     multiply_value_tiles<kRowTiles, kRight, false>(p + 4 * kTileElements, values, pending, slice);
@@ -152,25 +160,27 @@ template <int kParts, int kRowTiles, int kRight, bool kFirst, class Slice>
 
 /// Starts sixteen columns of P V for 16 kRowTiles rows: they will be at `product`
 /// as [row tile][16 rows][16]. P is [chunk of 32 keys][part][4 row tiles][16 rows][32],
-/// V is [chunk][part][16 pairs][16][2]. No slice comes before what was pending is stored.
+/// V is [part][16 pairs][16][2], `stride` elements from one chunk to the next. No slice
+/// comes before what was pending is stored.
 template <int kParts, int kRowTiles, class Slice>
 [[gnu::always_inline]] inline void multiply_values(
     const Bfloat16* p,
     const Bfloat16* values,
+    int64_t stride,
     int chunks,
     PendingSums& pending,
     float* product,
     Slice slice
 ) {
   const auto no_slice = [] {};
-  multiply_value_chunk<kParts, kRowTiles, 6, true>(p, values, 0, pending, no_slice);
+  multiply_value_chunk<kParts, kRowTiles, 6, true>(p, values, stride, 0, pending, no_slice);
   int chunk = 1;
   for (; chunk + 1 < chunks; chunk += 2) {
-    multiply_value_chunk<kParts, kRowTiles, 7, false>(p, values, chunk, pending, slice);
-    multiply_value_chunk<kParts, kRowTiles, 6, false>(p, values, chunk + 1, pending, slice);
+    multiply_value_chunk<kParts, kRowTiles, 7, false>(p, values, stride, chunk, pending, slice);
+    multiply_value_chunk<kParts, kRowTiles, 6, false>(p, values, stride, chunk + 1, pending, slice);
   }
   if (chunk < chunks) {
-    multiply_value_chunk<kParts, kRowTiles, 7, false>(p, values, chunk, pending, slice);
+    multiply_value_chunk<kParts, kRowTiles, 7, false>(p, values, stride, chunk, pending, slice);
   }
   pending.set_target(product);
 }

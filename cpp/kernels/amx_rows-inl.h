@@ -18,6 +18,7 @@ class TileRows {
 
   void pack(SourceRows<T>& rows) {
     num_special_ = 0;
+    magnitude_ = {};
     for (int key = 0; key < rows.count(); key += kTileDepth) {
       const int n = static_cast<int>(smaller(kTileDepth, rows.count() - key));
       if (tile_.expand == nullptr) {
@@ -35,6 +36,9 @@ class TileRows {
       pack_chunk(rows, key, n, k, v);
     }
   }
+
+  /// Whether scores of the packed keys and queries as bounded are finite.
+  bool bounded() const { return magnitude_.below(kBoundOfFiniteScores); }
 
   /// The first column tile of the values of a chunk.
   Bfloat16* values_of(int chunk) const {
@@ -59,9 +63,11 @@ class TileRows {
   /// Packs n keys from `key` on, whose rows are k and v.
   void pack_chunk(const SourceRows<T>& rows, int key, int n, const char* const* k, const char** v) {
     Bfloat16* keys = work_.keys + int64_t{key} * depth_ * kParts;
-    pack_tile_keys<T>(k, n, tile_.head_dim, 0, depth_, keys);
+    pack_tile_keys<T>(k, n, tile_.head_dim, 0, depth_, keys, magnitude_);
     if (tile_.rope_dim > 0) {
-      pack_tile_keys<T>(rows.k_rope + key, n, tile_.rope_dim, tile_.head_dim, depth_, keys);
+      pack_tile_keys<T>(
+          rows.k_rope + key, n, tile_.rope_dim, tile_.head_dim, depth_, keys, magnitude_
+      );
     }
     Bfloat16* values = values_of(key / kTileDepth);
     int special[kTileDepth];
@@ -79,6 +85,7 @@ class TileRows {
   const AttentionTile& tile_;
   const AmxWorkspace<T>& work_;
   const int depth_;
+  Magnitude magnitude_;
   int num_special_ = 0;
   int special_keys_[kMaxPackedKeys];
   const char* special_values_[kMaxPackedKeys];  // as they are stored

@@ -63,75 +63,113 @@ int plan_steps(const AttentionTile& tile, int rows, int64_t first, int n, Step* 
   return steps;
 }
 
-/// The rows of a step on their way through softmax. A slice takes as many as the
-/// compiler knows, from a local variable: that stays in registers, whatever memory
-/// the assembly between slices may change.
+/// The rows of a step on their way through softmax, handed out in slices. Everything is
+/// inlined, so that its members stay in registers whatever memory the assembly between
+/// slices may change.
 template <class T>
 class StepRows {
+  using Group = SoftmaxGroup<T>;
+  using Format = TileFormat<T>;
+
  public:
-  StepRows(const SoftmaxGroup<T>& group, const Step& step, const float* scores)
+  [[gnu::always_inline]] StepRows(
+      const SoftmaxGroup<T>& group, const Step& step, const float* scores
+  )
       : group_(&group),
-        first_(step.row % kGroupRows),
+        row_(step.row % kGroupRows),
+        end_(row_ + step.count),
         chunk_(step.chunk),
-        count_(step.count),
         factor_(splat(group.factor)),
         scores_(scores),
-        references_(group.references + first_),
-        sums_(group.sums + int64_t{first_} * kLanes),
-        cells_(group.probabilities_of(first_, step.chunk)) {}
+        biases_(group.biases + row_),
+        sums_(group.exact_sums == nullptr ? nullptr : group.exact_sums + int64_t{row_} * kLanes),
+        cells_(group.probabilities_of(row_, step.chunk)) {
+    pin(factor_);
+  }
 
-  int count() const { return count_; }
+  int count() const { return end_ - row_; }
 
   /// kRows is 1, 2 or 4; rows that fill up the last few may hold anything.
   template <int kRows>
   [[gnu::always_inline]] void take() {
-    using Group = SoftmaxGroup<T>;
-    if (next_ >= count_) return;
-    const float* scores = scores_ + score_offset(next_);
-    Vector p[kRows];
-    Vector q[kRows];
+    if (row_ >= end_) return;
+    Vector x[kRows];
+    Vector y[kRows];
     __m512i parts[kRows][Group::kParts];
     __m512i all = _mm512_setzero_si512();
 #pragma GCC unroll 4
     for (int i = 0; i < kRows; ++i) {
-      // Less a reference of -inf, what a row sees first becomes +inf or NaN.
-      const Vector reference = splat(references_[next_ + i]);
-      p[i] = Group::probability(load(scores + i * kLanes), reference, factor_);
-      q[i] = Group::probability(load(scores + i * kLanes + kTileFloats), reference, factor_);
-      Group::Format::split(p[i], q[i], parts[i]);
+      const Vector bias = splat(biases_[i]);
+      x[i] = fma(load(scores_ + score_offset(i)), factor_, bias);
+      y[i] = fma(load(scores_ + score_offset(i) + kNextKeys), factor_, bias);
+      Format::probabilities(exp2_, x[i], y[i], parts[i]);
       all = _mm512_or_si512(all, parts[i][0]);
     }
     if (__builtin_expect(outgrown(all), 0)) {
-      for (int i = 0; i < kRows; ++i) {
-        group_->add_scores(first_ + next_ + i, chunk_, scores + i * kLanes);
-      }
+      for (int i = 0; i < kRows; ++i)
+        group_->add_scores(row_ + i, chunk_, scores_ + score_offset(i));
     } else {
 #pragma GCC unroll 4
       for (int i = 0; i < kRows; ++i) {
-        const int row = next_ + i;
-        Group::add_probabilities(
-            p[i], q[i], parts[i], sums_ + row * kLanes, cells_ + row * kTileDepth
-        );
+        for (int part = 0; part < Group::kParts; ++part) {
+          _mm512_store_si512(cells_ + part * Group::kPartElements + i * kTileDepth, parts[i][part]);
+        }
       }
+      if (sums_ != nullptr) add_exact<kRows>(x, y);
     }
-    next_ += kRows;
+    row_ += kRows;
+    scores_ += score_offset(kRows);
+    biases_ += kRows;
+    if (sums_ != nullptr) sums_ += kRows * kLanes;
+    cells_ += kRows * kTileDepth;
   }
 
-  void take_rest() {
-    for (; next_ < count_; keep_tiles_awake()) take<4>();
+  [[gnu::always_inline]] void take_rest() {
+    for (; row_ < end_; keep_tiles_awake()) take<4>();
   }
 
  private:
+  template <int kRows>
+  [[gnu::always_inline]] void add_exact(const Vector* x, const Vector* y) const {
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows; ++i) {
+      float* sum = sums_ + i * kLanes;
+      store(sum, add(load(sum), add(exact_exp2_(x[i]), exact_exp2_(y[i]))));
+    }
+  }
+
   const SoftmaxGroup<T>* group_;
-  int first_;
+  int row_;
+  int end_;
   int chunk_;
-  int count_;
-  int next_ = 0;
   Vector factor_;
+  typename Format::Exponential exp2_;
+  ExactExp2 exact_exp2_;
   const float* scores_;
-  const float* references_;
+  const float* biases_;
   float* sums_;
   Bfloat16* cells_;
+};
+
+/// The first column of a product with ones on its way to the sums of rows.
+struct PendingColumn {
+  const float* product;  // [row][16]
+  float* sums;           // [row]
+  int count;             // a multiple of 4
+
+  template <int kRows>
+  [[gnu::always_inline]] void take() {
+    if (count == 0) return;
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) sums[i] += product[i * kLanes];
+    product += kRows * kLanes;
+    sums += kRows;
+    count -= kRows;
+  }
+
+  void take_rest() {
+    while (count > 0) take<4>();
+  }
 };
 
 /// Sixteen columns of P V on their way to O, [row][16] both; used likewise.
@@ -203,7 +241,7 @@ class SourceRows {
 };
 
 /// Buffers of one tile of work; rows are padded to whole groups. They take at most
-/// 680 KB and, a row, what Q and O do and less than 164 bytes: 1 KB for head
+/// 680 KB and, a row, what Q and O do and less than 172 bytes: 1 KB for head
 /// dimension 128 in bfloat16.
 template <class T>
 struct AmxWorkspace {
@@ -211,13 +249,16 @@ struct AmxWorkspace {
   Bfloat16* keys;           // [packed / 16][part][depth / 32][16][16][2]
   Bfloat16* values;         // [block][v_head_dim / 16][chunks][part][16][16][2]
   Bfloat16* probabilities;  // [chunks][part][64][32]
+  Bfloat16* ones;           // a tile whose first column sums rows; where sums are products
   T* zeros;                 // [v_head_dim]
   T* expanded;              // [32][depth], rows of keys
-  float* scores;            // [2 steps][2 row tiles][2 key tiles][16][16]
+  float* scores;            // [2 steps][2 key tiles][2 row tiles][16][16]
   float* product;           // [64][16]
   float* output;            // [groups][v_head_dim / 16][64][16]
-  float* sums;              // [rows][16]
+  float* sums;              // [rows], of the probabilities as P V has them
+  float* exact_sums;        // [rows][16], of the probabilities before they were rounded
   float* references;        // [rows]
+  float* biases;            // [rows]
   float* maxima;            // [rows][16], of the scores; where max_logits are wanted
   Step* steps;              // of the packed keys
   int64_t packed;           // keys at a time
@@ -232,13 +273,16 @@ struct AmxWorkspace {
     carver.take(keys, packed * depth * kParts);
     carver.take(values, packed * v_head_dim * kParts);
     carver.take(probabilities, int64_t{kAmxBlockKeys<T>} * kGroupRows * kParts);
+    carver.take(ones, kTileElements);
     carver.take(zeros, v_head_dim);
     carver.take(expanded, int64_t{kTileDepth} * depth);
     carver.take(scores, 2 * 4 * kTileFloats);
     carver.take(product, 4 * kTileFloats);
     carver.take(output, padded * v_head_dim);
-    carver.take(sums, padded * kLanes);
+    carver.take(sums, padded);
+    carver.take(exact_sums, padded * kLanes);
     carver.take(references, padded);
+    carver.take(biases, padded);
     carver.take(maxima, padded * kLanes);
     carver.take(steps, padded / kScoreRows * packed / kTileDepth);
     bytes = carver.used;

@@ -90,7 +90,7 @@ constexpr int32_t kMaxHeadDim = 576;
 enum ElementType { kFloat32, kFloat16, kBfloat16, kNumElementTypes };
 
 /// Floats of a row in AttentionTile::partial beside its outputs.
-constexpr int64_t kPartialState = 3;
+constexpr int64_t kPartialState = 4;
 
 struct AttentionKernel {
   /// Scratch for tiles of up to `rows` = num_tokens * group rows.

@@ -58,6 +58,7 @@ void finish_row(const AttentionTile& tile, int64_t row, RowState state, const fl
   saved[0] = state.reference;
   saved[1] = state.sum;
   saved[2] = state.maximum;
+  saved[3] = state.rounding;
 }
 
 /// Merges the parts of a tile in their order; see AttentionKernel::merge.
@@ -75,18 +76,21 @@ void merge_parts(const AttentionTile* tile, const float* parts, int64_t num_part
       total.reference = reference > total.reference ? reference : total.reference;
     }
     for (int d = 0; d < tile->v_head_dim; d += kLanes) store(merged + d, splat(0.0F));
+    float exact_sum = 0.0F;
     for (int64_t i = 0; i < num_parts; ++i) {
       const float* state = states + i * stride;
       // Equal references may both be infinite, and their difference NaN.
       const float weight =
           state[0] == total.reference ? 1.0F : __builtin_exp2f(state[0] - total.reference);
       total.sum += weight * state[1];
+      exact_sum += weight * state[1] * state[3];
       total.maximum = state[2] > total.maximum ? state[2] : total.maximum;
       const float* output = outputs + i * stride;
       for (int d = 0; d < tile->v_head_dim; d += kLanes) {
         store(merged + d, fma(load(output + d), splat(weight), load(merged + d)));
       }
     }
+    if (total.sum > 0) total.rounding = exact_sum / total.sum;
     write_row<T>(*tile, row, total, merged);
   }
 }

@@ -79,11 +79,13 @@ struct RowState {
   float reference;                    // -inf before the first visible key
   float sum;                          // of 2^(score - reference)
   float maximum = -__builtin_inff();  // of the scores, without their factor
+  /// Sums of rounded probabilities, which P V is divided by, times this are the exact ones.
+  float rounding = 1.0F;
 };
 
 /// Natural log of the row's sum of exponentials; -inf if it saw nothing.
 inline float row_lse(const RowState& state) {
-  return (state.reference + __builtin_log2f(state.sum)) * kLn2;
+  return (state.reference + __builtin_log2f(state.sum * state.rounding)) * kLn2;
 }
 
 /// The largest score times `scale`; -inf if the row saw nothing, NaN if its sum is.

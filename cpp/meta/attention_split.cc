@@ -52,7 +52,8 @@ int64_t part_keys(const AttentionBatch& batch) {
   }
   // A split segment, which has more keys than a part, has less than three times as many
   // parts as they are worth.
-  const int64_t part_bytes = rows * (batch.shape.v_head_dim + 2) * int64_t{sizeof(float)};
+  const int64_t part_bytes =
+      rows * (batch.shape.v_head_dim + kPartialStateFloats) * int64_t{sizeof(float)};
   const int64_t parts = std::clamp<int64_t>(kMaxPartialBytes / part_bytes / 3, 1, kWantedParts);
   const int64_t wanted = (keys + parts - 1) / parts;
   return std::max<int64_t>(1, (wanted + granule - 1) / granule) * granule;

@@ -5,6 +5,9 @@
 
 namespace cpattn {
 
+// The plan bounds the memory of parts by it.
+static_assert(kernels::kPartialState == kPartialStateFloats);
+
 SplitResults::SplitResults(const AttentionPlan& plan)
     : plan_(plan),
       row_floats_(plan.batch.shape.v_head_dim + kernels::kPartialState),

@@ -112,14 +112,16 @@ struct AttentionPlan {
   std::vector<int64_t> item_costs;   // of each item, in visible (row, key) pairs
   int64_t part_keys = 0;
   std::vector<AttentionSplit> splits;
-  int64_t partial_rows = 0;  // of all parts; while it runs they take v_head_dim + 2 floats
-                             // each, at most kMaxPartialBytes
+  int64_t partial_rows = 0;  // of all parts; while it runs they take v_head_dim +
+                             // kPartialStateFloats floats each, at most kMaxPartialBytes
   int num_threads = 0;       // 0: the process default when run
   bool operator==(const AttentionPlan&) const = default;
 };
 
 constexpr int64_t kMaxDecodeTokens = 16;
 constexpr int64_t kMaxPartialBytes = int64_t{32} << 20;
+/// What a row of a part has beside its outputs: what merging needs.
+constexpr int64_t kPartialStateFloats = 4;
 
 /// Divides a batch into items. Throws std::invalid_argument, naming `function`,
 /// for a shape outside AttentionShape's bounds. Segments and pages must be
