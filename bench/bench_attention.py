@@ -62,12 +62,15 @@ class Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.kept = not (arguments.quick or arguments.only or arguments.peers)
-        self.unfinished = RESULTS / "attention.jsonl.part"
+        self.environment = environment()
+        # With AMX the peak is another one, and so are the bars: both are kept.
+        amx = "-amx" if self.environment["isa"] == "amx" else ""
+        self.results = RESULTS / f"attention{amx}.jsonl"
+        self.unfinished = self.results.with_suffix(".jsonl.part")
         self.rows: list[Row] = []
         if self.kept and arguments.resume and self.unfinished.exists():
             lines = self.unfinished.read_text().splitlines()
             self.rows = [json.loads(line) for line in lines]
-        self.environment = environment()
         self.threads = _core.default_num_threads()
         self._file = None
         if self.kept:
@@ -130,7 +133,7 @@ class Run:
     def finish(self) -> None:
         if self._file:
             self._file.close()
-            os.replace(self.unfinished, RESULTS / "attention.jsonl")
+            os.replace(self.unfinished, self.results)
 
 
 def peak_of(case: Case, num_threads: int) -> Callable[[], float]:
