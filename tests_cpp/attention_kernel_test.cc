@@ -8,8 +8,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "ops/kernel_table.h"
@@ -61,7 +63,8 @@ void append_mark(void* marks, int32_t scope, int64_t flops) {
 /// One sequence of keys for one KV head, on pages of 16 in descending order, and
 /// queries [tokens][group][dim] for it.
 struct Problem {
-  static inline bool in_place;  // by decode() instead of run()
+  static inline bool in_place;                   // by decode() instead of run()
+  static inline std::function<void()> at_polls;  // what else this thread does then
   int tokens = 1, group = 1, dim = 32, v_dim = 32;
   int64_t kv_len = 1;
   int64_t first_position = 0, position_step = 1;
@@ -142,7 +145,14 @@ struct Problem {
         .lse_token_stride = group,
         .lse_head_stride = 1,
         .max_logits = result.max_logits.data() + row,
-        .should_stop = [](void* polls) { return --*static_cast<int*>(polls) < 0; },
+        .should_stop =
+            [](void* polls) {
+              if (const auto nested = std::exchange(at_polls, nullptr)) {
+                nested();
+                at_polls = nested;
+              }
+              return --*static_cast<int*>(polls) < 0;
+            },
         .stop_context = &polls_left,
         .mark = marks == nullptr ? nullptr : &append_mark,
         .mark_context = marks,
@@ -398,6 +408,23 @@ TEST_P(AttentionKernel, HugeScoresAreCoarserThanTheirWeights) {
       if (HasFatalFailure()) FAIL() << "score " << huge << ", scale " << scale;
     }
   }
+}
+
+TEST_P(AttentionKernel, OtherKernelsMayRunInItsPolls) {
+  const Problem outer =
+      filled({.tokens = 70, .group = 2, .dim = 64, .kv_len = 2500, .first_position = 2430});
+  const Problem inner = filled({.tokens = 9, .dim = 48, .kv_len = 700, .first_position = 691});
+  const Result clean = outer.run();
+  const Result clean_inner = inner.run();
+  int nested = 0;
+  Problem::at_polls = [&] {
+    ++nested;
+    EXPECT_TRUE(inner.run() == clean_inner);
+  };
+  const Result result = outer.run();
+  Problem::at_polls = nullptr;
+  EXPECT_TRUE(result == clean);
+  EXPECT_GT(nested, 1);
 }
 
 TEST_P(AttentionKernel, MinusInfinityHasNoWeight) {

@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <numeric>
@@ -49,6 +50,32 @@ TEST(ParallelFor, RethrowsTheFirstError) {
     );
     EXPECT_EQ(sum_of_items(100, threads), 4950);  // the pool survives
   }
+}
+
+TEST(ParallelFor, CallsNestedInAPollHaveScratchOfTheirOwn) {
+  static int polls = 0;
+  constexpr std::size_t kBytes = 4096;
+  const auto fill_scratch = [](std::size_t bytes, char value) {
+    auto* scratch = static_cast<char*>(thread_scratch(bytes));
+    std::fill_n(scratch, bytes, value);
+    return scratch;
+  };
+  // Larger than the outer one, which would move if it were the same.
+  const InterruptScope interrupts([] {
+    ++polls;
+    parallel_for(1, 1, [](int64_t, StopToken&) {
+      std::fill_n(static_cast<char*>(thread_scratch(64 * kBytes)), 64 * kBytes, 'n');
+    });
+    return false;
+  });
+  parallel_for(1, 1, [&](int64_t, StopToken& stop) {
+    const char* scratch = fill_scratch(kBytes, 'o');
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(300);
+    while (std::chrono::steady_clock::now() < end) ASSERT_FALSE(stop.should_stop());
+    EXPECT_EQ(thread_scratch(kBytes), scratch);
+    for (std::size_t i = 0; i < kBytes; ++i) ASSERT_EQ(scratch[i], 'o') << i;
+  });
+  EXPECT_GT(polls, 0);
 }
 
 TEST(ParallelFor, SeveralCallersShareTheWorkers) {

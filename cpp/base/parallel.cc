@@ -27,11 +27,27 @@ constexpr auto kPollInterval = std::chrono::milliseconds(50);
 
 thread_local bool (*interrupt_hook)() = nullptr;
 
+/// Calls of this library that are in the middle of their work on this thread: while one looks
+/// for Ctrl-C, a signal handler or the garbage collector may make another.
+thread_local int call_depth = 0;
+
+/// While alive, calls of this thread are nested ones, with scratch of their own.
+class NestedCalls {
+ public:
+  NestedCalls() { ++call_depth; }
+  ~NestedCalls();
+  NestedCalls(const NestedCalls&) = delete;
+  NestedCalls& operator=(const NestedCalls&) = delete;
+};
+
 /// One parallel_for in flight.
 class Job final : public StopToken {
  public:
   Job(int64_t num_items, int num_helpers, ItemFunction function)
-      : num_items_(num_items), seats_(num_helpers), function_(function) {}
+      : num_items_(num_items), seats_(num_helpers), function_(function) {
+    // Workers that leave must not have to allocate.
+    if (posted_.session != 0) waiting_.reserve(num_helpers);
+  }
 
   bool should_stop() override {
     if (stop_.load(std::memory_order_relaxed)) return true;
@@ -39,6 +55,7 @@ class Job final : public StopToken {
     const auto now = Clock::now();
     if (now - last_poll_ < kPollInterval) return false;
     last_poll_ = now;
+    const NestedCalls nested;
     if (!hook_()) return false;
     interrupted_ = true;
     stop_.store(true, std::memory_order_relaxed);
@@ -120,8 +137,10 @@ class Pool {
     while (num_workers_ < wanted) {
       try {
         std::thread(&Pool::worker, this).detach();
-      } catch (const std::system_error&) {
-        return;  // the system is out of threads: those we have do the work
+      } catch (const std::exception&) {
+        // The system is out of threads or memory: those we have do the work. The job is
+        // published, so nothing may leave here.
+        return;
       }
       ++num_workers_;
     }
@@ -147,7 +166,9 @@ class Pool {
       job.work();
       done = trace_here();
       lock.lock();
-      if (done.session != 0) job.waiting_.push_back(done);
+      if (done.session != 0 && job.waiting_.size() < job.waiting_.capacity()) {
+        job.waiting_.push_back(done);
+      }
       if (--job.running_ == 0) idle_.notify_all();
     }
   }
@@ -197,11 +218,42 @@ std::atomic<int>& configured_num_threads() {
   return num_threads;
 }
 
-struct Scratch {
-  void* data = nullptr;
-  std::size_t bytes = 0;
-  ~Scratch() { std::free(data); }
+/// A buffer that only grows.
+class Scratch {
+ public:
+  Scratch() = default;
+  ~Scratch() { std::free(data_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  void* get(std::size_t bytes) {
+    if (bytes_ < bytes) {
+      std::free(data_);
+      data_ = nullptr;
+      bytes_ = 0;
+      const std::size_t rounded = (bytes + 63) / 64 * 64;
+      data_ = std::aligned_alloc(64, rounded);
+      if (data_ == nullptr) throw std::bad_alloc();
+      bytes_ = rounded;
+    }
+    return data_;
+  }
+
+ private:
+  void* data_ = nullptr;
+  std::size_t bytes_ = 0;
 };
+
+/// Of calls that are not nested, and of those that are, by their depth.
+thread_local Scratch outer_scratch;
+thread_local std::vector<std::unique_ptr<Scratch>> nested_scratch;
+
+/// Nested calls are rare: what they used is not kept.
+NestedCalls::~NestedCalls() {
+  --call_depth;
+  if (nested_scratch.size() > static_cast<std::size_t>(call_depth))
+    nested_scratch.resize(call_depth);
+}
 
 }  // namespace
 
@@ -230,17 +282,11 @@ void parallel_for(int64_t num_items, int num_threads, ItemFunction function) {
 }
 
 void* thread_scratch(std::size_t bytes) {
-  thread_local Scratch scratch;
-  if (scratch.bytes < bytes) {
-    std::free(scratch.data);
-    scratch.data = nullptr;
-    scratch.bytes = 0;
-    const std::size_t rounded = (bytes + 63) / 64 * 64;
-    scratch.data = std::aligned_alloc(64, rounded);
-    if (scratch.data == nullptr) throw std::bad_alloc();
-    scratch.bytes = rounded;
+  if (call_depth == 0) return outer_scratch.get(bytes);
+  while (nested_scratch.size() < static_cast<std::size_t>(call_depth)) {
+    nested_scratch.push_back(std::make_unique<Scratch>());
   }
-  return scratch.data;
+  return nested_scratch[call_depth - 1]->get(bytes);
 }
 
 }  // namespace cpattn

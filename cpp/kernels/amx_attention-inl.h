@@ -35,7 +35,6 @@ class AmxAttention {
   }
 
   static bool run(const AttentionTile* tile, void* scratch) {
-    const TileScope tiles;
     return AmxAttention(*tile, static_cast<char*>(scratch)).run();
   }
 
@@ -58,7 +57,9 @@ class AmxAttention {
     const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
     locate_keys(begin / kBlockKeys * kBlockKeys, begin, end);
     while (next_.count() > 0) {
+      // Between two attend() no tile holds anything.
       if (tile_.should_stop(tile_.stop_context)) return false;
+      tiles_.configure();
       const int64_t first = next_.first();
       const int n = next_.count();
       if (!any_shown(tile_, 0, tile_.num_tokens, first, n)) {
@@ -68,7 +69,7 @@ class AmxAttention {
       mark(tile_, kMarkPack);
       packed_.pack(next_);
       locate_keys(first + n, begin, end);
-      if (!attend(first, n)) return false;
+      attend(first, n);
     }
     mark(tile_, kMarkWrite);
     for (int row = 0; row < rows_; ++row) finish(row);
@@ -130,15 +131,14 @@ class AmxAttention {
 
   /// All rows against keys [first, first + n), which are packed; next_ is what
   /// comes after them. While the tiles compute the scores of a step, the vector
-  /// units take those of the step two before through softmax. False when stopped.
-  bool attend(int64_t first, int n) {
+  /// units take those of the step two before through softmax.
+  void attend(int64_t first, int n) {
     const int steps = plan_steps<T>(tile_, rows_, first, n, work_.steps);
     const auto no_slice = [] {};
     for (int i = 0; i < 2 && i < steps; ++i) start_scores(i, no_slice, no_slice);
     for (int i = 0; i < steps; ++i) {
       const Step& step = work_.steps[i];
       if (step.first()) {
-        if (tile_.should_stop(tile_.stop_context)) return false;
         mark(tile_, kMarkQk, flops_per_dim(step) * (tile_.head_dim + tile_.rope_dim));
       }
       next_.fetch(share_of(next_.count(), steps));
@@ -163,7 +163,6 @@ class AmxAttention {
       }
     }
     add_pending();
-    return true;
   }
 
   /// Starts scores with the rows of another step in the slices.
@@ -346,6 +345,7 @@ class AmxAttention {
     finish_row<T>(tile_, row, state, columns);
   }
 
+  const TileScope tiles_;
   const AttentionTile& tile_;
   const int rows_;
   const int depth_;  // of the products Q K^T: qk_dim, filled up to whole tiles

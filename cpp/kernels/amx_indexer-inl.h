@@ -154,6 +154,8 @@ class AmxScorer {
     products_.multiply(blocks, done, packer_);
   }
 
+  void resume() const { scope_.configure(); }
+
   template <class Done>
   void finish(Done done) {
     products_.finish(done);

@@ -17,7 +17,13 @@ namespace {
 /// given back after it, so that other AMX code configures its own.
 class TileScope {
  public:
-  TileScope() {
+  TileScope() { configure(); }
+  ~TileScope() { __asm__ volatile("tilerelease"); }
+  TileScope(const TileScope&) = delete;
+  TileScope& operator=(const TileScope&) = delete;
+
+  /// Again, after other code of this thread may have used tiles. All are zero then.
+  void configure() const {
     struct {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -25,9 +31,6 @@ class TileScope {
     } config;
     __asm__ volatile("ldtilecfg %0" : : "m"(config));
   }
-  ~TileScope() { __asm__ volatile("tilerelease"); }
-  TileScope(const TileScope&) = delete;
-  TileScope& operator=(const TileScope&) = delete;
 };
 
 template <int kTile>

@@ -19,13 +19,15 @@ thread_local TileRegisters tile_registers;
 
 class TileScope {
  public:
-  TileScope() {
-    __builtin_memset(&tile_registers, 0, sizeof tile_registers);
-    tile_registers.configured = true;
-  }
+  TileScope() { configure(); }
   ~TileScope() { tile_registers.configured = false; }
   TileScope(const TileScope&) = delete;
   TileScope& operator=(const TileScope&) = delete;
+
+  void configure() const {
+    __builtin_memset(&tile_registers, 0, sizeof tile_registers);
+    tile_registers.configured = true;
+  }
 };
 
 inline uint8_t* tile_bytes(int tile) {

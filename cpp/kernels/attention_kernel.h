@@ -74,7 +74,9 @@ struct AttentionTile {
   float* max_logits = nullptr;  // null, or the largest score of each row, placed as its lse
   float* partial = nullptr;     // null: the rows see no other keys
 
-  bool (*should_stop)(void* context);  // polled between key blocks
+  /// Polled between blocks of keys. It may run any code on this thread, kernels among it:
+  /// no register keeps what it holds, tiles least of all.
+  bool (*should_stop)(void* context);
   void* stop_context;
 
   /// Null when nobody traces, else told: from now on this thread is in `scope`,

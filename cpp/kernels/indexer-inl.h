@@ -22,6 +22,8 @@ namespace {
 ///   score(task, done)   tells done(task.index) when the scores are there: at once, or
 ///       during the next call
 ///   finish(done)   ends what is under way
+///   resume()   after other code of this thread may have used any register; nothing is
+///       under way
 ///
 /// A score must not depend on the block that its key is in.
 template <class Scorer>
@@ -87,6 +89,7 @@ class IndexerLoop {
     }
     for (int64_t first = begin; first < all.end; first += kIndexerBlock) {
       if (tile_.should_stop(tile_.stop_context)) return false;
+      scorer_.resume();
       pack(first + (kBlocks - 1) * kIndexerBlock);
       score_block(first, all.end);
     }

@@ -44,7 +44,7 @@ struct IndexerTile {
   int32_t topk = 0;  // of every query, unless it wants logits
   bool sorted = true;
 
-  bool (*should_stop)(void* context);  // polled between blocks of keys
+  bool (*should_stop)(void* context);  // as in AttentionTile
   void* stop_context;
 };
 

@@ -221,6 +221,7 @@ class PanelScorer {
 
   template <class Done>
   void finish(const Done& /*done*/) const {}
+  void resume() const {}
 
  private:
   static int64_t panel_size(int dim) { return int64_t{dim + Engine::kStartRows} * kPanel; }

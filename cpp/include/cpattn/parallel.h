@@ -35,7 +35,9 @@ class InterruptScope {
 };
 
 /// What the running items of one parallel_for share. Long items call
-/// should_stop() now and then and return early when it is true.
+/// should_stop() now and then and return early when it is true. In it the hook may run
+/// anything on this thread, calls of this library among it: these have scratch of their
+/// own, but leave vector and tile registers to nobody.
 class StopToken {
  public:
   virtual bool should_stop() = 0;
@@ -71,7 +73,8 @@ class ItemFunction {
 void parallel_for(int64_t num_items, int num_threads, ItemFunction function);
 
 /// A 64-byte aligned buffer of this thread, at least `bytes` large, kept for
-/// the next call. Its contents are undefined.
+/// the next call. Its contents are undefined; only the next call for scratch of this thread
+/// invalidates it, not those of calls nested in should_stop().
 void* thread_scratch(std::size_t bytes);
 
 }  // namespace cpattn
