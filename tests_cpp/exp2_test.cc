@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 
 #include "kernels/vector_portable-inl.h"
@@ -39,6 +41,44 @@ TEST(Exp2, VanishesForHiddenKeysAndKeepsNan) {
   EXPECT_EQ(exp2_of<6>(-1e30F), 0.0F);
   EXPECT_EQ(exp2_of<6>(0.0F), 1.0F);
   EXPECT_TRUE(std::isnan(exp2_of<4>(std::numeric_limits<float>::quiet_NaN())));
+}
+
+float softcapped(float score, float scale, float cap) {
+  float scores[kLanes];
+  std::fill(std::begin(scores), std::end(scores), score);
+  apply_softcap(scores, 0, kLanes, scale, cap);
+  return scores[0];
+}
+
+// In half ulps: a few roundings of the quotient of polynomials and of the products around it.
+TEST(Softcap, IsExactRelativeToItselfForEveryCap) {
+  for (float cap : {1e-37F, 1e-30F, 1e-3F, 1.0F, 30.0F, 50.0F, 1e5F, 1e8F, 1e20F, 1e37F}) {
+    double worst = 0;
+    for (int i = -2000; i <= 2000; ++i) {
+      const float x = static_cast<float>(i) * 0.007F * std::fmin(cap, 1e36F);
+      const double wanted = double{cap} * std::tanh(double{x} / cap);
+      if (i != 0) worst = std::fmax(worst, std::fabs(softcapped(x, 1.0F, cap) / wanted - 1));
+    }
+    EXPECT_LT(worst, 8 * 0x1p-24) << cap;
+    EXPECT_EQ(softcapped(0.0F, 1.0F, cap), 0.0F);
+  }
+}
+
+TEST(Softcap, SmallScoresPassAnyLargeCap) {
+  for (float score : {-3.0F, 1e-30F, 0.1F, 5.0F, 100.0F}) {
+    EXPECT_EQ(softcapped(score, 1.0F, 1e9F), score);
+    EXPECT_EQ(softcapped(score, 0.5F, 1e37F), 0.5F * score);
+  }
+}
+
+TEST(Softcap, BoundsInfinityAndKeepsNan) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (float cap : {1e-37F, 1.0F, 1e37F}) {
+    EXPECT_FLOAT_EQ(softcapped(infinity, 1.0F, cap), cap);
+    EXPECT_FLOAT_EQ(softcapped(-infinity, 1.0F, cap), -cap);
+    EXPECT_FLOAT_EQ(softcapped(1e30F, 1e30F, cap), cap);
+    EXPECT_TRUE(std::isnan(softcapped(std::numeric_limits<float>::quiet_NaN(), 1.0F, cap)));
+  }
 }
 
 TEST(PortableElements, HalfRoundTripsEveryPattern) {
