@@ -8,7 +8,9 @@
 #include <atomic>
 #include <chrono>
 #include <stdexcept>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "cpattn/parallel.h"
 
@@ -37,6 +39,22 @@ TEST(Trace, RecordsNothingUnlessStarted) {
   start_trace(10);
   EXPECT_TRUE(tracing());
   EXPECT_TRUE(stop_trace().events.empty());
+}
+
+TEST(Trace, KeepsNamesThatDoNotLive) {
+  start_trace(10);
+  for (const std::string& name :
+       {std::string("first"), std::string("second"), std::string("first")}) {
+    std::string gone = name;
+    {
+      const TraceSpan span(TraceScope::call, 0, DType::float32, gone.c_str());
+    }
+    gone.assign(gone.size(), '?');
+  }
+  const Trace trace = stop_trace();
+  EXPECT_EQ(trace.functions, (std::vector<std::string>{"", "first", "second"}));
+  ASSERT_EQ(trace.events.size(), 3U);
+  EXPECT_EQ(trace.events[2].function, trace.events[0].function);
 }
 
 TEST(Trace, OneAtATime) {

@@ -38,6 +38,10 @@ const char* dtype_name(DType dtype) { return kDTypes[static_cast<int>(dtype)].na
 std::ostream& operator<<(std::ostream& out, DType dtype) { return out << dtype_name(dtype); }
 
 int64_t TensorView::num_elements() const {
+  // First the axes of size 0: a product of the others need not fit into int64.
+  for (int axis = 0; axis < rank; ++axis) {
+    if (shape[axis] == 0) return 0;
+  }
   int64_t count = 1;
   for (int axis = 0; axis < rank; ++axis) count *= shape[axis];
   return count;

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <set>
 #include <span>
 #include <stdexcept>
 
@@ -83,6 +84,7 @@ struct Session {
   int64_t begin = 0;
   int64_t max_events = 0;
   std::vector<std::shared_ptr<Buffer>> buffers;
+  std::set<std::string> functions;  // of all traces: records point into it
 };
 
 Session& session() {
@@ -98,6 +100,17 @@ Session& session() {
     return *made;
   }();
   return instance;
+}
+
+/// A copy of the name that lives as long as the process; null if there is no memory for it.
+const char* interned(const char* name) {
+  if (name == nullptr) return nullptr;
+  const std::scoped_lock lock(session().mutex);
+  try {
+    return session().functions.emplace(name).first->c_str();
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
 }
 
 /// What a thread knows of the trace it last recorded for.
@@ -193,6 +206,7 @@ TraceSpan::TraceSpan(TraceScope scope, int64_t flops, DType dtype, const char* f
       dtype_(dtype),
       function_(function) {
   if (session_ == 0) return;
+  function_ = interned(function);
   begin_ = now();
   if (ThreadState* state = state_in(session_)) state->end_mark(begin_);
 }

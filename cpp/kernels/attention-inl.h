@@ -58,7 +58,7 @@ struct Carver {
 
   template <class T>
   void take(T*& buffer, int64_t elements) {
-    buffer = reinterpret_cast<T*>(base + used);
+    if (base != nullptr) buffer = reinterpret_cast<T*>(base + used);
     used += (elements * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
   }
 };

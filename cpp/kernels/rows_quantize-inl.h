@@ -56,9 +56,12 @@ void quantize_kv_row(const void* nope, const void* rope, void* codes, void* rope
     }
   }
   __builtin_memcpy(to, scales, sizeof scales);
+  // Rows are bytes, which may begin anywhere: no bfloat16 is stored in place.
+  Bfloat16 rounded[kKvRope];
   for (int64_t i = 0; i < kKvRope; i += kLanes) {
-    store(static_cast<Bfloat16*>(rope_out) + i, load(static_cast<const T*>(rope) + i));
+    store(rounded + i, load(static_cast<const T*>(rope) + i));
   }
+  __builtin_memcpy(rope_out, rounded, sizeof rounded);
 }
 
 /// x > 0, normal: the smallest power of two that is not below it.

@@ -67,7 +67,7 @@ bool tracing();
 /// Records its own lifetime. It costs one relaxed load when no trace is on.
 class TraceSpan {
  public:
-  /// `function` is a string that lives as long as the process.
+  /// `function` is copied if a trace is on.
   explicit TraceSpan(
       TraceScope scope,
       int64_t flops = 0,
