@@ -8,7 +8,9 @@
 #include <numeric>
 #include <random>
 #include <stdexcept>
+#include <string>
 #include <tuple>
+#include <vector>
 
 namespace cpattn {
 namespace {
@@ -19,6 +21,76 @@ AttentionBatch batch_of(std::vector<int64_t> q_lens, std::vector<int64_t> kv_len
   batch.num_rows = std::accumulate(q_lens.begin(), q_lens.end(), int64_t{0});
   batch.left = kUnboundedKeys;
   return batch;
+}
+
+/// What a call throws, or "no error".
+template <class F>
+std::string message_of(F call) {
+  try {
+    call();
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+using Ints = std::vector<int64_t>;
+
+std::string csr_message(
+    const Ints& indptr, const Ints& indices, const Ints& last, int64_t page_size = 16
+) {
+  Ints kv_lens;
+  return message_of([&] {
+    page_table_from_csr("test", indptr, indices, last, page_size, 100, kv_lens);
+  });
+}
+
+TEST(PageTable, OffsetsAreCheckedBeforeTheyAreFollowed) {
+  EXPECT_EQ(csr_message({0, 1, 2}, {0, 1}, {1, 1}), "no error");
+  EXPECT_EQ(
+      csr_message({0, 1000, 2}, {0, 1}, {1, 1}),
+      "test: kv_indptr must be at most the length of kv_indices, 2, got 1000 at index 1"
+  );
+  EXPECT_EQ(
+      csr_message({0, 2, 1, 2}, {0, 1}, {1, 1, 1}),
+      "test: kv_indptr must be prefix sums, which never decrease, got 1 after 2 at index 2"
+  );
+  EXPECT_EQ(
+      csr_message({0, -1, 2}, {0, 1}, {1, 1}),
+      "test: kv_indptr must be prefix sums, which never decrease, got -1 after 0 at index 1"
+  );
+  EXPECT_EQ(csr_message({1, 2}, {0, 1}, {1}), "test: kv_indptr must begin with 0, got 1");
+  EXPECT_EQ(csr_message({}, {0, 1}, {1}), "test: kv_indptr must begin with 0, got nothing");
+}
+
+TEST(PageTable, PageSizesAreBounded) {
+  const std::vector<int32_t> cells = {0};
+  const IndexTable table{.data = cells.data(), .rows = 1, .columns = 1, .row_stride = 1};
+  for (int64_t page_size : {int64_t{0}, int64_t{-1}, int64_t{1} << 31, INT64_MAX}) {
+    const std::string wanted =
+        "test: page_size must be in [1, 2147483647], got " + std::to_string(page_size);
+    EXPECT_EQ(csr_message({0, 1}, {0}, {1}, page_size), wanted);
+    EXPECT_EQ(
+        message_of([&] { page_table_from_blocks("test", table, Ints{5}, page_size, 10); }), wanted
+    );
+  }
+}
+
+TEST(PlanAttention, IsBounded) {
+  const auto message = [](std::vector<int64_t> lens, AttentionShape shape) {
+    AttentionBatch batch = batch_of(lens, lens);
+    batch.shape = shape;
+    return message_of([&] { plan_attention("test", batch, 0); });
+  };
+  EXPECT_EQ(message({1}, {1 << 16, 1 << 16, 64, 64}), "no error");
+  EXPECT_EQ(
+      message({1}, {(1 << 16) + 1, (1 << 16) + 1, 64, 64}),
+      "test: num_heads must be at most 65536, got 65537"
+  );
+  EXPECT_EQ(message({1 << 20}, {128, 8, 128, 128}), "no error");
+  constexpr char kRule[] = "at most 2097152 items of work";
+  EXPECT_NE(message({INT32_MAX}, {128, 8, 128, 128}).find(kRule), std::string::npos);
+  EXPECT_NE(message(Ints(600, 1), {1 << 16, 1 << 16, 64, 64}).find(kRule), std::string::npos);
 }
 
 TEST(PlanAttention, CoversEveryTokenAndHeadOnce) {

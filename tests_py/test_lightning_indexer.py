@@ -266,7 +266,7 @@ REFUSED = [
         r"key must have tokens with 1 head of the D of query",
     ),
     (PACKED, {"key": torch.zeros(51, 1, 48)}, r"D of query, 32, got shape \[51, 1, 48\]"),
-    (PACKED, {"key": torch.zeros(0, 1, 32)}, "up to 0 tokens, got 20 after 0 at index 0"),
+    (PACKED, {"key": torch.zeros(0, 1, 32)}, "packed tokens, 0, got 20 at index 0"),
     (BLOCKS, {"key": torch.zeros(7, 0, 1, 32)}, r"key must have blocks .* \[7, 0, 1, 32\]"),
     (PACKED, {"weights": torch.zeros(15, 2)}, "weights must"),
     (PACKED, {"weights": torch.zeros(15, 3, 1)}, "weights must have 2 dimensions"),
@@ -296,12 +296,12 @@ REFUSED = [
     (
         PACKED,
         {"actual_seq_lengths_query": [5, 4, 6, 13]},
-        "must be prefix sums, which never decrease, up to 15 tokens, got 4 after 5 at index 1",
+        "must be prefix sums, which never decrease, got 4 after 5 at index 1",
     ),
     (
         PACKED,
         {"actual_seq_lengths_key": [20, 37, 46, 52]},
-        "up to 51 tokens, got 52 after 46 at ind",
+        "at most the number of packed tokens, 51, got 52 at ind",
     ),
     (PACKED, {"actual_seq_lengths_key": [20, 37, 46]}, r"one entry per sequence \(4\), got 3"),
     # Blocks.

@@ -315,7 +315,7 @@ ERRORS = {
         {"actual_seq_lengths_query": [3, 2, 7]},
         "actual_seq_lengths_query must be prefix sums, .* got 2 after 3 at index 1",
     ),
-    "long sums": ({"actual_seq_lengths_query": [3, 3, 8]}, "up to 7 tokens, got 8 after 3"),
+    "long sums": ({"actual_seq_lengths_query": [3, 3, 8]}, "packed tokens, 7, got 8 at index 2"),
     "lengths": ({"actual_seq_lengths_kv": [1, 2]}, r"one entry per sequence \(3\), got 2"),
     "length": (
         {"actual_seq_lengths_kv": [1, 2, 99]},

@@ -207,9 +207,12 @@ def test_errors_of_all_selections(change, message):
         ({"table": np.zeros((2, 8), int)}, "lengths must be within the page table, 8 pages of 1, "),
         ({"cu": [0, 2]}, "cu_seqlens_q must have one element more than there are sequences, 3, "),
         ({"cu": [1, 1, 2]}, "cu_seqlens_q must begin with 0, got 1"),
-        ({"cu": [0, 1, 3]}, "cu_seqlens_q must end with the number of rows, 2, got 3"),
-        ({"cu": [0, 3, 2]}, "cu_seqlens_q must not fall or exceed its end, got 3 at index 1"),
-        ({"cu": [0, -1, 2]}, "cu_seqlens_q must not fall or exceed its end, got -1 at index 1"),
+        ({"cu": [0, 1, 3]}, "cu_seqlens_q must end at the number of rows, 2, got 3"),
+        ({"cu": [0, 3, 2]}, "must be prefix sums, which never decrease, got 2 after 3 at index 2"),
+        (
+            {"cu": [0, -1, 2]},
+            "must be prefix sums, which never decrease, got -1 after 0 at index 1",
+        ),
         (
             {"cu": None, "table": np.zeros((3, 9), int)},
             "without cu_seqlens_q there must be a row of the page table, or of batch_idx_list, "

@@ -3,15 +3,18 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 
 #include "cpattn/check.h"
+#include "cpattn/page_size.h"
+#include "cpattn/prefix_sums.h"
 #include "cpattn/trace.h"
 #include "meta/attention_items.h"
 
 namespace cpattn {
 namespace {
 
-constexpr int32_t kMaxHeadDim = 576;
+constexpr int32_t kMaxHeads = 1 << 16;
 /// Rows of an item share one packing of K and V, which costs as much as a dozen
 /// rows of arithmetic from a cache and thirty from memory: beyond this many there
 /// is little left to gain.
@@ -23,13 +26,9 @@ constexpr int64_t kMinItemRows = 384;
 constexpr int64_t kRowGranule = 24;
 /// Queries and accumulators of an item, in float32, stay below this.
 constexpr int64_t kItemBytes = 4 << 20;
-
-void check_head_dim(const char* function, const char* name, int32_t dim) {
-  check(
-      dim >= 16 && dim <= kMaxHeadDim && dim % 16 == 0, function, ": ", name,
-      " must be a multiple of 16 from 16 to ", kMaxHeadDim, ", got ", dim
-  );
-}
+/// Far above any batch: a million tokens of 128 heads make a tenth. Planning so many takes
+/// a second.
+constexpr int64_t kMaxItems = int64_t{1} << 21;
 
 int64_t max_item_rows(const AttentionBatch& batch) {
   const AttentionShape& shape = batch.shape;
@@ -70,8 +69,19 @@ int64_t visible_pairs(
          sum_clamped(position - batch.left, step, count, kv_end);
 }
 
+void check_num_items(const char* function, int64_t num_items) {
+  check(
+      num_items <= kMaxItems, function, ": the batch must be divided into at most ", kMaxItems,
+      " items of work, got ", num_items, " or more; plan fewer tokens, sequences or heads at a time"
+  );
+}
+
 void append_items(
-    const AttentionBatch& batch, int32_t index, int64_t max_rows, AttentionPlan& plan
+    const char* function,
+    const AttentionBatch& batch,
+    int32_t index,
+    int64_t max_rows,
+    AttentionPlan& plan
 ) {
   const AttentionSegment& segment = batch.segments[index];
   const int64_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
@@ -79,6 +89,8 @@ void append_items(
   const int64_t max_tokens = std::max<int64_t>(1, max_rows / heads);
   // Pieces of equal size: a short last one would pack its keys for few rows.
   const int64_t pieces = (segment.q_len + max_tokens - 1) / max_tokens;
+  const int64_t num_items = pieces * ((batch.shape.num_heads + heads - 1) / heads);
+  check_num_items(function, std::ssize(plan.items) + num_items);
   for (int64_t piece = 0; piece < pieces; ++piece) {
     const int64_t begin = segment.q_len * piece / pieces;
     const int64_t end = segment.q_len * (piece + 1) / pieces;
@@ -153,8 +165,8 @@ int32_t checked_page(
   return static_cast<int32_t>(page);
 }
 
-void check_page_size(const char* function, int64_t page_size, int64_t num_pages) {
-  check(page_size >= 1, function, ": page_size must be >= 1, got ", page_size);
+void check_pages(const char* function, int64_t page_size, int64_t num_pages) {
+  check_page_size(function, page_size);
   check(
       num_pages >= 0 && num_pages <= INT32_MAX, function, ": num_pages must be in [0, 2^31), got ",
       num_pages
@@ -163,6 +175,14 @@ void check_page_size(const char* function, int64_t page_size, int64_t num_pages)
 
 }  // namespace
 
+int64_t check_head_dim(const char* function, const char* name, int64_t dim) {
+  check(
+      dim >= 16 && dim <= kMaxHeadDim && dim % 16 == 0, function, ": ", name,
+      " must be a multiple of 16 from 16 to ", kMaxHeadDim, ", got ", dim
+  );
+  return dim;
+}
+
 AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num_threads) {
   const TraceSpan span(TraceScope::plan);
   const AttentionShape& shape = batch.shape;
@@ -170,6 +190,10 @@ AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num
   check(
       shape.num_heads >= 1 && shape.num_heads % shape.num_kv_heads == 0, function,
       ": num_heads must be a positive multiple of num_kv_heads (", shape.num_kv_heads, "), got ",
+      shape.num_heads
+  );
+  check(
+      shape.num_heads <= kMaxHeads, function, ": num_heads must be at most ", kMaxHeads, ", got ",
       shape.num_heads
   );
   check_head_dim(function, "head_dim", shape.head_dim);
@@ -184,8 +208,9 @@ AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num
     const auto segment = static_cast<int32_t>(i);
     if (reads_in_place(batch, batch.segments[i])) {
       append_decode_items(batch, segment, plan);
+      check_num_items(function, std::ssize(plan.items));
     } else {
-      append_items(batch, segment, max_rows, plan);
+      append_items(function, batch, segment, max_rows, plan);
     }
   }
   plan.batch = std::move(batch);
@@ -208,7 +233,7 @@ PageTable page_table_from_blocks(
     int64_t page_size,
     int64_t num_pages
 ) {
-  check_page_size(function, page_size, num_pages);
+  check_pages(function, page_size, num_pages);
   const auto sequences = static_cast<int64_t>(kv_lens.size());
   check(
       block_tables.rows == sequences, function, ": block_tables must have one row per sequence (",
@@ -240,25 +265,22 @@ PageTable page_table_from_csr(
     int64_t num_pages,
     std::vector<int64_t>& kv_lens
 ) {
-  check_page_size(function, page_size, num_pages);
-  check(!kv_indptr.empty() && kv_indptr.front() == 0, function, ": kv_indptr must start with 0");
+  check_pages(function, page_size, num_pages);
+  check_prefix_sums(
+      function, "kv_indptr", kv_indptr,
+      {.leading_zero = true,
+       .total = static_cast<int64_t>(kv_indices.size()),
+       .total_name = "the length of kv_indices"}
+  );
   check(
       last_page_len.size() + 1 == kv_indptr.size(), function,
       ": last_page_len must have one entry per sequence (", kv_indptr.size() - 1, "), got ",
       last_page_len.size()
   );
-  check(
-      kv_indptr.back() <= static_cast<int64_t>(kv_indices.size()), function, ": kv_indptr ends at ",
-      kv_indptr.back(), " but kv_indices has ", kv_indices.size(), " entries"
-  );
   PageTable table;
   kv_lens.clear();
   for (std::size_t row = 0; row + 1 < kv_indptr.size(); ++row) {
     const int64_t pages = kv_indptr[row + 1] - kv_indptr[row];
-    check(
-        pages >= 0, function, ": kv_indptr must not decrease, got ", kv_indptr[row + 1], " after ",
-        kv_indptr[row], " at index ", row + 1
-    );
     check(
         pages == 0 || (last_page_len[row] >= 1 && last_page_len[row] <= page_size), function,
         ": last_page_len must be in [1, ", page_size, "], got ", last_page_len[row], " at index ",

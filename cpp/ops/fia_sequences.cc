@@ -6,6 +6,8 @@
 #include <tuple>
 #include <utility>
 
+#include "cpattn/prefix_sums.h"
+
 namespace cpattn::fia {
 namespace {
 
@@ -36,18 +38,17 @@ std::vector<int64_t> plain_lengths(
 std::pair<std::vector<int64_t>, std::vector<int64_t>> packed_lengths(
     const char* name, const std::vector<int64_t>& sums, int64_t total
 ) {
+  check_prefix_sums(
+      kFunction, name, sums,
+      {.reaches_total = true, .total = total, .total_name = "the number of packed rows"}
+  );
   std::vector<int64_t> begins, lengths;
   int64_t end = 0;
   for (const int64_t sum : sums) {
-    require(
-        sum >= end, name, " must be prefix sums, which never decrease, got ", sum, " after ", end,
-        " at index ", begins.size()
-    );
     begins.push_back(end);
     lengths.push_back(sum - end);
     end = sum;
   }
-  require(end == total, name, " must end at the number of packed rows, ", total, ", got ", end);
   return {std::move(begins), std::move(lengths)};
 }
 

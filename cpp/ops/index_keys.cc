@@ -2,6 +2,7 @@
 #include "ops/index_keys.h"
 
 #include "cpattn/check.h"
+#include "cpattn/page_size.h"
 
 namespace cpattn {
 namespace {
@@ -95,10 +96,7 @@ IndexKeys view_index_keys(
     int64_t dim
 ) {
   const TensorView& cache = index_k_cache;
-  check(
-      page_size >= 1 && page_size <= INT32_MAX, function, ": page_size must be in [1, ", INT32_MAX,
-      "], got ", page_size
-  );
+  check_page_size(function, page_size);
   if (cache.dtype == DType::uint8) {
     check(
         !k_scale, function, ": k_scale must not be given with ", kCache, " of uint8, which has it"

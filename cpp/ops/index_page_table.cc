@@ -20,6 +20,8 @@ void write_slots(
 ) {
   check_dtype(function, "out", out.dtype, DType::int32);
   check_rows(function, "out", out, {indices.rows, indices.columns});
+  check_no_overlap(function, "out", out, "topk_indices", view_of(indices));
+  check_no_overlap(function, "out", out, "page_table", view_of(table.pages));
   const SlotRows rows(function, table, table_rows);
   for (int64_t i = 0; i < indices.rows; ++i) {
     int32_t* slots = out.as<int32_t>() + i * out.strides[0];
@@ -84,6 +86,7 @@ void page_table_to_topk(
   constexpr char kFunction[] = "page_table_to_topk";
   check_dtype(kFunction, "out", out.dtype, DType::int32);
   check_tensor(kFunction, "out", out, 2);
+  check_no_overlap(kFunction, "out", out, "page_table", view_of(table.pages));
   const int64_t num_rows = out.shape[0], topk = out.shape[1];
   const auto num_lengths = static_cast<int64_t>(lengths.size());
   check(

@@ -76,6 +76,7 @@ void hadamard_transform(const TensorView& x, float scale, const TensorView& out)
   );
   check_dtype(kFunction, "out", out.dtype, x.dtype);
   check_dense(kFunction, "out", out, x.num_elements());
+  check_no_overlap(kFunction, "out", out, "x", x);
   const auto transform = active_sparse_kernels().rows.hadamard[type];
   const int64_t row_bytes = dim * element_size(x.dtype);
   const int64_t count = std::max(dim, kHadamardLeast);
@@ -117,6 +118,9 @@ void quantize_index(
   check_dtype(kFunction, "scale", scale.dtype, DType::float32);
   check_dense(kFunction, "codes", codes, x.num_elements());
   check_dense(kFunction, "scale", scale, x.num_elements() / kGroup);
+  check_no_overlap(kFunction, "codes", codes, "x", x);
+  check_no_overlap(kFunction, "scale", scale, "x", x);
+  check_no_overlap(kFunction, "scale", scale, "codes", codes);
   const auto format = is_int8        ? kernels::kGroupInt8
                       : power_of_two ? kernels::kGroupFloat8PowerOfTwo
                                      : kernels::kGroupFloat8;
@@ -177,6 +181,9 @@ void read_index_k_cache(
   check(element_size(codes.dtype) == 1, pages.function, ": codes must be bytes, got ", codes.dtype);
   check_dtype(pages.function, "scale", scale.dtype, DType::float32);
   check_dense(pages.function, "scale", scale, count);
+  check_no_overlap(pages.function, "codes", codes, "cache", cache);
+  check_no_overlap(pages.function, "scale", scale, "cache", cache);
+  check_no_overlap(pages.function, "scale", scale, "codes", codes);
   for (std::size_t i = 0; i < slots.size(); ++i) {
     std::memcpy(row_data(codes, i), pages.codes(slots[i]), kGroup);
     std::memcpy(scale.as<float>() + i, pages.scale(slots[i]), sizeof(float));

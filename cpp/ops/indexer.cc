@@ -12,6 +12,7 @@
 #include "ops/indexer_arguments.h"
 #include "ops/indexer_items.h"
 #include "ops/kernel_table.h"
+#include "ops/tensor_checks.h"
 
 namespace cpattn {
 namespace {
@@ -245,7 +246,10 @@ void indexer_topk(const IndexerArguments& arguments, const IndexerTopk& topk) {
     );
   }
   check_indexer_result(arguments, "indices", topk.indices, DType::int32, k);
-  if (topk.values) check_indexer_result(arguments, "values", *topk.values, DType::float32, k);
+  if (topk.values) {
+    check_indexer_result(arguments, "values", *topk.values, DType::float32, k);
+    check_no_overlap(function, "values", *topk.values, "indices", topk.indices);
+  }
   const TraceSpan span(TraceScope::call, 0, arguments.keys.dtype, function);
   const Call call(arguments, k);
   for (int64_t query : call.other_queries()) {

@@ -94,6 +94,25 @@ void check_indexer_result(
   const char* function = arguments.function;
   check_dtype(function, name, result.dtype, dtype);
   check_rows(function, name, result, {arguments.q.shape[0], columns});
+  check_no_overlap(function, name, result, "q", arguments.q);
+  check_no_overlap(function, name, result, "weights", arguments.weights);
+  const IndexKeys& keys = arguments.keys;
+  const auto rows = [&](const void* data, int64_t page_bytes, int64_t row_bytes, int64_t bytes) {
+    return TensorView{
+        .data = const_cast<void*>(data),
+        .dtype = DType::uint8,
+        .rank = 3,
+        .shape = {keys.num_pages, keys.page_size, bytes},
+        .strides = {page_bytes, row_bytes, 1},
+    };
+  };
+  const int64_t key_bytes = keys.dim * element_size(keys.dtype);
+  const TensorView key_rows = rows(keys.data, keys.page_bytes, keys.row_bytes, key_bytes);
+  check_no_overlap(function, name, result, "the keys", key_rows);
+  if (keys.scales == nullptr) return;
+  const TensorView scales =
+      rows(keys.scales, keys.scale_page_bytes, keys.scale_row_bytes, sizeof(float));
+  check_no_overlap(function, name, result, "the scales of the keys", scales);
 }
 
 kernels::IndexerType indexer_type(DType dtype) {

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "cpattn/check.h"
+#include "cpattn/page_size.h"
 #include "cpattn/parallel.h"
 #include "cpattn/trace.h"
 #include "ops/kernel_hooks.h"
@@ -16,6 +17,10 @@
 
 namespace cpattn {
 namespace {
+
+// The plan and the kernels have limits of their own, as neither may know the other.
+static_assert(kMaxHeadDim == kernels::kMaxHeadDim);
+static_assert(kUnboundedKeys == kernels::kUnlimited);
 
 void check_cache(
     const AttentionArguments& arguments,
@@ -83,10 +88,7 @@ void check_arguments(const AttentionPlan& plan, const AttentionArguments& argume
     check_cache(arguments, "k_rope", *arguments.k_rope, batch, rope);
   }
   check_scale(function, "scale", arguments.scale);
-  check(
-      std::isfinite(arguments.softcap) && arguments.softcap >= 0, function,
-      ": softcap must be >= 0 (0: none), got ", arguments.softcap
-  );
+  check_softcap(function, arguments.softcap);
   if (arguments.sinks) {
     check_dtype(function, "sinks", arguments.sinks->dtype, DType::float32);
     check_rows(function, "sinks", *arguments.sinks, {shape.num_heads});
@@ -235,7 +237,7 @@ PagedCache paged_cache(
         layout == KvCacheLayout::nhd, function, ": a 3-dimensional ", name,
         " is [slots, heads, dim]; kv_layout must be NHD"
     );
-    check(*page_size >= 1, function, ": page_size must be >= 1, got ", *page_size);
+    check_page_size(function, *page_size);
     check(
         cache.shape[0] % *page_size == 0, function, ": ", name,
         " must have a multiple of page_size (", *page_size, ") slots, got ", cache.shape[0]
@@ -243,7 +245,8 @@ PagedCache paged_cache(
     paged.num_pages = cache.shape[0] / *page_size;
     paged.page_size = *page_size;
     paged.num_kv_heads = cache.shape[1];
-    paged.page_stride = cache.strides[0] * *page_size;
+    // A stride from page to page means nothing with less than two of them.
+    paged.page_stride = paged.num_pages > 1 ? cache.strides[0] * *page_size : 0;
     paged.row_stride = cache.strides[0];
     paged.head_stride = cache.strides[1];
   } else {

@@ -96,14 +96,6 @@ FlatRows flat_rows(
   return {pages * page_size, tensor.strides[1]};
 }
 
-int64_t check_head_dim(const char* function, const char* name, int64_t dim) {
-  check(
-      dim >= 16 && dim <= kernels::kMaxHeadDim && dim % 16 == 0, function, ": ", name,
-      " must be a multiple of 16 in [16, ", kernels::kMaxHeadDim, "], got ", dim
-  );
-  return dim;
-}
-
 void attend_selected(const SelectedAttention& attention, SelectKeys select, int num_threads) {
   const TensorView& q = attention.q;
   const int64_t num_tokens = q.shape[0] * q.shape[1], num_heads = q.shape[2];

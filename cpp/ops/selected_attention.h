@@ -58,10 +58,6 @@ class SelectKeys {
   int64_t (*call_)(const void*, int64_t, int32_t*);
 };
 
-/// A dimension that the kernels have; gives it. Throws std::invalid_argument in the name
-/// of `function`.
-int64_t check_head_dim(const char* function, const char* name, int64_t dim);
-
 /// A token without keys gets zeros and -inf. Results depend neither on the other
 /// tokens nor on the number of threads.
 void attend_selected(const SelectedAttention& attention, SelectKeys select, int num_threads);

@@ -5,6 +5,8 @@
 #include <numeric>
 
 #include "cpattn/check.h"
+#include "cpattn/page_size.h"
+#include "cpattn/prefix_sums.h"
 
 namespace cpattn {
 
@@ -12,10 +14,7 @@ SlotRows::SlotRows(
     const char* function, const SlotTable& table, std::span<const int64_t> table_rows
 )
     : function_(function), table_(table), table_rows_(table_rows) {
-  check(
-      table.page_size >= 1 && table.page_size <= INT32_MAX, function, ": page_size must be in [1, ",
-      INT32_MAX, "], got ", table.page_size
-  );
+  check_page_size(function, table.page_size);
 }
 
 void SlotRows::check_length(int64_t query, int64_t length) const {
@@ -78,20 +77,16 @@ std::vector<int64_t> expand_indptr(
       " must have one element more than there are ", "sequences, ", num_sequences + 1, ", got ",
       size
   );
-  check(indptr[0] == 0, function, ": ", name, " must begin with 0, got ", indptr[0]);
-  check(
-      indptr[num_sequences] == num_queries, function, ": ", name,
-      " must end with the number of rows, ", num_queries, ", got ", indptr[num_sequences]
+  check_prefix_sums(
+      function, name, indptr,
+      {.leading_zero = true,
+       .reaches_total = true,
+       .total = num_queries,
+       .total_name = "the number of rows"}
   );
   std::vector<int64_t> rows;
   rows.reserve(num_queries);
-  for (int64_t s = 0; s < num_sequences; ++s) {
-    check(
-        indptr[s] <= indptr[s + 1] && indptr[s + 1] <= num_queries, function, ": ", name,
-        " must not fall or exceed its end, got ", indptr[s + 1], " at index ", s + 1
-    );
-    rows.resize(indptr[s + 1], s);
-  }
+  for (int64_t s = 0; s < num_sequences; ++s) rows.resize(indptr[s + 1], s);
   return rows;
 }
 

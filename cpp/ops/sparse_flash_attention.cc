@@ -6,6 +6,7 @@
 
 #include "cpattn/attention_plan.h"
 #include "cpattn/check.h"
+#include "cpattn/page_size.h"
 #include "cpattn/parallel.h"
 #include "ops/kernel_table.h"
 #include "ops/selected_attention.h"
@@ -183,6 +184,7 @@ class Selection {
       return;
     }
     require(lengths.has_value(), kName, " is mandatory with block_table");
+    check_page_size(kFunction, page_size_);
     const int64_t limit = arguments.block_table->columns * page_size_;
     keys_ = padded_sequences(kFunction, kName, lengths, queries_.size(), limit);
     pages_ =
@@ -235,6 +237,11 @@ void check_out(const SparseFlashArguments& arguments, const SelectedAttention& a
     check_no_overlap(kFunction, name, result, "query", arguments.query);
     check_no_overlap(kFunction, name, result, "key", arguments.key);
     check_no_overlap(kFunction, name, result, "value", arguments.value);
+    check_no_overlap(kFunction, name, result, "sparse_indices", arguments.sparse_indices);
+    if (arguments.query_rope) {
+      check_no_overlap(kFunction, name, result, "query_rope", *arguments.query_rope);
+      check_no_overlap(kFunction, name, result, "key_rope", *arguments.key_rope);
+    }
   };
   check_apart("out", arguments.out);
   const auto check_scalars = [&](const char* name, const TensorView& result) {
@@ -253,6 +260,12 @@ void check_out(const SparseFlashArguments& arguments, const SelectedAttention& a
   if (!arguments.softmax_max) return;
   check_scalars("softmax_max", *arguments.softmax_max);
   check_scalars("softmax_sum", *arguments.softmax_sum);
+  for (const auto& result : {*arguments.softmax_max, *arguments.softmax_sum}) {
+    check_no_overlap(kFunction, "out", arguments.out, "softmax_max or softmax_sum", result);
+  }
+  check_no_overlap(
+      kFunction, "softmax_max", *arguments.softmax_max, "softmax_sum", *arguments.softmax_sum
+  );
 }
 
 }  // namespace

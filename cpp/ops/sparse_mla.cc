@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "cpattn/attention_plan.h"
 #include "cpattn/check.h"
 #include "cpattn/index_table.h"
 #include "cpattn/parallel.h"
@@ -101,6 +102,7 @@ void check_results(const SparseMlaArguments& arguments) {
   };
   check_scalars("max_logits", arguments.max_logits);
   check_scalars("lse", arguments.lse);
+  check_no_overlap(kFunction, "lse", arguments.lse, "max_logits", arguments.max_logits);
 }
 
 /// Token rows as the batch entry of a [1, num_tokens, heads, dim] tensor.
@@ -119,8 +121,10 @@ int64_t valid_rows(const void* indices, int64_t n, int64_t num_rows, int32_t* ro
   const auto limit = static_cast<std::make_unsigned_t<Index>>(num_rows);
   int64_t count = 0;
   for (int64_t i = 0; i < n; ++i) {
-    rows[count] = static_cast<int32_t>(index[i]);  // overwritten by the next unless it counts
-    count += static_cast<std::make_unsigned_t<Index>>(index[i]) < limit ? 1 : 0;
+    // Read once: what another thread writes meanwhile must not pass for what was checked.
+    const Index value = __atomic_load_n(index + i, __ATOMIC_RELAXED);
+    rows[count] = static_cast<int32_t>(value);  // overwritten by the next unless it counts
+    count += static_cast<std::make_unsigned_t<Index>>(value) < limit ? 1 : 0;
   }
   return count;
 }

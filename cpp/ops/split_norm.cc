@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpattn/split_norm.h"
 
+#include <algorithm>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "cpattn/check.h"
@@ -67,6 +69,23 @@ class Norm {
   float eps_;
 };
 
+/// That results have the dtype of x and lie apart from the arguments and from each other.
+void check_results(const SplitNorm& arguments) {
+  const char* function = arguments.function;
+  std::vector<std::pair<const char*, const TensorView*>> results = {
+      {"q", &arguments.q}, {"k_nope", &arguments.k_nope}, {"k_pe", &arguments.k_pe}
+  };
+  if (arguments.latent) results.emplace_back("latent_cache", &*arguments.latent);
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    const auto& [name, result] = results[i];
+    check_dtype(function, name, result->dtype, arguments.x.dtype);
+    check_no_overlap(function, name, *result, "x", arguments.x);
+    for (std::size_t j = 0; j < i; ++j) {
+      check_no_overlap(function, name, *result, results[j].first, *results[j].second);
+    }
+  }
+}
+
 }  // namespace
 
 void split_qk_norm(const SplitNorm& arguments) {
@@ -77,6 +96,11 @@ void split_qk_norm(const SplitNorm& arguments) {
       q_rank > 0 && kv_rank > 0 && rope_dim >= 0, function,
       ": q_lora_rank and kv_lora_rank must be positive and qk_rope_head_dim not negative, got ",
       q_rank, ", ", kv_rank, " and ", rope_dim
+  );
+  check(
+      std::max({q_rank, kv_rank, rope_dim}) <= INT32_MAX, function,
+      ": q_lora_rank, kv_lora_rank and qk_rope_head_dim must fit into int32, got ", q_rank, ", ",
+      kv_rank, " and ", rope_dim
   );
   check(
       x.dim(1) == q_rank + kv_rank + rope_dim, function,
@@ -92,9 +116,7 @@ void split_qk_norm(const SplitNorm& arguments) {
   check_rows(function, "k_nope", k_nope, {rows, 1, kv_rank});
   check_rows(function, "k_pe", k_pe, {rows, 1, rope_dim});
   if (latent) check_rows(function, "latent", *latent, {rows, 1, kv_rank + rope_dim});
-  for (const TensorView& result : {q, k_nope, k_pe, latent.value_or(q)}) {
-    check_dtype(function, "a result", result.dtype, x.dtype);
-  }
+  check_results(arguments);
   const int64_t bytes = element_size(x.dtype);
   parallel_rows(rows, x.dim(1) * bytes, [&](int64_t row, int64_t end) {
     for (; row < end; ++row) {
@@ -102,7 +124,7 @@ void split_qk_norm(const SplitNorm& arguments) {
       const char* kv = from + q_rank * bytes;
       q_norm(from, row_data(q, row));
       kv_norm(kv, row_data(k_nope, row));
-      std::memcpy(row_data(k_pe, row), kv + kv_rank * bytes, rope_dim * bytes);
+      if (rope_dim > 0) std::memcpy(row_data(k_pe, row), kv + kv_rank * bytes, rope_dim * bytes);
       if (latent) std::memcpy(row_data(*latent, row), kv, (kv_rank + rope_dim) * bytes);
     }
   });

@@ -49,6 +49,25 @@ void check_scale(const char* function, const char* name, double scale) {
   );
 }
 
+void check_softcap(const char* function, double softcap) {
+  constexpr double kSmallest = 1e-37, kLargest = 1e37;
+  check(
+      softcap == 0 || (softcap >= kSmallest && softcap <= kLargest), function,
+      ": softcap must be 0 (none) or in [", kSmallest, ", ", kLargest,
+      "], the range of float32, got ", softcap
+  );
+}
+
+TensorView view_of(const IndexTable& table) {
+  return {
+      .data = const_cast<void*>(table.data),
+      .dtype = table.is_int64 ? DType::int64 : DType::int32,
+      .rank = 2,
+      .shape = {table.rows, table.columns},
+      .strides = {table.row_stride, table.column_stride},
+  };
+}
+
 void check_no_overlap(
     const char* function,
     const char* out_name,

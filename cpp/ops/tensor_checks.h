@@ -3,6 +3,7 @@
 
 #include <initializer_list>
 
+#include "cpattn/index_table.h"
 #include "cpattn/tensor_view.h"
 
 namespace cpattn {
@@ -28,6 +29,12 @@ void check_dtype(const char* function, const char* name, DType dtype, DType expe
 
 /// A factor of scores, which kernels apply in float32.
 void check_scale(const char* function, const char* name, double scale);
+
+/// A bound of scores, likewise; 0 is none.
+void check_softcap(const char* function, double softcap);
+
+/// The memory of a table, for the check below.
+TensorView view_of(const IndexTable& table);
 
 /// That a result and an argument share no memory.
 void check_no_overlap(

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "cpattn/check.h"
+#include "cpattn/prefix_sums.h"
 
 namespace cpattn {
 
@@ -46,14 +47,12 @@ TokenSequences packed_sequences(
     const char* function, const char* name, const SequenceLengths& sums, int64_t total
 ) {
   check(sums.has_value(), function, ": ", name, " is mandatory for TND");
+  check_prefix_sums(
+      function, name, *sums, {.total = total, .total_name = "the number of packed tokens"}
+  );
   TokenSequences sequences;
   int64_t end = 0;
   for (const int64_t sum : *sums) {
-    check(
-        sum >= end && sum <= total, function, ": ", name,
-        " must be prefix sums, which never decrease, up to ", total, " tokens, got ", sum,
-        " after ", end, " at index ", sequences.size()
-    );
     sequences.begins.push_back(end);
     sequences.lens.push_back(sum - end);
     end = sum;

@@ -70,6 +70,7 @@ void select_rows(
 ) {
   check_dtype(arguments.function, "out", out.dtype, DType::int32);
   check_rows(arguments.function, "out", out, {arguments.score.shape[0], arguments.topk});
+  check_no_overlap(arguments.function, "out", out, "score", arguments.score);
   const TraceSpan span(TraceScope::call, 0, DType::float32, arguments.function);
   const kernels::TopkKernel& kernel = active_sparse_kernels().topk;
   const int64_t topk = arguments.topk;
@@ -139,6 +140,7 @@ void fast_topk_transform_fused(
   const std::vector<int64_t> table_rows = rows_of_table(arguments.function, slots, num_rows);
   const SlotRows rows(arguments.function, slots.table, table_rows);
   for (int64_t i = 0; i < num_rows; ++i) rows.check_length(i, arguments.lengths[i]);
+  check_no_overlap(arguments.function, "out", out, "page_table", view_of(slots.table.pages));
   select_rows(arguments, out, [&rows](int64_t i, int32_t* indices, int64_t n) {
     rows.replace(i, indices, n);
   });

@@ -120,8 +120,9 @@ def _split(
     *,
     with_latent: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = shape_of(x, f"{function}: x", 2)[0]
-    q_dim, kv_dim, rope_dim = (max(0, dim) for dim in dims)  # the core refuses the others
+    rows, columns = shape_of(x, f"{function}: x", 2)
+    # The core refuses what is not within x.
+    q_dim, kv_dim, rope_dim = (min(max(0, dim), columns) for dim in dims)
     q = empty(x, (rows, q_dim))
     k_nope = empty(x, (rows, 1, kv_dim))
     k_pe = empty(x, (rows, 1, rope_dim))

@@ -20,8 +20,14 @@ struct AttentionShape {
   bool operator==(const AttentionShape&) const = default;
 };
 
+constexpr int64_t kMaxHeadDim = 576;
+
+/// A dimension of heads that the kernels have; returns it. Throws std::invalid_argument in the
+/// name of `function`.
+int64_t check_head_dim(const char* function, const char* name, int64_t dim);
+
 /// Consecutive rows of q that belong to one sequence. Row q_begin + i stands at
-/// key position p = first_position + i * position_step and sees the keys
+/// key position p = first_position + i * position_step, the step being >= 0, and sees the keys
 /// [p - left, p + right] of the plan, clipped to [0, kv_len). A position outside
 /// [0, kv_len) is allowed; a row that sees no key gives zeros and LSE -inf.
 struct AttentionSegment {
