@@ -160,7 +160,7 @@ TEST(ContextParallel, ErrorsNameArgumentRuleAndValue) {
   const Lens good = {3, 4}, negative = {3, -4}, longer = {3, 4, 5}, below = {3, 2};
   EXPECT_EQ(
       message_of({.extend_lens = negative}),
-      "build_cp_metadata: extend_lens must be >= 0, got -4 at index 1"
+      "build_cp_metadata: extend_lens must be >= 0 and fit into int32, got -4 at index 1"
   );
   EXPECT_EQ(
       message_of({.extend_lens = good, .seq_lens = longer}),
@@ -179,6 +179,37 @@ TEST(ContextParallel, ErrorsNameArgumentRuleAndValue) {
       "build_cp_metadata: cp_rank must be in [0, 2), got 2"
   );
   EXPECT_EQ(message_of({.extend_lens = good, .seq_lens = below, .compat = true}), "no error");
+}
+
+TEST(ContextParallel, LengthsAreBoundedBeforeTheyAreAdded) {
+  constexpr int64_t kHuge = INT64_MAX;
+  const Lens huge = {1, kHuge}, ones = {1, 1}, negative = {INT64_MIN, 1};
+  for (CpStrategy strategy : {CpStrategy::zigzag, CpStrategy::interleave, CpStrategy::contiguous}) {
+    for (bool compat : {false, true}) {
+      EXPECT_EQ(
+          message_of(
+              {.extend_lens = huge, .seq_lens = ones, .strategy = strategy, .compat = compat}
+          ),
+          "build_cp_metadata: extend_lens must be >= 0 and fit into int32, got "
+          "9223372036854775807 at index 1"
+      );
+    }
+    const ContextParallelMetadata metadata = build_cp_metadata(
+        {.extend_lens = ones, .seq_lens = negative, .strategy = strategy, .compat = true}, 0
+    );
+    EXPECT_EQ(copy(metadata.prefix_lens), (Ints{0, 0}));
+  }
+}
+
+TEST(ForwardMode, GatesBoundTheSizeOfTheGroup) {
+  const Lens extend = {1};
+  for (int64_t cp_size : {int64_t{0}, kMaxCpSize + 1, int64_t{1} << 62}) {
+    EXPECT_THROW(can_apply_cp(extend, cp_size, CpStrategy::zigzag, {}, {}), std::invalid_argument);
+    EXPECT_THROW(
+        can_dsa_prefill_cp_interleave(extend, cp_size, CpStrategy::interleave, ForwardMode::extend),
+        std::invalid_argument
+    );
+  }
 }
 
 TEST(ForwardMode, SplittableModes) {

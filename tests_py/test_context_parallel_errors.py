@@ -21,7 +21,10 @@ INT32_MAX = 2**31 - 1
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"extend_lens": [3, -1]}, "extend_lens must be >= 0, got -1 at index 1"),
+        (
+            {"extend_lens": [3, -1]},
+            "extend_lens must be >= 0 and fit into int32, got -1 at index 1",
+        ),
         ({"extend_lens": []}, "extend_lens must hold at least one sequence, got none"),
         ({"extend_lens": None}, "extend_lens must be given unless compat is true"),
         (
@@ -165,7 +168,7 @@ def test_per_request_rows_are_for_interleave_only():
         ({"extend_lens": [3, -4]}, ValueError, "extend_lens must be >= 0 .* got -4 at index 1"),
         ({"extend_lens": [2**31]}, ValueError, "fit into int32, got 2147483648 at index 0"),
         ({"extend_lens": [3.0]}, TypeError, "extend_lens must hold integers, got float"),
-        ({"cp_size": 0}, ValueError, "cp_size must be >= 1, got 0"),
+        ({"cp_size": 0}, ValueError, r"cp_size must be in \[1, 32768\], got 0"),
         ({"strategy": "ring"}, ValueError, "strategy must be 'zigzag'"),
         ({"forward_mode": 10}, ValueError, "forward_mode must be a ForwardMode, got 10"),
         ({"forward_mode": "EXTEND"}, TypeError, "forward_mode must be an integer, got str"),

@@ -190,7 +190,7 @@ def test_numbers_of_ranks(text, sizes):
         ("--requests 9", "--requests and --token-budget are of a --trace, but there is none"),
         ("--prefix-lens 3", "as many elements as extend_lens, got 1 and 0"),
         ("--extend-lens 0", "batches must have new tokens, got none"),
-        ("--extend-lens=-1", "extend_lens must be >= 0, got -1 at index 0"),
+        ("--extend-lens=-1", "extend_lens must be >= 0 and fit into int32, got -1 at index 0"),
         ("--heads 3", "num_heads must be a multiple of num_kv_heads = 8, got 3"),
         ("--gflops -1", "gflops must be positive and finite, got -1.0"),
         ("--trace /nowhere", "'/nowhere' does not exist"),

@@ -112,7 +112,10 @@ void Builder::fill_lens(MutableInts extend, MutableInts prefix) {
   for (int32_t s = 0; s < bs; ++s) {
     const int64_t length = extend_lens_[s];
     const int64_t whole = seq_lens ? (*seq_lens)[s] : length;
-    check(length >= 0, function_, ": extend_lens must be >= 0, got ", length, " at index ", s);
+    check(
+        length >= 0 && length <= INT32_MAX, function_,
+        ": extend_lens must be >= 0 and fit into int32, got ", length, " at index ", s
+    );
     check(
         batch_.compat || whole >= length, function_, ": seq_lens must be >= extend_lens, got ",
         whole, " below ", length, " at index ", s
@@ -124,7 +127,7 @@ void Builder::fill_lens(MutableInts extend, MutableInts prefix) {
         std::max(whole, total), " at index ", s
     );
     extend[s] = static_cast<int32_t>(length);
-    prefix[s] = static_cast<int32_t>(std::max(whole - length, int64_t{0}));
+    prefix[s] = whole > length ? static_cast<int32_t>(whole - length) : 0;
   }
   const int64_t num_tokens = batch_.num_tokens.value_or(total);
   check(

@@ -24,7 +24,10 @@ constexpr std::array<std::pair<std::string_view, CpStrategy>, 7> kStrategyNames 
 }};
 
 void check_gate(const char* function, Lens extend_lens, int64_t cp_size) {
-  check(cp_size >= 1, function, ": cp_size must be >= 1, got ", cp_size);
+  check(
+      cp_size >= 1 && cp_size <= kMaxCpSize, function, ": cp_size must be in [1, ", kMaxCpSize,
+      "], got ", cp_size
+  );
   for (std::size_t s = 0; s < extend_lens.size(); ++s) {
     check(
         extend_lens[s] >= 0 && extend_lens[s] <= INT32_MAX, function,
