@@ -78,8 +78,8 @@ def jobs() -> Iterator[Job]:
 
     def attention_core(out: Any, lse: Any, *inputs: Any) -> None:
         _core.paged_attention(
-            *inputs, None, None, None, None, "NHD", 0.25, True, None, 0.0, None, None, False, None,
-            out, lse,
+            *inputs, None, None, None, None, "NHD", 0.25, True, None, 0.0, None, None, False, False,
+            None, out, lse,
         )  # fmt: skip
 
     q = torch.ones(2, 4, 16)

@@ -63,7 +63,8 @@ class Attention {
         .page_size = case_.page_size,
         .num_pages = num_pages_,
         .causal = case_.causal,
-        .window = case_.window
+        .window = case_.window,
+        .allow_short_kv = true,
     };
     batch.block_tables = table();
     AttentionArguments arguments{

@@ -107,6 +107,9 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     q = rng.standard_normal((sum(case.q_lens), case.num_heads, case.head_dim))
     k_cache = make_cache(case, tables, num_pages, case.head_dim, rng)
     v_cache = make_cache(case, tables, num_pages, case.v_head_dim or case.head_dim, rng)
+    options = dict(case.options)
+    if any(q_len > kv_len for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True)):
+        options["allow_short_kv"] = True
     return {
         "q": strided_copy(torch.from_numpy(q).to(getattr(torch, case.dtype))),
         "k_cache": in_layout(case, k_cache),
@@ -116,7 +119,7 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
         "block_tables": tables,
         "page_size": case.page_size,
         "kv_layout": "HND" if case.kv_layout == "HND" else "NHD",
-        **case.options,
+        **options,
     }
 
 

@@ -30,10 +30,13 @@ def changed_table(row, column, value):
 
 
 VALUE_ERRORS = {
-    "q rows": ({"q": torch.zeros(6, 4, 32)}, r"q must have shape \[5, 4, 32\], got \[6, 4, 32\]"),
+    "q rows": (
+        {"q": torch.zeros(6, 4, 32)},
+        r"q must have a row for each new token, sum\(q_lens\) = 5, got 6",
+    ),
     "too few q rows": (
         {"q": torch.zeros(4, 4, 32)},
-        r"q must have shape \[5, 4, 32\], got \[4, 4, 32\]",
+        r"q must have a row for each new token, sum\(q_lens\) = 5, got 4",
     ),
     "q heads": ({"q": torch.zeros(5, 3, 32)}, r"num_heads must be a positive multiple of .*got 3"),
     "q stride": (
@@ -92,7 +95,10 @@ VALUE_ERRORS = {
     "negative scale": ({"scale": -1.0}, "scale must be a positive number, got -1"),
     "tiny scale": ({"scale": 1e-300}, "scale must be in .*, the range of float32, got 1e-300"),
     "NaN scale": ({"scale": math.nan}, "scale must be a positive number, got nan"),
-    "softcap": ({"softcap": -2.0}, "softcap must be >= 0"),
+    "softcap": ({"softcap": -2.0}, r"softcap must be 0 .* or in \[1e-37, 1e\+37\], .*, got -2"),
+    "tiny softcap": ({"softcap": 1e-300}, "softcap must be 0 .* got 1e-300"),
+    "huge softcap": ({"softcap": 1e39}, "softcap must be 0 .*, got 1e\\+39"),
+    "infinite softcap": ({"softcap": float("inf")}, "softcap must be 0 .*, got inf"),
     "window": ({"window": -1}, "window must be >= 0"),
     "window without causal": ({"window": 3, "causal": False}, "window needs causal=True"),
     "sinks shape": ({"sinks": torch.zeros(3)}, r"sinks must have shape \[4\], got \[3\]"),
@@ -196,7 +202,7 @@ def test_a_read_only_output_is_refused():
         ({"num_heads": 3}, "num_heads must be a positive multiple of num_kv_heads"),
         ({"head_dim": 20}, "head_dim must be a multiple of 16"),
         ({"v_head_dim": 592}, "v_head_dim must be a multiple of 16 from 16 to 576, got 592"),
-        ({"page_size": 0}, "page_size must be >= 1, got 0"),
+        ({"page_size": 0}, r"page_size must be in \[1, 2147483647\], got 0"),
         ({"num_pages": 3}, r"page ids must be in \[0, 3\), got"),
     ],
 )

@@ -67,9 +67,11 @@ def test_a_window_counts_keys_before_the_query():
 
 def test_queries_before_the_first_key_give_zeros_and_minus_infinity():
     q, k, v = np.ones((3, 1, 1)), np.ones((1, 1, 1)), np.full((1, 1, 1), 7.0)
-    out, lse = attend(q, k, v)
+    out, lse = attend(q, k, v, allow_short_kv=True)
     assert out.ravel().tolist() == [0, 0, 7]
     assert np.isneginf(lse).ravel().tolist() == [True, True, False]
+    with pytest.raises(ValueError, match=r"kv_lens must be at least q_lens .* got 1 for 3"):
+        attend(q, k, v)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])

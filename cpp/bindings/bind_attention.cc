@@ -223,8 +223,9 @@ void register_attention(py::module_& module) {
       [](const py::object& q_lens, const py::object& kv_lens, const py::object& block_tables,
          int64_t page_size, int64_t num_pages, int32_t num_heads, int32_t num_kv_heads,
          int32_t head_dim, int32_t v_head_dim, bool causal, std::optional<int64_t> window,
-         const py::object& custom_mask, bool batch_invariant, std::optional<int> num_threads) {
-        constexpr char kFunction[] = "plan_attention";
+         const py::object& custom_mask, bool allow_short_kv, bool batch_invariant,
+         std::optional<int> num_threads) {
+        static constexpr char kFunction[] = "plan_attention";
         const int threads = parse_threads(kFunction, num_threads);
         SequenceBatchArguments given(
             kFunction, q_lens, kv_lens, block_tables, py::none(), py::none(), py::none(), causal,
@@ -233,13 +234,14 @@ void register_attention(py::module_& module) {
         given.batch.shape = {num_heads, num_kv_heads, head_dim, v_head_dim};
         given.batch.page_size = page_size;
         given.batch.num_pages = num_pages;
+        given.batch.allow_short_kv = allow_short_kv;
         given.batch.batch_invariant = batch_invariant;
         const py::gil_scoped_release nogil;
         return plan_sequences(kFunction, given.batch, threads);
       },
       "q_lens"_a, "kv_lens"_a, "block_tables"_a, "page_size"_a, "num_pages"_a, "num_heads"_a,
       "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "causal"_a, "window"_a, "custom_mask"_a,
-      "batch_invariant"_a, "num_threads"_a
+      "allow_short_kv"_a, "batch_invariant"_a, "num_threads"_a
   );
   module.def(
       "run_attention",
@@ -263,9 +265,9 @@ void register_attention(py::module_& module) {
          const py::object& kv_indptr, const py::object& kv_indices, const py::object& last_page_len,
          std::optional<int64_t> page_size, const std::string& kv_layout, double scale, bool causal,
          std::optional<int64_t> window, double softcap, const py::object& sinks,
-         const py::object& custom_mask, bool batch_invariant, std::optional<int> num_threads,
-         const py::object& out, const py::object& lse) {
-        constexpr char kFunction[] = "paged_attention";
+         const py::object& custom_mask, bool allow_short_kv, bool batch_invariant,
+         std::optional<int> num_threads, const py::object& out, const py::object& lse) {
+        static constexpr char kFunction[] = "paged_attention";
         const int threads = parse_threads(kFunction, num_threads);
         const LayerArguments layer(
             kFunction, q, k_cache, v_cache, page_size, kv_layout, scale, softcap, sinks, out, lse
@@ -278,14 +280,16 @@ void register_attention(py::module_& module) {
         given.batch.shape = attention_shape(arguments);
         given.batch.page_size = arguments.k.page_size;
         given.batch.num_pages = std::min(arguments.k.num_pages, arguments.v.num_pages);
+        given.batch.num_rows = arguments.q.shape[0];
+        given.batch.allow_short_kv = allow_short_kv;
         given.batch.batch_invariant = batch_invariant;
         const Computation computation;
         run_attention(plan_sequences(kFunction, given.batch, threads), arguments);
       },
       "q"_a, "k_cache"_a, "v_cache"_a, "q_lens"_a, "kv_lens"_a, "block_tables"_a, "kv_indptr"_a,
       "kv_indices"_a, "last_page_len"_a, "page_size"_a, "kv_layout"_a, "scale"_a, "causal"_a,
-      "window"_a, "softcap"_a, "sinks"_a, "custom_mask"_a, "batch_invariant"_a, "num_threads"_a,
-      "out"_a, "lse"_a
+      "window"_a, "softcap"_a, "sinks"_a, "custom_mask"_a, "allow_short_kv"_a, "batch_invariant"_a,
+      "num_threads"_a, "out"_a, "lse"_a
   );
   module.def(
       "merge_state",

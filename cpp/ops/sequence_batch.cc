@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpattn/sequence_batch.h"
 
+#include <algorithm>
+
 #include "cpattn/check.h"
 
 namespace cpattn {
@@ -13,16 +15,18 @@ MaskBits pack_custom_mask(
   check(mask.is_contiguous(), function, ": custom_mask must be contiguous");
   std::vector<int64_t> starts;
   std::vector<int64_t> row_strides;
+  const int64_t given = mask.num_elements();
   int64_t elements = 0;
   for (const AttentionSegment& segment : segments) {
     starts.push_back(elements);
     row_strides.push_back(segment.kv_len);
     elements += segment.q_len * segment.kv_len;
+    if (elements > given) break;  // before the sum could overflow
   }
+  const bool all_counted = starts.size() == segments.size();
   check(
-      mask.num_elements() == elements, function,
-      ": custom_mask must have sum(q_len * kv_len) = ", elements, " elements, got ",
-      mask.num_elements()
+      elements == given, function, ": custom_mask must have sum(q_len * kv_len) = ", elements,
+      all_counted ? "" : " or more", " elements, got ", given
   );
   return pack_mask(segments, mask.as<uint8_t>(), starts, row_strides, /*inverted=*/false);
 }
@@ -51,13 +55,27 @@ AttentionPlan plan_sequences(const char* function, const SequenceBatch& batch, i
     );
   }
   planned.segments = sequence_segments(function, batch.q_lens, kv_lens);
+  for (std::size_t i = 0; i < planned.segments.size(); ++i) {
+    const AttentionSegment& segment = planned.segments[i];
+    planned.num_rows += segment.q_len;
+    check(
+        !batch.causal || batch.allow_short_kv || segment.q_len <= segment.kv_len, function,
+        ": kv_lens must count the new tokens too, so be at least q_lens, under causal; got kv_len ",
+        segment.kv_len, " for q_len ", segment.q_len, " at index ", i,
+        "; allow_short_kv=True lets the first queries see nothing"
+    );
+  }
+  check(
+      !batch.num_rows || *batch.num_rows == planned.num_rows, function,
+      ": q must have a row for each new token, sum(q_lens) = ", planned.num_rows, ", got ",
+      batch.num_rows.value_or(0)
+  );
   if (batch.block_tables) {
     planned.pages = page_table_from_blocks(
         function, *batch.block_tables, kv_lens, batch.page_size, batch.num_pages
     );
   }
-  for (const AttentionSegment& segment : planned.segments) planned.num_rows += segment.q_len;
-  planned.left = batch.window.value_or(kUnboundedKeys);
+  planned.left = std::min(batch.window.value_or(kUnboundedKeys), kUnboundedKeys);
   planned.batch_invariant = batch.batch_invariant;
   planned.right = batch.causal ? 0 : kUnboundedKeys;
   if (batch.custom_mask) {

@@ -15,10 +15,11 @@ def visibility(q_lens: Lengths, kv_lens: Lengths, left: int, right: int) -> dict
     """Arguments for a token at position p that sees keys from p - left to p + right.
 
     Negative means unbounded. A window that ends elsewhere than at the token itself needs a mask of
-    one byte for each pair of a query and a key.
+    one byte for each pair of a query and a key. The libraries that ask for such windows let the last
+    query meet the last key: of more queries than keys the first see nothing.
     """
     if right == 0:
-        return {"causal": True, "window": left if left >= 0 else None}
+        return {"causal": True, "window": left if left >= 0 else None, "allow_short_kv": True}
     if left < 0 and right < 0:
         return {"causal": False}
     return {"causal": False, "custom_mask": band_mask(q_lens, kv_lens, left, right)}

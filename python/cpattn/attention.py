@@ -56,6 +56,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     custom_mask: Tensor | None = None,
+    allow_short_kv: bool = False,
     batch_invariant: bool = False,
     num_threads: int | None = None,
     out: Tensor | None = None,
@@ -87,7 +88,7 @@ def paged_attention(
     q_lens : ints, shape [batch]
         New tokens per sequence; zero is allowed.
     kv_lens : ints, shape [batch]
-        Cached tokens per sequence, the new ones included.
+        Cached tokens per sequence, the new ones included: under `causal` at least `q_lens`.
     block_tables : ints, shape [batch, >= ceil(max(kv_lens) / page_size)]
         Page ids; entries beyond a sequence's own pages are never read.
     kv_indptr, kv_indices, last_page_len : ints
@@ -96,11 +97,17 @@ def paged_attention(
         Must be given for head_dim > 256.
     window : int, optional
         Keys before a token's own that it sees, itself not counted; needs ``causal``.
+    softcap : float
+        0 for none, else from 1e-37 to 1e37.
     sinks : float32 tensor, shape [num_heads], optional
         One logit per head that takes weight but has no value.
     custom_mask : bool tensor, sum(q_len * kv_len) elements, optional
         True = visible, row-major per sequence. Applied on top of `causal` and `window`; pass
         ``causal=False`` to let it decide alone.
+    allow_short_kv : bool
+        Under `causal`, take a sequence of more queries than keys: its last query stands at the last
+        key, and the first ones, before key 0, see nothing. An error otherwise, because it mostly
+        means that the new tokens were not counted in `kv_lens`.
     batch_invariant : bool
         Make a row's result bitwise independent of the rest of the batch, of chunking and of the
         context-parallel split. Else sequences of up to 16 new tokens are divided along their
@@ -146,7 +153,7 @@ def paged_attention(
     _core.paged_attention(
         q, k_cache, v_cache, q_lens, kv_lens, block_tables, kv_indptr, kv_indices, last_page_len,
         page_size, kv_layout, scale, causal, window, softcap, sinks, custom_mask,
-        batch_invariant, num_threads, out, lse,
+        allow_short_kv, batch_invariant, num_threads, out, lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -165,6 +172,7 @@ def plan_attention(
     causal: bool = True,
     window: int | None = None,
     custom_mask: Tensor | None = None,
+    allow_short_kv: bool = False,
     batch_invariant: bool = False,
     num_threads: int | None = None,
 ) -> _core.AttentionPlan:
@@ -181,7 +189,7 @@ def plan_attention(
     return _core.plan_attention(
         q_lens, kv_lens, block_tables, page_size, num_pages, num_heads, num_kv_heads, head_dim,
         head_dim if v_head_dim is None else v_head_dim, causal, window, custom_mask,
-        batch_invariant, num_threads,
+        allow_short_kv, batch_invariant, num_threads,
     )  # fmt: skip
 
 

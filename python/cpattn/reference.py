@@ -44,6 +44,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     custom_mask: Tensor | None = None,
+    allow_short_kv: bool = False,
 ) -> tuple[Float64Array, Float64Array]:
     """Attention over paged keys and values.
 
@@ -54,7 +55,9 @@ def paged_attention(
         With ``kv_layout="HND"`` [num_pages, num_kv_heads, page_size, dim]; 3-D with
         ``page_size`` [num_pages * page_size, num_kv_heads, dim].
     q_lens, kv_lens : sequence of int, length B
-        The last q_lens[r] of kv_lens[r] tokens of sequence r are the queries.
+        The last q_lens[r] of kv_lens[r] tokens of sequence r are the queries. Under `causal`
+        there are at least as many tokens, unless ``allow_short_kv``: then the first queries stand
+        before token 0 and see nothing.
     block_tables : integer array, shape [B, >= ceil(kv_len / page_size)]
     scale : float, optional
         1 / sqrt(head_dim) if not given.
@@ -81,6 +84,12 @@ def paged_attention(
         if len(k_cache.shape) != 4:
             raise ValueError("reference.paged_attention: a 3-D cache needs page_size")
         page_size = k_cache.shape[1 if kv_layout == "NHD" else 2]
+    for sequence, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=False)):
+        if causal and not allow_short_kv and 0 <= kv_len < q_len:
+            raise ValueError(
+                "reference.paged_attention: kv_lens must be at least q_lens under causal, got "
+                f"{kv_len} for {q_len} at index {sequence}"
+            )
     num_tokens, num_heads, head_dim = q.shape
     out = np.empty((num_tokens, num_heads, v_cache.shape[-1]))
     lse = np.empty((num_tokens, num_heads))

@@ -373,6 +373,7 @@ def plan_attention(
     causal: bool,
     window: int | None,
     custom_mask: _Tensor | None,
+    allow_short_kv: bool,
     batch_invariant: bool,
     num_threads: int | None,
 ) -> AttentionPlan: ...
@@ -406,6 +407,7 @@ def paged_attention(
     softcap: float,
     sinks: _Tensor | None,
     custom_mask: _Tensor | None,
+    allow_short_kv: bool,
     batch_invariant: bool,
     num_threads: int | None,
     out: _Tensor,

@@ -57,7 +57,7 @@ _operators.define_with_out(
     "Tensor? kv_indices=None, Tensor? last_page_len=None, SymInt? page_size=None, "
     "str kv_layout='NHD', float? scale=None, bool causal=True, SymInt? window=None, "
     "float softcap=0.0, Tensor? sinks=None, Tensor? custom_mask=None, "
-    "bool batch_invariant=False, int? num_threads=None)",
+    "bool allow_short_kv=False, bool batch_invariant=False, int? num_threads=None)",
     "out lse",
     partial(paged_attention, return_lse=True),
     _paged_attention_out,

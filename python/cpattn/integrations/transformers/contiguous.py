@@ -158,6 +158,7 @@ def contiguous_attention(
         kv_layout="HND",
         scale=default_scale(FUNCTION, head_dim) if scaling is None else scaling,
         causal=band.causal,
+        allow_short_kv=True,  # of left padding, whose queries see nothing
         window=band.window,
         softcap=softcap or 0.0,
         sinks=float_sinks(s_aux),
