@@ -213,11 +213,11 @@ def rank_zero(batch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"page_size": 0}, "page_size must be >= 1, got 0"),
+        ({"page_size": 0}, r"page_size must be in \[1, 2147483647\], got 0"),
         ({"page_size": 7}, "k_cache must hold a multiple of page_size"),
         ({"num_heads": 3}, r"q must have a multiple of num_heads \(3\) columns, got 256"),
-        ({"num_heads": 0}, "num_heads must be >= 1, got 0"),
-        ({"num_kv_heads": 0}, "num_kv_heads must be >= 1, got 0"),
+        ({"num_heads": 0}, r"num_heads must be in \[1, 65536\], got 0"),
+        ({"num_kv_heads": 0}, r"num_kv_heads must be in \[1, 65536\], got 0"),
         ({"block_tables": [[0]]}, r"block_tables must have one row per sequence \(2\), got 1"),
         (
             {"block_tables": [[0], [1]]},

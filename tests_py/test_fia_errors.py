@@ -134,7 +134,7 @@ REFUSED = [
     ),
     (PACKED_BLOCKS, {"actual_seq_lengths_kv": [20, 17]}, r"must have as many entries as .*, got 2"),
     # Blocks.
-    (BLOCKS, {"block_size": 0}, "block_size must be >= 1 with block_table, got 0"),
+    (BLOCKS, {"block_size": 0}, r"block_size must be in \[1, 2147483647\] with"),
     (BLOCKS, {"block_size": 8}, "key must have blocks of block_size 8 and 2 heads, got shape"),
     (
         BLOCKS,

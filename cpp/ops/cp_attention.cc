@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "cpattn/check.h"
+#include "cpattn/page_size.h"
 #include "cpattn/paged_attention.h"
 
 namespace cpattn {
@@ -61,31 +62,60 @@ void check_prefix_convention(const ContextParallelMetadata& metadata) {
   }
 }
 
+/// Throws where the axes of a cache contradict [num_pages, page_size, num_kv_heads, dim]: each
+/// must be one of those, or several of them in one.
+void check_cache_axes(
+    const char* name, const TensorView& cache, const CpAttentionArguments& arguments, int64_t dim
+) {
+  const int64_t token = arguments.num_kv_heads * dim;
+  const int64_t page = arguments.page_size * token;
+  const int64_t elements = cache.num_elements();
+  int64_t behind = 1;  // elements of the axes behind the one in turn
+  bool fits = true;
+  for (int axis = cache.rank - 1; axis > 0; --axis) {
+    behind *= cache.shape[axis];
+    fits = fits && (behind == 1 || behind == dim || behind == token || behind == page ||
+                    behind == elements);
+  }
+  check(
+      fits, kFunction, ": ", name, " must be [num_pages, page_size, num_kv_heads, dim] with ",
+      "page_size ", arguments.page_size, ", num_kv_heads ", arguments.num_kv_heads, " and dim ",
+      dim, ", or have some of these axes joined, got shape ", ShapeOf{cache}
+  );
+}
+
 int64_t checked_pages(const CpAttentionArguments& arguments, int64_t head_dim) {
   const int64_t page_elements = arguments.page_size * arguments.num_kv_heads * head_dim;
   const int64_t elements = arguments.k_cache.num_elements();
   check(
-      page_elements > 0 && elements % page_elements == 0, kFunction,
+      elements % page_elements == 0, kFunction,
       ": k_cache must hold a multiple of page_size * num_kv_heads * head_dim = ", page_elements,
       " elements, got ", elements, " (shape ", ShapeOf{arguments.k_cache}, ")"
   );
+  check_cache_axes("k_cache", arguments.k_cache, arguments, head_dim);
   return elements / page_elements;
 }
 
-int64_t checked_head_dim(const CpAttentionArguments& arguments) {
-  check(arguments.page_size >= 1, kFunction, ": page_size must be >= 1, got ", arguments.page_size);
-  check(arguments.num_heads >= 1, kFunction, ": num_heads must be >= 1, got ", arguments.num_heads);
+/// A number of heads whose products with a page_size and a dimension fit into int64.
+void check_heads(const char* name, int64_t heads) {
+  constexpr int64_t kMost = 1 << 16;
   check(
-      arguments.num_kv_heads >= 1, kFunction, ": num_kv_heads must be >= 1, got ",
-      arguments.num_kv_heads
+      heads >= 1 && heads <= kMost, kFunction, ": ", name, " must be in [1, ", kMost, "], got ",
+      heads
   );
+}
+
+int64_t checked_head_dim(const CpAttentionArguments& arguments) {
+  check_page_size(kFunction, arguments.page_size);
+  check_heads("num_heads", arguments.num_heads);
+  check_heads("num_kv_heads", arguments.num_kv_heads);
   check_tensor(kFunction, "q", arguments.q, 2);
   check(
       arguments.q.shape[1] % arguments.num_heads == 0, kFunction,
       ": q must have a multiple of num_heads (", arguments.num_heads, ") columns, got ",
       arguments.q.shape[1]
   );
-  return arguments.q.shape[1] / arguments.num_heads;
+  return check_head_dim(kFunction, "head_dim", arguments.q.shape[1] / arguments.num_heads);
 }
 
 /// As the sizes of the caches imply it.
@@ -97,6 +127,7 @@ int64_t checked_v_head_dim(const CpAttentionArguments& arguments, int64_t num_pa
       ": v_cache must hold a multiple of num_pages * page_size * num_kv_heads = ", head_rows,
       " elements (num_pages from k_cache), got ", elements
   );
+  check_cache_axes("v_cache", arguments.v_cache, arguments, elements / head_rows);
   return elements / head_rows;
 }
 

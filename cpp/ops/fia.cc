@@ -133,8 +133,8 @@ AttentionShape read_tensors(const FiaArguments& arguments, const Layout& layout,
       num_kv_heads
   );
   require(
-      !arguments.block_table || arguments.block_size >= 1,
-      "block_size must be >= 1 with block_table, got ", arguments.block_size
+      !arguments.block_table || (arguments.block_size >= 1 && arguments.block_size <= INT32_MAX),
+      "block_size must be in [1, ", INT32_MAX, "] with block_table, got ", arguments.block_size
   );
   element_type(kFunction, "query", arguments.query.dtype);
   plan.query = fia::as_bsnd("query", arguments.query, layout.input, num_heads);
@@ -148,11 +148,20 @@ AttentionShape read_tensors(const FiaArguments& arguments, const Layout& layout,
   plan.arguments.k = key;
   plan.arguments.v = value;
   const int64_t rope_dim = read_rope(arguments, layout, num_kv_heads, plan);
+  const auto checked_dim = [](const char* name, int64_t dim) {
+    return static_cast<int32_t>(check_head_dim(kFunction, name, dim));
+  };
+  // Pages of no rows are never read, but a plan has none of that size.
+  for (PagedCache* cache : {&plan.arguments.k, &plan.arguments.v}) {
+    cache->page_size = std::max<int64_t>(cache->page_size, 1);
+  }
+  if (plan.arguments.k_rope) plan.arguments.k_rope->page_size = plan.arguments.k.page_size;
   return {
-      .num_heads = narrow_to_int32(num_heads, "num_heads"),
-      .num_kv_heads = narrow_to_int32(num_kv_heads, "num_key_value_heads"),
-      .head_dim = narrow_to_int32(key.head_dim + rope_dim, "the head dimension of key"),
-      .v_head_dim = narrow_to_int32(value.head_dim, "the head dimension of value"),
+      .num_heads = narrow_to_int32(num_heads, "npu_fused_infer_attention_score: num_heads"),
+      .num_kv_heads =
+          narrow_to_int32(num_kv_heads, "npu_fused_infer_attention_score: num_key_value_heads"),
+      .head_dim = checked_dim("the head dimension of key", key.head_dim + rope_dim),
+      .v_head_dim = checked_dim("the head dimension of value", value.head_dim),
   };
 }
 

@@ -118,7 +118,7 @@ PagedCache contiguous_blocks(
       .data = view.data,
       .dtype = view.dtype,
       .num_pages = packed ? view.shape[1] : view.shape[0],
-      .page_size = std::max<int64_t>(view.shape[1], 1),
+      .page_size = view.shape[1],
       .num_kv_heads = num_heads,
       .head_dim = view.shape[3],
       .page_stride = packed ? view.strides[1] : view.strides[0],

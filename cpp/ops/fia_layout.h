@@ -48,8 +48,8 @@ PagedCache paged_blocks(
     const char* name, const TensorView& cache, int64_t num_heads, int64_t block_size, bool by_head
 );
 
-/// key, value or key_rope without pages. Each batch entry is one page; packed
-/// sequences are pages that start at any row.
+/// key, value or key_rope without pages. Each batch entry is one page, of no rows if there
+/// are none; packed sequences are pages that start at any row.
 PagedCache contiguous_blocks(
     const char* name, const TensorView& tensor, const Layout& layout, int64_t num_heads
 );
