@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <limits>
 
+#include "cpattn/parallel.h"
 #include "cpattn/reference.h"
 #include "reference/rows.h"
 
@@ -39,16 +40,19 @@ void indexer_logits(const Indexer& indexer, const TensorView& logits) {
       std::ssize(indexer.ks) == num_queries && std::ssize(indexer.ke) == num_queries,
       "reference.indexer_logits: ks and ke must have an entry for each of ", num_queries, " queries"
   );
-  Matrix keys = read_rows(k, 0, k.stride(0), num_keys);
-  Eigen::Map<Matrix> out(logits.as<double>(), num_queries, num_keys);
-  out.setConstant(-std::numeric_limits<double>::infinity());
   for (int64_t i = 0; i < num_queries; ++i) {
     const int64_t begin = indexer.ks[i], end = indexer.ke[i];
-    if (begin >= end) continue;
     check(
-        begin >= 0 && end <= num_keys, "reference.indexer_logits: keys [", begin, ", ", end,
-        ") of query ", i, " are not among ", num_keys
+        begin >= end || (begin >= 0 && end <= num_keys), "reference.indexer_logits: keys [", begin,
+        ", ", end, ") of query ", i, " are not among ", num_keys
     );
+  }
+  const Matrix keys = read_rows(k, 0, k.stride(0), num_keys);
+  Eigen::Map<Matrix> out(logits.as<double>(), num_queries, num_keys);
+  out.setConstant(-std::numeric_limits<double>::infinity());
+  const auto score = [&](int64_t i, StopToken&) {
+    const int64_t begin = indexer.ks[i], end = indexer.ke[i];
+    if (begin >= end) return;
     const Matrix query = read_rows(q, i * q.stride(0), q.stride(1), num_heads);
     const Eigen::RowVectorXd weight = read_row(weights, i * weights.stride(0), num_heads);
     const Matrix products = query * keys.middleRows(begin, end - begin).transpose();
@@ -56,7 +60,8 @@ void indexer_logits(const Indexer& indexer, const TensorView& logits) {
     for (int64_t j = begin; indexer.k_scale && j < end; ++j) {
       out(i, j) *= read_element(*indexer.k_scale, j * indexer.k_scale->stride(0));
     }
-  }
+  };
+  parallel_for(num_queries, 1, score);
 }
 
 }  // namespace cpattn::reference

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <limits>
 
+#include "cpattn/parallel.h"
 #include "cpattn/reference.h"
 #include "reference/rows.h"
 
@@ -15,6 +16,11 @@ void merge_state(
     const TensorView& out,
     const TensorView& lse
 ) {
+  check_tensor("reference.merge_state", "out_a", out_a, 3);
+  check(
+      out.rank == 3 && out.shape == out_a.shape, "reference.merge_state: out must be ",
+      ShapeOf{out_a}, " like out_a, got ", ShapeOf{out}
+  );
   const int64_t rows = out.dim(0), heads = out.dim(1), dim = out.dim(2);
   const struct {
     const char* name;
@@ -28,7 +34,7 @@ void merge_state(
         " and ", ShapeOf{lse}, ", got ", ShapeOf{part.out}, " and ", ShapeOf{part.lse}
     );
   }
-  for (int64_t row = 0; row < rows; ++row) {
+  const auto merge_row = [&](int64_t row, StopToken&) {
     for (int64_t head = 0; head < heads; ++head) {
       const auto lse_of = [&](const TensorView& tensor) {
         return read_element(tensor, row * tensor.stride(0) + head * tensor.stride(1));
@@ -49,7 +55,8 @@ void merge_state(
       Eigen::Map<Eigen::RowVectorXd>(out.as<double>() + index * dim, dim) = weighted;
       lse.as<double>()[index] = max + std::log(sum);
     }
-  }
+  };
+  parallel_for(out.num_elements() == 0 ? 0 : rows, 1, merge_row);
 }
 
 }  // namespace cpattn::reference

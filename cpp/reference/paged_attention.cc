@@ -3,6 +3,7 @@
 #include <limits>
 #include <numeric>
 
+#include "cpattn/page_size.h"
 #include "cpattn/parallel.h"
 #include "cpattn/reference.h"
 #include "reference/rows.h"
@@ -89,7 +90,7 @@ std::vector<int64_t> visible_keys(
   std::vector<int64_t> keys;
   for (int64_t j = 0; j < kv_len; ++j) {
     const bool visible =
-        (!batch.causal || j <= position) && (!batch.window || position - *batch.window <= j) &&
+        (!batch.causal || j <= position) && (!batch.window || j - position >= -*batch.window) &&
         (!batch.custom_mask || batch.custom_mask->as<const bool>()[mask_begin + i * kv_len + j]);
     if (visible) keys.push_back(j);
   }
@@ -107,8 +108,9 @@ void check_batch(const PagedAttention& batch, const Cache& k, const Cache& v) {
   for (std::size_t r = 0; r < size; ++r) {
     const int64_t q_len = batch.q_lens[r], kv_len = batch.kv_lens[r];
     check(
-        q_len >= 0 && kv_len >= 0, kName, "lengths must be >= 0, got q_len ", q_len, " and kv_len ",
-        kv_len, " at index ", r
+        std::min(q_len, kv_len) >= 0 && std::max(q_len, kv_len) <= INT32_MAX, kName,
+        "lengths must be >= 0 and fit into int32, got q_len ", q_len, " and kv_len ", kv_len,
+        " at index ", r
     );
     num_rows += q_len;
     num_masked += q_len * kv_len;
@@ -147,7 +149,11 @@ void check_batch(const PagedAttention& batch, const Cache& k, const Cache& v) {
 }  // namespace
 
 void paged_attention(const PagedAttention& batch, const TensorView& out, const TensorView& lse) {
-  check(batch.page_size > 0, kName, "page_size must be > 0, got ", batch.page_size);
+  check_page_size("reference.paged_attention", batch.page_size);
+  check(
+      !batch.window || *batch.window >= 0, kName, "window must be >= 0, got ",
+      batch.window.value_or(0)
+  );
   const Cache k(batch, batch.k_cache, "k_cache");
   const Cache v(batch, batch.v_cache, "v_cache");
   check_batch(batch, k, v);

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <limits>
 
+#include "cpattn/parallel.h"
 #include "cpattn/reference.h"
 #include "reference/rows.h"
 
@@ -37,10 +38,13 @@ Eigen::RowVectorXd read_parameter(const char* name, const TensorView& tensor, in
   return read_row(tensor, 0, dim);
 }
 
-/// Calls compute(i, row) for row i of x.
+/// Calls compute(i, row) for row i of x, unless rows are empty.
 template <class F>
 void for_each_row(const TensorView& x, const F& compute) {
-  for (int64_t i = 0; i < x.dim(0); ++i) compute(i, read_row(x, i * x.stride(0), x.dim(1)));
+  const int64_t count = x.num_elements() == 0 ? 0 : x.dim(0);
+  parallel_for(count, 1, [&](int64_t i, StopToken&) {
+    compute(i, read_row(x, i * x.stride(0), x.dim(1)));
+  });
 }
 
 }  // namespace
@@ -65,14 +69,20 @@ void rms_norm(
 
 void hadamard_transform(const TensorView& x, double scale, const TensorView& out) {
   const int64_t dim = row_dim("hadamard_transform", x);
-  Matrix hadamard(dim, dim);
-  for (int64_t i = 0; i < dim; ++i) {
-    for (int64_t j = 0; j < dim; ++j) {
-      hadamard(i, j) = std::popcount(static_cast<uint64_t>(i & j)) % 2 == 0 ? scale : -scale;
-    }
-  }
+  check(
+      std::has_single_bit(static_cast<uint64_t>(dim)),
+      "reference.hadamard_transform: x must have a power of two columns, got shape ", ShapeOf{x}
+  );
+  const auto sign = [](int64_t i, int64_t j) {
+    return std::popcount(static_cast<uint64_t>(i & j)) % 2 == 0 ? 1.0 : -1.0;
+  };
   for_each_row(x, [&](int64_t i, const Eigen::RowVectorXd& row) {
-    Eigen::Map<Eigen::RowVectorXd>(out.as<double>() + i * dim, dim) = row * hadamard;
+    Eigen::Map<Eigen::RowVectorXd> result(out.as<double>() + i * dim, dim);
+    for (int64_t j = 0; j < dim; ++j) {
+      double sum = 0;
+      for (int64_t k = 0; k < dim; ++k) sum += row(k) * sign(k, j);
+      result(j) = scale * sum;
+    }
   });
 }
 

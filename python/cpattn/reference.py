@@ -232,7 +232,9 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Float64Array:
     scale : float, default D ** -0.5
     """
     out = np.empty(tuple(x.shape))
-    _core.reference.hadamard_transform(x, x.shape[1] ** -0.5 if scale is None else scale, out)
+    _core.reference.hadamard_transform(
+        x, max(1, x.shape[-1]) ** -0.5 if scale is None else scale, out
+    )
     return out
 
 
