@@ -93,6 +93,27 @@ TEST(PlanAttention, IsBounded) {
   EXPECT_NE(message(Ints(600, 1), {1 << 16, 1 << 16, 64, 64}).find(kRule), std::string::npos);
 }
 
+TEST(PlanAttention, PartsStayWithinTheirMemory) {
+  std::mt19937 random(11);
+  int64_t most = 0;
+  for (int round = 0; round < 400; ++round) {
+    const int64_t tokens = 1 + random() % kMaxDecodeTokens;
+    std::vector<int64_t> q_lens(1 + random() % 40, tokens), kv_lens;
+    for (int64_t n : q_lens) kv_lens.push_back(n + random() % (1 << (8 + random() % 12)));
+    AttentionBatch batch = batch_of(q_lens, kv_lens);
+    const int32_t dims[] = {16, 64, 128, 512};
+    batch.shape.v_head_dim = dims[random() % 4];
+    batch.shape.num_kv_heads = 1 << random() % 4;
+    batch.shape.num_heads = batch.shape.num_kv_heads * (1 << random() % 5);
+    const AttentionPlan plan = plan_attention("test", batch, 0);
+    const int64_t bytes = plan.partial_rows * (batch.shape.v_head_dim + kPartialStateFloats) *
+                          static_cast<int64_t>(sizeof(float));
+    EXPECT_LE(bytes, kMaxPartialBytes);
+    most = std::max(most, bytes);
+  }
+  EXPECT_GT(most, kMaxPartialBytes / 4);  // some come near
+}
+
 TEST(PlanAttention, CoversEveryTokenAndHeadOnce) {
   std::mt19937 random(7);
   for (int round = 0; round < 50; ++round) {
