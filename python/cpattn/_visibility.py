@@ -15,8 +15,8 @@ def visibility(q_lens: Lengths, kv_lens: Lengths, left: int, right: int) -> dict
     """Arguments for a token at position p that sees keys from p - left to p + right.
 
     Negative means unbounded. A window that ends elsewhere than at the token itself needs a mask of
-    one byte for each pair of a query and a key. The libraries that ask for such windows let the last
-    query meet the last key: of more queries than keys the first see nothing.
+    one byte for each pair of a query and a key. The libraries that ask for such windows let the
+    last query meet the last key: of more queries than keys the first see nothing.
     """
     if right == 0:
         return {"causal": True, "window": left if left >= 0 else None, "allow_short_kv": True}
