@@ -1,21 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: torch made safe before anything imports it, and a header."""
+"""What all tests share: torch made safe before anything imports it, a header, fixtures."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
 
+from audit import leftovers
+from children import Children, restore_signals
 from cpattn import __version__, _core, active_isa, supported_isas, torch_guard
+from inner_runs import InnerRuns
 
 TORCH_GUARD = torch_guard.prepare()
+restore_signals()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    leftovers.configure(config)
+
+
+def version_of(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:  # an environment for what needs none of it
+        return f"no {package}"
 
 
 def pytest_report_header() -> list[str]:
-    header = f"cpattn {__version__}, torch {version('torch')}, numpy {version('numpy')}"
+    header = f"cpattn {__version__}, {version_of('torch')}, {version_of('numpy')}"
     isas = f"instruction set {active_isa()} of {', '.join(supported_isas())}"
     return [header, isas, *([TORCH_GUARD] if TORCH_GUARD else [])]
 
@@ -34,6 +51,20 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     _core.set_isa(before)
 
 
+@pytest.fixture
+def children() -> Iterator[Children]:
+    """Starts processes that end with the test."""
+    with contextlib.closing(Children()) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def module_children() -> Iterator[Children]:
+    """The same for processes that the tests of a module share."""
+    with contextlib.closing(Children()) as started:
+        yield started
+
+
 @pytest.fixture(scope="module")
 def one_torch_thread() -> Iterator[None]:
     """Threads of torch would wait for each other longer than small operators take."""
@@ -43,3 +74,9 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def inner_runs(tmp_path: Path, children: Children) -> InnerRuns:
+    """Runs of pytest that are tested."""
+    return InnerRuns(tmp_path, children)

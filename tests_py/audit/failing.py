@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of a run as a whole, which no test is to blame for."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def fail_run(session: pytest.Session, what: str, text: str) -> None:
+    """From a `pytest_sessionfinish`: an error that is shown and counted, and exit code 1."""
+    report = pytest.TestReport(
+        nodeid=what,
+        location=(what, None, what),
+        keywords={},
+        outcome="failed",
+        longrepr=text,
+        when="teardown",
+    )
+    session.config.hook.pytest_runtest_logreport(report=report)
+    session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of pytest within a test: small files of tests under the hooks of `audit`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from children import Children, path_with
+
+CONFTEST = """
+from audit import leftovers
+
+leftovers.PATIENCE = 1.0
+
+def pytest_configure(config):
+    leftovers.configure(config)
+"""
+
+
+class InnerRuns:
+    """A folder with tests, and runs of pytest in it."""
+
+    def __init__(self, folder: Path, children: Children) -> None:
+        self.folder = folder
+        self._children = children
+        self.write(conftest=CONFTEST)
+
+    def write(self, **modules: str) -> None:
+        for name, text in modules.items():
+            (self.folder / f"{name}.py").write_text(text)
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        # Not what an outer run was told: options, nor that it is a worker of xdist.
+        outer = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "CPATTN_"))}
+        inner = {"PYTHONPATH": path_with(Path(__file__).parent)}
+        inner["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # what takes longer to import than to use
+        command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "no:cacheprovider", "-rsfE"]
+        return self._children.run(
+            [*command, "-c", os.devnull, f"--rootdir={self.folder}", *arguments],
+            cwd=self.folder,
+            env=outer | inner | environment,
+        )

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a test waits, and what it allows beyond a limit that the library promises.
+
+Limits are measured by `time.monotonic`. A test that asserts one writes the promise and adds
+`BUSY`; one that waits for what should happen, without a promise about when, waits `PATIENCE`.
+"""
+
+from __future__ import annotations
+
+# What a machine with several times more busy processes than processors adds to a limit: to send a
+# signal, to run the handler, to unwind and to say so.
+BUSY = 1.0
+
+# After this many seconds what has not happened never will, on such a machine too.
+PATIENCE = 120.0
