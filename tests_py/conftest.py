@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from audit import leftovers
+from audit import leftovers, machine, skips
 from children import Children, restore_signals
 from cpattn import __version__, _core, active_isa, supported_isas, torch_guard
 from inner_runs import InnerRuns
@@ -19,9 +19,20 @@ from inner_runs import InnerRuns
 TORCH_GUARD = torch_guard.prepare()
 restore_signals()
 
+# Those that are missing here are skipped where all can see it.
+ISAS = [
+    *supported_isas(),
+    *(isa for isa in machine.INSTRUCTION_SETS if isa not in supported_isas()),
+]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    skips.add_options(parser)
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    leftovers.configure(config)
+    for part in (skips, leftovers):
+        part.configure(config)
 
 
 def version_of(package: str) -> str:
@@ -42,9 +53,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(params=supported_isas())
+@pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every instruction set of this machine in turn, forced for the length of the test."""
+    """Every instruction set of this processor family in turn, forced for the length of the test."""
+    if request.param not in supported_isas():
+        pytest.skip(f"no {request.param} kernels here")
     before = active_isa()
     _core.set_isa(request.param)
     yield request.param

@@ -11,26 +11,37 @@ from pathlib import Path
 from children import Children, path_with
 
 CONFTEST = """
-from audit import leftovers
+from pathlib import Path
+import pytest
+from audit import leftovers, skips
 
+skips.LIST = Path(__file__).with_name("allowed_skips.toml")
 leftovers.PATIENCE = 1.0
 
+def pytest_addoption(parser):
+    skips.add_options(parser)
+
 def pytest_configure(config):
-    leftovers.configure(config)
+    for part in (skips, leftovers):
+        part.configure(config)
 """
 
 
 class InnerRuns:
-    """A folder with tests, and runs of pytest in it."""
+    """A folder with tests and a list of allowed skips, and runs of pytest in it."""
 
     def __init__(self, folder: Path, children: Children) -> None:
         self.folder = folder
         self._children = children
         self.write(conftest=CONFTEST)
+        self.allow("")
 
     def write(self, **modules: str) -> None:
         for name, text in modules.items():
             (self.folder / f"{name}.py").write_text(text)
+
+    def allow(self, text: str) -> None:
+        (self.folder / "allowed_skips.toml").write_text(text)
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         # Not what an outer run was told: options, nor that it is a worker of xdist.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run of the tests did, what it left out, and what it left behind.
 
+`machine` knows what this machine has, `skips` which tests may be skipped for what it lacks,
 `leftovers` finds processes and shared memory that a run did not clean up.
 """

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine has, found without the library: a wrong answer of it must not excuse a skip."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from audit import trace
+
+# The instruction sets of each architecture with the flags of /proc/cpuinfo that they need.
+_V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe"
+_V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
+_BF16 = f"{_V4} avx512_bf16 avx512_vnni"
+INSTRUCTION_SETS = {
+    "x86_64": {
+        "portable": "",
+        "avx2": _V3,
+        "avx512": _V4,
+        "avx512bf16": _BF16,
+        "amx-twin": _BF16,
+        "amx": f"{_BF16} amx_tile amx_bf16 amx_int8",
+    },
+    "aarch64": {"portable": "", "neon": "asimd", "neonbf16": "asimd bf16"},
+}.get(platform.machine(), {"portable": ""})
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    text = Path("/proc/cpuinfo").read_text()
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
+@functools.cache
+def sanitizer() -> str:
+    """The sanitizer whose library this process has loaded, or nothing."""
+    found = re.search(r"/lib(asan|tsan|ubsan)\.so", Path("/proc/self/maps").read_text())
+    return found[1] if found else ""
+
+
+def has_instruction_set(name: str) -> bool:
+    if name not in INSTRUCTION_SETS or (name == "amx" and sanitizer()):
+        return False  # builds with sanitizers have the twin in its place
+    return set(INSTRUCTION_SETS[name].split()) <= cpu_flags()
+
+
+def has_library(name: str) -> bool:
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
+@functools.cache
+def interpreter(version: str) -> str | None:
+    """The command of a CPython such as 3.12 with its headers: on the path, or one of pyenv's."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    installed = sorted(pyenv.glob(f"versions/{version}.*/bin/python"))
+    for command in [*map(str, reversed(installed)), shutil.which(f"python{version}")]:
+        if command and _is_cpython(command, version):
+            return command
+    return None
+
+
+def _is_cpython(command: str, version: str) -> bool:
+    """Not a shim that fails, nor one without headers or venv."""
+    code = (
+        "import ensurepip, os, sys, sysconfig, venv\n"
+        "assert os.path.exists(sysconfig.get_path('include') + '/Python.h')\n"
+        "print('%s %d.%d' % (sys.implementation.name, *sys.version_info[:2]))"
+    )
+    done = subprocess.run([command, "-c", code], capture_output=True, text=True, check=False)
+    return done.stdout.split() == ["cpython", version]
+
+
+def _has_network_namespaces() -> bool:
+    """With cables between them, which a container may lack even as root."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return False
+    name = f"cpattn-probe-{os.getpid()}"
+    with_cable = ["link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", "eth1"]
+    try:
+        return not any(
+            subprocess.run(["ip", *command], capture_output=True, check=False).returncode
+            for command in (["netns", "add", name], [*with_cable, "netns", name])
+        )
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+_KINDS: dict[str, Callable[[str], bool]] = {
+    "command": lambda name: shutil.which(name) is not None,
+    "cpus": lambda ids: {int(i) for i in ids.split(",")} <= os.sched_getaffinity(0),
+    "instruction set": has_instruction_set,
+    "interpreter": lambda version: interpreter(version) is not None,
+    "library": has_library,
+    "machine": lambda name: platform.machine() == name,
+    "network": lambda _: _has_network_namespaces(),
+    "package": lambda name: importlib.util.find_spec(name) is not None,
+    "python below": lambda version: sys.version_info < tuple(map(int, version.split("."))),
+    "trace": lambda _: trace.find() is not None,
+    "variable": lambda name: bool(os.environ.get(name)),
+}
+
+
+@functools.cache
+def has(need: str) -> bool:
+    """Whether this machine has what the list of skips calls "<kind>: <name>"."""
+    kind, colon, name = need.partition(": ")
+    if not colon or kind not in _KINDS:
+        raise ValueError(f"{need!r} is not '<kind>: <name>' with a kind of {sorted(_KINDS)}")
+    return _KINDS[kind](name)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine has is found without the library, which must agree with it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from audit import machine, trace
+from cpattn import supported_isas
+
+
+def test_the_library_finds_the_instruction_sets_that_the_processor_lists():
+    expected = {name for name in machine.INSTRUCTION_SETS if machine.has_instruction_set(name)}
+    assert set(supported_isas()) == expected
+
+
+@pytest.mark.parametrize(
+    ("need", "expected"),
+    [
+        ("command: sh", True),
+        ("command: cpattn-nonsense", False),
+        ("cpus: 0,100000", False),
+        ("instruction set: portable", True),
+        ("instruction set: mmx", False),
+        ("interpreter: 2.0", False),
+        ("library: libc.so.6", True),
+        ("library: libnonsense.so.1", False),
+        ("machine: z80", False),
+        ("package: numpy", True),
+        ("package: cpattn_nonsense", False),
+        ("python below: 3.10", False),
+        ("python below: 4.0", True),
+        ("variable: CPATTN_NONSENSE", False),
+        ("variable: PATH", True),
+    ],
+)
+def test_what_a_machine_has(need, expected):
+    assert machine.has(need) is expected
+
+
+def test_a_need_of_no_known_kind_is_an_error():
+    with pytest.raises(ValueError, match="'moon: full' is not '<kind>: <name>'"):
+        machine.has("moon: full")
+
+
+def test_an_interpreter_is_one_that_extensions_can_be_built_for(tmp_path, monkeypatch):
+    """Neither a shim of a version that is not there, nor one that says it is another."""
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    shim, other = tmp_path / "python3.98", tmp_path / "python3.99"
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    other.symlink_to(sys.executable)
+    shim.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert machine.interpreter("3.98") is None
+    assert machine.interpreter("3.99") is None
+
+
+def test_the_real_trace_lies_beside_the_checkout_or_where_the_variable_says(tmp_path, monkeypatch):
+    monkeypatch.delenv("CPATTN_TRACE", raising=False)
+    monkeypatch.setattr(trace, "_CHECKOUT", tmp_path / "checkout")
+    assert trace.find() is None
+    file = tmp_path / "anything" / "data" / trace.NAME
+    file.parent.mkdir(parents=True)
+    file.write_text("x")
+    assert trace.find() == file
+    assert trace.sha256(file).startswith("2d711642b726b044")
+    monkeypatch.setenv("CPATTN_TRACE", "/nowhere")
+    assert str(trace.find()) == "/nowhere"
