@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from audit import leftovers, machine, skips
+from audit import leftovers, machine, records, skips, table
 from children import Children, restore_signals
 from cpattn import __version__, _core, active_isa, supported_isas, torch_guard
 from inner_runs import InnerRuns
@@ -27,11 +27,12 @@ ISAS = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    skips.add_options(parser)
+    for part in (skips, records, table):
+        part.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for part in (skips, leftovers):
+    for part in (skips, records, table, leftovers):
         part.configure(config)
 
 
@@ -58,6 +59,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every instruction set of this processor family in turn, forced for the length of the test."""
     if request.param not in supported_isas():
         pytest.skip(f"no {request.param} kernels here")
+    records.note("instruction set", request.param)
     before = active_isa()
     _core.set_isa(request.param)
     yield request.param

@@ -13,16 +13,18 @@ from children import Children, path_with
 CONFTEST = """
 from pathlib import Path
 import pytest
-from audit import leftovers, skips
+from audit import leftovers, records, skips, table
 
 skips.LIST = Path(__file__).with_name("allowed_skips.toml")
 leftovers.PATIENCE = 1.0
+PARTS = (skips, records, table, leftovers)
 
 def pytest_addoption(parser):
-    skips.add_options(parser)
+    for part in PARTS[:3]:
+        part.add_options(parser)
 
 def pytest_configure(config):
-    for part in (skips, leftovers):
+    for part in PARTS:
         part.configure(config)
 """
 

@@ -23,6 +23,7 @@ from unittest import mock
 import pytest
 import torch
 
+from audit.records import note
 from cpattn.integrations import torch_npu
 from stand_ins import Absent, DevicesAreTheCpu, PackageFinder, stand_ins_for_what_lacks
 
@@ -35,6 +36,7 @@ def release(version: str, **names: str) -> Iterator[SimpleNamespace]:
     """
     names = {key: f"sglang.srt.{name}" for key, name in names.items()}
     wheel = _wheel(version)
+    note("engine", "sglang, files of a release", version)
     # Metrics are registered once per process: those of another release must stay out.
     finders = [
         PackageFinder("sglang", wheel, names.values()),

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import re
 import sys
 import warnings
 import zipfile
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 
+from audit.records import note
 from stand_ins import PackageFinder, stand_ins_for_what_lacks
 
 MODULES = {
@@ -52,12 +54,24 @@ def _find_files() -> Path | zipfile.Path | None:
     return Path(spec.origin).parents[1] if spec and spec.origin else None
 
 
-@functools.cache
 def load() -> SimpleNamespace | None:
     """The modules under the keys of `MODULES`; None where sglang is not to be found."""
     root = _find_files()
     if root is None:
         return None
+    note("engine", "sglang, its KV transfer alone", _version(root))
+    return _load(root)
+
+
+def _version(root: Path | zipfile.Path) -> str:
+    """From the name of the wheel, or of what pip wrote beside the package."""
+    names = [root.root.filename] if isinstance(root, zipfile.Path) else map(str, root.iterdir())
+    found = [match[1] for name in names if (match := re.search(r"\bsglang-([\d.]+\d)", str(name)))]
+    return found[0] if found else "of unknown version"
+
+
+@functools.cache
+def _load(root: Path | zipfile.Path) -> SimpleNamespace:
     sys.meta_path.insert(0, PackageFinder("sglang", root, MODULES.values()))
     with stand_ins_for_what_lacks(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

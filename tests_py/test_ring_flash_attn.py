@@ -15,11 +15,14 @@ from distributed_worker import run_world
 from ring_worker import Case, make_batch, rows_of
 from tolerances import assert_close
 
-pytestmark = pytest.mark.skipif(
-    not ring_worker.is_there(),
-    reason="ring-flash-attn is not there: pip install --no-deps ring-flash-attn==0.1.8, "
-    "or a folder with its wheel in CPATTN_RING_FLASH_ATTN",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not ring_worker.is_there(),
+        reason="ring-flash-attn is not there: pip install --no-deps ring-flash-attn==0.1.8, "
+        "or a folder with its wheel in CPATTN_RING_FLASH_ATTN",
+    ),
+    pytest.mark.engine("ring-flash-attn"),
+]
 
 EQUAL, RAGGED, UNEVEN = (48, 48), (16, 40, 8), (13, 30, 1, 20)  # divisible as each method needs
 CASES = [

@@ -18,7 +18,10 @@ from prefill_batches import Case, expected_of, make_batch, slots_of
 from tolerances import assert_close
 
 # Not imported here, where it would need a stand-in of triton.
-pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
+    pytest.mark.engine("sglang"),
+]
 
 CASES = [
     Case("one request", (29,)),

@@ -17,7 +17,10 @@ from distributed_worker import run_world
 from prefill_batches import Case, make_batch
 from tolerances import EPS
 
-pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
+    pytest.mark.engine("sglang"),
+]
 
 SIZES = {"num_kv_heads": 1, "head_dim": 64, "v_head_dim": 16, "dtype": torch.bfloat16}
 BATCHES = [

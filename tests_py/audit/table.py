@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks of pytest: --closing-table prints what several runs did, and misses what they did not.
+
+It reads the folder of --records: the records of the Python tests, those of steps that leave none
+by themselves, and the JUnit files of ctest and GoogleTest. What
+allowed_skips.toml calls a part and nobody ran, and what C++ tests skipped without leave, are errors
+of the run that prints the table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from audit import machine, skips
+from audit.failing import fail_run
+from audit.records import Record, read
+
+# In names of C++ tests, where a hyphen is an underscore.
+_ISA = re.compile(
+    r"(?<![a-z0-9])(portable|avx2|avx512bf16|avx512|amx_twin|amx|neonbf16|neon)(?![a-z0-9])"
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    kind: str
+    name: str
+    needs: tuple[str, ...]
+
+    def is_in(self, records: list[Record]) -> bool:
+        return any(r.kind == self.kind and self.name in ("", r.name) for r in records)
+
+
+def parts(text: str | None = None) -> list[Part]:
+    entries = skips.tomllib.loads(skips.LIST.read_text() if text is None else text)
+    return [
+        Part(part["kind"], part.get("name", ""), tuple(part.get("needs", ())))
+        for part in entries.get("part", [])
+    ]
+
+
+def from_junit(path: Path) -> tuple[list[Record], list[tuple[str, str]]]:
+    """What ran of the C++ tests in a file, and which were skipped, with what was said about it."""
+    passed: Counter[tuple[str, str]] = Counter()
+    skipped = []
+    for test in ElementTree.parse(path).iter("testcase"):
+        name = test.get("name", "")
+        if test.get("result"):  # GoogleTest, which has the name in two parts; ctest in one
+            name = f"{test.get('classname')}.{name}"
+        children = {child.tag: child for child in test}
+        if "skipped" in children or test.get("status") == "notrun":
+            said = " ".join("".join(child.itertext()) for child in children.values())
+            skipped.append((f"cpp::{name}", said))
+        elif "failure" not in children:
+            passed["C++ tests", path.stem] += 1
+            passed.update(
+                {("instruction set", isa.replace("_", "-")) for isa in _ISA.findall(name)}
+            )
+    run = f"C++, {path.stem}"
+    return [Record(*what, "", run, n) for what, n in sorted(passed.items())], skipped
+
+
+def lines(records: list[Record]) -> list[str]:
+    """Aligned columns: kind, name and version, tests passed by run."""
+    rows: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for r in records:
+        rows[r.kind, f"{r.name} {r.version}".strip()][r.run] += r.passed
+    width = [max(len(row[i]) for row in rows) for i in (0, 1)] if rows else [0, 0]
+    return [
+        f"{kind:{width[0]}}  {name:{width[1]}}  "
+        + ", ".join(f"{passed} in {run}" for run, passed in sorted(runs.items()) if run)
+        for (kind, name), runs in sorted(rows.items())
+    ]
+
+
+def complaints(records: list[Record], skipped: list[tuple[str, str]]) -> list[str]:
+    """What should have run and did not."""
+    entries = skips.read()
+    said = [(test, skips.complaint_about(test, reason, entries)) for test, reason in skipped]
+    return [f"{test} was skipped: {complaint}" for test, complaint in said if complaint] + [
+        f"{part.kind} {part.name}: no record of it, and this machine has all that it needs"
+        for part in parts()
+        if not part.is_in(records) and all(map(machine.has, part.needs))
+    ]
+
+
+class Table:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lines: list[str] = []
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        records, skipped = read(self._folder), []
+        for path in sorted(self._folder.glob("*.xml")):
+            more_records, more_skipped = from_junit(path)
+            records += more_records
+            skipped += more_skipped
+        self._lines = lines(records)
+        if missing := complaints(records, skipped):
+            fail_run(session, "what should have run", "\n".join(missing))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        terminalreporter.section("what ran: tests passed, by run")
+        for line in self._lines:
+            terminalreporter.line(line)
+
+
+def add_options(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--closing-table",
+        action="store_true",
+        help="print what all runs wrote into the folder of --records; fail if a part is missing",
+    )
+
+
+def configure(config: pytest.Config) -> None:
+    if config.getoption("closing_table") and not hasattr(config, "workerinput"):
+        folder = config.getoption("records")
+        if folder is None:
+            raise pytest.UsageError("--closing-table needs --records")
+        config.pluginmanager.register(Table(folder), "cpattn-table")

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ran is written down, printed in one table, and missed where it should have run."""
+
+from __future__ import annotations
+
+import json
+import platform
+
+import pytest
+
+from audit import machine, records, table
+
+TESTS = """
+import pytest
+from audit.records import note
+
+@pytest.fixture(params=["mmx", "sse"])
+def isa(request):
+    note("instruction set", request.param)
+
+@pytest.fixture(scope="module")
+def trace():
+    note("trace", "real", "12ab")
+
+def test_kernel(isa):
+    pass
+
+def test_that_fails(isa):
+    raise AssertionError
+
+def test_skipped(isa):
+    pytest.skip("no reason")
+
+def test_reads(trace):
+    pass
+
+@pytest.mark.engine("pytest")
+class TestEngine:
+    def test_one(self):
+        note("engine", "other", "1.2")
+
+    def test_two(self):
+        pass
+"""
+CTEST = """<?xml version="1.0"?>
+<testsuite name="Linux-c++" tests="4" failures="1" disabled="0" skipped="1">
+  <testcase name="Isa/Fp8.EveryCode/avx2" classname="Isa/Fp8.EveryCode/avx2" status="run"/>
+  <testcase name="All/Kernel.Rows/amx_twin_packed" classname="x" status="run"/>
+  <testcase name="All/Kernel.Bad/avx2" classname="x" status="fail"><failure message=""/></testcase>
+  <testcase name="Kernel.Needs" classname="x" status="notrun">
+    <skipped message="SKIP_REGULAR_EXPRESSION_MATCHED"/><system-out>no thread</system-out>
+  </testcase>
+</testsuite>
+"""
+GOOGLETEST = """<?xml version="1.0"?>
+<testsuites><testsuite name="Fp8">
+  <testcase name="EveryCode/neon" classname="Isa/Fp8" status="run" result="completed"/>
+  <testcase name="Two" classname="Fp8" status="run" result="completed"/>
+  <testcase name="Needs" classname="Fp8" status="run" result="skipped">
+    <skipped message="a.cc:1&#x0A;no fork"><![CDATA[a.cc:1
+no fork]]></skipped>
+  </testcase>
+</testsuite></testsuites>
+"""
+PART = '[[part]]\nkind = "{}"\nname = "{}"\nneeds = ["{}"]\n'
+ABSENT, PRESENT = "variable: CPATTN_NONSENSE", "package: pytest"
+WORKERS = pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "xdist"])
+
+
+@WORKERS
+def test_passed_tests_are_counted_by_what_they_ran_with(inner_runs, workers):
+    inner_runs.write(test_x=TESTS)
+    inner_runs.run("--records=ran", *workers)
+    found = {(r.kind, r.name, r.version): r.passed for r in records.read(inner_runs.folder / "ran")}
+    version = platform.python_version()
+    assert found == {
+        ("instruction set", "mmx", ""): 1,
+        ("instruction set", "sse", ""): 1,
+        ("trace", "real", "12ab"): 1,
+        ("engine", "pytest", pytest.__version__): 2,
+        ("engine", "other", "1.2"): 1,
+        ("interpreter", version.rpartition(".")[0], version): 5,
+    }
+
+
+def test_the_table_has_the_runs_of_all_processes_and_stands_before_the_closing_line(inner_runs):
+    ran = inner_runs.folder / "ran"
+    inner_runs.write(test_x="def test_a():\n    pass\n")
+    inner_runs.allow(PART.format("C++ tests", "asan", PRESENT))
+    inner_runs.run("--records=ran")
+    (ran / "asan.xml").write_text(CTEST.replace("notrun", "run").replace("<skipped", "<ignored"))
+    (ran / "qemu.xml").write_text(GOOGLETEST.replace("skipped", "completed"))
+    step = {"kind": "step", "name": "clang-tidy", "version": "61 s", "run": "", "passed": 1}
+    (ran / "steps.jsonl").write_text(json.dumps(step) + "\n")
+    done = inner_runs.run("--records=ran", "--closing-table")
+    assert done.returncode == 0, done.stdout
+    *told, closing = done.stdout.partition(" what ran")[2].splitlines()[1:]
+    python, run = platform.python_version(), records.name_of_this_run()
+    assert [" ".join(line.split()) for line in told if line] == [
+        "C++ tests asan 3 in C++, asan",
+        "C++ tests qemu 3 in C++, qemu",
+        "instruction set amx-twin 1 in C++, asan",
+        "instruction set avx2 1 in C++, asan",
+        "instruction set neon 1 in C++, qemu",
+        f"interpreter {python.rpartition('.')[0]} {python} 2 in {run}",
+        "step clang-tidy 61 s",
+    ]
+    assert "1 passed" in closing
+
+
+def test_junit_files_of_ctest_and_googletest(tmp_path):
+    (tmp_path / "asan.xml").write_text(CTEST)
+    (tmp_path / "qemu.xml").write_text(GOOGLETEST)
+    ran, skipped = table.from_junit(tmp_path / "asan.xml")
+    assert {(r.kind, r.name): r.passed for r in ran} == {
+        ("C++ tests", "asan"): 2,
+        ("instruction set", "avx2"): 1,
+        ("instruction set", "amx-twin"): 1,
+    }
+    ((test, said),) = skipped
+    assert (test, said.strip()) == ("cpp::Kernel.Needs", "no thread")
+    ran, skipped = table.from_junit(tmp_path / "qemu.xml")
+    assert {(r.kind, r.name): r.passed for r in ran} == {
+        ("C++ tests", "qemu"): 2,
+        ("instruction set", "neon"): 1,
+    }
+    ((test, said),) = skipped
+    assert test == "cpp::Fp8.Needs"
+    assert "no fork" in said
+
+
+@pytest.mark.parametrize("file", [CTEST, GOOGLETEST], ids=["ctest", "GoogleTest"])
+def test_a_skipped_cpp_test_fails_unless_it_is_allowed(inner_runs, file):
+    inner_runs.write(test_x="def test_a():\n    pass\n")
+    (inner_runs.folder / "ran").mkdir()
+    (inner_runs.folder / "ran" / "asan.xml").write_text(file)
+    done = inner_runs.run("--records=ran", "--closing-table")
+    assert done.returncode == 1, done.stdout
+    assert "Needs was skipped: allowed_skips.toml has no entry for it" in done.stdout
+    skip = (
+        '[[skip]]\ntests = "cpp::*.Needs"\nreason = "no (thread|fork)"\nneeds = ["{}"]\nwhy = ""\n'
+    )
+    inner_runs.allow(skip.format(PRESENT))
+    assert inner_runs.run("--records=ran", "--closing-table").returncode == 1
+    inner_runs.allow(skip.format(ABSENT))
+    assert inner_runs.run("--records=ran", "--closing-table").returncode == 0
+
+
+def test_a_part_that_did_not_run_fails(inner_runs):
+    inner_runs.write(test_x=TESTS.replace("raise AssertionError", "pass"))
+    inner_runs.allow(
+        PART.format("instruction set", "mmx", PRESENT)
+        + PART.format("instruction set", "neon", ABSENT)
+        + PART.format("engine", "", PRESENT)
+    )
+    done = inner_runs.run("--records=ran", "--closing-table")
+    assert done.returncode == 0, done.stdout
+    inner_runs.allow(
+        PART.format("instruction set", "neon", PRESENT) + '[[part]]\nkind = "fuzzer"\n'
+    )
+    done = inner_runs.run("--records=ran", "--closing-table")
+    assert done.returncode == 1, done.stdout
+    assert "instruction set neon: no record of it, and this machine has all" in done.stdout
+    assert "fuzzer : no record of it" in done.stdout
+    assert ", 1 error" in done.stdout.splitlines()[-1]
+
+
+def test_the_table_without_records_is_refused(inner_runs):
+    done = inner_runs.run("--closing-table")
+    assert done.returncode == 4
+    assert "--closing-table needs --records" in done.stderr
+
+
+def test_needs_of_the_parts_can_be_looked_up():
+    found = table.parts()
+    assert {"instruction set", "engine", "interpreter", "trace", "C++ tests"} <= {
+        part.kind for part in found
+    }
+    for part in found:
+        for need in part.needs:
+            assert machine.has(need) in (True, False)
