@@ -22,6 +22,7 @@ pytest.importorskip("click")
 
 from click.testing import CliRunner, Result
 
+from children import Children
 from cpattn.commands import commands
 from cpattn.explain import block_map
 from transfer_processes import requires_mooncake
@@ -65,17 +66,11 @@ def workers_of(pid: int) -> list[int]:
     return ranks
 
 
-def start(*arguments: str) -> tuple[subprocess.Popen[str], int]:
+def start(children: Children, *arguments: str) -> tuple[subprocess.Popen[str], int]:
     """A replay in a session of its own, and the master of the terminal that is its stderr."""
     master, slave = pty.openpty()
-    process = subprocess.Popen(
-        [*COMMAND, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=slave,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
-    )
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    process = children.start([*COMMAND, *arguments], stderr=slave, env=environment)
     os.close(slave)
     return process, master
 
@@ -132,8 +127,8 @@ def test_replay_reports_what_a_decode_process_gets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["start", "run"])
-def test_ctrl_c_ends_all_processes_with_one_line(moment: str) -> None:
-    process, master = start("replay", "--requests", "3000", "--no-check")
+def test_ctrl_c_ends_all_processes_with_one_line(moment: str, children: Children) -> None:
+    process, master = start(children, "replay", "--requests", "3000", "--no-check")
     if moment == "run":
         seen = read_until(master, b"batch 0")
         assert b"batch 0" in seen, seen
@@ -153,8 +148,8 @@ def test_ctrl_c_ends_all_processes_with_one_line(moment: str) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
-def test_a_killed_worker_ends_all_with_one_line() -> None:
-    process, master = start("replay", "--requests", "3000", "--no-check")
+def test_a_killed_worker_ends_all_with_one_line(children: Children) -> None:
+    process, master = start(children, "replay", "--requests", "3000", "--no-check")
     seen = read_until(master, b"batch 0")
     assert b"batch 0" in seen, seen
     workers = workers_of(process.pid)

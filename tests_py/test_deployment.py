@@ -8,7 +8,6 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -20,12 +19,14 @@ import pytest
 
 pytest.importorskip("torch")
 
+from children import Children, path_with
+from time_limits import PATIENCE
+
 PAGE = Path(__file__).parents[1] / "docs" / "deployment.md"
 ENVIRONMENT = os.environ | {  # in which torchrun and the package are found, in any folder
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-    "PYTHONPATH": os.pathsep.join(sys.path),
+    "PYTHONPATH": path_with(),
 }
-PATIENCE = 150  # seconds, on a machine that does other things, too
 
 
 def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,45 +34,25 @@ def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 class Host:
-    """A network namespace, and the processes that were started in it."""
+    """A network namespace, in which processes are started."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, children: Children) -> None:
         self.name = name
         self._folder = folder
-        self._processes: list[subprocess.Popen[str]] = []
+        self._children = children
 
     def start(self, script: str, **environment: str) -> subprocess.Popen[str]:
-        """Run a shell script here, in a session of its own."""
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self.name, "sh", "-c", script],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=self._folder,
-            env=ENVIRONMENT | environment,
-            start_new_session=True,
-        )
-        self._processes.append(process)
-        return process
+        """Run a shell script here."""
+        command = ["ip", "netns", "exec", self.name, "sh", "-c", script]
+        return self._children.start(command, cwd=self._folder, env=ENVIRONMENT | environment)
 
     def received_bytes(self) -> int:
         counter = "/sys/class/net/eth0/statistics/rx_bytes"
         return int(ip("netns", "exec", self.name, "cat", counter).stdout)
 
-    def close(self) -> None:
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-        # torchrun starts its ranks in sessions of their own.
-        for pid in ip("netns", "pids", self.name).stdout.split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-        ip("netns", "delete", self.name)
-
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[list[Host]]:
+def hosts(tmp_path: Path, children: Children) -> Iterator[list[Host]]:
     """192.0.2.1 and 192.0.2.2, each the eth0 of its host."""
     if shutil.which("ip") is None:
         pytest.skip("needs the command ip, of iproute2")
@@ -95,7 +76,8 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
             ):
                 done = ip("-n", name, *command)
                 assert done.returncode == 0, done.stderr
-        yield [stack.enter_context(contextlib.closing(Host(name, tmp_path))) for name in names]
+        stack.callback(children.close)  # before their namespaces are deleted
+        yield [Host(name, tmp_path, children) for name in names]
 
 
 def documented(word: str) -> str:
@@ -141,18 +123,12 @@ def test_a_pulled_cable_is_an_error_that_names_the_rank(hosts: list[Host]) -> No
         )
 
 
-def test_ranks_run_on_the_cpus_that_taskset_gives_them(tmp_path: Path) -> None:
+def test_ranks_run_on_the_cpus_that_taskset_gives_them(tmp_path: Path, children: Children) -> None:
     if not {0, 1} <= os.sched_getaffinity(0):
         pytest.skip("needs CPUs 0 and 1")
     script = documented("taskset").replace("=32", "=1")
-    run = subprocess.run(
-        ["sh", "-c", script],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "lo"},
-        check=False,
-    )
+    environment = ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "lo"}
+    run = children.run(["sh", "-c", script], cwd=tmp_path, env=environment)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     assert [re.search(r"CPUs \S+", line)[0] for line in lines[:2]] == ["CPUs 0", "CPUs 1"]
@@ -176,23 +152,18 @@ sys.exit(check.main())
 
 
 @pytest.mark.parametrize("value", ["torch.nan", "out[-1] + 0.1"])
-def test_wrong_rows_are_a_failure(value: str) -> None:
+def test_wrong_rows_are_a_failure(value: str, children: Children) -> None:
     rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    run = subprocess.run(
-        [sys.executable, "-c", WRONG_ROWS.format(value)],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT | rank | {"GLOO_SOCKET_IFNAME": "lo"},
-        check=False,
-    )
+    environment = ENVIRONMENT | rank | {"GLOO_SOCKET_IFNAME": "lo"}
+    run = children.run([sys.executable, "-c", WRONG_ROWS.format(value)], env=environment)
     assert run.returncode == 1, run.stderr
     assert run.stdout.splitlines()[-1].startswith("FAILED: cp_size 1, ")
 
 
-def test_without_torchrun_it_says_how_to_start() -> None:
+def test_without_torchrun_it_says_how_to_start(children: Children) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     command = [sys.executable, "-m", "cpattn.distributed.check"]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    run = children.run(command, env=environment)
     assert run.returncode == 1
     assert run.stdout == ""
     assert run.stderr.startswith("cpattn.distributed.check: this process: ")
