@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -12,7 +15,7 @@ import cpattn
 import turns
 from comparison import Wrong, microseconds
 from contender import Failed
-from transfer import copy_peak, engine, planning, scatter
+from transfer import copy_peak, engine, planning, receiver, scatter
 from transfer.receiver import Receiver
 
 COMPARISONS = [
@@ -22,7 +25,17 @@ COMPARISONS = [
 TIMES = {"median", "minimum", "spread", "samples", "rate", "unit", "ns_per_item", "item", "error"}
 
 
+@pytest.fixture(scope="module")
+def process_to_send_to():
+    """One for all cases, which the benchmarks keep until they exit."""
+    with contextlib.suppress(Failed):  # without an engine, which rows tell
+        receiver.receiver(engine.SIZE)
+    yield
+    receiver.end()
+
+
 @pytest.mark.parametrize("comparison", COMPARISONS)
+@pytest.mark.usefixtures("process_to_send_to")
 def test_quick_cases_give_whole_rows(comparison, monkeypatch):
     monkeypatch.setattr(turns, "peak_of", lambda comparison: lambda: 1e9)  # not to be measured
     rows = comparison_program.run(comparison, budget=0.01)
@@ -136,3 +149,9 @@ def test_a_missing_engine_is_no_failure(monkeypatch):
     monkeypatch.setattr(turns, "peak_of", lambda comparison: lambda: 1e9)
     monkeypatch.setattr("sys.argv", ["bench_transfer.py", "--quick", "--only", "send half"])
     assert bench_transfer.main() == 0
+
+
+@pytest.mark.parametrize("free", [0, 1 << 40])
+def test_the_file_lies_in_memory_if_there_is_room(free, monkeypatch):
+    monkeypatch.setattr(receiver.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    assert (receiver._folder(1 << 20) is not None) == (free > 0)

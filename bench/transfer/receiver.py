@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,10 @@ class Receiver(NamedTuple):
     memory: np.ndarray  # the same memory here
 
 
+_started = contextlib.ExitStack()
+atexit.register(_started.close)
+
+
 @functools.cache
 def receiver(size: int) -> Receiver:
     """Starts it, once. Failed where there is no engine."""
@@ -45,8 +50,7 @@ def receiver(size: int) -> Receiver:
         engine = MooncakeEngine()
     except ImportError as error:
         raise Failed("not installed", str(error)) from error
-    shared = Path("/dev/shm")
-    file = tempfile.NamedTemporaryFile(dir=shared if shared.is_dir() else None)  # noqa: SIM115
+    file = tempfile.NamedTemporaryFile(dir=_folder(size))  # noqa: SIM115
     file.truncate(size)
     path = [str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.Popen(
@@ -61,11 +65,24 @@ def receiver(size: int) -> Receiver:
         raise Failed("crashed", f"the receiver ended with exit code {process.wait()}")
     session, address = json.loads(said.removeprefix(MARK))
     memory = np.memmap(file.name, np.uint8, "r+")
-    atexit.register(stop, engine, process, file)
+    _started.callback(_stop, engine, process, file)
     return Receiver(engine, session, address, memory)
 
 
-def stop(engine: Any, process: subprocess.Popen[str], file: IO[bytes]) -> None:
+def _folder(size: int) -> Path | None:
+    """Where so much fits, if possible into memory: a page that finds no room there is SIGBUS."""
+    shared = Path("/dev/shm")
+    fits = shared.is_dir() and shutil.disk_usage(shared).free >= 2 * size
+    return shared if fits else None
+
+
+def end() -> None:
+    """End the one that runs, if any; the next call of `receiver` starts another."""
+    _started.close()
+    receiver.cache_clear()
+
+
+def _stop(engine: Any, process: subprocess.Popen[str], file: IO[bytes]) -> None:
     """Both engines end before what they may write to does."""
     engine.close()
     process.communicate()
