@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -137,6 +138,8 @@ def test_shared_memory_of_others_is_theirs(children):
     try:
         assert path in leftovers.segments()
         assert not leftovers.used_by_others(path, "a mark of nobody")
+        with mock.patch.object(leftovers.os, "geteuid", return_value=12345):
+            assert leftovers.used_by_others(path, "a mark of nobody")
         other_name = path.with_name(f"{path.name}-other")  # as named semaphores are made
         script = (
             f"import mmap, os\nos.link({str(path)!r}, {str(other_name)!r})\n"

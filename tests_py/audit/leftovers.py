@@ -86,6 +86,8 @@ def used_by_others(path: Path, mark: str) -> bool:
         file = path.stat()
     except FileNotFoundError:
         return True  # it was theirs, and is gone
+    if file.st_uid != os.geteuid():
+        return True  # of another user, whose processes do not show what they have mapped
     device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
     where = re.compile(rf" {device} {file.st_ino}\s", re.MULTILINE)
     own = marked(mark) | {os.getpid()}
@@ -118,13 +120,13 @@ class Leftovers:
     @pytest.hookimpl(trylast=True)  # when fixtures and the workers of xdist have ended
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         deadline = time.monotonic() + PATIENCE
-        while (left := self.processes()) or self.new_segments():
-            if time.monotonic() > deadline:
-                break
+        unused = self.new_segments()  # of others are those that somebody maps in the meantime
+        while ((left := self.processes()) or unused) and time.monotonic() < deadline:
             time.sleep(0.05)
+            unused &= self.new_segments()
         said = [describe(pid) for pid in sorted(left)]
         end(left)
-        said += [f"shared memory {path}" for path in sorted(self.new_segments())]
+        said += [f"shared memory {path}" for path in sorted(unused & segments())]
         if said:
             fail_run(session, "what the run left behind", "\n".join(said))
 
