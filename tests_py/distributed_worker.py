@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -63,7 +64,7 @@ def run_world(
 def _answer(receiver):
     assert receiver.poll(PATIENCE), "a rank does not answer"
     try:
-        answer = receiver.recv()
+        answer = pickle.loads(receiver.recv_bytes())
     except EOFError:
         return None
     if isinstance(answer, BaseException):
@@ -86,7 +87,8 @@ def _rank(rank, size, store, timeout, sender, answered, program, *arguments):
         answer = program(rank, *arguments)
     except BaseException:
         answer = AssertionError(f"rank {rank} of {size}:\n{traceback.format_exc()}")
-    sender.send(answer)
+    # Not `send`, by which tensors take room in /dev/shm, of which a container may have little.
+    sender.send_bytes(pickle.dumps(answer))
     answered.wait(PATIENCE)
 
 
