@@ -99,6 +99,15 @@ def _has_network_namespaces() -> bool:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
+def own_mounts() -> list[str] | None:
+    """A command prefix with which a process may mount what others do not see."""
+    for prefix in (["unshare", "--mount"], ["unshare", "--mount", "--map-root-user"]):
+        probe = f"{' '.join(prefix)} mount -t tmpfs none /dev/shm"
+        if subprocess.run(probe, shell=True, capture_output=True, check=False).returncode == 0:
+            return prefix
+    return None
+
+
 _KINDS: dict[str, Callable[[str], bool]] = {
     "command": lambda name: shutil.which(name) is not None,
     "cpus": lambda ids: {int(i) for i in ids.split(",")} <= os.sched_getaffinity(0),
@@ -106,6 +115,7 @@ _KINDS: dict[str, Callable[[str], bool]] = {
     "interpreter": lambda version: interpreter(version) is not None,
     "library": has_library,
     "machine": lambda name: platform.machine() == name,
+    "mounts": lambda _: own_mounts() is not None,
     "network": lambda _: _has_network_namespaces(),
     "package": lambda name: importlib.util.find_spec(name) is not None,
     "python below": lambda version: sys.version_info < tuple(map(int, version.split("."))),
