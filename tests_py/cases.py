@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from cpattn import reference
-from tolerances import SOFTCAP_UNITS, SPLIT_UNITS, TOLERANCES, assert_close, splits_operands
+from tolerances import Expected, assert_attended, score_size, to_float64
 
 torch.set_num_threads(1)  # it only makes inputs here, and small ones
 
@@ -123,30 +123,36 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def expected_attention(inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The oracle's out and lse, and the magnitude that errors of out are measured in."""
-    out, lse = reference.paged_attention(**inputs)
-    # abs() of bfloat16 and of NaN is fine in torch and not everywhere else.
-    magnitude, _ = reference.paged_attention(**inputs | {"v_cache": inputs["v_cache"].abs()})
-    return out, lse, magnitude
+def expected_attention(inputs: dict[str, Any]) -> Expected:
+    """The oracle's out and lse, and what their errors are measured in."""
+    v = inputs["v_cache"]
+    inputs = inputs | {"scale": inputs.get("scale") or inputs["q"].shape[-1] ** -0.5}
+    with_magnitude = inputs | {"v_cache": torch.cat([v, v.abs()], -1)}
+    out, lse = reference.paged_attention(**with_magnitude)
+    out, magnitude = np.split(out, 2, axis=-1)
+    keys = inputs["k_cache"]
+    if inputs.get("kv_layout") == "HND":
+        keys = keys.transpose(1, 2)
+    size = score_size(inputs["q"], keys, inputs["scale"])
+    spread, num_keys = squares_of(inputs, lse)
+    return Expected(out, lse, magnitude, spread, num_keys, size, inputs["q"].shape[-1])
 
 
-def split_units(inputs: dict[str, Any]) -> np.ndarray:
-    """Units of the LSE for each row of an attention whose operands are split in two parts."""
-    absolute = inputs | {name: inputs[name].abs() for name in ("q", "k_cache")} | {"softcap": 0.0}
-    _, largest_sum = reference.paged_attention(**absolute)  # of |q k| scale, or a little more
-    return SPLIT_UNITS * np.nan_to_num(largest_sum, neginf=0)
+def squares_of(inputs: dict[str, Any], lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`spread` and `num_keys` of Expected: of scores that are doubled the weights are squares."""
+    doubled = {"scale": 2 * inputs["scale"], "softcap": 2 * inputs.get("softcap", 0.0)}
+    squares, lse_of_squares = reference.paged_attention(
+        **inputs | doubled | {"v_cache": inputs["v_cache"].double().square(), "sinks": None}
+    )
+    whole = lse if inputs.get("sinks") is None else np.logaddexp(lse, to_float64(inputs["sinks"]))
+    with np.errstate(invalid="ignore"):  # rows without keys, values that are not finite
+        shares = np.nan_to_num(np.exp(lse_of_squares - 2 * whole))
+        spread = np.nan_to_num(np.sqrt(squares * shares[..., None]), posinf=0)
+        return spread, np.nan_to_num(np.exp(2 * lse - lse_of_squares))
 
 
 def assert_attention(out, lse, inputs, op="attention", expected=None) -> None:
-    """Compare a result with the oracle's for these arguments."""
+    """Compare a result with the oracle's for these arguments; an LSE of None is not compared."""
     dtype = str(inputs["q"].dtype).removeprefix("torch.")
-    expected_out, expected_lse, magnitude = expected or expected_attention(inputs)
-    cap_units = SOFTCAP_UNITS * inputs.get("softcap", 0.0)
-    if dtype == "float32":
-        magnitude = magnitude * (1 + cap_units / TOLERANCES[op, dtype])
-    assert_close(out, expected_out, magnitude, op, dtype)
-    size = np.maximum(1, np.abs(np.nan_to_num(expected_lse, neginf=0)))
-    units = cap_units + (split_units(inputs) if splits_operands(dtype) else 0)
-    size += units / TOLERANCES["attention lse", "any"]
-    assert_close(lse, expected_lse, size, "attention lse", "any")
+    expected = expected or expected_attention(inputs)
+    assert_attended(out, lse, expected, dtype, op, inputs.get("softcap", 0.0))

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpattn import reference
-from tolerances import SPLIT_UNITS, TOLERANCES, assert_close, splits_operands, to_float64
+from cases import assert_attention
 
 LAYOUTS = (
     "BSH",
@@ -180,30 +179,19 @@ class FiaBatch:
             )
             rows = (0, slice(row, row + len(q))) if self.packed else (b, slice(0, len(q)))
             row += len(q)
-            expected_out, expected_lse = self._oracle(q, k, v, visible)
-            magnitude, _ = self._oracle(q, k, v.abs(), visible)
-            assert_close(out[rows], expected_out, magnitude, "attention", self.dtype)
-            if lse:
-                size = np.maximum(1, np.abs(np.nan_to_num(expected_lse, neginf=0)))
-                if splits_operands(self.dtype):
-                    _, largest_sum = self._oracle(q.abs(), k.abs(), v, visible)
-                    units = SPLIT_UNITS * np.nan_to_num(largest_sum, neginf=0)
-                    size += units / TOLERANCES["attention lse", "any"]
-                assert_close(lse_out[rows][..., 0], expected_lse, size, "attention lse", "any")
+            inputs = {
+                "q": q,
+                "k_cache": k,  # 3-D: the keys are one page
+                "v_cache": v,
+                "q_lens": [len(q)],
+                "kv_lens": [len(k)],
+                "block_tables": [[0]],
+                "page_size": max(len(k), 1),
+                "scale": self.scale,
+                "causal": False,
+                "custom_mask": np.ascontiguousarray(visible).ravel(),
+            }
+            assert_attention(out[rows], lse_out[rows][..., 0] if lse else None, inputs)
             if not self.packed:  # rows past the sequence
                 assert torch.all(out[b, len(q) :] == 0)
                 assert not lse or torch.all(torch.isneginf(lse_out[b, len(q) :]))
-
-    def _oracle(self, q, k, v, visible):
-        return reference.paged_attention(
-            q,
-            to_float64(k),
-            to_float64(v),
-            q_lens=[len(q)],
-            kv_lens=[len(k)],
-            block_tables=[[0]],  # 3-D: the keys are one page
-            page_size=max(len(k), 1),
-            scale=self.scale,
-            causal=False,
-            custom_mask=np.ascontiguousarray(visible).ravel(),
-        )

@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
 import torch
+
+from tolerances import Expected, score_size
 
 
 @dataclass(frozen=True)
@@ -94,20 +95,22 @@ def slots_of(block_tables: torch.Tensor, sequence: int, n: int, page_size: int) 
 
 
 @cache
-def expected_of(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Attention of every new token in float64; that over absolute values; and the LSE."""
-    batch = make_batch(case)
+def expected_of(case: Case) -> Expected:
+    """Attention of every new token in float64, and what errors are measured in."""
+    batch, scale = make_batch(case), case.head_dim**-0.5
     group = case.num_heads // case.num_kv_heads
-    outs, magnitudes, lses, begin = [], [], [], 0
+    results, begin = [], 0
     for k, v, n in zip(batch.k, batch.v, case.extend_lens, strict=True):
         q = batch.q[begin : begin + n].double()
         begin += n
+        size = torch.from_numpy(score_size(q, k, scale))
         k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * case.head_dim**-0.5
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         hidden = torch.ones(n, len(k), dtype=torch.bool).triu(len(k) - n + 1)
         scores.masked_fill_(hidden, -torch.inf)
-        weights = scores.softmax(-1)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
-        magnitudes.append(torch.einsum("hqk,khd->qhd", weights, v.abs()))
-        lses.append(scores.logsumexp(-1).T)
-    return tuple(torch.cat(x).numpy() for x in (outs, magnitudes, lses))
+        w = scores.softmax(-1)
+        out, magnitude = (torch.einsum("hqk,khd->qhd", w, x) for x in (v, v.abs()))
+        spread = torch.einsum("hqk,khd->qhd", w.square(), v.square()).sqrt()
+        num_keys = 1 / w.square().sum(-1).T
+        results.append((out, scores.logsumexp(-1).T, magnitude, spread, num_keys, size))
+    return Expected(*(torch.cat(x).numpy() for x in zip(*results, strict=True)), case.head_dim)

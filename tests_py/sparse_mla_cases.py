@@ -11,7 +11,14 @@ import torch
 
 from cases import strided_copy
 from cpattn import reference
-from tolerances import SPLIT_UNITS, TOLERANCES, assert_close, splits_operands, to_float64
+from tolerances import (
+    Expected,
+    allowed_lse_error,
+    assert_attended,
+    assert_within,
+    score_size,
+    to_float64,
+)
 
 NO_KEYS = (-1, -(2**31), 2**31 - 1)  # and the number of rows
 
@@ -76,38 +83,41 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     return inputs
 
 
-def magnitude_of(inputs: dict[str, Any]) -> np.ndarray:
-    """What errors of out are measured in: the output for the absolute values."""
-    kv = inputs["kv"][:, 0]
-    out = np.zeros((*inputs["q"].shape[:2], inputs["d_v"]))
-    for token in range(len(out)):
-        count = inputs.get("topk_length", [None] * len(out))[token]
+def errors_of(inputs: dict[str, Any]) -> tuple[Any, ...]:
+    """What errors are measured in: the last fields of Expected."""
+    kv, scale, d_v = (
+        to_float64(inputs["kv"]).reshape(-1, inputs["kv"].shape[-1]),
+        inputs["sm_scale"],
+        inputs["d_v"],
+    )
+    magnitude, squares = np.zeros((2, *inputs["q"].shape[:2], d_v))
+    num_keys, sizes = np.zeros((2, *inputs["q"].shape[:2]))
+    for token, q in enumerate(to_float64(inputs["q"])):
+        count = inputs.get("topk_length", [None] * len(sizes))[token]
         row = inputs["indices"][token].reshape(-1)[:count].numpy().astype(np.int64)
-        keys = to_float64(kv)[row[(row >= 0) & (row < len(kv))]]
+        keys = kv[row[(row >= 0) & (row < len(kv))]]
         if len(keys):
-            scores = inputs["sm_scale"] * to_float64(inputs["q"][token]) @ keys.T
+            scores = scale * q @ keys.T
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            values = np.abs(keys[:, : inputs["d_v"]])
-            out[token] = weights @ values / weights.sum(axis=1, keepdims=True)
-    return out
+            weights /= weights.sum(axis=1, keepdims=True)
+            magnitude[token] = weights @ np.abs(keys[:, :d_v])
+            squares[token] = weights**2 @ keys[:, :d_v] ** 2
+            num_keys[token] = 1 / (weights**2).sum(axis=1)
+            sizes[token] = score_size(q, keys[:, None], scale)
+    return magnitude, np.sqrt(squares), num_keys, sizes, inputs["q"].shape[-1]
 
 
-def expected_result(inputs: dict[str, Any]) -> tuple[np.ndarray, ...]:
-    """The oracle's out, max_logits and lse, and the magnitude of out."""
-    return (*reference.flash_mla_sparse_fwd(**inputs), magnitude_of(inputs))
+def expected_result(inputs: dict[str, Any]) -> tuple[Expected, np.ndarray]:
+    """The oracle's out and lse, and max_logits."""
+    out, max_logits, lse = reference.flash_mla_sparse_fwd(**inputs)
+    return Expected(out, lse, *errors_of(inputs)), max_logits
 
 
 def assert_result(result, inputs, expected=None) -> None:
     """Compare a result with the oracle's for these arguments."""
     dtype = str(inputs["q"].dtype).removeprefix("torch.")
     out, max_logits, lse = result
-    expected_out, expected_max, expected_lse, magnitude = expected or expected_result(inputs)
-    assert_close(out, expected_out, magnitude, "attention", dtype)
-    size = np.maximum(1, np.abs(np.nan_to_num(expected_lse, neginf=0)))
-    if splits_operands(dtype):
-        absolute = inputs | {name: inputs[name].abs() for name in ("q", "kv")}
-        largest_sum = reference.flash_mla_sparse_fwd(**absolute)[1]
-        units = SPLIT_UNITS * np.nan_to_num(largest_sum, neginf=0)
-        size += units / TOLERANCES["attention lse", "any"]
-    assert_close(lse, expected_lse, size, "attention lse", "any")
-    assert_close(max_logits, expected_max, size, "attention lse", "any")
+    attended, expected_max = expected or expected_result(inputs)
+    assert_attended(out, lse, attended, dtype)
+    allowed = allowed_lse_error(attended, dtype, score=expected_max)
+    assert_within(max_logits, expected_max, allowed, "the largest logit")

@@ -14,9 +14,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 import cpattn  # noqa: E402
-from cpattn import reference  # noqa: E402
+from cases import assert_attention  # noqa: E402
 from cpattn.distributed import ContextParallel  # noqa: E402
-from tolerances import assert_close  # noqa: E402
 
 PAGE_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 4, 2, 16
 EXTEND_LENS, SEQ_LENS = [9, 6], [14, 6]
@@ -51,19 +50,16 @@ def check(out: Any, q: Any) -> None:
     caches[:, slots_of(0, 0, 5)] = prefix
     caches[:, slots_of(0, 5, 14)] = new[:, :9]
     caches[:, slots_of(1, 0, 6)] = new[:, 9:]
-    k_cache, v_cache = caches.unflatten(1, (-1, PAGE_SIZE)).numpy()
-    (expected, _), (magnitude, _) = (
-        reference.paged_attention(
-            q.numpy(),
-            k_cache,
-            values,
-            q_lens=EXTEND_LENS,
-            kv_lens=SEQ_LENS,
-            block_tables=BLOCK_TABLES,
-        )
-        for values in (v_cache, np.abs(v_cache))
-    )
-    assert_close(out, expected, magnitude, "attention", "float32")
+    k_cache, v_cache = caches.unflatten(1, (-1, PAGE_SIZE))
+    inputs = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "q_lens": EXTEND_LENS,
+        "kv_lens": SEQ_LENS,
+        "block_tables": BLOCK_TABLES,
+    }
+    assert_attention(out, None, inputs)
 
 
 @pytest.mark.parametrize("use_fia", [False, True])

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import ring_worker
-from cpattn import reference
+from cases import expected_attention
 from distributed_worker import run_world
 from ring_worker import Case, make_batch, rows_of
-from tolerances import assert_close
+from tolerances import Expected, assert_attended
 
 pytestmark = [
     pytest.mark.skipif(
@@ -50,31 +50,31 @@ def answers(request, tmp_path_factory):
 
 
 @cache
-def expected_of(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Attention in float64, that over absolute values, and the LSE."""
+def expected_of(case: Case) -> Expected:
+    """Attention in float64, and what errors are measured in."""
     q, k, v = make_batch(case)
     ends = np.cumsum([0, *case.lens])
-    where = {
+    inputs = {
+        "q": q,
+        "k_cache": k,
+        "v_cache": v,
         "q_lens": case.lens,
         "kv_lens": case.lens,
         "block_tables": ends[:-1, None] + np.arange(max(case.lens)),
         "page_size": 1,
         "causal": case.causal,
     }
-    out, lse = reference.paged_attention(q, k, v, **where)
-    return out, reference.paged_attention(q, k, v.abs(), **where)[0], lse
+    return expected_attention(inputs)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_result_is_that_of_one_process(answers, case):
-    expected, magnitude, expected_lse = expected_of(case)
-    size = np.maximum(1, np.abs(expected_lse))
+    expected = expected_of(case)
     seen = []
     for rank, answer in enumerate(answers):
         out, lse = answer[case]
         rows = rows_of(case, rank, len(answers)).numpy()
         assert out.dtype == getattr(torch, case.dtype)
-        assert_close(out, expected[rows], magnitude[rows], "ring of ranks", case.dtype)
-        assert_close(lse.T, expected_lse[rows], size[rows], "attention lse", "any")
+        assert_attended(out, lse.T, expected.rows(rows), case.dtype, "ring of ranks")
         seen.append(rows)
     assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(sum(case.lens)))

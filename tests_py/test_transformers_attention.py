@@ -26,10 +26,9 @@ from transformers import (  # noqa: E402
 )
 
 import cpattn.integrations.transformers as integration  # noqa: E402
-from cases import DTYPES, expected_attention  # noqa: E402
+from cases import DTYPES, assert_attention  # noqa: E402
 from cpattn.integrations.transformers import contiguous, masks  # noqa: E402
 from tiny_transformers import CONFIGS, SIZES, generate, make_model, make_tokens  # noqa: E402
-from tolerances import SOFTCAP_UNITS, TOLERANCES, assert_close  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 EPS = torch.finfo(torch.float32).eps
@@ -187,11 +186,7 @@ def assert_as_the_oracle(
         "sinks": None if s_aux is None else s_aux.float(),
         "custom_mask": mask[:, 0].expand(batch, -1, -1).flatten(),
     }
-    expected, _, magnitude = expected_attention(inputs)
-    dtype = str(query.dtype).removeprefix("torch.")
-    if dtype == "float32":
-        magnitude *= 1 + SOFTCAP_UNITS * inputs["softcap"] / TOLERANCES["attention", dtype]
-    assert_close(out.flatten(0, 1), expected, magnitude, "attention", dtype)
+    assert_attention(out.flatten(0, 1), None, inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

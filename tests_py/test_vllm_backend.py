@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from cases import DTYPES, assert_attention, expected_attention
+from cases import DTYPES, assert_attention
 
 with warnings.catch_warnings():  # of what vLLM imports
     warnings.simplefilter("ignore")
@@ -127,8 +127,7 @@ def run(layer, batch, metadata, cache):
 
 
 def assert_as_oracle(out, inputs):
-    expected = expected_attention(inputs)
-    assert_attention(out, expected[1], inputs, expected=expected)  # vLLM asks for no LSE
+    assert_attention(out, None, inputs)  # vLLM asks for no LSE
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
