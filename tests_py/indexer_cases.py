@@ -10,7 +10,7 @@ import torch
 
 from cases import strided
 from cpattn import reference
-from tolerances import assert_close, to_float64
+from tolerances import assert_close, indexer_units, to_float64
 
 DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "int8")
 
@@ -60,7 +60,8 @@ def assert_logits(logits: Any, inputs: dict[str, Any]) -> None:
     positive = exact | {name: np.abs(exact[name]) for name in ("q", "k", "weights")}
     magnitude = reference.indexer_logits(**positive)
     expected = reference.indexer_logits(**exact)
-    assert_close(logits, expected, np.maximum(magnitude, 0), "indexer", "float32")
+    units = indexer_units(inputs["q"].shape[1])
+    assert_close(logits, expected, np.maximum(magnitude, 0), "indexer", "float32", units)
 
 
 def best_keys(logits: Any, inputs: dict[str, Any], topk: int, in_order: bool) -> np.ndarray:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import cpattn
 from cases import DTYPES, strided_copy
 from cpattn import reference
-from tolerances import assert_close
+from tolerances import assert_close, hadamard_units
 
 FP8 = torch.float8_e4m3fn
 
@@ -35,14 +35,10 @@ def test_hadamard_against_the_oracle(isa, dim, dtype):
     actual = cpattn.hadamard_transform(x)
     assert (actual.shape, actual.dtype) == (x.shape, x.dtype)
     expected = reference.hadamard_transform(x.flatten(0, 1))
-    magnitude = x.double().abs().sum(-1).flatten().numpy()[:, None] * dim**-0.5
-    assert_close(
-        actual.flatten(0, 1),
-        expected,
-        np.broadcast_to(magnitude, expected.shape),
-        "hadamard",
-        dtype,
-    )
+    size = x.double().abs().sum(-1).flatten().numpy()[:, None] * dim**-0.5
+    magnitude = np.broadcast_to(size, expected.shape)
+    units = hadamard_units(dim) if dtype == "float32" else None
+    assert_close(actual.flatten(0, 1), expected, magnitude, "hadamard", dtype, units)
 
 
 def test_hadamard_is_exact_where_float32_is(isa):

@@ -13,7 +13,7 @@ import torch
 import cpattn
 from cases import DTYPES, strided_copy
 from cpattn import ForwardMode, reference
-from tolerances import assert_close
+from tolerances import assert_close, rms_norm_units
 
 DIMS = [(1536, 512, 64), (16, 16, 0), (17, 5, 3), (1, 1, 1)]
 
@@ -35,7 +35,8 @@ def make(rows, dims, dtype, weight_dtype=None, seed=0):
 def assert_norm(actual, x, weight, eps, bias, dtype):
     expected = reference.rms_norm(x, weight, eps, bias)
     magnitude = reference.rms_norm(x.abs(), weight.abs(), eps, None if bias is None else bias.abs())
-    assert_close(actual, expected, magnitude, "rms_norm", dtype)
+    units = rms_norm_units(x.shape[-1]) if dtype == "float32" else None
+    assert_close(actual, expected, magnitude, "rms_norm", dtype, units)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -43,20 +43,11 @@ TOLERANCES = {
     # What it adds to attention that up to five parts of it are merged in float32 and rounded once.
     ("ring of ranks", "bfloat16"): 0.55,
     ("ring of ranks", "float32"): 4 * 6,
-    # In units of the sum of absolute values: half of one for each of up to 11 steps of the sum, the
-    # scale and the result. In the narrow dtypes, rounding the result.
+    # Rounding the result; float32 below, by dimension.
     ("hadamard", "bfloat16"): 0.55,
     ("hadamard", "float16"): 0.55,
-    ("hadamard", "float32"): 6.5,
-    # Rounding the result; in float32 four products, a root and a sum of squares whose relative
-    # error is below (n / 64 + 8) half units on the widest vector, (n / 16 + 6) on the narrowest.
     ("rms_norm", "bfloat16"): 0.55,
     ("rms_norm", "float16"): 0.55,
-    ("rms_norm", "float32"): 12,
-    # In float32. A score of d <= 256 products rounds each of their sums, half a unit of sum |q k|
-    # at most; as roundings are independent, about the root of d of them add up, and those of the
-    # sum over heads are fewer. BFDOT may double them.
-    ("indexer", "float32"): 8,
     # Two computations in float64, whose sums are ordered differently.
     ("restated", "float64"): 64,
     # Units of the LSE are eps of float32, times its own size or that of the largest score.
@@ -98,6 +89,35 @@ SOFTCAP_UNITS = 2.5
 # values are off by less: 2^-6 units of float16 were seen.
 SPLIT_UNITS = 2.0**-16 / EPS["float32"]
 SPLIT_WEIGHT_UNITS = 0.05
+
+
+def hadamard_units(dim):
+    """In float32, of the sum of absolute values of normal inputs.
+
+    At worst half a unit for each of log2(dim) steps of the sum, the scale and the result. For
+    inputs of either sign each step costs 0.21 sqrt(dim) of their size, of which the sum of absolute
+    values has 0.8 dim, and the last two half of a result of four deviations.
+    """
+    steps = np.log2(dim)
+    return min((steps + 2) / 2, (SUM_UNITS * np.sqrt(steps / dim) + 4 * dim**-0.5) / 0.8)
+
+
+def rms_norm_units(dim):
+    """In float32: four products, a quotient and a root, and the sum of squares.
+
+    It is four sums at least, one after the other each, of whose error the root takes half.
+    """
+    return 3 + SUM_UNITS * np.sqrt(dim / 4 / 3) / 4**0.5 / 2
+
+
+def indexer_units(heads):
+    """In float32, of the sum of absolute values of normal inputs.
+
+    A product of a query and a key errs as a score of attention does: by 0.21 a d / sqrt(2), where
+    the sum of absolute values is 0.64 a d. It is rounded twice more, by the weight and in the sum
+    over heads. What heads err by is independent; in the end there is the scale of the key.
+    """
+    return (SUM_UNITS / 2**0.5 / 0.64 + 1) / heads**0.5 + 0.5
 
 
 def rounds_weights(dtype):
@@ -186,10 +206,11 @@ def assert_attended(out, lse, expected, dtype, op="attention", softcap=0.0):
         assert_within(lse, expected.lse, allowed_lse_error(expected, dtype, softcap), "its LSE")
 
 
-def assert_close(actual, expected, magnitude, op, dtype):
-    """Compare values in the units of TOLERANCES."""
+def assert_close(actual, expected, magnitude, op, dtype, units=None):
+    """Compare values in units of eps times magnitude, so many as given or in TOLERANCES."""
     dtype_of_unit = "float32" if dtype == "any" else dtype
-    allowed = TOLERANCES[op, dtype] * EPS[dtype_of_unit] * magnitude + SMALLEST[dtype_of_unit]
+    units = TOLERANCES[op, dtype] if units is None else units
+    allowed = units * EPS[dtype_of_unit] * magnitude + SMALLEST[dtype_of_unit]
     assert_within(actual, expected, allowed, f"{op} in {dtype}")
 
 
