@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+import documented_masks
 from cases import DTYPES, assert_attention, strided_copy
-from cpattn._visibility import band_mask
 from cpattn.integrations import flash_attn
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
@@ -43,9 +43,9 @@ def oracle_inputs(q, k, v, q_lens, kv_lens, causal=False, window_size=(-1, -1), 
         "causal": False,
         **options,
     }
-    left, right = window_size[0], 0 if causal else window_size[1]
-    if (left, right) != (-1, -1):
-        inputs["custom_mask"] = band_mask(np.array(q_lens), np.array(kv_lens), left, right)
+    inputs["custom_mask"] = documented_masks.mask_of(
+        documented_masks.flash_attn, q_lens, kv_lens, causal, window_size
+    )
     return inputs
 
 
@@ -98,6 +98,30 @@ def test_causal_masks_are_those_of_the_documentation():
         expected[expected == -torch.inf] = torch.inf
         torch.testing.assert_close(lse[0, 0], expected)
         assert out[0, :, 0, 0].tolist() == [float(n > 0) for n in counts]
+
+
+# Query i of 3 stands at key i + 2 of 5.
+@pytest.mark.parametrize(
+    ("causal", "window_size", "rows"),
+    [
+        (False, (1, 1), ["01110", "00111", "00011"]),
+        (False, (2, 0), ["11100", "01110", "00111"]),
+        (False, (0, 1), ["00110", "00011", "00001"]),
+        (False, (-1, 1), ["11110", "11111", "11111"]),
+        (False, (0, -1), ["00111", "00011", "00001"]),
+        (True, (1, 1), ["01100", "00110", "00011"]),
+        (True, (-1, -1), ["11100", "11110", "11111"]),
+    ],
+)
+def test_windows_by_hand(causal, window_size, rows):
+    """With a unit vector as the value of each key it shows which ones a query sees."""
+    q, k = torch.zeros(1, 3, 1, 16), torch.zeros(1, 5, 1, 16)
+    out = flash_attn.flash_attn_func(
+        q, k, torch.eye(5, 16)[None, :, None], causal=causal, window_size=window_size
+    )
+    assert ["".join(str(int(x > 0)) for x in row) for row in out[0, :, 0, :5]] == rows
+    mask = documented_masks.mask_of(documented_masks.flash_attn, [3], [5], causal, window_size)
+    assert "".join(str(int(x)) for x in mask) == "".join(rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

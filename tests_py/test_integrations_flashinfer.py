@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+import documented_masks
 from cases import DTYPES, Case, assert_attention, make_inputs
 from cpattn import reference
-from cpattn._visibility import band_mask
 from cpattn.integrations import flashinfer
 from cpattn.integrations.flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -44,6 +44,15 @@ def plan_prefill(case, inputs, **options):
     return wrapper, (inputs["k_cache"], inputs["v_cache"])
 
 
+def documented(case, inputs, causal, window_left=-1, custom_mask=True):
+    """The oracle's arguments: a mask decides alone, in place of what the case says."""
+    mask = documented_masks.mask_of(
+        documented_masks.flashinfer, case.q_lens, case.kv_lens, causal, window_left
+    )
+    rest = {name: value for name, value in inputs.items() if name not in ("causal", "window")}
+    return {**rest, "causal": False, "custom_mask": mask & custom_mask}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("causal", [False, True])
@@ -52,7 +61,7 @@ def test_prefill(kv_layout, causal, dtype):
     inputs = make_inputs(case)
     wrapper, cache = plan_prefill(case, inputs, causal=causal)
     out, lse = wrapper.run(inputs["q"], cache, return_lse=True)
-    assert_attention(out, lse * LN2, inputs)
+    assert_attention(out, lse * LN2, documented(case, inputs, causal))
     assert torch.equal(wrapper.run(inputs["q"], cache), out)  # once more with the same plan
     one = torch.stack(cache, 1)
     for run in (wrapper.run, wrapper.run_return_lse):
@@ -77,30 +86,25 @@ def test_window_softcap_scale_and_scales(causal):
         options["window"] = 3
     case = CASE.with_(options=options)
     inputs = make_inputs(case)
-    if not causal:
-        inputs["custom_mask"] = band_mask(np.array(case.q_lens), np.array(case.kv_lens), 3, -1)
-        inputs["causal"] = False
     wrapper, cache = plan_prefill(
         case, inputs, causal=causal, window_left=3, logits_soft_cap=5.0, sm_scale=0.5
     )
     out, lse = wrapper.run(
         inputs["q"], cache, q_scale=0.25, k_scale=2.0, v_scale=4.0, return_lse=True, window_left=3
     )
-    assert_attention(out / 4, lse * LN2, inputs)
+    assert_attention(out / 4, lse * LN2, documented(case, inputs, causal, 3))
 
 
 def test_custom_mask_decides_alone_but_for_the_window():
     case = CASE.with_(options={"causal": False})
     inputs = make_inputs(case)
-    lens = np.array(case.q_lens), np.array(case.kv_lens)
-    mask = np.random.default_rng(0).random(sum(lens[0] * lens[1])) < 0.5
+    mask = np.random.default_rng(0).random(np.dot(case.q_lens, case.kv_lens)) < 0.5
     for window_left in (-1, 4):
-        inputs["custom_mask"] = mask & band_mask(*lens, window_left, -1)
         wrapper, cache = plan_prefill(
             case, inputs, custom_mask=torch.tensor(mask), causal=True, window_left=window_left
         )
         out, lse = wrapper.run(inputs["q"], cache, return_lse=True)
-        assert_attention(out, lse * LN2, inputs)
+        assert_attention(out, lse * LN2, documented(case, inputs, False, window_left, mask))
 
 
 def test_results_are_written_where_asked():
@@ -139,7 +143,7 @@ def test_decode(window_left):
     )  # fmt: skip
     cache = torch.stack([inputs["k_cache"], inputs["v_cache"]], 1)
     out, lse = wrapper.run(inputs["q"], cache, return_lse=True)
-    assert_attention(out, lse * LN2, inputs)
+    assert_attention(out, lse * LN2, documented(case, inputs, True, window_left))
 
 
 @pytest.mark.parametrize(

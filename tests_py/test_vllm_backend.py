@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import documented_masks
 from cases import DTYPES, assert_attention
 
 with warnings.catch_warnings():  # of what vLLM imports
@@ -130,19 +131,31 @@ def assert_as_oracle(out, inputs):
     assert_attention(out, None, inputs)  # vLLM asks for no LSE
 
 
+def documented_mask(causal, window):
+    """`causal` for all sequences, or for each."""
+    masks = [
+        documented_masks.mask_of(documented_masks.vllm, [q_len], [kv_len], bool(kind), window)
+        for q_len, kv_len, kind in zip(
+            Q_LENS, KV_LENS, np.broadcast_to(causal, len(Q_LENS)), strict=True
+        )
+    ]
+    return np.concatenate(masks)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("feature", ["nothing", "window", "softcap", "sinks"])
 def test_a_batch_of_all_kinds(feature, dtype):
     sinks = torch.randn(HEADS).to(getattr(torch, dtype))
     options, oracle_options = {
         "nothing": ({}, {}),
-        "window": ({"sliding_window": 20}, {"window": 19}),  # vLLM counts the token itself
+        "window": ({"sliding_window": 20}, {}),
         "softcap": ({"logits_soft_cap": 2.0}, {"softcap": 2.0}),
         "sinks": ({"sinks": sinks}, {"sinks": sinks}),
     }[feature]
     batch = Batch(dtype)
     out = run(make_layer(**options), batch, make_metadata(), make_cache(dtype))
-    assert_as_oracle(out, batch.oracle_inputs(**oracle_options))
+    mask = documented_mask(True, options.get("sliding_window"))
+    assert_as_oracle(out, batch.oracle_inputs(**oracle_options, causal=False, custom_mask=mask))
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -152,12 +165,7 @@ def test_batches_that_are_not_causal(window):
         batch = Batch("float32")
         out = run(make_layer(sliding_window=window), batch, make_metadata(**options), make_cache())
         causal = options.get("dynamic_causal", torch.zeros(5)).tolist()
-        masks = []
-        for q_len, kv_len, is_causal in zip(Q_LENS, KV_LENS, causal, strict=True):
-            distance = np.arange(kv_len) - np.arange(kv_len - q_len, kv_len)[:, None]
-            visible = np.abs(distance) < (window or kv_len)
-            masks.append((visible & (distance <= 0) if is_causal else visible).ravel())
-        mask = np.concatenate(masks)
+        mask = documented_mask(causal, window)
         assert_as_oracle(out, batch.oracle_inputs(causal=False, custom_mask=mask))
 
 

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which keys a query sees, pair by pair, in the words of the libraries that are stood in for.
+
+Nothing here is shared with the package, whose masks these are to judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+
+def flash_attn(
+    i: int, j: int, seqlen_q: int, seqlen_k: int, causal: bool, window_size: tuple[int, int]
+) -> bool:
+    """The docstring of flash_attn_func: "the causal mask is aligned to the bottom right corner";
+    "Query at position i will only attend to keys between [i + seqlen_k - seqlen_q - window_size[0],
+    i + seqlen_k - seqlen_q + window_size[1]] inclusive"; -1 is no bound."""
+    left, right = window_size
+    if causal and j > i + seqlen_k - seqlen_q:
+        return False
+    if left != -1 and j < i + seqlen_k - seqlen_q - left:
+        return False
+    return right == -1 or j <= i + seqlen_k - seqlen_q + right
+
+
+def flashinfer(
+    qo_idx: int, kv_idx: int, qo_len: int, kv_len: int, causal: bool, window_left: int
+) -> bool:
+    """The masks of FlashInfer's kernels: causal hides kv_idx + qo_len > kv_len + qo_idx, a window
+    keeps kv_idx + qo_len + window_left >= kv_len + qo_idx; -1 is as long as the sequence."""
+    if causal and kv_idx + qo_len > kv_len + qo_idx:
+        return False
+    return window_left == -1 or kv_idx + qo_len + window_left >= kv_len + qo_idx
+
+
+def vllm(
+    token: int, key: int, query_len: int, seq_len: int, causal: bool, sliding_window: int | None
+) -> bool:
+    """vLLM hands flash-attn the window (sliding_window - 1, 0), so that a token itself counts, and
+    (sliding_window - 1, sliding_window - 1) where attention is not causal."""
+    window_size = (-1, -1)
+    if sliding_window is not None:
+        window_size = (sliding_window - 1, 0 if causal else sliding_window - 1)
+    return flash_attn(token, key, query_len, seq_len, causal, window_size)
+
+
+def mask_of(
+    sees: Callable[..., bool], q_lens: Sequence[int], kv_lens: Sequence[int], *options: object
+) -> np.ndarray:
+    """A bool for each query and key of each sequence, as `custom_mask` takes it."""
+    return np.array(
+        [
+            sees(i, j, q_len, kv_len, *options)
+            for q_len, kv_len in zip(q_lens, kv_lens, strict=True)
+            for i in range(q_len)
+            for j in range(kv_len)
+        ],
+        bool,
+    )
