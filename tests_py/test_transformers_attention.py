@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -308,17 +309,31 @@ def mask_of(band: masks.Band, queries: int, keys: int) -> np.ndarray:
     return np.broadcast_to(visible, (len(band.starts), queries, keys))
 
 
+def all_bands(batch: int, queries: int, keys: int) -> set[bytes]:
+    """The masks of all bands of a size."""
+    runs = [(start, n) for start in range(keys + 1) for n in range(keys - start + 1)]
+    kinds = [(False, None), *((True, window) for window in (None, *range(keys)))]
+    return {
+        mask_of(masks.Band(*np.array(chosen).T, *kind), queries, keys).tobytes()
+        for kind in kinds
+        for chosen in itertools.product(runs, repeat=batch)
+    }
+
+
+@pytest.mark.parametrize("size", [(1, 3, 4), (1, 4, 3), (2, 2, 3), (2, 3, 2), (3, 1, 4), (4, 3, 1)])
+def test_masks_are_bands_to_the_last_bit_or_none(size: tuple[int, int, int]) -> None:
+    """All masks of a size: a band is found where there is one, and it is the mask."""
+    bands, flags = all_bands(*size), np.arange(np.prod(size))
+    for number in range(2 ** len(flags)):
+        mask = (number >> flags & 1).astype(bool).reshape(size)
+        found = masks.band_of(torch.from_numpy(mask)[:, None])
+        assert (found is not None) == (mask.tobytes() in bands)
+        if found is not None:
+            np.testing.assert_array_equal(mask_of(found, *size[1:]), mask)
+    assert 10 < len(bands) < 2 ** len(flags)
+
+
 SIZE = st.integers(1, 5)
-
-
-@given(st.data(), SIZE, SIZE, SIZE)
-def test_a_band_is_its_mask_to_the_last_bit(data: Any, batch: int, queries: int, keys: int) -> None:
-    flags = st.lists(st.booleans(), min_size=keys, max_size=keys)
-    rows = data.draw(st.lists(flags, min_size=batch * queries, max_size=batch * queries))
-    mask = torch.tensor(rows).view(batch, 1, queries, keys)
-    band = masks.band_of(mask)
-    if band is not None:
-        np.testing.assert_array_equal(mask_of(band, queries, keys), mask[:, 0])
 
 
 @given(st.data(), SIZE, SIZE, st.integers(1, 9))
