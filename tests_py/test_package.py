@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
+import inspect
 import pkgutil
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import cases
 import cpattn
 
 ROOT = Path(__file__).parents[1]
@@ -46,14 +50,58 @@ def test_every_export_is_documented():
     assert all(getattr(cpattn, name).__doc__ for name in cpattn.__all__)
 
 
-@pytest.mark.parametrize(
-    "name", [module.name for module in pkgutil.walk_packages(cpattn.__path__, "cpattn.")]
-)
+#: Functions without an example of their own; what they do is shown beside another one.
+WITHOUT_EXAMPLE = {
+    "build_cp_metadata_all_ranks", "can_apply_cp", "can_dsa_prefill_cp_interleave",
+    "can_fuse_split_qk_norm", "dequantize_kv_rows", "do_cp_attn_fia", "dsa_use_prefill_cp",
+    "fast_topk_transform_fused", "fast_topk_transform_ragged_fused", "fill_kv_args",
+    "fused_split_qk_norm", "get_topk_transform_method", "hadamard_transform", "indexer_logits",
+    "merge_state", "pad_topk_indices", "page_table_to_topk", "plan_attention", "plan_kv_links",
+    "plan_send_aux", "plan_send_kvcache_slice", "plan_send_state", "quantize_index",
+    "quantize_kv_rows_separate", "read_index_k_cache", "run_attention", "split_qk_norm",
+    "topk_transform", "transform_index_page_table_decode", "transform_index_page_table_prefill",
+    "write_index_k_cache",
+}  # fmt: skip
+
+
+def test_functions_have_examples():
+    """The list only becomes shorter: a new function brings one."""
+    functions = {n for n in cpattn.__all__ if inspect.isfunction(getattr(cpattn, n))}
+    shown = {name for name in functions if ">>> " in getattr(cpattn, name).__doc__}
+    assert functions - shown == WITHOUT_EXAMPLE
+
+
+def source_of(name: str) -> str:
+    """Of a module, which is not imported for it."""
+    return Path(importlib.util.find_spec(name).origin).read_text()
+
+
+def num_examples(source: str) -> int:
+    return len(re.findall(r"^ *>>> ", source, re.MULTILINE))
+
+
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(cpattn.__path__, "cpattn.")
+    if not module.name.endswith("._core") and num_examples(source_of(module.name))
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_run(name):
-    if name == "cpattn.integrations.vllm.backend":  # which derives from classes of vLLM
-        pytest.importorskip("vllm", reason="vllm is not installed")
-    if not name.endswith(("._core", ".__main__")):
-        assert doctest.testmod(importlib.import_module(name)).failed == 0
+    """All that are in the source, also of classes that say they are of the package itself."""
+    module, source, finder = importlib.import_module(name), source_of(name), doctest.DocTestFinder()
+    tests = finder.find(module)
+    for kind in vars(module).values():
+        if inspect.isclass(kind) and kind.__module__ == cpattn.__name__:
+            tests += finder.find(kind, module=False, globs=vars(module))
+    tests = [x for x in tests if x.examples and x.examples[0].source.splitlines()[0] in source]
+    tests = list({test.docstring: test for test in tests}.values())  # methods may be functions
+    assert sum(len(test.examples) for test in tests) == num_examples(source)
+    runner = doctest.DocTestRunner()
+    for test in tests:
+        runner.run(test)
+    assert runner.summarize().failed == 0
 
 
 def anchors(document: Path) -> set[str]:
@@ -73,27 +121,98 @@ def test_links_lead_somewhere(document):
         assert not anchor or anchor in anchors(file), target
 
 
+def blocks_of(name: str, language: str) -> list[str]:
+    text = (ROOT / name).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+#: Documents whose examples need the engine that they are about.
+OF_ENGINES = {"integrations", "sglang", "sglang_ascend", "vllm"}
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        "README.md",
-        "docs/kv_transfer.md",
-        "docs/torch_npu.md",
-        "docs/torch_operators.md",
-        "docs/transformers.md",
+        str(path.relative_to(ROOT))
+        for path in DOCUMENTS
+        if path.stem not in OF_ENGINES and "```python" in path.read_text()
     ],
 )
 def test_examples_of_documents_run(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / name).read_text()
-    examples = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert examples
     names: dict[str, object] = {}
     try:
-        for example in examples:
+        for example in blocks_of(name, "python"):
             exec(compile(example, name, "exec"), names)
     finally:
         sys.modules.pop("torch_npu", None)  # which one of them installs for good
+
+
+def test_blocks_with_names_of_the_reader_are_run_here():
+    """Those in "py", whose names come from elsewhere."""
+    named = {path.name for path in DOCUMENTS if "```py\n" in path.read_text()}
+    assert named == {"README.md", "kv_transfer.md"}
+
+
+def test_the_ranks_of_the_readme(request):
+    """One rank of gloo has the names; what comes out is attention."""
+    torch = pytest.importorskip("torch")
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    request.addfinalizer(dist.destroy_process_group)
+    names = {
+        "ContextParallel": cpattn.distributed.ContextParallel,
+        "group": dist.group.WORLD,
+        "extend_lens": [200, 14],
+        "seq_lens": [200, 14],
+        "block_tables": [[3, 1], [2, -1]],
+        "hidden": torch.randn(214, 8),
+        "positions": torch.cat([torch.arange(200), torch.arange(14)]),
+        "q": torch.randn(214, 4, 32),
+    }
+    names |= {name: torch.randn(214, 2, 32) for name in ("k", "v")}
+    names |= {name: torch.full((4 * 128, 2, 32), torch.nan) for name in ("k_cache", "v_cache")}
+    before = dict(names)
+    (block,) = blocks_of("README.md", "py")
+    exec(block, names)
+    assert torch.equal(names["hidden"], before["hidden"])
+    slots = torch.cat([3 * 128 + torch.arange(128), 128 + torch.arange(72), 256 + torch.arange(14)])
+    q, k, v, out = (
+        names["cp"].gather(names["plan"], names[name]) for name in ("q", "k", "v", "out")
+    )
+    assert torch.equal(names["k_cache"][slots], k)
+    assert torch.equal(names["v_cache"][slots], v)
+    inputs = {name: names[name] for name in ("k_cache", "v_cache", "block_tables")}
+    inputs |= {"q": q, "q_lens": [200, 14], "kv_lens": [200, 14], "page_size": 128}
+    cases.assert_attention(out, None, inputs)
+
+
+def test_the_servers_of_the_document_on_kv_transfer():
+    """Both in this process, with an engine of it."""
+    source, target = (cpattn.MHATokenToKVPool(64, 16, 2, 2, 32) for _ in range(2))
+    (addresses, nbytes, _), (to, to_nbytes, _) = (
+        pool.get_contiguous_buf_infos() for pool in (source, target)
+    )
+    layout = cpattn.KVLayout.from_pool(target)
+    plan = cpattn.plan_kv_transfer(cpattn.KVLayout.from_pool(source), layout, [1, 2], [3, 0])
+    source.set_kv_buffer(1, [16, 40], *np.random.default_rng(0).random((2, 2, 2, 32), np.float32))
+    names = {
+        "MooncakeEngine": lambda host: cpattn.LocalEngine(),
+        "host": "127.0.0.1",
+        "addresses": [*addresses, *to],
+        "nbytes": [*nbytes, *to_nbytes],
+        "layout": layout,
+        "plan": plan,
+    }
+    (block,) = blocks_of("docs/kv_transfer.md", "py")
+    exec(block, names)
+    assert names["status"] == 0
+    assert cpattn.KVLayout.from_dict(names["message"]["layout"]) == layout
+    for ours, theirs in zip(source.get_kv_buffer(1), target.get_kv_buffer(1), strict=True):
+        assert (theirs[3] == ours[1]).all()
+        assert (theirs[0] == ours[2]).all()
+        assert (ours[1] != 0).any()
 
 
 def test_distributed_is_imported_when_asked_for():
