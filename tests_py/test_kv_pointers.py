@@ -82,6 +82,10 @@ def test_mha_refuses():
         get_mha_kv_ptrs_with_pp(stage, decode, prefill_start_layer=-1, total_kv_layers=4)
     with pytest.raises(TypeError, match="prefill_start_layer must be an integer"):
         get_mha_kv_ptrs_with_pp(stage, decode, prefill_start_layer=1.0)
+    for source in ([], ["K0"]):
+        message = f"an entry of K and one of V at least, got {len(source)} in all"
+        with pytest.raises(ValueError, match=message):
+            get_mha_kv_ptrs_with_pp(source, decode, prefill_start_layer=0, compat=True)
     # A prefill stage with drafts: K and V are no longer halves of its list.
     with pytest.raises(ValueError, match="source must end within the 4 target layers"):
         get_mha_kv_ptrs_with_pp(

@@ -102,27 +102,6 @@ def test_ctrl_c_ends_a_long_call(threads):
     assert_interruptible(LONG_CALL.format(threads=threads))
 
 
-def test_other_python_threads_run_meanwhile():
-    """The GIL is free: a counting thread gets on during a call of one thread."""
-    case = Case(q_lens=(600,), kv_lens=(3000,), num_heads=8, page_size=128)
-    inputs = make_inputs(case)
-    counts, stop = [0], threading.Event()
-
-    def count():
-        while not stop.is_set():
-            counts[0] += 1
-            time.sleep(0.001)
-
-    counter = threading.Thread(target=count)
-    counter.start()
-    before = counts[0]
-    cpattn.paged_attention(**inputs, num_threads=1)
-    during = counts[0] - before
-    stop.set()
-    counter.join()
-    assert during >= 2
-
-
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_offsets_beyond_two_to_the_31_elements(tmp_path, kv_layout):
     """A sparse file of 2^31 elements and a bit for each cache; one page lies at its far end."""

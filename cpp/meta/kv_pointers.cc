@@ -125,7 +125,10 @@ MhaEntries mha_as_engines_do(int64_t num_src, int64_t num_dst, int64_t first) {
     entries.dst_v = {held, num_dst};
     return entries;
   }
-  check(n > 0, "get_mha_kv_ptrs_with_pp: source must have entries, got ", num_src);
+  check(
+      n > 0, "get_mha_kv_ptrs_with_pp: source must have an entry of K and one of V at least, got ",
+      num_src, " in all"
+  );
   entries.dst_k = slice(first, first + n, num_dst);
   const int64_t offset = n < held && held % n != 0 ? n * (held / n) : held;
   entries.dst_v = slice(offset + first, offset + first + n, num_dst);
