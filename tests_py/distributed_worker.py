@@ -18,6 +18,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -248,12 +249,46 @@ def run_loss(rank: int, how: str) -> tuple[str, float]:
     if rank == cp.cp_size - 1:
         if how == "absent":
             return "absent", 0.0
-        if how == "killed while sending":
+        if how == "killed before it sends":
             cp._exchange.all_rows = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         else:
             os.kill(os.getpid(), signal.SIGKILL)
     k, v = (cp.shard(plan, torch.zeros(plan.num_tokens, 2, 256)) for _ in "kv")
     return _error_of(lambda: cp.write_kv(plan, k, v, batch.k_cache, batch.v_cache))
+
+
+def run_death(rank: int) -> tuple[str, float, bool]:
+    """What the others are told if the last rank is killed while its rows are on their way.
+
+    Rank 0 watches them arrive and kills it, and also says whether they were all there by then.
+    """
+    cp = ContextParallel(dist.group.WORLD, page_size=4)
+    pids: list[int] = [0] * cp.cp_size
+    dist.all_gather_object(pids, os.getpid())
+    plan = cp.plan([6 * cp.cp_size], block_tables=[range(5)])
+    rows = torch.ones(6, 16 << 20, dtype=torch.uint8)  # far more than sockets hold
+    complete = []
+
+    def watch(arriving: np.ndarray) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not arriving[0]:
+            assert time.monotonic() < deadline
+            time.sleep(0)
+        complete.append(bool(arriving[-1]))
+        os.kill(pids[-1], signal.SIGKILL)
+
+    exchange = cp._exchange._exchange
+
+    def watched(call, buffer, rows_per_rank):
+        if call == "gather":
+            arriving = buffer.split(list(rows_per_rank))[-1].zero_().view(-1)
+            threading.Thread(target=watch, args=[arriving.numpy()], daemon=True).start()
+        exchange(call, buffer, rows_per_rank)
+
+    if rank == 0:
+        cp._exchange._exchange = watched
+    message, seconds = _error_of(lambda: cp.gather(plan, rows))
+    return message, seconds, complete == [True]
 
 
 def run_interrupt(rank: int) -> float:

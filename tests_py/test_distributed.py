@@ -181,7 +181,7 @@ def test_group_stays_usable_after_disagreements(disagreements):
         assert_attended(answer["out"], None, expected, "float32")
 
 
-@pytest.mark.parametrize("how", ["killed before", "killed while sending", "absent"])
+@pytest.mark.parametrize("how", ["killed before", "killed before it sends", "absent"])
 def test_lost_rank_is_named_within_the_timeout(tmp_path, how):
     timeout = 4
     *others, _ = run_world(3, tmp_path, worker.run_loss, how, group_timeout=timeout)
@@ -189,6 +189,17 @@ def test_lost_rank_is_named_within_the_timeout(tmp_path, how):
         assert message.startswith("RuntimeError: ContextParallel.write_kv")
         assert "rank 2 of 3 did not answer" in message
         assert seconds < timeout + BUSY
+
+
+def test_rank_killed_while_its_rows_arrive_is_named_within_the_timeout(tmp_path):
+    timeout = 8
+    *others, killed = run_world(3, tmp_path, worker.run_death, group_timeout=timeout)
+    assert killed is None
+    for message, seconds, complete in others:
+        assert not complete  # so that the kill met bytes in flight
+        assert message.startswith("RuntimeError: ContextParallel.gather")
+        assert "rank 2 of 3 did not answer" in message
+        assert seconds < timeout + 5
 
 
 def test_interrupt_ends_a_wait(tmp_path):

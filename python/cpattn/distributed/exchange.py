@@ -129,12 +129,17 @@ class RowExchange:
 
 
 def _wait(pending: Sequence[tuple[int, Any]], failures: dict[int, Exception]) -> None:
-    """Wait for all pending works, in a thread: Ctrl-C ends a join, but no wait of a backend."""
+    """Wait for all pending works, in a thread: Ctrl-C ends a join, but no wait of a backend.
+
+    A rank that has failed is not waited for again. One that dies while its rows arrive costs gloo
+    the whole timeout, which would pass once more for the rows that go there.
+    """
 
     def wait() -> None:
         for rank, work in pending:
-            with _noting(failures, rank):
-                work.wait()
+            if rank not in failures:
+                with _noting(failures, rank):
+                    work.wait()
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
