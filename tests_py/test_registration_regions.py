@@ -51,19 +51,36 @@ def test_merged_ranges_cover_all_and_no_more_than_the_engine_rounds_to(regions, 
         assert -(-end // alignment) < begin // alignment
 
 
-@pytest.mark.parametrize("region", [(0, 1), (-1, 0), (-8, 8), (8, -1), (2**64 - 8, 9)])
+@pytest.mark.parametrize(
+    ("region", "rule"),
+    [
+        ((0, 1), r"ptrs and lens must be ranges of \[1, 2\^64\), got \(0, 1\) at 1"),
+        ((2**64 - 8, 9), r"ptrs and lens must be ranges of \[1, 2\^64\), got \(184.*, 9\) at 1"),
+        ((-1, 0), r"ptrs must be in \[0, 2\^64\), got -1 at index 1"),
+        ((8, -1), r"lens must be in \[0, 2\^64\), got -1 at index 1"),
+        ((8, 2**64), r"lens must be in \[0, 2\^64\), got 18446744073709551616 at index 1"),
+    ],
+)
 @pytest.mark.parametrize("alignment", [1, 2 * MiB])
-def test_regions_that_are_refused(region, alignment):
+def test_regions_that_are_refused(region, rule, alignment):
     ptrs, lens = zip((64, 8), region, strict=True)
-    with pytest.raises(ValueError, match=rf"ranges of \[1, 2\^64\), got \({region[0]}, .* at 1"):
+    with pytest.raises(ValueError, match=f"^registration_regions: {rule}"):
         registration_regions(ptrs, lens, alignment=alignment)
 
 
+def test_arrays_become_plain_ints():
+    regions = registration_regions(np.array([64, 8], np.uint64), np.array([8, 8], np.uint64))
+    assert regions == ([64, 8], [8, 8])
+    assert {type(number) for numbers in regions for number in numbers} == {int}
+
+
 def test_arguments_that_are_refused():
-    with pytest.raises(ValueError, match="equally many and alignment >= 1, got 2, 1 and 1"):
+    with pytest.raises(ValueError, match="ptrs and lens must be equally many, got 2 and 1"):
         registration_regions([1, 2], [1])
-    with pytest.raises(ValueError, match="got 1, 1 and 0"):
+    with pytest.raises(ValueError, match="alignment must be >= 1, got 0"):
         registration_regions([1], [1], alignment=0)
+    with pytest.raises(TypeError, match="ptrs must hold integers, got float at index 0"):
+        registration_regions([1.0], [1])
 
 
 def test_an_engine_takes_and_gives_back_what_the_lists_would_not_let_it():

@@ -257,7 +257,9 @@ def test_local_engine_writes_nothing_unless_all_is_registered(engines):
 def test_local_engine_wants_lists_of_equal_lengths(engines, counts):
     sender, receiver = engines
     lists = [[0] * count for count in counts]
-    with pytest.raises(ValueError, match=r"write: addresses and lengths must be equally many"):
+    numbers = "{}, {} and {}".format(*counts)
+    rule = "src_addrs, dst_addrs and lengths must be equally long, got"
+    with pytest.raises(ValueError, match=f"^LocalEngine.write: {rule} {numbers}$"):
         sender.write(receiver.session_id, *lists)
 
 
@@ -329,7 +331,7 @@ def test_local_engine_wants_addresses(engines, values, error, message):
         sender.register(values, [8, 8])
     with pytest.raises(error, match=f"^LocalEngine.unregister: addrs {message}"):
         sender.unregister(values)
-    with pytest.raises(error, match=f"^LocalEngine.write: addresses {message}"):
+    with pytest.raises(error, match=f"^LocalEngine.write: src_addrs {message}"):
         sender.write(receiver.session_id, values, [8, 8], [0, 0])
 
 

@@ -15,22 +15,7 @@ namespace cpattn::bindings {
 namespace {
 
 TransferPlan make_plan(const py::object& src, const py::object& dst, const py::object& bytes) {
-  const std::vector<uint64_t> src_addrs = uint64_list(src, "TransferPlan: src_addrs");
-  const std::vector<uint64_t> dst_addrs = uint64_list(dst, "TransferPlan: dst_addrs");
-  const std::vector<uint64_t> lengths = uint64_list(bytes, "TransferPlan: lengths");
-  check(
-      src_addrs.size() == lengths.size() && dst_addrs.size() == lengths.size(),
-      "TransferPlan: src_addrs, dst_addrs and lengths must be equally long, got ", src_addrs.size(),
-      ", ", dst_addrs.size(), " and ", lengths.size()
-  );
-  uint64_t total = 0;
-  for (std::size_t i = 0; i < lengths.size(); ++i) {
-    total += lengths[i];
-    check(
-        total >= lengths[i], "TransferPlan: lengths must add up to less than 2^64, got ",
-        lengths[i], " at index ", i
-    );
-  }
+  const auto [src_addrs, dst_addrs, lengths] = block_lists("TransferPlan", src, dst, bytes);
   TransferPlan plan(lengths.size());
   std::copy(src_addrs.begin(), src_addrs.end(), plan.src_addrs().begin());
   std::copy(dst_addrs.begin(), dst_addrs.end(), plan.dst_addrs().begin());

@@ -27,6 +27,34 @@ uint64_t integer(PyObject* object, const char* name, Py_ssize_t index) {
   });
 }
 
+[[noreturn]] void refuse(py::handle object, const char* name) {
+  throw py::type_error(concat(
+      name, " must be a list or tuple of int, or an integer array, got ",
+      Py_TYPE(object.ptr())->tp_name
+  ));
+}
+
+/// Its numbers would be read as if none were masked.
+void refuse_masked(py::handle object, const char* name) {
+  if (!py::isinstance<py::array>(object)) return;
+  if (Py_TYPE(object.ptr()) == py::detail::npy_api::get().PyArray_Type_) return;  // as usual
+  if (py::isinstance(object, py::module_::import("numpy.ma").attr("MaskedArray"))) {
+    refuse(object, name);
+  }
+}
+
+/// The elements of a list, a tuple or an array as they are now. Reading one may run Python code
+/// (`__index__`), which may change the caller's list; the tuple keeps what was in it.
+py::tuple items_of(py::handle object, const char* name) {
+  auto list = py::reinterpret_borrow<py::object>(object);
+  if (py::hasattr(list, "tolist") && !PyMemoryView_Check(list.ptr())) list = list.attr("tolist")();
+  if (PyTuple_Check(list.ptr())) return py::reinterpret_borrow<py::tuple>(list);
+  if (!PyList_Check(list.ptr())) refuse(object, name);
+  auto items = py::reinterpret_steal<py::tuple>(PyList_AsTuple(list.ptr()));
+  if (!items) throw py::error_already_set();
+  return items;
+}
+
 }  // namespace
 
 uint64_t uint64_value(py::handle object, const char* name) {
@@ -34,6 +62,7 @@ uint64_t uint64_value(py::handle object, const char* name) {
 }
 
 std::vector<uint64_t> uint64_list(py::handle object, const char* name) {
+  refuse_masked(object, name);
   if (py::isinstance<py::array_t<uint64_t>>(object)) {
     const auto array = py::reinterpret_borrow<py::array_t<uint64_t>>(object);
     check(array.ndim() == 1, name, " must have 1 dimension, got ", array.ndim());
@@ -41,20 +70,39 @@ std::vector<uint64_t> uint64_list(py::handle object, const char* name) {
     for (py::ssize_t i = 0; i < array.size(); ++i) values[i] = array.at(i);
     return values;
   }
-  auto list = py::reinterpret_borrow<py::object>(object);
-  if (py::hasattr(list, "tolist")) list = list.attr("tolist")();
-  if (!PyList_Check(list.ptr()) && !PyTuple_Check(list.ptr())) {
-    throw py::type_error(concat(
-        name, " must be a list or tuple of int, or an integer array, got ",
-        Py_TYPE(object.ptr())->tp_name
-    ));
-  }
-  PyObject** items = PySequence_Fast_ITEMS(list.ptr());
-  const Py_ssize_t size = PySequence_Fast_GET_SIZE(list.ptr());
+  const py::tuple items = items_of(object, name);
   std::vector<uint64_t> values;
-  values.reserve(size);
-  for (Py_ssize_t i = 0; i < size; ++i) values.push_back(integer(items[i], name, i));
+  values.reserve(items.size());
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    values.push_back(integer(PyTuple_GET_ITEM(items.ptr(), i), name, static_cast<Py_ssize_t>(i)));
+  }
   return values;
+}
+
+BlockLists block_lists(
+    const char* function, py::handle src_addrs, py::handle dst_addrs, py::handle lengths
+) {
+  const auto list = [function](py::handle object, const char* argument) {
+    return uint64_list(object, concat(function, ": ", argument).c_str());
+  };
+  BlockLists blocks{
+      list(src_addrs, "src_addrs"), list(dst_addrs, "dst_addrs"), list(lengths, "lengths")
+  };
+  const auto& [src, dst, bytes] = blocks;
+  check(
+      src.size() == bytes.size() && dst.size() == bytes.size(), function,
+      ": src_addrs, dst_addrs and lengths must be equally long, got ", src.size(), ", ", dst.size(),
+      " and ", bytes.size()
+  );
+  uint64_t total = 0;
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    total += bytes[i];
+    check(
+        total >= bytes[i], function, ": lengths must add up to less than 2^64, got ", bytes[i],
+        " at index ", i
+    );
+  }
+  return blocks;
 }
 
 }  // namespace cpattn::bindings

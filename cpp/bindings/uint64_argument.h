@@ -12,7 +12,25 @@ namespace cpattn::bindings {
 /// else, bool and float included, and ValueError beyond. `name` reads "function: argument".
 uint64_t uint64_value(pybind11::handle object, const char* name);
 
-/// A list or tuple of such values, or a one-dimensional integer array of NumPy or torch.
+/// A list or tuple of such values, or a one-dimensional integer array of NumPy or torch; of a list
+/// the elements that it has at the call, whatever reading them does to it. TypeError for anything
+/// else, masked arrays included.
 std::vector<uint64_t> uint64_list(pybind11::handle object, const char* name);
+
+/// Blocks to copy: equally long lists, whose lengths add up to less than 2^64.
+struct BlockLists {
+  std::vector<uint64_t> src_addrs;
+  std::vector<uint64_t> dst_addrs;
+  std::vector<uint64_t> lengths;
+};
+
+/// The lists of a call, each read once: who changes them later changes nothing. Errors name
+/// `function` and the list.
+BlockLists block_lists(
+    const char* function,
+    pybind11::handle src_addrs,
+    pybind11::handle dst_addrs,
+    pybind11::handle lengths
+);
 
 }  // namespace cpattn::bindings

@@ -107,12 +107,18 @@ class MemoryRanges(metaclass=_pybind11_type):
     def remove(self, addrs: Sequence[int]) -> int: ...
     def contain(self, addrs: Sequence[int], lengths: Sequence[int]) -> bool: ...
 
-def copy_blocks(
-    src_addrs: Sequence[int],
-    dst_addrs: Sequence[int],
-    lengths: Sequence[int],
-    num_threads: int | None,
-) -> None: ...
+class Blocks(_Bound):
+    def __init__(
+        self,
+        function: str,
+        src_addrs: Sequence[int],
+        dst_addrs: Sequence[int],
+        lengths: Sequence[int],
+    ) -> None: ...
+    def lie_in(self, sources: MemoryRanges, targets: MemoryRanges) -> bool: ...
+    def copy(self, num_threads: int | None) -> None: ...
+
+def address_list(name: str, addrs: Sequence[int]) -> list[int]: ...
 
 @final
 class TraceSpan(metaclass=_pybind11_type):

@@ -87,20 +87,17 @@ class LocalEngine:
         inside one range that is registered here and at the peer, respectively. A destination must
         overlap no source and no other destination.
         """
+        blocks = _core.Blocks("LocalEngine.write", src_addrs, dst_addrs, lengths)
         write = object()
         peer = None
         try:
             with _changed:
-                peer = _engines.get(session)
-                if (
-                    not self._open()._memory.contain(src_addrs, lengths)
-                    or peer is None
-                    or not peer._memory.contain(dst_addrs, lengths)
-                ):
+                own, peer = self._open(), _engines.get(session)
+                if peer is None or not blocks.lie_in(own._memory, peer._memory):
                     return _OUTSIDE
                 self._writes.add(write)
                 peer._writes.add(write)
-            _core.copy_blocks(src_addrs, dst_addrs, lengths, self._num_threads)
+            blocks.copy(self._num_threads)
         finally:  # also of a Ctrl-C at any line above: `close` would wait for the write for ever
             with _changed:
                 self._writes.discard(write)

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .. import _core
+from .._arguments import at_least
+
 __all__ = ["registration_regions"]
 
 
@@ -28,7 +31,7 @@ def registration_regions(
     Raises
     ------
     ValueError
-        For lists of unequal length, a negative number, bytes at address 0 or beyond 2^64.
+        For lists of unequal length, numbers outside [0, 2^64), bytes at address 0 or beyond 2^64.
 
     Examples
     --------
@@ -37,13 +40,16 @@ def registration_regions(
     >>> registration_regions([4096, 8192, 0, 4096], [512, 1024, 0, 512], alignment=1 << 21)
     ([4096], [5120])
     """
-    if len(ptrs) != len(lens) or alignment < 1:
+    ptrs = _core.address_list("registration_regions: ptrs", ptrs)
+    lens = _core.address_list("registration_regions: lens", lens)
+    alignment = at_least(1, alignment, "registration_regions", "alignment")
+    if len(ptrs) != len(lens):
         raise ValueError(
-            "registration_regions: ptrs and lens must be equally many and alignment >= 1, "
-            f"got {len(ptrs)}, {len(lens)} and {alignment}"
+            "registration_regions: ptrs and lens must be equally many, "
+            f"got {len(ptrs)} and {len(lens)}"
         )
     for i, (ptr, size) in enumerate(zip(ptrs, lens, strict=True)):
-        if ptr < 0 or size < 0 or (size and not 0 < ptr <= 2**64 - size):
+        if size and not 0 < ptr <= 2**64 - size:
             raise ValueError(
                 "registration_regions: ptrs and lens must be ranges of [1, 2^64), "
                 f"got ({ptr}, {size}) at {i}"
