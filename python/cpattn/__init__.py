@@ -63,7 +63,7 @@ from .topk import (
     transform_index_page_table_prefill,
 )
 from .transfer.args import KVArgs, fill_kv_args, setup_state_kv_args
-from .transfer.engine import TransferEngine, TransferStatus
+from .transfer.engine import TransferEngine, TransferError, TransferStatus
 from .transfer.layout import KVEntry, KVLayout
 from .transfer.local import LocalEngine
 from .transfer.pages import (
@@ -112,6 +112,7 @@ __all__ = [
     "TopkTransformMethod",
     "TraceScope",
     "TransferEngine",
+    "TransferError",
     "TransferPlan",
     "TransferStatus",
     "__version__",

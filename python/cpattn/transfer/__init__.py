@@ -13,3 +13,25 @@
 ``regions``   which memory to register with an engine
 ``wire``      the messages between servers, in the byte formats of engines
 """
+
+from .engine import TransferEngine, TransferError, TransferStatus
+from .layout import KVEntry, KVLayout
+from .local import LocalEngine
+from .plan import TransferPlan
+from .planner import KVLink, KVLinks, plan_kv_links, plan_kv_transfer
+from .regions import registration_regions
+
+__all__ = [
+    "KVEntry",
+    "KVLayout",
+    "KVLink",
+    "KVLinks",
+    "LocalEngine",
+    "TransferEngine",
+    "TransferError",
+    "TransferPlan",
+    "TransferStatus",
+    "plan_kv_links",
+    "plan_kv_transfer",
+    "registration_regions",
+]

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class TransferEngine(Protocol):
@@ -12,7 +13,8 @@ class TransferEngine(Protocol):
 
     Any object with these members will do; `cpattn.LocalEngine` and
     `cpattn.integrations.mooncake.MooncakeEngine` are two. Codes are the engine's own, 0 is success;
-    nobody translates them. An engine may raise instead, and that passes through as well.
+    nobody translates them; ``TransferPlan.execute`` and `cpattn.transfer.register` raise
+    `TransferError` for any other. An engine may raise by itself, and that passes through.
 
     Attributes
     ----------
@@ -28,7 +30,12 @@ class TransferEngine(Protocol):
     def max_blocks(self) -> int: ...
 
     def register(self, addrs: Sequence[int], sizes: Sequence[int]) -> int:
-        """Let peers write to ``sizes[i]`` bytes at ``addrs[i]``. The memory must outlive that."""
+        """Let peers write to ``sizes[i]`` bytes at ``addrs[i]``. The memory must outlive that.
+
+        The engines of cpattn keep memory of pools until `unregister`; whose else it is, the caller
+        keeps it. What is no memory of this process, they refuse with ValueError: a code would not
+        say which of the ranges it is for.
+        """
 
     def unregister(self, addrs: Sequence[int]) -> int:
         """End that for the ranges that start at `addrs`."""
@@ -52,6 +59,8 @@ class TransferEngine(Protocol):
 
 class TransferStatus(int):
     """The engine's return code of a transfer, 0 for success, and how far it came.
+
+    Of a registration, the code alone.
 
     Attributes
     ----------
@@ -94,3 +103,41 @@ class TransferStatus(int):
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value}" for name, value in vars(self).items())
         return f"TransferStatus({int(self)}, {fields})"
+
+
+class TransferError(RuntimeError):
+    """An engine has answered with a failure code.
+
+    Attributes
+    ----------
+    status : TransferStatus
+        The code, and how far a transfer came.
+
+    Examples
+    --------
+    >>> import cpattn
+    >>> plan = cpattn.TransferPlan([4096], [8192], [512])
+    >>> with cpattn.LocalEngine() as engine:
+    ...     try:
+    ...         plan.execute(engine, engine.session_id)
+    ...     except cpattn.TransferError as error:
+    ...         print(int(error.status))  # nobody has registered this memory
+    -1
+    """
+
+    def __init__(self, message: str, status: TransferStatus) -> None:
+        super().__init__(message)
+        self.status = status
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.status), vars(self)
+
+
+def checked_code(method: str, code: Any) -> int:
+    """What a method of an engine has returned, if that can be a code: False would be success."""
+    if isinstance(code, bool) or not hasattr(code, "__index__"):
+        raise TypeError(
+            f"TransferEngine.{method} must return an integer code, 0 for success, got "
+            f"{type(code).__name__}"
+        )
+    return operator.index(code)
