@@ -132,6 +132,37 @@ def test_from_pool_knows_its_heads():
         KVLayout.from_pool(pool, other)
 
 
+def test_from_pool_places_it_as_told():
+    pool = Pool(("k", "v"), 4, 2, (64, 64), num_kv_heads=2)
+    places = {
+        "tp_rank": 1,
+        "tp_size": 2,
+        "total_kv_heads": 4,
+        "layers": (4, 6),
+        "dcp_rank": 1,
+        "dcp_size": 2,
+        "dcp_interleave": 8,
+    }
+    layout = KVLayout.from_pool(pool, **places)
+    assert {name: getattr(layout, name) for name in places} == places
+    with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'layer'"):
+        KVLayout.from_pool(pool, layer=(4, 6))
+
+
+def test_what_is_no_pool_or_no_entry():
+    message = "pool must be a KV pool, got NoneType, which has no kinds, start_layer, num_layers"
+    with pytest.raises(TypeError, match=f"^KVLayout.from_pool: {message}"):
+        KVLayout.from_pool(None)
+    pool = Pool(("k", "v"), 0, 1, (64, 64))
+    with pytest.raises(TypeError, match=r"^KVLayout.from_pool: draft_pool must be .* got list"):
+        KVLayout.from_pool(pool, [pool])
+    for entry in (("k", 0), 5, None):
+        with pytest.raises(TypeError, match=r"^KVLayout: entries must be KVEntry\(layer_id, "):
+            KVLayout([entry], 8)
+    with pytest.raises(TypeError, match=r"^KVLayout.from_dict: fields must be a mapping"):
+        KVLayout.from_dict([])
+
+
 # --- the lists of engines, in cases that pairing by position gets right and wrong -------------
 
 LENGTHS = {"K": 512, "V": 128, "I": 64}

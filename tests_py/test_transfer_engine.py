@@ -265,21 +265,28 @@ def test_local_engine_wants_lists_of_equal_lengths(engines, counts):
 
 def test_local_engine_codes_of_registration(engines):
     engine, _ = engines
+    memory = np.zeros(6000, np.uint8)
+    base = memory.ctypes.data
+
+    def register(*ranges):
+        return engine.register([base + begin for begin, _ in ranges], [size for _, size in ranges])
+
+    def unregister(*begins):
+        return engine.unregister([base + begin for begin in begins])
+
     assert engine.register([], []) == engine.unregister([]) == 0
-    assert engine.register([1000, 2000], [100, 100]) == 0
-    for addr, size in [(1000, 100), (1099, 1), (901, 100), (900, 500), (1500, 501), (1050, 1)]:
-        assert engine.register([addr], [size]) == -7
-    assert engine.register([3000, 3050], [100, 1]) == -7  # within one call
-    assert engine.register([4000, 5000], [100, 0]) == -1
-    assert engine.register([2**64 - 1], [2]) == -1
-    assert engine.unregister([3000]) == -3  # nothing of a refused call stays
-    assert engine.unregister([4000]) == -3
-    assert engine.unregister([1000, 1001]) == -3
-    assert engine.unregister([1000, 1000]) == -3
-    assert engine.register([1100, 900], [900, 100]) == 0  # fills the gaps; 1000 is still there
-    assert engine.register([2**64 - 1], [1]) == 0
-    assert engine.unregister([1000, 2000, 1100, 900]) == 0
-    assert engine.register([900], [5000]) == 0
+    assert register((1000, 100), (2000, 100)) == 0
+    for overlap in [(1000, 100), (1099, 1), (901, 100), (900, 500), (1500, 501), (1050, 1)]:
+        assert register(overlap) == -7
+    assert register((3000, 100), (3050, 1)) == -7  # within one call
+    assert register((4000, 100), (5000, 0)) == -1
+    assert unregister(3000) == -3  # nothing of a refused call stays
+    assert unregister(4000) == -3
+    assert unregister(1000, 1001) == -3
+    assert unregister(1000, 1000) == -3
+    assert register((1100, 900), (900, 100)) == 0  # fills the gaps; 1000 is still there
+    assert unregister(1000, 2000, 1100, 900) == 0
+    assert register((900, 5000)) == 0
     with pytest.raises(ValueError, match="register: addrs and sizes must be equally many, got 1 "):
         engine.register([1], [1, 1])
 
@@ -338,6 +345,10 @@ def test_local_engine_wants_addresses(engines, values, error, message):
 def test_local_engine_wants_a_thread():
     with pytest.raises(ValueError, match=r"^LocalEngine: num_threads must be >= 1, got 0$"):
         LocalEngine(num_threads=0)
+    with pytest.raises(TypeError, match=r"^LocalEngine: num_threads must be an integer, got float"):
+        LocalEngine(num_threads=2.0)
+    with pytest.raises(ValueError, match=r"^LocalEngine: max_blocks must be >= 1, got 0$"):
+        LocalEngine(max_blocks=0)
 
 
 def test_local_engine_interrupted_before_the_copy_can_be_closed(engines, monkeypatch):

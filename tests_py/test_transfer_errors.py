@@ -79,7 +79,7 @@ def test_names_are_where_users_look():
     assert "TransferError" in cpattn.__all__
     for name in cpattn.transfer.__all__:
         assert getattr(cpattn.transfer, name).__doc__
-    assert {"KVLink", "KVLinks"} <= set(cpattn.transfer.__all__)
+    assert {"register", "Registration", "KVLink", "KVLinks"} <= set(cpattn.transfer.__all__)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))

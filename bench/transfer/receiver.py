@@ -21,6 +21,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+import cpattn
 from contender import Failed
 
 BENCH = Path(__file__).parents[1]
@@ -94,7 +95,7 @@ def serve(path: str) -> None:
 
     memory = np.memmap(path, np.uint8, "r+")
     with MooncakeEngine() as engine:
-        engine.register([memory.ctypes.data], [memory.nbytes])
+        cpattn.transfer.register(engine, memory)
         print(MARK + json.dumps([engine.session_id, memory.ctypes.data]), flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             sys.stdin.read()

@@ -1,16 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/stl.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/module.h"
 #include "bindings/num_threads.h"
 #include "bindings/uint64_argument.h"
+#include "cpattn/check.h"
 #include "cpattn/copy_blocks.h"
 #include "cpattn/memory_ranges.h"
+#include "cpattn/registered_memory.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -20,12 +26,12 @@ namespace cpattn::bindings {
 namespace {
 
 int add(MemoryRanges& self, const py::object& addrs, const py::object& sizes) {
-  const std::vector<uint64_t> begins = uint64_list(addrs, "LocalEngine.register: addrs");
-  return self.add(begins, uint64_list(sizes, "LocalEngine.register: sizes"));
+  const std::vector<uint64_t> begins = uint64_list(addrs, "MemoryRanges.add: addrs");
+  return self.add(begins, uint64_list(sizes, "MemoryRanges.add: sizes"));
 }
 
 int remove(MemoryRanges& self, const py::object& addrs) {
-  return self.remove(uint64_list(addrs, "LocalEngine.unregister: addrs"));
+  return self.remove(uint64_list(addrs, "MemoryRanges.remove: addrs"));
 }
 
 bool contain(const MemoryRanges& self, const py::object& addrs, const py::object& lengths) {
@@ -45,6 +51,35 @@ BlockLists make_blocks(
 bool lie_in(const BlockLists& self, const MemoryRanges& sources, const MemoryRanges& targets) {
   return sources.contain(self.src_addrs, self.lengths) &&
          targets.contain(self.dst_addrs, self.lengths);
+}
+
+uint64_t num_bytes(const BlockLists& self) {
+  return std::accumulate(self.lengths.begin(), self.lengths.end(), uint64_t{0});
+}
+
+/// What keeps the sources alive, as far as pools own them.
+MemoryOwners source_owners(const BlockLists& self) {
+  MemoryOwners owners;
+  for (std::size_t i = 0; i < self.src_addrs.size(); ++i) {
+    const uint64_t addr = self.src_addrs[i], size = self.lengths[i];
+    if (!owners.empty() && owners.back()->contains(addr, size)) continue;  // as usual
+    for (auto& memory : PoolMemory::find(addr, size)) owners.push_back(std::move(memory));
+  }
+  return owners;
+}
+
+/// (addresses, sizes, owners of each range): lists that only the engine has.
+py::tuple ranges_to_register(
+    const std::string& function, const py::object& addrs, const py::object& sizes, bool on_host
+) {
+  const auto begins = uint64_list(addrs, (function + ": addrs").c_str());
+  const auto lengths = uint64_list(sizes, (function + ": sizes").c_str());
+  check(
+      begins.size() == lengths.size(), function, ": addrs and sizes must be equally many, got ",
+      begins.size(), " and ", lengths.size()
+  );
+  const auto owners = own_memory(function.c_str(), begins, lengths, on_host);
+  return py::make_tuple(begins, lengths, owners);
 }
 
 void copy(const BlockLists& self, std::optional<int> num_threads) {
@@ -67,7 +102,22 @@ void register_copy_blocks(py::module_& module) {
   )
       .def(py::init(&make_blocks), "function"_a, "src_addrs"_a, "dst_addrs"_a, "lengths"_a)
       .def("lie_in", &lie_in, "sources"_a, "targets"_a)
-      .def("copy", &copy, "num_threads"_a);
+      .def("copy", &copy, "num_threads"_a)
+      .def(
+          "lists",
+          [](const BlockLists& self) {
+            return py::make_tuple(self.src_addrs, self.dst_addrs, self.lengths);
+          }
+      )
+      .def("source_owners", &source_owners)
+      .def_property_readonly("num_bytes", &num_bytes);
+  py::class_<PoolMemory, std::shared_ptr<PoolMemory>>(
+      module, "PoolMemory", "Memory of a pool, which lives as long as somebody has this."
+  );
+  module.def(
+      "ranges_to_register", &ranges_to_register, "function"_a, "addrs"_a, "sizes"_a,
+      "on_host"_a = true
+  );
   module.def(
       "address_list",
       [](const std::string& name, const py::object& addrs) {

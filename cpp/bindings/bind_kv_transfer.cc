@@ -193,7 +193,9 @@ py::list plan_links(
   }
   py::list out;
   for (KVLink& link : links) {
-    out.append(py::make_tuple(link.source, link.destination, std::move(link.plan)));
+    const py::object plan = py::cast(std::move(link.plan));
+    py::detail::keep_alive_impl(plan, py::cast(sources[link.source].get()));
+    out.append(py::make_tuple(link.source, link.destination, plan));
   }
   return out;
 }
@@ -225,7 +227,8 @@ void register_kv_transfer(py::module_& module) {
     });
   }
   type.def(py::self == py::self);
-  module.def("plan_kv_transfer", &plan_transfer);
+  // A plan keeps its source, which may keep a pool: engines read there unasked.
+  module.def("plan_kv_transfer", &plan_transfer, py::keep_alive<0, 1>());
   module.def("plan_kv_links", &plan_links);
 }
 

@@ -91,6 +91,9 @@ void register_transfer_plan(py::module_& module) {
   );
   type.def("to_dict", &to_dict, "The three arrays by name, as lists of int.");
   type.def("__reduce__", &reduce);
+  // A value, and one that keeps what it reads from.
+  type.def("__copy__", [](py::object self) { return self; });
+  type.def("__deepcopy__", [](py::object self, const py::object&) { return self; });
   type.def("__len__", &TransferPlan::num_blocks);
   type.def("__repr__", &repr);
   type.def(py::self == py::self);

@@ -11,9 +11,8 @@ namespace cpattn {
 
 int MemoryRanges::add(std::span<const uint64_t> addrs, std::span<const uint64_t> sizes) {
   check(
-      addrs.size() == sizes.size(),
-      "LocalEngine.register: addrs and sizes must be equally many, got ", addrs.size(), " and ",
-      sizes.size()
+      addrs.size() == sizes.size(), "MemoryRanges.add: addrs and sizes must be equally many, got ",
+      addrs.size(), " and ", sizes.size()
   );
   auto ranges = last_of_;
   for (std::size_t i = 0; i < addrs.size(); ++i) {
@@ -41,7 +40,7 @@ bool MemoryRanges::contain(
 ) const {
   check(
       addrs.size() == lengths.size(),
-      "LocalEngine.write: addresses and lengths must be equally many, got ", addrs.size(), " and ",
+      "MemoryRanges.contain: addrs and lengths must be equally many, got ", addrs.size(), " and ",
       lengths.size()
   );
   uint64_t first = 1, last = 0;  // the range of the block before, often that of the next, too

@@ -2,16 +2,17 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
+#include "cpattn/pool_memory.h"
 #include "cpattn/tensor_view.h"
 
 namespace cpattn {
 
 /// One kind of entry of a KV pool - keys, values or keys of an indexer - for all layers:
-/// [num_layers, num_slots, row_elements] without gaps, in memory of its own. It is zero, aligned
-/// to a page of the system, and committed when it is first written, 2 MiB at a time where the
-/// system has large pages: rows at random slots then find their addresses in the TLB. (32768 rows
-/// of K and V, shuffled, two threads: casts to FP8 go from 26-39 to 51 GB/s, copies stay at 56.)
+/// [num_layers, num_slots, row_elements] without gaps, in memory of its own. With the large pages
+/// of PoolMemory, rows at random slots find their addresses in the TLB. (32768 rows of K and V,
+/// shuffled, two threads: casts to FP8 go from 26-39 to 51 GB/s, copies stay at 56.)
 class KVBuffer {
  public:
   /// All sizes are >= 1. Throws std::invalid_argument, which names `function`, if they are not
@@ -20,11 +21,10 @@ class KVBuffer {
   KVBuffer(
       const char* function, int64_t num_layers, int64_t num_slots, int64_t row_elements, DType dtype
   );
-  ~KVBuffer();
   KVBuffer(const KVBuffer&) = delete;
   KVBuffer& operator=(const KVBuffer&) = delete;
 
-  char* data() const { return data_; }
+  char* data() const { return memory_->data(); }
   int64_t num_bytes() const { return num_layers_ * layer_bytes(); }
   int64_t layer_bytes() const { return num_slots_ * row_bytes(); }
   int64_t row_bytes() const { return row_elements_ * element_size(dtype_); }
@@ -37,7 +37,7 @@ class KVBuffer {
  private:
   int64_t num_layers_, num_slots_, row_elements_;
   DType dtype_;
-  char* data_ = nullptr;
+  std::shared_ptr<PoolMemory> memory_;
 };
 
 }  // namespace cpattn

@@ -72,12 +72,9 @@ class KVLink:
         self._engine = engine
         self.first_tokens = np.zeros((num_slots, AUX_BYTES // 8), np.int64)
         self._layout = cpattn.KVLayout.from_pool(pool, layers=(layers.start, layers.stop))
-        self._buffers = [*zip(*pool.get_contiguous_buf_infos()[:2], strict=True)]
-        self._buffers.append((self.first_tokens.ctypes.data, self.first_tokens.nbytes))
 
     def __enter__(self) -> KVLink:
-        regions = cpattn.registration_regions(*zip(*self._buffers, strict=True))
-        _check(self._engine.register(*regions), "registering memory")
+        cpattn.transfer.register(self._engine, self._layout, self.first_tokens)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,7 +102,7 @@ class KVLink:
             cp_share="pages",
         )
         planned = time.perf_counter()
-        _check(plan.execute(self._engine, self._peer.session), "sending KV")
+        plan.execute(self._engine, self._peer.session)
         end = time.perf_counter()
         return Transfer(len(plan), plan.total_bytes, planned - begin, end - begin)
 
@@ -117,9 +114,4 @@ class KVLink:
         )
         for slot in slots:
             plan = cpattn.plan_send_aux(buffers, [self._peer.aux_addr], slot, slot)
-            _check(plan.execute(self._engine, self._peer.session), "sending first tokens")
-
-
-def _check(code: int, what: str) -> None:
-    if code:
-        raise RuntimeError(f"{what} failed with code {code:d} of the transfer engine")
+            plan.execute(self._engine, self._peer.session)

@@ -10,7 +10,8 @@
 ``plan``      a plan: blocks to copy, and their execution over an engine
 ``engine``    what moves bytes
 ``local``     an engine within one process
-``regions``   which memory to register with an engine
+``regions``   which memory to register with an engine, of lists that name some twice
+``registration``  `register`: memory of layouts, pools and tensors, held while it is registered
 ``wire``      the messages between servers, in the byte formats of engines
 """
 
@@ -20,6 +21,7 @@ from .local import LocalEngine
 from .plan import TransferPlan
 from .planner import KVLink, KVLinks, plan_kv_links, plan_kv_transfer
 from .regions import registration_regions
+from .registration import Registration, register
 
 __all__ = [
     "KVEntry",
@@ -27,11 +29,13 @@ __all__ = [
     "KVLink",
     "KVLinks",
     "LocalEngine",
+    "Registration",
     "TransferEngine",
     "TransferError",
     "TransferPlan",
     "TransferStatus",
     "plan_kv_links",
     "plan_kv_transfer",
+    "register",
     "registration_regions",
 ]

@@ -8,7 +8,14 @@ from typing import Any
 
 from .. import _core
 from .entry import KVEntry
-from .layout_sources import args_entries, attribute, pool_entries, stage_of
+from .layout_sources import (
+    args_entries,
+    attribute,
+    check_pool,
+    fields_of,
+    pool_entries,
+    stage_of,
+)
 
 __all__ = ["KVEntry", "KVLayout"]
 
@@ -64,9 +71,10 @@ class KVLayout(_core.KVLayout):
         dcp_interleave: int = 1,
     ) -> None:
         super().__init__(
-            [tuple(KVEntry(*entry)) for entry in entries], page_size, tp_rank, tp_size,
+            [fields_of(entry) for entry in entries], page_size, tp_rank, tp_size,
             total_kv_heads, layers, dcp_rank, dcp_size, dcp_interleave,
         )  # fmt: skip
+        self._pools: tuple[object, ...] = ()  # whose memory must outlive the layout
 
     @classmethod
     def from_pool(
@@ -74,24 +82,36 @@ class KVLayout(_core.KVLayout):
         pool: Any,
         draft_pool: Any | None = None,
         *,
+        tp_rank: int = 0,
         tp_size: int = 1,
         total_kv_heads: int | None = None,
-        **placement: Any,
+        layers: tuple[int, int] | None = None,
+        dcp_rank: int = 0,
+        dcp_size: int = 1,
+        dcp_interleave: int = 1,
     ) -> KVLayout:
         """The layout of a pool, kinds in turn, then of a draft model's pool.
+
+        It keeps the pools alive, and so do its copies within the process and the plans that have
+        it as their source; `to_dict` and pickles tell other processes the addresses alone.
 
         Parameters
         ----------
         pool, draft_pool : MHATokenToKVPool or MLATokenToKVPool
             Or anything with their ``kinds``, ``start_layer``, ``num_layers``, ``num_kv_heads``,
             ``page_size`` and ``get_contiguous_buf_infos()``.
-        tp_size, total_kv_heads
+        tp_rank, tp_size, total_kv_heads
             As of `KVLayout`; heads are those of the pool by default, which is not enough for
             MHA with ``tp_size > 1``.
-        **placement
-            More arguments of `KVLayout`. A pipeline stage must state its `layers`, usually
+        layers
+            As of `KVLayout`. A pipeline stage must state them, usually
             ``(pool.start_layer, pool.end_layer)``: by default the pool is the whole model.
+        dcp_rank, dcp_size, dcp_interleave
+            As of `KVLayout`.
         """
+        for name, value in (("pool", pool), ("draft_pool", draft_pool)):
+            if value is not None or name == "pool":
+                check_pool(name, value)
         if draft_pool is not None and draft_pool.page_size != pool.page_size:
             raise ValueError(
                 f"KVLayout.from_pool: page_size must be that of the draft pool, "
@@ -104,8 +124,18 @@ class KVLayout(_core.KVLayout):
         entries = pool_entries(pool, is_draft=False)
         if draft_pool is not None:
             entries += pool_entries(draft_pool, is_draft=True)
-        placement |= {"tp_size": tp_size, "total_kv_heads": total_kv_heads}
-        layout = cls(entries, pool.page_size, **placement)
+        layout = cls(
+            entries,
+            pool.page_size,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            total_kv_heads=total_kv_heads,
+            layers=layers,
+            dcp_rank=dcp_rank,
+            dcp_size=dcp_size,
+            dcp_interleave=dcp_interleave,
+        )
+        layout._pools = pool, draft_pool
         if (heads := max(1, (total_kv_heads or 0) // tp_size)) != pool.num_kv_heads:
             raise ValueError(
                 f"KVLayout.from_pool: total_kv_heads {total_kv_heads} over tp_size {tp_size} must "
@@ -198,6 +228,10 @@ class KVLayout(_core.KVLayout):
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> KVLayout:
         """The layout whose `to_dict` this is."""
+        if not isinstance(fields, Mapping):
+            raise TypeError(
+                f"KVLayout.from_dict: fields must be a mapping, got {type(fields).__name__}"
+            )
         return cls(**fields)
 
     def __repr__(self) -> str:
@@ -212,6 +246,12 @@ class KVLayout(_core.KVLayout):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return KVLayout.from_dict, (self.to_dict(),)
+
+    def __copy__(self) -> KVLayout:
+        return self  # a value, and one that keeps its pools
+
+    def __deepcopy__(self, memo: object) -> KVLayout:
+        return self
 
 
 DEFAULTS: dict[str, Any] = {

@@ -13,6 +13,30 @@ KINDS = ("k", "v", "index_k")
 DRAFT_IDS = 1_000_000  # engines that number buffers begin those of the draft model here
 
 
+OF_A_POOL = ("kinds", "start_layer", "num_layers", "num_kv_heads", "page_size")
+
+
+def fields_of(entry: Any) -> tuple[Any, ...]:
+    """The fields of what a `KVLayout` is given as an entry."""
+    try:
+        return tuple(KVEntry(*entry))
+    except TypeError as error:
+        raise TypeError(
+            f"KVLayout: entries must be KVEntry(layer_id, kind, is_draft, addr, nbytes, item_len, "
+            f"token_rows=True), got {entry!r}"
+        ) from error
+
+
+def check_pool(name: str, pool: Any) -> None:
+    """TypeError for what is no pool."""
+    missing = [part for part in (*OF_A_POOL, "get_contiguous_buf_infos") if not hasattr(pool, part)]
+    if missing:
+        raise TypeError(
+            f"KVLayout.from_pool: {name} must be a KV pool, got {type(pool).__name__}, which has "
+            f"no {', '.join(missing)}"
+        )
+
+
 def pool_entries(pool: Any, *, is_draft: bool) -> list[KVEntry]:
     """The buffers of a pool, in the order in which it lists them."""
     first = 0 if is_draft else pool.start_layer

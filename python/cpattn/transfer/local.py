@@ -6,8 +6,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .. import _core
+from .._arguments import at_least
+from .registration import forget
 
 _OUTSIDE = -1  # the code of Mooncake for memory nobody registered, and for nobody's session
 
@@ -22,6 +25,10 @@ class LocalEngine:
     The codes are those of Mooncake, but nothing is written unless all of a write is allowed. Safe
     to use from several threads; the copy runs on ``num_threads`` of them without the GIL, and
     Ctrl-C ends it in the middle.
+
+    Memory of pools stays as long as it is registered, whoever else has let go of it. Any other
+    memory belongs to the caller, who keeps it until `unregister` or `close` has returned;
+    `cpattn.transfer.register` does so for tensors.
 
     Parameters
     ----------
@@ -46,31 +53,45 @@ class LocalEngine:
     """
 
     def __init__(self, *, num_threads: int | None = None, max_blocks: int = 1 << 16) -> None:
-        if num_threads is not None and num_threads < 1:
-            raise ValueError(f"LocalEngine: num_threads must be >= 1, got {num_threads}")
+        if num_threads is not None:
+            num_threads = at_least(1, num_threads, "LocalEngine", "num_threads")
         self.session_id = f"local:{next(_numbers)}"
-        self.max_blocks = max_blocks
+        self.max_blocks = at_least(1, max_blocks, "LocalEngine", "max_blocks")
         self._num_threads = num_threads
         self._memory = _core.MemoryRanges()
-        self._writes: set[object] = set()  # in flight, from or to this engine
+        # What keeps registered memory of pools, by address. Replaced, never changed: a write in
+        # flight holds the dict that was there when it began.
+        self._owners: dict[int, list[_core.PoolMemory]] = {}
+        self._writes: set[_Write] = set()  # in flight, from or to this engine
         with _changed:
             _engines[self.session_id] = self
 
     def register(self, addrs: Sequence[int], sizes: Sequence[int]) -> int:
         """Let this engine and its peers use memory: all ranges, or none.
 
-        0; -1 for an empty range; -7 where a range overlaps another, of this call or before.
+        0; -1 for an empty range; -7 where a range overlaps another, of this call or before. What
+        is not memory of this process, or cannot be written, is ValueError.
         """
+        addrs, sizes, owners = _core.ranges_to_register("LocalEngine.register", addrs, sizes)
         with _changed:
-            return self._open()._memory.add(addrs, sizes)
+            code = self._open()._memory.add(addrs, sizes)
+            if code == 0:
+                self._owners = self._owners | dict(zip(addrs, owners, strict=True))
+            return code
 
     def unregister(self, addrs: Sequence[int]) -> int:
         """End that, for all the ranges that start at `addrs` or, with -3, for none.
 
         Waits for the writes in flight, so that the memory can be freed.
         """
+        addrs = _core.address_list("LocalEngine.unregister: addrs", addrs)
         with _changed:
             code = self._open()._memory.remove(addrs)
+            if code == 0:
+                gone = set(addrs)
+                self._owners = {
+                    addr: owners for addr, owners in self._owners.items() if addr not in gone
+                }
             self._wait()
             return code
 
@@ -87,31 +108,36 @@ class LocalEngine:
         inside one range that is registered here and at the peer, respectively. A destination must
         overlap no source and no other destination.
         """
+        if not isinstance(session, str):
+            raise TypeError(
+                f"LocalEngine.write: session must be a str, got {type(session).__name__}"
+            )
         blocks = _core.Blocks("LocalEngine.write", src_addrs, dst_addrs, lengths)
-        write = object()
-        peer = None
+        write = peer = None
         try:
             with _changed:
                 own, peer = self._open(), _engines.get(session)
                 if peer is None or not blocks.lie_in(own._memory, peer._memory):
                     return _OUTSIDE
-                self._writes.add(write)
+                write = _Write(own._owners, peer._owners)
+                own._writes.add(write)
                 peer._writes.add(write)
             blocks.copy(self._num_threads)
         finally:  # also of a Ctrl-C at any line above: `close` would wait for the write for ever
-            with _changed:
-                self._writes.discard(write)
-                if peer is not None:
+            if write is not None and peer is not None:
+                with _changed:
+                    self._writes.discard(write)
                     peer._writes.discard(write)
-                _changed.notify_all()
+                    _changed.notify_all()
         return 0
 
     def close(self) -> None:
         """Wait for writes in flight, then release all memory and leave the peers."""
         with _changed:
             _engines.pop(self.session_id, None)
-            self._memory = _core.MemoryRanges()
+            self._memory, self._owners = _core.MemoryRanges(), {}
             self._wait()
+        forget(self)
 
     def _open(self) -> LocalEngine:
         if self.session_id not in _engines:
@@ -128,3 +154,15 @@ class LocalEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "LocalEngine: an engine cannot be pickled or copied: peers know its session"
+        )
+
+
+class _Write:
+    """A write in flight. It keeps the memory of pools that it touches."""
+
+    def __init__(self, *owners: object) -> None:
+        self._owners = owners

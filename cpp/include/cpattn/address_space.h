@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace cpattn {
+
+/// What this process can read and write, as of when it was asked.
+class AddressSpace {
+ public:
+  /// Of /proc/self/maps. std::runtime_error that names `function` where the system has no such
+  /// file.
+  static AddressSpace now(const char* function);
+
+  /// The first address of [addr, addr + size) that cannot be both read and written; none if all
+  /// can. The range does not pass 2^64.
+  std::optional<uint64_t> find_gap(uint64_t addr, uint64_t size) const;
+
+ private:
+  struct Range {
+    uint64_t begin = 0;
+    uint64_t end = 0;
+  };
+  std::vector<Range> ranges_;  // ascending; neighbours are one
+};
+
+}  // namespace cpattn

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory registered with an engine: what is registered is known, held, and given back."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import weakref
+from typing import Any, NoReturn
+
+import numpy as np
+
+from .._containers import torch_of
+from .engine import TransferEngine, TransferError, TransferStatus, checked_code
+from .layout import KVLayout, count
+from .regions import registration_regions
+
+__all__ = ["Registration", "register"]
+
+# What registrations hold, by engine and registration. An engine that is gone holds nothing.
+_held: dict[int, dict[int, tuple[object, ...]]] = {}
+_numbers = itertools.count(1)
+
+
+def register(engine: TransferEngine, *what: Any) -> Registration:
+    """Let peers of an engine write into memory, or let it send from there: all of it, or none.
+
+    Parameters
+    ----------
+    engine : TransferEngine
+    *what : KVLayout, pool or tensor
+        A layout stands for all its buffers, a pool (``MHATokenToKVPool``, ``MLATokenToKVPool`` or
+        anything with their ``get_contiguous_buf_infos()``) likewise. Tensors are contiguous ones of
+        torch or NumPy that can be written. Memory that is named twice is registered once, and
+        empty buffers are left out (`cpattn.registration_regions`).
+
+    Returns
+    -------
+    Registration
+        A context manager whose exit, like its ``close()``, ends the registration. Servers register
+        what they have for as long as they live, so that a registration lasts as well if nobody
+        keeps it: then it ends with the engine. As long as it lasts, all of `what` is held.
+
+    Raises
+    ------
+    TransferError
+        The engine answers with a failure code, which is the error's ``status``.
+    TypeError, ValueError
+        For anything else, and for tensors that are not contiguous or cannot be written.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> pool = cpattn.MHATokenToKVPool(64, 8, 2, 2, 8, dtype="float32")
+    >>> metadata = np.zeros((4, 64), np.uint8)
+    >>> engine = cpattn.LocalEngine()
+    >>> with cpattn.transfer.register(engine, pool, metadata) as registration:
+    ...     print(registration)
+    Registration(5 ranges, 18688 bytes)
+    >>> registration.close()  # a second time does nothing
+    >>> engine.close()
+    """
+    infos = [infos_of(item) for item in what]
+    addrs = [addr for item, _ in infos for addr in item]
+    sizes = [size for _, item in infos for size in item]
+    return Registration(engine, *registration_regions(addrs, sizes), what)
+
+
+class Registration:
+    """Memory that peers of an engine may write to, until `close` or the end of the engine.
+
+    Made by `cpattn.transfer.register`.
+
+    Attributes
+    ----------
+    engine : TransferEngine
+    addrs, sizes : tuple of int
+        The ranges as the engine has them.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        addrs: list[int],
+        sizes: list[int],
+        owners: tuple[object, ...],
+    ) -> None:
+        self.engine = engine
+        self.addrs = tuple(addrs)
+        self.sizes = tuple(sizes)
+        self._lock = threading.Lock()
+        self._number = next(_numbers)
+        _hold(engine, self._number, owners)  # before it is written to
+        try:
+            code = checked_code("register", engine.register(addrs, sizes)) if addrs else 0
+            if code:
+                raise TransferError(
+                    f"register: the engine refused {self._what()} with code {code}",
+                    TransferStatus(code),
+                )
+        except BaseException:
+            _release(engine, self._number)
+            raise
+
+    def close(self) -> None:
+        """End the registration, and let go of the memory.
+
+        TransferError if the engine answers with a failure code: the memory is held on then, for it
+        may still be registered. Nothing happens if it has ended, alone or with its engine.
+        """
+        with self._lock:
+            if self._number not in _held.get(id(self.engine), ()):
+                return
+            unregister = self.engine.unregister
+            code = checked_code("unregister", unregister(list(self.addrs))) if self.addrs else 0
+            if code:
+                raise TransferError(
+                    f"Registration.close: the engine refused to give back {self._what()} with "
+                    f"code {code}",
+                    TransferStatus(code),
+                )
+            _release(self.engine, self._number)
+
+    def _what(self) -> str:
+        return f"{count(len(self.addrs), 'range')}, {count(sum(self.sizes), 'byte')}"
+
+    def __repr__(self) -> str:
+        return f"Registration({self._what()})"
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("Registration: memory of this process cannot be pickled or copied")
+
+
+def infos_of(item: Any) -> tuple[list[int], list[int]]:
+    """Addresses and bytes of the buffers that an argument of `register` stands for."""
+    if isinstance(item, KVLayout):
+        entries = item.entries
+        return [entry.addr for entry in entries], [entry.nbytes for entry in entries]
+    if hasattr(item, "get_contiguous_buf_infos"):
+        addrs, sizes, *_ = item.get_contiguous_buf_infos()
+        return list(addrs), list(sizes)
+    torch = torch_of(item)
+    if torch is not None:
+        if item.layout is not torch.strided or not item.is_contiguous():
+            raise ValueError(
+                f"register: a tensor must be contiguous, got one of {item.layout}, shape "
+                f"{list(item.shape)}"
+            )
+        return [item.data_ptr()], [item.numel() * item.element_size()]
+    if isinstance(item, np.ndarray) and not isinstance(item, np.ma.MaskedArray):
+        if not item.flags.c_contiguous:
+            raise ValueError(
+                f"register: an array must be contiguous, got shape {list(item.shape)} with "
+                f"strides {list(item.strides)}"
+            )
+        if not item.flags.writeable:
+            raise ValueError("register: an array must be writeable, got a read-only one")
+        return [item.ctypes.data], [item.nbytes]
+    raise TypeError(
+        "register: every argument must be a KVLayout, a KV pool, or a tensor of torch or NumPy, "
+        f"got {type(item).__name__}"
+    )
+
+
+def forget(engine: object) -> None:
+    """Let go of everything that is registered with an engine: it has ended."""
+    _held.pop(id(engine), None)
+
+
+def _hold(engine: object, number: int, owners: tuple[object, ...]) -> None:
+    key = id(engine)
+    if key not in _held:
+        _held[key] = {}
+        with contextlib.suppress(TypeError):  # of a class whose end cannot be seen: until `close`
+            weakref.finalize(engine, _held.pop, key, None).atexit = False
+    _held[key][number] = owners
+
+
+def _release(engine: object, number: int) -> None:
+    _held.get(id(engine), {}).pop(number, None)

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that engines may touch: registered whole or refused, and held for as long as it is."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import mmap
+import pickle
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cpattn
+from cpattn import KVLayout, LocalEngine, MHATokenToKVPool, TransferError, plan_kv_transfer
+from cpattn.transfer import register
+
+
+def make_pool(**changes):
+    sizes = {"size": 64, "page_size": 8, "num_layers": 2, "num_kv_heads": 2, "head_dim": 8}
+    return MHATokenToKVPool(**(sizes | changes), dtype="float32", container="numpy")
+
+
+def is_mapped(addr):
+    """Whether this process has memory at an address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+        if begin <= addr < end:
+            return True
+    return False
+
+
+@pytest.fixture
+def engine():
+    with LocalEngine() as engine:
+        yield engine
+
+
+class ForeignEngine:
+    """Somebody else's, which answers with codes and notes what it is asked."""
+
+    session_id, max_blocks = "foreign", 8
+
+    def __init__(self, *codes):
+        self.codes, self.calls = list(codes), []
+
+    def _answer(self, *call):
+        self.calls.append(call)
+        return self.codes.pop(0) if self.codes else 0
+
+    def register(self, addrs, sizes):
+        return self._answer("register", addrs, sizes)
+
+    def unregister(self, addrs):
+        return self._answer("unregister", addrs)
+
+
+# --- what is registered ------------------------------------------------------------------------
+
+
+def test_pools_layouts_and_tensors_are_registered_once(engine):
+    torch = pytest.importorskip("torch")
+    pool, array, tensor = make_pool(), np.zeros((3, 5), np.int16), torch.zeros(4, 7)
+    addrs, sizes, _ = pool.get_contiguous_buf_infos()
+    layout = KVLayout.from_pool(pool)
+    with register(engine, pool, layout, array, tensor, np.empty((0, 3))) as registration:
+        assert registration.engine is engine
+        assert registration.addrs == (*addrs, array.ctypes.data, tensor.data_ptr())
+        assert registration.sizes == (*sizes, 30, 112)
+        assert repr(registration) == "Registration(6 ranges, 18574 bytes)"
+        assert engine.register(addrs[:1], [1]) == -7
+    assert engine.register(addrs, sizes) == 0
+
+
+def test_nothing_to_register_asks_nobody():
+    foreign = ForeignEngine(-1)
+    with register(foreign, np.empty(0)) as registration:
+        assert registration.addrs == ()
+    assert foreign.calls == []
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        (np.zeros((4, 4))[:, :2], ValueError, r"an array must be contiguous, got shape \[4, 2\]"),
+        (np.frombuffer(b"bytes", np.uint8), ValueError, "an array must be writeable, got a read"),
+        (np.ma.masked_array([1, 2], [True, False]), TypeError, "every argument must be .*Masked"),
+        (memoryview(bytearray(8)), TypeError, "every argument must be .*, got memoryview"),
+        ([np.zeros(4)], TypeError, "every argument must be .*, got list"),
+        (4096, TypeError, "every argument must be .*, got int"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_registered(what, error, message):
+    foreign = ForeignEngine()
+    with pytest.raises(error, match=f"^register: {message}"):
+        register(foreign, np.zeros(4), what)
+    assert foreign.calls == []
+
+
+def test_tensors_that_cannot_be_registered():
+    torch = pytest.importorskip("torch")
+    for tensor in (torch.zeros(4, 4).T[:2], torch.zeros(4, 4).to_sparse()):
+        with pytest.raises(ValueError, match=r"^register: a tensor must be contiguous, got one"):
+            register(ForeignEngine(), tensor)
+
+
+# --- failure codes -----------------------------------------------------------------------------
+
+
+def test_codes_of_registration_are_errors():
+    array = np.zeros(8)
+    with pytest.raises(TransferError, match=r"refused 1 range, 64 bytes with code -7$") as caught:
+        register(ForeignEngine(-7), array)
+    assert caught.value.status == -7
+    foreign = ForeignEngine(0, -3)
+    registration = register(foreign, array)
+    with pytest.raises(TransferError, match=r"refused to give back .* with code -3$") as caught:
+        registration.close()
+    assert caught.value.status == -3
+    registration.close()  # which asks again
+    registration.close()
+    assert [call[0] for call in foreign.calls] == ["register", "unregister", "unregister"]
+
+
+@pytest.mark.parametrize("answer", [None, False, True, 0.0, "0"])
+def test_what_is_no_code_is_no_success(answer):
+    message = f"register must return an integer code, .*got {type(answer).__name__}$"
+    with pytest.raises(TypeError, match=message):
+        register(ForeignEngine(answer), np.zeros(8))
+
+
+def test_a_registration_stays_in_its_process(engine):
+    registration = register(engine, np.zeros(8))
+    for move in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"^Registration: memory of this process cannot be"):
+            move(registration)
+
+
+# --- memory that is none -----------------------------------------------------------------------
+
+
+def test_ranges_that_are_no_memory_are_refused(engine, tmp_path):
+    array = np.zeros(64, np.uint8)
+    addr = array.ctypes.data
+    (tmp_path / "file").write_bytes(bytes(4096))
+    read_only = np.memmap(tmp_path / "file", np.uint8, "r")
+    cases = [
+        ([0], [100], "100 bytes at 0 at index 0, of which that at 0 is not"),
+        ([addr], [10**12], f"1000000000000 bytes at {addr} at index 0, of which that at "),
+        ([addr, 2**60], [8, 8], f"8 bytes at {2**60} at index 1, of which that at {2**60} is not"),
+        ([read_only.ctypes.data], [8], f"of which that at {read_only.ctypes.data} is not"),
+    ]
+    for addrs, sizes, message in cases:
+        rule = "addrs and sizes must be memory that this process can read and write, got"
+        with pytest.raises(ValueError, match=f"^LocalEngine.register: {rule} .*{message}"):
+            engine.register(addrs, sizes)
+    with pytest.raises(ValueError, match=r"^LocalEngine.register: addrs \+ sizes must not pass"):
+        engine.register([2**64 - 1], [2])
+    assert engine.register([addr], [64]) == 0  # nothing of a refused call stays
+
+
+def test_a_range_is_refused_where_its_memory_ends(engine):
+    area = mmap.mmap(-1, 64 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    view = np.frombuffer(area, np.uint8)
+    addr, size = view.ctypes.data, view.nbytes
+    assert engine.register([addr], [size]) == 0
+    assert engine.unregister([addr]) == 0
+    with pytest.raises(ValueError, match="of which that at"):
+        engine.register([addr], [2**40])
+
+
+def test_pools_and_other_memory_side_by_side(engine):
+    """A range may be of several pools and of what lies between them."""
+    pool = make_pool(size=1 << 20)
+    (addr, *_), (size, *_), _ = pool.get_contiguous_buf_infos()
+    assert engine.register([addr + 1], [size - 2]) == 0
+    with pytest.raises(ValueError, match="of which that at"):
+        engine.register([addr - (1 << 45)], [1 << 45])
+
+
+# --- memory that is held -----------------------------------------------------------------------
+
+
+def addresses(pool):
+    return pool.get_contiguous_buf_infos()[:2]
+
+
+def test_a_registered_pool_outlives_its_last_name(engine):
+    pool = make_pool()
+    pool.k_buffer[...] = 7
+    addrs, sizes = addresses(pool)
+    assert engine.register(addrs, sizes) == 0
+    gone = weakref.ref(pool)
+    del pool
+    gc.collect()
+    assert gone() is None
+    assert is_mapped(addrs[0])
+    target = np.zeros(sizes[0], np.uint8)
+    with register(engine, target):
+        assert engine.write(engine.session_id, addrs[:1], [target.ctypes.data], sizes[:1]) == 0
+        assert (target.view(np.float32) == 7).all()
+        assert engine.unregister(addrs) == 0
+        assert engine.write(engine.session_id, addrs[:1], [target.ctypes.data], sizes[:1]) == -1
+    assert not is_mapped(addrs[0])
+
+
+@pytest.mark.parametrize("register_with", ["ints", "helper"])
+def test_an_engine_that_is_closed_lets_go(register_with):
+    with LocalEngine() as engine:
+        pool = make_pool()
+        addrs, sizes = addresses(pool)
+        if register_with == "ints":
+            engine.register(addrs, sizes)
+        else:
+            register(engine, pool)
+        del pool
+        gc.collect()
+        assert is_mapped(addrs[0])
+    gc.collect()
+    assert not is_mapped(addrs[0])
+
+
+def test_a_range_within_a_pool_holds_it_and_each_range_its_own(engine):
+    pools = [make_pool(), make_pool()]
+    addrs = [addresses(pool)[0][1] + 12 for pool in pools]
+    assert engine.register(addrs, [8, 8]) == 0
+    pools.clear()
+    gc.collect()
+    assert [is_mapped(addr) for addr in addrs] == [True, True]
+    assert engine.unregister(addrs[:1]) == 0
+    assert [is_mapped(addr) for addr in addrs] == [False, True]
+    assert engine.unregister(addrs[1:]) == 0
+    assert [is_mapped(addr) for addr in addrs] == [False, False]
+
+
+def test_a_layout_keeps_its_pools():
+    pool, draft = make_pool(), make_pool(num_layers=1)
+    layout = KVLayout.from_pool(pool, draft)
+    addrs = [entry.addr for entry in layout.entries]
+    plan = plan_kv_transfer(layout, KVLayout(layout.entries, 8, total_kv_heads=2), [1], [2])
+    copies = [copy.copy(layout), copy.deepcopy(layout), copy.deepcopy(plan)]
+    assert copies[0] == copies[1] == layout
+    del pool, draft, layout, plan
+    while copies:
+        gc.collect()
+        assert all(is_mapped(addr) for addr in addrs)
+        copies.pop(0)
+    gc.collect()
+    assert not any(is_mapped(addr) for addr in addrs)
+
+
+def test_a_plan_of_links_keeps_its_source():
+    pool = make_pool()
+    layout = KVLayout.from_pool(pool)
+    (link,) = cpattn.plan_kv_links([layout], [layout], [[1]], [[2]])
+    addr = layout.entries[0].addr
+    plan = link.plan
+    del pool, layout, link
+    gc.collect()
+    assert is_mapped(addr)
+    del plan
+    gc.collect()
+    assert not is_mapped(addr)
+
+
+def test_the_readme_way_may_lose_every_name(engine):
+    def prepare():
+        source, target = make_pool(), make_pool()
+        source.k_buffer[...] = 5
+        register(engine, source, target)
+        plan = plan_kv_transfer(*map(KVLayout.from_pool, (source, target)), [1, 2], [3, 4])
+        return plan, target.k_buffer
+
+    plan, target = prepare()
+    gc.collect()
+    assert plan.execute(engine, engine.session_id) == 0
+    assert (target[:, 3:5] == 5).all()
+
+
+def test_tensors_are_held_until_the_end_of_the_registration_or_the_engine():
+    arrays = [np.zeros(8) for _ in range(3)]
+    watched = [weakref.ref(array) for array in arrays]
+    foreign = ForeignEngine()
+    registration = register(foreign, arrays[0])
+    register(foreign, arrays[1])  # which nobody keeps
+    local = LocalEngine()
+    register(local, arrays[2])
+    arrays.clear()
+    gc.collect()
+    assert all(array() is not None for array in watched)
+    registration.close()
+    local.close()
+    gc.collect()
+    assert [array() is not None for array in watched] == [False, True, False]
+    del foreign, registration
+    gc.collect()
+    assert watched[1]() is None
+
+
+def test_registrations_end_once_whoever_ends_them(engine):
+    array = np.zeros(8)
+    registration = register(engine, array)
+    threads = [threading.Thread(target=registration.close) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert engine.register([array.ctypes.data], [64]) == 0
+    registration.close()  # is not about the new one
+    assert engine.unregister([array.ctypes.data]) == 0
+
+
+def test_a_registration_ends_with_its_engine():
+    engine = LocalEngine()
+    registration = register(engine, np.zeros(8))
+    engine.close()
+    registration.close()
+
+
+def test_a_write_in_flight_keeps_what_is_unregistered_meanwhile(engine, monkeypatch):
+    """Ctrl-C may end the wait of `unregister`, but not the copy that it waits for."""
+    source, target = make_pool(), make_pool()
+    for pool in (source, target):
+        engine.register(*addresses(pool))
+    addrs, sizes = addresses(source)
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Blocks:
+        def lie_in(self, *_):
+            return True
+
+        def copy(self, _):
+            begun.set()
+            assert go_on.wait(60)
+
+    monkeypatch.setattr(cpattn.transfer.local._core, "Blocks", lambda *_: Blocks())
+    writer = threading.Thread(
+        target=engine.write, args=[engine.session_id, addrs, addresses(target)[0], sizes]
+    )
+    writer.start()
+    assert begun.wait(60)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "_wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.unregister(addrs)
+    del source, pool
+    gc.collect()
+    assert is_mapped(addrs[0])
+    go_on.set()
+    writer.join()
+    gc.collect()
+    assert not is_mapped(addrs[0])
+    monkeypatch.undo()
