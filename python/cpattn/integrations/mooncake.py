@@ -13,6 +13,9 @@ What release 0.3.13.post1 does over TCP, found out by trying:
   `unregister` does not wait for writes in flight, whose bytes go on arriving: ask the senders
   before memory is freed.
 - A peer that is gone fails a write at once, one that does not answer fails it after the timeout.
+  Not so at the first contact: a peer that accepts a connection and does not answer, because it is
+  stopped, is waited for a minute, and so are all other peers, for a lock is held meanwhile. So this
+  module asks a peer for a sign of life (``send_probe``) before the engine is to write there.
 - The engine's ``transfer_check_status`` of a batch looks at its first block only, so nothing can
   be learnt of a batch in flight; its synchronous call polls without sleeping.
 - Both listeners of an engine bind all interfaces and ask nobody who they are: give engines a
@@ -28,15 +31,23 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from importlib import metadata
-from typing import Any
+from typing import Any, NoReturn
+
+from .. import _core
+from .._arguments import at_least, real
+from ..transfer.bounded import BoundedCalls, CallHangs
+from ..transfer.registration import forget
 
 _MIN_VERSION = (0, 3, 12)  # before it, success came when the bytes had left, not arrived
 _MIN_TIMEOUT = 5  # seconds; the engine raises less to this without a word
 _PACKAGE = "mooncake-transfer-engine"
 _VARIANTS = ("-non-cuda", "", "-cuda13", "-npu", "-musa", "-efa-non-cuda", "-efa")
-_UNKNOWN = -3  # the engine's code for a range that is not registered
+_DEVICE_FREE = ("-non-cuda", "-efa-non-cuda")  # variants that know no memory but that of the host
+_FAILED = -1  # the engine's code for all that can go wrong with a write
+_UNKNOWN = -3  # and for a range that is not registered
+_GRACE = 2  # seconds that the engine may be late by itself
 _environment_lock = threading.Lock()
 
 
@@ -46,6 +57,9 @@ class MooncakeEngine:
     Start processes that use it with *spawn*: it has threads, which do not survive a fork. Safe to
     use from several threads.
 
+    Memory of pools stays as long as it is registered, or as a write that reads it may be in flight.
+    Any other memory belongs to the caller; `cpattn.transfer.register` keeps tensors.
+
     Parameters
     ----------
     host : str
@@ -54,7 +68,8 @@ class MooncakeEngine:
         "tcp", or what else the installed package offers, and its devices. With "tcp" no other
         transport is looked for.
     timeout : float
-        Seconds, at least 5, that one write may take on top of a nanosecond per byte.
+        Seconds, at least 5, that a peer is waited for at the first contact, and that one write may
+        then take on top of a nanosecond per byte.
     max_blocks : int
         Blocks per write of ``TransferPlan.execute``: what all releases carry without stalling.
     metadata_server : str
@@ -78,14 +93,17 @@ class MooncakeEngine:
         max_blocks: int = 512,
         metadata_server: str = "P2PHANDSHAKE",
     ) -> None:
-        if not _MIN_TIMEOUT <= timeout < math.inf:  # refuses nan, too
+        seconds = real(timeout, "MooncakeEngine", "timeout")
+        if not _MIN_TIMEOUT <= seconds < math.inf:  # refuses nan, too
             raise ValueError(
                 f"MooncakeEngine: timeout must be >= {_MIN_TIMEOUT} and finite, got {timeout}"
             )
+        self.max_blocks = at_least(1, max_blocks, "MooncakeEngine", "max_blocks")
         if os.environ.get("MC_TCP_PROTO") == "1":
             raise RuntimeError("MooncakeEngine: MC_TCP_PROTO=1 reports writes before they arrive")
         make_engine = _import_engine()
-        settings = {"MC_TRANSFER_TIMEOUT": str(math.ceil(timeout))}
+        self._timeout = math.ceil(seconds)
+        settings = {"MC_TRANSFER_TIMEOUT": str(self._timeout)}
         if protocol == "tcp":
             settings["MC_FORCE_TCP"] = "1"
         with _environment(settings):
@@ -94,26 +112,31 @@ class MooncakeEngine:
         if code != 0:
             raise RuntimeError(f"MooncakeEngine: the engine on {host} does not start: code {code}")
         self.session_id = f"{host}:{engine.get_rpc_port()}"
-        self.max_blocks = max_blocks
+        self._probes = metadata_server == "P2PHANDSHAKE" and hasattr(engine, "send_probe")
+        self._on_host = _installed()[0] in _DEVICE_FREE
         self._engine: Any = engine
-        self._registered: set[int] = set()
-        self._lock = threading.Lock()
-        self._writers = ThreadPoolExecutor(thread_name_prefix="MooncakeEngine")
+        self._changed = threading.Condition()  # guards all that follows
+        self._closing = False
+        self._num_writes = 0  # that close has to wait for
+        self._calls = BoundedCalls("MooncakeEngine")
+        self._met: set[str] = set()  # sessions whose last write was right
+        self._registered: dict[int, list[_core.PoolMemory]] = {}
+        self._in_doubt: set[_core.PoolMemory] = set()  # that a failed write may still read
 
     def register(self, addrs: Sequence[int], sizes: Sequence[int]) -> int:
         """Let peers write to ``sizes[i]`` bytes at ``addrs[i]``: to all ranges, or none.
 
-        0; -1 for an empty range; -7 where a range overlaps another, of this call or before.
+        0; -1 for an empty range; -7 where a range overlaps another, of this call or before. What
+        is not memory of this process, or cannot be written, is ValueError, unless the installed
+        package knows devices, whose addresses only it can judge.
         """
-        if len(addrs) != len(sizes):  # the engine would read beyond the shorter list
-            raise ValueError(
-                "MooncakeEngine.register: addrs and sizes must be equally many, got "
-                f"{len(addrs)} and {len(sizes)}"
-            )
-        with self._lock:
-            code: int = self._open().batch_register_memory(list(addrs), list(sizes))
+        addrs, sizes, owners = _core.ranges_to_register(
+            "MooncakeEngine.register", addrs, sizes, self._on_host
+        )
+        with self._changed:
+            code: int = self._open().batch_register_memory(addrs, sizes)
             if code == 0:
-                self._registered.update(addrs)
+                self._registered.update(zip(addrs, owners, strict=True))
             return code
 
     def unregister(self, addrs: Sequence[int]) -> int:
@@ -122,12 +145,17 @@ class MooncakeEngine:
         The engine is not asked for what it does not know: it would drop the other ranges of the
         call, yet refuse to register them again.
         """
-        with self._lock:
+        addrs = _core.address_list("MooncakeEngine.unregister: addrs", addrs)
+        with self._changed:
             engine, ranges = self._open(), set(addrs)
-            if len(ranges) < len(addrs) or not ranges <= self._registered:
+            if len(ranges) < len(addrs) or not ranges <= self._registered.keys():
                 return _UNKNOWN
-            self._registered -= ranges
-            return engine.batch_unregister_memory(list(ranges))
+            code: int = engine.batch_unregister_memory(list(ranges))
+            for addr in ranges:
+                owners = self._registered.pop(addr)
+                if code:  # who knows whether peers still write there
+                    self._in_doubt.update(owners)
+            return code
 
     def write(
         self,
@@ -139,9 +167,16 @@ class MooncakeEngine:
         """Copy ``lengths[i]`` bytes from ``src_addrs[i]`` here to ``dst_addrs[i]`` at the peer.
 
         The engine's code: 0 when all bytes are in the peer's memory, -1 for all that can go wrong.
+        A peer that does not answer is -1 after `timeout`, and then at once for as long as the
+        engine itself still waits for it; nothing has been sent to a peer that never answered.
         Ctrl-C ends the wait, not the write: `close` waits for it.
         """
-        return self.write_async(session, src_addrs, dst_addrs, lengths).result()
+        blocks = _blocks(session, src_addrs, dst_addrs, lengths)
+        engine = self._begin()
+        try:
+            return self._write(engine, session, blocks)
+        finally:
+            self._end()
 
     def write_async(
         self,
@@ -154,30 +189,97 @@ class MooncakeEngine:
 
         For work beside a transfer; writes side by side are no faster than one after the other.
         """
-        lists = list(src_addrs), list(dst_addrs), list(lengths)
-        with self._lock:  # `close` waits for what has been submitted, and nothing is behind it
-            call = self._open().batch_transfer_sync_write  # releases the GIL
-            return self._writers.submit(call, session, *lists)
+        blocks = _blocks(session, src_addrs, dst_addrs, lengths)
+        engine = self._begin()
+        future: Future[int] = Future()
+
+        def write() -> None:
+            try:
+                code = self._write(engine, session, blocks)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(code)
+            finally:
+                self._end()
+
+        threading.Thread(target=write, name="MooncakeEngine", daemon=True).start()
+        return future
 
     def close(self) -> None:
         """Wait for writes in flight, at most their timeout, then release all memory and end."""
-        with self._lock:
+        with self._changed:
+            self._closing = True
+            self._changed.wait_for(lambda: not self._num_writes)
+            self._calls.close()  # after writes whose callers have left
             engine, self._engine = self._engine, None
             if engine is not None:
-                self._writers.shutdown()
                 engine.batch_unregister_memory(list(self._registered))
-                self._registered.clear()
+            self._registered.clear()
+            self._in_doubt.clear()
+        forget(self)
 
     def _open(self) -> Any:
-        if self._engine is None:
+        if self._closing:
             raise RuntimeError(f"MooncakeEngine: {self.session_id} is closed")
         return self._engine
+
+    def _begin(self) -> Any:
+        """Count a write, which `close` waits for, and return the engine."""
+        with self._changed:
+            engine = self._open()
+            self._num_writes += 1
+            return engine
+
+    def _end(self) -> None:
+        with self._changed:
+            self._num_writes -= 1
+            self._changed.notify_all()
+
+    def _write(self, engine: Any, session: str, blocks: _core.Blocks) -> int:
+        owners = blocks.source_owners()
+        code = _FAILED
+        try:
+            if self._meets(engine, session):
+                limit = self._timeout + blocks.num_bytes * 1e-9 + _GRACE
+                write = engine.batch_transfer_sync_write  # releases the GIL
+                code = self._calls.run(session, limit, write, session, *blocks.lists())
+        except CallHangs:
+            pass
+        finally:
+            with self._changed:
+                if code == 0:
+                    self._met.add(session)
+                else:
+                    self._met.discard(session)
+                    self._in_doubt.update(owners)
+        return code
+
+    def _meets(self, engine: Any, session: str) -> bool:
+        """Whether the peer has shown that it is there: the engine itself would wait a minute."""
+        if not self._probes or session in self._met:
+            return True
+        answer: int = self._calls.run(session, self._timeout, engine.send_probe, session)
+        return answer == 0
 
     def __enter__(self) -> MooncakeEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "MooncakeEngine: an engine cannot be pickled or copied: peers know its session"
+        )
+
+
+def _blocks(session: Any, *lists: Any) -> _core.Blocks:
+    if not isinstance(session, str):
+        raise TypeError(
+            f"MooncakeEngine.write: session must be a str, got {type(session).__name__}"
+        )
+    return _core.Blocks("MooncakeEngine.write", *lists)
 
 
 def _import_engine() -> Any:
@@ -189,7 +291,7 @@ def _import_engine() -> Any:
             f"MooncakeEngine: {error}; install '{_PACKAGE}-non-cuda>=0.3.13.post1' with pip and "
             "libibverbs1 libnuma1 libcurl4 with apt"
         ) from error
-    version = _installed_version()
+    _, version = _installed()
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < _MIN_VERSION:
         raise ImportError(
             f"MooncakeEngine: needs {_PACKAGE} >= 0.3.12, which acknowledges writes only once "
@@ -198,11 +300,12 @@ def _import_engine() -> Any:
     return engine
 
 
-def _installed_version() -> str:
+def _installed() -> tuple[str, str]:
+    """Variant and version of the package."""
     for variant in _VARIANTS:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(_PACKAGE + variant)
-    return "an unknown release"  # no number: refused
+            return variant, metadata.version(_PACKAGE + variant)
+    return "", "an unknown release"  # no number: refused
 
 
 @contextlib.contextmanager

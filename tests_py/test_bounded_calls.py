@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that may hang, waited for only so long."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+
+import pytest
+
+from cpattn.transfer.bounded import BoundedCalls, CallHangs
+
+LONG = 60.0
+
+
+@pytest.fixture
+def calls():
+    return BoundedCalls("test")
+
+
+@pytest.fixture
+def let_go():
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_results_and_errors_come_back(calls):
+    assert calls.run("a", LONG, divmod, 17, 5) == (3, 2)
+    with pytest.raises(ZeroDivisionError):
+        calls.run("a", LONG, divmod, 17, 0)
+    with pytest.raises(TimeoutError, match="of the call itself"):
+        calls.run("a", LONG, raise_, TimeoutError("of the call itself"))
+
+
+def raise_(error):
+    raise error
+
+
+def test_threads_are_used_again(calls):
+    threads = {calls.run("a", LONG, threading.get_ident) for _ in range(50)}
+    assert len(threads) < 10
+
+
+def test_what_hangs_keeps_its_key_and_no_other(calls, let_go):
+    with pytest.raises(CallHangs, match=r"^test: no answer for a in 0.05 s$"):
+        calls.run("a", 0.05, let_go.wait, LONG)
+    begin = time.monotonic()
+    with pytest.raises(CallHangs, match=r"^test: an earlier call for a still hangs$"):
+        calls.run("a", LONG, int)
+    assert calls.run("b", LONG, int) == 0
+    assert time.monotonic() - begin < LONG / 2
+    let_go.set()
+    deadline = time.monotonic() + LONG
+    while True:
+        try:
+            assert calls.run("a", LONG, int) == 0
+            break
+        except CallHangs:
+            assert time.monotonic() < deadline
+
+
+def test_close_waits_until_the_limit(calls, let_go):
+    begun, limit = threading.Event(), 0.2
+
+    def work():
+        begun.set()
+        let_go.wait(LONG)
+
+    def run():
+        with pytest.raises(CallHangs):
+            calls.run("a", limit, work)
+
+    begin = time.monotonic()
+    caller = threading.Thread(target=run)
+    caller.start()
+    assert begun.wait(LONG)
+    calls.close()
+    assert limit <= time.monotonic() - begin < LONG / 2
+    caller.join()
+
+
+def test_arguments_are_let_go_with_the_call(calls):
+    class Memory:
+        pass
+
+    memory = Memory()
+    watched = weakref.ref(memory)
+    calls.run("a", LONG, id, memory)
+    del memory
+    deadline = time.monotonic() + LONG
+    while watched() is not None:  # the thread may still be on its way back to the queue
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
