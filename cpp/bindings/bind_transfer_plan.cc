@@ -2,6 +2,8 @@
 #include <pybind11/operators.h>
 
 #include <algorithm>
+#include <string>
+#include <vector>
 
 #include "bindings/int_arrays.h"
 #include "bindings/module.h"
@@ -14,12 +16,59 @@ namespace py = pybind11;
 namespace cpattn::bindings {
 namespace {
 
-TransferPlan make_plan(const py::object& src, const py::object& dst, const py::object& bytes) {
+py::tuple items_of_parts(py::handle object) {
+  if (!PyList_Check(object.ptr()) && !PyTuple_Check(object.ptr())) {
+    throw py::type_error(concat(
+        "TransferPlan: parts must be a list of (name, number of entries, number of blocks), got ",
+        Py_TYPE(object.ptr())->tp_name
+    ));
+  }
+  return py::reinterpret_steal<py::tuple>(PySequence_Tuple(object.ptr()));
+}
+
+TransferPart part_of(py::handle object) {
+  const py::tuple fields = items_of_parts(object);
+  check(fields.size() == 3, "TransferPlan: parts must have 3 fields each, got ", fields.size());
+  if (!py::isinstance<py::str>(fields[0])) {
+    throw py::type_error(concat(
+        "TransferPlan: parts must have names of type str, got ",
+        Py_TYPE(py::object(fields[0]).ptr())->tp_name
+    ));
+  }
+  return {
+      .name = fields[0].cast<std::string>(),
+      .num_entries = uint64_value(fields[1], "TransferPlan: parts: number of entries"),
+      .num_blocks = uint64_value(fields[2], "TransferPlan: parts: number of blocks"),
+  };
+}
+
+std::vector<TransferPart> parts_of(py::handle list, std::size_t num_blocks) {
+  std::vector<TransferPart> parts;
+  std::size_t left = num_blocks;
+  for (const py::handle fields : items_of_parts(list)) {
+    parts.push_back(part_of(fields));
+    check(
+        parts.back().num_blocks <= left, "TransferPlan: parts must have the ", num_blocks,
+        " blocks of the plan, got more"
+    );
+    left -= parts.back().num_blocks;
+  }
+  check(
+      parts.empty() || left == 0, "TransferPlan: parts must have the ", num_blocks,
+      " blocks of the plan, got ", num_blocks - left
+  );
+  return parts;
+}
+
+TransferPlan make_plan(
+    const py::object& src, const py::object& dst, const py::object& bytes, const py::object& parts
+) {
   const auto [src_addrs, dst_addrs, lengths] = block_lists("TransferPlan", src, dst, bytes);
   TransferPlan plan(lengths.size());
   std::copy(src_addrs.begin(), src_addrs.end(), plan.src_addrs().begin());
   std::copy(dst_addrs.begin(), dst_addrs.end(), plan.dst_addrs().begin());
   std::copy(lengths.begin(), lengths.end(), plan.lengths().begin());
+  plan.set_parts(parts_of(parts, lengths.size()));
   return plan;
 }
 
@@ -47,12 +96,6 @@ py::dict to_dict(const py::object& self) {
   return out;
 }
 
-py::tuple reduce(const py::object& self) {
-  py::list words;
-  for (const Field& field : kFields) words.append(view(self, field.words));
-  return py::make_tuple(py::type::of(self), py::tuple(words));
-}
-
 py::list parts(const TransferPlan& plan) {
   py::list out;
   for (const TransferPart& part : plan.parts()) {
@@ -61,11 +104,19 @@ py::list parts(const TransferPlan& plan) {
   return out;
 }
 
+/// The arguments that make an equal plan, parts included.
+py::tuple reduce(const py::object& self) {
+  py::list arguments;
+  for (const Field& field : kFields) arguments.append(view(self, field.words));
+  arguments.append(parts(self.cast<const TransferPlan&>()));
+  return py::make_tuple(py::type::of(self), py::tuple(arguments));
+}
+
 std::string repr(const TransferPlan& plan) {
   std::string text =
       concat("TransferPlan(", plan.num_blocks(), " blocks, ", plan.total_bytes(), " bytes");
   for (const TransferPart& part : plan.parts()) {
-    if (part.name[0] != '\0') text += concat(", ", part.num_entries, " × ", part.name);
+    if (!part.name.empty()) text += concat(", ", part.num_entries, " × ", part.name);
   }
   return text + ")";
 }
@@ -77,7 +128,10 @@ void register_transfer_plan(py::module_& module) {
       module, "TransferPlan",
       "Blocks to copy from one memory to another: a value of three equally long arrays."
   );
-  type.def(py::init(&make_plan), py::arg("src_addrs"), py::arg("dst_addrs"), py::arg("lengths"));
+  type.def(
+      py::init(&make_plan), py::arg("src_addrs"), py::arg("dst_addrs"), py::arg("lengths"),
+      py::arg("parts") = py::tuple()
+  );
   for (const Field& field : kFields) {
     type.def_property_readonly(
         field.name, [words = field.words](const py::object& self) { return view(self, words); },
@@ -89,7 +143,7 @@ void register_transfer_plan(py::module_& module) {
       "parts", &parts,
       "Blocks that are alike, in order: (name, number of entries, number of blocks)."
   );
-  type.def("to_dict", &to_dict, "The three arrays by name, as lists of int.");
+  type.def("to_dict", &to_dict, "The three arrays by name, as lists of int; without the parts.");
   type.def("__reduce__", &reduce);
   // A value, and one that keeps what it reads from.
   type.def("__copy__", [](py::object self) { return self; });

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <string_view>
 #include <utility>
 
 namespace cpattn {
@@ -49,9 +48,7 @@ std::vector<TransferPart> make_parts(
 ) {
   std::vector<TransferPart> parts;
   for (const TransferEntry& entry : entries) {
-    if (parts.empty() || std::string_view(parts.back().name) != entry.part) {
-      parts.push_back({.name = entry.part});
-    }
+    if (parts.empty() || parts.back().name != entry.part) parts.push_back({.name = entry.part});
     ++parts.back().num_entries;
     parts.back().num_blocks += is_contiguous(entry) ? num_runs : num_units;
   }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -32,7 +33,7 @@ struct TransferEntry {
 
 /// Blocks of consecutive entries that are alike, for the reader of a plan.
 struct TransferPart {
-  const char* name = "";
+  std::string name;
   std::size_t num_entries = 0;
   std::size_t num_blocks = 0;
 };

@@ -49,7 +49,13 @@ class TraceScope(enum.IntEnum):
     call = 10
 
 class TransferPlan(metaclass=_pybind11_type):
-    def __init__(self, src_addrs: Any, dst_addrs: Any, lengths: Any) -> None: ...
+    def __init__(
+        self,
+        src_addrs: Any,
+        dst_addrs: Any,
+        lengths: Any,
+        parts: Sequence[tuple[str, int, int]] = (),
+    ) -> None: ...
     @property
     def src_addrs(self) -> NDArray[np.uint64]: ...
     @property
