@@ -56,6 +56,15 @@ TEST(copy_blocks, nothing_to_copy_and_lists_that_do_not_match) {
   EXPECT_THROW(copy_blocks({}, one, one), std::invalid_argument);
 }
 
+TEST(copy_blocks, lengths_that_wrap_copy_nothing) {
+  const uint8_t src = 1;
+  uint8_t dst = 0;
+  const Words from(3, address(&src)), to(3, address(&dst));
+  EXPECT_THROW(copy_blocks(from, to, Words{1, UINT64_MAX, 1}), std::invalid_argument);
+  EXPECT_THROW(copy_blocks(from, to, Words{1, INT64_MAX, 0}), std::invalid_argument);
+  EXPECT_EQ(dst, 0);
+}
+
 TEST(memory_ranges, refused_calls_change_nothing) {
   MemoryRanges ranges;
   EXPECT_EQ(ranges.add(Words{100, 200}, Words{50, 50}), 0);

@@ -151,5 +151,21 @@ TEST(MakeTransferPlan, ShiftedEntriesAreThoseMadeAlone) {
   EXPECT_EQ(plan.parts()[1].num_blocks, 8u);
 }
 
+TEST(MakeTransferPlan, RefusesBlocksWhoseNumberWouldWrap) {
+  constexpr int64_t kMost = int64_t{1} << 28;
+  const auto make = [](std::size_t num_entries, int64_t count, std::size_t num_runs, bool rows) {
+    const TransferEntry entry = {0, 0, 8, 8, rows ? 4u : 8u, "k"};
+    const std::vector<TransferEntry> entries(num_entries, entry);
+    const std::vector<TransferRun> runs(num_runs, {0, 0, count});
+    return make_transfer_plan(entries, runs).num_blocks();
+  };
+  EXPECT_EQ(make(2, INT64_MAX, 3, false), 6u);  // whole runs are a block each
+  EXPECT_EQ(make(4, 1000, 2, true), 8000u);
+  EXPECT_THROW(make(1, kMost + 1, 1, true), std::invalid_argument);
+  EXPECT_THROW(make(2, kMost / 2 + 1, 1, true), std::invalid_argument);
+  EXPECT_THROW(make(1 << 12, int64_t{1} << 49, 1 << 3, true), std::invalid_argument);  // 2^64
+  EXPECT_THROW(make(1, INT64_MAX, 3, true), std::invalid_argument);
+}
+
 }  // namespace
 }  // namespace cpattn

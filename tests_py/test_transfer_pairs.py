@@ -59,7 +59,7 @@ def test_pairs_without_ids():
         build_transfer_entry_pairs(None, None, 3, 2, allow_positional_fallback=True)
     with pytest.raises(RuntimeError, match="src metadata=1 entries=2, dst metadata=2 entries=2"):
         build_transfer_entry_pairs([1], [1, 2], 2, 2)
-    with pytest.raises(ValueError, match="n_src and n_dst must be >= 0, got -1"):
+    with pytest.raises(ValueError, match=r"n_src and n_dst must be in \[0, 16777216\], got -1"):
         build_transfer_entry_pairs(None, None, -1, 2)
 
 

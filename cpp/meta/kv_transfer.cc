@@ -54,7 +54,10 @@ KVPageList page_list(
     const char* side, const KVLayout& layout, std::span<const int64_t> pages, int64_t start
 ) {
   const KVPlacement& placement = layout.placement();
-  check_token("tokens of all pages", static_cast<int64_t>(pages.size()) * placement.page_size);
+  check(
+      std::ssize(pages) <= kMaxTokens / placement.page_size, kFunction, ": ", side,
+      " pages must hold at most 2^48 tokens, got ", pages.size(), " of ", placement.page_size
+  );
   return {
       .side = side,
       .pages = pages,

@@ -63,6 +63,7 @@ void check_end_layer(
     const char* function, int64_t num_src, const KVStage& kv, std::optional<int64_t> end_layer
 ) {
   if (!end_layer) return;
+  narrow_to_int32(*end_layer, concat(function, ": prefill_end_layer").c_str());
   const int64_t drafts = kv.is_last_rank ? kv.draft_kv_layers : 0;
   const int64_t held = num_src / kv.kv_buf_groups - drafts;
   check(

@@ -40,7 +40,12 @@ uint64_t head_bytes(
       ": destination item length must be a whole number of bytes for each of ", page_size,
       " tokens and ", heads.dst_heads, " heads, got ", dst_item
   );
-  const uint64_t src_item = bytes * page_size * static_cast<uint64_t>(heads.src_heads);
+  uint64_t src_item = 0;
+  check(
+      !__builtin_mul_overflow(bytes * page_size, static_cast<uint64_t>(heads.src_heads), &src_item),
+      function, ": source items of ", heads.src_heads, " heads of ", page_size, " tokens of ",
+      bytes, " bytes must be below 2^64"
+  );
   const auto other = std::ranges::find_if(buffers.src_item_lens, [src_item](uint64_t item) {
     return item != src_item;
   });

@@ -9,6 +9,8 @@
 namespace cpattn {
 namespace {
 
+constexpr int64_t kMaxEntries = 1 << 24;  // far above any model, far below all memory
+
 /// What engines catch by its text, so the text is theirs.
 template <class... Parts>
 void require(bool ok, const Parts&... parts) {
@@ -32,8 +34,9 @@ std::vector<std::pair<int64_t, int64_t>> build_transfer_entry_pairs(
     bool allow_positional_fallback
 ) {
   check(
-      num_src >= 0 && num_dst >= 0,
-      "build_transfer_entry_pairs: n_src and n_dst must be >= 0, got ", num_src, " and ", num_dst
+      num_src >= 0 && num_dst >= 0 && num_src <= kMaxEntries && num_dst <= kMaxEntries,
+      "build_transfer_entry_pairs: n_src and n_dst must be in [0, ", kMaxEntries, "], got ",
+      num_src, " and ", num_dst
   );
   std::vector<std::pair<int64_t, int64_t>> pairs;
   if (num_src == 0) return pairs;

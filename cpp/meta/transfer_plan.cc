@@ -5,8 +5,12 @@
 #include <numeric>
 #include <utility>
 
+#include "cpattn/check.h"
+
 namespace cpattn {
 namespace {
+
+constexpr std::size_t kMaxBlocks = std::size_t{1} << 28;
 
 bool is_contiguous(const TransferEntry& entry) {
   return entry.src_stride == entry.bytes && entry.dst_stride == entry.bytes;
@@ -55,6 +59,16 @@ std::vector<TransferPart> make_parts(
   return parts;
 }
 
+/// The units of all runs, at most one more than a plan may have: large counts would wrap.
+std::size_t count_units(std::span<const TransferRun> runs) {
+  std::size_t num_units = 0;
+  for (const TransferRun& run : runs) {
+    num_units += std::min(static_cast<std::size_t>(run.count), kMaxBlocks + 1);
+    num_units = std::min(num_units, kMaxBlocks + 1);
+  }
+  return num_units;
+}
+
 }  // namespace
 
 TransferPlan::TransferPlan(std::size_t num_blocks)
@@ -72,11 +86,15 @@ bool TransferPlan::operator==(const TransferPlan& other) const {
 TransferPlan make_transfer_plan(
     std::span<const TransferEntry> entries, std::span<const TransferRun> runs
 ) {
-  std::size_t num_units = 0;
-  for (const TransferRun& run : runs) num_units += static_cast<std::size_t>(run.count);
+  const std::size_t num_units = count_units(runs);
   std::vector<TransferPart> parts = make_parts(entries, runs.size(), num_units);
   std::size_t num_blocks = 0;
   for (const TransferPart& part : parts) num_blocks += part.num_blocks;
+  check(
+      num_blocks <= kMaxBlocks, "TransferPlan: a plan must have at most ", kMaxBlocks,
+      " blocks, got ", num_blocks, " for ", entries.size(),
+      " buffers: their units are sent one by one"
+  );
   TransferPlan plan(num_blocks);
   Blocks out = {plan.src_addrs().data(), plan.dst_addrs().data(), plan.lengths().data()};
   for (std::size_t i = 0; i < entries.size(); ++i) {

@@ -30,7 +30,13 @@ void copy_blocks(
   );
   // Blocks may be large or small, so threads share the bytes of all, laid end to end.
   std::vector<uint64_t> begins(num_blocks + 1, 0);
-  for (std::size_t i = 0; i < num_blocks; ++i) begins[i + 1] = begins[i] + lengths[i];
+  for (std::size_t i = 0; i < num_blocks; ++i) {
+    begins[i + 1] = begins[i] + lengths[i];
+    check(
+        begins[i + 1] >= begins[i] && begins[i + 1] <= INT64_MAX,
+        "copy_blocks: lengths must add up to less than 2^63, got ", lengths[i], " at index ", i
+    );
+  }
   const uint64_t num_items = (begins.back() + kItemBytes - 1) / kItemBytes;
   parallel_for(
       static_cast<int64_t>(num_items), num_threads > 0 ? num_threads : default_num_threads(),

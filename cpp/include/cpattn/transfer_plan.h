@@ -73,7 +73,8 @@ class TransferPlan {
 
 /// The blocks of all entries, entry-major, runs in their order: a block per run where units of
 /// the entry are contiguous on both sides (strides equal to bytes), else a block per unit.
-/// The caller has checked ranges; addresses wrap modulo 2^64.
+/// The caller has checked ranges; addresses wrap modulo 2^64. std::invalid_argument for more than
+/// 2^28 blocks, which no engine would carry and which take 6 GiB.
 TransferPlan make_transfer_plan(
     std::span<const TransferEntry> entries, std::span<const TransferRun> runs
 );
