@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -37,6 +41,26 @@ MHA, MLA = cpattn.MHATokenToKVPool, cpattn.MLATokenToKVPool
 def test_sizes(make, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         make()
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2**70, 8, 2, 2, 8), (8, 2**63, 2, 2, 8), (8, 8, 2**64, 2, 8), (8, 8, 2, 2**62, 2**9)]
+)
+def test_sizes_beyond_every_memory(sizes):
+    with pytest.raises(ValueError, match=r"^MHATokenToKVPool: .* (fit into int64|below 2\^63)"):
+        MHA(*sizes)
+    with pytest.raises(MemoryError, match=r"^MHATokenToKVPool: the system has no .* bytes"):
+        MHA(8, 8, 2**40, 2, 2**10)
+
+
+@pytest.mark.parametrize("make", [lambda: POOL, lambda: LATENT])
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pool_stays_where_it_is(make, protocol):
+    name = type(make()).__name__
+    message = f"^{name}: a pool cannot be pickled or copied, for it is memory of this process"
+    for move in (partial(pickle.dumps, protocol=protocol), copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=message):
+            move(make())
 
 
 def test_environment(monkeypatch):
@@ -106,8 +130,26 @@ def test_calls(call, message):
         (lambda: POOL.set_kv_buffer(3, [1.0, 2.0], K, V), "set_kv_buffer: loc must hold integers"),
         (lambda: POOL.set_kv_buffer(3, torch.ones(2), K, V), "set_kv_buffer: loc must be int32 or"),
         (lambda: POOL.set_kv_buffer(3, [1, 2], [1.0], V), "k must be a tensor"),
-        (lambda: POOL.get_key_buffer(3.0), "'float' object cannot be interpreted as an integer"),
+        (lambda: POOL.get_key_buffer(3.0), "get_key_buffer: layer_id must be an integer, got flo"),
+        (lambda: POOL.get_key_buffer(True), "get_key_buffer: layer_id must be an integer, got bo"),
+        (lambda: POOL.set_kv_buffer("3", [1, 2], K, V), "set_kv_buffer: layer_id must be an int"),
+        (
+            lambda: POOL.set_kv_buffer(3, [1, 2], K, V, k_scale="x"),
+            "set_kv_buffer: k_scale must be a number, got str",
+        ),
+        (
+            lambda: POOL.set_kv_buffer(3, [1, 2], K, V, v_scale=torch.ones(2)),
+            "set_kv_buffer: v_scale must be a number, got Tensor",
+        ),
         (lambda: MHA(64.0, 8, 2, 2, 8), "MHATokenToKVPool: size must be an integer, got float"),
+        (lambda: MHA(64, "8", 2, 2, 8), "MHATokenToKVPool: page_size must be an integer, got str"),
+        (lambda: MHA(64, True, 2, 2, 8), "MHATokenToKVPool: page_size must be an integer, got bo"),
+        (lambda: MHA(64, 8, None, 2, 8), "MHATokenToKVPool: num_layers must be an integer, got N"),
+        (
+            lambda: MHA(64, 8, 2, 2, 8, use_fia="yes"),
+            "MHATokenToKVPool: use_fia must be a bool or None, got str",
+        ),
+        (lambda: MLA(64, 8, 2, 8, 4, use_fia=1), "MLATokenToKVPool: use_fia must be a bool or No"),
     ],
 )
 def test_types(call, message):

@@ -33,10 +33,15 @@ DType pool_dtype(const std::string& function, const std::string& name) {
 void register_kv_pool(py::module_& module) {
   py::class_<KVBuffer>(module, "KVBuffer")
       .def(
-          py::init([](const std::string& function, int64_t num_layers, int64_t num_slots,
-                      int64_t row_elements, const std::string& dtype) {
+          py::init([](const std::string& function, const py::object& num_layers,
+                      const py::object& num_slots, const py::object& row_elements,
+                      const std::string& dtype) {
+            const auto size = [&](const py::object& value, const char* name) {
+              return index_value(value, concat(function, ": ", name).c_str());
+            };
             return std::make_unique<KVBuffer>(
-                function.c_str(), num_layers, num_slots, row_elements, pool_dtype(function, dtype)
+                function.c_str(), size(num_layers, "num_layers"), size(num_slots, "token slots"),
+                size(row_elements, "elements of a row"), pool_dtype(function, dtype)
             );
           }),
           "function"_a, "num_layers"_a, "num_slots"_a, "row_elements"_a, "dtype"_a

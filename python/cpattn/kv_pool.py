@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from . import _core
+from ._arguments import at_least, integer
 from ._containers import Tensor, numpy_dtype
 
 _FLAGS = {
@@ -38,11 +38,11 @@ class _KVPool:
         container: str | None,
     ):
         function = type(self).__name__
-        self.size = _at_least(0, function, "size", size)
-        self.page_size = _at_least(1, function, "page_size", page_size)
+        self.size = at_least(0, size, function, "size")
+        self.page_size = at_least(1, page_size, function, "page_size")
         self.num_pages = self.size // self.page_size + 1
-        self.num_layers = self.layer_num = _at_least(1, function, "num_layers", num_layers)
-        self.start_layer = _at_least(0, function, "start_layer", start_layer)
+        self.num_layers = self.layer_num = at_least(1, num_layers, function, "num_layers")
+        self.start_layer = at_least(0, start_layer, function, "start_layer")
         self.end_layer = self.start_layer + self.num_layers
         self.dtype = _dtype_name(dtype)
         self.store_dtype = "uint8" if self.dtype.startswith("float8") else self.dtype
@@ -106,13 +106,13 @@ class _KVPool:
 
     def _layer_index(self, function: str, layer_id: Any) -> int:
         """Of a layer, or of what has a `layer_id`, as engines' attention layers do."""
-        index = operator.index(getattr(layer_id, "layer_id", layer_id)) - self.start_layer
-        if not 0 <= index < self.num_layers:
+        layer = integer(getattr(layer_id, "layer_id", layer_id), function, "layer_id")
+        if not self.start_layer <= layer < self.end_layer:
             raise ValueError(
                 f"{function}: layer_id must be in [{self.start_layer}, {self.end_layer}), "
-                f"got {index + self.start_layer}"
+                f"got {layer}"
             )
-        return index
+        return layer - self.start_layer
 
     @property
     def k_buffer(self) -> Tensor | list[Tensor]:
@@ -152,10 +152,16 @@ class _KVPool:
             loc,
             self._buffers["k"],
             k,
-            1.0 if k_scale is None else float(k_scale),
+            _scale("k_scale", k_scale),
             self._buffers["v"],
             v,
-            1.0 if v_scale is None else float(v_scale),
+            _scale("v_scale", v_scale),
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__}: a pool cannot be pickled or copied, for it is memory of this "
+            "process; KVLayout.from_pool tells others where it is"
         )
 
 
@@ -227,12 +233,12 @@ class MHATokenToKVPool(_KVPool):
     ):
         function = type(self).__name__
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        self.num_kv_heads = _at_least(1, function, "num_kv_heads", num_kv_heads)
-        self.head_dim = _at_least(1, function, "head_dim", head_dim)
-        self.v_head_dim = _at_least(1, function, "v_head_dim", v_head_dim)
+        self.num_kv_heads = at_least(1, num_kv_heads, function, "num_kv_heads")
+        self.head_dim = at_least(1, head_dim, function, "head_dim")
+        self.v_head_dim = at_least(1, v_head_dim, function, "v_head_dim")
         heads = self.num_kv_heads
         rows = {"k": (heads, self.head_dim), "v": (heads, self.v_head_dim)}
-        use_fia = _use_fia(function) if use_fia is None else use_fia
+        use_fia = _use_fia(function, use_fia)
         super().__init__(rows, size, page_size, num_layers, dtype, start_layer, use_fia, container)
 
     def set_kv_buffer(
@@ -306,14 +312,16 @@ class MLATokenToKVPool(_KVPool):
     ):
         function = type(self).__name__
         self.num_kv_heads = 1
-        self.kv_lora_rank = _at_least(1, function, "kv_lora_rank", kv_lora_rank)
-        self.qk_rope_head_dim = _at_least(1, function, "qk_rope_head_dim", qk_rope_head_dim)
+        self.kv_lora_rank = at_least(1, kv_lora_rank, function, "kv_lora_rank")
+        self.qk_rope_head_dim = at_least(1, qk_rope_head_dim, function, "qk_rope_head_dim")
         self.head_dim, self.v_head_dim = self.kv_lora_rank, self.qk_rope_head_dim
         self.index_head_dim = None
         rows = {"k": (1, self.kv_lora_rank), "v": (1, self.qk_rope_head_dim)}
         if index_head_dim is not None:
-            self.index_head_dim = _at_least(1, function, "index_head_dim", index_head_dim)
+            self.index_head_dim = at_least(1, index_head_dim, function, "index_head_dim")
             rows["index_k"] = (1, self.index_head_dim)
+        if use_fia is not None:
+            _use_fia(function, use_fia)
         super().__init__(rows, size, page_size, num_layers, dtype, start_layer, False, container)
 
     @property
@@ -358,20 +366,12 @@ class MLATokenToKVPool(_KVPool):
             raise ValueError(f"{function}: the pool was made without index_head_dim")
 
 
-def _at_least(least: int, function: str, name: str, number: Any) -> int:
-    """A size as a plain int: products of NumPy integers would wrap."""
-    try:
-        value = operator.index(number)
-    except TypeError:
-        raise TypeError(
-            f"{function}: {name} must be an integer, got {type(number).__name__}"
-        ) from None
-    if value < least:
-        raise ValueError(f"{function}: {name} must be >= {least}, got {value}")
-    return value
-
-
-def _use_fia(function: str) -> bool:
+def _use_fia(function: str, use_fia: Any) -> bool:
+    """The argument, or what the environment says."""
+    if isinstance(use_fia, bool):
+        return use_fia
+    if use_fia is not None:
+        raise TypeError(f"{function}: use_fia must be a bool or None, got {type(use_fia).__name__}")
     text = os.environ.get("ASCEND_USE_FIA", "")
     try:
         return _FLAGS[text.strip().lower()]
@@ -381,10 +381,20 @@ def _use_fia(function: str) -> bool:
         ) from None
 
 
+def _scale(name: str, scale: Any) -> float:
+    """A number or a tensor of one; no scale is 1."""
+    try:
+        return 1.0 if scale is None else float(scale)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"set_kv_buffer: {name} must be a number, got {type(scale).__name__}"
+        ) from error
+
+
 def _dtype_name(dtype: Any) -> str:
     """Of a name, a NumPy or torch dtype, or a NumPy scalar type."""
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
-    return name or str(dtype).removeprefix("torch.")
+    return str(name or dtype).removeprefix("torch.")
 
 
 def _viewer(function: str, container: str | None) -> Any:
