@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
+from .._arguments import at_least
 
 if TYPE_CHECKING:
     import numpy as np
@@ -176,7 +177,9 @@ class KVSendCursor:
     curr_idx: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decode_prefix_len <= self.num_tokens:
+        for name, minimum in (("num_tokens", 0), ("page_size", 1), ("decode_prefix_len", 0)):
+            setattr(self, name, at_least(minimum, getattr(self, name), "KVSendCursor", name))
+        if self.decode_prefix_len > self.num_tokens:
             raise ValueError(
                 f"KVSendCursor: decode_prefix_len must be within the {self.num_tokens} tokens, "
                 f"got {self.decode_prefix_len}"
@@ -197,11 +200,12 @@ class KVSendCursor:
         `end` bounds the chunk instead of ``min(num_computed, num_tokens)``. A last chunk takes
         the partial page along and is returned even without pages, because metadata goes with it.
         """
+        function = "KVSendCursor.advance"
         if end is None:
-            end = min(num_computed, self.num_tokens)
-        elif end > self.num_tokens:
+            end = min(at_least(0, num_computed, function, "num_computed"), self.num_tokens)
+        elif at_least(0, end, function, "end") > self.num_tokens:
             raise ValueError(
-                f"KVSendCursor.advance: end must be within the {self.num_tokens} tokens, got {end}"
+                f"{function}: end must be within the {self.num_tokens} tokens, got {end}"
             )
         if not last_chunk:
             end -= end % self.page_size

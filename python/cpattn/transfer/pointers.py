@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .. import _core
 
 __all__ = [
@@ -65,7 +67,9 @@ def get_mha_kv_ptrs_with_pp(
     >>> get_mha_kv_ptrs_with_pp(stage, decode, prefill_start_layer=3, total_kv_layers=5)[2:4]
     (['K3', 'K4'], ['V3', 'V4'])
     """
-    src, dst = listed(src_kv_ptrs), listed(dst_kv_ptrs)
+    function = "get_mha_kv_ptrs_with_pp"
+    src = listed(src_kv_ptrs, function, "src_kv_ptrs")
+    dst = listed(dst_kv_ptrs, function, "dst_kv_ptrs")
     (*ranges, num_layers) = _core.mha_kv_entries(
         len(src), len(dst), prefill_start_layer, total_kv_layers or 0, compat
     )
@@ -125,7 +129,9 @@ def get_mla_kv_ptrs_with_pp(
     ...                         hidden_kv_layers=3, draft_kv_layers=1, is_last_rank=True)[1]
     ['K2', 'V2', 'dK', 'dV']
     """
-    src, dst = listed(src_kv_ptrs), listed(dst_kv_ptrs)
+    function = "get_mla_kv_ptrs_with_pp"
+    src = listed(src_kv_ptrs, function, "src_kv_ptrs")
+    dst = listed(dst_kv_ptrs, function, "dst_kv_ptrs")
     ranges = _core.mla_kv_entries(
         len(src),
         len(dst),
@@ -140,9 +146,17 @@ def get_mla_kv_ptrs_with_pp(
     return src, [ptr for entries in ranges for ptr in dst[slice(*entries)]], len(src)
 
 
-def listed(ptrs: Any) -> list[Any]:
+def listed(ptrs: Any, function: str, argument: str) -> list[Any]:
     """A new list; of plain ints from an array."""
-    return ptrs.tolist() if hasattr(ptrs, "tolist") else list(ptrs)
+    plain = isinstance(ptrs, (list, tuple))
+    array = hasattr(ptrs, "tolist") and not isinstance(ptrs, (memoryview, np.ma.MaskedArray))
+    values = list(ptrs) if plain else ptrs.tolist() if array else None
+    if not isinstance(values, list):
+        raise TypeError(
+            f"{function}: {argument} must be a list, a tuple or an array of one dimension, got "
+            f"{type(ptrs).__name__}"
+        )
+    return values
 
 
 def build_transfer_entry_pairs(

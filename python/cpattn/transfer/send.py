@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .. import _core
+from .._arguments import at_least, integer
 from .._core import TransferPlan
 
 __all__ = [
@@ -175,16 +176,18 @@ def plan_send_kvcache_slice(
         A block per entry, page and token, those of whole runs joined where all heads of both
         sides go.
     """
-    for name, size in (("attn_tp_size", attn_tp_size), ("dst_attn_tp_size", dst_attn_tp_size)):
-        if size < 1:
-            raise ValueError(f"plan_send_kvcache_slice: {name} must be >= 1, got {size}")
-    total_kv_heads = getattr(kv_args, "total_kv_head_num", 0) or 0
-    if total_kv_heads <= 0:
-        total_kv_heads = kv_args.kv_head_num * attn_tp_size
+    function = "plan_send_kvcache_slice"
+    attn_tp_size = at_least(1, attn_tp_size, function, "attn_tp_size")
+    dst_attn_tp_size = at_least(1, dst_attn_tp_size, function, "dst_attn_tp_size")
+    dst_tp_rank = integer(dst_tp_rank, function, "dst_tp_rank")
+    engine_rank = integer(kv_args.engine_rank, function, "engine_rank")
+    total_kv_heads = getattr(kv_args, "total_kv_head_num", None) or 0
+    if integer(total_kv_heads, function, "total_kv_head_num") <= 0:
+        total_kv_heads = integer(kv_args.kv_head_num, function, "kv_head_num") * attn_tp_size
     heads = slice_heads(
         total_kv_heads,
         prefill_tp_size=attn_tp_size,
-        prefill_rank=kv_args.engine_rank % attn_tp_size,
+        prefill_rank=engine_rank % attn_tp_size,
         decode_tp_size=dst_attn_tp_size,
         decode_rank=dst_tp_rank % dst_attn_tp_size,
         compat=compat,
@@ -282,12 +285,13 @@ def plan_send_state(
         "src_state_indices": src_state_indices,
         "dst_state_indices": dst_state_indices,
     }
+    lists = {name: tuple(parts) for name, parts in lists.items()}  # as they are now
     num_parts = {name: len(parts) for name, parts in lists.items()}
     if len(set(num_parts.values())) > 1 and not compat:
         raise ValueError(f"plan_send_state: components must be as many in all of {num_parts}")
     components = []
     for kind, ptrs, lens, item_lens, dst_ptrs, src, dst in zip(*lists.values(), strict=False):
-        src, dst = ([] if indices is None else indices for indices in (src, dst))
+        src, dst = (as_now(indices) for indices in (src, dst))
         if attn_tp_size != dst_attn_tp_size and not (is_mla and kind in PAGED_STATES):
             raise RuntimeError(
                 f"plan_send_state: {kind} states need equal tensor parallelism on both sides, "
@@ -300,6 +304,13 @@ def plan_send_state(
             )
         components.append(((ptrs, lens, item_lens, dst_ptrs, None), src, dst))
     return _core.plan_send_state(components, compat)
+
+
+def as_now(indices: Any) -> Any:
+    """What is checked and then sent: a list may change in between."""
+    if indices is None:
+        return []
+    return list(indices) if isinstance(indices, list) else indices
 
 
 def kv_buffers(kv_args: Any, dst_ptrs: Sequence[int], dst_item_lens: Lengths) -> tuple[Any, ...]:

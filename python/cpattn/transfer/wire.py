@@ -95,6 +95,8 @@ def _unpack_ints(fmt: str, body: bytes, name: str = "") -> list[int]:
 
 
 def _pack_pages(values: Any) -> bytes:
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError("must be int32 of shape [n], got a masked array")
     pages = np.asarray(values)
     if pages.ndim != 1 or (pages.size and pages.dtype.kind not in "iu"):
         raise ValueError(f"must be int32 of shape [n], got {pages.dtype} of shape {pages.shape}")
@@ -170,6 +172,7 @@ class _Message:
         ones are ValueError.
         """
         known: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
+        frames = [_bytes_of(cls.__name__, i, frame) for i, frame in enumerate(frames)]
         first = len(cls._HEAD)
         needed = first + max(i for i, item in enumerate(known, 1) if not _has_default(item))
         if len(frames) < needed or list(frames[:first]) != cls._HEAD:
@@ -193,9 +196,10 @@ class _Message:
         try:
             absent = value is None and item.default is None
             return b"" if absent else item.metadata["pack"](value)
-        except ValueError as error:
+        except (ValueError, TypeError, AttributeError) as error:
+            kind = ValueError if isinstance(error, ValueError) else TypeError
             name = f"{type(self).__name__}.to_frames"
-            raise ValueError(f"{name}: {item.name}: {error}") from None
+            raise kind(f"{name}: {item.name}: {error}") from None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, type(self)):
@@ -205,6 +209,14 @@ class _Message:
     def __repr__(self) -> str:
         items = (f"{item.name}={shown(getattr(self, item.name))}" for item in fields(self))  # type: ignore[arg-type]
         return f"{type(self).__name__}({', '.join(items)})"
+
+
+def _bytes_of(message: str, i: int, frame: Any) -> bytes:
+    if not isinstance(frame, (bytes, bytearray, memoryview)):
+        raise TypeError(
+            f"{message}.from_frames: frame {i} must be bytes, got {type(frame).__name__}"
+        )
+    return bytes(frame)
 
 
 def _has_default(item: Field[Any]) -> bool:
