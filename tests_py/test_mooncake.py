@@ -14,12 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cpattn import TransferError, TransferPlan
 from transfer_processes import Peer, allocate, contents, requires_mooncake, write
 
 SIZE = 1 << 20
 CANARY = 0xA5
 LIMIT = 20.0  # seconds within which a failure is reported, on a busy machine
 LARGE = 1 << 31  # takes a second, and memory as it arrives
+BLOCK = 1 << 26
 
 
 @pytest.fixture(scope="module")
@@ -186,16 +188,34 @@ def set_first(state, name, value):
     getattr(state, name)[0] = value
 
 
-def test_receiver_killed_during_a_transfer(sender, receiver):
+def execute(state, session, name, address, nbytes):
+    """Send a buffer as one plan of several batches, and return the error and seconds."""
+    blocks = range(0, nbytes, BLOCK)
+    base = getattr(state, name).ctypes.data
+    sources, targets = ([start + i for i in blocks] for start in (base, address))
+    plan = TransferPlan(sources, targets, [BLOCK] * len(blocks))
+    begin = time.monotonic()
+    with pytest.raises(TransferError) as caught:
+        plan.execute(state.engine, session)
+    return caught.value, time.monotonic() - begin
+
+
+def test_receiver_killed_in_the_middle_of_a_batch(sender, receiver):
+    """Bytes have moved, and most have not: an error that says how far the transfer came."""
     sender.call(allocate_sparse, "large", LARGE, False)
     sender.call(set_first, "large", 1)
     with Peer(network_of=receiver) as other:
         address = other.call(allocate_sparse, "large", LARGE, True)
-        sender.start(write, other.session_id, "large", [(0, address, LARGE)])
+        sender.start(execute, other.session_id, "large", address, LARGE)
         assert other.call(has_begun, "large")
         other.kill()
-        code, seconds = sender.result()
-    assert code == -1
+        error, seconds = sender.result()
+    status = error.status
+    assert status == -1
+    assert other.session_id in str(error)
+    assert status.num_batches == 8
+    assert status.first_failed_batch < 8
+    assert status.bytes_done == status.first_failed_batch * (LARGE // 8) < LARGE
     assert seconds < LIMIT
     assert_next_transfer_works(sender, receiver)
 
@@ -254,6 +274,7 @@ def test_write_to_a_closed_engine(sender, receiver):
 CTRL_C = """
 import numpy as np
 from cpattn.integrations.mooncake import MooncakeEngine
+from cpattn import TransferError, TransferPlan
 from transfer_processes import Peer, allocate, enter_network
 
 with Peer() as peer:
