@@ -8,6 +8,7 @@ import copy
 import gc
 import os
 import pickle
+import re
 import sys
 import threading
 import time
@@ -130,9 +131,9 @@ def test_missing_package_says_what_to_install(monkeypatch):
         mooncake.MooncakeEngine()
 
 
-@pytest.mark.parametrize("timeout", [4, float("nan"), float("inf")])
+@pytest.mark.parametrize("timeout", [4, float("nan"), float("inf"), 1e300])
 def test_timeout_the_engine_does_not_have(timeout):
-    message = rf"MooncakeEngine: timeout must be >= 5 and finite, got {timeout}$"
+    message = rf"MooncakeEngine: timeout must be in \[5, 1000000\], got {re.escape(str(timeout))}$"
     with pytest.raises(ValueError, match=message):
         mooncake.MooncakeEngine(timeout=timeout)
 
@@ -161,6 +162,9 @@ def test_lists_are_checked_before_the_engine_reads_them(fake):
             engine.write("peer", [8], [8, 8], [8])
         with pytest.raises(TypeError, match=r"^MooncakeEngine.write: session must be a str, got"):
             engine.write(5, [8], [8], [8])
+        for session in ("127.0.0.1:5\0", "\ud800", "a\nb"):
+            with pytest.raises(ValueError, match=r"^MooncakeEngine.write: session must be printa"):
+                engine.write(session, [8], [8], [8])
         with pytest.raises(ValueError, match=r"^MooncakeEngine.register: addrs .*, of which that"):
             engine.register([8], [8])
         assert len(fake[0].calls) == 1
@@ -261,6 +265,13 @@ def test_a_call_that_hangs_is_given_up(hanging, method):
     _, seconds = timed(engine.close)
     assert seconds < LIMIT
     foreign.let_go.set()
+
+
+def test_any_number_of_bytes_has_a_limit(hanging):
+    """At a nanosecond for each, these take longer than a thread can be told to wait."""
+    _, engine = hanging(None)
+    assert engine.write("peer", [8], [8], [2**64 - 1]) == 0
+    engine.close()
 
 
 def test_a_peer_that_answers_again_is_written_to(hanging):

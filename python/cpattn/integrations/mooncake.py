@@ -42,6 +42,7 @@ from ..transfer.registration import forget
 
 _MIN_VERSION = (0, 3, 12)  # before it, success came when the bytes had left, not arrived
 _MIN_TIMEOUT = 5  # seconds; the engine raises less to this without a word
+_MAX_TIMEOUT = 10**6  # which it reads as an int
 _PACKAGE = "mooncake-transfer-engine"
 _VARIANTS = ("-non-cuda", "", "-cuda13", "-npu", "-musa", "-efa-non-cuda", "-efa")
 _DEVICE_FREE = ("-non-cuda", "-efa-non-cuda")  # variants that know no memory but that of the host
@@ -68,7 +69,7 @@ class MooncakeEngine:
         "tcp", or what else the installed package offers, and its devices. With "tcp" no other
         transport is looked for.
     timeout : float
-        Seconds, at least 5, that a peer is waited for at the first contact, and that one write may
+        Seconds, 5 to 10^6, that a peer is waited for at the first contact, and that one write may
         then take on top of a nanosecond per byte.
     max_blocks : int
         Blocks per write of ``TransferPlan.execute``: what all releases carry without stalling.
@@ -94,9 +95,10 @@ class MooncakeEngine:
         metadata_server: str = "P2PHANDSHAKE",
     ) -> None:
         seconds = real(timeout, "MooncakeEngine", "timeout")
-        if not _MIN_TIMEOUT <= seconds < math.inf:  # refuses nan, too
+        if not _MIN_TIMEOUT <= seconds <= _MAX_TIMEOUT:  # refuses nan, too
             raise ValueError(
-                f"MooncakeEngine: timeout must be >= {_MIN_TIMEOUT} and finite, got {timeout}"
+                f"MooncakeEngine: timeout must be in [{_MIN_TIMEOUT}, {_MAX_TIMEOUT}], "
+                f"got {timeout}"
             )
         self.max_blocks = at_least(1, max_blocks, "MooncakeEngine", "max_blocks")
         if os.environ.get("MC_TCP_PROTO") == "1":
@@ -279,6 +281,8 @@ def _blocks(session: Any, *lists: Any) -> _core.Blocks:
         raise TypeError(
             f"MooncakeEngine.write: session must be a str, got {type(session).__name__}"
         )
+    if not session.isprintable():  # the engine would be told less of it, or nothing
+        raise ValueError(f"MooncakeEngine.write: session must be printable, got {session!a}")
     return _core.Blocks("MooncakeEngine.write", *lists)
 
 

@@ -34,6 +34,7 @@ class BoundedCalls:
 
     def run(self, key: str, seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
         """What the call returns or raises; CallHangs if it does neither in that many seconds."""
+        seconds = min(seconds, threading.TIMEOUT_MAX)  # as long as a thread can wait
         future: Future[Any] = Future()
 
         def work() -> None:
