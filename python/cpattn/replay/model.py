@@ -242,11 +242,13 @@ class GroupedAttention(nn.Module):
         rows: Tensor | None,
     ) -> Tensor:
         config = self.config
-        k, v = self.kv_proj(normed).view(len(normed), 2, config.num_kv_heads, -1).unbind(1)
+        # A rank may have no rows at all, so every size is written out: -1 of nothing is undefined.
+        kv_shape = len(normed), 2, config.num_kv_heads, config.head_dim
+        k, v = self.kv_proj(normed).view(kv_shape).unbind(1)
         k = rotate(F.rms_norm(k, k.shape[-1:]), rotation)
         if rows is not None:
             normed, rotation = normed[rows], (rotation[0][rows], rotation[1][rows])
-        q = self.q_proj(normed).view(len(normed), config.num_heads, -1)
+        q = self.q_proj(normed).view(len(normed), config.num_heads, config.head_dim)
         q = rotate(F.rms_norm(q, q.shape[-1:]) * config.query_gain, rotation)
         out: Tensor = self.o_proj(attention(layer, q, k, v).flatten(1))
         return out
