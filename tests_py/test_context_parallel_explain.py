@@ -23,7 +23,9 @@ def test_bars_and_table_show_the_plan(strategy):
     for plan in plans:
         owned = [t for t, mark in enumerate(marks) if int(mark) == plan.cp_rank]
         assert owned == sorted(plan.local_q_indices.tolist())
-    table = [line.split() for line in text.splitlines()[-4:]]
+    lines = text.splitlines()
+    begin = lines.index("", len(lines) - 10) + 2
+    table = [line.split() for line in lines[begin : begin + 4]]
     for plan, row in zip(plans, table, strict=True):
         assert int(row[0]) == plan.cp_rank
         assert int(row[1]) == len(plan.local_q_indices)
@@ -34,9 +36,55 @@ def test_bars_and_table_show_the_plan(strategy):
 def test_long_sequences_are_scaled_and_runs_cut():
     text = block_map([10_000], cp_size=40, strategy="interleave")
     lines = text.splitlines()
-    assert len(lines[3]) == 82
+    assert len(lines[3]) == 80
     assert lines[4] == "  rank 0: 0 40 80 ..."
     assert "+" in block_map([10_000], cp_size=40)
+    assert "ranks in bars: 0-9, a-z, then +; pairs: " in text.replace("\n", " ")
+    assert "ranks in bars: 0-9, a-b; " in block_map([100], cp_size=12)
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 120])
+@pytest.mark.parametrize("strategy", ["zigzag", "interleave", "contiguous"])
+def test_the_map_fits_and_its_numbers_stand_apart(strategy, width):
+    extend, cached = [12_500_000, 900], [1_000_000, 0]
+    lines = block_map(extend, cached, cp_size=4, strategy=strategy, width=width).splitlines()
+    table = [line for line in lines if line.startswith(("rank  ", *(f"   {r} " for r in range(4))))]
+    assert [len(line.split()) for line in table] == [4, 6, 6, 6, 6]
+    assert len({len(line) for line in table}) == 1
+    assert all(len(line) <= width for line in lines if line not in table)
+    assert max(map(len, table)) <= 60
+    legend = " ".join(lines[lines.index(table[-1]) + 1 :])
+    for word in ("pairs:", "x:", "padded:"):
+        assert word in legend
+
+
+def test_runs_of_ranks_are_theirs():
+    text = block_map([7, 3], cp_size=3, strategy="zigzag")
+    plans = build_cp_metadata_all_ranks([7, 3], [7, 3], cp_size=3, strategy="zigzag")
+    begins = {"sequence 0": 0, "sequence 1": 7}
+    for name, begin in begins.items():
+        part = text.split(name)[1].split("sequence")[0].split("\n\n")[0]
+        for rank, runs in re.findall(r"rank (\d): (.*)", part):
+            tokens = []
+            for run in runs.split():
+                first, _, last = run.partition("-")
+                tokens += range(int(first), int(last or first) + 1)
+            own = plans[int(rank)].local_q_indices - begin
+            length = 7 if begin == 0 else 3
+            assert tokens == [t for t in sorted(own.tolist()) if 0 <= t < length]
+
+
+@pytest.mark.parametrize(
+    ("width", "error", "message"),
+    [
+        (19, ValueError, "block_map: width must be >= 20, got 19"),
+        (80.0, TypeError, "block_map: width must be an int, got 80.0"),
+        (True, TypeError, "block_map: width must be an int, got True"),
+    ],
+)
+def test_a_width_that_cannot_be_is_refused(width, error, message):
+    with pytest.raises(error, match=message):
+        block_map([3], cp_size=2, width=width)
 
 
 def test_bad_prefixes_are_refused():
