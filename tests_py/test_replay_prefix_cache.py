@@ -76,7 +76,7 @@ def check_pages(
 ) -> None:
     """No page is free and held, or shared by different prefixes; every page is accounted for."""
     held = {int(p) for lease in leases for p in lease.page_ids}
-    free = set(cache._free)
+    free = {*cache._free, *range(cache._used + 1, cache.num_pages + 1)}
     idle = [p for block in cache._idle.values() for p in block.page_ids]
     assert len(free) == cache.num_free_pages
     assert len(set(idle)) == len(idle) == cache.num_idle_pages

@@ -66,7 +66,8 @@ class PrefixCache:
         self.page_size = page_size
         self.block_tokens = block_tokens
         self.evictions = 0
-        self._free = list(range(num_pages, 0, -1))
+        self._used = 0  # pages 1 ... so many have been handed out
+        self._free: list[int] = []  # those of them that are back
         self._blocks: dict[_Key, Block] = {}
         self._idle: OrderedDict[_Key, Block] = OrderedDict()  # least recently used first
         self._serial = 0
@@ -74,7 +75,7 @@ class PrefixCache:
     @property
     def num_free_pages(self) -> int:
         """Pages that no block holds."""
-        return len(self._free)
+        return self.num_pages - self._used + len(self._free)
 
     @property
     def num_idle_pages(self) -> int:
@@ -143,7 +144,13 @@ class PrefixCache:
 
     def _create(self, parent: int, hash_id: int, size: int) -> Block:
         self._serial += 1
-        page_ids = tuple(self._free.pop() for _ in range(self.pages_needed(size)))
+        page_ids = tuple(self._take_page() for _ in range(self.pages_needed(size)))
         block = Block(self._serial, (parent, hash_id, size), page_ids, users=1)
         self._blocks[block.key] = block
         return block
+
+    def _take_page(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._used += 1
+        return self._used
