@@ -74,6 +74,9 @@ def test_every_batch_is_right(strategy: str, cp_size: int, pp_size: int, dtype: 
         assert batch.torch_difference < report.tolerance
     assert [done for done, _, _ in steps] == sorted(done for done, _, _ in steps)
     assert {total for _, total, _ in steps} == {report.input_tokens}
+    told = {what for _, _, what in steps}
+    assert {f"batch 0: {part}" for part in ("attention", "torch baseline", "check")} <= told
+    assert len({done for done, _, what in steps if what.startswith("batch 0")}) > 4
     assert len(report.peak_bytes) == cp_size * pp_size
     assert min(report.peak_bytes) > 50 * 2**20
 

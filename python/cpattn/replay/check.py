@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ class Checker:
 
     ``errors[batch]`` is the largest absolute error of the final hidden states (which have unit
     root mean square) over the rows of a batch that were compared; inf if one is not finite.
+    ``tell(what, share)`` is called now and then with the part of a comparison that is done.
     """
 
     def __init__(self, config: Any, *, block_tokens: int, rows_per_chunk: int) -> None:
@@ -40,7 +42,11 @@ class Checker:
         self._config = config
         self._block_tokens = block_tokens
         self._rows_per_chunk = rows_per_chunk
+        self.tell: Callable[[str, float], None] = lambda what, share: None
         self._model = Decoder(config).float()  # the weights as the replay rounded them
+        for layer in self._model.layers.values():
+            layer.register_forward_hook(self._layer_done)
+        self._share = self._layer_share = 0.0  # of a comparison: done, and what a layer adds
         self._pending: dict[int, Pending] = defaultdict(list)  # by request
 
     @staticmethod
@@ -75,6 +81,9 @@ class Checker:
         starts = np.cumsum([0, *batch.extend_lens])
         cuts = np.searchsorted(rows, starts)
         keys = np.empty((len(rows), 0), np.int32) if chosen is None else chosen
+        complete = sum(chunk.is_last for chunk in batch.chunks)
+        self._share, self._layer_share = 0.0, 1 / max(complete * len(self._model.layers), 1)
+        self.tell("check", 0.0)
         for i, chunk in enumerate(batch.chunks):
             mine = slice(cuts[i], cuts[i + 1])
             pending = self._pending[chunk.request_index]
@@ -105,6 +114,10 @@ class Checker:
         """Hidden states that rows of a sequence should have."""
         rows = torch.from_numpy(positions)
         return self._forward(tokens, lambda _, q, k, v: dense_attention(q, k, v, rows), rows)
+
+    def _layer_done(self, *_: object) -> None:
+        self._share = min(self._share + self._layer_share, 1.0)
+        self.tell("check", self._share)
 
     def _tokens_of(self, request: Request) -> npt.NDArray[np.int64]:
         return block_tokens_of(

@@ -24,11 +24,11 @@ def decode_role(options: ReplayOptions, num_threads: int) -> Role:
     config = DecodeConfig(
         model=options.model,
         page_size=options.page_size,
-        num_pages=_pool_pages(options),
+        num_pages=decode_pages(options),
         num_slots=num_slots(options),
         num_threads=num_threads,
     )
-    return Role("the decode process", "decode.DecodeRank", 0, config)
+    return Role("the decode process", "cpattn.replay.decode.DecodeRank", 0, config)
 
 
 class Disaggregation:
@@ -43,7 +43,7 @@ class Disaggregation:
         self._checker = checker
         self._handover = Handover(
             PrefixCache(
-                _pool_pages(options),
+                decode_pages(options),
                 page_size=options.page_size,
                 block_tokens=options.block_tokens,
             ),
@@ -118,7 +118,8 @@ class Disaggregation:
                 self._checker.compare_tokens(request)
 
 
-def _pool_pages(options: ReplayOptions) -> int:
+def decode_pages(options: ReplayOptions) -> int:
+    """Pages of the decode process's pool."""
     return decode_pool_pages(
         options.pool_tokens // options.page_size,
         page_size=options.page_size,

@@ -67,25 +67,57 @@ def replay(
     )
     progress(0, total, f"starting {options.num_processes} processes")
     done = 0
-    with Workers(_roles(options)) as workers:
+    with Workers(_roles(options), lambda what, _: progress(0, total, what)) as workers:
         decoding = None
         if options.decode_tokens:
             assert checker is None or isinstance(checker, DecodeChecker)
             decoding = Disaggregation(options, workers, checker)
             report.decode = decoding.report
         while batch:
+            size = batch.num_tokens + batch.hit_tokens
             progress(done, total, f"batch {batch.index}")
+            tell = _Telling(progress, batch.index, done, size, total)
+            workers.told = tell.of_part(0.0, 0.5 if checker else 1.0)
+            if checker:
+                checker.tell = tell.of_part(0.5, 0.5)
             _step(batch, workers, checker, report, decoding)
-            done += batch.num_tokens + batch.hit_tokens
+            done += size
             batch = next(batches, None)
         if decoding:
+            progress(done, total, "last tokens")
             decoding.wait()
+        progress(done, total, "ending the processes")
     if checker:
         _add_check(report, checker)
     report.evictions = cache.evictions
     report.check_peak_bytes = peak_resident_bytes()
     report.wall_seconds = time.perf_counter() - begin
     return report
+
+
+class _Telling:
+    """Progress within a batch, of which ranks and check do a part each; it never goes back."""
+
+    def __init__(
+        self,
+        progress: Callable[[int, int, str], None],
+        index: int,
+        done: int,
+        size: int,
+        total: int,
+    ) -> None:
+        self._progress, self._index, self._total = progress, index, total
+        self._reached, self._begin, self._size = done, done, size
+
+    def of_part(self, first: float, length: float) -> Callable[[str, float], None]:
+        """What is told as (what, share of a part) of the part that begins at `first`."""
+
+        def tell(what: str, share: float) -> None:
+            tokens = self._begin + int(self._size * (first + length * share))
+            self._reached = max(self._reached, tokens)
+            self._progress(self._reached, self._total, f"batch {self._index}: {what}")
+
+        return tell
 
 
 def _step(
@@ -137,7 +169,8 @@ def _make_checker(options: ReplayOptions) -> Checker | None:
     return kind(options.model, block_tokens=options.block_tokens, rows_per_chunk=options.check_rows)
 
 
-def _threads(options: ReplayOptions) -> int:
+def num_threads(options: ReplayOptions) -> int:
+    """Threads of each process."""
     return options.num_threads or max(1, len(os.sched_getaffinity(0)) // options.num_processes)
 
 
@@ -148,7 +181,7 @@ def _worker_config(options: ReplayOptions) -> WorkerConfig:
         strategy=options.strategy,
         page_size=options.page_size,
         num_pages=options.pool_tokens // options.page_size,
-        num_threads=_threads(options),
+        num_threads=num_threads(options),
         torch_baseline=options.torch_baseline,
         timeout_seconds=options.timeout_seconds,
         pp_size=options.pp_size,
@@ -157,7 +190,7 @@ def _worker_config(options: ReplayOptions) -> WorkerConfig:
 
 
 def _roles(options: ReplayOptions) -> list[Role]:
-    decode = [decode_role(options, _threads(options))] if options.decode_tokens else []
+    decode = [decode_role(options, num_threads(options))] if options.decode_tokens else []
     return ranks_of(_worker_config(options)) + decode
 
 
@@ -212,7 +245,7 @@ def _environment(options: ReplayOptions) -> dict[str, Any]:
         "torch": torch.__version__,
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
-        "threads_per_rank": _threads(options),
+        "threads_per_rank": num_threads(options),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -15,14 +15,19 @@ def pass_phases(of_model: tuple[str, ...], pp_size: int) -> tuple[str, ...]:
 
 
 class PhaseClock:
-    """Adds up the seconds of named phases, which do not nest: ``with clock("gather"): ...``"""
+    """Adds up the seconds of named phases, which do not nest: ``with clock("gather"): ...``
 
-    def __init__(self) -> None:
+    `begun` is called with the name of every phase when it begins, outside of its time.
+    """
+
+    def __init__(self, begun: Callable[[str], None] = lambda phase: None) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self._begun = begun
         self._start = time.perf_counter()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self._begun(phase)
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start

@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from .model import DecoderConfig
     from .worker import RankResult
+
+
+_RANK = "cpattn.replay.worker.Rank"
 
 
 class WorkerError(RuntimeError):
@@ -66,11 +69,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Role:
-    """What a process is: ``cpattn.replay.<target>(rank, config, init_method)`` answers its calls,
-    a context manager."""
+    """What a process is: ``<target>(rank, config, init_method)`` answers its calls, a context
+    manager. If it has a ``tell``, that becomes ``tell(what, share)``: what it is doing, and which
+    part of the call is done."""
 
     name: str  # in messages
-    target: str
+    target: str  # module.name
     rank: int
     config: Any
 
@@ -78,8 +82,7 @@ class Role:
 def ranks_of(config: WorkerConfig) -> list[Role]:
     """The ranks of all pipeline stages, stage by stage."""
     return [
-        Role(f"rank {rank}", "worker.Rank", rank, config)
-        for rank in range(config.pp_size * config.cp_size)
+        Role(f"rank {rank}", _RANK, rank, config) for rank in range(config.pp_size * config.cp_size)
     ]
 
 
@@ -88,9 +91,14 @@ class Workers:
 
     Ctrl-C reaches the parent alone, which ends the workers; a worker whose parent is gone finds
     its pipe closed and ends itself. Workers are numbered in the order of their roles.
+
+    `told` is called with what a worker tells while its answer is waited for.
     """
 
-    def __init__(self, roles: Sequence[Role]) -> None:
+    def __init__(
+        self, roles: Sequence[Role], told: Callable[[str, float], None] = lambda what, share: None
+    ) -> None:
+        self.told = told
         self._roles = roles
         self._directory = tempfile.TemporaryDirectory(prefix="cpattn-replay-")
         self._processes: list[Any] = []
@@ -99,7 +107,9 @@ class Workers:
     def __enter__(self) -> Workers:
         try:
             self._start()
-            self.answers(range(len(self._roles)))  # each says that it is ready
+            for i in range(len(self._roles)):
+                self.told(f"{i} of {len(self._roles)} processes are ready", 0.0)
+                self.answers([i])  # each says that it is
         except BaseException:
             with _interrupts_blocked():
                 self._end(patience=0.0)
@@ -117,7 +127,7 @@ class Workers:
 
     def run(self, work: Work) -> list[RankResult]:
         """Run one batch on all ranks; the results in rank order. WorkerError if one fails."""
-        ranks = [i for i, role in enumerate(self._roles) if role.target == "worker.Rank"]
+        ranks = [i for i, role in enumerate(self._roles) if role.target == _RANK]
         self.call(ranks, "run", work)
         return self.answers(ranks)
 
@@ -141,7 +151,11 @@ class Workers:
             )
             for i in missing:
                 if self._pipes[i] in ready:
-                    answers[i] = self._receive(i)
+                    kind, answer = self._receive(i)
+                    if kind == "told":
+                        self.told(*answer)
+                    else:
+                        answers[i] = answer
             self._check_alive()
         return [answers[i] for i in workers]
 
@@ -165,7 +179,7 @@ class Workers:
                 self._processes.append(process)
                 theirs.close()
 
-    def _receive(self, i: int) -> Any:
+    def _receive(self, i: int) -> tuple[str, Any]:
         name = self._roles[i].name
         try:
             kind, answer = self._pipes[i].recv()
@@ -180,7 +194,7 @@ class Workers:
                 self._check_alive()
                 time.sleep(0.02)
             raise WorkerError(f"{name} failed: {answer}")
-        return answer
+        return kind, answer
 
     def _check_alive(self) -> None:
         for role, process in zip(self._roles, self._processes, strict=False):
@@ -223,9 +237,11 @@ def serve(role: Role, init_method: str, pipe: connection.Connection) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the parent says what happened
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the engine is imported
     try:
-        module, _, name = role.target.partition(".")
-        make = getattr(import_module(f".{module}", __package__), name)
+        module, _, name = role.target.rpartition(".")
+        make = getattr(import_module(module), name)
         with make(role.rank, role.config, init_method) as worker:
+            if hasattr(worker, "tell"):
+                worker.tell = lambda *news: pipe.send(("told", news))
             pipe.send(("ready", None))
             while True:
                 method, arguments = pipe.recv()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from .model import Decoder, Head, stage_layers
 from .phases import PhaseClock
 from .processes import Work, WorkerConfig
 
+_PASS_SHARE = 0.4  # of the time of a batch, where the torch baseline takes the rest
 _ATTENTION: dict[str, Any] = {"dense": DenseAttention, "dsa": SparseAttention}
 
 
@@ -53,6 +55,7 @@ class Rank:
     """
 
     def __init__(self, rank: int, config: WorkerConfig, init_method: str) -> None:
+        self.tell: Callable[[str, float], None] = lambda what, share: None
         self._config = config
         self._rank = rank
         self._peak_bytes = 0
@@ -105,7 +108,7 @@ class Rank:
     def run(self, work: Work) -> RankResult:
         """One forward pass, and then, off its clock, KV transfer and attention by the baseline."""
         cp, batch, attention = self._cp, work.batch, self._attention
-        clock = PhaseClock()
+        clock = PhaseClock(self._announcer())
         with clock("metadata"):
             plan = cp.plan(
                 extend_lens=batch.extend_lens,
@@ -136,6 +139,8 @@ class Rank:
             chosen = cp.gather(plan, attention.chosen)[torch.from_numpy(work.rows)].numpy()
         torch_seconds, difference = None, None
         if self._config.torch_baseline:
+            if not cp.cp_rank:
+                self.tell("torch baseline", _PASS_SHARE)
             torch_seconds, difference = attention.baseline()
             forget_peak()
         kv_lens = plan.metadata.query_cache_lengths
@@ -151,6 +156,22 @@ class Rank:
             torch_difference=difference,
             transfer=transfer,
         )
+
+    def _announcer(self) -> Callable[[str], None]:
+        """What tells the phases of a pass as they begin; one rank of a stage does, for all."""
+        if self._cp.cp_rank:
+            return lambda phase: None
+        config, begun = self._config, 0
+        stage = self._rank // config.cp_size
+        expected = 2 + len(self._model.layers) * len(config.model.phases[1:-1])
+        whole = _PASS_SHARE if config.torch_baseline else 1.0
+
+        def announce(phase: str) -> None:
+            nonlocal begun
+            self.tell(phase, whole * (stage + min(begun / expected, 1.0)) / config.pp_size)
+            begun += 1
+
+        return announce
 
     def _deliver(self, delivery: Delivery, x: Tensor) -> Transfer:
         """Send this rank's pages behind a batch, and the first tokens of prompts that end in it."""
