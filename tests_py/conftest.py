@@ -13,6 +13,7 @@ import pytest
 
 from audit import leftovers, machine, records, skips, table
 from children import Children, restore_signals
+from command_line import CommandLine
 from cpattn import __version__, _core, active_isa, supported_isas, torch_guard
 from inner_runs import InnerRuns
 
@@ -41,7 +42,6 @@ def version_of(package: str) -> str:
         return f"{package} {version(package)}"
     except PackageNotFoundError:  # an environment for what needs none of it
         return f"no {package}"
-
 
 def pytest_report_header() -> list[str]:
     header = f"cpattn {__version__}, {version_of('torch')}, {version_of('numpy')}"
@@ -95,3 +95,10 @@ def one_torch_thread() -> Iterator[None]:
 def inner_runs(tmp_path: Path, children: Children) -> InnerRuns:
     """Runs of pytest that are tested."""
     return InnerRuns(tmp_path, children)
+
+
+@pytest.fixture
+def command_line() -> Iterator[CommandLine]:
+    """Starts `cpattn`; all its processes are gone when the test ends."""
+    with CommandLine() as line:
+        yield line

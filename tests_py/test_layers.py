@@ -30,6 +30,9 @@ KERNEL_HEADERS = {"stdint.h", "stddef.h", "string.h", "immintrin.h", "arm_neon.h
 # Imports outside the standard library at the top of a module, so at `import cpattn` or when a part
 # of the package is asked for. Everything else is imported inside the function that needs it.
 MAY_IMPORT = {
+    "_command_group": {"click"},
+    "_options": {"click"},
+    "_tables": {"rich"},
     "_torch_library": {"torch"},
     "commands": {"click"},
     "cost_model": {"numpy", "rich"},

@@ -21,8 +21,9 @@ from click.testing import CliRunner, Result
 
 import cpattn
 from cpattn.commands import commands
-from cpattn.cost_model import AttentionLayer, Rates, predict
+from cpattn.cost_model import AttentionLayer, Rates, assumptions, predict
 from cpattn.cost_model.command import parse_cp_sizes
+from cpattn.cost_model.prediction import as_options
 from cpattn.cost_model.report import _bytes, _time
 
 RATES = ("--gflops", "900", "--threads", "4")
@@ -132,12 +133,13 @@ def test_rates_are_measured(monkeypatch):
 
 
 def test_help_teaches():
-    text = plan("--help").output
+    text = " ".join(plan("--help").output.split())
     for word in (
         "cpattn plan --cp-size 8..1024",
         "--calibrate",
-        "80 % of the peak here",
+        "of ranks of 32 threads of an AMD EPYC",
         "[default",
+        *(f"{rate:.0f}" for rate in assumptions.THREAD_GFLOPS.values()),
     ):
         assert word in text
 
@@ -178,27 +180,99 @@ def test_numbers_of_ranks(text, sizes):
     assert parse_cp_sizes(text) == sizes
 
 
+@pytest.mark.parametrize("text", ["", "x", "8..4", "1..2..3", "0..4", "1,2..3", "..", "4.."])
+def test_what_is_no_number_of_ranks_is_refused(text):
+    with pytest.raises(ValueError):  # noqa: PT011 (the option says what is wrong)
+        parse_cp_sizes(text)
+    assert f"like 8..1024, got {text!r}\n" in plan(f"--cp-size={text}").stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--cp-size 0", "'0' is no number of ranks >= 1, list like 8,16,48 or range like 8..1024"),
-        ("--cp-size 8..4", "'8..4' is no number of ranks"),
-        ("--cp-size 1..2..3", "'1..2..3' is no number of ranks"),
-        ("--cp-size 0..4", "'0..4' is no number of ranks"),
+        ("--cp-size 5000", "must be a number of ranks from 1 to 4096, a list like 8,16,48 or a"),
         ("--tokens 4 --extend-lens 3", "a batch comes from one of --tokens and --prefix, --ext"),
-        ("--extend-lens 3,4 --prefix-lens 1", "as many elements as extend_lens, got 1 and 2"),
+        ("--prefix 0 --extend-lens 3", "a batch comes from one of --tokens and --prefix, --ext"),
+        (
+            "--extend-lens 3,4 --prefix-lens 1",
+            "--prefix-lens must have as many elements as --extend-lens, 2, got 1",
+        ),
         ("--requests 9", "--requests and --token-budget are of a --trace, but there is none"),
-        ("--prefix-lens 3", "as many elements as extend_lens, got 1 and 0"),
-        ("--extend-lens 0", "batches must have new tokens, got none"),
-        ("--extend-lens=-1", "extend_lens must be >= 0 and fit into int32, got -1 at index 0"),
-        ("--heads 3", "num_heads must be a multiple of num_kv_heads = 8, got 3"),
-        ("--gflops -1", "gflops must be positive and finite, got -1.0"),
-        ("--trace /nowhere", "'/nowhere' does not exist"),
-        ("--json /nowhere/p.json", "Directory '/nowhere' does not exist"),
+        ("--prefix-lens 3", "--prefix-lens needs --extend-lens"),
+        ("--extend-lens 0,0", "--extend-lens must have a sequence with new tokens, got none"),
+        ("--tokens 16777217", "'--tokens': must be an integer from 1 to 16777216, got"),
+        ("--gflops -1", "'--gflops': must be a number from 0.001 to 1e+09, got '-1'"),
+        ("--call-us nan", "'--call-us': must be a number from 0 to 1e+09, got 'nan'"),
     ],
 )
 def test_a_wrong_argument_is_named(arguments, message):
     result = plan(*arguments.split())
-    assert result.exit_code in (1, 2)
+    assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit)
-    assert message in result.output
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_same_question_has_the_same_answer(tmp_path, monkeypatch):
+    """Whatever the machine does, and whichever it is: nothing is measured."""
+    first = report(tmp_path / "a.json", "--cp-size=8..32")
+    peaks = mock.Mock(side_effect=AssertionError("measured"))
+    monkeypatch.setattr(cpattn._core, "measure_peak", peaks)
+    monkeypatch.setattr(cpattn._core, "default_num_threads", lambda: 3)
+    assert report(tmp_path / "b.json", "--cp-size=8..32") == first
+    assert set(first["sources"].values()) == {"assumed"}
+    assert first["rates"] == vars(Rates(gflops=32 * 440, threads=32))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rates"),
+    [
+        (("--threads=4",), {"threads": 4, "gflops": 4 * 440}),
+        (("--dtype=float32",), {"threads": 32, "gflops": 32 * 230}),
+        (("--dtype=float16", "--threads=1"), {"threads": 1, "gflops": 230}),
+        (("--gflops=900",), {"threads": 32, "gflops": 900}),
+    ],
+)
+def test_what_is_not_given_is_assumed(tmp_path, arguments, rates):
+    told = report(tmp_path / "p.json", "--cp-size=2", *arguments)
+    assert {name: told["rates"][name] for name in rates} == rates
+    given = {argument.split("=")[0].removeprefix("--") for argument in arguments}
+    assert told["sources"]["gflops"] == ("given" if "gflops" in given else "assumed")
+    assert told["sources"]["threads"] == ("given" if "threads" in given else "assumed")
+
+
+def test_the_output_says_of_what_rates_are():
+    assumed = " ".join(plan("--cp-size=2").output.split())
+    assert "assumed: --gflops 14080 --threads 32 --pack-rows 24" in assumed
+    assert "a rank is 32 threads of an AMD EPYC with AVX512_BF16, 440 GFLOP/s each" in assumed
+    assert "--calibrate measures here" in assumed
+    rates = as_options(vars(Rates(gflops=9, threads=3))).replace(" --", " --").split(" --")
+    given = plan(
+        "--cp-size=2", *(f"--{rate.removeprefix('--').replace(' ', '=')}" for rate in rates)
+    )
+    assert given.exit_code == 0, given.output
+    assert "assumed" not in given.output.lower()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_table_fits_its_columns(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = plan("--cp-size=8,1024", "--tokens=16000000").output.splitlines()
+    assert not any("…" in line for line in lines)
+    others = [line for line in lines if not line.startswith("assumed: ")]  # to be copied as a whole
+    assert max(map(len, others)) <= columns
+    header = next(line for line in lines if "ranks" in line)
+    assert {"ranks", "strategy", "attention", "model", "speed-up"} <= set(header.split())
+    missing = {"imbalance", "efficiency", "sent/rank", "store"} - set(header.split())
+    text = " ".join(lines)
+    assert bool(missing) == (columns < 120)
+    for name in missing:
+        assert name in text.split("columns have no room for ")[1].split("]")[0]
+        assert f"{name}: " not in text
+
+
+def test_a_file_has_room_for_all_columns(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    output = plan("--cp-size=8").output
+    assert "no room" not in output
+    assert "efficiency" in output

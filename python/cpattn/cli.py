@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import sys
 
+from . import _streams
+
 EXTRA_PACKAGES = ("click", "jinja2", "matplotlib", "rich", "torch")
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 def main() -> None:
     """Entry point of the `cpattn` script and of ``python -m cpattn``."""
+    _streams.prepare()
     try:
         from .commands import commands
 
@@ -20,5 +23,6 @@ def main() -> None:
         if name not in EXTRA_PACKAGES:
             raise
         sys.exit(f"cpattn: {name} is not installed; pip install 'cpattn[cli]' brings it")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # while modules are imported; later `CommandGroup` has it
+        print("cpattn: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)

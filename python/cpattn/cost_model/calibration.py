@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import connection, get_context
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .. import _core
+from ..replay.processes import Role, Workers
 from .prediction import Rates
 from .work import AttentionLayer, rank_work
 
-TYPICAL_SHARE = 0.8  # of the measured peak that attention reaches where nothing else is known
 _LONGEST_CALL = 0.1  # seconds, about
 _PATIENCE = 120.0  # seconds for two processes on a busy machine
 
@@ -29,11 +26,6 @@ class Sample(NamedTuple):
     packing: float  # flops of a row with every key that is packed
     rows: float  # flops of every row with one key
     seconds: float
-
-
-def assumed_gflops(layer: AttentionLayer, threads: int) -> float:
-    """A rate from the peak of this machine, measured in 0.1 s, and the usual share of it."""
-    return TYPICAL_SHARE * _core.measure_peak(layer.dtype, threads) / 1e9
 
 
 def calibrate(
@@ -180,53 +172,43 @@ def _sample(layer: AttentionLayer, extends: list[int], prefix: int, threads: int
 
 def _exchange_rates(threads: int) -> dict[str, float]:
     """Between two processes on the threads of one rank."""
-    context = get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="cpattn-calibrate-") as folder:
-        pipes, processes = [], []
-        for rank in range(2):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_exchange_rank,
-                args=(rank, f"file://{folder}/store", max(threads // 2, 1), theirs),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
-            answers = [_answer(pipe) for pipe in pipes]
-        finally:
-            for process in processes:
-                process.join(5)
-                process.kill()
-                process.join()
-    return answers[0]
+    each = max(threads // 2, 1)
+    target = f"{__name__}.ExchangeRank"
+    roles = [Role(f"process {rank} of the exchange", target, rank, each) for rank in range(2)]
+    with Workers(roles) as workers:
+        workers.call(range(2), "measure")
+        rates: dict[str, float] = workers.answers(range(2))[0]
+    return rates
 
 
-def _answer(pipe: connection.Connection) -> dict[str, float]:
-    if pipe.poll(_PATIENCE):
-        try:
-            answer: dict[str, float] = pipe.recv()
-            return answer
-        except EOFError:
-            pass
-    raise RuntimeError("calibrate: a process of the exchange between two did not answer")
+class ExchangeRank:
+    """One of two processes that exchange rows, a worker of `Workers`."""
 
+    def __init__(self, rank: int, threads: int, init_method: str) -> None:
+        import torch
+        import torch.distributed as dist
 
-def _exchange_rank(rank: int, init_method: str, threads: int, pipe: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    import torch
-    import torch.distributed as dist
+        torch.set_num_threads(threads)
+        timeout = timedelta(seconds=_PATIENCE)
+        dist.init_process_group(
+            "gloo", init_method=init_method, rank=rank, world_size=2, timeout=timeout
+        )
 
-    from ..distributed.measure import measure_exchange
+    def __enter__(self) -> ExchangeRank:
+        return self
 
-    torch.set_num_threads(threads)
-    timeout = timedelta(seconds=_PATIENCE)
-    dist.init_process_group(
-        "gloo", init_method=init_method, rank=rank, world_size=2, timeout=timeout
-    )
-    assert dist.group.WORLD
-    pipe.send(measure_exchange(dist.group.WORLD))
-    dist.barrier()
-    dist.destroy_process_group()
+    def __exit__(self, *_: object) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+    def measure(self) -> dict[str, float]:
+        """See `measure_exchange`."""
+        import torch.distributed as dist
+
+        from ..distributed.measure import measure_exchange
+
+        assert dist.group.WORLD
+        rates = measure_exchange(dist.group.WORLD)
+        dist.barrier()
+        return rates

@@ -3,26 +3,36 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from .. import _core
+from .._limits import check_batch
 from ..replay.prefix_cache import PrefixCache
 from ..replay.scheduler import prefill_batches
 from ..replay.trace import TRACE_BLOCK_TOKENS, Request, read_trace
-from .calibration import assumed_gflops, calibrate
+from . import assumptions
+from .calibration import calibrate
 from .prediction import Batch, Prediction, Rates, predict
 from .work import AttentionLayer
 
+_MAX_THREADS = 256  # that are measured, or as many as there are CPUs if that is more
 _TOKENS, _REQUESTS = 32768, 64
 _STRATEGIES = ("zigzag", "interleave", "contiguous")
 
+Progress = Callable[[int, "int | None", str], None]
+
 
 def forecasts(
-    *, cp_size: list[int], strategy: str, calibrate: bool, **options: Any
+    *,
+    cp_size: list[int],
+    strategy: str,
+    calibrate: bool,
+    progress: Progress = lambda done, total, what: None,
+    **options: Any,
 ) -> tuple[list[Prediction], Rates, dict[str, str]]:
     """A prediction for every number of ranks and strategy, the rates, and where each is from."""
     layer = AttentionLayer(
@@ -30,34 +40,40 @@ def forecasts(
     )
     given = {field.name: options.pop(field.name) for field in fields(Rates)}
     batches = _batches(layer, **options)
-    rates, sources = _rates(layer, given, measure=calibrate)
-    strategies = _STRATEGIES if strategy == "all" else (strategy,)
-    predictions = [
-        predict(batches, layer, rates, cp_size=size, strategy=name)
-        for size in cp_size
-        for name in strategies
-    ]
+    rates, sources = _rates(layer, given, measure=calibrate, progress=progress)
+    predictions = []
+    for size in cp_size:
+        for name in _STRATEGIES if strategy == "all" else (strategy,):
+            progress(0, None, f"{name} over {size} ranks")
+            predictions.append(predict(batches, layer, rates, cp_size=size, strategy=name))
     return predictions, rates, sources
 
 
 def _rates(
-    layer: AttentionLayer, given: dict[str, Any], *, measure: bool
+    layer: AttentionLayer, given: dict[str, Any], *, measure: bool, progress: Progress
 ) -> tuple[Rates, dict[str, str]]:
+    """Nothing is measured unless asked for: the same question has the same answer everywhere."""
     given = {name: value for name, value in given.items() if value is not None}
-    threads = given.get("threads") or _core.default_num_threads()
-    here: dict[str, Any] = {"threads": threads}
     if measure:
-        here = vars(calibrate(layer, threads=threads, progress=_tell))
-    elif "gflops" not in given:
-        here["gflops"] = assumed_gflops(layer, threads)
+        threads = given.get("threads") or _core.default_num_threads()
+        _check_measurable(threads)
+        here = vars(
+            calibrate(layer, threads=threads, progress=lambda what: progress(0, None, what))
+        )
+    else:
+        threads = given.get("threads") or assumptions.THREADS
+        here = {"threads": threads, "gflops": threads * assumptions.THREAD_GFLOPS[layer.dtype]}
     rates = Rates(**here | given)
     other = "measured" if measure else "assumed"
     return rates, {name: "given" if name in given else other for name in vars(rates)}
 
 
-def _tell(what: str) -> None:
-    if sys.stderr.isatty():
-        print(f"measuring: {what}", file=sys.stderr)
+def _check_measurable(threads: int) -> None:
+    most = max(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    if threads > most:
+        raise ValueError(
+            f"--threads must be at most {most} to be measured (--calibrate), got {threads}"
+        )
 
 
 def _batches(
@@ -72,11 +88,11 @@ def _batches(
     token_budget: int | None,
 ) -> list[Batch]:
     ways = {
-        "--tokens and --prefix": tokens or prefix,
-        "--extend-lens and --prefix-lens": extend_lens or prefix_lens,
-        "--trace": trace,
+        "--tokens and --prefix": (tokens, prefix),
+        "--extend-lens and --prefix-lens": (extend_lens, prefix_lens),
+        "--trace": (trace,),
     }
-    if sum(value is not None for value in ways.values()) > 1:
+    if sum(any(value is not None for value in way) for way in ways.values()) > 1:
         raise ValueError(f"a batch comes from one of {', '.join(ways)}")
     if trace:
         requests = read_trace(trace, limit=num_requests or _REQUESTS)
@@ -84,34 +100,34 @@ def _batches(
         return trace_batches(requests, page_size=layer.page_size, token_budget=budget)
     if num_requests or token_budget:
         raise ValueError("--requests and --token-budget are of a --trace, but there is none")
-    if extend_lens or prefix_lens:
-        lens = extend_lens or []
-        return [(lens, prefix_lens or [0] * len(lens))]
-    return [([tokens or _TOKENS], [prefix or 0])]
+    if extend_lens is None and prefix_lens is None:
+        extend_lens, prefix_lens = [tokens or _TOKENS], [prefix or 0]
+        check_batch("--tokens", extend_lens, "--prefix", prefix_lens)
+        return [(extend_lens, prefix_lens)]
+    if extend_lens is None:
+        raise ValueError("--prefix-lens needs --extend-lens")
+    prefix_lens = [0] * len(extend_lens) if prefix_lens is None else prefix_lens
+    check_batch("--extend-lens", extend_lens, "--prefix-lens", prefix_lens)
+    if not any(extend_lens):
+        raise ValueError("--extend-lens must have a sequence with new tokens, got none")
+    return [(extend_lens, prefix_lens)]
 
 
 def parse_cp_sizes(text: str) -> list[int]:
-    """``8..1024`` (doubling), ``8,16,48``, or one number.
+    """``8..1024`` (doubling), ``8,16,48``, or one number. ValueError if it is none of these.
 
     >>> parse_cp_sizes("8..64"), parse_cp_sizes("3..7")
     ([8, 16, 32, 64], [3, 6, 7])
     """
-    try:
-        if ".." in text:
-            low, high = (int(part) for part in text.split(".."))
-            sizes = [low] if low > 0 else []
-            while sizes and sizes[-1] < high:
-                sizes.append(min(2 * sizes[-1], high))
-            valid = 1 <= low <= high
-        else:
-            sizes = [int(part) for part in text.split(",")]
-            valid = min(sizes) >= 1
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ValueError(
-            f"{text!r} is no number of ranks >= 1, list like 8,16,48 or range like 8..1024"
-        )
+    low, dots, high = text.partition("..")
+    sizes = [int(part) for part in low.split(",")]
+    if not dots:
+        return sizes
+    (size,), end = sizes, int(high)
+    if not 1 <= size <= end:
+        raise ValueError(f"{text!r} is not a range of numbers of ranks >= 1")
+    while sizes[-1] < end:
+        sizes.append(min(2 * sizes[-1], end))
     return sizes
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from .._tables import Row, print_table
+from . import assumptions
 from .prediction import Prediction, Rates, as_options
 
 _COLUMNS = (
@@ -29,40 +28,43 @@ _COLUMNS = (
     "speed-up",
     "efficiency",
 )
-_LEGEND = (
-    "imbalance: most query-key pairs of a rank / mean; attention, gather: the slowest rank, in one "
-    "layer;\nsent/rank: most bytes of keys and values one rank sends for a layer; store: the new "
-    "ones into the pool;\nspeed-up: over one rank; efficiency: speed-up / ranks. Attention and its "
-    "keys and values alone, no MLP."
-)
+_LESS_IMPORTANT = ("store", "efficiency", "sent/rank", "imbalance", "gather", "layer")
+_LEGEND = {
+    "imbalance": "imbalance: most query-key pairs of a rank / mean",
+    "attention": "attention, gather: the slowest rank, in one layer",
+    "sent/rank": "sent/rank: most bytes of keys and values one rank sends for a layer",
+    "store": "store: the new ones into the pool",
+    "speed-up": "speed-up: over one rank",
+    "efficiency": "efficiency: speed-up / ranks",
+}
 
 
 def print_plan(predictions: Sequence[Prediction], rates: Rates, sources: dict[str, str]) -> None:
     """The table on stdout, with what it rests on below; `sources` says where each rate is from."""
     first = predictions[0]
     shape = first.layer
-    table = Table(
-        title=f"{_count(first.num_batches, 'batch')}, {first.new_tokens:,} new tokens; "
+    several = any(prediction.strategy != first.strategy for prediction in predictions)
+    console, header = print_table(
+        f"{_count(first.num_batches, 'batch')}, {first.new_tokens:,} new tokens; "
         f"{shape.num_heads}/{shape.num_kv_heads} heads × {shape.head_dim}, {shape.dtype}, "
         f"{shape.num_layers} layers",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
+        _COLUMNS,
+        [
+            Row(_cells(p), ends_section=several and p.strategy == predictions[-1].strategy)
+            for p in predictions
+        ],
+        less_important=_LESS_IMPORTANT,
+        left=("strategy",),
     )
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
-    for prediction in predictions:
-        last_of_size = prediction.strategy == predictions[-1].strategy != first.strategy
-        table.add_row(*_cells(prediction), end_section=last_of_size)
-    console = Console()
-    if console.width < 116:  # folded lines lose less than columns that are cut
-        console = Console(width=116)
-    console.print(table)
-    console.print(f"\n{_LEGEND}", highlight=False)
+    legend = "; ".join(text for name, text in _LEGEND.items() if name in header)
+    console.print(
+        f"\n{legend}. Attention and its keys and values alone, no MLP.\n", highlight=False
+    )
     for source in dict.fromkeys(sources.values()):
         values = {name: getattr(rates, name) for name in sources if sources[name] == source}
         console.print(f"{source}: {as_options(values)}", highlight=False, soft_wrap=True)
+    if "assumed" in sources.values():
+        console.print(assumptions.describe(shape.dtype), highlight=False)
     size = _bytes(first.pool_bytes)
     console.print(f"KV pool: {size} on every rank, for the largest batch", highlight=False)
 

@@ -31,4 +31,4 @@ def write_html(report: ReplayReport, title: str, path: Path) -> None:
         header=table_header(report),
         rows=[table_row(batch, report) for batch in report.batches],
     )
-    path.write_text(page)
+    path.write_text(page, encoding="utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay measured: a progress bar while it runs, then a table and JSON."""
+"""What a replay measured, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console, Group
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as RichProgress
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .._tables import Row, print_table
 from .decode_report import decode_figures, summarize_decode, tokens_checked
 from .records import TORCH_BASELINE, BatchRecord, ReplayReport
 
 _MAX_LINES = 40  # batches in the table of the terminal
-_WIDE_ONLY = {"seqs", "tok/s", "meta"}  # left out where more than 13 columns do not fit
+# Columns that are left out, the first ones first, where a table is too wide.
+_LESS_IMPORTANT = (
+    *("meta", "seqs", "rest", "proj", "tok/s", "balance", "stage", "top-k", "gather"),
+    *("prefix", "send", "torch", "indexer", "attn"),
+)
 _SHORT = {"metadata": "meta", "attention": "attn", "projections": "proj"}
 _LEGEND = {
     "ms": "ms: the slowest rank, phases: mean over ranks",
@@ -29,34 +31,6 @@ _LEGEND = {
     "error": "error: largest, against the check",
     "send": "send: KV transfer, the slowest rank",
 }
-
-
-class Progress:
-    """A bar on stderr, if that is a terminal; `driver.replay` calls it."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._bar = RichProgress(
-            TextColumn("{task.description:<24}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("prompt tokens"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("starting", total=None)
-
-    def __enter__(self) -> Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, done: int, total: int, what: str) -> None:
-        self._bar.update(self._task, completed=done, total=total, description=what)
 
 
 def summarize(report: ReplayReport) -> dict[str, Any]:
@@ -105,40 +79,24 @@ def imbalance(per_rank: list[Any]) -> float:
 
 def print_report(report: ReplayReport, title: str, console: Console | None = None) -> None:
     """The table and the figures below it, on stdout."""
-    console = console or Console()
-    if not console.is_terminal:  # a file has no width
-        console = Console(file=console.file, width=100)
-    header = table_header(report)
-    left_out = _WIDE_ONLY if len(header) > 13 and console.width < 120 else set()
-    table = _table(report, title, [i for i, name in enumerate(header) if name not in left_out])
-    if console.width < 90:
-        table.padding = 0
-    console.print(Group(table, _figures(report)))
-
-
-def _table(report: ReplayReport, title: str, columns: list[int]) -> Table:
     options = report.options
-    header = table_header(report)
-    legend = {**_LEGEND, "torch": f"torch: {TORCH_BASELINE[options.model.kind][1]}"}
-    table = Table(
-        title=f"{title}: {options.title}, {options.model.title}",
-        title_justify="left",
-        title_style="bold",
-        caption="; ".join(legend[name] for name in header if name in legend),
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for i in columns:
-        table.add_column(header[i], justify="right", no_wrap=True)
+    rows = []
     for batch in report.batches[:_MAX_LINES]:
         bad = report.tolerance is not None and (batch.max_error or 0.0) > report.tolerance
-        row = table_row(batch, report)
-        table.add_row(*(row[i] for i in columns), style="red" if bad else "")
+        rows.append(Row(table_row(batch, report), style="red" if bad else ""))
+    console, header = print_table(
+        f"{title}: {options.title}, {options.model.title}",
+        table_header(report),
+        rows,
+        less_important=_LESS_IMPORTANT,
+        console=console,
+    )
     if len(report.batches) > _MAX_LINES:
-        table.add_row("...", f"+{len(report.batches) - _MAX_LINES}")
-    return table
+        console.print(f"... and {len(report.batches) - _MAX_LINES} more batches")
+    legend = {**_LEGEND, "torch": f"torch: {TORCH_BASELINE[options.model.kind][1]}"}
+    console.print("; ".join(legend[name] for name in header if name in legend), highlight=False)
+    console.print()
+    console.print(_figures(report))
 
 
 def table_header(report: ReplayReport) -> list[str]:
@@ -278,4 +236,4 @@ def write_json(report: ReplayReport, path: Path) -> None:
     for record in (content["summary"], *content["batches"], content["decode"] or {}):
         if record.get("max_error") == math.inf:  # JSON has no infinity
             record["max_error"] = "inf"
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")

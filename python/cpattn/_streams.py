@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The standard streams of a command: closed ones, encodings without × and µ, widths, full disks."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import shutil
+import sys
+from contextlib import suppress
+from typing import TextIO
+
+DEFAULT_WIDTH = 80
+_PLAIN = {
+    "×": "x",
+    "µ": "u",
+    "·": "-",
+    "─": "-",
+    "━": "-",
+    "…": "...",
+    "’": "'",
+}
+
+
+def prepare() -> None:
+    """Make the standard streams usable, whatever the process was started with.
+
+    A closed one gets a descriptor that cannot be used: else the next file or pipe that is opened
+    would take its number, and what is meant for the terminal would be written there. Characters
+    that the encoding of a stream does not have are written in plain letters.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # Opened the wrong way round: reading and writing fail, as on a closed descriptor.
+            opened = os.open(os.devnull, os.O_WRONLY if mode == "r" else os.O_RDONLY)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    codecs.register_error("cpattn-plain", _in_plain_letters)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="cpattn-plain")
+
+
+def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
+    """What stands for characters that an encoding has not: ``\\u2248`` if nothing better."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    escaped = (_PLAIN.get(c) or c.encode("ascii", "backslashreplace").decode() for c in text)
+    return "".join(escaped), error.end
+
+
+def abandon(stream: TextIO | None) -> None:
+    """Forget what a stream still holds, which could not be written and would be tried again."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]
+        os.close(nowhere)
+        stream.flush()  # type: ignore[union-attr]
+
+
+def width() -> int | None:
+    """Columns of standard output: those of `COLUMNS`, or of the terminal; else None."""
+    with suppress(OSError, ValueError, AttributeError):
+        given = int(os.environ.get("COLUMNS", "0"))
+        if given > 0:
+            return given
+    with suppress(OSError, ValueError, AttributeError):
+        if sys.stdout.isatty():
+            return shutil.get_terminal_size().columns or DEFAULT_WIDTH
+    return None

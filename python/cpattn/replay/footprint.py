@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that a replay will take, and that there is."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .disaggregate import decode_pages
+from .dsa_model import DsaConfig
+from .model import DecoderConfig, DecoderLayer, ModelConfig
+from .records import ReplayOptions
+
+_PROCESS_BYTES = 160 << 20  # of a process that has imported torch, beside what all of them share
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of all processes together."""
+
+    arrays: int  # pools and weights, which are there from the beginning
+    total: int  # and the processes themselves, and what a batch needs
+
+
+def footprint(options: ReplayOptions, batch_tokens: int) -> Footprint:
+    """An estimate, by the sizes of the model; low rather than high.
+
+    batch_tokens : int
+        New tokens of the largest batch.
+    """
+    model = options.model
+    weights = _num_weights(model)
+    copies = options.cp_size + bool(options.decode_tokens)  # stages share out the layers
+    arrays = weights * (copies * model.torch_dtype.itemsize + 4 * bool(options.check_rows))
+    slots = options.pool_tokens * options.cp_size
+    if options.decode_tokens:
+        slots += decode_pages(options) * options.page_size
+    arrays += slots * token_bytes(model) * model.num_layers
+    width = 2 * model.intermediate_size + model.num_heads * _head_width(model)
+    batch = batch_tokens * width * 4
+    return Footprint(arrays, arrays + batch + _PROCESS_BYTES * (options.num_processes + 1))
+
+
+def token_bytes(model: DecoderConfig) -> int:
+    """What a pool keeps of a token in one layer."""
+    if isinstance(model, DsaConfig):
+        if model.kv_dtype == "fp8":
+            return 656 + model.index_head_dim + 4
+        return (model.latent_dim + model.index_head_dim) * model.torch_dtype.itemsize
+    assert isinstance(model, ModelConfig)
+    return 2 * model.num_kv_heads * model.head_dim * model.torch_dtype.itemsize
+
+
+def _head_width(model: DecoderConfig) -> int:
+    if isinstance(model, DsaConfig):
+        return 2 * model.latent_dim
+    assert isinstance(model, ModelConfig)
+    return 2 * model.head_dim
+
+
+def _num_weights(model: DecoderConfig) -> int:
+    with torch.device("meta"):  # shapes only
+        layer = DecoderLayer(model, 0)
+    per_layer = sum(weight.numel() for weight in layer.parameters())
+    return per_layer * model.num_layers + model.vocab_size * model.hidden_size
+
+
+def memory() -> tuple[int, int]:
+    """Bytes of this machine or container, and those of them that are free; 0: unknown."""
+    sizes = {}
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            name, _, size = line.partition(":")
+            sizes[name] = int(size.split()[0]) * 1024
+    total, free = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
+    for folder in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")):
+        with suppress(OSError, ValueError):
+            if folder.name == "memory":
+                names = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            else:
+                names = "memory.max", "memory.current"
+            limit, used = (int((folder / name).read_text(encoding="ascii")) for name in names)
+            total, free = min(total, limit), min(free, max(limit - used, 0))
+    return total, free
