@@ -88,7 +88,6 @@ C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     [
         *((c, e) for c in (EXPLAIN, PLAN, ("plan", "--help")) for e in (ASCII, C_LOCALE)),
         (REPLAY, ASCII),
-        pytest.param(REPLAY, C_LOCALE, marks=pytest.mark.slow),
     ],
 )
 def test_ascii_is_enough(
@@ -103,6 +102,16 @@ def test_ascii_is_enough(
     if command == PLAN:
         assert "32/8 heads x 128" in result.stdout
         assert re.search("^-{50}", result.stdout, re.MULTILINE)
+
+
+def test_files_are_utf_8_in_any_locale(command_line: CommandLine, tmp_path) -> None:
+    paths = tmp_path / "r.json", tmp_path / "r.html"
+    files = ("--json", str(paths[0]), "--html", str(paths[1]))
+    result = command_line.run(*REPLAY, *files, env={**os.environ, **C_LOCALE})
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.isascii()
+    assert " · " in paths[1].read_bytes().decode("utf-8")
+    assert paths[0].read_bytes().isascii()
 
 
 def test_a_name_that_ascii_has_not(command_line: CommandLine, tmp_path) -> None:

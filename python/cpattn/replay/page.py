@@ -9,7 +9,7 @@ import jinja2
 
 from .plots import COLORS, plots
 from .records import ReplayReport
-from .report import figures, summarize, table_header, table_row
+from .report import figures, summarize, table_header, table_legend, table_row
 
 
 def write_html(report: ReplayReport, title: str, path: Path) -> None:
@@ -20,6 +20,7 @@ def write_html(report: ReplayReport, title: str, path: Path) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    header = table_header(report)
     page = environment.get_template("report.html.j2").render(
         title=title,
         report=report,
@@ -28,7 +29,8 @@ def write_html(report: ReplayReport, title: str, path: Path) -> None:
         plots=plots(report),
         colors=COLORS,
         phases=report.options.phases,
-        header=table_header(report),
+        header=header,
+        legend=table_legend(report, header),
         rows=[table_row(batch, report) for batch in report.batches],
     )
     path.write_text(page, encoding="utf-8")

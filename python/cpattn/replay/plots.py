@@ -27,7 +27,10 @@ COLORS = {
     "torch": "#d55e00",
     "good": "#009e73",
     "ink": "#3c4650",
+    "grid": "#e4e8ec",
 }
+# Colours that change with the page, which is dark where its reader has asked for that.
+_OF_PAGE = {COLORS["ink"]: "var(--axis)", COLORS["grid"]: "var(--line)"}
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -37,13 +40,14 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.edgecolor": COLORS["ink"],
     "axes.labelcolor": COLORS["ink"],
+    "text.color": COLORS["ink"],
     "axes.linewidth": 0.8,
     "xtick.color": COLORS["ink"],
     "ytick.color": COLORS["ink"],
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
-    "grid.color": "#e4e8ec",
+    "grid.color": COLORS["grid"],
     "grid.linewidth": 0.8,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
@@ -78,7 +82,10 @@ class Plot:
             text = io.StringIO()
             figure.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
         svg = text.getvalue()
-        self.svg = svg[svg.index("<svg") :]
+        svg = svg[svg.index("<svg") :]
+        for color, variable in _OF_PAGE.items():
+            svg = svg.replace(color, variable)
+        self.svg = svg
 
 
 def plots(report: ReplayReport) -> list[Plot]:

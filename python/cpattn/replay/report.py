@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,7 @@ def print_report(report: ReplayReport, title: str, console: Console | None = Non
     )
     if len(report.batches) > _MAX_LINES:
         console.print(f"... and {len(report.batches) - _MAX_LINES} more batches")
-    legend = {**_LEGEND, "torch": f"torch: {TORCH_BASELINE[options.model.kind][1]}"}
-    console.print("; ".join(legend[name] for name in header if name in legend), highlight=False)
+    console.print(table_legend(report, header), highlight=False)
     console.print()
     console.print(_figures(report))
 
@@ -110,6 +110,13 @@ def table_header(report: ReplayReport) -> list[str]:
     if report.tolerance is not None:
         header.append("error")
     return header
+
+
+def table_legend(report: ReplayReport, header: Sequence[str]) -> str:
+    """What the names of columns mean."""
+    torch_text = f"torch: {TORCH_BASELINE[report.options.model.kind][1]}"
+    texts = {**_LEGEND, "torch": torch_text}
+    return "; ".join(texts[name] for name in header if name in texts)
 
 
 def table_row(batch: BatchRecord, report: ReplayReport) -> list[str]:
