@@ -242,16 +242,25 @@ def test_what_is_not_given_is_assumed(tmp_path, arguments, rates):
 
 
 def test_the_output_says_of_what_rates_are():
-    assumed = " ".join(plan("--cp-size=2").output.split())
-    assert "assumed: --gflops 14080 --threads 32 --pack-rows 24" in assumed
-    assert "a rank is 32 threads of an AMD EPYC with AVX512_BF16, 440 GFLOP/s each" in assumed
-    assert "--calibrate measures here" in assumed
-    rates = as_options(vars(Rates(gflops=9, threads=3))).replace(" --", " --").split(" --")
-    given = plan(
-        "--cp-size=2", *(f"--{rate.removeprefix('--').replace(' ', '=')}" for rate in rates)
-    )
-    assert given.exit_code == 0, given.output
-    assert "assumed" not in given.output.lower()
+    text = " ".join(plan("--cp-size=2").output.split())
+    rank = "a rank is 32 threads of an AMD EPYC with AVX512_BF16, 440 GFLOP/s each in bfloat16"
+    network = "the network is gloo over 10 Gbit/s"
+    assert "assumed: --gflops 14080 --threads 32 --pack-rows 24" in text
+    assert f"Assumed, not measured: {rank}; {network}. --calibrate measures this machine." in text
+    text = " ".join(plan("--cp-size=2", *RATES).output.split())
+    assert f"Assumed, not measured: {network}. " in text
+    exchange = ("--gather-gbps=9", "--latency-us=9", "--message-us=9", "--store-gbps=9")
+    text = " ".join(plan("--cp-size=2", *RATES, *exchange).output.split())
+    assert "assumed: --pack-rows 24 --row-keys 75 --call-us 6" in text
+    assert "Assumed" not in text
+
+
+def test_rates_can_be_given_as_they_are_printed():
+    printed = as_options(vars(Rates(gflops=9, threads=3))).split()
+    result = plan("--cp-size=2", *printed)
+    assert result.exit_code == 0, result.output
+    assert f"given: {' '.join(printed)}" in " ".join(result.output.split())
+    assert "assumed" not in result.output.lower()
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

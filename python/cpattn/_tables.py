@@ -78,7 +78,7 @@ def print_table(
     for row in rows:
         cells = [cell for name, cell in zip(header, row.cells, strict=True) if name in kept]
         table.add_row(*cells, end_section=row.ends_section, style=row.style)
-    console.print(Text(title, style="bold"))
+    console.print(Text(f"{title}\n", style="bold"))
     console.print(table)
     missing = [name for name in header if name not in kept]
     if missing:

@@ -7,16 +7,24 @@ every machine and on every day.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 THREADS = 32
 #: 10^9 flop/s of one thread, by the dtype of queries, keys and values: causal attention to 8192 new
 #: tokens (4096 in float16 and float32), on two threads of an AMD EPYC with AVX512_BF16.
 THREAD_GFLOPS = {"bfloat16": 440.0, "float16": 230.0, "float32": 230.0}
 
 
-def describe(dtype: str) -> str:
-    """Of what assumed rates are; those of exchanges are the defaults of `Rates`."""
-    return (
-        f"Assumed rates are not of this machine: a rank is {THREADS} threads of an AMD EPYC with "
-        f"AVX512_BF16, {THREAD_GFLOPS[dtype]:.0f} GFLOP/s each in {dtype}, the network gloo over "
-        "10 Gbit/s. --calibrate measures here."
-    )
+def describe(dtype: str, assumed: Collection[str]) -> str:
+    """Of what machines these rates (fields of `Rates`) are, if they are of any."""
+    parts = []
+    if {"threads", "gflops"} & set(assumed):
+        parts.append(
+            f"a rank is {THREADS} threads of an AMD EPYC with AVX512_BF16, "
+            f"{THREAD_GFLOPS[dtype]:.0f} GFLOP/s each in {dtype}"
+        )
+    if {"gather_gbps", "latency_us", "message_us", "store_gbps"} & set(assumed):
+        parts.append("the network is gloo over 10 Gbit/s")
+    if not parts:
+        return ""
+    return f"Assumed, not measured: {'; '.join(parts)}. --calibrate measures this machine."

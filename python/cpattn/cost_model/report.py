@@ -63,8 +63,9 @@ def print_plan(predictions: Sequence[Prediction], rates: Rates, sources: dict[st
     for source in dict.fromkeys(sources.values()):
         values = {name: getattr(rates, name) for name in sources if sources[name] == source}
         console.print(f"{source}: {as_options(values)}", highlight=False, soft_wrap=True)
-    if "assumed" in sources.values():
-        console.print(assumptions.describe(shape.dtype), highlight=False)
+    assumed = [name for name, source in sources.items() if source == "assumed"]
+    if text := assumptions.describe(shape.dtype, assumed):
+        console.print(text, highlight=False)
     size = _bytes(first.pool_bytes)
     console.print(f"KV pool: {size} on every rank, for the largest batch", highlight=False)
 
