@@ -97,7 +97,7 @@ def test_absurd_values_are_refused_in_a_line_that_names_the_option(name: str, op
         ),
         ("replay --scale-lengths 3", "--scale-lengths must be a power of two .* 512, got 3"),
         ("replay --heads 3", "--heads must be a multiple of --kv-heads 2, got 3"),
-        ("replay --head-dim 24", "--head-dim must be a positive multiple of 16, got 24"),
+        ("replay --head-dim 24", "--head-dim must be a multiple of 16 from 16 to 576, got 24"),
         ("replay --model dsa --layers 2", "--layers must be 1 with --model dsa, got 2"),
         (
             "replay --model dsa --kv-heads 2",

@@ -249,6 +249,7 @@ def test_fit_finds_the_rates_behind_timings():
         ({"num_layers": 0}, "num_layers must be >= 1, got 0"),
         ({"head_dim": 24}, "head_dim must be a multiple of 16 from 16 to 576, got 24"),
         ({"v_head_dim": 592}, "v_head_dim must be a multiple of 16 from 16 to 576, got 592"),
+        ({"head_dim": 0}, "head_dim must be >= 1, got 0"),
         ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, got 'int8'"),
     ],
 )
@@ -275,4 +276,21 @@ def test_a_wrong_layer_is_refused(arguments, message):
 )
 def test_wrong_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Rates(gflops=1, threads=2.5), "Rates: threads must be an integer, got 2.5"),
+        (lambda: Rates(gflops=1, threads=True), "Rates: threads must be an integer, got True"),
+        (lambda: Rates(gflops="9"), "Rates: gflops must be a number, got '9'"),
+        (lambda: Rates(gflops=True), "Rates: gflops must be a number, got True"),
+        (lambda: AttentionLayer(num_heads=8.0), "num_heads must be an integer, got 8.0"),
+        (lambda: AttentionLayer(head_dim=None), "head_dim must be an integer, got None"),
+        (lambda: AttentionLayer(v_head_dim=64.0), "v_head_dim must be an integer, got 64.0"),
+    ],
+)
+def test_numbers_of_other_types_are_refused(call, message):
+    with pytest.raises(TypeError, match=message):
         call()

@@ -109,8 +109,48 @@ def test_one_profile_at_a_time():
             outer.table()
         assert "has not ended" in repr(outer)
     assert outer.calls == 0
-    with pytest.raises(ValueError, match="max_events must be >= 1, got 0"):
-        cpattn.profile(max_events=0).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("max_events", "error", "message"),
+    [
+        (0, ValueError, "max_events must be >= 1, got 0"),
+        (2**40, ValueError, "max_events must be <= 67108864, got 1099511627776"),
+        (2**63, ValueError, "max_events must be <= 67108864"),
+        (1e6, TypeError, "max_events must be an integer, got 1000000.0"),
+        (True, TypeError, "max_events must be an integer, got True"),
+        (None, TypeError, "max_events must be an integer, got None"),
+    ],
+)
+def test_what_no_thread_can_record_is_refused(max_events, error, message):
+    with pytest.raises(error, match=f"profile: {message}"):
+        cpattn.profile(max_events=max_events)
+
+
+def test_the_most_events_that_are_accepted_are_recorded():
+    trace = profiled(max_events=cpattn.profiling.MAX_EVENTS)
+    assert trace.calls == 1
+    assert trace.dropped == 0
+
+
+def test_no_memory_for_events_is_an_error(monkeypatch):
+    monkeypatch.setattr(cpattn.profiling, "_RECORD", np.dtype((np.void, 2**30)))
+    with pytest.raises(MemoryError, match="profile: no memory for max_events = 1048576"):
+        cpattn.profile().__enter__()
+    monkeypatch.undo()
+    assert profiled().calls == 1  # none is running
+
+
+def test_a_selection_that_would_be_empty_by_mistake_is_refused():
+    trace = profiled()
+    with pytest.raises(TypeError, match="select: scope must be a TraceScope, got 'qk'"):
+        trace.select("qk")
+    with pytest.raises(ValueError, match=r"select: thread must be <= \d+, got 99"):
+        trace.select(TraceScope.qk, 99)
+    with pytest.raises(ValueError, match="select: thread must be >= 0, got -1"):
+        trace.select(TraceScope.qk, -1)
+    with pytest.raises(ValueError, match="timeline: begin and end must be finite, got -inf and"):
+        trace.timeline(begin=-np.inf)
 
 
 def test_a_profile_ends_with_an_error_too():

@@ -180,8 +180,8 @@ def test_a_full_pool_waits_and_a_small_one_refuses() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 2, 4), "num_pages and page_size must be >= 1, got 0, 2"),
-        ((4, 0, 4), "num_pages and page_size must be >= 1, got 4, 0"),
+        ((0, 2, 4), "num_pages must be >= 1, got 0"),
+        ((4, 0, 4), "page_size must be >= 1, got 0"),
         ((4, 3, 4), "page_size must divide the 4 tokens of a hash block, got 3"),
         ((4, 8, 4), "page_size must divide the 4 tokens of a hash block, got 8"),
     ],

@@ -123,7 +123,7 @@ def test_scaling_keeps_the_blocks(divisor: int) -> None:
 
 @pytest.mark.parametrize("divisor", [0, 3, 1024])
 def test_a_divisor_that_moves_block_edges_is_refused(divisor: int) -> None:
-    with pytest.raises(ValueError, match=f"divisor must divide 512, got {divisor}"):
+    with pytest.raises(ValueError, match=f"divisor must (divide 512|be >= 1), got {divisor}"):
         scale_lengths([], divisor)
 
 

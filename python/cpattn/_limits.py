@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands accept: beyond it there are no machines, or counting alone takes minutes."""
+"""Numbers that are refused, rather than taken for something else or for nothing."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from numbers import Real
+from typing import Any
 
+import numpy as np
+
+# What the commands accept: beyond it there are no machines, or counting alone takes minutes.
 MAX_INT = 2**31 - 1
 MAX_RANKS = 4096
 MAX_BATCH_TOKENS = 1 << 24  # new tokens: some arrays of a plan have an entry for each
@@ -29,3 +35,24 @@ def check_batch(
                 f"{lens_option} and {prefix_option} must add up to at most {MAX_INT} tokens for "
                 f"each sequence, got {new} + {cached}"
             )
+
+
+def check_integer(
+    function: str, name: str, value: Any, low: int = 1, high: int | None = None
+) -> None:
+    """TypeError unless an argument is an integer, ValueError unless it is in its range."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{function}: {name} must be an integer, got {value!r}")
+    if value < low:
+        raise ValueError(f"{function}: {name} must be >= {low}, got {value}")
+    if high is not None and value > high:
+        raise ValueError(f"{function}: {name} must be <= {high}, got {value}")
+
+
+def check_number(function: str, name: str, value: Any, *, positive: bool = True) -> None:
+    """TypeError unless an argument is a number, ValueError unless it is finite, and > 0 or >= 0."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{function}: {name} must be a number, got {value!r}")
+    if not math.isfinite(value) or value < 0 or (positive and not value):
+        rule = "positive and finite" if positive else ">= 0 and finite"
+        raise ValueError(f"{function}: {name} must be {rule}, got {value}")

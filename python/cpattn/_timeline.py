@@ -77,6 +77,8 @@ def _range(profile: Profile, begin: float | None, end: float | None) -> tuple[fl
     right = last / 1e9 if end is None else end
     if not left < right:
         raise ValueError(f"timeline: begin must be before end, got {left} and {right}")
+    if not np.isfinite([left, right]).all():
+        raise ValueError(f"timeline: begin and end must be finite, got {left} and {right}")
     return left, right
 
 

@@ -14,10 +14,13 @@ import numpy as np
 
 from . import _core
 from ._core import TraceScope
+from ._limits import check_integer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+MAX_EVENTS = 1 << 26
+_RECORD = np.dtype((np.void, 40))  # one event of a thread
 # On a thread these exclude each other; items and calls are around them.
 _LEAVES = [scope for scope in TraceScope if scope < TraceScope.item]
 
@@ -28,8 +31,9 @@ def profile(*, max_events: int = 1 << 20) -> Profile:
     Parameters
     ----------
     max_events : int
-        What one thread may record, at 40 bytes. Attention makes about 400 events per millisecond
-        and thread; those beyond are dropped, counted in `Profile.dropped`, and reported.
+        What one thread may record, at 40 bytes, at most 2**26. Attention makes about 400 events per
+        millisecond and thread; those beyond are dropped, counted in `Profile.dropped`, and
+        reported.
 
     Returns
     -------
@@ -39,6 +43,8 @@ def profile(*, max_events: int = 1 << 20) -> Profile:
 
     Raises
     ------
+    MemoryError
+        On entering the block, if there is none for the events of a thread.
     RuntimeError
         On entering the block while another profile of this process is running: they do not nest,
         nor run side by side. Calls of all threads are in the one that is.
@@ -59,6 +65,7 @@ def profile(*, max_events: int = 1 << 20) -> Profile:
     >>> [row.scope for row in trace.summary() if row.flops]
     ['qk', 'pv', 'total']
     """
+    check_integer("profile", "max_events", max_events, 1, MAX_EVENTS)
     return Profile(max_events)
 
 
@@ -104,6 +111,12 @@ class Profile:
         self._max_events = max_events
 
     def __enter__(self) -> Profile:
+        try:  # a thread without memory for its events would be missing from the trace
+            np.empty(self._max_events, _RECORD)
+        except MemoryError:
+            raise MemoryError(
+                f"profile: no memory for max_events = {self._max_events} of a thread"
+            ) from None
         _core.start_trace(self._max_events)
         return self
 
@@ -145,7 +158,11 @@ class Profile:
         return sum(thread.dropped for thread in self.threads)
 
     def select(self, scope: TraceScope, thread: int | None = None) -> NDArray[np.void]:
-        """The events of a scope, on one thread or on all."""
+        """The events of a scope, on one thread (its index) or on all."""
+        if not isinstance(scope, TraceScope):
+            raise TypeError(f"select: scope must be a TraceScope, got {scope!r}")
+        if thread is not None:
+            check_integer("select", "thread", thread, 0, len(self.threads) - 1)
         chosen = self.events["scope"] == scope
         if thread is not None:
             chosen &= self.events["thread"] == thread

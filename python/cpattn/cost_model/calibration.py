@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import _core
+from .._limits import check_integer
 from ..replay.processes import Role, Workers
 from .prediction import Rates
 from .work import AttentionLayer, rank_work
@@ -47,7 +48,8 @@ def calibrate(
     progress : callable
         Told what is measured next.
     """
-    threads = threads or _core.default_num_threads()
+    threads = _core.default_num_threads() if threads is None else threads
+    check_integer("calibrate", "threads", threads)
     attention = attention_rates(layer, threads, progress)
     progress("exchange between two processes")
     return Rates(**attention, threads=threads, **_exchange_rates(threads))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .._limits import check_integer, check_number
 from .work import PACKING_ROWS, AttentionLayer, RankWork, rank_work
 
 Seconds = NDArray[np.float64]
@@ -53,16 +54,11 @@ class Rates:
     store_gbps: float = 4.0
 
     def __post_init__(self) -> None:
-        for name in ("gflops", "threads", "gather_gbps", "store_gbps"):
-            if not 0 < getattr(self, name) < np.inf:
-                raise ValueError(
-                    f"Rates: {name} must be positive and finite, got {getattr(self, name)}"
-                )
+        check_integer("Rates", "threads", self.threads)
+        for name in ("gflops", "gather_gbps", "store_gbps"):
+            check_number("Rates", name, getattr(self, name))
         for name in ("pack_rows", "row_keys", "call_us", "latency_us", "message_us"):
-            if not 0 <= getattr(self, name) < np.inf:
-                raise ValueError(
-                    f"Rates: {name} must be >= 0 and finite, got {getattr(self, name)}"
-                )
+            check_number("Rates", name, getattr(self, name), positive=False)
 
     def attention_seconds(self, work: RankWork, layer: AttentionLayer) -> Seconds:
         """Of each rank, for one layer::

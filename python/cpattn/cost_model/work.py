@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .._limits import check_integer
 from ..context_parallel import ContextParallelMetadata, build_cp_metadata_all_ranks
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -47,8 +48,7 @@ class AttentionLayer:
 
     def __post_init__(self) -> None:
         for name in ("num_kv_heads", "num_heads", "num_layers", "page_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"AttentionLayer: {name} must be >= 1, got {getattr(self, name)}")
+            check_integer("AttentionLayer", name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"AttentionLayer: num_heads must be a multiple of num_kv_heads = "
@@ -56,7 +56,10 @@ class AttentionLayer:
             )
         for name in ("head_dim", "v_head_dim"):
             dim = getattr(self, name)
-            if dim is not None and (dim % 16 or not 16 <= dim <= 576):
+            if dim is None and name == "v_head_dim":
+                continue
+            check_integer("AttentionLayer", name, dim)
+            if dim % 16 or dim > 576:
                 raise ValueError(
                     f"AttentionLayer: {name} must be a multiple of 16 from 16 to 576, got {dim}"
                 )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .._limits import check_integer
 from .model import Decoder, DecoderConfig, ModelConfig
 from .scheduler import Batch
 from .trace import Request, block_tokens_of
@@ -33,8 +34,7 @@ class Checker:
     """
 
     def __init__(self, config: Any, *, block_tokens: int, rows_per_chunk: int) -> None:
-        if rows_per_chunk < 1:
-            raise ValueError(f"Checker: rows_per_chunk must be >= 1, got {rows_per_chunk}")
+        check_integer("Checker", "rows_per_chunk", rows_per_chunk)
         self.tolerance = self.tolerance_of(config)
         self.errors: dict[int, float] = defaultdict(float)
         self.num_rows = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, ClassVar
 from zlib import crc32
@@ -13,6 +13,8 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .._limits import check_integer, check_number
 
 # What the attention module of a layer calls with its number and the projected tensors. Dense:
 # attention(layer, q, k, v) -> out: q and out [rows, Hq, D], k and v [tokens, Hk, D], the new ones.
@@ -42,9 +44,13 @@ class DecoderConfig(ABC):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if type(value) is int and name != "seed" and value < 1:
-                raise ValueError(f"{type(self).__name__}: {name} must be >= 1, got {value}")
+        function = type(self).__name__
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(field.default) is int:
+                check_integer(function, field.name, value, 0 if field.name == "seed" else 1)
+            elif type(field.default) is float:
+                check_number(function, field.name, value)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -90,9 +96,10 @@ class ModelConfig(DecoderConfig):
                 f"ModelConfig: num_heads must be a multiple of num_kv_heads {self.num_kv_heads}, "
                 f"got {self.num_heads}"
             )
-        if self.head_dim < 16 or self.head_dim % 16:
+        if self.head_dim % 16 or self.head_dim > 576:
             raise ValueError(
-                f"ModelConfig: head_dim must be a positive multiple of 16, got {self.head_dim}"
+                "ModelConfig: head_dim must be a multiple of 16 from 16 to 576, "
+                f"got {self.head_dim}"
             )
 
     @property

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from .._limits import check_integer
+
 # What a block is found by: the block before it (0: none), its hash, and its number of tokens. With
 # the parent in it, equal hashes behind different prefixes are different blocks, as their K/V are.
 _Key = tuple[int, int, int]
@@ -53,11 +55,10 @@ class PrefixCache:
     """
 
     def __init__(self, num_pages: int, *, page_size: int, block_tokens: int) -> None:
-        if num_pages < 1 or page_size < 1:
-            raise ValueError(
-                f"PrefixCache: num_pages and page_size must be >= 1, got {num_pages}, {page_size}"
-            )
-        if block_tokens < 1 or block_tokens % page_size:
+        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
+            check_integer("PrefixCache", name, value)
+        check_integer("PrefixCache", "block_tokens", block_tokens)
+        if block_tokens % page_size:
             raise ValueError(
                 f"PrefixCache: page_size must divide the {block_tokens} tokens of a hash block, "
                 f"got {page_size}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._limits import check_integer, check_number
 from .model import DecoderConfig, ModelConfig
 from .phases import pass_phases
 from .trace import TRACE_BLOCK_TOKENS
@@ -65,9 +66,11 @@ class ReplayOptions:
 
     def __post_init__(self) -> None:
         sizes = ("cp_size", "pp_size", "page_size", "token_budget", "pool_tokens", "max_sequences")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(f"ReplayOptions: {name} must be >= 1, got {getattr(self, name)}")
+        for name in (*sizes, "scale_lengths"):
+            check_integer("ReplayOptions", name, getattr(self, name))
+        for name in ("num_threads", "check_rows", "decode_tokens"):
+            check_integer("ReplayOptions", name, getattr(self, name), 0)
+        check_number("ReplayOptions", "timeout_seconds", self.timeout_seconds)
         if self.pp_size > self.model.num_layers:
             raise ValueError(
                 f"ReplayOptions: pp_size must be at most the {self.model.num_layers} layers, "
@@ -78,9 +81,6 @@ class ReplayOptions:
                 "ReplayOptions: decode_tokens must be 0 with FP8 rows, which are in no KV pool to "
                 f"send, got {self.decode_tokens}"
             )
-        for name in ("num_threads", "check_rows", "decode_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"ReplayOptions: {name} must be >= 0, got {getattr(self, name)}")
 
 
 @dataclass

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from .._limits import check_integer
 from .prefix_cache import Lease, PrefixCache
 from .trace import Request
 
@@ -81,11 +82,8 @@ def prefill_batches(
     the sampler needs, but does not write it. Leases of finished prompts are released when the
     next batch is asked for: the caller runs a batch before it goes on.
     """
-    if token_budget < 1 or max_sequences < 1:
-        raise ValueError(
-            "prefill_batches: token_budget and max_sequences must be >= 1, "
-            f"got {token_budget}, {max_sequences}"
-        )
+    check_integer("prefill_batches", "token_budget", token_budget)
+    check_integer("prefill_batches", "max_sequences", max_sequences)
     for i, request in enumerate(requests):
         if cache.pages_needed(request.input_length) > cache.num_pages:
             raise ValueError(

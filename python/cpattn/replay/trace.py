@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .._limits import check_integer
+
 TRACE_BLOCK_TOKENS = 512  # input tokens that one entry of `hash_ids` stands for
 _FIELDS = ("timestamp", "input_length", "output_length")
 
@@ -33,6 +35,8 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[Request]:
 
     A line that is no request is a ValueError naming the file, the line and the field.
     """
+    if limit is not None:
+        check_integer("read_trace", "limit", limit)
     opener = gzip.open if str(path).endswith(".gz") else open
     requests: list[Request] = []
     try:
@@ -87,8 +91,8 @@ def generate_trace(num_requests: int, *, seed: int = 0) -> list[Request]:
     trace has the prefix hits of a long one: about a third of the input tokens. Equal arguments give
     equal traces.
     """
-    if num_requests < 1:
-        raise ValueError(f"generate_trace: num_requests must be >= 1, got {num_requests}")
+    check_integer("generate_trace", "num_requests", num_requests)
+    check_integer("generate_trace", "seed", seed, 0)
     rng = np.random.default_rng(seed)
     next_id = 1  # 0 is the system block
     conversations: list[Request] = []
@@ -123,7 +127,8 @@ def scale_lengths(requests: Sequence[Request], divisor: int) -> list[Request]:
     `divisor` divides 512, so that block boundaries stay block boundaries: the number of blocks,
     the sharing and (nearly) the hit rate of the trace are those of the full lengths.
     """
-    if divisor < 1 or TRACE_BLOCK_TOKENS % divisor:
+    check_integer("scale_lengths", "divisor", divisor)
+    if TRACE_BLOCK_TOKENS % divisor:
         raise ValueError(f"scale_lengths: divisor must divide {TRACE_BLOCK_TOKENS}, got {divisor}")
     return [
         replace(
