@@ -8,6 +8,8 @@ import contextlib
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -181,12 +183,51 @@ def test_ranks_that_differ_are_told(capsys) -> None:
     assert notes == ["note: ranks differ in isa: avx2, avx512"]
 
 
-@pytest.mark.parametrize("option", ["--tokens=0", "--repeats=-1", "--timeout=0"])
-def test_a_number_that_cannot_be_is_named(option: str, capsys, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "value", ["0", "-1", "nan", "inf", "1e400", "x", "", str(2**63), "1.5x", "9" * 5000]
+)
+@pytest.mark.parametrize("option", ["--tokens", "--repeats", "--timeout"])
+def test_a_number_that_cannot_be_is_named(option: str, value: str, capsys, monkeypatch) -> None:
     from cpattn.distributed import check
 
-    monkeypatch.setattr(sys, "argv", ["check", option])
+    monkeypatch.setattr(sys, "argv", ["check", f"{option}={value}"])
     with pytest.raises(SystemExit, match="2"):
         check.main()
-    name, _, value = option.partition("=")
-    assert f"argument {name}: must be positive, got {value}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    rule = "a number > 0 and <= 1000000" if option == "--timeout" else "an integer > 0 and <="
+    assert said.startswith(f"cpattn.distributed.check: argument {option}: must be {rule}")
+    assert said.endswith(f"got {value[:40]!r}\n")
+    assert said.count("\n") == 1
+
+
+ONE_RANK = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+ALONE = ENVIRONMENT | ONE_RANK | {"WORLD_SIZE": "1", "MASTER_PORT": "0"}
+
+
+def test_ctrl_c_while_ranks_are_awaited(children: Children) -> None:
+    """A wait within torch would end with the timeout only."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    run = children.start(
+        [sys.executable, "-m", "cpattn.distributed.check"],
+        env=ENVIRONMENT | ONE_RANK | {"WORLD_SIZE": "2", "MASTER_PORT": port},
+    )
+    progress = "cpattn.distributed.check: 10 s: waiting for the other ranks\n"
+    assert run.stderr.readline() == progress
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=30)
+    assert run.returncode == 130
+    assert out == ""
+    assert err.removeprefix("cpattn.distributed.check: 20 s: waiting for the other ranks\n") == (
+        "cpattn.distributed.check: this process: interrupted\n"
+    )
+
+
+def test_a_result_that_cannot_be_written_is_a_line(children: Children) -> None:
+    command = f"{sys.executable} -m cpattn.distributed.check --tokens 16 > /dev/full"
+    run = children.run(["sh", "-c", command], env=ALONE)
+    assert run.returncode == 1
+    last = run.stderr.splitlines()[-1]
+    assert last.endswith("this process: writing the result: No space left on device")
+    assert "Traceback" not in run.stderr

@@ -30,8 +30,12 @@ class ProgressLines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end.set()
+        self.stop()
         self._thread.join()
+
+    def stop(self) -> None:
+        """Write no more lines."""
+        self._end.set()
 
     def __call__(self, done: int, total: int | None, what: str) -> None:
         """Note what is being done, and how much of it all is."""

@@ -18,14 +18,17 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from .. import __version__, _core, active_isa, reference
+from .. import __version__, _core, _streams, active_isa, reference
+from .._progress import ProgressLines
+from ..cli import INTERRUPTED
 from ..cost_model.prediction import as_options
 from .context_parallel import ContextParallel
 from .measure import measure_exchange
@@ -40,29 +43,68 @@ _UNITS = {"float32": (40, 2.0**-23), "bfloat16": (1.05, 2.0**-7)}
 
 def main() -> int:
     """Run the check; the exit code."""
-    options = _parse()
+    _streams.prepare()
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
+        options = _parse()
+        with ProgressLines("cpattn.distributed.check") as progress:
+            code = _run(options, progress)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        _failed("this process", "interrupted")
+        return INTERRUPTED
+    except OSError as error:
+        _streams.abandon(sys.stdout)
+        return _failed("this process", f"writing the result: {error.strerror or error}")
+
+
+def _run(options: argparse.Namespace, progress: ProgressLines) -> int:
+    progress(0, None, "waiting for the other ranks")
+    try:
+        _interruptible(
+            lambda: dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
+        )
     except (RuntimeError, ValueError) as error:
         hint = "" if "RANK" in os.environ else "; start it with torchrun"
         return _failed("this process", f"{_first_line(error)}{hint}")
     rank = dist.get_rank()
+    if rank:
+        progress.stop()  # one of them tells
     try:
-        passed = _check(options)
-        dist.barrier()
-    except RuntimeError as error:
+        passed = _check(options, progress)
+        progress(0, None, "waiting for the other ranks")
+        _interruptible(dist.barrier)
+    except (RuntimeError, MemoryError) as error:
         return _failed(f"rank {rank} on {socket.gethostname()}", _first_line(error))
     dist.destroy_process_group()
     return 0 if passed else 1
 
 
+def _interruptible(wait: Callable[[], object]) -> None:
+    """Have a thread wait for other processes: within torch, Ctrl-C would come after the timeout."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait)
+        try:
+            waiting.result()
+        except KeyboardInterrupt:
+            _failed("this process", "interrupted")
+            os._exit(INTERRUPTED)  # the thread still waits
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"cpattn.distributed.check: {message}\n")
+
+
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m cpattn.distributed.check",
         description="Context-parallel attention over all ranks against a float64 oracle, timed.",
         epilog="Start it with torchrun on every machine.",
     )
-    count, seconds = _positive(int), _positive(float)
+    count, seconds = _up_to(1 << 20, int), _up_to(1e6, float)
     parser.add_argument("--tokens", type=count, default=2048, help="of a rank, in the timed batch")
     parser.add_argument("--dtype", choices=tuple(_UNITS), default="bfloat16")
     parser.add_argument("--repeats", type=count, default=3, help="timed calls; the fastest counts")
@@ -70,21 +112,34 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _positive(kind: type) -> Callable[[str], Any]:
+def _up_to(most: float, kind: type) -> Callable[[str], Any]:
+    """Parses a positive number up to `most`."""
+
     def parse(text: str) -> Any:
-        value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value <= most:
+            what = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(
+                f"must be {what} > 0 and <= {most:.0f}, got {text[:40]!r}"
+            )
         return value
 
     return parse
 
 
-def _check(options: argparse.Namespace) -> bool:
+def _check(options: argparse.Namespace, progress: ProgressLines) -> bool:
     """Whether all rows of all ranks are right; rank 0 prints."""
     group = dist.group.WORLD
     assert group is not None
-    errors = [_largest_error(group, strategy, options.dtype) for strategy in STRATEGIES]
+    errors = []
+    for strategy in STRATEGIES:
+        progress(0, None, f"{strategy} against the oracle")
+        errors.append(_largest_error(group, strategy, options.dtype))
+    progress(0, None, "timing attention")
+    timed = _timed(group, options)
     mine = {
         "host": socket.gethostname(),
         "version": __version__,
@@ -92,8 +147,9 @@ def _check(options: argparse.Namespace) -> bool:
         "threads": _core.default_num_threads(),
         "isa": active_isa(),
         "error": float(np.max(errors)),  # NaN if one is
-        **_timed(group, options),
+        **timed,
     }
+    progress(0, None, "timing exchanges")
     network = measure_exchange(group)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
