@@ -105,6 +105,25 @@ def test_ctrl_c_ends_all_processes_with_one_line(command_line: CommandLine, mome
     assert shared_memory() - before == set()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_leave_nothing_behind(
+    command_line: CommandLine, tmp_path: Path, number: signal.Signals
+) -> None:
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    running = command_line.start("replay", "--requests", "3000", "--no-check", env=env)
+    while len(workers_of(running.pid)) < 2:
+        assert running.process.poll() is None
+        time.sleep(0.01)
+    assert list(tmp_path.glob("cpattn-replay-*"))
+    running.process.send_signal(number)  # to the command alone, as `timeout` does
+    output, said = running.process.communicate(timeout=60)
+    assert running.process.returncode == 128 + number
+    assert output == ""
+    assert PROGRESS.sub("", said) == ""
+    assert left_of_session(running.pid) == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_ctrl_c_while_rates_are_measured(command_line: CommandLine) -> None:
     running = command_line.start("plan", "--calibrate", "--threads=1", columns=100)
     while len(workers_of(running.pid)) < 2:  # of the exchange, which comes last
@@ -145,7 +164,9 @@ def test_help_teaches() -> None:
     for word in ("--trace", "--cp-size", "--html", "[default: zigzag]", "cpattn replay --trace"):
         assert word in text
     assert "cpattn replay --model dsa" in text
-    assert "explain" in invoke("--help").output
+    overview = invoke("--help").output
+    assert set(commands.commands) <= set(overview.split())
+    assert "..." not in overview.split("Commands:")[1]
 
 
 @pytest.mark.parametrize("module", ["model.ModelConfig", "dsa_model.DsaConfig"])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from . import _streams
@@ -11,9 +12,17 @@ EXTRA_PACKAGES = ("click", "jinja2", "matplotlib", "rich", "torch")
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
+def _end(number: int, _: object) -> None:
+    """End as other errors do: processes and files of the command end with it."""
+    sys.exit(128 + number)
+
+
 def main() -> None:
     """Entry point of the `cpattn` script and of ``python -m cpattn``."""
     _streams.prepare()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has one of them ignored
+            signal.signal(number, _end)
     try:
         from .commands import commands
 

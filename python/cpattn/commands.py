@@ -56,7 +56,7 @@ def commands() -> None:
     """Context-parallel attention for LLM serving on CPU."""
 
 
-@commands.command()
+@commands.command(short_help="Draw which rank computes which tokens.")
 @click.option("--lens", type=IntegerList(), required=True, help="New tokens of each sequence.")
 @click.option("--prefix", type=IntegerList(), help="Cached tokens of each sequence [default: 0].")
 @_option("--cp-size", 2, "Number of ranks.", Integer(1, MAX_RANKS))
@@ -78,7 +78,7 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
     click.echo(text)
 
 
-@commands.command()
+@commands.command(short_help="Predict attention over many ranks: time, balance, traffic.")
 @_option("--cp-size", "8..1024", "Ranks; a range doubles up to its end.", CpSizes())
 @_option("--strategy", "all", "How sequences are cut.", click.Choice((*STRATEGIES, "all")))
 @_of_model("--tokens", "32768", "New tokens of one sequence.", Integer(1, MAX_BATCH_TOKENS))
@@ -139,7 +139,7 @@ def plan(json_path: Path | None, **options: Any) -> None:
         _write("JSON", json_path, lambda: write_json(json_path, predictions, rates, sources))
 
 
-@commands.command()
+@commands.command(short_help="Replay serving traffic over several processes, and check it.")
 @click.option(
     "--trace", type=_INPUT, help="Mooncake trace, .jsonl or .jsonl.gz [default: generated]."
 )

@@ -148,10 +148,11 @@ def check_room(requests: Sequence[Request], options: ReplayOptions) -> str | Non
     memory_text = f"about {_gib(need.total)} of memory"
     memory_text += f", of which {_gib(free)} are free" if free else ""
     if processes > 2 * cpus:
-        minutes = max(_START_SECONDS * processes / cpus / 60, 0.1)
+        seconds = _START_SECONDS * processes / cpus
+        start = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
         return (
             f"warning: {processes} processes take turns on {cpus} CPU{'s' * (cpus > 1)}: expect "
-            f"{minutes:.1f} min until all have started, slow batches, and {memory_text}"
+            f"{start} until all have started, slow batches, and {memory_text}"
         )
     if free and need.total > free:
         return f"warning: {processes} processes will take {memory_text}"

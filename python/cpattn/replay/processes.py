@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import connection, get_context, resource_tracker
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .handover import Delivery
@@ -223,12 +224,27 @@ class Workers:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Ctrl-C waits until the end of the block."""
+    """Ctrl-C, and other signals that have a handler, wait until the end of the block.
+
+    Processes that are started in the block have Ctrl-C blocked for ever. For this one that is not
+    enough: a thread that does not block a signal may take it, and its handler runs here all the
+    same.
+    """
+    waiting: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Any] = {}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if callable(signal.getsignal(number)):
+                    handlers[number] = signal.signal(number, lambda *call: waiting.append(call))
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for call in waiting[:1]:
+        handlers[call[0]](*call)
 
 
 def serve(role: Role, init_method: str, pipe: connection.Connection) -> None:
