@@ -17,8 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from children import Children
+from time_limits import PATIENCE
+
 COMMAND = [sys.executable, "-m", "cpattn"]
-PATIENCE = 120  # seconds for what should work, on a busy machine
 # A replay of some seconds, most of which pass until torch is imported.
 QUICK = [
     *("replay", "--requests=12", "--scale-lengths=64", "--page-size=4", "--pool-tokens=3000"),
@@ -30,23 +32,18 @@ QUICK = [
 class Running:
     """A command in a session of its own, whose stderr may be a terminal."""
 
-    def __init__(self, arguments: list[str], columns: int | None, **options: Any) -> None:
+    def __init__(
+        self, children: Children, arguments: list[str], columns: int | None, **options: Any
+    ) -> None:
         self._master = None
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        env = options.pop("env", os.environ)
+        env = (options.pop("env", None) or os.environ) | {"OMP_NUM_THREADS": "1"}  # more would spin
         if columns:
             self._master, slave = pty.openpty()
             fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-            streams["stderr"] = slave
+            options["stderr"] = slave
             env = {**env, "TERM": "xterm"}
             env.pop("COLUMNS", None)
-        self.process = subprocess.Popen(
-            arguments,
-            text=True,
-            start_new_session=True,
-            env={**env, "OMP_NUM_THREADS": "1"},  # more would only spin
-            **{**streams, **options},
-        )
+        self.process = children.start(arguments, env=env, **options)
         self.pid = self.process.pid
         if columns:
             os.close(slave)
@@ -66,14 +63,7 @@ class Running:
         """Ctrl-C, as a terminal has it: all processes of the session get it."""
         os.killpg(self.pid, signal.SIGINT)
 
-    def end(self) -> None:
-        """Kill what is left of the session."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self.process.wait()
-        for stream in (self.process.stdout, self.process.stderr):
-            if stream:
-                stream.close()
+    def close(self) -> None:
         if self._master is not None:
             os.close(self._master)
 
@@ -81,20 +71,25 @@ class Running:
 class CommandLine:
     """Starts commands; a context manager, at whose end none of their processes is left."""
 
-    def __init__(self) -> None:
+    def __init__(self, children: Children) -> None:
+        self._children = children
         self._running: list[Running] = []
 
     def __enter__(self) -> CommandLine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._children.close()
         for running in self._running:
-            running.end()
+            running.close()
+
+    def _start(self, arguments: list[str], columns: int | None, **options: Any) -> Running:
+        self._running.append(Running(self._children, arguments, columns, **options))
+        return self._running[-1]
 
     def start(self, *arguments: str, columns: int | None = None, **options: Any) -> Running:
         """Start a command; with `columns` its stderr is a terminal of that width."""
-        self._running.append(Running([*COMMAND, *arguments], columns, **options))
-        return self._running[-1]
+        return self._start([*COMMAND, *arguments], columns, **options)
 
     def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """A command that has ended."""
@@ -105,8 +100,7 @@ class CommandLine:
     ) -> subprocess.CompletedProcess[str]:
         """`text` behind the command in a shell, with redirections, that has ended."""
         script = f"{'set -o pipefail; ' * pipefail}{shlex.join(COMMAND)} {text}"
-        self._running.append(Running(["bash", "-c", script], None, **options))
-        return self._ended(self._running[-1])
+        return self._ended(self._start(["bash", "-c", script], None, **options))
 
     def _ended(self, running: Running) -> subprocess.CompletedProcess[str]:
         process = running.process

@@ -43,6 +43,7 @@ def version_of(package: str) -> str:
     except PackageNotFoundError:  # an environment for what needs none of it
         return f"no {package}"
 
+
 def pytest_report_header() -> list[str]:
     header = f"cpattn {__version__}, {version_of('torch')}, {version_of('numpy')}"
     isas = f"instruction set {active_isa()} of {', '.join(supported_isas())}"
@@ -98,7 +99,7 @@ def inner_runs(tmp_path: Path, children: Children) -> InnerRuns:
 
 
 @pytest.fixture
-def command_line() -> Iterator[CommandLine]:
+def command_line(children: Children) -> Iterator[CommandLine]:
     """Starts `cpattn`; all its processes are gone when the test ends."""
-    with CommandLine() as line:
+    with CommandLine(children) as line:
         yield line
