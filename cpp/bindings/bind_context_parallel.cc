@@ -58,7 +58,7 @@ class BatchArgument {
 class ReleaseForMany {
  public:
   explicit ReleaseForMany(const CpBatch& batch) {
-    if (batch.extend_lens.value_or({}).size() >= 64) release_.emplace();
+    if (batch.extend_lens && batch.extend_lens->size() >= 64) release_.emplace();
   }
 
  private:
