@@ -241,8 +241,8 @@ def _interrupts_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for handled, handler in handlers.items():
+            signal.signal(handled, handler)
     for call in waiting[:1]:
         handlers[call[0]](*call)
 
