@@ -257,24 +257,25 @@ def run_loss(rank: int, how: str) -> tuple[str, float]:
     return _error_of(lambda: cp.write_kv(plan, k, v, batch.k_cache, batch.v_cache))
 
 
-def run_death(rank: int) -> tuple[str, float, bool]:
-    """What the others are told if the last rank is killed while its rows are on their way.
+def run_death(rank: int) -> tuple[str, float, list[tuple[float, bool]]]:
+    """What the others are told, and when, if the last rank is killed while its rows arrive.
 
-    Rank 0 watches them arrive and kills it, and also says whether they were all there by then.
+    Rank 0 watches them arrive and kills it, and says when, and whether all were there by then. The
+    times are those of the clock that all processes share.
     """
     cp = ContextParallel(dist.group.WORLD, page_size=4)
     pids: list[int] = [0] * cp.cp_size
     dist.all_gather_object(pids, os.getpid())
     plan = cp.plan([6 * cp.cp_size], block_tables=[range(5)])
     rows = torch.ones(6, 16 << 20, dtype=torch.uint8)  # far more than sockets hold
-    complete = []
+    kills = []
 
     def watch(arriving: np.ndarray) -> None:
         deadline = time.monotonic() + PATIENCE
         while not arriving[0]:
             assert time.monotonic() < deadline
             time.sleep(0)
-        complete.append(bool(arriving[-1]))
+        kills.append((time.monotonic(), bool(arriving[-1])))
         os.kill(pids[-1], signal.SIGKILL)
 
     exchange = cp._exchange._exchange
@@ -287,8 +288,8 @@ def run_death(rank: int) -> tuple[str, float, bool]:
 
     if rank == 0:
         cp._exchange._exchange = watched
-    message, seconds = _error_of(lambda: cp.gather(plan, rows))
-    return message, seconds, complete == [True]
+    message, _ = _error_of(lambda: cp.gather(plan, rows))
+    return message, time.monotonic(), kills
 
 
 def run_interrupt(rank: int) -> float:

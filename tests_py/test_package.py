@@ -191,23 +191,19 @@ def test_the_ranks_of_the_readme(request):
 def test_the_servers_of_the_document_on_kv_transfer():
     """Both in this process, with an engine of it."""
     source, target = (cpattn.MHATokenToKVPool(64, 16, 2, 2, 32) for _ in range(2))
-    (addresses, nbytes, _), (to, to_nbytes, _) = (
-        pool.get_contiguous_buf_infos() for pool in (source, target)
-    )
     layout = cpattn.KVLayout.from_pool(target)
     plan = cpattn.plan_kv_transfer(cpattn.KVLayout.from_pool(source), layout, [1, 2], [3, 0])
     source.set_kv_buffer(1, [16, 40], *np.random.default_rng(0).random((2, 2, 2, 32), np.float32))
-    names = {
-        "MooncakeEngine": lambda host: cpattn.LocalEngine(),
-        "host": "127.0.0.1",
-        "addresses": [*addresses, *to],
-        "nbytes": [*nbytes, *to_nbytes],
-        "layout": layout,
-        "plan": plan,
-    }
+
+    def both_sides(host):
+        engine = cpattn.LocalEngine()
+        cpattn.transfer.register(engine, source)
+        return engine
+
+    names = {"cpattn": cpattn, "MooncakeEngine": both_sides, "host": "127.0.0.1"}
+    names |= {"pool": target, "layout": layout, "plan": plan}
     (block,) = blocks_of("docs/kv_transfer.md", "py")
     exec(block, names)
-    assert names["status"] == 0
     assert cpattn.KVLayout.from_dict(names["message"]["layout"]) == layout
     for ours, theirs in zip(source.get_kv_buffer(1), target.get_kv_buffer(1), strict=True):
         assert (theirs[3] == ours[1]).all()

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -20,6 +18,7 @@ pytest.importorskip("rich")
 from click.testing import CliRunner, Result
 
 import cpattn
+from children import path_with
 from cpattn.commands import commands
 from cpattn.cost_model import AttentionLayer, Rates, assumptions, predict
 from cpattn.cost_model.command import parse_cp_sizes
@@ -39,14 +38,12 @@ def report(path: Path, *arguments: str) -> dict:
     return json.loads(path.read_text())
 
 
-def test_a_thousand_ranks_from_the_command_line_without_torch(tmp_path):
+def test_a_thousand_ranks_from_the_command_line_without_torch(command_line, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "cpattn", "plan", "--cp-size", "8..1024"]
+    env = os.environ | {"PYTHONPATH": path_with(tmp_path)}
+    env.pop("COLUMNS", None)  # which pytest-xdist sets
     begin = time.monotonic()
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}
-    )
+    done = command_line.run("plan", "--cp-size", "8..1024", env=env)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert time.monotonic() - begin < 30  # on a machine that does other things, too
