@@ -152,11 +152,11 @@ std::vector<KVLink> plan_kv_links(
   std::vector<KVLink> plans;
   for (std::size_t d = 0; d < destinations.size(); ++d) {
     const KVPeer& to = destinations[d];
-    for (auto& [s, spec] : specify_links(sources, to, d, range)) {
-      TransferPlan plan = of_link(s, d, [&, spec = &spec, s = s] {
-        return plan_link(std::move(*spec), *sources[s].layout, *to.layout);
+    for (PlannedLink& link : specify_links(sources, to, d, range)) {
+      TransferPlan plan = of_link(link.source, d, [&] {
+        return plan_link(std::move(link.spec), *sources[link.source].layout, *to.layout);
       });
-      if (plan.num_blocks() > 0) plans.push_back({s, d, std::move(plan)});
+      if (plan.num_blocks() > 0) plans.push_back({link.source, d, std::move(plan)});
     }
   }
   std::sort(plans.begin(), plans.end(), [](const KVLink& a, const KVLink& b) {
