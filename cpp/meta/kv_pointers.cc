@@ -9,6 +9,9 @@
 namespace cpattn {
 namespace {
 
+/// Far above any pool, which has three. The rules of engines give a range for each, empty or not.
+constexpr int64_t kMaxGroups = 1 << 16;
+
 /// Two lists of buffers whose layers are to be matched, and the words to refuse them with.
 struct Match {
   const char* function = "";
@@ -35,11 +38,14 @@ void check_stage(const char* function, const KVStage& stage) {
   check(
       stage.kv_buf_groups >= 1, function, ": kv_buf_groups must be >= 1, got ", stage.kv_buf_groups
   );
+  check(
+      stage.kv_buf_groups <= kMaxGroups, function, ": kv_buf_groups must be at most ", kMaxGroups,
+      ", got ", stage.kv_buf_groups
+  );
   const auto narrow = [function](int64_t value, const char* name) {
     narrow_to_int32(value, concat(function, ": ", name).c_str());
   };
   narrow(stage.prefill_start_layer, "prefill_start_layer");
-  narrow(stage.kv_buf_groups, "kv_buf_groups");
   narrow(stage.total_kv_layers, "total_kv_layers");
   narrow(stage.hidden_kv_layers.value_or(0), "hidden_kv_layers");
   narrow(stage.draft_kv_layers, "draft_kv_layers");
