@@ -35,6 +35,24 @@ TEST(PlanSendKvcache, SecondOfTwoStages) {
   }
 }
 
+TEST(PlanSendKvcacheSlice, NeedsAnItemLengthOfTheDestination) {
+  const Words src = {0, 0}, item_lens = {8, 8}, dst = {0, 0};
+  const SendBuffers buffers{
+      .src_addrs = src,
+      .src_data_lens = {},
+      .src_item_lens = item_lens,
+      .dst_addrs = dst,
+      .dst_item_lens = {}
+  };
+  const Ints page = {0};
+  const HeadSlice heads{.num_heads = 1, .src_heads = 1, .dst_heads = 1};
+  const auto plan = [&](bool compat) {
+    plan_send_kvcache_slice(buffers, {page, page}, 1, heads, {.kv = {}}, compat);
+  };
+  EXPECT_THROW(plan(/*compat=*/false), std::invalid_argument);
+  EXPECT_THROW(plan(/*compat=*/true), std::out_of_range);
+}
+
 TEST(PlanSendItems, StopsAtTheShorterListOnlyAsEnginesDo) {
   const Words src = {0}, item_lens = {8}, dst = {0, 0};
   const SendBuffers buffers{

@@ -32,6 +32,10 @@ uint64_t head_bytes(
     const HeadSlice& heads,
     bool compat
 ) {
+  check(
+      compat || !buffers.dst_item_lens.empty(), function,
+      ": destination must have an item length, got none"
+  );
   const uint64_t dst_item = at(buffers.dst_item_lens, 0, function, "destination item lengths");
   const uint64_t bytes = dst_item / page_size / static_cast<uint64_t>(heads.dst_heads);
   if (compat) return bytes;
