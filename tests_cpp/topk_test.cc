@@ -41,6 +41,17 @@ TEST(Topk, IndicesAreRelativeToTheRowStart) {
   EXPECT_EQ(batch.out, (Ints{0, 3, 4, 0, 1, -1}));
 }
 
+TEST(Topk, TableWithoutColumnsNeedsNoMemory) {
+  const Ints nothing = {-1, -1};
+  Ints out(2);
+  transform_index_page_table_decode(
+      {.pages = {.rows = 2, .columns = 0, .row_stride = 1}},
+      {.data = nothing.data(), .rows = 2, .columns = 1, .row_stride = 1},
+      view(out, DType::int32, {2, 1})
+  );
+  EXPECT_EQ(out, nothing);
+}
+
 TEST(Topk, SlotsAndRows) {
   Batch batch;
   const Ints pages = {5, 0, 7, 3, 1, 2};  // two rows of three pages of two

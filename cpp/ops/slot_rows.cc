@@ -28,7 +28,9 @@ void SlotRows::check_length(int64_t query, int64_t length) const {
 
 /// One loop per type of entry.
 template <class Entry>
-void SlotRows::replace(const Entry* entries, int64_t row, int32_t* tokens, int64_t n) const {
+void SlotRows::replace(const Entry* table, int64_t row, int32_t* tokens, int64_t n) const {
+  // A table without columns may have no memory, and its rows no address.
+  const Entry* entries = table_.pages.columns > 0 ? table + row * table_.pages.row_stride : nullptr;
   const int64_t stride = table_.pages.column_stride;
   const auto width = table_.pages.columns;
   const auto page_size = static_cast<uint32_t>(table_.page_size);  // 32 bits divide faster
@@ -58,9 +60,9 @@ void SlotRows::replace(int64_t query, int32_t* tokens, int64_t n) const {
   const IndexTable& pages = table_.pages;
   const int64_t row = table_rows_[query];
   if (pages.is_int64) {
-    replace(static_cast<const int64_t*>(pages.data) + row * pages.row_stride, row, tokens, n);
+    replace(static_cast<const int64_t*>(pages.data), row, tokens, n);
   } else {
-    replace(static_cast<const int32_t*>(pages.data) + row * pages.row_stride, row, tokens, n);
+    replace(static_cast<const int32_t*>(pages.data), row, tokens, n);
   }
 }
 

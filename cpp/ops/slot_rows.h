@@ -26,7 +26,7 @@ class SlotRows {
 
  private:
   template <class Entry>
-  void replace(const Entry* entries, int64_t row, int32_t* tokens, int64_t n) const;
+  void replace(const Entry* table, int64_t row, int32_t* tokens, int64_t n) const;
 
   const char* function_;
   SlotTable table_;
