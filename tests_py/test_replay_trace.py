@@ -59,6 +59,8 @@ def test_what_is_no_json_object_is_named(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     for text, message in [
         ("{", "line 1: not JSON"),
+        ("[" * 100_000, "line 1: not JSON .maximum recursion depth"),
+        ('{"timestamp": ' + "9" * 5000 + "}", "line 1: not JSON .Exceeds the limit"),
         ("[1]", r"expected an object, got \[1\]"),
         ("\n", "no requests"),
     ]:

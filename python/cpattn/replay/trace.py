@@ -56,8 +56,8 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[Request]:
 def _parse(line: str, where: str) -> Request:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg})") from None
+    except (ValueError, RecursionError) as error:  # also what Python refuses of true JSON
+        raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', error)})") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected an object, got {line.strip()[:40]}")
     for name in _FIELDS:
