@@ -25,22 +25,38 @@ BACKGROUND = "trap '' HUP INT QUIT; export PYTHONSAFEPATH=1; exec \"$@\" <&-"
 LITTLE_SHARED_MEMORY = f"mount -t tmpfs -o size=20m none /dev/shm && {BACKGROUND}"
 
 
-def run(children, prefix, script):
+def start(children, *prefix):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--strict-skips"]
     tests = [f"tests_py/{test}" for test in TESTS]
-    shell = ["sh", "-c", script, "sh"]
-    done = children.run([*prefix, *shell, *command, *tests], cwd=ROOT, env=environment, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 passed" in done.stdout.splitlines()[-1], done.stdout
+    return children.start([*prefix, *command, *tests], cwd=ROOT, env=environment)
+
+
+def all_pass(process):
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, out + err
+    assert "8 passed" in out.splitlines()[-1], out
 
 
 def test_in_the_background_without_standard_input_and_on_a_safe_path(children):
-    run(children, [], BACKGROUND)
+    all_pass(start(children, "sh", "-c", BACKGROUND, "sh"))
 
 
 def test_with_little_shared_memory(children):
     prefix = machine.own_mounts()
     if prefix is None:
         pytest.skip("no mount namespaces here")
-    run(children, prefix, LITTLE_SHARED_MEMORY)
+    all_pass(start(children, *prefix, "sh", "-c", LITTLE_SHARED_MEMORY, "sh"))
+
+
+def test_as_another_user(children):
+    """Who may write nowhere but in temporary folders, and has no home."""
+    prefix = machine.another_user()
+    if prefix is None:
+        pytest.skip("only root can be another user")
+    all_pass(start(children, *prefix, "env", "HOME=/nonexistent"))
+
+
+def test_twice_at_the_same_time(children):
+    for process in [start(children), start(children)]:
+        all_pass(process)

@@ -108,6 +108,20 @@ def own_mounts() -> list[str] | None:
     return None
 
 
+def another_user() -> list[str] | None:
+    """A command prefix with which root runs a process as nobody, who reads what root can.
+
+    The interpreter, its packages and the sources may lie in a folder that root alone may enter.
+    """
+    privilege = "+dac_read_search"
+    prefix = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    prefix += [f"--inh-caps={privilege}", f"--ambient-caps={privilege}", "--"]
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        return None
+    probe = subprocess.run([*prefix, "true"], capture_output=True, check=False)
+    return prefix if probe.returncode == 0 else None
+
+
 _KINDS: dict[str, Callable[[str], bool]] = {
     "command": lambda name: shutil.which(name) is not None,
     "cpus": lambda ids: {int(i) for i in ids.split(",")} <= os.sched_getaffinity(0),
@@ -120,6 +134,7 @@ _KINDS: dict[str, Callable[[str], bool]] = {
     "package": lambda name: importlib.util.find_spec(name) is not None,
     "python below": lambda version: sys.version_info < tuple(map(int, version.split("."))),
     "trace": lambda _: trace.find() is not None,
+    "user": lambda _: another_user() is not None,
     "variable": lambda name: bool(os.environ.get(name)),
 }
 
