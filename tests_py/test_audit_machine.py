@@ -19,6 +19,8 @@ def test_the_library_finds_the_instruction_sets_that_the_processor_lists():
 @pytest.mark.parametrize(
     ("need", "expected"),
     [
+        ("address space: 1 GiB", True),
+        ("address space: 1000000 GiB", False),
         ("command: sh", True),
         ("command: cpattn-nonsense", False),
         ("cpus: 0,100000", False),

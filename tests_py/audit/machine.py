@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import mmap
 import os
 import platform
 import re
@@ -122,7 +123,22 @@ def another_user() -> list[str] | None:
     return prefix if probe.returncode == 0 else None
 
 
+# The mmap module has no name for it before Python 3.13.
+MAP_NORESERVE = 0x4000
+
+
+def _has_address_space(size: str) -> bool:
+    """Whether so many GiB can be had that are never touched, however much memory there is."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    try:
+        mmap.mmap(-1, int(size.removesuffix(" GiB")) << 30, flags=flags).close()
+    except OSError:
+        return False
+    return True
+
+
 _KINDS: dict[str, Callable[[str], bool]] = {
+    "address space": _has_address_space,
     "command": lambda name: shutil.which(name) is not None,
     "cpus": lambda ids: {int(i) for i in ids.split(",")} <= os.sched_getaffinity(0),
     "instruction set": has_instruction_set,
