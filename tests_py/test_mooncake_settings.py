@@ -298,7 +298,7 @@ def test_close_waits_for_writes_of_other_threads(fake, monkeypatch):
     monkeypatch.setattr(FakeEngine, "batch_transfer_sync_write", write)
     engine = mooncake.MooncakeEngine()
     memory = np.zeros(8, np.uint8)
-    engine.register([memory.ctypes.data], [8])
+    assert engine.register([memory.ctypes.data], [8]) == 0
     writer = threading.Thread(target=engine.write, args=["peer", [1], [2], [3]])
     closer = threading.Thread(target=engine.close)
     writer.start()

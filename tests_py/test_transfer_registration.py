@@ -324,7 +324,7 @@ def test_a_write_in_flight_keeps_what_is_unregistered_meanwhile(engine, monkeypa
     """Ctrl-C may end the wait of `unregister`, but not the copy that it waits for."""
     source, target = make_pool(), make_pool()
     for pool in (source, target):
-        engine.register(*addresses(pool))
+        assert engine.register(*addresses(pool)) == 0
     addrs, sizes = addresses(source)
     begun, go_on = threading.Event(), threading.Event()
 

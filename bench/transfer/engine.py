@@ -54,7 +54,7 @@ def of_pages(
         to = peer()
         sides = layout(source().ctypes.data), layout(to.address)
         plan = cpattn.plan_kv_transfer(*sides, pages, pages)
-        return plan.execute(to.engine, to.session, check=False)
+        return plan.execute(to.engine, to.session)
 
     def plain() -> int:
         to = peer()

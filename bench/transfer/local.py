@@ -33,7 +33,7 @@ def of_pages(num_pages: int, num_threads: int) -> Comparison:
     plan = cpattn.plan_kv_transfer(*sides, pages, pages)
 
     def ours() -> int:
-        return plan.execute(engine, engine.session_id, check=False)
+        return plan.execute(engine, engine.session_id)
 
     def in_numpy() -> int:
         target[:, pages] = source[:, pages]
