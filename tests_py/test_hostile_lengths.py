@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cpattn
-from cases import Case, make_inputs
+from cases import Case, assert_attention, expected_attention, make_inputs
 
 HUGE = 2**63 - 1
 
@@ -222,12 +222,18 @@ def test_a_norm_without_rotated_part():
     assert [tuple(part.shape) for part in parts] == [(2, 32), (2, 1, 16), (2, 1, 0), (2, 1, 16)]
 
 
-@pytest.mark.parametrize("softcap", [1e-37, 1e-3, 1e5, 1e8, 1e37])
+@pytest.mark.parametrize("softcap", [1e-37, 1e-3, 1.0, 1e5, 1e8, 1e37])
 def test_softcaps_of_any_size_are_exact(isa, softcap):
     """Large ones leave scores alone, small ones make all of a size equal."""
-    inputs = make_inputs(Case(q_lens=(9,), kv_lens=(40,)))
-    out = cpattn.paged_attention(**inputs, softcap=softcap)
-    expected = cpattn.paged_attention(**inputs)
+    inputs = make_inputs(Case(q_lens=(9,), kv_lens=(40,), options={"softcap": softcap}))
+    out, lse = cpattn.paged_attention(**inputs, return_lse=True)
+    assert_attention(out, lse, inputs)
+    limit = inputs | {"softcap": 0.0}
     if softcap < 1:
-        expected = cpattn.paged_attention(**inputs | {"q": torch.zeros_like(inputs["q"])})
-    assert float((out - expected).abs().max()) < 0.01
+        limit |= {"q": torch.zeros_like(inputs["q"])}
+    expected = expected_attention(limit)
+    if 1e-3 <= softcap <= 1:
+        with pytest.raises(AssertionError, match="attention in"):
+            assert_attention(out, None, limit, expected=expected)
+    else:
+        assert_attention(out, None, limit, expected=expected)
