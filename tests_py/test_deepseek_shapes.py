@@ -173,7 +173,9 @@ def tokens_and_expected(*sizes):
     return tokens, tokens.expected(tokens.indices)
 
 
-SIZES = pytest.mark.parametrize("sizes", [(HEADS, TOPK, 2), (16, 32768, 1)], ids=str)
+SIZES = pytest.mark.parametrize(
+    "sizes", [(HEADS, TOPK, 2), (16, 32768, 1), (16, 131072, 1)], ids=str
+)
 
 
 @SIZES

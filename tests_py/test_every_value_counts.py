@@ -193,6 +193,37 @@ def test_context_parallel(made, size, dtype, isa):
         assert_attended(out.unflatten(1, (-1, size.v_head_dim)), lse, expected, dtype)
 
 
+@functools.lru_cache(maxsize=1)
+def named_keys(size: Size) -> torch.Tensor:
+    """For each token all positions, in any order, those that it cannot see among them."""
+    rng = np.random.default_rng(2)
+    rows = [rng.permutation(size.kv_len) for _ in range(size.tokens)]
+    return torch.from_numpy(np.stack(rows).astype(np.int32))[:, None]
+
+
+def test_sparse_operator(made, size, dtype, isa):
+    """Keys by their position, of the fewest by blocks too; half of the dimensions are rotated."""
+    attend_named(made, size, dtype, named_keys(size), 1)
+    if size.kv_len < 10**4:
+        blocks = torch.arange(-(-size.kv_len // 64), dtype=torch.int32).flip(0)
+        attend_named(made, size, dtype, blocks.expand(size.tokens, 1, -1).contiguous(), 64)
+
+
+def attend_named(made, size, dtype, named, block):
+    inputs, expected = made
+    q, k, v = inputs["q"][:, : size.group], inputs["k_cache"][:, :, :1], inputs["v_cache"][:, :, :1]
+    half = size.head_dim // 2
+    out, largest, total = cpattn.npu_sparse_flash_attention(
+        q[..., :half].contiguous(), k[..., :half].contiguous(), v.contiguous(), named, 1.0,
+        query_rope=q[..., half:].contiguous(), key_rope=k[..., half:].contiguous(),
+        attention_mode=2, sparse_block_size=block, block_table=inputs["block_tables"],
+        layout_query="TND", layout_kv="PA_BSND", actual_seq_lengths_query=[size.tokens],
+        actual_seq_lengths_kv=[size.kv_len], return_softmax_lse=True,
+    )  # fmt: skip
+    first = expected.rows(np.s_[:, : size.group])
+    assert_attended(out, (largest + total.log())[0], first, dtype)
+
+
 def test_each_key_is_more_than_roundings_explain(size, dtype):
     """Twice the tolerance: what is right is not taken for what lacks the key, nor the reverse."""
     probe = probe_of(size)
