@@ -18,6 +18,7 @@ from statistics import median, quantiles
 import numpy as np
 import torch
 
+import accuracy
 import cpattn.reference
 from contender import Contender, Failed, Row
 from peers import inputs
@@ -122,7 +123,7 @@ def check(
     expected = expected.float().flatten(1)
     difference = result.float().flatten(1) - expected
     error = float((difference.norm(dim=1) / expected.norm(dim=1)).max())
-    bound = (64 if work.dtype == "float32" else 4) * torch.finfo(getattr(torch, work.dtype)).eps
+    bound = accuracy.ATTENTION[work.dtype] * torch.finfo(getattr(torch, work.dtype)).eps
     if not error <= bound:
         raise Failed("wrong", f"relative error {error:.2g}")
     return error

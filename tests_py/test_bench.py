@@ -76,7 +76,7 @@ def test_a_wrong_row_is_found(tmp_path):
         kv_lens=work.kv_lens,
         block_tables=tensors.block_tables,
     )
-    assert race.check(right, None, work, tmp_path) < 0.01
+    race.check(right, None, work, tmp_path)
     wrong = right.clone()
     wrong[7] = wrong[8]
     with pytest.raises(Failed, match="relative error"):

@@ -30,9 +30,9 @@ def test_torch_forms_are_right(score, monkeypatch):
     monkeypatch.setattr(indexer, "KEYS", 32)  # several blocks and a part of one
     checker = indexer.Checker(SMALL, {})
     logits = indexer.torch_logits(SMALL, score(SMALL))()
-    assert checker.logits("torch", logits) < 0.02
+    checker.logits("torch", logits)
     chosen = indexer.torch_topk(SMALL, score(SMALL), TOPK)()
-    assert checker.topk("torch", chosen, TOPK) < 0.02
+    checker.topk("torch", chosen, TOPK)
 
 
 def test_a_wrong_score_is_found():
@@ -41,7 +41,7 @@ def test_a_wrong_score_is_found():
     logits = torch.full((SMALL.num_tokens, SMALL.kv_len), -torch.inf)
     for row, scores in zip(logits, rows, strict=True):
         row[: len(scores)] = scores
-    assert checker.logits("cpattn bf16", logits) < 1e-6
+    checker.logits("cpattn bf16", logits)
     hidden = logits.clone()
     hidden[0, -1] = 0
     with pytest.raises(Wrong, match="hidden"):

@@ -129,7 +129,7 @@ def test_scenarios(extend, cached, cp_size, strategy):
 
 def test_scenario_04_token_skew_of_short_sequences():
     rows = build_cp_metadata([17] * 256, cp_rank=0, cp_size=8).per_rank_actual_token
-    assert max(rows) / np.mean(rows) == pytest.approx(1.41, abs=0.005)
+    assert round(max(rows) / np.mean(rows), 2) == 1.41
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
@@ -222,4 +222,4 @@ def test_long_sequences_are_balanced_to_two_percent(cp_size):
 
 def test_contiguous_leaves_the_last_rank_twice_the_mean():
     _, _, most, mean = imbalance([100_000], [0], 64, "contiguous")
-    assert most / mean == pytest.approx(2, abs=0.02)
+    assert round(most / mean, 1) == 2

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import cpattn
 from cases import DTYPES, strided_copy
 from cpattn import reference
+from tolerances import quantized_error
 
 GROUPS = (4, 128)
 
@@ -123,8 +124,7 @@ def test_errors_of_numbers_are_bounded(isa):
     numbers = reference.dequantize_kv_rows(rows)[:, :512]
     scale = np.repeat(rows[:, 512:528].contiguous().view(torch.float32).double().numpy(), 128, 1)
     x = nope.double().numpy()
-    allowed = np.maximum(np.abs(x) / 16, scale * 2.0**-10) * (1 + 2.0**-20)
-    assert np.all(np.abs(numbers - x) <= allowed)
+    assert np.all(np.abs(numbers - x) <= quantized_error(x, scale))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -224,7 +224,7 @@ def test_table_and_html_have_a_row_for_each_scope():
 def test_steps_of_the_timeline_show_how_much_of_them_is_covered():
     events = made_up([(0, 10, TraceScope.qk), (25, 30, TraceScope.qk)]).events
     share = _share_of_steps(events, np.array([0, 5, 20, 30, 40]) / 1e9)
-    np.testing.assert_allclose(share, [1, 1 / 3, 1 / 2, 0], atol=1e-6)
+    assert share == pytest.approx([1, 1 / 3, 1 / 2, 0])
 
 
 def test_a_timeline_of_many_events_is_small(tmp_path):

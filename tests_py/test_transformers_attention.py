@@ -30,13 +30,11 @@ import cpattn.integrations.transformers as integration  # noqa: E402
 from cases import DTYPES, assert_attention  # noqa: E402
 from cpattn.integrations.transformers import contiguous, masks  # noqa: E402
 from tiny_transformers import CONFIGS, SIZES, generate, make_model, make_tokens  # noqa: E402
+from tolerances import assert_logits_close  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-EPS = torch.finfo(torch.float32).eps
 LENGTH = 30
 PADDING = torch.tensor([0, 7, 28])  # tokens in front of each row
-# Two layers of float32 sums in another order, each some roundings of the largest logit off.
-LOGITS = 100 * EPS
 
 integration.register()
 
@@ -55,10 +53,6 @@ def left_padded() -> Tensor:
     return (torch.arange(LENGTH) >= PADDING[:, None]).long()
 
 
-def assert_logits(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=LOGITS * expected.abs().max().item())
-
-
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_tokens_of_eager(model: Any, padded: bool, cache: str | None) -> None:
@@ -68,7 +62,7 @@ def test_the_tokens_of_eager(model: Any, padded: bool, cache: str | None) -> Non
     expected = generate(model, "eager", tokens, 20, **options)
     actual = generate(model, "cpattn", tokens, 20, **options)
     assert torch.equal(actual.sequences, expected.sequences)
-    assert_logits(torch.stack(actual.logits), torch.stack(expected.logits))
+    assert_logits_close(torch.stack(actual.logits), torch.stack(expected.logits))
     assert len(actual.sequences[:, LENGTH:].unique()) > 5
 
 
@@ -110,12 +104,12 @@ def test_chunks(model: Any, padded: bool, cache: str) -> None:
     mask = left_padded() if padded else torch.ones(2, LENGTH).long()
     arguments = mask, (11, 8, 1, 10), CACHES[cache]
     expected, _ = run(model, "eager", *arguments)
-    assert_logits(run(model, "cpattn", *arguments)[0], expected)
+    assert_logits_close(run(model, "cpattn", *arguments)[0], expected)
 
 
 def test_right_padding(model: Any) -> None:
     mask = left_padded().flip(1)
-    assert_logits(run(model, "cpattn", mask)[0], run(model, "eager", mask)[0])
+    assert_logits_close(run(model, "cpattn", mask)[0], run(model, "eager", mask)[0])
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -223,7 +217,7 @@ def test_masks_of_the_caller(llama: Any, as_float: bool) -> None:
         given = additive if as_float or implementation == "eager" else mask
         with torch.inference_mode():
             results.append(llama(make_tokens(2, LENGTH), attention_mask=given).logits)
-    assert_logits(results[1], results[0])
+    assert_logits_close(results[1], results[0])
 
 
 def test_packed_sequences(llama: Any) -> None:
@@ -235,7 +229,7 @@ def test_packed_sequences(llama: Any) -> None:
         with torch.inference_mode():
             result = llama(make_tokens(1, LENGTH), position_ids=positions, use_cache=False)
         results.append(result.logits)
-    assert_logits(results[1], results[0])
+    assert_logits_close(results[1], results[0])
 
 
 def test_causal_masks_of_layers_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +239,7 @@ def test_causal_masks_of_layers_that_are_not(monkeypatch: pytest.MonkeyPatch) ->
     )
     model, mask, chunks = make_model("gemma"), torch.ones(2, LENGTH).long(), (11, 8, 1, 10)
     expected, _ = run(model, "eager", mask, chunks)
-    assert_logits(run(model, "cpattn", mask, chunks)[0], expected)
+    assert_logits_close(run(model, "cpattn", mask, chunks)[0], expected)
 
 
 def test_a_compiled_model(llama: Any) -> None:
@@ -254,7 +248,7 @@ def test_a_compiled_model(llama: Any) -> None:
     compiled = torch.compile(llama, backend="eager")
     actual, _ = run(compiled, "cpattn", mask)
     torch._dynamo.reset()
-    assert_logits(actual, expected)
+    assert_logits_close(actual, expected)
 
 
 @torch.inference_mode()
@@ -272,7 +266,7 @@ def test_an_encoder_sees_both_sides() -> None:
         model.set_attn_implementation(implementation)
         states = [model(make_tokens(3, LENGTH), attention_mask=x) for x in (mask, None)]
         results.append(torch.cat([x.last_hidden_state[mask.bool()] for x in states]))
-    assert_logits(results[1], results[0])
+    assert_logits_close(results[1], results[0])
 
 
 @torch.inference_mode()
@@ -293,7 +287,7 @@ def test_an_encoder_and_a_decoder() -> None:
             for x in (mask, None)
         ]
         results.append(torch.cat([x.last_hidden_state for x in states]))
-    assert_logits(results[1], results[0])
+    assert_logits_close(results[1], results[0])
 
 
 def mask_of(band: masks.Band, queries: int, keys: int) -> np.ndarray:

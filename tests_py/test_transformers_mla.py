@@ -18,12 +18,12 @@ from cpattn.integrations.transformers import absorb_mla, contiguous, mla  # noqa
 from latent_models import (  # noqa: E402
     MLA_CONFIGS,
     RUNS,
-    assert_logits_close,
     checked_attention,
     greedy,
     logits,
     make_model,
 )
+from tolerances import assert_logits_close  # noqa: E402
 
 FORMS = {"expanded": lambda *_: nullcontext(), "absorbed": absorb_mla}
 

@@ -20,13 +20,16 @@ EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16"
 # Results below the normal numbers may be flushed to zero.
 SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}
 
+# The rounding of a result, half a unit, and a little for what comes before it.
+ROUNDED_ONCE = 0.55
+
 TOLERANCES = {
     # The most that allowed_error() grants. Rounding the result: half a unit. The kernels for
     # bfloat16 may also round the weights to bfloat16: half a unit at most of one that stands alone.
     # Those that divide by the sum of rounded weights add the error of that sum, which may be as
     # large but averages out: the worst of 10^7 weights was off by 1.03 in all.
     ("attention", "bfloat16"): 1.05,
-    ("attention", "float16"): 0.55,
+    ("attention", "float16"): ROUNDED_ONCE,
     # For the largest scores, of 576 dimensions scaled by 1 / sqrt(192).
     ("attention", "float32"): 40,
     # Logits of 1e4: half an ulp of a score is 2^-11 there, which is this many units of the weight.
@@ -35,21 +38,23 @@ TOLERANCES = {
     ("large logits", "bfloat16"): 1.5,
     # Two weights with an exp and a division each, one sum, one rounding. In the narrow dtypes
     # the final rounding is all there is.
-    ("merge_state", "bfloat16"): 0.55,
-    ("merge_state", "float16"): 0.55,
+    ("merge_state", "bfloat16"): ROUNDED_ONCE,
+    ("merge_state", "float16"): ROUNDED_ONCE,
     ("merge_state", "float32"): 6,
     # Each of seven merges rounds once more.
-    ("8 parts merged", "bfloat16"): 1.05 + 7 * 0.55,
+    ("8 parts merged", "bfloat16"): 1.05 + 7 * ROUNDED_ONCE,
     # What it adds to attention that up to five parts of it are merged in float32 and rounded once.
-    ("ring of ranks", "bfloat16"): 0.55,
+    ("ring of ranks", "bfloat16"): ROUNDED_ONCE,
     ("ring of ranks", "float32"): 4 * 6,
     # Rounding the result; float32 below, by dimension.
-    ("hadamard", "bfloat16"): 0.55,
-    ("hadamard", "float16"): 0.55,
-    ("rms_norm", "bfloat16"): 0.55,
-    ("rms_norm", "float16"): 0.55,
+    ("hadamard", "bfloat16"): ROUNDED_ONCE,
+    ("hadamard", "float16"): ROUNDED_ONCE,
+    ("rms_norm", "bfloat16"): ROUNDED_ONCE,
+    ("rms_norm", "float16"): ROUNDED_ONCE,
     # Two computations in float64, whose sums are ordered differently.
     ("restated", "float64"): 64,
+    # Two or three layers of float32 sums in another order, each some roundings of the largest.
+    ("logits of a model", "float32"): 100,
     # Units of the LSE are eps of float32, times its own size or that of the largest score.
     ("attention lse", "any"): 24,
     ("merge_state lse", "any"): 4,
@@ -80,8 +85,8 @@ LOGARITHM_UNITS = 2
 
 # A capped score is s times the quotient of two polynomials in (s / c)^2, none of whose roundings
 # cancels: two of s / c and half of one of its square, which tanh passes on at most, two of each
-# sum, of the quotient and of the product one, and what the polynomials are off: 9.4 halves of an ulp
-# of the capped score in all. The worst of 4 * 10^7 scores is off by 3.7 ulp.
+# sum, of the quotient and of the product one, and what the polynomials are off: 9.4 times half an
+# eps of the capped score in all. The worst of 4 * 10^7 scores is off by 3.7 eps.
 SOFTCAP_UNITS = 4
 
 # float16 on AMX is the sum of two bfloat16 parts. The product of the second ones, each below 2^-8
@@ -90,6 +95,13 @@ SOFTCAP_UNITS = 4
 # values are off by less: 2^-6 units of float16 were seen.
 SPLIT_UNITS = 2.0**-16 / EPS["float32"]
 SPLIT_WEIGHT_UNITS = 0.05
+
+# An element of an absorbed query is rounded once. Four deviations of half a unit, which add up over
+# the elements as independent numbers do.
+ABSORBED_UNITS = 4 / 12**0.5
+
+# exp2 on AMX, of the power: the polynomial is good to 5.4e-7, the rounding of x - 7 costs 3.3e-7.
+AMX_POWER = 1e-6
 
 
 def hadamard_units(dim):
@@ -101,6 +113,23 @@ def hadamard_units(dim):
     """
     steps = np.log2(dim)
     return min((steps + 2) / 2, (SUM_UNITS * np.sqrt(steps / dim) + 4 * dim**-0.5) / 0.8)
+
+
+def hadamard_product_units(dim):
+    """In float32, of |q| |k|: a product of two transformed vectors, itself in float64.
+
+    Each has log2(dim) roundings of a sum, a scale and a result, which are independent of the other
+    vector: of their size |q| |k| a product of random directions has 1 / sqrt(dim).
+    """
+    return SUM_UNITS * np.sqrt(2 * (np.log2(dim) + 2) / dim)
+
+
+def quantized_error(x, scale):
+    """Of e4m3: half a spacing, 1/16 of a normal number and 2^-10 of the scale below these.
+
+    The quotient by the scale, in float32, may be rounded to the other side of a half.
+    """
+    return np.maximum(np.abs(x) / 16, scale * 2.0**-10) * (1 + 2 * EPS["float32"])
 
 
 def rms_norm_units(dim):
@@ -221,6 +250,12 @@ def assert_close(actual, expected, magnitude, op, dtype, units=None):
     units = TOLERANCES[op, dtype] if units is None else units
     allowed = units * EPS[dtype_of_unit] * magnitude + SMALLEST[dtype_of_unit]
     assert_within(actual, expected, allowed, f"{op} in {dtype}")
+
+
+def assert_logits_close(actual, expected):
+    """Compare what two computations of a model in float32 give, in units of the largest logit."""
+    expected = to_float64(expected)
+    assert_close(actual, expected, np.abs(expected).max(), "logits of a model", "float32")
 
 
 def assert_within(actual, expected, allowed, what):

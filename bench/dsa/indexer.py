@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import accuracy
 import cpattn
 from comparison import Bar, Comparison, Timed, Wrong, percent_of_peak, times_as_fast
 from dsa import THREADS
@@ -22,8 +23,6 @@ from dsa import THREADS
 TOPK = 2048
 KVS = (4096, 16384, 65536)
 QUERIES, KEYS = 16, 1024  # of a product of torch
-#: Relative to the largest score of a row: rounding of float32 sums, and of bfloat16 products.
-TOLERANCES = {"cpattn": 1e-5, "torch": 0.03}
 FEW, SCORES = "cpattn bf16, top 16", "cpattn bf16, scores only"
 BLOCKS, ROWS, EINSUM = "torch 16 × 1024", "torch 16 queries", "torch einsum"
 
@@ -218,7 +217,7 @@ class Checker:
 
 def _accepted(name: str, errors: np.ndarray, expected: np.ndarray) -> float:
     error = float(errors.max() / np.abs(expected).max())
-    if not error <= TOLERANCES[name.split()[0]]:
+    if not error <= accuracy.INDEXER[name.split()[0]]:
         raise Wrong(f"relative error {error:.2g}")
     return error
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import accuracy
 import cpattn
 from comparison import Bar, Comparison, Wrong, percent_longer, percent_of_peak
 from dsa import THREADS
@@ -16,8 +17,6 @@ from dsa import THREADS
 LATENT, ROPE = 512, 64
 SCALE = 192**-0.5  # of the expanded heads
 OURS, FP8, TORCH, TORCH_FP8 = "cpattn bf16", "cpattn FP8", "torch bf16", "torch FP8"
-#: Both round probabilities and output to bfloat16, torch the scores, too.
-TOLERANCES = {"cpattn": 0.015, "torch": 0.04}
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
@@ -56,7 +55,7 @@ def of_shape(
     def check(name: str, result: Any) -> float:
         difference = torch.as_tensor(result)[some].double() - expected
         error = float((difference.norm(dim=-1) / expected.norm(dim=-1)).max())
-        if not error <= TOLERANCES[name.split()[0]]:
+        if not error <= accuracy.SPARSE_MLA[name.split()[0]]:
             raise Wrong(f"relative error {error:.2g}")
         return error
 

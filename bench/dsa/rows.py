@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import accuracy
 import cpattn
 from comparison import Comparison, Wrong
 from dsa import THREADS
@@ -92,7 +93,7 @@ def split_norm(num_tokens: int, num_threads: int) -> Comparison:
     def check(name: str, result: Any) -> float:
         pairs = zip(result, exact, strict=True)
         error = max(float((got - want).norm() / want.norm()) for got, want in pairs)
-        if not error <= 0.01:  # of bfloat16
+        if not error <= accuracy.NORMS:
             raise Wrong(f"relative error {error:.2g}")
         return error
 

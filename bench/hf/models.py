@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
 
+import accuracy
 from comparison import Wrong
 from cpattn.integrations import transformers as integration
 
 OURS, PEER = "cpattn", "sdpa"
 LAYERS, VOCABULARY = 24, 4096
-#: Relative to the norm of a row. Each layer rounds to bfloat16 what it adds to the others.
-TOLERANCES = {"model": 0.1, "layer": 0.03}
 
 
 @cache
@@ -83,7 +82,7 @@ class Agreement:
     """A check that results are equal but for roundings: to the first one."""
 
     def __init__(self, kind: str) -> None:
-        self._bound = TOLERANCES[kind]
+        self._bound = accuracy.TRANSFORMERS[kind]
         self._expected: torch.Tensor | None = None
 
     def __call__(self, name: str, result: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+import accuracy
 from comparison import Comparison, Wrong, times_as_fast
 from hf import THREADS
 from hf.models import OURS, PEER, Agreement, attention_gflop, attention_of, model, prompt
@@ -102,6 +103,6 @@ class SameTokens:
         if self._expected is None:
             self._expected = tokens
         error = float((tokens[:, 0] != self._expected[:, 0]).float().mean())
-        if error > 0.25:
+        if error > accuracy.FIRST_TOKENS:
             raise Wrong(f"{error:.0%} of the first tokens are others")
         return error

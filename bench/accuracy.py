@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far the results that are timed may be from right ones: the only place with such numbers.
+
+Each engine rounds in other places, so that these are no bounds of errors, as those of the tests
+are. They tell roundings from mistakes.
+"""
+
+#: Of a row's norm, in spacings of the dtype. Probabilities and output are rounded once each.
+ATTENTION = {"float32": 64, "bfloat16": 4, "float16": 4}
+#: Of a row's norm. Both round probabilities and output to bfloat16, torch the scores, too.
+SPARSE_MLA = {"cpattn": 0.015, "torch": 0.04}
+#: Of the largest score of a row: rounding of float32 sums, and of bfloat16 products.
+INDEXER = {"cpattn": 1e-5, "torch": 0.03}
+#: Of the norm of all rows, in bfloat16.
+NORMS = 0.01
+#: Of a row's norm. Each layer rounds to bfloat16 what it adds to the others.
+TRANSFORMERS = {"model": 0.1, "layer": 0.03}
+#: Share of first tokens that may be others: roundings decide where two are equally good.
+FIRST_TOKENS = 0.25
