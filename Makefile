@@ -6,13 +6,17 @@ PYTHON ?= python3
 #   make test TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 ARGS ?=
+# Of fuzzing each target.
+SECONDS ?= 30
+# The newest clang++ that is installed.
+CLANG = $(shell ls /usr/bin/clang++ /usr/bin/clang++-[0-9]* 2>/dev/null | sort -V | tail -1)
 
 BIN := $(CURDIR)/.venv/bin
 export PATH := $(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR)/build/release/python
 CPP_SOURCES = $(shell find cpp tests_cpp -name '*.h' -o -name '*.cc')
 
-.PHONY: demo test test-engines build bench bench-env lint tidy format clean
+.PHONY: demo test test-engines fuzz build bench bench-env lint tidy format clean
 
 demo: build  ## the main job: replays serving traffic; options in ARGS
 	@python -m cpattn replay $(ARGS)
@@ -24,6 +28,20 @@ test: build  ## C++ tests, then Python tests
 test-engines: build .venv-sglang/.ready .venv-vllm/.ready  ## tests with serving engines, each in an environment of its own
 	@.venv-sglang/bin/python -m pytest -q $(ARGS) tests_py/test_sglang_*.py
 	@.venv-vllm/bin/python -m pytest -q $(ARGS) tests_py/test_vllm_*.py
+
+fuzz: build build/fuzz/.configured .venv/.fuzz  ## fuzzes each target for SECONDS; names of targets in ARGS
+	@cmake --build --preset fuzz
+	@python scripts/fuzz.py --seconds $(SECONDS) $(ARGS)
+
+build/fuzz/.configured: .venv/.ready CMakePresets.json
+	@test -n "$(CLANG)" || scripts/system_packages.sh $(PYTHON) clang-19 libclang-rt-19-dev
+	@cmake --preset fuzz -DCMAKE_CXX_COMPILER=$(or $(CLANG),clang++-19)
+	@touch $@
+
+# Atheris has wheels for some Pythons; without it the targets in C++ remain.
+.venv/.fuzz: .venv/.ready
+	@python scripts/requirements.py fuzz | xargs -d '\n' pip install -q
+	@touch $@
 
 .venv-%/.ready: scripts/engine_environment.sh .venv/.ready
 	@echo "Installing $* into .venv-$* ..."

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <optional>
+#include <stdexcept>
+#include <type_traits>
+
+#include "fuzz/reader.h"
+
+/// What libFuzzer and replay_main.cc call: one input, which must do nothing worse than throw
+/// std::invalid_argument inside.
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size);
+
+namespace cpattn::fuzz {
+
+[[noreturn]] inline void fail(const char* file, int line, const char* claim) {
+  std::fprintf(stderr, "%s:%d: not so: %s\n", file, line, claim);
+  std::abort();
+}
+
+/// What the call returns, or nothing if it refuses its arguments. Other exceptions are findings.
+template <class Call>
+auto accepted(Call call) -> std::optional<std::invoke_result_t<Call>> {
+  try {
+    return call();
+  } catch (const std::invalid_argument&) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace cpattn::fuzz
+
+/// Ends the process unless the claim holds, in every build.
+#define FUZZ_CHECK(claim) ((claim) ? void(0) : ::cpattn::fuzz::fail(__FILE__, __LINE__, #claim))

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m fuzz TARGET [flags and folders of libFuzzer]: fuzzes a target of this folder."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import atheris
+
+
+def main() -> None:
+    name = sys.argv.pop(1)
+    # Instrumented before anything else of the package imports them.
+    modules = ["cpattn.transfer", "cpattn.replay.trace", f"fuzz.{name}"]
+    with atheris.instrument_imports(include=modules):
+        target = importlib.import_module(f"fuzz.{name}")
+    atheris.Setup(sys.argv, target.run)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

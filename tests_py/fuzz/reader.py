@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values out of the bytes of a fuzzer, as tests_cpp/fuzz/reader.h has them in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+BORDERS = (0, 2**15, 2**20, 2**31 - 1, -(2**31), 2**32 - 1, 2**40, 2**63 - 1, -(2**63), 2**64 - 1)
+
+
+def check_refusal(error: Exception, begin: str) -> None:
+    """That a message begins with the name of what refused."""
+    if not str(error).startswith(begin):
+        raise AssertionError(f"a message should begin with {begin!r}") from error
+
+
+class Reader:
+    """Bytes in their order; zeros when they are used up."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.next = 0
+
+    def take(self, size: int) -> bytes:
+        """At most so many bytes as they are."""
+        part = self.data[self.next : self.next + size]
+        self.next += size
+        return part
+
+    def bits(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "little")
+
+    def between(self, low: int, high: int) -> int:
+        width = high - low + 1
+        return low + self.bits(1 if width <= 256 else 2 if width <= 65536 else 8) % width
+
+    def flag(self) -> bool:
+        return self.bits(1) & 1 == 1
+
+    def rarely(self, chances: int = 32) -> bool:
+        """True once in `chances`, never when the bytes are used up."""
+        return self.bits(1) > 255 - 256 // chances
+
+    def one_of(self, values: Sequence[T]) -> T:
+        return values[self.between(0, len(values) - 1)]
+
+    def any(self) -> int:
+        """Any integer, often one beside a border."""
+        if self.flag():
+            return self.bits(8) - 2**63
+        return self.one_of(BORDERS) + self.between(0, 4) - 2
+
+    def mostly(self, value: Any, chances: int = 64) -> Any:
+        """Mostly the value; else its neighbour, any integer, or what is none."""
+        if not self.rarely(chances):
+            return value
+        other = (None, True, 1.5, "1", b"1", [], (1, 2), {}, float("nan"), 10**30)
+        choice = self.between(0, 3)
+        if choice == 0:
+            return self.one_of(other)
+        if choice == 1 and isinstance(value, int):
+            return value + (1 if self.flag() else -1)
+        return self.any()
