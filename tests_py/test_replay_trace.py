@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from audit import trace as real_trace
+from audit.records import note
 from cpattn.replay.trace import (
     Request,
     block_tokens_of,
@@ -98,18 +99,56 @@ def test_generated_traffic_looks_like_chat(tmp_path: Path) -> None:
     assert 200 < np.median([request.output_length for request in trace]) < 500
 
 
-def test_the_real_trace_is_read_to_the_last_request() -> None:
+@pytest.fixture
+def real() -> list[Request]:
     path = real_trace.find()
     if path is None:
-        pytest.skip("the real trace is not here, and CPATTN_TRACE does not say where")
-    assert real_trace.sha256(path) == real_trace.SHA256, path
-    trace = read_trace(path)
+        pytest.skip("CPATTN_TRACE names no file with the real trace")
+    digest = real_trace.sha256(path)
+    assert digest == real_trace.SHA256, f"{path} is another trace"
+    note("trace", "real", f"SHA-256 {digest[:12]}")
+    return read_trace(path)
+
+
+def test_the_real_trace_is_read_to_the_last_request(real: list[Request]) -> None:
     # Counted by other programs, once.
-    assert len(trace) == 4_000
-    assert sum(request.input_length for request in trace) == 53_249_359
-    assert sum(request.output_length for request in trace) == 1_388_321
-    assert sum(unbounded_hits(trace, 512)) == 17_647_225
-    assert trace[-1].timestamp == 1_301_999
+    assert len(real) == 4_000
+    assert sum(request.input_length for request in real) == 53_249_359
+    assert sum(request.output_length for request in real) == 1_388_321
+    assert sum(unbounded_hits(real, 512)) == 17_647_225
+    assert real[-1].timestamp == 1_301_999
+
+
+def assert_hashes_of_prefixes(trace: list[Request]) -> None:
+    """What replays take for granted of any trace.
+
+    Requests arrive in order. A hash id stands for its block and all before it: it has one position
+    and one predecessor, so requests share ids up to some block and none behind it. A last block
+    that is not full is shared by requests of one length only.
+    """
+    arrivals = [request.timestamp for request in trace]
+    assert arrivals == sorted(arrivals)
+    before: dict[int, int | None] = {}
+    lengths: dict[int, int] = {}
+    for request in trace:
+        ids = request.hash_ids
+        assert len(ids) == -(-request.input_length // 512)
+        for previous, block in zip((None, *ids), ids, strict=False):
+            assert before.setdefault(block, previous) == previous
+            assert block not in lengths or block == ids[-1]
+        if request.input_length % 512:
+            assert lengths.setdefault(ids[-1], request.input_length) == request.input_length
+    # Counted from 0 in the order in which they are first seen.
+    assert list(before) == list(range(len(before)))
+
+
+def test_the_real_trace_has_hashes_of_prefixes(real: list[Request]) -> None:
+    assert_hashes_of_prefixes(real)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_generated_traffic_has_hashes_of_prefixes(seed: int) -> None:
+    assert_hashes_of_prefixes(generate_trace(500, seed=seed))
 
 
 @pytest.mark.parametrize("divisor", [1, 2, 8, 64, 512])
