@@ -152,7 +152,8 @@ def test_errors_are_roundings(one_rank: ContextParallel, config: DsaConfig) -> N
     checker = checked(one_rank, config)
     assert checker.num_rows > 100
     assert max(checker.errors.values()) <= checker.tolerance
-    assert max(checker.errors.values()) > checker.tolerance / 50
+    # A bound ten times the truth would miss mistakes.
+    assert max(checker.errors.values()) > checker.tolerance / 10
     assert (checker.num_swapped > 0) == (config.dtype != "float32")
 
 
