@@ -71,11 +71,6 @@ CALLS = {
         "lengths = [60000] * 1000",
         "cpattn.fast_topk(score, lengths, 2048)",
     ),
-    "merge_state": (
-        "a, b = zeros(100_000, 16, 128), zeros(100_000, 16, 128); x, y = zeros(100_000, 16), "
-        "zeros(100_000, 16)",
-        "cpattn.merge_state(a, x, b, y)",
-    ),
     "hadamard_transform": ("x = zeros(100_000, 512)", "cpattn.hadamard_transform(x)"),
     "quantize_kv_rows": (
         "nope, rope = zeros(100_000, 512), zeros(100_000, 64)",

@@ -17,6 +17,9 @@ namespace cpattn {
 /// lse = -inf marks a row that saw no keys: it has weight zero whatever its
 /// numbers are, NaN included. If both rows are empty the result is zeros with
 /// lse = -inf. lse = +inf (another library's mark of an empty row) is refused.
+///
+/// On default_num_threads() threads. Interrupted, it leaves any part of the rows merged, each
+/// of them whole.
 void merge_state(
     const TensorView& out_a,
     const TensorView& lse_a,
