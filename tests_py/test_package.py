@@ -211,6 +211,18 @@ def test_the_servers_of_the_document_on_kv_transfer():
         assert (ours[1] != 0).any()
 
 
+def test_documents_install_cpattn_from_its_folder():
+    """It is in no index: extras of an installed one are all that its name can bring."""
+    texts = [*DOCUMENTS, *(ROOT / "python").rglob("*.py"), *(ROOT / "notebooks").glob("*.ipynb")]
+    commands = [
+        (path.name, re.split(r" #| in the folder", command)[0])
+        for path in texts
+        for command in re.findall(r"pip install ([^\n]*)", path.read_text(encoding="utf-8"))
+    ]
+    assert ("sglang.md", "sglang==0.5.23") in commands
+    assert not [command for command in commands if "cpattn" in command[1].split()]
+
+
 def test_distributed_is_imported_when_asked_for():
     pytest.importorskip("torch")
     code = (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planning of sglang 0.5.23 done by cpattn: a plug-in in its group ``sglang.srt.plugins``.
 
-    pip install cpattn                          # on, in every process of the engine
+    pip install .                               # on, in every process of the engine
     CPATTN_PLUGINS=0 sglang serve ...           # off
 
 By hand, before the engine starts, without the entry point:
