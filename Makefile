@@ -16,7 +16,7 @@ export PATH := $(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR)/build/release/python
 CPP_SOURCES = $(shell find cpp tests_cpp -name '*.h' -o -name '*.cc')
 
-.PHONY: demo test test-engines fuzz build bench bench-env lint tidy format clean
+.PHONY: demo test test-engines fuzz mutation build bench bench-env lint tidy format clean
 
 demo: build  ## the main job: replays serving traffic; options in ARGS
 	@python -m cpattn replay $(ARGS)
@@ -47,6 +47,9 @@ build/fuzz/.configured: .venv/.ready CMakePresets.json
 	@echo "Installing $* into .venv-$* ..."
 	@scripts/engine_environment.sh $* .venv .venv-$*
 	@touch $@
+
+mutation: build  ## which changes of cpp/meta and its Python no test notices; options in ARGS
+	@PYTHONPATH=scripts python -m mutate $(ARGS)
 
 bench: build bench-env .venv-sglang/.ready .venv-vllm/.ready  ## everything in bench/, plots and README, 20 minutes; idle machine
 	@status=0; for bench in $(filter-out %_attention.py,$(wildcard bench/bench_*.py)); do \
