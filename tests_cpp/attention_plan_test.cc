@@ -12,6 +12,8 @@
 #include <tuple>
 #include <vector>
 
+#include "testing.h"
+
 namespace cpattn {
 namespace {
 
@@ -23,17 +25,7 @@ AttentionBatch batch_of(std::vector<int64_t> q_lens, std::vector<int64_t> kv_len
   return batch;
 }
 
-/// What a call throws, or "no error".
-template <class F>
-std::string message_of(F call) {
-  try {
-    call();
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
+using testing::message_of;
 using Ints = std::vector<int64_t>;
 
 std::string csr_message(
@@ -74,6 +66,82 @@ TEST(PageTable, PageSizesAreBounded) {
         message_of([&] { page_table_from_blocks("test", table, Ints{5}, page_size, 10); }), wanted
     );
   }
+}
+
+TEST(PageTable, PageNumbersAreBounded) {
+  Ints kv_lens;
+  const auto message = [&](int64_t num_pages, const Ints& ids) {
+    const auto count = static_cast<int64_t>(ids.size());
+    return message_of([&] {
+      page_table_from_csr("test", Ints{0, count}, ids, Ints{1}, 16, num_pages, kv_lens);
+    });
+  };
+  EXPECT_EQ(message(0, {}), "no error");
+  EXPECT_EQ(message(-1, {}), "test: num_pages must be in [0, 2^31), got -1");
+  EXPECT_EQ(message(INT32_MAX, {INT32_MAX - 1}), "no error");
+  EXPECT_EQ(message(int64_t{1} << 31, {}), "test: num_pages must be in [0, 2^31), got 2147483648");
+  EXPECT_EQ(message(7, {0, 6}), "no error");
+  constexpr char kRule[] = "test: page ids must be in [0, 7), got ";
+  EXPECT_EQ(message(7, {0, 7}), kRule + std::string("7 at position 1 of sequence 0"));
+  EXPECT_EQ(message(7, {-1, 6}), kRule + std::string("-1 at position 0 of sequence 0"));
+}
+
+TEST(PageTable, LastPagesHoldOneTokenToAllOfThem) {
+  constexpr char kRule[] = "test: last_page_len must be in [1, 16], got ";
+  EXPECT_EQ(csr_message({0, 1, 2}, {0, 1}, {1, 16}), "no error");
+  EXPECT_EQ(csr_message({0, 1, 2}, {0, 1}, {1, 17}), kRule + std::string("17 at index 1"));
+  EXPECT_EQ(csr_message({0, 1, 2}, {0, 1}, {0, 1}), kRule + std::string("0 at index 0"));
+  EXPECT_EQ(csr_message({0, 0, 2}, {0, 1}, {99, 1}), "no error") << "ignored without pages";
+  EXPECT_NE(csr_message({0, 1, 2}, {0, 1}, {1}), "no error");
+  EXPECT_NE(csr_message({0, 1, 2}, {0, 1}, {1, 1, 1}), "no error");
+}
+
+TEST(PageTable, BothFormsGiveThePagesOfEachSequence) {
+  std::mt19937 random(5);
+  for (int round = 0; round < 100; ++round) {
+    const auto page_size = static_cast<int64_t>(1 + random() % 20);
+    const auto num_sequences = static_cast<std::size_t>(random() % 5);
+    constexpr int64_t kColumns = 6;
+    std::vector<int32_t> cells(num_sequences * kColumns);
+    for (int32_t& cell : cells) cell = static_cast<int32_t>(random() % 50);
+    PageTable wanted;
+    Ints lens, indptr = {0}, indices, last;
+    for (std::size_t row = 0; row < num_sequences; ++row) {
+      lens.push_back(static_cast<int64_t>(random() % (kColumns * page_size + 1)));
+      int64_t in_page = 0;
+      for (int64_t token = 0; token < lens[row]; ++token, ++in_page) {
+        if (token % page_size != 0) continue;
+        in_page = 0;
+        wanted.page_ids.push_back(cells[row * kColumns + token / page_size]);
+        indices.push_back(wanted.page_ids.back());
+      }
+      wanted.indptr.push_back(std::ssize(wanted.page_ids));
+      indptr.push_back(wanted.indptr.back());
+      last.push_back(in_page);
+    }
+    const IndexTable table{
+        .data = cells.data(),
+        .rows = static_cast<int64_t>(num_sequences),
+        .columns = kColumns,
+        .row_stride = kColumns
+    };
+    EXPECT_EQ(page_table_from_blocks("test", table, lens, page_size, 50), wanted);
+    Ints kv_lens;
+    EXPECT_EQ(page_table_from_csr("test", indptr, indices, last, page_size, 50, kv_lens), wanted);
+    EXPECT_EQ(kv_lens, lens);
+  }
+}
+
+TEST(PageTable, BlockTablesHaveARowForEachSequenceAndAColumnForEachPage) {
+  const std::vector<int32_t> cells(6);
+  const auto message = [&](Ints lens) {
+    const IndexTable table{.data = cells.data(), .rows = 2, .columns = 3, .row_stride = 3};
+    return message_of([&] { page_table_from_blocks("test", table, lens, 16, 1); });
+  };
+  EXPECT_EQ(message({0, 48}), "no error");
+  EXPECT_NE(message({49, 0}), "no error");
+  EXPECT_NE(message({1}), "no error");
+  EXPECT_NE(message({1, 1, 1}), "no error");
 }
 
 TEST(PlanAttention, IsBounded) {
@@ -245,6 +313,43 @@ TEST(PackMask, SetsOneBitPerVisibleKey) {
   const MaskBits hidden = pack_mask(segments, values.data(), starts, strides, true);
   EXPECT_EQ(hidden.bits[0], 0b110);
   EXPECT_EQ(hidden.bits[8 + 5], 0) << "no bit beyond the last key";
+}
+
+TEST(PackMask, EveryBitIsThatOfItsRowAndKey) {
+  std::mt19937 random(9);
+  for (int round = 0; round < 40; ++round) {
+    std::vector<AttentionSegment> segments(1 + random() % 3);
+    Ints starts, strides;
+    int64_t num_values = 0;
+    for (AttentionSegment& segment : segments) {
+      segment.q_len = random() % 5;
+      segment.kv_len = random() % 80;
+      starts.push_back(num_values + static_cast<int64_t>(random() % 3));
+      strides.push_back(segment.kv_len + static_cast<int64_t>(random() % 4));
+      num_values = starts.back() + segment.q_len * strides.back();
+    }
+    std::vector<uint8_t> values(num_values + 1);
+    for (uint8_t& value : values) value = random() % 2 * 255;
+    const bool inverted = round % 2 == 1;
+    const MaskBits mask = pack_mask(segments, values.data(), starts, strides, inverted);
+    int64_t offset = 0;
+    for (std::size_t s = 0; s < segments.size(); ++s) {
+      EXPECT_EQ(mask.offsets[s], offset);
+      EXPECT_EQ(mask.row_bytes[s] % 4, 0);
+      EXPECT_GE(mask.row_bytes[s] * 8, segments[s].kv_len);
+      EXPECT_LT(mask.row_bytes[s] * 8, segments[s].kv_len + 32);
+      for (int64_t row = 0; row < segments[s].q_len; ++row) {
+        for (int64_t key = 0; key < mask.row_bytes[s] * 8; ++key) {
+          const int bit = mask.bits.at(offset + row * mask.row_bytes[s] + key / 8) >> key % 8 & 1;
+          const bool given =
+              key < segments[s].kv_len && values[starts[s] + row * strides[s] + key] != 0;
+          EXPECT_EQ(bit, key < segments[s].kv_len && given != inverted);
+        }
+      }
+      offset += segments[s].q_len * mask.row_bytes[s];
+    }
+    EXPECT_EQ(std::ssize(mask.bits), offset);
+  }
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -34,6 +35,17 @@ inline std::vector<float> random_floats(int64_t count, uint32_t seed) {
   std::vector<float> values(count);
   for (float& value : values) value = normal(generator);
   return values;
+}
+
+/// What a call throws for its arguments, or "no error".
+template <class F>
+std::string message_of(F call) {
+  try {
+    call();
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "no error";
 }
 
 /// Runs a test once per instruction set of this machine; restores it after.
