@@ -3,7 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
+#include <vector>
+
 #include "cpattn/kv_pointers.h"
+#include "testing.h"
 
 namespace cpattn {
 namespace {
@@ -46,6 +50,65 @@ TEST(MlaKvEntries, TargetsOfEveryGroupThenDrafts) {
   const std::vector<KVRange> expected = {{2, 4}, {6, 8}, {8, 10}};
   EXPECT_EQ(mla_kv_entries(6, 10, last, false), expected);
   EXPECT_THROW(mla_kv_entries(6, 8, last, false), std::invalid_argument);
+}
+
+TEST(MlaKvEntries, NumbersOfAStageFitIntoInt32) {
+  const auto message = [](auto change, bool compat) {
+    KVStage stage{.hidden_kv_layers = {}};
+    change(stage);
+    return testing::message_of([&] { mla_kv_entries(0, 0, stage, compat); });
+  };
+  static constexpr int64_t kWide = int64_t{INT32_MAX} + 1;
+  for (const bool compat : {false, true}) {
+    const auto rule = [](const std::string& name) {
+      return "get_mla_kv_ptrs_with_pp: " + name + " must fit into int32, got 2147483648";
+    };
+    EXPECT_EQ(message([](KVStage&) {}, compat), "no error");
+    EXPECT_EQ(
+        message([](KVStage& stage) { stage.prefill_start_layer = kWide; }, compat),
+        rule("prefill_start_layer")
+    );
+    EXPECT_EQ(
+        message([](KVStage& stage) { stage.kv_buf_groups = kWide; }, compat), rule("kv_buf_groups")
+    );
+    EXPECT_EQ(
+        message([](KVStage& stage) { stage.total_kv_layers = kWide; }, compat),
+        rule("total_kv_layers")
+    );
+    EXPECT_EQ(
+        message([](KVStage& stage) { stage.hidden_kv_layers = kWide; }, compat),
+        rule("hidden_kv_layers")
+    );
+    EXPECT_EQ(
+        message([](KVStage& stage) { stage.draft_kv_layers = kWide; }, compat),
+        rule("draft_kv_layers")
+    );
+    EXPECT_EQ(
+        message([](KVStage& stage) { stage.kv_buf_groups = 0; }, compat),
+        "get_mla_kv_ptrs_with_pp: kv_buf_groups must be >= 1, got 0"
+    );
+  }
+  EXPECT_EQ(
+      message([](KVStage& stage) { stage.total_kv_layers = -1; }, false),
+      "get_mla_kv_ptrs_with_pp: the number of layers must be >= 0, got -1"
+  );
+  EXPECT_EQ(
+      message([](KVStage& stage) { stage.prefill_start_layer = -1; }, false),
+      "get_mla_kv_ptrs_with_pp: prefill_start_layer must be >= 0, got -1"
+  );
+}
+
+TEST(MlaKvEntries, EnginesSliceListsAsPythonDoes) {
+  const auto entries = [](int64_t first, int64_t num_src) {
+    const KVStage stage{.prefill_start_layer = first, .hidden_kv_layers = {}};
+    return mla_kv_entries(num_src, 8, stage, true).at(0);
+  };
+  EXPECT_EQ(entries(2, 3), (KVRange{2, 5}));
+  EXPECT_EQ(entries(6, 3), (KVRange{6, 8})) << "[6:9] of eight";
+  EXPECT_EQ(entries(9, 3), (KVRange{8, 8}));
+  EXPECT_EQ(entries(-5, 3), (KVRange{3, 6})) << "[-5:-2] counts from the end";
+  EXPECT_EQ(entries(-9, 3), (KVRange{0, 2})) << "[-9:-6]";
+  EXPECT_EQ(entries(-2, 3).size(), 0) << "[-2:1]";
 }
 
 TEST(MhaKvEntries, RemainderMistakenForDrafts) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <random>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "meta/kv_runs.h"
@@ -149,6 +150,48 @@ TEST(MakeTransferPlan, ShiftedEntriesAreThoseMadeAlone) {
   ASSERT_EQ(plan.parts().size(), 3u);
   EXPECT_EQ(plan.parts()[1].num_entries, 2u);
   EXPECT_EQ(plan.parts()[1].num_blocks, 8u);
+}
+
+/// Where every byte goes, in order.
+using Copies = std::vector<std::pair<uint64_t, uint64_t>>;
+
+TEST(MakeTransferPlan, CopiesEveryByteOfEveryUnit) {
+  std::mt19937 random(13);
+  for (int round = 0; round < 300; ++round) {
+    std::vector<TransferRun> runs(random() % 4);
+    const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % n); };
+    for (TransferRun& run : runs) run = {below(9), below(9), 1 + below(3)};
+    std::vector<TransferEntry> entries(random() % 5);
+    for (TransferEntry& entry : entries) {  // neighbours often differ in one thing alone
+      entry = {random() % 100, random() % 100, 2 + random() % 2, 2 + random() % 2, 0, "k"};
+      entry.bytes = std::min({entry.src_stride, entry.dst_stride, 2 + random() % 2});
+    }
+    Copies wanted, copies;
+    std::size_t num_blocks = 0;
+    for (const TransferEntry& entry : entries) {
+      for (const TransferRun& run : runs) {
+        const bool joined = entry.src_stride == entry.bytes && entry.dst_stride == entry.bytes;
+        num_blocks += joined ? 1 : run.count;
+        for (int64_t unit = 0; unit < run.count; ++unit) {
+          for (uint64_t byte = 0; byte < entry.bytes; ++byte) {
+            wanted.emplace_back(
+                entry.src_addr + (run.src + unit) * entry.src_stride + byte,
+                entry.dst_addr + (run.dst + unit) * entry.dst_stride + byte
+            );
+          }
+        }
+      }
+    }
+    const TransferPlan plan = make_transfer_plan(entries, runs);
+    EXPECT_EQ(plan.num_blocks(), num_blocks);
+    for (std::size_t i = 0; i < plan.num_blocks(); ++i) {
+      for (uint64_t byte = 0; byte < plan.lengths()[i]; ++byte) {
+        copies.emplace_back(plan.src_addrs()[i] + byte, plan.dst_addrs()[i] + byte);
+      }
+    }
+    EXPECT_EQ(copies, wanted);
+    EXPECT_EQ(plan.total_bytes(), wanted.size());
+  }
 }
 
 TEST(MakeTransferPlan, RefusesBlocksWhoseNumberWouldWrap) {
