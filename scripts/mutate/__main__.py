@@ -11,7 +11,7 @@ share of the others that tests notice is high enough.
 from __future__ import annotations
 
 import argparse
-import random
+import hashlib
 import sys
 from pathlib import Path
 
@@ -65,12 +65,20 @@ def arguments() -> argparse.Namespace:
 
 
 def sampled(mutants: dict[int, Mutant], count: int, seed: int) -> list[int]:
-    """As many of each file, in an order in which files take turns; fewer are some of more."""
+    """As many of each file, and files take turns.
+
+    What is chosen first does not depend on the others: a smaller sample is part of a larger one,
+    and hardly another after a change of the source.
+    """
+
+    def chance(number: int) -> bytes:
+        return hashlib.sha256(repr((seed, mutants[number].key)).encode()).digest()
+
     turns: list[tuple[int, str, int]] = []
     for path in sorted({mutant.path for mutant in mutants.values()}):
         numbers = [number for number, mutant in mutants.items() if mutant.path == path]
-        random.Random(f"{seed} {path}").shuffle(numbers)
-        turns += [(turn, path, number) for turn, number in enumerate(numbers[:count])]
+        chosen = sorted(numbers, key=chance)[:count]
+        turns += [(turn, path, number) for turn, number in enumerate(chosen)]
     return [number for _, _, number in sorted(turns)]
 
 
