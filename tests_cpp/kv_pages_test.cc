@@ -69,9 +69,6 @@ TEST(MlaKvEntries, NumbersOfAStageFitIntoInt32) {
         rule("prefill_start_layer")
     );
     EXPECT_EQ(
-        message([](KVStage& stage) { stage.kv_buf_groups = kWide; }, compat), rule("kv_buf_groups")
-    );
-    EXPECT_EQ(
         message([](KVStage& stage) { stage.total_kv_layers = kWide; }, compat),
         rule("total_kv_layers")
     );
@@ -86,6 +83,10 @@ TEST(MlaKvEntries, NumbersOfAStageFitIntoInt32) {
     EXPECT_EQ(
         message([](KVStage& stage) { stage.kv_buf_groups = 0; }, compat),
         "get_mla_kv_ptrs_with_pp: kv_buf_groups must be >= 1, got 0"
+    );
+    EXPECT_EQ(
+        message([](KVStage& stage) { stage.kv_buf_groups = 65537; }, compat),
+        "get_mla_kv_ptrs_with_pp: kv_buf_groups must be at most 65536, got 65537"
     );
   }
   EXPECT_EQ(
