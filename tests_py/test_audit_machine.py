@@ -30,12 +30,14 @@ def test_the_library_finds_the_instruction_sets_that_the_processor_lists():
         ("library: libc.so.6", True),
         ("library: libnonsense.so.1", False),
         ("machine: z80", False),
+        ("never: anything", False),
         ("package: numpy", True),
         ("package: cpattn_nonsense", False),
         ("python below: 3.10", False),
         ("python below: 4.0", True),
         ("variable: CPATTN_NONSENSE", False),
         ("variable: PATH", True),
+        ("wheel of sglang: 0.0.0", False),
     ],
 )
 def test_what_a_machine_has(need, expected):

@@ -95,7 +95,8 @@ def test_every_entry_of_the_list_is_about_a_test_that_is_there():
     files = {path.name for path in skips.LIST.parent.glob("test_*.py")}
     for entry in skips.read():
         pattern = entry.tests.partition("::")[0]
-        assert pattern == "*" or skips.fnmatch.filter(files, pattern), entry
+        if not pattern.startswith("cpp/"):
+            assert pattern == "*" or skips.fnmatch.filter(files, pattern), entry
         assert entry.why
         assert entry.needs
 
@@ -103,4 +104,4 @@ def test_every_entry_of_the_list_is_about_a_test_that_is_there():
 def test_needs_of_the_list_can_be_looked_up():
     for entry in skips.read():
         for need in entry.needs:
-            assert machine.has(need.format(isa="portable")) in (True, False)
+            assert machine.has(need.format(isa="portable", version="0.5.9")) in (True, False)

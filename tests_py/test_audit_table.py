@@ -118,14 +118,14 @@ def test_junit_files_of_ctest_and_googletest(tmp_path):
         ("instruction set", "amx-twin"): 1,
     }
     ((test, said),) = skipped
-    assert (test, said.strip()) == ("cpp::Kernel.Needs", "no thread")
+    assert (test, said.strip()) == ("cpp/asan::Kernel.Needs", "no thread")
     ran, skipped = table.from_junit(tmp_path / "qemu.xml")
     assert {(r.kind, r.name): r.passed for r in ran} == {
         ("C++ tests", "qemu"): 2,
         ("instruction set", "neon"): 1,
     }
     ((test, said),) = skipped
-    assert test == "cpp::Fp8.Needs"
+    assert test == "cpp/qemu::Fp8.Needs"
     assert "no fork" in said
 
 
@@ -137,9 +137,8 @@ def test_a_skipped_cpp_test_fails_unless_it_is_allowed(inner_runs, file):
     done = inner_runs.run("--records=ran", "--closing-table")
     assert done.returncode == 1, done.stdout
     assert "Needs was skipped: allowed_skips.toml has no entry for it" in done.stdout
-    skip = (
-        '[[skip]]\ntests = "cpp::*.Needs"\nreason = "no (thread|fork)"\nneeds = ["{}"]\nwhy = ""\n'
-    )
+    skip = '[[skip]]\ntests = "cpp/asan::*.Needs"\n'
+    skip += 'reason = "no (thread|fork)"\nneeds = ["{}"]\nwhy = ""\n'
     inner_runs.allow(skip.format(PRESENT))
     assert inner_runs.run("--records=ran", "--closing-table").returncode == 1
     inner_runs.allow(skip.format(ABSENT))

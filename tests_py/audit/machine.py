@@ -45,8 +45,8 @@ def cpu_flags() -> frozenset[str]:
 @functools.cache
 def sanitizer() -> str:
     """The sanitizer whose library this process has loaded, or nothing."""
-    found = re.search(r"/lib(asan|tsan|ubsan)\.so", Path("/proc/self/maps").read_text())
-    return found[1] if found else ""
+    maps = Path("/proc/self/maps").read_text()  # ubsan may be there beside another
+    return next((name for name in ("asan", "tsan", "ubsan") if f"/lib{name}.so" in maps), "")
 
 
 def has_instruction_set(name: str) -> bool:
@@ -137,6 +137,11 @@ def _has_address_space(size: str) -> bool:
     return True
 
 
+def _wheel_of_sglang(version: str) -> Path | None:
+    folder = Path(os.environ.get("CPATTN_SGLANG_WHEELS") or "/nowhere")
+    return next(folder.glob(f"sglang-{version}-*.whl"), None)
+
+
 _KINDS: dict[str, Callable[[str], bool]] = {
     "address space": _has_address_space,
     "command": lambda name: shutil.which(name) is not None,
@@ -146,12 +151,14 @@ _KINDS: dict[str, Callable[[str], bool]] = {
     "library": has_library,
     "machine": lambda name: platform.machine() == name,
     "mounts": lambda _: own_mounts() is not None,
+    "never": lambda _: False,  # what the run itself lacks, on every machine
     "network": lambda _: _has_network_namespaces(),
     "package": lambda name: importlib.util.find_spec(name) is not None,
     "python below": lambda version: sys.version_info < tuple(map(int, version.split("."))),
     "trace": lambda _: trace.find() is not None,
     "user": lambda _: another_user() is not None,
     "variable": lambda name: bool(os.environ.get(name)),
+    "wheel of sglang": lambda version: _wheel_of_sglang(version) is not None,
 }
 
 

@@ -57,7 +57,7 @@ def from_junit(path: Path) -> tuple[list[Record], list[tuple[str, str]]]:
         children = {child.tag: child for child in test}
         if "skipped" in children or test.get("status") == "notrun":
             said = " ".join("".join(child.itertext()) for child in children.values())
-            skipped.append((f"cpp::{name}", said))
+            skipped.append((f"cpp/{path.stem}::{name}", said))
         elif "failure" not in children:
             passed["C++ tests", path.stem] += 1
             passed.update(
