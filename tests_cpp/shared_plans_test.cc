@@ -32,6 +32,7 @@ void expect_same_on_all_threads(Call call) {
   std::vector<int> same(kThreads);
   std::latch start(kThreads);
   std::vector<std::thread> threads;
+  threads.reserve(kThreads);
   for (int i = 0; i < kThreads; ++i) {
     threads.emplace_back([&, i] {
       start.arrive_and_wait();
@@ -151,7 +152,6 @@ TEST_F(SharedPlans, DsaMetadata) {
   const DsaMetadata metadata = build();
   const auto rows = static_cast<int64_t>(metadata.ks.size());
   expect_same_on_all_threads([&] {
-    const DsaMetadata copy = metadata;
     const std::vector<int64_t> begins(metadata.ks.begin(), metadata.ks.end());
     const std::vector<int64_t> ends(metadata.ke.begin(), metadata.ke.end());
     std::vector<int32_t> indices(rows * kTopk);
@@ -167,7 +167,7 @@ TEST_F(SharedPlans, DsaMetadata) {
          .rows = ranges},
         {.topk = kTopk, .indices = view(indices, DType::int32, {rows, kTopk})}
     );
-    return std::pair(indices, copy);
+    return std::pair(indices, metadata);
   });
 }
 
