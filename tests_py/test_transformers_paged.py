@@ -33,7 +33,9 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2", "gpt_oss"])
+@pytest.fixture(
+    scope="module", params=["llama", "llama of odd heads", "qwen3", "gemma2", "gpt_oss"]
+)
 def model(request: pytest.FixtureRequest) -> Any:
     return make_model(request.param)
 

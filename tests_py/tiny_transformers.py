@@ -44,6 +44,7 @@ LATENT = {  # expanded by transformers to keys of 24 + 16 and values of 20
 }
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
+    "llama of odd heads": lambda: LlamaConfig(**SIZES | {"head_dim": 20}),
     "qwen3": lambda: Qwen3Config(**SIZES, **SLIDING, use_sliding_window=True),
     "gemma2": lambda: Gemma2Config(
         **SIZES,

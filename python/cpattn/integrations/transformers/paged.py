@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..._containers import Tensor
-from ...attention import plan_attention, run_attention
-from .contiguous import UNSUPPORTED, check_supported, float_sinks
+from ...attention import default_scale, plan_attention, run_attention
+from .contiguous import UNSUPPORTED, check_supported, float_sinks, widened
 from .masks import FUNCTION
 
 
@@ -48,12 +48,14 @@ class _Batch:
         A sequence of n cached and m new tokens has n + m of `reads`, the rows of the cache in the
         order of their positions. Of layers with full attention they fill pages from their start.
         A sliding window is a ring of rows, any of which may come next, so a page is one row there,
-        and in place of new tokens, which may take the rows of others, there are sentinels.
+        and in place of new tokens, which may take the rows of others, there are sentinels. Rows of
+        a width that is no multiple of 16 are copied, as kernels read no others.
         """
         kv_lens = np.diff(ends)
         window: Any = getattr(allocator, "sliding_window", None)
-        in_place = window is None or int(kv_lens.max()) <= window
-        page_size = allocator.tokens_per_page if window is None else 1
+        width = allocator.head_dim + -allocator.head_dim % 16
+        in_place = width == allocator.head_dim and (window is None or int(kv_lens.max()) <= window)
+        page_size = allocator.tokens_per_page if in_place and window is None else 1
         most = -(-int(kv_lens.max()) // page_size)
         table = ends[:-1, None] + page_size * np.arange(most)
         num_pages = int(ends[-1])
@@ -71,8 +73,8 @@ class _Batch:
             num_pages=num_pages,
             num_heads=num_heads,
             num_kv_heads=allocator.num_key_value_heads,
-            head_dim=allocator.head_dim,
-            window=None if in_place else window - 1,
+            head_dim=width,
+            window=None if in_place or window is None else window - 1,
         )
         return _Kind(plan, in_place)
 
@@ -106,7 +108,8 @@ def paged_attention_forward(
     """An attention function of transformers for the batches of ``generate_batch``.
 
     Writes the new keys and values into the pages of the cache and attends to them there. Only a
-    chunk that pushes others out of a sliding window attends to a copy: the window and the chunk.
+    chunk that pushes others out of a sliding window attends to a copy, of the window and the chunk,
+    and all do where head_dim is no multiple of 16.
 
     Parameters
     ----------
@@ -150,18 +153,18 @@ def paged_attention_forward(
         for pages, states in zip(caches, new, strict=True):
             pages.flatten(0, 1).index_copy_(0, writes, states)
     else:
-        caches = allocator.update(*new, module.layer_idx, reads, writes)
+        caches = [widened(x) for x in allocator.update(*new, module.layer_idx, reads, writes)]
     k_pages, v_pages = (x.view(-1, kind.plan.page_size, *x.shape[-2:]) for x in caches)
-    q = query[0].transpose(0, 1)
+    q = widened(query[0].transpose(0, 1))
     out = q.new_zeros(q.shape) if batch.rows < len(q) else q.new_empty(q.shape)
     run_attention(
         kind.plan,
         q[: batch.rows],
         k_pages,
         v_pages,
-        scale=scaling,
+        scale=default_scale(FUNCTION, query.shape[-1]) if scaling is None else scaling,
         softcap=softcap or 0.0,
         sinks=float_sinks(s_aux),
         out=out[: batch.rows],
     )
-    return out[None], None
+    return out[None, ..., : query.shape[-1]], None
