@@ -17,6 +17,7 @@ import cpattn
 from cpattn import ForwardMode
 from prefill_batches import Case, make_batch, slots_of
 from sglang_releases import release
+from tolerances import assert_similar
 
 CP_SIZE = 2
 TOPK, INDEX_HEADS, INDEX_DIM, ROPE_DIM = 8, 4, 64, 32
@@ -258,7 +259,7 @@ def test_23268_the_fused_split_left_context_parallelism_nothing_to_gather():
     )
     fixed = prepare_by_release("0.5.12", x)
     for theirs, ours in zip(fixed, (latent_cache, k_nope, k_pe), strict=True):
-        torch.testing.assert_close(theirs, ours.view_as(theirs))
+        assert_similar(theirs, ours.view_as(theirs))
 
 
 @pytest.mark.parametrize("version", ["0.5.9", "0.5.10"])

@@ -16,6 +16,7 @@ FILES = sorted({*(ROOT / "tests_py").rglob("*.py"), *(ROOT / "bench").rglob("*.p
 COMPARISONS = {"allclose", "approx", "assert_allclose", "assert_close", "isclose"}
 KEYWORDS = {"abs", "abs_tol", "atol", "rel", "rel_tol", "rtol"}
 POSITIONAL = {"allclose", "assert_allclose", "isclose"}  # rtol and atol may be the next arguments
+LIBRARIES = {"testing", "np", "torch"}  # which have tolerances of their own
 SPACINGS = {"EPS", "SPACINGS", "eps"}
 LIMITS = ("allowed", "bound", "rounding", "tolerance", "tolerances")
 SMALL = 0.02  # of the numbers that others are compared with, these are tolerances
@@ -32,7 +33,8 @@ def is_tolerance(node: ast.AST) -> bool:
             name = name_of(node.func)
             given = [word.value for word in node.keywords if word.arg in KEYWORDS]
             given += node.args[2:4] if name in POSITIONAL else []
-            return name in COMPARISONS and any(any(numbers(value)) for value in given)
+            default = name_of(getattr(node.func, "value", node)) in LIBRARIES and len(given) < 2
+            return name in COMPARISONS and (default or any(any(numbers(x)) for x in given))
         case ast.Compare():
             return any(is_small(x) or counts_spacings(x) for x in upper_limits(node))
         case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
@@ -112,6 +114,8 @@ def test_no_tolerance_is_written_down_elsewhere(path):
         "torch.testing.assert_close(x, y, rtol=0, atol=100 * EPS * y.abs().max())",
         "assert x == pytest.approx(1.41, abs=0.005)",
         "np.testing.assert_allclose(x, y, 1e-12)",
+        "torch.testing.assert_close(x, y)",
+        "torch.allclose(x, y, rtol=0)",
         "assert (x - y).abs().max() < 1e-3",
         "assert 0.001 >= error",
         "assert torch.all(error <= 2.0**-20 * sizes)",

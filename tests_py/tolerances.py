@@ -51,6 +51,9 @@ TOLERANCES = {
     ("hadamard", "float16"): ROUNDED_ONCE,
     ("rms_norm", "bfloat16"): ROUNDED_ONCE,
     ("rms_norm", "float16"): ROUNDED_ONCE,
+    # Half a unit of each of two products and of their sum, which are in float32.
+    ("rotary", "bfloat16"): ROUNDED_ONCE,
+    ("rotary", "float32"): 1,
     # Two computations in float64, whose sums are ordered differently.
     ("restated", "float64"): 64,
     # Two or three layers of float32 sums in another order, each some roundings of the largest.
@@ -250,6 +253,13 @@ def assert_close(actual, expected, magnitude, op, dtype, units=None):
     units = TOLERANCES[op, dtype] if units is None else units
     allowed = units * EPS[dtype_of_unit] * magnitude + SMALLEST[dtype_of_unit]
     assert_within(actual, expected, allowed, f"{op} in {dtype}")
+
+
+def assert_similar(actual, expected):
+    """Compare two computations in float32, in units of the largest number."""
+    expected = to_float64(expected)
+    size = np.abs(expected[np.isfinite(expected)]).max(initial=1)
+    assert_close(actual, expected, size, "attention", "float32")
 
 
 def assert_logits_close(actual, expected):
