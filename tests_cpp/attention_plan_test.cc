@@ -161,6 +161,43 @@ TEST(PlanAttention, IsBounded) {
   EXPECT_NE(message(Ints(600, 1), {1 << 16, 1 << 16, 64, 64}).find(kRule), std::string::npos);
 }
 
+TEST(PlanAttention, AsManyItemsAsItMayHave) {
+  // Heads that share no keys make an item each: 2^16 for each of 32 sequences.
+  const auto message = [](int64_t sequences, int64_t q_len, AttentionShape shape) {
+    const std::vector<int64_t> lens(sequences, q_len);
+    AttentionBatch batch = batch_of(lens, lens);
+    batch.shape = shape;
+    return message_of([&] { plan_attention("test", batch, 0); });
+  };
+  const AttentionShape shape{1 << 16, 1 << 16, 64, 64};
+  EXPECT_EQ(message(32, kMaxDecodeTokens + 1, shape), "no error");
+  EXPECT_NE(message(33, kMaxDecodeTokens + 1, shape), "no error");
+}
+
+TEST(PlanAttention, ItemsShareOutTheRowsOfABatch) {
+  // Rows of an item: a 64th of all, but 384 to 2048 and at most 4 MiB, in multiples of 24.
+  const auto longest = [](int64_t tokens, AttentionShape shape) {
+    AttentionBatch batch = batch_of({tokens}, {tokens});
+    batch.shape = shape;
+    const AttentionPlan plan = plan_attention("test", batch, 0);
+    int64_t rows = 0, shortest = INT64_MAX;
+    for (const AttentionItem& item : plan.items) {
+      rows = std::max<int64_t>(rows, item.num_tokens * item.num_heads);
+      shortest = std::min<int64_t>(shortest, item.num_tokens * item.num_heads);
+    }
+    EXPECT_LE(rows - shortest, shape.num_heads / shape.num_kv_heads) << "of equal size";
+    return rows;
+  };
+  const AttentionShape narrow{1, 1, 64, 64}, wide{1, 1, 576, 512};
+  EXPECT_EQ(longest(384 * 10, narrow), 384);
+  EXPECT_EQ(longest(408 * 64 - 1, narrow), 384) << "a 64th is below 408";
+  EXPECT_EQ(longest(408 * 64, narrow), 408);
+  EXPECT_EQ(longest(2040 * 100, narrow), 2040);
+  const int64_t fit = (4 << 20) / (4 * (576 + 512)) / 24 * 24;
+  EXPECT_EQ(longest(fit * 200, wide), fit);
+  EXPECT_EQ(longest(408 * 8, {8, 1, 64, 64}), 408) << "rows of all heads count";
+}
+
 TEST(PlanAttention, PartsStayWithinTheirMemory) {
   std::mt19937 random(11);
   int64_t most = 0;
@@ -293,6 +330,10 @@ TEST(PlanAttention, RefusesShapesOutsideItsBounds) {
   EXPECT_THROW(plan_with({0, 1, 64, 64}), std::invalid_argument);
   EXPECT_THROW(plan_with({8, 0, 64, 64}), std::invalid_argument);
   EXPECT_THROW(plan_with({8, 2, 72, 64}), std::invalid_argument);
+  EXPECT_THROW(plan_with({8, 2, 0, 64}), std::invalid_argument);
+  EXPECT_NO_THROW(plan_with({1, 1, 16, 16}));
+  EXPECT_THROW(plan_attention("test", batch_of({1}, {1}), -1), std::invalid_argument);
+  EXPECT_EQ(plan_attention("test", batch_of({1}, {1}), 3).num_threads, 3);
   EXPECT_THROW(plan_with({8, 2, 64, 592}), std::invalid_argument);
   EXPECT_NO_THROW(plan_with({128, 1, 576, 512}));
 }

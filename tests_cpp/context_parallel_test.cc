@@ -7,6 +7,8 @@
 #include <numeric>
 #include <string>
 
+#include "testing.h"
+
 namespace cpattn {
 namespace {
 
@@ -199,6 +201,28 @@ TEST(ContextParallel, LengthsAreBoundedBeforeTheyAreAdded) {
     );
     EXPECT_EQ(copy(metadata.prefix_lens), (Ints{0, 0}));
   }
+}
+
+TEST(ForwardMode, GatesBoundTheLengths) {
+  const auto both = [](int64_t length, int64_t cp_size) {
+    const Lens lens = {5, length};
+    const auto mode = ForwardMode::extend;
+    const std::string first =
+        testing::message_of([&] { can_apply_cp(lens, cp_size, CpStrategy::zigzag, {}, mode); });
+    const std::string second = testing::message_of([&] {
+      can_dsa_prefill_cp_interleave(lens, cp_size, CpStrategy::interleave, mode);
+    });
+    EXPECT_EQ(first == "no error", second == "no error");
+    return first;
+  };
+  EXPECT_EQ(both(0, 1), "no error");
+  EXPECT_EQ(both(INT32_MAX, kMaxCpSize), "no error");
+  EXPECT_EQ(
+      both(-1, 2), "can_apply_cp: extend_lens must be >= 0 and fit into int32, got -1 at index 1"
+  );
+  EXPECT_NE(both(int64_t{INT32_MAX} + 1, 2), "no error");
+  EXPECT_NE(both(5, 0), "no error");
+  EXPECT_NE(both(5, kMaxCpSize + 1), "no error");
 }
 
 TEST(ForwardMode, GatesBoundTheSizeOfTheGroup) {

@@ -84,6 +84,7 @@ TEST(memory_ranges, adjacent_ranges_do_not_join_and_the_last_address_counts) {
   EXPECT_FALSE(ranges.contain(Words{149}, Words{2}));
   EXPECT_FALSE(ranges.contain(Words{UINT64_MAX}, Words{2}));
   EXPECT_TRUE(ranges.contain(Words{7}, Words{0}));
+  EXPECT_FALSE(ranges.contain(Words{7, 149}, Words{0, 2}));
   EXPECT_EQ(ranges.add(Words{UINT64_MAX - 1}, Words{3}), MemoryRanges::kInvalid);
 }
 

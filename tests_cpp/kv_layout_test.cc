@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpattn/kv_transfer.h"
@@ -18,6 +19,7 @@ namespace {
 
 using testing::message_of;
 using Ints = std::vector<int64_t>;
+using Ranks = std::vector<std::pair<int64_t, int64_t>>;
 
 KVEntry entry_of(int64_t layer, uint64_t addr, uint64_t num_bytes, uint64_t item_len) {
   return {.layer_id = layer, .addr = addr, .num_bytes = num_bytes, .item_len = item_len};
@@ -170,6 +172,40 @@ TEST(PlanKvTransfer, ContextParallelRanksShareOutPagesEvenly) {
       }
       EXPECT_EQ(sent, num_pages);
     }
+  }
+}
+
+TEST(PlanKvTransfer, PagesHoldAtMost2To48Tokens) {
+  const KVLayout from({}, {.page_size = 1 << 30}), to({}, {.page_size = 1 << 30});
+  const Ints most(1 << 18), more((1 << 18) + 1);
+  const auto message = [&](const Ints& src, const Ints& dst) {
+    return message_of([&] { plan_kv_transfer(from, to, src, dst, {.num_tokens = 0}); });
+  };
+  EXPECT_EQ(message(most, most), "no error");
+  EXPECT_NE(message(more, most).find("source pages must hold at most 2^48"), std::string::npos);
+  EXPECT_NE(message(most, more).find("destination pages must hold"), std::string::npos);
+}
+
+TEST(PlanKvTransfer, TokensAndRanksAreBounded) {
+  const KVLayout layout({}, {.page_size = 1});
+  const auto message = [&](const KVTransferRange& range) {
+    return message_of([&] { plan_kv_transfer(layout, layout, Ints{}, Ints{}, range); });
+  };
+  EXPECT_EQ(message({}), "no error");
+  constexpr int64_t kMost = int64_t{1} << 48;
+  for (const auto member : {&KVTransferRange::first_token, &KVTransferRange::num_tokens}) {
+    for (const int64_t value : {int64_t{-1}, kMost + 1}) {
+      KVTransferRange range{.num_tokens = 0};
+      range.*member = value;
+      const std::string rule = "must be in [0, 2^48], got " + std::to_string(value);
+      EXPECT_NE(message(range).find(rule), std::string::npos) << message(range);
+    }
+  }
+  for (const auto& [rank, size] : Ranks{{0, 0}, {-1, 1}, {1, 1}, {0, int64_t{1} << 31}}) {
+    EXPECT_NE(message({.num_tokens = 0, .cp_rank = rank, .cp_size = size}), "no error") << rank;
+  }
+  for (const auto& [rank, size] : Ranks{{0, 1}, {6, 7}, {INT32_MAX - 1, INT32_MAX}}) {
+    EXPECT_EQ(message({.num_tokens = 0, .cp_rank = rank, .cp_size = size}), "no error") << rank;
   }
 }
 

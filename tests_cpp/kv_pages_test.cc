@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -50,6 +51,41 @@ TEST(MlaKvEntries, TargetsOfEveryGroupThenDrafts) {
   const std::vector<KVRange> expected = {{2, 4}, {6, 8}, {8, 10}};
   EXPECT_EQ(mla_kv_entries(6, 10, last, false), expected);
   EXPECT_THROW(mla_kv_entries(6, 8, last, false), std::invalid_argument);
+}
+
+TEST(KvToPageIndices, SlotsAreNotNegative) {
+  const auto message = [](const Ints& slots) {
+    return testing::message_of([&] { kv_to_page_indices(slots, 4); });
+  };
+  EXPECT_EQ(message({0, 1, 2, 3, 8}), "no error");
+  constexpr char kRule[] = "kv_to_page_indices: kv_indices must be >= 0, got ";
+  EXPECT_EQ(message({-1}), kRule + std::string("-1 at index 0"));
+  EXPECT_EQ(message({0, 1, 2, 3, -4}), kRule + std::string("-4 at index 4"));
+  EXPECT_EQ(message({0, -1, -1, -1, 8}), "no error") << "one slot of each page is read";
+}
+
+TEST(DecodeTargets, SendersOfADecodeRank) {
+  for (int64_t prefill : {1, 2, 4, 8}) {
+    for (int64_t decode : {1, 2, 4, 8}) {
+      for (int64_t rank = 0; rank < 2 * decode; ++rank) {
+        for (const bool is_mla : {false, true}) {
+          const DecodeTargets targets = decode_targets(rank, prefill, decode, is_mla);
+          // Sender s shares the model's heads with a decode rank if their shares of [0, 1) meet.
+          int64_t first = prefill, end = 0;
+          for (int64_t s = 0; s < prefill; ++s) {
+            const int64_t r = rank % decode;
+            if (s * decode >= (r + 1) * prefill || r * prefill >= (s + 1) * decode) continue;
+            first = std::min(first, s);
+            end = s + 1;
+          }
+          EXPECT_EQ(targets.ranks, (KVRange{first, end}))
+              << prefill << ' ' << decode << ' ' << rank;
+          EXPECT_EQ(targets.num_real, is_mla ? 1 : end - first);
+          EXPECT_EQ(targets.required_dst_info_num, std::max<int64_t>(1, decode / prefill));
+        }
+      }
+    }
+  }
 }
 
 TEST(MlaKvEntries, NumbersOfAStageFitIntoInt32) {
@@ -102,7 +138,9 @@ TEST(MlaKvEntries, NumbersOfAStageFitIntoInt32) {
 TEST(MlaKvEntries, EnginesSliceListsAsPythonDoes) {
   const auto entries = [](int64_t first, int64_t num_src) {
     const KVStage stage{.prefill_start_layer = first, .hidden_kv_layers = {}};
-    return mla_kv_entries(num_src, 8, stage, true).at(0);
+    const auto ranges = mla_kv_entries(num_src, 8, stage, true);
+    EXPECT_EQ(ranges.size(), 1U) << "of one group without drafts";
+    return ranges.at(0);
   };
   EXPECT_EQ(entries(2, 3), (KVRange{2, 5}));
   EXPECT_EQ(entries(6, 3), (KVRange{6, 8})) << "[6:9] of eight";

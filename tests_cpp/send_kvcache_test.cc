@@ -153,6 +153,26 @@ TEST(SliceHeads, ReplicasShareAHead) {
   EXPECT_EQ(slice_heads(8, 4, 0, 2, 1, true).num_heads, 2);
 }
 
+TEST(PlanSendItems, ChecksItsBuffers) {
+  const Words addrs = {0, 100}, good = {8, 8}, zero = {8, 0}, few = {8};
+  const Ints slot = {0};
+  const auto message = [&](const Words& item_lens, const Words& data_lens) {
+    const SendBuffers buffers{
+        .src_addrs = addrs,
+        .src_data_lens = data_lens,
+        .src_item_lens = item_lens,
+        .dst_addrs = addrs,
+        .dst_item_lens = {}
+    };
+    return message_of([&] { plan_send_items("f", "aux", buffers, {slot, slot}, false); });
+  };
+  EXPECT_EQ(message(good, {}), "no error");
+  EXPECT_EQ(message(good, good), "no error");
+  EXPECT_EQ(message(zero, {}), "f: source item lengths must be > 0, got 0 of entry 1");
+  EXPECT_EQ(message(few, {}), "f: source must have an item length for each of 2 entries, got 1");
+  EXPECT_EQ(message(good, few), "f: source must have a data length for each of 2 entries, got 1");
+}
+
 TEST(SliceHeads, AreThoseThatBothRanksHold) {
   const auto held = [](int64_t heads, int64_t size, int64_t rank) {
     return KVRange{
