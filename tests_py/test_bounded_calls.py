@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
@@ -39,8 +40,42 @@ def raise_(error):
 
 
 def test_threads_are_used_again(calls):
-    threads = {calls.run("a", LONG, threading.get_ident) for _ in range(50)}
+    threads = {calls.run("a", LONG, threading.current_thread) for _ in range(50)}
     assert len(threads) < 10
+    assert all(thread.daemon for thread in threads)  # the process can end meanwhile
+
+
+def eventually(condition):
+    deadline = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_close_ends_the_threads_and_later_calls_have_others(calls):
+    first = calls.run("a", LONG, threading.current_thread)
+    calls.close()
+    eventually(lambda: not first.is_alive())
+    second = calls.run("a", LONG, threading.current_thread)
+    assert second is not first
+    eventually(lambda: not second.is_alive())  # nobody would end it
+
+
+def test_results_are_let_go(calls):
+    class Result:
+        pass
+
+    watched = weakref.ref(calls.run("a", LONG, Result))
+    eventually(lambda: watched() is None)
+
+    class Wrong(ValueError):
+        pass
+
+    with pytest.raises(Wrong) as caught:
+        calls.run("a", LONG, raise_, Wrong())
+    watched = weakref.ref(caught.value)
+    del caught
+    eventually(lambda: gc.collect() >= 0 and watched() is None)
 
 
 def test_what_hangs_keeps_its_key_and_no_other(calls, let_go):

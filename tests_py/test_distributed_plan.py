@@ -75,6 +75,17 @@ def test_padding_tokens_are_not_written_and_see_pages_of_their_request(cp):
     ).slots.tolist() == list(chosen)
 
 
+def test_a_slot_of_a_padding_token_may_be_none(cp):
+    chosen = [*cp.plan(*LENS, block_tables=TABLES).slots, -1, 7, -1]
+    plan = cp.plan(*LENS, block_tables=TABLES, num_tokens=13, out_cache_loc=chosen)
+    assert plan.slots.tolist() == chosen
+
+
+def test_the_first_pool_row_that_tokens_share_is_named(cp):
+    with pytest.raises(ValueError, match=r"got row 8 for tokens 0 and 2$"):
+        cp.plan([2, 2, 2], [2, 2, 2], block_tables=[[2], [2], [2]])
+
+
 def test_unwritten_slots_keep_what_they_hold(cp):
     slots = cp.plan(*LENS, block_tables=TABLES).slots.copy()
     slots[[1, 5]] = -1

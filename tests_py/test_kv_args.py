@@ -88,3 +88,10 @@ def test_pools_of_the_library():
     assert args.state_types == []
     assert not hasattr(args, "kv_buf_groups")
     assert not hasattr(args, "total_kv_layers")
+
+
+def test_lists_are_shown_whole_up_to_four_elements():
+    assert repr(KVArgs(kv_item_lens=[1, 2, 3, 4])) == "KVArgs(kv_item_lens=[1, 2, 3, 4])"
+    assert repr(KVArgs(kv_item_lens=[1, 2, 3, 4, 5])) == (
+        "KVArgs(kv_item_lens=[1, 2, 3, 4, ... 5 in all])"
+    )

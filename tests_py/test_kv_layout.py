@@ -362,3 +362,17 @@ def test_ranks_of_an_engine():
     layout = KVLayout.from_kv_args(args, is_mla=False, tp_size=4, total_layers=1, dcp_interleave=8)
     assert (layout.tp_rank, layout.tp_size, layout.total_kv_heads) == (3, 4, 2)
     assert (layout.dcp_rank, layout.dcp_size, layout.dcp_interleave) == (1, 2, 8)
+
+
+def test_an_engine_without_a_rank_is_the_first():
+    args = kv_args("K0 V0", total_kv_head_num=2)
+    args.engine_rank = None
+    layout = KVLayout.from_kv_args(args, is_mla=False, tp_size=2, total_layers=1)
+    assert layout.tp_rank == 0
+
+
+def test_entries_of_drafts_are_layers_of_every_group():
+    args = kv_args(names(2, draft=2), kv_buf_groups=2, hidden_kv_layers=2, num_draft_entries=4)
+    layout = KVLayout.from_kv_args(args, is_mla=True)
+    assert [str(entry.kind) for entry in layout.entries if entry.is_draft] == ["k", "k", "v", "v"]
+    assert sum(not entry.is_draft for entry in layout.entries) == 4

@@ -152,6 +152,7 @@ def test_the_end_of_a_chunk_may_be_given():
         cursor.advance(16, end=17)
     assert cursor.advance(16, end=4) is None
     assert cursor.start_send_idx == 8
+    assert cursor.advance(16, end=16).token_end == 16
 
 
 def test_a_last_chunk_without_pages_carries_the_metadata():
@@ -189,3 +190,22 @@ def test_a_prefix_ends_on_a_page():
     cursor = KVSendCursor(10, 4, decode_prefix_len=2, compat=True)
     src, _ = cursor.advance(10, last_chunk=True).select(list(range(10)), [0, 1])
     assert src.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"num_tokens": -1}, "num_tokens must be >= 0, got -1"),
+        ({"page_size": 0}, "page_size must be >= 1, got 0"),
+        ({"decode_prefix_len": -1}, "decode_prefix_len must be >= 0, got -1"),
+        ({"decode_prefix_len": 9}, "decode_prefix_len must be within the 8 tokens, got 9"),
+    ],
+)
+def test_cursors_that_are_refused(change, rule):
+    with pytest.raises(ValueError, match=f"^KVSendCursor: {rule}"):
+        KVSendCursor(**{"num_tokens": 8, "page_size": 4} | change)
+
+
+def test_cursors_of_nothing():
+    assert KVSendCursor(0, 1).advance(0) is None
+    assert KVSendCursor(0, 1).advance(0, last_chunk=True).is_last

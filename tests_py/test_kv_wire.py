@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cpattn.transfer.wire import (
     KVRegistration,
     KVTransferRequest,
+    _pack_pages,
     pack_int_lists,
     unpack_int_lists,
 )
@@ -224,3 +225,8 @@ def test_the_repr_is_short():
     text = repr(registration(kv_data_ptrs=list(range(200))))
     assert text.startswith("KVRegistration(host='10.0.0.1', port=4000, ")
     assert "kv_data_ptrs=[0, 1, 2, 3, ... 200 in all]" in text
+
+
+def test_the_first_page_that_is_too_wide_is_named():
+    with pytest.raises(ValueError, match=r"must fit into int32, got 2147483648 at 1$"):
+        _pack_pages(np.array([0, 2**31, 5, 2**40]))

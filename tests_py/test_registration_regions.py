@@ -95,3 +95,12 @@ def test_an_engine_takes_and_gives_back_what_the_lists_would_not_let_it():
             assert engine.register(addrs, sizes) == -7  # across calls it remains an error
             assert engine.unregister(addrs) == 0
         assert engine.register(*registration_regions([addr, addr + 16], [32, 32])) == -7
+
+
+@pytest.mark.parametrize("alignment", [1, 2 * MiB])
+def test_the_last_byte_of_the_address_space_may_be_registered(alignment):
+    regions = ([2**64 - 8], [8])
+    assert registration_regions(*regions, alignment=alignment) == regions
+    with pytest.raises(ValueError, match="must be ranges of"):
+        registration_regions([2**64 - 7], [8], alignment=alignment)
+    assert registration_regions([1], [1], alignment=alignment) == ([1], [1])

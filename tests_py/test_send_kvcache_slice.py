@@ -157,3 +157,51 @@ def test_slices_join_where_all_heads_go():
         dst_kv_item_len=64, attn_tp_size=2,
     )  # fmt: skip
     assert blocks(plan) == [(BASE + 64, 3 * BASE + 320, 128), (2 * BASE + 64, 4 * BASE + 320, 128)]
+
+
+def slice_plan(args, num_dst, **arguments):
+    defaults = {"dst_tp_rank": 0, "dst_attn_tp_size": 1, "attn_tp_size": 2, "dst_kv_item_len": 64}
+    dst_ptrs = [2 * BASE + i * 0x10000 for i in range(num_dst)]
+    return plan_send_kvcache_slice(args, dst_ptrs, [0], [0], **(defaults | arguments))
+
+
+def slice_args(num_entries, item_len, **attributes):
+    return KVArgs(
+        page_size=1, kv_data_ptrs=[BASE + i * 0x10000 for i in range(num_entries)],
+        kv_item_lens=[item_len] * num_entries, **{"engine_rank": 1} | attributes,
+    )  # fmt: skip
+
+
+def test_heads_of_a_rank_times_ranks_are_all_heads():
+    plan = slice_plan(slice_args(2, 24, kv_head_num=3), 2, dst_kv_item_len=48)
+    assert blocks(plan) == [(BASE + i * 0x10000, 2 * BASE + i * 0x10000 + 24, 24) for i in (0, 1)]
+
+
+@pytest.mark.parametrize("total", [None, 0, -1])
+def test_a_total_of_heads_that_is_none_counts_as_unknown(total):
+    args = slice_args(2, 24, kv_head_num=3, total_kv_head_num=total)
+    assert [dst for _, dst, _ in blocks(slice_plan(args, 2, dst_kv_item_len=48))] == [
+        2 * BASE + 24,
+        2 * BASE + 0x10000 + 24,
+    ]
+
+
+def test_one_head_in_all_is_held_by_every_rank():
+    plan = slice_plan(slice_args(2, 64, kv_head_num=1, total_kv_head_num=1), 2)
+    assert [(dst, length) for _, dst, length in blocks(plan)] == [
+        (2 * BASE, 64),
+        (2 * BASE + 0x10000, 64),
+    ]
+
+
+@pytest.mark.parametrize(("pp_size", "compat"), [(1, True), (2, True), (3, True), (2, False)])
+def test_slices_of_a_stage_go_to_its_layers(pp_size, compat):
+    """The second of three layers; with compat also where there is one stage, as engines do it."""
+    args = slice_args(
+        2, 32, total_kv_head_num=2, prefill_start_layer=1, total_kv_layers=3, kv_buf_groups=1
+    )
+    plan = slice_plan(args, 6, pp_size=pp_size, compat=compat)
+    assert [dst for _, dst, _ in blocks(plan)] == [
+        2 * BASE + 0x10000 + 32,
+        2 * BASE + 4 * 0x10000 + 32,
+    ]

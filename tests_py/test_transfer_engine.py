@@ -88,6 +88,7 @@ def test_exceptions_pass_through_and_say_where(error):
     assert caught.value is error
     status = error.transfer_status
     assert (status.first_failed_batch, status.blocks_done, status.bytes_done) == (2, 8, 36)
+    assert status == -1  # no code of the engine
     if hasattr(error, "add_note"):
         assert error.__notes__ == ["after 2 of 3 batches, 8 blocks and 36 bytes"]
 
@@ -106,6 +107,12 @@ def test_exceptions_of_progress_say_where_too(batches, first_failed):
     status = caught.value.transfer_status
     assert len(engine.writes) == batches
     assert (status.blocks_done, status.first_failed_batch) == (4 * batches, first_failed)
+
+
+def test_a_first_batch_that_fails_leaves_nothing_done():
+    status = plan_of(12).execute(ScriptedEngine(-5), "peer", check=False)
+    assert (int(status), status.first_failed_batch) == (-5, 0)
+    assert (status.blocks_done, status.bytes_done) == (0, 0)
 
 
 def test_empty_plan_calls_nothing():
@@ -340,6 +347,11 @@ def test_local_engine_wants_addresses(engines, values, error, message):
         sender.unregister(values)
     with pytest.raises(error, match=f"^LocalEngine.write: src_addrs {message}"):
         sender.write(receiver.session_id, values, [8, 8], [0, 0])
+
+
+def test_local_engine_wants_the_name_of_a_session(engines):
+    with pytest.raises(TypeError, match=r"LocalEngine.write: session must be a str, got bytes"):
+        engines[0].write(b"peer", [], [], [])
 
 
 def test_local_engine_wants_a_thread():

@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from cpattn import KVEntry, KVLayout, TransferPlan, plan_kv_transfer
+from cpattn.transfer.plan import human_bytes, rows_of
 
 
 def example() -> TransferPlan:
@@ -104,3 +106,26 @@ def test_summary_tells_kinds_and_drafts_apart():
 def test_errors(arguments, error, message):
     with pytest.raises(error, match=f"^TransferPlan: .*{re.escape(message)}"):
         TransferPlan(*arguments)
+
+
+def test_bytes_are_told_in_the_unit_that_leaves_less_than_1024():
+    told = {
+        0: "0 B",
+        1023: "1023 B",
+        1024: "1.0 KiB",
+        1536: "1.5 KiB",
+        2**20: "1.0 MiB",
+        2**30: "1.0 GiB",
+        2**40 - 2**30: "1023.0 GiB",
+        2**40: "1.0 TiB",
+        5 * 2**50: "5,120.0 TiB",
+    }
+    assert {number: human_bytes(number) for number in told} == told
+
+
+def test_lines_of_parts_add_up_what_has_one_name():
+    plan = SimpleNamespace(
+        parts=[("k", 2, 3), ("", 1, 1), ("v", 1, 1), ("k", 4, 2)],
+        lengths=np.array([1, 2, 4, 8, 16, 32, 64]),
+    )
+    assert rows_of(plan) == [("k", "6", "5", "103 B", "21 B"), ("v", "1", "1", "16 B", "16 B")]

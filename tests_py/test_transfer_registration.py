@@ -7,6 +7,7 @@ import copy
 import gc
 import mmap
 import pickle
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -123,6 +124,39 @@ def test_codes_of_registration_are_errors():
     registration.close()  # which asks again
     registration.close()
     assert [call[0] for call in foreign.calls] == ["register", "unregister", "unregister"]
+
+
+def test_what_an_engine_refuses_is_not_held():
+    array = np.zeros(8)
+    watched = weakref.ref(array)
+    foreign = ForeignEngine(-7)
+    with pytest.raises(TransferError):
+        register(foreign, array)
+    del array
+    gc.collect()
+    assert watched() is None
+
+
+# The first function that is registered is the last that is called.
+AT_EXIT = """
+import atexit, weakref
+atexit.register(lambda: print("held" if watched() is not None else "gone"))
+import numpy as np, cpattn
+
+class Engine:
+    session_id, max_blocks = "foreign", 8
+    register = unregister = lambda *_: 0
+
+engine, array = Engine(), np.zeros(8)
+watched = weakref.ref(array)
+cpattn.transfer.register(engine, array)
+del array
+"""
+
+
+def test_memory_is_held_while_the_process_ends(children):
+    """An engine that lives in foreign code may write until the very end."""
+    assert children.run([sys.executable, "-c", AT_EXIT]).stdout == "held\n"
 
 
 @pytest.mark.parametrize("answer", [None, False, True, 0.0, "0"])
