@@ -23,7 +23,11 @@ from mutate.operators import Mutant, mutants
 
 HERE = Path(__file__).parent
 _ERROR = re.compile(r"^(?P<file>[^:\n]+):(?P<line>\d+):(?P<column>\d+): (?:fatal )?error: ", re.M)
-_FLAGS = ("-O1", "-w", "-Wno-narrowing", "-fmax-errors=0", "-fdiagnostics-color=never")
+# Assertions of the library see indices that the builds with sanitizers would.
+_FLAGS = (
+    *("-O1", "-D_GLIBCXX_ASSERTIONS", "-w", "-Wno-narrowing"),
+    *("-fmax-errors=0", "-fdiagnostics-color=never"),
+)
 
 
 class BuildError(RuntimeError):
