@@ -2,10 +2,10 @@
 """Changes sources of cpattn, one operator, constant, bound or statement at a time, and tells which
 changes no test notices.
 
-The release build must be there. What is found is kept in the journal: a run that was stopped goes
-on where it was, and after a change of the tests only what survived is tried again. Changes that
-make no difference are listed, with the reason, in the file of verdicts. The status is 0 if the
-share of the others that tests notice is high enough.
+The release build must be there. What is found is kept in a journal: a run that was stopped goes on
+where it was, and after a change of a test only those mutants are tried again that it killed or let
+pass. Changes that make no difference are listed, with the reason, in the file of verdicts. The
+status is 0 if the share of the others that tests notice is high enough.
 """
 
 from __future__ import annotations

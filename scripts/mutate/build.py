@@ -78,7 +78,7 @@ def build(root: Path, release: Path, folder: Path, sources: list[Path], jobs: in
         count += len(found)
     if count > CAPACITY:
         raise BuildError(f"at most {CAPACITY - 1} mutants fit, there are {count - 1}")
-    cpp = [entry for entry in numbered if entry[0].suffix == ".cc"]
+    cpp = [entry for entry in numbered if entry[0].suffix == ".cc" and entry[1]]
     commands = _compile_commands(release) if cpp else {}
     with ThreadPoolExecutor(jobs) as pool:
         results = list(pool.map(lambda entry: compiled(commands, folder / "objects", *entry), cpp))

@@ -34,10 +34,10 @@ class Entry:
     outcome: str
     """killed, survived or hung, which counts as killed"""
     by: str
-    """The test that failed, or "no test reaches it"."""
+    """The test that failed or hung."""
     seconds: float
     tests: str
-    """A digest of the tests that were run."""
+    """A digest of what the outcome depends on: see `_digest`."""
 
     @property
     def key(self) -> Key:
@@ -135,23 +135,21 @@ class Campaign:
         if failures:
             raise failures[0]
 
-    def _digest(self, mutant: Mutant, number: int) -> str:
-        """Of the files with tests that reach a mutant."""
-        files = sorted({file_of(test) for test in self._reach.tests[number]})
-        text = " ".join(self._digests[name] for name in files)
+    def _digest(self, number: int, by: str) -> str:
+        """Of the sources, and of the file of the test that fails or of all that reach a mutant."""
+        files = sorted({file_of(test) for test in ([by] if by else self._reach.tests[number])})
+        text = " ".join(self._digests.get(name, "gone") for name in files)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _known(self, number: int, journal: Journal) -> bool:
-        mutant = self._build.mutants[number]
-        entry = journal.entries.get(mutant.key)
-        if entry is None:
-            return False
-        return entry.outcome != "survived" or entry.tests == self._digest(mutant, number)
+        """Whether the sources and the tests are those of the entry."""
+        entry = journal.entries.get(self._build.mutants[number].key)
+        return entry is not None and entry.tests == self._digest(number, entry.by)
 
     def _tried(self, worker: Worker, number: int) -> Entry:
         mutant = self._build.mutants[number]
         begin = time.monotonic()
-        outcome, by = "survived", "" if self._reach.tests[number] else "no test reaches it"
+        outcome, by = "survived", ""
         for suite, tests in self._chunks(worker, mutant, number):
             worker.control.activate(number)
             limit = 15.0 + 8.0 * sum(self._reach.seconds[test] for test in tests)
@@ -162,7 +160,7 @@ class Campaign:
                 self._kills.setdefault(mutant.path, Counter())[by] += 1
                 break
         seconds = round(time.monotonic() - begin, 2)
-        return Entry(*mutant.key, outcome, by, seconds, self._digest(mutant, number))
+        return Entry(*mutant.key, outcome, by, seconds, self._digest(number, by))
 
     def _chunks(
         self, worker: Worker, mutant: Mutant, number: int
