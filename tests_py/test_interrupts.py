@@ -26,7 +26,6 @@ while True:  # calls that end before the signal comes are made again
 
 TOKENS = 30_000
 CACHE = f"cache = zeros(1, {TOKENS}, 1, 128); q = zeros({TOKENS}, 32, 128)"
-RANGES = f"ks = np.zeros({TOKENS}, np.int32); ke = ks + {TOKENS}"
 SPARSE = (
     "kv = zeros(4096, 1, 576); q = zeros(2000, 128, 576); "
     "indices = np.broadcast_to(np.arange(2048, dtype=np.int32), (2000, 1, 2048)).copy()"
@@ -53,6 +52,16 @@ CALLS = {
     "npu_sparse_flash_attention": (
         f"{SPARSE}; kv = kv[None]; q = q[None]; indices = indices[None]",
         "cpattn.npu_sparse_flash_attention(q, kv, kv[..., :512], indices, 0.1, sparse_mode=0)",
+    ),
+    "indexer_topk": (
+        f"q = zeros({TOKENS}, 16, 128); k = zeros({TOKENS}, 128); weights = zeros({TOKENS}, 16); "
+        f"ks = np.zeros({TOKENS}, np.int32)",
+        f"cpattn.indexer_topk(q, k, weights, ks, ks + {TOKENS}, topk=64)",
+    ),
+    "npu_lightning_indexer": (
+        f"q = zeros(1, {TOKENS}, 16, 128); k = zeros(1, {TOKENS}, 1, 128); "
+        f"weights = zeros(1, {TOKENS}, 16)",
+        "cpattn.npu_lightning_indexer(q, k, weights)",
     ),
     "indexer_logits": (
         "q = zeros(8192, 64, 128); k = zeros(8192, 128); weights = zeros(8192, 64); "
@@ -83,6 +92,16 @@ CALLS = {
     "build_cp_metadata_all_ranks": (
         "lens = [50_000] * 2000",
         "cpattn.build_cp_metadata_all_ranks(lens, cp_size=1024)",
+    ),
+    "reference.indexer_logits": (
+        "q = zeros(3000, 16, 64); k = zeros(20_000, 64); weights = zeros(3000, 16); "
+        "ks = np.zeros(3000, np.int32)",
+        "cpattn.reference.indexer_logits(q, k, weights, ks, ks + 20_000)",
+    ),
+    "reference.flash_mla_sparse_fwd": (
+        "q = zeros(4000, 16, 64); kv = zeros(5000, 1, 64); "
+        "indices = np.zeros((4000, 1, 2048), np.int32)",
+        "cpattn.reference.flash_mla_sparse_fwd(q, kv, indices, 0.1, d_v=64)",
     ),
     "reference.paged_attention": (
         "q, cache = zeros(4000, 8, 64), zeros(1, 4000, 1, 64)",

@@ -49,8 +49,8 @@ void indexer_logits(const Indexer& indexer, const TensorView& logits) {
   }
   const Matrix keys = read_rows(k, 0, k.stride(0), num_keys);
   Eigen::Map<Matrix> out(logits.as<double>(), num_queries, num_keys);
-  out.setConstant(-std::numeric_limits<double>::infinity());
   const auto score = [&](int64_t i, StopToken&) {
+    out.row(i).setConstant(-std::numeric_limits<double>::infinity());
     const int64_t begin = indexer.ks[i], end = indexer.ke[i];
     if (begin >= end) return;
     const Matrix query = read_rows(q, i * q.stride(0), q.stride(1), num_heads);
