@@ -25,8 +25,10 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "fuzz"
+PYTHONPATH = os.pathsep.join([str(ROOT / "build" / "release" / "python"), str(ROOT / "tests_py")])
 STATUS = re.compile(r"^#(\d+)\s.*?cov: (\d+).*?corp: (\d+)/", re.MULTILINE)
 EXECUTIONS = re.compile(r"stat::number_of_executed_units: (\d+)")
+INTERRUPTED = 72  # libFuzzer's status on SIGINT
 LIMITS = ["-rss_limit_mb=2048", "-timeout=10", "-max_len=400", "-print_final_stats=1"]
 
 
@@ -69,8 +71,7 @@ class Target:
                 [*self.command, *limits, str(self.grown), str(self.corpus)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment(),
-                timeout=seconds + 300,  # a corpus that is read on a busy machine
+                env={**os.environ, "PYTHONPATH": PYTHONPATH},
             ).returncode
         self.seconds = time.monotonic() - begin
         self.findings = sorted(set(findings.iterdir()) - known)
@@ -85,11 +86,6 @@ class Target:
             self.executions, self.edges, self.corpus_size = map(int, lines[-1])
         if total := EXECUTIONS.search(text):
             self.executions = int(total[1])
-
-
-def environment() -> dict[str, str]:
-    path = [str(ROOT / "build" / "release" / "python"), str(ROOT / "tests_py")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
 
 
 def all_targets() -> list[Target]:
@@ -128,11 +124,15 @@ def run_all(targets: list[Target], seconds: int, jobs: int, console: Console) ->
         }
         running = {pool.submit(run_one, target, seconds, progress, tasks): target
                    for target in targets}  # fmt: skip
-        while pending := [future for future in running if not future.done()]:
-            time.sleep(0.5)
-            for future in pending:
-                if future.running():
-                    show(running[future], progress, tasks[running[future].name])
+        try:
+            while pending := [future for future in running if not future.done()]:
+                time.sleep(0.5)
+                for future in pending:
+                    if future.running():
+                        show(running[future], progress, tasks[running[future].name])
+        except KeyboardInterrupt:  # the programs have had it, too, and end
+            pool.shutdown(cancel_futures=True)
+            raise SystemExit(130) from None
         for future in running:
             future.result()
 
@@ -145,7 +145,7 @@ def run_one(target: Target, seconds: int, progress: Progress, tasks: dict[str, T
     target.run(seconds)
     show(target, progress, tasks[target.name])
     if progress.disable or target.failed:
-        state = "FAILED" if target.failed else "done"
+        state = {0: "done", INTERRUPTED: "interrupted"}.get(target.status, "FAILED")
         progress.console.print(f"{target.name}: {state}, {target.executions:,} executions")
 
 
@@ -184,6 +184,9 @@ def main() -> int:
         parser.error(f"no target {', '.join(unknown)}; there are {', '.join(names)}")
     if options.targets:
         targets = [target for target in targets if target.name in options.targets]
+    for target in targets:
+        if not Path(target.command[0]).exists():
+            parser.error(f"{target.command[0]} is not there: make fuzz builds it")
     console = Console()
     run_all(targets, options.seconds, options.jobs, console)
     console.print(table_of(targets))
@@ -192,7 +195,7 @@ def main() -> int:
         print(f"\n{target.name} failed; the end of {target.log}:")
         print("\n".join(target.log.read_text(errors="replace").splitlines()[-40:]))
         for finding in target.findings:
-            print(f"Run it alone: {' '.join(target.command)} {finding}")
+            print(f"Run it alone: PYTHONPATH={PYTHONPATH} {' '.join(target.command)} {finding}")
     return 1 if failed else 0
 
 

@@ -32,6 +32,16 @@ auto accepted(Call call) -> std::optional<std::invoke_result_t<Call>> {
   }
 }
 
+/// The same of a function that promises another exception besides.
+template <class Error, class Call>
+auto accepted_but_for(Call call) -> decltype(accepted(call)) {
+  try {
+    return accepted(call);
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
 }  // namespace cpattn::fuzz
 
 /// Ends the process unless the claim holds, in every build.

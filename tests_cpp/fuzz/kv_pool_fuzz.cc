@@ -27,12 +27,9 @@ constexpr DType kDTypes[] = {
 std::unique_ptr<KVBuffer> make_buffer(
     int64_t layers, int64_t slots, int64_t elements, DType dtype
 ) {
-  try {
-    return std::make_unique<KVBuffer>("fuzz", layers, slots, elements, dtype);
-  } catch (const std::invalid_argument&) {
-  } catch (const std::bad_alloc&) {
-  }
-  return nullptr;
+  return accepted_but_for<std::bad_alloc>(
+             [&] { return std::make_unique<KVBuffer>("fuzz", layers, slots, elements, dtype); }
+  ).value_or(nullptr);
 }
 
 void check_sizes(Reader& in) {

@@ -132,13 +132,17 @@ void check_whole(const Input& input, const TransferPlan& plan) {
   FUZZ_CHECK(plan.total_bytes() == bytes);
 }
 
+/// Engines run off the end of some lists, and so do plans with compat.
 template <class Call>
 void check(const Input& input, Call call) {
-  try {
+  const auto checked = [&] {
     call();
-  } catch (const std::invalid_argument&) {
-  } catch (const std::out_of_range&) {
-    FUZZ_CHECK(input.compat);  // where engines run off the end of a list
+    return true;
+  };
+  if (input.compat) {
+    accepted_but_for<std::out_of_range>(checked);
+  } else {
+    accepted(checked);
   }
 }
 
