@@ -171,5 +171,22 @@ TEST_F(Fia, AnEmptyQueryHasShapesAndNothingToRun) {
   EXPECT_TRUE(plan.plans.empty());
 }
 
+TEST(PlanFia, RowOfABlockTableMayBeBroadcast) {
+  std::vector<float> values(kHeads * kDim), cache(2 * kHeads * kDim);
+  const int32_t block = 0;
+  const FiaArguments arguments = {
+      .query = view(values, DType::float32, {1, 1, kHeads * kDim}),
+      .key = view(cache, DType::float32, {1, 2, kHeads * kDim}),
+      .value = view(cache, DType::float32, {1, 2, kHeads * kDim}),
+      .actual_seq_lengths_kv = std::vector<int64_t>{5},
+      .block_table =
+          IndexTable{.data = &block, .rows = 1, .columns = int64_t{1} << 62, .column_stride = 0},
+      .num_heads = kHeads,
+      .block_size = 2,
+  };
+  const FiaPlan plan = plan_fia(arguments);
+  EXPECT_EQ(plan.plans.at(0).batch.pages.page_ids, (std::vector<int32_t>{0, 0, 0}));
+}
+
 }  // namespace
 }  // namespace cpattn
