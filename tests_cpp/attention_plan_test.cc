@@ -159,6 +159,9 @@ TEST(PlanAttention, IsBounded) {
   constexpr char kRule[] = "at most 2097152 items of work";
   EXPECT_NE(message({INT32_MAX}, {128, 8, 128, 128}).find(kRule), std::string::npos);
   EXPECT_NE(message(Ints(600, 1), {1 << 16, 1 << 16, 64, 64}).find(kRule), std::string::npos);
+  // Rows beyond int64, which UndefinedBehaviorSanitizer sees.
+  const Ints endless(1 << 16, INT32_MAX);
+  EXPECT_NE(message(endless, {1 << 16, 1 << 16, 64, 64}).find(kRule), std::string::npos);
 }
 
 TEST(PlanAttention, AsManyItemsAsItMayHave) {

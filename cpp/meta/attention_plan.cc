@@ -32,8 +32,12 @@ constexpr int64_t kMaxItems = int64_t{1} << 21;
 
 int64_t max_item_rows(const AttentionBatch& batch) {
   const AttentionShape& shape = batch.shape;
+  // More tokens change nothing, and may be so many that their rows pass int64.
+  constexpr int64_t kEnough = kMaxItemRows * kBalancedItems;
   int64_t tokens = 0;
-  for (const AttentionSegment& segment : batch.segments) tokens += segment.q_len;
+  for (const AttentionSegment& segment : batch.segments) {
+    tokens = std::min(tokens + segment.q_len, kEnough);
+  }
   const int64_t share = tokens * shape.num_heads / kBalancedItems;
   const int64_t row_bytes = int64_t{4} * (shape.head_dim + shape.v_head_dim);
   const int64_t rows =
