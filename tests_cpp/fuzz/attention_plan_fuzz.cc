@@ -283,6 +283,8 @@ void check_results(Reader& in, const Input& input, const AttentionPlan& plan) {
   }
 }
 
+}  // namespace
+
 void run(Reader in) {
   const Input input = read_input(in);
   if (is_heavy(input.batch)) return;
@@ -297,17 +299,12 @@ void run(Reader in) {
   if (rows > kMaxChecked) return;
   check_coverage(*plan);
   const int64_t head_dim = std::max(batch.shape.head_dim, batch.shape.v_head_dim);
-  const int64_t slots =
-      batch.num_pages <= 64 && batch.page_size <= 64 ? batch.num_pages * batch.page_size : 4096;
+  const int64_t slots = batch.num_pages <= 64 && batch.page_size <= 64
+                            ? batch.num_pages * batch.page_size
+                            : kMaxCache;
   if (rows * (keys + 1) * head_dim > kMaxProducts) return;
   if (slots * batch.shape.num_kv_heads * head_dim > kMaxCache) return;
   if (in.rarely(4)) check_results(in, input, *plan);
 }
 
-}  // namespace
 }  // namespace cpattn::fuzz
-
-int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
-  cpattn::fuzz::run({data, size});
-  return 0;
-}

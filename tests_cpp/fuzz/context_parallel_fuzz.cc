@@ -217,6 +217,8 @@ void check_names(Reader& in) {
   }
 }
 
+}  // namespace
+
 void run(Reader in) {
   const Input input = read_input(in);
   check_gates(input);
@@ -241,10 +243,4 @@ void run(Reader in) {
   if ((*all)[0].total_seq_lens <= kMaxTokens) check_tokens(*all);
 }
 
-}  // namespace
 }  // namespace cpattn::fuzz
-
-int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
-  cpattn::fuzz::run({data, size});
-  return 0;
-}

@@ -188,6 +188,8 @@ void check_tables(const Input& input, const DsaMetadata& out) {
   if (out.page_table_1_flattened) FUZZ_CHECK(*out.page_table_1_flattened == all);
 }
 
+}  // namespace
+
 void run(Reader in) {
   Input input;
   read_input(in, input);
@@ -202,10 +204,4 @@ void run(Reader in) {
   FUZZ_CHECK(*metadata == build_dsa_metadata(input.batch));
 }
 
-}  // namespace
 }  // namespace cpattn::fuzz
-
-int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
-  cpattn::fuzz::run({data, size});
-  return 0;
-}

@@ -151,6 +151,10 @@ void read_input(Reader& in, Input& input) {
     const int64_t rows = in.size_near(sizes.batch), width = in.size_near(columns);
     const auto block = [&] { return in.mostly(in.between(0, sizes.num_blocks - 1), 128); };
     arguments.block_table = input.tables.emplace_back(in, rows, width, block).view();
+    if (in.rarely(64) && rows > 0 && width > 0) {  // broadcast along a row
+      arguments.block_table->columns = std::max<int64_t>(in.any(), 1);
+      arguments.block_table->column_stride = 0;
+    }
     arguments.block_size = in.mostly(sizes.block_size);
   }
   arguments.num_heads = in.mostly(sizes.num_heads);
@@ -172,6 +176,11 @@ void read_input(Reader& in, Input& input) {
   }
   if (packed || paged || in.flag()) {
     arguments.actual_seq_lengths_kv = read_lengths(in, sizes.batch, sizes.kv_len, packed && !paged);
+    // Keys beyond any memory, in pages that are there again and again.
+    input.is_heavy |=
+        paged && std::ranges::any_of(*arguments.actual_seq_lengths_kv, [](int64_t length) {
+          return length > kMaxElements;
+        });
   }
   arguments.scale = in.rarely(64) ? std::numeric_limits<double>::quiet_NaN() : 0.25;
   if (in.flag()) {
@@ -199,6 +208,8 @@ void check_plan(const AttentionPlan& plan) {
   }
 }
 
+}  // namespace
+
 void run(Reader in) {
   Input input;
   read_input(in, input);
@@ -222,10 +233,4 @@ void run(Reader in) {
   }
 }
 
-}  // namespace
 }  // namespace cpattn::fuzz
-
-int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
-  cpattn::fuzz::run({data, size});
-  return 0;
-}

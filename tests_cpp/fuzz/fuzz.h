@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <optional>
@@ -11,11 +9,11 @@
 
 #include "fuzz/reader.h"
 
-/// What libFuzzer and replay_main.cc call: one input, which must do nothing worse than throw
-/// std::invalid_argument inside.
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size);
-
 namespace cpattn::fuzz {
+
+/// What a target is: arguments out of the bytes of one input, calls, and checks of what comes back.
+/// Nothing may leave it.
+void run(Reader in);
 
 [[noreturn]] inline void fail(const char* file, int line, const char* claim) {
   std::fprintf(stderr, "%s:%d: not so: %s\n", file, line, claim);

@@ -189,6 +189,8 @@ void check_heads(Reader& in) {
   FUZZ_CHECK(from.begin + slice->src_start == to.begin + slice->dst_start);
 }
 
+}  // namespace
+
 void run(Reader in) {
   constexpr void (*kChecks[])(Reader&) = {
       check_true_stage, check_any_stage, check_pairs, check_targets, check_heads
@@ -196,10 +198,4 @@ void run(Reader in) {
   in.one_of(kChecks)(in);
 }
 
-}  // namespace
 }  // namespace cpattn::fuzz
-
-int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
-  cpattn::fuzz::run({data, size});
-  return 0;
-}

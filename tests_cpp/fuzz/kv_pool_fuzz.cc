@@ -116,15 +116,11 @@ void check_writes(Reader& in) {
   }
 }
 
+}  // namespace
+
 void run(Reader in) {
   constexpr void (*kChecks[])(Reader&) = {check_writes, check_writes, check_writes, check_sizes};
   in.one_of(kChecks)(in);
 }
 
-}  // namespace
 }  // namespace cpattn::fuzz
-
-int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
-  cpattn::fuzz::run({data, size});
-  return 0;
-}

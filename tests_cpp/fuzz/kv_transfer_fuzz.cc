@@ -338,6 +338,8 @@ void check_single(
   }
 }
 
+}  // namespace
+
 void run(Reader in) {
   const bool is_broken = in.flag();
   const Model model = read_model(in);
@@ -387,10 +389,4 @@ void run(Reader in) {
   }
 }
 
-}  // namespace
 }  // namespace cpattn::fuzz
-
-int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
-  cpattn::fuzz::run({data, size});
-  return 0;
-}

@@ -8,7 +8,7 @@
 #include <iterator>
 #include <vector>
 
-#include "fuzz/fuzz.h"
+#include "fuzz/entry.h"
 
 namespace {
 

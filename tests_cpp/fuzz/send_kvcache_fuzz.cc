@@ -146,6 +146,8 @@ void check(const Input& input, Call call) {
   }
 }
 
+}  // namespace
+
 void run(Reader in) {
   Input input = read_input(in);
   const SendBuffers buffers = input.lists.buffers();
@@ -179,10 +181,4 @@ void run(Reader in) {
   });
 }
 
-}  // namespace
 }  // namespace cpattn::fuzz
-
-int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
-  cpattn::fuzz::run({data, size});
-  return 0;
-}

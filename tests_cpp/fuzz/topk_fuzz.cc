@@ -295,16 +295,12 @@ void check_method(Reader& in) {
   if (method && *method == TopkTransformMethod::ragged) FUZZ_CHECK(mode == ForwardMode::extend);
 }
 
+}  // namespace
+
 void run(Reader in) {
   constexpr void (*kChecks[])(Reader&) = {check_page_tables, check_local_indices, check_method,
                                           check_selection,   check_selection,     check_selection};
   in.one_of(kChecks)(in);
 }
 
-}  // namespace
 }  // namespace cpattn::fuzz
-
-int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
-  cpattn::fuzz::run({data, size});
-  return 0;
-}

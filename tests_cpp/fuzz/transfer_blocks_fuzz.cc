@@ -234,16 +234,12 @@ void check_sums(Reader& in) {
   if (rule.reaches_total) FUZZ_CHECK((sums.empty() ? 0 : sums.back()) == rule.total);
 }
 
+}  // namespace
+
 void run(Reader in) {
   constexpr void (*kChecks[])(Reader&) = {check_pages,  check_runs,   check_plan,
                                           check_copies, check_ranges, check_sums};
   in.one_of(kChecks)(in);
 }
 
-}  // namespace
 }  // namespace cpattn::fuzz
-
-int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
-  cpattn::fuzz::run({data, size});
-  return 0;
-}
