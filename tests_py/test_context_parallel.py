@@ -279,5 +279,5 @@ def test_scenario_23_arrays_outlive_the_plan_and_later_plans():
 
 
 def test_only_the_build_functions_make_plans():
-    with pytest.raises(TypeError, match="No constructor"):
+    with pytest.raises(TypeError, match="ContextParallelMetadata has no constructor"):
         ContextParallelMetadata()

@@ -129,7 +129,7 @@ def test_calls(call, message):
     [
         (lambda: POOL.set_kv_buffer(3, [1.0, 2.0], K, V), "set_kv_buffer: loc must hold integers"),
         (lambda: POOL.set_kv_buffer(3, torch.ones(2), K, V), "set_kv_buffer: loc must be int32 or"),
-        (lambda: POOL.set_kv_buffer(3, [1, 2], [1.0], V), "k must be a tensor"),
+        (lambda: POOL.set_kv_buffer(3, [1, 2], [1.0], V), "set_kv_buffer: k must be a tensor"),
         (lambda: POOL.get_key_buffer(3.0), "get_key_buffer: layer_id must be an integer, got flo"),
         (lambda: POOL.get_key_buffer(True), "get_key_buffer: layer_id must be an integer, got bo"),
         (lambda: POOL.set_kv_buffer("3", [1, 2], K, V), "set_kv_buffer: layer_id must be an int"),

@@ -209,7 +209,7 @@ def test_results_go_where_they_are_asked_to():
             x, x[:, :64], out=x.view(torch.uint8)[:, None, :656]),
          "quantize_kv_rows: out must not overlap nope in memory"),
         (lambda rows, x: cpattn.quantize_kv_rows(x, x[:, :64], out=rows.char()),
-         "quantize_kv_rows: codes must be uint8, got int8"),
+         "quantize_kv_rows: out must be uint8, got int8"),
         (lambda rows, x: cpattn.dequantize_kv_rows(rows, out=x[:, None].bfloat16()),
          r"dequantize_kv_rows: out must have shape \[2, 1, 576\], got \[2, 1, 512\]"),
         (lambda rows, x: cpattn.dequantize_kv_rows(rows, out=torch.zeros(2, 1, 576)),

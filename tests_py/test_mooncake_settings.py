@@ -141,7 +141,7 @@ def test_timeout_the_engine_does_not_have(timeout):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"timeout": "8"}, TypeError, "timeout must be a number, got str"),
+        ({"timeout": "8"}, TypeError, "timeout must be a float, got str"),
         ({"max_blocks": 0}, ValueError, "max_blocks must be >= 1, got 0"),
         ({"max_blocks": 8.0}, TypeError, "max_blocks must be an integer, got float"),
     ],

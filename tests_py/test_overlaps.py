@@ -60,7 +60,7 @@ def split_norm(**shared):
     tensors |= {"latent": own(2, 1, 24)} | shared
     x = tensors.pop("x")
     weights = own(16), own(16), None, None
-    return lambda: _core.split_qk_norm("f", x, *weights, 16, 16, 8, 1e-6, 1e-6, **tensors)
+    return lambda: _core.split_qk_norm(x, *weights, 16, 16, 8, 1e-6, 1e-6, **tensors)
 
 
 def indexer(function, name, dtype, **shared):

@@ -99,6 +99,28 @@ def test_plans_merges_and_gathers_are_recorded():
         assert len(trace.select(scope)) == 1, scope.name
 
 
+def deep(calls: int) -> int:
+    """Overwrites the stack that calls before it have left."""
+    return len(np.sort(np.arange(50.0)[::-1])) if calls == 0 else deep(calls - 1)
+
+
+def test_functions_have_their_names_when_the_calls_are_long_gone():
+    score, keys = np.ones((2, 8), np.float32), np.ones((6, 16), np.float32)
+    q, weights = np.ones((2, 1, 16), np.float32), np.ones((2, 1), np.float32)
+    inputs = make_inputs(CASE)
+    with cpattn.profile() as trace:
+        cpattn.paged_attention(**inputs)
+        cpattn.indexer_logits(q, keys, weights, [0, 3], [6, 5])
+        cpattn.indexer_topk(q, keys, weights, [0, 3], [6, 5], topk=2)
+        cpattn.fast_topk(score, [8, 4], 3)
+        cpattn.fast_topk_transform_ragged_fused(score, [8, 4], [0, 9], 3)
+        deep(50)
+    assert set(trace.functions[1:]) == {
+        "paged_attention", "indexer_logits", "indexer_topk", "fast_topk",
+        "fast_topk_transform_ragged_fused",
+    }  # fmt: skip
+
+
 def test_one_profile_at_a_time():
     with cpattn.profile() as outer:
         with pytest.raises(RuntimeError, match="another profile of this process is running"):
@@ -143,7 +165,7 @@ def test_no_memory_for_events_is_an_error(monkeypatch):
 
 def test_a_selection_that_would_be_empty_by_mistake_is_refused():
     trace = profiled()
-    with pytest.raises(TypeError, match="select: scope must be a TraceScope, got 'qk'"):
+    with pytest.raises(TypeError, match="select: scope must be a TraceScope, got str"):
         trace.select("qk")
     with pytest.raises(ValueError, match=r"select: thread must be <= \d+, got 99"):
         trace.select(TraceScope.qk, 99)

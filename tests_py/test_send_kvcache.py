@@ -193,7 +193,7 @@ def test_a_stage_must_say_where_it_begins(compat):
     args, _ = server("KV", 2, 4, 0, base=BASE)
     args.total_kv_layers = 4
     del args.prefill_start_layer
-    with pytest.raises(AttributeError, match="prefill_start_layer"):
+    with pytest.raises(TypeError, match="plan_send_kvcache: kv_args must have prefill_start_layer"):
         plan_send_kvcache(args, list(range(8)), [0], [0], pp_size=2, is_mla=True, compat=compat)
 
 

@@ -97,8 +97,8 @@ def test_an_error_travels_with_its_status(protocol):
     [
         ({"timeout": float("nan")}, ValueError, "timeout must be >= 0, got nan"),
         ({"timeout": -1}, ValueError, "timeout must be >= 0, got -1"),
-        ({"timeout": "8"}, TypeError, "timeout must be a number, got str"),
-        ({"timeout": True}, TypeError, "timeout must be a number, got bool"),
+        ({"timeout": "8"}, TypeError, "timeout must be a float, got str"),
+        ({"timeout": True}, TypeError, "timeout must be a float, got bool"),
         ({"progress": 1}, TypeError, "progress must be callable, got int"),
     ],
 )

@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <optional>
-#include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/forward_mode_argument.h"
-#include "bindings/index_argument.h"
-#include "bindings/int_arrays.h"
 #include "bindings/module.h"
-#include "cpattn/check.h"
 #include "cpattn/context_parallel.h"
 
 namespace py = pybind11;
@@ -19,34 +15,35 @@ namespace {
 
 using Metadata = ContextParallelMetadata;
 
-struct ArgumentNames {
-  const char *function, *extend_lens, *seq_lens, *num_tokens, *cp_size;
-};
-
 /// Owns what a CpBatch borrows.
 class BatchArgument {
  public:
   BatchArgument(
-      const ArgumentNames& names,
+      const Arguments& read,
       py::handle extend_lens,
       py::handle seq_lens,
       py::handle cp_size,
-      std::string_view strategy,
+      py::handle strategy,
       py::handle num_tokens,
-      std::string_view kv_len_convention,
-      bool compat
+      py::handle kv_len_convention,
+      py::handle compat
   ) {
     if (!extend_lens.is_none()) {
-      batch_.extend_lens = extend_lens_ = index_list(extend_lens, names.extend_lens);
+      batch_.extend_lens = extend_lens_ = read.ints(extend_lens, "extend_lens");
     }
-    if (!seq_lens.is_none()) batch_.seq_lens = seq_lens_ = index_list(seq_lens, names.seq_lens);
-    if (!num_tokens.is_none()) batch_.num_tokens = index_value(num_tokens, names.num_tokens);
-    batch_.cp_size = index_value(cp_size, names.cp_size);
-    batch_.strategy = parse_cp_strategy(strategy, names.function);
-    batch_.kv_len_convention = parse_kv_len_convention(kv_len_convention, names.function);
-    batch_.compat = compat;
+    if (!seq_lens.is_none()) batch_.seq_lens = seq_lens_ = read.ints(seq_lens, "seq_lens");
+    batch_.num_tokens = read.optional_integer(num_tokens, "num_tokens");
+    batch_.cp_size = read.integer(cp_size, "cp_size");
+    batch_.strategy = strategy_of(read, strategy);
+    batch_.kv_len_convention =
+        parse_kv_len_convention(read.text(kv_len_convention, "kv_len_convention"), read.function());
+    batch_.compat = read.flag(compat, "compat");
   }
   const CpBatch& operator*() const { return batch_; }
+
+  static CpStrategy strategy_of(const Arguments& read, py::handle strategy) {
+    return parse_cp_strategy(read.text(strategy, "strategy"), read.function());
+  }
 
  private:
   std::vector<int64_t> extend_lens_, seq_lens_;
@@ -62,7 +59,7 @@ class ReleaseForMany {
   }
 
  private:
-  std::optional<py::gil_scoped_release> release_;
+  std::optional<GilRelease> release_;
 };
 
 Metadata build(
@@ -70,19 +67,16 @@ Metadata build(
     py::handle seq_lens,
     py::handle cp_rank,
     py::handle cp_size,
-    std::string_view strategy,
+    py::handle strategy,
     py::handle num_tokens,
-    std::string_view kv_len_convention,
-    bool compat
+    py::handle kv_len_convention,
+    py::handle compat
 ) {
-  static constexpr ArgumentNames kNames = {
-      "build_cp_metadata", "build_cp_metadata: extend_lens", "build_cp_metadata: seq_lens",
-      "build_cp_metadata: num_tokens", "build_cp_metadata: cp_size"
-  };
+  const Arguments read("build_cp_metadata");
   const BatchArgument batch(
-      kNames, extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat
+      read, extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat
   );
-  const int64_t rank = index_value(cp_rank, "build_cp_metadata: cp_rank");
+  const int64_t rank = read.integer(cp_rank, "cp_rank");
   const ReleaseForMany nogil(*batch);
   return build_cp_metadata(*batch, rank);
 }
@@ -91,18 +85,14 @@ py::list build_all_ranks(
     py::handle extend_lens,
     py::handle seq_lens,
     py::handle cp_size,
-    std::string_view strategy,
+    py::handle strategy,
     py::handle num_tokens,
-    std::string_view kv_len_convention,
-    bool compat
+    py::handle kv_len_convention,
+    py::handle compat
 ) {
-  static constexpr ArgumentNames kNames = {
-      "build_cp_metadata_all_ranks", "build_cp_metadata_all_ranks: extend_lens",
-      "build_cp_metadata_all_ranks: seq_lens", "build_cp_metadata_all_ranks: num_tokens",
-      "build_cp_metadata_all_ranks: cp_size"
-  };
+  const Arguments read("build_cp_metadata_all_ranks");
   const BatchArgument batch(
-      kNames, extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat
+      read, extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat
   );
   std::vector<Metadata> built;
   {
@@ -117,29 +107,27 @@ py::list build_all_ranks(
 bool can_apply(
     py::handle extend_lens,
     py::handle cp_size,
-    std::string_view strategy,
+    py::handle strategy,
     py::handle num_tokens,
     py::handle mode
 ) {
-  std::optional<int64_t> tokens;
-  if (!num_tokens.is_none()) tokens = index_value(num_tokens, "can_apply_cp: num_tokens");
+  const Arguments read("can_apply_cp");
   return can_apply_cp(
-      index_list(extend_lens, "can_apply_cp: extend_lens"),
-      index_value(cp_size, "can_apply_cp: cp_size"), parse_cp_strategy(strategy, "can_apply_cp"),
-      tokens, optional_mode(mode, "can_apply_cp: forward_mode")
+      read.ints(extend_lens, "extend_lens"), read.integer(cp_size, "cp_size"),
+      BatchArgument::strategy_of(read, strategy), read.optional_integer(num_tokens, "num_tokens"),
+      optional_mode(mode, read.name("forward_mode"))
   );
 }
 
 bool can_dsa_interleave(
-    py::handle extend_lens, py::handle cp_size, std::string_view strategy, py::handle mode
+    py::handle extend_lens, py::handle cp_size, py::handle strategy, py::handle mode
 ) {
-  constexpr auto kFunction = "can_dsa_prefill_cp_interleave";
-  const auto forward_mode = optional_mode(mode, "can_dsa_prefill_cp_interleave: forward_mode");
-  return forward_mode && can_dsa_prefill_cp_interleave(
-                             index_list(extend_lens, "can_dsa_prefill_cp_interleave: extend_lens"),
-                             index_value(cp_size, "can_dsa_prefill_cp_interleave: cp_size"),
-                             parse_cp_strategy(strategy, kFunction), *forward_mode
-                         );
+  const Arguments read("can_dsa_prefill_cp_interleave");
+  const std::vector<int64_t> lens = read.ints(extend_lens, "extend_lens");
+  const int64_t size = read.integer(cp_size, "cp_size");
+  const CpStrategy parsed = BatchArgument::strategy_of(read, strategy);
+  const auto forward_mode = optional_mode(mode, read.name("forward_mode"));
+  return forward_mode && can_dsa_prefill_cp_interleave(lens, size, parsed, *forward_mode);
 }
 
 void register_forward_mode(py::module_& module) {
@@ -147,8 +135,12 @@ void register_forward_mode(py::module_& module) {
     module.def(name, [predicate](int mode) { return predicate(static_cast<ForwardMode>(mode)); });
   };
   const auto def_draft = [&module](const char* name, bool (*predicate)(ForwardMode, bool)) {
-    module.def(name, [predicate](int mode, bool include_draft_extend_v2) {
-      return predicate(static_cast<ForwardMode>(mode), include_draft_extend_v2);
+    module.def(name, [predicate](int mode, py::handle include_draft_extend_v2) {
+      const Arguments read("ForwardMode");
+      return predicate(
+          static_cast<ForwardMode>(mode),
+          read.flag(include_draft_extend_v2, "include_draft_extend_v2")
+      );
     });
   };
   def_draft("is_extend", &is_extend);

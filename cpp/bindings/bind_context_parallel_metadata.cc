@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <pybind11/stl.h>
+
 #include <string>
 
-#include "bindings/index_argument.h"
+#include "bindings/arguments.h"
+#include "bindings/bound_class.h"
 #include "bindings/int_arrays.h"
 #include "bindings/module.h"
 #include "cpattn/check.h"
@@ -105,6 +108,8 @@ PyObject* guarded(PyObject* self, Read read) noexcept {
     return read(py::handle(self).cast<const Metadata&>()).release().ptr();
   } catch (py::error_already_set& error) {
     error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }
@@ -170,30 +175,41 @@ std::string repr(const Metadata& metadata) {
   );
 }
 
-/// What a plan is built from, for pickle and copy.
-py::tuple get_state(const Metadata& metadata) {
-  std::vector<int32_t> seq_lens(metadata.extend_lens.begin(), metadata.extend_lens.end());
+/// Of what plans differ in, as a rule.
+int64_t hash_of(const Metadata& metadata) {
+  ValueHash hash;
+  hash << metadata.cp_rank << metadata.cp_size << metadata.bs << metadata.total_seq_lens;
+  hash << static_cast<int64_t>(metadata.strategy) << metadata.extend_lens << metadata.prefix_lens;
+  return hash.value();
+}
+
+/// What a plan is built from.
+py::tuple python_state(const Metadata& metadata) {
+  std::vector<int64_t> seq_lens(metadata.extend_lens.begin(), metadata.extend_lens.end());
   for (int32_t s = 0; s < metadata.bs; ++s) seq_lens[s] += metadata.prefix_lens[s];
   return py::make_tuple(
-      int_list(metadata.extend_lens), int_list(seq_lens), metadata.cp_rank, metadata.cp_size,
+      int_list(metadata.extend_lens), py::cast(seq_lens), metadata.cp_rank, metadata.cp_size,
       std::string(cp_strategy_name(metadata.strategy)),
       std::string(kv_len_convention_name(metadata.kv_len_convention)), metadata.is_physical
   );
 }
+constexpr std::size_t kStateFields = 7;
 
-Metadata set_state(const py::tuple& state) {
-  constexpr auto kFunction = "ContextParallelMetadata.__setstate__";
-  const std::vector<int64_t> extend_lens = index_list(state[0], kFunction);
-  const std::vector<int64_t> seq_lens = index_list(state[1], kFunction);
+Metadata restore(const py::tuple& fields) {
+  constexpr Arguments read("ContextParallelMetadata");
+  const std::vector<int64_t> extend_lens = read.ints(fields[0], "extend_lens");
+  const std::vector<int64_t> seq_lens = read.ints(fields[1], "seq_lens");
   const CpBatch batch = {
       .extend_lens = extend_lens,
       .seq_lens = seq_lens,
-      .cp_size = index_value(state[3], kFunction),
-      .strategy = parse_cp_strategy(state[4].cast<std::string>(), kFunction),
-      .kv_len_convention = parse_kv_len_convention(state[5].cast<std::string>(), kFunction)
+      .cp_size = read.integer(fields[3], "cp_size"),
+      .strategy = parse_cp_strategy(read.text(fields[4], "strategy"), read.function()),
+      .kv_len_convention =
+          parse_kv_len_convention(read.text(fields[5], "kv_len_convention"), read.function()),
   };
-  const Metadata metadata = build_cp_metadata(batch, index_value(state[2], kFunction));
-  return state[6].cast<bool>() ? pad_to_physical(metadata) : metadata;
+  const bool is_physical = read.flag(fields[6], "is_physical");
+  const Metadata metadata = build_cp_metadata(batch, read.integer(fields[2], "cp_rank"));
+  return is_physical ? pad_to_physical(metadata) : metadata;
 }
 
 /// shard_per_request of engines: the local rows of each sequence that has any,
@@ -216,6 +232,7 @@ py::tuple shard_per_request(const Metadata& metadata) {
 /// of one new array, and the sizes to cut it into: of each field and, unless
 /// alignment is 1, of the gap behind it.
 py::tuple packed_tensors(const Metadata& metadata, std::size_t alignment) {
+  check(alignment >= 1, "_packed_tensors: alignment must be >= 1, got ", alignment);
   std::vector<int32_t> packed, sizes;
   packed.reserve(16 * metadata.bs + std::size(kTensors) * alignment);
   for (const ArrayField& field : kTensors) {
@@ -299,7 +316,11 @@ void register_context_parallel_metadata(py::module_& module) {
   type.def(
       "__eq__", [](const Metadata& a, const Metadata& b) { return a == b; }, py::is_operator()
   );
-  type.def(py::pickle(&get_state, &set_state));
+  type.def("__hash__", &hash_of);
+  define_state(
+      module, type, &python_state, "restore_context_parallel_metadata", kStateFields, &restore
+  );
+  copy_by_reference(type);
 }
 
 }  // namespace cpattn::bindings

@@ -5,13 +5,12 @@
 #include <cstdint>
 #include <memory>
 #include <numeric>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/module.h"
-#include "bindings/num_threads.h"
 #include "bindings/uint64_argument.h"
 #include "cpattn/check.h"
 #include "cpattn/copy_blocks.h"
@@ -82,11 +81,10 @@ py::tuple ranges_to_register(
   return py::make_tuple(begins, lengths, owners);
 }
 
-void copy(const BlockLists& self, std::optional<int> num_threads) {
+void copy(const BlockLists& self, py::handle num_threads) {
+  const int threads = Arguments("LocalEngine.write").threads(num_threads);
   const Computation computation;
-  copy_blocks(
-      self.src_addrs, self.dst_addrs, self.lengths, parse_threads("LocalEngine.write", num_threads)
-  );
+  copy_blocks(self.src_addrs, self.dst_addrs, self.lengths, threads);
 }
 
 }  // namespace

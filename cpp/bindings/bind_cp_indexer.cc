@@ -1,14 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <pybind11/stl.h>
-
-#include <optional>
-#include <string>
-#include <vector>
-
-#include "bindings/index_argument.h"
+#include "bindings/arguments.h"
 #include "bindings/module.h"
-#include "bindings/num_threads.h"
-#include "bindings/tensor_argument.h"
 #include "cpattn/cp_indexer.h"
 #include "cpattn/dcp_local_indices.h"
 #include "cpattn/lightning_indexer.h"
@@ -20,85 +12,104 @@ namespace cpattn::bindings {
 namespace {
 
 void run_cp_indexer_topk(
-    const py::object& q,
-    const py::object& index_k_cache,
-    const py::object& weights,
-    const ContextParallelMetadata& metadata,
-    const py::object& block_tables,
-    int64_t page_size,
-    int64_t topk,
-    const py::object& prefix_lens,
-    const py::object& k_scale,
-    bool sorted,
-    std::optional<int> num_threads,
-    const py::object& out
+    py::handle q,
+    py::handle index_k_cache,
+    py::handle weights,
+    py::handle metadata,
+    py::handle block_tables,
+    py::handle page_size,
+    py::handle topk,
+    py::handle prefix_lens,
+    py::handle k_scale,
+    py::handle sorted,
+    py::handle num_threads,
+    py::handle out
 ) {
-  const TensorArgument queries(q, "q"), keys(index_k_cache, "index_k_cache");
-  const TensorArgument head_weights(weights, "weights");
-  const IndexTableArgument tables(block_tables, "cp_indexer_topk: block_tables");
-  const TensorArgument output = output_argument(out, "out");
-  std::optional<TensorArgument> scales;
-  CpIndexerArguments arguments{
+  const Arguments read("cp_indexer_topk");
+  const TensorArgument queries = read.tensor(q, "q");
+  const TensorArgument keys = read.tensor(index_k_cache, "index_k_cache");
+  const TensorArgument head_weights = read.tensor(weights, "weights");
+  const auto& share = read.value<ContextParallelMetadata>(metadata, "metadata");
+  const IndexTableArgument tables = read.table(block_tables, "block_tables");
+  const auto scales = read.optional_tensor(k_scale, "k_scale");
+  const TensorArgument output = read.output(out, "out");
+  const CpIndexerArguments arguments{
       .q = *queries,
       .weights = *head_weights,
       .index_k_cache = *keys,
+      .k_scale = view_of(scales),
       .block_tables = *tables,
-      .page_size = page_size,
-      .topk = topk,
-      .prefix_lens = optional_index_list(prefix_lens, "cp_indexer_topk: prefix_lens"),
-      .sorted = sorted,
-      .num_threads = parse_threads("cp_indexer_topk", num_threads),
+      .page_size = read.integer(page_size, "page_size"),
+      .topk = read.integer(topk, "topk"),
+      .prefix_lens = read.optional_ints(prefix_lens, "prefix_lens"),
+      .sorted = read.flag(sorted, "sorted"),
+      .num_threads = read.threads(num_threads),
       .indices = *output,
   };
-  if (!k_scale.is_none()) arguments.k_scale = *scales.emplace(k_scale, "k_scale");
   const Computation computation;
-  cp_indexer_topk(metadata, arguments);
+  cp_indexer_topk(share, arguments);
 }
 
 void run_lightning_indexer(
-    const py::object& query,
-    const py::object& key,
-    const py::object& weights,
-    const py::object& actual_seq_lengths_query,
-    const py::object& actual_seq_lengths_key,
-    const py::object& block_table,
-    const std::string& layout_query,
-    const std::string& layout_key,
-    int64_t sparse_count,
-    int64_t sparse_mode,
-    int64_t pre_tokens,
-    int64_t next_tokens,
-    const py::object& indices,
-    const py::object& values
+    py::handle query,
+    py::handle key,
+    py::handle weights,
+    py::handle actual_seq_lengths_query,
+    py::handle actual_seq_lengths_key,
+    py::handle block_table,
+    py::handle layout_query,
+    py::handle layout_key,
+    py::handle sparse_count,
+    py::handle sparse_mode,
+    py::handle pre_tokens,
+    py::handle next_tokens,
+    py::handle indices,
+    py::handle values
 ) {
-  const TensorArgument queries(query, "query"), keys(key, "key"), head_weights(weights, "weights");
-  const TensorArgument output = output_argument(indices, "indices");
-  std::optional<IndexTableArgument> table;
-  std::optional<TensorArgument> scores;
-  LightningIndexerArguments arguments{
+  const Arguments read("npu_lightning_indexer");
+  const TensorArgument queries = read.tensor(query, "query");
+  const TensorArgument keys = read.tensor(key, "key");
+  const TensorArgument head_weights = read.tensor(weights, "weights");
+  const auto table = read.optional_table(block_table, "block_table");
+  const TensorArgument output = read.output(indices, "indices");
+  const auto scores = read.optional_output(values, "values");
+  const LightningIndexerArguments arguments{
       .query = *queries,
       .key = *keys,
       .weights = *head_weights,
-      .actual_seq_lengths_query = optional_index_list(
-          actual_seq_lengths_query, "npu_lightning_indexer: actual_seq_lengths_query"
-      ),
-      .actual_seq_lengths_key = optional_index_list(
-          actual_seq_lengths_key, "npu_lightning_indexer: actual_seq_lengths_key"
-      ),
-      .layout_query = layout_query,
-      .layout_key = layout_key,
-      .sparse_count = sparse_count,
-      .sparse_mode = sparse_mode,
-      .pre_tokens = pre_tokens,
-      .next_tokens = next_tokens,
+      .actual_seq_lengths_query =
+          read.optional_ints(actual_seq_lengths_query, "actual_seq_lengths_query"),
+      .actual_seq_lengths_key =
+          read.optional_ints(actual_seq_lengths_key, "actual_seq_lengths_key"),
+      .block_table = view_of(table),
+      .layout_query = read.text(layout_query, "layout_query"),
+      .layout_key = read.text(layout_key, "layout_key"),
+      .sparse_count = read.integer(sparse_count, "sparse_count"),
+      .sparse_mode = read.integer(sparse_mode, "sparse_mode"),
+      .pre_tokens = read.integer(pre_tokens, "pre_tokens"),
+      .next_tokens = read.integer(next_tokens, "next_tokens"),
       .indices = *output,
+      .values = view_of(scores),
   };
-  if (!block_table.is_none()) {
-    arguments.block_table = *table.emplace(block_table, "npu_lightning_indexer: block_table");
-  }
-  if (!values.is_none()) arguments.values = *scores.emplace(output_argument(values, "values"));
   const Computation computation;
   npu_lightning_indexer(arguments);
+}
+
+void run_dcp_local_indices(
+    py::handle indices,
+    py::handle dcp_rank,
+    py::handle dcp_size,
+    py::handle interleave_size,
+    py::handle out
+) {
+  const Arguments read("dcp_local_indices");
+  const TensorArgument global = read.tensor(indices, "indices");
+  const int64_t rank = read.integer(dcp_rank, "dcp_rank");
+  const int64_t size = read.integer(dcp_size, "dcp_size");
+  const int64_t interleave = read.integer(interleave_size, "interleave_size");
+  const TensorArgument local = read.output(out, "out");
+  const Computation computation;
+  dcp_local_indices(*global, rank, size, interleave, *local);
 }
 
 }  // namespace
@@ -116,15 +127,8 @@ void register_cp_indexer(py::module_& module) {
       "indices"_a, "values"_a
   );
   module.def(
-      "dcp_local_indices",
-      [](const py::object& indices, int64_t dcp_rank, int64_t dcp_size, int64_t interleave_size,
-         const py::object& out) {
-        const TensorArgument global(indices, "indices");
-        const TensorArgument local = output_argument(out, "out");
-        const Computation computation;
-        dcp_local_indices(*global, dcp_rank, dcp_size, interleave_size, *local);
-      },
-      "indices"_a, "dcp_rank"_a, "dcp_size"_a, "interleave_size"_a, "out"_a
+      "dcp_local_indices", &run_dcp_local_indices, "indices"_a, "dcp_rank"_a, "dcp_size"_a,
+      "interleave_size"_a, "out"_a
   );
 }
 

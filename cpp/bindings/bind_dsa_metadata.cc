@@ -3,11 +3,13 @@
 #include <pybind11/stl.h>
 
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "bindings/arguments.h"
+#include "bindings/bound_class.h"
 #include "bindings/forward_mode_argument.h"
-#include "bindings/index_argument.h"
 #include "bindings/int_arrays.h"
 #include "bindings/module.h"
 #include "cpattn/check.h"
@@ -110,50 +112,92 @@ std::string repr(const Metadata& metadata) {
   );
 }
 
-std::optional<std::vector<int64_t>> optional_ints(const char* argument, py::handle values) {
-  return optional_index_list(values, concat("build_dsa_metadata: ", argument).c_str());
+/// Of what metadata differ in, as a rule.
+int64_t hash_of(const Metadata& metadata) {
+  ValueHash hash;
+  hash << static_cast<int64_t>(metadata.forward_mode) << metadata.topk << metadata.page_size;
+  for (const ArrayField& field : kArrays) {
+    hash << std::span<const int32_t>(metadata.*field.values);
+  }
+  return hash.value();
 }
 
-std::optional<int64_t> optional_int(const char* argument, py::handle value) {
-  if (value.is_none()) return std::nullopt;
-  return index_value(value, concat("build_dsa_metadata: ", argument).c_str());
+py::tuple python_state(const Metadata& metadata) {
+  const DsaMetadataState state = state_of(metadata);
+  const auto array = [](const DsaMetadataState::Lens& values) {
+    return py::array_t<int64_t>(static_cast<py::ssize_t>(values.size()), values.data());
+  };
+  py::object page_table = py::none();
+  if (state.page_table_1) page_table = array(*state.page_table_1);
+  return py::make_tuple(
+      static_cast<int>(state.forward_mode), static_cast<int>(state.topk_transform_method),
+      state.topk, state.page_size, array(state.bs_idx), array(state.cache_seqlens),
+      array(state.token_to_batch_idx), array(state.seqlens_expanded), state.num_rows, page_table,
+      state.has_flattened
+  );
+}
+constexpr std::size_t kStateFields = 11;
+
+Metadata restore(const py::tuple& fields) {
+  constexpr Arguments read("DsaMetadata");
+  const auto mode = optional_mode(fields[0], read.name("forward_mode"));
+  const int64_t method = read.integer(fields[1], "topk_transform_method");
+  check(mode.has_value(), read.name("forward_mode"), " must be there");
+  check(
+      method == 1 || method == 2, read.name("topk_transform_method"), " must be 1 or 2, got ",
+      method
+  );
+  return metadata_of({
+      .forward_mode = *mode,
+      .topk_transform_method = static_cast<TopkTransformMethod>(method),
+      .topk = read.integer(fields[2], "topk"),
+      .page_size = read.integer(fields[3], "page_size"),
+      .bs_idx = read.ints(fields[4], "bs_idx"),
+      .cache_seqlens = read.ints(fields[5], "cache_seqlens"),
+      .token_to_batch_idx = read.ints(fields[6], "token_to_batch_idx"),
+      .seqlens_expanded = read.ints(fields[7], "seqlens_expanded"),
+      .num_rows = read.integer(fields[8], "num_rows"),
+      .page_table_1 = read.optional_ints(fields[9], "page_table_1"),
+      .has_flattened = read.flag(fields[10], "page_table_1_flattened"),
+  });
 }
 
 /// As in register_context_parallel, the GIL stays held.
 Metadata build(
-    const py::object& extend_lens,
-    const py::object& seq_lens,
-    const py::object& forward_mode,
-    const py::object& topk,
-    bool fp8_kv_cache,
-    const std::string& prefill_impl,
-    const py::object& page_size,
-    const py::object& req_to_token,
-    const py::object& req_pool_indices,
-    const py::object& num_draft_tokens,
-    const ContextParallelMetadata* cp,
-    const py::object& num_rows
+    py::handle extend_lens,
+    py::handle seq_lens,
+    py::handle forward_mode,
+    py::handle topk,
+    py::handle fp8_kv_cache,
+    py::handle prefill_impl,
+    py::handle page_size,
+    py::handle req_to_token,
+    py::handle req_pool_indices,
+    py::handle num_draft_tokens,
+    py::handle cp_metadata,
+    py::handle num_rows
 ) {
-  const auto mode = optional_mode(forward_mode, "build_dsa_metadata: forward_mode");
-  check(mode.has_value(), "build_dsa_metadata: forward_mode must be given");
-  const auto extend = optional_ints("extend_lens", extend_lens);
-  const std::vector<int64_t> seq = index_list(seq_lens, "build_dsa_metadata: seq_lens");
-  const auto pool_indices = optional_ints("req_pool_indices", req_pool_indices);
-  std::optional<IndexTableArgument> table;
-  if (!req_to_token.is_none()) table.emplace(req_to_token, "build_dsa_metadata: req_to_token");
+  const Arguments read("build_dsa_metadata");
+  const auto mode = optional_mode(forward_mode, read.name("forward_mode"));
+  check(mode.has_value(), read.name("forward_mode"), " must be given");
+  const auto extend = read.optional_ints(extend_lens, "extend_lens");
+  const std::vector<int64_t> seq = read.ints(seq_lens, "seq_lens");
+  const auto pool_indices = read.optional_ints(req_pool_indices, "req_pool_indices");
+  const auto table = read.optional_table(req_to_token, "req_to_token");
+  const std::string impl = read.text(prefill_impl, "prefill_impl");
   return build_dsa_metadata({
       .forward_mode = *mode,
       .seq_lens = seq,
       .extend_lens = extend,
-      .num_draft_tokens = optional_int("num_draft_tokens", num_draft_tokens),
-      .topk = index_value(topk, "build_dsa_metadata: topk"),
-      .fp8_kv_cache = fp8_kv_cache,
-      .prefill_impl = prefill_impl,
-      .page_size = index_value(page_size, "build_dsa_metadata: page_size"),
-      .req_to_token = table ? std::optional(**table) : std::nullopt,
+      .num_draft_tokens = read.optional_integer(num_draft_tokens, "num_draft_tokens"),
+      .topk = read.integer(topk, "topk"),
+      .fp8_kv_cache = read.flag(fp8_kv_cache, "fp8_kv_cache"),
+      .prefill_impl = impl,
+      .page_size = read.integer(page_size, "page_size"),
+      .req_to_token = view_of(table),
       .req_pool_indices = pool_indices,
-      .cp = cp,
-      .num_rows = optional_int("num_rows", num_rows),
+      .cp = read.optional_value<ContextParallelMetadata>(cp_metadata, "cp_metadata"),
+      .num_rows = read.optional_integer(num_rows, "num_rows"),
   });
 }
 
@@ -183,6 +227,9 @@ void register_dsa_metadata(py::module_& module) {
   type.def("to_dict", &to_dict, "Every field by name, as plain int, list of int or None.");
   type.def("__repr__", &repr);
   type.def(py::self == py::self);
+  type.def("__hash__", &hash_of);
+  define_state(module, type, &python_state, "restore_dsa_metadata", kStateFields, &restore);
+  copy_by_reference(type);
   module.def("build_dsa_metadata", &build);
 }
 

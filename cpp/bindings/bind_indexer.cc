@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <pybind11/stl.h>
-
 #include <optional>
+#include <vector>
 
-#include "bindings/index_argument.h"
+#include "bindings/arguments.h"
 #include "bindings/module.h"
-#include "bindings/tensor_argument.h"
-#include "cpattn/check.h"
 #include "cpattn/indexer.h"
 
 namespace py = pybind11;
@@ -19,7 +16,7 @@ namespace {
 class FlatIndexer {
  public:
   FlatIndexer(
-      const char* function,
+      const Arguments& read,
       py::handle q,
       py::handle k,
       py::handle weights,
@@ -27,14 +24,16 @@ class FlatIndexer {
       py::handle ke,
       py::handle k_scale
   )
-      : q_(q, "q"), k_(k, "k"), weights_(weights, "weights") {
-    if (!k_scale.is_none()) k_scale_.emplace(k_scale, "k_scale");
-    const auto begins = index_list(ks, concat(function, ": ks").c_str());
-    const auto ends = index_list(ke, concat(function, ": ke").c_str());
-    check_tensor(function, "q", *q_, 3);
-    keys_ = flat_index_keys(function, *k_, k_scale_ ? std::optional(**k_scale_) : std::nullopt);
-    rows_ = flat_indexer_rows(function, begins, ends, q_->shape[0], k_->shape[0]);
-    function_ = function;
+      : function_(read.function()),
+        q_(read.tensor(q, "q")),
+        k_(read.tensor(k, "k")),
+        weights_(read.tensor(weights, "weights")),
+        k_scale_(read.optional_tensor(k_scale, "k_scale")) {
+    const std::vector<int64_t> begins = read.ints(ks, "ks");
+    const std::vector<int64_t> ends = read.ints(ke, "ke");
+    check_tensor(function_, "q", *q_, 3);
+    keys_ = flat_index_keys(function_, *k_, view_of(k_scale_));
+    rows_ = flat_indexer_rows(function_, begins, ends, q_->shape[0], k_->shape[0]);
   }
 
   IndexerArguments arguments() const {
@@ -57,33 +56,52 @@ class FlatIndexer {
   const PageTable pages_{.indptr = {0, 1}, .page_ids = {0}};
 };
 
+void run_logits(
+    py::handle q,
+    py::handle k,
+    py::handle weights,
+    py::handle ks,
+    py::handle ke,
+    py::handle k_scale,
+    py::handle out
+) {
+  const Arguments read("indexer_logits");
+  const FlatIndexer given(read, q, k, weights, ks, ke, k_scale);
+  const TensorArgument logits = read.output(out, "out");
+  const Computation computation;
+  indexer_logits(given.arguments(), *logits);
+}
+
+void run_topk(
+    py::handle q,
+    py::handle k,
+    py::handle weights,
+    py::handle ks,
+    py::handle ke,
+    py::handle k_scale,
+    py::handle sorted,
+    py::handle out
+) {
+  const Arguments read("indexer_topk");
+  const FlatIndexer given(read, q, k, weights, ks, ke, k_scale);
+  const bool by_score = read.flag(sorted, "sorted");
+  const TensorArgument indices = read.output(out, "out");
+  check_tensor(read.function(), "out", *indices, 2);
+  const Computation computation;
+  indexer_topk(
+      given.arguments(), {.topk = indices->shape[1], .sorted = by_score, .indices = *indices}
+  );
+}
+
 }  // namespace
 
 void register_indexer(py::module_& module) {
   module.def(
-      "indexer_logits",
-      [](const py::object& q, const py::object& k, const py::object& weights, const py::object& ks,
-         const py::object& ke, const py::object& k_scale, const py::object& out) {
-        const FlatIndexer given("indexer_logits", q, k, weights, ks, ke, k_scale);
-        const TensorArgument logits = output_argument(out, "out");
-        const Computation computation;
-        indexer_logits(given.arguments(), *logits);
-      },
-      "q"_a, "k"_a, "weights"_a, "ks"_a, "ke"_a, "k_scale"_a, "out"_a
+      "indexer_logits", &run_logits, "q"_a, "k"_a, "weights"_a, "ks"_a, "ke"_a, "k_scale"_a, "out"_a
   );
   module.def(
-      "indexer_topk",
-      [](const py::object& q, const py::object& k, const py::object& weights, const py::object& ks,
-         const py::object& ke, const py::object& k_scale, bool sorted, const py::object& out) {
-        const FlatIndexer given("indexer_topk", q, k, weights, ks, ke, k_scale);
-        const TensorArgument indices = output_argument(out, "out");
-        check_tensor("indexer_topk", "out", *indices, 2);
-        const Computation computation;
-        indexer_topk(
-            given.arguments(), {.topk = indices->shape[1], .sorted = sorted, .indices = *indices}
-        );
-      },
-      "q"_a, "k"_a, "weights"_a, "ks"_a, "ke"_a, "k_scale"_a, "sorted"_a, "out"_a
+      "indexer_topk", &run_topk, "q"_a, "k"_a, "weights"_a, "ks"_a, "ke"_a, "k_scale"_a, "sorted"_a,
+      "out"_a
   );
 }
 

@@ -3,10 +3,9 @@
 
 #include <vector>
 
-#include "bindings/index_argument.h"
+#include "bindings/arguments.h"
 #include "bindings/int_arrays.h"
 #include "bindings/module.h"
-#include "cpattn/check.h"
 #include "cpattn/kv_pages.h"
 #include "cpattn/kv_pointers.h"
 
@@ -15,18 +14,16 @@ namespace py = pybind11;
 namespace cpattn::bindings {
 namespace {
 
-int64_t page_num(const py::object& num_tokens, const py::object& page_size) {
-  return kv_to_page_num(
-      index_value(num_tokens, "kv_to_page_num: num_tokens"),
-      index_value(page_size, "kv_to_page_num: page_size")
-  );
+int64_t page_num(py::handle num_tokens, py::handle page_size) {
+  const Arguments read("kv_to_page_num");
+  const int64_t tokens = read.integer(num_tokens, "num_tokens");
+  return kv_to_page_num(tokens, read.integer(page_size, "page_size"));
 }
 
-py::array page_indices(const py::object& kv_indices, const py::object& page_size) {
-  const std::vector<int64_t> slots = index_list(kv_indices, "kv_to_page_indices: kv_indices");
-  return int_array(
-      kv_to_page_indices(slots, index_value(page_size, "kv_to_page_indices: page_size"))
-  );
+py::array page_indices(py::handle kv_indices, py::handle page_size) {
+  const Arguments read("kv_to_page_indices");
+  const std::vector<int64_t> slots = read.ints(kv_indices, "kv_indices");
+  return int_array(kv_to_page_indices(slots, read.integer(page_size, "page_size")));
 }
 
 /// [first, first + 1, ..., first + count - 1]
@@ -42,9 +39,10 @@ py::list ascending(int64_t first, int64_t count) {
   return list;
 }
 
-py::tuple group(const py::object& src_indices, const py::object& dst_indices) {
-  const auto src = index_list(src_indices, "group_concurrent_contiguous: src_indices");
-  const auto dst = index_list(dst_indices, "group_concurrent_contiguous: dst_indices");
+py::tuple group(py::handle src_indices, py::handle dst_indices) {
+  const Arguments read("group_concurrent_contiguous");
+  const std::vector<int64_t> src = read.ints(src_indices, "src_indices");
+  const std::vector<int64_t> dst = read.ints(dst_indices, "dst_indices");
   const std::vector<TransferRun> runs = group_runs(src, dst);
   py::list src_groups(runs.size());
   py::list dst_groups(runs.size());
@@ -60,15 +58,15 @@ py::tuple pair(const KVRange& range) { return py::make_tuple(range.begin, range.
 py::tuple mha_entries(
     int64_t num_src,
     int64_t num_dst,
-    const py::object& prefill_start_layer,
-    const py::object& total_kv_layers,
-    bool compat
+    py::handle prefill_start_layer,
+    py::handle total_kv_layers,
+    py::handle compat
 ) {
-  const MhaEntries entries = mha_kv_entries(
-      num_src, num_dst,
-      index_value(prefill_start_layer, "get_mha_kv_ptrs_with_pp: prefill_start_layer"),
-      index_value(total_kv_layers, "get_mha_kv_ptrs_with_pp: total_kv_layers"), compat
-  );
+  const Arguments read("get_mha_kv_ptrs_with_pp");
+  const int64_t start_layer = read.integer(prefill_start_layer, "prefill_start_layer");
+  const int64_t total_layers = read.integer(total_kv_layers, "total_kv_layers");
+  const MhaEntries entries =
+      mha_kv_entries(num_src, num_dst, start_layer, total_layers, read.flag(compat, "compat"));
   return py::make_tuple(
       pair(entries.src_k), pair(entries.src_v), pair(entries.dst_k), pair(entries.dst_v),
       entries.num_layers
@@ -78,69 +76,64 @@ py::tuple mha_entries(
 py::list mla_entries(
     int64_t num_src,
     int64_t num_dst,
-    const py::object& prefill_start_layer,
-    const py::object& kv_buf_groups,
-    const py::object& total_kv_layers,
-    const py::object& hidden_kv_layers,
-    const py::object& draft_kv_layers,
-    bool is_last_rank,
-    bool compat
+    py::handle prefill_start_layer,
+    py::handle kv_buf_groups,
+    py::handle total_kv_layers,
+    py::handle hidden_kv_layers,
+    py::handle draft_kv_layers,
+    py::handle is_last_rank,
+    py::handle compat
 ) {
-  const auto value = [](const py::object& object, const char* argument) {
-    return index_value(object, concat("get_mla_kv_ptrs_with_pp: ", argument).c_str());
+  const Arguments read("get_mla_kv_ptrs_with_pp");
+  const KVStage stage{
+      .prefill_start_layer = read.integer(prefill_start_layer, "prefill_start_layer"),
+      .kv_buf_groups = read.integer(kv_buf_groups, "kv_buf_groups"),
+      .total_kv_layers = read.integer(total_kv_layers, "total_kv_layers"),
+      .hidden_kv_layers = read.optional_integer(hidden_kv_layers, "hidden_kv_layers"),
+      .draft_kv_layers = read.integer(draft_kv_layers, "draft_kv_layers"),
+      .is_last_rank = read.flag(is_last_rank, "is_last_rank"),
   };
-  KVStage stage{
-      .prefill_start_layer = value(prefill_start_layer, "prefill_start_layer"),
-      .kv_buf_groups = value(kv_buf_groups, "kv_buf_groups"),
-      .total_kv_layers = value(total_kv_layers, "total_kv_layers"),
-      .draft_kv_layers = value(draft_kv_layers, "draft_kv_layers"),
-      .is_last_rank = is_last_rank
-  };
-  if (!hidden_kv_layers.is_none()) {
-    stage.hidden_kv_layers = value(hidden_kv_layers, "hidden_kv_layers");
-  }
+  const bool is_compat = read.flag(compat, "compat");
   py::list ranges;
-  for (const KVRange& range : mla_kv_entries(num_src, num_dst, stage, compat)) {
+  for (const KVRange& range : mla_kv_entries(num_src, num_dst, stage, is_compat)) {
     ranges.append(pair(range));
   }
   return ranges;
 }
 
 std::vector<std::pair<int64_t, int64_t>> entry_pairs(
-    const py::object& src_layer_ids,
-    const py::object& dst_layer_ids,
-    const py::object& num_src,
-    const py::object& num_dst,
-    bool allow_positional_fallback
+    py::handle src_layer_ids,
+    py::handle dst_layer_ids,
+    py::handle n_src,
+    py::handle n_dst,
+    py::handle allow_positional_fallback
 ) {
-  constexpr char kSrcIds[] = "build_transfer_entry_pairs: src_layer_ids";
-  constexpr char kDstIds[] = "build_transfer_entry_pairs: dst_layer_ids";
+  const Arguments read("build_transfer_entry_pairs");
+  const auto src_ids = read.optional_ints(src_layer_ids, "src_layer_ids");
+  const auto dst_ids = read.optional_ints(dst_layer_ids, "dst_layer_ids");
+  const int64_t num_src = read.integer(n_src, "n_src");
+  const int64_t num_dst = read.integer(n_dst, "n_dst");
   return build_transfer_entry_pairs(
-      optional_index_list(src_layer_ids, kSrcIds).value_or(std::vector<int64_t>{}),
-      optional_index_list(dst_layer_ids, kDstIds).value_or(std::vector<int64_t>{}),
-      index_value(num_src, "build_transfer_entry_pairs: n_src"),
-      index_value(num_dst, "build_transfer_entry_pairs: n_dst"), allow_positional_fallback
+      src_ids.value_or(std::vector<int64_t>{}), dst_ids.value_or(std::vector<int64_t>{}), num_src,
+      num_dst, read.flag(allow_positional_fallback, "allow_positional_fallback")
   );
 }
 
-int64_t start_layer(const py::object& start, const py::object& kv_layer_ids) {
-  return kv_start_layer(
-      index_value(start, "kv_start_layer: start_layer"),
-      index_list(kv_layer_ids, "kv_start_layer: kv_layer_ids")
-  );
+int64_t start_layer(py::handle start, py::handle kv_layer_ids) {
+  const Arguments read("kv_start_layer");
+  const int64_t first = read.integer(start, "start_layer");
+  return kv_start_layer(first, read.ints(kv_layer_ids, "kv_layer_ids"));
 }
 
 py::tuple targets(
-    const py::object& engine_rank,
-    const py::object& prefill_tp_size,
-    const py::object& decode_tp_size,
-    bool is_mla
+    py::handle engine_rank, py::handle prefill_tp_size, py::handle decode_tp_size, py::handle is_mla
 ) {
-  const DecodeTargets targets = decode_targets(
-      index_value(engine_rank, "decode_targets: engine_rank"),
-      index_value(prefill_tp_size, "decode_targets: prefill_tp_size"),
-      index_value(decode_tp_size, "decode_targets: decode_tp_size"), is_mla
-  );
+  const Arguments read("decode_targets");
+  const int64_t rank = read.integer(engine_rank, "engine_rank");
+  const int64_t prefill_size = read.integer(prefill_tp_size, "prefill_tp_size");
+  const int64_t decode_size = read.integer(decode_tp_size, "decode_tp_size");
+  const DecodeTargets targets =
+      decode_targets(rank, prefill_size, decode_size, read.flag(is_mla, "is_mla"));
   return py::make_tuple(
       targets.ranks.begin, targets.ranks.end, targets.num_real, targets.required_dst_info_num
   );

@@ -6,9 +6,8 @@
 #include <string>
 #include <utility>
 
-#include "bindings/index_argument.h"
+#include "bindings/arguments.h"
 #include "bindings/module.h"
-#include "bindings/tensor_argument.h"
 #include "cpattn/check.h"
 #include "cpattn/kv_pool.h"
 #include "cpattn/kv_scatter.h"
@@ -61,34 +60,41 @@ void register_kv_pool(py::module_& module) {
       .def_property_readonly("row_bytes", &KVBuffer::row_bytes);
   module.def(
       "set_kv_buffer",
-      [](int64_t layer, const py::object& loc, const KVBuffer& k_buffer, const py::object& k,
-         double k_scale, const KVBuffer& v_buffer, const py::object& v, double v_scale) {
-        constexpr char kFunction[] = "set_kv_buffer";
-        auto slots = index_list(loc, "set_kv_buffer: loc");
-        const TensorArgument k_view(k, "k");
-        const auto v_view = optional_tensor(v, "v");
-        const auto [k_rows, v_rows] =
-            v_view ? std::pair(*k_view, **v_view)
-                   : split_last_dim(
-                         kFunction, "k", *k_view, k_buffer.row_elements(), v_buffer.row_elements()
-                     );
+      [](int64_t layer, py::handle loc, const KVBuffer& k_buffer, py::handle k, py::handle k_scale,
+         const KVBuffer& v_buffer, py::handle v, py::handle v_scale) {
+        const Arguments read("set_kv_buffer");
+        auto slots = read.ints(loc, "loc");
+        const TensorArgument k_view = read.tensor(k, "k");
+        const auto v_view = read.optional_tensor(v, "v");
+        const auto [k_rows, v_rows] = v_view ? std::pair(*k_view, **v_view)
+                                             : split_last_dim(
+                                                   read.function(), "k", *k_view,
+                                                   k_buffer.row_elements(), v_buffer.row_elements()
+                                               );
         const KVRows parts[] = {
-            {.name = "k", .rows = k_rows, .buffer = k_buffer, .scale = k_scale},
-            {.name = "v", .rows = v_rows, .buffer = v_buffer, .scale = v_scale},
+            {.name = "k",
+             .rows = k_rows,
+             .buffer = k_buffer,
+             .scale = read.real(k_scale, "k_scale")},
+            {.name = "v",
+             .rows = v_rows,
+             .buffer = v_buffer,
+             .scale = read.real(v_scale, "v_scale")},
         };
         const Computation computation;
-        write_kv_rows(kFunction, layer, slots, parts);
+        write_kv_rows(read.function(), layer, slots, parts);
       },
       "layer"_a, "loc"_a, "k_buffer"_a, "k"_a, "k_scale"_a, "v_buffer"_a, "v"_a, "v_scale"_a
   );
   module.def(
       "set_index_k_buffer",
-      [](int64_t layer, const py::object& loc, const KVBuffer& buffer, const py::object& index_k) {
-        auto slots = index_list(loc, "set_index_k_buffer: loc");
-        const TensorArgument view(index_k, "index_k");
+      [](int64_t layer, py::handle loc, const KVBuffer& buffer, py::handle index_k) {
+        const Arguments read("set_index_k_buffer");
+        auto slots = read.ints(loc, "loc");
+        const TensorArgument view = read.tensor(index_k, "index_k");
         const KVRows part{.name = "index_k", .rows = *view, .buffer = buffer};
         const Computation computation;
-        write_kv_rows("set_index_k_buffer", layer, slots, {&part, 1});
+        write_kv_rows(read.function(), layer, slots, {&part, 1});
       },
       "layer"_a, "loc"_a, "buffer"_a, "index_k"_a
   );

@@ -2,14 +2,12 @@
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
-#include <functional>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "bindings/index_argument.h"
+#include "bindings/arguments.h"
 #include "bindings/module.h"
 #include "bindings/uint64_argument.h"
 #include "cpattn/check.h"
@@ -22,19 +20,6 @@ namespace {
 
 constexpr KVKind kKinds[] = {KVKind::k, KVKind::v, KVKind::index_k, KVKind::state};
 
-/// The value of a str or a bool; `cast` would make other types a RuntimeError or convert them.
-template <class Type>
-Type exactly(py::handle object, const char* name) {
-  if (!py::isinstance<Type>(object)) {
-    constexpr bool kIsText = std::is_same_v<Type, py::str>;
-    throw py::type_error(concat(
-        name, kIsText ? " must be a str, got " : " must be a bool, got ",
-        Py_TYPE(object.ptr())->tp_name
-    ));
-  }
-  return py::reinterpret_borrow<Type>(object);
-}
-
 KVKind kind_of(const std::string& name) {
   for (const KVKind kind : kKinds) {
     if (name == kv_kind_name(kind)) return kind;
@@ -44,15 +29,19 @@ KVKind kind_of(const std::string& name) {
   );
 }
 
-KVEntry entry_of(const py::tuple& fields) {
+uint64_t address(py::handle value, const char* argument) {
+  return uint64_value(value, concat("KVLayout: ", argument).c_str());
+}
+
+KVEntry entry_of(const Arguments& read, const py::tuple& fields) {
   return {
-      .layer_id = index_value(fields[0], "KVLayout: layer_id"),
-      .kind = kind_of(exactly<py::str>(fields[1], "KVLayout: kind")),
-      .is_draft = exactly<py::bool_>(fields[2], "KVLayout: is_draft"),
-      .addr = uint64_value(fields[3], "KVLayout: addr"),
-      .num_bytes = uint64_value(fields[4], "KVLayout: nbytes"),
-      .item_len = uint64_value(fields[5], "KVLayout: item_len"),
-      .token_rows = exactly<py::bool_>(fields[6], "KVLayout: token_rows"),
+      .layer_id = read.integer(fields[0], "layer_id"),
+      .kind = kind_of(read.text(fields[1], "kind")),
+      .is_draft = read.flag(fields[2], "is_draft"),
+      .addr = address(fields[3], "addr"),
+      .num_bytes = address(fields[4], "nbytes"),
+      .item_len = address(fields[5], "item_len"),
+      .token_rows = read.flag(fields[6], "token_rows"),
   };
 }
 
@@ -65,10 +54,10 @@ py::tuple tuple_of(const KVEntry& entry) {
 
 using Pair = std::pair<int64_t, int64_t>;
 
-std::optional<KVRange> layers_of(py::handle pair) {
+std::optional<KVRange> layers_of(const Arguments& read, py::handle pair) {
   if (pair.is_none()) return std::nullopt;
-  const std::vector<int64_t> values = index_list(pair, "KVLayout: layers");
-  check(values.size() == 2, "KVLayout: layers must be a pair, got ", values.size(), " values");
+  const std::vector<int64_t> values = read.ints(pair, "layers");
+  check(values.size() == 2, read.name("layers"), " must be a pair, got ", values.size(), " values");
   return KVRange{values[0], values[1]};
 }
 
@@ -76,90 +65,101 @@ std::optional<Pair> pair_of(const std::optional<KVRange>& range) {
   return range ? std::optional(Pair(range->begin, range->end)) : std::nullopt;
 }
 
-std::optional<int64_t> optional_int(py::handle value, const char* name) {
-  return value.is_none() ? std::nullopt : std::optional(index_value(value, name));
-}
-
 KVLayout make_layout(
     const std::vector<py::tuple>& entries,
-    const py::object& page_size,
-    const py::object& tp_rank,
-    const py::object& tp_size,
-    const py::object& total_kv_heads,
-    const py::object& layers,
-    const py::object& dcp_rank,
-    const py::object& dcp_size,
-    const py::object& dcp_interleave
+    py::handle page_size,
+    py::handle tp_rank,
+    py::handle tp_size,
+    py::handle total_kv_heads,
+    py::handle layers,
+    py::handle dcp_rank,
+    py::handle dcp_size,
+    py::handle dcp_interleave
 ) {
+  const Arguments read("KVLayout");
   std::vector<KVEntry> values;
   values.reserve(entries.size());
-  for (const py::tuple& entry : entries) values.push_back(entry_of(entry));
+  for (const py::tuple& entry : entries) values.push_back(entry_of(read, entry));
   return KVLayout(
       std::move(values),
       {
-          .page_size = index_value(page_size, "KVLayout: page_size"),
-          .tp_rank = index_value(tp_rank, "KVLayout: tp_rank"),
-          .tp_size = index_value(tp_size, "KVLayout: tp_size"),
-          .total_kv_heads = optional_int(total_kv_heads, "KVLayout: total_kv_heads"),
-          .layers = layers_of(layers),
-          .dcp_rank = index_value(dcp_rank, "KVLayout: dcp_rank"),
-          .dcp_size = index_value(dcp_size, "KVLayout: dcp_size"),
-          .dcp_interleave = index_value(dcp_interleave, "KVLayout: dcp_interleave"),
+          .page_size = read.integer(page_size, "page_size"),
+          .tp_rank = read.integer(tp_rank, "tp_rank"),
+          .tp_size = read.integer(tp_size, "tp_size"),
+          .total_kv_heads = read.optional_integer(total_kv_heads, "total_kv_heads"),
+          .layers = layers_of(read, layers),
+          .dcp_rank = read.integer(dcp_rank, "dcp_rank"),
+          .dcp_size = read.integer(dcp_size, "dcp_size"),
+          .dcp_interleave = read.integer(dcp_interleave, "dcp_interleave"),
       }
   );
 }
 
-KVTransferRange range_of_arguments(const char* function, const py::dict& arguments) {
-  const auto name = [function](const char* argument) { return concat(function, ": ", argument); };
-  const auto integer = [&](const char* argument) {
-    return index_value(arguments[argument], name(argument).c_str());
-  };
-  const auto optional = [&](const char* argument) {
-    return optional_int(arguments[argument], name(argument).c_str());
-  };
-  const std::string share = exactly<py::str>(arguments["cp_share"], name("cp_share").c_str());
+/// Which tokens are sent, of the arguments that both planners have.
+KVTransferRange range_of(const Arguments& read, const py::dict& arguments) {
+  const std::string share = read.text(arguments["cp_share"], "cp_share");
   check(
-      share == "pages" || share == "layers", function, ": cp_share must be pages or layers, got \"",
-      share, "\""
+      share == "pages" || share == "layers", read.name("cp_share"),
+      " must be pages or layers, got \"", share, "\""
   );
   return {
-      .src_start = integer("src_start"),
-      .dst_start = integer("dst_start"),
-      .first_token = optional("first_token"),
-      .num_tokens = optional("num_tokens"),
-      .cp_rank = arguments.contains("cp_rank") ? integer("cp_rank") : 0,
-      .cp_size = integer("cp_size"),
+      .src_start = read.integer(arguments["src_start"], "src_start"),
+      .dst_start = read.integer(arguments["dst_start"], "dst_start"),
+      .first_token = read.optional_integer(arguments["first_token"], "first_token"),
+      .num_tokens = read.optional_integer(arguments["num_tokens"], "num_tokens"),
+      .cp_rank = arguments.contains("cp_rank") ? read.integer(arguments["cp_rank"], "cp_rank") : 0,
+      .cp_size = read.integer(arguments["cp_size"], "cp_size"),
       .cp_share = share == "pages" ? CpShare::pages : CpShare::layers,
   };
 }
 
-TransferPlan plan_transfer(
-    const KVLayout& src,
-    const KVLayout& dst,
-    const py::object& src_pages,
-    const py::object& dst_pages,
-    const py::kwargs& range
-) {
-  const std::vector<int64_t> from = index_list(src_pages, "plan_kv_transfer: src_pages");
-  const std::vector<int64_t> to = index_list(dst_pages, "plan_kv_transfer: dst_pages");
-  const KVTransferRange tokens = range_of_arguments("plan_kv_transfer", range);
-  const py::gil_scoped_release release;
-  return plan_kv_transfer(src, dst, from, to, tokens);
+/// A plan that keeps its source, which may keep a pool: engines read there unasked. (Not by
+/// py::keep_alive, which looks at a result even where the call was refused.)
+py::object with_source(TransferPlan plan, py::handle src) {
+  py::object made = py::cast(std::move(plan));
+  py::detail::keep_alive_impl(made, src);
+  return made;
 }
 
-using Layouts = std::vector<std::reference_wrapper<const KVLayout>>;  // None is a TypeError
+py::object plan_transfer(
+    py::handle src,
+    py::handle dst,
+    py::handle src_pages,
+    py::handle dst_pages,
+    const py::kwargs& range
+) {
+  const Arguments read("plan_kv_transfer");
+  const auto& source = read.value<KVLayout>(src, "src");
+  const auto& target = read.value<KVLayout>(dst, "dst");
+  const std::vector<int64_t> from = read.ints(src_pages, "src_pages");
+  const std::vector<int64_t> to = read.ints(dst_pages, "dst_pages");
+  const KVTransferRange tokens = range_of(read, range);
+  TransferPlan plan;
+  {
+    const GilRelease nogil;
+    plan = plan_kv_transfer(source, target, from, to, tokens);
+  }
+  return with_source(std::move(plan), src);
+}
 
 /// Layouts with the list of pages that each has.
 class Peers {
  public:
-  Peers(const Layouts& layouts, const py::list& pages, const char* name) {
-    for (const py::handle list : pages) pages_.push_back(index_list(list, name));
+  Peers(
+      const Arguments& read,
+      const py::tuple& layouts,
+      const char* layouts_name,
+      const py::tuple& pages,
+      const char* pages_name
+  ) {
     check(
-        pages_.size() == layouts.size(), name, " must be a list for each of ", layouts.size(),
-        " peers, got ", pages_.size()
+        pages.size() == layouts.size(), read.name(pages_name), " must be a list for each of ",
+        layouts.size(), " peers, got ", pages.size()
     );
+    for (const py::handle list : pages) pages_.push_back(read.ints(list, pages_name));
     for (std::size_t i = 0; i < layouts.size(); ++i) {
-      peers_.push_back({.layout = &layouts[i].get(), .pages = pages_[i]});
+      const auto& layout = read.value<KVLayout>(layouts[i], layouts_name);
+      peers_.push_back({.layout = &layout, .pages = pages_[i]});
     }
   }
   std::vector<KVPeer>& operator*() { return peers_; }
@@ -170,31 +170,31 @@ class Peers {
 };
 
 py::list plan_links(
-    const Layouts& sources,
-    const Layouts& destinations,
-    const py::list& src_pages,
-    const py::list& dst_pages,
-    const py::object& cp_ranks,
+    const py::tuple& sources,
+    const py::tuple& destinations,
+    const py::tuple& src_pages,
+    const py::tuple& dst_pages,
+    py::handle cp_ranks,
     const py::kwargs& range
 ) {
-  Peers from(sources, src_pages, "plan_kv_links: src_pages");
-  Peers to(destinations, dst_pages, "plan_kv_links: dst_pages");
-  const std::vector<int64_t> ranks = index_list(cp_ranks, "plan_kv_links: cp_ranks");
+  const Arguments read("plan_kv_links");
+  Peers from(read, sources, "sources", src_pages, "src_pages");
+  Peers to(read, destinations, "destinations", dst_pages, "dst_pages");
+  const std::vector<int64_t> ranks = read.ints(cp_ranks, "cp_ranks");
   check(
-      ranks.size() == sources.size(), "plan_kv_links: cp_ranks must be one for each of ",
+      ranks.size() == sources.size(), read.name("cp_ranks"), " must be one for each of ",
       sources.size(), " sources, got ", ranks.size()
   );
   for (std::size_t i = 0; i < ranks.size(); ++i) (*from)[i].cp_rank = ranks[i];
-  const KVTransferRange tokens = range_of_arguments("plan_kv_links", range);
+  const KVTransferRange tokens = range_of(read, range);
   std::vector<KVLink> links;
   {
-    const py::gil_scoped_release release;
+    const GilRelease nogil;
     links = plan_kv_links(*from, *to, tokens);
   }
   py::list out;
   for (KVLink& link : links) {
-    const py::object plan = py::cast(std::move(link.plan));
-    py::detail::keep_alive_impl(plan, py::cast(sources[link.source].get()));
+    const py::object plan = with_source(std::move(link.plan), sources[link.source]);
     out.append(py::make_tuple(link.source, link.destination, plan));
   }
   return out;
@@ -227,8 +227,7 @@ void register_kv_transfer(py::module_& module) {
     });
   }
   type.def(py::self == py::self);
-  // A plan keeps its source, which may keep a pool: engines read there unasked.
-  module.def("plan_kv_transfer", &plan_transfer, py::keep_alive<0, 1>());
+  module.def("plan_kv_transfer", &plan_transfer);
   module.def("plan_kv_links", &plan_links);
 }
 

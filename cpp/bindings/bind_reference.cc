@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <pybind11/stl.h>
-
 #include <optional>
+#include <stdexcept>
 
-#include "bindings/index_argument.h"
+#include "bindings/arguments.h"
 #include "bindings/module.h"
-#include "bindings/tensor_argument.h"
 #include "cpattn/reference.h"
 
 namespace py = pybind11;
@@ -14,122 +12,180 @@ using namespace py::literals;
 namespace cpattn::bindings {
 namespace {
 
-void paged_attention(
-    const py::object& q,
-    const py::object& k_cache,
-    const py::object& v_cache,
-    const py::object& q_lens,
-    const py::object& kv_lens,
-    const py::object& block_tables,
-    int64_t page_size,
-    bool hnd,
-    double scale,
-    bool causal,
-    std::optional<int64_t> window,
-    double softcap,
-    const py::object& sinks,
-    const py::object& custom_mask,
-    const py::object& out,
-    const py::object& lse
+/// A tensor of numbers that the oracle reads as float64.
+TensorArgument floats(const Arguments& read, py::handle object, const char* argument) {
+  TensorArgument tensor = read.tensor(object, argument);
+  switch (tensor->dtype) {
+    case DType::float64:
+    case DType::float32:
+    case DType::float16:
+    case DType::bfloat16:
+      return tensor;
+    default:
+      throw std::invalid_argument(
+          concat(read.name(argument), " must be a floating-point type, got ", tensor->dtype)
+      );
+  }
+}
+std::optional<TensorArgument> optional_floats(
+    const Arguments& read, py::handle object, const char* argument
 ) {
-  const TensorArgument q_view(q, "q"), k_view(k_cache, "k_cache"), v_view(v_cache, "v_cache");
-  const auto sinks_view = optional_tensor(sinks, "sinks");
-  const auto mask_view = optional_tensor(custom_mask, "custom_mask");
-  const TensorArgument out_view = output_argument(out, "out");
-  const TensorArgument lse_view = output_argument(lse, "lse");
-  const IndexTableArgument tables(block_tables, "reference.paged_attention: block_tables");
+  if (object.is_none()) return std::nullopt;
+  return floats(read, object, argument);
+}
+
+void paged_attention(
+    py::handle q,
+    py::handle k_cache,
+    py::handle v_cache,
+    py::handle q_lens,
+    py::handle kv_lens,
+    py::handle block_tables,
+    py::handle page_size,
+    bool hnd,
+    py::handle scale,
+    py::handle causal,
+    py::handle window,
+    py::handle softcap,
+    py::handle sinks,
+    py::handle custom_mask,
+    py::handle out,
+    py::handle lse
+) {
+  const Arguments read("reference.paged_attention");
+  const TensorArgument q_view = floats(read, q, "q");
+  const TensorArgument k_view = floats(read, k_cache, "k_cache");
+  const TensorArgument v_view = floats(read, v_cache, "v_cache");
+  const auto sinks_view = optional_floats(read, sinks, "sinks");
+  const auto mask_view = read.optional_tensor(custom_mask, "custom_mask");
+  const TensorArgument out_view = read.output(out, "out");
+  const TensorArgument lse_view = read.output(lse, "lse");
+  const IndexTableArgument tables = read.table(block_tables, "block_tables");
   const reference::PagedAttention batch{
       .q = *q_view,
       .k_cache = *k_view,
       .v_cache = *v_view,
       .hnd = hnd,
-      .page_size = page_size,
-      .q_lens = index_list(q_lens, "reference.paged_attention: q_lens"),
-      .kv_lens = index_list(kv_lens, "reference.paged_attention: kv_lens"),
+      .page_size = read.integer(page_size, "page_size"),
+      .q_lens = read.ints(q_lens, "q_lens"),
+      .kv_lens = read.ints(kv_lens, "kv_lens"),
       .block_tables = *tables,
-      .scale = scale,
-      .causal = causal,
-      .window = window,
-      .custom_mask = mask_view ? std::optional(**mask_view) : std::nullopt,
-      .softcap = softcap,
-      .sinks = sinks_view ? std::optional(**sinks_view) : std::nullopt,
+      .scale = read.real(scale, "scale"),
+      .causal = read.flag(causal, "causal"),
+      .window = read.optional_integer(window, "window"),
+      .custom_mask = view_of(mask_view),
+      .softcap = read.real(softcap, "softcap"),
+      .sinks = view_of(sinks_view),
   };
   const Computation computation;
   reference::paged_attention(batch, *out_view, *lse_view);
 }
 
 void flash_mla_sparse_fwd(
-    const py::object& q,
-    const py::object& kv,
-    const py::object& indices,
-    double sm_scale,
-    int64_t d_v,
-    const py::object& attn_sink,
-    const py::object& topk_length,
-    const py::object& out,
-    const py::object& max_logits,
-    const py::object& lse
+    py::handle q,
+    py::handle kv,
+    py::handle indices,
+    py::handle sm_scale,
+    py::handle d_v,
+    py::handle attn_sink,
+    py::handle topk_length,
+    py::handle out,
+    py::handle max_logits,
+    py::handle lse
 ) {
-  constexpr char kIndices[] = "reference.flash_mla_sparse_fwd: indices";
-  const TensorArgument q_view(q, "q"), kv_view(kv, "kv");
-  const auto sink_view = optional_tensor(attn_sink, "attn_sink");
-  const TensorArgument out_view = output_argument(out, "out");
-  const TensorArgument max_view = output_argument(max_logits, "max_logits");
-  const TensorArgument lse_view = output_argument(lse, "lse");
-  const IndexTableArgument table(indices, kIndices);
-  reference::SparseMla batch{
+  const Arguments read("reference.flash_mla_sparse_fwd");
+  const TensorArgument q_view = floats(read, q, "q");
+  const TensorArgument kv_view = floats(read, kv, "kv");
+  const auto sink_view = optional_floats(read, attn_sink, "attn_sink");
+  const TensorArgument out_view = read.output(out, "out");
+  const TensorArgument max_view = read.output(max_logits, "max_logits");
+  const TensorArgument lse_view = read.output(lse, "lse");
+  const IndexTableArgument table = read.table(indices, "indices");
+  const reference::SparseMla batch{
       .q = *q_view,
       .kv = *kv_view,
       .indices = *table,
-      .scale = sm_scale,
-      .v_head_dim = d_v,
-      .attn_sink = sink_view ? std::optional(**sink_view) : std::nullopt,
+      .scale = read.real(sm_scale, "sm_scale"),
+      .v_head_dim = read.integer(d_v, "d_v"),
+      .topk_length = read.optional_ints(topk_length, "topk_length"),
+      .attn_sink = view_of(sink_view),
   };
-  if (!topk_length.is_none()) {
-    batch.topk_length = index_list(topk_length, "reference.flash_mla_sparse_fwd: topk_length");
-  }
   const Computation computation;
   reference::flash_mla_sparse_fwd(batch, *out_view, *max_view, *lse_view);
 }
 
 void merge_state(
-    const py::object& out_a,
-    const py::object& lse_a,
-    const py::object& out_b,
-    const py::object& lse_b,
-    const py::object& out,
-    const py::object& lse
+    py::handle out_a,
+    py::handle lse_a,
+    py::handle out_b,
+    py::handle lse_b,
+    py::handle out,
+    py::handle lse
 ) {
-  const TensorArgument out_a_view(out_a, "out_a"), lse_a_view(lse_a, "lse_a");
-  const TensorArgument out_b_view(out_b, "out_b"), lse_b_view(lse_b, "lse_b");
-  const TensorArgument out_view = output_argument(out, "out");
-  const TensorArgument lse_view = output_argument(lse, "lse");
+  const Arguments read("reference.merge_state");
+  const TensorArgument out_a_view = floats(read, out_a, "out_a");
+  const TensorArgument lse_a_view = floats(read, lse_a, "lse_a");
+  const TensorArgument out_b_view = floats(read, out_b, "out_b");
+  const TensorArgument lse_b_view = floats(read, lse_b, "lse_b");
+  const TensorArgument out_view = read.output(out, "out");
+  const TensorArgument lse_view = read.output(lse, "lse");
   const Computation computation;
   reference::merge_state(*out_a_view, *lse_a_view, *out_b_view, *lse_b_view, *out_view, *lse_view);
 }
 
 void indexer_logits(
-    const py::object& q,
-    const py::object& k,
-    const py::object& weights,
-    const py::object& ks,
-    const py::object& ke,
-    const py::object& k_scale,
-    const py::object& out
+    py::handle q,
+    py::handle k,
+    py::handle weights,
+    py::handle ks,
+    py::handle ke,
+    py::handle k_scale,
+    py::handle out
 ) {
-  const TensorArgument q_view(q, "q"), k_view(k, "k"), weights_view(weights, "weights");
-  const auto scale_view = optional_tensor(k_scale, "k_scale");
-  const TensorArgument out_view = output_argument(out, "out");
+  const Arguments read("reference.indexer_logits");
+  const TensorArgument q_view = floats(read, q, "q");
+  const TensorArgument k_view = floats(read, k, "k");
+  const TensorArgument weights_view = floats(read, weights, "weights");
+  const auto scale_view = optional_floats(read, k_scale, "k_scale");
+  const TensorArgument out_view = read.output(out, "out");
   const reference::Indexer indexer{
       .q = *q_view,
       .k = *k_view,
       .weights = *weights_view,
-      .k_scale = scale_view ? std::optional(**scale_view) : std::nullopt,
-      .ks = index_list(ks, "reference.indexer_logits: ks"),
-      .ke = index_list(ke, "reference.indexer_logits: ke"),
+      .k_scale = view_of(scale_view),
+      .ks = read.ints(ks, "ks"),
+      .ke = read.ints(ke, "ke"),
   };
   const Computation computation;
   reference::indexer_logits(indexer, *out_view);
+}
+
+void rms_norm(py::handle x, py::handle weight, py::handle bias, py::handle eps, py::handle out) {
+  const Arguments read("reference.rms_norm");
+  const TensorArgument x_view = floats(read, x, "x");
+  const TensorArgument weight_view = floats(read, weight, "weight");
+  const auto bias_view = optional_floats(read, bias, "bias");
+  const double added = read.real(eps, "eps");
+  const TensorArgument out_view = read.output(out, "out");
+  const Computation computation;
+  reference::rms_norm(*x_view, *weight_view, view_of(bias_view), added, *out_view);
+}
+
+void hadamard_transform(py::handle x, py::handle scale, py::handle out) {
+  const Arguments read("reference.hadamard_transform");
+  const TensorArgument x_view = floats(read, x, "x");
+  const double factor = read.real(scale, "scale");
+  const TensorArgument out_view = read.output(out, "out");
+  const Computation computation;
+  reference::hadamard_transform(*x_view, factor, *out_view);
+}
+
+void dequantize_kv_rows(py::handle rows, py::handle out) {
+  const Arguments read("reference.dequantize_kv_rows");
+  const TensorArgument rows_view = read.tensor(rows, "rows");
+  const TensorArgument out_view = read.output(out, "out");
+  const Computation computation;
+  reference::dequantize_kv_rows(*rows_view, *out_view);
 }
 
 }  // namespace
@@ -152,6 +208,9 @@ void register_reference(py::module_& module) {
       "indexer_logits", &indexer_logits, "q"_a, "k"_a, "weights"_a, "ks"_a, "ke"_a, "k_scale"_a,
       "out"_a
   );
+  reference.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "bias"_a, "eps"_a, "out"_a);
+  reference.def("hadamard_transform", &hadamard_transform, "x"_a, "scale"_a, "out"_a);
+  reference.def("dequantize_kv_rows", &dequantize_kv_rows, "rows"_a, "out"_a);
 }
 
 }  // namespace cpattn::bindings

@@ -2,6 +2,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/module.h"
 #include "cpattn/cpu.h"
 #include "cpattn/isa.h"
@@ -31,17 +32,29 @@ void register_runtime(py::module_& module) {
   module.def(
       "measure_peak",
       [](const std::string& dtype, int num_threads) {
-        const py::gil_scoped_release nogil;
+        const GilRelease nogil;
         return measure_peak(dtype, num_threads);
       },
       "dtype"_a, "num_threads"_a
   );
   module.def(
-      "measure_read_bandwidth", &measure_read_bandwidth, py::call_guard<py::gil_scoped_release>(),
+      "measure_read_bandwidth", &measure_read_bandwidth, py::call_guard<GilRelease>(),
       "num_threads"_a
   );
   module.def("default_num_threads", &default_num_threads);
-  module.def("set_num_threads", &set_num_threads, "num_threads"_a);
+  module.def(
+      "set_num_threads",
+      [](py::handle num_threads) {
+        const Arguments read("set_num_threads");
+        set_num_threads(read.integer<int32_t>(num_threads, "num_threads"));
+      },
+      "num_threads"_a, R"(Set how many threads a call uses that does not say.
+
+Parameters
+----------
+num_threads : int
+    At least 1.)"
+  );
 }
 
 }  // namespace cpattn::bindings

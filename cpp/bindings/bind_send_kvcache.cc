@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <vector>
 
-#include "bindings/index_argument.h"
+#include "bindings/arguments.h"
 #include "bindings/module.h"
 #include "bindings/uint64_argument.h"
 #include "cpattn/check.h"
@@ -39,9 +39,8 @@ class Buffers {
 /// Owns what SendItems borrow.
 class Items {
  public:
-  Items(const char* function, py::handle src, py::handle dst)
-      : src_(index_list(src, concat(function, ": source indices").c_str())),
-        dst_(index_list(dst, concat(function, ": destination indices").c_str())) {}
+  Items(const Arguments& read, py::handle src, py::handle dst)
+      : src_(read.ints(src, "source indices")), dst_(read.ints(dst, "destination indices")) {}
 
   SendItems operator*() const { return {src_, dst_}; }
 
@@ -51,105 +50,104 @@ class Items {
 
 /// Given as (prefill_start_layer, kv_buf_groups, total_kv_layers, hidden_kv_layers or None,
 /// draft_kv_layers, is_last_rank, pp_size, is_mla, prefill_end_layer or None).
-SendStage stage_of(const char* function, const py::tuple& fields) {
-  const auto value = [&](int i, const char* name) {
-    return index_value(fields[i], concat(function, ": ", name).c_str());
-  };
-  SendStage stage{
+SendStage stage_of(const Arguments& read, const py::tuple& fields) {
+  return {
       .kv =
-          {.prefill_start_layer = value(0, "prefill_start_layer"),
-           .kv_buf_groups = value(1, "kv_buf_groups"),
-           .total_kv_layers = value(2, "total_kv_layers"),
-           .hidden_kv_layers = {},
-           .draft_kv_layers = value(4, "draft_kv_layers"),
-           .is_last_rank = fields[5].cast<bool>()},
-      .prefill_end_layer = {},
-      .pp_size = value(6, "pp_size"),
-      .is_mla = fields[7].cast<bool>()
+          {.prefill_start_layer = read.integer(fields[0], "prefill_start_layer"),
+           .kv_buf_groups = read.integer(fields[1], "kv_buf_groups"),
+           .total_kv_layers = read.integer(fields[2], "total_kv_layers"),
+           .hidden_kv_layers = read.optional_integer(fields[3], "hidden_kv_layers"),
+           .draft_kv_layers = read.integer(fields[4], "draft_kv_layers"),
+           .is_last_rank = read.flag(fields[5], "is_last_rank")},
+      .prefill_end_layer = read.optional_integer(fields[8], "prefill_end_layer"),
+      .pp_size = read.integer(fields[6], "pp_size"),
+      .is_mla = read.flag(fields[7], "is_mla"),
   };
-  if (!fields[3].is_none()) stage.kv.hidden_kv_layers = value(3, "hidden_kv_layers");
-  if (!fields[8].is_none()) stage.prefill_end_layer = value(8, "prefill_end_layer");
-  return stage;
 }
 
 TransferPlan send_kvcache(
     const py::tuple& lists,
-    const py::object& src_pages,
-    const py::object& dst_pages,
+    py::handle src_pages,
+    py::handle dst_pages,
     const py::tuple& stage,
-    bool compat
+    py::handle compat
 ) {
-  constexpr char kFunction[] = "plan_send_kvcache";
-  const Buffers buffers(kFunction, lists);
-  const Items pages(kFunction, src_pages, dst_pages);
-  const SendStage sender = stage_of(kFunction, stage);
-  const py::gil_scoped_release release;
-  return plan_send_kvcache(*buffers, *pages, sender, compat);
+  const Arguments read("plan_send_kvcache");
+  const Buffers buffers(read.function(), lists);
+  const Items pages(read, src_pages, dst_pages);
+  const SendStage sender = stage_of(read, stage);
+  const bool is_compat = read.flag(compat, "compat");
+  const GilRelease release;
+  return plan_send_kvcache(*buffers, *pages, sender, is_compat);
 }
 
 /// (src_start, dst_start, num_heads, src_heads, dst_heads)
 py::tuple heads(
-    const py::object& total_kv_heads,
-    const py::object& src_tp_size,
-    const py::object& src_rank,
-    const py::object& dst_tp_size,
-    const py::object& dst_rank,
-    bool compat
+    py::handle total_kv_heads,
+    py::handle prefill_tp_size,
+    py::handle prefill_rank,
+    py::handle decode_tp_size,
+    py::handle decode_rank,
+    py::handle compat
 ) {
-  const HeadSlice slice = slice_heads(
-      index_value(total_kv_heads, "slice_heads: total_kv_heads"),
-      index_value(src_tp_size, "slice_heads: prefill_tp_size"),
-      index_value(src_rank, "slice_heads: prefill_rank"),
-      index_value(dst_tp_size, "slice_heads: decode_tp_size"),
-      index_value(dst_rank, "slice_heads: decode_rank"), compat
-  );
+  const Arguments read("slice_heads");
+  const int64_t num_heads = read.integer(total_kv_heads, "total_kv_heads");
+  const int64_t src_size = read.integer(prefill_tp_size, "prefill_tp_size");
+  const int64_t src_rank = read.integer(prefill_rank, "prefill_rank");
+  const int64_t dst_size = read.integer(decode_tp_size, "decode_tp_size");
+  const int64_t dst_rank = read.integer(decode_rank, "decode_rank");
+  const HeadSlice slice =
+      slice_heads(num_heads, src_size, src_rank, dst_size, dst_rank, read.flag(compat, "compat"));
   return py::make_tuple(
       slice.src_start, slice.dst_start, slice.num_heads, slice.src_heads, slice.dst_heads
   );
 }
 
-HeadSlice slice_of(const py::tuple& fields) {
-  const auto field = [&](int i) { return fields[i].cast<int64_t>(); };
-  return {field(0), field(1), field(2), field(3), field(4)};
+HeadSlice slice_of(const Arguments& read, py::handle head_slice) {
+  const std::vector<int64_t> fields = read.ints(head_slice, "heads");
+  check(fields.size() == 5, read.name("heads"), " must have 5 fields, got ", fields.size());
+  return {fields[0], fields[1], fields[2], fields[3], fields[4]};
 }
 
 TransferPlan send_kvcache_slice(
     const py::tuple& lists,
-    const py::object& src_pages,
-    const py::object& dst_pages,
-    const py::object& page_size,
-    const py::tuple& head_slice,
+    py::handle src_pages,
+    py::handle dst_pages,
+    py::handle page_size,
+    py::handle head_slice,
     const py::tuple& stage,
-    bool compat
+    py::handle compat
 ) {
-  constexpr char kFunction[] = "plan_send_kvcache_slice";
-  const Buffers buffers(kFunction, lists);
-  const Items pages(kFunction, src_pages, dst_pages);
-  const SendStage sender = stage_of(kFunction, stage);
-  const HeadSlice slice = slice_of(head_slice);
-  const int64_t tokens = index_value(page_size, "plan_send_kvcache_slice: page_size");
-  const py::gil_scoped_release release;
-  return plan_send_kvcache_slice(*buffers, *pages, tokens, slice, sender, compat);
+  const Arguments read("plan_send_kvcache_slice");
+  const Buffers buffers(read.function(), lists);
+  const Items pages(read, src_pages, dst_pages);
+  const SendStage sender = stage_of(read, stage);
+  const HeadSlice slice = slice_of(read, head_slice);
+  const int64_t tokens = read.integer(page_size, "page_size");
+  const bool is_compat = read.flag(compat, "compat");
+  const GilRelease release;
+  return plan_send_kvcache_slice(*buffers, *pages, tokens, slice, sender, is_compat);
 }
 
 TransferPlan send_aux(
-    const py::tuple& lists, const py::object& src_index, const py::object& dst_index, bool compat
+    const py::tuple& lists, py::handle src_index, py::handle dst_index, py::handle compat
 ) {
-  constexpr char kFunction[] = "plan_send_aux";
-  const Buffers buffers(kFunction, lists);
-  const std::vector<int64_t> src = {index_value(src_index, "plan_send_aux: src_aux_index")};
-  const std::vector<int64_t> dst = {index_value(dst_index, "plan_send_aux: dst_aux_index")};
-  return plan_send_items(kFunction, "aux", *buffers, {src, dst}, compat);
+  const Arguments read("plan_send_aux");
+  const Buffers buffers(read.function(), lists);
+  const std::vector<int64_t> src = {read.integer(src_index, "src_aux_index")};
+  const std::vector<int64_t> dst = {read.integer(dst_index, "dst_aux_index")};
+  return plan_send_items(read.function(), "aux", *buffers, {src, dst}, read.flag(compat, "compat"));
 }
 
-TransferPlan send_state(const py::list& components, bool compat) {
-  constexpr char kFunction[] = "plan_send_state";
+TransferPlan send_state(const py::list& components, py::handle compat) {
+  const Arguments read("plan_send_state");
+  const bool is_compat = read.flag(compat, "compat");
   std::vector<TransferPlan> plans;
   for (const py::handle component : components) {
     const auto fields = component.cast<py::tuple>();
-    const Buffers buffers(kFunction, fields[0].cast<py::tuple>());
-    const Items items(kFunction, fields[1], fields[2]);
-    plans.push_back(plan_send_items(kFunction, "state", *buffers, *items, compat));
+    const Buffers buffers(read.function(), fields[0].cast<py::tuple>());
+    const Items items(read, fields[1], fields[2]);
+    plans.push_back(plan_send_items(read.function(), "state", *buffers, *items, is_compat));
   }
   return concatenate(plans);
 }

@@ -1,12 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <pybind11/stl.h>
-
-#include <optional>
-#include <string>
-
-#include "bindings/index_argument.h"
+#include "bindings/arguments.h"
 #include "bindings/module.h"
-#include "bindings/tensor_argument.h"
 #include "cpattn/sparse_flash_attention.h"
 
 namespace py = pybind11;
@@ -16,65 +10,61 @@ namespace cpattn::bindings {
 namespace {
 
 void run(
-    const py::object& query,
-    const py::object& key,
-    const py::object& value,
-    const py::object& sparse_indices,
-    double scale_value,
-    const py::object& block_table,
-    const py::object& actual_seq_lengths_query,
-    const py::object& actual_seq_lengths_kv,
-    const py::object& query_rope,
-    const py::object& key_rope,
-    int64_t sparse_block_size,
-    const std::string& layout_query,
-    const std::string& layout_kv,
-    int64_t sparse_mode,
-    int64_t pre_tokens,
-    int64_t next_tokens,
-    int64_t attention_mode,
-    const py::object& out,
-    const py::object& softmax_max,
-    const py::object& softmax_sum
+    py::handle query,
+    py::handle key,
+    py::handle value,
+    py::handle sparse_indices,
+    py::handle scale_value,
+    py::handle block_table,
+    py::handle actual_seq_lengths_query,
+    py::handle actual_seq_lengths_kv,
+    py::handle query_rope,
+    py::handle key_rope,
+    py::handle sparse_block_size,
+    py::handle layout_query,
+    py::handle layout_kv,
+    py::handle sparse_mode,
+    py::handle pre_tokens,
+    py::handle next_tokens,
+    py::handle attention_mode,
+    py::handle out,
+    py::handle softmax_max,
+    py::handle softmax_sum
 ) {
-  const TensorArgument query_view(query, "query"), key_view(key, "key"), value_view(value, "value");
-  const TensorArgument indices_view(sparse_indices, "sparse_indices");
-  const TensorArgument out_view = output_argument(out, "out");
-  std::optional<TensorArgument> query_rope_view, key_rope_view, max_view, sum_view;
-  std::optional<IndexTableArgument> table;
-  const auto optional = [](std::optional<TensorArgument>& view, const py::object& object,
-                           const char* name) -> std::optional<TensorView> {
-    if (object.is_none()) return std::nullopt;
-    return *view.emplace(object, name);
-  };
-  SparseFlashArguments arguments{
+  const Arguments read("npu_sparse_flash_attention");
+  const TensorArgument query_view = read.tensor(query, "query");
+  const TensorArgument key_view = read.tensor(key, "key");
+  const TensorArgument value_view = read.tensor(value, "value");
+  const TensorArgument indices_view = read.tensor(sparse_indices, "sparse_indices");
+  const auto table = read.optional_table(block_table, "block_table");
+  const auto query_rope_view = read.optional_tensor(query_rope, "query_rope");
+  const auto key_rope_view = read.optional_tensor(key_rope, "key_rope");
+  const TensorArgument out_view = read.output(out, "out");
+  const auto max_view = read.optional_output(softmax_max, "softmax_max");
+  const auto sum_view = read.optional_output(softmax_sum, "softmax_sum");
+  const SparseFlashArguments arguments{
       .query = *query_view,
       .key = *key_view,
       .value = *value_view,
       .sparse_indices = *indices_view,
-      .scale_value = scale_value,
-      .actual_seq_lengths_query = optional_index_list(
-          actual_seq_lengths_query, "npu_sparse_flash_attention: actual_seq_lengths_query"
-      ),
-      .actual_seq_lengths_kv = optional_index_list(
-          actual_seq_lengths_kv, "npu_sparse_flash_attention: actual_seq_lengths_kv"
-      ),
-      .query_rope = optional(query_rope_view, query_rope, "query_rope"),
-      .key_rope = optional(key_rope_view, key_rope, "key_rope"),
-      .sparse_block_size = sparse_block_size,
-      .layout_query = layout_query,
-      .layout_kv = layout_kv,
-      .sparse_mode = sparse_mode,
-      .pre_tokens = pre_tokens,
-      .next_tokens = next_tokens,
-      .attention_mode = attention_mode,
+      .scale_value = read.real(scale_value, "scale_value"),
+      .block_table = view_of(table),
+      .actual_seq_lengths_query =
+          read.optional_ints(actual_seq_lengths_query, "actual_seq_lengths_query"),
+      .actual_seq_lengths_kv = read.optional_ints(actual_seq_lengths_kv, "actual_seq_lengths_kv"),
+      .query_rope = view_of(query_rope_view),
+      .key_rope = view_of(key_rope_view),
+      .sparse_block_size = read.integer(sparse_block_size, "sparse_block_size"),
+      .layout_query = read.text(layout_query, "layout_query"),
+      .layout_kv = read.text(layout_kv, "layout_kv"),
+      .sparse_mode = read.integer(sparse_mode, "sparse_mode"),
+      .pre_tokens = read.integer(pre_tokens, "pre_tokens"),
+      .next_tokens = read.integer(next_tokens, "next_tokens"),
+      .attention_mode = read.integer(attention_mode, "attention_mode"),
       .out = *out_view,
-      .softmax_max = optional(max_view, softmax_max, "softmax_max"),
-      .softmax_sum = optional(sum_view, softmax_sum, "softmax_sum"),
+      .softmax_max = view_of(max_view),
+      .softmax_sum = view_of(sum_view),
   };
-  if (!block_table.is_none()) {
-    arguments.block_table = *table.emplace(block_table, "npu_sparse_flash_attention: block_table");
-  }
   const Computation computation;
   npu_sparse_flash_attention(arguments);
 }

@@ -1,12 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <pybind11/stl.h>
-
-#include <optional>
-
-#include "bindings/index_argument.h"
+#include "bindings/arguments.h"
 #include "bindings/module.h"
-#include "bindings/num_threads.h"
-#include "bindings/tensor_argument.h"
 #include "cpattn/sparse_mla.h"
 
 namespace py = pybind11;
@@ -16,38 +10,39 @@ namespace cpattn::bindings {
 namespace {
 
 void run_flash_mla(
-    const py::object& q,
-    const py::object& kv,
-    const py::object& indices,
-    double sm_scale,
-    int64_t d_v,
-    const py::object& attn_sink,
-    const py::object& topk_length,
-    std::optional<int> num_threads,
-    const py::object& out,
-    const py::object& max_logits,
-    const py::object& lse
+    py::handle q,
+    py::handle kv,
+    py::handle indices,
+    py::handle sm_scale,
+    py::handle d_v,
+    py::handle attn_sink,
+    py::handle topk_length,
+    py::handle num_threads,
+    py::handle out,
+    py::handle max_logits,
+    py::handle lse
 ) {
-  const TensorArgument q_view(q, "q"), kv_view(kv, "kv"), indices_view(indices, "indices");
-  const TensorArgument out_view = output_argument(out, "out");
-  const TensorArgument max_view = output_argument(max_logits, "max_logits");
-  const TensorArgument lse_view = output_argument(lse, "lse");
-  const auto sink_view = optional_tensor(attn_sink, "attn_sink");
-  SparseMlaArguments arguments{
+  const Arguments read("flash_mla_sparse_fwd");
+  const TensorArgument q_view = read.tensor(q, "q");
+  const TensorArgument kv_view = read.tensor(kv, "kv");
+  const TensorArgument indices_view = read.tensor(indices, "indices");
+  const auto sink_view = read.optional_tensor(attn_sink, "attn_sink");
+  const TensorArgument out_view = read.output(out, "out");
+  const TensorArgument max_view = read.output(max_logits, "max_logits");
+  const TensorArgument lse_view = read.output(lse, "lse");
+  const SparseMlaArguments arguments{
       .q = *q_view,
       .kv = *kv_view,
       .indices = *indices_view,
-      .scale = sm_scale,
-      .v_head_dim = d_v,
+      .scale = read.real(sm_scale, "sm_scale"),
+      .v_head_dim = read.integer(d_v, "d_v"),
+      .attn_sink = view_of(sink_view),
+      .topk_length = read.optional_ints(topk_length, "topk_length"),
       .out = *out_view,
       .max_logits = *max_view,
       .lse = *lse_view,
-      .num_threads = parse_threads("flash_mla_sparse_fwd", num_threads),
+      .num_threads = read.threads(num_threads),
   };
-  if (sink_view) arguments.attn_sink = **sink_view;
-  if (!topk_length.is_none()) {
-    arguments.topk_length = index_list(topk_length, "flash_mla_sparse_fwd: topk_length");
-  }
   const Computation computation;
   flash_mla_sparse_fwd(arguments);
 }

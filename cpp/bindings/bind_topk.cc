@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <pybind11/stl.h>
-
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/forward_mode_argument.h"
-#include "bindings/index_argument.h"
 #include "bindings/module.h"
-#include "bindings/tensor_argument.h"
-#include "cpattn/check.h"
 #include "cpattn/topk.h"
 
 namespace py = pybind11;
@@ -19,36 +15,30 @@ namespace {
 
 using OptionalInts = std::optional<std::vector<int64_t>>;
 
-std::vector<int64_t> ints(const char* function, const char* argument, py::handle values) {
-  return index_list(values, concat(function, ": ", argument).c_str());
-}
-
-OptionalInts optional_ints(const char* function, const char* argument, py::handle values) {
-  return optional_index_list(values, concat(function, ": ", argument).c_str());
-}
-
 /// Owns what a TopkArguments borrows, and the result.
 class TopkCall {
  public:
   TopkCall(
-      const char* function,
+      const Arguments& read,
       py::handle score,
       py::handle lengths,
       py::handle topk,
       py::handle row_starts,
-      bool sorted,
-      py::handle out
+      py::handle sorted,
+      py::handle out,
+      const char* score_name = "score"
   )
-      : score_(score, concat(function, ": score").c_str()),
-        lengths_(ints(function, "lengths", lengths)),
-        row_starts_(optional_ints(function, "row_starts", row_starts)),
-        out_(output_argument(out, "out")) {
-    arguments.function = function;
+      : score_(read.tensor(score, score_name)),
+        lengths_(read.ints(lengths, "lengths")),
+        row_starts_(read.optional_ints(row_starts, "row_starts")),
+        out_(read.output(out, "out")) {
+    arguments.function = read.function();
+    arguments.score_name = score_name;
     arguments.score = *score_;
     arguments.lengths = lengths_;
     arguments.row_starts = row_starts_;
-    arguments.topk = index_value(topk, concat(function, ": topk").c_str());
-    arguments.sorted = sorted;
+    arguments.topk = read.integer(topk, "topk");
+    arguments.sorted = read.flag(sorted, "sorted");
   }
   const TensorView& out() const { return *out_; }
 
@@ -64,10 +54,9 @@ class TopkCall {
 class SlotTableArgument {
  public:
   SlotTableArgument(
-      const char* function, const char* argument, py::handle table, py::handle page_size
+      const Arguments& read, const char* argument, py::handle table, py::handle page_size
   )
-      : table_(table, concat(function, ": ", argument).c_str()),
-        page_size_(index_value(page_size, concat(function, ": page_size").c_str())) {}
+      : table_(read.table(table, argument)), page_size_(read.integer(page_size, "page_size")) {}
   SlotTable operator*() const { return {*table_, page_size_}; }
 
  private:
@@ -76,33 +65,34 @@ class SlotTableArgument {
 };
 
 void plain(
-    const py::object& score,
-    const py::object& lengths,
-    const py::object& topk,
-    const py::object& row_starts,
-    bool sorted,
-    const py::object& out
+    py::handle score,
+    py::handle lengths,
+    py::handle topk,
+    py::handle row_starts,
+    py::handle sorted,
+    py::handle out
 ) {
-  const TopkCall call("fast_topk", score, lengths, topk, row_starts, sorted, out);
+  const Arguments read("fast_topk");
+  const TopkCall call(read, score, lengths, topk, row_starts, sorted, out);
   const Computation computation;
   fast_topk(call.arguments, call.out());
 }
 
 void paged(
-    const py::object& score,
-    const py::object& lengths,
-    const py::object& page_table,
-    const py::object& cu_seqlens_q,
-    const py::object& page_size,
-    const py::object& topk,
-    const py::object& row_starts,
-    bool sorted,
-    const py::object& out
+    py::handle score,
+    py::handle lengths,
+    py::handle page_table,
+    py::handle cu_seqlens_q,
+    py::handle page_size,
+    py::handle topk,
+    py::handle row_starts,
+    py::handle sorted,
+    py::handle out
 ) {
-  constexpr char kFunction[] = "fast_topk_transform_fused";
-  const TopkCall call(kFunction, score, lengths, topk, row_starts, sorted, out);
-  const SlotTableArgument table(kFunction, "page_table_size_1", page_table, page_size);
-  const OptionalInts indptr = optional_ints(kFunction, "cu_seqlens_q", cu_seqlens_q);
+  const Arguments read("fast_topk_transform_fused");
+  const TopkCall call(read, score, lengths, topk, row_starts, sorted, out);
+  const SlotTableArgument table(read, "page_table_size_1", page_table, page_size);
+  const OptionalInts indptr = read.optional_ints(cu_seqlens_q, "cu_seqlens_q");
   const Computation computation;
   fast_topk_transform_fused(
       call.arguments, {.table = *table, .cu_seqlens_q = indptr, .batch_idx_list = {}}, call.out()
@@ -110,55 +100,55 @@ void paged(
 }
 
 void ragged(
-    const py::object& score,
-    const py::object& lengths,
-    const py::object& offsets,
-    const py::object& topk,
-    const py::object& row_starts,
-    bool sorted,
-    const py::object& out
+    py::handle score,
+    py::handle lengths,
+    py::handle offsets,
+    py::handle topk,
+    py::handle row_starts,
+    py::handle sorted,
+    py::handle out
 ) {
-  constexpr char kFunction[] = "fast_topk_transform_ragged_fused";
-  const TopkCall call(kFunction, score, lengths, topk, row_starts, sorted, out);
-  const std::vector<int64_t> list = ints(kFunction, "topk_indices_offset", offsets);
+  const Arguments read("fast_topk_transform_ragged_fused");
+  const TopkCall call(read, score, lengths, topk, row_starts, sorted, out);
+  const std::vector<int64_t> list = read.ints(offsets, "topk_indices_offset");
   const Computation computation;
   fast_topk_transform_ragged_fused(call.arguments, list, call.out());
 }
 
-std::optional<TopkTransformMethod> parse_method(py::handle method) {
-  if (method.is_none()) return std::nullopt;
-  const int64_t value = index_value(method, "topk_transform: method");
+std::optional<TopkTransformMethod> parse_method(const Arguments& read, py::handle method) {
+  const auto value = read.optional_integer(method, "method");
   check(
-      value == 1 || value == 2,
-      "topk_transform: method must be TopkTransformMethod.PAGED, RAGGED or None, got ", value
+      !value || *value == 1 || *value == 2, read.name("method"),
+      " must be TopkTransformMethod.PAGED, RAGGED or None, got ", value.value_or(0)
   );
-  return static_cast<TopkTransformMethod>(value);
+  if (!value) return std::nullopt;
+  return static_cast<TopkTransformMethod>(*value);
 }
 
 void transform(
-    const py::object& logits,
-    const py::object& topk,
-    const py::object& method,
-    const py::object& lengths,
-    const py::object& page_table,
-    const py::object& cu_seqlens_q,
-    const py::object& topk_indices_offset,
-    const py::object& row_starts,
-    const py::object& batch_idx_list,
-    const py::object& page_size,
-    bool sorted,
-    const py::object& out
+    py::handle logits,
+    py::handle topk,
+    py::handle method,
+    py::handle lengths,
+    py::handle page_table,
+    py::handle cu_seqlens_q,
+    py::handle topk_indices_offset,
+    py::handle row_starts,
+    py::handle batch_idx_list,
+    py::handle page_size,
+    py::handle sorted,
+    py::handle out
 ) {
-  constexpr char kFunction[] = "topk_transform";
-  const auto kind = parse_method(method);
-  const TopkCall call(kFunction, logits, lengths, topk, row_starts, sorted, out);
-  const OptionalInts offsets = optional_ints(kFunction, "topk_indices_offset", topk_indices_offset);
-  const OptionalInts indptr = optional_ints(kFunction, "cu_seqlens_q", cu_seqlens_q);
-  const OptionalInts rows = optional_ints(kFunction, "batch_idx_list", batch_idx_list);
+  const Arguments read("topk_transform");
+  const auto kind = parse_method(read, method);
+  const TopkCall call(read, logits, lengths, topk, row_starts, sorted, out, "logits");
+  const OptionalInts offsets = read.optional_ints(topk_indices_offset, "topk_indices_offset");
+  const OptionalInts indptr = read.optional_ints(cu_seqlens_q, "cu_seqlens_q");
+  const OptionalInts rows = read.optional_ints(batch_idx_list, "batch_idx_list");
   std::optional<SlotTableArgument> table;
   std::optional<TopkSlots> slots;
   if (!page_table.is_none()) {
-    table.emplace(kFunction, "page_table", page_table, page_size);
+    table.emplace(read, "page_table", page_table, page_size);
     slots = {.table = **table, .cu_seqlens_q = indptr, .batch_idx_list = rows};
   }
   const Computation computation;
@@ -166,54 +156,49 @@ void transform(
 }
 
 void transform_decode(
-    const py::object& page_table,
-    const py::object& topk_indices,
-    const py::object& page_size,
-    const py::object& out
+    py::handle page_table, py::handle topk_indices, py::handle page_size, py::handle out
 ) {
-  constexpr char kFunction[] = "transform_index_page_table_decode";
-  const SlotTableArgument table(kFunction, "page_table", page_table, page_size);
-  const IndexTableArgument indices(topk_indices, "transform_index_page_table_decode: topk_indices");
-  const TensorArgument out_view = output_argument(out, "out");
+  const Arguments read("transform_index_page_table_decode");
+  const SlotTableArgument table(read, "page_table", page_table, page_size);
+  const IndexTableArgument indices = read.table(topk_indices, "topk_indices");
+  const TensorArgument out_view = read.output(out, "out");
   const Computation computation;
   transform_index_page_table_decode(*table, *indices, *out_view);
 }
 
 void transform_prefill(
-    const py::object& page_table,
-    const py::object& topk_indices,
-    const py::object& extend_lens,
-    const py::object& page_size,
-    const py::object& out
+    py::handle page_table,
+    py::handle topk_indices,
+    py::handle extend_lens,
+    py::handle page_size,
+    py::handle out
 ) {
-  constexpr char kFunction[] = "transform_index_page_table_prefill";
-  const SlotTableArgument table(kFunction, "page_table", page_table, page_size);
-  const IndexTableArgument indices(
-      topk_indices, "transform_index_page_table_prefill: topk_indices"
-  );
-  const std::vector<int64_t> lens = ints(kFunction, "extend_lens_cpu", extend_lens);
-  const TensorArgument out_view = output_argument(out, "out");
+  const Arguments read("transform_index_page_table_prefill");
+  const SlotTableArgument table(read, "page_table", page_table, page_size);
+  const IndexTableArgument indices = read.table(topk_indices, "topk_indices");
+  const std::vector<int64_t> lens = read.ints(extend_lens, "extend_lens_cpu");
+  const TensorArgument out_view = read.output(out, "out");
   const Computation computation;
   transform_index_page_table_prefill(*table, *indices, lens, *out_view);
 }
 
 void whole_sequences(
-    const py::object& page_table,
-    const py::object& lengths,
-    const py::object& page_size,
-    const py::object& out
+    py::handle page_table, py::handle lengths, py::handle page_size, py::handle out
 ) {
-  constexpr char kFunction[] = "page_table_to_topk";
-  const SlotTableArgument table(kFunction, "page_table", page_table, page_size);
-  const std::vector<int64_t> lens = ints(kFunction, "lengths", lengths);
-  const TensorArgument out_view = output_argument(out, "out");
+  const Arguments read("page_table_to_topk");
+  const SlotTableArgument table(read, "page_table", page_table, page_size);
+  const std::vector<int64_t> lens = read.ints(lengths, "lengths");
+  const TensorArgument out_view = read.output(out, "out");
   const Computation computation;
   page_table_to_topk(*table, lens, *out_view);
 }
 
-int choose_method(const py::object& forward_mode, bool fp8_kv_cache, const std::string& impl) {
-  const auto mode = optional_mode(forward_mode, "get_topk_transform_method: forward_mode");
-  return static_cast<int>(get_topk_transform_method(mode, fp8_kv_cache, impl));
+int choose_method(py::handle forward_mode, py::handle fp8_kv_cache, py::handle prefill_impl) {
+  const Arguments read("get_topk_transform_method");
+  const auto mode = optional_mode(forward_mode, read.name("forward_mode"));
+  const bool is_fp8 = read.flag(fp8_kv_cache, "fp8_kv_cache");
+  const std::string impl = read.text(prefill_impl, "prefill_impl");
+  return static_cast<int>(get_topk_transform_method(mode, is_fp8, impl));
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include <memory>
 
+#include "bindings/arguments.h"
 #include "bindings/module.h"
 #include "cpattn/check.h"
 #include "cpattn/trace.h"
@@ -47,7 +48,13 @@ void register_trace(py::module_& module) {
       .value("item", TraceScope::item)
       .value("call", TraceScope::call)
       .finalize();
-  module.def("start_trace", &start_trace, "max_events"_a);
+  module.def(
+      "start_trace",
+      [](py::handle max_events) {
+        start_trace(Arguments("profile").integer(max_events, "max_events"));
+      },
+      "max_events"_a
+  );
   module.def("stop_trace", [] { return python_trace(stop_trace()); });
   module.def(
       "dtype_name",
@@ -59,18 +66,18 @@ void register_trace(py::module_& module) {
       },
       "code"_a
   );
-  py::class_<PythonSpan>(module, "TraceSpan", py::is_final())
-      .def(py::init([](TraceScope scope) { return PythonSpan{scope, nullptr}; }), "scope"_a)
-      .def(
-          "__enter__", [](PythonSpan& self) { self.span = std::make_unique<TraceSpan>(self.scope); }
-      )
-      .def(
-          "__exit__",
-          [](PythonSpan& self, const py::object&, const py::object&, const py::object&) {
-            self.span.reset();
-          },
-          "kind"_a, "error"_a, "traceback"_a
-      );
+  py::class_<PythonSpan> span(module, "TraceSpan", py::is_final());
+  span.def(py::init([](TraceScope scope) { return PythonSpan{scope, nullptr}; }), "scope"_a);
+  span.def("__enter__", [](PythonSpan& self) {
+    self.span = std::make_unique<TraceSpan>(self.scope);
+  });
+  span.def(
+      "__exit__",
+      [](PythonSpan& self, const py::object&, const py::object&, const py::object&) {
+        self.span.reset();
+      },
+      "kind"_a, "error"_a, "traceback"_a
+  );
 }
 
 }  // namespace cpattn::bindings

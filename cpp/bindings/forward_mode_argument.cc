@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/forward_mode_argument.h"
 
-#include "bindings/index_argument.h"
+#include "bindings/int_argument.h"
 #include "cpattn/check.h"
 
 namespace py = pybind11;
 
 namespace cpattn::bindings {
 
-std::optional<ForwardMode> optional_mode(py::handle mode, const char* name) {
+std::optional<ForwardMode> optional_mode(py::handle mode, const ArgumentName& name) {
   if (mode.is_none()) return std::nullopt;
   const int64_t value = index_value(mode, name);
   check(

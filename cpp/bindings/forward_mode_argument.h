@@ -5,12 +5,13 @@
 
 #include <optional>
 
+#include "bindings/argument_error.h"
 #include "cpattn/forward_mode.h"
 
 namespace cpattn::bindings {
 
 /// A ForwardMode or its number, or None. Another number is ValueError, anything else
-/// TypeError; `name` reads "function: argument".
-std::optional<ForwardMode> optional_mode(pybind11::handle mode, const char* name);
+/// TypeError.
+std::optional<ForwardMode> optional_mode(pybind11::handle mode, const ArgumentName& name);
 
 }  // namespace cpattn::bindings

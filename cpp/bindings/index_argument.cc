@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/index_argument.h"
 
-#include <algorithm>
-#include <string>
+#include <pybind11/numpy.h>
 
-#include "bindings/int_argument.h"
+#include <algorithm>
+
 #include "cpattn/check.h"
 
 namespace py = pybind11;
@@ -16,38 +16,46 @@ bool is_sequence(py::handle object) {
   return PyList_Check(object.ptr()) || PyTuple_Check(object.ptr());
 }
 
-/// The value of an int or of a NumPy integer scalar; index < 0: not in a list.
-int64_t integer(PyObject* object, const char* name, Py_ssize_t index) {
-  return read_int(object, name, index, [=](PyObject* exact) -> int64_t {
-    int overflow = 0;
-    const long long value = PyLong_AsLongLongAndOverflow(exact, &overflow);
-    if (overflow != 0) {
-      throw std::invalid_argument(
-          concat(name, " must fit into int64, got ", std::string(py::str(exact)), at_index(index))
-      );
-    }
-    return value;
-  });
+/// The items of a list or tuple at this moment, in a tuple that keeps them: a list can change
+/// while Python code runs, and __index__ of an item is such code.
+py::object kept_items(py::handle sequence) {
+  if (PyTuple_Check(sequence.ptr())) return py::reinterpret_borrow<py::object>(sequence);
+  auto items = py::reinterpret_steal<py::object>(PyList_AsTuple(sequence.ptr()));
+  if (!items) throw py::error_already_set();
+  return items;
 }
 
-void append_sequence(py::handle object, const char* name, std::vector<int64_t>& out) {
-  PyObject** items = PySequence_Fast_ITEMS(object.ptr());
+void append_sequence(py::handle object, const ArgumentName& name, std::vector<int64_t>& out) {
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(object.ptr());
   out.reserve(out.size() + size);
-  for (Py_ssize_t i = 0; i < size; ++i) out.push_back(integer(items[i], name, i));
+  Py_ssize_t i = 0;
+  for (; i < size; ++i) {  // no Python code runs for an exact int
+    PyObject* item = PySequence_Fast_GET_ITEM(object.ptr(), i);
+    if (!PyLong_CheckExact(item)) break;
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
+    out.push_back(overflow == 0 ? value : int64_element(item, name, i));  // which throws
+  }
+  if (i == size) return;
+  const py::object items = kept_items(object);
+  for (; i < size; ++i) {
+    out.push_back(int64_element(PyTuple_GET_ITEM(items.ptr(), i), name, i));
+  }
 }
 
-TensorArgument index_tensor(py::handle object, const char* name, int rank) {
-  if (!py::hasattr(object, "__dlpack__")) {
-    throw py::type_error(concat(
+TensorArgument index_tensor(py::handle object, const ArgumentName& name, int rank) {
+  static PyObject* dlpack = PyUnicode_InternFromString("__dlpack__");
+  if (!py::isinstance<py::array>(object) && PyObject_HasAttr(object.ptr(), dlpack) == 0) {
+    refuse_type(
         name,
         " must be a list or tuple of int, or a NumPy or torch CPU array of int32 or int64, got ",
-        Py_TYPE(object.ptr())->tp_name
-    ));
+        type_name(object)
+    );
   }
-  TensorArgument tensor(object, name);
+  constexpr char kDtypes[] = "int32 or int64";
+  TensorArgument tensor(object, name, kDtypes);
   if (tensor->dtype != DType::int32 && tensor->dtype != DType::int64) {
-    throw py::type_error(concat(name, " must be int32 or int64, got ", tensor->dtype));
+    refuse_type(name, " must be ", kDtypes, ", got ", tensor->dtype);
   }
   check(
       tensor->rank == rank, name, " must have ", rank, " dimension(s), got shape ", ShapeOf{*tensor}
@@ -68,9 +76,7 @@ IndexTable view_table(const TensorView& tensor) {
 
 }  // namespace
 
-int64_t index_value(py::handle object, const char* name) { return integer(object.ptr(), name, -1); }
-
-std::vector<int64_t> index_list(py::handle object, const char* name) {
+std::vector<int64_t> index_list(py::handle object, const ArgumentName& name) {
   std::vector<int64_t> values;
   if (is_sequence(object)) {
     append_sequence(object, name, values);
@@ -86,12 +92,19 @@ std::vector<int64_t> index_list(py::handle object, const char* name) {
   return values;
 }
 
-std::optional<std::vector<int64_t>> optional_index_list(py::handle object, const char* name) {
+std::optional<std::vector<int64_t>> optional_index_list(
+    py::handle object, const ArgumentName& name
+) {
   if (object.is_none()) return std::nullopt;
   return index_list(object, name);
 }
 
-IndexTableArgument::IndexTableArgument(py::handle object, const char* name) {
+int64_t index_count(py::handle object, const ArgumentName& name) {
+  if (is_sequence(object)) return PySequence_Fast_GET_SIZE(object.ptr());
+  return index_tensor(object, name, 1)->shape[0];
+}
+
+IndexTableArgument::IndexTableArgument(py::handle object, const ArgumentName& name) {
   if (!is_sequence(object)) {
     tensor_.emplace(index_tensor(object, name, 2));
     table_ = view_table(**tensor_);
@@ -99,8 +112,10 @@ IndexTableArgument::IndexTableArgument(py::handle object, const char* name) {
   }
   std::vector<std::vector<int64_t>> rows;
   std::size_t columns = 0;
-  for (py::handle row : object) {
-    rows.push_back(index_list(row, name));
+  const py::object items = kept_items(object);
+  rows.reserve(PyTuple_GET_SIZE(items.ptr()));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items.ptr()); ++i) {
+    rows.push_back(index_list(PyTuple_GET_ITEM(items.ptr(), i), name));
     columns = std::max(columns, rows.back().size());
   }
   owned_.assign(rows.size() * columns, -1);

@@ -9,12 +9,9 @@ namespace py = pybind11;
 namespace cpattn::bindings {
 namespace {
 
-#ifdef Py_GIL_DISABLED
-PyObject* new_int(int32_t value) { return PyLong_FromLong(value); }
-#else
 /// A reference to the int. Those below the bound are made once, when they first
 /// occur, and kept (at most 20 MB): filling a list of token counts and block
-/// numbers then only counts references.
+/// numbers then only counts references. The GIL guards them; see module.cc.
 PyObject* new_int(int32_t value) {
   constexpr int32_t kKept = 1 << 19;
   static PyObject* kept[kKept];
@@ -24,7 +21,6 @@ PyObject* new_int(int32_t value) {
   Py_XINCREF(slot);
   return slot;
 }
-#endif
 
 }  // namespace
 

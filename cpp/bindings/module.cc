@@ -1,17 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/module.h"
 
+#include "bindings/bound_class.h"
+
 namespace py = pybind11;
 
-namespace cpattn::bindings {
-
-bool python_signal_pending() {
-  const py::gil_scoped_acquire gil;
-  return PyErr_CheckSignals() != 0;
-}
-
-}  // namespace cpattn::bindings
-
+// The module does not declare py::mod_gil_not_used(): an interpreter built without the GIL turns it
+// on when it imports the module. The static maps and lists of the bindings rely on that.
 PYBIND11_MODULE(_core, m) {
   namespace bindings = cpattn::bindings;
   m.doc() = "Compiled core of cpattn. Private: import cpattn.";
@@ -22,6 +17,9 @@ PYBIND11_MODULE(_core, m) {
       // PyErr_CheckSignals has set KeyboardInterrupt on this thread already.
     }
   });
+  bindings::remember_main_thread();
+  bindings::register_arguments(m);
+  bindings::register_attention_plan(m);
   bindings::register_attention(m);
   bindings::register_copy_blocks(m);
   bindings::register_cp_attention(m);
@@ -42,4 +40,5 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_rows(m);
   bindings::register_context_parallel(m);
   bindings::register_dsa_metadata(m);
+  bindings::close_classes(m);
 }

@@ -3,11 +3,13 @@
 
 #include <pybind11/pybind11.h>
 
-#include "cpattn/parallel.h"
+#include "bindings/gil.h"
 
 namespace cpattn::bindings {
 
+void register_arguments(pybind11::module_& module);
 void register_attention(pybind11::module_& module);
+void register_attention_plan(pybind11::module_& module);
 void register_copy_blocks(pybind11::module_& module);
 void register_cp_attention(pybind11::module_& module);
 void register_cp_indexer(pybind11::module_& module);
@@ -28,17 +30,5 @@ void register_transfer_plan(pybind11::module_& module);
 void register_reference(pybind11::module_& module);
 void register_context_parallel(pybind11::module_& module);
 void register_context_parallel_metadata(pybind11::module_& module);
-
-/// True when a signal handler raised in Python (Ctrl-C); the Python error is
-/// then set on this thread. Takes the GIL for the look.
-bool python_signal_pending();
-
-/// For the length of a computation: the GIL is free and Ctrl-C ends it.
-/// Construct it after the arguments have been converted.
-class Computation {
- private:
-  pybind11::gil_scoped_release release_;
-  InterruptScope interrupts_{&python_signal_pending};
-};
 
 }  // namespace cpattn::bindings

@@ -8,16 +8,15 @@
 #include <unordered_map>
 #include <utility>
 
+#include "bindings/tensor_refusal.h"
 #include "cpattn/check.h"
+
+// The static maps here are guarded by the GIL; see module.cc.
 
 namespace py = pybind11;
 
 namespace cpattn::bindings {
 namespace {
-
-[[noreturn]] void type_error(const std::string& message) { throw py::type_error(message); }
-
-std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
 
 std::optional<DType> dtype_from_dlpack(uint8_t code, uint8_t bits) {
   switch (code) {
@@ -38,11 +37,22 @@ std::optional<DType> dtype_from_dlpack(uint8_t code, uint8_t bits) {
       if (bits == 8) return DType::uint8;
       break;
     case dlpack::kBool:
-      return DType::bool8;
+      if (bits == 8) return DType::bool8;
+      break;
     case dlpack::kFloat8E4M3FN:
-      return DType::float8_e4m3fn;
+      if (bits == 8) return DType::float8_e4m3fn;
+      break;
   }
   return std::nullopt;
+}
+
+/// The name of a dtype that is not taken.
+std::string dlpack_dtype_name(const dlpack::Tensor& tensor) {
+  const char* kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex"};
+  const std::string kind = tensor.code < std::size(kinds)
+                               ? std::string(kinds[tensor.code])
+                               : concat("DLPack code ", int{tensor.code}, ", bits ");
+  return concat(kind, int{tensor.bits}, tensor.lanes == 1 ? "" : concat(" x ", tensor.lanes));
 }
 
 std::optional<DType> dtype_from_name(const std::string& name) {
@@ -75,7 +85,7 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
 }
 
 /// What the exchange table passes silently though the numbers would be wrong.
-void check_torch_state(py::handle object, const char* name) {
+void check_torch_state(py::handle object, const ArgumentName& name) {
   static PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
   static PyObject* is_neg = PyUnicode_InternFromString("is_neg");
   PyObject* grad = PyObject_GetAttr(object.ptr(), requires_grad);
@@ -86,23 +96,62 @@ void check_torch_state(py::handle object, const char* name) {
   const bool wants_grad = grad == Py_True;
   Py_DECREF(grad);
   if (wants_grad && py::module_::import("torch").attr("is_grad_enabled")().cast<bool>()) {
-    type_error(concat(
+    refuse_type(
         name, " requires a gradient, which cpattn does not compute; call it under ",
-        "torch.no_grad() or pass ", name, ".detach()"
-    ));
+        "torch.no_grad() or pass ", name.argument, ".detach()"
+    );
   }
   PyObject* neg = PyObject_CallMethodNoArgs(object.ptr(), is_neg);
-  if (neg == nullptr) throw py::error_already_set();
+  if (neg == nullptr) refuse_for_python_error(concat(name, " must be a tensor of torch"));
   const bool negated = neg == Py_True;
   Py_DECREF(neg);
-  if (negated) type_error(concat(name, " is a negated view; pass ", name, ".resolve_neg()"));
+  if (negated) {
+    refuse_type(name, " is a negated view; pass ", name.argument, ".resolve_neg()");
+  }
+}
+
+void check_rank(const ArgumentName& name, int64_t rank) {
+  check(
+      rank <= TensorView::kMaxRank, name, " has ", rank, " dimensions, at most ",
+      TensorView::kMaxRank, " are supported"
+  );
+}
+
+/// For memory that somebody else describes: the extents exist and nothing leaves the address space.
+bool is_plausible(const dlpack::Tensor& tensor, int64_t element_bytes) {
+  if (tensor.ndim < 0 || (tensor.ndim > 0 && tensor.shape == nullptr)) return false;
+  int64_t span = 1;
+  int64_t elements = 1;
+  for (int axis = 0; axis < tensor.ndim; ++axis) {
+    const int64_t extent = tensor.shape[axis];
+    if (extent < 0 || __builtin_mul_overflow(elements, extent, &elements)) return false;
+    int64_t reach = 0;
+    if (tensor.strides == nullptr || extent <= 1) continue;
+    if (__builtin_mul_overflow(extent - 1, tensor.strides[axis], &reach)) return false;
+    if (__builtin_add_overflow(span, reach, &span)) return false;
+  }
+  if (tensor.strides == nullptr) span = elements;
+  int64_t bytes = 0;
+  return !__builtin_mul_overflow(span, element_bytes, &bytes) &&
+         tensor.byte_offset <= static_cast<uint64_t>(INT64_MAX - bytes);
 }
 
 }  // namespace
 
-TensorArgument::TensorArgument(py::handle object, const char* name) {
+struct TensorArgument::Source {
+  py::handle object;
+  const ArgumentName& name;
+  const char* dtypes;
+
+  [[noreturn]] void refuse_description() const {
+    refuse_type(name, " must be a tensor, got an invalid DLPack description of one");
+  }
+};
+
+TensorArgument::TensorArgument(py::handle object, const ArgumentName& name, const char* dtypes) {
+  const Source source{object, name, dtypes};
   // NumPy before the attribute lookup: a failed lookup costs 300 ns.
-  if (!try_numpy(object, name) && !try_exchange_api(object, name)) from_capsule(object, name);
+  if (!try_numpy(source) && !try_exchange_api(source)) from_capsule(source);
 }
 
 TensorArgument::~TensorArgument() {
@@ -112,22 +161,18 @@ TensorArgument::~TensorArgument() {
 TensorArgument::TensorArgument(TensorArgument&& other) noexcept
     : view_(other.view_), owner_(std::exchange(other.owner_, nullptr)) {}
 
-void TensorArgument::from_dlpack(const dlpack::Tensor& tensor, const char* name) {
+void TensorArgument::from_dlpack(const Source& source, const dlpack::Tensor& tensor) {
+  const ArgumentName& name = source.name;
   if (tensor.device_type != dlpack::kDeviceCpu) {
-    type_error(concat(name, " must be on the CPU, got DLPack device type ", tensor.device_type));
+    refuse_device(source.object, name, tensor.device_type);
   }
   const auto dtype = dtype_from_dlpack(tensor.code, tensor.bits);
   if (!dtype || tensor.lanes != 1) {
-    type_error(concat(
-        name, " has an unsupported dtype (DLPack code ", int{tensor.code}, ", ", int{tensor.bits},
-        " bits)"
-    ));
+    refuse_dtype(source.object, name, dlpack_dtype_name(tensor), source.dtypes);
   }
-  check(
-      tensor.ndim <= TensorView::kMaxRank, name, " has ", tensor.ndim, " dimensions, at most ",
-      TensorView::kMaxRank, " are supported"
-  );
-  view_.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  check_rank(name, tensor.ndim);
+  const auto bytes = static_cast<int64_t>(element_size(*dtype));
+  if (!is_plausible(tensor, bytes)) source.refuse_description();
   view_.dtype = *dtype;
   view_.rank = tensor.ndim;
   view_.writable = true;
@@ -138,30 +183,39 @@ void TensorArgument::from_dlpack(const dlpack::Tensor& tensor, const char* name)
     contiguous *= tensor.shape[axis];
     check(
         view_.strides[axis] >= 0, name, " has a negative stride (", view_.strides[axis],
-        ") in dimension ", axis
+        " elements in dimension ", axis, "), which is not taken; pass a contiguous copy"
     );
   }
   if (tensor.data == nullptr && contiguous != 0) {
-    type_error(concat(name, " has no storage, as tensors have that only stand for others"));
+    refuse_type(
+        name, " has no storage, it is a ", type_name(source.object),
+        " that only stands for a tensor"
+    );
   }
+  // Not by pointer arithmetic: the data of an empty tensor may be null.
+  const uintptr_t address = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
+  view_.data = reinterpret_cast<void*>(address);
+  check(contiguous == 0 || address % bytes == 0, name, " is not aligned to its element size");
 }
 
-bool TensorArgument::try_exchange_api(py::handle object, const char* name) {
-  const auto* api = exchange_api(Py_TYPE(object.ptr()));
+bool TensorArgument::try_exchange_api(const Source& source) {
+  const auto* api = exchange_api(Py_TYPE(source.object.ptr()));
   if (api == nullptr) return false;
   dlpack::Tensor tensor;
-  if (api->tensor_from_object(object.ptr(), &tensor) != 0) {
-    PyErr_Clear();  // meta and sparse tensors: the original text is a C++ stack
-    type_error(concat(name, " must be a dense CPU tensor with storage"));
+  if (api->tensor_from_object(source.object.ptr(), &tensor) != 0) {
+    PyErr_Clear();  // the original text is a C++ stack
+    refuse_torch_kind(source.object, source.name);
   }
-  check_torch_state(object, name);
-  from_dlpack(tensor, name);
+  check_torch_state(source.object, source.name);
+  from_dlpack(source, tensor);
   return true;
 }
 
-bool TensorArgument::try_numpy(py::handle object, const char* name) {
-  if (!py::isinstance<py::array>(object)) return false;
-  const auto array = py::reinterpret_borrow<py::array>(object);
+bool TensorArgument::try_numpy(const Source& source) {
+  if (!py::isinstance<py::array>(source.object)) return false;
+  const ArgumentName& name = source.name;
+  refuse_masked(source.object, name);
+  const auto array = py::reinterpret_borrow<py::array>(source.object);
   const py::dtype dtype = array.dtype();
   static std::unordered_map<int, std::optional<DType>> by_number;
   auto known = by_number.find(dtype.num());
@@ -169,27 +223,30 @@ bool TensorArgument::try_numpy(py::handle object, const char* name) {
     const auto text = dtype.attr("name").cast<std::string>();
     known = by_number.emplace(dtype.num(), dtype_from_name(text)).first;
   }
-  if (!known->second) {
-    type_error(
-        concat(name, " has an unsupported dtype (", dtype.attr("name").cast<std::string>(), ")")
+  const auto bytes = static_cast<py::ssize_t>(array.itemsize());
+  if (!known->second || bytes != static_cast<py::ssize_t>(element_size(*known->second))) {
+    refuse_dtype(source.object, name, dtype.attr("name").cast<std::string>(), source.dtypes);
+  }
+  if (dtype.byteorder() == '>') {
+    refuse_type(
+        name, " is not in native byte order; pass ", name.argument, ".astype(", name.argument,
+        ".dtype.newbyteorder('='))"
     );
   }
-  if (dtype.byteorder() == '>') type_error(concat(name, " is not in native byte order"));
-  check(
-      array.ndim() <= TensorView::kMaxRank, name, " has ", array.ndim(), " dimensions, at most ",
-      TensorView::kMaxRank, " are supported"
-  );
+  check_rank(name, array.ndim());
   view_.data = const_cast<void*>(array.data());
   view_.dtype = *known->second;
   view_.rank = static_cast<int>(array.ndim());
   view_.writable = array.writeable();
-  const auto bytes = static_cast<py::ssize_t>(array.itemsize());
   for (int axis = 0; axis < view_.rank; ++axis) {
     const py::ssize_t stride = array.strides(axis);
     check(
-        stride >= 0 && stride % bytes == 0, name, " has a stride of ", stride,
-        " bytes in dimension ", axis, ", which must be a non-negative multiple of its ", bytes,
-        "-byte elements"
+        stride >= 0, name, " has a negative stride (", stride, " bytes in dimension ", axis,
+        "), which is not taken; pass numpy.ascontiguousarray(", name.argument, ")"
+    );
+    check(
+        stride % bytes == 0, name, " has a stride of ", stride, " bytes in dimension ", axis,
+        ", which must be a multiple of its ", bytes, "-byte elements"
     );
     view_.shape[axis] = array.shape(axis);
     view_.strides[axis] = stride / bytes;
@@ -201,21 +258,34 @@ bool TensorArgument::try_numpy(py::handle object, const char* name) {
   return true;
 }
 
-void TensorArgument::from_capsule(py::handle object, const char* name) {
-  if (!py::hasattr(object, "__dlpack__")) {
-    type_error(concat(
-        name, " must be a tensor (torch CPU, NumPy, or anything with __dlpack__), got ",
-        type_name(object)
-    ));
+void TensorArgument::from_capsule(const Source& source) {
+  static PyObject* attribute = PyUnicode_InternFromString("__dlpack__");
+  const ArgumentName& name = source.name;
+  const auto method =
+      py::reinterpret_steal<py::object>(PyObject_GetAttr(source.object.ptr(), attribute));
+  if (!method && PyErr_ExceptionMatches(PyExc_AttributeError) != 0) {
+    PyErr_Clear();
+    refuse_other_types(source.object, name);
   }
-  const py::object result = object.attr("__dlpack__")();
-  PyObject* capsule = result.ptr();
-  auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
-  if (managed == nullptr) throw py::error_already_set();
-  PyCapsule_SetName(capsule, "used_dltensor");
+  const auto capsule =
+      method ? py::reinterpret_steal<py::object>(PyObject_CallNoArgs(method.ptr())) : py::object();
+  if (!capsule) {
+    refuse_for_python_error(
+        concat(name, " must be a tensor, got ", type_name(source.object), " whose __dlpack__ fails")
+    );
+  }
+  if (PyCapsule_IsValid(capsule.ptr(), "dltensor") == 0) {
+    refuse_type(
+        name, " must be a tensor, got ", type_name(source.object),
+        " whose __dlpack__ returns no capsule named dltensor that is yet to be used"
+    );
+  }
+  auto* managed =
+      static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+  PyCapsule_SetName(capsule.ptr(), "used_dltensor");
   owner_ = managed;
   try {
-    from_dlpack(managed->tensor, name);
+    from_dlpack(source, managed->tensor);
   } catch (...) {
     // The destructor does not run for a half-constructed object.
     if (managed->deleter != nullptr) managed->deleter(managed);
@@ -223,7 +293,7 @@ void TensorArgument::from_capsule(py::handle object, const char* name) {
   }
 }
 
-TensorArgument output_argument(py::handle object, const char* name) {
+TensorArgument output_argument(py::handle object, const ArgumentName& name) {
   TensorArgument argument(object, name);
   check(argument->writable, name, " must be writable");
   for (int axis = 0; axis < argument->rank; ++axis) {

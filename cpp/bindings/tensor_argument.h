@@ -3,8 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include <optional>
-
+#include "bindings/argument_error.h"
 #include "bindings/dlpack_abi.h"
 #include "cpattn/tensor_view.h"
 
@@ -15,11 +14,13 @@ namespace cpattn::bindings {
 /// Python object lives, which the arguments of a call do.
 ///
 /// Throws TypeError for anything that is not a CPU tensor of a known dtype, for
-/// non-native byte order, for a torch tensor whose gradient would be lost, and
-/// for negated views; ValueError for strides that are not whole elements.
+/// non-native byte order, masked arrays, descriptions that contradict themselves,
+/// a torch tensor whose gradient would be lost, and negated views; ValueError for
+/// more than 6 dimensions, and for strides that are negative or not whole elements.
 class TensorArgument {
  public:
-  TensorArgument(pybind11::handle object, const char* name);
+  /// `dtypes` says in errors which dtypes are taken, where others are never taken.
+  TensorArgument(pybind11::handle object, const ArgumentName& name, const char* dtypes = nullptr);
   ~TensorArgument();
   TensorArgument(TensorArgument&& other) noexcept;
   TensorArgument(const TensorArgument&) = delete;
@@ -29,23 +30,18 @@ class TensorArgument {
   const TensorView* operator->() const { return &view_; }
 
  private:
-  void from_dlpack(const dlpack::Tensor& tensor, const char* name);
-  bool try_exchange_api(pybind11::handle object, const char* name);
-  bool try_numpy(pybind11::handle object, const char* name);
-  void from_capsule(pybind11::handle object, const char* name);
+  struct Source;  // what is being read, for errors
+  void from_dlpack(const Source& source, const dlpack::Tensor& tensor);
+  bool try_exchange_api(const Source& source);
+  bool try_numpy(const Source& source);
+  void from_capsule(const Source& source);
 
   TensorView view_;
   dlpack::ManagedTensor* owner_ = nullptr;
 };
 
-/// Nothing for None.
-inline std::optional<TensorArgument> optional_tensor(pybind11::handle object, const char* name) {
-  if (object.is_none()) return std::nullopt;
-  return TensorArgument(object, name);
-}
-
 /// Like TensorArgument for a result: must be writable and must not broadcast
 /// (no zero stride over more than one element).
-TensorArgument output_argument(pybind11::handle object, const char* name);
+TensorArgument output_argument(pybind11::handle object, const ArgumentName& name);
 
 }  // namespace cpattn::bindings

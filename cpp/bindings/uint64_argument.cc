@@ -47,7 +47,14 @@ void refuse_masked(py::handle object, const char* name) {
 /// (`__index__`), which may change the caller's list; the tuple keeps what was in it.
 py::tuple items_of(py::handle object, const char* name) {
   auto list = py::reinterpret_borrow<py::object>(object);
-  if (py::hasattr(list, "tolist") && !PyMemoryView_Check(list.ptr())) list = list.attr("tolist")();
+  if (py::hasattr(list, "tolist") && !PyMemoryView_Check(list.ptr())) {
+    try {
+      list = list.attr("tolist")();
+    } catch (py::error_already_set& error) {
+      error.restore();
+      refuse_for_python_error(concat(name, " must be a list of int, got ", type_name(object)));
+    }
+  }
   if (PyTuple_Check(list.ptr())) return py::reinterpret_borrow<py::tuple>(list);
   if (!PyList_Check(list.ptr())) refuse(object, name);
   auto items = py::reinterpret_steal<py::tuple>(PyList_AsTuple(list.ptr()));

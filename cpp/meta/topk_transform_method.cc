@@ -30,24 +30,25 @@ constexpr PrefillImpl kPrefillImpls[] = {
     {"trtllm", Concatenates::never},
 };
 
-Concatenates find_prefill_impl(std::string_view name) {
+Concatenates find_prefill_impl(std::string_view name, const char* function) {
   std::string known;
   for (const PrefillImpl& impl : kPrefillImpls) {
     if (impl.name == name) return impl.concatenates;
     known += concat(known.empty() ? "'" : ", '", impl.name, "'");
   }
-  check(
-      false, "get_topk_transform_method: prefill_impl must be one of ", known, ", got '", name, "'"
-  );
+  check(false, function, ": prefill_impl must be one of ", known, ", got '", name, "'");
   __builtin_unreachable();
 }
 
 }  // namespace
 
 TopkTransformMethod get_topk_transform_method(
-    std::optional<ForwardMode> mode, bool fp8_kv_cache, std::string_view prefill_impl
+    std::optional<ForwardMode> mode,
+    bool fp8_kv_cache,
+    std::string_view prefill_impl,
+    const char* function
 ) {
-  const Concatenates concatenates = find_prefill_impl(prefill_impl);
+  const Concatenates concatenates = find_prefill_impl(prefill_impl, function);
   const bool from_this_cache = concatenates == Concatenates::always ||
                                (concatenates == Concatenates::from_fp8 && fp8_kv_cache);
   return from_this_cache && mode == ForwardMode::extend ? TopkTransformMethod::ragged

@@ -100,27 +100,29 @@ void hadamard_transform(const TensorView& x, float scale, const TensorView& out)
 }
 
 void quantize_index(
-    const TensorView& x, bool power_of_two, const TensorView& codes, const TensorView& scale
+    const TensorView& x,
+    bool power_of_two,
+    const TensorView& codes,
+    const TensorView& scale,
+    const char* function,
+    const char* name
 ) {
-  constexpr char kFunction[] = "quantize_index";
-  const auto type = element_type(kFunction, "x", x.dtype);
-  check_rank(kFunction, "x", x, 1, TensorView::kMaxRank);
+  const auto type = element_type(function, name, x.dtype);
+  check_rank(function, name, x, 1, TensorView::kMaxRank);
   const int64_t dim = last_dim(x);
   check(
-      dim > 0 && dim % kGroup == 0, kFunction, ": the last dimension of x must be a multiple of ",
-      kGroup, ", got shape ", ShapeOf{x}
+      dim > 0 && dim % kGroup == 0, function, ": the last dimension of ", name,
+      " must be a multiple of ", kGroup, ", got shape ", ShapeOf{x}
   );
   const bool is_int8 = codes.dtype == DType::int8;
-  check(
-      !(is_int8 && power_of_two), kFunction, ": scale_fmt 'ue8m0' is for float8_e4m3fn, not int8"
-  );
-  if (!is_int8) check_dtype(kFunction, "codes", codes.dtype, DType::float8_e4m3fn);
-  check_dtype(kFunction, "scale", scale.dtype, DType::float32);
-  check_dense(kFunction, "codes", codes, x.num_elements());
-  check_dense(kFunction, "scale", scale, x.num_elements() / kGroup);
-  check_no_overlap(kFunction, "codes", codes, "x", x);
-  check_no_overlap(kFunction, "scale", scale, "x", x);
-  check_no_overlap(kFunction, "scale", scale, "codes", codes);
+  check(!(is_int8 && power_of_two), function, ": scale_fmt 'ue8m0' is for float8_e4m3fn, not int8");
+  if (!is_int8) check_dtype(function, "codes", codes.dtype, DType::float8_e4m3fn);
+  check_dtype(function, "scale", scale.dtype, DType::float32);
+  check_dense(function, "codes", codes, x.num_elements());
+  check_dense(function, "scale", scale, x.num_elements() / kGroup);
+  check_no_overlap(function, "codes", codes, name, x);
+  check_no_overlap(function, "scale", scale, name, x);
+  check_no_overlap(function, "scale", scale, "codes", codes);
   const auto format = is_int8        ? kernels::kGroupInt8
                       : power_of_two ? kernels::kGroupFloat8PowerOfTwo
                                      : kernels::kGroupFloat8;

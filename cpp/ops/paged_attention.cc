@@ -269,13 +269,16 @@ PagedCache paged_cache(
 }
 
 AttentionShape attention_shape(const AttentionArguments& arguments) {
-  const auto narrow = [&](int64_t value) { return narrow_to_int32(value, arguments.function); };
+  const auto narrow = [&](const char* name, int64_t value) {
+    check(value <= INT32_MAX, arguments.function, ": ", name, " must fit into int32, got ", value);
+    return static_cast<int32_t>(value);
+  };
   check_tensor(arguments.function, "q", arguments.q, 3);
   return {
-      .num_heads = narrow(arguments.q.shape[1]),
-      .num_kv_heads = narrow(arguments.k.num_kv_heads),
-      .head_dim = narrow(arguments.q.shape[2] + rope_dim(arguments)),
-      .v_head_dim = narrow(arguments.v.head_dim),
+      .num_heads = narrow("num_heads", arguments.q.shape[1]),
+      .num_kv_heads = narrow("num_kv_heads", arguments.k.num_kv_heads),
+      .head_dim = narrow("head_dim", arguments.q.shape[2] + rope_dim(arguments)),
+      .v_head_dim = narrow("v_head_dim", arguments.v.head_dim),
   };
 }
 

@@ -28,16 +28,16 @@ void check_size(const char* function, const char* name, std::size_t size, int64_
 void check_arguments(const TopkArguments& arguments) {
   const char* function = arguments.function;
   const TensorView& score = arguments.score;
-  check_dtype(function, "score", score.dtype, DType::float32);
-  check_tensor(function, "score", score, 2);
+  check_dtype(function, arguments.score_name, score.dtype, DType::float32);
+  check_tensor(function, arguments.score_name, score, 2);
   check(
       arguments.topk >= 1 && arguments.topk <= kMaxTopk, function, ": topk must be in [1, ",
       kMaxTopk, "], got ", arguments.topk
   );
   const int64_t columns = score.shape[1];
   check(
-      columns <= INT32_MAX, function, ": score must have at most ", INT32_MAX, " columns, got ",
-      columns
+      columns <= INT32_MAX, function, ": ", arguments.score_name, " must have at most ", INT32_MAX,
+      " columns, got ", columns
   );
   check_size(function, "lengths", arguments.lengths.size(), score.shape[0]);
   if (arguments.row_starts) {
@@ -70,7 +70,7 @@ void select_rows(
 ) {
   check_dtype(arguments.function, "out", out.dtype, DType::int32);
   check_rows(arguments.function, "out", out, {arguments.score.shape[0], arguments.topk});
-  check_no_overlap(arguments.function, "out", out, "score", arguments.score);
+  check_no_overlap(arguments.function, "out", out, arguments.score_name, arguments.score);
   const TraceSpan span(TraceScope::call, 0, DType::float32, arguments.function);
   const kernels::TopkKernel& kernel = active_sparse_kernels().topk;
   const int64_t topk = arguments.topk;

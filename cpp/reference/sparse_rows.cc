@@ -57,6 +57,7 @@ void rms_norm(
     const TensorView& out
 ) {
   const int64_t dim = row_dim("rms_norm", x);
+  check(eps >= 0, "reference.rms_norm: eps must be >= 0, got ", eps);
   const Eigen::RowVectorXd scale = read_parameter("weight", weight, dim);
   const Eigen::RowVectorXd shift =
       bias ? read_parameter("bias", *bias, dim) : Eigen::RowVectorXd(Eigen::RowVectorXd::Zero(dim));
@@ -92,7 +93,7 @@ void dequantize_kv_rows(const TensorView& rows, const TensorView& out) {
       "reference.dequantize_kv_rows: rows must be contiguous bytes [n, 656], got ", rows.dtype,
       " of shape ", ShapeOf{rows}
   );
-  for (int64_t i = 0; i < rows.dim(0); ++i) {
+  parallel_for(rows.dim(0), 1, [&](int64_t i, StopToken&) {
     const auto* row = rows.as<const uint8_t>() + i * 656;
     double* to = out.as<double>() + i * 576;
     for (int j = 0; j < 512; ++j) {
@@ -105,7 +106,7 @@ void dequantize_kv_rows(const TensorView& rows, const TensorView& out) {
       std::memcpy(&number, row + 528 + j * 2, sizeof number);
       to[512 + j] = static_cast<double>(number);
     }
-  }
+  });
 }
 
 }  // namespace cpattn::reference

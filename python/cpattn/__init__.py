@@ -4,6 +4,7 @@
 from importlib import import_module
 from types import ModuleType
 
+from . import _values as _values
 from . import reference
 from ._core import (
     AttentionPlan,

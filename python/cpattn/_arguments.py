@@ -3,28 +3,51 @@
 
 from __future__ import annotations
 
-import numbers
-import operator
 from typing import Any
 
+from . import _core
 
-def integer(value: Any, function: str, argument: str) -> int:
-    """A plain int; TypeError for what is none, bool and float included."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{function}: {argument} must be an integer, got {type(value).__name__}")
-    return operator.index(value)
+__all__ = ["at_least", "flag", "has", "integer", "items", "part", "real"]
+
+integer = _core.integer
+real = _core.real
+flag = _core.flag
 
 
 def at_least(minimum: int, value: Any, function: str, argument: str) -> int:
-    """The same; ValueError below the minimum."""
+    """A plain int; ValueError below the minimum."""
     number = integer(value, function, argument)
     if number < minimum:
         raise ValueError(f"{function}: {argument} must be >= {minimum}, got {number}")
     return number
 
 
-def real(value: Any, function: str, argument: str) -> float:
-    """A float; TypeError for what is no number, bool included."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{function}: {argument} must be a number, got {type(value).__name__}")
-    return float(value)
+def has(owner: Any, name: str) -> bool:
+    """Whether an object has an attribute; not, if it refuses even this."""
+    try:
+        return hasattr(owner, name)
+    except Exception:
+        return False
+
+
+def items(values: Any, function: str, argument: str) -> tuple[Any, ...]:
+    """What a sequence holds now; TypeError for what is none."""
+    try:
+        return tuple(values)
+    except Exception as error:
+        raise TypeError(
+            f"{function}: {argument} must be a sequence, got {type(values).__name__}"
+        ) from error
+
+
+def part(owner: Any, names: str | tuple[str, ...], function: str, argument: str) -> Any:
+    """An attribute, or a tuple of several; TypeError for an object that has not all of them."""
+    try:
+        if isinstance(names, str):
+            return getattr(owner, names)
+        return tuple(getattr(owner, name) for name in names)
+    except Exception as error:
+        what = names if isinstance(names, str) else ", ".join(names)
+        raise TypeError(
+            f"{function}: {argument} must have {what}, got {type(owner).__name__}"
+        ) from error

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from . import _core
+
 Tensor = Any  # torch.Tensor, numpy.ndarray, or anything with __dlpack__
 
 
@@ -18,12 +20,21 @@ def torch_of(x: Tensor) -> Any | None:
     return torch if torch is not None and isinstance(x, torch.Tensor) else None
 
 
-def empty(like: Tensor, shape: Sequence[int], dtype: str | None = None) -> Tensor:
-    """An uninitialised tensor in the container of `like`, of its dtype unless one is named."""
+def empty(function: str, like: Tensor, shape: Sequence[int], dtype: str | None = None) -> Tensor:
+    """An uninitialised tensor in the container of `like`, of its dtype unless one is named.
+
+    MemoryError, which names `function`, for a shape that cannot be had.
+    """
     torch = torch_of(like)
-    if torch is not None:
-        return torch.empty(shape, dtype=getattr(torch, dtype) if dtype else like.dtype)
-    return np.empty(shape, dtype=numpy_dtype(dtype) if dtype else as_numpy(like).dtype)
+    if dtype is None:
+        array = torch is not None or isinstance(like, np.ndarray)
+        kind = like.dtype if array else numpy_dtype(_core.dtype_of(like, function, "like"))
+    else:
+        kind = numpy_dtype(dtype) if torch is None else getattr(torch, dtype)
+    try:
+        return np.empty(shape, kind) if torch is None else like.new_empty(shape, dtype=kind)
+    except (RuntimeError, ValueError, TypeError, OverflowError, MemoryError) as error:
+        raise MemoryError(f"{function}: no memory for a result of shape {list(shape)}") from error
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -41,17 +52,25 @@ def as_numpy(x: Tensor) -> np.ndarray[Any, Any]:
     return x if isinstance(x, np.ndarray) else np.from_dlpack(x)
 
 
-def shape_of(x: Tensor, name: str, rank: int | None = None) -> tuple[int, ...]:
-    """The shape of a tensor; TypeError for what has none, ValueError for another rank.
+def tensor_of(x: Tensor, function: str, argument: str) -> Tensor:
+    """x as a torch tensor, on any device, or a NumPy array of any dtype.
 
-    `name` reads "function: argument".
+    For functions that move rows and compute nothing; what the core reads it checks itself.
     """
-    shape = getattr(x, "shape", None)
-    if shape is None:
+    name = f"{function}: {argument}"
+    torch = torch_of(x)
+    if torch is not None:
+        if x.is_nested or x.layout is not torch.strided:
+            raise TypeError(f"{name} must be dense, got a tensor that is nested or {x.layout}")
+        return x
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would have no effect")
+    if isinstance(x, np.ndarray):
+        return x
+    try:
+        return np.from_dlpack(x)
+    except Exception as error:
         raise TypeError(
-            f"{name} must be a tensor (torch CPU, NumPy, or anything with __dlpack__), "
+            f"{name} must be a tensor (torch, NumPy, or anything with __dlpack__), "
             f"got {type(x).__name__}"
-        )
-    if rank is not None and len(shape) != rank:
-        raise ValueError(f"{name} must have {rank} dimensions, got shape {list(shape)}")
-    return tuple(shape)
+        ) from error

@@ -42,17 +42,25 @@ def check_integer(
 ) -> None:
     """TypeError unless an argument is an integer, ValueError unless it is in its range."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{function}: {name} must be an integer, got {value!r}")
+        raise TypeError(f"{function}: {name} must be an integer, got {_shown(value)}")
     if value < low:
-        raise ValueError(f"{function}: {name} must be >= {low}, got {value}")
+        raise ValueError(f"{function}: {name} must be >= {low}, got {_shown(value)}")
     if high is not None and value > high:
-        raise ValueError(f"{function}: {name} must be <= {high}, got {value}")
+        raise ValueError(f"{function}: {name} must be <= {high}, got {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    """What a message shows of a value: no more of it than fits, or its type."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # of numbers of too many digits, say
+        return f"one of {type(value).__name__}"
 
 
 def check_number(function: str, name: str, value: Any, *, positive: bool = True) -> None:
     """TypeError unless an argument is a number, ValueError unless it is finite, and > 0 or >= 0."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{function}: {name} must be a number, got {value!r}")
+        raise TypeError(f"{function}: {name} must be a number, got {_shown(value)}")
     if not math.isfinite(value) or value < 0 or (positive and not value):
         rule = "positive and finite" if positive else ">= 0 and finite"
         raise ValueError(f"{function}: {name} must be {rule}, got {value}")

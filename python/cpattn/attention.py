@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from . import _core
-from ._containers import Tensor, empty, shape_of
+from ._containers import Tensor, empty
 
 Indices = Tensor  # list or tuple of int, or a NumPy or torch CPU array of int32 or int64
 
@@ -18,22 +18,24 @@ def default_scale(function: str, head_dim: int) -> float:
             f"{function}: scale must be given for head_dim > 256, got head_dim {head_dim} "
             "(absorbed MLA scales by the unabsorbed width)"
         )
-    return 1.0 / math.sqrt(head_dim)
+    return 1.0 / math.sqrt(max(head_dim, 1))  # the core refuses those below
 
 
 def _outputs(
     function: str,
     q: Tensor,
+    rows: int,
+    num_heads: int,
     v_head_dim: int,
     out: Tensor | None,
     lse: Tensor | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    rows, num_heads = shape_of(q, f"{function}: q", 3)[:2]
+    return_lse = _core.flag(return_lse, function, "return_lse")
     if out is None:
-        out = empty(q, (rows, num_heads, v_head_dim))
+        out = empty(function, q, (rows, num_heads, v_head_dim))
     if lse is None and return_lse:
-        lse = empty(q, (rows, num_heads), "float32")
+        lse = empty(function, q, (rows, num_heads), "float32")
     return out, lse
 
 
@@ -140,16 +142,12 @@ def paged_attention(
     >>> out.shape, float(out[0, 0, 0])
     ((3, 2, 16), 1.0)
     """
+    function = "paged_attention"
+    rows, num_heads, head_dim = _core.shape_of(q, function, "q", 3)
+    v_head_dim = (0, *_core.shape_of(v_cache, function, "v_cache"))[-1]
     if scale is None:
-        scale = default_scale("paged_attention", shape_of(q, "paged_attention: q", 3)[2])
-    out, lse = _outputs(
-        "paged_attention",
-        q,
-        shape_of(v_cache, "paged_attention: v_cache")[-1],
-        out,
-        lse,
-        return_lse,
-    )
+        scale = default_scale(function, head_dim)
+    out, lse = _outputs(function, q, rows, num_heads, v_head_dim, out, lse, return_lse)
     _core.paged_attention(
         q, k_cache, v_cache, q_lens, kv_lens, block_tables, kv_indptr, kv_indices, last_page_len,
         page_size, kv_layout, scale, causal, window, softcap, sinks, custom_mask,
@@ -208,9 +206,13 @@ def run_attention(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run a plan on one layer's tensors; arguments and results as in `paged_attention`."""
+    function = "run_attention"
+    if not isinstance(plan, _core.AttentionPlan):
+        raise TypeError(f"{function}: plan must be an AttentionPlan, got {type(plan).__name__}")
+    rows, num_heads, _ = _core.shape_of(q, function, "q", 3)
     if scale is None:
-        scale = default_scale("run_attention", plan.head_dim)
-    out, lse = _outputs("run_attention", q, plan.v_head_dim, out, lse, return_lse)
+        scale = default_scale(function, plan.head_dim)
+    out, lse = _outputs(function, q, rows, num_heads, plan.v_head_dim, out, lse, return_lse)
     _core.run_attention(plan, q, k_cache, v_cache, kv_layout, scale, softcap, sinks, out, lse)
     return (out, lse) if return_lse else out
 
@@ -261,15 +263,19 @@ def do_cp_attn_fia(
         For fewer rows than the metadata has, bare metadata of a batch with a prefix, a kv length
         beyond the block table, page ids outside the cache, and shapes that do not fit.
     """
-    rows, columns = shape_of(q, "do_cp_attn_fia: q", 2)
+    function = "do_cp_attn_fia"
+    rows, columns = _core.shape_of(q, function, "q", 2)
+    num_heads = _core.integer(num_heads, function, "num_heads")
+    heads = max(num_heads, 0)  # the core refuses those below 1
+    return_lse = _core.flag(return_lse, function, "return_lse")
     if scale is None:
-        scale = default_scale("do_cp_attn_fia", columns // max(num_heads, 1))
-    keys = math.prod(shape_of(k_cache, "do_cp_attn_fia: k_cache"))
-    values = math.prod(shape_of(v_cache, "do_cp_attn_fia: v_cache"))
+        scale = default_scale(function, columns // max(heads, 1))
+    keys = math.prod(_core.shape_of(k_cache, function, "k_cache"))
+    values = math.prod(_core.shape_of(v_cache, function, "v_cache"))
     if out is None:
         # The core refuses what does not divide.
-        out = empty(q, (rows, columns * values // keys if keys else columns))
-    lse = empty(q, (rows, num_heads), "float32") if return_lse else None
+        out = empty(function, q, (rows, columns * values // keys if keys else columns))
+    lse = empty(function, q, (rows, heads), "float32") if return_lse else None
     _core.do_cp_attn_fia(
         q, k_cache, v_cache, metadata, block_tables, page_size, num_heads, num_kv_heads, scale,
         out, lse,

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from . import _core
-from ._containers import Tensor, as_numpy, torch_of
+from ._containers import Tensor, tensor_of, torch_of
 from ._core import ContextParallelMetadata as ContextParallelMetadata
 
 __all__ = [
@@ -242,7 +242,9 @@ def _shard(
     tensor, per_rank_actual_token[cp_rank] rows along `dim`
         ``x[local_q_indices]``; rows of physical padding are zeros.
     """
+    x = tensor_of(x, "shard", "x")
     dim = _checked_dim("shard", x, dim)
+    truncate = _core.flag(truncate, "shard", "truncate")
     rows, wanted = x.shape[dim], self.total_seq_lens
     if rows != wanted and not (truncate and rows > wanted):
         rule = "at least " if truncate else ""
@@ -269,17 +271,20 @@ def _unshard(self: ContextParallelMetadata, parts: Sequence[Tensor], dim: int = 
     -------
     tensor, total_seq_lens rows along `dim`
     """
-    if len(parts) != self.cp_size:
-        raise ValueError(
-            f"unshard: parts must hold cp_size = {self.cp_size} tensors, got {len(parts)}"
-        )
-    dim = _checked_dim("unshard", parts[0], dim)
+    tensors = _checked_parts(parts, self.cp_size)
+    first = tensors[0]
+    dim = _checked_dim("unshard", first, dim)
     logical = []
-    for rank, (part, wanted) in enumerate(zip(parts, self._logical_rows(), strict=True)):
-        if part.ndim != parts[0].ndim or part.shape[dim] < wanted:
+    for rank, (part, wanted) in enumerate(zip(tensors, self._logical_rows(), strict=True)):
+        if part.ndim != first.ndim or part.shape[dim] < wanted:
             raise ValueError(
-                f"unshard: the part of rank {rank} must have {parts[0].ndim} dimensions and at "
-                f"least {wanted} rows along dim {dim}, got shape {tuple(part.shape)}"
+                f"unshard: parts: the part of rank {rank} must have {first.ndim} dimensions and "
+                f"at least {wanted} rows along dim {dim}, got shape {tuple(part.shape)}"
+            )
+        if _rest(part, dim) != _rest(first, dim):
+            raise ValueError(
+                f"unshard: parts must have one shape but for dim {dim}, got {tuple(part.shape)} "
+                f"of rank {rank} beside {tuple(first.shape)} of rank 0"
             )
         logical.append(part[(slice(None),) * dim + (slice(wanted),)])
     with _core.TraceSpan(_core.TraceScope.gather):
@@ -292,16 +297,39 @@ _shard.__name__, _unshard.__name__ = "shard", "unshard"
 ContextParallelMetadata.__module__ = "cpattn"
 
 
+def _checked_parts(parts: Sequence[Tensor], cp_size: int) -> list[Tensor]:
+    try:
+        given = list(parts)
+    except TypeError as error:
+        raise TypeError(
+            f"unshard: parts must be a sequence of tensors, got {type(parts).__name__}"
+        ) from error
+    if len(given) != cp_size:
+        raise ValueError(f"unshard: parts must hold cp_size = {cp_size} tensors, got {len(given)}")
+    tensors = [tensor_of(part, "unshard", "parts") for part in given]
+    if len({torch_of(tensor) is None for tensor in tensors}) > 1:
+        raise TypeError("unshard: parts must be all tensors of torch or none, got both")
+    return tensors
+
+
+def _rest(x: Tensor, dim: int) -> tuple[int, ...]:
+    """The shape without a dimension."""
+    return (*x.shape[:dim], *x.shape[dim + 1 :])
+
+
 def _checked_dim(function: str, x: Tensor, dim: int) -> int:
+    dim = _core.integer(dim, function, "dim")
+    if x.ndim == 0:
+        raise ValueError(f"{function}: x and parts must have dimensions, got a tensor of none")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"{function}: dim must be in [{-x.ndim}, {x.ndim}), got {dim}")
-    return int(dim % x.ndim)
+    return dim % x.ndim
 
 
 def _take(x: Tensor, indices: np.ndarray[Any, Any], dim: int) -> Tensor:
     torch = torch_of(x)
     if torch is None:
-        return as_numpy(x).take(indices, axis=dim)
+        return x.take(indices, axis=dim)
     # A copy, because torch warns of read-only arrays.
     return x.index_select(dim, torch.from_numpy(indices.copy()).to(x.device))
 
@@ -309,7 +337,7 @@ def _take(x: Tensor, indices: np.ndarray[Any, Any], dim: int) -> Tensor:
 def _concatenate(parts: Sequence[Tensor], dim: int) -> Tensor:
     torch = torch_of(parts[0])
     if torch is None:
-        return np.concatenate([as_numpy(part) for part in parts], axis=dim)
+        return np.concatenate(parts, axis=dim)
     return torch.cat(parts, dim)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from . import _core
-from ._containers import Tensor, empty, shape_of
+from ._containers import Tensor, empty
 from .attention import Indices
 
 __all__ = ["cp_indexer_topk", "dcp_local_indices"]
@@ -86,8 +86,10 @@ def cp_indexer_topk(
     array([[3, 2, 1],
            [6, 5, 4]], dtype=int32)
     """
-    rows = shape_of(q, "cp_indexer_topk: q", 3)[0]
-    out = empty(q, (rows, max(topk, 0)), "int32")
+    function = "cp_indexer_topk"
+    rows = _core.shape_of(q, function, "q", 3)[0]
+    topk = _core.integer(topk, function, "topk")
+    out = empty(function, q, (rows, max(topk, 0)), "int32")  # the core refuses those below 1
     _core.cp_indexer_topk(
         q, index_k_cache, weights, metadata, block_tables, page_size, topk, prefix_lens, k_scale,
         sorted, num_threads, out,
@@ -121,6 +123,7 @@ def dcp_local_indices(
     >>> cpattn.dcp_local_indices(indices, dcp_rank=1, dcp_size=2)
     array([[ 4,  3, -1, -1, -1]], dtype=int32)
     """
-    out = empty(indices, shape_of(indices, "dcp_local_indices: indices", 2), "int32")
+    function = "dcp_local_indices"
+    out = empty(function, indices, _core.shape_of(indices, function, "indices", 2), "int32")
     _core.dcp_local_indices(indices, dcp_rank, dcp_size, interleave_size, out)
     return out

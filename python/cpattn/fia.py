@@ -180,7 +180,7 @@ def npu_fused_infer_attention_score(
         block_size=block_size,
         softmax_lse_flag=softmax_lse_flag,
     )
-    out = empty(query, call.out_shape)
-    lse = empty(query, call.lse_shape, "float32")
+    out = empty("npu_fused_infer_attention_score", query, call.out_shape)
+    lse = empty("npu_fused_infer_attention_score", query, call.lse_shape, "float32")
     call.run(out, lse)
     return out, lse

@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from . import _core
-from ._containers import Tensor, empty, shape_of
+from ._containers import Tensor, empty
 
 _CODES = ("float8_e4m3fn", "int8")
+_NUMBERS = ("float32", "float16", "bfloat16")
 
 
 def hadamard_transform(x: Tensor, scale: float | None = None) -> Tensor:
@@ -27,10 +28,11 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Tensor:
     -------
     tensor like x
     """
-    shape = shape_of(x, "hadamard_transform: x")
+    function = "hadamard_transform"
+    shape = _core.shape_of(x, function, "x")
     if scale is None:
         scale = max((1, *shape[-1:])) ** -0.5
-    out = empty(x, shape)
+    out = empty(function, x, shape)
     _core.hadamard_transform(x, scale, out)
     return out
 
@@ -60,15 +62,26 @@ def quantize_index(
     -----
     A group with an infinity or NaN has scale NaN, and codes 0x7f (e4m3fn) or 0 (int8).
     """
-    if dtype not in _CODES:
-        raise ValueError(f"quantize_index: dtype must be one of {_CODES}, got {dtype!r}")
-    if scale_fmt not in (None, "ue8m0"):
-        raise ValueError(f"quantize_index: scale_fmt must be None or 'ue8m0', got {scale_fmt!r}")
-    shape = shape_of(x, "quantize_index: x")
-    codes = empty(x, shape, dtype)
-    scale = empty(x, (*shape[:-1], *(dim // 128 for dim in shape[-1:])), "float32")
-    _core.quantize_index(x, scale_fmt is not None, codes, scale)
+    return _quantize("quantize_index", "x", x, dtype, scale_fmt)
+
+
+def _quantize(
+    function: str, argument: str, x: Tensor, dtype: str, scale_fmt: str | None
+) -> tuple[Tensor, Tensor]:
+    _check_codes(function, dtype)
+    if scale_fmt is not None and _core.text(scale_fmt, function, "scale_fmt") != "ue8m0":
+        raise ValueError(f"{function}: scale_fmt must be None or 'ue8m0', got {scale_fmt!r}")
+    shape = _core.shape_of(x, function, argument)
+    codes = empty(function, x, shape, dtype)
+    scale = empty(function, x, (*shape[:-1], *(dim // 128 for dim in shape[-1:])), "float32")
+    quantize = _core.quantize_index if function == "quantize_index" else _core.quantize_index_keys
+    quantize(x, scale_fmt is not None, codes, scale)
     return codes, scale
+
+
+def _check_codes(function: str, dtype: str) -> None:
+    if _core.text(dtype, function, "dtype") not in _CODES:
+        raise ValueError(f"{function}: dtype must be one of {_CODES}, got {dtype!r}")
 
 
 def write_index_k_cache(
@@ -103,10 +116,23 @@ def write_index_k_cache(
         For shapes and dtypes that do not fit and slots beyond the cache; nothing is written then.
     """
     if k_scale is None:
-        k, k_scale = quantize_index(k, scale_fmt=scale_fmt)
+        k, k_scale = _quantized_keys(k, scale_fmt)
     elif scale_fmt is not None:
         raise ValueError("write_index_k_cache: scale_fmt must be None if k_scale is given")
     _core.write_index_k_cache(cache, slots, k, k_scale)
+
+
+def _quantized_keys(k: Tensor, scale_fmt: str | None) -> tuple[Tensor, Tensor]:
+    function = "write_index_k_cache"
+    shape = _core.shape_of(k, function, "k")
+    dtype = _core.dtype_of(k, function, "k")
+    if dtype not in _NUMBERS:
+        raise ValueError(f"{function}: k must be one of {_NUMBERS} without k_scale, got {dtype}")
+    if shape[1:] not in ((128,), (1, 128)):
+        raise ValueError(
+            f"{function}: k must be [num_tokens, 128] or [num_tokens, 1, 128], got {list(shape)}"
+        )
+    return _quantize(function, "k", k, "float8_e4m3fn", scale_fmt)
 
 
 def read_index_k_cache(
@@ -127,9 +153,11 @@ def read_index_k_cache(
     k : tensor of dtype `dtype`, shape [n, 128]
     k_scale : float32 tensor, shape [n, 1]
     """
-    if dtype not in _CODES:
-        raise ValueError(f"read_index_k_cache: dtype must be one of {_CODES}, got {dtype!r}")
-    k = empty(cache, (len(slots), 128), dtype)
-    k_scale = empty(cache, (len(slots), 1), "float32")
+    function = "read_index_k_cache"
+    _check_codes(function, dtype)
+    _core.shape_of(cache, function, "cache", 2)
+    count = _core.index_count(slots, function, "slots")
+    k = empty(function, cache, (count, 128), dtype)
+    k_scale = empty(function, cache, (count, 1), "float32")
     _core.read_index_k_cache(cache, slots, k, k_scale)
     return k, k_scale

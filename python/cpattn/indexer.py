@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from . import _core
-from ._containers import Tensor, empty, shape_of
+from ._containers import Tensor, empty
 from .attention import Indices
 
 
@@ -43,9 +43,10 @@ def indexer_logits(
     ValueError
         For ranges beyond the keys, and shapes or dtypes that do not fit.
     """
-    rows = shape_of(q, "indexer_logits: q", 3)[0]
-    keys = shape_of(k, "indexer_logits: k", 2)[0]
-    logits = empty(q, (rows, keys), "float32")
+    function = "indexer_logits"
+    rows = _core.shape_of(q, function, "q", 3)[0]
+    keys = _core.shape_of(k, function, "k", 2)[0]
+    logits = empty(function, q, (rows, keys), "float32")
     _core.indexer_logits(q, k, weights, ks, ke, k_scale, logits)
     return logits
 
@@ -99,9 +100,11 @@ def indexer_topk(
     array([[ 5,  4,  3],
            [ 0,  1, -1]], dtype=int32)
     """
-    rows = shape_of(q, "indexer_topk: q", 3)[0]
+    function = "indexer_topk"
+    rows = _core.shape_of(q, function, "q", 3)[0]
+    topk = _core.integer(topk, function, "topk")
     if topk < 1:
-        raise ValueError(f"indexer_topk: topk must be >= 1, got {topk}")
-    indices = empty(q, (rows, topk), "int32")
+        raise ValueError(f"{function}: topk must be >= 1, got {topk}")
+    indices = empty(function, q, (rows, topk), "int32")
     _core.indexer_topk(q, k, weights, ks, ke, k_scale, sorted, indices)
     return indices

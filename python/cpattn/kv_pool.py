@@ -44,7 +44,7 @@ class _KVPool:
         self.num_layers = self.layer_num = at_least(1, num_layers, function, "num_layers")
         self.start_layer = at_least(0, start_layer, function, "start_layer")
         self.end_layer = self.start_layer + self.num_layers
-        self.dtype = _dtype_name(dtype)
+        self.dtype = _dtype_name(function, dtype)
         self.store_dtype = "uint8" if self.dtype.startswith("float8") else self.dtype
         self.use_fia = use_fia
         self.kinds = tuple(rows)
@@ -106,7 +106,11 @@ class _KVPool:
 
     def _layer_index(self, function: str, layer_id: Any) -> int:
         """Of a layer, or of what has a `layer_id`, as engines' attention layers do."""
-        layer = integer(getattr(layer_id, "layer_id", layer_id), function, "layer_id")
+        try:
+            layer = getattr(layer_id, "layer_id", layer_id)
+        except Exception:  # of an object that refuses even this
+            layer = layer_id
+        layer = integer(layer, function, "layer_id")
         if not self.start_layer <= layer < self.end_layer:
             raise ValueError(
                 f"{function}: layer_id must be in [{self.start_layer}, {self.end_layer}), "
@@ -385,16 +389,24 @@ def _scale(name: str, scale: Any) -> float:
     """A number or a tensor of one; no scale is 1."""
     try:
         return 1.0 if scale is None else float(scale)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:
         raise TypeError(
             f"set_kv_buffer: {name} must be a number, got {type(scale).__name__}"
         ) from error
 
 
-def _dtype_name(dtype: Any) -> str:
+def _dtype_name(function: str, dtype: Any) -> str:
     """Of a name, a NumPy or torch dtype, or a NumPy scalar type."""
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
-    return str(name or dtype).removeprefix("torch.")
+    try:
+        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
+        text = name if isinstance(name, str) else str(dtype)
+        text.encode()
+    except Exception as error:
+        raise TypeError(
+            f"{function}: dtype must be the name of one, or one of NumPy or torch, got "
+            f"{type(dtype).__name__}"
+        ) from error
+    return text.removeprefix("torch.")[:40]
 
 
 def _viewer(function: str, container: str | None) -> Any:
@@ -407,4 +419,6 @@ def _viewer(function: str, container: str | None) -> Any:
         return lambda flat, dtype: torch.from_numpy(flat).view(getattr(torch, dtype))
     if container == "numpy":
         return lambda flat, dtype: flat.view(numpy_dtype(dtype))
-    raise ValueError(f"{function}: container must be 'torch', 'numpy' or None, got {container!r}")
+    raise ValueError(
+        f"{function}: container must be 'torch', 'numpy' or None, got {container!r:.40}"
+    )

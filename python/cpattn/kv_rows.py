@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from . import _core
-from ._containers import Tensor, empty, shape_of
+from ._containers import Tensor, empty
 
 CODE_BYTES = 528  # 512 codes and 4 scales
 ROW_BYTES = 656  # and 64 bfloat16 numbers
@@ -49,14 +49,12 @@ def quantize_kv_rows(nope: Tensor, rope: Tensor, *, out: Tensor | None = None) -
     ((3, 1, 656), 126)
     """
     function = "quantize_kv_rows"
-    tokens = shape_of(nope, f"{function}: nope")[:1]
+    shape = (*_core.shape_of(nope, function, "nope")[:1], 1, ROW_BYTES)
     if out is None:
-        out = empty(nope, (*tokens, 1, ROW_BYTES), "uint8")
-    elif shape_of(out, f"{function}: out") != (*tokens, 1, ROW_BYTES):
-        raise ValueError(
-            f"{function}: out must have shape {[*tokens, 1, ROW_BYTES]}, got {list(out.shape)}"
-        )
-    _core.quantize_kv_rows(function, nope, rope, out[..., :CODE_BYTES], out[..., CODE_BYTES:])
+        out = empty(function, nope, shape, "uint8")
+    elif (given := _core.shape_of(out, function, "out")) != shape:
+        raise ValueError(f"{function}: out must have shape {list(shape)}, got {list(given)}")
+    _core.quantize_kv_rows(nope, rope, out, CODE_BYTES)
     return out
 
 
@@ -71,10 +69,10 @@ def quantize_kv_rows_separate(nope: Tensor, rope: Tensor) -> tuple[Tensor, Tenso
         The bytes of 64 bfloat16 numbers.
     """
     function = "quantize_kv_rows_separate"
-    tokens = shape_of(nope, f"{function}: nope")[:1]
-    codes = empty(nope, (*tokens, 1, CODE_BYTES), "uint8")
-    rope_bytes = empty(nope, (*tokens, 1, ROW_BYTES - CODE_BYTES), "uint8")
-    _core.quantize_kv_rows(function, nope, rope, codes, rope_bytes)
+    tokens = _core.shape_of(nope, function, "nope")[:1]
+    codes = empty(function, nope, (*tokens, 1, CODE_BYTES), "uint8")
+    rope_bytes = empty(function, nope, (*tokens, 1, ROW_BYTES - CODE_BYTES), "uint8")
+    _core.quantize_kv_rows_separate(nope, rope, codes, rope_bytes)
     return codes, rope_bytes
 
 
@@ -101,9 +99,12 @@ def dequantize_kv_rows(rows: Tensor, indices: Any = None, *, out: Tensor | None 
     ValueError
         For another width or dtype, and for indices that are not there, -1 included.
     """
-    shape = shape_of(rows, "dequantize_kv_rows: rows")
+    function = "dequantize_kv_rows"
+    shape = _core.shape_of(rows, function, "rows")
     if out is None:
-        count = math.prod(shape[:-1]) if indices is None else len(indices)
-        out = empty(rows, (count, 1, 576), "bfloat16")
+        count = math.prod(shape[:-1])
+        if indices is not None:
+            count = _core.index_count(indices, function, "indices")
+        out = empty(function, rows, (count, 1, 576), "bfloat16")
     _core.dequantize_kv_rows(rows, indices, out)
     return out

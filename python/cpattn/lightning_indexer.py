@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from . import _core
-from ._containers import Tensor, as_numpy, empty, shape_of, torch_of
+from ._containers import Tensor, empty, numpy_dtype, torch_of
 from .attention import Indices
 
 __all__ = ["npu_lightning_indexer"]
@@ -89,16 +89,20 @@ def npu_lightning_indexer(
     array([[3, 2, 1],
            [4, 3, 2]], dtype=int32)
     """
-    shape = (*shape_of(query, "npu_lightning_indexer: query")[:-2], 1, max(sparse_count, 0))
-    indices = empty(query, shape, "int32")
-    scores = empty(query, shape, "float32") if return_value else None
+    function = "npu_lightning_indexer"
+    sparse_count = _core.integer(sparse_count, function, "sparse_count")
+    count = max(sparse_count, 0)  # the core refuses those below
+    shape = (*_core.shape_of(query, function, "query")[:-2], 1, count)
+    indices = empty(function, query, shape, "int32")
+    return_value = _core.flag(return_value, function, "return_value")
+    scores = empty(function, query, shape, "float32") if return_value else None
     _core.npu_lightning_indexer(
         query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, block_table,
         layout_query, layout_key, sparse_count, sparse_mode, pre_tokens, next_tokens, indices,
         scores,
     )  # fmt: skip
     if scores is None:
-        return indices, empty(query, (0,))
+        return indices, empty(function, query, (0,))
     if torch_of(query) is not None:
         return indices, scores.to(query.dtype)
-    return indices, scores.astype(as_numpy(query).dtype)
+    return indices, scores.astype(numpy_dtype(_core.dtype_of(query, function, "query")))

@@ -160,7 +160,7 @@ class Profile:
     def select(self, scope: TraceScope, thread: int | None = None) -> NDArray[np.void]:
         """The events of a scope, on one thread (its index) or on all."""
         if not isinstance(scope, TraceScope):
-            raise TypeError(f"select: scope must be a TraceScope, got {scope!r}")
+            raise TypeError(f"select: scope must be a TraceScope, got {type(scope).__name__}")
         if thread is not None:
             check_integer("select", "thread", thread, 0, len(self.threads) - 1)
         chosen = self.events["scope"] == scope

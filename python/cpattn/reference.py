@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from . import _core
-from ._containers import Tensor
+from ._containers import Tensor, empty, tensor_of
 
 __all__ = [
     "dequantize_kv_rows",
@@ -76,23 +76,28 @@ def paged_attention(
     lse : float64 array, shape [sum(q_lens), num_heads]
         Natural logarithm, without the sink; -inf for a row that sees no key.
     """
-    if kv_layout not in ("NHD", "HND"):
-        raise ValueError(
-            f"reference.paged_attention: kv_layout must be 'NHD' or 'HND', got {kv_layout!r}"
-        )
+    function = "reference.paged_attention"
+    if _core.text(kv_layout, function, "kv_layout") not in ("NHD", "HND"):
+        raise ValueError(f"{function}: kv_layout must be 'NHD' or 'HND', got {kv_layout!r}")
     if page_size is None:
-        if len(k_cache.shape) != 4:
-            raise ValueError("reference.paged_attention: a 3-D cache needs page_size")
-        page_size = k_cache.shape[1 if kv_layout == "NHD" else 2]
+        shape = _core.shape_of(k_cache, function, "k_cache")
+        if len(shape) != 4:
+            raise ValueError(f"{function}: a 3-D cache needs page_size")
+        page_size = shape[1 if kv_layout == "NHD" else 2]
+    q_lens = _core.ints(q_lens, function, "q_lens")
+    kv_lens = _core.ints(kv_lens, function, "kv_lens")
+    causal = _core.flag(causal, function, "causal")
+    allow_short_kv = _core.flag(allow_short_kv, function, "allow_short_kv")
     for sequence, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=False)):
         if causal and not allow_short_kv and 0 <= kv_len < q_len:
             raise ValueError(
-                "reference.paged_attention: kv_lens must be at least q_lens under causal, got "
+                f"{function}: kv_lens must be at least q_lens under causal, got "
                 f"{kv_len} for {q_len} at index {sequence}"
             )
-    num_tokens, num_heads, head_dim = q.shape
-    out = np.empty((num_tokens, num_heads, v_cache.shape[-1]))
-    lse = np.empty((num_tokens, num_heads))
+    num_tokens, num_heads, head_dim = _core.shape_of(q, function, "q", 3)
+    v_head_dim = (0, *_core.shape_of(v_cache, function, "v_cache"))[-1]
+    out = _float64(function, num_tokens, num_heads, v_head_dim)
+    lse = _float64(function, num_tokens, num_heads)
     _core.reference.paged_attention(
         q,
         k_cache,
@@ -102,7 +107,7 @@ def paged_attention(
         block_tables=block_tables,
         page_size=page_size,
         hnd=kv_layout == "HND",
-        scale=head_dim**-0.5 if scale is None else scale,
+        scale=max(head_dim, 1) ** -0.5 if scale is None else scale,
         causal=causal,
         window=window,
         softcap=softcap,
@@ -147,13 +152,22 @@ def flash_mla_sparse_fwd(
         The largest scaled score and the natural logarithm of the sum of exponentials, without
         the sink; -inf for a token without keys.
     """
-    num_tokens, num_heads, _ = q.shape
-    out = np.empty((num_tokens, num_heads, d_v))
-    max_logits, lse = np.empty((2, num_tokens, num_heads))
+    function = "reference.flash_mla_sparse_fwd"
+    num_tokens, num_heads, _ = _core.shape_of(q, function, "q", 3)
+    shape = _core.shape_of(indices, function, "indices")
+    if len(shape) == 3:
+        if shape[1] != 1:
+            raise ValueError(
+                f"{function}: indices must be [s_q, 1, topk] or [s_q, topk], got {list(shape)}"
+            )
+        indices = tensor_of(indices, function, "indices")[:, 0]
+    d_v = _core.integer(d_v, function, "d_v")
+    out = _float64(function, num_tokens, num_heads, max(d_v, 0))  # the core refuses those below 1
+    max_logits, lse = _float64(function, 2, num_tokens, num_heads)
     _core.reference.flash_mla_sparse_fwd(
         q,
         kv,
-        indices[:, 0] if len(indices.shape) == 3 else indices,
+        indices,
         sm_scale=sm_scale,
         d_v=d_v,
         attn_sink=attn_sink,
@@ -181,7 +195,9 @@ def merge_state(
     out, lse : float64 array
         New arrays: unlike `cpattn.merge_state`, the inputs stay as they are.
     """
-    out, lse = np.empty(tuple(out_a.shape)), np.empty(tuple(lse_a.shape))
+    function = "reference.merge_state"
+    out = _float64(function, *_core.shape_of(out_a, function, "out_a"))
+    lse = _float64(function, *_core.shape_of(lse_a, function, "lse_a"))
     _core.reference.merge_state(out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse
 
@@ -205,7 +221,10 @@ def indexer_logits(
     logits : float64 array, shape [T, S]
         k_scale[j] * sum_h weights[i, h] * max(0, q[i, h] . k[j]); -inf for other keys.
     """
-    logits = np.empty((q.shape[0], k.shape[0]))
+    function = "reference.indexer_logits"
+    num_queries = _core.shape_of(q, function, "q", 3)[0]
+    num_keys = _core.shape_of(k, function, "k", 2)[0]
+    logits = _float64(function, num_queries, num_keys)
     _core.reference.indexer_logits(q, k, weights, ks, ke, k_scale, logits)
     return logits
 
@@ -218,7 +237,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) 
     x : tensor, shape [n, dim]
     weight, bias : tensor, shape [dim]
     """
-    out = np.empty(tuple(x.shape))
+    function = "reference.rms_norm"
+    out = _float64(function, *_core.shape_of(x, function, "x"))
     _core.reference.rms_norm(x, weight, bias, eps, out)
     return out
 
@@ -231,10 +251,12 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Float64Array:
     x : tensor, shape [n, D], D a power of two
     scale : float, default D ** -0.5
     """
-    out = np.empty(tuple(x.shape))
-    _core.reference.hadamard_transform(
-        x, max(1, x.shape[-1]) ** -0.5 if scale is None else scale, out
-    )
+    function = "reference.hadamard_transform"
+    shape = _core.shape_of(x, function, "x", 2)
+    out = _float64(function, *shape)
+    if scale is None:
+        scale = max(shape[1], 1) ** -0.5
+    _core.reference.hadamard_transform(x, scale, out)
     return out
 
 
@@ -245,6 +267,12 @@ def dequantize_kv_rows(rows: Tensor) -> Float64Array:
     -------
     float64 array, shape [n, 576]
     """
-    out = np.empty((rows.shape[0], 576))
+    function = "reference.dequantize_kv_rows"
+    out = _float64(function, _core.shape_of(rows, function, "rows", 2)[0], 576)
     _core.reference.dequantize_kv_rows(rows, out)
     return out
+
+
+def _float64(function: str, *shape: int) -> Float64Array:
+    result: Float64Array = empty(function, None, shape, "float64")
+    return result

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from . import _core
-from ._containers import Tensor, empty, shape_of
+from ._containers import Tensor, empty
 from .attention import Indices
 
 __all__ = ["npu_sparse_flash_attention"]
@@ -94,11 +94,14 @@ def npu_sparse_flash_attention(
     >>> softmax_sum[0, :, 0]                           # token 0 stands at 8 and hides 9
     array([1., 1.], dtype=float32)
     """
-    shape = shape_of(query, "npu_sparse_flash_attention: query")
-    v_head_dim = shape_of(value, "npu_sparse_flash_attention: value")[-1:]  # none: refused below
-    out = empty(query, (*shape[:-1], *v_head_dim))
+    function = "npu_sparse_flash_attention"
+    shape = _core.shape_of(query, function, "query")
+    v_head_dim = _core.shape_of(value, function, "value")[-1:]  # none: refused below
+    return_softmax_lse = _core.flag(return_softmax_lse, function, "return_softmax_lse")
+    out = empty(function, query, (*shape[:-1], *v_head_dim))
     rows = (*shape[:-3], 1, *shape[-3:-1]) if return_softmax_lse else (0,)
-    softmax_max, softmax_sum = empty(query, rows, "float32"), empty(query, rows, "float32")
+    softmax_max = empty(function, query, rows, "float32")
+    softmax_sum = empty(function, query, rows, "float32")
     _core.npu_sparse_flash_attention(
         query,
         key,

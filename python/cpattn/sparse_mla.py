@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from . import _core
-from ._containers import Tensor, empty, shape_of
+from ._containers import Tensor, empty
 from .attention import Indices
 
 __all__ = ["flash_mla_sparse_fwd"]
@@ -79,11 +79,13 @@ def flash_mla_sparse_fwd(
     >>> out[:, 0, 0], max_logits[:, 0]
     (array([1., 0.], dtype=float32), array([  4., -inf], dtype=float32))
     """
-    num_tokens, num_heads, _ = shape_of(q, "flash_mla_sparse_fwd: q", rank=3)
-    if out is None:
-        out = empty(q, (num_tokens, num_heads, max(d_v, 0)))  # the core refuses the others
-    max_logits = empty(q, (num_tokens, num_heads), "float32")
-    lse = empty(q, (num_tokens, num_heads), "float32")
+    function = "flash_mla_sparse_fwd"
+    num_tokens, num_heads, _ = _core.shape_of(q, function, "q", 3)
+    d_v = _core.integer(d_v, function, "d_v")
+    if out is None:  # the core refuses sizes below 1
+        out = empty(function, q, (num_tokens, num_heads, max(d_v, 0)))
+    max_logits = empty(function, q, (num_tokens, num_heads), "float32")
+    lse = empty(function, q, (num_tokens, num_heads), "float32")
     _core.flash_mla_sparse_fwd(
         q,
         kv,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from . import _core
-from ._containers import Tensor, empty, shape_of
+from ._containers import Tensor, empty
 from .context_parallel import ForwardMode
 
 
@@ -51,10 +51,15 @@ def split_qk_norm(
     ValueError
         For sizes that do not add up to the columns of x, and shapes or dtypes that do not fit.
     """
-    return _split(
-        "split_qk_norm", x, q_weight, kv_weight, q_bias, kv_bias,
-        (q_lora_rank, kv_lora_rank, qk_rope_head_dim), q_eps, kv_eps, with_latent=True,
+    function = "split_qk_norm"
+    rows, q_dim, kv_dim, rope_dim = _sizes(function, x, q_lora_rank, kv_lora_rank, qk_rope_head_dim)
+    q, k_nope, k_pe = _results(function, x, rows, q_dim, kv_dim, rope_dim)
+    latent = empty(function, x, (rows, 1, kv_dim + rope_dim))
+    _core.split_qk_norm(
+        x, q_weight, kv_weight, q_bias, kv_bias, q_lora_rank, kv_lora_rank, qk_rope_head_dim,
+        q_eps, kv_eps, q, k_nope, k_pe, latent,
     )  # fmt: skip
+    return q, k_nope, k_pe, latent
 
 
 def fused_split_qk_norm(
@@ -79,10 +84,14 @@ def fused_split_qk_norm(
     q, k_nope, k_pe : tensors
         Bit for bit those of `split_qk_norm` with ``q_eps = kv_eps = eps``.
     """
-    return _split(
-        "fused_split_qk_norm", x, q_weight, kv_weight, q_bias, kv_bias,
-        (q_lora_rank, kv_lora_rank, qk_rope_head_dim), eps, eps, with_latent=False,
-    )[:3]  # fmt: skip
+    function = "fused_split_qk_norm"
+    sizes = _sizes(function, x, q_lora_rank, kv_lora_rank, qk_rope_head_dim)
+    q, k_nope, k_pe = _results(function, x, *sizes)
+    _core.fused_split_qk_norm(
+        x, q_weight, kv_weight, q_bias, kv_bias, q_lora_rank, kv_lora_rank, qk_rope_head_dim,
+        eps, eps, q, k_nope, k_pe, None,
+    )  # fmt: skip
+    return q, k_nope, k_pe
 
 
 def can_fuse_split_qk_norm(num_rows: int, *, neox_rope: bool, uses_prefill_cp: bool) -> bool:
@@ -91,7 +100,11 @@ def can_fuse_split_qk_norm(num_rows: int, *, neox_rope: bool, uses_prefill_cp: b
     Not with neox rope, not from 65535 rows on (elsewhere they are a launch grid), and not where
     context parallelism splits the prefill; see `dsa_use_prefill_cp` for that.
     """
-    return not neox_rope and num_rows < 65535 and not uses_prefill_cp
+    function = "can_fuse_split_qk_norm"
+    rows = _core.integer(num_rows, function, "num_rows")
+    neox = _core.flag(neox_rope, function, "neox_rope")
+    split = _core.flag(uses_prefill_cp, function, "uses_prefill_cp")
+    return not neox and rows < 65535 and not split
 
 
 def dsa_use_prefill_cp(
@@ -102,33 +115,39 @@ def dsa_use_prefill_cp(
     It is if context parallelism is enabled, the batch got metadata for it, and its mode is one
     whose new tokens may be split.
     """
+    function = "dsa_use_prefill_cp"
+    has_cp_metadata = _core.flag(has_cp_metadata, function, "has_cp_metadata")
+    enabled = _core.flag(enabled, function, "enabled")
     if forward_mode is None:
         return False
-    return has_cp_metadata and enabled and ForwardMode(forward_mode).is_context_parallel_extend()
+    mode = _core.integer(forward_mode, function, "forward_mode")
+    if mode not in set(ForwardMode):
+        raise ValueError(f"{function}: forward_mode must be a ForwardMode, got {mode}")
+    return has_cp_metadata and enabled and ForwardMode(mode).is_context_parallel_extend()
 
 
-def _split(
-    function: str,
-    x: Tensor,
-    q_weight: Tensor,
-    kv_weight: Tensor,
-    q_bias: Tensor | None,
-    kv_bias: Tensor | None,
-    dims: tuple[int, int, int],
-    q_eps: float,
-    kv_eps: float,
-    *,
-    with_latent: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, columns = shape_of(x, f"{function}: x", 2)
-    # The core refuses what is not within x.
-    q_dim, kv_dim, rope_dim = (min(max(0, dim), columns) for dim in dims)
-    q = empty(x, (rows, q_dim))
-    k_nope = empty(x, (rows, 1, kv_dim))
-    k_pe = empty(x, (rows, 1, rope_dim))
-    latent = empty(x, (rows, 1, kv_dim + rope_dim)) if with_latent else None
-    _core.split_qk_norm(
-        function, x, q_weight, kv_weight, q_bias, kv_bias, *dims, q_eps, kv_eps, q, k_nope, k_pe,
-        latent,
-    )  # fmt: skip
-    return q, k_nope, k_pe, latent
+def _sizes(
+    function: str, x: Tensor, q_lora_rank: int, kv_lora_rank: int, qk_rope_head_dim: int
+) -> tuple[int, int, int, int]:
+    """Rows of x, and the sizes within its columns; the core refuses the others."""
+    rows, columns = _core.shape_of(x, function, "x", 2)
+
+    def size(value: int, argument: str) -> int:
+        return min(max(0, _core.integer(value, function, argument)), columns)
+
+    return (
+        rows,
+        size(q_lora_rank, "q_lora_rank"),
+        size(kv_lora_rank, "kv_lora_rank"),
+        size(qk_rope_head_dim, "qk_rope_head_dim"),
+    )
+
+
+def _results(
+    function: str, x: Tensor, rows: int, q_dim: int, kv_dim: int, rope_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        empty(function, x, (rows, q_dim)),
+        empty(function, x, (rows, 1, kv_dim)),
+        empty(function, x, (rows, 1, rope_dim)),
+    )

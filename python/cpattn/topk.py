@@ -17,10 +17,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
-import numpy as np
-
 from . import _core
-from ._containers import Tensor, as_numpy, empty, shape_of, torch_of
+from ._containers import Tensor, empty, tensor_of
 from .context_parallel import ForwardMode
 
 __all__ = [
@@ -117,7 +115,8 @@ def fast_topk(
     >>> cpattn.fast_topk(score, [2], 3, row_starts=[2])
     array([[ 0,  1, -1]], dtype=int32)
     """
-    out = _result("fast_topk: score", score, topk)
+    topk = _core.integer(topk, "fast_topk", "topk")
+    out = _result("fast_topk", "score", score, topk)
     _core.fast_topk(score, lengths, topk, row_starts, sorted, out)
     return out
 
@@ -152,7 +151,8 @@ def fast_topk_transform_fused(
     -------
     int32 tensor in the container of score, shape [B, topk]
     """
-    out = _result("fast_topk_transform_fused: score", score, topk)
+    topk = _core.integer(topk, "fast_topk_transform_fused", "topk")
+    out = _result("fast_topk_transform_fused", "score", score, topk)
     _core.fast_topk_transform_fused(
         score, lengths, page_table_size_1, cu_seqlens_q, page_size, topk, row_starts, sorted, out
     )
@@ -179,7 +179,8 @@ def fast_topk_transform_ragged_fused(
     -------
     int32 tensor in the container of score, shape [B, topk]
     """
-    out = _result("fast_topk_transform_ragged_fused: score", score, topk)
+    topk = _core.integer(topk, "fast_topk_transform_ragged_fused", "topk")
+    out = _result("fast_topk_transform_ragged_fused", "score", score, topk)
     _core.fast_topk_transform_ragged_fused(
         score, lengths, topk_indices_offset, topk, row_starts, sorted, out
     )
@@ -235,7 +236,8 @@ def topk_transform(
     RuntimeError
         For RAGGED without `topk_indices_offset`: metadata of a batch that is not a plain extend.
     """
-    out = _result("topk_transform: logits", logits, topk)
+    topk = _core.integer(topk, "topk_transform", "topk")
+    out = _result("topk_transform", "logits", logits, topk)
     _core.topk_transform(
         logits, topk, method, lengths, page_table, cu_seqlens_q, topk_indices_offset, row_starts,
         batch_idx_list, page_size, sorted, out,
@@ -258,8 +260,7 @@ def transform_index_page_table_decode(
     -------
     int32 tensor in the container of page_table, shape [B, topk]
     """
-    shape = shape_of(topk_indices, "transform_index_page_table_decode: topk_indices", 2)
-    out = empty(page_table, shape, "int32")
+    out = _slots("transform_index_page_table_decode", page_table, topk_indices)
     _core.transform_index_page_table_decode(page_table, topk_indices, page_size, out)
     return out
 
@@ -280,8 +281,7 @@ def transform_index_page_table_prefill(
     -------
     int32 tensor in the container of page_table, shape [num_tokens, topk]
     """
-    shape = shape_of(topk_indices, "transform_index_page_table_prefill: topk_indices", 2)
-    out = empty(page_table, shape, "int32")
+    out = _slots("transform_index_page_table_prefill", page_table, topk_indices)
     _core.transform_index_page_table_prefill(
         page_table, topk_indices, extend_lens_cpu, page_size, out
     )
@@ -314,10 +314,14 @@ def page_table_to_topk(
     -------
     int32 tensor in the container of page_table, shape [num_rows, topk]
     """
-    rows = shape_of(page_table, "page_table_to_topk: page_table", 2)[0]
+    function = "page_table_to_topk"
+    rows = _core.shape_of(page_table, function, "page_table", 2)[0]
+    topk = _core.integer(topk, function, "topk")
     if topk < 1:
-        raise ValueError(f"page_table_to_topk: topk must be >= 1, got {topk}")
-    out = empty(page_table, (rows if num_rows is None else max(num_rows, 0), topk), "int32")
+        raise ValueError(f"{function}: topk must be >= 1, got {topk}")
+    if num_rows is not None:
+        rows = max(_core.integer(num_rows, function, "num_rows"), 0)
+    out = empty(function, page_table, (rows, topk), "int32")
     _core.page_table_to_topk(page_table, lengths, page_size, out)
     return out
 
@@ -327,7 +331,7 @@ def pad_topk_indices(topk_indices: Tensor, num_tokens: int) -> Tensor:
 
     Parameters
     ----------
-    topk_indices : tensor, shape [rows, topk]
+    topk_indices : int32 or int64 tensor, shape [rows, topk]
     num_tokens : int
         At least the number of rows.
 
@@ -336,7 +340,17 @@ def pad_topk_indices(topk_indices: Tensor, num_tokens: int) -> Tensor:
     tensor, shape [num_tokens, topk]
         `topk_indices` itself if there is nothing to append.
     """
-    rows, topk = shape_of(topk_indices, "pad_topk_indices: topk_indices", 2)
+    function = "pad_topk_indices"
+    indices = tensor_of(topk_indices, function, "topk_indices")
+    if indices.ndim != 2:
+        raise ValueError(
+            f"{function}: topk_indices must have 2 dimensions, got shape {list(indices.shape)}"
+        )
+    dtype = str(indices.dtype).removeprefix("torch.")
+    if dtype not in ("int32", "int64"):
+        raise TypeError(f"{function}: topk_indices must be int32 or int64, got {dtype}")
+    rows, topk = indices.shape
+    num_tokens = _core.integer(num_tokens, function, "num_tokens")
     if num_tokens < rows:
         raise ValueError(
             f"pad_topk_indices: num_tokens must be at least the number of rows, {rows}, "
@@ -344,13 +358,19 @@ def pad_topk_indices(topk_indices: Tensor, num_tokens: int) -> Tensor:
         )
     if num_tokens == rows:
         return topk_indices
-    torch = torch_of(topk_indices)
-    if torch is not None:
-        return torch.cat([topk_indices, topk_indices.new_full((num_tokens - rows, topk), -1)])
-    indices = as_numpy(topk_indices)
-    return np.concatenate([indices, np.full((num_tokens - rows, topk), -1, indices.dtype)])
+    out = empty(function, indices, (num_tokens, topk))
+    out[:rows] = indices
+    out[rows:] = -1
+    return out
 
 
-def _result(name: str, score: Tensor, topk: int) -> Tensor:
-    # The core refuses a topk that is no integer, or below 1.
-    return empty(score, (shape_of(score, name, 2)[0], max(int(topk), 0)), "int32")
+def _result(function: str, argument: str, score: Tensor, topk: int) -> Tensor:
+    rows = _core.shape_of(score, function, argument, 2)[0]
+    # The core refuses those below 1.
+    return empty(function, score, (rows, max(topk, 0)), "int32")
+
+
+def _slots(function: str, page_table: Tensor, topk_indices: Tensor) -> Tensor:
+    _core.shape_of(page_table, function, "page_table", 2)
+    shape = _core.shape_of(topk_indices, function, "topk_indices", 2)
+    return empty(function, page_table, shape, "int32")

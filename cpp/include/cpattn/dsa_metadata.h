@@ -69,4 +69,24 @@ struct DsaMetadata {
 
 DsaMetadata build_dsa_metadata(const DsaBatch& batch);
 
+/// What determines a DsaMetadata: one can be written down by it and made again.
+struct DsaMetadataState {
+  using Lens = std::vector<int64_t>;
+
+  ForwardMode forward_mode = ForwardMode::extend;
+  TopkTransformMethod topk_transform_method = TopkTransformMethod::paged;
+  int64_t topk = 0;
+  int64_t page_size = 0;
+  Lens bs_idx, cache_seqlens;                 // [n]
+  Lens token_to_batch_idx, seqlens_expanded;  // [T]
+  int64_t num_rows = 0;
+  std::optional<Lens> page_table_1;  // [n, max_seqlen_k]
+  bool has_flattened = false;        // page_table_1_flattened
+};
+
+DsaMetadataState state_of(const DsaMetadata& metadata);
+
+/// The metadata of such a state. Throws std::invalid_argument for a state that none has.
+DsaMetadata metadata_of(const DsaMetadataState& state);
+
 }  // namespace cpattn

@@ -23,8 +23,14 @@ void hadamard_transform(const TensorView& x, float scale, const TensorView& out)
 ///   x      float32, float16 or bfloat16 [..., D], D a multiple of 128; up to 6 dimensions
 ///   codes  float8_e4m3fn or int8, like x, contiguous
 ///   scale  float32 [..., D / 128], contiguous
+/// Errors begin with `function` and call x `name`.
 void quantize_index(
-    const TensorView& x, bool power_of_two, const TensorView& codes, const TensorView& scale
+    const TensorView& x,
+    bool power_of_two,
+    const TensorView& codes,
+    const TensorView& scale,
+    const char* function = "quantize_index",
+    const char* name = "x"
 );
 
 /// Writes keys of the indexer into pages: codes of page_size tokens, 128 bytes each, then

@@ -30,6 +30,7 @@ struct TopkArguments {
   std::optional<Ints> row_starts;  // [B] >= 0; default 0
   int64_t topk = 0;                // 1 .. kMaxTopk
   bool sorted = true;
+  const char* score_name = "score";  // in errors
 };
 
 constexpr int64_t kMaxTopk = int64_t{1} << 28;

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .. import build_cp_metadata, do_cp_attn_fia
+from .._arguments import flag
 from .exchange import RowExchange
 from .plan import ContextParallelPlan, make_plan
 
@@ -104,11 +105,12 @@ class ContextParallel:
             block_tables=block_tables,
             out_cache_loc=out_cache_loc,
             page_size=self.page_size,
-            pad_to_physical=pad_to_physical,
+            pad_to_physical=flag(pad_to_physical, "ContextParallel.plan", "pad_to_physical"),
         )
 
     def shard(self, plan: ContextParallelPlan, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The rows of this rank, of x with num_tokens rows (hidden states, positions) along dim."""
+        self._check_plan("shard", plan)
         return plan.metadata.shard(x, dim)
 
     def write_kv(
@@ -215,6 +217,11 @@ class ContextParallel:
         return tokens.view(plan.num_tokens, *x.shape[1:]).movedim(0, dim).contiguous()
 
     def _check_plan(self, call: str, plan: ContextParallelPlan) -> None:
+        if not isinstance(plan, ContextParallelPlan):
+            raise TypeError(
+                f"ContextParallel.{call}: plan must be one of ContextParallel.plan, got "
+                f"{type(plan).__name__}"
+            )
         of = (plan.cp_rank, len(plan.rows_per_rank))
         if of != (self.cp_rank, self.cp_size):
             raise ValueError(

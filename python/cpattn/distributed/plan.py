@@ -92,7 +92,15 @@ def make_plan(
 
 def _index_array(name: str, values: Any, ndim: int) -> NDArray[np.int64]:
     """A copy of an index argument."""
-    array = values.numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    try:
+        array = values.numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    except Exception as error:
+        raise TypeError(
+            f"ContextParallel.plan: {name} must be integers in {ndim} dimensions, got "
+            f"{type(values).__name__}"
+        ) from error
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"ContextParallel.plan: {name} must not be masked")
     if array.size == 0:
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":

@@ -331,9 +331,9 @@ def _split_qk_norm_out(
     k_pe: Tensor,
     latent_cache: Tensor | None = None,
 ) -> None:
-    function = "split_qk_norm" if latent_cache is not None else "fused_split_qk_norm"
-    _core.split_qk_norm(
-        function, x, q_weight, kv_weight, q_bias, kv_bias, q_lora_rank, kv_lora_rank,
+    split = _core.split_qk_norm if latent_cache is not None else _core.fused_split_qk_norm
+    split(
+        x, q_weight, kv_weight, q_bias, kv_bias, q_lora_rank, kv_lora_rank,
         qk_rope_head_dim, q_eps, kv_eps, q, k_nope, k_pe, latent_cache,
     )  # fmt: skip
 

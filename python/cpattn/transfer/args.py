@@ -6,6 +6,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from .._arguments import has, integer, items, part
+
 __all__ = ["KVArgs", "fill_kv_args", "setup_state_kv_args"]
 
 MAX_SHOWN = 4  # elements of a list in a repr
@@ -85,16 +87,35 @@ def fill_kv_args(
     total_kv_layers : int, optional
         Layers of the whole model without drafts.
     """
-    infos = pool.get_contiguous_buf_infos()
-    drafts = draft_pool.get_contiguous_buf_infos() if draft_pool is not None else ([], [], [])
-    names = ("kv_data_ptrs", "kv_data_lens", "kv_item_lens")
-    for name, own, draft in zip(names, infos, drafts, strict=True):
-        setattr(kv_args, name, [*own, *draft])
-    kv_args.page_size = pool.page_size
-    kv_args.prefill_start_layer = pool.start_layer
-    kv_args.prefill_end_layer = pool.start_layer + pool.layer_num
+    function = "fill_kv_args"
+    names = ("get_contiguous_buf_infos", "page_size", "start_layer", "layer_num")
+    buf_infos, page_size, start_layer, num_layers = part(pool, names, function, "pool")
+    infos = items(buf_infos(), function, "pool")
+    drafts: tuple[Any, ...] = ((), (), ())
+    if draft_pool is not None:
+        buf_infos = part(draft_pool, names[0], function, "draft_pool")
+        drafts = items(buf_infos(), function, "draft_pool")
+    keys = ("kv_data_ptrs", "kv_data_lens", "kv_item_lens")
+    fields: dict[str, Any] = {
+        key: [*own, *draft] for key, own, draft in zip(keys, infos, drafts, strict=True)
+    }
+    fields["page_size"] = page_size
+    fields["prefill_start_layer"] = start_layer
+    fields["prefill_end_layer"] = start_layer + num_layers
     if total_kv_layers is not None:
-        kv_args.total_kv_layers = total_kv_layers
+        fields["total_kv_layers"] = integer(total_kv_layers, function, "total_kv_layers")
+    _set(kv_args, fields, function)
+
+
+def _set(kv_args: Any, fields: dict[str, Any], function: str) -> None:
+    """Set attributes; TypeError for an object that takes none."""
+    for name, value in fields.items():
+        try:
+            setattr(kv_args, name, value)
+        except (AttributeError, TypeError) as error:
+            raise TypeError(
+                f"{function}: kv_args must take attributes, got {type(kv_args).__name__}"
+            ) from error
 
 
 def setup_state_kv_args(
@@ -127,13 +148,14 @@ def setup_state_kv_args(
     >>> args.kv_buf_groups, args.hidden_kv_layers, args.draft_kv_layers
     (3, 61, 1)
     """
-    kv_args.state_types = []
-    kv_args.state_data_ptrs = []
-    kv_args.state_data_lens = []
-    kv_args.state_item_lens = []
-    kv_args.state_dim_per_tensor = []
-    if not hasattr(pool, "get_state_buf_infos"):
-        return
-    kv_args.kv_buf_groups = 2 if getattr(pool, "index_head_dim", None) is None else 3
-    kv_args.hidden_kv_layers = kv_args.total_kv_layers = total_kv_layers
-    kv_args.draft_kv_layers = draft_pool.layer_num if draft_pool is not None else 0
+    function = "setup_state_kv_args"
+    total_kv_layers = integer(total_kv_layers, function, "total_kv_layers")
+    parts = ("types", "data_ptrs", "data_lens", "item_lens", "dim_per_tensor")
+    fields: dict[str, Any] = {f"state_{name}": [] for name in parts}
+    if has(pool, "get_state_buf_infos"):
+        fields["kv_buf_groups"] = 2 if getattr(pool, "index_head_dim", None) is None else 3
+        fields["hidden_kv_layers"] = fields["total_kv_layers"] = total_kv_layers
+        fields["draft_kv_layers"] = 0
+        if draft_pool is not None:
+            fields["draft_kv_layers"] = part(draft_pool, "layer_num", function, "draft_pool")
+    _set(kv_args, fields, function)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .._arguments import at_least, real
+from .._arguments import at_least, flag, part, real
 from .._core import TransferPlan
 from .engine import TransferEngine, TransferError, TransferStatus, checked_code
 
@@ -75,10 +75,12 @@ def execute(
     TimeoutError
         Batches remained after `timeout`. It has a ``transfer_status``, too.
     """
+    write = part(engine, "write", _FUNCTION, "engine")
     if max_blocks is None:
         max_blocks = getattr(engine, "max_blocks", 512)
     max_blocks = at_least(1, max_blocks, _FUNCTION, "max_blocks")
     retries = at_least(0, retries, _FUNCTION, "retries")
+    check = flag(check, _FUNCTION, "check")
     deadline = math.inf if timeout is None else time.monotonic() + _seconds(timeout)
     if progress is not None and not callable(progress):
         raise TypeError(f"{_FUNCTION}: progress must be callable, got {type(progress).__name__}")
@@ -100,10 +102,10 @@ def execute(
     try:
         while done < num_batches:
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"{_FUNCTION}: {timeout} s have passed")
+                raise TimeoutError(f"{_FUNCTION}: {timeout} s have passed, the timeout")
             attempts += 1
             batch = slice(bounds[done], bounds[done + 1])
-            answer = engine.write(
+            answer = write(
                 session,
                 self.src_addrs[batch].tolist(),
                 self.dst_addrs[batch].tolist(),
@@ -136,7 +138,7 @@ def _seconds(timeout: float) -> float:
 def _failure(session: str, status: TransferStatus) -> str:
     return (
         f"{_FUNCTION}: batch {status.first_failed_batch} of {status.num_batches}, counted from 0, "
-        f"to session {session!r} failed with code {int(status)} of the engine, after "
+        f"to session {session!r:.100} failed with code {int(status)} of the engine, after "
         f"{status.blocks_done} blocks and {status.bytes_done} bytes"
     )
 

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .. import _core
+from .._arguments import at_least, flag, integer, items, part
 from .entry import KVEntry
 from .layout_sources import (
     args_entries,
-    attribute,
     check_pool,
     fields_of,
+    number,
     pool_entries,
     stage_of,
 )
@@ -70,8 +71,9 @@ class KVLayout(_core.KVLayout):
         dcp_size: int = 1,
         dcp_interleave: int = 1,
     ) -> None:
+        values = [fields_of(entry) for entry in items(entries, "KVLayout", "entries")]
         super().__init__(
-            [fields_of(entry) for entry in entries], page_size, tp_rank, tp_size,
+            values, page_size, tp_rank, tp_size,
             total_kv_heads, layers, dcp_rank, dcp_size, dcp_interleave,
         )  # fmt: skip
         self._pools: tuple[object, ...] = ()  # whose memory must outlive the layout
@@ -109,9 +111,13 @@ class KVLayout(_core.KVLayout):
         dcp_rank, dcp_size, dcp_interleave
             As of `KVLayout`.
         """
+        function = "KVLayout.from_pool"
         for name, value in (("pool", pool), ("draft_pool", draft_pool)):
             if value is not None or name == "pool":
                 check_pool(name, value)
+        tp_size = at_least(1, tp_size, function, "tp_size")
+        if total_kv_heads is not None:
+            total_kv_heads = integer(total_kv_heads, function, "total_kv_heads")
         if draft_pool is not None and draft_pool.page_size != pool.page_size:
             raise ValueError(
                 f"KVLayout.from_pool: page_size must be that of the draft pool, "
@@ -189,23 +195,22 @@ class KVLayout(_core.KVLayout):
             Where the numbers contradict each other: buffers that are not these groups of these
             layers, a stage beyond the model, different item lengths within a group.
         """
-        num_groups = (attribute(kv_args, "kv_buf_groups") or 1) if is_mla else 2
+        function = "KVLayout.from_kv_args"
+        is_mla = flag(is_mla, function, "is_mla")
+        num_groups = (number(kv_args, "kv_buf_groups") or 1) if is_mla else 2
         if not 1 <= num_groups <= 3:
-            raise ValueError(
-                f"KVLayout.from_kv_args: kv_buf_groups must be 1, 2 or 3, got {num_groups}"
-            )
-        if tp_size < 1:
-            raise ValueError(f"KVLayout.from_kv_args: tp_size must be >= 1, got {tp_size}")
+            raise ValueError(f"{function}: kv_buf_groups must be 1, 2 or 3, got {num_groups}")
+        tp_size = at_least(1, tp_size, function, "tp_size")
         stage = stage_of(kv_args, num_groups, layers, total_layers, draft_layers)
         return cls(
             args_entries(kv_args, num_groups, stage),
-            kv_args.page_size,
-            tp_rank=(attribute(kv_args, "engine_rank") or 0) % tp_size,
+            part(kv_args, "page_size", function, "kv_args"),
+            tp_rank=(number(kv_args, "engine_rank") or 0) % tp_size,
             tp_size=tp_size,
-            total_kv_heads=1 if is_mla else attribute(kv_args, "total_kv_head_num") or None,
+            total_kv_heads=1 if is_mla else number(kv_args, "total_kv_head_num") or None,
             layers=stage.layers,
-            dcp_rank=attribute(kv_args, "dcp_rank") or 0,
-            dcp_size=attribute(kv_args, "dcp_size") or 1,
+            dcp_rank=number(kv_args, "dcp_rank") or 0,
+            dcp_size=number(kv_args, "dcp_size") or 1,
             dcp_interleave=dcp_interleave,
         )
 

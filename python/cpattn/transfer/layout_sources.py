@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+from .. import _core
+from .._arguments import has, integer, items, part
 from .entry import KVEntry
 
+FUNCTION = "KVLayout.from_kv_args"
 KINDS = ("k", "v", "index_k")
 DRAFT_IDS = 1_000_000  # engines that number buffers begin those of the draft model here
 
@@ -20,16 +23,16 @@ def fields_of(entry: Any) -> tuple[Any, ...]:
     """The fields of what a `KVLayout` is given as an entry."""
     try:
         return tuple(KVEntry(*entry))
-    except TypeError as error:
+    except Exception as error:
         raise TypeError(
             f"KVLayout: entries must be KVEntry(layer_id, kind, is_draft, addr, nbytes, item_len, "
-            f"token_rows=True), got {entry!r}"
+            f"token_rows=True), got {entry if isinstance(entry, tuple) else type(entry).__name__!r}"
         ) from error
 
 
 def check_pool(name: str, pool: Any) -> None:
     """TypeError for what is no pool."""
-    missing = [part for part in (*OF_A_POOL, "get_contiguous_buf_infos") if not hasattr(pool, part)]
+    missing = [name for name in (*OF_A_POOL, "get_contiguous_buf_infos") if not has(pool, name)]
     if missing:
         raise TypeError(
             f"KVLayout.from_pool: {name} must be a KV pool, got {type(pool).__name__}, which has "
@@ -70,17 +73,30 @@ def stage_of(
     draft_layers: int | None,
 ) -> Stage:
     """What an engine's arguments say of layers, or what the caller knows better."""
-    total = total_layers or attribute(args, "hidden_kv_layers", "total_kv_layers")
+    if total_layers is not None:
+        total_layers = integer(total_layers, FUNCTION, "total_layers")
+    total = total_layers or number(args, "hidden_kv_layers", "total_kv_layers")
     if not total:
         refuse("total_layers must be given: hidden_kv_layers and total_kv_layers are not set")
     if draft_layers is None:
-        of_entries = (attribute(args, "num_draft_entries") or 0) // num_groups
-        draft_layers = attribute(args, "draft_kv_layers") or of_entries
-    start, end = layers or (args.prefill_start_layer, attribute(args, "prefill_end_layer"))
-    if end is None:
-        if attribute(args, "kv_layer_ids"):
+        of_entries = (number(args, "num_draft_entries") or 0) // num_groups
+        draft_layers = number(args, "draft_kv_layers") or of_entries
+    else:
+        draft_layers = integer(draft_layers, FUNCTION, "draft_layers")
+    if layers is not None:
+        pair = items(layers, FUNCTION, "layers")
+        if len(pair) != 2:
+            refuse(f"layers must be a pair, got {len(pair)} values")
+        start, end = (integer(layer, FUNCTION, "layers") for layer in pair)
+    else:
+        first = part(args, "prefill_start_layer", FUNCTION, "kv_args")
+        start = integer(first, FUNCTION, "prefill_start_layer")
+        known_end = number(args, "prefill_end_layer")
+        if known_end is None and ids_of(args):
             refuse("layers must be given with kv_layer_ids: prefill_end_layer is not set")
-        end = start + len(args.kv_data_ptrs) // num_groups - draft_layers
+        ptrs = items(part(args, "kv_data_ptrs", FUNCTION, "kv_args"), FUNCTION, "kv_data_ptrs")
+        guess = start + len(ptrs) // num_groups - draft_layers
+        end = guess if known_end is None else known_end
     if not 0 <= start <= end <= total:
         refuse(f"layers [{start}, {end}) must lie within the model's {total}")
     return Stage(start, end, total, draft_layers)
@@ -88,14 +104,18 @@ def stage_of(
 
 def args_entries(args: Any, num_groups: int, stage: Stage) -> list[KVEntry]:
     """The buffers of an engine's arguments, by their ids if it has any, else in groups."""
-    lists = args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens
+    names = ("kv_data_ptrs", "kv_data_lens", "kv_item_lens")
+    lists = [
+        _core.address_list(f"{FUNCTION}: {name}", values)
+        for name, values in zip(names, part(args, names, FUNCTION, "kv_args"), strict=True)
+    ]
     if len({len(values) for values in lists}) > 1:
         refuse(
             "kv_data_ptrs, kv_data_lens and kv_item_lens must be equally many, got "
             f"{', '.join(str(len(values)) for values in lists)}"
         )
     infos = list(zip(*lists, strict=True))
-    if ids := attribute(args, "kv_layer_ids"):
+    if ids := ids_of(args):
         return entries_with_ids(infos, ids, stage)
     counts = ((False, stage.start, stage.end - stage.start), (True, 0, stage.num_draft))
     expected = num_groups * sum(count for _, _, count in counts)
@@ -144,9 +164,26 @@ def entries_with_ids(
 
 def attribute(args: Any, *names: str) -> Any:
     """The first of the attributes that is there and not None."""
-    values = (getattr(args, name, None) for name in names)
+    try:
+        values = [getattr(args, name, None) for name in names]
+    except Exception as error:
+        raise TypeError(
+            f"{FUNCTION}: kv_args must have {', '.join(names)}, got {type(args).__name__}"
+        ) from error
     return next((value for value in values if value is not None), None)
 
 
-def refuse(message: str) -> None:
-    raise ValueError(f"KVLayout.from_kv_args: {message}")
+def number(args: Any, *names: str) -> int | None:
+    """The same of a field that holds an int."""
+    value = attribute(args, *names)
+    return None if value is None else integer(value, FUNCTION, " or ".join(names))
+
+
+def ids_of(args: Any) -> list[int]:
+    """`kv_layer_ids`, where they are set."""
+    ids = attribute(args, "kv_layer_ids")
+    return [] if ids is None else _core.ints(ids, FUNCTION, "kv_layer_ids")
+
+
+def refuse(message: str) -> NoReturn:
+    raise ValueError(f"{FUNCTION}: {message}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from .._arguments import at_least
+from .._arguments import at_least, flag, has
 
 if TYPE_CHECKING:
     import numpy as np
@@ -121,6 +121,8 @@ class KVChunk:
             The destination's pages for the whole transfer. Fewer than the chunk needs are
             ValueError; with compat, the source's pages are cut to as many.
         """
+        kv_indices = _as_listed(kv_indices, "kv_indices")
+        dst_page_indices = _as_listed(dst_page_indices, "dst_page_indices")
         src = kv_to_page_indices(kv_indices[self.token_start : self.token_end], self.page_size)
         dst = dst_page_indices[self.page_start : self.page_end]
         num_pages = self.page_end - self.page_start
@@ -131,6 +133,15 @@ class KVChunk:
                 f"sides, got {len(src)} of the source and {len(dst)} of the destination"
             )
         return src[: len(dst)], dst
+
+
+def _as_listed(indices: Indices, argument: str) -> Indices:
+    """Indices that can be cut: an array as it is, of a list what it holds now."""
+    function = "KVChunk.select"
+    if isinstance(indices, (list, tuple)) or not has(indices, "__getitem__"):
+        return _core.ints(indices, function, argument)
+    _core.index_count(indices, function, argument)
+    return indices
 
 
 @dataclass
@@ -179,6 +190,7 @@ class KVSendCursor:
     def __post_init__(self) -> None:
         for name, minimum in (("num_tokens", 0), ("page_size", 1), ("decode_prefix_len", 0)):
             setattr(self, name, at_least(minimum, getattr(self, name), "KVSendCursor", name))
+        self.compat = flag(self.compat, "KVSendCursor", "compat")
         if self.decode_prefix_len > self.num_tokens:
             raise ValueError(
                 f"KVSendCursor: decode_prefix_len must be within the {self.num_tokens} tokens, "
@@ -201,12 +213,15 @@ class KVSendCursor:
         the partial page along and is returned even without pages, because metadata goes with it.
         """
         function = "KVSendCursor.advance"
+        last_chunk = flag(last_chunk, function, "last_chunk")
         if end is None:
             end = min(at_least(0, num_computed, function, "num_computed"), self.num_tokens)
-        elif at_least(0, end, function, "end") > self.num_tokens:
-            raise ValueError(
-                f"{function}: end must be within the {self.num_tokens} tokens, got {end}"
-            )
+        else:
+            end = at_least(0, end, function, "end")
+            if end > self.num_tokens:
+                raise ValueError(
+                    f"{function}: end must be within the {self.num_tokens} tokens, got {end}"
+                )
         if not last_chunk:
             end -= end % self.page_size
         if end < self.start_send_idx or (end == self.start_send_idx and not last_chunk):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .. import _core
+from .._arguments import items
 from ..topk import Indices
 from .layout import KVLayout
 from .plan import TransferPlan, cells, rows_of, table
@@ -166,15 +167,17 @@ def plan_kv_links(
         What nobody or more than one source sends, with layer, heads and tokens; and whatever
         `plan_kv_transfer` refuses, with the link.
     """
+    function = "plan_kv_links"
+    peers = items(sources, function, "sources")
     if cp_ranks is None:
-        if cp_size != 1:
-            raise ValueError(f"plan_kv_links: cp_ranks must be given with cp_size {cp_size}")
-        cp_ranks = [0] * len(sources)
+        if _core.integer(cp_size, function, "cp_size") != 1:
+            raise ValueError(f"{function}: cp_ranks must be given with cp_size {cp_size}")
+        cp_ranks = [0] * len(peers)
     links = _core.plan_kv_links(
-        tuple(sources),  # which no other thread can change while the plans are made
-        tuple(destinations),
-        list(src_pages),
-        list(dst_pages),
+        peers,  # which no other thread can change while the plans are made
+        items(destinations, function, "destinations"),
+        items(src_pages, function, "src_pages"),
+        items(dst_pages, function, "dst_pages"),
         cp_ranks,
         num_tokens=num_tokens,
         first_token=first_token,

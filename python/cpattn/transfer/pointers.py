@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _core
+from .._arguments import has
 
 __all__ = [
     "DecodeTargets",
@@ -71,7 +72,11 @@ def get_mha_kv_ptrs_with_pp(
     src = listed(src_kv_ptrs, function, "src_kv_ptrs")
     dst = listed(dst_kv_ptrs, function, "dst_kv_ptrs")
     (*ranges, num_layers) = _core.mha_kv_entries(
-        len(src), len(dst), prefill_start_layer, total_kv_layers or 0, compat
+        len(src),
+        len(dst),
+        prefill_start_layer,
+        0 if total_kv_layers is None else total_kv_layers,
+        compat,
     )
     src_k, src_v, dst_k, dst_v = (slice(*entries) for entries in ranges)
     return src[src_k], src[src_v], dst[dst_k], dst[dst_v], num_layers
@@ -137,7 +142,7 @@ def get_mla_kv_ptrs_with_pp(
         len(dst),
         prefill_start_layer,
         kv_buf_groups,
-        total_kv_layers or 0,
+        0 if total_kv_layers is None else total_kv_layers,
         hidden_kv_layers,
         draft_kv_layers,
         is_last_rank,
@@ -149,8 +154,11 @@ def get_mla_kv_ptrs_with_pp(
 def listed(ptrs: Any, function: str, argument: str) -> list[Any]:
     """A new list; of plain ints from an array."""
     plain = isinstance(ptrs, (list, tuple))
-    array = hasattr(ptrs, "tolist") and not isinstance(ptrs, (memoryview, np.ma.MaskedArray))
-    values = list(ptrs) if plain else ptrs.tolist() if array else None
+    array = has(ptrs, "tolist") and not isinstance(ptrs, (memoryview, np.ma.MaskedArray))
+    try:
+        values = list(ptrs) if plain else ptrs.tolist() if array else None
+    except Exception:  # of a tensor without elements to look at
+        values = None
     if not isinstance(values, list):
         raise TypeError(
             f"{function}: {argument} must be a list, a tuple or an array of one dimension, got "

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from .._arguments import has, part
 from .._containers import torch_of
 from .engine import TransferEngine, TransferError, TransferStatus, checked_code
 from .layout import KVLayout, count
@@ -86,6 +87,7 @@ class Registration:
         sizes: list[int],
         owners: tuple[object, ...],
     ) -> None:
+        enroll = part(engine, "register", "register", "engine")
         self.engine = engine
         self.addrs = tuple(addrs)
         self.sizes = tuple(sizes)
@@ -93,7 +95,7 @@ class Registration:
         self._number = next(_numbers)
         _hold(engine, self._number, owners)  # before it is written to
         try:
-            code = checked_code("register", engine.register(addrs, sizes)) if addrs else 0
+            code = checked_code("register", enroll(addrs, sizes)) if addrs else 0
             if code:
                 raise TransferError(
                     f"register: the engine refused {self._what()} with code {code}",
@@ -143,7 +145,7 @@ def infos_of(item: Any) -> tuple[list[int], list[int]]:
     if isinstance(item, KVLayout):
         entries = item.entries
         return [entry.addr for entry in entries], [entry.nbytes for entry in entries]
-    if hasattr(item, "get_contiguous_buf_infos"):
+    if has(item, "get_contiguous_buf_infos"):
         addrs, sizes, *_ = item.get_contiguous_buf_infos()
         return list(addrs), list(sizes)
     torch = torch_of(item)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .. import _core
-from .._arguments import at_least, integer
+from .._arguments import at_least, flag, integer, items, part
 from .._core import TransferPlan
 
 __all__ = [
@@ -83,11 +83,12 @@ def plan_send_kvcache(
     (2020, 6080, 40)
     (2140, 6120, 20)
     """
+    function = "plan_send_kvcache"
     return _core.plan_send_kvcache(
-        kv_buffers(kv_args, dst_ptrs, dst_item_lens),
+        kv_buffers(function, kv_args, dst_ptrs, dst_item_lens),
         src_pages,
         dst_pages,
-        stage_of(kv_args, is_last_rank, pp_size, is_mla),
+        stage_of(function, kv_args, is_last_rank, pp_size, is_mla),
         compat,
     )
 
@@ -180,10 +181,13 @@ def plan_send_kvcache_slice(
     attn_tp_size = at_least(1, attn_tp_size, function, "attn_tp_size")
     dst_attn_tp_size = at_least(1, dst_attn_tp_size, function, "dst_attn_tp_size")
     dst_tp_rank = integer(dst_tp_rank, function, "dst_tp_rank")
-    engine_rank = integer(kv_args.engine_rank, function, "engine_rank")
-    total_kv_heads = getattr(kv_args, "total_kv_head_num", None) or 0
-    if integer(total_kv_heads, function, "total_kv_head_num") <= 0:
-        total_kv_heads = integer(kv_args.kv_head_num, function, "kv_head_num") * attn_tp_size
+    engine_rank, page_size = part(kv_args, ("engine_rank", "page_size"), function, "kv_args")
+    engine_rank = integer(engine_rank, function, "engine_rank")
+    compat = flag(compat, function, "compat")
+    total_kv_heads = getattr(kv_args, "total_kv_head_num", None)
+    if total_kv_heads is None or integer(total_kv_heads, function, "total_kv_head_num") <= 0:
+        own_heads = part(kv_args, "kv_head_num", function, "kv_args")
+        total_kv_heads = integer(own_heads, function, "kv_head_num") * attn_tp_size
     heads = slice_heads(
         total_kv_heads,
         prefill_tp_size=attn_tp_size,
@@ -192,14 +196,15 @@ def plan_send_kvcache_slice(
         decode_rank=dst_tp_rank % dst_attn_tp_size,
         compat=compat,
     )
+    pp_size = integer(pp_size, function, "pp_size")
     stages = max(pp_size, 2) if compat else pp_size
     return _core.plan_send_kvcache_slice(
-        kv_buffers(kv_args, dst_ptrs, [dst_kv_item_len]),
+        kv_buffers(function, kv_args, dst_ptrs, [dst_kv_item_len]),
         src_pages,
         dst_pages,
-        kv_args.page_size,
+        page_size,
         heads,
-        stage_of(kv_args, is_last_rank, stages, False),
+        stage_of(function, kv_args, is_last_rank, stages, False),
         compat,
     )
 
@@ -233,13 +238,9 @@ def plan_send_aux(
     TransferPlan
         A block per buffer.
     """
-    buffers = (
-        kv_args.aux_data_ptrs,
-        getattr(kv_args, "aux_data_lens", None),
-        kv_args.aux_item_lens,
-        dst_aux_ptrs,
-        dst_item_lens,
-    )
+    ptrs, item_lens = part(kv_args, ("aux_data_ptrs", "aux_item_lens"), "plan_send_aux", "kv_args")
+    data_lens = getattr(kv_args, "aux_data_lens", None)
+    buffers = (ptrs, data_lens, item_lens, dst_aux_ptrs, dst_item_lens)
     return _core.plan_send_aux(buffers, src_aux_index, dst_aux_index, compat)
 
 
@@ -274,24 +275,36 @@ def plan_send_state(
         MLA, which all ranks have.
     compat : bool, optional
     """
-    kinds = [str(getattr(kind, "value", kind)).lower() for kind in kv_args.state_types]
-    data_lens = getattr(kv_args, "state_data_lens", None) or [None] * len(kinds)
+    function = "plan_send_state"
+    compat = flag(compat, function, "compat")
+    is_mla = flag(is_mla, function, "is_mla")
+    attn_tp_size = integer(attn_tp_size, function, "attn_tp_size")
+    dst_attn_tp_size = integer(dst_attn_tp_size, function, "dst_attn_tp_size")
+    types, ptrs, item_lens = part(
+        kv_args, ("state_types", "state_data_ptrs", "state_item_lens"), function, "kv_args"
+    )
+    kinds = [
+        str(getattr(kind, "value", kind)).lower() for kind in items(types, function, "state_types")
+    ]
+    data_lens = getattr(kv_args, "state_data_lens", None)
+    if data_lens is None or not items(data_lens, function, "state_data_lens"):
+        data_lens = [None] * len(kinds)
     lists = {
         "state_types": kinds,
-        "state_data_ptrs": kv_args.state_data_ptrs,
+        "state_data_ptrs": ptrs,
         "state_data_lens": data_lens,
-        "state_item_lens": kv_args.state_item_lens,
+        "state_item_lens": item_lens,
         "dst_state_ptrs": dst_state_ptrs,
         "src_state_indices": src_state_indices,
         "dst_state_indices": dst_state_indices,
     }
-    lists = {name: tuple(parts) for name, parts in lists.items()}  # as they are now
+    lists = {name: items(parts, function, name) for name, parts in lists.items()}  # as they are now
     num_parts = {name: len(parts) for name, parts in lists.items()}
     if len(set(num_parts.values())) > 1 and not compat:
         raise ValueError(f"plan_send_state: components must be as many in all of {num_parts}")
     components = []
     for kind, ptrs, lens, item_lens, dst_ptrs, src, dst in zip(*lists.values(), strict=False):
-        src, dst = (as_now(indices) for indices in (src, dst))
+        src, dst = as_now(src, "src_state_indices"), as_now(dst, "dst_state_indices")
         if attn_tp_size != dst_attn_tp_size and not (is_mla and kind in PAGED_STATES):
             raise RuntimeError(
                 f"plan_send_state: {kind} states need equal tensor parallelism on both sides, "
@@ -306,31 +319,36 @@ def plan_send_state(
     return _core.plan_send_state(components, compat)
 
 
-def as_now(indices: Any) -> Any:
+def as_now(indices: Any, argument: str) -> list[int]:
     """What is checked and then sent: a list may change in between."""
-    if indices is None:
-        return []
-    return list(indices) if isinstance(indices, list) else indices
+    return [] if indices is None else _core.ints(indices, "plan_send_state", argument)
 
 
-def kv_buffers(kv_args: Any, dst_ptrs: Sequence[int], dst_item_lens: Lengths) -> tuple[Any, ...]:
+def kv_buffers(
+    function: str, kv_args: Any, dst_ptrs: Sequence[int], dst_item_lens: Lengths
+) -> tuple[Any, ...]:
     """The lists that plans of KV read."""
-    data_lens = getattr(kv_args, "kv_data_lens", None)
-    return kv_args.kv_data_ptrs, data_lens, kv_args.kv_item_lens, dst_ptrs, dst_item_lens
+    ptrs, item_lens = part(kv_args, ("kv_data_ptrs", "kv_item_lens"), function, "kv_args")
+    return ptrs, getattr(kv_args, "kv_data_lens", None), item_lens, dst_ptrs, dst_item_lens
 
 
-def stage_of(kv_args: Any, is_last_rank: bool, pp_size: int, is_mla: bool) -> tuple[Any, ...]:
+def stage_of(
+    function: str, kv_args: Any, is_last_rank: bool, pp_size: int, is_mla: bool
+) -> tuple[Any, ...]:
     """The sender's place in the model, absent attributes filled in.
 
     Only the first layer of a stage cannot be: 0 would send it to another's buffers.
     """
+    pp_size = integer(pp_size, function, "pp_size")
     groups = getattr(kv_args, "kv_buf_groups", None)
+    total_layers = getattr(kv_args, "total_kv_layers", None)
+    draft_layers = getattr(kv_args, "draft_kv_layers", None)
     return (
-        kv_args.prefill_start_layer if pp_size > 1 else 0,
+        part(kv_args, "prefill_start_layer", function, "kv_args") if pp_size > 1 else 0,
         1 if groups is None else groups,
-        getattr(kv_args, "total_kv_layers", None) or 0,
+        0 if total_layers is None else total_layers,
         getattr(kv_args, "hidden_kv_layers", None),
-        getattr(kv_args, "draft_kv_layers", None) or 0,
+        0 if draft_layers is None else draft_layers,
         is_last_rank,
         pp_size,
         is_mla,

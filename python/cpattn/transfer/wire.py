@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from .._arguments import items
 from .args import shown
 from .pages import Indices
 
@@ -49,7 +50,8 @@ def pack_int_lists(lists: IntLists, fmt: str) -> bytes:
     """
     _check_format("pack_int_lists", fmt)
     bodies = [
-        _pack_ints(fmt, values, f"pack_int_lists: list {i} ") for i, values in enumerate(lists)
+        _pack_ints(fmt, values, f"pack_int_lists: list {i} ")
+        for i, values in enumerate(items(lists, "pack_int_lists", "lists"))
     ]
     sizes = struct.pack(f"<{len(bodies) + 1}I", len(bodies), *map(len, bodies))
     return sizes + b"".join(bodies) if bodies else b""
@@ -58,6 +60,9 @@ def pack_int_lists(lists: IntLists, fmt: str) -> bytes:
 def unpack_int_lists(buf: bytes, fmt: str) -> list[list[int]]:
     """The lists of a frame of `pack_int_lists`; ValueError unless it ends where they do."""
     _check_format("unpack_int_lists", fmt)
+    if not isinstance(buf, (bytes, bytearray, memoryview)):
+        raise TypeError(f"unpack_int_lists: buf must be bytes, got {type(buf).__name__}")
+    buf = bytes(buf)
     if not buf:
         return []
     num_lists = int.from_bytes(buf[:4], "little")
@@ -76,15 +81,20 @@ def unpack_int_lists(buf: bytes, fmt: str) -> list[list[int]]:
 
 
 def _check_format(function: str, fmt: str) -> None:
-    if fmt not in WIDTHS:
-        raise ValueError(f"{function}: fmt must be one of {', '.join(WIDTHS)}, got {fmt!r}")
+    if not isinstance(fmt, str) or fmt not in WIDTHS:
+        kind = ValueError if isinstance(fmt, str) else TypeError
+        raise kind(f"{function}: fmt must be one of {', '.join(WIDTHS)}, got {fmt!r:.40}")
 
 
 def _pack_ints(fmt: str, values: Sequence[int], name: str = "") -> bytes:
     try:
         return struct.pack(f"<{len(values)}{fmt}", *values)
-    except struct.error as error:
+    except (struct.error, OverflowError) as error:
         raise ValueError(f"{name}must be integers of format {fmt!r}: {error}") from None
+    except Exception as error:
+        raise TypeError(
+            f"{name}must be integers of format {fmt!r}, got {type(values).__name__}"
+        ) from error
 
 
 def _unpack_ints(fmt: str, body: bytes, name: str = "") -> list[int]:
@@ -172,7 +182,8 @@ class _Message:
         ones are ValueError.
         """
         known: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
-        frames = [_bytes_of(cls.__name__, i, frame) for i, frame in enumerate(frames)]
+        given = items(frames, f"{cls.__name__}.from_frames", "frames")
+        frames = [_bytes_of(cls.__name__, i, frame) for i, frame in enumerate(given)]
         first = len(cls._HEAD)
         needed = first + max(i for i, item in enumerate(known, 1) if not _has_default(item))
         if len(frames) < needed or list(frames[:first]) != cls._HEAD:

@@ -51,7 +51,7 @@ def attend(
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention over pages: out [tokens, heads, dim] and LSE [heads, tokens]."""
-    lse = empty(q, (q.shape[1], q.shape[0]), "float32")
+    lse = empty(function, q, (q.shape[1], q.shape[0]), "float32")
     left, right = window_size
     out = paged_attention(
         q,

@@ -170,7 +170,7 @@ class PagedWrapper:
         for factor in (q_scale, k_scale):
             scale *= 1.0 if factor is None else float(factor)
         if return_lse and lse is None:
-            lse = empty(q, q.shape[:2], "float32")
+            lse = empty(function, q, q.shape[:2], "float32")
         result: Tensor = attention.run_attention(
             self._plan, q, k_cache, v_cache, kv_layout=self._kv_layout, scale=scale,
             softcap=self._softcap, sinks=sinks, out=out, lse=lse,

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "cpattn/check.h"
+
+namespace cpattn::bindings {
+
+/// Closes what pybind11 leaves open in the classes of a module. TypeError are then:
+/// cls.__new__(cls) where there is no constructor; each use of the object that it returns where
+/// there is one, for which functions would else be given uninitialised memory; and pickle and copy
+/// of objects without a __reduce__ of their own, which protocols 0 and 1 do not survive.
+void close_classes(const pybind11::module_& module);
+
+/// For a class of values that nothing can change: a copy of one is the object itself.
+void copy_by_reference(pybind11::handle type);
+
+/// Gives values a method _state and the module a function `restore_name`, which makes an equal
+/// value of what it returns, a tuple of so many fields. Whatever is wrong with a state is
+/// ValueError.
+template <class Value>
+void define_state(
+    pybind11::module_& module,
+    pybind11::class_<Value>& type,
+    pybind11::tuple (*state_of)(const Value&),
+    const char* restore_name,
+    std::size_t num_fields,
+    Value (*restore)(const pybind11::tuple&)
+) {
+  namespace py = pybind11;
+  type.def("_state", state_of);
+  module.def(restore_name, [num_fields, restore](py::handle state) {
+    try {
+      if (!PyTuple_Check(state.ptr()) || py::len(state) != num_fields) {
+        const std::string name = py::str(py::type::of<Value>().attr("__name__"));
+        throw py::type_error(concat(name, ": a state must be a tuple of ", num_fields, " fields"));
+      }
+      return restore(py::reinterpret_borrow<py::tuple>(state));
+    } catch (const py::type_error& error) {
+      throw std::invalid_argument(error.what());
+    } catch (const py::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) throw;
+      throw std::invalid_argument(py::str(error.value()));
+    }
+  });
+}
+
+/// A hash of numbers.
+class ValueHash {
+ public:
+  ValueHash& operator<<(int64_t number) {
+    constexpr uint64_t kOdd = 0x9E3779B97F4A7C15;
+    value_ = (value_ ^ static_cast<uint64_t>(number)) * kOdd;
+    value_ ^= value_ >> 32;
+    return *this;
+  }
+  template <class Int>
+  ValueHash& operator<<(std::span<const Int> numbers) {
+    const auto* bytes = reinterpret_cast<const char*>(numbers.data());
+    const std::size_t hash = std::hash<std::string_view>{}({bytes, numbers.size_bytes()});
+    return *this << static_cast<int64_t>(hash);
+  }
+  int64_t value() const { return static_cast<int64_t>(value_ >> 1); }
+
+ private:
+  uint64_t value_ = 0;
+};
+
+}  // namespace cpattn::bindings

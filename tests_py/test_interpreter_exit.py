@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interpreter ends while daemon threads are inside of calls."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import threading, time
+import numpy as np
+import cpattn
+
+cpattn.set_num_threads(1)
+cache = np.ones((256, 16, 1, 64), np.float32)
+q = np.ones((2048, 2, 64), np.float32)
+batch = dict(q_lens=[2048], kv_lens=[4096], block_tables=[list(range(256))])
+out, lse = np.ones((2048, 8, 64), np.float32), np.ones((2048, 8), np.float32)
+score = np.ones((512, 4096), np.float32)
+
+
+def calls():
+    cpattn.paged_attention(q, cache, cache, **batch)
+    cpattn.merge_state(out.copy(), lse.copy(), out, lse)
+    cpattn.fast_topk(score, [4096] * 512, 64)
+    cpattn.plan_attention(
+        q_lens=[1] * 4000, kv_lens=[4096] * 4000, block_tables=np.zeros((4000, 256), np.int32),
+        page_size=16, num_pages=256, num_heads=2, num_kv_heads=1, head_dim=64)
+
+
+def forever():
+    while True:
+        calls()
+
+
+calls()
+for _ in range(6):
+    threading.Thread(target=forever, daemon=True).start()
+time.sleep({seconds})
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.1, 0.15, 0.2, 0.3])
+def test_exit_does_not_abort_daemon_threads(seconds):
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT.replace("{seconds}", str(seconds))],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")
