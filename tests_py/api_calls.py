@@ -1,0 +1,620 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A good call of every public callable, made anew each time, for `api_fuzz`.
+
+Functions that compute have theirs in `argument_sweep`; here are those of transfers, pools and
+plans, which have to be made anew because they hold addresses or change.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import argument_sweep
+import cpattn
+from cpattn import distributed, transfer
+from cpattn.distributed.plan import make_plan
+from cpattn.transfer import wire
+
+Arguments = dict[str, tuple[str, Any]]  # by name: (kind, value), the kinds of `argument_sweep`
+
+
+@dataclass
+class Good:
+    """A call that succeeds."""
+
+    function: Callable[..., Any]
+    arguments: Arguments
+    close: Callable[[], None] = lambda: None
+    # Errors other than TypeError, ValueError and MemoryError that its documentation has.
+    errors: tuple[type[Exception], ...] = ()
+    # What its messages may say instead of an argument's name.
+    names: tuple[str, ...] = ()
+    # What they may begin with instead of its name.
+    prefixes: tuple[str, ...] = ()
+
+
+@dataclass
+class Target:
+    """A public callable; `name` is what its errors begin with."""
+
+    name: str
+    make: Callable[[], Good]
+    judged: bool = True  # whether results for ordinary numbers are ordinary
+
+
+def memory(*shape: int, dtype: Any = np.uint8) -> Any:
+    return np.zeros(shape, dtype)
+
+
+def kv_args(num_layers: int = 2, **more: Any) -> cpattn.KVArgs:
+    """Of a stage with all layers, K and V, eight pages of 64 bytes in each buffer."""
+    count = 2 * num_layers
+    return cpattn.KVArgs(
+        engine_rank=0, page_size=4, kv_head_num=2, total_kv_head_num=2,
+        kv_data_ptrs=[(1 << 30) + 4096 * i for i in range(count)], kv_data_lens=[512] * count,
+        kv_item_lens=[64] * count, prefill_start_layer=0, prefill_end_layer=num_layers,
+        total_kv_layers=num_layers, hidden_kv_layers=num_layers, draft_kv_layers=0,
+        kv_buf_groups=2, aux_data_ptrs=[1 << 20], aux_data_lens=[256], aux_item_lens=[16],
+        state_types=["mamba"], state_data_ptrs=[[1 << 21]], state_data_lens=[[256]],
+        state_item_lens=[[32]], **more,
+    )  # fmt: skip
+
+
+TARGET_PTRS = [(1 << 31) + 4096 * i for i in range(4)]
+PAGES = {"src_pages": ("ints", [1, 2, 5]), "dst_pages": ("ints", [3, 4, 6])}
+
+
+def layout(base: int = 1 << 30, **more: Any) -> cpattn.KVLayout:
+    entries = [
+        cpattn.KVEntry(layer, kind, False, base + 4096 * (2 * layer + (kind == "v")), 512, 64)
+        for layer in range(2)
+        for kind in ("k", "v")
+    ]
+    return cpattn.KVLayout(entries, page_size=4, **more)
+
+
+def mha_pool() -> cpattn.MHATokenToKVPool:
+    return cpattn.MHATokenToKVPool(16, 4, 2, 2, 8, dtype="float32")
+
+
+def mla_pool() -> cpattn.MLATokenToKVPool:
+    return cpattn.MLATokenToKVPool(16, 4, 2, 16, 8, index_head_dim=8, dtype="float32")
+
+
+def pointers() -> Arguments:
+    return {
+        "src_kv_ptrs": ("list", [10, 11, 12, 13]),
+        "dst_kv_ptrs": ("list", [20, 21, 22, 23]),
+        "prefill_start_layer": ("int", 0),
+        "total_kv_layers": ("?int", 2),
+        "compat": ("flag", False),
+    }
+
+
+def engines() -> tuple[cpattn.LocalEngine, cpattn.LocalEngine, Any, Any, Callable[[], None]]:
+    """Two engines with memory of their own registered."""
+    sender, receiver = cpattn.LocalEngine(num_threads=1), cpattn.LocalEngine(num_threads=1)
+    src, dst = np.arange(256, dtype=np.uint8), memory(256)
+    sender.register([src.ctypes.data], [src.nbytes])
+    receiver.register([dst.ctypes.data], [dst.nbytes])
+
+    def close() -> None:
+        sender.close()
+        receiver.close()
+
+    return sender, receiver, src, dst, close
+
+
+def engine_write() -> Good:
+    sender, receiver, src, dst, close = engines()
+    arguments = {
+        "session": ("text", receiver.session_id),
+        "src_addrs": ("addresses", [src.ctypes.data, src.ctypes.data + 64]),
+        "dst_addrs": ("addresses", [dst.ctypes.data + 128, dst.ctypes.data]),
+        "lengths": ("addresses", [16, 32]),
+    }
+    return Good(sender.write, arguments, close)
+
+
+def engine_register() -> Good:
+    engine, block = cpattn.LocalEngine(num_threads=1), memory(128)
+    arguments = {
+        "addrs": ("addresses", [block.ctypes.data, block.ctypes.data + 64]),
+        "sizes": ("addresses", [64, 64]),
+    }
+    keep = SimpleNamespace(block=block)
+
+    def close() -> None:
+        engine.close()
+        del keep.block
+
+    return Good(engine.register, arguments, close)
+
+
+def engine_unregister() -> Good:
+    sender, _, src, _, close = engines()
+    return Good(sender.unregister, {"addrs": ("addresses", [src.ctypes.data])}, close)
+
+
+def execute() -> Good:
+    sender, receiver, src, dst, close = engines()
+    plan = cpattn.TransferPlan([src.ctypes.data], [dst.ctypes.data], [64])
+    arguments = {
+        "engine": ("value", sender),
+        "session": ("text", receiver.session_id),
+        "max_blocks": ("?int", 1),
+        "timeout": ("?float", 10.0),
+        "retries": ("times", 0),
+        "progress": ("any", None),
+        "check": ("flag", True),
+    }
+    return Good(
+        plan.execute,
+        arguments,
+        close,
+        (transfer.TransferError, TimeoutError),
+        prefixes=("LocalEngine.write: ",),
+    )
+
+
+def register() -> Good:
+    engine = cpattn.LocalEngine(num_threads=1)
+
+    def call(tensor: Any) -> Any:
+        return transfer.register(engine, tensor)
+
+    return Good(
+        call, {"tensor": ("buffer", memory(64))}, engine.close, (transfer.TransferError,),
+        ("argument", "array", "tensor", "ptrs", "addrs"),
+        ("registration_regions: ", "LocalEngine.register: "),
+    )  # fmt: skip
+
+
+def closed_registration() -> Good:
+    engine = cpattn.LocalEngine(num_threads=1)
+    registration = transfer.register(engine, memory(64))
+    return Good(registration.close, {}, engine.close)
+
+
+def set_kv() -> Good:
+    pool = mha_pool()
+    arguments = {
+        "layer_id": ("int", 1),
+        "loc": ("ints", [1, 6]),
+        "k": ("tensor", np.ones((2, 2, 8), np.float32)),
+        "v": ("?tensor", np.ones((2, 2, 8), np.float32)),
+        "k_scale": ("?float", 1.0),
+        "v_scale": ("?float", 1.0),
+    }
+    return Good(pool.set_kv_buffer, arguments, names=("k ", "v "))
+
+
+def set_latent() -> Good:
+    arguments = {
+        "layer_id": ("int", 1),
+        "loc": ("ints", [1, 6]),
+        "k": ("tensor", np.ones((2, 1, 16), np.float32)),
+        "v": ("?tensor", np.ones((2, 1, 8), np.float32)),
+    }
+    return Good(mla_pool().set_kv_buffer, arguments, names=("k ", "v "))
+
+
+def set_index_k() -> Good:
+    arguments = {
+        "layer_id": ("int", 1),
+        "loc": ("ints", [1, 6]),
+        "index_k": ("tensor", np.ones((2, 1, 8), np.float32)),
+    }
+    return Good(mla_pool().set_index_k_buffer, arguments)
+
+
+def registration_message(**more: Any) -> wire.KVRegistration:
+    return wire.KVRegistration(
+        host="h", port=1, session_id="s", kv_data_ptrs=[1], aux_data_ptrs=[2],
+        state_data_ptrs=[[3]], engine_rank=0, attn_tp_size=1, kv_item_len=64, **more,
+    )  # fmt: skip
+
+
+METADATA = argument_sweep.METADATA
+EXPECTED = {"num_tokens": ("?int", 12), "first_token": ("?int", 0)}
+LINKS: Arguments = {
+    "src_start": ("int", 0),
+    "dst_start": ("int", 0),
+    "cp_size": ("int", 1),
+    "cp_share": ("text", "pages"),
+}
+
+
+def links() -> Good:
+    arguments = {
+        "sources": ("value", [layout()]),
+        "destinations": ("value", [layout(1 << 31)]),
+        "src_pages": ("value", [[1, 2, 5]]),
+        "dst_pages": ("value", [[3, 4, 6]]),
+        **EXPECTED,
+        **LINKS,
+        "cp_ranks": ("?ints", [0]),
+    }
+    # What a link refuses, in the words of its plan.
+    return Good(cpattn.plan_kv_links, arguments, prefixes=("plan_kv_transfer: ",), names=PAIRED)
+
+
+def transfer_plan() -> Good:
+    arguments = {
+        "src": ("value", layout()),
+        "dst": ("value", layout(1 << 31)),
+        **PAGES,
+        **EXPECTED,
+        **LINKS,
+        "cp_rank": ("int", 0),
+    }
+    return Good(cpattn.plan_kv_transfer, arguments, names=PAIRED)
+
+
+def send_kvcache() -> Good:
+    arguments = {
+        "kv_args": ("bag", kv_args()),
+        "dst_ptrs": ("addresses", TARGET_PTRS),
+        **PAGES,
+        "pp_size": ("int", 1),
+        "is_mla": ("flag", True),
+        "is_last_rank": ("flag", False),
+        "dst_item_lens": ("?addresses", [64] * 4),
+        "compat": ("flag", False),
+    }
+    return Good(
+        cpattn.plan_send_kvcache, arguments, errors=(IndexError,), names=BAG, prefixes=SLICED
+    )
+
+
+def send_slice() -> Good:
+    arguments = {
+        "kv_args": ("bag", kv_args()),
+        "dst_ptrs": ("addresses", TARGET_PTRS),
+        **PAGES,
+        "dst_tp_rank": ("int", 0),
+        "dst_attn_tp_size": ("int", 2),
+        "dst_kv_item_len": ("int", 32),
+        "attn_tp_size": ("int", 1),
+        "pp_size": ("int", 1),
+        "is_last_rank": ("flag", False),
+        "compat": ("flag", False),
+    }
+    return Good(
+        cpattn.plan_send_kvcache_slice, arguments, errors=(IndexError,), names=BAG, prefixes=SLICED
+    )
+
+
+def send_aux() -> Good:
+    arguments = {
+        "kv_args": ("bag", kv_args()),
+        "dst_aux_ptrs": ("addresses", [1 << 22]),
+        "src_aux_index": ("int", 3),
+        "dst_aux_index": ("int", 2),
+        "dst_item_lens": ("?addresses", [16]),
+        "compat": ("flag", False),
+    }
+    return Good(cpattn.plan_send_aux, arguments, errors=(IndexError,), names=BAG, prefixes=SLICED)
+
+
+def send_state() -> Good:
+    arguments = {
+        "kv_args": ("bag", kv_args()),
+        "dst_state_ptrs": ("value", [[1 << 23]]),
+        "src_state_indices": ("value", [[3]]),
+        "dst_state_indices": ("value", [[2]]),
+        "is_mla": ("flag", False),
+        "attn_tp_size": ("int", 1),
+        "dst_attn_tp_size": ("int", 1),
+        "compat": ("flag", False),
+    }
+    return Good(
+        cpattn.plan_send_state,
+        arguments,
+        errors=(IndexError, RuntimeError),
+        names=BAG,
+        prefixes=SLICED,
+    )
+
+
+GROUPED = ("source", "destination", "number of layers")
+PAIRED = ("source", "destination", "layer", "tokens", "page")
+SLICED = ("slice_heads: ", "group_concurrent_contiguous ")
+BAG = (
+    "engine_rank", "page_size", "kv_head_num", "kv_data_ptrs", "kv_data_lens", "kv_item_lens",
+    "prefill_start_layer", "prefill_end_layer", "kv_layers", "kv_buf_groups", "aux_", "state",
+    "source ", "destination ", "heads", "indices", "index arrays", "components", "stage",
+)  # fmt: skip
+
+
+def cursor() -> Good:
+    arguments = {
+        "num_computed": ("int", 6),
+        "last_chunk": ("flag", False),
+        "end": ("?int", None),
+    }
+    return Good(cpattn.KVSendCursor(10, 4).advance, arguments)
+
+
+def chunk() -> Good:
+    arguments = {
+        "kv_indices": ("ints", list(range(16))),
+        "dst_page_indices": ("ints", [5, 6, 7, 8]),
+    }
+    return Good(
+        cpattn.KVChunk(4, 12, 1, 3, False, 4).select,
+        arguments,
+        names=("pages",),
+        prefixes=("kv_to_page_indices: ",),
+    )
+
+
+def planned() -> Good:
+    """The planner of `ContextParallel`, which needs no process group."""
+    cp = object.__new__(distributed.ContextParallel)
+    cp.cp_rank, cp.cp_size, cp.strategy, cp.page_size = 0, 2, "zigzag", 4
+    arguments = {
+        "extend_lens": ("ints", [4, 4]),
+        "seq_lens": ("?ints", [7, 4]),
+        "block_tables": ("table", [[1, 2], [3, -1]]),
+        "out_cache_loc": ("?ints", [7, 8, 9, 10, 12, 13, 14, 15]),
+        "num_tokens": ("?int", 8),
+        "pad_to_physical": ("flag", False),
+    }
+    return Good(cp.plan, arguments, prefixes=("build_cp_metadata: ", "unshard: "))
+
+
+def sharded() -> Good:
+    cp = object.__new__(distributed.ContextParallel)
+    cp.cp_rank, cp.cp_size = 0, 2
+    plan = make_plan(
+        METADATA, [4, 4], block_tables=[[1, 2], [3, -1]], out_cache_loc=None, page_size=4,
+        pad_to_physical=False,
+    )  # fmt: skip
+    x = np.ones((8, 2), np.float32)
+    arguments = {"plan": ("value", plan), "x": ("any tensor", x), "dim": ("int", 0)}
+    return Good(cp.shard, arguments, prefixes=("ContextParallel.shard: ",))
+
+
+def profiled() -> Good:
+    with cpattn.profile(max_events=10) as profile:
+        cpattn.hadamard_transform(np.ones((2, 16), np.float32))
+    return Good(
+        profile.select,
+        {"scope": ("value", cpattn.TraceScope.call), "thread": ("?int", 0)},
+    )
+
+
+def of(
+    function: Callable[..., Any], names: tuple[str, ...] = (), **arguments: tuple[str, Any]
+) -> Callable[[], Good]:
+    return lambda: Good(function, copy.deepcopy(arguments), names=names)
+
+
+def method(make: Callable[[], Any], name: str, **arguments: tuple[str, Any]) -> Callable[[], Good]:
+    return lambda: Good(getattr(make(), name), copy.deepcopy(arguments))
+
+
+LAYOUT = (
+    "buffer", "page", "layer", "heads", "rank", "entries", "kind", "is_draft", "addr", "nbytes",
+    "item_len", "token_rows", "dcp", "tp_", "argument",
+)  # fmt: skip
+POOL_SIZES: Arguments = {
+    "size": ("int", 16),
+    "page_size": ("int", 4),
+    "num_layers": ("int", 2),
+    "dtype": ("dtype", "float32"),
+    "start_layer": ("int", 0),
+    "use_fia": ("?flag", False),
+    "container": ("?text", "numpy"),
+}
+TRANSFERS: dict[str, Callable[[], Good]] = {
+    "plan_kv_links": links,
+    "plan_kv_transfer": transfer_plan,
+    "plan_send_kvcache": send_kvcache,
+    "plan_send_kvcache_slice": send_slice,
+    "plan_send_aux": send_aux,
+    "plan_send_state": send_state,
+    "slice_heads": of(
+        cpattn.slice_heads,
+        total_kv_heads=("int", 4), prefill_tp_size=("int", 8), prefill_rank=("int", 7),
+        decode_tp_size=("int", 2), decode_rank=("int", 1), compat=("flag", False),
+        names=("rank", "sizes", "heads"),
+    ),
+    "decode_targets": of(
+        cpattn.decode_targets,
+        engine_rank=("int", 3), prefill_tp_size=("int", 8), decode_tp_size=("int", 4),
+        is_mla=("flag", True),
+    ),
+    "kv_start_layer": of(
+        cpattn.kv_start_layer, start_layer=("int", 30), kv_layer_ids=("ints", [3, 7, 31])
+    ),
+    "build_transfer_entry_pairs": lambda: Good(
+        cpattn.build_transfer_entry_pairs,
+        {
+            "src_layer_ids": ("?ints", [3, 7]),
+            "dst_layer_ids": ("?ints", [3, 7, 11]),
+            "n_src": ("int", 2),
+            "n_dst": ("int", 3),
+            "allow_positional_fallback": ("flag", False),
+        },
+        errors=(RuntimeError,),  # in the words of engines
+        prefixes=("Layer metadata", "PP-heterogeneous", "Decode peer"),
+        names=("Layer metadata", "entries", "layer"),
+    ),
+    "get_mha_kv_ptrs_with_pp": lambda: Good(
+        cpattn.get_mha_kv_ptrs_with_pp, pointers(), names=GROUPED
+    ),
+    "get_mla_kv_ptrs_with_pp": lambda: Good(
+        cpattn.get_mla_kv_ptrs_with_pp,
+        {
+            **pointers(),
+            "kv_buf_groups": ("int", 2),
+            "hidden_kv_layers": ("?int", 2),
+            "draft_kv_layers": ("int", 0),
+            "is_last_rank": ("flag", False),
+        },
+        names=GROUPED,
+    ),
+    "kv_to_page_num": of(cpattn.kv_to_page_num, num_tokens=("int", 9), page_size=("int", 4)),
+    "kv_to_page_indices": of(
+        cpattn.kv_to_page_indices, names=("pages",), kv_indices=("ints", [12, 13, 14, 15, 4]),
+        page_size=("int", 4),
+    ),
+    "group_concurrent_contiguous": of(
+        cpattn.group_concurrent_contiguous,
+        names=("index arrays",),
+        src_indices=("ints", [2, 3, 7]), dst_indices=("ints", [20, 21, 40]),
+    ),
+    "registration_regions": of(
+        cpattn.registration_regions,
+        ptrs=("addresses", [4096, 8192, 4096]), lens=("addresses", [64, 0, 64]),
+        alignment=("int", 1),
+    ),
+    "TransferPlan": of(
+        cpattn.TransferPlan,
+        src_addrs=("addresses", [0, 64]), dst_addrs=("addresses", [4096, 8192]),
+        lengths=("addresses", [64, 192]), parts=("value", [("k", 1, 1), ("v", 1, 1)]),
+    ),
+    "TransferPlan.execute": execute,
+    "KVLayout": of(
+        cpattn.KVLayout,
+        entries=("value", [cpattn.KVEntry(0, "k", False, 1 << 48, 4608, 512)]),
+        page_size=("int", 8), tp_rank=("int", 0), tp_size=("int", 1),
+        total_kv_heads=("?int", 1), layers=("?value", (0, 1)), dcp_rank=("int", 0),
+        dcp_size=("int", 1), dcp_interleave=("int", 1), names=LAYOUT,
+    ),
+    "KVLayout.from_pool": lambda: Good(
+        cpattn.KVLayout.from_pool,
+        {
+            "pool": ("value", mha_pool()),
+            "draft_pool": ("?value", mha_pool()),
+            "tp_rank": ("int", 0),
+            "tp_size": ("int", 1),
+            "total_kv_heads": ("?int", 2),
+            "layers": ("?value", (0, 2)),
+            "dcp_rank": ("int", 0),
+            "dcp_size": ("int", 1),
+            "dcp_interleave": ("int", 1),
+        },
+        prefixes=("KVLayout: ",),
+        names=("buffer", "page", "layer", "heads", "rank"),
+    ),
+    "KVLayout.from_kv_args": lambda: Good(
+        cpattn.KVLayout.from_kv_args,
+        {
+            "kv_args": ("bag", kv_args()),
+            "is_mla": ("flag", False),
+            "tp_size": ("int", 1),
+            "total_layers": ("?int", 2),
+            "draft_layers": ("?int", 0),
+            "layers": ("?value", (0, 2)),
+            "dcp_interleave": ("int", 1),
+        },
+        prefixes=("KVLayout: ",),
+        names=(*BAG, *LAYOUT),
+    ),
+    "KVLayout.from_dict": lambda: Good(
+        cpattn.KVLayout.from_dict, {"fields": ("bag", layout().to_dict())},
+        names=LAYOUT, prefixes=("KVLayout: ", "KVLayout.__init__()"),
+    ),
+    "KVSendCursor": of(
+        cpattn.KVSendCursor,
+        num_tokens=("int", 10), page_size=("int", 4), decode_prefix_len=("int", 4),
+        compat=("flag", False),
+    ),
+    "KVSendCursor.advance": cursor,
+    "KVChunk.select": chunk,
+    "MHATokenToKVPool": of(
+        cpattn.MHATokenToKVPool,
+        **POOL_SIZES, num_kv_heads=("int", 2), head_dim=("int", 8), v_head_dim=("?int", 8),
+        names=("buffer", "elements", "slots"),
+    ),
+    "MLATokenToKVPool": of(
+        cpattn.MLATokenToKVPool,
+        **POOL_SIZES, kv_lora_rank=("int", 16), qk_rope_head_dim=("int", 8),
+        index_head_dim=("?int", 8), names=("buffer", "elements", "slots"),
+    ),
+    "set_kv_buffer": set_kv,
+    "set_kv_buffer#MLA": set_latent,
+    "set_index_k_buffer": set_index_k,
+    **{
+        name: functools.partial(lambda name: method(mla_pool, name, layer_id=("int", 1))(), name)
+        for name in ("get_key_buffer", "get_value_buffer", "get_index_k_buffer")
+    },
+    "get_key_buffer#get_kv_buffer": lambda: Good(
+        mha_pool().get_kv_buffer, {"layer_id": ("int", 1)}, prefixes=("get_value_buffer: ",)
+    ),
+    "LocalEngine": of(
+        cpattn.LocalEngine, num_threads=("?int", 1), max_blocks=("int", 16)
+    ),
+    "LocalEngine.register": engine_register,
+    "LocalEngine.unregister": engine_unregister,
+    "LocalEngine.write": engine_write,
+    "register": register,
+    "Registration.close": closed_registration,
+    "fill_kv_args": lambda: Good(
+        cpattn.fill_kv_args,
+        {
+            "kv_args": ("value", cpattn.KVArgs()),
+            "pool": ("value", mha_pool()),
+            "draft_pool": ("?value", mha_pool()),
+            "total_kv_layers": ("?int", 2),
+        },
+    ),
+    "setup_state_kv_args": lambda: Good(
+        cpattn.setup_state_kv_args,
+        {
+            "kv_args": ("value", cpattn.KVArgs()),
+            "pool": ("value", mla_pool()),
+            "draft_pool": ("?value", mla_pool()),
+            "total_kv_layers": ("int", 2),
+        },
+    ),
+    "pack_int_lists": of(
+        wire.pack_int_lists, lists=("value", [[7], [], [8, 9]]), fmt=("text", "I"), names=("list",)
+    ),
+    "unpack_int_lists": of(
+        wire.unpack_int_lists,
+        buf=("frame", wire.pack_int_lists([[7], [], [8, 9]], "I")), fmt=("text", "I"),
+        names=("list",),
+    ),
+    "KVRegistration.from_frames": lambda: Good(
+        wire.KVRegistration.from_frames,
+        {"frames": ("frames", registration_message().to_frames())}, names=("frame",),
+    ),
+    "ContextParallel.plan": planned,
+    "shard#ContextParallel": sharded,
+    "select": profiled,
+}  # fmt: skip
+
+
+TABLES = (
+    "heads",
+    "page_size",
+    "num_pages",
+    "page table",
+    "page ids",
+    "head_dim",
+    "indices",
+    "lengths",
+    "columns",
+    "queries",
+    "rows",
+)
+
+
+def targets() -> Iterator[Target]:
+    """All of them."""
+    for call in argument_sweep.CALLS:
+        arguments = {name: (kind, value) for name, (kind, value) in call.arguments.items()}
+        yield Target(call.name, functools.partial(Good, call.function, arguments, names=TABLES))
+    for name, make in TRANSFERS.items():
+        yield Target(name.partition("#")[0], make)
