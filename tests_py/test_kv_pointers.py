@@ -225,11 +225,12 @@ def test_sums_of_layers_do_not_overflow(compat):
 def test_groups_must_exist(compat):
     with pytest.raises(ValueError, match="kv_buf_groups must be >= 1, got 0"):
         get_mla_kv_ptrs_with_pp([1], [1], prefill_start_layer=0, kv_buf_groups=0, compat=compat)
-    # Engines' rules have a range for each: of so many they would fill all memory.
+    # Engines' rules have a range for each where they find no layers: of so many, 64 GB of them.
     with pytest.raises(ValueError, match="kv_buf_groups must be at most 65536, got 2147483647"):
         get_mla_kv_ptrs_with_pp(
-            [1], [1], prefill_start_layer=0, kv_buf_groups=2**31 - 1, compat=compat
-        )
+            [1], [1], prefill_start_layer=0, kv_buf_groups=2**31 - 1, total_kv_layers=-1,
+            compat=compat,
+        )  # fmt: skip
 
 
 stages = st.integers(1, 12).flatmap(
