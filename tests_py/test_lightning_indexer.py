@@ -337,3 +337,14 @@ def test_value_errors(form, change, message):
 def test_type_errors(change, message):
     with pytest.raises(TypeError, match=message):
         npu_lightning_indexer(**Operator(BLOCKS).arguments(**change))
+
+
+def test_a_block_table_may_be_broadcast_over_any_number_of_columns():
+    ones = np.ones((1, 16, 2, 16), np.float32)
+    result = npu_lightning_indexer(
+        ones[:, :1], ones[:, :, :1], np.ones((1, 1, 2), np.float32), actual_seq_lengths_key=[20],
+        block_table=np.broadcast_to(np.int32(0), (1, 2**60)), layout_query="BSND",
+        layout_key="PA_BSND", sparse_count=20,
+    )  # fmt: skip
+    indices = result[0] if isinstance(result, tuple) else result
+    np.testing.assert_array_equal(np.ravel(indices), np.arange(20))

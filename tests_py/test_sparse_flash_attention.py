@@ -355,3 +355,13 @@ def test_what_is_refused(name):
     arguments = Batch(Case(), torch.float32).arguments() | changes
     with pytest.raises(ValueError, match="npu_sparse_flash_attention: .*" + message):
         cpattn.npu_sparse_flash_attention(**arguments)
+
+
+def test_a_block_table_may_be_broadcast_over_any_number_of_columns():
+    ones = np.ones((1, 16, 1, 16), np.float32)
+    out = cpattn.npu_sparse_flash_attention(
+        ones[:, :1], ones, ones, np.zeros((1, 1, 1, 2), np.int32), 0.5,
+        actual_seq_lengths_kv=[20], block_table=np.broadcast_to(np.int32(0), (1, 2**60)),
+        layout_query="BSND", layout_kv="PA_BSND", attention_mode=0,
+    )[0]  # fmt: skip
+    np.testing.assert_array_equal(out, np.ones((1, 1, 1, 16), np.float32))

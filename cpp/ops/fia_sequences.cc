@@ -6,6 +6,7 @@
 #include <tuple>
 #include <utility>
 
+#include "cpattn/page_size.h"
 #include "cpattn/prefix_sums.h"
 
 namespace cpattn::fia {
@@ -100,9 +101,8 @@ void read_key_lengths(
         table.rows == batch, "block_table must have one row per sequence (", batch, "), got ",
         table.rows
     );
-    // Of a broadcast row there may be any number of columns.
-    const int64_t room = std::min<int64_t>(table.columns, INT32_MAX) * arguments.block_size;
-    sequences.kv_lens = plain_lengths(kName, given, batch, room);
+    sequences.kv_lens =
+        plain_lengths(kName, given, batch, tokens_per_row(table.columns, arguments.block_size));
     sequences.max_kv_len = *std::max_element(sequences.kv_lens.begin(), sequences.kv_lens.end());
   } else if (layout.packed()) {
     std::tie(sequences.kv_begins, sequences.kv_lens) = packed_lengths(kName, *given, key.num_pages);

@@ -7,6 +7,7 @@
 #include "cpattn/attention_plan.h"
 #include "cpattn/check.h"
 #include "cpattn/indexer.h"
+#include "cpattn/page_size.h"
 #include "ops/index_keys.h"
 #include "ops/token_sequences.h"
 
@@ -104,7 +105,8 @@ KeySequences read_keys(const LightningIndexerArguments& arguments, int64_t batch
   if (arguments.block_table) {
     require(lengths.has_value(), kName, " is mandatory with block_table");
     require(num_tokens >= 1, "key must have blocks of tokens, got shape ", ShapeOf{key});
-    const int64_t limit = arguments.block_table->columns * page_size;
+    check_page_size(kFunction, page_size);
+    const int64_t limit = tokens_per_row(arguments.block_table->columns, page_size);
     result.sequences = padded_sequences(kFunction, kName, lengths, batch, limit);
     result.pages = page_table_from_blocks(
         kFunction, *arguments.block_table, result.sequences.lens, page_size, result.keys.num_pages

@@ -185,7 +185,7 @@ class Selection {
     }
     require(lengths.has_value(), kName, " is mandatory with block_table");
     check_page_size(kFunction, page_size_);
-    const int64_t limit = arguments.block_table->columns * page_size_;
+    const int64_t limit = tokens_per_row(arguments.block_table->columns, page_size_);
     keys_ = padded_sequences(kFunction, kName, lengths, queries_.size(), limit);
     pages_ =
         page_table_from_blocks(kFunction, *arguments.block_table, keys_.lens, page_size_, shape[0]);
