@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <stdexcept>
 #include <vector>
 
 #include "cpattn/lightning_indexer.h"
@@ -147,6 +148,22 @@ TEST_P(CpIndexer, OperatorOnPagesAndOnRows) {
   for (std::size_t i = values.size() - kTopk + 1; i < values.size(); ++i) {
     EXPECT_GE(values[i - 1], values[i]);
   }
+}
+
+TEST_P(CpIndexer, OperatorRefusesResultsBeyondInt64) {
+  std::vector<int32_t> nothing;
+  const LightningIndexerArguments arguments{
+      .query = view(q_, DType::float32, {kQueries, kHeads, kDim}),
+      .key = view(keys_, DType::float32, {kKeys, 1, kDim}),
+      .weights = view(weights_, DType::float32, {kQueries, kHeads}),
+      .actual_seq_lengths_query = {{kQueries}},
+      .actual_seq_lengths_key = {{kKeys}},
+      .layout_query = "TND",
+      .layout_key = "TND",
+      .sparse_count = INT64_MAX / 2,
+      .indices = view(nothing, DType::int32, {kQueries, 1, 0}),
+  };
+  EXPECT_THROW(npu_lightning_indexer(arguments), std::invalid_argument);
 }
 
 INSTANTIATE_TEST_SUITE_P(

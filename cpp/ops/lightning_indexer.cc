@@ -178,9 +178,11 @@ std::vector<IndexerRow> make_rows(
 
 /// A result, whatever its axes, as a matrix.
 TensorView as_matrix(const char* name, const TensorView& tensor, int64_t rows, int64_t columns) {
+  int64_t elements = 0;
   require(
-      tensor.is_contiguous() && tensor.num_elements() == rows * columns, name,
-      " must be contiguous, ", rows, " rows of ", columns, ", got shape ", ShapeOf{tensor}
+      !__builtin_mul_overflow(rows, columns, &elements) && tensor.is_contiguous() &&
+          tensor.num_elements() == elements,
+      name, " must be contiguous, ", rows, " rows of ", columns, ", got shape ", ShapeOf{tensor}
   );
   TensorView matrix = tensor;
   matrix.rank = 2;
