@@ -224,6 +224,15 @@ TEST(AttentionSplit, PartsAreFewerWhereTheirMemoryIsShort) {
   EXPECT_EQ(plan.partial_rows, 2 * 16 * 128);
 }
 
+TEST(AttentionSplit, AsManyKeysAsAPartHasAreNotDivided) {
+  AttentionBatch batch = decode_batch({8, 1, 64, 64}, {612});
+  batch.left = 511;  // 512 keys, on both sides of a multiple of 512
+  EXPECT_EQ(plan_attention("test", batch, 0).part_keys, 512);
+  EXPECT_EQ(plan_attention("test", batch, 0).items.size(), 1U);
+  batch.left = 512;
+  EXPECT_EQ(plan_attention("test", batch, 0).items.size(), 2U);
+}
+
 TEST(AttentionSplit, BatchInvariantPlansHaveNoParts) {
   AttentionBatch batch = decode_batch({8, 1, 64, 64}, {100000, 20});
   EXPECT_FALSE(plan_attention("test", batch, 0).splits.empty());
