@@ -211,6 +211,19 @@ TEST(AttentionSplit, PartsAreAsShortAs256OfThemAllow) {
   EXPECT_EQ(two.part_keys, 1024) << "of the batch, not of a sequence";
 }
 
+TEST(AttentionSplit, SegmentsOfManyTokensDoNotCount) {
+  AttentionBatch batch = decode_batch({8, 1, 64, 16}, {300000, 600000});
+  const int64_t short_alone = plan_attention("test", batch, 0).part_keys;
+  for (std::size_t place = 0; place < 3; ++place) {
+    AttentionBatch mixed = batch;
+    mixed.segments.insert(
+        mixed.segments.begin() + place,
+        {.q_begin = 2, .q_len = kMaxDecodeTokens + 1, .kv_len = 900000, .first_position = 800000}
+    );
+    EXPECT_EQ(plan_attention("test", mixed, 0).part_keys, short_alone) << place;
+  }
+}
+
 TEST(AttentionSplit, PartsAreFewerWhereTheirMemoryIsShort) {
   // 16 tokens of 128 heads with 508 + 4 floats: 4 MiB for each part, 32 MiB for thrice as many.
   const AttentionShape shape{

@@ -152,6 +152,27 @@ TEST(PlanKvTransfer, StartsAtTheFirstTokenThatBothListsHold) {
   EXPECT_EQ(plan.dst_addrs()[0], 1000U + 5 * 4);
 }
 
+TEST(PlanKvTransfer, AnInterleaveIsOfAGroupAlone) {
+  const KVLayout from({entry_of(0, 0, 64, 4)}, {.page_size = 4});
+  const KVLayout to({entry_of(0, 1000, 64, 4)}, {.page_size = 4, .dcp_interleave = 64});
+  const Ints src = {0, 1, 2}, dst = {5, 6};
+  EXPECT_EQ(plan_kv_transfer(from, to, src, dst, {.dst_start = 4}).total_bytes(), 8U);
+}
+
+TEST(PlanKvTransfer, PagesOfTheSameHeadsGoWhole) {
+  const auto layout = [](uint64_t addr, int64_t tp_size, int64_t heads) {
+    const KVPlacement placement{.page_size = 4, .tp_size = tp_size, .total_kv_heads = heads};
+    return KVLayout({entry_of(0, addr, 640, 64)}, placement);
+  };
+  const Ints pages = {0, 2, 3};
+  const auto num_blocks = [&](const KVLayout& src, const KVLayout& dst) {
+    return plan_kv_transfer(src, dst, pages, pages, {}).num_blocks();
+  };
+  EXPECT_EQ(num_blocks(layout(0, 2, 4), layout(1000, 2, 4)), 2U) << "shares of one size";
+  EXPECT_EQ(num_blocks(layout(0, 1, 2), layout(1000, 1, 4)), 2U) << "all heads, however many";
+  EXPECT_EQ(num_blocks(layout(0, 4, 2), layout(1000, 4, 2)), 2U) << "one head each";
+}
+
 TEST(PlanKvTransfer, ContextParallelRanksShareOutPagesEvenly) {
   const KVLayout from({entry_of(0, 0, 4000, 4)}, {.page_size = 4});
   const KVLayout to({entry_of(0, 10000, 4000, 4)}, {.page_size = 4});

@@ -146,6 +146,7 @@ TEST(MlaKvEntries, EnginesSliceListsAsPythonDoes) {
   EXPECT_EQ(entries(6, 3), (KVRange{6, 8})) << "[6:9] of eight";
   EXPECT_EQ(entries(9, 3), (KVRange{8, 8}));
   EXPECT_EQ(entries(-5, 3), (KVRange{3, 6})) << "[-5:-2] counts from the end";
+  EXPECT_EQ(entries(-4, 3), (KVRange{4, 7})) << "[-4:-1]";
   EXPECT_EQ(entries(-9, 3), (KVRange{0, 2})) << "[-9:-6]";
   EXPECT_EQ(entries(-2, 3).size(), 0) << "[-2:1]";
 }

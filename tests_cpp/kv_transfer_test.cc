@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "meta/kv_runs.h"
+#include "testing.h"
 
 namespace cpattn {
 namespace {
@@ -95,6 +96,21 @@ TEST(TokenRuns, RefusesAPageTwice) {
   const KVPageList to = {.pages = dst, .smallest = &entry};
   EXPECT_THROW(token_runs(from, to, {0, 3}), std::invalid_argument);
   EXPECT_EQ(token_runs(from, to, {0, 2}).size(), 2u);
+}
+
+TEST(CheckPagesDistinct, LooksAtPagesThatAreWrittenAndAtThoseBefore) {
+  const auto message = [](const Ints& pages, KVRange tokens) {
+    return testing::message_of([&] {
+      check_pages_distinct({.pages = pages, .page_size = 4}, tokens);
+    });
+  };
+  EXPECT_EQ(message({5, 6, 7}, {0, 12}), "no error");
+  EXPECT_NE(message({5, 6, 5}, {0, 12}), "no error");
+  EXPECT_NE(message({5, 6, 5}, {0, 9}), "no error") << "one token of the last page";
+  EXPECT_EQ(message({5, 6, 5}, {0, 8}), "no error") << "the last page is not written";
+  EXPECT_NE(message({5, 6, 5}, {8, 9}), "no error") << "one token that another page has";
+  EXPECT_EQ(message({5, 5, 6}, {8, 12}), "no error") << "twice, but not written";
+  EXPECT_EQ(message({5, 5}, {4, 4}), "no error") << "nothing is written";
 }
 
 TEST(CheckHolds, RoomOfInterleavedPagesEndsWhereTheNextTokenWouldNotFit) {

@@ -87,6 +87,55 @@ TEST(PlanSendKvcache, NamesDraftsOfTheLastStageAlone) {
   EXPECT_EQ(parts_of(7, stage(true, 1, 0, 3)), (Names{"kv x 7"}));
 }
 
+/// A sender with `num_src` entries of eight bytes, to `num_dst`: the bytes sent, or the error.
+std::string sent(std::size_t num_src, std::size_t num_dst, const SendStage& stage, bool compat) {
+  const Words src(num_src, 0), item_lens(num_src, 8), dst(num_dst, 0);
+  const SendBuffers buffers{
+      .src_addrs = src,
+      .src_data_lens = {},
+      .src_item_lens = item_lens,
+      .dst_addrs = dst,
+      .dst_item_lens = {}
+  };
+  const Ints page = {0};
+  uint64_t bytes = 0;
+  const std::string message = message_of([&] {
+    bytes = plan_send_kvcache(buffers, {page, page}, stage, compat).total_bytes();
+  });
+  return message == "no error" ? std::to_string(bytes) : message;
+}
+
+TEST(PlanSendKvcache, AWholeModelOfUnknownLengthHasNoDrafts) {
+  const SendStage unknown{.kv = {.hidden_kv_layers = {}}, .is_mla = true};
+  EXPECT_EQ(sent(2, 3, unknown, false), "16");
+  SendStage known = unknown;
+  known.kv.total_kv_layers = 1;
+  EXPECT_NE(sent(2, 3, known, false).find("must have the 1 drafts"), std::string::npos);
+  EXPECT_EQ(sent(2, 2, known, false), "16");
+}
+
+TEST(PlanSendKvcache, ADraftTailOfTheDestinationIsLeftAlone) {
+  const SendStage stage{
+      .kv = {.total_kv_layers = 2, .hidden_kv_layers = {}}, .pp_size = 2, .is_mla = true
+  };
+  EXPECT_EQ(sent(2, 3, stage, true), "16");
+}
+
+TEST(PlanSendKvcache, AStageHasNoMoreLayersThanItSays) {
+  const auto message = [](int64_t first, int64_t end) {
+    const SendStage stage{
+        .kv = {.prefill_start_layer = first, .total_kv_layers = 8, .hidden_kv_layers = {}},
+        .prefill_end_layer = end,
+        .pp_size = 2,
+        .is_mla = true
+    };
+    return sent(3, 8, stage, false);
+  };
+  EXPECT_EQ(message(2, 5), "24");
+  EXPECT_EQ(message(2, 6), "24");
+  EXPECT_NE(message(2, 4).find("must have at most layers [2, 4)"), std::string::npos);
+}
+
 TEST(PlanSendKvcache, ItemLengthsOfEveryEntryAreCompared) {
   const Words src = {0, 100}, dst = {0, 100};
   const Ints page = {0};
@@ -250,6 +299,35 @@ TEST(PlanSendKvcacheSlice, ATokenOfEachPageForEachEntry) {
     EXPECT_EQ(words(plan.dst_addrs()), (Words{5048, 5056}));
     EXPECT_EQ(words(plan.lengths()), (Words{8, 8}));
   }
+}
+
+TEST(PlanSendKvcacheSlice, ChecksItsBuffersUnlessItDoesAsEnginesDo) {
+  const Words addrs = {0, 100}, dst_lens = {8}, zero = {8, 0}, few = {8};
+  const Ints page = {0};
+  const auto message = [&](const Words& item_lens, bool compat) {
+    const SendBuffers buffers{
+        .src_addrs = addrs,
+        .src_data_lens = {},
+        .src_item_lens = item_lens,
+        .dst_addrs = addrs,
+        .dst_item_lens = dst_lens
+    };
+    const HeadSlice heads = slice_heads(1, 1, 0, 1, 0, compat);
+    return message_of([&] {
+      const SendStage stage{.kv = {.hidden_kv_layers = {}}, .is_mla = true};
+      plan_send_kvcache_slice(buffers, {page, page}, 1, heads, stage, compat);
+    });
+  };
+  constexpr char kRule[] = "plan_send_kvcache_slice: source ";
+  EXPECT_EQ(
+      message(zero, false), kRule + std::string("item lengths must be > 0, got 0 of entry 1")
+  );
+  EXPECT_EQ(
+      message(few, false),
+      kRule + std::string("must have an item length for each of 2 entries, got 1")
+  );
+  EXPECT_EQ(message(zero, true), "no error");
+  EXPECT_EQ(message(few, true), "no error");
 }
 
 TEST(Concatenate, OnePlanAfterTheOther) {
