@@ -19,6 +19,12 @@ from inner_runs import InnerRuns
 
 TORCH_GUARD = torch_guard.prepare()
 restore_signals()
+with contextlib.suppress(ImportError):  # not in every environment of an engine
+    import hypothesis
+
+    # How long an example takes says how busy the machine is.
+    hypothesis.settings.register_profile("no deadline", deadline=None)
+    hypothesis.settings.load_profile("no deadline")
 
 # Those that are missing here are skipped where all can see it.
 ISAS = [
