@@ -78,6 +78,32 @@ def test_results_are_let_go(calls):
     eventually(lambda: gc.collect() >= 0 and watched() is None)
 
 
+def test_what_a_call_returns_too_late_is_let_go_by_the_next(calls, let_go):
+    class Result:
+        pass
+
+    results = []
+
+    def late():
+        let_go.wait(LONG)
+        result = Result()
+        results.append(weakref.ref(result))
+        return result
+
+    with pytest.raises(CallHangs):
+        calls.run("a", 0.05, late)
+    let_go.set()
+
+    def next_call_returns():
+        try:
+            return calls.run("a", LONG, lambda: True)
+        except CallHangs:
+            return False
+
+    eventually(next_call_returns)
+    eventually(lambda: results[0]() is None)
+
+
 def test_what_hangs_keeps_its_key_and_no_other(calls, let_go):
     with pytest.raises(CallHangs, match=r"^test: no answer for a in 0.05 s$"):
         calls.run("a", 0.05, let_go.wait, LONG)

@@ -82,8 +82,10 @@ def test_a_slot_of_a_padding_token_may_be_none(cp):
 
 
 def test_the_first_pool_row_that_tokens_share_is_named(cp):
-    with pytest.raises(ValueError, match=r"got row 8 for tokens 0 and 2$"):
-        cp.plan([2, 2, 2], [2, 2, 2], block_tables=[[2], [2], [2]])
+    for page in (2, 0):
+        rule = rf"got row {4 * page} for tokens 0 and 2$"
+        with pytest.raises(ValueError, match=rule):
+            cp.plan([2, 2, 2], [2, 2, 2], block_tables=[[page]] * 3)
 
 
 def test_unwritten_slots_keep_what_they_hold(cp):
@@ -166,6 +168,16 @@ def test_gathered_rows_of_all_ranks_agree_and_restore_the_token_order(
             {"out_cache_loc": [-1] * 10 + [-2], "num_tokens": 11},
             ValueError,
             r"out_cache_loc\[10\] must be -1 or >= 0, got -2",
+        ),
+        (
+            {
+                "extend_lens": [4],
+                "seq_lens": [9],
+                "block_tables": [[5, 3, 9]],
+                "out_cache_loc": np.zeros((1, 1)),
+            },
+            TypeError,
+            "out_cache_loc must be integers, got float64",
         ),
         ({"out_cache_loc": [True] * 10}, TypeError, "out_cache_loc must be integers, got bool"),
         (

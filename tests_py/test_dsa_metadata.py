@@ -381,6 +381,16 @@ def test_errors(change, message):
         build_dsa_metadata(**case)
 
 
+def test_lengths_up_to_int32_are_none_too_long_alone():
+    """The sum is."""
+    message = "the sums of extend_lens and of seq_lens must fit into int32, got 2147483648 at"
+    for extend_lens in ([2**31 - 1, 1], [1, 1]):
+        with pytest.raises(ValueError, match=f"^build_dsa_metadata: {message} index 1"):
+            build_dsa_metadata(
+                extend_lens, [2**31 - 1, 1], forward_mode=ForwardMode.EXTEND, topk=4, **RAGGED
+            )
+
+
 def test_slots_beyond_a_sequence_may_be_anything_that_fits():
     table = np.array([[0, 1, 2, 3], [8, 9, -1, 7]])
     batch = build_dsa_metadata(

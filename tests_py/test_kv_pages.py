@@ -153,6 +153,8 @@ def test_the_end_of_a_chunk_may_be_given():
     assert cursor.advance(16, end=4) is None
     assert cursor.start_send_idx == 8
     assert cursor.advance(16, end=16).token_end == 16
+    with pytest.raises(ValueError, match="end must be >= 0, got -1"):
+        cursor.advance(16, end=-1)
 
 
 def test_a_last_chunk_without_pages_carries_the_metadata():

@@ -403,6 +403,36 @@ def test_local_engine_unregister_waits_for_writes(engines):
     assert not dst.any()
 
 
+@pytest.mark.parametrize("end", [LocalEngine.unregister, LocalEngine.close])
+@pytest.mark.parametrize("side", [0, 1], ids=["sender", "receiver"])
+def test_local_engines_of_both_sides_wait_for_a_write(engines, monkeypatch, side, end):
+    begun, let_go, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class HeldBlocks(_core.Blocks):
+        def copy(self, num_threads):
+            begun.set()
+            assert let_go.wait(60)
+
+    monkeypatch.setattr(_core, "Blocks", HeldBlocks)
+    addrs = [memory(engine, np.zeros(8))[1] for engine in engines]
+    write = (engines[1].session_id, [addrs[0]], [addrs[1]], [8])
+    writer = threading.Thread(target=engines[0].write, args=write)
+
+    def end_it():
+        end(engines[side], *([[addrs[side]]] if end is LocalEngine.unregister else []))
+        ended.set()
+
+    ender = threading.Thread(target=end_it)
+    writer.start()
+    assert begun.wait(60)
+    ender.start()
+    assert not ended.wait(0.05)
+    let_go.set()
+    writer.join()
+    assert ended.wait(60)
+    ender.join()
+
+
 def test_local_copy_is_interruptible():
     assert_interruptible("""
 import numpy as np, cpattn
