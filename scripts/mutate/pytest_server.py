@@ -29,7 +29,6 @@ hypothesis.settings.register_profile(
     deadline=None,
     phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
 )
-hypothesis.settings.load_profile("mutation")
 
 
 @pytest.hookimpl(tryfirst=True)

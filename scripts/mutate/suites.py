@@ -84,7 +84,8 @@ class PythonSuite:
             "PYTHONPATH": os.pathsep.join([str(build.python), str(HERE.parent)]),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        options = ["-p", "mutate.pytest_server", "-p", "no:cacheprovider", "-p", "no:xdist", "-q"]
+        options = ["--hypothesis-profile=mutation", "-pmutate.pytest_server"]
+        options += ["-pno:cacheprovider", "-pno:xdist", "-q"]
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", *options, *files],
