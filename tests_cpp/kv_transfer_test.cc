@@ -111,6 +111,7 @@ TEST(CheckPagesDistinct, LooksAtPagesThatAreWrittenAndAtThoseBefore) {
   EXPECT_NE(message({5, 6, 5}, {8, 9}), "no error") << "one token that another page has";
   EXPECT_EQ(message({5, 5, 6}, {8, 12}), "no error") << "twice, but not written";
   EXPECT_EQ(message({5, 5}, {4, 4}), "no error") << "nothing is written";
+  EXPECT_EQ(message({5, 5}, {5, 5}), "no error");
 }
 
 TEST(CheckHolds, RoomOfInterleavedPagesEndsWhereTheNextTokenWouldNotFit) {
