@@ -84,13 +84,13 @@ class Campaign:
 
     def __init__(self, build: Build, tests: list[str], jobs: int) -> None:
         self._build = build
+        # Before they are read: who changes a test meanwhile has it run again.
+        self._digests = digests(build, tests)
         self._workers = [Worker(build, tests, i) for i in range(jobs)]
         first = self._workers[0]
         self._reach: Reach = measured(
-            build, first.control, first.suites, build.folder / "reach.json"
+            self._digests, first.control, first.suites, build.folder / "reach.json"
         )
-        every = [test for suite in first.suites for test in suite.tests]
-        self._digests = digests(build, every)
         self._kills: dict[str, Counter[str]] = {}
 
     def __enter__(self) -> Campaign:

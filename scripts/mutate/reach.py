@@ -33,22 +33,20 @@ def file_of(test: str) -> str:
     return "cpp" if test.startswith("cpp::") else test.partition("::")[0]
 
 
-def digests(build: Build, tests: list[str]) -> dict[str, str]:
-    """Of the files with tests; what they share counts for all of them."""
+def digests(build: Build, files: list[str]) -> dict[str, str]:
+    """Of files with tests, and of the sources; what tests share counts for all of them."""
     shared = digest_of(sorted(p for p in build.root.glob("tests_py/*.py") if "test_" not in p.name))
     found = {}
-    for name in {file_of(test) for test in tests}:
+    for name in [*files, "cpp"]:
         paths = sorted(build.root.glob("tests_cpp/*.*")) if name == "cpp" else [build.root / name]
         found[name] = digest_of(paths) + shared + build.digest()
     return found
 
 
 def measured(
-    build: Build, control: Control, suites: list[CppSuite | PythonSuite], store: Path
+    stamps: dict[str, str], control: Control, suites: list[CppSuite | PythonSuite], store: Path
 ) -> Reach:
-    """Files with tests that are in the store, and have not changed, are not run again."""
-    tests = [test for suite in suites for test in suite.tests]
-    stamps = digests(build, tests)
+    """Files with tests that are in the store with the same stamp are not run again."""
     known: dict[str, Any] = json.loads(store.read_text()) if store.exists() else {}
     known = {name: entry for name, entry in known.items() if entry["stamp"] == stamps.get(name)}
     for suite in suites:
