@@ -1,0 +1,51 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# usage: test_interpreter.sh VERSION [PYTEST_ARGUMENT...]
+# Builds the extension for another CPython that this machine has, such as 3.12, and runs
+# the tests that need NumPy alone with it: in an environment without torch, and with the
+# oldest NumPy that the package claims for the oldest Python. The core library does not
+# depend on Python: from the release build ccache has all but the bindings, which are not
+# optimised. Does nothing where there is no such interpreter.
+set -eu
+version=$1
+shift
+folder=build/python$version
+
+interpreter=$(PYTHONPATH=tests_py python -c '
+import sys
+from audit import machine
+print(machine.interpreter(sys.argv[1]) or "")' "$version")
+if [ -z "$interpreter" ]; then
+  echo "No CPython $version with headers here."
+  exit
+fi
+"$interpreter" -m venv "$folder/venv"
+
+test_requirement() { python scripts/requirements.py test | grep -E "^$1[<>=]"; }
+numpy=numpy
+if [ "$version" = 3.10 ]; then
+  numpy=$(python scripts/requirements.py | sed -n 's/^numpy>=/numpy==/p')
+fi
+"$folder/venv/bin/pip" install -q --disable-pip-version-check "$numpy" \
+  "$(test_requirement pytest)" "$(test_requirement pytest-timeout)" \
+  "$(test_requirement hypothesis)" "$(test_requirement ml_dtypes)" \
+  "tomli; python_version < '3.11'"
+
+# The headers that the release build has found, which are of no version of Python.
+eigen=$(sed -n 's/^Eigen3_DIR:[A-Z]*=//p' build/release/CMakeCache.txt)
+cmake -S . -B "$folder" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCPATTN_WERROR=ON \
+  -DCPATTN_TESTS=OFF -DCPATTN_BINDINGS_OPTIONS=-O0 \
+  -DPython_EXECUTABLE="$PWD/$folder/venv/bin/python" \
+  -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" -DEigen3_DIR="$eigen" >/dev/null
+cmake --build "$folder"
+
+files=
+for name in audit_machine context_parallel context_parallel_errors context_parallel_gates \
+  context_parallel_packed context_parallel_properties dsa_metadata gil huge_caches \
+  index_tensors kv_args kv_layout kv_pages kv_wire plan_kv_links plan_kv_transfer \
+  registration_regions repeated_calls send_items send_kvcache_slice shared_plans \
+  transfer_copies transfer_errors transfer_numbers transfer_pairs transfer_plan transfer_types; do
+  files="$files tests_py/test_$name.py"
+done
+# shellcheck disable=SC2086
+PYTHONPATH=$folder/python exec "$folder/venv/bin/python" -m pytest -q "$@" $files
