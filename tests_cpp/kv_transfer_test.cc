@@ -98,6 +98,23 @@ TEST(TokenRuns, RefusesAPageTwice) {
   EXPECT_EQ(token_runs(from, to, {0, 2}).size(), 2u);
 }
 
+TEST(TokenRuns, RefusesMoreStepsThanASequenceNeeds) {
+  constexpr int64_t kTokens = INT32_MAX;  // in one page, of which each second goes to a rank
+  const KVEntry entry = buffer(kTokens);
+  const Ints page = {0};
+  const KVPageList from = {.pages = page, .page_size = kTokens, .smallest = &entry};
+  KVPageList to = from;
+  to.dcp_size = 2;
+  EXPECT_EQ(
+      testing::message_of([&] { token_runs(from, to, {0, kTokens}); }),
+      "plan_kv_transfer: pages and dcp_interleave must cut a sequence into at most 16777216 "
+      "pieces, "
+      "got more of tokens [0, 2147483647)"
+  );
+  to.dcp_interleave = 1 << 20;
+  EXPECT_EQ(token_runs(from, to, {0, kTokens}).size(), std::size_t{1} << 10);
+}
+
 TEST(CheckPagesDistinct, LooksAtPagesThatAreWrittenAndAtThoseBefore) {
   const auto message = [](const Ints& pages, KVRange tokens) {
     return testing::message_of([&] {

@@ -15,6 +15,10 @@ namespace {
 constexpr char kFunction[] = "plan_kv_transfer";
 using Runs = std::vector<TransferRun>;
 
+/// Steps of a walk over the tokens of a sequence. More are hours and tens of gigabytes, which the
+/// layout of a peer could ask for.
+constexpr int64_t kMaxSteps = int64_t{1} << 24;
+
 /// A side during the walk over tokens.
 class Cursor {
  public:
@@ -155,7 +159,12 @@ std::vector<TransferRun> token_runs(const KVPageList& src, const KVPageList& dst
   const Cursor from(src), to(dst);
   Runs runs;
   runs.reserve(std::min<std::size_t>(src.pages.size() + dst.pages.size(), tokens.size()));
-  for (int64_t token = tokens.begin; token < tokens.end;) {
+  int64_t num_steps = 0;
+  for (int64_t token = tokens.begin; token < tokens.end; ++num_steps) {
+    check(
+        num_steps < kMaxSteps, kFunction, ": pages and dcp_interleave must cut a sequence into at ",
+        "most ", kMaxSteps, " pieces, got more of tokens ", tokens
+    );
     if (!to.holds(token)) {
       token = to.next(token);
       continue;
