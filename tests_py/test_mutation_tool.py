@@ -13,6 +13,7 @@ import pytest
 from mutate.build import HERE, compiled
 from mutate.control import VARIABLE, Control
 from mutate.operators import mutants
+from mutate.report import Verdicts
 
 CLIPPED = '''\
 # SPDX-License-Identifier: Apache-2.0
@@ -203,3 +204,12 @@ def test_mutants_that_a_program_reaches_are_known(sums: Sums) -> None:
     sums.result(0)
     functions = {sums.kept[number].function for number in sums.control.reached()}
     assert functions == {"sum_below"}
+
+
+def test_every_verdict_is_of_a_mutant_that_there_is() -> None:
+    root = Path(__file__).parents[1]
+    why = Verdicts(root / "tests_py" / "mutation" / "verdicts.toml").why
+    assert why
+    known = {m.key for path in {key[0] for key in why} for m in mutants(root / path, root)}
+    assert not why.keys() - known
+    assert all(why.values())
