@@ -115,6 +115,13 @@ def test_a_known_mutant_is_killed_and_a_survivor_named(project: Project) -> None
     assert "value > limit  ->  value >= limit" in done.stdout.splitlines()[-1]
 
 
+def test_python_alone_runs_on_the_extension_of_the_release_build(project: Project) -> None:
+    extension = project.write("build/release/python/cpattn/_core.test.so", "")
+    project.run()
+    made = project.root / "build" / "mutation" / "python" / "cpattn" / extension.name
+    assert made.resolve() == extension
+
+
 def test_a_known_equivalent_mutant_does_not_count(project: Project) -> None:
     project.judge(EQUIVALENT.format(">"))
     done = project.run()

@@ -188,10 +188,13 @@ def _package(
     numbered: list[tuple[Path, dict[int, Mutant]]],
     alive: dict[int, Mutant],
 ) -> None:
-    """A copy of the package; mutants of Python sources are added to `alive`."""
+    """A copy of the package, with the extension of the release build for as long as there is no
+    other; mutants of Python sources are added to `alive`."""
     shutil.rmtree(folder, ignore_errors=True)
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     shutil.copytree(root / "python" / "cpattn", folder / "cpattn", ignore=ignored)
+    for module in release.glob("python/cpattn/_core.*.so"):
+        (folder / "cpattn" / module.name).symlink_to(module.resolve())
     (folder / "cpattn_mutants.py").write_text(MODULE)
     for path, found in numbered:
         if found:
