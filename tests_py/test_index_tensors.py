@@ -97,7 +97,9 @@ def test_negative_strides_are_refused(call: Call, name: str) -> None:
     assert np.array_equal(view, call.arrays[name])
     # What is a table of pages to the caller are the source's indices to the message.
     said = {"src_pages": "(src|source)", "dst_pages": "(dst|destination)"}.get(name, name)
-    refusal = rf"ValueError: .*{said}.* has a stride of -\d+ bytes in dimension 0, which must be"
+    refusal = (
+        rf"ValueError: .*{said}.* has a negative stride \(-\d+ bytes in dimension 0\), which is"
+    )
     assert re.match(refusal, str(call.outcome(**{name: view})))
 
 
