@@ -20,11 +20,11 @@ from inner_runs import InnerRuns
 TORCH_GUARD = torch_guard.prepare()
 restore_signals()
 with contextlib.suppress(ImportError):  # not in every environment of an engine
-    import hypothesis
+    from hypothesis import HealthCheck, settings
 
-    # How long an example takes says how busy the machine is.
-    hypothesis.settings.register_profile("no deadline", deadline=None)
-    hypothesis.settings.load_profile("no deadline")
+    # No example fails for the time it takes: a busy machine and a sanitizer take any.
+    settings.register_profile("cpattn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("cpattn")
 
 # Those that are missing here are skipped where all can see it.
 ISAS = [

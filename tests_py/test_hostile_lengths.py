@@ -81,20 +81,20 @@ def test_plans_are_bounded_in_memory_and_time(change, message):
     if change.get("num_heads") == 65536:
         sizes["num_kv_heads"] = 65536
     batch = {"q_lens": [1], "kv_lens": [1], "page_size": 2**31 - 1, **sizes, **change}
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(ValueError, match=message):
         cpattn.plan_attention(**batch, block_tables=[[0]] * len(batch["q_lens"]))
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 def test_rows_are_counted_before_they_are_planned():
-    begin = time.monotonic()
+    begin = time.process_time()
     inputs = one_page(
         q_lens=[2**31 - 1], kv_lens=[2**31 - 1], block_tables=np.zeros((1, 2**20), int)
     )
     with pytest.raises(ValueError, match=r"sum\(q_lens\) = 2147483647, got 1"):
         cpattn.paged_attention(**inputs)
-    assert time.monotonic() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize("window", [2**40, 2**62, HUGE])
