@@ -16,7 +16,7 @@ export PATH := $(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR)/build/release/python
 CPP_SOURCES = $(shell find cpp tests_cpp -name '*.h' -o -name '*.cc')
 
-.PHONY: demo test test-engines fuzz mutation build bench bench-env lint tidy format clean
+.PHONY: demo test test-asan test-engines fuzz mutation build bench bench-env lint tidy format clean
 
 demo: build  ## the main job: replays serving traffic; options in ARGS
 	@python -m cpattn replay $(ARGS)
@@ -24,6 +24,18 @@ demo: build  ## the main job: replays serving traffic; options in ARGS
 test: build  ## C++ tests, then Python tests
 	@ctest --preset release
 	@python -m pytest -q $(ARGS)
+
+# What takes arguments of users, and the plans made of them; not what explains them in pictures. The
+# libraries are loaded first, as python itself is not linked with them; that of C++ is for its
+# exceptions. Leaks are those of the interpreter: test_repeated_calls.py looks for ours.
+ASAN_TESTS := $(filter-out %_explain.py,$(wildcard $(patsubst %,tests_py/test_%.py,context_parallel* dsa_metadata fia_errors \
+  hostile_* index_tensors* index_k kv_* nested_calls overlaps paged_attention_errors plan_kv_* \
+  registration_regions send_* shared_plans topk* transfer_[cenprt]*)))
+test-asan: build  ## Python tests of the interface, on an extension with AddressSanitizer
+	@cmake --preset asan && cmake --build --preset asan --target _core
+	@LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(CURDIR)/build/asan/python \
+	  python -m pytest -q $(ARGS) $(ASAN_TESTS)
 
 test-engines: build .venv-sglang/.ready .venv-vllm/.ready  ## tests with serving engines, each in an environment of its own
 	@.venv-sglang/bin/python -m pytest -q $(ARGS) tests_py/test_sglang_*.py
