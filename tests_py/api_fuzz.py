@@ -92,7 +92,7 @@ def make_case(seed: int, number: int) -> Case:
                 continue
         values[name] = hostile(draw, kinds[name], good.arguments[name][1])
         owned.append(values[name])
-    if draw.random() < 0.02:
+    if draw.randrange(50) == 0:
         name = draw.choice(["nonsense", *values]) if values else "nonsense"
         changed.append(name)
         values[name] = 1

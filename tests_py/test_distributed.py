@@ -197,7 +197,9 @@ def test_rank_killed_while_its_rows_arrive_is_named_within_the_timeout(tmp_path)
     assert last is None
     ((killed, complete),) = others[0][2]
     assert not complete  # so that the kill met bytes in flight
-    for message, told, _ in others:
+    for rank, (message, told, _) in enumerate(others):
+        if rank and message == "no error":
+            continue  # its own rows were there before the kill
         assert message.startswith("RuntimeError: ContextParallel.gather")
         assert "rank 2 of 3 did not answer" in message
         assert told - killed < timeout + BUSY

@@ -160,7 +160,7 @@ def alarm() -> Iterator[Alarm]:
 
 # Python runs a handler before and behind the call of the core at most: more is from within.
 OUTSIDE = 2
-LARGEST = 1 << 14
+LARGEST = 1 << 17
 
 
 @pytest.mark.parametrize("name", STOP)

@@ -387,7 +387,7 @@ MAKERS: dict[str, Callable[[int], Call]] = {
     "group_concurrent_contiguous": made(cpattn.group_concurrent_contiguous, steps, steps),
     "pad_topk_indices": made(
         lambda indices: cpattn.pad_topk_indices(indices, 2 * len(indices)),
-        lambda n: np.ones((n, 64), np.int32),
+        lambda n: np.ones((64 * n, 64), np.int32),
     ),
     "registration_regions": made(
         cpattn.registration_regions, lambda n: list(range(4096, 4096 + n)), lambda n: [1] * n
