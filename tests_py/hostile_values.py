@@ -307,7 +307,7 @@ def array(draw: Draw, good: Any) -> Any:
 def converted(good: Any, dtype: Any) -> Any:
     try:
         return good.astype(dtype)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one of dates
         return good.copy()
 
 

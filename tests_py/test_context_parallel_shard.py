@@ -110,6 +110,9 @@ def test_unshard_refuses_other_parts():
     plan = build_cp_metadata([5], cp_rank=0, cp_size=2)
     with pytest.raises(ValueError, match="unshard: parts must hold cp_size = 2 tensors, got 1"):
         plan.unshard([np.zeros(3)])
+    records = memoryview(np.zeros(2, [("a", "f4")]))
+    with pytest.raises(TypeError, match=r"unshard: parts must be a sequence of tensors, got memor"):
+        plan.unshard(records)
     with pytest.raises(ValueError, match=r"the part of rank 1 must have 1 dim.* 2 rows .* \(1,\)"):
         plan.unshard([np.zeros(3), np.zeros(1)])
     with pytest.raises(ValueError, match=r"the part of rank 1 must have 1 dim.* \(2, 1\)"):

@@ -152,6 +152,17 @@ def test_gathered_rows_of_all_ranks_agree_and_restore_the_token_order(
     np.testing.assert_array_equal(rows[plans[0].gathered_rows], np.arange(plans[0].num_tokens))
 
 
+def test_lengths_that_change_their_list_are_refused(cp):
+    class Clears:
+        def __index__(self):
+            lengths.clear()
+            return 4
+
+    lengths = [Clears(), 6]
+    with pytest.raises(TypeError, match=r"^ContextParallel.plan: extend_lens must be integers"):
+        cp.plan(lengths, [9, 6], block_tables=TABLES)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

@@ -186,6 +186,11 @@ REFUSED = [
     ),
     (
         ROWS,
+        {"query_rope": torch.zeros(3, 9, 4, 16).half(), "key_rope": torch.zeros(3, 22, 2, 16)},
+        "query_rope must be float32 like query, got float16",
+    ),
+    (
+        ROWS,
         {"query_rope": torch.zeros(3, 9, 4, 16), "key_rope": torch.zeros(3, 21, 2, 16)},
         "key_rope must hold the tokens that key holds",
     ),

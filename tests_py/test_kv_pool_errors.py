@@ -43,6 +43,13 @@ def test_sizes(make, message):
         make()
 
 
+@pytest.mark.parametrize("container", [1, np.zeros(3), torch.zeros(3), ["torch"]])
+def test_a_container_that_is_no_name(container):
+    message = r"^MHATokenToKVPool: container must be 'torch', 'numpy' or None, got \w+$"
+    with pytest.raises(TypeError, match=message):
+        MHA(8, 8, 2, 2, 8, container=container)
+
+
 @pytest.mark.parametrize(
     "sizes", [(2**70, 8, 2, 2, 8), (8, 2**63, 2, 2, 8), (8, 8, 2**64, 2, 8), (8, 8, 2, 2**62, 2**9)]
 )

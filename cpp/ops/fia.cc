@@ -71,6 +71,13 @@ std::vector<int64_t> shape_of(std::string_view axes, const TensorView& query, in
   return shape;
 }
 
+void check_like_query(const FiaArguments& arguments, const char* name, const TensorView& tensor) {
+  require(
+      tensor.dtype == arguments.query.dtype, name, " must be ", arguments.query.dtype,
+      " like query, got ", tensor.dtype
+  );
+}
+
 PagedCache read_cache(
     const FiaArguments& arguments,
     const char* name,
@@ -78,10 +85,7 @@ PagedCache read_cache(
     const Layout& layout,
     int64_t num_kv_heads
 ) {
-  require(
-      tensor.dtype == arguments.query.dtype, name, " must be ", arguments.query.dtype,
-      " like query, got ", tensor.dtype
-  );
+  check_like_query(arguments, name, tensor);
   if (!arguments.block_table) {
     return fia::contiguous_blocks(name, tensor, layout, num_kv_heads);
   }
@@ -109,6 +113,7 @@ int64_t read_rope(
   const PagedCache key =
       read_cache(arguments, "key_rope", *arguments.key_rope, layout, num_kv_heads);
   check_same_blocks("key_rope", key, plan.arguments.k);
+  check_like_query(arguments, "query_rope", *arguments.query_rope);
   const TensorView query =
       fia::as_bsnd("query_rope", *arguments.query_rope, layout.input, arguments.num_heads);
   require(

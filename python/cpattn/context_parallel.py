@@ -300,7 +300,7 @@ ContextParallelMetadata.__module__ = "cpattn"
 def _checked_parts(parts: Sequence[Tensor], cp_size: int) -> list[Tensor]:
     try:
         given = list(parts)
-    except TypeError as error:
+    except (TypeError, NotImplementedError) as error:  # the latter of memoryviews of records
         raise TypeError(
             f"unshard: parts must be a sequence of tensors, got {type(parts).__name__}"
         ) from error

@@ -413,6 +413,11 @@ def _viewer(function: str, container: str | None) -> Any:
     """How bytes become a flat tensor of a dtype in the container."""
     if container is None:
         container = "torch" if "torch" in sys.modules else "numpy"
+    if not isinstance(container, str):
+        raise TypeError(
+            f"{function}: container must be 'torch', 'numpy' or None, "
+            f"got {type(container).__name__}"
+        )
     if container == "torch":
         import torch
 

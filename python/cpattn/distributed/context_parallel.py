@@ -91,6 +91,8 @@ class ContextParallel:
             ``shard`` and ``attend`` give every rank the same number of rows, see
             ``ContextParallelMetadata.pad_to_physical``.
         """
+        if isinstance(extend_lens, list):
+            extend_lens = tuple(extend_lens)  # it is read twice, and its elements may change it
         metadata = build_cp_metadata(
             extend_lens,
             seq_lens,
