@@ -129,9 +129,10 @@ def test_an_engine_stays_in_its_process():
         ([("k", 1, 1)], ValueError, "parts must have the 2 blocks of the plan, got 1"),
         ([("k", 1, 2**64 - 1), ("v", 1, 3)], ValueError, "parts must have the 2 blocks of the p"),
         ([("k", 2)], ValueError, "parts must have 3 fields each, got 2"),
-        ([(1, 1, 2)], TypeError, "parts must have names of type str, got int"),
+        ([(1, 1, 2)], TypeError, "parts: name must be a str, got int"),
         ([("k", -1, 2)], ValueError, "parts: number of entries must be in [0, 2^64), got -1"),
         ([("k", 1, 2.0)], TypeError, "parts: number of blocks must be an integer, got float"),
+        ([("\ud800", 1, 2)], TypeError, "parts: name must be a str that UTF-8 can hold"),
         (["kkk"], TypeError, "parts must be a list of (name, number of entries, number of blocks)"),
         ("k", TypeError, "parts must be a list of (name, number of entries, number of blocks)"),
     ],
@@ -139,6 +140,15 @@ def test_an_engine_stays_in_its_process():
 def test_parts_that_do_not_fit(parts, error, message):
     with pytest.raises(error, match=f"^TransferPlan: {re.escape(message)}"):
         TransferPlan([1, 2], [3, 4], [5, 6], parts)
+
+
+def test_parts_are_read_whatever_their_iterator_does():
+    class Tuple(tuple):
+        def __iter__(self):
+            raise RuntimeError
+
+    parts = Tuple([Tuple(("k", 1, 2))])
+    assert TransferPlan([1, 2], [3, 4], [5, 6], parts).parts == [("k", 1, 2)]
 
 
 def test_parts_of_a_plan_made_by_hand():

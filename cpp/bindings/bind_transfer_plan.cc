@@ -7,6 +7,7 @@
 
 #include "bindings/int_arrays.h"
 #include "bindings/module.h"
+#include "bindings/scalar_argument.h"
 #include "bindings/uint64_argument.h"
 #include "cpattn/check.h"
 #include "cpattn/transfer_plan.h"
@@ -23,20 +24,17 @@ py::tuple items_of_parts(py::handle object) {
         Py_TYPE(object.ptr())->tp_name
     ));
   }
-  return py::reinterpret_steal<py::tuple>(PySequence_Tuple(object.ptr()));
+  if (PyTuple_Check(object.ptr())) return py::reinterpret_borrow<py::tuple>(object);
+  auto items = py::reinterpret_steal<py::tuple>(PyList_AsTuple(object.ptr()));
+  if (!items) throw py::error_already_set();
+  return items;
 }
 
 TransferPart part_of(py::handle object) {
   const py::tuple fields = items_of_parts(object);
   check(fields.size() == 3, "TransferPlan: parts must have 3 fields each, got ", fields.size());
-  if (!py::isinstance<py::str>(fields[0])) {
-    throw py::type_error(concat(
-        "TransferPlan: parts must have names of type str, got ",
-        Py_TYPE(py::object(fields[0]).ptr())->tp_name
-    ));
-  }
   return {
-      .name = fields[0].cast<std::string>(),
+      .name = text_value(fields[0], "TransferPlan: parts: name"),
       .num_entries = uint64_value(fields[1], "TransferPlan: parts: number of entries"),
       .num_blocks = uint64_value(fields[2], "TransferPlan: parts: number of blocks"),
   };
