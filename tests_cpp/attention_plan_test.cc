@@ -145,7 +145,7 @@ TEST(PageTable, BlockTablesHaveARowForEachSequenceAndAColumnForEachPage) {
 }
 
 TEST(PlanAttention, IsBounded) {
-  const auto message = [](std::vector<int64_t> lens, AttentionShape shape) {
+  const auto message = [](const std::vector<int64_t>& lens, AttentionShape shape) {
     AttentionBatch batch = batch_of(lens, lens);
     batch.shape = shape;
     return message_of([&] { plan_attention("test", batch, 0); });

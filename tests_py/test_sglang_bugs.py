@@ -176,8 +176,8 @@ def test_23893_a_stage_s_buffers_went_to_those_of_other_layers(version, groups, 
     assert not set(stage) <= set(theirs)
 
     _, ours, _ = cpattn.get_mla_kv_ptrs_with_pp(
-        range(len(stage)),
-        range(len(decode)),
+        list(range(len(stage))),
+        list(range(len(decode))),
         prefill_start_layer=2,
         kv_buf_groups=len(groups),
         hidden_kv_layers=4,

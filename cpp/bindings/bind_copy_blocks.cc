@@ -109,7 +109,7 @@ void register_copy_blocks(py::module_& module) {
       )
       .def("source_owners", &source_owners)
       .def_property_readonly("num_bytes", &num_bytes);
-  py::class_<PoolMemory, std::shared_ptr<PoolMemory>>(
+  const py::class_<PoolMemory, std::shared_ptr<PoolMemory>> memory(
       module, "PoolMemory", "Memory of a pool, which lives as long as somebody has this."
   );
   module.def(
