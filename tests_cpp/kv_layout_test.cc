@@ -95,8 +95,9 @@ TEST(KVLayout, BoundsOfItsEntries) {
 }
 
 TEST(KVLayout, TellsWhichEntriesAreTheSame) {
-  const auto message = [](std::vector<int64_t> layers) {
+  const auto message = [](const std::vector<int64_t>& layers) {
     std::vector<KVEntry> entries;
+    entries.reserve(layers.size());
     for (const int64_t layer : layers) entries.push_back(entry_of(layer, 0, 0, 1));
     return message_of([&] { KVLayout(entries, {.page_size = 1}); });
   };

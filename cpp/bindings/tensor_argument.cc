@@ -171,7 +171,7 @@ void TensorArgument::from_dlpack(const Source& source, const dlpack::Tensor& ten
     refuse_dtype(source.object, name, dlpack_dtype_name(tensor), source.dtypes);
   }
   check_rank(name, tensor.ndim);
-  const auto bytes = static_cast<int64_t>(element_size(*dtype));
+  const int64_t bytes = element_size(*dtype);
   if (!is_plausible(tensor, bytes)) source.refuse_description();
   view_.dtype = *dtype;
   view_.rank = tensor.ndim;
