@@ -135,13 +135,16 @@ def overlap(draw: Draw, values: dict[str, Any], name: str) -> Any:
     others = [
         value
         for other, value in values.items()
-        if other != name and type(value) is np.ndarray and value.flags.c_contiguous
+        if other != name
+        and type(value) is np.ndarray
+        and value.flags.c_contiguous
+        and not value.dtype.hasobject
     ]
-    if not isinstance(mine, np.ndarray) or mine.dtype == object or not others:
+    if not isinstance(mine, np.ndarray) or mine.dtype.hasobject or not others:
         return None
     memory = draw.choice(others).reshape(-1).view(np.uint8)
     first = draw.choice([0, 0, mine.itemsize])
-    if memory.dtype == object or len(memory) < first + mine.nbytes:
+    if len(memory) < first + mine.nbytes:
         return None
     return memory[first : first + mine.nbytes].view(mine.dtype).reshape(mine.shape)
 
