@@ -128,7 +128,9 @@ TEST(Trace, ShowsThreadsThatWaitForTheLastItem) {
   EXPECT_NE(trace.threads[0].id, trace.threads[1].id);
   const std::vector<TraceEvent> items = events_of(trace, TraceScope::item);
   ASSERT_EQ(items.size(), 2U);
-  const TraceEvent& brief = items[0].end < items[1].end ? items[0] : items[1];
+  const bool first_is_brief = items[0].end < items[1].end;
+  const TraceEvent& brief = items[first_is_brief ? 0 : 1];
+  const TraceEvent& last = items[first_is_brief ? 1 : 0];
   int64_t longest = 0;
   for (const TraceEvent& wait : events_of(trace, TraceScope::wait)) {
     EXPECT_LE(wait.begin, wait.end);
@@ -136,7 +138,7 @@ TEST(Trace, ShowsThreadsThatWaitForTheLastItem) {
       longest = std::max(longest, wait.end - wait.begin);
     }
   }
-  EXPECT_GE(longest, 40'000'000);
+  EXPECT_GE(longest, (last.end - brief.end) / 2);  // a busy machine may delay its begin
 }
 
 TEST(Trace, EndsWhileThreadsAreRecording) {
