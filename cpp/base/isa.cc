@@ -17,23 +17,26 @@ constexpr std::string_view kNames[] = {"portable", "avx2", "avx512", "avx512bf16
 std::vector<Isa> detect() {
   std::vector<Isa> isas = {Isa::portable};
 #if defined(__x86_64__)
+  [[maybe_unused]] const bool has_bf16 = has_x86_64_v4() && __builtin_cpu_supports("avx512bf16") &&
+                                         __builtin_cpu_supports("avx512vnni");
+#ifdef CPATTN_HAVE_AMXTWIN
+  if (has_bf16) isas.push_back(Isa::amx_twin);
+#endif
 #ifdef CPATTN_HAVE_AVX2
   if (has_x86_64_v3()) isas.push_back(Isa::avx2);
 #endif
 #ifdef CPATTN_HAVE_AVX512
   if (has_x86_64_v4()) isas.push_back(Isa::avx512);
+#endif
 #ifdef CPATTN_HAVE_AVX512BF16
-  if (has_x86_64_v4() && __builtin_cpu_supports("avx512bf16") &&
-      __builtin_cpu_supports("avx512vnni")) {
-    isas.insert(__builtin_cpu_is("intel") ? isas.end() - 1 : isas.end(), Isa::avx512bf16);
-#ifdef CPATTN_HAVE_AMXTWIN
-    isas.insert(isas.begin() + 1, Isa::amx_twin);
-#endif
-#ifdef CPATTN_HAVE_AMX
-    if (amx_usable()) isas.push_back(Isa::amx);
-#endif
+  if (has_bf16) {
+    // Intel's processors are faster without these instructions.
+    const bool is_slower = __builtin_cpu_is("intel") && isas.back() == Isa::avx512;
+    isas.insert(is_slower ? isas.end() - 1 : isas.end(), Isa::avx512bf16);
   }
 #endif
+#ifdef CPATTN_HAVE_AMX
+  if (has_bf16 && amx_usable()) isas.push_back(Isa::amx);
 #endif
 #endif
 #ifdef CPATTN_HAVE_NEON
