@@ -2,8 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
-#include <functional>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +11,7 @@
 #include "cpattn/kv_transfer.h"
 #include "cpattn/memory_ranges.h"
 #include "cpattn/send_kvcache.h"
+#include "testing.h"
 
 // Numbers at the ends of their types: the largest that fit are planned right, the next are
 // refused by name. Under the sanitizers, a sum or product that wraps on the way ends the test.
@@ -23,14 +22,7 @@ namespace {
 using Ints = std::vector<int64_t>;
 using Words = std::vector<uint64_t>;
 
-std::string message_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "no error";
-}
+using testing::message_of;
 
 /// Buffers of one item length on each side.
 struct Lists {

@@ -93,6 +93,7 @@ def test_summary_tells_kinds_and_drafts_apart():
         (([1], [2], []), ValueError, "must be equally long, got 1, 1 and 0"),
         (([-1], [2], [3]), ValueError, "src_addrs must be in [0, 2^64), got -1 at index 0"),
         (([1], [2**64], [3]), ValueError, f"dst_addrs must be in [0, 2^64), got {2**64} at index"),
+        (([1], [2], [10**5000]), ValueError, "must be in [0, 2^64), got a number of 16610 bits"),
         (([1], [2], [3.0]), TypeError, "lengths must hold integers, got float at index 0"),
         (([1], [2], [True]), TypeError, "lengths must hold integers, got bool at index 0"),
         (([1], [2], np.array([-3])), ValueError, "lengths must be in [0, 2^64), got -3 at index 0"),

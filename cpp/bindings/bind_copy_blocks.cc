@@ -71,8 +71,8 @@ MemoryOwners source_owners(const BlockLists& self) {
 py::tuple ranges_to_register(
     const std::string& function, const py::object& addrs, const py::object& sizes, bool on_host
 ) {
-  const auto begins = uint64_list(addrs, (function + ": addrs").c_str());
-  const auto lengths = uint64_list(sizes, (function + ": sizes").c_str());
+  const auto begins = uint64_list(addrs, {function.c_str(), "addrs"});
+  const auto lengths = uint64_list(sizes, {function.c_str(), "sizes"});
   check(
       begins.size() == lengths.size(), function, ": addrs and sizes must be equally many, got ",
       begins.size(), " and ", lengths.size()

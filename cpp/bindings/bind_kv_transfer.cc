@@ -30,7 +30,7 @@ KVKind kind_of(const std::string& name) {
 }
 
 uint64_t address(py::handle value, const char* argument) {
-  return uint64_value(value, concat("KVLayout: ", argument).c_str());
+  return uint64_value(value, {"KVLayout", argument});
 }
 
 KVEntry entry_of(const Arguments& read, const py::tuple& fields) {

@@ -14,7 +14,7 @@ namespace {
 
 std::vector<uint64_t> lengths(const char* function, const char* argument, py::handle object) {
   if (object.is_none()) return {};
-  return uint64_list(object, concat(function, ": ", argument).c_str());
+  return uint64_list(object, {function, argument});
 }
 
 /// Owns what SendBuffers borrow. Given as (src addresses, src data lengths or None, src item

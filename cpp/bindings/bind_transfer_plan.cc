@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/int_argument.h"
 #include "bindings/int_arrays.h"
 #include "bindings/module.h"
 #include "bindings/scalar_argument.h"
@@ -24,10 +25,7 @@ py::tuple items_of_parts(py::handle object) {
         Py_TYPE(object.ptr())->tp_name
     ));
   }
-  if (PyTuple_Check(object.ptr())) return py::reinterpret_borrow<py::tuple>(object);
-  auto items = py::reinterpret_steal<py::tuple>(PyList_AsTuple(object.ptr()));
-  if (!items) throw py::error_already_set();
-  return items;
+  return kept_items(object);
 }
 
 TransferPart part_of(py::handle object) {

@@ -16,15 +16,6 @@ bool is_sequence(py::handle object) {
   return PyList_Check(object.ptr()) || PyTuple_Check(object.ptr());
 }
 
-/// The items of a list or tuple at this moment, in a tuple that keeps them: a list can change
-/// while Python code runs, and __index__ of an item is such code.
-py::object kept_items(py::handle sequence) {
-  if (PyTuple_Check(sequence.ptr())) return py::reinterpret_borrow<py::object>(sequence);
-  auto items = py::reinterpret_steal<py::object>(PyList_AsTuple(sequence.ptr()));
-  if (!items) throw py::error_already_set();
-  return items;
-}
-
 void append_sequence(py::handle object, const ArgumentName& name, std::vector<int64_t>& out) {
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(object.ptr());
   out.reserve(out.size() + size);
@@ -37,7 +28,7 @@ void append_sequence(py::handle object, const ArgumentName& name, std::vector<in
     out.push_back(overflow == 0 ? value : int64_element(item, name, i));  // which throws
   }
   if (i == size) return;
-  const py::object items = kept_items(object);
+  const py::tuple items = kept_items(object);
   for (; i < size; ++i) {
     out.push_back(int64_element(PyTuple_GET_ITEM(items.ptr(), i), name, i));
   }
@@ -112,7 +103,7 @@ IndexTableArgument::IndexTableArgument(py::handle object, const ArgumentName& na
   }
   std::vector<std::vector<int64_t>> rows;
   std::size_t columns = 0;
-  const py::object items = kept_items(object);
+  const py::tuple items = kept_items(object);
   rows.reserve(PyTuple_GET_SIZE(items.ptr()));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items.ptr()); ++i) {
     rows.push_back(index_list(PyTuple_GET_ITEM(items.ptr(), i), name));

@@ -19,6 +19,13 @@ std::string describe_int(py::handle exact) {
   return py::str(exact);
 }
 
+py::tuple kept_items(py::handle list_or_tuple) {
+  if (PyTuple_Check(list_or_tuple.ptr())) return py::reinterpret_borrow<py::tuple>(list_or_tuple);
+  auto items = py::reinterpret_steal<py::tuple>(PyList_AsTuple(list_or_tuple.ptr()));
+  if (!items) throw py::error_already_set();
+  return items;
+}
+
 py::object exact_int(PyObject* object, const ArgumentName& name, Py_ssize_t index) {
   const auto rule = [&] {
     return concat(

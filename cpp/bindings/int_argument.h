@@ -16,6 +16,10 @@ std::string at_index(Py_ssize_t index);
 /// The digits of an int, or how long it is if they are many.
 std::string describe_int(pybind11::handle exact);
 
+/// The items of a list or tuple at this moment, in a tuple that keeps them: a list can change
+/// while Python code runs, and __index__ of an item is such code.
+pybind11::tuple kept_items(pybind11::handle list_or_tuple);
+
 /// The int that a NumPy integer scalar, say, stands for. Anything else, float and bool included,
 /// is TypeError.
 pybind11::object exact_int(PyObject* object, const ArgumentName& name, Py_ssize_t index);

@@ -41,13 +41,17 @@ bool is_true(py::handle object, const char* attribute) {
 
 }  // namespace
 
-void refuse_masked(py::handle object, const ArgumentName& name) {
+bool is_masked(py::handle object) {
   // Its type derives from numpy.ndarray, so ordinary arrays and other objects end here.
   if (!py::isinstance<py::array>(object) ||
       Py_TYPE(object.ptr()) == py::detail::npy_api::get().PyArray_Type_) {
-    return;
+    return false;
   }
-  if (!py::isinstance(object, py::module_::import("numpy.ma").attr("MaskedArray"))) return;
+  return py::isinstance(object, py::module_::import("numpy.ma").attr("MaskedArray"));
+}
+
+void refuse_masked(py::handle object, const ArgumentName& name) {
+  if (!is_masked(object)) return;
   refuse_type(
       name, " is a masked array, whose mask would have no effect; pass a plain one, such as ",
       name.argument, ".filled(0)"

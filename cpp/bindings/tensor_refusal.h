@@ -10,6 +10,9 @@
 
 namespace cpattn::bindings {
 
+/// Whether it is a masked array of NumPy.
+bool is_masked(pybind11::handle object);
+
 /// TypeError for a masked array, whose mask nothing here would see.
 void refuse_masked(pybind11::handle object, const ArgumentName& name);
 

@@ -3,9 +3,8 @@
 
 #include <pybind11/numpy.h>
 
-#include <string>
-
 #include "bindings/int_argument.h"
+#include "bindings/tensor_refusal.h"
 #include "cpattn/check.h"
 
 namespace py = pybind11;
@@ -14,38 +13,27 @@ namespace cpattn::bindings {
 namespace {
 
 /// index < 0: not in a list.
-uint64_t integer(PyObject* object, const char* name, Py_ssize_t index) {
-  return read_int(object, name, index, [=](PyObject* exact) -> uint64_t {
+uint64_t integer(PyObject* object, const ArgumentName& name, Py_ssize_t index) {
+  return read_int(object, name, index, [&](PyObject* exact) -> uint64_t {
     const unsigned long long value = PyLong_AsUnsignedLongLong(exact);
     if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) {
       PyErr_Clear();
       throw std::invalid_argument(
-          concat(name, " must be in [0, 2^64), got ", std::string(py::str(exact)), at_index(index))
+          concat(name, " must be in [0, 2^64), got ", describe_int(exact), at_index(index))
       );
     }
     return value;
   });
 }
 
-[[noreturn]] void refuse(py::handle object, const char* name) {
-  throw py::type_error(concat(
-      name, " must be a list or tuple of int, or an integer array, got ",
-      Py_TYPE(object.ptr())->tp_name
-  ));
+[[noreturn]] void refuse(py::handle object, const ArgumentName& name) {
+  refuse_type(
+      name, " must be a list or tuple of int, or an integer array, got ", type_name(object)
+  );
 }
 
-/// Its numbers would be read as if none were masked.
-void refuse_masked(py::handle object, const char* name) {
-  if (!py::isinstance<py::array>(object)) return;
-  if (Py_TYPE(object.ptr()) == py::detail::npy_api::get().PyArray_Type_) return;  // as usual
-  if (py::isinstance(object, py::module_::import("numpy.ma").attr("MaskedArray"))) {
-    refuse(object, name);
-  }
-}
-
-/// The elements of a list, a tuple or an array as they are now. Reading one may run Python code
-/// (`__index__`), which may change the caller's list; the tuple keeps what was in it.
-py::tuple items_of(py::handle object, const char* name) {
+/// The elements of a list, a tuple or an array as they are now.
+py::tuple items_of(py::handle object, const ArgumentName& name) {
   auto list = py::reinterpret_borrow<py::object>(object);
   if (py::hasattr(list, "tolist") && !PyMemoryView_Check(list.ptr())) {
     try {
@@ -55,21 +43,18 @@ py::tuple items_of(py::handle object, const char* name) {
       refuse_for_python_error(concat(name, " must be a list of int, got ", type_name(object)));
     }
   }
-  if (PyTuple_Check(list.ptr())) return py::reinterpret_borrow<py::tuple>(list);
-  if (!PyList_Check(list.ptr())) refuse(object, name);
-  auto items = py::reinterpret_steal<py::tuple>(PyList_AsTuple(list.ptr()));
-  if (!items) throw py::error_already_set();
-  return items;
+  if (!PyTuple_Check(list.ptr()) && !PyList_Check(list.ptr())) refuse(object, name);
+  return kept_items(list);
 }
 
 }  // namespace
 
-uint64_t uint64_value(py::handle object, const char* name) {
+uint64_t uint64_value(py::handle object, const ArgumentName& name) {
   return integer(object.ptr(), name, -1);
 }
 
-std::vector<uint64_t> uint64_list(py::handle object, const char* name) {
-  refuse_masked(object, name);
+std::vector<uint64_t> uint64_list(py::handle object, const ArgumentName& name) {
+  if (is_masked(object)) refuse(object, name);  // its numbers would be read as if none were masked
   if (py::isinstance<py::array_t<uint64_t>>(object)) {
     const auto array = py::reinterpret_borrow<py::array_t<uint64_t>>(object);
     check(array.ndim() == 1, name, " must have 1 dimension, got ", array.ndim());
@@ -90,7 +75,7 @@ BlockLists block_lists(
     const char* function, py::handle src_addrs, py::handle dst_addrs, py::handle lengths
 ) {
   const auto list = [function](py::handle object, const char* argument) {
-    return uint64_list(object, concat(function, ": ", argument).c_str());
+    return uint64_list(object, {function, argument});
   };
   BlockLists blocks{
       list(src_addrs, "src_addrs"), list(dst_addrs, "dst_addrs"), list(lengths, "lengths")

@@ -6,16 +6,18 @@
 #include <cstdint>
 #include <vector>
 
+#include "bindings/argument_error.h"
+
 namespace cpattn::bindings {
 
 /// An int or NumPy integer scalar in [0, 2^64), such as an address. TypeError for anything
-/// else, bool and float included, and ValueError beyond. `name` reads "function: argument".
-uint64_t uint64_value(pybind11::handle object, const char* name);
+/// else, bool and float included, and ValueError beyond.
+uint64_t uint64_value(pybind11::handle object, const ArgumentName& name);
 
 /// A list or tuple of such values, or a one-dimensional integer array of NumPy or torch; of a list
 /// the elements that it has at the call, whatever reading them does to it. TypeError for anything
 /// else, masked arrays included.
-std::vector<uint64_t> uint64_list(pybind11::handle object, const char* name);
+std::vector<uint64_t> uint64_list(pybind11::handle object, const ArgumentName& name);
 
 /// Blocks to copy: equally long lists, whose lengths add up to less than 2^64.
 struct BlockLists {
