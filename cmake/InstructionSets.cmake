@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# cpattn_add_isa(<name> <flags...>): compiles cpp/kernels/isa_<name>.cc and
+# cpattn_add_isa(<name> <flags...>): compiles cpp/kernels/isa/dense_<name>.cc and
 # sparse_<name>.cc with these flags into the core. Such a file may emit no symbol but
 # its kernel table: an inline function compiled for AVX-512 would replace the baseline
 # copy of it for the whole program. tests_cpp checks that with nm.
@@ -18,7 +18,7 @@ function(cpattn_add_isa name)
     return()
   endif()
   set(target cpattn_isa_${name})
-  add_library(${target} OBJECT kernels/isa_${name}.cc kernels/sparse_${name}.cc)
+  add_library(${target} OBJECT kernels/isa/dense_${name}.cc kernels/isa/sparse_${name}.cc)
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/cpp)
   target_link_libraries(${target} PRIVATE cpattn_options)
   # Kernels are always optimised: unoptimised SIMD code makes debug tests useless. With
@@ -41,7 +41,7 @@ function(cpattn_add_isa name)
   target_sources(cpattn_core PRIVATE $<TARGET_OBJECTS:${target}>)
   # Only the files that list the sets: builds with others find the rest in the cache.
   target_compile_definitions(cpattn_core INTERFACE CPATTN_HAVE_${upper})
-  set_property(SOURCE base/isa.cc ops/kernel_table.cc
+  set_property(SOURCE base/isa.cc ops/base/kernel_table.cc
                APPEND PROPERTY COMPILE_DEFINITIONS CPATTN_HAVE_${upper})
   set(CPATTN_ISA_TARGETS ${CPATTN_ISA_TARGETS} ${target} PARENT_SCOPE)
 endfunction()

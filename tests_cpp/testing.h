@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "cpattn/isa.h"
-#include "cpattn/tensor_view.h"
+#include "cpattn/base/isa.h"
+#include "cpattn/base/tensor_view.h"
 
 namespace cpattn::testing {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cpattn/address_space.h"
+#include "cpattn/base/address_space.h"
 
 #include <algorithm>
 #include <charconv>
@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "cpattn/check.h"
+#include "cpattn/base/check.h"
 
 namespace cpattn {
 

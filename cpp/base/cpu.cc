@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cpattn/cpu.h"
+#include "cpattn/base/cpu.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cpattn/isa.h"
+#include "cpattn/base/isa.h"
 
 #include <atomic>
 #include <cstdlib>
 #include <string>
 
-#include "cpattn/check.h"
-#include "cpattn/cpu.h"
+#include "cpattn/base/check.h"
+#include "cpattn/base/cpu.h"
 
 namespace cpattn {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cpattn/parallel.h"
+#include "cpattn/base/parallel.h"
 
 #include <pthread.h>
 #include <sched.h>
@@ -16,8 +16,8 @@
 #include <thread>
 #include <vector>
 
-#include "cpattn/check.h"
-#include "cpattn/trace.h"
+#include "cpattn/base/check.h"
+#include "cpattn/base/trace.h"
 
 namespace cpattn {
 namespace {

@@ -1,24 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cpattn/tensor_view.h"
+#include "cpattn/base/tensor_view.h"
 
 #include <algorithm>
 #include <ostream>
 #include <utility>
 
-#include "cpattn/check.h"
+#include "cpattn/base/check.h"
 
 namespace cpattn {
 namespace {
-
-struct DTypeInfo {
-  const char* name;
-  int64_t bytes;
-};
-
-constexpr DTypeInfo kDTypes[] = {
-    {"float32", 4}, {"float64", 8}, {"float16", 2}, {"bfloat16", 2}, {"int8", 1},
-    {"uint8", 1},   {"int32", 4},   {"int64", 8},   {"bool", 1},     {"float8_e4m3fn", 1},
-};
 
 std::pair<uintptr_t, uintptr_t> byte_range(const TensorView& tensor) {
   int64_t last = 0;
@@ -30,12 +20,6 @@ std::pair<uintptr_t, uintptr_t> byte_range(const TensorView& tensor) {
 }
 
 }  // namespace
-
-int64_t element_size(DType dtype) { return kDTypes[static_cast<int>(dtype)].bytes; }
-
-const char* dtype_name(DType dtype) { return kDTypes[static_cast<int>(dtype)].name; }
-
-std::ostream& operator<<(std::ostream& out, DType dtype) { return out << dtype_name(dtype); }
 
 int64_t TensorView::num_elements() const {
   // First the axes of size 0: a product of the others need not fit into int64.
@@ -86,6 +70,22 @@ void check_tensor(const char* function, const char* name, const TensorView& tens
       " must be contiguous in its last dimension, got stride ",
       tensor.rank > 0 ? tensor.strides[tensor.rank - 1] : 0, " for shape ", ShapeOf{tensor}
   );
+}
+
+std::pair<TensorView, TensorView> split_last_dim(
+    const char* function, const char* name, const TensorView& tensor, int64_t left, int64_t right
+) {
+  const int axis = tensor.rank - 1;
+  check(
+      axis >= 0 && tensor.shape[axis] == left + right, function, ": the last dimension of ", name,
+      " must be ", left, " + ", right, " = ", left + right, ", got shape ", ShapeOf{tensor}
+  );
+  check_tensor(function, name, tensor, tensor.rank);
+  TensorView first = tensor, second = tensor;
+  first.shape[axis] = left;
+  second.shape[axis] = right;
+  second.data = tensor.as<char>() + left * element_size(tensor.dtype);
+  return {first, second};
 }
 
 }  // namespace cpattn

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cpattn/trace.h"
+#include "cpattn/base/trace.h"
 
 #include <pthread.h>
 #include <sys/syscall.h>
@@ -15,7 +15,7 @@
 #include <span>
 #include <stdexcept>
 
-#include "cpattn/check.h"
+#include "cpattn/base/check.h"
 
 namespace cpattn {
 namespace {

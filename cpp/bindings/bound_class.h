@@ -10,7 +10,7 @@
 #include <string>
 #include <string_view>
 
-#include "cpattn/check.h"
+#include "cpattn/base/check.h"
 
 namespace cpattn::bindings {
 

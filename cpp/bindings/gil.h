@@ -3,7 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include "cpattn/parallel.h"
+#include "cpattn/base/parallel.h"
 
 namespace cpattn::bindings {
 

@@ -15,6 +15,7 @@ void register_cp_attention(pybind11::module_& module);
 void register_cp_indexer(pybind11::module_& module);
 void register_dsa_metadata(pybind11::module_& module);
 void register_fia(pybind11::module_& module);
+void register_lightning_indexer(pybind11::module_& module);
 void register_sparse_flash(pybind11::module_& module);
 void register_sparse_mla(pybind11::module_& module);
 void register_indexer(pybind11::module_& module);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <limits>
 
-#include "cpattn/parallel.h"
-#include "cpattn/reference.h"
+#include "cpattn/base/parallel.h"
+#include "cpattn/reference/reference.h"
 #include "reference/rows.h"
 
 namespace cpattn::reference {

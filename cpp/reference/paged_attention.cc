@@ -3,9 +3,9 @@
 #include <limits>
 #include <numeric>
 
-#include "cpattn/page_size.h"
-#include "cpattn/parallel.h"
-#include "cpattn/reference.h"
+#include "cpattn/base/page_size.h"
+#include "cpattn/base/parallel.h"
+#include "cpattn/reference/reference.h"
 #include "reference/rows.h"
 
 namespace cpattn::reference {

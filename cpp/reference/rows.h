@@ -3,8 +3,8 @@
 
 #include <Eigen/Core>
 
-#include "cpattn/check.h"
-#include "cpattn/tensor_view.h"
+#include "cpattn/base/check.h"
+#include "cpattn/base/tensor_view.h"
 
 namespace cpattn::reference {
 

@@ -2,8 +2,8 @@
 #include <cmath>
 #include <limits>
 
-#include "cpattn/parallel.h"
-#include "cpattn/reference.h"
+#include "cpattn/base/parallel.h"
+#include "cpattn/reference/reference.h"
 #include "reference/rows.h"
 
 namespace cpattn::reference {

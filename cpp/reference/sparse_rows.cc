@@ -4,8 +4,8 @@
 #include <cstring>
 #include <limits>
 
-#include "cpattn/parallel.h"
-#include "cpattn/reference.h"
+#include "cpattn/base/parallel.h"
+#include "cpattn/reference/reference.h"
 #include "reference/rows.h"
 
 namespace cpattn::reference {

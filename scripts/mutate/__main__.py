@@ -22,7 +22,8 @@ from mutate.report import Verdicts, print_report
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
-    "cpp/meta/*.cc",
+    "cpp/base/prefix_sums.cc",
+    "cpp/meta/*/*.cc",
     "python/cpattn/transfer/*.py",
     "python/cpattn/context_parallel*.py",
     "python/cpattn/distributed/plan*.py",

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Batches of sequences with pages and masks: how their plans divide the work, and, where they are
 // small, what they compute.
-#include "cpattn/attention_plan.h"
+#include "cpattn/attention/attention_plan.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,9 +9,9 @@
 #include <numeric>
 #include <vector>
 
-#include "cpattn/paged_attention.h"
-#include "cpattn/reference.h"
-#include "cpattn/sequence_batch.h"
+#include "cpattn/attention/paged_attention.h"
+#include "cpattn/attention/sequence_batch.h"
+#include "cpattn/reference/reference.h"
 #include "fuzz/fuzz.h"
 #include "fuzz/tensors.h"
 

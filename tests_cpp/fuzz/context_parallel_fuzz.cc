@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Context-parallel metadata of one rank and of all, their token-wise views, and the gates.
-#include "cpattn/context_parallel.h"
+#include "cpattn/context_parallel/context_parallel.h"
 
 #include <algorithm>
 #include <numeric>

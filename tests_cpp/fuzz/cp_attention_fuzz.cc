@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of all ranks of a context-parallel group, put together again, against the oracle on the
 // whole batch.
-#include "cpattn/cp_attention.h"
+#include "cpattn/context_parallel/cp_attention.h"
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "cpattn/reference.h"
+#include "cpattn/reference/reference.h"
 #include "fuzz/fuzz.h"
 #include "fuzz/tensors.h"
 

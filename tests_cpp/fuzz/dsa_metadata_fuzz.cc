@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Metadata of sparse-attention batches, with and without context parallelism, row by row.
-#include "cpattn/dsa_metadata.h"
+#include "cpattn/sparse/dsa_metadata.h"
 
 #include <algorithm>
 #include <numeric>

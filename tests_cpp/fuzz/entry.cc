@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fuzz/entry.h"
 
-#include "cpattn/parallel.h"
+#include "cpattn/base/parallel.h"
 #include "fuzz/fuzz.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The arguments of npu_fused_infer_attention_score: layouts, lengths, block tables and masks. What
 // is accepted runs in memory of just the stated size.
-#include "cpattn/fia.h"
+#include "cpattn/npu/fia.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The rules that say which buffers of two lists belong together, against lists of known layers.
-#include "cpattn/kv_pointers.h"
+#include "cpattn/transfer/kv_pointers.h"
 
 #include <algorithm>
 #include <map>
@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "cpattn/send_kvcache.h"
+#include "cpattn/transfer/send_kvcache.h"
 #include "fuzz/fuzz.h"
 
 namespace cpattn::fuzz {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Buffers of KV pools, rows written to their slots, and who owns which memory.
-#include "cpattn/kv_pool.h"
+#include "cpattn/kv/kv_pool.h"
 
 #include <algorithm>
 #include <array>
@@ -9,8 +9,8 @@
 #include <new>
 #include <vector>
 
-#include "cpattn/kv_scatter.h"
-#include "cpattn/pool_memory.h"
+#include "cpattn/kv/kv_scatter.h"
+#include "cpattn/kv/pool_memory.h"
 #include "fuzz/fuzz.h"
 #include "fuzz/tensors.h"
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Layouts and the links between fleets of prefill and decode servers. Where no number is broken on
 // purpose the plans are carried out, and every byte of every destination is looked at.
-#include "cpattn/kv_transfer.h"
+#include "cpattn/transfer/kv_transfer.h"
 
 #include <algorithm>
 #include <cstring>
@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-#include "cpattn/copy_blocks.h"
+#include "cpattn/transfer/copy_blocks.h"
 #include "fuzz/fuzz.h"
 #include "fuzz/intervals.h"
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The plans of engines' senders from lists of buffers: blocks lie within their items, and every
 // item is sent once.
-#include "cpattn/send_kvcache.h"
+#include "cpattn/transfer/send_kvcache.h"
 
 #include <algorithm>
 #include <map>

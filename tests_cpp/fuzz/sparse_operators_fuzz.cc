@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "cpattn/lightning_indexer.h"
-#include "cpattn/sparse_flash_attention.h"
+#include "cpattn/npu/lightning_indexer.h"
+#include "cpattn/npu/sparse_flash_attention.h"
 #include "fuzz/fuzz.h"
 #include "fuzz/tensors.h"
 

@@ -8,8 +8,8 @@
 #include <span>
 #include <vector>
 
-#include "cpattn/index_table.h"
-#include "cpattn/tensor_view.h"
+#include "cpattn/base/index_table.h"
+#include "cpattn/base/tensor_view.h"
 #include "fuzz/fuzz.h"
 
 namespace cpattn::fuzz {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Top-k selection and its transforms, against a sort and plain lookups.
-#include "cpattn/topk.h"
+#include "cpattn/sparse/topk.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "cpattn/dcp_local_indices.h"
+#include "cpattn/sparse/dcp_local_indices.h"
 #include "fuzz/fuzz.h"
 #include "fuzz/tensors.h"
 

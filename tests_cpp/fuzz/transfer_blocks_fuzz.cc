@@ -7,11 +7,11 @@
 #include <utility>
 #include <vector>
 
-#include "cpattn/copy_blocks.h"
-#include "cpattn/kv_pages.h"
-#include "cpattn/memory_ranges.h"
-#include "cpattn/prefix_sums.h"
-#include "cpattn/transfer_plan.h"
+#include "cpattn/base/prefix_sums.h"
+#include "cpattn/transfer/copy_blocks.h"
+#include "cpattn/transfer/kv_pages.h"
+#include "cpattn/transfer/memory_ranges.h"
+#include "cpattn/transfer/transfer_plan.h"
 #include "fuzz/fuzz.h"
 
 namespace cpattn::fuzz {

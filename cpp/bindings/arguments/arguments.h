@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <climits>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "bindings/arguments/argument_error.h"
+#include "bindings/arguments/index_argument.h"
+#include "bindings/arguments/int_argument.h"
+#include "bindings/arguments/scalar_argument.h"
+#include "bindings/arguments/tensor_argument.h"
+#include "cpattn/base/check.h"
+
+namespace cpattn::bindings {
+
+/// Reads the arguments of a call of `function`. What cannot be read is TypeError, and ValueError
+/// what does not fit; both begin with the names of function and argument, and their texts are made
+/// on failure only.
+///
+/// The name must be a constant: profiles keep the pointer for as long as the process runs.
+class Arguments {
+ public:
+  explicit consteval Arguments(const char* function) : function_(function) {}
+  constexpr const char* function() const { return function_; }
+
+  TensorArgument tensor(pybind11::handle object, const char* argument) const {
+    return {object, name(argument)};
+  }
+  std::optional<TensorArgument> optional_tensor(
+      pybind11::handle object, const char* argument
+  ) const {
+    if (object.is_none()) return std::nullopt;
+    return tensor(object, argument);
+  }
+  /// A tensor to write to.
+  TensorArgument output(pybind11::handle object, const char* argument) const {
+    return output_argument(object, name(argument));
+  }
+  std::optional<TensorArgument> optional_output(
+      pybind11::handle object, const char* argument
+  ) const {
+    if (object.is_none()) return std::nullopt;
+    return output(object, argument);
+  }
+
+  std::vector<int64_t> ints(pybind11::handle object, const char* argument) const {
+    return index_list(object, name(argument));
+  }
+  std::optional<std::vector<int64_t>> optional_ints(
+      pybind11::handle object, const char* argument
+  ) const {
+    return optional_index_list(object, name(argument));
+  }
+  IndexTableArgument table(pybind11::handle object, const char* argument) const {
+    return {object, name(argument)};
+  }
+  std::optional<IndexTableArgument> optional_table(
+      pybind11::handle object, const char* argument
+  ) const {
+    if (object.is_none()) return std::nullopt;
+    return table(object, argument);
+  }
+
+  template <class Int = int64_t>
+  Int integer(pybind11::handle object, const char* argument) const {
+    const int64_t value = index_value(object, name(argument));
+    check(
+        std::in_range<Int>(value), name(argument), " must fit into int", sizeof(Int) * CHAR_BIT,
+        ", got ", value
+    );
+    return static_cast<Int>(value);
+  }
+  std::optional<int64_t> optional_integer(pybind11::handle object, const char* argument) const {
+    if (object.is_none()) return std::nullopt;
+    return integer(object, argument);
+  }
+  double real(pybind11::handle object, const char* argument) const {
+    return real_value(object, name(argument));
+  }
+  bool flag(pybind11::handle object, const char* argument) const {
+    return flag_value(object, name(argument));
+  }
+  std::string text(pybind11::handle object, const char* argument) const {
+    return text_value(object, name(argument));
+  }
+
+  /// num_threads: as the core wants it, 0 for None.
+  int threads(pybind11::handle object) const {
+    if (object.is_none()) return 0;
+    const int num_threads = integer<int32_t>(object, "num_threads");
+    check(num_threads >= 1, name("num_threads"), " must be >= 1, got ", num_threads);
+    return num_threads;
+  }
+
+  /// The value of a bound class.
+  template <class Value>
+  const Value& value(pybind11::handle object, const char* argument) const {
+    pybind11::detail::make_caster<Value> caster;
+    bool is_one = false;
+    try {
+      is_one = caster.load(object, /*convert=*/false);
+    } catch (const pybind11::type_error&) {
+      refuse_type(name(argument), " must have been constructed, got one of __new__");
+    }
+    if (!is_one) {
+      const auto wanted = pybind11::type::of<Value>().attr("__name__");
+      refuse_type(
+          name(argument), " must be of type ", std::string(pybind11::str(wanted)), ", got ",
+          type_name(object)
+      );
+    }
+    return pybind11::detail::cast_op<const Value&>(caster);
+  }
+  template <class Value>
+  const Value* optional_value(pybind11::handle object, const char* argument) const {
+    return object.is_none() ? nullptr : &value<Value>(object, argument);
+  }
+
+  ArgumentName name(const char* argument) const { return {function_, argument}; }
+
+ private:
+  const char* function_;
+};
+
+/// What an optional tensor shows.
+inline std::optional<TensorView> view_of(const std::optional<TensorArgument>& argument) {
+  return argument ? std::optional(**argument) : std::nullopt;
+}
+inline std::optional<IndexTable> view_of(const std::optional<IndexTableArgument>& argument) {
+  return argument ? std::optional(**argument) : std::nullopt;
+}
+
+}  // namespace cpattn::bindings

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/arguments/index_argument.h"
+
+#include <pybind11/numpy.h>
+
+#include <algorithm>
+
+#include "cpattn/base/check.h"
+
+namespace py = pybind11;
+
+namespace cpattn::bindings {
+namespace {
+
+bool is_sequence(py::handle object) {
+  return PyList_Check(object.ptr()) || PyTuple_Check(object.ptr());
+}
+
+void append_sequence(py::handle object, const ArgumentName& name, std::vector<int64_t>& out) {
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(object.ptr());
+  out.reserve(out.size() + size);
+  Py_ssize_t i = 0;
+  for (; i < size; ++i) {  // no Python code runs for an exact int
+    PyObject* item = PySequence_Fast_GET_ITEM(object.ptr(), i);
+    if (!PyLong_CheckExact(item)) break;
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
+    out.push_back(overflow == 0 ? value : int64_element(item, name, i));  // which throws
+  }
+  if (i == size) return;
+  const py::tuple items = kept_items(object);
+  for (; i < size; ++i) {
+    out.push_back(int64_element(PyTuple_GET_ITEM(items.ptr(), i), name, i));
+  }
+}
+
+TensorArgument index_tensor(py::handle object, const ArgumentName& name, int rank) {
+  static PyObject* dlpack = PyUnicode_InternFromString("__dlpack__");
+  if (!py::isinstance<py::array>(object) && PyObject_HasAttr(object.ptr(), dlpack) == 0) {
+    refuse_type(
+        name,
+        " must be a list or tuple of int, or a NumPy or torch CPU array of int32 or int64, got ",
+        type_name(object)
+    );
+  }
+  constexpr char kDtypes[] = "int32 or int64";
+  TensorArgument tensor(object, name, kDtypes);
+  if (tensor->dtype != DType::int32 && tensor->dtype != DType::int64) {
+    refuse_type(name, " must be ", kDtypes, ", got ", tensor->dtype);
+  }
+  check(
+      tensor->rank == rank, name, " must have ", rank, " dimension(s), got shape ", ShapeOf{*tensor}
+  );
+  return tensor;
+}
+
+IndexTable view_table(const TensorView& tensor) {
+  return {
+      .data = tensor.data,
+      .is_int64 = tensor.dtype == DType::int64,
+      .rows = tensor.shape[0],
+      .columns = tensor.shape[1],
+      .row_stride = tensor.strides[0],
+      .column_stride = tensor.strides[1]
+  };
+}
+
+}  // namespace
+
+std::vector<int64_t> index_list(py::handle object, const ArgumentName& name) {
+  std::vector<int64_t> values;
+  if (is_sequence(object)) {
+    append_sequence(object, name, values);
+    return values;
+  }
+  const TensorArgument tensor = index_tensor(object, name, 1);
+  values.resize(tensor->shape[0]);
+  const int64_t stride = tensor->strides[0];
+  for (int64_t i = 0; i < tensor->shape[0]; ++i) {
+    values[i] = tensor->dtype == DType::int64 ? tensor->as<int64_t>()[i * stride]
+                                              : tensor->as<int32_t>()[i * stride];
+  }
+  return values;
+}
+
+std::optional<std::vector<int64_t>> optional_index_list(
+    py::handle object, const ArgumentName& name
+) {
+  if (object.is_none()) return std::nullopt;
+  return index_list(object, name);
+}
+
+int64_t index_count(py::handle object, const ArgumentName& name) {
+  if (is_sequence(object)) return PySequence_Fast_GET_SIZE(object.ptr());
+  return index_tensor(object, name, 1)->shape[0];
+}
+
+IndexTableArgument::IndexTableArgument(py::handle object, const ArgumentName& name) {
+  if (!is_sequence(object)) {
+    tensor_.emplace(index_tensor(object, name, 2));
+    table_ = view_table(**tensor_);
+    return;
+  }
+  std::vector<std::vector<int64_t>> rows;
+  std::size_t columns = 0;
+  const py::tuple items = kept_items(object);
+  rows.reserve(PyTuple_GET_SIZE(items.ptr()));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items.ptr()); ++i) {
+    rows.push_back(index_list(PyTuple_GET_ITEM(items.ptr(), i), name));
+    columns = std::max(columns, rows.back().size());
+  }
+  owned_.assign(rows.size() * columns, -1);
+  for (std::size_t r = 0; r < rows.size(); ++r) {
+    std::copy(rows[r].begin(), rows[r].end(), owned_.begin() + r * columns);
+  }
+  table_ = {
+      .data = owned_.data(),
+      .is_int64 = true,
+      .rows = static_cast<int64_t>(rows.size()),
+      .columns = static_cast<int64_t>(columns),
+      .row_stride = static_cast<int64_t>(columns)
+  };
+}
+
+}  // namespace cpattn::bindings

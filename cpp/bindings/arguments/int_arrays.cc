@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/arguments/int_arrays.h"
+
+#include <memory>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace cpattn::bindings {
+namespace {
+
+/// A reference to the int. Those below the bound are made once, when they first
+/// occur, and kept (at most 20 MB): filling a list of token counts and block
+/// numbers then only counts references. The GIL guards them; see module.cc.
+PyObject* new_int(int32_t value) {
+  constexpr int32_t kKept = 1 << 19;
+  static PyObject* kept[kKept];
+  if (value < 0 || value >= kKept) return PyLong_FromLong(value);
+  PyObject*& slot = kept[value];
+  if (slot == nullptr) slot = PyLong_FromLong(value);
+  Py_XINCREF(slot);
+  return slot;
+}
+
+}  // namespace
+
+py::list int_list(std::span<const int32_t> values) {
+  auto list = py::reinterpret_steal<py::list>(PyList_New(values.size()));
+  if (!list) throw py::error_already_set();
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    PyObject* item = new_int(values[i]);
+    if (item == nullptr) throw py::error_already_set();
+    PyList_SET_ITEM(list.ptr(), i, item);
+  }
+  return list;
+}
+
+py::array int_array(std::vector<int32_t> values) {
+  auto kept = std::make_unique<std::vector<int32_t>>(std::move(values));
+  const std::span<const int32_t> view = *kept;
+  const py::capsule owner(kept.get(), [](void* pointer) {
+    delete static_cast<std::vector<int32_t>*>(pointer);
+  });
+  static_cast<void>(kept.release());  // the capsule deletes it
+  return int_view(view, owner);
+}
+
+}  // namespace cpattn::bindings

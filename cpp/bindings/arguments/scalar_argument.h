@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "bindings/arguments/argument_error.h"
+
+namespace cpattn::bindings {
+
+/// Whether it is a bool, of Python or NumPy.
+bool is_bool(pybind11::handle object);
+
+/// A float, an int or a number of NumPy. A bool is TypeError, and so is what has a length, such as
+/// an array of one element.
+double real_value(pybind11::handle object, const ArgumentName& name);
+
+/// A bool, of Python or NumPy; whatever else has a truth value is TypeError.
+bool flag_value(pybind11::handle object, const ArgumentName& name);
+
+/// A str, in UTF-8.
+std::string text_value(pybind11::handle object, const ArgumentName& name);
+
+}  // namespace cpattn::bindings

@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <optional>
+#include <string>
+
+#include "bindings/arguments/arguments.h"
+#include "bindings/module.h"
+#include "cpattn/attention/merge_state.h"
+#include "cpattn/attention/paged_attention.h"
+#include "cpattn/attention/sequence_batch.h"
+#include "cpattn/base/check.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace cpattn::bindings {
+namespace {
+
+KvCacheLayout parse_layout(const Arguments& read, py::handle kv_layout) {
+  const std::string layout = read.text(kv_layout, "kv_layout");
+  check(
+      layout == "NHD" || layout == "HND", read.name("kv_layout"), " must be 'NHD' or 'HND', got '",
+      layout, "'"
+  );
+  return layout == "NHD" ? KvCacheLayout::nhd : KvCacheLayout::hnd;
+}
+
+std::optional<CsrPages> read_csr(
+    const Arguments& read,
+    py::handle kv_lens,
+    py::handle kv_indptr,
+    py::handle kv_indices,
+    py::handle last_page_len
+) {
+  if (kv_indptr.is_none() && kv_indices.is_none() && last_page_len.is_none()) return std::nullopt;
+  check(
+      !kv_indptr.is_none() && !kv_indices.is_none() && !last_page_len.is_none(), read.function(),
+      ": kv_indptr, kv_indices and last_page_len must be given together"
+  );
+  check(kv_lens.is_none(), read.function(), ": kv_lens must not be given beside last_page_len");
+  return CsrPages{
+      read.ints(kv_indptr, "kv_indptr"), read.ints(kv_indices, "kv_indices"),
+      read.ints(last_page_len, "last_page_len")
+  };
+}
+
+/// The arguments that describe a batch, kept alive while they are planned.
+class SequenceBatchArguments {
+ public:
+  SequenceBatchArguments(
+      const Arguments& read,
+      py::handle q_lens,
+      py::handle kv_lens,
+      py::handle block_tables,
+      py::handle causal,
+      py::handle window,
+      py::handle custom_mask,
+      py::handle allow_short_kv,
+      py::handle batch_invariant
+  )
+      : block_tables_(read.optional_table(block_tables, "block_tables")),
+        custom_mask_(read.optional_tensor(custom_mask, "custom_mask")) {
+    batch.q_lens = read.ints(q_lens, "q_lens");
+    if (!kv_lens.is_none()) batch.kv_lens = read.ints(kv_lens, "kv_lens");
+    batch.block_tables = view_of(block_tables_);
+    batch.causal = read.flag(causal, "causal");
+    batch.window = read.optional_integer(window, "window");
+    batch.custom_mask = view_of(custom_mask_);
+    batch.allow_short_kv = read.flag(allow_short_kv, "allow_short_kv");
+    batch.batch_invariant = read.flag(batch_invariant, "batch_invariant");
+  }
+
+  SequenceBatch batch;
+
+ private:
+  std::optional<IndexTableArgument> block_tables_;
+  std::optional<TensorArgument> custom_mask_;
+};
+
+/// The tensors of a layer, kept alive while it runs.
+class LayerArguments {
+ public:
+  LayerArguments(
+      const Arguments& read,
+      py::handle q,
+      py::handle k_cache,
+      py::handle v_cache,
+      std::optional<int64_t> page_size,
+      py::handle kv_layout,
+      py::handle scale,
+      py::handle softcap,
+      py::handle sinks,
+      py::handle out,
+      py::handle lse
+  )
+      : q_(read.tensor(q, "q")),
+        k_(read.tensor(k_cache, "k_cache")),
+        v_(read.tensor(v_cache, "v_cache")),
+        out_(read.output(out, "out")),
+        sinks_(read.optional_tensor(sinks, "sinks")),
+        lse_(read.optional_output(lse, "lse")) {
+    const KvCacheLayout layout = parse_layout(read, kv_layout);
+    arguments.function = read.function();
+    arguments.scale = read.real(scale, "scale");
+    arguments.softcap = read.real(softcap, "softcap");
+    arguments.q = *q_;
+    arguments.k = paged_cache(read.function(), "k_cache", *k_, layout, page_size);
+    arguments.v = paged_cache(read.function(), "v_cache", *v_, layout, page_size);
+    arguments.sinks = view_of(sinks_);
+    arguments.out = *out_;
+    arguments.lse = view_of(lse_);
+  }
+
+  AttentionArguments arguments;
+
+ private:
+  TensorArgument q_, k_, v_, out_;
+  std::optional<TensorArgument> sinks_, lse_;
+};
+
+AttentionPlan plan(
+    py::handle q_lens,
+    py::handle kv_lens,
+    py::handle block_tables,
+    py::handle page_size,
+    py::handle num_pages,
+    py::handle num_heads,
+    py::handle num_kv_heads,
+    py::handle head_dim,
+    py::handle v_head_dim,
+    py::handle causal,
+    py::handle window,
+    py::handle custom_mask,
+    py::handle allow_short_kv,
+    py::handle batch_invariant,
+    py::handle num_threads
+) {
+  const Arguments read("plan_attention");
+  SequenceBatchArguments given(
+      read, q_lens, kv_lens, block_tables, causal, window, custom_mask, allow_short_kv,
+      batch_invariant
+  );
+  given.batch.shape = {
+      .num_heads = read.integer<int32_t>(num_heads, "num_heads"),
+      .num_kv_heads = read.integer<int32_t>(num_kv_heads, "num_kv_heads"),
+      .head_dim = read.integer<int32_t>(head_dim, "head_dim"),
+      .v_head_dim = read.integer<int32_t>(v_head_dim, "v_head_dim"),
+  };
+  given.batch.page_size = read.integer(page_size, "page_size");
+  given.batch.num_pages = read.integer(num_pages, "num_pages");
+  const int threads = read.threads(num_threads);
+  const GilRelease nogil;
+  return plan_sequences(read.function(), given.batch, threads);
+}
+
+void run(
+    py::handle plan,
+    py::handle q,
+    py::handle k_cache,
+    py::handle v_cache,
+    py::handle kv_layout,
+    py::handle scale,
+    py::handle softcap,
+    py::handle sinks,
+    py::handle out,
+    py::handle lse
+) {
+  const Arguments read("run_attention");
+  const auto& division = read.value<AttentionPlan>(plan, "plan");
+  const LayerArguments layer(
+      read, q, k_cache, v_cache, division.batch.page_size, kv_layout, scale, softcap, sinks, out,
+      lse
+  );
+  const Computation computation;
+  run_attention(division, layer.arguments);
+}
+
+void plan_and_run(
+    py::handle q,
+    py::handle k_cache,
+    py::handle v_cache,
+    py::handle q_lens,
+    py::handle kv_lens,
+    py::handle block_tables,
+    py::handle kv_indptr,
+    py::handle kv_indices,
+    py::handle last_page_len,
+    py::handle page_size,
+    py::handle kv_layout,
+    py::handle scale,
+    py::handle causal,
+    py::handle window,
+    py::handle softcap,
+    py::handle sinks,
+    py::handle custom_mask,
+    py::handle allow_short_kv,
+    py::handle batch_invariant,
+    py::handle num_threads,
+    py::handle out,
+    py::handle lse
+) {
+  const Arguments read("paged_attention");
+  const LayerArguments layer(
+      read, q, k_cache, v_cache, read.optional_integer(page_size, "page_size"), kv_layout, scale,
+      softcap, sinks, out, lse
+  );
+  SequenceBatchArguments given(
+      read, q_lens, kv_lens, block_tables, causal, window, custom_mask, allow_short_kv,
+      batch_invariant
+  );
+  given.batch.csr = read_csr(read, kv_lens, kv_indptr, kv_indices, last_page_len);
+  const AttentionArguments& arguments = layer.arguments;
+  given.batch.shape = attention_shape(arguments);
+  given.batch.page_size = arguments.k.page_size;
+  given.batch.num_pages = std::min(arguments.k.num_pages, arguments.v.num_pages);
+  given.batch.num_rows = arguments.q.shape[0];
+  const int threads = read.threads(num_threads);
+  const Computation computation;
+  run_attention(plan_sequences(read.function(), given.batch, threads), arguments);
+}
+
+void merge(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_b) {
+  const Arguments read("merge_state");
+  const TensorArgument oa = read.output(out_a, "out_a");
+  const TensorArgument la = read.output(lse_a, "lse_a");
+  const TensorArgument ob = read.tensor(out_b, "out_b");
+  const TensorArgument lb = read.tensor(lse_b, "lse_b");
+  const Computation computation;
+  merge_state(*oa, *la, *ob, *lb);
+}
+
+}  // namespace
+
+void register_attention(py::module_& module) {
+  module.def(
+      "plan_attention", &plan, "q_lens"_a, "kv_lens"_a, "block_tables"_a, "page_size"_a,
+      "num_pages"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "causal"_a,
+      "window"_a, "custom_mask"_a, "allow_short_kv"_a, "batch_invariant"_a, "num_threads"_a
+  );
+  module.def(
+      "run_attention", &run, "plan"_a, "q"_a, "k_cache"_a, "v_cache"_a, "kv_layout"_a, "scale"_a,
+      "softcap"_a, "sinks"_a, "out"_a, "lse"_a
+  );
+  module.def(
+      "paged_attention", &plan_and_run, "q"_a, "k_cache"_a, "v_cache"_a, "q_lens"_a, "kv_lens"_a,
+      "block_tables"_a, "kv_indptr"_a, "kv_indices"_a, "last_page_len"_a, "page_size"_a,
+      "kv_layout"_a, "scale"_a, "causal"_a, "window"_a, "softcap"_a, "sinks"_a, "custom_mask"_a,
+      "allow_short_kv"_a, "batch_invariant"_a, "num_threads"_a, "out"_a, "lse"_a
+  );
+  module.def("merge_state", &merge, "out_a"_a, "lse_a"_a, "out_b"_a, "lse_b"_a);
+}
+
+}  // namespace cpattn::bindings

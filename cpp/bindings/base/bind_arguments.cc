@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/arguments/index_argument.h"
+#include "bindings/arguments/scalar_argument.h"
+#include "bindings/arguments/tensor_argument.h"
+#include "bindings/module.h"
+#include "cpattn/base/check.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace cpattn::bindings {
+namespace {
+
+/// A name that Python gives as two str.
+class PythonName {
+ public:
+  PythonName(const py::str& function, const py::str& argument)
+      : name_(PyUnicode_AsUTF8(function.ptr()), PyUnicode_AsUTF8(argument.ptr())) {}
+  const ArgumentName& operator*() const { return name_; }
+
+ private:
+  ArgumentName name_;
+};
+
+py::tuple shape_of(
+    py::handle tensor, const py::str& function, const py::str& argument, py::handle rank
+) {
+  const PythonName name(function, argument);
+  const TensorArgument view(tensor, *name);
+  if (!rank.is_none()) {
+    const int64_t wanted = index_value(rank, "shape_of: rank");
+    check(
+        view->rank == wanted, *name, " must have ", wanted, " dimensions, got shape ",
+        ShapeOf{*view}
+    );
+  }
+  py::tuple shape(view->rank);
+  for (int axis = 0; axis < view->rank; ++axis) shape[axis] = view->shape[axis];
+  return shape;
+}
+
+py::str dtype_of(py::handle tensor, const py::str& function, const py::str& argument) {
+  return dtype_name(TensorArgument(tensor, *PythonName(function, argument))->dtype);
+}
+
+int64_t integer(py::handle value, const py::str& function, const py::str& argument) {
+  return index_value(value, *PythonName(function, argument));
+}
+
+double real(py::handle value, const py::str& function, const py::str& argument) {
+  return real_value(value, *PythonName(function, argument));
+}
+
+bool flag(py::handle value, const py::str& function, const py::str& argument) {
+  return flag_value(value, *PythonName(function, argument));
+}
+
+std::string text(py::handle value, const py::str& function, const py::str& argument) {
+  return text_value(value, *PythonName(function, argument));
+}
+
+py::list ints(py::handle values, const py::str& function, const py::str& argument) {
+  py::list out;
+  for (const int64_t value : index_list(values, *PythonName(function, argument))) out.append(value);
+  return out;
+}
+
+int64_t count(py::handle values, const py::str& function, const py::str& argument) {
+  return index_count(values, *PythonName(function, argument));
+}
+
+}  // namespace
+
+/// For functions in Python that touch an argument before they pass it on.
+void register_arguments(py::module_& module) {
+  const auto def = [&module](const char* name, auto* read, const char* doc) {
+    module.def(name, read, "value"_a, "function"_a, "argument"_a, doc);
+  };
+  module.def(
+      "shape_of", &shape_of, "tensor"_a, "function"_a, "argument"_a, "rank"_a = py::none(),
+      "The shape of a tensor; ValueError if its rank is another."
+  );
+  def("dtype_of", &dtype_of, "The name of the dtype of a tensor.");
+  def("integer", &integer, "An int.");
+  def("real", &real, "A float.");
+  def("flag", &flag, "A bool.");
+  def("text", &text, "A str.");
+  def("ints", &ints, "The ints of a list or an array of them, read once.");
+  def("index_count", &count, "How many ints a list or an array of them has.");
+}
+
+}  // namespace cpattn::bindings

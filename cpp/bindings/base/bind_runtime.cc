@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <string>
+#include <vector>
+
+#include "bindings/arguments/arguments.h"
+#include "bindings/module.h"
+#include "cpattn/base/cpu.h"
+#include "cpattn/base/isa.h"
+#include "cpattn/base/parallel.h"
+#include "cpattn/base/peak.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace cpattn::bindings {
+
+void register_runtime(py::module_& module) {
+  module.attr("__version__") = CPATTN_VERSION;
+  module.attr("__compiler__") = CPATTN_COMPILER;
+  module.def("active_isa", [] { return std::string(isa_name(active_isa())); });
+  module.def("supported_isas", [] {
+    py::tuple names(supported_isas().size());
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      names[i] = std::string(isa_name(supported_isas()[i]));
+    }
+    return names;
+  });
+  module.def("set_isa", [](const std::string& name) { set_isa(name); }, "name"_a);
+  module.def("amx_usable", &amx_usable);
+  module.def("amx_palette_missing", &amx_palette_missing);
+  module.def("has_avx512_fp16", &has_avx512_fp16);
+  module.def(
+      "measure_peak",
+      [](const std::string& dtype, int num_threads) {
+        const GilRelease nogil;
+        return measure_peak(dtype, num_threads);
+      },
+      "dtype"_a, "num_threads"_a
+  );
+  module.def(
+      "measure_read_bandwidth", &measure_read_bandwidth, py::call_guard<GilRelease>(),
+      "num_threads"_a
+  );
+  module.def("default_num_threads", &default_num_threads);
+  module.def(
+      "set_num_threads",
+      [](py::handle num_threads) {
+        const Arguments read("set_num_threads");
+        set_num_threads(read.integer<int32_t>(num_threads, "num_threads"));
+      },
+      "num_threads"_a, R"(Set how many threads a call uses that does not say.
+
+Parameters
+----------
+num_threads : int
+    At least 1.)"
+  );
+}
+
+}  // namespace cpattn::bindings

@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "cpattn/base/index_table.h"
+
+namespace cpattn {
+
+/// Head counts and dimensions of one attention layer. head_dim and v_head_dim
+/// are multiples of 16 up to 576; num_heads is a multiple of num_kv_heads.
+struct AttentionShape {
+  int32_t num_heads = 0;
+  int32_t num_kv_heads = 0;
+  int32_t head_dim = 0;
+  int32_t v_head_dim = 0;
+  bool operator==(const AttentionShape&) const = default;
+};
+
+constexpr int64_t kMaxHeadDim = 576;
+
+/// A dimension of heads that the kernels have; returns it. Throws std::invalid_argument in the
+/// name of `function`.
+int64_t check_head_dim(const char* function, const char* name, int64_t dim);
+
+/// Consecutive rows of q that belong to one sequence. Row q_begin + i stands at
+/// key position p = first_position + i * position_step, the step being >= 0, and sees the keys
+/// [p - left, p + right] of the plan, clipped to [0, kv_len). A position outside
+/// [0, kv_len) is allowed; a row that sees no key gives zeros and LSE -inf.
+struct AttentionSegment {
+  int64_t q_begin = 0;
+  int64_t q_len = 0;
+  int64_t kv_len = 0;
+  int64_t first_position = 0;
+  int64_t position_step = 1;
+  int64_t table_row = 0;  // whose pages hold the keys
+  bool operator==(const AttentionSegment&) const = default;
+};
+
+/// The pages of every sequence: those of row r are
+/// page_ids[indptr[r] .. indptr[r + 1]).
+struct PageTable {
+  std::vector<int64_t> indptr = {0};
+  std::vector<int32_t> page_ids;
+  int64_t num_rows() const { return static_cast<int64_t>(indptr.size()) - 1; }
+  bool operator==(const PageTable&) const = default;
+};
+
+/// Visibility bits of a custom mask, rows padded to whole 32-bit words. Bit j of
+/// row i of segment s is bit j % 8 of
+/// bits[offsets[s] + i * row_bytes[s] + j / 8]; 1 means visible. Empty: no mask.
+struct MaskBits {
+  std::vector<int64_t> offsets;
+  std::vector<int64_t> row_bytes;
+  std::vector<uint8_t> bits;
+  bool empty() const { return offsets.empty(); }
+  bool operator==(const MaskBits&) const = default;
+};
+
+/// A box of work: tokens [first_token, first_token + num_tokens) of a segment
+/// times query heads [first_head, first_head + num_heads) times keys
+/// [kv_begin, kv_end). The heads read one KV head, or several if `decode`.
+struct AttentionItem {
+  int32_t segment = 0;
+  int32_t first_head = 0;
+  int32_t num_heads = 0;
+  int32_t num_tokens = 0;
+  int64_t first_token = 0;
+  int64_t kv_begin = 0;
+  int64_t kv_end = 0;
+  int32_t split = -1;   // whose part it is, in AttentionPlan::splits; -1: it is whole
+  bool decode = false;  // few rows: reads keys and values in place instead of packing them
+  bool operator==(const AttentionItem&) const = default;
+};
+
+/// An item whose keys are shared out among num_parts items, part i having those
+/// of [i, i + 1) * part_keys from first_key on. Their results are merged in order.
+struct AttentionSplit {
+  int64_t first_key = 0;
+  int32_t num_parts = 0;
+  int32_t rows = 0;       // of every part: num_tokens * num_heads
+  int64_t first_row = 0;  // of its parts among the rows of all parts
+  bool operator==(const AttentionSplit&) const = default;
+};
+
+/// What plan_attention divides.
+struct AttentionBatch {
+  AttentionShape shape;
+  int64_t num_rows = 0;  // of q; rows outside all segments give zeros
+  int64_t page_size = 0;
+  int64_t num_pages = 0;
+  std::vector<AttentionSegment> segments;
+  PageTable pages;
+  MaskBits mask;
+  int64_t left = 0;              // keys visible before a row's position; kUnboundedKeys for all
+  int64_t right = 0;             // and after it; 0 is causal
+  bool batch_invariant = false;  // see AttentionPlan
+  bool operator==(const AttentionBatch&) const = default;
+};
+
+constexpr int64_t kUnboundedKeys = int64_t{1} << 40;
+
+/// Work division for one batch: made once, run for every layer. A value without
+/// hidden state; it owns its arrays. The division depends on the batch alone,
+/// never on the machine or the number of threads.
+///
+/// Segments of up to kMaxDecodeTokens tokens are divided along their keys too, at
+/// multiples of part_keys from key 0, so that few long sequences keep many threads
+/// busy; those with few rows for each KV head are read in place. Then the bits of
+/// a row depend on the lengths in its batch. With batch_invariant there is neither,
+/// and every row has the bits that it has in any other batch or chunk.
+struct AttentionPlan {
+  AttentionBatch batch;
+  std::vector<AttentionItem> items;  // by sequence and KV head, most expensive first
+  std::vector<int64_t> item_costs;   // of each item, in visible (row, key) pairs
+  int64_t part_keys = 0;
+  std::vector<AttentionSplit> splits;
+  int64_t partial_rows = 0;  // of all parts; while it runs they take v_head_dim +
+                             // kPartialStateFloats floats each, at most kMaxPartialBytes
+  int num_threads = 0;       // 0: the process default when run
+  bool operator==(const AttentionPlan&) const = default;
+};
+
+constexpr int64_t kMaxDecodeTokens = 16;
+constexpr int64_t kMaxPartialBytes = int64_t{32} << 20;
+/// Parts of segments whose keys are packed begin at multiples of this, where the kernels' blocks of
+/// keys do.
+constexpr int64_t kPackedGranule = 1024;
+/// What a row of a part has beside its outputs: what merging needs.
+constexpr int64_t kPartialStateFloats = 4;
+
+/// Divides a batch into items. Throws std::invalid_argument, naming `function`,
+/// for a shape outside AttentionShape's bounds. Segments and pages must be
+/// consistent: that is checked where they are made.
+AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num_threads);
+
+/// (row, key) pairs of an item that its window lets see; a custom mask may hide some.
+int64_t visible_pairs(const AttentionBatch& batch, const AttentionItem& item);
+
+/// Tables of sequences as users give them: a rectangle whose row r holds at
+/// least ceil(kv_lens[r] / page_size) page ids (later entries are never read),
+/// checked against num_pages. Throws std::invalid_argument naming the sequence,
+/// the position and the value.
+PageTable page_table_from_blocks(
+    const char* function,
+    const IndexTable& block_tables,
+    std::span<const int64_t> kv_lens,
+    int64_t page_size,
+    int64_t num_pages
+);
+
+/// The CSR form of FlashInfer: kv_indices[kv_indptr[r] .. kv_indptr[r + 1]) are
+/// the pages of sequence r and last_page_len[r], in [1, page_size], the tokens
+/// on its last page (ignored for a sequence without pages). Also gives kv_lens.
+PageTable page_table_from_csr(
+    const char* function,
+    std::span<const int64_t> kv_indptr,
+    std::span<const int64_t> kv_indices,
+    std::span<const int64_t> last_page_len,
+    int64_t page_size,
+    int64_t num_pages,
+    std::vector<int64_t>& kv_lens
+);
+
+/// Packs a mask given as one byte per (row, key), true = visible unless
+/// `inverted`, row-major per segment: segment s starts at starts[s] and its rows
+/// are row_strides[s] bytes apart.
+MaskBits pack_mask(
+    std::span<const AttentionSegment> segments,
+    const uint8_t* values,
+    std::span<const int64_t> starts,
+    std::span<const int64_t> row_strides,
+    bool inverted
+);
+
+/// The usual batch: sequence r has q_lens[r] new tokens, rows of q in order, at
+/// the end of kv_lens[r] keys. Throws for negative lengths and unequal sizes.
+std::vector<AttentionSegment> sequence_segments(
+    const char* function, std::span<const int64_t> q_lens, std::span<const int64_t> kv_lens
+);
+
+}  // namespace cpattn

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "cpattn/attention/attention_plan.h"
+#include "cpattn/base/tensor_view.h"
+
+namespace cpattn {
+
+enum class KvCacheLayout { nhd, hnd };
+
+/// A paged K or V cache reduced to strides (in elements): the vector of head h
+/// of token slot (page, offset) is at data + page * page_stride +
+/// offset * row_stride + h * head_stride.
+struct PagedCache {
+  void* data = nullptr;
+  DType dtype = DType::float32;
+  int64_t num_pages = 0;
+  int64_t page_size = 0;
+  int64_t num_kv_heads = 0;
+  int64_t head_dim = 0;
+  int64_t page_stride = 0;
+  int64_t row_stride = 0;
+  int64_t head_stride = 0;
+  TensorView tensor;  // as given, for overlap checks and messages
+};
+
+/// Reads a cache argument: [num_pages, page_size, num_kv_heads, head_dim] (NHD),
+/// [num_pages, num_kv_heads, page_size, head_dim] (HND), or, with page_size and
+/// NHD, [num_slots, num_kv_heads, head_dim] with num_slots a multiple of it.
+/// A 4-D cache must agree with page_size when both are given.
+PagedCache paged_cache(
+    const char* function,
+    const char* name,
+    const TensorView& cache,
+    KvCacheLayout layout,
+    std::optional<int64_t> page_size
+);
+
+/// Tensors and numbers of one layer.
+struct AttentionArguments {
+  const char* function = "run_attention";  // named in errors
+  TensorView q;                            // [num_rows, num_heads, head_dim]
+  PagedCache k, v;
+  std::optional<TensorView> q_rope;  // [num_rows, num_heads, rope_dim]: the last
+  std::optional<PagedCache> k_rope;  // dimensions of q and k, stored apart
+  double scale = 1;                  // multiplies q . k
+  double softcap = 0;                // c > 0: c * tanh(scaled score / c)
+  std::optional<TensorView> sinks;   // float32 [num_heads], one more logit a row
+  TensorView out;                    // [num_rows, num_heads, v_head_dim], dtype of q
+  std::optional<TensorView> lse;     // float32 [num_rows, num_heads]
+};
+
+/// Head counts and dimensions as the tensors have them; the rope part counts to
+/// head_dim.
+AttentionShape attention_shape(const AttentionArguments& arguments);
+
+/// Attention over paged keys and values: for every row of every segment
+///   out = softmax_j(scale * q . k_j over the visible keys j, and the sink) v_j
+///   lse = log sum_j exp(scale * q . k_j), without the sink, natural logarithm.
+/// Accumulates in float32 and rounds once. Rows without visible keys and rows
+/// outside all segments give zeros and -inf; the latter are never read. out and
+/// lse may not overlap an input. The result does not depend on the number of
+/// threads. Throws std::invalid_argument before anything is written.
+void run_attention(const AttentionPlan& plan, const AttentionArguments& arguments);
+
+}  // namespace cpattn

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "cpattn/attention/attention_plan.h"
+#include "cpattn/base/tensor_view.h"
+
+namespace cpattn {
+
+/// Pages in the CSR form of FlashInfer; see page_table_from_csr.
+struct CsrPages {
+  std::vector<int64_t> kv_indptr, kv_indices, last_page_len;
+};
+
+/// A batch of sequences as callers describe it: sequence r has q_lens[r] new
+/// tokens, consecutive rows of q, at the end of its kv_lens[r] cached keys (its
+/// own new keys included).
+struct SequenceBatch {
+  AttentionShape shape;
+  std::optional<int64_t> num_rows;  // of q, if that is known: the sum of q_lens
+  std::vector<int64_t> q_lens;
+  std::vector<int64_t> kv_lens;            // unused with csr, which implies them
+  std::optional<IndexTable> block_tables;  // exactly one of these two
+  std::optional<CsrPages> csr;
+  int64_t page_size = 0;
+  int64_t num_pages = 0;
+  bool causal = true;                     // key j is visible from position p if j <= p
+  std::optional<int64_t> window;          // and if p - window <= j; needs causal
+  std::optional<TensorView> custom_mask;  // bool [sum(q_len * kv_len)], row-major per
+                                          // sequence; true keeps what the rest leaves visible
+  /// With more queries than keys the first ones stand before key 0. Under causal they see
+  /// nothing, which is an error unless this says that it is meant.
+  bool allow_short_kv = false;
+  bool batch_invariant = false;
+};
+
+/// The plan of such a batch. Throws std::invalid_argument, naming `function`,
+/// for negative or mismatched lengths, bad page ids, tables that are too narrow, and
+/// more new tokens than keys under causal. num_threads 0 is the default of the process at run time.
+AttentionPlan plan_sequences(const char* function, const SequenceBatch& batch, int num_threads);
+
+}  // namespace cpattn

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <iosfwd>
+
+namespace cpattn {
+
+/// The types of elements of tensors.
+enum class DType : uint8_t {
+  float32,
+  float64,
+  float16,
+  bfloat16,
+  int8,
+  uint8,
+  int32,
+  int64,
+  bool8,
+  float8_e4m3fn
+};
+
+/// Bytes of one element.
+int64_t element_size(DType dtype);
+const char* dtype_name(DType dtype);
+std::ostream& operator<<(std::ostream& out, DType dtype);
+
+}  // namespace cpattn

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <cassert>
+#include <cstdint>
+#include <span>
+#include <utility>
+
+#include "cpattn/base/dtype.h"
+
+namespace cpattn {
+
+/// A borrowed n-dimensional array, never an owner: data, dtype, shape, and
+/// strides counted in elements. Strides are non-negative. The caller keeps the
+/// memory alive; nothing here reads or writes an element.
+struct TensorView {
+  static constexpr int kMaxRank = 6;
+
+  void* data = nullptr;
+  DType dtype = DType::float32;
+  int rank = 0;
+  bool writable = false;
+  std::array<int64_t, kMaxRank> shape{};
+  std::array<int64_t, kMaxRank> strides{};
+
+  int64_t dim(int axis) const {
+    assert(axis >= 0 && axis < rank);
+    return shape[axis];
+  }
+  int64_t stride(int axis) const {
+    assert(axis >= 0 && axis < rank);
+    return strides[axis];
+  }
+  int64_t num_elements() const;
+  /// One block without gaps, in row-major order.
+  bool is_contiguous() const;
+  /// Axes of size one and empty tensors have no meaningful stride.
+  bool last_dim_contiguous() const;
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+};
+
+/// Prints a shape as [2, 3, 4] in a check() message.
+struct ShapeOf {
+  const TensorView& tensor;
+};
+std::ostream& operator<<(std::ostream& out, ShapeOf shape);
+
+/// Whether the bytes spanned by `a` and `b` intersect. Conservative: strided
+/// views that interleave without sharing an element count as overlapping.
+bool may_overlap(const TensorView& a, const TensorView& b);
+
+/// Checks rank and last-dimension contiguity of an argument at the public
+/// boundary; `function` and `name` go into the message.
+void check_tensor(const char* function, const char* name, const TensorView& tensor, int rank);
+
+/// The first `left` elements of the last dimension and the `right` ones that follow; it must
+/// have exactly these.
+std::pair<TensorView, TensorView> split_last_dim(
+    const char* function, const char* name, const TensorView& tensor, int64_t left, int64_t right
+);
+
+}  // namespace cpattn

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cpattn/base/dtype.h"
+
+namespace cpattn {
+
+/// What a thread is doing. Those up to `wait` exclude each other on a thread, but for
+/// calls that run at the same time and share workers: one may wait for a thread that
+/// works for another. `item`, a unit of work, and `call`, a public function, are
+/// around them.
+enum class TraceScope : uint8_t {
+  pack,     // bringing Q, K and V into the order that the products read
+  qk,       // Q K^T
+  softmax,  // softcap, masks, softmax; with AMX, where it runs beside Q K^T, part of qk
+  pv,       // P V
+  write,    // normalising rows and writing them out
+  merge,    // partial results of one row
+  gather,   // rows of several ranks
+  plan,     // dividing a batch into items
+  wait,     // a thread of a call without work: it starts late, or others end later
+  item,
+  call,
+};
+
+struct TraceEvent {
+  int64_t begin = 0;  // nanoseconds since start_trace()
+  int64_t end = 0;
+  int64_t flops = 0;  // of qk and pv: all that were computed; of item: the useful ones
+  TraceScope scope = TraceScope::call;
+  DType dtype = DType::float32;  // of the flops
+  uint16_t thread = 0;           // into Trace::threads
+  uint16_t function = 0;         // into Trace::functions
+};
+
+struct TraceThread {
+  std::string name;
+  int64_t id = 0;       // the operating system's
+  int64_t dropped = 0;  // events that found the buffer full
+};
+
+/// What was recorded between start_trace() and stop_trace().
+struct Trace {
+  int64_t nanoseconds = 0;
+  std::vector<TraceEvent> events;             // by the thread that recorded them
+  std::vector<TraceThread> threads;           // in the order of their first events
+  std::vector<std::string> functions = {""};  // names of calls
+};
+
+/// Starts to record at most max_events (>= 1) of each thread, at 40 bytes; those
+/// beyond are counted. A thread keeps its buffer until it records for another trace
+/// or ends. One trace at a time per process: throws
+/// std::runtime_error while there is one. A forked child records nothing.
+void start_trace(int64_t max_events);
+
+/// Ends the trace. What is not over by then is not in it. Throws
+/// std::runtime_error when there is none.
+Trace stop_trace();
+
+/// One relaxed load: whether a trace is on.
+bool tracing();
+
+/// Records its own lifetime. It costs one relaxed load when no trace is on.
+class TraceSpan {
+ public:
+  /// `function` is copied if a trace is on.
+  explicit TraceSpan(
+      TraceScope scope,
+      int64_t flops = 0,
+      DType dtype = DType::float32,
+      const char* function = nullptr
+  );
+  ~TraceSpan();
+  TraceSpan(const TraceSpan&) = delete;
+  TraceSpan& operator=(const TraceSpan&) = delete;
+
+ private:
+  uint64_t session_;
+  int64_t begin_ = 0;
+  int64_t flops_;
+  TraceScope scope_;
+  DType dtype_;
+  const char* function_;
+};
+
+/// From now on this thread is in `scope`: until its next mark, or until a
+/// TraceSpan of it begins or ends.
+void trace_mark(TraceScope scope, int64_t flops, DType dtype);
+
+/// A thread at a time; session 0 when no trace is on.
+struct TracePoint {
+  uint64_t session = 0;
+  int64_t time = 0;
+  uint16_t thread = 0;
+};
+TracePoint trace_here();
+
+/// Records that the thread of `since` has waited from then until now. Any
+/// thread may call it.
+void trace_wait(const TracePoint& since);
+
+}  // namespace cpattn

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "cpattn/context_parallel/forward_mode.h"
+
+namespace cpattn {
+
+/// How the new tokens of a batch are divided over W = cp_size ranks.
+///
+///   zigzag      every sequence is cut into 2 W blocks, larger ones first, whose
+///               sizes differ by at most one; rank r owns blocks r ("prev") and
+///               2 W - 1 - r ("next")
+///   interleave  token t of the flattened batch belongs to rank t mod W
+///   contiguous  rank r owns tokens [L r / W, L (r + 1) / W) of every sequence of
+///               length L; all geometry is in the "prev" fields
+enum class CpStrategy : uint8_t { zigzag, interleave, contiguous };
+
+std::string_view cp_strategy_name(CpStrategy strategy);
+
+/// The strategy of that name or alias (in-seq-split, head_tail, dual_chunk_swap;
+/// round-robin-split). Throws std::invalid_argument in the name of `function`.
+CpStrategy parse_cp_strategy(std::string_view name, const char* function);
+
+/// Whether kv_len_* counts the cached prefix (baked) or new tokens only (bare).
+enum class KvLenConvention : uint8_t { baked, bare };
+
+std::string_view kv_len_convention_name(KvLenConvention convention);
+KvLenConvention parse_kv_len_convention(std::string_view name, const char* function);
+
+/// Far above any system, and small enough for int32 products of block numbers.
+constexpr int64_t kMaxCpSize = int64_t{1} << 15;
+
+/// What context-parallel metadata is built from. Lengths are >= 0 and fit int32,
+/// as must their sums. seq_lens are cached prefix + new tokens; without them
+/// there is no prefix. num_tokens above the sum of extend_lens pads the last
+/// sequence, below it is an error.
+struct CpBatch {
+  using Lens = std::span<const int64_t>;
+
+  std::optional<Lens> extend_lens;    // [bs] new tokens, bs >= 1
+  std::optional<Lens> seq_lens;       // [bs]
+  std::optional<int64_t> num_tokens;  // default: the sum of extend_lens
+  int64_t cp_size = 1;                // 1 .. kMaxCpSize
+  CpStrategy strategy = CpStrategy::zigzag;
+  KvLenConvention kv_len_convention = KvLenConvention::baked;
+  /// As serving engines build it: seq_lens of another length mean no prefix,
+  /// seq_lens below extend_lens a prefix of 0, and missing extend_lens the
+  /// seq_lens, or else one sequence of num_tokens. Otherwise each is an error.
+  bool compat = false;
+};
+
+/// One rank's share of a batch. A value: never changed once built, equal to
+/// another when built from equal input. The arrays lie in one allocation,
+/// shared by copies (and by all ranks of build_cp_metadata_all_ranks). With
+/// W = cp_size, S = the blocks per sequence (zigzag 2 W, contiguous W), b_s[i] =
+/// the size of block i of sequence s and P_s = its prefix if baked, else 0:
+///
+///   zigzag_index            [2 bs]   blocks of this rank, as s S + i: prev of all
+///                           [bs]     sequences, then next; contiguous: prev only
+///   kv_len_prev, _next      [bs]     P_s + the new tokens up to the end of the block
+///   actual_seq_q_prev, ...  [bs]     b_s of the block
+///   cu_seqlens_*            [bs + 1] 0 and the running sums of a family; null where
+///                                    those of kv_len pass int32
+///   *_combined              [2 bs]   prev, then next; cumulative: [2 bs + 1]
+///
+/// Interleave has none of these: their data() is null, totals and maxima are 0.
+/// Contiguous has no *_combined, empty next arrays, and [0] for cu_seqlens_*_next.
+struct ContextParallelMetadata {
+  using Ints = std::span<const int32_t>;
+
+  CpStrategy strategy = CpStrategy::zigzag;
+  KvLenConvention kv_len_convention = KvLenConvention::baked;
+  bool is_physical = false;  // made by pad_to_physical
+  int32_t cp_rank = 0;
+  int32_t cp_size = 1;
+  int32_t bs = 1;
+  int32_t total_seq_lens = 0;  // new tokens, padding on the last sequence included
+  int32_t total_q_prev_tokens = 0;
+  int32_t total_q_next_tokens = 0;
+  int32_t max_seqlen_q_prev = 0;
+  int32_t max_seqlen_q_next = 0;
+  int32_t max_seqlen_q_combined = 0;
+
+  // The same on every rank.
+  Ints extend_lens;             // [bs], padding on the last sequence included
+  Ints prefix_lens;             // [bs], whatever the convention
+  Ints per_rank_actual_token;   // [cp_size] rows of each rank, physical ones if is_physical
+  Ints max_rank_len;            // [cp_size] copies of their maximum
+  Ints per_rank_logical_token;  // [cp_size] rows before physical padding; null unless is_physical
+
+  Ints zigzag_index;
+  Ints kv_len_prev, kv_len_next, kv_len_combined;
+  Ints actual_seq_q_prev, actual_seq_q_next, actual_seq_q_combined;
+  Ints cu_seqlens_q_prev, cu_seqlens_q_next, cu_seqlens_q_combined;
+  Ints cu_seqlens_kv_prev, cu_seqlens_kv_next, cu_seqlens_kv_combined;
+
+  std::shared_ptr<const int32_t[]> storage;  // what the spans point into
+  Ints physical_rows;                        // per_rank_actual_token of pad_to_physical
+
+  /// Rows of each rank [cp_size] that are tokens, and those of this rank.
+  Ints logical_rows() const { return is_physical ? per_rank_logical_token : per_rank_actual_token; }
+  int32_t num_local_rows() const { return logical_rows()[cp_rank]; }
+
+  bool operator==(const ContextParallelMetadata& other) const;
+};
+
+ContextParallelMetadata build_cp_metadata(const CpBatch& batch, int64_t cp_rank);
+
+/// One per rank, all on one allocation; what does not depend on the rank is
+/// stored once.
+std::vector<ContextParallelMetadata> build_cp_metadata_all_ranks(const CpBatch& batch);
+
+/// The same plan for ranks that all hold the same number of rows: the longest
+/// rank's, rounded up to a multiple of 2 W (zigzag) or W. Nothing is copied, and
+/// a physical plan is returned as it is.
+ContextParallelMetadata pad_to_physical(const ContextParallelMetadata& metadata);
+
+// The blocks of all ranks, [bs S], computed on each call: at a large cp_size they
+// would outweigh all the rest. Not for interleave, which has no blocks.
+/// b_0[0 .. S), b_1[0 .. S), ...: block sizes in token order.
+std::vector<int32_t> split_list(const ContextParallelMetadata& metadata);
+/// Block sizes in the order in which gathered ranks hold them: of each rank prev of
+/// all sequences, then next.
+std::vector<int32_t> reverse_split_len(const ContextParallelMetadata& metadata);
+/// Where each block of split_list stands in reverse_split_len.
+std::vector<int32_t> cp_reverse_index(const ContextParallelMetadata& metadata);
+
+// Token-wise views, computed on each call: [num_local_rows()], logical rows only.
+/// The position of each local row in the token order of the whole batch.
+std::vector<int32_t> local_q_indices(const ContextParallelMetadata& metadata);
+/// The sequence of each local row.
+std::vector<int32_t> query_request_indices(const ContextParallelMetadata& metadata);
+/// The keys each local row sees: prefix + its position among the new tokens + 1,
+/// whatever the convention.
+std::vector<int32_t> query_cache_lengths(const ContextParallelMetadata& metadata);
+/// For each token of the batch [total_seq_lens], its row when the logical rows
+/// of all ranks stand in rank order: the inverse of every rank's local_q_indices.
+std::vector<int32_t> gathered_row_indices(const ContextParallelMetadata& metadata);
+/// Interleave only: local rows of each sequence [bs], zeros kept.
+std::vector<int32_t> rows_per_request(const ContextParallelMetadata& metadata);
+
+/// Whether a batch may run context-parallel: cp_size > 1, a mode whose tokens
+/// may be split (none: allowed, but not for interleave), and enough tokens.
+/// Zigzag and contiguous need num_tokens (default: the sum) and every sequence
+/// to have at least 2 cp_size or cp_size tokens; interleave needs a sum of at
+/// least cp_size.
+bool can_apply_cp(
+    std::span<const int64_t> extend_lens,
+    int64_t cp_size,
+    CpStrategy strategy,
+    std::optional<int64_t> num_tokens,
+    std::optional<ForwardMode> mode
+);
+
+/// The same for the interleaved prefill of a sparse-attention (DSA) model; false
+/// for every other strategy.
+bool can_dsa_prefill_cp_interleave(
+    std::span<const int64_t> extend_lens, int64_t cp_size, CpStrategy strategy, ForwardMode mode
+);
+
+}  // namespace cpattn

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cpattn/attention/attention_plan.h"
+#include "cpattn/attention/paged_attention.h"
+#include "cpattn/base/index_table.h"
+#include "cpattn/base/tensor_view.h"
+
+namespace cpattn {
+
+/// The arguments of npu_fused_infer_attention_score that have a meaning on a
+/// CPU, under the operator's own names. Layouts are named by their axes; what
+/// follows an underscore is the layout of the output. B batch, T all tokens of
+/// the batch in a row, S tokens, N heads, D dimension, H = N * D.
+struct FiaArguments {
+  TensorView query, key, value;
+  std::optional<TensorView> query_rope, key_rope;  // more dimensions of query and key
+  std::optional<TensorView> atten_mask;            // true hides
+  std::optional<std::vector<int64_t>> actual_seq_lengths;
+  std::optional<std::vector<int64_t>> actual_seq_lengths_kv;
+  std::optional<IndexTable> block_table;
+  int64_t num_heads = 1;
+  int64_t num_key_value_heads = 0;  // 0: as many as num_heads
+  double scale = 1;
+  int64_t pre_tokens = INT32_MAX;
+  int64_t next_tokens = INT32_MAX;
+  std::string input_layout = "BSH";
+  int64_t sparse_mode = 0;
+  int64_t inner_precise = 0;
+  int64_t block_size = 0;
+  bool softmax_lse_flag = false;
+};
+
+/// A checked call, with views of the tensors of its arguments.
+struct FiaPlan {
+  std::vector<int64_t> out_shape;  // dtype of query
+  std::vector<int64_t> lse_shape;  // float32; [1] when not asked for
+  /// One plan where all rows of a tensor are one stride apart, in every tensor.
+  /// Otherwise (several sequences of several tokens with the heads outside the
+  /// tokens) one for each sequence; none if query is empty.
+  std::vector<AttentionPlan> plans;
+
+  AttentionArguments arguments;  // all but q, q_rope, out and lse
+  TensorView query;              // as [B, S, N, D]; packed sequences have B = 1
+  std::optional<TensorView> query_rope;
+  std::string out_axes, lse_axes;
+};
+
+/// Checks the arguments and plans the work. Throws std::invalid_argument for
+/// whatever the operator's documentation rules out by meaning: mandatory
+/// arguments, lengths, mask shapes, modes against layouts, page ids (which the
+/// NPU does not look at). Limits of the chip are not enforced.
+FiaPlan plan_fia(const FiaArguments& arguments);
+
+/// Computes into contiguous out and lse of the planned shapes. lse is the
+/// natural logarithm, -inf for a row that sees no key, whose out is zeros
+/// whatever inner_precise says; without softmax_lse_flag it is a single 0.
+void run_fia(const FiaPlan& plan, const TensorView& out, const TensorView& lse);
+
+}  // namespace cpattn

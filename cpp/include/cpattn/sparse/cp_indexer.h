@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "cpattn/base/index_table.h"
+#include "cpattn/base/tensor_view.h"
+#include "cpattn/context_parallel/context_parallel.h"
+#include "cpattn/sparse/indexer.h"
+
+namespace cpattn {
+
+/// One layer of the indexer on one rank. The cache is in one of the forms of
+/// engines, of pages P of page_size rows:
+///
+///   rows    [P, page_size, D], [P, page_size, 1, D] or, by slots,
+///           [P * page_size, 1, D]; bfloat16, float32, float8_e4m3fn or int8
+///   packed  uint8 [P, page_size * (D + 4)], [P, page_size, D + 4] or
+///           [P, page_size, 1, D + 4], whatever the last two axes: a page is
+///           page_size rows of D float8_e4m3fn, then their page_size float32 scales
+struct CpIndexerArguments {
+  TensorView q;        // [rows, H, D]: this rank's logical rows in the order of the metadata, then
+                       // any number of pad rows; of the dtype of the keys
+  TensorView weights;  // float32 or bfloat16 [rows, H] or [rows, H, 1]
+  TensorView index_k_cache;
+  std::optional<TensorView>
+      k_scale;              // float32, one per row of unpacked keys: their shape without D
+  IndexTable block_tables;  // [bs, pages]: the pages of each sequence, prefix included
+  int64_t page_size = 0;
+  int64_t topk = 0;
+  std::optional<std::vector<int64_t>> prefix_lens;  // [bs], with bare metadata only
+  bool sorted = true;
+  int num_threads = 0;  // 0: the process default
+  TensorView indices;   // int32 [rows, topk]
+};
+
+/// The topk keys of each of a rank's tokens among all keys of its sequence up to
+/// its own, cached prefix included, as positions within the sequence; see
+/// indexer_topk for their order. All rows of all sequences go through one call of
+/// it, for any strategy, so a row has the same result on every rank and without
+/// context parallelism. Pad rows are never read and come out as -1.
+///
+/// The prefix counts once: baked metadata has it, and prefix_lens beside it is an
+/// error; bare metadata of a batch with a prefix needs prefix_lens, equal to
+/// those that it was built with. Throws std::invalid_argument for that, for fewer
+/// rows than the metadata has, for a row that sees keys beyond the block table,
+/// and for shapes and dtypes that do not fit.
+void cp_indexer_topk(const ContextParallelMetadata& metadata, const CpIndexerArguments& arguments);
+
+}  // namespace cpattn

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <iosfwd>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "cpattn/transfer/kv_range.h"
+
+namespace cpattn {
+
+enum class KVKind : uint8_t { k, v, index_k, state };
+const char* kv_kind_name(KVKind kind);
+
+/// A registered buffer: the pages of one kind of one layer.
+struct KVEntry {
+  int64_t layer_id = 0;  // of the whole model; draft layers count from 0 again
+  KVKind kind = KVKind::k;
+  bool is_draft = false;
+  uint64_t addr = 0;
+  uint64_t num_bytes = 0;  // a multiple of item_len
+  uint64_t item_len = 0;   // bytes of a page
+  // Whether a page is a row for each of its tokens. If not, pages are sent whole or not at all.
+  bool token_rows = true;
+
+  int64_t num_pages() const { return static_cast<int64_t>(num_bytes / item_len); }
+  bool operator==(const KVEntry&) const = default;
+};
+/// "k of layer 3", "index_k of draft layer 0"
+std::ostream& operator<<(std::ostream& out, const KVEntry& entry);
+
+/// What the entries of a side have in common, and which part of the model they are.
+struct KVPlacement {
+  int64_t page_size = 0;  // tokens
+  int64_t tp_rank = 0;
+  int64_t tp_size = 1;
+  // Heads of K and V of the whole model, 1 for an MLA latent; none: all heads are here. Ranks
+  // hold equal shares in order, or, where tp_size is larger, tp_size / total_kv_heads
+  // neighbours hold the same one.
+  std::optional<int64_t> total_kv_heads;
+  // The target layers this side answers for: it has all their buffers. None: all layers.
+  std::optional<KVRange> layers;
+  // Token t is held by rank t / interleave % size of a decode-context-parallel group.
+  int64_t dcp_rank = 0;
+  int64_t dcp_size = 1;
+  int64_t dcp_interleave = 1;
+
+  bool operator==(const KVPlacement&) const = default;
+};
+
+/// The buffers of one side of a transfer. A value; addresses are never followed.
+class KVLayout {
+ public:
+  /// std::invalid_argument for ranks and sizes that contradict each other, two entries of the
+  /// same layer, kind and draft flag, entries outside `layers`, and entries whose bytes are no
+  /// whole number of pages or wrap past 2^64.
+  KVLayout(std::vector<KVEntry> entries, const KVPlacement& placement);
+
+  std::span<const KVEntry> entries() const { return entries_; }
+  const KVPlacement& placement() const { return placement_; }
+  /// The entry of the same layer, kind and draft flag, or nullptr.
+  const KVEntry* find(const KVEntry& like) const;
+  bool has_draft() const;
+  /// Heads of an entry of this kind here, of `total_heads`. index_k and state have one.
+  KVRange heads(KVKind kind) const;
+  int64_t total_heads(KVKind kind) const;
+  /// How many ranks hold the same heads, and which of them this one is.
+  int64_t num_replicas(KVKind kind) const;
+  int64_t replica(KVKind kind) const { return placement_.tp_rank % num_replicas(kind); }
+  bool answers_for(const KVEntry& entry) const {
+    return entry.is_draft || !placement_.layers || placement_.layers->contains(entry.layer_id);
+  }
+
+  bool operator==(const KVLayout& other) const {
+    return placement_ == other.placement_ && entries_ == other.entries_;
+  }
+
+ private:
+  KVPlacement placement_;
+  std::vector<KVEntry> entries_;
+  std::vector<uint32_t> sorted_;  // positions of entries_, by draft flag, layer and kind
+};
+
+}  // namespace cpattn

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "cpattn/transfer/kv_layout.h"
+#include "cpattn/transfer/transfer_plan.h"
+
+namespace cpattn {
+
+/// How the ranks of a context-parallel group, all of which have all KV, divide the sending.
+enum class CpShare { pages, layers };
+
+/// Which tokens of one sequence go, and where each side keeps them. `start` is the token that
+/// row 0 of the first page of a list holds, the first of a page. Tokens are counted in the
+/// sequence, also where a destination holds only those of its DCP rank.
+struct KVTransferRange {
+  int64_t src_start = 0;
+  int64_t dst_start = 0;
+  std::optional<int64_t> first_token;  // none: the first that both lists hold
+  std::optional<int64_t> num_tokens;   // none: to the end of both lists, which is the same then
+  int64_t cp_rank = 0;
+  int64_t cp_size = 1;
+  CpShare cp_share = CpShare::pages;
+};
+
+/// What `src` has to write for `dst` to hold these tokens. Entries are paired by layer, kind
+/// and draft flag:
+///
+/// - Target layers that both sides answer for must have the same kinds on both. Others belong
+///   to other links and are left out. Draft layers are sent if both sides have any, and are
+///   the same on both then.
+/// - Of K and V, heads that both hold are sent, by one of the ranks that hold them: the replica
+///   whose number is dst's tp_rank modulo that of replicas.
+/// - Where both sides have pages of one size, of the same heads, and the tokens begin and are
+///   interleaved at pages, whole pages are sent, also the last one. Else rows of just these
+///   tokens, which entries without token rows refuse.
+///
+/// Blocks are entry-major in the order of src's entries, of the least possible number of runs,
+/// ascending in the destination. std::invalid_argument, naming side, kind and layer, for what
+/// does not fit together: a missing entry, other bytes for each token and head, pages outside
+/// their buffer, a destination page in two places of the sequence, whatever of it this link sends,
+/// destination buffers that overlap.
+TransferPlan plan_kv_transfer(
+    const KVLayout& src,
+    const KVLayout& dst,
+    std::span<const int64_t> src_pages,
+    std::span<const int64_t> dst_pages,
+    const KVTransferRange& range
+);
+
+/// A process of one side, and its pages of the sequence.
+struct KVPeer {
+  const KVLayout* layout = nullptr;
+  std::span<const int64_t> pages;
+  int64_t cp_rank = 0;  // of a source
+};
+
+struct KVLink {
+  std::size_t source = 0;
+  std::size_t destination = 0;
+  TransferPlan plan;
+};
+
+/// The plans of all pairs of a source and a destination that have anything to send, by source.
+/// Together they write every head and token of every entry of every destination exactly once,
+/// of draft entries where any source has some, and every target entry of a source has a
+/// destination; std::invalid_argument that names peers, entry, heads and tokens otherwise.
+/// range.cp_rank is that of each source.
+std::vector<KVLink> plan_kv_links(
+    std::span<const KVPeer> sources,
+    std::span<const KVPeer> destinations,
+    const KVTransferRange& range
+);
+
+}  // namespace cpattn

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The two matrix products on tiles.
+//
+// Tiles 0 to 3 accumulate: four sums hide the latency of a product. 4 and 5 hold
+// left-hand operands, 6 and 7 right-hand ones. Tiles are not renamed, so storing
+// finished sums and starting new ones would wait for the last product: each sum
+// is stored right before its tile's next use instead, by the product that
+// follows. And products leave the vector units idle: the caller's `slice` of
+// other work follows each of them in the instruction stream. It is inlined, as
+// GCC 12 alone would not: a call costs as much as a slice.
+#include "kernels/amx/pack-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// Where the sums in tiles 0 to 3 go, one tile after the other, and when: with
+/// the next product or flush(). Unused ones go along.
+class PendingSums {
+ public:
+  /// `idle` takes what the tiles hold while no sums are pending.
+  explicit PendingSums(float* idle) : idle_(idle), target_(idle) {}
+
+  /// Makes room in one tile for a new sum, which starts at zero.
+  template <int kTile>
+  void begin() {
+    store_tile<kTile>(target_ + kTile * kTileFloats);
+    clear_tile<kTile>();
+  }
+
+  void flush() {
+    store_tile<0>(target_);
+    store_tile<1>(target_ + kTileFloats);
+    store_tile<2>(target_ + 2 * kTileFloats);
+    store_tile<3>(target_ + 3 * kTileFloats);
+    target_ = idle_;
+  }
+
+  /// Names the place of the sums that begin() started.
+  void set_target(float* target) { target_ = target; }
+
+ private:
+  float* idle_;
+  float* target_;
+};
+
+template <int kSum, int kLeft, int kRight, bool kFirst>
+[[gnu::always_inline]] inline void accumulate(PendingSums& pending) {
+  if constexpr (kFirst) pending.begin<kSum>();
+  multiply_tiles<kSum, kLeft, kRight>();
+}
+
+template <int kRowTiles, bool kFirst, class Slice>
+[[gnu::always_inline]] inline void multiply_query_tiles(
+    const Bfloat16* queries,
+    const Bfloat16* keys,
+    int64_t stride,
+    PendingSums& pending,
+    Slice& slice
+) {
+  load_tile<4>(queries);
+  load_tile<6>(keys);
+  accumulate<0, 4, 6, kFirst>(pending);
+  slice();
+  if constexpr (kRowTiles == 2) {
+    load_tile<5>(queries + stride);
+    accumulate<1, 5, 6, kFirst>(pending);
+    slice();
+  } else if constexpr (kFirst) {
+    pending.begin<1>();
+    slice();
+  }
+  load_tile<7>(keys + stride);
+  accumulate<2, 4, 7, kFirst>(pending);
+  slice();
+  if constexpr (kRowTiles == 2) {
+    accumulate<3, 5, 7, kFirst>(pending);
+    slice();
+  } else if constexpr (kFirst) {
+    pending.begin<3>();
+    slice();
+  }
+}
+
+/// Starts scores of 16 kRowTiles rows against 32 keys: they will be at `scores`
+/// as [2 key tiles][2 row tiles][16 rows][16 keys]. The first four slices are `first_slice`,
+/// which comes when one more tile of what was pending is stored.
+template <int kParts, int kRowTiles, class FirstSlice, class Slice>
+[[gnu::always_inline]] inline void multiply_queries(
+    const Bfloat16* queries,
+    const Bfloat16* keys,
+    int depth,
+    PendingSums& pending,
+    float* scores,
+    FirstSlice first_slice,
+    Slice slice
+) {
+  const int64_t part = int64_t{depth} * kTileRows;
+  const int64_t stride = part * kParts;
+  const auto multiply = [&](const Bfloat16* left, const Bfloat16* right,
+                            int64_t from) __attribute__((always_inline)) {
+    for (int64_t k = from; k < part; k += kTileElements) {
+      multiply_query_tiles<kRowTiles, false>(left + k, right + k, stride, pending, slice);
+    }
+  };
+  multiply_query_tiles<kRowTiles, true>(queries, keys, stride, pending, first_slice);
+  multiply(queries, keys, kTileElements);
+  if constexpr (kParts == 2) {
+    multiply(queries, keys + part, 0);
+    multiply(queries + part, keys, 0);
+  }
+  pending.set_target(scores);
+}
+
+template <int kTile, int kRowTiles, int kRight, bool kFirst, class Slice>
+[[gnu::always_inline]] inline void multiply_value_tile(
+    const Bfloat16* p, PendingSums& pending, Slice& slice
+) {
+  if constexpr (kTile < kRowTiles) {
+    constexpr int kLeft = 4 + kTile % 2;
+    load_tile<kLeft>(p + kTile * kTileElements);
+    accumulate<kTile, kLeft, kRight, kFirst>(pending);
+    slice();
+  } else if constexpr (kFirst) {
+    pending.begin<kTile>();
+  }
+}
+
+/// 16 kRowTiles rows of P for 32 keys, four row tiles in memory, times a tile of V.
+template <int kRowTiles, int kRight, bool kFirst, class Slice>
+[[gnu::always_inline]] inline void multiply_value_tiles(
+    const Bfloat16* p, const Bfloat16* values, PendingSums& pending, Slice& slice
+) {
+  load_tile<kRight>(values);
+  multiply_value_tile<0, kRowTiles, kRight, kFirst>(p, pending, slice);
+  multiply_value_tile<1, kRowTiles, kRight, kFirst>(p, pending, slice);
+  multiply_value_tile<2, kRowTiles, kRight, kFirst>(p, pending, slice);
+  multiply_value_tile<3, kRowTiles, kRight, kFirst>(p, pending, slice);
+}
+
+/// All parts of chunk `chunk` of P times those of V.
+template <int kParts, int kRowTiles, int kRight, bool kFirst, class Slice>
+[[gnu::always_inline]] inline void multiply_value_chunk(
+    const Bfloat16* p,
+    const Bfloat16* values,
+    int64_t stride,
+    int chunk,
+    PendingSums& pending,
+    Slice& slice
+) {
+  p += int64_t{chunk} * kParts * 4 * kTileElements;
+  values += chunk * stride;
+  multiply_value_tiles<kRowTiles, kRight, kFirst>(p, values, pending, slice);
+  if constexpr (kParts == 2) {
+    multiply_value_tiles<kRowTiles, kRight, false>(p + 4 * kTileElements, values, pending, slice);
+    multiply_value_tiles<kRowTiles, kRight, false>(p, values + kTileElements, pending, slice);
+  }
+}
+
+/// Starts sixteen columns of P V for 16 kRowTiles rows: they will be at `product`
+/// as [row tile][16 rows][16]. P is [chunk of 32 keys][part][4 row tiles][16 rows][32],
+/// V is [part][16 pairs][16][2], `stride` elements from one chunk to the next. No slice
+/// comes before what was pending is stored.
+template <int kParts, int kRowTiles, class Slice>
+[[gnu::always_inline]] inline void multiply_values(
+    const Bfloat16* p,
+    const Bfloat16* values,
+    int64_t stride,
+    int chunks,
+    PendingSums& pending,
+    float* product,
+    Slice slice
+) {
+  const auto no_slice = [] {};
+  multiply_value_chunk<kParts, kRowTiles, 6, true>(p, values, stride, 0, pending, no_slice);
+  int chunk = 1;
+  for (; chunk + 1 < chunks; chunk += 2) {
+    multiply_value_chunk<kParts, kRowTiles, 7, false>(p, values, stride, chunk, pending, slice);
+    multiply_value_chunk<kParts, kRowTiles, 6, false>(p, values, stride, chunk + 1, pending, slice);
+  }
+  if (chunk < chunks) {
+    multiply_value_chunk<kParts, kRowTiles, 7, false>(p, values, stride, chunk, pending, slice);
+  }
+  pending.set_target(product);
+}
+
+/// As peak_flops of the other engines: `rounds` of four products. The operands
+/// are random, because on zeros the processor clocks higher than on any data.
+inline int64_t tile_peak_flops(int64_t rounds) {
+  const TileScope tiles;
+  alignas(64) uint16_t operands[4][kTileElements];
+  uint32_t random = 1;
+  for (auto& tile : operands) {
+    for (uint16_t& element : tile) {
+      random = random * 1664525 + 1013904223;
+      element = static_cast<uint16_t>((random >> 16 & 0x807f) | 0x3f80);  // +-[1, 2)
+    }
+  }
+  load_tile<4>(operands[0]);
+  load_tile<5>(operands[1]);
+  load_tile<6>(operands[2]);
+  load_tile<7>(operands[3]);
+  for (int64_t round = 0; round < rounds; ++round) {
+    multiply_tiles<0, 4, 6>();
+    multiply_tiles<1, 4, 7>();
+    multiply_tiles<2, 5, 6>();
+    multiply_tiles<3, 5, 7>();
+  }
+  return rounds * 4 * (2 * kTileRows * 16 * kTileDepth);
+}
+
+}  // namespace
+}  // namespace cpattn::kernels

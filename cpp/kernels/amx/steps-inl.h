@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What the attention loop on AMX tiles works on: its buffers, the steps of a
+// block, and the vector work that is handed out in slices between products.
+#include "kernels/amx/products-inl.h"
+#include "kernels/amx/softmax-inl.h"
+#include "kernels/attention/attention-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// Keys packed at a time: one block, or as many as fit a quarter of a 2 MB L2
+/// together with the next ones, which are fetched to it meanwhile. Q and O of
+/// 1500 rows of head dimension 128 take half of it.
+template <class T>
+int64_t packed_keys(int depth, int v_head_dim) {
+  constexpr int64_t kBytes = 512 * 1024;
+  constexpr int64_t kMaxBlocks = kMaxPackedKeys / kAmxBlockKeys<T>;
+  constexpr int64_t kPackedAndNext = (TileFormat<T>::kParts + 1) * sizeof(T);
+  const int64_t block_bytes = kPackedAndNext * kAmxBlockKeys<T> * (int64_t{depth} + v_head_dim);
+  return kAmxBlockKeys<T> * larger(1, smaller(kMaxBlocks, kBytes / block_bytes));
+}
+
+/// 32 rows of a group against 32 keys of a block.
+struct Step {
+  int row;          // the first; a multiple of 32
+  int count;        // of rows
+  int chunk;        // which of the packed keys
+  int first_chunk;  // that the group sees of the block
+  int end_chunk;    // one past the last
+  bool last;        // of the group in the block
+
+  bool first() const { return chunk == first_chunk && row % kGroupRows == 0; }
+};
+
+/// Lists the steps of a tile for keys [first, first + n), one group of rows after
+/// the other; gives their number.
+template <class T>
+int plan_steps(const AttentionTile& tile, int rows, int64_t first, int n, Step* list) {
+  constexpr int kChunks = kAmxChunks<T>;
+  int steps = 0;
+  for (int group = 0; group < rows; group += kGroupRows) {
+    const int end = static_cast<int>(smaller(group + kGroupRows, rows));
+    const int64_t seen_from = visible_keys(tile, group / tile.group).begin - first;
+    const int64_t seen_to = visible_keys(tile, (end - 1) / tile.group).end - first;
+    int begin_key = static_cast<int>(larger(0, smaller(n, seen_from))) / kTileDepth * kTileDepth;
+    int end_key = round_up(static_cast<int>(larger(0, smaller(n, seen_to))), kTileDepth);
+    drop_hidden(tile, group / tile.group, (end - 1) / tile.group + 1, first, begin_key, end_key);
+    const int end_chunk = end_key / kTileDepth;
+    for (int chunk = begin_key / kTileDepth; chunk < end_chunk;) {
+      const int block_end =
+          static_cast<int>(smaller(end_chunk, chunk / kChunks * kChunks + kChunks));
+      for (const int block_begin = chunk; chunk < block_end; ++chunk) {
+        for (int row = group; row < end; row += kScoreRows) {
+          const int count = static_cast<int>(smaller(kScoreRows, end - row));
+          const bool last = chunk + 1 == block_end && row + count == end;
+          list[steps++] = {row, count, chunk, block_begin, block_end, last};
+        }
+      }
+    }
+  }
+  return steps;
+}
+
+/// The rows of a step on their way through softmax, handed out in slices. Everything is
+/// inlined, so that its members stay in registers whatever memory the assembly between
+/// slices may change.
+template <class T>
+class StepRows {
+  using Group = SoftmaxGroup<T>;
+  using Format = TileFormat<T>;
+
+ public:
+  [[gnu::always_inline]] StepRows(
+      const SoftmaxGroup<T>& group, const Step& step, const float* scores
+  )
+      : group_(&group),
+        row_(step.row % kGroupRows),
+        end_(row_ + step.count),
+        chunk_(step.chunk),
+        factor_(splat(group.factor)),
+        scores_(scores),
+        biases_(group.biases + row_),
+        sums_(group.exact_sums == nullptr ? nullptr : group.exact_sums + int64_t{row_} * kLanes),
+        cells_(group.probabilities_of(row_, step.chunk)) {
+    pin(factor_);
+  }
+
+  int count() const { return end_ - row_; }
+
+  /// kRows is 1, 2 or 4; rows that fill up the last few may hold anything.
+  template <int kRows>
+  [[gnu::always_inline]] void take() {
+    if (row_ >= end_) return;
+    Vector x[kRows];
+    Vector y[kRows];
+    __m512i parts[kRows][Group::kParts];
+    __m512i all = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows; ++i) {
+      const Vector bias = splat(biases_[i]);
+      x[i] = fma(load(scores_ + score_offset(i)), factor_, bias);
+      y[i] = fma(load(scores_ + score_offset(i) + kNextKeys), factor_, bias);
+      Format::probabilities(exp2_, x[i], y[i], parts[i]);
+      all = _mm512_or_si512(all, parts[i][0]);
+    }
+    if (__builtin_expect(outgrown(all), 0)) {
+      for (int i = 0; i < kRows; ++i)
+        group_->add_scores(row_ + i, chunk_, scores_ + score_offset(i));
+    } else {
+#pragma GCC unroll 4
+      for (int i = 0; i < kRows; ++i) {
+        for (int part = 0; part < Group::kParts; ++part) {
+          _mm512_store_si512(cells_ + part * Group::kPartElements + i * kTileDepth, parts[i][part]);
+        }
+      }
+      if (sums_ != nullptr) add_exact<kRows>(x, y);
+    }
+    row_ += kRows;
+    scores_ += score_offset(kRows);
+    biases_ += kRows;
+    if (sums_ != nullptr) sums_ += kRows * kLanes;
+    cells_ += kRows * kTileDepth;
+  }
+
+  [[gnu::always_inline]] void take_rest() {
+    for (; row_ < end_; keep_tiles_awake()) take<4>();
+  }
+
+ private:
+  template <int kRows>
+  [[gnu::always_inline]] void add_exact(const Vector* x, const Vector* y) const {
+#pragma GCC unroll 4
+    for (int i = 0; i < kRows; ++i) {
+      float* sum = sums_ + i * kLanes;
+      store(sum, add(load(sum), add(exact_exp2_(x[i]), exact_exp2_(y[i]))));
+    }
+  }
+
+  const SoftmaxGroup<T>* group_;
+  int row_;
+  int end_;
+  int chunk_;
+  Vector factor_;
+  typename Format::Exponential exp2_;
+  ExactExp2 exact_exp2_;
+  const float* scores_;
+  const float* biases_;
+  float* sums_;
+  Bfloat16* cells_;
+};
+
+/// The first column of a product with ones on its way to the sums of rows.
+struct PendingColumn {
+  const float* product;  // [row][16]
+  float* sums;           // [row]
+  int count;             // a multiple of 4
+
+  template <int kRows>
+  [[gnu::always_inline]] void take() {
+    if (count == 0) return;
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) sums[i] += product[i * kLanes];
+    product += kRows * kLanes;
+    sums += kRows;
+    count -= kRows;
+  }
+
+  void take_rest() {
+    while (count > 0) take<4>();
+  }
+};
+
+/// Sixteen columns of P V on their way to O, [row][16] both; used likewise.
+struct PendingRows {
+  const float* product;
+  float* output;
+  int count;  // a multiple of 16
+
+  template <int kRows>
+  [[gnu::always_inline]] void take() {
+    if (count == 0) return;
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows * kLanes; i += kLanes) {
+      store(output + i, add(load(output + i), load(product + i)));
+    }
+    product += kRows * kLanes;
+    output += kRows * kLanes;
+    count -= kRows;
+  }
+
+  void take_rest() {
+    while (count > 0) take<4>();
+  }
+};
+
+/// Where the keys and values are that are packed together.
+template <class T>
+class SourceRows {
+ public:
+  explicit SourceRows(const AttentionTile& tile) : tile_(tile) {}
+
+  /// Keys [first, first + n). The first `hidden` of them no token sees: they may
+  /// hold anything, NaN too, so a visible one stands in for them.
+  void locate(int64_t first, int n, int hidden) {
+    first_ = first;
+    count_ = n;
+    fetched_ = hidden;
+    const auto locate = [&](const PagedRows& source, const char** rows) {
+      locate_rows(source, tile_, first + hidden, n - hidden, sizeof(T), rows + hidden);
+      for (int i = 0; i < hidden; ++i) rows[i] = rows[hidden];
+    };
+    locate(tile_.k, k);
+    if (tile_.rope_dim > 0) locate(tile_.k_rope, k_rope);
+    if (tile_.expand == nullptr) locate(tile_.v, v);
+  }
+
+  int64_t first() const { return first_; }
+  int count() const { return count_; }
+
+  /// Brings the next n keys and their values to L2. They are too far apart in a
+  /// cache of many heads for hardware to do so, and packing would wait for them.
+  void fetch(int n) {
+    for (; n > 0 && fetched_ < count_; --n, ++fetched_) {
+      fetch_row<2>(k[fetched_], stored_key_bytes(tile_, sizeof(T)));
+      if (tile_.rope_dim > 0) fetch_row<2>(k_rope[fetched_], tile_.rope_dim * sizeof(T));
+      if (tile_.expand == nullptr) fetch_row<2>(v[fetched_], tile_.v_head_dim * sizeof(T));
+    }
+  }
+
+  const char* k[kMaxPackedKeys];
+  const char* k_rope[kMaxPackedKeys];
+  const char* v[kMaxPackedKeys];
+
+ private:
+  const AttentionTile& tile_;
+  int64_t first_ = 0;
+  int count_ = 0;
+  int fetched_ = 0;
+};
+
+/// Buffers of one tile of work; rows are padded to whole groups. They take at most
+/// 680 KB and, a row, what Q and O do and less than 172 bytes: 1 KB for head
+/// dimension 128 in bfloat16.
+template <class T>
+struct AmxWorkspace {
+  Bfloat16* queries;        // [rows / 16][part][depth / 32][16][32]
+  Bfloat16* keys;           // [packed / 16][part][depth / 32][16][16][2]
+  Bfloat16* values;         // [block][v_head_dim / 16][chunks][part][16][16][2]
+  Bfloat16* probabilities;  // [chunks][part][64][32]
+  Bfloat16* ones;           // a tile whose first column sums rows; where sums are products
+  T* zeros;                 // [v_head_dim]
+  T* expanded;              // [32][depth], rows of keys
+  float* scores;            // [2 steps][2 key tiles][2 row tiles][16][16]
+  float* product;           // [64][16]
+  float* output;            // [groups][v_head_dim / 16][64][16]
+  float* sums;              // [rows], of the probabilities as P V has them
+  float* exact_sums;        // [rows][16], of the probabilities before they were rounded
+  float* references;        // [rows]
+  float* biases;            // [rows]
+  float* maxima;            // [rows][16], of the scores; where max_logits are wanted
+  Step* steps;              // of the packed keys
+  int64_t packed;           // keys at a time
+  int64_t bytes;
+
+  AmxWorkspace(char* base, int64_t rows, int depth, int v_head_dim) {
+    constexpr int kParts = TileFormat<T>::kParts;
+    packed = packed_keys<T>(depth, v_head_dim);
+    const int64_t padded = round_up(static_cast<int>(rows), kGroupRows);
+    Carver carver{base};
+    carver.take(queries, padded * depth * kParts);
+    carver.take(keys, packed * depth * kParts);
+    carver.take(values, packed * v_head_dim * kParts);
+    carver.take(probabilities, int64_t{kAmxBlockKeys<T>} * kGroupRows * kParts);
+    carver.take(ones, kTileElements);
+    carver.take(zeros, v_head_dim);
+    carver.take(expanded, int64_t{kTileDepth} * depth);
+    carver.take(scores, 2 * 4 * kTileFloats);
+    carver.take(product, 4 * kTileFloats);
+    carver.take(output, padded * v_head_dim);
+    carver.take(sums, padded);
+    carver.take(exact_sums, padded * kLanes);
+    carver.take(references, padded);
+    carver.take(biases, padded);
+    carver.take(maxima, padded * kLanes);
+    carver.take(steps, padded / kScoreRows * packed / kTileDepth);
+    bytes = carver.used;
+  }
+};
+
+}  // namespace
+}  // namespace cpattn::kernels

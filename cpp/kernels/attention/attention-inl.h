@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The attention loop: for each block of keys, pack K and V once, then take a few
+// query rows at a time through Q K^T, softmax and P V, one chunk of the block after
+// the other, while the scores stay in L1. Needs the vector layer and an engine
+// included first.
+//
+// Blocks and chunks start at multiples of their length from key 0, whatever part of a
+// sequence is asked for, so a row's result does not depend on its neighbours.
+#include "kernels/attention/key_block-inl.h"
+#include "kernels/attention/results-inl.h"
+#include "kernels/attention/softmax-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// Rows that go through the three steps together.
+constexpr int kRowGroup = 24;
+/// Packed K and V of a block stay below this, half of a 1 MB L2.
+constexpr int kBlockBytes = 512 * 1024;
+/// Keys whose scores are computed at a time.
+constexpr int kMaxChunkKeys = 256;
+
+constexpr int64_t groups_of(int64_t rows) { return (rows + kRowGroup - 1) / kRowGroup; }
+
+/// Keys of one block: up to kMaxBlockKeys, fewer for wide rows.
+template <class Engine>
+int block_keys(int qk_dim, int v_head_dim) {
+  int keys = kMaxBlockKeys;
+  const int row_bytes = (qk_dim + v_head_dim) * static_cast<int>(sizeof(typename Engine::Operand));
+  while (keys > 64 && keys * row_bytes > kBlockBytes) keys /= 2;
+  return keys;
+}
+
+/// Sets those of the scores of keys first + begin to first + end that the token does
+/// not see to -inf. first + begin is a multiple of kKeyGranule.
+inline void hide_keys(
+    const AttentionTile& tile, float* scores, int64_t token, int64_t first, int begin, int end
+) {
+  const KeyRange seen = visible_keys(tile, token);
+  const float hidden = -__builtin_inff();
+  const int from = static_cast<int>(larger(begin, smaller(end, seen.begin - first)));
+  const int to = static_cast<int>(larger(begin, smaller(end, seen.end - first)));
+  for (int j = begin; j < from; ++j) scores[j] = hidden;
+  for (int j = to; j < end; ++j) scores[j] = hidden;
+  if (tile.mask == nullptr) return;
+  for (int j = begin; j < end; j += kLanes) {
+    const uint32_t bits = mask_word(tile, token, first + j / 32 * 32) >> j % 32;
+    store(scores + j, select(bits, load(scores + j), splat(hidden)));
+  }
+}
+
+/// Carves aligned buffers out of the caller's scratch; from null it only counts.
+struct Carver {
+  char* base;
+  int64_t used = 0;
+
+  template <class T>
+  void take(T*& buffer, int64_t elements) {
+    if (base != nullptr) buffer = reinterpret_cast<T*>(base + used);
+    used += (elements * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+  }
+};
+
+/// Buffers of one tile.
+template <class Engine>
+struct Workspace {
+  using Operand = typename Engine::Operand;
+  Operand* queries;  // [rows][qk_dim]
+  Operand* keys;     // as KeyBlock has them
+  Operand* values;
+  Operand* expanded;       // [kKeyGranule][qk_dim]
+  Operand* probabilities;  // [kRowGroup][kMaxChunkKeys]
+  float* scores;           // [kRowGroup][kMaxChunkKeys]
+  float* output;           // [rows][v_head_dim]
+  float* zeros;            // [v_head_dim]
+  RowState* states;        // [rows]
+  bool* started;           // [row groups], whether output and states hold anything
+  int64_t bytes;
+
+  Workspace(char* base, int64_t rows, int qk_dim, int v_head_dim) {
+    const int64_t block = block_keys<Engine>(qk_dim, v_head_dim);
+    Carver carver{base};
+    carver.take(queries, rows * qk_dim);
+    carver.take(keys, int64_t{round_up(block, kPanel)} * qk_dim);
+    carver.take(values, block * round_up(v_head_dim, kPanel));
+    carver.take(expanded, int64_t{kKeyGranule} * qk_dim);
+    carver.take(probabilities, kRowGroup * kMaxChunkKeys);
+    carver.take(scores, kRowGroup * kMaxChunkKeys);
+    carver.take(output, rows * v_head_dim);
+    carver.take(zeros, v_head_dim);
+    carver.take(states, rows);
+    carver.take(started, groups_of(rows));
+    bytes = carver.used;
+  }
+};
+
+template <class T, class Engine, int kExp2Degree>
+class AttentionLoop {
+  using Operand = typename Engine::Operand;
+
+ public:
+  static int64_t scratch_bytes(int64_t rows, int32_t qk_dim, int32_t v_head_dim) {
+    return Workspace<Engine>(nullptr, rows, qk_dim, v_head_dim).bytes;
+  }
+
+  static bool run(const AttentionTile* tile, void* scratch) {
+    return AttentionLoop(*tile, static_cast<char*>(scratch)).run();
+  }
+
+ private:
+  AttentionLoop(const AttentionTile& tile, char* scratch)
+      : tile_(tile),
+        rows_(tile.num_tokens * tile.group),
+        qk_dim_(tile.head_dim + tile.rope_dim),
+        v_dim_(tile.v_head_dim),
+        block_keys_(block_keys<Engine>(qk_dim_, v_dim_)),
+        work_(scratch, rows_, qk_dim_, v_dim_),
+        factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E),
+        block_(tile, block_keys_, work_.keys, work_.values, work_.expanded, work_.zeros) {}
+
+  bool run() {
+    mark(tile_, kMarkPack);
+    prepare_rows();
+    const int64_t begin = visible_keys(tile_, 0).begin;
+    const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
+    if (begin >= end) return finish();
+    for (int64_t first = begin / block_keys_ * block_keys_; first < end; first += block_keys_) {
+      if (tile_.should_stop(tile_.stop_context)) return false;
+      const int n = static_cast<int>(smaller(block_keys_, end - first));
+      if (!any_shown(tile_, 0, tile_.num_tokens, first, n)) continue;
+      mark(tile_, kMarkPack);
+      block_.pack(first, n, static_cast<int>(larger(0, begin - first)), end);
+      for (int row = 0; row < rows_; row += kRowGroup) {
+        const int count = static_cast<int>(smaller(kRowGroup, rows_ - row));
+        for (int key = 0; key < n; key += kMaxChunkKeys) {
+          attend(row, count, key, static_cast<int>(smaller(kMaxChunkKeys, n - key)));
+        }
+      }
+    }
+    return finish();
+  }
+
+  /// Where Q is as the engine takes it: in the caller's memory, if rows are at equal
+  /// distances there.
+  void prepare_queries() {
+    constexpr int kTokensAhead = 8;
+    if constexpr (Engine::template kTakesQueries<T>) {
+      if (tile_.rope_dim == 0 &&
+          (tile_.num_tokens == 1 || tile_.q_token_stride == tile_.group * tile_.q_head_stride)) {
+        queries_ = static_cast<const Operand*>(tile_.q);
+        query_stride_ = tile_.q_head_stride;
+        return;
+      }
+    }
+    queries_ = work_.queries;
+    query_stride_ = qk_dim_;
+    const auto pack = [&](const void* source, int64_t token_stride, int64_t head_stride, int dim,
+                          Operand* packed) {
+      for (int64_t token = 0; token < tile_.num_tokens; ++token) {
+        for (int64_t head = 0; head < tile_.group; ++head, packed += qk_dim_) {
+          const T* q = static_cast<const T*>(source) + token * token_stride + head * head_stride;
+          if (token + kTokensAhead < tile_.num_tokens) {
+            fetch_row<2>(q + kTokensAhead * token_stride, dim * sizeof(T));
+          }
+          Engine::pack_query(q, dim, packed);
+        }
+      }
+    };
+    pack(tile_.q, tile_.q_token_stride, tile_.q_head_stride, tile_.head_dim, work_.queries);
+    if (tile_.rope_dim > 0) {
+      pack(
+          tile_.q_rope, tile_.q_rope_token_stride, tile_.q_rope_head_stride, tile_.rope_dim,
+          work_.queries + tile_.head_dim
+      );
+    }
+  }
+
+  void prepare_rows() {
+    prepare_queries();
+    for (int row = 0; row < rows_; ++row) work_.states[row] = {-__builtin_inff(), 0.0F};
+    __builtin_memset(work_.started, 0, groups_of(rows_));
+    __builtin_memset(work_.zeros, 0, sizeof(float) * v_dim_);
+  }
+
+  /// Rows [row, row + count) against n keys of the block from `chunk` on.
+  void attend(int row, int count, int chunk, int n) {
+    const int64_t first_token = row / tile_.group;
+    const int64_t end_token = (row + count - 1) / tile_.group + 1;
+    const int64_t first = block_.first() + chunk;
+    const KeyRange seen_first = visible_keys(tile_, first_token);
+    const KeyRange seen_last = visible_keys(tile_, end_token - 1);
+    int begin = static_cast<int>(larger(0, seen_first.begin - first)) / kKeyGranule * kKeyGranule;
+    int end = round_up(static_cast<int>(smaller(n, seen_last.end - first)), kKeyGranule);
+    drop_hidden(tile_, first_token, end_token, first, begin, end);
+    if (begin >= end) return;
+
+    const int64_t flops_per_dim = int64_t{2} * count * (end - begin);
+    mark(tile_, kMarkQk, flops_per_dim * qk_dim_);
+    multiply_panels<Engine, false>(
+        count, queries_ + row * query_stride_, query_stride_,
+        block_.keys() + chunk / kPanel * block_.keys_panel(), block_.keys_panel(), 0, qk_dim_,
+        begin, end, work_.scores, kMaxChunkKeys
+    );
+    mark(tile_, kMarkSoftmax);
+    const bool all_visible =
+        tile_.mask == nullptr && seen_first.end - first >= end && seen_last.begin - first <= begin;
+    for (int i = 0; i < count; ++i) {
+      float* scores = work_.scores + int64_t{i} * kMaxChunkKeys;
+      if (tile_.softcap > 0) apply_softcap(scores, begin, end, tile_.scale, tile_.softcap);
+      if (!all_visible) hide_keys(tile_, scores, (row + i) / tile_.group, first, begin, end);
+      softmax_row<kExp2Degree>(
+          scores, work_.probabilities + int64_t{i} * kMaxChunkKeys, begin, end, factor_,
+          work_.states[row + i], work_.output + int64_t{row + i} * v_dim_, v_dim_
+      );
+    }
+    mark(tile_, kMarkPv, flops_per_dim * v_dim_);
+    const auto add_values = work_.started[row / kRowGroup] ? &multiply_panels<Engine, true>
+                                                           : &multiply_panels<Engine, false>;
+    work_.started[row / kRowGroup] = true;
+    add_values(
+        count, work_.probabilities + begin, kMaxChunkKeys, block_.values(), block_.values_panel(),
+        chunk + begin, end - begin, 0, v_dim_, work_.output + int64_t{row} * v_dim_, v_dim_
+    );
+    for (int i = 0; i < block_.num_special(); ++i) {
+      const int key = block_.special_key(i) - chunk;
+      if (key >= 0 && key < n) add_special_value(row, count, first, key, block_.special_value(i));
+    }
+  }
+
+  /// O += P V for a key that was packed as zeros, in the rows that see it.
+  [[gnu::noinline]] void add_special_value(
+      int row, int count, int64_t first, int key, const T* value
+  ) const {
+    for (int i = 0; i < count; ++i) {
+      if (!sees(tile_, (row + i) / tile_.group, first + key)) continue;
+      const Vector p =
+          splat(Engine::probability(work_.probabilities + int64_t{i} * kMaxChunkKeys + key));
+      float* output = work_.output + int64_t{row + i} * v_dim_;
+      for (int d = 0; d < v_dim_; d += kLanes) {
+        store(output + d, fma(p, load(value + d), load(output + d)));
+      }
+    }
+  }
+
+  /// Normalises all rows and writes them.
+  bool finish() const {
+    mark(tile_, kMarkWrite);
+    for (int row = 0; row < rows_; ++row) {
+      const bool started = work_.started[row / kRowGroup];
+      finish_row<T>(
+          tile_, row, work_.states[row],
+          started ? work_.output + int64_t{row} * v_dim_ : work_.zeros
+      );
+    }
+    return true;
+  }
+
+  const AttentionTile& tile_;
+  const int rows_;
+  const int qk_dim_;
+  const int v_dim_;
+  const int block_keys_;
+  const Workspace<Engine> work_;
+  const float factor_;
+  const Operand* queries_ = nullptr;
+  int64_t query_stride_ = 0;
+  KeyBlock<T, Engine> block_;
+};
+
+template <class T>
+void weighted_sum(float weight_a, void* a, float weight_b, const void* b, int64_t n) {
+  T* x = static_cast<T*>(a);
+  const T* y = static_cast<const T*>(b);
+  int64_t i = 0;
+  const auto step = [&](T* p, const T* q) {
+    const Vector left = weight_a == 0 ? splat(0.0F) : mul(load(p), splat(weight_a));
+    store(p, weight_b == 0 ? left : fma(load(q), splat(weight_b), left));
+  };
+  for (; i + kLanes <= n; i += kLanes) step(x + i, y + i);
+  if (i < n) {
+    T tail_x[kLanes] = {};
+    T tail_y[kLanes] = {};
+    __builtin_memcpy(tail_x, x + i, (n - i) * sizeof(T));
+    __builtin_memcpy(tail_y, y + i, (n - i) * sizeof(T));
+    step(tail_x, tail_y);
+    __builtin_memcpy(x + i, tail_x, (n - i) * sizeof(T));
+  }
+}
+
+}  // namespace
+}  // namespace cpattn::kernels

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The boundary between ops and kernels: plain structs and function pointers.
+// Kernel files are compiled once per instruction set and include nothing else
+// of the project, so that no inline function can leak from them.
+#include <stdint.h>
+
+namespace cpattn::kernels {
+
+/// Rows of a paged tensor, the first KV head already chosen. Row t of a sequence
+/// is at data + pages[t / page_size] * page_stride + (t % page_size) * row_stride,
+/// for the next head head_stride further; strides count elements.
+struct PagedRows {
+  const void* data;
+  int64_t page_stride;
+  int64_t row_stride;
+  int64_t head_stride = 0;
+};
+
+/// What AttentionTile::mark is told.
+enum KernelScope : int32_t { kMarkPack, kMarkQk, kMarkSoftmax, kMarkPv, kMarkWrite };
+
+/// Attention of a few query tokens, and `group` query heads that share one KV
+/// head, over one sequence: the unit of work. Row (t, g) reads
+/// q + t * q_token_stride + g * q_head_stride and writes out and lse likewise.
+/// decode() takes num_kv_heads such groups of heads at once, one after the other.
+///
+/// Token t stands at key position p = first_position + t * position_step and
+/// sees the keys j with p - left <= j <= p + right, kv_begin <= j < kv_len, whose
+/// bit is set in its row of `mask`, if there is one. Of other keys only those
+/// that the mask alone hides may be read; they do not count. p may lie outside [0, kv_len); a row
+/// that sees no key gets zeros and LSE -inf.
+///
+/// With `partial` the keys [kv_begin, kv_len) are one part of what the rows see:
+/// out and lse are left alone, and what merge() needs goes to `partial`, in the
+/// order (KV head, token, head of the group): v_head_dim unnormalised outputs of
+/// every row, then kPartialState floats of every row.
+struct AttentionTile {
+  const void* q;
+  const void* q_rope;  // null, or the last rope_dim dimensions of the queries
+  int64_t q_token_stride, q_head_stride;
+  int64_t q_rope_token_stride, q_rope_head_stride;
+  PagedRows k, k_rope, v;
+  const int32_t* pages;
+  int64_t page_size;
+  /// Null, or makes the head_dim elements of a key from its row as it is stored, in
+  /// stored_bytes. The first v_head_dim of them are its value: `v` is not read.
+  /// Strides of k count elements all the same. For run() only, with one KV head.
+  void (*expand)(const void* row, void* elements) = nullptr;
+  int64_t stored_bytes = 0;
+
+  int32_t head_dim;  // of q and k, without rope_dim; a multiple of 16
+  int32_t rope_dim;  // 0 or a multiple of 16
+  int32_t v_head_dim;
+  int32_t num_tokens, group;
+  int32_t num_kv_heads = 1;
+
+  int64_t kv_begin = 0;  // a multiple of 512
+  int64_t kv_len;
+  int64_t first_position, position_step;
+  int64_t left, right;  // >= 0; kUnlimited for no bound
+  const uint8_t* mask;  // null, or bits of row t from mask + t * mask_stride,
+  int64_t mask_stride;  // bit j of byte j / 8 = key j is visible; readable to 32 keys past kv_len
+
+  float scale;
+  float softcap;       // 0: none, else c * tanh(score / c) after the scale
+  const float* sinks;  // null, or one logit per head
+
+  void* out;
+  int64_t out_token_stride, out_head_stride;
+  float* lse;  // null when not wanted
+  int64_t lse_token_stride, lse_head_stride;
+  float* max_logits = nullptr;  // null, or the largest score of each row, placed as its lse
+  float* partial = nullptr;     // null: the rows see no other keys
+
+  /// Polled between blocks of keys. It may run any code on this thread, kernels among it:
+  /// no register keeps what it holds, tiles least of all.
+  bool (*should_stop)(void* context);
+  void* stop_context;
+
+  /// Null when nobody traces, else told: from now on this thread is in `scope`,
+  /// which will do `flops` floating-point operations (0: not counted).
+  void (*mark)(void* context, int32_t scope, int64_t flops);
+  void* mark_context;
+};
+
+constexpr int64_t kUnlimited = int64_t{1} << 40;
+constexpr int32_t kMaxHeadDim = 576;
+/// Keys that are packed at a time, at most: fewer, by a power of two, where rows are wide.
+constexpr int32_t kMaxBlockKeys = 1024;
+
+/// Element types of Q, K, V and out, as indices into the tables below.
+enum ElementType { kFloat32, kFloat16, kBfloat16, kNumElementTypes };
+
+/// Floats of a row in AttentionTile::partial beside its outputs.
+constexpr int64_t kPartialState = 4;
+
+struct AttentionKernel {
+  /// Scratch for tiles of up to `rows` = num_tokens * group rows.
+  int64_t (*scratch_bytes)(int64_t rows, int32_t qk_dim, int32_t v_head_dim);
+  /// Packs K and V before it multiplies: for many rows. Takes one KV head.
+  /// False when should_stop() ended it early. `scratch` is 64-byte aligned.
+  bool (*run)(const AttentionTile* tile, void* scratch);
+  /// Spends `rounds` on the multiply-adds run() is made of, in registers, and
+  /// gives the number of flops: what its speed is measured against.
+  int64_t (*peak_flops)(int64_t rounds);
+  /// Likewise, but reads K and V where they are, once and in the order of memory:
+  /// for few rows. These are num_kv_heads * num_tokens * group.
+  int64_t (*decode_scratch_bytes)(int64_t rows, int32_t qk_dim, int32_t v_head_dim);
+  bool (*decode)(const AttentionTile* tile, void* scratch);
+  /// Writes out and lse of a tile whose keys were taken in num_parts parts; what
+  /// these left in `partial` is in `parts`, one after the other.
+  void (*merge)(const AttentionTile* tile, const float* parts, int64_t num_parts);
+};
+
+struct KernelTable {
+  const char* name;
+  AttentionKernel attention[kNumElementTypes];
+  /// a <- (weight_a a + weight_b b) for n contiguous elements; a weight of 0
+  /// ignores its operand whatever it holds.
+  void (*weighted_sum[kNumElementTypes])(
+      float weight_a, void* a, float weight_b, const void* b, int64_t n
+  );
+};
+
+extern const KernelTable table_portable;
+extern const KernelTable table_avx2;
+extern const KernelTable table_avx512;
+extern const KernelTable table_avx512bf16;
+extern const KernelTable table_amxtwin;
+extern const KernelTable table_amx;
+extern const KernelTable table_neon;
+extern const KernelTable table_neonbf16;
+
+}  // namespace cpattn::kernels

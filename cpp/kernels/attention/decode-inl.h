@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The attention loop for few rows: K and V are read where they are, once, so that
+// the memory sets the pace. Needs the vector layer and the engines included first.
+//
+// The KV heads of a token lie next to each other in memory (NHD), and a single
+// one is too short a run to stream: a tile takes several, one after the other for
+// each block of keys, while the next keys or values of all of them are fetched in
+// the order of memory.
+#include "kernels/attention/attention-inl.h"
+#include "kernels/attention/in_place-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// Keys of one block.
+constexpr int kDecodeKeys = 64;
+/// Keys and values are fetched so many bytes before their turn that memory has
+/// answered, and that they are still in the L1.
+constexpr int64_t kBytesAhead = 16 * 1024;
+/// In keys: at least as many as are multiplied at once.
+constexpr int kMinKeysAhead = 8;
+
+/// Queries of one vector or more, and keys that are multiplied with them at once:
+/// as many as keep eight sums.
+constexpr int kQueryTile = 4;
+constexpr int kTileVectors = 4 * kQueryTile / kLanes;
+constexpr int kKeyTile = kTileVectors == 1 ? 8 : 4;
+
+/// Buffers of one tile. The rows of a head are filled up to whole tiles.
+template <class Operand>
+struct DecodeWorkspace {
+  Operand* queries;        // [tiles of rows][quads of qk_dim][kQueryTile][quad]
+  Operand* row;            // [qk_dim]
+  Operand* keys;           // [kKeyTile][qk_dim]
+  float* scores;           // [rows][kDecodeKeys]
+  Operand* probabilities;  // likewise
+  float* output;           // [rows][v_head_dim]
+  float* zeros;            // [v_head_dim]
+  RowState* states;        // [rows]
+  int64_t bytes;
+
+  DecodeWorkspace(char* base, int64_t rows, int qk_dim, int v_head_dim) {
+    Carver carver{base};
+    carver.take(queries, rows * qk_dim);
+    carver.take(row, qk_dim);
+    carver.take(keys, int64_t{kKeyTile} * qk_dim);
+    carver.take(scores, rows * kDecodeKeys);
+    carver.take(probabilities, rows * kDecodeKeys);
+    carver.take(output, rows * v_head_dim);
+    carver.take(zeros, v_head_dim);
+    carver.take(states, rows);
+    bytes = carver.used;
+  }
+};
+
+template <class T, class Engine, int kExp2Degree>
+class DecodeLoop {
+  using Operand = typename Engine::Operand;
+  using Pack = typename Engine::Pack;
+  using Loads = InPlace<T, Engine>;
+  static constexpr int kQuad = 4 * Engine::kDepthStep;
+
+ public:
+  static int64_t scratch_bytes(int64_t rows, int32_t qk_dim, int32_t v_head_dim) {
+    // At worst each row is a head's only one.
+    return DecodeWorkspace<Operand>(nullptr, rows * kQueryTile, qk_dim, v_head_dim).bytes;
+  }
+
+  static bool run(const AttentionTile* tile, void* scratch) {
+    return DecodeLoop(*tile, static_cast<char*>(scratch)).run();
+  }
+
+ private:
+  DecodeLoop(const AttentionTile& tile, char* scratch)
+      : tile_(tile),
+        head_rows_(tile.num_tokens * tile.group),
+        padded_rows_(round_up(head_rows_, kQueryTile)),
+        qk_dim_(tile.head_dim + tile.rope_dim),
+        v_dim_(tile.v_head_dim),
+        work_(scratch, int64_t{padded_rows_} * tile.num_kv_heads, qk_dim_, v_dim_),
+        factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E) {}
+
+  bool run() {
+    // Heads that do not lie together are read one after the other.
+    const bool together = tile_.k.head_stride < tile_.k.row_stride;
+    const int step = together ? tile_.num_kv_heads : 1;
+    ahead_ = keys_ahead(step);
+    for (first_head_ = 0; first_head_ < tile_.num_kv_heads; first_head_ = end_head_) {
+      end_head_ = first_head_ + step;
+      if (!run_heads()) return false;
+    }
+    return true;
+  }
+
+  int keys_ahead(int heads) const {
+    const int64_t bytes = int64_t{heads} * tile_.head_dim * static_cast<int64_t>(sizeof(T));
+    const int64_t keys = kBytesAhead / bytes / kMinKeysAhead * kMinKeysAhead;
+    return static_cast<int>(larger(kMinKeysAhead, smaller(kDecodeKeys, keys)));
+  }
+
+  /// Heads [first_head_, end_head_).
+  bool run_heads() {
+    mark(tile_, kMarkPack);
+    prepare_rows();
+    const int64_t begin = visible_keys(tile_, 0).begin;
+    const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
+    int64_t first = begin / kDecodeKeys * kDecodeKeys;
+    for (; begin < end && first < end; first += kDecodeKeys) {
+      if (tile_.should_stop(tile_.stop_context)) return false;
+      attend(first, begin, end);
+    }
+    mark(tile_, kMarkWrite);
+    for_rows([&](int row, int slot) {
+      finish_row<T>(tile_, row, work_.states[slot], work_.output + int64_t{slot} * v_dim_);
+    });
+    return true;
+  }
+
+  /// Calls function(row of the tile, where its buffers are) for the rows of the heads.
+  template <class Function>
+  void for_rows(Function function) const {
+    for (int head = first_head_; head < end_head_; ++head) {
+      for (int i = 0; i < head_rows_; ++i) {
+        function(head * head_rows_ + i, (head - first_head_) * padded_rows_ + i);
+      }
+    }
+  }
+
+  void prepare_rows() const {
+    const int64_t slots = int64_t{padded_rows_} * (end_head_ - first_head_);
+    __builtin_memset(work_.queries, 0, sizeof(Operand) * slots * qk_dim_);
+    __builtin_memset(work_.output, 0, sizeof(float) * slots * v_dim_);
+    __builtin_memset(work_.zeros, 0, sizeof(float) * v_dim_);
+    for_rows([&](int row, int slot) {
+      const auto [token, head] = row_place(tile_, row);
+      const T* q = static_cast<const T*>(tile_.q);
+      Engine::pack_query(
+          q + token * tile_.q_token_stride + head * tile_.q_head_stride, tile_.head_dim, work_.row
+      );
+      if (tile_.rope_dim > 0) {
+        const T* rope = static_cast<const T*>(tile_.q_rope);
+        Engine::pack_query(
+            rope + token * tile_.q_rope_token_stride + head * tile_.q_rope_head_stride,
+            tile_.rope_dim, work_.row + tile_.head_dim
+        );
+      }
+      Operand* tile = work_.queries + int64_t{slot / kQueryTile} * kQueryTile * qk_dim_;
+      for (int d = 0; d < qk_dim_; d += kQuad) {
+        __builtin_memcpy(
+            tile + d * kQueryTile + slot % kQueryTile * kQuad, work_.row + d,
+            sizeof(Operand) * kQuad
+        );
+      }
+      work_.states[slot] = {-__builtin_inff(), 0.0F};
+    });
+  }
+
+  /// All rows against the block of keys from `first` on, as far as keys
+  /// [begin, end) are in it.
+  void attend(int64_t first, int64_t begin, int64_t end) {
+    const int n = static_cast<int>(smaller(kDecodeKeys, end - first));
+    if (!any_shown(tile_, 0, tile_.num_tokens, first, n)) return;
+    const int padded = round_up(n, kKeyGranule);
+    locate_block(first, n, static_cast<int>(larger(0, begin - first)), end);
+    const int64_t flops_per_dim = int64_t{2} * head_rows_ * (end_head_ - first_head_) * padded;
+    mark(tile_, kMarkQk, flops_per_dim * qk_dim_);
+    for (int key = 0; key < padded; key += kKeyTile) {
+      for (int head = first_head_; head < end_head_; ++head) score_keys(head, key);
+    }
+    mark(tile_, kMarkSoftmax);
+    for_rows([&](int row, int slot) {
+      float* scores = work_.scores + slot * kDecodeKeys;
+      if (tile_.softcap > 0) apply_softcap(scores, 0, padded, tile_.scale, tile_.softcap);
+      hide_keys(tile_, scores, row_place(tile_, row).token, first, 0, padded);
+      softmax_row<kExp2Degree>(
+          scores, work_.probabilities + slot * kDecodeKeys, 0, padded, factor_, work_.states[slot],
+          work_.output + int64_t{slot} * v_dim_, v_dim_
+      );
+    });
+    mark(tile_, kMarkPv, flops_per_dim * v_dim_);
+    const bool all_visible = tile_.mask == nullptr &&
+                             visible_keys(tile_, tile_.num_tokens - 1).begin <= first &&
+                             visible_keys(tile_, 0).end >= first + n;
+    // O is loaded and stored once a step; small steps keep to the order of memory.
+    const int step = head_rows_ > kQueryTile ? kDecodeKeys : kKeyTile;
+    for (int key = 0; key < n; key += step) {
+      const int count = static_cast<int>(smaller(step, n - key));
+      for (int head = first_head_; head < end_head_; ++head) {
+        add_values(head, first, key, count, all_visible);
+      }
+    }
+  }
+
+  /// Addresses of the n keys from `first` on, and of those after them that are to
+  /// be fetched. What no token sees may hold anything and is not read: for the
+  /// first `hidden` keys and for those that are not there, a visible one stands in.
+  void locate_block(int64_t first, int n, int hidden, int64_t end) {
+    const int known = static_cast<int>(smaller(kDecodeKeys + ahead_, end - first));
+    const auto locate = [&](const PagedRows& source, const char** rows) {
+      locate_rows(source, tile_, first + hidden, known - hidden, sizeof(T), rows + hidden);
+      for (int i = 0; i < hidden; ++i) rows[i] = rows[hidden];
+      for (int i = known; i < round_up(n, kKeyGranule) + ahead_; ++i) rows[i] = rows[hidden];
+    };
+    locate(tile_.k, keys_);
+    if (tile_.rope_dim > 0) locate(tile_.k_rope, rope_keys_);
+    locate(tile_.v, values_);
+  }
+
+  static const char* row_of_head(const PagedRows& source, int head, const char* row) {
+    return row + head * source.head_stride * static_cast<int64_t>(sizeof(T));
+  }
+
+  /// Scores of the rows of a head with kKeyTile keys from `key` of the block on.
+  void score_keys(int head, int key) const {
+    const Operand* keys[kKeyTile];
+    const Operand* rope[kKeyTile];
+    for (int i = 0; i < kKeyTile; ++i) {
+      fetch_row<3>(row_of_head(tile_.k, head, keys_[key + i + ahead_]), tile_.head_dim * sizeof(T));
+      Operand* wide = work_.keys + int64_t{i} * qk_dim_;
+      keys[i] = operands(row_of_head(tile_.k, head, keys_[key + i]), tile_.head_dim, wide);
+      if (tile_.rope_dim > 0) {
+        rope[i] = operands(
+            row_of_head(tile_.k_rope, head, rope_keys_[key + i]), tile_.rope_dim,
+            wide + tile_.head_dim
+        );
+      }
+    }
+    for (int i = 0; i < padded_rows_; i += kQueryTile) {
+      const int64_t slot = int64_t{head - first_head_} * padded_rows_ + i;
+      score_tile(
+          work_.queries + slot * qk_dim_, keys, rope, work_.scores + slot * kDecodeKeys + key
+      );
+    }
+  }
+
+  /// A row of keys as operands: itself, or widened to `wide`.
+  static const Operand* operands(const char* row, int dim, Operand* wide) {
+    if constexpr (!Loads::kWidens) return reinterpret_cast<const Operand*>(row);
+    Engine::pack_query(reinterpret_cast<const T*>(row), dim, wide);
+    return wide;
+  }
+
+  /// Scores of a tile of queries with a tile of keys. On its own, so that the
+  /// addresses of all keys have registers.
+  [[gnu::noinline]] void score_tile(
+      const Operand* queries, const Operand* const* keys, const Operand* const* rope, float* scores
+  ) const {
+    Vector sums[kTileVectors][kKeyTile];
+#pragma GCC unroll 4
+    for (int i = 0; i < kTileVectors; ++i) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kKeyTile; ++j) sums[i][j] = splat(0.0F);
+    }
+    add_products(queries, keys, tile_.head_dim, sums);
+    if (tile_.rope_dim > 0) {
+      add_products(queries + tile_.head_dim * kQueryTile, rope, tile_.rope_dim, sums);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kTileVectors; ++i) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kKeyTile; j += 4) {
+        float quads[kLanes];
+        store(quads, sums_of_quads(sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]));
+        for (int row = 0; row < kLanes / 4; ++row) {
+          float* to = scores + (i * kLanes / 4 + row) * kDecodeKeys + j;
+          __builtin_memcpy(to, quads + row * 4, sizeof(float) * 4);
+        }
+      }
+    }
+  }
+
+  [[gnu::always_inline]] static void add_products(
+      const Operand* queries,
+      const Operand* const* keys,
+      int dim,
+      Vector (&sums)[kTileVectors][kKeyTile]
+  ) {
+    for (int d = 0; d < dim; d += kQuad) {
+      Pack q[kTileVectors];
+#pragma GCC unroll 4
+      for (int i = 0; i < kTileVectors; ++i) {
+        q[i] = Engine::load_columns(queries + d * kQueryTile + i * kLanes * Engine::kDepthStep);
+      }
+#pragma GCC unroll 8
+      for (int j = 0; j < kKeyTile; ++j) {
+        const Pack k = Loads::load_quad(keys[j] + d);
+#pragma GCC unroll 4
+        for (int i = 0; i < kTileVectors; ++i) {
+          sums[i][j] = Engine::multiply_add(q[i], k, sums[i][j]);
+        }
+      }
+    }
+  }
+
+  /// Calls function<kRows>(first) for tiles of rows [0, rows).
+  template <class Function>
+  static void for_row_tiles(int rows, Function function) {
+    int i = 0;
+    for (; i + 4 <= rows; i += 4) function.template operator()<4>(i);
+    if (i + 2 <= rows) {
+      function.template operator()<2>(i);
+      i += 2;
+    }
+    if (i < rows) function.template operator()<1>(i);
+  }
+
+  /// O += P V for the rows of a head and `count` keys from `key` of the block that
+  /// starts at `first`. Where tokens see different keys each takes those it sees
+  /// alone: zero times the infinity of another is NaN.
+  void add_values(int head, int64_t first, int key, int count, bool all_visible) const {
+    const char* values[kDecodeKeys + 1];
+    for (int i = 0; i < count && tile_.v.data != tile_.k.data; ++i) {
+      fetch_row<3>(row_of_head(tile_.v, head, values_[key + i + ahead_]), v_dim_ * sizeof(T));
+    }
+    values[count] = reinterpret_cast<const char*>(work_.zeros);
+    const int64_t slot = int64_t{head - first_head_} * padded_rows_;
+    if (all_visible) {
+      for (int i = 0; i < count; ++i) values[i] = row_of_head(tile_.v, head, values_[key + i]);
+      add_values(slot, head_rows_, values, key, count);
+      return;
+    }
+    for (int token = 0; token < tile_.num_tokens; ++token) {
+      for (int i = 0; i < count; ++i) {
+        values[i] = sees(tile_, token, first + key + i)
+                        ? row_of_head(tile_.v, head, values_[key + i])
+                        : values[count];
+      }
+      add_values(slot + token * tile_.group, tile_.group, values, key, count);
+    }
+  }
+
+  /// O += P V for `rows` rows from `slot` on and keys [key, key + count) of the block.
+  /// values[count] is readable, and zeros.
+  void add_values(int64_t slot, int rows, const char* const* values, int key, int count) const {
+    for (int d = 0; d < v_dim_; d += kPanel) {
+      const int vectors = static_cast<int>(smaller(kPanelVectors, (v_dim_ - d) / kLanes));
+      for_row_tiles(rows, [&]<int kRows>(int i) {
+        const Operand* p = work_.probabilities + (slot + i) * kDecodeKeys + key;
+        float* o = work_.output + (slot + i) * v_dim_ + d;
+        switch (vectors) {
+          case 1:
+            return add_columns<T, Engine, kRows, 1>(p, kDecodeKeys, values, count, d, o, v_dim_);
+          case 2:
+            return add_columns<T, Engine, kRows, 2>(p, kDecodeKeys, values, count, d, o, v_dim_);
+          case 3:
+            return add_columns<T, Engine, kRows, 3>(p, kDecodeKeys, values, count, d, o, v_dim_);
+          default:
+            return add_columns<T, Engine, kRows, kPanelVectors>(
+                p, kDecodeKeys, values, count, d, o, v_dim_
+            );
+        }
+      });
+    }
+  }
+
+  const AttentionTile& tile_;
+  const int head_rows_;    // of one KV head
+  const int padded_rows_;  // likewise, as their buffers have them
+  const int qk_dim_;
+  const int v_dim_;
+  const DecodeWorkspace<Operand> work_;
+  const float factor_;
+  int first_head_, end_head_;  // at work
+  int ahead_;                  // keys and values are fetched this many before their turn
+  // Where the block of keys is, for the first KV head.
+  const char* keys_[2 * kDecodeKeys];
+  const char* rope_keys_[2 * kDecodeKeys];
+  const char* values_[2 * kDecodeKeys];
+};
+
+}  // namespace
+}  // namespace cpattn::kernels

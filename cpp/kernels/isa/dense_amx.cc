@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/vector/avx512-inl.h"
+// The vector layer comes first.
+#include "kernels/amx/tiles-inl.h"
+// Then the tiles, then what is made of both.
+#include "kernels/isa/amx_kernel_table-inl.h"
+
+namespace cpattn::kernels {
+
+extern constinit const KernelTable table_amx = amx_kernel_table("amx");
+
+}  // namespace cpattn::kernels

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/vector/avx512-inl.h"
+// The vector layer comes first.
+#include "kernels/amx/tiles-inl.h"
+// Then the tiles, then what is made of both.
+#include "kernels/amx/indexer-inl.h"
+#include "kernels/isa/sparse_table-inl.h"
+
+namespace cpattn::kernels {
+
+extern constinit const SparseKernelTable sparse_table_amx =
+    sparse_table("amx", indexer_kernels<AmxScorer, AmxScorer>());
+
+}  // namespace cpattn::kernels

@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/vector/avx2-inl.h"
+// The vector layer comes first.
+#include "kernels/attention/gemm-inl.h"
+// Then the engines, then the loops over them.
+#include "kernels/isa/sparse_table-inl.h"
+
+namespace cpattn::kernels {
+
+extern constinit const SparseKernelTable sparse_table_avx2 = sparse_table("avx2");
+
+}  // namespace cpattn::kernels

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/vector/neon-inl.h"
+// The vector layer comes first.
+#include "kernels/attention/gemm_neonbf16-inl.h"
+// Then the engines, then the loops over them.
+#include "kernels/isa/sparse_table-inl.h"
+
+namespace cpattn::kernels {
+
+namespace {
+template <class T>
+using Bfloat16Scorer = PanelScorer<T, FloatScores<Bfloat16Engine>>;
+}  // namespace
+
+extern constinit const SparseKernelTable sparse_table_neonbf16 =
+    sparse_table("neonbf16", indexer_kernels<Bfloat16Scorer>());
+
+}  // namespace cpattn::kernels

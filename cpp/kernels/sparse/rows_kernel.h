@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Rows that are quantised, normalised or transformed: the boundary between ops and kernels, as
+// attention_kernel.h.
+#include <stdint.h>
+
+#include "kernels/attention/attention_kernel.h"
+
+namespace cpattn::kernels {
+
+/// A row of the FP8 cache of multi-head latent attention: 512 e4m3fn codes, 4 float32
+/// scales, one per 128 codes, and 64 bfloat16 numbers that are not quantised.
+constexpr int64_t kKvCodes = 512;
+constexpr int64_t kKvGroup = 128;
+constexpr int64_t kKvRope = 64;
+constexpr int64_t kKvDim = kKvCodes + kKvRope;
+constexpr int64_t kKvCodeBytes = kKvCodes + kKvCodes / kKvGroup * 4;
+constexpr int64_t kKvRowBytes = kKvCodeBytes + kKvRope * 2;
+
+/// How groups of 128 numbers of the indexer are quantised; the largest counts as 1e-4 at
+/// least. The scale is that over 448 or over 127, and x / scale is rounded to nearest even.
+enum GroupFormat : int32_t {
+  kGroupFloat8,
+  kGroupFloat8PowerOfTwo,  // with the scale rounded up to a power of two
+  kGroupInt8,
+};
+constexpr int64_t kGroup = 128;
+
+/// Numbers that hadamard() takes at least.
+constexpr int64_t kHadamardLeast = 16;
+
+/// In what follows a group with a number that is not finite has a scale of NaN, and codes
+/// that are NaN (0 in int8).
+struct RowKernels {
+  /// The other way: 512 numbers times 1 / scale, where scale = largest / 448, rounded to
+  /// nearest even, and 64 numbers as bfloat16. A group whose scale would be below the
+  /// normal floats, such as one of zeros, has scale 0 and codes 0. `codes` gets
+  /// kKvCodeBytes, `rope_out` the rest of the row.
+  void (*quantize_kv_row[kNumElementTypes])(
+      const void* nope, const void* rope, void* codes, void* rope_out
+  );
+  /// n numbers, a multiple of kGroup, and n / kGroup scales.
+  void (*quantize_groups[kNumElementTypes])(
+      const void* x, int64_t n, GroupFormat format, void* codes, float* scales
+  );
+  /// A row of n numbers, n a power of two, times the Hadamard matrix of n (in the order of
+  /// Sylvester) and `scale`; below kHadamardLeast as many rows as have that many numbers
+  /// together: count = max(n, kHadamardLeast). `scratch` holds count floats.
+  void (*hadamard[kNumElementTypes])(
+      const void* x, int64_t count, int64_t n, float scale, void* out, float* scratch
+  );
+  /// out = x / sqrt(mean(x * x) + eps) * weight + bias, n numbers; bias may be null.
+  void (*rms_norm[kNumElementTypes])(
+      const void* x, const float* weight, const float* bias, int64_t n, float eps, void* out
+  );
+  /// n numbers as float32.
+  void (*widen[kNumElementTypes])(const void* x, int64_t n, float* out);
+  /// One such row as 576 bfloat16 or float32 numbers: code * scale in float32, rounded
+  /// to nearest even. Rows need no alignment.
+  void (*expand_kv_row)(const void* row, void* bfloat16s);
+  void (*expand_kv_row_float32)(const void* row, float* out);
+  /// n e4m3fn codes as bfloat16, exact. n is a multiple of 32.
+  void (*expand_codes)(const void* codes, int64_t n, void* bfloat16s);
+};
+
+}  // namespace cpattn::kernels

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "cpattn/attention/attention_plan.h"
+
+namespace cpattn {
+
+/// Packing K and V costs about as much as this many rows of arithmetic.
+constexpr int64_t kPackingRows = 12;
+
+/// Whether a segment has so few tokens that it is divided along its keys.
+bool is_short(const AttentionBatch& batch, const AttentionSegment& segment);
+
+/// The length of the parts of the short segments of a batch.
+int64_t part_keys(const AttentionBatch& batch);
+
+/// Whether its rows are so few that keys and values are read in place.
+bool reads_in_place(const AttentionBatch& batch, const AttentionSegment& segment);
+
+/// The items of a segment that is read in place. plan.part_keys is set.
+void append_decode_items(const AttentionBatch& batch, int32_t segment, AttentionPlan& plan);
+
+/// Appends an item of a short segment as one part or more, and their costs. It
+/// comes without keys; plan.part_keys is set.
+void append_parts(const AttentionBatch& batch, AttentionItem item, AttentionPlan& plan);
+
+}  // namespace cpattn

@@ -1,0 +1,363 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/attention/attention_plan.h"
+
+#include <algorithm>
+#include <array>
+#include <iterator>
+
+#include "cpattn/base/check.h"
+#include "cpattn/base/page_size.h"
+#include "cpattn/base/prefix_sums.h"
+#include "cpattn/base/trace.h"
+#include "meta/attention/attention_items.h"
+
+namespace cpattn {
+namespace {
+
+constexpr int32_t kMaxHeads = 1 << 16;
+/// Rows of an item share one packing of K and V, which costs as much as a dozen
+/// rows of arithmetic from a cache and thirty from memory: beyond this many there
+/// is little left to gain.
+constexpr int64_t kMaxItemRows = 2048;
+/// Smaller items are worth it where there would be fewer than this many to share
+/// out, down to so many rows.
+constexpr int64_t kBalancedItems = 64;
+constexpr int64_t kMinItemRows = 384;
+constexpr int64_t kRowGranule = 24;
+/// Queries and accumulators of an item, in float32, stay below this.
+constexpr int64_t kItemBytes = 4 << 20;
+/// Far above any batch: a million tokens of 128 heads make a tenth. Planning so many takes
+/// a second.
+constexpr int64_t kMaxItems = int64_t{1} << 21;
+
+int64_t max_item_rows(const AttentionBatch& batch) {
+  const AttentionShape& shape = batch.shape;
+  // More tokens change nothing, and may be so many that their rows pass int64.
+  constexpr int64_t kEnough = kMaxItemRows * kBalancedItems;
+  int64_t tokens = 0;
+  for (const AttentionSegment& segment : batch.segments) {
+    tokens = std::min(tokens + segment.q_len, kEnough);
+  }
+  const int64_t share = tokens * shape.num_heads / kBalancedItems;
+  const int64_t row_bytes = int64_t{4} * (shape.head_dim + shape.v_head_dim);
+  const int64_t rows =
+      std::min(std::clamp(share, kMinItemRows, kMaxItemRows), kItemBytes / row_bytes);
+  return rows / kRowGranule * kRowGranule;
+}
+
+/// Sum of clamp(first + i * step, 0, limit) over i in [0, count).
+int64_t sum_clamped(int64_t first, int64_t step, int64_t count, int64_t limit) {
+  if (step == 0) return count * std::clamp<int64_t>(first, 0, limit);
+  const auto terms_below = [&](int64_t bound) {  // terms with value < bound
+    return std::clamp<int64_t>((bound - first + step - 1) / step, 0, count);
+  };
+  const int64_t negative = first >= 0 ? 0 : terms_below(0);
+  const int64_t inside = (first >= limit ? 0 : terms_below(limit)) - negative;
+  const int64_t start = first + negative * step;
+  const int64_t ramp = inside * start + step * (inside * (inside - 1) / 2);
+  return ramp + (count - negative - inside) * limit;
+}
+
+/// Visible (token, key) pairs of tokens [first, first + count) of a segment, as far
+/// as the keys are below kv_end.
+int64_t visible_pairs(
+    const AttentionBatch& batch,
+    const AttentionSegment& segment,
+    int64_t first,
+    int64_t count,
+    int64_t kv_end
+) {
+  const int64_t position = segment.first_position + first * segment.position_step;
+  const int64_t step = segment.position_step;
+  return sum_clamped(position + batch.right + 1, step, count, kv_end) -
+         sum_clamped(position - batch.left, step, count, kv_end);
+}
+
+void check_num_items(const char* function, int64_t num_items) {
+  check(
+      num_items <= kMaxItems, function, ": the batch must be divided into at most ", kMaxItems,
+      " items of work, got ", num_items, " or more; plan fewer tokens, sequences or heads at a time"
+  );
+}
+
+void append_items(
+    const char* function,
+    const AttentionBatch& batch,
+    int32_t index,
+    int64_t max_rows,
+    AttentionPlan& plan
+) {
+  const AttentionSegment& segment = batch.segments[index];
+  const int64_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
+  const int64_t heads = std::min(group, max_rows);
+  const int64_t max_tokens = std::max<int64_t>(1, max_rows / heads);
+  // Pieces of equal size: a short last one would pack its keys for few rows.
+  const int64_t pieces = (segment.q_len + max_tokens - 1) / max_tokens;
+  const int64_t num_items = pieces * ((batch.shape.num_heads + heads - 1) / heads);
+  check_num_items(function, std::ssize(plan.items) + num_items);
+  for (int64_t piece = 0; piece < pieces; ++piece) {
+    const int64_t begin = segment.q_len * piece / pieces;
+    const int64_t end = segment.q_len * (piece + 1) / pieces;
+    const int64_t pairs = visible_pairs(batch, segment, begin, end - begin, segment.kv_len);
+    const int64_t packing =
+        kPackingRows * visible_pairs(batch, segment, end - 1, 1, segment.kv_len);
+    for (int64_t kv_head = 0; kv_head < batch.shape.num_kv_heads; ++kv_head) {
+      for (int64_t head = 0; head < group; head += heads) {
+        const int64_t count = std::min(heads, group - head);
+        const AttentionItem item{
+            .segment = index,
+            .first_head = static_cast<int32_t>(kv_head * group + head),
+            .num_heads = static_cast<int32_t>(count),
+            .num_tokens = static_cast<int32_t>(end - begin),
+            .first_token = begin,
+            .kv_end = segment.kv_len,
+        };
+        if (is_short(batch, segment)) {
+          append_parts(batch, item, plan);
+          continue;
+        }
+        plan.items.push_back(item);
+        plan.item_costs.push_back(pairs * count + packing);
+      }
+    }
+  }
+}
+
+/// Items that read the same keys, those of one sequence and KV head, stay
+/// together: the keys then come from memory once, whatever the number of query
+/// blocks. Most expensive first among groups and within each, so that the last
+/// items to finish are short ones.
+void sort_items(AttentionPlan& plan) {
+  const AttentionBatch& batch = plan.batch;
+  const int64_t group_size = batch.shape.num_heads / batch.shape.num_kv_heads;
+  const auto keys_of = [&](const AttentionItem& item) {
+    return batch.segments[item.segment].table_row * batch.shape.num_kv_heads +
+           item.first_head / group_size;
+  };
+  int64_t rows = 0;
+  for (const AttentionSegment& segment : batch.segments) {
+    rows = std::max(rows, segment.table_row + 1);
+  }
+  std::vector<int64_t> group_cost(rows * batch.shape.num_kv_heads, 0);
+  for (std::size_t i = 0; i < plan.items.size(); ++i) {
+    int64_t& cost = group_cost[keys_of(plan.items[i])];
+    cost = std::max(cost, plan.item_costs[i]);
+  }
+  std::vector<std::array<int64_t, 4>> order(plan.items.size());
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    const int64_t keys = keys_of(plan.items[i]);
+    order[i] = {-group_cost[keys], keys, -plan.item_costs[i], static_cast<int64_t>(i)};
+  }
+  std::sort(order.begin(), order.end());
+  std::vector<AttentionItem> items(order.size());
+  std::vector<int64_t> costs(order.size());
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    items[i] = plan.items[order[i][3]];
+    costs[i] = plan.item_costs[order[i][3]];
+  }
+  plan.items = std::move(items);
+  plan.item_costs = std::move(costs);
+}
+
+int32_t checked_page(
+    const char* function, int64_t page, int64_t num_pages, int64_t sequence, int64_t position
+) {
+  check(
+      page >= 0 && page < num_pages, function, ": page ids must be in [0, ", num_pages, "), got ",
+      page, " at position ", position, " of sequence ", sequence
+  );
+  return static_cast<int32_t>(page);
+}
+
+void check_pages(const char* function, int64_t page_size, int64_t num_pages) {
+  check_page_size(function, page_size);
+  check(
+      num_pages >= 0 && num_pages <= INT32_MAX, function, ": num_pages must be in [0, 2^31), got ",
+      num_pages
+  );
+}
+
+}  // namespace
+
+int64_t check_head_dim(const char* function, const char* name, int64_t dim) {
+  check(
+      dim >= 16 && dim <= kMaxHeadDim && dim % 16 == 0, function, ": ", name,
+      " must be a multiple of 16 from 16 to ", kMaxHeadDim, ", got ", dim
+  );
+  return dim;
+}
+
+AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num_threads) {
+  const TraceSpan span(TraceScope::plan);
+  const AttentionShape& shape = batch.shape;
+  check(shape.num_kv_heads >= 1, function, ": num_kv_heads must be >= 1, got ", shape.num_kv_heads);
+  check(
+      shape.num_heads >= 1 && shape.num_heads % shape.num_kv_heads == 0, function,
+      ": num_heads must be a positive multiple of num_kv_heads (", shape.num_kv_heads, "), got ",
+      shape.num_heads
+  );
+  check(
+      shape.num_heads <= kMaxHeads, function, ": num_heads must be at most ", kMaxHeads, ", got ",
+      shape.num_heads
+  );
+  check_head_dim(function, "head_dim", shape.head_dim);
+  check_head_dim(function, "v_head_dim", shape.v_head_dim);
+  check(num_threads >= 0, function, ": num_threads must be >= 1, got ", num_threads);
+
+  AttentionPlan plan;
+  plan.num_threads = num_threads;
+  const int64_t max_rows = max_item_rows(batch);
+  plan.part_keys = part_keys(batch);
+  for (std::size_t i = 0; i < batch.segments.size(); ++i) {
+    const auto segment = static_cast<int32_t>(i);
+    if (reads_in_place(batch, batch.segments[i])) {
+      append_decode_items(batch, segment, plan);
+      check_num_items(function, std::ssize(plan.items));
+    } else {
+      append_items(function, batch, segment, max_rows, plan);
+    }
+  }
+  plan.batch = std::move(batch);
+  sort_items(plan);
+  return plan;
+}
+
+int64_t visible_pairs(const AttentionBatch& batch, const AttentionItem& item) {
+  const AttentionSegment& segment = batch.segments[item.segment];
+  const auto pairs_below = [&](int64_t key) {
+    return visible_pairs(batch, segment, item.first_token, item.num_tokens, key);
+  };
+  return item.num_heads * (pairs_below(item.kv_end) - pairs_below(item.kv_begin));
+}
+
+PageTable page_table_from_blocks(
+    const char* function,
+    const IndexTable& block_tables,
+    std::span<const int64_t> kv_lens,
+    int64_t page_size,
+    int64_t num_pages
+) {
+  check_pages(function, page_size, num_pages);
+  const auto sequences = static_cast<int64_t>(kv_lens.size());
+  check(
+      block_tables.rows == sequences, function, ": block_tables must have one row per sequence (",
+      sequences, "), got ", block_tables.rows
+  );
+  PageTable table;
+  table.indptr.reserve(kv_lens.size() + 1);
+  for (int64_t row = 0; row < sequences; ++row) {
+    const int64_t needed = (kv_lens[row] + page_size - 1) / page_size;
+    check(
+        needed <= block_tables.columns, function, ": block_tables must have at least ", needed,
+        " columns for sequence ", row, " (kv_len ", kv_lens[row], ", page_size ", page_size,
+        "), got ", block_tables.columns
+    );
+    for (int64_t i = 0; i < needed; ++i) {
+      table.page_ids.push_back(checked_page(function, block_tables.at(row, i), num_pages, row, i));
+    }
+    table.indptr.push_back(static_cast<int64_t>(table.page_ids.size()));
+  }
+  return table;
+}
+
+PageTable page_table_from_csr(
+    const char* function,
+    std::span<const int64_t> kv_indptr,
+    std::span<const int64_t> kv_indices,
+    std::span<const int64_t> last_page_len,
+    int64_t page_size,
+    int64_t num_pages,
+    std::vector<int64_t>& kv_lens
+) {
+  check_pages(function, page_size, num_pages);
+  check_prefix_sums(
+      function, "kv_indptr", kv_indptr,
+      {.leading_zero = true,
+       .total = static_cast<int64_t>(kv_indices.size()),
+       .total_name = "the length of kv_indices"}
+  );
+  check(
+      last_page_len.size() + 1 == kv_indptr.size(), function,
+      ": last_page_len must have one entry per sequence (", kv_indptr.size() - 1, "), got ",
+      last_page_len.size()
+  );
+  PageTable table;
+  kv_lens.clear();
+  for (std::size_t row = 0; row + 1 < kv_indptr.size(); ++row) {
+    const int64_t pages = kv_indptr[row + 1] - kv_indptr[row];
+    check(
+        pages == 0 || (last_page_len[row] >= 1 && last_page_len[row] <= page_size), function,
+        ": last_page_len must be in [1, ", page_size, "], got ", last_page_len[row], " at index ",
+        row
+    );
+    kv_lens.push_back(pages == 0 ? 0 : (pages - 1) * page_size + last_page_len[row]);
+    for (int64_t i = 0; i < pages; ++i) {
+      const int64_t page = kv_indices[kv_indptr[row] + i];
+      table.page_ids.push_back(
+          checked_page(function, page, num_pages, static_cast<int64_t>(row), i)
+      );
+    }
+    table.indptr.push_back(static_cast<int64_t>(table.page_ids.size()));
+  }
+  return table;
+}
+
+MaskBits pack_mask(
+    std::span<const AttentionSegment> segments,
+    const uint8_t* values,
+    std::span<const int64_t> starts,
+    std::span<const int64_t> row_strides,
+    bool inverted
+) {
+  MaskBits mask;
+  int64_t bytes = 0;
+  for (const AttentionSegment& segment : segments) {
+    mask.offsets.push_back(bytes);
+    mask.row_bytes.push_back((segment.kv_len + 31) / 32 * 4);
+    bytes += segment.q_len * mask.row_bytes.back();
+  }
+  mask.bits.assign(bytes, 0);
+  for (std::size_t s = 0; s < segments.size(); ++s) {
+    for (int64_t row = 0; row < segments[s].q_len; ++row) {
+      const uint8_t* from = values + starts[s] + row * row_strides[s];
+      uint8_t* to = mask.bits.data() + mask.offsets[s] + row * mask.row_bytes[s];
+      for (int64_t key = 0; key < segments[s].kv_len; ++key) {
+        to[key / 8] |= static_cast<uint8_t>(((from[key] != 0) != inverted) << key % 8);
+      }
+    }
+  }
+  return mask;
+}
+
+std::vector<AttentionSegment> sequence_segments(
+    const char* function, std::span<const int64_t> q_lens, std::span<const int64_t> kv_lens
+) {
+  check(
+      q_lens.size() == kv_lens.size(), function,
+      ": q_lens and kv_lens must have the same length, got ", q_lens.size(), " and ", kv_lens.size()
+  );
+  std::vector<AttentionSegment> segments;
+  segments.reserve(q_lens.size());
+  int64_t rows = 0;
+  for (std::size_t i = 0; i < q_lens.size(); ++i) {
+    check(
+        q_lens[i] >= 0 && q_lens[i] <= INT32_MAX, function, ": q_lens must be in [0, 2^31), got ",
+        q_lens[i], " at index ", i
+    );
+    check(
+        kv_lens[i] >= 0 && kv_lens[i] <= INT32_MAX, function,
+        ": kv_lens must be in [0, 2^31), got ", kv_lens[i], " at index ", i
+    );
+    segments.push_back({
+        .q_begin = rows,
+        .q_len = q_lens[i],
+        .kv_len = kv_lens[i],
+        .first_position = kv_lens[i] - q_lens[i],
+        .table_row = static_cast<int64_t>(i),
+    });
+    rows += q_lens[i];
+  }
+  return segments;
+}
+
+}  // namespace cpattn

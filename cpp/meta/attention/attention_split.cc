@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include "meta/attention/attention_items.h"
+
+namespace cpattn {
+namespace {
+
+/// Rows for each KV head up to which reading keys and values in place beats
+/// packing them, and rows of wide heads: these are compute-bound sooner.
+constexpr int64_t kMaxDecodeRows = 16;
+constexpr int64_t kMaxWideDecodeRows = 8;
+constexpr int32_t kWideHead = 256;
+/// Neighbouring KV heads are read together until a token has this many elements:
+/// in NHD, 2 KB in a row, from where on memory streams.
+constexpr int64_t kRunElements = 1024;
+/// Parts that a batch should have: enough for many threads.
+constexpr int64_t kWantedParts = 256;
+/// Shorter parts cost more to merge than they are worth.
+constexpr int64_t kDecodeGranule = 512;
+
+struct KeyRange {
+  int64_t begin, end;
+};
+
+/// The keys that the tokens of a segment see.
+KeyRange keys_of(const AttentionBatch& batch, const AttentionSegment& segment) {
+  const int64_t last = segment.first_position + (segment.q_len - 1) * segment.position_step;
+  const int64_t begin = std::max<int64_t>(0, segment.first_position - batch.left);
+  const int64_t end = std::min(segment.kv_len, last + batch.right + 1);
+  return {begin, std::max(begin, end)};
+}
+
+}  // namespace
+
+bool is_short(const AttentionBatch& batch, const AttentionSegment& segment) {
+  return !batch.batch_invariant && segment.q_len > 0 && segment.q_len <= kMaxDecodeTokens;
+}
+
+int64_t part_keys(const AttentionBatch& batch) {
+  int64_t keys = 0;
+  int64_t rows = 1;
+  int64_t granule = kDecodeGranule;
+  for (const AttentionSegment& segment : batch.segments) {
+    if (!is_short(batch, segment)) continue;
+    const KeyRange range = keys_of(batch, segment);
+    keys += range.end - range.begin;
+    rows = std::max(rows, segment.q_len * batch.shape.num_heads);
+    if (!reads_in_place(batch, segment)) granule = kPackedGranule;
+  }
+  // A split segment, which has more keys than a part, has less than three times as many
+  // parts as they are worth.
+  const int64_t part_bytes =
+      rows * (batch.shape.v_head_dim + kPartialStateFloats) * int64_t{sizeof(float)};
+  const int64_t parts = std::clamp<int64_t>(kMaxPartialBytes / part_bytes / 3, 1, kWantedParts);
+  const int64_t wanted = (keys + parts - 1) / parts;
+  return std::max<int64_t>(1, (wanted + granule - 1) / granule) * granule;
+}
+
+bool reads_in_place(const AttentionBatch& batch, const AttentionSegment& segment) {
+  const int64_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
+  const int64_t rows = batch.shape.head_dim > kWideHead ? kMaxWideDecodeRows : kMaxDecodeRows;
+  return is_short(batch, segment) && segment.q_len * group <= rows;
+}
+
+void append_decode_items(const AttentionBatch& batch, int32_t segment, AttentionPlan& plan) {
+  const AttentionShape& shape = batch.shape;
+  const int64_t group = shape.num_heads / shape.num_kv_heads;
+  const int64_t wanted = std::max<int64_t>(1, kRunElements / shape.head_dim);
+  const int64_t runs = (shape.num_kv_heads + wanted - 1) / wanted;
+  for (int64_t run = 0; run < runs; ++run) {
+    const int64_t begin = shape.num_kv_heads * run / runs;
+    const int64_t end = shape.num_kv_heads * (run + 1) / runs;
+    append_parts(
+        batch,
+        {
+            .segment = segment,
+            .first_head = static_cast<int32_t>(begin * group),
+            .num_heads = static_cast<int32_t>((end - begin) * group),
+            .num_tokens = static_cast<int32_t>(batch.segments[segment].q_len),
+            .decode = true,
+        },
+        plan
+    );
+  }
+}
+
+void append_parts(const AttentionBatch& batch, AttentionItem item, AttentionPlan& plan) {
+  const AttentionSegment& segment = batch.segments[item.segment];
+  const int64_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
+  const int64_t kv_heads = (item.num_heads + group - 1) / group;
+  const KeyRange keys = keys_of(batch, segment);
+  const int64_t first = keys.begin / plan.part_keys;
+  const int64_t parts = keys.end - keys.begin <= plan.part_keys
+                            ? 1
+                            : (keys.end + plan.part_keys - 1) / plan.part_keys - first;
+  if (parts > 1) {
+    const int32_t rows = item.num_tokens * item.num_heads;
+    item.split = static_cast<int32_t>(plan.splits.size());
+    plan.splits.push_back({
+        .first_key = first * plan.part_keys,
+        .num_parts = static_cast<int32_t>(parts),
+        .rows = rows,
+        .first_row = plan.partial_rows,
+    });
+    plan.partial_rows += parts * rows;
+  }
+  for (int64_t part = first; part < first + parts; ++part) {
+    item.kv_begin = parts > 1 ? part * plan.part_keys : 0;
+    item.kv_end =
+        parts > 1 ? std::min(segment.kv_len, item.kv_begin + plan.part_keys) : segment.kv_len;
+    const int64_t read =
+        std::max<int64_t>(0, std::min(item.kv_end, keys.end) - std::max(item.kv_begin, keys.begin));
+    plan.items.push_back(item);
+    plan.item_costs.push_back(visible_pairs(batch, item) + kPackingRows * kv_heads * read);
+  }
+}
+
+}  // namespace cpattn

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/transfer/kv_layout.h"
+
+#include <algorithm>
+#include <numeric>
+#include <ostream>
+#include <tuple>
+#include <utility>
+
+#include "cpattn/base/check.h"
+
+namespace cpattn {
+namespace {
+
+constexpr char kFunction[] = "KVLayout";
+
+auto key(const KVEntry& entry) { return std::tuple(entry.is_draft, entry.layer_id, entry.kind); }
+
+void check_rank(const char* group, int64_t rank, int64_t size) {
+  check(
+      size >= 1 && size <= INT32_MAX, kFunction, ": ", group, "_size must be in [1, ", INT32_MAX,
+      "], got ", size
+  );
+  check(
+      rank >= 0 && rank < size, kFunction, ": ", group, "_rank must be in [0, ", size, "), got ",
+      rank
+  );
+}
+
+void check_placement(const KVPlacement& placement) {
+  const auto& [page_size, tp_rank, tp_size, heads, layers, dcp_rank, dcp_size, interleave] =
+      placement;
+  check(
+      page_size >= 1 && page_size <= INT32_MAX, kFunction, ": page_size must be in [1, ", INT32_MAX,
+      "], got ", page_size
+  );
+  check_rank("tp", tp_rank, tp_size);
+  check_rank("dcp", dcp_rank, dcp_size);
+  check(
+      interleave >= 1 && interleave <= INT32_MAX, kFunction, ": dcp_interleave must be in [1, ",
+      INT32_MAX, "], got ", interleave
+  );
+  check(
+      heads || tp_size == 1, kFunction, ": total_kv_heads must be given with tp_size ", tp_size,
+      ", 1 for an MLA latent"
+  );
+  check(
+      !heads ||
+          (*heads >= 1 && *heads <= INT32_MAX && (*heads % tp_size == 0 || tp_size % *heads == 0)),
+      kFunction, ": total_kv_heads must divide tp_size ", tp_size, " or be a multiple of it, got ",
+      heads.value_or(0)
+  );
+  check(
+      !layers || (layers->begin >= 0 && layers->begin <= layers->end), kFunction,
+      ": layers must be 0 <= first <= end, got ", layers.value_or(KVRange{})
+  );
+}
+
+void check_entry(const KVEntry& entry, const KVPlacement& placement) {
+  check(entry.layer_id >= 0, kFunction, ": layer_id must be >= 0, got ", entry);
+  check(
+      entry.is_draft || !placement.layers || placement.layers->contains(entry.layer_id), kFunction,
+      ": ", entry, " must lie within layers ", placement.layers.value_or(KVRange{})
+  );
+  check(
+      entry.item_len >= 1 && entry.item_len <= INT64_MAX, kFunction, ": item_len of ", entry,
+      " must be in [1, 2^63), got ", entry.item_len
+  );
+  check(
+      entry.num_bytes % entry.item_len == 0 && entry.num_bytes <= INT64_MAX, kFunction,
+      ": nbytes of ", entry, " must be a multiple of item_len ", entry.item_len,
+      " below 2^63, got ", entry.num_bytes
+  );
+  check(
+      entry.num_bytes == 0 || entry.addr <= UINT64_MAX - (entry.num_bytes - 1), kFunction,
+      ": addr + nbytes of ", entry, " must not pass 2^64, got ", entry.addr, " + ", entry.num_bytes
+  );
+}
+
+}  // namespace
+
+const char* kv_kind_name(KVKind kind) {
+  constexpr const char* kNames[] = {"k", "v", "index_k", "state"};
+  return kNames[static_cast<int>(kind)];
+}
+
+std::ostream& operator<<(std::ostream& out, const KVEntry& entry) {
+  return out << kv_kind_name(entry.kind) << " of " << (entry.is_draft ? "draft " : "") << "layer "
+             << entry.layer_id;
+}
+
+KVLayout::KVLayout(std::vector<KVEntry> entries, const KVPlacement& placement)
+    : placement_(placement), entries_(std::move(entries)), sorted_(entries_.size()) {
+  check_placement(placement_);
+  for (const KVEntry& entry : entries_) check_entry(entry, placement_);
+  std::iota(sorted_.begin(), sorted_.end(), 0u);
+  std::sort(sorted_.begin(), sorted_.end(), [this](uint32_t a, uint32_t b) {
+    return std::tuple(key(entries_[a]), a) < std::tuple(key(entries_[b]), b);
+  });
+  for (std::size_t i = 1; i < sorted_.size(); ++i) {
+    const KVEntry& entry = entries_[sorted_[i]];
+    check(
+        key(entry) != key(entries_[sorted_[i - 1]]), kFunction, ": entries must be distinct, got ",
+        entry, " at index ", sorted_[i - 1], " and at index ", sorted_[i]
+    );
+  }
+}
+
+const KVEntry* KVLayout::find(const KVEntry& like) const {
+  const auto found = std::lower_bound(
+      sorted_.begin(), sorted_.end(), key(like),
+      [this](uint32_t i, const auto& wanted) { return key(entries_[i]) < wanted; }
+  );
+  if (found == sorted_.end() || key(entries_[*found]) != key(like)) return nullptr;
+  return &entries_[*found];
+}
+
+bool KVLayout::has_draft() const { return !sorted_.empty() && entries_[sorted_.back()].is_draft; }
+
+int64_t KVLayout::total_heads(KVKind kind) const {
+  return kind == KVKind::k || kind == KVKind::v ? placement_.total_kv_heads.value_or(1) : 1;
+}
+
+int64_t KVLayout::num_replicas(KVKind kind) const {
+  return std::max<int64_t>(1, placement_.tp_size / total_heads(kind));
+}
+
+KVRange KVLayout::heads(KVKind kind) const {
+  const int64_t count = std::max<int64_t>(1, total_heads(kind) / placement_.tp_size);
+  const int64_t first = placement_.tp_rank / num_replicas(kind) * count;
+  return {first, first + count};
+}
+
+}  // namespace cpattn

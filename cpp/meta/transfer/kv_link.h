@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "cpattn/transfer/kv_transfer.h"
+#include "meta/transfer/kv_pairs.h"
+#include "meta/transfer/kv_runs.h"
+
+namespace cpattn {
+
+/// What a source sends to a destination. Refers to their entries and pages.
+struct KVLinkSpec {
+  KVPageList from;
+  KVPageList to;
+  std::vector<KVPair> pairs;
+  KVRange tokens;      // that this context-parallel rank sends
+  KVRange all_tokens;  // that all ranks send
+};
+
+/// Arguments and errors of plan_kv_transfer.
+KVLinkSpec specify_link(
+    const KVLayout& src,
+    const KVLayout& dst,
+    std::span<const int64_t> src_pages,
+    std::span<const int64_t> dst_pages,
+    const KVTransferRange& range
+);
+
+TransferPlan plan_link(KVLinkSpec link, const KVLayout& src, const KVLayout& dst);
+
+}  // namespace cpattn

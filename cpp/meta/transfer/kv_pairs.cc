@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "meta/transfer/kv_pairs.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <utility>
+
+#include "cpattn/base/check.h"
+
+namespace cpattn {
+namespace {
+
+constexpr char kFunction[] = "plan_kv_transfer";
+
+struct Side {
+  const char* name;
+  const KVLayout& layout;
+};
+
+/// The counterpart of every entry of `from` that `to` has to have.
+void check_counterparts(const Side& from, const Side& to, bool with_draft) {
+  for (const KVEntry& entry : from.layout.entries()) {
+    const bool shared = entry.is_draft ? with_draft : to.layout.answers_for(entry);
+    check(
+        !shared || to.layout.find(entry) != nullptr, kFunction, ": ", from.name, " has ", entry,
+        " (item_len ", entry.item_len, "), which ", to.name, " has not",
+        entry.is_draft ? "" : "; a pipeline stage must state its layers"
+    );
+  }
+}
+
+bool is_sliceable(const KVEntry& entry, int64_t page_size, int64_t num_heads) {
+  return entry.token_rows && entry.item_len % static_cast<uint64_t>(page_size * num_heads) == 0;
+}
+
+/// Equal pages, or else pages of rows whose heads are equal.
+void check_lengths(const KVLayout& src, const KVLayout& dst, const KVPair& pair) {
+  const KVEntry &from = *pair.src, &to = *pair.dst;
+  const int64_t src_page = src.placement().page_size, dst_page = dst.placement().page_size;
+  const int64_t src_heads = pair.whole_rows ? 1 : src.heads(from.kind).size();
+  const int64_t dst_heads = pair.whole_rows ? 1 : dst.heads(to.kind).size();
+  bool ok = from.token_rows == to.token_rows;
+  if (pair.whole_rows && src_page == dst_page) {
+    ok = ok && from.item_len == to.item_len;
+  } else {
+    ok = ok && is_sliceable(from, src_page, src_heads) && is_sliceable(to, dst_page, dst_heads) &&
+         from.item_len / (src_page * src_heads) == to.item_len / (dst_page * dst_heads);
+  }
+  check(
+      ok, kFunction, ": ", from, " must have the same bytes for each token and head on both sides",
+      from.token_rows && to.token_rows ? "" : ", and whole pages if not rows of tokens",
+      ", got item_len ", from.item_len, " for page_size ", src_page, " and ", src_heads,
+      " head(s) at the source, and ", to.item_len, " for ", dst_page, " and ", dst_heads,
+      " at the destination"
+  );
+}
+
+bool has_all_heads(const KVLayout& layout, KVKind kind) {
+  return layout.heads(kind).size() == layout.total_heads(kind);
+}
+
+/// The heads of a pair. Two sides with all heads need not agree on what a head is.
+void set_heads(KVPair& pair, const KVLayout& src, const KVLayout& dst) {
+  const KVKind kind = pair.src->kind;
+  const bool all = has_all_heads(src, kind) && has_all_heads(dst, kind);
+  check(
+      all || src.total_heads(kind) == dst.total_heads(kind), kFunction,
+      ": total_kv_heads must be the same on both sides, got ", src.total_heads(kind),
+      " at the source and ", dst.total_heads(kind), " at the destination"
+  );
+  // Shares of one size are the same or have nothing in common.
+  pair.whole_rows = all || src.heads(kind).size() == dst.heads(kind).size();
+  const int64_t sender = dst.placement().tp_rank % src.num_replicas(kind);
+  if (src.replica(kind) != sender) return;
+  pair.heads = all ? dst.heads(kind) : intersect(src.heads(kind), dst.heads(kind));
+}
+
+/// Also of entries that other links write.
+void check_apart(const KVLayout& dst) {
+  std::vector<const KVEntry*> entries;
+  for (const KVEntry& entry : dst.entries()) {
+    if (entry.num_bytes > 0) entries.push_back(&entry);
+  }
+  std::sort(entries.begin(), entries.end(), [](const KVEntry* a, const KVEntry* b) {
+    return a->addr < b->addr;
+  });
+  for (std::size_t i = 1; i < entries.size(); ++i) {
+    const KVEntry &a = *entries[i - 1], &b = *entries[i];
+    check(
+        b.addr - a.addr >= a.num_bytes, kFunction, ": destination buffers must not overlap, got ",
+        a, " at ", a.addr, " + ", a.num_bytes, " and ", b, " at ", b.addr
+    );
+  }
+}
+
+}  // namespace
+
+std::vector<KVPair> pair_entries(const KVLayout& src, const KVLayout& dst) {
+  const bool with_draft = src.has_draft() && dst.has_draft();
+  check_counterparts({"source", src}, {"destination", dst}, with_draft);
+  check_counterparts({"destination", dst}, {"source", src}, with_draft);
+  check_apart(dst);
+  std::vector<KVPair> pairs;
+  pairs.reserve(src.entries().size());
+  for (const KVEntry& entry : src.entries()) {
+    const bool shared = entry.is_draft ? with_draft : dst.answers_for(entry);
+    if (!shared) continue;
+    KVPair pair = {.src = &entry, .dst = dst.find(entry)};
+    set_heads(pair, src, dst);
+    check_lengths(src, dst, pair);
+    if (pair.heads.size() > 0) pairs.push_back(pair);
+  }
+  return pairs;
+}
+
+void keep_layer_share(std::vector<KVPair>& pairs, int64_t cp_rank, int64_t cp_size) {
+  using Layer = std::pair<bool, int64_t>;
+  const auto layer_of = [](const KVPair& pair) {
+    return Layer(pair.src->is_draft, pair.src->layer_id);
+  };
+  std::vector<Layer> layers;
+  layers.reserve(pairs.size());
+  for (const KVPair& pair : pairs) layers.push_back(layer_of(pair));
+  std::sort(layers.begin(), layers.end());
+  layers.erase(std::unique(layers.begin(), layers.end()), layers.end());
+  const auto num_layers = static_cast<int64_t>(layers.size());
+  const KVRange share = {num_layers * cp_rank / cp_size, num_layers * (cp_rank + 1) / cp_size};
+  std::erase_if(pairs, [&](const KVPair& pair) {
+    return !share.contains(
+        std::lower_bound(layers.begin(), layers.end(), layer_of(pair)) - layers.begin()
+    );
+  });
+}
+
+}  // namespace cpattn

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cpattn/transfer/kv_layout.h"
+
+namespace cpattn {
+
+/// An entry of the source, that of the destination which receives it, and the heads that go.
+struct KVPair {
+  const KVEntry* src = nullptr;
+  const KVEntry* dst = nullptr;
+  KVRange heads;
+  bool whole_rows = true;  // of a token: these are all heads that either side has
+};
+
+/// The pairs of a link, in the order of the source's entries. Layers that only one side answers
+/// for, and heads that another replica sends, have none. Errors are those of plan_kv_transfer.
+std::vector<KVPair> pair_entries(const KVLayout& src, const KVLayout& dst);
+
+/// Leaves the layers that this rank sends, of an even division.
+void keep_layer_share(std::vector<KVPair>& pairs, int64_t cp_rank, int64_t cp_size);
+
+}  // namespace cpattn

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "meta/transfer/kv_runs.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <utility>
+
+#include "cpattn/base/check.h"
+
+namespace cpattn {
+namespace {
+
+constexpr char kFunction[] = "plan_kv_transfer";
+using Runs = std::vector<TransferRun>;
+
+/// Steps of a walk over the tokens of a sequence. More are hours and tens of gigabytes, which the
+/// layout of a peer could ask for.
+constexpr int64_t kMaxSteps = int64_t{1} << 24;
+
+/// A side during the walk over tokens.
+class Cursor {
+ public:
+  explicit Cursor(const KVPageList& list)
+      : list_(list),
+        first_row_(list.owned_below(list.start)),
+        num_pages_(list.smallest->num_pages()),
+        cycle_(list.dcp_size * list.dcp_interleave) {}
+
+  bool holds(int64_t token) const {
+    return list_.dcp_size == 1 || token / list_.dcp_interleave % list_.dcp_size == list_.dcp_rank;
+  }
+
+  /// The first token after `token` that is not beside it here, or, if this side does not hold
+  /// it, that this side does hold.
+  int64_t next(int64_t token) const {
+    if (!holds(token)) {
+      const int64_t own = token / cycle_ * cycle_ + list_.dcp_rank * list_.dcp_interleave;
+      return own > token ? own : own + cycle_;
+    }
+    const int64_t of_page = list_.page_size - row_of(token) % list_.page_size;
+    if (list_.dcp_size == 1) return token + of_page;
+    return token + std::min(of_page, list_.dcp_interleave - token % list_.dcp_interleave);
+  }
+
+  int64_t slot(int64_t token) const {
+    const int64_t row = row_of(token);
+    const int64_t index = row / list_.page_size;
+    const int64_t page = list_.pages[index];
+    check(
+        page >= 0 && page < num_pages_, kFunction, ": ", list_.side, " pages must be in [0, ",
+        num_pages_, ") for ", *list_.smallest, ", got ", page, " at index ", index
+    );
+    return page * list_.page_size + row % list_.page_size;
+  }
+
+ private:
+  int64_t row_of(int64_t token) const { return list_.owned_below(token) - first_row_; }
+
+  const KVPageList& list_;
+  int64_t first_row_;
+  int64_t num_pages_;
+  int64_t cycle_;
+};
+
+void append(Runs& runs, TransferRun run) {
+  if (!runs.empty()) {
+    TransferRun& last = runs.back();
+    if (last.src + last.count == run.src && last.dst + last.count == run.dst) {
+      last.count += run.count;
+      return;
+    }
+  }
+  runs.push_back(run);
+}
+
+/// By destination, digit by digit from the lowest: a few microseconds for a thousand runs.
+void sort_by_destination(Runs& runs) {
+  constexpr int kBits = 11;
+  const auto by_dst = [](const TransferRun& a, const TransferRun& b) { return a.dst < b.dst; };
+  if (std::is_sorted(runs.begin(), runs.end(), by_dst)) return;
+  const auto [low, high] = std::minmax_element(runs.begin(), runs.end(), by_dst);
+  const int64_t base = low->dst;
+  const int num_bits = std::bit_width(static_cast<uint64_t>(high->dst - base));
+  Runs other(runs.size());
+  for (int shift = 0; shift < num_bits; shift += kBits) {
+    const auto digit = [base, shift](const TransferRun& run) {
+      return (run.dst - base) >> shift & ((1 << kBits) - 1);
+    };
+    std::array<uint32_t, 1 << kBits> place = {};
+    for (const TransferRun& run : runs) ++place[digit(run)];
+    uint32_t sum = 0;
+    for (uint32_t& count : place) sum += std::exchange(count, sum);
+    for (const TransferRun& run : runs) other[place[digit(run)]++] = run;
+    runs.swap(other);
+  }
+}
+
+/// Joins neighbours of a sorted list.
+void coalesce(Runs& runs, const KVPageList& dst) {
+  Runs joined;
+  joined.reserve(runs.size());
+  int64_t end = 0;
+  for (const TransferRun& run : runs) {
+    check(
+        run.dst >= end, kFunction, ": destination pages must be distinct, got page ",
+        run.dst / dst.page_size, " for two parts of the sequence"
+    );
+    end = run.dst + run.count;
+    append(joined, run);
+  }
+  runs = std::move(joined);
+}
+
+}  // namespace
+
+int64_t KVPageList::owned_below(int64_t token) const {
+  if (dcp_size == 1) return token;
+  const int64_t cycle = dcp_size * dcp_interleave;
+  const int64_t rest = token % cycle - dcp_rank * dcp_interleave;
+  return token / cycle * dcp_interleave + std::clamp<int64_t>(rest, 0, dcp_interleave);
+}
+
+KVRange KVPageList::rows(KVRange tokens) const {
+  const int64_t first = owned_below(start);
+  return {owned_below(tokens.begin) - first, owned_below(tokens.end) - first};
+}
+
+void check_holds(const KVPageList& list, KVRange tokens) {
+  check(
+      list.start <= tokens.begin && tokens.begin <= tokens.end &&
+          list.rows(tokens).end <= list.num_rows(),
+      kFunction, ": ", list.side, " pages must hold tokens ", tokens, ", got ", list.pages.size(),
+      " of ", list.page_size, " from ", list.start, " on"
+  );
+}
+
+void check_pages_distinct(const KVPageList& dst, KVRange tokens) {
+  const KVRange rows = dst.rows(tokens);
+  if (rows.size() == 0) return;
+  const auto first = dst.pages.begin() + rows.begin / dst.page_size;
+  const auto last = dst.pages.begin() + (rows.end + dst.page_size - 1) / dst.page_size;
+  std::vector<int64_t> written(first, last);
+  std::sort(written.begin(), written.end());
+  auto twice = std::adjacent_find(written.begin(), written.end());
+  for (auto page = dst.pages.begin(); page != first && twice == written.end(); ++page) {
+    const auto found = std::lower_bound(written.begin(), written.end(), *page);
+    if (found != written.end() && *found == *page) twice = found;
+  }
+  check(
+      twice == written.end(), kFunction, ": destination pages must be distinct, got page ",
+      twice == written.end() ? 0 : *twice, " for two parts of the sequence"
+  );
+}
+
+std::vector<TransferRun> token_runs(const KVPageList& src, const KVPageList& dst, KVRange tokens) {
+  if (tokens.size() == 0) return {};
+  const Cursor from(src), to(dst);
+  Runs runs;
+  runs.reserve(std::min<std::size_t>(src.pages.size() + dst.pages.size(), tokens.size()));
+  int64_t num_steps = 0;
+  for (int64_t token = tokens.begin; token < tokens.end; ++num_steps) {
+    check(
+        num_steps < kMaxSteps, kFunction, ": pages and dcp_interleave must cut a sequence into at ",
+        "most ", kMaxSteps, " pieces, got more of tokens ", tokens
+    );
+    if (!to.holds(token)) {
+      token = to.next(token);
+      continue;
+    }
+    const int64_t next = std::min({from.next(token), to.next(token), tokens.end});
+    append(runs, {from.slot(token), to.slot(token), next - token});
+    token = next;
+  }
+  sort_by_destination(runs);
+  coalesce(runs, dst);
+  return runs;
+}
+
+}  // namespace cpattn

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "cpattn/base/check.h"
+#include "cpattn/transfer/send_kvcache.h"
+
+namespace cpattn {
+
+/// values[i] as a Python list would answer.
+template <class List>
+auto at(const List& values, std::size_t i, const char* function, const char* list) {
+  if (i >= values.size()) {
+    throw std::out_of_range(
+        concat(function, ": list index out of range: ", list, "[", i, "] of ", values.size())
+    );
+  }
+  return values[i];
+}
+
+/// Parallel lists are equally long, and no length is zero.
+void check_buffers(const char* function, const SendBuffers& buffers);
+
+/// For every source entry the destination's.
+std::vector<int64_t> destination_entries(
+    const char* function, const SendBuffers& buffers, const SendStage& stage, bool compat
+);
+
+/// What the i-th of the source's KV entries holds, for readers of the plan.
+const char* part_of(std::size_t i, std::size_t num_src, const SendStage& stage);
+
+/// All items lie within their buffers: between 0 and the end that is known, or else that of the
+/// address space. dst_entries[i] receives entry i.
+void check_items(
+    const char* function,
+    const SendBuffers& buffers,
+    const SendItems& items,
+    std::span<const int64_t> dst_entries,
+    std::span<const uint64_t> dst_item_lens
+);
+
+}  // namespace cpattn

@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/attention/paged_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "cpattn/base/check.h"
+#include "cpattn/base/page_size.h"
+#include "cpattn/base/parallel.h"
+#include "cpattn/base/trace.h"
+#include "ops/attention/kernel_hooks.h"
+#include "ops/attention/split_results.h"
+#include "ops/base/kernel_table.h"
+#include "ops/base/tensor_checks.h"
+
+namespace cpattn {
+namespace {
+
+// The plan and the kernels have limits of their own, as neither may know the other.
+static_assert(kMaxHeadDim == kernels::kMaxHeadDim);
+static_assert(kUnboundedKeys == kernels::kUnlimited);
+static_assert(kPackedGranule % kernels::kMaxBlockKeys == 0);
+
+void check_cache(
+    const AttentionArguments& arguments,
+    const char* name,
+    const PagedCache& cache,
+    const AttentionBatch& batch,
+    int64_t head_dim
+) {
+  const char* function = arguments.function;
+  check_dtype(function, name, cache.dtype, arguments.q.dtype);
+  check(
+      cache.num_kv_heads == batch.shape.num_kv_heads, function, ": ", name, " must have ",
+      batch.shape.num_kv_heads, " KV heads, got ", cache.num_kv_heads
+  );
+  check(
+      cache.head_dim == head_dim, function, ": ", name, " must have head dimension ", head_dim,
+      ", got ", cache.head_dim
+  );
+  check(
+      cache.page_size == batch.page_size, function, ": ", name, " must have pages of ",
+      batch.page_size, " tokens as planned, got ", cache.page_size
+  );
+  check(
+      cache.num_pages >= batch.num_pages, function, ": ", name, " must have at least the planned ",
+      batch.num_pages, " pages, got ", cache.num_pages
+  );
+}
+
+void check_no_input_overlap(
+    const AttentionArguments& arguments, const char* out_name, const TensorView& out
+) {
+  const auto against = [&](const char* name, const TensorView& input) {
+    check_no_overlap(arguments.function, out_name, out, name, input);
+  };
+  against("q", arguments.q);
+  against("k_cache", arguments.k.tensor);
+  against("v_cache", arguments.v.tensor);
+  if (arguments.q_rope) against("q_rope", *arguments.q_rope);
+  if (arguments.k_rope) against("k_rope", arguments.k_rope->tensor);
+  if (arguments.sinks) against("sinks", *arguments.sinks);
+}
+
+int64_t rope_dim(const AttentionArguments& arguments) {
+  return arguments.q_rope ? arguments.q_rope->shape[2] : 0;
+}
+
+void check_arguments(const AttentionPlan& plan, const AttentionArguments& arguments) {
+  const char* function = arguments.function;
+  const AttentionBatch& batch = plan.batch;
+  const AttentionShape& shape = batch.shape;
+  element_type(function, "q", arguments.q.dtype);
+  const int64_t rope = rope_dim(arguments);
+  check(
+      rope % 16 == 0 && rope < shape.head_dim, function,
+      ": the rope part of q must be a multiple of 16 below head_dim (", shape.head_dim, "), got ",
+      rope
+  );
+  const int64_t head_dim = shape.head_dim - rope;
+  check_rows(function, "q", arguments.q, {batch.num_rows, shape.num_heads, head_dim});
+  check_cache(arguments, "k_cache", arguments.k, batch, head_dim);
+  check_cache(arguments, "v_cache", arguments.v, batch, shape.v_head_dim);
+  if (arguments.q_rope) {
+    check_dtype(function, "q_rope", arguments.q_rope->dtype, arguments.q.dtype);
+    check_rows(function, "q_rope", *arguments.q_rope, {batch.num_rows, shape.num_heads, rope});
+    check_cache(arguments, "k_rope", *arguments.k_rope, batch, rope);
+  }
+  check_scale(function, "scale", arguments.scale);
+  check_softcap(function, arguments.softcap);
+  if (arguments.sinks) {
+    check_dtype(function, "sinks", arguments.sinks->dtype, DType::float32);
+    check_rows(function, "sinks", *arguments.sinks, {shape.num_heads});
+  }
+  check_dtype(function, "out", arguments.out.dtype, arguments.q.dtype);
+  check_rows(function, "out", arguments.out, {batch.num_rows, shape.num_heads, shape.v_head_dim});
+  check_no_input_overlap(arguments, "out", arguments.out);
+  if (arguments.lse) {
+    check_dtype(function, "lse", arguments.lse->dtype, DType::float32);
+    check_shape(function, "lse", *arguments.lse, {batch.num_rows, shape.num_heads});
+    check_no_input_overlap(arguments, "lse", *arguments.lse);
+    check_no_overlap(function, "lse", *arguments.lse, "out", arguments.out);
+  }
+}
+
+char* element_address(const TensorView& tensor, int64_t offset) {
+  return static_cast<char*>(tensor.data) + offset * element_size(tensor.dtype);
+}
+
+/// Rows [begin, end) of the results, as a row without visible keys has them.
+void clear_rows(const AttentionArguments& arguments, int64_t begin, int64_t end) {
+  const TensorView& out = arguments.out;
+  for (int64_t row = begin; row < end; ++row) {
+    for (int64_t head = 0; head < out.shape[1]; ++head) {
+      std::memset(
+          element_address(out, row * out.strides[0] + head * out.strides[1]), 0,
+          out.shape[2] * element_size(out.dtype)
+      );
+      if (arguments.lse) {
+        const TensorView& lse = *arguments.lse;
+        lse.as<float>()[row * lse.strides[0] + head * lse.strides[1]] =
+            -std::numeric_limits<float>::infinity();
+      }
+    }
+  }
+}
+
+/// Clears the rows that belong to no segment, such as physical padding.
+void clear_rows_outside(const AttentionBatch& batch, const AttentionArguments& arguments) {
+  std::vector<std::pair<int64_t, int64_t>> owned;
+  for (const AttentionSegment& segment : batch.segments) {
+    if (segment.q_len > 0) owned.emplace_back(segment.q_begin, segment.q_begin + segment.q_len);
+  }
+  std::sort(owned.begin(), owned.end());
+  int64_t next = 0;
+  for (const auto& [begin, end] : owned) {
+    clear_rows(arguments, next, begin);
+    next = end;
+  }
+  clear_rows(arguments, next, batch.num_rows);
+}
+
+kernels::PagedRows rows_of_head(const PagedCache& cache, int64_t kv_head) {
+  const int64_t offset = kv_head * cache.head_stride * element_size(cache.dtype);
+  return {
+      static_cast<const char*>(cache.data) + offset, cache.page_stride, cache.row_stride,
+      cache.head_stride
+  };
+}
+
+int64_t useful_flops(const AttentionBatch& batch, const AttentionItem& item) {
+  return 2 * visible_pairs(batch, item) * (batch.shape.head_dim + batch.shape.v_head_dim);
+}
+
+kernels::AttentionTile make_tile(
+    const AttentionPlan& plan,
+    const AttentionItem& item,
+    const AttentionArguments& arguments,
+    StopToken& stop
+) {
+  const AttentionBatch& batch = plan.batch;
+  const AttentionSegment& segment = batch.segments[item.segment];
+  const int64_t row = segment.q_begin + item.first_token;
+  const int64_t head = item.first_head;
+  const int32_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
+  const int64_t kv_head = head / group;
+  const auto first_row = [&](const TensorView& tensor) -> void* {
+    return element_address(tensor, row * tensor.strides[0] + head * tensor.strides[1]);
+  };
+  const auto rope = static_cast<int32_t>(rope_dim(arguments));
+  kernels::AttentionTile tile{
+      .q = first_row(arguments.q),
+      .q_token_stride = arguments.q.strides[0],
+      .q_head_stride = arguments.q.strides[1],
+      .k = rows_of_head(arguments.k, kv_head),
+      .v = rows_of_head(arguments.v, kv_head),
+      .pages = batch.pages.page_ids.data() + batch.pages.indptr[segment.table_row],
+      .page_size = batch.page_size,
+      .head_dim = batch.shape.head_dim - rope,
+      .rope_dim = rope,
+      .v_head_dim = batch.shape.v_head_dim,
+      .num_tokens = item.num_tokens,
+      .group = std::min(item.num_heads, group),
+      .num_kv_heads = (item.num_heads + group - 1) / group,
+      .kv_begin = item.kv_begin,
+      .kv_len = item.kv_end,
+      .first_position = segment.first_position + item.first_token * segment.position_step,
+      .position_step = segment.position_step,
+      .left = batch.left,
+      .right = batch.right,
+      .scale = static_cast<float>(arguments.scale),
+      .softcap = static_cast<float>(arguments.softcap),
+      .sinks = arguments.sinks ? arguments.sinks->as<float>() + head : nullptr,
+      .out = first_row(arguments.out),
+      .out_token_stride = arguments.out.strides[0],
+      .out_head_stride = arguments.out.strides[1],
+  };
+  hook_tile(tile, stop, arguments.q.dtype);
+  if (rope > 0) {
+    tile.q_rope = first_row(*arguments.q_rope);
+    tile.q_rope_token_stride = arguments.q_rope->strides[0];
+    tile.q_rope_head_stride = arguments.q_rope->strides[1];
+    tile.k_rope = rows_of_head(*arguments.k_rope, kv_head);
+  }
+  if (!batch.mask.empty()) {
+    tile.mask_stride = batch.mask.row_bytes[item.segment];
+    tile.mask = batch.mask.bits.data() + batch.mask.offsets[item.segment] +
+                item.first_token * tile.mask_stride;
+  }
+  if (arguments.lse) {
+    tile.lse = static_cast<float*>(first_row(*arguments.lse));
+    tile.lse_token_stride = arguments.lse->strides[0];
+    tile.lse_head_stride = arguments.lse->strides[1];
+  }
+  return tile;
+}
+
+}  // namespace
+
+PagedCache paged_cache(
+    const char* function,
+    const char* name,
+    const TensorView& cache,
+    KvCacheLayout layout,
+    std::optional<int64_t> page_size
+) {
+  check(
+      cache.rank == 3 || cache.rank == 4, function, ": ", name,
+      " must have 3 dimensions [slots, heads, dim] or 4, got shape ", ShapeOf{cache}
+  );
+  check_tensor(function, name, cache, cache.rank);
+  PagedCache paged{.data = cache.data, .dtype = cache.dtype, .tensor = cache};
+  if (cache.rank == 3) {
+    check(page_size.has_value(), function, ": page_size is required for a 3-dimensional ", name);
+    check(
+        layout == KvCacheLayout::nhd, function, ": a 3-dimensional ", name,
+        " is [slots, heads, dim]; kv_layout must be NHD"
+    );
+    check_page_size(function, *page_size);
+    check(
+        cache.shape[0] % *page_size == 0, function, ": ", name,
+        " must have a multiple of page_size (", *page_size, ") slots, got ", cache.shape[0]
+    );
+    paged.num_pages = cache.shape[0] / *page_size;
+    paged.page_size = *page_size;
+    paged.num_kv_heads = cache.shape[1];
+    // A stride from page to page means nothing with less than two of them.
+    paged.page_stride = paged.num_pages > 1 ? cache.strides[0] * *page_size : 0;
+    paged.row_stride = cache.strides[0];
+    paged.head_stride = cache.strides[1];
+  } else {
+    const int row_axis = layout == KvCacheLayout::nhd ? 1 : 2;
+    const int head_axis = 3 - row_axis;
+    paged.num_pages = cache.shape[0];
+    paged.page_size = cache.shape[row_axis];
+    paged.num_kv_heads = cache.shape[head_axis];
+    paged.page_stride = cache.strides[0];
+    paged.row_stride = cache.strides[row_axis];
+    paged.head_stride = cache.strides[head_axis];
+    check(
+        !page_size || *page_size == paged.page_size, function, ": page_size ",
+        page_size.value_or(0), " does not agree with ", name, ", whose pages hold ",
+        paged.page_size, " tokens (shape ", ShapeOf{cache}, ")"
+    );
+  }
+  paged.head_dim = cache.shape[cache.rank - 1];
+  return paged;
+}
+
+AttentionShape attention_shape(const AttentionArguments& arguments) {
+  const auto narrow = [&](const char* name, int64_t value) {
+    check(value <= INT32_MAX, arguments.function, ": ", name, " must fit into int32, got ", value);
+    return static_cast<int32_t>(value);
+  };
+  check_tensor(arguments.function, "q", arguments.q, 3);
+  return {
+      .num_heads = narrow("num_heads", arguments.q.shape[1]),
+      .num_kv_heads = narrow("num_kv_heads", arguments.k.num_kv_heads),
+      .head_dim = narrow("head_dim", arguments.q.shape[2] + rope_dim(arguments)),
+      .v_head_dim = narrow("v_head_dim", arguments.v.head_dim),
+  };
+}
+
+void run_attention(const AttentionPlan& plan, const AttentionArguments& arguments) {
+  check_arguments(plan, arguments);
+  const int threads = plan.num_threads > 0 ? plan.num_threads : default_num_threads();
+  const auto& kernel =
+      active_kernels().attention[element_type(arguments.function, "q", arguments.q.dtype)];
+  const TraceSpan call(TraceScope::call, 0, arguments.q.dtype, arguments.function);
+  clear_rows_outside(plan.batch, arguments);
+  const AttentionShape& shape = plan.batch.shape;
+  const auto num_items = static_cast<int64_t>(plan.items.size());
+  SplitResults splits(plan);
+  parallel_for(num_items, threads, [&](int64_t index, StopToken& stop) {
+    const AttentionItem& item = plan.items[index];
+    const TraceSpan span(
+        TraceScope::item, tracing() ? useful_flops(plan.batch, item) : 0, arguments.q.dtype
+    );
+    kernels::AttentionTile tile = make_tile(plan, item, arguments, stop);
+    tile.partial = splits.results_of(item);
+    const int64_t rows = int64_t{item.num_tokens} * item.num_heads;
+    const auto scratch_bytes = item.decode ? kernel.decode_scratch_bytes : kernel.scratch_bytes;
+    void* scratch = thread_scratch(scratch_bytes(rows, shape.head_dim, shape.v_head_dim));
+    if (!(item.decode ? kernel.decode : kernel.run)(&tile, scratch)) return;
+    if (const float* parts = splits.finish(item)) {
+      const TraceSpan merging(TraceScope::merge);
+      kernel.merge(&tile, parts, plan.splits[item.split].num_parts);
+    }
+  });
+}
+
+}  // namespace cpattn

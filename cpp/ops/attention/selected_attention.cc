@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/attention/selected_attention.h"
+
+#include <algorithm>
+
+#include "cpattn/base/check.h"
+#include "cpattn/base/parallel.h"
+#include "cpattn/base/trace.h"
+#include "ops/attention/kernel_hooks.h"
+#include "ops/base/kernel_table.h"
+
+namespace cpattn {
+namespace {
+
+/// Heads of a token that threads take apart when there are more threads than
+/// tokens: all of them pack its keys again, which takes as long as so many heads.
+constexpr int64_t kMinHeads = 16;
+
+int64_t heads_per_item(int64_t num_tokens, int64_t num_heads, int num_threads) {
+  const int64_t parts =
+      std::clamp<int64_t>(num_threads / num_tokens, 1, (num_heads + kMinHeads - 1) / kMinHeads);
+  const int64_t heads = (num_heads + parts - 1) / parts;
+  return parts == 1 ? heads : (heads + kMinHeads - 1) / kMinHeads * kMinHeads;
+}
+
+/// Where a head of a token begins in a [B, S, heads, dim] tensor.
+void* row_address(const TensorView& tensor, int64_t token, int64_t head) {
+  const int64_t offset = token / tensor.shape[1] * tensor.strides[0] +
+                         token % tensor.shape[1] * tensor.strides[1] + head * tensor.strides[2];
+  return tensor.as<char>() + offset * element_size(tensor.dtype);
+}
+
+kernels::AttentionTile make_tile(
+    const SelectedAttention& attention,
+    int64_t token,
+    int64_t first_head,
+    int64_t num_heads,
+    const int32_t* rows,
+    int64_t num_keys
+) {
+  const TensorView& q = attention.q;
+  const int64_t place = token * q.shape[2] + first_head;
+  kernels::AttentionTile tile{
+      .q = row_address(q, token, first_head),
+      .q_head_stride = q.strides[2],
+      .k = attention.k,
+      .k_rope = attention.k_rope,
+      .v = attention.v,
+      .pages = rows,
+      .page_size = 1,
+      .expand = attention.expand,
+      .stored_bytes = attention.stored_bytes,
+      .head_dim = static_cast<int32_t>(q.shape[3]),
+      .v_head_dim = static_cast<int32_t>(attention.v_head_dim),
+      .num_tokens = 1,
+      .group = static_cast<int32_t>(num_heads),
+      .kv_len = num_keys,
+      .left = kernels::kUnlimited,
+      .right = kernels::kUnlimited,
+      .scale = static_cast<float>(attention.scale),
+      .sinks = attention.sinks == nullptr ? nullptr : attention.sinks + first_head,
+      .out = row_address(attention.out, token, first_head),
+      .out_head_stride = attention.out.strides[2],
+      .lse = attention.lse == nullptr ? nullptr : attention.lse + place,
+      .lse_head_stride = 1,
+      .max_logits = attention.max_logits == nullptr ? nullptr : attention.max_logits + place,
+  };
+  if (attention.q_rope) {
+    tile.q_rope = row_address(*attention.q_rope, token, first_head);
+    tile.q_rope_head_stride = attention.q_rope->strides[2];
+    tile.rope_dim = static_cast<int32_t>(attention.q_rope->shape[3]);
+  }
+  return tile;
+}
+
+}  // namespace
+
+FlatRows flat_rows(
+    const char* function, const char* name, const TensorView& tensor, int64_t width
+) {
+  const int rank = tensor.rank;
+  check(
+      (rank == 3 || rank == 4) && tensor.shape[rank - 2] == 1 && tensor.shape[rank - 1] == width,
+      function, ": ", name, " must have shape [rows, 1, ", width, "] or [pages, page_size, 1, ",
+      width, "], got ", ShapeOf{tensor}
+  );
+  check_tensor(function, name, tensor, rank);
+  if (rank == 3) return {tensor.shape[0], tensor.strides[0]};
+  const int64_t pages = tensor.shape[0], page_size = tensor.shape[1];
+  if (page_size <= 1) return {pages * page_size, tensor.strides[0]};
+  check(
+      pages <= 1 || tensor.strides[0] == page_size * tensor.strides[1], function, ": the pages of ",
+      name, " must follow each other, ", page_size * tensor.strides[1], " elements apart, got ",
+      tensor.strides[0]
+  );
+  return {pages * page_size, tensor.strides[1]};
+}
+
+void attend_selected(const SelectedAttention& attention, SelectKeys select, int num_threads) {
+  const TensorView& q = attention.q;
+  const int64_t num_tokens = q.shape[0] * q.shape[1], num_heads = q.shape[2];
+  if (num_tokens == 0 || num_heads == 0) return;
+  const int64_t rope_dim = attention.q_rope ? attention.q_rope->shape[3] : 0;
+  const auto qk_dim = static_cast<int32_t>(q.shape[3] + rope_dim);
+  const auto v_head_dim = static_cast<int32_t>(attention.v_head_dim);
+  const auto& kernel = active_kernels().attention[element_type(attention.function, "q", q.dtype)];
+  const int64_t item_heads = heads_per_item(num_tokens, num_heads, num_threads);
+  const int64_t parts = (num_heads + item_heads - 1) / item_heads;
+  const int64_t kernel_bytes =
+      (kernel.scratch_bytes(item_heads, qk_dim, v_head_dim) + 63) / 64 * 64;
+  const TraceSpan call(TraceScope::call, 0, q.dtype, attention.function);
+  parallel_for(num_tokens * parts, num_threads, [&](int64_t item, StopToken& stop) {
+    const int64_t token = item / parts, first_head = item % parts * item_heads;
+    const int64_t heads = std::min(item_heads, num_heads - first_head);
+    char* scratch = static_cast<char*>(
+        thread_scratch(kernel_bytes + attention.max_keys * static_cast<int64_t>(sizeof(int32_t)))
+    );
+    auto* rows = reinterpret_cast<int32_t*>(scratch + kernel_bytes);
+    const int64_t num_keys = select(token, rows);
+    const TraceSpan span(TraceScope::item, 2 * heads * num_keys * (qk_dim + v_head_dim), q.dtype);
+    kernels::AttentionTile tile = make_tile(attention, token, first_head, heads, rows, num_keys);
+    hook_tile(tile, stop, q.dtype);
+    kernel.run(&tile, scratch);
+  });
+}
+
+}  // namespace cpattn

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "cpattn/attention/attention_plan.h"
+
+namespace cpattn {
+
+/// The results of the parts of split items while a plan runs. Any thread may run
+/// any part; whoever ends the last one of a split merges them all, in their order.
+class SplitResults {
+ public:
+  explicit SplitResults(const AttentionPlan& plan);
+
+  /// Where the part leaves its results; null for an item that is whole.
+  float* results_of(const AttentionItem& item) const;
+
+  /// Notes that an item is done. Gives the results of all parts of its split when
+  /// it was the last one, else null.
+  const float* finish(const AttentionItem& item);
+
+ private:
+  float* results_of(const AttentionSplit& split, int64_t part) const;
+
+  const AttentionPlan& plan_;
+  int64_t row_floats_;
+  std::unique_ptr<float[]> results_;
+  std::vector<std::atomic<int32_t>> parts_left_;
+};
+
+}  // namespace cpattn

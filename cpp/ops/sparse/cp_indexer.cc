@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/sparse/cp_indexer.h"
+
+#include <algorithm>
+
+#include "cpattn/attention/attention_plan.h"
+#include "cpattn/base/check.h"
+#include "ops/sparse/index_keys.h"
+
+namespace cpattn {
+namespace {
+
+constexpr char kFunction[] = "cp_indexer_topk";
+
+template <class... Parts>
+void require(bool ok, const Parts&... parts) {
+  check(ok, kFunction, ": ", parts...);
+}
+
+/// The prefix must be counted exactly once.
+void check_prefix_convention(
+    const ContextParallelMetadata& metadata, const std::optional<std::vector<int64_t>>& prefix_lens
+) {
+  if (metadata.kv_len_convention == KvLenConvention::baked) {
+    require(
+        !prefix_lens,
+        "prefix_lens must not be given with metadata of kv_len_convention 'baked', whose kv "
+        "lengths count the prefix already"
+    );
+    return;
+  }
+  require(
+      !prefix_lens || static_cast<int32_t>(prefix_lens->size()) == metadata.bs,
+      "prefix_lens must have one entry per sequence (", metadata.bs, "), got ",
+      prefix_lens ? prefix_lens->size() : 0
+  );
+  for (int32_t s = 0; s < metadata.bs; ++s) {
+    const int64_t known = metadata.prefix_lens[s];
+    require(
+        prefix_lens || known == 0,
+        "prefix_lens must be given with metadata of kv_len_convention 'bare' and a cached prefix, "
+        "got prefix ",
+        known, " of sequence ", s
+    );
+    require(
+        !prefix_lens || (*prefix_lens)[s] == known,
+        "prefix_lens must be those of the seq_lens that metadata was built from, got ",
+        prefix_lens ? (*prefix_lens)[s] : 0, " for sequence ", s, ", whose prefix is ", known
+    );
+  }
+}
+
+/// One row per token: sequence and keys up to its own.
+std::vector<IndexerRow> local_rows(const ContextParallelMetadata& metadata) {
+  const std::vector<int32_t> requests = query_request_indices(metadata);
+  const std::vector<int32_t> cache_lengths = query_cache_lengths(metadata);
+  std::vector<IndexerRow> rows(requests.size());
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    rows[i] = {.query = static_cast<int64_t>(i), .table_row = requests[i], .end = cache_lengths[i]};
+  }
+  return rows;
+}
+
+std::vector<int64_t> keys_per_sequence(const std::vector<IndexerRow>& rows, int64_t num_sequences) {
+  std::vector<int64_t> keys(num_sequences, 0);
+  for (const IndexerRow& row : rows) {
+    keys[row.table_row] = std::max(keys[row.table_row], row.end);
+  }
+  return keys;
+}
+
+}  // namespace
+
+void cp_indexer_topk(const ContextParallelMetadata& metadata, const CpIndexerArguments& arguments) {
+  check_tensor(kFunction, "q", arguments.q, 3);
+  require(
+      arguments.q.shape[0] >= metadata.num_local_rows(), "q must have at least the ",
+      metadata.num_local_rows(), " rows that the metadata gives rank ", metadata.cp_rank, ", got ",
+      arguments.q.shape[0]
+  );
+  check_prefix_convention(metadata, arguments.prefix_lens);
+  const IndexKeys keys = view_index_keys(
+      kFunction, arguments.index_k_cache, arguments.k_scale, arguments.page_size,
+      arguments.q.shape[2]
+  );
+  const std::vector<IndexerRow> rows = local_rows(metadata);
+  const PageTable pages = page_table_from_blocks(
+      kFunction, arguments.block_tables, keys_per_sequence(rows, metadata.bs), keys.page_size,
+      keys.num_pages
+  );
+  const IndexerArguments indexer{
+      .function = kFunction,
+      .q = arguments.q,
+      .weights = arguments.weights,
+      .keys = keys,
+      .pages = pages,
+      .rows = rows,
+      .num_threads = arguments.num_threads,
+  };
+  indexer_topk(
+      indexer, {.topk = arguments.topk, .sorted = arguments.sorted, .indices = arguments.indices}
+  );
+}
+
+}  // namespace cpattn

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "cpattn/base/tensor_view.h"
+#include "cpattn/sparse/indexer.h"
+
+namespace cpattn {
+
+/// The keys in a cache of any form (cp_indexer.h lists them) of rows of `dim`
+/// numbers. Throws std::invalid_argument, naming `function`, for any other.
+IndexKeys view_index_keys(
+    const char* function,
+    const TensorView& index_k_cache,
+    const std::optional<TensorView>& k_scale,
+    int64_t page_size,
+    int64_t dim
+);
+
+}  // namespace cpattn

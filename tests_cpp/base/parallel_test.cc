@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/base/parallel.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <numeric>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+namespace cpattn {
+namespace {
+
+int64_t sum_of_items(int64_t num_items, int num_threads) {
+  std::atomic<int64_t> sum{0};
+  parallel_for(num_items, num_threads, [&](int64_t item, StopToken&) { sum += item; });
+  return sum;
+}
+
+TEST(ParallelFor, RunsEveryItemOnce) {
+  for (int threads : {1, 2, 3, 8}) {
+    for (int64_t items : {0, 1, 2, 7, 1000}) {
+      std::vector<std::atomic<int>> seen(items);
+      parallel_for(items, threads, [&](int64_t item, StopToken&) { ++seen[item]; });
+      for (const auto& count : seen) EXPECT_EQ(count, 1);
+    }
+  }
+}
+
+TEST(ParallelFor, OneThreadMeansTheCallers) {
+  const auto self = std::this_thread::get_id();
+  parallel_for(10, 1, [&](int64_t, StopToken&) { EXPECT_EQ(std::this_thread::get_id(), self); });
+}
+
+TEST(ParallelFor, RethrowsTheFirstError) {
+  for (int threads : {1, 4}) {
+    EXPECT_THROW(
+        parallel_for(
+            100, threads,
+            [](int64_t item, StopToken&) {
+              if (item == 13) throw std::runtime_error("13");
+            }
+        ),
+        std::runtime_error
+    );
+    EXPECT_EQ(sum_of_items(100, threads), 4950);  // the pool survives
+  }
+}
+
+TEST(ParallelFor, CallsNestedInAPollHaveScratchOfTheirOwn) {
+  static int polls = 0;
+  constexpr std::size_t kBytes = 4096;
+  const auto fill_scratch = [](std::size_t bytes, char value) {
+    auto* scratch = static_cast<char*>(thread_scratch(bytes));
+    std::fill_n(scratch, bytes, value);
+    return scratch;
+  };
+  // Larger than the outer one, which would move if it were the same.
+  const InterruptScope interrupts([] {
+    ++polls;
+    parallel_for(1, 1, [](int64_t, StopToken&) {
+      std::fill_n(static_cast<char*>(thread_scratch(64 * kBytes)), 64 * kBytes, 'n');
+    });
+    return false;
+  });
+  parallel_for(1, 1, [&](int64_t, StopToken& stop) {
+    const char* scratch = fill_scratch(kBytes, 'o');
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(300);
+    while (std::chrono::steady_clock::now() < end) ASSERT_FALSE(stop.should_stop());
+    EXPECT_EQ(thread_scratch(kBytes), scratch);
+    for (std::size_t i = 0; i < kBytes; ++i) ASSERT_EQ(scratch[i], 'o') << i;
+  });
+  EXPECT_GT(polls, 0);
+}
+
+TEST(ParallelFor, SeveralCallersShareTheWorkers) {
+  std::vector<std::thread> callers;
+  callers.reserve(6);
+  std::atomic<int> right{0};
+  for (int c = 0; c < 6; ++c) {
+    callers.emplace_back([&] {
+      for (int i = 0; i < 50; ++i) right += sum_of_items(200, 4) == 19900;
+    });
+  }
+  for (auto& caller : callers) caller.join();
+  EXPECT_EQ(right, 300);
+}
+
+TEST(ParallelFor, AnItemMayCallParallelFor) {
+  std::atomic<int64_t> sum{0};
+  parallel_for(8, 4, [&](int64_t, StopToken&) { sum += sum_of_items(10, 4); });
+  EXPECT_EQ(sum, 8 * 45);
+}
+
+TEST(ParallelFor, TheHookInterruptsLongWork) {
+  const InterruptScope scope([] { return true; });
+  EXPECT_THROW(
+      parallel_for(
+          1000000, 2,
+          [](int64_t, StopToken& stop) {
+            for (int i = 0; i < 100 && !stop.should_stop(); ++i) {
+              std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            }
+          }
+      ),
+      Interrupted
+  );
+}
+
+#if !defined(__SANITIZE_THREAD__)
+TEST(ParallelFor, WorksInAForkedChildAndInItsParent) {
+  ASSERT_EQ(sum_of_items(100, 4), 4950);  // the parent's workers exist
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) _exit(sum_of_items(100, 4) == 4950 ? 0 : 1);
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  EXPECT_EQ(sum_of_items(100, 4), 4950);
+}
+#endif
+
+TEST(NumThreads, CanBeSetAndRefusesNonsense) {
+  const int before = default_num_threads();
+  EXPECT_GE(before, 1);
+  set_num_threads(3);
+  EXPECT_EQ(default_num_threads(), 3);
+  EXPECT_THROW(set_num_threads(0), std::invalid_argument);
+  EXPECT_EQ(default_num_threads(), 3);
+  set_num_threads(before);
+}
+
+TEST(ThreadScratch, IsAlignedAndGrows) {
+  auto* small = static_cast<char*>(thread_scratch(100));
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(small) % 64, 0U);
+  auto* large = static_cast<char*>(thread_scratch(1 << 20));
+  large[(1 << 20) - 1] = 1;
+  EXPECT_EQ(thread_scratch(100), large);
+}
+
+}  // namespace
+}  // namespace cpattn
