@@ -38,7 +38,8 @@ def digests(build: Build, files: list[str]) -> dict[str, str]:
     shared = digest_of(sorted(p for p in build.root.glob("tests_py/*.py") if "test_" not in p.name))
     found = {}
     for name in [*files, "cpp"]:
-        paths = sorted(build.root.glob("tests_cpp/**/*.[ch]*")) if name == "cpp" else [build.root / name]
+        cpp_tests = sorted(build.root.glob("tests_cpp/**/*.[ch]*"))
+        paths = cpp_tests if name == "cpp" else [build.root / name]
         found[name] = digest_of(paths) + shared + build.digest()
     return found
 
