@@ -14,6 +14,7 @@
 #include <new>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cpattn/base/check.h"
@@ -244,6 +245,9 @@ class Scratch {
   std::size_t bytes_ = 0;
 };
 
+/// Of this thread; 0 for that of the process.
+thread_local int thread_default = 0;
+
 /// Of calls that are not nested, and of those that are, by their depth.
 thread_local Scratch outer_scratch;
 thread_local std::vector<std::unique_ptr<Scratch>> nested_scratch;
@@ -257,7 +261,15 @@ NestedCalls::~NestedCalls() {
 
 }  // namespace
 
-int default_num_threads() { return configured_num_threads().load(std::memory_order_relaxed); }
+int default_num_threads() {
+  if (thread_default > 0) return thread_default;
+  return configured_num_threads().load(std::memory_order_relaxed);
+}
+
+int exchange_thread_default(int num_threads) {
+  check(num_threads >= 0, "exchange_thread_default: num_threads must be >= 0, got ", num_threads);
+  return std::exchange(thread_default, num_threads);
+}
 
 void set_num_threads(int num_threads) {
   check(num_threads >= 1, "set_num_threads: num_threads must be >= 1, got ", num_threads);

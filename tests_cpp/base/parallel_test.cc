@@ -135,6 +135,18 @@ TEST(NumThreads, CanBeSetAndRefusesNonsense) {
   set_num_threads(before);
 }
 
+TEST(NumThreads, OfAThreadComeBeforeThoseOfTheProcess) {
+  const int process = default_num_threads();
+  EXPECT_EQ(exchange_thread_default(process + 5), 0);
+  EXPECT_EQ(default_num_threads(), process + 5);
+  int elsewhere = 0;
+  std::thread([&] { elsewhere = default_num_threads(); }).join();
+  EXPECT_EQ(elsewhere, process);
+  EXPECT_THROW(exchange_thread_default(-1), std::invalid_argument);
+  EXPECT_EQ(exchange_thread_default(0), process + 5);
+  EXPECT_EQ(default_num_threads(), process);
+}
+
 TEST(ThreadScratch, IsAlignedAndGrows) {
   auto* small = static_cast<char*>(thread_scratch(100));
   EXPECT_EQ(reinterpret_cast<uintptr_t>(small) % 64, 0U);

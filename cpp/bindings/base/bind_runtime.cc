@@ -43,6 +43,17 @@ void register_runtime(py::module_& module) {
   );
   module.def("default_num_threads", &default_num_threads);
   module.def(
+      "exchange_thread_default",
+      [](py::handle num_threads) {
+        const Arguments read("num_threads");
+        const auto number = num_threads.is_none() ? 0 : read.integer<int32_t>(num_threads, "n");
+        check(num_threads.is_none() || number >= 1, read.name("n"), " must be >= 1, got ", number);
+        const int before = exchange_thread_default(number);
+        return before == 0 ? py::object(py::none()) : py::object(py::int_(before));
+      },
+      "num_threads"_a
+  );
+  module.def(
       "set_num_threads",
       [](py::handle num_threads) {
         const Arguments read("set_num_threads");

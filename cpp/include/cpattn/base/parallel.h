@@ -9,11 +9,16 @@
 
 namespace cpattn {
 
-/// Threads a call may use when it does not say: set_num_threads(), else the
-/// environment variable CPATTN_NUM_THREADS, else the CPUs this process may run
-/// on. Throws std::invalid_argument when the variable is not a positive number.
+/// Threads a call may use when it does not say: exchange_thread_default() of the
+/// calling thread, else set_num_threads(), else the environment variable
+/// CPATTN_NUM_THREADS, else the CPUs this process may run on. Throws
+/// std::invalid_argument when the variable is not a positive number.
 int default_num_threads();
 void set_num_threads(int num_threads);
+
+/// Sets the default of calls of this thread, 0 for that of the process, and
+/// returns what it was. Throws std::invalid_argument below 0.
+int exchange_thread_default(int num_threads);
 
 /// Thrown by parallel_for when the caller's interrupt hook asked to stop.
 struct Interrupted : std::exception {

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`num_threads` holds for the calls of one thread, within a with statement or a function."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import cpattn
+from cpattn import _core
+
+DEFAULT = _core.default_num_threads()
+
+
+def threads_that_worked() -> int:
+    """Of a call that a pool divides: enough scores for several threads."""
+    rng = np.random.default_rng(0)
+    score = rng.standard_normal((64, 40_000), np.float32)
+    with cpattn.profile() as profile:
+        cpattn.sparse.fast_topk(score, [score.shape[1]] * len(score), 2048)
+    return len({event["thread"] for event in profile.events if event["scope"] == "item"})
+
+
+def test_a_call_inside_uses_so_many():
+    with cpattn.num_threads(3):
+        assert _core.default_num_threads() == 3
+        with cpattn.num_threads(1):
+            assert _core.default_num_threads() == 1
+        with cpattn.num_threads(None):
+            assert _core.default_num_threads() == DEFAULT
+        assert _core.default_num_threads() == 3
+    assert _core.default_num_threads() == DEFAULT
+
+
+def test_one_is_the_callers_thread():
+    with cpattn.num_threads(1):
+        assert threads_that_worked() == 1
+
+
+def test_other_threads_keep_theirs():
+    found = []
+    with cpattn.num_threads(DEFAULT + 1):
+        thread = threading.Thread(target=lambda: found.append(_core.default_num_threads()))
+        thread.start()
+        thread.join()
+    assert found == [DEFAULT]
+
+
+def test_a_function_may_have_it_in_several_threads_at_once():
+    barrier = threading.Barrier(2)
+    found = []
+
+    @cpattn.num_threads(7)
+    def inside():
+        barrier.wait()
+        found.append(_core.default_num_threads())
+        barrier.wait()
+
+    def call():
+        inside()
+        found.append(_core.default_num_threads())
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == sorted([7, 7, DEFAULT, DEFAULT])
+
+
+def test_it_ends_with_an_error():
+    with pytest.raises(KeyError), cpattn.num_threads(1):
+        raise KeyError
+    assert _core.default_num_threads() == DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("n", "error", "message"),
+    [
+        (0, ValueError, "num_threads: n must be >= 1, got 0"),
+        (-3, ValueError, "num_threads: n must be >= 1, got -3"),
+        (2**40, ValueError, "num_threads: n must "),
+        (1.0, TypeError, "num_threads: n must be an integer, got float"),
+        (True, TypeError, "num_threads: n must be an integer, got bool"),
+    ],
+)
+def test_errors(n, error, message):
+    with pytest.raises(error, match=f"^{message}"), cpattn.num_threads(n):
+        pass
+    assert _core.default_num_threads() == DEFAULT
