@@ -101,7 +101,7 @@ def jobs() -> Iterator[Job]:
         "hadamard_transform",
         (torch.ones(1, 16),),
         OPERATORS.hadamard_transform,
-        cpattn.hadamard_transform,
+        cpattn.sparse.hadamard_transform,
         hadamard_core,
         written=0,
     )

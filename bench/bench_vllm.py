@@ -25,7 +25,7 @@ if message := torch_guard.prepare():
     print(message)
 
 from contender import Failed
-from cpattn.replay.trace import TRACE_BLOCK_TOKENS, generate_trace, read_trace
+from cpattn.traffic.trace import TRACE_BLOCK_TOKENS, generate_trace, read_trace
 from harness import environment
 from report import console
 from serving import load

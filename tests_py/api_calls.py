@@ -53,10 +53,10 @@ def memory(*shape: int, dtype: Any = np.uint8) -> Any:
     return np.zeros(shape, dtype)
 
 
-def kv_args(num_layers: int = 2, **more: Any) -> cpattn.KVArgs:
+def kv_args(num_layers: int = 2, **more: Any) -> transfer.KVArgs:
     """Of a stage with all layers, K and V, eight pages of 64 bytes in each buffer."""
     count = 2 * num_layers
-    return cpattn.KVArgs(
+    return transfer.KVArgs(
         engine_rank=0, page_size=4, kv_head_num=2, total_kv_head_num=2,
         kv_data_ptrs=[(1 << 30) + 4096 * i for i in range(count)], kv_data_lens=[512] * count,
         kv_item_lens=[64] * count, prefill_start_layer=0, prefill_end_layer=num_layers,
@@ -71,21 +71,21 @@ TARGET_PTRS = [(1 << 31) + 4096 * i for i in range(4)]
 PAGES = {"src_pages": ("ints", [1, 2, 5]), "dst_pages": ("ints", [3, 4, 6])}
 
 
-def layout(base: int = 1 << 30, **more: Any) -> cpattn.KVLayout:
+def layout(base: int = 1 << 30, **more: Any) -> transfer.KVLayout:
     entries = [
-        cpattn.KVEntry(layer, kind, False, base + 4096 * (2 * layer + (kind == "v")), 512, 64)
+        transfer.KVEntry(layer, kind, False, base + 4096 * (2 * layer + (kind == "v")), 512, 64)
         for layer in range(2)
         for kind in ("k", "v")
     ]
-    return cpattn.KVLayout(entries, page_size=4, **more)
+    return transfer.KVLayout(entries, page_size=4, **more)
 
 
-def mha_pool() -> cpattn.MHATokenToKVPool:
-    return cpattn.MHATokenToKVPool(16, 4, 2, 2, 8, dtype="float32")
+def mha_pool() -> cpattn.kv.MHATokenToKVPool:
+    return cpattn.kv.MHATokenToKVPool(16, 4, 2, 2, 8, dtype="float32")
 
 
-def mla_pool() -> cpattn.MLATokenToKVPool:
-    return cpattn.MLATokenToKVPool(16, 4, 2, 16, 8, index_head_dim=8, dtype="float32")
+def mla_pool() -> cpattn.kv.MLATokenToKVPool:
+    return cpattn.kv.MLATokenToKVPool(16, 4, 2, 16, 8, index_head_dim=8, dtype="float32")
 
 
 def pointers() -> Arguments:
@@ -98,9 +98,12 @@ def pointers() -> Arguments:
     }
 
 
-def engines() -> tuple[cpattn.LocalEngine, cpattn.LocalEngine, Any, Any, Callable[[], None]]:
+def engines() -> tuple[transfer.LocalEngine, transfer.LocalEngine, Any, Any, Callable[[], None]]:
     """Two engines with memory of their own registered."""
-    sender, receiver = cpattn.LocalEngine(num_threads=1), cpattn.LocalEngine(num_threads=1)
+    sender, receiver = (
+        transfer.LocalEngine(num_threads=1),
+        transfer.LocalEngine(num_threads=1),
+    )
     src, dst = np.arange(256, dtype=np.uint8), memory(256)
     sender.register([src.ctypes.data], [src.nbytes])
     receiver.register([dst.ctypes.data], [dst.nbytes])
@@ -124,7 +127,7 @@ def engine_write() -> Good:
 
 
 def engine_register() -> Good:
-    engine, block = cpattn.LocalEngine(num_threads=1), memory(128)
+    engine, block = transfer.LocalEngine(num_threads=1), memory(128)
     arguments = {
         "addrs": ("addresses", [block.ctypes.data, block.ctypes.data + 64]),
         "sizes": ("addresses", [64, 64]),
@@ -145,7 +148,7 @@ def engine_unregister() -> Good:
 
 def execute() -> Good:
     sender, receiver, src, dst, close = engines()
-    plan = cpattn.TransferPlan([src.ctypes.data], [dst.ctypes.data], [64])
+    plan = transfer.TransferPlan([src.ctypes.data], [dst.ctypes.data], [64])
     arguments = {
         "engine": ("value", sender),
         "session": ("text", receiver.session_id),
@@ -165,7 +168,7 @@ def execute() -> Good:
 
 
 def register() -> Good:
-    engine = cpattn.LocalEngine(num_threads=1)
+    engine = transfer.LocalEngine(num_threads=1)
 
     def call(tensor: Any) -> Any:
         return transfer.register(engine, tensor)
@@ -178,7 +181,7 @@ def register() -> Good:
 
 
 def closed_registration() -> Good:
-    engine = cpattn.LocalEngine(num_threads=1)
+    engine = transfer.LocalEngine(num_threads=1)
     registration = transfer.register(engine, memory(64))
     return Good(registration.close, {}, engine.close)
 
@@ -243,7 +246,7 @@ def links() -> Good:
         "cp_ranks": ("?ints", [0]),
     }
     # What a link refuses, in the words of its plan.
-    return Good(cpattn.plan_kv_links, arguments, prefixes=("plan_kv_transfer: ",), names=PAIRED)
+    return Good(transfer.plan_kv_links, arguments, prefixes=("plan_kv_transfer: ",), names=PAIRED)
 
 
 def transfer_plan() -> Good:
@@ -255,7 +258,7 @@ def transfer_plan() -> Good:
         **LINKS,
         "cp_rank": ("int", 0),
     }
-    return Good(cpattn.plan_kv_transfer, arguments, names=PAIRED)
+    return Good(transfer.plan_kv_transfer, arguments, names=PAIRED)
 
 
 def send_kvcache() -> Good:
@@ -270,7 +273,11 @@ def send_kvcache() -> Good:
         "compat": ("flag", False),
     }
     return Good(
-        cpattn.plan_send_kvcache, arguments, errors=(IndexError,), names=BAG, prefixes=SLICED
+        transfer.plan_send_kvcache,
+        arguments,
+        errors=(IndexError,),
+        names=BAG,
+        prefixes=SLICED,
     )
 
 
@@ -288,7 +295,11 @@ def send_slice() -> Good:
         "compat": ("flag", False),
     }
     return Good(
-        cpattn.plan_send_kvcache_slice, arguments, errors=(IndexError,), names=BAG, prefixes=SLICED
+        transfer.plan_send_kvcache_slice,
+        arguments,
+        errors=(IndexError,),
+        names=BAG,
+        prefixes=SLICED,
     )
 
 
@@ -301,7 +312,7 @@ def send_aux() -> Good:
         "dst_item_lens": ("?addresses", [16]),
         "compat": ("flag", False),
     }
-    return Good(cpattn.plan_send_aux, arguments, errors=(IndexError,), names=BAG, prefixes=SLICED)
+    return Good(transfer.plan_send_aux, arguments, errors=(IndexError,), names=BAG, prefixes=SLICED)
 
 
 def send_state() -> Good:
@@ -316,7 +327,7 @@ def send_state() -> Good:
         "compat": ("flag", False),
     }
     return Good(
-        cpattn.plan_send_state,
+        transfer.plan_send_state,
         arguments,
         errors=(IndexError, RuntimeError),
         names=BAG,
@@ -340,7 +351,7 @@ def cursor() -> Good:
         "last_chunk": ("flag", False),
         "end": ("?int", None),
     }
-    return Good(cpattn.KVSendCursor(10, 4).advance, arguments)
+    return Good(transfer.KVSendCursor(10, 4).advance, arguments)
 
 
 def chunk() -> Good:
@@ -349,7 +360,7 @@ def chunk() -> Good:
         "dst_page_indices": ("ints", [5, 6, 7, 8]),
     }
     return Good(
-        cpattn.KVChunk(4, 12, 1, 3, False, 4).select,
+        transfer.KVChunk(4, 12, 1, 3, False, 4).select,
         arguments,
         names=("pages",),
         prefixes=("kv_to_page_indices: ",),
@@ -385,10 +396,10 @@ def sharded() -> Good:
 
 def profiled() -> Good:
     with cpattn.profile(max_events=10) as profile:
-        cpattn.hadamard_transform(np.ones((2, 16), np.float32))
+        cpattn.sparse.hadamard_transform(np.ones((2, 16), np.float32))
     return Good(
         profile.select,
-        {"scope": ("value", cpattn.TraceScope.call), "thread": ("?int", 0)},
+        {"scope": ("value", cpattn.profiling.TraceScope.call), "thread": ("?int", 0)},
     )
 
 
@@ -423,21 +434,21 @@ TRANSFERS: dict[str, Callable[[], Good]] = {
     "plan_send_aux": send_aux,
     "plan_send_state": send_state,
     "slice_heads": of(
-        cpattn.slice_heads,
+        transfer.slice_heads,
         total_kv_heads=("int", 4), prefill_tp_size=("int", 8), prefill_rank=("int", 7),
         decode_tp_size=("int", 2), decode_rank=("int", 1), compat=("flag", False),
         names=("rank", "sizes", "heads"),
     ),
     "decode_targets": of(
-        cpattn.decode_targets,
+        transfer.decode_targets,
         engine_rank=("int", 3), prefill_tp_size=("int", 8), decode_tp_size=("int", 4),
         is_mla=("flag", True),
     ),
     "kv_start_layer": of(
-        cpattn.kv_start_layer, start_layer=("int", 30), kv_layer_ids=("ints", [3, 7, 31])
+        transfer.kv_start_layer, start_layer=("int", 30), kv_layer_ids=("ints", [3, 7, 31])
     ),
     "build_transfer_entry_pairs": lambda: Good(
-        cpattn.build_transfer_entry_pairs,
+        transfer.build_transfer_entry_pairs,
         {
             "src_layer_ids": ("?ints", [3, 7]),
             "dst_layer_ids": ("?ints", [3, 7, 11]),
@@ -450,10 +461,10 @@ TRANSFERS: dict[str, Callable[[], Good]] = {
         names=("Layer metadata", "entries", "layer"),
     ),
     "get_mha_kv_ptrs_with_pp": lambda: Good(
-        cpattn.get_mha_kv_ptrs_with_pp, pointers(), names=GROUPED
+        transfer.get_mha_kv_ptrs_with_pp, pointers(), names=GROUPED
     ),
     "get_mla_kv_ptrs_with_pp": lambda: Good(
-        cpattn.get_mla_kv_ptrs_with_pp,
+        transfer.get_mla_kv_ptrs_with_pp,
         {
             **pointers(),
             "kv_buf_groups": ("int", 2),
@@ -463,36 +474,36 @@ TRANSFERS: dict[str, Callable[[], Good]] = {
         },
         names=GROUPED,
     ),
-    "kv_to_page_num": of(cpattn.kv_to_page_num, num_tokens=("int", 9), page_size=("int", 4)),
+    "kv_to_page_num": of(transfer.kv_to_page_num, num_tokens=("int", 9), page_size=("int", 4)),
     "kv_to_page_indices": of(
-        cpattn.kv_to_page_indices, names=("pages",), kv_indices=("ints", [12, 13, 14, 15, 4]),
+        transfer.kv_to_page_indices, names=("pages",), kv_indices=("ints", [12, 13, 14, 15, 4]),
         page_size=("int", 4),
     ),
     "group_concurrent_contiguous": of(
-        cpattn.group_concurrent_contiguous,
+        transfer.group_concurrent_contiguous,
         names=("index arrays",),
         src_indices=("ints", [2, 3, 7]), dst_indices=("ints", [20, 21, 40]),
     ),
     "registration_regions": of(
-        cpattn.registration_regions,
+        transfer.registration_regions,
         ptrs=("addresses", [4096, 8192, 4096]), lens=("addresses", [64, 0, 64]),
         alignment=("int", 1),
     ),
     "TransferPlan": of(
-        cpattn.TransferPlan,
+        transfer.TransferPlan,
         src_addrs=("addresses", [0, 64]), dst_addrs=("addresses", [4096, 8192]),
         lengths=("addresses", [64, 192]), parts=("value", [("k", 1, 1), ("v", 1, 1)]),
     ),
     "TransferPlan.execute": execute,
     "KVLayout": of(
-        cpattn.KVLayout,
-        entries=("value", [cpattn.KVEntry(0, "k", False, 1 << 48, 4608, 512)]),
+        transfer.KVLayout,
+        entries=("value", [transfer.KVEntry(0, "k", False, 1 << 48, 4608, 512)]),
         page_size=("int", 8), tp_rank=("int", 0), tp_size=("int", 1),
         total_kv_heads=("?int", 1), layers=("?value", (0, 1)), dcp_rank=("int", 0),
         dcp_size=("int", 1), dcp_interleave=("int", 1), names=LAYOUT,
     ),
     "KVLayout.from_pool": lambda: Good(
-        cpattn.KVLayout.from_pool,
+        transfer.KVLayout.from_pool,
         {
             "pool": ("value", mha_pool()),
             "draft_pool": ("?value", mha_pool()),
@@ -508,7 +519,7 @@ TRANSFERS: dict[str, Callable[[], Good]] = {
         names=("buffer", "page", "layer", "heads", "rank"),
     ),
     "KVLayout.from_kv_args": lambda: Good(
-        cpattn.KVLayout.from_kv_args,
+        transfer.KVLayout.from_kv_args,
         {
             "kv_args": ("bag", kv_args()),
             "is_mla": ("flag", False),
@@ -522,23 +533,23 @@ TRANSFERS: dict[str, Callable[[], Good]] = {
         names=(*BAG, *LAYOUT),
     ),
     "KVLayout.from_dict": lambda: Good(
-        cpattn.KVLayout.from_dict, {"fields": ("bag", layout().to_dict())},
+        transfer.KVLayout.from_dict, {"fields": ("bag", layout().to_dict())},
         names=LAYOUT, prefixes=("KVLayout: ", "KVLayout.__init__()"),
     ),
     "KVSendCursor": of(
-        cpattn.KVSendCursor,
+        transfer.KVSendCursor,
         num_tokens=("int", 10), page_size=("int", 4), decode_prefix_len=("int", 4),
         compat=("flag", False),
     ),
     "KVSendCursor.advance": cursor,
     "KVChunk.select": chunk,
     "MHATokenToKVPool": of(
-        cpattn.MHATokenToKVPool,
+        cpattn.kv.MHATokenToKVPool,
         **POOL_SIZES, num_kv_heads=("int", 2), head_dim=("int", 8), v_head_dim=("?int", 8),
         names=("buffer", "elements", "slots"),
     ),
     "MLATokenToKVPool": of(
-        cpattn.MLATokenToKVPool,
+        cpattn.kv.MLATokenToKVPool,
         **POOL_SIZES, kv_lora_rank=("int", 16), qk_rope_head_dim=("int", 8),
         index_head_dim=("?int", 8), names=("buffer", "elements", "slots"),
     ),
@@ -553,7 +564,7 @@ TRANSFERS: dict[str, Callable[[], Good]] = {
         mha_pool().get_kv_buffer, {"layer_id": ("int", 1)}, prefixes=("get_value_buffer: ",)
     ),
     "LocalEngine": of(
-        cpattn.LocalEngine, num_threads=("?int", 1), max_blocks=("int", 16)
+        transfer.LocalEngine, num_threads=("?int", 1), max_blocks=("int", 16)
     ),
     "LocalEngine.register": engine_register,
     "LocalEngine.unregister": engine_unregister,
@@ -561,18 +572,18 @@ TRANSFERS: dict[str, Callable[[], Good]] = {
     "register": register,
     "Registration.close": closed_registration,
     "fill_kv_args": lambda: Good(
-        cpattn.fill_kv_args,
+        transfer.fill_kv_args,
         {
-            "kv_args": ("value", cpattn.KVArgs()),
+            "kv_args": ("value", transfer.KVArgs()),
             "pool": ("value", mha_pool()),
             "draft_pool": ("?value", mha_pool()),
             "total_kv_layers": ("?int", 2),
         },
     ),
     "setup_state_kv_args": lambda: Good(
-        cpattn.setup_state_kv_args,
+        transfer.setup_state_kv_args,
         {
-            "kv_args": ("value", cpattn.KVArgs()),
+            "kv_args": ("value", transfer.KVArgs()),
             "pool": ("value", mla_pool()),
             "draft_pool": ("?value", mla_pool()),
             "total_kv_layers": ("int", 2),

@@ -268,7 +268,7 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.npu_fused_infer_attention_score,
+        cpattn.npu.npu_fused_infer_attention_score,
         {
             "query": ("tensor", f32(3, 4, 16)),
             "key": ("tensor", f32(2, 8, 64)),
@@ -293,7 +293,7 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.npu_lightning_indexer,
+        cpattn.npu.npu_lightning_indexer,
         {
             "query": ("tensor", f32(2, 1, 16)),
             "key": ("tensor", f32(2, 4, 1, 16)),
@@ -311,7 +311,7 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.npu_sparse_flash_attention,
+        cpattn.npu.npu_sparse_flash_attention,
         {
             "query": ("tensor", f32(2, 4, 16)),
             "key": ("tensor", f32(3, 8, 1, 16)),
@@ -334,7 +334,7 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.flash_mla_sparse_fwd,
+        cpattn.sparse.flash_mla_sparse_fwd,
         {**SPARSE_MLA, "out": ("?output", f32(2, 4, 16)), "num_threads": ("?int", 1)},
     ),
     Call(cpattn.build_cp_metadata, {**CP_BATCH, "cp_rank": ("int", 0)}),
@@ -350,7 +350,7 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.can_dsa_prefill_cp_interleave,
+        cpattn.sparse.can_dsa_prefill_cp_interleave,
         {
             "extend_lens": ("ints", [4, 4]),
             "cp_size": ("int", 2),
@@ -364,7 +364,7 @@ CALLS = [
     ),
     Call(METADATA.unshard, {"parts": ("value", [f32(4, 2), f32(4, 2)]), "dim": ("int", 0)}),
     Call(
-        cpattn.build_dsa_metadata,
+        cpattn.sparse.build_dsa_metadata,
         {
             "extend_lens": ("?ints", [3, 2]),
             "seq_lens": ("ints", [10, 4]),
@@ -383,7 +383,7 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.build_dsa_metadata,
+        cpattn.sparse.build_dsa_metadata,
         {
             "extend_lens": ("any", None),
             "seq_lens": ("ints", [10, 4]),
@@ -394,10 +394,10 @@ CALLS = [
             "num_draft_tokens": ("int", 2),
         },
     ),
-    Call(cpattn.indexer_logits, INDEXER),
-    Call(cpattn.indexer_topk, {**INDEXER, "topk": ("int", 3), "sorted": ("flag", True)}),
+    Call(cpattn.sparse.indexer_logits, INDEXER),
+    Call(cpattn.sparse.indexer_topk, {**INDEXER, "topk": ("int", 3), "sorted": ("flag", True)}),
     Call(
-        cpattn.cp_indexer_topk,
+        cpattn.sparse.cp_indexer_topk,
         {
             "q": ("tensor", f32(4, 1, 16)),
             "index_k_cache": ("tensor", f32(2, 8, 16)),
@@ -412,7 +412,7 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.cp_indexer_topk,
+        cpattn.sparse.cp_indexer_topk,
         {
             "q": ("tensor", f32(4, 1, 16)),
             "index_k_cache": ("tensor", f32(2, 8, 16)),
@@ -425,7 +425,7 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.dcp_local_indices,
+        cpattn.sparse.dcp_local_indices,
         {
             "indices": ("tensor", i32([9, 4, 7, 2, -1])),
             "dcp_rank": ("int", 1),
@@ -433,9 +433,9 @@ CALLS = [
             "interleave_size": ("int", 1),
         },
     ),
-    Call(cpattn.fast_topk, TOPK),
+    Call(cpattn.sparse.fast_topk, TOPK),
     Call(
-        cpattn.fast_topk_transform_fused,
+        cpattn.sparse.fast_topk_transform_fused,
         {
             **TOPK,
             "page_table_size_1": ("table", i32(range(8), range(8))),
@@ -444,10 +444,11 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.fast_topk_transform_ragged_fused, {**TOPK, "topk_indices_offset": ("ints", [0, 9])}
+        cpattn.sparse.fast_topk_transform_ragged_fused,
+        {**TOPK, "topk_indices_offset": ("ints", [0, 9])},
     ),
     Call(
-        cpattn.topk_transform,
+        cpattn.sparse.topk_transform,
         {
             "logits": ("tensor", f32(2, 8)),
             **{name: value for name, value in TOPK.items() if name != "score"},
@@ -460,7 +461,7 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.transform_index_page_table_decode,
+        cpattn.sparse.transform_index_page_table_decode,
         {
             "page_table": ("tensor", i32([3, 4], [5, 6])),
             "topk_indices": ("tensor", i32([1, 0], [0, -1])),
@@ -468,7 +469,7 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.transform_index_page_table_prefill,
+        cpattn.sparse.transform_index_page_table_prefill,
         {
             "page_table": ("tensor", i32([3, 4])),
             "topk_indices": ("tensor", i32([1, 0], [0, -1])),
@@ -477,7 +478,7 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.page_table_to_topk,
+        cpattn.sparse.page_table_to_topk,
         {
             "page_table": ("tensor", i32([3, 4], [5, 6])),
             "lengths": ("ints", [2, 1]),
@@ -486,7 +487,10 @@ CALLS = [
             "page_size": ("int", 1),
         },
     ),
-    Call(cpattn.pad_topk_indices, {"topk_indices": ("any", i32([1, 0])), "num_tokens": ("int", 3)}),
+    Call(
+        cpattn.sparse.pad_topk_indices,
+        {"topk_indices": ("any", i32([1, 0])), "num_tokens": ("int", 3)},
+    ),
     Call(
         cpattn.get_topk_transform_method,
         {
@@ -496,7 +500,7 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.quantize_kv_rows,
+        cpattn.sparse.quantize_kv_rows,
         {
             "nope": ("tensor", f32(3, 512)),
             "rope": ("tensor", f32(3, 64)),
@@ -504,20 +508,22 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.quantize_kv_rows_separate,
+        cpattn.sparse.quantize_kv_rows_separate,
         {"nope": ("tensor", f32(3, 512)), "rope": ("tensor", f32(3, 64))},
     ),
     Call(
-        cpattn.dequantize_kv_rows,
+        cpattn.sparse.dequantize_kv_rows,
         {
             "rows": ("tensor", CODES),
             "indices": ("?ints", [2, 0]),
             "out": ("?output", np.zeros((2, 1, 576), ml_dtypes.bfloat16)),
         },
     ),
-    Call(cpattn.hadamard_transform, {"x": ("tensor", f32(3, 16)), "scale": ("?float", 0.25)}),
     Call(
-        cpattn.quantize_index,
+        cpattn.sparse.hadamard_transform, {"x": ("tensor", f32(3, 16)), "scale": ("?float", 0.25)}
+    ),
+    Call(
+        cpattn.sparse.quantize_index,
         {
             "x": ("tensor", f32(3, 128)),
             "dtype": ("text", "int8"),
@@ -525,7 +531,7 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.quantize_index,
+        cpattn.sparse.quantize_index,
         {
             "x": ("tensor", f32(3, 128)),
             "dtype": ("text", "float8_e4m3fn"),
@@ -533,7 +539,7 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.write_index_k_cache,
+        cpattn.sparse.write_index_k_cache,
         {
             "cache": ("output", INDEX_CACHE.copy()),
             "slots": ("ints", [3, 9]),
@@ -542,7 +548,7 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.write_index_k_cache,
+        cpattn.sparse.write_index_k_cache,
         {
             "cache": ("output", INDEX_CACHE.copy()),
             "slots": ("ints", [3, 9]),
@@ -551,21 +557,23 @@ CALLS = [
         },
     ),
     Call(
-        cpattn.read_index_k_cache,
+        cpattn.sparse.read_index_k_cache,
         {
             "cache": ("tensor", INDEX_CACHE),
             "slots": ("ints", [3, 9]),
             "dtype": ("text", "int8"),
         },
     ),
-    Call(cpattn.split_qk_norm, {**SPLIT, "q_eps": ("float", 1e-6), "kv_eps": ("float", 1e-6)}),
-    Call(cpattn.fused_split_qk_norm, {**SPLIT, "eps": ("float", 1e-6)}),
     Call(
-        cpattn.can_fuse_split_qk_norm,
+        cpattn.sparse.split_qk_norm, {**SPLIT, "q_eps": ("float", 1e-6), "kv_eps": ("float", 1e-6)}
+    ),
+    Call(cpattn.sparse.fused_split_qk_norm, {**SPLIT, "eps": ("float", 1e-6)}),
+    Call(
+        cpattn.sparse.can_fuse_split_qk_norm,
         {"num_rows": ("int", 3), "neox_rope": ("flag", False), "uses_prefill_cp": ("flag", False)},
     ),
     Call(
-        cpattn.dsa_use_prefill_cp,
+        cpattn.sparse.dsa_use_prefill_cp,
         {
             "forward_mode": ("?int", ForwardMode.EXTEND),
             "has_cp_metadata": ("flag", True),

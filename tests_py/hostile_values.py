@@ -106,7 +106,7 @@ class Exporter:
 
 def uninitialised(draw: Draw) -> Any:
     """An object of a bound class that nothing has constructed, where one can be had."""
-    kind = draw.choice([cpattn.TransferPlan, cpattn.KVLayout])
+    kind = draw.choice([cpattn.transfer.TransferPlan, cpattn.transfer.KVLayout])
     return kind.__new__(kind)
 
 

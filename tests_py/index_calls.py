@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 import cpattn
-from cpattn import ForwardMode, KVEntry, KVLayout, TopkTransformMethod
+from cpattn import ForwardMode, TopkTransformMethod, sparse, transfer
+from cpattn.transfer import KVEntry, KVLayout
 
 RNG = np.random.default_rng(3)
 FAR = 1 << 48  # an address that no plan of a test follows
@@ -99,20 +100,20 @@ def do_cp_attn_fia(block_tables: Any) -> Any:
 
 
 def cp_indexer(**tables: Any) -> Any:
-    return cpattn.cp_indexer_topk(QUERIES, KEYS, WEIGHTS, BARE, **tables, page_size=8, topk=6)
+    return sparse.cp_indexer_topk(QUERIES, KEYS, WEIGHTS, BARE, **tables, page_size=8, topk=6)
 
 
 def fused_infer_attention(**tables: Any) -> Any:
     # The same sequences, from a cache [blocks, block_size, H].
     cache = CACHE.reshape(9, 8, 32)
-    return cpattn.npu_fused_infer_attention_score(
+    return cpattn.npu.npu_fused_infer_attention_score(
         QUERIES, cache, cache, num_heads=4, num_key_value_heads=2, input_layout="TND",
         block_size=8, scale=0.25, softmax_lse_flag=True, **tables,
     )  # fmt: skip
 
 
 def lightning_indexer(**tables: Any) -> Any:
-    return cpattn.npu_lightning_indexer(
+    return cpattn.npu.npu_lightning_indexer(
         QUERIES, BLOCKS, WEIGHTS, **tables, layout_query="TND", layout_key="PA_BSND",
         sparse_count=6, return_value=True,
     )  # fmt: skip
@@ -120,7 +121,7 @@ def lightning_indexer(**tables: Any) -> Any:
 
 def sparse_flash_attention(sparse_indices: Any, **tables: Any) -> Any:
     # Without reshaping an array that a caller laid out on purpose.
-    return cpattn.npu_sparse_flash_attention(
+    return cpattn.npu.npu_sparse_flash_attention(
         QUERIES, BLOCKS, BLOCKS, sparse_indices[:, None], 0.25, **tables, layout_query="TND",
         layout_kv="PA_BSND", return_softmax_lse=True,
     )  # fmt: skip
@@ -128,24 +129,24 @@ def sparse_flash_attention(sparse_indices: Any, **tables: Any) -> Any:
 
 def sparse_mla(indices: Any, topk_length: Any) -> Any:
     kv = CACHE[:, :, :1].copy()
-    return cpattn.flash_mla_sparse_fwd(QUERIES, kv, indices, 0.25, 16, topk_length=topk_length)
+    return sparse.flash_mla_sparse_fwd(QUERIES, kv, indices, 0.25, 16, topk_length=topk_length)
 
 
 def fused_topk(page_table: Any, **rows: Any) -> Any:
-    return cpattn.fast_topk_transform_fused(
+    return sparse.fast_topk_transform_fused(
         SCORES, page_table_size_1=page_table, **rows, topk=8, page_size=8
     )
 
 
 def paged_topk(batch_idx_list: Any, **rows: Any) -> Any:
     method = TopkTransformMethod.PAGED
-    return cpattn.topk_transform(
+    return sparse.topk_transform(
         SCORES, 8, method=method, batch_idx_list=batch_idx_list, **rows, page_size=8
     )
 
 
 def dsa_metadata(**lists: Any) -> Any:
-    batch = cpattn.build_dsa_metadata(
+    batch = sparse.build_dsa_metadata(
         **lists, forward_mode=ForwardMode.EXTEND, topk=6, fp8_kv_cache=True,
         prefill_impl="flashmla_sparse", page_size=2,
     )  # fmt: skip
@@ -154,17 +155,17 @@ def dsa_metadata(**lists: Any) -> Any:
 
 def write_index_keys(slots: Any) -> Any:
     cache = INDEX_CACHE.copy()
-    return written(cache, lambda: cpattn.write_index_k_cache(cache, slots, *INDEX_KEYS))
+    return written(cache, lambda: sparse.write_index_k_cache(cache, slots, *INDEX_KEYS))
 
 
 def write_kv(loc: Any) -> Any:
-    pool = cpattn.MHATokenToKVPool(16, 4, 1, 2, 8, dtype="float32", container="numpy")
+    pool = cpattn.kv.MHATokenToKVPool(16, 4, 1, 2, 8, dtype="float32", container="numpy")
     rows = QUERIES[:4].reshape(4, -1)[:, :16]
     return written(pool.k_buffer, lambda: pool.set_kv_buffer(0, loc, rows, rows))
 
 
 def write_index_pool(loc: Any) -> Any:
-    pool = cpattn.MLATokenToKVPool(
+    pool = cpattn.kv.MLATokenToKVPool(
         16, 4, 1, 8, 8, index_head_dim=8, dtype="float32", container="numpy"
     )
     rows = QUERIES[:4, 0, :8]
@@ -191,9 +192,9 @@ def blocks(plan: Any) -> Any:
 
 
 def send_kvcache(src_pages: Any, dst_pages: Any) -> Any:
-    args = cpattn.KVArgs(kv_data_ptrs=[FAR], kv_data_lens=[64 * 512], kv_item_lens=[512])
+    args = transfer.KVArgs(kv_data_ptrs=[FAR], kv_data_lens=[64 * 512], kv_item_lens=[512])
     targets = [2 * FAR]
-    return cpattn.plan_send_kvcache(args, targets, src_pages, dst_pages, pp_size=1, is_mla=True)
+    return transfer.plan_send_kvcache(args, targets, src_pages, dst_pages, pp_size=1, is_mla=True)
 
 
 CALLS = [
@@ -215,22 +216,22 @@ CALLS = [
     Call("flash_mla_sparse_fwd", sparse_mla, {
         "indices": POSITIONS, "topk_length": ints(3, 3, 2, 3, 3)},
         as_arrays=frozenset({"indices"})),
-    Call("fast_topk", lambda **x: cpattn.fast_topk(SCORES, topk=8, **x), ROWS),
+    Call("fast_topk", lambda **x: sparse.fast_topk(SCORES, topk=8, **x), ROWS),
     Call("fast_topk_transform_fused", fused_topk, PAGED),
-    Call("fast_topk_transform_ragged_fused", lambda **x: cpattn.fast_topk_transform_ragged_fused(
+    Call("fast_topk_transform_ragged_fused", lambda **x: sparse.fast_topk_transform_ragged_fused(
         SCORES, topk=8, **x), {**ROWS, "topk_indices_offset": ints(0, 0, 0, 20, 20)}),
     Call("topk_transform", paged_topk, {**PAGED, "batch_idx_list": ints(1, 0),
         "lengths": ints(9, 8, 7, 9, 8)}),
-    Call("transform_index_page_table_decode", lambda **x: cpattn.transform_index_page_table_decode(
+    Call("transform_index_page_table_decode", lambda **x: sparse.transform_index_page_table_decode(
         **x, page_size=8), {"page_table": TABLES, "topk_indices": POSITIONS[[0, 3]]}),
     Call("transform_index_page_table_prefill",
-        lambda **x: cpattn.transform_index_page_table_prefill(**x, page_size=8),
+        lambda **x: sparse.transform_index_page_table_prefill(**x, page_size=8),
         {"page_table": TABLES, "topk_indices": POSITIONS, "extend_lens_cpu": ints(3, 2)}),
-    Call("page_table_to_topk", lambda **x: cpattn.page_table_to_topk(**x, topk=24, page_size=8),
+    Call("page_table_to_topk", lambda **x: sparse.page_table_to_topk(**x, topk=24, page_size=8),
         {"page_table": TABLES, "lengths": ints(20, 9)}),
-    Call("indexer_logits", lambda **x: cpattn.indexer_logits(QUERIES, SCORES[:, :16], WEIGHTS, **x),
+    Call("indexer_logits", lambda **x: sparse.indexer_logits(QUERIES, SCORES[:, :16], WEIGHTS, **x),
         {"ks": ints(0, 1, 0, 2, 0), "ke": ints(3, 3, 5, 4, 1)}),
-    Call("indexer_topk", lambda **x: cpattn.indexer_topk(
+    Call("indexer_topk", lambda **x: sparse.indexer_topk(
         QUERIES, SCORES[:, :16], WEIGHTS, **x, topk=3),
         {"ks": ints(0, 1, 0, 2, 0), "ke": ints(3, 3, 5, 4, 1)}),
     Call("build_cp_metadata", lambda **x: cpattn.build_cp_metadata(
@@ -242,21 +243,21 @@ CALLS = [
         {"extend_lens": ints(30, 20)}),
     Call("build_dsa_metadata", dsa_metadata, {**LENS, "req_pool_indices": ints(2, 0),
         "req_to_token": REQ_TO_TOKEN}),
-    Call("read_index_k_cache", lambda slots: cpattn.read_index_k_cache(
+    Call("read_index_k_cache", lambda slots: sparse.read_index_k_cache(
         INDEX_CACHE, slots, dtype="int8"), {"slots": SLOTS}),
     Call("write_index_k_cache", write_index_keys, {"slots": SLOTS}),
-    Call("dequantize_kv_rows", lambda indices: cpattn.dequantize_kv_rows(FP8_ROWS, indices),
+    Call("dequantize_kv_rows", lambda indices: sparse.dequantize_kv_rows(FP8_ROWS, indices),
         {"indices": SLOTS}),
     Call("MHATokenToKVPool.set_kv_buffer", write_kv, {"loc": SLOTS}),
     Call("MLATokenToKVPool.set_index_k_buffer", write_index_pool, {"loc": SLOTS}),
-    Call("kv_to_page_indices", lambda kv_indices: cpattn.kv_to_page_indices(kv_indices, 2),
+    Call("kv_to_page_indices", lambda kv_indices: transfer.kv_to_page_indices(kv_indices, 2),
         {"kv_indices": ints(4, 5, 0, 1, 8)}),
-    Call("group_concurrent_contiguous", lambda **x: cpattn.group_concurrent_contiguous(**x),
+    Call("group_concurrent_contiguous", lambda **x: transfer.group_concurrent_contiguous(**x),
         {"src_indices": ints(1, 2, 7), "dst_indices": ints(4, 5, 6)},
         as_addresses=frozenset({"src_indices", "dst_indices"})),
     Call("plan_send_kvcache", lambda **x: blocks(send_kvcache(**x)), PAGES,
         as_addresses=frozenset({"dst_pages"})),
-    Call("plan_kv_transfer", lambda **x: blocks(cpattn.plan_kv_transfer(
+    Call("plan_kv_transfer", lambda **x: blocks(transfer.plan_kv_transfer(
         layout(FAR), layout(2 * FAR), **x)), PAGES),
     Call("reference.paged_attention", lambda **x: cpattn.reference.paged_attention(
         QUERIES, CACHE, CACHE, **x), ATTENTION),

@@ -121,7 +121,7 @@ class IndexerBatch:
             "k_scale": self.k_scale,
         }
         cache = options.pop("cache", self.cache)
-        return cpattn.cp_indexer_topk(q, cache, weights, metadata, **defaults | options)
+        return cpattn.sparse.cp_indexer_topk(q, cache, weights, metadata, **defaults | options)
 
     def check(self, pad_rows=0, **options):
         """Every row of every rank is that of the whole batch, and pad rows are empty."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cpattn import KVEntry, KVLayout, TransferPlan, plan_kv_links
+from cpattn.transfer import KVEntry, KVLayout, TransferPlan, plan_kv_links
 
 Key = tuple[bool, int, str]  # draft, layer, kind
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 import cpattn
+from cpattn import transfer
 from cpattn.transfer.wire import KVTransferRequest
 
 WARM_UP = 3000  # calls after which caches and free lists are as large as they become
@@ -32,10 +33,10 @@ PLAN = cpattn.plan_attention(
 OUT = np.empty_like(Q)
 SCORE = RNG.standard_normal((2, 40), np.float32)
 LAYOUTS = [
-    cpattn.KVLayout([cpattn.KVEntry(0, "k", False, base << 48, 64 * 512, 512)], 16)
+    transfer.KVLayout([transfer.KVEntry(0, "k", False, base << 48, 64 * 512, 512)], 16)
     for base in (1, 2)
 ]
-POOL = cpattn.MHATokenToKVPool(16, 4, 1, 1, 16, dtype="float32", container="numpy")
+POOL = cpattn.kv.MHATokenToKVPool(16, 4, 1, 1, 16, dtype="float32", container="numpy")
 FRAMES = KVTransferRequest(
     room=7, host="10.0.0.1", port=4000, session_id="10.0.0.1:4001",
     page_indices=np.arange(9), aux_index=7, required_count=2,
@@ -54,7 +55,7 @@ def refused_batch() -> None:
     """Errors of the core, of its checks of arguments, and of Python above it."""
     refuse(cpattn.run_attention, plan=PLAN, q=Q[:1], k_cache=CACHE, v_cache=CACHE, out=OUT)
     refuse(cpattn.build_cp_metadata, extend_lens=[1.5], cp_rank=0, cp_size=2)
-    refuse(cpattn.MLATokenToKVPool, size=0, page_size=0, num_layers=1, kv_lora_rank=1,
+    refuse(cpattn.kv.MLATokenToKVPool, size=0, page_size=0, num_layers=1, kv_lora_rank=1,
            qk_rope_head_dim=1)  # fmt: skip
 
 
@@ -71,13 +72,13 @@ CALLS: dict[str, Callable[[], object]] = {
     "build_cp_metadata": lambda: cpattn.build_cp_metadata(
         [30, 20], [50, 20], cp_rank=1, cp_size=2
     ).kv_len_prev_tensor,
-    "build_dsa_metadata": lambda: cpattn.build_dsa_metadata(
+    "build_dsa_metadata": lambda: cpattn.sparse.build_dsa_metadata(
         [3, 2], [10, 4], forward_mode=cpattn.ForwardMode.EXTEND, topk=8, fp8_kv_cache=True,
         prefill_impl="flashmla_sparse",
     ).ks,
-    "fast_topk": lambda: cpattn.fast_topk(SCORE, [40, 30], 8),
+    "fast_topk": lambda: cpattn.sparse.fast_topk(SCORE, [40, 30], 8),
     "set_kv_buffer": lambda: POOL.set_kv_buffer(0, [3, 9], Q[0], Q[1]),
-    "plan_kv_transfer": lambda: cpattn.plan_kv_transfer(*LAYOUTS, [7, 2, 3], [1, 20, 21]).lengths,
+    "plan_kv_transfer": lambda: transfer.plan_kv_transfer(*LAYOUTS, [7, 2, 3], [1, 20, 21]).lengths,
     "KVTransferRequest": lambda: KVTransferRequest.from_frames(FRAMES).to_frames(),
     "errors": refused_batch,
 }  # fmt: skip

@@ -11,17 +11,17 @@ import torch
 
 import cpattn
 from cpattn.distributed import ContextParallel
-from cpattn.replay.decode import DecodeConfig, DecodeRank
-from cpattn.replay.decode_check import DecodeChecker, SparseDecodeChecker
-from cpattn.replay.dense_attention import DenseAttention
-from cpattn.replay.dsa_attention import SparseAttention
-from cpattn.replay.handover import Handover, decode_pool_pages
-from cpattn.replay.kv_link import KVLink
+from cpattn.replay.dense.attention import DenseAttention
+from cpattn.replay.disaggregation.check import DecodeChecker, SparseDecodeChecker
+from cpattn.replay.disaggregation.decode import DecodeConfig, DecodeRank
+from cpattn.replay.disaggregation.endpoint import Endpoint
+from cpattn.replay.disaggregation.handover import Handover, decode_pool_pages
+from cpattn.replay.dsa.attention import SparseAttention
 from cpattn.replay.model import Decoder, DecoderConfig, Head, stage_layers
 from cpattn.replay.phases import PhaseClock
-from cpattn.replay.prefix_cache import PrefixCache
-from cpattn.replay.scheduler import prefill_batches
-from cpattn.replay.trace import block_tokens_of
+from cpattn.traffic.prefix_cache import PrefixCache
+from cpattn.traffic.scheduler import prefill_batches
+from cpattn.traffic.trace import block_tokens_of
 
 BLOCK, DECODE, MAX_SEQUENCES = 8, 5, 64
 
@@ -53,7 +53,7 @@ class InOneProcess:
             0,
             DecodeConfig(config, page_size, decode_pages, MAX_SEQUENCES, 1),
             "",
-            cpattn.LocalEngine(),
+            cpattn.transfer.LocalEngine(),
         )
         sparse = config.kind == "dsa"
         make_checker = SparseDecodeChecker if sparse else DecodeChecker
@@ -65,7 +65,7 @@ class InOneProcess:
             (
                 Decoder(config, layers),
                 attention := make_attention(config, self.cp, pages, layers),
-                KVLink(cpattn.LocalEngine(), attention.pool, layers, MAX_SEQUENCES),
+                Endpoint(cpattn.transfer.LocalEngine(), attention.pool, layers, MAX_SEQUENCES),
             )
             for layers in stage_layers(config.num_layers, pp_size)
         ]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from cpattn.replay.dsa_model import DsaConfig
+from cpattn.replay.dsa.model import DsaConfig
 
 SMALL_DSA = DsaConfig(
     num_heads=2,

@@ -20,7 +20,8 @@ import pytest
 import api_fuzz
 import cpattn
 from api_calls import Good, Target
-from cpattn import distributed, reference, transfer
+from cpattn import distributed, reference
+from public_names import PUBLIC, PUBLIC_MODULES
 from time_limits import PATIENCE
 
 CALLS = 20_000
@@ -32,7 +33,8 @@ VALUES = {  # made by functions alone
 }  # fmt: skip
 RECORDS = {  # hold what they are given, and check nothing
     "DecodeTargets", "HeadSlice", "KVArgs", "KVChunk", "KVEntry", "KVLink", "KVLinks",
-    "ContextParallelPlan", "Profile", "TransferError", "TransferStatus",
+    "ContextParallelPlan", "KVRegistration", "KVTransferRequest", "Profile", "ScopeTime",
+    "Thread", "TransferError", "TransferStatus",
 }  # fmt: skip
 ENUMS = {"ForwardMode", "TopkTransformMethod", "TraceScope"}
 PROTOCOLS = {"TransferEngine"}
@@ -41,7 +43,7 @@ WITHOUT_ARGUMENTS = {"active_isa", "supported_isas"}
 EXEMPT = VALUES | RECORDS | ENUMS | PROTOCOLS | NEEDS_A_GROUP | WITHOUT_ARGUMENTS
 
 
-@pytest.mark.parametrize("module", [cpattn, transfer, reference, distributed])
+@pytest.mark.parametrize("module", [*PUBLIC_MODULES, reference, distributed])
 def test_every_public_callable_is_a_target(module: ModuleType) -> None:
     called = set()
     for target in api_fuzz.all_targets():
@@ -54,8 +56,7 @@ def test_every_public_callable_is_a_target(module: ModuleType) -> None:
 def test_every_method_of_public_classes_is_a_target() -> None:
     called = {target.make().function.__qualname__ for target in api_fuzz.all_targets()}
     missing = set()
-    for name in cpattn.__all__:
-        kind = getattr(cpattn, name)
+    for name, kind in PUBLIC.items():
         if not inspect.isclass(kind) or name in EXEMPT - {"KVChunk"}:
             continue
         for method in vars(kind):
@@ -152,23 +153,23 @@ def test_a_call_is_made_from_its_number_alone():
 REGRESSIONS = {
     # What `api_fuzz` has found: a call, and what it says now.
     "a source that is no layout": (
-        lambda: cpattn.plan_kv_transfer(1, 2, [1], [2]),
+        lambda: cpattn.transfer.plan_kv_transfer(1, 2, [1], [2]),
         r"TypeError: plan_kv_transfer: src must be of type KVLayout, got int",
     ),
     "scores by their name": (
-        lambda: cpattn.topk_transform(
+        lambda: cpattn.sparse.topk_transform(
             np.ones((8, 2), np.float32).T, lengths=[8, 8], topk=2, method=None
         ),
         r"ValueError: topk_transform: logits must be contiguous",
     ),
     "keys by their name": (
-        lambda: cpattn.write_index_k_cache(
+        lambda: cpattn.sparse.write_index_k_cache(
             np.zeros((1, 132), np.uint8), [0], np.ones((1, 256), np.float32)[:, ::2]
         ),
         r"ValueError: write_index_k_cache: k must be contiguous in its last dimension",
     ),
     "codes that cannot hold -1": (
-        lambda: cpattn.pad_topk_indices(np.ones((1, 2), np.uint8), 2),
+        lambda: cpattn.sparse.pad_topk_indices(np.ones((1, 2), np.uint8), 2),
         r"TypeError: pad_topk_indices: topk_indices must be int32 or int64, got uint8",
     ),
     "a negative eps": (
@@ -182,15 +183,15 @@ REGRESSIONS = {
         r"ValueError: reference.flash_mla_sparse_fwd: indices must be \[s_q, 1, topk\]",
     ),
     "arguments of an engine that are none": (
-        lambda: cpattn.plan_send_kvcache({}, [1], [1], [1], pp_size=1, is_mla=True),
+        lambda: cpattn.transfer.plan_send_kvcache({}, [1], [1], [1], pp_size=1, is_mla=True),
         r"TypeError: plan_send_kvcache: kv_args must have kv_data_ptrs, kv_item_lens, got dict",
     ),
     "a pool that is none": (
-        lambda: cpattn.fill_kv_args(cpattn.KVArgs(), 5),
+        lambda: cpattn.transfer.fill_kv_args(cpattn.transfer.KVArgs(), 5),
         r"TypeError: fill_kv_args: pool must have get_contiguous_buf_infos, .* got int",
     ),
     "pages of different lengths": (
-        lambda: cpattn.plan_kv_links(5, [], [], []),
+        lambda: cpattn.transfer.plan_kv_links(5, [], [], []),
         r"TypeError: plan_kv_links: sources must be a sequence, got int",
     ),
     "a name of ten thousand characters": (

@@ -111,7 +111,7 @@ def test_a_wrong_write_is_found():
 def loopback(monkeypatch):
     """Memory of this process in the place of another's; what is written there."""
     memory = np.zeros(engine.SIZE, np.uint8)
-    to = Receiver(cpattn.LocalEngine(), "", memory.ctypes.data, memory)
+    to = Receiver(cpattn.transfer.LocalEngine(), "", memory.ctypes.data, memory)
     both = [memory, engine.source()]
     to.engine.register([side.ctypes.data for side in both], [side.nbytes for side in both])
     monkeypatch.setattr(engine, "receiver", lambda size: to._replace(session=to.engine.session_id))

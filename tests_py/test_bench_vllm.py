@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from contender import Failed
-from cpattn.replay.trace import Request
+from cpattn.traffic.trace import Request
 from serving.load import Load, from_trace, spread
 from serving.race import NEAR_TIE, compare_tokens
 

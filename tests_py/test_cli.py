@@ -20,8 +20,8 @@ pytest.importorskip("click")
 from click.testing import CliRunner, Result
 
 from command_line import QUICK, CommandLine, left_of_session, workers_of
-from cpattn.commands import commands
-from cpattn.explain import block_map
+from cpattn._cli.commands import commands
+from cpattn.context_parallel.explain import block_map
 from transfer_processes import requires_mooncake
 
 KILLED = rb"Error: rank [01] \(process \d+\) was killed by SIGKILL; all processes ended"
@@ -169,10 +169,10 @@ def test_help_teaches() -> None:
     assert "..." not in overview.split("Commands:")[1]
 
 
-@pytest.mark.parametrize("module", ["model.ModelConfig", "dsa_model.DsaConfig"])
+@pytest.mark.parametrize("module", ["dense.model.DenseConfig", "dsa.model.DsaConfig"])
 def test_help_tells_the_defaults_of_models(module: str) -> None:
     pytest.importorskip("torch")
-    name, _, config = module.partition(".")
+    name, _, config = module.rpartition(".")
     kind = getattr(importlib.import_module(f"cpattn.replay.{name}"), config)
     told = {option.name: option.show_default for option in commands.commands["replay"].params}
     sizes = {f.name: f.default for f in fields(kind) if isinstance(told.get(f.name), str)}

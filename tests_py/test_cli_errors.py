@@ -16,12 +16,12 @@ pytest.importorskip("torch")
 from click.testing import CliRunner, Result
 
 from command_line import QUICK, CommandLine
-from cpattn.commands import commands
+from cpattn._cli.commands import commands
 from cpattn.replay import command
 from cpattn.replay.command import check_room
 from cpattn.replay.footprint import footprint
 from cpattn.replay.records import ReplayOptions
-from cpattn.replay.trace import Request
+from cpattn.traffic.trace import Request
 
 ABSURD = (
     *("0", "-1", str(2**31), str(2**63), str(2**64), "9" * 5000),

@@ -15,7 +15,8 @@ pytest.importorskip("torch")
 Console = pytest.importorskip("rich.console").Console
 
 from command_line import QUICK, CommandLine, run_on_terminal  # noqa: E402
-from cpattn import _progress, _tables  # noqa: E402
+from cpattn._cli import progress as _progress  # noqa: E402
+from cpattn._cli import tables as _tables  # noqa: E402
 
 EXPLAIN = ("explain", "--lens", "12500000,13", "--prefix", "0,900", "--cp-size", "4")
 PLAN = ("plan", "--cp-size", "8,16")

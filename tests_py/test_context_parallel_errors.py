@@ -8,12 +8,8 @@ import re
 import numpy as np
 import pytest
 
-from cpattn import (
-    build_cp_metadata,
-    build_cp_metadata_all_ranks,
-    can_apply_cp,
-    can_dsa_prefill_cp_interleave,
-)
+from cpattn import build_cp_metadata, build_cp_metadata_all_ranks, can_apply_cp
+from cpattn.sparse import can_dsa_prefill_cp_interleave
 
 INT32_MAX = 2**31 - 1
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from cpattn import ForwardMode, can_apply_cp, can_dsa_prefill_cp_interleave
+from cpattn import ForwardMode, can_apply_cp
+from cpattn.sparse import can_dsa_prefill_cp_interleave
 
 EXTEND, DECODE, MIXED, IDLE, VERIFY, DRAFT_V2, PREBUILT, SPLIT, DLLM = ForwardMode
 

@@ -290,7 +290,7 @@ def test_ranges_of_concatenated_keys(cp_size, strategy):
         q, weights = batch.shard(metadata)
         ks = first_keys[metadata.query_request_indices]
         ke = ks + metadata.query_cache_lengths
-        flat = cpattn.indexer_topk(q, k, weights, ks, ke, topk=batch.topk)
+        flat = cpattn.sparse.indexer_topk(q, k, weights, ks, ke, topk=batch.topk)
         assert torch.equal(flat, batch.run(metadata))
         if cp_size == 1 and strategy != "zigzag":
             assert ks[:5].tolist() == [0, 0, 0, 10, 10]
@@ -305,7 +305,7 @@ def test_owners_of_global_indices(dcp_size, interleave_size):
     indices = batch.run(batch.metadata[0])
     found = [[] for _ in indices]
     for rank in range(dcp_size):
-        local = cpattn.dcp_local_indices(
+        local = cpattn.sparse.dcp_local_indices(
             indices, dcp_rank=rank, dcp_size=dcp_size, interleave_size=interleave_size
         )
         assert local.dtype == torch.int32
@@ -326,7 +326,7 @@ def test_owners_of_global_indices(dcp_size, interleave_size):
 def test_owned_indices_of_strided_numpy():
     indices = np.full((2, 9), 3, np.int32)[:, 1:6]
     indices[0] = [-1, 8, 3, 5, 4]
-    out = cpattn.dcp_local_indices(indices, dcp_rank=0, dcp_size=2, interleave_size=2)
+    out = cpattn.sparse.dcp_local_indices(indices, dcp_rank=0, dcp_size=2, interleave_size=2)
     assert isinstance(out, np.ndarray)
     np.testing.assert_array_equal(out, [[4, 3, 2, -1, -1], [-1] * 5])
 
@@ -347,4 +347,6 @@ def test_owned_indices_of_strided_numpy():
 )
 def test_owner_errors(indices, rank, size, interleave, message):
     with pytest.raises(ValueError, match=f"dcp_local_indices: {message}"):
-        cpattn.dcp_local_indices(indices, dcp_rank=rank, dcp_size=size, interleave_size=interleave)
+        cpattn.sparse.dcp_local_indices(
+            indices, dcp_rank=rank, dcp_size=size, interleave_size=interleave
+        )

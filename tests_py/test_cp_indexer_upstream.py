@@ -39,7 +39,7 @@ def upstream(batch, metadata, q, weights, *, add_prefix=True, midpoint=True, all
         if not all_requests:  # row i sees kv_len - q_len + 1 + i keys, whatever its request
             kv_lens[0] += len(q[rows]) - sums[0]
             sums = [len(q[rows])]
-        indices, _ = cpattn.npu_lightning_indexer(
+        indices, _ = cpattn.npu.npu_lightning_indexer(
             q[rows],
             batch.cache[:, :, None],
             weights[rows],

@@ -43,7 +43,7 @@ def sparse_inputs(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sparse_attention(isa, dtype):
     inputs, expected = sparse_inputs(dtype)
-    result = cpattn.flash_mla_sparse_fwd(**inputs)
+    result = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
     sparse_mla_cases.assert_result(result, inputs, expected)
 
 
@@ -61,7 +61,7 @@ def fp8_inputs():
 
 def test_sparse_attention_to_fp8_rows(isa):
     rows, inputs, expected = fp8_inputs()
-    result = cpattn.flash_mla_sparse_fwd(kv=rows, **inputs)
+    result = cpattn.sparse.flash_mla_sparse_fwd(kv=rows, **inputs)
     sparse_mla_cases.assert_result(result, inputs | {"kv": expanded(rows)}, expected)
 
 
@@ -78,9 +78,9 @@ def index_inputs(dtype):
 @pytest.mark.parametrize("dtype", INDEX_DTYPES)
 def test_indexer(isa, dtype):
     inputs, expected = index_inputs(dtype)
-    logits = cpattn.indexer_logits(**inputs)
+    logits = cpattn.sparse.indexer_logits(**inputs)
     indexer_cases.assert_logits(logits, inputs, expected)
-    chosen = np.asarray(cpattn.indexer_topk(**inputs, topk=TOPK))
+    chosen = np.asarray(cpattn.sparse.indexer_topk(**inputs, topk=TOPK))
     np.testing.assert_array_equal(chosen, indexer_cases.best_keys(logits, inputs, TOPK, True))
     # In float64 none of those left out is better than one of those chosen by more than roundings.
     exact, magnitude = expected
@@ -139,7 +139,7 @@ def pool(request):
     kv[torch.arange(NUM_ROWS), 0, torch.from_numpy(columns)] = 1
     kv[:, 0, -probes.USED :] = torch.from_numpy(keys).to(kv.dtype)
     if request.param == "fp8":
-        return cpattn.quantize_kv_rows(kv[..., :V_HEAD_DIM], kv[..., V_HEAD_DIM:]), dtype
+        return cpattn.sparse.quantize_kv_rows(kv[..., :V_HEAD_DIM], kv[..., V_HEAD_DIM:]), dtype
     return kv, dtype
 
 
@@ -155,7 +155,9 @@ class Tokens:
 
     def run(self, kv, dtype):
         q, indices = torch.from_numpy(self.q), torch.from_numpy(self.indices)
-        out, _, lse = cpattn.flash_mla_sparse_fwd(q.to(getattr(torch, dtype)), kv, indices, 1.0)
+        out, _, lse = cpattn.sparse.flash_mla_sparse_fwd(
+            q.to(getattr(torch, dtype)), kv, indices, 1.0
+        )
         return out, lse
 
     def expected(self, indices):

@@ -124,7 +124,7 @@ def test_it_is_upstream_s_two_operator_calls(cp_size):
         q = metadata.shard(batch.inputs["q"].flatten(1).contiguous()).unflatten(1, (4, 64))
         prev_rows, next_rows = metadata.total_q_prev_tokens, metadata.total_q_next_tokens
         halves = [
-            cpattn.npu_fused_infer_attention_score(
+            cpattn.npu.npu_fused_infer_attention_score(
                 query=rows,
                 key=k,
                 value=v,

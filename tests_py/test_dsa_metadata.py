@@ -10,14 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn import (
-    ForwardMode,
-    TopkTransformMethod,
-    build_cp_metadata,
-    build_dsa_metadata,
-    fast_topk,
-    topk_transform,
-)
+from cpattn import ForwardMode, TopkTransformMethod, build_cp_metadata
+from cpattn.sparse import build_dsa_metadata, fast_topk, topk_transform
 from topk_cases import random_scores
 
 RAGGED = {"fp8_kv_cache": True, "prefill_impl": "flashmla_sparse"}

@@ -162,7 +162,7 @@ def test_paged_attention(made, size, dtype, isa):
 def test_fused_operator(made, size, dtype, isa):
     inputs, expected = made
     k, v = (inputs[name].flatten(2) for name in ("k_cache", "v_cache"))
-    out, lse = cpattn.npu_fused_infer_attention_score(
+    out, lse = cpattn.npu.npu_fused_infer_attention_score(
         inputs["q"], k, v,
         block_table=inputs["block_tables"], block_size=size.page_size, input_layout="TND",
         num_heads=inputs["q"].shape[1], num_key_value_heads=size.kv_heads, sparse_mode=3,
@@ -213,7 +213,7 @@ def attend_named(made, size, dtype, named, block):
     inputs, expected = made
     q, k, v = inputs["q"][:, : size.group], inputs["k_cache"][:, :, :1], inputs["v_cache"][:, :, :1]
     half = size.head_dim // 2
-    out, largest, total = cpattn.npu_sparse_flash_attention(
+    out, largest, total = cpattn.npu.npu_sparse_flash_attention(
         q[..., :half].contiguous(), k[..., :half].contiguous(), v.contiguous(), named, 1.0,
         query_rope=q[..., half:].contiguous(), key_rope=k[..., half:].contiguous(),
         attention_mode=2, sparse_block_size=block, block_table=inputs["block_tables"],

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import DTYPES
-from cpattn import npu_fused_infer_attention_score as fia
+from cpattn.npu import npu_fused_infer_attention_score as fia
 from fia_cases import LAYOUTS, TEMPLATE, FiaBatch
 from tolerances import assert_close, to_float64
 

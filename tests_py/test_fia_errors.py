@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpattn import npu_fused_infer_attention_score as fia
+from cpattn.npu import npu_fused_infer_attention_score as fia
 from fia_cases import TEMPLATE, FiaBatch
 
 UNSUPPORTED = [

@@ -195,7 +195,7 @@ def test_fia_tensors_without_tokens_are_not_those_of_one(layout, name):
     if layout == "TND":
         lengths = {"actual_seq_lengths": [1], "actual_seq_lengths_kv": [1]}
     with pytest.raises(ValueError, match=f"{name} must hold the tokens that key holds"):
-        cpattn.npu_fused_infer_attention_score(
+        cpattn.npu.npu_fused_infer_attention_score(
             tensor(1), num_heads=1, input_layout=layout, **tensors, **lengths
         )
 
@@ -205,18 +205,18 @@ def test_fia_without_dimensions_has_no_result():
     with pytest.raises(
         ValueError, match=r"head dimension of key must be a multiple of 16 .* got 0"
     ):
-        cpattn.npu_fused_infer_attention_score(q, q, value, num_heads=2, input_layout="BSND")
+        cpattn.npu.npu_fused_infer_attention_score(q, q, value, num_heads=2, input_layout="BSND")
 
 
 def test_ranks_whose_sum_overflows():
     with pytest.raises(ValueError, match="must fit into int32, got 9223372036854775807, 1 and 1"):
-        cpattn.split_qk_norm(
+        cpattn.sparse.split_qk_norm(
             torch.ones(1, 3), torch.ones(1), torch.ones(1), HUGE, 1, 1, q_eps=1e-6, kv_eps=1e-6
         )
 
 
 def test_a_norm_without_rotated_part():
-    parts = cpattn.split_qk_norm(
+    parts = cpattn.sparse.split_qk_norm(
         torch.ones(2, 48), torch.ones(32), torch.ones(16), 32, 16, 0, q_eps=1e-6, kv_eps=1e-6
     )
     assert [tuple(part.shape) for part in parts] == [(2, 32), (2, 1, 16), (2, 1, 0), (2, 1, 16)]

@@ -67,7 +67,7 @@ class Exported:
 
 
 def transformed(x: Any) -> Any:
-    return cpattn.hadamard_transform(x)
+    return cpattn.sparse.hadamard_transform(x)
 
 
 def test_a_well_described_tensor_is_read():
@@ -139,7 +139,7 @@ def test_interrupts_and_lack_of_memory_are_not_types():
         with pytest.raises(type(error)):
             transformed(strange)
         with pytest.raises(type(error)):
-            cpattn.fast_topk(np.ones((1, 8), np.float32), [8], strange)
+            cpattn.sparse.fast_topk(np.ones((1, 8), np.float32), [8], strange)
 
 
 def test_the_error_of_an_argument_is_the_cause():
@@ -204,7 +204,7 @@ def test_masked_arrays_are_refused_as_indices():
         with pytest.raises(TypeError, match=r"^build_cp_metadata: extend_lens "):
             cpattn.build_cp_metadata(lens, cp_rank=0, cp_size=2)
     with pytest.raises(TypeError, match=r"^page_table_to_topk: page_table is a masked array"):
-        cpattn.page_table_to_topk(np.ma.zeros((1, 4), np.int32), [3], 2)
+        cpattn.sparse.page_table_to_topk(np.ma.zeros((1, 4), np.int32), [3], 2)
 
 
 class Number:

@@ -87,7 +87,7 @@ def test_fused_infer_attention(isa, layout):
         query, small = query.swapaxes(1, 2).copy(), normal(5, HEADS, PAGE_SIZE, DIM)
 
     def attend(cache, pages):
-        return cpattn.npu_fused_infer_attention_score(
+        return cpattn.npu.npu_fused_infer_attention_score(
             query, cache, cache, num_heads=6, num_key_value_heads=HEADS, input_layout=layout,
             block_size=PAGE_SIZE, block_table=[pages], actual_seq_lengths_kv=[NUM_TOKENS],
             scale=0.1, softmax_lse_flag=True,
@@ -128,13 +128,13 @@ def test_sparse_mla(isa, rows):
         if flat:
             huge = huge.reshape(-1, *huge.shape[2:])
         assert_same(
-            cpattn.flash_mla_sparse_fwd(q, huge, slots, 0.1, 64),
-            cpattn.flash_mla_sparse_fwd(q, small, positions, 0.1, 64),
+            cpattn.sparse.flash_mla_sparse_fwd(q, huge, slots, 0.1, 64),
+            cpattn.sparse.flash_mla_sparse_fwd(q, small, positions, 0.1, 64),
         )
 
 
 def fp8_rows(count: int) -> np.ndarray:
-    return cpattn.quantize_kv_rows(normal(count, 512), normal(count, 64))
+    return cpattn.sparse.quantize_kv_rows(normal(count, 512), normal(count, 64))
 
 
 def test_sparse_flash_attention(isa):
@@ -142,7 +142,7 @@ def test_sparse_flash_attention(isa):
     positions = np.array([[[0, 30, 108, 71]], [[100, 5, 23, 48]]])
 
     def attend(cache, pages):
-        return cpattn.npu_sparse_flash_attention(
+        return cpattn.npu.npu_sparse_flash_attention(
             query, cache, cache, positions, 0.1, block_table=[pages], layout_query="TND",
             layout_kv="PA_BSND", actual_seq_lengths_query=[2], actual_seq_lengths_kv=[NUM_TOKENS],
             return_softmax_lse=True,
@@ -168,7 +168,7 @@ def test_paged_indexer(isa, keys):
     weights = normal(6, 4)
 
     def select(cache, pages):
-        return cpattn.cp_indexer_topk(
+        return cpattn.sparse.cp_indexer_topk(
             q, cache, weights, metadata, block_tables=[pages], page_size=PAGE_SIZE, topk=20
         )
 
@@ -179,7 +179,7 @@ def test_lightning_indexer(isa):
     query, weights, small = normal(2, 4, 128), normal(2, 4), normal(5, PAGE_SIZE, 1, 128)
 
     def select(cache, pages):
-        return cpattn.npu_lightning_indexer(
+        return cpattn.npu.npu_lightning_indexer(
             query, cache, weights, layout_query="TND", layout_key="PA_BSND", sparse_count=20,
             actual_seq_lengths_query=[2], actual_seq_lengths_key=[NUM_TOKENS],
             block_table=[pages], return_value=True,
@@ -197,8 +197,8 @@ def test_indexer_over_concatenated_keys(isa, boundary):
     huge[begin:] = small
     ranges = np.array([0, 3]), np.array([47, 50])
     assert_same(
-        [cpattn.indexer_topk(q, huge, weights, *(begin + x for x in ranges), topk=20)],
-        [cpattn.indexer_topk(q, small, weights, *ranges, topk=20)],
+        [cpattn.sparse.indexer_topk(q, huge, weights, *(begin + x for x in ranges), topk=20)],
+        [cpattn.sparse.indexer_topk(q, small, weights, *ranges, topk=20)],
     )
 
 
@@ -206,7 +206,9 @@ def test_rows_of_the_fp8_cache():
     small = fp8_rows(5 * PAGE_SIZE).reshape(5, PAGE_SIZE, 1, 656)
     huge, pages = spread(small)
     slots = np.concatenate([np.arange(PAGE_SIZE) + page * PAGE_SIZE for page in pages])
-    assert_same([cpattn.dequantize_kv_rows(huge, slots)], [cpattn.dequantize_kv_rows(small)])
+    assert_same(
+        [cpattn.sparse.dequantize_kv_rows(huge, slots)], [cpattn.sparse.dequantize_kv_rows(small)]
+    )
 
 
 def test_keys_of_the_indexer_are_written_and_read():
@@ -215,10 +217,10 @@ def test_keys_of_the_indexer_are_written_and_read():
     huge = untouched((max(pages) + 1, PAGE_SIZE * 132), np.uint8)
     near = np.arange(5 * PAGE_SIZE)
     slots = np.array(pages)[near // PAGE_SIZE] * PAGE_SIZE + near % PAGE_SIZE
-    k, k_scale = cpattn.read_index_k_cache(small, near, dtype="int8")
-    cpattn.write_index_k_cache(huge, slots, k, k_scale)
+    k, k_scale = cpattn.sparse.read_index_k_cache(small, near, dtype="int8")
+    cpattn.sparse.write_index_k_cache(huge, slots, k, k_scale)
     assert_same(huge[pages], small)
-    read = cpattn.read_index_k_cache(huge, slots, dtype="int8")
+    read = cpattn.sparse.read_index_k_cache(huge, slots, dtype="int8")
     assert_same([x.view(np.uint8) for x in read], [x.view(np.uint8) for x in (k, k_scale)])
 
 
@@ -227,7 +229,7 @@ def test_a_pool_is_written(use_fia):
     """Its own memory is committed as it is written, too."""
     row = HEADS * DIM
     slots = np.array([boundary // row + i for boundary in BOUNDARIES for i in (0, 1)] + [7])
-    pool = cpattn.MHATokenToKVPool(
+    pool = cpattn.kv.MHATokenToKVPool(
         int(slots.max()) + PAGE_SIZE, PAGE_SIZE, 1, HEADS, DIM, dtype="float16",
         container="numpy", use_fia=use_fia,
     )  # fmt: skip

@@ -16,6 +16,7 @@ import pytest
 
 import cpattn
 from index_calls import CALLS, PAGES, Call, ints, send_kvcache
+from public_names import PUBLIC
 
 ARGUMENTS = [(call, name) for call in CALLS for name in call.arrays]
 JUNK = 0x7FFF_FFF7  # in the gaps: no layout read wrongly goes unseen
@@ -129,7 +130,7 @@ def test_no_index_is_cut_to_32_bits(call: Call, name: str) -> None:
 
 def test_indices_of_memory_have_64_bits() -> None:
     far = ints(1, 2, 7) + (1 << 32)
-    groups = cpattn.group_concurrent_contiguous(far, ints(4, 5, 6) + (1 << 40))
+    groups = cpattn.transfer.group_concurrent_contiguous(far, ints(4, 5, 6) + (1 << 40))
     assert groups == ([[far[0], far[1]], [far[2]]], [[4 + 2**40, 5 + 2**40], [6 + 2**40]])
     near, far = (
         send_kvcache(**PAGES | {"dst_pages": PAGES["dst_pages"] + n}) for n in (0, 1 << 32)
@@ -153,8 +154,7 @@ ELSEWHERE = {
 
 def test_every_function_with_indices_is_in_the_list() -> None:
     covered = {call.name.partition(",")[0] for call in CALLS}
-    for name in cpattn.__all__:
-        value = getattr(cpattn, name)
+    for name, value in PUBLIC.items():
         if not inspect.isfunction(value):
             continue
         parameters = inspect.signature(value).parameters

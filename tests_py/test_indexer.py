@@ -25,9 +25,9 @@ SHAPES = [  # heads, dim
 
 
 def assert_topk(inputs, topk):
-    logits = cpattn.indexer_logits(**inputs)
+    logits = cpattn.sparse.indexer_logits(**inputs)
     for in_order in (True, False):
-        found = cpattn.indexer_topk(**inputs, topk=topk, sorted=in_order)
+        found = cpattn.sparse.indexer_topk(**inputs, topk=topk, sorted=in_order)
         np.testing.assert_array_equal(found, best_keys(logits, inputs, topk, in_order))
 
 
@@ -35,21 +35,21 @@ def assert_topk(inputs, topk):
 @pytest.mark.parametrize(("heads", "dim"), SHAPES)
 def test_logits(isa, dtype, heads, dim):
     inputs = make_inputs(heads=heads, dim=dim, dtype=dtype)
-    assert_logits(cpattn.indexer_logits(**inputs), inputs)
+    assert_logits(cpattn.sparse.indexer_logits(**inputs), inputs)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
 @pytest.mark.parametrize("dim", [16, 48, 80])
 def test_dimensions_that_fill_no_vector(isa, dtype, dim):
     inputs = make_inputs(dim=dim, dtype=dtype)
-    assert_logits(cpattn.indexer_logits(**inputs), inputs)
+    assert_logits(cpattn.sparse.indexer_logits(**inputs), inputs)
 
 
 @pytest.mark.parametrize("num_keys", [1, 31, 64, 65, 511, 512, 1057])
 @pytest.mark.parametrize("num_queries", [1, 40])
 def test_numbers_of_keys(isa, num_keys, num_queries):
     inputs = make_inputs(num_queries, num_keys, dtype="int8", scales=False)
-    assert_logits(cpattn.indexer_logits(**inputs), inputs)
+    assert_logits(cpattn.sparse.indexer_logits(**inputs), inputs)
     assert_topk(inputs, 20)
 
 
@@ -71,7 +71,7 @@ def test_topk_of_2048(isa):
 def test_any_ranges(ranges, topk):
     inputs = make_inputs(len(ranges), 700, heads=1, dim=16, dtype="int8")
     inputs["ks"], inputs["ke"] = zip(*ranges, strict=True)
-    logits = np.asarray(cpattn.indexer_logits(**inputs))
+    logits = np.asarray(cpattn.sparse.indexer_logits(**inputs))
     for row, (begin, end) in enumerate(ranges):
         outside = np.ones(700, bool)
         outside[begin : max(begin, end)] = False
@@ -86,7 +86,7 @@ def test_equal_scores_go_to_the_smaller_index(isa):
     assert_topk(inputs, 450)
     inputs["q"][:] = 0
     np.testing.assert_array_equal(
-        cpattn.indexer_topk(**inputs | {"ks": [3] * 5, "ke": [900] * 5}, topk=16),
+        cpattn.sparse.indexer_topk(**inputs | {"ks": [3] * 5, "ke": [900] * 5}, topk=16),
         np.tile(np.arange(16), (5, 1)),
     )
 
@@ -98,7 +98,7 @@ def test_nan_reaches_the_logits_and_is_selected_last(isa):
     }
     bad = np.arange(100, 130)
     inputs["k"][bad, 5] = torch.nan
-    logits = cpattn.indexer_logits(**inputs).numpy()
+    logits = cpattn.sparse.indexer_logits(**inputs).numpy()
     expected = np.zeros((4, 200), bool)
     expected[:, bad] = True
     np.testing.assert_array_equal(np.isnan(logits), expected & ~np.isneginf(logits))
@@ -110,36 +110,36 @@ def test_keys_that_nobody_sees_are_not_part_of_a_score(isa):
         "ks": [40, 33, 60],
         "ke": [50, 70, 64],
     }
-    seen = cpattn.indexer_logits(**inputs)
+    seen = cpattn.sparse.indexer_logits(**inputs)
     inputs["k"][:33] = torch.nan
     inputs["k"][70:] = torch.inf
-    assert torch.equal(cpattn.indexer_logits(**inputs), seen)
+    assert torch.equal(cpattn.sparse.indexer_logits(**inputs), seen)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_score_depends_on_its_query_and_key_alone(isa, dtype):
     """The same pair alone, among other queries, and at another place among the keys."""
     inputs = make_inputs(50, 700, heads=6, dim=32, dtype=dtype) | {"ks": [0] * 50, "ke": [700] * 50}
-    logits = cpattn.indexer_logits(**inputs)
+    logits = cpattn.sparse.indexer_logits(**inputs)
     for row in (0, 17, 49):
         alone = {n: inputs[n][row : row + 1] for n in ("q", "weights")} | {"ks": [333], "ke": [335]}
         np.testing.assert_array_equal(
-            cpattn.indexer_logits(**inputs | alone)[0, 333:335], logits[row, 333:335]
+            cpattn.sparse.indexer_logits(**inputs | alone)[0, 333:335], logits[row, 333:335]
         )
     moved = inputs | {n: inputs[n][35:] for n in ("k", "k_scale")} | {"ke": [665] * 50}
-    np.testing.assert_array_equal(cpattn.indexer_logits(**moved), logits[:, 35:])
+    np.testing.assert_array_equal(cpattn.sparse.indexer_logits(**moved), logits[:, 35:])
 
 
 def test_containers(isa):
     inputs = make_inputs(scales=False)
-    logits = cpattn.indexer_logits(**inputs)
+    logits = cpattn.sparse.indexer_logits(**inputs)
     assert logits.dtype == torch.float32
     arrays = {n: inputs[n].float().numpy() for n in ("q", "k", "weights")}
     arrays |= {n: arrays[n].astype(ml_dtypes.bfloat16) for n in ("q", "k")}
-    same = cpattn.indexer_logits(**inputs | arrays)
+    same = cpattn.sparse.indexer_logits(**inputs | arrays)
     assert isinstance(same, np.ndarray)
     np.testing.assert_array_equal(same, logits)
-    indices = cpattn.indexer_topk(**inputs | arrays, topk=5)
+    indices = cpattn.sparse.indexer_topk(**inputs | arrays, topk=5)
     assert isinstance(indices, np.ndarray)
     assert indices.dtype == np.int32
 
@@ -147,7 +147,7 @@ def test_containers(isa):
 def test_forms_of_weights_and_scales():
     inputs = make_inputs()
     inputs["weights"] = inputs["weights"].bfloat16()
-    logits = cpattn.indexer_logits(**inputs)
+    logits = cpattn.sparse.indexer_logits(**inputs)
     assert_logits(logits, inputs)
     others = {
         "weights": strided_copy(inputs["weights"].float()[..., None]),
@@ -155,14 +155,14 @@ def test_forms_of_weights_and_scales():
         "ks": inputs["ks"].astype(np.int32),
         "ke": inputs["ke"].tolist(),
     }
-    assert torch.equal(cpattn.indexer_logits(**inputs | others), logits)
+    assert torch.equal(cpattn.sparse.indexer_logits(**inputs | others), logits)
 
 
 def test_nothing_to_do():
     for num_queries, num_keys in ((0, 20), (3, 0)):
         inputs = make_inputs(num_queries, num_keys)
-        assert cpattn.indexer_logits(**inputs).shape == (num_queries, num_keys)
-        assert np.all(np.asarray(cpattn.indexer_topk(**inputs, topk=4)) == -1)
+        assert cpattn.sparse.indexer_logits(**inputs).shape == (num_queries, num_keys)
+        assert np.all(np.asarray(cpattn.sparse.indexer_topk(**inputs, topk=4)) == -1)
 
 
 @pytest.mark.parametrize("structured", [False, True])
@@ -177,8 +177,8 @@ def test_recall_of_int8(structured):
     q = q.reshape(8, 64, 128)
     weights = torch.randn(8, 64, generator=generator).abs()
     ranges = {"ks": [0] * 8, "ke": [8192] * 8, "topk": 512}
-    exact = cpattn.indexer_topk(q.bfloat16(), k.bfloat16(), weights, **ranges)
-    (q8, q_scale), (k8, k_scale) = (cpattn.quantize_index(x, dtype="int8") for x in (q, k))
-    found = cpattn.indexer_topk(q8, k8, weights * q_scale[..., 0], **ranges, k_scale=k_scale)
+    exact = cpattn.sparse.indexer_topk(q.bfloat16(), k.bfloat16(), weights, **ranges)
+    (q8, q_scale), (k8, k_scale) = (cpattn.sparse.quantize_index(x, dtype="int8") for x in (q, k))
+    found = cpattn.sparse.indexer_topk(q8, k8, weights * q_scale[..., 0], **ranges, k_scale=k_scale)
     pairs = zip(exact.numpy(), found.numpy(), strict=True)
     assert np.mean([np.isin(*pair).mean() for pair in pairs]) >= 0.985

@@ -22,7 +22,7 @@ q = np.zeros((32, 1024, 16), np.float32)
 k = np.zeros((3000000, 16), np.float32)
 print("ready", flush=True)
 cpattn.set_num_threads({threads})
-cpattn.indexer_topk(q, k, q[:, :, 0], [0] * 32, [3000000] * 32, topk=2048)
+cpattn.sparse.indexer_topk(q, k, q[:, :, 0], [0] * 32, [3000000] * 32, topk=2048)
 """
 
 # Bytes that the process grew by at most, in a call on so many keys.
@@ -36,7 +36,7 @@ k = np.zeros(({num_keys}, 16), np.float32)
 k += 1
 cpattn.set_num_threads(2)
 before = peak()
-cpattn.indexer_topk(q, k, q[:, :, 0], [0] * 256, [{num_keys}] * 256, topk=2048)
+cpattn.sparse.indexer_topk(q, k, q[:, :, 0], [0] * 256, [{num_keys}] * 256, topk=2048)
 print(peak() - before)
 """
 
@@ -55,8 +55,8 @@ def test_the_result_does_not_depend_on_the_number_of_threads(isa, threads, num_q
 
     def results(num_threads):
         threads(num_threads)
-        selected = [cpattn.indexer_topk(**inputs, topk=k, sorted=k < 9) for k in (8, 2048)]
-        return [cpattn.indexer_logits(**inputs), *selected]
+        selected = [cpattn.sparse.indexer_topk(**inputs, topk=k, sorted=k < 9) for k in (8, 2048)]
+        return [cpattn.sparse.indexer_logits(**inputs), *selected]
 
     expected = results(1)
     for num_threads in (2, 7):
@@ -108,7 +108,7 @@ BAD_ARGUMENTS = [
 @pytest.mark.parametrize(("changes", "message"), BAD_ARGUMENTS)
 def test_what_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        cpattn.indexer_logits(**make_inputs(scales="k_scale" in changes) | changes)
+        cpattn.sparse.indexer_logits(**make_inputs(scales="k_scale" in changes) | changes)
 
 
 @pytest.mark.parametrize(
@@ -119,16 +119,16 @@ def test_dimensions_that_are_refused(dim, dtype, multiple):
     inputs = make_inputs(dtype=dtype)
     inputs |= {n: torch.zeros(*inputs[n].shape[:-1], dim).to(inputs[n].dtype) for n in ("q", "k")}
     with pytest.raises(ValueError, match=rf"must be a multiple of {multiple} up to 256, got {dim}"):
-        cpattn.indexer_topk(**inputs, topk=3)
+        cpattn.sparse.indexer_topk(**inputs, topk=3)
 
 
 @pytest.mark.parametrize("topk", [0, -1, 1 << 21])
 def test_topk_out_of_range(topk):
     with pytest.raises(ValueError, match=rf"indexer_topk: topk must be .*, got {topk}"):
-        cpattn.indexer_topk(**make_inputs(0), topk=topk)
+        cpattn.sparse.indexer_topk(**make_inputs(0), topk=topk)
 
 
 @pytest.mark.parametrize("name", ["ks", "ke"])
 def test_indices_are_integers(name):
     with pytest.raises(TypeError, match=name):
-        cpattn.indexer_logits(**make_inputs() | {name: np.zeros(7)})
+        cpattn.sparse.indexer_logits(**make_inputs() | {name: np.zeros(7)})

@@ -11,6 +11,7 @@ import torch
 
 import cpattn
 import cpattn.integrations.torch_ops
+from public_names import PUBLIC
 
 OPERATORS = torch.ops.cpattn
 ROWS, HEADS, KV_HEADS, DIM, PAGE = 10, 4, 2, 32, 4
@@ -53,7 +54,7 @@ class Call:
             kwargs["metadata"] = cpattn.build_cp_metadata(**batch)
         if self.results == ("out", "lse"):
             kwargs["return_lse"] = True
-        return as_tuple(getattr(cpattn, self.name)(*self.args, **kwargs))
+        return as_tuple(PUBLIC[self.name](*self.args, **kwargs))
 
     def outputs(self) -> dict[str, torch.Tensor]:
         """Tensors to write into, whose contents are wrong."""
@@ -88,7 +89,7 @@ def calls() -> list[Call]:
     ranges = (ints(0, 0, 4), ints(5, 12, 9))
     indexer = (rand(3, 2, 16), rand(12, 16), rand(3, 2), *ranges)
     nope, rope = rand(6, 512), rand(6, 64)
-    rows = cpattn.quantize_kv_rows(nope, rope)
+    rows = cpattn.sparse.quantize_kv_rows(nope, rope)
     latent = (rand(3, HEADS, DIM), rand(20, 1, DIM), ints([[7, 19, -1]], [[0, 1, 2]], [[4, 4, 4]]))
     projection = (rand(5, LORA_RANK + KV_RANK + ROPE), rand(LORA_RANK), rand(KV_RANK))
     ranks = (LORA_RANK, KV_RANK, ROPE)
@@ -341,7 +342,7 @@ def test_negated_views():
     """They are not what their memory says; torch makes plain tensors of them."""
     x = torch.complex(torch.zeros(64), torch.randn(64)).conj().imag
     assert x.is_neg()
-    expected = cpattn.hadamard_transform(x.resolve_neg())
+    expected = cpattn.sparse.hadamard_transform(x.resolve_neg())
     assert_same(OPERATORS.hadamard_transform(x), expected)
 
 

@@ -45,49 +45,49 @@ CALLS = {
     ),
     "npu_fused_infer_attention_score": (
         CACHE,
-        "cpattn.npu_fused_infer_attention_score(q[None], cache, cache, num_heads=32, "
+        "cpattn.npu.npu_fused_infer_attention_score(q[None], cache, cache, num_heads=32, "
         "num_key_value_heads=1, input_layout='BSND')",
     ),
-    "flash_mla_sparse_fwd": (SPARSE, "cpattn.flash_mla_sparse_fwd(q, kv, indices, 0.1)"),
+    "flash_mla_sparse_fwd": (SPARSE, "cpattn.sparse.flash_mla_sparse_fwd(q, kv, indices, 0.1)"),
     "npu_sparse_flash_attention": (
         f"{SPARSE}; kv = kv[None]; q = q[None]; indices = indices[None]",
-        "cpattn.npu_sparse_flash_attention(q, kv, kv[..., :512], indices, 0.1, sparse_mode=0)",
+        "cpattn.npu.npu_sparse_flash_attention(q, kv, kv[..., :512], indices, 0.1, sparse_mode=0)",
     ),
     "indexer_topk": (
         f"q = zeros({TOKENS}, 16, 128); k = zeros({TOKENS}, 128); weights = zeros({TOKENS}, 16); "
         f"ks = np.zeros({TOKENS}, np.int32)",
-        f"cpattn.indexer_topk(q, k, weights, ks, ks + {TOKENS}, topk=64)",
+        f"cpattn.sparse.indexer_topk(q, k, weights, ks, ks + {TOKENS}, topk=64)",
     ),
     "npu_lightning_indexer": (
         f"q = zeros(1, {TOKENS}, 16, 128); k = zeros(1, {TOKENS}, 1, 128); "
         f"weights = zeros(1, {TOKENS}, 16)",
-        "cpattn.npu_lightning_indexer(q, k, weights)",
+        "cpattn.npu.npu_lightning_indexer(q, k, weights)",
     ),
     "indexer_logits": (
         "q = zeros(8192, 64, 128); k = zeros(8192, 128); weights = zeros(8192, 64); "
         "ks = np.zeros(8192, np.int32); ke = ks + 8192",
-        "cpattn.indexer_logits(q, k, weights, ks, ke)",
+        "cpattn.sparse.indexer_logits(q, k, weights, ks, ke)",
     ),
     "cp_indexer_topk": (
         f"q = zeros({TOKENS}, 16, 128); cache = zeros(1, {TOKENS}, 128); "
         f"weights = zeros({TOKENS}, 16); "
         f"metadata = cpattn.build_cp_metadata([{TOKENS}], cp_rank=0, cp_size=1)",
-        f"cpattn.cp_indexer_topk(q, cache, weights, metadata, block_tables=[[0]], "
+        f"cpattn.sparse.cp_indexer_topk(q, cache, weights, metadata, block_tables=[[0]], "
         f"page_size={TOKENS}, topk=64)",
     ),
     "fast_topk": (
         "score = np.tile(np.random.default_rng(0).standard_normal(60000, np.float32), (1000, 1)); "
         "lengths = [60000] * 1000",
-        "cpattn.fast_topk(score, lengths, 2048)",
+        "cpattn.sparse.fast_topk(score, lengths, 2048)",
     ),
-    "hadamard_transform": ("x = zeros(100_000, 512)", "cpattn.hadamard_transform(x)"),
+    "hadamard_transform": ("x = zeros(100_000, 512)", "cpattn.sparse.hadamard_transform(x)"),
     "quantize_kv_rows": (
         "nope, rope = zeros(100_000, 512), zeros(100_000, 64)",
-        "cpattn.quantize_kv_rows(nope, rope)",
+        "cpattn.sparse.quantize_kv_rows(nope, rope)",
     ),
     "split_qk_norm": (
         "x, q, k = zeros(200_000, 1600), zeros(1024), zeros(512)",
-        "cpattn.split_qk_norm(x, q, k, 1024, 512, 64, q_eps=1e-6, kv_eps=1e-6)",
+        "cpattn.sparse.split_qk_norm(x, q, k, 1024, 512, 64, q_eps=1e-6, kv_eps=1e-6)",
     ),
     "build_cp_metadata_all_ranks": (
         "lens = [50_000] * 2000",

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cpattn import KVArgs, MHATokenToKVPool, MLATokenToKVPool, fill_kv_args, setup_state_kv_args
+from cpattn.kv import MHATokenToKVPool, MLATokenToKVPool
+from cpattn.transfer import KVArgs, fill_kv_args, setup_state_kv_args
 
 STATE_LISTS = (
     "state_types",

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cpattn import KVEntry, KVLayout, MLATokenToKVPool, plan_kv_transfer
+from cpattn.kv import MLATokenToKVPool
+from cpattn.transfer import KVEntry, KVLayout, plan_kv_transfer
 
 ENTRY = KVEntry(3, "k", False, 1 << 48, 4608, 512)
 

@@ -13,7 +13,7 @@ import torch
 
 import cpattn
 
-MHA, MLA = cpattn.MHATokenToKVPool, cpattn.MLATokenToKVPool
+MHA, MLA = cpattn.kv.MHATokenToKVPool, cpattn.kv.MLATokenToKVPool
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,15 @@ def assert_same_numbers(actual, expected):
 @pytest.mark.parametrize("tokens", [0, 1, 33, 300])
 def test_rows_are_those_of_the_definition(isa, tokens, dtype):
     nope, rope = make_parts(tokens, dtype)
-    rows = cpattn.quantize_kv_rows(nope, rope)
+    rows = cpattn.sparse.quantize_kv_rows(nope, rope)
     assert rows.dtype == torch.uint8
     assert torch.equal(rows, expected_rows(nope, rope))
-    codes, rope_bytes = cpattn.quantize_kv_rows_separate(nope.unsqueeze(1), rope.unsqueeze(1))
+    codes, rope_bytes = cpattn.sparse.quantize_kv_rows_separate(
+        nope.unsqueeze(1), rope.unsqueeze(1)
+    )
     assert (codes.shape, rope_bytes.shape) == ((tokens, 1, 528), (tokens, 1, 128))
     assert torch.equal(torch.cat([codes, rope_bytes], -1), rows)
-    numbers = cpattn.dequantize_kv_rows(rows)
+    numbers = cpattn.sparse.dequantize_kv_rows(rows)
     assert numbers.dtype == torch.bfloat16
     assert_same_numbers(numbers, expected_numbers(rows))
 
@@ -83,7 +85,7 @@ def test_every_code_comes_back(isa):
     """All 254 codes that are numbers, at a scale of which they are exact multiples, make a row
     that quantises to itself; at others they are rounded once."""
     rows = rows_of_every_code([2.0**-3, 1.0, 0.37, 1e-3, 3e-41, 6e36, np.inf, np.nan])
-    numbers = cpattn.dequantize_kv_rows(torch.from_numpy(rows))
+    numbers = cpattn.sparse.dequantize_kv_rows(torch.from_numpy(rows))
     assert_same_numbers(numbers, expected_numbers(torch.from_numpy(rows)))
     exact = reference.dequantize_kv_rows(rows[:4, 0])
     np.testing.assert_array_equal(numbers[:4, 0].double().numpy(), exact)
@@ -97,7 +99,7 @@ def test_every_code_comes_back(isa):
         nope[np.isnan(nope)] = 0
         expected = row.copy()
         expected[:512][(row[:512] & 0x7F) == 0x7F] = 0
-        actual = cpattn.quantize_kv_rows(nope, np.zeros((1, 64), np.float32))
+        actual = cpattn.sparse.quantize_kv_rows(nope, np.zeros((1, 64), np.float32))
         np.testing.assert_array_equal(actual[0, 0], expected)
 
 
@@ -110,7 +112,7 @@ def test_rounding_is_to_nearest_even_at_every_tie(isa):
     for row, direction in enumerate([0, 1, 1000]):
         nope[row, :, :126] = np.nextafter(ties, np.float32(direction)) if row != 1 else ties
     nope[:, 1::2] *= -1
-    rows = cpattn.quantize_kv_rows(nope.reshape(3, 512), np.zeros((3, 64), np.float32))
+    rows = cpattn.sparse.quantize_kv_rows(nope.reshape(3, 512), np.zeros((3, 64), np.float32))
     actual = rows[:, 0, :512].reshape(3, 4, 128)[..., :126] & 0x7F
     even = codes + codes % 2
     for row, expected in enumerate([codes, even, codes + 1]):
@@ -120,7 +122,7 @@ def test_rounding_is_to_nearest_even_at_every_tie(isa):
 def test_errors_of_numbers_are_bounded(isa):
     """Half a spacing of the code, so 1/16 of a normal number, or 2^-10 of the scale."""
     nope, rope = make_parts(64, "float32")
-    rows = cpattn.quantize_kv_rows(nope, rope)[:, 0]
+    rows = cpattn.sparse.quantize_kv_rows(nope, rope)[:, 0]
     numbers = reference.dequantize_kv_rows(rows)[:, :512]
     scale = np.repeat(rows[:, 512:528].contiguous().view(torch.float32).double().numpy(), 128, 1)
     x = nope.double().numpy()
@@ -134,16 +136,16 @@ def test_groups_of_zeros_and_numbers_that_are_not_finite(isa, dtype):
     nope[1, 128:256] = -0.0
     nope[2, 200], nope[2, 300], nope[2, 511] = torch.nan, torch.inf, -torch.inf
     rope[3, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    rows = cpattn.quantize_kv_rows(nope, rope)
+    rows = cpattn.sparse.quantize_kv_rows(nope, rope)
     normal = torch.tensor([0, 3, 4])
     assert_same_numbers(
-        cpattn.dequantize_kv_rows(rows)[normal],
+        cpattn.sparse.dequantize_kv_rows(rows)[normal],
         expected_numbers(expected_rows(nope, rope))[normal],
     )
     assert torch.all(rows[1, 0, :256] == 0)
     assert torch.all(rows[1, 0, 512:520] == 0)
     assert torch.all(rows[2, 0, 128:512] == 0x7F)
-    numbers = cpattn.dequantize_kv_rows(rows)
+    numbers = cpattn.sparse.dequantize_kv_rows(rows)
     assert torch.all(numbers[1, 0, :256] == 0)
     assert torch.all(numbers[2, 0, 128:512].isnan())
     assert torch.equal(numbers[2, 0, :128], expected_numbers(rows)[2, 0, :128])
@@ -154,7 +156,7 @@ def test_scales_below_the_normal_numbers_count_as_zero(isa):
     nope = np.zeros((2, 512), np.float32)
     nope[0, :2] = [448 * smallest, -7 * smallest]
     nope[1, :2] = [447 * smallest, -7 * smallest]
-    rows = cpattn.quantize_kv_rows(nope, np.zeros((2, 64), np.float32))
+    rows = cpattn.sparse.quantize_kv_rows(nope, np.zeros((2, 64), np.float32))
     assert rows[0, 0, 0] == 0x7E
     assert rows[0, 0, 512:516].view(np.float32) == smallest
     assert not rows[1].any()
@@ -166,53 +168,53 @@ def test_rows_are_gathered_from_flat_and_paged_buffers(data):
     block = data.draw(st.integers(1, 5))
     blocks = data.draw(st.integers(1, 6))
     indices = data.draw(st.lists(st.integers(0, block * blocks - 1), max_size=20))
-    rows = cpattn.quantize_kv_rows(*make_parts(block * blocks))
-    whole = cpattn.dequantize_kv_rows(rows)
+    rows = cpattn.sparse.quantize_kv_rows(*make_parts(block * blocks))
+    whole = cpattn.sparse.dequantize_kv_rows(rows)
     paged = torch.empty(blocks, block + 1, 1, 700, dtype=torch.uint8)[:, 1:, :, 3:659]
     paged.copy_(rows.unflatten(0, (blocks, block)))
     kinds = [rows, rows.squeeze(1), paged, paged.view(torch.float8_e4m3fn)]
     for buffer in kinds:
-        assert torch.equal(cpattn.dequantize_kv_rows(buffer), whole)
+        assert torch.equal(cpattn.sparse.dequantize_kv_rows(buffer), whole)
         for given_as in (indices, torch.tensor(indices, dtype=torch.int32)):
-            assert torch.equal(cpattn.dequantize_kv_rows(buffer, given_as), whole[indices])
+            assert torch.equal(cpattn.sparse.dequantize_kv_rows(buffer, given_as), whole[indices])
 
 
 def test_numpy_gives_numpy():
     nope, rope = make_parts(3)
     arrays = [x.float().numpy().astype(ml_dtypes.bfloat16) for x in (nope, rope)]
-    rows = cpattn.quantize_kv_rows(*arrays)
+    rows = cpattn.sparse.quantize_kv_rows(*arrays)
     assert isinstance(rows, np.ndarray)
-    np.testing.assert_array_equal(rows, cpattn.quantize_kv_rows(nope, rope).numpy())
-    numbers = cpattn.dequantize_kv_rows(rows.view(ml_dtypes.float8_e4m3fn), np.array([2, 0]))
+    np.testing.assert_array_equal(rows, cpattn.sparse.quantize_kv_rows(nope, rope).numpy())
+    numbers = cpattn.sparse.dequantize_kv_rows(rows.view(ml_dtypes.float8_e4m3fn), np.array([2, 0]))
     assert numbers.dtype == ml_dtypes.bfloat16
-    expected = cpattn.dequantize_kv_rows(torch.from_numpy(rows), [2, 0])
+    expected = cpattn.sparse.dequantize_kv_rows(torch.from_numpy(rows), [2, 0])
     np.testing.assert_array_equal(numbers.astype(np.float32), expected.float().numpy())
 
 
 def test_results_go_where_they_are_asked_to():
     nope, rope = make_parts(6)
     out = torch.empty(6, 2, 656, dtype=torch.uint8)[:, 1:]
-    rows = cpattn.quantize_kv_rows(nope, rope, out=out)
+    rows = cpattn.sparse.quantize_kv_rows(nope, rope, out=out)
     assert rows is out
-    assert torch.equal(rows, cpattn.quantize_kv_rows(nope, rope))
+    assert torch.equal(rows, cpattn.sparse.quantize_kv_rows(nope, rope))
     numbers = torch.empty(2, 1, 576, dtype=torch.bfloat16)
-    assert cpattn.dequantize_kv_rows(rows, [4, 1], out=numbers) is numbers
-    assert torch.equal(numbers, cpattn.dequantize_kv_rows(rows)[[4, 1]])
+    assert cpattn.sparse.dequantize_kv_rows(rows, [4, 1], out=numbers) is numbers
+    assert torch.equal(numbers, cpattn.sparse.dequantize_kv_rows(rows)[[4, 1]])
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda rows, x: cpattn.quantize_kv_rows(x, x[:, :64], out=rows[:1]),
+        (lambda rows, x: cpattn.sparse.quantize_kv_rows(x, x[:, :64], out=rows[:1]),
          r"quantize_kv_rows: out must have shape \[2, 1, 656\], got \[1, 1, 656\]"),
-        (lambda rows, x: cpattn.quantize_kv_rows(
+        (lambda rows, x: cpattn.sparse.quantize_kv_rows(
             x, x[:, :64], out=x.view(torch.uint8)[:, None, :656]),
          "quantize_kv_rows: out must not overlap nope in memory"),
-        (lambda rows, x: cpattn.quantize_kv_rows(x, x[:, :64], out=rows.char()),
+        (lambda rows, x: cpattn.sparse.quantize_kv_rows(x, x[:, :64], out=rows.char()),
          "quantize_kv_rows: out must be uint8, got int8"),
-        (lambda rows, x: cpattn.dequantize_kv_rows(rows, out=x[:, None].bfloat16()),
+        (lambda rows, x: cpattn.sparse.dequantize_kv_rows(rows, out=x[:, None].bfloat16()),
          r"dequantize_kv_rows: out must have shape \[2, 1, 576\], got \[2, 1, 512\]"),
-        (lambda rows, x: cpattn.dequantize_kv_rows(rows, out=torch.zeros(2, 1, 576)),
+        (lambda rows, x: cpattn.sparse.dequantize_kv_rows(rows, out=torch.zeros(2, 1, 576)),
          "dequantize_kv_rows: out must be bfloat16, got float32"),
     ],
 )  # fmt: skip
@@ -226,8 +228,8 @@ def test_threads_change_nothing():
     results = []
     for threads in (1, 3):
         cpattn.set_num_threads(threads)
-        rows = cpattn.quantize_kv_rows(nope, rope)
-        results.append((rows, cpattn.dequantize_kv_rows(rows)))
+        rows = cpattn.sparse.quantize_kv_rows(nope, rope)
+        results.append((rows, cpattn.sparse.dequantize_kv_rows(rows)))
     cpattn.set_num_threads(cpattn._core.default_num_threads())
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -252,7 +254,7 @@ def test_threads_change_nothing():
 def test_errors_of_quantising(function, change, message):
     parts = {"nope": torch.zeros(2, 512), "rope": torch.zeros(2, 64)} | change
     with pytest.raises(ValueError, match=f"^{function}: {message}"):
-        getattr(cpattn, function)(**parts)
+        getattr(cpattn.sparse, function)(**parts)
 
 
 @pytest.mark.parametrize(
@@ -268,11 +270,11 @@ def test_errors_of_quantising(function, change, message):
 )  # fmt: skip
 def test_errors_of_reading(rows, indices, message):
     with pytest.raises(ValueError, match=f"^dequantize_kv_rows: {message}"):
-        cpattn.dequantize_kv_rows(rows, indices)
+        cpattn.sparse.dequantize_kv_rows(rows, indices)
 
 
 def test_what_is_not_a_tensor_is_a_type_error():
     with pytest.raises(TypeError, match="quantize_kv_rows: nope must be a tensor"):
-        cpattn.quantize_kv_rows([1.0], [2.0])
+        cpattn.sparse.quantize_kv_rows([1.0], [2.0])
     with pytest.raises(TypeError, match="dequantize_kv_rows: indices must hold integers"):
-        cpattn.dequantize_kv_rows(torch.zeros(2, 656).byte(), [0.5])
+        cpattn.sparse.dequantize_kv_rows(torch.zeros(2, 656).byte(), [0.5])

@@ -155,7 +155,7 @@ RANDOM = [replace(random_case(seed), seed=seed) for seed in range(60)]
 
 @pytest.mark.parametrize("case", CASES + RANDOM, ids=lambda case: case.name)
 def test_within_a_process(case):
-    with cpattn.LocalEngine() as engine:
+    with cpattn.transfer.LocalEngine() as engine:
         decode = DecodeSide(engine)
         send_prompt(engine, case, engine.session_id, decode.prepare(case))
         assert decode.finish() == []

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cases import strided_copy
-from cpattn import npu_lightning_indexer
+from cpattn.npu import npu_lightning_indexer
 from indexer_batch import IndexerBatch, integers, scores_of, top_of
 
 FORMS = [("BSND", "BSND"), ("TND", "TND"), ("BSND", "PA_BSND"), ("TND", "PA_BSND")]

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpattn import TransferError, TransferPlan
+from cpattn.transfer import TransferError, TransferPlan
 from transfer_processes import Peer, allocate, contents, requires_mooncake, write
 
 SIZE = 1 << 20

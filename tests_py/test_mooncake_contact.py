@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cpattn import TransferError, TransferPlan
+from cpattn.transfer import TransferError, TransferPlan
 from transfer_processes import Peer, allocate, contents, requires_mooncake, write
 
 LIMIT = 25.0  # seconds for what has a timeout of 5; the engine by itself waits for 60

@@ -17,8 +17,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cpattn import MHATokenToKVPool, _core
+from cpattn import _core
 from cpattn.integrations import mooncake
+from cpattn.kv import MHATokenToKVPool
 
 LIMIT = 20.0  # seconds for what takes one, on a busy machine; calls hang for three times as many
 

@@ -56,7 +56,7 @@ def indexer(dtype, threads):
         q = torch.randn(rows, 64, 128, generator=generator).to(dtype)
         weights = torch.rand(rows, 64, generator=generator)
         ends = [4096] * rows
-        return lambda: cpattn.indexer_topk(q, k, weights, [0] * rows, ends, topk=512)
+        return lambda: cpattn.sparse.indexer_topk(q, k, weights, [0] * rows, ends, topk=512)
 
     return Outer(make)
 
@@ -102,7 +102,7 @@ def test_calls_from_a_signal_handler_disturb_nothing(isa, timer, make, threads, 
         return (
             cpattn.paged_attention(**nested_inputs),
             cpattn.paged_attention(**wide),
-            cpattn.fast_topk(score, [9000] * 2, 2048),
+            cpattn.sparse.fast_topk(score, [9000] * 2, 2048),
         )
 
     expected = nested()

@@ -210,7 +210,7 @@ def test_indices_that_change_during_the_call_read_no_other_memory():
     try:
         end = time.monotonic() + 1
         while time.monotonic() < end:
-            out, _, _ = cpattn.flash_mla_sparse_fwd(q, kv, indices, 0.1, d_v=32)
+            out, _, _ = cpattn.sparse.flash_mla_sparse_fwd(q, kv, indices, 0.1, d_v=32)
             assert torch.all((out == 0) | ((out - 1).abs() <= rounding))  # of ones
     finally:
         stop.set()

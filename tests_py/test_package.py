@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import importlib.util
@@ -18,6 +19,7 @@ import pytest
 
 import cases
 import cpattn
+from public_names import PUBLIC, PUBLIC_MODULES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -47,7 +49,7 @@ def test_one_version_everywhere():
 
 
 def test_every_export_is_documented():
-    assert all(getattr(cpattn, name).__doc__ for name in cpattn.__all__)
+    assert all(value.__doc__ for value in PUBLIC.values())
 
 
 #: Functions without an example of their own; what they do is shown beside another one.
@@ -66,8 +68,8 @@ WITHOUT_EXAMPLE = {
 
 def test_functions_have_examples():
     """The list only becomes shorter: a new function brings one."""
-    functions = {n for n in cpattn.__all__ if inspect.isfunction(getattr(cpattn, n))}
-    shown = {name for name in functions if ">>> " in getattr(cpattn, name).__doc__}
+    functions = {name for name, value in PUBLIC.items() if inspect.isfunction(value)}
+    shown = {name for name in functions if ">>> " in PUBLIC[name].__doc__}
     assert functions - shown == WITHOUT_EXAMPLE
 
 
@@ -89,11 +91,11 @@ MODULES = [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_run(name):
-    """All that are in the source, also of classes that say they are of the package itself."""
+    """All that are in the source, also of classes that say they are of a package around it."""
     module, source, finder = importlib.import_module(name), source_of(name), doctest.DocTestFinder()
     tests = finder.find(module)
     for kind in vars(module).values():
-        if inspect.isclass(kind) and kind.__module__ == cpattn.__name__:
+        if inspect.isclass(kind) and name.startswith(f"{kind.__module__}."):
             tests += finder.find(kind, module=False, globs=vars(module))
     tests = [x for x in tests if x.examples and x.examples[0].source.splitlines()[0] in source]
     tests = list({test.docstring: test for test in tests}.values())  # methods may be functions
@@ -190,13 +192,15 @@ def test_the_ranks_of_the_readme(request):
 
 def test_the_servers_of_the_document_on_kv_transfer():
     """Both in this process, with an engine of it."""
-    source, target = (cpattn.MHATokenToKVPool(64, 16, 2, 2, 32) for _ in range(2))
-    layout = cpattn.KVLayout.from_pool(target)
-    plan = cpattn.plan_kv_transfer(cpattn.KVLayout.from_pool(source), layout, [1, 2], [3, 0])
+    source, target = (cpattn.kv.MHATokenToKVPool(64, 16, 2, 2, 32) for _ in range(2))
+    layout = cpattn.transfer.KVLayout.from_pool(target)
+    plan = cpattn.transfer.plan_kv_transfer(
+        cpattn.transfer.KVLayout.from_pool(source), layout, [1, 2], [3, 0]
+    )
     source.set_kv_buffer(1, [16, 40], *np.random.default_rng(0).random((2, 2, 2, 32), np.float32))
 
     def both_sides(host):
-        engine = cpattn.LocalEngine()
+        engine = cpattn.transfer.LocalEngine()
         cpattn.transfer.register(engine, source)
         return engine
 
@@ -204,7 +208,7 @@ def test_the_servers_of_the_document_on_kv_transfer():
     names |= {"pool": target, "layout": layout, "plan": plan}
     (block,) = blocks_of("docs/kv_transfer.md", "py")
     exec(block, names)
-    assert cpattn.KVLayout.from_dict(names["message"]["layout"]) == layout
+    assert cpattn.transfer.KVLayout.from_dict(names["message"]["layout"]) == layout
     for ours, theirs in zip(source.get_kv_buffer(1), target.get_kv_buffer(1), strict=True):
         assert (theirs[3] == ours[1]).all()
         assert (theirs[0] == ours[2]).all()
@@ -231,3 +235,52 @@ def test_distributed_is_imported_when_asked_for():
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="nonsense"):
         cpattn.nonsense  # noqa: B018
+
+
+SUB_PACKAGES = {
+    "cost_model", "distributed", "integrations", "kv", "npu", "profiling", "sparse", "torch_guard",
+    "traffic", "transfer",
+}  # fmt: skip
+
+
+def test_the_public_face_is_small():
+    assert set(dir(cpattn)) == {*cpattn.__all__, *SUB_PACKAGES}
+    assert len(cpattn.__all__) == len(set(cpattn.__all__)) <= 20
+    assert not SUB_PACKAGES & set(cpattn.__all__)  # `import *` brings no torch
+
+
+def test_type_checkers_see_the_sub_packages():
+    (block,) = (
+        node
+        for node in ast.parse(source_of("cpattn")).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    seen = [ast.unparse(line) for line in block.body]
+    assert seen == [f"from . import {name} as {name}" for name in sorted(SUB_PACKAGES)]
+
+
+def test_sub_packages_come_when_they_are_asked_for():
+    pytest.importorskip("torch")
+    code = f"""
+import sys, cpattn
+early = {{"profiling", "sparse"}}  # whose names are in `cpattn`, too
+loaded = {{name.removeprefix("cpattn.") for name in sys.modules}}
+assert loaded & {SUB_PACKAGES} == early, loaded
+for name in {SUB_PACKAGES}:
+    assert getattr(cpattn, name) is sys.modules[f"cpattn.{{name}}"]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "module", [*PUBLIC_MODULES, cpattn.context_parallel, cpattn.cost_model, cpattn.traffic]
+)
+def test_what_functions_return_is_where_they_are(module):
+    for name in module.__all__:
+        function = getattr(module, name)
+        if not inspect.isfunction(function):
+            continue
+        for word in re.findall(r"\w+", str(inspect.signature(function).return_annotation)):
+            kind = function.__globals__.get(word, getattr(cpattn._core, word, None))
+            if inspect.isclass(kind) and kind.__module__.startswith("cpattn"):
+                assert word in module.__all__, (name, word)

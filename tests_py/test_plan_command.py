@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 import cpattn
 from children import path_with
-from cpattn.commands import commands
+from cpattn._cli.commands import commands
 from cpattn.cost_model import AttentionLayer, Rates, assumptions, predict
 from cpattn.cost_model.command import parse_cp_sizes
 from cpattn.cost_model.prediction import as_options

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpattn import KVEntry, KVLayout, plan_kv_links, plan_kv_transfer
+from cpattn.transfer import KVEntry, KVLayout, plan_kv_links, plan_kv_transfer
 from kv_fleets import Model, Side, check_fleets, servers
 
 MLA = {"k": 8, "v": 2, "index_k": 3}

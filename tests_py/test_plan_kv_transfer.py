@@ -10,7 +10,8 @@ import re
 import numpy as np
 import pytest
 
-from cpattn import KVEntry, KVLayout, MHATokenToKVPool, plan_kv_transfer
+from cpattn.kv import MHATokenToKVPool
+from cpattn.transfer import KVEntry, KVLayout, plan_kv_transfer
 from plan_blocks import blocks
 
 PAGES = 64

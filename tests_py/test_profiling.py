@@ -12,8 +12,9 @@ import pytest
 
 import cpattn
 from cases import Case, make_inputs
-from cpattn import TraceScope, _core
-from cpattn._timeline import _share_of_steps
+from cpattn import _core
+from cpattn.profiling import TraceScope
+from cpattn.profiling.timeline import _share_of_steps
 
 # head_dim 48 fills no AMX tile, and v_head_dim differs.
 CASE = Case((70, 3), (700, 67), head_dim=48, v_head_dim=32, dtype="bfloat16")
@@ -110,10 +111,10 @@ def test_functions_have_their_names_when_the_calls_are_long_gone():
     inputs = make_inputs(CASE)
     with cpattn.profile() as trace:
         cpattn.paged_attention(**inputs)
-        cpattn.indexer_logits(q, keys, weights, [0, 3], [6, 5])
-        cpattn.indexer_topk(q, keys, weights, [0, 3], [6, 5], topk=2)
-        cpattn.fast_topk(score, [8, 4], 3)
-        cpattn.fast_topk_transform_ragged_fused(score, [8, 4], [0, 9], 3)
+        cpattn.sparse.indexer_logits(q, keys, weights, [0, 3], [6, 5])
+        cpattn.sparse.indexer_topk(q, keys, weights, [0, 3], [6, 5], topk=2)
+        cpattn.sparse.fast_topk(score, [8, 4], 3)
+        cpattn.sparse.fast_topk_transform_ragged_fused(score, [8, 4], [0, 9], 3)
         deep(50)
     assert set(trace.functions[1:]) == {
         "paged_attention", "indexer_logits", "indexer_topk", "fast_topk",
@@ -156,7 +157,7 @@ def test_the_most_events_that_are_accepted_are_recorded():
 
 
 def test_no_memory_for_events_is_an_error(monkeypatch):
-    monkeypatch.setattr(cpattn.profiling, "_RECORD", np.dtype((np.void, 2**30)))
+    monkeypatch.setattr(cpattn.profiling.recording, "_RECORD", np.dtype((np.void, 2**30)))
     with pytest.raises(MemoryError, match="profile: no memory for max_events = 1048576"):
         cpattn.profile().__enter__()
     monkeypatch.undo()

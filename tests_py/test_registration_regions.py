@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn import LocalEngine, registration_regions
+from cpattn.transfer import LocalEngine, registration_regions
 
 MiB = 1 << 20
 

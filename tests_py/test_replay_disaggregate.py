@@ -20,20 +20,24 @@ Console = pytest.importorskip("rich.console").Console
 import torch.distributed as dist  # noqa: E402
 
 import cpattn  # noqa: E402
-from cpattn.replay.decode_check import DecodeChecker, SparseDecodeChecker  # noqa: E402
+from cpattn.replay.dense.model import DenseConfig  # noqa: E402
+from cpattn.replay.disaggregation.check import DecodeChecker, SparseDecodeChecker  # noqa: E402
+from cpattn.replay.disaggregation.endpoint import (  # noqa: E402
+    Endpoint,
+    Transfer,
+    require_engine,
+)
+from cpattn.replay.disaggregation.handover import Delivery  # noqa: E402
 from cpattn.replay.driver import replay  # noqa: E402
-from cpattn.replay.handover import Delivery  # noqa: E402
-from cpattn.replay.kv_link import KVLink, Transfer, require_engine  # noqa: E402
-from cpattn.replay.model import ModelConfig  # noqa: E402
-from cpattn.replay.processes import WorkerError  # noqa: E402
+from cpattn.replay.processes.workers import WorkerError  # noqa: E402
 from cpattn.replay.records import DecodeReport, ReplayOptions, ReplayReport  # noqa: E402
-from cpattn.replay.report import print_report  # noqa: E402
-from cpattn.replay.trace import generate_trace, scale_lengths  # noqa: E402
+from cpattn.replay.report.summary import print_report  # noqa: E402
+from cpattn.traffic.trace import generate_trace, scale_lengths  # noqa: E402
 from replay_in_one_process import DECODE, InOneProcess  # noqa: E402
 from replay_models import SMALL_DSA  # noqa: E402
 from transfer_processes import requires_mooncake  # noqa: E402
 
-SMALL = ModelConfig(
+SMALL = DenseConfig(
     num_layers=4, hidden_size=64, num_heads=4, head_dim=16, intermediate_size=96, vocab_size=256
 )
 SPARSE = replace(SMALL_DSA, vocab_size=256)
@@ -93,38 +97,40 @@ def test_tokens_are_those_of_one_process(
     assert system.num_bytes == sent * page_size * layers * 2 * 2 * 16 * config.torch_dtype.itemsize
 
 
-Send = Callable[[KVLink, Delivery, int, int], Transfer]
+Send = Callable[[Endpoint, Delivery, int, int], Transfer]
 
 
 def without(delivery: Delivery, keep: np.ndarray) -> Delivery:
     return replace(delivery, src_pages=delivery.src_pages[keep], dst_pages=delivery.dst_pages[keep])
 
 
-def one_page_less(send: Send, link: KVLink, delivery: Delivery, *rank: int) -> Transfer:
+def one_page_less(send: Send, link: Endpoint, delivery: Delivery, *rank: int) -> Transfer:
     return send(link, without(delivery, np.arange(len(delivery.dst_pages) - 1)), *rank)
 
 
-def no_partial_page(send: Send, link: KVLink, delivery: Delivery, *rank: int) -> Transfer:
+def no_partial_page(send: Send, link: Endpoint, delivery: Delivery, *rank: int) -> Transfer:
     partial = [c.page_ids[c.prompt_tokens // 4] for c in delivery.continuations]
     return send(link, without(delivery, ~np.isin(delivery.dst_pages, partial)), *rank)
 
 
-def swapped_layers(send: Send, link: KVLink, *arguments: Any) -> Transfer:
+def swapped_layers(send: Send, link: Endpoint, *arguments: Any) -> Transfer:
     layout = link._peer_layout
     entries = list(layout.entries)
     first, second = (i for i, e in enumerate(entries) if e.kind == "v" and e.layer_id < 2)
     swapped = entries[second].addr, entries[first].addr
     for i, addr in zip((first, second), swapped, strict=True):
         e = entries[i]
-        entries[i] = cpattn.KVEntry(e.layer_id, e.kind, e.is_draft, addr, e.nbytes, e.item_len)
-    link._peer_layout = cpattn.KVLayout(entries, layout.page_size)
+        entries[i] = cpattn.transfer.KVEntry(
+            e.layer_id, e.kind, e.is_draft, addr, e.nbytes, e.item_len
+        )
+    link._peer_layout = cpattn.transfer.KVLayout(entries, layout.page_size)
     try:
         return send(link, *arguments)
     finally:
         link._peer_layout = layout
 
 
-def nothing_of_rank_0(send: Send, link: KVLink, delivery: Delivery, *rank: int) -> Transfer:
+def nothing_of_rank_0(send: Send, link: Endpoint, delivery: Delivery, *rank: int) -> Transfer:
     return send(link, delivery if rank[0] else without(delivery, np.arange(0)), *rank)
 
 
@@ -135,9 +141,9 @@ def nothing_of_rank_0(send: Send, link: KVLink, delivery: Delivery, *rank: int) 
 def test_the_check_sees_wrong_sending(
     group: Any, monkeypatch: pytest.MonkeyPatch, wrong: Any, dtype: str
 ) -> None:
-    send = KVLink.send_pages
+    send = Endpoint.send_pages
     monkeypatch.setattr(
-        KVLink, "send_pages", lambda link, *arguments: wrong(send, link, *arguments)
+        Endpoint, "send_pages", lambda link, *arguments: wrong(send, link, *arguments)
     )
     config = replace(SMALL, dtype=dtype)
     system = InOneProcess(group, config, pp_size=1, cp_size=2, page_size=4)

@@ -19,19 +19,19 @@ import torch.distributed as dist  # noqa: E402
 
 from cpattn import build_cp_metadata  # noqa: E402
 from cpattn.distributed import ContextParallel  # noqa: E402
-from cpattn.replay.baseline import make_segments  # noqa: E402
+from cpattn.replay.dense.baseline import make_segments  # noqa: E402
 from cpattn.replay.driver import replay  # noqa: E402
-from cpattn.replay.dsa_attention import SparseAttention  # noqa: E402
-from cpattn.replay.dsa_baseline import attend_chosen, choose_keys  # noqa: E402
-from cpattn.replay.dsa_check import RestrictedAttention, SparseChecker  # noqa: E402
-from cpattn.replay.dsa_model import DsaConfig, SparseInputs  # noqa: E402
+from cpattn.replay.dsa.attention import SparseAttention  # noqa: E402
+from cpattn.replay.dsa.baseline import attend_chosen, choose_keys  # noqa: E402
+from cpattn.replay.dsa.check import RestrictedAttention, SparseChecker  # noqa: E402
+from cpattn.replay.dsa.model import DsaConfig, SparseInputs  # noqa: E402
 from cpattn.replay.model import Decoder  # noqa: E402
 from cpattn.replay.phases import PhaseClock  # noqa: E402
-from cpattn.replay.prefix_cache import PrefixCache  # noqa: E402
 from cpattn.replay.records import ReplayOptions  # noqa: E402
-from cpattn.replay.report import print_report  # noqa: E402
-from cpattn.replay.scheduler import Batch, prefill_batches  # noqa: E402
-from cpattn.replay.trace import block_tokens_of, generate_trace, scale_lengths  # noqa: E402
+from cpattn.replay.report.summary import print_report  # noqa: E402
+from cpattn.traffic.prefix_cache import PrefixCache  # noqa: E402
+from cpattn.traffic.scheduler import Batch, prefill_batches  # noqa: E402
+from cpattn.traffic.trace import block_tokens_of, generate_trace, scale_lengths  # noqa: E402
 from replay_models import SMALL_DSA as SMALL  # noqa: E402
 from tolerances import assert_close, to_float64  # noqa: E402
 

@@ -10,10 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpattn.replay.handover import Continuation, Delivery, Handover, decode_pool_pages
-from cpattn.replay.prefix_cache import PrefixCache
-from cpattn.replay.scheduler import Batch, prefill_batches
-from cpattn.replay.trace import Request, block_tokens_of, generate_trace, scale_lengths
+from cpattn.replay.disaggregation.handover import (
+    Continuation,
+    Delivery,
+    Handover,
+    decode_pool_pages,
+)
+from cpattn.traffic.prefix_cache import PrefixCache
+from cpattn.traffic.scheduler import Batch, prefill_batches
+from cpattn.traffic.trace import Request, block_tokens_of, generate_trace, scale_lengths
 
 PAGE, BLOCK, MAX_SEQUENCES = 4, 8, 6
 KINDS = {"block_tokens": BLOCK, "vocab_size": 1 << 40, "seed": 0}

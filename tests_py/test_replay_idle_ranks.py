@@ -10,14 +10,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from cpattn.replay.dense.model import DenseConfig  # noqa: E402
 from cpattn.replay.driver import replay  # noqa: E402
-from cpattn.replay.model import Decoder, ModelConfig  # noqa: E402
+from cpattn.replay.model import Decoder  # noqa: E402
 from cpattn.replay.records import ReplayOptions  # noqa: E402
-from cpattn.replay.trace import Request  # noqa: E402
+from cpattn.traffic.trace import Request  # noqa: E402
 from replay_models import SMALL_DSA  # noqa: E402
 from transfer_processes import requires_mooncake  # noqa: E402
 
-DENSE = ModelConfig(
+DENSE = DenseConfig(
     num_layers=2, hidden_size=64, num_heads=4, head_dim=16, intermediate_size=96, vocab_size=64
 )
 FP8 = replace(

@@ -11,15 +11,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cpattn.replay.baseline import gathered_attention, make_segments  # noqa: E402
-from cpattn.replay.check import Checker, dense_attention, tolerance  # noqa: E402
-from cpattn.replay.model import Decoder, Head, ModelConfig, stage_layers  # noqa: E402
-from cpattn.replay.prefix_cache import PrefixCache  # noqa: E402
-from cpattn.replay.scheduler import Batch, prefill_batches  # noqa: E402
-from cpattn.replay.trace import block_tokens_of, generate_trace, scale_lengths  # noqa: E402
+from cpattn.replay.dense.baseline import gathered_attention, make_segments  # noqa: E402
+from cpattn.replay.dense.check import Checker, dense_attention, tolerance  # noqa: E402
+from cpattn.replay.dense.model import DenseConfig  # noqa: E402
+from cpattn.replay.model import Decoder, Head, stage_layers  # noqa: E402
+from cpattn.traffic.prefix_cache import PrefixCache  # noqa: E402
+from cpattn.traffic.scheduler import Batch, prefill_batches  # noqa: E402
+from cpattn.traffic.trace import block_tokens_of, generate_trace, scale_lengths  # noqa: E402
 from tolerances import assert_similar  # noqa: E402
 
-SMALL = ModelConfig(
+SMALL = DenseConfig(
     num_layers=3, hidden_size=64, num_heads=4, head_dim=16, intermediate_size=96, vocab_size=64
 )
 PAGE_SIZE = 4
@@ -40,7 +41,7 @@ def paged_forward(
     return model(token_ids, torch.from_numpy(batch.positions), attention)
 
 
-def replay(config: ModelConfig, harm: Callable[[Batch, list[torch.Tensor]], None]) -> Checker:
+def replay(config: DenseConfig, harm: Callable[[Batch, list[torch.Tensor]], None]) -> Checker:
     """Twelve requests of generated traffic, checked; `harm` may spoil pools before a batch."""
     requests, block_tokens = scale_lengths(generate_trace(12, seed=1), 64), 8
     cache = PrefixCache(800, page_size=PAGE_SIZE, block_tokens=block_tokens)

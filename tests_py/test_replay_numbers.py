@@ -12,12 +12,12 @@ pytest.importorskip("torch")
 
 from cpattn.cost_model.calibration import calibrate
 from cpattn.cost_model.work import AttentionLayer
-from cpattn.replay.check import Checker
-from cpattn.replay.model import ModelConfig
-from cpattn.replay.prefix_cache import PrefixCache
+from cpattn.replay.dense.check import Checker
+from cpattn.replay.dense.model import DenseConfig
 from cpattn.replay.records import ReplayOptions
-from cpattn.replay.scheduler import prefill_batches
-from cpattn.replay.trace import generate_trace, read_trace, scale_lengths
+from cpattn.traffic.prefix_cache import PrefixCache
+from cpattn.traffic.scheduler import prefill_batches
+from cpattn.traffic.trace import generate_trace, read_trace, scale_lengths
 
 CACHE = PrefixCache(8, page_size=4, block_tokens=8)
 
@@ -39,15 +39,15 @@ def batches(**options: Any) -> Any:
             "timeout_seconds must be positive and finite, got nan",
         ),
         (lambda: ReplayOptions(timeout_seconds="9"), TypeError, "timeout_seconds must be a number"),
-        (lambda: ModelConfig(num_layers=2.0), TypeError, "num_layers must be an integer, got 2.0"),
-        (lambda: ModelConfig(seed=-1), ValueError, "seed must be >= 0, got -1"),
-        (lambda: ModelConfig(head_dim=592), ValueError, "multiple of 16 from 16 to 576, got 592"),
+        (lambda: DenseConfig(num_layers=2.0), TypeError, "num_layers must be an integer, got 2.0"),
+        (lambda: DenseConfig(seed=-1), ValueError, "seed must be >= 0, got -1"),
+        (lambda: DenseConfig(head_dim=592), ValueError, "multiple of 16 from 16 to 576, got 592"),
         (
-            lambda: ModelConfig(query_gain=math.inf),
+            lambda: DenseConfig(query_gain=math.inf),
             ValueError,
-            "ModelConfig: query_gain must be positive and finite, got inf",
+            "DenseConfig: query_gain must be positive and finite, got inf",
         ),
-        (lambda: ModelConfig(rope_theta=0.0), ValueError, "rope_theta must be positive and finite"),
+        (lambda: DenseConfig(rope_theta=0.0), ValueError, "rope_theta must be positive and finite"),
         (lambda: read_trace("x", limit=-1), ValueError, "read_trace: limit must be >= 1, got -1"),
         (lambda: read_trace("x", limit=2.0), TypeError, "read_trace: limit must be an integer"),
         (lambda: generate_trace(2.0), TypeError, "num_requests must be an integer, got 2.0"),
@@ -65,7 +65,7 @@ def batches(**options: Any) -> Any:
             "PrefixCache: page_size must be an integer, got 4.0",
         ),
         (
-            lambda: Checker(ModelConfig(), block_tokens=8, rows_per_chunk=1.5),
+            lambda: Checker(DenseConfig(), block_tokens=8, rows_per_chunk=1.5),
             TypeError,
             "Checker: rows_per_chunk must be an integer, got 1.5",
         ),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpattn.replay.prefix_cache import Lease, PrefixCache
+from cpattn.traffic.prefix_cache import Lease, PrefixCache
 
 BLOCK = 4
 

@@ -10,15 +10,16 @@ import pytest
 
 pytest.importorskip("torch")
 
+from cpattn.replay.dense.model import DenseConfig
 from cpattn.replay.driver import replay
-from cpattn.replay.model import ModelConfig
-from cpattn.replay.prefix_cache import Lease
-from cpattn.replay.processes import Work, WorkerConfig, WorkerError, Workers, ranks_of
+from cpattn.replay.processes.messages import Work, WorkerConfig, ranks_of
+from cpattn.replay.processes.workers import WorkerError, Workers
 from cpattn.replay.records import ReplayOptions
-from cpattn.replay.scheduler import Batch, Chunk
-from cpattn.replay.trace import Request, generate_trace
+from cpattn.traffic.prefix_cache import Lease
+from cpattn.traffic.scheduler import Batch, Chunk
+from cpattn.traffic.trace import Request, generate_trace
 
-SMALL = ModelConfig(
+SMALL = DenseConfig(
     num_layers=2, hidden_size=64, num_heads=4, head_dim=16, intermediate_size=96, vocab_size=64
 )
 OPTIONS = ReplayOptions(

@@ -17,10 +17,10 @@ for name in ("torch", "jinja2", "matplotlib"):
     pytest.importorskip(name)
 Console = pytest.importorskip("rich.console").Console
 
-from cpattn.replay.dsa_model import DsaConfig  # noqa: E402
-from cpattn.replay.page import write_html  # noqa: E402
+from cpattn.replay.dsa.model import DsaConfig  # noqa: E402
 from cpattn.replay.records import BatchRecord, ReplayOptions, ReplayReport  # noqa: E402
-from cpattn.replay.report import imbalance, print_report, summarize, write_json  # noqa: E402
+from cpattn.replay.report.html import write_html  # noqa: E402
+from cpattn.replay.report.summary import imbalance, print_report, summarize, write_json  # noqa: E402
 
 BATCH = BatchRecord(
     index=0,

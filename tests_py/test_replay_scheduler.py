@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpattn.replay.prefix_cache import PrefixCache
-from cpattn.replay.scheduler import Batch, prefill_batches
-from cpattn.replay.trace import Request, generate_trace, scale_lengths, unbounded_hits
+from cpattn.traffic.prefix_cache import PrefixCache
+from cpattn.traffic.scheduler import Batch, prefill_batches
+from cpattn.traffic.trace import Request, generate_trace, scale_lengths, unbounded_hits
 
 BLOCK = 4
 

@@ -12,7 +12,7 @@ import pytest
 
 from audit import trace as real_trace
 from audit.records import note
-from cpattn.replay.trace import (
+from cpattn.traffic.trace import (
     Request,
     block_tokens_of,
     generate_trace,

@@ -14,15 +14,16 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from torch import Tensor  # noqa: E402
 
-from cpattn.replay.check import dense_attention, tolerance  # noqa: E402
-from cpattn.replay.dsa_check import RestrictedAttention, SparseChecker  # noqa: E402
-from cpattn.replay.dsa_model import EPS, DsaConfig  # noqa: E402
-from cpattn.replay.model import Decoder, DecoderConfig, ModelConfig  # noqa: E402
+from cpattn.replay.dense.check import dense_attention, tolerance  # noqa: E402
+from cpattn.replay.dense.model import DenseConfig  # noqa: E402
+from cpattn.replay.dsa.check import RestrictedAttention, SparseChecker  # noqa: E402
+from cpattn.replay.dsa.model import EPS, DsaConfig  # noqa: E402
+from cpattn.replay.model import Decoder, DecoderConfig  # noqa: E402
 from replay_models import SMALL_DSA  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-DENSE = ModelConfig(num_layers=3, hidden_size=96, num_heads=6, num_kv_heads=2, head_dim=32,
+DENSE = DenseConfig(num_layers=3, hidden_size=96, num_heads=6, num_kv_heads=2, head_dim=32,
                     intermediate_size=160, vocab_size=128)  # fmt: skip
 SPARSE = replace(SMALL_DSA, topk=12)
 LENGTH = 70
@@ -61,7 +62,7 @@ def shared_weights(ours: Decoder) -> dict[str, Tensor]:
     return weights
 
 
-def qwen3(ours: Decoder, config: ModelConfig) -> Any:
+def qwen3(ours: Decoder, config: DenseConfig) -> Any:
     """Llama with normalised queries and keys, which is what the dense model is."""
     theirs = transformers.Qwen3Model(
         transformers.Qwen3Config(
@@ -86,7 +87,7 @@ def qwen3(ours: Decoder, config: ModelConfig) -> Any:
     return theirs
 
 
-def llama(ours: Decoder, config: ModelConfig) -> Any:
+def llama(ours: Decoder, config: DenseConfig) -> Any:
     """Llama itself, whose queries and keys are as they come out of the projections."""
     theirs = transformers.LlamaModel(
         transformers.LlamaConfig(

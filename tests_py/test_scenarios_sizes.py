@@ -112,16 +112,16 @@ def test_drafts_before_the_first_key_see_nothing(isa):
 @pytest.mark.parametrize("topk", [4, 8])
 def test_drafts_choose_among_the_keys_before_them(isa, topk):
     """From lengths to the indexer, the chosen keys and attention to them."""
-    metadata = cpattn.build_dsa_metadata(
+    metadata = cpattn.sparse.build_dsa_metadata(
         None, SEQ_LENS, forward_mode=cpattn.ForwardMode.TARGET_VERIFY, topk=topk,
         num_draft_tokens=DRAFTS, fp8_kv_cache=True, prefill_impl="flashmla_sparse",
     )  # fmt: skip
     assert np.maximum(metadata.seqlens_expanded, 0).tolist() == SEES
     starts = np.repeat([0, SEQ_LENS[0]], DRAFTS)
     index = make_index_inputs(len(SEES), sum(SEQ_LENS)) | {"ks": starts, "ke": starts + SEES}
-    chosen = np.asarray(cpattn.indexer_topk(**index, topk=topk))
+    chosen = np.asarray(cpattn.sparse.indexer_topk(**index, topk=topk))
     np.testing.assert_array_equal(
-        chosen, best_keys(cpattn.indexer_logits(**index), index, topk, True)
+        chosen, best_keys(cpattn.sparse.indexer_logits(**index), index, topk, True)
     )
     assert (chosen >= 0).sum(1).tolist() == np.minimum(SEES, topk).tolist()
 
@@ -133,7 +133,7 @@ def test_drafts_choose_among_the_keys_before_them(isa, topk):
         "sm_scale": 0.125,
         "d_v": 32,
     }
-    result = cpattn.flash_mla_sparse_fwd(**inputs)
+    result = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
     sparse_mla_cases.assert_result(result, inputs)
     assert not result[0][:2].any()
     assert torch.isneginf(result[2][:2]).all()

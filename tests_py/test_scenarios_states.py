@@ -193,11 +193,11 @@ def test_ties_go_to_the_smaller_index_and_mirrored_to_the_larger(isa, columns):
     rows = np.stack([np.zeros(columns), few_values, np.arange(columns) == 5]).astype(np.float32)
     lengths = [columns] * len(rows)
     for topk in {1, 7, columns // 2, columns - 1}:
-        chosen = cpattn.fast_topk(rows, lengths, topk)
+        chosen = cpattn.sparse.fast_topk(rows, lengths, topk)
         np.testing.assert_array_equal(chosen, expected_topk(rows, lengths, topk))
         assert chosen[0].tolist() == list(range(topk))
         # Who wants the largest indices turns the row around.
-        turned = columns - 1 - cpattn.fast_topk(rows[:, ::-1].copy(), lengths, topk)
+        turned = columns - 1 - cpattn.sparse.fast_topk(rows[:, ::-1].copy(), lengths, topk)
         assert turned[0].tolist() == list(range(columns - 1, columns - 1 - topk, -1))
         for row, ours, mirrored in zip(rows, chosen, turned, strict=True):
             assert sorted(row[ours]) == sorted(row[mirrored])
@@ -210,5 +210,5 @@ def test_ties_go_to_the_smaller_index_and_mirrored_to_the_larger(isa, columns):
         for threads in (1, 3):
             cpattn.set_num_threads(threads)
             for _ in range(3):
-                np.testing.assert_array_equal(cpattn.fast_topk(rows, lengths, topk), chosen)
+                np.testing.assert_array_equal(cpattn.sparse.fast_topk(rows, lengths, topk), chosen)
         cpattn.set_num_threads(cpattn._core.default_num_threads())

@@ -12,10 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn import (
-    KVArgs,
-    plan_send_kvcache,
-)
+from cpattn.transfer import KVArgs, plan_send_kvcache
 from plan_blocks import blocks
 
 INT32_MAX = 2**31 - 1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn import KVArgs, plan_send_kvcache_slice, slice_heads
+from cpattn.transfer import KVArgs, plan_send_kvcache_slice, slice_heads
 from plan_blocks import blocks
 
 BASE = 1 << 48

@@ -8,14 +8,8 @@ import ctypes
 import numpy as np
 import pytest
 
-from cpattn import (
-    KVArgs,
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-    fill_kv_args,
-    plan_send_kvcache,
-    setup_state_kv_args,
-)
+from cpattn.kv import MHATokenToKVPool, MLATokenToKVPool
+from cpattn.transfer import KVArgs, fill_kv_args, plan_send_kvcache, setup_state_kv_args
 from plan_blocks import blocks
 
 

@@ -175,7 +175,7 @@ def test_23893_a_stage_s_buffers_went_to_those_of_other_layers(version, groups, 
     assert theirs[2:] != stage[2:]
     assert not set(stage) <= set(theirs)
 
-    _, ours, _ = cpattn.get_mla_kv_ptrs_with_pp(
+    _, ours, _ = cpattn.transfer.get_mla_kv_ptrs_with_pp(
         list(range(len(stage))),
         list(range(len(decode))),
         prefill_start_layer=2,
@@ -212,7 +212,7 @@ def test_15852_a_page_was_as_long_as_a_token(monkeypatch):
                 enable_memory_saver=False,
             )
             _, _, theirs[version] = pool.get_contiguous_buf_infos()
-    pool = cpattn.MHATokenToKVPool(num_layers=3, num_kv_heads=2, dtype="float16", **sizes)
+    pool = cpattn.kv.MHATokenToKVPool(num_layers=3, num_kv_heads=2, dtype="float16", **sizes)
     _, _, ours = pool.get_contiguous_buf_infos()
     token = 2 * 16 * 2  # heads * dim * bytes
     assert theirs == {"0.5.9": [token] * 6, "0.5.10": [8 * token] * 6}

@@ -172,7 +172,7 @@ def test_23268_our_indexer_on_the_same():
     pool.set_index_k_buffer(0, slots_of_request(total)[prefix:], k[prefix:])
     ranks = cpattn.build_cp_metadata_all_ranks([new], [total], cp_size=CP_SIZE)
     parts = [
-        cpattn.cp_indexer_topk(
+        cpattn.sparse.cp_indexer_topk(
             rank.shard(q).unflatten(1, (INDEX_HEADS, -1)),
             pool.pages.flatten(0, 1),
             rank.shard(weights),
@@ -205,7 +205,7 @@ def prepare_by_release(version: str, x: torch.Tensor) -> tuple[torch.Tensor, ...
 
     def fused(x, q_norm, kv_norm, q_lora, kv_lora, rope, eps):
         weights = torch.ones(q_lora), torch.ones(kv_lora)
-        return cpattn.fused_split_qk_norm(x, *weights, q_lora, kv_lora, rope, eps=eps)
+        return cpattn.sparse.fused_split_qk_norm(x, *weights, q_lora, kv_lora, rope, eps=eps)
 
     def rotate(positions, q_pe, k_pe):
         return q_pe, k_pe
@@ -246,8 +246,8 @@ def test_23268_the_fused_split_left_context_parallelism_nothing_to_gather():
     with pytest.raises(UnboundLocalError, match="latent_cache"):
         prepare_by_release("0.5.10", x)
 
-    assert not cpattn.can_fuse_split_qk_norm(len(x), neox_rope=False, uses_prefill_cp=True)
-    _, k_nope, k_pe, latent_cache = cpattn.split_qk_norm(
+    assert not cpattn.sparse.can_fuse_split_qk_norm(len(x), neox_rope=False, uses_prefill_cp=True)
+    _, k_nope, k_pe, latent_cache = cpattn.sparse.split_qk_norm(
         x,
         torch.ones(Q_LORA),
         torch.ones(KV_LORA),
@@ -271,7 +271,7 @@ def test_20606_a_decode_batch_chose_indices_that_need_offsets_it_has_not(version
     method = cpattn.get_topk_transform_method(
         ForwardMode.DECODE, fp8_kv_cache=True, prefill_impl="flashmla_sparse"
     )
-    ours = cpattn.topk_transform(
+    ours = cpattn.sparse.topk_transform(
         logits, TOPK, method=method, lengths=lengths, page_table=page_table
     )
     if version == "0.5.9":
@@ -291,9 +291,9 @@ def topk_by_release(version, logits, lengths, page_table) -> torch.Tensor:
         topk_indices_offset=None,  # which only extends have
     )
     kernels = SimpleNamespace(
-        fast_topk_transform_fused=cpattn.fast_topk_transform_fused,
-        fast_topk_transform_ragged_fused=cpattn.fast_topk_transform_ragged_fused,
-        fast_topk_v2=cpattn.fast_topk,
+        fast_topk_transform_fused=cpattn.sparse.fast_topk_transform_fused,
+        fast_topk_transform_ragged_fused=cpattn.sparse.fast_topk_transform_ragged_fused,
+        fast_topk_v2=cpattn.sparse.fast_topk,
     )
     with (
         release(

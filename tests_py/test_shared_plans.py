@@ -54,7 +54,7 @@ def use_metadata(metadata: cpattn.ContextParallelMetadata) -> Any:
         Q[:rows].reshape(rows, -1), CACHE, CACHE, metadata, block_tables=TABLES, page_size=16,
         num_heads=4, num_kv_heads=2, scale=None,
     )  # fmt: skip
-    indices = cpattn.cp_indexer_topk(
+    indices = cpattn.sparse.cp_indexer_topk(
         Q[:rows], CACHE[:, :, 0], WEIGHTS[:rows], metadata, block_tables=TABLES, page_size=16,
         topk=9,
     )  # fmt: skip
@@ -63,23 +63,28 @@ def use_metadata(metadata: cpattn.ContextParallelMetadata) -> Any:
     return [out, indices, *parts, repr(metadata), metadata.to_dict(), physical.to_dict()]
 
 
-def dsa_metadata() -> cpattn.DsaMetadata:
-    return cpattn.build_dsa_metadata(
+def dsa_metadata() -> cpattn.sparse.DsaMetadata:
+    return cpattn.sparse.build_dsa_metadata(
         **BATCH, forward_mode=cpattn.ForwardMode.EXTEND, topk=9, fp8_kv_cache=True,
         prefill_impl="flashmla_sparse", cp_metadata=interleave(),
     )  # fmt: skip
 
 
-def use_dsa_metadata(metadata: cpattn.DsaMetadata) -> Any:
+def use_dsa_metadata(metadata: cpattn.sparse.DsaMetadata) -> Any:
     rows = len(metadata.ks)
     keys = CACHE.reshape(-1, 32)
     arguments = Q[:rows], keys, WEIGHTS[:rows], metadata.ks, metadata.ke
-    logits = cpattn.indexer_logits(*arguments)
-    ragged = cpattn.topk_transform(
+    logits = cpattn.sparse.indexer_logits(*arguments)
+    ragged = cpattn.sparse.topk_transform(
         logits, 9, method=metadata.topk_transform_method, lengths=metadata.seqlens_expanded,
         row_starts=metadata.ks, topk_indices_offset=metadata.topk_indices_offset,
     )  # fmt: skip
-    return [cpattn.indexer_topk(*arguments, topk=9), ragged, metadata.to_dict(), repr(metadata)]
+    return [
+        cpattn.sparse.indexer_topk(*arguments, topk=9),
+        ragged,
+        metadata.to_dict(),
+        repr(metadata),
+    ]
 
 
 CASES = [

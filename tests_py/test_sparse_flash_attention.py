@@ -210,7 +210,7 @@ def arguments_and_expected(index, dtype):
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
 def test_against_the_oracle(isa, index, dtype):
     arguments, expected = arguments_and_expected(index, dtype)
-    out, softmax_max, softmax_sum = cpattn.npu_sparse_flash_attention(**arguments)
+    out, softmax_max, softmax_sum = cpattn.npu.npu_sparse_flash_attention(**arguments)
     out = out if out.dim() == 4 else out[None]
     for (b, i), attended, largest in expected:
         found = (x[b, ..., i, :] for x in (softmax_max, softmax_sum))
@@ -220,7 +220,7 @@ def test_against_the_oracle(isa, index, dtype):
 def test_rows_past_their_sequence_are_zeros():
     """Padding of a batch, which is NaN here, and packed rows after the last sequence."""
     batch = Batch(Case(layout_query="BSND"), torch.float32)
-    out, softmax_max, softmax_sum = cpattn.npu_sparse_flash_attention(**batch.arguments())
+    out, softmax_max, softmax_sum = cpattn.npu.npu_sparse_flash_attention(**batch.arguments())
     assert out.shape == (3, 5, HEADS, 48)
     assert softmax_max.shape == softmax_sum.shape == (3, 1, 5, HEADS)
     for b, q_len in enumerate(batch.case.q_lens):
@@ -229,9 +229,9 @@ def test_rows_past_their_sequence_are_zeros():
         assert torch.all(softmax_sum[b, 0, q_len:] == 0)
 
     batch = Batch(Case(), torch.float32)
-    whole = cpattn.npu_sparse_flash_attention(**batch.arguments())
+    whole = cpattn.npu.npu_sparse_flash_attention(**batch.arguments())
     short = batch.arguments(actual_seq_lengths_query=[3, 3, 6], block_table=batch.tables)
-    out, softmax_max, _ = cpattn.npu_sparse_flash_attention(**short)
+    out, softmax_max, _ = cpattn.npu.npu_sparse_flash_attention(**short)
     assert torch.equal(out[:3], whole[0][:3])
     assert torch.all(out[6] == 0)
     assert torch.all(torch.isneginf(softmax_max[0, 6]))
@@ -242,9 +242,9 @@ def test_lengths_default_to_the_whole_batch():
     arguments = Batch(case, torch.float32).arguments()
     for name in ("query", "query_rope", "key", "key_rope", "value", "sparse_indices"):
         arguments[name] = arguments[name][:, :-1].contiguous()
-    expected = cpattn.npu_sparse_flash_attention(**arguments)
+    expected = cpattn.npu.npu_sparse_flash_attention(**arguments)
     del arguments["actual_seq_lengths_query"], arguments["actual_seq_lengths_kv"]
-    for x, y in zip(cpattn.npu_sparse_flash_attention(**arguments), expected, strict=True):
+    for x, y in zip(cpattn.npu.npu_sparse_flash_attention(**arguments), expected, strict=True):
         assert torch.equal(x, y)
 
 
@@ -253,12 +253,12 @@ def test_it_is_flash_mla_with_positions():
     case = Case(head_dim=512, v_head_dim=512, rope_dim=64, mode=0, q_lens=(2,), kv_lens=(100,))
     batch = Batch(case, torch.bfloat16)
     batch.values = [k[..., :512] for k in batch.keys]
-    out, softmax_max, _ = cpattn.npu_sparse_flash_attention(**batch.arguments())
+    out, softmax_max, _ = cpattn.npu.npu_sparse_flash_attention(**batch.arguments())
     indices = torch.full((2, 200), -1)
     for i in range(2):
         seen = batch.seen_keys(0, i)
         indices[i, : len(seen)] = torch.tensor(seen, dtype=torch.int64)
-    expected, max_logits, _ = cpattn.flash_mla_sparse_fwd(
+    expected, max_logits, _ = cpattn.sparse.flash_mla_sparse_fwd(
         batch.queries[0], batch.keys[0], indices, batch.scale
     )
     assert torch.equal(out, expected)
@@ -271,28 +271,30 @@ def test_a_block_longer_than_the_sequence(size):
     kv = torch.randn(1, 5, 1, 32)
     arguments = {"layout_query": "BSND", "layout_kv": "BSND", "sparse_mode": 0}
     query, indices = torch.randn(1, 2, 3, 32), torch.tensor([[[[0, 3]], [[3, 1]]]])
-    out, *_ = cpattn.npu_sparse_flash_attention(
+    out, *_ = cpattn.npu.npu_sparse_flash_attention(
         query, kv, kv, indices, 0.2, sparse_block_size=size, **arguments
     )
     every = torch.arange(5).expand(1, 2, 1, 5)
-    expected, *_ = cpattn.npu_sparse_flash_attention(query, kv, kv, every, 0.2, **arguments)
+    expected, *_ = cpattn.npu.npu_sparse_flash_attention(query, kv, kv, every, 0.2, **arguments)
     assert torch.equal(out[0, 0], expected[0, 0])
     assert torch.all(out[0, 1] == 0)
 
 
 def test_no_heads():
     query, kv = torch.zeros(1, 2, 0, 32), torch.zeros(1, 5, 1, 32)
-    out, *_ = cpattn.npu_sparse_flash_attention(query, kv, kv, torch.zeros(1, 2, 1, 4).int(), 1.0)
+    out, *_ = cpattn.npu.npu_sparse_flash_attention(
+        query, kv, kv, torch.zeros(1, 2, 1, 4).int(), 1.0
+    )
     assert out.shape == (1, 2, 0, 32)
 
 
 def test_without_softmax_results_and_in_numpy():
     arguments = Batch(Case(), torch.float32).arguments(return_softmax_lse=False)
-    expected, *_ = cpattn.npu_sparse_flash_attention(**arguments)
+    expected, *_ = cpattn.npu.npu_sparse_flash_attention(**arguments)
     as_numpy = {
         name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()
     }
-    out, softmax_max, softmax_sum = cpattn.npu_sparse_flash_attention(**as_numpy)
+    out, softmax_max, softmax_sum = cpattn.npu.npu_sparse_flash_attention(**as_numpy)
     assert isinstance(out, np.ndarray)
     assert softmax_max.shape == softmax_sum.shape == (0,)
     np.testing.assert_array_equal(out, expected.numpy())
@@ -354,12 +356,12 @@ def test_what_is_refused(name):
     changes, message = ERRORS[name]
     arguments = Batch(Case(), torch.float32).arguments() | changes
     with pytest.raises(ValueError, match="npu_sparse_flash_attention: .*" + message):
-        cpattn.npu_sparse_flash_attention(**arguments)
+        cpattn.npu.npu_sparse_flash_attention(**arguments)
 
 
 def test_a_block_table_may_be_broadcast_over_any_number_of_columns():
     ones = np.ones((1, 16, 1, 16), np.float32)
-    out = cpattn.npu_sparse_flash_attention(
+    out = cpattn.npu.npu_sparse_flash_attention(
         ones[:, :1], ones, ones, np.zeros((1, 1, 1, 2), np.int32), 0.5,
         actual_seq_lengths_kv=[20], block_table=np.broadcast_to(np.int32(0), (1, 2**60)),
         layout_query="BSND", layout_kv="PA_BSND", attention_mode=0,

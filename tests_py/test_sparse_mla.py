@@ -45,14 +45,14 @@ def inputs_and_expected(index, dtype):
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
 def test_against_the_oracle(isa, index, dtype):
     inputs, expected = inputs_and_expected(index, dtype)
-    result = cpattn.flash_mla_sparse_fwd(**inputs)
+    result = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
     assert [x.dtype for x in result] == [inputs["q"].dtype, torch.float32, torch.float32]
     assert_result(result, inputs, expected)
 
 
 def test_no_key_at_all_gives_zeros_and_minus_infinity(isa):
     inputs = make_inputs(DEFAULT.with_(counts=(0, 0, 0), sinks=True))
-    out, max_logits, lse = cpattn.flash_mla_sparse_fwd(**inputs)
+    out, max_logits, lse = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
     assert torch.all(out == 0)
     assert torch.all(torch.isneginf(max_logits))
     assert torch.all(torch.isneginf(lse))
@@ -62,7 +62,7 @@ def test_a_key_counts_as_often_as_it_is_named(isa):
     inputs = make_inputs(DEFAULT.with_(counts=(0,), topk=6))
     inputs["kv"] = torch.randn(10, 1, 64)
     inputs["indices"][0, 0] = torch.tensor([3, -1, 3, 10, 3, 3])
-    out, max_logits, lse = cpattn.flash_mla_sparse_fwd(**inputs)
+    out, max_logits, lse = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
     assert_similar(out[0], inputs["kv"][3, :, :48].expand(4, 48))
     assert_similar(lse, max_logits + np.log(4))
 
@@ -74,7 +74,7 @@ def test_the_largest_logit_is_exact(isa, dtype):
     kv = torch.from_numpy(rng.integers(-3, 4, (600, 1, 32))).to(getattr(torch, dtype))
     q = torch.from_numpy(rng.integers(-3, 4, (2, 70, 32))).to(kv.dtype)
     indices = np.stack([rng.permutation(600)[:500] for _ in range(2)])
-    _, max_logits, _ = cpattn.flash_mla_sparse_fwd(q, kv, indices, 0.3, d_v=16)
+    _, max_logits, _ = cpattn.sparse.flash_mla_sparse_fwd(q, kv, indices, 0.3, d_v=16)
     for token in range(2):
         scores = q[token].double() @ kv[indices[token], 0].double().T
         expected = scores.max(dim=1).values.float() * torch.tensor(0.3)
@@ -93,7 +93,7 @@ def test_scores_that_grow_and_shrink(isa, dtype):
         "sm_scale": 0.25,
         "d_v": 16,
     }
-    result = cpattn.flash_mla_sparse_fwd(**inputs)
+    result = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
     assert_result(result, inputs)
     assert torch.all(result[1] == 1200)
 
@@ -105,9 +105,9 @@ def test_not_a_number_stays_in_its_row(isa):
         row = inputs["indices"][1, 0, 37]
         inputs["indices"][2][inputs["indices"][2] == row] = -1
         inputs["indices"][0][inputs["indices"][0] == row] = -1
-        clean = cpattn.flash_mla_sparse_fwd(**inputs)
+        clean = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
         inputs["kv"][row, 0, 20] = torch.nan
-        for before, after in zip(clean, cpattn.flash_mla_sparse_fwd(**inputs), strict=True):
+        for before, after in zip(clean, cpattn.sparse.flash_mla_sparse_fwd(**inputs), strict=True):
             assert torch.all(torch.isnan(after[1]))
             assert torch.equal(before[0], after[0])
             assert torch.equal(before[2], after[2])
@@ -117,14 +117,16 @@ def test_not_a_number_stays_in_its_row(isa):
 def test_bits_do_not_depend_on_threads_or_other_tokens(isa, num_heads):
     """Context parallelism deals the tokens out: each rank gets what one rank alone does."""
     inputs = make_inputs(DEFAULT.with_(num_heads=num_heads, dtype="bfloat16", lengths=True))
-    expected = cpattn.flash_mla_sparse_fwd(**inputs, num_threads=1)
+    expected = cpattn.sparse.flash_mla_sparse_fwd(**inputs, num_threads=1)
     for threads in (2, 7, 64):
-        assert bits(cpattn.flash_mla_sparse_fwd(**inputs, num_threads=threads)) == bits(expected)
+        assert bits(cpattn.sparse.flash_mla_sparse_fwd(**inputs, num_threads=threads)) == bits(
+            expected
+        )
     for token in range(len(inputs["q"])):
         own = inputs | {
             name: inputs[name][token : token + 1] for name in ("q", "indices", "topk_length")
         }
-        result = cpattn.flash_mla_sparse_fwd(**own, num_threads=64)
+        result = cpattn.sparse.flash_mla_sparse_fwd(**own, num_threads=64)
         assert bits(result) == bits([x[token : token + 1].contiguous() for x in expected])
 
 
@@ -140,8 +142,8 @@ def test_slots_of_a_pool_and_rows_of_a_buffer_agree(isa, page_size):
     slots = pages[indices // page_size] * page_size + indices % page_size
     slots = np.where(indices < 0, -1, slots)
     arguments = {"q": torch.randn(5, 8, 64).to(torch.bfloat16), "sm_scale": 0.2, "d_v": 48}
-    ragged = cpattn.flash_mla_sparse_fwd(kv=flat, indices=indices, **arguments)
-    paged = cpattn.flash_mla_sparse_fwd(kv=pool, indices=slots, **arguments)
+    ragged = cpattn.sparse.flash_mla_sparse_fwd(kv=flat, indices=indices, **arguments)
+    paged = cpattn.sparse.flash_mla_sparse_fwd(kv=pool, indices=slots, **arguments)
     assert bits(paged) == bits(ragged)
 
 
@@ -173,12 +175,12 @@ def test_fp8_rows_give_the_bits_of_expanded_ones(isa, num_heads):
         "indices": torch.randint(-20, 80, (3, 300), generator=generator),
         "sm_scale": 0.05,
     }
-    expected = cpattn.flash_mla_sparse_fwd(kv=expanded(rows), **arguments)
+    expected = cpattn.sparse.flash_mla_sparse_fwd(kv=expanded(rows), **arguments)
     assert not torch.any(torch.isnan(expected[0]))
     pages = rows.unflatten(0, (10, 9))
     spaced = torch.zeros(90, 3, 700, dtype=torch.uint8)[:, 1:2, 3:659].copy_(rows)
     for kv in (rows, rows.view(torch.float8_e4m3fn), pages, spaced):
-        assert bits(cpattn.flash_mla_sparse_fwd(kv=kv, **arguments)) == bits(expected)
+        assert bits(cpattn.sparse.flash_mla_sparse_fwd(kv=kv, **arguments)) == bits(expected)
 
 
 def test_a_nan_among_fp8_rows_stays_in_its_token(isa):
@@ -188,10 +190,10 @@ def test_a_nan_among_fp8_rows_stays_in_its_token(isa):
         "indices": torch.arange(90, dtype=torch.int32).view(2, 1, 45),
         "sm_scale": 0.05,
     }
-    expected = cpattn.flash_mla_sparse_fwd(kv=rows, **arguments)
+    expected = cpattn.sparse.flash_mla_sparse_fwd(kv=rows, **arguments)
     rows[7, 0, 100] = 127
     for before, after in zip(
-        expected, cpattn.flash_mla_sparse_fwd(kv=rows, **arguments), strict=True
+        expected, cpattn.sparse.flash_mla_sparse_fwd(kv=rows, **arguments), strict=True
     ):
         assert torch.equal(before[1], after[1])
         assert torch.all(torch.isnan(after[0]))
@@ -199,13 +201,13 @@ def test_a_nan_among_fp8_rows_stays_in_its_token(isa):
 
 def test_numpy_gives_numpy_and_out_is_used():
     inputs = make_inputs(DEFAULT.with_(dtype="bfloat16"))
-    expected = cpattn.flash_mla_sparse_fwd(**inputs)
+    expected = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
     as_numpy = {
         name: x.float().numpy().astype(ml_dtypes.bfloat16) if name in ("q", "kv") else x
         for name, x in inputs.items()
     }
     out = np.zeros((4, 4, 60), ml_dtypes.bfloat16)[..., 6:54]
-    result = cpattn.flash_mla_sparse_fwd(**as_numpy, out=out)
+    result = cpattn.sparse.flash_mla_sparse_fwd(**as_numpy, out=out)
     assert result[0] is out
     assert isinstance(result[1], np.ndarray)
     for actual, wanted in zip(result, expected, strict=True):
@@ -216,7 +218,7 @@ def test_numpy_gives_numpy_and_out_is_used():
 @pytest.mark.parametrize("kv_shape", [(0, 1, 32), (5, 0, 1, 32)])
 @pytest.mark.parametrize("topk", [0, 4])
 def test_nothing_to_attend_to(heads, kv_shape, topk):
-    out, max_logits, lse = cpattn.flash_mla_sparse_fwd(
+    out, max_logits, lse = cpattn.sparse.flash_mla_sparse_fwd(
         np.ones((3, heads, 32), np.float32), np.ones(kv_shape, np.float32),
         np.zeros((3, 1, topk), np.int64), 1.0, d_v=16, attn_sink=np.zeros(heads, np.float32),
     )  # fmt: skip
@@ -293,7 +295,7 @@ def test_what_is_refused(name):
         "out": torch.full((3, 4, 48), 7.0),
     }
     with pytest.raises(ValueError, match="flash_mla_sparse_fwd: .*" + message):
-        cpattn.flash_mla_sparse_fwd(**arguments | changes)
+        cpattn.sparse.flash_mla_sparse_fwd(**arguments | changes)
     assert torch.all(arguments["out"] == 7)
 
 
@@ -308,7 +310,7 @@ def test_what_is_refused(name):
 def test_fp8_rows_that_are_refused(kv, head_dim, message):
     q = torch.zeros(1, 2, head_dim, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=message):
-        cpattn.flash_mla_sparse_fwd(q, kv, np.zeros((1, 4), np.int32), 0.1)
+        cpattn.sparse.flash_mla_sparse_fwd(q, kv, np.zeros((1, 4), np.int32), 0.1)
 
 
 @pytest.mark.parametrize("name", ["q", "kv", "attn_sink", "indices"])
@@ -323,6 +325,6 @@ def test_out_may_not_overlap_an_input(name):
     shape = arguments[name].shape
     own = memory.view(arguments[name].dtype)[: arguments[name].numel()].view(shape)
     with pytest.raises(ValueError, match=f"out must not overlap {name} in memory"):
-        cpattn.flash_mla_sparse_fwd(
+        cpattn.sparse.flash_mla_sparse_fwd(
             **arguments | {name: own}, sm_scale=1, d_v=64, out=memory.view(3, 4, 64)
         )

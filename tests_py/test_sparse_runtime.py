@@ -16,27 +16,29 @@ from topk_cases import random_scores
 
 def topk(seed):
     score = random_scores(40, 5000, seed)
-    return cpattn.fast_topk_transform_ragged_fused(score, [5000] * 40, [seed] * 40, 600)
+    return cpattn.sparse.fast_topk_transform_ragged_fused(score, [5000] * 40, [seed] * 40, 600)
 
 
 def indexer(seed):
-    return cpattn.indexer_topk(**make_inputs(40, 700, heads=4, dim=64, seed=seed), topk=100)
+    return cpattn.sparse.indexer_topk(**make_inputs(40, 700, heads=4, dim=64, seed=seed), topk=100)
 
 
 def rows(seed):
     x = torch.from_numpy(random_scores(300, 576, seed))
-    return cpattn.dequantize_kv_rows(cpattn.quantize_kv_rows(x[:, :512], x[:, 512:]))
+    return cpattn.sparse.dequantize_kv_rows(cpattn.sparse.quantize_kv_rows(x[:, :512], x[:, 512:]))
 
 
 def attention(seed):
     kv = torch.from_numpy(random_scores(500, 64, seed))
     indices = np.random.default_rng(seed).integers(-1, 500, (20, 200))
-    return cpattn.flash_mla_sparse_fwd(kv[:80].view(20, 4, 64), kv[:, None], indices, 0.2, d_v=48)
+    return cpattn.sparse.flash_mla_sparse_fwd(
+        kv[:80].view(20, 4, 64), kv[:, None], indices, 0.2, d_v=48
+    )
 
 
 def norm(seed):
     x = torch.from_numpy(random_scores(500, 56, seed))
-    return cpattn.fused_split_qk_norm(x, torch.ones(32), torch.ones(16), 32, 16, 8)
+    return cpattn.sparse.fused_split_qk_norm(x, torch.ones(32), torch.ones(16), 32, 16, 8)
 
 
 @pytest.mark.parametrize("call", [topk, indexer, rows, attention, norm], ids=lambda f: f.__name__)

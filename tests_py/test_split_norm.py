@@ -46,7 +46,7 @@ def test_split_against_the_oracle(isa, dims, dtype, with_bias):
     x, q_weight, kv_weight, q_bias, kv_bias = make(7, dims, dtype, "float32" if with_bias else None)
     if not with_bias:
         q_bias = kv_bias = None
-    q, k_nope, k_pe, latent = cpattn.split_qk_norm(
+    q, k_nope, k_pe, latent = cpattn.sparse.split_qk_norm(
         x, q_weight, kv_weight, *dims, q_eps=1e-6, kv_eps=1e-2, q_bias=q_bias, kv_bias=kv_bias
     )
     x_q, x_kv, x_pe = x.split(dims, dim=-1)
@@ -64,22 +64,22 @@ def test_fused_is_split_with_one_eps(isa, dims, dtype):
     x, q_weight, kv_weight, q_bias, kv_bias = make(5, dims, dtype)
     parts = (x, q_weight, kv_weight, *dims)
     biases = {"q_bias": q_bias, "kv_bias": kv_bias}
-    fused = cpattn.fused_split_qk_norm(*parts, eps=1e-5, **biases)
-    split = cpattn.split_qk_norm(*parts, q_eps=1e-5, kv_eps=1e-5, **biases)
+    fused = cpattn.sparse.fused_split_qk_norm(*parts, eps=1e-5, **biases)
+    split = cpattn.sparse.split_qk_norm(*parts, q_eps=1e-5, kv_eps=1e-5, **biases)
     assert all(torch.equal(a, b) for a, b in zip(fused, split[:3], strict=True))
-    default = cpattn.fused_split_qk_norm(*parts)
-    explicit = cpattn.fused_split_qk_norm(*parts, eps=1e-6)
+    default = cpattn.sparse.fused_split_qk_norm(*parts)
+    explicit = cpattn.sparse.fused_split_qk_norm(*parts, eps=1e-6)
     assert all(torch.equal(a, b) for a, b in zip(default, explicit, strict=True))
 
 
 def test_results_do_not_depend_on_rows_or_threads(isa):
     dims = DIMS[0]
     x, q_weight, kv_weight, *_ = make(150, dims, "bfloat16")
-    whole = cpattn.fused_split_qk_norm(x, q_weight, kv_weight, *dims)
+    whole = cpattn.sparse.fused_split_qk_norm(x, q_weight, kv_weight, *dims)
     cpattn.set_num_threads(1)
-    one = cpattn.fused_split_qk_norm(x, q_weight, kv_weight, *dims)
+    one = cpattn.sparse.fused_split_qk_norm(x, q_weight, kv_weight, *dims)
     cpattn.set_num_threads(cpattn._core.default_num_threads())
-    part = cpattn.fused_split_qk_norm(x[70:71], q_weight, kv_weight, *dims)
+    part = cpattn.sparse.fused_split_qk_norm(x[70:71], q_weight, kv_weight, *dims)
     for a, b, c in zip(whole, one, part, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a[70:71], c)
@@ -88,7 +88,7 @@ def test_results_do_not_depend_on_rows_or_threads(isa):
 def test_latent_cache_is_memory_of_its_own():
     x, q_weight, kv_weight, *_ = make(4, (32, 16, 8), "float32")
     before = x.clone()
-    *_, k_pe, latent = cpattn.split_qk_norm(
+    *_, k_pe, latent = cpattn.sparse.split_qk_norm(
         x, q_weight, kv_weight, 32, 16, 8, q_eps=1e-6, kv_eps=1e-6
     )
     kept = k_pe.clone()
@@ -100,12 +100,12 @@ def test_latent_cache_is_memory_of_its_own():
 def test_numpy_gives_numpy_and_no_rows_give_none():
     x, q_weight, kv_weight, *_ = make(3, (8, 8, 4), "bfloat16")
     arrays = [t.float().numpy().astype(ml_dtypes.bfloat16) for t in (x, q_weight, kv_weight)]
-    parts = cpattn.fused_split_qk_norm(*arrays, 8, 8, 4)
-    expected = cpattn.fused_split_qk_norm(x, q_weight, kv_weight, 8, 8, 4)
+    parts = cpattn.sparse.fused_split_qk_norm(*arrays, 8, 8, 4)
+    expected = cpattn.sparse.fused_split_qk_norm(x, q_weight, kv_weight, 8, 8, 4)
     for a, b in zip(parts, expected, strict=True):
         assert a.dtype == ml_dtypes.bfloat16
         np.testing.assert_array_equal(a.astype(np.float32), b.float().numpy())
-    q, k_nope, k_pe = cpattn.fused_split_qk_norm(x[:0], q_weight, kv_weight, 8, 8, 4)
+    q, k_nope, k_pe = cpattn.sparse.fused_split_qk_norm(x[:0], q_weight, kv_weight, 8, 8, 4)
     assert (q.shape, k_nope.shape, k_pe.shape) == ((0, 8), (0, 1, 8), (0, 1, 4))
 
 
@@ -114,14 +114,14 @@ def test_numpy_gives_numpy_and_no_rows_give_none():
 
 def test_fusing_needs_all_three_conditions():
     for rows, neox, cp in itertools.product([0, 65534, 65535], [False, True], [False, True]):
-        allowed = cpattn.can_fuse_split_qk_norm(rows, neox_rope=neox, uses_prefill_cp=cp)
+        allowed = cpattn.sparse.can_fuse_split_qk_norm(rows, neox_rope=neox, uses_prefill_cp=cp)
         assert allowed is (rows < 65535 and not neox and not cp)
 
 
 def test_prefill_cp_needs_metadata_the_switch_and_an_extend():
     modes = [None, *ForwardMode]
     for mode, metadata, enabled in itertools.product(modes, [False, True], [False, True]):
-        used = cpattn.dsa_use_prefill_cp(mode, has_cp_metadata=metadata, enabled=enabled)
+        used = cpattn.sparse.dsa_use_prefill_cp(mode, has_cp_metadata=metadata, enabled=enabled)
         extend = mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
         assert used is (metadata and enabled and extend)
 
@@ -133,11 +133,13 @@ def attend(x_of_ranks, weights, dims, gate_knows_cp):
     """One layer of two ranks: each ends with the keys that its queries attend to."""
     locals_, latents = [], []
     for x in x_of_ranks:
-        fuse = cpattn.can_fuse_split_qk_norm(len(x), neox_rope=False, uses_prefill_cp=gate_knows_cp)
+        fuse = cpattn.sparse.can_fuse_split_qk_norm(
+            len(x), neox_rope=False, uses_prefill_cp=gate_knows_cp
+        )
         if fuse:
-            q, k_nope, k_pe = cpattn.fused_split_qk_norm(x, *weights, *dims)
+            q, k_nope, k_pe = cpattn.sparse.fused_split_qk_norm(x, *weights, *dims)
         else:
-            q, k_nope, k_pe, latent = cpattn.split_qk_norm(
+            q, k_nope, k_pe, latent = cpattn.sparse.split_qk_norm(
                 x, *weights, *dims, q_eps=1e-6, kv_eps=1e-6
             )
             latent[:] = torch.cat([k_nope, k_pe], -1)  # as the gather expects it
@@ -155,7 +157,7 @@ def test_fusing_under_context_parallelism_loses_the_keys_of_other_ranks():
     """Keys of all ranks are gathered in `latent_cache`, which only the split form has."""
     dims = (24, 16, 8)
     x, *weights = make(10, dims, "float32")[:3]
-    q, k_nope, k_pe = cpattn.fused_split_qk_norm(x, *weights, *dims)  # one rank, no split
+    q, k_nope, k_pe = cpattn.sparse.fused_split_qk_norm(x, *weights, *dims)  # one rank, no split
     k = torch.cat([k_nope, k_pe], -1).squeeze(1)
     whole = torch.softmax(q @ k.T / 24**0.5, -1) @ k[:, :16]
     right = attend(x.chunk(2), weights, dims, gate_knows_cp=True)
@@ -188,9 +190,9 @@ def test_errors_name_argument_rule_and_value(change, message):
         "q_lora_rank": 16, "kv_lora_rank": 6, "qk_rope_head_dim": 2,
     } | change  # fmt: skip
     with pytest.raises(ValueError, match=f"^fused_split_qk_norm: {message}"):
-        cpattn.fused_split_qk_norm(**arguments)
+        cpattn.sparse.fused_split_qk_norm(**arguments)
     with pytest.raises(ValueError, match=f"^split_qk_norm: {message}"):
-        cpattn.split_qk_norm(**arguments, q_eps=1e-6, kv_eps=1e-6)
+        cpattn.sparse.split_qk_norm(**arguments, q_eps=1e-6, kv_eps=1e-6)
 
 
 @pytest.mark.parametrize("eps", [-1e-6, float("nan")])
@@ -199,4 +201,4 @@ def test_eps_must_not_be_negative(eps):
     for name in ("q_eps", "kv_eps"):
         given = {"q_eps": 1e-6, "kv_eps": 1e-6} | {name: eps}
         with pytest.raises(ValueError, match=f"^split_qk_norm: {name} must be >= 0, got"):
-            cpattn.split_qk_norm(x, q_weight, kv_weight, 16, 8, 4, **given)
+            cpattn.sparse.split_qk_norm(x, q_weight, kv_weight, 16, 8, 4, **given)

@@ -12,13 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cpattn
-from cpattn import (
-    _core,
-    fast_topk,
-    fast_topk_transform_fused,
-    fast_topk_transform_ragged_fused,
-    set_num_threads,
-)
+from cpattn import _core, set_num_threads
+from cpattn.sparse import fast_topk, fast_topk_transform_fused, fast_topk_transform_ragged_fused
 from topk_cases import adversarial_rows, expected_topk, random_scores
 
 COLUMNS = 8320
@@ -259,7 +254,7 @@ def test_errors_of_the_ragged_transform(offsets, message):
 @pytest.mark.parametrize("lengths", [[9.0, 9.0], np.zeros(2), [True, True], None])
 def test_lengths_are_integers(lengths):
     with pytest.raises(TypeError, match="fast_topk: lengths must"):
-        cpattn.fast_topk(np.zeros((2, 9), np.float32), lengths, 4)
+        cpattn.sparse.fast_topk(np.zeros((2, 9), np.float32), lengths, 4)
 
 
 @pytest.mark.parametrize("topk", [4.0, True])

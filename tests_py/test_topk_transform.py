@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from cpattn import (
-    ForwardMode,
-    TopkTransformMethod,
+from cpattn import ForwardMode, TopkTransformMethod, get_topk_transform_method
+from cpattn.sparse import (
     fast_topk,
     fast_topk_transform_fused,
     fast_topk_transform_ragged_fused,
-    get_topk_transform_method,
     pad_topk_indices,
     page_table_to_topk,
     topk_transform,

@@ -106,7 +106,7 @@ def test_writing_into_tensors(torch_npu, lse):
     """As graphs do, with a workspace; without the LSE its tensor may have any dtype."""
     batch = FiaBatch("TND", *SEQUENCES, blocks="H")
     arguments = tensors_of(batch, sparse_mode=3, atten_mask=TEMPLATE, softmax_lse_flag=lse)
-    expected = cpattn.npu_fused_infer_attention_score(**arguments)
+    expected = cpattn.npu.npu_fused_infer_attention_score(**arguments)
     workspace = torch_npu._npu_fused_infer_attention_score_get_max_workspace(**arguments)
     assert workspace.numel() == 0
     written = [torch.full_like(x, 3) for x in expected]

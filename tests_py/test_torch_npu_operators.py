@@ -40,7 +40,7 @@ class Call:
         return getattr(OPERATORS, self.name).default
 
     def function(self) -> tuple[torch.Tensor, ...]:
-        return getattr(cpattn, self.name)(*self.args, **self.kwargs)
+        return getattr(cpattn.npu, self.name)(*self.args, **self.kwargs)
 
 
 def make_call(name: str, positional: str, arguments: dict[str, Any], label: str = "") -> Call:
@@ -230,7 +230,7 @@ def test_errors_are_those_of_the_function():
 def test_arguments_are_those_of_the_functions():
     """In their order and with their defaults, as torch_npu documents them."""
     for name in {call.name for call in CALLS}:
-        parameters = inspect.signature(getattr(cpattn, name)).parameters.values()
+        parameters = inspect.signature(getattr(cpattn.npu, name)).parameters.values()
         arguments = getattr(OPERATORS, name).default._schema.arguments
         for parameter, argument in zip(parameters, arguments, strict=True):
             assert argument.name == parameter.name

@@ -10,11 +10,12 @@ from functools import partial
 
 import pytest
 
-from cpattn import (
+from cpattn.transfer import (
     KVArgs,
     KVChunk,
     KVEntry,
     KVLayout,
+    KVLinks,
     KVSendCursor,
     LocalEngine,
     TransferPlan,
@@ -22,7 +23,6 @@ from cpattn import (
     plan_kv_links,
     plan_kv_transfer,
 )
-from cpattn.transfer import KVLinks
 from cpattn.transfer.wire import KVTransferRequest
 
 ENTRIES = [

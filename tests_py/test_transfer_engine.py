@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpattn
-from cpattn import LocalEngine, TransferPlan, TransferStatus, _core
-from cpattn.transfer import execute
+from cpattn import _core
+from cpattn.transfer import LocalEngine, TransferPlan, TransferStatus, execute
 from interrupts import assert_interruptible
 
 
@@ -438,7 +438,7 @@ def test_local_copy_is_interruptible():
 import numpy as np, cpattn
 src, dst = np.zeros(1 << 30, np.uint8), np.zeros(1 << 20, np.uint8)
 addr, size = dst.ctypes.data, dst.nbytes
-with cpattn.LocalEngine() as engine:
+with cpattn.transfer.LocalEngine() as engine:
     engine.register([addr, src.ctypes.data], [size, src.nbytes])
     plan = [src.ctypes.data] * 60_000, [addr] * 60_000, [size] * 60_000
     print("ready", flush=True)
@@ -447,4 +447,4 @@ with cpattn.LocalEngine() as engine:
 
 
 def test_names_are_exported():
-    assert {"LocalEngine", "TransferEngine", "TransferStatus"} <= set(cpattn.__all__)
+    assert {"LocalEngine", "TransferEngine", "TransferStatus"} <= set(cpattn.transfer.__all__)

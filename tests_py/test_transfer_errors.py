@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cpattn
-from cpattn import LocalEngine, TransferError, TransferPlan, TransferStatus
+from cpattn.transfer import LocalEngine, TransferError, TransferPlan, TransferStatus
 
 
 class Answering:
@@ -69,14 +69,13 @@ def test_codes_of_numpy_are_codes():
 
 
 def test_memory_that_nobody_registered_is_an_error():
-    with LocalEngine() as engine, pytest.raises(cpattn.TransferError) as caught:
+    with LocalEngine() as engine, pytest.raises(cpattn.transfer.TransferError) as caught:
         PLAN.execute(engine, engine.session_id)
     assert caught.value.status == -1
 
 
 def test_names_are_where_users_look():
-    assert cpattn.TransferError is cpattn.transfer.TransferError
-    assert "TransferError" in cpattn.__all__
+    assert "TransferError" in cpattn.transfer.__all__
     for name in cpattn.transfer.__all__:
         assert getattr(cpattn.transfer, name).__doc__
     assert {"register", "Registration", "KVLink", "KVLinks"} <= set(cpattn.transfer.__all__)

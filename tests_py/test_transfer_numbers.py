@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cpattn
-from cpattn import KVEntry, KVLayout, LocalEngine, plan_kv_links, plan_kv_transfer
+from cpattn.transfer import KVEntry, KVLayout, LocalEngine, plan_kv_links, plan_kv_transfer
 
 EDGES = [
     0, 1, 2, 3, 7, 8, 64, 2**16, 2**31 - 1, 2**31, 2**32, 2**47, 2**48, 2**48 + 1, 2**53, 2**62,
@@ -42,15 +42,21 @@ def test_pages_of_half_the_address_space():
     layout = KVLayout([KVEntry(0, "k", False, 2**63, 2**63 - 2**62, item)], 2**31 - 1)
     plan = plan_kv_transfer(layout, layout, [0], [0])
     assert plan.lengths.tolist() == [item]
-    plan = cpattn.plan_send_kvcache(args_of(2**62, [0]), [2**62], [2], [1], pp_size=1, is_mla=True)
+    plan = cpattn.transfer.plan_send_kvcache(
+        args_of(2**62, [0]), [2**62], [2], [1], pp_size=1, is_mla=True
+    )
     assert plan.src_addrs.tolist() == [2 * 2**62]
     assert plan.dst_addrs.tolist() == [2 * 2**62]
 
 
 def test_page_ids_near_the_end_of_their_type():
     with pytest.raises(ValueError, match=r"source item 9223372036854775807 of entry 0 lies beyond"):
-        cpattn.plan_send_kvcache(args_of(4, [0]), [0], [2**63 - 1], [0], pp_size=1, is_mla=True)
-    plan = cpattn.plan_send_kvcache(args_of(1, [8]), [0], [2**63 - 1], [0], pp_size=1, is_mla=True)
+        cpattn.transfer.plan_send_kvcache(
+            args_of(4, [0]), [0], [2**63 - 1], [0], pp_size=1, is_mla=True
+        )
+    plan = cpattn.transfer.plan_send_kvcache(
+        args_of(1, [8]), [0], [2**63 - 1], [0], pp_size=1, is_mla=True
+    )
     assert plan.src_addrs.tolist() == [2**63 + 7]
     layout = KVLayout([KVEntry(0, "k", False, 0, 2**63 - 1, 1)], 1)
     plan = plan_kv_transfer(layout, layout, [2**63 - 2], [0])
@@ -68,7 +74,7 @@ def test_a_slice_of_more_blocks_than_memory():
     args = args_of(2 * page, list(range(2**10)), engine_rank=0, page_size=page, total_kv_head_num=2)
     message = r"TransferPlan: a plan must have at most 268435456 blocks, got "
     with pytest.raises(ValueError, match=message):
-        cpattn.plan_send_kvcache_slice(
+        cpattn.transfer.plan_send_kvcache_slice(
             args, list(range(2**10)), [0], [0],
             dst_tp_rank=0, dst_attn_tp_size=2, dst_kv_item_len=page, attn_tp_size=1,
         )  # fmt: skip
@@ -84,7 +90,7 @@ def test_a_slice_of_more_blocks_than_memory():
 def test_heads_whose_bytes_wrap():
     args = args_of(2**42, [0, 8], engine_rank=0, page_size=4, total_kv_head_num=2**62 + 2**40)
     with pytest.raises(ValueError, match="source items of 4611687117939015680 heads of 4 tok"):
-        cpattn.plan_send_kvcache_slice(
+        cpattn.transfer.plan_send_kvcache_slice(
             args, [0, 8], [0], [0], dst_tp_rank=0, dst_attn_tp_size=2**40,
             dst_kv_item_len=4 * (2**22 + 1), attn_tp_size=1,
         )  # fmt: skip
@@ -94,18 +100,18 @@ def test_stages_that_end_anywhere():
     args = args_of(8, [0, 8], prefill_start_layer=1, prefill_end_layer=-(2**63), total_kv_layers=4)
     message = "plan_send_kvcache: prefill_end_layer must fit into int32, got -9223372036854775808"
     with pytest.raises(ValueError, match=message):
-        cpattn.plan_send_kvcache(args, list(range(8)), [0], [0], pp_size=2, is_mla=False)
+        cpattn.transfer.plan_send_kvcache(args, list(range(8)), [0], [0], pp_size=2, is_mla=False)
 
 
 def test_more_entries_than_memory():
     message = r"n_src and n_dst must be in \[0, 16777216\], got 1099511627776 and 1099511627776"
     with pytest.raises(ValueError, match=message):
-        cpattn.build_transfer_entry_pairs(None, None, 2**40, 2**40)
+        cpattn.transfer.build_transfer_entry_pairs(None, None, 2**40, 2**40)
 
 
 def test_more_bytes_than_a_copy_counts():
     """Every block lies within registered memory, but together they would wrap."""
-    pool = cpattn.MHATokenToKVPool(0, 1, 1, 2**30, 2**10, dtype="float32", container="numpy")
+    pool = cpattn.kv.MHATokenToKVPool(0, 1, 1, 2**30, 2**10, dtype="float32", container="numpy")
     (addr, _), (size, _), _ = pool.get_contiguous_buf_infos()
     with LocalEngine() as engine:
         assert engine.register([addr], [size]) == 0
@@ -181,33 +187,41 @@ def calls(draw):
     yield lambda: plan_kv_links(
         *([layout] for layout in pair_of_layouts(draw)), *([side] for side in pages), **tokens
     )
-    yield lambda: cpattn.plan_send_kvcache(args, *send, pp_size=draw(), is_mla=True, **flags)
-    yield lambda: cpattn.plan_send_kvcache(args, *send, pp_size=draw(), is_mla=False, **flags)
-    yield lambda: cpattn.plan_send_kvcache_slice(
+    yield lambda: cpattn.transfer.plan_send_kvcache(
+        args, *send, pp_size=draw(), is_mla=True, **flags
+    )
+    yield lambda: cpattn.transfer.plan_send_kvcache(
+        args, *send, pp_size=draw(), is_mla=False, **flags
+    )
+    yield lambda: cpattn.transfer.plan_send_kvcache_slice(
         args, *send, dst_tp_rank=draw(), dst_attn_tp_size=draw(), dst_kv_item_len=draw(),
         attn_tp_size=draw(), pp_size=draw(), **flags,
     )  # fmt: skip
-    yield lambda: cpattn.get_mha_kv_ptrs_with_pp(
+    yield lambda: cpattn.transfer.get_mha_kv_ptrs_with_pp(
         draw.list(), draw.list(), prefill_start_layer=draw(), total_kv_layers=draw(),
         compat=flags["compat"],
     )  # fmt: skip
-    yield lambda: cpattn.get_mla_kv_ptrs_with_pp(
+    yield lambda: cpattn.transfer.get_mla_kv_ptrs_with_pp(
         draw.list(), draw.list(), prefill_start_layer=draw(), kv_buf_groups=draw(),
         total_kv_layers=draw(), hidden_kv_layers=draw.random.choice([None, draw()]),
         draft_kv_layers=draw(), **flags,
     )  # fmt: skip
-    yield lambda: cpattn.slice_heads(
+    yield lambda: cpattn.transfer.slice_heads(
         draw(), prefill_tp_size=draw(), prefill_rank=draw(), decode_tp_size=draw(),
         decode_rank=draw(), compat=flags["compat"],
     )  # fmt: skip
-    yield lambda: cpattn.decode_targets(
+    yield lambda: cpattn.transfer.decode_targets(
         draw(), prefill_tp_size=draw(), decode_tp_size=draw(), is_mla=flags["compat"]
     )
-    yield lambda: cpattn.build_transfer_entry_pairs(draw.list(), draw.list(), draw(), draw())
-    yield lambda: cpattn.kv_to_page_indices(draw.list(), draw())
-    yield lambda: cpattn.group_concurrent_contiguous(draw.list(), draw.list())
-    yield lambda: cpattn.registration_regions(draw.list(), draw.list(), alignment=draw())
-    yield lambda: cpattn.KVSendCursor(draw(), draw(), draw()).advance(draw(), last_chunk=True)
+    yield lambda: cpattn.transfer.build_transfer_entry_pairs(
+        draw.list(), draw.list(), draw(), draw()
+    )
+    yield lambda: cpattn.transfer.kv_to_page_indices(draw.list(), draw())
+    yield lambda: cpattn.transfer.group_concurrent_contiguous(draw.list(), draw.list())
+    yield lambda: cpattn.transfer.registration_regions(draw.list(), draw.list(), alignment=draw())
+    yield lambda: cpattn.transfer.KVSendCursor(draw(), draw(), draw()).advance(
+        draw(), last_chunk=True
+    )
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -219,7 +233,7 @@ def test_any_numbers_are_answered_or_refused(seed):
             result = call()
         except (ValueError, RuntimeError, IndexError):
             continue
-        if isinstance(result, cpattn.TransferPlan) and not draw.compat:
+        if isinstance(result, cpattn.transfer.TransferPlan) and not draw.compat:
             ends = [
                 int(addr) + int(length)
                 for addrs in (result.src_addrs, result.dst_addrs)

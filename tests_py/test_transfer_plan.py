@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cpattn import KVEntry, KVLayout, TransferPlan, plan_kv_transfer
+from cpattn.transfer import KVEntry, KVLayout, TransferPlan, plan_kv_transfer
 from cpattn.transfer.plan import human_bytes, rows_of
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cpattn import LocalEngine, TransferPlan, registration_regions
+from cpattn.transfer import LocalEngine, TransferPlan, registration_regions
 
 
 class Shifty:

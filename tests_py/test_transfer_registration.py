@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import cpattn
-from cpattn import KVLayout, LocalEngine, MHATokenToKVPool, TransferError, plan_kv_transfer
-from cpattn.transfer import register
+from cpattn.kv import MHATokenToKVPool
+from cpattn.transfer import KVLayout, LocalEngine, TransferError, plan_kv_transfer, register
 
 
 def make_pool(**changes):
@@ -289,7 +289,7 @@ def test_a_layout_keeps_its_pools():
 def test_a_plan_of_links_keeps_its_source():
     pool = make_pool()
     layout = KVLayout.from_pool(pool)
-    (link,) = cpattn.plan_kv_links([layout], [layout], [[1]], [[2]])
+    (link,) = cpattn.transfer.plan_kv_links([layout], [layout], [[1]], [[2]])
     addr = layout.entries[0].addr
     plan = link.plan
     del pool, layout, link

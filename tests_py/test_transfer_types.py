@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 import cpattn
-from cpattn import KVSendCursor, plan_send_kvcache_slice, plan_send_state
+from cpattn.transfer import KVSendCursor, plan_send_kvcache_slice, plan_send_state
 from cpattn.transfer.wire import KVRegistration, KVTransferRequest
 
 MASKED = np.ma.masked_array([0, 8], [False, True])
 
 
 def mha(src, dst):
-    return cpattn.get_mha_kv_ptrs_with_pp(src, dst, prefill_start_layer=0)
+    return cpattn.transfer.get_mha_kv_ptrs_with_pp(src, dst, prefill_start_layer=0)
 
 
 def mla(src, dst):
-    return cpattn.get_mla_kv_ptrs_with_pp(src, dst, prefill_start_layer=0)
+    return cpattn.transfer.get_mla_kv_ptrs_with_pp(src, dst, prefill_start_layer=0)
 
 
 def send_slice(**changes):

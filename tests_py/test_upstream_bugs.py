@@ -72,7 +72,7 @@ def test_23268_a_prefix_forgotten_under_context_parallelism(forget_prefix: bool)
         [extend], [extend if forget_prefix else prefix + extend], cp_size=2
     )
     parts = [
-        cpattn.cp_indexer_topk(
+        cpattn.sparse.cp_indexer_topk(
             rank.shard(index_q),
             INDEX_K,
             rank.shard(weights),
@@ -86,7 +86,7 @@ def test_23268_a_prefix_forgotten_under_context_parallelism(forget_prefix: bool)
     slots = slots_of(table, prefix + extend)
     chosen = ranks[0].unshard(parts)
     chosen = np.where(chosen >= 0, slots[chosen], -1)
-    out, _, _ = cpattn.flash_mla_sparse_fwd(q, LATENTS, chosen[:, None], SCALE, d_v=V_DIM)
+    out, _, _ = cpattn.sparse.flash_mla_sparse_fwd(q, LATENTS, chosen[:, None], SCALE, d_v=V_DIM)
 
     expected = np.array(
         [expected_slots(index_q[i], weights[i], slots[: prefix + i + 1]) for i in range(extend)]
@@ -128,11 +128,11 @@ def test_20606_a_decode_batch_that_chose_ragged_indices(forget_mode: bool) -> No
             "expected extend-without-speculative metadata."
         )
         with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
-            cpattn.topk_transform(logits, TOPK, **arguments)
+            cpattn.sparse.topk_transform(logits, TOPK, **arguments)
         # What the offsets of an extend of these sequences would have given: rows of other tokens.
         arguments["topk_indices_offset"] = [0, lengths[0]]
-    chosen = cpattn.topk_transform(logits, TOPK, **arguments)
-    out, _, _ = cpattn.flash_mla_sparse_fwd(q, LATENTS, chosen[:, None], SCALE, d_v=V_DIM)
+    chosen = cpattn.sparse.topk_transform(logits, TOPK, **arguments)
+    out, _, _ = cpattn.sparse.flash_mla_sparse_fwd(q, LATENTS, chosen[:, None], SCALE, d_v=V_DIM)
 
     expected = np.array(
         [

@@ -90,7 +90,7 @@ def test_kv_to_page_indices(sglang, rng):
         slots = torch.arange(first, first + num_tokens)
         expected = sglang.pages.kv_to_page_indices(slots, page_size)
         np.testing.assert_array_equal(
-            cpattn.kv_to_page_indices(slots.numpy(), int(page_size)), expected
+            cpattn.transfer.kv_to_page_indices(slots.numpy(), int(page_size)), expected
         )
 
 
@@ -100,7 +100,7 @@ def test_group_concurrent_contiguous(sglang, rng):
         same = rng.random() < 0.9
         dst = random_pages(rng, len(src) if same else rng.integers(0, 12))
         expected = outcome(sglang.utils.group_concurrent_contiguous, src, dst)
-        got = outcome(cpattn.group_concurrent_contiguous, src, dst)
+        got = outcome(cpattn.transfer.group_concurrent_contiguous, src, dst)
         if not is_refusal(got):
             got = tuple([[int(i) for i in group] for group in side] for side in got)
         assert got == expected, (src, dst)
@@ -127,7 +127,11 @@ def test_get_mha_kv_ptrs_with_pp_compat(sglang, rng):
         manager = make_manager(sglang, kv_args=SimpleNamespace(prefill_start_layer=start))
         expected = outcome(manager.get_mha_kv_ptrs_with_pp, src, dst)
         got = outcome(
-            cpattn.get_mha_kv_ptrs_with_pp, src, dst, prefill_start_layer=start, compat=True
+            cpattn.transfer.get_mha_kv_ptrs_with_pp,
+            src,
+            dst,
+            prefill_start_layer=start,
+            compat=True,
         )
         assert got == expected, (src, dst, start)
 
@@ -142,7 +146,7 @@ def test_get_mha_kv_ptrs_with_pp_is_right_where_upstream_is_not(sglang, rng):
         _, _, upstream_k, upstream_v, _ = manager.get_mha_kv_ptrs_with_pp(src, dst)
         num_wrong += src != (upstream_k + upstream_v)[: len(src)]
 
-        _, _, dst_k, dst_v, _ = cpattn.get_mha_kv_ptrs_with_pp(
+        _, _, dst_k, dst_v, _ = cpattn.transfer.get_mha_kv_ptrs_with_pp(
             list(range(len(src))),
             list(range(len(dst))),
             prefill_start_layer=stage.start,
@@ -177,7 +181,7 @@ def test_get_mla_kv_ptrs_with_pp_compat(sglang, rng):
         manager = mla_manager(sglang, start, groups, hidden, draft)
         expected = outcome(manager.get_mla_kv_ptrs_with_pp, src, dst)
         got = outcome(
-            cpattn.get_mla_kv_ptrs_with_pp,
+            cpattn.transfer.get_mla_kv_ptrs_with_pp,
             src,
             dst,
             prefill_start_layer=start,
@@ -203,7 +207,7 @@ def test_get_mla_kv_ptrs_with_pp_strict_agrees_where_upstream_is_right(sglang, r
         manager = mla_manager(sglang, stage.start, len(groups), num_layers, draft)
         _, upstream, _ = manager.get_mla_kv_ptrs_with_pp(src, dst)
         strict = outcome(
-            cpattn.get_mla_kv_ptrs_with_pp,
+            cpattn.transfer.get_mla_kv_ptrs_with_pp,
             list(range(len(src))),
             list(range(len(dst))),
             prefill_start_layer=stage.start,
@@ -244,7 +248,7 @@ def make_pools(
         )
         return (
             upstream,
-            cpattn.MHATokenToKVPool(num_kv_heads=heads, head_dim=dims, v_head_dim=v_dim, **ours),
+            cpattn.kv.MHATokenToKVPool(num_kv_heads=heads, head_dim=dims, v_head_dim=v_dim, **ours),
             "mha",
         )
     widths = {
@@ -253,7 +257,7 @@ def make_pools(
         "index_head_dim": [None, 8][rng.integers(2)],
     }
     upstream = sglang.npu_pools.NPUMLATokenToKVPool(**widths, **theirs)
-    return upstream, cpattn.MLATokenToKVPool(**widths, **ours), "mla"
+    return upstream, cpattn.kv.MLATokenToKVPool(**widths, **ours), "mla"
 
 
 @pytest.fixture(params=["0", "1"])
@@ -317,12 +321,12 @@ def test_setup_state_kv_args(sglang, rng):
         upstream, pool, _ = make_pools(sglang, rng, use_fia=False)
         draft_upstream, draft, _ = make_pools(sglang, rng, use_fia=False)
         with_draft, total = bool(rng.integers(2)), int(rng.integers(1, 62))
-        theirs, ours = cpattn.KVArgs(), cpattn.KVArgs()
+        theirs, ours = cpattn.transfer.KVArgs(), cpattn.transfer.KVArgs()
         theirs.kv_data_ptrs = upstream.get_contiguous_buf_infos()[0]
         sglang.disaggregation.setup_state_kv_args(
             theirs, upstream, draft_upstream if with_draft else None, total
         )
-        cpattn.setup_state_kv_args(ours, pool, draft if with_draft else None, total)
+        cpattn.transfer.setup_state_kv_args(ours, pool, draft if with_draft else None, total)
         assert hasattr(ours, "kv_buf_groups") == hasattr(theirs, "kv_buf_groups")
         for name in ("kv_buf_groups", "total_kv_layers", "hidden_kv_layers", "draft_kv_layers"):
             if hasattr(theirs, name):
@@ -373,7 +377,7 @@ def test_plan_send_kvcache(sglang, rng, is_mla):
         manager = make_manager(sglang, kv_args=kv_args, pp_size=pp_size, is_mla_backend=is_mla)
         sent = outcome(manager.send_kvcache, "s", src, dst_ptrs, dst, ImmediateExecutor())
         planned = outcome(
-            cpattn.plan_send_kvcache,
+            cpattn.transfer.plan_send_kvcache,
             kv_args,
             dst_ptrs,
             src,
@@ -422,7 +426,7 @@ def test_plan_send_kvcache_slice(sglang, rng):
             *("s", src, dst_ptrs, dst, dst_rank, decode_tp, dst_len, ImmediateExecutor()),
         )
         planned = outcome(
-            cpattn.plan_send_kvcache_slice,
+            cpattn.transfer.plan_send_kvcache_slice,
             kv_args,
             dst_ptrs,
             src,
@@ -455,7 +459,9 @@ def test_plan_send_aux(sglang, rng):
         sent = outcome(manager.send_aux, request, src_index, dst_ptrs)
         if sent == "refused: short destination":
             continue
-        planned = cpattn.plan_send_aux(kv_args, dst_ptrs, src_index, dst_index, compat=True)
+        planned = cpattn.transfer.plan_send_aux(
+            kv_args, dst_ptrs, src_index, dst_index, compat=True
+        )
         assert blocks(planned) == manager.engine.blocks
 
 
@@ -500,5 +506,7 @@ def test_plan_send_state(sglang, rng):
             dst_tp_rank=0,
         )
         assert manager.maybe_send_extra(request, src_indices, ImmediateExecutor(), registered) == 0
-        planned = cpattn.plan_send_state(kv_args, dst_ptrs, src_indices, dst_indices, compat=True)
+        planned = cpattn.transfer.plan_send_state(
+            kv_args, dst_ptrs, src_indices, dst_indices, compat=True
+        )
         assert blocks(planned) == manager.engine.blocks

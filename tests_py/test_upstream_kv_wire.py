@@ -192,4 +192,4 @@ def test_registration_regions(sglang, rng):
         )
         theirs = make_manager(sglang, "mooncake", kv_args=kv_args)._registerable_regions()
         ptrs, lens = np.concatenate(lists, axis=1).tolist()
-        assert list(zip(*cpattn.registration_regions(ptrs, lens), strict=True)) == theirs
+        assert list(zip(*cpattn.transfer.registration_regions(ptrs, lens), strict=True)) == theirs

@@ -28,9 +28,11 @@ def attention_plan(**changes: Any) -> cpattn.AttentionPlan:
 MASK = np.random.default_rng(0).random(30 + 40 * 2000) < 0.5
 
 
-def dsa_metadata(extend: Any, seq: Any, mode: ForwardMode, **changes: Any) -> cpattn.DsaMetadata:
+def dsa_metadata(
+    extend: Any, seq: Any, mode: ForwardMode, **changes: Any
+) -> cpattn.sparse.DsaMetadata:
     options = {"topk": 16, "fp8_kv_cache": True, "prefill_impl": "flashmla_sparse"}
-    return cpattn.build_dsa_metadata(extend, seq, forward_mode=mode, **options | changes)
+    return cpattn.sparse.build_dsa_metadata(extend, seq, forward_mode=mode, **options | changes)
 
 
 def cp(rank: int, strategy: str, **options: Any) -> cpattn.ContextParallelMetadata:
@@ -111,7 +113,7 @@ def test_values_serve_as_keys():
 RESTORE = {
     cpattn.AttentionPlan: _core.restore_attention_plan,
     cpattn.ContextParallelMetadata: _core.restore_context_parallel_metadata,
-    cpattn.DsaMetadata: _core.restore_dsa_metadata,
+    cpattn.sparse.DsaMetadata: _core.restore_dsa_metadata,
 }
 ODD = [
     None, "x", 1.5, -1, 2**31, 2**62, 2**70, b"", [], [-1], [0, 1], [2**40], [2**70], ["x"],
@@ -136,7 +138,7 @@ def test_corrupt_states_are_refused_or_states_of_values(name):
             else:
                 assert restore(again._state()) == again
                 assert repr(again)
-                if isinstance(again, cpattn.DsaMetadata):
+                if isinstance(again, cpattn.sparse.DsaMetadata):
                     again.to_dict()
     assert refused > len(state) * len(ODD) // 2
     for odd in (None, (), state[:-1], (*state, 0), list(state)):

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 import cpattn
-from cpattn import ForwardMode, reference
+from cpattn import ForwardMode, reference, transfer
+from cpattn.transfer import KVEntry
 
 Call = Callable[[], object]
 RNG = np.random.default_rng(0)
@@ -80,7 +81,7 @@ def do_cp_attn_fia(n: int) -> Call:
 def cp_indexer_topk(n: int) -> Call:
     q, weights, metadata, table = normal(n, 4, 64), normal(n, 4), cp_metadata(n), wide_table(n)
     keys = np.ascontiguousarray(CACHE[:, :, 0])
-    return lambda: cpattn.cp_indexer_topk(
+    return lambda: cpattn.sparse.cp_indexer_topk(
         q, keys, weights, metadata, block_tables=table, page_size=16, topk=64
     )
 
@@ -88,12 +89,12 @@ def cp_indexer_topk(n: int) -> Call:
 def npu_fused(n: int) -> Call:
     q, cache = normal(1, n, 4, 64), CACHE.reshape(1, 1024, 2, 64)
     options = {"num_heads": 4, "num_key_value_heads": 2, "input_layout": "BSND"}
-    return lambda: cpattn.npu_fused_infer_attention_score(q, cache, cache, **options)
+    return lambda: cpattn.npu.npu_fused_infer_attention_score(q, cache, cache, **options)
 
 
 def npu_indexer(n: int) -> Call:
     q, weights = normal(1, n, 4, 64), normal(1, n, 4)
-    return lambda: cpattn.npu_lightning_indexer(
+    return lambda: cpattn.npu.npu_lightning_indexer(
         q, KEYS[None, :, None], weights, sparse_count=64, sparse_mode=0, layout_query="BSND",
         layout_key="BSND",
     )  # fmt: skip
@@ -105,7 +106,7 @@ def sparse_indices(n: int) -> Any:
 
 def npu_sparse(n: int) -> Call:
     q, keys, indices = normal(1, n, 4, 64), KEYS[None, :, None], sparse_indices(n)[None]
-    return lambda: cpattn.npu_sparse_flash_attention(
+    return lambda: cpattn.npu.npu_sparse_flash_attention(
         q, keys, keys, indices, 0.1, query_rope=q, key_rope=keys, sparse_mode=0,
         layout_query="BSND", layout_kv="BSND", attention_mode=2,
     )  # fmt: skip
@@ -129,7 +130,7 @@ def indexer(function: Any, **options: Any) -> Callable[[int], Call]:
 
 def plain_topk(n: int) -> Call:
     scores = normal(n, 20_000)
-    return lambda: cpattn.fast_topk(scores, [20_000] * n, 2048)
+    return lambda: cpattn.sparse.fast_topk(scores, [20_000] * n, 2048)
 
 
 def slot_table(n: int) -> Any:
@@ -138,21 +139,23 @@ def slot_table(n: int) -> Any:
 
 def paged_topk(n: int) -> Call:
     scores, table = normal(n, 20_000), slot_table(n)
-    return lambda: cpattn.fast_topk_transform_fused(
+    return lambda: cpattn.sparse.fast_topk_transform_fused(
         scores, [20_000] * n, page_table_size_1=table, cu_seqlens_q=np.arange(n + 1), topk=2048
     )
 
 
 def ragged_topk(n: int) -> Call:
     scores = normal(n, 20_000)
-    return lambda: cpattn.fast_topk_transform_ragged_fused(
+    return lambda: cpattn.sparse.fast_topk_transform_ragged_fused(
         scores, [20_000] * n, topk_indices_offset=[0] * n, topk=2048
     )
 
 
 def any_topk(n: int) -> Call:
     scores = normal(n, 20_000)
-    return lambda: cpattn.topk_transform(scores, lengths=[20_000] * n, topk=2048, method=None)
+    return lambda: cpattn.sparse.topk_transform(
+        scores, lengths=[20_000] * n, topk=2048, method=None
+    )
 
 
 def rows(function: Any, *widths: int, **options: Any) -> Callable[[int], Call]:
@@ -180,20 +183,20 @@ def dequantize(module: Any) -> Callable[[int], Call]:
 
 
 def set_kv(n: int) -> Call:
-    pool = cpattn.MHATokenToKVPool(256 * n, 16, 1, 2, 64, dtype="bfloat16")
+    pool = cpattn.kv.MHATokenToKVPool(256 * n, 16, 1, 2, 64, dtype="bfloat16")
     k, slots = normal(256 * n, 2, 64), np.arange(256 * n)
     return lambda: pool.set_kv_buffer(0, slots, k, k)
 
 
 def set_index_k(n: int) -> Call:
-    pool = cpattn.MLATokenToKVPool(256 * n, 16, 1, 64, 64, index_head_dim=128, dtype="bfloat16")
+    pool = cpattn.kv.MLATokenToKVPool(256 * n, 16, 1, 64, 64, index_head_dim=128, dtype="bfloat16")
     k, slots = normal(256 * n, 1, 128), np.arange(256 * n)
     return lambda: pool.set_index_k_buffer(0, slots, k)
 
 
 def write_blocks(n: int) -> Call:
     """The same megabyte n times, a kilobyte at a time: memory is no part of it."""
-    engine = cpattn.LocalEngine(num_threads=1)
+    engine = transfer.LocalEngine(num_threads=1)
     src, dst = zeros(1 << 20, dtype=np.uint8), zeros(n << 20, dtype=np.uint8)
     engine.register([src.ctypes.data, dst.ctypes.data], [src.nbytes, dst.nbytes])
     starts = np.arange(0, n << 20, 1 << 10, dtype=np.uint64)
@@ -224,12 +227,12 @@ def index_cache(n: int) -> tuple[Any, Any]:
 def write_index_k(n: int) -> Call:
     pages, slots = index_cache(n)
     codes, scale = zeros(256 * n, 128, dtype=np.uint8), np.ones(256 * n, np.float32)
-    return lambda: cpattn.write_index_k_cache(pages, slots, codes, scale)
+    return lambda: cpattn.sparse.write_index_k_cache(pages, slots, codes, scale)
 
 
 def read_index_k(n: int) -> Call:
     pages, slots = index_cache(n)
-    return lambda: cpattn.read_index_k_cache(pages, slots)
+    return lambda: cpattn.sparse.read_index_k_cache(pages, slots)
 
 
 def transform(function: Any, **more: Callable[[int], Any]) -> Callable[[int], Call]:
@@ -241,11 +244,11 @@ def transform(function: Any, **more: Callable[[int], Any]) -> Callable[[int], Ca
     return make
 
 
-def layouts(count: int = 1) -> list[cpattn.KVLayout]:
+def layouts(count: int = 1) -> list[transfer.KVLayout]:
     return [
-        cpattn.KVLayout(
+        transfer.KVLayout(
             [
-                cpattn.KVEntry(layer, "k", False, ((16 + peer) << 32) + (layer << 26), 1 << 26, 64)
+                KVEntry(layer, "k", False, ((16 + peer) << 32) + (layer << 26), 1 << 26, 64)
                 for layer in range(61)
             ],
             page_size=4,
@@ -260,17 +263,17 @@ def pages(n: int) -> Any:
 
 def plan_transfer(n: int) -> Call:
     (src, dst), some, others = layouts(2), pages(n), pages(n)
-    return lambda: cpattn.plan_kv_transfer(src, dst, some, others)
+    return lambda: transfer.plan_kv_transfer(src, dst, some, others)
 
 
 def plan_links(n: int) -> Call:
     (src, dst), some, others = layouts(2), pages(n), pages(n)
-    return lambda: cpattn.plan_kv_links([src], [dst], [some], [others])
+    return lambda: transfer.plan_kv_links([src], [dst], [some], [others])
 
 
-def sender() -> cpattn.KVArgs:
+def sender() -> transfer.KVArgs:
     ptrs = [(1 << 30) + i * 2**26 for i in range(122)]
-    return cpattn.KVArgs(
+    return transfer.KVArgs(
         kv_data_ptrs=ptrs, kv_item_lens=[64] * 122, kv_data_lens=[2**26] * 122, engine_rank=0,
         page_size=4, kv_head_num=2, prefill_start_layer=0,
     )  # fmt: skip
@@ -279,13 +282,13 @@ def sender() -> cpattn.KVArgs:
 def plan_send(n: int) -> Call:
     args, some, others = sender(), pages(n), pages(n)
     to = [ptr + (1 << 40) for ptr in args.kv_data_ptrs]
-    return lambda: cpattn.plan_send_kvcache(args, to, some, others, pp_size=1, is_mla=True)
+    return lambda: transfer.plan_send_kvcache(args, to, some, others, pp_size=1, is_mla=True)
 
 
 def plan_slice(n: int) -> Call:
     args, some, others = sender(), pages(n), pages(n)
     to = [ptr + (1 << 40) for ptr in args.kv_data_ptrs]
-    return lambda: cpattn.plan_send_kvcache_slice(
+    return lambda: transfer.plan_send_kvcache_slice(
         args, to, some, others, dst_tp_rank=0, dst_attn_tp_size=2, dst_kv_item_len=32,
         attn_tp_size=1,
     )  # fmt: skip
@@ -313,7 +316,7 @@ def attention_of(module: Any) -> Any:
 
 
 def dsa_metadata(sizes: list[int]) -> object:
-    return cpattn.build_dsa_metadata(
+    return cpattn.sparse.build_dsa_metadata(
         sizes, sizes, forward_mode=ForwardMode.EXTEND, topk=2048, fp8_kv_cache=True,
         prefill_impl="fa3",
     )  # fmt: skip
@@ -330,21 +333,21 @@ MAKERS: dict[str, Callable[[int], Call]] = {
     "npu_fused_infer_attention_score": npu_fused,
     "npu_sparse_flash_attention": npu_sparse,
     "flash_mla_sparse_fwd": sparse_mla(cpattn),
-    "indexer_logits": indexer(cpattn.indexer_logits),
-    "indexer_topk": indexer(cpattn.indexer_topk, topk=64),
+    "indexer_logits": indexer(cpattn.sparse.indexer_logits),
+    "indexer_topk": indexer(cpattn.sparse.indexer_topk, topk=64),
     "cp_indexer_topk": cp_indexer_topk,
     "npu_lightning_indexer": npu_indexer,
     "fast_topk": plain_topk,
     "fast_topk_transform_fused": paged_topk,
     "fast_topk_transform_ragged_fused": ragged_topk,
     "topk_transform": any_topk,
-    "hadamard_transform": rows(cpattn.hadamard_transform, 512),
-    "quantize_index": rows(cpattn.quantize_index, 512),
-    "quantize_kv_rows": rows(cpattn.quantize_kv_rows, 512, 64),
-    "quantize_kv_rows_separate": rows(cpattn.quantize_kv_rows_separate, 512, 64),
+    "hadamard_transform": rows(cpattn.sparse.hadamard_transform, 512),
+    "quantize_index": rows(cpattn.sparse.quantize_index, 512),
+    "quantize_kv_rows": rows(cpattn.sparse.quantize_kv_rows, 512, 64),
+    "quantize_kv_rows_separate": rows(cpattn.sparse.quantize_kv_rows_separate, 512, 64),
     "dequantize_kv_rows": dequantize(cpattn),
-    "split_qk_norm": split_norm(cpattn.split_qk_norm, q_eps=1e-6, kv_eps=1e-6),
-    "fused_split_qk_norm": split_norm(cpattn.fused_split_qk_norm, eps=1e-6),
+    "split_qk_norm": split_norm(cpattn.sparse.split_qk_norm, q_eps=1e-6, kv_eps=1e-6),
+    "fused_split_qk_norm": split_norm(cpattn.sparse.fused_split_qk_norm, eps=1e-6),
     "MHATokenToKVPool.set_kv_buffer": set_kv,
     "MLATokenToKVPool.set_index_k_buffer": set_index_k,
     "LocalEngine.write": write_blocks,
@@ -362,14 +365,16 @@ MAKERS: dict[str, Callable[[int], Call]] = {
     "write_index_k_cache": write_index_k,
     "read_index_k_cache": read_index_k,
     "dcp_local_indices": made(
-        lambda indices: cpattn.dcp_local_indices(indices, dcp_rank=1, dcp_size=2), rows_of_slots
+        lambda indices: cpattn.sparse.dcp_local_indices(indices, dcp_rank=1, dcp_size=2),
+        rows_of_slots,
     ),
-    "transform_index_page_table_decode": transform(cpattn.transform_index_page_table_decode),
+    "transform_index_page_table_decode": transform(cpattn.sparse.transform_index_page_table_decode),
     "transform_index_page_table_prefill": transform(
-        cpattn.transform_index_page_table_prefill, extend_lens_cpu=lambda n: [1] * (16 * n)
+        cpattn.sparse.transform_index_page_table_prefill, extend_lens_cpu=lambda n: [1] * (16 * n)
     ),
     "page_table_to_topk": made(
-        lambda table: cpattn.page_table_to_topk(table, [2048] * len(table), 2048), rows_of_slots
+        lambda table: cpattn.sparse.page_table_to_topk(table, [2048] * len(table), 2048),
+        rows_of_slots,
     ),
     "plan_attention": many_plans,
     "plan_kv_transfer": plan_transfer,
@@ -383,13 +388,15 @@ MAKERS: dict[str, Callable[[int], Call]] = {
         lambda sizes: cpattn.build_cp_metadata_all_ranks(sizes, cp_size=8), lens
     ),
     "build_dsa_metadata": made(dsa_metadata, lens),
-    "kv_to_page_indices": made(lambda slots: cpattn.kv_to_page_indices(slots, 16), steps),
-    "group_concurrent_contiguous": made(cpattn.group_concurrent_contiguous, steps, steps),
+    "kv_to_page_indices": made(lambda slots: transfer.kv_to_page_indices(slots, 16), steps),
+    "group_concurrent_contiguous": made(transfer.group_concurrent_contiguous, steps, steps),
     "pad_topk_indices": made(
-        lambda indices: cpattn.pad_topk_indices(indices, 2 * len(indices)),
+        lambda indices: cpattn.sparse.pad_topk_indices(indices, 2 * len(indices)),
         lambda n: np.ones((64 * n, 64), np.int32),
     ),
     "registration_regions": made(
-        cpattn.registration_regions, lambda n: list(range(4096, 4096 + n)), lambda n: [1] * n
+        transfer.registration_regions,
+        lambda n: list(range(4096, 4096 + n)),
+        lambda n: [1] * n,
     ),
 }

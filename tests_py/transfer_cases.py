@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from cpattn import KVEntry, KVLayout, MHATokenToKVPool, MLATokenToKVPool
+from cpattn.kv import MHATokenToKVPool, MLATokenToKVPool
+from cpattn.transfer import KVEntry, KVLayout
 
 CANARY = 0xA5  # every byte of a receiving pool that is not the request's
 SCRATCH = 0x5C  # and of a sending one

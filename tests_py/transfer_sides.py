@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cpattn import (
+from cpattn.transfer import (
     KVArgs,
     KVLayout,
     KVSendCursor,

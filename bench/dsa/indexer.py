@@ -244,7 +244,9 @@ def of_inputs(inputs: Inputs, num_threads: int, topk: int) -> Iterator[Compariso
         scales[name] = {"k_scale": source.k_scale}
 
     def ours(function: str, dtype: str, **options: Any) -> Callable[[], Any]:
-        return lambda: getattr(cpattn, function)(*arguments[dtype], **scales[dtype], **options)
+        return lambda: getattr(cpattn.sparse, function)(
+            *arguments[dtype], **scales[dtype], **options
+        )
 
     scorers = {BLOCKS: score_blocks(inputs), ROWS: score_rows(inputs)}
     if inputs.kv_len <= KVS[0]:

@@ -72,7 +72,7 @@ def call(name: str, inputs: Inputs) -> Callable[[], Any]:
     if name in (BLOCKS, ROWS):
         score = score_blocks if name == BLOCKS else score_rows
         return lambda: torch_topk(inputs, score(inputs), TOPK)()
-    return lambda: cpattn.indexer_topk(
+    return lambda: cpattn.sparse.indexer_topk(
         inputs.q, inputs.k, inputs.weights, inputs.ks, inputs.ke, topk=TOPK, sorted=False
     )
 

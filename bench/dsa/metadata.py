@@ -37,8 +37,8 @@ def of_batch(mode: cpattn.ForwardMode, batch: int) -> Comparison:
     req_to_token = slots.reshape(batch, -1).int()  # for up to 8192 tokens each
     requests = torch.randperm(batch, generator=torch.Generator().manual_seed(batch))
 
-    def ours() -> cpattn.DsaMetadata:
-        return cpattn.build_dsa_metadata(
+    def ours() -> cpattn.sparse.DsaMetadata:
+        return cpattn.sparse.build_dsa_metadata(
             extend_lens,
             seq_lens,
             forward_mode=mode,

@@ -38,7 +38,7 @@ def of_shape(
     indices = torch.stack(chosen).int()[:, None]
 
     def ours(cache: torch.Tensor) -> torch.Tensor:
-        return cpattn.flash_mla_sparse_fwd(q, cache, indices, SCALE)[0]
+        return cpattn.sparse.flash_mla_sparse_fwd(q, cache, indices, SCALE)[0]
 
     def torch_form(gather: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         return torch.stack([attend(q[t], gather(chosen[t])) for t in range(num_tokens)])

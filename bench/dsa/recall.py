@@ -42,7 +42,7 @@ class Rotated(Structured):
     """The same after the Hadamard transform, as the reference system does it."""
 
     def _shaped(self, x: torch.Tensor) -> torch.Tensor:
-        return cpattn.hadamard_transform(super()._shaped(x))
+        return cpattn.sparse.hadamard_transform(super()._shaped(x))
 
 
 DATA = {"normal": Inputs, "loud channels": Structured, "loud channels, rotated": Rotated}
@@ -72,8 +72,8 @@ def recall(inputs: Inputs, dtype: torch.dtype, topk: int) -> float:
     """The mean share, over queries, of the bfloat16 top-k that is found."""
     source = quantize(inputs, dtype)
     ranges, options = (inputs.ks, inputs.ke), {"topk": topk, "sorted": False}
-    wanted = cpattn.indexer_topk(inputs.q, inputs.k, inputs.weights, *ranges, **options)
-    found = cpattn.indexer_topk(
+    wanted = cpattn.sparse.indexer_topk(inputs.q, inputs.k, inputs.weights, *ranges, **options)
+    found = cpattn.sparse.indexer_topk(
         source.q, source.k, source.weights, *ranges, k_scale=source.k_scale, **options
     )
     return float(np.mean([shared(a, b) for a, b in zip(wanted, found, strict=True)]))

@@ -36,7 +36,7 @@ def quantize(num_tokens: int, num_threads: int) -> Comparison:
         "rows",
         {"job": "quantise KV rows", "tokens": num_tokens, "threads": num_threads},
         {
-            "cpattn": lambda: cpattn.quantize_kv_rows(nope, rope),
+            "cpattn": lambda: cpattn.sparse.quantize_kv_rows(nope, rope),
             "torch": lambda: compress(nope, rope),
         },
         same_bytes(compress(nope, rope)),
@@ -53,7 +53,7 @@ def dequantize(num_slots: int, num_tokens: int, num_threads: int) -> Comparison:
         "rows",
         {"job": "dequantise KV rows by index", "tokens": len(index), "threads": num_threads},
         {
-            "cpattn": lambda: cpattn.dequantize_kv_rows(caches, index32),
+            "cpattn": lambda: cpattn.sparse.dequantize_kv_rows(caches, index32),
             "torch": lambda: expand(rows[index]),
         },
         same_bytes(kv[index]),
@@ -71,7 +71,7 @@ def split_norm(num_tokens: int, num_threads: int) -> Comparison:
     )
 
     def ours() -> Any:
-        return cpattn.fused_split_qk_norm(x, q_weight, kv_weight, *widths, eps=EPS)
+        return cpattn.sparse.fused_split_qk_norm(x, q_weight, kv_weight, *widths, eps=EPS)
 
     def norm(some: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         inverse = torch.rsqrt(some.square().mean(1, keepdim=True).add_(EPS))

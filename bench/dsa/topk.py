@@ -29,8 +29,8 @@ def of_shape(num_rows: int, length: int, topk: int) -> Comparison:
     scores = torch.randn(num_rows, length, generator=generator)
     lengths = torch.full((num_rows,), length, dtype=torch.int32)
     implementations: dict[str, Callable[[], Any]] = {
-        OURS: lambda: cpattn.fast_topk(scores, lengths, topk, sorted=False),
-        SORTED: lambda: cpattn.fast_topk(scores, lengths, topk),
+        OURS: lambda: cpattn.sparse.fast_topk(scores, lengths, topk, sorted=False),
+        SORTED: lambda: cpattn.sparse.fast_topk(scores, lengths, topk),
         TORCH: lambda: torch.topk(scores, topk, sorted=False).indices,
         NUMPY: lambda: np.argpartition(scores.numpy(), length - topk)[:, length - topk :],
     }

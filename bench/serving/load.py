@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from cpattn.replay.trace import TRACE_BLOCK_TOKENS, Request, block_tokens_of, scale_lengths
+from cpattn.traffic.trace import TRACE_BLOCK_TOKENS, Request, block_tokens_of, scale_lengths
 
 TICK = 3.0  # seconds that the time stamps of the traces are apart
 

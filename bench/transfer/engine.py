@@ -53,7 +53,7 @@ def of_pages(
     def ours() -> int:
         to = peer()
         sides = layout(source().ctypes.data), layout(to.address)
-        plan = cpattn.plan_kv_transfer(*sides, pages, pages)
+        plan = cpattn.transfer.plan_kv_transfer(*sides, pages, pages)
         return plan.execute(to.engine, to.session)
 
     def plain() -> int:
@@ -93,10 +93,12 @@ def source() -> np.ndarray:
     return np.random.default_rng(1).integers(1, 256, SIZE, np.uint8)
 
 
-def layout(base: int) -> cpattn.KVLayout:
+def layout(base: int) -> cpattn.transfer.KVLayout:
     buffers = [(kind, layer) for kind in "kv" for layer in range(BUFFERS // 2)]
     entries = [
-        cpattn.KVEntry(layer, kind, False, base + i * BUFFER_BYTES, BUFFER_BYTES, PAGE_BYTES)
+        cpattn.transfer.KVEntry(
+            layer, kind, False, base + i * BUFFER_BYTES, BUFFER_BYTES, PAGE_BYTES
+        )
         for i, (kind, layer) in enumerate(buffers)
     ]
-    return cpattn.KVLayout(entries, PAGE_SIZE)
+    return cpattn.transfer.KVLayout(entries, PAGE_SIZE)

@@ -27,10 +27,10 @@ def of_pages(num_pages: int, num_threads: int) -> Comparison:
     pages = half_contiguous(num_pages, 1)
     shape = BUFFERS, int(pages.max()) + 1, PAGE_BYTES
     source = np.random.default_rng(1).integers(1, 256, shape, np.uint8)
-    engine, target = cpattn.LocalEngine(), np.zeros_like(source)
+    engine, target = cpattn.transfer.LocalEngine(), np.zeros_like(source)
     cpattn.transfer.register(engine, source, target)
     sides = [layout(array) for array in (source, target)]
-    plan = cpattn.plan_kv_transfer(*sides, pages, pages)
+    plan = cpattn.transfer.plan_kv_transfer(*sides, pages, pages)
 
     def ours() -> int:
         return plan.execute(engine, engine.session_id)
@@ -58,9 +58,11 @@ def of_pages(num_pages: int, num_threads: int) -> Comparison:
     )
 
 
-def layout(array: np.ndarray) -> cpattn.KVLayout:
+def layout(array: np.ndarray) -> cpattn.transfer.KVLayout:
     entries = [
-        cpattn.KVEntry(i // 2, "kv"[i % 2], False, buffer.ctypes.data, buffer.nbytes, PAGE_BYTES)
+        cpattn.transfer.KVEntry(
+            i // 2, "kv"[i % 2], False, buffer.ctypes.data, buffer.nbytes, PAGE_BYTES
+        )
         for i, buffer in enumerate(array)
     ]
-    return cpattn.KVLayout(entries, 16)
+    return cpattn.transfer.KVLayout(entries, 16)

@@ -53,7 +53,7 @@ def of_pages(job: str, layers: int, src_pages: np.ndarray, dst_pages: np.ndarray
     plain = [pointers(side) for side in (src, dst)]
     item_lens = np.array([entry.item_len for entry in src.entries], np.uint64)
     implementations: dict[str, Callable[[], Any]] = {
-        OURS: lambda: cpattn.plan_kv_transfer(src, dst, src_pages, dst_pages),
+        OURS: lambda: cpattn.transfer.plan_kv_transfer(src, dst, src_pages, dst_pages),
         NUMPY: lambda: in_numpy(*plain, item_lens, src_pages, dst_pages),
         LOOPS: lambda: in_loops(
             *(side.tolist() for side in plain), item_lens.tolist(), src_pages, dst_pages
@@ -87,17 +87,19 @@ def bars(job: str) -> tuple[Bar, ...]:
     return (microseconds(OURS, 500), faster) if "shuffled" in job else (faster,)
 
 
-def layout(layers: int, num_pages: int, base: int) -> cpattn.KVLayout:
+def layout(layers: int, num_pages: int, base: int) -> cpattn.transfer.KVLayout:
     entries = []
     for kind, token_bytes in TOKEN_BYTES.items():
         for layer in range(layers):
             item_len = PAGE_SIZE * token_bytes
-            entries.append(cpattn.KVEntry(layer, kind, False, base, num_pages * item_len, item_len))
+            entries.append(
+                cpattn.transfer.KVEntry(layer, kind, False, base, num_pages * item_len, item_len)
+            )
             base += num_pages * item_len
-    return cpattn.KVLayout(entries, PAGE_SIZE)
+    return cpattn.transfer.KVLayout(entries, PAGE_SIZE)
 
 
-def pointers(side: cpattn.KVLayout) -> np.ndarray:
+def pointers(side: cpattn.transfer.KVLayout) -> np.ndarray:
     return np.array([entry.addr for entry in side.entries], np.uint64)
 
 

@@ -35,7 +35,7 @@ def of_cast(
     shape = num_tokens, HEADS, HEAD_DIM
     k, v = (torch.randn(shape, generator=generator).to(source) for _ in range(2))
     loc = PAGE_SIZE + torch.randperm(slots, generator=generator)[:num_tokens]
-    pool = cpattn.MHATokenToKVPool(
+    pool = cpattn.kv.MHATokenToKVPool(
         slots, PAGE_SIZE, 1, HEADS, HEAD_DIM, dtype=name_of(stored), container="torch"
     )
     width = stored if stored.itemsize > 1 else torch.uint8

@@ -7,7 +7,9 @@ from typing import Any
 
 from . import _core
 
-__all__ = ["at_least", "flag", "has", "integer", "items", "part", "real"]
+__all__ = ["at_least", "flag", "has", "integer", "items", "part", "real", "shown"]
+
+MAX_SHOWN = 4  # elements of a list in a repr
 
 integer = _core.integer
 real = _core.real
@@ -51,3 +53,12 @@ def part(owner: Any, names: str | tuple[str, ...], function: str, argument: str)
         raise TypeError(
             f"{function}: {argument} must have {what}, got {type(owner).__name__}"
         ) from error
+
+
+def shown(value: Any) -> str:
+    """A repr of a list's first elements."""
+    if isinstance(value, list) and len(value) > MAX_SHOWN:
+        return f"[{', '.join(map(shown, value[:MAX_SHOWN]))}, ... {len(value)} in all]"
+    if isinstance(value, list):
+        return f"[{', '.join(map(shown, value))}]"
+    return repr(value)

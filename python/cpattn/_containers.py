@@ -12,6 +12,7 @@ import numpy as np
 from . import _core
 
 Tensor = Any  # torch.Tensor, numpy.ndarray, or anything with __dlpack__
+Indices = Sequence[int] | Any  # list or tuple of int, NumPy or torch CPU int32/int64
 
 
 def torch_of(x: Tensor) -> Any | None:

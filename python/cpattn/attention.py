@@ -6,9 +6,7 @@ from __future__ import annotations
 import math
 
 from . import _core
-from ._containers import Tensor, empty
-
-Indices = Tensor  # list or tuple of int, or a NumPy or torch CPU array of int32 or int64
+from ._containers import Indices, Tensor, empty
 
 
 def default_scale(function: str, head_dim: int) -> float:

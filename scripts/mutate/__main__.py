@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 SOURCES = (
     "cpp/base/prefix_sums.cc",
     "cpp/meta/*/*.cc",
-    "python/cpattn/transfer/*.py",
-    "python/cpattn/context_parallel*.py",
+    "python/cpattn/transfer/**/*.py",
+    "python/cpattn/context_parallel/[fgms]*.py",
     "python/cpattn/distributed/plan*.py",
 )
 # Those that are quick and have to do with the sources; which reach what is measured.

@@ -8,7 +8,7 @@ import json
 import pickle
 from typing import Any
 
-from cpattn import KVLayout
+from cpattn.transfer import KVLayout
 
 from .reader import Reader
 

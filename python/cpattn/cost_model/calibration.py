@@ -12,7 +12,8 @@ import numpy as np
 
 from .. import _core
 from .._limits import check_integer
-from ..replay.processes import Role, Workers
+from ..replay.processes.messages import Role
+from ..replay.processes.workers import Workers
 from .prediction import Rates
 from .work import AttentionLayer, rank_work
 
@@ -130,7 +131,7 @@ def _shapes(layer: AttentionLayer, peak: float) -> list[tuple[list[int], int]]:
 def _sample(layer: AttentionLayer, extends: list[int], prefix: int, threads: int) -> Sample:
     import torch
 
-    from .. import plan_attention, run_attention
+    from ..attention import plan_attention, run_attention
 
     lens = [prefix + n for n in extends]
     pages = [-(-n // layer.page_size) for n in lens]

@@ -11,9 +11,9 @@ from typing import Any
 
 from .. import _core
 from .._limits import check_batch
-from ..replay.prefix_cache import PrefixCache
-from ..replay.scheduler import prefill_batches
-from ..replay.trace import TRACE_BLOCK_TOKENS, Request, read_trace
+from ..traffic.prefix_cache import PrefixCache
+from ..traffic.scheduler import prefill_batches
+from ..traffic.trace import TRACE_BLOCK_TOKENS, Request, read_trace
 from . import assumptions
 from .calibration import calibrate
 from .prediction import Batch, Prediction, Rates, predict

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .._tables import Row, print_table
+from .._cli.tables import Row, print_table
 from . import assumptions
 from .prediction import Prediction, Rates, as_options
 

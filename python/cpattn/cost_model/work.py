@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._limits import check_integer
-from ..context_parallel import ContextParallelMetadata, build_cp_metadata_all_ranks
+from ..context_parallel.metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 

@@ -26,9 +26,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .. import __version__, _core, _streams, active_isa, reference
-from .._progress import ProgressLines
-from ..cli import INTERRUPTED
+from .. import _core, reference
+from .._cli import streams
+from .._cli.exit_codes import INTERRUPTED
+from .._cli.progress import ProgressLines
+from .._core import __version__, active_isa
 from ..cost_model.prediction import as_options
 from .context_parallel import ContextParallel
 from .measure import measure_exchange
@@ -43,7 +45,7 @@ _UNITS = {"float32": (40, 2.0**-23), "bfloat16": (1.05, 2.0**-7)}
 
 def main() -> int:
     """Run the check; the exit code."""
-    _streams.prepare()
+    streams.prepare()
     try:
         options = _parse()
         with ProgressLines("cpattn.distributed.check") as progress:
@@ -54,7 +56,7 @@ def main() -> int:
         _failed("this process", "interrupted")
         return INTERRUPTED
     except OSError as error:
-        _streams.abandon(sys.stdout)
+        streams.abandon(sys.stdout)
         return _failed("this process", f"writing the result: {error.strerror or error}")
 
 

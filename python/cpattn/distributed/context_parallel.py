@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import build_cp_metadata, do_cp_attn_fia
 from .._arguments import flag
+from ..attention import do_cp_attn_fia
+from ..context_parallel.metadata import build_cp_metadata
 from .exchange import RowExchange
 from .plan import ContextParallelPlan, make_plan
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .. import ContextParallelMetadata
+from ..context_parallel.metadata import ContextParallelMetadata
 from .exchange import digest
 
 

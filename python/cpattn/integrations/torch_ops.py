@@ -24,13 +24,13 @@ import torch
 from .. import _core
 from .._torch_library import Operators
 from ..attention import default_scale, do_cp_attn_fia, merge_state, paged_attention
-from ..context_parallel import build_cp_metadata
-from ..index_k import hadamard_transform
-from ..indexer import indexer_logits, indexer_topk
-from ..kv_rows import ROW_BYTES, dequantize_kv_rows, quantize_kv_rows
-from ..sparse_mla import flash_mla_sparse_fwd
-from ..split_norm import fused_split_qk_norm, split_qk_norm
-from ..topk import fast_topk
+from ..context_parallel.metadata import build_cp_metadata
+from ..sparse.index_k import hadamard_transform
+from ..sparse.indexer import indexer_logits, indexer_topk
+from ..sparse.kv_rows import ROW_BYTES, dequantize_kv_rows, quantize_kv_rows
+from ..sparse.sglang_0_5_23 import fast_topk
+from ..sparse.sparse_mla import flash_mla_sparse_fwd
+from ..sparse.split_norm import fused_split_qk_norm, split_qk_norm
 
 Tensor = torch.Tensor
 

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..traffic.trace import TRACE_BLOCK_TOKENS, Request, generate_trace, read_trace, scale_lengths
+from .dense.model import DenseConfig
 from .driver import fast_dtype
-from .dsa_model import DsaConfig
+from .dsa.model import DsaConfig
 from .footprint import footprint, memory
-from .model import DecoderConfig, ModelConfig
+from .model import DecoderConfig
 from .records import ReplayOptions
-from .trace import TRACE_BLOCK_TOKENS, Request, generate_trace, read_trace, scale_lengths
 
 CHECK_ROWS, DECODE_TOKENS = 16, 8
 MAX_THREADS = 1024  # of all processes together, or four for each CPU if that is more
@@ -66,7 +67,7 @@ def settings_of(
 
 def _model(model: str, dtype: str, seed: int, options: dict[str, Any]) -> DecoderConfig:
     """The model that the options describe, which are taken out of them."""
-    kinds: dict[str, Any] = {"dense": ModelConfig, "dsa": DsaConfig}
+    kinds: dict[str, Any] = {"dense": DenseConfig, "dsa": DsaConfig}
     fields = {kind: {f.name for f in dataclasses.fields(kinds[kind])} for kind in kinds}
     sizes = {}
     for name in options.keys() - {field.name for field in dataclasses.fields(ReplayOptions)}:

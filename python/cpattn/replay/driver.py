@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 
-import cpattn
-
-from .check import Checker
-from .decode_check import DecodeChecker, SparseDecodeChecker
-from .disaggregate import Disaggregation, decode_role, num_slots
-from .dsa_check import SparseChecker
-from .kv_link import require_engine
-from .prefix_cache import PrefixCache
-from .processes import Role, Work, WorkerConfig, Workers, ranks_of
+from .._core import __version__, active_isa
+from ..traffic.prefix_cache import PrefixCache
+from ..traffic.scheduler import Batch, prefill_batches
+from ..traffic.trace import Request, block_tokens_of, scale_lengths, unbounded_hits
+from .dense.check import Checker
+from .disaggregation.check import DecodeChecker, SparseDecodeChecker
+from .disaggregation.driver import Disaggregation, decode_role, num_slots
+from .disaggregation.endpoint import require_engine
+from .dsa.check import SparseChecker
+from .processes.memory import peak_resident_bytes
+from .processes.messages import RankResult, Role, Work, WorkerConfig, ranks_of
+from .processes.workers import Workers
 from .records import BatchRecord, ReplayOptions, ReplayReport
-from .scheduler import Batch, prefill_batches
-from .trace import Request, block_tokens_of, scale_lengths, unbounded_hits
-from .worker import RankResult, peak_resident_bytes
 
 _CHECKERS = {"dense": Checker, "dsa": SparseChecker}
 _DECODE_CHECKERS = {"dense": DecodeChecker, "dsa": SparseDecodeChecker}
@@ -158,7 +158,7 @@ def _add_check(report: ReplayReport, checker: Checker) -> None:
 
 def fast_dtype() -> str:
     """bfloat16 where the kernels have an instruction for its products, else float32."""
-    return "bfloat16" if cpattn.active_isa() in ("avx512bf16", "amx", "neonbf16") else "float32"
+    return "bfloat16" if active_isa() in ("avx512bf16", "amx", "neonbf16") else "float32"
 
 
 def _make_checker(options: ReplayOptions) -> Checker | None:
@@ -240,8 +240,8 @@ def _mean(by_rank: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _environment(options: ReplayOptions) -> dict[str, Any]:
     return {
-        "cpattn": cpattn.__version__,
-        "isa": cpattn.active_isa(),
+        "cpattn": __version__,
+        "isa": active_isa(),
         "torch": torch.__version__,
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),

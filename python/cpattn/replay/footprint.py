@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from .disaggregate import decode_pages
-from .dsa_model import DsaConfig
-from .model import DecoderConfig, DecoderLayer, ModelConfig
+from .dense.model import DenseConfig
+from .disaggregation.driver import decode_pages
+from .dsa.model import DsaConfig
+from .model import DecoderConfig, DecoderLayer
 from .records import ReplayOptions
 
 _PROCESS_BYTES = 160 << 20  # of a process that has imported torch, beside what all of them share
@@ -50,14 +51,14 @@ def token_bytes(model: DecoderConfig) -> int:
         if model.kv_dtype == "fp8":
             return 656 + model.index_head_dim + 4
         return (model.latent_dim + model.index_head_dim) * model.torch_dtype.itemsize
-    assert isinstance(model, ModelConfig)
+    assert isinstance(model, DenseConfig)
     return 2 * model.num_kv_heads * model.head_dim * model.torch_dtype.itemsize
 
 
 def _head_width(model: DecoderConfig) -> int:
     if isinstance(model, DsaConfig):
         return 2 * model.latent_dim
-    assert isinstance(model, ModelConfig)
+    assert isinstance(model, DenseConfig)
     return 2 * model.head_dim
 
 

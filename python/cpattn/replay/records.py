@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._limits import check_integer, check_number
-from .model import DecoderConfig, ModelConfig
+from ..traffic.trace import TRACE_BLOCK_TOKENS
+from .dense.model import DenseConfig
+from .model import DecoderConfig
 from .phases import pass_phases
-from .trace import TRACE_BLOCK_TOKENS
 
 # By kind of model: the name of the baseline, and what it does.
 TORCH_BASELINE = {
@@ -22,7 +23,7 @@ TORCH_BASELINE = {
 class ReplayOptions:
     """How to replay; lengths in tokens are those after scaling."""
 
-    model: DecoderConfig = field(default_factory=ModelConfig)
+    model: DecoderConfig = field(default_factory=DenseConfig)
     cp_size: int = 2
     strategy: str = "zigzag"
     page_size: int = 32

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV-cache transfer between prefill and decode servers: what is sent, in which order.
 
-``pages``     tokens to pages, pages to runs, and what of a prompt is sent when
-``pointers``  which destination buffer receives which source buffer, as the engines do it
-``args``      what a server says of its buffers
-``send``      the plans of the engines' senders
-``layout``    buffers that say which layer, kind and tokens they hold
-``planner``   plans from two layouts, paired by what they hold
-``plan``      a plan: blocks to copy, and their execution over an engine
-``engine``    what moves bytes
-``local``     an engine within one process
-``regions``   which memory to register with an engine, of lists that name some twice
-``registration``  `register`: memory of layouts, pools and tensors, held while it is registered
-``wire``      the messages between servers, in the byte formats of engines
+    plan = plan_kv_transfer(KVLayout.from_pool(pool), peer_layout, src_pages, dst_pages)
+    with register(engine, pool):
+        plan.execute(engine, session)
+
+``layout`` (with ``entry``, ``layout_sources``) says which layer, kind and tokens a buffer holds;
+``planner`` makes plans of two layouts, ``plan`` is one, ``execute`` runs it. ``engine`` says what
+moves bytes, ``local`` is one within a process; ``registration`` and ``regions`` are for memory
+that engines may touch. ``wire`` has the messages between servers, ``sglang_0_5_23`` the functions
+of that release under its names. Imports the core, and no engine (`cpattn.integrations`).
 """
 
 from .engine import TransferEngine, TransferError, TransferStatus
@@ -22,20 +19,67 @@ from .plan import TransferPlan
 from .planner import KVLink, KVLinks, plan_kv_links, plan_kv_transfer
 from .regions import registration_regions
 from .registration import Registration, register
+from .sglang_0_5_23 import (
+    DecodeTargets,
+    HeadSlice,
+    KVArgs,
+    KVChunk,
+    KVSendCursor,
+    build_transfer_entry_pairs,
+    decode_targets,
+    fill_kv_args,
+    get_mha_kv_ptrs_with_pp,
+    get_mla_kv_ptrs_with_pp,
+    group_concurrent_contiguous,
+    kv_start_layer,
+    kv_to_page_indices,
+    kv_to_page_num,
+    plan_send_aux,
+    plan_send_kvcache,
+    plan_send_kvcache_slice,
+    plan_send_state,
+    setup_state_kv_args,
+    slice_heads,
+)
+from .wire import KVRegistration, KVTransferRequest, pack_int_lists, unpack_int_lists
 
 __all__ = [
+    "DecodeTargets",
+    "HeadSlice",
+    "KVArgs",
+    "KVChunk",
     "KVEntry",
     "KVLayout",
     "KVLink",
     "KVLinks",
+    "KVRegistration",
+    "KVSendCursor",
+    "KVTransferRequest",
     "LocalEngine",
     "Registration",
     "TransferEngine",
     "TransferError",
     "TransferPlan",
     "TransferStatus",
+    "build_transfer_entry_pairs",
+    "decode_targets",
+    "fill_kv_args",
+    "get_mha_kv_ptrs_with_pp",
+    "get_mla_kv_ptrs_with_pp",
+    "group_concurrent_contiguous",
+    "kv_start_layer",
+    "kv_to_page_indices",
+    "kv_to_page_num",
+    "pack_int_lists",
     "plan_kv_links",
     "plan_kv_transfer",
+    "plan_send_aux",
+    "plan_send_kvcache",
+    "plan_send_kvcache_slice",
+    "plan_send_state",
     "register",
     "registration_regions",
+    "setup_state_kv_args",
+    "slice_heads",
+    "unpack_int_lists",
 ]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 class TransferEngine(Protocol):
     """One side of transfers: memory that peers may write to, and writes into theirs.
 
-    Any object with these members will do; `cpattn.LocalEngine` and
+    Any object with these members will do; `cpattn.transfer.LocalEngine` and
     `cpattn.integrations.mooncake.MooncakeEngine` are two. Codes are the engine's own, 0 is success;
     nobody translates them; ``TransferPlan.execute`` and `cpattn.transfer.register` raise
     `TransferError` for any other. An engine may raise by itself, and that passes through.
@@ -116,11 +116,11 @@ class TransferError(RuntimeError):
     Examples
     --------
     >>> import cpattn
-    >>> plan = cpattn.TransferPlan([4096], [8192], [512])
-    >>> with cpattn.LocalEngine() as engine:
+    >>> plan = cpattn.transfer.TransferPlan([4096], [8192], [512])
+    >>> with cpattn.transfer.LocalEngine() as engine:
     ...     try:
     ...         plan.execute(engine, engine.session_id)
-    ...     except cpattn.TransferError as error:
+    ...     except cpattn.transfer.TransferError as error:
     ...         print(int(error.status))  # nobody has registered this memory
     -1
     """

@@ -38,4 +38,4 @@ class KVEntry(NamedTuple):
     token_rows: bool = True
 
 
-KVEntry.__module__ = "cpattn"
+KVEntry.__module__ = "cpattn.transfer"

@@ -9,14 +9,7 @@ from typing import Any
 from .. import _core
 from .._arguments import at_least, flag, integer, items, part
 from .entry import KVEntry
-from .layout_sources import (
-    args_entries,
-    check_pool,
-    fields_of,
-    number,
-    pool_entries,
-    stage_of,
-)
+from .layout_sources import args_entries, check_pool, fields_of, number, pool_entries, stage_of
 
 __all__ = ["KVEntry", "KVLayout"]
 
@@ -274,4 +267,4 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-KVLayout.__module__ = "cpattn"
+KVLayout.__module__ = "cpattn.transfer"

@@ -39,9 +39,10 @@ class LocalEngine:
 
     Examples
     --------
-    >>> import numpy as np, cpattn
+    >>> import numpy as np
+    >>> from cpattn.transfer import LocalEngine
     >>> src, dst = np.arange(8), np.zeros(8, int)
-    >>> with cpattn.LocalEngine() as sender, cpattn.LocalEngine() as receiver:
+    >>> with LocalEngine() as sender, LocalEngine() as receiver:
     ...     sender.register([src.ctypes.data], [src.nbytes])
     ...     receiver.register([dst.ctypes.data], [dst.nbytes])
     ...     sender.write(receiver.session_id, [src.ctypes.data], [dst.ctypes.data + 8], [16])

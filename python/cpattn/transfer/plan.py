@@ -75,6 +75,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+# Not a subclass, as `KVLayout` is: the core makes plans, and would have to know it.
 TransferPlan.execute = execute  # type: ignore[method-assign]
 TransferPlan.summary = summary  # type: ignore[method-assign]
-TransferPlan.__module__ = "cpattn"
+TransferPlan.__module__ = "cpattn.transfer"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .. import _core
 from .._arguments import items
-from ..topk import Indices
+from .._containers import Indices
 from .layout import KVLayout
 from .plan import TransferPlan, cells, rows_of, table
 
@@ -73,7 +73,7 @@ def plan_kv_transfer(
 
     Examples
     --------
-    >>> from cpattn import KVEntry, KVLayout, plan_kv_transfer
+    >>> from cpattn.transfer import KVEntry, KVLayout, plan_kv_transfer
     >>> def layout(addr):
     ...     return KVLayout([KVEntry(0, "k", False, addr, 4608, 512)], page_size=8)
     >>> plan = plan_kv_transfer(layout(4096), layout(1 << 20), [2, 3, 7], [4, 5, 1])
@@ -124,6 +124,9 @@ class KVLinks(tuple[KVLink, ...]):
         return table(header, [*rows, ("total", "", *sums)])
 
     __str__ = summary
+
+
+KVLink.__module__ = KVLinks.__module__ = "cpattn.transfer"
 
 
 def plan_kv_links(

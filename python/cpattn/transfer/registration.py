@@ -34,7 +34,7 @@ def register(engine: TransferEngine, *what: Any) -> Registration:
         A layout stands for all its buffers, a pool (``MHATokenToKVPool``, ``MLATokenToKVPool`` or
         anything with their ``get_contiguous_buf_infos()``) likewise. Tensors are contiguous ones of
         torch or NumPy that can be written. Memory that is named twice is registered once, and
-        empty buffers are left out (`cpattn.registration_regions`).
+        empty buffers are left out (`cpattn.transfer.registration_regions`).
 
     Returns
     -------
@@ -53,9 +53,9 @@ def register(engine: TransferEngine, *what: Any) -> Registration:
     Examples
     --------
     >>> import numpy as np, cpattn
-    >>> pool = cpattn.MHATokenToKVPool(64, 8, 2, 2, 8, dtype="float32")
+    >>> pool = cpattn.kv.MHATokenToKVPool(64, 8, 2, 2, 8, dtype="float32")
     >>> metadata = np.zeros((4, 64), np.uint8)
-    >>> engine = cpattn.LocalEngine()
+    >>> engine = cpattn.transfer.LocalEngine()
     >>> with cpattn.transfer.register(engine, pool, metadata) as registration:
     ...     print(registration)
     Registration(5 ranges, 18688 bytes)

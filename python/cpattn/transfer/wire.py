@@ -19,9 +19,8 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .._arguments import items
-from .args import shown
-from .pages import Indices
+from .._arguments import items, shown
+from .._containers import Indices
 
 __all__ = ["KVRegistration", "KVTransferRequest", "pack_int_lists", "unpack_int_lists"]
 
@@ -58,7 +57,13 @@ def pack_int_lists(lists: IntLists, fmt: str) -> bytes:
 
 
 def unpack_int_lists(buf: bytes, fmt: str) -> list[list[int]]:
-    """The lists of a frame of `pack_int_lists`; ValueError unless it ends where they do."""
+    """The lists of a frame of `pack_int_lists`; ValueError unless it ends where they do.
+
+    Examples
+    --------
+    >>> unpack_int_lists(bytes.fromhex("01000000 08000000 07000000 09000000"), "I")
+    [[7, 9]]
+    """
     _check_format("unpack_int_lists", fmt)
     if not isinstance(buf, (bytes, bytearray, memoryview)):
         raise TypeError(f"unpack_int_lists: buf must be bytes, got {type(buf).__name__}")
@@ -245,7 +250,7 @@ class KVRegistration(_Message):
     session_id : str
         Of its engine, which the buffers are registered with.
     kv_data_ptrs, aux_data_ptrs, state_data_ptrs, engine_rank
-        As of `cpattn.KVArgs`, buffers of no bytes included: peers pair by position.
+        As of `cpattn.transfer.KVArgs`, buffers of no bytes included: peers pair by position.
     attn_tp_size : int
     kv_item_len : int
         Bytes of a page of the first KV buffer, 0 if there is none. `kv_item_lens` has them all.

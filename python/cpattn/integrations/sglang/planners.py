@@ -12,8 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ... import _core
-from ...transfer.pages import group_concurrent_contiguous as group_concurrent_contiguous
-from ...transfer.pointers import get_mha_kv_ptrs_with_pp, get_mla_kv_ptrs_with_pp
+from ...transfer.sglang_0_5_23.pages import (
+    group_concurrent_contiguous as group_concurrent_contiguous,
+)
+from ...transfer.sglang_0_5_23.pointers import get_mha_kv_ptrs_with_pp, get_mla_kv_ptrs_with_pp
 
 
 @functools.cache

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.compiler import disable
 
 from ...attention import paged_attention
-from ...indexer import indexer_topk
-from ...sparse_mla import flash_mla_sparse_fwd
+from ...sparse.indexer import indexer_topk
+from ...sparse.sparse_mla import flash_mla_sparse_fwd
 from ._methods import Replaced
 from .contiguous import UNSUPPORTED, check_supported, contiguous_attention, widened
 from .masks import FUNCTION, as_bool
@@ -126,7 +126,7 @@ def _attend_heads(
 
 
 def use_indexer(model: nn.Module, name: str = "cpattn") -> Replaced:
-    """Let the indexers of a DSA model choose keys by `cpattn.indexer_topk`.
+    """Let the indexers of a DSA model choose keys by `cpattn.sparse.indexer_topk`.
 
     The scores are those of transformers but for roundings, and are never stored.
 

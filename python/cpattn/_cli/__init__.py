@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: ``cpattn`` and ``python -m cpattn``.
+
+``cli``       the entry point, which says what is not installed
+``commands``  ``explain``, ``plan`` and ``replay``, with click
+
+The others are for both and for ``python -m cpattn.distributed.check``: how commands end
+(``command_group``, ``exit_codes``), what they take (``options``) and what they show (``progress``,
+``streams``, ``tables``). Imports all of the package, but commands only when they run: no other
+part imports from here but for what it shows.
+"""

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `cpattn` command: runs `commands`, or says in one line what is not installed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from . import streams
+from .exit_codes import INTERRUPTED
+
+EXTRA_PACKAGES = ("click", "jinja2", "matplotlib", "rich", "torch")
+
+
+def _end(number: int, _: object) -> None:
+    """End as other errors do: processes and files of the command end with it."""
+    sys.exit(128 + number)
+
+
+def main() -> None:
+    """Entry point of the `cpattn` script and of ``python -m cpattn``."""
+    streams.prepare()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has one of them ignored
+            signal.signal(number, _end)
+    try:
+        from .commands import commands
+
+        commands(prog_name="cpattn")
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in EXTRA_PACKAGES:
+            raise
+        sys.exit(f"cpattn: {name} is not installed; pip install 'cpattn[cli]' brings it")
+    except KeyboardInterrupt:  # while modules are imported; later `CommandGroup` has it
+        print("cpattn: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of options: each says its rule and what it got, and refuses what no machine could do."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .._limits import MAX_INT, MAX_RANKS
+
+
+class Integer(click.ParamType):  # type: ignore[type-arg]
+    """An integer from `low` to `high`."""
+
+    name = "integer"
+
+    def __init__(self, low: int = 1, high: int = MAX_INT) -> None:
+        self._low, self._high = low, high
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        number = _parsed(int, value)
+        if number is None or not self._low <= number <= self._high:
+            rule = f"must be an integer from {self._low} to {self._high}"
+            self.fail(f"{rule}, got {_shown(value)}", param, ctx)
+        return number
+
+
+class Number(click.ParamType):  # type: ignore[type-arg]
+    """A finite number from `low` to `high`."""
+
+    name = "number"
+
+    def __init__(self, low: float, high: float) -> None:
+        self._low, self._high = low, high
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        number = _parsed(float, value)
+        if number is None or not self._low <= number <= self._high:
+            rule = f"must be a number from {self._low:g} to {self._high:g}"
+            self.fail(f"{rule}, got {_shown(value)}", param, ctx)
+        return number
+
+
+class IntegerList(click.ParamType):  # type: ignore[type-arg]
+    """Integers from 0, with commas between them."""
+
+    name = "N,N,..."
+
+    def __init__(self, high: int = MAX_INT) -> None:
+        self._high = high
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
+        if isinstance(value, list):
+            return value
+        numbers = []
+        for item in value.split(","):
+            number = _parsed(int, item)
+            if number is None or not 0 <= number <= self._high:
+                rule = f"must be a comma-separated list of integers from 0 to {self._high}"
+                where = f" in {_shown(value)}" if item != value else ""
+                self.fail(f"{rule}, got {_shown(item)}{where}", param, ctx)
+            numbers.append(number)
+        return numbers
+
+
+class CpSizes(click.ParamType):  # type: ignore[type-arg]
+    """Numbers of ranks, see `parse_cp_sizes`."""
+
+    name = "N | N,N,... | N..N"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
+        from ..cost_model.command import parse_cp_sizes
+
+        if isinstance(value, list):
+            return value
+        try:
+            sizes = parse_cp_sizes(value)
+        except ValueError:
+            sizes = [0]
+        if not 1 <= min(sizes) <= max(sizes) <= MAX_RANKS:
+            rule = (
+                f"must be a number of ranks from 1 to {MAX_RANKS}, a list like 8,16,48 or a range"
+            )
+            self.fail(f"{rule} like 8..1024, got {_shown(value)}", param, ctx)
+        return sizes
+
+
+class OutputPath(click.Path):
+    """A file to write; that it cannot be is said before the run."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if not str(value):
+            self.fail("must be the name of a file, got ''", param, ctx)
+        path = Path(str(super().convert(value, param, ctx)))
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            self.fail(f"Directory {str(path.parent)!r} does not exist.", param, ctx)
+        try:
+            path.stat()
+        except FileNotFoundError:
+            if not os.access(folder, os.W_OK):
+                self.fail(f"Directory {str(path.parent)!r} is not writable.", param, ctx)
+        except OSError as error:
+            self.fail(f"{_shown(str(path))}: {error.strerror}", param, ctx)
+        return path
+
+
+def _parsed(kind: type, text: Any) -> Any:
+    """The number that a text stands for; None if it is none, or not finite."""
+    try:
+        number = kind(text)
+    except ValueError:
+        return None
+    return number if kind is int or math.isfinite(number) else None
+
+
+def _shown(value: Any) -> str:
+    """A value in an error message, which is to stay one line."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:40]}... ({len(str(value))} characters)"

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens each rank of context parallelism computes, and how many keys they see.
+
+    plan = build_cp_metadata([10, 14], [15, 14], cp_rank=1, cp_size=2)
+    hidden = plan.shard(hidden)  # and, of all ranks' rows, plan.unshard(parts)
+
+``metadata`` has the strategies, and is where to start; ``gates`` says whether to split a batch at
+all, ``forward_mode`` what a batch is for, ``shard`` moves rows, ``explain`` draws a plan as text.
+Imports NumPy and the core. Several processes: `cpattn.distributed`.
+"""
+
+from .explain import block_map
+from .forward_mode import ForwardMode
+from .gates import can_apply_cp
+from .metadata import ContextParallelMetadata, build_cp_metadata, build_cp_metadata_all_ranks
+
+__all__ = [
+    "ContextParallelMetadata",
+    "ForwardMode",
+    "block_map",
+    "build_cp_metadata",
+    "build_cp_metadata_all_ranks",
+    "can_apply_cp",
+]

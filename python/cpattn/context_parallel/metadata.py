@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens each rank computes, and how many keys they see: context-parallel metadata.
+
+A batch of sequences, each with new tokens behind a cached prefix, is divided over
+``cp_size`` ranks by one of three strategies (aliases in brackets):
+
+``zigzag`` (``in-seq-split``, ``head_tail``, ``dual_chunk_swap``)
+    Every sequence is cut into ``2 * cp_size`` blocks, larger ones first, whose sizes
+    differ by at most one. Rank r owns block r and block ``2 * cp_size - 1 - r``.
+``interleave`` (``round-robin-split``)
+    Token t of the flattened batch belongs to rank ``t % cp_size``.
+``contiguous``
+    Rank r owns tokens ``[L * r // cp_size, L * (r + 1) // cp_size)`` of every sequence.
+
+Balance: the largest difference between two ranks, for W = cp_size and one sequence of L new
+tokens behind P cached ones. Over a batch the bounds of its sequences add up at most. Pairs are
+the visible (query, key) pairs of causal attention, which is the work.
+
+==========  ======  =======================================================================
+strategy    tokens  pairs
+==========  ======  =======================================================================
+zigzag      1       P + 2 L, so a rank has at most 1 + 4 W / L of the mean; 0 if 2 W divides L
+interleave  1       P + L, and over a whole batch the tokens still differ by at most 1
+contiguous  1       P + L + (W - 1) ceil(L / W)**2, twice the mean on the last rank if L >> P, W
+==========  ======  =======================================================================
+"""
+
+from __future__ import annotations
+
+from .. import _core
+from .._containers import Indices
+from .._core import ContextParallelMetadata as ContextParallelMetadata
+from .shard import shard, unshard
+
+__all__ = ["ContextParallelMetadata", "build_cp_metadata", "build_cp_metadata_all_ranks"]
+
+
+def build_cp_metadata(
+    extend_lens: Indices | None,
+    seq_lens: Indices | None = None,
+    *,
+    cp_rank: int,
+    cp_size: int,
+    strategy: str = "zigzag",
+    num_tokens: int | None = None,
+    kv_len_convention: str = "baked",
+    compat: bool = False,
+) -> ContextParallelMetadata:
+    """Plan one rank's share of a batch.
+
+    Parameters
+    ----------
+    extend_lens : int, shape [bs]
+        New tokens of each sequence; zero and fewer than ``2 * cp_size`` are allowed
+        (`can_apply_cp` is the gate engines ask first).
+    seq_lens : int, shape [bs], optional
+        Cached prefix plus new tokens. Without it there is no prefix.
+    cp_rank, cp_size : int
+    strategy : str
+        ``"zigzag"``, ``"interleave"``, ``"contiguous"`` or an alias.
+    num_tokens : int, optional
+        Tokens of the batch with padding: what exceeds the sum of `extend_lens` is counted
+        as new tokens of the last sequence, whose prefix stays.
+    kv_len_convention : {"baked", "bare"}
+        Whether the ``kv_len_*`` fields include the cached prefix.
+    compat : bool
+        Accept what engines accept: `seq_lens` of another length mean no prefix, a
+        sequence with ``seq_lens < extend_lens`` has none, and ``extend_lens=None`` stands
+        for `seq_lens`, or else for ``[num_tokens]``.
+
+    Returns
+    -------
+    ContextParallelMetadata
+        Every field of the engines' metadata under its own name: ``*_list`` and the layout
+        lists as lists of int, ``*_tensor`` as read-only int32 arrays, None where the
+        strategy has no such field.
+
+    Raises
+    ------
+    ValueError
+        Names the argument, the rule, the value and its position.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> plan = build_cp_metadata([10, 14], [15, 14], cp_rank=1, cp_size=2)
+    >>> plan.actual_seq_q_prev_list, plan.kv_len_prev_list
+    ([3, 4], [11, 8])
+    >>> plan.shard(np.arange(24))
+    array([ 3,  4,  5, 14, 15, 16, 17,  6,  7, 18, 19, 20])
+    """
+    return _core.build_cp_metadata(
+        extend_lens, seq_lens, cp_rank, cp_size, strategy, num_tokens, kv_len_convention, compat
+    )
+
+
+def build_cp_metadata_all_ranks(
+    extend_lens: Indices | None,
+    seq_lens: Indices | None = None,
+    *,
+    cp_size: int,
+    strategy: str = "zigzag",
+    num_tokens: int | None = None,
+    kv_len_convention: str = "baked",
+    compat: bool = False,
+) -> list[ContextParallelMetadata]:
+    """Plan every rank's share, as `build_cp_metadata` would for each.
+
+    The arrays of all ranks lie in one allocation, with those that do not depend on the
+    rank stored once; it lives as long as any of the plans.
+    """
+    return _core.build_cp_metadata_all_ranks(
+        extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat
+    )
+
+
+# Not a subclass, as `KVLayout` is: the core makes these values, and would have to know it.
+ContextParallelMetadata.shard = shard  # type: ignore[method-assign]
+ContextParallelMetadata.unshard = unshard  # type: ignore[method-assign]
+ContextParallelMetadata.__module__ = "cpattn"

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV pools: pages of keys and values of all layers, and writes into them.
+
+    pool = MHATokenToKVPool(65536, 128, 32, 8, 128, dtype="bfloat16")
+    pool.set_kv_buffer(layer, slots, k, v)
+
+``pools`` has one class for dense attention and one for MLA, with or without keys of an indexer.
+Imports NumPy and the core, and torch or ml_dtypes when a pool needs them.
+"""
+
+from .pools import MHATokenToKVPool, MLATokenToKVPool
+
+__all__ = ["MHATokenToKVPool", "MLATokenToKVPool"]

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators of Ascend NPUs on the CPU, with their names, layouts and arguments.
+
+``fia``                     fused inference attention: `npu_fused_infer_attention_score`
+``lightning_indexer``       the keys of each query: `npu_lightning_indexer`
+``sparse_flash_attention``  attention to them: `npu_sparse_flash_attention`
+
+Imports NumPy and the core. Under the name torch_npu: `cpattn.integrations.torch_npu`.
+"""
+
+from .fia import npu_fused_infer_attention_score
+from .lightning_indexer import npu_lightning_indexer
+from .sparse_flash_attention import npu_sparse_flash_attention
+
+__all__ = [
+    "npu_fused_infer_attention_score",
+    "npu_lightning_indexer",
+    "npu_sparse_flash_attention",
+]

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused inference attention operator of Ascend's torch_npu, on a CPU."""
+
+from __future__ import annotations
+
+from .. import _core
+from .._containers import Indices, Tensor, empty
+
+__all__ = ["npu_fused_infer_attention_score"]
+
+INT32_MAX = 2147483647
+
+
+def _refuse(**unsupported: object) -> None:
+    for name, value in unsupported.items():
+        if value is not None and not (isinstance(value, int) and value == 0):
+            raise ValueError(
+                f"npu_fused_infer_attention_score: {name} is not supported, leave it at its default"
+            )
+
+
+def npu_fused_infer_attention_score(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    pse_shift: None = None,
+    atten_mask: Tensor | None = None,
+    actual_seq_lengths: Indices | None = None,
+    actual_seq_lengths_kv: Indices | None = None,
+    dequant_scale1: None = None,
+    quant_scale1: None = None,
+    dequant_scale2: None = None,
+    quant_scale2: None = None,
+    quant_offset2: None = None,
+    antiquant_scale: None = None,
+    antiquant_offset: None = None,
+    block_table: Indices | None = None,
+    query_padding_size: None = None,
+    kv_padding_size: None = None,
+    key_antiquant_scale: None = None,
+    key_antiquant_offset: None = None,
+    value_antiquant_scale: None = None,
+    value_antiquant_offset: None = None,
+    key_shared_prefix: None = None,
+    value_shared_prefix: None = None,
+    actual_shared_prefix_len: None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    key_rope_antiquant_scale: None = None,
+    num_heads: int = 1,
+    scale: float = 1.0,
+    pre_tokens: int = INT32_MAX,
+    next_tokens: int = INT32_MAX,
+    input_layout: str = "BSH",
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+    inner_precise: int = 0,
+    block_size: int = 0,
+    antiquant_mode: int = 0,
+    softmax_lse_flag: bool = False,
+    key_antiquant_mode: int = 0,
+    value_antiquant_mode: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Attention with the signature and the meaning of ``torch_npu``'s operator.
+
+    What the NPU leaves undefined is pinned here: the LSE is a natural logarithm, rows that see
+    no key give zeros and LSE -inf under any ``inner_precise``, and page ids are checked. What
+    it rejects for want of hardware (head dimensions, head counts, block sizes) is computed.
+
+    Parameters
+    ----------
+    query : float32, float16 or bfloat16 tensor, axes as in `input_layout`
+    key, value : tensors of the dtype of query
+        Axes as in `input_layout`, or blocks: [blocks, block_size, H], under BNSD and TND
+        layouts also [blocks, N, block_size, D]. `value` may have another D.
+    atten_mask : bool, int8 or uint8 tensor, True hides
+        Modes 0 and 1: [S1, S2], [B or 1, S1, S2] or [B or 1, 1, S1, S2]; [B, S2] if S1 is 1.
+        Larger ones, too, if S1 and S2 are 1: sglang passes the template for prompts of one token.
+        Modes 2 to 4: the [2048, 2048] template, whose contents are not read.
+    actual_seq_lengths : ints
+        Queries of each sequence, or one number for all; by default S1. Under TND layouts
+        mandatory, and the running sums of the lengths instead, ending at T.
+    actual_seq_lengths_kv : ints
+        Keys of each sequence, or one number for all; by default S2. Mandatory with blocks.
+        Under TND layouts mandatory, and without blocks the running sums.
+    block_table : int tensor, shape [B, >= ceil(kv_len / block_size)]
+        Block ids; entries beyond a sequence's own blocks are never read.
+    query_rope, key_rope : tensors, optional
+        More dimensions of query and key (MLA), of the same layout.
+    num_heads, num_key_value_heads : int
+        0 key-value heads: as many as `num_heads`.
+    scale : float
+        1.0 unless given; not 1 / sqrt(D).
+    input_layout : str
+        BSH, BSND, BNSD, BNSD_BSND, BSH_NBSD, BSND_NBSD, BNSD_NBSD, TND, TND_NTD or NTD_TND:
+        B batch, S tokens, N heads, D dimension, H = N * D, T tokens of all sequences. What
+        follows the underscore is the layout of the output.
+    sparse_mode : int
+        For query i of S1 and key j of S2, both of one sequence::
+
+            0  all; with atten_mask i - pre_tokens <= j <= i + next_tokens, and not masked
+            1  not masked
+            2  j <= i
+            3  j <= i + S2 - S1
+            4  i + S2 - S1 - pre_tokens <= j <= i + S2 - S1 + next_tokens
+
+        Modes 1 to 4 need the mask. TND layouts take 0 without and 3 with it.
+    inner_precise : int
+        0 to 3, without effect: accumulation is always in float32.
+    softmax_lse_flag : bool
+        Whether to return the log-sum-exp.
+
+    Returns
+    -------
+    out : tensor in the container and dtype of query, in the output layout
+        Zeros for rows past their sequence's actual length.
+    lse : float32 tensor, shape [B, N, S1, 1], or [T, N, 1] under TND layouts
+        A single 0, shape [1], without ``softmax_lse_flag``.
+
+    Raises
+    ------
+    ValueError
+        For what the list above rules out, and for any other argument that is not at its default.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> query = np.ones((3, 4, 16), np.float32)            # three tokens of one sequence
+    >>> blocks = np.ones((2, 8, 4 * 16), np.float32)       # two blocks of eight tokens
+    >>> out, _ = cpattn.npu.npu_fused_infer_attention_score(
+    ...     query, blocks, blocks, input_layout="TND", num_heads=4, scale=0.25,
+    ...     block_table=[[1, 0]], block_size=8,
+    ...     actual_seq_lengths=[3], actual_seq_lengths_kv=[10])
+    >>> out.shape, float(out[0, 0, 0])
+    ((3, 4, 16), 1.0)
+    """
+    _refuse(
+        pse_shift=pse_shift,
+        dequant_scale1=dequant_scale1,
+        quant_scale1=quant_scale1,
+        dequant_scale2=dequant_scale2,
+        quant_scale2=quant_scale2,
+        quant_offset2=quant_offset2,
+        antiquant_scale=antiquant_scale,
+        antiquant_offset=antiquant_offset,
+        query_padding_size=query_padding_size,
+        kv_padding_size=kv_padding_size,
+        key_antiquant_scale=key_antiquant_scale,
+        key_antiquant_offset=key_antiquant_offset,
+        value_antiquant_scale=value_antiquant_scale,
+        value_antiquant_offset=value_antiquant_offset,
+        key_shared_prefix=key_shared_prefix,
+        value_shared_prefix=value_shared_prefix,
+        actual_shared_prefix_len=actual_shared_prefix_len,
+        key_rope_antiquant_scale=key_rope_antiquant_scale,
+        antiquant_mode=antiquant_mode,
+        key_antiquant_mode=key_antiquant_mode,
+        value_antiquant_mode=value_antiquant_mode,
+    )
+    call = _core.Fia(
+        query,
+        key,
+        value,
+        query_rope=query_rope,
+        key_rope=key_rope,
+        atten_mask=atten_mask,
+        actual_seq_lengths=actual_seq_lengths,
+        actual_seq_lengths_kv=actual_seq_lengths_kv,
+        block_table=block_table,
+        num_heads=num_heads,
+        num_key_value_heads=num_key_value_heads,
+        scale=scale,
+        pre_tokens=pre_tokens,
+        next_tokens=next_tokens,
+        input_layout=input_layout,
+        sparse_mode=sparse_mode,
+        inner_precise=inner_precise,
+        block_size=block_size,
+        softmax_lse_flag=softmax_lse_flag,
+    )
+    out = empty("npu_fused_infer_attention_score", query, call.out_shape)
+    lse = empty("npu_fused_infer_attention_score", query, call.lse_shape, "float32")
+    call.run(out, lse)
+    return out, lse

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sparse-attention indexer operator of Ascend's torch_npu, on a CPU."""
+
+from __future__ import annotations
+
+from .. import _core
+from .._containers import Indices, Tensor, empty, numpy_dtype, torch_of
+
+__all__ = ["npu_lightning_indexer"]
+
+INT64_MAX = 2**63 - 1
+
+
+def npu_lightning_indexer(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    *,
+    actual_seq_lengths_query: Indices | None = None,
+    actual_seq_lengths_key: Indices | None = None,
+    block_table: Indices | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+    pre_tokens: int = INT64_MAX,
+    next_tokens: int = INT64_MAX,
+    return_value: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Top-k keys of each query, with the signature and the meaning of ``torch_npu``'s operator.
+
+    For query i of S1 and key j of S2, both of one sequence and counted by its actual lengths::
+
+        score[i, j] = sum(weights[i, n] * relu(query[i, n] @ key[j]) for n in heads)
+        visible = j < S2 if sparse_mode == 0 else j <= i + S2 - S1
+
+    What the NPU leaves undefined is pinned here: the order of indices, ties, NaN (as -inf), and
+    rows that belong to no sequence (-1). What it rejects for want of hardware (head counts, D,
+    block sizes, a `sparse_count` above 2048, values with blocks) is computed.
+
+    Parameters
+    ----------
+    query : bfloat16 or float32 tensor, shape [B, S1, N, D] or, as TND, [T1, N, D]
+    key : tensor of the dtype of query
+        [B, S2, 1, D], [T2, 1, D] as TND, or [blocks, block_size, 1, D] as PA_BSND.
+    weights : tensor of the dtype of query, or float32, shape [B, S1, N] or [T1, N]
+    actual_seq_lengths_query : ints, shape [B]
+        Queries of each sequence, by default S1. Under TND mandatory, and the running sums of the
+        lengths instead. Rows beyond are never read.
+    actual_seq_lengths_key : ints, shape [B]
+        Keys of each sequence, by default S2; mandatory with PA_BSND. Under TND mandatory, and
+        the running sums.
+    block_table : int tensor, shape [B, >= ceil(S2 / block_size)]
+        Block ids, with PA_BSND; entries beyond a sequence's own blocks are never read.
+    layout_query, layout_key : str
+        BSND or TND; keys the same as queries, or PA_BSND.
+    sparse_count : int
+        Indices for each query.
+    sparse_mode : int
+        0 or 3.
+    pre_tokens, next_tokens : int
+        At their defaults only.
+    return_value : bool
+        Whether to return the scores.
+
+    Returns
+    -------
+    indices : int32 tensor, shape [B, S1, 1, sparse_count] or [T1, 1, sparse_count]
+        Positions within the sequence by score, descending, ties to the smaller index; ascending
+        if no key is left out; then -1.
+    values : tensor of the dtype of query and the shape of indices
+        Their scores, then -inf. Empty, shape [0], without ``return_value``.
+
+    Raises
+    ------
+    ValueError
+        For what the list above rules out.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> query, weights = np.ones((2, 1, 16), np.float32), np.ones((2, 1), np.float32)
+    >>> blocks = np.arange(8 * 16, dtype=np.float32).reshape(2, 4, 1, 16)
+    >>> indices, _ = cpattn.npu.npu_lightning_indexer(
+    ...     query, blocks, weights, layout_query="TND", layout_key="PA_BSND", sparse_count=3,
+    ...     actual_seq_lengths_query=[2], actual_seq_lengths_key=[5], block_table=[[0, 1]])
+    >>> indices[:, 0]
+    array([[3, 2, 1],
+           [4, 3, 2]], dtype=int32)
+    """
+    function = "npu_lightning_indexer"
+    sparse_count = _core.integer(sparse_count, function, "sparse_count")
+    count = max(sparse_count, 0)  # the core refuses those below
+    shape = (*_core.shape_of(query, function, "query")[:-2], 1, count)
+    indices = empty(function, query, shape, "int32")
+    return_value = _core.flag(return_value, function, "return_value")
+    scores = empty(function, query, shape, "float32") if return_value else None
+    _core.npu_lightning_indexer(
+        query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, block_table,
+        layout_query, layout_key, sparse_count, sparse_mode, pre_tokens, next_tokens, indices,
+        scores,
+    )  # fmt: skip
+    if scores is None:
+        return indices, empty(function, query, (0,))
+    if torch_of(query) is not None:
+        return indices, scores.to(query.dtype)
+    return indices, scores.astype(numpy_dtype(_core.dtype_of(query, function, "query")))

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sparse flash attention operator of Ascend's torch_npu, on a CPU."""
+
+from __future__ import annotations
+
+from .. import _core
+from .._containers import Indices, Tensor, empty
+
+__all__ = ["npu_sparse_flash_attention"]
+
+NO_LIMIT = 2**63 - 1
+
+
+def npu_sparse_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sparse_indices: Tensor,
+    scale_value: float,
+    *,
+    block_table: Indices | None = None,
+    actual_seq_lengths_query: Indices | None = None,
+    actual_seq_lengths_kv: Indices | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    sparse_block_size: int = 1,
+    layout_query: str = "BSND",
+    layout_kv: str = "BSND",
+    sparse_mode: int = 3,
+    pre_tokens: int = NO_LIMIT,
+    next_tokens: int = NO_LIMIT,
+    attention_mode: int = 0,
+    return_softmax_lse: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of each query over the keys that it names, as ``torch_npu``'s operator has it.
+
+    Unlike `flash_mla_sparse_fwd` it takes positions within sequences, and hides keys beyond
+    the query's own position. What the NPU rejects for want of hardware (dimensions, head
+    counts, ``attention_mode=0``) is computed.
+
+    Parameters
+    ----------
+    query : float32, float16 or bfloat16 tensor, shape [B, S1, N, D] or, TND, [T1, N, D]
+    key, value : tensors of the dtype of query
+        Shape [B, S2, 1, D], TND [T2, 1, D], PA_BSND [blocks, block_size, 1, D] with blocks that
+        follow each other in memory. `value` may have another D, and be a part of `key`.
+    sparse_indices : int32 or int64 tensor, shape [B, S1, 1, K] or [T1, 1, K]
+        Blocks of `sparse_block_size` positions within the sequence of the query. The first
+        entry below 0 ends a row; blocks beyond the sequence have no keys.
+    scale_value : float
+        Multiplies q . k.
+    block_table : int tensor, shape [B, >= ceil(kv_len / block_size)]
+        With PA_BSND, and only then.
+    actual_seq_lengths_query, actual_seq_lengths_kv : ints, length B
+        Lengths of the sequences, by default S1 and S2. For TND mandatory, and running sums.
+        Those of `key` are mandatory with blocks, and lengths there.
+    query_rope, key_rope : tensors
+        More dimensions of query and key, with ``attention_mode=2``.
+    layout_query : {"BSND", "TND"}
+    layout_kv : {"BSND", "TND", "PA_BSND"}
+        That of `query`, or PA_BSND.
+    sparse_mode : int
+        0: a query sees all keys of its blocks. 3: those up to its own position, the last query
+        of a sequence standing at the last key.
+    attention_mode : int
+        2: absorbed MLA. 0: without the rope parts.
+    return_softmax_lse : bool
+        Whether to return the other two results.
+
+    Returns
+    -------
+    out : tensor in the container and dtype of query, shape of query with the D of value
+        Zeros for queries without keys, and past their sequence's length.
+    softmax_max, softmax_sum : float32 tensors, shape [B, 1, S1, N] or [1, T1, N]
+        The largest scaled score, and the sum of exp(score - softmax_max); -inf and 0 without
+        keys. Shape [0] unless ``return_softmax_lse``.
+
+    Raises
+    ------
+    ValueError
+        For what the list above rules out.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> query = np.ones((2, 4, 16), np.float32)        # two new tokens of one sequence
+    >>> cache = np.ones((3, 8, 1, 16), np.float32)     # three blocks of eight tokens
+    >>> indices = np.array([[[0, 9]], [[9, -1]]])
+    >>> out, softmax_max, softmax_sum = cpattn.npu.npu_sparse_flash_attention(
+    ...     query, cache, cache, indices, 0.25, block_table=[[2, 0]], layout_query="TND",
+    ...     layout_kv="PA_BSND", actual_seq_lengths_query=[2], actual_seq_lengths_kv=[10],
+    ...     return_softmax_lse=True)
+    >>> softmax_sum[0, :, 0]                           # token 0 stands at 8 and hides 9
+    array([1., 1.], dtype=float32)
+    """
+    function = "npu_sparse_flash_attention"
+    shape = _core.shape_of(query, function, "query")
+    v_head_dim = _core.shape_of(value, function, "value")[-1:]  # none: refused below
+    return_softmax_lse = _core.flag(return_softmax_lse, function, "return_softmax_lse")
+    out = empty(function, query, (*shape[:-1], *v_head_dim))
+    rows = (*shape[:-3], 1, *shape[-3:-1]) if return_softmax_lse else (0,)
+    softmax_max = empty(function, query, rows, "float32")
+    softmax_sum = empty(function, query, rows, "float32")
+    _core.npu_sparse_flash_attention(
+        query,
+        key,
+        value,
+        sparse_indices,
+        scale_value,
+        block_table=block_table,
+        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_kv=actual_seq_lengths_kv,
+        query_rope=query_rope,
+        key_rope=key_rope,
+        sparse_block_size=sparse_block_size,
+        layout_query=layout_query,
+        layout_kv=layout_kv,
+        sparse_mode=sparse_mode,
+        pre_tokens=pre_tokens,
+        next_tokens=next_tokens,
+        attention_mode=attention_mode,
+        out=out,
+        softmax_max=softmax_max if return_softmax_lse else None,
+        softmax_sum=softmax_sum if return_softmax_lse else None,
+    )
+    return out, softmax_max, softmax_sum

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank does for dense attention: its K and V pools, and the calls over them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...distributed import ContextParallel, ContextParallelPlan
+from ...kv.pools import MHATokenToKVPool
+from ...traffic.scheduler import Batch
+from ..phases import PhaseClock
+from .baseline import gathered_attention, make_segments
+from .model import DenseConfig
+
+
+def make_pool(config: DenseConfig, num_pages: int, page_size: int, layers: range) -> Any:
+    """A pool of pages 1 ... num_pages, and page 0 for padded tokens, of some of the layers.
+
+    It starts as NaN: whatever reads a slot before it is written is found out.
+    """
+    pool = MHATokenToKVPool(
+        num_pages * page_size,
+        page_size,
+        len(layers),
+        config.num_kv_heads,
+        config.head_dim,
+        dtype=config.dtype,
+        start_layer=layers.start,
+        use_fia=False,
+        container="torch",
+    )
+    for layer in layers:
+        pool.get_key_buffer(layer).fill_(torch.nan)
+        pool.get_value_buffer(layer).fill_(torch.nan)
+    return pool
+
+
+class DenseAttention:
+    """Paged attention of one rank; called by the layers of a `Decoder`."""
+
+    def __init__(
+        self, config: DenseConfig, cp: ContextParallel, num_pages: int, layers: range
+    ) -> None:
+        self._config = config
+        self._cp = cp
+        self._scale = config.head_dim**-0.5
+        self._layers = layers
+        self.pool = make_pool(config, num_pages, cp.page_size, layers)
+
+    def begin(self, batch: Batch, plan: ContextParallelPlan, clock: PhaseClock) -> None:
+        """Take up a batch; its calls follow, one per layer."""
+        self._batch, self._plan, self._clock = batch, plan, clock
+        self._calls: list[tuple[Tensor, Tensor]] = []  # of each layer q and the output
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k_cache, v_cache = self._caches(layer)
+        with self._clock("gather"):
+            self._cp.write_kv(self._plan, k, v, k_cache, v_cache)
+        with self._clock("attention"):
+            out: Tensor = self._cp.attend(self._plan, q, k_cache, v_cache, scale=self._scale)
+        self._calls.append((q, out))
+        return out
+
+    def _caches(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
+
+    @property
+    def chosen(self) -> None:
+        """Dense attention chooses no keys."""
+
+    def flops(self) -> dict[str, int]:
+        """Useful work of the batch on this rank: two products of head_dim per pair and head."""
+        c = self._config
+        pairs = int(np.sum(self._plan.metadata.query_cache_lengths, dtype=np.int64))
+        return {"attention": 4 * pairs * c.num_heads * c.head_dim * len(self._layers)}
+
+    def baseline(self) -> tuple[dict[str, float], float]:
+        """Seconds of the same attention by torch, by phase, and how far apart results are."""
+        metadata: Any = self._plan.metadata
+        segments = make_segments(
+            metadata.query_request_indices,
+            metadata.query_cache_lengths,
+            self._batch.block_tables,
+            self._cp.page_size,
+            stride=self._cp.cp_size if metadata.strategy == "interleave" else 1,
+        )
+        seconds, difference = 0.0, 0.0
+        for layer, (q, out) in zip(self._layers, self._calls, strict=True):
+            k_cache, v_cache = (cache.flatten(0, 1) for cache in self._caches(layer))
+            start = time.perf_counter()
+            other = gathered_attention(q, k_cache, v_cache, segments, scale=self._scale)
+            seconds += time.perf_counter() - start
+            if len(out):
+                difference = max(difference, float((out - other).abs().max()))
+        return {"attention": seconds}, difference

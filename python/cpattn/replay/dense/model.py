@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder with dense attention over grouped heads (GQA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..model import Attention, DecoderConfig, Rotation, rotate
+
+
+@dataclass(frozen=True)
+class DenseConfig(DecoderConfig):
+    """A decoder with dense attention over grouped heads."""
+
+    kind = "dense"
+    phases = ("metadata", "gather", "attention", "rest")
+    attention_phases = ("attention",)
+
+    num_kv_heads: int = 2
+    head_dim: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"DenseConfig: num_heads must be a multiple of num_kv_heads {self.num_kv_heads}, "
+                f"got {self.num_heads}"
+            )
+        if self.head_dim % 16 or self.head_dim > 576:
+            raise ValueError(
+                "DenseConfig: head_dim must be a multiple of 16 from 16 to 576, "
+                f"got {self.head_dim}"
+            )
+
+    @property
+    def title(self) -> str:
+        return f"dense attention in {self.dtype}"
+
+    @property
+    def rope_dim(self) -> int:
+        return self.head_dim
+
+    def make_attention(self) -> nn.Module:
+        return GroupedAttention(self)
+
+
+class GroupedAttention(nn.Module):
+    """Projections to normalised, rotated queries and keys of grouped heads (GQA), and back."""
+
+    def __init__(self, config: DenseConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, head = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(hidden, config.num_heads * head, bias=False)
+        self.kv_proj = nn.Linear(hidden, 2 * config.num_kv_heads * head, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * head, hidden, bias=False)
+
+    def forward(
+        self,
+        layer: int,
+        normed: Tensor,
+        rotation: Rotation,
+        attention: Attention,
+        rows: Tensor | None,
+    ) -> Tensor:
+        config = self.config
+        # A rank may have no rows at all, so every size is written out: -1 of nothing is undefined.
+        kv_shape = len(normed), 2, config.num_kv_heads, config.head_dim
+        k, v = self.kv_proj(normed).view(kv_shape).unbind(1)
+        k = rotate(F.rms_norm(k, k.shape[-1:]), rotation)
+        if rows is not None:
+            normed, rotation = normed[rows], (rotation[0][rows], rotation[1][rows])
+        q = self.q_proj(normed).view(len(normed), config.num_heads, config.head_dim)
+        q = rotate(F.rms_norm(q, q.shape[-1:]) * config.query_gain, rotation)
+        out: Tensor = self.o_proj(attention(layer, q, k, v).flatten(1))
+        return out

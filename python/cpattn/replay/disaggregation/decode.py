@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode process: all layers over a pool of its own, which prefill ranks write into."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..._core import set_num_threads
+from ...transfer.engine import TransferEngine
+from ..dense.attention import make_pool as make_dense_pool
+from ..dense.decode import DecodeAttention
+from ..dsa.decode import SparseDecodeAttention
+from ..dsa.pools import make_pool as make_sparse_pool
+from ..model import Decoder, DecoderConfig, Head
+from ..processes.memory import peak_resident_bytes
+from .endpoint import Endpoint, Peer, start_engine
+from .handover import Continuation
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """What the decode process is told once."""
+
+    model: DecoderConfig
+    page_size: int
+    num_pages: int
+    num_slots: int
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class Continued:
+    """The tokens of one request."""
+
+    request_index: int
+    tokens: list[int]  # the first one is prefill's
+    hidden: npt.NDArray[Any]  # float32 [len(tokens) - 1, hidden_size]: of the inputs decoded here
+    chosen: list[npt.NDArray[Any]]  # of each of these: int32 [topk], [0] of dense attention
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """What was decoded in one go; times in seconds."""
+
+    requests: list[Continued]
+    step_seconds: list[float]
+    peak_bytes: int
+
+
+class DecodeRank:
+    """Decodes requests greedily, all that it is given as one batch.
+
+    Made as any worker; it has no part in the group of `init_method`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        config: DecodeConfig,
+        init_method: str,
+        engine: TransferEngine | None = None,
+    ) -> None:
+        torch.set_num_threads(config.num_threads)
+        set_num_threads(config.num_threads)
+        layers = range(config.model.num_layers)
+        self._config = config
+        make_pool, self._make_attention = _MODELS[config.model.kind]
+        self._pool = make_pool(config.model, config.num_pages, config.page_size, layers)
+        self._model = Decoder(config.model)
+        self._head = Head(config.model)
+        self._link = Endpoint(engine or start_engine(), self._pool, layers, config.num_slots)
+
+    def __enter__(self) -> DecodeRank:
+        self._link.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._link.__exit__()
+
+    def peer(self) -> Peer:
+        """Where prefill ranks send to."""
+        return self._link.peer()
+
+    @torch.inference_mode()
+    def decode(self, continuations: tuple[Continuation, ...]) -> DecodeResult:
+        """Decode all of them to their ends; their prompts are in the pool."""
+        first = self._link.first_tokens
+        tokens = {c.request_index: [int(first[c.slot, 0])] for c in continuations}
+        hidden: dict[int, list[Any]] = {c.request_index: [] for c in continuations}
+        chosen: dict[int, list[Any]] = {c.request_index: [] for c in continuations}
+        step_seconds: list[float] = []
+        while running := [c for c in continuations if len(tokens[c.request_index]) < c.num_tokens]:
+            begin = time.perf_counter()
+            rows, keys = self._step(running, [tokens[c.request_index] for c in running])
+            best = self._head(rows).argmax(dim=-1).tolist()
+            for c, row, row_keys, token in zip(running, rows, keys, best, strict=True):
+                hidden[c.request_index].append(row.float().numpy())
+                chosen[c.request_index].append(row_keys.numpy())
+                tokens[c.request_index].append(token)
+            step_seconds.append(time.perf_counter() - begin)
+        width = self._config.model.hidden_size
+        requests = [
+            Continued(i, tokens[i], np.array(rows, np.float32).reshape(-1, width), chosen[i])
+            for i, rows in hidden.items()
+        ]
+        return DecodeResult(requests, step_seconds, peak_resident_bytes())
+
+    def _step(self, running: list[Continuation], tokens: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Hidden states [len(running), hidden_size] of the last token of each request, and keys."""
+        page_size = self._config.page_size
+        position = np.array(
+            [c.prompt_tokens + len(t) - 1 for c, t in zip(running, tokens, strict=True)]
+        )
+        width = int(position.max()) // page_size + 1
+        tables = np.zeros((len(running), width), np.int32)
+        for row, c in zip(tables, running, strict=True):
+            row[: len(c.page_ids)] = c.page_ids[:width]
+        page = tables[np.arange(len(running)), position // page_size].astype(np.int64)
+        attention = self._make_attention(
+            self._config.model,
+            self._pool,
+            tables,
+            position + 1,
+            page * page_size + position % page_size,
+        )
+        last = torch.tensor([t[-1] for t in tokens])
+        out: Tensor = self._model(last, torch.from_numpy(position), attention)
+        return out, attention.chosen
+
+
+# How a pool and the attention of a step are made, by kind of model.
+_MODELS: dict[str, tuple[Any, Any]] = {
+    "dense": (make_dense_pool, DecodeAttention),
+    "dsa": (make_sparse_pool, SparseDecodeAttention),
+}

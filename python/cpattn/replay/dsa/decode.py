@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the decode process does for sparse attention: one query of each sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ...context_parallel.metadata import build_cp_metadata
+from ...sparse.cp_indexer import cp_indexer_topk
+from .attention import split_norm
+from .model import DsaConfig, SparseInputs
+from .pools import RowRuns, attend_paged
+
+
+class SparseDecodeAttention:
+    """One step (`SparseOperators`): the new rows into the pool, then indexer and attention."""
+
+    def __init__(
+        self,
+        config: DsaConfig,
+        pool: Any,
+        block_tables: npt.NDArray[np.int32],
+        kv_lens: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._slots = slots
+        self._runs = RowRuns(np.ones_like(kv_lens), block_tables, kv_lens, pool.page_size)
+        self._metadata = build_cp_metadata(
+            self._runs.lens, kv_lens, cp_rank=0, cp_size=1, strategy="contiguous"
+        )
+
+    def split_norm(
+        self, x: Tensor, q_weight: Tensor, kv_weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `SparseOperators`."""
+        return split_norm(self._config, x, q_weight, kv_weight, under_cp=False)
+
+    def attend(self, layer: int, inputs: SparseInputs) -> Tensor:
+        """See `SparseOperators`; the chosen positions [rows, topk] stay in ``chosen``."""
+        pool, runs = self._pool, self._runs
+        pool.set_kv_buffer(layer, self._slots, inputs.latent)
+        pool.set_index_k_buffer(layer, self._slots, inputs.index_k)
+        self.chosen: Tensor = cp_indexer_topk(
+            inputs.index_q,
+            pool.get_index_k_buffer(layer),
+            inputs.index_weights,
+            self._metadata,
+            block_tables=runs.tables,
+            page_size=runs.page_size,
+            topk=self._config.topk,
+            sorted=False,
+        )
+        return attend_paged(self._config, pool, layer, inputs.q, self.chosen, runs)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The FP8 pools of a sparse model, a cache format of its own, and attention over them.
+
+Latent and rotary part of a token are one row of bytes: not an `MLATokenToKVPool`, whose parts are
+buffers of one dtype. They start as NaN: whatever reads a slot before it is written is found out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...context_parallel.forward_mode import ForwardMode
+from ...distributed import ContextParallel, ContextParallelPlan
+from ...sparse.dsa_metadata import build_dsa_metadata
+from ...sparse.index_k import hadamard_transform, quantize_index, write_index_k_cache
+from ...sparse.kv_rows import dequantize_kv_rows, quantize_kv_rows
+from ...sparse.sparse_mla import flash_mla_sparse_fwd
+from ...sparse.topk import TopkTransformMethod, get_topk_transform_method
+from ...traffic.scheduler import Batch
+from .model import DsaConfig, SparseInputs
+from .pools import RowRuns
+
+
+class Fp8Pools:
+    """Latent rows of 656 bytes; of the indexer pages of e4m3 keys, then their scales.
+
+    A Hadamard transform, which leaves products as they are, spreads outliers before queries and
+    keys of the indexer are quantised.
+    """
+
+    pool = None  # nothing that KV transfer knows
+
+    def __init__(self, config: DsaConfig, num_pages: int, page_size: int) -> None:
+        self._config = config
+        self._page_size = page_size
+        num_pages += 1  # page 0 is for padded tokens
+        width = config.index_head_dim + 4
+        self.kv = torch.full((num_pages * page_size, 1, 656), 0xFF, dtype=torch.uint8)
+        self.index_k = torch.full((num_pages, page_size * width), 0xFF, dtype=torch.uint8)
+        method = get_topk_transform_method(
+            ForwardMode.EXTEND, fp8_kv_cache=True, prefill_impl=config.prefill_impl
+        )
+        self._ragged = method == TopkTransformMethod.RAGGED
+
+    def begin(self, batch: Batch, plan: ContextParallelPlan, runs: RowRuns) -> None:
+        """Take up a batch; its calls follow."""
+        self._runs = runs
+        if self._ragged:
+            self._offset, self._flat_slots = self._flatten(batch, plan)
+
+    def write(self, cp: ContextParallel, plan: ContextParallelPlan, inputs: SparseInputs) -> None:
+        """Quantise the rows of this rank, exchange them as bytes, write those of all ranks."""
+        c = self._config
+        nope, rope = inputs.latent.split([c.kv_lora_rank, c.qk_rope_head_dim], -1)
+        codes, scale = self._quantise(inputs.index_k)
+        parts = quantize_kv_rows(nope, rope)[:, 0], codes, scale
+        rows = cp.gather(plan, torch.cat([part.view(torch.uint8) for part in parts], -1))
+        latent, codes, scale = rows.split([656, c.index_head_dim, 4], -1)
+        slots = torch.from_numpy(plan.slots.copy())
+        self.kv[slots[slots >= 0], 0] = latent[slots >= 0]
+        write_index_k_cache(
+            self.index_k, plan.slots, codes.contiguous(), scale.contiguous().view(torch.float32)
+        )
+
+    def index_queries(self, inputs: SparseInputs) -> tuple[Tensor, Tensor]:
+        """Codes of the queries, and weights with their scales."""
+        codes, scale = self._quantise(inputs.index_q)
+        return codes, inputs.index_weights * scale[..., 0]
+
+    def indices(self, chosen: Tensor) -> Tensor:
+        """What `attend` takes for chosen positions: slots (PAGED), or rows of `_flatten`."""
+        if self._ragged:
+            return torch.where(chosen >= 0, chosen + self._offset, -1)
+        return self._runs.slots(chosen)
+
+    def attend(self, q: Tensor, indices: Tensor) -> Tensor:
+        """Latent outputs [rows, heads, kv_lora_rank]."""
+        c = self._config
+        kv = dequantize_kv_rows(self.kv, self._flat_slots) if self._ragged else self.kv
+        out: Tensor = flash_mla_sparse_fwd(q, kv, indices, c.scale, d_v=c.kv_lora_rank)[0]
+        return out
+
+    def _flatten(
+        self, batch: Batch, plan: ContextParallelPlan
+    ) -> tuple[Tensor, npt.NDArray[np.int32]]:
+        """The keys of all sequences, one after the other (RAGGED).
+
+        Where those of the sequence of each row begin [rows, 1], and the slots of all [keys].
+        """
+        position = np.arange(max(batch.seq_lens))
+        pages = plan.block_tables[:, position // plan.page_size].clip(0)
+        metadata = build_dsa_metadata(
+            batch.extend_lens,
+            batch.seq_lens,
+            forward_mode=ForwardMode.EXTEND,
+            topk=self._config.topk,
+            fp8_kv_cache=True,
+            prefill_impl=self._config.prefill_impl,
+            req_to_token=pages * plan.page_size + position % plan.page_size,
+            cp_metadata=plan.metadata,
+        )
+        # As page_table_1_flattened, which is None without prefixes: the new keys are at hand then.
+        used = np.arange(metadata.max_seqlen_k) < metadata.cache_seqlens[:, None]
+        assert metadata.page_table_1 is not None
+        offset = torch.tensor(metadata.topk_indices_offset)[:, None]
+        return offset, metadata.page_table_1[used]
+
+    def read_kv(self, slots: Tensor) -> Tensor:
+        """Latent rows [n, latent_dim], by torch."""
+        rows = self.kv[slots, 0]
+        nope, scale, rope = rows.split([512, 16, 128], -1)
+        groups = nope.view(torch.float8_e4m3fn).float().unflatten(-1, (4, 128))
+        latent = groups * scale.contiguous().view(torch.float32)[..., None]
+        latent = latent.flatten(-2).bfloat16()
+        return torch.cat([latent, rope.contiguous().view(torch.bfloat16)], -1)
+
+    def read_index_k(self, slots: Tensor) -> Tensor:
+        """Keys of the indexer [n, index_head_dim], by torch."""
+        dim = self._config.index_head_dim
+        codes, scale = self.index_k.split([self._page_size * dim, self._page_size * 4], -1)
+        keys = codes.unflatten(-1, (-1, dim)).flatten(0, 1)[slots].view(torch.float8_e4m3fn)
+        scales = scale.contiguous().view(torch.float32).flatten()[slots]
+        return (keys.float() * scales[:, None]).bfloat16()
+
+    @staticmethod
+    def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+        dim = x.shape[-1]
+        return quantize_index(hadamard_transform(x, dim**-0.5))

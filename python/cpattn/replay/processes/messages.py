@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks are told, and what they say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..phases import pass_phases
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from ...traffic.scheduler import Batch
+    from ..disaggregation.endpoint import Transfer
+    from ..disaggregation.handover import Delivery
+    from ..model import DecoderConfig
+
+RANK = "cpattn.replay.rank.Rank"
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What every rank is told once."""
+
+    model: DecoderConfig
+    cp_size: int
+    strategy: str
+    page_size: int
+    num_pages: int  # of the KV pool, beside its dummy page
+    num_threads: int
+    torch_baseline: bool
+    timeout_seconds: float
+    pp_size: int = 1
+    num_slots: int = 0  # of first tokens for a decode process; 0: there is none
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return pass_phases(self.model.phases, self.pp_size)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every rank is told for one batch."""
+
+    batch: Batch
+    token_ids: npt.NDArray[Any]  # int64 [new tokens]
+    rows: npt.NDArray[Any]  # int64: rows of the result that are wanted back
+    delivery: Delivery | None = None  # what to send to the decode process
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank says about one batch; times in seconds."""
+
+    seconds: dict[str, float]  # by phase; their sum is the time of the pass
+    flops: dict[str, int]  # useful work of the phases that attention consists of
+    num_rows: int  # query rows of this rank
+    num_pairs: int  # query-key pairs of this rank, in one head of one layer
+    peak_bytes: int  # resident memory, the most so far, without the baseline's
+    rows: npt.NDArray[Any] | None  # float32 [wanted rows, hidden_size], from one rank
+    chosen: npt.NDArray[Any] | None  # int32 [wanted rows, topk], from that of a sparse model
+    torch_seconds: dict[str, float] | None  # attention of all layers by the baseline, by phase
+    torch_difference: float | None  # largest |attention - baseline|
+    transfer: Transfer | None  # to the decode process, if there is one
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a process is: ``<target>(rank, config, init_method)`` answers its calls, a context
+    manager. If it has a ``tell``, that becomes ``tell(what, share)``: what it is doing, and which
+    part of the call is done."""
+
+    name: str  # in messages
+    target: str  # module.name
+    rank: int
+    config: Any
+
+
+def ranks_of(config: WorkerConfig) -> list[Role]:
+    """The ranks of all pipeline stages, stage by stage."""
+    return [
+        Role(f"rank {rank}", RANK, rank, config) for rank in range(config.pp_size * config.cp_size)
+    ]

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sparse-attention indexer under context parallelism."""
+
+from __future__ import annotations
+
+from .. import _core
+from .._containers import Indices, Tensor, empty
+
+__all__ = ["cp_indexer_topk", "dcp_local_indices"]
+
+
+def cp_indexer_topk(
+    q: Tensor,
+    index_k_cache: Tensor,
+    weights: Tensor,
+    metadata: _core.ContextParallelMetadata,
+    *,
+    block_tables: Indices,
+    page_size: int,
+    topk: int,
+    prefix_lens: Indices | None = None,
+    k_scale: Tensor | None = None,
+    sorted: bool = True,
+    num_threads: int | None = None,
+) -> Tensor:
+    """The keys that each of a rank's tokens attends to, over paged sequences with prefixes.
+
+    For the token at position ``p`` of its sequence, prefix counted::
+
+        logit[j] = k_scale[j] * sum(weights[h] * relu(q[h] @ k[j]) for h in heads)   # j <= p
+        indices = the topk keys j with the largest logit[j]
+
+    All rows of all sequences are computed at once, whatever the strategy, so the result of a
+    token does not depend on the number of ranks, the rank, or the rest of the batch.
+
+    Parameters
+    ----------
+    q : tensor, shape [rows, num_heads, head_dim], of the dtype of the keys
+        This rank's rows in the order of the metadata (zigzag: all prev blocks, then all next
+        blocks). Rows beyond the metadata's are padding: never read, -1 comes out.
+    index_k_cache : tensor
+        The complete sequences, the new tokens included. Rows of bfloat16, float32,
+        float8_e4m3fn or int8, [num_pages, page_size, head_dim], [num_pages, page_size, 1,
+        head_dim] or [num_slots, 1, head_dim]. Or uint8 [num_pages, page_size * (head_dim + 4)],
+        also as [num_pages, page_size, head_dim + 4] or [num_pages, page_size, 1, head_dim + 4]:
+        each page is its rows in float8_e4m3fn, then their float32 scales.
+    weights : float32 or bfloat16 tensor, shape [rows, num_heads] or [rows, num_heads, 1]
+        With quantised queries their scales belong in here.
+    metadata : ContextParallelMetadata
+    block_tables : ints, shape [batch, pages]
+        The pages of each sequence, its prefix first; further entries are never read.
+    topk : int
+    prefix_lens : ints, shape [batch], optional
+        The cached prefix of each sequence. With metadata of the "bare" convention it must be
+        given if there is a prefix, and be that of the metadata; "baked" metadata counts the
+        prefix in its lengths, and giving it again is an error.
+    k_scale : float32 tensor, the shape of `index_k_cache` without its last dimension, optional
+        One factor per key; not with uint8, which has them inside.
+    sorted : bool
+        Whether rows are by score, descending, ties to the smaller index. Otherwise, and in rows
+        with no more than topk keys, they are by index, ascending.
+    num_threads : int, optional
+        Default: `set_num_threads`, ``CPATTN_NUM_THREADS``, or all CPUs.
+
+    Returns
+    -------
+    int32 tensor, shape [rows, topk]
+        Positions within the sequence, -1 after the last. NaN counts as -inf.
+
+    Raises
+    ------
+    ValueError
+        For fewer rows than the metadata has, a prefix counted twice, not at all or differently, a
+        token beyond the block table, page ids outside the cache, and shapes or dtypes that do not
+        fit.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> metadata = cpattn.build_cp_metadata([4], [7], cp_rank=0, cp_size=2)
+    >>> q, weights = np.ones((2, 1, 16), np.float32), np.ones((2, 1), np.float32)
+    >>> keys = np.arange(8 * 16, dtype=np.float32).reshape(2, 4, 16)   # two pages of four keys
+    >>> cpattn.sparse.cp_indexer_topk(q, keys, weights, metadata, block_tables=[[0, 1]],
+    ...                               page_size=4, topk=3)
+    array([[3, 2, 1],
+           [6, 5, 4]], dtype=int32)
+    """
+    function = "cp_indexer_topk"
+    rows = _core.shape_of(q, function, "q", 3)[0]
+    topk = _core.integer(topk, function, "topk")
+    out = empty(function, q, (rows, max(topk, 0)), "int32")  # the core refuses those below 1
+    _core.cp_indexer_topk(
+        q, index_k_cache, weights, metadata, block_tables, page_size, topk, prefix_lens, k_scale,
+        sorted, num_threads, out,
+    )  # fmt: skip
+    return out
+
+
+def dcp_local_indices(
+    indices: Tensor, *, dcp_rank: int, dcp_size: int, interleave_size: int = 1
+) -> Tensor:
+    """What one rank of decode context parallelism owns of global top-k indices.
+
+    Position ``p`` of a sequence lies on rank ``p // interleave_size % dcp_size``, which holds its
+    positions in order. Over all ranks every index comes out once.
+
+    Parameters
+    ----------
+    indices : int32 tensor, shape [num_tokens, topk]
+        Positions within the sequence; negative ones are skipped.
+
+    Returns
+    -------
+    int32 tensor, shape [num_tokens, topk]
+        Positions among the keys that the rank holds, in the order of `indices` without gaps,
+        then -1.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> indices = np.array([[9, 4, 7, 2, -1]], np.int32)
+    >>> cpattn.sparse.dcp_local_indices(indices, dcp_rank=1, dcp_size=2)
+    array([[ 4,  3, -1, -1, -1]], dtype=int32)
+    """
+    function = "dcp_local_indices"
+    out = empty(function, indices, _core.shape_of(indices, function, "indices", 2), "int32")
+    _core.dcp_local_indices(indices, dcp_rank, dcp_size, interleave_size, out)
+    return out

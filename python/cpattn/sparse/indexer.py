@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lightning indexer of sparse attention: which keys a query attends to."""
+
+from __future__ import annotations
+
+from .. import _core
+from .._containers import Indices, Tensor, empty
+
+
+def indexer_logits(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    ks: Indices,
+    ke: Indices,
+    *,
+    k_scale: Tensor | None = None,
+) -> Tensor:
+    """Scores of the keys [ks[i], ke[i]) for every query i.
+
+    Parameters
+    ----------
+    q : tensor, shape [T, H, D]
+        bfloat16, float32, float8_e4m3fn or int8. Scales of quantised queries belong into
+        ``weights``. D is a multiple of 16, of 32 for float8_e4m3fn, up to 256.
+    k : tensor of the dtype of q, shape [S, D]
+        Keys of all sequences, one after the other.
+    weights : float32 or bfloat16 tensor, shape [T, H] or [T, H, 1]
+    ks, ke : integer array or list, shape [T]
+        0 <= ks and ke <= S; ke <= ks is a query without keys.
+    k_scale : float32 tensor, shape [S] or [S, 1], optional
+        Scales of quantised keys.
+
+    Returns
+    -------
+    logits : float32 tensor, shape [T, S]
+        k_scale[j] * sum_h weights[i, h] * relu(q[i, h] . k[j]), and -inf outside [ks, ke). Its
+        bits depend on the query and the key alone.
+
+    Raises
+    ------
+    ValueError
+        For ranges beyond the keys, and shapes or dtypes that do not fit.
+    """
+    function = "indexer_logits"
+    rows = _core.shape_of(q, function, "q", 3)[0]
+    keys = _core.shape_of(k, function, "k", 2)[0]
+    logits = empty(function, q, (rows, keys), "float32")
+    _core.indexer_logits(q, k, weights, ks, ke, k_scale, logits)
+    return logits
+
+
+def indexer_topk(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    ks: Indices,
+    ke: Indices,
+    *,
+    topk: int,
+    k_scale: Tensor | None = None,
+    sorted: bool = True,
+) -> Tensor:
+    """The ``topk`` keys of [ks[i], ke[i]) with the largest scores, for every query i.
+
+    Exact, and without the scores ever being stored: memory does not depend on S.
+
+    Parameters
+    ----------
+    q, k, weights, ks, ke, k_scale
+        As in `indexer_logits`; the scores are its, bit for bit.
+    topk : int
+        From 1 to 2**20.
+    sorted : bool
+        By score, descending, or else by index, ascending, which costs less.
+
+    Returns
+    -------
+    indices : int32 tensor, shape [T, topk]
+        Relative to ks[i]. Of equal scores the smaller index comes first; NaN counts as -inf. A
+        query with at most ``topk`` keys has all of them, ascending, then -1.
+
+    Raises
+    ------
+    ValueError
+        For ranges beyond the keys, and shapes or dtypes that do not fit.
+
+    Notes
+    -----
+    int8 takes little more than half the time of bfloat16 where the processor has VNNI. From
+    `quantize_index` it found 99 % of the 512 best of 8192 keys that bfloat16 finds.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> q, weights = np.ones((2, 1, 16), np.float32), np.ones((2, 1), np.float32)
+    >>> keys = np.arange(6 * 16, dtype=np.float32).reshape(6, 16)
+    >>> cpattn.sparse.indexer_topk(q, keys, weights, [0, 3], [6, 5], topk=3)
+    array([[ 5,  4,  3],
+           [ 0,  1, -1]], dtype=int32)
+    """
+    function = "indexer_topk"
+    rows = _core.shape_of(q, function, "q", 3)[0]
+    topk = _core.integer(topk, function, "topk")
+    if topk < 1:
+        raise ValueError(f"{function}: topk must be >= 1, got {topk}")
+    indices = empty(function, q, (rows, topk), "int32")
+    _core.indexer_topk(q, k, weights, ks, ke, k_scale, sorted, indices)
+    return indices

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selections and tables of indices with the names and arguments of sglang 0.5.23.
+
+``fast_topk`` and what is fused with it are those of its package of kernels; they follow the rules
+of `cpattn.sparse.topk`, for all selections. The others turn indices into slots, as the metadata of
+its sparse-attention backend does.
+"""
+
+from __future__ import annotations
+
+from .. import _core
+from .._containers import Indices, Tensor, empty, tensor_of
+from .topk import result_like
+
+__all__ = [
+    "fast_topk",
+    "fast_topk_transform_fused",
+    "fast_topk_transform_ragged_fused",
+    "pad_topk_indices",
+    "page_table_to_topk",
+    "transform_index_page_table_decode",
+    "transform_index_page_table_prefill",
+]
+
+
+def fast_topk(
+    score: Tensor,
+    lengths: Indices,
+    topk: int,
+    row_starts: Indices | None = None,
+    *,
+    sorted: bool = True,
+) -> Tensor:
+    """The indices of the largest scores of each row.
+
+    Row ``i`` selects among ``score[i, start : start + length]`` with ``start = row_starts[i]``
+    and ``length = lengths[i]``; indices are relative to ``start``.
+
+    Parameters
+    ----------
+    score : float32 tensor, shape [B, L]
+        Any row stride, contiguous columns. Columns outside the candidates are never read.
+    lengths : ints, shape [B]
+        Zero and negative ones are rows without candidates.
+    topk : int
+        At least 1.
+    row_starts : ints, shape [B], optional
+        Default 0.
+    sorted : bool
+        By score, or else by index; see the module.
+
+    Returns
+    -------
+    int32 tensor in the container of score, shape [B, topk]
+
+    Raises
+    ------
+    ValueError
+        For candidates outside the row, and shapes that do not fit.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> score = np.array([[0.5, 3.0, 1.0, 3.0]], np.float32)
+    >>> cpattn.sparse.fast_topk(score, [4], 3)
+    array([[1, 3, 2]], dtype=int32)
+    >>> cpattn.sparse.fast_topk(score, [2], 3, row_starts=[2])
+    array([[ 0,  1, -1]], dtype=int32)
+    """
+    topk = _core.integer(topk, "fast_topk", "topk")
+    out = result_like("fast_topk", "score", score, topk)
+    _core.fast_topk(score, lengths, topk, row_starts, sorted, out)
+    return out
+
+
+def fast_topk_transform_fused(
+    score: Tensor,
+    lengths: Indices,
+    page_table_size_1: Indices,
+    cu_seqlens_q: Indices | None,
+    topk: int,
+    row_starts: Indices | None = None,
+    *,
+    page_size: int = 1,
+    sorted: bool = True,
+) -> Tensor:
+    """`fast_topk`, as slots of the cache.
+
+    Row ``i`` of sequence ``s``, so that ``cu_seqlens_q[s] <= i < cu_seqlens_q[s + 1]``, becomes::
+
+        page_table[s, index // page_size] * page_size + index % page_size
+
+    Parameters
+    ----------
+    page_table_size_1 : ints, shape [num_sequences, pages]
+        Slots with a page size of 1, else page ids. The candidates of a row must be within its
+        width, and the entries that are read >= 0.
+    cu_seqlens_q : ints, shape [num_sequences + 1], or None
+        Rises from 0 to B. None: a table row for each row of score, as in decode.
+    page_size : int
+
+    Returns
+    -------
+    int32 tensor in the container of score, shape [B, topk]
+    """
+    topk = _core.integer(topk, "fast_topk_transform_fused", "topk")
+    out = result_like("fast_topk_transform_fused", "score", score, topk)
+    _core.fast_topk_transform_fused(
+        score, lengths, page_table_size_1, cu_seqlens_q, page_size, topk, row_starts, sorted, out
+    )
+    return out
+
+
+def fast_topk_transform_ragged_fused(
+    score: Tensor,
+    lengths: Indices,
+    topk_indices_offset: Indices,
+    topk: int,
+    row_starts: Indices | None = None,
+    *,
+    sorted: bool = True,
+) -> Tensor:
+    """`fast_topk` plus ``topk_indices_offset[i]``: rows of concatenated keys and values.
+
+    Parameters
+    ----------
+    topk_indices_offset : ints, shape [B]
+        Where the sequence of each row begins in the concatenation.
+
+    Returns
+    -------
+    int32 tensor in the container of score, shape [B, topk]
+    """
+    topk = _core.integer(topk, "fast_topk_transform_ragged_fused", "topk")
+    out = result_like("fast_topk_transform_ragged_fused", "score", score, topk)
+    _core.fast_topk_transform_ragged_fused(
+        score, lengths, topk_indices_offset, topk, row_starts, sorted, out
+    )
+    return out
+
+
+def transform_index_page_table_decode(
+    page_table: Tensor, topk_indices: Tensor, page_size: int = 1
+) -> Tensor:
+    """Slots of indices that are selected already, row by row of the page table.
+
+    Parameters
+    ----------
+    page_table : int32 or int64 tensor, shape [B, pages]
+    topk_indices : int32 or int64 tensor, shape [B, topk]
+        Positions within the sequence; negative ones become -1.
+
+    Returns
+    -------
+    int32 tensor in the container of page_table, shape [B, topk]
+    """
+    out = _slots("transform_index_page_table_decode", page_table, topk_indices)
+    _core.transform_index_page_table_decode(page_table, topk_indices, page_size, out)
+    return out
+
+
+def transform_index_page_table_prefill(
+    page_table: Tensor, topk_indices: Tensor, extend_lens_cpu: Indices, page_size: int = 1
+) -> Tensor:
+    """Slots of indices that are selected already, for several rows of each sequence.
+
+    Parameters
+    ----------
+    page_table : int32 or int64 tensor, shape [bs, pages]
+    topk_indices : int32 or int64 tensor, shape [num_tokens, topk]
+    extend_lens_cpu : ints, shape [bs]
+        Rows of each sequence; they add up to num_tokens.
+
+    Returns
+    -------
+    int32 tensor in the container of page_table, shape [num_tokens, topk]
+    """
+    out = _slots("transform_index_page_table_prefill", page_table, topk_indices)
+    _core.transform_index_page_table_prefill(
+        page_table, topk_indices, extend_lens_cpu, page_size, out
+    )
+    return out
+
+
+def page_table_to_topk(
+    page_table: Tensor,
+    lengths: Indices,
+    topk: int,
+    *,
+    num_rows: int | None = None,
+    page_size: int = 1,
+) -> Tensor:
+    """The slots of whole sequences, where no selection is needed.
+
+    Row ``i`` has the slots of the first ``min(lengths[i], topk)`` tokens of sequence ``i``, then
+    -1; rows from the number of sequences up to `num_rows` are all -1.
+
+    Parameters
+    ----------
+    page_table : int32 or int64 tensor, shape [bs, pages]
+    lengths : ints, shape [bs]
+    topk : int
+        At least 1.
+    num_rows : int, optional
+        At least bs, the default.
+
+    Returns
+    -------
+    int32 tensor in the container of page_table, shape [num_rows, topk]
+    """
+    function = "page_table_to_topk"
+    rows = _core.shape_of(page_table, function, "page_table", 2)[0]
+    topk = _core.integer(topk, function, "topk")
+    if topk < 1:
+        raise ValueError(f"{function}: topk must be >= 1, got {topk}")
+    if num_rows is not None:
+        rows = max(_core.integer(num_rows, function, "num_rows"), 0)
+    out = empty(function, page_table, (rows, topk), "int32")
+    _core.page_table_to_topk(page_table, lengths, page_size, out)
+    return out
+
+
+def pad_topk_indices(topk_indices: Tensor, num_tokens: int) -> Tensor:
+    """Append rows of -1 for padding tokens that the indexer did not see.
+
+    Parameters
+    ----------
+    topk_indices : int32 or int64 tensor, shape [rows, topk]
+    num_tokens : int
+        At least the number of rows.
+
+    Returns
+    -------
+    tensor, shape [num_tokens, topk]
+        `topk_indices` itself if there is nothing to append.
+    """
+    function = "pad_topk_indices"
+    indices = tensor_of(topk_indices, function, "topk_indices")
+    if indices.ndim != 2:
+        raise ValueError(
+            f"{function}: topk_indices must have 2 dimensions, got shape {list(indices.shape)}"
+        )
+    dtype = str(indices.dtype).removeprefix("torch.")
+    if dtype not in ("int32", "int64"):
+        raise TypeError(f"{function}: topk_indices must be int32 or int64, got {dtype}")
+    rows, topk = indices.shape
+    num_tokens = _core.integer(num_tokens, function, "num_tokens")
+    if num_tokens < rows:
+        raise ValueError(
+            f"pad_topk_indices: num_tokens must be at least the number of rows, {rows}, "
+            f"got {num_tokens}"
+        )
+    if num_tokens == rows:
+        return topk_indices
+    out = empty(function, indices, (num_tokens, topk))
+    out[:rows] = indices
+    out[rows:] = -1
+    return out
+
+
+def _slots(function: str, page_table: Tensor, topk_indices: Tensor) -> Tensor:
+    _core.shape_of(page_table, function, "page_table", 2)
+    shape = _core.shape_of(topk_indices, function, "topk_indices", 2)
+    return empty(function, page_table, shape, "int32")

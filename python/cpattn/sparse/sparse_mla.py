@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head latent attention over keys that were selected for each token."""
+
+from __future__ import annotations
+
+from .. import _core
+from .._containers import Indices, Tensor, empty
+
+__all__ = ["flash_mla_sparse_fwd"]
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Indices | None = None,
+    *,
+    out: Tensor | None = None,
+    num_threads: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of each token over the rows of `kv` that its indices name.
+
+    One latent row serves all heads as key, and its first `d_v` elements as value. Slots of a
+    pool (PAGED indices) and rows of a flat buffer (RAGGED) are the same to it: there is no
+    causal mask, what a token sees are its indices alone, and rows that are not named are never
+    read. Results do not depend on the other tokens of the call.
+
+    Parameters
+    ----------
+    q : float32, float16 or bfloat16 tensor, shape [s_q, num_heads, head_dim]
+        ``head_dim`` is 576 in DeepSeek-V3.2; any multiple of 16 up to that will do.
+    kv : tensor of the dtype of q, shape [s_kv, 1, head_dim]
+        Or pages that follow each other, [pages, page_size, 1, head_dim], which indices count
+        row by row. Or, for q in bfloat16 and ``head_dim`` 576, the FP8 rows of
+        `quantize_kv_rows`: uint8 or float8_e4m3fn with 656 in place of ``head_dim``. They give
+        the bits that `dequantize_kv_rows` of them would.
+    indices : int32 or int64 tensor, shape [s_q, 1, topk] or [s_q, topk]
+        Rows of `kv`. What is below 0 or beyond them is no key, wherever it stands. A row that
+        is named twice counts twice.
+    sm_scale : float
+        Multiplies q . k.
+    d_v : int
+        A multiple of 16, at most ``head_dim``.
+    attn_sink : float32 tensor, shape [num_heads], optional
+        One more logit in the denominator of each row of that head.
+    topk_length : ints, length s_q, optional
+        How many entries of each row of `indices` count; all by default. The others may hold
+        anything.
+    out : tensor, optional
+        Where to put the result; it may not overlap an input.
+    num_threads : int, optional
+        Results do not depend on it.
+
+    Returns
+    -------
+    out : tensor in the container and dtype of q, shape [s_q, num_heads, d_v]
+        Zeros for a token without keys.
+    max_logits : float32 tensor, shape [s_q, num_heads]
+        The largest ``sm_scale`` q . k; -inf for a token without keys.
+    lse : float32 tensor, shape [s_q, num_heads]
+        Natural logarithm of the sum of exponentials, likewise. The sink is in neither.
+
+    Raises
+    ------
+    ValueError
+        For shapes, dtypes and lengths other than these. Indices are never an error.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> q = np.ones((2, 4, 32), np.float32)
+    >>> kv = np.ones((100, 1, 32), np.float32)
+    >>> indices = np.array([[[7, 99, -1]], [[-1, 100, -1]]], np.int32)
+    >>> out, max_logits, lse = cpattn.sparse.flash_mla_sparse_fwd(q, kv, indices, 0.125, d_v=16)
+    >>> out[:, 0, 0], max_logits[:, 0]
+    (array([1., 0.], dtype=float32), array([  4., -inf], dtype=float32))
+    """
+    function = "flash_mla_sparse_fwd"
+    num_tokens, num_heads, _ = _core.shape_of(q, function, "q", 3)
+    d_v = _core.integer(d_v, function, "d_v")
+    if out is None:  # the core refuses sizes below 1
+        out = empty(function, q, (num_tokens, num_heads, max(d_v, 0)))
+    max_logits = empty(function, q, (num_tokens, num_heads), "float32")
+    lse = empty(function, q, (num_tokens, num_heads), "float32")
+    _core.flash_mla_sparse_fwd(
+        q,
+        kv,
+        indices,
+        sm_scale=sm_scale,
+        d_v=d_v,
+        attn_sink=attn_sink,
+        topk_length=topk_length,
+        num_threads=num_threads,
+        out=out,
+        max_logits=max_logits,
+        lse=lse,
+    )
+    return out, max_logits, lse

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The top-k selection of sparse attention, and what becomes of the selected indices.
+
+The indexer of a sparse-attention (DSA) model scores the keys of every query; attention then reads
+the ``topk`` best ones. Where it reads them says the transform method: ``PAGED`` turns indices
+into slots of the cache, ``RAGGED`` into rows of the concatenated keys and values of a batch.
+
+All selections are exact. Ties go to the smaller index, NaN counts as -inf, +0 equals -0, and -1
+stands in the tail of a row and nowhere else. ``sorted=True`` orders by score, descending, then by
+index; ``sorted=False`` by index, which is cheaper and reads the cache in order. A row with at most
+``topk`` candidates always lists them all in ascending order, and its scores are not read.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from .. import _core
+from .._containers import Indices, Tensor, empty
+from ..context_parallel.forward_mode import ForwardMode
+
+__all__ = ["TopkTransformMethod", "get_topk_transform_method", "topk_transform"]
+
+
+class TopkTransformMethod(IntEnum):
+    """What transformed top-k indices count."""
+
+    PAGED = 1  # slots of the cache
+    RAGGED = 2  # rows of the concatenated keys and values of the batch
+
+
+TopkTransformMethod.__module__ = "cpattn"
+
+
+def get_topk_transform_method(
+    forward_mode: ForwardMode | None = None, *, fp8_kv_cache: bool, prefill_impl: str
+) -> TopkTransformMethod:
+    """What the attention of a batch expects of its top-k indices.
+
+    Only a plain extend has the concatenated keys and values that RAGGED counts; every other mode,
+    and None, is PAGED whatever the implementation::
+
+        RAGGED if forward_mode is EXTEND and
+            (fp8_kv_cache and prefill_impl in ("flashmla_sparse", "triton_sparse_mla")
+             or prefill_impl == "flashmla_sparse_q8")
+
+    Parameters
+    ----------
+    forward_mode : ForwardMode, optional
+    fp8_kv_cache : bool
+    prefill_impl : str
+        ``"aiter"``, ``"fa3"``, ``"flashinfer_sparse_mla"``, ``"flashmla_auto"``,
+        ``"flashmla_kv"``, ``"flashmla_sparse"``, ``"flashmla_sparse_q8"``, ``"intel_xpu"``,
+        ``"tilelang"``, ``"triton"``, ``"triton_sparse_mla"`` or ``"trtllm"``; another is
+        ValueError.
+    """
+    return TopkTransformMethod(
+        _core.get_topk_transform_method(forward_mode, fp8_kv_cache, prefill_impl)
+    )
+
+
+def topk_transform(
+    logits: Tensor,
+    topk: int,
+    *,
+    method: TopkTransformMethod | None,
+    lengths: Indices,
+    page_table: Indices | None = None,
+    cu_seqlens_q: Indices | None = None,
+    topk_indices_offset: Indices | None = None,
+    row_starts: Indices | None = None,
+    batch_idx_list: Indices | None = None,
+    page_size: int = 1,
+    sorted: bool = True,
+) -> Tensor:
+    """Select the best keys of each query and transform them for the attention that follows.
+
+    Parameters
+    ----------
+    logits : float32 tensor, shape [num_tokens, L]
+    topk : int
+    method : TopkTransformMethod or None
+        PAGED: `fast_topk_transform_fused`. RAGGED: `fast_topk_transform_ragged_fused`. None:
+        `fast_topk`, without a transform. Arguments a method does not need are ignored.
+    lengths : ints, shape [num_tokens]
+        Candidates of each row: ``seqlens_expanded``, or the key ends of a chunk.
+    page_table : ints, shape [num_sequences, pages]
+        PAGED must have it.
+    cu_seqlens_q : ints, shape [num_sequences + 1], optional
+        Cumulative query lengths, for PAGED. None: a sequence for each row.
+    topk_indices_offset : ints, shape [num_tokens]
+        RAGGED must have it. The first row of the keys of a query's sequence, which is not to be
+        had from query lengths: `cu_seqlens_q` is no substitute.
+    row_starts : ints, shape [num_tokens], optional
+        First candidate column of each row; indices are relative to it.
+    batch_idx_list : ints, shape [num_sequences], optional
+        The rows of `page_table` that the sequences of `cu_seqlens_q` have; without
+        `cu_seqlens_q`, that each row of logits has.
+    page_size : int
+        Of `page_table`.
+
+    Returns
+    -------
+    int32 tensor in the container of logits, shape [num_tokens, topk]
+
+    Raises
+    ------
+    RuntimeError
+        For RAGGED without `topk_indices_offset`: metadata of a batch that is not a plain extend.
+    """
+    topk = _core.integer(topk, "topk_transform", "topk")
+    out = result_like("topk_transform", "logits", logits, topk)
+    _core.topk_transform(
+        logits, topk, method, lengths, page_table, cu_seqlens_q, topk_indices_offset, row_starts,
+        batch_idx_list, page_size, sorted, out,
+    )  # fmt: skip
+    return out
+
+
+def result_like(function: str, argument: str, score: Tensor, topk: int) -> Tensor:
+    """An int32 tensor in the container of `score`, shape [rows of score, topk]."""
+    rows = _core.shape_of(score, function, argument, 2)[0]
+    # The core refuses those below 1.
+    return empty(function, score, (rows, max(topk, 0)), "int32")

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV transfer with the names, lists and arguments of sglang 0.5.23, and its earlier rules.
+
+``pages``     tokens to pages, pages to runs, and what of a prompt is sent when
+``pointers``  which destination buffer receives which source buffer
+``args``      `KVArgs`: what a server says of its buffers
+``send``      the plans of the senders: lists of buffers in, the blocks that are sent out
+
+Imports `cpattn.transfer`'s plans, and nothing of sglang. With ``compat=True`` functions answer as
+sglang does, bug for bug; without, right or with a ValueError. Start at ``send``; plans of
+buffers that say what they hold are `cpattn.transfer.plan_kv_transfer`.
+"""
+
+from .args import KVArgs, fill_kv_args, setup_state_kv_args
+from .pages import (
+    KVChunk,
+    KVSendCursor,
+    group_concurrent_contiguous,
+    kv_to_page_indices,
+    kv_to_page_num,
+)
+from .pointers import (
+    DecodeTargets,
+    build_transfer_entry_pairs,
+    decode_targets,
+    get_mha_kv_ptrs_with_pp,
+    get_mla_kv_ptrs_with_pp,
+    kv_start_layer,
+)
+from .send import (
+    HeadSlice,
+    plan_send_aux,
+    plan_send_kvcache,
+    plan_send_kvcache_slice,
+    plan_send_state,
+    slice_heads,
+)
+
+__all__ = [
+    "DecodeTargets",
+    "HeadSlice",
+    "KVArgs",
+    "KVChunk",
+    "KVSendCursor",
+    "build_transfer_entry_pairs",
+    "decode_targets",
+    "fill_kv_args",
+    "get_mha_kv_ptrs_with_pp",
+    "get_mla_kv_ptrs_with_pp",
+    "group_concurrent_contiguous",
+    "kv_start_layer",
+    "kv_to_page_indices",
+    "kv_to_page_num",
+    "plan_send_aux",
+    "plan_send_kvcache",
+    "plan_send_kvcache_slice",
+    "plan_send_state",
+    "setup_state_kv_args",
+    "slice_heads",
+]

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server of sglang 0.5.23 says of its buffers to those who plan transfers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from ..._arguments import has, integer, items, part, shown
+
+__all__ = ["KVArgs", "fill_kv_args", "setup_state_kv_args"]
+
+
+class KVArgs(SimpleNamespace):
+    """The buffers and the place of a server: a bag of attributes, as engines fill it.
+
+    What was not set is absent, except for the attributes below that have a value for everybody.
+    Lists are parallel, an entry per registered buffer.
+
+    Attributes
+    ----------
+    engine_rank : int
+        Tensor-parallel rank.
+    kv_data_ptrs, kv_data_lens, kv_item_lens : list of int
+        Address, bytes, and bytes of a page of each KV buffer.
+    aux_data_ptrs, aux_data_lens, aux_item_lens : list of int
+        Of buffers of metadata, an item for each request.
+    state_types : list of str
+        Kinds of components of state: "mamba", "swa", "dsa", ...
+    state_data_ptrs, state_data_lens, state_item_lens : list of lists of int
+        The same for the buffers of each component.
+    kv_head_num, total_kv_head_num : int
+        Heads of this rank, and of the model; not with MLA.
+    page_size : int
+    pp_rank, prefill_start_layer, prefill_end_layer : int
+        Pipeline stage; its layers, the end exclusive.
+    kv_buf_groups, total_kv_layers, hidden_kv_layers, draft_kv_layers : int
+        As `setup_state_kv_args` sets them.
+    swa_page_size, mla_compression_ratios : None
+    dcp_size, dcp_rank : int, 1 and 0
+
+    Examples
+    --------
+    >>> args = KVArgs(page_size=64, kv_data_ptrs=list(range(122)))
+    >>> args.engine_rank = 3
+    >>> args
+    KVArgs(page_size=64, kv_data_ptrs=[0, 1, 2, 3, ... 122 in all], engine_rank=3)
+    >>> hasattr(args, "kv_buf_groups"), args.dcp_size
+    (False, 1)
+    """
+
+    swa_page_size: int | None = None
+    mla_compression_ratios: list[int] | None = None
+    dcp_size: int = 1
+    dcp_rank: int = 0
+
+    def __repr__(self) -> str:
+        fields = (f"{name}={shown(value)}" for name, value in vars(self).items())
+        return f"KVArgs({', '.join(fields)})"
+
+
+KVArgs.__module__ = "cpattn.transfer"
+
+
+def fill_kv_args(
+    kv_args: Any, pool: Any, draft_pool: Any = None, *, total_kv_layers: int | None = None
+) -> None:
+    """Describe the buffers of a KV pool in `kv_args`, those of a draft pool behind them.
+
+    Sets ``kv_data_ptrs``, ``kv_data_lens`` and ``kv_item_lens``; ``page_size``,
+    ``prefill_start_layer`` and ``prefill_end_layer`` of the pool; and ``total_kv_layers`` if given,
+    without which strict planners refuse K and V of a stage for a larger destination.
+
+    Parameters
+    ----------
+    kv_args : KVArgs, or any object that takes attributes
+    pool, draft_pool : MHATokenToKVPool, MLATokenToKVPool, or alike
+        With ``get_contiguous_buf_infos()``, ``page_size``, ``start_layer`` and ``layer_num``.
+    total_kv_layers : int, optional
+        Layers of the whole model without drafts.
+    """
+    function = "fill_kv_args"
+    names = ("get_contiguous_buf_infos", "page_size", "start_layer", "layer_num")
+    buf_infos, page_size, start_layer, num_layers = part(pool, names, function, "pool")
+    infos = items(buf_infos(), function, "pool")
+    drafts: tuple[Any, ...] = ((), (), ())
+    if draft_pool is not None:
+        buf_infos = part(draft_pool, names[0], function, "draft_pool")
+        drafts = items(buf_infos(), function, "draft_pool")
+    keys = ("kv_data_ptrs", "kv_data_lens", "kv_item_lens")
+    fields: dict[str, Any] = {
+        key: [*own, *draft] for key, own, draft in zip(keys, infos, drafts, strict=True)
+    }
+    fields["page_size"] = page_size
+    fields["prefill_start_layer"] = start_layer
+    fields["prefill_end_layer"] = start_layer + num_layers
+    if total_kv_layers is not None:
+        fields["total_kv_layers"] = integer(total_kv_layers, function, "total_kv_layers")
+    _set(kv_args, fields, function)
+
+
+def _set(kv_args: Any, fields: dict[str, Any], function: str) -> None:
+    """Set attributes; TypeError for an object that takes none."""
+    for name, value in fields.items():
+        try:
+            setattr(kv_args, name, value)
+        except (AttributeError, TypeError) as error:
+            raise TypeError(
+                f"{function}: kv_args must take attributes, got {type(kv_args).__name__}"
+            ) from error
+
+
+def setup_state_kv_args(
+    kv_args: Any, pool: Any, draft_pool: Any = None, total_kv_layers: int = 0
+) -> None:
+    """Say how the KV buffers of an MLA pool are grouped, and reset the lists of state.
+
+    All lists of state become empty: keys of an indexer go with the KV buffers. If the pool has
+    ``get_state_buf_infos``, as MLA pools have and MHA pools have not, these are set as well::
+
+        kv_buf_groups = 2 if pool.index_head_dim is None else 3
+        hidden_kv_layers = total_kv_layers
+        draft_kv_layers = draft_pool.layer_num if there is one else 0
+
+    so that a draft on a thin stage does not count as a group.
+
+    Parameters
+    ----------
+    kv_args : KVArgs, or any object that takes attributes
+    pool, draft_pool : MLATokenToKVPool, MHATokenToKVPool, or alike
+    total_kv_layers : int, optional
+        Layers of the whole model without drafts.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace as Pool
+    >>> args = KVArgs()
+    >>> pool = Pool(index_head_dim=128, get_state_buf_infos=lambda: ([], [], []))
+    >>> setup_state_kv_args(args, pool, Pool(layer_num=1), total_kv_layers=61)
+    >>> args.kv_buf_groups, args.hidden_kv_layers, args.draft_kv_layers
+    (3, 61, 1)
+    """
+    function = "setup_state_kv_args"
+    total_kv_layers = integer(total_kv_layers, function, "total_kv_layers")
+    parts = ("types", "data_ptrs", "data_lens", "item_lens", "dim_per_tensor")
+    fields: dict[str, Any] = {f"state_{name}": [] for name in parts}
+    if has(pool, "get_state_buf_infos"):
+        fields["kv_buf_groups"] = 2 if getattr(pool, "index_head_dim", None) is None else 3
+        fields["hidden_kv_layers"] = fields["total_kv_layers"] = total_kv_layers
+        fields["draft_kv_layers"] = 0
+        if draft_pool is not None:
+            fields["draft_kv_layers"] = part(draft_pool, "layer_num", function, "draft_pool")
+    _set(kv_args, fields, function)

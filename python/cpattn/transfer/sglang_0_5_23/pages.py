@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens to pages, pages to runs, and which of them a chunk of a prompt sends.
+
+As sglang 0.5.23 does it, with the names of its functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ... import _core
+from ..._arguments import at_least, flag, has
+from ..._containers import Indices
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = [
+    "KVChunk",
+    "KVSendCursor",
+    "group_concurrent_contiguous",
+    "kv_to_page_indices",
+    "kv_to_page_num",
+]
+
+
+def kv_to_page_num(num_tokens: int, page_size: int) -> int:
+    """Pages that hold `num_tokens` tokens: ``ceil(num_tokens / page_size)``.
+
+    Examples
+    --------
+    >>> kv_to_page_num(129, 64)
+    3
+    """
+    return _core.kv_to_page_num(num_tokens, page_size)
+
+
+def kv_to_page_indices(kv_indices: Indices, page_size: int) -> NDArray[np.int32]:
+    """The pages of a request's token slots: ``kv_indices[::page_size] // page_size``.
+
+    The slots start on a page boundary and fill their pages in order, as allocators of pages hand
+    them out; only the last page may be partial.
+
+    Parameters
+    ----------
+    kv_indices : int32 or int64, shape [num_tokens]
+        Slots of consecutive tokens.
+    page_size : int
+
+    Returns
+    -------
+    int32 array, shape [ceil(num_tokens / page_size)]
+
+    Examples
+    --------
+    >>> kv_to_page_indices([12, 13, 14, 15, 4, 5], page_size=4).tolist()
+    [3, 1]
+    """
+    return _core.kv_to_page_indices(kv_indices, page_size)
+
+
+def group_concurrent_contiguous(
+    src_indices: Indices, dst_indices: Indices
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Split two index lists wherever either of them is not consecutive.
+
+    Indices that descend or repeat always split, so the groups are the fewest that can be copied
+    as one block each.
+
+    Parameters
+    ----------
+    src_indices, dst_indices : int32 or int64, shape [n]
+        What is read, and where it goes. If either is empty there are no groups; other unequal
+        lengths are ValueError.
+
+    Returns
+    -------
+    src_groups, dst_groups : lists of lists of int
+
+    Examples
+    --------
+    >>> group_concurrent_contiguous([2, 3, 7, 8], [20, 21, 40, 42])
+    ([[2, 3], [7], [8]], [[20, 21], [40], [42]])
+    """
+    return _core.group_concurrent_contiguous(src_indices, dst_indices)
+
+
+@dataclass(frozen=True)
+class KVChunk:
+    """What one chunk of a prompt sends: tokens of the request, pages of the transfer.
+
+    Attributes
+    ----------
+    token_start, token_end : int
+        Tokens [token_start, token_end) of the request.
+    page_start, page_end : int
+        Their pages, counted from the first page of the transfer.
+    is_last : bool
+        Whether all pages are sent with this chunk; the aux buffers and states go with it.
+    page_size : int
+    compat : bool
+    """
+
+    token_start: int
+    token_end: int
+    page_start: int
+    page_end: int
+    is_last: bool
+    page_size: int
+    compat: bool = False
+
+    def select(self, kv_indices: Indices, dst_page_indices: Indices) -> tuple[Indices, Indices]:
+        """The chunk's pages on both sides.
+
+        Parameters
+        ----------
+        kv_indices : int32 or int64, shape [num_tokens]
+            The slots of the request's tokens, from token 0.
+        dst_page_indices : int32 or int64, shape [num_pages]
+            The destination's pages for the whole transfer. Fewer than the chunk needs are
+            ValueError; with compat, the source's pages are cut to as many.
+        """
+        kv_indices = _as_listed(kv_indices, "kv_indices")
+        dst_page_indices = _as_listed(dst_page_indices, "dst_page_indices")
+        src = kv_to_page_indices(kv_indices[self.token_start : self.token_end], self.page_size)
+        dst = dst_page_indices[self.page_start : self.page_end]
+        num_pages = self.page_end - self.page_start
+        fits = len(dst) <= len(src) if self.compat else len(src) == len(dst) == num_pages
+        if not fits:
+            raise ValueError(
+                f"KVChunk.select: pages [{self.page_start}, {self.page_end}) must exist on both "
+                f"sides, got {len(src)} of the source and {len(dst)} of the destination"
+            )
+        return src[: len(dst)], dst
+
+
+def _as_listed(indices: Indices, argument: str) -> Indices:
+    """Indices that can be cut: an array as it is, of a list what it holds now."""
+    function = "KVChunk.select"
+    if isinstance(indices, (list, tuple)) or not has(indices, "__getitem__"):
+        return _core.ints(indices, function, argument)
+    _core.index_count(indices, function, argument)
+    return indices
+
+
+@dataclass
+class KVSendCursor:
+    """Where the sending of a prompt stands; one chunk follows the other.
+
+    Full pages are sent as soon as they are computed, the partial one with the last chunk. What is
+    "last" say the pages, not the caller: the chunk that completes them.
+
+    Parameters
+    ----------
+    num_tokens : int
+        Length of the prompt.
+    page_size : int
+    decode_prefix_len : int, optional
+        Leading tokens that the destination has already. They end on a page boundary, else
+        ValueError (compat: the pages behind are then misplaced).
+    compat : bool, optional
+        As engines do it: destinations that are short of pages get as many as they have.
+
+    Attributes
+    ----------
+    start_send_idx : int
+        The next token to send.
+    curr_idx : int
+        The next page of the transfer.
+
+    Examples
+    --------
+    >>> cursor = KVSendCursor(num_tokens=10, page_size=4)
+    >>> for num_computed in (3, 6, 10):
+    ...     chunk = cursor.advance(num_computed, last_chunk=num_computed == 10)
+    ...     print(chunk and (chunk.token_start, chunk.token_end, chunk.is_last))
+    None
+    (0, 4, False)
+    (4, 10, True)
+    """
+
+    num_tokens: int
+    page_size: int
+    decode_prefix_len: int = 0
+    compat: bool = False
+    start_send_idx: int = field(init=False)
+    curr_idx: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("num_tokens", 0), ("page_size", 1), ("decode_prefix_len", 0)):
+            setattr(self, name, at_least(minimum, getattr(self, name), "KVSendCursor", name))
+        self.compat = flag(self.compat, "KVSendCursor", "compat")
+        if self.decode_prefix_len > self.num_tokens:
+            raise ValueError(
+                f"KVSendCursor: decode_prefix_len must be within the {self.num_tokens} tokens, "
+                f"got {self.decode_prefix_len}"
+            )
+        self.num_pages = kv_to_page_num(self.num_tokens - self.decode_prefix_len, self.page_size)
+        if self.decode_prefix_len % self.page_size and not self.compat:
+            raise ValueError(
+                f"KVSendCursor: decode_prefix_len must be a multiple of page_size "
+                f"{self.page_size}, got {self.decode_prefix_len}"
+            )
+        self.start_send_idx = self.decode_prefix_len
+
+    def advance(
+        self, num_computed: int, *, last_chunk: bool = False, end: int | None = None
+    ) -> KVChunk | None:
+        """The chunk to send now that `num_computed` tokens are there; None if there is nothing.
+
+        `end` bounds the chunk instead of ``min(num_computed, num_tokens)``. A last chunk takes
+        the partial page along and is returned even without pages, because metadata goes with it.
+        """
+        function = "KVSendCursor.advance"
+        last_chunk = flag(last_chunk, function, "last_chunk")
+        if end is None:
+            end = min(at_least(0, num_computed, function, "num_computed"), self.num_tokens)
+        else:
+            end = at_least(0, end, function, "end")
+            if end > self.num_tokens:
+                raise ValueError(
+                    f"{function}: end must be within the {self.num_tokens} tokens, got {end}"
+                )
+        if not last_chunk:
+            end -= end % self.page_size
+        if end < self.start_send_idx or (end == self.start_send_idx and not last_chunk):
+            return None
+        start, page = self.start_send_idx, self.curr_idx
+        self.start_send_idx = end
+        self.curr_idx += kv_to_page_num(end - start, self.page_size)
+        is_last = self.curr_idx == self.num_pages
+        return KVChunk(start, end, page, self.curr_idx, is_last, self.page_size, self.compat)
+
+
+KVChunk.__module__ = KVSendCursor.__module__ = "cpattn.transfer"

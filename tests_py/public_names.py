@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users import: the names of `cpattn` and of the sub-packages with operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cpattn
+
+PUBLIC_MODULES = (
+    cpattn,
+    cpattn.sparse,
+    cpattn.npu,
+    cpattn.kv,
+    cpattn.transfer,
+    cpattn.profiling,
+)
+PUBLIC: dict[str, Any] = {
+    name: getattr(module, name) for module in PUBLIC_MODULES for name in module.__all__
+}
