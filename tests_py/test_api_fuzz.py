@@ -40,7 +40,8 @@ ENUMS = {"ForwardMode", "TopkTransformMethod", "TraceScope"}
 PROTOCOLS = {"TransferEngine"}
 NEEDS_A_GROUP = {"ContextParallel"}  # of torch.distributed; its planner is among the targets
 WITHOUT_ARGUMENTS = {"active_isa", "supported_isas"}
-EXEMPT = VALUES | RECORDS | ENUMS | PROTOCOLS | NEEDS_A_GROUP | WITHOUT_ARGUMENTS
+REFUSES_LATER = {"num_threads"}  # when it is entered
+EXEMPT = VALUES | RECORDS | ENUMS | PROTOCOLS | NEEDS_A_GROUP | WITHOUT_ARGUMENTS | REFUSES_LATER
 
 
 @pytest.mark.parametrize("module", [*PUBLIC_MODULES, reference, distributed])

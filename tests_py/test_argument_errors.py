@@ -34,7 +34,7 @@ TRANSFER = {
 WITHOUT_ARGUMENTS = {"active_isa", "supported_isas", "__version__", "reference", "MAX_EVENTS"}
 TYPES = {
     "AttentionPlan", "ContextParallelMetadata", "DsaMetadata", "ForwardMode", "Profile",
-    "ScopeTime", "Thread", "TopkTransformMethod", "TraceScope",
+    "ScopeTime", "Thread", "TopkTransformMethod", "TraceScope", "num_threads",
 }  # fmt: skip
 
 

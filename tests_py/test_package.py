@@ -19,6 +19,7 @@ import pytest
 
 import cases
 import cpattn
+from cpattn._moved import HOME_OF
 from public_names import PUBLIC, PUBLIC_MODULES
 
 ROOT = Path(__file__).parents[1]
@@ -245,7 +246,7 @@ SUB_PACKAGES = {
 
 def test_the_public_face_is_small():
     assert set(dir(cpattn)) == {*cpattn.__all__, *SUB_PACKAGES}
-    assert len(cpattn.__all__) == len(set(cpattn.__all__)) <= 20
+    assert len(cpattn.__all__) == len(set(cpattn.__all__)) <= 21
     assert not SUB_PACKAGES & set(cpattn.__all__)  # `import *` brings no torch
 
 
@@ -284,3 +285,34 @@ def test_what_functions_return_is_where_they_are(module):
             kind = function.__globals__.get(word, getattr(cpattn._core, word, None))
             if inspect.isclass(kind) and kind.__module__.startswith("cpattn"):
                 assert word in module.__all__, (name, word)
+
+
+def homes_of_names() -> dict[str, str]:
+    """The table of the change log: what was `cpattn.<name>`, and where it is now."""
+    rows = r"^\| `cpattn\.(\w+)` \| `(cpattn[\w.]*)\.(\w+)` \|$"
+    found = re.findall(rows, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert all(before == now for before, _, now in found)
+    return {name: home for name, home, _ in found}
+
+
+def test_every_name_that_moved_is_in_the_table():
+    homes = homes_of_names()
+    assert {name: home for name, home in homes.items() if home != "cpattn"} == HOME_OF
+    assert len(homes) == 83
+
+
+@pytest.mark.parametrize("name", homes_of_names())
+def test_names_are_where_the_table_says(name):
+    home = homes_of_names()[name]
+    assert name in importlib.import_module(home).__all__
+    if home == "cpattn":
+        assert getattr(cpattn, name) is not None
+    else:
+        message = f"module 'cpattn' has no attribute '{name}'; it is {home}.{name} now"
+        with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
+            getattr(cpattn, name)
+
+
+def test_a_name_that_never_was_has_no_other_home():
+    with pytest.raises(AttributeError, match=r"^module 'cpattn' has no attribute 'nonsense'$"):
+        cpattn.nonsense  # noqa: B018

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from . import _values as _values
 from . import reference
 from ._core import AttentionPlan, __version__, active_isa, set_num_threads, supported_isas
+from ._threads import num_threads
 from .attention import (
     do_cp_attn_fia,
     merge_state,
@@ -60,6 +61,7 @@ __all__ = [
     "do_cp_attn_fia",
     "get_topk_transform_method",
     "merge_state",
+    "num_threads",
     "paged_attention",
     "plan_attention",
     "profile",
@@ -87,7 +89,10 @@ def __getattr__(name: str) -> ModuleType:
     """A sub-package is imported when it is asked for: all take time, `distributed` needs torch."""
     if name in _SUB_PACKAGES:
         return import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ._moved import HOME_OF
+
+    hint = f"; it is {HOME_OF[name]}.{name} now" if name in HOME_OF else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:
