@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,28 @@ SMALL = (
     workloads.dense(9, num_heads=4, **workloads.ABSORBED),
 )
 QUIET, NOISY = 100.0, 50.0
+BENCH = Path(__file__).parents[1] / "bench"
+
+
+def parts_known_to(path):
+    """The folders and commands of bench that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "bench":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bench."):
+            yield node.module.split(".")[1]
+
+
+def test_a_subject_knows_itself_and_the_harness():
+    known = {}
+    for path in BENCH.glob("*/**/*.py"):
+        folder = path.relative_to(BENCH).parts[0]
+        known.setdefault(folder, set()).update(parts_known_to(path))
+    assert known["harness"] == {"harness"}
+    assert known.keys() > {"attention", "sparse", "transfer"}
+    assert {folder: parts - {folder, "harness"} for folder, parts in known.items()} == {
+        folder: set() for folder in known
+    }
 
 
 @pytest.mark.parametrize("work", SMALL, ids=lambda work: work.name)
