@@ -19,38 +19,38 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+if not __package__:
+    sys.path[0] = str(Path(__file__).parents[1])
+
 import cpattn
 from cpattn import torch_guard
 
 if message := torch_guard.prepare():
     print(message)
 
-import workloads
-from contender import Contender, Row, contenders
+from bench.attention import workloads
+from bench.attention.peers import NAMES, QUICK
+from bench.attention.race import contenders, race
+from bench.attention.report import print_case, print_summary
+from bench.attention.workloads import Case
+from bench.harness import command
+from bench.harness.contender import Contender
+from bench.harness.environment import RESULTS, environment
+from bench.harness.figures import Row
+from bench.harness.worker import ROOT
 from cpattn import _core
-from harness import RESULTS, ROOT, environment
-from peers import NAMES, QUICK
-from race import race
-from report import print_case, print_summary
-from workloads import Case
 
 PEER_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="small cases, results not kept")
+    parser = command.parser(__doc__, quick="small cases, results not kept")
     parser.add_argument("--resume", action="store_true", help="keep the cases of a stopped run")
     parser.add_argument("--only", default="", help="cases with this text in their names, not kept")
     parser.add_argument(
         "--peers", default="", help="modules of bench/peers, by commas; default: all"
     )
-    trace = os.environ.get("CPATTN_TRACE")
-    parser.add_argument(
-        "--trace", type=Path, default=trace, help="a request trace, .jsonl or .jsonl.gz"
-    )
+    command.add_trace(parser)
     parser.add_argument("--budget", type=float, default=1.0, help="seconds of samples per peer")
     parser.add_argument("--peers-python", type=Path, default=PEER_PYTHON, help="their interpreter")
     return parser.parse_args()

@@ -9,121 +9,34 @@ ranks or more: cores slow each other down. The network is the loopback device.
 
 from __future__ import annotations
 
-import argparse
 import os
-import tempfile
-import time
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from multiprocessing import get_context
-from statistics import median
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
-from unittest import mock
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).parents[1])
 
 import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import cpattn
+from bench.context_parallel.ranks import STRATEGIES, Measured, run_world
+from bench.harness import command
 from cpattn import torch_guard
 from cpattn.cost_model import AttentionLayer, Prediction, predict
 from cpattn.cost_model.calibration import attention_rates, calibrate
 from cpattn.cost_model.prediction import as_options
 
 SIZES = (1, 2, 4)
-STRATEGIES = ("zigzag", "contiguous")
-DIGEST_BYTES = 64  # to each peer, before the rows
 BATCHES = {
     "1 × 8192": ([8192], [0]),
     "4 behind prefixes": ([3000, 700, 4096, 64], [0, 4096, 512, 8192]),
     "16 × 256": ([256] * 16, [0] * 16),
 }
 QUICK = {"1 × 512": ([512], [0])}
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One rank in one case; seconds are medians."""
-
-    attend_cpu: float
-    attend: float
-    write_kv: float
-    sent_bytes: int
-
-
-def run_rank(
-    rank: int, size: int, store: str, layer: AttentionLayer, batches: dict[str, Any], repeats: int
-) -> dict[tuple[str, str], Measured]:
-    """All cases on one rank, in a process of its own."""
-    cpus = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cpus[rank % len(cpus)]})
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    cpattn.set_num_threads(1)
-    timeout = timedelta(seconds=120)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
-    answer = {
-        (name, strategy): measure(layer, batch, strategy, repeats)
-        for name, batch in batches.items()
-        for strategy in STRATEGIES
-    }
-    dist.barrier()
-    dist.destroy_process_group()
-    return answer
-
-
-def measure(layer: AttentionLayer, batch: Any, strategy: str, repeats: int) -> Measured:
-    import torch
-    import torch.distributed as dist
-
-    from cpattn.distributed import ContextParallel
-
-    cp = ContextParallel(dist.group.WORLD, strategy=strategy, page_size=layer.page_size)
-    extends, prefixes = map(np.array, batch)
-    pages = -(-(extends + prefixes) // layer.page_size)
-    tables = np.full((len(pages), pages.max()), -1, np.int32)
-    tables[np.arange(pages.max()) < pages[:, None]] = np.arange(pages.sum())
-    plan = cp.plan(extends, extends + prefixes, block_tables=tables)
-    dtype = getattr(torch, layer.dtype)
-    kv_shape = (layer.page_size, layer.num_kv_heads, layer.head_dim)
-    k_cache, v_cache = (torch.randn(int(pages.sum()), *kv_shape).to(dtype) for _ in "kv")
-    k, v = (torch.randn(plan.num_local_rows, *kv_shape[1:]).to(dtype) for _ in "kv")
-    q = torch.randn(plan.num_local_rows, layer.num_heads, layer.head_dim).to(dtype)
-    sent = 0
-
-    def counting(block: Any, *arguments: Any) -> Any:
-        nonlocal sent
-        sent += block.numel() * block.element_size()
-        return isend(block, *arguments)
-
-    isend = dist.isend
-    with mock.patch.object(dist, "isend", counting):
-        cp.write_kv(plan, k, v, k_cache, v_cache)
-    cp.attend(plan, q, k_cache, v_cache)
-    times = []
-    for _ in range(repeats):  # layer after layer
-        dist.barrier()
-        begin = time.perf_counter()
-        cp.write_kv(plan, k, v, k_cache, v_cache)
-        written, cpu = time.perf_counter(), time.thread_time()
-        cp.attend(plan, q, k_cache, v_cache)
-        times.append((time.thread_time() - cpu, time.perf_counter() - written, written - begin))
-    return Measured(*map(median, zip(*times, strict=True)), sent - (cp.cp_size - 1) * DIGEST_BYTES)
-
-
-def run_world(size: int, *arguments: Any) -> list[dict[tuple[str, str], Measured]]:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(size, get_context("spawn")) as pool,
-    ):
-        store = f"file://{folder}/store"
-        ranks = [pool.submit(run_rank, rank, size, store, *arguments) for rank in range(size)]
-        return [rank.result() for rank in ranks]
 
 
 def new_table() -> Table:
@@ -173,15 +86,15 @@ def milliseconds(seconds: Any) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one small batch, 1 and 2 ranks")
+    parser = command.parser(__doc__, quick="one small batch, 1 and 2 ranks")
     quick = parser.parse_args().quick
     batches, sizes = (QUICK, SIZES[:2]) if quick else (BATCHES, SIZES)
     layer = AttentionLayer(num_heads=8, num_kv_heads=2)
     alone = calibrate(layer, threads=1)
     cpus = len(os.sched_getaffinity(0))
     together = attention_rates(layer, cpus)
-    crowded = replace(alone, **together | {"gflops": together["gflops"] / cpus})
+    slower: dict[str, Any] = together | {"gflops": together["gflops"] / cpus}
+    crowded = replace(alone, **slower)
     console = Console(width=170)
     for name, rates in (("alone", alone), (f"one of {cpus}", crowded)):
         text = f"a rank {name}: {as_options(vars(rates))}"

@@ -9,21 +9,26 @@ the same threads and tensors.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).parents[1])
 
 from cpattn import torch_guard
 
 if message := torch_guard.prepare():
     print(message)
 
-import comparison_program
-from dsa import memory, recall
-from figures import Row
+from bench.harness import program
+from bench.harness.figures import Row
+from bench.sparse import memory, recall
 
 PARTS = ("indexer", "topk", "mla", "rows", "metadata")
 
-comparisons = partial(comparison_program.comparisons, "dsa", PARTS)
+comparisons = partial(program.comparisons, "bench.sparse", PARTS)
 
 
 def others(quick: bool, only: str) -> Iterator[list[Row]]:
@@ -41,9 +46,9 @@ def others(quick: bool, only: str) -> Iterator[list[Row]]:
 
 
 def main() -> int:
-    arguments = comparison_program.parse_arguments(__doc__)
+    arguments = program.parse_arguments(__doc__)
     chosen = arguments.quick, arguments.only
-    return comparison_program.measure("sparse", arguments, comparisons(*chosen), others(*chosen))
+    return program.measure("sparse", arguments, comparisons(*chosen), others(*chosen))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ small that little else is left; the last row is the write of a prefill. Prints f
 
 from __future__ import annotations
 
-import argparse
 import gc
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+import sys
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).parents[1])
 
 import cpattn
 from cpattn import torch_guard
@@ -23,107 +24,13 @@ if message := torch_guard.prepare():
 import torch
 from rich.table import Table
 
-from bench_torch_ops import in_turns
-from cpattn.integrations import torch_npu
-from report import console
-
-with torch_npu.install():  # registers them
-    OPERATORS = torch.ops.npu
-
-Form = Callable[[], Any]
-PAGE, HEADS, DIM = 16, 4, 16
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def forms(name: str, *arguments: Any, **options: Any) -> tuple[Form, Form]:
-    """The function and the operator of a name, with their arguments."""
-    function, operator = (getattr(owner, name) for owner in (cpattn.npu, OPERATORS))
-    return partial(function, *arguments, **options), partial(operator, *arguments, **options)
-
-
-def attention(batch: int, as_tensors: bool) -> tuple[Form, Form]:
-    """One query of each sequence, as sglang passes them."""
-    q, cache = torch.ones(batch, HEADS, DIM), torch.ones(4, PAGE, DIM)
-    lengths = {"actual_seq_lengths": range(1, batch + 1), "actual_seq_lengths_kv": [1] * batch}
-    return forms(
-        "npu_fused_infer_attention_score",
-        *(q, cache, cache),
-        block_table=torch.zeros(batch, 1, dtype=torch.int32),
-        block_size=PAGE,
-        num_heads=HEADS,
-        num_key_value_heads=1,
-        input_layout="TND",
-        atten_mask=torch.ones(2048, 2048, dtype=torch.bool).triu(1),
-        sparse_mode=3,
-        scale=0.25,
-        **{name: ints(*n) if as_tensors else list(n) for name, n in lengths.items()},
-    )
-
-
-def sparse(name: str, key_lengths: str, *arguments: Any, **options: Any) -> tuple[Form, Form]:
-    """Two tokens of one sequence."""
-    options |= {"actual_seq_lengths_query": ints(2), key_lengths: ints(2)}
-    options |= {"block_table": ints(0)[None], "layout_query": "TND"}
-    return forms(name, *arguments, **options)
-
-
-def scatter(num_rows: int, *row: int) -> tuple[Form, Form]:
-    buffer = torch.zeros(25 * num_rows, *row).bfloat16()
-    rows = torch.ones(num_rows, *row).bfloat16()
-    slots = torch.randperm(len(buffer))[:num_rows, None]
-    return (
-        lambda: buffer.index_put_((slots[:, 0],), rows),
-        lambda: OPERATORS.npu_scatter_nd_update_(buffer, slots, rows),
-    )
-
-
-def jobs() -> Iterator[tuple[str, Form, Form]]:
-    yield "npu_fused_infer_attention_score, 1 sequence", *attention(1, False)
-    yield "the same, 64 sequences, lengths in lists", *attention(64, False)
-    yield "the same, lengths in tensors", *attention(64, True)
-    q, k, indices = torch.ones(2, HEADS, DIM), torch.ones(4, PAGE, 1, DIM), ints(0, 1).view(2, 1, 1)
-    yield (
-        "npu_lightning_indexer",
-        *sparse(
-            "npu_lightning_indexer",
-            "actual_seq_lengths_key",
-            *(q, k, torch.ones(2, HEADS)),
-            layout_key="PA_BSND",
-            sparse_count=4,
-        ),
-    )
-    yield (
-        "npu_sparse_flash_attention",
-        *sparse(
-            "npu_sparse_flash_attention",
-            "actual_seq_lengths_kv",
-            *(q, k, k, indices, 0.25),
-            layout_kv="PA_BSND",
-        ),
-    )
-    yield "npu_scatter_nd_update_, 2 rows", *scatter(2, HEADS, DIM)
-    yield "npu_scatter_nd_update_, 4096 rows of 2 KB", *scatter(4096, 8, 128)
-
-
-def measure(function: Form, operator: Form, rounds: int) -> list[float]:
-    """Microseconds: of the function, what the operator adds, and adds in inference mode."""
-    torch.testing.assert_close(operator(), function(), rtol=0, atol=0)
-    pair = {"function": function, "operator": operator}
-    times = in_turns(pair, rounds)
-    with torch.inference_mode():
-        inference = in_turns(pair, rounds)
-    added = [taken["operator"] - taken["function"] for taken in (times, inference)]
-    return [times["function"], *added]
+from bench.harness import command
+from bench.harness.report import console
+from bench.torch_ops.npu import jobs, measure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a few calls")
+    parser = command.parser(__doc__, quick="a few calls")
     rounds = 1 if parser.parse_args().quick else 30
     cpattn.set_num_threads(1)
     torch.set_num_threads(1)

@@ -9,25 +9,30 @@ the same threads and tensors.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).parents[1])
 
 from cpattn import torch_guard
 
 if message := torch_guard.prepare():
     print(message)
 
-import comparison_program
+from bench.harness import program
 
 PARTS = ("planning", "scatter", "local", "engine")
 ABSENT = "not installed"
 
-comparisons = partial(comparison_program.comparisons, "transfer", PARTS)
+comparisons = partial(program.comparisons, "bench.transfer", PARTS)
 
 
 def main() -> int:
-    arguments = comparison_program.parse_arguments(__doc__)
+    arguments = program.parse_arguments(__doc__)
     compared = comparisons(arguments.quick, arguments.only)
-    return comparison_program.measure("transfer", arguments, compared, excused=[ABSENT])
+    return program.measure("transfer", arguments, compared, excused=[ABSENT])
 
 
 if __name__ == "__main__":

@@ -10,25 +10,30 @@ threads and weights. Needs transformers, `pip install transformers`; 4 minutes o
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).parents[1])
 
 from cpattn import torch_guard
 
 if message := torch_guard.prepare():
     print(message)
 
-import comparison_program
+from bench.harness import program
 
 PARTS = ("prefill", "paged", "latents")
 
 
 def main() -> int:
-    arguments = comparison_program.parse_arguments(__doc__, budget=2)
+    arguments = program.parse_arguments(__doc__, budget=2)
     if find_spec("transformers") is None:
         print("bench_transformers.py: skipped, transformers is not installed")
         return 0
-    compared = comparison_program.comparisons("hf", PARTS, arguments.quick, arguments.only)
-    return comparison_program.measure("transformers", arguments, compared)
+    compared = program.comparisons("bench.transformers", PARTS, arguments.quick, arguments.only)
+    return program.measure("transformers", arguments, compared)
 
 
 if __name__ == "__main__":

@@ -14,37 +14,36 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).parents[1])
 
 from cpattn import torch_guard
 
 if message := torch_guard.prepare():
     print(message)
 
-from contender import Failed
+from bench.harness import command
+from bench.harness.contender import Failed
+from bench.harness.environment import environment
+from bench.harness.report import console
+from bench.serving import load
+from bench.serving.report import print_turns
+from bench.serving.turns import BACKENDS, Engine, compare_tokens, take_turns
 from cpattn.traffic.trace import TRACE_BLOCK_TOKENS, generate_trace, read_trace
-from harness import environment
-from report import console
-from serving import load
-from serving.race import BACKENDS, Engine, compare_tokens, take_turns
-from serving.report import print_turns
 
 CHECKED_LENGTHS, CHECKED_TOKENS = (3, 70, 129, 300, 611), 8
 BLOCK_TOKENS = 128  # of vLLM's cache on CPU, at most: blocks of the trace are to be whole ones
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model, three short requests")
-    trace = os.environ.get("CPATTN_TRACE")
-    parser.add_argument(
-        "--trace", type=Path, default=trace, help="a request trace, .jsonl or .jsonl.gz"
-    )
+    parser = command.parser(__doc__, quick="a tiny model, three short requests")
+    command.add_trace(parser)
     parser.add_argument("--requests", type=int, default=20, help="from the start of the trace")
     parser.add_argument(
         "--scale-lengths", type=int, default=8, choices=(1, 2, 4, 8, 16), help="divide all lengths"
@@ -65,7 +64,7 @@ def main() -> int:
     if find_spec("vllm") is None:
         print("bench_vllm: vllm is not installed in this environment, so nothing is measured")
         return 0
-    from serving import model  # wants transformers
+    from bench.serving import model  # wants transformers
 
     if arguments.trace:
         requests = read_trace(arguments.trace, limit=arguments.requests)

@@ -4,25 +4,31 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).parents[1])
 
 import matplotlib
 
 matplotlib.use("agg")
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from figures import is_auxiliary
-from harness import RESULTS
-from peers import NAMES
+from bench.attention.peers import NAMES
+from bench.harness.environment import RESULTS
+from bench.harness.figures import Row, is_auxiliary
 
-Row = dict[str, Any]
-COLORS = dict(zip(NAMES.values(), ["#000000", *plt.cm.tab10.colors], strict=False))
+SPARSE_COLORS = ["#000000", *map(to_hex, colormaps["tab10"](range(10)))]
+COLORS = dict(zip(NAMES.values(), SPARSE_COLORS, strict=False))
 MARKERS = dict(zip(NAMES.values(), "osD^vPX*", strict=True))
 
 
@@ -168,7 +174,6 @@ def draw(rows: list[Row]) -> Iterable[tuple[str, Figure]]:
     yield "batch", draw_scaling(rows, "batch", title, "sequences")
 
 
-SPARSE_COLORS = ["#000000", *plt.cm.tab10.colors]
 HEADS = 64  # of the indexer
 
 

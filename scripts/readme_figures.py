@@ -16,12 +16,13 @@ from operator import itemgetter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(ROOT))
 
-from figures import (  # noqa: E402 (bench is no package)
+from bench.harness.figures import (  # noqa: E402 (not on the path before)
     Row,
     amx_bar,
     bar_verdict,
+    bars_of,
     best_peer,
     case_label,
     duration,
@@ -92,12 +93,12 @@ def compared(rows: list[Row]) -> Lines:
     lines = [["", *names, f"speed-up over {names[-1]}", "bar"]]
     for case, group in groupby(rows, key=itemgetter("case")):
         of = {row["implementation"]: row for row in group}
-        first = of[names[0]]
-        if "bar" in first:
+        first, peer = of[names[0]], of[names[-1]]
+        for bar in bars_of(first):
             cells = [cell(of[name]) if name in of else "" for name in names]
-            missed = " (missed)" if first["missed"] else ""
-            bar = f"{first['bar']:g} ×{missed}"
-            lines.append([case_label(case), *cells, f"{first['speedup']:.3g} ×", bar])
+            speedup = f"{peer['median'] / first['median']:.3g} ×"
+            missed = "" if bar["met"] else " (missed)"
+            lines.append([case_label(case), *cells, speedup, f"{bar['limit']:g} ×{missed}"])
     return lines
 
 
@@ -186,8 +187,7 @@ SAID: dict[str, Callable[[list[Row]], Iterator[str]]] = {
 
 def bars(rows: list[Row]) -> str:
     """How many there are, and how many of them were reached."""
-    met = [not row["missed"] for row in rows if "missed" in row]
-    met += [bar["met"] for row in rows for bar in row.get("bars", ())]
+    met = [bar["met"] for row in rows for bar in bars_of(row)]
     return f"{sum(met)} of {len(met)} bars met"
 
 

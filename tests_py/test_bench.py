@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import cpattn
-import figures
-import race
-import workloads
-from contender import Contender, Failed
-from peers import inputs
-from workloads import Workload
+from bench.attention import race, workloads
+from bench.attention.peers import inputs
+from bench.attention.workloads import Workload
+from bench.harness import figures, sampling
+from bench.harness.contender import Contender, Failed
 
 SMALL = (
     Workload("ragged", (3, 20, 1), (0, 70, 9), page_size=16),
@@ -24,6 +25,28 @@ SMALL = (
     workloads.dense(9, num_heads=4, **workloads.ABSORBED),
 )
 QUIET, NOISY = 100.0, 50.0
+BENCH = Path(__file__).parents[1] / "bench"
+
+
+def parts_known_to(path):
+    """The folders and commands of bench that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "bench":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bench."):
+            yield node.module.split(".")[1]
+
+
+def test_a_subject_knows_itself_and_the_harness():
+    known = {}
+    for path in BENCH.glob("*/**/*.py"):
+        folder = path.relative_to(BENCH).parts[0]
+        known.setdefault(folder, set()).update(parts_known_to(path))
+    assert known["harness"] == {"harness"}
+    assert known.keys() > {"attention", "sparse", "transfer"}
+    assert {folder: parts - {folder, "harness"} for folder, parts in known.items()} == {
+        folder: set() for folder in known
+    }
 
 
 @pytest.mark.parametrize("work", SMALL, ids=lambda work: work.name)
@@ -86,10 +109,8 @@ def test_a_wrong_row_is_found(tmp_path):
         race.check(wrong, right, work, tmp_path)
 
 
-def child(*command):
-    made = Contender("ours", sys.executable, 1)
-    made._command = [*made._command[:1], *command]
-    return made
+def child(*arguments):
+    return Contender("cpattn", [sys.executable, *arguments], 1)
 
 
 def test_a_crash_is_a_row():
@@ -101,7 +122,7 @@ def test_a_crash_is_a_row():
 
 
 def test_a_missing_engine_is_a_row():
-    missing = child("-m", "peers.worker", "no_such_engine", "1")
+    missing = child("-m", "bench.attention.worker", "no_such_engine", "1")
     for _ in range(2):
         with pytest.raises(Failed) as failed:
             missing.ask("sample", calls=1)
@@ -109,14 +130,15 @@ def test_a_missing_engine_is_a_row():
 
 
 def test_samples_beside_a_fallen_peak_are_dropped():
-    first = {"stage": 0.0, "run": 1.0, "extra_memory": 0, "note": "", "compiled": False}
-    lane = race.Lane(child(), first, 0.0, 9.0)
+    first = {"stage": 0.0, "run": 1.0, "compiled": False}
+    lane = sampling.Lane(child(), first, 0.0, 9.0)
     lane.samples = [(0.0, 1.0, 0), (0.0, 9.0, 1), (0.0, 9.0, 2), (0.0, 2.0, 3)]
     peaks = [QUIET, QUIET, NOISY, QUIET, QUIET]
-    row = race.measured(lane, peaks, SMALL[0])
+    row = sampling.measured(lane, peaks, (1.0, "GFLOP"))
     assert (row["samples"], row["dropped"], row["median"], row["noisy"]) == (2, 2, 1.5, False)
-    row = race.measured(lane, [QUIET, NOISY, NOISY, NOISY, NOISY], SMALL[0])
+    row = sampling.measured(lane, [QUIET, NOISY, NOISY, NOISY, NOISY], None)
     assert (row["samples"], row["dropped"], row["noisy"]) == (4, 0, True)
+    assert "percent_of_peak" not in row  # without work
 
 
 def test_findings_name_who_is_ahead():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of bench/dsa that a wrong benchmark would come from."""
+"""The parts of bench/sparse that a wrong benchmark would come from."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import importlib
 import pytest
 import torch
 
-import turns
-from comparison import Bar, Comparison, Wrong, percent_longer, times_as_fast
-from dsa import indexer, mla, topk
+from bench.harness import runner
+from bench.harness.comparison import Bar, Comparison, Wrong, percent_longer, times_as_fast
+from bench.sparse import indexer, mla, topk
 
 SMALL = indexer.Inputs(num_tokens=32, kv_len=100, num_heads=4)
 TOPK = 16
@@ -100,7 +100,7 @@ def test_a_wrong_top_k_is_found():
 
 @pytest.mark.parametrize("part", ["indexer", "topk", "mla", "rows", "metadata"])
 def test_quick_cases_are_right(part):
-    for comparison in importlib.import_module(f"dsa.{part}").comparisons(quick=True):
+    for comparison in importlib.import_module(f"bench.sparse.{part}").comparisons(quick=True):
         for name, function in comparison.implementations.items():
             comparison.check(name, function())
 
@@ -119,8 +119,8 @@ def compared(**functions):
     case = {"job": "test", "threads": 1}
     comparison = Comparison("test", case, functions, check, (1.0, "Gthing"), (1, "thing"), bars)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns, "peak_of", lambda comparison: lambda: 1.0)  # not to be measured
-        return turns.run(comparison, budget=0.01)
+        patch.setattr(runner, "peak_of", lambda comparison: lambda: 1.0)  # not to be measured
+        return runner.run(comparison, budget=0.01)
 
 
 def test_who_fails_is_a_row_and_has_no_bar():

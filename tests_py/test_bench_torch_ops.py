@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-import bench_torch_ops
+from bench.torch_ops import calls, functions
 
-JOBS = list(bench_torch_ops.jobs())
+JOBS = list(functions.jobs())
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_forms_agree(job):
-    times = bench_torch_ops.measure(job, rounds=1)
+    times = functions.measure(job, rounds=1)
     assert times.keys() == {"core", "function", "operator", "inference"}
 
 
@@ -33,8 +33,8 @@ def test_a_wrong_result_is_found(job):
 def test_samples_take_turns():
     order = []
     forms = {name: lambda name=name: order.append(name) for name in "ab"}
-    bench_torch_ops.in_turns(forms, rounds=2)
-    assert order == 2 * (bench_torch_ops.CALLS * ["a"] + bench_torch_ops.CALLS * ["b"])
+    calls.in_turns(forms, rounds=2)
+    assert order == 2 * (calls.CALLS * ["a"] + calls.CALLS * ["b"])
 
 
 def test_bars_grow_with_the_tensors():

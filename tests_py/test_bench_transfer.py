@@ -9,14 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import bench_transfer
-import comparison_program
 import cpattn
-import turns
-from comparison import Wrong, microseconds
-from contender import Failed
-from transfer import copy_peak, engine, planning, receiver, scatter
-from transfer.receiver import Receiver
+from bench import bench_transfer
+from bench.harness import program, runner
+from bench.harness.comparison import Wrong, microseconds
+from bench.harness.contender import Failed
+from bench.transfer import copy_peak, engine, planning, receiver, scatter
+from bench.transfer.receiver import Receiver
 
 COMPARISONS = [
     pytest.param(comparison, id=" ".join(map(str, comparison.case.values())))
@@ -37,8 +36,8 @@ def process_to_send_to():
 @pytest.mark.parametrize("comparison", COMPARISONS)
 @pytest.mark.usefixtures("process_to_send_to")
 def test_quick_cases_give_whole_rows(comparison, monkeypatch):
-    monkeypatch.setattr(turns, "peak_of", lambda comparison: lambda: 1e9)  # not to be measured
-    rows = comparison_program.run(comparison, budget=0.01)
+    monkeypatch.setattr(runner, "peak_of", lambda comparison: lambda: 1e9)  # not to be measured
+    rows = program.run(comparison, budget=0.01)
     if any(row["status"] == bench_transfer.ABSENT for row in rows):
         pytest.skip(rows[0]["reason"])
     assert [row["status"] for row in rows] == ["ok"] * len(comparison.implementations)
@@ -146,7 +145,7 @@ def test_a_missing_engine_is_no_failure(monkeypatch):
         raise Failed(bench_transfer.ABSENT, "No module named 'mooncake'")
 
     monkeypatch.setattr(engine, "receiver", missing)
-    monkeypatch.setattr(turns, "peak_of", lambda comparison: lambda: 1e9)
+    monkeypatch.setattr(runner, "peak_of", lambda comparison: lambda: 1e9)
     monkeypatch.setattr("sys.argv", ["bench_transfer.py", "--quick", "--only", "send half"])
     assert bench_transfer.main() == 0
 

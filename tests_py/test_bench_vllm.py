@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from contender import Failed
+from bench.harness.contender import Failed
+from bench.serving.load import Load, from_trace, spread
+from bench.serving.turns import NEAR_TIE, compare_tokens
 from cpattn.traffic.trace import Request
-from serving.load import Load, from_trace, spread
-from serving.race import NEAR_TIE, compare_tokens
 
 
 def answer(*tokens, gap):

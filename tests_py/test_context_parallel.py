@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-import sglang_metadata
+from bench.context_parallel import sglang_metadata
 from cpattn import ContextParallelMetadata, build_cp_metadata, build_cp_metadata_all_ranks
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PLACES = [ROOT / "tests_py/tolerances.py", ROOT / "bench/accuracy.py"]
+PLACES = [ROOT / "tests_py/tolerances.py", ROOT / "bench/harness/accuracy.py"]
 FILES = sorted({*(ROOT / "tests_py").rglob("*.py"), *(ROOT / "bench").rglob("*.py")} - {*PLACES})
 
 COMPARISONS = {"allclose", "approx", "assert_allclose", "assert_close", "isclose"}

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import pytest
 
-import bench_torch_npu
+from bench.torch_ops import npu
 
-JOBS = list(bench_torch_npu.jobs())
+JOBS = list(npu.jobs())
 
 
 @pytest.mark.parametrize("job", JOBS[:-1], ids=lambda job: job[0])
 def test_operators_give_what_functions_give(job):
     _, function, operator = job
-    assert len(bench_torch_npu.measure(function, operator, rounds=1)) == 3
+    assert len(npu.measure(function, operator, rounds=1)) == 3
 
 
 def test_a_wrong_result_is_found():
     _, function, operator = JOBS[0]
     with pytest.raises(AssertionError):
-        bench_torch_npu.measure(lambda: [x + 1 for x in function()], operator, rounds=1)
+        npu.measure(lambda: [x + 1 for x in function()], operator, rounds=1)

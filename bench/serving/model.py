@@ -4,15 +4,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 VOCABULARY = 8192
+Sizes = dict[str, Any]
 # Per token of context attention costs eight times as much of the whole as in Llama 3 8B: with
 # prompts of an eighth of the length its share is the same.
-FULL = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "head_dim": 128}
-QUICK = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+FULL: Sizes = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 6,
+    "head_dim": 128,
+}
+QUICK: Sizes = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+}
 NUM_HEADS, NUM_KV_HEADS = 16, 4
 
 

@@ -8,10 +8,10 @@ from statistics import median, quantiles
 
 from rich.table import Table
 
-from figures import duration
-from report import console
-from serving.load import Load
-from serving.race import BACKENDS, Turn
+from bench.harness.figures import duration
+from bench.harness.report import console
+from bench.serving.load import Load
+from bench.serving.turns import BACKENDS, Turn
 
 
 def print_turns(title: str, work: Load, turns: Sequence[Sequence[Turn]]) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 import cpattn
-from comparison import Comparison, Wrong, times_as_fast
-from transfer.planning import half_contiguous
-from transfer.receiver import Receiver, receiver
+from bench.harness.comparison import Comparison, Wrong, times_as_fast
+from bench.transfer.planning import half_contiguous
+from bench.transfer.receiver import Receiver, receiver
 
 BUFFERS, PAGE_SIZE, PAGE_BYTES = 16, 16, 4096  # 8 layers, one KV head of 128 dimensions
 PAGES = 2 * 256  # of a buffer

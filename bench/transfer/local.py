@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 import cpattn
-from comparison import Comparison, Wrong, percent_of_peak, times_as_fast
-from transfer import THREADS, copy_peak
-from transfer.planning import half_contiguous
+from bench.harness.comparison import Comparison, Wrong, percent_of_peak, times_as_fast
+from bench.transfer import THREADS, copy_peak
+from bench.transfer.planning import half_contiguous
 
 BUFFERS, PAGE_BYTES = 4, 64 << 10
 OURS, NUMPY = "cpattn", "NumPy"
@@ -29,8 +29,7 @@ def of_pages(num_pages: int, num_threads: int) -> Comparison:
     source = np.random.default_rng(1).integers(1, 256, shape, np.uint8)
     engine, target = cpattn.transfer.LocalEngine(), np.zeros_like(source)
     cpattn.transfer.register(engine, source, target)
-    sides = [layout(array) for array in (source, target)]
-    plan = cpattn.transfer.plan_kv_transfer(*sides, pages, pages)
+    plan = cpattn.transfer.plan_kv_transfer(layout(source), layout(target), pages, pages)
 
     def ours() -> int:
         return plan.execute(engine, engine.session_id)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import cpattn
-from comparison import Bar, Comparison, Wrong, microseconds, times_as_fast
+from bench.harness.comparison import Bar, Comparison, Wrong, microseconds, times_as_fast
 
 LAYERS, PAGES, PAGE_SIZE = 61, 900, 64
 TOKEN_BYTES = {"k": 512 * 2, "v": 64 * 2}  # of MLA in bfloat16
@@ -50,18 +50,19 @@ def of_pages(job: str, layers: int, src_pages: np.ndarray, dst_pages: np.ndarray
     src_pages, dst_pages = src_pages.astype(np.int32), dst_pages.astype(np.int32)
     num_pages = int(max(src_pages.max(), dst_pages.max())) + 1
     src, dst = (layout(layers, num_pages, base) for base in (1 << 46, 1 << 47))
-    plain = [pointers(side) for side in (src, dst)]
+    src_ptrs, dst_ptrs = pointers(src), pointers(dst)
     item_lens = np.array([entry.item_len for entry in src.entries], np.uint64)
+
+    def in_lists() -> tuple[Any, ...]:
+        sides = src_ptrs.tolist(), dst_ptrs.tolist()
+        return in_loops(*sides, item_lens.tolist(), src_pages, dst_pages)
+
     implementations: dict[str, Callable[[], Any]] = {
         OURS: lambda: cpattn.transfer.plan_kv_transfer(src, dst, src_pages, dst_pages),
-        NUMPY: lambda: in_numpy(*plain, item_lens, src_pages, dst_pages),
-        LOOPS: lambda: in_loops(
-            *(side.tolist() for side in plain), item_lens.tolist(), src_pages, dst_pages
-        ),
+        NUMPY: lambda: in_numpy(src_ptrs, dst_ptrs, item_lens, src_pages, dst_pages),
+        LOOPS: in_lists,
     }
-    expected = in_loops(
-        *(side.tolist() for side in plain), item_lens.tolist(), src_pages, dst_pages
-    )
+    expected = in_lists()
 
     def check(name: str, result: Any) -> float:
         if name == OURS:

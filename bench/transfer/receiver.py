@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process to send to: a decode server with nothing but memory, registered with the engine.
 
-``python -m transfer.receiver FILE`` is that process: it shares the file's memory with its parent,
-says where it is, and ends with its standard input.
+``python -m bench.transfer.receiver FILE`` is that process: it shares the file's memory with its
+parent, says where it is, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 import cpattn
-from contender import Failed
+from bench.harness.contender import Failed
+from bench.harness.worker import child_environment
 
-BENCH = Path(__file__).parents[1]
 MARK = "receiver: "
 
 
@@ -53,14 +53,14 @@ def receiver(size: int) -> Receiver:
         raise Failed("not installed", str(error)) from error
     file = tempfile.NamedTemporaryFile(dir=_folder(size))  # noqa: SIM115
     file.truncate(size)
-    path = [str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.Popen(
-        [sys.executable, "-m", "transfer.receiver", file.name],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        [sys.executable, "-m", "bench.transfer.receiver", file.name],
+        env=child_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
+    assert process.stdout is not None
     said = next((line for line in process.stdout if line.startswith(MARK)), "")
     if not said:
         raise Failed("crashed", f"the receiver ended with exit code {process.wait()}")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import cpattn
-from comparison import Comparison, Wrong, percent_of_peak, times_as_fast
-from transfer import THREADS, copy_peak
+from bench.harness.comparison import Comparison, Wrong, percent_of_peak, times_as_fast
+from bench.transfer import THREADS, copy_peak
 
 HEADS, HEAD_DIM, PAGE_SIZE = 8, 128, 64
 OURS, TORCH = "cpattn", "torch index_put_"

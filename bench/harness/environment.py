@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a figure depends on, and where figures are kept."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import cpattn
+from bench.harness.worker import ROOT
+from cpattn import _core
+
+RESULTS = ROOT / "bench" / "results"
+
+
+def environment() -> dict[str, Any]:
+    """What a figure depends on: machine, instruction set, compiler, versions, commit."""
+    return {
+        "machine": _cpu_name(),
+        "isa": cpattn.active_isa(),
+        "num_threads": _core.default_num_threads(),
+        "compiler": _core.__compiler__,
+        "python": platform.python_version(),
+        "numpy": version("numpy"),
+        "torch": version("torch"),
+        "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA"),
+        "cpattn": cpattn.__version__,
+        "commit": _commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of a benchmark that is made of comparisons, whose parts are modules of a package."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import torch
+
+import cpattn
+from bench.harness import command, report, runner
+from bench.harness.comparison import Comparison
+from bench.harness.environment import RESULTS, environment
+from bench.harness.figures import Row, case_label
+
+
+def parse_arguments(description: str | None, budget: float = 0.8) -> argparse.Namespace:
+    parser = command.parser(description, quick="small cases, results not kept")
+    parser.add_argument("--only", default="", help="cases with this text, not kept")
+    parser.add_argument("--budget", type=float, default=budget, help="seconds of samples per peer")
+    return parser.parse_args()
+
+
+def comparisons(package: str, parts: Sequence[str], quick: bool, only: str) -> Iterator[Comparison]:
+    for part in parts:
+        for comparison in importlib.import_module(f"{package}.{part}").comparisons(quick):
+            if only in case_label(comparison.case):
+                yield replace(comparison, bars=()) if quick else comparison
+
+
+def run(comparison: Comparison, budget: float) -> list[Row]:
+    threads = comparison.threads
+    cpattn.set_num_threads(threads)
+    torch.set_num_threads(threads)
+    common = {"part": comparison.part, "case": comparison.case}
+    return [common | row for row in runner.run(comparison, budget)]
+
+
+def measure(
+    bench: str,
+    arguments: argparse.Namespace,
+    compared: Iterable[Comparison],
+    others: Iterable[list[Row]] = (),
+    excused: Sequence[str] = (),
+) -> int:
+    """Run, print and keep all cases; 1 if a bar is missed, or a row is neither ok nor excused.
+
+    `others` are the rows of cases that are not timed.
+    """
+    begin, rows = time.monotonic(), []
+    about = {"bench": bench} | environment()
+    budget = 0.01 if arguments.quick else arguments.budget
+    for case in chain((run(comparison, budget) for comparison in compared), others):
+        report.print_case(case, f"{time.monotonic() - begin:.0f} s")
+        rows += [row | about for row in case]
+    if not arguments.quick and not arguments.only:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{bench}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if not arguments.quick:
+        report.print_bars(rows)
+    missed = any(not bar["met"] for row in rows for bar in row.get("bars", ()))
+    return int(missed or any(row["status"] not in ("ok", *excused) for row in rows))

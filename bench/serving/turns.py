@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines in processes of their own: their tokens compared, then the same load in turns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.harness.contender import Contender, Failed
+
+BACKENDS = ("stock", "cpattn")  # in the order of their turns
+NEAR_TIE = 0.25  # of log probabilities: bfloat16 roundings of the whole model
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # all of an engine in one process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+    "GOMP_SPINCOUNT": "30000",  # which the plug-in sets for the workers of servers
+}
+
+
+class Engine(Contender):
+    """A child process with an engine of vLLM, with one of the backends."""
+
+    def __init__(self, backend: str, num_threads: int, *arguments: object) -> None:
+        command = [sys.executable, "-m", "bench.serving.engine", backend, *map(str, arguments)]
+        plugins = "1" if backend == "cpattn" else "0"
+        variables = {"CPATTN_NUM_THREADS": str(num_threads), "CPATTN_PLUGINS": plugins}
+        super().__init__(backend, command, num_threads, ENVIRONMENT | variables)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one engine needed for one load, in seconds."""
+
+    wall: float
+    busy: float  # in steps of the engine
+    attention: float  # of that: writing the cache, planning and computing
+    first: list[float]  # of each request: from its arrival to its first token
+
+
+def compare_tokens(stock: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]) -> int:
+    """How many answers are the same; in the others the first difference is a near tie, or Failed.
+
+    An answer has "tokens", and "best": for each its rivals, with log probabilities.
+    """
+    same = 0
+    for number, (expected, answer) in enumerate(zip(stock, ours, strict=True)):
+        pairs = zip(expected["tokens"], answer["tokens"], expected["best"], strict=True)
+        first = next(((a, b, best) for a, b, best in pairs if a != b), None)
+        if first is None:
+            same += 1
+            continue
+        right, token, best = first
+        gap = best[str(right)] - best.get(str(token), float("-inf"))
+        if not gap <= NEAR_TIE:
+            raise Failed("wrong", f"answer {number}: token {token}, not {right}, {gap:.2g} better")
+    return same
+
+
+def take_turns(engines: Sequence[Engine], rounds: int, load: str, pace: float) -> list[list[Turn]]:
+    """For each engine its turns; arrivals are stretched by `pace`."""
+    turns: list[list[Turn]] = [[] for _ in engines]
+    for _ in range(rounds):
+        for engine, own in zip(engines, turns, strict=True):
+            own.append(Turn(**engine.ask("serve", load=load, pace=pace)))
+    return turns

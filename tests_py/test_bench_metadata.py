@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of bench_metadata.py that a wrong benchmark would come from, and what becomes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from readme_figures import compared
+
+from bench.context_parallel import metadata
+from bench.harness import program, runner
+from bench.harness.comparison import Wrong, times_as_fast
+from bench.harness.figures import case_label
+
+COMPARISONS = list(metadata.comparisons(quick=True))
+CASE = {"read": "arrays", "cp": 8, "batch": 1}
+
+
+@pytest.mark.parametrize("comparison", COMPARISONS, ids=lambda c: case_label(c.case))
+def test_quick_cases_give_whole_rows(comparison, monkeypatch):
+    monkeypatch.setattr(runner, "peak_of", lambda comparison: lambda: 1e9)  # not to be measured
+    rows = program.run(comparison, budget=0.01)
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert [row["implementation"] for row in rows] == [metadata.OURS, metadata.PEER]
+    for row in rows:
+        assert row["case"] == comparison.case
+        assert row["ns_per_item"] == 1e9 * row["median"] / comparison.case["batch"]
+        assert row.keys().isdisjoint({"rate", "unit", "peak", "percent_of_peak"})
+
+
+def test_wrong_metadata_is_found():
+    comparison = COMPARISONS[0]
+    result = comparison.implementations[metadata.PEER]()
+    assert comparison.check(metadata.OURS, result) == 0
+    result[3][0] += 1
+    with pytest.raises(Wrong, match="not equal"):
+        comparison.check(metadata.OURS, result)
+
+
+def test_full_cases_have_their_bars(monkeypatch):
+    monkeypatch.setattr(metadata, "of_batch", lambda *arguments: arguments)
+    bars = {(kind, bs, cp): bar for kind, _, bs, cp, _, bar in metadata.comparisons(quick=False)}
+    assert {case: bar for case, bar in bars.items() if bar} == {
+        ("arrays", 1, 8): 3,
+        ("lists", 1, 8): 3,
+        ("arrays", 256, 8): 20,
+        ("lists", 256, 8): 8,
+    }
+    assert len(bars) == 20
+
+
+def test_what_stops_in_a_sample_is_a_row(monkeypatch):
+    calls = []
+
+    def stopping():
+        calls.append(1)
+        if len(calls) > 1:
+            raise MemoryError("why")
+
+    monkeypatch.setattr(runner, "peak_of", lambda comparison: lambda: 1e9)
+    stops = replace(COMPARISONS[0], implementations={"peer": stopping}, check=lambda *_: 0.0)
+    (row,) = runner.run(stops, budget=1.0)
+    assert (row["status"], row["reason"]) == ("error", "MemoryError: why")
+
+
+@pytest.mark.parametrize(("met", "said"), [(True, "20 ×"), (False, "20 × (missed)")])
+def test_the_document_shows_new_results_like_stored_ones(met, said):
+    """Those of before say their one bar by itself."""
+    median = 2e-6 if met else 5e-6
+    ours = {"case": CASE, "implementation": "cpattn", "median": median}
+    peer = {"case": CASE, "implementation": "python", "median": 4e-5}
+    stored = [ours | {"bar": 20, "missed": not met, "speedup": 4e-5 / median}, peer]
+    bar = times_as_fast("cpattn", "python", 20, "python")
+    new = [ours | {"bars": [bar.judge({"cpattn": ours, "python": peer})]}, peer]
+    assert compared(stored) == compared(new)
+    assert compared(new)[1][-1] == said
