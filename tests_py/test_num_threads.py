@@ -11,7 +11,15 @@ import pytest
 import cpattn
 from cpattn import _core
 
-DEFAULT = _core.default_num_threads()
+DEFAULT = 2
+
+
+@pytest.fixture(autouse=True)
+def _default_of_the_process():
+    before = _core.default_num_threads()
+    cpattn.set_num_threads(DEFAULT)
+    yield
+    cpattn.set_num_threads(before)
 
 
 def threads_that_worked() -> int:
@@ -20,7 +28,7 @@ def threads_that_worked() -> int:
     score = rng.standard_normal((64, 40_000), np.float32)
     with cpattn.profile() as profile:
         cpattn.sparse.fast_topk(score, [score.shape[1]] * len(score), 2048)
-    return len({event["thread"] for event in profile.events if event["scope"] == "item"})
+    return len(profile.threads)
 
 
 def test_a_call_inside_uses_so_many():
@@ -35,6 +43,8 @@ def test_a_call_inside_uses_so_many():
 
 
 def test_one_is_the_callers_thread():
+    # A worker may be late on a busy machine.
+    assert any(threads_that_worked() == DEFAULT for _ in range(100))
     with cpattn.num_threads(1):
         assert threads_that_worked() == 1
 
