@@ -22,21 +22,21 @@ struct AttentionShape {
 
 constexpr int64_t kMaxHeadDim = 576;
 
-/// A dimension of heads that the kernels have; returns it. Throws std::invalid_argument in the
-/// name of `function`.
+/// Returns `dim` if the kernels have heads of it: a multiple of 16 from 16 to kMaxHeadDim.
+/// Otherwise throws std::invalid_argument, which names `function` and `name`.
 int64_t check_head_dim(const char* function, const char* name, int64_t dim);
 
 /// Consecutive rows of q that belong to one sequence. Row q_begin + i stands at
 /// key position p = first_position + i * position_step, the step being >= 0, and sees the keys
 /// [p - left, p + right] of the plan, clipped to [0, kv_len). A position outside
-/// [0, kv_len) is allowed; a row that sees no key gives zeros and LSE -inf.
+/// [0, kv_len) is allowed; the result of a row that sees no key is zeros with LSE -inf.
 struct AttentionSegment {
   int64_t q_begin = 0;
   int64_t q_len = 0;
   int64_t kv_len = 0;
   int64_t first_position = 0;
   int64_t position_step = 1;
-  int64_t table_row = 0;  // whose pages hold the keys
+  int64_t table_row = 0;  // the row of the page table whose pages hold the keys
   bool operator==(const AttentionSegment&) const = default;
 };
 
@@ -71,32 +71,33 @@ struct AttentionItem {
   int64_t first_token = 0;
   int64_t kv_begin = 0;
   int64_t kv_end = 0;
-  int32_t split = -1;   // whose part it is, in AttentionPlan::splits; -1: it is whole
+  int32_t split = -1;   // index in AttentionPlan::splits of what it is a part of; -1: it is whole
   bool decode = false;  // few rows: reads keys and values in place instead of packing them
   bool operator==(const AttentionItem&) const = default;
 };
 
-/// An item whose keys are shared out among num_parts items, part i having those
-/// of [i, i + 1) * part_keys from first_key on. Their results are merged in order.
+/// An item whose keys are shared out among num_parts items, its parts. Part i has the keys from
+/// first_key + i * part_keys up to first_key + (i + 1) * part_keys. The results of the parts are
+/// merged in their order.
 struct AttentionSplit {
   int64_t first_key = 0;
   int32_t num_parts = 0;
   int32_t rows = 0;       // of every part: num_tokens * num_heads
-  int64_t first_row = 0;  // of its parts among the rows of all parts
+  int64_t first_row = 0;  // where its parts begin among the rows of the parts of all splits
   bool operator==(const AttentionSplit&) const = default;
 };
 
 /// What plan_attention divides.
 struct AttentionBatch {
   AttentionShape shape;
-  int64_t num_rows = 0;  // of q; rows outside all segments give zeros
+  int64_t num_rows = 0;  // of q; the results of rows outside all segments are zeros
   int64_t page_size = 0;
   int64_t num_pages = 0;
   std::vector<AttentionSegment> segments;
   PageTable pages;
   MaskBits mask;
   int64_t left = 0;              // keys visible before a row's position; kUnboundedKeys for all
-  int64_t right = 0;             // and after it; 0 is causal
+  int64_t right = 0;             // keys visible after it; 0 is causal
   bool batch_invariant = false;  // see AttentionPlan
   bool operator==(const AttentionBatch&) const = default;
 };
@@ -109,18 +110,18 @@ constexpr int64_t kUnboundedKeys = int64_t{1} << 40;
 ///
 /// Segments of up to kMaxDecodeTokens tokens are divided along their keys too, at
 /// multiples of part_keys from key 0, so that few long sequences keep many threads
-/// busy; those with few rows for each KV head are read in place. Then the bits of
-/// a row depend on the lengths in its batch. With batch_invariant there is neither,
-/// and every row has the bits that it has in any other batch or chunk.
+/// busy; the keys of those with few rows for each KV head are read in place. So the bits of
+/// a row depend on the lengths in its batch. With batch_invariant no segment is divided or read
+/// in place, and every row has the bits that it has in any other batch or chunk.
 struct AttentionPlan {
   AttentionBatch batch;
   std::vector<AttentionItem> items;  // by sequence and KV head, most expensive first
   std::vector<int64_t> item_costs;   // of each item, in visible (row, key) pairs
   int64_t part_keys = 0;
   std::vector<AttentionSplit> splits;
-  int64_t partial_rows = 0;  // of all parts; while it runs they take v_head_dim +
-                             // kPartialStateFloats floats each, at most kMaxPartialBytes
-  int num_threads = 0;       // 0: the process default when run
+  int64_t partial_rows = 0;  // rows of all parts; while the plan runs each takes v_head_dim +
+                             // kPartialStateFloats floats, all at most kMaxPartialBytes
+  int num_threads = 0;       // 0: default_num_threads() when it runs
   bool operator==(const AttentionPlan&) const = default;
 };
 
@@ -129,7 +130,7 @@ constexpr int64_t kMaxPartialBytes = int64_t{32} << 20;
 /// Parts of segments whose keys are packed begin at multiples of this, where the kernels' blocks of
 /// keys do.
 constexpr int64_t kPackedGranule = 1024;
-/// What a row of a part has beside its outputs: what merging needs.
+/// Floats that a row of a part keeps beside its outputs, because merging needs them.
 constexpr int64_t kPartialStateFloats = 4;
 
 /// Divides a batch into items. Throws std::invalid_argument, naming `function`,
@@ -137,7 +138,8 @@ constexpr int64_t kPartialStateFloats = 4;
 /// consistent: that is checked where they are made.
 AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num_threads);
 
-/// (row, key) pairs of an item that its window lets see; a custom mask may hide some.
+/// The number of (row, key) pairs of an item in which the window lets the row see the key. A custom
+/// mask may hide some of them.
 int64_t visible_pairs(const AttentionBatch& batch, const AttentionItem& item);
 
 /// Tables of sequences as users give them: a rectangle whose row r holds at
@@ -154,7 +156,9 @@ PageTable page_table_from_blocks(
 
 /// The CSR form of FlashInfer: kv_indices[kv_indptr[r] .. kv_indptr[r + 1]) are
 /// the pages of sequence r and last_page_len[r], in [1, page_size], the tokens
-/// on its last page (ignored for a sequence without pages). Also gives kv_lens.
+/// on its last page (ignored for a sequence without pages). Writes the number of keys of each
+/// sequence to kv_lens. Throws std::invalid_argument for offsets, pages and lengths that do not
+/// fit.
 PageTable page_table_from_csr(
     const char* function,
     std::span<const int64_t> kv_indptr,
@@ -165,8 +169,8 @@ PageTable page_table_from_csr(
     std::vector<int64_t>& kv_lens
 );
 
-/// Packs a mask given as one byte per (row, key), true = visible unless
-/// `inverted`, row-major per segment: segment s starts at starts[s] and its rows
+/// Packs a mask given as one byte for each (row, key): nonzero means visible, or hidden if
+/// `inverted`. It is row-major within each segment: segment s starts at starts[s] and its rows
 /// are row_strides[s] bytes apart.
 MaskBits pack_mask(
     std::span<const AttentionSegment> segments,

@@ -8,24 +8,25 @@
 
 namespace cpattn {
 
-/// What determines a plan of plan_sequences: a plan can be written down by it and made again.
+/// What determines a plan of plan_sequences, so that a plan can be stored and made again.
 struct AttentionPlanState {
   AttentionShape shape;
   std::vector<int64_t> q_lens, kv_lens;  // [num_sequences]
   std::vector<int64_t> page_ids;         // of all sequences, one after the other
   int64_t page_size = 0;
   int64_t num_pages = 0;
-  int64_t left = 0;   // of AttentionBatch
-  int64_t right = 0;  // likewise, 0 or kUnboundedKeys
+  int64_t left = 0;   // AttentionBatch::left
+  int64_t right = 0;  // AttentionBatch::right: 0 or kUnboundedKeys
   bool has_mask = false;
-  std::vector<uint8_t> mask_bits;  // of MaskBits
+  std::vector<uint8_t> mask_bits;  // MaskBits::bits
   bool batch_invariant = false;
   int num_threads = 0;
 };
 
+/// The state of a plan.
 AttentionPlanState state_of(const AttentionPlan& plan);
 
-/// The plan of such a state. Throws std::invalid_argument for a state that no plan has.
+/// The plan that a state determines. Throws std::invalid_argument for a state that no plan has.
 AttentionPlan plan_of(const AttentionPlanState& state);
 
 }  // namespace cpattn

@@ -18,8 +18,9 @@ namespace cpattn {
 /// numbers are, NaN included. If both rows are empty the result is zeros with
 /// lse = -inf. lse = +inf (another library's mark of an empty row) is refused.
 ///
-/// On default_num_threads() threads. Interrupted, it leaves any part of the rows merged, each
-/// of them whole.
+/// Runs on default_num_threads() threads. If the call is interrupted, some of the rows are merged,
+/// each of them wholly, and the others are as they were. Throws std::invalid_argument before
+/// anything is written.
 void merge_state(
     const TensorView& out_a,
     const TensorView& lse_a,

@@ -24,13 +24,14 @@ struct PagedCache {
   int64_t page_stride = 0;
   int64_t row_stride = 0;
   int64_t head_stride = 0;
-  TensorView tensor;  // as given, for overlap checks and messages
+  TensorView tensor;  // as the caller gave it, for overlap checks and messages
 };
 
 /// Reads a cache argument: [num_pages, page_size, num_kv_heads, head_dim] (NHD),
 /// [num_pages, num_kv_heads, page_size, head_dim] (HND), or, with page_size and
-/// NHD, [num_slots, num_kv_heads, head_dim] with num_slots a multiple of it.
-/// A 4-D cache must agree with page_size when both are given.
+/// NHD, [num_slots, num_kv_heads, head_dim] with num_slots a multiple of page_size.
+/// The pages of a 4-D cache must have page_size tokens if that is given. Throws
+/// std::invalid_argument, which names `function` and `name`, for anything else.
 PagedCache paged_cache(
     const char* function,
     const char* name,
@@ -53,17 +54,17 @@ struct AttentionArguments {
   std::optional<TensorView> lse;     // float32 [num_rows, num_heads]
 };
 
-/// Head counts and dimensions as the tensors have them; the rope part counts to
-/// head_dim.
+/// Head counts and dimensions as the tensors have them; head_dim includes the dimensions of
+/// q_rope.
 AttentionShape attention_shape(const AttentionArguments& arguments);
 
 /// Attention over paged keys and values: for every row of every segment
 ///   out = softmax_j(scale * q . k_j over the visible keys j, and the sink) v_j
 ///   lse = log sum_j exp(scale * q . k_j), without the sink, natural logarithm.
-/// Accumulates in float32 and rounds once. Rows without visible keys and rows
-/// outside all segments give zeros and -inf; the latter are never read. out and
-/// lse may not overlap an input. The result does not depend on the number of
-/// threads. Throws std::invalid_argument before anything is written.
+/// Accumulates in float32 and rounds once. Results of rows without visible
+/// keys and of rows outside all segments are zeros and -inf; the latter rows are never read. out
+/// and lse may not overlap an input. The result does not depend on the number of threads. Throws
+/// std::invalid_argument before anything is written.
 void run_attention(const AttentionPlan& plan, const AttentionArguments& arguments);
 
 }  // namespace cpattn

@@ -20,15 +20,15 @@ struct CsrPages {
 /// own new keys included).
 struct SequenceBatch {
   AttentionShape shape;
-  std::optional<int64_t> num_rows;  // of q, if that is known: the sum of q_lens
+  std::optional<int64_t> num_rows;  // rows of q, if they are known: must be the sum of q_lens
   std::vector<int64_t> q_lens;
   std::vector<int64_t> kv_lens;            // unused with csr, which implies them
-  std::optional<IndexTable> block_tables;  // exactly one of these two
+  std::optional<IndexTable> block_tables;  // exactly one of block_tables and csr
   std::optional<CsrPages> csr;
   int64_t page_size = 0;
   int64_t num_pages = 0;
   bool causal = true;                     // key j is visible from position p if j <= p
-  std::optional<int64_t> window;          // and if p - window <= j; needs causal
+  std::optional<int64_t> window;          // if given, only if p - window <= j, too; needs causal
   std::optional<TensorView> custom_mask;  // bool [sum(q_len * kv_len)], row-major per
                                           // sequence; true keeps what the rest leaves visible
   /// With more queries than keys the first ones stand before key 0. Under causal they see
@@ -39,7 +39,8 @@ struct SequenceBatch {
 
 /// The plan of such a batch. Throws std::invalid_argument, naming `function`,
 /// for negative or mismatched lengths, bad page ids, tables that are too narrow, and
-/// more new tokens than keys under causal. num_threads 0 is the default of the process at run time.
+/// more new tokens than keys under causal. num_threads 0 stands for default_num_threads() when the
+/// plan runs.
 AttentionPlan plan_sequences(const char* function, const SequenceBatch& batch, int num_threads);
 
 }  // namespace cpattn

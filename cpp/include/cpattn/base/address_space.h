@@ -10,12 +10,12 @@ namespace cpattn {
 /// What this process can read and write, as of when it was asked.
 class AddressSpace {
  public:
-  /// Of /proc/self/maps. std::runtime_error that names `function` where the system has no such
-  /// file.
+  /// Reads /proc/self/maps. Throws std::runtime_error, which names `function`, where the system has
+  /// no such file.
   static AddressSpace now(const char* function);
 
-  /// The first address of [addr, addr + size) that cannot be both read and written; none if all
-  /// can. The range does not pass 2^64.
+  /// Returns the first address of [addr, addr + size) that cannot be both read and written, or none
+  /// if all can. The range does not pass 2^64.
   std::optional<uint64_t> find_gap(uint64_t addr, uint64_t size) const;
 
  private:
@@ -23,7 +23,7 @@ class AddressSpace {
     uint64_t begin = 0;
     uint64_t end = 0;
   };
-  std::vector<Range> ranges_;  // ascending; neighbours are one
+  std::vector<Range> ranges_;  // ascending; adjacent ranges are joined
 };
 
 }  // namespace cpattn

@@ -9,6 +9,7 @@
 
 namespace cpattn {
 
+/// The parts as text, one after the other.
 template <class... Parts>
 std::string concat(const Parts&... parts) {
   std::ostringstream text;
@@ -26,7 +27,7 @@ void check(bool ok, const Parts&... parts) {
     throw std::invalid_argument(concat(parts...));
 }
 
-/// `value` as int32, or std::invalid_argument naming `what`.
+/// Returns `value` as int32. Throws std::invalid_argument, which names `what`, if it does not fit.
 inline int32_t narrow_to_int32(int64_t value, const char* what) {
   check(value >= INT32_MIN && value <= INT32_MAX, what, " must fit into int32, got ", value);
   return static_cast<int32_t>(value);

@@ -4,15 +4,15 @@
 namespace cpattn {
 
 /// The levels of the x86-64 ABI: AVX2, FMA, BMI, F16C and what comes with them,
-/// and AVX-512 F, BW, CD, DQ and VL; true when the processor has them all and the
+/// and AVX-512 F, BW, CD, DQ and VL. True when the processor has all of a level and the
 /// operating system saves their registers.
 bool has_x86_64_v3();
 bool has_x86_64_v4();
 
 /// True when this process may use AMX tiles: the processor has AMX-TILE, -BF16
 /// and -INT8, the kernel saves tile state and has granted this process the
-/// permission that tiles need (asked for here; it holds for all threads).
-/// CPUID leaf 1DH is not asked: some hypervisors pass AMX on but leave it empty.
+/// permission that tiles need (the first call asks for it; it holds for all threads).
+/// CPUID leaf 1DH is not read: some hypervisors pass AMX on but leave it empty.
 bool amx_usable();
 
 /// True when CPUID leaf 1DH lists no tile palette. oneDNN configures tiles from

@@ -22,6 +22,7 @@ enum class DType : uint8_t {
 
 /// Bytes of one element.
 int64_t element_size(DType dtype);
+/// The name of the enumerator, but "bool" for bool8.
 const char* dtype_name(DType dtype);
 std::ostream& operator<<(std::ostream& out, DType dtype);
 

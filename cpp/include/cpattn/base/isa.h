@@ -12,11 +12,12 @@ namespace cpattn {
 /// plain C++: slow, and in test builds (CPATTN_AMX_TWIN) only.
 enum class Isa { portable, avx2, avx512, avx512bf16, amx_twin, amx, neon, neonbf16 };
 
+/// The name that CPATTN_ISA takes, such as "amx-twin".
 std::string_view isa_name(Isa isa);
 
 /// What this build has kernels for and this machine can run, slowest first.
 /// The order is by speed, not by feature: vdpbf16ps runs at twice the float32
-/// rate on AMD and at half of it on Intel, where avx512 therefore comes after.
+/// rate on AMD and at half of it on Intel, where avx512 therefore comes after avx512bf16.
 /// amx comes last for the rates of a prototype of its kernels, measured on Emerald
 /// Rapids: 40 % of 2350 GFLOP/s a core, where float32 has 176 at most. The
 /// kernels themselves are proved bit for bit by the twin, but have not been timed.

@@ -9,11 +9,12 @@
 
 namespace cpattn {
 
-/// Threads a call may use when it does not say: exchange_thread_default() of the
+/// Threads that a call may use when it names no number: exchange_thread_default() of the
 /// calling thread, else set_num_threads(), else the environment variable
 /// CPATTN_NUM_THREADS, else the CPUs this process may run on. Throws
 /// std::invalid_argument when the variable is not a positive number.
 int default_num_threads();
+/// Throws std::invalid_argument for a number below 1.
 void set_num_threads(int num_threads);
 
 /// Sets the default of calls of this thread, 0 for that of the process, and
@@ -40,9 +41,9 @@ class InterruptScope {
 };
 
 /// What the running items of one parallel_for share. Long items call
-/// should_stop() now and then and return early when it is true. In it the hook may run
-/// anything on this thread, calls of this library among it: these have scratch of their
-/// own, but leave vector and tile registers to nobody.
+/// should_stop() now and then and return early when it is true. Inside of should_stop() the hook
+/// may run any code on this thread, calls of this library among it. Such nested calls have scratch
+/// of their own, but they overwrite vector and tile registers.
 class StopToken {
  public:
   virtual bool should_stop() = 0;
@@ -77,9 +78,9 @@ class ItemFunction {
 /// here after the others have ended.
 void parallel_for(int64_t num_items, int num_threads, ItemFunction function);
 
-/// A 64-byte aligned buffer of this thread, at least `bytes` large, kept for
-/// the next call. Its contents are undefined; only the next call for scratch of this thread
-/// invalidates it, not those of calls nested in should_stop().
+/// Returns a 64-byte aligned buffer of this thread, at least `bytes` large, which is kept for the
+/// next call. Its contents are undefined. Only the next thread_scratch() of this thread invalidates
+/// it; those of calls that are nested in should_stop() do not. Throws std::bad_alloc.
 void* thread_scratch(std::size_t bytes);
 
 }  // namespace cpattn

@@ -33,9 +33,10 @@ struct TensorView {
     return strides[axis];
   }
   int64_t num_elements() const;
-  /// One block without gaps, in row-major order.
+  /// Whether the elements are one block without gaps, in row-major order.
   bool is_contiguous() const;
-  /// Axes of size one and empty tensors have no meaningful stride.
+  /// Whether neighbours in the last dimension are neighbours in memory. Strides of axes of size one
+  /// and of empty tensors have no meaning and are not looked at.
   bool last_dim_contiguous() const;
   template <class T>
   T* as() const {
@@ -53,12 +54,13 @@ std::ostream& operator<<(std::ostream& out, ShapeOf shape);
 /// views that interleave without sharing an element count as overlapping.
 bool may_overlap(const TensorView& a, const TensorView& b);
 
-/// Checks rank and last-dimension contiguity of an argument at the public
-/// boundary; `function` and `name` go into the message.
+/// Throws std::invalid_argument, which names `function` and `name`, unless an argument of a public
+/// function has this rank and a contiguous last dimension.
 void check_tensor(const char* function, const char* name, const TensorView& tensor, int rank);
 
-/// The first `left` elements of the last dimension and the `right` ones that follow; it must
-/// have exactly these.
+/// Returns views of the first `left` elements of the last dimension and of the `right` ones that
+/// follow. Throws std::invalid_argument, which names `function` and `name`, if it has not exactly
+/// left + right.
 std::pair<TensorView, TensorView> split_last_dim(
     const char* function, const char* name, const TensorView& tensor, int64_t left, int64_t right
 );

@@ -9,10 +9,10 @@
 
 namespace cpattn {
 
-/// What a thread is doing. Those up to `wait` exclude each other on a thread, but for
-/// calls that run at the same time and share workers: one may wait for a thread that
-/// works for another. `item`, a unit of work, and `call`, a public function, are
-/// around them.
+/// What a thread is doing. The scopes up to `wait` exclude each other on a thread, with one
+/// exception: of calls that run at the same time and share workers, one may wait for a thread that
+/// works for another. The scopes `item`, a unit of work, and `call`, a public function, enclose the
+/// others.
 enum class TraceScope : uint8_t {
   pack,     // bringing Q, K and V into the order that the products read
   qk,       // Q K^T
@@ -30,9 +30,9 @@ enum class TraceScope : uint8_t {
 struct TraceEvent {
   int64_t begin = 0;  // nanoseconds since start_trace()
   int64_t end = 0;
-  int64_t flops = 0;  // of qk and pv: all that were computed; of item: the useful ones
+  int64_t flops = 0;  // qk and pv count all that were computed, item the useful ones
   TraceScope scope = TraceScope::call;
-  DType dtype = DType::float32;  // of the flops
+  DType dtype = DType::float32;  // in which the flops were computed
   uint16_t thread = 0;           // into Trace::threads
   uint16_t function = 0;         // into Trace::functions
 };
@@ -46,22 +46,22 @@ struct TraceThread {
 /// What was recorded between start_trace() and stop_trace().
 struct Trace {
   int64_t nanoseconds = 0;
-  std::vector<TraceEvent> events;             // by the thread that recorded them
+  std::vector<TraceEvent> events;             // grouped by the thread that recorded them
   std::vector<TraceThread> threads;           // in the order of their first events
   std::vector<std::string> functions = {""};  // names of calls
 };
 
-/// Starts to record at most max_events (>= 1) of each thread, at 40 bytes; those
-/// beyond are counted. A thread keeps its buffer until it records for another trace
-/// or ends. One trace at a time per process: throws
-/// std::runtime_error while there is one. A forked child records nothing.
+/// Starts to record at most max_events (>= 1) events of each thread, of 40 bytes each; what is
+/// beyond is counted as dropped. A thread keeps its buffer until it records for another trace
+/// or ends. A process has one trace at a time: throws
+/// std::runtime_error while there is another. A forked child records nothing.
 void start_trace(int64_t max_events);
 
 /// Ends the trace. What is not over by then is not in it. Throws
 /// std::runtime_error when there is none.
 Trace stop_trace();
 
-/// One relaxed load: whether a trace is on.
+/// Whether a trace is on. It costs one relaxed load.
 bool tracing();
 
 /// Records its own lifetime. It costs one relaxed load when no trace is on.
@@ -87,16 +87,17 @@ class TraceSpan {
   const char* function_;
 };
 
-/// From now on this thread is in `scope`: until its next mark, or until a
-/// TraceSpan of it begins or ends.
+/// From now on this thread is in `scope`, until its next mark or until one of its TraceSpans begins
+/// or ends.
 void trace_mark(TraceScope scope, int64_t flops, DType dtype);
 
-/// A thread at a time; session 0 when no trace is on.
+/// A thread and a point in time.
 struct TracePoint {
-  uint64_t session = 0;
+  uint64_t session = 0;  // 0 when no trace is on
   int64_t time = 0;
   uint16_t thread = 0;
 };
+/// This thread, now.
 TracePoint trace_here();
 
 /// Records that the thread of `since` has waited from then until now. Any

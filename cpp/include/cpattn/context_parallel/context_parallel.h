@@ -22,25 +22,27 @@ namespace cpattn {
 ///               length L; all geometry is in the "prev" fields
 enum class CpStrategy : uint8_t { zigzag, interleave, contiguous };
 
+/// The name of the enumerator, such as "zigzag".
 std::string_view cp_strategy_name(CpStrategy strategy);
 
-/// The strategy of that name or alias (in-seq-split, head_tail, dual_chunk_swap;
-/// round-robin-split). Throws std::invalid_argument in the name of `function`.
+/// The strategy of that name or alias: in-seq-split, head_tail and dual_chunk_swap are zigzag,
+/// round-robin-split is interleave. Throws std::invalid_argument, which names `function`.
 CpStrategy parse_cp_strategy(std::string_view name, const char* function);
 
 /// Whether kv_len_* counts the cached prefix (baked) or new tokens only (bare).
 enum class KvLenConvention : uint8_t { baked, bare };
 
+/// The name of the enumerator: "baked" or "bare".
 std::string_view kv_len_convention_name(KvLenConvention convention);
+/// The convention of that name. Throws std::invalid_argument, which names `function`.
 KvLenConvention parse_kv_len_convention(std::string_view name, const char* function);
 
 /// Far above any system, and small enough for int32 products of block numbers.
 constexpr int64_t kMaxCpSize = int64_t{1} << 15;
 
-/// What context-parallel metadata is built from. Lengths are >= 0 and fit int32,
-/// as must their sums. seq_lens are cached prefix + new tokens; without them
-/// there is no prefix. num_tokens above the sum of extend_lens pads the last
-/// sequence, below it is an error.
+/// What context-parallel metadata is built from. Lengths and their sums are >= 0 and fit int32.
+/// seq_lens are cached prefix + new tokens; without them there is no prefix. num_tokens above the
+/// sum of extend_lens pads the last sequence, num_tokens below the sum is an error.
 struct CpBatch {
   using Lens = std::span<const int64_t>;
 
@@ -52,7 +54,7 @@ struct CpBatch {
   KvLenConvention kv_len_convention = KvLenConvention::baked;
   /// As serving engines build it: seq_lens of another length mean no prefix,
   /// seq_lens below extend_lens a prefix of 0, and missing extend_lens the
-  /// seq_lens, or else one sequence of num_tokens. Otherwise each is an error.
+  /// seq_lens, or else one sequence of num_tokens. Without compat each of these is an error.
   bool compat = false;
 };
 
@@ -111,19 +113,22 @@ struct ContextParallelMetadata {
   bool operator==(const ContextParallelMetadata& other) const;
 };
 
+/// The share of one rank. Throws std::invalid_argument, which names argument, index and value, for
+/// a cp_rank outside [0, cp_size) and a batch that breaks the rules of CpBatch.
 ContextParallelMetadata build_cp_metadata(const CpBatch& batch, int64_t cp_rank);
 
-/// One per rank, all on one allocation; what does not depend on the rank is
-/// stored once.
+/// The shares of all ranks in their order, in one allocation; what does not depend on the rank is
+/// stored once. Errors are those of build_cp_metadata.
 std::vector<ContextParallelMetadata> build_cp_metadata_all_ranks(const CpBatch& batch);
 
 /// The same plan for ranks that all hold the same number of rows: the longest
 /// rank's, rounded up to a multiple of 2 W (zigzag) or W. Nothing is copied, and
-/// a physical plan is returned as it is.
+/// a physical plan is returned as it is. Throws std::invalid_argument where the rows pass int32.
 ContextParallelMetadata pad_to_physical(const ContextParallelMetadata& metadata);
 
-// The blocks of all ranks, [bs S], computed on each call: at a large cp_size they
-// would outweigh all the rest. Not for interleave, which has no blocks.
+// The next three functions describe the blocks of all ranks, [bs S]. They compute on each call, as
+// at a large cp_size their results would outweigh all the rest. They throw std::invalid_argument
+// for interleave, which has no blocks.
 /// b_0[0 .. S), b_1[0 .. S), ...: block sizes in token order.
 std::vector<int32_t> split_list(const ContextParallelMetadata& metadata);
 /// Block sizes in the order in which gathered ranks hold them: of each rank prev of
@@ -132,7 +137,8 @@ std::vector<int32_t> reverse_split_len(const ContextParallelMetadata& metadata);
 /// Where each block of split_list stands in reverse_split_len.
 std::vector<int32_t> cp_reverse_index(const ContextParallelMetadata& metadata);
 
-// Token-wise views, computed on each call: [num_local_rows()], logical rows only.
+// The next five functions describe tokens or sequences, and compute on each call. Those of local
+// rows are [num_local_rows()]: logical rows only.
 /// The position of each local row in the token order of the whole batch.
 std::vector<int32_t> local_q_indices(const ContextParallelMetadata& metadata);
 /// The sequence of each local row.
@@ -143,11 +149,11 @@ std::vector<int32_t> query_cache_lengths(const ContextParallelMetadata& metadata
 /// For each token of the batch [total_seq_lens], its row when the logical rows
 /// of all ranks stand in rank order: the inverse of every rank's local_q_indices.
 std::vector<int32_t> gathered_row_indices(const ContextParallelMetadata& metadata);
-/// Interleave only: local rows of each sequence [bs], zeros kept.
+/// The number of local rows of each sequence [bs], zeros included. For interleave only.
 std::vector<int32_t> rows_per_request(const ContextParallelMetadata& metadata);
 
 /// Whether a batch may run context-parallel: cp_size > 1, a mode whose tokens
-/// may be split (none: allowed, but not for interleave), and enough tokens.
+/// may be split (no mode at all will do, but not for interleave), and enough tokens.
 /// Zigzag and contiguous need num_tokens (default: the sum) and every sequence
 /// to have at least 2 cp_size or cp_size tokens; interleave needs a sum of at
 /// least cp_size.
@@ -159,8 +165,8 @@ bool can_apply_cp(
     std::optional<ForwardMode> mode
 );
 
-/// The same for the interleaved prefill of a sparse-attention (DSA) model; false
-/// for every other strategy.
+/// Whether a batch of a sparse-attention (DSA) model may run context-parallel as an interleaved
+/// prefill. False for every other strategy.
 bool can_dsa_prefill_cp_interleave(
     std::span<const int64_t> extend_lens, int64_t cp_size, CpStrategy strategy, ForwardMode mode
 );

@@ -16,7 +16,7 @@ struct CpAttentionArguments {
   TensorView q;        // [rows, num_heads * head_dim]: this rank's logical rows (zigzag: all prev
                        // blocks, then all next blocks), then any number of pad rows
   TensorView k_cache;  // contiguous, num_pages * page_size * num_kv_heads * head_dim elements
-  TensorView v_cache;  // likewise, with v_head_dim, which the sizes imply
+  TensorView v_cache;  // contiguous, with v_head_dim for head_dim; the sizes imply which
   IndexTable block_tables;  // [bs, pages]: the pages of each sequence, prefix included
   int64_t page_size = 0;
   int64_t num_heads = 0;

@@ -19,6 +19,8 @@ enum class ForwardMode : uint8_t {
   dllm_extend
 };
 
+// The predicates below have the names and members of the engine's own.
+
 constexpr bool is_extend(ForwardMode mode, bool include_draft_extend_v2 = false) {
   return mode == ForwardMode::extend || mode == ForwardMode::mixed ||
          mode == ForwardMode::target_verify || mode == ForwardMode::split_prefill ||

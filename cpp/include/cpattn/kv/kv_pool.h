@@ -10,9 +10,9 @@
 namespace cpattn {
 
 /// One kind of entry of a KV pool - keys, values or keys of an indexer - for all layers:
-/// [num_layers, num_slots, row_elements] without gaps, in memory of its own. With the large pages
-/// of PoolMemory, rows at random slots find their addresses in the TLB. (32768 rows of K and V,
-/// shuffled, two threads: casts to FP8 go from 26-39 to 51 GB/s, copies stay at 56.)
+/// shape [num_layers, num_slots, row_elements] without gaps, in memory of its own. With the large
+/// pages of PoolMemory, rows at random slots find their addresses in the TLB. (32768 rows of K and
+/// V, shuffled, two threads: casts to FP8 go from 26-39 to 51 GB/s, copies stay at 56.)
 class KVBuffer {
  public:
   /// All sizes are >= 1. Throws std::invalid_argument, which names `function`, if they are not

@@ -12,12 +12,12 @@ namespace cpattn {
 /// engine that peers reach it through share it, and it goes when the last of them lets go.
 class PoolMemory {
  public:
-  /// num_bytes >= 1. A std::bad_alloc that names `function` and says how much was asked for if the
-  /// system has no such address space.
+  /// num_bytes >= 1. Throws a std::bad_alloc that names `function` and says how much was asked for
+  /// if the system has no such address space.
   static std::shared_ptr<PoolMemory> make(const char* function, int64_t num_bytes);
 
-  /// All memory of pools that has a byte in [addr, addr + size), ascending. Every process finds its
-  /// own by their addresses, for these are all that engines are told.
+  /// Returns all memory of pools that has a byte in [addr, addr + size), in ascending order. A
+  /// process finds its pools by their addresses, which are all that engines are told.
   static std::vector<std::shared_ptr<PoolMemory>> find(uint64_t addr, uint64_t size);
 
   ~PoolMemory();

@@ -15,15 +15,24 @@ namespace cpattn {
 
 /// The arguments of npu_fused_infer_attention_score that have a meaning on a
 /// CPU, under the operator's own names. Layouts are named by their axes; what
-/// follows an underscore is the layout of the output. B batch, T all tokens of
-/// the batch in a row, S tokens, N heads, D dimension, H = N * D.
+/// follows an underscore is the layout of the output. B is the batch, T all tokens of
+/// the batch in a row, S the tokens of a sequence (S1 of queries, S2 of keys), N heads,
+/// D the dimension of a head, H = N * D. Packed layouts are those with T.
+///
+/// `query` has the axes of input_layout: [B, S1, H], [B, S1, N, D], [B, N, S1, D], [T, N, D] or
+/// [N, T, D]. So have key and value, with num_key_value_heads for N and S2 for S1; or they are
+/// paged, [blocks, block_size, H] and, under BNSD and packed layouts, [blocks, N, block_size, D].
+/// They are float32, float16 or bfloat16, all of one dtype.
 struct FiaArguments {
-  TensorView query, key, value;
-  std::optional<TensorView> query_rope, key_rope;  // more dimensions of query and key
-  std::optional<TensorView> atten_mask;            // true hides
-  std::optional<std::vector<int64_t>> actual_seq_lengths;
-  std::optional<std::vector<int64_t>> actual_seq_lengths_kv;
-  std::optional<IndexTable> block_table;
+  TensorView query, key, value;                    // value may have another D
+  std::optional<TensorView> query_rope, key_rope;  // more dimensions of query and key: their
+                                                   // shapes with another D
+  /// bool, int8 or uint8; true hides. Modes 0 and 1: [S1, S2], [B or 1, S1, S2], [B or 1, 1, S1,
+  /// S2], or [B, S2] if S1 is 1; modes 2 to 4: the template [2048, 2048].
+  std::optional<TensorView> atten_mask;
+  std::optional<std::vector<int64_t>> actual_seq_lengths;     // [B] or [1]; packed: running sums
+  std::optional<std::vector<int64_t>> actual_seq_lengths_kv;  // the same of keys; paged: lengths
+  std::optional<IndexTable> block_table;                      // [B, blocks of a sequence], if paged
   int64_t num_heads = 1;
   int64_t num_key_value_heads = 0;  // 0: as many as num_heads
   double scale = 1;
@@ -32,17 +41,17 @@ struct FiaArguments {
   std::string input_layout = "BSH";
   int64_t sparse_mode = 0;
   int64_t inner_precise = 0;
-  int64_t block_size = 0;
+  int64_t block_size = 0;  // tokens of a block, if paged
   bool softmax_lse_flag = false;
 };
 
 /// A checked call, with views of the tensors of its arguments.
 struct FiaPlan {
   std::vector<int64_t> out_shape;  // dtype of query
-  std::vector<int64_t> lse_shape;  // float32; [1] when not asked for
-  /// One plan where all rows of a tensor are one stride apart, in every tensor.
-  /// Otherwise (several sequences of several tokens with the heads outside the
-  /// tokens) one for each sequence; none if query is empty.
+  std::vector<int64_t> lse_shape;  // float32; [1] without softmax_lse_flag
+  /// One plan if in every tensor all rows are one stride apart. Otherwise (several
+  /// sequences of several tokens with the heads outside the tokens) one for each
+  /// sequence; none if query is empty.
   std::vector<AttentionPlan> plans;
 
   AttentionArguments arguments;  // all but q, q_rope, out and lse
@@ -52,8 +61,8 @@ struct FiaPlan {
 };
 
 /// Checks the arguments and plans the work. Throws std::invalid_argument for
-/// whatever the operator's documentation rules out by meaning: mandatory
-/// arguments, lengths, mask shapes, modes against layouts, page ids (which the
+/// whatever the meaning of the operator's documentation rules out: missing
+/// arguments, lengths, mask shapes, modes that a layout does not have, page ids (which the
 /// NPU does not look at). Limits of the chip are not enforced.
 FiaPlan plan_fia(const FiaArguments& arguments);
 

@@ -13,8 +13,8 @@
 namespace cpattn {
 
 /// The arguments of npu_lightning_indexer under the operator's own names. B
-/// batch, S tokens (S1 of query, S2 of key), T all tokens of the batch in a row,
-/// N heads, D dimension.
+/// is the batch, S the tokens of a sequence (S1 of query, S2 of key), T all tokens of the
+/// batch in a row, N heads, D the dimension of a head.
 struct LightningIndexerArguments {
   TensorView query;    // BSND [B, S1, N, D] or TND [T1, N, D]; bfloat16 or float32
   TensorView key;      // BSND [B, S2, 1, D], TND [T2, 1, D] or PA_BSND [blocks, block_size, 1, D]
@@ -30,18 +30,18 @@ struct LightningIndexerArguments {
   int64_t next_tokens = std::numeric_limits<int64_t>::max();
   TensorView indices;                // int32, contiguous: the shape of query with [1, sparse_count]
                                      // for [N, D]
-  std::optional<TensorView> values;  // float32, likewise: the scores of the indices
+  std::optional<TensorView> values;  // float32, contiguous, the shape of indices: their scores
 };
 
 /// The sparse_count keys with the largest sum_n weights[n] relu(query[n] . key)
 /// for each query, as positions within its sequence: query i of S1 chooses among
 /// all S2 keys in mode 0, and among keys [0, i + S2 - S1] in mode 3, S1 and S2
-/// being the lengths of its sequence. By score, descending, ties to the smaller
-/// index; ascending if all are chosen; then -1, with a value of -inf, as in all
-/// of a row past the length of its sequence.
+/// being the lengths of its sequence. They stand in descending order of score, ties in
+/// that of the index, or in ascending order if all keys are chosen. Behind them, and in rows
+/// past the length of their sequence, indices are -1 and values -inf.
 ///
-/// Throws std::invalid_argument for whatever the operator's documentation rules
-/// out by meaning: layouts, mandatory arguments, lengths, modes, block ids. Limits
+/// Throws std::invalid_argument for whatever the meaning of the operator's documentation
+/// rules out: layouts, mandatory arguments, lengths, modes, block ids. Limits
 /// of the chip (head counts, D, block sizes, sparse_count) are not enforced.
 void npu_lightning_indexer(const LightningIndexerArguments& arguments);
 

@@ -16,9 +16,11 @@ namespace cpattn::reference {
 /// A batch of sequences whose last q_lens[r] of kv_lens[r] tokens ask.
 struct PagedAttention {
   TensorView q;        // [sum(q_lens), num_heads, head_dim]
-  TensorView k_cache;  // [num_pages, page_size, num_kv_heads, head_dim], or HND:
-  TensorView v_cache;  // [num_pages, num_kv_heads, page_size, head_dim], or 3-D:
-  bool hnd = false;    // [num_pages * page_size, num_kv_heads, head_dim]
+  TensorView k_cache;  // [num_pages, page_size, num_kv_heads, head_dim]; if hnd,
+                       // [num_pages, num_kv_heads, page_size, head_dim]; or
+                       // [num_pages * page_size, num_kv_heads, head_dim]
+  TensorView v_cache;  // the same with v_head_dim
+  bool hnd = false;
   int64_t page_size = 0;
   std::vector<int64_t> q_lens;
   std::vector<int64_t> kv_lens;
@@ -32,10 +34,10 @@ struct PagedAttention {
   std::optional<TensorView> sinks;        // [num_heads], one more logit in the denominator
 };
 
-/// out [sum(q_lens), num_heads, v_head_dim] and lse [sum(q_lens), num_heads],
+/// Writes out [sum(q_lens), num_heads, v_head_dim] and lse [sum(q_lens), num_heads],
 /// both contiguous: the natural logarithm of the sum of exponentials, without
-/// the sink. Query i of sequence r stands at p = kv_lens[r] - q_lens[r] + i; one
-/// that sees no key gives zeros and -inf. Invisible keys and values are never
+/// the sink. Query i of sequence r stands at p = kv_lens[r] - q_lens[r] + i; if it
+/// sees no key its results are zeros and -inf. Invisible keys and values are never
 /// part of a computation, so they may hold NaN.
 /// Throws std::invalid_argument for shapes that do not fit and pages that are
 /// not there.
@@ -49,12 +51,12 @@ struct SparseMla {
   double scale = 1;
   int64_t v_head_dim = 0;
   std::optional<std::vector<int64_t>> topk_length;  // [num_tokens]: entries that count
-  std::optional<TensorView> attn_sink;              // [num_heads], as `sinks` above
+  std::optional<TensorView> attn_sink;              // [num_heads], one more logit a row
 };
 
-/// out [num_tokens, num_heads, v_head_dim], max_logits and lse [num_tokens, num_heads],
+/// Writes out [num_tokens, num_heads, v_head_dim], max_logits and lse [num_tokens, num_heads],
 /// all contiguous: the largest scaled score and the logarithm of the sum of
-/// exponentials, both without the sink. Without keys zeros, -inf and -inf.
+/// exponentials, both without the sink. Without keys they are zeros, -inf and -inf.
 void flash_mla_sparse_fwd(
     const SparseMla& batch,
     const TensorView& out,
@@ -62,7 +64,7 @@ void flash_mla_sparse_fwd(
     const TensorView& lse
 );
 
-/// Attention over two disjoint sets of keys, merged: out_a, out_b and out
+/// Merges attention over two disjoint sets of keys: out_a, out_b and out
 /// [num_rows, num_heads, head_dim], lse_* [num_rows, num_heads]. A part whose
 /// lse is -inf is ignored, whatever it holds.
 void merge_state(
@@ -83,11 +85,11 @@ struct Indexer {
   std::vector<int64_t> ks, ke;
 };
 
-/// logits [T, S], contiguous: k_scale[j] * sum_h weights[i, h] * max(0, q[i, h] . k[j]),
+/// Writes logits [T, S], contiguous: k_scale[j] * sum_h weights[i, h] * max(0, q[i, h] . k[j]),
 /// and -inf outside [ks[i], ke[i]).
 void indexer_logits(const Indexer& indexer, const TensorView& logits);
 
-/// out[i] = x[i] / sqrt(mean(x[i]^2) + eps) * weight + bias: x and out [n, dim].
+/// Writes out[i] = x[i] / sqrt(mean(x[i]^2) + eps) * weight + bias: x and out [n, dim].
 void rms_norm(
     const TensorView& x,
     const TensorView& weight,
@@ -96,10 +98,10 @@ void rms_norm(
     const TensorView& out
 );
 
-/// out = scale * x H, H[i][j] = (-1)^popcount(i & j): x and out [n, dim].
+/// Writes out = scale * x H, H[i][j] = (-1)^popcount(i & j): x and out [n, dim].
 void hadamard_transform(const TensorView& x, double scale, const TensorView& out);
 
-/// Rows of the FP8 cache, bytes [n, 656], as the numbers they mean: out [n, 576].
+/// Writes rows of the FP8 cache, bytes [n, 656], as the numbers they stand for: out [n, 576].
 void dequantize_kv_rows(const TensorView& rows, const TensorView& out);
 
 }  // namespace cpattn::reference

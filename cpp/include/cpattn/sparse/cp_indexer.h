@@ -12,8 +12,8 @@
 
 namespace cpattn {
 
-/// One layer of the indexer on one rank. The cache is in one of the forms of
-/// engines, of pages P of page_size rows:
+/// One layer of the indexer on one rank. The cache has P pages of page_size rows, in one of
+/// the forms of engines:
 ///
 ///   rows    [P, page_size, D], [P, page_size, 1, D] or, by slots,
 ///           [P * page_size, 1, D]; bfloat16, float32, float8_e4m3fn or int8
@@ -32,21 +32,21 @@ struct CpIndexerArguments {
   int64_t topk = 0;
   std::optional<std::vector<int64_t>> prefix_lens;  // [bs], with bare metadata only
   bool sorted = true;
-  int num_threads = 0;  // 0: the process default
+  int num_threads = 0;  // 0: default_num_threads()
   TensorView indices;   // int32 [rows, topk]
 };
 
 /// The topk keys of each of a rank's tokens among all keys of its sequence up to
 /// its own, cached prefix included, as positions within the sequence; see
-/// indexer_topk for their order. All rows of all sequences go through one call of
-/// it, for any strategy, so a row has the same result on every rank and without
-/// context parallelism. Pad rows are never read and come out as -1.
+/// indexer_topk for their order. One call of indexer_topk takes all rows of all sequences, for
+/// any strategy, so a row has the same result on every rank and without context parallelism. Pad
+/// rows are never read and come out as -1.
 ///
 /// The prefix counts once: baked metadata has it, and prefix_lens beside it is an
 /// error; bare metadata of a batch with a prefix needs prefix_lens, equal to
-/// those that it was built with. Throws std::invalid_argument for that, for fewer
-/// rows than the metadata has, for a row that sees keys beyond the block table,
-/// and for shapes and dtypes that do not fit.
+/// those that it was built with. Throws std::invalid_argument for a prefix that is
+/// counted twice or not at all, for fewer rows than the metadata has, for a row that
+/// sees keys beyond the block table, and for shapes and dtypes that do not fit.
 void cp_indexer_topk(const ContextParallelMetadata& metadata, const CpIndexerArguments& arguments);
 
 }  // namespace cpattn

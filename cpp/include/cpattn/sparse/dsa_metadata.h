@@ -15,7 +15,7 @@ namespace cpattn {
 
 /// What the metadata of a sparse-attention (DSA) batch is built from. seq_lens are
 /// cached prefix + new tokens in every mode, draft tokens included. They are at least
-/// extend_lens, but in verify and draft batches, where the first rows may see nothing.
+/// extend_lens, except in verify and draft batches, where the first rows may see nothing.
 struct DsaBatch {
   using Lens = std::span<const int64_t>;
 
@@ -27,16 +27,16 @@ struct DsaBatch {
   bool fp8_kv_cache = false;
   std::string_view prefill_impl;
   int64_t page_size = 1;                        // of real_page_table
-  std::optional<IndexTable> req_to_token;       // slots; without it there are no page tables
+  std::optional<IndexTable> req_to_token;       // [requests, tokens] slots; none: no page tables
   std::optional<Lens> req_pool_indices;         // [bs] rows of req_to_token; default 0, 1, ...
   const ContextParallelMetadata* cp = nullptr;  // of the same batch
   std::optional<int64_t> num_rows;              // default: the rows of q, physical padding included
 };
 
-/// The integers that indexer, top-k transform and sparse attention read. n sequences: those
-/// with rows on this rank under context parallelism, else all. T rows of q, which see keys
-/// [0, seqlens_expanded) of their sequence; the sequences' keys stand one after the other
-/// where keys are concatenated, as [ks, ke) and topk_indices_offset count them.
+/// The integers that indexer, top-k transform and sparse attention read. n is the number of
+/// sequences: under context parallelism of those with rows on this rank, else of all. T is the
+/// number of rows of q. A row sees keys [0, seqlens_expanded) of its sequence. [ks, ke) and
+/// topk_indices_offset count keys in the concatenation of all sequences, one after the other.
 struct DsaMetadata {
   using Ints = std::vector<int32_t>;
 
@@ -49,27 +49,30 @@ struct DsaMetadata {
 
   Ints bs_idx;                       // [n] index of each sequence in the batch
   Ints extend_lens;                  // [n] rows of each sequence here
-  Ints cache_seqlens;                // [n] seq_lens
+  Ints cache_seqlens;                // [n] seq_lens of each sequence
   std::optional<Ints> cu_seqlens_q;  // [n + 1]; none where rows of a sequence lie apart (zigzag)
   Ints cu_seqlens_k;                 // [n + 1]
   Ints seqlens_expanded;             // [T]; below 1 in verify: the row sees nothing
   Ints token_to_batch_idx;           // [T] into the n sequences
-  Ints ks, ke;                       // [T]
+  Ints ks, ke;                       // [T] the keys that a row sees
   Ints dsa_cache_seqlens;            // [num_rows] seqlens_expanded within [0, topk]; 0 in padding
   std::optional<Ints> dsa_cu_seqlens_k;     // [num_rows + 1]; none where it passes int32
-  std::optional<Ints> topk_indices_offset;  // [T] the key that row 0 of a sequence is; if RAGGED
+  std::optional<Ints> topk_indices_offset;  // [T] the first key of the row's sequence; if RAGGED
   std::optional<Ints> page_table_1;         // [n, max_seqlen_k] slots
   std::optional<Ints> real_page_table;      // [n, ceil(max_seqlen_k / page_size)] pages
-  /// [cu_seqlens_k[n]] the slots of all sequences, one after the other. If RAGGED, and the
-  /// new tokens of the batch are not the same keys: there is a prefix, or a sequence without rows.
+  /// [cu_seqlens_k[n]] the slots of all sequences, one after the other. Only if RAGGED, and if the
+  /// new tokens of the batch are not all the keys: there is a prefix, or a sequence without rows.
   std::optional<Ints> page_table_1_flattened;
 
   bool operator==(const DsaMetadata&) const = default;
 };
 
+/// The metadata of a batch. Throws std::invalid_argument, which names argument, index and value,
+/// for a batch that breaks the rules of DsaBatch, a `cp` that was built for another batch, and sums
+/// that pass int32.
 DsaMetadata build_dsa_metadata(const DsaBatch& batch);
 
-/// What determines a DsaMetadata: one can be written down by it and made again.
+/// What determines a DsaMetadata, so that it can be stored and made again.
 struct DsaMetadataState {
   using Lens = std::vector<int64_t>;
 
@@ -84,9 +87,11 @@ struct DsaMetadataState {
   bool has_flattened = false;        // page_table_1_flattened
 };
 
+/// The state of metadata.
 DsaMetadataState state_of(const DsaMetadata& metadata);
 
-/// The metadata of such a state. Throws std::invalid_argument for a state that none has.
+/// The metadata that a state determines. Throws std::invalid_argument for a state that no metadata
+/// has.
 DsaMetadata metadata_of(const DsaMetadataState& state);
 
 }  // namespace cpattn

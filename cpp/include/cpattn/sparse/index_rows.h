@@ -6,11 +6,13 @@
 
 #include "cpattn/base/tensor_view.h"
 
-/// What becomes of queries and keys before the indexer scores them.
+/// What becomes of queries and keys before the indexer scores them. All functions throw
+/// std::invalid_argument, before anything is written, for shapes, dtypes and slots that do not fit
+/// and for results that overlap an input.
 namespace cpattn {
 
-/// out = x H * scale along the last dimension, where H is the Hadamard matrix in Sylvester's
-/// order, H[i][j] = (-1)^popcount(i & j). Sums are in float32, with one rounding.
+/// Computes out = x H * scale along the last dimension, where H is the Hadamard matrix in
+/// Sylvester's order, H[i][j] = (-1)^popcount(i & j). Sums are in float32 and rounded once.
 ///   x    float32, float16 or bfloat16 [..., D], D a power of two; up to 6 dimensions
 ///   out  like x, contiguous
 void hadamard_transform(const TensorView& x, float scale, const TensorView& out);
@@ -18,7 +20,7 @@ void hadamard_transform(const TensorView& x, float scale, const TensorView& out)
 /// Quantises groups of 128 numbers, for each of which amax = max(|x|, 1e-4):
 ///   float8_e4m3fn  scale = amax / 448; if `power_of_two`, rounded up to a power of two
 ///   int8           scale = amax / 127
-/// and codes are x / scale, rounded to nearest even. A group with an infinity or NaN has scale
+/// The codes are x / scale, rounded to nearest even. A group with an infinity or NaN has scale
 /// NaN and codes 0x7f, in int8 0.
 ///   x      float32, float16 or bfloat16 [..., D], D a multiple of 128; up to 6 dimensions
 ///   codes  float8_e4m3fn or int8, like x, contiguous
@@ -36,8 +38,8 @@ void quantize_index(
 /// Writes keys of the indexer into pages: codes of page_size tokens, 128 bytes each, then
 /// their page_size float32 scales. A page of one token is a row of 132 bytes.
 ///   cache  uint8 [num_pages, page_size * 132]
-///   slots  page * page_size + offset for each token; -1: not written. Of a slot that is there
-///          twice the last token stays.
+///   slots  page * page_size + offset for each token; -1: not written. Of tokens with the same
+///          slot the last one stays.
 ///   codes  float8_e4m3fn, int8 or uint8 [T, 128] or [T, 1, 128]
 ///   scale  float32 [T] or [T, 1]
 void write_index_k_cache(
@@ -47,7 +49,8 @@ void write_index_k_cache(
     const TensorView& scale
 );
 
-/// Reads such keys back: codes [n, 128] of any of these types, scale [n, 1].
+/// Reads keys back that write_index_k_cache wrote: codes float8_e4m3fn, int8 or uint8 [n, 128] and
+/// scale float32 [n, 1] of n slots, each >= 0.
 void read_index_k_cache(
     const TensorView& cache,
     std::span<const int64_t> slots,

@@ -28,7 +28,7 @@ struct IndexKeys {
 };
 
 /// One query of the indexer: it scores keys [begin, end) of the sequence in row
-/// `table_row` of the page table. begin >= end: none.
+/// `table_row` of the page table, and no key if begin >= end.
 struct IndexerRow {
   int64_t query = 0;
   int64_t table_row = 0;
@@ -48,15 +48,18 @@ struct IndexerArguments {
   IndexKeys keys;
   const PageTable& pages;
   std::span<const IndexerRow> rows;  // at most one of each query
-  int num_threads = 0;               // 0: the process default
+  int num_threads = 0;               // 0: default_num_threads()
 };
 
-/// Keys k [S, D] as one page; scales float32 [S], if there are any.
+/// Returns keys k [S, D] as one page, with scales float32 [S] if there are any. Throws
+/// std::invalid_argument, which names `function`, for shapes and dtypes that do not fit.
 IndexKeys flat_index_keys(
     const char* function, const TensorView& k, const std::optional<TensorView>& scales
 );
 
-/// Query i scores keys [ks[i], ke[i]) of the one sequence of flat_index_keys.
+/// Returns rows in which query i scores keys [ks[i], ke[i]) of the one sequence of flat_index_keys.
+/// Throws std::invalid_argument, which names `function`, for lists of other lengths and keys
+/// outside [0, num_keys].
 std::vector<IndexerRow> flat_indexer_rows(
     const char* function,
     std::span<const int64_t> ks,
@@ -65,20 +68,22 @@ std::vector<IndexerRow> flat_indexer_rows(
     int64_t num_keys
 );
 
-/// logits [T, L] float32: column j is the score of key j of the row's sequence, -inf
-/// outside [begin, end) and in rows of q without a row here.
+/// Writes logits [T, L], float32: column j is the score of key j of the row's sequence, or -inf
+/// outside [begin, end) and for queries without an IndexerRow.
 void indexer_logits(const IndexerArguments& arguments, const TensorView& logits);
 
-/// The topk keys of each query with the largest scores, ties to the smaller index, NaN
-/// as -inf; all of them, ascending, if there are no more; -1 in the tail and in rows of q
-/// without a row in the arguments. Scores are never stored: memory does not grow with the
-/// number of keys.
+/// How many keys indexer_topk selects, and where it writes them.
 struct IndexerTopk {
   int64_t topk = 0;                  // 1 to 2^20
   bool sorted = true;                // by score, descending; else by index
   TensorView indices;                // int32 [T, topk], relative to a row's `begin`
   std::optional<TensorView> values;  // float32 [T, topk]: their scores, -inf beside -1
 };
+
+/// Selects the topk keys of each query with the largest scores, ties to the smaller index, NaN as
+/// -inf. If a query has at most topk keys it gets all of them, in ascending order, then -1. Queries
+/// without an IndexerRow get -1 only. Scores are never stored: memory does not grow with the number
+/// of keys.
 void indexer_topk(const IndexerArguments& arguments, const IndexerTopk& topk);
 
 }  // namespace cpattn

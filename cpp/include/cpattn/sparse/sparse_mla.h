@@ -21,7 +21,7 @@ struct SparseMlaArguments {
   std::optional<std::vector<int64_t>> topk_length;  // [num_tokens]: the entries of a row that count
   TensorView out;         // [num_tokens, num_heads, v_head_dim], dtype of q
   TensorView max_logits;  // float32 [num_tokens, num_heads], contiguous
-  TensorView lse;         // likewise
+  TensorView lse;         // float32 [num_tokens, num_heads], contiguous
   int num_threads = 0;    // 0: default_num_threads()
 };
 
@@ -30,8 +30,8 @@ struct SparseMlaArguments {
 ///   lse = log sum_j exp(scale * q . k_j), max_logits = max_j scale * q . k_j
 /// both without the sink. An index below 0 or beyond the rows is no key, wherever it
 /// stands; one that occurs twice counts twice. Without keys out is zeros, lse and
-/// max_logits are -inf. Rows that are not named are never read. FP8 rows give the bits
-/// that the same rows give when they were expanded to bfloat16 before.
+/// max_logits are -inf. Rows that are not named are never read. The results of FP8 rows have the
+/// bits that they have if the rows are expanded to bfloat16 before.
 ///
 /// Throws std::invalid_argument before anything is written.
 void flash_mla_sparse_fwd(const SparseMlaArguments& arguments);

@@ -21,11 +21,15 @@ struct SplitNorm {
   std::optional<TensorView> q_bias, kv_bias;
   int64_t q_rank = 0, kv_rank = 0, rope_dim = 0;
   float q_eps = 0, kv_eps = 0;
-  TensorView q;                      // [B, q_rank]: RMS of the first columns
-  TensorView k_nope;                 // [B, 1, kv_rank]: RMS of the next
-  TensorView k_pe;                   // [B, 1, rope]: the last, as they are
-  std::optional<TensorView> latent;  // [B, 1, kv_rank + rope]: these columns of x
+  TensorView q;                      // [B, q_rank]: RMS of the first columns of x
+  TensorView k_nope;                 // [B, 1, kv_rank]: RMS of the next columns
+  TensorView k_pe;                   // [B, 1, rope]: the last columns, as they are
+  std::optional<TensorView> latent;  // [B, 1, kv_rank + rope]: all but the first, as they are
 };
+
+/// Writes the results of a SplitNorm from its inputs. Throws std::invalid_argument, which names its
+/// `function`, before anything is written, for shapes, dtypes and ranks that do not fit and results
+/// that overlap x or each other.
 void split_qk_norm(const SplitNorm& arguments);
 
 }  // namespace cpattn

@@ -19,8 +19,12 @@ struct SlotTable {
   int64_t page_size = 1;
 };
 
-/// Row i selects among the columns [row_starts[i], row_starts[i] + lengths[i]) of score,
-/// by indices relative to row_starts[i].
+/// Row i selects among the columns [row_starts[i], row_starts[i] + lengths[i]) of score, its
+/// candidates. Indices are relative to row_starts[i].
+///
+/// All functions of this header throw std::invalid_argument for what does not fit, before anything
+/// is written. Only an entry of a page table, and an index that is looked up in it, may be found
+/// wrong when rows of the result have been written.
 struct TopkArguments {
   using Ints = std::span<const int64_t>;
 
@@ -35,33 +39,36 @@ struct TopkArguments {
 
 constexpr int64_t kMaxTopk = int64_t{1} << 28;
 
-/// indices [B, topk] int32: the topk candidates with the largest scores, ties to the
-/// smaller index, NaN as -inf and +0 as -0. By score, descending, then by index if `sorted`,
-/// else by index. With at most topk candidates all of them, ascending, whatever their
-/// scores are, then -1.
+/// Writes indices [B, topk] int32: the topk candidates with the largest scores, ties to the
+/// smaller index, NaN as -inf and +0 as -0. Their order is by score, descending, then by index if
+/// `sorted`, else by index. A row with at most topk candidates gets all of them, ascending,
+/// whatever their scores are, then -1.
 void fast_topk(const TopkArguments& arguments, const TensorView& indices);
 
 /// Where the sequence of each row is stored. The sequences are rows batch_idx_list of the
-/// table (default: all of them); those of rows cu_seqlens_q[q] up to cu_seqlens_q[q + 1] are
-/// number q. cu_seqlens_q rises from 0 to B; without it every row has a sequence of its own.
+/// table (default: all of them). Rows cu_seqlens_q[q] up to cu_seqlens_q[q + 1] have sequence q.
+/// cu_seqlens_q rises from 0 to B; without it every row has a sequence of its own.
 struct TopkSlots {
   SlotTable table;
   std::optional<std::span<const int64_t>> cu_seqlens_q;    // [num_sequences + 1]
   std::optional<std::span<const int64_t>> batch_idx_list;  // [num_sequences]
 };
 
-/// fast_topk as slots. A candidate beyond the width of the table is an error, selected or not.
+/// Writes what fast_topk selects as slots, -1 as -1. A candidate beyond the width of the table is
+/// an error, selected or not.
 void fast_topk_transform_fused(
     const TopkArguments& arguments, const TopkSlots& slots, const TensorView& out
 );
 
-/// fast_topk, plus offsets[i] [B]: rows of a concatenation of sequences.
+/// Writes what fast_topk selects plus offsets[i] (offsets [B]), -1 as -1: rows of the concatenated
+/// sequences.
 void fast_topk_transform_ragged_fused(
     const TopkArguments& arguments, std::span<const int64_t> offsets, const TensorView& out
 );
 
-/// One of the three: fast_topk without a method. What the method does not need is ignored.
-/// RAGGED without offsets is a std::runtime_error of the words that engines know.
+/// Calls one of the three functions above, fast_topk if there is no method. What the method does
+/// not need is ignored. RAGGED without offsets throws std::runtime_error in the words that engines
+/// know.
 void topk_transform(
     const TopkArguments& arguments,
     std::optional<TopkTransformMethod> method,
@@ -70,13 +77,13 @@ void topk_transform(
     const TensorView& out
 );
 
-/// out [rows, topk] int32: the slots of indices [rows, topk] that are selected already; row i
-/// reads row i of the table. An index < 0 becomes -1, one beyond the table is an error.
+/// Writes out [rows, topk] int32: the slots of indices [rows, topk] that are selected already. Row
+/// i reads row i of the table. An index < 0 becomes -1, one beyond the table is an error.
 void transform_index_page_table_decode(
     const SlotTable& table, const IndexTable& indices, const TensorView& out
 );
 
-/// The same for extend_lens[s] rows of each sequence s, which read row s of the table. The
+/// Does the same where extend_lens[s] rows of each sequence s read row s of the table. The
 /// lengths add up to the number of rows.
 void transform_index_page_table_prefill(
     const SlotTable& table,
@@ -85,7 +92,7 @@ void transform_index_page_table_prefill(
     const TensorView& out
 );
 
-/// out [rows, topk] int32, of short sequences: the slots of the first min(lengths[i], topk)
+/// Writes out [rows, topk] int32, of short sequences: the slots of the first min(lengths[i], topk)
 /// tokens in table row i, then -1. Rows beyond the table are all -1.
 void page_table_to_topk(
     const SlotTable& table, std::span<const int64_t> lengths, const TensorView& out

@@ -13,7 +13,7 @@ namespace cpattn {
 /// the concatenated keys and values of a batch (ragged).
 enum class TopkTransformMethod : uint8_t { paged = 1, ragged };
 
-/// Ragged only for a batch of mode extend, and an implementation of sparse prefill attention
+/// Returns ragged only for a batch of mode extend and an implementation of sparse prefill attention
 /// that reads concatenated keys and values: flashmla_sparse and triton_sparse_mla from an
 /// FP8 cache, flashmla_sparse_q8 from any. Throws std::invalid_argument, naming `function`, for an
 /// implementation that engines do not have.

@@ -9,8 +9,9 @@ namespace cpattn {
 /// Copies lengths[i] bytes from address src_addrs[i] to dst_addrs[i] for every i, within this
 /// process, on at most `num_threads` threads (0: default_num_threads()). The order is open: a
 /// destination must overlap no source and no other destination. The caller answers for the
-/// addresses, and lengths add up to less than 2^63. Interrupted, it leaves any part of the bytes
-/// copied.
+/// addresses. If the call is interrupted, any part of the bytes has been copied. Throws
+/// std::invalid_argument, before anything is copied, for lists of unequal length and lengths that
+/// do not add up to less than 2^63.
 void copy_blocks(
     std::span<const uint64_t> src_addrs,
     std::span<const uint64_t> dst_addrs,

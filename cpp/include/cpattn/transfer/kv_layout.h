@@ -13,6 +13,7 @@
 namespace cpattn {
 
 enum class KVKind : uint8_t { k, v, index_k, state };
+/// The name of the enumerator, such as "index_k".
 const char* kv_kind_name(KVKind kind);
 
 /// A registered buffer: the pages of one kind of one layer.
@@ -29,7 +30,7 @@ struct KVEntry {
   int64_t num_pages() const { return static_cast<int64_t>(num_bytes / item_len); }
   bool operator==(const KVEntry&) const = default;
 };
-/// "k of layer 3", "index_k of draft layer 0"
+/// Writes an entry as "k of layer 3" or "index_k of draft layer 0".
 std::ostream& operator<<(std::ostream& out, const KVEntry& entry);
 
 /// What the entries of a side have in common, and which part of the model they are.
@@ -37,7 +38,7 @@ struct KVPlacement {
   int64_t page_size = 0;  // tokens
   int64_t tp_rank = 0;
   int64_t tp_size = 1;
-  // Heads of K and V of the whole model, 1 for an MLA latent; none: all heads are here. Ranks
+  // Heads of K and V of the whole model, 1 for an MLA latent. None: this side has all heads. Ranks
   // hold equal shares in order, or, where tp_size is larger, tp_size / total_kv_heads
   // neighbours hold the same one.
   std::optional<int64_t> total_kv_heads;
@@ -54,8 +55,8 @@ struct KVPlacement {
 /// The buffers of one side of a transfer. A value; addresses are never followed.
 class KVLayout {
  public:
-  /// std::invalid_argument for ranks and sizes that contradict each other, two entries of the
-  /// same layer, kind and draft flag, entries outside `layers`, and entries whose bytes are no
+  /// Throws std::invalid_argument for ranks and sizes that contradict each other, two entries of
+  /// the same layer, kind and draft flag, entries outside `layers`, and entries whose bytes are no
   /// whole number of pages or wrap past 2^64.
   KVLayout(std::vector<KVEntry> entries, const KVPlacement& placement);
 
@@ -64,7 +65,7 @@ class KVLayout {
   /// The entry of the same layer, kind and draft flag, or nullptr.
   const KVEntry* find(const KVEntry& like) const;
   bool has_draft() const;
-  /// Heads of an entry of this kind here, of `total_heads`. index_k and state have one.
+  /// Which of the total_heads() of a kind this side has. index_k and state have one head.
   KVRange heads(KVKind kind) const;
   int64_t total_heads(KVKind kind) const;
   /// How many ranks hold the same heads, and which of them this one is.

@@ -16,9 +16,9 @@ int64_t kv_to_page_num(int64_t num_tokens, int64_t page_size);
 /// slots start on a page boundary and fill their pages in order; only the last may be partial.
 std::vector<int32_t> kv_to_page_indices(std::span<const int64_t> kv_indices, int64_t page_size);
 
-/// The fewest runs that are consecutive on both sides, in the order given: a new one starts
-/// wherever either index does not follow its predecessor. None if either side is empty; other
-/// unequal lengths are std::invalid_argument, in the words that engines know.
+/// Returns the fewest runs that are consecutive on both sides, in the order given: a new run starts
+/// wherever either index does not follow its predecessor. There are none if either side is empty.
+/// Other lists of unequal lengths throw std::invalid_argument, in the words that engines know.
 std::vector<TransferRun> group_runs(
     std::span<const int64_t> src_indices, std::span<const int64_t> dst_indices
 );

@@ -16,18 +16,18 @@ namespace cpattn {
 // pipeline stage holds a range of the model's layers, a decode server usually all of them. The
 // functions here say which entries of the destination's list receive those of the source's.
 //
-// Strict, as they are by default, they answer right or throw std::invalid_argument. With `compat`
-// they answer as engines do: clipped like Python slices, wrong for some layouts.
+// By default they are strict: they answer right or throw std::invalid_argument. With `compat`
+// they answer as engines do: ranges are clipped like slices in Python, and wrong for some layouts.
 
-/// Which entries of the lists belong together.
+/// Which entries of the two lists belong together.
 struct MhaEntries {
   KVRange src_k, src_v, dst_k, dst_v;
   int64_t num_layers = 0;
 };
 
-/// Two groups, half of each list. total_kv_layers is the number of target layers of the whole
-/// model; 0 for unknown, which is refused where drafts and layers cannot be told apart. `compat`
-/// does not read it.
+/// The entries of lists of two groups, K and V, each of half a list. total_kv_layers is the number
+/// of target layers of the whole model; 0 for unknown, which is refused where drafts and layers
+/// cannot be told apart. `compat` does not read it.
 MhaEntries mha_kv_entries(
     int64_t num_src,
     int64_t num_dst,
@@ -41,18 +41,18 @@ struct KVStage {
   int64_t prefill_start_layer = 0;
   int64_t kv_buf_groups = 1;
   int64_t total_kv_layers = 0;              // target layers of the model; 0 for unknown
-  std::optional<int64_t> hidden_kv_layers;  // the same; if given, the rule that knows drafts
+  std::optional<int64_t> hidden_kv_layers;  // the same number; if given, drafts are told apart
   int64_t draft_kv_layers = 0;              // draft layers of the last stage
-  bool is_last_rank = false;                // is this the last stage
+  bool is_last_rank = false;                // whether this is the last stage
 };
 
 /// Ranges of the destination's list which, one after the other, receive the source's entries,
-/// for any number of groups; never with `compat`. Errors name `function`.
+/// for any number of groups. It is always strict; its errors name `function`.
 std::vector<KVRange> match_kv_entries(
     const char* function, int64_t num_src, int64_t num_dst, const KVStage& stage
 );
 
-/// The same ranges, and with `compat` those of the two rules of engines.
+/// The ranges of match_kv_entries or, with `compat`, those of the two rules of engines.
 std::vector<KVRange> mla_kv_entries(
     int64_t num_src, int64_t num_dst, const KVStage& stage, bool compat
 );
@@ -60,7 +60,7 @@ std::vector<KVRange> mla_kv_entries(
 /// Pairs (source entry, destination entry) that hold the same layer. A layer id that occurs
 /// several times (K and V) is paired in order of occurrence; num_src == 0 gives no pairs. Without
 /// ids, entries pair by position if there are equally many, or at least as many destination
-/// entries and allow_positional_fallback. What cannot be paired is std::runtime_error, which
+/// entries and allow_positional_fallback. What cannot be paired throws std::runtime_error, which
 /// engines catch.
 std::vector<std::pair<int64_t, int64_t>> build_transfer_entry_pairs(
     std::span<const int64_t> src_layer_ids,
@@ -81,7 +81,8 @@ struct DecodeTargets {
   int64_t required_dst_info_num = 0;  // decode ranks that each of them waits for
 };
 
-/// One size must divide the other.
+/// The prefill ranks that send to a decode rank. Throws std::invalid_argument unless one size
+/// divides the other.
 DecodeTargets decode_targets(
     int64_t engine_rank, int64_t prefill_tp_size, int64_t decode_tp_size, bool is_mla
 );

@@ -22,27 +22,27 @@ struct KVTransferRange {
   int64_t src_start = 0;
   int64_t dst_start = 0;
   std::optional<int64_t> first_token;  // none: the first that both lists hold
-  std::optional<int64_t> num_tokens;   // none: to the end of both lists, which is the same then
+  std::optional<int64_t> num_tokens;   // none: all up to the token at which both lists end
   int64_t cp_rank = 0;
   int64_t cp_size = 1;
   CpShare cp_share = CpShare::pages;
 };
 
-/// What `src` has to write for `dst` to hold these tokens. Entries are paired by layer, kind
+/// Plans what `src` has to write for `dst` to hold these tokens. Entries are paired by layer, kind
 /// and draft flag:
 ///
-/// - Target layers that both sides answer for must have the same kinds on both. Others belong
-///   to other links and are left out. Draft layers are sent if both sides have any, and are
+/// - Target layers that both sides answer for must have the same kinds on both. Other layers
+///   belong to other links and are left out. Draft layers are sent if both sides have any, and are
 ///   the same on both then.
 /// - Of K and V, heads that both hold are sent, by one of the ranks that hold them: the replica
 ///   whose number is dst's tp_rank modulo that of replicas.
 /// - Where both sides have pages of one size, of the same heads, and the tokens begin and are
-///   interleaved at pages, whole pages are sent, also the last one. Else rows of just these
-///   tokens, which entries without token rows refuse.
+///   interleaved at pages, whole pages are sent, also the last one. Otherwise rows of just these
+///   tokens are sent, which is an error for entries without token rows.
 ///
 /// Blocks are entry-major in the order of src's entries, of the least possible number of runs,
-/// ascending in the destination. std::invalid_argument, naming side, kind and layer, for what
-/// does not fit together: a missing entry, other bytes for each token and head, pages outside
+/// ascending in the destination. Throws std::invalid_argument, naming side, kind and layer, for
+/// what does not fit together: a missing entry, other bytes for each token and head, pages outside
 /// their buffer, a destination page in two places of the sequence, whatever of it this link sends,
 /// destination buffers that overlap.
 TransferPlan plan_kv_transfer(
@@ -69,8 +69,8 @@ struct KVLink {
 /// The plans of all pairs of a source and a destination that have anything to send, by source.
 /// Together they write every head and token of every entry of every destination exactly once,
 /// of draft entries where any source has some, and every target entry of a source has a
-/// destination; std::invalid_argument that names peers, entry, heads and tokens otherwise.
-/// range.cp_rank is that of each source.
+/// destination; otherwise throws std::invalid_argument, which names peers, entry, heads and tokens.
+/// range.cp_rank is not read: every source has its own.
 std::vector<KVLink> plan_kv_links(
     std::span<const KVPeer> sources,
     std::span<const KVPeer> destinations,

@@ -7,15 +7,16 @@
 
 namespace cpattn {
 
-/// Memory that a transfer engine may touch: disjoint ranges of addresses. Every change and every
-/// look is of all its ranges or of none. Codes are those of the Mooncake transfer engine.
+/// Memory that a transfer engine may touch: disjoint ranges of addresses. A call changes all that
+/// it names or, if it returns a code, nothing. Codes are those of the Mooncake transfer engine.
+/// Lists of unequal length throw std::invalid_argument.
 class MemoryRanges {
  public:
   static constexpr int kInvalid = -1;  // an empty range, or one beyond the last address
   static constexpr int kUnknown = -3;  // no range starts there
   static constexpr int kOverlap = -7;  // bytes that are registered already, or twice in the call
 
-  /// Adds [addrs[i], addrs[i] + sizes[i]). Returns 0 or a code; lists of equal length.
+  /// Adds [addrs[i], addrs[i] + sizes[i]) for every i. Returns 0 or a code.
   int add(std::span<const uint64_t> addrs, std::span<const uint64_t> sizes);
 
   /// Removes the ranges that start at the addresses. Returns 0 or a code.

@@ -14,17 +14,17 @@ namespace cpattn {
 // into the one that kv_pointers.h finds for it. An item is a page of a KV buffer or a slot of
 // another one; the source's length of an item addresses both sides.
 //
-// Strict, as they are by default, functions check everything that lists can tell, and throw
+// By default functions are strict: they check everything that lists can tell, and throw
 // std::invalid_argument that names side and entry. With `compat` nothing is checked; where
-// engines run off the end of a list, std::out_of_range (IndexError in Python).
+// engines run off the end of a list, std::out_of_range is thrown (IndexError in Python).
 
 /// Lists of one call, parallel on each side.
 struct SendBuffers {
   std::span<const uint64_t> src_addrs;
-  std::span<const uint64_t> src_data_lens;  // bytes of a buffer; empty for unknown
+  std::span<const uint64_t> src_data_lens;  // bytes of a buffer; empty if unknown
   std::span<const uint64_t> src_item_lens;  // bytes of an item
   std::span<const uint64_t> dst_addrs;
-  std::span<const uint64_t> dst_item_lens;  // empty for unknown
+  std::span<const uint64_t> dst_item_lens;  // bytes of an item; empty if unknown
 };
 
 /// The i-th source item becomes the i-th destination item.
@@ -33,16 +33,16 @@ struct SendItems {
   std::span<const int64_t> dst;
 };
 
-/// The sender's place in the model. With pp_size 1 it has all of it and lists pair by position;
-/// a destination's draft tail is left alone. The stage's groups are used with MLA only.
+/// The sender's place in the model. With pp_size 1 it has the whole model and lists pair by
+/// position; a destination's draft tail is left alone. The stage's groups are used with MLA only.
 struct SendStage {
   KVStage kv;
-  std::optional<int64_t> prefill_end_layer;  // behind the stage; only strict plans look at it
+  std::optional<int64_t> prefill_end_layer;  // one past its last layer; for strict plans
   int64_t pp_size = 1;
   bool is_mla = false;
 };
 
-/// One block per entry and run of pages, entry-major in the order of the source's list.
+/// Plans one block for each entry and run of pages, entry-major in the order of the source's list.
 /// If either list of pages is empty there is nothing to send.
 TransferPlan plan_send_kvcache(
     const SendBuffers& buffers, const SendItems& pages, const SendStage& stage, bool compat
@@ -51,15 +51,16 @@ TransferPlan plan_send_kvcache(
 /// Heads of a page that one tensor-parallel rank sends to another.
 struct HeadSlice {
   int64_t src_start = 0;  // the first head within the source's page
-  int64_t dst_start = 0;  // and within the destination's
+  int64_t dst_start = 0;  // the first head within the destination's page
   int64_t num_heads = 0;
-  int64_t src_heads = 0;  // of all heads of a page
-  int64_t dst_heads = 0;
+  int64_t src_heads = 0;  // all heads of a page of the source
+  int64_t dst_heads = 0;  // all heads of a page of the destination
 };
 
-/// Ranks have equal shares of the heads in order; with more ranks than heads, neighbours have
-/// the same head. std::invalid_argument unless one size divides the other, heads divide evenly
-/// and the two ranks have heads in common; with `compat` that is not asked.
+/// Returns the heads that src_rank sends to dst_rank. Ranks have equal shares of the heads in
+/// order; with more ranks than heads, neighbours have the same head. Throws std::invalid_argument
+/// unless one size divides the other, heads divide evenly and the two ranks have heads in common;
+/// with `compat` that is not asked.
 HeadSlice slice_heads(
     int64_t total_kv_heads,
     int64_t src_tp_size,
@@ -69,9 +70,9 @@ HeadSlice slice_heads(
     bool compat
 );
 
-/// K and V between ranks with different heads: a block per entry and token, or per run where all
-/// heads of both sides go. All items have one length on each side, dst_item_lens[0] the
-/// destination's.
+/// Plans K and V between ranks with different heads: a block for each entry and token, or for each
+/// run where all heads of both sides go. All items of a side have one length, at the destination
+/// dst_item_lens[0].
 TransferPlan plan_send_kvcache_slice(
     const SendBuffers& buffers,
     const SendItems& pages,
@@ -81,8 +82,8 @@ TransferPlan plan_send_kvcache_slice(
     bool compat
 );
 
-/// Items of buffers that pair by position, for `what`, which is "aux" or a kind of state. With
-/// `compat`, as many items and buffers as the shorter lists have.
+/// Plans items of buffers that pair by position. `what` is "aux" or a kind of state, for messages.
+/// With `compat`, as many items and buffers go as the shorter lists have.
 TransferPlan plan_send_items(
     const char* function,
     const char* what,

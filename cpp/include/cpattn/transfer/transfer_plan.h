@@ -14,7 +14,7 @@ namespace cpattn {
 /// Units (pages, or token slots) that are consecutive on both sides.
 struct TransferRun {
   int64_t src = 0;  // the first unit's index in the source buffers
-  int64_t dst = 0;  // and in the destination buffers
+  int64_t dst = 0;  // the first unit's index in the destination buffers
   int64_t count = 0;
 
   bool operator==(const TransferRun&) const = default;
@@ -54,7 +54,7 @@ class TransferPlan {
   std::span<const uint64_t> lengths() const {
     return {words_.get() + 2 * num_blocks_, num_blocks_};
   }
-  /// Of all blocks in their order, or none.
+  /// The parts of all blocks in their order, or none.
   std::span<const TransferPart> parts() const { return parts_; }
   void set_parts(std::vector<TransferPart> parts) { parts_ = std::move(parts); }
 
@@ -71,10 +71,10 @@ class TransferPlan {
   std::vector<TransferPart> parts_;
 };
 
-/// The blocks of all entries, entry-major, runs in their order: a block per run where units of
-/// the entry are contiguous on both sides (strides equal to bytes), else a block per unit.
-/// The caller has checked ranges; addresses wrap modulo 2^64. std::invalid_argument for more than
-/// 2^28 blocks, which no engine would carry and which take 6 GiB.
+/// Makes the blocks of all entries, entry-major, runs in their order: a block per run where units
+/// of the entry are contiguous on both sides (strides equal to bytes), else a block per unit. The
+/// caller has checked ranges; addresses wrap modulo 2^64. Throws std::invalid_argument for more
+/// than 2^28 blocks, which no engine would carry and which take 6 GiB.
 TransferPlan make_transfer_plan(
     std::span<const TransferEntry> entries, std::span<const TransferRun> runs
 );
