@@ -1,6 +1,6 @@
 # Types of the compiled core. Written by hand, checked by mypy.stubtest.
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, ClassVar, final, type_check_only
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from ..transfer.engine import TransferEngine, TransferStatus
+from ..transfer.plan import TransferPlan as _TransferPlan
 from . import reference as reference
 
 _Tensor = Any  # torch CPU tensor, NumPy array, or anything with __dlpack__
@@ -89,21 +89,9 @@ class TransferPlan(metaclass=_pybind11_type):
     @property
     def parts(self) -> list[tuple[str, int, int]]: ...
     def to_dict(self) -> dict[str, list[int]]: ...
-    def summary(self) -> str: ...  # of cpattn.transfer.plan
     def __reduce__(self) -> tuple[Any, ...]: ...
     def __copy__(self) -> TransferPlan: ...
     def __deepcopy__(self, memo: object, /) -> TransferPlan: ...
-    def execute(
-        self,
-        engine: TransferEngine,
-        session: str,
-        *,
-        max_blocks: int | None = None,
-        timeout: float | None = None,
-        retries: int = 0,
-        progress: Callable[[int, int], object] | None = None,
-        check: bool = True,
-    ) -> TransferStatus: ...
     def __len__(self) -> int: ...
     def __eq__(self, other: object) -> bool: ...
 
@@ -512,7 +500,7 @@ def plan_send_kvcache(
     stage: tuple[Any, ...],
     compat: bool,
     /,
-) -> TransferPlan: ...
+) -> _TransferPlan: ...
 def slice_heads(
     total_kv_heads: int,
     src_tp_size: int,
@@ -531,11 +519,11 @@ def plan_send_kvcache_slice(
     stage: tuple[Any, ...],
     compat: bool,
     /,
-) -> TransferPlan: ...
+) -> _TransferPlan: ...
 def plan_send_aux(
     lists: tuple[Any, ...], src_index: int, dst_index: int, compat: bool, /
-) -> TransferPlan: ...
-def plan_send_state(components: list[tuple[Any, ...]], compat: bool, /) -> TransferPlan: ...
+) -> _TransferPlan: ...
+def plan_send_state(components: list[tuple[Any, ...]], compat: bool, /) -> _TransferPlan: ...
 def fast_topk(
     score: _Tensor,
     lengths: _Indices,
@@ -796,7 +784,7 @@ class KVLayout(metaclass=_pybind11_type):
 
 def plan_kv_transfer(
     src: KVLayout, dst: KVLayout, src_pages: _Indices, dst_pages: _Indices, **range: Any
-) -> TransferPlan: ...
+) -> _TransferPlan: ...
 def plan_kv_links(
     sources: tuple[KVLayout, ...],
     destinations: tuple[KVLayout, ...],
@@ -804,4 +792,4 @@ def plan_kv_links(
     dst_pages: tuple[_Indices, ...],
     cp_ranks: _Indices,
     **range: Any,
-) -> list[tuple[int, int, TransferPlan]]: ...
+) -> list[tuple[int, int, _TransferPlan]]: ...

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from .._core import TransferPlan as TransferPlan
+from .. import _core
 from .execute import execute
 
 __all__ = ["TransferPlan"]
@@ -13,7 +14,7 @@ __all__ = ["TransferPlan"]
 HEADER = ("part", "layers", "blocks", "bytes", "mean block")
 
 
-def summary(self: TransferPlan) -> str:
+def summary(self: _core.TransferPlan) -> str:
     """A table of the plan: its parts, with layers, blocks, bytes and the mean block.
 
     Returns
@@ -30,7 +31,7 @@ def summary(self: TransferPlan) -> str:
     return table(HEADER, [*rows_of(self), ("total", "", *cells(len(self), self.total_bytes))])
 
 
-def rows_of(plan: TransferPlan) -> list[tuple[str, ...]]:
+def rows_of(plan: _core.TransferPlan) -> list[tuple[str, ...]]:
     """The lines of the parts that have a name."""
     parts: dict[str, list[int]] = {}
     begin = 0
@@ -75,7 +76,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-# Not a subclass, as `KVLayout` is: the core makes plans, and would have to know it.
-TransferPlan.execute = execute  # type: ignore[method-assign]
-TransferPlan.summary = summary  # type: ignore[method-assign]
-TransferPlan.__module__ = "cpattn.transfer"
+# Not a subclass, as `KVLayout` is: the core makes plans, and would have to know it. Type checkers
+# are told of one, so that they know the methods.
+if TYPE_CHECKING:
+    _execute, _summary = execute, summary
+
+    class TransferPlan(_core.TransferPlan):
+        execute = _execute
+        summary = _summary
+
+else:
+    TransferPlan = _core.TransferPlan
+    TransferPlan.execute, TransferPlan.summary = execute, summary
+    TransferPlan.__module__ = "cpattn.transfer"

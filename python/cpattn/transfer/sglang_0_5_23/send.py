@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ... import _core
 from ..._arguments import at_least, flag, integer, items, part
 from ..._containers import Indices
-from ..._core import TransferPlan
+from ..plan import TransferPlan
 
 __all__ = [
     "HeadSlice",
