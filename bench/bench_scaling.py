@@ -26,9 +26,9 @@ from rich.table import Table
 from bench.context_parallel.ranks import STRATEGIES, Measured, run_world
 from bench.harness import command
 from cpattn import torch_guard
+from cpattn._cli.rates import as_options
 from cpattn.cost_model import AttentionLayer, Prediction, predict
 from cpattn.cost_model.calibration import attention_rates, calibrate
-from cpattn.cost_model.prediction import as_options
 
 SIZES = (1, 2, 4)
 BATCHES = {

@@ -20,9 +20,9 @@ from click.testing import CliRunner, Result
 import cpattn
 from children import path_with
 from cpattn._cli.commands import commands
+from cpattn._cli.rates import as_options
 from cpattn.cost_model import AttentionLayer, Rates, assumptions, predict
 from cpattn.cost_model.command import parse_cp_sizes
-from cpattn.cost_model.prediction import as_options
 from cpattn.cost_model.report import _bytes, _time
 
 RATES = ("--gflops", "900", "--threads", "4")

@@ -20,6 +20,7 @@ Console = pytest.importorskip("rich.console").Console
 import torch.distributed as dist  # noqa: E402
 
 import cpattn  # noqa: E402
+from cpattn._workers import WorkerError  # noqa: E402
 from cpattn.replay.dense.model import DenseConfig  # noqa: E402
 from cpattn.replay.disaggregation.check import DecodeChecker, SparseDecodeChecker  # noqa: E402
 from cpattn.replay.disaggregation.endpoint import (  # noqa: E402
@@ -29,7 +30,6 @@ from cpattn.replay.disaggregation.endpoint import (  # noqa: E402
 )
 from cpattn.replay.disaggregation.handover import Delivery  # noqa: E402
 from cpattn.replay.driver import replay  # noqa: E402
-from cpattn.replay.processes.workers import WorkerError  # noqa: E402
 from cpattn.replay.records import DecodeReport, ReplayOptions, ReplayReport  # noqa: E402
 from cpattn.replay.report.summary import print_report  # noqa: E402
 from cpattn.traffic.trace import generate_trace, scale_lengths  # noqa: E402

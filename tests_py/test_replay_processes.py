@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+from cpattn._workers import WorkerError, Workers
 from cpattn.replay.dense.model import DenseConfig
 from cpattn.replay.driver import replay
-from cpattn.replay.processes.messages import Work, WorkerConfig, ranks_of
-from cpattn.replay.processes.workers import WorkerError, Workers
+from cpattn.replay.messages import Work, WorkerConfig, ranks_of, run
 from cpattn.replay.records import ReplayOptions
 from cpattn.traffic.prefix_cache import Lease
 from cpattn.traffic.scheduler import Batch, Chunk
@@ -105,4 +105,4 @@ def test_a_failing_worker_says_why() -> None:
         Workers(ranks_of(config_of(OPTIONS))) as workers,
         pytest.raises(WorkerError, match=message),
     ):
-        workers.run(Work(batch, token_ids=np.arange(3), rows=np.arange(3)))
+        run(workers, Work(batch, token_ids=np.arange(3), rows=np.arange(3)))

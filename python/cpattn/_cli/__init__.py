@@ -6,6 +6,6 @@
 
 The others are for both and for ``python -m cpattn.distributed.check``: how commands end
 (``command_group``, ``exit_codes``), what they take (``options``) and what they show (``progress``,
-``streams``, ``tables``). Imports all of the package, but commands only when they run: no other
-part imports from here but for what it shows.
+``rates``, ``streams``, ``tables``). Imports all of the package, but commands only when they run:
+no other part imports from here but for what it shows.
 """

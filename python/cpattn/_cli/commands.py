@@ -244,7 +244,7 @@ def replay(
 @contextmanager
 def _failures() -> Iterator[None]:
     """Turn what may fail at run time into one line: a process that died, an engine not there."""
-    from ..replay.processes.workers import WorkerError
+    from .._workers import WorkerError
 
     try:
         yield

@@ -12,8 +12,7 @@ import numpy as np
 
 from .. import _core
 from .._limits import check_integer
-from ..replay.processes.messages import Role
-from ..replay.processes.workers import Workers
+from .._workers import Role, Workers
 from .prediction import Rates
 from .work import AttentionLayer, rank_work
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,14 +82,6 @@ class Rates:
     def store_seconds(self, work: RankWork, layer: AttentionLayer) -> float:
         """Every rank writes all new keys and values of a layer into its own pool."""
         return float(work.tokens.sum()) * layer.kv_row_bytes / (1e9 * self.store_gbps)
-
-
-def as_options(rates: Mapping[str, float]) -> str:
-    """Rates as options of `cpattn plan`, to give them another time."""
-    return " ".join(
-        f"--{name.replace('_', '-')} {value:{'.3g' if value < 100 else '.0f'}}"
-        for name, value in rates.items()
-    )
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from .._cli.rates import as_options
 from .._cli.tables import Row, print_table
 from . import assumptions
-from .prediction import Prediction, Rates, as_options
+from .prediction import Prediction, Rates
 
 _COLUMNS = (
     "ranks",

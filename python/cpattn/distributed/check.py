@@ -30,8 +30,8 @@ from .. import _core, reference
 from .._cli import streams
 from .._cli.exit_codes import INTERRUPTED
 from .._cli.progress import ProgressLines
+from .._cli.rates import as_options
 from .._core import __version__, active_isa
-from ..cost_model.prediction import as_options
 from .context_parallel import ContextParallel
 from .measure import measure_exchange
 from .plan import ContextParallelPlan

@@ -5,7 +5,7 @@
 ``driver``          the loop over batches: where to start
 ``rank``            one rank of a pipeline stage, context-parallel with the others of it
 ``model``           a small decoder with random weights; its attention is of ``dense`` or ``dsa``
-``processes``       the ranks' processes: started together, ended together
+``messages``        what the ranks' processes are told, and say
 ``disaggregation``  the decode process, and what is sent to it
 ``phases``          where the time of a pass goes
 ``records``         what a replay is told, and what it writes down; ``report`` shows it

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from .._core import __version__, active_isa
+from .._workers import Role, Workers
 from ..traffic.prefix_cache import PrefixCache
 from ..traffic.scheduler import Batch, prefill_batches
 from ..traffic.trace import Request, block_tokens_of, scale_lengths, unbounded_hits
@@ -22,9 +23,8 @@ from .disaggregation.check import DecodeChecker, SparseDecodeChecker
 from .disaggregation.driver import Disaggregation, decode_role, num_slots
 from .disaggregation.endpoint import require_engine
 from .dsa.check import SparseChecker
-from .processes.memory import peak_resident_bytes
-from .processes.messages import RankResult, Role, Work, WorkerConfig, ranks_of
-from .processes.workers import Workers
+from .memory import peak_resident_bytes
+from .messages import RankResult, Work, WorkerConfig, ranks_of, run
 from .records import BatchRecord, ReplayOptions, ReplayReport
 
 _CHECKERS = {"dense": Checker, "dsa": SparseChecker}
@@ -130,7 +130,7 @@ def _step(
     """Run one batch, compare what it says, and add it to the report."""
     rows = checker.sample_rows(batch) if checker else np.empty(0, dtype=np.int64)
     delivery = decoding.prepare(batch) if decoding else None
-    results = workers.run(Work(batch, _token_ids(batch, report.options), rows, delivery))
+    results = run(workers, Work(batch, _token_ids(batch, report.options), rows, delivery))
     report.batches.append(_record(batch, results, report.options.model.attention_phases))
     report.hit_tokens += batch.hit_tokens
     report.peak_bytes = [result.peak_bytes for result in results]

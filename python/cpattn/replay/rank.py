@@ -18,10 +18,10 @@ from .dense.attention import DenseAttention
 from .disaggregation.endpoint import Endpoint, Peer, Transfer, start_engine
 from .disaggregation.handover import Delivery
 from .dsa.attention import SparseAttention
+from .memory import forget_peak, peak_resident_bytes
+from .messages import RankResult, Work, WorkerConfig
 from .model import Decoder, Head, stage_layers
 from .phases import PhaseClock
-from .processes.memory import forget_peak, peak_resident_bytes
-from .processes.messages import RankResult, Work, WorkerConfig
 
 _PASS_SHARE = 0.4  # of the time of a batch, where the torch baseline takes the rest
 _ATTENTION: dict[str, Any] = {"dense": DenseAttention, "dsa": SparseAttention}

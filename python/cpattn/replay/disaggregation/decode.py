@@ -18,8 +18,8 @@ from ..dense.attention import make_pool as make_dense_pool
 from ..dense.decode import DecodeAttention
 from ..dsa.decode import SparseDecodeAttention
 from ..dsa.pools import make_pool as make_sparse_pool
+from ..memory import peak_resident_bytes
 from ..model import Decoder, DecoderConfig, Head
-from ..processes.memory import peak_resident_bytes
 from .endpoint import Endpoint, Peer, start_engine
 from .handover import Continuation
 

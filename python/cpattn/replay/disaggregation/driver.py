@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from ..._workers import Role, Workers
 from ...traffic.prefix_cache import PrefixCache
 from ...traffic.scheduler import Batch
-from ..processes.messages import RankResult, Role
-from ..processes.workers import Workers
+from ..messages import RankResult
 from ..records import DecodeReport, ReplayOptions, RequestRecord, TransferRecord
 from .check import DecodeChecker
 from .decode import DecodeConfig, DecodeResult

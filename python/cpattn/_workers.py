@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker processes: started together, ended together, whatever happens.
+"""Worker processes: started together, ended together, whatever happens.
+
+    with Workers([Role("a worker", "package.module.Class", 0, config)]) as workers:
+        workers.call([0], "method")
+        (answer,) = workers.answers([0])
 
 torch is not imported here: a worker sets its environment before it imports the module of its role.
 """
@@ -13,13 +17,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import connection, get_context, resource_tracker
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from .messages import RANK, RankResult, Role, Work
+
+@dataclass(frozen=True)
+class Role:
+    """What a process is: ``<target>(rank, config, init_method)`` answers its calls, a context
+    manager. If it has a ``tell``, that becomes ``tell(what, share)``: what it is doing, and which
+    part of the call is done."""
+
+    name: str  # in messages
+    target: str  # module.name
+    rank: int
+    config: Any
 
 
 class WorkerError(RuntimeError):
@@ -65,11 +80,9 @@ class Workers:
         with _interrupts_blocked():
             self._end(patience=5.0 if kind is None else 0.0)
 
-    def run(self, work: Work) -> list[RankResult]:
-        """Run one batch on all ranks; the results in rank order. WorkerError if one fails."""
-        ranks = [i for i, role in enumerate(self._roles) if role.target == RANK]
-        self.call(ranks, "run", work)
-        return self.answers(ranks)
+    def numbered(self, target: str) -> list[int]:
+        """The numbers of the workers that have this role."""
+        return [i for i, role in enumerate(self._roles) if role.target == target]
 
     def call(self, workers: Iterable[int], method: str, *arguments: Any) -> None:
         """Have workers call a method. Each answers, and takes its next call when it has."""

@@ -6,15 +6,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..phases import pass_phases
+from .._workers import Role, Workers
+from .phases import pass_phases
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from ...traffic.scheduler import Batch
-    from ..disaggregation.endpoint import Transfer
-    from ..disaggregation.handover import Delivery
-    from ..model import DecoderConfig
+    from ..traffic.scheduler import Batch
+    from .disaggregation.endpoint import Transfer
+    from .disaggregation.handover import Delivery
+    from .model import DecoderConfig
 
 RANK = "cpattn.replay.rank.Rank"
 
@@ -65,20 +66,15 @@ class RankResult:
     transfer: Transfer | None  # to the decode process, if there is one
 
 
-@dataclass(frozen=True)
-class Role:
-    """What a process is: ``<target>(rank, config, init_method)`` answers its calls, a context
-    manager. If it has a ``tell``, that becomes ``tell(what, share)``: what it is doing, and which
-    part of the call is done."""
-
-    name: str  # in messages
-    target: str  # module.name
-    rank: int
-    config: Any
-
-
 def ranks_of(config: WorkerConfig) -> list[Role]:
     """The ranks of all pipeline stages, stage by stage."""
     return [
         Role(f"rank {rank}", RANK, rank, config) for rank in range(config.pp_size * config.cp_size)
     ]
+
+
+def run(workers: Workers, work: Work) -> list[RankResult]:
+    """Run one batch on all ranks; the results in rank order. WorkerError if one fails."""
+    ranks = workers.numbered(RANK)
+    workers.call(ranks, "run", work)
+    return workers.answers(ranks)
