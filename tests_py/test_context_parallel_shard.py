@@ -110,6 +110,11 @@ def test_unshard_refuses_other_parts():
     plan = build_cp_metadata([5], cp_rank=0, cp_size=2)
     with pytest.raises(ValueError, match="unshard: parts must hold cp_size = 2 tensors, got 1"):
         plan.unshard([np.zeros(3)])
+    rows = np.broadcast_to(np.float32(1), (2**40, 1))  # too many to be made a list of
+    with pytest.raises(
+        ValueError, match="unshard: parts must hold cp_size = 2 tensors, got 109951"
+    ):
+        plan.unshard(rows)
     records = memoryview(np.zeros(2, [("a", "f4")]))
     with pytest.raises(TypeError, match=r"unshard: parts must be a sequence of tensors, got memor"):
         plan.unshard(records)

@@ -296,5 +296,10 @@ def test_errors_of_unfused_transforms(function, arguments, message):
 def test_whole_sequences_need_a_row_each():
     with pytest.raises(ValueError, match="num_rows must be at least that of page_table, 3, got 2"):
         page_table_to_topk(TABLE, [1, 2, 3], 4, num_rows=2)
+    with pytest.raises(ValueError, match="num_rows must be at least that of page_table, 3, got -3"):
+        page_table_to_topk(TABLE, [1, 2, 3], 4, num_rows=-3)
+    nothing = torch.zeros(0, 2, dtype=torch.int32)
+    with pytest.raises(MemoryError, match="page_table_to_topk: no memory for a result of shape"):
+        page_table_to_topk(nothing, [], 2**62)
     with pytest.raises(ValueError, match="page_table_to_topk: topk must be >= 1, got 0"):
         page_table_to_topk(TABLE, [1, 2, 3], 0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +34,11 @@ def empty(function: str, like: Tensor, shape: Sequence[int], dtype: str | None =
     else:
         kind = numpy_dtype(dtype) if torch is None else getattr(torch, dtype)
     try:
-        return np.empty(shape, kind) if torch is None else like.new_empty(shape, dtype=kind)
+        if torch is None:
+            return np.empty(shape, kind)
+        if kind.itemsize * math.prod(max(size, 1) for size in shape) > sys.maxsize:
+            raise OverflowError  # torch would let its strides wrap if another size is 0
+        return like.new_empty(shape, dtype=kind)
     except (RuntimeError, ValueError, TypeError, OverflowError, MemoryError) as error:
         raise MemoryError(f"{function}: no memory for a result of shape {list(shape)}") from error
 

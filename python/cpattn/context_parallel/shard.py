@@ -84,13 +84,14 @@ def unshard(self: ContextParallelMetadata, parts: Sequence[Tensor], dim: int = 0
 
 def _checked_parts(parts: Sequence[Tensor], cp_size: int) -> list[Tensor]:
     try:
-        given = list(parts)
-    except (TypeError, NotImplementedError) as error:  # the latter of memoryviews of records
+        count = len(parts)  # before all of a large tensor becomes a list
+        given = list(parts) if count == cp_size else []
+    except Exception as error:  # NotImplementedError of memoryviews of records, say
         raise TypeError(
             f"unshard: parts must be a sequence of tensors, got {type(parts).__name__}"
         ) from error
     if len(given) != cp_size:
-        raise ValueError(f"unshard: parts must hold cp_size = {cp_size} tensors, got {len(given)}")
+        raise ValueError(f"unshard: parts must hold cp_size = {cp_size} tensors, got {count}")
     tensors = [tensor_of(part, "unshard", "parts") for part in given]
     if len({torch_of(tensor) is None for tensor in tensors}) > 1:
         raise TypeError("unshard: parts must be all tensors of torch or none, got both")

@@ -214,7 +214,12 @@ def page_table_to_topk(
     if topk < 1:
         raise ValueError(f"{function}: topk must be >= 1, got {topk}")
     if num_rows is not None:
-        rows = max(_core.integer(num_rows, function, "num_rows"), 0)
+        number = _core.integer(num_rows, function, "num_rows")
+        if number < rows:
+            raise ValueError(
+                f"{function}: num_rows must be at least that of page_table, {rows}, got {number}"
+            )
+        rows = number
     out = empty(function, page_table, (rows, topk), "int32")
     _core.page_table_to_topk(page_table, lengths, page_size, out)
     return out
