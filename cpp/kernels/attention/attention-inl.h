@@ -58,7 +58,7 @@ struct Carver {
 
   template <class T>
   void take(T*& buffer, int64_t elements) {
-    if (base != nullptr) buffer = reinterpret_cast<T*>(base + used);
+    buffer = base == nullptr ? nullptr : reinterpret_cast<T*>(base + used);
     used += (elements * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
   }
 };
@@ -98,6 +98,7 @@ struct Workspace {
 
 template <class T, class Engine, int kExp2Degree>
 class AttentionLoop {
+  static_assert(MatrixEngine<Engine, T>);
   using Operand = typename Engine::Operand;
 
  public:

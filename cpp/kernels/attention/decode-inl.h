@@ -19,7 +19,7 @@ constexpr int kDecodeKeys = 64;
 /// Keys and values are fetched so many bytes before their turn that memory has
 /// answered, and that they are still in the L1.
 constexpr int64_t kBytesAhead = 16 * 1024;
-/// In keys: at least as many as are multiplied at once.
+/// At least so many keys are fetched ahead: as many as are multiplied at once.
 constexpr int kMinKeysAhead = 8;
 
 /// Queries of one vector or more, and keys that are multiplied with them at once:
@@ -35,7 +35,7 @@ struct DecodeWorkspace {
   Operand* row;            // [qk_dim]
   Operand* keys;           // [kKeyTile][qk_dim]
   float* scores;           // [rows][kDecodeKeys]
-  Operand* probabilities;  // likewise
+  Operand* probabilities;  // [rows][kDecodeKeys]
   float* output;           // [rows][v_head_dim]
   float* zeros;            // [v_head_dim]
   RowState* states;        // [rows]
@@ -57,6 +57,7 @@ struct DecodeWorkspace {
 
 template <class T, class Engine, int kExp2Degree>
 class DecodeLoop {
+  static_assert(MatrixEngine<Engine, T> && InPlaceEngine<Engine, T>);
   using Operand = typename Engine::Operand;
   using Pack = typename Engine::Pack;
   using Loads = InPlace<T, Engine>;
@@ -311,8 +312,10 @@ class DecodeLoop {
   /// alone: zero times the infinity of another is NaN.
   void add_values(int head, int64_t first, int key, int count, bool all_visible) const {
     const char* values[kDecodeKeys + 1];
-    for (int i = 0; i < count && tile_.v.data != tile_.k.data; ++i) {
-      fetch_row<3>(row_of_head(tile_.v, head, values_[key + i + ahead_]), v_dim_ * sizeof(T));
+    if (tile_.v.data != tile_.k.data) {  // else the keys, which were fetched, are the values
+      for (int i = 0; i < count; ++i) {
+        fetch_row<3>(row_of_head(tile_.v, head, values_[key + i + ahead_]), v_dim_ * sizeof(T));
+      }
     }
     values[count] = reinterpret_cast<const char*>(work_.zeros);
     const int64_t slot = int64_t{head - first_head_} * padded_rows_;
@@ -357,14 +360,14 @@ class DecodeLoop {
 
   const AttentionTile& tile_;
   const int head_rows_;    // of one KV head
-  const int padded_rows_;  // likewise, as their buffers have them
+  const int padded_rows_;  // those, filled up to whole tiles of queries
   const int qk_dim_;
   const int v_dim_;
   const DecodeWorkspace<Operand> work_;
   const float factor_;
   int first_head_, end_head_;  // at work
   int ahead_;                  // keys and values are fetched this many before their turn
-  // Where the block of keys is, for the first KV head.
+  // The addresses of the block's keys and values, for the first KV head.
   const char* keys_[2 * kDecodeKeys];
   const char* rope_keys_[2 * kDecodeKeys];
   const char* values_[2 * kDecodeKeys];
