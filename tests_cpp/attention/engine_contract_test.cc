@@ -205,7 +205,7 @@ struct Problem {
         .v = {v.data(), 0, kValueDim},
         .pages = &page,
         .page_size = kKeys,
-        .head_dim = kDim,
+        .nope_dim = kDim,
         .v_head_dim = kValueDim,
         .num_tokens = kTokens,
         .group = kGroup,

@@ -125,7 +125,7 @@ struct KernelProblem {
         .v = {v_cache.data(), kPage * v_dim, v_dim},
         .pages = pages.data(),
         .page_size = kPage,
-        .head_dim = dim - rope,
+        .nope_dim = dim - rope,
         .rope_dim = rope,
         .v_head_dim = v_dim,
         .num_tokens = n,

@@ -42,7 +42,7 @@ class AmxAttention {
   AmxAttention(const AttentionTile& tile, char* scratch)
       : tile_(tile),
         rows_(tile.num_tokens * tile.group),
-        depth_(round_up(tile.head_dim + tile.rope_dim, kTileDepth)),
+        depth_(round_up(tile.nope_dim + tile.rope_dim, kTileDepth)),
         v_dim_(tile.v_head_dim),
         factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E),
         work_(scratch, rows_, depth_, v_dim_),
@@ -77,7 +77,7 @@ class AmxAttention {
   }
 
   void prepare() {
-    const int qk_dim = tile_.head_dim + tile_.rope_dim;
+    const int qk_dim = tile_.nope_dim + tile_.rope_dim;
     constexpr int64_t kElementBytes = sizeof(Bfloat16) * kParts;
     const int64_t padded = round_up(rows_, kGroupRows);
     // Rows and dimensions that fill up the last tiles take part in everything.
@@ -97,12 +97,12 @@ class AmxAttention {
       Bfloat16* tiles = queries_of(row);
       const auto* q = static_cast<const T*>(tile_.q) + token * tile_.q_token_stride +
                       head * tile_.q_head_stride;
-      pack_tile_row(q, tile_.head_dim, 0, row % kTileRows, depth_, tiles, magnitude);
+      pack_tile_row(q, tile_.nope_dim, 0, row % kTileRows, depth_, tiles, magnitude);
       if (tile_.rope_dim > 0) {
         const auto* rope = static_cast<const T*>(tile_.q_rope) + token * tile_.q_rope_token_stride +
                            head * tile_.q_rope_head_stride;
         pack_tile_row(
-            rope, tile_.rope_dim, tile_.head_dim, row % kTileRows, depth_, tiles, magnitude
+            rope, tile_.rope_dim, tile_.nope_dim, row % kTileRows, depth_, tiles, magnitude
         );
       }
     }
@@ -139,7 +139,7 @@ class AmxAttention {
     for (int i = 0; i < steps; ++i) {
       const Step& step = work_.steps[i];
       if (step.first()) {
-        mark(tile_, kMarkQk, flops_per_dim(step) * (tile_.head_dim + tile_.rope_dim));
+        mark(tile_, kMarkQk, flops_per_dim(step) * (tile_.nope_dim + tile_.rope_dim));
       }
       next_.fetch(share_of(next_.count(), steps));
       if (i + 2 >= steps) add_pending();

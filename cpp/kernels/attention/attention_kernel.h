@@ -50,7 +50,7 @@ struct AttentionTile {
   void (*expand)(const void* row, void* elements) = nullptr;
   int64_t stored_bytes = 0;
 
-  int32_t head_dim;  // of q and k, without rope_dim; a multiple of 16
+  int32_t nope_dim;  // of q and k, beside rope_dim; a multiple of 16
   int32_t rope_dim;  // 0 or a multiple of 16
   int32_t v_head_dim;
   int32_t num_tokens, group;

@@ -78,7 +78,7 @@ class DecodeLoop {
       : tile_(tile),
         head_rows_(tile.num_tokens * tile.group),
         padded_rows_(round_up(head_rows_, kQueryTile)),
-        qk_dim_(tile.head_dim + tile.rope_dim),
+        qk_dim_(tile.nope_dim + tile.rope_dim),
         v_dim_(tile.v_head_dim),
         work_(scratch, int64_t{padded_rows_} * tile.num_kv_heads, qk_dim_, v_dim_),
         factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E) {}
@@ -96,7 +96,7 @@ class DecodeLoop {
   }
 
   int keys_ahead(int heads) const {
-    const int64_t bytes = int64_t{heads} * tile_.head_dim * static_cast<int64_t>(sizeof(T));
+    const int64_t bytes = int64_t{heads} * tile_.nope_dim * static_cast<int64_t>(sizeof(T));
     const int64_t keys = kBytesAhead / bytes / kMinKeysAhead * kMinKeysAhead;
     return static_cast<int>(larger(kMinKeysAhead, smaller(kDecodeKeys, keys)));
   }
@@ -138,13 +138,13 @@ class DecodeLoop {
       const auto [token, head] = row_place(tile_, row);
       const T* q = static_cast<const T*>(tile_.q);
       Engine::pack_query(
-          q + token * tile_.q_token_stride + head * tile_.q_head_stride, tile_.head_dim, work_.row
+          q + token * tile_.q_token_stride + head * tile_.q_head_stride, tile_.nope_dim, work_.row
       );
       if (tile_.rope_dim > 0) {
         const T* rope = static_cast<const T*>(tile_.q_rope);
         Engine::pack_query(
             rope + token * tile_.q_rope_token_stride + head * tile_.q_rope_head_stride,
-            tile_.rope_dim, work_.row + tile_.head_dim
+            tile_.rope_dim, work_.row + tile_.nope_dim
         );
       }
       Operand* tile = work_.queries + int64_t{slot / kQueryTile} * kQueryTile * qk_dim_;
@@ -218,13 +218,13 @@ class DecodeLoop {
     const Operand* keys[kKeyTile];
     const Operand* rope[kKeyTile];
     for (int i = 0; i < kKeyTile; ++i) {
-      fetch_row<3>(row_of_head(tile_.k, head, keys_[key + i + ahead_]), tile_.head_dim * sizeof(T));
+      fetch_row<3>(row_of_head(tile_.k, head, keys_[key + i + ahead_]), tile_.nope_dim * sizeof(T));
       Operand* wide = work_.keys + int64_t{i} * qk_dim_;
-      keys[i] = operands(row_of_head(tile_.k, head, keys_[key + i]), tile_.head_dim, wide);
+      keys[i] = operands(row_of_head(tile_.k, head, keys_[key + i]), tile_.nope_dim, wide);
       if (tile_.rope_dim > 0) {
         rope[i] = operands(
             row_of_head(tile_.k_rope, head, rope_keys_[key + i]), tile_.rope_dim,
-            wide + tile_.head_dim
+            wide + tile_.nope_dim
         );
       }
     }
@@ -254,9 +254,9 @@ class DecodeLoop {
 #pragma GCC unroll 8
       for (int j = 0; j < kKeyTile; ++j) sums[i][j] = splat(0.0F);
     }
-    add_products(queries, keys, tile_.head_dim, sums);
+    add_products(queries, keys, tile_.nope_dim, sums);
     if (tile_.rope_dim > 0) {
-      add_products(queries + tile_.head_dim * kQueryTile, rope, tile_.rope_dim, sums);
+      add_products(queries + tile_.nope_dim * kQueryTile, rope, tile_.rope_dim, sums);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < kTileVectors; ++i) {

@@ -105,7 +105,7 @@ inline void locate_rows(
 
 /// Bytes of a row of K in memory.
 inline int64_t stored_key_bytes(const AttentionTile& tile, int64_t element_bytes) {
-  return tile.expand != nullptr ? tile.stored_bytes : tile.head_dim * element_bytes;
+  return tile.expand != nullptr ? tile.stored_bytes : tile.nope_dim * element_bytes;
 }
 
 /// Starts to bring a row to the L2 (kLocality 2) or the L1 (3). Always inlined: GCC

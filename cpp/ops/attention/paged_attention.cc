@@ -178,7 +178,7 @@ kernels::AttentionTile make_tile(
       .v = rows_of_head(arguments.v, kv_head),
       .pages = batch.pages.page_ids.data() + batch.pages.indptr[segment.table_row],
       .page_size = batch.page_size,
-      .head_dim = batch.shape.head_dim - rope,
+      .nope_dim = batch.shape.head_dim - rope,
       .rope_dim = rope,
       .v_head_dim = batch.shape.v_head_dim,
       .num_tokens = item.num_tokens,

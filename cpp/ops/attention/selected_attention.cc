@@ -50,7 +50,7 @@ kernels::AttentionTile make_tile(
       .page_size = 1,
       .expand = attention.expand,
       .stored_bytes = attention.stored_bytes,
-      .head_dim = static_cast<int32_t>(q.shape[3]),
+      .nope_dim = static_cast<int32_t>(q.shape[3]),
       .v_head_dim = static_cast<int32_t>(attention.v_head_dim),
       .num_tokens = 1,
       .group = static_cast<int32_t>(num_heads),
