@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "cpattn/base/check.h"
+#include "cpattn/base/page_size.h"
 
 namespace cpattn {
 namespace {
@@ -30,10 +31,7 @@ void check_rank(const char* group, int64_t rank, int64_t size) {
 void check_placement(const KVPlacement& placement) {
   const auto& [page_size, tp_rank, tp_size, heads, layers, dcp_rank, dcp_size, interleave] =
       placement;
-  check(
-      page_size >= 1 && page_size <= INT32_MAX, kFunction, ": page_size must be in [1, ", INT32_MAX,
-      "], got ", page_size
-  );
+  check_page_size(kFunction, page_size);
   check_rank("tp", tp_rank, tp_size);
   check_rank("dcp", dcp_rank, dcp_size);
   check(

@@ -96,6 +96,15 @@ FlatRows flat_rows(
   return {pages * page_size, tensor.strides[1]};
 }
 
+TensorView as_batch(const TensorView& tensor) {
+  if (tensor.rank == 4) return tensor;
+  TensorView batch = tensor;
+  batch.rank = 4;
+  batch.shape = {1, tensor.shape[0], tensor.shape[1], tensor.shape[2]};
+  batch.strides = {0, tensor.strides[0], tensor.strides[1], tensor.strides[2]};
+  return batch;
+}
+
 void attend_selected(const SelectedAttention& attention, SelectKeys select, int num_threads) {
   const TensorView& q = attention.q;
   const int64_t num_tokens = q.shape[0] * q.shape[1], num_heads = q.shape[2];

@@ -19,13 +19,16 @@ struct FlatRows {
 /// for another shape, and where pages do not follow each other.
 FlatRows flat_rows(const char* function, const char* name, const TensorView& tensor, int64_t width);
 
+/// [B, S, heads, dim]: tokens that are packed, [T, heads, dim], are those of one batch entry.
+TensorView as_batch(const TensorView& tensor);
+
 /// Attention of single tokens, each over keys that were selected for it, with all
 /// heads on one KV head: what the operators of sparse attention have in common.
 /// Everything is checked.
 struct SelectedAttention {
   const char* function;              // in traces
   TensorView q;                      // [B, S, num_heads, head_dim]; token t is (t / S, t % S)
-  std::optional<TensorView> q_rope;  // likewise: more dimensions of q
+  std::optional<TensorView> q_rope;  // of the same tokens and heads: more dimensions
   kernels::PagedRows k, k_rope, v;   // pages of one row
   int64_t v_head_dim = 0;
   int64_t max_keys = 0;          // of a token
@@ -38,11 +41,11 @@ struct SelectedAttention {
 
   TensorView out;               // [B, S, num_heads, v_head_dim], dtype of q
   float* lse = nullptr;         // null, or contiguous [B, S, num_heads]
-  float* max_logits = nullptr;  // likewise
+  float* max_logits = nullptr;  // null, or contiguous [B, S, num_heads]
 };
 
 /// Non-owning reference to a callable int64_t(int64_t token, int32_t* rows) that
-/// writes the rows of a token's keys and gives their number, up to max_keys. A row
+/// writes the rows of a token's keys and returns their number, up to max_keys. A row
 /// may occur again, and counts again.
 class SelectKeys {
  public:

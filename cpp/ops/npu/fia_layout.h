@@ -10,12 +10,8 @@
 
 namespace cpattn::fia {
 
-constexpr char kFunction[] = "npu_fused_infer_attention_score";
-
-template <class... Parts>
-void require(bool ok, const Parts&... parts) {
-  check(ok, kFunction, ": ", parts...);
-}
+inline constexpr char kFunction[] = "npu_fused_infer_attention_score";
+inline constexpr CheckFor require{kFunction};
 
 /// A layout name, taken apart: "BNSD_BSND" reads BNSD and writes BSND.
 struct Layout {

@@ -15,11 +15,7 @@ namespace cpattn {
 namespace {
 
 constexpr char kFunction[] = "npu_lightning_indexer";
-
-template <class... Parts>
-void require(bool ok, const Parts&... parts) {
-  check(ok, kFunction, ": ", parts...);
-}
+constexpr CheckFor require{kFunction};
 
 void check_batch(const char* name, const TokenSequences& sequences, int64_t batch) {
   require(

@@ -15,11 +15,7 @@ namespace cpattn {
 namespace {
 
 constexpr char kFunction[] = "flash_mla_sparse_fwd";
-
-template <class... Parts>
-void require(bool ok, const Parts&... parts) {
-  check(ok, kFunction, ": ", parts...);
-}
+constexpr CheckFor require{kFunction};
 
 bool is_byte(DType dtype) { return dtype == DType::uint8 || dtype == DType::float8_e4m3fn; }
 
@@ -103,15 +99,6 @@ void check_results(const SparseMlaArguments& arguments) {
   check_scalars("max_logits", arguments.max_logits);
   check_scalars("lse", arguments.lse);
   check_no_overlap(kFunction, "lse", arguments.lse, "max_logits", arguments.max_logits);
-}
-
-/// Token rows as the batch entry of a [1, num_tokens, heads, dim] tensor.
-TensorView as_batch(const TensorView& rows) {
-  TensorView batch = rows;
-  batch.rank = 4;
-  batch.shape = {1, rows.shape[0], rows.shape[1], rows.shape[2]};
-  batch.strides = {0, rows.strides[0], rows.strides[1], rows.strides[2]};
-  return batch;
 }
 
 /// Writes those of n indices that name one of num_rows rows; gives their number.
