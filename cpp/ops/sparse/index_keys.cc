@@ -86,24 +86,8 @@ void add_scales(
   keys.scale_row_bytes = strides.row * kScaleBytes;
 }
 
-}  // namespace
-
-IndexKeys view_index_keys(
-    const char* function,
-    const TensorView& index_k_cache,
-    const std::optional<TensorView>& k_scale,
-    int64_t page_size,
-    int64_t dim
-) {
-  const TensorView& cache = index_k_cache;
-  check_page_size(function, page_size);
-  if (cache.dtype == DType::uint8) {
-    check(
-        !k_scale, function, ": k_scale must not be given with ", kCache, " of uint8, which has it"
-    );
-    return packed_keys(function, cache, page_size, dim);
-  }
-  const int64_t bytes = element_size(cache.dtype);
+/// Whether a cache that is not packed counts slots, not pages. Throws for another form.
+bool counts_slots(const char* function, const TensorView& cache, int64_t page_size, int64_t dim) {
   check(
       cache.dtype == DType::bfloat16 || cache.dtype == DType::float32 ||
           cache.dtype == DType::float8_e4m3fn || cache.dtype == DType::int8,
@@ -125,6 +109,28 @@ IndexKeys view_index_keys(
       dim, ", got shape ", ShapeOf{cache}
   );
   if (slots) check_whole_pages(function, cache.shape[0], page_size);
+  return slots;
+}
+
+}  // namespace
+
+IndexKeys view_index_keys(
+    const char* function,
+    const TensorView& index_k_cache,
+    const std::optional<TensorView>& k_scale,
+    int64_t page_size,
+    int64_t dim
+) {
+  const TensorView& cache = index_k_cache;
+  check_page_size(function, page_size);
+  if (cache.dtype == DType::uint8) {
+    check(
+        !k_scale, function, ": k_scale must not be given with ", kCache, " of uint8, which has it"
+    );
+    return packed_keys(function, cache, page_size, dim);
+  }
+  const bool slots = counts_slots(function, cache, page_size, dim);
+  const int64_t bytes = element_size(cache.dtype);
   const RowStrides strides(cache, slots, page_size);
   IndexKeys keys{
       .data = cache.data,
