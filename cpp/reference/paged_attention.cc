@@ -60,11 +60,11 @@ struct Row {
   double lse;
 };
 
-/// Softmax over the keys that the row sees, and the sink; then the values.
+/// Computes the softmax over the keys that the row sees, and the sink; then weighs the values.
 Row attend(
     const Eigen::RowVectorXd& q,
     const Matrix& keys,    // visible ones only
-    const Matrix& values,  // likewise
+    const Matrix& values,  // of the same keys
     double scale,
     double softcap,
     double sink

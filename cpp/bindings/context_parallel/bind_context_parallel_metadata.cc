@@ -76,7 +76,7 @@ constexpr IntField kInts[] = {
     {"max_seqlen_q_next", &Metadata::max_seqlen_q_next},
 };
 
-/// None for the combined maximum where there are no combined fields.
+/// Returns None for the combined maximum where there are no combined fields.
 py::object max_seqlen_q_combined(const Metadata& metadata) {
   if (metadata.kv_len_combined.data() == nullptr) return py::none();
   return py::int_(metadata.max_seqlen_q_combined);
@@ -175,7 +175,7 @@ std::string repr(const Metadata& metadata) {
   );
 }
 
-/// Of what plans differ in, as a rule.
+/// A hash of the fields in which metadata differ as a rule.
 int64_t hash_of(const Metadata& metadata) {
   ValueHash hash;
   hash << metadata.cp_rank << metadata.cp_size << metadata.bs << metadata.total_seq_lens;
@@ -183,7 +183,7 @@ int64_t hash_of(const Metadata& metadata) {
   return hash.value();
 }
 
-/// What a plan is built from.
+/// The arguments that the metadata is built from.
 py::tuple python_state(const Metadata& metadata) {
   std::vector<int64_t> seq_lens(metadata.extend_lens.begin(), metadata.extend_lens.end());
   for (int32_t s = 0; s < metadata.bs; ++s) seq_lens[s] += metadata.prefix_lens[s];

@@ -95,7 +95,7 @@ KVLayout make_layout(
   );
 }
 
-/// Which tokens are sent, of the arguments that both planners have.
+/// Reads which tokens are sent, from the arguments that both planners have.
 KVTransferRange range_of(const Arguments& read, const py::dict& arguments) {
   const std::string share = read.text(arguments["cp_share"], "cp_share");
   check(

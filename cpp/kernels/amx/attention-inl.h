@@ -57,7 +57,7 @@ class AmxAttention {
     const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
     locate_keys(begin / kBlockKeys * kBlockKeys, begin, end);
     while (next_.count() > 0) {
-      // Between two attend() no tile holds anything.
+      // Between two calls of attend() no tile holds anything.
       if (tile_.should_stop(tile_.stop_context)) return false;
       tiles_.configure();
       const int64_t first = next_.first();
@@ -87,9 +87,24 @@ class AmxAttention {
       work_.references[row] = -__builtin_inff();
       work_.biases[row] = kNoBias;
     }
-    for (int row = 0; row < padded && tile_.max_logits != nullptr; ++row) {
-      store(work_.maxima + row * kLanes, splat(-__builtin_inff()));
+    if (tile_.max_logits != nullptr) {
+      for (int row = 0; row < padded; ++row) {
+        store(work_.maxima + row * kLanes, splat(-__builtin_inff()));
+      }
     }
+    __builtin_memset(work_.sums, 0, sizeof(float) * padded);
+    __builtin_memset(work_.exact_sums, 0, sizeof(float) * padded * kLanes);
+    __builtin_memset(work_.output, 0, sizeof(float) * padded * v_dim_);
+    __builtin_memset(work_.zeros, 0, sizeof(T) * v_dim_);
+    constexpr uint32_t kPairOfOnes = 0x3f803f80;
+    __builtin_memset(work_.ones, 0, sizeof(Bfloat16) * kTileElements);
+    for (int pair = 0; pair < kTileDepth / 2; ++pair) {
+      __builtin_memcpy(work_.ones + pair * kTileDepth, &kPairOfOnes, sizeof kPairOfOnes);
+    }
+    pack_queries();
+  }
+
+  void pack_queries() {
     Magnitude magnitude;
     for (int row = 0; row < rows_; ++row) {
       const int64_t token = row / tile_.group;
@@ -107,15 +122,6 @@ class AmxAttention {
       }
     }
     bounded_queries_ = magnitude.below(kBoundOfFiniteScores);
-    __builtin_memset(work_.sums, 0, sizeof(float) * padded);
-    __builtin_memset(work_.exact_sums, 0, sizeof(float) * padded * kLanes);
-    __builtin_memset(work_.output, 0, sizeof(float) * padded * v_dim_);
-    __builtin_memset(work_.zeros, 0, sizeof(T) * v_dim_);
-    constexpr uint32_t kPairOfOnes = 0x3f803f80;
-    __builtin_memset(work_.ones, 0, sizeof(Bfloat16) * kTileElements);
-    for (int pair = 0; pair < kTileDepth / 2; ++pair) {
-      __builtin_memcpy(work_.ones + pair * kTileDepth, &kPairOfOnes, sizeof kPairOfOnes);
-    }
   }
 
   /// The tiles of the sixteen rows that `row` is one of.
@@ -123,7 +129,7 @@ class AmxAttention {
     return work_.queries + int64_t{row / kTileRows} * kTileRows * depth_ * kParts;
   }
 
-  /// What to pack next: keys from `first` on, as far as they are in [begin, end).
+  /// Locates the keys to pack next: those from `first` on, as far as they are in [begin, end).
   void locate_keys(int64_t first, int64_t begin, int64_t end) {
     const int n = begin < end ? static_cast<int>(larger(0, smaller(work_.packed, end - first))) : 0;
     next_.locate(first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin - first)));
@@ -186,7 +192,7 @@ class AmxAttention {
     rows.take_rest();
   }
 
-  /// What is on its way to O comes first: a reference that is raised rescales O.
+  /// The sums on their way to O come first: a reference that is raised rescales O.
   void start_scores_beside_sum(int index, StepRows<T> rows) {
     PendingRows sum = sum_;
     start_scores(
@@ -205,8 +211,9 @@ class AmxAttention {
 
   float* scores_of(int step) const { return work_.scores + step % 2 * 4 * kTileFloats; }
 
-  /// Of a product of a group of rows with all the keys it sees in a block. Scores
-  /// are started two steps ahead, softmax runs beside them: a trace shows both as QK.
+  /// Flops per dimension of the product of a group of rows with all the keys it sees in a
+  /// block. Scores are started two steps ahead and softmax runs beside them: a trace shows both as
+  /// QK.
   int64_t flops_per_dim(const Step& step) const {
     const int64_t rows = smaller(kGroupRows, rows_ - step.row / kGroupRows * kGroupRows);
     return 2 * rows * (step.end_chunk - step.first_chunk) * kTileDepth;
@@ -216,7 +223,7 @@ class AmxAttention {
     return depth_ / kTileDepth * Format::kProducts * (step.count > kTileRows ? 4 : 2);
   }
 
-  /// What each of `slices` takes of `work`.
+  /// The part of `work` that each of so many slices takes.
   static int share_of(int work, int slices) { return (work + slices - 1) / slices; }
 
   template <class FirstSlice, class Slice>

@@ -125,7 +125,7 @@ class KeyBlock {
   int64_t first_ = 0;
   int count_ = 0;
   int known_ = 0;  // keys of the block and after it whose rows are known
-  // With a granule more that engines may fetch ahead.
+  // Addresses of rows, with those of one granule more, which engines may fetch ahead.
   const char* k_[kMaxBlockKeys + kKeyGranule];
   const char* k_rope_[kMaxBlockKeys + kKeyGranule];
   const char* v_[kMaxBlockKeys + kKeyGranule];

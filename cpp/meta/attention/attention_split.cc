@@ -6,8 +6,8 @@
 namespace cpattn {
 namespace {
 
-/// Rows for each KV head up to which reading keys and values in place beats
-/// packing them, and rows of wide heads: these are compute-bound sooner.
+/// Up to so many rows for each KV head it is faster to read keys and values in place than to
+/// pack them. Wide heads are compute-bound sooner.
 constexpr int64_t kMaxDecodeRows = 16;
 constexpr int64_t kMaxWideDecodeRows = 8;
 constexpr int32_t kWideHead = 256;

@@ -14,7 +14,7 @@ namespace {
 constexpr char kFunction[] = "build_dsa_metadata";
 using Ints = std::vector<int32_t>;
 
-/// Verify and draft-extend: new tokens that may not all be real.
+/// Whether the mode is one of verify or draft-extend, whose new tokens may not all be real.
 bool is_speculative(ForwardMode mode) {
   return mode == ForwardMode::target_verify || mode == ForwardMode::draft_extend_v2;
 }

@@ -11,7 +11,7 @@
 
 namespace cpattn {
 
-/// What a source sends to a destination. Refers to their entries and pages.
+/// What a source sends to a destination; it refers to their entries and pages.
 struct KVLinkSpec {
   KVPageList from;
   KVPageList to;
@@ -20,7 +20,8 @@ struct KVLinkSpec {
   KVRange all_tokens;  // that all ranks send
 };
 
-/// Arguments and errors of plan_kv_transfer.
+/// Makes the link of one source and one destination; arguments and errors are those of
+/// plan_kv_transfer.
 KVLinkSpec specify_link(
     const KVLayout& src,
     const KVLayout& dst,

@@ -47,7 +47,8 @@ std::string names(const std::vector<std::size_t>& sources) {
   return text;
 }
 
-/// Between two neighbouring cuts nothing changes: one element stands for all.
+/// Checks that sources write every element of an entry exactly once. Between two neighbouring
+/// cuts nothing changes: one element stands for all.
 void check_covered_once(
     std::size_t destination,
     const KVEntry& entry,
@@ -106,7 +107,7 @@ void check_sources(std::span<const KVPeer> sources, std::span<const KVPeer> dest
   }
 }
 
-/// What `make` returns; its errors name the link, too.
+/// Returns what `make` returns; errors of `make` get the name of the link, too.
 template <class Make>
 auto of_link(std::size_t source, std::size_t destination, Make make) {
   try {
@@ -118,7 +119,7 @@ auto of_link(std::size_t source, std::size_t destination, Make make) {
   }
 }
 
-/// The links of a destination, which together are complete.
+/// Returns the links of a destination, after a check that together they are complete.
 std::vector<PlannedLink> specify_links(
     std::span<const KVPeer> sources,
     const KVPeer& to,

@@ -33,7 +33,7 @@ std::ostream& operator<<(std::ostream& out, const Match& match) {
              << match.num_dst << " entries, each of " << match.groups << " group(s)";
 }
 
-/// Sums and products of layers and groups cannot overflow.
+/// Bounds layers and groups, so that their sums and products cannot overflow.
 void check_stage(const char* function, const KVStage& stage) {
   check(
       stage.kv_buf_groups >= 1, function, ": kv_buf_groups must be >= 1, got ", stage.kv_buf_groups
@@ -69,7 +69,8 @@ void check_lists(const Match& match) {
   );
 }
 
-/// The strict rule of every layout. total_layers: target layers of the model, 0 for unknown.
+/// Matches entries by the strict rule, the same for every layout. total_layers counts the target
+/// layers of the model, 0 for unknown.
 std::vector<KVRange> match_entries(const Match& match, int64_t total_layers) {
   check_lists(match);
   const int64_t held = match.dst_layers();
@@ -113,7 +114,7 @@ std::vector<KVRange> match_entries(const Match& match, int64_t total_layers) {
   return ranges;
 }
 
-/// list[begin:end] of a list of `size`.
+/// What list[begin:end] takes of a Python list of `size`.
 KVRange slice(int64_t begin, int64_t end, int64_t size) {
   const auto clip = [size](int64_t i) {
     return std::clamp<int64_t>(i < 0 ? i + size : i, 0, size);

@@ -75,7 +75,7 @@ void append(Runs& runs, TransferRun run) {
   runs.push_back(run);
 }
 
-/// By destination, digit by digit from the lowest: a few microseconds for a thousand runs.
+/// Sorts by destination, digit by digit from the lowest: a thousand runs take a few microseconds.
 void sort_by_destination(Runs& runs) {
   constexpr int kBits = 11;
   const auto by_dst = [](const TransferRun& a, const TransferRun& b) { return a.dst < b.dst; };

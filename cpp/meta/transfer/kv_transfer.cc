@@ -83,7 +83,7 @@ KVRange all_tokens(const KVPageList& src, const KVPageList& dst, const KVTransfe
   return {first, src_end};
 }
 
-/// What this context-parallel rank sends, in whole pages of both sides.
+/// The tokens that this context-parallel rank sends, in whole pages of both sides.
 KVRange page_share(KVRange tokens, int64_t page, int64_t cp_rank, int64_t cp_size) {
   const int64_t first = tokens.begin / page;
   const int64_t num_pages = (tokens.end + page - 1) / page - first;

@@ -25,7 +25,8 @@ std::vector<KVRange> mha_as_engines_do(
   };
 }
 
-/// The stage as one that lists have groups of: MHA has K and V and never says so.
+/// Returns the stage with the number of groups that its lists have: senders of MHA have K and V,
+/// and never say so.
 KVStage grouped(const SendStage& stage) {
   KVStage kv = stage.kv;
   if (!stage.is_mla) {
@@ -42,7 +43,7 @@ int64_t num_drafts(int64_t num_src, const KVStage& stage) {
   return std::max(stage.draft_kv_layers, beyond);
 }
 
-/// Of a sender that has the whole model.
+/// Pairs the lists of a sender that has the whole model.
 std::vector<KVRange> by_position(
     const char* function, int64_t num_src, int64_t num_dst, const KVStage& stage, bool compat
 ) {
@@ -91,7 +92,7 @@ std::vector<KVRange> destination_ranges(
   return mha_as_engines_do(function, num_src, num_dst, stage.kv);
 }
 
-/// The end of the last item is an address.
+/// Checks that the end of the last item is an address.
 void check_end(
     const char* function,
     const char* side,

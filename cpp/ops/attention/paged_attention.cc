@@ -18,7 +18,7 @@
 namespace cpattn {
 namespace {
 
-// The plan and the kernels have limits of their own, as neither may know the other.
+// The plan and the kernels have these limits twice, as neither may include the other.
 static_assert(kMaxHeadDim == kernels::kMaxHeadDim);
 static_assert(kUnboundedKeys == kernels::kUnlimited);
 static_assert(kPackedGranule % kernels::kMaxBlockKeys == 0);
@@ -109,7 +109,7 @@ char* element_address(const TensorView& tensor, int64_t offset) {
   return static_cast<char*>(tensor.data) + offset * element_size(tensor.dtype);
 }
 
-/// Rows [begin, end) of the results, as a row without visible keys has them.
+/// Writes rows [begin, end) of the results as those of rows without visible keys: zeros and -inf.
 void clear_rows(const AttentionArguments& arguments, int64_t begin, int64_t end) {
   const TensorView& out = arguments.out;
   for (int64_t row = begin; row < end; ++row) {
@@ -160,7 +160,7 @@ void* first_row(const AttentionPlan& plan, const AttentionItem& item, const Tens
   return element_address(tensor, row * tensor.strides[0] + item.first_head * tensor.strides[1]);
 }
 
-/// What not every call has: rope, mask and lse.
+/// Adds to a tile what not every call has: rope, mask and lse.
 void add_options(
     const AttentionPlan& plan,
     const AttentionItem& item,

@@ -15,16 +15,16 @@ struct FlatRows {
   int64_t stride = 0;  // in elements
 };
 
-/// [rows, 1, width] or [pages, page_size, 1, width] as that. Throws std::invalid_argument
-/// for another shape, and where pages do not follow each other.
+/// Reads [rows, 1, width] or [pages, page_size, 1, width] as rows at equal distances. Throws
+/// std::invalid_argument for another shape, and where pages do not follow each other.
 FlatRows flat_rows(const char* function, const char* name, const TensorView& tensor, int64_t width);
 
-/// [B, S, heads, dim]: tokens that are packed, [T, heads, dim], are those of one batch entry.
+/// Returns [B, S, heads, dim]: packed tokens, [T, heads, dim], become those of one batch entry.
 TensorView as_batch(const TensorView& tensor);
 
 /// Attention of single tokens, each over keys that were selected for it, with all
-/// heads on one KV head: what the operators of sparse attention have in common.
-/// Everything is checked.
+/// heads on one KV head: what the operators of sparse attention have in common. Callers
+/// have checked everything.
 struct SelectedAttention {
   const char* function;              // in traces
   TensorView q;                      // [B, S, num_heads, head_dim]; token t is (t / S, t % S)
@@ -61,7 +61,8 @@ class SelectKeys {
   int64_t (*call_)(const void*, int64_t, int32_t*);
 };
 
-/// A token without keys gets zeros and -inf. Results depend neither on the other
+/// Computes attention of every token over the keys that `select` names for it. A token without
+/// keys gets zeros and -inf. Results depend neither on the other
 /// tokens nor on the number of threads.
 void attend_selected(const SelectedAttention& attention, SelectKeys select, int num_threads);
 

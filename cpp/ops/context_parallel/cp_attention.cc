@@ -96,7 +96,7 @@ int64_t checked_pages(const CpAttentionArguments& arguments, int64_t head_dim) {
   return elements / page_elements;
 }
 
-/// A number of heads whose products with a page_size and a dimension fit into int64.
+/// Bounds a number of heads, so that its products with a page_size and a dimension fit into int64.
 void check_heads(const char* name, int64_t heads) {
   constexpr int64_t kMost = 1 << 16;
   check(
@@ -118,7 +118,7 @@ int64_t checked_head_dim(const CpAttentionArguments& arguments) {
   return check_head_dim(kFunction, "head_dim", arguments.q.shape[1] / arguments.num_heads);
 }
 
-/// As the sizes of the caches imply it.
+/// The dimension of values that the sizes of the caches imply.
 int64_t checked_v_head_dim(const CpAttentionArguments& arguments, int64_t num_pages) {
   const int64_t elements = arguments.v_cache.num_elements();
   const int64_t head_rows = num_pages * arguments.page_size * arguments.num_kv_heads;
@@ -131,7 +131,7 @@ int64_t checked_v_head_dim(const CpAttentionArguments& arguments, int64_t num_pa
   return elements / head_rows;
 }
 
-/// [rows, heads * dim] as [rows, heads, dim].
+/// Returns [rows, heads * dim] as [rows, heads, dim].
 TensorView split_heads(const TensorView& flat, int64_t num_heads) {
   TensorView view = flat;
   view.rank = 3;

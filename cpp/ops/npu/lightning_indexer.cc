@@ -41,7 +41,7 @@ void check_arguments(const LightningIndexerArguments& arguments) {
   );
 }
 
-/// [B, S, ...] as [B * S, ...]; a tensor in a row of tokens as it is.
+/// Returns [B, S, ...] as [B * S, ...], and a tensor in a row of tokens as it is.
 TensorView join_tokens(const char* name, const TensorView& tensor, bool packed) {
   if (packed) return tensor;
   require(

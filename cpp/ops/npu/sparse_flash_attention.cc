@@ -74,7 +74,7 @@ kernels::PagedRows read_rows(
   return {tensor.data, rows.stride, rows.stride};
 }
 
-/// Reads the tensors.
+/// Checks the tensors and reads them.
 SelectedAttention read_tensors(const SparseFlashArguments& arguments) {
   const TensorView& query = arguments.query;
   element_type(kFunction, "query", query.dtype);

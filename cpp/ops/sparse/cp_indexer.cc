@@ -12,7 +12,7 @@ namespace {
 constexpr char kFunction[] = "cp_indexer_topk";
 constexpr CheckFor require{kFunction};
 
-/// The prefix must be counted exactly once.
+/// Checks that the prefix is counted exactly once: by the metadata or by prefix_lens.
 void check_prefix_lens(
     const ContextParallelMetadata& metadata, const std::optional<std::vector<int64_t>>& prefix_lens
 ) {
@@ -45,7 +45,7 @@ void check_prefix_lens(
   }
 }
 
-/// One row per token: sequence and keys up to its own.
+/// Returns one row per local token: its sequence, and the keys up to its own.
 std::vector<IndexerRow> local_rows(const ContextParallelMetadata& metadata) {
   const std::vector<int32_t> requests = query_request_indices(metadata);
   const std::vector<int32_t> cache_lengths = query_cache_lengths(metadata);

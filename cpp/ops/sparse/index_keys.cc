@@ -17,7 +17,7 @@ void check_whole_pages(const char* function, int64_t slots, int64_t page_size) {
   );
 }
 
-/// A page holds its rows, then their scales.
+/// Reads a cache of bytes, each page of which holds its rows, then their scales.
 IndexKeys packed_keys(
     const char* function, const TensorView& cache, int64_t page_size, int64_t dim
 ) {
@@ -54,8 +54,8 @@ IndexKeys packed_keys(
   };
 }
 
-/// Strides from page to page and from row to row, in elements: of slots by
-/// dimension 0 alone, else by dimensions 0 and 1.
+/// The strides from page to page and from row to row, in elements. Slots are counted along
+/// dimension 0 alone, pages and rows along dimensions 0 and 1.
 struct RowStrides {
   int64_t page, row;
   RowStrides(const TensorView& rows, bool slots, int64_t page_size)

@@ -43,7 +43,7 @@ int64_t read_kv(const TensorView& kv, SelectedAttention& attention) {
   return rows.count;
 }
 
-/// indices as a table [num_tokens, topk].
+/// Checks indices and returns them as a table [num_tokens, topk].
 IndexTable read_indices(const TensorView& indices, int64_t num_tokens) {
   const int last = indices.rank - 1;
   require(
@@ -101,7 +101,7 @@ void check_results(const SparseMlaArguments& arguments) {
   check_no_overlap(kFunction, "lse", arguments.lse, "max_logits", arguments.max_logits);
 }
 
-/// Writes those of n indices that name one of num_rows rows; gives their number.
+/// Writes those of n indices that name one of num_rows rows; returns their number.
 template <class Index>
 int64_t valid_rows(const void* indices, int64_t n, int64_t num_rows, int32_t* rows) {
   const auto* index = static_cast<const Index*>(indices);
