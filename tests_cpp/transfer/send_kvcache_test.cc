@@ -198,7 +198,7 @@ TEST(PlanSendItems, ChecksItsBuffers) {
 
 TEST(SliceHeads, AreThoseThatBothRanksHold) {
   const auto held = [](int64_t heads, int64_t size, int64_t rank) {
-    return KVRange{
+    return IndexRange{
         rank * heads / size, std::max(rank * heads / size + 1, (rank + 1) * heads / size)
     };
   };
@@ -208,7 +208,7 @@ TEST(SliceHeads, AreThoseThatBothRanksHold) {
         std::map<int64_t, std::vector<int>> received;
         for (int64_t src = 0; src < src_size; ++src) {
           for (int64_t dst = 0; dst < dst_size; ++dst) {
-            const KVRange from = held(heads, src_size, src), to = held(heads, dst_size, dst);
+            const IndexRange from = held(heads, src_size, src), to = held(heads, dst_size, dst);
             std::vector<int>& counts = received[dst];
             counts.resize(heads);
             HeadSlice slice;
@@ -216,7 +216,7 @@ TEST(SliceHeads, AreThoseThatBothRanksHold) {
               slice = slice_heads(heads, src_size, src, dst_size, dst, false);
             });
             if (message != "no error") continue;
-            const KVRange both = intersect(from, to);
+            const IndexRange both = intersect(from, to);
             EXPECT_EQ(slice.src_heads, from.size());
             EXPECT_EQ(slice.dst_heads, to.size());
             EXPECT_EQ(slice.num_heads, both.size());
@@ -227,7 +227,7 @@ TEST(SliceHeads, AreThoseThatBothRanksHold) {
         }
         // Ranks that share a head send it all, as engines do; each gets what it holds.
         for (const auto& [dst, counts] : received) {
-          const KVRange to = held(heads, dst_size, dst);
+          const IndexRange to = held(heads, dst_size, dst);
           for (int64_t head = 0; head < heads; ++head) {
             EXPECT_EQ(counts[head] > 0, to.contains(head)) << src_size << ' ' << dst_size;
           }

@@ -16,8 +16,8 @@ struct KVLinkSpec {
   KVPageList from;
   KVPageList to;
   std::vector<KVPair> pairs;
-  KVRange tokens;      // that this context-parallel rank sends
-  KVRange all_tokens;  // that all ranks send
+  IndexRange tokens;      // that this context-parallel rank sends
+  IndexRange all_tokens;  // that all ranks send
 };
 
 /// Makes the link of one source and one destination; arguments and errors are those of

@@ -15,8 +15,8 @@ constexpr char kFunction[] = "plan_kv_links";
 /// Heads and tokens of an entry of the destination that one source writes.
 struct Patch {
   std::size_t source;
-  KVRange heads;
-  KVRange tokens;
+  IndexRange heads;
+  IndexRange tokens;
 
   bool contains(int64_t head, int64_t token) const {
     return heads.contains(head) && tokens.contains(token);
@@ -25,10 +25,10 @@ struct Patch {
 
 /// The borders of `whole` and those of patches within it.
 template <class GetRange>
-std::vector<int64_t> cuts(KVRange whole, const std::vector<Patch>& patches, GetRange range_of) {
+std::vector<int64_t> cuts(IndexRange whole, const std::vector<Patch>& patches, GetRange range_of) {
   std::vector<int64_t> values = {whole.begin, whole.end};
   for (const Patch& patch : patches) {
-    const KVRange range = range_of(patch);
+    const IndexRange range = range_of(patch);
     for (const int64_t cut : {range.begin, range.end}) {
       if (whole.contains(cut)) values.push_back(cut);
     }
@@ -53,8 +53,8 @@ void check_covered_once(
     std::size_t destination,
     const KVEntry& entry,
     const std::vector<Patch>& patches,
-    KVRange all_heads,
-    KVRange all_tokens
+    IndexRange all_heads,
+    IndexRange all_tokens
 ) {
   const auto heads = cuts(all_heads, patches, [](const Patch& patch) { return patch.heads; });
   const auto tokens = cuts(all_tokens, patches, [](const Patch& patch) { return patch.tokens; });
@@ -66,7 +66,7 @@ void check_covered_once(
       }
       check(
           sources.size() == 1, kFunction, ": ", entry, " of destination ", destination, ", heads ",
-          KVRange{heads[h], heads[h + 1]}, ", tokens ", KVRange{tokens[t], tokens[t + 1]},
+          IndexRange{heads[h], heads[h + 1]}, ", tokens ", IndexRange{tokens[t], tokens[t + 1]},
           ", must be sent by one source, got ", names(sources)
       );
     }
@@ -81,7 +81,7 @@ struct PlannedLink {
 void check_destination(
     std::size_t index, const KVLayout& dst, const std::vector<PlannedLink>& links, bool with_draft
 ) {
-  KVRange tokens = {0, 1};  // for the message, if nothing comes
+  IndexRange tokens = {0, 1};  // for the message, if nothing comes
   for (const PlannedLink& link : links) tokens = link.spec.all_tokens;
   for (const KVEntry& entry : dst.entries()) {
     if (entry.is_draft && !with_draft) continue;

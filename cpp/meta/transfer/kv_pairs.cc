@@ -124,7 +124,7 @@ void keep_layer_share(std::vector<KVPair>& pairs, int64_t cp_rank, int64_t cp_si
   std::sort(layers.begin(), layers.end());
   layers.erase(std::unique(layers.begin(), layers.end()), layers.end());
   const auto num_layers = static_cast<int64_t>(layers.size());
-  const KVRange share = {num_layers * cp_rank / cp_size, num_layers * (cp_rank + 1) / cp_size};
+  const IndexRange share = {num_layers * cp_rank / cp_size, num_layers * (cp_rank + 1) / cp_size};
   std::erase_if(pairs, [&](const KVPair& pair) {
     return !share.contains(
         std::lower_bound(layers.begin(), layers.end(), layer_of(pair)) - layers.begin()

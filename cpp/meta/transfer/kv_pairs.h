@@ -12,7 +12,7 @@ namespace cpattn {
 struct KVPair {
   const KVEntry* src = nullptr;
   const KVEntry* dst = nullptr;
-  KVRange heads;
+  IndexRange heads;
   bool whole_rows = true;  // of a token: these are all heads that either side has
 };
 

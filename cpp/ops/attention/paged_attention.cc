@@ -234,14 +234,14 @@ kernels::AttentionTile make_tile(
 void read_slots(
     const char* function,
     const char* name,
-    KvCacheLayout layout,
+    KVAxisOrder layout,
     std::optional<int64_t> page_size,
     PagedCache& paged
 ) {
   const TensorView& cache = paged.tensor;
   check(page_size.has_value(), function, ": page_size is required for a 3-dimensional ", name);
   check(
-      layout == KvCacheLayout::nhd, function, ": a 3-dimensional ", name,
+      layout == KVAxisOrder::nhd, function, ": a 3-dimensional ", name,
       " is [slots, heads, dim]; kv_layout must be NHD"
   );
   check_page_size(function, *page_size);
@@ -262,12 +262,12 @@ void read_slots(
 void read_pages(
     const char* function,
     const char* name,
-    KvCacheLayout layout,
+    KVAxisOrder layout,
     std::optional<int64_t> page_size,
     PagedCache& paged
 ) {
   const TensorView& cache = paged.tensor;
-  const int row_axis = layout == KvCacheLayout::nhd ? 1 : 2;
+  const int row_axis = layout == KVAxisOrder::nhd ? 1 : 2;
   const int head_axis = 3 - row_axis;
   paged.num_pages = cache.shape[0];
   paged.page_size = cache.shape[row_axis];
@@ -288,7 +288,7 @@ PagedCache paged_cache(
     const char* function,
     const char* name,
     const TensorView& cache,
-    KvCacheLayout layout,
+    KVAxisOrder layout,
     std::optional<int64_t> page_size
 ) {
   check(
