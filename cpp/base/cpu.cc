@@ -21,7 +21,7 @@ struct CpuidRegisters {
   uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
 };
 
-/// All zeros for a leaf that the processor does not have.
+/// Returns all zeros for a leaf that the processor does not have.
 CpuidRegisters cpuid(uint32_t leaf, uint32_t subleaf) {
   CpuidRegisters r;
   __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);

@@ -94,7 +94,7 @@ class Job final : public StopToken {
   int64_t num_items_;
   int seats_;                        // helpers that may still join; guarded by the pool's mutex
   int running_ = 0;                  // helpers inside work(); guarded by the pool's mutex
-  std::vector<TracePoint> waiting_;  // helpers that ran out of items; likewise
+  std::vector<TracePoint> waiting_;  // helpers that ran out of items; guarded by the pool's mutex
 
  private:
   ItemFunction function_;
@@ -245,10 +245,10 @@ class Scratch {
   std::size_t bytes_ = 0;
 };
 
-/// Of this thread; 0 for that of the process.
+/// The number of threads for calls of this thread; 0 for that of the process.
 thread_local int thread_default = 0;
 
-/// Of calls that are not nested, and of those that are, by their depth.
+/// The scratch of calls that are not nested, and of those that are, by their depth.
 thread_local Scratch outer_scratch;
 thread_local std::vector<std::unique_ptr<Scratch>> nested_scratch;
 

@@ -113,7 +113,7 @@ const char* interned(const char* name) {
   }
 }
 
-/// What a thread knows of the trace it last recorded for.
+/// The state of a thread: the trace that it last recorded for.
 struct ThreadState {
   uint64_t session = 0;
   std::shared_ptr<Buffer> buffer;
@@ -127,8 +127,8 @@ struct ThreadState {
   }
 };
 
-/// Of this thread, with a buffer for trace `id`; null if that is not on (any more),
-/// or there is no memory for one: then the thread is missing from the trace.
+/// The state of this thread, with a buffer for trace `id`. Null if that trace is not on (any
+/// more), or there is no memory for a buffer: then the thread is missing from the trace.
 ThreadState* state_in(uint64_t id) {
   if (id == 0) return nullptr;
   thread_local ThreadState state;

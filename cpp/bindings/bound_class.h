@@ -23,8 +23,8 @@ void close_classes(const pybind11::module_& module);
 /// For a class of values that nothing can change: a copy of one is the object itself.
 void copy_by_reference(pybind11::handle type);
 
-/// Gives values a method _state and the module a function `restore_name`, which makes an equal
-/// value of what it returns, a tuple of so many fields. Whatever is wrong with a state is
+/// Adds a method _state to values, which returns a tuple of so many fields, and to the module a
+/// function `restore_name`, which makes an equal value of it. Whatever is wrong with a state is
 /// ValueError.
 template <class Value>
 void define_state(

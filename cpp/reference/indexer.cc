@@ -16,9 +16,7 @@ Matrix read_rows(const TensorView& tensor, int64_t offset, int64_t stride, int64
   return rows;
 }
 
-}  // namespace
-
-void indexer_logits(const Indexer& indexer, const TensorView& logits) {
+void check_indexer(const Indexer& indexer) {
   const TensorView &q = indexer.q, &k = indexer.k, &weights = indexer.weights;
   check(
       q.rank == 3 && k.rank == 2 && q.dim(2) == k.dim(1) && q.last_dim_contiguous() &&
@@ -47,6 +45,14 @@ void indexer_logits(const Indexer& indexer, const TensorView& logits) {
         ", ", end, ") of query ", i, " are not among ", num_keys
     );
   }
+}
+
+}  // namespace
+
+void indexer_logits(const Indexer& indexer, const TensorView& logits) {
+  check_indexer(indexer);
+  const TensorView &q = indexer.q, &k = indexer.k, &weights = indexer.weights;
+  const int64_t num_queries = q.dim(0), num_heads = q.dim(1), num_keys = k.dim(0);
   const Matrix keys = read_rows(k, 0, k.stride(0), num_keys);
   Eigen::Map<Matrix> out(logits.as<double>(), num_queries, num_keys);
   const auto score = [&](int64_t i, StopToken&) {
@@ -57,7 +63,8 @@ void indexer_logits(const Indexer& indexer, const TensorView& logits) {
     const Eigen::RowVectorXd weight = read_row(weights, i * weights.stride(0), num_heads);
     const Matrix products = query * keys.middleRows(begin, end - begin).transpose();
     out.row(i).segment(begin, end - begin) = weight * products.cwiseMax(0.0);
-    for (int64_t j = begin; indexer.k_scale && j < end; ++j) {
+    if (!indexer.k_scale) return;
+    for (int64_t j = begin; j < end; ++j) {
       out(i, j) *= read_element(*indexer.k_scale, j * indexer.k_scale->stride(0));
     }
   };

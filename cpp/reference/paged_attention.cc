@@ -60,11 +60,11 @@ struct Row {
   double lse;
 };
 
-/// Softmax over the keys that the row sees, and the sink; then the values.
+/// Computes the softmax over the keys that the row sees, and the sink; then weighs the values.
 Row attend(
     const Eigen::RowVectorXd& q,
     const Matrix& keys,    // visible ones only
-    const Matrix& values,  // likewise
+    const Matrix& values,  // of the same keys
     double scale,
     double softcap,
     double sink
@@ -97,14 +97,36 @@ std::vector<int64_t> visible_keys(
   return keys;
 }
 
-void check_batch(const PagedAttention& batch, const Cache& k, const Cache& v) {
+/// The pages that a sequence has keys in are there.
+void check_pages(const PagedAttention& batch, int64_t sequence, int64_t num_pages) {
+  const int64_t kv_len = batch.kv_lens[sequence];
+  const int64_t pages = (kv_len + batch.page_size - 1) / batch.page_size;
+  check(
+      pages <= batch.block_tables.columns, kName, "block_tables must have ", pages,
+      " columns for kv_len ", kv_len, " at index ", sequence, ", got ", batch.block_tables.columns
+  );
+  for (int64_t column = 0; column < pages; ++column) {
+    const int64_t page = batch.block_tables.at(sequence, column);
+    check(
+        page >= 0 && page < num_pages, kName, "block_tables[", sequence, ", ", column,
+        "] must be a page id below ", num_pages, ", got ", page
+    );
+  }
+}
+
+/// Tokens of all sequences, and their pairs with keys.
+struct Totals {
+  int64_t rows = 0, pairs = 0;
+};
+
+Totals checked_lengths(const PagedAttention& batch, int64_t num_pages) {
   const std::size_t size = batch.q_lens.size();
   check(
       batch.kv_lens.size() == size && batch.block_tables.rows == static_cast<int64_t>(size), kName,
       "q_lens, kv_lens and block_tables must describe the same number of sequences, got ", size,
       ", ", batch.kv_lens.size(), " and ", batch.block_tables.rows
   );
-  int64_t num_rows = 0, num_masked = 0;
+  Totals totals;
   for (std::size_t r = 0; r < size; ++r) {
     const int64_t q_len = batch.q_lens[r], kv_len = batch.kv_lens[r];
     check(
@@ -112,26 +134,21 @@ void check_batch(const PagedAttention& batch, const Cache& k, const Cache& v) {
         "lengths must be >= 0 and fit into int32, got q_len ", q_len, " and kv_len ", kv_len,
         " at index ", r
     );
-    num_rows += q_len;
-    num_masked += q_len * kv_len;
-    const int64_t pages = (kv_len + batch.page_size - 1) / batch.page_size;
-    check(
-        pages <= batch.block_tables.columns, kName, "block_tables must have ", pages,
-        " columns for kv_len ", kv_len, " at index ", r, ", got ", batch.block_tables.columns
-    );
-    for (int64_t column = 0; column < pages; ++column) {
-      const int64_t page = batch.block_tables.at(static_cast<int64_t>(r), column);
-      check(
-          page >= 0 && page < std::min(k.num_pages, v.num_pages), kName, "block_tables[", r, ", ",
-          column, "] must be a page id below ", std::min(k.num_pages, v.num_pages), ", got ", page
-      );
-    }
+    totals.rows += q_len;
+    totals.pairs += q_len * kv_len;
+    check_pages(batch, static_cast<int64_t>(r), num_pages);
   }
+  return totals;
+}
+
+void check_tensors(
+    const PagedAttention& batch, const Cache& k, const Cache& v, const Totals& totals
+) {
   check_tensor("reference.paged_attention", "q", batch.q, 3);
   check(
-      batch.q.dim(0) == num_rows && batch.q.dim(2) == k.head_dim && k.num_heads == v.num_heads &&
+      batch.q.dim(0) == totals.rows && batch.q.dim(2) == k.head_dim && k.num_heads == v.num_heads &&
           k.num_heads > 0 && batch.q.dim(1) % k.num_heads == 0,
-      kName, "q must be [", num_rows, ", a multiple of ", k.num_heads, ", ", k.head_dim,
+      kName, "q must be [", totals.rows, ", a multiple of ", k.num_heads, ", ", k.head_dim,
       "] for these lengths and caches (v_cache has ", v.num_heads, " heads), got ", ShapeOf{batch.q}
   );
   check(
@@ -141,8 +158,8 @@ void check_batch(const PagedAttention& batch, const Cache& k, const Cache& v) {
   check(
       !batch.custom_mask ||
           (batch.custom_mask->dtype == DType::bool8 && batch.custom_mask->is_contiguous() &&
-           batch.custom_mask->num_elements() == num_masked),
-      kName, "custom_mask must be ", num_masked, " contiguous bools"
+           batch.custom_mask->num_elements() == totals.pairs),
+      kName, "custom_mask must be ", totals.pairs, " contiguous bools"
   );
 }
 
@@ -156,7 +173,7 @@ void paged_attention(const PagedAttention& batch, const TensorView& out, const T
   );
   const Cache k(batch, batch.k_cache, "k_cache");
   const Cache v(batch, batch.v_cache, "v_cache");
-  check_batch(batch, k, v);
+  check_tensors(batch, k, v, checked_lengths(batch, std::min(k.num_pages, v.num_pages)));
 
   const auto num_sequences = static_cast<int64_t>(batch.q_lens.size());
   std::vector<int64_t> row_begin(num_sequences + 1), mask_begin(num_sequences + 1);

@@ -44,7 +44,7 @@ void check_batch(const SparseMla& batch) {
   );
 }
 
-/// The rows of kv that a token names: [keys, head_dim].
+/// Gathers the rows of kv that a token names: [keys, head_dim].
 Matrix gather(const SparseMla& batch, int64_t token) {
   const int64_t n = batch.topk_length ? (*batch.topk_length)[token] : batch.indices.columns;
   std::vector<int64_t> keys;

@@ -11,7 +11,7 @@
 namespace cpattn::reference {
 namespace {
 
-/// Sign, four bits of exponent with bias 7, three of mantissa; no infinity.
+/// Reads an e4m3fn code: sign, four bits of exponent with bias 7, three of mantissa; no infinity.
 double float8_e4m3fn(uint8_t code) {
   const int exponent = code >> 3 & 15, mantissa = code & 7;
   if (exponent == 15 && mantissa == 7) return std::numeric_limits<double>::quiet_NaN();
@@ -29,7 +29,7 @@ int64_t row_dim(const char* function, const TensorView& x) {
   return x.dim(1);
 }
 
-/// A weight or bias of the norm.
+/// Reads a weight or bias of the norm.
 Eigen::RowVectorXd read_parameter(const char* name, const TensorView& tensor, int64_t dim) {
   check(
       tensor.rank == 1 && tensor.dim(0) == dim && tensor.last_dim_contiguous(),

@@ -69,8 +69,8 @@ class Attention {
     batch.block_tables = table();
     AttentionArguments arguments{
         .q = q_view(),
-        .k = paged_cache("test", "k", k_view(), KvCacheLayout::nhd, std::nullopt),
-        .v = paged_cache("test", "v", v_view(), KvCacheLayout::nhd, std::nullopt),
+        .k = paged_cache("test", "k", k_view(), KVAxisOrder::nhd, std::nullopt),
+        .v = paged_cache("test", "v", v_view(), KVAxisOrder::nhd, std::nullopt),
         .scale = scale(),
         .softcap = case_.softcap,
         .out = view(out, DType::float32, {rows_, s.num_heads, s.v_head_dim}),

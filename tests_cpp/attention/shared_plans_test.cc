@@ -76,8 +76,8 @@ TEST_F(SharedPlans, AttentionPlan) {
       std::vector<float> out(60 * kHeads * kDim), lse(60 * kHeads);
       run_attention(
           plan, {.q = view(q_, DType::float32, {60, kHeads, kDim}),
-                 .k = paged_cache("test", "k", cache(), KvCacheLayout::nhd, std::nullopt),
-                 .v = paged_cache("test", "v", cache(), KvCacheLayout::nhd, std::nullopt),
+                 .k = paged_cache("test", "k", cache(), KVAxisOrder::nhd, std::nullopt),
+                 .v = paged_cache("test", "v", cache(), KVAxisOrder::nhd, std::nullopt),
                  .out = view(out, DType::float32, {60, kHeads, kDim}),
                  .lse = view(lse, DType::float32, {60, kHeads})}
       );

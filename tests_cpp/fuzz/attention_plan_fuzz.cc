@@ -219,7 +219,7 @@ void check_results(Reader& in, const Input& input, const AttentionPlan& plan) {
   q.fill(seed);
   k.fill(seed + 1);
   v.fill(seed + 2);
-  const KvCacheLayout layout = hnd ? KvCacheLayout::hnd : KvCacheLayout::nhd;
+  const KVAxisOrder layout = hnd ? KVAxisOrder::hnd : KVAxisOrder::nhd;
   AttentionArguments arguments = {
       .function = "fuzz",
       .q = q.view(),

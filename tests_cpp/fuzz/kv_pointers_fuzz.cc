@@ -18,10 +18,10 @@ using Ints = std::vector<int64_t>;
 using Buffer = std::tuple<bool, int64_t, int64_t>;  // draft, group, layer
 
 /// The buffers of a server as it lists them: groups of layers, then those of drafts.
-std::vector<Buffer> buffers_of(int64_t groups, KVRange layers, int64_t num_drafts) {
+std::vector<Buffer> buffers_of(int64_t groups, IndexRange layers, int64_t num_drafts) {
   std::vector<Buffer> buffers;
   for (const bool draft : {false, true}) {
-    const KVRange held = draft ? KVRange{0, num_drafts} : layers;
+    const IndexRange held = draft ? IndexRange{0, num_drafts} : layers;
     for (int64_t group = 0; group < groups; ++group) {
       for (int64_t i = held.begin; i < held.end; ++i) buffers.emplace_back(draft, group, i);
     }
@@ -29,7 +29,7 @@ std::vector<Buffer> buffers_of(int64_t groups, KVRange layers, int64_t num_draft
   return buffers;
 }
 
-void check_in_list(KVRange range, int64_t size) {
+void check_in_list(IndexRange range, int64_t size) {
   FUZZ_CHECK(range.begin >= 0 && range.begin <= range.end && range.end <= size);
 }
 
@@ -38,7 +38,7 @@ void check_true_stage(Reader& in) {
   const int64_t groups = in.between(1, 3);
   const int64_t total = in.between(1, 8);
   const int64_t first = in.between(0, total);
-  const KVRange layers = {first, in.between(first, total)};
+  const IndexRange layers = {first, in.between(first, total)};
   const int64_t model_drafts = in.between(0, 2);
   const bool is_last = layers.end == total;
   const int64_t drafts = is_last ? model_drafts : 0;
@@ -62,7 +62,7 @@ void check_true_stage(Reader& in) {
       accepted([&] { return mla_kv_entries(std::ssize(src), std::ssize(dst), stage, false); });
   if (!ranges) return;
   std::vector<Buffer> received;
-  for (const KVRange& range : *ranges) {
+  for (const IndexRange& range : *ranges) {
     check_in_list(range, std::ssize(dst));
     received.insert(received.end(), dst.begin() + range.begin, dst.begin() + range.end);
   }
@@ -95,7 +95,7 @@ void check_any_stage(Reader& in) {
   for (const bool compat : {false, true}) {
     const auto ranges = accepted([&] { return mla_kv_entries(num_src, num_dst, stage, compat); });
     int64_t size = 0;
-    for (const KVRange& range : ranges.value_or(std::vector<KVRange>())) {
+    for (const IndexRange& range : ranges.value_or(std::vector<IndexRange>())) {
       if (compat) {
         FUZZ_CHECK(range.size() == 0 || (range.begin >= 0 && range.end <= num_dst));
       } else {
@@ -167,7 +167,7 @@ void check_targets(Reader& in) {
 }
 
 /// Heads of a rank, as slice_heads has them.
-KVRange heads_of(int64_t total, int64_t size, int64_t rank) {
+IndexRange heads_of(int64_t total, int64_t size, int64_t rank) {
   const int64_t count = std::max<int64_t>(1, total / size);
   const int64_t first = rank / std::max<int64_t>(1, size / total) * count;
   return {first, first + count};
@@ -181,7 +181,7 @@ void check_heads(Reader& in) {
   const auto slice =
       accepted([&] { return slice_heads(total, src, src_rank, dst, dst_rank, false); });
   if (!slice) return;
-  const KVRange from = heads_of(total, src, src_rank), to = heads_of(total, dst, dst_rank);
+  const IndexRange from = heads_of(total, src, src_rank), to = heads_of(total, dst, dst_rank);
   FUZZ_CHECK(slice->src_heads == from.size() && slice->dst_heads == to.size());
   FUZZ_CHECK(slice->src_start >= 0 && slice->dst_start >= 0 && slice->num_heads >= 1);
   FUZZ_CHECK(slice->src_start + slice->num_heads <= slice->src_heads);

@@ -116,7 +116,7 @@ std::vector<Server> make_fleet(const Model& model, const Side& side, Reader& in)
       server.cp_rank = rank / side.tp_size % side.cp_size;
       server.dcp_rank = rank / side.tp_size / side.cp_size;
       make_pages(server, in);
-      const KVRange layers = {side.cuts[stage], side.cuts[stage + 1]};
+      const IndexRange layers = {side.cuts[stage], side.cuts[stage + 1]};
       const auto num_pages = std::ssize(server.pages) + 2;
       for (const KVKind kind : model.kinds) {
         for (const int64_t layer : model.layers) {
@@ -198,7 +198,7 @@ void fill(Server& server) {
 
 /// That tokens arrived where they belong and nothing else changed, but rows behind the last token
 /// in its page, which may come along.
-void check_received(const Server& server, KVRange sent, bool drafts_sent) {
+void check_received(const Server& server, IndexRange sent, bool drafts_sent) {
   const int64_t page_size = server.side->page_size;
   for (std::size_t e = 0; e < server.entries.size(); ++e) {
     const KVEntry& entry = server.entries[e];
@@ -249,7 +249,7 @@ void corrupt(Server& server, Reader& in) {
     mostly(placement.tp_size);
     if (in.flag()) placement.total_kv_heads = in.mostly(placement.total_kv_heads.value_or(1), 2);
   } else if (what == 2) {
-    placement.layers = KVRange{in.mostly(0, 4), in.mostly(3, 4)};
+    placement.layers = IndexRange{in.mostly(0, 4), in.mostly(3, 4)};
     if (in.rarely(4)) placement.total_kv_heads.reset();
   } else if (what == 3) {
     mostly(placement.dcp_rank);

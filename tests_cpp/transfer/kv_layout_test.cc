@@ -33,11 +33,11 @@ TEST(KVLayout, BoundsOfItsPlacement) {
   KVPlacement good{.page_size = 4, .total_kv_heads = 8};
   EXPECT_EQ(placement_message(good), "no error");
   KVPlacement stage = good;
-  stage.layers = KVRange{3, 3};
+  stage.layers = IndexRange{3, 3};
   EXPECT_EQ(placement_message(stage), "no error") << "a stage may have no layer";
-  stage.layers = KVRange{3, 2};
+  stage.layers = IndexRange{3, 2};
   EXPECT_EQ(placement_message(stage), "KVLayout: layers must be 0 <= first <= end, got [3, 2)");
-  stage.layers = KVRange{-1, 2};
+  stage.layers = IndexRange{-1, 2};
   EXPECT_EQ(placement_message(stage), "KVLayout: layers must be 0 <= first <= end, got [-1, 2)");
 
   const auto with = [&](int64_t KVPlacement::* member, int64_t value) {
@@ -78,7 +78,7 @@ TEST(KVLayout, HeadsDivideRanksOrRanksDivideHeads) {
 
 TEST(KVLayout, BoundsOfItsEntries) {
   const auto message = [](const KVEntry& entry) {
-    return message_of([&] { KVLayout({entry}, {.page_size = 1, .layers = KVRange{0, 4}}); });
+    return message_of([&] { KVLayout({entry}, {.page_size = 1, .layers = IndexRange{0, 4}}); });
   };
   constexpr uint64_t kMost = INT64_MAX;
   EXPECT_EQ(message(entry_of(0, 0, 0, 1)), "no error");

@@ -48,7 +48,7 @@ TEST(MlaKvEntries, TargetsOfEveryGroupThenDrafts) {
       .draft_kv_layers = 1,
       .is_last_rank = true
   };
-  const std::vector<KVRange> expected = {{2, 4}, {6, 8}, {8, 10}};
+  const std::vector<IndexRange> expected = {{2, 4}, {6, 8}, {8, 10}};
   EXPECT_EQ(mla_kv_entries(6, 10, last, false), expected);
   EXPECT_THROW(mla_kv_entries(6, 8, last, false), std::invalid_argument);
 }
@@ -78,7 +78,7 @@ TEST(DecodeTargets, SendersOfADecodeRank) {
             first = std::min(first, s);
             end = s + 1;
           }
-          EXPECT_EQ(targets.ranks, (KVRange{first, end}))
+          EXPECT_EQ(targets.ranks, (IndexRange{first, end}))
               << prefill << ' ' << decode << ' ' << rank;
           EXPECT_EQ(targets.num_real, is_mla ? 1 : end - first);
           EXPECT_EQ(targets.required_dst_info_num, std::max<int64_t>(1, decode / prefill));
@@ -142,18 +142,18 @@ TEST(MlaKvEntries, EnginesSliceListsAsPythonDoes) {
     EXPECT_EQ(ranges.size(), 1U) << "of one group without drafts";
     return ranges.at(0);
   };
-  EXPECT_EQ(entries(2, 3), (KVRange{2, 5}));
-  EXPECT_EQ(entries(6, 3), (KVRange{6, 8})) << "[6:9] of eight";
-  EXPECT_EQ(entries(9, 3), (KVRange{8, 8}));
-  EXPECT_EQ(entries(-5, 3), (KVRange{3, 6})) << "[-5:-2] counts from the end";
-  EXPECT_EQ(entries(-4, 3), (KVRange{4, 7})) << "[-4:-1]";
-  EXPECT_EQ(entries(-9, 3), (KVRange{0, 2})) << "[-9:-6]";
+  EXPECT_EQ(entries(2, 3), (IndexRange{2, 5}));
+  EXPECT_EQ(entries(6, 3), (IndexRange{6, 8})) << "[6:9] of eight";
+  EXPECT_EQ(entries(9, 3), (IndexRange{8, 8}));
+  EXPECT_EQ(entries(-5, 3), (IndexRange{3, 6})) << "[-5:-2] counts from the end";
+  EXPECT_EQ(entries(-4, 3), (IndexRange{4, 7})) << "[-4:-1]";
+  EXPECT_EQ(entries(-9, 3), (IndexRange{0, 2})) << "[-9:-6]";
   EXPECT_EQ(entries(-2, 3).size(), 0) << "[-2:1]";
 }
 
 TEST(MhaKvEntries, RemainderMistakenForDrafts) {
-  EXPECT_EQ(mha_kv_entries(14, 30, 0, 15, false).dst_v, (KVRange{15, 22}));
-  EXPECT_EQ(mha_kv_entries(14, 30, 0, 0, true).dst_v, (KVRange{14, 21}));
+  EXPECT_EQ(mha_kv_entries(14, 30, 0, 15, false).dst_v, (IndexRange{15, 22}));
+  EXPECT_EQ(mha_kv_entries(14, 30, 0, 0, true).dst_v, (IndexRange{14, 21}));
 }
 
 }  // namespace

@@ -116,7 +116,7 @@ TEST(TokenRuns, RefusesMoreStepsThanASequenceNeeds) {
 }
 
 TEST(CheckPagesDistinct, LooksAtPagesThatAreWrittenAndAtThoseBefore) {
-  const auto message = [](const Ints& pages, KVRange tokens) {
+  const auto message = [](const Ints& pages, IndexRange tokens) {
     return testing::message_of([&] {
       check_pages_distinct({.pages = pages, .page_size = 4}, tokens);
     });
@@ -156,9 +156,9 @@ TEST(KVLayout, HeadsOfRanks) {
     return KVLayout({}, {.page_size = 1, .tp_rank = rank, .tp_size = size, .total_kv_heads = total})
         .heads(KVKind::k);
   };
-  EXPECT_EQ(heads(1, 2, 8), (KVRange{4, 8}));
-  EXPECT_EQ(heads(5, 8, 4), (KVRange{2, 3}));
-  EXPECT_EQ(heads(3, 4, 1), (KVRange{0, 1}));
+  EXPECT_EQ(heads(1, 2, 8), (IndexRange{4, 8}));
+  EXPECT_EQ(heads(5, 8, 4), (IndexRange{2, 3}));
+  EXPECT_EQ(heads(3, 4, 1), (IndexRange{0, 1}));
 }
 
 TEST(MakeTransferPlan, ShiftedEntriesAreThoseMadeAlone) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -18,18 +19,27 @@ using testing::message_of;
 using Ints = std::vector<int64_t>;
 using Words = std::vector<uint64_t>;
 
-Words words(std::span<const uint64_t> values) { return {values.begin(), values.end()}; }
+using Span = std::span<const uint64_t>;
+
+Words words(Span values) { return {values.begin(), values.end()}; }
+
+/// What a sender and its receiver know of their buffers: views of these lists.
+SendBuffers buffers_of(
+    Span src, Span src_item_lens, Span dst, Span dst_item_lens = {}, Span src_data_lens = {}
+) {
+  return {
+      .src_addrs = src,
+      .src_data_lens = src_data_lens,
+      .src_item_lens = src_item_lens,
+      .dst_addrs = dst,
+      .dst_item_lens = dst_item_lens
+  };
+}
 
 TEST(PlanSendKvcache, SecondOfTwoStages) {
   const Words src = {1000, 2000, 3000, 4000}, item_lens = {64, 128, 256, 512};
   const Words dst = {10'000, 20'000, 30'000, 40'000, 50'000, 60'000, 70'000, 80'000};
-  const SendBuffers buffers{
-      .src_addrs = src,
-      .src_data_lens = {},
-      .src_item_lens = item_lens,
-      .dst_addrs = dst,
-      .dst_item_lens = {}
-  };
+  const SendBuffers buffers = buffers_of(src, item_lens, dst);
   const Ints src_pages = {1, 2}, dst_pages = {3, 4};
   const SendStage stage{
       .kv = {.prefill_start_layer = 2, .total_kv_layers = 4, .hidden_kv_layers = {}}, .pp_size = 2
@@ -45,13 +55,7 @@ TEST(PlanSendKvcache, SecondOfTwoStages) {
 /// The parts of a plan of one page, as "name x entries".
 std::vector<std::string> parts_of(std::size_t num_src, const SendStage& stage) {
   const Words src(num_src, 0), item_lens(num_src, 8), dst(num_src, 0);
-  const SendBuffers buffers{
-      .src_addrs = src,
-      .src_data_lens = {},
-      .src_item_lens = item_lens,
-      .dst_addrs = dst,
-      .dst_item_lens = {}
-  };
+  const SendBuffers buffers = buffers_of(src, item_lens, dst);
   const Ints page = {0};
   const TransferPlan plan = plan_send_kvcache(buffers, {page, page}, stage, true);
   std::vector<std::string> names;
@@ -90,13 +94,7 @@ TEST(PlanSendKvcache, NamesDraftsOfTheLastStageAlone) {
 /// A sender with `num_src` entries of eight bytes, to `num_dst`: the bytes sent, or the error.
 std::string sent(std::size_t num_src, std::size_t num_dst, const SendStage& stage, bool compat) {
   const Words src(num_src, 0), item_lens(num_src, 8), dst(num_dst, 0);
-  const SendBuffers buffers{
-      .src_addrs = src,
-      .src_data_lens = {},
-      .src_item_lens = item_lens,
-      .dst_addrs = dst,
-      .dst_item_lens = {}
-  };
+  const SendBuffers buffers = buffers_of(src, item_lens, dst);
   const Ints page = {0};
   uint64_t bytes = 0;
   const std::string message = message_of([&] {
@@ -140,13 +138,7 @@ TEST(PlanSendKvcache, ItemLengthsOfEveryEntryAreCompared) {
   const Words src = {0, 100}, dst = {0, 100};
   const Ints page = {0};
   const auto message = [&](const Words& src_lens, const Words& dst_lens) {
-    const SendBuffers buffers{
-        .src_addrs = src,
-        .src_data_lens = {},
-        .src_item_lens = src_lens,
-        .dst_addrs = dst,
-        .dst_item_lens = dst_lens
-    };
+    const SendBuffers buffers = buffers_of(src, src_lens, dst, dst_lens);
     return message_of([&] {
       plan_send_kvcache(buffers, {page, page}, {.kv = {.hidden_kv_layers = {}}}, false);
     });
@@ -165,13 +157,7 @@ TEST(PlanSendKvcache, ItemLengthsOfEveryEntryAreCompared) {
 
 TEST(PlanSendKvcacheSlice, NeedsAnItemLengthOfTheDestination) {
   const Words src = {0, 0}, item_lens = {8, 8}, dst = {0, 0};
-  const SendBuffers buffers{
-      .src_addrs = src,
-      .src_data_lens = {},
-      .src_item_lens = item_lens,
-      .dst_addrs = dst,
-      .dst_item_lens = {}
-  };
+  const SendBuffers buffers = buffers_of(src, item_lens, dst);
   const Ints page = {0};
   const HeadSlice heads{.num_heads = 1, .src_heads = 1, .dst_heads = 1};
   const auto plan = [&](bool compat) {
@@ -183,13 +169,7 @@ TEST(PlanSendKvcacheSlice, NeedsAnItemLengthOfTheDestination) {
 
 TEST(PlanSendItems, StopsAtTheShorterListOnlyAsEnginesDo) {
   const Words src = {0}, item_lens = {8}, dst = {0, 0};
-  const SendBuffers buffers{
-      .src_addrs = src,
-      .src_data_lens = {},
-      .src_item_lens = item_lens,
-      .dst_addrs = dst,
-      .dst_item_lens = {}
-  };
+  const SendBuffers buffers = buffers_of(src, item_lens, dst);
   const Ints slot = {0};
   EXPECT_THROW(plan_send_items("f", "aux", buffers, {slot, slot}, false), std::invalid_argument);
   EXPECT_EQ(plan_send_items("f", "aux", buffers, {slot, slot}, true).num_blocks(), 1);
@@ -206,13 +186,7 @@ TEST(PlanSendItems, ChecksItsBuffers) {
   const Words addrs = {0, 100}, good = {8, 8}, zero = {8, 0}, few = {8};
   const Ints slot = {0};
   const auto message = [&](const Words& item_lens, const Words& data_lens) {
-    const SendBuffers buffers{
-        .src_addrs = addrs,
-        .src_data_lens = data_lens,
-        .src_item_lens = item_lens,
-        .dst_addrs = addrs,
-        .dst_item_lens = {}
-    };
+    const SendBuffers buffers = buffers_of(addrs, item_lens, addrs, {}, data_lens);
     return message_of([&] { plan_send_items("f", "aux", buffers, {slot, slot}, false); });
   };
   EXPECT_EQ(message(good, {}), "no error");
@@ -224,7 +198,7 @@ TEST(PlanSendItems, ChecksItsBuffers) {
 
 TEST(SliceHeads, AreThoseThatBothRanksHold) {
   const auto held = [](int64_t heads, int64_t size, int64_t rank) {
-    return KVRange{
+    return IndexRange{
         rank * heads / size, std::max(rank * heads / size + 1, (rank + 1) * heads / size)
     };
   };
@@ -234,7 +208,7 @@ TEST(SliceHeads, AreThoseThatBothRanksHold) {
         std::map<int64_t, std::vector<int>> received;
         for (int64_t src = 0; src < src_size; ++src) {
           for (int64_t dst = 0; dst < dst_size; ++dst) {
-            const KVRange from = held(heads, src_size, src), to = held(heads, dst_size, dst);
+            const IndexRange from = held(heads, src_size, src), to = held(heads, dst_size, dst);
             std::vector<int>& counts = received[dst];
             counts.resize(heads);
             HeadSlice slice;
@@ -242,7 +216,7 @@ TEST(SliceHeads, AreThoseThatBothRanksHold) {
               slice = slice_heads(heads, src_size, src, dst_size, dst, false);
             });
             if (message != "no error") continue;
-            const KVRange both = intersect(from, to);
+            const IndexRange both = intersect(from, to);
             EXPECT_EQ(slice.src_heads, from.size());
             EXPECT_EQ(slice.dst_heads, to.size());
             EXPECT_EQ(slice.num_heads, both.size());
@@ -253,7 +227,7 @@ TEST(SliceHeads, AreThoseThatBothRanksHold) {
         }
         // Ranks that share a head send it all, as engines do; each gets what it holds.
         for (const auto& [dst, counts] : received) {
-          const KVRange to = held(heads, dst_size, dst);
+          const IndexRange to = held(heads, dst_size, dst);
           for (int64_t head = 0; head < heads; ++head) {
             EXPECT_EQ(counts[head] > 0, to.contains(head)) << src_size << ' ' << dst_size;
           }
@@ -280,13 +254,7 @@ TEST(SliceHeads, RefusesWhatIsNoRank) {
 
 TEST(PlanSendKvcacheSlice, ATokenOfEachPageForEachEntry) {
   const Words src = {1000}, dst = {5000}, src_lens = {32}, dst_lens = {16};
-  const SendBuffers buffers{
-      .src_addrs = src,
-      .src_data_lens = {},
-      .src_item_lens = src_lens,
-      .dst_addrs = dst,
-      .dst_item_lens = dst_lens
-  };
+  const SendBuffers buffers = buffers_of(src, src_lens, dst, dst_lens);
   // Pages of two tokens of four heads and of two, four bytes a head.
   const Ints src_pages = {1}, dst_pages = {3};
   for (const bool compat : {false, true}) {
@@ -305,13 +273,7 @@ TEST(PlanSendKvcacheSlice, ChecksItsBuffersUnlessItDoesAsEnginesDo) {
   const Words addrs = {0, 100}, dst_lens = {8}, zero = {8, 0}, few = {8};
   const Ints page = {0};
   const auto message = [&](const Words& item_lens, bool compat) {
-    const SendBuffers buffers{
-        .src_addrs = addrs,
-        .src_data_lens = {},
-        .src_item_lens = item_lens,
-        .dst_addrs = addrs,
-        .dst_item_lens = dst_lens
-    };
+    const SendBuffers buffers = buffers_of(addrs, item_lens, addrs, dst_lens);
     const HeadSlice heads = slice_heads(1, 1, 0, 1, 0, compat);
     return message_of([&] {
       const SendStage stage{.kv = {.hidden_kv_layers = {}}, .is_mla = true};

@@ -114,7 +114,7 @@ struct Problem {
         .v = {v_cache.data(), kPage * v_dim, v_dim},
         .pages = pages.data(),
         .page_size = kPage,
-        .head_dim = dim,
+        .nope_dim = dim,
         .v_head_dim = v_dim,
         .num_tokens = rows,
         .group = 1,

@@ -129,7 +129,7 @@ class Arguments {
   const char* function_;
 };
 
-/// What an optional tensor shows.
+/// The view of an optional tensor.
 inline std::optional<TensorView> view_of(const std::optional<TensorArgument>& argument) {
   return argument ? std::optional(**argument) : std::nullopt;
 }

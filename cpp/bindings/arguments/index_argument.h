@@ -17,7 +17,7 @@ namespace cpattn::bindings {
 /// A list or tuple of int, or a one-dimensional NumPy or torch CPU array of
 /// int32 or int64, as int64. Anything else is TypeError.
 std::vector<int64_t> index_list(pybind11::handle object, const ArgumentName& name);
-/// The same, or none for None.
+/// Reads such a list, or none for None.
 std::optional<std::vector<int64_t>> optional_index_list(
     pybind11::handle object, const ArgumentName& name
 );

@@ -16,13 +16,13 @@ using namespace py::literals;
 namespace cpattn::bindings {
 namespace {
 
-KvCacheLayout parse_layout(const Arguments& read, py::handle kv_layout) {
+KVAxisOrder parse_layout(const Arguments& read, py::handle kv_layout) {
   const std::string layout = read.text(kv_layout, "kv_layout");
   check(
       layout == "NHD" || layout == "HND", read.name("kv_layout"), " must be 'NHD' or 'HND', got '",
       layout, "'"
   );
-  return layout == "NHD" ? KvCacheLayout::nhd : KvCacheLayout::hnd;
+  return layout == "NHD" ? KVAxisOrder::nhd : KVAxisOrder::hnd;
 }
 
 std::optional<CsrPages> read_csr(
@@ -99,7 +99,7 @@ class LayerArguments {
         out_(read.output(out, "out")),
         sinks_(read.optional_tensor(sinks, "sinks")),
         lse_(read.optional_output(lse, "lse")) {
-    const KvCacheLayout layout = parse_layout(read, kv_layout);
+    const KVAxisOrder layout = parse_layout(read, kv_layout);
     arguments.function = read.function();
     arguments.scale = read.real(scale, "scale");
     arguments.softcap = read.real(softcap, "softcap");

@@ -43,7 +43,7 @@ py::array_t<int64_t> items_of(const Plan& plan) {
   return items;
 }
 
-/// Of what plans differ in, as a rule.
+/// A hash of the fields in which plans differ as a rule.
 int64_t hash_of(const Plan& plan) {
   const AttentionBatch& batch = plan.batch;
   ValueHash hash;

@@ -76,7 +76,7 @@ constexpr IntField kInts[] = {
     {"max_seqlen_q_next", &Metadata::max_seqlen_q_next},
 };
 
-/// None for the combined maximum where there are no combined fields.
+/// Returns None for the combined maximum where there are no combined fields.
 py::object max_seqlen_q_combined(const Metadata& metadata) {
   if (metadata.kv_len_combined.data() == nullptr) return py::none();
   return py::int_(metadata.max_seqlen_q_combined);
@@ -175,7 +175,7 @@ std::string repr(const Metadata& metadata) {
   );
 }
 
-/// Of what plans differ in, as a rule.
+/// A hash of the fields in which metadata differ as a rule.
 int64_t hash_of(const Metadata& metadata) {
   ValueHash hash;
   hash << metadata.cp_rank << metadata.cp_size << metadata.bs << metadata.total_seq_lens;
@@ -183,7 +183,7 @@ int64_t hash_of(const Metadata& metadata) {
   return hash.value();
 }
 
-/// What a plan is built from.
+/// The arguments that the metadata is built from.
 py::tuple python_state(const Metadata& metadata) {
   std::vector<int64_t> seq_lens(metadata.extend_lens.begin(), metadata.extend_lens.end());
   for (int32_t s = 0; s < metadata.bs; ++s) seq_lens[s] += metadata.prefix_lens[s];
@@ -251,13 +251,7 @@ py::tuple packed_tensors(const Metadata& metadata, std::size_t alignment) {
   return py::make_tuple(py::array_t<int32_t>(packed.size(), packed.data()), int_list(sizes));
 }
 
-}  // namespace
-
-void register_context_parallel_metadata(py::module_& module) {
-  py::class_<Metadata> type(
-      module, "ContextParallelMetadata",
-      "One rank's share of a batch under context parallelism; made by build_cp_metadata."
-  );
+void add_fields(py::class_<Metadata>& type) {
   add_getters<get_int>(type, kInts, "int");
   constexpr auto kListDoc = "list of int, or None where the strategy has no such field";
   add_getters<get_list<ArrayField>>(type, kLists, kListDoc);
@@ -272,6 +266,10 @@ void register_context_parallel_metadata(py::module_& module) {
   type.def_property_readonly("kv_len_convention", [](const Metadata& metadata) {
     return std::string(kv_len_convention_name(metadata.kv_len_convention));
   });
+}
+
+/// What is computed on each access: arrays and lists over rows and sequences.
+void add_rows(py::class_<Metadata>& type) {
   type.def_property_readonly(
       "local_q_indices",
       [](const Metadata& metadata) { return int_array(local_q_indices(metadata)); },
@@ -311,6 +309,17 @@ void register_context_parallel_metadata(py::module_& module) {
       "Local rows of each sequence that has any, and the indices of these sequences: (list, int32 "
       "array, list, int32 array). Interleave only, else ValueError."
   );
+}
+
+}  // namespace
+
+void register_context_parallel_metadata(py::module_& module) {
+  py::class_<Metadata> type(
+      module, "ContextParallelMetadata",
+      "One rank's share of a batch under context parallelism; made by build_cp_metadata."
+  );
+  add_fields(type);
+  add_rows(type);
   type.def("to_dict", &to_dict, "Every field by name, as plain int, str, list of int or None.");
   type.def("__repr__", &repr);
   type.def(

@@ -112,7 +112,7 @@ std::string repr(const Metadata& metadata) {
   );
 }
 
-/// Of what metadata differ in, as a rule.
+/// A hash of the fields in which metadata differ as a rule.
 int64_t hash_of(const Metadata& metadata) {
   ValueHash hash;
   hash << static_cast<int64_t>(metadata.forward_mode) << metadata.topk << metadata.page_size;

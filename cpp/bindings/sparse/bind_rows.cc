@@ -14,7 +14,7 @@ using namespace py::literals;
 namespace cpattn::bindings {
 namespace {
 
-/// Into rows of one tensor, num_code_bytes of codes and scales before the rest.
+/// Quantises into rows of one tensor, num_code_bytes of codes and scales before the rest.
 void quantize(py::handle nope, py::handle rope, py::handle out, int64_t num_code_bytes) {
   const Arguments read("quantize_kv_rows");
   const TensorArgument nope_view = read.tensor(nope, "nope");
@@ -57,7 +57,7 @@ void transform(py::handle x, py::handle scale, py::handle out) {
   hadamard_transform(*x_view, factor, *out_view);
 }
 
-/// For a function that has an argument of this name.
+/// A function that quantises, and the name of what it quantises.
 struct Quantized {
   Arguments read;
   const char* argument;
@@ -95,7 +95,7 @@ void read_cache(py::handle cache, py::handle slots, py::handle codes, py::handle
   read_index_k_cache(*cache_view, list, *codes_view, *scale_view);
 }
 
-/// The same for both functions, whose errors have the names of their own arguments.
+/// The arguments of both functions, whose errors have the names of their own arguments.
 struct SplitNames {
   Arguments read;
   const char *q_eps, *kv_eps;

@@ -56,7 +56,7 @@ uint64_t num_bytes(const BlockLists& self) {
   return std::accumulate(self.lengths.begin(), self.lengths.end(), uint64_t{0});
 }
 
-/// What keeps the sources alive, as far as pools own them.
+/// Returns the owners that keep the sources alive, as far as pools own them.
 MemoryOwners source_owners(const BlockLists& self) {
   MemoryOwners owners;
   for (std::size_t i = 0; i < self.src_addrs.size(); ++i) {

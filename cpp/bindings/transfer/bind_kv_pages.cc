@@ -53,7 +53,7 @@ py::tuple group(py::handle src_indices, py::handle dst_indices) {
   return py::make_tuple(std::move(src_groups), std::move(dst_groups));
 }
 
-py::tuple pair(const KVRange& range) { return py::make_tuple(range.begin, range.end); }
+py::tuple pair(const IndexRange& range) { return py::make_tuple(range.begin, range.end); }
 
 py::tuple mha_entries(
     int64_t num_src,
@@ -95,7 +95,7 @@ py::list mla_entries(
   };
   const bool is_compat = read.flag(compat, "compat");
   py::list ranges;
-  for (const KVRange& range : mla_kv_entries(num_src, num_dst, stage, is_compat)) {
+  for (const IndexRange& range : mla_kv_entries(num_src, num_dst, stage, is_compat)) {
     ranges.append(pair(range));
   }
   return ranges;

@@ -54,14 +54,14 @@ py::tuple tuple_of(const KVEntry& entry) {
 
 using Pair = std::pair<int64_t, int64_t>;
 
-std::optional<KVRange> layers_of(const Arguments& read, py::handle pair) {
+std::optional<IndexRange> layers_of(const Arguments& read, py::handle pair) {
   if (pair.is_none()) return std::nullopt;
   const std::vector<int64_t> values = read.ints(pair, "layers");
   check(values.size() == 2, read.name("layers"), " must be a pair, got ", values.size(), " values");
-  return KVRange{values[0], values[1]};
+  return IndexRange{values[0], values[1]};
 }
 
-std::optional<Pair> pair_of(const std::optional<KVRange>& range) {
+std::optional<Pair> pair_of(const std::optional<IndexRange>& range) {
   return range ? std::optional(Pair(range->begin, range->end)) : std::nullopt;
 }
 
@@ -95,7 +95,7 @@ KVLayout make_layout(
   );
 }
 
-/// Which tokens are sent, of the arguments that both planners have.
+/// Reads which tokens are sent, from the arguments that both planners have.
 KVTransferRange range_of(const Arguments& read, const py::dict& arguments) {
   const std::string share = read.text(arguments["cp_share"], "cp_share");
   check(

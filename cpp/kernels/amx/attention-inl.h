@@ -42,7 +42,7 @@ class AmxAttention {
   AmxAttention(const AttentionTile& tile, char* scratch)
       : tile_(tile),
         rows_(tile.num_tokens * tile.group),
-        depth_(round_up(tile.head_dim + tile.rope_dim, kTileDepth)),
+        depth_(round_up(tile.nope_dim + tile.rope_dim, kTileDepth)),
         v_dim_(tile.v_head_dim),
         factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E),
         work_(scratch, rows_, depth_, v_dim_),
@@ -57,7 +57,7 @@ class AmxAttention {
     const int64_t end = visible_keys(tile_, tile_.num_tokens - 1).end;
     locate_keys(begin / kBlockKeys * kBlockKeys, begin, end);
     while (next_.count() > 0) {
-      // Between two attend() no tile holds anything.
+      // Between two calls of attend() no tile holds anything.
       if (tile_.should_stop(tile_.stop_context)) return false;
       tiles_.configure();
       const int64_t first = next_.first();
@@ -77,7 +77,7 @@ class AmxAttention {
   }
 
   void prepare() {
-    const int qk_dim = tile_.head_dim + tile_.rope_dim;
+    const int qk_dim = tile_.nope_dim + tile_.rope_dim;
     constexpr int64_t kElementBytes = sizeof(Bfloat16) * kParts;
     const int64_t padded = round_up(rows_, kGroupRows);
     // Rows and dimensions that fill up the last tiles take part in everything.
@@ -87,26 +87,11 @@ class AmxAttention {
       work_.references[row] = -__builtin_inff();
       work_.biases[row] = kNoBias;
     }
-    for (int row = 0; row < padded && tile_.max_logits != nullptr; ++row) {
-      store(work_.maxima + row * kLanes, splat(-__builtin_inff()));
-    }
-    Magnitude magnitude;
-    for (int row = 0; row < rows_; ++row) {
-      const int64_t token = row / tile_.group;
-      const int64_t head = row % tile_.group;
-      Bfloat16* tiles = queries_of(row);
-      const auto* q = static_cast<const T*>(tile_.q) + token * tile_.q_token_stride +
-                      head * tile_.q_head_stride;
-      pack_tile_row(q, tile_.head_dim, 0, row % kTileRows, depth_, tiles, magnitude);
-      if (tile_.rope_dim > 0) {
-        const auto* rope = static_cast<const T*>(tile_.q_rope) + token * tile_.q_rope_token_stride +
-                           head * tile_.q_rope_head_stride;
-        pack_tile_row(
-            rope, tile_.rope_dim, tile_.head_dim, row % kTileRows, depth_, tiles, magnitude
-        );
+    if (tile_.max_logits != nullptr) {
+      for (int row = 0; row < padded; ++row) {
+        store(work_.maxima + row * kLanes, splat(-__builtin_inff()));
       }
     }
-    bounded_queries_ = magnitude.below(kBoundOfFiniteScores);
     __builtin_memset(work_.sums, 0, sizeof(float) * padded);
     __builtin_memset(work_.exact_sums, 0, sizeof(float) * padded * kLanes);
     __builtin_memset(work_.output, 0, sizeof(float) * padded * v_dim_);
@@ -116,6 +101,27 @@ class AmxAttention {
     for (int pair = 0; pair < kTileDepth / 2; ++pair) {
       __builtin_memcpy(work_.ones + pair * kTileDepth, &kPairOfOnes, sizeof kPairOfOnes);
     }
+    pack_queries();
+  }
+
+  void pack_queries() {
+    Magnitude magnitude;
+    for (int row = 0; row < rows_; ++row) {
+      const int64_t token = row / tile_.group;
+      const int64_t head = row % tile_.group;
+      Bfloat16* tiles = queries_of(row);
+      const auto* q = static_cast<const T*>(tile_.q) + token * tile_.q_token_stride +
+                      head * tile_.q_head_stride;
+      pack_tile_row(q, tile_.nope_dim, 0, row % kTileRows, depth_, tiles, magnitude);
+      if (tile_.rope_dim > 0) {
+        const auto* rope = static_cast<const T*>(tile_.q_rope) + token * tile_.q_rope_token_stride +
+                           head * tile_.q_rope_head_stride;
+        pack_tile_row(
+            rope, tile_.rope_dim, tile_.nope_dim, row % kTileRows, depth_, tiles, magnitude
+        );
+      }
+    }
+    bounded_queries_ = magnitude.below(kBoundOfFiniteScores);
   }
 
   /// The tiles of the sixteen rows that `row` is one of.
@@ -123,7 +129,7 @@ class AmxAttention {
     return work_.queries + int64_t{row / kTileRows} * kTileRows * depth_ * kParts;
   }
 
-  /// What to pack next: keys from `first` on, as far as they are in [begin, end).
+  /// Locates the keys to pack next: those from `first` on, as far as they are in [begin, end).
   void locate_keys(int64_t first, int64_t begin, int64_t end) {
     const int n = begin < end ? static_cast<int>(larger(0, smaller(work_.packed, end - first))) : 0;
     next_.locate(first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin - first)));
@@ -139,7 +145,7 @@ class AmxAttention {
     for (int i = 0; i < steps; ++i) {
       const Step& step = work_.steps[i];
       if (step.first()) {
-        mark(tile_, kMarkQk, flops_per_dim(step) * (tile_.head_dim + tile_.rope_dim));
+        mark(tile_, kMarkQk, flops_per_dim(step) * (tile_.nope_dim + tile_.rope_dim));
       }
       next_.fetch(share_of(next_.count(), steps));
       if (i + 2 >= steps) add_pending();
@@ -186,7 +192,7 @@ class AmxAttention {
     rows.take_rest();
   }
 
-  /// What is on its way to O comes first: a reference that is raised rescales O.
+  /// The sums on their way to O come first: a reference that is raised rescales O.
   void start_scores_beside_sum(int index, StepRows<T> rows) {
     PendingRows sum = sum_;
     start_scores(
@@ -205,8 +211,9 @@ class AmxAttention {
 
   float* scores_of(int step) const { return work_.scores + step % 2 * 4 * kTileFloats; }
 
-  /// Of a product of a group of rows with all the keys it sees in a block. Scores
-  /// are started two steps ahead, softmax runs beside them: a trace shows both as QK.
+  /// Flops per dimension of the product of a group of rows with all the keys it sees in a
+  /// block. Scores are started two steps ahead and softmax runs beside them: a trace shows both as
+  /// QK.
   int64_t flops_per_dim(const Step& step) const {
     const int64_t rows = smaller(kGroupRows, rows_ - step.row / kGroupRows * kGroupRows);
     return 2 * rows * (step.end_chunk - step.first_chunk) * kTileDepth;
@@ -216,7 +223,7 @@ class AmxAttention {
     return depth_ / kTileDepth * Format::kProducts * (step.count > kTileRows ? 4 : 2);
   }
 
-  /// What each of `slices` takes of `work`.
+  /// The part of `work` that each of so many slices takes.
   static int share_of(int work, int slices) { return (work + slices - 1) / slices; }
 
   template <class FirstSlice, class Slice>

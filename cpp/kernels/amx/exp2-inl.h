@@ -22,7 +22,7 @@ alignas(64) constexpr float kSixteenths[] = {
     1.68179286F, 1.75625217F, 1.8340081F,  1.91520655F,
 };
 
-/// 2^x to 5.4e-7 for any x: -inf gives 0, +inf itself. The sixteenths of x are looked up,
+/// 2^x to 5.4e-7 for any x: 0 for -inf, +inf for +inf. The sixteenths of x are looked up,
 /// with a shuffle, and a quadratic does for the rest of it: five operations on the busy
 /// port instead of the six of exp2_less_half<4>.
 class ExactExp2 {
@@ -54,7 +54,7 @@ class ExactExp2 {
 
 /// 2^x rounded to the nearest bfloat16, as its bits: those of 2^n (1 + m) are
 /// 128 (n + 127 + m). With n the floor of x and f = x - n they are 128 (x + 127) and
-/// 128 times 2^f - 1 - f, which a cubic gives to 8.6e-5 of 2^f: a fortieth of the rounding.
+/// 128 times 2^f - 1 - f, which a cubic is to 8.6e-5 of 2^f: a fortieth of the rounding.
 class RoundedExp2 {
  public:
   RoundedExp2() {
@@ -65,7 +65,7 @@ class RoundedExp2 {
     pin(bits_of_zero_);
   }
 
-  /// In each 32-bit element, below 0 for 2^x below 2^-126 and for some NaN, above 0xffff
+  /// The bits, in elements of 32: below 0 for 2^x below 2^-126 and for some NaN, above 0xffff
   /// for an infinity and the other NaN.
   [[gnu::always_inline]] __m512i operator()(Vector x) const {
     constexpr int kToOnes = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;

@@ -9,8 +9,8 @@
 namespace cpattn::kernels {
 namespace {
 
-/// How rows of T become operands of the tiles. load() gives kElements elements from
-/// `from` on, zeros where there are but n.
+/// How rows of T become operands of the tiles. load() returns the kElements elements
+/// from `from` on, with zeros behind the n that are there.
 template <class T>
 struct IndexerFormat;
 

@@ -17,7 +17,7 @@ constexpr int kHeadBlock = kScoreRows;
 constexpr int kKeyBlock = 2 * kTileRows;
 constexpr int kBlockScores = kHeadBlock * kKeyBlock;
 
-/// What tiles multiply. Packed operands count in Bfloat16 whatever they hold: two
+/// The products that tiles compute. Packed operands count in Bfloat16 whatever they hold: two
 /// signed bytes take the room of one, and are packed and multiplied in its place.
 struct Bfloat16Product {
   template <int kSum, int kLeft, int kRight>
@@ -52,7 +52,7 @@ class HeadSums {
     left_ = kTileRows;
   }
 
-  /// Adds so many heads, and as many from 16 on.
+  /// Adds the next so many heads below 16, and as many from 16 on.
   template <int kHeads>
   [[gnu::always_inline]] void take() {
     if (left_ == 0) return;
@@ -97,7 +97,7 @@ struct HeadBlocks {
   const Bfloat16* keys;     // [keys / 16][depth / 32][16 pairs][16][2]
   int num_heads;            // their rows and weights are filled up to a multiple of 32
   int64_t depth;            // a multiple of 32
-  int query;                // its number
+  int query;                // the query's number
   int begin, end;           // of the blocks of keys
   float* sums;              // the scores of `keys`, those outside of the blocks left alone
 };
@@ -211,7 +211,7 @@ class HeadProducts {
     if (added_.sums == nullptr) return;
     heads.write(added_.sums);
     if (added_.query >= 0) done(added_.query);
-    // Not before the call: sums that live across one are kept in memory everywhere.
+    // This comes after the call: sums that live across a call are kept in memory everywhere.
     heads.clear();
   }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Queries, keys and values as tiles. As all that builds on it, needs
+// Queries, keys and values as tiles. Like every file that includes it, this needs
 // vector/avx512-inl.h and tiles-inl.h or twin-inl.h included first.
 //
 // A left-hand tile is 16 rows of 32 elements. A right-hand tile has 16 columns
@@ -41,7 +41,7 @@ class Magnitude {
   void add(__m512i elements) {
     largest_ = _mm512_max_epu16(largest_, _mm512_and_si512(elements, _mm512_set1_epi16(0x7fff)));
   }
-  /// All were below the element of these bits.
+  /// Whether all were below the element of these bits.
   bool below(int16_t bits) const {
     return _mm512_cmpge_epu16_mask(largest_, _mm512_set1_epi16(bits)) == 0;
   }
@@ -140,7 +140,7 @@ inline void pack_tile_keys(
 
 /// Packs values rows[0..n) as rows into [block][dim / 16][chunk][part][16 pairs of keys][16
 /// dimensions][2], the keys of a chunk in the order of its probabilities; keys up to the next
-/// multiple of 32 are zeros. Lists the keys that hold an infinity or NaN; gives their number.
+/// multiple of 32 are zeros. Lists the keys that hold an infinity or NaN; returns their number.
 template <class T>
 inline int pack_tile_values(
     const char* const* rows, int n, int dim, Bfloat16* tiles, int* not_finite

@@ -7,19 +7,19 @@
 // left-hand operands, 6 and 7 right-hand ones. Tiles are not renamed, so storing
 // finished sums and starting new ones would wait for the last product: each sum
 // is stored right before its tile's next use instead, by the product that
-// follows. And products leave the vector units idle: the caller's `slice` of
-// other work follows each of them in the instruction stream. It is inlined, as
-// GCC 12 alone would not: a call costs as much as a slice.
+// follows. Products also leave the vector units idle: the caller's `slice` of
+// other work follows each of them in the instruction stream. The slice is always inlined,
+// which GCC 12 would not do by itself, because a call costs as much as a slice.
 #include "kernels/amx/pack-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
-/// Where the sums in tiles 0 to 3 go, one tile after the other, and when: with
-/// the next product or flush(). Unused ones go along.
+/// The sums in tiles 0 to 3, on their way to memory, one tile after the other: they go there
+/// with the next product or with flush(). Tiles that hold no sums are stored too.
 class PendingSums {
  public:
-  /// `idle` takes what the tiles hold while no sums are pending.
+  /// `idle` is memory for what the tiles hold while no sums are pending.
   explicit PendingSums(float* idle) : idle_(idle), target_(idle) {}
 
   /// Makes room in one tile for a new sum, which starts at zero.
@@ -139,7 +139,7 @@ template <int kRowTiles, int kRight, bool kFirst, class Slice>
   multiply_value_tile<3, kRowTiles, kRight, kFirst>(p, pending, slice);
 }
 
-/// All parts of chunk `chunk` of P times those of V.
+/// Multiplies all parts of chunk `chunk` of P with those of V.
 template <int kParts, int kRowTiles, int kRight, bool kFirst, class Slice>
 [[gnu::always_inline]] inline void multiply_value_chunk(
     const Bfloat16* p,
@@ -185,7 +185,7 @@ template <int kParts, int kRowTiles, class Slice>
   pending.set_target(product);
 }
 
-/// As peak_flops of the other engines: `rounds` of four products. The operands
+/// What peak_flops() is for engines, for tiles: `rounds` of four products. The operands
 /// are random, because on zeros the processor clocks higher than on any data.
 inline int64_t tile_peak_flops(int64_t rounds) {
   const TileScope tiles;

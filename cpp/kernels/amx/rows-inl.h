@@ -28,7 +28,7 @@ class TileRows {
       const char* k[kTileDepth];
       const char* v[kTileDepth];
       for (int i = 0; i < n; ++i) {
-        T* row = work_.expanded + i * tile_.head_dim;
+        T* row = work_.expanded + i * tile_.nope_dim;
         tile_.expand(rows.k[key + i], row);
         k[i] = v[i] = reinterpret_cast<const char*>(row);
         if (i % 4 == 3) keep_tiles_awake();
@@ -63,10 +63,10 @@ class TileRows {
   /// Packs n keys from `key` on, whose rows are k and v.
   void pack_chunk(const SourceRows<T>& rows, int key, int n, const char* const* k, const char** v) {
     Bfloat16* keys = work_.keys + int64_t{key} * depth_ * kParts;
-    pack_tile_keys<T>(k, n, tile_.head_dim, 0, depth_, keys, magnitude_);
+    pack_tile_keys<T>(k, n, tile_.nope_dim, 0, depth_, keys, magnitude_);
     if (tile_.rope_dim > 0) {
       pack_tile_keys<T>(
-          rows.k_rope + key, n, tile_.rope_dim, tile_.head_dim, depth_, keys, magnitude_
+          rows.k_rope + key, n, tile_.rope_dim, tile_.nope_dim, depth_, keys, magnitude_
       );
     }
     Bfloat16* values = values_of(key / kTileDepth);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What happens to the scores of a step before softmax, where anything does. Needs the
-// vector layer and the tiles included first.
+// Changes to the scores of a step before softmax: masks, softcap, NaN. Needs the vector layer and
+// the tiles included first.
 #include "kernels/amx/steps-inl.h"
 
 namespace cpattn::kernels {

@@ -26,16 +26,17 @@ inline bool outgrown(__m512i probabilities) {
 /// The bias of a row whose scores all outgrow it, because it has seen none yet, or
 /// because they are steep.
 constexpr float kNoBias = 0x1p100F;
-/// Of references beyond this, in base-2 units, a bias could round off whole powers of two.
+/// The bias of a row whose reference is beyond this, in base-2 units, could be off by whole powers
+/// of two.
 constexpr float kSteep = 0x1p20F;
 
-/// In base-2 units, what the probabilities of a row have been divided by.
+/// The exponent, in base 2, of what the probabilities of a row have been divided by.
 inline float reference_exponent(float reference, float bias, float factor) {
   return bias == kNoBias ? reference * factor + kHeadroom : -bias;
 }
 
-/// Where scores of row i are in the 2 x 2 tiles of a step, those against the first 16
-/// keys; those against the next 16 are kNextKeys behind.
+/// The place of row i in the 2 x 2 tiles of a step's scores, for the first 16 keys; the scores for
+/// the next 16 are kNextKeys behind.
 constexpr int kNextKeys = 2 * kTileFloats;
 inline int score_offset(int i) { return i * kLanes; }
 
@@ -56,7 +57,7 @@ struct SoftmaxGroup {
   float* output;            // [column tile][64 rows][16]
   Bfloat16* probabilities;  // [chunk][part][64 rows][32]
 
-  /// The first parts; the rests are kPartElements behind.
+  /// The first parts of the probabilities; the rests are kPartElements behind.
   Bfloat16* probabilities_of(int row, int chunk) const {
     return probabilities + chunk % kAmxChunks<T> * kParts * kPartElements + row * kTileDepth;
   }
@@ -70,8 +71,8 @@ struct SoftmaxGroup {
     return sum;
   }
 
-  /// What became of a row's scores, for one that may see its first keys, or scores far above
-  /// those before, or infinite ones or NaN, which make it NaN.
+  /// Takes the scores of a row that may see its first keys, or scores that outgrow its
+  /// reference, or infinities or NaN, which make the row NaN.
   [[gnu::noinline]] void add_scores(int row, int chunk, const float* scores) const {
     const Vector a = load(scores);
     const Vector b = load(scores + kNextKeys);

@@ -35,7 +35,7 @@ struct Step {
 };
 
 /// Lists the steps of a tile for keys [first, first + n), one group of rows after
-/// the other; gives their number.
+/// the other; returns their number.
 template <class T>
 int plan_steps(const AttentionTile& tile, int rows, int64_t first, int n, Step* list) {
   constexpr int kChunks = kAmxChunks<T>;
@@ -151,7 +151,8 @@ class StepRows {
   Bfloat16* cells_;
 };
 
-/// The first column of a product with ones on its way to the sums of rows.
+/// The first column of a product with ones, on its way to the sums of rows: a slice of other
+/// work take()s the next kRows of them.
 struct PendingColumn {
   const float* product;  // [row][16]
   float* sums;           // [row]
@@ -172,7 +173,8 @@ struct PendingColumn {
   }
 };
 
-/// Sixteen columns of P V on their way to O, [row][16] both; used likewise.
+/// Sixteen columns of P V on their way to O, [row][16] both: a slice of other work take()s the
+/// next kRows rows.
 struct PendingRows {
   const float* product;
   float* output;
@@ -195,7 +197,7 @@ struct PendingRows {
   }
 };
 
-/// Where the keys and values are that are packed together.
+/// The addresses of the keys and values that are packed together.
 template <class T>
 class SourceRows {
  public:

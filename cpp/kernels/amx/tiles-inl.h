@@ -6,7 +6,7 @@
 // float32 or int32.
 // twin-inl.h has the same functions in plain C++; include one of the two.
 //
-// In assembly because the compilers' intrinsics want literal register numbers
+// The functions are in assembly because the compilers' intrinsics want literal register numbers
 // and, in GCC 12, do not tell the compiler which memory they touch.
 #include <stdint.h>
 
@@ -14,7 +14,7 @@ namespace cpattn::kernels {
 namespace {
 
 /// Tiles exist, all zero, while one of these lives; the thread's tile state is
-/// given back after it, so that other AMX code configures its own.
+/// released after it, so that other AMX code configures its own.
 class TileScope {
  public:
   TileScope() { configure(); }
@@ -22,7 +22,8 @@ class TileScope {
   TileScope(const TileScope&) = delete;
   TileScope& operator=(const TileScope&) = delete;
 
-  /// Again, after other code of this thread may have used tiles. All are zero then.
+  /// Configures the tiles once more, after other code of this thread may have used them: all are
+  /// zero then.
   void configure() const {
     struct {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};

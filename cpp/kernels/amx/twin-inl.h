@@ -58,8 +58,8 @@ inline float element_of_pair(uint32_t pair, int which) {
   return x;
 }
 
-/// tdpbf16ps sums the products of the even elements by FMA from zero and those
-/// of the odd ones likewise, then adds both to the sum in this order.
+/// tdpbf16ps sums the products of the even elements by FMA from zero, then those
+/// of the odd ones from zero, and adds both to the sum in this order.
 inline void multiply_tile_rows(float* sum, const uint8_t* left_row, const uint8_t* right) {
   float even[16] = {};
   float odd[16] = {};

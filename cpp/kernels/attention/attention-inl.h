@@ -58,7 +58,7 @@ struct Carver {
 
   template <class T>
   void take(T*& buffer, int64_t elements) {
-    if (base != nullptr) buffer = reinterpret_cast<T*>(base + used);
+    buffer = base == nullptr ? nullptr : reinterpret_cast<T*>(base + used);
     used += (elements * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
   }
 };
@@ -98,6 +98,7 @@ struct Workspace {
 
 template <class T, class Engine, int kExp2Degree>
 class AttentionLoop {
+  static_assert(MatrixEngine<Engine, T>);
   using Operand = typename Engine::Operand;
 
  public:
@@ -113,7 +114,7 @@ class AttentionLoop {
   AttentionLoop(const AttentionTile& tile, char* scratch)
       : tile_(tile),
         rows_(tile.num_tokens * tile.group),
-        qk_dim_(tile.head_dim + tile.rope_dim),
+        qk_dim_(tile.nope_dim + tile.rope_dim),
         v_dim_(tile.v_head_dim),
         block_keys_(block_keys<Engine>(qk_dim_, v_dim_)),
         work_(scratch, rows_, qk_dim_, v_dim_),
@@ -168,11 +169,11 @@ class AttentionLoop {
         }
       }
     };
-    pack(tile_.q, tile_.q_token_stride, tile_.q_head_stride, tile_.head_dim, work_.queries);
+    pack(tile_.q, tile_.q_token_stride, tile_.q_head_stride, tile_.nope_dim, work_.queries);
     if (tile_.rope_dim > 0) {
       pack(
           tile_.q_rope, tile_.q_rope_token_stride, tile_.q_rope_head_stride, tile_.rope_dim,
-          work_.queries + tile_.head_dim
+          work_.queries + tile_.nope_dim
       );
     }
   }

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The boundary between ops and kernels: plain structs and function pointers.
-// Kernel files are compiled once per instruction set and include nothing else
-// of the project, so that no inline function can leak from them.
+// The boundary between ops and the kernels of dense attention: plain structs and function
+// pointers. Kernels are compiled once per instruction set and include nothing of the project
+// but such boundaries and each other, so that no inline function leaks from them.
 #include <stdint.h>
 
 namespace cpattn::kernels {
 
 /// Rows of a paged tensor, the first KV head already chosen. Row t of a sequence
 /// is at data + pages[t / page_size] * page_stride + (t % page_size) * row_stride,
-/// for the next head head_stride further; strides count elements.
+/// that of the next head is head_stride further; strides count elements.
 struct PagedRows {
   const void* data;
   int64_t page_stride;
@@ -18,13 +18,14 @@ struct PagedRows {
   int64_t head_stride = 0;
 };
 
-/// What AttentionTile::mark is told.
+/// The steps of a kernel that AttentionTile::mark tells apart.
 enum KernelScope : int32_t { kMarkPack, kMarkQk, kMarkSoftmax, kMarkPv, kMarkWrite };
 
 /// Attention of a few query tokens, and `group` query heads that share one KV
 /// head, over one sequence: the unit of work. Row (t, g) reads
-/// q + t * q_token_stride + g * q_head_stride and writes out and lse likewise.
-/// decode() takes num_kv_heads such groups of heads at once, one after the other.
+/// q + t * q_token_stride + g * q_head_stride, and writes out and lse at the places that
+/// their own strides say. decode() takes num_kv_heads such groups of heads at once, one after the
+/// other.
 ///
 /// Token t stands at key position p = first_position + t * position_step and
 /// sees the keys j with p - left <= j <= p + right, kv_begin <= j < kv_len, whose
@@ -32,8 +33,8 @@ enum KernelScope : int32_t { kMarkPack, kMarkQk, kMarkSoftmax, kMarkPv, kMarkWri
 /// that the mask alone hides may be read; they do not count. p may lie outside [0, kv_len); a row
 /// that sees no key gets zeros and LSE -inf.
 ///
-/// With `partial` the keys [kv_begin, kv_len) are one part of what the rows see:
-/// out and lse are left alone, and what merge() needs goes to `partial`, in the
+/// Where `partial` is not null the keys [kv_begin, kv_len) are one part of what the rows
+/// see: the kernel leaves out and lse alone, and writes what merge() needs to `partial`, in the
 /// order (KV head, token, head of the group): v_head_dim unnormalised outputs of
 /// every row, then kPartialState floats of every row.
 struct AttentionTile {
@@ -44,13 +45,13 @@ struct AttentionTile {
   PagedRows k, k_rope, v;
   const int32_t* pages;
   int64_t page_size;
-  /// Null, or makes the head_dim elements of a key from its row as it is stored, in
-  /// stored_bytes. The first v_head_dim of them are its value: `v` is not read.
+  /// Null, or a function that makes the elements of a key from its row, which is stored in
+  /// stored_bytes bytes. The first v_head_dim of them are its value: `v` is not read.
   /// Strides of k count elements all the same. For run() only, with one KV head.
   void (*expand)(const void* row, void* elements) = nullptr;
   int64_t stored_bytes = 0;
 
-  int32_t head_dim;  // of q and k, without rope_dim; a multiple of 16
+  int32_t nope_dim;  // of q and k, beside rope_dim; a multiple of 16
   int32_t rope_dim;  // 0 or a multiple of 16
   int32_t v_head_dim;
   int32_t num_tokens, group;
@@ -102,12 +103,13 @@ struct AttentionKernel {
   /// Packs K and V before it multiplies: for many rows. Takes one KV head.
   /// False when should_stop() ended it early. `scratch` is 64-byte aligned.
   bool (*run)(const AttentionTile* tile, void* scratch);
-  /// Spends `rounds` on the multiply-adds run() is made of, in registers, and
-  /// gives the number of flops: what its speed is measured against.
+  /// Repeats the multiply-adds that run() is made of `rounds` times, in registers, and
+  /// returns the number of flops: the speed of run() is measured against that.
   int64_t (*peak_flops)(int64_t rounds);
-  /// Likewise, but reads K and V where they are, once and in the order of memory:
-  /// for few rows. These are num_kv_heads * num_tokens * group.
+  /// Scratch of decode(), for tiles of up to `rows` = num_kv_heads * num_tokens * group rows.
   int64_t (*decode_scratch_bytes)(int64_t rows, int32_t qk_dim, int32_t v_head_dim);
+  /// Does what run() does, for few rows: reads K and V where they are, once and in the order
+  /// of memory.
   bool (*decode)(const AttentionTile* tile, void* scratch);
   /// Writes out and lse of a tile whose keys were taken in num_parts parts; what
   /// these left in `partial` is in `parts`, one after the other.

@@ -19,7 +19,7 @@ constexpr int kDecodeKeys = 64;
 /// Keys and values are fetched so many bytes before their turn that memory has
 /// answered, and that they are still in the L1.
 constexpr int64_t kBytesAhead = 16 * 1024;
-/// In keys: at least as many as are multiplied at once.
+/// At least so many keys are fetched ahead: as many as are multiplied at once.
 constexpr int kMinKeysAhead = 8;
 
 /// Queries of one vector or more, and keys that are multiplied with them at once:
@@ -35,7 +35,7 @@ struct DecodeWorkspace {
   Operand* row;            // [qk_dim]
   Operand* keys;           // [kKeyTile][qk_dim]
   float* scores;           // [rows][kDecodeKeys]
-  Operand* probabilities;  // likewise
+  Operand* probabilities;  // [rows][kDecodeKeys]
   float* output;           // [rows][v_head_dim]
   float* zeros;            // [v_head_dim]
   RowState* states;        // [rows]
@@ -57,6 +57,7 @@ struct DecodeWorkspace {
 
 template <class T, class Engine, int kExp2Degree>
 class DecodeLoop {
+  static_assert(MatrixEngine<Engine, T> && InPlaceEngine<Engine, T>);
   using Operand = typename Engine::Operand;
   using Pack = typename Engine::Pack;
   using Loads = InPlace<T, Engine>;
@@ -77,7 +78,7 @@ class DecodeLoop {
       : tile_(tile),
         head_rows_(tile.num_tokens * tile.group),
         padded_rows_(round_up(head_rows_, kQueryTile)),
-        qk_dim_(tile.head_dim + tile.rope_dim),
+        qk_dim_(tile.nope_dim + tile.rope_dim),
         v_dim_(tile.v_head_dim),
         work_(scratch, int64_t{padded_rows_} * tile.num_kv_heads, qk_dim_, v_dim_),
         factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E) {}
@@ -95,7 +96,7 @@ class DecodeLoop {
   }
 
   int keys_ahead(int heads) const {
-    const int64_t bytes = int64_t{heads} * tile_.head_dim * static_cast<int64_t>(sizeof(T));
+    const int64_t bytes = int64_t{heads} * tile_.nope_dim * static_cast<int64_t>(sizeof(T));
     const int64_t keys = kBytesAhead / bytes / kMinKeysAhead * kMinKeysAhead;
     return static_cast<int>(larger(kMinKeysAhead, smaller(kDecodeKeys, keys)));
   }
@@ -137,13 +138,13 @@ class DecodeLoop {
       const auto [token, head] = row_place(tile_, row);
       const T* q = static_cast<const T*>(tile_.q);
       Engine::pack_query(
-          q + token * tile_.q_token_stride + head * tile_.q_head_stride, tile_.head_dim, work_.row
+          q + token * tile_.q_token_stride + head * tile_.q_head_stride, tile_.nope_dim, work_.row
       );
       if (tile_.rope_dim > 0) {
         const T* rope = static_cast<const T*>(tile_.q_rope);
         Engine::pack_query(
             rope + token * tile_.q_rope_token_stride + head * tile_.q_rope_head_stride,
-            tile_.rope_dim, work_.row + tile_.head_dim
+            tile_.rope_dim, work_.row + tile_.nope_dim
         );
       }
       Operand* tile = work_.queries + int64_t{slot / kQueryTile} * kQueryTile * qk_dim_;
@@ -217,13 +218,13 @@ class DecodeLoop {
     const Operand* keys[kKeyTile];
     const Operand* rope[kKeyTile];
     for (int i = 0; i < kKeyTile; ++i) {
-      fetch_row<3>(row_of_head(tile_.k, head, keys_[key + i + ahead_]), tile_.head_dim * sizeof(T));
+      fetch_row<3>(row_of_head(tile_.k, head, keys_[key + i + ahead_]), tile_.nope_dim * sizeof(T));
       Operand* wide = work_.keys + int64_t{i} * qk_dim_;
-      keys[i] = operands(row_of_head(tile_.k, head, keys_[key + i]), tile_.head_dim, wide);
+      keys[i] = operands(row_of_head(tile_.k, head, keys_[key + i]), tile_.nope_dim, wide);
       if (tile_.rope_dim > 0) {
         rope[i] = operands(
             row_of_head(tile_.k_rope, head, rope_keys_[key + i]), tile_.rope_dim,
-            wide + tile_.head_dim
+            wide + tile_.nope_dim
         );
       }
     }
@@ -253,9 +254,9 @@ class DecodeLoop {
 #pragma GCC unroll 8
       for (int j = 0; j < kKeyTile; ++j) sums[i][j] = splat(0.0F);
     }
-    add_products(queries, keys, tile_.head_dim, sums);
+    add_products(queries, keys, tile_.nope_dim, sums);
     if (tile_.rope_dim > 0) {
-      add_products(queries + tile_.head_dim * kQueryTile, rope, tile_.rope_dim, sums);
+      add_products(queries + tile_.nope_dim * kQueryTile, rope, tile_.rope_dim, sums);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < kTileVectors; ++i) {
@@ -311,8 +312,10 @@ class DecodeLoop {
   /// alone: zero times the infinity of another is NaN.
   void add_values(int head, int64_t first, int key, int count, bool all_visible) const {
     const char* values[kDecodeKeys + 1];
-    for (int i = 0; i < count && tile_.v.data != tile_.k.data; ++i) {
-      fetch_row<3>(row_of_head(tile_.v, head, values_[key + i + ahead_]), v_dim_ * sizeof(T));
+    if (tile_.v.data != tile_.k.data) {  // else the keys, which were fetched, are the values
+      for (int i = 0; i < count; ++i) {
+        fetch_row<3>(row_of_head(tile_.v, head, values_[key + i + ahead_]), v_dim_ * sizeof(T));
+      }
     }
     values[count] = reinterpret_cast<const char*>(work_.zeros);
     const int64_t slot = int64_t{head - first_head_} * padded_rows_;
@@ -357,14 +360,14 @@ class DecodeLoop {
 
   const AttentionTile& tile_;
   const int head_rows_;    // of one KV head
-  const int padded_rows_;  // likewise, as their buffers have them
+  const int padded_rows_;  // those, filled up to whole tiles of queries
   const int qk_dim_;
   const int v_dim_;
   const DecodeWorkspace<Operand> work_;
   const float factor_;
   int first_head_, end_head_;  // at work
   int ahead_;                  // keys and values are fetched this many before their turn
-  // Where the block of keys is, for the first KV head.
+  // The addresses of the block's keys and values, for the first KV head.
   const char* keys_[2 * kDecodeKeys];
   const char* rope_keys_[2 * kDecodeKeys];
   const char* values_[2 * kDecodeKeys];

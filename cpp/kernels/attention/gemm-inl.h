@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Operands of the two matrix products and the product itself, in float32. Needs
-// the vector layer included first.
+// The two matrix products of attention over the operands of any engine, and the engine of
+// float32. Needs the vector layer included first.
 //
 // A panel is kPanel columns of the right-hand matrix, stored row by row: for
 // Q K^T the columns are keys and the rows dimensions, for P V the columns are
-// dimensions and the rows keys. Left-hand rows are read as they are.
+// dimensions and the rows keys. Left-hand rows are read as they are. What an engine
+// owes is in engine-inl.h.
+#include "kernels/attention/engine-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -15,15 +17,10 @@ constexpr int kPanel = kPanelVectors * kLanes;
 constexpr int kMaxRows = 6;
 /// Keys are masked, exponentiated and multiplied in groups of this many.
 constexpr int kKeyGranule = 32;
-/// Of a panel, as much as stays in L1 while rows pass by.
+/// Rows pass by so much of a panel at a time, which stays in L1.
 constexpr int kPieceBytes = 32 * 1024;
 
 inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-inline void store_probabilities(float* p, Vector a, Vector b) {
-  store(p, a);
-  store(p + kLanes, b);
-}
 
 /// Starts to bring the rows a granule after `key` to L2, the line that begins with
 /// byte `offset`, if one does. In a cache of many heads the rows of one lie too far
@@ -40,13 +37,12 @@ inline void store_probabilities(float* p, Vector a, Vector b) {
 /// they are packed, and probabilities keep their full precision.
 struct Float32Engine {
   using Operand = float;
-  using Pack = Vector;                  // operands of one product, a lane per column
-  static constexpr int kDepthStep = 1;  // rows of a panel that one product takes
+  using Pack = Vector;
+  static constexpr int kDepthStep = 1;
   static Pack load_columns(const float* p) { return load(p); }
   static Pack splat_row(const float* p) { return splat(*p); }
   static Vector multiply_add(Pack a, Pack b, Vector sum) { return fma(a, b, sum); }
 
-  /// Whether queries of type T are operands as they are.
   template <class T>
   static constexpr bool kTakesQueries = sizeof(T) == sizeof(float);
 
@@ -55,9 +51,6 @@ struct Float32Engine {
     for (int d = 0; d < dim; d += kLanes) store(row + d, load(source + d));
   }
 
-  /// Packs keys rows[begin..end) as columns, `dim` dimensions from panel row
-  /// `first_row` on. Columns up to the next whole granule become zeros; begin
-  /// starts a granule. The rows of one granule more are fetched.
   template <class T>
   static void pack_keys(
       const char* const* rows,
@@ -84,9 +77,6 @@ struct Float32Engine {
     }
   }
 
-  /// Packs values rows[begin..end) as panel rows; rows up to the next whole granule
-  /// become zeros. The rows of one granule more are fetched. Lists the keys that hold an infinity
-  /// or NaN; gives their number.
   template <class T>
   static int pack_values(
       const char* const* rows,
@@ -173,7 +163,7 @@ void multiply(
 }
 
 /// `rounds` of the engine's product on as many accumulators as its micro-kernel
-/// has, all in registers; gives the number of flops.
+/// has, all in registers; returns the number of flops.
 template <class Engine>
 int64_t peak_flops(int64_t rounds) {
   constexpr int kSums = kMaxRows * kPanelVectors;

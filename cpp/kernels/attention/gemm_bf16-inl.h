@@ -14,7 +14,7 @@ inline void store_probabilities(Bfloat16* p, Vector a, Vector b) {
 
 /// Dimensions [d, d + 32), as far as there are `dim`, of the sixteen keys from
 /// `key` on, those from n on being zeros: block[i] holds pair i of every key.
-/// Gives the number of pairs.
+/// Returns the number of pairs.
 inline int load_key_pairs(const char* const* rows, int key, int n, int d, int dim, __m512i* block) {
   const bool half = dim - d < 32;
   const __mmask16 present = half ? 0x00ff : 0xffff;
@@ -79,7 +79,7 @@ struct Bfloat16Engine : Bfloat16Pairs {
       Bfloat16* panels,
       int* not_finite
   ) {
-    // Of two rows, the elements 0 to 15 in turn, and those from 16 on.
+    // These take elements of two rows in turn: those from 0 to 15, and those from 16 on.
     const __m512i order = interleaved(0);
     const __m512i upper_order = interleaved(16);
     int count = 0;

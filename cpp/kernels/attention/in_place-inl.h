@@ -8,19 +8,37 @@
 namespace cpattn::kernels {
 namespace {
 
-/// What an engine loads from rows of type T. Q K^T works on quads, 16 bytes of
-/// neighbouring dimensions: one of a key, repeated in a vector, meets one of each
-/// of four queries.
+/// What an engine loads from rows of type T that are not packed: what DecodeLoop needs beside
+/// a MatrixEngine. Q K^T works on quads, the operands of four products, which are 16 bytes of
+/// neighbouring dimensions: one of a key, repeated in a vector, meets one of each of four
+/// queries. P V works on values as they stand in memory.
+///
+///   kWidens             whether keys have to become operands, by pack_query(), before they are
+///                       used. If not, T is the engine's Operand.
+///   load_quad(p)        the 4 * kDepthStep operands from p on, in every four lanes
+///   load_values<kVectors>(rows, d, columns)
+///       kVectors * kLanes columns, from dimension d on, of the kDepthStep values whose
+///       addresses are in rows[]: columns[j] is what load_columns() would load of them from a
+///       panel. kVectors is at most kPanelVectors. No more is read of a row than
+///       its columns up to a multiple of 16.
 template <class T, class Engine>
 struct InPlace;
 
+template <class Engine, class T>
+concept InPlaceEngine = requires(const char* const* rows, int d, typename Engine::Pack* columns) {
+  requires InPlace<T, Engine>::kWidens || !InPlace<T, Engine>::kWidens;
+  static_cast<typename Engine::Pack (*)(const typename Engine::Operand*)>(
+      &InPlace<T, Engine>::load_quad
+  );
+  InPlace<T, Engine>::template load_values<1>(rows, d, columns);
+  InPlace<T, Engine>::template load_values<kPanelVectors>(rows, d, columns);
+};
+
 template <class T>
 struct InPlace<T, Float32Engine> {
-  /// Keys of another type than the operands are widened before they are used.
   static constexpr bool kWidens = sizeof(T) != sizeof(float);
   static Vector load_quad(const float* p) { return kernels::load_quad(p); }
 
-  /// kVectors * kLanes columns from dimension d on of the value in rows[0].
   template <int kVectors>
   static void load_values(const char* const* rows, int d, Vector* columns) {
     const T* row = reinterpret_cast<const T*>(rows[0]) + d;

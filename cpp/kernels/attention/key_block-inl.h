@@ -26,7 +26,7 @@ class KeyBlock {
       : tile_(tile),
         keys_(keys),
         values_(values),
-        keys_panel_(int64_t{tile.head_dim + tile.rope_dim} * kPanel),
+        keys_panel_(int64_t{tile.nope_dim + tile.rope_dim} * kPanel),
         values_panel_(int64_t{block_keys} * kPanel),
         expanded_(reinterpret_cast<T*>(expanded)),
         zeros_(reinterpret_cast<const char*>(zeros)) {}
@@ -80,7 +80,7 @@ class KeyBlock {
     for (int i = known_; i < fetched; ++i) rows[i] = rows[known_ - 1];
   }
 
-  T* expanded_row(int key) const { return expanded_ + int64_t{key % kKeyGranule} * tile_.head_dim; }
+  T* expanded_row(int key) const { return expanded_ + int64_t{key % kKeyGranule} * tile_.nope_dim; }
 
   void expand_granule(int begin, int end) const {
     for (int key = begin; key < end; ++key) {
@@ -92,10 +92,10 @@ class KeyBlock {
   void pack_granule(int begin) {
     const int end = static_cast<int>(smaller(begin + kKeyGranule, count_));
     if (tile_.expand != nullptr) expand_granule(begin, end);
-    Engine::template pack_keys<T>(k_, begin, end, tile_.head_dim, 0, keys_panel_, keys_);
+    Engine::template pack_keys<T>(k_, begin, end, tile_.nope_dim, 0, keys_panel_, keys_);
     if (tile_.rope_dim > 0) {
       Engine::template pack_keys<T>(
-          k_rope_, begin, end, tile_.rope_dim, tile_.head_dim, keys_panel_, keys_
+          k_rope_, begin, end, tile_.rope_dim, tile_.nope_dim, keys_panel_, keys_
       );
     }
     int not_finite[kKeyGranule];
@@ -125,7 +125,7 @@ class KeyBlock {
   int64_t first_ = 0;
   int count_ = 0;
   int known_ = 0;  // keys of the block and after it whose rows are known
-  // With a granule more that engines may fetch ahead.
+  // Addresses of rows, with those of one granule more, which engines may fetch ahead.
   const char* k_[kMaxBlockKeys + kKeyGranule];
   const char* k_rope_[kMaxBlockKeys + kKeyGranule];
   const char* v_[kMaxBlockKeys + kKeyGranule];

@@ -64,7 +64,31 @@ inline void drop_hidden(
   while (begin < end && !any_shown(tile, token, end_token, first + end - 32, 32)) end -= 32;
 }
 
-/// Addresses of the rows of keys [begin, begin + n).
+/// Rows in pages: a page or a row further are so many bytes.
+struct PagedBytes {
+  const void* data;
+  int64_t page_bytes, row_bytes;
+};
+
+/// Addresses of the rows [begin, begin + n) of a sequence.
+inline void locate_rows(
+    const PagedBytes& source,
+    const int32_t* pages,
+    int64_t page_size,
+    int64_t begin,
+    int n,
+    const char** rows
+) {
+  int64_t page = begin / page_size;
+  int64_t offset = begin % page_size;
+  const char* data = static_cast<const char*>(source.data);
+  for (int i = 0; i < n; ++page, offset = 0) {
+    const char* base = data + pages[page] * source.page_bytes;
+    for (; i < n && offset < page_size; ++i, ++offset) rows[i] = base + offset * source.row_bytes;
+  }
+}
+
+/// Addresses of the rows of keys [begin, begin + n) of a tile.
 inline void locate_rows(
     const PagedRows& source,
     const AttentionTile& tile,
@@ -73,20 +97,15 @@ inline void locate_rows(
     int element_bytes,
     const char** rows
 ) {
-  int64_t page = begin / tile.page_size;
-  int64_t offset = begin % tile.page_size;
-  const char* data = static_cast<const char*>(source.data);
-  for (int i = 0; i < n; ++page, offset = 0) {
-    const char* base = data + tile.pages[page] * source.page_stride * element_bytes;
-    for (; i < n && offset < tile.page_size; ++i, ++offset) {
-      rows[i] = base + offset * source.row_stride * element_bytes;
-    }
-  }
+  const PagedBytes bytes = {
+      source.data, source.page_stride * element_bytes, source.row_stride * element_bytes
+  };
+  locate_rows(bytes, tile.pages, tile.page_size, begin, n, rows);
 }
 
 /// Bytes of a row of K in memory.
 inline int64_t stored_key_bytes(const AttentionTile& tile, int64_t element_bytes) {
-  return tile.expand != nullptr ? tile.stored_bytes : tile.head_dim * element_bytes;
+  return tile.expand != nullptr ? tile.stored_bytes : tile.nope_dim * element_bytes;
 }
 
 /// Starts to bring a row to the L2 (kLocality 2) or the L1 (3). Always inlined: GCC

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What becomes of a row at the end of a loop over its keys: its result, or its
-// share of a result if these were a part of its keys. Needs the vector layer
-// included first.
+// The end of the loop over the keys of a row: its result is written, or its partial result
+// if the keys were one part of what it sees. Needs the vector layer included first.
 #include "kernels/attention/attention_kernel.h"
 #include "kernels/attention/softmax-inl.h"
 

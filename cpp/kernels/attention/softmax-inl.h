@@ -128,7 +128,7 @@ inline float output_scale(const RowState& state, const float* sink) {
   return shrink / (state.sum * shrink + 1.0F);
 }
 
-/// Of the scores of a row, in one pass.
+/// What one pass over the scores of a row finds.
 struct RowPass {
   float maximum;  // of the scores, without their factor
   float sum;      // of the probabilities
@@ -193,7 +193,7 @@ inline void softmax_row(
       return;
     }
   }
-  // The reference nearly always still does, so no pass looks for the maximum first.
+  // The old reference nearly always serves, so no pass looks for the maximum first.
   RowPass pass = exponentiate<kDegree>(scores, probabilities, begin, end, factor, state.reference);
   state.maximum = pass.maximum > state.maximum ? pass.maximum : state.maximum;
   const float top = pass.maximum * factor;

@@ -28,7 +28,7 @@ constexpr AttentionKernel attention_kernel(int64_t (*peak)(int64_t) = &peak_flop
   };
 }
 
-/// All kernels of an instruction set; what differs among them are the 16-bit types.
+/// All kernels of an instruction set. Sets differ in those of the 16-bit types alone.
 constexpr KernelTable kernel_table(
     const char* name,
     AttentionKernel bfloat16,

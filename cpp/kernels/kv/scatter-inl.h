@@ -13,15 +13,15 @@
 namespace cpattn::kernels {
 namespace {
 
-/// What store() of `Code` takes. For e4m3fn: at most 448 in size, or -480, whose code would be
-/// that of NaN, for NaN. max() with a number first keeps NaN.
+/// x, brought to what store() takes for `Code`: for e4m3fn numbers of at most 448 in size, and
+/// -480, which becomes NaN, for NaN.
 template <class Code>
 Vector storable(Vector x) {
   return x;
 }
 template <>
 inline Vector storable<Float8>(Vector x) {
-  const Vector above = max(splat(-448.0F), x);
+  const Vector above = max(splat(-448.0F), x);  // in this order, which keeps NaN
   return min(max(without_nan(above), splat(-480.0F)), splat(448.0F));
 }
 

@@ -11,7 +11,7 @@ namespace cpattn::kernels {
 struct IndexerKeys {
   const void* data;
   int64_t page_bytes, row_bytes;
-  const void* scales;  // float32, found likewise; null: all 1
+  const void* scales;  // float32, in the same pages, at strides of their own; null: all 1
   int64_t scale_page_bytes, scale_row_bytes;
   const int32_t* pages;
   int64_t page_size;
@@ -22,9 +22,9 @@ struct IndexerQuery {
   const void* q;         // num_heads rows of `dim`, head_stride elements apart
   const float* weights;  // one per head
   int64_t begin, end;
-  /// Either the scores, key begin first, or null, and
+  /// Where the scores go, that of key `begin` first. If null, the best keys are selected instead:
   float* logits = nullptr;
-  /// IndexerTile::topk indices relative to `origin`: of the keys with the largest
+  /// gets IndexerTile::topk indices relative to `origin`: of the keys with the largest
   /// scores, or of all and then -1 if there are no more.
   int32_t* indices = nullptr;
   int64_t origin = 0;
@@ -61,8 +61,8 @@ struct IndexerKernel {
   bool (*run)(const IndexerTile* tile, void* scratch);
 };
 
-/// What queries over parts of the keys of one left: `topk` indices of each part, by
-/// index, and their values.
+/// The results of one query over parts of its keys: of each part `topk` indices, ascending, and
+/// their values.
 struct IndexerParts {
   const int32_t* indices;
   const float* values;

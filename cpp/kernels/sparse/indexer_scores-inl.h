@@ -104,7 +104,35 @@ template <class Engine>
   for (int j = 0; j < kPanelVectors; ++j) store(out + j * kLanes, scores[j]);
 }
 
-/// An engine whose sums are in float32 from zero on.
+/// What PanelScorer needs of an engine, for queries and keys of type T: the operands, panels and
+/// packing of engine-inl.h, and sums that need not be floats.
+///
+///   Sum                     what a product is added to: a number for every lane
+///   kStartRows              rows of a panel, behind those of the dimensions, that hold where the
+///                           sums of its columns start: pack_keys() writes them. A multiple of
+///                           kDepthStep
+///   start(p)                the sums to start from, of the columns whose start rows are at p
+///   multiply_add(a, b, sum) `a` is of queries, `b` of keys
+///   value(sum)              the score of each column: q . key, as floats
+template <class Engine, class T>
+concept ScoreEngine = ProductEngine<Engine> && requires(
+                                                   typename Engine::Pack pack,
+                                                   typename Engine::Sum sum,
+                                                   typename Engine::Operand* operands,
+                                                   const T* source,
+                                                   const char* const* rows,
+                                                   int n,
+                                                   int64_t panel_size
+                                               ) {
+  requires Engine::kStartRows % Engine::kDepthStep == 0;
+  sum = Engine::multiply_add(pack, pack, sum);
+  static_cast<typename Engine::Sum (*)(const typename Engine::Operand*)>(&Engine::start);
+  static_cast<Vector (*)(typename Engine::Sum)>(&Engine::value);
+  Engine::template pack_query<T>(source, n, operands);
+  Engine::template pack_keys<T>(rows, n, n, n, n, panel_size, operands);
+};
+
+/// A matrix engine as one of scores: its sums are in float32, from zero on.
 template <class Base>
 struct FloatScores : Base {
   using Operand = typename Base::Operand;
@@ -170,6 +198,7 @@ struct ScoreTask {
 /// The Scorer of IndexerLoop on an engine, for queries and keys of type T.
 template <class T, class Engine>
 class PanelScorer {
+  static_assert(ScoreEngine<Engine, T>);
   using Operand = typename Engine::Operand;
 
  public:

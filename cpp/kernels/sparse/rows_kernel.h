@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Rows that are quantised, normalised or transformed: the boundary between ops and kernels, as
-// attention_kernel.h.
+// The boundary between ops and the kernels of rows that are quantised, normalised or transformed.
 #include <stdint.h>
 
 #include "kernels/attention/attention_kernel.h"
@@ -30,13 +29,13 @@ constexpr int64_t kGroup = 128;
 /// Numbers that hadamard() takes at least.
 constexpr int64_t kHadamardLeast = 16;
 
-/// In what follows a group with a number that is not finite has a scale of NaN, and codes
-/// that are NaN (0 in int8).
+/// A group that holds a number that is not finite gets a scale of NaN, and codes that are NaN
+/// (0 in int8).
 struct RowKernels {
-  /// The other way: 512 numbers times 1 / scale, where scale = largest / 448, rounded to
-  /// nearest even, and 64 numbers as bfloat16. A group whose scale would be below the
-  /// normal floats, such as one of zeros, has scale 0 and codes 0. `codes` gets
-  /// kKvCodeBytes, `rope_out` the rest of the row.
+  /// Writes a row of the FP8 cache: 512 numbers become codes, each times 1 / scale, rounded to
+  /// nearest even, where scale is the largest of its group over 448; 64 numbers become bfloat16.
+  /// A group whose scale would be below the normal floats, such as one of zeros, has scale 0 and
+  /// codes 0. `codes` gets kKvCodeBytes, `rope_out` the rest of the row.
   void (*quantize_kv_row[kNumElementTypes])(
       const void* nope, const void* rope, void* codes, void* rope_out
   );
@@ -56,8 +55,8 @@ struct RowKernels {
   );
   /// n numbers as float32.
   void (*widen[kNumElementTypes])(const void* x, int64_t n, float* out);
-  /// One such row as 576 bfloat16 or float32 numbers: code * scale in float32, rounded
-  /// to nearest even. Rows need no alignment.
+  /// Reads a row of the FP8 cache as 576 bfloat16 or float32 numbers: code * scale in float32,
+  /// rounded to nearest even. Rows need no alignment.
   void (*expand_kv_row)(const void* row, void* bfloat16s);
   void (*expand_kv_row_float32)(const void* row, float* out);
   /// n e4m3fn codes as bfloat16, exact. n is a multiple of 32.

@@ -25,7 +25,7 @@ void store_some(T* p, Vector x, int64_t n) {
   __builtin_memcpy(p, padded, n * sizeof(T));
 }
 
-/// In four partial sums, whatever the threads.
+/// The numbers are added in four partial sums, always in the same order.
 template <class T>
 float sum_of_squares(const T* x, int64_t n) {
   Vector sums[4] = {splat(0.0F), splat(0.0F), splat(0.0F), splat(0.0F)};
@@ -73,7 +73,7 @@ Vector butterfly(Vector x) {
   return fma(x, select(kUpper, splat(-1.0F), splat(1.0F)), exchange<kDistance>(x));
 }
 
-/// Those over all distances below n within a vector.
+/// The butterflies of all distances below n within a vector.
 template <int kDistance = 1>
 Vector butterflies(Vector x, int64_t n) {
   if constexpr (kDistance < kLanes) {
@@ -105,9 +105,12 @@ void hadamard(const void* x, int64_t count, int64_t n, float scale, void* out, f
   constexpr int64_t kBlock = int64_t{kHadamardVectors} * kLanes;
   const T* from = static_cast<const T*>(x);
   const bool blocks = n >= kBlock;
-  for (int64_t i = 0; blocks && i < n; i += kBlock) hadamard_block(from + i, scratch + i);
-  for (int64_t i = 0; !blocks && i < count; i += kLanes) {
-    store(scratch + i, butterflies(load(from + i), n));
+  if (blocks) {
+    for (int64_t i = 0; i < n; i += kBlock) hadamard_block(from + i, scratch + i);
+  } else {
+    for (int64_t i = 0; i < count; i += kLanes) {
+      store(scratch + i, butterflies(load(from + i), n));
+    }
   }
   for (int64_t d = blocks ? kBlock : kLanes; d < n; d *= 2) {
     for (int64_t i = 0; i < count; i += 2 * d) {

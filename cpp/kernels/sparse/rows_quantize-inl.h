@@ -36,7 +36,7 @@ void quantize_group(const T* x, Vector factor, Code* codes) {
   for (int64_t i = 0; i < kGroup; i += kLanes) store(codes + i, mul(load(x + i), factor));
 }
 
-/// All scales before the first code: they take long, but not in one another's way.
+/// All scales come before the first code: the divisions take long, but run side by side.
 template <class T>
 void quantize_kv_row(const void* nope, const void* rope, void* codes, void* rope_out) {
   constexpr int kGroups = kKvCodes / kGroup;

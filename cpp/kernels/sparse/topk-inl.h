@@ -78,7 +78,7 @@ inline float topk_maximum(const float* scores, int32_t count) {
   return reduce_max(max(max(largest[0], largest[1]), max(largest[2], largest[3])));
 }
 
-/// Any count, without padding.
+/// Takes any count of scores, without padding.
 inline float topk_minimum(const float* scores, int32_t count) {
   Vector smallest[4];
   for (Vector& x : smallest) x = splat(__builtin_inff());

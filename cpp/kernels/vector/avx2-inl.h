@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Eight float lanes, AVX2 with FMA and F16C.
+// The vector layer of AVX2 with FMA and F16C: eight lanes. What its functions promise is in
+// contract-inl.h.
 #include <immintrin.h>
 #include <stdint.h>
 
@@ -26,8 +27,8 @@ inline Vector load(const Bfloat16* p) {
 }
 inline Vector load(const Float8* p) {
   const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-  // As float16 with an exponent too small by 8. Bit 14, the sign again, must go; the sum sets
-  // it for NaN alone, which makes that one of float16.
+  // The code is read as float16, whose exponent is then too small by 8. Bit 14 repeats the sign
+  // and is cleared; adding 0x80 sets it again for NaN alone, which makes a NaN of float16.
   const __m128i half = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(~0x4000));
   const __m128i nan =
       _mm_and_si128(_mm_add_epi16(half, _mm_set1_epi16(0x80)), _mm_set1_epi16(0x4000));
@@ -55,13 +56,12 @@ inline void store(Bfloat16* p, Vector x) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(safe, safe), 0xd8);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
 }
-/// The low bytes of eight numbers in [-128, 255].
+/// Stores the low bytes of eight numbers in [-128, 255].
 inline void store_bytes(void* p, __m256i x) {
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
   const __m128i bytes = _mm_and_si128(words, _mm_set1_epi16(0xff));
   _mm_storel_epi64(static_cast<__m128i*>(p), _mm_packus_epi16(bytes, bytes));
 }
-/// Of numbers of at most 448 in size, rounded to nearest even.
 inline void store(Float8* p, Vector x) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i size = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
@@ -77,16 +77,13 @@ inline void store(Float8* p, Vector x) {
   const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80));
   store_bytes(p, _mm256_or_si256(code, sign));
 }
-/// Of numbers of at most 127 in size, rounded to nearest even.
 inline void store(int8_t* p, Vector x) { store_bytes(p, _mm256_cvtps_epi32(x)); }
 
 inline Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
 inline Vector sub(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
 inline Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
 inline Vector div(Vector a, Vector b) { return _mm256_div_ps(a, b); }
-/// a * b + c
 inline Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
-/// The larger (smaller) one; b when either is NaN.
 inline Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
 inline Vector min(Vector a, Vector b) { return _mm256_min_ps(a, b); }
 inline float reduce_add(Vector x) {
@@ -114,7 +111,6 @@ inline Vector scale_by_power(Vector x, Vector n) {
   return mul(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
 }
 
-/// x where the bit of the lane is set, `other` elsewhere.
 inline Vector select(uint32_t bits, Vector x, Vector other) {
   const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
   const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane);
@@ -141,7 +137,6 @@ inline void transpose(Vector* r) {
   }
 }
 
-/// Lanes i and i ^ kDistance exchanged.
 template <int kDistance>
 inline Vector exchange(Vector x) {
   if constexpr (kDistance == 1) return _mm256_permute_ps(x, 0xb1);
@@ -149,19 +144,15 @@ inline Vector exchange(Vector x) {
   return _mm256_permute2f128_ps(x, x, 1);
 }
 
-/// Four floats, repeated.
 inline Vector load_quad(const float* p) {
   return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
 }
 
-/// In each four lanes: the sums of those four lanes of a, b, c and d.
 inline Vector sums_of_quads(Vector a, Vector b, Vector c, Vector d) {
   return _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
 }
 
-/// Codes that expand() takes at a time.
 constexpr int kCodes = kLanes;
-/// Codes as bfloat16, exact; and times a scale, rounded to nearest even.
 inline void expand(const Float8* p, Bfloat16* out) { store(out, load(p)); }
 inline void expand(const Float8* p, Vector scale, Bfloat16* out) {
   store(out, mul(load(p), scale));
@@ -174,7 +165,6 @@ inline Integers load(const int32_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
 inline void store(int32_t* p, Integers x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
-/// first, first + 1, ...
 inline Integers ascending(int32_t first) {
   return _mm256_add_epi32(_mm256_set1_epi32(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
@@ -184,21 +174,18 @@ inline int32_t reduce_add(Integers x) {
   return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 1)));
 }
 
-/// A bit for each lane in which a > b (a >= b), which NaN never is.
 inline uint32_t greater(Vector a, Vector b) {
   return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)));
 }
 inline uint32_t greater_equal(Vector a, Vector b) {
   return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ)));
 }
-/// counts, plus 1 in the lanes in which a > b.
 inline Integers count_greater(Integers counts, Vector a, Vector b) {
   return _mm256_sub_epi32(counts, _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_GT_OQ)));
 }
-/// x, with -inf for NaN.
 inline Vector without_nan(Vector x) { return max(x, splat(-__builtin_inff())); }
 
-/// For each set of lanes, these lanes in order.
+/// For each set of lanes their numbers, ascending.
 struct CompressTable {
   uint8_t lanes[256][8] = {};
   constexpr CompressTable() {
@@ -211,8 +198,6 @@ struct CompressTable {
 };
 constexpr CompressTable kCompress;
 
-/// Stores the lanes whose bits are set, without gaps; what follows them in
-/// p[0 .. kLanes) is overwritten.
 inline void store_compressed(int32_t* p, uint32_t bits, Integers x) {
   const __m128i lanes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kCompress.lanes[bits]));
   store(p, _mm256_permutevar8x32_epi32(x, _mm256_cvtepu8_epi32(lanes)));

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Sixteen float lanes, AVX-512 F/BW/DQ/VL.
+// The vector layer of AVX-512 F/BW/DQ/VL: sixteen lanes. What its functions promise is in
+// contract-inl.h.
 #include <immintrin.h>
 #include <stdint.h>
 
@@ -27,8 +28,8 @@ inline Vector load(const Bfloat16* p) {
 }
 inline Vector load(const Float8* p) {
   const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  // As float16 with an exponent too small by 8. Bit 14, the sign again, must go; the sum sets
-  // it for NaN alone, which makes that one of float16.
+  // The code is read as float16, whose exponent is then too small by 8. Bit 14 repeats the sign
+  // and is cleared; adding 0x80 sets it again for NaN alone, which makes a NaN of float16.
   const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(~0x4000));
   const __m256i nan =
       _mm256_and_si256(_mm256_add_epi16(half, _mm256_set1_epi16(0x80)), _mm256_set1_epi16(0x4000));
@@ -55,7 +56,6 @@ inline void store(Bfloat16* p, Vector x) {
   const __m512i safe = _mm512_mask_set1_epi32(rounded, nan, 0x7fc0);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(safe));
 }
-/// Of numbers of at most 448 in size, rounded to nearest even.
 inline void store(Float8* p, Vector x) {
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
@@ -72,7 +72,6 @@ inline void store(Float8* p, Vector x) {
   const __m512i signed_code = _mm512_or_si512(code, sign);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(signed_code));
 }
-/// Of numbers of at most 127 in size, rounded to nearest even.
 inline void store(int8_t* p, Vector x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
@@ -81,9 +80,7 @@ inline Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
 inline Vector sub(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
 inline Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
 inline Vector div(Vector a, Vector b) { return _mm512_div_ps(a, b); }
-/// a * b + c
 inline Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
-/// The larger (smaller) one; b when either is NaN.
 inline Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
 inline Vector min(Vector a, Vector b) { return _mm512_min_ps(a, b); }
 inline float reduce_add(Vector x) { return _mm512_reduce_add_ps(x); }
@@ -98,7 +95,6 @@ inline Vector split_exponent(Vector x, Vector& rest) {
 /// x * 2^exponent, which vscalefps rounds down to an integer itself.
 inline Vector scale_by_power(Vector x, Vector exponent) { return _mm512_scalef_ps(x, exponent); }
 
-/// x where the bit of the lane is set, `other` elsewhere.
 inline Vector select(uint32_t bits, Vector x, Vector other) {
   return _mm512_mask_mov_ps(other, static_cast<__mmask16>(bits), x);
 }
@@ -140,7 +136,6 @@ inline void transpose(Vector* r) {
   for (int i = 0; i < 16; ++i) r[i] = _mm512_castsi512_ps(bits[i]);
 }
 
-/// Lanes i and i ^ kDistance exchanged.
 template <int kDistance>
 inline Vector exchange(Vector x) {
   if constexpr (kDistance == 1) return _mm512_permute_ps(x, 0xb1);
@@ -149,10 +144,8 @@ inline Vector exchange(Vector x) {
   return _mm512_shuffle_f32x4(x, x, 0x4e);
 }
 
-/// Four floats, repeated.
 inline Vector load_quad(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
 
-/// In each four lanes: the sums of those four lanes of a, b, c and d.
 inline Vector sums_of_quads(Vector a, Vector b, Vector c, Vector d) {
   const __m512d ab = _mm512_castps_pd(add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
   const __m512d cd = _mm512_castps_pd(add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
@@ -161,7 +154,7 @@ inline Vector sums_of_quads(Vector a, Vector b, Vector c, Vector d) {
   );
 }
 
-/// All codes of e4m3fn without a sign, as bfloat16.
+/// The bits, as bfloat16, of every e4m3fn code without a sign.
 struct CodeTable {
   alignas(64) uint16_t bits[128] = {};
   constexpr CodeTable() {
@@ -176,7 +169,7 @@ struct CodeTable {
 };
 constexpr CodeTable kCodeTable;
 
-/// 32 codes as bfloat16, exact.
+/// Returns 32 codes as bfloat16, exact.
 inline __m512i expand(__m256i codes) {
   const __m512i wide = _mm512_cvtepu8_epi16(codes);
   const auto look_up = [wide](int first) {
@@ -191,9 +184,7 @@ inline __m512i expand(__m256i codes) {
   return _mm512_ternarylogic_epi32(size, _mm512_slli_epi16(wide, 8), sign, 0xf8);  // a | b & c
 }
 
-/// Codes that expand() takes at a time.
 constexpr int kCodes = 32;
-/// Codes as bfloat16, exact; and times a scale, rounded to nearest even.
 inline void expand(const Float8* p, Bfloat16* out) {
   _mm512_storeu_si512(out, expand(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
 }
@@ -217,26 +208,21 @@ using Integers = __m512i;
 
 inline Integers load(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline void store(int32_t* p, Integers x) { _mm512_storeu_si512(p, x); }
-/// first, first + 1, ...
 inline Integers ascending(int32_t first) {
   const Integers lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return _mm512_add_epi32(_mm512_set1_epi32(first), lane);
 }
 inline int32_t reduce_add(Integers x) { return _mm512_reduce_add_epi32(x); }
 
-/// A bit for each lane in which a > b (a >= b), which NaN never is.
 inline uint32_t greater(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 inline uint32_t greater_equal(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
-/// counts, plus 1 in the lanes in which a > b.
 inline Integers count_greater(Integers counts, Vector a, Vector b) {
   const __mmask16 bits = _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ);
   return _mm512_mask_sub_epi32(counts, bits, counts, _mm512_set1_epi32(-1));
 }
-/// x, with -inf for NaN.
 inline Vector without_nan(Vector x) { return max(x, splat(-__builtin_inff())); }
 
-/// Stores the lanes whose bits are set, without gaps; what follows them in
-/// p[0 .. kLanes) is overwritten. Not vcompressps to memory, which Zen 4 runs as microcode.
+// Not vcompressps to memory, which Zen 4 runs as microcode.
 inline void store_compressed(float* p, uint32_t bits, Vector x) {
   store(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), x));
 }

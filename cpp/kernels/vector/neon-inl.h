@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Four float lanes, the Advanced SIMD (NEON) of every 64-bit Arm processor.
+// The vector layer of Advanced SIMD (NEON), which every 64-bit Arm processor has: four lanes. What
+// its functions promise is in contract-inl.h.
 #include <arm_neon.h>
 #include <stdint.h>
 
@@ -22,7 +23,7 @@ inline Vector load(const Half* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld
 inline Vector load(const Bfloat16* p) {
   return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&p->bits), 16));
 }
-/// Four bytes.
+/// The four bytes at p, and zeros.
 inline uint8x8_t load_bytes(const void* p) {
   uint32_t bytes;
   __builtin_memcpy(&bytes, p, sizeof bytes);
@@ -30,8 +31,8 @@ inline uint8x8_t load_bytes(const void* p) {
 }
 inline Vector load(const Float8* p) {
   const int16x4_t wide = vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_bytes(p))));
-  // As float16 with an exponent too small by 8. Bit 14, the sign again, must go; the sum sets
-  // it for NaN alone, which makes that one of float16.
+  // The code is read as float16, whose exponent is then too small by 8. Bit 14 repeats the sign
+  // and is cleared; adding 0x80 sets it again for NaN alone, which makes a NaN of float16.
   const uint16x4_t half = vbic_u16(vshl_n_u16(vreinterpret_u16_s16(wide), 7), vdup_n_u16(0x4000));
   const uint16x4_t nan = vand_u16(vadd_u16(half, vdup_n_u16(0x80)), vdup_n_u16(0x4000));
   return vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(vorr_u16(half, nan))), 256.0F);
@@ -49,14 +50,13 @@ inline void store(Bfloat16* p, Vector x) {
   const uint32x4_t ordered = vceqq_f32(x, x);
   vst1_u16(&p->bits, vshrn_n_u32(vbslq_u32(ordered, rounded, vdupq_n_u32(0x7fc00000)), 16));
 }
-/// The low bytes of four numbers.
+/// Stores the low bytes of four numbers.
 inline void store_bytes(void* p, uint32x4_t x) {
   const uint16x4_t words = vmovn_u32(x);
   const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
   const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
   __builtin_memcpy(p, &four, sizeof four);
 }
-/// Of numbers of at most 448 in size, rounded to nearest even.
 inline void store(Float8* p, Vector x) {
   const uint32x4_t bits = vreinterpretq_u32_f32(x);
   const uint32x4_t size = vandq_u32(bits, vdupq_n_u32(0x7fffffff));
@@ -73,16 +73,13 @@ inline void store(Float8* p, Vector x) {
   const uint32x4_t sign = vandq_u32(vshrq_n_u32(bits, 24), vdupq_n_u32(0x80));
   store_bytes(p, vorrq_u32(code, sign));
 }
-/// Of numbers of at most 127 in size, rounded to nearest even.
 inline void store(int8_t* p, Vector x) { store_bytes(p, vreinterpretq_u32_s32(vcvtnq_s32_f32(x))); }
 
 inline Vector add(Vector a, Vector b) { return vaddq_f32(a, b); }
 inline Vector sub(Vector a, Vector b) { return vsubq_f32(a, b); }
 inline Vector mul(Vector a, Vector b) { return vmulq_f32(a, b); }
 inline Vector div(Vector a, Vector b) { return vdivq_f32(a, b); }
-/// a * b + c
 inline Vector fma(Vector a, Vector b, Vector c) { return vfmaq_f32(c, a, b); }
-/// The larger (smaller) one; NaN when either is NaN.
 inline Vector max(Vector a, Vector b) { return vmaxq_f32(a, b); }
 inline Vector min(Vector a, Vector b) { return vminq_f32(a, b); }
 inline float reduce_add(Vector x) { return vaddvq_f32(x); }
@@ -102,7 +99,6 @@ inline Vector scale_by_power(Vector x, Vector n) {
   return mul(x, vreinterpretq_f32_s32(vshlq_n_s32(exponent, 23)));
 }
 
-/// x where the bit of the lane is set, `other` elsewhere.
 inline Vector select(uint32_t bits, Vector x, Vector other) {
   const uint32x4_t lane = {1, 2, 4, 8};
   return vbslq_f32(vtstq_u32(vdupq_n_u32(bits), lane), x, other);
@@ -118,23 +114,18 @@ inline void transpose(Vector* r) {
   r[3] = vcombine_f32(vget_high_f32(upper.val[1]), vget_high_f32(lower.val[1]));
 }
 
-/// Lanes i and i ^ kDistance exchanged.
 template <int kDistance>
 inline Vector exchange(Vector x) {
   return kDistance == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2);
 }
 
-/// Four floats, repeated in vectors of more.
 inline Vector load_quad(const float* p) { return load(p); }
 
-/// In each four lanes: the sums of those four lanes of a, b, c and d.
 inline Vector sums_of_quads(Vector a, Vector b, Vector c, Vector d) {
   return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
 }
 
-/// Codes that expand() takes at a time.
 constexpr int kCodes = kLanes;
-/// Codes as bfloat16, exact; and times a scale, rounded to nearest even.
 inline void expand(const Float8* p, Bfloat16* out) { store(out, load(p)); }
 inline void expand(const Float8* p, Vector scale, Bfloat16* out) {
   store(out, mul(load(p), scale));
@@ -145,7 +136,6 @@ using Integers = int32x4_t;
 
 inline Integers load(const int32_t* p) { return vld1q_s32(p); }
 inline void store(int32_t* p, Integers x) { vst1q_s32(p, x); }
-/// first, first + 1, ...
 inline Integers ascending(int32_t first) {
   const Integers lane = {0, 1, 2, 3};
   return vaddq_s32(vdupq_n_s32(first), lane);
@@ -156,19 +146,16 @@ inline uint32_t bits_of(uint32x4_t mask) {
   const uint32x4_t lane = {1, 2, 4, 8};
   return vaddvq_u32(vandq_u32(mask, lane));
 }
-/// A bit for each lane in which a > b (a >= b), which NaN never is.
 inline uint32_t greater(Vector a, Vector b) { return bits_of(vcgtq_f32(a, b)); }
 inline uint32_t greater_equal(Vector a, Vector b) { return bits_of(vcgeq_f32(a, b)); }
-/// counts, plus 1 in the lanes in which a > b.
 inline Integers count_greater(Integers counts, Vector a, Vector b) {
   return vsubq_s32(counts, vreinterpretq_s32_u32(vcgtq_f32(a, b)));
 }
-/// x, with -inf for NaN.
 inline Vector without_nan(Vector x) {
   return vbslq_f32(vceqq_f32(x, x), x, splat(-__builtin_inff()));
 }
 
-/// For each set of lanes, the bytes of these lanes in order.
+/// For each set of lanes the numbers of their bytes, ascending.
 struct CompressTable {
   uint8_t bytes[16][16] = {};
   constexpr CompressTable() {
@@ -183,8 +170,6 @@ struct CompressTable {
 };
 constexpr CompressTable kCompress;
 
-/// Stores the lanes whose bits are set, without gaps; what follows them in
-/// p[0 .. kLanes) is overwritten.
 inline void store_compressed(int32_t* p, uint32_t bits, Integers x) {
   const uint8x16_t bytes = vld1q_u8(kCompress.bytes[bits]);
   store(p, vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(x), bytes)));

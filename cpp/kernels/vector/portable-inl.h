@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Four float lanes in the compiler's vector extension: SSE on x86-64, NEON on
-// Arm, correct anywhere.
+// The vector layer in the compiler's vector extension, four lanes: SSE on x86-64, NEON on Arm,
+// correct anywhere. What its functions promise is in contract-inl.h.
 #include <stdint.h>
 #include <string.h>
 
@@ -87,14 +87,11 @@ inline Vector load(const float* p) {
   memcpy(&x, p, sizeof x);
   return x;
 }
-/// Of codes: exact, whatever is done to subnormal numbers.
 template <class T>
 inline Vector load(const T* p) {
   return Vector{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])};
 }
 inline void store(float* p, Vector x) { memcpy(p, &x, sizeof x); }
-/// To Float8, of numbers of at most 448 in size, and int8_t, of at most 127: rounded to
-/// nearest even.
 template <class T>
 inline void store(T* p, Vector x) {
   for (int i = 0; i < kLanes; ++i) narrow(x[i], p + i);
@@ -104,9 +101,7 @@ inline Vector add(Vector a, Vector b) { return a + b; }
 inline Vector sub(Vector a, Vector b) { return a - b; }
 inline Vector mul(Vector a, Vector b) { return a * b; }
 inline Vector div(Vector a, Vector b) { return a / b; }
-/// a * b + c
 inline Vector fma(Vector a, Vector b, Vector c) { return a * b + c; }
-/// The larger (smaller) one; b when either is NaN.
 inline Vector max(Vector a, Vector b) { return a > b ? a : b; }
 inline Vector min(Vector a, Vector b) { return a < b ? a : b; }
 inline float reduce_add(Vector x) { return (x[0] + x[2]) + (x[1] + x[3]); }
@@ -136,7 +131,6 @@ inline Vector scale_by_power(Vector x, Vector n) {
   return x * power;
 }
 
-/// x where the bit of the lane is set, `other` elsewhere.
 inline Vector select(uint32_t bits, Vector x, Vector other) {
   const Integers lane = {1, 2, 4, 8};
   const Integers mask = (lane & static_cast<int32_t>(bits)) == lane;
@@ -155,25 +149,20 @@ inline void transpose(Vector* r) {
   r[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
 }
 
-/// Lanes i and i ^ kDistance exchanged.
 template <int kDistance>
 inline Vector exchange(Vector x) {
   return __builtin_shufflevector(x, x, kDistance, kDistance ^ 1, kDistance ^ 2, kDistance ^ 3);
 }
 
-/// Four floats, repeated in vectors of more.
 inline Vector load_quad(const float* p) { return load(p); }
 
-/// In each four lanes: the sums of those four lanes of a, b, c and d.
 inline Vector sums_of_quads(Vector a, Vector b, Vector c, Vector d) {
   Vector r[4] = {a, b, c, d};
   transpose(r);
   return (r[0] + r[1]) + (r[2] + r[3]);
 }
 
-/// Codes that expand() takes at a time.
 constexpr int kCodes = kLanes;
-/// Codes as bfloat16, exact; and times a scale, rounded to nearest even.
 inline void expand(const Float8* p, Bfloat16* out) { store(out, load(p)); }
 inline void expand(const Float8* p, Vector scale, Bfloat16* out) {
   store(out, mul(load(p), scale));
@@ -186,23 +175,17 @@ inline Integers load(const int32_t* p) {
   return x;
 }
 inline void store(int32_t* p, Integers x) { memcpy(p, &x, sizeof x); }
-/// first, first + 1, ...
 inline Integers ascending(int32_t first) { return Integers{0, 1, 2, 3} + first; }
 inline int32_t reduce_add(Integers x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 
 inline uint32_t bits_of(Integers mask) {
   return static_cast<uint32_t>(reduce_add(mask & Integers{1, 2, 4, 8}));
 }
-/// A bit for each lane in which a > b (a >= b), which NaN never is.
 inline uint32_t greater(Vector a, Vector b) { return bits_of(a > b); }
 inline uint32_t greater_equal(Vector a, Vector b) { return bits_of(a >= b); }
-/// counts, plus 1 in the lanes in which a > b.
 inline Integers count_greater(Integers counts, Vector a, Vector b) { return counts - (a > b); }
-/// x, with -inf for NaN.
 inline Vector without_nan(Vector x) { return x == x ? x : splat(-__builtin_inff()); }
 
-/// Stores the lanes whose bits are set, without gaps; what follows them in
-/// p[0 .. kLanes) is overwritten.
 inline void store_compressed(float* p, uint32_t bits, Vector x) {
   for (int i = 0, n = 0; i < kLanes; ++i) {
     p[n] = x[i];

@@ -16,14 +16,14 @@ bool is_short(const AttentionBatch& batch, const AttentionSegment& segment);
 /// The length of the parts of the short segments of a batch.
 int64_t part_keys(const AttentionBatch& batch);
 
-/// Whether its rows are so few that keys and values are read in place.
+/// Whether the rows of a segment are so few that keys and values are read in place.
 bool reads_in_place(const AttentionBatch& batch, const AttentionSegment& segment);
 
-/// The items of a segment that is read in place. plan.part_keys is set.
+/// Appends the items of a segment that is read in place. plan.part_keys has been set.
 void append_decode_items(const AttentionBatch& batch, int32_t segment, AttentionPlan& plan);
 
-/// Appends an item of a short segment as one part or more, and their costs. It
-/// comes without keys; plan.part_keys is set.
+/// Appends an item of a short segment as one part or more, and their costs; sets the keys of
+/// each. plan.part_keys has been set.
 void append_parts(const AttentionBatch& batch, AttentionItem item, AttentionPlan& plan);
 
 }  // namespace cpattn

@@ -26,8 +26,8 @@ constexpr int64_t kMinItemRows = 384;
 constexpr int64_t kRowGranule = 24;
 /// Queries and accumulators of an item, in float32, stay below this.
 constexpr int64_t kItemBytes = 4 << 20;
-/// Far above any batch: a million tokens of 128 heads make a tenth. Planning so many takes
-/// a second.
+/// Items that a plan may have. They are far above any batch, as a million tokens of 128 heads
+/// make a tenth of them; planning so many takes a second.
 constexpr int64_t kMaxItems = int64_t{1} << 21;
 
 int64_t max_item_rows(const AttentionBatch& batch) {
@@ -125,8 +125,8 @@ void append_items(
 
 /// Items that read the same keys, those of one sequence and KV head, stay
 /// together: the keys then come from memory once, whatever the number of query
-/// blocks. Most expensive first among groups and within each, so that the last
-/// items to finish are short ones.
+/// blocks. Groups, and the items of each, are sorted by falling cost, so that the last items to
+/// finish are short ones.
 void sort_items(AttentionPlan& plan) {
   const AttentionBatch& batch = plan.batch;
   const int64_t group_size = batch.shape.num_heads / batch.shape.num_kv_heads;

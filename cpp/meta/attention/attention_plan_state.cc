@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "cpattn/base/check.h"
+#include "cpattn/base/page_size.h"
 
 namespace cpattn {
 namespace {
@@ -13,7 +14,7 @@ constexpr char kName[] = "AttentionPlan";
 
 /// The pages of all sequences, in CSR form.
 PageTable pages_of(const AttentionPlanState& state) {
-  check(state.page_size >= 1, kName, ": page_size must be >= 1, got ", state.page_size);
+  check_page_size(kName, state.page_size);
   std::vector<int64_t> indptr = {0};
   std::vector<int64_t> last_page_len;
   for (const int64_t kv_len : state.kv_lens) {

@@ -6,25 +6,25 @@
 namespace cpattn {
 namespace {
 
-/// Rows for each KV head up to which reading keys and values in place beats
-/// packing them, and rows of wide heads: these are compute-bound sooner.
+/// Up to so many rows for each KV head it is faster to read keys and values in place than to
+/// pack them. Wide heads are compute-bound sooner.
 constexpr int64_t kMaxDecodeRows = 16;
 constexpr int64_t kMaxWideDecodeRows = 8;
 constexpr int32_t kWideHead = 256;
-/// Neighbouring KV heads are read together until a token has this many elements:
-/// in NHD, 2 KB in a row, from where on memory streams.
+/// Neighbouring KV heads are read together until a token has this many elements: in the order
+/// NHD they are 2 KB in a row, enough for memory to stream.
 constexpr int64_t kRunElements = 1024;
 /// Parts that a batch should have: enough for many threads.
 constexpr int64_t kWantedParts = 256;
 /// Shorter parts cost more to merge than they are worth.
 constexpr int64_t kDecodeGranule = 512;
 
-struct KeyRange {
+struct VisibleKeys {
   int64_t begin, end;
 };
 
 /// The keys that the tokens of a segment see.
-KeyRange keys_of(const AttentionBatch& batch, const AttentionSegment& segment) {
+VisibleKeys keys_of(const AttentionBatch& batch, const AttentionSegment& segment) {
   const int64_t last = segment.first_position + (segment.q_len - 1) * segment.position_step;
   const int64_t begin = std::max<int64_t>(0, segment.first_position - batch.left);
   const int64_t end = std::min(segment.kv_len, last + batch.right + 1);
@@ -43,7 +43,7 @@ int64_t part_keys(const AttentionBatch& batch) {
   int64_t granule = kDecodeGranule;
   for (const AttentionSegment& segment : batch.segments) {
     if (!is_short(batch, segment)) continue;
-    const KeyRange range = keys_of(batch, segment);
+    const VisibleKeys range = keys_of(batch, segment);
     keys += range.end - range.begin;
     rows = std::max(rows, segment.q_len * batch.shape.num_heads);
     if (!reads_in_place(batch, segment)) granule = kPackedGranule;
@@ -89,7 +89,7 @@ void append_parts(const AttentionBatch& batch, AttentionItem item, AttentionPlan
   const AttentionSegment& segment = batch.segments[item.segment];
   const int64_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
   const int64_t kv_heads = (item.num_heads + group - 1) / group;
-  const KeyRange keys = keys_of(batch, segment);
+  const VisibleKeys keys = keys_of(batch, segment);
   const int64_t first = keys.begin / plan.part_keys;
   const int64_t parts = keys.end - keys.begin <= plan.part_keys
                             ? 1

@@ -38,7 +38,7 @@ struct EvenSplit {
   }
 };
 
-/// visit(split) with the split of a strategy, which is not interleave.
+/// Calls visit(split) with the split of a strategy other than interleave.
 template <class Visit>
 auto with_split(CpStrategy strategy, int32_t cp_size, Visit visit) {
   assert(strategy != CpStrategy::interleave);

@@ -31,7 +31,7 @@ class Arena {
   MutableInts free_;
 };
 
-/// Writes 0 and the running sums of `lens`; null if they pass int32.
+/// Writes 0 and the running sums of `lens` to `out` and returns them; null if they pass int32.
 Ints running_sums(Ints lens, MutableInts out) {
   int64_t total = 0;
   out[0] = 0;

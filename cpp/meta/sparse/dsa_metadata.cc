@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "cpattn/base/check.h"
+#include "cpattn/base/page_size.h"
 #include "meta/sparse/dsa_metadata_parts.h"
 
 namespace cpattn {
@@ -13,7 +14,7 @@ namespace {
 constexpr char kFunction[] = "build_dsa_metadata";
 using Ints = std::vector<int32_t>;
 
-/// Verify and draft-extend: new tokens that may not all be real.
+/// Whether the mode is one of verify or draft-extend, whose new tokens may not all be real.
 bool is_speculative(ForwardMode mode) {
   return mode == ForwardMode::target_verify || mode == ForwardMode::draft_extend_v2;
 }
@@ -83,10 +84,7 @@ void check_scalars(const DsaBatch& batch) {
       batch.topk >= 1 && batch.topk <= INT32_MAX, kFunction, ": topk must be in [1, ", INT32_MAX,
       "], got ", batch.topk
   );
-  check(
-      batch.page_size >= 1 && batch.page_size <= INT32_MAX, kFunction,
-      ": page_size must be in [1, ", INT32_MAX, "], got ", batch.page_size
-  );
+  check_page_size(kFunction, batch.page_size);
 }
 
 void check_cp(const DsaBatch& batch, const std::vector<int64_t>& extend_lens) {

@@ -8,23 +8,23 @@
 
 namespace cpattn {
 
-// What a DsaMetadata is filled with, in this order. forward_mode, topk_transform_method, topk and
-// page_size are set before.
+// These functions fill a DsaMetadata, in this order. forward_mode, topk_transform_method, topk and
+// page_size have been set.
 
-/// What belongs to sequences, and token_to_batch_idx. `requests` has the sequence of each row;
-/// `keep_all`: sequences without rows, too.
+/// Fills the fields of sequences, and token_to_batch_idx. `requests` has the sequence of each row;
+/// with `keep_all` sequences without rows stay.
 void select_sequences(
     DsaMetadata& out, const std::vector<int32_t>& requests, DsaBatch::Lens seq_lens, bool keep_all
 );
 
-/// What belongs to rows; `lengths` has the keys that each row sees, and num_rows counts padding.
+/// Fills the fields of rows. `lengths` has the keys that each row sees; num_rows counts padding.
 void fill_rows(DsaMetadata& out, std::vector<int32_t> lengths, int64_t num_rows);
 
-/// page_table_1 and real_page_table. Throws std::invalid_argument for a req_to_token that does not
-/// have the pages of the batch.
+/// Fills page_table_1 and real_page_table. Throws std::invalid_argument for a req_to_token that
+/// does not have the pages of the batch.
 void fill_page_tables(DsaMetadata& out, const DsaBatch& batch);
 
-/// page_table_1_flattened.
+/// Fills page_table_1_flattened.
 std::vector<int32_t> flattened(const DsaMetadata& metadata);
 
 }  // namespace cpattn

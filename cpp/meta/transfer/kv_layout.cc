@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "cpattn/base/check.h"
+#include "cpattn/base/page_size.h"
 
 namespace cpattn {
 namespace {
@@ -30,10 +31,7 @@ void check_rank(const char* group, int64_t rank, int64_t size) {
 void check_placement(const KVPlacement& placement) {
   const auto& [page_size, tp_rank, tp_size, heads, layers, dcp_rank, dcp_size, interleave] =
       placement;
-  check(
-      page_size >= 1 && page_size <= INT32_MAX, kFunction, ": page_size must be in [1, ", INT32_MAX,
-      "], got ", page_size
-  );
+  check_page_size(kFunction, page_size);
   check_rank("tp", tp_rank, tp_size);
   check_rank("dcp", dcp_rank, dcp_size);
   check(
@@ -52,7 +50,7 @@ void check_placement(const KVPlacement& placement) {
   );
   check(
       !layers || (layers->begin >= 0 && layers->begin <= layers->end), kFunction,
-      ": layers must be 0 <= first <= end, got ", layers.value_or(KVRange{})
+      ": layers must be 0 <= first <= end, got ", layers.value_or(IndexRange{})
   );
 }
 
@@ -60,7 +58,7 @@ void check_entry(const KVEntry& entry, const KVPlacement& placement) {
   check(entry.layer_id >= 0, kFunction, ": layer_id must be >= 0, got ", entry);
   check(
       entry.is_draft || !placement.layers || placement.layers->contains(entry.layer_id), kFunction,
-      ": ", entry, " must lie within layers ", placement.layers.value_or(KVRange{})
+      ": ", entry, " must lie within layers ", placement.layers.value_or(IndexRange{})
   );
   check(
       entry.item_len >= 1 && entry.item_len <= INT64_MAX, kFunction, ": item_len of ", entry,
@@ -125,7 +123,7 @@ int64_t KVLayout::num_replicas(KVKind kind) const {
   return std::max<int64_t>(1, placement_.tp_size / total_heads(kind));
 }
 
-KVRange KVLayout::heads(KVKind kind) const {
+IndexRange KVLayout::heads(KVKind kind) const {
   const int64_t count = std::max<int64_t>(1, total_heads(kind) / placement_.tp_size);
   const int64_t first = placement_.tp_rank / num_replicas(kind) * count;
   return {first, first + count};

@@ -11,16 +11,17 @@
 
 namespace cpattn {
 
-/// What a source sends to a destination. Refers to their entries and pages.
+/// What a source sends to a destination; it refers to their entries and pages.
 struct KVLinkSpec {
   KVPageList from;
   KVPageList to;
   std::vector<KVPair> pairs;
-  KVRange tokens;      // that this context-parallel rank sends
-  KVRange all_tokens;  // that all ranks send
+  IndexRange tokens;      // that this context-parallel rank sends
+  IndexRange all_tokens;  // that all ranks send
 };
 
-/// Arguments and errors of plan_kv_transfer.
+/// Makes the link of one source and one destination; arguments and errors are those of
+/// plan_kv_transfer.
 KVLinkSpec specify_link(
     const KVLayout& src,
     const KVLayout& dst,

@@ -15,8 +15,8 @@ constexpr char kFunction[] = "plan_kv_links";
 /// Heads and tokens of an entry of the destination that one source writes.
 struct Patch {
   std::size_t source;
-  KVRange heads;
-  KVRange tokens;
+  IndexRange heads;
+  IndexRange tokens;
 
   bool contains(int64_t head, int64_t token) const {
     return heads.contains(head) && tokens.contains(token);
@@ -25,10 +25,10 @@ struct Patch {
 
 /// The borders of `whole` and those of patches within it.
 template <class GetRange>
-std::vector<int64_t> cuts(KVRange whole, const std::vector<Patch>& patches, GetRange range_of) {
+std::vector<int64_t> cuts(IndexRange whole, const std::vector<Patch>& patches, GetRange range_of) {
   std::vector<int64_t> values = {whole.begin, whole.end};
   for (const Patch& patch : patches) {
-    const KVRange range = range_of(patch);
+    const IndexRange range = range_of(patch);
     for (const int64_t cut : {range.begin, range.end}) {
       if (whole.contains(cut)) values.push_back(cut);
     }
@@ -47,13 +47,14 @@ std::string names(const std::vector<std::size_t>& sources) {
   return text;
 }
 
-/// Between two neighbouring cuts nothing changes: one element stands for all.
+/// Checks that sources write every element of an entry exactly once. Between two neighbouring
+/// cuts nothing changes: one element stands for all.
 void check_covered_once(
     std::size_t destination,
     const KVEntry& entry,
     const std::vector<Patch>& patches,
-    KVRange all_heads,
-    KVRange all_tokens
+    IndexRange all_heads,
+    IndexRange all_tokens
 ) {
   const auto heads = cuts(all_heads, patches, [](const Patch& patch) { return patch.heads; });
   const auto tokens = cuts(all_tokens, patches, [](const Patch& patch) { return patch.tokens; });
@@ -65,7 +66,7 @@ void check_covered_once(
       }
       check(
           sources.size() == 1, kFunction, ": ", entry, " of destination ", destination, ", heads ",
-          KVRange{heads[h], heads[h + 1]}, ", tokens ", KVRange{tokens[t], tokens[t + 1]},
+          IndexRange{heads[h], heads[h + 1]}, ", tokens ", IndexRange{tokens[t], tokens[t + 1]},
           ", must be sent by one source, got ", names(sources)
       );
     }
@@ -80,7 +81,7 @@ struct PlannedLink {
 void check_destination(
     std::size_t index, const KVLayout& dst, const std::vector<PlannedLink>& links, bool with_draft
 ) {
-  KVRange tokens = {0, 1};  // for the message, if nothing comes
+  IndexRange tokens = {0, 1};  // for the message, if nothing comes
   for (const PlannedLink& link : links) tokens = link.spec.all_tokens;
   for (const KVEntry& entry : dst.entries()) {
     if (entry.is_draft && !with_draft) continue;
@@ -106,7 +107,7 @@ void check_sources(std::span<const KVPeer> sources, std::span<const KVPeer> dest
   }
 }
 
-/// What `make` returns; its errors name the link, too.
+/// Returns what `make` returns; errors of `make` get the name of the link, too.
 template <class Make>
 auto of_link(std::size_t source, std::size_t destination, Make make) {
   try {
@@ -118,7 +119,7 @@ auto of_link(std::size_t source, std::size_t destination, Make make) {
   }
 }
 
-/// The links of a destination, which together are complete.
+/// Returns the links of a destination, after a check that together they are complete.
 std::vector<PlannedLink> specify_links(
     std::span<const KVPeer> sources,
     const KVPeer& to,

@@ -17,7 +17,7 @@ struct Side {
   const KVLayout& layout;
 };
 
-/// The counterpart of every entry of `from` that `to` has to have.
+/// Checks that `to` has the counterpart of every entry of `from` that it has to have.
 void check_counterparts(const Side& from, const Side& to, bool with_draft) {
   for (const KVEntry& entry : from.layout.entries()) {
     const bool shared = entry.is_draft ? with_draft : to.layout.answers_for(entry);
@@ -33,7 +33,7 @@ bool is_sliceable(const KVEntry& entry, int64_t page_size, int64_t num_heads) {
   return entry.token_rows && entry.item_len % static_cast<uint64_t>(page_size * num_heads) == 0;
 }
 
-/// Equal pages, or else pages of rows whose heads are equal.
+/// Checks that the pages of a pair are equally long, or else are rows whose heads are.
 void check_lengths(const KVLayout& src, const KVLayout& dst, const KVPair& pair) {
   const KVEntry &from = *pair.src, &to = *pair.dst;
   const int64_t src_page = src.placement().page_size, dst_page = dst.placement().page_size;
@@ -59,7 +59,7 @@ bool has_all_heads(const KVLayout& layout, KVKind kind) {
   return layout.heads(kind).size() == layout.total_heads(kind);
 }
 
-/// The heads of a pair. Two sides with all heads need not agree on what a head is.
+/// Sets the heads of a pair. Two sides with all heads need not agree on what a head is.
 void set_heads(KVPair& pair, const KVLayout& src, const KVLayout& dst) {
   const KVKind kind = pair.src->kind;
   const bool all = has_all_heads(src, kind) && has_all_heads(dst, kind);
@@ -75,7 +75,7 @@ void set_heads(KVPair& pair, const KVLayout& src, const KVLayout& dst) {
   pair.heads = all ? dst.heads(kind) : intersect(src.heads(kind), dst.heads(kind));
 }
 
-/// Also of entries that other links write.
+/// Checks that no two buffers of the destination overlap, those included that other links write.
 void check_apart(const KVLayout& dst) {
   std::vector<const KVEntry*> entries;
   for (const KVEntry& entry : dst.entries()) {
@@ -124,7 +124,7 @@ void keep_layer_share(std::vector<KVPair>& pairs, int64_t cp_rank, int64_t cp_si
   std::sort(layers.begin(), layers.end());
   layers.erase(std::unique(layers.begin(), layers.end()), layers.end());
   const auto num_layers = static_cast<int64_t>(layers.size());
-  const KVRange share = {num_layers * cp_rank / cp_size, num_layers * (cp_rank + 1) / cp_size};
+  const IndexRange share = {num_layers * cp_rank / cp_size, num_layers * (cp_rank + 1) / cp_size};
   std::erase_if(pairs, [&](const KVPair& pair) {
     return !share.contains(
         std::lower_bound(layers.begin(), layers.end(), layer_of(pair)) - layers.begin()

@@ -12,7 +12,7 @@ namespace cpattn {
 struct KVPair {
   const KVEntry* src = nullptr;
   const KVEntry* dst = nullptr;
-  KVRange heads;
+  IndexRange heads;
   bool whole_rows = true;  // of a token: these are all heads that either side has
 };
 
@@ -20,7 +20,7 @@ struct KVPair {
 /// for, and heads that another replica sends, have none. Errors are those of plan_kv_transfer.
 std::vector<KVPair> pair_entries(const KVLayout& src, const KVLayout& dst);
 
-/// Leaves the layers that this rank sends, of an even division.
+/// Keeps the layers that this rank sends where ranks divide the layers evenly.
 void keep_layer_share(std::vector<KVPair>& pairs, int64_t cp_rank, int64_t cp_size);
 
 }  // namespace cpattn

@@ -33,7 +33,7 @@ std::ostream& operator<<(std::ostream& out, const Match& match) {
              << match.num_dst << " entries, each of " << match.groups << " group(s)";
 }
 
-/// Sums and products of layers and groups cannot overflow.
+/// Bounds layers and groups, so that their sums and products cannot overflow.
 void check_stage(const char* function, const KVStage& stage) {
   check(
       stage.kv_buf_groups >= 1, function, ": kv_buf_groups must be >= 1, got ", stage.kv_buf_groups
@@ -69,8 +69,9 @@ void check_lists(const Match& match) {
   );
 }
 
-/// The strict rule of every layout. total_layers: target layers of the model, 0 for unknown.
-std::vector<KVRange> match_entries(const Match& match, int64_t total_layers) {
+/// Matches entries by the strict rule, the same for every layout. total_layers counts the target
+/// layers of the model, 0 for unknown.
+std::vector<IndexRange> match_entries(const Match& match, int64_t total_layers) {
   check_lists(match);
   const int64_t held = match.dst_layers();
   check(
@@ -103,7 +104,7 @@ std::vector<KVRange> match_entries(const Match& match, int64_t total_layers) {
       match.num_drafts == 0 || held - total_layers == match.num_drafts, match.function,
       ": destination must hold as many drafts as the source, got ", held - total_layers, "; ", match
   );
-  std::vector<KVRange> ranges;
+  std::vector<IndexRange> ranges;
   ranges.reserve(match.groups + 1);
   for (int64_t g = 0; g < match.groups; ++g) {
     ranges.push_back({g * total_layers + match.first_layer, g * total_layers + match.end_layer()});
@@ -113,8 +114,8 @@ std::vector<KVRange> match_entries(const Match& match, int64_t total_layers) {
   return ranges;
 }
 
-/// list[begin:end] of a list of `size`.
-KVRange slice(int64_t begin, int64_t end, int64_t size) {
+/// What list[begin:end] takes of a Python list of `size`.
+IndexRange slice(int64_t begin, int64_t end, int64_t size) {
   const auto clip = [size](int64_t i) {
     return std::clamp<int64_t>(i < 0 ? i + size : i, 0, size);
   };
@@ -141,7 +142,7 @@ MhaEntries mha_as_engines_do(int64_t num_src, int64_t num_dst, int64_t first) {
   return entries;
 }
 
-std::vector<KVRange> mla_as_engines_do(int64_t num_src, int64_t num_dst, const KVStage& stage) {
+std::vector<IndexRange> mla_as_engines_do(int64_t num_src, int64_t num_dst, const KVStage& stage) {
   const int64_t groups = stage.kv_buf_groups;
   const int64_t first = stage.prefill_start_layer;
   const bool knows_drafts = stage.hidden_kv_layers.has_value();
@@ -153,7 +154,7 @@ std::vector<KVRange> mla_as_engines_do(int64_t num_src, int64_t num_dst, const K
   const int64_t drafts = knows_drafts && stage.is_last_rank ? stage.draft_kv_layers : 0;
   const int64_t stride = stage.hidden_kv_layers.value_or(cap);
   const int64_t targets = num_src_layers - std::max<int64_t>(drafts, 0);
-  std::vector<KVRange> ranges;
+  std::vector<IndexRange> ranges;
   ranges.reserve(2 * groups);
   for (int64_t g = 0; g < groups; ++g) {
     ranges.push_back(slice(g * stride + first, g * stride + first + targets, num_dst));
@@ -167,7 +168,7 @@ std::vector<KVRange> mla_as_engines_do(int64_t num_src, int64_t num_dst, const K
 
 }  // namespace
 
-std::vector<KVRange> match_kv_entries(
+std::vector<IndexRange> match_kv_entries(
     const char* function, int64_t num_src, int64_t num_dst, const KVStage& stage
 ) {
   check_stage(function, stage);
@@ -211,7 +212,7 @@ MhaEntries mha_kv_entries(
   };
 }
 
-std::vector<KVRange> mla_kv_entries(
+std::vector<IndexRange> mla_kv_entries(
     int64_t num_src, int64_t num_dst, const KVStage& stage, bool compat
 ) {
   if (!compat) return match_kv_entries("get_mla_kv_ptrs_with_pp", num_src, num_dst, stage);

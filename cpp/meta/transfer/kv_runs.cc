@@ -75,7 +75,7 @@ void append(Runs& runs, TransferRun run) {
   runs.push_back(run);
 }
 
-/// By destination, digit by digit from the lowest: a few microseconds for a thousand runs.
+/// Sorts by destination, digit by digit from the lowest: a thousand runs take a few microseconds.
 void sort_by_destination(Runs& runs) {
   constexpr int kBits = 11;
   const auto by_dst = [](const TransferRun& a, const TransferRun& b) { return a.dst < b.dst; };
@@ -122,12 +122,12 @@ int64_t KVPageList::owned_below(int64_t token) const {
   return token / cycle * dcp_interleave + std::clamp<int64_t>(rest, 0, dcp_interleave);
 }
 
-KVRange KVPageList::rows(KVRange tokens) const {
+IndexRange KVPageList::rows(IndexRange tokens) const {
   const int64_t first = owned_below(start);
   return {owned_below(tokens.begin) - first, owned_below(tokens.end) - first};
 }
 
-void check_holds(const KVPageList& list, KVRange tokens) {
+void check_holds(const KVPageList& list, IndexRange tokens) {
   check(
       list.start <= tokens.begin && tokens.begin <= tokens.end &&
           list.rows(tokens).end <= list.num_rows(),
@@ -136,8 +136,8 @@ void check_holds(const KVPageList& list, KVRange tokens) {
   );
 }
 
-void check_pages_distinct(const KVPageList& dst, KVRange tokens) {
-  const KVRange rows = dst.rows(tokens);
+void check_pages_distinct(const KVPageList& dst, IndexRange tokens) {
+  const IndexRange rows = dst.rows(tokens);
   if (rows.size() == 0) return;
   const auto first = dst.pages.begin() + rows.begin / dst.page_size;
   const auto last = dst.pages.begin() + (rows.end + dst.page_size - 1) / dst.page_size;
@@ -154,7 +154,9 @@ void check_pages_distinct(const KVPageList& dst, KVRange tokens) {
   );
 }
 
-std::vector<TransferRun> token_runs(const KVPageList& src, const KVPageList& dst, KVRange tokens) {
+std::vector<TransferRun> token_runs(
+    const KVPageList& src, const KVPageList& dst, IndexRange tokens
+) {
   if (tokens.size() == 0) return {};
   const Cursor from(src), to(dst);
   Runs runs;

@@ -27,21 +27,23 @@ struct KVPageList {
   /// Tokens of this side that the pages have room for.
   int64_t num_rows() const { return static_cast<int64_t>(pages.size()) * page_size; }
   /// Rows of the list, counted from its first page, that these tokens have.
-  KVRange rows(KVRange tokens) const;
+  IndexRange rows(IndexRange tokens) const;
 };
 
-/// std::invalid_argument unless the pages have room for these tokens, or for those of them that
-/// this side holds.
-void check_holds(const KVPageList& list, KVRange tokens);
+/// Throws std::invalid_argument unless the pages have room for these tokens, or for those of them
+/// that this side holds.
+void check_holds(const KVPageList& list, IndexRange tokens);
 
-/// std::invalid_argument if a page that receives some of the tokens is in the list twice, up to
-/// the last of them: tokens of the sequence that are there already would be overwritten.
-void check_pages_distinct(const KVPageList& dst, KVRange tokens);
+/// Throws std::invalid_argument if a page that receives some of the tokens is in the list twice, up
+/// to the last of them: tokens of the sequence that are there already would be overwritten.
+void check_pages_distinct(const KVPageList& dst, IndexRange tokens);
 
-/// Those of the tokens that `dst` holds, as the least number of runs of slots
+/// Returns those of the tokens that `dst` holds, as the least number of runs of slots
 /// (page * page_size + row), in ascending order of the destination. Both lists have room for
-/// them, and `src` holds all (dcp_size 1). std::invalid_argument for page ids outside the
+/// them, and `src` holds all (dcp_size 1). Throws std::invalid_argument for page ids outside the
 /// buffers, and a slot of the destination that gets two tokens.
-std::vector<TransferRun> token_runs(const KVPageList& src, const KVPageList& dst, KVRange tokens);
+std::vector<TransferRun> token_runs(
+    const KVPageList& src, const KVPageList& dst, IndexRange tokens
+);
 
 }  // namespace cpattn

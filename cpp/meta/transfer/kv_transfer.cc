@@ -69,7 +69,7 @@ KVPageList page_list(
   };
 }
 
-KVRange all_tokens(const KVPageList& src, const KVPageList& dst, const KVTransferRange& range) {
+IndexRange all_tokens(const KVPageList& src, const KVPageList& dst, const KVTransferRange& range) {
   const int64_t first = range.first_token.value_or(std::max(src.start, dst.start));
   if (range.num_tokens) return {first, first + *range.num_tokens};
   check(dst.dcp_size == 1, kFunction, ": num_tokens must be given with dcp_size ", dst.dcp_size);
@@ -83,8 +83,8 @@ KVRange all_tokens(const KVPageList& src, const KVPageList& dst, const KVTransfe
   return {first, src_end};
 }
 
-/// What this context-parallel rank sends, in whole pages of both sides.
-KVRange page_share(KVRange tokens, int64_t page, int64_t cp_rank, int64_t cp_size) {
+/// The tokens that this context-parallel rank sends, in whole pages of both sides.
+IndexRange page_share(IndexRange tokens, int64_t page, int64_t cp_rank, int64_t cp_size) {
   const int64_t first = tokens.begin / page;
   const int64_t num_pages = (tokens.end + page - 1) / page - first;
   const auto border = [&](int64_t rank) { return (first + num_pages * rank / cp_size) * page; };
@@ -150,7 +150,7 @@ TransferEntry token_entry(const KVPair& pair, const KVLayout& src, const KVLayou
   };
   entry.bytes = entry.src_stride;
   if (pair.whole_rows) return entry;
-  const KVRange src_heads = src.heads(from.kind), dst_heads = dst.heads(to.kind);
+  const IndexRange src_heads = src.heads(from.kind), dst_heads = dst.heads(to.kind);
   const uint64_t head_bytes = entry.src_stride / src_heads.size();
   entry.src_addr += (pair.heads.begin - src_heads.begin) * head_bytes;
   entry.dst_addr += (pair.heads.begin - dst_heads.begin) * head_bytes;

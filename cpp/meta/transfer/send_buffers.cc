@@ -7,11 +7,11 @@
 namespace cpattn {
 namespace {
 
-std::vector<KVRange> mha_as_engines_do(
+std::vector<IndexRange> mha_as_engines_do(
     const char* function, int64_t num_src, int64_t num_dst, const KVStage& stage
 ) {
   const MhaEntries entries = mha_kv_entries(num_src, num_dst, stage.prefill_start_layer, 0, true);
-  for (const KVRange& range : {entries.dst_k, entries.dst_v}) {
+  for (const IndexRange& range : {entries.dst_k, entries.dst_v}) {
     if (range.size() < entries.num_layers) {
       throw std::out_of_range(concat(
           function, ": list index out of range: ", range.size(), " destination entries for ",
@@ -25,7 +25,8 @@ std::vector<KVRange> mha_as_engines_do(
   };
 }
 
-/// The stage as one that lists have groups of: MHA has K and V and never says so.
+/// Returns the stage with the number of groups that its lists have: senders of MHA have K and V,
+/// and never say so.
 KVStage grouped(const SendStage& stage) {
   KVStage kv = stage.kv;
   if (!stage.is_mla) {
@@ -42,8 +43,8 @@ int64_t num_drafts(int64_t num_src, const KVStage& stage) {
   return std::max(stage.draft_kv_layers, beyond);
 }
 
-/// Of a sender that has the whole model.
-std::vector<KVRange> by_position(
+/// Pairs the lists of a sender that has the whole model.
+std::vector<IndexRange> by_position(
     const char* function, int64_t num_src, int64_t num_dst, const KVStage& stage, bool compat
 ) {
   const int64_t drafts = num_drafts(num_src, stage);
@@ -73,7 +74,7 @@ void check_end_layer(
   );
 }
 
-std::vector<KVRange> destination_ranges(
+std::vector<IndexRange> destination_ranges(
     const char* function, const SendBuffers& buffers, const SendStage& stage, bool compat
 ) {
   const auto num_src = std::ssize(buffers.src_addrs);
@@ -83,7 +84,7 @@ std::vector<KVRange> destination_ranges(
   check(kv.kv_buf_groups >= 1, function, ": kv_buf_groups must be >= 1, got ", kv.kv_buf_groups);
   if (stage.pp_size == 1) return by_position(function, num_src, num_dst, kv, compat);
   if (!compat) {
-    std::vector<KVRange> ranges = match_kv_entries(function, num_src, num_dst, kv);
+    std::vector<IndexRange> ranges = match_kv_entries(function, num_src, num_dst, kv);
     check_end_layer(function, num_src, kv, stage.prefill_end_layer);
     return ranges;
   }
@@ -91,7 +92,7 @@ std::vector<KVRange> destination_ranges(
   return mha_as_engines_do(function, num_src, num_dst, stage.kv);
 }
 
-/// The end of the last item is an address.
+/// Checks that the end of the last item is an address.
 void check_end(
     const char* function,
     const char* side,
@@ -142,7 +143,7 @@ std::vector<int64_t> destination_entries(
 ) {
   std::vector<int64_t> entries;
   entries.reserve(buffers.src_addrs.size());
-  for (const KVRange& range : destination_ranges(function, buffers, stage, compat)) {
+  for (const IndexRange& range : destination_ranges(function, buffers, stage, compat)) {
     for (int64_t i = range.begin; i < range.end; ++i) entries.push_back(i);
   }
   if (!buffers.src_addrs.empty()) {

@@ -10,7 +10,7 @@
 
 namespace cpattn {
 
-/// values[i] as a Python list would answer.
+/// Returns values[i], or throws std::out_of_range where a Python list raises IndexError.
 template <class List>
 auto at(const List& values, std::size_t i, const char* function, const char* list) {
   if (i >= values.size()) {
@@ -21,19 +21,19 @@ auto at(const List& values, std::size_t i, const char* function, const char* lis
   return values[i];
 }
 
-/// Parallel lists are equally long, and no length is zero.
+/// Checks that parallel lists are equally long, and no length is zero.
 void check_buffers(const char* function, const SendBuffers& buffers);
 
-/// For every source entry the destination's.
+/// Returns for every source entry that of the destination.
 std::vector<int64_t> destination_entries(
     const char* function, const SendBuffers& buffers, const SendStage& stage, bool compat
 );
 
-/// What the i-th of the source's KV entries holds, for readers of the plan.
+/// Names what the i-th of the source's KV entries holds, for readers of the plan.
 const char* part_of(std::size_t i, std::size_t num_src, const SendStage& stage);
 
-/// All items lie within their buffers: between 0 and the end that is known, or else that of the
-/// address space. dst_entries[i] receives entry i.
+/// Checks that all items lie within their buffers: between 0 and the end that is known, or else
+/// that of the address space. dst_entries[i] receives entry i.
 void check_items(
     const char* function,
     const SendBuffers& buffers,

@@ -11,9 +11,9 @@ namespace {
 
 constexpr int64_t kMaxEntries = 1 << 24;  // far above any model, far below all memory
 
-/// What engines catch by its text, so the text is theirs.
+/// Throws the error that engines catch by its text, so the text is theirs.
 template <class... Parts>
-void require(bool ok, const Parts&... parts) {
+void refuse_unless(bool ok, const Parts&... parts) {
   if (!ok) throw std::runtime_error(concat(parts...));
 }
 
@@ -42,12 +42,12 @@ std::vector<std::pair<int64_t, int64_t>> build_transfer_entry_pairs(
   if (num_src == 0) return pairs;
   if (src_layer_ids.empty() || dst_layer_ids.empty()) {
     const bool both_absent = src_layer_ids.empty() && dst_layer_ids.empty();
-    require(
+    refuse_unless(
         both_absent || allow_positional_fallback,
         "Layer metadata must be provided by both PD peers or neither, got ", src_layer_ids.size(),
         " ids of the source and ", dst_layer_ids.size(), " of the destination"
     );
-    require(
+    refuse_unless(
         num_src == num_dst || (allow_positional_fallback && num_dst >= num_src),
         "PP-heterogeneous transfer requires layer ids on both peers; got src=", num_src,
         " dst=", num_dst, " entries"
@@ -55,7 +55,7 @@ std::vector<std::pair<int64_t, int64_t>> build_transfer_entry_pairs(
     for (int64_t i = 0; i < num_src; ++i) pairs.emplace_back(i, i);
     return pairs;
   }
-  require(
+  refuse_unless(
       std::ssize(src_layer_ids) == num_src && std::ssize(dst_layer_ids) == num_dst,
       "Layer metadata length must match transfer entries: src metadata=", src_layer_ids.size(),
       " entries=", num_src, ", dst metadata=", dst_layer_ids.size(), " entries=", num_dst
@@ -63,7 +63,7 @@ std::vector<std::pair<int64_t, int64_t>> build_transfer_entry_pairs(
   auto unused = occurrences(dst_layer_ids);
   for (int64_t i = 0; i < num_src; ++i) {
     const auto found = unused.find(src_layer_ids[i]);
-    require(
+    refuse_unless(
         found != unused.end() && !found->second.empty(),
         "Decode peer is missing a transfer entry for model layer ", src_layer_ids[i],
         ", which is source entry ", i

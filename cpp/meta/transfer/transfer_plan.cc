@@ -40,7 +40,7 @@ void fill(const Blocks& out, const TransferEntry& entry, std::span<const Transfe
   }
 }
 
-/// The blocks of an entry from those of one with the same units, right before them.
+/// Writes the blocks of an entry from those of one with the same units, right before them.
 void shift(const Blocks& out, std::size_t num_blocks, uint64_t src, uint64_t dst) {
   for (std::size_t i = 0; i < num_blocks; ++i) out.src[i] = (out.src - num_blocks)[i] + src;
   for (std::size_t i = 0; i < num_blocks; ++i) out.dst[i] = (out.dst - num_blocks)[i] + dst;

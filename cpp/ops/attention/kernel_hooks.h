@@ -7,7 +7,7 @@
 
 namespace cpattn {
 
-/// Lets the kernel of a tile poll `stop`, and, while a trace is taken, say what it is at.
+/// Lets the kernel of a tile poll `stop`, and, while a trace is taken, tell which step it is at.
 inline void hook_tile(kernels::AttentionTile& tile, StopToken& stop, const DType& dtype) {
   static_assert(static_cast<int>(TraceScope::pack) == kernels::kMarkPack);
   static_assert(static_cast<int>(TraceScope::qk) == kernels::kMarkQk);

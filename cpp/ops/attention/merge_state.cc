@@ -41,7 +41,7 @@ void check_lse(const char* name, const TensorView& lse, const TensorView& out) {
   }
 }
 
-/// What threads share; each row is merged by one of them.
+/// The state that threads share; each row is merged by one of them.
 struct Merge {
   const TensorView &out_a, &lse_a, &out_b, &lse_b;
   void (*weighted_sum)(float, void*, float, const void*, int64_t);

@@ -18,7 +18,7 @@
 namespace cpattn {
 namespace {
 
-// The plan and the kernels have limits of their own, as neither may know the other.
+// The plan and the kernels have these limits twice, as neither may include the other.
 static_assert(kMaxHeadDim == kernels::kMaxHeadDim);
 static_assert(kUnboundedKeys == kernels::kUnlimited);
 static_assert(kPackedGranule % kernels::kMaxBlockKeys == 0);
@@ -109,7 +109,7 @@ char* element_address(const TensorView& tensor, int64_t offset) {
   return static_cast<char*>(tensor.data) + offset * element_size(tensor.dtype);
 }
 
-/// Rows [begin, end) of the results, as a row without visible keys has them.
+/// Writes rows [begin, end) of the results as those of rows without visible keys: zeros and -inf.
 void clear_rows(const AttentionArguments& arguments, int64_t begin, int64_t end) {
   const TensorView& out = arguments.out;
   for (int64_t row = begin; row < end; ++row) {
@@ -154,6 +154,39 @@ int64_t useful_flops(const AttentionBatch& batch, const AttentionItem& item) {
   return 2 * visible_pairs(batch, item) * (batch.shape.head_dim + batch.shape.v_head_dim);
 }
 
+/// Where the first row of an item is in a tensor [rows, heads, ...].
+void* first_row(const AttentionPlan& plan, const AttentionItem& item, const TensorView& tensor) {
+  const int64_t row = plan.batch.segments[item.segment].q_begin + item.first_token;
+  return element_address(tensor, row * tensor.strides[0] + item.first_head * tensor.strides[1]);
+}
+
+/// Adds to a tile what not every call has: rope, mask and lse.
+void add_options(
+    const AttentionPlan& plan,
+    const AttentionItem& item,
+    const AttentionArguments& arguments,
+    int64_t kv_head,
+    kernels::AttentionTile& tile
+) {
+  const AttentionBatch& batch = plan.batch;
+  if (tile.rope_dim > 0) {
+    tile.q_rope = first_row(plan, item, *arguments.q_rope);
+    tile.q_rope_token_stride = arguments.q_rope->strides[0];
+    tile.q_rope_head_stride = arguments.q_rope->strides[1];
+    tile.k_rope = rows_of_head(*arguments.k_rope, kv_head);
+  }
+  if (!batch.mask.empty()) {
+    tile.mask_stride = batch.mask.row_bytes[item.segment];
+    tile.mask = batch.mask.bits.data() + batch.mask.offsets[item.segment] +
+                item.first_token * tile.mask_stride;
+  }
+  if (arguments.lse) {
+    tile.lse = static_cast<float*>(first_row(plan, item, *arguments.lse));
+    tile.lse_token_stride = arguments.lse->strides[0];
+    tile.lse_head_stride = arguments.lse->strides[1];
+  }
+}
+
 kernels::AttentionTile make_tile(
     const AttentionPlan& plan,
     const AttentionItem& item,
@@ -162,23 +195,18 @@ kernels::AttentionTile make_tile(
 ) {
   const AttentionBatch& batch = plan.batch;
   const AttentionSegment& segment = batch.segments[item.segment];
-  const int64_t row = segment.q_begin + item.first_token;
-  const int64_t head = item.first_head;
   const int32_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
-  const int64_t kv_head = head / group;
-  const auto first_row = [&](const TensorView& tensor) -> void* {
-    return element_address(tensor, row * tensor.strides[0] + head * tensor.strides[1]);
-  };
+  const int64_t kv_head = item.first_head / group;
   const auto rope = static_cast<int32_t>(rope_dim(arguments));
   kernels::AttentionTile tile{
-      .q = first_row(arguments.q),
+      .q = first_row(plan, item, arguments.q),
       .q_token_stride = arguments.q.strides[0],
       .q_head_stride = arguments.q.strides[1],
       .k = rows_of_head(arguments.k, kv_head),
       .v = rows_of_head(arguments.v, kv_head),
       .pages = batch.pages.page_ids.data() + batch.pages.indptr[segment.table_row],
       .page_size = batch.page_size,
-      .head_dim = batch.shape.head_dim - rope,
+      .nope_dim = batch.shape.head_dim - rope,
       .rope_dim = rope,
       .v_head_dim = batch.shape.v_head_dim,
       .num_tokens = item.num_tokens,
@@ -192,29 +220,66 @@ kernels::AttentionTile make_tile(
       .right = batch.right,
       .scale = static_cast<float>(arguments.scale),
       .softcap = static_cast<float>(arguments.softcap),
-      .sinks = arguments.sinks ? arguments.sinks->as<float>() + head : nullptr,
-      .out = first_row(arguments.out),
+      .sinks = arguments.sinks ? arguments.sinks->as<float>() + item.first_head : nullptr,
+      .out = first_row(plan, item, arguments.out),
       .out_token_stride = arguments.out.strides[0],
       .out_head_stride = arguments.out.strides[1],
   };
   hook_tile(tile, stop, arguments.q.dtype);
-  if (rope > 0) {
-    tile.q_rope = first_row(*arguments.q_rope);
-    tile.q_rope_token_stride = arguments.q_rope->strides[0];
-    tile.q_rope_head_stride = arguments.q_rope->strides[1];
-    tile.k_rope = rows_of_head(*arguments.k_rope, kv_head);
-  }
-  if (!batch.mask.empty()) {
-    tile.mask_stride = batch.mask.row_bytes[item.segment];
-    tile.mask = batch.mask.bits.data() + batch.mask.offsets[item.segment] +
-                item.first_token * tile.mask_stride;
-  }
-  if (arguments.lse) {
-    tile.lse = static_cast<float*>(first_row(*arguments.lse));
-    tile.lse_token_stride = arguments.lse->strides[0];
-    tile.lse_head_stride = arguments.lse->strides[1];
-  }
+  add_options(plan, item, arguments, kv_head, tile);
   return tile;
+}
+
+/// Reads [slots, heads, dim].
+void read_slots(
+    const char* function,
+    const char* name,
+    KVAxisOrder layout,
+    std::optional<int64_t> page_size,
+    PagedCache& paged
+) {
+  const TensorView& cache = paged.tensor;
+  check(page_size.has_value(), function, ": page_size is required for a 3-dimensional ", name);
+  check(
+      layout == KVAxisOrder::nhd, function, ": a 3-dimensional ", name,
+      " is [slots, heads, dim]; kv_layout must be NHD"
+  );
+  check_page_size(function, *page_size);
+  check(
+      cache.shape[0] % *page_size == 0, function, ": ", name,
+      " must have a multiple of page_size (", *page_size, ") slots, got ", cache.shape[0]
+  );
+  paged.num_pages = cache.shape[0] / *page_size;
+  paged.page_size = *page_size;
+  paged.num_kv_heads = cache.shape[1];
+  // A stride from page to page means nothing with less than two of them.
+  paged.page_stride = paged.num_pages > 1 ? cache.strides[0] * *page_size : 0;
+  paged.row_stride = cache.strides[0];
+  paged.head_stride = cache.strides[1];
+}
+
+/// Reads a cache of four dimensions, whose pages are one of them.
+void read_pages(
+    const char* function,
+    const char* name,
+    KVAxisOrder layout,
+    std::optional<int64_t> page_size,
+    PagedCache& paged
+) {
+  const TensorView& cache = paged.tensor;
+  const int row_axis = layout == KVAxisOrder::nhd ? 1 : 2;
+  const int head_axis = 3 - row_axis;
+  paged.num_pages = cache.shape[0];
+  paged.page_size = cache.shape[row_axis];
+  paged.num_kv_heads = cache.shape[head_axis];
+  paged.page_stride = cache.strides[0];
+  paged.row_stride = cache.strides[row_axis];
+  paged.head_stride = cache.strides[head_axis];
+  check(
+      !page_size || *page_size == paged.page_size, function, ": page_size ", page_size.value_or(0),
+      " does not agree with ", name, ", whose pages hold ", paged.page_size, " tokens (shape ",
+      ShapeOf{cache}, ")"
+  );
 }
 
 }  // namespace
@@ -223,7 +288,7 @@ PagedCache paged_cache(
     const char* function,
     const char* name,
     const TensorView& cache,
-    KvCacheLayout layout,
+    KVAxisOrder layout,
     std::optional<int64_t> page_size
 ) {
   check(
@@ -231,41 +296,17 @@ PagedCache paged_cache(
       " must have 3 dimensions [slots, heads, dim] or 4, got shape ", ShapeOf{cache}
   );
   check_tensor(function, name, cache, cache.rank);
-  PagedCache paged{.data = cache.data, .dtype = cache.dtype, .tensor = cache};
+  PagedCache paged{
+      .data = cache.data,
+      .dtype = cache.dtype,
+      .head_dim = cache.shape[cache.rank - 1],
+      .tensor = cache,
+  };
   if (cache.rank == 3) {
-    check(page_size.has_value(), function, ": page_size is required for a 3-dimensional ", name);
-    check(
-        layout == KvCacheLayout::nhd, function, ": a 3-dimensional ", name,
-        " is [slots, heads, dim]; kv_layout must be NHD"
-    );
-    check_page_size(function, *page_size);
-    check(
-        cache.shape[0] % *page_size == 0, function, ": ", name,
-        " must have a multiple of page_size (", *page_size, ") slots, got ", cache.shape[0]
-    );
-    paged.num_pages = cache.shape[0] / *page_size;
-    paged.page_size = *page_size;
-    paged.num_kv_heads = cache.shape[1];
-    // A stride from page to page means nothing with less than two of them.
-    paged.page_stride = paged.num_pages > 1 ? cache.strides[0] * *page_size : 0;
-    paged.row_stride = cache.strides[0];
-    paged.head_stride = cache.strides[1];
+    read_slots(function, name, layout, page_size, paged);
   } else {
-    const int row_axis = layout == KvCacheLayout::nhd ? 1 : 2;
-    const int head_axis = 3 - row_axis;
-    paged.num_pages = cache.shape[0];
-    paged.page_size = cache.shape[row_axis];
-    paged.num_kv_heads = cache.shape[head_axis];
-    paged.page_stride = cache.strides[0];
-    paged.row_stride = cache.strides[row_axis];
-    paged.head_stride = cache.strides[head_axis];
-    check(
-        !page_size || *page_size == paged.page_size, function, ": page_size ",
-        page_size.value_or(0), " does not agree with ", name, ", whose pages hold ",
-        paged.page_size, " tokens (shape ", ShapeOf{cache}, ")"
-    );
+    read_pages(function, name, layout, page_size, paged);
   }
-  paged.head_dim = cache.shape[cache.rank - 1];
   return paged;
 }
 

@@ -50,7 +50,7 @@ kernels::AttentionTile make_tile(
       .page_size = 1,
       .expand = attention.expand,
       .stored_bytes = attention.stored_bytes,
-      .head_dim = static_cast<int32_t>(q.shape[3]),
+      .nope_dim = static_cast<int32_t>(q.shape[3]),
       .v_head_dim = static_cast<int32_t>(attention.v_head_dim),
       .num_tokens = 1,
       .group = static_cast<int32_t>(num_heads),
@@ -94,6 +94,15 @@ FlatRows flat_rows(
       tensor.strides[0]
   );
   return {pages * page_size, tensor.strides[1]};
+}
+
+TensorView as_batch(const TensorView& tensor) {
+  if (tensor.rank == 4) return tensor;
+  TensorView batch = tensor;
+  batch.rank = 4;
+  batch.shape = {1, tensor.shape[0], tensor.shape[1], tensor.shape[2]};
+  batch.strides = {0, tensor.strides[0], tensor.strides[1], tensor.strides[2]};
+  return batch;
 }
 
 void attend_selected(const SelectedAttention& attention, SelectKeys select, int num_threads) {

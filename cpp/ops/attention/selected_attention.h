@@ -15,17 +15,20 @@ struct FlatRows {
   int64_t stride = 0;  // in elements
 };
 
-/// [rows, 1, width] or [pages, page_size, 1, width] as that. Throws std::invalid_argument
-/// for another shape, and where pages do not follow each other.
+/// Reads [rows, 1, width] or [pages, page_size, 1, width] as rows at equal distances. Throws
+/// std::invalid_argument for another shape, and where pages do not follow each other.
 FlatRows flat_rows(const char* function, const char* name, const TensorView& tensor, int64_t width);
 
+/// Returns [B, S, heads, dim]: packed tokens, [T, heads, dim], become those of one batch entry.
+TensorView as_batch(const TensorView& tensor);
+
 /// Attention of single tokens, each over keys that were selected for it, with all
-/// heads on one KV head: what the operators of sparse attention have in common.
-/// Everything is checked.
+/// heads on one KV head: what the operators of sparse attention have in common. Callers
+/// have checked everything.
 struct SelectedAttention {
   const char* function;              // in traces
   TensorView q;                      // [B, S, num_heads, head_dim]; token t is (t / S, t % S)
-  std::optional<TensorView> q_rope;  // likewise: more dimensions of q
+  std::optional<TensorView> q_rope;  // of the same tokens and heads: more dimensions
   kernels::PagedRows k, k_rope, v;   // pages of one row
   int64_t v_head_dim = 0;
   int64_t max_keys = 0;          // of a token
@@ -38,11 +41,11 @@ struct SelectedAttention {
 
   TensorView out;               // [B, S, num_heads, v_head_dim], dtype of q
   float* lse = nullptr;         // null, or contiguous [B, S, num_heads]
-  float* max_logits = nullptr;  // likewise
+  float* max_logits = nullptr;  // null, or contiguous [B, S, num_heads]
 };
 
 /// Non-owning reference to a callable int64_t(int64_t token, int32_t* rows) that
-/// writes the rows of a token's keys and gives their number, up to max_keys. A row
+/// writes the rows of a token's keys and returns their number, up to max_keys. A row
 /// may occur again, and counts again.
 class SelectKeys {
  public:
@@ -58,7 +61,8 @@ class SelectKeys {
   int64_t (*call_)(const void*, int64_t, int32_t*);
 };
 
-/// A token without keys gets zeros and -inf. Results depend neither on the other
+/// Computes attention of every token over the keys that `select` names for it. A token without
+/// keys gets zeros and -inf. Results depend neither on the other
 /// tokens nor on the number of threads.
 void attend_selected(const SelectedAttention& attention, SelectKeys select, int num_threads);
 

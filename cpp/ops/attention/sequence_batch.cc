@@ -31,9 +31,8 @@ MaskBits pack_custom_mask(
   return pack_mask(segments, mask.as<uint8_t>(), starts, row_strides, /*inverted=*/false);
 }
 
-}  // namespace
-
-AttentionPlan plan_sequences(const char* function, const SequenceBatch& batch, int num_threads) {
+/// Checks the arguments that exclude or need each other.
+void check_options(const char* function, const SequenceBatch& batch) {
   check(
       batch.block_tables.has_value() != batch.csr.has_value(), function,
       ": give either block_tables with kv_lens, or kv_indptr, kv_indices and last_page_len"
@@ -43,7 +42,35 @@ AttentionPlan plan_sequences(const char* function, const SequenceBatch& batch, i
       ": window must be >= 0 (0: a token sees itself), got ", batch.window.value_or(0)
   );
   check(!batch.window || batch.causal, function, ": window needs causal=True");
+}
 
+/// Checks the lengths of sequences against each other, and their sum; returns the latter.
+int64_t checked_rows(
+    const char* function, const SequenceBatch& batch, const std::vector<AttentionSegment>& segments
+) {
+  int64_t num_rows = 0;
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    const AttentionSegment& segment = segments[i];
+    num_rows += segment.q_len;
+    check(
+        !batch.causal || batch.allow_short_kv || segment.q_len <= segment.kv_len, function,
+        ": kv_lens must count the new tokens too, so be at least q_lens, under causal; got kv_len ",
+        segment.kv_len, " for q_len ", segment.q_len, " at index ", i,
+        "; allow_short_kv=True lets the first queries see nothing"
+    );
+  }
+  check(
+      !batch.num_rows || *batch.num_rows == num_rows, function,
+      ": q must have a row for each new token, sum(q_lens) = ", num_rows, ", got ",
+      batch.num_rows.value_or(0)
+  );
+  return num_rows;
+}
+
+}  // namespace
+
+AttentionPlan plan_sequences(const char* function, const SequenceBatch& batch, int num_threads) {
+  check_options(function, batch);
   AttentionBatch planned{
       .shape = batch.shape, .page_size = batch.page_size, .num_pages = batch.num_pages
   };
@@ -55,21 +82,7 @@ AttentionPlan plan_sequences(const char* function, const SequenceBatch& batch, i
     );
   }
   planned.segments = sequence_segments(function, batch.q_lens, kv_lens);
-  for (std::size_t i = 0; i < planned.segments.size(); ++i) {
-    const AttentionSegment& segment = planned.segments[i];
-    planned.num_rows += segment.q_len;
-    check(
-        !batch.causal || batch.allow_short_kv || segment.q_len <= segment.kv_len, function,
-        ": kv_lens must count the new tokens too, so be at least q_lens, under causal; got kv_len ",
-        segment.kv_len, " for q_len ", segment.q_len, " at index ", i,
-        "; allow_short_kv=True lets the first queries see nothing"
-    );
-  }
-  check(
-      !batch.num_rows || *batch.num_rows == planned.num_rows, function,
-      ": q must have a row for each new token, sum(q_lens) = ", planned.num_rows, ", got ",
-      batch.num_rows.value_or(0)
-  );
+  planned.num_rows = checked_rows(function, batch, planned.segments);
   if (batch.block_tables) {
     planned.pages = page_table_from_blocks(
         function, *batch.block_tables, kv_lens, batch.page_size, batch.num_pages

@@ -5,7 +5,7 @@
 
 namespace cpattn {
 
-// The plan bounds the memory of parts by it.
+// The plan, which bounds the memory of parts, counts with this size.
 static_assert(kernels::kPartialState == kPartialStateFloats);
 
 SplitResults::SplitResults(const AttentionPlan& plan)

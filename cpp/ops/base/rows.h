@@ -28,7 +28,7 @@ inline char* row_data(const TensorView& tensor, int64_t row) {
   return tensor.as<char>() + offset * element_size(tensor.dtype);
 }
 
-/// That the last dimension is contiguous and there are min_rank to max_rank.
+/// Checks that there are min_rank to max_rank dimensions, and that the last one is contiguous.
 inline void check_rank(
     const char* function, const char* name, const TensorView& tensor, int min_rank, int max_rank
 ) {

@@ -8,8 +8,8 @@
 
 namespace cpattn {
 
-/// The shape alone: strides are free. As all of these, throws std::invalid_argument
-/// that names the function and the argument.
+/// Checks the shape alone: strides are free. This and the other functions here throw
+/// std::invalid_argument that names the function and the argument.
 void check_shape(
     const char* function,
     const char* name,
@@ -17,7 +17,7 @@ void check_shape(
     std::initializer_list<int64_t> shape
 );
 
-/// The shape, and that the last dimension is contiguous.
+/// Checks the shape, and that the last dimension is contiguous.
 void check_rows(
     const char* function,
     const char* name,
@@ -27,16 +27,16 @@ void check_rows(
 
 void check_dtype(const char* function, const char* name, DType dtype, DType expected);
 
-/// A factor of scores, which kernels apply in float32.
+/// Checks a factor of scores, which kernels apply in float32.
 void check_scale(const char* function, const char* name, double scale);
 
-/// A bound of scores, likewise; 0 is none.
+/// Checks a bound of scores, which kernels apply in float32; 0 stands for none.
 void check_softcap(const char* function, double softcap);
 
-/// The memory of a table, for the check below.
+/// The memory of a table, as check_no_overlap() takes it.
 TensorView view_of(const IndexTable& table);
 
-/// That a result and an argument share no memory.
+/// Checks that a result and an argument share no memory.
 void check_no_overlap(
     const char* function,
     const char* out_name,

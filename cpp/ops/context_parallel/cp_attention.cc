@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpattn/context_parallel/cp_attention.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "cpattn/attention/paged_attention.h"
 #include "cpattn/base/check.h"
 #include "cpattn/base/page_size.h"
+#include "ops/context_parallel/sequence_keys.h"
 
 namespace cpattn {
 namespace {
@@ -51,7 +51,7 @@ std::vector<AttentionSegment> interleaved_segments(const ContextParallelMetadata
   return segments;
 }
 
-void check_prefix_convention(const ContextParallelMetadata& metadata) {
+void check_no_bare_prefix(const ContextParallelMetadata& metadata) {
   if (metadata.kv_len_convention == KvLenConvention::baked) return;
   for (std::size_t s = 0; s < metadata.prefix_lens.size(); ++s) {
     check(
@@ -96,7 +96,7 @@ int64_t checked_pages(const CpAttentionArguments& arguments, int64_t head_dim) {
   return elements / page_elements;
 }
 
-/// A number of heads whose products with a page_size and a dimension fit into int64.
+/// Bounds a number of heads, so that its products with a page_size and a dimension fit into int64.
 void check_heads(const char* name, int64_t heads) {
   constexpr int64_t kMost = 1 << 16;
   check(
@@ -118,7 +118,7 @@ int64_t checked_head_dim(const CpAttentionArguments& arguments) {
   return check_head_dim(kFunction, "head_dim", arguments.q.shape[1] / arguments.num_heads);
 }
 
-/// As the sizes of the caches imply it.
+/// The dimension of values that the sizes of the caches imply.
 int64_t checked_v_head_dim(const CpAttentionArguments& arguments, int64_t num_pages) {
   const int64_t elements = arguments.v_cache.num_elements();
   const int64_t head_rows = num_pages * arguments.page_size * arguments.num_kv_heads;
@@ -131,7 +131,7 @@ int64_t checked_v_head_dim(const CpAttentionArguments& arguments, int64_t num_pa
   return elements / head_rows;
 }
 
-/// [rows, heads * dim] as [rows, heads, dim].
+/// Returns [rows, heads * dim] as [rows, heads, dim].
 TensorView split_heads(const TensorView& flat, int64_t num_heads) {
   TensorView view = flat;
   view.rank = 3;
@@ -163,18 +163,6 @@ PagedCache flat_cache(
   };
 }
 
-/// Keys that the plan reads of each sequence.
-std::vector<int64_t> keys_per_sequence(
-    const std::vector<AttentionSegment>& segments, int64_t num_sequences
-) {
-  std::vector<int64_t> keys(num_sequences, 0);
-  for (const AttentionSegment& segment : segments) {
-    if (segment.q_len == 0) continue;
-    keys[segment.table_row] = std::max(keys[segment.table_row], segment.kv_len);
-  }
-  return keys;
-}
-
 }  // namespace
 
 std::vector<AttentionSegment> cp_segments(const ContextParallelMetadata& metadata) {
@@ -193,7 +181,7 @@ void do_cp_attn_fia(
   const int64_t head_dim = checked_head_dim(arguments);
   const int64_t num_pages = checked_pages(arguments, head_dim);
   const int64_t v_head_dim = checked_v_head_dim(arguments, num_pages);
-  check_prefix_convention(metadata);
+  check_no_bare_prefix(metadata);
   check(
       arguments.q.shape[0] >= metadata.num_local_rows(), kFunction, ": q must have at least the ",
       metadata.num_local_rows(), " rows that the metadata gives rank ", metadata.cp_rank, ", got ",
@@ -219,9 +207,12 @@ void do_cp_attn_fia(
       .right = 0,
       .batch_invariant = true,  // of how the sequences are split over ranks
   };
+  const std::vector<int64_t> kv_lens =
+      keys_per_sequence(batch.segments, metadata.bs, [](const AttentionSegment& segment) {
+        return segment.q_len == 0 ? 0 : segment.kv_len;
+      });
   batch.pages = page_table_from_blocks(
-      kFunction, arguments.block_tables, keys_per_sequence(batch.segments, metadata.bs),
-      arguments.page_size, num_pages
+      kFunction, arguments.block_tables, kv_lens, arguments.page_size, num_pages
   );
   run_attention(
       plan_attention(kFunction, std::move(batch), /*num_threads=*/0),

@@ -37,7 +37,7 @@ class Runs {
 
   int64_t run_bytes() const { return run_bytes_; }
 
-  /// The address of what stands `offset` bytes behind the first element.
+  /// The address of the byte `offset` of the elements in row-major order.
   const char* at(int64_t offset) const {
     int64_t run = offset / run_bytes_;
     const char* address = data_ + offset % run_bytes_;

@@ -68,7 +68,7 @@ PoolMemory::~PoolMemory() {
 }
 
 std::vector<std::shared_ptr<PoolMemory>> PoolMemory::find(uint64_t addr, uint64_t size) {
-  std::vector<std::shared_ptr<PoolMemory>> found;  // outlives the lock: to let go takes it, too
+  std::vector<std::shared_ptr<PoolMemory>> found;  // outlives the lock, which letting go takes too
   if (size == 0) return found;
   const uint64_t last = addr + (size - 1);
   LiveMemory& live = live_memory();

@@ -10,12 +10,8 @@
 
 namespace cpattn::fia {
 
-constexpr char kFunction[] = "npu_fused_infer_attention_score";
-
-template <class... Parts>
-void require(bool ok, const Parts&... parts) {
-  check(ok, kFunction, ": ", parts...);
-}
+inline constexpr char kFunction[] = "npu_fused_infer_attention_score";
+inline constexpr CheckFor require{kFunction};
 
 /// A layout name, taken apart: "BNSD_BSND" reads BNSD and writes BSND.
 struct Layout {
@@ -24,8 +20,8 @@ struct Layout {
   bool packed() const { return input.find('T') != std::string_view::npos; }
 };
 
-/// Throws std::invalid_argument, listing the names, for any other. The result
-/// points into `name`.
+/// Takes the name of a layout apart. Throws std::invalid_argument, which lists the names, for
+/// any other. The result points into `name`.
 Layout parse_layout(std::string_view name);
 
 /// The tensor with axes in the order [B, S, N, D], whatever their order in

@@ -16,9 +16,9 @@ struct Sequences {
   int64_t size() const { return static_cast<int64_t>(q_lens.size()); }
 };
 
-/// Reads actual_seq_lengths and actual_seq_lengths_kv of a query with elements. Packed layouts give
-/// running sums, of keys too unless they are paged; the others lengths, one for all or one for each
-/// sequence, and by default those of the tensors.
+/// Reads actual_seq_lengths and actual_seq_lengths_kv of a query with elements. In packed layouts
+/// these are running sums, of keys too unless they are paged; in others lengths, one for all or one
+/// for each sequence, and by default those of the tensors.
 Sequences read_sequences(
     const FiaArguments& arguments,
     const Layout& layout,

@@ -15,11 +15,7 @@ namespace cpattn {
 namespace {
 
 constexpr char kFunction[] = "npu_lightning_indexer";
-
-template <class... Parts>
-void require(bool ok, const Parts&... parts) {
-  check(ok, kFunction, ": ", parts...);
-}
+constexpr CheckFor require{kFunction};
 
 void check_batch(const char* name, const TokenSequences& sequences, int64_t batch) {
   require(
@@ -45,7 +41,7 @@ void check_arguments(const LightningIndexerArguments& arguments) {
   );
 }
 
-/// [B, S, ...] as [B * S, ...]; a tensor in a row of tokens as it is.
+/// Returns [B, S, ...] as [B * S, ...], and a tensor in a row of tokens as it is.
 TensorView join_tokens(const char* name, const TensorView& tensor, bool packed) {
   if (packed) return tensor;
   require(

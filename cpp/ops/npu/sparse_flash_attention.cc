@@ -17,11 +17,7 @@ namespace cpattn {
 namespace {
 
 constexpr char kFunction[] = "npu_sparse_flash_attention";
-
-template <class... Parts>
-void require(bool ok, const Parts&... parts) {
-  check(ok, kFunction, ": ", parts...);
-}
+constexpr CheckFor require{kFunction};
 
 void check_modes(const SparseFlashArguments& arguments) {
   check_layouts(
@@ -46,16 +42,6 @@ void check_modes(const SparseFlashArguments& arguments) {
   check_scale(kFunction, "scale_value", arguments.scale_value);
 }
 
-/// [B, S, N, D], packed tokens being one batch entry.
-TensorView as_bsnd(const TensorView& tensor) {
-  if (tensor.rank == 4) return tensor;
-  TensorView view = tensor;
-  view.rank = 4;
-  view.shape = {1, tensor.shape[0], tensor.shape[1], tensor.shape[2]};
-  view.strides = {0, tensor.strides[0], tensor.strides[1], tensor.strides[2]};
-  return view;
-}
-
 /// A tensor with the axes of query but for its heads and their dimension.
 TensorView read_like_query(
     const SparseFlashArguments& arguments, const char* name, const TensorView& tensor, int64_t heads
@@ -69,7 +55,7 @@ TensorView read_like_query(
       name, " must have the tokens of query ", ShapeOf{query}, " and ", heads, " heads, got ",
       ShapeOf{tensor}
   );
-  return as_bsnd(tensor);
+  return as_batch(tensor);
 }
 
 /// key, value or key_rope: one head of the tokens that key has.
@@ -88,14 +74,14 @@ kernels::PagedRows read_rows(
   return {tensor.data, rows.stride, rows.stride};
 }
 
-/// Reads the tensors.
+/// Checks the tensors and reads them.
 SelectedAttention read_tensors(const SparseFlashArguments& arguments) {
   const TensorView& query = arguments.query;
   element_type(kFunction, "query", query.dtype);
   check_tensor(kFunction, "query", query, arguments.layout_query == "TND" ? 3 : 4);
   const int last = query.rank - 1;
   const int64_t heads = query.shape[last - 1], dim = query.shape[last];
-  SelectedAttention attention{.function = kFunction, .q = as_bsnd(query)};
+  SelectedAttention attention{.function = kFunction, .q = as_batch(query)};
   attention.scale = arguments.scale_value;
   attention.k =
       read_rows(arguments, "key", arguments.key, check_head_dim(kFunction, "D of query", dim));
@@ -276,7 +262,7 @@ void npu_sparse_flash_attention(const SparseFlashArguments& arguments) {
   const Selection selection(arguments);
   check_out(arguments, attention);
   attention.max_keys = selection.max_keys();
-  attention.out = as_bsnd(arguments.out);
+  attention.out = as_batch(arguments.out);
   if (arguments.softmax_max) {
     attention.max_logits = arguments.softmax_max->as<float>();
     attention.lse = arguments.softmax_sum->as<float>();

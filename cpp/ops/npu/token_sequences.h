@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What torch_npu's operators of sparse attention share: layouts, limits, and which tokens are
-// those of a sequence.
+// torch_npu's operators of sparse attention share these checks of layouts and limits, and the
+// division of tokens into sequences.
 #include <cstdint>
 #include <optional>
 #include <string_view>
@@ -10,9 +10,9 @@
 
 namespace cpattn {
 
-/// Queries are BSND or TND; keys are likewise or, only with a block table, PA_BSND, in
-/// pages. key_layout_name is how the operator calls the layout of keys. Throws
-/// std::invalid_argument in the name of `function`, as all here.
+/// Queries and keys are BSND or TND; only with a block table keys are PA_BSND, in pages.
+/// key_layout_name is how the operator calls the layout of keys. This and the other functions
+/// here throw std::invalid_argument in the name of `function`.
 void check_layouts(
     const char* function,
     std::string_view query_layout,

@@ -1,24 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpattn/sparse/cp_indexer.h"
 
-#include <algorithm>
-
 #include "cpattn/attention/attention_plan.h"
 #include "cpattn/base/check.h"
+#include "ops/context_parallel/sequence_keys.h"
 #include "ops/sparse/index_keys.h"
 
 namespace cpattn {
 namespace {
 
 constexpr char kFunction[] = "cp_indexer_topk";
+constexpr CheckFor require{kFunction};
 
-template <class... Parts>
-void require(bool ok, const Parts&... parts) {
-  check(ok, kFunction, ": ", parts...);
-}
-
-/// The prefix must be counted exactly once.
-void check_prefix_convention(
+/// Checks that the prefix is counted exactly once: by the metadata or by prefix_lens.
+void check_prefix_lens(
     const ContextParallelMetadata& metadata, const std::optional<std::vector<int64_t>>& prefix_lens
 ) {
   if (metadata.kv_len_convention == KvLenConvention::baked) {
@@ -50,7 +45,7 @@ void check_prefix_convention(
   }
 }
 
-/// One row per token: sequence and keys up to its own.
+/// Returns one row per local token: its sequence, and the keys up to its own.
 std::vector<IndexerRow> local_rows(const ContextParallelMetadata& metadata) {
   const std::vector<int32_t> requests = query_request_indices(metadata);
   const std::vector<int32_t> cache_lengths = query_cache_lengths(metadata);
@@ -59,14 +54,6 @@ std::vector<IndexerRow> local_rows(const ContextParallelMetadata& metadata) {
     rows[i] = {.query = static_cast<int64_t>(i), .table_row = requests[i], .end = cache_lengths[i]};
   }
   return rows;
-}
-
-std::vector<int64_t> keys_per_sequence(const std::vector<IndexerRow>& rows, int64_t num_sequences) {
-  std::vector<int64_t> keys(num_sequences, 0);
-  for (const IndexerRow& row : rows) {
-    keys[row.table_row] = std::max(keys[row.table_row], row.end);
-  }
-  return keys;
 }
 
 }  // namespace
@@ -78,15 +65,16 @@ void cp_indexer_topk(const ContextParallelMetadata& metadata, const CpIndexerArg
       metadata.num_local_rows(), " rows that the metadata gives rank ", metadata.cp_rank, ", got ",
       arguments.q.shape[0]
   );
-  check_prefix_convention(metadata, arguments.prefix_lens);
+  check_prefix_lens(metadata, arguments.prefix_lens);
   const IndexKeys keys = view_index_keys(
       kFunction, arguments.index_k_cache, arguments.k_scale, arguments.page_size,
       arguments.q.shape[2]
   );
   const std::vector<IndexerRow> rows = local_rows(metadata);
+  const std::vector<int64_t> kv_lens =
+      keys_per_sequence(rows, metadata.bs, [](const IndexerRow& row) { return row.end; });
   const PageTable pages = page_table_from_blocks(
-      kFunction, arguments.block_tables, keys_per_sequence(rows, metadata.bs), keys.page_size,
-      keys.num_pages
+      kFunction, arguments.block_tables, kv_lens, keys.page_size, keys.num_pages
   );
   const IndexerArguments indexer{
       .function = kFunction,

@@ -17,7 +17,7 @@ void check_whole_pages(const char* function, int64_t slots, int64_t page_size) {
   );
 }
 
-/// A page holds its rows, then their scales.
+/// Reads a cache of bytes, each page of which holds its rows, then their scales.
 IndexKeys packed_keys(
     const char* function, const TensorView& cache, int64_t page_size, int64_t dim
 ) {
@@ -54,8 +54,8 @@ IndexKeys packed_keys(
   };
 }
 
-/// Strides from page to page and from row to row, in elements: of slots by
-/// dimension 0 alone, else by dimensions 0 and 1.
+/// The strides from page to page and from row to row, in elements. Slots are counted along
+/// dimension 0 alone, pages and rows along dimensions 0 and 1.
 struct RowStrides {
   int64_t page, row;
   RowStrides(const TensorView& rows, bool slots, int64_t page_size)
@@ -86,24 +86,8 @@ void add_scales(
   keys.scale_row_bytes = strides.row * kScaleBytes;
 }
 
-}  // namespace
-
-IndexKeys view_index_keys(
-    const char* function,
-    const TensorView& index_k_cache,
-    const std::optional<TensorView>& k_scale,
-    int64_t page_size,
-    int64_t dim
-) {
-  const TensorView& cache = index_k_cache;
-  check_page_size(function, page_size);
-  if (cache.dtype == DType::uint8) {
-    check(
-        !k_scale, function, ": k_scale must not be given with ", kCache, " of uint8, which has it"
-    );
-    return packed_keys(function, cache, page_size, dim);
-  }
-  const int64_t bytes = element_size(cache.dtype);
+/// Whether a cache that is not packed counts slots, not pages. Throws for another form.
+bool counts_slots(const char* function, const TensorView& cache, int64_t page_size, int64_t dim) {
   check(
       cache.dtype == DType::bfloat16 || cache.dtype == DType::float32 ||
           cache.dtype == DType::float8_e4m3fn || cache.dtype == DType::int8,
@@ -125,6 +109,28 @@ IndexKeys view_index_keys(
       dim, ", got shape ", ShapeOf{cache}
   );
   if (slots) check_whole_pages(function, cache.shape[0], page_size);
+  return slots;
+}
+
+}  // namespace
+
+IndexKeys view_index_keys(
+    const char* function,
+    const TensorView& index_k_cache,
+    const std::optional<TensorView>& k_scale,
+    int64_t page_size,
+    int64_t dim
+) {
+  const TensorView& cache = index_k_cache;
+  check_page_size(function, page_size);
+  if (cache.dtype == DType::uint8) {
+    check(
+        !k_scale, function, ": k_scale must not be given with ", kCache, " of uint8, which has it"
+    );
+    return packed_keys(function, cache, page_size, dim);
+  }
+  const bool slots = counts_slots(function, cache, page_size, dim);
+  const int64_t bytes = element_size(cache.dtype);
   const RowStrides strides(cache, slots, page_size);
   IndexKeys keys{
       .data = cache.data,

@@ -9,8 +9,8 @@
 
 namespace cpattn {
 
-/// The keys in a cache of any form (cp_indexer.h lists them) of rows of `dim`
-/// numbers. Throws std::invalid_argument, naming `function`, for any other.
+/// Reads a cache of rows of `dim` numbers, in any of the forms that cp_indexer.h lists. Throws
+/// std::invalid_argument, naming `function`, for any other.
 IndexKeys view_index_keys(
     const char* function,
     const TensorView& index_k_cache,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Slots of indices that are selected already.
+// Page-table slots of indices that were selected before, without a score.
 #include <algorithm>
 #include <vector>
 

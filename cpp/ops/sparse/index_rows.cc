@@ -18,7 +18,7 @@ using kernels::kHadamardLeast;
 
 constexpr int64_t kTokenBytes = kGroup + int64_t{sizeof(float)};
 
-/// That a tensor is `count` numbers one after the other; its shape is the caller's affair.
+/// Checks that a tensor is `count` numbers one after the other, whatever its shape.
 void check_dense(const char* function, const char* name, const TensorView& tensor, int64_t count) {
   check(
       tensor.num_elements() == count && tensor.is_contiguous(), function, ": ", name,
@@ -83,10 +83,13 @@ void hadamard_transform(const TensorView& x, float scale, const TensorView& out)
   parallel_rows(num_rows(x), row_bytes, [&](int64_t row, int64_t end) {
     auto* const scratch = static_cast<float*>(thread_scratch(count * sizeof(float)));
     char* to = out.as<char>() + row * row_bytes;
-    for (; dim == count && row < end; ++row, to += row_bytes) {
-      transform(row_data(x, row), dim, dim, scale, to, scratch);
+    if (dim == count) {
+      for (; row < end; ++row, to += row_bytes) {
+        transform(row_data(x, row), dim, dim, scale, to, scratch);
+      }
+      return;
     }
-    // Short rows are brought together first.
+    // The kernel takes kHadamardLeast numbers at least: short rows are brought together first.
     alignas(float) char together[kHadamardLeast * sizeof(float)] = {};
     for (int64_t taken = 0; row < end; row += taken, to += taken * row_bytes) {
       taken = std::min(count / dim, end - row);
@@ -127,7 +130,8 @@ void quantize_index(
                       : power_of_two ? kernels::kGroupFloat8PowerOfTwo
                                      : kernels::kGroupFloat8;
   const auto quantize = active_sparse_kernels().rows.quantize_groups[type];
-  // Several rows at a time, if they lie one after the other, hide the way to the scales.
+  // Rows that lie one after the other are taken several at a time, which hides how long their
+  // scales take.
   const int64_t together = x.is_contiguous() ? std::max<int64_t>(1, 8 * kGroup / dim) : 1;
   parallel_rows(num_rows(x), dim * element_size(x.dtype), [&](int64_t row, int64_t end) {
     for (; row < end; row += together) {

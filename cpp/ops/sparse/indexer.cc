@@ -33,10 +33,10 @@ T* row_of(const TensorView& tensor, int64_t row) {
   return tensor.as<T>() + row * tensor.strides[0];
 }
 
-/// A call: its rows that have keys, divided into items.
+/// One call of the indexer: its rows that have keys, divided into items.
 class Call {
  public:
-  /// `topk`: of every row, or 0 for its scores.
+  /// `topk` keys are selected of every row; 0 asks for its scores.
   Call(const IndexerArguments& arguments, int32_t topk)
       : arguments_(arguments),
         topk_(topk),
@@ -133,7 +133,7 @@ class Call {
     };
   }
 
-  /// Of the products, if somebody traces; integers do not count.
+  /// The flops of an item's products, while a trace is taken; those of integers do not count.
   int64_t flops(const IndexerItem& item) const {
     if (!tracing() || arguments_.keys.dtype == DType::int8) return 0;
     return 2 * item.cost * arguments_.q.shape[1] * arguments_.q.shape[2];
@@ -149,7 +149,7 @@ class Call {
   IndexerItems work_;
 };
 
-/// What the parts of items select, until it is merged.
+/// The selections of the parts of items, until they are merged.
 class PartResults {
  public:
   PartResults(const Call& call, int32_t topk)

@@ -6,10 +6,10 @@
 
 namespace cpattn {
 
-/// All that is wrong with arguments alone, without a result. Throws std::invalid_argument.
+/// Throws std::invalid_argument for all that is wrong with the arguments, the result aside.
 void check_indexer_arguments(const IndexerArguments& arguments);
 
-/// A result of so many columns for the queries of the arguments.
+/// Checks a result, which has so many columns for each query of the arguments.
 void check_indexer_result(
     const IndexerArguments& arguments,
     const char* name,

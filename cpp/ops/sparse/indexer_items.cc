@@ -10,13 +10,13 @@ namespace {
 /// query of 64 heads.
 constexpr int64_t kItemQueries = 32;
 constexpr int64_t kFewerQueries = 16;
-/// Of one thread, so that it waits for others for little of its time.
+/// Items of one thread: so many that it waits for others for little of its time.
 constexpr int64_t kThreadItems = 8;
-/// Of a part; to merge what it selects costs 2 % of its scores.
+/// Keys of a part, at least: merging what it selects then costs 2 % of its scores.
 constexpr int64_t kPartKeys = 8192;
 /// A part that selects most of its keys would only cost memory.
 constexpr int64_t kPartKeysPerSelected = 4;
-/// Selected by the queries of an item: their buffers are of 24 bytes for each.
+/// Keys that the queries of an item select, at most: each takes 24 bytes of buffers.
 constexpr int64_t kItemSelected = int64_t{1} << 17;
 
 std::vector<IndexerItem> group_rows(std::span<const IndexerRow> rows, int64_t most) {

@@ -33,8 +33,8 @@ struct IndexerItems {
   int64_t num_slots = 0;
 };
 
-/// `topk` is how many keys of each row are selected, 0 for none. What its items and parts
-/// keep of them is bounded: the more, the fewer there are of either.
+/// `topk` is how many keys of each row are selected, 0 for none. Items and parts keep what they
+/// select in memory that is bounded: a larger topk makes fewer of both.
 IndexerItems make_indexer_items(
     std::span<const IndexerRow> rows, int num_threads, int64_t topk = 0
 );

@@ -17,14 +17,14 @@ using kernels::kKvDim;
 using kernels::kKvRope;
 using kernels::kKvRowBytes;
 
-/// Rows that are fetched before they are read: the processor cannot foresee indices.
+/// So many rows ahead are fetched: the processor cannot foresee indices.
 constexpr int64_t kRowsAhead = 4;
 
 void fetch_row(const char* row) {
   for (int64_t i = 0; i < kKvRowBytes; i += 64) __builtin_prefetch(row + i);
 }
 
-/// [T, dim] or [T, 1, dim].
+/// Checks that a part of the rows is [T, dim] or [T, 1, dim].
 void check_part(const char* function, const char* name, const TensorView& tensor, int64_t dim) {
   check_rank(function, name, tensor, 2, 3);
   check(

@@ -33,7 +33,7 @@ class SlotRows {
   std::span<const int64_t> table_rows_;
 };
 
-/// For each of num_queries rows the s with indptr[s] <= row < indptr[s + 1]. Checks that
+/// Returns for each of num_queries rows the s with indptr[s] <= row < indptr[s + 1]. Checks that
 /// indptr [num_sequences + 1] rises from 0 to num_queries.
 std::vector<int64_t> expand_indptr(
     const char* function,
@@ -43,10 +43,10 @@ std::vector<int64_t> expand_indptr(
     int64_t num_queries
 );
 
-/// 0, 1, ..., num_rows - 1.
+/// Returns 0, 1, ..., num_rows - 1.
 std::vector<int64_t> one_row_each(int64_t num_rows);
 
-/// 0, 1, ..., n - 1, then -1 up to topk.
+/// Writes 0, 1, ..., n - 1, then -1 up to topk.
 void write_all_indices(int64_t n, int64_t topk, int32_t* out);
 
 }  // namespace cpattn

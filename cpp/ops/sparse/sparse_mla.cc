@@ -15,11 +15,7 @@ namespace cpattn {
 namespace {
 
 constexpr char kFunction[] = "flash_mla_sparse_fwd";
-
-template <class... Parts>
-void require(bool ok, const Parts&... parts) {
-  check(ok, kFunction, ": ", parts...);
-}
+constexpr CheckFor require{kFunction};
 
 bool is_byte(DType dtype) { return dtype == DType::uint8 || dtype == DType::float8_e4m3fn; }
 
@@ -47,7 +43,7 @@ int64_t read_kv(const TensorView& kv, SelectedAttention& attention) {
   return rows.count;
 }
 
-/// indices as a table [num_tokens, topk].
+/// Checks indices and returns them as a table [num_tokens, topk].
 IndexTable read_indices(const TensorView& indices, int64_t num_tokens) {
   const int last = indices.rank - 1;
   require(
@@ -105,16 +101,7 @@ void check_results(const SparseMlaArguments& arguments) {
   check_no_overlap(kFunction, "lse", arguments.lse, "max_logits", arguments.max_logits);
 }
 
-/// Token rows as the batch entry of a [1, num_tokens, heads, dim] tensor.
-TensorView as_batch(const TensorView& rows) {
-  TensorView batch = rows;
-  batch.rank = 4;
-  batch.shape = {1, rows.shape[0], rows.shape[1], rows.shape[2]};
-  batch.strides = {0, rows.strides[0], rows.strides[1], rows.strides[2]};
-  return batch;
-}
-
-/// Writes those of n indices that name one of num_rows rows; gives their number.
+/// Writes those of n indices that name one of num_rows rows; returns their number.
 template <class Index>
 int64_t valid_rows(const void* indices, int64_t n, int64_t num_rows, int32_t* rows) {
   const auto* index = static_cast<const Index*>(indices);

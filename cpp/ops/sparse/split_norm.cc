@@ -69,9 +69,42 @@ class Norm {
   float eps_;
 };
 
-/// That results have the dtype of x and lie apart from the arguments and from each other.
+/// The last dimension of x is that of q, of k_nope and of k_pe, one after the other.
+void check_x(const SplitNorm& arguments) {
+  const char* function = arguments.function;
+  const int64_t q_rank = arguments.q_rank;
+  const int64_t kv_rank = arguments.kv_rank;
+  const int64_t rope_dim = arguments.rope_dim;
+  check_tensor(function, "x", arguments.x, 2);
+  check(
+      q_rank > 0 && kv_rank > 0 && rope_dim >= 0, function,
+      ": q_lora_rank and kv_lora_rank must be positive and qk_rope_head_dim not negative, got ",
+      q_rank, ", ", kv_rank, " and ", rope_dim
+  );
+  check(
+      std::max({q_rank, kv_rank, rope_dim}) <= INT32_MAX, function,
+      ": q_lora_rank, kv_lora_rank and qk_rope_head_dim must fit into int32, got ", q_rank, ", ",
+      kv_rank, " and ", rope_dim
+  );
+  check(
+      arguments.x.dim(1) == q_rank + kv_rank + rope_dim, function,
+      ": x must have q_lora_rank + kv_lora_rank + qk_rope_head_dim = ", q_rank + kv_rank + rope_dim,
+      " columns, got shape ", ShapeOf{arguments.x}
+  );
+}
+
+/// Results have a row for each of x, its dtype, and lie apart from it and from each other.
 void check_results(const SplitNorm& arguments) {
   const char* function = arguments.function;
+  const int64_t rows = arguments.x.dim(0);
+  const int64_t kv_rank = arguments.kv_rank;
+  const int64_t rope_dim = arguments.rope_dim;
+  check_rows(function, "q", arguments.q, {rows, arguments.q_rank});
+  check_rows(function, "k_nope", arguments.k_nope, {rows, 1, kv_rank});
+  check_rows(function, "k_pe", arguments.k_pe, {rows, 1, rope_dim});
+  if (arguments.latent) {
+    check_rows(function, "latent", *arguments.latent, {rows, 1, kv_rank + rope_dim});
+  }
   std::vector<std::pair<const char*, const TensorView*>> results = {
       {"q", &arguments.q}, {"k_nope", &arguments.k_nope}, {"k_pe", &arguments.k_pe}
   };
@@ -89,43 +122,31 @@ void check_results(const SplitNorm& arguments) {
 }  // namespace
 
 void split_qk_norm(const SplitNorm& arguments) {
-  const auto& [function, x, q_weight, kv_weight, q_bias, kv_bias, q_rank, kv_rank, rope_dim, q_eps, kv_eps, q, k_nope, k_pe, latent] =
-      arguments;
-  check_tensor(function, "x", x, 2);
-  check(
-      q_rank > 0 && kv_rank > 0 && rope_dim >= 0, function,
-      ": q_lora_rank and kv_lora_rank must be positive and qk_rope_head_dim not negative, got ",
-      q_rank, ", ", kv_rank, " and ", rope_dim
+  check_x(arguments);
+  const TensorView& x = arguments.x;
+  const Norm q_norm(
+      arguments, "q_weight", arguments.q_weight, "q_bias", arguments.q_bias, arguments.q_rank,
+      "q_eps", arguments.q_eps
   );
-  check(
-      std::max({q_rank, kv_rank, rope_dim}) <= INT32_MAX, function,
-      ": q_lora_rank, kv_lora_rank and qk_rope_head_dim must fit into int32, got ", q_rank, ", ",
-      kv_rank, " and ", rope_dim
-  );
-  check(
-      x.dim(1) == q_rank + kv_rank + rope_dim, function,
-      ": x must have q_lora_rank + kv_lora_rank + qk_rope_head_dim = ", q_rank + kv_rank + rope_dim,
-      " columns, got shape ", ShapeOf{x}
-  );
-  const Norm q_norm(arguments, "q_weight", q_weight, "q_bias", q_bias, q_rank, "q_eps", q_eps);
   const Norm kv_norm(
-      arguments, "kv_weight", kv_weight, "kv_bias", kv_bias, kv_rank, "kv_eps", kv_eps
+      arguments, "kv_weight", arguments.kv_weight, "kv_bias", arguments.kv_bias, arguments.kv_rank,
+      "kv_eps", arguments.kv_eps
   );
-  const int64_t rows = x.dim(0);
-  check_rows(function, "q", q, {rows, q_rank});
-  check_rows(function, "k_nope", k_nope, {rows, 1, kv_rank});
-  check_rows(function, "k_pe", k_pe, {rows, 1, rope_dim});
-  if (latent) check_rows(function, "latent", *latent, {rows, 1, kv_rank + rope_dim});
   check_results(arguments);
   const int64_t bytes = element_size(x.dtype);
-  parallel_rows(rows, x.dim(1) * bytes, [&](int64_t row, int64_t end) {
+  const int64_t q_bytes = arguments.q_rank * bytes;
+  const int64_t kv_bytes = arguments.kv_rank * bytes;
+  const int64_t rope_bytes = arguments.rope_dim * bytes;
+  parallel_rows(x.dim(0), x.dim(1) * bytes, [&](int64_t row, int64_t end) {
     for (; row < end; ++row) {
       const char* from = row_data(x, row);
-      const char* kv = from + q_rank * bytes;
-      q_norm(from, row_data(q, row));
-      kv_norm(kv, row_data(k_nope, row));
-      if (rope_dim > 0) std::memcpy(row_data(k_pe, row), kv + kv_rank * bytes, rope_dim * bytes);
-      if (latent) std::memcpy(row_data(*latent, row), kv, (kv_rank + rope_dim) * bytes);
+      const char* kv = from + q_bytes;
+      q_norm(from, row_data(arguments.q, row));
+      kv_norm(kv, row_data(arguments.k_nope, row));
+      if (rope_bytes > 0) std::memcpy(row_data(arguments.k_pe, row), kv + kv_bytes, rope_bytes);
+      if (arguments.latent) {
+        std::memcpy(row_data(*arguments.latent, row), kv, kv_bytes + rope_bytes);
+      }
     }
   });
 }

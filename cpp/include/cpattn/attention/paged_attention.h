@@ -9,7 +9,7 @@
 
 namespace cpattn {
 
-enum class KvCacheLayout { nhd, hnd };
+enum class KVAxisOrder { nhd, hnd };
 
 /// A paged K or V cache reduced to strides (in elements): the vector of head h
 /// of token slot (page, offset) is at data + page * page_stride +
@@ -36,7 +36,7 @@ PagedCache paged_cache(
     const char* function,
     const char* name,
     const TensorView& cache,
-    KvCacheLayout layout,
+    KVAxisOrder layout,
     std::optional<int64_t> page_size
 );
 

@@ -27,6 +27,20 @@ void check(bool ok, const Parts&... parts) {
     throw std::invalid_argument(concat(parts...));
 }
 
+/// check() in the name of one function: require(ok, parts...) is check(ok, "name: ", parts...).
+class CheckFor {
+ public:
+  explicit constexpr CheckFor(const char* function) : function_(function) {}
+
+  template <class... Parts>
+  void operator()(bool ok, const Parts&... parts) const {
+    check(ok, function_, ": ", parts...);
+  }
+
+ private:
+  const char* function_;
+};
+
 /// Returns `value` as int32. Throws std::invalid_argument, which names `what`, if it does not fit.
 inline int32_t narrow_to_int32(int64_t value, const char* what) {
   check(value >= INT32_MIN && value <= INT32_MAX, what, " must fit into int32, got ", value);

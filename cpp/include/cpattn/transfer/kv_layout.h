@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "cpattn/transfer/kv_range.h"
+#include "cpattn/transfer/index_range.h"
 
 namespace cpattn {
 
@@ -43,7 +43,7 @@ struct KVPlacement {
   // neighbours hold the same one.
   std::optional<int64_t> total_kv_heads;
   // The target layers this side answers for: it has all their buffers. None: all layers.
-  std::optional<KVRange> layers;
+  std::optional<IndexRange> layers;
   // Token t is held by rank t / interleave % size of a decode-context-parallel group.
   int64_t dcp_rank = 0;
   int64_t dcp_size = 1;
@@ -66,7 +66,7 @@ class KVLayout {
   const KVEntry* find(const KVEntry& like) const;
   bool has_draft() const;
   /// Which of the total_heads() of a kind this side has. index_k and state have one head.
-  KVRange heads(KVKind kind) const;
+  IndexRange heads(KVKind kind) const;
   int64_t total_heads(KVKind kind) const;
   /// How many ranks hold the same heads, and which of them this one is.
   int64_t num_replicas(KVKind kind) const;

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpattn/transfer/kv_range.h"
+#include "cpattn/transfer/index_range.h"
 
 namespace cpattn {
 
@@ -21,7 +21,7 @@ namespace cpattn {
 
 /// Which entries of the two lists belong together.
 struct MhaEntries {
-  KVRange src_k, src_v, dst_k, dst_v;
+  IndexRange src_k, src_v, dst_k, dst_v;
   int64_t num_layers = 0;
 };
 
@@ -48,12 +48,12 @@ struct KVStage {
 
 /// Ranges of the destination's list which, one after the other, receive the source's entries,
 /// for any number of groups. It is always strict; its errors name `function`.
-std::vector<KVRange> match_kv_entries(
+std::vector<IndexRange> match_kv_entries(
     const char* function, int64_t num_src, int64_t num_dst, const KVStage& stage
 );
 
 /// The ranges of match_kv_entries or, with `compat`, those of the two rules of engines.
-std::vector<KVRange> mla_kv_entries(
+std::vector<IndexRange> mla_kv_entries(
     int64_t num_src, int64_t num_dst, const KVStage& stage, bool compat
 );
 
@@ -76,7 +76,7 @@ int64_t kv_start_layer(int64_t start_layer, std::span<const int64_t> kv_layer_id
 
 /// Prefill ranks that send to a decode rank of another tensor-parallel size.
 struct DecodeTargets {
-  KVRange ranks;                      // within the prefill's tensor-parallel group
+  IndexRange ranks;                   // within the prefill's tensor-parallel group
   int64_t num_real = 0;               // the first of them hold data; the others get dummies
   int64_t required_dst_info_num = 0;  // decode ranks that each of them waits for
 };

@@ -7,21 +7,21 @@
 
 namespace cpattn {
 
-/// Tokens, layers, heads or entries of a list, half-open: begin, ..., end - 1.
-struct KVRange {
+/// The indices begin, ..., end - 1: of tokens, layers, heads or entries of a list.
+struct IndexRange {
   int64_t begin = 0;
   int64_t end = 0;
 
   int64_t size() const { return end > begin ? end - begin : 0; }
   bool contains(int64_t i) const { return i >= begin && i < end; }
-  bool operator==(const KVRange&) const = default;
+  bool operator==(const IndexRange&) const = default;
 };
 
-inline KVRange intersect(KVRange a, KVRange b) {
+inline IndexRange intersect(IndexRange a, IndexRange b) {
   return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
 }
 
-inline std::ostream& operator<<(std::ostream& out, KVRange range) {
+inline std::ostream& operator<<(std::ostream& out, IndexRange range) {
   return out << "[" << range.begin << ", " << range.end << ")";
 }
 
