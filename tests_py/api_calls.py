@@ -342,6 +342,7 @@ BAG = (
     "engine_rank", "page_size", "kv_head_num", "kv_data_ptrs", "kv_data_lens", "kv_item_lens",
     "prefill_start_layer", "prefill_end_layer", "kv_layers", "kv_buf_groups", "aux_", "state",
     "source ", "destination ", "heads", "indices", "index arrays", "components", "stage",
+    "item lengths",
 )  # fmt: skip
 
 

@@ -160,6 +160,11 @@ def test_what_is_no_pool_or_no_entry():
     for entry in (("k", 0), 5, None):
         with pytest.raises(TypeError, match=r"^KVLayout: entries must be KVEntry\(layer_id, "):
             KVLayout([entry], 8)
+    with pytest.raises(
+        TypeError, match=r"token_rows=True\), got \(0, 'k', 1, .*, \.\.\.\)$"
+    ) as error:
+        KVLayout([(0, "k", 1, 2, 3, 4, 5, 6) * 200], 4)
+    assert len(str(error.value)) < 300
     with pytest.raises(TypeError, match=r"^KVLayout.from_dict: fields must be a mapping"):
         KVLayout.from_dict([])
 

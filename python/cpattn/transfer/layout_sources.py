@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from reprlib import Repr
 from typing import Any, NamedTuple, NoReturn
 
 from .. import _core
@@ -26,8 +27,17 @@ def fields_of(entry: Any) -> tuple[Any, ...]:
     except Exception as error:
         raise TypeError(
             f"KVLayout: entries must be KVEntry(layer_id, kind, is_draft, addr, nbytes, item_len, "
-            f"token_rows=True), got {entry if isinstance(entry, tuple) else type(entry).__name__!r}"
+            f"token_rows=True), got {_shown(entry)}"
         ) from error
+
+
+def _shown(entry: Any) -> str:
+    """A tuple with its first items, of something else its type."""
+    if not isinstance(entry, tuple):
+        return repr(type(entry).__name__)
+    shown = Repr()
+    shown.maxtuple, shown.maxother = 8, 40
+    return shown.repr(entry)
 
 
 def check_pool(name: str, pool: Any) -> None:
