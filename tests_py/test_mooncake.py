@@ -274,7 +274,7 @@ def test_write_to_a_closed_engine(sender, receiver):
 CTRL_C = """
 import numpy as np
 from cpattn.integrations.mooncake import MooncakeEngine
-from cpattn import TransferError, TransferPlan
+from cpattn.transfer import TransferError, TransferPlan
 from transfer_processes import Peer, allocate, enter_network
 
 with Peer() as peer:
