@@ -128,7 +128,8 @@ def compiled(
     source = path.read_bytes()
     built = folder / f"{path.stem}.json"
     own = (HERE / name for name in ("build.py", "instrument.py", "mutants.h", "operators.py"))
-    headers = next(up for up in path.parents if up.name == "cpp").glob("**/*.h")
+    top = next((up for up in path.parents if up.name == "cpp"), path.parents[1])
+    headers = top.glob("**/*.h")
     stamp = f"{digest_of([path, *own, *sorted(headers)])} {min(found)}"
     if built.exists() and (last := json.loads(built.read_text()))["stamp"] == stamp:
         return output, {number: found[number] for number in last["numbers"]}
