@@ -28,8 +28,8 @@ contiguous  1       P + L + (W - 1) ceil(L / W)**2, twice the mean on the last r
 from __future__ import annotations
 
 from .. import _core
-from .._containers import Indices
 from .._core import ContextParallelMetadata as ContextParallelMetadata
+from .._types import Indices
 from .shard import shard, unshard
 
 __all__ = ["ContextParallelMetadata", "build_cp_metadata", "build_cp_metadata_all_ranks"]

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 from .. import _core
 from .._arguments import at_least, integer
-from .._containers import Tensor, numpy_dtype
+from .._containers import numpy_dtype
+from .._types import AnyTensor, Indices, Tensor
 
 _FLAGS = {
     **dict.fromkeys(("1", "true", "yes", "y", "on"), True),
@@ -63,7 +64,7 @@ class _KVPool:
             for kind, buffer in self._buffers.items()
         }
 
-    def _shaped(self, flat: Tensor, row: tuple[int, int]) -> Tensor:
+    def _shaped(self, flat: AnyTensor, row: tuple[int, int]) -> AnyTensor:
         """One tensor for all layers, or a list of a tensor for each."""
         if not self.use_fia:
             return flat.reshape(self.num_layers, self.num_pages, self.page_size, *row)
@@ -119,31 +120,31 @@ class _KVPool:
         return layer - self.start_layer
 
     @property
-    def k_buffer(self) -> Tensor | list[Tensor]:
+    def k_buffer(self) -> AnyTensor:
         """All keys as they are stored (`store_dtype`): one tensor, or one per layer under FIA."""
         return self._stored["k"]
 
     @property
-    def v_buffer(self) -> Tensor | list[Tensor]:
+    def v_buffer(self) -> AnyTensor:
         """All values, likewise."""
         return self._stored["v"]
 
-    def get_key_buffer(self, layer_id: Any) -> Tensor:
+    def get_key_buffer(self, layer_id: Any) -> AnyTensor:
         """The keys of a layer, by its number in the whole model, as `dtype`."""
         return self._layers["k"][self._layer_index("get_key_buffer", layer_id)]
 
-    def get_value_buffer(self, layer_id: Any) -> Tensor:
+    def get_value_buffer(self, layer_id: Any) -> AnyTensor:
         """The values of a layer, by its number in the whole model, as `dtype`."""
         return self._layers["v"][self._layer_index("get_value_buffer", layer_id)]
 
-    def get_kv_buffer(self, layer_id: Any) -> tuple[Tensor, Tensor]:
+    def get_kv_buffer(self, layer_id: Any) -> tuple[AnyTensor, AnyTensor]:
         """Keys and values of a layer."""
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
     def _set_kv_buffer(
         self,
         layer_id: Any,
-        loc: Any,
+        loc: Indices,
         k: Tensor,
         v: Tensor | None,
         k_scale: Any,
@@ -248,7 +249,7 @@ class MHATokenToKVPool(_KVPool):
     def set_kv_buffer(
         self,
         layer_id: Any,
-        loc: Any,
+        loc: Indices,
         k: Tensor,
         v: Tensor,
         k_scale: Any = None,
@@ -329,11 +330,11 @@ class MLATokenToKVPool(_KVPool):
         super().__init__(rows, size, page_size, num_layers, dtype, start_layer, False, container)
 
     @property
-    def index_k_buffer(self) -> Tensor | None:
+    def index_k_buffer(self) -> AnyTensor | None:
         """All keys of the indexer as they are stored, or None."""
         return self._stored.get("index_k")
 
-    def get_index_k_buffer(self, layer_id: Any) -> Tensor:
+    def get_index_k_buffer(self, layer_id: Any) -> AnyTensor:
         """The keys of a layer's indexer, as `dtype`."""
         index = self._layer_index("get_index_k_buffer", layer_id)
         self._check_index("get_index_k_buffer")
@@ -346,7 +347,7 @@ class MLATokenToKVPool(_KVPool):
     def set_kv_buffer(
         self,
         layer_id: Any,
-        loc: Any,
+        loc: Indices,
         k: Tensor,
         v: Tensor | None = None,
         k_scale: Any = None,
@@ -359,7 +360,7 @@ class MLATokenToKVPool(_KVPool):
         """
         self._set_kv_buffer(layer_id, loc, k, v, k_scale, v_scale, layer_id_override)
 
-    def set_index_k_buffer(self, layer_id: Any, loc: Any, index_k: Tensor) -> None:
+    def set_index_k_buffer(self, layer_id: Any, loc: Indices, index_k: Tensor) -> None:
         """Write keys of the indexer, num_tokens * index_head_dim elements, likewise."""
         index = self._layer_index("set_index_k_buffer", layer_id)
         self._check_index("set_index_k_buffer")
