@@ -193,7 +193,10 @@ def test_the_ranks_of_the_readme(request):
 
 def test_the_servers_of_the_document_on_kv_transfer():
     """Both in this process, with an engine of it."""
-    source, target = (cpattn.kv.MHATokenToKVPool(64, 16, 2, 2, 32) for _ in range(2))
+    source, target = (
+        cpattn.kv.MHATokenToKVPool(size=64, page_size=16, num_layers=2, num_kv_heads=2, head_dim=32)
+        for _ in range(2)
+    )
     layout = cpattn.transfer.KVLayout.from_pool(target)
     plan = cpattn.transfer.plan_kv_transfer(
         cpattn.transfer.KVLayout.from_pool(source), layout, [1, 2], [3, 0]

@@ -212,7 +212,9 @@ class MHATokenToKVPool(_KVPool):
     Examples
     --------
     >>> import numpy as np, cpattn
-    >>> pool = cpattn.kv.MHATokenToKVPool(64, 8, 2, 2, 8, dtype="float32", container="numpy")
+    >>> pool = cpattn.kv.MHATokenToKVPool(
+    ...     size=64, page_size=8, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32",
+    ...     container="numpy")
     >>> rows = np.ones((3, 2, 8), np.float32)
     >>> pool.set_kv_buffer(1, [8, 9, 10], rows, 2 * rows)
     >>> pool.get_value_buffer(1)[1, :4, 0, 0]
@@ -224,12 +226,12 @@ class MHATokenToKVPool(_KVPool):
 
     def __init__(
         self,
+        *,
         size: int,
         page_size: int,
         num_layers: int,
         num_kv_heads: int,
         head_dim: int,
-        *,
         v_head_dim: int | None = None,
         dtype: Any = "bfloat16",
         start_layer: int = 0,
@@ -303,12 +305,12 @@ class MLATokenToKVPool(_KVPool):
 
     def __init__(
         self,
+        *,
         size: int,
         page_size: int,
         num_layers: int,
         kv_lora_rank: int,
         qk_rope_head_dim: int,
-        *,
         index_head_dim: int | None = None,
         dtype: Any = "bfloat16",
         start_layer: int = 0,
