@@ -19,7 +19,7 @@ __all__ = ["shard", "unshard"]
 def shard(
     self: ContextParallelMetadata, x: TensorT, dim: int = 0, *, truncate: bool = False
 ) -> TensorT:
-    """This rank's rows of a tensor over the tokens of the batch.
+    """Take this rank's rows of a tensor over the tokens of the batch.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def shard(
 
 
 def unshard(self: ContextParallelMetadata, parts: Sequence[TensorT], dim: int = 0) -> TensorT:
-    """The tensor over all tokens, from every rank's rows: the inverse of `shard`.
+    """Put the tensor over all tokens together from every rank's rows: the inverse of `shard`.
 
     Parameters
     ----------

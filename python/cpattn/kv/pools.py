@@ -183,7 +183,12 @@ class MHATokenToKVPool(_KVPool):
     ----------
     size : int
         Token slots beside those of page 0; what does not fill a page is not there.
-    page_size, num_layers, num_kv_heads, head_dim : int
+    page_size : int
+        Tokens of a page.
+    num_layers : int
+        Layers of this stage.
+    num_kv_heads, head_dim : int
+        Heads of keys and values on this rank, and elements of a key.
     v_head_dim : int, default head_dim
     dtype : str, torch or NumPy dtype
         float32, float16, bfloat16 or float8_e4m3fn, which is stored as uint8.
@@ -203,6 +208,15 @@ class MHATokenToKVPool(_KVPool):
         ("k", "v")
     num_pages, start_layer, end_layer : int
         `end_layer` is behind the last layer.
+
+    Raises
+    ------
+    TypeError
+        For sizes that are no integers, and a container or dtype that is no name.
+    ValueError
+        For sizes that are too small or beyond 2**63 bytes, and names that are unknown.
+    MemoryError
+        If the system does not have the address space.
 
     Notes
     -----
@@ -291,6 +305,7 @@ class MLATokenToKVPool(_KVPool):
     Parameters
     ----------
     size, page_size, num_layers : int
+        As of `MHATokenToKVPool`.
     kv_lora_rank : int
         Width of `k_buffer`.
     qk_rope_head_dim : int
@@ -301,6 +316,22 @@ class MLATokenToKVPool(_KVPool):
         As of `MHATokenToKVPool`.
     use_fia : bool, optional
         Accepted for symmetry; there is one layout.
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        As of `MHATokenToKVPool`.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> pool = cpattn.kv.MLATokenToKVPool(
+    ...     size=64, page_size=8, num_layers=2, kv_lora_rank=16, qk_rope_head_dim=8,
+    ...     dtype="float32", container="numpy")
+    >>> latent = np.ones((2, 24), np.float32)     # both parts of a key, side by side
+    >>> pool.set_kv_buffer(0, [8, 9], latent)
+    >>> [buffer.shape for buffer in pool.get_kv_buffer(0)]
+    [(9, 8, 1, 16), (9, 8, 1, 8)]
     """
 
     def __init__(
