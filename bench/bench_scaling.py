@@ -101,7 +101,8 @@ def main() -> int:
         console.print(text, highlight=False, soft_wrap=True)
     table, worst = new_table(), 0.0
     measured = {size: run_world(size, layer, batches, 1 if quick else 3) for size in sizes}
-    for name, batch in batches.items():
+    for name, (extend_lens, prefix_lens) in batches.items():
+        batch = extend_lens, [n + p for n, p in zip(extend_lens, prefix_lens, strict=True)]
         for strategy in STRATEGIES:
             for size in sizes:
                 rates = alone if size < cpus else crowded

@@ -81,11 +81,21 @@ def layout(base: int = 1 << 30, **more: Any) -> transfer.KVLayout:
 
 
 def mha_pool() -> cpattn.kv.MHATokenToKVPool:
-    return cpattn.kv.MHATokenToKVPool(16, 4, 2, 2, 8, dtype="float32")
+    return cpattn.kv.MHATokenToKVPool(
+        size=16, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32"
+    )
 
 
 def mla_pool() -> cpattn.kv.MLATokenToKVPool:
-    return cpattn.kv.MLATokenToKVPool(16, 4, 2, 16, 8, index_head_dim=8, dtype="float32")
+    return cpattn.kv.MLATokenToKVPool(
+        size=16,
+        page_size=4,
+        num_layers=2,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        index_head_dim=8,
+        dtype="float32",
+    )
 
 
 def pointers() -> Arguments:

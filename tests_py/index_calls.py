@@ -159,14 +159,29 @@ def write_index_keys(slots: Any) -> Any:
 
 
 def write_kv(loc: Any) -> Any:
-    pool = cpattn.kv.MHATokenToKVPool(16, 4, 1, 2, 8, dtype="float32", container="numpy")
+    pool = cpattn.kv.MHATokenToKVPool(
+        size=16,
+        page_size=4,
+        num_layers=1,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype="float32",
+        container="numpy",
+    )
     rows = QUERIES[:4].reshape(4, -1)[:, :16]
     return written(pool.k_buffer, lambda: pool.set_kv_buffer(0, loc, rows, rows))
 
 
 def write_index_pool(loc: Any) -> Any:
     pool = cpattn.kv.MLATokenToKVPool(
-        16, 4, 1, 8, 8, index_head_dim=8, dtype="float32", container="numpy"
+        size=16,
+        page_size=4,
+        num_layers=1,
+        kv_lora_rank=8,
+        qk_rope_head_dim=8,
+        index_head_dim=8,
+        dtype="float32",
+        container="numpy",
     )
     rows = QUERIES[:4, 0, :8]
     return written(pool.index_k_buffer, lambda: pool.set_index_k_buffer(0, loc, rows))

@@ -36,7 +36,15 @@ LAYOUTS = [
     transfer.KVLayout([transfer.KVEntry(0, "k", False, base << 48, 64 * 512, 512)], 16)
     for base in (1, 2)
 ]
-POOL = cpattn.kv.MHATokenToKVPool(16, 4, 1, 1, 16, dtype="float32", container="numpy")
+POOL = cpattn.kv.MHATokenToKVPool(
+    size=16,
+    page_size=4,
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=16,
+    dtype="float32",
+    container="numpy",
+)
 FRAMES = KVTransferRequest(
     room=7, host="10.0.0.1", port=4000, session_id="10.0.0.1:4001",
     page_indices=np.arange(9), aux_index=7, required_count=2,

@@ -192,10 +192,10 @@ def test_help_tells_the_defaults_that_settings_have() -> None:
 def test_explain_prints_the_block_map(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     result = invoke("explain", "--lens", "13,40", "--prefix", "0,64", "--cp-size", "4")
-    expected = block_map([13, 40], [0, 64], cp_size=4, strategy="zigzag")
+    expected = block_map([13, 40], [13, 104], cp_size=4, strategy="zigzag")
     assert result.output.rstrip("\n") == expected.rstrip("\n")
     assert invoke("explain", "--lens", "8").output.rstrip("\n") == block_map(
-        [8], [0], cp_size=2, strategy="zigzag"
+        [8], [8], cp_size=2, strategy="zigzag"
     ).rstrip("\n")
 
 

@@ -13,9 +13,9 @@ from cpattn.context_parallel.explain import block_map
 
 @pytest.mark.parametrize("strategy", ["zigzag", "interleave", "contiguous"])
 def test_bars_and_table_show_the_plan(strategy):
-    extend, cached = [13, 0, 40], [0, 5, 64]
-    text = block_map(extend, cached, cp_size=4, strategy=strategy)
-    plans = build_cp_metadata_all_ranks(extend, [13, 5, 104], cp_size=4, strategy=strategy)
+    extend, seq = [13, 0, 40], [13, 5, 104]
+    text = block_map(extend, seq, cp_size=4, strategy=strategy)
+    plans = build_cp_metadata_all_ranks(extend, seq, cp_size=4, strategy=strategy)
 
     assert text.startswith(f"{strategy} over 4 ranks: 3 sequences, 53 new tokens\n")
     assert "sequence 2: 40 new tokens, 64 cached" in text
@@ -46,8 +46,8 @@ def test_long_sequences_are_scaled_and_runs_cut():
 @pytest.mark.parametrize("width", [20, 60, 80, 120])
 @pytest.mark.parametrize("strategy", ["zigzag", "interleave", "contiguous"])
 def test_the_map_fits_and_its_numbers_stand_apart(strategy, width):
-    extend, cached = [12_500_000, 900], [1_000_000, 0]
-    lines = block_map(extend, cached, cp_size=4, strategy=strategy, width=width).splitlines()
+    extend, seq = [12_500_000, 900], [13_500_000, 900]
+    lines = block_map(extend, seq, cp_size=4, strategy=strategy, width=width).splitlines()
     table = [line for line in lines if line.startswith(("rank  ", *(f"   {r} " for r in range(4))))]
     assert [len(line.split()) for line in table] == [4, 6, 6, 6, 6]
     assert len({len(line) for line in table}) == 1
@@ -87,11 +87,11 @@ def test_a_width_that_cannot_be_is_refused(width, error, message):
         block_map([3], cp_size=2, width=width)
 
 
-def test_bad_prefixes_are_refused():
-    with pytest.raises(ValueError, match=r"prefix_lens must have as many .* got 1 and 2"):
-        block_map([3, 4], [1], cp_size=2)
-    with pytest.raises(ValueError, match=r"prefix_lens must be >= 0, got -1"):
-        block_map([3, 4], [1, -1], cp_size=2)
+def test_bad_lengths_are_refused():
+    with pytest.raises(ValueError, match=r"seq_lens must have as many .* got 1 and 2"):
+        block_map([3, 4], [4], cp_size=2)
+    with pytest.raises(ValueError, match="seq_lens must be >= extend_lens, got 3 for 4 at index 1"):
+        block_map([3, 4], [4, 3], cp_size=2)
     with pytest.raises(ValueError, match="extend_lens must be >= 0 and fit into int32, got -4"):
         block_map([3, -4], cp_size=2)
     with pytest.raises(ValueError, match="at least one sequence"):

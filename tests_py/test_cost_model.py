@@ -16,23 +16,20 @@ from cpattn.cost_model.work import PACKING_ROWS
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
 BATCHES = [
-    ([29], [0]),
-    ([13, 40, 9], [64, 0, 7]),
-    ([1, 1, 1, 30, 18, 2], [9, 33, 1, 0, 12, 3]),
-    ([0, 11, 0], [8, 2, 0]),
-    ([1], [6]),
-    ([700, 2], [5, 3000]),
+    ([29], [29]),
+    ([13, 40, 9], [77, 40, 16]),
+    ([1, 1, 1, 30, 18, 2], [10, 34, 2, 30, 30, 5]),
+    ([0, 11, 0], [8, 13, 0]),
+    ([1], [7]),
+    ([700, 2], [705, 3002]),
 ]
-LONG = [9000, 40], [0, 5000]
+LONG = [9000, 40], [9000, 5040]
 CASES = list(itertools.product(BATCHES, STRATEGIES, (1, 2, 3, 8)))
 LAYER = AttentionLayer(num_heads=6, num_kv_heads=2, head_dim=32, v_head_dim=16, dtype="float16")
 
 
 def plans_of(batch, strategy, cp_size):
-    extends, prefixes = batch
-    return cpattn.build_cp_metadata_all_ranks(
-        extends, np.add(extends, prefixes), cp_size=cp_size, strategy=strategy
-    )
+    return cpattn.build_cp_metadata_all_ranks(*batch, cp_size=cp_size, strategy=strategy)
 
 
 @pytest.mark.parametrize(("batch", "strategy", "cp_size"), CASES)
@@ -61,14 +58,14 @@ def bytes_of_write_kv(rank, batch):
     return {strategy: moved_bytes(*batch, strategy) for strategy in STRATEGIES}
 
 
-def moved_bytes(extends, prefixes, strategy):
+def moved_bytes(extends, seq_lens, strategy):
     import torch
     import torch.distributed as dist
 
     from cpattn.distributed import ContextParallel
 
     cp = ContextParallel(dist.group.WORLD, strategy=strategy, page_size=1)
-    ends = np.add(extends, prefixes)
+    ends = np.asarray(seq_lens)
     starts = np.cumsum(ends) - ends
     tables = np.minimum(starts[:, None] + np.arange(ends.max()), ends.sum() - 1)
     plan = cp.plan(extends, ends, block_tables=tables)
@@ -95,7 +92,7 @@ def test_bytes_are_those_that_write_kv_sends(tmp_path):
     pytest.importorskip("torch")
     from distributed_worker import run_world
 
-    batch = [13, 40, 9], [64, 0, 7]
+    batch = [13, 40, 9], [77, 40, 16]
     moved = run_world(3, tmp_path, bytes_of_write_kv, batch)
     for strategy in STRATEGIES:
         work = rank_work(*batch, cp_size=3, strategy=strategy, layer=LAYER)
@@ -164,7 +161,7 @@ def test_time_is_the_sum_of_its_terms():
         message_us=1e6,
         store_gbps=2e-6,
     )
-    forecast = predict([([8], [4])], layer, rates, cp_size=2)
+    forecast = predict([([8], [12])], layer, rates, cp_size=2)
     pairs, row_bytes, key_flops = 34, 2 * 16 * 4, 2 * 2 * 16
     packed = {0: 6 + 12, 1: 8 + 10}  # keys that the last row of each block sees
     for rank in range(2):
@@ -184,7 +181,7 @@ def test_time_is_the_sum_of_its_terms():
 
 
 def test_batches_add_up_and_wait_for_the_slowest_rank_of_each():
-    batches = [([700, 2], [5, 3000]), ([13, 40, 9], [64, 0, 7])]
+    batches = [([700, 2], [705, 3002]), ([13, 40, 9], [77, 40, 16])]
     rates = Rates(gflops=100)
     options = {"cp_size": 4, "strategy": "contiguous"}
     both = predict(batches, LAYER, rates, **options)
@@ -202,7 +199,7 @@ def test_threads_without_an_item_are_idle():
     """One token in one head is one item, whatever the threads."""
     layer = AttentionLayer(num_heads=1, num_kv_heads=1)
     one, many = (
-        predict([([1], [4096])], layer, Rates(gflops=10 * n, threads=n, call_us=0), cp_size=1)
+        predict([([1], [4097])], layer, Rates(gflops=10 * n, threads=n, call_us=0), cp_size=1)
         for n in (1, 64)
     )
     ratio = one.attention_seconds[0] / many.attention_seconds[0]
@@ -210,7 +207,7 @@ def test_threads_without_an_item_are_idle():
 
 
 def test_a_thousand_ranks_are_planned_within_a_second():
-    batch = np.full(256, 4096), np.full(256, 8192)
+    batch = np.full(256, 4096), np.full(256, 12288)
     begin = time.process_time()
     forecast = predict([batch], AttentionLayer(), Rates(gflops=900), cp_size=1024)
     assert time.process_time() - begin < 1
@@ -265,8 +262,11 @@ def test_a_wrong_layer_is_refused(arguments, message):
         (lambda: Rates(gflops=np.nan), "Rates: gflops must be positive and finite, got nan"),
         (lambda: Rates(gflops=np.inf), "Rates: gflops must be positive and finite, got inf"),
         (lambda: Rates(gflops=1, call_us=-1), "Rates: call_us must be >= 0 and finite, got -1"),
-        (lambda: rank_work([3], [1, 2], cp_size=2), "as many elements as extend_lens, got 2 and 1"),
-        (lambda: rank_work([3], [-1], cp_size=2), "rank_work: prefix_lens must be >= 0, got -1"),
+        (lambda: rank_work([3], [4, 5], cp_size=2), "as many elements as extend_lens, got 2 and 1"),
+        (
+            lambda: rank_work([3], [2], cp_size=2),
+            "rank_work: seq_lens must be >= extend_lens, got 2",
+        ),
         (lambda: predict([], LAYER, Rates(gflops=1), cp_size=2), "at least one batch"),
         (
             lambda: predict([([0], [9])], LAYER, Rates(gflops=1), cp_size=2),

@@ -230,8 +230,8 @@ def test_a_pool_is_written(use_fia):
     row = HEADS * DIM
     slots = np.array([boundary // row + i for boundary in BOUNDARIES for i in (0, 1)] + [7])
     pool = cpattn.kv.MHATokenToKVPool(
-        int(slots.max()) + PAGE_SIZE, PAGE_SIZE, 1, HEADS, DIM, dtype="float16",
-        container="numpy", use_fia=use_fia,
+        size=int(slots.max()) + PAGE_SIZE, page_size=PAGE_SIZE, num_layers=1,
+        num_kv_heads=HEADS, head_dim=DIM, dtype="float16", container="numpy", use_fia=use_fia,
     )  # fmt: skip
     k, v = normal(5, HEADS, DIM, dtype=np.float16), normal(5, HEADS, DIM, dtype=np.float16)
     pool.set_kv_buffer(0, slots, k, v)

@@ -21,7 +21,13 @@ STATE_LISTS = (
 
 def mla_pool(num_layers, *, index_head_dim=None, start_layer=0):
     return MLATokenToKVPool(
-        64, 8, num_layers, 32, 16, index_head_dim=index_head_dim, start_layer=start_layer
+        size=64,
+        page_size=8,
+        num_layers=num_layers,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+        index_head_dim=index_head_dim,
+        start_layer=start_layer,
     )
 
 
@@ -85,7 +91,11 @@ def test_pools_of_the_library():
     setup_state_kv_args(args, mla_pool(2, index_head_dim=8), mla_pool(1), total_kv_layers=4)
     assert (args.kv_buf_groups, args.hidden_kv_layers, args.draft_kv_layers) == (3, 4, 1)
     args = KVArgs(state_types=["swa"])
-    setup_state_kv_args(args, MHATokenToKVPool(64, 8, 2, 2, 8), total_kv_layers=4)
+    setup_state_kv_args(
+        args,
+        MHATokenToKVPool(size=64, page_size=8, num_layers=2, num_kv_heads=2, head_dim=8),
+        total_kv_layers=4,
+    )
     assert args.state_types == []
     assert not hasattr(args, "kv_buf_groups")
     assert not hasattr(args, "total_kv_layers")

@@ -21,7 +21,12 @@ POOL_DTYPES = (*DTYPES, FP8)
 def golden(use_fia=False, **options):
     """Nine pages of 8 tokens with 2 heads of 8 numbers, two layers."""
     return cpattn.kv.MHATokenToKVPool(
-        64, 8, 2, 2, 8, **{"dtype": "float32", "use_fia": use_fia, **options}
+        size=64,
+        page_size=8,
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=8,
+        **{"dtype": "float32", "use_fia": use_fia, **options},
     )
 
 
@@ -67,7 +72,8 @@ def test_golden_numbers(use_fia, container):
 
 def test_sizes_of_numpy_do_not_wrap():
     pool = cpattn.kv.MHATokenToKVPool(
-        np.int32(1 << 20), np.int32(1 << 10), np.int8(2), np.int16(8), np.int32(1 << 10),
+        size=np.int32(1 << 20), page_size=np.int32(1 << 10), num_layers=np.int8(2),
+        num_kv_heads=np.int16(8), head_dim=np.int32(1 << 10),
         start_layer=np.int8(126), dtype=np.dtype("float16"), container="numpy",
     )  # fmt: skip
     for numbers in pool.get_contiguous_buf_infos():
@@ -93,13 +99,25 @@ def test_item_length_times_pages_is_the_length_of_every_buffer(data):
     heads, dim, v_dim = (data.draw(small) for _ in range(3))
     if data.draw(st.booleans()):
         pool = cpattn.kv.MHATokenToKVPool(
-            size, page_size, layers, heads, dim, v_head_dim=v_dim, **options
+            size=size,
+            page_size=page_size,
+            num_layers=layers,
+            num_kv_heads=heads,
+            head_dim=dim,
+            v_head_dim=v_dim,
+            **options,
         )
         widths = [heads * dim, heads * v_dim]
     else:
         index = data.draw(st.none() | small)
         pool = cpattn.kv.MLATokenToKVPool(
-            size, page_size, layers, dim, v_dim, index_head_dim=index, **options
+            size=size,
+            page_size=page_size,
+            num_layers=layers,
+            kv_lora_rank=dim,
+            qk_rope_head_dim=v_dim,
+            index_head_dim=index,
+            **options,
         )
         widths = [dim, v_dim, *([index] if index else [])]
     itemsize = {"float32": 4, FP8: 1}.get(options["dtype"], 2)
@@ -122,7 +140,14 @@ def test_mla_shapes_do_not_depend_on_fia(index_head_dim, monkeypatch):
     monkeypatch.setenv("ASCEND_USE_FIA", "1")
     for use_fia in (None, True, False):
         pool = cpattn.kv.MLATokenToKVPool(
-            64, 8, 2, 32, 8, index_head_dim=index_head_dim, dtype="float32", use_fia=use_fia
+            size=64,
+            page_size=8,
+            num_layers=2,
+            kv_lora_rank=32,
+            qk_rope_head_dim=8,
+            index_head_dim=index_head_dim,
+            dtype="float32",
+            use_fia=use_fia,
         )
         assert tuple(pool.k_buffer.shape) == (2, 9, 8, 1, 32)
         assert tuple(pool.v_buffer.shape) == (2, 9, 8, 1, 8)
@@ -190,7 +215,9 @@ def resident_bytes():
 
 def test_a_pool_beyond_four_gib_takes_what_is_written():
     before = resident_bytes()
-    pool = cpattn.kv.MHATokenToKVPool((1 << 20) - 128, 128, 3, 8, 128)  # 2 GiB a layer
+    pool = cpattn.kv.MHATokenToKVPool(
+        size=(1 << 20) - 128, page_size=128, num_layers=3, num_kv_heads=8, head_dim=128
+    )  # 2 GiB a layer
     assert pool.nbytes == 6 * 2**31
     addrs, sizes, _ = pool.get_contiguous_buf_infos()
     assert addrs[2] - addrs[0] == 2**32
@@ -209,9 +236,13 @@ def test_a_pool_beyond_four_gib_takes_what_is_written():
 
 def test_memory_that_cannot_be_had():
     with pytest.raises(MemoryError, match=r"^MHATokenToKVPool: the system has no \d+ bytes"):
-        cpattn.kv.MHATokenToKVPool(1 << 40, 128, 60, 8, 128)
+        cpattn.kv.MHATokenToKVPool(
+            size=1 << 40, page_size=128, num_layers=60, num_kv_heads=8, head_dim=128
+        )
     with pytest.raises(ValueError, match=r"^MHATokenToKVPool: a buffer must be below 2\^63 bytes"):
-        cpattn.kv.MHATokenToKVPool(1 << 60, 128, 60, 8, 128)
+        cpattn.kv.MHATokenToKVPool(
+            size=1 << 60, page_size=128, num_layers=60, num_kv_heads=8, head_dim=128
+        )
 
 
 def test_repr_says_what_is_in_it():
@@ -219,3 +250,10 @@ def test_repr_says_what_is_in_it():
         "MHATokenToKVPool(k, v of layers [0, 2), 9 pages of 8 tokens, float32, 1.72e-05 GiB)"
     )
     assert "float8_e4m3fn, FIA, " in repr(golden(True, dtype=torch.float8_e4m3fn))
+
+
+def test_sizes_are_given_by_name():
+    with pytest.raises(TypeError, match="takes 1 positional argument but 6 were given"):
+        cpattn.kv.MHATokenToKVPool(64, 8, 2, 2, 8)
+    with pytest.raises(TypeError, match="takes 1 positional argument but 6 were given"):
+        cpattn.kv.MLATokenToKVPool(64, 8, 2, 32, 8)

@@ -13,7 +13,17 @@ import torch
 
 import cpattn
 
-MHA, MLA = cpattn.kv.MHATokenToKVPool, cpattn.kv.MLATokenToKVPool
+SIZES = ("size", "page_size", "num_layers")
+
+
+def MHA(*sizes, **options):
+    names = (*SIZES, "num_kv_heads", "head_dim")
+    return cpattn.kv.MHATokenToKVPool(**dict(zip(names, sizes, strict=True)), **options)
+
+
+def MLA(*sizes, **options):
+    names = (*SIZES, "kv_lora_rank", "qk_rope_head_dim")
+    return cpattn.kv.MLATokenToKVPool(**dict(zip(names, sizes, strict=True)), **options)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,15 @@ LAYERS, HEADS, DIM, V_DIM, PAGE = 3, 2, 24, 40, 4
 
 def make_pool(dtype="bfloat16", size=60, **options):
     return cpattn.kv.MHATokenToKVPool(
-        size, PAGE, LAYERS, HEADS, DIM, v_head_dim=V_DIM, dtype=dtype, start_layer=5, **options
+        size=size,
+        page_size=PAGE,
+        num_layers=LAYERS,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        v_head_dim=V_DIM,
+        dtype=dtype,
+        start_layer=5,
+        **options,
     )
 
 
@@ -84,7 +92,9 @@ def test_rows_are_those_of_the_definition(isa, given_as, dtype, use_fia):
 def test_e4m3fn_ends_at_448(isa):
     x = torch.tensor([448, 464, 464.1, 479, 480, 1e5, torch.inf, torch.nan, 2**-10, 2**-9, 0.0])
     x = torch.cat([x, -x, torch.zeros(2)])  # 24 numbers
-    pool = cpattn.kv.MHATokenToKVPool(4, 4, 1, 1, 24, dtype=FP8)
+    pool = cpattn.kv.MHATokenToKVPool(
+        size=4, page_size=4, num_layers=1, num_kv_heads=1, head_dim=24, dtype=FP8
+    )
     pool.set_kv_buffer(0, [4], x, x)
     got, expected = pool.get_key_buffer(0)[1, 0, 0], x.to(torch.float8_e4m3fn)
     assert torch.equal(bits(got), bits(expected))
@@ -169,7 +179,9 @@ def test_large_writes(isa, given_as, dtype):
     rows = torch.randn(tokens, width, generator=torch.Generator().manual_seed(4))
     rows = rows.to(getattr(torch, given_as))
     slots = torch.randperm(tokens, generator=torch.Generator().manual_seed(5)) + 128
-    pool = cpattn.kv.MHATokenToKVPool(tokens, 128, 1, 1, width, dtype=dtype)
+    pool = cpattn.kv.MHATokenToKVPool(
+        size=tokens, page_size=128, num_layers=1, num_kv_heads=1, head_dim=width, dtype=dtype
+    )
     pool.set_kv_buffer(0, slots, rows, rows, v_scale=0.7)
     for got, scale in zip(pool.get_kv_buffer(0), (None, 0.7), strict=True):
         got = got.reshape(-1, width).view(torch.uint8)
@@ -226,7 +238,14 @@ def test_fp8_is_stored_as_bytes():
 
 
 def mla_pool(**options):
-    return cpattn.kv.MLATokenToKVPool(60, PAGE, 2, 32, 8, **{"index_head_dim": 16, **options})
+    return cpattn.kv.MLATokenToKVPool(
+        size=60,
+        page_size=PAGE,
+        num_layers=2,
+        kv_lora_rank=32,
+        qk_rope_head_dim=8,
+        **{"index_head_dim": 16, **options},
+    )
 
 
 @pytest.mark.parametrize("dtype", POOL_DTYPES)
@@ -258,7 +277,9 @@ def test_keys_of_the_indexer(dtype):
 def test_ctrl_c_ends_a_write():
     assert_interruptible("""
 import numpy as np, cpattn
-pool = cpattn.kv.MHATokenToKVPool(1 << 15, 128, 1, 8192, 1, dtype="float16", container="numpy")
+pool = cpattn.kv.MHATokenToKVPool(
+    size=1 << 15, page_size=128, num_layers=1, num_kv_heads=8192, head_dim=1, dtype="float16",
+    container="numpy")
 rows = np.broadcast_to(np.ones(1, np.float32), (1 << 15, 8192, 1))  # one number at a time
 slots = np.arange(1 << 15)
 print("ready", flush=True)
@@ -273,7 +294,14 @@ pool.set_kv_buffer(0, slots, rows, rows)
 def test_attention_reads_pools(use_fia):
     """Of both layouts, as it reads plain arrays."""
     pool = cpattn.kv.MHATokenToKVPool(
-        60, PAGE, 2, HEADS, 32, v_head_dim=48, start_layer=5, use_fia=use_fia
+        size=60,
+        page_size=PAGE,
+        num_layers=2,
+        num_kv_heads=HEADS,
+        head_dim=32,
+        v_head_dim=48,
+        start_layer=5,
+        use_fia=use_fia,
     )
     generator = torch.Generator().manual_seed(3)
     k = torch.randn(16, PAGE, HEADS, 32, generator=generator).bfloat16()

@@ -318,7 +318,15 @@ def is_held(addr):
 
 
 def make_pool():
-    pool = MHATokenToKVPool(64, 8, 1, 2, 8, dtype="float32", container="numpy")
+    pool = MHATokenToKVPool(
+        size=64,
+        page_size=8,
+        num_layers=1,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype="float32",
+        container="numpy",
+    )
     addrs, sizes, _ = pool.get_contiguous_buf_infos()
     return pool, addrs, sizes
 

@@ -53,27 +53,6 @@ def test_every_export_is_documented():
     assert all(value.__doc__ for value in PUBLIC.values())
 
 
-#: Functions without an example of their own; what they do is shown beside another one.
-WITHOUT_EXAMPLE = {
-    "build_cp_metadata_all_ranks", "can_apply_cp", "can_dsa_prefill_cp_interleave",
-    "can_fuse_split_qk_norm", "dequantize_kv_rows", "do_cp_attn_fia", "dsa_use_prefill_cp",
-    "fast_topk_transform_fused", "fast_topk_transform_ragged_fused", "fill_kv_args",
-    "fused_split_qk_norm", "get_topk_transform_method", "hadamard_transform", "indexer_logits",
-    "merge_state", "pad_topk_indices", "page_table_to_topk", "plan_attention", "plan_kv_links",
-    "plan_send_aux", "plan_send_kvcache_slice", "plan_send_state", "quantize_index",
-    "quantize_kv_rows_separate", "read_index_k_cache", "run_attention", "split_qk_norm",
-    "topk_transform", "transform_index_page_table_decode", "transform_index_page_table_prefill",
-    "write_index_k_cache",
-}  # fmt: skip
-
-
-def test_functions_have_examples():
-    """The list only becomes shorter: a new function brings one."""
-    functions = {name for name, value in PUBLIC.items() if inspect.isfunction(value)}
-    shown = {name for name in functions if ">>> " in PUBLIC[name].__doc__}
-    assert functions - shown == WITHOUT_EXAMPLE
-
-
 def source_of(name: str) -> str:
     """Of a module, which is not imported for it."""
     return Path(importlib.util.find_spec(name).origin).read_text()
@@ -193,7 +172,10 @@ def test_the_ranks_of_the_readme(request):
 
 def test_the_servers_of_the_document_on_kv_transfer():
     """Both in this process, with an engine of it."""
-    source, target = (cpattn.kv.MHATokenToKVPool(64, 16, 2, 2, 32) for _ in range(2))
+    source, target = (
+        cpattn.kv.MHATokenToKVPool(size=64, page_size=16, num_layers=2, num_kv_heads=2, head_dim=32)
+        for _ in range(2)
+    )
     layout = cpattn.transfer.KVLayout.from_pool(target)
     plan = cpattn.transfer.plan_kv_transfer(
         cpattn.transfer.KVLayout.from_pool(source), layout, [1, 2], [3, 0]

@@ -68,7 +68,7 @@ def test_json_has_every_rank_as_the_library_predicts_it(tmp_path):
     assert len(told["predictions"]) == 6
     for record in told["predictions"]:
         options = {name: record[name] for name in ("cp_size", "strategy")}
-        expected = predict([([13, 40, 9], [64, 0, 7])], layer, rates, **options)
+        expected = predict([([13, 40, 9], [77, 40, 16])], layer, rates, **options)
         plans = cpattn.build_cp_metadata_all_ranks([13, 40, 9], [77, 40, 16], **options)
         pairs = [int(p.query_cache_lengths.sum(dtype=np.int64)) for p in plans]
         assert record["pairs"] == pairs

@@ -318,8 +318,8 @@ def test_scenario_57_pages_of_pools_in_either_layout(use_fia, page_size):
 
     def pool(fia):
         return MHATokenToKVPool(
-            5 * page_size, page_size, 2, 2, 8, v_head_dim=4, dtype="float32", use_fia=fia,
-            container="numpy",
+            size=5 * page_size, page_size=page_size, num_layers=2, num_kv_heads=2,
+            head_dim=8, v_head_dim=4, dtype="float32", use_fia=fia, container="numpy",
         )  # fmt: skip
 
     src, dst = pool(use_fia), pool(not use_fia)

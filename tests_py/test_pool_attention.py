@@ -25,7 +25,14 @@ BLOCK_TABLES = np.array([[5, 2, 7, 1], [3, 6, -1, -1]], np.int32)
 def make_pool(use_fia: bool) -> Any:
     """A pool whose second layer has random prefixes, and NaN where nothing was written."""
     pool = cpattn.kv.MHATokenToKVPool(
-        40, PAGE_SIZE, 3, NUM_KV_HEADS, HEAD_DIM, dtype="float32", start_layer=7, use_fia=use_fia
+        size=40,
+        page_size=PAGE_SIZE,
+        num_layers=3,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype="float32",
+        start_layer=7,
+        use_fia=use_fia,
     )
     for buffer in (pool.get_key_buffer(8), pool.get_value_buffer(8)):
         buffer.fill_(torch.nan)

@@ -20,7 +20,7 @@ def test_pools_receive_their_pages(use_fia, pp):
 
     def pool(**layers):
         return MHATokenToKVPool(
-            64, 8, num_kv_heads=2, head_dim=4, v_head_dim=6, use_fia=use_fia,
+            size=64, page_size=8, num_kv_heads=2, head_dim=4, v_head_dim=6, use_fia=use_fia,
             dtype="float32", container="numpy", **layers,
         )  # fmt: skip
 
@@ -59,8 +59,18 @@ def copy(plan):
 def test_an_mla_stage_with_drafts_over_pools():
     def pools(num_layers, first=0):
         shape = {"index_head_dim": 4, "container": "numpy", "dtype": "float32"}
-        pool = MLATokenToKVPool(32, 4, num_layers, 8, 4, start_layer=first, **shape)
-        return pool, MLATokenToKVPool(32, 4, 1, 8, 4, **shape)
+        pool = MLATokenToKVPool(
+            size=32,
+            page_size=4,
+            num_layers=num_layers,
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            start_layer=first,
+            **shape,
+        )
+        return pool, MLATokenToKVPool(
+            size=32, page_size=4, num_layers=1, kv_lora_rank=8, qk_rope_head_dim=4, **shape
+        )
 
     (stage, draft), (decode, decode_draft) = pools(2, 2), pools(4)
     stage.k_buffer[:] = 1

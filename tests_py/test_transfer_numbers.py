@@ -111,7 +111,15 @@ def test_more_entries_than_memory():
 
 def test_more_bytes_than_a_copy_counts():
     """Every block lies within registered memory, but together they would wrap."""
-    pool = cpattn.kv.MHATokenToKVPool(0, 1, 1, 2**30, 2**10, dtype="float32", container="numpy")
+    pool = cpattn.kv.MHATokenToKVPool(
+        size=0,
+        page_size=1,
+        num_layers=1,
+        num_kv_heads=2**30,
+        head_dim=2**10,
+        dtype="float32",
+        container="numpy",
+    )
     (addr, _), (size, _), _ = pool.get_contiguous_buf_infos()
     with LocalEngine() as engine:
         assert engine.register([addr], [size]) == 0

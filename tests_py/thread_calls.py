@@ -183,13 +183,23 @@ def dequantize(module: Any) -> Callable[[int], Call]:
 
 
 def set_kv(n: int) -> Call:
-    pool = cpattn.kv.MHATokenToKVPool(256 * n, 16, 1, 2, 64, dtype="bfloat16")
+    pool = cpattn.kv.MHATokenToKVPool(
+        size=256 * n, page_size=16, num_layers=1, num_kv_heads=2, head_dim=64, dtype="bfloat16"
+    )
     k, slots = normal(256 * n, 2, 64), np.arange(256 * n)
     return lambda: pool.set_kv_buffer(0, slots, k, k)
 
 
 def set_index_k(n: int) -> Call:
-    pool = cpattn.kv.MLATokenToKVPool(256 * n, 16, 1, 64, 64, index_head_dim=128, dtype="bfloat16")
+    pool = cpattn.kv.MLATokenToKVPool(
+        size=256 * n,
+        page_size=16,
+        num_layers=1,
+        kv_lora_rank=64,
+        qk_rope_head_dim=64,
+        index_head_dim=128,
+        dtype="bfloat16",
+    )
     k, slots = normal(256 * n, 1, 128), np.arange(256 * n)
     return lambda: pool.set_index_k_buffer(0, slots, k)
 

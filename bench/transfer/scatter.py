@@ -36,7 +36,13 @@ def of_cast(
     k, v = (torch.randn(shape, generator=generator).to(source) for _ in range(2))
     loc = PAGE_SIZE + torch.randperm(slots, generator=generator)[:num_tokens]
     pool = cpattn.kv.MHATokenToKVPool(
-        slots, PAGE_SIZE, 1, HEADS, HEAD_DIM, dtype=name_of(stored), container="torch"
+        size=slots,
+        page_size=PAGE_SIZE,
+        num_layers=1,
+        num_kv_heads=HEADS,
+        head_dim=HEAD_DIM,
+        dtype=name_of(stored),
+        container="torch",
     )
     width = stored if stored.itemsize > 1 else torch.uint8
     theirs = torch.zeros(2, pool.num_pages * PAGE_SIZE, HEADS, HEAD_DIM, dtype=width)

@@ -19,7 +19,6 @@ from . import reference
 from ._core import AttentionPlan, __version__, active_isa, set_num_threads, supported_isas
 from ._threads import num_threads
 from .attention import (
-    do_cp_attn_fia,
     merge_state,
     paged_attention,
     plan_attention,
@@ -31,6 +30,7 @@ from .context_parallel import (
     build_cp_metadata,
     build_cp_metadata_all_ranks,
     can_apply_cp,
+    do_cp_attn_fia,
 )
 from .profiling import Profile, profile
 from .sparse import TopkTransformMethod, get_topk_transform_method

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 
 from . import _core
-
-Tensor = Any  # torch.Tensor, numpy.ndarray, or anything with __dlpack__
-Indices = Sequence[int] | Any  # list or tuple of int, NumPy or torch CPU int32/int64
+from ._types import AnyTensor
 
 
-def torch_of(x: Tensor) -> Any | None:
+def torch_of(x: AnyTensor) -> Any | None:
     """The torch module if x is a torch tensor; never imports torch."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and isinstance(x, torch.Tensor) else None
 
 
-def empty(function: str, like: Tensor, shape: Sequence[int], dtype: str | None = None) -> Tensor:
+def empty(
+    function: str, like: AnyTensor, shape: Sequence[int], dtype: str | None = None
+) -> AnyTensor:
     """An uninitialised tensor in the container of `like`, of its dtype unless one is named.
 
     MemoryError, which names `function`, for a shape that cannot be had.
@@ -53,12 +53,12 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-def as_numpy(x: Tensor) -> np.ndarray[Any, Any]:
+def as_numpy(x: AnyTensor) -> np.ndarray[Any, Any]:
     """x itself if it is a NumPy array, else a view of it through __dlpack__."""
     return x if isinstance(x, np.ndarray) else np.from_dlpack(x)
 
 
-def tensor_of(x: Tensor, function: str, argument: str) -> Tensor:
+def tensor_of(x: AnyTensor, function: str, argument: str) -> AnyTensor:
     """x as a torch tensor, on any device, or a NumPy array of any dtype.
 
     For functions that move rows and compute nothing; what the core reads it checks itself.

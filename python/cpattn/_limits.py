@@ -37,6 +37,20 @@ def check_batch(
             )
 
 
+def check_seq_lens(function: str, seq_lens: Sequence[int], extend_lens: Sequence[int]) -> None:
+    """ValueError unless each sequence has a length, and one for at least its new tokens."""
+    if len(seq_lens) != len(extend_lens):
+        raise ValueError(
+            f"{function}: seq_lens must have as many elements as extend_lens, "
+            f"got {len(seq_lens)} and {len(extend_lens)}"
+        )
+    for i, (length, new) in enumerate(zip(seq_lens, extend_lens, strict=True)):
+        if length < new:
+            raise ValueError(
+                f"{function}: seq_lens must be >= extend_lens, got {length} for {new} at index {i}"
+            )
+
+
 def check_integer(
     function: str, name: str, value: Any, low: int = 1, high: int | None = None
 ) -> None:

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, overload
 
 from . import _core
-from ._containers import Indices, Tensor, empty
+from ._containers import empty
+from ._core import AttentionPlan
+from ._types import IndexTable, Indices, Tensor, TensorT
 
 
 def default_scale(function: str, head_dim: int) -> float:
@@ -21,14 +24,14 @@ def default_scale(function: str, head_dim: int) -> float:
 
 def _outputs(
     function: str,
-    q: Tensor,
+    q: TensorT,
     rows: int,
     num_heads: int,
     v_head_dim: int,
-    out: Tensor | None,
-    lse: Tensor | None,
+    out: TensorT | None,
+    lse: TensorT | None,
     return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[TensorT, TensorT | None]:
     return_lse = _core.flag(return_lse, function, "return_lse")
     if out is None:
         out = empty(function, q, (rows, num_heads, v_head_dim))
@@ -37,14 +40,49 @@ def _outputs(
     return out, lse
 
 
+# fmt: off
+@overload
 def paged_attention(
-    q: Tensor,
+    q: TensorT, k_cache: Tensor, v_cache: Tensor, *,
+    q_lens: Indices, kv_lens: Indices | None = None, block_tables: IndexTable | None = None,
+    kv_indptr: Indices | None = None, kv_indices: Indices | None = None,
+    last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
+    scale: float | None = None, causal: bool = True, window: int | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
+    allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
+    out: TensorT | None = None, lse: TensorT | None = None, return_lse: Literal[False] = False,
+) -> TensorT: ...
+@overload
+def paged_attention(
+    q: TensorT, k_cache: Tensor, v_cache: Tensor, *,
+    q_lens: Indices, kv_lens: Indices | None = None, block_tables: IndexTable | None = None,
+    kv_indptr: Indices | None = None, kv_indices: Indices | None = None,
+    last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
+    scale: float | None = None, causal: bool = True, window: int | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
+    allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
+    out: TensorT | None = None, lse: TensorT | None = None, return_lse: Literal[True],
+) -> tuple[TensorT, TensorT]: ...
+@overload
+def paged_attention(
+    q: TensorT, k_cache: Tensor, v_cache: Tensor, *,
+    q_lens: Indices, kv_lens: Indices | None = None, block_tables: IndexTable | None = None,
+    kv_indptr: Indices | None = None, kv_indices: Indices | None = None,
+    last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
+    scale: float | None = None, causal: bool = True, window: int | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
+    allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
+    out: TensorT | None = None, lse: TensorT | None = None, return_lse: bool,
+) -> TensorT | tuple[TensorT, TensorT]: ...
+# fmt: on
+def paged_attention(
+    q: TensorT,
     k_cache: Tensor,
     v_cache: Tensor,
     *,
     q_lens: Indices,
     kv_lens: Indices | None = None,
-    block_tables: Indices | None = None,
+    block_tables: IndexTable | None = None,
     kv_indptr: Indices | None = None,
     kv_indices: Indices | None = None,
     last_page_len: Indices | None = None,
@@ -59,11 +97,11 @@ def paged_attention(
     allow_short_kv: bool = False,
     batch_invariant: bool = False,
     num_threads: int | None = None,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
+    out: TensorT | None = None,
+    lse: TensorT | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of ragged queries over keys and values in pages.
+) -> TensorT | tuple[TensorT, TensorT]:
+    """Compute attention of ragged queries over keys and values in pages.
 
     For query ``i`` of sequence ``s``, at position ``p = kv_lens[s] - q_lens[s] + i``::
 
@@ -79,29 +117,36 @@ def paged_attention(
 
     Parameters
     ----------
-    q : float32, float16 or bfloat16 tensor, shape [num_tokens, num_heads, head_dim]
+    q : tensor [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
         New tokens, sequence after sequence. head_dim is a multiple of 16 up to 576.
-    k_cache, v_cache : tensors of the dtype of q
+    k_cache, v_cache : tensors of the dtype of q, in one of three shapes
         [num_pages, page_size, num_kv_heads, dim] ("NHD"), [num_pages, num_kv_heads, page_size,
         dim] ("HND"), or [num_slots, num_kv_heads, dim] with `page_size`. Any strides with a
         contiguous last dimension; never copied. `v_cache` may have another dim.
-    q_lens : ints, shape [batch]
+    q_lens : ints [batch]
         New tokens per sequence; zero is allowed.
-    kv_lens : ints, shape [batch]
+    kv_lens : ints [batch]
         Cached tokens per sequence, the new ones included: under `causal` at least `q_lens`.
-    block_tables : ints, shape [batch, >= ceil(max(kv_lens) / page_size)]
+    block_tables : ints [batch, >= ceil(max(kv_lens) / page_size)]
         Page ids; entries beyond a sequence's own pages are never read.
-    kv_indptr, kv_indices, last_page_len : ints
-        The CSR form of the same, instead of `kv_lens` and `block_tables`.
+    kv_indptr, kv_indices, last_page_len : ints [batch + 1], [pages of all], [batch]
+        The CSR form of the same, instead of `kv_lens` and `block_tables`: sequence s has the pages
+        ``kv_indices[kv_indptr[s]:kv_indptr[s + 1]]``, and in the last of them so many tokens.
+    page_size : int, optional
+        Tokens of a page. A 4-D cache has it in its shape; a 3-D one needs it.
+    kv_layout : {"NHD", "HND"}
+        The order of the axes of 4-D caches; it is never guessed.
     scale : float, default 1/sqrt(head_dim)
         Must be given for head_dim > 256.
+    causal : bool
+        A token sees keys up to its own position; False: all of its sequence.
     window : int, optional
         Keys before a token's own that it sees, itself not counted; needs ``causal``.
     softcap : float
         0 for none, else from 1e-37 to 1e37.
-    sinks : float32 tensor, shape [num_heads], optional
+    sinks : tensor [num_heads], float32, optional
         One logit per head that takes weight but has no value.
-    custom_mask : bool tensor, sum(q_len * kv_len) elements, optional
+    custom_mask : tensor [sum(q_lens * kv_lens)], bool, optional
         True = visible, row-major per sequence. Applied on top of `causal` and `window`; pass
         ``causal=False`` to let it decide alone.
     allow_short_kv : bool
@@ -115,18 +160,22 @@ def paged_attention(
         of the batch alone, so results never depend on the number of threads.
     num_threads : int, optional
         Default: `set_num_threads`, ``CPATTN_NUM_THREADS``, or all CPUs. 1 is the caller's thread
-        alone. The result does not depend on it.
+        alone. The result does not depend on it. `cpattn.num_threads` sets it for all functions.
     out, lse : tensors, optional
         Written and returned; must not overlap an input.
+    return_lse : bool
+        Whether to return `lse`, too.
 
     Returns
     -------
-    out : tensor in the container and dtype of q, shape [num_tokens, num_heads, v_head_dim]
-    lse : float32 tensor, shape [num_tokens, num_heads], with ``return_lse``
+    out : tensor [num_tokens, num_heads, v_head_dim], container and dtype of q
+    lse : tensor [num_tokens, num_heads], float32; only with ``return_lse``
         Natural logarithm, sinks not included.
 
     Raises
     ------
+    TypeError
+        For what is no tensor or of another dtype, and floats or bools among the indices.
     ValueError
         For lengths, shapes, page ids or tables that do not fit, before anything is written.
 
@@ -151,14 +200,14 @@ def paged_attention(
         page_size, kv_layout, scale, causal, window, softcap, sinks, custom_mask,
         allow_short_kv, batch_invariant, num_threads, out, lse,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return out if lse is None or not return_lse else (out, lse)
 
 
 def plan_attention(
     *,
     q_lens: Indices,
     kv_lens: Indices,
-    block_tables: Indices,
+    block_tables: IndexTable,
     page_size: int,
     num_pages: int,
     num_heads: int,
@@ -171,16 +220,51 @@ def plan_attention(
     allow_short_kv: bool = False,
     batch_invariant: bool = False,
     num_threads: int | None = None,
-) -> _core.AttentionPlan:
-    """Divide a batch into work items, once for all layers; see `paged_attention`.
+) -> AttentionPlan:
+    """Divide a batch into work items, once for all layers.
 
     Everything that can be checked without the tensors is checked here, page ids included, so that
     `run_attention` only compares shapes.
+
+    Parameters
+    ----------
+    q_lens, kv_lens : ints [batch]
+        New tokens of each sequence, and its cached ones with these.
+    block_tables : ints [batch, >= ceil(max(kv_lens) / page_size)]
+        Page ids, from 0 to num_pages - 1; entries beyond a sequence's own pages are never read.
+    page_size, num_pages : int
+        Tokens of a page, and pages of the caches that the plan is to run on.
+    num_heads, num_kv_heads : int
+        Heads of the queries, a multiple of those of keys and values.
+    head_dim, v_head_dim : int
+        Elements of a key and a value, multiples of 16 up to 576; v_head_dim is head_dim if it is
+        not given.
+    causal, window, custom_mask, allow_short_kv, batch_invariant
+        Which keys a token sees, and how work is divided, as in `paged_attention`.
+    num_threads : int, optional
+        For the runs of this plan, as in `paged_attention`; how work is divided does not depend
+        on it.
 
     Returns
     -------
     AttentionPlan
         A value: comparable, printable, with read-only array views.
+
+    Raises
+    ------
+    TypeError
+        For lengths, tables or sizes that are no integers, and a mask that is no tensor of bools.
+    ValueError
+        For lengths, tables, page ids and head sizes that do not fit, by name, rule and position.
+
+    Examples
+    --------
+    >>> import cpattn
+    >>> plan = cpattn.plan_attention(
+    ...     q_lens=[3, 1], kv_lens=[10, 4], block_tables=[[2, 0], [1, -1]], page_size=8,
+    ...     num_pages=4, num_heads=2, num_kv_heads=1, head_dim=16)
+    >>> plan.page_ids, plan.page_indptr     # the entry -1 is beyond the second sequence
+    (array([2, 0, 1], dtype=int32), array([0, 2, 3]))
     """
     return _core.plan_attention(
         q_lens, kv_lens, block_tables, page_size, num_pages, num_heads, num_kv_heads, head_dim,
@@ -189,9 +273,32 @@ def plan_attention(
     )  # fmt: skip
 
 
+# fmt: off
+@overload
 def run_attention(
-    plan: _core.AttentionPlan,
-    q: Tensor,
+    plan: AttentionPlan, q: TensorT, k_cache: Tensor, v_cache: Tensor, *,
+    kv_layout: str = "NHD", scale: float | None = None, softcap: float = 0.0,
+    sinks: Tensor | None = None, out: TensorT | None = None, lse: TensorT | None = None,
+    return_lse: Literal[False] = False,
+) -> TensorT: ...
+@overload
+def run_attention(
+    plan: AttentionPlan, q: TensorT, k_cache: Tensor, v_cache: Tensor, *,
+    kv_layout: str = "NHD", scale: float | None = None, softcap: float = 0.0,
+    sinks: Tensor | None = None, out: TensorT | None = None, lse: TensorT | None = None,
+    return_lse: Literal[True],
+) -> tuple[TensorT, TensorT]: ...
+@overload
+def run_attention(
+    plan: AttentionPlan, q: TensorT, k_cache: Tensor, v_cache: Tensor, *,
+    kv_layout: str = "NHD", scale: float | None = None, softcap: float = 0.0,
+    sinks: Tensor | None = None, out: TensorT | None = None, lse: TensorT | None = None,
+    return_lse: bool,
+) -> TensorT | tuple[TensorT, TensorT]: ...
+# fmt: on
+def run_attention(
+    plan: AttentionPlan,
+    q: TensorT,
     k_cache: Tensor,
     v_cache: Tensor,
     *,
@@ -199,103 +306,104 @@ def run_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
+    out: TensorT | None = None,
+    lse: TensorT | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a plan on one layer's tensors; arguments and results as in `paged_attention`."""
+) -> TensorT | tuple[TensorT, TensorT]:
+    """Run a plan on one layer's tensors.
+
+    Parameters
+    ----------
+    plan : AttentionPlan
+        Of `plan_attention`; one plan may run on several threads at once.
+    q : tensor [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
+        New tokens, as many as the plan's `q_lens` have.
+    k_cache, v_cache : tensors of the dtype of q, in one of three shapes
+        [num_pages, page_size, num_kv_heads, dim] ("NHD"), [num_pages, num_kv_heads, page_size,
+        dim] ("HND"), or [num_pages * page_size, num_kv_heads, dim]; never copied.
+    kv_layout : {"NHD", "HND"}
+        The order of the axes of 4-D caches.
+    scale : float, default 1/sqrt(head_dim)
+        Must be given for head_dim > 256.
+    softcap, sinks
+        As in `paged_attention`.
+    out, lse : tensors, optional
+        Written and returned; must not overlap an input.
+    return_lse : bool
+        Whether to return `lse`, too.
+
+    Returns
+    -------
+    out : tensor [num_tokens, num_heads, v_head_dim], container and dtype of q
+    lse : tensor [num_tokens, num_heads], float32; only with ``return_lse``
+        Natural logarithm, sinks not included.
+
+    Raises
+    ------
+    TypeError
+        For what is no plan or no tensor, and dtypes that do not fit.
+    ValueError
+        For shapes other than the plan's, before anything is written.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> batch = dict(q_lens=[3], kv_lens=[10], block_tables=[[2, 0]])
+    >>> plan = cpattn.plan_attention(**batch, page_size=8, num_pages=4, num_heads=2,
+    ...                              num_kv_heads=1, head_dim=16)
+    >>> random = np.random.default_rng(0)
+    >>> q, cache = random.random((3, 2, 16)), random.random((4, 8, 1, 16))
+    >>> q, cache = q.astype(np.float32), cache.astype(np.float32)
+    >>> out = cpattn.run_attention(plan, q, cache, cache)
+    >>> bool((out == cpattn.paged_attention(q, cache, cache, **batch)).all())
+    True
+    """
     function = "run_attention"
-    if not isinstance(plan, _core.AttentionPlan):
+    if not isinstance(plan, AttentionPlan):
         raise TypeError(f"{function}: plan must be an AttentionPlan, got {type(plan).__name__}")
     rows, num_heads, _ = _core.shape_of(q, function, "q", 3)
     if scale is None:
         scale = default_scale(function, plan.head_dim)
     out, lse = _outputs(function, q, rows, num_heads, plan.v_head_dim, out, lse, return_lse)
     _core.run_attention(plan, q, k_cache, v_cache, kv_layout, scale, softcap, sinks, out, lse)
-    return (out, lse) if return_lse else out
-
-
-def do_cp_attn_fia(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    metadata: _core.ContextParallelMetadata,
-    *,
-    block_tables: Indices,
-    page_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    scale: float | None,
-    out: Tensor | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Context-parallel attention of one rank's tokens over the whole paged sequences.
-
-    What sglang's ``AscendAttnBackend.do_cp_attn_fia`` computes, right for any batch size, prefix
-    and strategy: the prev and next blocks of all sequences go through one plan. Under interleave
-    every local row is a sequence of one query; under contiguous only the prev blocks exist.
-
-    Parameters
-    ----------
-    q : tensor, shape [rows, num_heads * head_dim]
-        This rank's rows in the order of the metadata (all prev blocks, then all next blocks).
-        Rows beyond the metadata's are padding: never read, zeros come out.
-    k_cache, v_cache : contiguous tensors of the dtype of q
-        Any shape with num_pages * page_size * num_kv_heads * dim elements, token slots first.
-        They hold the complete sequences, the new tokens included.
-    metadata : ContextParallelMetadata
-        With kv lengths that count the prefix ("baked"), unless there is none.
-    block_tables : ints, shape [batch, pages]
-        The pages of each sequence, its prefix first.
-    scale : float or None
-        None: 1/sqrt(head_dim), refused for head_dim > 256.
-
-    Returns
-    -------
-    out : tensor, shape [rows, num_heads * v_head_dim]
-    lse : float32 tensor, shape [rows, num_heads], with ``return_lse``
-
-    Raises
-    ------
-    ValueError
-        For fewer rows than the metadata has, bare metadata of a batch with a prefix, a kv length
-        beyond the block table, page ids outside the cache, and shapes that do not fit.
-    """
-    function = "do_cp_attn_fia"
-    rows, columns = _core.shape_of(q, function, "q", 2)
-    num_heads = _core.integer(num_heads, function, "num_heads")
-    heads = max(num_heads, 0)  # the core refuses those below 1
-    return_lse = _core.flag(return_lse, function, "return_lse")
-    if scale is None:
-        scale = default_scale(function, columns // max(heads, 1))
-    keys = math.prod(_core.shape_of(k_cache, function, "k_cache"))
-    values = math.prod(_core.shape_of(v_cache, function, "v_cache"))
-    if out is None:
-        # The core refuses what does not divide.
-        out = empty(function, q, (rows, columns * values // keys if keys else columns))
-    lse = empty(function, q, (rows, heads), "float32") if return_lse else None
-    _core.do_cp_attn_fia(
-        q, k_cache, v_cache, metadata, block_tables, page_size, num_heads, num_kv_heads, scale,
-        out, lse,
-    )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return out if lse is None or not return_lse else (out, lse)
 
 
 def merge_state(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
-) -> tuple[Tensor, Tensor]:
+    out_a: TensorT, lse_a: TensorT, out_b: Tensor, lse_b: Tensor
+) -> tuple[TensorT, TensorT]:
     """Merge attention over two disjoint key sets, in place into the first.
+
+    With ``w = exp(lse)`` of each, the result is the mean of the outputs weighted by w, and the
+    logarithm of the sum of both w. Two rows without keys give zeros and LSE -inf.
 
     Parameters
     ----------
-    out_a, out_b : float32, float16 or bfloat16 tensors, shape [num_tokens, num_heads, head_dim]
+    out_a, out_b : tensors [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
         Normalised partial outputs. ``out_a`` is overwritten.
-    lse_a, lse_b : float32 tensors, shape [num_tokens, num_heads]
+    lse_a, lse_b : tensors [num_tokens, num_heads], float32
         Natural-log sums of exponentials; -inf marks a row without keys, whose numbers are ignored.
+        ``lse_a`` is overwritten.
 
     Returns
     -------
     out_a, lse_a
+        The first two arguments themselves.
+
+    Raises
+    ------
+    TypeError
+        For what is no tensor, and dtypes that do not fit.
+    ValueError
+        For shapes that differ, and for results that overlap each other or the second part.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> ones, lse = np.ones((1, 1, 16), np.float32), np.zeros((1, 1), np.float32)
+    >>> out, lse = cpattn.merge_state(ones, lse, 5 * ones, lse + np.float32(np.log(3)))
+    >>> float(out[0, 0, 0].round(3)), float(np.exp(lse)[0, 0].round(3))     # (1 + 3 * 5) / 4
+    (4.0, 4.0)
     """
     _core.merge_state(out_a, lse_a, out_b, lse_b)
     return out_a, lse_a

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from . import _core
-from ._containers import Tensor, empty, tensor_of
+from ._containers import empty, tensor_of
+from ._types import Tensor
 
 __all__ = [
     "dequantize_kv_rows",

@@ -120,19 +120,42 @@ void register_attention_plan(py::module_& module) {
   py::class_<Plan> type(module, "AttentionPlan", R"(Work division of one attention batch.
 
 Made once by plan_attention and reusable for every layer. A value: it can be compared, hashed,
-pickled and printed, and its arrays are read-only NumPy views.)");
+pickled and printed, and its arrays are read-only NumPy views.
+
+Examples
+--------
+>>> import cpattn
+>>> plan = cpattn.plan_attention(
+...     q_lens=[3, 1], kv_lens=[10, 4], block_tables=[[2, 0], [1, -1]], page_size=8,
+...     num_pages=4, num_heads=2, num_kv_heads=1, head_dim=16)
+>>> plan.num_rows, plan.page_ids.tolist(), plan.items.shape[1]
+(4, [2, 0, 1], 7))");
   type.def(py::self == py::self);
   type.def("__hash__", &hash_of);
   type.def("__repr__", &repr);
-  type.def_property_readonly("num_rows", [](const Plan& p) { return p.batch.num_rows; });
-  type.def_property_readonly("num_heads", [](const Plan& p) { return p.batch.shape.num_heads; });
-  type.def_property_readonly("num_kv_heads", [](const Plan& p) {
-    return p.batch.shape.num_kv_heads;
-  });
-  type.def_property_readonly("head_dim", [](const Plan& p) { return p.batch.shape.head_dim; });
-  type.def_property_readonly("v_head_dim", [](const Plan& p) { return p.batch.shape.v_head_dim; });
-  type.def_property_readonly("page_size", [](const Plan& p) { return p.batch.page_size; });
-  type.def_property_readonly("num_pages", [](const Plan& p) { return p.batch.num_pages; });
+  type.def_property_readonly(
+      "num_rows", [](const Plan& p) { return p.batch.num_rows; },
+      "Rows of q: the new tokens of all sequences."
+  );
+  type.def_property_readonly(
+      "num_heads", [](const Plan& p) { return p.batch.shape.num_heads; }, "Heads of the queries."
+  );
+  type.def_property_readonly(
+      "num_kv_heads", [](const Plan& p) { return p.batch.shape.num_kv_heads; },
+      "Heads of keys and values."
+  );
+  type.def_property_readonly(
+      "head_dim", [](const Plan& p) { return p.batch.shape.head_dim; }, "Elements of a key."
+  );
+  type.def_property_readonly(
+      "v_head_dim", [](const Plan& p) { return p.batch.shape.v_head_dim; }, "Elements of a value."
+  );
+  type.def_property_readonly(
+      "page_size", [](const Plan& p) { return p.batch.page_size; }, "Tokens of a page."
+  );
+  type.def_property_readonly(
+      "num_pages", [](const Plan& p) { return p.batch.num_pages; }, "Pages of the caches."
+  );
   type.def_property_readonly(
       "page_indptr",
       view_of_values([](const Plan& p) -> const auto& { return p.batch.pages.indptr; }),

@@ -17,14 +17,43 @@ namespace cpattn::bindings {
 void register_runtime(py::module_& module) {
   module.attr("__version__") = CPATTN_VERSION;
   module.attr("__compiler__") = CPATTN_COMPILER;
-  module.def("active_isa", [] { return std::string(isa_name(active_isa())); });
-  module.def("supported_isas", [] {
-    py::tuple names(supported_isas().size());
-    for (std::size_t i = 0; i < names.size(); ++i) {
-      names[i] = std::string(isa_name(supported_isas()[i]));
-    }
-    return names;
-  });
+  module.def(
+      "active_isa", [] { return std::string(isa_name(active_isa())); },
+      R"(Name the kernels that calls use: the best of this machine, or CPATTN_ISA.
+
+Returns
+-------
+str
+    One of `supported_isas`.
+
+Examples
+--------
+>>> import cpattn
+>>> cpattn.active_isa() in cpattn.supported_isas()
+True)"
+  );
+  module.def(
+      "supported_isas",
+      [] {
+        py::tuple names(supported_isas().size());
+        for (std::size_t i = 0; i < names.size(); ++i) {
+          names[i] = std::string(isa_name(supported_isas()[i]));
+        }
+        return names;
+      },
+      R"(List the kernels that this build and this machine have, the plainest first.
+
+Returns
+-------
+tuple of str
+    Names for CPATTN_ISA.
+
+Examples
+--------
+>>> import cpattn
+>>> cpattn.supported_isas()[0]
+'portable')"
+  );
   module.def("set_isa", [](const std::string& name) { set_isa(name); }, "name"_a);
   module.def("amx_usable", &amx_usable);
   module.def("amx_palette_missing", &amx_palette_missing);
@@ -59,12 +88,31 @@ void register_runtime(py::module_& module) {
         const Arguments read("set_num_threads");
         set_num_threads(read.integer<int32_t>(num_threads, "num_threads"));
       },
-      "num_threads"_a, R"(Set how many threads a call uses that does not say.
+      "num_threads"_a, R"(Set how many threads a call uses that does not say, in the whole process.
+
+`cpattn.num_threads` does it for one thread and within a block. Results do not depend on it.
 
 Parameters
 ----------
 num_threads : int
-    At least 1.)"
+    At least 1, the caller's thread among them.
+
+Returns
+-------
+None
+
+Raises
+------
+TypeError, ValueError
+    For what is no integer, or below 1.
+
+Examples
+--------
+>>> import cpattn
+>>> cpattn.set_num_threads(0)
+Traceback (most recent call last):
+    ...
+ValueError: set_num_threads: num_threads must be >= 1, got 0)"
   );
 }
 

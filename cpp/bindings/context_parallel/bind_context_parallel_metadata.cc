@@ -259,13 +259,22 @@ void add_fields(py::class_<Metadata>& type) {
   add_getters<get_tensor>(
       type, kTensors, "read-only int32 array, or None where the strategy has no such field"
   );
-  type.def_property_readonly("max_seqlen_q_combined", &max_seqlen_q_combined);
-  type.def_property_readonly("strategy", [](const Metadata& metadata) {
-    return std::string(cp_strategy_name(metadata.strategy));
-  });
-  type.def_property_readonly("kv_len_convention", [](const Metadata& metadata) {
-    return std::string(kv_len_convention_name(metadata.kv_len_convention));
-  });
+  type.def_property_readonly(
+      "max_seqlen_q_combined", &max_seqlen_q_combined,
+      "int, or None where the strategy has no such field"
+  );
+  type.def_property_readonly(
+      "strategy",
+      [](const Metadata& metadata) { return std::string(cp_strategy_name(metadata.strategy)); },
+      "zigzag, interleave or contiguous."
+  );
+  type.def_property_readonly(
+      "kv_len_convention",
+      [](const Metadata& metadata) {
+        return std::string(kv_len_convention_name(metadata.kv_len_convention));
+      },
+      "baked or bare: whether kv_len_* count the cached prefix."
+  );
 }
 
 /// What is computed on each access: arrays and lists over rows and sequences.
@@ -316,7 +325,20 @@ void add_rows(py::class_<Metadata>& type) {
 void register_context_parallel_metadata(py::module_& module) {
   py::class_<Metadata> type(
       module, "ContextParallelMetadata",
-      "One rank's share of a batch under context parallelism; made by build_cp_metadata."
+      R"(One rank's share of a batch under context parallelism.
+
+Made by build_cp_metadata. A value: it can be compared, hashed, pickled and printed, and its arrays
+are read-only. Its fields have the names that engines give them; `shard` takes the rank's rows of a
+tensor, `unshard` puts the rows of all ranks together.
+
+Examples
+--------
+>>> import cpattn
+>>> plan = cpattn.build_cp_metadata([10], [15], cp_rank=0, cp_size=2)
+>>> plan.local_q_indices.tolist(), plan.query_cache_lengths.tolist()
+([0, 1, 2, 8, 9], [6, 7, 8, 14, 15])
+>>> plan.prefix_lens, plan.split_list, plan.zigzag_index
+([5], [3, 3, 2, 2], [0, 3]))"
   );
   add_fields(type);
   add_rows(type);

@@ -74,9 +74,10 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
 
     prefix = [0] * len(lens) if prefix is None else prefix
     width = max(streams.width() or streams.DEFAULT_WIDTH, MIN_WIDTH)
-    with refusals_by_option(extend_lens="--lens", prefix_lens="--prefix"):
+    with refusals_by_option(extend_lens="--lens", seq_lens="--prefix"):
         check_batch("--lens", lens, "--prefix", prefix)
-        text = block_map(lens, prefix, cp_size=cp_size, strategy=strategy, width=width)
+        seq_lens = [cached + new for cached, new in zip(prefix, lens, strict=True)]
+        text = block_map(lens, seq_lens, cp_size=cp_size, strategy=strategy, width=width)
     click.echo(text)
 
 

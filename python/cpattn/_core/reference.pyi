@@ -1,11 +1,12 @@
 # Types of the float64 oracle in the compiled core.
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-_Tensor = Any
-_Indices = Any
+from .._types import IndexTable, Indices
+from .._types import Tensor as _Tensor
+
+_Indices = Indices | IndexTable
 
 def paged_attention(
     q: _Tensor,

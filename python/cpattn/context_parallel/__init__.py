@@ -5,10 +5,12 @@
     hidden = plan.shard(hidden)  # and, of all ranks' rows, plan.unshard(parts)
 
 ``metadata`` has the strategies, and is where to start; ``gates`` says whether to split a batch at
-all, ``forward_mode`` what a batch is for, ``shard`` moves rows, ``explain`` draws a plan as text.
-Imports NumPy and the core. Several processes: `cpattn.distributed`.
+all, ``forward_mode`` what a batch is for, ``shard`` moves rows, ``attention`` computes them, and
+``explain`` draws a plan as text. Imports NumPy and the core. Several processes:
+`cpattn.distributed`.
 """
 
+from .attention import do_cp_attn_fia
 from .explain import block_map
 from .forward_mode import ForwardMode
 from .gates import can_apply_cp
@@ -21,4 +23,5 @@ __all__ = [
     "build_cp_metadata",
     "build_cp_metadata_all_ranks",
     "can_apply_cp",
+    "do_cp_attn_fia",
 ]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .._limits import check_seq_lens
 from .metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -20,7 +21,7 @@ _LEGEND = (
 
 def block_map(
     extend_lens: Sequence[int],
-    prefix_lens: Sequence[int] | None = None,
+    seq_lens: Sequence[int] | None = None,
     *,
     cp_size: int,
     strategy: str = "zigzag",
@@ -30,11 +31,14 @@ def block_map(
 
     Parameters
     ----------
-    extend_lens, prefix_lens : int, shape [bs]
-        New tokens of each sequence, and how many are cached before them (default: none).
+    extend_lens : ints [bs]
+        New tokens of each sequence.
+    seq_lens : ints [bs], optional
+        Cached prefix plus new tokens. Without it there is no prefix.
     cp_size : int
+        Number of ranks.
     strategy : str
-        As for `build_cp_metadata`.
+        ``"zigzag"``, ``"interleave"``, ``"contiguous"`` or an alias, as for `build_cp_metadata`.
     width : int
         Columns that the text may take, at least 20. A bar with fewer columns than tokens is scaled;
         the table of the ranks takes what its numbers need.
@@ -47,9 +51,17 @@ def block_map(
         its visible (query, key) pairs, both also in relation to the mean over the ranks,
         and its rows after physical padding.
 
+    Raises
+    ------
+    TypeError
+        For a width that is no int.
+    ValueError
+        For a width below 20, lengths that do not match, sequences shorter than their new tokens,
+        and an unknown strategy.
+
     Examples
     --------
-    >>> print(block_map([5, 2], [0, 3], cp_size=2))
+    >>> print(block_map([5, 2], [5, 5], cp_size=2))
     zigzag over 2 ranks: 2 sequences, 7 new tokens
     <BLANKLINE>
     sequence 0: 5 new tokens, 0 cached
@@ -74,20 +86,9 @@ def block_map(
     if width < MIN_WIDTH:
         raise ValueError(f"block_map: width must be >= {MIN_WIDTH}, got {width}")
     extend = [int(n) for n in extend_lens]
-    prefix = [0] * len(extend) if prefix_lens is None else [int(n) for n in prefix_lens]
-    if len(prefix) != len(extend):
-        raise ValueError(
-            "block_map: prefix_lens must have as many elements as extend_lens, "
-            f"got {len(prefix)} and {len(extend)}"
-        )
-    if min(prefix, default=0) < 0:
-        raise ValueError(f"block_map: prefix_lens must be >= 0, got {min(prefix)}")
-    plans = build_cp_metadata_all_ranks(
-        extend,
-        [p + n for p, n in zip(prefix, extend, strict=True)],
-        cp_size=cp_size,
-        strategy=strategy,
-    )
+    seq = extend if seq_lens is None else [int(n) for n in seq_lens]
+    check_seq_lens("block_map", seq, extend)
+    plans = build_cp_metadata_all_ranks(extend, seq, cp_size=cp_size, strategy=strategy)
     owners = np.empty(sum(extend), dtype=np.int64)
     for plan in plans:
         owners[plan.local_q_indices] = plan.cp_rank
@@ -98,8 +99,8 @@ def block_map(
     )
     lines.append("")
     start = 0
-    for s, (cached, length) in enumerate(zip(prefix, extend, strict=True)):
-        title = f"sequence {s}: {_count(length, 'new token')}, {cached} cached"
+    for s, (total, length) in enumerate(zip(seq, extend, strict=True)):
+        title = f"sequence {s}: {_count(length, 'new token')}, {total - length} cached"
         lines += textwrap.wrap(title, width)
         lines.extend(_sequence_lines(owners[start : start + length], width))
         start += length

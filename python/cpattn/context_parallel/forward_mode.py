@@ -11,7 +11,13 @@ __all__ = ["ForwardMode"]
 
 
 class ForwardMode(IntEnum):
-    """What a batch is forwarded for, as serving engines name and number it."""
+    """What a batch is forwarded for, as serving engines name and number it.
+
+    Examples
+    --------
+    >>> ForwardMode.MIXED.is_extend(), ForwardMode.DECODE.is_extend(), int(ForwardMode.IDLE)
+    (True, False, 4)
+    """
 
     EXTEND = 1
     DECODE = 2
@@ -24,52 +30,67 @@ class ForwardMode(IntEnum):
     DLLM_EXTEND = 9
 
     def is_extend(self, include_draft_extend_v2: bool = False) -> bool:
+        """Tell whether new tokens are computed behind what is cached, drafts only if asked for."""
         return _core.is_extend(self, include_draft_extend_v2)
 
     def is_prefill(self, include_draft_extend_v2: bool = False) -> bool:
+        """Tell the same as `is_extend`, by its other name."""
         return _core.is_extend(self, include_draft_extend_v2)
 
     def is_context_parallel_extend(self, include_draft_extend_v2: bool = False) -> bool:
-        """Whether context parallelism may split the new tokens."""
+        """Tell whether context parallelism may split the new tokens."""
         return _core.is_context_parallel_extend(self, include_draft_extend_v2)
 
     def is_extend_without_speculative(self) -> bool:
+        """Tell the same as `is_extend`, without what verifies drafts."""
         return _core.is_extend_without_speculative(self)
 
     def is_extend_or_draft_extend_or_mixed(self) -> bool:
+        """Tell whether it is EXTEND, MIXED or SPLIT_PREFILL."""
         return _core.is_extend_or_draft_extend_or_mixed(self)
 
     def is_decode_or_idle(self) -> bool:
+        """Tell whether each sequence has one new token, or there is none."""
         return _core.is_decode_or_idle(self)
 
     def is_cpu_graph(self) -> bool:
+        """Tell whether a graph of the CPU may replay the batch."""
         return _core.is_cpu_graph(self)
 
     def is_cuda_graph(self) -> bool:
+        """Tell whether a graph of CUDA may replay the batch."""
         return _core.is_cuda_graph(self)
 
     def is_decode(self) -> bool:
+        """Tell whether each sequence has one new token."""
         return self is ForwardMode.DECODE
 
     def is_mixed(self) -> bool:
+        """Tell whether chunks of prompts run together with decoding."""
         return self is ForwardMode.MIXED
 
     def is_idle(self) -> bool:
+        """Tell whether there are no sequences: another rank has some."""
         return self is ForwardMode.IDLE
 
     def is_target_verify(self) -> bool:
+        """Tell whether the model verifies the tokens of a draft."""
         return self is ForwardMode.TARGET_VERIFY
 
     def is_draft_extend_v2(self) -> bool:
+        """Tell whether a draft model extends behind verified tokens."""
         return self is ForwardMode.DRAFT_EXTEND_V2
 
     def is_prebuilt(self) -> bool:
+        """Tell whether keys and values came from a prefill server."""
         return self is ForwardMode.PREBUILT
 
     def is_split_prefill(self) -> bool:
+        """Tell whether a prompt runs some layers at a time."""
         return self is ForwardMode.SPLIT_PREFILL
 
     def is_dllm_extend(self) -> bool:
+        """Tell whether a diffusion model extends by a block."""
         return self is ForwardMode.DLLM_EXTEND
 
 

@@ -28,8 +28,8 @@ contiguous  1       P + L + (W - 1) ceil(L / W)**2, twice the mean on the last r
 from __future__ import annotations
 
 from .. import _core
-from .._containers import Indices
 from .._core import ContextParallelMetadata as ContextParallelMetadata
+from .._types import Indices
 from .shard import shard, unshard
 
 __all__ = ["ContextParallelMetadata", "build_cp_metadata", "build_cp_metadata_all_ranks"]
@@ -50,12 +50,13 @@ def build_cp_metadata(
 
     Parameters
     ----------
-    extend_lens : int, shape [bs]
+    extend_lens : ints [bs]
         New tokens of each sequence; zero and fewer than ``2 * cp_size`` are allowed
         (`can_apply_cp` is the gate engines ask first).
-    seq_lens : int, shape [bs], optional
+    seq_lens : ints [bs], optional
         Cached prefix plus new tokens. Without it there is no prefix.
     cp_rank, cp_size : int
+        Which of how many ranks, at most 2**15.
     strategy : str
         ``"zigzag"``, ``"interleave"``, ``"contiguous"`` or an alias.
     num_tokens : int, optional
@@ -77,6 +78,8 @@ def build_cp_metadata(
 
     Raises
     ------
+    TypeError
+        For lengths or sizes that are no integers.
     ValueError
         Names the argument, the rule, the value and its position.
 
@@ -108,6 +111,27 @@ def build_cp_metadata_all_ranks(
 
     The arrays of all ranks lie in one allocation, with those that do not depend on the
     rank stored once; it lives as long as any of the plans.
+
+    Parameters
+    ----------
+    extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat
+        As of `build_cp_metadata`.
+
+    Returns
+    -------
+    list of ContextParallelMetadata
+        One for each rank, in their order.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As of `build_cp_metadata`.
+
+    Examples
+    --------
+    >>> plans = build_cp_metadata_all_ranks([10, 14], [15, 14], cp_size=2)
+    >>> [plan.per_rank_actual_token[plan.cp_rank] for plan in plans]
+    [12, 12]
     """
     return _core.build_cp_metadata_all_ranks(
         extend_lens, seq_lens, cp_size, strategy, num_tokens, kv_len_convention, compat

@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 
 from .. import _core
-from .._containers import Tensor, tensor_of, torch_of
+from .._containers import tensor_of, torch_of
 from .._core import ContextParallelMetadata
+from .._types import AnyTensor, TensorT
 
 __all__ = ["shard", "unshard"]
 
 
 def shard(
-    self: ContextParallelMetadata, x: Tensor, dim: int = 0, *, truncate: bool = False
-) -> Tensor:
-    """This rank's rows of a tensor over the tokens of the batch.
+    self: ContextParallelMetadata, x: TensorT, dim: int = 0, *, truncate: bool = False
+) -> TensorT:
+    """Take this rank's rows of a tensor over the tokens of the batch.
 
     Parameters
     ----------
@@ -33,22 +34,23 @@ def shard(
     tensor, per_rank_actual_token[cp_rank] rows along `dim`
         ``x[local_q_indices]``; rows of physical padding are zeros.
     """
-    x = tensor_of(x, "shard", "x")
-    dim = _checked_dim("shard", x, dim)
+    tensor = tensor_of(x, "shard", "x")
+    dim = _checked_dim("shard", tensor, dim)
     truncate = _core.flag(truncate, "shard", "truncate")
-    rows, wanted = x.shape[dim], self.total_seq_lens
+    rows, wanted = tensor.shape[dim], self.total_seq_lens
     if rows != wanted and not (truncate and rows > wanted):
         rule = "at least " if truncate else ""
         raise ValueError(
             f"shard: x must have {rule}total_seq_lens = {wanted} rows along dim {dim}, got {rows}"
         )
-    local = _take(x, self.local_q_indices, dim)
+    local = _take(tensor, self.local_q_indices, dim)
     padding = self.per_rank_actual_token[self.cp_rank] - local.shape[dim]
-    return _append_zeros(local, padding, dim) if padding else local
+    sharded: TensorT = _append_zeros(local, padding, dim) if padding else local
+    return sharded
 
 
-def unshard(self: ContextParallelMetadata, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """The tensor over all tokens, from every rank's rows: the inverse of `shard`.
+def unshard(self: ContextParallelMetadata, parts: Sequence[TensorT], dim: int = 0) -> TensorT:
+    """Put the tensor over all tokens together from every rank's rows: the inverse of `shard`.
 
     Parameters
     ----------
@@ -79,10 +81,11 @@ def unshard(self: ContextParallelMetadata, parts: Sequence[Tensor], dim: int = 0
             )
         logical.append(part[(slice(None),) * dim + (slice(wanted),)])
     with _core.TraceSpan(_core.TraceScope.gather):
-        return _take(_concatenate(logical, dim), self._gathered_row_indices(), dim)
+        whole: TensorT = _take(_concatenate(logical, dim), self._gathered_row_indices(), dim)
+    return whole
 
 
-def _checked_parts(parts: Sequence[Tensor], cp_size: int) -> list[Tensor]:
+def _checked_parts(parts: Sequence[AnyTensor], cp_size: int) -> list[AnyTensor]:
     try:
         count = len(parts)  # before all of a large tensor becomes a list
         given = list(parts) if count == cp_size else []
@@ -98,12 +101,12 @@ def _checked_parts(parts: Sequence[Tensor], cp_size: int) -> list[Tensor]:
     return tensors
 
 
-def _rest(x: Tensor, dim: int) -> tuple[int, ...]:
+def _rest(x: AnyTensor, dim: int) -> tuple[int, ...]:
     """The shape without a dimension."""
     return (*x.shape[:dim], *x.shape[dim + 1 :])
 
 
-def _checked_dim(function: str, x: Tensor, dim: int) -> int:
+def _checked_dim(function: str, x: AnyTensor, dim: int) -> int:
     dim = _core.integer(dim, function, "dim")
     if x.ndim == 0:
         raise ValueError(f"{function}: x and parts must have dimensions, got a tensor of none")
@@ -112,7 +115,7 @@ def _checked_dim(function: str, x: Tensor, dim: int) -> int:
     return dim % x.ndim
 
 
-def _take(x: Tensor, indices: np.ndarray[Any, Any], dim: int) -> Tensor:
+def _take(x: AnyTensor, indices: np.ndarray[Any, Any], dim: int) -> AnyTensor:
     torch = torch_of(x)
     if torch is None:
         return x.take(indices, axis=dim)
@@ -120,14 +123,14 @@ def _take(x: Tensor, indices: np.ndarray[Any, Any], dim: int) -> Tensor:
     return x.index_select(dim, torch.from_numpy(indices.copy()).to(x.device))
 
 
-def _concatenate(parts: Sequence[Tensor], dim: int) -> Tensor:
+def _concatenate(parts: Sequence[AnyTensor], dim: int) -> AnyTensor:
     torch = torch_of(parts[0])
     if torch is None:
         return np.concatenate(parts, axis=dim)
     return torch.cat(parts, dim)
 
 
-def _append_zeros(x: Tensor, rows: int, dim: int) -> Tensor:
+def _append_zeros(x: AnyTensor, rows: int, dim: int) -> AnyTensor:
     shape = (*x.shape[:dim], rows, *x.shape[dim + 1 :])
     torch = torch_of(x)
     zeros = np.zeros(shape, x.dtype) if torch is None else x.new_zeros(shape)

@@ -3,7 +3,7 @@
 
     layer = AttentionLayer(num_heads=32, num_kv_heads=8, head_dim=128)
     rates = Rates(gflops=900, gather_gbps=10)
-    forecast = predict([([32768], [0])], layer, rates, cp_size=64, strategy="zigzag")
+    forecast = predict([([32768], [32768])], layer, rates, cp_size=64, strategy="zigzag")
     forecast.efficiency, forecast.imbalance, forecast.sent_bytes.max()
 
 ``work``         what every rank has to compute and to send: integers, exact

@@ -160,9 +160,7 @@ def _sample(layer: AttentionLayer, extends: list[int], prefix: int, threads: int
         )
         run_attention(plan, q, k, v, scale=0.1)
         times.append(time.perf_counter() - begin)
-    work = rank_work(
-        extends, [prefix] * len(extends), cp_size=1, strategy="contiguous", layer=layer
-    )
+    work = rank_work(extends, lens, cp_size=1, strategy="contiguous", layer=layer)
     flops = 2 * layer.dims
     return Sample(
         float(work.pairs[0]) * layer.num_heads * flops,

@@ -103,14 +103,18 @@ def _batches(
     if extend_lens is None and prefix_lens is None:
         extend_lens, prefix_lens = [tokens or _TOKENS], [prefix or 0]
         check_batch("--tokens", extend_lens, "--prefix", prefix_lens)
-        return [(extend_lens, prefix_lens)]
+        return [(extend_lens, _added(prefix_lens, extend_lens))]
     if extend_lens is None:
         raise ValueError("--prefix-lens needs --extend-lens")
     prefix_lens = [0] * len(extend_lens) if prefix_lens is None else prefix_lens
     check_batch("--extend-lens", extend_lens, "--prefix-lens", prefix_lens)
     if not any(extend_lens):
         raise ValueError("--extend-lens must have a sequence with new tokens, got none")
-    return [(extend_lens, prefix_lens)]
+    return [(extend_lens, _added(prefix_lens, extend_lens))]
+
+
+def _added(prefix_lens: list[int], extend_lens: list[int]) -> list[int]:
+    return [cached + new for cached, new in zip(prefix_lens, extend_lens, strict=True)]
 
 
 def parse_cp_sizes(text: str) -> list[int]:
@@ -136,4 +140,4 @@ def trace_batches(requests: Sequence[Request], *, page_size: int, token_budget: 
     pages = sum(-(-request.input_length // page_size) + 1 for request in requests)
     cache = PrefixCache(pages, page_size=page_size, block_tokens=TRACE_BLOCK_TOKENS)
     batches = prefill_batches(requests, cache, token_budget=token_budget)
-    return [(batch.extend_lens, batch.prefix_lens) for batch in batches]
+    return [(batch.extend_lens, batch.seq_lens) for batch in batches]

@@ -14,7 +14,7 @@ from .._limits import check_integer, check_number
 from .work import PACKING_ROWS, AttentionLayer, RankWork, rank_work
 
 Seconds = NDArray[np.float64]
-Batch = tuple[Any, Any]  # extend_lens and prefix_lens, int [bs]
+Batch = tuple[Any, Any]  # extend_lens and seq_lens, int [bs]
 
 
 @dataclass(frozen=True)
@@ -151,30 +151,43 @@ def predict(
 
     Parameters
     ----------
-    batches : sequence of (extend_lens, prefix_lens)
-        New tokens of each sequence of a batch, and how many are cached before them.
+    batches : sequence of (extend_lens, seq_lens)
+        New tokens of each sequence of a batch, and these with the cached ones before them.
     layer : AttentionLayer
+        Sizes of the layers, and how many there are.
     rates : Rates
+        What a rank computes and sends in a second.
     cp_size : int
+        Number of ranks.
     strategy : str
-        As for `build_cp_metadata`.
+        ``"zigzag"``, ``"interleave"``, ``"contiguous"`` or an alias, as for `build_cp_metadata`.
+
+    Returns
+    -------
+    Prediction
+        Seconds of each rank and of the whole, bytes, and balance.
+
+    Raises
+    ------
+    ValueError
+        For no batches or batches without new tokens, and lengths that do not match.
 
     Examples
     --------
     >>> rates = Rates(gflops=900, gather_gbps=10)
-    >>> forecast = predict([([32768], [0])], AttentionLayer(), rates, cp_size=8)
+    >>> forecast = predict([([32768], [32768])], AttentionLayer(), rates, cp_size=8)
     >>> forecast.imbalance, int(forecast.sent_bytes.max())
     (1.0, 117440512)
     """
     if not batches:
         raise ValueError("predict: batches must hold at least one batch")
     works = [
-        rank_work(extends, prefixes, cp_size=cp_size, strategy=strategy, layer=layer)
-        for extends, prefixes in batches
+        rank_work(extends, lengths, cp_size=cp_size, strategy=strategy, layer=layer)
+        for extends, lengths in batches
     ]
     alone = [
-        rank_work(extends, prefixes, cp_size=1, strategy="contiguous", layer=layer)
-        for extends, prefixes in batches
+        rank_work(extends, lengths, cp_size=1, strategy="contiguous", layer=layer)
+        for extends, lengths in batches
     ]
     if not any(work.pairs.any() for work in works):
         raise ValueError("predict: batches must have new tokens, got none")
@@ -188,7 +201,7 @@ def predict(
         layer=layer,
         num_batches=len(batches),
         new_tokens=int(sum(work.tokens.sum() for work in works)),
-        pool_bytes=max(layer.pool_bytes(np.add(*batch)) for batch in batches),
+        pool_bytes=max(layer.pool_bytes(np.asarray(lengths)) for _, lengths in batches),
         pairs=np.sum([work.pairs for work in works], axis=0),
         attention_seconds=np.sum(attention, axis=0),
         gather_seconds=np.sum(gather, axis=0),

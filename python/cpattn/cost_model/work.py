@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .._limits import check_integer
+from .._limits import check_integer, check_seq_lens
 from ..context_parallel.metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -112,7 +112,7 @@ class RankWork:
 
 def rank_work(
     extend_lens: Sequence[int] | Any,
-    prefix_lens: Sequence[int] | Any,
+    seq_lens: Sequence[int] | Any,
     *,
     cp_size: int,
     strategy: str = "zigzag",
@@ -122,31 +122,36 @@ def rank_work(
 
     Parameters
     ----------
-    extend_lens, prefix_lens : int, shape [bs]
-        New tokens of each sequence, and how many are cached before them.
+    extend_lens, seq_lens : ints [bs]
+        New tokens of each sequence, and these with the cached ones before them.
     cp_size : int
+        Number of ranks.
     strategy : str
-        As for `build_cp_metadata`.
-    layer : AttentionLayer, optional
+        ``"zigzag"``, ``"interleave"``, ``"contiguous"`` or an alias, as for `build_cp_metadata`.
+    layer : AttentionLayer, default one with all defaults
+        Which sizes work and bytes are counted for.
+
+    Returns
+    -------
+    RankWork
+        Arrays with an element for each rank.
+
+    Raises
+    ------
+    ValueError
+        For lengths that do not match, sequences shorter than their new tokens, and an unknown
+        strategy.
 
     Examples
     --------
-    >>> work = rank_work([8], [4], cp_size=2)
+    >>> work = rank_work([8], [12], cp_size=2)
     >>> work.tokens, work.pairs  # tokens 0, 1, 6 and 7 behind 4 cached ones see 5, 6, 11 and 12
     (array([4, 4]), array([34, 34]))
     """
     layer = layer or AttentionLayer()
-    extends, prefixes = np.asarray(extend_lens), np.asarray(prefix_lens)
-    if extends.shape != prefixes.shape:
-        raise ValueError(
-            "rank_work: prefix_lens must have as many elements as extend_lens, "
-            f"got {prefixes.size} and {extends.size}"
-        )
-    if prefixes.min(initial=0) < 0:
-        raise ValueError(f"rank_work: prefix_lens must be >= 0, got {prefixes.min()}")
-    plans = build_cp_metadata_all_ranks(
-        extends, prefixes + extends, cp_size=cp_size, strategy=strategy
-    )
+    extends, lengths = np.asarray(extend_lens), np.asarray(seq_lens)
+    check_seq_lens("rank_work", lengths.tolist(), extends.tolist())
+    plans = build_cp_metadata_all_ranks(extends, lengths, cp_size=cp_size, strategy=strategy)
     rows, first, step = _segments(plans)
     tokens = rows.sum(1)
     pairs = rows * first + step * (rows * (rows - 1) // 2)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .._arguments import flag
-from ..attention import do_cp_attn_fia
+from ..context_parallel.attention import do_cp_attn_fia
 from ..context_parallel.metadata import build_cp_metadata
 from .exchange import RowExchange
 from .plan import ContextParallelPlan, make_plan

@@ -23,7 +23,8 @@ import torch
 
 from .. import _core
 from .._torch_library import Operators
-from ..attention import default_scale, do_cp_attn_fia, merge_state, paged_attention
+from ..attention import default_scale, merge_state, paged_attention
+from ..context_parallel.attention import do_cp_attn_fia
 from ..context_parallel.metadata import build_cp_metadata
 from ..sparse.index_k import hadamard_transform
 from ..sparse.indexer import indexer_logits, indexer_topk

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV pools: pages of keys and values of all layers, and writes into them.
 
-    pool = MHATokenToKVPool(65536, 128, 32, 8, 128, dtype="bfloat16")
+    pool = MHATokenToKVPool(
+        size=65536, page_size=128, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"
+    )
     pool.set_kv_buffer(layer, slots, k, v)
 
 ``pools`` has one class for dense attention and one for MLA, with or without keys of an indexer.

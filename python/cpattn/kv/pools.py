@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 from .. import _core
 from .._arguments import at_least, integer
-from .._containers import Tensor, numpy_dtype
+from .._containers import numpy_dtype
+from .._types import AnyTensor, Indices, Tensor
 
 _FLAGS = {
     **dict.fromkeys(("1", "true", "yes", "y", "on"), True),
@@ -63,7 +64,7 @@ class _KVPool:
             for kind, buffer in self._buffers.items()
         }
 
-    def _shaped(self, flat: Tensor, row: tuple[int, int]) -> Tensor:
+    def _shaped(self, flat: AnyTensor, row: tuple[int, int]) -> AnyTensor:
         """One tensor for all layers, or a list of a tensor for each."""
         if not self.use_fia:
             return flat.reshape(self.num_layers, self.num_pages, self.page_size, *row)
@@ -119,31 +120,31 @@ class _KVPool:
         return layer - self.start_layer
 
     @property
-    def k_buffer(self) -> Tensor | list[Tensor]:
+    def k_buffer(self) -> AnyTensor:
         """All keys as they are stored (`store_dtype`): one tensor, or one per layer under FIA."""
         return self._stored["k"]
 
     @property
-    def v_buffer(self) -> Tensor | list[Tensor]:
+    def v_buffer(self) -> AnyTensor:
         """All values, likewise."""
         return self._stored["v"]
 
-    def get_key_buffer(self, layer_id: Any) -> Tensor:
+    def get_key_buffer(self, layer_id: Any) -> AnyTensor:
         """The keys of a layer, by its number in the whole model, as `dtype`."""
         return self._layers["k"][self._layer_index("get_key_buffer", layer_id)]
 
-    def get_value_buffer(self, layer_id: Any) -> Tensor:
+    def get_value_buffer(self, layer_id: Any) -> AnyTensor:
         """The values of a layer, by its number in the whole model, as `dtype`."""
         return self._layers["v"][self._layer_index("get_value_buffer", layer_id)]
 
-    def get_kv_buffer(self, layer_id: Any) -> tuple[Tensor, Tensor]:
+    def get_kv_buffer(self, layer_id: Any) -> tuple[AnyTensor, AnyTensor]:
         """Keys and values of a layer."""
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
     def _set_kv_buffer(
         self,
         layer_id: Any,
-        loc: Any,
+        loc: Indices,
         k: Tensor,
         v: Tensor | None,
         k_scale: Any,
@@ -182,7 +183,12 @@ class MHATokenToKVPool(_KVPool):
     ----------
     size : int
         Token slots beside those of page 0; what does not fill a page is not there.
-    page_size, num_layers, num_kv_heads, head_dim : int
+    page_size : int
+        Tokens of a page.
+    num_layers : int
+        Layers of this stage.
+    num_kv_heads, head_dim : int
+        Heads of keys and values on this rank, and elements of a key.
     v_head_dim : int, default head_dim
     dtype : str, torch or NumPy dtype
         float32, float16, bfloat16 or float8_e4m3fn, which is stored as uint8.
@@ -203,6 +209,15 @@ class MHATokenToKVPool(_KVPool):
     num_pages, start_layer, end_layer : int
         `end_layer` is behind the last layer.
 
+    Raises
+    ------
+    TypeError
+        For sizes that are no integers, and a container or dtype that is no name.
+    ValueError
+        For sizes that are too small or beyond 2**63 bytes, and names that are unknown.
+    MemoryError
+        If the system does not have the address space.
+
     Notes
     -----
     There is no `get_state_buf_infos`: engines ask for the method to find out whether a pool has
@@ -211,7 +226,9 @@ class MHATokenToKVPool(_KVPool):
     Examples
     --------
     >>> import numpy as np, cpattn
-    >>> pool = cpattn.kv.MHATokenToKVPool(64, 8, 2, 2, 8, dtype="float32", container="numpy")
+    >>> pool = cpattn.kv.MHATokenToKVPool(
+    ...     size=64, page_size=8, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32",
+    ...     container="numpy")
     >>> rows = np.ones((3, 2, 8), np.float32)
     >>> pool.set_kv_buffer(1, [8, 9, 10], rows, 2 * rows)
     >>> pool.get_value_buffer(1)[1, :4, 0, 0]
@@ -223,12 +240,12 @@ class MHATokenToKVPool(_KVPool):
 
     def __init__(
         self,
+        *,
         size: int,
         page_size: int,
         num_layers: int,
         num_kv_heads: int,
         head_dim: int,
-        *,
         v_head_dim: int | None = None,
         dtype: Any = "bfloat16",
         start_layer: int = 0,
@@ -248,7 +265,7 @@ class MHATokenToKVPool(_KVPool):
     def set_kv_buffer(
         self,
         layer_id: Any,
-        loc: Any,
+        loc: Indices,
         k: Tensor,
         v: Tensor,
         k_scale: Any = None,
@@ -288,6 +305,7 @@ class MLATokenToKVPool(_KVPool):
     Parameters
     ----------
     size, page_size, num_layers : int
+        As of `MHATokenToKVPool`.
     kv_lora_rank : int
         Width of `k_buffer`.
     qk_rope_head_dim : int
@@ -298,16 +316,32 @@ class MLATokenToKVPool(_KVPool):
         As of `MHATokenToKVPool`.
     use_fia : bool, optional
         Accepted for symmetry; there is one layout.
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        As of `MHATokenToKVPool`.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> pool = cpattn.kv.MLATokenToKVPool(
+    ...     size=64, page_size=8, num_layers=2, kv_lora_rank=16, qk_rope_head_dim=8,
+    ...     dtype="float32", container="numpy")
+    >>> latent = np.ones((2, 24), np.float32)     # both parts of a key, side by side
+    >>> pool.set_kv_buffer(0, [8, 9], latent)
+    >>> [buffer.shape for buffer in pool.get_kv_buffer(0)]
+    [(9, 8, 1, 16), (9, 8, 1, 8)]
     """
 
     def __init__(
         self,
+        *,
         size: int,
         page_size: int,
         num_layers: int,
         kv_lora_rank: int,
         qk_rope_head_dim: int,
-        *,
         index_head_dim: int | None = None,
         dtype: Any = "bfloat16",
         start_layer: int = 0,
@@ -329,11 +363,11 @@ class MLATokenToKVPool(_KVPool):
         super().__init__(rows, size, page_size, num_layers, dtype, start_layer, False, container)
 
     @property
-    def index_k_buffer(self) -> Tensor | None:
+    def index_k_buffer(self) -> AnyTensor | None:
         """All keys of the indexer as they are stored, or None."""
         return self._stored.get("index_k")
 
-    def get_index_k_buffer(self, layer_id: Any) -> Tensor:
+    def get_index_k_buffer(self, layer_id: Any) -> AnyTensor:
         """The keys of a layer's indexer, as `dtype`."""
         index = self._layer_index("get_index_k_buffer", layer_id)
         self._check_index("get_index_k_buffer")
@@ -346,7 +380,7 @@ class MLATokenToKVPool(_KVPool):
     def set_kv_buffer(
         self,
         layer_id: Any,
-        loc: Any,
+        loc: Indices,
         k: Tensor,
         v: Tensor | None = None,
         k_scale: Any = None,
@@ -359,7 +393,7 @@ class MLATokenToKVPool(_KVPool):
         """
         self._set_kv_buffer(layer_id, loc, k, v, k_scale, v_scale, layer_id_override)
 
-    def set_index_k_buffer(self, layer_id: Any, loc: Any, index_k: Tensor) -> None:
+    def set_index_k_buffer(self, layer_id: Any, loc: Indices, index_k: Tensor) -> None:
         """Write keys of the indexer, num_tokens * index_head_dim elements, likewise."""
         index = self._layer_index("set_index_k_buffer", layer_id)
         self._check_index("set_index_k_buffer")

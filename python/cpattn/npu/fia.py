@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from .. import _core
-from .._containers import Indices, Tensor, empty
+from .._containers import empty
+from .._types import IndexTable, Indices, Tensor, TensorT
 
 __all__ = ["npu_fused_infer_attention_score"]
 
@@ -20,7 +21,7 @@ def _refuse(**unsupported: object) -> None:
 
 
 def npu_fused_infer_attention_score(
-    query: Tensor,
+    query: TensorT,
     key: Tensor,
     value: Tensor,
     *,
@@ -35,7 +36,7 @@ def npu_fused_infer_attention_score(
     quant_offset2: None = None,
     antiquant_scale: None = None,
     antiquant_offset: None = None,
-    block_table: Indices | None = None,
+    block_table: IndexTable | None = None,
     query_padding_size: None = None,
     kv_padding_size: None = None,
     key_antiquant_scale: None = None,
@@ -61,7 +62,7 @@ def npu_fused_infer_attention_score(
     softmax_lse_flag: bool = False,
     key_antiquant_mode: int = 0,
     value_antiquant_mode: int = 0,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[TensorT, TensorT]:
     """Attention with the signature and the meaning of ``torch_npu``'s operator.
 
     What the NPU leaves undefined is pinned here: the LSE is a natural logarithm, rows that see

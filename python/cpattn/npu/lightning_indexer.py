@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from .. import _core
-from .._containers import Indices, Tensor, empty, numpy_dtype, torch_of
+from .._containers import empty, numpy_dtype, torch_of
+from .._types import IndexTable, Indices, Tensor, TensorT
 
 __all__ = ["npu_lightning_indexer"]
 
@@ -12,13 +13,13 @@ INT64_MAX = 2**63 - 1
 
 
 def npu_lightning_indexer(
-    query: Tensor,
+    query: TensorT,
     key: Tensor,
     weights: Tensor,
     *,
     actual_seq_lengths_query: Indices | None = None,
     actual_seq_lengths_key: Indices | None = None,
-    block_table: Indices | None = None,
+    block_table: IndexTable | None = None,
     layout_query: str = "BSND",
     layout_key: str = "BSND",
     sparse_count: int = 2048,
@@ -26,7 +27,7 @@ def npu_lightning_indexer(
     pre_tokens: int = INT64_MAX,
     next_tokens: int = INT64_MAX,
     return_value: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[TensorT, TensorT]:
     """Top-k keys of each query, with the signature and the meaning of ``torch_npu``'s operator.
 
     For query i of S1 and key j of S2, both of one sequence and counted by its actual lengths::

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from .. import _core
-from .._containers import Indices, Tensor, empty
+from .._containers import empty
+from .._types import IndexTable, Indices, Tensor, TensorT
 
 __all__ = ["npu_sparse_flash_attention"]
 
@@ -12,13 +13,13 @@ NO_LIMIT = 2**63 - 1
 
 
 def npu_sparse_flash_attention(
-    query: Tensor,
+    query: TensorT,
     key: Tensor,
     value: Tensor,
     sparse_indices: Tensor,
     scale_value: float,
     *,
-    block_table: Indices | None = None,
+    block_table: IndexTable | None = None,
     actual_seq_lengths_query: Indices | None = None,
     actual_seq_lengths_kv: Indices | None = None,
     query_rope: Tensor | None = None,
@@ -31,7 +32,7 @@ def npu_sparse_flash_attention(
     next_tokens: int = NO_LIMIT,
     attention_mode: int = 0,
     return_softmax_lse: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[TensorT, TensorT, TensorT]:
     """Attention of each query over the keys that it names, as ``torch_npu``'s operator has it.
 
     Unlike `flash_mla_sparse_fwd` it takes positions within sequences, and hides keys beyond

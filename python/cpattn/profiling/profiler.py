@@ -68,7 +68,14 @@ def profile(*, max_events: int = 1 << 20) -> Profile:
 
 
 class ScopeTime(NamedTuple):
-    """What a profile says of one scope, over all threads."""
+    """What a profile says of one scope, over all threads.
+
+    Examples
+    --------
+    >>> row = ScopeTime("qk", events=8, seconds=0.5, share=0.25, flops=10**9, peak=0.8)
+    >>> row.flops / row.seconds     # flop/s, of all threads together
+    2000000000.0
+    """
 
     scope: str
     events: int  # how many; of the total the calls
@@ -95,6 +102,16 @@ class Profile(Recording):
         Length of the block.
     peaks : dict of int to float
         By dtype, the flop/s that one thread can do while all of them multiply.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> q, cache = np.ones((8, 2, 16), np.float32), np.ones((1, 8, 1, 16), np.float32)
+    >>> with cpattn.profile() as trace:
+    ...     out = cpattn.paged_attention(q, cache, cache, q_lens=[8], kv_lens=[8],
+    ...                                  block_tables=[[0]])
+    >>> trace.calls, trace.dropped, len(trace.select(cpattn.profiling.TraceScope.call))
+    (1, 0, 1)
     """
 
     def __repr__(self) -> str:

@@ -22,7 +22,13 @@ _Itself = TypeVar("_Itself", bound="Recording")
 
 
 class Thread(NamedTuple):
-    """A thread that recorded events."""
+    """A thread that recorded events.
+
+    Examples
+    --------
+    >>> Thread(name="cpattn-1", id=4711, dropped=0).name
+    'cpattn-1'
+    """
 
     name: str
     id: int  # the operating system's

@@ -4,25 +4,26 @@
 from __future__ import annotations
 
 from .. import _core
-from .._containers import Indices, Tensor, empty
+from .._containers import empty
+from .._types import IndexTable, Indices, Tensor, TensorT
 
 __all__ = ["cp_indexer_topk", "dcp_local_indices"]
 
 
 def cp_indexer_topk(
-    q: Tensor,
+    q: TensorT,
     index_k_cache: Tensor,
     weights: Tensor,
     metadata: _core.ContextParallelMetadata,
     *,
-    block_tables: Indices,
+    block_tables: IndexTable,
     page_size: int,
     topk: int,
     prefix_lens: Indices | None = None,
     k_scale: Tensor | None = None,
     sorted: bool = True,
     num_threads: int | None = None,
-) -> Tensor:
+) -> TensorT:
     """The keys that each of a rank's tokens attends to, over paged sequences with prefixes.
 
     For the token at position ``p`` of its sequence, prefix counted::
@@ -97,8 +98,8 @@ def cp_indexer_topk(
 
 
 def dcp_local_indices(
-    indices: Tensor, *, dcp_rank: int, dcp_size: int, interleave_size: int = 1
-) -> Tensor:
+    indices: TensorT, *, dcp_rank: int, dcp_size: int, interleave_size: int = 1
+) -> TensorT:
     """What one rank of decode context parallelism owns of global top-k indices.
 
     Position ``p`` of a sequence lies on rank ``p // interleave_size % dcp_size``, which holds its

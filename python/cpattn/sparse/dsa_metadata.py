@@ -5,9 +5,9 @@ they are."""
 from __future__ import annotations
 
 from .. import _core
-from .._containers import Indices
 from .._core import ContextParallelMetadata
 from .._core import DsaMetadata as DsaMetadata
+from .._types import Indices
 from ..context_parallel.forward_mode import ForwardMode
 from .topk import TopkTransformMethod
 

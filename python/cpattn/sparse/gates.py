@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from .. import _core
-from .._containers import Indices
+from .._types import Indices
 from ..context_parallel.forward_mode import ForwardMode
 
 __all__ = ["can_dsa_prefill_cp_interleave", "dsa_use_prefill_cp"]

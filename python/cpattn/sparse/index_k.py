@@ -6,13 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _core
-from .._containers import Tensor, empty
+from .._containers import empty
+from .._types import Tensor, TensorT
 
 _CODES = ("float8_e4m3fn", "int8")
 _NUMBERS = ("float32", "float16", "bfloat16")
 
 
-def hadamard_transform(x: Tensor, scale: float | None = None) -> Tensor:
+def hadamard_transform(x: TensorT, scale: float | None = None) -> TensorT:
     """``x @ H * scale`` along the last dimension, H being the Hadamard matrix of its size.
 
     ``H[i, j] = (-1) ** popcount(i & j)``, which is its own transpose and, with the default scale,
@@ -38,8 +39,8 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Tensor:
 
 
 def quantize_index(
-    x: Tensor, *, dtype: str = "float8_e4m3fn", scale_fmt: str | None = None
-) -> tuple[Tensor, Tensor]:
+    x: TensorT, *, dtype: str = "float8_e4m3fn", scale_fmt: str | None = None
+) -> tuple[TensorT, TensorT]:
     """Quantise queries or keys of the indexer, 128 elements at a time.
 
     With ``amax = max(|x|, 1e-4)`` of a group, ``scale = amax / 448`` for e4m3fn and ``amax / 127``
@@ -66,8 +67,8 @@ def quantize_index(
 
 
 def _quantize(
-    function: str, argument: str, x: Tensor, dtype: str, scale_fmt: str | None
-) -> tuple[Tensor, Tensor]:
+    function: str, argument: str, x: TensorT, dtype: str, scale_fmt: str | None
+) -> tuple[TensorT, TensorT]:
     _check_codes(function, dtype)
     if scale_fmt is not None and _core.text(scale_fmt, function, "scale_fmt") != "ue8m0":
         raise ValueError(f"{function}: scale_fmt must be None or 'ue8m0', got {scale_fmt!r}")
@@ -136,8 +137,8 @@ def _quantized_keys(k: Tensor, scale_fmt: str | None) -> tuple[Tensor, Tensor]:
 
 
 def read_index_k_cache(
-    cache: Tensor, slots: Any, *, dtype: str = "float8_e4m3fn"
-) -> tuple[Tensor, Tensor]:
+    cache: TensorT, slots: Any, *, dtype: str = "float8_e4m3fn"
+) -> tuple[TensorT, TensorT]:
     """Gather keys that `write_index_k_cache` wrote.
 
     Parameters

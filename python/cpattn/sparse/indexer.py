@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 from .. import _core
-from .._containers import Indices, Tensor, empty
+from .._containers import empty
+from .._types import Indices, Tensor, TensorT
 
 
 def indexer_logits(
-    q: Tensor,
+    q: TensorT,
     k: Tensor,
     weights: Tensor,
     ks: Indices,
     ke: Indices,
     *,
     k_scale: Tensor | None = None,
-) -> Tensor:
+) -> TensorT:
     """Scores of the keys [ks[i], ke[i]) for every query i.
 
     Parameters
@@ -51,7 +52,7 @@ def indexer_logits(
 
 
 def indexer_topk(
-    q: Tensor,
+    q: TensorT,
     k: Tensor,
     weights: Tensor,
     ks: Indices,
@@ -60,7 +61,7 @@ def indexer_topk(
     topk: int,
     k_scale: Tensor | None = None,
     sorted: bool = True,
-) -> Tensor:
+) -> TensorT:
     """The ``topk`` keys of [ks[i], ke[i]) with the largest scores, for every query i.
 
     Exact, and without the scores ever being stored: memory does not depend on S.

@@ -7,13 +7,14 @@ import math
 from typing import Any
 
 from .. import _core
-from .._containers import Tensor, empty
+from .._containers import empty
+from .._types import Tensor, TensorT
 
 CODE_BYTES = 528  # 512 codes and 4 scales
 ROW_BYTES = 656  # and 64 bfloat16 numbers
 
 
-def quantize_kv_rows(nope: Tensor, rope: Tensor, *, out: Tensor | None = None) -> Tensor:
+def quantize_kv_rows(nope: TensorT, rope: Tensor, *, out: TensorT | None = None) -> TensorT:
     """Quantise latent keys for the FP8 cache.
 
     A row is 512 e4m3fn codes of `nope`, 4 little-endian float32 scales, one per 128 elements, and
@@ -59,7 +60,7 @@ def quantize_kv_rows(nope: Tensor, rope: Tensor, *, out: Tensor | None = None) -
     return out
 
 
-def quantize_kv_rows_separate(nope: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_kv_rows_separate(nope: TensorT, rope: Tensor) -> tuple[TensorT, TensorT]:
     """As `quantize_kv_rows`, in two tensors that joined along the last dimension are its rows.
 
     Returns
@@ -77,7 +78,9 @@ def quantize_kv_rows_separate(nope: Tensor, rope: Tensor) -> tuple[Tensor, Tenso
     return codes, rope_bytes
 
 
-def dequantize_kv_rows(rows: Tensor, indices: Any = None, *, out: Tensor | None = None) -> Tensor:
+def dequantize_kv_rows(
+    rows: TensorT, indices: Any = None, *, out: TensorT | None = None
+) -> TensorT:
     """Read rows of the FP8 cache back as bfloat16.
 
     Parameters

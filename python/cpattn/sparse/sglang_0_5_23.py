@@ -9,7 +9,8 @@ its sparse-attention backend does.
 from __future__ import annotations
 
 from .. import _core
-from .._containers import Indices, Tensor, empty, tensor_of
+from .._containers import empty, tensor_of
+from .._types import IndexTable, Indices, Tensor, TensorT
 from .topk import result_like
 
 __all__ = [
@@ -24,13 +25,13 @@ __all__ = [
 
 
 def fast_topk(
-    score: Tensor,
+    score: TensorT,
     lengths: Indices,
     topk: int,
     row_starts: Indices | None = None,
     *,
     sorted: bool = True,
-) -> Tensor:
+) -> TensorT:
     """The indices of the largest scores of each row.
 
     Row ``i`` selects among ``score[i, start : start + length]`` with ``start = row_starts[i]``
@@ -74,16 +75,16 @@ def fast_topk(
 
 
 def fast_topk_transform_fused(
-    score: Tensor,
+    score: TensorT,
     lengths: Indices,
-    page_table_size_1: Indices,
+    page_table_size_1: IndexTable,
     cu_seqlens_q: Indices | None,
     topk: int,
     row_starts: Indices | None = None,
     *,
     page_size: int = 1,
     sorted: bool = True,
-) -> Tensor:
+) -> TensorT:
     """`fast_topk`, as slots of the cache.
 
     Row ``i`` of sequence ``s``, so that ``cu_seqlens_q[s] <= i < cu_seqlens_q[s + 1]``, becomes::
@@ -112,14 +113,14 @@ def fast_topk_transform_fused(
 
 
 def fast_topk_transform_ragged_fused(
-    score: Tensor,
+    score: TensorT,
     lengths: Indices,
     topk_indices_offset: Indices,
     topk: int,
     row_starts: Indices | None = None,
     *,
     sorted: bool = True,
-) -> Tensor:
+) -> TensorT:
     """`fast_topk` plus ``topk_indices_offset[i]``: rows of concatenated keys and values.
 
     Parameters
@@ -140,8 +141,8 @@ def fast_topk_transform_ragged_fused(
 
 
 def transform_index_page_table_decode(
-    page_table: Tensor, topk_indices: Tensor, page_size: int = 1
-) -> Tensor:
+    page_table: TensorT, topk_indices: Tensor, page_size: int = 1
+) -> TensorT:
     """Slots of indices that are selected already, row by row of the page table.
 
     Parameters
@@ -160,8 +161,8 @@ def transform_index_page_table_decode(
 
 
 def transform_index_page_table_prefill(
-    page_table: Tensor, topk_indices: Tensor, extend_lens_cpu: Indices, page_size: int = 1
-) -> Tensor:
+    page_table: TensorT, topk_indices: Tensor, extend_lens_cpu: Indices, page_size: int = 1
+) -> TensorT:
     """Slots of indices that are selected already, for several rows of each sequence.
 
     Parameters
@@ -183,13 +184,13 @@ def transform_index_page_table_prefill(
 
 
 def page_table_to_topk(
-    page_table: Tensor,
+    page_table: TensorT,
     lengths: Indices,
     topk: int,
     *,
     num_rows: int | None = None,
     page_size: int = 1,
-) -> Tensor:
+) -> TensorT:
     """The slots of whole sequences, where no selection is needed.
 
     Row ``i`` has the slots of the first ``min(lengths[i], topk)`` tokens of sequence ``i``, then
@@ -225,7 +226,7 @@ def page_table_to_topk(
     return out
 
 
-def pad_topk_indices(topk_indices: Tensor, num_tokens: int) -> Tensor:
+def pad_topk_indices(topk_indices: TensorT, num_tokens: int) -> TensorT:
     """Append rows of -1 for padding tokens that the indexer did not see.
 
     Parameters
@@ -263,7 +264,7 @@ def pad_topk_indices(topk_indices: Tensor, num_tokens: int) -> Tensor:
     return out
 
 
-def _slots(function: str, page_table: Tensor, topk_indices: Tensor) -> Tensor:
+def _slots(function: str, page_table: TensorT, topk_indices: Tensor) -> TensorT:
     _core.shape_of(page_table, function, "page_table", 2)
     shape = _core.shape_of(topk_indices, function, "topk_indices", 2)
     return empty(function, page_table, shape, "int32")

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from .. import _core
-from .._containers import Indices, Tensor, empty
+from .._containers import empty
+from .._types import Indices, Tensor, TensorT
 
 __all__ = ["flash_mla_sparse_fwd"]
 
 
 def flash_mla_sparse_fwd(
-    q: Tensor,
+    q: TensorT,
     kv: Tensor,
     indices: Tensor,
     sm_scale: float,
@@ -18,9 +19,9 @@ def flash_mla_sparse_fwd(
     attn_sink: Tensor | None = None,
     topk_length: Indices | None = None,
     *,
-    out: Tensor | None = None,
+    out: TensorT | None = None,
     num_threads: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[TensorT, TensorT, TensorT]:
     """Attention of each token over the rows of `kv` that its indices name.
 
     One latent row serves all heads as key, and its first `d_v` elements as value. Slots of a

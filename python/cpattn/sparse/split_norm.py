@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from .. import _core
-from .._containers import Tensor, empty
+from .._containers import empty
+from .._types import Tensor, TensorT
 
 
 def split_qk_norm(
-    x: Tensor,
+    x: TensorT,
     q_weight: Tensor,
     kv_weight: Tensor,
     q_lora_rank: int,
@@ -19,7 +20,7 @@ def split_qk_norm(
     kv_eps: float,
     q_bias: Tensor | None = None,
     kv_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[TensorT, TensorT, TensorT, TensorT]:
     """Split a projection into query and key parts, and normalise both.
 
     ``RMS(y) = y / sqrt(mean(y^2) + eps) * weight + bias``, all in float32 and rounded once at the
@@ -62,7 +63,7 @@ def split_qk_norm(
 
 
 def fused_split_qk_norm(
-    x: Tensor,
+    x: TensorT,
     q_weight: Tensor,
     kv_weight: Tensor,
     q_lora_rank: int,
@@ -72,7 +73,7 @@ def fused_split_qk_norm(
     eps: float = 1e-6,
     q_bias: Tensor | None = None,
     kv_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[TensorT, TensorT, TensorT]:
     """`split_qk_norm` with one eps for both norms and without `latent_cache`.
 
     Ask `can_fuse_split_qk_norm` first: under context parallelism the keys of the other ranks
@@ -124,8 +125,8 @@ def _sizes(
 
 
 def _results(
-    function: str, x: Tensor, rows: int, q_dim: int, kv_dim: int, rope_dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    function: str, x: TensorT, rows: int, q_dim: int, kv_dim: int, rope_dim: int
+) -> tuple[TensorT, TensorT, TensorT]:
     return (
         empty(function, x, (rows, q_dim)),
         empty(function, x, (rows, 1, kv_dim)),

@@ -16,7 +16,8 @@ from __future__ import annotations
 from enum import IntEnum
 
 from .. import _core
-from .._containers import Indices, Tensor, empty
+from .._containers import empty
+from .._types import IndexTable, Indices, TensorT
 from ..context_parallel.forward_mode import ForwardMode
 
 __all__ = ["TopkTransformMethod", "get_topk_transform_method", "topk_transform"]
@@ -60,19 +61,19 @@ def get_topk_transform_method(
 
 
 def topk_transform(
-    logits: Tensor,
+    logits: TensorT,
     topk: int,
     *,
     method: TopkTransformMethod | None,
     lengths: Indices,
-    page_table: Indices | None = None,
+    page_table: IndexTable | None = None,
     cu_seqlens_q: Indices | None = None,
     topk_indices_offset: Indices | None = None,
     row_starts: Indices | None = None,
     batch_idx_list: Indices | None = None,
     page_size: int = 1,
     sorted: bool = True,
-) -> Tensor:
+) -> TensorT:
     """Select the best keys of each query and transform them for the attention that follows.
 
     Parameters
@@ -117,7 +118,7 @@ def topk_transform(
     return out
 
 
-def result_like(function: str, argument: str, score: Tensor, topk: int) -> Tensor:
+def result_like(function: str, argument: str, score: TensorT, topk: int) -> TensorT:
     """An int32 tensor in the container of `score`, shape [rows of score, topk]."""
     rows = _core.shape_of(score, function, argument, 2)[0]
     # The core refuses those below 1.

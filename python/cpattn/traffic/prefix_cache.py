@@ -19,7 +19,24 @@ _Key = tuple[int, int, int]
 
 @dataclass(eq=False)
 class Block:
-    """The K/V of some tokens behind one fixed prefix, in pages of its own."""
+    """The K/V of some tokens behind one fixed prefix, in pages of its own.
+
+    Attributes
+    ----------
+    serial : int
+        Its number among all blocks of a cache, from 1.
+    key : tuple of int
+        The block before it (0: none), its hash, and its number of tokens.
+    page_ids : tuple of int
+    users : int
+        Leases that hold it; only an idle block may be evicted.
+
+    Examples
+    --------
+    >>> lease = PrefixCache(8, page_size=4, block_tokens=8).acquire([7], 6)
+    >>> [(block.page_ids, block.users) for block in lease.blocks]
+    [((1, 2), 1)]
+    """
 
     serial: int
     key: _Key
@@ -29,7 +46,20 @@ class Block:
 
 @dataclass(frozen=True)
 class Lease:
-    """The pages of one prompt, its own until released."""
+    """The pages of one prompt, its own until released.
+
+    Attributes
+    ----------
+    blocks : tuple of Block
+    cached_tokens : int
+        Leading tokens whose K/V were there already.
+
+    Examples
+    --------
+    >>> lease = PrefixCache(8, page_size=4, block_tokens=8).acquire([7, 3], 10)
+    >>> lease.page_ids, lease.cached_tokens
+    (array([1, 2, 3], dtype=int32), 0)
+    """
 
     blocks: tuple[Block, ...]
     cached_tokens: int  # leading tokens whose K/V were there already
@@ -52,6 +82,28 @@ class PrefixCache:
     A block becomes idle when its last lease is released, the blocks of a prompt from last to
     first, so that a block is never evicted before those behind it: what is cached is always a
     prefix.
+
+    Parameters
+    ----------
+    num_pages : int
+        Pages of the pool beside page 0.
+    page_size : int
+        Tokens of a page.
+    block_tokens : int
+        Tokens that one hash stands for, a multiple of `page_size`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For sizes that are no integers, below 1, or do not fit each other.
+
+    Examples
+    --------
+    >>> cache = PrefixCache(8, page_size=4, block_tokens=8)
+    >>> first = cache.acquire([7, 3], 12)
+    >>> cache.release(first)
+    >>> cache.acquire([7, 4], 12).cached_tokens, cache.num_free_pages, cache.num_idle_pages
+    (8, 4, 1)
     """
 
     def __init__(self, num_pages: int, *, page_size: int, block_tokens: int) -> None:

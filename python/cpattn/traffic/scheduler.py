@@ -17,7 +17,25 @@ from .trace import Request
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens begin ... end - 1 of one prompt, computed in one batch; begin of them are prefix."""
+    """Tokens begin ... end - 1 of one prompt, computed in one batch; begin of them are prefix.
+
+    Attributes
+    ----------
+    request_index : int
+        Of `request` among all that were given.
+    request : Request
+    lease : Lease
+        The pages of the whole prompt.
+    begin, end : int
+        Positions within the prompt.
+
+    Examples
+    --------
+    >>> cache = PrefixCache(8, page_size=4, block_tokens=8)
+    >>> batches = prefill_batches([Request(0, 10, 1, (0, 1))], cache, token_budget=6)
+    >>> [(chunk.begin, chunk.end) for batch in batches for chunk in batch.chunks]
+    [(0, 6), (6, 10)]
+    """
 
     request_index: int
     request: Request
@@ -27,20 +45,45 @@ class Chunk:
 
     @property
     def num_tokens(self) -> int:
+        """New tokens of this chunk."""
         return self.end - self.begin
 
     @property
     def is_last(self) -> bool:
+        """Whether it ends its prompt."""
         return self.end == self.request.input_length
 
     @property
     def is_first(self) -> bool:
+        """Whether it begins its prompt, behind what was cached."""
         return self.begin == _first_token(self.request, self.lease)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One forward pass. The arrays are those an engine hands to its attention backend."""
+    """One forward pass. The arrays are those an engine hands to its attention backend.
+
+    Attributes
+    ----------
+    index : int
+        The number of the batch.
+    chunks : tuple of Chunk
+        One for each sequence.
+    extend_lens, prefix_lens : list of int
+        New tokens of each sequence, and those in the pool before this pass.
+    block_tables : array [sequences, pages of the longest], int32
+        Page ids, -1 beyond the end.
+    slots : array [new tokens], int64
+        Where keys and values go; -1: they are there already.
+
+    Examples
+    --------
+    >>> cache = PrefixCache(8, page_size=4, block_tokens=8)
+    >>> requests = [Request(0, 10, 1, (0, 1)), Request(1, 9, 1, (0, 2))]
+    >>> (batch,) = prefill_batches(requests, cache, token_budget=64)
+    >>> batch.extend_lens, batch.seq_lens, batch.hit_tokens     # eight tokens are shared
+    ([10, 1], [10, 9], 8)
+    """
 
     index: int
     chunks: tuple[Chunk, ...]
@@ -51,10 +94,12 @@ class Batch:
 
     @property
     def seq_lens(self) -> list[int]:
+        """Tokens of each sequence after this pass."""
         return [chunk.end for chunk in self.chunks]
 
     @property
     def num_tokens(self) -> int:
+        """New tokens of all sequences."""
         return sum(self.extend_lens)
 
     @property
@@ -75,12 +120,42 @@ def prefill_batches(
     token_budget: int,
     max_sequences: int = 64,
 ) -> Iterator[Batch]:
-    """Batches of at most `token_budget` new tokens, first come first served.
+    """Form batches of at most `token_budget` new tokens, first come first served.
 
     The prompt that no longer fits is cut: the rest of the budget now, the remainder first in the
     next batch (chunked prefill). A fully cached prompt still computes its last token, whose output
     the sampler needs, but does not write it. Leases of finished prompts are released when the
     next batch is asked for: the caller runs a batch before it goes on.
+
+    Parameters
+    ----------
+    requests : sequence of Request
+    cache : PrefixCache
+        Whose pages the prompts take.
+    token_budget : int
+        New tokens of a batch, at most.
+    max_sequences : int
+        Sequences of a batch, at most.
+
+    Returns
+    -------
+    iterator of Batch
+
+    Raises
+    ------
+    TypeError
+        For a budget or a number that is no integer.
+    ValueError
+        For one below 1, and a prompt with more tokens than the pool; when the first batch is
+        asked for.
+
+    Examples
+    --------
+    >>> cache = PrefixCache(8, page_size=4, block_tokens=8)
+    >>> requests = [Request(0, 10, 1, (0, 1)), Request(1, 9, 1, (0, 2))]
+    >>> batches = prefill_batches(requests, cache, token_budget=8)
+    >>> [batch.extend_lens for batch in batches]     # the first prompt is cut
+    [[8], [2, 1]]
     """
     check_integer("prefill_batches", "token_budget", token_budget)
     check_integer("prefill_batches", "max_sequences", max_sequences)

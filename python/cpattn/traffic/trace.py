@@ -22,7 +22,23 @@ _FIELDS = ("timestamp", "input_length", "output_length")
 
 @dataclass(frozen=True)
 class Request:
-    """One request; equal leading `hash_ids` of two requests are a shared, cacheable prefix."""
+    """One request; equal leading `hash_ids` of two requests are a shared, cacheable prefix.
+
+    Attributes
+    ----------
+    timestamp : int
+        Arrival, in ms.
+    input_length, output_length : int
+        Tokens of the prompt, and those that were answered.
+    hash_ids : tuple of int
+        One for each block of the prompt; the last block may be partial.
+
+    Examples
+    --------
+    >>> request = Request(timestamp=0, input_length=700, output_length=20, hash_ids=(0, 7))
+    >>> len(request.hash_ids) == -(-request.input_length // TRACE_BLOCK_TOKENS)
+    True
+    """
 
     timestamp: int  # arrival, ms
     input_length: int
@@ -33,7 +49,34 @@ class Request:
 def read_trace(path: str | Path, *, limit: int | None = None) -> list[Request]:
     """Read the first `limit` requests (default: all) of a ``.jsonl`` or ``.jsonl.gz`` file.
 
-    A line that is no request is a ValueError naming the file, the line and the field.
+    Parameters
+    ----------
+    path : str or Path
+        Lines of JSON, each with the fields of `Request`, as Mooncake publishes them.
+    limit : int, optional
+        How many requests to read, at least 1.
+
+    Returns
+    -------
+    list of Request
+        In the order of the file.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read.
+    ValueError
+        For a line that is no request, by file, line and field, and a file without any.
+
+    Examples
+    --------
+    >>> import os, tempfile
+    >>> line = b'{"timestamp": 5, "input_length": 9, "output_length": 2, "hash_ids": [4]}'
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "trace.jsonl")
+    ...     _ = path.write_bytes(line)
+    ...     read_trace(path)
+    [Request(timestamp=5, input_length=9, output_length=2, hash_ids=(4,))]
     """
     if limit is not None:
         check_integer("read_trace", "limit", limit)
@@ -82,7 +125,7 @@ def _check_integer(value: Any, least: int, name: str) -> None:
 
 
 def generate_trace(num_requests: int, *, seed: int = 0) -> list[Request]:
-    """Chat traffic that resembles an hour of Mooncake's conversation trace.
+    """Generate chat traffic that resembles an hour of Mooncake's conversation trace.
 
     Every prompt starts with the same system block. Two of three requests open a conversation, with
     a log-normal length (median about 6,000 tokens, a tenth above 28,000, none above 123,000); the
@@ -90,6 +133,30 @@ def generate_trace(num_requests: int, *, seed: int = 0) -> list[Request]:
     repeat a prompt word for word. Turns follow each other faster than people type, so that a short
     trace has the prefix hits of a long one: about a third of the input tokens. Equal arguments give
     equal traces.
+
+    Parameters
+    ----------
+    num_requests : int
+        At least 1.
+    seed : int
+        At least 0.
+
+    Returns
+    -------
+    list of Request
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a number or seed that is no integer, or too small.
+
+    Examples
+    --------
+    >>> requests = generate_trace(64, seed=1)
+    >>> len(requests), all(request.hash_ids[0] == 0 for request in requests)
+    (64, True)
+    >>> requests == generate_trace(64, seed=1)
+    True
     """
     check_integer("generate_trace", "num_requests", num_requests)
     check_integer("generate_trace", "seed", seed, 0)
@@ -122,10 +189,31 @@ def generate_trace(num_requests: int, *, seed: int = 0) -> list[Request]:
 
 
 def scale_lengths(requests: Sequence[Request], divisor: int) -> list[Request]:
-    """Requests of 1/divisor of the length; their hash blocks are of 512/divisor tokens.
+    """Divide the lengths of requests by `divisor`; their hash blocks are of 512/divisor tokens.
 
     `divisor` divides 512, so that block boundaries stay block boundaries: the number of blocks,
     the sharing and (nearly) the hit rate of the trace are those of the full lengths.
+
+    Parameters
+    ----------
+    requests : sequence of Request
+    divisor : int
+        A divisor of 512.
+
+    Returns
+    -------
+    list of Request
+        Lengths are rounded up; the rest is as it was.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a divisor that is no integer, or does not divide 512.
+
+    Examples
+    --------
+    >>> scale_lengths([Request(0, 1000, 30, (0, 1))], 16)
+    [Request(timestamp=0, input_length=63, output_length=2, hash_ids=(0, 1))]
     """
     check_integer("scale_lengths", "divisor", divisor)
     if TRACE_BLOCK_TOKENS % divisor:
@@ -143,10 +231,39 @@ def scale_lengths(requests: Sequence[Request], divisor: int) -> list[Request]:
 def block_tokens_of(
     request: Request, begin: int, end: int, *, block_tokens: int, vocab_size: int, seed: int
 ) -> npt.NDArray[np.int64]:
-    """Token ids [end - begin] of positions begin ... end - 1 of a prompt.
+    """Make the token ids of positions begin ... end - 1 of a prompt.
 
     A token is a hash of its block's id, its place in the block and `seed`: equal blocks are equal
     text, in every process.
+
+    Parameters
+    ----------
+    request : Request
+    begin, end : int
+        Positions within the prompt.
+    block_tokens : int
+        Tokens of a hash block: 512, or 512/divisor after `scale_lengths`.
+    vocab_size : int
+        Ids are below it.
+    seed : int
+        Another seed is another text.
+
+    Returns
+    -------
+    array [end - begin], int64
+
+    Raises
+    ------
+    IndexError
+        For positions beyond the blocks of the prompt.
+
+    Examples
+    --------
+    >>> first, second = Request(0, 4, 1, (3, 8)), Request(0, 4, 1, (3, 9))
+    >>> options = dict(block_tokens=2, vocab_size=100, seed=0)
+    >>> a, b = (block_tokens_of(request, 0, 4, **options) for request in (first, second))
+    >>> (a == b).tolist()     # the first block is the same
+    [True, True, False, False]
     """
     position = np.arange(begin, end, dtype=np.uint64)
     ids = np.asarray(request.hash_ids, dtype=np.uint64)[position // np.uint64(block_tokens)]
@@ -167,7 +284,30 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def unbounded_hits(requests: Sequence[Request], block_tokens: int) -> Iterator[int]:
-    """Tokens of each prompt that an unbounded prefix cache would hold when it arrives."""
+    """Count the tokens of each prompt that an unbounded prefix cache would hold on its arrival.
+
+    Parameters
+    ----------
+    requests : sequence of Request
+    block_tokens : int
+        Tokens of a hash block: 512, or 512/divisor after `scale_lengths`.
+
+    Returns
+    -------
+    iterator of int
+        One number for each request, in their order.
+
+    Raises
+    ------
+    AttributeError
+        For what is no request, when it is reached.
+
+    Examples
+    --------
+    >>> requests = [Request(0, 700, 1, (0, 1)), Request(1, 1300, 1, (0, 1, 2))]
+    >>> list(unbounded_hits(requests, 512))
+    [0, 1024]
+    """
     seen: set[tuple[int, ...]] = set()
     for request in requests:
         ids = request.hash_ids

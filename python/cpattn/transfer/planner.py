@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .. import _core
 from .._arguments import items
-from .._containers import Indices
+from .._types import Indices
 from .layout import KVLayout
 from .plan import TransferPlan, cells, rows_of, table
 

@@ -53,7 +53,8 @@ def register(engine: TransferEngine, *what: Any) -> Registration:
     Examples
     --------
     >>> import numpy as np, cpattn
-    >>> pool = cpattn.kv.MHATokenToKVPool(64, 8, 2, 2, 8, dtype="float32")
+    >>> pool = cpattn.kv.MHATokenToKVPool(
+    ...     size=64, page_size=8, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
     >>> metadata = np.zeros((4, 64), np.uint8)
     >>> engine = cpattn.transfer.LocalEngine()
     >>> with cpattn.transfer.register(engine, pool, metadata) as registration:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._arguments import items, shown
-from .._containers import Indices
+from .._types import AnyTensor
 
 __all__ = ["KVRegistration", "KVTransferRequest", "pack_int_lists", "unpack_int_lists"]
 
@@ -329,12 +329,12 @@ class KVTransferRequest(_Message):
     host: str = field(metadata=TEXT)
     port: int = field(metadata=NUMBER)
     session_id: str = field(metadata=TEXT)
-    page_indices: Indices = field(metadata=PAGES, default_factory=NO_PAGES)
+    page_indices: Sequence[int] | AnyTensor = field(metadata=PAGES, default_factory=NO_PAGES)
     aux_index: int | None = field(metadata=NUMBER, default=None)
     state_indices: IntLists = field(metadata=_lists("i"), default_factory=list)
     required_count: int = field(metadata=NUMBER)
     decode_prefix_len: int = field(metadata=NUMBER, default=0)
-    device_page_indices: Indices = field(metadata=PAGES, default_factory=NO_PAGES)
+    device_page_indices: Sequence[int] | AnyTensor = field(metadata=PAGES, default_factory=NO_PAGES)
 
     def __post_init__(self) -> None:
         lists = (self.page_indices, self.state_indices, self.device_page_indices)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..._containers import Tensor, empty, torch_of
+from ..._containers import empty, torch_of
+from ..._types import AnyTensor
 from ..._visibility import Lengths, visibility
 from ...attention import default_scale, paged_attention
 
@@ -15,7 +16,7 @@ WindowSize = tuple[int, int]
 
 
 def check_supported(
-    function: str, q: Tensor, *others: Tensor, dropout_p: float = 0.0, **unsupported: Any
+    function: str, q: AnyTensor, *others: AnyTensor, dropout_p: float = 0.0, **unsupported: Any
 ) -> None:
     torch = torch_of(q)
     if torch is None:
@@ -32,15 +33,15 @@ def check_supported(
         )
 
 
-def rows_contiguous(x: Tensor) -> Tensor:
+def rows_contiguous(x: AnyTensor) -> AnyTensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def attend(
     function: str,
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    q: AnyTensor,
+    k_pages: AnyTensor,
+    v_pages: AnyTensor,
     q_lens: Lengths,
     kv_lens: Lengths,
     block_table: Any,
@@ -49,7 +50,7 @@ def attend(
     window_size: WindowSize,
     softcap: float,
     batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[AnyTensor, AnyTensor]:
     """Attention over pages: out [tokens, heads, dim] and LSE [heads, tokens]."""
     lse = empty(function, q, (q.shape[1], q.shape[0]), "float32")
     left, right = window_size
@@ -71,13 +72,13 @@ def attend(
 
 def attend_batch(
     function: str,
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    q: AnyTensor,
+    k_pages: AnyTensor,
+    v_pages: AnyTensor,
     kv_lens: Lengths,
     block_table: Any,
     *options: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[AnyTensor, AnyTensor]:
     """The same for queries of equal lengths: out [batch, tokens, heads, dim], LSE [batch, heads,
     tokens]."""
     batch, tokens, heads = q.shape[:3]

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..._containers import Tensor
+from ..._types import AnyTensor
 from ._attend import WindowSize, attend_batch, check_supported, rows_contiguous
 
 
 def _forward(
-    function: str, q: Tensor, k: Tensor, v: Tensor, *options: Any
-) -> tuple[Tensor, Tensor]:
+    function: str, q: AnyTensor, k: AnyTensor, v: AnyTensor, *options: Any
+) -> tuple[AnyTensor, AnyTensor]:
     if q.ndim != 4 or k.ndim != 4 or len(q) != len(k):
         raise ValueError(
             f"{function}: q and k must be [batch, tokens, heads, dim] of one batch, got shapes "
@@ -28,15 +28,15 @@ def _forward(
 
 
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: AnyTensor,
+    k: AnyTensor,
+    v: AnyTensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
+    alibi_slopes: AnyTensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
@@ -74,18 +74,18 @@ def flash_attn_func(
 
 
 def _flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: AnyTensor,
+    k: AnyTensor,
+    v: AnyTensor,
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
     window_size_left: int,
     window_size_right: int,
     softcap: float,
-    alibi_slopes: Tensor | None,
+    alibi_slopes: AnyTensor | None,
     return_softmax: bool,
-) -> tuple[Tensor, Tensor, Tensor, None]:
+) -> tuple[AnyTensor, AnyTensor, AnyTensor, None]:
     """`flash_attn_func` as libraries call it: out, LSE, no probabilities, no state of a generator.
 
     ``return_softmax`` asks for probabilities after dropout, which there is none of.

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..._containers import Tensor
+from ..._types import AnyTensor
 from ..._visibility import Lengths
 from ._attend import WindowSize, attend_batch, check_supported
 
 
 def _append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, table: Any, lengths: Lengths
+    k_cache: AnyTensor, v_cache: AnyTensor, k: AnyTensor, v: AnyTensor, table: Any, lengths: Lengths
 ) -> None:
     """Write new tokens behind those in the pages."""
     import torch
@@ -44,23 +44,23 @@ def _append(
 
 
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: Tensor | int | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
+    q: AnyTensor,
+    k_cache: AnyTensor,
+    v_cache: AnyTensor,
+    k: AnyTensor | None = None,
+    v: AnyTensor | None = None,
+    rotary_cos: AnyTensor | None = None,
+    rotary_sin: AnyTensor | None = None,
+    cache_seqlens: AnyTensor | int | None = None,
+    cache_batch_idx: AnyTensor | None = None,
+    cache_leftpad: AnyTensor | None = None,
+    block_table: AnyTensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
+    alibi_slopes: AnyTensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ..._containers import Tensor
+from ..._types import AnyTensor
 from ..._visibility import Lengths
 from ._attend import WindowSize, attend, check_supported, rows_contiguous
 
 
-def _ends(function: str, name: str, cu_seqlens: Tensor, num_rows: int | None) -> Lengths:
+def _ends(function: str, name: str, cu_seqlens: AnyTensor, num_rows: int | None) -> Lengths:
     """Cumulative lengths as NumPy, checked against the rows that they divide."""
     ends = np.asarray(cu_seqlens, np.int64)
     if ends.ndim != 1 or len(ends) == 0 or ends[0] != 0 or np.any(np.diff(ends) < 0):
@@ -24,7 +24,9 @@ def _ends(function: str, name: str, cu_seqlens: Tensor, num_rows: int | None) ->
     return ends
 
 
-def _as_pages(k: Tensor, v: Tensor, ends: Lengths, kv_lens: Lengths) -> tuple[Tensor, Tensor, Any]:
+def _as_pages(
+    k: AnyTensor, v: AnyTensor, ends: Lengths, kv_lens: Lengths
+) -> tuple[AnyTensor, AnyTensor, Any]:
     """Ragged keys and values as pages, without a copy, and the pages of each sequence.
 
     A page starts at every token and overlaps those after it, so a sequence has pages wherever it
@@ -44,15 +46,15 @@ def _as_pages(k: Tensor, v: Tensor, ends: Lengths, kv_lens: Lengths) -> tuple[Te
 
 def _varlen_forward(
     function: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    block_table: Tensor | None,
-    seqused_k: Tensor | None,
+    q: AnyTensor,
+    k: AnyTensor,
+    v: AnyTensor,
+    cu_seqlens_q: AnyTensor,
+    cu_seqlens_k: AnyTensor,
+    block_table: AnyTensor | None,
+    seqused_k: AnyTensor | None,
     *options: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[AnyTensor, AnyTensor]:
     ends_q = _ends(function, "cu_seqlens_q", cu_seqlens_q, len(q))
     num_rows = None if block_table is not None else len(k)
     ends_k = _ends(function, "cu_seqlens_k", cu_seqlens_k, num_rows)
@@ -78,11 +80,11 @@ def _varlen_forward(
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    q: AnyTensor,
+    k: AnyTensor,
+    v: AnyTensor,
+    cu_seqlens_q: AnyTensor,
+    cu_seqlens_k: AnyTensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -90,10 +92,10 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
+    alibi_slopes: AnyTensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
+    block_table: AnyTensor | None = None,
 ) -> Any:
     """Attention of ragged sequences; what is not said here is as in `flash_attn_func`.
 
@@ -124,11 +126,11 @@ def flash_attn_varlen_func(
 
 
 def _flash_attn_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    q: AnyTensor,
+    k: AnyTensor,
+    v: AnyTensor,
+    cu_seqlens_q: AnyTensor,
+    cu_seqlens_k: AnyTensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float,
@@ -137,13 +139,13 @@ def _flash_attn_varlen_forward(
     window_size_left: int = -1,
     window_size_right: int = -1,
     softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
+    alibi_slopes: AnyTensor | None = None,
     return_softmax: bool = False,
-    block_table: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    seqused_k: Tensor | None = None,
+    block_table: AnyTensor | None = None,
+    leftpad_k: AnyTensor | None = None,
+    seqused_k: AnyTensor | None = None,
     zero_tensors: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, None]:
+) -> tuple[AnyTensor, AnyTensor, AnyTensor, None]:
     """`flash_attn_varlen_func` as libraries call it; see `_flash_attn_forward`.
 
     ``seqused_k`` [batch]: how many of its keys each sequence has. ``zero_tensors`` has no meaning.

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._containers import Tensor
+from ..._types import AnyTensor
 from ..._visibility import Lengths, band_mask, visibility
 from ._paged import PagedWrapper, page_tables, refuse
 
@@ -27,15 +27,15 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
 
     def __init__(
         self,
-        float_workspace_buffer: Tensor | None = None,
+        float_workspace_buffer: AnyTensor | None = None,
         kv_layout: str = "NHD",
         use_cuda_graph: bool = False,
-        qo_indptr_buf: Tensor | None = None,
-        paged_kv_indptr_buf: Tensor | None = None,
-        paged_kv_indices_buf: Tensor | None = None,
-        paged_kv_last_page_len_buf: Tensor | None = None,
-        custom_mask_buf: Tensor | None = None,
-        mask_indptr_buf: Tensor | None = None,
+        qo_indptr_buf: AnyTensor | None = None,
+        paged_kv_indptr_buf: AnyTensor | None = None,
+        paged_kv_indices_buf: AnyTensor | None = None,
+        paged_kv_last_page_len_buf: AnyTensor | None = None,
+        custom_mask_buf: AnyTensor | None = None,
+        mask_indptr_buf: AnyTensor | None = None,
         backend: str = "auto",
         jit_args: Any = None,
         jit_kwargs: Any = None,
@@ -44,17 +44,17 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
 
     def plan(
         self,
-        qo_indptr: Tensor,
-        paged_kv_indptr: Tensor,
-        paged_kv_indices: Tensor,
-        paged_kv_last_page_len: Tensor,
+        qo_indptr: AnyTensor,
+        paged_kv_indptr: AnyTensor,
+        paged_kv_indices: AnyTensor,
+        paged_kv_last_page_len: AnyTensor,
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim_qk: int,
         page_size: int,
         head_dim_vo: int | None = None,
-        custom_mask: Tensor | None = None,
-        packed_custom_mask: Tensor | None = None,
+        custom_mask: AnyTensor | None = None,
+        packed_custom_mask: AnyTensor | None = None,
         causal: bool = False,
         pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False,
@@ -67,13 +67,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         kv_data_type: Any = None,
         o_data_type: Any = None,
         non_blocking: bool = True,
-        prefix_len_ptr: Tensor | None = None,
-        token_pos_in_items_ptr: Tensor | None = None,
+        prefix_len_ptr: AnyTensor | None = None,
+        token_pos_in_items_ptr: AnyTensor | None = None,
         token_pos_in_items_len: int = 0,
-        max_item_len_ptr: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        seq_lens_q: Tensor | None = None,
-        block_tables: Tensor | None = None,
+        max_item_len_ptr: AnyTensor | None = None,
+        seq_lens: AnyTensor | None = None,
+        seq_lens_q: AnyTensor | None = None,
+        block_tables: AnyTensor | None = None,
         max_token_per_sequence: int | None = None,
         max_sequence_kv: int | None = None,
         fixed_split_size: int | None = None,
@@ -145,13 +145,13 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
     def __init__(
         self,
-        float_workspace_buffer: Tensor | None = None,
+        float_workspace_buffer: AnyTensor | None = None,
         kv_layout: str = "NHD",
         use_cuda_graph: bool = False,
         use_tensor_cores: bool = False,
-        paged_kv_indptr_buffer: Tensor | None = None,
-        paged_kv_indices_buffer: Tensor | None = None,
-        paged_kv_last_page_len_buffer: Tensor | None = None,
+        paged_kv_indptr_buffer: AnyTensor | None = None,
+        paged_kv_indices_buffer: AnyTensor | None = None,
+        paged_kv_last_page_len_buffer: AnyTensor | None = None,
         backend: str = "auto",
         jit_args: Any = None,
     ) -> None:
@@ -159,9 +159,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
     def plan(
         self,
-        indptr: Tensor,
-        indices: Tensor,
-        last_page_len: Tensor,
+        indptr: AnyTensor,
+        indices: AnyTensor,
+        last_page_len: AnyTensor,
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim: int,
@@ -177,8 +177,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         non_blocking: bool = True,
-        block_tables: Tensor | None = None,
-        seq_lens: Tensor | None = None,
+        block_tables: AnyTensor | None = None,
+        seq_lens: AnyTensor | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
     ) -> None:

@@ -6,13 +6,15 @@ from __future__ import annotations
 import math
 
 from ... import attention
-from ..._containers import Tensor
+from ..._types import AnyTensor
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
 
 
-def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge_state(
+    v_a: AnyTensor, s_a: AnyTensor, v_b: AnyTensor, s_b: AnyTensor
+) -> tuple[AnyTensor, AnyTensor]:
     """Merge attention over two disjoint sets of keys.
 
     Parameters
@@ -31,14 +33,18 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 
 
 def merge_state_in_place(
-    v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None
+    v: AnyTensor,
+    s: AnyTensor,
+    v_other: AnyTensor,
+    s_other: AnyTensor,
+    mask: AnyTensor | None = None,
 ) -> None:
     """Merge ``v_other, s_other`` into ``v, s``, for the tokens of ``mask`` [tokens] if given."""
     rows = slice(None) if mask is None else mask.bool()
     v[rows], s[rows] = merge_state(v[rows], s[rows], v_other[rows], s_other[rows])
 
 
-def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+def merge_states(v: AnyTensor, s: AnyTensor) -> tuple[AnyTensor, AnyTensor]:
     """Merge attention over several disjoint sets of keys, in float32 and rounded once.
 
     Parameters

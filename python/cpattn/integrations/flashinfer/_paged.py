@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ... import attention
-from ..._containers import Tensor, empty
+from ..._containers import empty
+from ..._types import AnyTensor
 from ..._visibility import Lengths
 from ._merge import LOG2E
 
@@ -22,11 +23,11 @@ def refuse(function: str, **arguments: Any) -> None:
 
 def page_tables(
     function: str,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
+    indptr: AnyTensor,
+    indices: AnyTensor,
+    last_page_len: AnyTensor,
     page_size: int,
-    seq_lens: Tensor | None,
+    seq_lens: AnyTensor | None,
 ) -> tuple[Lengths, Any]:
     """The length of each sequence and its pages, from the CSR form.
 
@@ -72,7 +73,7 @@ class PagedWrapper:
         self._plan: Any = None
 
     def reset_workspace_buffer(
-        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
+        self, float_workspace_buffer: AnyTensor, int_workspace_buffer: AnyTensor
     ) -> None:
         """There is no workspace."""
 
@@ -109,18 +110,18 @@ class PagedWrapper:
 
     def run(
         self,
-        q: Tensor,
-        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        q: AnyTensor,
+        paged_kv_cache: AnyTensor | tuple[AnyTensor, AnyTensor],
         *args: Any,
         q_scale: float | None = None,
         k_scale: float | None = None,
         v_scale: float | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
+        out: AnyTensor | None = None,
+        lse: AnyTensor | None = None,
         return_lse: bool = False,
         enable_pdl: bool | None = None,
         window_left: int | None = None,
-        sinks: Tensor | None = None,
+        sinks: AnyTensor | None = None,
     ) -> Any:
         """Attention over one layer's cache.
 
@@ -171,7 +172,7 @@ class PagedWrapper:
             scale *= 1.0 if factor is None else float(factor)
         if return_lse and lse is None:
             lse = empty(function, q, q.shape[:2], "float32")
-        result: Tensor = attention.run_attention(
+        result: AnyTensor = attention.run_attention(
             self._plan, q, k_cache, v_cache, kv_layout=self._kv_layout, scale=scale,
             softcap=self._softcap, sinks=sinks, out=out, lse=lse,
         )  # fmt: skip

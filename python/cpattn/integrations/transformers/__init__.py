@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.compiler import disable
 
-from ..._containers import Tensor
+from ..._types import AnyTensor
 from .contiguous import contiguous_attention
 from .dsa import dsa_attention, use_indexer
 from .masks import check_model, visibility_mask
@@ -25,14 +25,14 @@ __all__ = ["absorb_mla", "attention", "register", "use_indexer", "use_paged"]
 
 def attention(
     module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
+    query: AnyTensor,
+    key: AnyTensor,
+    value: AnyTensor,
+    attention_mask: AnyTensor | None,
     *,
-    indices: Tensor | None = None,
+    indices: AnyTensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[AnyTensor, None]:
     """What a model calls: sparse attention if it brings the chosen keys, else dense.
 
     See `contiguous.contiguous_attention`, `dsa.dsa_attention` and `mla.mla_attention`.

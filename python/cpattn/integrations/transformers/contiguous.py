@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..._containers import Tensor
+from ..._types import AnyTensor
 from ..._visibility import Lengths
 from ...attention import default_scale, paged_attention
 from .masks import FUNCTION, visibility
@@ -19,7 +19,7 @@ UNSUPPORTED = ("position_bias", "output_attentions", "sinks", "block_indices")
 
 
 def check_supported(
-    *tensors: Tensor,
+    *tensors: AnyTensor,
     options: dict[str, Any],
     unsupported: tuple[str, ...] = UNSUPPORTED,
     dropout: float = 0.0,
@@ -40,19 +40,19 @@ def check_supported(
             )
 
 
-def float_sinks(s_aux: Tensor | None) -> Tensor | None:
+def float_sinks(s_aux: AnyTensor | None) -> AnyTensor | None:
     """Sinks, which are parameters, as the kernels take them."""
     return None if s_aux is None else s_aux.detach().float().contiguous()
 
 
-def widened(x: Tensor) -> Tensor:
+def widened(x: AnyTensor) -> AnyTensor:
     """x with its last dimension contiguous and filled up with zeros to a multiple of 16."""
     if missing := -x.shape[-1] % 16:
         return torch.nn.functional.pad(x, (0, missing))
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _tokens_apart(x: Tensor) -> int | None:
+def _tokens_apart(x: AnyTensor) -> int | None:
     """How many tokens lie between the starts of two sequences, or None where that is no number."""
     sequence, token = x.stride(0), x.stride(2)
     if token == 0 or sequence % token or sequence < token * x.shape[2]:
@@ -61,8 +61,8 @@ def _tokens_apart(x: Tensor) -> int | None:
 
 
 def _pages(
-    key: Tensor, value: Tensor, starts: Lengths, kv_lens: Lengths
-) -> tuple[Tensor, Tensor, Any]:
+    key: AnyTensor, value: AnyTensor, starts: Lengths, kv_lens: Lengths
+) -> tuple[AnyTensor, AnyTensor, Any]:
     """Keys and values [batch, heads, tokens, dim] as pages ("HND"), in place, and their table.
 
     A sequence is one page. Where some start behind padding, a page starts at every token and
@@ -94,19 +94,19 @@ def _pages(
 
 def contiguous_attention(
     module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
+    query: AnyTensor,
+    key: AnyTensor,
+    value: AnyTensor,
+    attention_mask: AnyTensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    s_aux: AnyTensor | None = None,
     is_causal: bool | None = None,
     **options: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[AnyTensor, None]:
     """An attention function of transformers on `paged_attention`.
 
     Keys and values are used in place, whatever their strides; only head dimensions that are no

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..._containers import Tensor
+from ..._types import AnyTensor
 from ..._visibility import Lengths
 
 FUNCTION = "cpattn.integrations.transformers"
@@ -30,7 +30,7 @@ class Band:
     window: int | None = None
 
 
-def band_of(mask: Tensor) -> Band | None:
+def band_of(mask: AnyTensor) -> Band | None:
     """The band that a bool mask [batch, 1, queries, keys] is, to the last bit, or None."""
     visible = mask[:, 0].numpy()
     queries, keys = visible.shape[1:]
@@ -60,11 +60,11 @@ def visibility_mask(
     q_offset: Any = 0,
     kv_offset: int = 0,
     mask_function: Any = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: AnyTensor | None = None,
     allow_is_causal_skip: bool = True,
     config: Any = None,
     **kwargs: Any,
-) -> Tensor | None:
+) -> AnyTensor | None:
     """A mask function of transformers: the mask of ``sdpa`` with its `Band`, or None.
 
     None says that query i sees keys up to i + kv_length - q_length, so that the chunks of a prompt
@@ -130,12 +130,12 @@ def check_model(model_class: Any) -> None:
         )
 
 
-def _all_tokens(attention_mask: Tensor, begin: int, end: int) -> bool:
+def _all_tokens(attention_mask: AnyTensor, begin: int, end: int) -> bool:
     tokens = attention_mask[:, begin:end]
     return tokens.shape[1] == end - begin and bool(tokens.all())
 
 
-def as_bool(mask: Tensor, shape: tuple[int, int, int]) -> Tensor:
+def as_bool(mask: AnyTensor, shape: tuple[int, int, int]) -> AnyTensor:
     """A mask of any origin as bool [batch, queries, keys], flat; one row may be for all queries.
 
     ValueError for what is no mask: per-head ones, another shape, and numbers that are a bias.
@@ -163,12 +163,12 @@ def as_bool(mask: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 
 def visibility(
-    mask: Tensor | None,
+    mask: AnyTensor | None,
     shape: tuple[int, int, int],
     *,
     causal: bool,
     window: int | None,
-) -> tuple[Band, Tensor | None]:
+) -> tuple[Band, AnyTensor | None]:
     """What the queries see of the keys: a band, and a mask [batch, queries, keys], flat, if needed.
 
     `causal` and `window` are for where there is no mask; a mask decides alone.

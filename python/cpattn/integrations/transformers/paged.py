@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._containers import Tensor
+from ..._types import AnyTensor
 from ...attention import default_scale, plan_attention, run_attention
 from .contiguous import UNSUPPORTED, check_supported, float_sinks, widened
 from .masks import FUNCTION
@@ -25,14 +25,19 @@ class _Kind:
 class _Batch:
     """The sequences of one forward pass, and what is derived from them once for all layers."""
 
-    def __init__(self, cu_seq_lens_q: Tensor) -> None:
+    def __init__(self, cu_seq_lens_q: AnyTensor) -> None:
         ends = np.asarray(cu_seq_lens_q, np.int64)
         self.q_lens = np.diff(ends)
         self.rows = int(ends[-1])  # the others, if there are any, are padding
         self._kinds: dict[int, _Kind] = {}
 
     def kind(
-        self, allocator: Any, num_heads: int, cu_seq_lens_k: Tensor, reads: Tensor, writes: Tensor
+        self,
+        allocator: Any,
+        num_heads: int,
+        cu_seq_lens_k: AnyTensor,
+        reads: AnyTensor,
+        writes: AnyTensor,
     ) -> _Kind:
         if allocator.index not in self._kinds:
             self._kinds[allocator.index] = self._plan(
@@ -41,7 +46,7 @@ class _Batch:
         return self._kinds[allocator.index]
 
     def _plan(
-        self, allocator: Any, num_heads: int, ends: Any, reads: Tensor, writes: Tensor
+        self, allocator: Any, num_heads: int, ends: Any, reads: AnyTensor, writes: AnyTensor
     ) -> _Kind:
         """The pages of each sequence, and the division of work over them.
 
@@ -79,7 +84,7 @@ class _Batch:
         return _Kind(plan, in_place)
 
 
-def _batch_of(cu_seq_lens_q: Tensor) -> _Batch:
+def _batch_of(cu_seq_lens_q: AnyTensor) -> _Batch:
     """Kept on a tensor that is made for one forward pass, and that all its layers get."""
     if not hasattr(cu_seq_lens_q, "cpattn_batch"):
         cu_seq_lens_q.cpattn_batch = _Batch(cu_seq_lens_q)
@@ -89,10 +94,10 @@ def _batch_of(cu_seq_lens_q: Tensor) -> _Batch:
 
 def paged_attention_forward(
     module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
+    query: AnyTensor,
+    key: AnyTensor,
+    value: AnyTensor,
+    attention_mask: AnyTensor | None,
     *,
     cache: Any = None,
     cu_seq_lens_q: Any = None,
@@ -102,9 +107,9 @@ def paged_attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    s_aux: AnyTensor | None = None,
     **options: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[AnyTensor, None]:
     """An attention function of transformers for the batches of ``generate_batch``.
 
     Writes the new keys and values into the pages of the cache and attends to them there. Only a

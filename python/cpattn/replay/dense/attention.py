@@ -24,11 +24,11 @@ def make_pool(config: DenseConfig, num_pages: int, page_size: int, layers: range
     It starts as NaN: whatever reads a slot before it is written is found out.
     """
     pool = MHATokenToKVPool(
-        num_pages * page_size,
-        page_size,
-        len(layers),
-        config.num_kv_heads,
-        config.head_dim,
+        size=num_pages * page_size,
+        page_size=page_size,
+        num_layers=len(layers),
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
         dtype=config.dtype,
         start_layer=layers.start,
         use_fia=False,

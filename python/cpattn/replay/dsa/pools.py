@@ -52,11 +52,11 @@ def make_pool(config: DsaConfig, num_pages: int, page_size: int, layers: range) 
     It starts as NaN: whatever reads a slot before it is written is found out.
     """
     pool = MLATokenToKVPool(
-        num_pages * page_size,
-        page_size,
-        len(layers),
-        config.kv_lora_rank,
-        config.qk_rope_head_dim,
+        size=num_pages * page_size,
+        page_size=page_size,
+        num_layers=len(layers),
+        kv_lora_rank=config.kv_lora_rank,
+        qk_rope_head_dim=config.qk_rope_head_dim,
         index_head_dim=config.index_head_dim,
         dtype=config.dtype,
         start_layer=layers.start,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ... import _core
 from ..._arguments import at_least, flag, has
-from ..._containers import Indices
+from ..._types import AnyTensor, Indices
 
 if TYPE_CHECKING:
     import numpy as np
@@ -122,10 +122,10 @@ class KVChunk:
             The destination's pages for the whole transfer. Fewer than the chunk needs are
             ValueError; with compat, the source's pages are cut to as many.
         """
-        kv_indices = _as_listed(kv_indices, "kv_indices")
-        dst_page_indices = _as_listed(dst_page_indices, "dst_page_indices")
-        src = kv_to_page_indices(kv_indices[self.token_start : self.token_end], self.page_size)
-        dst = dst_page_indices[self.page_start : self.page_end]
+        slots = _as_listed(kv_indices, "kv_indices")
+        pages = _as_listed(dst_page_indices, "dst_page_indices")
+        src = kv_to_page_indices(slots[self.token_start : self.token_end], self.page_size)
+        dst = pages[self.page_start : self.page_end]
         num_pages = self.page_end - self.page_start
         fits = len(dst) <= len(src) if self.compat else len(src) == len(dst) == num_pages
         if not fits:
@@ -136,7 +136,7 @@ class KVChunk:
         return src[: len(dst)], dst
 
 
-def _as_listed(indices: Indices, argument: str) -> Indices:
+def _as_listed(indices: Indices, argument: str) -> AnyTensor:
     """Indices that can be cut: an array as it is, of a list what it holds now."""
     function = "KVChunk.select"
     if isinstance(indices, (list, tuple)) or not has(indices, "__getitem__"):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ... import _core
 from ..._arguments import at_least, flag, integer, items, part
-from ..._containers import Indices
+from ..._types import Indices
 from ..plan import TransferPlan
 
 __all__ = [

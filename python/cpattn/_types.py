@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The types in the signatures of public functions, for a user's type checker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, SupportsIndex, TypeAlias, TypeVar
+
+__all__ = ["AnyTensor", "IndexTable", "Indices", "Tensor", "TensorT"]
+
+
+class Tensor(Protocol):
+    """What the core can read: tensors of torch on the CPU, NumPy arrays, others with DLPack.
+
+    A list is none: it has no dtype. NumPy types ``__dlpack__`` for numbers only, and a mask is of
+    bools; hence the other half of the protocol.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    def __dlpack_device__(self) -> Any: ...
+
+
+# Results come in the container of the arguments: torch gives torch, NumPy gives NumPy.
+TensorT = TypeVar("TensorT", bound=Tensor)
+
+# A tensor whose container no signature tells: what a pool shows, or what code for both works on.
+AnyTensor: TypeAlias = Any
+
+# Ints: a list or tuple of them, or an int32 or int64 tensor of one dimension.
+Indices: TypeAlias = Sequence[SupportsIndex] | Tensor
+
+# The same of two dimensions, such as a block table.
+IndexTable: TypeAlias = Sequence[Sequence[SupportsIndex]] | Tensor

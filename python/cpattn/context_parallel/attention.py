@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one rank's tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+from .. import _core
+from .._containers import empty
+from .._core import ContextParallelMetadata
+from .._types import IndexTable, Tensor, TensorT
+from ..attention import default_scale
+
+__all__ = ["do_cp_attn_fia"]
+
+
+# fmt: off
+@overload
+def do_cp_attn_fia(
+    q: TensorT, k_cache: Tensor, v_cache: Tensor, metadata: ContextParallelMetadata, *,
+    block_tables: IndexTable, page_size: int, num_heads: int, num_kv_heads: int,
+    scale: float | None = None, out: TensorT | None = None, return_lse: Literal[False] = False,
+) -> TensorT: ...
+@overload
+def do_cp_attn_fia(
+    q: TensorT, k_cache: Tensor, v_cache: Tensor, metadata: ContextParallelMetadata, *,
+    block_tables: IndexTable, page_size: int, num_heads: int, num_kv_heads: int,
+    scale: float | None = None, out: TensorT | None = None, return_lse: Literal[True],
+) -> tuple[TensorT, TensorT]: ...
+@overload
+def do_cp_attn_fia(
+    q: TensorT, k_cache: Tensor, v_cache: Tensor, metadata: ContextParallelMetadata, *,
+    block_tables: IndexTable, page_size: int, num_heads: int, num_kv_heads: int,
+    scale: float | None = None, out: TensorT | None = None, return_lse: bool,
+) -> TensorT | tuple[TensorT, TensorT]: ...
+# fmt: on
+def do_cp_attn_fia(
+    q: TensorT,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: ContextParallelMetadata,
+    *,
+    block_tables: IndexTable,
+    page_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float | None = None,
+    out: TensorT | None = None,
+    return_lse: bool = False,
+) -> TensorT | tuple[TensorT, TensorT]:
+    """Compute attention of one rank's tokens over the whole paged sequences.
+
+    What sglang's ``AscendAttnBackend.do_cp_attn_fia`` computes, right for any batch size, prefix
+    and strategy: the prev and next blocks of all sequences go through one plan. Under interleave
+    every local row is a sequence of one query; under contiguous only the prev blocks exist.
+
+    Parameters
+    ----------
+    q : tensor [rows, num_heads * head_dim], float32, float16 or bfloat16
+        This rank's rows in the order of the metadata (all prev blocks, then all next blocks).
+        Rows beyond the metadata's are padding: never read, zeros come out.
+    k_cache, v_cache : contiguous tensors of the dtype of q
+        Any shape with num_pages * page_size * num_kv_heads * dim elements, token slots first.
+        They hold the complete sequences, the new tokens included.
+    metadata : ContextParallelMetadata
+        With kv lengths that count the prefix ("baked"), unless there is none.
+    block_tables : ints [batch, pages]
+        The pages of each sequence, its prefix first.
+    page_size : int
+        Tokens of a page.
+    num_heads, num_kv_heads : int
+        Heads of the queries, a multiple of those of keys and values.
+    scale : float, default 1/sqrt(head_dim)
+        Must be given for head_dim > 256.
+    out : tensor [rows, num_heads * v_head_dim] of the dtype of q, optional
+        Written and returned; must not overlap an input.
+    return_lse : bool
+        Whether to return `lse`, too.
+
+    Returns
+    -------
+    out : tensor [rows, num_heads * v_head_dim], container and dtype of q
+    lse : tensor [rows, num_heads], float32; only with ``return_lse``
+        Natural logarithm; -inf for padding.
+
+    Raises
+    ------
+    TypeError
+        For what is no tensor or no metadata, and dtypes that do not fit.
+    ValueError
+        For fewer rows than the metadata has, bare metadata of a batch with a prefix, a kv length
+        beyond the block table, page ids outside the cache, and shapes that do not fit.
+
+    Examples
+    --------
+    The first of two ranks has tokens 0, 1, 6 and 7 of eight behind a prefix of eight:
+
+    >>> import numpy as np, cpattn
+    >>> plan = cpattn.build_cp_metadata([8], [16], cp_rank=0, cp_size=2)
+    >>> random = np.random.default_rng(0)
+    >>> q, cache = (random.random(s).astype(np.float32) for s in [(8, 32), (4, 8, 1, 16)])
+    >>> out = cpattn.do_cp_attn_fia(plan.shard(q), cache, cache, plan, block_tables=[[2, 0]],
+    ...                             page_size=8, num_heads=2, num_kv_heads=1)
+    >>> whole = cpattn.paged_attention(q.reshape(8, 2, 16), cache, cache, q_lens=[8],
+    ...                                kv_lens=[16], block_tables=[[2, 0]])
+    >>> bool(np.allclose(out, whole[[0, 1, 6, 7]].reshape(4, 32), atol=1e-6))
+    True
+    """
+    function = "do_cp_attn_fia"
+    rows, columns = _core.shape_of(q, function, "q", 2)
+    num_heads = _core.integer(num_heads, function, "num_heads")
+    heads = max(num_heads, 0)  # the core refuses those below 1
+    return_lse = _core.flag(return_lse, function, "return_lse")
+    if scale is None:
+        scale = default_scale(function, columns // max(heads, 1))
+    keys = math.prod(_core.shape_of(k_cache, function, "k_cache"))
+    values = math.prod(_core.shape_of(v_cache, function, "v_cache"))
+    if out is None:
+        # The core refuses what does not divide.
+        out = empty(function, q, (rows, columns * values // keys if keys else columns))
+    lse = empty(function, q, (rows, heads), "float32") if return_lse else None
+    _core.do_cp_attn_fia(
+        q, k_cache, v_cache, metadata, block_tables, page_size, num_heads, num_kv_heads, scale,
+        out, lse,
+    )  # fmt: skip
+    return out if lse is None else (out, lse)

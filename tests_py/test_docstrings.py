@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every public function and class says what it takes, returns and raises, with an example."""
+
+from __future__ import annotations
+
+import doctest
+import enum
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import cpattn
+
+# The rooms that NumPy is enough for; others import torch or an engine.
+ROOMS = ["", ".kv", ".npu", ".profiling", ".sparse", ".traffic", ".transfer"]
+# First words of summaries that are no verb.
+NO_VERBS = {
+    "A", "An", "As", "How", "One", "The", "What", "When", "Where", "Whether", "Which", "Who"
+}  # fmt: skip
+
+
+def public() -> dict[str, Any]:
+    found = {}
+    for room in ROOMS:
+        module = importlib.import_module(f"cpattn{room}")
+        for name in module.__all__:
+            value = getattr(module, name)
+            if callable(value):
+                found[f"{value.__module__}.{value.__name__}"] = value
+    return found
+
+
+PUBLIC = public()
+FUNCTIONS = {name: value for name, value in PUBLIC.items() if not inspect.isclass(value)}
+CLASSES = {name: value for name, value in PUBLIC.items() if inspect.isclass(value)}
+
+
+def sections(doc: str) -> dict[str, str]:
+    """Of a docstring in NumPy's style, by their titles; the text before the first is ""."""
+    parts = re.split(r"^(\w[\w ]*)\n-{3,}\n", doc, flags=re.MULTILINE)
+    return {"": parts[0]} | dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def parameters_of(call: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(call).parameters
+    except ValueError:  # of the core, which pybind11 gives no signature
+        return []
+    return [
+        name
+        for name, parameter in parameters.items()
+        if name != "self"
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def described(section: str) -> set[str]:
+    """The names at the left of a Parameters section."""
+    names: set[str] = set()
+    for line in section.splitlines():
+        if line and not line.startswith(" "):
+            names |= {name.strip(" *") for name in line.partition(" : ")[0].split(",")}
+    return names
+
+
+def doc_of(value: Any) -> str:
+    """Without the signature that pybind11 puts in front."""
+    doc = inspect.getdoc(value) or ""
+    return re.sub(r"^\w+\(.*\) -> .*\n+", "", doc) if inspect.isbuiltin(value) else doc
+
+
+def first_word(doc: str) -> str:
+    return doc.split()[0].strip("`.,:")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_is_described(name):
+    call = FUNCTIONS[name]
+    doc = doc_of(call)
+    found = sections(doc)
+    assert first_word(doc) not in NO_VERBS
+    assert re.fullmatch(r"[A-Z][a-z]+", first_word(doc))
+    names = parameters_of(call)
+    assert set(names) <= described(found.get("Parameters", ""))
+    if inspect.get_annotations(call).get("return") != "None" and names:
+        assert found.get("Returns", "").strip()
+    if names:
+        assert found.get("Raises", "").strip()
+    assert ">>>" in found.get("Examples", "")
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_is_described(name):
+    kind = CLASSES[name]
+    doc = inspect.getdoc(kind) or ""
+    assert doc.strip()
+    methods = {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(value) or isinstance(value, (property, functools.cached_property)))
+    }
+    missing = [name for name, value in methods.items() if not (inspect.getdoc(value) or "").strip()]
+    assert not missing
+    if issubclass(kind, (enum.Enum, BaseException)):
+        return
+    assert ">>>" in doc or getattr(kind, "_is_protocol", False)
+    if "__init__" in vars(kind):
+        found = sections(doc)  # fields of a dataclass are its attributes
+        text = found.get("Parameters", "") + found.get("Attributes", "")
+        assert set(parameters_of(kind)) <= described(text)
+
+
+def test_return_types_are_where_the_functions_are():
+    missing = []
+    for room in ROOMS:
+        module = importlib.import_module(f"cpattn{room}")
+        for name in module.__all__:
+            call = getattr(module, name)
+            if not inspect.isfunction(call):
+                continue
+            returned = str(inspect.get_annotations(call).get("return", ""))
+            for kind in re.findall(r"\b(?:_core\.)?([A-Z]\w+)", returned):
+                known = any(kind == public.rpartition(".")[2] for public in CLASSES)
+                if known and not hasattr(module, kind):
+                    missing.append((f"cpattn{room}.{name}", kind))
+    assert missing == []
+
+
+def test_all_rooms_are_looked_at():
+    assert len(PUBLIC) > 80
+    assert {f"cpattn{room}" for room in ROOMS[1:]} <= {f"cpattn.{name}" for name in dir(cpattn)}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, value in PUBLIC.items() if name.startswith("cpattn._core.")]
+)
+def test_examples_of_the_core_run(name):
+    """Those of Python are run by their modules."""
+    test = doctest.DocTestParser().get_doctest(doc_of(PUBLIC[name]), {}, name, None, None)
+    assert doctest.DocTestRunner().run(test).failed == 0
