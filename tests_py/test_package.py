@@ -55,15 +55,9 @@ def test_every_export_is_documented():
 
 #: Functions without an example of their own; what they do is shown beside another one.
 WITHOUT_EXAMPLE = {
-    "build_cp_metadata_all_ranks", "can_apply_cp", "can_dsa_prefill_cp_interleave",
-    "can_fuse_split_qk_norm", "dequantize_kv_rows", "do_cp_attn_fia", "dsa_use_prefill_cp",
-    "fast_topk_transform_fused", "fast_topk_transform_ragged_fused", "fill_kv_args",
-    "fused_split_qk_norm", "get_topk_transform_method", "hadamard_transform", "indexer_logits",
-    "merge_state", "pad_topk_indices", "page_table_to_topk", "plan_attention", "plan_kv_links",
-    "plan_send_aux", "plan_send_kvcache_slice", "plan_send_state", "quantize_index",
-    "quantize_kv_rows_separate", "read_index_k_cache", "run_attention", "split_qk_norm",
-    "topk_transform", "transform_index_page_table_decode", "transform_index_page_table_prefill",
-    "write_index_k_cache",
+    "build_cp_metadata_all_ranks", "can_apply_cp", "do_cp_attn_fia", "fill_kv_args", "merge_state",
+    "plan_attention", "plan_kv_links", "plan_send_aux", "plan_send_kvcache_slice",
+    "plan_send_state", "run_attention",
 }  # fmt: skip
 
 
