@@ -55,9 +55,8 @@ def test_every_export_is_documented():
 
 #: Functions without an example of their own; what they do is shown beside another one.
 WITHOUT_EXAMPLE = {
-    "build_cp_metadata_all_ranks", "can_apply_cp", "do_cp_attn_fia", "fill_kv_args", "merge_state",
-    "plan_attention", "plan_kv_links", "plan_send_aux", "plan_send_kvcache_slice",
-    "plan_send_state", "run_attention",
+    "build_cp_metadata_all_ranks", "can_apply_cp", "do_cp_attn_fia", "merge_state",
+    "plan_attention", "run_attention",
 }  # fmt: skip
 
 
