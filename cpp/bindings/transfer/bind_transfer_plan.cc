@@ -134,7 +134,9 @@ void register_transfer_plan(py::module_& module) {
         field.doc
     );
   }
-  type.def_property_readonly("total_bytes", &TransferPlan::total_bytes);
+  type.def_property_readonly(
+      "total_bytes", &TransferPlan::total_bytes, "Bytes of all blocks together."
+  );
   type.def_property_readonly(
       "parts", &parts,
       "Blocks that are alike, in order: (name, number of entries, number of blocks)."

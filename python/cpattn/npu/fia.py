@@ -63,7 +63,7 @@ def npu_fused_infer_attention_score(
     key_antiquant_mode: int = 0,
     value_antiquant_mode: int = 0,
 ) -> tuple[TensorT, TensorT]:
-    """Attention with the signature and the meaning of ``torch_npu``'s operator.
+    """Compute attention with the signature and the meaning of ``torch_npu``'s operator.
 
     What the NPU leaves undefined is pinned here: the LSE is a natural logarithm, rows that see
     no key give zeros and LSE -inf under any ``inner_precise``, and page ids are checked. What
@@ -71,32 +71,37 @@ def npu_fused_infer_attention_score(
 
     Parameters
     ----------
-    query : float32, float16 or bfloat16 tensor, axes as in `input_layout`
-    key, value : tensors of the dtype of query
+    query : tensor, float32, float16 or bfloat16
+        Axes as in `input_layout`.
+    key, value : tensors, of the dtype of query
         Axes as in `input_layout`, or blocks: [blocks, block_size, H], under BNSD and TND
         layouts also [blocks, N, block_size, D]. `value` may have another D.
-    atten_mask : bool, int8 or uint8 tensor, True hides
-        Modes 0 and 1: [S1, S2], [B or 1, S1, S2] or [B or 1, 1, S1, S2]; [B, S2] if S1 is 1.
-        Larger ones, too, if S1 and S2 are 1: sglang passes the template for prompts of one token.
-        Modes 2 to 4: the [2048, 2048] template, whose contents are not read.
-    actual_seq_lengths : ints
+    atten_mask : tensor, bool, int8 or uint8, optional
+        True hides. Modes 0 and 1: [S1, S2], [B or 1, S1, S2] or [B or 1, 1, S1, S2]; [B, S2] if
+        S1 is 1. Larger ones, too, if S1 and S2 are 1: sglang passes the template for prompts of one
+        token. Modes 2 to 4: the [2048, 2048] template, whose contents are not read.
+    actual_seq_lengths : ints [B] or [1], optional
         Queries of each sequence, or one number for all; by default S1. Under TND layouts
         mandatory, and the running sums of the lengths instead, ending at T.
-    actual_seq_lengths_kv : ints
+    actual_seq_lengths_kv : ints [B] or [1], optional
         Keys of each sequence, or one number for all; by default S2. Mandatory with blocks.
         Under TND layouts mandatory, and without blocks the running sums.
-    block_table : int tensor, shape [B, >= ceil(kv_len / block_size)]
+    block_table : ints [B, >= ceil(kv_len / block_size)], optional
         Block ids; entries beyond a sequence's own blocks are never read.
-    query_rope, key_rope : tensors, optional
+    query_rope, key_rope : tensors, of the dtype of query, optional
         More dimensions of query and key (MLA), of the same layout.
-    num_heads, num_key_value_heads : int
-        0 key-value heads: as many as `num_heads`.
+    num_heads : int
+        Heads of the queries.
     scale : float
-        1.0 unless given; not 1 / sqrt(D).
+        Multiplies q . k. 1.0 unless given; not 1 / sqrt(D).
+    pre_tokens, next_tokens : int
+        Keys before and behind a query's position that it sees, in modes 0 and 4.
     input_layout : str
         BSH, BSND, BNSD, BNSD_BSND, BSH_NBSD, BSND_NBSD, BNSD_NBSD, TND, TND_NTD or NTD_TND:
         B batch, S tokens, N heads, D dimension, H = N * D, T tokens of all sequences. What
         follows the underscore is the layout of the output.
+    num_key_value_heads : int
+        Heads of keys and values; 0: as many as `num_heads`.
     sparse_mode : int
         For query i of S1 and key j of S2, both of one sequence::
 
@@ -109,18 +114,34 @@ def npu_fused_infer_attention_score(
         Modes 1 to 4 need the mask. TND layouts take 0 without and 3 with it.
     inner_precise : int
         0 to 3, without effect: accumulation is always in float32.
+    block_size : int
+        Tokens of a block; with `block_table`.
     softmax_lse_flag : bool
         Whether to return the log-sum-exp.
+    pse_shift, query_padding_size, kv_padding_size
+        Not supported, at their defaults only.
+    dequant_scale1, quant_scale1, dequant_scale2, quant_scale2, quant_offset2
+        Likewise.
+    antiquant_scale, antiquant_offset, antiquant_mode
+        Likewise.
+    key_antiquant_scale, key_antiquant_offset, key_antiquant_mode, key_rope_antiquant_scale
+        Likewise.
+    value_antiquant_scale, value_antiquant_offset, value_antiquant_mode
+        Likewise.
+    key_shared_prefix, value_shared_prefix, actual_shared_prefix_len
+        Likewise.
 
     Returns
     -------
-    out : tensor in the container and dtype of query, in the output layout
-        Zeros for rows past their sequence's actual length.
-    lse : float32 tensor, shape [B, N, S1, 1], or [T, N, 1] under TND layouts
+    out : tensor in the output layout
+        In the container and dtype of query. Zeros for rows past their sequence's actual length.
+    lse : tensor [B, N, S1, 1], or [T, N, 1] under TND layouts, float32
         A single 0, shape [1], without ``softmax_lse_flag``.
 
     Raises
     ------
+    TypeError
+        If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
         For what the list above rules out, and for any other argument that is not at its default.
 

@@ -28,9 +28,10 @@ def npu_lightning_indexer(
     next_tokens: int = INT64_MAX,
     return_value: bool = False,
 ) -> tuple[TensorT, TensorT]:
-    """Top-k keys of each query, with the signature and the meaning of ``torch_npu``'s operator.
+    """Select the top-k keys of each query, as ``torch_npu``'s operator does.
 
-    For query i of S1 and key j of S2, both of one sequence and counted by its actual lengths::
+    The signature is that operator's. For query i of S1 and key j of S2, both of one sequence and
+    counted by its actual lengths::
 
         score[i, j] = sum(weights[i, n] * relu(query[i, n] @ key[j]) for n in heads)
         visible = j < S2 if sparse_mode == 0 else j <= i + S2 - S1
@@ -41,24 +42,29 @@ def npu_lightning_indexer(
 
     Parameters
     ----------
-    query : bfloat16 or float32 tensor, shape [B, S1, N, D] or, as TND, [T1, N, D]
-    key : tensor of the dtype of query
+    query : tensor [B, S1, N, D] or, as TND, [T1, N, D], bfloat16 or float32
+        B sequences, S1 queries of each, or T1 of all; N heads of D elements.
+    key : tensor, of the dtype of query
         [B, S2, 1, D], [T2, 1, D] as TND, or [blocks, block_size, 1, D] as PA_BSND.
-    weights : tensor of the dtype of query, or float32, shape [B, S1, N] or [T1, N]
-    actual_seq_lengths_query : ints, shape [B]
+    weights : tensor [B, S1, N] or [T1, N], of the dtype of query, or float32
+        The factor of each head.
+    actual_seq_lengths_query : ints [B]
         Queries of each sequence, by default S1. Under TND mandatory, and the running sums of the
         lengths instead. Rows beyond are never read.
-    actual_seq_lengths_key : ints, shape [B]
+    actual_seq_lengths_key : ints [B]
         Keys of each sequence, by default S2; mandatory with PA_BSND. Under TND mandatory, and
         the running sums.
-    block_table : int tensor, shape [B, >= ceil(S2 / block_size)]
+    block_table : ints [B, >= ceil(S2 / block_size)]
         Block ids, with PA_BSND; entries beyond a sequence's own blocks are never read.
-    layout_query, layout_key : str
-        BSND or TND; keys the same as queries, or PA_BSND.
+    layout_query : str
+        BSND or TND.
+    layout_key : str
+        That of the queries, or PA_BSND.
     sparse_count : int
-        Indices for each query.
+        Indices for each query, at least 1.
     sparse_mode : int
-        0 or 3.
+        0: a query sees all keys. 3: those up to its own position, the last query of a sequence
+        standing at the last key.
     pre_tokens, next_tokens : int
         At their defaults only.
     return_value : bool
@@ -66,14 +72,16 @@ def npu_lightning_indexer(
 
     Returns
     -------
-    indices : int32 tensor, shape [B, S1, 1, sparse_count] or [T1, 1, sparse_count]
+    indices : tensor [B, S1, 1, sparse_count] or [T1, 1, sparse_count], int32
         Positions within the sequence by score, descending, ties to the smaller index; ascending
         if no key is left out; then -1.
-    values : tensor of the dtype of query and the shape of indices
+    values : tensor of the shape of indices, of the dtype of query
         Their scores, then -inf. Empty, shape [0], without ``return_value``.
 
     Raises
     ------
+    TypeError
+        If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
         For what the list above rules out.
 

@@ -33,36 +33,42 @@ def npu_sparse_flash_attention(
     attention_mode: int = 0,
     return_softmax_lse: bool = False,
 ) -> tuple[TensorT, TensorT, TensorT]:
-    """Attention of each query over the keys that it names, as ``torch_npu``'s operator has it.
+    """Attend with each query to the keys that it names, as ``torch_npu``'s operator does.
 
-    Unlike `flash_mla_sparse_fwd` it takes positions within sequences, and hides keys beyond
-    the query's own position. What the NPU rejects for want of hardware (dimensions, head
-    counts, ``attention_mode=0``) is computed.
+    The signature is that operator's. Unlike `flash_mla_sparse_fwd` it takes positions within
+    sequences, and hides keys beyond the query's own position. What the NPU rejects for want of
+    hardware (dimensions, head counts, ``attention_mode=0``) is computed.
 
     Parameters
     ----------
-    query : float32, float16 or bfloat16 tensor, shape [B, S1, N, D] or, TND, [T1, N, D]
-    key, value : tensors of the dtype of query
-        Shape [B, S2, 1, D], TND [T2, 1, D], PA_BSND [blocks, block_size, 1, D] with blocks that
+    query : tensor [B, S1, N, D] or, as TND, [T1, N, D], float32, float16 or bfloat16
+        B sequences, S1 queries of each, or T1 of all; N heads of D elements.
+    key, value : tensors, of the dtype of query
+        [B, S2, 1, D], [T2, 1, D] as TND, or [blocks, block_size, 1, D] as PA_BSND, with blocks that
         follow each other in memory. `value` may have another D, and be a part of `key`.
-    sparse_indices : int32 or int64 tensor, shape [B, S1, 1, K] or [T1, 1, K]
+    sparse_indices : tensor [B, S1, 1, K] or [T1, 1, K], int32 or int64
         Blocks of `sparse_block_size` positions within the sequence of the query. The first
         entry below 0 ends a row; blocks beyond the sequence have no keys.
     scale_value : float
         Multiplies q . k.
-    block_table : int tensor, shape [B, >= ceil(kv_len / block_size)]
-        With PA_BSND, and only then.
-    actual_seq_lengths_query, actual_seq_lengths_kv : ints, length B
+    block_table : ints [B, >= ceil(kv_len / block_size)]
+        Block ids, with PA_BSND, and only then.
+    actual_seq_lengths_query, actual_seq_lengths_kv : ints [B]
         Lengths of the sequences, by default S1 and S2. For TND mandatory, and running sums.
         Those of `key` are mandatory with blocks, and lengths there.
-    query_rope, key_rope : tensors
+    query_rope, key_rope : tensors, of the dtype of query
         More dimensions of query and key, with ``attention_mode=2``.
-    layout_query : {"BSND", "TND"}
-    layout_kv : {"BSND", "TND", "PA_BSND"}
+    sparse_block_size : int
+        Positions that an entry of `sparse_indices` stands for.
+    layout_query : str
+        BSND or TND.
+    layout_kv : str
         That of `query`, or PA_BSND.
     sparse_mode : int
         0: a query sees all keys of its blocks. 3: those up to its own position, the last query
         of a sequence standing at the last key.
+    pre_tokens, next_tokens : int
+        At their defaults only.
     attention_mode : int
         2: absorbed MLA. 0: without the rope parts.
     return_softmax_lse : bool
@@ -70,14 +76,17 @@ def npu_sparse_flash_attention(
 
     Returns
     -------
-    out : tensor in the container and dtype of query, shape of query with the D of value
-        Zeros for queries without keys, and past their sequence's length.
-    softmax_max, softmax_sum : float32 tensors, shape [B, 1, S1, N] or [1, T1, N]
+    out : tensor of the shape of query with the D of value
+        In the container and dtype of query. Zeros for queries without keys, and past their
+        sequence's length.
+    softmax_max, softmax_sum : tensors [B, 1, S1, N] or [1, T1, N], float32
         The largest scaled score, and the sum of exp(score - softmax_max); -inf and 0 without
         keys. Shape [0] unless ``return_softmax_lse``.
 
     Raises
     ------
+    TypeError
+        If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
         For what the list above rules out.
 

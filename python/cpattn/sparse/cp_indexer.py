@@ -24,7 +24,7 @@ def cp_indexer_topk(
     sorted: bool = True,
     num_threads: int | None = None,
 ) -> TensorT:
-    """The keys that each of a rank's tokens attends to, over paged sequences with prefixes.
+    """Select the keys that each of a rank's tokens attends to, over paged sequences with prefixes.
 
     For the token at position ``p`` of its sequence, prefix counted::
 
@@ -36,7 +36,7 @@ def cp_indexer_topk(
 
     Parameters
     ----------
-    q : tensor, shape [rows, num_heads, head_dim], of the dtype of the keys
+    q : tensor [rows, num_heads, head_dim], of the dtype of the keys
         This rank's rows in the order of the metadata (zigzag: all prev blocks, then all next
         blocks). Rows beyond the metadata's are padding: never read, -1 comes out.
     index_k_cache : tensor
@@ -45,17 +45,21 @@ def cp_indexer_topk(
         head_dim] or [num_slots, 1, head_dim]. Or uint8 [num_pages, page_size * (head_dim + 4)],
         also as [num_pages, page_size, head_dim + 4] or [num_pages, page_size, 1, head_dim + 4]:
         each page is its rows in float8_e4m3fn, then their float32 scales.
-    weights : float32 or bfloat16 tensor, shape [rows, num_heads] or [rows, num_heads, 1]
+    weights : tensor [rows, num_heads] or [rows, num_heads, 1], float32 or bfloat16
         With quantised queries their scales belong in here.
     metadata : ContextParallelMetadata
-    block_tables : ints, shape [batch, pages]
+        Of the batch and this rank, from `cpattn.build_cp_metadata`.
+    block_tables : ints [batch, pages]
         The pages of each sequence, its prefix first; further entries are never read.
+    page_size : int
+        Tokens of a page.
     topk : int
-    prefix_lens : ints, shape [batch], optional
-        The cached prefix of each sequence. With metadata of the "bare" convention it must be
-        given if there is a prefix, and be that of the metadata; "baked" metadata counts the
-        prefix in its lengths, and giving it again is an error.
-    k_scale : float32 tensor, the shape of `index_k_cache` without its last dimension, optional
+        Keys for each row, at least 1.
+    prefix_lens : ints [batch], optional
+        The cached prefix of each sequence, in tokens. With metadata of the "bare" convention it
+        must be given if there is a prefix, and be that of the metadata; "baked" metadata counts
+        the prefix in its lengths, and giving it again is an error.
+    k_scale : tensor of the shape of `index_k_cache` without its last dimension, float32, optional
         One factor per key; not with uint8, which has them inside.
     sorted : bool
         Whether rows are by score, descending, ties to the smaller index. Otherwise, and in rows
@@ -65,11 +69,13 @@ def cp_indexer_topk(
 
     Returns
     -------
-    int32 tensor, shape [rows, topk]
+    tensor [rows, topk], int32
         Positions within the sequence, -1 after the last. NaN counts as -inf.
 
     Raises
     ------
+    TypeError
+        If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
         For fewer rows than the metadata has, a prefix counted twice, not at all or differently, a
         token beyond the block table, page ids outside the cache, and shapes or dtypes that do not
@@ -77,6 +83,8 @@ def cp_indexer_topk(
 
     Examples
     --------
+    Rank 0 of 2 has the first and the last of four new tokens, behind a prefix of three:
+
     >>> import numpy as np, cpattn
     >>> metadata = cpattn.build_cp_metadata([4], [7], cp_rank=0, cp_size=2)
     >>> q, weights = np.ones((2, 1, 16), np.float32), np.ones((2, 1), np.float32)
@@ -100,24 +108,38 @@ def cp_indexer_topk(
 def dcp_local_indices(
     indices: TensorT, *, dcp_rank: int, dcp_size: int, interleave_size: int = 1
 ) -> TensorT:
-    """What one rank of decode context parallelism owns of global top-k indices.
+    """Keep those of global top-k indices that one rank of decode context parallelism owns.
 
     Position ``p`` of a sequence lies on rank ``p // interleave_size % dcp_size``, which holds its
     positions in order. Over all ranks every index comes out once.
 
     Parameters
     ----------
-    indices : int32 tensor, shape [num_tokens, topk]
+    indices : tensor [num_tokens, topk], int32
         Positions within the sequence; negative ones are skipped.
+    dcp_rank, dcp_size : int
+        The rank, and how many there are.
+    interleave_size : int
+        Consecutive positions that lie on one rank.
 
     Returns
     -------
-    int32 tensor, shape [num_tokens, topk]
+    tensor [num_tokens, topk], int32
         Positions among the keys that the rank holds, in the order of `indices` without gaps,
         then -1.
 
+    Raises
+    ------
+    TypeError
+        If `indices` is no tensor, or another argument no integer.
+    ValueError
+        If `indices` is not int32 with two dimensions, the rank is outside [0, dcp_size), or a size
+        is below 1.
+
     Examples
     --------
+    Rank 1 of 2 holds the odd positions, so that position 9 is its fifth key:
+
     >>> import numpy as np, cpattn
     >>> indices = np.array([[9, 4, 7, 2, -1]], np.int32)
     >>> cpattn.sparse.dcp_local_indices(indices, dcp_rank=1, dcp_size=2)

@@ -29,26 +29,32 @@ def build_dsa_metadata(
     cp_metadata: ContextParallelMetadata | None = None,
     num_rows: int | None = None,
 ) -> DsaMetadata:
-    """What indexer, top-k transform and sparse attention need to know of a batch.
+    """Compute what indexer, top-k transform and sparse attention need to know of a batch.
 
     Parameters
     ----------
-    extend_lens : ints, shape [bs], or None
+    extend_lens : ints [bs], or None
         New tokens of each sequence. None: one each in decode, `num_draft_tokens` each in verify
         and draft batches.
-    seq_lens : ints, shape [bs]
+    seq_lens : ints [bs]
         Cached prefix plus new tokens in every mode, draft tokens included. Below `extend_lens`
         in verify and draft batches only, where the first rows then see nothing.
     forward_mode : ForwardMode
+        Kind of the batch.
     topk : int
-    fp8_kv_cache, prefill_impl
+        Keys that a row attends to at most.
+    fp8_kv_cache : bool
+        As in `get_topk_transform_method`.
+    prefill_impl : str
         As in `get_topk_transform_method`.
     page_size : int
-        Of ``real_page_table``.
-    req_to_token : ints, shape [requests, slots], optional
+        Tokens of a page of ``real_page_table``.
+    req_to_token : ints [requests, slots], optional
         The slot of every token of every request. Without it there are no page tables.
-    req_pool_indices : ints, shape [bs], optional
+    req_pool_indices : ints [bs], optional
         The rows of `req_to_token` of this batch; default 0, 1, ...
+    num_draft_tokens : int, optional
+        New tokens of each sequence where `extend_lens` is None, in verify and draft batches.
     cp_metadata : ContextParallelMetadata, optional
         Of the same batch: only rows of q on its rank count, and only sequences that have any.
     num_rows : int, optional
@@ -57,37 +63,15 @@ def build_dsa_metadata(
     Returns
     -------
     DsaMetadata
-        A printable, comparable value of read-only int32 arrays, for n sequences and T rows of q:
-
-        ``bs_idx, extend_lens, cache_seqlens`` [n]
-            Each sequence's index in the batch, rows of q here, and keys.
-        ``cu_seqlens_q, cu_seqlens_k`` [n + 1]
-            Running sums of these. ``cu_seqlens_q`` is None where rows of a sequence lie apart,
-            under zigzag; ``token_to_batch_idx`` serves as `batch_idx_list` then.
-        ``seqlens_expanded`` [T]
-            Keys that each row sees: ``seq_len - extend_len + 1, ..., seq_len``.
-        ``token_to_batch_idx`` [T]
-            The sequence of each row, as a position in ``bs_idx``.
-        ``ks, ke`` [T]
-            The keys of each row where those of all n sequences are concatenated.
-        ``topk_indices_offset`` [T]
-            ``ks``, if the method is RAGGED; else None.
-        ``dsa_cache_seqlens`` [num_rows]
-            ``min(seqlens_expanded, topk)``, not below 0, and 0 in padding; running sums in
-            ``dsa_cu_seqlens_k``.
-        ``page_table_1`` [n, max_seqlen_k], ``real_page_table`` [n, pages]
-            Slots, and pages of `page_size`; rows are of sequences in every mode.
-        ``page_table_1_flattened`` [sum(cache_seqlens)]
-            Slots of the concatenated keys, if the method is RAGGED and they are not just the
-            new tokens of the batch; else None.
-
-        Also ``forward_mode``, ``topk_transform_method``, ``topk``, ``page_size``,
-        ``max_seqlen_q``, ``max_seqlen_k`` and ``to_dict()``.
+        A printable, comparable value; see there for its arrays.
 
     Raises
     ------
+    TypeError
+        If an argument is of another type than stated, such as a float among the lengths.
     ValueError
-        Names the argument, the rule, the value and its position.
+        If lengths contradict each other or the mode, a slot does not exist, or a size is out of
+        range. The message names the argument, the rule, the value and its position.
 
     Examples
     --------
@@ -110,3 +94,58 @@ DsaMetadata.topk_transform_method = property(  # type: ignore[assignment]
     lambda self: TopkTransformMethod(self._topk_transform_method), doc="TopkTransformMethod"
 )
 DsaMetadata.__module__ = "cpattn.sparse"
+DsaMetadata.__doc__ = """The integers of a sparse-attention (DSA) batch.
+
+A printable, comparable value of read-only int32 arrays, for n sequences and T rows of q, that
+`build_dsa_metadata` makes. It can be hashed and pickled, and ``to_dict()`` has every field by
+name, as int, list of int or None.
+
+Attributes
+----------
+bs_idx, extend_lens, cache_seqlens : array [n], int32
+    Each sequence's index in the batch, rows of q here, and keys.
+cu_seqlens_q : array [n + 1], int32, or None
+    Running sums of ``extend_lens``. None where rows of a sequence lie apart, under zigzag;
+    ``token_to_batch_idx`` serves as `batch_idx_list` then.
+cu_seqlens_k : array [n + 1], int32
+    Running sums of ``cache_seqlens``.
+seqlens_expanded : array [T], int32
+    Keys that each row sees: ``seq_len - extend_len + 1, ..., seq_len``.
+token_to_batch_idx : array [T], int32
+    The sequence of each row, as a position in ``bs_idx``.
+ks, ke : array [T], int32
+    The keys of each row where those of all n sequences are concatenated.
+topk_indices_offset : array [T], int32, or None
+    ``ks``, if the method is RAGGED; else None.
+dsa_cache_seqlens : array [num_rows], int32
+    ``min(seqlens_expanded, topk)``, not below 0, and 0 in padding.
+dsa_cu_seqlens_k : array [num_rows + 1], int32, or None
+    Running sums of these. None if they leave int32.
+page_table_1 : array [n, max_seqlen_k], int32, or None
+    Slots of the keys; rows are of sequences in every mode. Entries behind a sequence's keys say
+    nothing. None without `req_to_token`.
+real_page_table : array [n, pages], int32, or None
+    Pages of ``page_size`` tokens, likewise.
+page_table_1_flattened : array [sum(cache_seqlens)], int32, or None
+    Slots of the concatenated keys, if the method is RAGGED and they are not just the new
+    tokens of the batch.
+forward_mode : ForwardMode
+topk_transform_method : TopkTransformMethod
+topk, page_size : int
+    As given.
+max_seqlen_q, max_seqlen_k : int
+    The largest of ``extend_lens`` and of ``cache_seqlens``.
+
+Examples
+--------
+Two sequences in decode, whose second has no third key yet:
+
+>>> batch = build_dsa_metadata(None, [3, 2], forward_mode=ForwardMode.DECODE, topk=2,
+...                            fp8_kv_cache=False, prefill_impl="fa3",
+...                            req_to_token=[[40, 41, 42], [70, 71, 0]])
+>>> batch
+DsaMetadata(forward_mode=DECODE, topk_transform_method=PAGED, topk=2, page_size=1, \
+extend_lens=[1, 1], cache_seqlens=[3, 2])
+>>> batch.page_table_1.tolist(), batch.dsa_cache_seqlens.tolist()
+([[40, 41, 42], [70, 71, 0]], [2, 2])
+"""

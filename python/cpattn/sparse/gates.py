@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the prefill of a sparse-attention (DSA) model is split over ranks."""
+"""Gates: may the prefill of a sparse-attention (DSA) model be split over ranks?"""
 
 from __future__ import annotations
 
@@ -13,10 +13,40 @@ __all__ = ["can_dsa_prefill_cp_interleave", "dsa_use_prefill_cp"]
 def can_dsa_prefill_cp_interleave(
     extend_lens: Indices, *, cp_size: int, strategy: str, forward_mode: ForwardMode | None
 ) -> bool:
-    """Whether a sparse-attention (DSA) model may split this prefill token by token.
+    """Tell whether a sparse-attention (DSA) model may split this prefill token by token.
 
-    True for strategy ``interleave``, a context-parallel extend mode, and
-    ``sum(extend_lens) >= cp_size > 1``.
+    It may for strategy ``interleave``, a mode whose new tokens may be split (`ForwardMode.EXTEND`
+    and `ForwardMode.MIXED`), and ``sum(extend_lens) >= cp_size > 1``.
+
+    Parameters
+    ----------
+    extend_lens : ints [bs]
+        New tokens of each sequence.
+    cp_size : int
+        Ranks of the context-parallel group, 1 to 32768.
+    strategy : str
+        A strategy of `cpattn.build_cp_metadata` or one of its other names, such as
+        ``"round-robin-split"`` for ``"interleave"``.
+    forward_mode : ForwardMode or None
+        Kind of the batch. None may not be split.
+
+    Returns
+    -------
+    bool
+
+    Raises
+    ------
+    TypeError
+        If an argument is of another type than stated.
+    ValueError
+        For negative lengths, a `cp_size` out of range, and an unknown strategy or mode.
+
+    Examples
+    --------
+    >>> from cpattn import ForwardMode
+    >>> rule = {"cp_size": 4, "strategy": "interleave", "forward_mode": ForwardMode.EXTEND}
+    >>> can_dsa_prefill_cp_interleave([3, 1], **rule), can_dsa_prefill_cp_interleave([3], **rule)
+    (True, False)
     """
     return _core.can_dsa_prefill_cp_interleave(extend_lens, cp_size, strategy, forward_mode)
 
@@ -24,10 +54,38 @@ def can_dsa_prefill_cp_interleave(
 def dsa_use_prefill_cp(
     forward_mode: ForwardMode | None, *, has_cp_metadata: bool, enabled: bool
 ) -> bool:
-    """Whether this forward pass of a sparse-attention (DSA) model is split over ranks.
+    """Tell whether this forward pass of a sparse-attention (DSA) model is split over ranks.
 
     It is if context parallelism is enabled, the batch got metadata for it, and its mode is one
     whose new tokens may be split.
+
+    Parameters
+    ----------
+    forward_mode : ForwardMode or None
+        Kind of the batch. None is never split.
+    has_cp_metadata : bool
+        Whether the batch has context-parallel metadata.
+    enabled : bool
+        Whether the server runs prefill with context parallelism.
+
+    Returns
+    -------
+    bool
+
+    Raises
+    ------
+    TypeError
+        If a flag is no bool, or the mode no integer.
+    ValueError
+        If the mode is no member of ForwardMode.
+
+    Examples
+    --------
+    >>> from cpattn import ForwardMode
+    >>> dsa_use_prefill_cp(ForwardMode.EXTEND, has_cp_metadata=True, enabled=True)
+    True
+    >>> dsa_use_prefill_cp(ForwardMode.DECODE, has_cp_metadata=True, enabled=True)
+    False
     """
     function = "dsa_use_prefill_cp"
     has_cp_metadata = _core.flag(has_cp_metadata, function, "has_cp_metadata")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of queries and keys before the indexer scores them."""
+"""Queries and keys of the indexer before it scores them: rotated, quantised, cached."""
 
 from __future__ import annotations
 
@@ -14,20 +14,39 @@ _NUMBERS = ("float32", "float16", "bfloat16")
 
 
 def hadamard_transform(x: TensorT, scale: float | None = None) -> TensorT:
-    """``x @ H * scale`` along the last dimension, H being the Hadamard matrix of its size.
+    """Multiply the last dimension by the Hadamard matrix of its size: ``x @ H * scale``.
 
     ``H[i, j] = (-1) ** popcount(i & j)``, which is its own transpose and, with the default scale,
     its own inverse. Sums are in float32, with one rounding at the end.
 
     Parameters
     ----------
-    x : float32, float16 or bfloat16 tensor, shape [..., D]
+    x : tensor [..., D], float32, float16 or bfloat16
         D is a power of two. Up to 6 dimensions.
-    scale : float, default D ** -0.5
+    scale : float, optional
+        Default ``D ** -0.5``.
 
     Returns
     -------
-    tensor like x
+    tensor [..., D]
+        In the container and dtype of x.
+
+    Raises
+    ------
+    TypeError
+        If x is no tensor, or `scale` no number.
+    ValueError
+        For another dtype, and a D that is no power of two.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> x = np.array([[1, 2, 3, 4]], np.float32)
+    >>> y = cpattn.sparse.hadamard_transform(x)
+    >>> y
+    array([[ 5., -1., -2.,  0.]], dtype=float32)
+    >>> cpattn.sparse.hadamard_transform(y)
+    array([[1., 2., 3., 4.]], dtype=float32)
     """
     function = "hadamard_transform"
     shape = _core.shape_of(x, function, "x")
@@ -48,20 +67,38 @@ def quantize_index(
 
     Parameters
     ----------
-    x : float32, float16 or bfloat16 tensor, shape [..., D]
+    x : tensor [..., D], float32, float16 or bfloat16
         D is a multiple of 128. Up to 6 dimensions.
-    dtype : "float8_e4m3fn" or "int8"
-    scale_fmt : "ue8m0" or None
-        "ue8m0" rounds the scale up to a power of two; e4m3fn only.
+    dtype : str
+        Of the codes, ``"float8_e4m3fn"`` or ``"int8"``.
+    scale_fmt : str, optional
+        ``"ue8m0"`` rounds the scale up to a power of two; e4m3fn only.
 
     Returns
     -------
-    codes : tensor of dtype `dtype`, shape [..., D]
-    scale : float32 tensor, shape [..., D / 128]
+    codes : tensor [..., D], of dtype `dtype`
+    scale : tensor [..., D / 128], float32
+
+    Raises
+    ------
+    TypeError
+        If x is no tensor, or another argument no str.
+    ImportError
+        For e4m3fn codes of a NumPy array without ml_dtypes.
+    ValueError
+        For another dtype or format, "ue8m0" with int8, and a D that is no multiple of 128.
 
     Notes
     -----
     A group with an infinity or NaN has scale NaN, and codes 0x7f (e4m3fn) or 0 (int8).
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> x = np.linspace(-254, 254, 128, dtype=np.float32)[None]
+    >>> codes, scale = cpattn.sparse.quantize_index(x, dtype="int8")
+    >>> codes[0, [0, 64, 127]], scale
+    (array([-127,    1,  127], dtype=int8), array([[2.]], dtype=float32))
     """
     return _quantize("quantize_index", "x", x, dtype, scale_fmt)
 
@@ -100,21 +137,34 @@ def write_index_k_cache(
 
     Parameters
     ----------
-    cache : uint8 tensor, shape [num_pages, page_size * 132]
+    cache : tensor [num_pages, page_size * 132], uint8
         Written in place.
-    slots : ints, shape [num_tokens]
+    slots : ints [num_tokens]
         ``page * page_size + offset``; -1 skips the token. Of a slot given twice the last counts.
-    k : tensor, shape [num_tokens, 128] or [num_tokens, 1, 128]
+    k : tensor [num_tokens, 128] or [num_tokens, 1, 128]
         Codes (float8_e4m3fn, int8 or uint8) with `k_scale`, or numbers (float32, float16 or
         bfloat16) without, which become e4m3fn by `quantize_index`.
-    k_scale : float32 tensor, num_tokens elements, optional
-    scale_fmt : "ue8m0" or None
+    k_scale : tensor of num_tokens elements, float32, optional
+        The scale of each token's codes.
+    scale_fmt : str, optional
         See `quantize_index`; only without `k_scale`.
 
     Raises
     ------
+    TypeError
+        If a tensor is of another type than stated, or a slot no integer.
     ValueError
         For shapes and dtypes that do not fit and slots beyond the cache; nothing is written then.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> cache = np.zeros((2, 4 * 132), np.uint8)           # two pages of four tokens
+    >>> k = np.full((2, 128), 3, np.float32)
+    >>> cpattn.sparse.write_index_k_cache(cache, [5, -1], k)
+    >>> codes = cache[:, : 4 * 128].reshape(2, 4, 128)
+    >>> np.flatnonzero(codes.any(axis=2))                  # the second token was skipped
+    array([5])
     """
     if k_scale is None:
         k, k_scale = _quantized_keys(k, scale_fmt)
@@ -143,16 +193,36 @@ def read_index_k_cache(
 
     Parameters
     ----------
-    cache : uint8 tensor, shape [num_pages, page_size * 132]
-    slots : ints, shape [n]
+    cache : tensor [num_pages, page_size * 132], uint8
+        As in `write_index_k_cache`.
+    slots : ints [n]
         They may repeat; -1 is refused.
-    dtype : "float8_e4m3fn" or "int8"
-        What the codes are.
+    dtype : str
+        What the codes are, ``"float8_e4m3fn"`` or ``"int8"``.
 
     Returns
     -------
-    k : tensor of dtype `dtype`, shape [n, 128]
-    k_scale : float32 tensor, shape [n, 1]
+    k : tensor [n, 128], of dtype `dtype`
+    k_scale : tensor [n, 1], float32
+
+    Raises
+    ------
+    TypeError
+        If `cache` is no tensor, a slot no integer, or `dtype` no str.
+    ImportError
+        For e4m3fn codes of a NumPy array without ml_dtypes.
+    ValueError
+        For slots outside the cache, another dtype, and pages that are no multiple of 132 bytes.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> cache = np.zeros((2, 4 * 132), np.uint8)
+    >>> codes, scale = np.full((1, 128), 7, np.int8), np.array([0.5], np.float32)
+    >>> cpattn.sparse.write_index_k_cache(cache, [6], codes, scale)
+    >>> k, k_scale = cpattn.sparse.read_index_k_cache(cache, [6, 0], dtype="int8")
+    >>> k[:, 0], k_scale[:, 0]                             # nobody wrote slot 0
+    (array([7, 0], dtype=int8), array([0.5, 0. ], dtype=float32))
     """
     function = "read_index_k_cache"
     _check_codes(function, dtype)

@@ -17,31 +17,43 @@ def indexer_logits(
     *,
     k_scale: Tensor | None = None,
 ) -> TensorT:
-    """Scores of the keys [ks[i], ke[i]) for every query i.
+    """Score the keys [ks[i], ke[i]) for every query i.
 
     Parameters
     ----------
-    q : tensor, shape [T, H, D]
-        bfloat16, float32, float8_e4m3fn or int8. Scales of quantised queries belong into
-        ``weights``. D is a multiple of 16, of 32 for float8_e4m3fn, up to 256.
-    k : tensor of the dtype of q, shape [S, D]
+    q : tensor [num_tokens, num_heads, head_dim], bfloat16, float32, float8_e4m3fn or int8
+        Scales of quantised queries belong into `weights`. ``head_dim`` is a multiple of 16, of 32
+        for float8_e4m3fn, up to 256.
+    k : tensor [num_keys, head_dim], of the dtype of q
         Keys of all sequences, one after the other.
-    weights : float32 or bfloat16 tensor, shape [T, H] or [T, H, 1]
-    ks, ke : integer array or list, shape [T]
-        0 <= ks and ke <= S; ke <= ks is a query without keys.
-    k_scale : float32 tensor, shape [S] or [S, 1], optional
+    weights : tensor [num_tokens, num_heads] or [num_tokens, num_heads, 1], float32 or bfloat16
+        The factor of each head.
+    ks, ke : ints [num_tokens]
+        0 <= ks and ke <= num_keys; ke <= ks is a query without keys.
+    k_scale : tensor [num_keys] or [num_keys, 1], float32, optional
         Scales of quantised keys.
 
     Returns
     -------
-    logits : float32 tensor, shape [T, S]
-        k_scale[j] * sum_h weights[i, h] * relu(q[i, h] . k[j]), and -inf outside [ks, ke). Its
-        bits depend on the query and the key alone.
+    logits : tensor [num_tokens, num_keys], float32
+        ``k_scale[j] * sum(weights[i, h] * relu(q[i, h] @ k[j]) for h in heads)``, and -inf outside
+        [ks, ke). Its bits depend on the query and the key alone.
 
     Raises
     ------
+    TypeError
+        If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
         For ranges beyond the keys, and shapes or dtypes that do not fit.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> q, weights = np.ones((2, 1, 16), np.float32), np.ones((2, 1), np.float32)
+    >>> keys = np.arange(-1, 2, dtype=np.float32)[:, None].repeat(16, axis=1)
+    >>> cpattn.sparse.indexer_logits(q, keys, weights, ks=[0, 2], ke=[3, 3])
+    array([[  0.,   0.,  16.],
+           [-inf, -inf,  16.]], dtype=float32)
     """
     function = "indexer_logits"
     rows = _core.shape_of(q, function, "q", 3)[0]
@@ -62,9 +74,10 @@ def indexer_topk(
     k_scale: Tensor | None = None,
     sorted: bool = True,
 ) -> TensorT:
-    """The ``topk`` keys of [ks[i], ke[i]) with the largest scores, for every query i.
+    """Select the ``topk`` keys of [ks[i], ke[i]) with the largest scores, for every query i.
 
-    Exact, and without the scores ever being stored: memory does not depend on S.
+    The selection is exact, and the scores are never stored: memory does not depend on the number
+    of keys.
 
     Parameters
     ----------
@@ -77,12 +90,14 @@ def indexer_topk(
 
     Returns
     -------
-    indices : int32 tensor, shape [T, topk]
+    indices : tensor [num_tokens, topk], int32
         Relative to ks[i]. Of equal scores the smaller index comes first; NaN counts as -inf. A
         query with at most ``topk`` keys has all of them, ascending, then -1.
 
     Raises
     ------
+    TypeError
+        If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
         For ranges beyond the keys, and shapes or dtypes that do not fit.
 

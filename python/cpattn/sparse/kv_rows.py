@@ -15,7 +15,7 @@ ROW_BYTES = 656  # and 64 bfloat16 numbers
 
 
 def quantize_kv_rows(nope: TensorT, rope: Tensor, *, out: TensorT | None = None) -> TensorT:
-    """Quantise latent keys for the FP8 cache.
+    """Quantise latent keys for the FP8 cache of multi-head latent attention.
 
     A row is 512 e4m3fn codes of `nope`, 4 little-endian float32 scales, one per 128 elements, and
     the 64 numbers of `rope` as bfloat16. Each group has ``scale = amax / 448`` and the codes
@@ -23,17 +23,21 @@ def quantize_kv_rows(nope: TensorT, rope: Tensor, *, out: TensorT | None = None)
 
     Parameters
     ----------
-    nope : float32, float16 or bfloat16 tensor, shape [num_tokens, 512] or [num_tokens, 1, 512]
-    rope : tensor of the same dtype, shape [num_tokens, 64] or [num_tokens, 1, 64]
-    out : uint8 tensor, shape [num_tokens, 1, 656], optional
+    nope : tensor [num_tokens, 512] or [num_tokens, 1, 512], float32, float16 or bfloat16
+        The part of the latent without positions.
+    rope : tensor [num_tokens, 64] or [num_tokens, 1, 64], of the dtype of `nope`
+        The part with positions.
+    out : tensor [num_tokens, 1, 656], uint8, optional
         Written and returned.
 
     Returns
     -------
-    uint8 tensor, shape [num_tokens, 1, 656]
+    tensor [num_tokens, 1, 656], uint8
 
     Raises
     ------
+    TypeError
+        If an argument is no tensor.
     ValueError
         For other dimensions or dtypes, and if the numbers of tokens differ.
 
@@ -61,14 +65,37 @@ def quantize_kv_rows(nope: TensorT, rope: Tensor, *, out: TensorT | None = None)
 
 
 def quantize_kv_rows_separate(nope: TensorT, rope: Tensor) -> tuple[TensorT, TensorT]:
-    """As `quantize_kv_rows`, in two tensors that joined along the last dimension are its rows.
+    """Quantise latent keys as `quantize_kv_rows` does, into two tensors.
+
+    Joined along the last dimension they are its rows.
+
+    Parameters
+    ----------
+    nope, rope
+        As in `quantize_kv_rows`.
 
     Returns
     -------
-    codes : uint8 tensor, shape [num_tokens, 1, 528]
+    codes : tensor [num_tokens, 1, 528], uint8
         Codes and scales.
-    rope : uint8 tensor, shape [num_tokens, 1, 128]
+    rope : tensor [num_tokens, 1, 128], uint8
         The bytes of 64 bfloat16 numbers.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no tensor.
+    ValueError
+        For other dimensions or dtypes, and if the numbers of tokens differ.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> nope, rope = np.ones((3, 512), np.float32), np.ones((3, 64), np.float32)
+    >>> parts = cpattn.sparse.quantize_kv_rows_separate(nope, rope)
+    >>> rows = cpattn.sparse.quantize_kv_rows(nope, rope)
+    >>> bool((np.concatenate(parts, axis=2) == rows).all())
+    True
     """
     function = "quantize_kv_rows_separate"
     tokens = _core.shape_of(nope, function, "nope")[:1]
@@ -85,23 +112,36 @@ def dequantize_kv_rows(
 
     Parameters
     ----------
-    rows : uint8 or float8_e4m3fn tensor, shape [..., 656]
+    rows : tensor [..., 656], uint8 or float8_e4m3fn
         Flat [num_tokens, 1, 656] or [num_tokens, 656], or paged [num_blocks, block_size, 1, 656];
         any strides with a contiguous last dimension.
-    indices : ints, shape [n], optional
+    indices : ints [n], optional
         Rows to read, ``block * block_size + offset`` if paged; they may repeat. Default: all.
-    out : bfloat16 tensor, shape [n, 1, 576], optional
+    out : tensor [n, 1, 576], bfloat16, optional
         Written and returned. New memory costs more than filling it where there are many rows.
 
     Returns
     -------
-    bfloat16 tensor, shape [n, 1, 576]
+    tensor [n, 1, 576], bfloat16
         ``code * scale`` in float32, rounded to nearest even, then the numbers of rope.
 
     Raises
     ------
+    TypeError
+        If `rows` is no tensor, or an index no integer.
+    ImportError
+        For a NumPy array without ml_dtypes.
     ValueError
         For another width or dtype, and for indices that are not there, -1 included.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> nope, rope = np.full((3, 512), 0.3, np.float32), np.ones((3, 64), np.float32)
+    >>> rows = cpattn.sparse.quantize_kv_rows(nope, rope)
+    >>> latent = cpattn.sparse.dequantize_kv_rows(rows, [2])
+    >>> latent.shape, float(latent[0, 0, 0]), float(latent[0, 0, 512])  # the nearest bfloat16
+    ((1, 1, 576), 0.30078125, 1.0)
     """
     function = "dequantize_kv_rows"
     shape = _core.shape_of(rows, function, "rows")

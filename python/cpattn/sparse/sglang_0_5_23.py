@@ -32,30 +32,34 @@ def fast_topk(
     *,
     sorted: bool = True,
 ) -> TensorT:
-    """The indices of the largest scores of each row.
+    """Select the indices of the largest scores of each row.
 
     Row ``i`` selects among ``score[i, start : start + length]`` with ``start = row_starts[i]``
     and ``length = lengths[i]``; indices are relative to ``start``.
 
     Parameters
     ----------
-    score : float32 tensor, shape [B, L]
+    score : tensor [num_rows, num_scores], float32
         Any row stride, contiguous columns. Columns outside the candidates are never read.
-    lengths : ints, shape [B]
+    lengths : ints [num_rows]
         Zero and negative ones are rows without candidates.
     topk : int
-        At least 1.
-    row_starts : ints, shape [B], optional
+        1 to 2**28.
+    row_starts : ints [num_rows], optional
         Default 0.
     sorted : bool
-        By score, or else by index; see the module.
+        By score, descending, ties to the smaller index; or else by index, ascending.
 
     Returns
     -------
-    int32 tensor in the container of score, shape [B, topk]
+    tensor [num_rows, topk], int32
+        In the container of score. A row with at most `topk` candidates lists all, ascending, then
+        -1.
 
     Raises
     ------
+    TypeError
+        If `score` is no tensor, or a length or a start no integer.
     ValueError
         For candidates outside the row, and shapes that do not fit.
 
@@ -85,24 +89,45 @@ def fast_topk_transform_fused(
     page_size: int = 1,
     sorted: bool = True,
 ) -> TensorT:
-    """`fast_topk`, as slots of the cache.
+    """Select as `fast_topk` does, and turn the indices into slots of the cache.
 
-    Row ``i`` of sequence ``s``, so that ``cu_seqlens_q[s] <= i < cu_seqlens_q[s + 1]``, becomes::
+    With ``cu_seqlens_q[s] <= i < cu_seqlens_q[s + 1]``, an index of row ``i`` becomes::
 
-        page_table[s, index // page_size] * page_size + index % page_size
+        page_table_size_1[s, index // page_size] * page_size + index % page_size
 
     Parameters
     ----------
-    page_table_size_1 : ints, shape [num_sequences, pages]
+    score, lengths, topk, row_starts, sorted
+        As in `fast_topk`.
+    page_table_size_1 : ints [num_sequences, pages]
         Slots with a page size of 1, else page ids. The candidates of a row must be within its
         width, and the entries that are read >= 0.
-    cu_seqlens_q : ints, shape [num_sequences + 1], or None
-        Rises from 0 to B. None: a table row for each row of score, as in decode.
+    cu_seqlens_q : ints [num_sequences + 1], or None
+        Rises from 0 to num_rows. None: a table row for each row of score, as in decode.
     page_size : int
+        Tokens of a page of the table; sglang's function has pages of one token only.
 
     Returns
     -------
-    int32 tensor in the container of score, shape [B, topk]
+    tensor [num_rows, topk], int32
+        Slots in the container of score, in the order of the indices, then -1.
+
+    Raises
+    ------
+    TypeError
+        If `score` is no tensor, or another argument holds no integers.
+    ValueError
+        For what `fast_topk` refuses, candidates beyond the page table, negative entries that are
+        read, and query lengths that do not add up to the rows.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> score = np.array([[5, 1, 7, 3]], np.float32)
+    >>> cpattn.sparse.fast_topk_transform_fused(score, [4], [[40, 41, 12, 13]], None, 2)
+    array([[12, 40]], dtype=int32)
+    >>> cpattn.sparse.fast_topk_transform_fused(score, [4], [[20, 6]], None, 2, page_size=2)
+    array([[12, 40]], dtype=int32)
     """
     topk = _core.integer(topk, "fast_topk_transform_fused", "topk")
     out = result_like("fast_topk_transform_fused", "score", score, topk)
@@ -121,16 +146,38 @@ def fast_topk_transform_ragged_fused(
     *,
     sorted: bool = True,
 ) -> TensorT:
-    """`fast_topk` plus ``topk_indices_offset[i]``: rows of concatenated keys and values.
+    """Select as `fast_topk` does, and add ``topk_indices_offset[i]`` to the indices of row ``i``.
+
+    They are rows of concatenated keys and values then.
 
     Parameters
     ----------
-    topk_indices_offset : ints, shape [B]
+    score, lengths, topk, row_starts, sorted
+        As in `fast_topk`.
+    topk_indices_offset : ints [num_rows]
         Where the sequence of each row begins in the concatenation.
 
     Returns
     -------
-    int32 tensor in the container of score, shape [B, topk]
+    tensor [num_rows, topk], int32
+        In the container of score; -1 behind the last index stays -1.
+
+    Raises
+    ------
+    TypeError
+        If `score` is no tensor, or another argument holds no integers.
+    ValueError
+        For what `fast_topk` refuses, and offsets that are negative or leave int32.
+
+    Examples
+    --------
+    Two sequences of three keys each:
+
+    >>> import numpy as np, cpattn
+    >>> score = np.array([[1, 2, 3], [3, 2, 1]], np.float32)
+    >>> cpattn.sparse.fast_topk_transform_ragged_fused(score, [3, 1], [0, 3], 2)
+    array([[ 2,  1],
+           [ 3, -1]], dtype=int32)
     """
     topk = _core.integer(topk, "fast_topk_transform_ragged_fused", "topk")
     out = result_like("fast_topk_transform_ragged_fused", "score", score, topk)
@@ -143,17 +190,36 @@ def fast_topk_transform_ragged_fused(
 def transform_index_page_table_decode(
     page_table: TensorT, topk_indices: Tensor, page_size: int = 1
 ) -> TensorT:
-    """Slots of indices that are selected already, row by row of the page table.
+    """Turn indices that are selected already into slots, row by row of the page table.
 
     Parameters
     ----------
-    page_table : int32 or int64 tensor, shape [B, pages]
-    topk_indices : int32 or int64 tensor, shape [B, topk]
+    page_table : tensor [num_sequences, pages], int32 or int64
+        Slots with a page size of 1, else page ids.
+    topk_indices : tensor [num_sequences, topk], int32 or int64
         Positions within the sequence; negative ones become -1.
+    page_size : int
+        Tokens of a page of the table.
 
     Returns
     -------
-    int32 tensor in the container of page_table, shape [B, topk]
+    tensor [num_sequences, topk], int32
+        In the container of page_table.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no tensor, or not of int32 or int64.
+    ValueError
+        For indices beyond the page table, negative entries that are read, and shapes that do not
+        fit.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> page_table, indices = np.array([[40, 41, 12]]), np.array([[2, 0, -1]])
+    >>> cpattn.sparse.transform_index_page_table_decode(page_table, indices)
+    array([[12, 40, -1]], dtype=int32)
     """
     out = _slots("transform_index_page_table_decode", page_table, topk_indices)
     _core.transform_index_page_table_decode(page_table, topk_indices, page_size, out)
@@ -163,18 +229,42 @@ def transform_index_page_table_decode(
 def transform_index_page_table_prefill(
     page_table: TensorT, topk_indices: Tensor, extend_lens_cpu: Indices, page_size: int = 1
 ) -> TensorT:
-    """Slots of indices that are selected already, for several rows of each sequence.
+    """Turn indices that are selected already into slots, for several rows of each sequence.
 
     Parameters
     ----------
-    page_table : int32 or int64 tensor, shape [bs, pages]
-    topk_indices : int32 or int64 tensor, shape [num_tokens, topk]
-    extend_lens_cpu : ints, shape [bs]
+    page_table : tensor [num_sequences, pages], int32 or int64
+        Slots with a page size of 1, else page ids.
+    topk_indices : tensor [num_tokens, topk], int32 or int64
+        Positions within the sequence; negative ones become -1.
+    extend_lens_cpu : ints [num_sequences]
         Rows of each sequence; they add up to num_tokens.
+    page_size : int
+        Tokens of a page of the table.
 
     Returns
     -------
-    int32 tensor in the container of page_table, shape [num_tokens, topk]
+    tensor [num_tokens, topk], int32
+        In the container of page_table.
+
+    Raises
+    ------
+    TypeError
+        If a tensor is none or not of int32 or int64, or a length no integer.
+    ValueError
+        For lengths that do not add up, indices beyond the page table, negative entries that are
+        read, and shapes that do not fit.
+
+    Examples
+    --------
+    The first sequence has two rows, the second has one:
+
+    >>> import numpy as np, cpattn
+    >>> page_table, indices = np.array([[40, 41], [12, 13]]), np.array([[0, -1], [1, 0], [1, -1]])
+    >>> cpattn.sparse.transform_index_page_table_prefill(page_table, indices, [2, 1])
+    array([[40, -1],
+           [41, 40],
+           [13, -1]], dtype=int32)
     """
     out = _slots("transform_index_page_table_prefill", page_table, topk_indices)
     _core.transform_index_page_table_prefill(
@@ -191,23 +281,43 @@ def page_table_to_topk(
     num_rows: int | None = None,
     page_size: int = 1,
 ) -> TensorT:
-    """The slots of whole sequences, where no selection is needed.
+    """List the slots of whole sequences, where no selection is needed.
 
     Row ``i`` has the slots of the first ``min(lengths[i], topk)`` tokens of sequence ``i``, then
     -1; rows from the number of sequences up to `num_rows` are all -1.
 
     Parameters
     ----------
-    page_table : int32 or int64 tensor, shape [bs, pages]
-    lengths : ints, shape [bs]
+    page_table : tensor [num_sequences, pages], int32 or int64
+        Slots with a page size of 1, else page ids.
+    lengths : ints [num_sequences]
+        Tokens of each sequence; negative ones count as 0.
     topk : int
         At least 1.
     num_rows : int, optional
-        At least bs, the default.
+        At least num_sequences, the default.
+    page_size : int
+        Tokens of a page of the table.
 
     Returns
     -------
-    int32 tensor in the container of page_table, shape [num_rows, topk]
+    tensor [num_rows, topk], int32
+        In the container of page_table.
+
+    Raises
+    ------
+    TypeError
+        If `page_table` is no tensor or not of int32 or int64, or a length no integer.
+    ValueError
+        For sequences longer than the table, negative entries that are read, fewer rows than
+        sequences, and shapes that do not fit.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> cpattn.sparse.page_table_to_topk(np.array([[40, 41, 12]]), [2], 3, num_rows=2)
+    array([[40, 41, -1],
+           [-1, -1, -1]], dtype=int32)
     """
     function = "page_table_to_topk"
     rows = _core.shape_of(page_table, function, "page_table", 2)[0]
@@ -231,14 +341,29 @@ def pad_topk_indices(topk_indices: TensorT, num_tokens: int) -> TensorT:
 
     Parameters
     ----------
-    topk_indices : int32 or int64 tensor, shape [rows, topk]
+    topk_indices : tensor [num_rows, topk], int32 or int64
+        On any device.
     num_tokens : int
         At least the number of rows.
 
     Returns
     -------
-    tensor, shape [num_tokens, topk]
-        `topk_indices` itself if there is nothing to append.
+    tensor [num_tokens, topk]
+        Of the dtype of `topk_indices`; itself if there is nothing to append.
+
+    Raises
+    ------
+    TypeError
+        If `topk_indices` is no tensor or not of int32 or int64, or `num_tokens` no integer.
+    ValueError
+        For another number of dimensions, and fewer tokens than rows.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> cpattn.sparse.pad_topk_indices(np.array([[2, 0]], np.int32), 2)
+    array([[ 2,  0],
+           [-1, -1]], dtype=int32)
     """
     function = "pad_topk_indices"
     indices = tensor_of(topk_indices, function, "topk_indices")

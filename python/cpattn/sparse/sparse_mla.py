@@ -22,50 +22,54 @@ def flash_mla_sparse_fwd(
     out: TensorT | None = None,
     num_threads: int | None = None,
 ) -> tuple[TensorT, TensorT, TensorT]:
-    """Attention of each token over the rows of `kv` that its indices name.
+    """Attend with each token to the rows of `kv` that its indices name.
 
     One latent row serves all heads as key, and its first `d_v` elements as value. Slots of a
     pool (PAGED indices) and rows of a flat buffer (RAGGED) are the same to it: there is no
     causal mask, what a token sees are its indices alone, and rows that are not named are never
     read. Results do not depend on the other tokens of the call.
 
+    The names and the order of arguments are FlashMLA's, up to `topk_length`.
+
     Parameters
     ----------
-    q : float32, float16 or bfloat16 tensor, shape [s_q, num_heads, head_dim]
+    q : tensor [s_q, num_heads, head_dim], float32, float16 or bfloat16
         ``head_dim`` is 576 in DeepSeek-V3.2; any multiple of 16 up to that will do.
-    kv : tensor of the dtype of q, shape [s_kv, 1, head_dim]
+    kv : tensor [s_kv, 1, head_dim], of the dtype of q
         Or pages that follow each other, [pages, page_size, 1, head_dim], which indices count
         row by row. Or, for q in bfloat16 and ``head_dim`` 576, the FP8 rows of
         `quantize_kv_rows`: uint8 or float8_e4m3fn with 656 in place of ``head_dim``. They give
         the bits that `dequantize_kv_rows` of them would.
-    indices : int32 or int64 tensor, shape [s_q, 1, topk] or [s_q, topk]
+    indices : tensor [s_q, 1, topk] or [s_q, topk], int32 or int64
         Rows of `kv`. What is below 0 or beyond them is no key, wherever it stands. A row that
         is named twice counts twice.
     sm_scale : float
         Multiplies q . k.
     d_v : int
         A multiple of 16, at most ``head_dim``.
-    attn_sink : float32 tensor, shape [num_heads], optional
+    attn_sink : tensor [num_heads], float32, optional
         One more logit in the denominator of each row of that head.
-    topk_length : ints, length s_q, optional
+    topk_length : ints [s_q], optional
         How many entries of each row of `indices` count; all by default. The others may hold
         anything.
-    out : tensor, optional
+    out : tensor [s_q, num_heads, d_v], of the dtype of q, optional
         Where to put the result; it may not overlap an input.
     num_threads : int, optional
         Results do not depend on it.
 
     Returns
     -------
-    out : tensor in the container and dtype of q, shape [s_q, num_heads, d_v]
+    out : tensor [s_q, num_heads, d_v], of the container and dtype of q
         Zeros for a token without keys.
-    max_logits : float32 tensor, shape [s_q, num_heads]
+    max_logits : tensor [s_q, num_heads], float32
         The largest ``sm_scale`` q . k; -inf for a token without keys.
-    lse : float32 tensor, shape [s_q, num_heads]
+    lse : tensor [s_q, num_heads], float32
         Natural logarithm of the sum of exponentials, likewise. The sink is in neither.
 
     Raises
     ------
+    TypeError
+        If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
         For shapes, dtypes and lengths other than these. Indices are never an error.
 

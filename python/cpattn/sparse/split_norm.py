@@ -28,28 +28,54 @@ def split_qk_norm(
 
     Parameters
     ----------
-    x : float32, float16 or bfloat16 tensor, shape [num_rows, q_rank + kv_rank + rope]
-    q_weight, kv_weight, q_bias, kv_bias : tensors, shape [q_lora_rank] and [kv_lora_rank]
-        float32 or the dtype of x.
+    x : tensor [num_rows, columns], float32, float16 or bfloat16
+        ``columns = q_lora_rank + kv_lora_rank + qk_rope_head_dim``, in this order.
+    q_weight : tensor [q_lora_rank], float32 or the dtype of x
+        Of the norm of the query part.
+    kv_weight : tensor [kv_lora_rank], float32 or the dtype of x
+        Of the norm of the key part.
+    q_lora_rank, kv_lora_rank : int
+        Columns of the query and of the key part, at least 1.
+    qk_rope_head_dim : int
+        Columns of the key part that carries positions; may be 0.
     q_eps, kv_eps : float
-        Each norm's own.
+        Each norm's own, at least 0.
+    q_bias : tensor [q_lora_rank], float32 or the dtype of x, optional
+        Default: none.
+    kv_bias : tensor [kv_lora_rank], float32 or the dtype of x, optional
+        Default: none.
 
     Returns
     -------
-    q : tensor, shape [num_rows, q_lora_rank]
-        RMS of the first columns; it and the others in the dtype of x.
-    k_nope : tensor, shape [num_rows, 1, kv_lora_rank]
+    q : tensor [num_rows, q_lora_rank]
+        RMS of the first columns; it and the others in the container and dtype of x.
+    k_nope : tensor [num_rows, 1, kv_lora_rank]
         RMS of the next columns.
-    k_pe : tensor, shape [num_rows, 1, qk_rope_head_dim]
+    k_pe : tensor [num_rows, 1, qk_rope_head_dim]
         The last columns, as they are.
-    latent_cache : tensor, shape [num_rows, 1, kv_lora_rank + qk_rope_head_dim]
+    latent_cache : tensor [num_rows, 1, kv_lora_rank + qk_rope_head_dim]
         The columns behind q as they are, in memory of their own: where context parallelism puts
         the finished keys of this rank and gathers those of all.
 
     Raises
     ------
+    TypeError
+        If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
-        For sizes that do not add up to the columns of x, and shapes or dtypes that do not fit.
+        For sizes that do not add up to the columns of x, negative eps, and shapes or dtypes that
+        do not fit.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> x = np.array([[3, 4, 1, 7, 8, 9]], np.float32)
+    >>> q_weight, kv_weight = np.ones(2, np.float32), np.full(3, 2, np.float32)
+    >>> q, k_nope, k_pe, latent_cache = cpattn.sparse.split_qk_norm(
+    ...     x, q_weight, kv_weight, 2, 3, 1, q_eps=12.5, kv_eps=0.0)
+    >>> q, k_pe                            # sqrt((3 * 3 + 4 * 4) / 2 + 12.5) is 5
+    (array([[0.6, 0.8]], dtype=float32), array([[[9.]]], dtype=float32))
+    >>> latent_cache
+    array([[[1., 7., 8., 9.]]], dtype=float32)
     """
     function = "split_qk_norm"
     rows, q_dim, kv_dim, rope_dim = _sizes(function, x, q_lora_rank, kv_lora_rank, qk_rope_head_dim)
@@ -74,15 +100,38 @@ def fused_split_qk_norm(
     q_bias: Tensor | None = None,
     kv_bias: Tensor | None = None,
 ) -> tuple[TensorT, TensorT, TensorT]:
-    """`split_qk_norm` with one eps for both norms and without `latent_cache`.
+    """Split and normalise as `split_qk_norm` does, with one eps and without `latent_cache`.
 
     Ask `can_fuse_split_qk_norm` first: under context parallelism the keys of the other ranks
     arrive in `latent_cache`, so without it each rank would attend to its own alone.
+
+    Parameters
+    ----------
+    x, q_weight, kv_weight, q_lora_rank, kv_lora_rank, qk_rope_head_dim, q_bias, kv_bias
+        As in `split_qk_norm`.
+    eps : float
+        Of both norms, at least 0.
 
     Returns
     -------
     q, k_nope, k_pe : tensors
         Bit for bit those of `split_qk_norm` with ``q_eps = kv_eps = eps``.
+
+    Raises
+    ------
+    TypeError
+        If an argument is of another type than stated, such as a list in place of a tensor.
+    ValueError
+        For what `split_qk_norm` refuses.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> x = np.array([[3, 4, 1, 7, 8, 9]], np.float32)
+    >>> q, k_nope, k_pe = cpattn.sparse.fused_split_qk_norm(
+    ...     x, np.ones(2, np.float32), np.ones(3, np.float32), 2, 3, 1, eps=12.5)
+    >>> q, k_nope.shape
+    (array([[0.6, 0.8]], dtype=float32), (1, 1, 3))
     """
     function = "fused_split_qk_norm"
     sizes = _sizes(function, x, q_lora_rank, kv_lora_rank, qk_rope_head_dim)
@@ -95,10 +144,35 @@ def fused_split_qk_norm(
 
 
 def can_fuse_split_qk_norm(num_rows: int, *, neox_rope: bool, uses_prefill_cp: bool) -> bool:
-    """Whether `fused_split_qk_norm` may stand for `split_qk_norm` in a model's forward pass.
+    """Tell whether `fused_split_qk_norm` may stand for `split_qk_norm` in a model's forward pass.
 
-    Not with neox rope, not from 65535 rows on (elsewhere they are a launch grid), and not where
-    context parallelism splits the prefill; see `dsa_use_prefill_cp` for that.
+    It may not with neox rope, from 65535 rows on (on an NPU they are a launch grid), and where
+    context parallelism splits the prefill.
+
+    Parameters
+    ----------
+    num_rows : int
+        Rows of x.
+    neox_rope : bool
+        Whether the model's rotary embedding is of the neox style, in halves.
+    uses_prefill_cp : bool
+        Whether context parallelism splits this forward pass; see `dsa_use_prefill_cp`.
+
+    Returns
+    -------
+    bool
+
+    Raises
+    ------
+    TypeError
+        If `num_rows` is no integer, or a flag no bool.
+
+    Examples
+    --------
+    >>> can_fuse_split_qk_norm(65534, neox_rope=False, uses_prefill_cp=False)
+    True
+    >>> can_fuse_split_qk_norm(65535, neox_rope=False, uses_prefill_cp=False)
+    False
     """
     function = "can_fuse_split_qk_norm"
     rows = _core.integer(num_rows, function, "num_rows")
@@ -110,7 +184,7 @@ def can_fuse_split_qk_norm(num_rows: int, *, neox_rope: bool, uses_prefill_cp: b
 def _sizes(
     function: str, x: Tensor, q_lora_rank: int, kv_lora_rank: int, qk_rope_head_dim: int
 ) -> tuple[int, int, int, int]:
-    """Rows of x, and the sizes within its columns; the core refuses the others."""
+    """Return the rows of x, and the sizes within its columns; the core refuses the others."""
     rows, columns = _core.shape_of(x, function, "x", 2)
 
     def size(value: int, argument: str) -> int:

@@ -24,7 +24,7 @@ __all__ = ["TopkTransformMethod", "get_topk_transform_method", "topk_transform"]
 
 
 class TopkTransformMethod(IntEnum):
-    """What transformed top-k indices count."""
+    """The unit in which transformed top-k indices count."""
 
     PAGED = 1  # slots of the cache
     RAGGED = 2  # rows of the concatenated keys and values of the batch
@@ -36,7 +36,7 @@ TopkTransformMethod.__module__ = "cpattn"
 def get_topk_transform_method(
     forward_mode: ForwardMode | None = None, *, fp8_kv_cache: bool, prefill_impl: str
 ) -> TopkTransformMethod:
-    """What the attention of a batch expects of its top-k indices.
+    """Tell what the attention of a batch expects of its top-k indices.
 
     Only a plain extend has the concatenated keys and values that RAGGED counts; every other mode,
     and None, is PAGED whatever the implementation::
@@ -45,15 +45,37 @@ def get_topk_transform_method(
             (fp8_kv_cache and prefill_impl in ("flashmla_sparse", "triton_sparse_mla")
              or prefill_impl == "flashmla_sparse_q8")
 
+    The rule is that of sglang 0.5.23.
+
     Parameters
     ----------
     forward_mode : ForwardMode, optional
+        Kind of the batch.
     fp8_kv_cache : bool
+        Whether the KV cache is of 8-bit floats.
     prefill_impl : str
         ``"aiter"``, ``"fa3"``, ``"flashinfer_sparse_mla"``, ``"flashmla_auto"``,
         ``"flashmla_kv"``, ``"flashmla_sparse"``, ``"flashmla_sparse_q8"``, ``"intel_xpu"``,
-        ``"tilelang"``, ``"triton"``, ``"triton_sparse_mla"`` or ``"trtllm"``; another is
-        ValueError.
+        ``"tilelang"``, ``"triton"``, ``"triton_sparse_mla"`` or ``"trtllm"``.
+
+    Returns
+    -------
+    TopkTransformMethod
+
+    Raises
+    ------
+    TypeError
+        If `fp8_kv_cache` is no bool, `prefill_impl` no str, or the mode no integer.
+    ValueError
+        For another implementation or mode.
+
+    Examples
+    --------
+    >>> rule = {"fp8_kv_cache": True, "prefill_impl": "flashmla_sparse"}
+    >>> get_topk_transform_method(ForwardMode.EXTEND, **rule).name
+    'RAGGED'
+    >>> get_topk_transform_method(ForwardMode.DECODE, **rule).name
+    'PAGED'
     """
     return TopkTransformMethod(
         _core.get_topk_transform_method(forward_mode, fp8_kv_cache, prefill_impl)
@@ -78,36 +100,59 @@ def topk_transform(
 
     Parameters
     ----------
-    logits : float32 tensor, shape [num_tokens, L]
+    logits : tensor [num_tokens, num_keys], float32
+        Scores of the keys.
     topk : int
+        Keys for each query, at least 1.
     method : TopkTransformMethod or None
         PAGED: `fast_topk_transform_fused`. RAGGED: `fast_topk_transform_ragged_fused`. None:
         `fast_topk`, without a transform. Arguments a method does not need are ignored.
-    lengths : ints, shape [num_tokens]
+    lengths : ints [num_tokens]
         Candidates of each row: ``seqlens_expanded``, or the key ends of a chunk.
-    page_table : ints, shape [num_sequences, pages]
+    page_table : ints [num_sequences, pages]
         PAGED must have it.
-    cu_seqlens_q : ints, shape [num_sequences + 1], optional
+    cu_seqlens_q : ints [num_sequences + 1], optional
         Cumulative query lengths, for PAGED. None: a sequence for each row.
-    topk_indices_offset : ints, shape [num_tokens]
+    topk_indices_offset : ints [num_tokens]
         RAGGED must have it. The first row of the keys of a query's sequence, which is not to be
         had from query lengths: `cu_seqlens_q` is no substitute.
-    row_starts : ints, shape [num_tokens], optional
+    row_starts : ints [num_tokens], optional
         First candidate column of each row; indices are relative to it.
-    batch_idx_list : ints, shape [num_sequences], optional
+    batch_idx_list : ints [num_sequences], optional
         The rows of `page_table` that the sequences of `cu_seqlens_q` have; without
         `cu_seqlens_q`, that each row of logits has.
     page_size : int
-        Of `page_table`.
+        Tokens of a page of `page_table`.
+    sorted : bool
+        By score, descending, or else by index, ascending.
 
     Returns
     -------
-    int32 tensor in the container of logits, shape [num_tokens, topk]
+    tensor [num_tokens, topk], int32
+        In the container of logits; -1 behind the last key of a row.
 
     Raises
     ------
+    TypeError
+        If an argument is of another type than stated.
+    ValueError
+        For PAGED without `page_table`, and for what the function of the method refuses.
     RuntimeError
         For RAGGED without `topk_indices_offset`: metadata of a batch that is not a plain extend.
+
+    Examples
+    --------
+    The best keys of a query are 2 and 0. Slots of a cache, then rows of concatenated keys:
+
+    >>> import numpy as np, cpattn
+    >>> logits = np.array([[5, 1, 7, 3]], np.float32)
+    >>> method = cpattn.TopkTransformMethod
+    >>> cpattn.sparse.topk_transform(logits, 2, method=method.PAGED, lengths=[4],
+    ...                              page_table=[[40, 41, 12, 13]])
+    array([[12, 40]], dtype=int32)
+    >>> cpattn.sparse.topk_transform(logits, 2, method=method.RAGGED, lengths=[4],
+    ...                              topk_indices_offset=[100])
+    array([[102, 100]], dtype=int32)
     """
     topk = _core.integer(topk, "topk_transform", "topk")
     out = result_like("topk_transform", "logits", logits, topk)
@@ -119,7 +164,7 @@ def topk_transform(
 
 
 def result_like(function: str, argument: str, score: TensorT, topk: int) -> TensorT:
-    """An int32 tensor in the container of `score`, shape [rows of score, topk]."""
+    """Make an int32 tensor in the container of `score`, shape [rows of score, topk]."""
     rows = _core.shape_of(score, function, argument, 2)[0]
     # The core refuses those below 1.
     return empty(function, score, (rows, max(topk, 0)), "int32")

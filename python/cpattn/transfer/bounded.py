@@ -33,7 +33,7 @@ class BoundedCalls:
         self._closed = False
 
     def run(self, key: str, seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What the call returns or raises; CallHangs if it does neither in that many seconds."""
+        """Return or raise what the call does; CallHangs if it does neither in that many seconds."""
         seconds = min(seconds, threading.TIMEOUT_MAX)  # as long as a thread can wait
         future: Future[Any] = Future()
 

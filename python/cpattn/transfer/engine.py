@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moves the bytes of a plan."""
+"""Engines, which move the bytes of a plan."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TransferEngine(Protocol):
 class TransferStatus(int):
     """The engine's return code of a transfer, 0 for success, and how far it came.
 
-    Of a registration, the code alone.
+    It is an int. Of a registration, it is the code alone.
 
     Attributes
     ----------
@@ -74,6 +74,16 @@ class TransferStatus(int):
         What the complete batches hold.
     attempts : int
         Writes asked of the engine, repeated ones included.
+
+    Examples
+    --------
+    Nobody has registered this memory, so that the first of two writes fails:
+
+    >>> from cpattn.transfer import LocalEngine, TransferPlan
+    >>> plan = TransferPlan([4096, 8192], [16384, 20480], [512, 512])
+    >>> with LocalEngine() as engine:
+    ...     plan.execute(engine, engine.session_id, max_blocks=1, check=False)
+    TransferStatus(-1, num_batches=2, first_failed_batch=0, blocks_done=0, bytes_done=0, attempts=1)
     """
 
     num_batches: int
@@ -134,7 +144,7 @@ class TransferError(RuntimeError):
 
 
 def checked_code(method: str, code: Any) -> int:
-    """What a method of an engine has returned, if that can be a code: False would be success."""
+    """Return the answer of an engine's method if it can be a code: False would be success."""
     if isinstance(code, bool) or not hasattr(code, "__index__"):
         raise TypeError(
             f"TransferEngine.{method} must return an integer code, 0 for success, got "

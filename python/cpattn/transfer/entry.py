@@ -21,12 +21,20 @@ class KVEntry(NamedTuple):
     is_draft : bool
         Of a draft (MTP, EAGLE) model.
     addr, nbytes : int
-        Where it is, and how long.
+        Where it is, and how many bytes it has.
     item_len : int
         Bytes of a page.
     token_rows : bool
         Whether a page is a row for each of its tokens, in order. If not (pages of FP8 index
         keys with their scales behind), pages are sent whole or the plan is refused.
+
+    Examples
+    --------
+    >>> entry = KVEntry(layer_id=3, kind="k", is_draft=False, addr=4096, nbytes=4608, item_len=512)
+    >>> entry.nbytes // entry.item_len  # pages
+    9
+    >>> entry.token_rows
+    True
     """
 
     layer_id: int

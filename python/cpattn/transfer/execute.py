@@ -144,7 +144,7 @@ def _failure(session: str, status: TransferStatus) -> str:
 
 
 def _batch_bounds(ends: NDArray[np.uint64], max_blocks: int) -> list[int]:
-    """Where batches begin, and the end, for blocks whose lengths add up to `ends`."""
+    """Return where batches begin, and the end, for blocks whose lengths add up to `ends`."""
     bounds = [0]
     while (begin := bounds[-1]) < len(ends):
         sent = int(ends[begin - 1]) if begin else 0

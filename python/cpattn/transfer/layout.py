@@ -15,7 +15,7 @@ __all__ = ["KVEntry", "KVLayout"]
 
 
 class KVLayout(_core.KVLayout):
-    """What a side of a transfer has, and where: made once per server, a comparable value.
+    """The buffers of a side of a transfer: made once per server, a comparable value.
 
     Parameters
     ----------
@@ -85,10 +85,10 @@ class KVLayout(_core.KVLayout):
         dcp_size: int = 1,
         dcp_interleave: int = 1,
     ) -> KVLayout:
-        """The layout of a pool, kinds in turn, then of a draft model's pool.
+        """Describe a pool, kinds in turn, then the pool of a draft model.
 
-        It keeps the pools alive, and so do its copies within the process and the plans that have
-        it as their source; `to_dict` and pickles tell other processes the addresses alone.
+        The layout keeps the pools alive, and so do its copies within the process and the plans that
+        have it as their source; `to_dict` and pickles tell other processes the addresses alone.
 
         Parameters
         ----------
@@ -103,6 +103,25 @@ class KVLayout(_core.KVLayout):
             ``(pool.start_layer, pool.end_layer)``: by default the pool is the whole model.
         dcp_rank, dcp_size, dcp_interleave
             As of `KVLayout`.
+
+        Returns
+        -------
+        KVLayout
+
+        Raises
+        ------
+        TypeError
+            If a pool has not these members, or a number is no integer.
+        ValueError
+            If the pools have different page sizes, the heads are not those of the pool, or
+            `KVLayout` refuses the rest.
+
+        Examples
+        --------
+        >>> import cpattn
+        >>> pool = cpattn.kv.MHATokenToKVPool(64, 16, 2, 1, 32)
+        >>> KVLayout.from_pool(pool, tp_rank=1, tp_size=4, total_kv_heads=4)
+        KVLayout(4 buffers of 2 layers, page_size=16, tp_rank=1, tp_size=4, total_kv_heads=4)
         """
         function = "KVLayout.from_pool"
         for name, value in (("pool", pool), ("draft_pool", draft_pool)):
@@ -154,7 +173,7 @@ class KVLayout(_core.KVLayout):
         layers: tuple[int, int] | None = None,
         dcp_interleave: int = 1,
     ) -> KVLayout:
-        """The layout of the buffers that an engine has in its ``KVArgs``.
+        """Describe the buffers that an engine has in its ``KVArgs``.
 
         These are groups of layers (K, V and, of MLA with an indexer, its keys), then the same
         groups of draft layers; or, if ``kv_layer_ids`` are set, buffers that name their layer,
@@ -182,11 +201,27 @@ class KVLayout(_core.KVLayout):
         dcp_interleave : int
             As of `KVLayout`.
 
+        Returns
+        -------
+        KVLayout
+
         Raises
         ------
+        TypeError
+            If `kv_args` has not the first of these, or one of them is of another type.
         ValueError
             Where the numbers contradict each other: buffers that are not these groups of these
             layers, a stage beyond the model, different item lengths within a group.
+
+        Examples
+        --------
+        >>> from cpattn.transfer import KVArgs
+        >>> args = KVArgs(kv_data_ptrs=[4096, 8192], kv_data_lens=[1024, 1024],
+        ...               kv_item_lens=[512, 512], page_size=8, prefill_start_layer=0,
+        ...               total_kv_layers=1)
+        >>> layout = KVLayout.from_kv_args(args, is_mla=False)
+        >>> [(entry.layer_id, entry.kind) for entry in layout.entries]
+        [(0, 'k'), (0, 'v')]
         """
         function = "KVLayout.from_kv_args"
         is_mla = flag(is_mla, function, "is_mla")
@@ -213,7 +248,7 @@ class KVLayout(_core.KVLayout):
         return tuple(KVEntry(*entry) for entry in self._entries)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every argument by name, of types that JSON has: how a layout goes to the peer."""
+        """Return every argument by name, of types that JSON has: how a layout goes to the peer."""
         fields = {name: getattr(self, name) for name in DEFAULTS}
         layers = self.layers
         return {
@@ -225,7 +260,7 @@ class KVLayout(_core.KVLayout):
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> KVLayout:
-        """The layout whose `to_dict` this is."""
+        """Make the layout whose `to_dict` this is; what `KVLayout` refuses is refused here."""
         if not isinstance(fields, Mapping):
             raise TypeError(
                 f"KVLayout.from_dict: fields must be a mapping, got {type(fields).__name__}"

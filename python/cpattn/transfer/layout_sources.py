@@ -21,7 +21,7 @@ OF_A_POOL = ("kinds", "start_layer", "num_layers", "num_kv_heads", "page_size")
 
 
 def fields_of(entry: Any) -> tuple[Any, ...]:
-    """The fields of what a `KVLayout` is given as an entry."""
+    """Return the fields of what a `KVLayout` is given as an entry."""
     try:
         return tuple(KVEntry(*entry))
     except Exception as error:
@@ -41,7 +41,7 @@ def _shown(entry: Any) -> str:
 
 
 def check_pool(name: str, pool: Any) -> None:
-    """TypeError for what is no pool."""
+    """Raise TypeError for what is no pool."""
     missing = [name for name in (*OF_A_POOL, "get_contiguous_buf_infos") if not has(pool, name)]
     if missing:
         raise TypeError(
@@ -62,7 +62,7 @@ def pool_entries(pool: Any, *, is_draft: bool) -> list[KVEntry]:
 
 
 class Stage(NamedTuple):
-    """Which target layers a server holds, of how many, and its draft layers."""
+    """The target layers that a server holds, of how many, and its draft layers."""
 
     start: int
     end: int
@@ -82,7 +82,7 @@ def stage_of(
     total_layers: int | None,
     draft_layers: int | None,
 ) -> Stage:
-    """What an engine's arguments say of layers, or what the caller knows better."""
+    """Find the layers of a stage in an engine's arguments, or in what the caller knows better."""
     if total_layers is not None:
         total_layers = integer(total_layers, FUNCTION, "total_layers")
     total = total_layers or number(args, "hidden_kv_layers", "total_kv_layers")

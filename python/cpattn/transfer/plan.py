@@ -15,7 +15,7 @@ HEADER = ("part", "layers", "blocks", "bytes", "mean block")
 
 
 def summary(self: _core.TransferPlan) -> str:
-    """A table of the plan: its parts, with layers, blocks, bytes and the mean block.
+    """Format a table of the plan: its parts, with layers, blocks, bytes and the mean block.
 
     Returns
     -------
@@ -89,3 +89,41 @@ else:
     TransferPlan = _core.TransferPlan
     TransferPlan.execute, TransferPlan.summary = execute, summary
     TransferPlan.__module__ = "cpattn.transfer"
+
+TransferPlan.__doc__ = """Blocks to copy from one memory to another.
+
+A plan is a value of three equally long arrays. It can be compared and pickled; ``len`` counts its
+blocks. Planners make plans; blocks of other origin become one by their three lists.
+
+Parameters
+----------
+src_addrs, dst_addrs, lengths : sequences of int
+    Where to read, where to write, and how many bytes, of each block.
+parts : list of (str, int, int), optional
+    Blocks that are alike, in order: their name, such as ``"k"``, the entries (buffers) they are
+    of, and how many they are. Together they are all blocks.
+
+Attributes
+----------
+src_addrs, dst_addrs, lengths : array [blocks], uint64
+    Read-only.
+total_bytes : int
+    The sum of ``lengths``.
+parts : list of (str, int, int)
+    As given.
+
+Raises
+------
+TypeError
+    If a number is no integer, or `parts` no list of such tuples.
+ValueError
+    For arrays of unequal lengths, numbers outside [0, 2^64), and parts that are not all blocks.
+
+Examples
+--------
+>>> plan = TransferPlan([4096, 8192], [65536, 66560], [512, 1024], [("k", 1, 1), ("v", 1, 1)])
+>>> plan
+TransferPlan(2 blocks, 1536 bytes, 1 × k, 1 × v)
+>>> len(plan), plan.to_dict()["lengths"]
+(2, [512, 1024])
+"""

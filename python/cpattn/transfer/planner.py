@@ -29,7 +29,7 @@ def plan_kv_transfer(
     cp_size: int = 1,
     cp_share: str = "pages",
 ) -> TransferPlan:
-    """What a source has to write into a destination, for tokens of one sequence.
+    """Plan what a source has to write into a destination, for tokens of one sequence.
 
     Buffers are paired by layer, kind and draft flag. Target layers that both sides answer for
     (`KVLayout.layers`) must have the same kinds on both; others belong to other links. Draft
@@ -40,7 +40,8 @@ def plan_kv_transfer(
     Parameters
     ----------
     src, dst : KVLayout
-    src_pages, dst_pages : ints, shape [pages]
+        The buffers of this process, and those of the peer.
+    src_pages, dst_pages : ints [pages]
         The pages of the sequence, in its order. Page sizes may differ.
     num_tokens : int, optional
         How many are sent; default: to the end of both lists, which then must be the same.
@@ -65,6 +66,8 @@ def plan_kv_transfer(
 
     Raises
     ------
+    TypeError
+        If a layout is no KVLayout, or a page or a number no integer.
     ValueError
         A missing buffer, different bytes for each token and head, tokens that a list does not
         hold, a page outside its buffer, a page of the destination that occurs twice,
@@ -96,7 +99,23 @@ def plan_kv_transfer(
 
 
 class KVLink(NamedTuple):
-    """What one source sends to one destination; both are positions in their lists."""
+    """The plan of one source and one destination.
+
+    Attributes
+    ----------
+    source, destination : int
+        Positions in the lists that `plan_kv_links` was given.
+    plan : TransferPlan
+        What the source writes into the destination.
+
+    Examples
+    --------
+    >>> from cpattn.transfer import KVEntry, KVLayout, plan_kv_links
+    >>> layout = [KVLayout([KVEntry(0, "k", False, addr, 1024, 512)], 8) for addr in (4096, 8192)]
+    >>> ((source, destination, plan),) = plan_kv_links(layout[:1], layout[1:], [[0]], [[1]])
+    >>> source, destination, plan
+    (0, 0, TransferPlan(1 blocks, 512 bytes, 1 × k))
+    """
 
     source: int
     destination: int
@@ -104,16 +123,31 @@ class KVLink(NamedTuple):
 
 
 class KVLinks(tuple[KVLink, ...]):
-    """All links of a transfer, by source, and their totals; prints as a table."""
+    """All links of a transfer, a tuple of `KVLink` by source; prints as a table.
+
+    Examples
+    --------
+    >>> from cpattn.transfer import KVEntry, KVLayout, plan_kv_links
+    >>> layout = [KVLayout([KVEntry(0, "k", False, addr, 1024, 512)], 8) for addr in (4096, 8192)]
+    >>> links = plan_kv_links(layout[:1], layout[1:], [[0]], [[1]])
+    >>> len(links), links.total_bytes
+    (1, 512)
+    >>> print(links)
+    link    buffers  blocks  bytes  mean block
+    0 -> 0    1 × k       1  512 B       512 B
+    total                 1  512 B       512 B
+    """
 
     __slots__ = ()
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of all plans."""
+
         return sum(link.plan.total_bytes for link in self)
 
     def summary(self) -> str:
-        """A line for each link and one for all: what is sent, blocks, bytes, the mean block."""
+        """Format a line for each link and one for all: buffers, blocks, bytes, the mean block."""
         rows = []
         for source, destination, plan in self:
             parts = ", ".join(f"{layers} × {name}" for name, layers, *_ in rows_of(plan))
@@ -143,7 +177,7 @@ def plan_kv_links(
     cp_size: int = 1,
     cp_share: str = "pages",
 ) -> KVLinks:
-    """The plans of all links between two groups of servers, which together are complete.
+    """Plan all links between two groups of servers, which together are complete.
 
     Every head and token of every buffer of every destination is written by exactly one source,
     draft buffers where any source has some; and every target layer of a source is received.
@@ -166,9 +200,26 @@ def plan_kv_links(
 
     Raises
     ------
+    TypeError
+        If a layout is no KVLayout, or a page or a number no integer.
     ValueError
         What nobody or more than one source sends, with layer, heads and tokens; and whatever
         `plan_kv_transfer` refuses, with the link.
+
+    Examples
+    --------
+    Two ranks with a head each send to one that has both:
+
+    >>> from cpattn.transfer import KVEntry, KVLayout, plan_kv_links
+    >>> ranks = [
+    ...     KVLayout([KVEntry(0, "k", False, 4096 + 1024 * rank, 1024, 512)], page_size=8,
+    ...              tp_rank=rank, tp_size=2, total_kv_heads=2)
+    ...     for rank in range(2)
+    ... ]
+    >>> whole = KVLayout([KVEntry(0, "k", False, 8192, 2048, 1024)], page_size=8, total_kv_heads=2)
+    >>> links = plan_kv_links(ranks, [whole], [[0], [1]], [[1]])
+    >>> [(link.source, link.destination, link.plan.total_bytes) for link in links]
+    [(0, 0, 512), (1, 0, 512)]
     """
     function = "plan_kv_links"
     peers = items(sources, function, "sources")

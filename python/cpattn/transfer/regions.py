@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which memory to register with an engine, of the buffers that a server lists."""
+"""The memory to register with an engine, of the buffers that a server lists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["registration_regions"]
 def registration_regions(
     ptrs: Sequence[int], lens: Sequence[int], *, alignment: int = 1
 ) -> tuple[list[int], list[int]]:
-    """Addresses and sizes for one ``engine.register``, and the addresses for ``unregister``.
+    """List addresses and sizes for one ``engine.register``, and the addresses for ``unregister``.
 
     Buffers of no bytes, which hold the place of a layer in a list, are left out, and a buffer that
     is listed twice (as KV and as state) is there once. Other overlaps stay, for the engine to
@@ -23,15 +23,23 @@ def registration_regions(
     Parameters
     ----------
     ptrs, lens : sequences of int
-        Of all buffers: KV, aux, state.
+        Address and bytes of all buffers: KV, aux, state.
     alignment : int
-        If above 1, what the engine rounds ranges to (2 MiB: MemFabric). Ranges that overlap or
-        touch once rounded become one, from the first byte of them to the last, ascending.
+        Bytes. If above 1, what the engine rounds ranges to (2 MiB: MemFabric). Ranges that overlap
+        or touch once rounded become one, from the first byte of them to the last, ascending.
+
+    Returns
+    -------
+    addrs, sizes : lists of int
+        Of the regions to register.
 
     Raises
     ------
+    TypeError
+        If a number is no integer.
     ValueError
-        For lists of unequal length, numbers outside [0, 2^64), bytes at address 0 or beyond 2^64.
+        For lists of unequal length, numbers outside [0, 2^64), bytes at address 0 or beyond 2^64,
+        and an alignment below 1.
 
     Examples
     --------

@@ -72,13 +72,37 @@ def register(engine: TransferEngine, *what: Any) -> Registration:
 class Registration:
     """Memory that peers of an engine may write to, until `close` or the end of the engine.
 
-    Made by `cpattn.transfer.register`.
+    `cpattn.transfer.register` makes registrations, and checks what it is given. As a context
+    manager it ends with its block.
+
+    Parameters
+    ----------
+    engine : TransferEngine
+        The engine that is asked to register the ranges.
+    addrs, sizes : lists of int
+        Address and bytes of the ranges.
+    owners : tuple of objects
+        Who has the memory; held as long as the registration lasts.
 
     Attributes
     ----------
     engine : TransferEngine
     addrs, sizes : tuple of int
         The ranges as the engine has them.
+
+    Raises
+    ------
+    TransferError
+        The engine answers with a failure code.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cpattn.transfer import LocalEngine, register
+    >>> pages = np.zeros((4, 128), np.uint8)
+    >>> with LocalEngine() as engine, register(engine, pages) as registration:
+    ...     print(registration, registration.sizes)
+    Registration(1 range, 512 bytes) (512,)
     """
 
     def __init__(

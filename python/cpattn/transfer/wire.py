@@ -31,14 +31,27 @@ IntLists = Sequence[Sequence[int]]
 
 
 def pack_int_lists(lists: IntLists, fmt: str) -> bytes:
-    """Lists of integers as one frame: their number and bytes of each as u32, then the integers.
+    """Pack lists of integers as one frame of sglang 0.5.23.
+
+    It holds their number and the bytes of each as u32, then the integers, little-endian.
 
     Parameters
     ----------
     lists : sequence of sequences of int
         No lists at all are an empty frame.
     fmt : str
-        Of the integers, as in `struct`: "I", "i" or "Q". One that does not fit is ValueError.
+        Of the integers, as in `struct`: "I", "i" or "Q".
+
+    Returns
+    -------
+    bytes
+
+    Raises
+    ------
+    TypeError
+        If `lists` holds something else than lists, or `fmt` is no str.
+    ValueError
+        For another format, and integers that do not fit.
 
     Examples
     --------
@@ -57,7 +70,25 @@ def pack_int_lists(lists: IntLists, fmt: str) -> bytes:
 
 
 def unpack_int_lists(buf: bytes, fmt: str) -> list[list[int]]:
-    """The lists of a frame of `pack_int_lists`; ValueError unless it ends where they do.
+    """Unpack the lists of a frame of `pack_int_lists`.
+
+    Parameters
+    ----------
+    buf : bytes
+        The frame; an empty one holds no lists.
+    fmt : str
+        That of the integers when they were packed.
+
+    Returns
+    -------
+    list of lists of int
+
+    Raises
+    ------
+    TypeError
+        If `buf` is no bytes, or `fmt` no str.
+    ValueError
+        For another format, and a frame that does not end where its lists do.
 
     Examples
     --------
@@ -176,15 +207,18 @@ class _Message:
     _HEAD: ClassVar[list[bytes]] = []
 
     def to_frames(self) -> list[bytes]:
-        """The frames, in the number and order of sglang 0.5.23."""
+        """Return the frames, in the number and order of sglang 0.5.23.
+
+        TypeError and ValueError name the field whose value is not of its type or does not fit.
+        """
         return self._HEAD + [self._pack(item) for item in fields(self)]  # type: ignore[arg-type]
 
     @classmethod
     def from_frames(cls: type[M], frames: Sequence[bytes]) -> M:
-        """The message of frames; those that older servers do not send have their defaults.
+        """Read the message of frames; those that older servers do not send have their defaults.
 
         Frames behind the known ones, as newer servers may send, are ignored. Missing or malformed
-        ones are ValueError.
+        ones are ValueError, what is no bytes is TypeError.
         """
         known: tuple[Field[Any], ...] = fields(cls)  # type: ignore[arg-type]
         given = items(frames, f"{cls.__name__}.from_frames", "frames")
@@ -241,9 +275,9 @@ def _has_default(item: Field[Any]) -> bool:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class KVRegistration(_Message):
-    """What a decode process tells each prefill process of itself and of its buffers, once.
+    """The message of a decode process to each prefill process of itself and of its buffers, once.
 
-    Attributes
+    Parameters
     ----------
     host, port : str and int
         Where it listens for messages.
@@ -252,6 +286,7 @@ class KVRegistration(_Message):
     kv_data_ptrs, aux_data_ptrs, state_data_ptrs, engine_rank
         As of `cpattn.transfer.KVArgs`, buffers of no bytes included: peers pair by position.
     attn_tp_size : int
+        Size of its attention group.
     kv_item_len : int
         Bytes of a page of the first KV buffer, 0 if there is none. `kv_item_lens` has them all.
     state_item_lens, state_dim_per_tensor : lists of lists of int
@@ -261,9 +296,23 @@ class KVRegistration(_Message):
     staging_ptr, staging_bytes : int or None
         A buffer to gather heads in, for ranks that hold different heads.
     dcp_size, dcp_rank : int
+        Its group of decode context parallelism, and its place there.
     staging_layer_ids : list of int
         Layers of the slots of that buffer.
     kv_item_lens : list of int
+        Bytes of a page of each KV buffer.
+
+    Examples
+    --------
+    >>> message = KVRegistration(
+    ...     host="10.0.0.2", port=4000, session_id="10.0.0.2:4001", kv_data_ptrs=[4096],
+    ...     aux_data_ptrs=[], state_data_ptrs=[], engine_rank=0, attn_tp_size=1, kv_item_len=512,
+    ... )
+    >>> frames = message.to_frames()
+    >>> len(frames), frames[:4]
+    (20, [b'None', b'10.0.0.2', b'4000', b'10.0.0.2:4001'])
+    >>> KVRegistration.from_frames(frames) == message
+    True
     """
 
     _HEAD: ClassVar[list[bytes]] = [b"None"]  # in place of a room
@@ -291,26 +340,26 @@ class KVRegistration(_Message):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class KVTransferRequest(_Message):
-    """Where decode wants the KV of one prompt.
+    """The message of a decode process that says where it wants the KV of one prompt.
 
-    Attributes
+    Parameters
     ----------
     room : int
         The number of the prompt that both servers were given.
     host, port, session_id
         As of the `KVRegistration` before it.
-    page_indices : int32, shape [num_pages]
+    page_indices : ints [num_pages]
         Pages for the tokens behind ``decode_prefix_len``, in order; may be none.
     aux_index : int or None
         The row of the aux buffers. None makes it a dummy, of a process that only has to be
-        counted: pages and indices of state must be empty then.
-    state_indices : lists of int32
+        counted: pages and indices of state must be empty then, else ValueError.
+    state_indices : lists of ints
         For each component of state.
     required_count : int
         Processes whose requests prefill waits for before it sends.
     decode_prefix_len : int
         Leading tokens that decode has.
-    device_page_indices : int32
+    device_page_indices : ints
         Pages on the device, where `page_indices` are of another memory.
 
     Examples
@@ -347,5 +396,5 @@ class KVTransferRequest(_Message):
 
     @property
     def is_dummy(self) -> bool:
-        """Whether nothing is to be sent, not even metadata."""
+        """Tell whether nothing is to be sent, not even metadata."""
         return self.aux_index is None

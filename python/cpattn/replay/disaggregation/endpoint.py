@@ -18,7 +18,7 @@ from ...transfer.layout import KVLayout
 from ...transfer.planner import plan_kv_transfer
 from ...transfer.registration import register
 from ...transfer.sglang_0_5_23.args import KVArgs
-from ...transfer.sglang_0_5_23.send import plan_send_aux
+from ...transfer.sglang_0_5_23.send_state import plan_send_aux
 from .handover import Delivery
 
 AUX_BYTES = 64  # of a slot: the first token as int64, and room that engines align to

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV transfer with the names, lists and arguments of sglang 0.5.23, and its earlier rules.
 
-``pages``     tokens to pages, pages to runs, and what of a prompt is sent when
-``pointers``  which destination buffer receives which source buffer
-``args``      `KVArgs`: what a server says of its buffers
-``send``      the plans of the senders: lists of buffers in, the blocks that are sent out
+``pages``       tokens to pages, pages to runs, and what of a prompt is sent when
+``pointers``    which destination buffer receives which source buffer
+``args``        `KVArgs`: what a server says of its buffers
+``send``        the plans of the senders: lists of buffers in, the blocks that are sent out
+``send_state``  the same of states and metadata, which follow the KV cache
 
 Imports `cpattn.transfer`'s plans, and nothing of sglang. With ``compat=True`` functions answer as
 sglang does, bug for bug; without, right or with a ValueError. Start at ``send``; plans of
@@ -29,12 +30,11 @@ from .pointers import (
 )
 from .send import (
     HeadSlice,
-    plan_send_aux,
     plan_send_kvcache,
     plan_send_kvcache_slice,
-    plan_send_state,
     slice_heads,
 )
+from .send_state import plan_send_aux, plan_send_state
 
 __all__ = [
     "DecodeTargets",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server of sglang 0.5.23 says of its buffers to those who plan transfers."""
+"""`KVArgs`: the buffers of a server of sglang 0.5.23, as those who plan transfers know them."""
 
 from __future__ import annotations
 
@@ -74,10 +74,30 @@ def fill_kv_args(
     Parameters
     ----------
     kv_args : KVArgs, or any object that takes attributes
+        Changed in place.
     pool, draft_pool : MHATokenToKVPool, MLATokenToKVPool, or alike
         With ``get_contiguous_buf_infos()``, ``page_size``, ``start_layer`` and ``layer_num``.
     total_kv_layers : int, optional
         Layers of the whole model without drafts.
+
+    Raises
+    ------
+    TypeError
+        For pools without these members, a number that is no integer, and an object that takes no
+        attributes.
+
+    Examples
+    --------
+    A stage with layers 4 and 5, keys and values of each:
+
+    >>> import cpattn
+    >>> pool = cpattn.kv.MHATokenToKVPool(64, 16, 2, 2, 32, start_layer=4)
+    >>> args = KVArgs()
+    >>> fill_kv_args(args, pool, total_kv_layers=8)
+    >>> len(args.kv_data_ptrs), args.kv_item_lens     # 16 tokens of 2 heads of 32 bfloat16
+    (4, [2048, 2048, 2048, 2048])
+    >>> args.prefill_start_layer, args.prefill_end_layer
+    (4, 6)
     """
     function = "fill_kv_args"
     names = ("get_contiguous_buf_infos", "page_size", "start_layer", "layer_num")
@@ -127,9 +147,17 @@ def setup_state_kv_args(
     Parameters
     ----------
     kv_args : KVArgs, or any object that takes attributes
+        Changed in place.
     pool, draft_pool : MLATokenToKVPool, MHATokenToKVPool, or alike
+        Of the model, and of its draft model where there is one.
     total_kv_layers : int, optional
         Layers of the whole model without drafts.
+
+    Raises
+    ------
+    TypeError
+        For a draft pool without ``layer_num``, a number that is no integer, and an object that
+        takes no attributes.
 
     Examples
     --------

@@ -27,31 +27,58 @@ __all__ = [
 
 
 def kv_to_page_num(num_tokens: int, page_size: int) -> int:
-    """Pages that hold `num_tokens` tokens: ``ceil(num_tokens / page_size)``.
+    """Count the pages that hold `num_tokens` tokens: ``ceil(num_tokens / page_size)``.
+
+    Parameters
+    ----------
+    num_tokens : int
+        At least 0.
+    page_size : int
+        Tokens of a page, at least 1.
+
+    Returns
+    -------
+    int
+
+    Raises
+    ------
+    TypeError
+        If an argument is no integer.
+    ValueError
+        If an argument is out of its range.
 
     Examples
     --------
-    >>> kv_to_page_num(129, 64)
-    3
+    >>> kv_to_page_num(128, 64), kv_to_page_num(129, 64)
+    (2, 3)
     """
     return _core.kv_to_page_num(num_tokens, page_size)
 
 
 def kv_to_page_indices(kv_indices: Indices, page_size: int) -> NDArray[np.int32]:
-    """The pages of a request's token slots: ``kv_indices[::page_size] // page_size``.
+    """Find the pages of a request's token slots: ``kv_indices[::page_size] // page_size``.
 
     The slots start on a page boundary and fill their pages in order, as allocators of pages hand
-    them out; only the last page may be partial.
+    them out; only the last page may be partial. Nothing checks that: the slots in between are not
+    looked at.
 
     Parameters
     ----------
-    kv_indices : int32 or int64, shape [num_tokens]
+    kv_indices : ints [num_tokens]
         Slots of consecutive tokens.
     page_size : int
+        Tokens of a page, at least 1.
 
     Returns
     -------
-    int32 array, shape [ceil(num_tokens / page_size)]
+    array [ceil(num_tokens / page_size)], int32
+
+    Raises
+    ------
+    TypeError
+        If a slot or `page_size` is no integer.
+    ValueError
+        For a negative slot, and a `page_size` below 1.
 
     Examples
     --------
@@ -71,13 +98,19 @@ def group_concurrent_contiguous(
 
     Parameters
     ----------
-    src_indices, dst_indices : int32 or int64, shape [n]
-        What is read, and where it goes. If either is empty there are no groups; other unequal
-        lengths are ValueError.
+    src_indices, dst_indices : ints [n]
+        What is read, and where it goes. If either is empty there are no groups.
 
     Returns
     -------
     src_groups, dst_groups : lists of lists of int
+
+    Raises
+    ------
+    TypeError
+        If an index is no integer.
+    ValueError
+        For lists of unequal lengths, neither of which is empty.
 
     Examples
     --------
@@ -89,9 +122,9 @@ def group_concurrent_contiguous(
 
 @dataclass(frozen=True)
 class KVChunk:
-    """What one chunk of a prompt sends: tokens of the request, pages of the transfer.
+    """A chunk of a prompt: the tokens of the request and the pages of the transfer that it sends.
 
-    Attributes
+    Parameters
     ----------
     token_start, token_end : int
         Tokens [token_start, token_end) of the request.
@@ -100,7 +133,22 @@ class KVChunk:
     is_last : bool
         Whether all pages are sent with this chunk; the aux buffers and states go with it.
     page_size : int
+        Tokens of a page.
     compat : bool
+        As of `KVSendCursor`.
+
+    Examples
+    --------
+    Tokens 4 to 9 of ten, on pages of four, are the second and the third page:
+
+    >>> cursor = KVSendCursor(num_tokens=10, page_size=4)
+    >>> _, chunk = cursor.advance(6), cursor.advance(10, last_chunk=True)
+    >>> (chunk.token_start, chunk.token_end), (chunk.page_start, chunk.page_end), chunk.is_last
+    ((4, 10), (1, 3), True)
+    >>> slots = [20, 21, 22, 23, 8, 9, 10, 11, 12, 13]
+    >>> src_pages, dst_pages = chunk.select(slots, [7, 5, 6])
+    >>> src_pages.tolist(), dst_pages
+    ([2, 3], [5, 6])
     """
 
     token_start: int
@@ -112,15 +160,29 @@ class KVChunk:
     compat: bool = False
 
     def select(self, kv_indices: Indices, dst_page_indices: Indices) -> tuple[Indices, Indices]:
-        """The chunk's pages on both sides.
+        """Select the chunk's pages on both sides.
 
         Parameters
         ----------
-        kv_indices : int32 or int64, shape [num_tokens]
+        kv_indices : ints [num_tokens]
             The slots of the request's tokens, from token 0.
-        dst_page_indices : int32 or int64, shape [num_pages]
-            The destination's pages for the whole transfer. Fewer than the chunk needs are
-            ValueError; with compat, the source's pages are cut to as many.
+        dst_page_indices : ints [num_pages]
+            The destination's pages for the whole transfer.
+
+        Returns
+        -------
+        src_pages : array [n], int32
+        dst_pages : of the type of `dst_page_indices`, [n]
+            With compat, where these are fewer than the chunk's pages, the source's are cut to
+            as many.
+
+        Raises
+        ------
+        TypeError
+            If an index is no integer.
+        ValueError
+            If either side has fewer pages than the chunk; with compat, if the source has fewer
+            than the destination.
         """
         slots = _as_listed(kv_indices, "kv_indices")
         pages = _as_listed(dst_page_indices, "dst_page_indices")
@@ -137,7 +199,7 @@ class KVChunk:
 
 
 def _as_listed(indices: Indices, argument: str) -> AnyTensor:
-    """Indices that can be cut: an array as it is, of a list what it holds now."""
+    """Return indices that can be cut: an array as it is, of a list what it holds now."""
     function = "KVChunk.select"
     if isinstance(indices, (list, tuple)) or not has(indices, "__getitem__"):
         return _core.ints(indices, function, argument)
@@ -147,7 +209,7 @@ def _as_listed(indices: Indices, argument: str) -> AnyTensor:
 
 @dataclass
 class KVSendCursor:
-    """Where the sending of a prompt stands; one chunk follows the other.
+    """A position in the sending of a prompt; one chunk follows the other.
 
     Full pages are sent as soon as they are computed, the partial one with the last chunk. What is
     "last" say the pages, not the caller: the chunk that completes them.
@@ -157,6 +219,7 @@ class KVSendCursor:
     num_tokens : int
         Length of the prompt.
     page_size : int
+        Tokens of a page.
     decode_prefix_len : int, optional
         Leading tokens that the destination has already. They end on a page boundary, else
         ValueError (compat: the pages behind are then misplaced).
@@ -169,6 +232,15 @@ class KVSendCursor:
         The next token to send.
     curr_idx : int
         The next page of the transfer.
+    num_pages : int
+        All pages of the transfer.
+
+    Raises
+    ------
+    TypeError
+        If a number is no integer, or `compat` no bool.
+    ValueError
+        For numbers out of range, and a prefix longer than the prompt or within a page.
 
     Examples
     --------
@@ -208,10 +280,29 @@ class KVSendCursor:
     def advance(
         self, num_computed: int, *, last_chunk: bool = False, end: int | None = None
     ) -> KVChunk | None:
-        """The chunk to send now that `num_computed` tokens are there; None if there is nothing.
+        """Return the chunk to send now that `num_computed` tokens are there, and step behind it.
 
-        `end` bounds the chunk instead of ``min(num_computed, num_tokens)``. A last chunk takes
-        the partial page along and is returned even without pages, because metadata goes with it.
+        Parameters
+        ----------
+        num_computed : int
+            Tokens of the prompt whose KV is there.
+        last_chunk : bool
+            Whether no other follows. A last chunk takes the partial page along and is returned even
+            without pages, because metadata goes with it.
+        end : int, optional
+            Bounds the chunk instead of ``min(num_computed, num_tokens)``.
+
+        Returns
+        -------
+        KVChunk or None
+            None if there is nothing to send.
+
+        Raises
+        ------
+        TypeError
+            If a number is no integer, or `last_chunk` no bool.
+        ValueError
+            For a negative number, and an `end` behind the prompt.
         """
         function = "KVSendCursor.advance"
         last_chunk = flag(last_chunk, function, "last_chunk")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which buffer of the decode server receives which buffer of a prefill stage.
+"""Pairs of buffers: those of a prefill stage, and those of the decode server for them.
 
 The lists that servers register hold groups of layers: all K, then all V, then all index-K if there
 are any, and behind them the same for the layers of a draft model. A pipeline stage holds a range
@@ -39,7 +39,7 @@ def get_mha_kv_ptrs_with_pp(
     total_kv_layers: int | None = 0,
     compat: bool = False,
 ) -> tuple[list[int], list[int], list[int], list[int], int]:
-    """Buffers of K and V that a prefill stage sends, and those that receive them.
+    """List the buffers of K and V that a prefill stage sends, and those that receive them.
 
     Parameters
     ----------
@@ -49,6 +49,7 @@ def get_mha_kv_ptrs_with_pp(
     dst_kv_ptrs : list of int or integer array, length 2 * (total_kv_layers + drafts)
         K of the model's layers, V of them, then the drafts; or the same stage as the source.
     prefill_start_layer : int
+        The first layer of the stage, in the model.
     total_kv_layers : int, optional
         Layers of the whole model without drafts. 0 or None for unknown; a longer destination is
         ValueError then, because its drafts cannot be told from layers.
@@ -59,6 +60,14 @@ def get_mha_kv_ptrs_with_pp(
     -------
     src_k, src_v, dst_k, dst_v : lists of int
     num_layers : int
+        Layers of the stage.
+
+    Raises
+    ------
+    TypeError
+        If an argument is of another type than stated.
+    ValueError
+        For lists that are no such groups, and a stage that ends behind the model.
 
     Examples
     --------
@@ -95,7 +104,7 @@ def get_mla_kv_ptrs_with_pp(
     is_last_rank: bool = False,
     compat: bool = False,
 ) -> tuple[list[int], list[int], int]:
-    """Buffers of a stage with several groups per layer, and those that receive them.
+    """List the buffers of a stage with several groups per layer, and those that receive them.
 
     Parameters
     ----------
@@ -104,6 +113,7 @@ def get_mla_kv_ptrs_with_pp(
     dst_kv_ptrs : list of int or integer array
         Per group the model's layers, then per group the drafts; or the same stage as the source.
     prefill_start_layer : int
+        The first layer of the stage, in the model.
     kv_buf_groups : int, optional
         2 for K and V, 3 with index-K.
     total_kv_layers : int, optional
@@ -126,6 +136,14 @@ def get_mla_kv_ptrs_with_pp(
         As many (compat: any number), in the same order.
     num_entries : int
         ``len(src)``.
+
+    Raises
+    ------
+    TypeError
+        If an argument is of another type than stated.
+    ValueError
+        For lists that are no such groups, a stage that ends behind the model, and a number of
+        layers that is needed and not given.
 
     Examples
     --------
@@ -153,7 +171,7 @@ def get_mla_kv_ptrs_with_pp(
 
 
 def listed(ptrs: Any, function: str, argument: str) -> list[Any]:
-    """A new list; of plain ints from an array."""
+    """Return a new list; of plain ints from an array."""
     plain = isinstance(ptrs, (list, tuple))
     array = has(ptrs, "tolist") and not isinstance(ptrs, (memoryview, np.ma.MaskedArray))
     try:
@@ -195,7 +213,11 @@ def build_transfer_entry_pairs(
     Raises
     ------
     RuntimeError
-        The sides cannot be paired.
+        The sides cannot be paired; sglang raises it, too.
+    TypeError
+        If an argument is of another type than stated.
+    ValueError
+        For a negative number of entries.
 
     Examples
     --------
@@ -208,12 +230,12 @@ def build_transfer_entry_pairs(
 
 
 def kv_start_layer(start_layer: int, kv_layer_ids: Any) -> int:
-    """``prefill_start_layer`` of a model of which only some layers have a KV cache.
+    """Count the layers with a KV cache before a stage: its ``prefill_start_layer`` among those.
 
     Parameters
     ----------
     start_layer : int
-        The stage's first layer.
+        The stage's first layer, in the model.
     kv_layer_ids : list of int
         Ascending ids of the layers with a KV cache.
 
@@ -221,6 +243,13 @@ def kv_start_layer(start_layer: int, kv_layer_ids: Any) -> int:
     -------
     int
         How many of them stand before the stage.
+
+    Raises
+    ------
+    TypeError
+        If a number is no integer.
+    ValueError
+        For a negative layer, and ids that do not ascend.
 
     Examples
     --------
@@ -233,11 +262,28 @@ def kv_start_layer(start_layer: int, kv_layer_ids: Any) -> int:
 
 
 class DecodeTargets(NamedTuple):
-    """Prefill ranks a decode rank talks to."""
+    """Prefill ranks a decode rank talks to.
 
-    ranks: range  # that send the KV cache
-    dummy_ranks: range  # that only learn that nothing is wanted of them
-    required_dst_info_num: int  # decode ranks for which each of `ranks` waits
+    Attributes
+    ----------
+    ranks : range
+        Those that send the KV cache.
+    dummy_ranks : range
+        Those that only learn that nothing is wanted of them.
+    required_dst_info_num : int
+        Decode ranks for which each of `ranks` waits.
+
+    Examples
+    --------
+    Decode has half the ranks, so that each takes its heads from two:
+
+    >>> decode_targets(1, prefill_tp_size=4, decode_tp_size=2, is_mla=False)
+    DecodeTargets(ranks=range(2, 4), dummy_ranks=range(4, 4), required_dst_info_num=1)
+    """
+
+    ranks: range
+    dummy_ranks: range
+    required_dst_info_num: int
 
 
 DecodeTargets.__module__ = "cpattn.transfer"
@@ -246,7 +292,7 @@ DecodeTargets.__module__ = "cpattn.transfer"
 def decode_targets(
     engine_rank: int, *, prefill_tp_size: int, decode_tp_size: int, is_mla: bool
 ) -> DecodeTargets:
-    """The prefill ranks that serve a decode rank, both numbered within their attention group.
+    """Find the prefill ranks that serve a decode rank, both numbered within their attention group.
 
     Equal sizes pair one to one. Several decode ranks share a prefill rank, or a decode rank takes
     its heads from several prefill ranks; of these only the first sends with MLA, where all hold
@@ -258,8 +304,20 @@ def decode_targets(
         Of the decode server; its rank in the attention group is the remainder by
         `decode_tp_size`.
     prefill_tp_size, decode_tp_size : int
-        One divides the other, else ValueError.
+        Sizes of the attention groups, of which one divides the other.
     is_mla : bool
+        Whether all ranks hold the same latent.
+
+    Returns
+    -------
+    DecodeTargets
+
+    Raises
+    ------
+    TypeError
+        If a number is no integer, or `is_mla` no bool.
+    ValueError
+        For a negative rank, and sizes of which neither divides the other.
 
     Examples
     --------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of the senders of sglang 0.5.23: their lists in, the blocks they would send out.
+"""Plans of the senders of sglang 0.5.23: lists of KV buffers in, the blocks they would send out.
 
 Functions check what lists can tell and raise ValueError: entries that do not match, items outside
 their buffer, negative indices. With ``compat=True`` they plan what sglang would send, right or
@@ -13,21 +13,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ... import _core
-from ..._arguments import at_least, flag, integer, items, part
+from ..._arguments import at_least, flag, integer, part
 from ..._types import Indices
 from ..plan import TransferPlan
 
 __all__ = [
     "HeadSlice",
-    "plan_send_aux",
     "plan_send_kvcache",
     "plan_send_kvcache_slice",
-    "plan_send_state",
     "slice_heads",
 ]
 
 Lengths = Sequence[int] | None
-PAGED_STATES = ("swa", "nsa", "dsa")
 
 
 def plan_send_kvcache(
@@ -42,7 +39,7 @@ def plan_send_kvcache(
     dst_item_lens: Lengths = None,
     compat: bool = False,
 ) -> TransferPlan:
-    """The blocks of whole pages that a prefill stage sends to a decode server.
+    """Plan the blocks of whole pages that a prefill stage sends to a decode server.
 
     With one stage, entries pair by position and a draft tail of the destination is left alone;
     with more as `get_mla_kv_ptrs_with_pp` and `get_mha_kv_ptrs_with_pp` say.
@@ -55,21 +52,33 @@ def plan_send_kvcache(
         ``total_kv_layers``, ``hidden_kv_layers`` and ``draft_kv_layers``.
     dst_ptrs : list of int
         The destination's ``kv_data_ptrs``.
-    src_pages, dst_pages : int32 or int64, shape [num_pages]
+    src_pages, dst_pages : ints [num_pages]
         Page ``src_pages[i]`` becomes page ``dst_pages[i]``. If either is empty so is the plan.
     pp_size : int
         Pipeline stages of the prefill.
     is_mla : bool
+        Whether the buffers are groups of a latent; else they are K and V.
     is_last_rank : bool, optional
         Whether this is the last stage, the one that has the drafts.
     dst_item_lens : list of int, optional
         The destination's ``kv_item_lens``, to be compared with the source's.
     compat : bool, optional
+        As sglang 0.5.23 does it, unchecked.
 
     Returns
     -------
     TransferPlan
         One block per entry and run of pages, in the order of ``kv_data_ptrs``.
+
+    Raises
+    ------
+    TypeError
+        For missing attributes, and arguments of another type than stated.
+    ValueError
+        For entries that do not match, other item lengths, pages that are negative or outside their
+        buffer, and unequally many pages.
+    IndexError
+        With compat, where sglang runs off the end of a list.
 
     Examples
     --------
@@ -94,12 +103,29 @@ def plan_send_kvcache(
 
 
 class HeadSlice(NamedTuple):
-    """Heads of a page that one rank sends to another."""
+    """Heads of a page that one rank sends to another.
 
-    src_start: int  # the first of them within the source's page
-    dst_start: int  # and within the destination's
+    Attributes
+    ----------
+    src_start, dst_start : int
+        The first of them within the source's page, and within the destination's.
+    num_heads : int
+        How many are sent.
+    src_heads, dst_heads : int
+        All heads of the source's page, and of the destination's.
+
+    Examples
+    --------
+    Rank 1 of 2 has heads 2 and 3 of four, and rank 2 of 4 wants head 2:
+
+    >>> slice_heads(4, prefill_tp_size=2, prefill_rank=1, decode_tp_size=4, decode_rank=2)
+    HeadSlice(src_start=0, dst_start=0, num_heads=1, src_heads=2, dst_heads=1)
+    """
+
+    src_start: int
+    dst_start: int
     num_heads: int
-    src_heads: int  # of all heads of the source's page
+    src_heads: int
     dst_heads: int
 
 
@@ -115,7 +141,7 @@ def slice_heads(
     decode_rank: int,
     compat: bool = False,
 ) -> HeadSlice:
-    """Heads of a page that a prefill rank sends to a decode rank of another tensor-parallel size.
+    """Find the heads that a prefill rank sends to a decode rank of another tensor-parallel size.
 
     Ranks have equal shares of the heads in order; with more ranks than heads, neighbours have the
     same head.
@@ -125,10 +151,22 @@ def slice_heads(
     total_kv_heads : int
         Of the whole model.
     prefill_tp_size, prefill_rank, decode_tp_size, decode_rank : int
-        Within the attention groups. ValueError unless one size divides the other, heads divide
-        evenly, and the two ranks have heads in common.
+        Within the attention groups.
     compat : bool, optional
-        Do not ask.
+        Answer whether or not the numbers fit each other.
+
+    Returns
+    -------
+    HeadSlice
+        Their place in a page of either side.
+
+    Raises
+    ------
+    TypeError
+        If a number is no integer, or `compat` no bool.
+    ValueError
+        Without compat: unless one size divides the other, heads divide evenly, and the two ranks
+        have heads in common.
 
     Examples
     --------
@@ -156,7 +194,7 @@ def plan_send_kvcache_slice(
     is_last_rank: bool = False,
     compat: bool = False,
 ) -> TransferPlan:
-    """The blocks of K and V that go to a rank with other heads; MLA never needs it.
+    """Plan the blocks of K and V that go to a rank with other heads; MLA never needs it.
 
     Parameters
     ----------
@@ -172,13 +210,31 @@ def plan_send_kvcache_slice(
     attn_tp_size : int
         Size of the source's attention group.
     compat : bool, optional
-        As engines with layers do it: with one stage as well `get_mha_kv_ptrs_with_pp` decides.
+        As engines with layers do it: with one stage as well `get_mha_kv_ptrs_with_pp` decides,
+        so that ``prefill_start_layer`` is needed.
 
     Returns
     -------
     TransferPlan
         A block per entry, page and token, those of whole runs joined where all heads of both
         sides go.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        As `plan_send_kvcache`, and for the heads as `slice_heads`.
+
+    Examples
+    --------
+    A page has two tokens of two heads of 8 bytes. The second head goes to rank 1 of 2:
+
+    >>> from cpattn.transfer import KVArgs
+    >>> args = KVArgs(engine_rank=0, page_size=2, kv_head_num=2,
+    ...               kv_data_ptrs=[1000, 2000], kv_item_lens=[32, 32])
+    >>> plan = plan_send_kvcache_slice(args, [5000, 6000], [1], [2], dst_tp_rank=1,
+    ...                                dst_attn_tp_size=2, dst_kv_item_len=16, attn_tp_size=1)
+    >>> plan.src_addrs.tolist(), plan.dst_addrs.tolist(), set(plan.lengths.tolist())
+    ([1040, 1056, 2040, 2056], [5032, 5040, 6032, 6040], {8})
     """
     function = "plan_send_kvcache_slice"
     attn_tp_size = at_least(1, attn_tp_size, function, "attn_tp_size")
@@ -212,125 +268,10 @@ def plan_send_kvcache_slice(
     )
 
 
-def plan_send_aux(
-    kv_args: Any,
-    dst_aux_ptrs: Sequence[int],
-    src_aux_index: int,
-    dst_aux_index: int,
-    *,
-    dst_item_lens: Lengths = None,
-    compat: bool = False,
-) -> TransferPlan:
-    """The blocks of a request's metadata, sent after its KV cache and its states.
-
-    Parameters
-    ----------
-    kv_args : KVArgs, or any object with these attributes
-        ``aux_data_ptrs``, ``aux_item_lens`` and, where it is set, ``aux_data_lens``.
-    dst_aux_ptrs : list of int
-        The destination's ``aux_data_ptrs``: as many as the source's, else ValueError (compat:
-        the shorter list counts).
-    src_aux_index, dst_aux_index : int
-        The request's slot on each side.
-    dst_item_lens : list of int, optional
-        The destination's ``aux_item_lens``, to be compared with the source's.
-    compat : bool, optional
-
-    Returns
-    -------
-    TransferPlan
-        A block per buffer.
-    """
-    ptrs, item_lens = part(kv_args, ("aux_data_ptrs", "aux_item_lens"), "plan_send_aux", "kv_args")
-    data_lens = getattr(kv_args, "aux_data_lens", None)
-    buffers = (ptrs, data_lens, item_lens, dst_aux_ptrs, dst_item_lens)
-    return _core.plan_send_aux(buffers, src_aux_index, dst_aux_index, compat)
-
-
-def plan_send_state(
-    kv_args: Any,
-    dst_state_ptrs: Sequence[Sequence[int]],
-    src_state_indices: Sequence[Indices | None],
-    dst_state_indices: Sequence[Indices | None],
-    *,
-    is_mla: bool = False,
-    attn_tp_size: int = 1,
-    dst_attn_tp_size: int = 1,
-    compat: bool = False,
-) -> TransferPlan:
-    """The blocks of all components of a request's state, one component after the other.
-
-    Components of kind "mamba" have one slot on each side; others ("swa", "nsa", "dsa") pages.
-
-    Parameters
-    ----------
-    kv_args : KVArgs, or any object with these attributes
-        ``state_types``, ``state_data_ptrs``, ``state_item_lens`` and, where it is set,
-        ``state_data_lens``: a list per component.
-    dst_state_ptrs : list of lists of int
-        The destination's ``state_data_ptrs``.
-    src_state_indices, dst_state_indices : list of index lists, or of None
-        Per component, equally many on both sides, else ValueError. Compat: a missing list is an
-        empty one, and the longer one is cut.
-    is_mla : bool, optional
-    attn_tp_size, dst_attn_tp_size : int, optional
-        Sizes of the attention groups. States of unequal ones are RuntimeError, except pages of
-        MLA, which all ranks have.
-    compat : bool, optional
-    """
-    function = "plan_send_state"
-    compat = flag(compat, function, "compat")
-    is_mla = flag(is_mla, function, "is_mla")
-    attn_tp_size = integer(attn_tp_size, function, "attn_tp_size")
-    dst_attn_tp_size = integer(dst_attn_tp_size, function, "dst_attn_tp_size")
-    types, ptrs, item_lens = part(
-        kv_args, ("state_types", "state_data_ptrs", "state_item_lens"), function, "kv_args"
-    )
-    kinds = [
-        str(getattr(kind, "value", kind)).lower() for kind in items(types, function, "state_types")
-    ]
-    data_lens = getattr(kv_args, "state_data_lens", None)
-    if data_lens is None or not items(data_lens, function, "state_data_lens"):
-        data_lens = [None] * len(kinds)
-    lists = {
-        "state_types": kinds,
-        "state_data_ptrs": ptrs,
-        "state_data_lens": data_lens,
-        "state_item_lens": item_lens,
-        "dst_state_ptrs": dst_state_ptrs,
-        "src_state_indices": src_state_indices,
-        "dst_state_indices": dst_state_indices,
-    }
-    lists = {name: items(parts, function, name) for name, parts in lists.items()}  # as they are now
-    num_parts = {name: len(parts) for name, parts in lists.items()}
-    if len(set(num_parts.values())) > 1 and not compat:
-        raise ValueError(f"plan_send_state: components must be as many in all of {num_parts}")
-    components = []
-    for kind, ptrs, lens, item_lens, dst_ptrs, src, dst in zip(*lists.values(), strict=False):
-        src, dst = as_now(src, "src_state_indices"), as_now(dst, "dst_state_indices")
-        if attn_tp_size != dst_attn_tp_size and not (is_mla and kind in PAGED_STATES):
-            raise RuntimeError(
-                f"plan_send_state: {kind} states need equal tensor parallelism on both sides, "
-                f"got {attn_tp_size} and {dst_attn_tp_size}"
-            )
-        if kind == "mamba" and not len(src) == len(dst) <= 1 and not compat:
-            raise ValueError(
-                f"plan_send_state: mamba states have one slot on each side, got {len(src)} of the "
-                f"source and {len(dst)} of the destination"
-            )
-        components.append(((ptrs, lens, item_lens, dst_ptrs, None), src, dst))
-    return _core.plan_send_state(components, compat)
-
-
-def as_now(indices: Any, argument: str) -> list[int]:
-    """What is checked and then sent: a list may change in between."""
-    return [] if indices is None else _core.ints(indices, "plan_send_state", argument)
-
-
 def kv_buffers(
     function: str, kv_args: Any, dst_ptrs: Sequence[int], dst_item_lens: Lengths
 ) -> tuple[Any, ...]:
-    """The lists that plans of KV read."""
+    """Return the lists that plans of KV read."""
     ptrs, item_lens = part(kv_args, ("kv_data_ptrs", "kv_item_lens"), function, "kv_args")
     return ptrs, getattr(kv_args, "kv_data_lens", None), item_lens, dst_ptrs, dst_item_lens
 
@@ -338,7 +279,7 @@ def kv_buffers(
 def stage_fields(
     function: str, kv_args: Any, is_last_rank: bool, pp_size: int, is_mla: bool
 ) -> tuple[Any, ...]:
-    """The sender's place in the model, absent attributes filled in.
+    """Return the sender's place in the model, absent attributes filled in.
 
     Only the first layer of a stage cannot be: 0 would send it to another's buffers.
     """
