@@ -26,45 +26,54 @@ using OptionalInts = std::optional<Metadata::Ints>;
 struct ArrayField {
   const char* name;
   Metadata::Ints Metadata::* values;
+  const char* doc;
 };
 
 struct OptionalField {
   const char* name;
   OptionalInts Metadata::* values;
+  const char* doc;
   bool is_table = false;  // a row for each sequence
 };
 
 struct IntField {
   const char* name;
   int32_t Metadata::* value;
+  const char* doc;
 };
 
 constexpr IntField kInts[] = {
-    {"topk", &Metadata::topk},
-    {"page_size", &Metadata::page_size},
-    {"max_seqlen_q", &Metadata::max_seqlen_q},
-    {"max_seqlen_k", &Metadata::max_seqlen_k},
+    {"topk", &Metadata::topk, "Keys that a row attends to at most."},
+    {"page_size", &Metadata::page_size, "Tokens of a page of real_page_table."},
+    {"max_seqlen_q", &Metadata::max_seqlen_q, "The largest of extend_lens."},
+    {"max_seqlen_k", &Metadata::max_seqlen_k, "The largest of cache_seqlens."},
 };
 
 constexpr ArrayField kArrays[] = {
-    {"bs_idx", &Metadata::bs_idx},
-    {"extend_lens", &Metadata::extend_lens},
-    {"cache_seqlens", &Metadata::cache_seqlens},
-    {"cu_seqlens_k", &Metadata::cu_seqlens_k},
-    {"seqlens_expanded", &Metadata::seqlens_expanded},
-    {"token_to_batch_idx", &Metadata::token_to_batch_idx},
-    {"ks", &Metadata::ks},
-    {"ke", &Metadata::ke},
-    {"dsa_cache_seqlens", &Metadata::dsa_cache_seqlens},
+    {"bs_idx", &Metadata::bs_idx, "[n]: index of each sequence in the batch."},
+    {"extend_lens", &Metadata::extend_lens, "[n]: rows of q here of each sequence."},
+    {"cache_seqlens", &Metadata::cache_seqlens, "[n]: keys of each sequence."},
+    {"cu_seqlens_k", &Metadata::cu_seqlens_k, "[n + 1]: running sums of cache_seqlens."},
+    {"seqlens_expanded", &Metadata::seqlens_expanded, "[T]: keys that each row sees."},
+    {"token_to_batch_idx", &Metadata::token_to_batch_idx, "[T]: position in bs_idx of each row."},
+    {"ks", &Metadata::ks, "[T]: first key of each row among those of all sequences."},
+    {"ke", &Metadata::ke, "[T]: end of the keys of each row among those of all sequences."},
+    {"dsa_cache_seqlens", &Metadata::dsa_cache_seqlens,
+     "[num_rows]: keys that each row attends to."},
 };
 
 constexpr OptionalField kOptionals[] = {
-    {"cu_seqlens_q", &Metadata::cu_seqlens_q},
-    {"dsa_cu_seqlens_k", &Metadata::dsa_cu_seqlens_k},
-    {"topk_indices_offset", &Metadata::topk_indices_offset},
-    {"page_table_1", &Metadata::page_table_1, true},
-    {"real_page_table", &Metadata::real_page_table, true},
-    {"page_table_1_flattened", &Metadata::page_table_1_flattened},
+    {"cu_seqlens_q", &Metadata::cu_seqlens_q, "[n + 1]: running sums of extend_lens, or None."},
+    {"dsa_cu_seqlens_k", &Metadata::dsa_cu_seqlens_k,
+     "[num_rows + 1]: running sums of dsa_cache_seqlens, or None."},
+    {"topk_indices_offset", &Metadata::topk_indices_offset,
+     "[T]: ks if the method is RAGGED, or None."},
+    {"page_table_1", &Metadata::page_table_1, "[n, max_seqlen_k]: slots of the keys, or None.",
+     true},
+    {"real_page_table", &Metadata::real_page_table, "[n, pages]: pages of the keys, or None.",
+     true},
+    {"page_table_1_flattened", &Metadata::page_table_1_flattened,
+     "[sum(cache_seqlens)]: slots of the concatenated keys, or None."},
 };
 
 py::object view(const py::object& self, const Metadata::Ints& values) {
@@ -207,16 +216,20 @@ void register_dsa_metadata(py::module_& module) {
   py::class_<Metadata> type(
       module, "DsaMetadata", "The integers of a sparse-attention batch; made by build_dsa_metadata."
   );
-  for (const IntField& field : kInts) type.def_readonly(field.name, field.value);
+  for (const IntField& field : kInts) type.def_readonly(field.name, field.value, field.doc);
   for (const ArrayField& field : kArrays) {
-    type.def_property_readonly(field.name, [field](const py::object& self) {
-      return view(self, self.cast<const Metadata&>().*field.values);
-    });
+    type.def_property_readonly(
+        field.name,
+        [field](const py::object& self) {
+          return view(self, self.cast<const Metadata&>().*field.values);
+        },
+        field.doc
+    );
   }
   for (const OptionalField& field : kOptionals) {
-    type.def_property_readonly(field.name, [field](const py::object& self) {
-      return view(self, field);
-    });
+    type.def_property_readonly(
+        field.name, [field](const py::object& self) { return view(self, field); }, field.doc
+    );
   }
   type.def_property_readonly("_forward_mode", [](const Metadata& metadata) {
     return static_cast<int>(metadata.forward_mode);

@@ -25,9 +25,12 @@ class TransferEngine(Protocol):
     """
 
     @property
-    def session_id(self) -> str: ...
+    def session_id(self) -> str:
+        """What peers write to."""
+
     @property
-    def max_blocks(self) -> int: ...
+    def max_blocks(self) -> int:
+        """Blocks that one write carries safely."""
 
     def register(self, addrs: Sequence[int], sizes: Sequence[int]) -> int:
         """Let peers write to ``sizes[i]`` bytes at ``addrs[i]``. The memory must outlive that.

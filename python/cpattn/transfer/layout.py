@@ -119,7 +119,8 @@ class KVLayout(_core.KVLayout):
         Examples
         --------
         >>> import cpattn
-        >>> pool = cpattn.kv.MHATokenToKVPool(64, 16, 2, 1, 32)
+        >>> pool = cpattn.kv.MHATokenToKVPool(
+        ...     size=64, page_size=16, num_layers=2, num_kv_heads=1, head_dim=32)
         >>> KVLayout.from_pool(pool, tp_rank=1, tp_size=4, total_kv_heads=4)
         KVLayout(4 buffers of 2 layers, page_size=16, tp_rank=1, tp_size=4, total_kv_heads=4)
         """

@@ -91,7 +91,8 @@ def fill_kv_args(
     A stage with layers 4 and 5, keys and values of each:
 
     >>> import cpattn
-    >>> pool = cpattn.kv.MHATokenToKVPool(64, 16, 2, 2, 32, start_layer=4)
+    >>> pool = cpattn.kv.MHATokenToKVPool(
+    ...     size=64, page_size=16, num_layers=2, num_kv_heads=2, head_dim=32, start_layer=4)
     >>> args = KVArgs()
     >>> fill_kv_args(args, pool, total_kv_layers=8)
     >>> len(args.kv_data_ptrs), args.kv_item_lens     # 16 tokens of 2 heads of 32 bfloat16
