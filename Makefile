@@ -28,9 +28,10 @@ test: build  ## C++ tests, then Python tests
 # What takes arguments of users, and the plans made of them; not what explains them in pictures. The
 # libraries are loaded first, as python itself is not linked with them; that of C++ is for its
 # exceptions. Leaks are those of the interpreter: test_repeated_calls.py looks for ours.
-ASAN_TESTS := $(filter-out %_explain.py,$(wildcard $(patsubst %,tests_py/test_%.py,context_parallel* dsa_metadata fia_errors \
-  hostile_* index_tensors* index_k kv_* nested_calls overlaps paged_attention_errors plan_kv_* \
-  registration_regions send_* shared_plans topk* transfer_[cenprt]*)))
+ASAN_TESTS := $(filter-out %_explain.py,$(wildcard $(foreach name,context_parallel* dsa_metadata* fia_errors \
+  hostile_* index_tensors* index_k kv_* local_engine nested_calls overlaps paged_attention_errors plan_kv_* \
+  registration_regions send_* shared_plans topk* transfer_[cenprt]*, \
+  tests_py/*/test_$(name).py tests_py/*/*/test_$(name).py)))
 test-asan: build  ## Python tests of the interface, on an extension with AddressSanitizer
 	@cmake --preset asan && cmake --build --preset asan --target _core
 	@LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
@@ -38,8 +39,8 @@ test-asan: build  ## Python tests of the interface, on an extension with Address
 	  python -m pytest -q $(ARGS) $(ASAN_TESTS)
 
 test-engines: build .venv-sglang/.ready .venv-vllm/.ready  ## tests with serving engines, each in an environment of its own
-	@.venv-sglang/bin/python -m pytest -q $(ARGS) tests_py/test_sglang_*.py
-	@.venv-vllm/bin/python -m pytest -q $(ARGS) tests_py/test_vllm_*.py
+	@.venv-sglang/bin/python -m pytest -q $(ARGS) tests_py/integrations/sglang
+	@.venv-vllm/bin/python -m pytest -q $(ARGS) tests_py/integrations/vllm
 
 fuzz: build build/fuzz/.configured .venv/.fuzz  ## fuzzes each target for SECONDS; names of targets in ARGS
 	@cmake --build --preset fuzz

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from audit import leftovers, machine, records, skips, table
-from children import Children, restore_signals
-from command_line import CommandLine
 from cpattn import __version__, _core, active_isa, supported_isas, torch_guard
-from inner_runs import InnerRuns
+from support.children import Children, restore_signals
+from support.command_line import CommandLine
+from support.inner_runs import InnerRuns
 
 TORCH_GUARD = torch_guard.prepare()
 restore_signals()

@@ -18,7 +18,7 @@ from bench.harness.comparison import Comparison, equal, times_as_fast
 from cpattn.integrations import sglang as plugin
 
 sys.path.append(str(Path(__file__).parents[2] / "tests_py"))  # whose means of comparison it uses
-import sglang_planning
+from support.sglang import sglang_planning
 
 CP_SIZE, CP_RANK = 8, 1
 BATCHES, QUICK_BATCHES = (1, 8, 64, 256, 1024), (1, 8)

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import subprocess
 import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import cpattn
 from bench.harness.worker import ROOT
 from cpattn import _core
+from cpattn._machine import cpu_name
 
 RESULTS = ROOT / "bench" / "results"
 
@@ -22,7 +21,7 @@ RESULTS = ROOT / "bench" / "results"
 def environment() -> dict[str, Any]:
     """What a figure depends on: machine, instruction set, compiler, versions, commit."""
     return {
-        "machine": _cpu_name(),
+        "machine": cpu_name(),
         "isa": cpattn.active_isa(),
         "num_threads": _core.default_num_threads(),
         "compiler": _core.__compiler__,
@@ -34,12 +33,6 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
-    return names[0] if names else platform.machine()
 
 
 def _commit() -> str | None:

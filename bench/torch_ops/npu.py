@@ -25,7 +25,7 @@ def ints(*values: int) -> torch.Tensor:
 
 def forms(name: str, *arguments: Any, **options: Any) -> tuple[Form, Form]:
     """The function and the operator of a name, with their arguments."""
-    function, operator = (getattr(owner, name) for owner in (cpattn, OPERATORS))
+    function, operator = (getattr(owner, name) for owner in (cpattn.npu, OPERATORS))
     return partial(function, *arguments, **options), partial(operator, *arguments, **options)
 
 

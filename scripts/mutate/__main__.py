@@ -35,10 +35,11 @@ TESTS = [
     "test_context_parallel_[gps]*.py",
     "test_context_parallel_errors.py",
     "test_distributed_plan.py",
-    "test_dsa_metadata.py",
+    "test_dsa_metadata*.py",
     "test_fia_errors.py",
     "test_kv_[alw]*.py",
     "test_kv_p[ao][gi]*.py",
+    "test_local_engine.py",
     "test_paged_attention_errors.py",
     "test_plan_kv_*.py",
     "test_pool_attention.py",
@@ -93,7 +94,7 @@ def main() -> int:
     if options.sources:
         sources = [root / path for path in options.sources]
     tests = sorted(
-        {path for pattern in options.tests or TESTS for path in root.glob(f"tests_py/{pattern}")}
+        {path for pattern in options.tests or TESTS for path in root.glob(f"tests_py/**/{pattern}")}
     )
     made = build(root, release, folder, sources, options.jobs)
     chosen = sampled(made.mutants, options.sample, options.seed)

@@ -35,7 +35,8 @@ def file_of(test: str) -> str:
 
 def digests(build: Build, files: list[str]) -> dict[str, str]:
     """Of files with tests, and of the sources; what tests share counts for all of them."""
-    shared = digest_of(sorted(p for p in build.root.glob("tests_py/*.py") if "test_" not in p.name))
+    helpers = (p for p in build.root.glob("tests_py/**/*.py") if "test_" not in p.name)
+    shared = digest_of(sorted(helpers))
     found = {}
     for name in [*files, "cpp"]:
         cpp_tests = sorted(build.root.glob("tests_cpp/**/*.[ch]*"))

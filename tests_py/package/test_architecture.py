@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-ROOT = next(path for path in Path(__file__).parents if (path / "pyproject.toml").exists())
+from support.places import ROOT
+
 PAGE = ROOT / "docs" / "architecture.md"
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
 

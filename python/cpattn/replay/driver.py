@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from .._core import __version__, active_isa
+from .._machine import cpu_name
 from .._workers import Role, Workers
 from ..traffic.prefix_cache import PrefixCache
 from ..traffic.scheduler import Batch, prefill_batches
@@ -243,14 +242,7 @@ def _environment(options: ReplayOptions) -> dict[str, Any]:
         "cpattn": __version__,
         "isa": active_isa(),
         "torch": torch.__version__,
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "threads_per_rank": num_threads(options),
     }
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The AMX path: all cases, how exact it is, what float16 in two parts needs, and its twin.
+
+Everything is asked for batch-invariant, so that rows take the tiles however few they are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from cpattn import _core
+from support.attention_cases import ALL_CASES, inputs_and_expected
+from support.cases import Case, assert_attention, expected_attention, make_inputs
+from support.tolerances import AMX_POWER, EPS, to_float64
+
+AMX_ISAS = [isa for isa in ("amx-twin", "amx") if isa in cpattn.supported_isas()]
+
+
+@pytest.fixture(params=AMX_ISAS or [pytest.param("", marks=pytest.mark.skip("no AMX path here"))])
+def amx(request):
+    before = cpattn.active_isa()
+    _core.set_isa(request.param)
+    yield request.param
+    _core.set_isa(before)
+
+
+def run(inputs):
+    return cpattn.paged_attention(**inputs, return_lse=True, batch_invariant=True)
+
+
+def on(isa, inputs):
+    before = cpattn.active_isa()
+    _core.set_isa(isa)
+    try:
+        return run(inputs)
+    finally:
+        _core.set_isa(before)
+
+
+def one_page(q, k, v, **options):
+    """Queries [tokens, heads, dim] behind all of the keys [keys, heads, dim] of one sequence."""
+    lens = {"q_lens": [len(q)], "kv_lens": [len(k)], "block_tables": [[0]]}
+    return {"q": q, "k_cache": k[None], "v_cache": v[None], "causal": False, **lens, **options}
+
+
+DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+
+
+@DTYPES
+@pytest.mark.parametrize("index", range(len(ALL_CASES)), ids=lambda i: str(ALL_CASES[i]))
+def test_against_the_oracle(amx, index, dtype):
+    inputs, expected = inputs_and_expected(index, dtype)
+    assert_attention(*run(inputs), inputs, expected=expected)
+
+
+@DTYPES
+def test_custom_masks(amx, dtype):
+    case = Case(q_lens=(50, 0, 3), kv_lens=(300, 5, 70), num_heads=6, dtype=dtype)
+    inputs = make_inputs(case)
+    rng = np.random.default_rng(3)
+    mask = rng.random(sum(q * k for q, k in zip(case.q_lens, case.kv_lens, strict=True))) < 0.4
+    mask[: 2 * 300] = False  # the first queries see nothing
+    inputs["custom_mask"] = mask
+    assert_attention(*run(inputs), inputs)
+
+
+def test_weights_are_as_exact_as_rounded_exponentials(amx):
+    """Weights themselves come out where V is the identity; compare their mean squared error.
+
+    The yardstick has an exact exponential, rounded to bfloat16 like the operands of the product,
+    and an exact sum.
+    """
+    rng = np.random.default_rng(0)
+    keys, heads = 512, 32
+    q = torch.from_numpy(rng.standard_normal((1, heads, 64))).bfloat16()
+    k = torch.from_numpy(rng.standard_normal((1, keys, 1, 64))).bfloat16()
+    v = torch.eye(keys, dtype=torch.bfloat16)[None, :, None]
+    out, _ = run(one_page(q, k[0], v[0]))
+
+    scores = q[0].double() @ k[0, :, 0].double().T / 8
+    exponentials = torch.exp(scores - scores.max(dim=1, keepdim=True).values)
+    exact = exponentials / exponentials.sum(dim=1, keepdim=True)
+    yardstick = exponentials.bfloat16().double() / exponentials.sum(dim=1, keepdim=True)
+
+    def error(weights):
+        return ((weights.double() / exact - 1) ** 2).mean().sqrt()
+
+    assert error(out[0]) <= 1.25 * error(yardstick.bfloat16())
+
+
+def test_exponentials_are_exact_to_one_in_a_million(amx):
+    """Each head has two keys, with scores of 0 and, in two terms, x: 2^x is what the LSE shows."""
+    x = torch.linspace(-2, 0, 1000)
+    q, v = torch.ones(1, 1000, 16).bfloat16(), torch.ones(2, 1000, 16).bfloat16()
+    k = torch.zeros(2, 1000, 16).bfloat16()
+    k[1, :, 0] = x
+    k[1, :, 1] = x - k[1, :, 0]
+    _, lse = run(one_page(q, k, v, scale=math.log(2)))
+    power = torch.exp2(k[1].double().sum(-1))
+    error = (lse[0].double() - torch.log1p(power)).abs()
+    share = power / (1 + power)
+    assert torch.all(error <= AMX_POWER * share + EPS["float32"])
+
+
+@DTYPES
+def test_outputs_do_not_depend_on_whether_the_lse_is_wanted(amx, dtype):
+    """The LSE is that of exact exponentials; P V has rounded ones, and divides by their sum."""
+    inputs = make_inputs(Case(q_lens=(150,), kv_lens=(700,), num_heads=6, dtype=dtype))
+    without = cpattn.paged_attention(**inputs, batch_invariant=True)
+    assert torch.equal(run(inputs)[0], without)
+
+
+# The sign of a NaN must not decide whether it is seen.
+@pytest.mark.parametrize("bits", [0x7FC0, -0x40])
+@pytest.mark.parametrize("where", ["q", "k_cache"])
+def test_nan_of_either_sign_reaches_the_rows_that_see_it(amx, where, bits):
+    inputs = make_inputs(Case(q_lens=(150,), kv_lens=(700,), num_heads=2, num_kv_heads=1))
+    clean, _ = run(inputs)
+    nan = torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16)
+    if where == "q":
+        inputs["q"][40, :, 3] = nan
+        sees_it = torch.arange(150) == 40
+    else:
+        inputs["k_cache"][inputs["block_tables"][0, 600 // 16], 600 % 16, 0, 3] = nan
+        sees_it = torch.arange(150) >= 600 - 550
+    out, lse = run(inputs)
+    assert torch.all(torch.isnan(out) == sees_it[:, None, None])
+    assert torch.all(torch.isnan(lse) == sees_it[:, None])
+    assert torch.equal(out[~sees_it], clean[~sees_it])
+
+
+def test_scores_that_overflow_to_nan_make_their_rows_nan(amx):
+    q = torch.full((20, 1, 32), 2.0**100).bfloat16()
+    k, v = torch.randn(40, 1, 32).bfloat16(), torch.randn(40, 1, 32).bfloat16()
+    k[7, 0, :2] = torch.tensor([2.0**100, -(2.0**100)])  # less infinity from infinity
+    out, lse = run(one_page(q, k, v, scale=2.0**-104))
+    assert torch.all(torch.isnan(out))
+    assert torch.all(torch.isnan(lse))
+
+
+@DTYPES
+@pytest.mark.parametrize("options", [{}, {"window": 1100}])
+def test_more_keys_than_are_packed_at_a_time(amx, options, dtype):
+    """Values that are not finite, in several blocks, spoil the rows that see them only."""
+    inputs = make_inputs(
+        Case(q_lens=(150,), kv_lens=(2300,), num_kv_heads=1, dtype=dtype, options=options)
+    )
+    for token, value in [(1100, math.inf), (1300, -math.inf), (2200, math.inf)]:
+        inputs["v_cache"][inputs["block_tables"][0, token // 16], token % 16, 0, token % 7] = value
+    assert_attention(*run(inputs), inputs)
+
+
+@DTYPES
+@pytest.mark.parametrize("seed", range(8))
+def test_ragged_batches(amx, seed, dtype):
+    """Any number of rows, in groups of 64, 32 and 16 that are not full, against any keys."""
+    rng = np.random.default_rng(seed)
+    kv_heads = int(rng.integers(1, 3))
+    options = {"softcap": float(rng.integers(0, 2) * 20)}
+    if seed % 2:
+        options["window"] = int(rng.integers(0, 400))
+    case = Case(
+        q_lens=tuple(rng.integers(0, 90, 3)),
+        kv_lens=tuple(rng.integers(90, 600, 3)),
+        num_heads=kv_heads * int(rng.integers(1, 7)),
+        num_kv_heads=kv_heads,
+        head_dim=16 * int(rng.integers(1, 13)),
+        v_head_dim=16 * int(rng.integers(1, 13)),
+        page_size=int(rng.choice([1, 16, 100])),
+        dtype=dtype,
+        options=options,
+    )
+    inputs = make_inputs(case, seed)
+    assert_attention(*run(inputs), inputs)
+
+
+def test_float16_is_as_exact_as_in_float32(amx):
+    """Where the path without AMX computes in float32, errors differ by less than a hundredth."""
+    case = Case(q_lens=(40,), kv_lens=(500,), head_dim=128, num_heads=8, dtype="float16")
+    inputs = make_inputs(case)
+    expected = expected_attention(inputs).out
+
+    def error(isa):
+        return np.linalg.norm(to_float64(on(isa, inputs)[0]) - expected)
+
+    assert error(amx) <= 1.01 * error("avx512")
+
+
+def random_float16(rng, shape, bits=11):
+    """Integers of so many bits, both signs."""
+    limit = 2**bits
+    return torch.from_numpy(rng.integers(1 - limit, limit, shape)).half()
+
+
+@pytest.mark.parametrize("exponent", [-8, 0, 5])
+def test_powers_of_two_do_not_change_float16_scores(amx, exponent):
+    """Queries from the largest float16 on, 65504, and keys down to its subnormal numbers."""
+    rng = np.random.default_rng(0)
+    q, v = random_float16(rng, (3, 4, 64)), random_float16(rng, (90, 1, 32))
+    k = random_float16(rng, (90, 1, 64), bits=3) * 2.0**-10
+    k[::3] = random_float16(rng, (30, 1, 64)) * 2.0**-19
+    scale = 2.0**-6
+    plain = one_page(q, k, v, scale=scale)
+    assert_attention(*run(plain), plain)
+    shifted = one_page(q * 2.0**exponent, k * 2.0**-5, v, scale=scale * 2.0 ** (5 - exponent))
+    assert float(shifted["q"].abs().max()) <= 65504
+    for result, expected in zip(run(shifted), run(plain), strict=True):
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("value", [65504.0, -65504.0, 65472.0, 2.0**-24, 3 * 2.0**-24, 2047.0])
+def test_float16_values_of_any_size_come_out_exactly(amx, value):
+    q, k = torch.randn(2, 40, 4, 32, generator=torch.Generator().manual_seed(0)).half()
+    v = torch.full_like(k, value)
+    assert torch.equal(run(one_page(q, k, v))[0], v)
+
+
+GROWTHS = [1.0, 7.9375, 8.0, 8.0625, 9.0, 15.0, 16.0, 128.0, 300.0, 1e4, 30000.0]
+
+
+@pytest.mark.parametrize("start", [1, 31, 32, 127, 128, 200, 299])
+def test_float16_scores_may_outgrow_earlier_ones(amx, start):
+    """In base 2 the score of each head is 0, then its growth, then twice that."""
+    keys = 310
+    position = torch.arange(keys)[:, None]
+    growth = torch.tensor(GROWTHS)
+    scores = torch.where(position < start, 0.0, torch.where(position < 305, growth, 2 * growth))
+    scores = torch.where(position % 2 == 0, scores, -scores)
+    k = torch.zeros(keys, len(GROWTHS), 16).half()
+    k[..., 0] = scores
+    q = torch.zeros(1, len(GROWTHS), 16).half()
+    q[..., 0] = 1.0
+    v = torch.randn(keys, len(GROWTHS), 32, generator=torch.Generator().manual_seed(0)).half()
+    inputs = one_page(q, k, v, scale=math.log(2))
+    assert_attention(*run(inputs), inputs)
+
+
+# With the second part positive, negative and zero.
+@pytest.mark.parametrize("query", [1 + 2.0**-10, 1 - 2.0**-11, 1.0])
+def test_float16_keys_of_minus_infinity_have_no_weight(amx, query):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(300, 2, 32, generator=generator).half() for _ in range(3))
+    q[0, :, 0] = query
+    k[:, :, 0] = -1.0
+    k[:290, :, 0] = -math.inf
+    q, without = q[:1], one_page(q[:1], k[290:], v[290:])
+    assert_attention(*run(one_page(q, k, v)), without)
+    k[:, :, 0] = -math.inf
+    for element in (query, math.inf):
+        q[:, :, 0] = element
+        out, lse = run(one_page(q, k, v))
+        assert torch.all(out == 0)
+        assert torch.all(torch.isneginf(lse))
+
+
+def test_a_float16_row_does_not_depend_on_its_batch(amx):
+    case = Case(q_lens=(150,), kv_lens=(700,), num_heads=6, head_dim=80, dtype="float16")
+    inputs = make_inputs(case)
+    whole = run(inputs)
+    for first, last in [(0, 1), (10, 75), (149, 150)]:
+        part = inputs | {"q": inputs["q"][first:last], "q_lens": [last - first]}
+        part["kv_lens"] = [550 + last]
+        for result, expected in zip(run(part), whole, strict=True):
+            assert torch.equal(result, expected[first:last])
+
+
+@DTYPES
+def test_few_rows_take_the_vector_units(amx, dtype):
+    """Up to 16 rows for a KV head, here 4 tokens of 4 heads, where bits may depend on it."""
+    for tokens, by_vectors in [(4, True), (5, False)]:
+        case = Case(q_lens=(tokens,), kv_lens=(300,), num_heads=4, num_kv_heads=1, dtype=dtype)
+        inputs = make_inputs(case)
+        out = cpattn.paged_attention(**inputs)
+        _core.set_isa("avx512")
+        widened = cpattn.paged_attention(**inputs)
+        _core.set_isa(amx)
+        assert torch.equal(out, widened) == by_vectors
+        assert torch.equal(out, run(inputs)[0]) != by_vectors
+
+
+@pytest.mark.skipif(len(AMX_ISAS) < 2, reason="this processor has no AMX")
+@DTYPES
+@pytest.mark.parametrize("head_dim", [64, 80, 192])
+def test_the_twin_has_the_bits_of_the_hardware(head_dim, dtype):
+    inputs = make_inputs(
+        Case(q_lens=(300, 7), kv_lens=(700, 900), head_dim=head_dim, num_heads=8, dtype=dtype)
+    )
+    results = [on(isa, inputs) for isa in AMX_ISAS]
+    for twin, hardware in zip(*results, strict=True):
+        assert torch.equal(twin, hardware)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Few new tokens behind many keys: read in place, divided along the keys, merged."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from support.cases import DTYPES, Case, assert_attention, make_inputs
+
+# Three parts of 512 keys, then one, then none.
+LONG = Case(q_lens=(1, 3, 0), kv_lens=(1200, 70, 5), num_heads=8, num_kv_heads=2, page_size=64)
+CASES = [
+    LONG,
+    LONG.with_(kv_layout="HND", page_size=100),
+    LONG.with_(kv_layout="3-D", page_size=1),
+    LONG.with_(num_heads=6, num_kv_heads=6, head_dim=80, v_head_dim=48),
+    LONG.with_(num_heads=40, num_kv_heads=8, head_dim=192, v_head_dim=128),  # two runs of heads
+    LONG.with_(num_heads=7, num_kv_heads=1, head_dim=112),
+    LONG.with_(q_lens=(16, 2, 4), num_heads=9, num_kv_heads=3),  # 48 rows: packed, in parts
+    LONG.with_(num_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, options={"scale": 0.1}),
+    LONG.with_(num_heads=6, num_kv_heads=1, head_dim=576, v_head_dim=512, options={"scale": 0.1}),
+    LONG.with_(num_heads=64, num_kv_heads=1),
+    LONG.with_(options={"window": 600}),  # sees two parts of three
+    LONG.with_(q_lens=(9, 1, 1), options={"window": 520, "softcap": 5.0}),
+    LONG.with_(options={"causal": False, "sinks": torch.linspace(-3, 9, 8)}),
+    LONG.with_(q_lens=(3, 9, 2), kv_lens=(1026, 4, 0)),  # the last part has two keys; empty rows
+]
+
+
+def run(inputs, **options):
+    return cpattn.paged_attention(**inputs, return_lse=True, **options)
+
+
+def plan_of(inputs, **options):
+    names = ("q_lens", "kv_lens", "block_tables", "page_size")
+    q, k_cache, v_cache = (inputs[name] for name in ("q", "k_cache", "v_cache"))
+    return cpattn.plan_attention(
+        **{name: inputs[name] for name in names},
+        num_pages=len(k_cache),
+        num_heads=q.shape[1],
+        num_kv_heads=k_cache.shape[2],
+        head_dim=q.shape[2],
+        v_head_dim=v_cache.shape[3],
+        **options,
+    )
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
+def test_against_the_oracle(isa, index):
+    for dtype in DTYPES if isa == cpattn.active_isa() else DTYPES[index % 3 :][:1]:
+        inputs = make_inputs(CASES[index].with_(dtype=dtype))
+        assert_attention(*run(inputs), inputs)
+
+
+def test_custom_masks_across_parts(isa):
+    case = LONG.with_(q_lens=(4, 1, 0), dtype="bfloat16")
+    inputs = make_inputs(case)
+    rng = np.random.default_rng(1)
+    mask = rng.random(4 * 1200 + 70) < 0.5
+    mask[1200:2400] = False
+    mask[1200 + 777] = True  # one key in the middle part
+    mask[2400:3600] = False  # a row that sees nothing
+    inputs["custom_mask"] = mask
+    assert_attention(*run(inputs), inputs)
+
+
+def test_the_result_does_not_depend_on_the_number_of_threads(isa):
+    for case in (LONG.with_(dtype="bfloat16"), LONG.with_(q_lens=(16, 2, 4))):
+        inputs = make_inputs(case)
+        one, *others = (run(inputs, num_threads=n) for n in (1, 2, 3, 7))
+        for other in others:
+            assert torch.equal(one[0], other[0])
+            assert torch.equal(one[1], other[1])
+
+
+def test_parts_cover_every_row_and_key_once():
+    inputs = make_inputs(LONG.with_(q_lens=(1, 3, 16), kv_lens=(5000, 1025, 1024)))
+    plan = plan_of(inputs)
+    assert plan.part_keys == 1024  # a block of packed keys
+    seen = np.zeros((3, 16, 8, 5000), int)
+    for segment, first, tokens, head, heads, kv_begin, kv_end in plan.items:
+        assert kv_begin % plan.part_keys == 0
+        seen[segment, first : first + tokens, head : head + heads, kv_begin:kv_end] += 1
+    for segment, (q_len, kv_len) in enumerate([(1, 5000), (3, 1025), (16, 1024)]):
+        assert np.all(seen[segment, :q_len, :, :kv_len] == 1)
+    assert seen.sum() == 8 * (5000 + 3 * 1025 + 16 * 1024)
+
+
+def test_what_a_window_hides_has_no_parts():
+    inputs = make_inputs(LONG.with_(kv_lens=(5000, 70, 5)))
+    items = plan_of(inputs, window=1000).items
+    assert sorted(items[items[:, 0] == 0, 5]) == [3584, 4096, 4608]
+
+
+def test_longer_sequences_have_longer_parts():
+    """Results of parts stay below 32 MiB, however many keys and rows there are."""
+    for q_len, kv_len, heads, dim in [
+        (1, 2**20, 32, 128),
+        (16, 2**20, 64, 128),
+        (4, 2**18, 128, 512),
+    ]:
+        tables = np.zeros((8, kv_len // 512), np.int32)
+        plan = cpattn.plan_attention(
+            q_lens=[q_len] * 8, kv_lens=[kv_len] * 8, block_tables=tables, page_size=512,
+            num_pages=1, num_heads=heads, num_kv_heads=1, head_dim=dim,
+        )  # fmt: skip
+        rows = int(np.sum(plan.items[:, 2] * plan.items[:, 4]))
+        assert 8 * q_len * heads < rows
+        assert rows * (dim + 2) * 4 <= 32 * 2**20
+        assert len(plan.items) <= 512
+
+
+def test_a_window_across_the_border_of_parts_is_not_divided():
+    """Else each of many short windows would be two parts, however few its keys are."""
+    plan = cpattn.plan_attention(
+        q_lens=[1] * 1024, kv_lens=[1034] * 1024, block_tables=np.zeros((1024, 3), np.int32),
+        page_size=512, num_pages=1, num_heads=128, num_kv_heads=1, head_dim=512, window=127,
+    )  # fmt: skip
+    assert len(plan.items) <= 1024 * 2
+    assert np.all(plan.items[:, 5] == 0)
+
+
+def test_invisible_values_do_not_matter():
+    """NaN behind a token's position stays away from it, beside tokens that see it."""
+    inputs = make_inputs(LONG.with_(q_lens=(4, 1, 0), dtype="bfloat16"))
+    clean, _ = run(inputs)
+    for name in ("k_cache", "v_cache"):
+        poisoned = inputs[name].clone()
+        page, offset = inputs["block_tables"][0, 1198 // 64], 1198 % 64
+        poisoned[page, offset] = torch.nan
+        out, lse = run(inputs | {name: poisoned})
+        assert torch.equal(out[:2], clean[:2])
+        assert torch.all(out[2:4].isnan())
+        assert torch.equal(out[4:], clean[4:])
+        assert torch.all(lse[:2].isfinite())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batch_invariant_rows_are_those_of_a_prefill(isa, dtype):
+    """Decode behind 1200 keys, chunks of 16 and the prompt at once: the same bits."""
+    case = Case(q_lens=(400,), kv_lens=(1200,), num_heads=4, num_kv_heads=2, dtype=dtype)
+    inputs = make_inputs(case) | {"batch_invariant": True}
+    out, lse = run(inputs)
+    for q_len, kv_len in itertools.product((1, 16, 399), (1200, 1000, 900)):
+        end = 400 - (1200 - kv_len)
+        begin = max(0, end - q_len)
+        part = inputs | {
+            "q": inputs["q"][begin:end], "q_lens": [end - begin], "kv_lens": [kv_len],
+        }  # fmt: skip
+        part_out, part_lse = run(part)
+        assert torch.equal(part_out, out[begin:end])
+        assert torch.equal(part_lse, lse[begin:end])
+
+
+def test_batch_invariance_is_not_free():
+    """Without it the same row is computed another way: else the flag would test nothing."""
+    inputs = make_inputs(LONG)
+    assert not torch.equal(run(inputs)[0], run(inputs, batch_invariant=True)[0])
+    assert np.any(plan_of(inputs).items[:, 5] > 0)
+    items = plan_of(inputs, batch_invariant=True).items
+    assert np.all(items[:, 5] == 0)

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No wrong row of K or V can hide behind thousands of keys: the weight of each key comes out.
+
+See `probes` for how. Every instruction set, every way to attend, up to 131,079 keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from cpattn import reference
+from support import probes
+from support.cases import DTYPES
+from support.npu.fia_cases import TEMPLATE
+from support.tolerances import EPS, TOLERANCES, Expected, assert_attended, assert_close
+
+
+@dataclass(frozen=True)
+class Size:
+    """Few rows of queries behind many keys, and which path takes them."""
+
+    kv_len: int
+    tokens: int
+    group: int
+    kv_heads: int
+    v_head_dim: int
+    page_size: int
+    head_dim: int = 32
+
+    def __str__(self) -> str:
+        return f"{self.kv_len} keys, {self.tokens} x {self.group * self.kv_heads} rows"
+
+
+PREFILL = [
+    Size(2051, 8, 4, 2, 64, 16),
+    Size(32771, 8, 4, 1, 128, 64),
+    Size(131079, 8, 4, 1, 256, 128),
+]
+DECODE = [
+    Size(2051, 1, 16, 2, 128, 1),
+    Size(32771, 2, 8, 1, 256, 16),
+    Size(131079, 1, 16, 1, 512, 256),
+]
+
+
+class Probe:
+    """Keys and values in shuffled pages, queries at their end, and what comes out."""
+
+    def __init__(self, size: Size) -> None:
+        self.size, rng = size, np.random.default_rng(size.kv_len)
+        rows, n = size.tokens * size.group, size.kv_len
+        owners = np.stack([probes.deal(n, rows, rng) for _ in range(size.kv_heads)], 1)
+        # The last keys are seen by the last token alone.
+        last = slice(n - size.tokens, n)
+        owners[last] = rows - size.group + owners[last] % size.group
+        self.k = probes.key_rows(owners, size.head_dim, rng)
+        self.columns = np.stack([probes.deal_columns(x, size.v_head_dim, rng) for x in owners.T], 1)
+        numbers = np.arange(rows).reshape(size.tokens, 1, size.group)
+        q = probes.query_rows(np.tile(numbers, (1, size.kv_heads, 1)), size.head_dim)
+        self.q = q.reshape(size.tokens, -1, size.head_dim)
+        pages = -(-n // size.page_size)
+        self.tables = rng.permutation(pages + 2)[None, :pages].astype(np.int32)
+        self.visible = np.arange(n) <= np.repeat(np.arange(n - size.tokens, n), size.group)[:, None]
+
+    def expected(self, wrong: probes.Wrong | None = None) -> Expected:
+        """Of the tokens, in float64."""
+        size, parts = self.size, []
+        for head in range(size.kv_heads):
+            q, k, columns, counts = *self.of(head), self.visible
+            if wrong is not None:
+                k, columns = k[wrong.key_at], columns[wrong.value_at]
+                counts = counts * wrong.counts
+            result = probes.result_of(q, k, columns, size.v_head_dim, counts)
+            parts.append([x.reshape(size.tokens, size.group, *x.shape[1:]) for x in result])
+        return probes.expectation(*(np.concatenate(x, 1) for x in zip(*parts, strict=True)))
+
+    def of(self, head: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Queries [rows, head_dim], keys and columns of one KV head."""
+        size = self.size
+        q = self.q.reshape(size.tokens, size.kv_heads, size.group, -1)[:, head]
+        return q.reshape(-1, size.head_dim), self.k[:, head], self.columns[:, head]
+
+    def inputs(self, dtype: str, wrong: probes.Wrong | None = None) -> dict[str, object]:
+        """Arguments of paged_attention; a mistake is made in the pages."""
+        size = self.size
+        k, columns = self.k, self.columns
+        if wrong is not None:
+            k, columns = k[wrong.key_at], columns[wrong.value_at]
+        v = probes.value_rows(columns, size.v_head_dim)
+        token = np.arange(size.kv_len)
+        place = self.tables[0, token // size.page_size], token % size.page_size
+        caches = []
+        for rows in (k, v):
+            shape = (self.tables.shape[1] + 2, size.page_size, *rows.shape[1:])
+            cache = torch.full(shape, torch.nan, dtype=getattr(torch, dtype))
+            cache[place] = torch.from_numpy(rows).to(cache.dtype)
+            caches.append(cache)
+        return {
+            "q": torch.from_numpy(self.q).to(caches[0].dtype),
+            "k_cache": caches[0],
+            "v_cache": caches[1],
+            "q_lens": [size.tokens],
+            "kv_lens": [size.kv_len],
+            "block_tables": self.tables,
+            "page_size": size.page_size,
+            "scale": 1.0,
+        }
+
+
+@functools.lru_cache(maxsize=1)
+def probe_of(size: Size) -> Probe:
+    return Probe(size)
+
+
+@pytest.fixture(scope="module", params=PREFILL + DECODE, ids=str)
+def size(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def made(size, dtype):
+    """Inputs and what comes of them, once for all instruction sets and ways to attend."""
+    probe = probe_of(size)
+    return probe.inputs(dtype), probe.expected()
+
+
+def run(inputs, **options):
+    return cpattn.paged_attention(**inputs, return_lse=True, **options)
+
+
+def plan_of(inputs):
+    q, k_cache, v_cache = (inputs[name] for name in ("q", "k_cache", "v_cache"))
+    return cpattn.plan_attention(
+        **{name: inputs[name] for name in ("q_lens", "kv_lens", "block_tables", "page_size")},
+        num_pages=len(k_cache),
+        num_heads=q.shape[1],
+        num_kv_heads=k_cache.shape[2],
+        head_dim=q.shape[2],
+        v_head_dim=v_cache.shape[3],
+    )
+
+
+def test_paged_attention(made, size, dtype, isa):
+    """Packed and, where rows are few, in place; the keys divided, and in one piece."""
+    inputs, expected = made
+    assert_attended(*run(inputs), expected, dtype)
+    assert np.any(plan_of(inputs).items[:, 5] > 0)
+    assert_attended(*run(inputs, batch_invariant=True), expected, dtype)
+
+
+def test_fused_operator(made, size, dtype, isa):
+    inputs, expected = made
+    k, v = (inputs[name].flatten(2) for name in ("k_cache", "v_cache"))
+    out, lse = cpattn.npu.npu_fused_infer_attention_score(
+        inputs["q"], k, v,
+        block_table=inputs["block_tables"], block_size=size.page_size, input_layout="TND",
+        num_heads=inputs["q"].shape[1], num_key_value_heads=size.kv_heads, sparse_mode=3,
+        atten_mask=TEMPLATE, softmax_lse_flag=True, actual_seq_lengths=[size.tokens],
+        actual_seq_lengths_kv=[size.kv_len],
+    )  # fmt: skip
+    assert_attended(out, lse[..., 0], expected, dtype)
+
+
+def test_context_parallel(made, size, dtype, isa):
+    """The keys of a row stay together on every rank; of the most keys one strategy is enough."""
+    inputs, expected = made
+    q = inputs["q"].flatten(1)
+    for strategy in ("zigzag", "interleave", "contiguous")[: 1 if size.kv_len > 10**5 else 3]:
+        ranks = cpattn.build_cp_metadata_all_ranks(
+            [size.tokens], [size.kv_len], cp_size=4, strategy=strategy
+        )
+        parts = [
+            cpattn.do_cp_attn_fia(
+                metadata.shard(q), inputs["k_cache"], inputs["v_cache"], metadata,
+                block_tables=inputs["block_tables"], page_size=size.page_size,
+                num_heads=inputs["q"].shape[1], num_kv_heads=size.kv_heads, scale=1.0,
+                return_lse=True,
+            )
+            for metadata in ranks
+        ]  # fmt: skip
+        out, lse = (ranks[0].unshard(list(part)) for part in zip(*parts, strict=True))
+        assert_attended(out.unflatten(1, (-1, size.v_head_dim)), lse, expected, dtype)
+
+
+@functools.lru_cache(maxsize=1)
+def named_keys(size: Size) -> torch.Tensor:
+    """For each token all positions, in any order, those that it cannot see among them."""
+    rng = np.random.default_rng(2)
+    rows = [rng.permutation(size.kv_len) for _ in range(size.tokens)]
+    return torch.from_numpy(np.stack(rows).astype(np.int32))[:, None]
+
+
+def test_sparse_operator(made, size, dtype, isa):
+    """Keys by their position, of the fewest by blocks too; half of the dimensions are rotated."""
+    attend_named(made, size, dtype, named_keys(size), 1)
+    if size.kv_len < 10**4:
+        blocks = torch.arange(-(-size.kv_len // 64), dtype=torch.int32).flip(0)
+        attend_named(made, size, dtype, blocks.expand(size.tokens, 1, -1).contiguous(), 64)
+
+
+def attend_named(made, size, dtype, named, block):
+    inputs, expected = made
+    q, k, v = inputs["q"][:, : size.group], inputs["k_cache"][:, :, :1], inputs["v_cache"][:, :, :1]
+    half = size.head_dim // 2
+    out, largest, total = cpattn.npu.npu_sparse_flash_attention(
+        q[..., :half].contiguous(), k[..., :half].contiguous(), v.contiguous(), named, 1.0,
+        query_rope=q[..., half:].contiguous(), key_rope=k[..., half:].contiguous(),
+        attention_mode=2, sparse_block_size=block, block_table=inputs["block_tables"],
+        layout_query="TND", layout_kv="PA_BSND", actual_seq_lengths_query=[size.tokens],
+        actual_seq_lengths_kv=[size.kv_len], return_softmax_lse=True,
+    )  # fmt: skip
+    first = expected.rows(np.s_[:, : size.group])
+    assert_attended(out, (largest + total.log())[0], first, dtype)
+
+
+def test_each_key_is_more_than_roundings_explain(size, dtype):
+    """Twice the tolerance: what is right is not taken for what lacks the key, nor the reverse."""
+    probe = probe_of(size)
+    for head in range(size.kv_heads):
+        share = probes.smallest_share(*probe.of(head), size.v_head_dim)
+        assert share > 2 * TOLERANCES["attention", dtype] * EPS[dtype]
+
+
+def test_mistakes_are_seen(made, size, dtype):
+    """What comes out differs from what each mistake would give."""
+    inputs, _ = made
+    out, lse = run(inputs)
+    for wrong in wrongs_of(size):
+        with pytest.raises(AssertionError, match="times what is allowed"):
+            assert_attended(out, lse, wrong, dtype)
+
+
+@functools.lru_cache(maxsize=1)
+def wrongs_of(size: Size):
+    rng = np.random.default_rng(1)
+    wrongs = list(probes.wrongs(size.kv_len, size.page_size, rng))
+    return [probe_of(size).expected(wrong) for wrong in wrongs[:: 1 + size.kv_len // 8192]]
+
+
+def test_mistakes_in_the_pages_are_seen(isa):
+    """The same with caches in which rows and pages are exchanged, through the kernels."""
+    for size in (PREFILL[0], DECODE[0]):
+        probe = probe_of(size)
+        expected = probe.expected()
+        wrongs = list(probes.wrongs(size.kv_len, size.page_size, np.random.default_rng(1)))
+        in_pages = [wrong for wrong in wrongs if np.all(wrong.counts == 1)]
+        for wrong in in_pages[:: len(in_pages) // 6]:
+            out, lse = run(probe.inputs("bfloat16", wrong))
+            assert_attended(out, lse, probe.expected(wrong), "bfloat16")
+            with pytest.raises(AssertionError, match="times what is allowed"):
+                assert_attended(out, lse, expected, "bfloat16")
+
+
+def test_the_oracle_agrees():
+    probe = probe_of(PREFILL[0])
+    expected = probe.expected()
+    out, lse = reference.paged_attention(**probe.inputs("float32"))
+    assert_close(out, expected.out, 1, "restated", "float64")
+    assert_close(lse, expected.lse, 1, "restated", "float64")

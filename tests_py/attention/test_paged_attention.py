@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""paged_attention against the oracle: every instruction set, dtype, layout and option."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from support.attention_cases import ALL_CASES, DEFAULT, inputs_and_expected, run, with_scale
+from support.cases import DTYPES, Case, assert_attention, make_inputs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("index", range(len(ALL_CASES)), ids=lambda i: str(ALL_CASES[i]))
+def test_against_the_oracle(isa, index, dtype):
+    inputs, expected = inputs_and_expected(index, dtype)
+    for batch_invariant in (False, True):
+        out, lse = run(inputs, batch_invariant=batch_invariant)
+        assert out.dtype == inputs["q"].dtype
+        assert lse.dtype == torch.float32
+        assert_attention(out, lse, inputs, expected=expected)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128, 512])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND", "3-D"])
+def test_cache_layouts_and_page_sizes(kv_layout, page_size):
+    dtype = DTYPES[page_size % 3]
+    lens = (2 * page_size + 1, page_size, max(1, page_size - 1))
+    case = DEFAULT.with_(
+        q_lens=(2, 1, 1), kv_lens=lens, page_size=page_size, kv_layout=kv_layout, dtype=dtype
+    )
+    inputs = make_inputs(case)
+    assert_attention(*run(inputs), inputs)
+
+
+def test_one_tensor_with_keys_and_values():
+    """The combined form [pages, 2, page_size, heads, dim] as two strided views."""
+    rng = np.random.default_rng(0)
+    cache = torch.from_numpy(rng.standard_normal((5, 2, 16, 2, 64), dtype=np.float32))
+    inputs = make_inputs(DEFAULT.with_(q_lens=(3,), kv_lens=(40,)))
+    inputs |= {"k_cache": cache[:, 0], "v_cache": cache[:, 1], "block_tables": [[4, 0, 2]]}
+    assert_attention(*run(inputs), inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_may_be_a_part_of_the_keys(isa, dtype):
+    case = DEFAULT.with_(head_dim=576, num_heads=16, num_kv_heads=1, dtype=dtype)
+    inputs = make_inputs(with_scale(case))
+    inputs["v_cache"] = inputs["k_cache"][..., :512]
+    assert_attention(*run(inputs), inputs)
+
+
+def test_absorbed_latent_attention_is_multi_head_attention():
+    """MLA both ways: keys and values expanded from the latent, or queries absorbed into it."""
+    generator = torch.Generator().manual_seed(0)
+    heads, nope, rope, latent_dim, kv_len = 4, 128, 64, 512, 40
+    q = torch.randn(3, heads, nope + rope, generator=generator)
+    latent = torch.randn(1, kv_len, 1, latent_dim + rope, generator=generator)
+    w_k, w_v = torch.randn(2, heads, nope, latent_dim, generator=generator) / latent_dim**0.5
+    batch = {"q_lens": [3], "kv_lens": [kv_len], "block_tables": [[0]], "scale": 192**-0.5}
+
+    absorbed_q = torch.einsum("thn,hnl->thl", q[..., :nope], w_k)
+    absorbed = {
+        **batch,
+        "q": torch.cat([absorbed_q, q[..., nope:]], -1),
+        "k_cache": latent,
+        "v_cache": latent[..., :latent_dim],
+    }
+    out, lse = run(absorbed)
+    expanded = torch.einsum("thl,hnl->thn", out.double(), w_v.double())
+
+    compressed = latent[..., 0, :latent_dim].double()
+    keys = torch.einsum("pkl,hnl->pkhn", compressed, w_k.double())
+    keys = torch.cat([keys, latent[..., latent_dim:].double().expand(-1, -1, heads, -1)], -1)
+    values = torch.einsum("pkl,hnl->pkhn", compressed, w_v.double())
+    multi_head = {**batch, "q": q, "k_cache": keys, "v_cache": values}
+    assert_attention(expanded, lse, multi_head)
+
+
+def test_sequences_may_share_pages():
+    inputs = make_inputs(DEFAULT.with_(q_lens=(4, 5), kv_lens=(48, 48)))
+    inputs["block_tables"][1, :2] = inputs["block_tables"][0, :2]
+    assert_attention(*run(inputs), inputs)
+
+
+def test_page_order_does_not_matter():
+    inputs = make_inputs(DEFAULT)
+    order = np.random.default_rng(1).permutation(len(inputs["k_cache"]))
+    tables = inputs["block_tables"].copy()
+    used = (tables >= 0) & (tables < len(order))
+    tables[used] = np.argsort(order)[tables[used]]
+    moved = inputs | {
+        "k_cache": inputs["k_cache"][order],
+        "v_cache": inputs["v_cache"][order],
+        "block_tables": tables,
+    }
+    assert torch.equal(run(inputs)[0], run(moved)[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_custom_masks(isa, dtype, causal):
+    case = DEFAULT.with_(q_lens=(5, 0, 3, 4), kv_lens=(37, 5, 70, 2), dtype=dtype)
+    inputs = make_inputs(case) | {"causal": causal}
+    rng = np.random.default_rng(3)
+    mask = rng.random(sum(q * k for q, k in zip(case.q_lens, case.kv_lens, strict=True))) < 0.4
+    mask[:37] = False  # the first query sees nothing
+    inputs["custom_mask"] = mask
+    assert_attention(*run(inputs), inputs)
+
+
+def test_a_tree_of_draft_tokens_behind_a_prefix():
+    """Each draft sees the prefix and its ancestors, not its siblings."""
+    prefix, parents = 21, [-1, 0, 0, 1, 1, 2]
+    sees = np.zeros((len(parents), prefix + len(parents)), bool)
+    sees[:, :prefix] = True
+    for token, parent in enumerate(parents):
+        if parent >= 0:
+            sees[token] |= sees[parent]
+        sees[token, prefix + token] = True
+    inputs = make_inputs(DEFAULT.with_(q_lens=(6,), kv_lens=(27,)))
+    inputs["custom_mask"] = torch.from_numpy(sees.ravel())
+    assert_attention(*run(inputs), inputs)
+
+
+def spoil(inputs, token, value):
+    """Overwrite the key and the value of one token of the first sequence."""
+    page, slot = inputs["block_tables"][0, token // 16], token % 16
+    inputs["k_cache"][page, slot] = value
+    inputs["v_cache"][page, slot] = value
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_row_does_not_see_never_matters(isa, dtype, value):
+    """A token that overflowed spoils the rows that see it, and no other."""
+    case = DEFAULT.with_(q_lens=(20,), kv_lens=(50,), dtype=dtype)
+    inputs = make_inputs(case)
+    clean, _ = run(inputs)
+    spoil(inputs, 40, value)  # the rows of 30 ... 39 come before it
+    out, _ = run(inputs)
+    assert torch.equal(out[:10], clean[:10])
+    assert not torch.any(torch.isfinite(out[10:]).all(-1))
+    windowed, _ = run(inputs | {"window": 4})
+    assert torch.equal(windowed[15:], run(make_inputs(case) | {"window": 4})[0][15:])
+
+    mask = np.ones((20, 50), bool)
+    mask[:, 40] = False
+    masked = inputs | {"custom_mask": mask.ravel()}
+    assert_attention(*run(masked), masked)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_logits_do_not_overflow(isa, dtype):
+    case = DEFAULT.with_(q_lens=(8,), kv_lens=(70,), dtype=dtype, options={"scale": 1.0})
+    inputs = make_inputs(case)
+    q, k = inputs["q"], inputs["k_cache"]
+    for tensor in (q, k):
+        tensor *= 36  # scores of standard deviation 1e4
+    out, lse = run(inputs)
+    assert_attention(out, lse, inputs, "large logits")
+
+
+def test_an_infinite_score_of_minus_infinity_has_no_weight():
+    """A key may be switched off by the numbers themselves."""
+    inputs = make_inputs(DEFAULT.with_(q_lens=(1,), kv_lens=(20,)))
+    inputs["sinks"] = torch.full((4,), -math.inf)
+    plain = {k: v for k, v in inputs.items() if k != "sinks"}
+    for with_sinks, without in zip(run(inputs), run(plain), strict=True):
+        assert torch.equal(with_sinks, without)
+
+
+@st.composite
+def cases(draw):
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    batch = draw(st.integers(1, 4))
+    options = {"causal": draw(st.booleans())}
+    if options["causal"] and draw(st.booleans()):
+        options["window"] = draw(st.integers(0, 100))
+    if draw(st.booleans()):
+        options["softcap"] = draw(st.sampled_from([1.0, 20.0]))
+    return Case(
+        q_lens=tuple(draw(st.lists(st.integers(0, 40), min_size=batch, max_size=batch))),
+        kv_lens=tuple(draw(st.lists(st.integers(0, 150), min_size=batch, max_size=batch))),
+        num_heads=kv_heads * draw(st.sampled_from([1, 2, 5])),
+        num_kv_heads=kv_heads,
+        head_dim=16 * draw(st.integers(1, 6)),
+        v_head_dim=16 * draw(st.integers(1, 6)),
+        page_size=draw(st.sampled_from([1, 5, 16, 64, 100])),
+        kv_layout=draw(st.sampled_from(["NHD", "HND", "3-D"])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        options=options,
+    )
+
+
+# Its scores are rounded as badly as the cap allows.
+CAPPED = Case(
+    q_lens=(0, 0, 0, 2),
+    kv_lens=(0, 0, 2, 1),
+    num_heads=2,
+    head_dim=32,
+    v_head_dim=16,
+    page_size=5,
+    dtype="float16",
+    options={"causal": False, "softcap": 20.0},
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), seed=st.integers(0, 9))
+@example(case=CAPPED, seed=0)
+def test_ragged_batches(case, seed):
+    inputs = make_inputs(case, seed)
+    assert_attention(*run(inputs), inputs)

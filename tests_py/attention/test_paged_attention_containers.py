@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""paged_attention's tensors, tables and plans: what holds them, and who reads them again."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from support.attention_cases import DEFAULT, run
+from support.cases import DTYPES, assert_attention, make_inputs
+
+
+def test_csr_tables_say_the_same():
+    inputs = make_inputs(DEFAULT.with_(q_lens=(3, 1, 2), kv_lens=(37, 0, 32)))
+    counts = [3, 0, 2]
+    csr = {name: value for name, value in inputs.items() if name not in ("kv_lens", "block_tables")}
+    csr |= {
+        "kv_indptr": np.cumsum([0, *counts]),
+        "kv_indices": np.concatenate(
+            [row[:n] for row, n in zip(inputs["block_tables"], counts, strict=True)]
+        ),
+        "last_page_len": [5, 0, 16],
+    }
+    for result, expected in zip(run(csr), run(inputs), strict=True):
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("index_type", [list, tuple, np.int32, np.int64, torch.int32, torch.int64])
+def test_index_types(index_type):
+    inputs = make_inputs(DEFAULT)
+    expected = run(inputs)[0]
+    for name in ("q_lens", "kv_lens", "block_tables"):
+        values = np.asarray(inputs[name])
+        if isinstance(index_type, type) and issubclass(index_type, np.generic):
+            inputs[name] = values.astype(index_type)
+        elif isinstance(index_type, torch.dtype):
+            inputs[name] = torch.from_numpy(values).to(index_type)
+        else:
+            inputs[name] = index_type(values.tolist())
+    assert torch.equal(run(inputs)[0], expected)
+
+
+class ExportsCopies:
+    """Lives on its own: what it exports through DLPack is gone with the export."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self):
+        return self.array.copy().__dlpack__()
+
+
+def test_exported_arrays_are_held_during_the_call():
+    q, cache = np.ones((2, 1, 16), np.float32), np.ones((4, 8, 1, 16), np.float32)
+    # So large that its memory goes back to the system at once: reading it later would crash.
+    block_tables = ExportsCopies(np.full((2, 1_000_000), 3))
+    lens = {"q_lens": ExportsCopies(np.array([1, 1])), "kv_lens": ExportsCopies(np.array([5, 5]))}
+    out = cpattn.paged_attention(q, cache, cache, block_tables=block_tables, **lens)
+    np.testing.assert_array_equal(out, q)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numpy_in_numpy_out(dtype):
+    inputs = make_inputs(DEFAULT.with_(dtype=dtype))
+    expected = run(inputs)
+    type_ = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    for name in ("q", "k_cache", "v_cache"):
+        inputs[name] = inputs[name].float().numpy().astype(type_)
+    out, lse = run(inputs)
+    assert isinstance(out, np.ndarray)
+    assert out.dtype == type_
+    assert isinstance(lse, np.ndarray)
+    np.testing.assert_array_equal(out.astype(np.float32), expected[0].float().numpy())
+    np.testing.assert_array_equal(lse, expected[1].numpy())
+
+
+def test_given_outputs_are_filled_and_returned():
+    inputs = make_inputs(DEFAULT)
+    expected_out, expected_lse = run(inputs)
+    out = torch.full((8, 4, 100), torch.nan)[..., 20:84]  # strided: gaps between heads
+    lse = torch.full((6, 8), torch.nan)[1:5].T
+    result_out, result_lse = run(inputs, out=out, lse=lse)
+    assert result_out is out
+    assert result_lse is lse
+    assert torch.equal(out, expected_out)
+    assert torch.equal(lse, expected_lse)
+    assert torch.equal(cpattn.paged_attention(**inputs), expected_out)
+
+
+def test_a_plan_serves_many_layers(isa):
+    case = DEFAULT.with_(q_lens=(5, 0, 40), kv_lens=(37, 9, 100), dtype="bfloat16")
+    inputs = make_inputs(case)
+    plan = cpattn.plan_attention(
+        q_lens=case.q_lens,
+        kv_lens=case.kv_lens,
+        block_tables=inputs["block_tables"],
+        page_size=case.page_size,
+        num_pages=len(inputs["k_cache"]),
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+    )
+    for seed in (0, 1):
+        layer = make_inputs(case, seed) | {"block_tables": inputs["block_tables"]}
+        layer["k_cache"], layer["v_cache"] = inputs["k_cache"], inputs["v_cache"]
+        out, lse = cpattn.run_attention(
+            plan, *(layer[name] for name in ("q", "k_cache", "v_cache")), return_lse=True
+        )
+        assert_attention(out, lse, layer)
+
+
+def test_a_plan_covers_every_query_and_head_once():
+    case = DEFAULT.with_(q_lens=(500, 0, 3), kv_lens=(2000, 9, 100), num_heads=12, num_kv_heads=3)
+    inputs = make_inputs(case)
+    plan = cpattn.plan_attention(
+        q_lens=case.q_lens,
+        kv_lens=case.kv_lens,
+        block_tables=inputs["block_tables"],
+        page_size=16,
+        num_pages=len(inputs["k_cache"]),
+        num_heads=12,
+        num_kv_heads=3,
+        head_dim=64,
+    )
+    seen = np.zeros((3, 500, 12), int)
+    for sequence, first_token, tokens, first_head, heads, kv_begin, kv_end in plan.items:
+        seen[sequence, first_token : first_token + tokens, first_head : first_head + heads] += 1
+        assert (kv_begin, kv_end) == (0, case.kv_lens[sequence])
+    for sequence, q_len in enumerate(case.q_lens):
+        assert np.all(seen[sequence, :q_len] == 1)
+        assert np.all(seen[sequence, q_len:] == 0)

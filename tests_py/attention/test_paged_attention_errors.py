@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What paged_attention refuses, in which words, and that nothing is written then."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from support.cases import Case, make_inputs
+
+CASE = Case(q_lens=(2, 3), kv_lens=(20, 33), num_heads=4, num_kv_heads=2, head_dim=32)
+
+
+def plain_inputs():
+    """Arguments without gaps, to change one at a time: 7 pages of 16."""
+    inputs = make_inputs(CASE)
+    for name in ("q", "k_cache", "v_cache"):
+        inputs[name] = inputs[name].contiguous()
+    return inputs
+
+
+def changed_table(row, column, value):
+    tables = plain_inputs()["block_tables"].copy()
+    tables[row, column] = value
+    return tables
+
+
+VALUE_ERRORS = {
+    "q rows": (
+        {"q": torch.zeros(6, 4, 32)},
+        r"q must have a row for each new token, sum\(q_lens\) = 5, got 6",
+    ),
+    "too few q rows": (
+        {"q": torch.zeros(4, 4, 32)},
+        r"q must have a row for each new token, sum\(q_lens\) = 5, got 4",
+    ),
+    "q heads": ({"q": torch.zeros(5, 3, 32)}, r"num_heads must be a positive multiple of .*got 3"),
+    "q stride": (
+        {"q": torch.zeros(5, 4, 64)[..., ::2]},
+        "q must be contiguous in its last dimension, got stride 2",
+    ),
+    "head_dim": (
+        {"q": torch.zeros(5, 4, 24), "k_cache": torch.zeros(7, 16, 2, 24)},
+        "head_dim must be a multiple of 16 from 16 to 576, got 24",
+    ),
+    "cache dtype": ({"k_cache": torch.zeros(7, 16, 2, 32).half()}, "k_cache must be float32, got"),
+    "q dtype": ({"q": torch.zeros(5, 4, 32).double()}, "q must be float32, float16 or bfloat16"),
+    "cache dim": (
+        {"k_cache": torch.zeros(7, 16, 2, 48)},
+        "k_cache must have head dimension 32, got 48",
+    ),
+    "cache rank": ({"k_cache": torch.zeros(7, 16)}, "k_cache must have 3 dimensions"),
+    "cache heads": ({"v_cache": torch.zeros(7, 16, 1, 32)}, "v_cache must have 2 KV heads, got 1"),
+    "page_size": ({"page_size": 8}, "page_size 8 does not agree with k_cache, whose pages hold 16"),
+    "3-D without page_size": (
+        {"k_cache": torch.zeros(112, 2, 32), "page_size": None},
+        "page_size is required for a 3-dimensional k_cache",
+    ),
+    "3-D, not whole pages": (
+        {"k_cache": torch.zeros(100, 2, 32)},
+        r"k_cache must have a multiple of page_size \(16\) slots, got 100",
+    ),
+    "kv_layout": ({"kv_layout": "BSND"}, "kv_layout must be 'NHD' or 'HND', got 'BSND'"),
+    "3-D HND": (
+        {"k_cache": torch.zeros(112, 2, 32), "kv_layout": "HND"},
+        "a 3-dimensional k_cache is",
+    ),
+    "negative q_len": ({"q_lens": [6, -1]}, r"q_lens must be in \[0, 2\^31\), got -1 at index 1"),
+    "negative kv_len": ({"kv_lens": [-3, 33]}, "kv_lens must be in .*, got -3 at index 0"),
+    "huge kv_len": ({"kv_lens": [20, 2**31]}, "kv_lens must be in .*, got 2147483648 at index 1"),
+    "unequal lists": (
+        {"kv_lens": [20]},
+        "q_lens and kv_lens must have the same length, got 2 and 1",
+    ),
+    "table rows": (
+        {"block_tables": [[0, 1, 2]]},
+        r"block_tables must have one row per sequence \(2\), got 1",
+    ),
+    "table columns": (
+        {"block_tables": [[0, 1], [2, 3]]},
+        r"block_tables must have at least 3 columns for sequence 1 \(kv_len 33, page_size 16\)",
+    ),
+    "page below": (
+        {"block_tables": changed_table(1, 2, -1)},
+        r"page ids must be in \[0, 7\), got -1 at position 2 of sequence 1",
+    ),
+    "page above": (
+        {"block_tables": changed_table(0, 1, 7)},
+        r"page ids must be in \[0, 7\), got 7 at position 1 of sequence 0",
+    ),
+    "negative scale": ({"scale": -1.0}, "scale must be a positive number, got -1"),
+    "tiny scale": ({"scale": 1e-300}, "scale must be in .*, the range of float32, got 1e-300"),
+    "NaN scale": ({"scale": math.nan}, "scale must be a positive number, got nan"),
+    "softcap": ({"softcap": -2.0}, r"softcap must be 0 .* or in \[1e-37, 1e\+37\], .*, got -2"),
+    "tiny softcap": ({"softcap": 1e-300}, "softcap must be 0 .* got 1e-300"),
+    "huge softcap": ({"softcap": 1e39}, "softcap must be 0 .*, got 1e\\+39"),
+    "infinite softcap": ({"softcap": float("inf")}, "softcap must be 0 .*, got inf"),
+    "window": ({"window": -1}, "window must be >= 0"),
+    "window without causal": ({"window": 3, "causal": False}, "window needs causal=True"),
+    "sinks shape": ({"sinks": torch.zeros(3)}, r"sinks must have shape \[4\], got \[3\]"),
+    "sinks dtype": ({"sinks": torch.zeros(4).half()}, "sinks must be float32, got float16"),
+    "mask size": (
+        {"custom_mask": torch.ones(138, dtype=torch.bool)},
+        r"custom_mask must have sum\(q_len \* kv_len\) = 139 elements, got 138",
+    ),
+    "mask dtype": ({"custom_mask": torch.ones(139)}, "custom_mask must be bool, got float32"),
+    "num_threads": ({"num_threads": 0}, "num_threads must be >= 1, got 0"),
+    "no tables": ({"block_tables": None}, "give either block_tables with kv_lens, or kv_indptr"),
+    "half of CSR": ({"kv_indptr": [0, 1]}, "kv_indptr, kv_indices and last_page_len must be given"),
+}
+TYPE_ERRORS = {
+    "float lengths": ({"q_lens": [2.0, 3.0]}, "q_lens must hold integers, got float at index 0"),
+    "bool lengths": ({"q_lens": [True, 3]}, "q_lens must hold integers, got bool at index 0"),
+    "float array": ({"kv_lens": np.array([20.0, 33.0])}, "kv_lens must be int32 or int64, got"),
+    "float table": ({"block_tables": np.zeros((2, 3))}, "block_tables must be int32 or int64, got"),
+    "not a tensor": ({"q": [[[1.0]]]}, "must be a tensor|tensor"),
+    "gradient": ({"q": torch.zeros(5, 4, 32, requires_grad=True)}, "q requires a gradient"),
+}
+
+
+@pytest.mark.parametrize("name", VALUE_ERRORS)
+def test_value_errors_name_function_argument_rule_and_value(name):
+    change, message = VALUE_ERRORS[name]
+    out = torch.full((5, 4, 32), 7.0)
+    with pytest.raises(ValueError, match=message) as error:
+        cpattn.paged_attention(**(plain_inputs() | {"out": out} | change))
+    assert str(error.value).startswith("paged_attention: ")
+    assert torch.all(out == 7)
+
+
+@pytest.mark.parametrize("name", TYPE_ERRORS)
+def test_type_errors(name):
+    change, message = TYPE_ERRORS[name]
+    with pytest.raises(TypeError, match=message):
+        cpattn.paged_attention(**(plain_inputs() | change))
+
+
+def test_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        inputs = plain_inputs() | {"q": mode.from_tensor(torch.zeros(5, 4, 32))}
+        with pytest.raises(TypeError, match="q has no storage"):
+            cpattn.paged_attention(**inputs)
+
+
+def test_the_rank_of_q():
+    with pytest.raises(ValueError, match=r"q must have 3 dimensions, got shape \[5, 128\]"):
+        cpattn.paged_attention(**plain_inputs() | {"q": torch.zeros(5, 128)})
+
+
+def test_the_default_scale_is_refused_for_wide_heads():
+    inputs = make_inputs(CASE.with_(head_dim=272))
+    with pytest.raises(ValueError, match=r"scale must be given for head_dim > 256, got .* 272"):
+        cpattn.paged_attention(**inputs)
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "sinks"])
+@pytest.mark.parametrize("output", ["out", "lse"])
+def test_outputs_that_overlap_inputs_are_refused(output, name):
+    inputs = plain_inputs() | {"sinks": torch.zeros(4)}
+    whole = torch.zeros(inputs[name].numel() + 1000)
+    shared = whole[: inputs[name].numel()].view(inputs[name].shape)
+    inputs[name] = shared.copy_(inputs[name])
+    begin = inputs[name].numel() - 1  # one common element
+    shape = (5, 4, 32) if output == "out" else (5, 4)
+    result = whole[begin : begin + math.prod(shape)].view(shape)
+    with pytest.raises(ValueError, match=f"{output} must not overlap {name} in memory"):
+        cpattn.paged_attention(**inputs, **{output: result}, return_lse=True)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ({"out": torch.zeros(5, 4, 16)}, r"out must have shape \[5, 4, 32\], got \[5, 4, 16\]"),
+        ({"out": torch.zeros(5, 4, 32).half()}, "out must be float32, got float16"),
+        ({"lse": torch.zeros(5, 4).double()}, "lse must be float32, got float64"),
+        ({"lse": torch.zeros(4, 5)}, r"lse must have shape \[5, 4\], got \[4, 5\]"),
+        ({"out": torch.zeros(1, 4, 32).expand(5, 4, 32)}, "out must not be a broadcast view"),
+    ],
+)
+def test_outputs_of_the_wrong_kind_are_refused(outputs, message):
+    with pytest.raises(ValueError, match=message):
+        cpattn.paged_attention(**plain_inputs(), **outputs, return_lse=True)
+
+
+def test_a_read_only_output_is_refused():
+    inputs = {k: v.numpy() if hasattr(v, "numpy") else v for k, v in plain_inputs().items()}
+    out = np.zeros((5, 4, 32), np.float32)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="out must be writable"):
+        cpattn.paged_attention(**inputs, out=out)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 3}, "num_heads must be a positive multiple of num_kv_heads"),
+        ({"head_dim": 20}, "head_dim must be a multiple of 16"),
+        ({"v_head_dim": 592}, "v_head_dim must be a multiple of 16 from 16 to 576, got 592"),
+        ({"page_size": 0}, r"page_size must be in \[1, 2147483647\], got 0"),
+        ({"num_pages": 3}, r"page ids must be in \[0, 3\), got"),
+    ],
+)
+def test_plans_are_checked_when_made(change, message):
+    arguments = {
+        "q_lens": [2, 3],
+        "kv_lens": [20, 33],
+        "block_tables": plain_inputs()["block_tables"],
+        "page_size": 16,
+        "num_pages": 7,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+    }
+    plan = cpattn.plan_attention(**arguments)
+    assert plan == cpattn.plan_attention(**arguments)
+    assert not plan.page_ids.flags.writeable
+    with pytest.raises(ValueError, match=f"^plan_attention: {message}"):
+        cpattn.plan_attention(**(arguments | change))
+    small = torch.zeros(6, 16, 2, 32)
+    with pytest.raises(ValueError, match="run_attention: k_cache must have at least the planned 7"):
+        cpattn.run_attention(plan, torch.zeros(5, 4, 32), small, small)

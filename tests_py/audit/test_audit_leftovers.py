@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A test that leaves a process is an error, and so is a run that leaves one, or shared memory."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from audit import leftovers
+from support.time_limits import PATIENCE
+
+SLEEP = """
+import subprocess
+
+def sleep(**options):
+    subprocess.Popen(["sleep", "{}"], **options)
+"""
+IN_A_TEST = "from sleeping import sleep\n\ndef test_a():\n    sleep()\n\ndef test_b():\n    pass\n"
+IN_A_FIXTURE = """
+import pytest
+from sleeping import sleep
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    sleep()
+
+def test_a():
+    pass
+"""
+ORPHAN = """
+import os
+from sleeping import sleep
+
+def test_a():
+    child = os.fork()
+    if child == 0:
+        sleep(start_new_session=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+SHARED_MEMORY = """
+from multiprocessing import resource_tracker, shared_memory
+
+def test_a():
+    segment = shared_memory.SharedMemory("{}", create=True, size=10)
+    resource_tracker.unregister(segment._name, "shared_memory")
+    segment.close()
+"""
+TIDY = """
+import multiprocessing
+import subprocess
+import pytest
+
+@pytest.fixture(scope="module")
+def server():
+    process = subprocess.Popen(["sleep", "60"])
+    yield
+    process.kill()
+    process.wait()
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a(server, method):
+    process = multiprocessing.get_context(method).Process(target=print)
+    process.start()
+    process.join()
+"""
+WORKERS = pytest.mark.parametrize("workers", [(), ("-n2",)], ids=["alone", "xdist"])
+
+
+@pytest.fixture
+def seconds():
+    """How long the processes sleep: a number that no others have in their command."""
+    return f"60.{uuid.uuid4().int % 10**12}"
+
+
+def has_ended(seconds):
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        commands = [
+            leftovers._strings(int(p.name), "cmdline") for p in Path("/proc").glob("[0-9]*")
+        ]
+        if ["sleep", seconds] not in commands:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@WORKERS
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (IN_A_TEST, r"the test has left processes:"),
+        (IN_A_FIXTURE, r"ERROR at teardown of what the run left behind"),
+        (ORPHAN, r"ERROR at teardown of what the run left behind"),
+    ],
+    ids=["test", "fixture", "orphan"],
+)
+def test_a_process_that_is_left_is_ended_and_an_error(inner_runs, workers, text, message, seconds):
+    inner_runs.write(sleeping=SLEEP.format(seconds), test_x=text)
+    done = inner_runs.run(*workers)
+    assert done.returncode == 1, done.stdout
+    assert message in done.stdout
+    assert f"(sleep {seconds}), started by test_x.py::test_a" in done.stdout
+    assert ", 1 error" in done.stdout.splitlines()[-1]
+    assert has_ended(seconds)
+
+
+@WORKERS
+def test_shared_memory_that_is_left_is_an_error(inner_runs, workers):
+    name = f"cpattn-test-{uuid.uuid4().hex}"
+    inner_runs.write(test_x=SHARED_MEMORY.format(name))
+    try:
+        done = inner_runs.run(*workers)
+        assert done.returncode == 1, done.stdout
+        assert f"shared memory /dev/shm/{name}" in done.stdout
+    finally:
+        (leftovers.SHARED_MEMORY / name).unlink()
+
+
+@WORKERS
+def test_what_a_run_cleans_up_is_none(inner_runs, workers):
+    inner_runs.write(test_x=TIDY)
+    done = inner_runs.run(*workers)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout.splitlines()[-1]
+
+
+def test_shared_memory_of_others_is_theirs(children):
+    path = leftovers.SHARED_MEMORY / f"cpattn-test-{uuid.uuid4().hex}"
+    path.write_bytes(bytes(10))
+    try:
+        assert path in leftovers.segments()
+        assert not leftovers.used_by_others(path, "a mark of nobody")
+        with mock.patch.object(leftovers.os, "geteuid", return_value=12345):
+            assert leftovers.used_by_others(path, "a mark of nobody")
+        other_name = path.with_name(f"{path.name}-other")  # as named semaphores are made
+        script = (
+            f"import mmap, os\nos.link({str(path)!r}, {str(other_name)!r})\n"
+            f"file = open({str(other_name)!r}, 'r+b')\nmapped = mmap.mmap(file.fileno(), 10)\n"
+            f"os.unlink({str(other_name)!r})\nprint('ready', flush=True)\ninput()"
+        )
+        other = children.start([sys.executable, "-c", script], stdin=subprocess.PIPE)
+        assert other.stdout.readline() == "ready\n"
+        assert leftovers.used_by_others(path, "a mark of nobody")
+        other.communicate("\n")
+        assert not leftovers.used_by_others(path, "a mark of nobody")
+    finally:
+        path.unlink()
+
+
+def test_children_end_with_their_fixture_however_they_were_started(children, seconds):
+    """In a session of its own, and deaf to what can be ignored."""
+    script = f"trap '' INT TERM HUP; setsid sleep {seconds} & echo ready; wait"
+    process = children.start(["sh", "-c", script])
+    assert process.stdout.readline() == "ready\n"
+    children.close()
+    assert process.returncode == -signal.SIGKILL
+    assert has_ended(seconds)
+
+
+def test_children_can_be_interrupted_though_this_process_ignores_it(children):
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    status = children.run(["cat", "/proc/self/status"]).stdout
+    ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+    assert not ignored >> (signal.SIGINT - 1) & 1
+    assert not ignored >> (signal.SIGQUIT - 1) & 1
+
+
+def test_a_child_that_takes_too_long_is_an_error(children):
+    with pytest.raises(subprocess.TimeoutExpired):
+        children.run(["sleep", "60"], timeout=0.2)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of bench/ that a wrong benchmark would come from."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cpattn
+from bench.attention import race, workloads
+from bench.attention.peers import inputs
+from bench.attention.workloads import Workload
+from bench.harness import figures, sampling
+from bench.harness.contender import Contender, Failed
+from support.places import ROOT
+
+SMALL = (
+    Workload("ragged", (3, 20, 1), (0, 70, 9), page_size=16),
+    Workload("alike", (5, 5), (30, 30), page_size=8, window=4),
+    replace(workloads.zigzag(1, total=64, size=2), page_size=16),
+    workloads.dense(9, num_heads=4, **workloads.ABSORBED),
+)
+QUIET, NOISY = 100.0, 50.0
+BENCH = ROOT / "bench"
+
+
+def parts_known_to(path):
+    """The folders and commands of bench that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "bench":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bench."):
+            yield node.module.split(".")[1]
+
+
+def test_a_subject_knows_itself_and_the_harness():
+    known = {}
+    for path in BENCH.glob("*/**/*.py"):
+        folder = path.relative_to(BENCH).parts[0]
+        known.setdefault(folder, set()).update(parts_known_to(path))
+    assert known["harness"] == {"harness"}
+    assert known.keys() > {"attention", "sparse", "transfer"}
+    assert {folder: parts - {folder, "harness"} for folder, parts in known.items()} == {
+        folder: set() for folder in known
+    }
+
+
+@pytest.mark.parametrize("work", SMALL, ids=lambda work: work.name)
+def test_work_counts_visible_pairs(work, tmp_path):
+    tensors = inputs.make(work, tmp_path)
+    masks = [inputs.visible(batch, work.window) for batch in tensors.batches()]
+    pairs = sum(
+        batch.size * int(mask.sum()) for batch, mask in zip(tensors.batches(), masks, strict=True)
+    )
+    assert work.flop == 2 * pairs * work.num_heads * (work.head_dim + work.v_head_dim)
+
+
+@pytest.mark.parametrize("work", SMALL, ids=lambda work: work.name)
+def test_gathered_keys_are_those_of_the_pages(work, tmp_path):
+    inputs.make(work, tmp_path)
+    tensors = inputs.load(work, tmp_path)
+    assert sum(batch.size for batch in tensors.batches()) == len(work.new)
+    sequence = 0
+    for batch, (k, v) in zip(tensors.batches(), tensors.gather(), strict=True):
+        for i in range(batch.size):
+            for j in (0, batch.length // 2, batch.length - 1):
+                page = tensors.block_tables[sequence, j // work.page_size]
+                assert torch.equal(k[i, :, j], tensors.k_cache[page, j % work.page_size])
+                assert torch.equal(v[i, :, j], tensors.v_cache[page, j % work.page_size])
+            sequence += 1
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_zigzag_workload_is_the_plan_of_the_rank(rank):
+    work = workloads.zigzag(rank, total=96, size=3)
+    plan = cpattn.build_cp_metadata([work.cached], cp_rank=rank, cp_size=3)
+    assert work.kv_lens == [*plan.kv_len_prev_list, *plan.kv_len_next_list]
+    assert list(work.new) == [*plan.actual_seq_q_prev_list, *plan.actual_seq_q_next_list]
+
+
+def test_traffic_keeps_its_budget():
+    for work in workloads.traffic(None, budget=2048):
+        assert sum(work.new) <= 2048
+        assert min(work.new) >= 1
+
+
+def test_a_wrong_row_is_found(tmp_path):
+    work = SMALL[0]
+    tensors = inputs.make(work, tmp_path)
+    right = cpattn.paged_attention(
+        tensors.q,
+        tensors.k_cache,
+        tensors.v_cache,
+        q_lens=list(work.new),
+        kv_lens=work.kv_lens,
+        block_tables=tensors.block_tables,
+    )
+    race.check(right, None, work, tmp_path)
+    wrong = right.clone()
+    wrong[7] = wrong[8]
+    with pytest.raises(Failed, match="relative error"):
+        race.check(wrong, right, work, tmp_path)
+    wrong[7] = torch.nan
+    with pytest.raises(Failed, match="relative error"):
+        race.check(wrong, right, work, tmp_path)
+
+
+def child(*arguments):
+    return Contender("cpattn", [sys.executable, *arguments], 1)
+
+
+def test_a_crash_is_a_row():
+    crashing = child("-c", "import os; os.write(2, b'why'); os.abort()")
+    with pytest.raises(Failed) as failed:
+        crashing.ask("sample", calls=1)
+    assert failed.value.status == "crashed"
+    assert failed.value.reason == "SIGABRT: why"
+
+
+def test_a_missing_engine_is_a_row():
+    missing = child("-m", "bench.attention.worker", "no_such_engine", "1")
+    for _ in range(2):
+        with pytest.raises(Failed) as failed:
+            missing.ask("sample", calls=1)
+        assert failed.value.status == "not installed"
+
+
+def test_samples_beside_a_fallen_peak_are_dropped():
+    first = {"stage": 0.0, "run": 1.0, "compiled": False}
+    lane = sampling.Lane(child(), first, 0.0, 9.0)
+    lane.samples = [(0.0, 1.0, 0), (0.0, 9.0, 1), (0.0, 9.0, 2), (0.0, 2.0, 3)]
+    peaks = [QUIET, QUIET, NOISY, QUIET, QUIET]
+    row = sampling.measured(lane, peaks, (1.0, "GFLOP"))
+    assert (row["samples"], row["dropped"], row["median"], row["noisy"]) == (2, 2, 1.5, False)
+    row = sampling.measured(lane, [QUIET, NOISY, NOISY, NOISY, NOISY], None)
+    assert (row["samples"], row["dropped"], row["noisy"]) == (4, 0, True)
+    assert "percent_of_peak" not in row  # without work
+
+
+def test_findings_name_who_is_ahead():
+    def row(name, threads, rate, **rest):
+        case = {"workload": name, "threads": threads}
+        common = {"implementation": "cpattn", "status": "ok", "shape": {"cp": None}}
+        return (
+            common | {"case": case, "rate": rate, "percent_of_peak": rate, "peak": threads} | rest
+        )
+
+    rows = [row("a", 2, 1.9), row("a", 1, 1.0), row("b", 2, 1.0, base="a", within=10)]
+    assert list(figures.findings(rows)) == [
+        "a: 2 threads are 1.90 × as fast as one, where the peak is 2.00 × as high",
+        "b: +90.0 % time against a (bar: 10 % MISSED)",
+    ]
+    rows[0] |= {"speedup": 1.5, "speedup_unstaged": 1.4, "best_peer": "other"}
+    assert list(figures.findings(rows))[-1] == (
+        "ahead of every peer in all 1 cases, by 1.50 × or more; "
+        "by 1.40 × with their staging left out"
+    )
+    rows[1] |= {"speedup": 0.5, "best_peer": "other"}
+    assert list(figures.findings(rows))[-1] == "behind other (0.50 ×): a, threads 1"

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command line refuses: in one line that names option, rule and value."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("torch")
+
+from click.testing import CliRunner, Result
+
+from cpattn._cli.commands import commands
+from cpattn.replay import command
+from cpattn.replay.command import check_room
+from cpattn.replay.footprint import footprint
+from cpattn.replay.records import ReplayOptions
+from cpattn.traffic.trace import Request
+from support.command_line import QUICK, CommandLine
+
+ABSURD = (
+    *("0", "-1", str(2**31), str(2**63), str(2**64), "9" * 5000),
+    *("nan", "inf", "-inf", "1e400", "1.5", "", " ", "x", "0x10", "1,2", "1..2..3"),
+)
+ENOUGH = {"explain": ("--lens", "13,40"), "plan": ("--cp-size", "2"), "replay": ()}
+FILES = ("--trace", "--json", "--html")  # whose names may be absurd
+OPTIONS = [
+    (name, option)
+    for name, subcommand in commands.commands.items()
+    for parameter in subcommand.params
+    if not getattr(parameter, "is_flag", False)
+    and (option := max(parameter.opts, key=len)) not in FILES
+]
+
+
+class Reached(Exception):
+    """A replay would have begun."""
+
+
+def invoke(*arguments: str) -> Result:
+    """A command in this process; a replay ends where it would begin."""
+    with mock.patch("cpattn.replay.driver.replay", side_effect=Reached):
+        return CliRunner().invoke(commands, arguments, prog_name="cpattn")
+
+
+def refusal(*arguments: str) -> str:
+    """The line that a command ends with before it has done anything."""
+    result = invoke(*arguments)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert re.fullmatch(r"Error: .*\n", result.stderr)
+    return result.stderr.removeprefix("Error: ").rstrip("\n")
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS)
+def test_absurd_values_are_refused_in_a_line_that_names_the_option(name: str, option: str) -> None:
+    refused = 0
+    for value in ABSURD:
+        result = invoke(name, *ENOUGH[name], f"{option}={value}")
+        if result.exit_code == 0 or isinstance(result.exception, Reached):
+            continue  # 0 of --seed, for example, is not absurd
+        assert isinstance(result.exception, SystemExit), (value, result.exception)
+        assert result.exit_code == 2
+        assert result.stderr.count("\n") == 1
+        assert option in result.stderr
+        words = result.stderr.replace("flashmla_kv", "").replace("flashmla_sparse", "")
+        assert not re.search(r"[a-z]_[a-z]|[a-z][A-Z]|----", words), words
+        refused += 1
+    assert refused > 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "explain --lens 1,x",
+            "must be a comma-separated list of integers from 0 to 2147483647, got 'x' in '1,x'",
+        ),
+        ("explain --lens=-1", "Invalid value for '--lens': must be a comma-sep.* got '-1'"),
+        (
+            "explain --lens 3,4 --prefix 1",
+            "--prefix must have as many elements as --lens, 2, got 1",
+        ),
+        (
+            "explain --lens 9000000,9000000",
+            "--lens must add up to at most 16777216 tokens, got 18000000",
+        ),
+        (
+            "explain --lens 3 --prefix 2147483647",
+            "--lens and --prefix must add up to at most 2147483647 tokens for each sequence",
+        ),
+        ("replay --scale-lengths 3", "--scale-lengths must be a power of two .* 512, got 3"),
+        ("replay --heads 3", "--heads must be a multiple of --kv-heads 2, got 3"),
+        ("replay --head-dim 24", "--head-dim must be a multiple of 16 from 16 to 576, got 24"),
+        ("replay --model dsa --layers 2", "--layers must be 1 with --model dsa, got 2"),
+        (
+            "replay --model dsa --kv-heads 2",
+            "--kv-heads is an option of --model dense, not of --model dsa",
+        ),
+        ("replay --topk 8", "--topk is an option of --model dsa, not of --model dense"),
+        (
+            "replay --model dsa --dtype float16",
+            "--dtype must be bfloat16 or float32 with --model dsa, got float16",
+        ),
+        (
+            "replay --model dsa --kv-dtype fp8 --dtype float32",
+            "--dtype must be bfloat16 with --kv-dtype fp8, got float32",
+        ),
+        ("replay --model dsa --prefill-impl flashmla_kv", "it needs --kv-dtype fp8"),
+        ("replay --pp-size 5", "--pp-size must be at most the number of layers, 4, got 5"),
+        ("replay --decode-tokens 4", "--decode-tokens 4 needs --disaggregate"),
+        ("replay --no-check --check-rows 4", "--check-rows 4 needs --check, got --no-check"),
+        (
+            "replay --disaggregate --model dsa --kv-dtype fp8",
+            "--disaggregate does not send FP8 rows: use --kv-dtype bf16",
+        ),
+        (
+            "replay --disaggregate --decode-tokens 0",
+            "'--decode-tokens': must be an integer from 1 to 65536, got '0'",
+        ),
+        (
+            "replay --page-size 48",
+            "--page-size must divide 512 / --scale-lengths 8 = 64, got 48; one of 1, 2, .* does",
+        ),
+        ("replay --pool-tokens 10", r"at least a page \(--page-size 32\), got 10"),
+        (
+            "replay --pool-tokens 64",
+            "--pool-tokens must hold the longest prompt, .* so be at least .*, got 64",
+        ),
+        ("replay --pool-tokens 2000000000", "take .* GiB, this machine has .* GiB: choose"),
+        ("replay --threads 10000", "--threads must be at most .* for 2 processes, got 10000; 0"),
+        ("replay --cp-size 5000", "--cp-size times --pp-size must be at most .* got 5000 x 1"),
+        ("replay --json a --html a", "--json and --html must be two files, both are a"),
+        ("replay --trace /nowhere", "'/nowhere' does not exist"),
+        ("replay --html /nowhere/r.html", "Directory '/nowhere' does not exist"),
+        ("replay --strategy spiral", "'spiral' is not one of"),
+        ("replay --stratgy zigzag", "No such option.*--stratgy.*--strategy"),
+        ("replya", "No such command 'replya'"),
+        ("plan --head-dim 24", "--head-dim must be a multiple of 16 from 16 to 576, got 24"),
+        ("plan --heads 3", "--heads must be a multiple of --kv-heads = 8, got 3"),
+        ("plan --calibrate --threads 10000", "--threads must be at most .* measured .* got 10000"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: str, message: str) -> None:
+    assert re.search(message, refusal(*arguments.split()))
+
+
+@pytest.mark.parametrize("option", FILES[1:])
+@pytest.mark.parametrize("value", ["", "/", "/nowhere/r", "x" * 5000])
+def test_a_file_that_cannot_be_written_is_refused(option: str, value: str) -> None:
+    assert option in refusal("replay", f"{option}={value}")
+
+
+def test_a_line_of_a_trace_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 0}\n')
+    for name in ("replay", "plan"):
+        message = refusal(name, "--trace", str(path))
+        assert message == f"{path}: line 1: input_length must be an integer >= 1, got 0"
+
+
+def test_pages_of_a_trace_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    record = {"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [0]}
+    path.write_text(json.dumps(record))
+    message = refusal("plan", "--trace", str(path), "--page-size", "100")
+    assert message == "--page-size must divide the 512 tokens of a hash block, got 100"
+
+
+def test_what_a_machine_cannot_do_is_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "num_cpus", lambda: 2)
+    monkeypatch.setattr(command, "memory", lambda: (64 << 30, 8 << 30))
+    requests = [Request(0, 4096, 1, tuple(range(8)))]
+    assert check_room(requests, ReplayOptions()) is None
+    warning = check_room(requests, ReplayOptions(cp_size=64))
+    assert warning
+    assert re.fullmatch(
+        r"warning: 64 processes take turns on 2 CPUs: expect 2.1 min until all have started, slow "
+        r"batches, and about 2\d.\d GiB of memory, of which 8.0 GiB are free",
+        warning,
+    )
+    monkeypatch.setattr(command, "num_cpus", lambda: 64)
+    warning = check_room(requests, ReplayOptions(cp_size=64))
+    assert warning
+    assert warning.startswith("warning: 64 processes will take about 2")
+    monkeypatch.setattr(command, "memory", lambda: (1 << 20, 1 << 20))
+    with pytest.raises(ValueError, match=r"take 0\.\d GiB, this machine has 0.0 GiB: choose a"):
+        check_room(requests, ReplayOptions())
+    monkeypatch.setattr(command, "memory", lambda: (0, 0))  # nobody knows
+    assert check_room(requests, ReplayOptions()) is None
+
+
+def test_a_warning_comes_before_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "num_cpus", lambda: 1)
+    result = invoke("replay", "--cp-size", "3")
+    assert isinstance(result.exception, Reached)
+    assert result.stderr.startswith("warning: 3 processes take turns on 1 CPU: expect ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_memory_is_that_of_pools_and_weights() -> None:
+    small, large = ReplayOptions(), ReplayOptions(pool_tokens=32768 + 1024)
+    per_token = 4 * 2 * 2 * 64 * 4  # layers, keys and values, heads, width, float32
+    assert footprint(large, 1).arrays - footprint(small, 1).arrays == 2 * 1024 * per_token
+    decoding = ReplayOptions(decode_tokens=8)
+    assert footprint(decoding, 1).arrays > footprint(small, 1).arrays + 32768 * per_token
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stdin", "stderr"])
+@pytest.mark.parametrize("command", ["explain --lens 13,40", "plan --cp-size 2,4", "--help"])
+def test_closed_streams(command_line: CommandLine, stream: str, command: str) -> None:
+    number = {"stdin": "0<&-", "stdout": "1>&-", "stderr": "2>&-"}[stream]
+    result = command_line.shell(f"{command} {number}")
+    if stream == "stdout":
+        assert result.stderr == "Error: standard output: Bad file descriptor\n"
+        assert result.returncode == 1
+    else:
+        assert result.stderr == ""
+        assert result.returncode == 0
+        assert len(result.stdout) > 100
+
+
+def test_a_replay_needs_no_stdin(command_line: CommandLine) -> None:
+    result = command_line.shell(" ".join([*QUICK, "--requests=2", "0<&-"]))
+    assert result.returncode == 0, result.stderr
+    assert "passed" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["explain --lens 13,40", "plan --cp-size 2,4", "--help"])
+def test_a_full_disk(command_line: CommandLine, command: str) -> None:
+    result = command_line.shell(f"{command} > /dev/full")
+    assert result.stderr == "Error: standard output: No space left on device\n"
+    assert result.returncode == 1
+
+
+def test_a_full_disk_after_a_replay(command_line: CommandLine) -> None:
+    result = command_line.run(*QUICK, "--requests=2", "--json=/dev/full")
+    assert result.returncode == 1
+    assert "passed" in result.stdout
+    assert result.stderr.endswith("Error: writing /dev/full: No space left on device\n")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["explain --lens 9999 --cp-size 4096", "plan --cp-size 1..4096", "plan --help"]
+)
+def test_a_reader_that_has_seen_enough(command_line: CommandLine, command: str) -> None:
+    result = command_line.shell(f"{command} | head -n 1", pipefail=True)
+    assert result.stderr == ""
+    assert result.stdout.count("\n") == 1
+    assert result.returncode in (0, 141)  # all of it may have fitted into the pipe

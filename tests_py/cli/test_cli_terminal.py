@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What commands look like: on terminals of any width, without one, without colours, in ASCII."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import time
+
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("torch")
+Console = pytest.importorskip("rich.console").Console
+
+from cpattn._cli import progress as _progress  # noqa: E402
+from cpattn._cli import tables as _tables  # noqa: E402
+from support.command_line import QUICK, CommandLine, run_on_terminal  # noqa: E402
+
+EXPLAIN = ("explain", "--lens", "12500000,13", "--prefix", "0,900", "--cp-size", "4")
+PLAN = ("plan", "--cp-size", "8,16")
+REPLAY = (*QUICK, "--requests=4")
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+COLOUR = re.compile(r"\x1b\[(?:[0-9]+;)*(?:3|4|9|10)[0-7][;m]")
+
+
+def visible(lines: list[str]) -> list[str]:
+    """What stays on the screen of lines with control sequences."""
+    # A line of the bar is erased where the next one begins.
+    return [CONTROL.sub("", line.split("\x1b[2K")[-1]).rstrip() for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("command", "columns"),
+    [
+        *((command, columns) for command in (EXPLAIN, PLAN) for columns in (60, 80, 120)),
+        (REPLAY, 60),
+        pytest.param(REPLAY, 80, marks=pytest.mark.slow),
+        pytest.param(REPLAY, 120, marks=pytest.mark.slow),
+    ],
+)
+def test_a_terminal_is_not_too_narrow(
+    command_line: CommandLine, command: tuple[str, ...], columns: int
+) -> None:
+    lines = visible(run_on_terminal(command_line, columns, *command))
+    text = "\n".join(lines)
+    assert "Traceback" not in text
+    assert "…" not in text
+    report = [line for line in lines if not re.match("cpattn (plan|replay): |assumed: ", line)]
+    assert max(map(len, report)) <= columns
+    headers = {"explain": "pairs", "plan": "attention", "replay": "error"}
+    assert any(headers[command[0]] in line.split() for line in lines)
+
+
+@pytest.mark.parametrize("command", [EXPLAIN, PLAN], ids=lambda command: command[0])
+def test_columns_are_those_of_the_environment(
+    command_line: CommandLine, command: tuple[str, ...]
+) -> None:
+    result = command_line.run(*command, env={**os.environ, "COLUMNS": "40"})
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if not line.startswith("assumed")]
+    table = 45 if command == PLAN else 60  # what is left of the tables at least
+    assert max(map(len, lines)) <= table
+    for absurd in ("0", "-3", "x", "1", "99999"):
+        result = command_line.run(*command, env={**os.environ, "COLUMNS": absurd})
+        assert result.returncode == 0, result.stderr
+
+
+def test_no_color_is_no_colour(command_line: CommandLine) -> None:
+    for environment, colours in (({}, True), ({"NO_COLOR": "1"}, False)):
+        written = "\n".join(run_on_terminal(command_line, 80, *REPLAY, env=environment))
+        assert "passed" in written
+        assert bool(COLOUR.search(written)) == colours
+
+
+def test_a_dumb_terminal_has_lines(command_line: CommandLine) -> None:
+    written = "\n".join(run_on_terminal(command_line, 80, *REPLAY, env={"TERM": "dumb"}))
+    assert "passed" in written
+    assert "\x1b" not in written
+
+
+ASCII = {"PYTHONIOENCODING": "ascii"}
+C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize(
+    ("command", "environment"),
+    [
+        *((c, e) for c in (EXPLAIN, PLAN, ("plan", "--help")) for e in (ASCII, C_LOCALE)),
+        (REPLAY, ASCII),
+    ],
+)
+def test_ascii_is_enough(
+    command_line: CommandLine, command: tuple[str, ...], environment: dict[str, str]
+) -> None:
+    result = command_line.run(*command, env={**os.environ, **environment})
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout.isascii()
+    assert "?" not in result.stdout
+    assert "\\u" not in result.stdout
+    if command == PLAN:
+        assert "32/8 heads x 128" in result.stdout
+        assert re.search("^-{50}", result.stdout, re.MULTILINE)
+
+
+def test_files_are_utf_8_in_any_locale(command_line: CommandLine, tmp_path) -> None:
+    paths = tmp_path / "r.json", tmp_path / "r.html"
+    files = ("--json", str(paths[0]), "--html", str(paths[1]))
+    result = command_line.run(*REPLAY, *files, env={**os.environ, **C_LOCALE})
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.isascii()
+    assert " · " in paths[1].read_bytes().decode("utf-8")
+    assert paths[0].read_bytes().isascii()
+
+
+def test_a_name_that_ascii_has_not(command_line: CommandLine, tmp_path) -> None:
+    trace = tmp_path / "träce.jsonl"
+    trace.write_text('{"timestamp":0,"input_length":640,"output_length":1,"hash_ids":[0,1]}\n')
+    result = command_line.run(
+        *REPLAY, "--trace", str(trace), env={**os.environ, "PYTHONIOENCODING": "ascii"}
+    )
+    assert result.returncode == 0, result.stderr
+    assert r"tr\xe4ce.jsonl: zigzag over 2 ranks" in result.stdout
+
+
+def test_a_log_gets_a_line_every_ten_seconds(command_line: CommandLine) -> None:
+    running = command_line.start("replay", "--requests", "3000", "--no-check")
+    begin = time.monotonic()
+    line = running.process.stderr.readline()
+    while line.startswith("ONEDNN"):  # what torch was told
+        line = running.process.stderr.readline()
+    assert time.monotonic() - begin > 9
+    assert re.match(r"cpattn replay: 10 s: .*[\d,]+ of [\d,]+ prompt tokens$", line)
+    running.interrupt()
+    _, rest = running.process.communicate(timeout=60)
+    assert rest.splitlines()[-1] == "cpattn replay: interrupted, all processes ended"
+
+
+def test_a_terminal_shows_what_a_batch_is_at(command_line: CommandLine) -> None:
+    running = command_line.start("replay", "--requests", "30", "--layers", "8", columns=100)
+    seen = running.read_until(b"batch 0: check")
+    text = CONTROL.sub("", seen.decode(errors="replace"))
+    assert "processes are ready" in text
+    done = [int(n.replace(",", "")) for n in re.findall(r"batch 0: attention\D*?([\d,]+)/", text)]
+    assert done == sorted(done)
+    assert len(set(done)) > 2, done
+
+
+def test_lines_say_what_was_told_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_progress, "SECONDS_BETWEEN_LINES", 0.05)
+    begin = time.monotonic()
+    with _progress.ProgressLines("cpattn plan") as progress:
+        time.sleep(0.12)
+        progress(0, None, "measuring")
+        time.sleep(0.12)
+    passed = time.monotonic() - begin
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "cpattn plan: 0 s: starting"
+    assert lines[-1] == "cpattn plan: 0 s: measuring"
+    assert 2 <= len(lines) <= passed / 0.05
+
+
+def test_a_table_leaves_out_what_matters_least() -> None:
+    def printed(width: int) -> tuple[str, list[str]]:
+        console = Console(file=io.StringIO(), width=width, force_terminal=True, no_color=True)
+        rows = [_tables.Row(["1", "22", "333"])]
+        _, kept = _tables.print_table(
+            "title", ["one", "two", "three"], rows, less_important=["two", "one"], console=console
+        )
+        return console.file.getvalue(), kept
+
+    assert printed(40)[1] == ["one", "two", "three"]
+    assert printed(13)[1] == ["one", "two", "three"]
+    text, kept = printed(12)
+    assert kept == ["one", "three"]
+    assert "has no room for two" not in text
+    assert "no room for two" in " ".join(text.split())
+    assert printed(5)[1] == ["three"]

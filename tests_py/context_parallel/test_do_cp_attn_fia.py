@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context-parallel attention of every rank against attention of the whole batch on one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cpattn
+from support.cases import DTYPES, assert_attention
+from support.cp_batches import STRATEGIES, Batch
+from support.npu.fia_cases import TEMPLATE
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(
+    ("extend_lens", "prefix_lens"),
+    [
+        ((13,), (0,)),
+        ((10, 14), (5, 0)),
+        ((40, 1, 17), (100, 33, 16)),
+        ((3, 0, 2), (7, 9, 0)),  # fewer tokens than ranks
+        ((2,), (300,)),
+    ],
+)
+def test_ranks_together_compute_the_whole(extend_lens, prefix_lens, cp_size, strategy):
+    dtype = DTYPES[cp_size % 3]
+    Batch(extend_lens, prefix_lens, cp_size, strategy, dtype=dtype).check(pad_rows=cp_size % 3)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_instruction_set(isa, strategy):
+    Batch((40, 9), (20, 70), 4, strategy, dtype="bfloat16", v_head_dim=48).check()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_agree_bit_for_bit_with_one_process(strategy, dtype):
+    one, eight = (
+        Batch((50, 23), (37, 0), cp_size, strategy, dtype=dtype).all_ranks() for cp_size in (1, 8)
+    )
+    assert torch.equal(one[0], eight[0])
+    assert torch.equal(one[1], eight[1])
+
+
+def test_pull_request_23415():
+    """A prefix of one token: its key must be seen by every rank, whatever the padding."""
+    Batch((367,), (1,), 4, "zigzag", num_heads=2, num_kv_heads=1).check(pad_rows=3)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_physical_padding(strategy):
+    batch = Batch((9, 5), (4, 0), 4, strategy)
+    for metadata in batch.metadata:
+        padded = metadata.pad_to_physical()
+        q = padded.shard(batch.inputs["q"].flatten(1).contiguous())
+        out = batch.run(padded, q)
+        rows = len(metadata.local_q_indices)
+        assert len(out) == len(q) == padded.per_rank_actual_token[0]
+        assert torch.equal(out[:rows], batch.run(metadata, q[:rows]))
+        assert torch.all(out[rows:] == 0)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+def test_it_is_upstream_s_two_operator_calls(cp_size):
+    """One over all prev blocks, one over all next blocks, concatenated: the same bits."""
+    batch = Batch((40, 1, 17), (100, 33, 16), cp_size, "zigzag", dtype="bfloat16")
+    k, v = (cache.unflatten(0, (-1, 16)).flatten(2) for cache in batch.flat_caches())
+    for metadata in batch.metadata:
+        q = metadata.shard(batch.inputs["q"].flatten(1).contiguous()).unflatten(1, (4, 64))
+        prev_rows, next_rows = metadata.total_q_prev_tokens, metadata.total_q_next_tokens
+        halves = [
+            cpattn.npu.npu_fused_infer_attention_score(
+                query=rows,
+                key=k,
+                value=v,
+                block_table=batch.inputs["block_tables"],
+                block_size=16,
+                num_heads=4,
+                num_key_value_heads=2,
+                input_layout="TND",
+                atten_mask=TEMPLATE,
+                sparse_mode=3,
+                next_tokens=0,
+                scale=0.125,
+                actual_seq_lengths=cu_seqlens[1:].tolist(),
+                actual_seq_lengths_kv=kv_lens,
+            )[0]
+            for rows, cu_seqlens, kv_lens in [
+                (q[:prev_rows], metadata.cu_seqlens_q_prev_tensor, metadata.kv_len_prev_list),
+                (
+                    q[prev_rows : prev_rows + next_rows],
+                    metadata.cu_seqlens_q_next_tensor,
+                    metadata.kv_len_next_list,
+                ),
+            ]
+        ]
+        assert torch.equal(batch.run(metadata, q.flatten(1)), torch.cat(halves).flatten(1))
+
+
+def test_upstream_s_unit_test():
+    """4 physical rows, 2 prev and 1 next, 16 heads on 8, dimension 128, pages of 128."""
+    batch = Batch(
+        (3,), (0,), 1, "zigzag", num_heads=16, num_kv_heads=8, head_dim=128, page_size=128
+    )
+    metadata = batch.metadata[0]
+    assert (metadata.total_q_prev_tokens, metadata.total_q_next_tokens) == (2, 1)
+    assert (metadata.kv_len_prev_list, metadata.kv_len_next_list) == ([2], [3])
+    q = torch.full((4, 2048), torch.nan)
+    q[:3] = batch.inputs["q"].flatten(1)
+    out, lse = batch.run(metadata, q, return_lse=True)
+    assert out.shape == (4, 2048)
+    assert_attention(out[:3].unflatten(1, (16, 128)), lse[:3], batch.inputs)
+
+
+@pytest.mark.parametrize(
+    "shape", ["[pages, page, H]", "[pages, page, heads, dim]", "flat", "[slots, heads, dim]"]
+)
+def test_any_contiguous_cache_with_the_right_number_of_elements(shape):
+    batch = Batch((10, 14), (5, 0), 2, "zigzag")
+    k, v = batch.flat_caches()
+    q = batch.metadata[0].shard(batch.inputs["q"].flatten(1).contiguous())
+    expected = batch.run(batch.metadata[0], q)
+    forms = {
+        "[pages, page, H]": lambda x: x.view(-1, 16, x[0].numel()),
+        "[pages, page, heads, dim]": lambda x: x.view(-1, 16, *x.shape[1:]),
+        "flat": lambda x: x.flatten(),
+        "[slots, heads, dim]": lambda x: x,
+    }
+    batch.flat_caches = lambda: [forms[shape](k), forms[shape](v)]
+    assert torch.equal(batch.run(batch.metadata[0], q), expected)
+
+
+def test_a_given_out_is_filled():
+    batch = Batch((10,), (5,), 2, "zigzag")
+    q = batch.metadata[1].shard(batch.inputs["q"].flatten(1).contiguous())
+    out = torch.full_like(q, torch.nan)
+    assert batch.run(batch.metadata[1], q, out=out) is out
+    assert torch.equal(out, batch.run(batch.metadata[1], q))
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
+def test_an_out_over_what_is_read_is_refused_untouched(name):
+    batch = Batch((10,), (5,), 1, "zigzag")
+    caches = batch.flat_caches()
+    q = batch.inputs["q"].flatten(1).contiguous()
+    shared = {"q": q, "k_cache": caches[0], "v_cache": caches[1]}[name]
+    before = shared.clone()
+    out = shared.flatten()[: q.numel()].view(q.shape)
+    with pytest.raises(ValueError, match=f"do_cp_attn_fia: out must not overlap {name} in memory"):
+        cpattn.do_cp_attn_fia(
+            q,
+            *caches,
+            batch.metadata[0],
+            block_tables=batch.inputs["block_tables"],
+            page_size=batch.case.page_size,
+            num_heads=batch.case.num_heads,
+            num_kv_heads=batch.case.num_kv_heads,
+            scale=1.0,
+            out=out,
+        )
+    assert torch.equal(shared.nan_to_num(), before.nan_to_num())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=4),
+    cp_size=st.integers(1, 6),
+    strategy=st.sampled_from(STRATEGIES),
+    page_size=st.sampled_from([1, 16, 64]),
+    pad_rows=st.integers(0, 2),
+)
+def test_ragged_batches(lens, cp_size, strategy, page_size, pad_rows):
+    extend_lens, prefix_lens = zip(*lens, strict=True)
+    Batch(extend_lens, prefix_lens, cp_size, strategy, page_size=page_size).check(pad_rows=pad_rows)
+
+
+def rank_zero(batch):
+    return batch.metadata[0], batch.metadata[0].shard(batch.inputs["q"].flatten(1).contiguous())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"page_size": 0}, r"page_size must be in \[1, 2147483647\], got 0"),
+        ({"page_size": 7}, "k_cache must hold a multiple of page_size"),
+        ({"num_heads": 3}, r"q must have a multiple of num_heads \(3\) columns, got 256"),
+        ({"num_heads": 0}, r"num_heads must be in \[1, 65536\], got 0"),
+        ({"num_kv_heads": 0}, r"num_kv_heads must be in \[1, 65536\], got 0"),
+        ({"block_tables": [[0]]}, r"block_tables must have one row per sequence \(2\), got 1"),
+        (
+            {"block_tables": [[0], [1]]},
+            r"block_tables must have at least 2 columns for sequence 1 \(kv_len 26",
+        ),
+        ({"block_tables": [[0, 1], [2, 99]]}, r"page ids must be in .*, got 99 at position 1"),
+    ],
+)
+def test_value_errors(change, message):
+    batch = Batch((10, 14), (5, 12), 1, "zigzag")
+    with pytest.raises(ValueError, match=message) as error:
+        batch.run(*rank_zero(batch), **change)
+    assert str(error.value).startswith("do_cp_attn_fia: ")
+
+
+def test_fewer_rows_than_the_metadata_has_are_refused():
+    batch = Batch((10, 14), (5, 0), 2, "zigzag")
+    metadata, q = rank_zero(batch)
+    with pytest.raises(ValueError, match="do_cp_attn_fia: q must have"):
+        batch.run(metadata, q[:-1])
+
+
+def test_strided_caches_are_refused():
+    batch = Batch((10,), (5,), 2, "zigzag")
+    k, v = batch.flat_caches()
+    batch.flat_caches = lambda: [torch.cat([k, k], 1)[:, ::2], v]
+    with pytest.raises(ValueError, match="do_cp_attn_fia: k_cache must be contiguous"):
+        batch.run(*rank_zero(batch))
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "contiguous"])
+def test_bare_metadata_cannot_carry_a_prefix(strategy):
+    batch = Batch((10, 14), (0, 6), 2, strategy)
+    bare = cpattn.build_cp_metadata(
+        [10, 14], [10, 20], cp_rank=0, cp_size=2, strategy=strategy, kv_len_convention="bare"
+    )
+    _, q = rank_zero(batch)
+    with pytest.raises(ValueError, match=r"bare .* prefix, got prefix 6 of sequence 1"):
+        batch.run(bare, q)
+
+
+def test_bare_metadata_without_a_prefix_is_fine():
+    batch = Batch((10, 14), (0, 0), 2, "zigzag")
+    bare = cpattn.build_cp_metadata([10, 14], cp_rank=0, cp_size=2, kv_len_convention="bare")
+    metadata, q = rank_zero(batch)
+    assert torch.equal(batch.run(bare, q), batch.run(metadata, q))

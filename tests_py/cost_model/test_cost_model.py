@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost model: its work and bytes are exact, its seconds follow from them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import cpattn
+from cpattn.cost_model import AttentionLayer, Rates, predict, rank_work
+from cpattn.cost_model.work import PACKING_ROWS
+
+STRATEGIES = ("zigzag", "interleave", "contiguous")
+BATCHES = [
+    ([29], [29]),
+    ([13, 40, 9], [77, 40, 16]),
+    ([1, 1, 1, 30, 18, 2], [10, 34, 2, 30, 30, 5]),
+    ([0, 11, 0], [8, 13, 0]),
+    ([1], [7]),
+    ([700, 2], [705, 3002]),
+]
+LONG = [9000, 40], [9000, 5040]
+CASES = list(itertools.product(BATCHES, STRATEGIES, (1, 2, 3, 8)))
+LAYER = AttentionLayer(num_heads=6, num_kv_heads=2, head_dim=32, v_head_dim=16, dtype="float16")
+
+
+def plans_of(batch, strategy, cp_size):
+    return cpattn.build_cp_metadata_all_ranks(*batch, cp_size=cp_size, strategy=strategy)
+
+
+@pytest.mark.parametrize(("batch", "strategy", "cp_size"), CASES)
+def test_tokens_and_pairs_are_those_of_the_plans(batch, strategy, cp_size):
+    work = rank_work(*batch, cp_size=cp_size, strategy=strategy, layer=LAYER)
+    seen = [plan.query_cache_lengths for plan in plans_of(batch, strategy, cp_size)]
+    assert work.tokens.tolist() == [len(lengths) for lengths in seen]
+    pairs = [int(lengths.sum()) for lengths in seen]
+    assert work.pairs.tolist() == pairs
+    assert work.imbalance == pytest.approx(max(pairs) / np.mean(pairs))
+
+
+@pytest.mark.parametrize(("batch", "strategy", "cp_size"), CASES)
+def test_bytes_are_those_of_rows_between_ranks(batch, strategy, cp_size):
+    work = rank_work(*batch, cp_size=cp_size, strategy=strategy, layer=LAYER)
+    row = 2 * (32 + 16) * 2  # KV heads x dimensions x bytes of float16
+    for rank in range(cp_size):
+        others = work.tokens.sum() - work.tokens[rank]
+        assert work.received_bytes[rank] == others * row
+        assert work.sent_bytes[rank] == (cp_size - 1) * work.tokens[rank] * row
+    assert work.sent_bytes.sum() == work.received_bytes.sum()
+
+
+def bytes_of_write_kv(rank, batch):
+    """What the rank gave to torch.distributed to send, and to receive, by strategy."""
+    return {strategy: moved_bytes(*batch, strategy) for strategy in STRATEGIES}
+
+
+def moved_bytes(extends, seq_lens, strategy):
+    import torch
+    import torch.distributed as dist
+
+    from cpattn.distributed import ContextParallel
+
+    cp = ContextParallel(dist.group.WORLD, strategy=strategy, page_size=1)
+    ends = np.asarray(seq_lens)
+    starts = np.cumsum(ends) - ends
+    tables = np.minimum(starts[:, None] + np.arange(ends.max()), ends.sum() - 1)
+    plan = cp.plan(extends, ends, block_tables=tables)
+    pools = [torch.zeros(ends.sum(), 2, dim, dtype=torch.float16) for dim in (32, 16)]
+    rows = [torch.zeros(plan.num_local_rows, *pool.shape[1:], dtype=pool.dtype) for pool in pools]
+    moved = {"isend": 0, "irecv": 0}
+
+    def counting(name):
+        real = getattr(dist, name)
+
+        def call(block, *arguments):
+            moved[name] += block.numel() * block.element_size()
+            return real(block, *arguments)
+
+        return mock.patch.object(dist, name, call)
+
+    with counting("isend"), counting("irecv"):
+        cp.write_kv(plan, *rows, *pools)
+    digests = 8 * 8 * (cp.cp_size - 1)  # eight int64 terms to and from every peer
+    return moved["isend"] - digests, moved["irecv"] - digests
+
+
+def test_bytes_are_those_that_write_kv_sends(tmp_path):
+    pytest.importorskip("torch")
+    from support.distributed.distributed_worker import run_world
+
+    batch = [13, 40, 9], [77, 40, 16]
+    moved = run_world(3, tmp_path, bytes_of_write_kv, batch)
+    for strategy in STRATEGIES:
+        work = rank_work(*batch, cp_size=3, strategy=strategy, layer=LAYER)
+        expected = zip(work.sent_bytes.tolist(), work.received_bytes.tolist(), strict=True)
+        assert [rank[strategy] for rank in moved] == list(expected)
+
+
+@pytest.mark.parametrize(
+    "layer", [AttentionLayer(), AttentionLayer(num_heads=8, head_dim=576, dtype="float32")]
+)
+@pytest.mark.parametrize(("batch", "cp_size"), list(itertools.product([*BATCHES, LONG], (1, 3))))
+def test_items_are_those_of_attention_plans(batch, cp_size, layer):
+    work = rank_work(*batch, cp_size=cp_size, strategy="zigzag", layer=layer)
+    for rank, cp in enumerate(plans_of(batch, "zigzag", cp_size)):
+        q_lens = cp.actual_seq_q_prev_list + cp.actual_seq_q_next_list
+        kv_lens = cp.kv_len_prev_list + cp.kv_len_next_list
+        plan = cpattn.plan_attention(
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            block_tables=np.zeros((len(q_lens), max(kv_lens)), np.int32),
+            page_size=1,
+            num_pages=1,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            batch_invariant=True,
+        )
+        pairs = work.pairs[rank] * layer.num_heads
+        packing = PACKING_ROWS * work.packed_keys[rank] * layer.num_kv_heads
+        one_key = PACKING_ROWS * len(plan.items)  # for each item, which ends at a whole token
+        assert pairs + packing == pytest.approx(int(plan.item_costs.sum()), abs=one_key)
+        longest = max(plan.item_costs.tolist(), default=0)
+        # Pieces of n tokens differ by one token, which has so many keys in so many heads.
+        token = max(kv_lens) * max(plan.items[:, 4].tolist(), default=0)
+        assert work.longest_item[rank] == pytest.approx(longest, abs=token + PACKING_ROWS)
+
+
+@pytest.mark.parametrize(("batch", "strategy", "cp_size"), CASES)
+def test_a_short_block_packs_the_keys_of_its_last_row(batch, strategy, cp_size):
+    """Rows that follow each other in one request and fit into one item."""
+    layer = AttentionLayer(num_heads=1, num_kv_heads=1)
+    if max(batch[0]) > 384:
+        batch = [min(n, 384) for n in batch[0]], batch[1]
+    work = rank_work(*batch, cp_size=cp_size, strategy=strategy, layer=layer)
+    for rank, plan in enumerate(plans_of(batch, strategy, cp_size)):
+        lengths, requests = plan.query_cache_lengths, plan.query_request_indices
+        step = cp_size if strategy == "interleave" else 1
+        goes_on = (np.diff(requests) == 0) & (np.diff(lengths) == step)
+        if strategy == "zigzag":  # the second block of a request may begin where the first ends
+            goes_on[plan.total_q_prev_tokens - 1 : plan.total_q_prev_tokens] = False
+        ends = np.append(~goes_on, True)[: len(lengths)]
+        assert work.packed_keys[rank] == lengths[ends].sum()
+
+
+def test_time_is_the_sum_of_its_terms():
+    """By hand: two ranks, each with two pieces of two tokens of one sequence, whose rows 0, 1, 6
+    and 7 (or 2 to 5) see the keys up to their own."""
+    layer = AttentionLayer(num_heads=2, num_kv_heads=1, head_dim=16, dtype="float32", num_layers=3)
+    rates = Rates(
+        gflops=1e-6,  # 1000 flops a second
+        pack_rows=5,
+        row_keys=7,
+        call_us=2e6,
+        gather_gbps=1e-6,
+        latency_us=3e6,
+        message_us=1e6,
+        store_gbps=2e-6,
+    )
+    forecast = predict([([8], [12])], layer, rates, cp_size=2)
+    pairs, row_bytes, key_flops = 34, 2 * 16 * 4, 2 * 2 * 16
+    packed = {0: 6 + 12, 1: 8 + 10}  # keys that the last row of each block sees
+    for rank in range(2):
+        rows = pairs * 2 + 7 * 4 * 2 + 5 * packed[rank]
+        assert forecast.attention_seconds[rank] == pytest.approx(2 + rows * key_flops / 1000)
+    assert forecast.gather_seconds.tolist() == [2 * (3 + 1) + 4 * row_bytes / 1000] * 2
+    assert forecast.store_seconds == 8 * row_bytes / 2000
+    slowest = max(forecast.attention_seconds)
+    whole = slowest + forecast.gather_seconds[0] + forecast.store_seconds
+    assert forecast.layer_seconds == pytest.approx(whole)
+    assert forecast.model_seconds == pytest.approx(3 * whole)
+    alone = 2 + (68 * 2 + 7 * 8 * 2 + 5 * 12) * key_flops / 1000 + forecast.store_seconds
+    assert forecast.single_rank_seconds == pytest.approx(alone)
+    assert forecast.speedup == pytest.approx(alone / whole)
+    assert forecast.efficiency == pytest.approx(alone / whole / 2)
+    assert forecast.attention_share == pytest.approx(slowest / whole)
+
+
+def test_batches_add_up_and_wait_for_the_slowest_rank_of_each():
+    batches = [([700, 2], [705, 3002]), ([13, 40, 9], [77, 40, 16])]
+    rates = Rates(gflops=100)
+    options = {"cp_size": 4, "strategy": "contiguous"}
+    both = predict(batches, LAYER, rates, **options)
+    parts = [predict([batch], LAYER, rates, **options) for batch in batches]
+    for name in ("layer_seconds", "single_rank_seconds", "new_tokens"):
+        assert getattr(both, name) == pytest.approx(sum(getattr(part, name) for part in parts))
+    assert both.pairs.tolist() == (parts[0].pairs + parts[1].pairs).tolist()
+    slowest = sum(part.pairs.max() for part in parts)
+    assert both.imbalance == pytest.approx(slowest / both.pairs.mean())
+    # Pages of 128: 6 and 24 for 705 and 3002 tokens; 32 layers.
+    assert both.pool_bytes == (6 + 24) * 128 * LAYER.kv_row_bytes * 32
+
+
+def test_threads_without_an_item_are_idle():
+    """One token in one head is one item, whatever the threads."""
+    layer = AttentionLayer(num_heads=1, num_kv_heads=1)
+    one, many = (
+        predict([([1], [4097])], layer, Rates(gflops=10 * n, threads=n, call_us=0), cp_size=1)
+        for n in (1, 64)
+    )
+    ratio = one.attention_seconds[0] / many.attention_seconds[0]
+    assert 1 <= ratio < 3  # packing of the longest item is counted at PACKING_ROWS
+
+
+def test_a_thousand_ranks_are_planned_within_a_second():
+    batch = np.full(256, 4096), np.full(256, 12288)
+    begin = time.process_time()
+    forecast = predict([batch], AttentionLayer(), Rates(gflops=900), cp_size=1024)
+    assert time.process_time() - begin < 1
+    assert len(forecast.pairs) == 1024
+    assert forecast.imbalance == 1
+    assert 0 < forecast.efficiency < 1
+
+
+def test_fit_finds_the_rates_behind_timings():
+    pytest.importorskip("torch")
+    from cpattn.cost_model.calibration import Sample, _gflops, fit
+
+    flops, pack_rows, row_keys, call = 4e11, 20.0, 60.0, 5e-6
+    samples = []
+    for products, packing, rows in [
+        (1e10, 1e7, 1e6),
+        (1e9, 5e7, 1e5),
+        (1e8, 1e6, 3e6),
+        (0, 0, 4e3),
+    ]:
+        seconds = (products + pack_rows * packing + row_keys * rows) / flops + call
+        samples.append(Sample(products, packing, rows, seconds))
+    rates = fit(samples)
+    expected = {"gflops": 400, "pack_rows": 20, "row_keys": 60, "call_us": 5}
+    assert rates == pytest.approx(expected)
+    halved = [sample._replace(seconds=(sample.seconds + call) / 2) for sample in samples]
+    assert _gflops(halved, rates) == pytest.approx(800)  # by two threads; calls take as long
+    faster = [sample._replace(seconds=sample.products / flops + 1e-9) for sample in samples]
+    assert min(fit(faster).values()) >= 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_heads": 3}, "num_heads must be a multiple of num_kv_heads = 8, got 3"),
+        ({"num_layers": 0}, "num_layers must be >= 1, got 0"),
+        ({"head_dim": 24}, "head_dim must be a multiple of 16 from 16 to 576, got 24"),
+        ({"v_head_dim": 592}, "v_head_dim must be a multiple of 16 from 16 to 576, got 592"),
+        ({"head_dim": 0}, "head_dim must be >= 1, got 0"),
+        ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, got 'int8'"),
+    ],
+)
+def test_a_wrong_layer_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=f"AttentionLayer: {message}"):
+        AttentionLayer(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Rates(gflops=0), "Rates: gflops must be positive and finite, got 0"),
+        (lambda: Rates(gflops=np.nan), "Rates: gflops must be positive and finite, got nan"),
+        (lambda: Rates(gflops=np.inf), "Rates: gflops must be positive and finite, got inf"),
+        (lambda: Rates(gflops=1, call_us=-1), "Rates: call_us must be >= 0 and finite, got -1"),
+        (lambda: rank_work([3], [4, 5], cp_size=2), "as many elements as extend_lens, got 2 and 1"),
+        (
+            lambda: rank_work([3], [2], cp_size=2),
+            "rank_work: seq_lens must be >= extend_lens, got 2",
+        ),
+        (lambda: predict([], LAYER, Rates(gflops=1), cp_size=2), "at least one batch"),
+        (
+            lambda: predict([([0], [9])], LAYER, Rates(gflops=1), cp_size=2),
+            "predict: batches must have new tokens, got none",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Rates(gflops=1, threads=2.5), "Rates: threads must be an integer, got 2.5"),
+        (lambda: Rates(gflops=1, threads=True), "Rates: threads must be an integer, got True"),
+        (lambda: Rates(gflops="9"), "Rates: gflops must be a number, got '9'"),
+        (lambda: Rates(gflops=True), "Rates: gflops must be a number, got True"),
+        (lambda: AttentionLayer(num_heads=8.0), "num_heads must be an integer, got 8.0"),
+        (lambda: AttentionLayer(head_dim=None), "head_dim must be an integer, got None"),
+        (lambda: AttentionLayer(v_head_dim=64.0), "v_head_dim must be an integer, got 64.0"),
+    ],
+)
+def test_numbers_of_other_types_are_refused(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()

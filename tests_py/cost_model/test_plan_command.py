@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`cpattn plan` as a user meets it: the table, the JSON, its options and errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from click.testing import CliRunner, Result
+
+import cpattn
+from cpattn._cli.commands import commands
+from cpattn._cli.rates import as_options
+from cpattn.cost_model import AttentionLayer, Rates, assumptions, predict
+from cpattn.cost_model.command import parse_cp_sizes
+from cpattn.cost_model.report import _bytes, _time
+from support.children import path_with
+
+RATES = ("--gflops", "900", "--threads", "4")
+
+
+def plan(*arguments: str) -> Result:
+    return CliRunner().invoke(commands, ["plan", *arguments], prog_name="cpattn")
+
+
+def report(path: Path, *arguments: str) -> dict:
+    result = plan(*arguments, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    return json.loads(path.read_text())
+
+
+def test_a_thousand_ranks_from_the_command_line_without_torch(command_line, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    env = os.environ | {"PYTHONPATH": path_with(tmp_path)}
+    env.pop("COLUMNS", None)  # which pytest-xdist sets
+    begin = time.monotonic()
+    done = command_line.run("plan", "--cp-size", "8..1024", env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert time.monotonic() - begin < 30  # on a machine that does other things, too
+    lines = done.stdout.splitlines()
+    rows = [line.split() for line in lines if "%" in line]
+    sizes = [8, 16, 32, 64, 128, 256, 512, 1024]
+    assert [int(row[0]) for row in rows] == sorted(3 * sizes)
+    assert {row[1] for row in rows} == {"zigzag", "interleave", "contiguous"}
+    assert "assumed: --gflops" in done.stdout
+    assert max(map(len, lines)) < 160
+
+
+def test_json_has_every_rank_as_the_library_predicts_it(tmp_path):
+    arguments = ("--cp-size", "4,6", "--extend-lens", "13,40,9", "--prefix-lens", "64,0,7")
+    shape = ("--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--dtype", "float32")
+    told = report(tmp_path / "plan.json", *arguments, *shape, *RATES, "--gather-gbps", "3")
+    rates = Rates(gflops=900, threads=4, gather_gbps=3)
+    assert told["rates"] == vars(rates)
+    assert told["sources"]["gather_gbps"] == told["sources"]["threads"] == "given"
+    assert told["sources"]["store_gbps"] == "assumed"
+    layer = AttentionLayer(num_heads=8, num_kv_heads=2, head_dim=64, dtype="float32")
+    assert len(told["predictions"]) == 6
+    for record in told["predictions"]:
+        options = {name: record[name] for name in ("cp_size", "strategy")}
+        expected = predict([([13, 40, 9], [77, 40, 16])], layer, rates, **options)
+        plans = cpattn.build_cp_metadata_all_ranks([13, 40, 9], [77, 40, 16], **options)
+        pairs = [int(p.query_cache_lengths.sum(dtype=np.int64)) for p in plans]
+        assert record["pairs"] == pairs
+        assert record["imbalance"] == pytest.approx(max(pairs) / np.mean(pairs))
+        assert record["sent_bytes"] == expected.sent_bytes.tolist()
+        assert record["attention_seconds"] == expected.attention_seconds.tolist()
+        for name in ("layer_seconds", "model_seconds", "speedup", "efficiency"):
+            assert record[name] == getattr(expected, name)
+
+
+def test_tokens_and_prefix_are_a_batch_of_one(tmp_path):
+    short = report(tmp_path / "a.json", "--cp-size=2", "--tokens=100", "--prefix=7", *RATES)
+    batch = ("--extend-lens=100", "--prefix-lens=7")
+    assert short == report(tmp_path / "b.json", "--cp-size=2", *batch, *RATES)
+
+
+def test_a_trace_is_batches_behind_its_cache(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    requests = [
+        {"timestamp": 0, "input_length": 1300, "output_length": 1, "hash_ids": [0, 1, 2]},
+        {"timestamp": 1, "input_length": 1500, "output_length": 1, "hash_ids": [0, 1, 3]},
+    ]
+    trace.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    arguments = ("--trace", str(trace), "--token-budget", "1300", "--strategy", "zigzag")
+    (record,) = report(tmp_path / "t.json", *arguments, "--cp-size=2", *RATES)["predictions"]
+    assert record["num_batches"] == 2
+    assert record["new_tokens"] == 1300 + 1500 - 1024  # two blocks of 512 are cached by then
+    (first,) = report(tmp_path / "f.json", *arguments, "--requests=1", "--cp-size=2", *RATES)[
+        "predictions"
+    ]
+    assert (first["num_batches"], first["new_tokens"]) == (1, 1300)
+
+
+def test_calibrated_rates_come_with_their_source():
+    measured = Rates(gflops=123, threads=3, call_us=11, gather_gbps=7)
+    with mock.patch("cpattn.cost_model.command.calibrate", return_value=measured) as calibrate:
+        result = plan("--calibrate", "--cp-size=2", "--gather-gbps=9", "--threads=3", "--heads=16")
+    assert result.exit_code == 0, result.output
+    assert calibrate.call_args.args[0].num_heads == 16
+    assert calibrate.call_args.kwargs["threads"] == 3
+    assert "measured: --gflops 123 --pack-rows 24" in result.output
+    assert "given: --threads 3 --gather-gbps 9" in result.output
+
+
+def test_rates_are_measured(monkeypatch):
+    """For real, on a small layer."""
+    pytest.importorskip("torch")
+    from cpattn.cost_model import calibration
+
+    monkeypatch.setattr(calibration, "_LONGEST_CALL", 0.002)
+    told: list[str] = []
+    layer = AttentionLayer(num_heads=4, num_kv_heads=1, head_dim=64, page_size=16)
+    rates = calibration.calibrate(layer, threads=2, progress=told.append)
+    assert rates.threads == 2
+    assert rates.gflops > 0.1
+    assert rates.gather_gbps > 0
+    assert rates.store_gbps > 0
+    assert told[-1] == "exchange between two processes"
+
+
+def test_help_teaches():
+    text = " ".join(plan("--help").output.split())
+    for word in (
+        "cpattn plan --cp-size 8..1024",
+        "--calibrate",
+        "of ranks of 32 threads of an AMD EPYC",
+        "[default",
+        *(f"{rate:.0f}" for rate in assumptions.THREAD_GFLOPS.values()),
+    ):
+        assert word in text
+
+
+def test_help_fits_a_terminal():
+    text = CliRunner().invoke(commands, ["plan", "--help"], terminal_width=80).output
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_tells_the_defaults_of_rates():
+    options = {option.name: option.show_default for option in commands.commands["plan"].params}
+    for name, value in vars(Rates(gflops=1)).items():
+        if name not in ("gflops", "threads"):
+            assert float(options[name]) == value, name
+
+
+@pytest.mark.parametrize(
+    ("cell", "value", "text"),
+    [
+        (_bytes, 1 << 10, "1.0 KiB"),
+        (_bytes, 1023 << 20, "1,023 MiB"),
+        (_bytes, 1536 << 30, "1.5 TiB"),
+        (_bytes, 2048 << 40, "2,048 TiB"),
+        (_time, 999.7e-6, "1,000 µs"),
+        (_time, 0.0123, "12.3 ms"),
+        (_time, 1234.5, "1,234.50 s"),
+    ],
+)
+def test_numbers_of_the_table_have_no_exponents(cell, value, text):
+    assert cell(value) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [("8..1024", [8 << i for i in range(8)]), ("3..7", [3, 6, 7]), ("5..5", [5]), ("8,4", [8, 4])],
+)
+def test_numbers_of_ranks(text, sizes):
+    assert parse_cp_sizes(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "x", "8..4", "1..2..3", "0..4", "1,2..3", "..", "4.."])
+def test_what_is_no_number_of_ranks_is_refused(text):
+    with pytest.raises(ValueError):  # noqa: PT011 (the option says what is wrong)
+        parse_cp_sizes(text)
+    assert f"like 8..1024, got {text!r}\n" in plan(f"--cp-size={text}").stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--cp-size 5000", "must be a number of ranks from 1 to 4096, a list like 8,16,48 or a"),
+        ("--tokens 4 --extend-lens 3", "a batch comes from one of --tokens and --prefix, --ext"),
+        ("--prefix 0 --extend-lens 3", "a batch comes from one of --tokens and --prefix, --ext"),
+        (
+            "--extend-lens 3,4 --prefix-lens 1",
+            "--prefix-lens must have as many elements as --extend-lens, 2, got 1",
+        ),
+        ("--requests 9", "--requests and --token-budget are of a --trace, but there is none"),
+        ("--prefix-lens 3", "--prefix-lens needs --extend-lens"),
+        ("--extend-lens 0,0", "--extend-lens must have a sequence with new tokens, got none"),
+        ("--tokens 16777217", "'--tokens': must be an integer from 1 to 16777216, got"),
+        ("--gflops -1", "'--gflops': must be a number from 0.001 to 1e+09, got '-1'"),
+        ("--call-us nan", "'--call-us': must be a number from 0 to 1e+09, got 'nan'"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments, message):
+    result = plan(*arguments.split())
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_same_question_has_the_same_answer(tmp_path, monkeypatch):
+    """Whatever the machine does, and whichever it is: nothing is measured."""
+    first = report(tmp_path / "a.json", "--cp-size=8..32")
+    peaks = mock.Mock(side_effect=AssertionError("measured"))
+    monkeypatch.setattr(cpattn._core, "measure_peak", peaks)
+    monkeypatch.setattr(cpattn._core, "default_num_threads", lambda: 3)
+    assert report(tmp_path / "b.json", "--cp-size=8..32") == first
+    assert set(first["sources"].values()) == {"assumed"}
+    assert first["rates"] == vars(Rates(gflops=32 * 440, threads=32))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rates"),
+    [
+        (("--threads=4",), {"threads": 4, "gflops": 4 * 440}),
+        (("--dtype=float32",), {"threads": 32, "gflops": 32 * 230}),
+        (("--dtype=float16", "--threads=1"), {"threads": 1, "gflops": 230}),
+        (("--gflops=900",), {"threads": 32, "gflops": 900}),
+    ],
+)
+def test_what_is_not_given_is_assumed(tmp_path, arguments, rates):
+    told = report(tmp_path / "p.json", "--cp-size=2", *arguments)
+    assert {name: told["rates"][name] for name in rates} == rates
+    given = {argument.split("=")[0].removeprefix("--") for argument in arguments}
+    assert told["sources"]["gflops"] == ("given" if "gflops" in given else "assumed")
+    assert told["sources"]["threads"] == ("given" if "threads" in given else "assumed")
+
+
+def test_the_output_says_of_what_rates_are():
+    text = " ".join(plan("--cp-size=2").output.split())
+    rank = "a rank is 32 threads of an AMD EPYC with AVX512_BF16, 440 GFLOP/s each in bfloat16"
+    network = "the network is gloo over 10 Gbit/s"
+    assert "assumed: --gflops 14080 --threads 32 --pack-rows 24" in text
+    assert f"Assumed, not measured: {rank}; {network}. --calibrate measures this machine." in text
+    text = " ".join(plan("--cp-size=2", *RATES).output.split())
+    assert f"Assumed, not measured: {network}. " in text
+    exchange = ("--gather-gbps=9", "--latency-us=9", "--message-us=9", "--store-gbps=9")
+    text = " ".join(plan("--cp-size=2", *RATES, *exchange).output.split())
+    assert "assumed: --pack-rows 24 --row-keys 75 --call-us 6" in text
+    assert "Assumed" not in text
+
+
+def test_rates_can_be_given_as_they_are_printed():
+    printed = as_options(vars(Rates(gflops=9, threads=3))).split()
+    result = plan("--cp-size=2", *printed)
+    assert result.exit_code == 0, result.output
+    assert f"given: {' '.join(printed)}" in " ".join(result.output.split())
+    assert "assumed" not in result.output.lower()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_table_fits_its_columns(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = plan("--cp-size=8,1024", "--tokens=16000000").output.splitlines()
+    assert not any("…" in line for line in lines)
+    others = [line for line in lines if not line.startswith("assumed: ")]  # to be copied as a whole
+    assert max(map(len, others)) <= columns
+    header = next(line for line in lines if "ranks" in line)
+    assert {"ranks", "strategy", "attention", "model", "speed-up"} <= set(header.split())
+    missing = {"imbalance", "efficiency", "sent/rank", "store"} - set(header.split())
+    text = " ".join(lines)
+    assert bool(missing) == (columns < 120)
+    for name in missing:
+        assert name in text.split("columns have no room for ")[1].split("]")[0]
+        assert f"{name}: " not in text
+
+
+def test_a_file_has_room_for_all_columns(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    output = plan("--cp-size=8").output
+    assert "no room" not in output
+    assert "efficiency" in output

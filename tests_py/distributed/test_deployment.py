@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of docs/deployment.md, on two hosts: network namespaces with a cable in between."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.places import ROOT
+
+pytest.importorskip("torch")
+
+from support.children import Children, path_with
+from support.time_limits import PATIENCE
+
+PAGE = ROOT / "docs" / "deployment.md"
+ENVIRONMENT = os.environ | {  # in which torchrun and the package are found, in any folder
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    "PYTHONPATH": path_with(),
+}
+
+
+def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+
+
+class Host:
+    """A network namespace, in which processes are started."""
+
+    def __init__(self, name: str, folder: Path, children: Children) -> None:
+        self.name = name
+        self._folder = folder
+        self._children = children
+
+    def start(self, script: str, **environment: str) -> subprocess.Popen[str]:
+        """Run a shell script here."""
+        command = ["ip", "netns", "exec", self.name, "sh", "-c", script]
+        return self._children.start(command, cwd=self._folder, env=ENVIRONMENT | environment)
+
+    def received_bytes(self) -> int:
+        counter = "/sys/class/net/eth0/statistics/rx_bytes"
+        return int(ip("netns", "exec", self.name, "cat", counter).stdout)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, children: Children) -> Iterator[list[Host]]:
+    """192.0.2.1 and 192.0.2.2, each the eth0 of its host."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command ip, of iproute2")
+    unique = uuid.uuid4().hex[:8]
+    names = [f"cpattn-{unique}-{i}" for i in (0, 1)]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            made = ip("netns", "add", name)
+            if made.returncode:
+                pytest.skip(f"network namespaces need root: {made.stderr.strip()}")
+            stack.callback(ip, "netns", "delete", name)
+        cable = ("type", "veth", "peer", "name", "eth0", "netns", names[1])
+        made = ip("link", "add", "eth0", "netns", names[0], *cable)
+        if made.returncode:
+            pytest.skip(f"no virtual network cables here: {made.stderr.strip()}")
+        for i, name in enumerate(names, start=1):
+            for command in (
+                ("address", "add", f"192.0.2.{i}/24", "dev", "eth0"),
+                ("link", "set", "eth0", "up"),
+                ("link", "set", "lo", "up"),
+            ):
+                done = ip("-n", name, *command)
+                assert done.returncode == 0, done.stderr
+        stack.callback(children.close)  # before their namespaces are deleted
+        yield [Host(name, tmp_path, children) for name in names]
+
+
+def documented(word: str) -> str:
+    """The one block of shell commands of the page that has the word."""
+    blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (block,) = [block for block in blocks if word in block]
+    return block
+
+
+def test_two_hosts_run_the_commands_of_the_page(hosts: list[Host]) -> None:
+    script = documented("--nnodes 2")
+    runs = [host.start(script, NODE_RANK=str(i)) for i, host in enumerate(hosts)]
+    (out, err), (other_out, other_err) = (run.communicate(timeout=PATIENCE) for run in runs)
+    assert [run.returncode for run in runs] == [0, 0], err + other_err
+    assert other_out == ""
+    *lines, flags, verdict = out.splitlines()
+    assert verdict.startswith("passed: cp_size 4, zigzag, interleave, contiguous, bfloat16")
+    assert [line.split()[:2] for line in lines] == [["rank", str(rank)] for rank in range(4)]
+    assert all("threads 1 " in line and "GFLOP/s" in line for line in lines)
+    assert re.fullmatch(r"rates:( --[a-z-]+ [-+.e\d]+){6}", flags)
+    assert min(host.received_bytes() for host in hosts) > 1 << 20
+
+
+def test_a_pulled_cable_is_an_error_that_names_the_rank(hosts: list[Host]) -> None:
+    patience = 5
+    script = documented("--nnodes 2").replace("--nproc-per-node 2", "--nproc-per-node 1")
+    script = f"{script.rstrip()} --timeout {patience} --repeats 100000"
+    runs = [host.start(script, NODE_RANK=str(i)) for i, host in enumerate(hosts)]
+    deadline = time.monotonic() + PATIENCE
+    while hosts[0].received_bytes() < 10 << 20:  # in the middle of exchanges of KV
+        assert time.monotonic() < deadline
+        assert [run.poll() for run in runs] == [None, None]
+        time.sleep(0.1)
+    assert ip("-n", hosts[1].name, "link", "set", "eth0", "down").returncode == 0
+    for rank, run in enumerate(runs):
+        out, err = run.communicate(timeout=PATIENCE)
+        assert run.returncode == 1
+        assert out == ""
+        assert re.search(
+            rf"cpattn.distributed.check: rank {rank} on \S+: ContextParallel.write_kv.*: "
+            rf"rank {1 - rank} of 2 did not answer: .*Timed out waiting {patience}000ms",
+            err,
+        )
+
+
+def test_ranks_run_on_the_cpus_that_taskset_gives_them(tmp_path: Path, children: Children) -> None:
+    if not {0, 1} <= os.sched_getaffinity(0):
+        pytest.skip("needs CPUs 0 and 1")
+    script = documented("taskset").replace("=32", "=1")
+    environment = ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "lo"}
+    run = children.run(["sh", "-c", script], cwd=tmp_path, env=environment)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert [re.search(r"CPUs \S+", line)[0] for line in lines[:2]] == ["CPUs 0", "CPUs 1"]
+
+
+WRONG_ROWS = """
+import sys
+import torch
+from cpattn.distributed import ContextParallel, check
+
+attend = ContextParallel.attend
+def wrong(self, *arguments):
+    out = attend(self, *arguments)
+    if self.strategy == "interleave":
+        out[-1] = {}
+    return out
+ContextParallel.attend = wrong
+sys.argv = ["check", "--tokens=16"]
+sys.exit(check.main())
+"""
+
+
+@pytest.mark.parametrize("value", ["torch.nan", "out[-1] + 0.1"])
+def test_wrong_rows_are_a_failure(value: str, children: Children) -> None:
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = ENVIRONMENT | rank | {"GLOO_SOCKET_IFNAME": "lo"}
+    run = children.run([sys.executable, "-c", WRONG_ROWS.format(value)], env=environment)
+    assert run.returncode == 1, run.stderr
+    assert run.stdout.splitlines()[-1].startswith("FAILED: cp_size 1, ")
+
+
+def test_without_torchrun_it_says_how_to_start(children: Children) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    command = [sys.executable, "-m", "cpattn.distributed.check"]
+    run = children.run(command, env=environment)
+    assert run.returncode == 1
+    assert run.stdout == ""
+    assert run.stderr.startswith("cpattn.distributed.check: this process: ")
+    assert run.stderr.endswith("; start it with torchrun\n")
+    assert run.stderr.count("\n") == 1
+
+
+def test_ranks_that_differ_are_told(capsys) -> None:
+    from cpattn.distributed import check
+
+    rank = {"host": "a", "cpus": "0", "error": 0.0, "attend": 1, "gflops": 1, "write_kv": 1}
+    alike = [rank | {"version": "1.0", "threads": 2, "isa": isa} for isa in ("avx2", "avx512")]
+    check._print(alike, {}, argparse.Namespace(dtype="bfloat16"), True)
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+    assert notes == ["note: ranks differ in isa: avx2, avx512"]
+
+
+@pytest.mark.parametrize(
+    "value", ["0", "-1", "nan", "inf", "1e400", "x", "", str(2**63), "1.5x", "9" * 5000]
+)
+@pytest.mark.parametrize("option", ["--tokens", "--repeats", "--timeout"])
+def test_a_number_that_cannot_be_is_named(option: str, value: str, capsys, monkeypatch) -> None:
+    from cpattn.distributed import check
+
+    monkeypatch.setattr(sys, "argv", ["check", f"{option}={value}"])
+    with pytest.raises(SystemExit, match="2"):
+        check.main()
+    said = capsys.readouterr().err
+    rule = "a number > 0 and <= 1000000" if option == "--timeout" else "an integer > 0 and <="
+    assert said.startswith(f"cpattn.distributed.check: argument {option}: must be {rule}")
+    assert said.endswith(f"got {value[:40]!r}\n")
+    assert said.count("\n") == 1
+
+
+ONE_RANK = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+ALONE = ENVIRONMENT | ONE_RANK | {"WORLD_SIZE": "1", "MASTER_PORT": "0"}
+
+
+def test_ctrl_c_while_ranks_are_awaited(children: Children) -> None:
+    """A wait within torch would end with the timeout only."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    run = children.start(
+        [sys.executable, "-m", "cpattn.distributed.check"],
+        env=ENVIRONMENT | ONE_RANK | {"WORLD_SIZE": "2", "MASTER_PORT": port},
+    )
+    progress = "cpattn.distributed.check: 10 s: waiting for the other ranks\n"
+    assert run.stderr.readline() == progress
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=30)
+    assert run.returncode == 130
+    assert out == ""
+    assert err.removeprefix("cpattn.distributed.check: 20 s: waiting for the other ranks\n") == (
+        "cpattn.distributed.check: this process: interrupted\n"
+    )
+
+
+def test_a_result_that_cannot_be_written_is_a_line(children: Children) -> None:
+    command = f"{sys.executable} -m cpattn.distributed.check --tokens 16 > /dev/full"
+    run = children.run(["sh", "-c", command], env=ALONE)
+    assert run.returncode == 1
+    last = run.stderr.splitlines()[-1]
+    assert last.endswith("this process: writing the result: No space left on device")
+    assert "Traceback" not in run.stderr

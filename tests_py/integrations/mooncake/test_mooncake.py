@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real Mooncake engine between two real processes: what works, and every way to fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from cpattn.transfer import TransferError, TransferPlan
+from support.places import TESTS
+from support.transfer.transfer_processes import Peer, allocate, contents, requires_mooncake, write
+
+SIZE = 1 << 20
+CANARY = 0xA5
+LIMIT = 20.0  # seconds within which a failure is reported, on a busy machine
+LARGE = 1 << 31  # takes a second, and memory as it arrives
+BLOCK = 1 << 26
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[Peer]:
+    requires_mooncake()
+    with Peer(timeout=5) as peer:
+        yield peer
+
+
+@pytest.fixture(scope="module")
+def sender(receiver) -> Iterator[Peer]:
+    with Peer(network_of=receiver, timeout=5) as peer:
+        peer.call(fill_random, "source", SIZE)
+        yield peer
+
+
+@pytest.fixture
+def target(receiver) -> Iterator[int]:
+    """Canaries at the receiver; at the end the memory is released."""
+    address = receiver.call(allocate, "target", SIZE, CANARY)
+    yield address
+    assert receiver.call(unregister, address) == 0
+
+
+def fill_random(state, name, nbytes):
+    setattr(state, name, np.random.default_rng(0).integers(0, 256, nbytes, np.uint8))
+
+
+def unregister(state, *addresses):
+    return state.engine.unregister(addresses)
+
+
+def register(state, addresses, sizes):
+    return state.engine.register(addresses, sizes)
+
+
+def assert_next_transfer_works(sender: Peer, receiver: Peer) -> None:
+    address = receiver.call(allocate, "next", 4096, CANARY)
+    code, _ = sender.call(write, receiver.session_id, "source", [(5, address + 7, 4000)])
+    assert code == 0
+    expected = sender.call(contents, "source", 5, 4005)
+    assert receiver.call(contents, "next") == 7 * b"\xa5" + expected + 89 * b"\xa5"
+    assert receiver.call(unregister, address) == 0
+
+
+def test_scattered_blocks_arrive_and_canaries_survive(sender, receiver, target):
+    random = np.random.default_rng(1)
+    pages = random.permutation(SIZE // 1024)[:300]
+    lengths = random.integers(1, 1025, 300)
+    blocks = [
+        (int(i) * 1024, target + int(page) * 1024, int(n))
+        for i, (page, n) in enumerate(zip(pages, lengths, strict=True))
+    ]
+    code, _ = sender.call(write, receiver.session_id, "source", blocks)
+    assert code == 0
+    source = sender.call(contents, "source")
+    expected = bytearray([CANARY] * SIZE)
+    for offset, address, n in blocks:
+        expected[address - target : address - target + n] = source[offset : offset + n]
+    assert receiver.call(contents, "target") == expected
+
+
+def test_empty_write_succeeds(sender, receiver):
+    assert sender.call(write, receiver.session_id, "source", [])[0] == 0
+
+
+@pytest.mark.parametrize("outside", ["before", "end", "behind", "null"])
+def test_target_outside_what_is_registered(sender, receiver, target, outside):
+    address = {
+        "before": target - 64,
+        "end": target + SIZE - 63,
+        "behind": target + SIZE,
+        "null": 0,
+    }[outside]
+    code, seconds = sender.call(write, receiver.session_id, "source", [(0, address, 64)])
+    assert code == -1
+    assert seconds < LIMIT
+    assert receiver.call(contents, "target") == bytes([CANARY]) * SIZE
+    assert_next_transfer_works(sender, receiver)
+
+
+def test_bad_block_fails_its_batch_only_inside_the_target(sender, receiver, target):
+    """The good blocks are there or not; nothing else is."""
+    blocks = [(0, target, 64), (64, target + SIZE - 1, 64), (128, target + 128, 64)]
+    assert sender.call(write, receiver.session_id, "source", blocks)[0] == -1
+    source, memory = sender.call(contents, "source"), receiver.call(contents, "target")
+    canary = bytes([CANARY])
+    assert memory[:64] in {64 * canary, source[:64]}
+    assert memory[128:192] in {64 * canary, source[128:192]}
+    assert memory[64:128] == 64 * canary
+    assert memory[192:] == canary * (SIZE - 192)
+
+
+def test_unregistered_memory_is_safe(sender, receiver):
+    address = receiver.call(allocate, "released", SIZE, CANARY)
+    assert receiver.call(unregister, address) == 0
+    assert sender.call(write, receiver.session_id, "source", [(0, address, 64)])[0] == -1
+    assert receiver.call(contents, "released") == bytes([CANARY]) * SIZE
+    assert_next_transfer_works(sender, receiver)
+
+
+def test_codes_of_registration(sender, receiver, target):
+    assert receiver.call(register, [target], [SIZE]) == -7
+    assert receiver.call(register, [target + 8], [8]) == -7
+    assert receiver.call(register, [target + SIZE], [0]) == -1
+    assert receiver.call(unregister, target + 8) == -3
+    # A refused call changes nothing: neither of its ranges is registered, and the old one still is.
+    assert receiver.call(register, [target + SIZE, target], [64, 64]) == -7
+    assert receiver.call(unregister, target + SIZE) == -3
+    assert sender.call(write, receiver.session_id, "source", [(0, target, 64)])[0] == 0
+
+
+def test_registration_of_nothing_and_of_lists_that_do_not_match(receiver):
+    assert receiver.call(register, [], []) == 0
+    assert receiver.call(unregister) == 0
+    with pytest.raises(ValueError, match=r"register: addrs and sizes must be equally many, got 1 "):
+        receiver.call(register, [4096], [])
+
+
+def test_unregister_is_all_or_nothing(sender, receiver, target):
+    assert receiver.call(unregister, target, target + 1) == -3
+    assert sender.call(write, receiver.session_id, "source", [(0, target, 64)])[0] == 0
+
+
+@pytest.mark.parametrize("session", ["127.0.0.1:1", "nobody", ""])
+def test_wrong_address(sender, receiver, target, session):
+    code, seconds = sender.call(write, session, "source", [(0, target, 64)])
+    assert code == -1
+    assert seconds < LIMIT
+    assert receiver.call(contents, "target") == bytes([CANARY]) * SIZE
+    assert_next_transfer_works(sender, receiver)
+
+
+def test_killed_receiver(sender, receiver):
+    with Peer(network_of=receiver) as other:
+        address = other.call(allocate, "target", SIZE, CANARY)
+        assert sender.call(write, other.session_id, "source", [(0, address, SIZE)])[0] == 0
+        other.kill()
+        code, seconds = sender.call(write, other.session_id, "source", [(0, address, SIZE)])
+    assert code == -1
+    assert seconds < LIMIT
+    assert_next_transfer_works(sender, receiver)
+
+
+def allocate_sparse(state, name, nbytes, register):
+    """Zeros that take no memory before they are written."""
+    buffer = np.zeros(nbytes, np.uint8)
+    setattr(state, name, buffer)
+    if register:
+        assert state.engine.register([buffer.ctypes.data], [nbytes]) == 0
+    return buffer.ctypes.data
+
+
+def has_begun(state, name):
+    """Wait for the first byte of a write."""
+    buffer = getattr(state, name)
+    deadline = time.monotonic() + LIMIT
+    while not buffer[0]:
+        assert time.monotonic() < deadline
+    return True
+
+
+def set_first(state, name, value):
+    getattr(state, name)[0] = value
+
+
+def execute(state, session, name, address, nbytes):
+    """Send a buffer as one plan of several batches, and return the error and seconds."""
+    blocks = range(0, nbytes, BLOCK)
+    base = getattr(state, name).ctypes.data
+    sources, targets = ([start + i for i in blocks] for start in (base, address))
+    plan = TransferPlan(sources, targets, [BLOCK] * len(blocks))
+    begin = time.monotonic()
+    with pytest.raises(TransferError) as caught:
+        plan.execute(state.engine, session)
+    return caught.value, time.monotonic() - begin
+
+
+def test_receiver_killed_in_the_middle_of_a_batch(sender, receiver):
+    """Bytes have moved, and most have not: an error that says how far the transfer came."""
+    sender.call(allocate_sparse, "large", LARGE, False)
+    sender.call(set_first, "large", 1)
+    with Peer(network_of=receiver) as other:
+        address = other.call(allocate_sparse, "large", LARGE, True)
+        sender.start(execute, other.session_id, "large", address, LARGE)
+        assert other.call(has_begun, "large")
+        other.kill()
+        error, seconds = sender.result()
+    status = error.status
+    assert status == -1
+    assert other.session_id in str(error)
+    assert status.num_batches == 8
+    assert status.first_failed_batch < 8
+    assert status.bytes_done == status.first_failed_batch * (LARGE // 8) < LARGE
+    assert seconds < LIMIT
+    assert_next_transfer_works(sender, receiver)
+
+
+def test_sender_killed_during_a_transfer(sender, receiver):
+    address = receiver.call(allocate_sparse, "large", LARGE + 4096, True)
+    with Peer(network_of=receiver) as other:
+        other.call(allocate_sparse, "large", LARGE, False)
+        other.call(set_first, "large", 1)
+        other.start(write, receiver.session_id, "large", [(0, address, LARGE)])
+        assert receiver.call(has_begun, "large")
+        other.kill()
+    assert receiver.call(contents, "large", LARGE) == bytes(4096)
+    assert_next_transfer_works(sender, receiver)
+    assert receiver.call(unregister, address) == 0
+
+
+def test_write_to_a_frozen_receiver_ends_by_timeout_and_with_its_engine(sender, receiver):
+    """A write that timed out is still in flight, until its engine is closed."""
+    address = receiver.call(allocate, "frozen", 64 * SIZE, CANARY)
+    with Peer(network_of=receiver, timeout=5) as other:
+        other.call(allocate, "source", 64 * SIZE, 1, False)
+        assert other.call(write, receiver.session_id, "source", [(0, address, 64)])[0] == 0
+        receiver.stop()
+        try:
+            blocks = [(0, address, 64 * SIZE)]
+            code, seconds = other.call(write, receiver.session_id, "source", blocks)
+            assert code == -1
+            assert 4.9 < seconds < LIMIT
+            other.call(close)
+        finally:
+            receiver.resume()
+        assert_next_transfer_works(sender, receiver)
+        assert receiver.call(contents, "frozen", -4096) == bytes([CANARY]) * 4096
+    assert receiver.call(unregister, address) == 0
+
+
+def close(state):
+    state.engine.close()
+    state.engine.close()  # the second one does nothing
+    with pytest.raises(RuntimeError, match=r"MooncakeEngine: 127.0.0.1:\d+ is closed"):
+        state.engine.write("127.0.0.1:1", [], [], [])
+
+
+def test_write_to_a_closed_engine(sender, receiver):
+    with Peer(network_of=receiver) as other:
+        address = other.call(allocate, "target", SIZE, CANARY)
+        assert sender.call(write, other.session_id, "source", [(0, address, 64)])[0] == 0
+        other.call(close)
+        code, seconds = sender.call(write, other.session_id, "source", [(0, address, SIZE)])
+        assert code == -1
+        assert seconds < LIMIT
+        assert other.call(contents, "target", 64) == bytes([CANARY]) * (SIZE - 64)
+
+
+CTRL_C = """
+import numpy as np
+from cpattn.integrations.mooncake import MooncakeEngine
+from cpattn.transfer import TransferError, TransferPlan
+from support.transfer.transfer_processes import Peer, allocate, enter_network
+
+with Peer() as peer:
+    address = peer.call(allocate, "target", 1 << 26, 0)
+    enter_network(peer.pid)
+    source = np.ones(1 << 26, np.uint8)
+    with MooncakeEngine() as engine:
+        assert engine.write(peer.session_id, [source.ctypes.data], [address], [64]) == 0
+        peer.stop()
+        print("ready", flush=True)
+        try:
+            engine.write(peer.session_id, [source.ctypes.data], [address], [source.nbytes])
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+            peer.kill()  # which fails the write that `close` waits for
+"""
+
+
+def test_ctrl_c_ends_the_wait_for_a_write():
+    requires_mooncake()
+    path = os.pathsep.join(map(str, [TESTS, *sys.path]))
+    command = [sys.executable, "-c", CTRL_C]
+    environment = os.environ | {"PYTHONPATH": path}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as script:
+        try:
+            assert script.stdout.readline() == "ready\n"
+            time.sleep(0.3)  # into the write
+            begin = time.monotonic()
+            script.send_signal(signal.SIGINT)
+            assert script.stdout.readline() == "interrupted\n"
+            assert time.monotonic() - begin < 5  # of the 30 that the write would take
+            assert script.wait(20) == 0
+        finally:
+            script.kill()

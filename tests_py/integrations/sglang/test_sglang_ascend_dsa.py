@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sglang's DSA path on Ascend, unmodified, over gloo ranks: indexer and sparse attention.
+
+sglang's own code shards, runs the indexer, gathers keys and latents, writes its pools and calls
+both operators, one row of metadata for each local token; the float64 restatement is here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from support.distributed.distributed_worker import run_world
+from support.distributed.prefill_batches import Case, make_batch
+from support.tolerances import EPS, assert_close, indexer_units, to_float64
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
+    pytest.mark.engine("sglang"),
+]
+
+SIZES = {"num_kv_heads": 1, "head_dim": 64, "v_head_dim": 16, "dtype": torch.bfloat16}
+BATCHES = [
+    Case("one request", (61,), page_size=16, **SIZES),
+    Case("a cached prefix (#23268)", (50,), (77,), page_size=16, **SIZES),
+    Case("a batch", (40, 17, 33), (0, 90, 5), page_size=16, **SIZES),
+    Case("pages of 128", (45, 20), (140, 3), page_size=128, **SIZES),
+]
+CASES = [
+    replace(case, name=f"{strategy}: {case.name}", strategy=strategy)
+    for strategy in ("zigzag", "interleave")
+    for case in BATCHES
+]
+
+
+def run_sglang(rank: int, *arguments) -> dict[str, dict]:
+    from support.sglang import (
+        sglang_dsa_worker,  # not in this process, which is to stay without stand-ins
+    )
+
+    return sglang_dsa_worker.run_cases(rank, *arguments)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+def answers(request, tmp_path_factory):
+    """The answers of all ranks to all cases."""
+    path = tmp_path_factory.mktemp("world")
+    preload = "sglang_runtime"
+    return run_world(request.param, path, run_sglang, request.param, CASES, preload=preload)
+
+
+def new_tokens(case: Case):
+    """Request, number of visible keys and row of every new token."""
+    rows = enumerate(
+        (s, n + 1)
+        for s, (p, end) in enumerate(zip(case.prefixes, case.seq_lens, strict=True))
+        for n in range(p, end)
+    )
+    return [(s, length, row) for row, (s, length) in rows]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_token_gets_the_highest_scores_of_its_own_keys(answers, case):
+    topk_indices = answers[0][case.name]["topk_indices"]
+    vectors = answers[0][case.name]["index_vectors"]
+    topk = topk_indices.shape[1]
+    for s, length, row in new_tokens(case):
+        q, k, weights = (x.double() for x in vectors[s])
+        scores = weights[length - 1] @ torch.relu(q[length - 1] @ k[:length].T)
+        chosen = topk_indices[row, : min(topk, length)].long()
+        assert torch.all(topk_indices[row, length:] == -1)
+        assert len(chosen.unique()) == len(chosen)
+        assert set(chosen.tolist()) <= set(range(length))
+        largest = (weights[length - 1].abs() @ (q[length - 1].abs() @ k[:length].abs().T)).max()
+        rounding = indexer_units(len(q[length - 1])) * EPS["float32"] * largest
+        assert scores[chosen].min() >= scores.topk(len(chosen)).values[-1] - 2 * rounding
+    for answer in answers[1:]:
+        assert torch.equal(answer[case.name]["topk_indices"], topk_indices)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_attention_is_that_of_the_chosen_keys_in_float64(answers, case):
+    batch = make_batch(case)
+    answer = answers[0][case.name]
+    out = answer["out"].double()
+    for s, _, row in new_tokens(case):
+        chosen = answer["topk_indices"][row]
+        latents, rope = (x[s][chosen[chosen >= 0].long(), 0].double() for x in (batch.k, batch.v))
+        scores = batch.q[row].double() @ latents.T + answer["q_rope"][row].double() @ rope.T
+        weights = (scores * (case.head_dim + case.v_head_dim) ** -0.5).softmax(-1)
+        magnitude = weights @ latents.abs()
+        assert_close(
+            out[row],
+            to_float64(weights @ latents),
+            to_float64(magnitude),
+            "attention",
+            "bfloat16",
+        )
+    for other in answers[1:]:
+        assert torch.equal(other[case.name]["out"], answer["out"])

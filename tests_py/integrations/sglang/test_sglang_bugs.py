@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs of attention, pools and transfer in sglang, in the releases that had them; ours is right.
+
+Each test runs the files of the release as they were published (see `sglang_releases`).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from support.distributed.prefill_batches import Case, expected_of, make_batch, slots_of
+from support.npu.fia_cases import TEMPLATE
+from support.sglang.sglang_releases import release
+from support.tolerances import assert_attended
+
+CP_SIZE = 2
+
+# Attention of Ascend with more than one request, and with rows of physical padding.
+
+TWO = Case("two requests", (17, 30), (5, 40), page_size=16)
+ONE = Case("one request", (29,), (11,), page_size=16)
+
+
+def attention_by_release(version: str, case: Case, pad_rows: int = 0) -> torch.Tensor:
+    """The `do_cp_attn_fia` of a release on each rank's rows, put together."""
+    batch = make_batch(case)
+    k_cache, v_cache = full_caches(case)
+    layer = SimpleNamespace(
+        qk_head_dim=case.head_dim,
+        scaling=case.head_dim**-0.5,
+        tp_k_head_num=case.num_kv_heads,
+        tp_q_head_num=case.num_heads,
+        tp_v_head_num=case.num_kv_heads,
+        v_head_dim=case.v_head_dim,
+    )
+    backend = SimpleNamespace(
+        fia_mask=TEMPLATE,
+        forward_metadata=SimpleNamespace(block_tables=batch.block_tables.int()),
+        page_size=case.page_size,
+    )
+    parts = []
+    with release(
+        version,
+        attention="hardware_backend.npu.attention.ascend_backend",
+        cp="layers.utils.cp_utils",
+    ) as sglang:
+        for rank in range(CP_SIZE):
+            ours = cpattn.build_cp_metadata(
+                case.extend_lens, case.seq_lens, cp_rank=rank, cp_size=CP_SIZE
+            )
+            arguments = [sum(case.extend_lens), rank, CP_SIZE, case.seq_lens]
+            if version == "0.5.18":
+                arguments.append(list(case.extend_lens))
+            metadata = sglang.cp.prepare_context_parallel_metadata(*arguments)
+            q = pad(ours.shard(batch.q.flatten(1)), pad_rows)
+            out = sglang.attention.AscendAttnBackend.do_cp_attn_fia(
+                backend, q, k_cache, v_cache, layer, SimpleNamespace(attn_cp_metadata=metadata)
+            )
+            parts.append(out)
+    return ours.unshard(parts).unflatten(1, (case.num_heads, -1))
+
+
+def full_caches(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """With prefixes and new tokens, as after the all-gather."""
+    batch = make_batch(case)
+    slots = torch.cat(
+        [slots_of(batch.block_tables, s, n, case.page_size) for s, n in enumerate(case.seq_lens)]
+    )
+    caches = batch.k_cache.clone(), batch.v_cache.clone()
+    for cache, rows in zip(caches, (batch.k, batch.v), strict=True):
+        cache[slots] = torch.cat(rows)
+    return caches
+
+
+def pad(x: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.cat([x, x.new_zeros(n, *x.shape[1:])])
+
+
+def attention_by_us(case: Case, pad_rows: int = 0) -> torch.Tensor:
+    batch = make_batch(case)
+    ranks = cpattn.build_cp_metadata_all_ranks(case.extend_lens, case.seq_lens, cp_size=CP_SIZE)
+    k_cache, v_cache = full_caches(case)
+    parts = [
+        cpattn.do_cp_attn_fia(
+            pad(rank.shard(batch.q.flatten(1)), pad_rows),
+            k_cache,
+            v_cache,
+            rank,
+            block_tables=batch.block_tables,
+            page_size=case.page_size,
+            num_heads=case.num_heads,
+            num_kv_heads=case.num_kv_heads,
+            scale=case.head_dim**-0.5,
+        )
+        for rank in ranks
+    ]
+    return ranks[0].unshard(parts).unflatten(1, (case.num_heads, -1))
+
+
+@pytest.mark.parametrize(
+    ("version", "case", "pad_rows", "refused"),
+    [
+        ("0.5.12", ONE, 0, None),
+        ("0.5.12", TWO, 0, "block_table must have one row per sequence"),
+        ("0.5.12", ONE, 2, "actual_seq_lengths must end at the number of packed rows"),
+        ("0.5.18", TWO, 0, None),
+        ("0.5.18", TWO, 2, "actual_seq_lengths must end at the number of packed rows"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_26705_attention_knew_one_request_and_no_pad_rows(version, case, pad_rows, refused):
+    """0.5.12 tells the operator of one request, and halves its rows; up to 0.5.22 pad rows, which
+    belong to none, reach the operator."""
+    expected = expected_of(case)
+    assert_attended(attention_by_us(case, pad_rows), None, expected, "float32")
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            attention_by_release(version, case, pad_rows)
+    else:
+        theirs = attention_by_release(version, case, pad_rows)
+        assert_attended(theirs, None, expected, "float32")
+
+
+# MLA buffers sent from one pipeline stage to a decode server that has all layers.
+
+
+def names_of(layers: range, groups: str, num_drafts: int = 0) -> list[str]:
+    """What the buffers hold, in the order in which servers list them."""
+    target = [f"{group}{layer}" for group in groups for layer in layers]
+    return target + [f"draft {group}{layer}" for group in groups for layer in range(num_drafts)]
+
+
+def sent_by_release(version: str, src: list[str], dst: list[str], **kv_args) -> list[str]:
+    """Where `AscendKVManager.send_kvcache` of a release puts each buffer of a stage."""
+    with release(
+        version,
+        ascend="disaggregation.ascend.conn",
+        base="disaggregation.base.conn",
+        conn="disaggregation.common.conn",
+        environ="environ",
+        mooncake="disaggregation.mooncake.conn",
+        utils="disaggregation.common.utils",
+    ) as sglang:
+        manager = object.__new__(sglang.ascend.AscendKVManager)
+        blocks = []
+        manager.pp_size, manager.is_mla_backend = 2, True
+        manager.enable_custom_mem_pool = False
+        manager._transfer_data = lambda session, transfer_blocks: blocks.extend(transfer_blocks)
+        manager.kv_args = SimpleNamespace(
+            kv_data_ptrs=list(range(len(src))), kv_item_lens=[1] * len(src), **kv_args
+        )
+        page = np.zeros(1, np.int32)
+        manager.send_kvcache("session", page, list(range(len(dst))), page, None)
+        sglang.conn.CommonKVReceiver._ctx.term()
+    return [dst[target] for _, target, _ in blocks]
+
+
+@pytest.mark.parametrize(
+    ("version", "groups", "num_drafts"),
+    [("0.5.11", "KVI", 0), ("0.5.18", "KV", 1)],
+    ids=["0.5.11: three groups halved", "0.5.18: drafts of the stage"],
+)
+def test_23893_a_stage_s_buffers_went_to_those_of_other_layers(version, groups, num_drafts):
+    """0.5.11 takes any list for one of K and one of V; up to 0.5.19 a stage has no drafts."""
+    stage = names_of(range(2, 4), groups, num_drafts)
+    decode = names_of(range(4), groups, num_drafts)
+    kv_args = {"prefill_start_layer": 2, "kv_buf_groups": len(groups), "total_kv_layers": 4}
+    theirs = sent_by_release(version, stage, decode, **kv_args)
+    assert theirs[:2] == stage[:2]
+    assert theirs[2:] != stage[2:]
+    assert not set(stage) <= set(theirs)
+
+    _, ours, _ = cpattn.transfer.get_mla_kv_ptrs_with_pp(
+        list(range(len(stage))),
+        list(range(len(decode))),
+        prefill_start_layer=2,
+        kv_buf_groups=len(groups),
+        hidden_kv_layers=4,
+        draft_kv_layers=num_drafts,
+        is_last_rank=True,
+    )
+    assert [decode[i] for i in ours] == stage
+
+
+# Lengths of pages under the layout of the FIA operator (#15852).
+
+
+def test_15852_a_page_was_as_long_as_a_token(monkeypatch):
+    """In 0.5.9: a transfer moved one token of each page. 0.5.10 has the factor."""
+    monkeypatch.setenv("ASCEND_USE_FIA", "1")
+    sizes = {"size": 64, "page_size": 8, "head_dim": 16}
+    theirs = {}
+    for version in ("0.5.9", "0.5.10"):
+        with release(
+            version,
+            npu_pools="hardware_backend.npu.memory_pool_npu",
+            pools="mem_cache.memory_pool",
+        ) as sglang:
+            sglang.npu_pools.get_bool_env_var = lambda *_: True
+            sglang.pools.maybe_init_custom_mem_pool = lambda **_: (False, None, None)
+            pool = sglang.npu_pools.NPUMHATokenToKVPool(
+                **sizes,
+                dtype=torch.float16,
+                head_num=2,
+                layer_num=3,
+                device="cpu",
+                enable_memory_saver=False,
+            )
+            _, _, theirs[version] = pool.get_contiguous_buf_infos()
+    pool = cpattn.kv.MHATokenToKVPool(num_layers=3, num_kv_heads=2, dtype="float16", **sizes)
+    _, _, ours = pool.get_contiguous_buf_infos()
+    token = 2 * 16 * 2  # heads * dim * bytes
+    assert theirs == {"0.5.9": [token] * 6, "0.5.10": [8 * token] * 6}
+    assert list(ours) == theirs["0.5.10"]

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs of sparse attention in sglang, in the releases that had them; ours is right.
+
+Each test runs the files of the release as they were published (see `sglang_releases`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import cpattn
+from cpattn import ForwardMode
+from support.distributed.prefill_batches import Case, make_batch, slots_of
+from support.sglang.sglang_releases import release
+from support.tolerances import assert_similar
+
+CP_SIZE = 2
+TOPK, INDEX_HEADS, INDEX_DIM, ROPE_DIM = 8, 4, 64, 32
+PREFIXED = Case("a cached prefix", (50,), (77,), page_size=16, num_kv_heads=1, head_dim=INDEX_DIM)
+
+
+def index_vectors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each new token q [T, heads * dim] and weights [T, heads]; of every token k [n, dim]."""
+    random = torch.Generator().manual_seed(23268)
+    (new,), (total,) = PREFIXED.extend_lens, PREFIXED.seq_lens
+    shapes = ((new, INDEX_HEADS * INDEX_DIM), (new, INDEX_HEADS), (total, INDEX_DIM))
+    return tuple(torch.randn(shape, generator=random).bfloat16() for shape in shapes)
+
+
+def best_positions() -> torch.Tensor:
+    """The TOPK best of the keys that each new token sees, ascending."""
+    q, weights, k = (x.double() for x in index_vectors())
+    (prefix,) = PREFIXED.prefixes
+    best = []
+    for i, (q_row, weight) in enumerate(zip(q, weights, strict=True)):
+        scores = weight @ torch.relu(q_row.view(INDEX_HEADS, -1) @ k[: prefix + i + 1].T)
+        best.append(scores.argsort(descending=True, stable=True)[:TOPK].sort().values)
+    return torch.stack(best)
+
+
+def slots_of_request(num_tokens: int) -> torch.Tensor:
+    return slots_of(make_batch(PREFIXED).block_tables, 0, num_tokens, PREFIXED.page_size)
+
+
+class IndexKPool:
+    """Pages [pages, page_size, 1, dim] that hold the prefix, and NaN elsewhere."""
+
+    def __init__(self) -> None:
+        num_pages = len(make_batch(PREFIXED).k_cache) // PREFIXED.page_size
+        self.pages = torch.full((num_pages, PREFIXED.page_size, 1, INDEX_DIM), torch.nan).bfloat16()
+        (prefix,) = PREFIXED.prefixes
+        self.set_index_k_buffer(0, slots_of_request(prefix), index_vectors()[2][:prefix])
+
+    def set_index_k_buffer(self, layer_id: int, slots: torch.Tensor, k: torch.Tensor) -> None:
+        self.pages.view(-1, INDEX_DIM)[slots] = k
+
+    def get_index_k_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.pages
+
+
+def positions_by_release(sglang: SimpleNamespace, build_metadata) -> torch.Tensor:
+    """What the `Indexer.forward_npu` of a release chooses for each new token."""
+    q, weights, k = index_vectors()
+    (new,), (prefix,), (total,) = PREFIXED.extend_lens, PREFIXED.prefixes, PREFIXED.seq_lens
+    parts = []
+    for rank in range(CP_SIZE):
+        ours = cpattn.build_cp_metadata([new], [total], cp_rank=rank, cp_size=CP_SIZE)
+        metadata = build_metadata(new, rank, CP_SIZE, [total])
+        for name in ("kv_len_prev", "kv_len_next", "actual_seq_q_prev", "actual_seq_q_next"):
+            lengths = getattr(metadata, f"{name}_tensor")  # without a dimension in 0.5.10
+            setattr(metadata, f"{name}_tensor", lengths.view(1))
+        pool = IndexKPool()
+        batch = SimpleNamespace(
+            attn_backend=SimpleNamespace(
+                forward_metadata=SimpleNamespace(
+                    seq_lens_cpu_int=torch.tensor([total]),
+                    block_tables=make_batch(PREFIXED).block_tables.int(),
+                )
+            ),
+            attn_cp_metadata=metadata,
+            nsa_cp_metadata=metadata,
+            extend_prefix_lens=torch.tensor([prefix]),
+            extend_prefix_lens_cpu=[prefix],
+            forward_mode=EXTEND,
+            out_cache_loc=slots_of_request(total)[prefix:],
+            token_to_kv_pool=pool,
+        )
+        indexer = make_indexer(sglang.indexer.Indexer)
+        sglang.indexer.cp_all_gather_rerange_output = lambda *_: k[prefix:]
+        chosen = indexer.forward_npu(
+            torch.cat([ours.shard(k[prefix:]), ours.shard(weights)], 1),
+            ours.shard(q),
+            ours.shard(torch.arange(prefix, total)),
+            batch,
+            layer_id=0,
+        )
+        parts.append(torch.cat(chosen)[:, 0])
+    return ours.unshard(parts).sort().values
+
+
+EXTEND = SimpleNamespace(
+    is_extend=lambda: True,
+    is_context_parallel_extend=lambda: True,
+    is_decode=lambda: False,
+    is_draft_extend=lambda: False,
+    is_draft_extend_v2=lambda: False,
+    is_target_verify=lambda: False,
+)
+
+
+def make_indexer(upstream: type) -> SimpleNamespace:
+    """What `forward_npu` reads of its object: hidden states are k next to weights, q_lora is q,
+    and all rotations are by the angle 0."""
+    angles = torch.ones(PREFIXED.seq_lens[0], ROPE_DIM)
+    angles[:, ROPE_DIM // 2 :] = 0
+    indexer = SimpleNamespace(
+        alt_stream=None,
+        cp_size=CP_SIZE,
+        head_dim=INDEX_DIM,
+        hidden_size=INDEX_DIM + INDEX_HEADS,
+        index_topk=TOPK,
+        k_norm=lambda k: k,
+        n_heads=INDEX_HEADS,
+        nsa_enable_prefill_cp=True,
+        rope_head_dim=ROPE_DIM,
+        rotary_emb=SimpleNamespace(cos_sin_cache=angles, is_neox_style=True),
+        weights_proj=lambda x: (x[:, INDEX_DIM:],),
+        wk=lambda x: (x[:, :INDEX_DIM],),
+        wq_b=lambda q: (q,),
+    )
+    indexer.forward_npu = partial(upstream.forward_npu, indexer)
+    indexer.do_npu_cp_balance_indexer = partial(upstream.do_npu_cp_balance_indexer, indexer)
+    return indexer
+
+
+def test_23268_queries_saw_the_start_of_the_prefix_and_no_more(monkeypatch):
+    """In 0.5.10. Later releases add the prefix, for batches of one."""
+    monkeypatch.setattr(torch, "npu", SimpleNamespace(current_stream=lambda: None), raising=False)
+    expected = best_positions()
+    with release(
+        "0.5.10", indexer="layers.attention.nsa.nsa_indexer", cp="layers.attention.nsa.utils"
+    ) as sglang:
+        forgetful = positions_by_release(sglang, sglang.cp.prepare_input_dp_with_cp_dsa)
+    (new,) = PREFIXED.extend_lens
+    assert forgetful.max() < new
+    assert not (forgetful == expected).all(1).any()
+
+    with (
+        release(
+            "0.5.12", indexer="layers.attention.nsa.nsa_indexer", cp="layers.utils.cp_utils"
+        ) as sglang,
+        mock.patch.dict("sys.modules", {"sglang.srt.layers.attention.nsa.utils": NSA_ENABLED}),
+    ):
+        fixed = positions_by_release(sglang, sglang.cp.prepare_context_parallel_metadata)
+    assert torch.equal(fixed, expected.int())
+
+
+NSA_ENABLED = SimpleNamespace(
+    is_nsa_enable_prefill_cp=lambda: True, is_nsa_prefill_cp_round_robin_split=lambda: False
+)
+
+
+def test_23268_our_indexer_on_the_same():
+    q, weights, k = index_vectors()
+    (new,), (prefix,), (total,) = PREFIXED.extend_lens, PREFIXED.prefixes, PREFIXED.seq_lens
+    pool = IndexKPool()
+    pool.set_index_k_buffer(0, slots_of_request(total)[prefix:], k[prefix:])
+    ranks = cpattn.build_cp_metadata_all_ranks([new], [total], cp_size=CP_SIZE)
+    parts = [
+        cpattn.sparse.cp_indexer_topk(
+            rank.shard(q).unflatten(1, (INDEX_HEADS, -1)),
+            pool.pages.flatten(0, 1),
+            rank.shard(weights),
+            rank,
+            block_tables=make_batch(PREFIXED).block_tables,
+            page_size=PREFIXED.page_size,
+            topk=TOPK,
+        )
+        for rank in ranks
+    ]
+    assert torch.equal(ranks[0].unshard(parts).sort().values, best_positions().int())
+
+
+Q_LORA, KV_LORA = 48, 32
+
+
+def prepare_by_release(version: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """latent_cache, k_nope and k_pe as `forward_dsa_prepare_npu` of a release hands them to the
+    all-gather of context parallelism, x [T, Q_LORA + KV_LORA + ROPE_DIM]."""
+    gathered = []
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6)
+
+    norm.variance_epsilon = 1e-6
+
+    def rebuild_cp_kv_cache(latent_cache, forward_batch, k_nope, k_pe):
+        gathered.append((latent_cache, k_nope, k_pe))
+        return k_nope, k_pe
+
+    def fused(x, q_norm, kv_norm, q_lora, kv_lora, rope, eps):
+        weights = torch.ones(q_lora), torch.ones(kv_lora)
+        return cpattn.sparse.fused_split_qk_norm(x, *weights, q_lora, kv_lora, rope, eps=eps)
+
+    def rotate(positions, q_pe, k_pe):
+        return q_pe, k_pe
+
+    rotate.is_neox_style, rotate.cos_sin_cache = False, torch.ones(len(x), ROPE_DIM)
+    layer = SimpleNamespace(
+        fused_qkv_a_proj_with_mqa=lambda hidden: (hidden,),
+        indexer=lambda *_: None,
+        kv_a_layernorm=norm,
+        kv_lora_rank=KV_LORA,
+        layer_id=1,
+        num_local_heads=1,
+        q_a_layernorm=norm,
+        q_b_proj=lambda q: (q,),
+        q_lora_rank=Q_LORA,
+        qk_head_dim=Q_LORA,
+        qk_nope_head_dim=Q_LORA - ROPE_DIM,
+        qk_rope_head_dim=ROPE_DIM,
+        rebuild_cp_kv_cache=rebuild_cp_kv_cache,
+        rotary_emb=rotate,
+        skip_topk=False,
+        w_kc=torch.ones(1, Q_LORA - ROPE_DIM, KV_LORA),
+    )
+    with release(
+        version, mla="hardware_backend.npu.modules.deepseek_v2_attention_mla_npu"
+    ) as sglang:
+        sglang.mla.fused_split_qk_norm = fused
+        sglang.mla.nsa_use_prefill_cp = lambda forward_batch: True
+        sglang.mla.forward_dsa_prepare_npu(
+            layer, torch.arange(len(x)), x, SimpleNamespace(forward_mode=EXTEND), None, None
+        )
+    return gathered[0]
+
+
+def test_23268_the_fused_split_left_context_parallelism_nothing_to_gather():
+    """In 0.5.10. Later releases do not fuse there, and neither do we."""
+    x = torch.randn(6, Q_LORA + KV_LORA + ROPE_DIM, generator=torch.Generator().manual_seed(6))
+    with pytest.raises(UnboundLocalError, match="latent_cache"):
+        prepare_by_release("0.5.10", x)
+
+    assert not cpattn.sparse.can_fuse_split_qk_norm(len(x), neox_rope=False, uses_prefill_cp=True)
+    _, k_nope, k_pe, latent_cache = cpattn.sparse.split_qk_norm(
+        x,
+        torch.ones(Q_LORA),
+        torch.ones(KV_LORA),
+        Q_LORA,
+        KV_LORA,
+        ROPE_DIM,
+        q_eps=1e-6,
+        kv_eps=1e-6,
+    )
+    fixed = prepare_by_release("0.5.12", x)
+    for theirs, ours in zip(fixed, (latent_cache, k_nope, k_pe), strict=True):
+        assert_similar(theirs, ours.view_as(theirs))
+
+
+@pytest.mark.parametrize("version", ["0.5.9", "0.5.10"])
+def test_20606_a_decode_batch_chose_indices_that_need_offsets_it_has_not(version):
+    """In 0.5.9; 0.5.10 asks for the mode."""
+    logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(20606))
+    lengths = torch.tensor([40, 23], dtype=torch.int32)
+    page_table = torch.arange(80, dtype=torch.int32).view(2, 40)
+    method = cpattn.get_topk_transform_method(
+        ForwardMode.DECODE, fp8_kv_cache=True, prefill_impl="flashmla_sparse"
+    )
+    ours = cpattn.sparse.topk_transform(
+        logits, TOPK, method=method, lengths=lengths, page_table=page_table
+    )
+    if version == "0.5.9":
+        with pytest.raises(TypeError, match="topk_indices_offset"):
+            topk_by_release(version, logits, lengths, page_table)
+    else:
+        assert torch.equal(topk_by_release(version, logits, lengths, page_table), ours)
+
+
+def topk_by_release(version, logits, lengths, page_table) -> torch.Tensor:
+    """The top-k indices a decode batch gets with an FP8 cache and `flashmla_sparse`."""
+    backend = SimpleNamespace(nsa_kv_cache_store_fp8=True, nsa_prefill_impl="flashmla_sparse")
+    batch = SimpleNamespace(
+        cu_seqlens_q=torch.tensor([0, 1, 2], dtype=torch.int32),
+        nsa_seqlens_expanded=lengths,
+        page_table_1=page_table,
+        topk_indices_offset=None,  # which only extends have
+    )
+    kernels = SimpleNamespace(
+        fast_topk_transform_fused=cpattn.sparse.fast_topk_transform_fused,
+        fast_topk_transform_ragged_fused=cpattn.sparse.fast_topk_transform_ragged_fused,
+        fast_topk_v2=cpattn.sparse.fast_topk,
+    )
+    with (
+        release(
+            version,
+            base="layers.attention.base_attn_backend",
+            environ="environ",
+            nsa="layers.attention.nsa_backend",
+        ) as sglang,
+        mock.patch.dict("sys.modules", sgl_kernel=kernels),
+    ):
+        mode = () if version == "0.5.9" else (ForwardMode.DECODE,)
+        method = sglang.nsa.NativeSparseAttnBackend.get_topk_transform_method(backend, *mode)
+        return sglang.nsa.NSAIndexerMetadata(batch, method, None).topk_transform(logits, TOPK)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plug-in as sglang finds, loads and filters it, in a process like those of its engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from support.entry_points import write_distribution
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
+    pytest.mark.engine("sglang"),
+]
+
+ALL = ["zigzag", "interleave", "topk", "kv"]
+
+
+def test_loading(tmp_path):
+    write_distribution(tmp_path)
+    path = os.pathsep.join([str(tmp_path), *(p for p in sys.path if p)])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "support.sglang.sglang_plugin_worker"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout.splitlines()[-1])
+    assert answers == {
+        "filtered by SGLANG_PLUGINS": [],
+        "CPATTN_PLUGINS=0": [],
+        "loaded": ALL,
+        "loaded again": ALL,
+        "hooks per target": [1],
+        "uninstalled": [],
+        "CPATTN_SGLANG_PARTS": ["zigzag", "interleave", "strict_kv"],
+    }
+    log = [line for line in done.stderr.splitlines() if line.startswith("cpattn.")]
+    assert log == [
+        "cpattn.integrations.sglang.plugin: cpattn plans for sglang: "
+        "ZigzagCPStrategy.build_metadata, InterleaveCPStrategy.build_metadata, "
+        "DeepseekSparseAttnBackend.get_topk_transform_method, group_concurrent_contiguous "
+        "(off: CPATTN_PLUGINS=0)",
+        "cpattn.integrations.sglang.plugin: cpattn plans for sglang: "
+        "ZigzagCPStrategy.build_metadata, InterleaveCPStrategy.build_metadata, "
+        "setup_state_kv_args, CommonKVManager.get_mha_kv_ptrs_with_pp, "
+        "CommonKVManager.get_mla_kv_ptrs_with_pp, AscendKVManager.get_mla_kv_ptrs_with_pp "
+        "(off: CPATTN_PLUGINS=0)",
+    ]

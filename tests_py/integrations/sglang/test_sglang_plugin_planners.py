@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plug-in's smaller parts against sglang's own functions, and its switch."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterator
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+
+from cpattn.integrations import sglang as plugin
+from cpattn.integrations.sglang import planners
+from support.sglang import sglang_planning
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
+    pytest.mark.engine("sglang"),
+]
+
+
+@pytest.fixture(scope="module")
+def sglang() -> SimpleNamespace:
+    return sglang_planning.load()
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(27740)
+
+
+def implementations_of(sglang: SimpleNamespace) -> list[str]:
+    """What ``--dsa-prefill-backend`` may be."""
+    hints = get_type_hints(sglang.options.ExecKernel, include_extras=True)
+    return hints["dsa_prefill_backend"].__metadata__[0].choices
+
+
+def test_every_topk_choice(sglang):
+    method = sglang.topk.TopkTransformMethod
+    upstream = sglang.dsa.DeepseekSparseAttnBackend.get_topk_transform_method
+    implementations = implementations_of(sglang)
+    assert "flashmla_sparse_q8" in implementations
+    chosen = set()
+    for mode, fp8, implementation in itertools.product(
+        (None, *sglang.batch.ForwardMode), (False, True), implementations
+    ):
+        backend = SimpleNamespace(dsa_kv_cache_store_fp8=fp8, dsa_prefill_impl=implementation)
+        ours = plugin.get_topk_transform_method(backend, mode)
+        assert ours is upstream(backend, mode), (mode, fp8, implementation)
+        chosen.add(ours)
+    assert chosen == {method.PAGED, method.RAGGED}
+
+
+def test_groups_of_pages(sglang, rng):
+    for _ in range(2000):
+        size, steps = int(rng.integers(0, 40)), [1, 1, 1, 1, 2, 0, -1]
+        src, dst = (
+            (100 + np.cumsum(rng.choice(steps, size))).astype(rng.choice(["int32", "int64"]))
+            for _ in range(2)
+        )
+        ours = plugin.group_concurrent_contiguous(src, dst)
+        assert ours == sglang.utils.group_concurrent_contiguous(src, dst)
+        assert type(ours) is tuple
+        assert all(type(i) is int for side in ours for group in side for i in group)
+    for src, dst in ((np.arange(0), np.arange(3)), (np.arange(3), np.arange(0))):
+        assert plugin.group_concurrent_contiguous(src, dst) == ([], [])
+    with pytest.raises(ValueError, match="equal"):
+        plugin.group_concurrent_contiguous(np.arange(1), np.arange(2))
+
+
+def kv_list(layers: range, groups: str, drafts: int = 0) -> list[str]:
+    """What the buffers of a server hold, in the order in which it lists them."""
+    target = [f"{group}{layer}" for group in groups for layer in layers]
+    return target + [f"d{group}{layer}" for group in groups for layer in range(drafts)]
+
+
+def random_stage(rng: np.random.Generator) -> tuple[int, range]:
+    num_layers = int(rng.integers(1, 24))
+    start = int(rng.integers(0, num_layers))
+    return num_layers, range(start, int(rng.integers(start, num_layers)) + 1)
+
+
+class Manager:
+    """With no more than its arguments."""
+
+
+def make_manager(kind: type[Any], **kv_args: Any) -> Any:
+    manager = object.__new__(kind)
+    manager.kv_args = SimpleNamespace(**kv_args)
+    return manager
+
+
+def test_strict_mha_finds_the_layers_that_sglang_mistakes_for_drafts(sglang, rng):
+    kind = sglang.conn.CommonKVManager
+    upstream = kind.get_mha_kv_ptrs_with_pp
+    num_wrong = 0
+    for _ in range(1000):
+        num_layers, stage = random_stage(rng)
+        src = kv_list(stage, "KV")
+        dst = kv_list(range(num_layers), "KV", drafts=int(rng.integers(0, 4)))
+        manager = make_manager(kind, prefill_start_layer=stage.start)
+        theirs = upstream(manager, src, dst)
+        assert planners.strict_mha_kv_ptrs(upstream, manager, src, dst) == theirs  # not recorded
+        manager.kv_args.total_kv_layers = num_layers
+        src_k, src_v, dst_k, dst_v, n = planners.strict_mha_kv_ptrs(upstream, manager, src, dst)
+        assert (src_k + src_v, n) == (src, len(stage))
+        assert (dst_k + dst_v)[: len(src)] == src
+        num_wrong += (theirs[2] + theirs[3])[: len(src)] != src
+    assert num_wrong > 100
+
+
+@pytest.mark.parametrize("backend", ["ascend", "common"])
+def test_strict_mla_is_right_or_refuses(sglang, rng, monkeypatch, backend):
+    kind = {"ascend": sglang.ascend.AscendKVManager, "common": sglang.conn.CommonKVManager}[backend]
+    upstream = kind.get_mla_kv_ptrs_with_pp
+    group = SimpleNamespace(is_last_rank=False)
+    parallel = SimpleNamespace(pp_group=group)
+    monkeypatch.setattr(sglang.ascend, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(planners, "_from_sglang", lambda module, name: lambda: parallel)
+    outcomes = {"right": 0, "refused": 0, "upstream wrong": 0}
+    for _ in range(1000):
+        num_layers, stage = random_stage(rng)
+        groups, drafts = str(rng.choice(["KV", "KVI"])), int(rng.integers(0, 3))
+        group.is_last_rank = stage.stop == num_layers
+        src = kv_list(stage, groups, drafts if group.is_last_rank else 0)
+        dst = kv_list(range(num_layers), groups, int(rng.choice([drafts, drafts, 0])))
+        manager = make_manager(
+            kind,
+            prefill_start_layer=stage.start,
+            kv_buf_groups=len(groups),
+            hidden_kv_layers=num_layers,
+            draft_kv_layers=drafts if group.is_last_rank else 0,
+            num_draft_entries=0,
+            mla_compression_ratios=None,
+        )
+        outcomes["upstream wrong"] += upstream(manager, src, dst)[1][: len(src)] != src
+        try:
+            ours = planners.strict_mla_kv_ptrs(upstream, manager, src, dst)
+        except ValueError:
+            outcomes["refused"] += 1
+            assert upstream(manager, src, dst)[1][: len(src)] != src
+            continue
+        assert ours[0] == src
+        assert ours[1][: len(src)] == src
+        outcomes["right"] += 1
+    assert min(outcomes.values()) > 20, outcomes
+
+
+def test_strict_mla_leaves_other_pools_to_sglang():
+    def original(*arguments: Any) -> Any:
+        return arguments
+
+    plain = make_manager(Manager, prefill_start_layer=0, kv_buf_groups=1)
+    assert planners.strict_mla_kv_ptrs(original, plain, [1], [2]) == (plain, [1], [2], None)
+    grouped = make_manager(Manager, prefill_start_layer=0, kv_buf_groups=2, hidden_kv_layers=1)
+    arguments = (grouped, [1, 2], [3, 4], "swa")
+    assert planners.strict_mla_kv_ptrs(original, *arguments) == arguments
+
+
+def test_layers_are_recorded_for_pools_that_have_all(sglang):
+    def original(kv_args: Any, *args: Any, **kwargs: Any) -> None:
+        kv_args.seen = (args, kwargs)
+
+    for kind, recorded in (("MHATokenToKVPool", 61), ("HybridLinearKVPool", 0)):
+        pool, kv_args = object.__new__(getattr(sglang.pools, kind)), SimpleNamespace()
+        planners.record_kv_layers(original, kv_args, pool, None, 61, req_to_token_pool="r")
+        assert kv_args.seen == ((pool, None, 61), {"req_to_token_pool": "r"})
+        assert kv_args.total_kv_layers == recorded
+
+
+@pytest.fixture
+def switch(sglang, monkeypatch) -> Iterator[Any]:
+    """The plug-in's module of hooks, all of which pass through again afterwards."""
+    for variable in ("CPATTN_PLUGINS", "CPATTN_SGLANG_PARTS"):
+        monkeypatch.delenv(variable, raising=False)
+    yield __import__("cpattn.integrations.sglang.plugin", fromlist=["plugin"])
+    plugin.uninstall()
+
+
+def test_switching_at_run_time(sglang, switch):
+    kv_args = {"prefill_start_layer": 0, "total_kv_layers": 15}
+    manager = make_manager(sglang.mooncake.MooncakeKVManager, **kv_args)
+    src, dst = kv_list(range(7), "KV"), kv_list(range(15), "KV")
+    wrong = manager.get_mha_kv_ptrs_with_pp(src, dst)[3]
+    assert wrong != src[7:]
+    for _ in range(2):
+        plugin.install("strict_kv", "kv")
+        assert manager.get_mha_kv_ptrs_with_pp(src, dst)[3] == src[7:]
+        plugin.install()  # what the entry point does changes nothing
+        assert manager.get_mha_kv_ptrs_with_pp(src, dst)[3] == src[7:]
+        plugin.install("metadata")
+        assert manager.get_mha_kv_ptrs_with_pp(src, dst)[3] == wrong
+        plugin.uninstall()
+        assert manager.get_mha_kv_ptrs_with_pp(src, dst)[3] == wrong
+
+
+def test_an_unknown_part_is_refused(switch, monkeypatch):
+    message = (
+        r"parts \(CPATTN_SGLANG_PARTS\) must be among "
+        r"\('metadata', 'topk', 'kv', 'strict_kv'\), got 'speed'"
+    )
+    with pytest.raises(ValueError, match=message):
+        plugin.install("speed")
+    monkeypatch.setenv("CPATTN_SGLANG_PARTS", "kv, speed")
+    with pytest.raises(ValueError, match=message):
+        plugin.install()
+
+
+def test_another_release_is_named(switch, monkeypatch, caplog):
+    monkeypatch.setattr("sglang.version.__version__", "0.5.99")
+    plugin.install("metadata")
+    assert "cpattn matches sglang 0.5.23, this is 0.5.99" in caplog.text
+
+
+@pytest.mark.parametrize("error", [ImportError, RuntimeError, AttributeError])
+def test_what_a_release_lacks_is_left_alone(sglang, switch, monkeypatch, caplog, error):
+    """The rest is hooked all the same, and no more is claimed: not of a module that fails, nor of
+    one without the class."""
+
+    def import_module(name: str) -> Any:
+        if name.endswith(".dsa_backend"):
+            raise error("no device")
+        if name.endswith(".interleave"):
+            return SimpleNamespace()
+        return importlib.import_module(name)
+
+    monkeypatch.setattr(switch, "importlib", SimpleNamespace(import_module=import_module))
+    with caplog.at_level("INFO"):
+        plugin.install()
+    assert "InterleaveCPStrategy.build_metadata alone: 'types.SimpleNamespace'" in caplog.text
+    assert "get_topk_transform_method alone: no device" in caplog.text
+    assert (
+        "sglang: ZigzagCPStrategy.build_metadata, group_concurrent_contiguous (off" in caplog.text
+    )
+
+
+def test_hooks_of_others_come_after(sglang, switch, monkeypatch):
+    target = "sglang.srt.disaggregation.common.utils.group_concurrent_contiguous"
+    monkeypatch.setattr(switch, "_hooked", set())
+    monkeypatch.setattr(sglang.registry.HookRegistry, "_patched", {target})
+    with pytest.raises(RuntimeError, match=f"before sglang applies other hooks to {target}"):
+        plugin.install("kv", "metadata")
+    assert not switch._hooked
+    assert not switch._active

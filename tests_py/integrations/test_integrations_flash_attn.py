@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of flash-attn: arguments, alignment, layouts of the LSE, against the oracle."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from cpattn.integrations import flash_attn
+from support import documented_masks
+from support.cases import DTYPES, assert_attention, strided_copy
+from support.tolerances import assert_similar
+
+HEADS, KV_HEADS, DIM = 4, 2, 32
+WINDOWS = [(-1, -1), (5, 0), (0, 0), (4, 3), (-1, 2), (6, -1)]
+
+
+@pytest.fixture(autouse=True)
+def fixed_inputs():
+    torch.manual_seed(0)
+
+
+def normal(*shape, dtype="float32"):
+    return torch.randn(shape).to(getattr(torch, dtype))
+
+
+def oracle_inputs(q, k, v, q_lens, kv_lens, causal=False, window_size=(-1, -1), **options):
+    """Arguments of the oracle for rows q and keys k of sequences one after the other."""
+    starts = np.cumsum([0, *kv_lens])[:-1]
+    inputs = {
+        "q": q,
+        "k_cache": k,
+        "v_cache": v,
+        "q_lens": q_lens,
+        "kv_lens": kv_lens,
+        "block_tables": starts[:, None] + np.arange(max(kv_lens)),
+        "page_size": 1,
+        "causal": False,
+        **options,
+    }
+    inputs["custom_mask"] = documented_masks.mask_of(
+        documented_masks.flash_attn, q_lens, kv_lens, causal, window_size
+    )
+    return inputs
+
+
+def assert_result(out, lse, inputs):
+    """LSE [heads, tokens] with the sign of flash-attn for rows without keys."""
+    assert lse.dtype == torch.float32
+    assert not torch.isneginf(lse).any()
+    assert_attention(out, torch.where(torch.isposinf(lse), -torch.inf, lse).T, inputs)
+
+
+def cumulative(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def run_varlen(q, k, v, q_lens, kv_lens, **options):
+    out, lse, _ = flash_attn.flash_attn_varlen_func(
+        q, k, v, cumulative(q_lens), cumulative(kv_lens), max(q_lens), max(kv_lens),
+        return_attn_probs=True, **options,
+    )  # fmt: skip
+    return out, lse
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window_size", WINDOWS)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (3, 11), (11, 3)])
+def test_equal_lengths(q_len, kv_len, window_size, causal):
+    q = normal(2, q_len, HEADS, DIM)
+    k, v = normal(2, kv_len, KV_HEADS, DIM), normal(2, kv_len, KV_HEADS, DIM)
+    out, lse, probabilities = flash_attn.flash_attn_func(
+        q, k, v, causal=causal, window_size=window_size, return_attn_probs=True
+    )
+    assert out.shape == q.shape
+    assert lse.shape == (2, HEADS, q_len)
+    assert probabilities.numel() == 0
+    inputs = oracle_inputs(
+        *(x.flatten(0, 1) for x in (q, k, v)),
+        [q_len] * 2, [kv_len] * 2, causal=causal, window_size=window_size,
+    )  # fmt: skip
+    assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
+
+
+def test_causal_masks_are_those_of_the_documentation():
+    """With all scores 0 the LSE is the logarithm of how many keys a row sees."""
+    for q_len, kv_len, counts in [(2, 5, [4, 5]), (5, 2, [0, 0, 0, 1, 2])]:
+        q, k = torch.zeros(1, q_len, 1, 16), torch.zeros(1, kv_len, 1, 16)
+        out, lse, _ = flash_attn.flash_attn_func(
+            q, k, torch.ones_like(k), causal=True, return_attn_probs=True
+        )
+        expected = torch.tensor(counts).float().log()
+        expected[expected == -torch.inf] = torch.inf
+        assert_similar(lse[0, 0], expected)
+        assert out[0, :, 0, 0].tolist() == [float(n > 0) for n in counts]
+
+
+# Query i of 3 stands at key i + 2 of 5.
+@pytest.mark.parametrize(
+    ("causal", "window_size", "rows"),
+    [
+        (False, (1, 1), ["01110", "00111", "00011"]),
+        (False, (2, 0), ["11100", "01110", "00111"]),
+        (False, (0, 1), ["00110", "00011", "00001"]),
+        (False, (-1, 1), ["11110", "11111", "11111"]),
+        (False, (0, -1), ["00111", "00011", "00001"]),
+        (True, (1, 1), ["01100", "00110", "00011"]),
+        (True, (-1, -1), ["11100", "11110", "11111"]),
+    ],
+)
+def test_windows_by_hand(causal, window_size, rows):
+    """With a unit vector as the value of each key it shows which ones a query sees."""
+    q, k = torch.zeros(1, 3, 1, 16), torch.zeros(1, 5, 1, 16)
+    out = flash_attn.flash_attn_func(
+        q, k, torch.eye(5, 16)[None, :, None], causal=causal, window_size=window_size
+    )
+    assert ["".join(str(int(x > 0)) for x in row) for row in out[0, :, 0, :5]] == rows
+    mask = documented_masks.mask_of(documented_masks.flash_attn, [3], [5], causal, window_size)
+    assert "".join(str(int(x)) for x in mask) == "".join(rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens"),
+    [
+        ((5, 3, 1), (5, 3, 1)),
+        ((4, 0, 6, 2), (9, 3, 0, 33)),  # no new token, no key
+        ((0, 9, 4), (0, 2, 0)),  # fewer keys than queries, the last sequence without keys
+        ((3, 70), (40, 1)),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_ragged(q_lens, kv_lens, causal, dtype):
+    q = strided_copy(normal(sum(q_lens), HEADS, DIM, dtype=dtype))
+    k, v = (strided_copy(normal(sum(kv_lens), KV_HEADS, DIM, dtype=dtype)) for _ in "kv")
+    out, lse = run_varlen(q, k, v, q_lens, kv_lens, causal=causal)
+    assert lse.shape == (HEADS, sum(q_lens))
+    assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, causal=causal))
+
+
+@pytest.mark.parametrize("window_size", WINDOWS)
+def test_ragged_windows_with_softcap_and_scale(window_size):
+    q_lens, kv_lens = (6, 2, 9), (6, 20, 4)
+    q, k, v = normal(17, HEADS, DIM), normal(30, KV_HEADS, DIM), normal(30, KV_HEADS, DIM)
+    out, lse = run_varlen(
+        q, k, v, q_lens, kv_lens, window_size=window_size, softcap=3.0, softmax_scale=0.5
+    )
+    inputs = oracle_inputs(
+        q, k, v, q_lens, kv_lens, window_size=window_size, softcap=3.0, scale=0.5
+    )
+    assert_result(out, lse, inputs)
+
+
+def test_keys_of_no_sequence_are_not_read():
+    q, k, v = normal(4, HEADS, DIM), normal(15, KV_HEADS, DIM), normal(15, KV_HEADS, DIM)
+    k[11:], v[11:] = torch.nan, torch.nan
+    out, lse = run_varlen(q, k, v, (1, 3), (4, 7), causal=True)
+    assert_result(out, lse, oracle_inputs(q, k, v, (1, 3), (4, 7), causal=True))
+
+
+def test_nothing_at_all():
+    q, k = normal(3, HEADS, DIM), normal(0, KV_HEADS, DIM)
+    for out, lse in (
+        run_varlen(q, k, k, (1, 2), (0, 0), causal=True),
+        flash_attn.flash_attn_func(q[None], k[None], k[None], return_attn_probs=True)[:2],
+    ):
+        assert torch.all(out == 0)
+        assert torch.all(lse == torch.inf)
+    out, lse = run_varlen(q[:0], k, k, (0,), (0,))
+    assert out.shape == (0, HEADS, DIM)
+    assert lse.shape == (HEADS, 0)
+
+
+def in_shuffled_pages(x, kv_lens, page_size):
+    """The rows of sequences in pages that are not in order, and the table."""
+    counts = [-(-n // page_size) for n in kv_lens]
+    order = torch.randperm(sum(counts) + 1)
+    pages = torch.full((len(order), page_size, *x.shape[1:]), torch.nan, dtype=x.dtype)
+    table = torch.full((len(kv_lens), max(counts)), -1, dtype=torch.int32)
+    for row, part in enumerate(x.split(kv_lens)):
+        mine, order = order[: counts[row]], order[counts[row] :]
+        table[row, : len(mine)] = mine
+        for i, block in enumerate(part.split(page_size)):
+            pages[mine[i], : len(block)] = block
+    return pages, table
+
+
+def test_block_table():
+    q_lens, kv_lens = (2, 5, 1), (9, 5, 17)
+    q, k, v = normal(8, HEADS, DIM), normal(31, KV_HEADS, DIM), normal(31, KV_HEADS, DIM)
+    torch.manual_seed(1)
+    k_pages, table = in_shuffled_pages(k, kv_lens, 4)
+    torch.manual_seed(1)
+    v_pages, _ = in_shuffled_pages(v, kv_lens, 4)
+    out, lse = run_varlen(q, k_pages, v_pages, q_lens, kv_lens, causal=True, block_table=table)
+    assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, causal=True))
+
+    q = normal(3, 2, HEADS, DIM)
+    for num_splits in (0, 1):
+        out, lse = flash_attn.flash_attn_with_kvcache(
+            q, k_pages, v_pages, cache_seqlens=torch.tensor(kv_lens), block_table=table,
+            causal=True, num_splits=num_splits, return_softmax_lse=True,
+        )  # fmt: skip
+        inputs = oracle_inputs(q.flatten(0, 1), k, v, (2, 2, 2), kv_lens, causal=True)
+        assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_cache_is_appended_to_in_place(paged):
+    lengths, new, capacity = (3, 0, 6), 2, 8
+    rows = torch.tensor([2, 0, 3], dtype=torch.int32)  # of a cache with a row more
+    k_cache, v_cache = (torch.full((4, capacity, KV_HEADS, DIM), torch.nan) for _ in "kv")
+    keys, values = ([normal(n + new, KV_HEADS, DIM) for n in lengths] for _ in "kv")
+    for cache, parts in ((k_cache, keys), (v_cache, values)):
+        for row, n, part in zip(rows, lengths, parts, strict=True):
+            cache[row, :n] = part[:n]
+    k, v = (torch.stack([x[-new:] for x in parts]) for parts in (keys, values))
+    if paged:  # the rows of the cache in pages of 4
+        where = {"block_table": torch.stack([2 * rows, 2 * rows + 1], 1)}
+        caches = [cache.view(8, 4, KV_HEADS, DIM) for cache in (k_cache, v_cache)]
+    else:
+        where = {"cache_batch_idx": rows}
+        caches = [k_cache, v_cache]
+    q = normal(3, new, HEADS, DIM)
+    out, lse = flash_attn.flash_attn_with_kvcache(
+        q, *caches, k, v, cache_seqlens=torch.tensor(lengths), causal=True,
+        window_size=(4, 0), return_softmax_lse=True, **where,
+    )  # fmt: skip
+    assert out.shape == q.shape
+    assert lse.shape == (3, HEADS, new)
+    for row, n, part in zip(rows, lengths, keys, strict=True):
+        assert torch.equal(k_cache[row, : n + new], part)
+        assert k_cache[row, n + new :].isnan().all()
+    assert k_cache[1].isnan().all()
+    kv_lens = [n + new for n in lengths]
+    inputs = oracle_inputs(
+        q.flatten(0, 1), torch.cat(keys), torch.cat(values), [new] * 3, kv_lens,
+        causal=True, window_size=(4, 0),
+    )  # fmt: skip
+    assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
+
+
+def test_whole_cache_and_one_length_for_all():
+    q, k, v = (normal(2, n, KV_HEADS, DIM) for n in (1, 6, 6))
+    whole = flash_attn.flash_attn_with_kvcache(q, k, v)
+    assert_similar(whole, flash_attn.flash_attn_func(q, k, v))
+    part = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=4)
+    assert_similar(part, flash_attn.flash_attn_func(q, k[:, :4], v[:, :4]))
+
+
+def test_private_forms_agree_with_the_public_ones():
+    q, k, v = (normal(2, 6, KV_HEADS, DIM) for _ in "qkv")
+    out, lse, _ = flash_attn.flash_attn_func(
+        q, k, v, causal=True, window_size=(2, -1), return_attn_probs=True
+    )
+    mine = flash_attn._flash_attn_forward(q, k, v, 0.0, None, True, 2, -1, 0.0, None, False)
+    assert len(mine) == 4
+    assert torch.equal(mine[0], out)
+    assert torch.equal(mine[1], lse)
+    rows, ends = [x.flatten(0, 1) for x in (q, k, v)], cumulative([6, 6])
+    mine = flash_attn._flash_attn_varlen_forward(
+        *rows, ends, ends, 6, 6, 0.0, 0.3, False, seqused_k=torch.tensor([4, 0])
+    )
+    out = flash_attn.flash_attn_func(q[:1], k[:1, :4], v[:1, :4], softmax_scale=0.3)
+    assert_similar(mine[0][:6], out[0])
+    assert torch.all(mine[0][6:] == 0)
+    assert torch.all(mine[1][:, 6:] == torch.inf)
+    with pytest.raises(NotImplementedError, match="no backward pass"):
+        flash_attn._flash_attn_varlen_backward(q)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dropout_p": 0.1}, "dropout_p must be 0"),
+        ({"alibi_slopes": torch.zeros(HEADS)}, "alibi_slopes is not supported"),
+        ({"cu_seqlens_q": [0, 9]}, "cu_seqlens_q must end within the 8 rows"),
+        ({"cu_seqlens_k": [0, 5, 4, 8]}, "cu_seqlens_k must start at 0 and not decrease"),
+        ({"cu_seqlens_k": [0, 4, 8]}, "must have one length, got 2 and 3"),
+        ({"q": torch.zeros(8, HEADS, DIM, requires_grad=True)}, "no backward pass"),
+    ],
+)
+def test_what_is_refused(change, message):
+    arguments = {
+        "q": normal(8, HEADS, DIM),
+        "k": normal(8, KV_HEADS, DIM),
+        "v": normal(8, KV_HEADS, DIM),
+        "cu_seqlens_q": [0, 8],
+        "cu_seqlens_k": [0, 8],
+        "max_seqlen_q": 8,
+        "max_seqlen_k": 8,
+    }
+    with pytest.raises(ValueError, match=f"flash_attn_varlen_func: .*{message}"):
+        flash_attn.flash_attn_varlen_func(**arguments | change)
+
+
+def test_a_forward_pass_alone_may_have_inputs_that_require_gradients():
+    q = normal(1, 2, HEADS, DIM).requires_grad_()
+    with torch.no_grad():
+        out = flash_attn.flash_attn_func(q, q, q)
+    assert torch.equal(out, flash_attn.flash_attn_func(*[q.detach()] * 3))
+    with pytest.raises(TypeError, match="flash_attn_func: q must be a torch tensor, got ndarray"):
+        flash_attn.flash_attn_func(*[q.detach().numpy()] * 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rotary_cos": torch.ones(8, 16)}, "rotary_cos is not supported"),
+        ({"cache_leftpad": torch.zeros(2)}, "cache_leftpad is not supported"),
+        ({"k": torch.zeros(2, 1, KV_HEADS, DIM)}, "k and v must be given together"),
+        ({"cache_seqlens": torch.tensor([1, 2, 3])}, "must be 2 numbers"),
+        ({"k": torch.zeros(2, 1, 1, DIM), "v": torch.zeros(2, 1, 1, DIM)}, "k must have shape"),
+        (
+            {"k": torch.zeros(2, 4, KV_HEADS, DIM), "v": torch.zeros(2, 4, KV_HEADS, DIM)},
+            "needs room for 9 tokens, the cache of a sequence has 8",
+        ),
+        (
+            {"cache_batch_idx": torch.tensor([0, 1]), "block_table": torch.zeros(2, 1).int()},
+            "cache_batch_idx must not be given with block_table",
+        ),
+    ],
+)
+def test_what_a_cache_refuses(change, message):
+    k_cache, v_cache = (torch.zeros(2, 8, KV_HEADS, DIM) for _ in "kv")
+    arguments = {"q": normal(2, 1, HEADS, DIM), "k_cache": k_cache, "v_cache": v_cache}
+    with pytest.raises(ValueError, match=f"flash_attn_with_kvcache: .*{message}"):
+        flash_attn.flash_attn_with_kvcache(**arguments | {"cache_seqlens": 5} | change)
+    assert not k_cache.any()
+
+
+def test_installed_and_removed():
+    with flash_attn.install() as installed:
+        module = importlib.import_module("flash_attn.flash_attn_interface")
+        assert module.flash_attn_varlen_func is flash_attn.flash_attn_varlen_func
+        assert importlib.util.find_spec("flash_attn") is not None
+        with pytest.raises(ImportError, match="not replaced"):
+            flash_attn.install()
+    installed.remove()  # nothing is left to remove
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("flash_attn")
+
+
+def test_the_real_package_is_not_hidden(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    with pytest.raises(ImportError, match="a package flash_attn is there already"):
+        flash_attn.install()
+    monkeypatch.delitem(sys.modules, "flash_attn")
+    (tmp_path / "flash_attn.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="a package flash_attn is there already"):
+        flash_attn.install()
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flashinfer"])
+def test_import_does_not_import_torch(name):
+    program = f"import sys, cpattn.integrations.{name}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

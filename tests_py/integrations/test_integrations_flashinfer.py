@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashInfer's names: plans, caches in one or two tensors, base-2 LSE, against the oracle."""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from cpattn import reference
+from cpattn.integrations import flashinfer
+from cpattn.integrations.flashinfer import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+)
+from support import documented_masks
+from support.cases import DTYPES, Case, assert_attention, make_inputs
+from support.tolerances import assert_close, to_float64
+
+LN2 = math.log(2)
+CASE = Case(q_lens=(5, 0, 3, 9), kv_lens=(37, 4, 16, 2), page_size=8)
+
+
+def csr(case, tables):
+    """paged_kv_indptr, paged_kv_indices and paged_kv_last_page_len of block tables."""
+    kv_lens = torch.tensor(case.kv_lens)
+    counts = -(-kv_lens // case.page_size)
+    indices = torch.cat([torch.tensor(row[:n]) for row, n in zip(tables, counts, strict=True)])
+    last = kv_lens - (counts - 1).clamp(min=0) * case.page_size
+    return torch.tensor([0, *counts]).cumsum(0).int(), indices.int(), last.int()
+
+
+def plan_prefill(case, inputs, **options):
+    """A planned wrapper, and the cache as a pair."""
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(0), inputs["kv_layout"])
+    wrapper.plan(
+        torch.tensor([0, *case.q_lens]).cumsum(0).int(),
+        *csr(case, inputs["block_tables"]),
+        case.num_heads, case.num_kv_heads, case.head_dim, case.page_size, **options,
+    )  # fmt: skip
+    return wrapper, (inputs["k_cache"], inputs["v_cache"])
+
+
+def documented(case, inputs, causal, window_left=-1, custom_mask=True):
+    """The oracle's arguments: a mask decides alone, in place of what the case says."""
+    mask = documented_masks.mask_of(
+        documented_masks.flashinfer, case.q_lens, case.kv_lens, causal, window_left
+    )
+    rest = {name: value for name, value in inputs.items() if name not in ("causal", "window")}
+    return {**rest, "causal": False, "custom_mask": mask & custom_mask}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_prefill(kv_layout, causal, dtype):
+    case = CASE.with_(kv_layout=kv_layout, dtype=dtype, options={"causal": causal})
+    inputs = make_inputs(case)
+    wrapper, cache = plan_prefill(case, inputs, causal=causal)
+    out, lse = wrapper.run(inputs["q"], cache, return_lse=True)
+    assert_attention(out, lse * LN2, documented(case, inputs, causal))
+    assert torch.equal(wrapper.run(inputs["q"], cache), out)  # once more with the same plan
+    one = torch.stack(cache, 1)
+    for run in (wrapper.run, wrapper.run_return_lse):
+        again = run(inputs["q"], one, return_lse=True)
+        assert torch.equal(again[0], out)
+        assert torch.equal(again[1], lse)
+
+
+def test_lse_is_to_base_2():
+    """Four keys of score 0."""
+    case = Case(q_lens=(1,), kv_lens=(4,), page_size=4, num_heads=1, num_kv_heads=1, head_dim=16)
+    inputs = make_inputs(case)
+    wrapper, cache = plan_prefill(case, inputs)
+    _, lse = wrapper.run(torch.zeros(1, 1, 16), cache, return_lse=True)
+    assert lse.item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_window_softcap_scale_and_scales(causal):
+    options = {"causal": causal, "softcap": 5.0, "scale": 0.5 * 0.25 * 2}
+    if causal:
+        options["window"] = 3
+    case = CASE.with_(options=options)
+    inputs = make_inputs(case)
+    wrapper, cache = plan_prefill(
+        case, inputs, causal=causal, window_left=3, logits_soft_cap=5.0, sm_scale=0.5
+    )
+    out, lse = wrapper.run(
+        inputs["q"], cache, q_scale=0.25, k_scale=2.0, v_scale=4.0, return_lse=True, window_left=3
+    )
+    assert_attention(out / 4, lse * LN2, documented(case, inputs, causal, 3))
+
+
+def test_custom_mask_decides_alone_but_for_the_window():
+    case = CASE.with_(options={"causal": False})
+    inputs = make_inputs(case)
+    mask = np.random.default_rng(0).random(np.dot(case.q_lens, case.kv_lens)) < 0.5
+    for window_left in (-1, 4):
+        wrapper, cache = plan_prefill(
+            case, inputs, custom_mask=torch.tensor(mask), causal=True, window_left=window_left
+        )
+        out, lse = wrapper.run(inputs["q"], cache, return_lse=True)
+        assert_attention(out, lse * LN2, documented(case, inputs, False, window_left, mask))
+
+
+def test_results_are_written_where_asked():
+    inputs = make_inputs(CASE)
+    wrapper, cache = plan_prefill(CASE, inputs, causal=True)
+    out, lse = torch.empty_like(inputs["q"]), torch.empty(inputs["q"].shape[:2])
+    result = wrapper.run(inputs["q"], cache, out=out, lse=lse, return_lse=True)
+    assert result[0] is out
+    assert result[1] is lse
+    assert_attention(out, lse * LN2, inputs)
+    sinks = torch.linspace(-1, 1, CASE.num_heads)
+    out, lse = wrapper.run(inputs["q"], cache, sinks=sinks, return_lse=True)
+    assert_attention(out, lse * LN2, inputs | {"sinks": sinks})
+
+
+def test_values_of_another_width():
+    case = CASE.with_(v_head_dim=32, options={"causal": True})
+    inputs = make_inputs(case)
+    wrapper, cache = plan_prefill(case, inputs, head_dim_vo=32, causal=True, disable_split_kv=True)
+    out, lse = wrapper.run(inputs["q"], cache, return_lse=True)
+    assert_attention(out, lse * LN2, inputs)
+
+
+@pytest.mark.parametrize("window_left", [-1, 5])
+def test_decode(window_left):
+    window = None if window_left < 0 else window_left
+    case = Case(
+        q_lens=(1,) * 4, kv_lens=(37, 0, 8, 1), page_size=8, kv_layout="HND",
+        options={"window": window},
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(None, "HND")
+    wrapper.plan(
+        *csr(case, inputs["block_tables"]), case.num_heads, case.num_kv_heads, case.head_dim,
+        case.page_size, window_left=window_left,
+    )  # fmt: skip
+    cache = torch.stack([inputs["k_cache"], inputs["v_cache"]], 1)
+    out, lse = wrapper.run(inputs["q"], cache, return_lse=True)
+    assert_attention(out, lse * LN2, documented(case, inputs, True, window_left))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode is not supported, got 'ALIBI'"),
+        ({"packed_custom_mask": torch.zeros(1)}, "packed_custom_mask is not supported"),
+        ({"prefix_len_ptr": torch.zeros(1)}, "prefix_len_ptr is not supported"),
+        ({"token_pos_in_items_len": 3}, "token_pos_in_items_len is not supported"),
+        ({"qo_indptr": [0, 1, 2]}, "qo_indptr must have 2 elements"),
+        ({"paged_kv_indptr": [0, 3]}, "paged_kv_indptr must start at 0"),
+        ({"seq_lens": torch.tensor([10])}, r"seq_lens must be what the pages say, \[11\]"),
+        ({"paged_kv_last_page_len": [9]}, r"must be 1 numbers in \[1, 8\], got \[9\]"),
+    ],
+)
+def test_what_a_plan_refuses(change, message):
+    arguments = {
+        "qo_indptr": [0, 1],
+        "paged_kv_indptr": [0, 2],
+        "paged_kv_indices": [0, 1],
+        "paged_kv_last_page_len": [3],
+        "num_qo_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim_qk": 16,
+        "page_size": 8,
+    }
+    wrapper = BatchPrefillWithPagedKVCacheWrapper()
+    with pytest.raises(ValueError, match=f"KVCacheWrapper.plan: .*{message}"):
+        wrapper.plan(**arguments | change)
+    wrapper.plan(**arguments)
+
+
+def test_what_a_run_refuses():
+    inputs = make_inputs(CASE)
+    unplanned = BatchPrefillWithPagedKVCacheWrapper()
+    with pytest.raises(ValueError, match="plan must be called first"):
+        unplanned.run(inputs["q"], (inputs["k_cache"], inputs["v_cache"]))
+    wrapper, cache = plan_prefill(CASE, inputs, o_data_type=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"o_data_type must be that of q \(torch.float32\)"):
+        wrapper.run(inputs["q"], cache)
+    wrapper, cache = plan_prefill(CASE, inputs, o_data_type="float32")
+    with pytest.raises(ValueError, match=r"window_left must be as planned \(-1\), got 3"):
+        wrapper.run(inputs["q"], cache, window_left=3)
+    with pytest.raises(ValueError, match="custom kernels"):
+        wrapper.run(inputs["q"], cache, 1.0)
+    with pytest.raises(ValueError, match="a pair of tensors or one of"):
+        wrapper.run(inputs["q"], cache[0])
+    with pytest.raises(ValueError, match="k_cache must have at least the planned"):
+        wrapper.run(inputs["q"], (cache[0][:2], cache[1]))
+    with pytest.raises(ValueError, match="kv_layout must be"):
+        BatchPrefillWithPagedKVCacheWrapper(kv_layout="HDN")
+    with pytest.raises(ValueError, match="jit_args is not supported"):
+        BatchDecodeWithPagedKVCacheWrapper(jit_args=["a kernel"])
+
+
+def make_states(dtype, *shape):
+    random = torch.Generator().manual_seed(0)
+    v = torch.randn(shape, generator=random).to(getattr(torch, dtype))
+    s = 5 * torch.randn(shape[:-1], generator=random)
+    s[0, ..., 0] = -torch.inf  # without keys
+    return v, s
+
+
+def assert_merged(v, s, states, dtype, op="merge_state"):
+    """`states`: (v, s) of each part, to base 2."""
+    (out, lse), *others = [(to_float64(x), to_float64(y) * LN2) for x, y in states]
+    magnitude = abs(out)
+    for other, other_lse in others:
+        magnitude, _ = reference.merge_state(magnitude, lse, abs(other), other_lse)
+        out, lse = reference.merge_state(out, lse, other, other_lse)
+    assert v.dtype == getattr(torch, dtype)
+    assert_close(v, out, magnitude, op, dtype)
+    size = np.maximum(1, np.abs(np.nan_to_num(lse, neginf=0))) / LN2
+    assert_close(s, lse / LN2, size, "attention lse", "any")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merge_state(dtype):
+    a, b = make_states(dtype, 2, 6, 3, 64)
+    states = [(a[i], b[i]) for i in range(2)]
+    before = a.clone(), b.clone()
+    v, s = flashinfer.merge_state(*states[0], *states[1])
+    assert_merged(v, s, states, dtype)
+    assert torch.equal(a, before[0])
+    assert torch.equal(b, before[1])
+
+    for mask in (None, torch.tensor([True, False, True, False, False, True])):
+        v_mine, s_mine = a[0].clone(), b[0].clone()
+        flashinfer.merge_state_in_place(v_mine, s_mine, *states[1], mask=mask)
+        chosen = slice(None) if mask is None else mask
+        assert torch.equal(v_mine[chosen], v[chosen])
+        assert torch.equal(s_mine[chosen], s[chosen])
+        if mask is not None:
+            assert torch.equal(v_mine[~mask], a[0][~mask])
+            assert torch.equal(s_mine[~mask], b[0][~mask])
+
+
+def test_merge_golden_value():
+    v, s = torch.tensor([[[[0.0]], [[10.0]]]]), torch.tensor([[[1.0], [3.0]]])  # 2 and 8
+    v, s = flashinfer.merge_states(v, s)
+    assert v.item() == pytest.approx(8.0)
+    assert s.item() == pytest.approx(math.log2(10))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_states", [1, 2, 5])
+def test_merge_states(num_states, dtype):
+    v, s = make_states(dtype, 6, num_states, 3, 64)
+    before = v.clone(), s.clone()
+    merged = flashinfer.merge_states(v, s)
+    assert torch.equal(v, before[0])
+    assert torch.equal(s, before[1])
+    # float32 has a rounding of each merge, as the ranks of a ring have
+    op = "ring of ranks" if dtype == "float32" else "merge_state"
+    assert_merged(*merged, [(v[:, i], s[:, i]) for i in range(num_states)], dtype, op)
+    with pytest.raises(ValueError, match="merge_states: v must be"):
+        flashinfer.merge_states(v[:, :0], s[:, :0])
+
+
+def test_attention_in_parts_merges_to_the_whole():
+    """A cascade: a prefix that all share, and what each has of its own."""
+    case = Case(q_lens=(5,), kv_lens=(40,), page_size=8, options={"causal": True})
+    inputs = make_inputs(case)
+    cache, pages = (inputs["k_cache"], inputs["v_cache"]), inputs["block_tables"][0]
+    states = []
+    for part, causal in ((pages[:3], False), (pages[3:5], True)):
+        wrapper = BatchPrefillWithPagedKVCacheWrapper()
+        wrapper.plan([0, 5], [0, len(part)], part, [8], 4, 2, 64, 8, causal=causal)
+        states += wrapper.run(inputs["q"], cache, return_lse=True)
+    v, s = flashinfer.merge_state(*states)
+    assert_attention(v, s * LN2, inputs)
+
+
+def test_installed_and_removed():
+    with flashinfer.install():
+        module = importlib.import_module("flashinfer.prefill")
+        assert module.BatchPrefillWithPagedKVCacheWrapper is BatchPrefillWithPagedKVCacheWrapper
+        assert importlib.import_module("flashinfer").merge_state is flashinfer.merge_state
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("flashinfer")

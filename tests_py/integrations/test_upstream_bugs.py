@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs of sparse attention in sglang, reproduced by a switch in the test; the library is right."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cpattn
+from cpattn import ForwardMode, TopkTransformMethod, reference
+from support.tolerances import EPS, TOLERANCES
+
+TOPK, PAGE_SIZE, NUM_PAGES = 8, 4, 40
+HEADS, DIM, V_DIM = 3, 48, 32
+SCALE = 0.3
+
+_RNG = np.random.default_rng(11)
+LATENTS = _RNG.standard_normal((NUM_PAGES * PAGE_SIZE, 1, DIM), np.float32)
+ROUNDING = TOLERANCES["attention", "float32"] * EPS["float32"] * np.abs(LATENTS).max()
+INDEX_K = _RNG.standard_normal((NUM_PAGES * PAGE_SIZE, 1, 32), np.float32)
+
+
+def queries(rows: int) -> tuple[Any, Any, Any]:
+    """Of attention [rows, HEADS, DIM], of the indexer [rows, 4, 32], and its weights [rows, 4]."""
+    rng = np.random.default_rng(rows)
+    q, index_q = (rng.standard_normal((rows, *s), np.float32) for s in ((HEADS, DIM), (4, 32)))
+    return q, index_q, rng.standard_normal((rows, 4), np.float32)
+
+
+def slots_of(page_table: list[int], length: int) -> Any:
+    position = np.arange(length)
+    return np.array(page_table)[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+
+
+def scores_of(index_q: Any, weights: Any, slots: Any) -> Any:
+    """float64 [len(slots)] of one query."""
+    products = np.maximum(INDEX_K[slots, 0].astype(float) @ index_q.T.astype(float), 0)
+    return products @ weights.astype(float)
+
+
+def expected_slots(index_q: Any, weights: Any, slots: Any) -> Any:
+    return np.sort(slots[np.argsort(-scores_of(index_q, weights, slots), kind="stable")[:TOPK]])
+
+
+def restricted_attention(q: Any, chosen: Any) -> Any:
+    """Dense attention in float64 of each row to the pool rows chosen for it alone."""
+    out, _ = reference.paged_attention(
+        q,
+        LATENTS,
+        LATENTS[..., :V_DIM],
+        q_lens=[1] * len(q),
+        kv_lens=[TOPK] * len(q),
+        block_tables=chosen,
+        page_size=1,
+        scale=SCALE,
+    )
+    return out
+
+
+@pytest.mark.parametrize("forget_prefix", [False, True])
+def test_23268_a_prefix_forgotten_under_context_parallelism(forget_prefix: bool) -> None:
+    """Key lengths of the new tokens alone: queries saw the start of the prefix, and no more.
+
+    https://github.com/sgl-project/sglang/pull/23268
+    """
+    prefix, extend, table = 37, 16, list(range(20, 3, -1))
+    q, index_q, weights = queries(extend)
+    ranks = cpattn.build_cp_metadata_all_ranks(
+        [extend], [extend if forget_prefix else prefix + extend], cp_size=2
+    )
+    parts = [
+        cpattn.sparse.cp_indexer_topk(
+            rank.shard(index_q),
+            INDEX_K,
+            rank.shard(weights),
+            rank,
+            block_tables=[table],
+            page_size=PAGE_SIZE,
+            topk=TOPK,
+        )
+        for rank in ranks
+    ]
+    slots = slots_of(table, prefix + extend)
+    chosen = ranks[0].unshard(parts)
+    chosen = np.where(chosen >= 0, slots[chosen], -1)
+    out, _, _ = cpattn.sparse.flash_mla_sparse_fwd(q, LATENTS, chosen[:, None], SCALE, d_v=V_DIM)
+
+    expected = np.array(
+        [expected_slots(index_q[i], weights[i], slots[: prefix + i + 1]) for i in range(extend)]
+    )
+    error = np.abs(out - restricted_attention(q, expected)).max(axis=(1, 2))
+    same = (np.sort(chosen, axis=1) == expected).all(axis=1)
+    if forget_prefix:
+        assert not same.any()
+        assert (error > 0.1).all()
+    else:
+        assert same.all()
+        assert (error <= ROUNDING).all()
+
+
+def method_before_20606(forward_mode: ForwardMode, fp8: bool, impl: str) -> TopkTransformMethod:
+    ragged = fp8 and impl == "flashmla_sparse"
+    return TopkTransformMethod.RAGGED if ragged else TopkTransformMethod.PAGED
+
+
+@pytest.mark.parametrize("forget_mode", [False, True])
+def test_20606_a_decode_batch_that_chose_ragged_indices(forget_mode: bool) -> None:
+    """Rows of a concatenation that a decode batch does not have, and no offsets into it.
+
+    https://github.com/sgl-project/sglang/pull/20606
+    """
+    lengths, tables = [29, 18], [list(range(9, 17)), list(range(30, 22, -1))]
+    q, index_q, weights = queries(2)
+    logits = np.full((2, max(lengths)), -np.inf, np.float32)
+    for i, length in enumerate(lengths):
+        logits[i, :length] = scores_of(index_q[i], weights[i], slots_of(tables[i], length))
+    choose = method_before_20606 if forget_mode else new_method
+    method = choose(ForwardMode.DECODE, True, "flashmla_sparse")
+    page_table = np.stack([slots_of(table, 32) for table in tables]).astype(np.int32)
+    arguments = {"method": method, "lengths": lengths, "page_table": page_table}
+
+    if forget_mode:
+        message = (
+            "RAGGED topk_transform requires topk_indices_offset; "
+            "expected extend-without-speculative metadata."
+        )
+        with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+            cpattn.sparse.topk_transform(logits, TOPK, **arguments)
+        # What the offsets of an extend of these sequences would have given: rows of other tokens.
+        arguments["topk_indices_offset"] = [0, lengths[0]]
+    chosen = cpattn.sparse.topk_transform(logits, TOPK, **arguments)
+    out, _, _ = cpattn.sparse.flash_mla_sparse_fwd(q, LATENTS, chosen[:, None], SCALE, d_v=V_DIM)
+
+    expected = np.array(
+        [
+            expected_slots(index_q[i], weights[i], slots_of(tables[i], length))
+            for i, length in enumerate(lengths)
+        ]
+    )
+    error = np.abs(out - restricted_attention(q, expected)).max(axis=(1, 2))
+    if forget_mode:
+        assert (error > 0.1).all()
+    else:
+        np.testing.assert_array_equal(np.sort(chosen, axis=1), expected)
+        assert (error <= ROUNDING).all()
+
+
+def new_method(forward_mode: ForwardMode, fp8: bool, impl: str) -> TopkTransformMethod:
+    return cpattn.get_topk_transform_method(forward_mode, fp8_kv_cache=fp8, prefill_impl=impl)

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of transformers on our attention, with every kind of mask and cache, against eager."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from torch import Tensor  # noqa: E402
+from transformers import (  # noqa: E402
+    AttentionInterface,
+    BartConfig,
+    BartModel,
+    BertConfig,
+    BertModel,
+    DynamicCache,
+    GemmaConfig,
+    StaticCache,
+)
+
+import cpattn.integrations.transformers as integration  # noqa: E402
+from cpattn.integrations.transformers import contiguous, masks  # noqa: E402
+from support.cases import DTYPES, assert_attention  # noqa: E402
+from support.tolerances import assert_logits_close  # noqa: E402
+from support.transformers.tiny_transformers import CONFIGS, SIZES, generate, make_model, make_tokens  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+LENGTH = 30
+PADDING = torch.tensor([0, 7, 28])  # tokens in front of each row
+
+integration.register()
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return make_model(request.param)
+
+
+@pytest.fixture
+def llama() -> Any:
+    return make_model("llama")
+
+
+def left_padded() -> Tensor:
+    return (torch.arange(LENGTH) >= PADDING[:, None]).long()
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_tokens_of_eager(model: Any, padded: bool, cache: str | None) -> None:
+    mask = left_padded() if padded else torch.ones(1, LENGTH).long()
+    options = {"attention_mask": mask, "cache_implementation": cache}
+    tokens = make_tokens(*mask.shape)
+    expected = generate(model, "eager", tokens, 20, **options)
+    actual = generate(model, "cpattn", tokens, 20, **options)
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert_logits_close(torch.stack(actual.logits), torch.stack(expected.logits))
+    assert len(actual.sequences[:, LENGTH:].unique()) > 5
+
+
+CACHES = {
+    "dynamic": lambda model: DynamicCache(config=model.config),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=LENGTH + 20),
+}
+
+
+@torch.inference_mode()
+def run(
+    model: Any,
+    implementation: str,
+    mask: Tensor,
+    chunks: tuple[int, ...] = (LENGTH,),
+    make_cache: Any = CACHES["dynamic"],
+) -> tuple[Tensor, Any]:
+    """Logits of all tokens that are not padding, [n, vocabulary], and the cache."""
+    model.set_attn_implementation(implementation)
+    tokens, cache = make_tokens(*mask.shape), make_cache(model)
+    logits, begin = [], 0
+    for length in chunks:
+        end = begin + length
+        positions = (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, begin:]
+        result = model(
+            tokens[:, begin:end],
+            attention_mask=mask[:, :end],
+            position_ids=positions,
+            past_key_values=cache,
+        )
+        logits.append(result.logits)
+        begin = end
+    return torch.cat(logits, 1)[mask.bool()], cache
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_chunks(model: Any, padded: bool, cache: str) -> None:
+    mask = left_padded() if padded else torch.ones(2, LENGTH).long()
+    arguments = mask, (11, 8, 1, 10), CACHES[cache]
+    expected, _ = run(model, "eager", *arguments)
+    assert_logits_close(run(model, "cpattn", *arguments)[0], expected)
+
+
+def test_right_padding(model: Any) -> None:
+    mask = left_padded().flip(1)
+    assert_logits_close(run(model, "cpattn", mask)[0], run(model, "eager", mask)[0])
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_caches_are_used_in_place_and_masks_are_numbers(
+    name: str, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storages = []
+
+    def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> Any:
+        assert options["custom_mask"] is None
+        storages.extend(x.untyped_storage().data_ptr() for x in (k_cache, v_cache))
+        return original(q, k_cache, v_cache, **options)
+
+    original = contiguous.paged_attention
+    monkeypatch.setattr(contiguous, "paged_attention", attend)
+    _, used = run(make_model(name), "cpattn", left_padded(), (11, 8, 1, 10), CACHES[cache])
+    assert len(storages) == 4 * 4
+    last = [x for layer in used.layers for x in (layer.keys, layer.values)]
+    whole = [x.untyped_storage().data_ptr() for x in last]
+    # A static sliding window keeps a copy of what it has returned.
+    assert storages[-4:][2:] == whole[2:]
+    assert storages[-4:] == whole or (name, cache) == ("qwen3", "static")
+
+
+@pytest.fixture
+def watched() -> list[int]:
+    """An implementation of this name compares each of its calls with the oracle."""
+    calls = []
+
+    def attend(module: Any, *tensors: Any, **options: Any) -> Any:
+        result = integration.attention(module, *tensors, **options)
+        assert_as_the_oracle(result[0], *tensors, **options)
+        calls.append(module.layer_idx)
+        return result
+
+    integration.register("watched")
+    AttentionInterface.register("watched", attend)
+    return calls
+
+
+def assert_as_the_oracle(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> None:
+    batch, _, queries, _ = query.shape
+    keys = key.shape[2]
+    if mask is None:
+        mask = torch.ones(1, 1, queries, keys).bool().tril(keys - queries)
+    inputs = {
+        "q": query.transpose(1, 2).flatten(0, 1),
+        "k_cache": key,
+        "v_cache": value,
+        "kv_layout": "HND",
+        "q_lens": [queries] * batch,
+        "kv_lens": [keys] * batch,
+        "block_tables": np.arange(batch)[:, None],
+        "scale": scaling,
+        "causal": False,
+        "softcap": softcap or 0.0,
+        "sinks": None if s_aux is None else s_aux.float(),
+        "custom_mask": mask[:, 0].expand(batch, -1, -1).flatten(),
+    }
+    assert_attention(out.flatten(0, 1), None, inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_call_is_as_the_oracle(model: Any, dtype: str, watched: list[int]) -> None:
+    converted = model.to(getattr(torch, dtype))
+    for cache in CACHES.values():
+        run(converted, "watched", left_padded(), (11, 8, 1, 10), cache)
+    run(converted, "watched", left_padded().flip(1))
+    model.float()
+    assert watched == [0, 1] * 9
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v3"])
+def test_bfloat16_is_as_close_to_float32_as_that_of_eager(name: str) -> None:
+    """Roundings of a whole model: their root mean square, on average over 900 logits and more."""
+    model = make_model(name)
+    mask = left_padded()
+    exact, _ = run(model, "eager", mask)
+    model.bfloat16()
+    ours, theirs = (run(model, x, mask)[0].float() - exact for x in ("cpattn", "eager"))
+    assert 0 < ours.square().mean() < 1.2**2 * theirs.square().mean()
+
+
+@pytest.mark.parametrize("as_float", [False, True])
+def test_masks_of_the_caller(llama: Any, as_float: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    mask = torch.rand(2, 1, LENGTH, LENGTH, generator=generator) < 0.5
+    mask |= torch.eye(LENGTH).bool()
+    additive = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    results = []
+    for implementation in ("eager", "cpattn"):
+        llama.set_attn_implementation(implementation)
+        given = additive if as_float or implementation == "eager" else mask
+        with torch.inference_mode():
+            results.append(llama(make_tokens(2, LENGTH), attention_mask=given).logits)
+    assert_logits_close(results[1], results[0])
+
+
+def test_packed_sequences(llama: Any) -> None:
+    """Three sequences in one row, told by their positions: neither sees another."""
+    positions = torch.cat([torch.arange(n) for n in (5, 14, 11)])[None]
+    results = []
+    for implementation in ("eager", "cpattn"):
+        llama.set_attn_implementation(implementation)
+        with torch.inference_mode():
+            result = llama(make_tokens(1, LENGTH), position_ids=positions, use_cache=False)
+        results.append(result.logits)
+    assert_logits_close(results[1], results[0])
+
+
+def test_causal_masks_of_layers_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma within PaliGemma, whose chunks are causal nevertheless."""
+    monkeypatch.setitem(
+        CONFIGS, "gemma", lambda: GemmaConfig(**SIZES, use_bidirectional_attention=True)
+    )
+    model, mask, chunks = make_model("gemma"), torch.ones(2, LENGTH).long(), (11, 8, 1, 10)
+    expected, _ = run(model, "eager", mask, chunks)
+    assert_logits_close(run(model, "cpattn", mask, chunks)[0], expected)
+
+
+def test_a_compiled_model(llama: Any) -> None:
+    mask = left_padded()
+    expected, _ = run(llama, "cpattn", mask)
+    compiled = torch.compile(llama, backend="eager")
+    actual, _ = run(compiled, "cpattn", mask)
+    torch._dynamo.reset()
+    assert_logits_close(actual, expected)
+
+
+@torch.inference_mode()
+def test_an_encoder_sees_both_sides() -> None:
+    torch.manual_seed(3)
+    model = BertModel(
+        BertConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+            num_attention_heads=4, initializer_range=0.15,
+        )
+    ).eval()  # fmt: skip
+    mask = left_padded().flip(1)
+    results = []
+    for implementation in ("eager", "cpattn"):
+        model.set_attn_implementation(implementation)
+        states = [model(make_tokens(3, LENGTH), attention_mask=x) for x in (mask, None)]
+        results.append(torch.cat([x.last_hidden_state[mask.bool()] for x in states]))
+    assert_logits_close(results[1], results[0])
+
+
+@torch.inference_mode()
+def test_an_encoder_and_a_decoder() -> None:
+    torch.manual_seed(4)
+    model = BartModel(
+        BartConfig(
+            vocab_size=64, d_model=64, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=96,
+            decoder_ffn_dim=96, encoder_attention_heads=4, decoder_attention_heads=4,
+            init_std=0.15, max_position_embeddings=LENGTH,
+        )
+    ).eval()  # fmt: skip
+    mask, results = left_padded().flip(1), []
+    for implementation in ("eager", "cpattn"):
+        model.set_attn_implementation(implementation)
+        states = [
+            model(make_tokens(3, LENGTH), attention_mask=x, decoder_input_ids=make_tokens(3, 7))
+            for x in (mask, None)
+        ]
+        results.append(torch.cat([x.last_hidden_state for x in states]))
+    assert_logits_close(results[1], results[0])
+
+
+def mask_of(band: masks.Band, queries: int, keys: int) -> np.ndarray:
+    """The mask that a band stands for, [batch, queries, keys]."""
+    position = np.arange(keys) - band.starts[:, None, None]
+    length = band.kv_lens[:, None, None]
+    visible = (position >= 0) & (position < length)
+    if band.causal:
+        own = length - queries + np.arange(queries)[:, None]
+        visible = visible & (position <= own)
+        if band.window is not None:
+            visible &= position >= own - band.window
+    return np.broadcast_to(visible, (len(band.starts), queries, keys))
+
+
+def all_bands(batch: int, queries: int, keys: int) -> set[bytes]:
+    """The masks of all bands of a size."""
+    runs = [(start, n) for start in range(keys + 1) for n in range(keys - start + 1)]
+    kinds = [(False, None), *((True, window) for window in (None, *range(keys)))]
+    return {
+        mask_of(masks.Band(*np.array(chosen).T, *kind), queries, keys).tobytes()
+        for kind in kinds
+        for chosen in itertools.product(runs, repeat=batch)
+    }
+
+
+@pytest.mark.parametrize("size", [(1, 3, 4), (1, 4, 3), (2, 2, 3), (2, 3, 2), (3, 1, 4), (4, 3, 1)])
+def test_masks_are_bands_to_the_last_bit_or_none(size: tuple[int, int, int]) -> None:
+    """All masks of a size: a band is found where there is one, and it is the mask."""
+    bands, flags = all_bands(*size), np.arange(np.prod(size))
+    for number in range(2 ** len(flags)):
+        mask = (number >> flags & 1).astype(bool).reshape(size)
+        found = masks.band_of(torch.from_numpy(mask)[:, None])
+        assert (found is not None) == (mask.tobytes() in bands)
+        if found is not None:
+            np.testing.assert_array_equal(mask_of(found, *size[1:]), mask)
+    assert 10 < len(bands) < 2 ** len(flags)
+
+
+SIZE = st.integers(1, 5)
+
+
+@given(st.data(), SIZE, SIZE, st.integers(1, 9))
+def test_every_band_is_found(data: Any, batch: int, queries: int, keys: int) -> None:
+    starts = data.draw(st.lists(st.integers(0, keys), min_size=batch, max_size=batch))
+    causal = data.draw(st.booleans())
+    window = data.draw(st.none() | st.integers(0, keys)) if causal else None
+    lengths = np.array([data.draw(st.integers(0, keys - start)) for start in starts])
+    visible = mask_of(masks.Band(np.array(starts), lengths, causal, window), queries, keys)
+    found = masks.band_of(torch.from_numpy(visible.copy())[:, None])
+    assert found is not None
+    np.testing.assert_array_equal(mask_of(found, queries, keys), visible)

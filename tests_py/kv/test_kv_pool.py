@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV pools: shapes, what engines are told of their memory, and what writes leave there."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cpattn
+from support.cases import DTYPES
+
+FP8 = "float8_e4m3fn"
+POOL_DTYPES = (*DTYPES, FP8)
+
+
+def golden(use_fia=False, **options):
+    """Nine pages of 8 tokens with 2 heads of 8 numbers, two layers."""
+    return cpattn.kv.MHATokenToKVPool(
+        size=64,
+        page_size=8,
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=8,
+        **{"dtype": "float32", "use_fia": use_fia, **options},
+    )
+
+
+def raw(tensor):
+    """The bytes of a contiguous tensor."""
+    if isinstance(tensor, torch.Tensor):
+        tensor = tensor.contiguous().view(torch.uint8).numpy()
+    return np.ascontiguousarray(tensor).view(np.uint8).reshape(-1)
+
+
+def address(tensor):
+    return tensor.data_ptr() if isinstance(tensor, torch.Tensor) else tensor.ctypes.data
+
+
+# --- shapes and memory ---
+
+
+@pytest.mark.parametrize("use_fia", [False, True])
+@pytest.mark.parametrize("container", ["torch", "numpy"])
+def test_golden_numbers(use_fia, container):
+    pool = golden(use_fia, container=container, v_head_dim=16)
+    assert pool.num_pages == 9
+    addrs, sizes, page_sizes = pool.get_contiguous_buf_infos()
+    assert sizes == [4608, 4608, 9216, 9216]
+    assert page_sizes == [512, 512, 1024, 1024]
+    assert {type(number) for part in (addrs, sizes, page_sizes) for number in part} == {int}
+    assert (addrs[1] - addrs[0], addrs[3] - addrs[2]) == (4608, 9216)
+    layers = [pool.get_key_buffer(i) for i in range(2)]
+    layers += [pool.get_value_buffer(i) for i in range(2)]
+    assert addrs == [address(layer) for layer in layers]
+    assert not any(addr % 64 for addr in addrs)
+    if use_fia:
+        assert isinstance(pool.k_buffer, list)
+        assert [tuple(layer.shape) for layer in pool.k_buffer] == [(72, 1, 2, 8)] * 2
+        assert [tuple(layer.shape) for layer in pool.v_buffer] == [(72, 1, 2, 16)] * 2
+    else:
+        assert tuple(pool.k_buffer.shape) == (2, 9, 8, 2, 8)
+        assert tuple(pool.v_buffer.shape) == (2, 9, 8, 2, 16)
+    assert all(not raw(layer).any() for layer in layers)
+    kind = torch.Tensor if container == "torch" else np.ndarray
+    assert isinstance(layers[0], kind)
+
+
+def test_sizes_of_numpy_do_not_wrap():
+    pool = cpattn.kv.MHATokenToKVPool(
+        size=np.int32(1 << 20), page_size=np.int32(1 << 10), num_layers=np.int8(2),
+        num_kv_heads=np.int16(8), head_dim=np.int32(1 << 10),
+        start_layer=np.int8(126), dtype=np.dtype("float16"), container="numpy",
+    )  # fmt: skip
+    for numbers in pool.get_contiguous_buf_infos():
+        assert {type(number) for number in numbers} == {int}
+    _, sizes, page_sizes = pool.get_contiguous_buf_infos()
+    assert page_sizes == [1 << 24] * 4
+    assert sizes == [1025 << 24] * 4
+    assert pool.end_layer == 128
+    assert pool.get_key_buffer(127).dtype == np.float16
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_item_length_times_pages_is_the_length_of_every_buffer(data):
+    small = st.integers(1, 9)
+    size, page_size, layers = data.draw(st.integers(0, 300)), data.draw(small), data.draw(small)
+    options = {
+        "dtype": data.draw(st.sampled_from(POOL_DTYPES)),
+        "start_layer": data.draw(st.integers(0, 70)),
+        "use_fia": data.draw(st.booleans()),
+        "container": data.draw(st.sampled_from(["torch", "numpy"])),
+    }
+    heads, dim, v_dim = (data.draw(small) for _ in range(3))
+    if data.draw(st.booleans()):
+        pool = cpattn.kv.MHATokenToKVPool(
+            size=size,
+            page_size=page_size,
+            num_layers=layers,
+            num_kv_heads=heads,
+            head_dim=dim,
+            v_head_dim=v_dim,
+            **options,
+        )
+        widths = [heads * dim, heads * v_dim]
+    else:
+        index = data.draw(st.none() | small)
+        pool = cpattn.kv.MLATokenToKVPool(
+            size=size,
+            page_size=page_size,
+            num_layers=layers,
+            kv_lora_rank=dim,
+            qk_rope_head_dim=v_dim,
+            index_head_dim=index,
+            **options,
+        )
+        widths = [dim, v_dim, *([index] if index else [])]
+    itemsize = {"float32": 4, FP8: 1}.get(options["dtype"], 2)
+    addrs, sizes, page_sizes = pool.get_contiguous_buf_infos()
+    assert pool.num_pages == size // page_size + 1
+    assert len(addrs) == len(sizes) == len(page_sizes) == layers * len(pool.kinds)
+    assert page_sizes == [page_size * w * itemsize for w in widths for _ in range(layers)]
+    assert sizes == [page * pool.num_pages for page in page_sizes]
+    assert pool.get_kv_size_bytes() == tuple(layers * size for size in sizes[::layers])
+    assert pool.nbytes == sum(sizes)
+    for start in range(0, len(addrs), layers):  # layers of a kind lie one behind the other
+        step = sizes[start]
+        assert addrs[start : start + layers] == [addrs[start] + i * step for i in range(layers)]
+    last = pool.end_layer - 1
+    assert address(pool.get_value_buffer(last)) == addrs[2 * layers - 1]
+
+
+@pytest.mark.parametrize("index_head_dim", [None, 16])
+def test_mla_shapes_do_not_depend_on_fia(index_head_dim, monkeypatch):
+    monkeypatch.setenv("ASCEND_USE_FIA", "1")
+    for use_fia in (None, True, False):
+        pool = cpattn.kv.MLATokenToKVPool(
+            size=64,
+            page_size=8,
+            num_layers=2,
+            kv_lora_rank=32,
+            qk_rope_head_dim=8,
+            index_head_dim=index_head_dim,
+            dtype="float32",
+            use_fia=use_fia,
+        )
+        assert tuple(pool.k_buffer.shape) == (2, 9, 8, 1, 32)
+        assert tuple(pool.v_buffer.shape) == (2, 9, 8, 1, 8)
+        assert tuple(pool.get_key_buffer(1).shape) == (9, 8, 1, 32)
+        _, sizes, page_sizes = infos = pool.get_contiguous_buf_infos()
+        if index_head_dim is None:
+            assert pool.kinds == ("k", "v")
+            assert pool.index_k_buffer is None
+            assert pool.get_state_buf_infos() == ([], [], [])
+            assert page_sizes == [1024] * 2 + [256] * 2
+        else:
+            assert pool.kinds == ("k", "v", "index_k")
+            assert tuple(pool.index_k_buffer.shape) == (2, 9, 8, 1, 16)
+            assert page_sizes == [1024] * 2 + [256] * 2 + [512] * 2
+            assert pool.get_state_buf_infos() == tuple(part[-2:] for part in infos)
+            assert address(pool.get_index_k_buffer(0)) == infos[0][4]
+        assert sizes == [9 * page for page in page_sizes]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [(None, False), ("", False), ("0", False), ("1", True), ("True", True)]
+)
+def test_the_environment_decides_at_construction(text, expected, monkeypatch):
+    monkeypatch.delenv("ASCEND_USE_FIA", raising=False)
+    if text is not None:
+        monkeypatch.setenv("ASCEND_USE_FIA", text)
+    pool, forced = golden(None), golden(not expected)
+    monkeypatch.setenv("ASCEND_USE_FIA", "0" if expected else "1")
+    assert (pool.use_fia, forced.use_fia) == (expected, not expected)
+    assert isinstance(pool.k_buffer, list) is expected
+
+
+def test_layers_are_known_by_their_number_in_the_model():
+    class Attention:
+        layer_id = 4
+
+    pool = golden(start_layer=3)
+    assert (pool.start_layer, pool.end_layer, pool.num_layers, pool.layer_num) == (3, 5, 2, 2)
+    rows = torch.ones(1, 2, 8)
+    pool.set_kv_buffer(Attention, [8], rows, rows)
+    pool.set_kv_buffer(Attention(), [9], rows, rows, layer_id_override=3)
+    assert pool.get_key_buffer(4)[1, 0].eq(1).all()
+    assert pool.get_value_buffer(Attention)[1, 1].eq(0).all()
+    keys, values = pool.get_kv_buffer(3)
+    assert keys[1, 1].eq(1).all()
+    assert values[1, 0].eq(0).all()
+
+
+@pytest.mark.parametrize("use_fia", [False, True])
+def test_views_outlive_their_pool(use_fia):
+    pool = golden(use_fia)
+    pool.set_kv_buffer(1, [71], torch.full((1, 2, 8), 7.0), torch.zeros(1, 2, 8))
+    view = pool.get_key_buffer(1)
+    del pool
+    gc.collect()
+    assert view.reshape(72, 16)[71].eq(7).all()
+    view.fill_(3)
+    assert view.eq(3).all()
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_a_pool_beyond_four_gib_takes_what_is_written():
+    before = resident_bytes()
+    pool = cpattn.kv.MHATokenToKVPool(
+        size=(1 << 20) - 128, page_size=128, num_layers=3, num_kv_heads=8, head_dim=128
+    )  # 2 GiB a layer
+    assert pool.nbytes == 6 * 2**31
+    addrs, sizes, _ = pool.get_contiguous_buf_infos()
+    assert addrs[2] - addrs[0] == 2**32
+    assert sizes == [2**31] * 6
+    rows = torch.arange(2 * 1024).reshape(2, 8, 128).bfloat16()
+    ends = [0, (1 << 20) - 1]
+    for layer in range(3):
+        pool.set_kv_buffer(layer, ends, rows + layer, -rows)
+    for layer in range(3):
+        flat = pool.get_key_buffer(layer).view(-1, 8, 128)
+        assert torch.equal(flat[ends], rows + layer)
+        assert not flat[1].any()
+        assert torch.equal(pool.get_value_buffer(layer).view(-1, 8, 128)[ends], -rows)
+    assert resident_bytes() - before < 64 << 20
+
+
+def test_memory_that_cannot_be_had():
+    with pytest.raises(MemoryError, match=r"^MHATokenToKVPool: the system has no \d+ bytes"):
+        cpattn.kv.MHATokenToKVPool(
+            size=1 << 40, page_size=128, num_layers=60, num_kv_heads=8, head_dim=128
+        )
+    with pytest.raises(ValueError, match=r"^MHATokenToKVPool: a buffer must be below 2\^63 bytes"):
+        cpattn.kv.MHATokenToKVPool(
+            size=1 << 60, page_size=128, num_layers=60, num_kv_heads=8, head_dim=128
+        )
+
+
+def test_repr_says_what_is_in_it():
+    assert repr(golden()) == (
+        "MHATokenToKVPool(k, v of layers [0, 2), 9 pages of 8 tokens, float32, 1.72e-05 GiB)"
+    )
+    assert "float8_e4m3fn, FIA, " in repr(golden(True, dtype=torch.float8_e4m3fn))
+
+
+def test_sizes_are_given_by_name():
+    with pytest.raises(TypeError, match="takes 1 positional argument but 6 were given"):
+        cpattn.kv.MHATokenToKVPool(64, 8, 2, 2, 8)
+    with pytest.raises(TypeError, match="takes 1 positional argument but 6 were given"):
+        cpattn.kv.MLATokenToKVPool(64, 8, 2, 32, 8)

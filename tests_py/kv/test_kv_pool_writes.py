@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows written to KV pools: where they land, what becomes of them, and what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cpattn
+from cpattn import _core
+from support.cases import DTYPES, strided_copy
+from support.interrupts import assert_interruptible
+
+FP8 = "float8_e4m3fn"
+POOL_DTYPES = (*DTYPES, FP8)
+THREADS = _core.default_num_threads()
+LAYERS, HEADS, DIM, V_DIM, PAGE = 3, 2, 24, 40, 4
+
+
+def make_pool(dtype="bfloat16", size=60, **options):
+    return cpattn.kv.MHATokenToKVPool(
+        size=size,
+        page_size=PAGE,
+        num_layers=LAYERS,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        v_head_dim=V_DIM,
+        dtype=dtype,
+        start_layer=5,
+        **options,
+    )
+
+
+def make_rows(tokens, dim, dtype="float32", seed=0):
+    """Numbers of all sizes, so that casts round, overflow and underflow."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, HEADS, dim, generator=generator)
+    x *= torch.exp2(torch.randint(-20, 18, x.shape, generator=generator))
+    return strided_copy(x.to(getattr(torch, dtype)))
+
+
+def bits(x):
+    """Of every element, any NaN being as good as another."""
+    nan = x.float().isnan()
+    unsigned = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.itemsize]
+    return x.contiguous().view(unsigned).masked_fill(nan, -1 if x.itemsize > 1 else 0x7F)
+
+
+def stored(rows, dtype, scale):
+    """What becomes of rows: the definition in torch."""
+    dtype = getattr(torch, dtype)
+    return rows if rows.dtype == dtype else (rows.float() / float(scale or 1)).to(dtype)
+
+
+def snapshot(pool):
+    """The bytes of all buffers, [buffer, slot, byte of the row]."""
+    return [
+        get(layer).contiguous().view(torch.uint8).reshape(pool.num_pages * PAGE, -1).clone()
+        for get in (pool.get_key_buffer, pool.get_value_buffer)
+        for layer in range(pool.start_layer, pool.end_layer)
+    ]
+
+
+@pytest.mark.parametrize("use_fia", [False, True])
+@pytest.mark.parametrize("dtype", POOL_DTYPES)
+@pytest.mark.parametrize("given_as", DTYPES)
+def test_rows_are_those_of_the_definition(isa, given_as, dtype, use_fia):
+    pool = make_pool(dtype, use_fia=use_fia)
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:37]
+    k, v = make_rows(37, DIM, given_as), make_rows(37, V_DIM, given_as, 1)
+    for k_scale, v_scale in [(None, None), (0.37, torch.tensor([3.0]))]:
+        before, k_before, v_before = snapshot(pool), k.clone(), v.clone()
+        pool.set_kv_buffer(6, slots, k, v, k_scale=k_scale, v_scale=v_scale)
+        assert torch.equal(k, k_before)
+        assert torch.equal(v, v_before)
+        for buffer, (old, now) in enumerate(zip(before, snapshot(pool), strict=True)):
+            if buffer % LAYERS == 1:
+                rows, scale = (k, k_scale) if buffer < LAYERS else (v, v_scale)
+                expected = stored(rows, dtype, scale)
+                got = now[slots].view(expected.dtype).reshape(expected.shape)
+                assert torch.equal(bits(got), bits(expected))
+                now[slots] = old[slots]
+            assert torch.equal(now, old)
+
+
+def test_e4m3fn_ends_at_448(isa):
+    x = torch.tensor([448, 464, 464.1, 479, 480, 1e5, torch.inf, torch.nan, 2**-10, 2**-9, 0.0])
+    x = torch.cat([x, -x, torch.zeros(2)])  # 24 numbers
+    pool = cpattn.kv.MHATokenToKVPool(
+        size=4, page_size=4, num_layers=1, num_kv_heads=1, head_dim=24, dtype=FP8
+    )
+    pool.set_kv_buffer(0, [4], x, x)
+    got, expected = pool.get_key_buffer(0)[1, 0, 0], x.to(torch.float8_e4m3fn)
+    assert torch.equal(bits(got), bits(expected))
+    assert got[:7].float().eq(448).all()
+    assert got[7].isnan()
+
+
+@pytest.mark.parametrize("dtype", POOL_DTYPES)
+def test_bytes_of_a_token_are_its_slot_times_its_bytes_behind_the_layer(dtype):
+    """What a transfer relies on, in both layouts."""
+    k, v = make_rows(64, DIM), make_rows(64, V_DIM)
+    pools = [make_pool(dtype, use_fia=use_fia) for use_fia in (False, True)]
+    for pool in pools:
+        slots = np.arange(64)[::-1].copy()
+        pool.set_kv_buffer(7, slots, k, v)
+        addrs, _, page_sizes = pool.get_contiguous_buf_infos()
+        for entry, rows in ((2, k), (5, v)):
+            expected = stored(rows, dtype, None).contiguous().view(torch.uint8).reshape(64, -1)
+            token_bytes = page_sizes[entry] // PAGE
+            assert token_bytes == expected.shape[1]
+            for slot in slots:
+                row = np.frombuffer(
+                    memory(addrs[entry] + int(slot) * token_bytes, token_bytes), np.uint8
+                )
+                assert np.array_equal(row, expected[63 - slot].numpy())
+    assert all(torch.equal(a, b) for a, b in zip(*map(snapshot, pools), strict=True))
+
+
+def memory(addr, nbytes):
+    return (ctypes.c_char * nbytes).from_address(addr)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_last_row_of_a_slot_counts(data):
+    slots = data.draw(st.lists(st.integers(-1, 63), max_size=200))
+    pool = make_pool("float32")
+    k, v = make_rows(len(slots), DIM), make_rows(len(slots), V_DIM, seed=1)
+    expected = [torch.zeros(64, HEADS, dim) for dim in (DIM, V_DIM)]
+    for i, slot in enumerate(slots):
+        if slot >= 0:
+            expected[0][slot], expected[1][slot] = k[i], v[i]
+    given_as = data.draw(st.sampled_from([list, tuple, np.int32, np.int64, torch.tensor]))
+    loc = given_as(slots) if slots else []
+    pool.set_kv_buffer(5, loc, k, v)
+    assert torch.equal(pool.get_key_buffer(5).reshape(expected[0].shape), expected[0])
+    assert torch.equal(pool.get_value_buffer(5).reshape(expected[1].shape), expected[1])
+
+
+@pytest.mark.parametrize("pattern", ["ascending", "shuffled", "repeated", "padded"])
+@pytest.mark.parametrize("given_as", ["bfloat16", "float32"])
+def test_threads_change_nothing(isa, given_as, pattern):
+    generator = torch.Generator().manual_seed(2)
+    tokens = 3000
+    slots = {
+        "ascending": torch.arange(tokens) + 5,
+        "shuffled": torch.randperm(4000, generator=generator)[:tokens],
+        "repeated": torch.randint(-1, 50, (tokens,), generator=generator),
+        "padded": torch.cat([torch.arange(tokens // 2) + 4, torch.zeros(tokens // 2).long()]),
+    }[pattern]
+    k, v = make_rows(tokens, DIM, given_as), make_rows(tokens, V_DIM, given_as, 1)
+    snapshots = []
+    try:
+        for num_threads in (1, 2, 5):
+            cpattn.set_num_threads(num_threads)
+            pool = make_pool(size=4000)
+            pool.set_kv_buffer(5, slots, k, v)
+            snapshots.append(snapshot(pool))
+    finally:
+        cpattn.set_num_threads(THREADS)
+    last = {int(slot): i for i, slot in enumerate(slots) if slot >= 0}
+    keys = pool.get_key_buffer(5).reshape(-1, HEADS, DIM)
+    assert torch.equal(keys[list(last)], k.bfloat16()[list(last.values())])
+    for other in snapshots[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(snapshots[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("given_as", "dtype"), [("bfloat16", "bfloat16"), ("float32", FP8)])
+def test_large_writes(isa, given_as, dtype):
+    """Of a size that goes past the caches, in rows of several chunks."""
+    tokens, width = 4096, 2176
+    rows = torch.randn(tokens, width, generator=torch.Generator().manual_seed(4))
+    rows = rows.to(getattr(torch, given_as))
+    slots = torch.randperm(tokens, generator=torch.Generator().manual_seed(5)) + 128
+    pool = cpattn.kv.MHATokenToKVPool(
+        size=tokens, page_size=128, num_layers=1, num_kv_heads=1, head_dim=width, dtype=dtype
+    )
+    pool.set_kv_buffer(0, slots, rows, rows, v_scale=0.7)
+    for got, scale in zip(pool.get_kv_buffer(0), (None, 0.7), strict=True):
+        got = got.reshape(-1, width).view(torch.uint8)
+        assert not got[:128].any()
+        assert torch.equal(got[slots], stored(rows, dtype, scale).view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", FP8])
+def test_rows_of_any_shape_and_strides(dtype):
+    k, v = make_rows(6, DIM), make_rows(6, V_DIM, "bfloat16", 1)
+    pools = [make_pool(dtype) for _ in range(7)]
+    shapes = [
+        (k, v),
+        (k.contiguous(), v.contiguous()),
+        (k.reshape(6, -1), v.reshape(6, -1)),
+        (k.reshape(-1), v.reshape(6 * HEADS, V_DIM)),
+        (k.unsqueeze(1), v.unsqueeze(0)),
+        (k.transpose(0, 1).contiguous().transpose(0, 1), strided_copy(v.reshape(2, 3, HEADS, -1))),
+        (strided_copy(k.reshape(6, HEADS, 3, 8)), strided_copy(v.reshape(6 * HEADS * 5, 8))),
+    ]
+    for pool, (some_k, some_v) in zip(pools, shapes, strict=True):
+        pool.set_kv_buffer(5, [9, 8, -1, 20, 21, 30], some_k, some_v)
+    for pool in pools[1:]:
+        pairs = zip(snapshot(pools[0]), snapshot(pool), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("dtype", POOL_DTYPES)
+def test_numpy_and_torch_agree(dtype):
+    k, v = make_rows(5, DIM, "bfloat16"), make_rows(5, V_DIM, "float16", 1)
+    ours = make_pool(dtype, container="numpy")
+    theirs = make_pool(getattr(torch, dtype), container="torch")
+    theirs.set_kv_buffer(6, [3, 1, 63, 0, 7], k, v)
+    k_array = k.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    ours.set_kv_buffer(6, np.array([3, 1, 63, 0, 7], np.int32), k_array, v.numpy())
+    for get in ("get_key_buffer", "get_value_buffer"):
+        array, tensor = getattr(ours, get)(6), getattr(theirs, get)(6)
+        assert array.dtype == np.dtype(getattr(ml_dtypes, dtype, dtype))
+        assert np.array_equal(array.view(np.uint8), tensor.view(torch.uint8).numpy())
+
+
+def test_fp8_is_stored_as_bytes():
+    pool = make_pool(FP8)
+    assert (pool.dtype, pool.store_dtype) == (FP8, "uint8")
+    assert pool.k_buffer.dtype == torch.uint8
+    assert pool.get_key_buffer(5).dtype == torch.float8_e4m3fn
+    codes = torch.arange(256, dtype=torch.uint8)[: HEADS * DIM]
+    v = torch.zeros(1, HEADS, V_DIM).to(torch.float8_e4m3fn)
+    pool.set_kv_buffer(5, [4], codes, v, k_scale=7.0)  # copied, not scaled
+    assert torch.equal(pool.k_buffer[0, 1, 0].flatten(), codes)
+
+
+# --- MLA ---
+
+
+def mla_pool(**options):
+    return cpattn.kv.MLATokenToKVPool(
+        size=60,
+        page_size=PAGE,
+        num_layers=2,
+        kv_lora_rank=32,
+        qk_rope_head_dim=8,
+        **{"index_head_dim": 16, **options},
+    )
+
+
+@pytest.mark.parametrize("dtype", POOL_DTYPES)
+@pytest.mark.parametrize("given_as", DTYPES)
+def test_keys_that_hold_both_parts_are_split(dtype, given_as):
+    both = strided_copy(torch.randn(5, 1, 40).to(getattr(torch, given_as)))
+    split, apart = mla_pool(dtype=dtype), mla_pool(dtype=dtype)
+    slots = [7, 60, -1, 0, 63]
+    split.set_kv_buffer(1, slots, both, None, k_scale=0.5, v_scale=3)
+    apart.set_kv_buffer(1, slots, both[..., :32], both[..., 32:], 0.5, 3)
+    assert torch.equal(split.k_buffer.view(torch.uint8), apart.k_buffer.view(torch.uint8))
+    assert torch.equal(split.v_buffer.view(torch.uint8), apart.v_buffer.view(torch.uint8))
+    got = split.get_value_buffer(1).reshape(64, 8)[[7, 60, 0, 63]]
+    expected = stored(both[[0, 1, 3, 4], 0, 32:], dtype, 3)
+    assert torch.equal(bits(got), bits(expected))
+
+
+@pytest.mark.parametrize("dtype", POOL_DTYPES)
+def test_keys_of_the_indexer(dtype):
+    pool = mla_pool(dtype=dtype, start_layer=2)
+    rows = torch.randn(4, 16)
+    pool.set_index_k_buffer(3, torch.tensor([63, 4, -1, 5]), rows)
+    got = pool.get_index_k_buffer(3).reshape(64, 16)
+    assert torch.equal(bits(got[[63, 4, 5]]), bits(stored(rows[[0, 1, 3]], dtype, None)))
+    assert not pool.k_buffer.view(torch.uint8).any()
+    assert not pool.get_index_k_buffer(2).view(torch.uint8).any()
+
+
+def test_ctrl_c_ends_a_write():
+    assert_interruptible("""
+import numpy as np, cpattn
+pool = cpattn.kv.MHATokenToKVPool(
+    size=1 << 15, page_size=128, num_layers=1, num_kv_heads=8192, head_dim=1, dtype="float16",
+    container="numpy")
+rows = np.broadcast_to(np.ones(1, np.float32), (1 << 15, 8192, 1))  # one number at a time
+slots = np.arange(1 << 15)
+print("ready", flush=True)
+pool.set_kv_buffer(0, slots, rows, rows)
+""")
+
+
+# --- who reads pools ---
+
+
+@pytest.mark.parametrize("use_fia", [False, True])
+def test_attention_reads_pools(use_fia):
+    """Of both layouts, as it reads plain arrays."""
+    pool = cpattn.kv.MHATokenToKVPool(
+        size=60,
+        page_size=PAGE,
+        num_layers=2,
+        num_kv_heads=HEADS,
+        head_dim=32,
+        v_head_dim=48,
+        start_layer=5,
+        use_fia=use_fia,
+    )
+    generator = torch.Generator().manual_seed(3)
+    k = torch.randn(16, PAGE, HEADS, 32, generator=generator).bfloat16()
+    v = torch.randn(16, PAGE, HEADS, 48, generator=generator).bfloat16()
+    pool.set_kv_buffer(6, np.arange(64), k, v)
+    keys, values = pool.get_kv_buffer(6)
+    extend, total = [13, 9], [19, 26]
+    tables = torch.randperm(15, generator=generator)[:14].reshape(2, 7) + 1
+    q = torch.randn(22, 4, 32, generator=generator).bfloat16()
+    options = {"q_lens": extend, "kv_lens": total, "block_tables": tables}
+    expected = cpattn.paged_attention(q, k, v, **options)
+    if use_fia:
+        keys, values = keys.squeeze(1), values.squeeze(1)
+        options["page_size"] = PAGE
+    assert torch.equal(cpattn.paged_attention(q, keys, values, **options), expected)
+    for rank in range(2):
+        metadata = cpattn.build_cp_metadata(extend, total, cp_rank=rank, cp_size=2)
+        local = metadata.shard(q.reshape(22, -1))
+        outs = [
+            cpattn.do_cp_attn_fia(
+                local, *caches, metadata, block_tables=tables, page_size=PAGE, num_heads=4,
+                num_kv_heads=HEADS, scale=0.2,
+            )
+            for caches in ((k, v), pool.get_kv_buffer(6))
+        ]  # fmt: skip
+        assert torch.equal(*outs)

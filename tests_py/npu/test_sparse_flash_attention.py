@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""npu_sparse_flash_attention against the oracle, in all its layouts and modes."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from support.npu.sparse_flash_cases import HEADS, Batch, Case, assert_query
+
+CASES = [
+    Case(),
+    Case(mode=0),
+    Case(block=4),
+    Case(block=7, mode=0),
+    Case(layout_kv="TND"),
+    Case(layout_query="BSND"),
+    Case(layout_query="BSND", layout_kv="BSND", block=3),
+    Case(layout_query="BSND", layout_kv="BSND", q_lens=(5, 5), kv_lens=(30, 30), rope_dim=0),
+    Case(q_lens=(9,), kv_lens=(4,)),  # the first queries stand before all keys
+    Case(q_lens=(2, 2), kv_lens=(600, 550), head_dim=512, v_head_dim=512, rope_dim=64),
+]
+
+
+@functools.cache
+def arguments_and_expected(index, dtype):
+    """Made once for all instruction sets."""
+    batch = Batch(CASES[index], getattr(torch, dtype))
+    return batch.arguments(), list(batch.expected())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
+def test_against_the_oracle(isa, index, dtype):
+    arguments, expected = arguments_and_expected(index, dtype)
+    out, softmax_max, softmax_sum = cpattn.npu.npu_sparse_flash_attention(**arguments)
+    out = out if out.dim() == 4 else out[None]
+    for (b, i), attended, largest in expected:
+        found = (x[b, ..., i, :] for x in (softmax_max, softmax_sum))
+        assert_query(out[b, i], *found, attended, largest)
+
+
+def test_rows_past_their_sequence_are_zeros():
+    """Padding of a batch, which is NaN here, and packed rows after the last sequence."""
+    batch = Batch(Case(layout_query="BSND"), torch.float32)
+    out, softmax_max, softmax_sum = cpattn.npu.npu_sparse_flash_attention(**batch.arguments())
+    assert out.shape == (3, 5, HEADS, 48)
+    assert softmax_max.shape == softmax_sum.shape == (3, 1, 5, HEADS)
+    for b, q_len in enumerate(batch.case.q_lens):
+        assert torch.all(out[b, q_len:] == 0)
+        assert torch.all(torch.isneginf(softmax_max[b, 0, q_len:]))
+        assert torch.all(softmax_sum[b, 0, q_len:] == 0)
+
+    batch = Batch(Case(), torch.float32)
+    whole = cpattn.npu.npu_sparse_flash_attention(**batch.arguments())
+    short = batch.arguments(actual_seq_lengths_query=[3, 3, 6], block_table=batch.tables)
+    out, softmax_max, _ = cpattn.npu.npu_sparse_flash_attention(**short)
+    assert torch.equal(out[:3], whole[0][:3])
+    assert torch.all(out[6] == 0)
+    assert torch.all(torch.isneginf(softmax_max[0, 6]))
+
+
+def test_lengths_default_to_the_whole_batch():
+    case = Case(layout_query="BSND", layout_kv="BSND", q_lens=(4, 4), kv_lens=(9, 9))
+    arguments = Batch(case, torch.float32).arguments()
+    for name in ("query", "query_rope", "key", "key_rope", "value", "sparse_indices"):
+        arguments[name] = arguments[name][:, :-1].contiguous()
+    expected = cpattn.npu.npu_sparse_flash_attention(**arguments)
+    del arguments["actual_seq_lengths_query"], arguments["actual_seq_lengths_kv"]
+    for x, y in zip(cpattn.npu.npu_sparse_flash_attention(**arguments), expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_it_is_flash_mla_with_positions():
+    """Of one cache, absorbed: the latent and its rope part are rows of 576."""
+    case = Case(head_dim=512, v_head_dim=512, rope_dim=64, mode=0, q_lens=(2,), kv_lens=(100,))
+    batch = Batch(case, torch.bfloat16)
+    batch.values = [k[..., :512] for k in batch.keys]
+    out, softmax_max, _ = cpattn.npu.npu_sparse_flash_attention(**batch.arguments())
+    indices = torch.full((2, 200), -1)
+    for i in range(2):
+        seen = batch.seen_keys(0, i)
+        indices[i, : len(seen)] = torch.tensor(seen, dtype=torch.int64)
+    expected, max_logits, _ = cpattn.sparse.flash_mla_sparse_fwd(
+        batch.queries[0], batch.keys[0], indices, batch.scale
+    )
+    assert torch.equal(out, expected)
+    assert torch.equal(softmax_max[0], max_logits)
+
+
+@pytest.mark.parametrize("size", [2**20, 2**62, 2**63 - 1])
+def test_a_block_longer_than_the_sequence(size):
+    """Is the sequence: block 0 names all keys, and there is no other."""
+    kv = torch.randn(1, 5, 1, 32)
+    arguments = {"layout_query": "BSND", "layout_kv": "BSND", "sparse_mode": 0}
+    query, indices = torch.randn(1, 2, 3, 32), torch.tensor([[[[0, 3]], [[3, 1]]]])
+    out, *_ = cpattn.npu.npu_sparse_flash_attention(
+        query, kv, kv, indices, 0.2, sparse_block_size=size, **arguments
+    )
+    every = torch.arange(5).expand(1, 2, 1, 5)
+    expected, *_ = cpattn.npu.npu_sparse_flash_attention(query, kv, kv, every, 0.2, **arguments)
+    assert torch.equal(out[0, 0], expected[0, 0])
+    assert torch.all(out[0, 1] == 0)
+
+
+def test_no_heads():
+    query, kv = torch.zeros(1, 2, 0, 32), torch.zeros(1, 5, 1, 32)
+    out, *_ = cpattn.npu.npu_sparse_flash_attention(
+        query, kv, kv, torch.zeros(1, 2, 1, 4).int(), 1.0
+    )
+    assert out.shape == (1, 2, 0, 32)
+
+
+def test_without_softmax_results_and_in_numpy():
+    arguments = Batch(Case(), torch.float32).arguments(return_softmax_lse=False)
+    expected, *_ = cpattn.npu.npu_sparse_flash_attention(**arguments)
+    as_numpy = {
+        name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()
+    }
+    out, softmax_max, softmax_sum = cpattn.npu.npu_sparse_flash_attention(**as_numpy)
+    assert isinstance(out, np.ndarray)
+    assert softmax_max.shape == softmax_sum.shape == (0,)
+    np.testing.assert_array_equal(out, expected.numpy())
+
+
+ERRORS = {
+    "layout_query": ({"layout_query": "BNSD"}, "layout_query must be 'BSND' or 'TND', got 'BNSD'"),
+    "layout_kv": ({"layout_kv": "BSND"}, "layout_kv must be layout_query or 'PA_BSND', got 'BSND'"),
+    "no table": ({"block_table": None}, "block_table must be given with layout_kv 'PA_BSND'"),
+    "sparse_mode": ({"sparse_mode": 4}, "sparse_mode must be 0 or 3, got 4"),
+    "pre_tokens": ({"pre_tokens": 5}, "pre_tokens and next_tokens must be .* got 5"),
+    "block size": ({"sparse_block_size": 0}, "sparse_block_size must be >= 1, got 0"),
+    "attention_mode": ({"attention_mode": 1}, "attention_mode must be 0 or 2, got 1"),
+    "rope without mode": ({"attention_mode": 0}, "must be given with attention_mode 2 and only"),
+    "no rope": ({"query_rope": None}, "query_rope and key_rope must be given with attention_mode"),
+    "scale": ({"scale_value": -1.0}, "scale_value must be a positive number, got -1"),
+    "no lengths": (
+        {"actual_seq_lengths_query": None},
+        "actual_seq_lengths_query is mandatory for TND",
+    ),
+    "no key lengths": (
+        {"actual_seq_lengths_kv": None},
+        "actual_seq_lengths_kv is mandatory with block_table",
+    ),
+    "falling sums": (
+        {"actual_seq_lengths_query": [3, 2, 7]},
+        "actual_seq_lengths_query must be prefix sums, .* got 2 after 3 at index 1",
+    ),
+    "long sums": ({"actual_seq_lengths_query": [3, 3, 8]}, "packed tokens, 7, got 8 at index 2"),
+    "lengths": ({"actual_seq_lengths_kv": [1, 2]}, r"one entry per sequence \(3\), got 2"),
+    "length": (
+        {"actual_seq_lengths_kv": [1, 2, 99]},
+        r"actual_seq_lengths_kv must be in \[0, 48\], got 99 at index 2",
+    ),
+    "block id": ({"block_table": np.full((3, 6), 70)}, r"page ids must be in \[0, 11\), got 70"),
+    "query rank": ({"query": torch.zeros(7, 32)}, "query must have 3 dimensions"),
+    "query dtype": (
+        {"query": torch.zeros(7, HEADS, 32).double()},
+        "query must be float32, float16",
+    ),
+    "D": ({"query": torch.zeros(7, HEADS, 24)}, "D of query must be a multiple of 16 .* got 24"),
+    "key D": ({"key": torch.zeros(11, 8, 1, 64)}, "key must have shape .* got .*64"),
+    "key heads": ({"key": torch.zeros(11, 8, 2, 32)}, "key must have shape .*page_size, 1, 32"),
+    "value tokens": ({"value": torch.zeros(9, 8, 1, 48)}, "value must have the tokens of key"),
+    "value dtype": ({"value": torch.zeros(11, 8, 1, 48).half()}, "value must be float32, got"),
+    "value rank": ({"value": torch.tensor(1.0)}, "value must have 4 dimensions"),
+    "rope tokens": ({"query_rope": torch.zeros(6, HEADS, 16)}, "query_rope must have the tokens"),
+    "index tokens": (
+        {"sparse_indices": torch.zeros(6, 1, 4).int()},
+        "sparse_indices must have the",
+    ),
+    "index heads": ({"sparse_indices": torch.zeros(7, 2, 4).int()}, "and 1 heads, got"),
+    "index dtype": ({"sparse_indices": torch.zeros(7, 1, 4)}, "sparse_indices must be int32 or"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_is_refused(name):
+    changes, message = ERRORS[name]
+    arguments = Batch(Case(), torch.float32).arguments() | changes
+    with pytest.raises(ValueError, match="npu_sparse_flash_attention: .*" + message):
+        cpattn.npu.npu_sparse_flash_attention(**arguments)
+
+
+def test_a_block_table_may_be_broadcast_over_any_number_of_columns():
+    ones = np.ones((1, 16, 1, 16), np.float32)
+    out = cpattn.npu.npu_sparse_flash_attention(
+        ones[:, :1], ones, ones, np.zeros((1, 1, 1, 2), np.int32), 0.5,
+        actual_seq_lengths_kv=[20], block_table=np.broadcast_to(np.int32(0), (1, 2**60)),
+        layout_query="BSND", layout_kv="PA_BSND", attention_mode=0,
+    )[0]  # fmt: skip
+    np.testing.assert_array_equal(out, np.ones((1, 1, 1, 16), np.float32))

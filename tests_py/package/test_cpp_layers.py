@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ sources include what cpp/layers.toml allows them, and each folder says what is in it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.places import ROOT
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+CPP = ROOT / "cpp"
+HEADERS = CPP / "include" / "cpattn"
+LIBRARIES = {"Eigen", "pybind11"}
+# All that a file built with special -m flags may see: headers without inline functions.
+KERNEL_HEADERS = {"stdint.h", "stddef.h", "string.h", "immintrin.h", "arm_neon.h"}
+MOST_FILES = 21  # of sources in a folder
+
+FILES = sorted(path for path in CPP.rglob("*") if path.suffix in {".h", ".cc"})
+FOLDERS = sorted(
+    {path.parent for path in FILES} | {path.parent for path in ROOT.glob("tests_cpp/*/*.cc")}
+)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The table; paths are those of #include lines."""
+
+    table: dict[str, Any]
+
+    def layer_of(self, header: str) -> str:
+        """Of a public header, such as "base/check.h"."""
+        found = [name for name, paths in self.table["headers"].items() if header in paths]
+        assert len(found) == 1, f"{header} is in {found} of layers.toml"
+        return found[0]
+
+    def headers_for(self, path: str) -> set[str]:
+        """The layers whose headers a file may include."""
+        if path.startswith("include/"):
+            own = self.layer_of(path.removeprefix("include/cpattn/"))
+            return {own, *self.table["header_layers"][own]}
+        return set(self._floor(path)["headers"])
+
+    def _floor(self, path: str) -> dict[str, Any]:
+        return next(floor for floor in self.table["floor"] if floor["name"] == path.split("/")[0])
+
+    def complaints(self, path: str, text: str) -> list[str]:
+        """What the file at a path below cpp includes and may not."""
+        includes = re.findall(r'#include "([^"]+)"', text)
+        libraries = LIBRARIES & {
+            name.split("/")[0] for name in re.findall(r"#include <([^>]+)>", text)
+        }
+        found = [name for name in includes if not self._allows(path, name)]
+        allowed = (
+            set() if path.startswith("include/") else set(self._floor(path).get("libraries", ()))
+        )
+        return found + sorted(libraries - allowed)
+
+    def _allows(self, path: str, included: str) -> bool:
+        floor, *rest = included.split("/")
+        if floor == "cpattn":
+            header = "/".join(rest)
+            ok = self.layer_of(header) in self.headers_for(path)
+        elif path.startswith("include/"):
+            return False
+        elif floor == path.split("/")[0]:
+            ok = True
+        else:
+            ok = floor in self._floor(path).get("floors", ()) and not included.endswith("-inl.h")
+        return ok and self._room_allows(path, included)
+
+    def _room_allows(self, path: str, included: str) -> bool:
+        own, other = room_of(path), room_of(included)
+        rooms = self.table["rooms"]
+        if path.startswith("kernels/"):
+            rooms = self.table["kernel_rooms"]
+        elif own not in rooms or included.startswith("kernels/") or other not in rooms:
+            return True  # a floor without rooms, or what its own floor shares
+        return other == own or other == "base" or other in rooms[own]
+
+
+def room_of(path: str) -> str:
+    """Of "ops/sparse/topk.cc", "include/cpattn/sparse/topk.h" or "cpattn/sparse/topk.h": sparse."""
+    parts = path.removeprefix("include/").split("/")
+    return parts[1] if len(parts) == 3 else ""
+
+
+LAYERS = Layers(tomllib.loads((CPP / "layers.toml").read_text()))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(CPP if path.is_relative_to(CPP) else ROOT))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_includes_and_length(path):
+    text = path.read_text()
+    assert LAYERS.complaints(name_of(path), text) == []
+    assert text.count("\n") <= 400
+
+
+def test_every_header_has_a_layer():
+    listed = [path for paths in LAYERS.table["headers"].values() for path in paths]
+    assert sorted(listed) == sorted(str(path.relative_to(HEADERS)) for path in HEADERS.rglob("*.h"))
+
+
+def test_every_folder_has_a_line():
+    floors = {path.name for path in CPP.iterdir() if path.is_dir()} - {"include"}
+    assert {floor["name"] for floor in LAYERS.table["floor"]} == floors
+    rooms = {
+        path.name for path in CPP.glob("*/*/") if path.is_dir() and path.parent.name != "kernels"
+    }
+    assert rooms - {"cpattn", "arguments"} <= set(LAYERS.table["rooms"])
+    assert {path.name for path in CPP.glob("kernels/*/")} == set(LAYERS.table["kernel_rooms"])
+
+
+@pytest.mark.parametrize("rooms", ["rooms", "kernel_rooms"])
+def test_rooms_have_no_circles(rooms):
+    left = {room: set(others) for room, others in LAYERS.table[rooms].items()}
+    while free := [room for room, others in left.items() if not others & left.keys()]:
+        for room in free:
+            del left[room]
+    assert left == {}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if "kernels" in p.parts], ids=name_of)
+def test_kernels_include_no_inline_functions(path):
+    assert set(re.findall(r"#include <([^>]+)>", path.read_text())) <= KERNEL_HEADERS
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=name_of)
+def test_a_folder_is_small_and_says_what_is_in_it(folder):
+    assert sum(path.suffix in {".h", ".cc"} for path in folder.iterdir()) <= MOST_FILES
+    readme = folder / "README.md"
+    if not folder.is_relative_to(CPP):
+        readme = ROOT / "tests_cpp" / "README.md"
+    text = readme.read_text()
+    assert text.startswith(f"# {readme.parent.relative_to(ROOT)}\n")
+    for name in re.findall(r"`([\w/-]+\.(?:h|cc))`", text):
+        assert (readme.parent / name).exists(), f"{readme} names {name}"
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("meta/attention/attention_plan.cc", '#include "cpattn/base/parallel.h"'),
+        ("meta/attention/attention_plan.cc", '#include "cpattn/base/tensor_view.h"'),
+        ("meta/attention/attention_plan.cc", '#include "cpattn/attention/paged_attention.h"'),
+        ("meta/attention/attention_plan.cc", '#include "cpattn/transfer/kv_layout.h"'),
+        ("include/cpattn/base/trace.h", '#include "cpattn/base/tensor_view.h"'),
+        ("include/cpattn/attention/attention_plan.h", '#include "cpattn/base/parallel.h"'),
+        ("include/cpattn/base/check.h", '#include "ops/base/rows.h"'),
+        ("ops/sparse/topk.cc", '#include "ops/npu/fia_mask.h"'),
+        ("ops/sparse/topk.cc", '#include "kernels/sparse/topk-inl.h"'),
+        ("ops/sparse/topk.cc", '#include "bindings/gil.h"'),
+        ("ops/sparse/topk.cc", "#include <pybind11/pybind11.h>"),
+        ("kernels/vector/avx2-inl.h", '#include "kernels/attention/gemm-inl.h"'),
+        ("kernels/attention/gemm-inl.h", '#include "cpattn/base/check.h"'),
+        ("reference/rows.h", '#include "cpattn/sparse/topk.h"'),
+        ("base/trace.cc", "#include <Eigen/Dense>"),
+    ],
+)
+def test_a_break_is_found(path, line):
+    assert (CPP / path).exists()
+    assert len(LAYERS.complaints(path, line)) == 1

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which module may import which, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from support.places import ROOT
+
+PACKAGE = ROOT / "python" / "cpattn"
+
+# Imports outside the standard library at the top of a module, so at `import cpattn` or when a part
+# of the package is asked for. Everything else is imported inside the function that needs it.
+MAY_IMPORT = {
+    "_cli/command_group": {"click"},
+    "_cli/commands": {"click"},
+    "_cli/options": {"click"},
+    "_cli/tables": {"rich"},
+    "_torch_library": {"torch"},
+    "cost_model": {"numpy", "rich"},
+    "distributed": {"numpy", "torch"},
+    "integrations": {"numpy", "torch", "vllm"},
+    "replay": {"jinja2", "matplotlib", "numpy", "rich", "torch"},
+}
+
+PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imports_at_top(tree: ast.Module) -> Iterator[str]:
+    """Absolute modules imported when the module is, conditional imports included."""
+    pending: list[ast.stmt] = list(tree.body)
+    while pending:
+        match pending.pop():
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                yield module
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                pass
+            case ast.If(body=body) | ast.With(body=body) | ast.ClassDef(body=body):
+                pending += body
+            case ast.Try(body=body, handlers=handlers):
+                pending += body + [line for handler in handlers for line in handler.body]
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=name_of)
+def test_python_imports(path):
+    module = path.relative_to(PACKAGE).with_suffix("")
+    tops = {module.split(".")[0] for module in imports_at_top(ast.parse(path.read_text()))}
+    allowed = MAY_IMPORT.get(str(module), MAY_IMPORT.get(module.parts[0], {"numpy"}))
+    assert tops - set(sys.stdlib_module_names) <= allowed
+
+
+def imported_names(path: Path) -> Iterator[tuple[str, ...]]:
+    """All that a file imports, anywhere in it, relative names resolved."""
+    package = path.relative_to(PACKAGE.parent).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) + 1 - node.level] if node.level else ()
+            module = tuple(node.module.split(".")) if node.module else ()
+            yield from ((*start, *module, alias.name) for alias in node.names)
+
+
+def module_of(path: Path) -> str:
+    name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+def imports_of_modules() -> dict[str, set[str]]:
+    """Of every module of the package the others that it names, anywhere in it.
+
+    Imports inside functions and those for type checkers are among them: what needs them knows the
+    other module just as well. Packages around a module run first whatever it imports; they are not.
+    """
+    modules = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+    graph: dict[str, set[str]] = {"cpattn._core": set(), **{module: set() for module in modules}}
+    for module, path in modules.items():
+        for name in imported_names(path):  # of a module, or of something in one
+            known = [n for n in (".".join(name), ".".join(name[:-1])) if n in graph]
+            graph[module].update(known[:1])
+    return graph
+
+
+def upward_imports(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """Those of a package by what is in it."""
+    return {
+        (module, other)
+        for module, others in graph.items()
+        for other in others
+        if module.startswith(f"{other}.")
+    }
+
+
+def circle_in(graph: dict[str, set[str]]) -> tuple[str, ...]:
+    """Modules that import each other in turn; none if they can be put in an order."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return tuple(error.args[1])
+    return ()
+
+
+def test_no_import_runs_back_up():
+    """A package imports what is in it; the other way round, names would come half-made."""
+    assert upward_imports(imports_of_modules()) == set()
+
+
+def test_no_imports_run_in_a_circle():
+    assert circle_in(imports_of_modules()) == ()
+
+
+@pytest.fixture
+def small_package(tmp_path, monkeypatch):
+    """Writes modules of a package, by their paths."""
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "cpattn")
+
+    def write(**modules: str) -> dict[str, set[str]]:
+        for name, text in modules.items():
+            path = tmp_path.joinpath("cpattn", *name.split("__")).with_suffix(".py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return imports_of_modules()
+
+    (tmp_path / "cpattn" / "kv").mkdir(parents=True)
+    (tmp_path / "cpattn" / "__init__.py").write_text("from .kv import pool\n")
+    (tmp_path / "cpattn" / "kv" / "__init__.py").write_text("from .pools import pool\n")
+    return write
+
+
+@pytest.mark.parametrize(
+    ("line", "package"),
+    [
+        ("import cpattn", "cpattn"),
+        ("from .. import plan", "cpattn"),
+        ("from cpattn import plan", "cpattn"),
+        ("def f():\n    from . import pool", "cpattn.kv"),
+    ],
+)
+def test_an_import_that_runs_back_up_is_found(small_package, line, package):
+    graph = small_package(kv__pools=line, plan_of="")
+    assert upward_imports(graph) == {("cpattn.kv.pools", package)}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ..cli import main",
+        "def f():\n    from .. import cli",
+        "if TYPE_CHECKING:\n    from cpattn.cli import main",
+    ],
+)
+def test_a_circle_is_found(small_package, line):
+    graph = small_package(kv__pools=line, cli="from .kv.pools import pool\n")
+    assert set(circle_in(graph)) == {"cpattn.kv.pools", "cpattn.cli"}
+    assert circle_in(small_package(kv__pools="pool = 1")) == ()
+
+
+def integrations_known_to(path: Path) -> set[str]:
+    """The modules and packages next to its own that it imports."""
+    folder = PACKAGE / "integrations"
+    own = path.relative_to(folder).parts[0].removesuffix(".py")
+    others = {entry.stem for entry in folder.iterdir()} - {"__init__", "__pycache__", own}
+    prefix = ("cpattn", "integrations")
+    return others & {name[2] for name in imported_names(path) if name[:2] == prefix and name[2:]}
+
+
+def test_integrations_do_not_know_each_other():
+    paths = list((PACKAGE / "integrations").rglob("*.py"))
+    assert {path: known for path in paths if (known := integrations_known_to(path))} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ..torch_ops import define",
+        "from .. import torch_ops",
+        "from ...integrations.torch_ops import define",
+        "import cpattn.integrations.torch_ops",
+    ],
+)
+def test_an_integration_that_knows_another_is_found(tmp_path, monkeypatch, line):
+    folder = tmp_path / "cpattn" / "integrations"
+    (folder / "vllm").mkdir(parents=True)
+    (folder / "torch_ops.py").touch()
+    (folder / "vllm" / "backend.py").write_text(f"from .cache import x\n\ndef f():\n    {line}\n")
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "cpattn")
+    assert integrations_known_to(folder / "vllm" / "backend.py") == {"torch_ops"}

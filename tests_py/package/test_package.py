@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package as its users get it: imports, versions, stubs' exports, documents."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cpattn
+from cpattn._moved import HOME_OF
+from support import cases
+from support.places import ROOT
+from support.public_names import PUBLIC, PUBLIC_MODULES
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+NEW_MODULES = """
+import sys, numpy
+before = set(sys.modules)
+import cpattn
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+print(*sorted(new - set(sys.stdlib_module_names)))
+"""
+
+
+def test_import_brings_nothing_but_numpy():
+    run = subprocess.run(
+        [sys.executable, "-c", NEW_MODULES], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["cpattn"]
+
+
+def test_one_version_everywhere():
+    def first(pattern, path):
+        return re.search(pattern, (ROOT / path).read_text(), re.MULTILINE)[1]
+
+    assert first(r'^version = "(.+)"', "pyproject.toml") == cpattn.__version__
+    assert first(r"^project\(cpattn VERSION (\S+)", "CMakeLists.txt") == cpattn.__version__
+
+
+def test_every_export_is_documented():
+    assert all(value.__doc__ for value in PUBLIC.values())
+
+
+def source_of(name: str) -> str:
+    """Of a module, which is not imported for it."""
+    return Path(importlib.util.find_spec(name).origin).read_text()
+
+
+def num_examples(source: str) -> int:
+    return len(re.findall(r"^ *>>> ", source, re.MULTILINE))
+
+
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(cpattn.__path__, "cpattn.")
+    if not module.name.endswith("._core") and num_examples(source_of(module.name))
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_run(name):
+    """All that are in the source, also of classes that say they are of a package around it."""
+    module, source, finder = importlib.import_module(name), source_of(name), doctest.DocTestFinder()
+    tests = finder.find(module)
+    for kind in vars(module).values():
+        if inspect.isclass(kind) and name.startswith(f"{kind.__module__}."):
+            tests += finder.find(kind, module=False, globs=vars(module))
+    tests = [x for x in tests if x.examples and x.examples[0].source.splitlines()[0] in source]
+    tests = list({test.docstring: test for test in tests}.values())  # methods may be functions
+    assert sum(len(test.examples) for test in tests) == num_examples(source)
+    runner = doctest.DocTestRunner()
+    for test in tests:
+        runner.run(test)
+    assert runner.summarize().failed == 0
+
+
+def anchors(document: Path) -> set[str]:
+    """What GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = document.parent / path if path else document
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def blocks_of(name: str, language: str) -> list[str]:
+    text = (ROOT / name).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+#: Documents whose examples need the engine that they are about.
+OF_ENGINES = {"integrations", "sglang", "sglang_ascend", "vllm"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        str(path.relative_to(ROOT))
+        for path in DOCUMENTS
+        if path.stem not in OF_ENGINES and "```python" in path.read_text()
+    ],
+)
+def test_examples_of_documents_run(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    try:
+        for example in blocks_of(name, "python"):
+            exec(compile(example, name, "exec"), names)
+    finally:
+        sys.modules.pop("torch_npu", None)  # which one of them installs for good
+
+
+def test_blocks_with_names_of_the_reader_are_run_here():
+    """Those in "py", whose names come from elsewhere."""
+    named = {path.name for path in DOCUMENTS if "```py\n" in path.read_text()}
+    assert named == {"README.md", "kv_transfer.md"}
+
+
+def test_the_ranks_of_the_readme(request):
+    """One rank of gloo has the names; what comes out is attention."""
+    torch = pytest.importorskip("torch")
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    request.addfinalizer(dist.destroy_process_group)
+    names = {
+        "ContextParallel": cpattn.distributed.ContextParallel,
+        "group": dist.group.WORLD,
+        "extend_lens": [200, 14],
+        "seq_lens": [200, 14],
+        "block_tables": [[3, 1], [2, -1]],
+        "hidden": torch.randn(214, 8),
+        "positions": torch.cat([torch.arange(200), torch.arange(14)]),
+        "q": torch.randn(214, 4, 32),
+    }
+    names |= {name: torch.randn(214, 2, 32) for name in ("k", "v")}
+    names |= {name: torch.full((4 * 128, 2, 32), torch.nan) for name in ("k_cache", "v_cache")}
+    before = dict(names)
+    (block,) = blocks_of("README.md", "py")
+    exec(block, names)
+    assert torch.equal(names["hidden"], before["hidden"])
+    slots = torch.cat([3 * 128 + torch.arange(128), 128 + torch.arange(72), 256 + torch.arange(14)])
+    q, k, v, out = (
+        names["cp"].gather(names["plan"], names[name]) for name in ("q", "k", "v", "out")
+    )
+    assert torch.equal(names["k_cache"][slots], k)
+    assert torch.equal(names["v_cache"][slots], v)
+    inputs = {name: names[name] for name in ("k_cache", "v_cache", "block_tables")}
+    inputs |= {"q": q, "q_lens": [200, 14], "kv_lens": [200, 14], "page_size": 128}
+    cases.assert_attention(out, None, inputs)
+
+
+def test_the_servers_of_the_document_on_kv_transfer():
+    """Both in this process, with an engine of it."""
+    source, target = (
+        cpattn.kv.MHATokenToKVPool(size=64, page_size=16, num_layers=2, num_kv_heads=2, head_dim=32)
+        for _ in range(2)
+    )
+    layout = cpattn.transfer.KVLayout.from_pool(target)
+    plan = cpattn.transfer.plan_kv_transfer(
+        cpattn.transfer.KVLayout.from_pool(source), layout, [1, 2], [3, 0]
+    )
+    source.set_kv_buffer(1, [16, 40], *np.random.default_rng(0).random((2, 2, 2, 32), np.float32))
+
+    def both_sides(host):
+        engine = cpattn.transfer.LocalEngine()
+        cpattn.transfer.register(engine, source)
+        return engine
+
+    names = {"cpattn": cpattn, "MooncakeEngine": both_sides, "host": "127.0.0.1"}
+    names |= {"pool": target, "layout": layout, "plan": plan}
+    (block,) = blocks_of("docs/kv_transfer.md", "py")
+    exec(block, names)
+    assert cpattn.transfer.KVLayout.from_dict(names["message"]["layout"]) == layout
+    for ours, theirs in zip(source.get_kv_buffer(1), target.get_kv_buffer(1), strict=True):
+        assert (theirs[3] == ours[1]).all()
+        assert (theirs[0] == ours[2]).all()
+        assert (ours[1] != 0).any()
+
+
+def test_documents_install_cpattn_from_its_folder():
+    """It is in no index: extras of an installed one are all that its name can bring."""
+    texts = [*DOCUMENTS, *(ROOT / "python").rglob("*.py"), *(ROOT / "notebooks").glob("*.ipynb")]
+    commands = [
+        (path.name, re.split(r" #| in the folder", command)[0])
+        for path in texts
+        for command in re.findall(r"pip install ([^\n]*)", path.read_text(encoding="utf-8"))
+    ]
+    assert ("sglang.md", "sglang==0.5.23") in commands
+    assert not [command for command in commands if "cpattn" in command[1].split()]
+
+
+def test_distributed_is_imported_when_asked_for():
+    pytest.importorskip("torch")
+    code = (
+        "import sys, cpattn; assert 'torch' not in sys.modules; cpattn.distributed.ContextParallel"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="nonsense"):
+        cpattn.nonsense  # noqa: B018
+
+
+SUB_PACKAGES = {
+    "cost_model", "distributed", "integrations", "kv", "npu", "profiling", "sparse", "torch_guard",
+    "traffic", "transfer",
+}  # fmt: skip
+
+
+def test_the_public_face_is_small():
+    assert set(dir(cpattn)) == {*cpattn.__all__, *SUB_PACKAGES}
+    assert len(cpattn.__all__) == len(set(cpattn.__all__)) <= 21
+    assert not SUB_PACKAGES & set(cpattn.__all__)  # `import *` brings no torch
+
+
+def test_type_checkers_see_the_sub_packages():
+    (block,) = (
+        node
+        for node in ast.parse(source_of("cpattn")).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    seen = [ast.unparse(line) for line in block.body]
+    assert seen == [f"from . import {name} as {name}" for name in sorted(SUB_PACKAGES)]
+
+
+def test_sub_packages_come_when_they_are_asked_for():
+    pytest.importorskip("torch")
+    code = f"""
+import sys, cpattn
+early = {{"profiling", "sparse"}}  # whose names are in `cpattn`, too
+loaded = {{name.removeprefix("cpattn.") for name in sys.modules}}
+assert loaded & {SUB_PACKAGES} == early, loaded
+for name in {SUB_PACKAGES}:
+    assert getattr(cpattn, name) is sys.modules[f"cpattn.{{name}}"]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "module", [*PUBLIC_MODULES, cpattn.context_parallel, cpattn.cost_model, cpattn.traffic]
+)
+def test_what_functions_return_is_where_they_are(module):
+    for name in module.__all__:
+        function = getattr(module, name)
+        if not inspect.isfunction(function):
+            continue
+        for word in re.findall(r"\w+", str(inspect.signature(function).return_annotation)):
+            kind = function.__globals__.get(word, getattr(cpattn._core, word, None))
+            if inspect.isclass(kind) and kind.__module__.startswith("cpattn"):
+                assert word in module.__all__, (name, word)
+
+
+def homes_of_names() -> dict[str, str]:
+    """The table of the change log: what was `cpattn.<name>`, and where it is now."""
+    rows = r"^\| `cpattn\.(\w+)` \| `(cpattn[\w.]*)\.(\w+)` \|$"
+    found = re.findall(rows, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert all(before == now for before, _, now in found)
+    return {name: home for name, home, _ in found}
+
+
+def test_every_name_that_moved_is_in_the_table():
+    homes = homes_of_names()
+    assert {name: home for name, home in homes.items() if home != "cpattn"} == HOME_OF
+    assert len(homes) == 83
+
+
+@pytest.mark.parametrize("name", homes_of_names())
+def test_names_are_where_the_table_says(name):
+    home = homes_of_names()[name]
+    assert name in importlib.import_module(home).__all__
+    if home == "cpattn":
+        assert getattr(cpattn, name) is not None
+    else:
+        message = f"module 'cpattn' has no attribute '{name}'; it is {home}.{name} now"
+        with pytest.raises(AttributeError, match=f"^{re.escape(message)}$"):
+            getattr(cpattn, name)
+
+
+def test_a_name_that_never_was_has_no_other_home():
+    with pytest.raises(AttributeError, match=r"^module 'cpattn' has no attribute 'nonsense'$"):
+        cpattn.nonsense  # noqa: B018

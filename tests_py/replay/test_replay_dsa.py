@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replay of sparse attention: over processes, its check, and its torch baseline."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+Console = pytest.importorskip("rich.console").Console
+
+import torch.distributed as dist  # noqa: E402
+
+from cpattn import build_cp_metadata  # noqa: E402
+from cpattn.distributed import ContextParallel  # noqa: E402
+from cpattn.replay.dense.baseline import make_segments  # noqa: E402
+from cpattn.replay.driver import replay  # noqa: E402
+from cpattn.replay.dsa.attention import SparseAttention  # noqa: E402
+from cpattn.replay.dsa.baseline import attend_chosen, choose_keys  # noqa: E402
+from cpattn.replay.dsa.check import RestrictedAttention, SparseChecker  # noqa: E402
+from cpattn.replay.dsa.model import DsaConfig, SparseInputs  # noqa: E402
+from cpattn.replay.model import Decoder  # noqa: E402
+from cpattn.replay.phases import PhaseClock  # noqa: E402
+from cpattn.replay.records import ReplayOptions  # noqa: E402
+from cpattn.replay.report.summary import print_report  # noqa: E402
+from cpattn.traffic.prefix_cache import PrefixCache  # noqa: E402
+from cpattn.traffic.scheduler import Batch, prefill_batches  # noqa: E402
+from cpattn.traffic.trace import block_tokens_of, generate_trace, scale_lengths  # noqa: E402
+from support.replay.replay_models import SMALL_DSA as SMALL  # noqa: E402
+from support.tolerances import assert_close, to_float64  # noqa: E402
+
+FP8 = replace(
+    SMALL,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    index_head_dim=128,
+    dtype="bfloat16",
+    kv_dtype="fp8",
+)
+PER_QUERY = ("q", "index_q", "index_weights")
+PAGE_SIZE, BLOCK_TOKENS, NUM_PAGES = 4, 8, 800
+
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cp_size", "model"),
+    [
+        pytest.param("zigzag", 2, FP8, id="zigzag-2-fp8"),
+        pytest.param("interleave", 3, SMALL, id="interleave-3", marks=pytest.mark.slow),
+        pytest.param("contiguous", 1, SMALL, id="one rank", marks=pytest.mark.slow),
+        pytest.param(
+            "contiguous",
+            2,
+            replace(FP8, prefill_impl="flashmla_sparse"),
+            id="contiguous-2-ragged",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_every_batch_is_right(strategy: str, cp_size: int, model: DsaConfig) -> None:
+    options = ReplayOptions(
+        model=model,
+        strategy=strategy,
+        cp_size=cp_size,
+        page_size=PAGE_SIZE,
+        token_budget=300,
+        pool_tokens=1000,
+        scale_lengths=64,
+        num_threads=1,
+        check_rows=8,
+        timeout_seconds=60,
+    )
+    report = replay(generate_trace(10, seed=1), options)
+    assert report.passed
+    assert len(report.batches) > 2
+    assert report.evictions > 0
+    assert report.tolerance is not None
+    assert 0 < max(batch.max_error or 0.0 for batch in report.batches) <= report.tolerance
+    assert 0 < report.checked_keys <= report.checked_rows * model.topk
+    assert report.swapped_keys < report.checked_keys / 10
+    assert report.hit_tokens > 0
+    for batch in report.batches:
+        assert tuple(batch.phases) == model.phases
+        assert all(seconds > 0 for seconds in batch.phases.values())
+        assert batch.flops["indexer"] == 2 * sum(batch.rank_pairs) * (
+            model.index_heads * model.index_head_dim
+        )
+        assert batch.torch_seconds is not None
+        assert tuple(batch.torch_seconds) == model.attention_phases
+        assert batch.torch_difference is not None
+        assert batch.torch_difference < 0.1
+    text = io.StringIO()
+    print_report(report, "a title", Console(file=text))
+    for word in ("indexer", "top-k", "proj", "keys", "sparse attention to 24 keys"):
+        assert word in text.getvalue()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[ContextParallel]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield ContextParallel(dist.group.WORLD, page_size=PAGE_SIZE)
+    dist.destroy_process_group()
+
+
+def checked(
+    cp: ContextParallel,
+    config: DsaConfig,
+    harm: Callable[[Batch, SparseAttention], None] = lambda batch, attention: None,
+) -> SparseChecker:
+    """Twelve requests of generated traffic on one rank; `harm` may spoil what it keeps."""
+    cache = PrefixCache(NUM_PAGES, page_size=PAGE_SIZE, block_tokens=BLOCK_TOKENS)
+    model, attention = Decoder(config), SparseAttention(config, cp, NUM_PAGES, range(1))
+    checker = SparseChecker(config, block_tokens=BLOCK_TOKENS, rows_per_chunk=8)
+    kinds = {"block_tokens": BLOCK_TOKENS, "vocab_size": config.vocab_size, "seed": config.seed}
+    requests = scale_lengths(generate_trace(12, seed=1), 64)
+    for batch in prefill_batches(requests, cache, token_budget=150):
+        token_ids = np.concatenate(
+            [block_tokens_of(c.request, c.begin, c.end, **kinds) for c in batch.chunks]
+        )
+        plan = cp.plan(
+            batch.extend_lens,
+            batch.seq_lens,
+            block_tables=batch.block_tables,
+            out_cache_loc=batch.slots,
+        )
+        attention.begin(batch, plan, PhaseClock())
+        harm(batch, attention)
+        with torch.inference_mode():
+            local = [cp.shard(plan, torch.from_numpy(x)) for x in (token_ids, batch.positions)]
+            hidden = cp.gather(plan, model(*local, attention))
+        rows = checker.sample_rows(batch)
+        wanted = torch.from_numpy(rows)
+        chosen = cp.gather(plan, attention.chosen)[wanted].numpy()
+        checker.compare(batch, rows, hidden[wanted].float().numpy(), chosen)
+    return checker
+
+
+@pytest.mark.parametrize(
+    "config",
+    [SMALL, replace(SMALL, dtype="bfloat16"), FP8, replace(FP8, prefill_impl="flashmla_sparse")],
+    ids=["float32", "bfloat16", "fp8", "fp8 ragged"],
+)
+def test_errors_are_roundings(one_rank: ContextParallel, config: DsaConfig) -> None:
+    checker = checked(one_rank, config)
+    assert checker.num_rows > 100
+    assert max(checker.errors.values()) <= checker.tolerance
+    # A bound ten times the truth would miss mistakes.
+    assert max(checker.errors.values()) > checker.tolerance / 10
+    assert (checker.num_swapped > 0) == (config.dtype != "float32")
+
+
+@pytest.mark.parametrize(
+    ("config", "buffer"),
+    [
+        (SMALL, "pool.k_buffer"),
+        (SMALL, "pool.v_buffer"),
+        (SMALL, "pool.index_k_buffer"),
+        (FP8, "kv"),
+        (FP8, "index_k"),
+    ],
+    ids=["k", "v", "index_k", "fp8 rows", "fp8 index_k"],
+)
+@pytest.mark.parametrize("kind", ["other page", "never written"])
+def test_the_check_sees_a_spoiled_page(
+    one_rank: ContextParallel, config: DsaConfig, buffer: str, kind: str
+) -> None:
+    def harm(batch: Batch, attention: SparseAttention) -> None:
+        pages = attrgetter(buffer)(attention._pools).view(NUM_PAGES + 1, -1)
+        for chunk, table in zip(batch.chunks, batch.block_tables, strict=True):
+            if chunk.begin >= 4 * PAGE_SIZE:
+                first, second = torch.from_numpy(table[:4]).long().chunk(2)
+                if kind == "never written":
+                    pages[first] = 0xFF if pages.dtype == torch.uint8 else torch.nan
+                else:
+                    pages[first] = pages[second]
+
+    checker = checked(one_rank, config, harm)
+    assert max(checker.errors.values()) > checker.tolerance
+
+
+def test_a_rank_without_rows(one_rank: ContextParallel) -> None:
+    """Of one new token two of three ranks have nothing, and still say how long it took them."""
+    metadata = build_cp_metadata([1], [5], cp_rank=2, cp_size=3, strategy="interleave")
+    plan = replace(
+        one_rank.plan([1], [5], block_tables=[[1, 0]]), metadata=metadata, rows_per_rank=(0,)
+    )
+    attention = SparseAttention(SMALL, one_rank, 1, range(1))
+    attention._pools.write = lambda *_: None
+    batch = Batch(0, (), [1], [4], np.array([[1, 0]], np.int32), np.array([0]))
+    attention.begin(batch, plan, PhaseClock())
+    assert attention.attend(0, inputs_of(SMALL, 0)).shape == (0, 2, SMALL.kv_lora_rank)
+    assert attention.flops() == {"indexer": 0, "attention": 0}
+    seconds, difference = attention.baseline()
+    assert tuple(seconds) == SMALL.attention_phases
+    assert difference == 0.0
+
+
+def inputs_of(config: DsaConfig, tokens: int, seed: int = 0) -> SparseInputs:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = SparseInputs(
+        q=(tokens, config.num_heads, config.latent_dim),
+        latent=(tokens, 1, config.latent_dim),
+        index_q=(tokens, config.index_heads, config.index_head_dim),
+        index_k=(tokens, config.index_head_dim),
+        index_weights=(tokens, config.index_heads),
+    )
+    return SparseInputs(*(torch.randn(shape, generator=generator) for shape in shapes))
+
+
+def best_keys(inputs: SparseInputs, topk: int) -> Any:
+    """int32 [tokens, topk], ascending, -1 in the tail."""
+    products = torch.einsum("thd,jd->thj", inputs.index_q.double(), inputs.index_k.double())
+    scores = torch.einsum("th,thj->tj", inputs.index_weights.double(), products.relu())
+    chosen = np.full((len(scores), topk), -1, np.int32)
+    for i, row in enumerate(scores.numpy()):
+        keys = np.sort(np.argsort(-row[: i + 1], kind="stable")[:topk])
+        chosen[i, : len(keys)] = keys
+    return chosen
+
+
+def test_the_torch_baseline_is_the_same_attention() -> None:
+    inputs, rows = inputs_of(SMALL, 60), np.arange(60)
+    table = np.random.default_rng(0).permutation(20).astype(np.int32)[None]
+    segments = make_segments(rows * 0, rows + 1, table, PAGE_SIZE, masks=False)
+    pool = torch.empty(80, dtype=torch.int64)
+    pool[segments[0].slots] = torch.arange(60)
+    slots = choose_keys(
+        inputs.index_q,
+        inputs.index_weights,
+        segments,
+        lambda at: inputs.index_k[pool[at]],
+        SMALL.topk,
+        PhaseClock(),
+    )
+    operators = RestrictedAttention(SMALL, rows, torch.where(slots >= 0, pool[slots], -1).numpy())
+    restricted = operators.attend(0, inputs)
+    assert not operators.wrong_rows.any()
+    out = attend_chosen(
+        inputs.q,
+        slots.sort(dim=1, descending=True).values,  # -1 last
+        lambda at: inputs.latent[pool[at], 0],
+        v_dim=SMALL.kv_lora_rank,
+        scale=SMALL.scale,
+    )
+    largest = np.abs(to_float64(inputs.latent)).max()
+    assert_close(out, to_float64(restricted), largest, "attention", "float32")
+
+
+@pytest.mark.parametrize("kind", ["right", "another key", "twice", "too few", "later", "far"])
+def test_keys_are_checked(kind: str) -> None:
+    inputs = inputs_of(SMALL, 60)
+    chosen = best_keys(inputs, SMALL.topk)
+    row = 40
+    others = np.setdiff1d(np.arange(row + 1), chosen[row])
+    wrong = {"another key": others[0], "twice": chosen[row, 0], "too few": -1, "later": 41}
+    chosen[row, 5] = {"right": chosen[row, 5], "far": 10**6, **wrong}[kind]
+    operators = RestrictedAttention(SMALL, np.arange(60), chosen)
+    out = operators.attend(0, inputs)
+    assert out.shape == (60, SMALL.num_heads, SMALL.kv_lora_rank)
+    assert np.flatnonzero(operators.wrong_rows).tolist() == ([] if kind == "right" else [row])
+
+
+def test_a_key_of_nearly_the_same_score_is_no_error() -> None:
+    inputs = inputs_of(SMALL, 60)
+    inputs.index_weights.abs_()
+    last = inputs._replace(**{name: getattr(inputs, name)[-1:] for name in PER_QUERY})
+    chosen = best_keys(inputs, SMALL.topk)[-1:]
+    (worst,) = np.setdiff1d(chosen, best_keys(inputs, SMALL.topk - 1)[-1])
+    other = np.setdiff1d(np.arange(60), chosen)[0]
+    inputs.index_k[other] = inputs.index_k[worst] * (1 - 2**-22)
+    chosen[chosen == worst] = other
+    operators = RestrictedAttention(SMALL, np.array([59]), chosen)
+    operators.attend(0, last)
+    assert not operators.wrong_rows.any()
+    assert (operators.num_keys, operators.num_swapped) == (SMALL.topk, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_layers": 2}, "num_layers must be 1, got 2"),
+        ({"topk": 0}, "topk must be >= 1, got 0"),
+        ({"kv_dtype": "int8"}, "kv_dtype must be bf16 or fp8, got 'int8'"),
+        ({"kv_dtype": "fp8"}, "512, 64, 128 and bfloat16 for fp8 rows, got 64, 16, 32, float32"),
+    ],
+)
+def test_bad_sizes_are_refused(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **sizes)

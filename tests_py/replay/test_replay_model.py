@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder, the check of its results, and the torch baseline, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cpattn.replay.dense.baseline import gathered_attention, make_segments  # noqa: E402
+from cpattn.replay.dense.check import Checker, dense_attention, tolerance  # noqa: E402
+from cpattn.replay.dense.model import DenseConfig  # noqa: E402
+from cpattn.replay.model import Decoder, Head, stage_layers  # noqa: E402
+from cpattn.traffic.prefix_cache import PrefixCache  # noqa: E402
+from cpattn.traffic.scheduler import Batch, prefill_batches  # noqa: E402
+from cpattn.traffic.trace import block_tokens_of, generate_trace, scale_lengths  # noqa: E402
+from support.tolerances import assert_similar  # noqa: E402
+
+SMALL = DenseConfig(
+    num_layers=3, hidden_size=64, num_heads=4, head_dim=16, intermediate_size=96, vocab_size=64
+)
+PAGE_SIZE = 4
+
+
+def paged_forward(
+    model: Decoder, batch: Batch, pools: list[torch.Tensor], token_ids: torch.Tensor
+) -> torch.Tensor:
+    """A forward pass over K/V pages, with the baseline's attention."""
+    requests = np.repeat(np.arange(len(batch.chunks)), batch.extend_lens)
+    segments = make_segments(requests, batch.positions + 1, batch.block_tables, PAGE_SIZE)
+    slots = torch.from_numpy(batch.slots)
+
+    def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        pools[layer][:, slots[slots >= 0]] = torch.stack([k, v])[:, slots >= 0]
+        return gathered_attention(q, *pools[layer], segments, scale=q.shape[-1] ** -0.5)
+
+    return model(token_ids, torch.from_numpy(batch.positions), attention)
+
+
+def replay(config: DenseConfig, harm: Callable[[Batch, list[torch.Tensor]], None]) -> Checker:
+    """Twelve requests of generated traffic, checked; `harm` may spoil pools before a batch."""
+    requests, block_tokens = scale_lengths(generate_trace(12, seed=1), 64), 8
+    cache = PrefixCache(800, page_size=PAGE_SIZE, block_tokens=block_tokens)
+    kinds = {"block_tokens": block_tokens, "vocab_size": config.vocab_size, "seed": config.seed}
+    model = Decoder(config)
+    checker = Checker(config, block_tokens=block_tokens, rows_per_chunk=8)
+    shape = (2, 801 * PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    pools = [
+        torch.full(shape, torch.nan, dtype=config.torch_dtype) for _ in range(config.num_layers)
+    ]
+    for batch in prefill_batches(requests, cache, token_budget=150):
+        harm(batch, pools)
+        tokens = [block_tokens_of(c.request, c.begin, c.end, **kinds) for c in batch.chunks]
+        with torch.inference_mode():
+            hidden = paged_forward(model, batch, pools, torch.from_numpy(np.concatenate(tokens)))
+        rows = checker.sample_rows(batch)
+        checker.compare(batch, rows, hidden[torch.from_numpy(rows)].float().numpy())
+    return checker
+
+
+def harmless(batch: Batch, pools: list[torch.Tensor]) -> None:
+    pass
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_chunks_behind_cached_prefixes_equal_the_whole_prompt(dtype: str) -> None:
+    config = replace(SMALL, dtype=dtype)
+    checker = replay(config, harmless)
+    assert checker.num_rows > 100
+    worst = max(checker.errors.values())
+    assert worst <= checker.tolerance
+    # A bound twenty times the truth would miss mistakes.
+    assert worst > checker.tolerance / 20
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["other page", "never written"])
+def test_the_check_sees_a_spoiled_page(dtype: str, kind: str) -> None:
+    def harm(batch: Batch, pools: list[torch.Tensor]) -> None:
+        for chunk, table in zip(batch.chunks, batch.block_tables, strict=True):
+            if chunk.begin >= 2 * PAGE_SIZE:
+                first, second = (slice(p * PAGE_SIZE, (p + 1) * PAGE_SIZE) for p in table[:2])
+                for pool in pools:
+                    pool[:, first] = torch.nan if kind == "never written" else pool[:, second]
+
+    checker = replay(replace(SMALL, dtype=dtype), harm)
+    assert max(checker.errors.values()) > checker.tolerance
+    assert not any(np.isnan(error) for error in checker.errors.values())
+
+
+def test_rows_of_the_last_layer_are_the_rows_of_the_whole() -> None:
+    model = Decoder(SMALL)
+    tokens, positions = torch.arange(40) % SMALL.vocab_size, torch.arange(40)
+    rows = torch.tensor([0, 7, 39])
+
+    def attention(at: torch.Tensor) -> Callable[..., torch.Tensor]:
+        return lambda _, q, k, v: dense_attention(q, k, v, at)
+
+    whole = model(tokens, positions, attention(positions))
+    some = model(tokens, positions, attention(rows), rows=rows)
+    torch.testing.assert_close(some, whole[rows], rtol=0, atol=tolerance(SMALL))
+
+
+@pytest.mark.parametrize("pp_size", [1, 2, 3])
+def test_stages_one_after_the_other_are_the_decoder(pp_size: int) -> None:
+    config = replace(SMALL, num_layers=4)
+    tokens, positions = torch.arange(20) % config.vocab_size, torch.arange(20)
+    called = []
+
+    def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        called.append(layer)
+        return dense_attention(q, k, v, positions)
+
+    stages = stage_layers(config.num_layers, pp_size)
+    assert [len(stage) for stage in stages] == {1: [4], 2: [2, 2], 3: [2, 1, 1]}[pp_size]
+    x = tokens
+    for layers in stages:
+        x = Decoder(config, layers)(x, positions, attention)
+    assert called == [0, 1, 2, 3]
+    assert torch.equal(x, Decoder(config)(tokens, positions, attention))
+
+
+def test_logits_do_not_repeat_the_token() -> None:
+    head = Head(SMALL)
+    hidden = Decoder(SMALL)(
+        torch.arange(64), torch.zeros(64), lambda _, q, k, v: dense_attention(q, k, v, None)
+    )
+    logits = head(hidden)
+    assert logits.dtype == torch.float32
+    assert 0.5 < logits.std() < 2
+    assert (logits.argmax(dim=-1) == torch.arange(64)).sum() < 8
+    assert len(set(logits.argmax(dim=-1).tolist())) > 8
+
+
+def test_positions_are_global() -> None:
+    """Attention scores depend on distances: shifting every position alike changes nothing."""
+    model = Decoder(SMALL)
+    tokens, positions = torch.arange(24) % SMALL.vocab_size, torch.arange(24)
+
+    def attention(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return dense_attention(q, k, v, torch.arange(24))
+
+    base = model(tokens, positions, attention)
+    for far in (1000, 100_000):
+        assert (model(tokens, positions + far, attention) - base).abs().max() <= tolerance(SMALL)
+    folded = torch.cat([positions[:12], positions[:12]])
+    assert (model(tokens, folded, attention) - base).abs().max() > 0.1
+
+
+def test_equal_seeds_are_equal_weights() -> None:
+    a, b = (Decoder(SMALL).state_dict() for _ in range(2))
+    other = Decoder(replace(SMALL, seed=1)).state_dict()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["embedding.weight"], other["embedding.weight"])
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_segments_gather_what_each_row_sees(stride: int) -> None:
+    rng = torch.Generator().manual_seed(0)
+    tables = np.array([[5, 2, 7, -1], [1, 0, 3, 6]], dtype=np.int32)
+    requests = np.array([0, 0, 0, 1, 1, 1, 1])
+    kv_lens = np.array([2, 2 + stride, 2 + 2 * stride, 1, 9, 9 + stride, 9 + 2 * stride])
+    q = torch.randn(7, 4, 16, generator=rng)
+    k, v = torch.randn(2, 8 * PAGE_SIZE, 2, 16, generator=rng)
+    segments = make_segments(requests, kv_lens, tables, PAGE_SIZE, stride=stride)
+    assert [segment.rows for segment in segments] == [slice(0, 3), slice(3, 4), slice(4, 7)]
+    out = gathered_attention(q, k, v, segments, scale=0.25)
+    for row, (request, kv_len) in enumerate(zip(requests, kv_lens, strict=True)):
+        slots = [
+            int(tables[request, j // PAGE_SIZE]) * PAGE_SIZE + j % PAGE_SIZE for j in range(kv_len)
+        ]
+        for head in range(4):
+            p = torch.softmax(k[slots, head // 2] @ q[row, head] * 0.25, dim=0)
+            assert_similar(out[row, head], p @ v[slots, head // 2])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers must be >= 1, got 0"),
+        ({"num_heads": 3}, "num_heads must be a multiple of num_kv_heads 2, got 3"),
+        ({"head_dim": 24}, "head_dim must be a multiple of 16 from 16 to 576, got 24"),
+    ],
+)
+def test_bad_sizes_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **sizes)
+
+
+def test_sampled_rows_cover_every_chunk() -> None:
+    checker = Checker(SMALL, block_tokens=8, rows_per_chunk=5)
+    requests = scale_lengths(generate_trace(6), 64)
+    cache = PrefixCache(800, page_size=PAGE_SIZE, block_tokens=8)
+    for batch in prefill_batches(requests, cache, token_budget=70):
+        rows = checker.sample_rows(batch)
+        ends = np.cumsum(batch.extend_lens)
+        assert set(ends - 1) | set(ends[:-1]) | {0} <= set(rows)
+        assert len(rows) == sum(min(5, length) for length in batch.extend_lens)
+    with pytest.raises(ValueError, match="rows_per_chunk must be >= 1, got 0"):
+        Checker(SMALL, block_tokens=8, rows_per_chunk=0)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random calls of the whole public interface, and whether the fuzzer would see what is wrong."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cpattn
+from cpattn import distributed, reference
+from support.api import api_fuzz
+from support.api.api_calls import Good, Target
+from support.children import path_with
+from support.public_names import PUBLIC, PUBLIC_MODULES
+from support.time_limits import PATIENCE
+
+CALLS = 20_000
+
+# Public names that are no calls of their own, and why.
+VALUES = {  # made by functions alone
+    "AttentionPlan", "ContextParallelMetadata", "DsaMetadata", "Registration",
+}  # fmt: skip
+RECORDS = {  # hold what they are given, and check nothing
+    "DecodeTargets", "HeadSlice", "KVArgs", "KVChunk", "KVEntry", "KVLink", "KVLinks",
+    "ContextParallelPlan", "KVRegistration", "KVTransferRequest", "Profile", "ScopeTime",
+    "Thread", "TransferError", "TransferStatus",
+}  # fmt: skip
+ENUMS = {"ForwardMode", "TopkTransformMethod", "TraceScope"}
+PROTOCOLS = {"TransferEngine"}
+NEEDS_A_GROUP = {"ContextParallel"}  # of torch.distributed; its planner is among the targets
+WITHOUT_ARGUMENTS = {"active_isa", "supported_isas"}
+REFUSES_LATER = {"num_threads"}  # when it is entered
+EXEMPT = VALUES | RECORDS | ENUMS | PROTOCOLS | NEEDS_A_GROUP | WITHOUT_ARGUMENTS | REFUSES_LATER
+
+
+@pytest.mark.parametrize("module", [*PUBLIC_MODULES, reference, distributed])
+def test_every_public_callable_is_a_target(module: ModuleType) -> None:
+    called = set()
+    for target in api_fuzz.all_targets():
+        function = target.make().function
+        called |= {target.name, getattr(function, "__name__", "")}
+    public = {name for name in module.__all__ if callable(getattr(module, name))}
+    assert public - EXEMPT - called == set()
+
+
+def test_every_method_of_public_classes_is_a_target() -> None:
+    called = {target.make().function.__qualname__ for target in api_fuzz.all_targets()}
+    missing = set()
+    for name, kind in PUBLIC.items():
+        if not inspect.isclass(kind) or name in EXEMPT - {"KVChunk"}:
+            continue
+        for method in vars(kind):
+            function = inspect.unwrap(getattr(kind, method))
+            if method.startswith("_") or not inspect.isfunction(function):
+                continue
+            if len(inspect.signature(getattr(kind, method)).parameters) > 1:
+                missing |= {function.__qualname__} - called
+    assert missing == set()
+
+
+def test_good_calls_succeed() -> None:
+    for target in api_fuzz.all_targets():
+        good = target.make()
+        good.function(**{name: value for name, (_, value) in good.arguments.items()})
+        good.close()
+
+
+def test_random_calls() -> None:
+    """The seed is that of the day of a release; another one by CPATTN_FUZZ_SEED."""
+    seed = int(os.environ.get("CPATTN_FUZZ_SEED", "1"))
+    result = subprocess.run(
+        [sys.executable, "-m", api_fuzz.__name__, "--calls", str(CALLS), "--seed", str(seed)],
+        env=os.environ | {"PYTHONPATH": path_with()},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
+    calls = re.search(r"([\d,]+) calls of", result.stdout)
+    assert calls is not None
+    assert int(calls[1].replace(",", "")) > 0.95 * CALLS
+
+
+def findings(monkeypatch: pytest.MonkeyPatch, function: Any, calls: int = 30) -> set[str]:
+    """What the fuzzer says of a function with an argument `x`."""
+
+    def make() -> Good:
+        return Good(function, {"x": ("tensor", np.ones(4, np.float32))})
+
+    monkeypatch.setattr(api_fuzz, "all_targets", lambda: [Target("fake", make)])
+    monkeypatch.setattr(api_fuzz, "SECONDS", 1)
+    result = api_fuzz.run(0, calls)
+    assert result.counts["fake"] >= calls - len(result.findings)
+    return {finding.fault for finding in result.findings}
+
+
+def refuse(error: Exception, write: bool = False) -> Any:
+    def function(x: Any = None, **_: Any) -> None:
+        if write and isinstance(x, np.ndarray) and x.flags.writeable and x.dtype == np.float32:
+            x[...] = 5
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("function", "fault"),
+    [
+        (refuse(ValueError("fake: x must be another")), None),
+        (refuse(MemoryError("fake: no memory")), None),
+        (refuse(ValueError("fake: x must be another"), write=True), "written to before"),
+        (refuse(ValueError("x must be another")), "does not begin with the function's name"),
+        (refuse(ValueError("fake: bad")), "names no argument"),
+        (refuse(TypeError("fake: x must be another" + "!" * 2000)), "a message of 2023"),
+        (refuse(AttributeError("fake: x has no y")), "an error that is not documented"),
+        (refuse(OverflowError("fake: x is too large")), "an error that is not documented"),
+        (lambda x=None, **_: np.full(3, np.nan), "garbage in a result"),
+        (lambda x=None, **_: np.zeros(3), None),
+        (lambda x=None, **_: os.kill(os.getpid(), 11), "ends the process, wait status 11"),
+    ],
+)  # fmt: skip
+def test_the_fuzzer_sees_what_is_wrong(monkeypatch, function, fault):
+    found = findings(monkeypatch, function)
+    if fault is None:
+        assert found == set()
+    else:
+        assert any(text.startswith(fault) for text in found)
+
+
+def test_the_fuzzer_sees_a_call_that_hangs(monkeypatch):
+    begin = time.monotonic()
+    assert findings(monkeypatch, lambda x=None, **_: time.sleep(PATIENCE), calls=2) == {
+        "hangs for 1 s"
+    }
+    assert time.monotonic() - begin < PATIENCE
+
+
+def test_a_call_is_made_from_its_number_alone():
+    numbers = random.Random(0).sample(range(10**6), 50)
+    first = [api_fuzz.describe(3, number) for number in numbers]
+    address = re.compile("0x[0-9a-f]+|local:[0-9]+|[0-9]{9,}")
+    again = [api_fuzz.describe(3, number) for number in numbers]
+    assert [address.sub("", text) for text in first] == [address.sub("", text) for text in again]
+
+
+REGRESSIONS = {
+    # What `api_fuzz` has found: a call, and what it says now.
+    "a source that is no layout": (
+        lambda: cpattn.transfer.plan_kv_transfer(1, 2, [1], [2]),
+        r"TypeError: plan_kv_transfer: src must be of type KVLayout, got int",
+    ),
+    "scores by their name": (
+        lambda: cpattn.sparse.topk_transform(
+            np.ones((8, 2), np.float32).T, lengths=[8, 8], topk=2, method=None
+        ),
+        r"ValueError: topk_transform: logits must be contiguous",
+    ),
+    "keys by their name": (
+        lambda: cpattn.sparse.write_index_k_cache(
+            np.zeros((1, 132), np.uint8), [0], np.ones((1, 256), np.float32)[:, ::2]
+        ),
+        r"ValueError: write_index_k_cache: k must be contiguous in its last dimension",
+    ),
+    "codes that cannot hold -1": (
+        lambda: cpattn.sparse.pad_topk_indices(np.ones((1, 2), np.uint8), 2),
+        r"TypeError: pad_topk_indices: topk_indices must be int32 or int64, got uint8",
+    ),
+    "a negative eps": (
+        lambda: reference.rms_norm(np.ones((1, 2)), np.ones(2), -1.0),
+        r"ValueError: reference.rms_norm: eps must be >= 0, got -1",
+    ),
+    "indices without a head": (
+        lambda: reference.flash_mla_sparse_fwd(
+            np.ones((1, 1, 16)), np.ones((1, 1, 16)), np.ones((1, 0, 1), np.int32), 1.0, d_v=16
+        ),
+        r"ValueError: reference.flash_mla_sparse_fwd: indices must be \[s_q, 1, topk\]",
+    ),
+    "arguments of an engine that are none": (
+        lambda: cpattn.transfer.plan_send_kvcache({}, [1], [1], [1], pp_size=1, is_mla=True),
+        r"TypeError: plan_send_kvcache: kv_args must have kv_data_ptrs, kv_item_lens, got dict",
+    ),
+    "a pool that is none": (
+        lambda: cpattn.transfer.fill_kv_args(cpattn.transfer.KVArgs(), 5),
+        r"TypeError: fill_kv_args: pool must have get_contiguous_buf_infos, .* got int",
+    ),
+    "pages of different lengths": (
+        lambda: cpattn.transfer.plan_kv_links(5, [], [], []),
+        r"TypeError: plan_kv_links: sources must be a sequence, got int",
+    ),
+    "a name of ten thousand characters": (
+        lambda: cpattn.can_apply_cp([1], cp_size=2, strategy="x" * 10_000),
+        r"ValueError: can_apply_cp: strategy must be a name, got a str of 10000 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_what_the_fuzzer_has_found(name: str) -> None:
+    call, said = REGRESSIONS[name]
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call()
+    assert re.match(said, f"{caught.type.__name__}: {caught.value}")

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever is wrong with an argument: an error that names function and argument, and no write."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from cpattn import reference
+from support.api.argument_sweep import CALLS, Call
+from support.public_names import PUBLIC
+
+LONGEST = 400  # characters of a message
+
+# What is not swept here, and why.
+TRANSFER = {
+    "DecodeTargets", "HeadSlice", "KVArgs", "KVChunk", "KVEntry", "KVLayout", "KVSendCursor",
+    "LocalEngine", "MHATokenToKVPool", "MLATokenToKVPool", "TransferEngine", "TransferPlan",
+    "TransferError", "TransferStatus", "build_transfer_entry_pairs", "decode_targets",
+    "fill_kv_args", "get_mha_kv_ptrs_with_pp", "get_mla_kv_ptrs_with_pp",
+    "group_concurrent_contiguous",
+    "kv_start_layer", "kv_to_page_indices", "kv_to_page_num", "plan_kv_links", "plan_kv_transfer",
+    "plan_send_aux", "plan_send_kvcache", "plan_send_kvcache_slice", "plan_send_state",
+    "registration_regions", "setup_state_kv_args", "slice_heads",
+    "KVLink", "KVLinks", "KVRegistration", "KVTransferRequest", "Registration", "pack_int_lists",
+    "register", "unpack_int_lists",
+}  # fmt: skip
+WITHOUT_ARGUMENTS = {"active_isa", "supported_isas", "__version__", "reference", "MAX_EVENTS"}
+TYPES = {
+    "AttentionPlan", "ContextParallelMetadata", "DsaMetadata", "ForwardMode", "Profile",
+    "ScopeTime", "Thread", "TopkTransformMethod", "TraceScope", "num_threads",
+}  # fmt: skip
+
+
+def test_every_public_function_is_swept():
+    swept = {call.function.__name__ for call in CALLS}
+    public = set(PUBLIC) - TRANSFER - WITHOUT_ARGUMENTS - TYPES
+    assert public <= swept
+    assert set(reference.__all__) <= swept
+
+
+@pytest.mark.parametrize("name", sorted({call.name for call in CALLS}))
+def test_every_argument_is_swept(name):
+    """Of all calls of a function together."""
+    calls = [call for call in CALLS if call.name == name]
+    swept = {argument for call in calls for argument in call.arguments}
+    if name != "set_num_threads":  # a builtin, without a signature
+        assert swept == {*inspect.signature(calls[0].function).parameters}
+
+
+def contents(values: dict[str, Any]) -> dict[str, bytes]:
+    return {
+        name: value.tobytes()
+        for name, value in values.items()
+        if isinstance(value, np.ndarray) and value.dtype != object
+    }
+
+
+def copied(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.copy() if isinstance(value, np.ndarray) else value
+        for name, value in values.items()
+    }
+
+
+def described(bad: object) -> str:
+    if isinstance(bad, np.ndarray):
+        return f"{type(bad).__name__} {bad.dtype} {bad.shape}"
+    return f"{type(bad).__name__} {bad!r:.40}" if type(bad).__repr__ is not object.__repr__ else ""
+
+
+def faults(call: Call) -> Iterator[str]:
+    """What is wrong with how a function treats what is wrong."""
+    for argument, bad in call.wrong():
+        values = copied(call.values()) | {argument: bad}
+        before = contents(values)
+        try:
+            call.function(**values)
+        except (TypeError, ValueError) as error:
+            message = str(error)
+            if not (message.startswith(call.name) and argument in message):
+                yield f"{argument} = {described(bad)}: does not name both: {message[:LONGEST]}"
+            if len(message) > LONGEST:
+                yield f"{argument} = {described(bad)}: a message of {len(message)} characters"
+        except Exception as error:
+            yield f"{argument} = {described(bad)}: {error!r:.200}"
+        else:
+            yield f"{argument} = {described(bad)}: accepted"
+        if contents(values) != before:
+            yield f"{argument} = {described(bad)}: written before it was refused"
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about what is no tensor as usual
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_wrong_arguments_are_refused_by_name(call):
+    num_threads = cpattn._core.default_num_threads()
+    try:
+        call.function(**copied(call.values()))  # which is good
+        assert list(faults(call)) == []
+    finally:
+        cpattn.set_num_threads(num_threads)
+
+
+SCALARS = {
+    "scale": [("0.5", "a float, got str")],
+    "softcap": [(None, "a float, got NoneType"), (True, "a float, got bool")],
+    "window": [((3, 0), "an integer, got tuple"), (2.0, "an integer, got float")],
+    "kv_layout": [(None, "a str, got NoneType")],
+    "causal": [("yes", "a bool, got str"), (None, "a bool, got NoneType"), (1, "a bool, got int")],
+    "page_size": [("16", "an integer, got str"), (True, "an integer, got bool")],
+    "num_threads": [(2.0, "an integer, got float")],
+    "return_lse": [(np.ones(3), "a bool, got numpy.ndarray")],
+}
+
+
+def attention(**changes: Any) -> Any:
+    q, cache = np.ones((3, 2, 16), np.float32), np.ones((4, 8, 1, 16), np.float32)
+    batch = {"q_lens": [3], "kv_lens": [10], "block_tables": [[2, 0]]}
+    return cpattn.paged_attention(q, cache, cache, **batch | changes)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [(name, value, message) for name, cases in SCALARS.items() for value, message in cases],
+)
+def test_scalars_of_the_wrong_type(argument, value, message):
+    with pytest.raises(TypeError, match=f"^paged_attention: {argument} must be {message}$"):
+        attention(**{argument: value})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scale": np.float32(0.25)}, {"scale": np.float64(0.25)}, {"scale": np.array(0.25)},
+        {"scale": 1}, {"scale": np.int8(1)}, {"softcap": 0}, {"window": np.int16(5)},
+        {"causal": np.True_}, {"num_threads": np.uint64(1)}, {"page_size": np.int64(8)},
+        {"q_lens": [np.int32(3)]}, {"q_lens": (3,)}, {"block_tables": [np.array([2, 0])]},
+    ],
+)  # fmt: skip
+def test_scalars_of_numpy_are_taken(changes):
+    assert attention(**changes).shape == (3, 2, 16)
+
+
+def test_numbers_of_many_digits_are_not_printed():
+    with pytest.raises(ValueError, match="q_lens must fit into int64, got a number of 16610 bits"):
+        attention(q_lens=[10**5000])
+    with pytest.raises(ValueError, match=f"^paged_attention: window must .* got {2**70}$"):
+        attention(window=2**70)
+
+
+@pytest.mark.parametrize("module", [np, torch])
+@pytest.mark.parametrize("topk", [2**40, 2**62])
+def test_results_that_no_memory_can_hold(module, topk):
+    q = module.zeros((1 << 20, 1, 16), dtype=module.float32)
+    with pytest.raises(MemoryError, match=r"^cp_indexer_topk: no memory for a result of shape \["):
+        cpattn.sparse.cp_indexer_topk(
+            q, None, None, None, block_tables=None, page_size=1, topk=topk
+        )
+
+
+def test_heads_that_do_not_fit_the_columns():
+    metadata = cpattn.build_cp_metadata([4], cp_rank=0, cp_size=1)
+    q, cache = np.ones((4, 32), np.float32), np.ones((1, 8, 1, 16), np.float32)
+    options = {"block_tables": [[0]], "page_size": 8, "num_kv_heads": 1, "scale": None}
+    for num_heads in (33, 0, -1, 2**62):
+        with pytest.raises(ValueError, match=r"^do_cp_attn_fia: "):
+            cpattn.do_cp_attn_fia(q, cache, cache, metadata, num_heads=num_heads, **options)
+    with pytest.raises(ValueError, match=r"^paged_attention: head_dim must be a multiple of 16"):
+        cpattn.paged_attention(
+            np.ones((3, 2, 0), np.float32), np.ones((4, 8, 1, 0), np.float32),
+            np.ones((4, 8, 1, 16), np.float32), q_lens=[3], kv_lens=[10], block_tables=[[2, 0]],
+        )  # fmt: skip

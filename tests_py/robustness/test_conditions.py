@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests that depend most on their surroundings pass in surroundings that are odd."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from audit import machine
+from support.places import ROOT
+
+# Processes, signals, terminals, tensors between processes.
+TESTS = (
+    "distributed/test_distributed.py::test_interrupt_ends_a_wait",
+    "distributed/test_distributed.py::test_one_token_leaves_other_ranks_without_rows",
+    "sparse/test_indexer_runtime.py::test_ctrl_c_ends_a_long_call",
+    "cli/test_cli.py::test_ctrl_c_ends_all_processes_with_one_line[run]",
+)
+# As under nohup or in the background of a script, without standard input, and where the folder
+# of a script is not on the path. Folders of modules are shadowed where a file may be found instead.
+BACKGROUND = "trap '' HUP INT QUIT; export PYTHONSAFEPATH=1; exec \"$@\" <&-"
+LITTLE_SHARED_MEMORY = f"mount -t tmpfs -o size=20m none /dev/shm && {BACKGROUND}"
+
+
+def start(children, *prefix):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--strict-skips"]
+    tests = [f"tests_py/{test}" for test in TESTS]
+    return children.start([*prefix, *command, *tests], cwd=ROOT, env=environment)
+
+
+def all_pass(process):
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, out + err
+    assert "8 passed" in out.splitlines()[-1], out
+
+
+def test_in_the_background_without_standard_input_and_on_a_safe_path(children):
+    all_pass(start(children, "sh", "-c", BACKGROUND, "sh"))
+
+
+def test_with_little_shared_memory(children):
+    prefix = machine.own_mounts()
+    if prefix is None:
+        pytest.skip("no mount namespaces here")
+    all_pass(start(children, *prefix, "sh", "-c", LITTLE_SHARED_MEMORY, "sh"))
+
+
+def test_as_another_user(children):
+    """Who may write nowhere but in temporary folders, and has no home."""
+    prefix = machine.another_user()
+    if prefix is None:
+        pytest.skip("only root can be another user")
+    all_pass(start(children, *prefix, "env", "HOME=/nonexistent"))
+
+
+def test_twice_at_the_same_time(children):
+    for process in [start(children), start(children)]:
+        all_pass(process)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls from a signal handler in the middle of a call on the same thread.
+
+A call looks for Ctrl-C about every 50 ms; what handlers of other signals, or the garbage
+collector, run then may call the library again.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import time
+
+import pytest
+import torch
+
+import cpattn
+from support.cases import Case, make_inputs
+
+LONG_ENOUGH = 0.15  # seconds of a call, so that it looks at signals
+
+
+class Outer:
+    """A call with so many rows that it takes long enough, and its result without any signal."""
+
+    def __init__(self, make):
+        rows, seconds = 2, 0.0
+        while seconds < LONG_ENOUGH:
+            rows *= 2
+            self.function = make(rows)
+            begin = time.monotonic()
+            self.expected = self.function()
+            seconds = time.monotonic() - begin
+
+
+def attention(dtype, threads):
+    generator = torch.Generator().manual_seed(0)
+    cache = torch.randn(32, 64, 2, 64, generator=generator).to(dtype)
+    lens = {"kv_lens": [2048], "block_tables": [list(range(32))], "causal": False}
+
+    def make(rows):
+        q = torch.randn(rows, 8, 64, generator=generator).to(dtype)
+        return lambda: cpattn.paged_attention(
+            q, cache, cache, q_lens=[rows], **lens, num_threads=threads
+        )
+
+    return Outer(make)
+
+
+def indexer(dtype, threads):
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(4096, 128, generator=generator).to(dtype)
+    cpattn.set_num_threads(threads)
+
+    def make(rows):
+        q = torch.randn(rows, 64, 128, generator=generator).to(dtype)
+        weights = torch.rand(rows, 64, generator=generator)
+        ends = [4096] * rows
+        return lambda: cpattn.sparse.indexer_topk(q, k, weights, [0] * rows, ends, topk=512)
+
+    return Outer(make)
+
+
+@pytest.fixture
+def timer():
+    """timer(call): calls it from a signal handler all the time; its value is how often."""
+    count = [0]
+
+    def start(call):
+        def handler(number, frame):
+            count[0] += 1
+            call()
+            arm()
+
+        def arm():
+            """Counted from the end of a call, so that the outer one goes on however slow it is."""
+            signal.setitimer(signal.ITIMER_REAL, 0.03)
+
+        signal.signal(signal.SIGALRM, handler)
+        arm()
+        return count
+
+    threads = cpattn._core.default_num_threads()
+    before = signal.getsignal(signal.SIGALRM)
+    yield start
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)  # no handler starts the timer again
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+    cpattn.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("make", [attention, indexer])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_calls_from_a_signal_handler_disturb_nothing(isa, timer, make, threads, dtype):
+    outer = make(dtype, threads)
+    nested_inputs = make_inputs(Case(q_lens=(40,), kv_lens=(300,), dtype="bfloat16"))
+    score = torch.randn(2, 9000, generator=torch.Generator().manual_seed(1))
+    wide = make_inputs(Case(q_lens=(3,), kv_lens=(500,), head_dim=256))
+
+    def nested():
+        return (
+            cpattn.paged_attention(**nested_inputs),
+            cpattn.paged_attention(**wide),
+            cpattn.sparse.fast_topk(score, [9000] * 2, 2048),
+        )
+
+    expected = nested()
+    results = []
+    count = timer(lambda: results.append(nested()))
+    for _ in range(50):
+        result = outer.function()
+        if count[0] >= 2:
+            break
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert count[0] >= 2
+    assert torch.equal(torch.as_tensor(result), torch.as_tensor(outer.expected))
+    for nested_result in results:
+        assert all(map(torch.equal, nested_result, expected))
+
+
+def test_an_error_in_a_signal_handler_ends_the_call(timer):
+    outer = attention(torch.float32, 2)
+
+    def fail():
+        signal.setitimer(signal.ITIMER_REAL, 0)  # the next one could be anywhere
+        cpattn.paged_attention(**make_inputs(Case()) | {"q_lens": [3]})
+
+    def call_until_it_fails():
+        for _ in range(100):
+            outer.function()
+
+    timer(fail)
+    with pytest.raises(ValueError, match="q_lens and kv_lens must have the same length"):
+        call_until_it_fails()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert torch.equal(outer.function(), outer.expected)
+
+
+def test_a_finalizer_may_call(timer):
+    """Garbage in a cycle, which is collected from the handler."""
+    outer = attention(torch.bfloat16, 2)
+    inputs = make_inputs(Case(q_lens=(40,), kv_lens=(300,)))
+    expected, results = cpattn.paged_attention(**inputs), []
+
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            results.append(cpattn.paged_attention(**inputs))
+
+    def make_garbage_and_collect():
+        Cycle()
+        gc.collect()
+
+    timer(make_garbage_and_collect)
+    for _ in range(50):
+        assert torch.equal(outer.function(), outer.expected)
+        if len(results) >= 2:
+            break
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert len(results) >= 2
+    assert all(torch.equal(result, expected) for result in results)

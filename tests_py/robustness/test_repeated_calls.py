@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that calls all day does not grow, and importing the library costs little."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from support.api.repeated_calls import CALLS, LEAKS
+from support.children import Children, path_with
+from support.time_limits import IMPORT_CPU
+
+TIMES = 100_000
+# What a process may grow by over all of them: less than the smallest object or block, 16 bytes, of
+# each call. Python's own count, over a tenth of the calls, is free of what the allocator keeps.
+RESIDENT_BYTES = 1 << 20
+TRACED_BYTES = 1 << 14
+
+# CPU seconds of the import alone; NumPy is there.
+IMPORT = """
+import time
+import numpy
+begin = time.process_time()
+import cpattn
+print(time.process_time() - begin)
+"""
+
+
+def growth(children: Children, name: str) -> tuple[int, int]:
+    command = [sys.executable, "-m", "support.api.repeated_calls", name, str(TIMES)]
+    done = children.run(command, env=os.environ | {"PYTHONPATH": path_with()})
+    assert done.returncode == 0, done.stderr
+    resident, traced = map(int, done.stdout.split())
+    return resident, traced
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_memory_does_not_grow_with_the_number_of_calls(children: Children, name: str) -> None:
+    resident, traced = growth(children, name)
+    assert resident < RESIDENT_BYTES
+    assert traced < TRACED_BYTES
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_one_object_of_each_call_would_be_seen(children: Children, name: str) -> None:
+    resident, traced = growth(children, name)
+    assert resident >= RESIDENT_BYTES
+    assert traced >= TRACED_BYTES
+
+
+def test_importing_costs_little_beyond_numpy(children: Children) -> None:
+    least = min(float(children.python(IMPORT).stdout) for _ in range(5))
+    assert least < IMPORT_CPU

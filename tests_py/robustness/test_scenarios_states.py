@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers that are used again, partial results that meet, and ties."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from cpattn.integrations import flash_attn, flashinfer
+from support.cases import Case, assert_attention, expected_attention, make_inputs
+from support.merge_cases import split_keys
+from support.sparse.topk_cases import expected_topk
+from support.tolerances import to_float64
+
+# --- a small batch in the buffers of a large one ------------------------------------------------
+
+LARGE = Case(q_lens=(40, 1, 30, 9), kv_lens=(130, 90, 30, 64), dtype="bfloat16")
+SMALL = Case(q_lens=(3, 1), kv_lens=(20, 35), dtype="bfloat16")
+
+
+class Buffers:
+    """What an engine allocates once, for its largest batch, and views of it for each."""
+
+    def __init__(self):
+        self.q = torch.full((128, 4, 64), torch.nan, dtype=torch.bfloat16)
+        self.out, self.lse = torch.full_like(self.q, 7.0), torch.full((128, 4), 7.0)
+        self.tables = np.full((8, 16), 1 << 30, np.int32)
+        self.q_lens, self.kv_lens = np.zeros(8, np.int32), np.zeros(8, np.int32)
+
+    def place(self, case, inputs):
+        rows, batch = sum(case.q_lens), len(case.q_lens)
+        width = inputs["block_tables"].shape[1]
+        self.q[:rows] = inputs["q"]
+        self.tables[:batch, :width] = inputs["block_tables"]
+        self.q_lens[:batch], self.kv_lens[:batch] = case.q_lens, case.kv_lens
+        return inputs | {
+            "q": self.q[:rows],
+            "q_lens": self.q_lens[:batch],
+            "kv_lens": self.kv_lens[:batch],
+            "block_tables": self.tables[:batch],
+            "out": self.out[:rows],
+            "lse": self.lse[:rows],
+            "return_lse": True,
+        }
+
+
+def test_a_small_batch_in_the_buffers_of_a_large_one(isa):
+    """Nothing of the large batch is seen, and nothing behind the small one is written."""
+    buffers, large, small = Buffers(), make_inputs(LARGE), make_inputs(SMALL, seed=1)
+    for case, inputs in ((LARGE, large), (SMALL, small), (LARGE, large), (SMALL, small)):
+        before = buffers.out.clone(), buffers.lse.clone()
+        out, lse = cpattn.paged_attention(**buffers.place(case, inputs))
+        assert_attention(out, lse, inputs)
+        fresh = cpattn.paged_attention(**inputs, return_lse=True)
+        assert torch.equal(out, fresh[0])
+        assert torch.equal(lse, fresh[1])
+        rows = sum(case.q_lens)
+        assert torch.equal(buffers.out[rows:], before[0][rows:])
+        assert torch.equal(buffers.lse[rows:], before[1][rows:])
+
+
+def test_plans_keep_what_they_were_made_of_when_buffers_are_used_again(isa):
+    """Tables and lengths of the small batch replace those of the large one, whose plan runs on."""
+    buffers, large, small = Buffers(), make_inputs(LARGE), make_inputs(SMALL, seed=1)
+    named = ("q_lens", "kv_lens", "block_tables", "page_size")
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    plans = []
+    for case, inputs in ((LARGE, large), (SMALL, small)):
+        placed = buffers.place(case, inputs)
+        num_pages = len(inputs["k_cache"])
+        plans.append(
+            cpattn.plan_attention(
+                **{name: placed[name] for name in named}, num_pages=num_pages, **sizes
+            )
+        )
+    buffers.tables[:], buffers.q_lens[:], buffers.kv_lens[:] = 1 << 30, -1, -1
+    for plan, inputs in zip(plans, (large, small), strict=True):
+        tensors = (inputs[name] for name in ("q", "k_cache", "v_cache"))
+        assert_attention(*cpattn.run_attention(plan, *tensors, return_lse=True), inputs)
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "interleave", "contiguous"])
+def test_metadata_of_a_small_batch_after_a_large_one(strategy):
+    """Lengths come from buffers that held more before; all fields are those of fresh lists."""
+    extend, seq = np.zeros(8, np.int64), np.zeros(8, np.int64)
+    made = []
+    for case in (LARGE, SMALL):
+        batch = len(case.q_lens)
+        extend[:batch], seq[:batch] = case.q_lens, case.kv_lens
+        options = {"cp_size": 3, "strategy": strategy}
+        made.append(cpattn.build_cp_metadata_all_ranks(extend[:batch], seq[:batch], **options))
+    extend[:], seq[:] = -1, -1
+    for case, ranks in zip((LARGE, SMALL), made, strict=True):
+        fresh = cpattn.build_cp_metadata_all_ranks(case.q_lens, case.kv_lens, **options)
+        assert [rank.to_dict() for rank in ranks] == [rank.to_dict() for rank in fresh]
+
+
+# --- states of others ---------------------------------------------------------------------------
+
+
+def whole_and_parts(dtype="float32"):
+    """Four shards of the keys of one sequence."""
+    inputs = make_inputs(Case(q_lens=(3,), kv_lens=(256,), dtype=dtype))
+    return inputs | {"causal": False}, list(split_keys(inputs, [0, 3, 4, 9, 16]))
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_a_shard_without_keys_whose_output_was_never_written(isa, place):
+    """Its output is NaN and its LSE -inf; wherever it comes, the others are what is merged."""
+    inputs, parts = whole_and_parts()
+    empty = torch.full_like(parts[0][0], torch.nan), torch.full_like(parts[0][1], -math.inf)
+    parts.insert(place, empty)
+    merged = parts[0]
+    for part in parts[1:]:
+        merged = cpattn.merge_state(*merged, *part)
+    assert_attention(*merged, inputs)
+
+
+def test_a_shard_without_keys_as_flash_attn_marks_it():
+    """flash-attn gives +inf there: refused as it is, and merged when it is made -inf."""
+    inputs, parts = whole_and_parts()
+    q = inputs["q"][None]
+    nothing = torch.zeros(1, 0, 2, 64)
+    out, lse, _ = flash_attn.flash_attn_func(q, nothing, nothing, return_attn_probs=True)
+    out, lse = out[0], lse[0].T.contiguous()
+    assert not out.any()
+    assert torch.all(lse == math.inf)
+    merged = [part.clone() for part in parts[0]]
+    with pytest.raises(ValueError, match=r"lse_b must not be \+inf"):
+        cpattn.merge_state(*merged, out, lse)
+    assert all(torch.equal(a, b) for a, b in zip(merged, parts[0], strict=True))
+    for part in [(out, lse.masked_fill(lse == math.inf, -math.inf)), *parts[1:]]:
+        cpattn.merge_state(*merged, *part)
+    assert_attention(*merged, inputs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shards_of_two_libraries_with_lses_to_different_bases(dtype):
+    """FlashInfer counts to base 2. Converted, all merge; taken as it is, the result is far off."""
+    inputs, parts = whole_and_parts(dtype)
+    expected = expected_attention(inputs)
+    to_base_2 = [(out, lse / math.log(2)) for out, lse in parts]
+    op = "attention" if dtype == "float32" else "8 parts merged"
+    v, s = flashinfer.merge_states(*(torch.stack(x, 1) for x in zip(*to_base_2, strict=True)))
+    assert_attention(v, s * math.log(2), inputs, op, expected)
+
+    def merge(parts):
+        out, lse = (x.clone() for x in parts[0])
+        for part in parts[1:]:
+            cpattn.merge_state(out, lse, *part)
+        return out, lse
+
+    mixed = [to_base_2[i] if i % 2 else part for i, part in enumerate(parts)]
+    back = [(out, lse * math.log(2)) if i % 2 else (out, lse) for i, (out, lse) in enumerate(mixed)]
+    assert_attention(*merge(back), inputs, op, expected)
+    with pytest.raises(AssertionError, match="times what is allowed"):
+        assert_attention(*merge(mixed), inputs, op, expected)
+
+
+def errors_of_parts(dtype, world):
+    """Of the merged results of so many shards, whose states are kept in this dtype."""
+    inputs = make_inputs(Case(q_lens=(3,), kv_lens=(16 * 64,), dtype="bfloat16"))
+    exact = expected_attention(inputs | {"causal": False}).out
+    as_kept = {name: inputs[name].to(getattr(torch, dtype)) for name in ("q", "k_cache", "v_cache")}
+    parts = split_keys(inputs | as_kept, range(0, 65, 64 // world))
+    out, lse = next(parts)
+    for part in parts:
+        cpattn.merge_state(out, lse, *part)
+    return np.sqrt(np.mean((to_float64(out) - exact) ** 2))
+
+
+def test_shards_kept_in_float32_cost_nothing_however_many(isa):
+    """In bfloat16 each merge rounds what was merged before; in float32 that is not to be seen."""
+    wide = {world: errors_of_parts("float32", world) for world in (1, 8, 64)}
+    narrow = {world: errors_of_parts("bfloat16", world) for world in (1, 8, 64)}
+    assert max(wide.values()) < narrow[1] / 1000
+    assert wide[64] < 2 * wide[8]
+    assert narrow[64] > 2 * narrow[8] > 2 * narrow[1]
+
+
+# --- ties ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [9, 130, 5000, 70_001])
+def test_ties_go_to_the_smaller_index_and_mirrored_to_the_larger(isa, columns):
+    """Of few and of many equal scores, in each call the same, on any number of threads."""
+    rng = np.random.default_rng(columns)
+    few_values = rng.integers(0, 3, columns)
+    rows = np.stack([np.zeros(columns), few_values, np.arange(columns) == 5]).astype(np.float32)
+    lengths = [columns] * len(rows)
+    for topk in {1, 7, columns // 2, columns - 1}:
+        chosen = cpattn.sparse.fast_topk(rows, lengths, topk)
+        np.testing.assert_array_equal(chosen, expected_topk(rows, lengths, topk))
+        assert chosen[0].tolist() == list(range(topk))
+        # Who wants the largest indices turns the row around.
+        turned = columns - 1 - cpattn.sparse.fast_topk(rows[:, ::-1].copy(), lengths, topk)
+        assert turned[0].tolist() == list(range(columns - 1, columns - 1 - topk, -1))
+        for row, ours, mirrored in zip(rows, chosen, turned, strict=True):
+            assert sorted(row[ours]) == sorted(row[mirrored])
+            last = row[ours].min()  # of equal ones, the first come in, and the last
+            tied = np.flatnonzero(row == last)
+            assert set(ours[row[ours] == last]) == set(tied[: (row[ours] == last).sum()])
+            assert set(mirrored[row[mirrored] == last]) == set(
+                tied[len(tied) - (row[mirrored] == last).sum() :]
+            )
+        for threads in (1, 3):
+            cpattn.set_num_threads(threads)
+            for _ in range(3):
+                np.testing.assert_array_equal(cpattn.sparse.fast_topk(rows, lengths, topk), chosen)
+        cpattn.set_num_threads(cpattn._core.default_num_threads())

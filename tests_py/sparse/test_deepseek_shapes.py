@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse attention at the sizes of DeepSeek-V3.2, on every instruction set.
+
+128 heads of 576 and 512 dimensions to 2048 chosen keys, of an indexer with 64 heads of 128: sizes
+at which sums are longest, tiles full, and rows spread over the whole pool.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from support import probes
+from support.cases import DTYPES
+from support.sparse import indexer_cases, sparse_mla_cases
+from support.sparse.indexer_batch import PACKED_FORMS, IndexerBatch
+from support.sparse.sparse_mla_cases import expanded, fp8_rows
+from support.tolerances import EPS, TOLERANCES, assert_attended, indexer_units
+
+HEADS, HEAD_DIM, V_HEAD_DIM, TOPK = 128, 576, 512, 2048
+SCALE = 192**-0.5  # of the heads before absorption
+INDEX_HEADS, INDEX_DIM = 64, 128
+#: Key dtypes of the indexer, and whether they come with a scale for each key.
+INDEX_DTYPES = {"bfloat16": False, "float8_e4m3fn": True, "int8": True}
+
+
+@functools.cache
+def sparse_inputs(dtype):
+    """Three tokens with all keys, some holes, few keys; what they should give."""
+    case = sparse_mla_cases.Case(
+        counts=(TOPK, 1999, 5), topk=TOPK, num_rows=20000, num_heads=HEADS, head_dim=HEAD_DIM,
+        v_head_dim=V_HEAD_DIM, dtype=dtype, options={"sm_scale": SCALE},
+    )  # fmt: skip
+    inputs = sparse_mla_cases.make_inputs(case)
+    return inputs, sparse_mla_cases.expected_result(inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sparse_attention(isa, dtype):
+    inputs, expected = sparse_inputs(dtype)
+    result = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
+    sparse_mla_cases.assert_result(result, inputs, expected)
+
+
+@functools.cache
+def fp8_inputs():
+    rows, generator = fp8_rows(20000), torch.Generator().manual_seed(1)
+    inputs = {
+        "q": torch.randn(3, HEADS, HEAD_DIM, generator=generator).bfloat16(),
+        "indices": torch.randint(-500, 20000, (3, TOPK), generator=generator),
+        "sm_scale": SCALE,
+        "d_v": V_HEAD_DIM,
+    }
+    return rows, inputs, sparse_mla_cases.expected_result(inputs | {"kv": expanded(rows)})
+
+
+def test_sparse_attention_to_fp8_rows(isa):
+    rows, inputs, expected = fp8_inputs()
+    result = cpattn.sparse.flash_mla_sparse_fwd(kv=rows, **inputs)
+    sparse_mla_cases.assert_result(result, inputs | {"kv": expanded(rows)}, expected)
+
+
+@functools.cache
+def index_inputs(dtype):
+    """Behind all keys, in the middle, and behind fewer than are chosen; what they should score."""
+    inputs = indexer_cases.make_inputs(
+        3, 20000, heads=INDEX_HEADS, dim=INDEX_DIM, dtype=dtype, scales=INDEX_DTYPES[dtype]
+    )
+    inputs |= {"ks": np.array([0, 100, 18500]), "ke": np.array([20000, 9101, 20000])}
+    return inputs, indexer_cases.expected_logits(inputs)
+
+
+@pytest.mark.parametrize("dtype", INDEX_DTYPES)
+def test_indexer(isa, dtype):
+    inputs, expected = index_inputs(dtype)
+    logits = cpattn.sparse.indexer_logits(**inputs)
+    indexer_cases.assert_logits(logits, inputs, expected)
+    chosen = np.asarray(cpattn.sparse.indexer_topk(**inputs, topk=TOPK))
+    np.testing.assert_array_equal(chosen, indexer_cases.best_keys(logits, inputs, TOPK, True))
+    # In float64 none of those left out is better than one of those chosen by more than roundings.
+    exact, magnitude = expected
+    for row, begin, scores in zip(chosen, inputs["ks"], exact, strict=True):
+        worst, count = scores[row[row >= 0] + begin].min(), min(TOPK, np.isfinite(scores).sum())
+        assert (row >= 0).sum() == count
+        rounding = indexer_units(INDEX_HEADS) * EPS["float32"] * magnitude.max()
+        assert worst >= np.partition(scores, -count)[-count] - 2 * rounding
+
+
+@functools.cache
+def index_batch(dtype):
+    """New tokens of two requests on four ranks. Small integers, so that all dtypes agree."""
+    scaled = dtype != "bfloat16"
+    form = {"form": PACKED_FORMS[0]} if dtype == "uint8" else {}
+    return IndexerBatch(
+        (9, 3), (6000, 300), 4, dtype=dtype, scaled=scaled, heads=INDEX_HEADS, dim=INDEX_DIM,
+        topk=TOPK, page_size=64, **form,
+    )  # fmt: skip
+
+
+@functools.cache
+def chosen_by_float64(scaled):
+    return index_batch("int8" if scaled else "bfloat16").expected()
+
+
+@pytest.mark.parametrize("dtype", [*INDEX_DTYPES, "uint8"])
+def test_indexer_on_ranks(isa, dtype):
+    """`uint8` are pages of codes and scales."""
+    batch = index_batch(dtype)
+    expected = chosen_by_float64(dtype != "bfloat16")
+    for metadata in batch.metadata:
+        chosen = batch.run(metadata).numpy()
+        np.testing.assert_array_equal(chosen, expected[metadata.local_q_indices])
+
+
+NUM_ROWS = 131079
+
+
+@functools.cache
+def dealt():
+    """Keys of 16 owners, where queries look, and the columns of their values; see `probes`."""
+    rng = np.random.default_rng(0)
+    owners = probes.deal(NUM_ROWS, 16, rng)
+    columns = probes.deal_columns(owners, V_HEAD_DIM, rng)
+    return probes.key_rows(owners, probes.USED, rng), columns
+
+
+@pytest.fixture(scope="module", params=[*DTYPES, "fp8"])
+def pool(request):
+    """A pool of unit vectors, and the dtype of queries and results."""
+    keys, columns = dealt()
+    dtype = "bfloat16" if request.param == "fp8" else request.param
+    kv = torch.full((NUM_ROWS, 1, HEAD_DIM), 3.0, dtype=getattr(torch, dtype))
+    kv[:, 0, :V_HEAD_DIM] = 0
+    kv[torch.arange(NUM_ROWS), 0, torch.from_numpy(columns)] = 1
+    kv[:, 0, -probes.USED :] = torch.from_numpy(keys).to(kv.dtype)
+    if request.param == "fp8":
+        return cpattn.sparse.quantize_kv_rows(kv[..., :V_HEAD_DIM], kv[..., V_HEAD_DIM:]), dtype
+    return kv, dtype
+
+
+class Tokens:
+    """Queries that see a key in 16, and the rows that they name, the first and the last too."""
+
+    def __init__(self, num_heads, topk, tokens):
+        rng = np.random.default_rng(topk)
+        q = probes.query_rows(np.arange(num_heads) % 16, HEAD_DIM)
+        self.q = np.stack([q] * tokens)
+        self.indices = np.stack([rng.permutation(NUM_ROWS - 2)[:topk] + 1 for _ in self.q])
+        self.indices[:, 0], self.indices[:, -1] = NUM_ROWS - 1, 0
+
+    def run(self, kv, dtype):
+        q, indices = torch.from_numpy(self.q), torch.from_numpy(self.indices)
+        out, _, lse = cpattn.sparse.flash_mla_sparse_fwd(
+            q.to(getattr(torch, dtype)), kv, indices, 1.0
+        )
+        return out, lse
+
+    def expected(self, indices):
+        keys, columns = dealt()
+        parts = [
+            probes.result_of(q, keys[row], columns[row], V_HEAD_DIM)
+            for q, row in zip(self.q, indices, strict=True)
+        ]
+        return probes.expectation(*(np.stack(x) for x in zip(*parts, strict=True)))
+
+
+@functools.cache
+def tokens_and_expected(*sizes):
+    tokens = Tokens(*sizes)
+    return tokens, tokens.expected(tokens.indices)
+
+
+SIZES = pytest.mark.parametrize(
+    "sizes", [(HEADS, TOPK, 2), (16, 32768, 1), (16, 131072, 1)], ids=str
+)
+
+
+@SIZES
+def test_the_weight_of_every_chosen_key(pool, sizes, isa):
+    tokens, expected = tokens_and_expected(*sizes)
+    assert_attended(*tokens.run(*pool), expected, pool[1])
+
+
+@SIZES
+def test_mistakes_are_seen(pool, sizes):
+    """Indices one row off at edges of chunks, or two alike; every other key would show as well."""
+    dtype, (tokens, _), (keys, columns) = pool[1], tokens_and_expected(*sizes), dealt()
+    for q, row in zip(tokens.q, tokens.indices, strict=True):
+        share = probes.smallest_share(q, keys[row], columns[row], V_HEAD_DIM)
+        assert share > 2 * TOLERANCES["attention", dtype] * EPS[dtype]
+    out, lse = tokens.run(*pool)
+    for mistaken in expected_of_mistakes(*sizes):
+        with pytest.raises(AssertionError, match="times what is allowed"):
+            assert_attended(out, lse, mistaken, dtype)
+
+
+@functools.cache
+def expected_of_mistakes(*sizes):
+    (tokens, _), results = tokens_and_expected(*sizes), []
+    for at in (1, 64, 1023, 1024, 2047):
+        for wrong in (tokens.indices[:, at] + 1, tokens.indices[:, at - 1]):
+            indices = tokens.indices.copy()
+            indices[:, at] = wrong
+            results.append(tokens.expected(indices))
+    return results

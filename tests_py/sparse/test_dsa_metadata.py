@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""build_dsa_metadata against a restatement in plain Python."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpattn import ForwardMode, TopkTransformMethod, build_cp_metadata
+from cpattn.sparse import build_dsa_metadata, fast_topk, topk_transform
+from support.sparse.dsa_restatement import PAGED, RAGGED
+from support.sparse.topk_cases import random_scores
+
+SPECULATIVE = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
+
+
+def slots_of(bs, width, page_size, seed=0):
+    """req_to_token [bs, width]: pages in a random order."""
+    pages = -(-width // page_size)
+    first = np.random.default_rng(seed).permutation(bs * pages).reshape(bs, pages) * page_size
+    slots = first[:, :, None] + np.arange(page_size)
+    return slots.reshape(bs, pages * page_size)[:, :width].astype(np.int32)
+
+
+def restated(extend_lens, seq_lens, topk, ragged, table, page_size, cp=None, num_rows=None):
+    """What the fields of DsaMetadata mean, token by token."""
+    requests, lengths = [], []
+    for s, (extend, seq) in enumerate(zip(extend_lens, seq_lens, strict=True)):
+        requests += [s] * extend
+        lengths += range(seq - extend + 1, seq + 1)
+    bs_idx = list(range(len(seq_lens)))
+    num_rows = num_rows or len(requests)
+    if cp is not None:
+        requests = cp.shard(np.array(requests, int))[: len(cp.local_q_indices)].tolist()
+        lengths = cp.shard(np.array(lengths, int))[: len(cp.local_q_indices)].tolist()
+        bs_idx = sorted(set(requests))
+        num_rows = cp.per_rank_actual_token[cp.cp_rank]
+    rows_of = [requests.count(s) for s in bs_idx]
+    keys_of = [seq_lens[s] for s in bs_idx]
+    cu_seqlens_k = [sum(keys_of[:i]) for i in range(len(bs_idx) + 1)]
+    begins = {s: cu_seqlens_k[i] for i, s in enumerate(bs_idx)}
+    ks = [begins[s] for s in requests]
+    seen = [min(max(length, 0), topk) for length in lengths]
+    seen += [0] * (num_rows - len(seen))
+    width = max(keys_of, default=0)
+    page_table = [table[s][:width] for s in bs_idx]
+    concatenated = [slot for s in bs_idx for slot in table[s][: seq_lens[s]]]
+    fresh = list(extend_lens) == list(seq_lens) and len(bs_idx) == len(seq_lens)
+    return {
+        "topk": topk,
+        "page_size": page_size,
+        "max_seqlen_q": max(rows_of, default=0),
+        "max_seqlen_k": width,
+        "bs_idx": bs_idx,
+        "extend_lens": rows_of,
+        "cache_seqlens": keys_of,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqlens_expanded": lengths,
+        "token_to_batch_idx": [bs_idx.index(s) for s in requests],
+        "ks": ks,
+        "ke": [begin + length for begin, length in zip(ks, lengths, strict=True)],
+        "dsa_cache_seqlens": seen,
+        "cu_seqlens_q": [sum(rows_of[:i]) for i in range(len(bs_idx) + 1)]
+        if requests == sorted(requests)
+        else None,
+        "dsa_cu_seqlens_k": [sum(seen[:i]) for i in range(len(seen) + 1)],
+        "topk_indices_offset": ks if ragged else None,
+        "page_table_1": page_table,
+        "real_page_table": [[slot // page_size for slot in row[::page_size]] for row in page_table],
+        "page_table_1_flattened": concatenated if ragged and not fresh else None,
+    }
+
+
+@st.composite
+def batches(draw):
+    mode = draw(st.sampled_from([m for m in ForwardMode if m is not ForwardMode.PREBUILT]))
+    lens = st.integers(0, 9)
+    pairs = draw(st.lists(st.tuples(lens, lens), max_size=5))
+    if mode.is_decode_or_idle():
+        extend_lens = [1] * len(pairs)
+        seq_lens = [prefix + 1 for prefix, _ in pairs]
+    else:
+        extend_lens = [extend for _, extend in pairs]
+        seq_lens = [prefix + extend for prefix, extend in pairs]
+        if mode in SPECULATIVE:
+            seq_lens = [prefix for prefix, _ in pairs]
+    return mode, extend_lens, seq_lens
+
+
+def assert_equals_restatement(metadata, mode, ragged, *arguments, **more):
+    expected = restated(*arguments, **more)
+    actual = metadata.to_dict()
+    assert actual.pop("forward_mode") == mode
+    assert actual.pop("topk_transform_method") == (2 if ragged else 1)
+    assert actual == expected
+
+
+@given(
+    batch=batches(), fp8=st.booleans(), page_size=st.sampled_from([1, 4]), topk=st.integers(1, 9)
+)
+def test_every_field_in_every_mode(batch, fp8, page_size, topk):
+    mode, extend_lens, seq_lens = batch
+    table = slots_of(len(seq_lens), 20, page_size)
+    metadata = build_dsa_metadata(
+        extend_lens, seq_lens, forward_mode=mode, topk=topk, fp8_kv_cache=fp8,
+        prefill_impl="flashmla_sparse", page_size=page_size, req_to_token=table,
+    )  # fmt: skip
+    ragged = fp8 and mode is ForwardMode.EXTEND
+    assert_equals_restatement(
+        metadata, mode, ragged, extend_lens, seq_lens, topk, ragged, table.tolist(), page_size
+    )
+
+
+@given(data=st.data(), strategy=st.sampled_from(["zigzag", "interleave", "contiguous"]))
+def test_every_field_under_context_parallelism(data, strategy):
+    pairs = data.draw(st.lists(st.tuples(*[st.integers(0, 9)] * 2), min_size=1, max_size=4))
+    extend_lens = [extend for extend, _ in pairs]
+    seq_lens = [extend + prefix for extend, prefix in pairs]
+    cp_size = data.draw(st.integers(1, 4))
+    cp = build_cp_metadata(
+        extend_lens, seq_lens, cp_rank=data.draw(st.integers(0, cp_size - 1)), cp_size=cp_size,
+        strategy=strategy, kv_len_convention=data.draw(st.sampled_from(["baked", "bare"])),
+    )  # fmt: skip
+    if data.draw(st.booleans()):
+        cp = cp.pad_to_physical()
+    table = slots_of(len(pairs), 20, 4)
+    metadata = build_dsa_metadata(
+        extend_lens, seq_lens, forward_mode=ForwardMode.EXTEND, topk=5, **RAGGED, page_size=4,
+        req_to_token=table, cp_metadata=cp,
+    )  # fmt: skip
+    assert_equals_restatement(
+        metadata, ForwardMode.EXTEND, True, extend_lens, seq_lens, 5, True, table.tolist(), 4, cp=cp
+    )
+
+
+def test_golden_extend():
+    batch = build_dsa_metadata(
+        [3, 2], [10, 4], forward_mode=ForwardMode.EXTEND, topk=2048, **RAGGED
+    )
+    assert batch.ks.tolist() == [0, 0, 0, 10, 10]
+    assert batch.ke.tolist() == [8, 9, 10, 13, 14]
+    assert batch.seqlens_expanded.tolist() == [8, 9, 10, 3, 4]
+    assert batch.topk_indices_offset.tolist() == [0, 0, 0, 10, 10]
+    assert batch.page_table_1 is batch.page_table_1_flattened is None
+    assert batch.forward_mode is ForwardMode.EXTEND
+    assert batch.topk_transform_method is TopkTransformMethod.RAGGED
+
+
+def test_offsets_are_there_in_a_plain_extend_only():
+    for mode in ForwardMode:
+        if mode is ForwardMode.PREBUILT:
+            continue
+        batch = build_dsa_metadata([1, 1], [4, 2], forward_mode=mode, topk=4, **RAGGED)
+        assert (batch.topk_indices_offset is not None) == (mode is ForwardMode.EXTEND)
+        if mode is not ForwardMode.EXTEND:
+            continue
+        batch = build_dsa_metadata([1, 1], [4, 2], forward_mode=mode, topk=4, **PAGED)
+        assert batch.topk_indices_offset is None
+
+
+def test_round_robin_leaves_out_sequences_without_a_token():
+    """Token t is rank t % 4's: rank 3 has the last of five tokens of sequence 0 only."""
+    cp = build_cp_metadata([5, 2], [5, 9], cp_rank=3, cp_size=4, strategy="round-robin-split")
+    batch = build_dsa_metadata(
+        [5, 2], [5, 9], forward_mode=ForwardMode.EXTEND, topk=4, **RAGGED, cp_metadata=cp
+    )
+    assert batch.bs_idx.tolist() == [0]
+    assert batch.seqlens_expanded.tolist() == [4]
+    cp = build_cp_metadata([1, 5, 2], [3, 5, 9], cp_rank=2, cp_size=4, strategy="interleave")
+    batch = build_dsa_metadata(
+        [1, 5, 2], [3, 5, 9], forward_mode=ForwardMode.EXTEND, topk=4, **RAGGED, cp_metadata=cp
+    )
+    assert batch.bs_idx.tolist() == [1, 2]
+    assert batch.ks.tolist() == batch.topk_indices_offset.tolist() == [0, 5]
+    assert batch.ke.tolist() == [2, 13]
+    assert batch.token_to_batch_idx.tolist() == [0, 1]
+
+
+def test_decode_and_verify_find_their_lengths():
+    decode = build_dsa_metadata(None, [7, 1], forward_mode=ForwardMode.DECODE, topk=4, **RAGGED)
+    assert decode.seqlens_expanded.tolist() == [7, 1]
+    assert decode.cu_seqlens_q.tolist() == [0, 1, 2]
+    assert decode == build_dsa_metadata(
+        [1, 1], [7, 1], forward_mode=ForwardMode.DECODE, topk=4, **RAGGED
+    )
+    verify = build_dsa_metadata(
+        None, [2, 9], forward_mode=ForwardMode.TARGET_VERIFY, topk=4, num_draft_tokens=4, **RAGGED
+    )
+    assert verify.seqlens_expanded.tolist() == [-1, 0, 1, 2, 6, 7, 8, 9]
+    assert verify.dsa_cache_seqlens.tolist() == [0, 0, 1, 2, 4, 4, 4, 4]
+    assert verify.cu_seqlens_q.tolist() == [0, 4, 8]
+
+
+def test_rows_of_padding_select_nothing():
+    batch = build_dsa_metadata(
+        [2], [9], forward_mode=ForwardMode.EXTEND, topk=4, num_rows=4, **PAGED
+    )
+    assert batch.dsa_cache_seqlens.tolist() == [4, 4, 0, 0]
+    assert batch.seqlens_expanded.tolist() == [8, 9]
+
+
+def test_tables_come_from_the_rows_of_the_requests():
+    table = slots_of(5, 16, 4)
+    batch = build_dsa_metadata(
+        [2, 3], [9, 6], forward_mode=ForwardMode.EXTEND, topk=4, **RAGGED, page_size=4,
+        req_to_token=table.astype(np.int64), req_pool_indices=[4, 1],
+    )  # fmt: skip
+    np.testing.assert_array_equal(batch.page_table_1, table[[4, 1], :9])
+    np.testing.assert_array_equal(batch.real_page_table, table[[4, 1], :9:4] // 4)
+    np.testing.assert_array_equal(
+        batch.page_table_1_flattened, np.concatenate([table[4, :9], table[1, :6]])
+    )
+    for page_table, page_size in ((batch.page_table_1, 1), (batch.real_page_table, 4)):
+        score = random_scores(5, 9)
+        slots = topk_transform(
+            score, 4, method=TopkTransformMethod.PAGED, lengths=batch.seqlens_expanded,
+            page_table=page_table, cu_seqlens_q=batch.cu_seqlens_q, page_size=page_size,
+        )  # fmt: skip
+        indices = fast_topk(score, batch.seqlens_expanded, 4)
+        expected = np.take_along_axis(table[[4, 4, 1, 1, 1]], indices, 1)
+        np.testing.assert_array_equal(slots, expected)
+
+
+@pytest.mark.parametrize("strategy", ["zigzag", "interleave", "contiguous"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_paged_and_ragged_name_the_same_keys_on_every_rank(strategy, page_size):
+    extend_lens, seq_lens = [9, 1, 14], [20, 30, 14]
+    table = slots_of(3, 32, page_size)
+    for rank in range(4):
+        batch = build_dsa_metadata(
+            extend_lens, seq_lens, forward_mode=ForwardMode.EXTEND, topk=6, **RAGGED,
+            page_size=page_size, req_to_token=table,
+            cp_metadata=build_cp_metadata(
+                extend_lens, seq_lens, cp_rank=rank, cp_size=4, strategy=strategy
+            ),
+        )  # fmt: skip
+        score = random_scores(len(batch.ks), batch.cu_seqlens_k[-1], seed=rank)
+        common = {"lengths": batch.seqlens_expanded, "row_starts": batch.ks}
+        rows = topk_transform(
+            score, 6, method=batch.topk_transform_method,
+            topk_indices_offset=batch.topk_indices_offset, **common,
+        )  # fmt: skip
+        slots = topk_transform(
+            score, 6, method=TopkTransformMethod.PAGED, page_table=batch.real_page_table,
+            page_size=page_size, batch_idx_list=batch.token_to_batch_idx, **common,
+        )  # fmt: skip
+        expected = np.where(rows >= 0, batch.page_table_1_flattened[rows], -1)
+        np.testing.assert_array_equal(slots, expected)
+
+
+def test_a_value_that_nobody_changes():
+    def build(topk):
+        return build_dsa_metadata(
+            [3], [5], forward_mode=ForwardMode.EXTEND, topk=topk, **RAGGED,
+            req_to_token=[[4, 3, 2, 1, 0]],
+        )  # fmt: skip
+
+    batch = build(4)
+    assert batch == build(4)
+    assert batch != build(3)
+    assert repr(batch) == (
+        "DsaMetadata(forward_mode=EXTEND, topk_transform_method=RAGGED, topk=4, page_size=1, "
+        "extend_lens=[3], cache_seqlens=[5])"
+    )
+    for name in ("ks", "seqlens_expanded", "page_table_1", "topk_indices_offset"):
+        array = getattr(batch, name)
+        assert array.dtype == np.int32
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""indexer_logits against the oracle, and indexer_topk against a sort of its scores."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cpattn
+from support.cases import strided_copy
+from support.sparse.indexer_cases import DTYPES, assert_logits, best_keys, make_inputs
+
+SHAPES = [  # heads, dim
+    (1, 64),
+    (3, 128),
+    (32, 64),
+    (64, 128),
+    (6, 32),
+    (2, 256),
+]
+
+
+def assert_topk(inputs, topk):
+    logits = cpattn.sparse.indexer_logits(**inputs)
+    for in_order in (True, False):
+        found = cpattn.sparse.indexer_topk(**inputs, topk=topk, sorted=in_order)
+        np.testing.assert_array_equal(found, best_keys(logits, inputs, topk, in_order))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "dim"), SHAPES)
+def test_logits(isa, dtype, heads, dim):
+    inputs = make_inputs(heads=heads, dim=dim, dtype=dtype)
+    assert_logits(cpattn.sparse.indexer_logits(**inputs), inputs)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("dim", [16, 48, 80])
+def test_dimensions_that_fill_no_vector(isa, dtype, dim):
+    inputs = make_inputs(dim=dim, dtype=dtype)
+    assert_logits(cpattn.sparse.indexer_logits(**inputs), inputs)
+
+
+@pytest.mark.parametrize("num_keys", [1, 31, 64, 65, 511, 512, 1057])
+@pytest.mark.parametrize("num_queries", [1, 40])
+def test_numbers_of_keys(isa, num_keys, num_queries):
+    inputs = make_inputs(num_queries, num_keys, dtype="int8", scales=False)
+    assert_logits(cpattn.sparse.indexer_logits(**inputs), inputs)
+    assert_topk(inputs, 20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("topk", [1, 7, 128, 300])
+def test_topk(isa, dtype, topk):
+    assert_topk(make_inputs(9, 1300, dtype=dtype), topk)
+
+
+def test_topk_of_2048(isa):
+    assert_topk(make_inputs(3, 6000, heads=1, dim=32), 2048)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 700), st.integers(-5, 700)), min_size=1, max_size=70),
+    st.integers(1, 80),
+)
+def test_any_ranges(ranges, topk):
+    inputs = make_inputs(len(ranges), 700, heads=1, dim=16, dtype="int8")
+    inputs["ks"], inputs["ke"] = zip(*ranges, strict=True)
+    logits = np.asarray(cpattn.sparse.indexer_logits(**inputs))
+    for row, (begin, end) in enumerate(ranges):
+        outside = np.ones(700, bool)
+        outside[begin : max(begin, end)] = False
+        np.testing.assert_array_equal(np.isneginf(logits[row]), outside)
+    assert_topk(inputs, topk)
+
+
+def test_equal_scores_go_to_the_smaller_index(isa):
+    inputs = make_inputs(5, 900, scales=False)
+    inputs["k"][:] = inputs["k"][:1]
+    inputs["k"][400:500] *= -1
+    assert_topk(inputs, 450)
+    inputs["q"][:] = 0
+    np.testing.assert_array_equal(
+        cpattn.sparse.indexer_topk(**inputs | {"ks": [3] * 5, "ke": [900] * 5}, topk=16),
+        np.tile(np.arange(16), (5, 1)),
+    )
+
+
+def test_nan_reaches_the_logits_and_is_selected_last(isa):
+    inputs = make_inputs(4, 200, dtype="float32") | {
+        "ks": [0, 10, 0, 95],
+        "ke": [200, 200, 110, 199],
+    }
+    bad = np.arange(100, 130)
+    inputs["k"][bad, 5] = torch.nan
+    logits = cpattn.sparse.indexer_logits(**inputs).numpy()
+    expected = np.zeros((4, 200), bool)
+    expected[:, bad] = True
+    np.testing.assert_array_equal(np.isnan(logits), expected & ~np.isneginf(logits))
+    assert_topk(inputs, 90)
+
+
+def test_keys_that_nobody_sees_are_not_part_of_a_score(isa):
+    inputs = make_inputs(3, 300, dtype="float32", scales=False) | {
+        "ks": [40, 33, 60],
+        "ke": [50, 70, 64],
+    }
+    seen = cpattn.sparse.indexer_logits(**inputs)
+    inputs["k"][:33] = torch.nan
+    inputs["k"][70:] = torch.inf
+    assert torch.equal(cpattn.sparse.indexer_logits(**inputs), seen)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_score_depends_on_its_query_and_key_alone(isa, dtype):
+    """The same pair alone, among other queries, and at another place among the keys."""
+    inputs = make_inputs(50, 700, heads=6, dim=32, dtype=dtype) | {"ks": [0] * 50, "ke": [700] * 50}
+    logits = cpattn.sparse.indexer_logits(**inputs)
+    for row in (0, 17, 49):
+        alone = {n: inputs[n][row : row + 1] for n in ("q", "weights")} | {"ks": [333], "ke": [335]}
+        np.testing.assert_array_equal(
+            cpattn.sparse.indexer_logits(**inputs | alone)[0, 333:335], logits[row, 333:335]
+        )
+    moved = inputs | {n: inputs[n][35:] for n in ("k", "k_scale")} | {"ke": [665] * 50}
+    np.testing.assert_array_equal(cpattn.sparse.indexer_logits(**moved), logits[:, 35:])
+
+
+def test_containers(isa):
+    inputs = make_inputs(scales=False)
+    logits = cpattn.sparse.indexer_logits(**inputs)
+    assert logits.dtype == torch.float32
+    arrays = {n: inputs[n].float().numpy() for n in ("q", "k", "weights")}
+    arrays |= {n: arrays[n].astype(ml_dtypes.bfloat16) for n in ("q", "k")}
+    same = cpattn.sparse.indexer_logits(**inputs | arrays)
+    assert isinstance(same, np.ndarray)
+    np.testing.assert_array_equal(same, logits)
+    indices = cpattn.sparse.indexer_topk(**inputs | arrays, topk=5)
+    assert isinstance(indices, np.ndarray)
+    assert indices.dtype == np.int32
+
+
+def test_forms_of_weights_and_scales():
+    inputs = make_inputs()
+    inputs["weights"] = inputs["weights"].bfloat16()
+    logits = cpattn.sparse.indexer_logits(**inputs)
+    assert_logits(logits, inputs)
+    others = {
+        "weights": strided_copy(inputs["weights"].float()[..., None]),
+        "k_scale": inputs["k_scale"][:, None],
+        "ks": inputs["ks"].astype(np.int32),
+        "ke": inputs["ke"].tolist(),
+    }
+    assert torch.equal(cpattn.sparse.indexer_logits(**inputs | others), logits)
+
+
+def test_nothing_to_do():
+    for num_queries, num_keys in ((0, 20), (3, 0)):
+        inputs = make_inputs(num_queries, num_keys)
+        assert cpattn.sparse.indexer_logits(**inputs).shape == (num_queries, num_keys)
+        assert np.all(np.asarray(cpattn.sparse.indexer_topk(**inputs, topk=4)) == -1)
+
+
+@pytest.mark.parametrize("structured", [False, True])
+def test_recall_of_int8(structured):
+    """Of the 512 best of 8192 keys in bfloat16, int8 finds 99.0 % either way."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(n, 128, generator=generator) for n in (8 * 64, 8192))
+    if structured:  # a few strong dimensions, and keys that move slowly
+        strength = torch.logspace(1, -1, 128)
+        k = torch.cumsum(k, 0) / torch.arange(1, 8193).sqrt()[:, None] * strength
+        q *= strength
+    q = q.reshape(8, 64, 128)
+    weights = torch.randn(8, 64, generator=generator).abs()
+    ranges = {"ks": [0] * 8, "ke": [8192] * 8, "topk": 512}
+    exact = cpattn.sparse.indexer_topk(q.bfloat16(), k.bfloat16(), weights, **ranges)
+    (q8, q_scale), (k8, k_scale) = (cpattn.sparse.quantize_index(x, dtype="int8") for x in (q, k))
+    found = cpattn.sparse.indexer_topk(q8, k8, weights * q_scale[..., 0], **ranges, k_scale=k_scale)
+    pairs = zip(exact.numpy(), found.numpy(), strict=True)
+    assert np.mean([np.isin(*pair).mean() for pair in pairs]) >= 0.985

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer among threads and signals, its memory, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from support.interrupts import assert_interruptible
+from support.sparse.indexer_cases import make_inputs
+
+# A call of one item and, with one thread, ten seconds.
+LONG_CALL = """
+import numpy as np, cpattn
+q = np.zeros((32, 1024, 16), np.float32)
+k = np.zeros((3000000, 16), np.float32)
+print("ready", flush=True)
+cpattn.set_num_threads({threads})
+cpattn.sparse.indexer_topk(q, k, q[:, :, 0], [0] * 32, [3000000] * 32, topk=2048)
+"""
+
+# Bytes that the process grew by at most, in a call on so many keys.
+MEMORY_OF_A_CALL = """
+import numpy as np, cpattn
+def peak():
+    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+q = np.zeros((256, 1, 16), np.float32)
+k = np.zeros(({num_keys}, 16), np.float32)
+k += 1
+cpattn.set_num_threads(2)
+before = peak()
+cpattn.sparse.indexer_topk(q, k, q[:, :, 0], [0] * 256, [{num_keys}] * 256, topk=2048)
+print(peak() - before)
+"""
+
+
+@pytest.fixture
+def threads():
+    yield cpattn.set_num_threads
+    cpattn.set_num_threads(len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize("num_queries", [1, 20, 100])
+def test_the_result_does_not_depend_on_the_number_of_threads(isa, threads, num_queries):
+    """Of few queries, several threads take a part of the keys each."""
+    inputs = make_inputs(num_queries, 20000, heads=1, dim=32)
+    inputs["k"][3000:17000] = inputs["k"][3000]  # ties among parts
+
+    def results(num_threads):
+        threads(num_threads)
+        selected = [cpattn.sparse.indexer_topk(**inputs, topk=k, sorted=k < 9) for k in (8, 2048)]
+        return [cpattn.sparse.indexer_logits(**inputs), *selected]
+
+    expected = results(1)
+    for num_threads in (2, 7):
+        for result, one in zip(results(num_threads), expected, strict=True):
+            assert torch.equal(result, one)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_ctrl_c_ends_a_long_call(num_threads):
+    assert_interruptible(LONG_CALL.format(threads=num_threads))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_does_not_grow_with_the_keys():
+    """Scores of 256 queries and 128 K keys would be 128 MiB."""
+
+    def growth(num_keys):
+        script = MEMORY_OF_A_CALL.format(num_keys=num_keys)
+        return int(subprocess.check_output([sys.executable, "-c", script]))
+
+    assert growth(128 * 1024) < growth(4 * 1024) + (4 << 20)
+
+
+BAD_ARGUMENTS = [
+    ({"q": torch.zeros(7, 64)}, r"indexer_logits: q must have 3 dimensions, got shape \[7, 64\]"),
+    ({"k": torch.zeros(1, 5, 64)}, r"k must have 2 dimensions"),
+    ({"k": torch.zeros(333, 64).half()}, r"keys must be bfloat16, .*, got float16"),
+    ({"k": torch.zeros(333, 64)}, r"q must be float32 as the keys, got bfloat16"),
+    (
+        {"k": torch.zeros(333, 32).bfloat16()},
+        r"q must have the dimension of the keys \(32\), got 64",
+    ),
+    ({"k": torch.zeros(64, 333).bfloat16().T}, r"k must .*contiguous"),
+    ({"q": torch.zeros(7, 0, 64).bfloat16()}, r"q must have 1 to 1024 heads, got 0"),
+    (
+        {"weights": torch.zeros(7, 2)},
+        r"weights must have shape \[7, 3\] or that and 1, got \[7, 2\]",
+    ),
+    ({"weights": torch.zeros(7, 3, 2)}, r"weights must have shape \[7, 3\]"),
+    ({"weights": torch.zeros(7, 3).double()}, r"weights must be float32 or bfloat16, got float64"),
+    ({"k_scale": torch.zeros(332)}, r"k_scale must have shape \[333\] or \[333, 1\], got \[332\]"),
+    ({"k_scale": torch.zeros(333).half()}, r"k_scale must be float32, got float16"),
+    ({"ks": [0] * 6}, r"ks and ke must have one entry for each of 7 queries, got 6 and 7"),
+    ({"ks": [0, 0, -1, 0, 0, 0, 0]}, r"ks must be >= 0, got -1 at index 2"),
+    ({"ke": [0, 333, 334, 0, 0, 0, 0]}, r"ke must be at most the number of keys \(333\), got 334"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_ARGUMENTS)
+def test_what_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        cpattn.sparse.indexer_logits(**make_inputs(scales="k_scale" in changes) | changes)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "multiple"),
+    [(72, "bfloat16", 16), (272, "float32", 16), (48, "float8_e4m3fn", 32), (0, "int8", 16)],
+)
+def test_dimensions_that_are_refused(dim, dtype, multiple):
+    inputs = make_inputs(dtype=dtype)
+    inputs |= {n: torch.zeros(*inputs[n].shape[:-1], dim).to(inputs[n].dtype) for n in ("q", "k")}
+    with pytest.raises(ValueError, match=rf"must be a multiple of {multiple} up to 256, got {dim}"):
+        cpattn.sparse.indexer_topk(**inputs, topk=3)
+
+
+@pytest.mark.parametrize("topk", [0, -1, 1 << 21])
+def test_topk_out_of_range(topk):
+    with pytest.raises(ValueError, match=rf"indexer_topk: topk must be .*, got {topk}"):
+        cpattn.sparse.indexer_topk(**make_inputs(0), topk=topk)
+
+
+@pytest.mark.parametrize("name", ["ks", "ke"])
+def test_indices_are_integers(name):
+    with pytest.raises(TypeError, match=name):
+        cpattn.sparse.indexer_logits(**make_inputs() | {name: np.zeros(7)})

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The FP8 cache of 656-byte rows, bit for bit."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cpattn
+from cpattn import reference
+from support.cases import DTYPES, strided_copy
+from support.tolerances import quantized_error
+
+GROUPS = (4, 128)
+
+
+def make_parts(tokens, dtype="bfloat16", seed=0):
+    """Elements of very different sizes, and groups, too."""
+    generator = torch.Generator().manual_seed(seed)
+    nope = torch.randn(tokens, 512, generator=generator)
+    nope *= torch.exp2(torch.randint(-9, 9, (tokens, 512), generator=generator))
+    nope *= torch.exp2(torch.randint(-5, 3, (tokens, 4), generator=generator)).repeat_interleave(
+        128, 1
+    )
+    rope = torch.randn(tokens, 64, generator=generator)
+    return [strided_copy(x.to(getattr(torch, dtype))) for x in (nope, rope)]
+
+
+def expected_rows(nope, rope):
+    """The definition in torch, for finite numbers that are not all zero."""
+    groups = nope.float().unflatten(-1, GROUPS)
+    scale = groups.abs().amax(-1) / 448
+    codes = (groups * (1 / scale).unsqueeze(-1)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    parts = codes.flatten(-2), scale, rope.to(torch.bfloat16)
+    return torch.cat([part.view(torch.uint8) for part in parts], -1).unsqueeze(1)
+
+
+def expected_numbers(rows):
+    """And back."""
+    codes, scale, rope = rows.squeeze(1).split([512, 16, 128], -1)
+    numbers = codes.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, GROUPS)
+    scaled = numbers * scale.contiguous().view(torch.float32).unsqueeze(-1)
+    rope = rope.contiguous().view(torch.bfloat16)
+    return torch.cat([scaled.flatten(-2).bfloat16(), rope], -1).unsqueeze(1)
+
+
+def assert_same_numbers(actual, expected):
+    """Equal bits, but any NaN is as good as another."""
+    assert torch.equal(actual.isnan(), expected.isnan())
+    bits = [x.nan_to_num(0).contiguous().view(torch.int16) for x in (actual, expected)]
+    assert torch.equal(*bits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [0, 1, 33, 300])
+def test_rows_are_those_of_the_definition(isa, tokens, dtype):
+    nope, rope = make_parts(tokens, dtype)
+    rows = cpattn.sparse.quantize_kv_rows(nope, rope)
+    assert rows.dtype == torch.uint8
+    assert torch.equal(rows, expected_rows(nope, rope))
+    codes, rope_bytes = cpattn.sparse.quantize_kv_rows_separate(
+        nope.unsqueeze(1), rope.unsqueeze(1)
+    )
+    assert (codes.shape, rope_bytes.shape) == ((tokens, 1, 528), (tokens, 1, 128))
+    assert torch.equal(torch.cat([codes, rope_bytes], -1), rows)
+    numbers = cpattn.sparse.dequantize_kv_rows(rows)
+    assert numbers.dtype == torch.bfloat16
+    assert_same_numbers(numbers, expected_numbers(rows))
+
+
+def rows_of_every_code(scales):
+    """For each scale two rows that hold all codes."""
+    codes = np.arange(256, dtype=np.uint8).reshape(2, 1, 128)
+    rows = np.zeros((len(scales), 2, 656), np.uint8)
+    rows[..., :512] = np.broadcast_to(codes, (2, 4, 128)).reshape(2, 512)
+    rows[..., 512:528] = np.repeat(np.float32(scales), 4).view(np.uint8).reshape(-1, 1, 16)
+    return rows.reshape(-1, 1, 656)
+
+
+def test_every_code_comes_back(isa):
+    """All 254 codes that are numbers, at a scale of which they are exact multiples, make a row
+    that quantises to itself; at others they are rounded once."""
+    rows = rows_of_every_code([2.0**-3, 1.0, 0.37, 1e-3, 3e-41, 6e36, np.inf, np.nan])
+    numbers = cpattn.sparse.dequantize_kv_rows(torch.from_numpy(rows))
+    assert_same_numbers(numbers, expected_numbers(torch.from_numpy(rows)))
+    exact = reference.dequantize_kv_rows(rows[:4, 0])
+    np.testing.assert_array_equal(numbers[:4, 0].double().numpy(), exact)
+    with np.errstate(invalid="ignore", over="ignore"):
+        again = rows[:, 0, :512].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        again *= np.repeat(rows[:, 0, 512:528].copy().view(np.float32), 128, 1)
+        bits = again.astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(bits.astype(np.float32), numbers[:, 0, :512].float().numpy())
+    for row in rows[:4, 0]:
+        nope = reference.dequantize_kv_rows(row[None])[:, :512].astype(np.float32)
+        nope[np.isnan(nope)] = 0
+        expected = row.copy()
+        expected[:512][(row[:512] & 0x7F) == 0x7F] = 0
+        actual = cpattn.sparse.quantize_kv_rows(nope, np.zeros((1, 64), np.float32))
+        np.testing.assert_array_equal(actual[0, 0], expected)
+
+
+def test_rounding_is_to_nearest_even_at_every_tie(isa):
+    codes = np.arange(0x7E, dtype=np.uint8)
+    below, above = (c.view(ml_dtypes.float8_e4m3fn).astype(np.float32) for c in (codes, codes + 1))
+    ties = (below + above) / 2
+    nope = np.zeros((3, 4, 128), np.float32)
+    nope[..., 127] = 448  # makes the scale 1
+    for row, direction in enumerate([0, 1, 1000]):
+        nope[row, :, :126] = np.nextafter(ties, np.float32(direction)) if row != 1 else ties
+    nope[:, 1::2] *= -1
+    rows = cpattn.sparse.quantize_kv_rows(nope.reshape(3, 512), np.zeros((3, 64), np.float32))
+    actual = rows[:, 0, :512].reshape(3, 4, 128)[..., :126] & 0x7F
+    even = codes + codes % 2
+    for row, expected in enumerate([codes, even, codes + 1]):
+        np.testing.assert_array_equal(actual[row], np.broadcast_to(expected, (4, 126)))
+
+
+def test_errors_of_numbers_are_bounded(isa):
+    """Half a spacing of the code, so 1/16 of a normal number, or 2^-10 of the scale."""
+    nope, rope = make_parts(64, "float32")
+    rows = cpattn.sparse.quantize_kv_rows(nope, rope)[:, 0]
+    numbers = reference.dequantize_kv_rows(rows)[:, :512]
+    scale = np.repeat(rows[:, 512:528].contiguous().view(torch.float32).double().numpy(), 128, 1)
+    x = nope.double().numpy()
+    assert np.all(np.abs(numbers - x) <= quantized_error(x, scale))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_groups_of_zeros_and_numbers_that_are_not_finite(isa, dtype):
+    nope, rope = make_parts(5, dtype)
+    nope[1, :128] = 0
+    nope[1, 128:256] = -0.0
+    nope[2, 200], nope[2, 300], nope[2, 511] = torch.nan, torch.inf, -torch.inf
+    rope[3, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    rows = cpattn.sparse.quantize_kv_rows(nope, rope)
+    normal = torch.tensor([0, 3, 4])
+    assert_same_numbers(
+        cpattn.sparse.dequantize_kv_rows(rows)[normal],
+        expected_numbers(expected_rows(nope, rope))[normal],
+    )
+    assert torch.all(rows[1, 0, :256] == 0)
+    assert torch.all(rows[1, 0, 512:520] == 0)
+    assert torch.all(rows[2, 0, 128:512] == 0x7F)
+    numbers = cpattn.sparse.dequantize_kv_rows(rows)
+    assert torch.all(numbers[1, 0, :256] == 0)
+    assert torch.all(numbers[2, 0, 128:512].isnan())
+    assert torch.equal(numbers[2, 0, :128], expected_numbers(rows)[2, 0, :128])
+
+
+def test_scales_below_the_normal_numbers_count_as_zero(isa):
+    smallest = 2.0**-126
+    nope = np.zeros((2, 512), np.float32)
+    nope[0, :2] = [448 * smallest, -7 * smallest]
+    nope[1, :2] = [447 * smallest, -7 * smallest]
+    rows = cpattn.sparse.quantize_kv_rows(nope, np.zeros((2, 64), np.float32))
+    assert rows[0, 0, 0] == 0x7E
+    assert rows[0, 0, 512:516].view(np.float32) == smallest
+    assert not rows[1].any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_rows_are_gathered_from_flat_and_paged_buffers(data):
+    block = data.draw(st.integers(1, 5))
+    blocks = data.draw(st.integers(1, 6))
+    indices = data.draw(st.lists(st.integers(0, block * blocks - 1), max_size=20))
+    rows = cpattn.sparse.quantize_kv_rows(*make_parts(block * blocks))
+    whole = cpattn.sparse.dequantize_kv_rows(rows)
+    paged = torch.empty(blocks, block + 1, 1, 700, dtype=torch.uint8)[:, 1:, :, 3:659]
+    paged.copy_(rows.unflatten(0, (blocks, block)))
+    kinds = [rows, rows.squeeze(1), paged, paged.view(torch.float8_e4m3fn)]
+    for buffer in kinds:
+        assert torch.equal(cpattn.sparse.dequantize_kv_rows(buffer), whole)
+        for given_as in (indices, torch.tensor(indices, dtype=torch.int32)):
+            assert torch.equal(cpattn.sparse.dequantize_kv_rows(buffer, given_as), whole[indices])
+
+
+def test_numpy_gives_numpy():
+    nope, rope = make_parts(3)
+    arrays = [x.float().numpy().astype(ml_dtypes.bfloat16) for x in (nope, rope)]
+    rows = cpattn.sparse.quantize_kv_rows(*arrays)
+    assert isinstance(rows, np.ndarray)
+    np.testing.assert_array_equal(rows, cpattn.sparse.quantize_kv_rows(nope, rope).numpy())
+    numbers = cpattn.sparse.dequantize_kv_rows(rows.view(ml_dtypes.float8_e4m3fn), np.array([2, 0]))
+    assert numbers.dtype == ml_dtypes.bfloat16
+    expected = cpattn.sparse.dequantize_kv_rows(torch.from_numpy(rows), [2, 0])
+    np.testing.assert_array_equal(numbers.astype(np.float32), expected.float().numpy())
+
+
+def test_results_go_where_they_are_asked_to():
+    nope, rope = make_parts(6)
+    out = torch.empty(6, 2, 656, dtype=torch.uint8)[:, 1:]
+    rows = cpattn.sparse.quantize_kv_rows(nope, rope, out=out)
+    assert rows is out
+    assert torch.equal(rows, cpattn.sparse.quantize_kv_rows(nope, rope))
+    numbers = torch.empty(2, 1, 576, dtype=torch.bfloat16)
+    assert cpattn.sparse.dequantize_kv_rows(rows, [4, 1], out=numbers) is numbers
+    assert torch.equal(numbers, cpattn.sparse.dequantize_kv_rows(rows)[[4, 1]])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda rows, x: cpattn.sparse.quantize_kv_rows(x, x[:, :64], out=rows[:1]),
+         r"quantize_kv_rows: out must have shape \[2, 1, 656\], got \[1, 1, 656\]"),
+        (lambda rows, x: cpattn.sparse.quantize_kv_rows(
+            x, x[:, :64], out=x.view(torch.uint8)[:, None, :656]),
+         "quantize_kv_rows: out must not overlap nope in memory"),
+        (lambda rows, x: cpattn.sparse.quantize_kv_rows(x, x[:, :64], out=rows.char()),
+         "quantize_kv_rows: out must be uint8, got int8"),
+        (lambda rows, x: cpattn.sparse.dequantize_kv_rows(rows, out=x[:, None].bfloat16()),
+         r"dequantize_kv_rows: out must have shape \[2, 1, 576\], got \[2, 1, 512\]"),
+        (lambda rows, x: cpattn.sparse.dequantize_kv_rows(rows, out=torch.zeros(2, 1, 576)),
+         "dequantize_kv_rows: out must be bfloat16, got float32"),
+    ],
+)  # fmt: skip
+def test_results_that_do_not_fit_are_refused(call, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call(torch.zeros(2, 1, 656).byte(), torch.zeros(2, 512))
+
+
+def test_threads_change_nothing():
+    nope, rope = make_parts(1000)
+    results = []
+    for threads in (1, 3):
+        cpattn.set_num_threads(threads)
+        rows = cpattn.sparse.quantize_kv_rows(nope, rope)
+        results.append((rows, cpattn.sparse.dequantize_kv_rows(rows)))
+    cpattn.set_num_threads(cpattn._core.default_num_threads())
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("function", ["quantize_kv_rows", "quantize_kv_rows_separate"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nope": torch.zeros(2, 511)}, r"nope must be \[num_tokens, 512\] or .* got \[2, 511\]"),
+        (
+            {"nope": torch.zeros(2, 3, 512)},
+            r"nope must be \[num_tokens, 512\] .* got \[2, 3,",
+        ),
+        ({"nope": torch.zeros(512)}, r"nope must have 2 to 3 dimensions, got shape \[512\]"),
+        ({"nope": torch.zeros(2, 512).int()}, "nope must be float32, .* got int32"),
+        ({"nope": torch.zeros(2, 1024)[:, ::2]}, "nope must be contiguous in its last dimension"),
+        ({"rope": torch.zeros(2, 63)}, r"rope must be \[num_tokens, 64\] .* got \[2, 63\]"),
+        ({"rope": torch.zeros(3, 64)}, "rope must have the 2 tokens of nope, got 3"),
+        ({"rope": torch.zeros(2, 64).half()}, "rope must be float32, got float16"),
+    ],
+)
+def test_errors_of_quantising(function, change, message):
+    parts = {"nope": torch.zeros(2, 512), "rope": torch.zeros(2, 64)} | change
+    with pytest.raises(ValueError, match=f"^{function}: {message}"):
+        getattr(cpattn.sparse, function)(**parts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "indices", "message"),
+    [
+        (torch.zeros(2, 1, 655).byte(), None, r"rows must be 656 bytes wide, got shape \[2, 1"),
+        (torch.zeros(656).byte(), None, r"rows must have 2 to 5 dimensions, got shape \[656\]"),
+        (torch.zeros(2, 656).char(), None, "rows must be uint8 or float8_e4m3fn, got int8"),
+        (torch.zeros(2, 1312).byte()[:, ::2], None, "rows must be contiguous in its last dim"),
+        (torch.zeros(2, 3, 1, 656).byte(), [0, 5, 6], r"indices must be in \[0, 6\), got 6 at"),
+        (torch.zeros(2, 656).byte(), [-1], r"indices must be in \[0, 2\), got -1 at index 0"),
+    ],
+)  # fmt: skip
+def test_errors_of_reading(rows, indices, message):
+    with pytest.raises(ValueError, match=f"^dequantize_kv_rows: {message}"):
+        cpattn.sparse.dequantize_kv_rows(rows, indices)
+
+
+def test_what_is_not_a_tensor_is_a_type_error():
+    with pytest.raises(TypeError, match="quantize_kv_rows: nope must be a tensor"):
+        cpattn.sparse.quantize_kv_rows([1.0], [2.0])
+    with pytest.raises(TypeError, match="dequantize_kv_rows: indices must hold integers"):
+        cpattn.sparse.dequantize_kv_rows(torch.zeros(2, 656).byte(), [0.5])

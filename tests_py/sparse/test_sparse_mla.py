@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash_mla_sparse_fwd against the oracle, and what its results must not depend on."""
+
+from __future__ import annotations
+
+import functools
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from cpattn import reference
+from support.cases import DTYPES
+from support.sparse.sparse_mla_cases import (
+    Case,
+    assert_result,
+    expanded,
+    expected_result,
+    fp8_rows,
+    make_inputs,
+)
+from support.tolerances import assert_similar
+
+DEFAULT = Case()
+CASES = [
+    DEFAULT,
+    DEFAULT.with_(sinks=True),
+    DEFAULT.with_(lengths=True),
+    DEFAULT.with_(index_dtype="int64"),
+    DEFAULT.with_(counts=(1, 31, 32, 33), num_heads=1),
+    DEFAULT.with_(counts=(1000, 257, 513), topk=1100, num_heads=3, head_dim=16, v_head_dim=16),
+    DEFAULT.with_(counts=(300, 64), topk=300, num_heads=128, lengths=True, sinks=True),
+    DEFAULT.with_(counts=(200, 129), topk=200, num_heads=24, head_dim=576, v_head_dim=512),
+    DEFAULT.with_(counts=(), topk=5),
+    DEFAULT.with_(counts=(0, 0), topk=0),
+]
+
+
+def bits(result):
+    return [x.view(torch.uint8).numpy().tobytes() for x in result]
+
+
+@functools.cache
+def inputs_and_expected(index, dtype):
+    inputs = make_inputs(CASES[index].with_(dtype=dtype))
+    return inputs, expected_result(inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
+def test_against_the_oracle(isa, index, dtype):
+    inputs, expected = inputs_and_expected(index, dtype)
+    result = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
+    assert [x.dtype for x in result] == [inputs["q"].dtype, torch.float32, torch.float32]
+    assert_result(result, inputs, expected)
+
+
+def test_no_key_at_all_gives_zeros_and_minus_infinity(isa):
+    inputs = make_inputs(DEFAULT.with_(counts=(0, 0, 0), sinks=True))
+    out, max_logits, lse = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
+    assert torch.all(out == 0)
+    assert torch.all(torch.isneginf(max_logits))
+    assert torch.all(torch.isneginf(lse))
+
+
+def test_a_key_counts_as_often_as_it_is_named(isa):
+    inputs = make_inputs(DEFAULT.with_(counts=(0,), topk=6))
+    inputs["kv"] = torch.randn(10, 1, 64)
+    inputs["indices"][0, 0] = torch.tensor([3, -1, 3, 10, 3, 3])
+    out, max_logits, lse = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
+    assert_similar(out[0], inputs["kv"][3, :, :48].expand(4, 48))
+    assert_similar(lse, max_logits + np.log(4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_logit_is_exact(isa, dtype):
+    """Products of small integers are exact: so is the score, whatever it was summed in."""
+    rng = np.random.default_rng(0)
+    kv = torch.from_numpy(rng.integers(-3, 4, (600, 1, 32))).to(getattr(torch, dtype))
+    q = torch.from_numpy(rng.integers(-3, 4, (2, 70, 32))).to(kv.dtype)
+    indices = np.stack([rng.permutation(600)[:500] for _ in range(2)])
+    _, max_logits, _ = cpattn.sparse.flash_mla_sparse_fwd(q, kv, indices, 0.3, d_v=16)
+    for token in range(2):
+        scores = q[token].double() @ kv[indices[token], 0].double().T
+        expected = scores.max(dim=1).values.float() * torch.tensor(0.3)
+        torch.testing.assert_close(max_logits[token], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_that_grow_and_shrink(isa, dtype):
+    """References are raised again and again; the largest logit stays in the middle."""
+    size = np.concatenate([np.arange(1, 300), np.arange(300, 0, -1)])
+    kv = torch.from_numpy(size[:, None, None] * np.ones((1, 1, 16))).to(getattr(torch, dtype))
+    inputs = {
+        "q": torch.ones(1, 3, 16, dtype=kv.dtype),
+        "kv": kv,
+        "indices": torch.arange(len(size), dtype=torch.int32)[None],
+        "sm_scale": 0.25,
+        "d_v": 16,
+    }
+    result = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
+    assert_result(result, inputs)
+    assert torch.all(result[1] == 1200)
+
+
+def test_not_a_number_stays_in_its_row(isa):
+    """A NaN that a token names makes that token NaN, and no other."""
+    for dtype in DTYPES:
+        inputs = make_inputs(DEFAULT.with_(counts=(64, 64, 64), num_heads=40, dtype=dtype))
+        row = inputs["indices"][1, 0, 37]
+        inputs["indices"][2][inputs["indices"][2] == row] = -1
+        inputs["indices"][0][inputs["indices"][0] == row] = -1
+        clean = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
+        inputs["kv"][row, 0, 20] = torch.nan
+        for before, after in zip(clean, cpattn.sparse.flash_mla_sparse_fwd(**inputs), strict=True):
+            assert torch.all(torch.isnan(after[1]))
+            assert torch.equal(before[0], after[0])
+            assert torch.equal(before[2], after[2])
+
+
+@pytest.mark.parametrize("num_heads", [1, 16, 100])
+def test_bits_do_not_depend_on_threads_or_other_tokens(isa, num_heads):
+    """Context parallelism deals the tokens out: each rank gets what one rank alone does."""
+    inputs = make_inputs(DEFAULT.with_(num_heads=num_heads, dtype="bfloat16", lengths=True))
+    expected = cpattn.sparse.flash_mla_sparse_fwd(**inputs, num_threads=1)
+    for threads in (2, 7, 64):
+        assert bits(cpattn.sparse.flash_mla_sparse_fwd(**inputs, num_threads=threads)) == bits(
+            expected
+        )
+    for token in range(len(inputs["q"])):
+        own = inputs | {
+            name: inputs[name][token : token + 1] for name in ("q", "indices", "topk_length")
+        }
+        result = cpattn.sparse.flash_mla_sparse_fwd(**own, num_threads=64)
+        assert bits(result) == bits([x[token : token + 1].contiguous() for x in expected])
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_slots_of_a_pool_and_rows_of_a_buffer_agree(isa, page_size):
+    """PAGED indices into shuffled pages, and RAGGED ones into the sequence itself."""
+    rng = np.random.default_rng(1)
+    flat = torch.randn(128, 1, 64).to(torch.bfloat16)
+    pages = rng.permutation(256 // page_size)[: 128 // page_size]
+    pool = torch.full((256 // page_size, page_size, 1, 64), torch.nan, dtype=torch.bfloat16)
+    pool[pages] = flat.unflatten(0, (-1, page_size))
+    indices = rng.integers(-1, 128, (5, 40))
+    slots = pages[indices // page_size] * page_size + indices % page_size
+    slots = np.where(indices < 0, -1, slots)
+    arguments = {"q": torch.randn(5, 8, 64).to(torch.bfloat16), "sm_scale": 0.2, "d_v": 48}
+    ragged = cpattn.sparse.flash_mla_sparse_fwd(kv=flat, indices=indices, **arguments)
+    paged = cpattn.sparse.flash_mla_sparse_fwd(kv=pool, indices=slots, **arguments)
+    assert bits(paged) == bits(ragged)
+
+
+@pytest.mark.parametrize("num_heads", [1, 20, 128])
+def test_fp8_rows_give_the_bits_of_expanded_ones(isa, num_heads):
+    rows = fp8_rows(90)
+    rows[80:, 0, 300] = 127  # NaN in rows that nobody names
+    generator = torch.Generator().manual_seed(1)
+    arguments = {
+        "q": torch.randn(3, num_heads, 576, generator=generator).to(torch.bfloat16),
+        "indices": torch.randint(-20, 80, (3, 300), generator=generator),
+        "sm_scale": 0.05,
+    }
+    expected = cpattn.sparse.flash_mla_sparse_fwd(kv=expanded(rows), **arguments)
+    assert not torch.any(torch.isnan(expected[0]))
+    pages = rows.unflatten(0, (10, 9))
+    spaced = torch.zeros(90, 3, 700, dtype=torch.uint8)[:, 1:2, 3:659].copy_(rows)
+    for kv in (rows, rows.view(torch.float8_e4m3fn), pages, spaced):
+        assert bits(cpattn.sparse.flash_mla_sparse_fwd(kv=kv, **arguments)) == bits(expected)
+
+
+def test_a_nan_among_fp8_rows_stays_in_its_token(isa):
+    rows = fp8_rows(90)
+    arguments = {
+        "q": torch.ones(2, 5, 576, dtype=torch.bfloat16),
+        "indices": torch.arange(90, dtype=torch.int32).view(2, 1, 45),
+        "sm_scale": 0.05,
+    }
+    expected = cpattn.sparse.flash_mla_sparse_fwd(kv=rows, **arguments)
+    rows[7, 0, 100] = 127
+    for before, after in zip(
+        expected, cpattn.sparse.flash_mla_sparse_fwd(kv=rows, **arguments), strict=True
+    ):
+        assert torch.equal(before[1], after[1])
+        assert torch.all(torch.isnan(after[0]))
+
+
+def test_numpy_gives_numpy_and_out_is_used():
+    inputs = make_inputs(DEFAULT.with_(dtype="bfloat16"))
+    expected = cpattn.sparse.flash_mla_sparse_fwd(**inputs)
+    as_numpy = {
+        name: x.float().numpy().astype(ml_dtypes.bfloat16) if name in ("q", "kv") else x
+        for name, x in inputs.items()
+    }
+    out = np.zeros((4, 4, 60), ml_dtypes.bfloat16)[..., 6:54]
+    result = cpattn.sparse.flash_mla_sparse_fwd(**as_numpy, out=out)
+    assert result[0] is out
+    assert isinstance(result[1], np.ndarray)
+    for actual, wanted in zip(result, expected, strict=True):
+        np.testing.assert_array_equal(actual.astype(np.float32), wanted.float().numpy())
+
+
+@pytest.mark.parametrize("heads", [0, 4])
+@pytest.mark.parametrize("kv_shape", [(0, 1, 32), (5, 0, 1, 32)])
+@pytest.mark.parametrize("topk", [0, 4])
+def test_nothing_to_attend_to(heads, kv_shape, topk):
+    out, max_logits, lse = cpattn.sparse.flash_mla_sparse_fwd(
+        np.ones((3, heads, 32), np.float32), np.ones(kv_shape, np.float32),
+        np.zeros((3, 1, topk), np.int64), 1.0, d_v=16, attn_sink=np.zeros(heads, np.float32),
+    )  # fmt: skip
+    assert out.shape == (3, heads, 16)
+    assert not out.any()
+    assert np.all(np.isneginf(max_logits))
+    assert np.all(np.isneginf(lse))
+
+
+def test_the_oracle_by_hand():
+    q = np.array([[[1.0, 0.0]]])
+    kv = np.log([[[2.0, 1.0]], [[8.0, 1.0]], [[5.0, 5.0]]])
+    kv[:, 0, 1] = [3, 4, np.nan]
+    out, max_logits, lse = reference.flash_mla_sparse_fwd(
+        q, kv, np.array([[1, -1, 0, 3, 2]]), 1.0, d_v=1, topk_length=[4], attn_sink=np.log([10.0])
+    )
+    assert out.item() == pytest.approx((8 * np.log(8) + 2 * np.log(2)) / 20)
+    assert max_logits.item() == pytest.approx(np.log(8))
+    assert lse.item() == pytest.approx(np.log(10))
+
+
+ERRORS = {
+    "q rank": ({"q": torch.zeros(3, 64)}, "q must have 3 dimensions"),
+    "q dtype": (
+        {"q": torch.zeros(3, 4, 64).double(), "out": torch.zeros(3, 4, 48).double()},
+        "q must be float32, float16 or bfloat16",
+    ),
+    "q stride": ({"q": torch.zeros(3, 4, 128)[..., ::2]}, "q must be contiguous in its last"),
+    "head_dim": ({"q": torch.zeros(3, 4, 24)}, r"head_dim must be a multiple of 16 .* got 24"),
+    "d_v": ({"d_v": 40}, "d_v must be a multiple of 16 .* got 40"),
+    "d_v negative": ({"d_v": -16, "out": None}, "d_v must be .* got -16"),
+    "d_v too large": ({"d_v": 80}, r"d_v must be at most head_dim \(64\), got 80"),
+    "kv dtype": ({"kv": torch.zeros(9, 1, 64).half()}, "kv must be float32, got float16"),
+    "kv width": ({"kv": torch.zeros(9, 1, 80)}, r"kv must have shape \[rows, 1, 64\] .*80\]"),
+    "kv heads": ({"kv": torch.zeros(9, 2, 64)}, r"kv must have shape \[rows, 1, 64\]"),
+    "kv rank": ({"kv": torch.zeros(9, 64)}, r"kv must have shape .* got \[9, 64\]"),
+    "FP8 rows": ({"kv": torch.zeros(9, 1, 656).byte()}, "with FP8 rows q must be bfloat16"),
+    "kv pages": (
+        {"kv": torch.zeros(4, 6, 1, 64)[:, :5]},
+        "the pages of kv must follow each other, 320 elements apart, got 384",
+    ),
+    "indices rows": ({"indices": torch.zeros(2, 8).int()}, r"indices must have shape \[3, 1, topk"),
+    "indices rank": ({"indices": torch.zeros(3, 2, 8).int()}, r"got \[3, 2, 8\]"),
+    "indices dtype": ({"indices": torch.zeros(3, 8)}, "indices must be int32 or int64, got float"),
+    "indices stride": (
+        {"indices": torch.zeros(3, 16).int()[:, ::2]},
+        "indices must be contiguous in its last dimension",
+    ),
+    "sm_scale": ({"sm_scale": 0.0}, "sm_scale must be a positive number, got 0"),
+    "sm_scale too large": ({"sm_scale": 1e300}, "sm_scale must be in .*, the range of float32"),
+    "sm_scale NaN": ({"sm_scale": float("nan")}, "sm_scale must be a positive number, got nan"),
+    "sinks shape": ({"attn_sink": torch.zeros(5)}, r"attn_sink must have shape \[4\], got \[5\]"),
+    "sinks dtype": ({"attn_sink": torch.zeros(4).half()}, "attn_sink must be float32, got float16"),
+    "lengths": ({"topk_length": [1, 2]}, r"topk_length must have one entry per token \(3\), got 2"),
+    "length": (
+        {"topk_length": [1, 2, 9]},
+        r"topk_length must be in \[0, topk = 8\], got 9 at index 2",
+    ),
+    "threads": ({"num_threads": 0}, "num_threads must be >= 1, got 0"),
+    "out shape": ({"out": torch.zeros(3, 4, 64)}, r"out must have shape \[3, 4, 48\]"),
+    "out dtype": ({"out": torch.zeros(3, 4, 48).half()}, "out must be float32, got float16"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_is_refused(name):
+    changes, message = ERRORS[name]
+    arguments = {
+        "q": torch.zeros(3, 4, 64),
+        "kv": torch.zeros(9, 1, 64),
+        "indices": torch.zeros(3, 8).int(),
+        "sm_scale": 0.1,
+        "d_v": 48,
+        "out": torch.full((3, 4, 48), 7.0),
+    }
+    with pytest.raises(ValueError, match="flash_mla_sparse_fwd: .*" + message):
+        cpattn.sparse.flash_mla_sparse_fwd(**arguments | changes)
+    assert torch.all(arguments["out"] == 7)
+
+
+@pytest.mark.parametrize(
+    ("kv", "head_dim", "message"),
+    [
+        (torch.zeros(9, 1, 656).byte(), 512, "with FP8 rows q must have head dimension 576"),
+        (torch.zeros(9, 1, 576).byte(), 576, r"kv must have shape \[rows, 1, 656\]"),
+        (torch.zeros(9, 1, 657).byte()[..., :656], 576, "an even number of bytes apart, got 657"),
+    ],
+)
+def test_fp8_rows_that_are_refused(kv, head_dim, message):
+    q = torch.zeros(1, 2, head_dim, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        cpattn.sparse.flash_mla_sparse_fwd(q, kv, np.zeros((1, 4), np.int32), 0.1)
+
+
+@pytest.mark.parametrize("name", ["q", "kv", "attn_sink", "indices"])
+def test_out_may_not_overlap_an_input(name):
+    memory = torch.zeros(3 * 4 * 64)
+    arguments = {
+        "q": torch.zeros(3, 4, 64),
+        "kv": torch.zeros(9, 1, 64),
+        "indices": torch.zeros(3, 8).int(),
+        "attn_sink": torch.zeros(4),
+    }
+    shape = arguments[name].shape
+    own = memory.view(arguments[name].dtype)[: arguments[name].numel()].view(shape)
+    with pytest.raises(ValueError, match=f"out must not overlap {name} in memory"):
+        cpattn.sparse.flash_mla_sparse_fwd(
+            **arguments | {name: own}, sm_scale=1, d_v=64, out=memory.view(3, 4, 64)
+        )

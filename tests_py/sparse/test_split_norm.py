@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Split and RMS norm, fused and not, and why context parallelism needs the second."""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from cpattn import ForwardMode, reference
+from support.cases import DTYPES, strided_copy
+from support.tolerances import assert_close, assert_similar, rms_norm_units
+
+DIMS = [(1536, 512, 64), (16, 16, 0), (17, 5, 3), (1, 1, 1)]
+
+
+def make(rows, dims, dtype, weight_dtype=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator)
+
+    x = 3 * random(rows, sum(dims))
+    weights = [1 + random(dim) / 4 for dim in dims[:2]]
+    biases = [random(dim) for dim in dims[:2]]
+    x = strided_copy(x.to(getattr(torch, dtype)))
+    weight_dtype = getattr(torch, weight_dtype or dtype)
+    return x, *(p.to(weight_dtype) for p in (*weights, *biases))
+
+
+def assert_norm(actual, x, weight, eps, bias, dtype):
+    expected = reference.rms_norm(x, weight, eps, bias)
+    magnitude = reference.rms_norm(x.abs(), weight.abs(), eps, None if bias is None else bias.abs())
+    units = rms_norm_units(x.shape[-1]) if dtype == "float32" else None
+    assert_close(actual, expected, magnitude, "rms_norm", dtype, units)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_split_against_the_oracle(isa, dims, dtype, with_bias):
+    x, q_weight, kv_weight, q_bias, kv_bias = make(7, dims, dtype, "float32" if with_bias else None)
+    if not with_bias:
+        q_bias = kv_bias = None
+    q, k_nope, k_pe, latent = cpattn.sparse.split_qk_norm(
+        x, q_weight, kv_weight, *dims, q_eps=1e-6, kv_eps=1e-2, q_bias=q_bias, kv_bias=kv_bias
+    )
+    x_q, x_kv, x_pe = x.split(dims, dim=-1)
+    assert_norm(q, x_q, q_weight, 1e-6, q_bias, dtype)
+    assert k_nope.shape == (7, 1, dims[1])
+    assert_norm(k_nope.squeeze(1), x_kv, kv_weight, 1e-2, kv_bias, dtype)
+    assert torch.equal(k_pe, x_pe.unsqueeze(1))
+    assert torch.equal(latent, x[:, None, dims[0] :])
+    assert all(part.dtype == x.dtype for part in (q, k_nope, k_pe, latent))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", DIMS)
+def test_fused_is_split_with_one_eps(isa, dims, dtype):
+    x, q_weight, kv_weight, q_bias, kv_bias = make(5, dims, dtype)
+    parts = (x, q_weight, kv_weight, *dims)
+    biases = {"q_bias": q_bias, "kv_bias": kv_bias}
+    fused = cpattn.sparse.fused_split_qk_norm(*parts, eps=1e-5, **biases)
+    split = cpattn.sparse.split_qk_norm(*parts, q_eps=1e-5, kv_eps=1e-5, **biases)
+    assert all(torch.equal(a, b) for a, b in zip(fused, split[:3], strict=True))
+    default = cpattn.sparse.fused_split_qk_norm(*parts)
+    explicit = cpattn.sparse.fused_split_qk_norm(*parts, eps=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(default, explicit, strict=True))
+
+
+def test_results_do_not_depend_on_rows_or_threads(isa):
+    dims = DIMS[0]
+    x, q_weight, kv_weight, *_ = make(150, dims, "bfloat16")
+    whole = cpattn.sparse.fused_split_qk_norm(x, q_weight, kv_weight, *dims)
+    cpattn.set_num_threads(1)
+    one = cpattn.sparse.fused_split_qk_norm(x, q_weight, kv_weight, *dims)
+    cpattn.set_num_threads(cpattn._core.default_num_threads())
+    part = cpattn.sparse.fused_split_qk_norm(x[70:71], q_weight, kv_weight, *dims)
+    for a, b, c in zip(whole, one, part, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a[70:71], c)
+
+
+def test_latent_cache_is_memory_of_its_own():
+    x, q_weight, kv_weight, *_ = make(4, (32, 16, 8), "float32")
+    before = x.clone()
+    *_, k_pe, latent = cpattn.sparse.split_qk_norm(
+        x, q_weight, kv_weight, 32, 16, 8, q_eps=1e-6, kv_eps=1e-6
+    )
+    kept = k_pe.clone()
+    latent.zero_()
+    assert torch.equal(x, before)
+    assert torch.equal(k_pe, kept)
+
+
+def test_numpy_gives_numpy_and_no_rows_give_none():
+    x, q_weight, kv_weight, *_ = make(3, (8, 8, 4), "bfloat16")
+    arrays = [t.float().numpy().astype(ml_dtypes.bfloat16) for t in (x, q_weight, kv_weight)]
+    parts = cpattn.sparse.fused_split_qk_norm(*arrays, 8, 8, 4)
+    expected = cpattn.sparse.fused_split_qk_norm(x, q_weight, kv_weight, 8, 8, 4)
+    for a, b in zip(parts, expected, strict=True):
+        assert a.dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(a.astype(np.float32), b.float().numpy())
+    q, k_nope, k_pe = cpattn.sparse.fused_split_qk_norm(x[:0], q_weight, kv_weight, 8, 8, 4)
+    assert (q.shape, k_nope.shape, k_pe.shape) == ((0, 8), (0, 1, 8), (0, 1, 4))
+
+
+# --- gates ---
+
+
+def test_fusing_needs_all_three_conditions():
+    for rows, neox, cp in itertools.product([0, 65534, 65535], [False, True], [False, True]):
+        allowed = cpattn.sparse.can_fuse_split_qk_norm(rows, neox_rope=neox, uses_prefill_cp=cp)
+        assert allowed is (rows < 65535 and not neox and not cp)
+
+
+def test_prefill_cp_needs_metadata_the_switch_and_an_extend():
+    modes = [None, *ForwardMode]
+    for mode, metadata, enabled in itertools.product(modes, [False, True], [False, True]):
+        used = cpattn.sparse.dsa_use_prefill_cp(mode, has_cp_metadata=metadata, enabled=enabled)
+        extend = mode in (ForwardMode.EXTEND, ForwardMode.MIXED)
+        assert used is (metadata and enabled and extend)
+
+
+# --- what goes wrong when the gate forgets context parallelism ---
+
+
+def attend(x_of_ranks, weights, dims, gate_knows_cp):
+    """One layer of two ranks: each ends with the keys that its queries attend to."""
+    locals_, latents = [], []
+    for x in x_of_ranks:
+        fuse = cpattn.sparse.can_fuse_split_qk_norm(
+            len(x), neox_rope=False, uses_prefill_cp=gate_knows_cp
+        )
+        if fuse:
+            q, k_nope, k_pe = cpattn.sparse.fused_split_qk_norm(x, *weights, *dims)
+        else:
+            q, k_nope, k_pe, latent = cpattn.sparse.split_qk_norm(
+                x, *weights, *dims, q_eps=1e-6, kv_eps=1e-6
+            )
+            latent[:] = torch.cat([k_nope, k_pe], -1)  # as the gather expects it
+            latents.append(latent)
+        locals_.append((q, torch.cat([k_nope, k_pe], -1)))
+    keys = [torch.cat(latents)] * 2 if latents else [k for _, k in locals_]
+    out = []
+    for (q, _), k in zip(locals_, keys, strict=True):
+        k = k.squeeze(1)
+        out.append(torch.softmax(q @ k.T / q.shape[1] ** 0.5, -1) @ k[:, : dims[1]])
+    return torch.cat(out)
+
+
+def test_fusing_under_context_parallelism_loses_the_keys_of_other_ranks():
+    """Keys of all ranks are gathered in `latent_cache`, which only the split form has."""
+    dims = (24, 16, 8)
+    x, *weights = make(10, dims, "float32")[:3]
+    q, k_nope, k_pe = cpattn.sparse.fused_split_qk_norm(x, *weights, *dims)  # one rank, no split
+    k = torch.cat([k_nope, k_pe], -1).squeeze(1)
+    whole = torch.softmax(q @ k.T / 24**0.5, -1) @ k[:, :16]
+    right = attend(x.chunk(2), weights, dims, gate_knows_cp=True)
+    wrong = attend(x.chunk(2), weights, dims, gate_knows_cp=False)
+    assert_similar(right, whole)
+    assert torch.all((wrong - whole).abs().amax(-1) > 0.01)
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(2, 23)}, r"x must have q_lora_rank .* = 24 columns, got .*23"),
+        ({"x": torch.zeros(2, 3, 24)}, r"x must have 2 dimensions, got shape \[2, 3, 24\]"),
+        ({"x": torch.zeros(2, 24).int()}, "x must be float32, float16 or bfloat16, got int32"),
+        ({"x": torch.zeros(2, 48)[:, ::2]}, "x must be contiguous in its last dimension"),
+        ({"q_weight": torch.ones(15)}, "q_weight must have 16 elements, got 15"),
+        ({"kv_weight": torch.ones(1, 6)}, "kv_weight must have 1 dimensions"),
+        ({"kv_weight": torch.ones(6).half()}, r"kv_weight must be float32 or of .*, got float16"),
+        ({"q_bias": torch.ones(17)}, "q_bias must have 16 elements, got 17"),
+        ({"kv_bias": torch.ones(6).double()}, "kv_bias must be float32 .*, got float64"),
+        ({"kv_lora_rank": -6}, "q_lora_rank and kv_lora_rank must be positive .* got 16, -6 and 2"),
+    ],
+)  # fmt: skip
+def test_errors_name_argument_rule_and_value(change, message):
+    arguments = {
+        "x": torch.zeros(2, 24), "q_weight": torch.ones(16), "kv_weight": torch.ones(6),
+        "q_lora_rank": 16, "kv_lora_rank": 6, "qk_rope_head_dim": 2,
+    } | change  # fmt: skip
+    with pytest.raises(ValueError, match=f"^fused_split_qk_norm: {message}"):
+        cpattn.sparse.fused_split_qk_norm(**arguments)
+    with pytest.raises(ValueError, match=f"^split_qk_norm: {message}"):
+        cpattn.sparse.split_qk_norm(**arguments, q_eps=1e-6, kv_eps=1e-6)
+
+
+@pytest.mark.parametrize("eps", [-1e-6, float("nan")])
+def test_eps_must_not_be_negative(eps):
+    x, q_weight, kv_weight, *_ = make(2, (16, 8, 4), "float32")
+    for name in ("q_eps", "kv_eps"):
+        given = {"q_eps": 1e-6, "kv_eps": 1e-6} | {name: eps}
+        with pytest.raises(ValueError, match=f"^split_qk_norm: {name} must be >= 0, got"):
+            cpattn.sparse.split_qk_norm(x, q_weight, kv_weight, 16, 8, 4, **given)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fast_topk and its fused transforms against a stable sort."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cpattn
+from cpattn import _core, set_num_threads
+from cpattn.sparse import fast_topk, fast_topk_transform_fused, fast_topk_transform_ragged_fused
+from support.sparse.topk_cases import adversarial_rows, expected_topk, random_scores
+
+COLUMNS = 8320
+ADVERSARIAL = adversarial_rows(COLUMNS)
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_adversarial_rows(isa, name):
+    score = ADVERSARIAL[name][None]
+    for topk in (1, 100, 512, 1024, 2048, COLUMNS - 1):
+        for sorted in (True, False):
+            np.testing.assert_array_equal(
+                fast_topk(score, [COLUMNS], topk, sorted=sorted),
+                expected_topk(score, [COLUMNS], topk, sorted=sorted),
+                err_msg=f"topk {topk}, sorted {sorted}",
+            )
+
+
+@pytest.mark.parametrize("topk", [1, 7, 512, 1024, 2048, 3000])
+def test_lengths_around_topk(isa, topk):
+    lengths = [-5, 0, 1, topk - 1, topk, topk + 1, topk + 63, 2 * topk, 3 * topk + 130, 9000]
+    score = random_scores(len(lengths), 3 * topk + 9100)
+    for row_starts in (None, [3 * i for i in range(len(lengths))]):
+        np.testing.assert_array_equal(
+            fast_topk(score, lengths, topk, row_starts),
+            expected_topk(score, lengths, topk, row_starts),
+        )
+
+
+def test_scores_outside_the_candidates_do_not_matter():
+    score = random_scores(3, 400)
+    expected = fast_topk(score, [300, 8, 300], 64, [50, 100, 99])
+    score[:, :50], score[0, 350:], score[1], score[2, 399:] = np.nan, np.inf, np.nan, np.inf
+    np.testing.assert_array_equal(fast_topk(score, [300, 8, 300], 64, [50, 100, 99]), expected)
+
+
+@pytest.mark.parametrize("columns", [20_000, 70_001])
+def test_a_sample_guides_long_rows(isa, columns):
+    rows = [random_scores(1, columns)[0], *adversarial_rows(columns).values()]
+    for score in rows:
+        np.testing.assert_array_equal(
+            fast_topk(score[None], [columns], 2048), expected_topk(score[None], [columns], 2048)
+        )
+
+
+@given(data=st.data())
+def test_any_row(data):
+    """Few different values, so that ties are everywhere."""
+    values = st.sampled_from([0.0, -0.0, 1.0, 1.0000001, -3.5, np.inf, -np.inf, np.nan])
+    row = data.draw(st.lists(values, min_size=1, max_size=200))
+    score = np.float32([row])
+    start = data.draw(st.integers(0, len(row)))
+    length = data.draw(st.integers(-2, len(row) - start))
+    topk = data.draw(st.integers(1, 80))
+    sorted = data.draw(st.booleans())
+    np.testing.assert_array_equal(
+        fast_topk(score, [length], topk, [start], sorted=sorted),
+        expected_topk(score, [length], topk, [start], sorted=sorted),
+    )
+
+
+def test_the_number_of_threads_changes_nothing():
+    score = random_scores(40, COLUMNS)
+    results = []
+    before = _core.default_num_threads()
+    for threads in (1, 4):
+        set_num_threads(threads)
+        results.append(fast_topk(score, [COLUMNS] * 40, 700))
+    set_num_threads(before)
+    np.testing.assert_array_equal(*results)
+
+
+def test_containers_and_index_types():
+    score, lengths = random_scores(2, 100), [100, 30]
+    expected = fast_topk(score, lengths, 8)
+    assert isinstance(expected, np.ndarray)
+    assert expected.dtype == np.int32
+    for given_lengths in (np.int32(lengths), np.int64(lengths), torch.tensor(lengths)):
+        result = fast_topk(torch.from_numpy(score), given_lengths, 8)
+        assert result.dtype == torch.int32
+        np.testing.assert_array_equal(result.numpy(), expected)
+    wide = np.full((2, 150), np.nan, np.float32)
+    wide[:, 17:117] = score
+    np.testing.assert_array_equal(fast_topk(wide[:, 17:117], lengths, 8), expected)
+    assert fast_topk(score[:0], [], 8).shape == (0, 8)
+
+
+def paged_case(page_size):
+    """Three sequences with a table row each, and 2, 0 and 3 queries of them."""
+    width = -(-200 // page_size)
+    table = np.random.default_rng(1).permutation(3 * width).reshape(3, width).astype(np.int32)
+    return random_scores(5, 200), [200, 37, 0, 150, 64], table, [0, 2, 2, 5], [0, 0, 2, 2, 2]
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_paged_transform(page_size, dtype):
+    score, lengths, table, cu_seqlens_q, rows = paged_case(page_size)
+    indices = fast_topk(score, lengths, 48)
+    slots = fast_topk_transform_fused(
+        score, lengths, table.astype(dtype), cu_seqlens_q, 48, page_size=page_size
+    )
+    expected = table[np.array(rows)[:, None], indices // page_size] * page_size
+    expected = np.where(indices >= 0, expected + indices % page_size, -1)
+    np.testing.assert_array_equal(slots, expected)
+
+
+def test_paged_transform_of_decode_has_a_table_row_per_query():
+    score, _, table, _, _ = paged_case(1)
+    slots = fast_topk_transform_fused(score[:3], [200, 100, 3], table, None, 16)
+    indices = fast_topk(score[:3], [200, 100, 3], 16)
+    np.testing.assert_array_equal(
+        slots, np.where(indices >= 0, np.take_along_axis(table, indices, 1), -1)
+    )
+    np.testing.assert_array_equal(
+        slots, fast_topk_transform_fused(score[:3], [200, 100, 3], table, [0, 1, 2, 3], 16)
+    )
+
+
+def test_ragged_transform():
+    score, lengths, _, _, _ = paged_case(1)
+    offsets = np.int32([0, 0, 200, 200, 2**31 - 200])
+    rows = fast_topk_transform_ragged_fused(score, lengths, offsets, 48)
+    indices = fast_topk(score, lengths, 48)
+    np.testing.assert_array_equal(rows, np.where(indices >= 0, indices + offsets[:, None], -1))
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_ragged_and_paged_select_the_same_tokens(page_size):
+    """Concatenated keys in the order of a page table: rows and slots are two names."""
+    score, lengths, _, cu_seqlens_q, rows = paged_case(page_size)
+    width = -(-200 // page_size)
+    table = np.arange(3 * width, dtype=np.int32).reshape(3, width)
+    offsets = [row * width * page_size for row in rows]
+    for row_starts in (None, [0, 100, 200, 50, 136]):
+        np.testing.assert_array_equal(
+            fast_topk_transform_fused(
+                score, lengths, table, cu_seqlens_q, 48, row_starts, page_size=page_size
+            ),
+            fast_topk_transform_ragged_fused(score, lengths, offsets, 48, row_starts),
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"topk": 0}, "topk must be in [1, 268435456], got 0"),
+        ({"topk": -1}, "topk must be in [1, 268435456], got -1"),
+        ({"lengths": [9]}, "lengths must have one element per row of score, 2, got 1"),
+        ({"row_starts": [0] * 3}, "row_starts must have one element per row of score, 2, got 3"),
+        ({"row_starts": [0, -1]}, "row_starts must be in [0, 9], got -1 at index 1"),
+        ({"row_starts": [0, 10]}, "row_starts must be in [0, 9], got 10 at index 1"),
+        (
+            {"lengths": [9, 8], "row_starts": [0, 2]},
+            "row_starts + lengths must be at most the number of columns, 9, got 2 + 8 at index 1",
+        ),
+        ({"score": np.zeros((2, 9))}, "score must be float32, got float64"),
+        ({"score": np.zeros((2, 2, 9), np.float32)}, "score must have 2 dimensions, got shape"),
+        (
+            {"score": np.zeros((2, 18), np.float32)[:, ::2]},
+            "score must be contiguous in its last dimension, got stride 2",
+        ),
+    ],
+)
+def test_errors_of_all_selections(change, message):
+    case = {
+        "score": np.zeros((2, 9), np.float32),
+        "lengths": [9, 9],
+        "topk": 4,
+        "row_starts": None,
+    } | change
+    score, lengths, topk, row_starts = case.values()
+    with pytest.raises(ValueError, match="^fast_topk: " + re.escape(message)):
+        fast_topk(score, lengths, topk, row_starts)
+    with pytest.raises(ValueError, match="^fast_topk_transform_fused: " + re.escape(message)):
+        fast_topk_transform_fused(score, lengths, [[0] * 9] * 2, None, topk, row_starts)
+    with pytest.raises(
+        ValueError, match="^fast_topk_transform_ragged_fused: " + re.escape(message)
+    ):
+        fast_topk_transform_ragged_fused(score, lengths, [0, 0], topk, row_starts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"table": np.zeros((2, 8), int)}, "lengths must be within the page table, 8 pages of 1, "),
+        ({"cu": [0, 2]}, "cu_seqlens_q must have one element more than there are sequences, 3, "),
+        ({"cu": [1, 1, 2]}, "cu_seqlens_q must begin with 0, got 1"),
+        ({"cu": [0, 1, 3]}, "cu_seqlens_q must end at the number of rows, 2, got 3"),
+        ({"cu": [0, 3, 2]}, "must be prefix sums, which never decrease, got 2 after 3 at index 2"),
+        (
+            {"cu": [0, -1, 2]},
+            "must be prefix sums, which never decrease, got -1 after 0 at index 1",
+        ),
+        (
+            {"cu": None, "table": np.zeros((3, 9), int)},
+            "without cu_seqlens_q there must be a row of the page table, or of batch_idx_list, "
+            "per row of score, 2, got 3",
+        ),
+        (
+            {"table": np.array([[0] * 9, [0, -1] + [0] * 7])},
+            "entries of the page table must be >= 0 and their slots fit into int32, got -1 at "
+            "[1, 1]",
+        ),
+        ({"table": np.full((2, 9), 2**31)}, "got 2147483648 at [0, 0]"),
+        ({"table": np.full((2, 9), 2**25), "page_size": 64}, "got 33554432 at [0, 0]"),
+        ({"page_size": 0}, "page_size must be in [1, 2147483647], got 0"),
+    ],
+)
+def test_errors_of_the_paged_transform(change, message):
+    case = {"table": np.zeros((2, 9), int), "cu": [0, 1, 2], "page_size": 1} | change
+    score = np.zeros((2, 9), np.float32)
+    with pytest.raises(ValueError, match="^fast_topk_transform_fused: .*" + re.escape(message)):
+        fast_topk_transform_fused(
+            score, [9, 9], case["table"], case["cu"], 4, page_size=case["page_size"]
+        )
+
+
+def test_entries_of_the_page_table_that_are_not_selected_may_be_anything():
+    table = np.array([[0, 1, -1, 2**40]])
+    slots = fast_topk_transform_fused(np.float32([[3, 2, 1, 0]]), [4], table, [0, 1], 2)
+    np.testing.assert_array_equal(slots, [[0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([0], "topk_indices_offset must have one element per row of score, 2, got 1"),
+        ([0, -1], "topk_indices_offset must be >= 0 and .* got -1 at index 1"),
+        ([0, 2**31 - 9], "offset \\+ lengths fit into int32, got 2147483639 at index 1"),
+    ],
+)
+def test_errors_of_the_ragged_transform(offsets, message):
+    with pytest.raises(ValueError, match=f"^fast_topk_transform_ragged_fused: .*{message}"):
+        fast_topk_transform_ragged_fused(np.zeros((2, 9), np.float32), [9, 9], offsets, 4)
+
+
+@pytest.mark.parametrize("lengths", [[9.0, 9.0], np.zeros(2), [True, True], None])
+def test_lengths_are_integers(lengths):
+    with pytest.raises(TypeError, match="fast_topk: lengths must"):
+        cpattn.sparse.fast_topk(np.zeros((2, 9), np.float32), lengths, 4)
+
+
+@pytest.mark.parametrize("topk", [4.0, True])
+def test_topk_is_an_integer(topk):
+    with pytest.raises(TypeError, match="fast_topk: topk must be an integer, got"):
+        fast_topk(np.zeros((2, 9), np.float32), [9, 9], topk)

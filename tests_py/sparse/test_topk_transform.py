@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of the transform method, topk_transform, and the unfused transforms."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from cpattn import ForwardMode, TopkTransformMethod, get_topk_transform_method
+from cpattn.sparse import (
+    fast_topk,
+    fast_topk_transform_fused,
+    fast_topk_transform_ragged_fused,
+    pad_topk_indices,
+    page_table_to_topk,
+    topk_transform,
+    transform_index_page_table_decode,
+    transform_index_page_table_prefill,
+)
+from support.sparse.topk_cases import random_scores
+
+PAGED, RAGGED = TopkTransformMethod.PAGED, TopkTransformMethod.RAGGED
+
+# The column "none" is a call without a mode; the others are members of ForwardMode.
+METHODS = """
+prefill_impl           kv    none EXTEND DECODE MIXED IDLE TARGET_VERIFY DRAFT_EXTEND_V2 PREBUILT SPLIT_PREFILL DLLM_EXTEND
+aiter                  bf16  P    P      P      P     P    P             P               P        P             P
+aiter                  fp8   P    P      P      P     P    P             P               P        P             P
+fa3                    bf16  P    P      P      P     P    P             P               P        P             P
+fa3                    fp8   P    P      P      P     P    P             P               P        P             P
+flashinfer_sparse_mla  bf16  P    P      P      P     P    P             P               P        P             P
+flashinfer_sparse_mla  fp8   P    P      P      P     P    P             P               P        P             P
+flashmla_auto          bf16  P    P      P      P     P    P             P               P        P             P
+flashmla_auto          fp8   P    P      P      P     P    P             P               P        P             P
+flashmla_kv            bf16  P    P      P      P     P    P             P               P        P             P
+flashmla_kv            fp8   P    P      P      P     P    P             P               P        P             P
+flashmla_sparse        bf16  P    P      P      P     P    P             P               P        P             P
+flashmla_sparse        fp8   P    R      P      P     P    P             P               P        P             P
+flashmla_sparse_q8     bf16  P    R      P      P     P    P             P               P        P             P
+flashmla_sparse_q8     fp8   P    R      P      P     P    P             P               P        P             P
+intel_xpu              bf16  P    P      P      P     P    P             P               P        P             P
+intel_xpu              fp8   P    P      P      P     P    P             P               P        P             P
+tilelang               bf16  P    P      P      P     P    P             P               P        P             P
+tilelang               fp8   P    P      P      P     P    P             P               P        P             P
+triton                 bf16  P    P      P      P     P    P             P               P        P             P
+triton                 fp8   P    P      P      P     P    P             P               P        P             P
+triton_sparse_mla      bf16  P    P      P      P     P    P             P               P        P             P
+triton_sparse_mla      fp8   P    R      P      P     P    P             P               P        P             P
+trtllm                 bf16  P    P      P      P     P    P             P               P        P             P
+trtllm                 fp8   P    P      P      P     P    P             P               P        P             P
+"""  # noqa: E501
+
+
+def method_cases():
+    header, *rows = [line.split() for line in METHODS.strip().splitlines()]
+    for impl, kv, *methods in rows:
+        for mode, method in zip(header[2:], methods, strict=True):
+            yield pytest.param(impl, kv, mode, {"P": PAGED, "R": RAGGED}[method])
+
+
+@pytest.mark.parametrize(("impl", "kv", "mode", "method"), list(method_cases()))
+def test_method_of_every_combination(impl, kv, mode, method):
+    forward_mode = None if mode == "none" else ForwardMode[mode]
+    chosen = get_topk_transform_method(forward_mode, fp8_kv_cache=kv == "fp8", prefill_impl=impl)
+    assert chosen is method
+
+
+def test_the_table_of_methods_is_complete():
+    modes = {"none", *ForwardMode.__members__}
+    assert {param.values[2] for param in method_cases()} == modes
+    assert len(list(method_cases())) == len(modes) * 12 * 2
+
+
+def test_methods_are_numbered_as_in_engines():
+    assert (PAGED, RAGGED) == (1, 2)
+    assert get_topk_transform_method(fp8_kv_cache=True, prefill_impl="flashmla_sparse") is PAGED
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"prefill_impl": "flashmla"},
+            ValueError,
+            "prefill_impl must be one of 'aiter', 'fa3', 'flashinfer_sparse_mla', "
+            "'flashmla_auto', 'flashmla_kv', 'flashmla_sparse', 'flashmla_sparse_q8', 'intel_xpu', "
+            "'tilelang', 'triton', 'triton_sparse_mla', 'trtllm', got 'flashmla'",
+        ),
+        ({"forward_mode": 10}, ValueError, "forward_mode must be a ForwardMode, got 10"),
+        ({"forward_mode": "EXTEND"}, TypeError, "forward_mode must be an integer, got str"),
+    ],
+)
+def test_unknown_modes_and_implementations_are_refused(arguments, error, message):
+    arguments = {"fp8_kv_cache": True, "prefill_impl": "flashmla_sparse"} | arguments
+    with pytest.raises(error, match=re.escape(f"get_topk_transform_method: {message}")):
+        get_topk_transform_method(**arguments)
+
+
+LENGTHS, ROW_STARTS = [90, 4, 70, 100], [0, 0, 20, 0]
+SCORE = random_scores(4, 100)
+TABLE = np.random.default_rng(2).permutation(300).reshape(3, 100).astype(np.int32)
+
+
+def test_paged():
+    result = topk_transform(
+        SCORE, 16, method=PAGED, lengths=LENGTHS, page_table=TABLE, cu_seqlens_q=[0, 2, 2, 4],
+        row_starts=ROW_STARTS,
+    )  # fmt: skip
+    expected = fast_topk_transform_fused(SCORE, LENGTHS, TABLE, [0, 2, 2, 4], 16, ROW_STARTS)
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_paged_selects_rows_of_the_table():
+    by_sequence = topk_transform(
+        SCORE, 16, method=PAGED, lengths=LENGTHS, page_table=TABLE, cu_seqlens_q=[0, 1, 4],
+        batch_idx_list=[2, 0],
+    )  # fmt: skip
+    np.testing.assert_array_equal(
+        by_sequence, fast_topk_transform_fused(SCORE, LENGTHS, TABLE[[2, 0]], [0, 1, 4], 16)
+    )
+    by_token = topk_transform(
+        SCORE, 16, method=PAGED, lengths=LENGTHS, page_table=TABLE, batch_idx_list=[2, 0, 0, 0]
+    )
+    np.testing.assert_array_equal(by_token, by_sequence)
+
+
+def test_chunks_of_the_rows_give_the_rows_of_the_whole():
+    """Engines cut large logits into chunks: tables by token when PAGED, offsets when RAGGED."""
+    cu_seqlens_q, token_to_batch, offsets = [0, 2, 3, 4], [0, 0, 1, 2], [0, 0, 100, 200]
+    paged = topk_transform(
+        SCORE, 16, method=PAGED, lengths=LENGTHS, page_table=TABLE, cu_seqlens_q=cu_seqlens_q
+    )
+    ragged = topk_transform(SCORE, 16, method=RAGGED, lengths=LENGTHS, topk_indices_offset=offsets)
+    for chunk in (slice(0, 3), slice(3, 4)):
+        part = {"lengths": LENGTHS[chunk]}
+        np.testing.assert_array_equal(
+            topk_transform(
+                SCORE[chunk], 16, method=PAGED, page_table=TABLE,
+                batch_idx_list=token_to_batch[chunk], **part,
+            ),
+            paged[chunk],
+        )  # fmt: skip
+        np.testing.assert_array_equal(
+            topk_transform(
+                SCORE[chunk], 16, method=RAGGED, topk_indices_offset=offsets[chunk], **part
+            ),
+            ragged[chunk],
+        )
+
+
+def test_ragged():
+    result = topk_transform(
+        SCORE, 16, method=RAGGED, lengths=LENGTHS, topk_indices_offset=[5, 5, 9, 9],
+        row_starts=ROW_STARTS, page_table=TABLE, cu_seqlens_q=[0, 2, 2, 4], sorted=False,
+    )  # fmt: skip
+    expected = fast_topk_transform_ragged_fused(
+        SCORE, LENGTHS, [5, 5, 9, 9], 16, ROW_STARTS, sorted=False
+    )
+    np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("more", [{}, {"page_table": TABLE, "cu_seqlens_q": [0, 2, 2, 4]}])
+def test_ragged_without_offsets_is_the_error_that_engines_know(more):
+    message = (
+        "RAGGED topk_transform requires topk_indices_offset; expected "
+        "extend-without-speculative metadata."
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        topk_transform(SCORE, 16, method=RAGGED, lengths=LENGTHS, **more)
+
+
+def test_no_method_is_no_transform():
+    result = topk_transform(
+        torch.from_numpy(SCORE), 16, method=None, lengths=LENGTHS, page_table=TABLE
+    )
+    assert isinstance(result, torch.Tensor)
+    np.testing.assert_array_equal(result.numpy(), fast_topk(SCORE, LENGTHS, 16))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"page_table": None}, "page_table must be given for PAGED"),
+        ({"method": 3}, "method must be TopkTransformMethod.PAGED, RAGGED or None, got 3"),
+        (
+            {"batch_idx_list": [0, 3], "cu_seqlens_q": [0, 1, 4]},
+            "batch_idx_list must be rows of the page table, in [0, 3), got 3 at index 1",
+        ),
+        ({"batch_idx_list": [0, -1]}, "in [0, 3), got -1 at index 1"),
+        ({"batch_idx_list": [0, 1]}, "per row of score, 4, got 2"),
+        ({"lengths": [1]}, "lengths must have one element per row of score, 4, got 1"),
+    ],
+)
+def test_errors_of_topk_transform(arguments, message):
+    case = {"method": PAGED, "lengths": LENGTHS, "page_table": TABLE} | arguments
+    with pytest.raises(ValueError, match="^topk_transform: .*" + re.escape(message)):
+        topk_transform(SCORE, 16, **case)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("container", [np.asarray, torch.from_numpy])
+def test_unfused_equals_fused(page_size, container):
+    width = -(-100 // page_size)
+    pages = np.random.default_rng(3).permutation(4 * width).reshape(4, width).astype(np.int32)
+    indices = container(fast_topk(SCORE, LENGTHS, 16))
+    decode = transform_index_page_table_decode(container(pages), indices, page_size)
+    assert type(decode) is type(indices)
+    fused = fast_topk_transform_fused(SCORE, LENGTHS, pages, None, 16, page_size=page_size)
+    np.testing.assert_array_equal(np.asarray(decode), fused)
+    prefill = transform_index_page_table_prefill(container(pages), indices, [1, 0, 3, 0], page_size)
+    fused = fast_topk_transform_fused(
+        SCORE, LENGTHS, pages, [0, 1, 1, 4, 4], 16, page_size=page_size
+    )
+    np.testing.assert_array_equal(np.asarray(prefill), fused)
+
+
+def test_invalid_entries_stay_invalid_wherever_they_are():
+    slots = transform_index_page_table_decode(TABLE[:1], np.int64([[-1, 3, -7, 0]]))
+    np.testing.assert_array_equal(slots, [[-1, TABLE[0, 3], -1, TABLE[0, 0]]])
+
+
+def test_whole_sequences():
+    result = page_table_to_topk(TABLE, [3, 0, 100], 5, num_rows=5)
+    expected = np.full((5, 5), -1)
+    expected[0, :3], expected[2] = TABLE[0, :3], TABLE[2, :5]
+    np.testing.assert_array_equal(result, expected)
+    np.testing.assert_array_equal(page_table_to_topk(TABLE, [3, -2, 9], 5), expected[:3])
+    paged = page_table_to_topk(np.int32([[7, 2]]), [6], 8, page_size=4)
+    np.testing.assert_array_equal(paged, [[28, 29, 30, 31, 8, 9, -1, -1]])
+
+
+def test_padding_rows():
+    indices = np.int32([[1, 2], [3, -1]])
+    assert pad_topk_indices(indices, 2) is indices
+    for given in (indices, torch.from_numpy(indices)):
+        padded = pad_topk_indices(given, 4)
+        assert type(padded) is type(given)
+        assert padded.tolist() == [[1, 2], [3, -1], [-1, -1], [-1, -1]]
+    with pytest.raises(ValueError, match=r"^pad_topk_indices: .* number of rows, 2, got 1"):
+        pad_topk_indices(indices, 1)
+
+
+ONE_ROW = np.zeros((1, 4), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (
+            transform_index_page_table_decode,
+            (TABLE, ONE_ROW),
+            "page_table must have one row per row of topk_indices, 1, got 3",
+        ),
+        (
+            transform_index_page_table_decode,
+            (TABLE[:1], ONE_ROW + 100),
+            "indices must be within the page table, 100 pages of 1, got 100 for its row 0",
+        ),
+        (
+            transform_index_page_table_decode,
+            (TABLE[:1], np.int64([[2**31]])),
+            "topk_indices must fit into int32, got 2147483648 at [0, 0]",
+        ),
+        (
+            transform_index_page_table_prefill,
+            (TABLE, ONE_ROW, [1, 0]),
+            "extend_lens_cpu must have one element per row of page_table, 3, got 2",
+        ),
+        (
+            transform_index_page_table_prefill,
+            (TABLE, ONE_ROW, [0, 0, 0]),
+            "extend_lens_cpu must add up to the rows of topk_indices, 1, got 0",
+        ),
+        (
+            transform_index_page_table_prefill,
+            (TABLE, ONE_ROW, [0, 2, -1]),
+            "extend_lens_cpu must be >= 0 and add up to the rows of topk_indices, 1, got 2 at "
+            "index 1",
+        ),
+        (
+            page_table_to_topk,
+            (TABLE, [1, 2], 4),
+            "lengths must have one element per row of page_table, 3, got 2",
+        ),
+        (page_table_to_topk, (TABLE, [1, 2, 101], 400), "got 100 for its row 2"),
+    ],
+)
+def test_errors_of_unfused_transforms(function, arguments, message):
+    with pytest.raises(ValueError, match=f"^{function.__name__}: .*" + re.escape(message)):
+        function(*arguments)
+
+
+def test_whole_sequences_need_a_row_each():
+    with pytest.raises(ValueError, match="num_rows must be at least that of page_table, 3, got 2"):
+        page_table_to_topk(TABLE, [1, 2, 3], 4, num_rows=2)
+    with pytest.raises(ValueError, match="num_rows must be at least that of page_table, 3, got -3"):
+        page_table_to_topk(TABLE, [1, 2, 3], 4, num_rows=-3)
+    nothing = torch.zeros(0, 2, dtype=torch.int32)
+    with pytest.raises(MemoryError, match="page_table_to_topk: no memory for a result of shape"):
+        page_table_to_topk(nothing, [], 2**62)
+    with pytest.raises(ValueError, match="page_table_to_topk: topk must be >= 1, got 0"):
+        page_table_to_topk(TABLE, [1, 2, 3], 0)

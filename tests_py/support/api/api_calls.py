@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A good call of every public callable, made anew each time, for `api_fuzz`.
+
+Functions that compute have theirs in `argument_sweep`; here are those of transfers, pools and
+plans, which have to be made anew because they hold addresses or change.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import cpattn
+from cpattn import transfer
+from cpattn.transfer import wire
+from support.api import argument_sweep
+from support.api.api_call_kinds import Arguments, Good, Target
+from support.api.transfer_calls import (
+    BAG,
+    chunk,
+    closed_registration,
+    cursor,
+    engine_register,
+    engine_unregister,
+    engine_write,
+    execute,
+    kv_args,
+    layout,
+    links,
+    method,
+    mha_pool,
+    mla_pool,
+    of,
+    planned,
+    pointers,
+    profiled,
+    register,
+    registration_message,
+    send_aux,
+    send_kvcache,
+    send_slice,
+    send_state,
+    set_index_k,
+    set_kv,
+    set_latent,
+    sharded,
+    transfer_plan,
+)
+
+GROUPED = ("source", "destination", "number of layers")
+
+LAYOUT = (
+    "buffer", "page", "layer", "heads", "rank", "entries", "kind", "is_draft", "addr", "nbytes",
+    "item_len", "token_rows", "dcp", "tp_", "argument",
+)  # fmt: skip
+POOL_SIZES: Arguments = {
+    "size": ("int", 16),
+    "page_size": ("int", 4),
+    "num_layers": ("int", 2),
+    "dtype": ("dtype", "float32"),
+    "start_layer": ("int", 0),
+    "use_fia": ("?flag", False),
+    "container": ("?text", "numpy"),
+}
+TRANSFERS: dict[str, Callable[[], Good]] = {
+    "plan_kv_links": links,
+    "plan_kv_transfer": transfer_plan,
+    "plan_send_kvcache": send_kvcache,
+    "plan_send_kvcache_slice": send_slice,
+    "plan_send_aux": send_aux,
+    "plan_send_state": send_state,
+    "slice_heads": of(
+        transfer.slice_heads,
+        total_kv_heads=("int", 4), prefill_tp_size=("int", 8), prefill_rank=("int", 7),
+        decode_tp_size=("int", 2), decode_rank=("int", 1), compat=("flag", False),
+        names=("rank", "sizes", "heads"),
+    ),
+    "decode_targets": of(
+        transfer.decode_targets,
+        engine_rank=("int", 3), prefill_tp_size=("int", 8), decode_tp_size=("int", 4),
+        is_mla=("flag", True),
+    ),
+    "kv_start_layer": of(
+        transfer.kv_start_layer, start_layer=("int", 30), kv_layer_ids=("ints", [3, 7, 31])
+    ),
+    "build_transfer_entry_pairs": lambda: Good(
+        transfer.build_transfer_entry_pairs,
+        {
+            "src_layer_ids": ("?ints", [3, 7]),
+            "dst_layer_ids": ("?ints", [3, 7, 11]),
+            "n_src": ("int", 2),
+            "n_dst": ("int", 3),
+            "allow_positional_fallback": ("flag", False),
+        },
+        errors=(RuntimeError,),  # in the words of engines
+        prefixes=("Layer metadata", "PP-heterogeneous", "Decode peer"),
+        names=("Layer metadata", "entries", "layer"),
+    ),
+    "get_mha_kv_ptrs_with_pp": lambda: Good(
+        transfer.get_mha_kv_ptrs_with_pp, pointers(), names=GROUPED
+    ),
+    "get_mla_kv_ptrs_with_pp": lambda: Good(
+        transfer.get_mla_kv_ptrs_with_pp,
+        {
+            **pointers(),
+            "kv_buf_groups": ("int", 2),
+            "hidden_kv_layers": ("?int", 2),
+            "draft_kv_layers": ("int", 0),
+            "is_last_rank": ("flag", False),
+        },
+        names=GROUPED,
+    ),
+    "kv_to_page_num": of(transfer.kv_to_page_num, num_tokens=("int", 9), page_size=("int", 4)),
+    "kv_to_page_indices": of(
+        transfer.kv_to_page_indices, names=("pages",), kv_indices=("ints", [12, 13, 14, 15, 4]),
+        page_size=("int", 4),
+    ),
+    "group_concurrent_contiguous": of(
+        transfer.group_concurrent_contiguous,
+        names=("index arrays",),
+        src_indices=("ints", [2, 3, 7]), dst_indices=("ints", [20, 21, 40]),
+    ),
+    "registration_regions": of(
+        transfer.registration_regions,
+        ptrs=("addresses", [4096, 8192, 4096]), lens=("addresses", [64, 0, 64]),
+        alignment=("int", 1),
+    ),
+    "TransferPlan": of(
+        transfer.TransferPlan,
+        src_addrs=("addresses", [0, 64]), dst_addrs=("addresses", [4096, 8192]),
+        lengths=("addresses", [64, 192]), parts=("value", [("k", 1, 1), ("v", 1, 1)]),
+    ),
+    "TransferPlan.execute": execute,
+    "KVLayout": of(
+        transfer.KVLayout,
+        entries=("value", [transfer.KVEntry(0, "k", False, 1 << 48, 4608, 512)]),
+        page_size=("int", 8), tp_rank=("int", 0), tp_size=("int", 1),
+        total_kv_heads=("?int", 1), layers=("?value", (0, 1)), dcp_rank=("int", 0),
+        dcp_size=("int", 1), dcp_interleave=("int", 1), names=LAYOUT,
+    ),
+    "KVLayout.from_pool": lambda: Good(
+        transfer.KVLayout.from_pool,
+        {
+            "pool": ("value", mha_pool()),
+            "draft_pool": ("?value", mha_pool()),
+            "tp_rank": ("int", 0),
+            "tp_size": ("int", 1),
+            "total_kv_heads": ("?int", 2),
+            "layers": ("?value", (0, 2)),
+            "dcp_rank": ("int", 0),
+            "dcp_size": ("int", 1),
+            "dcp_interleave": ("int", 1),
+        },
+        prefixes=("KVLayout: ",),
+        names=("buffer", "page", "layer", "heads", "rank"),
+    ),
+    "KVLayout.from_kv_args": lambda: Good(
+        transfer.KVLayout.from_kv_args,
+        {
+            "kv_args": ("bag", kv_args()),
+            "is_mla": ("flag", False),
+            "tp_size": ("int", 1),
+            "total_layers": ("?int", 2),
+            "draft_layers": ("?int", 0),
+            "layers": ("?value", (0, 2)),
+            "dcp_interleave": ("int", 1),
+        },
+        prefixes=("KVLayout: ",),
+        names=(*BAG, *LAYOUT),
+    ),
+    "KVLayout.from_dict": lambda: Good(
+        transfer.KVLayout.from_dict, {"fields": ("bag", layout().to_dict())},
+        names=LAYOUT, prefixes=("KVLayout: ", "KVLayout.__init__()"),
+    ),
+    "KVSendCursor": of(
+        transfer.KVSendCursor,
+        num_tokens=("int", 10), page_size=("int", 4), decode_prefix_len=("int", 4),
+        compat=("flag", False),
+    ),
+    "KVSendCursor.advance": cursor,
+    "KVChunk.select": chunk,
+    "MHATokenToKVPool": of(
+        cpattn.kv.MHATokenToKVPool,
+        **POOL_SIZES, num_kv_heads=("int", 2), head_dim=("int", 8), v_head_dim=("?int", 8),
+        names=("buffer", "elements", "slots"),
+    ),
+    "MLATokenToKVPool": of(
+        cpattn.kv.MLATokenToKVPool,
+        **POOL_SIZES, kv_lora_rank=("int", 16), qk_rope_head_dim=("int", 8),
+        index_head_dim=("?int", 8), names=("buffer", "elements", "slots"),
+    ),
+    "set_kv_buffer": set_kv,
+    "set_kv_buffer#MLA": set_latent,
+    "set_index_k_buffer": set_index_k,
+    **{
+        name: functools.partial(lambda name: method(mla_pool, name, layer_id=("int", 1))(), name)
+        for name in ("get_key_buffer", "get_value_buffer", "get_index_k_buffer")
+    },
+    "get_key_buffer#get_kv_buffer": lambda: Good(
+        mha_pool().get_kv_buffer, {"layer_id": ("int", 1)}, prefixes=("get_value_buffer: ",)
+    ),
+    "LocalEngine": of(
+        transfer.LocalEngine, num_threads=("?int", 1), max_blocks=("int", 16)
+    ),
+    "LocalEngine.register": engine_register,
+    "LocalEngine.unregister": engine_unregister,
+    "LocalEngine.write": engine_write,
+    "register": register,
+    "Registration.close": closed_registration,
+    "fill_kv_args": lambda: Good(
+        transfer.fill_kv_args,
+        {
+            "kv_args": ("value", transfer.KVArgs()),
+            "pool": ("value", mha_pool()),
+            "draft_pool": ("?value", mha_pool()),
+            "total_kv_layers": ("?int", 2),
+        },
+    ),
+    "setup_state_kv_args": lambda: Good(
+        transfer.setup_state_kv_args,
+        {
+            "kv_args": ("value", transfer.KVArgs()),
+            "pool": ("value", mla_pool()),
+            "draft_pool": ("?value", mla_pool()),
+            "total_kv_layers": ("int", 2),
+        },
+    ),
+    "pack_int_lists": of(
+        wire.pack_int_lists, lists=("value", [[7], [], [8, 9]]), fmt=("text", "I"), names=("list",)
+    ),
+    "unpack_int_lists": of(
+        wire.unpack_int_lists,
+        buf=("frame", wire.pack_int_lists([[7], [], [8, 9]], "I")), fmt=("text", "I"),
+        names=("list",),
+    ),
+    "KVRegistration.from_frames": lambda: Good(
+        wire.KVRegistration.from_frames,
+        {"frames": ("frames", registration_message().to_frames())}, names=("frame",),
+    ),
+    "ContextParallel.plan": planned,
+    "shard#ContextParallel": sharded,
+    "select": profiled,
+}  # fmt: skip
+
+TABLES = (
+    "heads",
+    "page_size",
+    "num_pages",
+    "page table",
+    "page ids",
+    "head_dim",
+    "indices",
+    "lengths",
+    "columns",
+    "queries",
+    "rows",
+)
+
+# In the words of engines, as its documentation says.
+ENGINES = {
+    "topk_transform": {"errors": (RuntimeError,), "prefixes": ("RAGGED topk_transform requires",)},
+}
+# For float16 the fuzzer's scales are too large: results beyond 65504 are infinite.
+UNJUDGED = {"hadamard_transform"}
+
+
+def targets() -> Iterator[Target]:
+    """All of them."""
+    for call in argument_sweep.CALLS:
+        arguments = {name: (kind, value) for name, (kind, value) in call.arguments.items()}
+        options = {"names": TABLES} | ENGINES.get(call.name, {})
+        make = functools.partial(Good, call.function, arguments, **options)
+        yield Target(call.name, make, judged=call.name not in UNJUDGED)
+    for name, make in TRANSFERS.items():
+        yield Target(name.partition("#")[0], make)

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random calls of every public callable, mostly valid ones with something hostile in them.
+
+A call returns, or it raises TypeError, ValueError, MemoryError or what its documentation has, with
+a message that begins with the function's name and names an argument, and with nothing written that
+the caller owns. What is returned for ordinary numbers is no NaN. Nothing crashes, nothing hangs.
+
+With tests_py on PYTHONPATH:
+
+    python -m support.api.api_fuzz --calls 1000000 --seed 7  # progress, findings at the end
+    python -m support.api.api_fuzz --seed 7 --only 12345  # one call again, with its arguments
+
+Calls run in forked children, in batches; the number of a call decides all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import io
+import mmap
+import os
+import pickle
+import random
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+os.environ.setdefault("MALLOC_PERTURB_", "128")  # of glibc: memory begins as 3.4e38, not as zeros
+
+import ml_dtypes
+import numpy as np
+import torch
+
+import cpattn
+from support.api.api_calls import Target, targets
+from support.api.api_fuzz_rules import LARGE, Case, check_error, has_garbage, ordinary
+from support.api.hostile_values import Draw, hostile
+
+SECONDS = 10  # of a call: all of them are small
+MEMORY = 3 << 30  # of a child, beyond what it begins with
+BATCH = 1000
+
+
+@cache
+def all_targets() -> list[Target]:
+    return list(targets())
+
+
+def make_case(seed: int, number: int) -> Case:
+    draw = random.Random(f"{seed}/{number}")
+    target = draw.choice(all_targets())
+    good = target.make()
+    kinds = {name: kind for name, (kind, _) in good.arguments.items()}
+    values = {name: fresh(value) for name, (_, value) in good.arguments.items()}
+    owned = [value for value in values.values() if isinstance(value, np.ndarray)]
+    for name, kind in kinds.items():  # as the caller might as well
+        if kind.startswith("?") and draw.random() < 0.3:
+            values[name] = None
+    if draw.random() < 0.25:
+        values = in_another_dtype(draw, values)
+    if draw.random() < 0.3:
+        values = {name: in_torch(value) for name, value in values.items()}
+    owned += [value for value in values.values() if isinstance(value, (np.ndarray, torch.Tensor))]
+    count = draw.choices([0, 1, 2, 3], [15, 55, 20, 10])[0]
+    changed = draw.sample(sorted(values), min(count, len(values)))
+    for name in changed:
+        if kinds[name] == "?output" or draw.random() < 0.1:
+            overlapping = overlap(draw, values, name)
+            if overlapping is not None:
+                values[name] = overlapping
+                continue
+        values[name] = hostile(draw, kinds[name], good.arguments[name][1])
+        owned.append(values[name])
+    if draw.randrange(50) == 0:
+        name = draw.choice(["nonsense", *values]) if values else "nonsense"
+        changed.append(name)
+        values[name] = 1
+    return Case(target, good, values, changed, owned)
+
+
+def fresh(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, list):
+        return [fresh(item) for item in value]
+    return value
+
+
+def in_another_dtype(draw: Draw, values: dict[str, Any]) -> dict[str, Any]:
+    """All float32 tensors in one other dtype."""
+    dtype = draw.choice([np.float16, ml_dtypes.bfloat16, np.float64])
+    return {
+        name: value.astype(dtype)
+        if isinstance(value, np.ndarray) and value.dtype == np.float32
+        else value
+        for name, value in values.items()
+    }
+
+
+def in_torch(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
+    try:
+        return torch.from_numpy(value)
+    except TypeError:
+        return value
+
+
+def overlap(draw: Draw, values: dict[str, Any], name: str) -> Any:
+    """A view of another argument's memory, in the shape and dtype of this one."""
+    mine = values[name]
+    others = [
+        value
+        for other, value in values.items()
+        if other != name
+        and type(value) is np.ndarray
+        and value.flags.c_contiguous
+        and not value.dtype.hasobject
+    ]
+    if not isinstance(mine, np.ndarray) or mine.dtype.hasobject or not others:
+        return None
+    memory = draw.choice(others).reshape(-1).view(np.uint8)
+    first = draw.choice([0, 0, mine.itemsize])
+    if len(memory) < first + mine.nbytes:
+        return None
+    return memory[first : first + mine.nbytes].view(mine.dtype).reshape(mine.shape)
+
+
+def buffers(values: Any) -> Iterator[Any]:
+    """The memory of everything the caller owns, as bytes."""
+    for value in values:
+        with contextlib.suppress(Exception):  # of a hostile value: it owns nothing
+            if isinstance(value, torch.Tensor):
+                if value.layout is torch.strided and not value.is_meta and not value.is_nested:
+                    storage = value.untyped_storage()
+                    yield torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            elif isinstance(value, np.ndarray):
+                while isinstance(value.base, np.ndarray):
+                    value = value.base
+                if value.dtype != object and value.nbytes <= LARGE:
+                    yield value
+
+
+def contents(values: Any) -> list[bytes]:
+    return [buffer.tobytes() for buffer in buffers(values) if buffer.nbytes <= LARGE]
+
+
+def run_case(seed: int, number: int) -> tuple[Target, str | None]:
+    """Whose call it is, and what is wrong."""
+    case = make_case(seed, number)
+    values = case.arguments
+    owned = [*case.owned, *values.values()]
+    before = contents(owned)
+    usual = case.target.judged and ordinary(list(values.values()))
+    try:
+        with np.errstate(all="ignore"):
+            result = case.good.function(**values)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except Exception as error:
+        fault = check_error(case, error)
+        if fault is None and contents(owned) != before:
+            fault = f"written to before it was refused with {error!r:.200}"
+    else:
+        fault = "garbage in a result of ordinary numbers" if usual and has_garbage(result) else None
+        del result
+    finally:
+        case.good.close()
+        cpattn.set_num_threads(1)
+    return case.target, fault
+
+
+def described(value: Any) -> str:
+    """A repr, of what may refuse one."""
+    try:
+        text = repr(value)
+        if isinstance(value, np.ndarray):
+            return f"{value.dtype} {value.shape} strides {value.strides}: {text}"
+        if isinstance(value, torch.Tensor):
+            return f"{value.dtype} {tuple(value.shape)}: {text}"
+    except Exception as error:
+        return f"<{type(value).__name__}, of which one learns no more than {error!r:.100}>"
+    return text
+
+
+def describe(seed: int, number: int) -> str:
+    """The call and its arguments, those marked that have been changed."""
+    case = make_case(seed, number)
+    lines = [f"{case.target.name}  (changed: {', '.join(case.changed) or 'nothing'})"]
+    for name, value in case.arguments.items():
+        mark = "*" if name in case.changed else " "
+        lines.append(f" {mark} {name} = {described(value):.400}")
+    return "\n".join(lines)
+
+
+@dataclass
+class Finding:
+    number: int
+    name: str
+    fault: str
+
+
+class Pages:
+    """What children tell while they run: which call it is, and how often each target ran."""
+
+    def __init__(self) -> None:
+        self.memory = mmap.mmap(-1, 8 * (1 + len(all_targets())))
+        self.cells = memoryview(self.memory).cast("q")
+
+    @property
+    def current(self) -> int:
+        return self.cells[0]
+
+    def counts(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for target, count in zip(all_targets(), self.cells[1:], strict=True):
+            counts[target.name] += count
+        return counts
+
+
+def run_batch(seed: int, numbers: range, pages: Pages, pipe: int) -> None:
+    """In a child: the calls, and each finding through a pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    faulthandler.disable()  # the parent says which call it was
+    with open("/proc/self/statm") as statm:
+        used = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    warnings.simplefilter("ignore")
+    with open(pipe, "wb") as out, open(os.devnull, "w") as sys.stderr:
+        for number in numbers:
+            pages.cells[0] = number
+            try:
+                target, fault = run_case(seed, number)
+                name = target.name
+                pages.cells[1 + all_targets().index(target)] += 1
+            except MemoryError:  # for the arguments themselves
+                continue
+            except Exception:
+                name, fault = "the fuzzer itself", traceback.format_exc()[-1500:]
+            if fault is not None:
+                pickle.dump((number, name, fault), out)
+                out.flush()
+
+
+def run(seed: int, calls: int, first: int = 0, progress: Any = None) -> Result:
+    """All calls of a seed: what was found, and how often each function was called."""
+    cpattn.set_num_threads(1)
+    pages = Pages()
+    findings: list[Finding] = []
+    number, end = first, first + calls
+    with contextlib.suppress(KeyboardInterrupt):  # and say what was found until then
+        while number < end:
+            numbers = range(number, min(end, number + BATCH))
+            found, number = run_child(seed, numbers, pages)
+            findings += found
+            if progress:
+                progress(number - first, findings)
+    return Result(findings, pages.counts())
+
+
+@dataclass
+class Result:
+    findings: list[Finding]
+    counts: Counter[str]
+
+
+def run_child(seed: int, numbers: range, pages: Pages) -> tuple[list[Finding], int]:
+    """Findings of these calls, and the first call that is left: behind one that ended the child."""
+    pages.cells[0] = numbers.start
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(reader)
+            run_batch(seed, numbers, pages, writer)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    received = b""
+    last, since, hangs = -1, time.monotonic(), False
+    with open(reader, "rb", buffering=0) as pipe:
+        while not hangs:
+            if select.select([pipe], [], [], 0.5)[0]:
+                part = pipe.read(1 << 16)
+                if not part:
+                    break
+                received += part
+            elif pages.current != last:
+                last, since = pages.current, time.monotonic()
+            elif time.monotonic() - since > SECONDS:
+                hangs = True
+                os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    findings = []
+    stream = io.BytesIO(received)
+    while stream.tell() < len(received):
+        findings.append(Finding(*pickle.load(stream)))
+    if not hangs and status == 0:
+        return findings, numbers.stop
+    how = f"hangs for {SECONDS} s" if hangs else f"ends the process, wait status {status}"
+    findings.append(Finding(pages.current, make_case(seed, pages.current).target.name, how))
+    return findings, pages.current + 1
+
+
+def report(seed: int, findings: list[Finding], most: int = 3) -> str:
+    """The findings, those of one kind together."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.name, finding.fault[:60]), []).append(finding)
+    lines = [f"{len(findings)} findings of {len(groups)} kinds, seed {seed}"]
+    for (name, _), group in sorted(groups.items(), key=lambda item: -len(item[1])):
+        lines.append(f"\n{name}, {len(group)} times: {group[0].fault}")
+        for finding in group[:most]:
+            lines.append(f"  python -m support.api.api_fuzz --seed {seed} --only {finding.number}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--calls", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first call")
+    parser.add_argument("--only", type=int, help="number of the only call, run in this process")
+    options = parser.parse_args()
+    if options.only is not None:
+        cpattn.set_num_threads(1)
+        print(describe(options.seed, options.only), flush=True)
+        print(run_case(options.seed, options.only)[1] or "nothing wrong")
+        return 0
+    begin = time.monotonic()
+
+    def progress(done: int, findings: list[Finding]) -> None:
+        rate = done / (time.monotonic() - begin)
+        print(
+            f"\r{done:,} of {options.calls:,} calls, {rate:,.0f} per second, "
+            f"{len(findings)} findings ",
+            end="", file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+    result = run(options.seed, options.calls, options.first, progress)
+    print(file=sys.stderr)
+    print(report(options.seed, result.findings))
+    print(f"{result.counts.total():,} calls of {len(result.counts)} functions")
+    return 1 if result.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

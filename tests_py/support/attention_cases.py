@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases of paged attention: shapes, lengths and options, with the oracle's results."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+import cpattn
+from support.cases import Case, expected_attention, make_inputs
+
+DEFAULT = Case()
+
+# Head dimensions by vector width and tail; query and KV heads with them.
+SHAPES = [
+    DEFAULT.with_(head_dim=head_dim, v_head_dim=v_head_dim, num_heads=heads, num_kv_heads=kv_heads)
+    for head_dim, v_head_dim, heads, kv_heads in [
+        (16, None, 1, 1),
+        (32, 48, 3, 3),
+        (64, None, 8, 2),
+        (80, None, 5, 1),
+        (96, 16, 6, 3),
+        (112, 128, 2, 2),
+        (128, None, 32, 8),
+        (192, 128, 4, 4),
+        (256, None, 4, 1),
+        (576, 512, 16, 1),
+        (64, None, 64, 1),
+    ]
+]
+# Key lengths around multiples of pages and blocks, query lengths around those of rows.
+LENGTHS = [
+    DEFAULT.with_(kv_lens=kv_lens, q_lens=q_lens, page_size=page_size)
+    for kv_lens, q_lens, page_size in [
+        ((1, 15, 16, 17), (1, 1, 16, 17), 16),
+        ((63, 64, 65, 127), (2, 3, 4, 5), 64),
+        ((128, 129, 255), (6, 7, 8), 64),
+        ((256, 257, 300), (9, 10, 11), 128),
+        ((511, 512, 513), (12, 13, 14), 512),
+        ((1023, 1024, 1025, 2049), (3, 4, 5, 6), 64),
+        ((31, 33, 5), (15, 16, 5), 1),
+        ((0, 7, 0, 3), (2, 0, 0, 9), 16),
+        ((5, 1), (17, 3), 16),
+        ((700,), (130,), 128),
+        ((), (), 16),
+    ]
+]
+OPTIONS = [
+    DEFAULT.with_(options=options)
+    for options in [
+        {"causal": False},
+        {"scale": 0.3},
+        {"window": 0},
+        {"window": 3},
+        {"window": 16},
+        {"window": 10**12},
+        {"softcap": 2.0},
+        {"softcap": 30.0, "window": 5},
+        {"sinks": torch.tensor([0.5, -2.0, math.inf, -math.inf])},
+        {"sinks": torch.tensor([100.0, -100.0, 1.0, 2.0]), "softcap": 3.0},
+    ]
+]
+WINDOWS = [
+    DEFAULT.with_(kv_lens=(300, 70), q_lens=(40, 70), page_size=page_size, options={"window": w})
+    for page_size, w in [(16, 0), (64, 7), (128, 64), (1, 200)]
+]
+
+
+def run(inputs, **options):
+    return cpattn.paged_attention(**inputs, return_lse=True, **options)
+
+
+def with_scale(case):
+    """head_dim > 256 has no default scale: absorbed MLA scales by the unabsorbed width."""
+    if case.head_dim <= 256 or "scale" in case.options:
+        return case
+    return case.with_(options=case.options | {"scale": 192**-0.5})
+
+
+ALL_CASES = SHAPES + LENGTHS + OPTIONS + WINDOWS
+
+
+@functools.cache
+def inputs_and_expected(index, dtype):
+    """Made once for all instruction sets."""
+    inputs = make_inputs(with_scale(ALL_CASES[index].with_(dtype=dtype)))
+    return inputs, expected_attention(inputs)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention batches to test with, and the comparison of a result with the oracle.
+
+Inputs are hostile by default: pages are shuffled, tensors are strided windows into larger
+ones, table entries past a sequence are -1 or huge, and all that must not be read is NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from cpattn import reference
+from support.tolerances import Expected, assert_attended, score_size, to_float64
+
+torch.set_num_threads(1)  # it only makes inputs here, and small ones
+
+UNUSED_PAGES = (-1, 1 << 30)
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch by its sizes; `kv_layout` "3-D" means slots without pages."""
+
+    q_lens: tuple[int, ...] = (5, 3)
+    kv_lens: tuple[int, ...] = (37, 19)
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    v_head_dim: int | None = None
+    page_size: int = 16
+    kv_layout: str = "NHD"
+    dtype: str = "float32"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        default = Case()
+        parts = {k: v for k, v in vars(self).items() if v != getattr(default, k)}
+        return ",".join(f"{k}={v}" for k, v in parts.items()).replace(" ", "") or "default"
+
+    def with_(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+
+def strided(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A NaN tensor with gaps between its rows, none of it aligned to a vector."""
+    whole = torch.full([n + 2 for n in shape[:-1]] + [shape[-1] + 8], torch.nan, dtype=dtype)
+    return whole[tuple(slice(1, n + 1) for n in shape[:-1])][..., 1 : shape[-1] + 1]
+
+
+def strided_copy(x: torch.Tensor) -> torch.Tensor:
+    return strided(tuple(x.shape), x.dtype).copy_(x)
+
+
+def shuffled_tables(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """A page of its own for every block of tokens, some pages more, and how many in all."""
+    counts = [-(-n // case.page_size) for n in case.kv_lens]
+    num_pages = sum(counts) + 2
+    pages = rng.permutation(num_pages)
+    tables = rng.choice(UNUSED_PAGES, (len(counts), max(counts, default=0) + 1)).astype(np.int32)
+    for row, count in enumerate(counts):
+        tables[row, :count], pages = pages[:count], pages[count:]
+    return tables, num_pages
+
+
+def first_visible(case: Case, sequence: int) -> int:
+    window = case.options.get("window")
+    first_position = case.kv_lens[sequence] - case.q_lens[sequence]
+    return 0 if window is None else max(0, first_position - window)
+
+
+def make_cache(
+    case: Case, tables: np.ndarray, num_pages: int, head_dim: int, rng: np.random.Generator
+) -> torch.Tensor:
+    """[num_pages, page_size, num_kv_heads, head_dim], NaN wherever no query looks."""
+    dtype = getattr(torch, case.dtype)
+    cache = strided((num_pages, case.page_size, case.num_kv_heads, head_dim), dtype)
+    if case.kv_layout == "HND":
+        cache = strided((num_pages, case.num_kv_heads, case.page_size, head_dim), dtype)
+        cache = cache.transpose(1, 2)
+    elif case.kv_layout == "3-D":
+        cache = strided((num_pages * case.page_size, *cache.shape[2:]), dtype)
+        cache = cache.unflatten(0, (num_pages, case.page_size))
+    for sequence, kv_len in enumerate(case.kv_lens):
+        token = np.arange(first_visible(case, sequence), kv_len)
+        pages = tables[sequence, token // case.page_size]
+        values = rng.standard_normal((len(token), case.num_kv_heads, head_dim))
+        cache[pages, token % case.page_size] = torch.from_numpy(values).to(dtype)
+    return cache
+
+
+def in_layout(case: Case, cache: torch.Tensor) -> torch.Tensor:
+    """The pages of make_cache() as the functions take them; no copy."""
+    if case.kv_layout == "3-D":
+        return cache.flatten(0, 1)
+    return cache.transpose(1, 2) if case.kv_layout == "HND" else cache
+
+
+def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
+    """Arguments of paged_attention, and of the oracle."""
+    rng = np.random.default_rng(seed)
+    tables, num_pages = shuffled_tables(case, rng)
+    q = rng.standard_normal((sum(case.q_lens), case.num_heads, case.head_dim))
+    k_cache = make_cache(case, tables, num_pages, case.head_dim, rng)
+    v_cache = make_cache(case, tables, num_pages, case.v_head_dim or case.head_dim, rng)
+    options = dict(case.options)
+    if any(q_len > kv_len for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True)):
+        options["allow_short_kv"] = True
+    return {
+        "q": strided_copy(torch.from_numpy(q).to(getattr(torch, case.dtype))),
+        "k_cache": in_layout(case, k_cache),
+        "v_cache": in_layout(case, v_cache),
+        "q_lens": case.q_lens,
+        "kv_lens": case.kv_lens,
+        "block_tables": tables,
+        "page_size": case.page_size,
+        "kv_layout": "HND" if case.kv_layout == "HND" else "NHD",
+        **options,
+    }
+
+
+def expected_attention(inputs: dict[str, Any]) -> Expected:
+    """The oracle's out and lse, and what their errors are measured in."""
+    v = inputs["v_cache"]
+    inputs = inputs | {"scale": inputs.get("scale") or inputs["q"].shape[-1] ** -0.5}
+    with_magnitude = inputs | {"v_cache": torch.cat([v, v.abs()], -1)}
+    out, lse = reference.paged_attention(**with_magnitude)
+    out, magnitude = np.split(out, 2, axis=-1)
+    keys = inputs["k_cache"]
+    if inputs.get("kv_layout") == "HND":
+        keys = keys.transpose(1, 2)
+    size = score_size(inputs["q"], keys, inputs["scale"])
+    spread, num_keys = squares_of(inputs, lse)
+    return Expected(out, lse, magnitude, spread, num_keys, size, inputs["q"].shape[-1])
+
+
+def squares_of(inputs: dict[str, Any], lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`spread` and `num_keys` of Expected: of scores that are doubled the weights are squares."""
+    doubled = {"scale": 2 * inputs["scale"], "softcap": 2 * inputs.get("softcap", 0.0)}
+    squares, lse_of_squares = reference.paged_attention(
+        **inputs | doubled | {"v_cache": inputs["v_cache"].double().square(), "sinks": None}
+    )
+    whole = lse if inputs.get("sinks") is None else np.logaddexp(lse, to_float64(inputs["sinks"]))
+    with np.errstate(invalid="ignore"):  # rows without keys, values that are not finite
+        shares = np.nan_to_num(np.exp(lse_of_squares - 2 * whole))
+        spread = np.nan_to_num(np.sqrt(squares * shares[..., None]), posinf=0)
+        return spread, np.nan_to_num(np.exp(2 * lse - lse_of_squares))
+
+
+def assert_attention(out, lse, inputs, op="attention", expected=None) -> None:
+    """Compare a result with the oracle's for these arguments; an LSE of None is not compared."""
+    dtype = str(inputs["q"].dtype).removeprefix("torch.")
+    expected = expected or expected_attention(inputs)
+    assert_attended(out, lse, expected, dtype, op, inputs.get("softcap", 0.0))

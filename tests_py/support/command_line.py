@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`cpattn` as a user starts it: a process with its streams, its signals and its terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+from support.children import Children
+from support.time_limits import PATIENCE
+
+COMMAND = [sys.executable, "-m", "cpattn"]
+# A replay of some seconds, most of which pass until torch is imported.
+QUICK = [
+    *("replay", "--requests=12", "--scale-lengths=64", "--page-size=4", "--pool-tokens=3000"),
+    *("--token-budget=300", "--layers=2", "--hidden-size=64", "--heads=4", "--head-dim=16"),
+    "--intermediate-size=96",
+]
+
+
+class Running:
+    """A command in a session of its own, whose stderr may be a terminal."""
+
+    def __init__(
+        self, children: Children, arguments: list[str], columns: int | None, **options: Any
+    ) -> None:
+        self._master = None
+        env = (options.pop("env", None) or os.environ) | {"OMP_NUM_THREADS": "1"}  # more would spin
+        if columns:
+            self._master, slave = pty.openpty()
+            fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+            options["stderr"] = slave
+            env = {**env, "TERM": "xterm"}
+            env.pop("COLUMNS", None)
+        self.process = children.start(arguments, env=env, **options)
+        self.pid = self.process.pid
+        if columns:
+            os.close(slave)
+
+    def read_until(self, text: bytes, seconds: float = PATIENCE) -> bytes:
+        """What it writes to its terminal, up to `text` or its end."""
+        seen = b""
+        deadline = time.monotonic() + seconds
+        while text not in seen and time.monotonic() < deadline:
+            try:
+                seen += os.read(self._master, 4096)
+            except OSError:  # the other side is closed
+                break
+        return seen
+
+    def interrupt(self) -> None:
+        """Ctrl-C, as a terminal has it: all processes of the session get it."""
+        os.killpg(self.pid, signal.SIGINT)
+
+    def close(self) -> None:
+        if self._master is not None:
+            os.close(self._master)
+
+
+class CommandLine:
+    """Starts commands; a context manager, at whose end none of their processes is left."""
+
+    def __init__(self, children: Children) -> None:
+        self._children = children
+        self._running: list[Running] = []
+
+    def __enter__(self) -> CommandLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._children.close()
+        for running in self._running:
+            running.close()
+
+    def _start(self, arguments: list[str], columns: int | None, **options: Any) -> Running:
+        self._running.append(Running(self._children, arguments, columns, **options))
+        return self._running[-1]
+
+    def start(self, *arguments: str, columns: int | None = None, **options: Any) -> Running:
+        """Start a command; with `columns` its stderr is a terminal of that width."""
+        return self._start([*COMMAND, *arguments], columns, **options)
+
+    def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """A command that has ended."""
+        return self._ended(self.start(*arguments, **options))
+
+    def shell(
+        self, text: str, *, pipefail: bool = False, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """`text` behind the command in a shell, with redirections, that has ended."""
+        script = f"{'set -o pipefail; ' * pipefail}{shlex.join(COMMAND)} {text}"
+        return self._ended(self._start(["bash", "-c", script], None, **options))
+
+    def _ended(self, running: Running) -> subprocess.CompletedProcess[str]:
+        process = running.process
+        out, err = process.communicate(timeout=PATIENCE)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def run_on_terminal(line: CommandLine, columns: int, *arguments: str, **options: Any) -> list[str]:
+    """The lines that a command writes to a terminal which has both its streams."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    env = {**os.environ, "TERM": "xterm", **options.pop("env", {})}
+    env.pop("COLUMNS", None)
+    running = line.start(*arguments, stdout=slave, stderr=slave, stdin=slave, env=env, **options)
+    os.close(slave)
+    written = b""
+    while True:
+        try:
+            written += os.read(master, 65536)
+        except OSError:
+            break
+    os.close(master)
+    running.process.wait(PATIENCE)
+    return written.decode().replace("\r\n", "\n").split("\n")
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes whose parent is pid, the dead but unreaped ones too."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def workers_of(pid: int) -> list[int]:
+    """The processes that a command has spawned to work for it."""
+    workers = []
+    for child in children_of(pid):
+        try:
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                workers.append(child)
+        except OSError:
+            continue
+    return workers
+
+
+def left_of_session(pid: int, seconds: float = 10) -> list[str]:
+    """Processes of the session that `pid` began, if some are still there after so long."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[3]) == pid and fields[0] != "Z":
+                    found.append((stat.parent / "cmdline").read_text().replace("\0", " "))
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A context-parallel batch with its cache, and what a rank has to compute of it."""
+
+from __future__ import annotations
+
+import torch
+
+import cpattn
+from support.cases import Case, assert_attention, make_inputs
+
+STRATEGIES = ("zigzag", "interleave", "contiguous")
+
+
+class Batch:
+    """New tokens behind prefixes, their caches, and the ranks' shares."""
+
+    def __init__(self, extend_lens, prefix_lens, cp_size, strategy, seed=0, **sizes):
+        kv_lens = tuple(e + p for e, p in zip(extend_lens, prefix_lens, strict=True))
+        self.case = Case(q_lens=tuple(extend_lens), kv_lens=kv_lens, **sizes)
+        self.inputs = make_inputs(self.case, seed)
+        self.metadata = cpattn.build_cp_metadata_all_ranks(
+            extend_lens, kv_lens, cp_size=cp_size, strategy=strategy
+        )
+
+    def flat_caches(self):
+        """As engines hold them: [pages * page_size, num_kv_heads, dim], contiguous."""
+        return [self.inputs[name].contiguous().flatten(0, 1) for name in ("k_cache", "v_cache")]
+
+    def run(self, metadata, q, **options):
+        return cpattn.do_cp_attn_fia(
+            q,
+            *self.flat_caches(),
+            metadata,
+            **{
+                "block_tables": self.inputs["block_tables"],
+                "page_size": self.case.page_size,
+                "num_heads": self.case.num_heads,
+                "num_kv_heads": self.case.num_kv_heads,
+                "scale": self.case.head_dim**-0.5,
+            }
+            | options,
+        )
+
+    def all_ranks(self, pad_rows=0):
+        """out and lse of the whole batch from the shares, pad rows of NaN behind each."""
+        outs, lses = [], []
+        for metadata in self.metadata:
+            q = metadata.shard(self.inputs["q"].flatten(1).contiguous())
+            rows = len(metadata.local_q_indices)
+            physical = torch.full((rows + pad_rows, q.shape[1]), torch.nan, dtype=q.dtype)
+            physical[:rows] = q[:rows]
+            out, lse = self.run(metadata, physical, return_lse=True)
+            assert torch.all(out[rows:] == 0)
+            assert torch.all(torch.isneginf(lse[rows:]))
+            outs.append(out)
+            lses.append(lse)
+        out, lse = (self.metadata[0].unshard(parts) for parts in (outs, lses))
+        return out.unflatten(1, (self.case.num_heads, -1)), lse
+
+    def check(self, **options):
+        assert_attention(*self.all_ranks(**options), self.inputs)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefills of requests with cached prefixes: their inputs, and their attention in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from support.tolerances import Expected, score_size
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch and the shape of its attention."""
+
+    name: str
+    extend_lens: tuple[int, ...]
+    prefix_lens: tuple[int, ...] = ()
+    strategy: str = "zigzag"
+    page_size: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    v_head_dim: int = 32
+    dtype: torch.dtype = torch.float32
+    num_tokens: int | None = None
+    pad_to_physical: bool = False
+
+    @property
+    def prefixes(self) -> tuple[int, ...]:
+        return self.prefix_lens or (0,) * len(self.extend_lens)
+
+    @property
+    def seq_lens(self) -> list[int]:
+        return [p + n for p, n in zip(self.prefixes, self.extend_lens, strict=True)]
+
+
+@dataclass
+class Batch:
+    """Inputs of a case, the same on all ranks. Only cached prefixes are in the pools; slots that
+    nothing may read are NaN."""
+
+    block_tables: torch.Tensor  # with pages that do not exist after the last of each request
+    k: list[torch.Tensor]  # of each request: prefix and new tokens [seq_len, heads, dim]
+    v: list[torch.Tensor]
+    q: torch.Tensor  # of the new tokens of all requests
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+
+    def new(self, case: Case, rows: list[torch.Tensor]) -> torch.Tensor:
+        """Rows of the new tokens, NaN for padding tokens."""
+        new = torch.cat([x[p:] for x, p in zip(rows, case.prefixes, strict=True)])
+        return pad_rows(new, len(self.q) - len(new))
+
+
+def pad_rows(x: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.cat([x, x.new_full((n, *x.shape[1:]), torch.nan)])
+
+
+def make_batch(case: Case) -> Batch:
+    random = torch.Generator().manual_seed(len(case.extend_lens) + sum(case.extend_lens))
+    shuffled = torch.Generator().manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=random).to(case.dtype)
+
+    k = [normal(n, case.num_kv_heads, case.head_dim) for n in case.seq_lens]
+    v = [normal(n, case.num_kv_heads, case.v_head_dim) for n in case.seq_lens]
+    num_tokens = case.num_tokens or sum(case.extend_lens)
+    pages = [-(-n // case.page_size) for n in case.seq_lens]
+    ids = torch.randperm(sum(pages) + 2, generator=shuffled)
+    tables = torch.full((len(pages), max(pages) + 1), 2**30)
+    # Padding tokens do read what follows in the pool; it has to be finite there.
+    unread = torch.nan if case.num_tokens is None else 3.0
+    slots = len(ids) * case.page_size
+    k_cache = torch.full((slots, case.num_kv_heads, case.head_dim), unread, dtype=case.dtype)
+    v_cache = torch.full((slots, case.num_kv_heads, case.v_head_dim), unread, dtype=case.dtype)
+    for s, (n, prefix) in enumerate(zip(pages, case.prefixes, strict=True)):
+        tables[s, :n], ids = ids[:n], ids[n:]
+        cached = slots_of(tables, s, prefix, case.page_size)
+        k_cache[cached], v_cache[cached] = k[s][:prefix], v[s][:prefix]
+    q = pad_rows(
+        normal(sum(case.extend_lens), case.num_heads, case.head_dim),
+        num_tokens - sum(case.extend_lens),
+    )
+    return Batch(tables, k, v, q, k_cache, v_cache)
+
+
+def slots_of(block_tables: torch.Tensor, sequence: int, n: int, page_size: int) -> torch.Tensor:
+    """The pool rows of the first n tokens of a sequence."""
+    pages = block_tables[sequence].repeat_interleave(page_size)[:n]
+    return pages * page_size + torch.arange(n) % page_size
+
+
+@cache
+def expected_of(case: Case) -> Expected:
+    """Attention of every new token in float64, and what errors are measured in."""
+    batch, scale = make_batch(case), case.head_dim**-0.5
+    group = case.num_heads // case.num_kv_heads
+    results, begin = [], 0
+    for k, v, n in zip(batch.k, batch.v, case.extend_lens, strict=True):
+        q = batch.q[begin : begin + n].double()
+        begin += n
+        size = torch.from_numpy(score_size(q, k, scale))
+        k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        hidden = torch.ones(n, len(k), dtype=torch.bool).triu(len(k) - n + 1)
+        scores.masked_fill_(hidden, -torch.inf)
+        w = scores.softmax(-1)
+        out, magnitude = (torch.einsum("hqk,khd->qhd", w, x) for x in (v, v.abs()))
+        spread = torch.einsum("hqk,khd->qhd", w.square(), v.square()).sqrt()
+        num_keys = 1 / w.square().sum(-1).T
+        results.append((out, scores.logsumexp(-1).T, magnitude, spread, num_keys, size))
+    return Expected(*(torch.cat(x).numpy() for x in zip(*results, strict=True)), case.head_dim)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of sparse flash attention, in all its layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from support.cases import expected_attention
+from support.tolerances import allowed_lse_error, assert_attended, assert_within
+
+HEADS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    layout_query: str = "TND"
+    layout_kv: str = "PA_BSND"
+    q_lens: tuple[int, ...] = (3, 0, 4)
+    kv_lens: tuple[int, ...] = (40, 9, 21)
+    head_dim: int = 32
+    v_head_dim: int = 48
+    rope_dim: int = 16
+    block: int = 1
+    mode: int = 3
+    page_size: int = 8
+
+    def __str__(self) -> str:
+        default = Case()
+        parts = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(default, k)]
+        return ",".join(parts).replace(" ", "") or "default"
+
+
+def join(sequences, layout):
+    """[T, ...] for TND, or [B, S, ...] padded with NaN (indices: with 0)."""
+    if layout == "TND":
+        return torch.cat(sequences)
+    rows = max(map(len, sequences)) + 1
+    fill = torch.nan if sequences[0].is_floating_point() else 0
+    batch = torch.full((len(sequences), rows, *sequences[0].shape[1:]), fill).to(sequences[0].dtype)
+    for entry, sequence in zip(batch, sequences, strict=True):
+        entry[: len(sequence)] = sequence
+    return batch
+
+
+def paged(sequences, tables, page_size):
+    cache = torch.full((int(tables.max()) + 2, page_size, 1, sequences[0].shape[-1]), torch.nan)
+    cache = cache.to(sequences[0].dtype)
+    for table, sequence in zip(tables, sequences, strict=True):
+        token = np.arange(len(sequence))
+        cache[table[token // page_size], token % page_size] = sequence
+    return cache
+
+
+class Batch:
+    """Sequences, the arguments that present them, and what is to come out."""
+
+    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        self.case = case
+        self.rng = np.random.default_rng(0)
+        self.scale = 192**-0.5
+
+        def random(count, heads, dim):
+            return torch.from_numpy(self.rng.standard_normal((count, heads, dim))).to(dtype)
+
+        width = case.head_dim + case.rope_dim
+        self.queries = [random(n, HEADS, width) for n in case.q_lens]
+        self.keys = [random(n, 1, width) for n in case.kv_lens]
+        self.values = [random(n, 1, case.v_head_dim) for n in case.kv_lens]
+        self.indices = [
+            self.named_blocks(n, kv_len)
+            for n, kv_len in zip(case.q_lens, case.kv_lens, strict=True)
+        ]
+        counts = [-(-n // case.page_size) for n in case.kv_lens]
+        pages = self.rng.permutation(sum(counts))
+        self.tables = np.full((len(counts), max(counts) + 1), -1, np.int32)
+        for row, count in enumerate(counts):
+            self.tables[row, :count], pages = pages[:count], pages[count:]
+
+    def named_blocks(self, q_len, kv_len):
+        """Rows of distinct blocks, some beyond the sequence, that end at different entries."""
+        blocks = -(-kv_len // self.case.block) + 2
+        rows = np.full((q_len, 1, blocks), -1)
+        for row in rows:
+            count = self.rng.integers(blocks + 1)
+            row[0, :count] = self.rng.permutation(blocks)[:count]
+            row[0, count + 1 :] = 0  # behind the entry that ends the row
+        return torch.from_numpy(rows).to(torch.int32)
+
+    def arguments(self, **changes):
+        case = self.case
+        topk = max(x.shape[-1] for x in self.indices)
+        indices = [
+            torch.nn.functional.pad(x, (0, topk - x.shape[-1]), value=-1) for x in self.indices
+        ]
+
+        def place(sequences):
+            if case.layout_kv == "PA_BSND":
+                return paged(sequences, self.tables, case.page_size)
+            return join(sequences, case.layout_kv)
+
+        nope = slice(case.head_dim)
+        rope = slice(case.head_dim, None)
+        arguments = {
+            "query": join([q[..., nope] for q in self.queries], case.layout_query).contiguous(),
+            "key": place([k[..., nope] for k in self.keys]),
+            "value": place(self.values),
+            "sparse_indices": join(indices, case.layout_query),
+            "scale_value": self.scale,
+            "sparse_block_size": case.block,
+            "layout_query": case.layout_query,
+            "layout_kv": case.layout_kv,
+            "sparse_mode": case.mode,
+            "actual_seq_lengths_query": list(
+                np.cumsum(case.q_lens) if case.layout_query == "TND" else case.q_lens
+            ),
+            "actual_seq_lengths_kv": list(
+                np.cumsum(case.kv_lens) if case.layout_kv == "TND" else case.kv_lens
+            ),
+            "return_softmax_lse": True,
+        }
+        if case.rope_dim:
+            arguments["query_rope"] = join([q[..., rope] for q in self.queries], case.layout_query)
+            arguments["key_rope"] = place([k[..., rope] for k in self.keys])
+            arguments["attention_mode"] = 2
+        if case.layout_kv == "PA_BSND":
+            arguments["block_table"] = self.tables
+        return arguments | changes
+
+    def seen_keys(self, sequence, i):
+        """The definition: positions of the named blocks, up to the query's own in mode 3."""
+        case = self.case
+        kv_len = case.kv_lens[sequence]
+        end = kv_len - case.q_lens[sequence] + i + 1 if case.mode == 3 else kv_len
+        seen = []
+        for block in self.indices[sequence][i, 0].tolist():
+            if block < 0:
+                break
+            seen += range(block * case.block, (block + 1) * case.block)
+        return [position for position in seen if position < min(end, kv_len)]
+
+    def expected(self):
+        """Of each query: where it is, what attention gives, and the largest logit."""
+        row = 0
+        for b, queries in enumerate(self.queries):
+            for i in range(len(queries)):
+                place = (0, row) if self.case.layout_query == "TND" else (b, i)
+                row += 1
+                seen = self.seen_keys(b, i)
+                keys, values = self.keys[b][seen], self.values[b][seen]
+                attended = self.oracle(queries[i], keys, values)
+                largest = np.full(HEADS, -np.inf)
+                if seen:
+                    scores = self.scale * queries[i].double() @ keys[:, 0].double().T
+                    largest = scores.max(dim=1).values.numpy()
+                yield place, attended, largest
+
+    def oracle(self, q, keys, values):
+        inputs = {
+            "q": q[None],
+            "k_cache": keys,
+            "v_cache": values,
+            "q_lens": [1],
+            "kv_lens": [len(keys)],
+            "block_tables": [[0]],
+            "page_size": max(len(keys), 1),
+            "scale": self.scale,
+            "causal": False,
+        }
+        return expected_attention(inputs)
+
+
+def assert_query(out, softmax_max, softmax_sum, attended, largest):
+    """Of one query: out [heads, dim], and what is left of its softmax, [heads]."""
+    dtype = str(out.dtype).removeprefix("torch.")
+    softmax_max = softmax_max.reshape(1, -1)
+    lse = softmax_max + softmax_sum.log().reshape(1, -1)
+    assert_attended(out[None], lse, attended, dtype)
+    allowed = allowed_lse_error(attended, dtype, score=largest)
+    assert_within(softmax_max, largest[None], allowed, "the largest logit")

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention that shows the weight of every key, so that no wrong row of K or V can hide.
+
+The error of a result is measured in sum_j w_j |v_j|. Of random values behind thousands of keys the
+sum of w_j v_j is as small as that error, and one wrong row changes it by less. Here the keys are
+dealt out to the rows of queries: each row sees its own keys, with weights that differ, and none of
+the others. Values are unit vectors and tell the keys of a row apart: an element of the result is
+the sum of the weights of the few keys that have their 1 there. A key that is lost, counted twice or
+exchanged for another changes one of them by a share that no rounding explains.
+
+Scores are sums of multiples of 1/64 below 1024, exact in float32, and bring in no error.
+What should come out is computed here, in float64, from what was dealt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from support.tolerances import Expected
+
+#: The last dimensions of q and k: eight say whose key it is, one takes the score of an own key
+#: back to 0, one makes the weights of keys differ, by up to exp(1/2). The others are 0 in q.
+USED, OWNER, BIAS, NOISE = 16, slice(0, 8), 8, 9
+STRENGTH = 64  # the key of another row weighs exp(-2 STRENGTH), which is 0 in float32
+
+#: Where loops over keys, chunks, parts and pages may begin.
+EDGES = (16, 64, 128, 256, 512, 1024, 8192, 32768, 65536)
+
+
+def codes(owners: np.ndarray) -> np.ndarray:
+    """[..., 8]: the bits of a number, as -1 and 1."""
+    return 2.0 * (owners[..., None] >> np.arange(8) & 1) - 1
+
+
+def query_rows(owners: np.ndarray, head_dim: int) -> np.ndarray:
+    """[..., head_dim]: queries that see the keys of these owners."""
+    q = np.zeros((*owners.shape, head_dim), np.float32)
+    used = q[..., -USED:]
+    used[..., OWNER] = STRENGTH * codes(owners)
+    used[..., BIAS] = -8 * STRENGTH
+    used[..., NOISE] = 1
+    return q
+
+
+def key_rows(owners: np.ndarray, head_dim: int, rng: np.random.Generator) -> np.ndarray:
+    """[..., head_dim]: keys of these owners, any small numbers where queries do not look."""
+    k = rng.integers(-8, 9, (*owners.shape, head_dim)).astype(np.float32)
+    used = k[..., -USED:]
+    used[:] = 0
+    used[..., OWNER] = codes(owners)
+    used[..., BIAS] = 1
+    used[..., NOISE] = rng.integers(-16, 17, owners.shape) / 64
+    return k
+
+
+def deal(num_keys: int, num_owners: int, rng: np.random.Generator) -> np.ndarray:
+    """An owner for each key; all have as many."""
+    return rng.permutation(num_keys) % num_owners
+
+
+def deal_columns(owners: np.ndarray, v_head_dim: int, rng: np.random.Generator) -> np.ndarray:
+    """Where the value of each key is 1; as few keys of an owner as possible share a column."""
+    columns = np.empty_like(owners)
+    for owner in np.unique(owners):
+        (mine,) = np.nonzero(owners == owner)
+        columns[mine] = rng.permutation(len(mine)) % v_head_dim
+    return columns
+
+
+def value_rows(columns: np.ndarray, v_head_dim: int) -> np.ndarray:
+    """[..., v_head_dim]: unit vectors."""
+    v = np.zeros((*columns.shape, v_head_dim), np.float32)
+    np.put_along_axis(v, columns[..., None], 1, axis=-1)
+    return v
+
+
+def weights_of(
+    q: np.ndarray, k: np.ndarray, counts: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [rows, keys] of keys that count so often, [keys] or [rows, keys], and the LSE."""
+    scores = q[:, -USED:].astype(np.float64) @ k[:, -USED:].T.astype(np.float64)
+    weights = np.exp(scores)  # own keys have scores around 0
+    if counts is not None:
+        weights *= counts
+    sums = weights.sum(axis=1, keepdims=True)
+    return weights / sums, np.log(sums[:, 0])
+
+
+def result_of(
+    q: np.ndarray,
+    k: np.ndarray,
+    columns: np.ndarray,
+    v_head_dim: int,
+    counts: np.ndarray | None = None,
+) -> tuple[np.ndarray, ...]:
+    """The arrays of `expectation`, [rows, v_head_dim] and [rows]."""
+    weights, lse = weights_of(q, k, counts)
+    out, squares = (
+        np.stack([np.bincount(columns, row, v_head_dim) for row in x])
+        for x in (weights, weights**2)
+    )
+    return out, lse, np.sqrt(squares), 1 / (weights**2).sum(axis=1)
+
+
+def expectation(
+    out: np.ndarray, lse: np.ndarray, spread: np.ndarray, num_keys: np.ndarray
+) -> Expected:
+    """Values are not negative, so that each element is its own magnitude; scores are exact."""
+    return Expected(out, lse, out, spread, num_keys, np.zeros(lse.shape), 0)
+
+
+def smallest_share(q: np.ndarray, k: np.ndarray, columns: np.ndarray, v_head_dim: int) -> float:
+    """How much of its element of the result each key is, of all keys the least."""
+    weights, _ = weights_of(q, k)
+    out, *_ = result_of(q, k, columns, v_head_dim)
+    return float((weights.max(axis=0) / out[weights.argmax(axis=0), columns]).min())
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A mistake: the row of K and of V that is read at each position, and how often it counts."""
+
+    name: str
+    key_at: np.ndarray
+    value_at: np.ndarray
+    counts: np.ndarray
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def wrongs(kv_len: int, page_size: int, rng: np.random.Generator) -> Iterator[Wrong]:
+    """Mistakes at edges and anywhere. Exchanged pages would be none: their keys all count."""
+    right, once = np.arange(kv_len), np.ones(kv_len)
+
+    def exchanged(a: int, b: int) -> np.ndarray:
+        rows = right.copy()
+        rows[[a, b]] = b, a
+        return rows
+
+    edges = [0, *(e for e in EDGES if e < kv_len), kv_len - 1]
+    for key in [*edges, *(e - 1 for e in edges[1:])]:
+        yield Wrong(f"key {key} is lost", right, right, np.where(right == key, 0, once))
+    for key in (*edges[1:], *rng.integers(1, kv_len, 3)):
+        rows = exchanged(key - 1, key)
+        yield Wrong(f"values {key - 1} and {key} are exchanged", right, rows, once)
+        yield Wrong(f"keys {key - 1} and {key} are exchanged", rows, right, once)
+        yield Wrong(f"key {key} counts twice", right, right, np.where(right == key, 2, once))
+    for _ in range(2):
+        pages = rng.permutation(kv_len // page_size)[:2]
+        wrong_page, page = pages[:, None] * page_size + np.arange(page_size)
+        rows = right.copy()
+        rows[page] = wrong_page
+        yield Wrong(f"page {pages[1]} is read from page {pages[0]}", rows, rows, once)

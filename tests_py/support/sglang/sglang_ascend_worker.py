@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that runs sglang's own context-parallel attention of Ascend: of this library there are
+the operators of the NPU, and in a second run the metadata of the plug-in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import cpattn
+from cpattn.integrations import sglang as plug_in
+from support.distributed.prefill_batches import Batch, Case, make_batch, slots_of
+from support.sglang.sglang_runtime import (
+    SGLANG,
+    context_parallel,
+    make_ascend_backend,
+    make_forward_batch,
+)
+
+LAYER_ID, NUM_LAYERS = 1, 2
+
+
+def run_cases(rank: int, size: int, cases: list[Case], unsplit: dict[str, Case]) -> dict[str, dict]:
+    with context_parallel(rank, size, "zigzag"):
+        answers = {case.name: run_case(case) for case in cases}
+        plug_in.install("metadata")
+        for case in cases:
+            answers[case.name]["with the plug-in"] = run_case(case)
+        plug_in.uninstall()
+        return answers | {case.name: run_unsplit(case, mode) for mode, case in unsplit.items()}
+
+
+def begin(case: Case) -> tuple[Batch, Any, Any, Any]:
+    """A batch, a backend whose pool has the cached prefixes, a forward pass and a layer."""
+    batch = make_batch(case)
+    backend, forward_batch = make_backend(case, batch), make_forward_batch(case, batch)
+    layer = SGLANG.radix.RadixAttention(
+        case.num_heads,
+        case.head_dim,
+        case.head_dim**-0.5,
+        case.num_kv_heads,
+        LAYER_ID,
+        v_head_dim=case.v_head_dim,
+    )
+    write_prefixes(backend, layer, case, batch)
+    return batch, backend, forward_batch, layer
+
+
+@torch.inference_mode()
+def run_unsplit(case: Case, mode: str) -> dict:
+    """A forward pass that sglang does not split over ranks: each of them computes all of it."""
+    batch, backend, forward_batch, layer = begin(case)
+    forward_batch.forward_mode = SGLANG.batch.ForwardMode[mode]
+    forward_batch.global_num_token_non_padded_cpu = len(batch.q)
+    with SGLANG.context.forward_context(SGLANG.context.ForwardContext(backend)):
+        assert not SGLANG.cp.is_cp_active(forward_batch)
+        backend.init_forward_metadata(forward_batch)
+        k, v = batch.new(case, batch.k), batch.new(case, batch.v)
+        out = layer(batch.q.flatten(1), k, v, forward_batch)
+    return {"out": out.view(len(batch.q), case.num_heads, -1)}
+
+
+@torch.inference_mode()
+def run_case(case: Case) -> dict:
+    """One layer of one prefill, as sglang's model runner runs it; what came out on this rank."""
+    batch, backend, forward_batch, layer = begin(case)
+    with SGLANG.context.forward_context(SGLANG.context.ForwardContext(backend)):
+        SGLANG.cp.prepare_cp_forward(forward_batch)
+        backend.init_forward_metadata(forward_batch)
+        q, k, v = (
+            SGLANG.cp.cp_shard_hidden_states(x, forward_batch)
+            for x in (batch.q.flatten(1), batch.new(case, batch.k), batch.new(case, batch.v))
+        )
+        out = layer(q, k, v, forward_batch)
+        whole = SGLANG.cp.cp_gather_after_forward(out, forward_batch)
+    metadata = forward_batch.attn_cp_metadata
+    plans = metadata.kv_len_prev_tensor, metadata.kv_len_next_tensor
+    pool = backend.token_to_kv_pool
+    return {
+        "out": whole.unflatten(1, (case.num_heads, -1)),
+        "local": out,
+        "ours": attend(case, batch, q, pool),
+        "plans_are_one_block": len({x.untyped_storage().data_ptr() for x in plans}) == 1,
+        "num_rows": metadata.total_q_prev_tokens + metadata.total_q_next_tokens,
+        "k_cache": pool.get_key_buffer(LAYER_ID).flatten(0, 1),
+        "v_cache": pool.get_value_buffer(LAYER_ID).flatten(0, 1),
+    }
+
+
+def attend(case: Case, batch: Batch, q: torch.Tensor, pool: Any) -> torch.Tensor:
+    """The same rows [num_rows, num_heads * v_head_dim] by this library alone."""
+    parallel = SGLANG.runtime.get_parallel()
+    metadata = cpattn.build_cp_metadata(
+        case.extend_lens,
+        case.seq_lens,
+        cp_rank=parallel.attn_cp_rank,
+        cp_size=parallel.attn_cp_size,
+    )
+    return cpattn.do_cp_attn_fia(
+        q,
+        pool.get_key_buffer(LAYER_ID),
+        pool.get_value_buffer(LAYER_ID),
+        metadata,
+        block_tables=batch.block_tables,
+        page_size=case.page_size,
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        scale=case.head_dim**-0.5,
+    )
+
+
+def make_backend(case: Case, batch: Batch) -> Any:
+    num_pages = len(batch.k_cache) // case.page_size
+    pool = SGLANG.npu_pools.NPUMHATokenToKVPool(
+        size=(num_pages - 1) * case.page_size,  # without a page for padding, which comes on top
+        page_size=case.page_size,
+        dtype=case.dtype,
+        head_num=case.num_kv_heads,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        layer_num=NUM_LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    model = {
+        "attention_arch": SGLANG.models.AttentionArch.MHA,
+        "hf_config": SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
+    }
+    return make_ascend_backend(case, batch, pool, model)
+
+
+def write_prefixes(backend: Any, layer: Any, case: Case, batch: Batch) -> None:
+    """Into pages that hold NaN where no token of a request is."""
+    pool = backend.token_to_kv_pool
+    pool.get_key_buffer(LAYER_ID).fill_(torch.nan)
+    pool.get_value_buffer(LAYER_ID).fill_(torch.nan)
+    for s, prefix in enumerate(case.prefixes):
+        slots = slots_of(batch.block_tables, s, prefix, case.page_size)
+        pool.set_kv_buffer(layer, slots, batch.k[s][:prefix], batch.v[s][:prefix])

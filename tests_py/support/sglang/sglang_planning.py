@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the installed sglang that plan, imported where there is no accelerator."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from support.stand_ins import stand_ins_for_what_lacks
+
+MODULES = {
+    "zigzag": "sglang.srt.layers.cp.zigzag",
+    "interleave": "sglang.srt.layers.cp.interleave",
+    "padding": "sglang.srt.layers.cp.padding",
+    "cp_base": "sglang.srt.layers.cp.base",
+    "runtime": "sglang.srt.runtime_context",
+    "batch": "sglang.srt.model_executor.forward_batch_info",
+    "dsa": "sglang.srt.layers.attention.dsa_backend",
+    "topk": "sglang.srt.layers.attention.dsa.dsa_topk_backend",
+    "utils": "sglang.srt.disaggregation.common.utils",
+    "conn": "sglang.srt.disaggregation.common.conn",
+    "ascend": "sglang.srt.disaggregation.ascend.conn",
+    "mooncake": "sglang.srt.disaggregation.mooncake.conn",
+    "disaggregation": "sglang.srt.disaggregation.utils",
+    "pools": "sglang.srt.mem_cache.memory_pool",
+    "options": "sglang.srt.arg_groups.fields.exec_",
+    "registry": "sglang.srt.plugins.hook_registry",
+    "plugins": "sglang.srt.plugins",
+}
+
+
+@functools.cache
+def load() -> SimpleNamespace:
+    """The modules under the keys of `MODULES`.
+
+    They hold stand-ins for what is missing here, above all triton, but nobody else gets to see
+    these: torch and transformers decide before what they have.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch._inductor.compile_fx")
+        importlib.import_module("transformers").AutoProcessor  # noqa: B018
+        with stand_ins_for_what_lacks():
+            return SimpleNamespace(
+                **{key: importlib.import_module(name) for key, name in MODULES.items()}
+            )
+
+
+def assert_same(ours: Any, theirs: Any, case: Any = None) -> None:
+    """Two metadata have the same fields: types, devices and values."""
+    assert type(ours) is type(theirs)
+    assert vars(ours).keys() == vars(theirs).keys()
+    for field in dataclasses.fields(theirs):
+        got, wanted = getattr(ours, field.name), getattr(theirs, field.name)
+        assert type(got) is type(wanted), (field.name, case)
+        if isinstance(wanted, torch.Tensor):
+            assert (got.dtype, got.device) == (wanted.dtype, wanted.device), (field.name, case)
+            assert got.is_contiguous()
+            got, wanted = got.tolist(), wanted.tolist()
+        if isinstance(wanted, list):
+            assert all(type(item) is int for item in got), (field.name, case)
+        assert got == wanted, (field.name, case)

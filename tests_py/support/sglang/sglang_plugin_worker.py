@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process of sglang that loads its plug-ins, several times over, and says who plans then."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch._inductor.compile_fx  # noqa: F401  before there is a stand-in for triton
+from transformers import AutoProcessor  # noqa: F401  likewise
+
+from support.stand_ins import LackingFinder
+
+sys.meta_path.append(LackingFinder())
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from sglang.srt import plugins
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    os.environ.update(variables)
+    yield
+    for name in variables:
+        del os.environ[name]
+
+
+def load_plugins() -> None:
+    plugins._plugins_loaded = False
+    plugins.load_plugins()
+
+
+def make_metadata(kind: str) -> Any:
+    from sglang.srt.layers.cp.interleave import InterleaveCPStrategy
+    from sglang.srt.layers.cp.zigzag import ZigzagCPStrategy
+
+    base = {"zigzag": ZigzagCPStrategy, "interleave": InterleaveCPStrategy}[kind]
+    # sglang adds up tokens of any type, cpattn refuses what is below 0.
+    return type("Strategy", (base,), {"cp_rank": 0})(2).build_metadata(5, None, [-1, 6])
+
+
+def choose_topk() -> Any:
+    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+
+    backend = SimpleNamespace(dsa_kv_cache_store_fp8=True, dsa_prefill_impl="of tomorrow")
+    return DeepseekSparseAttnBackend.get_topk_transform_method(backend)
+
+
+def group_pages() -> Any:
+    from sglang.srt.disaggregation.mooncake.conn import group_concurrent_contiguous
+
+    return group_concurrent_contiguous(np.zeros(2, np.uint8), np.zeros(2, np.uint8))
+
+
+def match_buffers() -> Any:
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+    manager = object.__new__(MooncakeKVManager)
+    manager.kv_args = SimpleNamespace(prefill_start_layer=3, total_kv_layers=4)
+    return manager.get_mha_kv_ptrs_with_pp([0] * 4, [0] * 8)
+
+
+def who_plans() -> list[str]:
+    """The jobs that cpattn does: each is given what it refuses and sglang takes."""
+    jobs = {
+        "zigzag": lambda: make_metadata("zigzag"),
+        "interleave": lambda: make_metadata("interleave"),
+        "topk": choose_topk,
+        "kv": group_pages,
+        "strict_kv": match_buffers,
+    }
+    ours = []
+    for name, job in jobs.items():
+        try:
+            job()
+        except (TypeError, ValueError):
+            ours.append(name)
+    return ours
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
+    from cpattn.integrations import sglang as plugin
+
+    answers = {}
+    with environment(SGLANG_PLUGINS="another"):
+        load_plugins()
+        answers["filtered by SGLANG_PLUGINS"] = who_plans()
+    with environment(CPATTN_PLUGINS="0"):
+        load_plugins()
+        answers["CPATTN_PLUGINS=0"] = who_plans()
+    with environment(SGLANG_PLUGINS="another, cpattn"):
+        load_plugins()
+        answers["loaded"] = who_plans()
+    load_plugins()
+    answers["loaded again"] = who_plans()
+    hooks = plugins.HookRegistry._hooks.values()
+    answers["hooks per target"] = sorted({len(of_target) for of_target in hooks})
+    plugin.uninstall()
+    answers["uninstalled"] = who_plans()
+    with environment(CPATTN_SGLANG_PARTS="strict_kv, metadata"):
+        load_plugins()
+        answers["CPATTN_SGLANG_PARTS"] = who_plans()
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single files of released sglang, read from the wheels and run without installing anything:
+
+for release in 0.5.9 0.5.10 0.5.11 0.5.12 0.5.18; do
+  pip download -q --no-deps --only-binary :all: --python-version 3.11 sglang==$release -d DIR
+done
+CPATTN_SGLANG_WHEELS=DIR pytest tests_py/integrations/sglang/test_sglang_bugs.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from audit.records import note
+from cpattn.integrations import torch_npu
+from support.stand_ins import Absent, DevicesAreTheCpu, PackageFinder, stand_ins_for_what_lacks
+
+
+@contextlib.contextmanager
+def release(version: str, **names: str) -> Iterator[SimpleNamespace]:
+    """The modules sglang.srt.<name> of a release under the keys given, while the context lasts.
+
+    Other modules of sglang are stand-ins, torch_npu is this library's, and every device the CPU.
+    """
+    names = {key: f"sglang.srt.{name}" for key, name in names.items()}
+    wheel = _wheel(version)
+    note("engine", "sglang, files of a release", version)
+    # Metrics are registered once per process: those of another release must stay out.
+    finders = [
+        PackageFinder("sglang", wheel, names.values()),
+        PackageFinder("prometheus_client", wheel, []),
+    ]
+    others = _take_away()
+    sys.meta_path[:0] = finders
+    try:
+        with torch_npu.install(), stand_ins_for_what_lacks(), DevicesAreTheCpu():
+            # Nothing is compiled when it is imported: for that torch would want a real triton.
+            with warnings.catch_warnings(), mock.patch.object(torch, "compile", Absent):
+                warnings.simplefilter("ignore")
+                modules = {key: importlib.import_module(name) for key, name in names.items()}
+            for module in modules.values():  # which import it only where there is an NPU
+                vars(module).setdefault("torch_npu", sys.modules["torch_npu"])
+            yield SimpleNamespace(**modules)
+    finally:
+        for finder in finders:
+            sys.meta_path.remove(finder)
+        _take_away()
+        sys.modules.update(others)
+
+
+def _wheel(version: str) -> zipfile.Path:
+    folder = Path(os.environ.get("CPATTN_SGLANG_WHEELS", "/nowhere"))
+    wheel = next(folder.glob(f"sglang-{version}-*.whl"), None)
+    if wheel is None:
+        pytest.skip(f"CPATTN_SGLANG_WHEELS names no folder with the wheel of sglang {version}")
+    return zipfile.Path(wheel)
+
+
+def _take_away() -> dict[str, object]:
+    packages = ("sglang", "prometheus_client")
+    names = [name for name in sys.modules if name.split(".")[0] in packages]
+    return {name: sys.modules.pop(name) for name in names}

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The installed sglang, unmodified, on a machine without an NPU: its Ascend attention on CPU.
+
+For processes of their own: what sglang imports and this machine lacks becomes a stand-in (see
+`stand_ins`), sglang's configuration is published, and its process groups are made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["ASCEND_USE_FIA"] = "1"  # read when a pool or a backend is made
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # sglang compiles functions when imported, for triton
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # else the groups ask the dispatcher for an accelerator
+
+import torch
+from transformers import AutoProcessor  # noqa: F401  before there is a stand-in of triton
+
+from cpattn.integrations import torch_npu
+from support.distributed.prefill_batches import Batch, Case, slots_of
+from support.stand_ins import DevicesAreTheCpu, LackingFinder
+
+MODULES = {
+    "attention": "sglang.srt.hardware_backend.npu.attention.ascend_backend",
+    "batch": "sglang.srt.model_executor.forward_batch_info",
+    "context": "sglang.srt.model_executor.forward_context",
+    "cp": "sglang.srt.layers.cp.utils",
+    "cp_base": "sglang.srt.layers.cp.base",
+    "deepseek": "sglang.srt.models.deepseek_v2",
+    "groups": "sglang.srt.distributed.parallel_state",
+    "indexer": "sglang.srt.layers.attention.dsa.dsa_indexer",
+    "models": "sglang.srt.configs.model_config",
+    "npu_indexer": "sglang.srt.layers.attention.dsa.dsa_npu_indexer",
+    "npu_pools": "sglang.srt.hardware_backend.npu.memory_pool_npu",
+    "pools": "sglang.srt.mem_cache.memory_pool",
+    "radix": "sglang.srt.layers.radix_attention",
+    "runtime": "sglang.srt.runtime_context",
+    "speculation": "sglang.srt.speculative.spec_info",
+}
+
+
+def _load() -> SimpleNamespace:
+    torch_npu.install()
+    sys.meta_path.append(LackingFinder())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sglang = SimpleNamespace(
+            **{key: importlib.import_module(name) for key, name in MODULES.items()}
+        )
+    # Modules that found no NPU have not imported it.
+    sglang.npu_pools.torch_npu = sglang.npu_indexer.torch_npu = sys.modules["torch_npu"]
+    torch.npu = SimpleNamespace(is_available=lambda: False, current_stream=lambda: None)
+    return sglang
+
+
+SGLANG = _load()
+
+
+@contextlib.contextmanager
+def context_parallel(rank: int, size: int, strategy: str, **configuration: Any) -> Iterator[None]:
+    """A published configuration of sglang's, and its process groups as sglang makes them: all
+    ranks are one group of context parallelism. `torch.distributed` is initialized already."""
+    runtime, groups = SGLANG.runtime, SGLANG.groups
+    published = runtime.get_context().override_server_args(
+        tp_size=size,
+        attn_cp_size=size,
+        enable_prefill_cp=True,
+        cp_strategy=strategy,
+        **configuration,
+    )
+    with published:
+        groups.set_custom_all_reduce(False)
+        groups.init_distributed_environment(
+            world_size=size, rank=rank, local_rank=rank, backend="gloo"
+        )
+        groups.initialize_model_parallel(backend="gloo")
+        runtime.get_parallel().override_permanently(
+            attn_cp_rank=rank, attn_tp_rank=0, attn_dcp_rank=0
+        )
+        yield
+        runtime.get_parallel().tp_group.destroy()  # the one with shared memory
+
+
+def make_ascend_backend(case: Case, batch: Batch, pool: Any, model: dict[str, Any]) -> Any:
+    """An `AscendAttnBackend` over a pool of KV pages, of a model runner that has no more than the
+    backend asks for."""
+    requests = SGLANG.pools.ReqToTokenPool(
+        len(case.extend_lens), max(case.seq_lens), "cpu", enable_memory_saver=False
+    )
+    for s, n in enumerate(case.seq_lens):
+        requests.write((s + 1, slice(0, n)), slots_of(batch.block_tables, s, n, case.page_size))
+    runner = SimpleNamespace(
+        device="cpu",
+        dtype=case.dtype,
+        is_draft_worker=False,
+        is_hybrid_swa=False,
+        kv_cache_dtype=case.dtype,
+        model_config=SimpleNamespace(dtype=case.dtype, context_len=max(case.seq_lens), **model),
+        page_size=case.page_size,
+        req_to_token_pool=requests,
+        server_args=SGLANG.runtime.get_server_args(),
+        spec_algorithm=SGLANG.speculation.SpeculativeAlgorithm.NONE,
+        token_to_kv_pool=pool,
+        use_mla_backend=model["attention_arch"] == SGLANG.models.AttentionArch.MLA,
+    )
+    with DevicesAreTheCpu():
+        return SGLANG.attention.AscendAttnBackend(runner)
+
+
+def make_forward_batch(case: Case, batch: Batch) -> Any:
+    new = [slice(p, n) for p, n in zip(case.prefixes, case.seq_lens, strict=True)]
+    seq_lens, num_tokens = torch.tensor(case.seq_lens), len(batch.q)
+    slots = torch.cat(
+        [
+            slots_of(batch.block_tables, s, n, case.page_size)[new[s]]
+            for s, n in enumerate(case.seq_lens)
+        ]
+    )
+    return SGLANG.batch.ForwardBatch(
+        forward_mode=SGLANG.batch.ForwardMode.EXTEND,
+        batch_size=len(case.extend_lens),
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64),
+        req_pool_indices=torch.arange(len(case.extend_lens)) + 1,
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens,
+        seq_lens_sum=int(seq_lens.sum()),
+        out_cache_loc=torch.cat([slots, slots.new_zeros(num_tokens - len(slots))]),
+        positions=torch.cat([torch.arange(rows.start, rows.stop) for rows in new]),
+        extend_num_tokens=sum(case.extend_lens),
+        extend_seq_lens=torch.tensor(case.extend_lens),
+        extend_seq_lens_cpu=list(case.extend_lens),
+        extend_prefix_lens=torch.tensor(case.prefixes),
+        extend_prefix_lens_cpu=list(case.prefixes),
+    )

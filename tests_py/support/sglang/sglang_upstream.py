@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV-transfer code of sglang itself, run without installing it or what it imports.
+
+Its Python files are read from a released wheel, which nothing has to unpack:
+
+    pip download -q --no-deps --only-binary :all: --python-version 3.11 sglang==0.5.23 -d DIR
+    CPATTN_SGLANG=DIR pytest tests_py/transfer/sglang_0_5_23/test_upstream_kv_transfer.py
+
+The folder may also hold the package itself; without `CPATTN_SGLANG` an installed sglang is used.
+`MODULES` are the real files. Every other module of sglang, and what these files import and this
+environment lacks, becomes a stand-in whose attributes are all the empty class `Absent`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+import sys
+import warnings
+import zipfile
+from concurrent.futures import Future
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from audit.records import note
+from support.stand_ins import PackageFinder, stand_ins_for_what_lacks
+
+MODULES = {
+    "utils": "sglang.srt.disaggregation.common.utils",
+    "conn": "sglang.srt.disaggregation.common.conn",
+    "ascend": "sglang.srt.disaggregation.ascend.conn",
+    "mooncake": "sglang.srt.disaggregation.mooncake.conn",
+    "base": "sglang.srt.disaggregation.base.conn",
+    "disaggregation": "sglang.srt.disaggregation.utils",
+    "staging": "sglang.srt.disaggregation.common.staging_buffer",
+    "environ": "sglang.srt.environ",
+    "pages": "sglang.srt.mem_cache.common",
+    "pools": "sglang.srt.mem_cache.memory_pool",
+    "npu_pools": "sglang.srt.hardware_backend.npu.memory_pool_npu",
+}
+
+
+def _find_files() -> Path | zipfile.Path | None:
+    if given := os.environ.get("CPATTN_SGLANG"):
+        wheel = next(Path(given).glob("sglang-*.whl"), None)
+        return zipfile.Path(wheel) if wheel else Path(given)
+    spec = find_spec("sglang")
+    return Path(spec.origin).parents[1] if spec and spec.origin else None
+
+
+def load() -> SimpleNamespace | None:
+    """The modules under the keys of `MODULES`; None where sglang is not to be found."""
+    root = _find_files()
+    if root is None:
+        return None
+    note("engine", "sglang, its KV transfer alone", _version(root))
+    return _load(root)
+
+
+def _version(root: Path | zipfile.Path) -> str:
+    """From the name of the wheel, or of what pip wrote beside the package."""
+    names = [root.root.filename] if isinstance(root, zipfile.Path) else map(str, root.iterdir())
+    found = [match[1] for name in names if (match := re.search(r"\bsglang-([\d.]+\d)", str(name)))]
+    return found[0] if found else "of unknown version"
+
+
+@functools.cache
+def _load(root: Path | zipfile.Path) -> SimpleNamespace:
+    sys.meta_path.insert(0, PackageFinder("sglang", root, MODULES.values()))
+    with stand_ins_for_what_lacks(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        upstream = SimpleNamespace(
+            **{key: importlib.import_module(name) for key, name in MODULES.items()}
+        )
+    _supply_what_they_call(upstream)
+    return upstream
+
+
+def _supply_what_they_call(upstream: SimpleNamespace) -> None:
+    """The few functions outside `MODULES` whose results matter."""
+    upstream.parallel = SimpleNamespace(
+        pp_group=SimpleNamespace(is_last_rank=False), attn_dcp_size=1, attn_dcp_rank=0
+    )
+    upstream.ascend.get_parallel = upstream.npu_pools.get_parallel = lambda: upstream.parallel
+    upstream.pools.maybe_init_custom_mem_pool = lambda device: (False, None, None)
+    upstream.npu_pools.get_bool_env_var = lambda name, default="false": (
+        os.environ.get(name, default).lower() in ("true", "1")
+    )
+    upstream.npu_pools.torch_npu = SimpleNamespace(
+        npu_scatter_nd_update_=_scatter_rows, _npu_reshape_and_cache=_reshape_and_cache
+    )
+
+
+def _scatter_rows(target: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> None:
+    target[indices[:, 0].long()] = updates
+
+
+def _reshape_and_cache(
+    *,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_indices: torch.Tensor,
+) -> None:
+    for cache, rows in ((key_cache, key), (value_cache, value)):
+        cache.view(-1, *cache.shape[2:])[slot_indices.long()] = rows
+
+
+class RecordingEngine:
+    """Takes the place of the transfer engine: remembers the blocks of all calls."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[int, int, int]] = []
+
+    def batch_transfer_sync(
+        self, session: str, src: list[int], dst: list[int], lengths: list[int]
+    ) -> int:
+        self.blocks += zip(src, dst, lengths, strict=True)
+        return 0
+
+
+class ImmediateExecutor:
+    """Runs what is submitted at once, so that blocks come in order."""
+
+    def submit(self, function: Any, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*args))
+        return future
+
+
+def make_manager(upstream: SimpleNamespace, kind: str = "ascend", **attributes: Any) -> Any:
+    """A KV manager of sglang's with no more than a sender needs, and a recording engine."""
+    base = {
+        "ascend": upstream.ascend.AscendKVManager,
+        "mooncake": upstream.mooncake.MooncakeKVManager,
+    }[kind]
+    manager = object.__new__(base)
+    manager.engine = RecordingEngine()
+    defaults = {
+        "pp_size": 1,
+        "attn_tp_size": 1,
+        "is_mla_backend": False,
+        "is_hybrid_mla_backend": False,
+        "enable_custom_mem_pool": False,
+        "max_transfer_batch_indices": 0,
+        "state_strides_validated": set(),
+    }
+    vars(manager).update(defaults | attributes)
+    return manager

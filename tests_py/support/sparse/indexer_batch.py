@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches for the indexer whose scores are exact in float32, and their top-k in float64.
+
+Queries, keys and weights are small integers and scales powers of two, so every product and sum is
+exact in every dtype and order: results are compared for equality, ties included, of which small
+integers give many. What must not be read is NaN.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+import cpattn
+from support.cases import Case, shuffled_tables
+
+KEY_DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "int8")
+ROW_FORMS = ("[pages, page, D]", "[pages, page, 1, D]", "[slots, 1, D]")
+PACKED_FORMS = ("[pages, bytes]", "[pages, page, D + 4]", "[pages, page, 1, D + 4]")
+
+
+def top_of(scores, topk):
+    """Indices of the `topk` largest, ties to the smaller; all, ascending, if there are no more."""
+    scores = np.where(np.isnan(scores), -np.inf, scores)
+    order = np.argsort(-scores, kind="stable") if len(scores) > topk else np.arange(len(scores))
+    out = np.full(topk, -1, np.int32)
+    out[: min(topk, len(scores))] = order[:topk]
+    return out
+
+
+def scores_of(q, weights, keys):
+    """sum_h weights[h] * relu(q[h] . k) of one query, for every key."""
+    return weights.astype(np.float64) @ np.maximum(q.astype(np.float64) @ keys.T, 0)
+
+
+def integers(rng, shape, low=-2, high=2):
+    return rng.integers(low, high + 1, shape).astype(np.float32)
+
+
+class IndexerBatch:
+    """New tokens behind prefixes, a paged cache of their keys, and the ranks' shares."""
+
+    def __init__(
+        self, extend_lens, prefix_lens, cp_size=1, strategy="zigzag", convention="baked", *,
+        dtype="bfloat16", form=ROW_FORMS[0], scaled=False, heads=3, dim=32, page_size=16, topk=8,
+        seed=0,
+    ):  # fmt: skip
+        self.extend_lens, self.prefix_lens = list(extend_lens), list(prefix_lens)
+        self.kv_lens = [e + p for e, p in zip(extend_lens, prefix_lens, strict=True)]
+        self.page_size, self.topk, self.dim, self.dtype = page_size, topk, dim, dtype
+        self.metadata = cpattn.build_cp_metadata_all_ranks(
+            extend_lens, self.kv_lens, cp_size=cp_size, strategy=strategy,
+            kv_len_convention=convention,
+        )  # fmt: skip
+        rng = np.random.default_rng(seed)
+        self.q = integers(rng, (sum(extend_lens), heads, dim))
+        self.weights = integers(rng, (sum(extend_lens), heads), -3, 4)
+        self.keys = [integers(rng, (n, dim)) for n in self.kv_lens]
+        self.scales = [2 ** integers(rng, n, -1, 1) if scaled else np.ones(n) for n in self.kv_lens]
+        self.block_tables, self.num_pages = shuffled_tables(
+            Case(q_lens=self.extend_lens, kv_lens=self.kv_lens, page_size=page_size), rng
+        )
+        self.cache, self.k_scale = self.make_cache(form, scaled)
+
+    @property
+    def q_dtype(self):
+        return getattr(torch, "float8_e4m3fn" if self.dtype == "uint8" else self.dtype)
+
+    def in_pages(self, per_sequence, width, fill):
+        pages = torch.full((self.num_pages, self.page_size, width), fill)
+        for table, rows in zip(self.block_tables, per_sequence, strict=True):
+            for token, row in enumerate(rows):
+                page, slot = table[token // self.page_size], token % self.page_size
+                pages[page, slot] = torch.tensor(row)
+        return pages
+
+    def make_cache(self, form, scaled):
+        rows = self.in_pages(self.keys, self.dim, -77.0 if self.dtype == "int8" else torch.nan)
+        rows = rows.to(self.q_dtype)
+        scales = self.in_pages(self.scales, 1, torch.nan)
+        if self.dtype == "uint8":
+            parts = [rows.view(torch.uint8), scales.view(torch.uint8)]
+            packed = torch.cat([part.flatten(1) for part in parts], 1)
+            shapes = {
+                PACKED_FORMS[1]: (self.page_size, -1),
+                PACKED_FORMS[2]: (self.page_size, 1, -1),
+            }
+            return packed.unflatten(1, shapes[form]) if form in shapes else packed, None
+        shape = {ROW_FORMS[1]: (self.num_pages, self.page_size, 1), ROW_FORMS[2]: (-1, 1)}.get(form)
+        if shape is not None:
+            rows, scales = rows.view(*shape, self.dim), scales.view(*shape, 1)
+        return rows, scales[..., 0] if scaled else None
+
+    def expected(self):
+        """[tokens, topk] in the order of the whole batch, without context parallelism."""
+        tops, row = np.empty((len(self.q), self.topk), np.int32), 0
+        for keys, scales, extend, prefix in zip(
+            self.keys, self.scales, self.extend_lens, self.prefix_lens, strict=True
+        ):
+            for position in range(prefix, prefix + extend):
+                seen = slice(position + 1)
+                scores = scores_of(self.q[row], self.weights[row], keys[seen]) * scales[seen]
+                tops[row], row = top_of(scores, self.topk), row + 1
+        return tops
+
+    def shard(self, metadata, pad_rows=0):
+        """The rank's q and weights, with rows of NaN behind them (int8 has none)."""
+        local = metadata.local_q_indices
+        q, weights = torch.from_numpy(self.q[local]), torch.from_numpy(self.weights[local])
+        fill = -77.0 if self.dtype == "int8" else torch.nan
+        q = torch.cat([q, torch.full((pad_rows, *q.shape[1:]), fill)]).to(self.q_dtype)
+        return q, torch.cat([weights, torch.full((pad_rows, weights.shape[1]), torch.nan)])
+
+    def run(self, metadata, q=None, weights=None, **options):
+        if q is None:
+            q, weights = self.shard(metadata)
+        defaults = {
+            "block_tables": self.block_tables,
+            "page_size": self.page_size,
+            "topk": self.topk,
+            "k_scale": self.k_scale,
+        }
+        cache = options.pop("cache", self.cache)
+        return cpattn.sparse.cp_indexer_topk(q, cache, weights, metadata, **defaults | options)
+
+    def check(self, pad_rows=0, **options):
+        """Every row of every rank is that of the whole batch, and pad rows are empty."""
+        expected = self.expected()
+        for metadata in self.metadata:
+            local = metadata.local_q_indices
+            out = self.run(metadata, *self.shard(metadata, pad_rows), **options).numpy()
+            assert out.shape == (len(local) + pad_rows, self.topk)
+            np.testing.assert_array_equal(out[: len(local)], expected[local])
+            assert np.all(out[len(local) :] == -1)

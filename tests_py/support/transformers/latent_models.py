@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random models of transformers that cache latents, and how the tests run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    DeepseekV32Config,
+    DynamicCache,
+    Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
+)
+from transformers.masking_utils import sdpa_mask
+
+from support.tolerances import ABSORBED_UNITS, ROUNDED_ONCE, TOLERANCES
+from support.tolerances import EPS as SPACINGS
+
+TOPK = 8
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 64,
+    "initializer_range": 0.15,  # so that greedy tokens vary
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+ODD_HEADS = {"qk_nope_head_dim": 24, "v_head_dim": 20}
+# With fewer heads there are queries whose weights are all negative: they choose among zeros.
+INDEXER = {"index_topk": TOPK, "index_head_dim": 32, "index_n_heads": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+MLA_CONFIGS = {
+    "deepseek_v3": lambda: DeepseekV3Config(**SIZES),
+    "deepseek_v3, no q_lora": lambda: DeepseekV3Config(**SIZES | {"q_lora_rank": None}),
+    "deepseek_v3, yarn": lambda: DeepseekV3Config(**SIZES, rope_parameters=YARN),
+    "deepseek_v2": lambda: DeepseekV2Config(**SIZES),
+    "glm4_moe_lite": lambda: Glm4MoeLiteConfig(**SIZES),
+}
+DSA_CONFIGS = {
+    "deepseek_v32": lambda: DeepseekV32Config(**SIZES | ODD_HEADS, **INDEXER),
+    "glm_moe_dsa": lambda: GlmMoeDsaConfig(**SIZES, **INDEXER, index_topk_pattern="FSF"),
+}
+CONFIGS = MLA_CONFIGS | DSA_CONFIGS
+
+LENGTH = 50
+#: Lengths of the chunks, and how many tokens of each sequence are padding on the left.
+RUNS = {
+    "prefill": ([LENGTH], [0]),
+    "chunks": ([11, 19, 1, 19], [0]),
+    "left padded": ([LENGTH], [0, 13, 47]),
+    "left padded chunks": ([48, 1, 1], [0, 13, 47]),
+}
+
+
+def make_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(CONFIGS[name]()).eval().to(dtype)
+
+
+def tokens_and_mask(padding: list[int]) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(1, 64, (len(padding), LENGTH), generator=generator)
+    return tokens, torch.arange(LENGTH) >= torch.tensor(padding)[:, None]
+
+
+@torch.inference_mode()
+def logits(model: Any, run: str, implementation: str) -> Tensor:
+    """Of all tokens that are not padding, [n, vocab]."""
+    chunks, padding = RUNS[run]
+    model.config._attn_implementation = implementation
+    tokens, mask = tokens_and_mask(padding)
+    cache = DynamicCache(config=model.config)
+    parts, begin = [], 0
+    for length in chunks:
+        end = begin + length
+        result = model(
+            tokens[:, begin:end],
+            attention_mask=mask[:, :end].long() if any(padding) else None,
+            position_ids=(mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, begin:],
+            past_key_values=cache,
+        )
+        parts.append(result.logits)
+        begin = end
+    return torch.cat(parts, 1)[mask]
+
+
+def greedy(model: Any, implementation: str) -> Tensor:
+    """Sixteen tokens after each of three prompts of unequal lengths, [3, 16]."""
+    model.config._attn_implementation = implementation
+    tokens, mask = tokens_and_mask([0, 13, 41])
+    out = model.generate(
+        torch.where(mask, tokens, 0),
+        attention_mask=mask.long(),
+        max_new_tokens=16,
+        do_sample=False,
+    )
+    new: Tensor = out[:, LENGTH:]
+    return new
+
+
+@contextmanager
+def checked_attention(attend: Callable[..., Any], name: str = "checked") -> Iterator[list[int]]:
+    """An attention function of this name that compares `attend` with float64 in every layer.
+
+    The model goes on with the right result, so that one layer's roundings, which choose other keys
+    and other experts, are not the next one's. Yields the list of the layers that were compared.
+    """
+    layers = []
+
+    def checked(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kw: Any):
+        out, _ = attend(module, query, key, value, mask, **kw)
+        visible = mask
+        if (indices := kw.get("indices")) is not None:
+            chosen = torch.zeros(len(indices), 1, *mask.shape[2:], dtype=torch.bool)
+            visible = mask & chosen.scatter(-1, indices[:, None].long(), True)
+        right, bound = in_float64(module, query, key, value, visible, kw["scaling"])
+        assert ((out.double() - right).abs() <= bound).all()
+        layers.append(module.layer_idx)
+        return right.to(query.dtype), None
+
+    AttentionInterface.register(name, checked)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    yield layers
+
+
+def in_float64(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Attention [batch, queries, heads, v_head_dim], and how far it may be off in bfloat16.
+
+    key and value are of heads, or the latents and the rotated keys of all of them.
+    """
+    eps, units = SPACINGS["bfloat16"], TOLERANCES["attention", "bfloat16"]
+    query, key, value = query.double(), key.double(), value.double()
+    magnitudes = value.abs()
+    if key.shape[-1] != query.shape[-1]:
+        weight = module.kv_b_proj.weight.double().unflatten(0, (query.shape[1], -1))
+        w_key, w_value = weight.split([module.qk_nope_head_dim, module.v_head_dim], 1)
+        # Each element of an absorbed query is rounded, by up to half a unit. Over the elements that
+        # adds up to e in a score, and to exp(2 e) in a weight.
+        absorbed = torch.einsum("bhsn,hnc->bhsc", query[..., : w_key.shape[1]], w_key)
+        e = (absorbed.square() @ key.square().mT).masked_fill(~visible, 0).amax(-1).sqrt()
+        e *= ABSORBED_UNITS * eps * scaling
+        # Attention rounds what it returns, and the projection does so once more.
+        units = torch.expm1(2 * e).mT[..., None] / eps + units + ROUNDED_ONCE
+        rope, latent = value.expand(-1, query.shape[1], -1, -1), key
+        key = torch.cat([torch.einsum("bztc,hnc->bhtn", latent, w_key), rope], -1)
+        value = torch.einsum("bztc,hvc->bhtv", latent, w_value)
+        magnitudes = torch.einsum("bztc,hvc->bhtv", latent.abs(), w_value.abs())
+    scores = (scaling * query @ key.mT).masked_fill(~visible, -torch.inf)
+    weights = scores.softmax(-1).nan_to_num()  # rows of padding see nothing
+    return (weights @ value).transpose(1, 2), eps * units * (weights @ magnitudes).transpose(1, 2)

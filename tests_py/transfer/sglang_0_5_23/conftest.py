@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sglang's own functions, where its wheel is at hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module")
+def sglang() -> SimpleNamespace:
+    from support.sglang import sglang_upstream  # needs torch, as not all tests of this folder do
+
+    modules = sglang_upstream.load()
+    if modules is None:
+        pytest.skip("sglang is not installed and CPATTN_SGLANG names no wheel of it")
+    return modules
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(23893)

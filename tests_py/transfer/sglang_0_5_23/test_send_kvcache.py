@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks that senders of engines would send, against plain restatements of their rules."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpattn.transfer import KVArgs, plan_send_kvcache
+from support.transfer.plan_blocks import blocks
+
+INT32_MAX = 2**31 - 1
+BASE = 1 << 48
+
+
+def whole_pages(entries, src, dst):
+    """Blocks of (source address, destination address, page bytes) entries, run by run."""
+    runs = []
+    for pair in zip(src, dst, strict=True):
+        if runs and pair == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1][2] += 1
+        else:
+            runs.append([*pair, 1])
+    return [(s + i * n, d + j * n, n * count) for s, d, n in entries for i, j, count in runs]
+
+
+# --- the address test of engines: which destination buffers are written
+
+
+@pytest.mark.parametrize("compat", [False, True])
+@pytest.mark.parametrize("is_mla", [False, True])
+@pytest.mark.parametrize(("pp_size", "slots"), [(1, [0, 1, 2, 3]), (2, [2, 3, 6, 7])])
+def test_addresses(pp_size, slots, is_mla, compat):
+    item_lens = [64, 128, 256, 512]
+    src_ptrs = [BASE + i * 0x10000 for i in range(4)]
+    dst_ptrs = [2 * BASE + i * 0x10000 for i in range(8)]
+    args = SimpleNamespace(
+        kv_data_ptrs=src_ptrs,
+        kv_item_lens=item_lens,
+        prefill_start_layer=2,
+        kv_buf_groups=2,
+        total_kv_layers=4,
+    )
+    src, dst = np.array([2, 3, 7], np.int32), np.array([20, 21, 40], np.int32)
+    plan = plan_send_kvcache(
+        args, dst_ptrs, src, dst, pp_size=pp_size, is_mla=is_mla, compat=compat
+    )
+    entries = [(src_ptrs[i], dst_ptrs[j], item_lens[i]) for i, j in enumerate(slots)]
+    assert blocks(plan) == whole_pages(entries, src.tolist(), dst.tolist())
+    for empty, other in product([[], np.array([], np.int32)], [[], [1]]):
+        for pages in ((empty, other), (other, empty)):
+            plan = plan_send_kvcache(
+                args, dst_ptrs, *pages, pp_size=pp_size, is_mla=is_mla, compat=compat
+            )
+            assert len(plan) == 0
+    with pytest.raises(ValueError, match="equal-length src/dst index arrays, got 1 and 2"):
+        plan_send_kvcache(
+            args, dst_ptrs, [1], [1, 2], pp_size=pp_size, is_mla=is_mla, compat=compat
+        )
+
+
+# --- geometries over buffers with names
+
+
+def server(groups, first, end, drafts, *, base):
+    """Arguments of a server with items of another length per group, and the name of each entry."""
+    args = KVArgs(kv_data_ptrs=[], kv_data_lens=[], kv_item_lens=[], prefill_start_layer=first)
+    args.kv_buf_groups = len(groups)
+    names = [f"{g}{i}" for g in groups for i in range(first, end)]
+    names += [f"d{g}{k}" for g in groups for k in range(drafts)]
+    for i, name in enumerate(names):
+        item = 32 << groups.index(name.lstrip("d")[0])
+        args.kv_data_ptrs.append(base + i * 0x1_0000_0000)
+        args.kv_data_lens.append(100 * item)
+        args.kv_item_lens.append(item)
+    return args, names
+
+
+def pairs_of(plan, src, src_names, dst, dst_names):
+    """(source name, destination name) of every block of a plan of one page."""
+    src_name = dict(zip(src.kv_data_ptrs, src_names, strict=True))
+    dst_name = dict(zip(dst.kv_data_ptrs, dst_names, strict=True))
+    return [(src_name[s], dst_name[d]) for s, d, _ in blocks(plan)]
+
+
+splits = st.integers(1, 9).flatmap(
+    lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n), max_size=3).map(sorted))
+)
+
+
+@given(splits, st.sampled_from(["KV", "KVI"]), st.integers(0, 2), st.booleans())
+def test_every_stage_reaches_its_layers(split, groups, drafts, prefill_has_drafts):
+    layers, cuts = split
+    is_mla = groups != "KV" or layers % 2 == 0
+    decode, decode_names = server(groups, 0, layers, drafts, base=2 * BASE)
+    bounds = [0, *cuts, layers]
+    own = drafts if prefill_has_drafts else 0
+    for rank in range(len(cuts) + 1):
+        is_last = rank == len(cuts)
+        args, names = server(groups, *bounds[rank : rank + 2], own if is_last else 0, base=BASE)
+        args.hidden_kv_layers, args.draft_kv_layers = layers, own
+        plan = plan_send_kvcache(
+            args, decode.kv_data_ptrs, [0], [0], pp_size=len(cuts) + 1, is_mla=is_mla,
+            is_last_rank=is_last, dst_item_lens=decode.kv_item_lens,
+        )  # fmt: skip
+        pairs = pairs_of(plan, args, names, decode, decode_names)
+        assert pairs == [(name, name) for name in names]
+
+
+def test_stages_of_fifteen_layers():
+    """7 + 8 layers into one decode server: engines write V of the first into the wrong buffers."""
+    decode, decode_names = server("KV", 0, 15, 0, base=2 * BASE)
+    for (first, end), wrong in {(0, 7): "K14", (7, 15): "V0"}.items():
+        args, names = server("KV", first, end, 0, base=BASE)
+        args.total_kv_layers = 15
+        send = (args, decode.kv_data_ptrs, [0], [0])
+        plan = plan_send_kvcache(*send, pp_size=2, is_mla=False)
+        pairs = pairs_of(plan, args, names, decode, decode_names)
+        assert pairs == [(name, name) for name in names]
+        plan = plan_send_kvcache(*send, pp_size=2, is_mla=False, compat=True)
+        pairs = pairs_of(plan, args, names, decode, decode_names)
+        assert dict(pairs)[f"V{first}"] == wrong
+        del args.total_kv_layers
+        with pytest.raises(ValueError, match=rf"source layers \[{first}, {end}\)"):
+            plan_send_kvcache(*send, pp_size=2, is_mla=False)
+
+
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_one_stage_leaves_the_draft_tail_alone(is_mla):
+    args, names = server("KV", 0, 3, 0, base=BASE)
+    decode, decode_names = server("KV", 0, 3, 1, base=2 * BASE)
+    plan = plan_send_kvcache(args, decode.kv_data_ptrs, [1], [1], pp_size=1, is_mla=is_mla)
+    assert len(plan) == 6
+    plan = plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=1, is_mla=is_mla)
+    assert pairs_of(plan, args, names, decode, decode_names) == [(name, name) for name in names]
+
+
+def test_one_stage_with_other_drafts():
+    """By position, the second draft's K would go where V of the first is."""
+    args, _ = server("KV", 0, 3, 1, base=BASE)
+    args.draft_kv_layers = 1
+    decode, _ = server("KV", 0, 3, 2, base=2 * BASE)
+    with pytest.raises(ValueError, match="must have the 1 drafts of the source, got 10 entries"):
+        plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=1, is_mla=True)
+    assert len(plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=1, is_mla=True,
+                                 compat=True)) == 8  # fmt: skip
+
+
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_one_stage_with_drafts_it_does_not_count(is_mla):
+    """The model's layers tell that the source has a draft, and V of it would go to another K."""
+    args, _ = server("KV", 0, 3, 1, base=BASE)
+    args.total_kv_layers = 3
+    decode, _ = server("KV", 0, 3, 2, base=2 * BASE)
+    with pytest.raises(ValueError, match="must have the 1 drafts of the source, got 10 entries"):
+        plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=1, is_mla=is_mla)
+
+
+@pytest.mark.parametrize("compat", [False, True])
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_groups_must_exist(pp_size, compat):
+    args, _ = server("KV", 0, 3, 0, base=BASE)
+    args.kv_buf_groups = 0
+    with pytest.raises(ValueError, match="plan_send_kvcache: kv_buf_groups must be >= 1"):
+        plan_send_kvcache(args, args.kv_data_ptrs, [0], [0], pp_size=pp_size, is_mla=True,
+                          compat=compat)  # fmt: skip
+
+
+def test_groups_left_at_one():
+    """K and V of two layers look like K of four; the end of the stage says that they are not."""
+    args, _ = server("KV", 0, 2, 0, base=BASE)
+    del args.kv_buf_groups
+    args.total_kv_layers, args.prefill_end_layer = 4, 2
+    decode, _ = server("KV", 0, 4, 0, base=2 * BASE)
+    with pytest.raises(ValueError, match=r"at most layers \[0, 2\) in each of 1 group.* got 4 en"):
+        plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=2, is_mla=True)
+    args.kv_buf_groups = 2
+    plan = plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=2, is_mla=True)
+    assert [decode.kv_data_ptrs.index(addr) for addr in plan.dst_addrs] == [0, 1, 4, 5]
+
+
+@pytest.mark.parametrize("compat", [False, True])
+def test_a_stage_must_say_where_it_begins(compat):
+    args, _ = server("KV", 2, 4, 0, base=BASE)
+    args.total_kv_layers = 4
+    del args.prefill_start_layer
+    with pytest.raises(TypeError, match="plan_send_kvcache: kv_args must have prefill_start_layer"):
+        plan_send_kvcache(args, list(range(8)), [0], [0], pp_size=2, is_mla=True, compat=compat)
+
+
+def test_none_is_absent():
+    names = ("kv_data_lens", "kv_buf_groups", "total_kv_layers", "hidden_kv_layers",
+             "draft_kv_layers", "prefill_end_layer")  # fmt: skip
+    args = KVArgs(kv_data_ptrs=[1000], kv_item_lens=[10], prefill_start_layer=0)
+    plans = []
+    for _ in range(2):
+        plans.append(plan_send_kvcache(args, [5000], [1], [2], pp_size=2, is_mla=True))
+        vars(args).update(dict.fromkeys(names))
+    assert blocks(plans[0]) == blocks(plans[1]) == [(1010, 5020, 10)]
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.int32])
+def test_lists_in_arrays(dtype):
+    args = KVArgs(kv_data_ptrs=np.array([1000, 2000], dtype),
+                  kv_item_lens=torch.tensor([10, 20]))  # fmt: skip
+    plan = plan_send_kvcache(args, np.array([5000, 6000], dtype), [1], [2], pp_size=1, is_mla=True)
+    assert blocks(plan) == [(1010, 5020, 10), (2020, 6040, 20)]
+    for ptrs, error in (([-1, 0], ValueError), ([1.0, 2.0], TypeError)):
+        args.kv_data_ptrs = np.array(ptrs)
+        with pytest.raises(error, match="source addresses must "):
+            plan_send_kvcache(args, [5, 6], [1], [2], pp_size=1, is_mla=True)
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_a_short_destination(pp_size, is_mla):
+    args, _ = server("KV", 2, 4, 0, base=BASE)
+    args.total_kv_layers = 3
+    short = [2 * BASE + i for i in range(3)]
+    for compat, error in ((False, ValueError), (True, IndexError)):
+        with pytest.raises(error, match="plan_send_kvcache: "):
+            plan_send_kvcache(args, short, [0], [0], pp_size=pp_size, is_mla=is_mla, compat=compat)
+
+
+def test_the_summary_names_kinds():
+    args, _ = server("KVI", 2, 4, 1, base=BASE)
+    args.hidden_kv_layers, args.draft_kv_layers = 4, 1
+    decode, _ = server("KVI", 0, 4, 1, base=2 * BASE)
+    plan = plan_send_kvcache(
+        args, decode.kv_data_ptrs, [0], [0], pp_size=2, is_mla=True, is_last_rank=True
+    )
+    names = [line[:14].strip() for line in plan.summary().splitlines()]
+    kinds = ["k", "v", "index_k"]
+    assert names == ["part", *kinds, *(f"draft {kind}" for kind in kinds), "total"]
+
+
+# --- addresses and checks
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=12),
+    st.lists(st.integers(1, 300), min_size=1, max_size=4),
+)
+def test_blocks_are_those_of_the_definition(pages, item_lens):
+    src, dst = [i for i, _ in pages], [j for _, j in pages]
+    entries = [(BASE + (i << 20), 2 * BASE + (i << 21), n) for i, n in enumerate(item_lens)]
+    args = KVArgs(kv_data_ptrs=[s for s, _, _ in entries], kv_item_lens=item_lens)
+    for compat in (False, True):
+        plan = plan_send_kvcache(
+            args, [d for _, d, _ in entries], src, dst, pp_size=1, is_mla=True, compat=compat
+        )
+        assert blocks(plan) == whole_pages(entries, src, dst)
+
+
+def test_products_have_64_bits():
+    item = 1 << 21
+    args = KVArgs(kv_data_ptrs=[BASE], kv_item_lens=[item], kv_data_lens=[item << 31])
+    pages = np.array([INT32_MAX - 1, INT32_MAX], np.int32)
+    plan = plan_send_kvcache(args, [2 * BASE], pages, pages[::-1] - 7, pp_size=1, is_mla=True)
+    assert blocks(plan) == [
+        (BASE + (INT32_MAX - 1) * item, 2 * BASE + (INT32_MAX - 7) * item, item),
+        (BASE + INT32_MAX * item, 2 * BASE + (INT32_MAX - 8) * item, item),
+    ]
+    top = 2**64 - item
+    args = KVArgs(kv_data_ptrs=[top], kv_item_lens=[item])
+    assert blocks(plan_send_kvcache(args, [top], [0], [0], pp_size=1, is_mla=True)) == [
+        (top, top, item)
+    ]
+    with pytest.raises(ValueError, match="destination item 1 of entry 0 lies beyond the address"):
+        plan_send_kvcache(args, [top], [0], [1], pp_size=1, is_mla=True)
+    assert len(plan_send_kvcache(args, [top], [0], [1], pp_size=1, is_mla=True, compat=True)) == 1
+
+
+ARGS = {
+    "kv_data_ptrs": [BASE, BASE + 0x10000],
+    "kv_data_lens": [900, 1800],
+    "kv_item_lens": [100, 200],
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "src", "dst", "message"),
+    [
+        ({}, [9], [0], "source indices must be within the 9 items of entry 0, got 9"),
+        ({"kv_data_lens": [900, 1799]}, [8], [0], "within the 8 items of entry 1, got 8"),
+        ({}, [0, -1], [0, 1], "source indices must be >= 0, got -1 at index 1"),
+        ({}, [0, 1], [-5, 1], "destination indices must be >= 0, got -5 at index 0"),
+        ({"kv_item_lens": [100, 0]}, [0], [0], "source item lengths must be > 0, got 0 of entry 1"),
+        ({"kv_item_lens": [100]}, [0], [0], "an item length for each of 2 entries, got 1"),
+        ({"kv_data_lens": [900]}, [0], [0], "a data length for each of 2 entries, got 1"),
+        ({"kv_data_ptrs": [-1, 0]}, [0], [0], r"source addresses must be in \[0, 2\^64\), got -1"),
+    ],
+)
+def test_refuses(changed, src, dst, message):
+    args = KVArgs(**{**ARGS, **changed})
+    with pytest.raises(ValueError, match=f"plan_send_kvcache: .*{message}"):
+        plan_send_kvcache(args, [2 * BASE, 3 * BASE], src, dst, pp_size=1, is_mla=True)
+
+
+def test_refuses_items_of_another_length():
+    args = KVArgs(**ARGS)
+    send = (args, [2 * BASE, 3 * BASE], [0], [0])
+    lens = {"dst_item_lens": [100, 50]}
+    with pytest.raises(ValueError, match="got 200 of source entry 1 and 50 of destination entry 1"):
+        plan_send_kvcache(*send, pp_size=1, is_mla=True, **lens)
+    with pytest.raises(ValueError, match="an item length for each of 2 entries, got 1"):
+        plan_send_kvcache(*send, pp_size=1, is_mla=True, dst_item_lens=[100])
+    with pytest.raises(ValueError, match="pp_size must be >= 1, got 0"):
+        plan_send_kvcache(*send, pp_size=0, is_mla=True)
+    # Without a check the prefill's length addresses both sides.
+    plan = plan_send_kvcache(*send, pp_size=1, is_mla=True, compat=True, **lens)
+    assert blocks(plan)[1] == (BASE + 0x10000, 3 * BASE, 200)

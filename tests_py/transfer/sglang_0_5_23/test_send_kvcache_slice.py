@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads of pages between ranks of unequal tensor parallelism, token by token."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpattn.transfer import KVArgs, plan_send_kvcache_slice, slice_heads
+from support.transfer.plan_blocks import blocks
+
+BASE = 1 << 48
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "heads", "expected"),
+    [
+        (4, 2, 8, [(0, 0, 2), (0, 2, 2), (0, 0, 2), (0, 2, 2)]),
+        (2, 4, 8, [(0, 0, 2), (2, 0, 2), (0, 0, 2), (2, 0, 2)]),
+        (1, 4, 2, [(0, 0, 1), (0, 0, 1), (1, 0, 1), (1, 0, 1)]),
+        (8, 2, 4, [(0, start, 1) for start in (0, 0, 1, 1, 0, 0, 1, 1)]),
+        (2, 2, 8, [(0, 0, 4), (0, 0, 4)]),
+    ],
+)
+def test_head_slices(prefill, decode, heads, expected):
+    ranks = max(prefill, decode)
+    found = [
+        slice_heads(
+            heads, prefill_tp_size=prefill, prefill_rank=rank * prefill // ranks,
+            decode_tp_size=decode, decode_rank=rank * decode // ranks,
+        )[:3]
+        for rank in range(ranks)
+    ]  # fmt: skip
+    assert found == expected
+
+
+def owned(heads, size, rank):
+    return [heads * rank // size + i for i in range(max(1, heads // size))]
+
+
+sizes = st.sampled_from([1, 2, 4, 8])
+
+
+@given(sizes, sizes, sizes)
+def test_all_heads_arrive(heads, prefill, decode):
+    for decode_rank in range(decode):
+        held = [None] * max(1, heads // decode)
+        for rank in range(prefill):
+            ranks = {"prefill_rank": rank, "decode_rank": decode_rank}
+            given_ = {"prefill_tp_size": prefill, "decode_tp_size": decode, **ranks}
+            if rank * decode // prefill != decode_rank and rank != decode_rank * prefill // decode:
+                with pytest.raises(ValueError, match="has nothing for"):
+                    slice_heads(heads, **given_)
+                continue
+            part = slice_heads(heads, **given_)
+            for i in range(part.num_heads):
+                held[part.dst_start + i] = owned(heads, prefill, rank)[part.src_start + i]
+        assert held == owned(heads, decode, decode_rank)
+
+
+@pytest.mark.parametrize(
+    ("total", "prefill", "decode", "message"),
+    [
+        (8, (4, 0), (6, 0), "one of the sizes must divide the other, got 4"),
+        (6, (4, 0), (2, 0), "source ranks must have equal shares of 6 heads, got 4 ranks"),
+        (6, (2, 0), (4, 0), "destination ranks must have equal shares of 6 heads"),
+        (8, (2, 2), (4, 0), "source rank must be within its 2 ranks, got 2"),
+        (8, (2, 0), (4, -1), "destination rank must be within its 4 ranks, got -1"),
+        (0, (2, 0), (4, 0), "heads and ranks must be >= 1, got 0, 2 and 4"),
+    ],
+)
+def test_head_slices_refuse(total, prefill, decode, message):
+    with pytest.raises(ValueError, match=message):
+        slice_heads(
+            total, prefill_tp_size=prefill[0], prefill_rank=prefill[1], decode_tp_size=decode[0],
+            decode_rank=decode[1],
+        )  # fmt: skip
+
+
+def per_token(args, dst_ptrs, src, dst, *, p, q, t, dst_item):
+    """The rule of engines, token by token."""
+    page, item = args.page_size, args.kv_item_lens[0]
+    total, rank = args.total_kv_head_num, args.engine_rank % p
+    src_heads, dst_heads = max(1, total // p), max(1, total // q)
+    head = dst_item // page // dst_heads
+    if p > q:
+        heads, src_at = src_heads, 0
+        dst_at = rank // max(1, p // total) * src_heads % dst_heads
+    else:
+        heads, dst_at = dst_heads, 0
+        src_at = t // max(1, q // total) * dst_heads % src_heads
+    return [
+        (
+            s + i * item + k * (item // page) + src_at * head,
+            d + j * dst_item + k * (dst_item // page) + dst_at * head,
+            heads * head,
+        )
+        for s, d in zip(args.kv_data_ptrs, dst_ptrs, strict=False)
+        for i, j in zip(src, dst, strict=True)
+        for k in range(page)
+    ]
+
+
+@pytest.mark.parametrize("compat", [False, True])
+@pytest.mark.parametrize(("p", "q", "heads"), [(4, 2, 8), (2, 4, 8), (1, 4, 2), (8, 2, 4)])
+def test_slices_of_pages(p, q, heads, compat):
+    page, head_bytes = 4, 16
+    for rank in range(max(p, q)):
+        source, t = (rank, rank * q // p) if p >= q else (rank * p // q, rank)
+        args = KVArgs(
+            engine_rank=source, page_size=page, total_kv_head_num=heads, prefill_start_layer=0,
+            kv_data_ptrs=[BASE, BASE + 0x10000, BASE + 0x20000, BASE + 0x30000],
+            kv_item_lens=[page * max(1, heads // p) * head_bytes] * 4,
+        )  # fmt: skip
+        dst_ptrs = [2 * BASE + i * 0x10000 for i in range(4)]
+        dst_item = page * max(1, heads // q) * head_bytes
+        plan = plan_send_kvcache_slice(
+            args, dst_ptrs, [3, 4, 1], [7, 8, 2], dst_tp_rank=t, dst_attn_tp_size=q,
+            dst_kv_item_len=dst_item, attn_tp_size=p, compat=compat,
+        )  # fmt: skip
+        expected = per_token(args, dst_ptrs, [3, 4, 1], [7, 8, 2], p=p, q=q, t=t, dst_item=dst_item)
+        assert blocks(plan) == expected
+
+
+def test_slices_refuse():
+    args = KVArgs(
+        engine_rank=0, page_size=4, kv_head_num=2, kv_data_ptrs=[BASE, 2 * BASE],
+        kv_item_lens=[128, 128], prefill_start_layer=0,
+    )  # fmt: skip
+    dst = {"dst_tp_rank": 0, "dst_attn_tp_size": 1, "attn_tp_size": 2}
+    send = (args, [3 * BASE, 4 * BASE], [0], [0])
+    assert len(plan_send_kvcache_slice(*send, dst_kv_item_len=256, **dst)) == 8
+    with pytest.raises(ValueError, match="source item lengths must be 64 for 2 heads where the"):
+        plan_send_kvcache_slice(*send, dst_kv_item_len=128, **dst)
+    with pytest.raises(ValueError, match="a whole number of bytes for each of 4 tokens and 4"):
+        plan_send_kvcache_slice(*send, dst_kv_item_len=250, **dst)
+    args.kv_item_lens = [128, 64]  # V narrower than K
+    with pytest.raises(ValueError, match=r"must be 128 .* got 64 of entry 1"):
+        plan_send_kvcache_slice(*send, dst_kv_item_len=256, **dst)
+    for name in ("attn_tp_size", "dst_attn_tp_size"):
+        with pytest.raises(ValueError, match=f"slice: {name} must be >= 1, got 0"):
+            plan_send_kvcache_slice(*send, dst_kv_item_len=256, **{**dst, name: 0})
+    args.page_size = 2**62
+    with pytest.raises(ValueError, match="page_size must fit into int32, got 46116860184273879"):
+        plan_send_kvcache_slice(*send, dst_kv_item_len=256, **dst, compat=True)
+    args.page_size = 0
+    with pytest.raises(ValueError, match="page_size must be >= 1, got 0"):
+        plan_send_kvcache_slice(*send, dst_kv_item_len=256, **dst)
+
+
+def test_slices_join_where_all_heads_go():
+    args = KVArgs(engine_rank=1, page_size=4, total_kv_head_num=2, kv_data_ptrs=[BASE, 2 * BASE],
+                  kv_item_lens=[64, 64], prefill_start_layer=0)  # fmt: skip
+    plan = plan_send_kvcache_slice(
+        args, [3 * BASE, 4 * BASE], [1, 2], [5, 6], dst_tp_rank=1, dst_attn_tp_size=2,
+        dst_kv_item_len=64, attn_tp_size=2,
+    )  # fmt: skip
+    assert blocks(plan) == [(BASE + 64, 3 * BASE + 320, 128), (2 * BASE + 64, 4 * BASE + 320, 128)]
+
+
+def slice_plan(args, num_dst, **arguments):
+    defaults = {"dst_tp_rank": 0, "dst_attn_tp_size": 1, "attn_tp_size": 2, "dst_kv_item_len": 64}
+    dst_ptrs = [2 * BASE + i * 0x10000 for i in range(num_dst)]
+    return plan_send_kvcache_slice(args, dst_ptrs, [0], [0], **(defaults | arguments))
+
+
+def slice_args(num_entries, item_len, **attributes):
+    return KVArgs(
+        page_size=1, kv_data_ptrs=[BASE + i * 0x10000 for i in range(num_entries)],
+        kv_item_lens=[item_len] * num_entries, **{"engine_rank": 1} | attributes,
+    )  # fmt: skip
+
+
+def test_heads_of_a_rank_times_ranks_are_all_heads():
+    plan = slice_plan(slice_args(2, 24, kv_head_num=3), 2, dst_kv_item_len=48)
+    assert blocks(plan) == [(BASE + i * 0x10000, 2 * BASE + i * 0x10000 + 24, 24) for i in (0, 1)]
+
+
+@pytest.mark.parametrize("total", [None, 0, -1])
+def test_a_total_of_heads_that_is_none_counts_as_unknown(total):
+    args = slice_args(2, 24, kv_head_num=3, total_kv_head_num=total)
+    assert [dst for _, dst, _ in blocks(slice_plan(args, 2, dst_kv_item_len=48))] == [
+        2 * BASE + 24,
+        2 * BASE + 0x10000 + 24,
+    ]
+
+
+def test_one_head_in_all_is_held_by_every_rank():
+    plan = slice_plan(slice_args(2, 64, kv_head_num=1, total_kv_head_num=1), 2)
+    assert [(dst, length) for _, dst, length in blocks(plan)] == [
+        (2 * BASE, 64),
+        (2 * BASE + 0x10000, 64),
+    ]
+
+
+@pytest.mark.parametrize(("pp_size", "compat"), [(1, True), (2, True), (3, True), (2, False)])
+def test_slices_of_a_stage_go_to_its_layers(pp_size, compat):
+    """The second of three layers; with compat also where there is one stage, as engines do it."""
+    args = slice_args(
+        2, 32, total_kv_head_num=2, prefill_start_layer=1, total_kv_layers=3, kv_buf_groups=1
+    )
+    plan = slice_plan(args, 6, pp_size=pp_size, compat=compat)
+    assert [dst for _, dst, _ in blocks(plan)] == [
+        2 * BASE + 0x10000 + 32,
+        2 * BASE + 4 * 0x10000 + 32,
+    ]

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions that have a twin in sglang against that twin, over thousands of random cases.
+
+Runs where a wheel of sglang is at hand (see `sglang_upstream`): 0.5.23, or 0.5.18 for the rule by
+which stages with several groups of buffers found theirs up to 0.5.19.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+import cpattn
+from support.sglang.sglang_upstream import make_manager
+from support.transfer.upstream_cases import knows_drafts, kv_list, outcome, random_stage
+
+
+def is_refusal(outcome: Any) -> bool:
+    return isinstance(outcome, str)
+
+
+def random_pages(rng: np.random.Generator, num_pages: int) -> np.ndarray:
+    """Runs of consecutive pages, broken at random, some backwards, some repeated."""
+    steps = rng.choice([1, 1, 1, 1, 2, 7, 0, -1, -5], num_pages)
+    return (100 + np.cumsum(steps)).astype(np.int32)
+
+
+def test_kv_to_page_indices(sglang, rng):
+    for _ in range(1000):
+        page_size, num_tokens = rng.integers(1, 65), rng.integers(0, 300)
+        first = rng.integers(0, 1000) * page_size
+        slots = torch.arange(first, first + num_tokens)
+        expected = sglang.pages.kv_to_page_indices(slots, page_size)
+        np.testing.assert_array_equal(
+            cpattn.transfer.kv_to_page_indices(slots.numpy(), int(page_size)), expected
+        )
+
+
+def test_group_concurrent_contiguous(sglang, rng):
+    for _ in range(3000):
+        src = random_pages(rng, rng.integers(0, 12))
+        same = rng.random() < 0.9
+        dst = random_pages(rng, len(src) if same else rng.integers(0, 12))
+        expected = outcome(sglang.utils.group_concurrent_contiguous, src, dst)
+        got = outcome(cpattn.transfer.group_concurrent_contiguous, src, dst)
+        if not is_refusal(got):
+            got = tuple([[int(i) for i in group] for group in side] for side in got)
+        assert got == expected, (src, dst)
+
+
+def test_get_mha_kv_ptrs_with_pp_compat(sglang, rng):
+    for _ in range(3000):
+        src = list(range(rng.integers(1, 20)))
+        dst = list(range(1000, 1000 + rng.integers(0, 60)))
+        start = int(rng.integers(0, 12))
+        manager = make_manager(sglang, kv_args=SimpleNamespace(prefill_start_layer=start))
+        expected = outcome(manager.get_mha_kv_ptrs_with_pp, src, dst)
+        got = outcome(
+            cpattn.transfer.get_mha_kv_ptrs_with_pp,
+            src,
+            dst,
+            prefill_start_layer=start,
+            compat=True,
+        )
+        assert got == expected, (src, dst, start)
+
+
+def test_get_mha_kv_ptrs_with_pp_is_right_where_upstream_is_not(sglang, rng):
+    num_wrong = 0
+    for _ in range(3000):
+        num_layers, stage = random_stage(rng)
+        src = kv_list(stage, "KV")
+        dst = kv_list(range(num_layers), "KV", draft_layers=int(rng.integers(0, 4)))
+        manager = make_manager(sglang, kv_args=SimpleNamespace(prefill_start_layer=stage.start))
+        _, _, upstream_k, upstream_v, _ = manager.get_mha_kv_ptrs_with_pp(src, dst)
+        num_wrong += src != (upstream_k + upstream_v)[: len(src)]
+
+        _, _, dst_k, dst_v, _ = cpattn.transfer.get_mha_kv_ptrs_with_pp(
+            list(range(len(src))),
+            list(range(len(dst))),
+            prefill_start_layer=stage.start,
+            total_kv_layers=num_layers,
+        )
+        assert [dst[i] for i in [*dst_k, *dst_v]][: len(src)] == src
+    assert num_wrong > 300
+
+
+def mla_manager(sglang: SimpleNamespace, start: int, groups: int, hidden: int, draft: int) -> Any:
+    kv_args = SimpleNamespace(
+        prefill_start_layer=start,
+        kv_buf_groups=groups,
+        total_kv_layers=hidden,
+        hidden_kv_layers=hidden,
+        draft_kv_layers=draft,
+        mla_compression_ratios=None,
+    )
+    return make_manager(sglang, kv_args=kv_args, pp_size=2, is_mla_backend=True)
+
+
+def test_get_mla_kv_ptrs_with_pp_compat(sglang, rng):
+    for _ in range(3000):
+        src = list(range(rng.integers(1, 20)))
+        dst = list(range(1000, 1000 + rng.integers(0, 60)))
+        start, groups = int(rng.integers(0, 8)), int(rng.integers(1, 4))
+        hidden, draft = int(rng.integers(0, 20)), int(rng.integers(0, 3))
+        known = (
+            {"hidden_kv_layers": hidden} if knows_drafts(sglang) else {"total_kv_layers": hidden}
+        )
+        sglang.parallel.pp_group.is_last_rank = bool(rng.integers(2))
+        manager = mla_manager(sglang, start, groups, hidden, draft)
+        expected = outcome(manager.get_mla_kv_ptrs_with_pp, src, dst)
+        got = outcome(
+            cpattn.transfer.get_mla_kv_ptrs_with_pp,
+            src,
+            dst,
+            prefill_start_layer=start,
+            kv_buf_groups=groups,
+            draft_kv_layers=draft,
+            is_last_rank=sglang.parallel.pp_group.is_last_rank,
+            compat=True,
+            **known,
+        )
+        assert got == expected, (src, dst, start, groups, hidden, draft)
+
+
+def test_get_mla_kv_ptrs_with_pp_strict_agrees_where_upstream_is_right(sglang, rng):
+    num_agreed = 0
+    for _ in range(2000):
+        num_layers, stage = random_stage(rng)
+        groups = str(rng.choice(["KV", "KVI"]))
+        is_last = stage.stop == num_layers
+        draft = int(rng.integers(0, 3))
+        src = kv_list(stage, groups, draft if is_last else 0)
+        dst = kv_list(range(num_layers), groups, draft)
+        sglang.parallel.pp_group.is_last_rank = is_last
+        manager = mla_manager(sglang, stage.start, len(groups), num_layers, draft)
+        _, upstream, _ = manager.get_mla_kv_ptrs_with_pp(src, dst)
+        strict = outcome(
+            cpattn.transfer.get_mla_kv_ptrs_with_pp,
+            list(range(len(src))),
+            list(range(len(dst))),
+            prefill_start_layer=stage.start,
+            kv_buf_groups=len(groups),
+            hidden_kv_layers=num_layers,
+            draft_kv_layers=draft,
+            is_last_rank=is_last,
+        )
+        if not is_refusal(strict):
+            assert [dst[i] for i in strict[1]][: len(src)] == src
+        if upstream[: len(src)] == src:
+            assert not is_refusal(strict), (src, dst)
+            num_agreed += 1
+    assert num_agreed > 500

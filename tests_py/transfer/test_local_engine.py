@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine within a process."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpattn import _core
+from cpattn.transfer import LocalEngine
+from support.interrupts import assert_interruptible
+
+
+@pytest.fixture
+def engines():
+    with LocalEngine() as sender, LocalEngine() as receiver:
+        yield sender, receiver
+
+
+def memory(engine, values):
+    """Registered memory with these bytes, and its address."""
+    array = np.array(values, np.uint8)
+    assert engine.register([array.ctypes.data], [array.nbytes]) == 0
+    return array, array.ctypes.data
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 2**32 - 1), num_threads=st.integers(1, 3))
+def test_local_engine_copies_blocks_of_all_sizes(seed, num_threads):
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, random.choice([3, 5000, 2_000_000]), random.integers(1, 20))
+    begins = np.concatenate([[0], np.cumsum(lengths)])
+    order = random.permutation(len(lengths))
+    dst_begins = np.empty_like(lengths)
+    dst_begins[order] = np.cumsum(lengths[order]) - lengths[order] + order.argsort()[order] * 3
+    with LocalEngine(num_threads=num_threads) as sender, LocalEngine() as receiver:
+        src, src_addr = memory(sender, random.integers(0, 256, begins[-1] + 1, np.uint8))
+        dst, dst_addr = memory(receiver, np.full(begins[-1] + 3 * len(lengths), 0xA5))
+        expected = dst.copy()
+        for i, n in enumerate(lengths):
+            expected[dst_begins[i] : dst_begins[i] + n] = src[begins[i] : begins[i] + n]
+        code = sender.write(
+            receiver.session_id,
+            [src_addr + int(begin) for begin in begins[:-1]],
+            [dst_addr + int(begin) for begin in dst_begins],
+            lengths.tolist(),
+        )
+    assert code == 0
+    np.testing.assert_array_equal(dst, expected)
+
+
+def test_local_engine_writes_nothing_unless_all_is_registered(engines):
+    sender, receiver = engines
+    src, src_addr = memory(sender, range(100))
+    dst, dst_addr = memory(receiver, 100 * [0xA5])
+    outside = {
+        "target end": ([src_addr, src_addr], [dst_addr, dst_addr + 99], [2, 2]),
+        "target begin": ([src_addr, src_addr], [dst_addr, dst_addr - 1], [2, 2]),
+        "source end": ([src_addr, src_addr + 99], [dst_addr, dst_addr], [2, 2]),
+        "source of the peer": ([dst_addr], [dst_addr], [2]),
+        "beyond the last address": ([src_addr], [dst_addr], [2**64 - 1]),
+    }
+    for case, blocks in outside.items():
+        assert sender.write(receiver.session_id, *blocks) == -1, case
+    assert sender.write("local:0", [src_addr], [dst_addr], [1]) == -1
+    assert (dst == 0xA5).all()
+    assert sender.write(receiver.session_id, [src_addr], [dst_addr + 100], [0]) == 0
+    assert sender.write(receiver.session_id, [src_addr], [dst_addr], [100]) == 0
+    np.testing.assert_array_equal(dst, src)
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_local_engine_wants_lists_of_equal_lengths(engines, counts):
+    sender, receiver = engines
+    lists = [[0] * count for count in counts]
+    numbers = "{}, {} and {}".format(*counts)
+    rule = "src_addrs, dst_addrs and lengths must be equally long, got"
+    with pytest.raises(ValueError, match=f"^LocalEngine.write: {rule} {numbers}$"):
+        sender.write(receiver.session_id, *lists)
+
+
+def test_local_engine_codes_of_registration(engines):
+    engine, _ = engines
+    memory = np.zeros(6000, np.uint8)
+    base = memory.ctypes.data
+
+    def register(*ranges):
+        return engine.register([base + begin for begin, _ in ranges], [size for _, size in ranges])
+
+    def unregister(*begins):
+        return engine.unregister([base + begin for begin in begins])
+
+    assert engine.register([], []) == engine.unregister([]) == 0
+    assert register((1000, 100), (2000, 100)) == 0
+    for overlap in [(1000, 100), (1099, 1), (901, 100), (900, 500), (1500, 501), (1050, 1)]:
+        assert register(overlap) == -7
+    assert register((3000, 100), (3050, 1)) == -7  # within one call
+    assert register((4000, 100), (5000, 0)) == -1
+    assert unregister(3000) == -3  # nothing of a refused call stays
+    assert unregister(4000) == -3
+    assert unregister(1000, 1001) == -3
+    assert unregister(1000, 1000) == -3
+    assert register((1100, 900), (900, 100)) == 0  # fills the gaps; 1000 is still there
+    assert unregister(1000, 2000, 1100, 900) == 0
+    assert register((900, 5000)) == 0
+    with pytest.raises(ValueError, match="register: addrs and sizes must be equally many, got 1 "):
+        engine.register([1], [1, 1])
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=12))
+def test_memory_ranges_against_a_set_of_addresses(ranges):
+    memory, taken = _core.MemoryRanges(), {}
+    for addr, size in ranges:
+        mine = set(range(addr, addr + size))
+        free = not any(mine & other for other in taken.values())
+        expected = -1 if size == 0 else 0 if free else -7
+        assert memory.add([addr], [size]) == expected
+        if expected == 0:
+            taken[addr] = mine
+    for addr in range(50):
+        for size in (1, 2, 5):
+            block = set(range(addr, addr + size))
+            assert memory.contain([addr], [size]) == any(block <= r for r in taken.values())
+
+
+def test_local_engine_after_unregister_and_close(engines):
+    sender, receiver = engines
+    _, src_addr = memory(sender, range(8))
+    dst, dst_addr = memory(receiver, 8 * [0xA5])
+    assert receiver.unregister([dst_addr]) == 0
+    assert sender.write(receiver.session_id, [src_addr], [dst_addr], [8]) == -1
+    assert receiver.register([dst_addr], [8]) == 0
+    receiver.close()
+    receiver.close()
+    assert sender.write(receiver.session_id, [src_addr], [dst_addr], [8]) == -1
+    assert (dst == 0xA5).all()
+    for call in (receiver.register, receiver.unregister, receiver.write):
+        with pytest.raises(RuntimeError, match=r"^LocalEngine: local:\d+ is closed$"):
+            call(*{"register": [[], []], "unregister": [[]]}.get(call.__name__, ["", [], [], []]))
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ([-1], ValueError, r"must be in \[0, 2\^64\), got -1 at index 0"),
+        ([8, 1.0], TypeError, "must hold integers, got float at index 1"),
+        ([True], TypeError, "must hold integers, got bool at index 0"),
+        ("8", TypeError, "must be a list or tuple of int, or an integer array, got str"),
+    ],
+)
+def test_local_engine_wants_addresses(engines, values, error, message):
+    sender, receiver = engines
+    with pytest.raises(error, match=f"^LocalEngine.register: addrs {message}"):
+        sender.register(values, [8, 8])
+    with pytest.raises(error, match=f"^LocalEngine.unregister: addrs {message}"):
+        sender.unregister(values)
+    with pytest.raises(error, match=f"^LocalEngine.write: src_addrs {message}"):
+        sender.write(receiver.session_id, values, [8, 8], [0, 0])
+
+
+def test_local_engine_wants_the_name_of_a_session(engines):
+    with pytest.raises(TypeError, match=r"LocalEngine.write: session must be a str, got bytes"):
+        engines[0].write(b"peer", [], [], [])
+
+
+def test_local_engine_wants_a_thread():
+    with pytest.raises(ValueError, match=r"^LocalEngine: num_threads must be >= 1, got 0$"):
+        LocalEngine(num_threads=0)
+    with pytest.raises(TypeError, match=r"^LocalEngine: num_threads must be an integer, got float"):
+        LocalEngine(num_threads=2.0)
+    with pytest.raises(ValueError, match=r"^LocalEngine: max_blocks must be >= 1, got 0$"):
+        LocalEngine(max_blocks=0)
+
+
+def test_local_engine_interrupted_before_the_copy_can_be_closed(engines, monkeypatch):
+    """Ctrl-C when the write is noted but has not begun must not leave it in flight."""
+    sender, receiver = engines
+    _, addr = memory(sender, range(8))
+
+    class Interrupting(set):
+        def add(self, write):
+            super().add(write)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(receiver, "_writes", Interrupting())
+    assert receiver.register([addr], [8]) == 0
+    with pytest.raises(KeyboardInterrupt):
+        sender.write(receiver.session_id, [addr], [addr], [8])
+    assert not sender._writes
+    assert not receiver._writes
+
+
+def test_local_engine_unregister_waits_for_writes(engines):
+    """Memory may be unmapped as soon as unregister has returned, whatever others are writing."""
+    sender, receiver = engines
+    src, src_addr = memory(sender, np.arange(4 << 20) % 251)
+    codes = []
+
+    def write_all_the_time(addr):
+        while not codes or codes[-1] == 0:
+            codes.append(sender.write(receiver.session_id, [src_addr], [addr], [src.nbytes]))
+
+    dst, dst_addr = memory(receiver, np.zeros(4 << 20))
+    thread = threading.Thread(target=write_all_the_time, args=[dst_addr])
+    thread.start()
+    while len(codes) < 3 and thread.is_alive():
+        pass
+    assert receiver.unregister([dst_addr]) == 0
+    dst[:] = 0  # nobody writes here any more
+    thread.join()
+    assert codes[-1] == -1
+    assert not dst.any()
+
+
+@pytest.mark.parametrize("end", [LocalEngine.unregister, LocalEngine.close])
+@pytest.mark.parametrize("side", [0, 1], ids=["sender", "receiver"])
+def test_local_engines_of_both_sides_wait_for_a_write(engines, monkeypatch, side, end):
+    begun, let_go, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class HeldBlocks(_core.Blocks):
+        def copy(self, num_threads):
+            begun.set()
+            assert let_go.wait(60)
+
+    monkeypatch.setattr(_core, "Blocks", HeldBlocks)
+    addrs = [memory(engine, np.zeros(8))[1] for engine in engines]
+    write = (engines[1].session_id, [addrs[0]], [addrs[1]], [8])
+    writer = threading.Thread(target=engines[0].write, args=write)
+
+    def end_it():
+        end(engines[side], *([[addrs[side]]] if end is LocalEngine.unregister else []))
+        ended.set()
+
+    ender = threading.Thread(target=end_it)
+    writer.start()
+    assert begun.wait(60)
+    ender.start()
+    assert not ended.wait(0.05)
+    let_go.set()
+    writer.join()
+    assert ended.wait(60)
+    ender.join()
+
+
+def test_local_copy_is_interruptible():
+    assert_interruptible("""
+import numpy as np, cpattn
+src, dst = np.zeros(1 << 30, np.uint8), np.zeros(1 << 20, np.uint8)
+addr, size = dst.ctypes.data, dst.nbytes
+with cpattn.transfer.LocalEngine() as engine:
+    engine.register([addr, src.ctypes.data], [size, src.nbytes])
+    plan = [src.ctypes.data] * 60_000, [addr] * 60_000, [size] * 60_000
+    print("ready", flush=True)
+    engine.write(engine.session_id, *plan)
+""")

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""plan_kv_links and plan_kv_transfer between fleets of any shape, by the bytes that arrive."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpattn.transfer import KVEntry, KVLayout, plan_kv_links, plan_kv_transfer
+from support.transfer.kv_fleets import Model, Side, check_fleets, servers
+
+MLA = {"k": 8, "v": 2, "index_k": 3}
+MHA = {"k": 4, "v": 3}
+
+
+@st.composite
+def models(draw):
+    ids = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))
+    num_tokens = draw(st.integers(1, 30))
+    if draw(st.booleans()):
+        return Model(tuple(ids), MHA, draw(st.sampled_from([1, 2, 4])), num_tokens)
+    kinds = ["k", "v", "index_k"][: draw(st.integers(1, 3))]
+    return Model(tuple(ids), {kind: MLA[kind] for kind in kinds}, 1, num_tokens)
+
+
+@st.composite
+def sides(draw, model, *, is_source):
+    page_size = draw(st.sampled_from([1, 2, 4, 6]))
+    borders = draw(st.lists(st.integers(1, max(max(model.ids), 1)), max_size=2, unique=True))
+    borders = sorted(border for border in borders if border <= max(model.ids))
+    dcp_size = 1 if is_source else draw(st.integers(1, 3))
+    interleave = draw(st.sampled_from([1, 2, 4, 12])) if dcp_size > 1 else 1
+    cycle = page_size if dcp_size == 1 else page_size * dcp_size * interleave
+    return Side(
+        page_size,
+        tuple(borders),
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.sampled_from([0, 2])),
+        draw(st.integers(0, model.num_tokens // cycle)) * cycle,
+        draw(st.integers(1, 3)) if is_source else 1,
+        dcp_size,
+        interleave,
+    )
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data(), cp_share=st.sampled_from(["pages", "layers"]), seed=st.integers(0, 99))
+def test_every_byte_arrives_once_and_no_other_is_touched(data, cp_share, seed):
+    model = data.draw(models())
+    src = data.draw(sides(model, is_source=True))
+    dst = data.draw(sides(model, is_source=False))
+    first = data.draw(st.integers(max(src.start, dst.start), model.num_tokens))
+    links = check_fleets(model, src, dst, first=first, cp_share=cp_share, seed=seed)
+    for _, _, plan in links:
+        assert_ascending_and_joined(plan, src.tp_size == dst.tp_size)
+
+
+def assert_ascending_and_joined(plan, whole_rows):
+    """Within an entry blocks ascend in the destination, and no two could be one."""
+    blocks = zip(
+        plan.src_addrs.tolist(), plan.dst_addrs.tolist(), plan.lengths.tolist(), strict=True
+    )
+    src_end = dst_end = 0
+    for src, dst, length in blocks:
+        assert length > 0
+        assert not (whole_rows and src == src_end and dst == dst_end)
+        src_end, dst_end = src + length, dst + length
+
+
+FULL = Model(tuple(range(15)), MHA, 2, 24)
+
+
+def test_scenario_53_uneven_stages_of_15_layers_to_one():
+    links = check_fleets(FULL, Side(4, borders=(7,)), Side(4))
+    layers = [sum(part[1] for part in link.plan.parts) for link in links]
+    assert layers == [2 * 7, 2 * 8]
+
+
+@pytest.mark.parametrize("kinds", [MHA, {"k": 8, "v": 2}, MLA])
+@pytest.mark.parametrize(("src_draft", "dst_draft"), [(0, 2), (2, 0), (2, 2)])
+@pytest.mark.parametrize("borders", [(), (3,)])
+def test_scenario_54_draft_layers_on_either_side(kinds, src_draft, dst_draft, borders):
+    model = Model(tuple(range(4)), kinds)
+    links = check_fleets(model, Side(4, borders, draft=src_draft), Side(4, draft=dst_draft))
+    names = {name for link in links for name, *_ in link.plan.parts}
+    assert any(name.startswith("draft") for name in names) == (src_draft == dst_draft)
+
+
+def test_scenario_55_three_stages_of_one_rank_to_two_stages_of_two_ranks():
+    links = check_fleets(FULL, Side(4, borders=(4, 9)), Side(4, borders=(8,), tp_size=2))
+    pairs = [(source, destination) for source, destination, _ in links]
+    assert pairs == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3), (2, 2), (2, 3)]
+
+
+@pytest.mark.parametrize(("src_tp", "dst_tp", "num_heads"), [
+    (4, 2, 8), (2, 4, 8), (1, 4, 2), (8, 2, 4), (8, 8, 2), (2, 8, 4), (4, 2, 1), (2, 4, 1),
+])  # fmt: skip
+def test_scenario_56_more_ranks_than_heads(src_tp, dst_tp, num_heads):
+    model = Model((0, 1), MHA, num_heads, 10)
+    links = check_fleets(model, Side(4, tp_size=src_tp), Side(4, tp_size=dst_tp))
+    if src_tp == dst_tp:
+        assert [link[:2] for link in links] == [(rank, rank) for rank in range(src_tp)]
+
+
+@pytest.mark.parametrize("interleave", [1, 2, 4, 8])
+def test_scenario_58_interleave_of_tokens_and_of_pages(interleave):
+    side = Side(4, dcp_size=2, dcp_interleave=interleave)
+    links = check_fleets(Model((0,), {"k": 4}, 1, 29), Side(4), side, first=8)
+    whole_pages = all((link.plan.lengths % (4 * 4) == 0).all() for link in links)
+    assert whole_pages == (interleave % 4 == 0)
+
+
+@pytest.mark.parametrize(("src_page", "dst_page"), [(64, 16), (16, 64), (48, 64), (1, 7)])
+def test_scenario_59_pages_of_other_sizes(src_page, dst_page):
+    check_fleets(Model((0, 1), MLA, 1, 200), Side(src_page), Side(dst_page))
+    check_fleets(Model((0, 1), MLA, 1, 200), Side(src_page), Side(dst_page), first=65)
+
+
+@pytest.mark.parametrize("first", [8, 10, 24])
+@pytest.mark.parametrize(("src_start", "dst_start"), [(0, 8), (8, 0), (4, 4)])
+def test_scenario_60_the_prefix_is_there(first, src_start, dst_start):
+    links = check_fleets(
+        Model((0,), MHA), Side(4, start=src_start), Side(4, start=dst_start), first=first
+    )
+    assert len(links) == (first < 24)
+
+
+@pytest.mark.parametrize("cp_size", [2, 3, 5])
+@pytest.mark.parametrize("dst", [Side(4), Side(2), Side(4, dcp_size=2)])
+def test_scenario_61_ranks_share_pages_or_layers(cp_size, dst):
+    model = Model((0, 2, 3), MHA, 1, 30)
+    for share in ("pages", "layers"):
+        links = check_fleets(model, Side(4, cp_size=cp_size), dst, cp_share=share)
+        sent = [0] * cp_size
+        for source, _, plan in links:
+            sent[source] += plan.total_bytes
+        unit = 7 * 4 * 3 if share == "pages" else 7 * 32  # all layers of a page, or a layer
+        assert max(sent) - min(sent) <= unit
+
+
+def layouts(model, src, dst):
+    sources, destinations = servers(model, src, 0, 1 << 48), servers(model, dst, 1, 1 << 49)
+    return sources, destinations
+
+
+def plan(sources, destinations, **arguments):
+    return plan_kv_links(
+        [server.layout for server in sources], [server.layout for server in destinations],
+        [server.pages for server in sources], [server.pages for server in destinations],
+        **arguments,
+    )  # fmt: skip
+
+
+def test_what_nobody_sends_is_refused():
+    sources, destinations = layouts(FULL, Side(4, borders=(7,)), Side(4, tp_size=2))
+    message = (
+        "of layer 7 of destination 0, heads [0, 1), tokens [0, 24), must be sent by one source"
+    )
+    with pytest.raises(ValueError, match=re.escape(message) + ", got no source"):
+        plan(sources[:1], destinations)
+    sources, _ = layouts(FULL, Side(4, tp_size=2), Side(4))
+    with pytest.raises(ValueError, match=re.escape("heads [1, 2), tokens [0, 24), must be sent")):
+        plan(sources[:1], layouts(FULL, Side(4), Side(4))[1])
+    sources, destinations = layouts(FULL, Side(4, cp_size=3), Side(4))
+    with pytest.raises(ValueError, match=re.escape("tokens [8, 16), must be sent by one source")):
+        plan(sources[::2], destinations, cp_ranks=[0, 2], cp_size=3)
+
+
+def test_what_two_send_is_refused():
+    sources, destinations = layouts(FULL, Side(4), Side(4))
+    message = "tokens [0, 24), must be sent by one source, got sources 0 and 1"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan(sources * 2, destinations)
+
+
+def test_buffers_that_two_links_would_write_are_refused():
+    sources = [
+        KVLayout([KVEntry(i, "k", False, i << 20, 512, 512)], 16, layers=(i, i + 1))
+        for i in range(2)
+    ]
+    near = [KVEntry(i, "k", False, (1 << 49) + i * 256, 512, 512) for i in range(2)]
+    with pytest.raises(ValueError, match="destination buffers must not overlap, got k of layer 0"):
+        plan_kv_links(sources, [KVLayout(near, 16)], [[0], [0]], [[0]])
+
+
+def test_what_nobody_receives_is_refused():
+    sources, destinations = layouts(FULL, Side(4), Side(4, borders=(7,)))
+    message = r"^plan_kv_links: [kv] of layer \d+ of source 0 must have a destination$"
+    with pytest.raises(ValueError, match=message):
+        plan(sources, destinations[:1])
+
+
+def test_errors_of_a_link_name_it():
+    sources, destinations = layouts(FULL, Side(4, borders=(7,)), Side(4))
+    sources[1].pages[0] = 99
+    message = "source pages must be in .* got 99 at index 0, from source 1 to destination 0$"
+    with pytest.raises(ValueError, match=message):
+        plan(sources, destinations)
+    with pytest.raises(ValueError, match="cp_ranks must be given with cp_size 2"):
+        plan(sources, destinations, cp_size=2)
+    with pytest.raises(ValueError, match="src_pages must be a list for each of 2 peers, got 0"):
+        plan_kv_links([s.layout for s in sources], [], [], [])
+    with pytest.raises(ValueError, match="cp_ranks must be one for each of 2 sources, got 1"):
+        plan(sources, destinations, cp_ranks=[0])
+
+
+def test_what_is_no_layout_is_refused():
+    _, destinations = layouts(FULL, Side(4), Side(4))
+    with pytest.raises(TypeError):
+        plan_kv_links([None], [destinations[0].layout], [[0]], [[0]])
+
+
+def test_totals_of_links():
+    sources, destinations = layouts(Model((0, 1), MHA), Side(4, borders=(1,)), Side(4))
+    links = plan(sources, destinations)
+    assert links.total_bytes == 2 * 24 * 7
+    lines = str(links).splitlines()
+    assert lines[0].split() == ["link", "buffers", "blocks", "bytes", "mean", "block"]
+    assert [line.split()[0] for line in lines[1:]] == ["0", "1", "total"]
+    assert "1 × k" in lines[1]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_a_link_is_a_plan_of_its_own():
+    sources, destinations = layouts(FULL, Side(4, borders=(7,), tp_size=2), Side(4))
+    for source, _, linked in plan(sources, destinations):
+        server, to = sources[source], destinations[0]
+        assert linked == plan_kv_transfer(server.layout, to.layout, server.pages, to.pages)
