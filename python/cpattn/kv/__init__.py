@@ -6,10 +6,12 @@
     )
     pool.set_kv_buffer(layer, slots, k, v)
 
-``pools`` has one class for dense attention and one for MLA, with or without keys of an indexer.
+``mha`` has the pool of dense attention, ``mla`` that of latent attention, with or without keys of
+an indexer, ``buffers`` what both are made of.
 Imports NumPy and the core, and torch or ml_dtypes when a pool needs them.
 """
 
-from .pools import MHATokenToKVPool, MLATokenToKVPool
+from .mha import MHATokenToKVPool
+from .mla import MLATokenToKVPool
 
 __all__ = ["MHATokenToKVPool", "MLATokenToKVPool"]

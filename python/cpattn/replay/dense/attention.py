@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...distributed import ContextParallel, ContextParallelPlan
-from ...kv.pools import MHATokenToKVPool
+from ...kv.mha import MHATokenToKVPool
 from ...traffic.scheduler import Batch
 from ..phases import PhaseClock
 from .baseline import gathered_attention, make_segments

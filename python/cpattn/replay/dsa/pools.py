@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...distributed import ContextParallel, ContextParallelPlan
-from ...kv.pools import MLATokenToKVPool
+from ...kv.mla import MLATokenToKVPool
 from ...npu.sparse_flash_attention import npu_sparse_flash_attention
 from ...sparse.sglang_0_5_23 import transform_index_page_table_prefill
 from ...traffic.scheduler import Batch

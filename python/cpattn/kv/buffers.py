@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all KV pools have: the buffers of their layers, and the checks of their options."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from typing import Any, NoReturn
+
+from .. import _core
+from .._arguments import at_least, integer
+from .._containers import numpy_dtype
+from .._types import AnyTensor, Indices, Tensor
+
+_FLAGS = {
+    **dict.fromkeys(("1", "true", "yes", "y", "on"), True),
+    **dict.fromkeys(("", "0", "false", "no", "n", "off"), False),
+}
+
+BufInfos = tuple[list[int], list[int], list[int]]
+
+
+class KVPool:
+    """Buffers of several kinds with one row per layer, token slot and kind.
+
+    `rows` says how many heads of how many elements a row of each kind has.
+    """
+
+    def __init__(
+        self,
+        rows: dict[str, tuple[int, int]],
+        size: int,
+        page_size: int,
+        num_layers: int,
+        dtype: Any,
+        start_layer: int,
+        use_fia: bool,
+        container: str | None,
+    ):
+        function = type(self).__name__
+        self.size = at_least(0, size, function, "size")
+        self.page_size = at_least(1, page_size, function, "page_size")
+        self.num_pages = self.size // self.page_size + 1
+        self.num_layers = self.layer_num = at_least(1, num_layers, function, "num_layers")
+        self.start_layer = at_least(0, start_layer, function, "start_layer")
+        self.end_layer = self.start_layer + self.num_layers
+        self.dtype = _dtype_name(function, dtype)
+        self.store_dtype = "uint8" if self.dtype.startswith("float8") else self.dtype
+        self.use_fia = use_fia
+        self.kinds = tuple(rows)
+        slots = self.num_pages * self.page_size
+        self._buffers = {
+            kind: _core.KVBuffer(function, self.num_layers, slots, math.prod(row), self.dtype)
+            for kind, row in rows.items()
+        }
+        view = _viewer(function, container)
+        self._stored = {
+            kind: self._shaped(view(buffer.bytes, self.store_dtype), rows[kind])
+            for kind, buffer in self._buffers.items()
+        }
+        self._layers = {
+            kind: list(self._shaped(view(buffer.bytes, self.dtype), rows[kind]))
+            for kind, buffer in self._buffers.items()
+        }
+
+    def _shaped(self, flat: AnyTensor, row: tuple[int, int]) -> AnyTensor:
+        """One tensor for all layers, or a list of a tensor for each."""
+        if not self.use_fia:
+            return flat.reshape(self.num_layers, self.num_pages, self.page_size, *row)
+        return list(flat.reshape(self.num_layers, self.num_pages * self.page_size, 1, *row))
+
+    def __repr__(self) -> str:
+        gib = self.nbytes / 2**30
+        return (
+            f"{type(self).__name__}({', '.join(self.kinds)} of layers "
+            f"[{self.start_layer}, {self.end_layer}), {self.num_pages} pages of "
+            f"{self.page_size} tokens, {self.dtype}{', FIA' if self.use_fia else ''}, "
+            f"{gib:.3g} GiB)"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of address space; memory is taken as rows are written."""
+        return sum(self.get_kv_size_bytes())
+
+    def get_kv_size_bytes(self) -> tuple[int, ...]:
+        """Bytes of all layers of each of `kinds`."""
+        return tuple(self.num_layers * self._buffers[kind].layer_bytes for kind in self.kinds)
+
+    def get_contiguous_buf_infos(self) -> BufInfos:
+        """Address, bytes and bytes of a page of each buffer: the kinds in turn, layers ascending.
+
+        The bytes of a page are `page_size` times those of a token in every layout.
+        """
+        return self._buf_infos(self.kinds)
+
+    def _buf_infos(self, kinds: tuple[str, ...]) -> BufInfos:
+        addrs, sizes, page_sizes = [], [], []
+        for kind in kinds:
+            buffer = self._buffers[kind]
+            layer_bytes = buffer.layer_bytes
+            addrs += [buffer.addr + i * layer_bytes for i in range(self.num_layers)]
+            sizes += [layer_bytes] * self.num_layers
+            page_sizes += [self.page_size * buffer.row_bytes] * self.num_layers
+        return addrs, sizes, page_sizes
+
+    def _layer_index(self, function: str, layer_id: Any) -> int:
+        """Of a layer, or of what has a `layer_id`, as engines' attention layers do."""
+        try:
+            layer = getattr(layer_id, "layer_id", layer_id)
+        except Exception:  # of an object that refuses even this
+            layer = layer_id
+        layer = integer(layer, function, "layer_id")
+        if not self.start_layer <= layer < self.end_layer:
+            raise ValueError(
+                f"{function}: layer_id must be in [{self.start_layer}, {self.end_layer}), "
+                f"got {layer}"
+            )
+        return layer - self.start_layer
+
+    @property
+    def k_buffer(self) -> AnyTensor:
+        """All keys as they are stored (`store_dtype`): one tensor, or one per layer under FIA."""
+        return self._stored["k"]
+
+    @property
+    def v_buffer(self) -> AnyTensor:
+        """All values, likewise."""
+        return self._stored["v"]
+
+    def get_key_buffer(self, layer_id: Any) -> AnyTensor:
+        """The keys of a layer, by its number in the whole model, as `dtype`."""
+        return self._layers["k"][self._layer_index("get_key_buffer", layer_id)]
+
+    def get_value_buffer(self, layer_id: Any) -> AnyTensor:
+        """The values of a layer, by its number in the whole model, as `dtype`."""
+        return self._layers["v"][self._layer_index("get_value_buffer", layer_id)]
+
+    def get_kv_buffer(self, layer_id: Any) -> tuple[AnyTensor, AnyTensor]:
+        """Keys and values of a layer."""
+        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
+
+    def _set_kv_buffer(
+        self,
+        layer_id: Any,
+        loc: Indices,
+        k: Tensor,
+        v: Tensor | None,
+        k_scale: Any,
+        v_scale: Any,
+        layer_id_override: int | None,
+    ) -> None:
+        layer = layer_id if layer_id_override is None else layer_id_override
+        _core.set_kv_buffer(
+            self._layer_index("set_kv_buffer", layer),
+            loc,
+            self._buffers["k"],
+            k,
+            positive_scale("k_scale", k_scale),
+            self._buffers["v"],
+            v,
+            positive_scale("v_scale", v_scale),
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__}: a pool cannot be pickled or copied, for it is memory of this "
+            "process; KVLayout.from_pool tells others where it is"
+        )
+
+
+def fia_layout(function: str, use_fia: Any) -> bool:
+    """The argument, or what the environment says."""
+    if isinstance(use_fia, bool):
+        return use_fia
+    if use_fia is not None:
+        raise TypeError(f"{function}: use_fia must be a bool or None, got {type(use_fia).__name__}")
+    text = os.environ.get("ASCEND_USE_FIA", "")
+    try:
+        return _FLAGS[text.strip().lower()]
+    except KeyError:
+        raise ValueError(
+            f"{function}: ASCEND_USE_FIA must be true or false, got {text!r}"
+        ) from None
+
+
+def positive_scale(name: str, scale: Any) -> float:
+    """A number or a tensor of one; no scale is 1."""
+    try:
+        return 1.0 if scale is None else float(scale)
+    except Exception as error:
+        raise TypeError(
+            f"set_kv_buffer: {name} must be a number, got {type(scale).__name__}"
+        ) from error
+
+
+def _dtype_name(function: str, dtype: Any) -> str:
+    """Of a name, a NumPy or torch dtype, or a NumPy scalar type."""
+    try:
+        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
+        text = name if isinstance(name, str) else str(dtype)
+        text.encode()
+    except Exception as error:
+        raise TypeError(
+            f"{function}: dtype must be the name of one, or one of NumPy or torch, got "
+            f"{type(dtype).__name__}"
+        ) from error
+    return text.removeprefix("torch.")[:40]
+
+
+def _viewer(function: str, container: str | None) -> Any:
+    """How bytes become a flat tensor of a dtype in the container."""
+    if container is None:
+        container = "torch" if "torch" in sys.modules else "numpy"
+    if not isinstance(container, str):
+        raise TypeError(
+            f"{function}: container must be 'torch', 'numpy' or None, "
+            f"got {type(container).__name__}"
+        )
+    if container == "torch":
+        import torch
+
+        return lambda flat, dtype: torch.from_numpy(flat).view(getattr(torch, dtype))
+    if container == "numpy":
+        return lambda flat, dtype: flat.view(numpy_dtype(dtype))
+    raise ValueError(
+        f"{function}: container must be 'torch', 'numpy' or None, got {container!r:.40}"
+    )
