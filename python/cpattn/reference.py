@@ -29,53 +29,70 @@ __all__ = [
 Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
+# fmt: off
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    q_lens: Any,
-    kv_lens: Any,
-    block_tables: Any,
-    page_size: int | None = None,
-    kv_layout: Literal["NHD", "HND"] = "NHD",
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    custom_mask: Tensor | None = None,
-    allow_short_kv: bool = False,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *,
+    q_lens: Any, kv_lens: Any, block_tables: Any, page_size: int | None = None,
+    kv_layout: Literal["NHD", "HND"] = "NHD", scale: float | None = None, causal: bool = True,
+    window: int | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
+    custom_mask: Tensor | None = None, allow_short_kv: bool = False,
 ) -> tuple[Float64Array, Float64Array]:
-    """Attention over paged keys and values.
+    # fmt: on
+    """Compute attention over paged keys and values.
+
+    Tensors may differ in their dtypes, and head sizes need not be multiples of 16.
 
     Parameters
     ----------
-    q : tensor, shape [sum(q_lens), num_heads, head_dim]
-    k_cache, v_cache : tensor, shape [num_pages, page_size, num_kv_heads, dim]
+    q : tensor [sum(q_lens), num_heads, head_dim]
+        New tokens, sequence after sequence; num_heads is a multiple of num_kv_heads.
+    k_cache, v_cache : tensors [num_pages, page_size, num_kv_heads, dim]
         With ``kv_layout="HND"`` [num_pages, num_kv_heads, page_size, dim]; 3-D with
-        ``page_size`` [num_pages * page_size, num_kv_heads, dim].
-    q_lens, kv_lens : sequence of int, length B
-        The last q_lens[r] of kv_lens[r] tokens of sequence r are the queries. Under `causal`
-        there are at least as many tokens, unless ``allow_short_kv``: then the first queries stand
-        before token 0 and see nothing.
-    block_tables : integer array, shape [B, >= ceil(kv_len / page_size)]
-    scale : float, optional
-        1 / sqrt(head_dim) if not given.
-    causal, window, custom_mask
+        ``page_size`` [num_pages * page_size, num_kv_heads, dim]. The last dimension is contiguous.
+    q_lens, kv_lens : ints [batch]
+        The last q_lens[r] of kv_lens[r] tokens of sequence r are the queries.
+    block_tables : ints [batch, >= ceil(max(kv_lens) / page_size)]
+        Page ids; entries beyond a sequence's own pages are never read.
+    page_size : int, optional
+        Tokens of a page. A 4-D cache has it in its shape; a 3-D one needs it.
+    kv_layout : {"NHD", "HND"}
+        The order of the axes of 4-D caches.
+    scale : float, default 1/sqrt(head_dim)
+        Multiplies q . k, whatever head_dim is.
+    causal, window, custom_mask : bool, int, tensor [sum(q_lens * kv_lens)] of bool
         Key j is visible from position p if j <= p (``causal``), p - window <= j
-        (``window``) and its flag in ``custom_mask``, bool [sum(q_lens * kv_lens)], is set.
+        (``window``, at least 0) and its flag in ``custom_mask`` is set.
     softcap : float
         If positive, scores become softcap * tanh(score / softcap).
-    sinks : tensor, shape [num_heads], optional
+    sinks : tensor [num_heads], optional
         One more logit in the denominator of each row.
+    allow_short_kv : bool
+        Under `causal`, take a sequence of more queries than keys: the first queries stand before
+        token 0 and see nothing.
 
     Returns
     -------
-    out : float64 array, shape [sum(q_lens), num_heads, v_head_dim]
+    out : array [sum(q_lens), num_heads, v_head_dim], float64
         Zeros for a row that sees no key.
-    lse : float64 array, shape [sum(q_lens), num_heads]
+    lse : array [sum(q_lens), num_heads], float64
         Natural logarithm, without the sink; -inf for a row that sees no key.
+
+    Raises
+    ------
+    TypeError
+        For what is no tensor, floats or bools among the indices, and flags that are no bools.
+    ValueError
+        For numbers in a tensor that are not floating-point, and lengths, shapes, page ids or
+        tables that do not fit.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> q, k, v = np.zeros((2, 1, 3)), np.zeros((1, 4, 1, 3)), np.arange(4.0).reshape(1, 4, 1, 1)
+    >>> out, lse = cpattn.reference.paged_attention(
+    ...     q, k, v, q_lens=[2], kv_lens=[4], block_tables=[[0]])
+    >>> out.ravel(), np.exp(lse).ravel().round(9)     # means of three and of four values
+    (array([1. , 1.5]), array([3., 4.]))
     """
     function = "reference.paged_attention"
     if _core.text(kv_layout, function, "kv_layout") not in ("NHD", "HND"):
@@ -99,24 +116,13 @@ def paged_attention(
     v_head_dim = (0, *_core.shape_of(v_cache, function, "v_cache"))[-1]
     out = _float64(function, num_tokens, num_heads, v_head_dim)
     lse = _float64(function, num_tokens, num_heads)
+    if scale is None:
+        scale = max(head_dim, 1) ** -0.5
     _core.reference.paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        q_lens=q_lens,
-        kv_lens=kv_lens,
-        block_tables=block_tables,
-        page_size=page_size,
-        hnd=kv_layout == "HND",
-        scale=max(head_dim, 1) ** -0.5 if scale is None else scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        custom_mask=custom_mask,
-        out=out,
-        lse=lse,
-    )
+        q, k_cache, v_cache, q_lens=q_lens, kv_lens=kv_lens, block_tables=block_tables,
+        page_size=page_size, hnd=kv_layout == "HND", scale=scale, causal=causal, window=window,
+        softcap=softcap, sinks=sinks, custom_mask=custom_mask, out=out, lse=lse,
+    )  # fmt: skip
     return out, lse
 
 
@@ -129,29 +135,49 @@ def flash_mla_sparse_fwd(
     attn_sink: Tensor | None = None,
     topk_length: Any = None,
 ) -> tuple[Float64Array, Float64Array, Float64Array]:
-    """Attention of each token over the rows of `kv` that its indices name.
+    """Attend with each token to the rows of `kv` that its indices name.
 
     Parameters
     ----------
-    q : tensor, shape [s_q, num_heads, head_dim]
-    kv : tensor, shape [s_kv, 1, head_dim]
-        A value is the first `d_v` elements of its key.
-    indices : integer array, shape [s_q, 1, topk] or [s_q, topk]
-        What is not in [0, s_kv) is skipped.
+    q : tensor [s_q, num_heads, head_dim]
+        Any head_dim.
+    kv : tensor [s_kv, 1, head_dim]
+        A value is the first `d_v` elements of its key. There are no pages and no FP8 rows here.
+    indices : tensor [s_q, 1, topk] or [s_q, topk], int32 or int64
+        What is not in [0, s_kv) is skipped. A row that is named twice counts twice.
     sm_scale : float
+        Multiplies q . k.
     d_v : int
-    attn_sink : tensor, shape [num_heads], optional
+        From 0 to head_dim.
+    attn_sink : tensor [num_heads], optional
         One more logit in the denominator of each row.
-    topk_length : sequence of int, length s_q, optional
-        How many entries of each row of `indices` count; all by default.
+    topk_length : ints [s_q], optional
+        How many entries of each row of `indices` count, up to topk; all by default.
 
     Returns
     -------
-    out : float64 array, shape [s_q, num_heads, d_v]
+    out : array [s_q, num_heads, d_v], float64
         Zeros for a token without keys.
-    max_logits, lse : float64 array, shape [s_q, num_heads]
+    max_logits, lse : arrays [s_q, num_heads], float64
         The largest scaled score and the natural logarithm of the sum of exponentials, without
         the sink; -inf for a token without keys.
+
+    Raises
+    ------
+    TypeError
+        For what is no tensor, and indices that are neither int32 nor int64.
+    ValueError
+        For numbers in `q`, `kv` or `attn_sink` that are not floating-point, and shapes or lengths
+        that do not fit. Indices are never an error.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> q, kv = np.ones((2, 1, 2)), np.arange(6.0).reshape(3, 1, 2)
+    >>> indices = np.array([[2, -1], [3, -1]])     # there is no row 3
+    >>> out, max_logits, lse = cpattn.reference.flash_mla_sparse_fwd(q, kv, indices, 0.5, d_v=1)
+    >>> out.ravel(), max_logits.ravel(), lse.ravel()
+    (array([4., 0.]), array([ 4.5, -inf]), array([ 4.5, -inf]))
     """
     function = "reference.flash_mla_sparse_fwd"
     num_tokens, num_heads, _ = _core.shape_of(q, function, "q", 3)
@@ -163,20 +189,12 @@ def flash_mla_sparse_fwd(
             )
         indices = tensor_of(indices, function, "indices")[:, 0]
     d_v = _core.integer(d_v, function, "d_v")
-    out = _float64(function, num_tokens, num_heads, max(d_v, 0))  # the core refuses those below 1
+    out = _float64(function, num_tokens, num_heads, max(d_v, 0))  # the core refuses those below 0
     max_logits, lse = _float64(function, 2, num_tokens, num_heads)
     _core.reference.flash_mla_sparse_fwd(
-        q,
-        kv,
-        indices,
-        sm_scale=sm_scale,
-        d_v=d_v,
-        attn_sink=attn_sink,
-        topk_length=topk_length,
-        out=out,
-        max_logits=max_logits,
-        lse=lse,
-    )
+        q, kv, indices, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length,
+        out=out, max_logits=max_logits, lse=lse,
+    )  # fmt: skip
     return out, max_logits, lse
 
 
@@ -187,14 +205,33 @@ def merge_state(
 
     Parameters
     ----------
-    out_a, out_b : tensor, shape [num_tokens, num_heads, head_dim]
-    lse_a, lse_b : tensor, shape [num_tokens, num_heads]
+    out_a, out_b : tensors [num_tokens, num_heads, head_dim]
+        Normalised partial outputs.
+    lse_a, lse_b : tensors [num_tokens, num_heads]
         Natural logarithms; a part with -inf is ignored, whatever it holds.
 
     Returns
     -------
-    out, lse : float64 array
-        New arrays: unlike `cpattn.merge_state`, the inputs stay as they are.
+    out : array [num_tokens, num_heads, head_dim], float64
+        A new one: unlike `cpattn.merge_state`, the inputs stay as they are. Zeros where neither
+        part has keys.
+    lse : array [num_tokens, num_heads], float64
+        Of both sets; -inf where neither part has keys.
+
+    Raises
+    ------
+    TypeError
+        For what is no tensor.
+    ValueError
+        For shapes that differ, and numbers that are not floating-point.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> ones, lse = np.ones((1, 1, 2)), np.zeros((1, 1))
+    >>> out, lse = cpattn.reference.merge_state(ones, lse, 5 * ones, lse + np.log(3))
+    >>> out.round(9), np.exp(lse).round(9)     # (1 + 3 * 5) / 4
+    (array([[[4., 4.]]]), array([[4.]]))
     """
     function = "reference.merge_state"
     out = _float64(function, *_core.shape_of(out_a, function, "out_a"))
@@ -206,21 +243,41 @@ def merge_state(
 def indexer_logits(
     q: Tensor, k: Tensor, weights: Tensor, ks: Any, ke: Any, *, k_scale: Tensor | None = None
 ) -> Float64Array:
-    """Scores of the lightning indexer.
+    """Score keys for every query as the lightning indexer does.
 
     Parameters
     ----------
-    q : tensor, shape [T, H, D]
-    k : tensor, shape [S, D]
-    weights : tensor, shape [T, H]
-    ks, ke : sequence of int, length T
-        Query i scores the keys from ks[i] up to, without, ke[i].
-    k_scale : tensor, shape [S], optional
+    q : tensor [num_tokens, num_heads, head_dim]
+        Any head_dim.
+    k : tensor [num_keys, head_dim]
+        Keys of all sequences, one after the other.
+    weights : tensor [num_tokens, num_heads]
+        The factor of each head.
+    ks, ke : ints [num_tokens]
+        Query i scores the keys from ks[i] up to, without, ke[i]; none if ke[i] <= ks[i].
+    k_scale : tensor [num_keys], optional
+        A factor for each key.
 
     Returns
     -------
-    logits : float64 array, shape [T, S]
+    logits : array [num_tokens, num_keys], float64
         k_scale[j] * sum_h weights[i, h] * max(0, q[i, h] . k[j]); -inf for other keys.
+
+    Raises
+    ------
+    TypeError
+        For what is no tensor, and floats or bools among `ks` and `ke`.
+    ValueError
+        For ranges beyond the keys, shapes that do not fit, and numbers that are not
+        floating-point: quantised ones must be made so first.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> q, keys, weights = np.ones((2, 1, 1)), np.array([[-1.0], [2.0], [3.0]]), np.ones((2, 1))
+    >>> cpattn.reference.indexer_logits(q, keys, weights, ks=[0, 2], ke=[3, 3])
+    array([[  0.,   2.,   3.],
+           [-inf, -inf,   3.]])
     """
     function = "reference.indexer_logits"
     num_queries = _core.shape_of(q, function, "q", 3)[0]
@@ -231,12 +288,34 @@ def indexer_logits(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Float64Array:
-    """``x / sqrt(mean(x^2) + eps) * weight + bias`` along the last dimension.
+    """Normalise rows: ``x / sqrt(mean(x^2) + eps) * weight + bias`` along the last dimension.
 
     Parameters
     ----------
-    x : tensor, shape [n, dim]
-    weight, bias : tensor, shape [dim]
+    x : tensor [n, dim]
+        The rows.
+    weight, bias : tensors [dim]
+        A factor and, if it is given, a summand for each column.
+    eps : float
+        At least 0.
+
+    Returns
+    -------
+    array [n, dim], float64
+
+    Raises
+    ------
+    TypeError
+        For what is no tensor, and an eps that is no number.
+    ValueError
+        For shapes that do not fit, a negative eps, and numbers that are not floating-point.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> x = np.array([[3.0, 4.0]])
+    >>> cpattn.reference.rms_norm(x, np.ones(2), 12.5)     # sqrt((3 * 3 + 4 * 4) / 2 + 12.5) is 5
+    array([[0.6, 0.8]])
     """
     function = "reference.rms_norm"
     out = _float64(function, *_core.shape_of(x, function, "x"))
@@ -245,12 +324,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) 
 
 
 def hadamard_transform(x: Tensor, scale: float | None = None) -> Float64Array:
-    """``x @ H * scale`` with ``H[i, j] = (-1) ** popcount(i & j)``.
+    """Compute ``x @ H * scale`` with ``H[i, j] = (-1) ** popcount(i & j)``.
 
     Parameters
     ----------
-    x : tensor, shape [n, D], D a power of two
-    scale : float, default D ** -0.5
+    x : tensor [n, dim]
+        dim is a power of two.
+    scale : float, default 1/sqrt(dim)
+        With the default, the transform of the result is x again, up to rounding.
+
+    Returns
+    -------
+    array [n, dim], float64
+
+    Raises
+    ------
+    TypeError
+        For what is no tensor, and a scale that is no number.
+    ValueError
+        If x has not two dimensions, dim is no power of two, or numbers are not floating-point.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> cpattn.reference.hadamard_transform(np.array([[1.0, 2.0]]), scale=1.0)
+    array([[ 3., -1.]])
     """
     function = "reference.hadamard_transform"
     shape = _core.shape_of(x, function, "x", 2)
@@ -262,11 +360,33 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Float64Array:
 
 
 def dequantize_kv_rows(rows: Tensor) -> Float64Array:
-    """Rows of the FP8 cache, contiguous bytes [n, 656], as exactly the numbers they mean.
+    """Convert rows of the FP8 cache into exactly the numbers they mean.
+
+    Parameters
+    ----------
+    rows : contiguous tensor [n, 656], of a dtype of one byte
+        For each row 512 codes of float8_e4m3fn, a float32 scale for every 128 of them, and 64
+        numbers in bfloat16, as `cpattn.sparse.quantize_kv_rows` makes them.
 
     Returns
     -------
-    float64 array, shape [n, 576]
+    array [n, 576], float64
+        The 512 codes by their scales, then the 64 numbers.
+
+    Raises
+    ------
+    TypeError
+        For what is no tensor.
+    ValueError
+        For other shapes, wider dtypes, and rows that are not contiguous.
+
+    Examples
+    --------
+    >>> import numpy as np, cpattn
+    >>> nope, rope = np.full((1, 512), 448, np.float32), np.full((1, 64), 0.5, np.float32)
+    >>> rows = cpattn.sparse.quantize_kv_rows(nope, rope)[:, 0]
+    >>> cpattn.reference.dequantize_kv_rows(rows)[0, [0, 511, 512, 575]]
+    array([448. , 448. ,   0.5,   0.5])
     """
     function = "reference.dequantize_kv_rows"
     out = _float64(function, _core.shape_of(rows, function, "rows", 2)[0], 576)

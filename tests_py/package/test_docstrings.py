@@ -6,7 +6,7 @@ from __future__ import annotations
 import doctest
 import enum
 import functools
-import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable
@@ -16,8 +16,12 @@ import pytest
 
 import cpattn
 
-# The rooms that NumPy is enough for; others import torch or an engine.
-ROOMS = ["", ".kv", ".npu", ".profiling", ".sparse", ".traffic", ".transfer"]
+# Those of integrations import engines.
+ROOMS = [
+    "", ".cost_model", ".kv", ".npu", ".profiling", ".reference", ".sparse", ".traffic", ".transfer"
+]  # fmt: skip
+if importlib.util.find_spec("torch"):
+    ROOMS.append(".distributed")
 # First words of summaries that are no verb.
 NO_VERBS = {
     "A", "An", "As", "How", "One", "The", "What", "When", "Where", "Whether", "Which", "Who"
@@ -135,6 +139,11 @@ def test_return_types_are_where_the_functions_are():
 def test_all_rooms_are_looked_at():
     assert len(PUBLIC) > 80
     assert {f"cpattn{room}" for room in ROOMS[1:]} <= {f"cpattn.{name}" for name in dir(cpattn)}
+
+
+def test_the_room_that_needs_torch_is_looked_at():
+    pytest.importorskip("torch")
+    assert "cpattn.distributed.context_parallel.ContextParallel" in CLASSES
 
 
 @pytest.mark.parametrize(

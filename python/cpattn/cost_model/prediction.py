@@ -19,28 +19,47 @@ Batch = tuple[Any, Any]  # extend_lens and seq_lens, int [bs]
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a rank computes and exchanges. The defaults are those of gloo over 10 Gbit/s.
+    """How fast a rank computes and exchanges, and the seconds that work takes at these rates.
+
+    The defaults of the exchange are those of gloo over 10 Gbit/s.
 
     Attributes
     ----------
     gflops : float
-        Products of attention, by all threads of a rank, 10^9 per second.
+        Floating-point operations of the products of attention, by all threads of a rank, in
+        10^9 per second.
     threads : int
-        Of a rank. Fewer items of work than threads leave some of them idle.
+        Of a rank, at least 1. Fewer items of work than threads leave some of them idle.
     pack_rows : float
         What packing one key and value costs, as rows of products with them.
     row_keys : float
         What one row of queries costs besides its products (loading, masking, writing), as keys.
     call_us : float
-        What a call of attention costs before any product.
+        What a call of attention costs before any product, in microseconds.
     gather_gbps : float
         10^9 bytes per second into a rank, and at the same time out of it, all peers together.
     latency_us : float
-        Of one exchange among all ranks; a gather is two, of digests and of rows.
+        Microseconds of one exchange among all ranks; a gather is two, of digests and of rows.
     message_us : float
-        For every message of an exchange: there is one to and one from every peer.
+        Microseconds for every peer in an exchange: there is one message to and one from it.
     store_gbps : float
         10^9 bytes of keys and values per second from the receive buffer into the pool.
+
+    Raises
+    ------
+    TypeError
+        For rates that are no numbers, and threads that are no integer.
+    ValueError
+        For threads below 1, negative costs, and rates per second that are not positive and finite.
+
+    Examples
+    --------
+    >>> from cpattn.cost_model import AttentionLayer, Rates, rank_work
+    >>> rates, layer = Rates(gflops=900, gather_gbps=10), AttentionLayer()
+    >>> work = rank_work([32768], [32768], cp_size=8, layer=layer)
+    >>> attention, gather = rates.attention_seconds(work, layer), rates.gather_seconds(work)
+    >>> round(float(attention.max()), 3), round(float(gather.max()), 3)
+    (1.245, 0.012)
     """
 
     gflops: float
@@ -61,9 +80,21 @@ class Rates:
             check_number("Rates", name, getattr(self, name), positive=False)
 
     def attention_seconds(self, work: RankWork, layer: AttentionLayer) -> Seconds:
-        """Of each rank, for one layer::
+        """Predict the attention of one layer.
 
-        call + max(all rows * keys, threads * the longest item) / flops
+        That is ``call + max(all rows * keys, threads * the longest item) / flops``.
+
+        Parameters
+        ----------
+        work : RankWork
+            Of one batch.
+        layer : AttentionLayer
+            The one that the work was counted for.
+
+        Returns
+        -------
+        array [cp_size], float64
+            Seconds of each rank; 0 for one without new tokens.
         """
         per_pair = 2 * layer.dims / (1e9 * self.gflops)  # of one query head, on all threads
         rows = (work.pairs + self.row_keys * work.tokens) * layer.num_heads
@@ -72,7 +103,18 @@ class Rates:
         return np.where(work.tokens > 0, 1e-6 * self.call_us + shared * per_pair, 0.0)
 
     def gather_seconds(self, work: RankWork) -> Seconds:
-        """Of each rank, for the exchange of keys and values in one layer."""
+        """Predict the exchange of keys and values in one layer.
+
+        Parameters
+        ----------
+        work : RankWork
+            Of one batch.
+
+        Returns
+        -------
+        array [cp_size], float64
+            Seconds of each rank; 0 for a single one.
+        """
         peers = len(work.tokens) - 1
         if not peers:
             return np.zeros(1)
@@ -80,7 +122,20 @@ class Rates:
         return wire + 2e-6 * (self.latency_us + peers * self.message_us)
 
     def store_seconds(self, work: RankWork, layer: AttentionLayer) -> float:
-        """Every rank writes all new keys and values of a layer into its own pool."""
+        """Predict how long a rank writes the new keys and values of one layer into its pool.
+
+        Parameters
+        ----------
+        work : RankWork
+            Of one batch.
+        layer : AttentionLayer
+            The one that the work was counted for.
+
+        Returns
+        -------
+        float
+            Seconds, the same on every rank: each one writes those of all ranks.
+        """
         return float(work.tokens.sum()) * layer.kv_row_bytes / (1e9 * self.store_gbps)
 
 
@@ -89,6 +144,41 @@ class Prediction:
     """One strategy over one number of ranks; seconds and bytes of one layer, summed over batches.
 
     Ranks wait for each other in every gather, so a layer takes as long as its slowest rank.
+
+    Attributes
+    ----------
+    strategy : str
+        As given to `predict`.
+    cp_size : int
+        Number of ranks.
+    layer : AttentionLayer
+        What the work was counted for.
+    num_batches, new_tokens : int
+        Batches, and the new tokens of all their sequences.
+    pool_bytes : int
+        Pages of the largest batch, in all layers; the same on every rank.
+    pairs : array [cp_size], int64
+        Pairs of a query token and a key that it sees, in one query head, of each rank.
+    attention_seconds, gather_seconds : arrays [cp_size], float64
+        Of each rank.
+    sent_bytes, received_bytes : arrays [cp_size], int64
+        Of each rank, without the digests that ranks compare before.
+    imbalance : float
+        Pairs of the most loaded rank of each batch over the mean of the ranks.
+    store_seconds : float
+        Of writing the keys and values of all ranks into the pool of one.
+    slowest_attention_seconds, slowest_gather_seconds : float
+        Of the slowest rank of each batch.
+    single_rank_seconds : float
+        Attention and store of the same layer, by one rank alone.
+
+    Examples
+    --------
+    >>> from cpattn.cost_model import AttentionLayer, Rates, predict
+    >>> rates = Rates(gflops=900, gather_gbps=10)
+    >>> forecast = predict([([32768], [32768])], AttentionLayer(), rates, cp_size=8)
+    >>> round(forecast.speedup, 1), round(forecast.efficiency, 2), round(forecast.model_seconds)
+    (7.7, 0.97, 41)
     """
 
     strategy: str
@@ -97,35 +187,30 @@ class Prediction:
     num_batches: int
     new_tokens: int
     pool_bytes: int
-    """Pages of the largest batch, in all layers; the same on every rank."""
     pairs: NDArray[np.int64]
-    """Of each rank, in one query head."""
     attention_seconds: Seconds
-    """Of each rank."""
     gather_seconds: Seconds
-    """Of each rank."""
     sent_bytes: NDArray[np.int64]
     received_bytes: NDArray[np.int64]
     imbalance: float
-    """Most pairs of a rank over the mean."""
     store_seconds: float
     slowest_attention_seconds: float
     slowest_gather_seconds: float
     single_rank_seconds: float
-    """What one rank takes for the same layer, alone."""
 
     @property
     def layer_seconds(self) -> float:
-        """Attention, gather and store of one layer, on the slowest ranks."""
+        """Attention, gather and store of one layer, on the slowest ranks, in seconds."""
         return self.slowest_attention_seconds + self.slowest_gather_seconds + self.store_seconds
 
     @property
     def model_seconds(self) -> float:
+        """Attention, gather and store of all layers, in seconds."""
         return self.layer_seconds * self.layer.num_layers
 
     @property
     def speedup(self) -> float:
-        """Over one rank."""
+        """The seconds of one rank alone over those of all ranks."""
         return self.single_rank_seconds / self.layer_seconds
 
     @property
@@ -135,7 +220,7 @@ class Prediction:
 
     @property
     def attention_share(self) -> float:
-        """Of the time of a layer."""
+        """The part of the time of a layer that is attention, from 0 to 1."""
         return self.slowest_attention_seconds / self.layer_seconds
 
 
@@ -169,11 +254,15 @@ def predict(
 
     Raises
     ------
+    TypeError
+        For lengths or a number of ranks that are no integers, and a strategy that is no str.
     ValueError
-        For no batches or batches without new tokens, and lengths that do not match.
+        For no batches or batches without new tokens, lengths that do not match, a number of ranks
+        outside [1, 32768], and an unknown strategy.
 
     Examples
     --------
+    >>> from cpattn.cost_model import AttentionLayer, Rates, predict
     >>> rates = Rates(gflops=900, gather_gbps=10)
     >>> forecast = predict([([32768], [32768])], AttentionLayer(), rates, cp_size=8)
     >>> forecast.imbalance, int(forecast.sent_bytes.max())

@@ -26,16 +26,36 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """The attention of one model.
+    """The attention of one model: sizes of a layer, and how many layers there are.
 
     Parameters
     ----------
-    num_heads, num_kv_heads, head_dim : int
+    num_heads, num_kv_heads : int
+        Heads of the queries, a multiple of those of keys and values.
+    head_dim : int
+        Elements of a key: a multiple of 16 up to 576.
     v_head_dim : int, optional
-        Default: head_dim.
+        Elements of a value, likewise. Default: head_dim.
     dtype : {"bfloat16", "float16", "float32"}
         Of queries, keys and values.
-    num_layers, page_size : int
+    num_layers : int
+        At least 1.
+    page_size : int
+        Tokens of a page, at least 1.
+
+    Raises
+    ------
+    TypeError
+        For sizes that are no integers.
+    ValueError
+        For sizes out of range, by name and rule, and other dtypes.
+
+    Examples
+    --------
+    >>> from cpattn.cost_model import AttentionLayer
+    >>> layer = AttentionLayer(num_heads=32, num_kv_heads=8, head_dim=128)
+    >>> layer.kv_row_bytes                 # 8 heads of 128 + 128 elements of two bytes
+    4096
     """
 
     num_heads: int = 32
@@ -70,42 +90,77 @@ class AttentionLayer:
 
     @property
     def dims(self) -> int:
-        """Dimensions of a key and a value of one head."""
+        """Elements of a key and a value of one head, together."""
         return self.head_dim + (self.v_head_dim or self.head_dim)
 
     @property
     def kv_row_bytes(self) -> int:
-        """Keys and values of one token in one layer."""
+        """Bytes of the keys and values of one token in one layer."""
         return self.num_kv_heads * self.dims * ITEM_BYTES[self.dtype]
 
     def pool_bytes(self, seq_lens: Ints) -> int:
-        """Pages of all layers that sequences take up: every rank keeps all of them."""
+        """Count the bytes of the pages that sequences take up, in all layers.
+
+        Every rank keeps all of them.
+
+        Parameters
+        ----------
+        seq_lens : array [bs], int64
+            Tokens of each sequence.
+
+        Returns
+        -------
+        int
+        """
         pages = -(-seq_lens // self.page_size)
         return int(pages.sum()) * self.page_size * self.kv_row_bytes * self.num_layers
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """The work of each rank, for one layer of one batch; arrays over the ranks.
+    """The work of each rank, for one layer of one batch, as `rank_work` counts it.
 
-    A pair is a query token and a key that it sees; each counts once for every query head. An item
-    is what one thread takes: some tokens of one sequence with the heads of one KV head.
+    A pair is a query token and a key that it sees. An item is what one thread takes: some tokens
+    of one sequence with the heads of one KV head.
+
+    Attributes
+    ----------
+    tokens : array [cp_size], int64
+        New tokens of each rank.
+    pairs : array [cp_size], int64
+        Of one query head; every head has as many.
+    packed_keys : array [cp_size], float64
+        Keys that items pack before they multiply, summed over the items of one KV head. Up to one
+        token per item, for where it is cut.
+    longest_item : array [cp_size], float64
+        The most expensive item, as (row, key) pairs with packing at 12 rows for a key. A row is a
+        token in one query head.
+    sent_bytes, received_bytes : arrays [cp_size], int64
+        By `ContextParallel.write_kv`, without the digests that ranks compare before.
+
+    Examples
+    --------
+    >>> from cpattn.cost_model import rank_work
+    >>> work = rank_work([8], [8], cp_size=2, strategy="contiguous")
+    >>> work.tokens, work.pairs            # the second half sees the first
+    (array([4, 4]), array([10, 26]))
+    >>> round(work.imbalance, 3)           # 26 of a mean of 18
+    1.444
     """
 
     tokens: Ints
     pairs: Ints
     packed_keys: NDArray[np.float64]
-    """Keys that items pack before they multiply, summed over the items of one KV head. Up to one
-    token per item, for where it is cut."""
     longest_item: NDArray[np.float64]
-    """The most expensive item, as (row, key) pairs with packing at `PACKING_ROWS` rows."""
     sent_bytes: Ints
-    """By `ContextParallel.write_kv`, without the digests that ranks compare before."""
     received_bytes: Ints
 
     @property
     def imbalance(self) -> float:
-        """The pairs of the most loaded rank over their mean: 1 is perfect, cp_size the worst."""
+        """The pairs of the most loaded rank over their mean: 1 is perfect, cp_size the worst.
+
+        1 for a batch without new tokens.
+        """
         mean = self.pairs.mean()
         return float(self.pairs.max() / mean) if mean else 1.0
 
@@ -138,12 +193,15 @@ def rank_work(
 
     Raises
     ------
+    TypeError
+        For lengths or a number of ranks that are no integers, and a strategy that is no str.
     ValueError
-        For lengths that do not match, sequences shorter than their new tokens, and an unknown
-        strategy.
+        For lengths that do not match, sequences shorter than their new tokens, a number of ranks
+        outside [1, 32768], and an unknown strategy.
 
     Examples
     --------
+    >>> from cpattn.cost_model import rank_work
     >>> work = rank_work([8], [12], cp_size=2)
     >>> work.tokens, work.pairs  # tokens 0, 1, 6 and 7 behind 4 cached ones see 5, 6, 11 and 12
     (array([4, 4]), array([34, 34]))

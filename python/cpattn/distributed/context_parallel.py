@@ -26,8 +26,23 @@ class ContextParallel:
         A group of this process, of any backend that moves CPU tensors between two ranks. Its size
         is cp_size; its timeout bounds every wait.
     strategy : {"zigzag", "interleave", "contiguous"} or an alias
+        Which tokens each rank has, as in `build_cp_metadata`; `plan` refuses unknown ones.
     page_size : int
-        Token slots per page of the KV pools.
+        Token slots per page of the KV pools, at least 1.
+
+    Attributes
+    ----------
+    group, strategy, page_size
+        As given.
+    cp_rank, cp_size : int
+        The rank of this process within the group, and the number of ranks.
+
+    Raises
+    ------
+    TypeError
+        If `group` is no ProcessGroup, or `page_size` no integer.
+    ValueError
+        If `page_size` is below 1.
 
     Notes
     -----
@@ -41,9 +56,29 @@ class ContextParallel:
     A rank that does not answer within the group's timeout, or is gone, is a RuntimeError that names
     it; the group cannot be used any more. A rank that makes another call, or the same one with
     another plan or other rows, or whose arguments are refused, is a RuntimeError on every rank
-    before any row is sent; the group stays usable. Ranks in messages are ranks of the group.
+    before any row is sent, but for the rank that refuses them, which has its own error; the group
+    stays usable. Ranks in messages are ranks of the group.
 
     Use from one thread at a time. The receive buffer is kept for the next call.
+
+    Examples
+    --------
+    A group of one rank; others are started by ``torchrun`` and do the same:
+
+    >>> import torch, torch.distributed as dist
+    >>> from cpattn.distributed import ContextParallel
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> cp = ContextParallel(dist.group.WORLD, strategy="zigzag", page_size=4)
+    >>> plan = cp.plan([5], block_tables=[[2, 0]])
+    >>> q, k = torch.zeros(5, 2, 16), torch.zeros(5, 1, 16)
+    >>> v = torch.arange(5.0)[:, None, None].repeat(1, 1, 16)
+    >>> q, k, v = (cp.shard(plan, x) for x in (q, k, v))
+    >>> k_cache, v_cache = torch.zeros(12, 1, 16), torch.zeros(12, 1, 16)
+    >>> cp.write_kv(plan, k, v, k_cache, v_cache)
+    >>> out = cp.gather(plan, cp.attend(plan, q, k_cache, v_cache))
+    >>> out[:, 0, 0]                # means of the values up to each token
+    tensor([0.0000, 0.5000, 1.0000, 1.5000, 2.0000])
+    >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -74,14 +109,14 @@ class ContextParallel:
 
         Parameters
         ----------
-        extend_lens : int [bs]
+        extend_lens : ints [bs]
             New tokens of each request, zero allowed.
-        seq_lens : int [bs], optional
+        seq_lens : ints [bs], optional
             Cached prefix and new tokens of each request. Default: no prefixes.
-        block_tables : int [bs, >= ceil(max(seq_lens) / page_size)]
+        block_tables : ints [bs, >= ceil(max(seq_lens) / page_size)]
             Pages of each request. Entries after its last page may be anything. Requests may share
             what is cached, not a slot that this batch writes.
-        out_cache_loc : int [num_tokens], optional
+        out_cache_loc : ints [num_tokens], optional
             Pool row of each new token, -1 to leave it unwritten. Except for padding tokens it must
             be the row where the block tables have the token, else attention would not find it.
             Default: that row, and -1 for padding tokens.
@@ -91,6 +126,19 @@ class ContextParallel:
         pad_to_physical : bool
             ``shard`` and ``attend`` give every rank the same number of rows, see
             ``ContextParallelMetadata.pad_to_physical``.
+
+        Returns
+        -------
+        ContextParallelPlan
+            Of this rank; for all layers.
+
+        Raises
+        ------
+        TypeError
+            For lengths, tables, slots or a number that are no integers, and a flag that is no bool.
+        ValueError
+            For an unknown strategy, lengths that do not match, negative page ids, tables that are
+            too narrow, tokens that share a slot, and slots other than those of the tables.
         """
         if isinstance(extend_lens, list):
             extend_lens = tuple(extend_lens)  # it is read twice, and its elements may change it
@@ -112,7 +160,29 @@ class ContextParallel:
         )
 
     def shard(self, plan: ContextParallelPlan, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """The rows of this rank, of x with num_tokens rows (hidden states, positions) along dim."""
+        """Take the rows of this rank. Local.
+
+        Parameters
+        ----------
+        plan : ContextParallelPlan
+            Of this object's `plan`.
+        x : tensor with num_tokens rows along `dim`, of any dtype
+            Hidden states, positions, ... of all tokens.
+        dim : int
+            The token dimension.
+
+        Returns
+        -------
+        tensor, num_local_rows rows along `dim`
+            Further ones of zeros if the plan pads to physical rows.
+
+        Raises
+        ------
+        TypeError
+            If `plan` is no plan or x no tensor.
+        ValueError
+            For a plan of another rank, another number of rows, and a dimension that x has not.
+        """
         self._check_plan("shard", plan)
         return plan.metadata.shard(x, dim)
 
@@ -128,13 +198,26 @@ class ContextParallel:
 
         Parameters
         ----------
-        k_local, v_local : [>= num_local_rows, num_kv_heads, head_dim]
+        plan : ContextParallelPlan
+            Of this object's `plan`, for the same batch on every rank.
+        k_local, v_local : tensors [>= num_local_rows, num_kv_heads, head_dim]
             In the order of ``shard``; further rows are never read. Heads and dimensions of values
             may differ from those of keys.
-        k_cache, v_cache : [num_slots, num_kv_heads, head_dim], contiguous
+        k_cache, v_cache : tensors [num_slots, num_kv_heads, head_dim], contiguous
             Or [num_pages, page_size, num_kv_heads, head_dim], or [num_slots, 1, num_kv_heads,
             head_dim], as KV pools have them with and without the FIA layout; of the dtype of the
             rows. Written at ``plan.slots`` and nowhere else; not at all on an error.
+
+        Raises
+        ------
+        TypeError
+            For rows that are not on the CPU.
+        ValueError
+            For too few rows, a plan of another rank, and caches of other shapes or dtypes than the
+            rows, that are not contiguous, or that are too small for the slots.
+        RuntimeError
+            If another rank refuses its arguments, makes another call, has another plan or other
+            rows, or does not answer.
         """
         with self._exchange.agreement("write_kv", plan.terms) as parts:
             self._check_plan("write_kv", plan)
@@ -164,16 +247,33 @@ class ContextParallel:
 
         Parameters
         ----------
-        q_local : [num_rows >= num_local_rows, num_heads, head_dim]
+        plan : ContextParallelPlan
+            Of this object's `plan`.
+        q_local : tensor [>= num_local_rows, num_heads, head_dim], float32, float16 or bfloat16
             In the order of ``shard``; further rows are never read.
-        k_cache, v_cache : as for ``write_kv``, which comes first
-        scale : float, optional
-            Default: 1 / sqrt(head_dim).
+        k_cache, v_cache : tensors of the dtype of q_local
+            As for ``write_kv``, which comes first.
+        scale : float, default 1/sqrt(head_dim)
+            Must be given for head_dim > 256.
+        out : contiguous tensor [num_rows, num_heads, v_head_dim] of the dtype of q_local, optional
+            Written; the result is a view of it.
+        return_lse : bool
+            Whether to return `lse`, too.
 
         Returns
         -------
-        out : [num_rows, num_heads, v_head_dim], zeros in the further rows
-        lse : float32 [num_rows, num_heads], -inf in the further rows; with return_lse
+        out : tensor [num_rows, num_heads, v_head_dim], of the dtype of q_local
+            For all rows of q_local; zeros in the further ones.
+        lse : tensor [num_rows, num_heads], float32; only with ``return_lse``
+            Natural logarithm; -inf in the further rows.
+
+        Raises
+        ------
+        TypeError
+            For a scale that is no number, and a flag that is no bool.
+        ValueError
+            For fewer rows than this rank has, page ids beyond the caches, and shapes or dtypes
+            that do not fit.
         """
         if q_local.ndim != 3:
             raise ValueError(
@@ -201,15 +301,31 @@ class ContextParallel:
     def gather(
         self, plan: ContextParallelPlan, x_local: torch.Tensor, dim: int = 0
     ) -> torch.Tensor:
-        """The rows of all ranks in token order: the inverse of ``shard``, exchanged.
+        """Exchange the rows of all ranks and put them into token order: the inverse of ``shard``.
 
         Parameters
         ----------
-        x_local : >= num_local_rows rows along dim; further ones are never read
+        plan : ContextParallelPlan
+            Of this object's `plan`, for the same batch on every rank.
+        x_local : tensor with at least num_local_rows rows along `dim`, of any dtype
+            In the order of ``shard``; further rows are never read.
+        dim : int
+            The token dimension.
 
         Returns
         -------
-        x : num_tokens rows along dim, on every rank
+        x : tensor with num_tokens rows along `dim`, contiguous
+            A new one, the same on every rank.
+
+        Raises
+        ------
+        TypeError
+            For rows that are not on the CPU.
+        ValueError
+            For too few rows, and a plan of another rank.
+        RuntimeError
+            If another rank refuses its arguments, makes another call, has another plan or other
+            rows, or does not answer.
         """
         with self._exchange.agreement("gather", plan.terms) as parts:
             self._check_plan("gather", plan)

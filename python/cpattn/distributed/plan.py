@@ -18,22 +18,50 @@ from .exchange import digest
 class ContextParallelPlan:
     """Who computes and stores what for one batch, seen from one rank; reusable for every layer.
 
-    Plans of the same rank are equal if their tokens, pages and slots are.
+    `ContextParallel.plan` makes them. Plans of the same rank are equal if their tokens, pages and
+    slots are.
+
+    Attributes
+    ----------
+    metadata : ContextParallelMetadata
+        Which tokens each rank has, and what they see.
+    page_size : int
+        Tokens of a page.
+    block_tables : array [bs, pages], int32, read-only
+        The pages of each request, -1 after its last. With padding tokens the last request has
+        pages for these, too.
+    slots : array [num_tokens], int64, read-only
+        The pool row of each new token, -1 where none is written.
+    cp_rank : int
+        The rank that the plan is for.
+    rows_per_rank : tuple of int
+        The tokens each rank computes, without physical padding.
+    gathered_rows : torch.Tensor [num_tokens], int64
+        Where each token stands when the rows of all ranks follow each other.
+    terms : tuple of int
+        Digests of what the plans of all ranks have in common: the ranks compare them before they
+        exchange rows.
+
+    Examples
+    --------
+    >>> import torch.distributed as dist
+    >>> from cpattn.distributed import ContextParallel
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> cp = ContextParallel(dist.group.WORLD, page_size=4)
+    >>> plan = cp.plan([3], [5], block_tables=[[2, 0]])    # tokens 2 to 4 behind two cached ones
+    >>> plan.slots, plan.num_tokens, plan.num_local_rows
+    (array([10, 11,  0]), 3, 3)
+    >>> dist.destroy_process_group()
     """
 
     metadata: ContextParallelMetadata = field(compare=False)
     page_size: int
     block_tables: NDArray[np.int32] = field(compare=False)
-    """[bs, pages], read-only: the pages of each request, -1 after its last."""
     slots: NDArray[np.int64] = field(compare=False)
-    """[num_tokens], read-only: the pool row of each new token, -1 where none is written."""
     cp_rank: int
     rows_per_rank: tuple[int, ...]
-    """The tokens each rank computes, without physical padding."""
     gathered_rows: torch.Tensor = field(compare=False, repr=False)
-    """int64 [num_tokens]: where each token stands when the rows of all ranks follow each other."""
-    terms: tuple[int, ...] = field(repr=False)
-    """Digests of what the plans of all ranks have in common, one for each of PLAN_TERMS."""
+    terms: tuple[int, ...] = field(repr=False)  # one for each of PLAN_TERMS
 
     @property
     def num_tokens(self) -> int:
@@ -42,7 +70,7 @@ class ContextParallelPlan:
 
     @property
     def num_local_rows(self) -> int:
-        """Tokens of this rank."""
+        """Tokens of this rank, without physical padding."""
         return self.rows_per_rank[self.cp_rank]
 
 
