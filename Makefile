@@ -108,7 +108,7 @@ lint: .venv/.lint build  ## formatting, lint, types
 	@echo clang-format --dry-run -Werror ...
 	@clang-format --dry-run -Werror $(CPP_SOURCES)
 	mypy
-	python -m mypy.stubtest cpattn._core --mypy-config-file pyproject.toml --allowlist scripts/stubtest_allowlist.txt
+	python -m mypy.stubtest cpattn._core --mypy-config-file pyproject.toml
 	python scripts/readme_figures.py --check
 	python scripts/architecture.py --check
 
