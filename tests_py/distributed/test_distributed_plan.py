@@ -115,6 +115,21 @@ def test_out_receives_the_result(cp):
     assert result.data_ptr() == out.data_ptr()
     assert torch.equal(out, cp.attend(plan, q, k_cache, v_cache, scale=0.5))
     assert not torch.equal(out, cp.attend(plan, q, k_cache, v_cache))
+    wide = torch.empty(20, 2, 16)[::2]  # rows apart from each other
+    assert torch.equal(cp.attend(plan, q, k_cache, v_cache, scale=0.5, out=wide), out)
+    assert torch.equal(wide, out)
+
+
+def test_out_of_rows_that_cannot_be_written_is_refused(cp):
+    plan = cp.plan(*LENS, block_tables=TABLES)
+    k_cache, v_cache = torch.randn(2, 40, 1, 16)
+    q, out = torch.randn(10, 2, 16), torch.zeros(10, 4, 16)[:, ::2]
+    with pytest.raises(
+        ValueError, match=r"attend: out must be .* contiguous rows, got shape \[10, 2"
+    ):
+        cp.attend(plan, q, k_cache, v_cache, out=out)
+    with pytest.raises(ValueError, match=r"attend: out must be .*, got shape \[10, 32\]"):
+        cp.attend(plan, q, k_cache, v_cache, out=torch.zeros(10, 32))
 
 
 @given(

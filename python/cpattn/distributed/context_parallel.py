@@ -255,8 +255,8 @@ class ContextParallel:
             As for ``write_kv``, which comes first.
         scale : float, default 1/sqrt(head_dim)
             Must be given for head_dim > 256.
-        out : contiguous tensor [num_rows, num_heads, v_head_dim] of the dtype of q_local, optional
-            Written; the result is a view of it.
+        out : tensor [num_rows, num_heads, v_head_dim] of the dtype of q_local, optional
+            Written, each row contiguous; the result is a view of it.
         return_lse : bool
             Whether to return `lse`, too.
 
@@ -280,6 +280,11 @@ class ContextParallel:
                 "ContextParallel.attend: q_local must be [num_rows, num_heads, head_dim], "
                 f"got shape {list(q_local.shape)}"
             )
+        if out is not None and (out.ndim != 3 or not out[0:1].is_contiguous()):
+            raise ValueError(
+                "ContextParallel.attend: out must be [num_rows, num_heads, v_head_dim] with "
+                f"contiguous rows, got shape {list(out.shape)}, strides {list(out.stride())}"
+            )
         result: Any = do_cp_attn_fia(
             q_local.flatten(1),
             k_cache,
@@ -290,7 +295,7 @@ class ContextParallel:
             num_heads=q_local.shape[1],
             num_kv_heads=k_cache.shape[-2],
             scale=scale,
-            out=None if out is None else out.flatten(1),
+            out=None if out is None else out.view(len(out), out.shape[1] * out.shape[2]),
             return_lse=return_lse,
         )
         shape = (*q_local.shape[:2], v_cache.shape[-1])
