@@ -312,10 +312,8 @@ class DecodeLoop {
   /// alone: zero times the infinity of another is NaN.
   void add_values(int head, int64_t first, int key, int count, bool all_visible) const {
     const char* values[kDecodeKeys + 1];
-    if (tile_.v.data != tile_.k.data) {  // else the keys, which were fetched, are the values
-      for (int i = 0; i < count; ++i) {
-        fetch_row<3>(row_of_head(tile_.v, head, values_[key + i + ahead_]), v_dim_ * sizeof(T));
-      }
+    for (int i = 0; i < count && tile_.v.data != tile_.k.data; ++i) {
+      fetch_row<3>(row_of_head(tile_.v, head, values_[key + i + ahead_]), v_dim_ * sizeof(T));
     }
     values[count] = reinterpret_cast<const char*>(work_.zeros);
     const int64_t slot = int64_t{head - first_head_} * padded_rows_;
