@@ -41,12 +41,13 @@ def test_import_brings_nothing_but_numpy():
     assert run.stdout.split() == ["cpattn"]
 
 
-def test_one_version_everywhere():
+def test_one_version_everywhere_and_one_package_in_the_wheel():
     def first(pattern, path):
         return re.search(pattern, (ROOT / path).read_text(), re.MULTILINE)[1]
 
     assert first(r'^version = "(.+)"', "pyproject.toml") == cpattn.__version__
     assert first(r"^project\(cpattn VERSION (\S+)", "CMakeLists.txt") == cpattn.__version__
+    assert first(r"^wheel\.packages = (.+)", "pyproject.toml") == '["python/cpattn"]'
 
 
 def test_every_export_is_documented():
