@@ -13,36 +13,35 @@ import click
 from .._limits import MAX_INT, MAX_RANKS
 
 
-class Integer(click.ParamType):  # type: ignore[type-arg]
+class _Bounded(click.ParamType):  # type: ignore[type-arg]
+    """A value of one type from `low` to `high`; `rule` says so."""
+
+    def __init__(self, kind: type, low: float, high: float, rule: str) -> None:
+        self._kind, self._low, self._high, self._rule = kind, low, high, rule
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        number = _parsed(self._kind, value)
+        if number is None or not self._low <= number <= self._high:
+            self.fail(f"{self._rule}, got {_shown(value)}", param, ctx)
+        return number
+
+
+class Integer(_Bounded):
     """An integer from `low` to `high`."""
 
     name = "integer"
 
     def __init__(self, low: int = 1, high: int = MAX_INT) -> None:
-        self._low, self._high = low, high
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        number = _parsed(int, value)
-        if number is None or not self._low <= number <= self._high:
-            rule = f"must be an integer from {self._low} to {self._high}"
-            self.fail(f"{rule}, got {_shown(value)}", param, ctx)
-        return number
+        super().__init__(int, low, high, f"must be an integer from {low} to {high}")
 
 
-class Number(click.ParamType):  # type: ignore[type-arg]
+class Number(_Bounded):
     """A finite number from `low` to `high`."""
 
     name = "number"
 
     def __init__(self, low: float, high: float) -> None:
-        self._low, self._high = low, high
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        number = _parsed(float, value)
-        if number is None or not self._low <= number <= self._high:
-            rule = f"must be a number from {self._low:g} to {self._high:g}"
-            self.fail(f"{rule}, got {_shown(value)}", param, ctx)
-        return number
+        super().__init__(float, low, high, f"must be a number from {low:g} to {high:g}")
 
 
 class IntegerList(click.ParamType):  # type: ignore[type-arg]
