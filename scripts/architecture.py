@@ -18,6 +18,7 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
+from module_imports import names_in
 from svg import LINE, WIDTH, Picture
 
 ROOT = Path(__file__).parents[1]
@@ -153,7 +154,7 @@ def rooms() -> str:
 # --- Python ------------------------------------------------------------------------------------
 
 
-def imported(path: Path, later: bool) -> Iterator[str]:
+def imported(path: Path, later: bool) -> Iterator[tuple[str, ...]]:
     """The absolute names that a module of the package imports: itself, or its functions."""
     package = path.relative_to(PACKAGE.parent).parent.parts
     tree = ast.parse(path.read_text())
@@ -166,13 +167,8 @@ def imported(path: Path, later: bool) -> Iterator[str]:
         for line in node.body
     }
     for node in ast.walk(tree):
-        if (id(node) in inside) != later or id(node) in never:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            start = package[: len(package) + 1 - node.level] if node.level else ()
-            yield from (".".join([*start, node.module or "", x.name]) for x in node.names)
+        if (id(node) in inside) == later and id(node) not in never:
+            yield from names_in(node, package)
 
 
 def part_of(parts: tuple[str, ...]) -> str:
@@ -194,8 +190,7 @@ def known_parts(later: bool) -> dict[str, set[str]]:
     known: dict[str, set[str]] = {part: set() for part, _ in modules()}
     for own, path in modules():
         for name in imported(path, later):
-            parts = tuple(part for part in name.split(".") if part)
-            if parts[0] == "cpattn" and len(parts) > 1 and (other := part_of(parts[1:])) in known:
+            if name[0] == "cpattn" and len(name) > 1 and (other := part_of(name[1:])) in known:
                 known[own].add(other)
     return {own: others - {own} for own, others in known.items()}
 

@@ -10,6 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from module_imports import names_in
 
 from support.places import ROOT
 
@@ -65,12 +66,7 @@ def imported_names(path: Path) -> Iterator[tuple[str, ...]]:
     """All that a file imports, anywhere in it, relative names resolved."""
     package = path.relative_to(PACKAGE.parent).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (tuple(alias.name.split(".")) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            start = package[: len(package) + 1 - node.level] if node.level else ()
-            module = tuple(node.module.split(".")) if node.module else ()
-            yield from ((*start, *module, alias.name) for alias in node.names)
+        yield from names_in(node, package)
 
 
 def module_of(path: Path) -> str:
