@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of docs/deployment.md, on two hosts: network namespaces with a cable in between."""
+"""The commands of docs/how_to/deployment.md, on two hosts: network namespaces with a cable in between."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytest.importorskip("torch")
 from support.children import Children, path_with
 from support.time_limits import PATIENCE
 
-PAGE = ROOT / "docs" / "deployment.md"
+PAGE = ROOT / "docs" / "how_to" / "deployment.md"
 ENVIRONMENT = os.environ | {  # in which torchrun and the package are found, in any folder
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     "PYTHONPATH": path_with(),

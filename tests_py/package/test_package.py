@@ -190,7 +190,7 @@ def test_the_servers_of_the_document_on_kv_transfer():
 
     names = {"cpattn": cpattn, "MooncakeEngine": both_sides, "host": "127.0.0.1"}
     names |= {"pool": target, "layout": layout, "plan": plan}
-    (block,) = blocks_of("docs/kv_transfer.md", "py")
+    (block,) = blocks_of("docs/how_to/kv_transfer.md", "py")
     exec(block, names)
     assert cpattn.transfer.KVLayout.from_dict(names["message"]["layout"]) == layout
     for ours, theirs in zip(source.get_kv_buffer(1), target.get_kv_buffer(1), strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/threads.md, line by line: who leaves the GIL to other threads, and whom Ctrl-C ends."""
+"""docs/how_to/threads.md, line by line: who leaves the GIL to other threads, and whom Ctrl-C ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.api.thread_calls import MAKERS
 from support.places import ROOT
 from support.public_names import PUBLIC
 
-TEXT = ROOT.joinpath("docs/threads.md").read_text()
+TEXT = ROOT.joinpath("docs/how_to/threads.md").read_text()
 TABLE = {
     name: (gil, interrupt)
     for name, gil, interrupt in re.findall(r"^\| `([\w.]+)` \| (.*?) \| (.*?) \|$", TEXT, re.M)

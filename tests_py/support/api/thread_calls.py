@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of every function of docs/threads.md, each as long as is asked for."""
+"""Calls of every function of docs/how_to/threads.md, each as long as is asked for."""
 
 from __future__ import annotations
 
