@@ -21,7 +21,6 @@ namespace cpattn::bindings {
 namespace {
 
 using Metadata = DsaMetadata;
-using OptionalInts = std::optional<Metadata::Ints>;
 
 struct ArrayField {
   const char* name;
@@ -31,7 +30,7 @@ struct ArrayField {
 
 struct OptionalField {
   const char* name;
-  OptionalInts Metadata::* values;
+  std::optional<Metadata::Ints> Metadata::* values;
   const char* doc;
   bool is_table = false;  // a row for each sequence
 };
@@ -82,7 +81,7 @@ py::object view(const py::object& self, const Metadata::Ints& values) {
 
 py::object view(const py::object& self, const OptionalField& field) {
   const auto& metadata = self.cast<const Metadata&>();
-  const OptionalInts& values = metadata.*field.values;
+  const std::optional<Metadata::Ints>& values = metadata.*field.values;
   if (!values) return py::none();
   py::object array = view(self, *values);
   if (!field.is_table) return array;

@@ -48,7 +48,7 @@ void dequantize(py::handle rows, py::handle indices, py::handle out) {
   dequantize_kv_rows(*rows_view, list, *out_view);
 }
 
-void transform(py::handle x, py::handle scale, py::handle out) {
+void hadamard(py::handle x, py::handle scale, py::handle out) {
   const Arguments read("hadamard_transform");
   const TensorArgument x_view = read.tensor(x, "x");
   const auto factor = static_cast<float>(read.real(scale, "scale"));
@@ -168,7 +168,7 @@ void register_rows(py::module_& module) {
       "quantize_kv_rows_separate", &quantize_separate, "nope"_a, "rope"_a, "codes"_a, "rope_out"_a
   );
   module.def("dequantize_kv_rows", &dequantize, "rows"_a, "indices"_a, "out"_a);
-  module.def("hadamard_transform", &transform, "x"_a, "scale"_a, "out"_a);
+  module.def("hadamard_transform", &hadamard, "x"_a, "scale"_a, "out"_a);
   module.def(
       "quantize_index", &quantize_rows<kIndex>, "x"_a, "power_of_two"_a, "codes"_a, "scale"_a
   );
