@@ -131,13 +131,41 @@ def test_examples_of_documents_run(name, monkeypatch, tmp_path):
         sys.modules.pop("torch_npu", None)  # which one of them installs for good
 
 
+def test_the_readme_shows_what_its_examples_print(capsys):
+    text = (ROOT / "README.md").read_text()
+    examples = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", text, re.M | re.S)
+    assert [code for code, _ in examples] == blocks_of("README.md", "python")
+    names: dict[str, object] = {}
+    for code, output in examples:
+        exec(code, names)
+        assert capsys.readouterr().out == output
+
+
+def test_the_model_of_the_readme(tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).save_pretrained(
+        tmp_path
+    )
+    load = transformers.AutoModelForCausalLM
+    names = {"AutoModelForCausalLM": load, "folder": tmp_path}
+    (block,) = blocks_of("README.md", "py")
+    exec(block, names)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        expected = load.from_pretrained(tmp_path, attn_implementation="eager")(tokens).logits
+        torch.testing.assert_close(names["model"](tokens).logits, expected)
+
+
 def test_blocks_with_names_of_the_reader_are_run_here():
     """Those in "py", whose names come from elsewhere."""
     named = {path.name for path in DOCUMENTS if "```py\n" in path.read_text()}
-    assert named == {"README.md", "kv_transfer.md"}
+    assert named == {"README.md", "deployment.md", "kv_transfer.md"}
 
 
-def test_the_ranks_of_the_readme(request):
+def test_the_ranks_of_the_document_on_deployment(request):
     """One rank of gloo has the names; what comes out is attention."""
     torch = pytest.importorskip("torch")
     import torch.distributed as dist
@@ -157,7 +185,7 @@ def test_the_ranks_of_the_readme(request):
     names |= {name: torch.randn(214, 2, 32) for name in ("k", "v")}
     names |= {name: torch.full((4 * 128, 2, 32), torch.nan) for name in ("k_cache", "v_cache")}
     before = dict(names)
-    (block,) = blocks_of("README.md", "py")
+    (block,) = blocks_of("docs/how_to/deployment.md", "py")
     exec(block, names)
     assert torch.equal(names["hidden"], before["hidden"])
     slots = torch.cat([3 * 128 + torch.arange(128), 128 + torch.arange(72), 256 + torch.arange(14)])
