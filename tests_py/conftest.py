@@ -24,6 +24,8 @@ with contextlib.suppress(ImportError):  # not in every environment of an engine
 
     # No example fails for the time it takes: a busy machine and a sanitizer take any.
     settings.register_profile("cpattn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("fast", settings.get_profile("cpattn"), max_examples=10)
+    settings.register_profile("thorough", settings.get_profile("cpattn"), max_examples=1000)
     settings.load_profile("cpattn")
 
 # Those that are missing here are skipped where all can see it.

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from support.attention_cases import ALL_CASES, DEFAULT, inputs_and_expected, run, with_scale
 from support.cases import DTYPES, Case, assert_attention, make_inputs
+from support.examples import examples
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -211,7 +212,7 @@ CAPPED = Case(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(case=cases(), seed=st.integers(0, 9))
 @example(case=CAPPED, seed=0)
 def test_ragged_batches(case, seed):

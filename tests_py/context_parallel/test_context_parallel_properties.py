@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpattn import build_cp_metadata, build_cp_metadata_all_ranks
+from support.examples import examples
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
 SMALL_CP_SIZES = (1, 2, 3, 5, 8)
@@ -156,7 +157,7 @@ lengths = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     lengths,
     st.integers(1, 40),
@@ -205,7 +206,7 @@ def test_balance_of_all_short_sequences(cp_size, strategy):
             check_balance([length, 5, length + 1], [cached, 0, 3], cp_size, strategy)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(lengths, st.integers(1, 40), st.sampled_from(STRATEGIES))
 def test_balance_of_any_batch(lens, cp_size, strategy):
     extend, cached = map(list, zip(*lens, strict=True))

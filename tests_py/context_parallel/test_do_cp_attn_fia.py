@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import cpattn
 from support.cases import DTYPES, assert_attention
 from support.cp_batches import STRATEGIES, Batch
+from support.examples import examples
 from support.npu.fia_cases import TEMPLATE
 
 
@@ -165,7 +166,7 @@ def test_an_out_over_what_is_read_is_refused_untouched(name):
     assert torch.equal(shared.nan_to_num(), before.nan_to_num())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     lens=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=4),
     cp_size=st.integers(1, 6),

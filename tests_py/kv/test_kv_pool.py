@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import cpattn
 from support.cases import DTYPES
+from support.examples import examples
 
 FP8 = "float8_e4m3fn"
 POOL_DTYPES = (*DTYPES, FP8)
@@ -85,7 +86,7 @@ def test_sizes_of_numpy_do_not_wrap():
     assert pool.get_key_buffer(127).dtype == np.float16
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_item_length_times_pages_is_the_length_of_every_buffer(data):
     small = st.integers(1, 9)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import cpattn
 from cpattn import _core
 from support.cases import DTYPES, strided_copy
+from support.examples import examples
 from support.interrupts import assert_interruptible
 
 FP8 = "float8_e4m3fn"
@@ -127,7 +128,7 @@ def memory(addr, nbytes):
     return (ctypes.c_char * nbytes).from_address(addr)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_the_last_row_of_a_slot_counts(data):
     slots = data.draw(st.lists(st.integers(-1, 63), max_size=200))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from cpattn.npu import npu_fused_infer_attention_score as fia
 from support.cases import DTYPES
+from support.examples import examples
 from support.npu.fia_cases import LAYOUTS, TEMPLATE, FiaBatch
 from support.tolerances import assert_close, to_float64
 
@@ -316,7 +317,7 @@ def test_strided_inputs():
     batch.check(fia(**arguments))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_ragged_batches(data):
     layout, blocks = data.draw(st.sampled_from(FORMS))

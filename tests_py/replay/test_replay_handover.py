@@ -19,6 +19,7 @@ from cpattn.replay.disaggregation.handover import (
 from cpattn.traffic.prefix_cache import PrefixCache
 from cpattn.traffic.scheduler import Batch, prefill_batches
 from cpattn.traffic.trace import Request, block_tokens_of, generate_trace, scale_lengths
+from support.examples import examples
 
 PAGE, BLOCK, MAX_SEQUENCES = 4, 8, 6
 KINDS = {"block_tokens": BLOCK, "vocab_size": 1 << 40, "seed": 0}
@@ -73,7 +74,7 @@ class Pools:
         self.running = ()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 100),
     budget=st.integers(1, 300),

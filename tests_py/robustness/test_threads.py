@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/how_to/threads.md, line by line: who leaves the GIL to other threads, and whom Ctrl-C ends."""
+"""docs/how_to/threads.md, line by line: who leaves the GIL to others, and whom Ctrl-C ends."""
 
 from __future__ import annotations
 

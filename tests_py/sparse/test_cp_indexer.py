@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpattn
+from support.examples import examples
 from support.sparse.indexer_batch import KEY_DTYPES, PACKED_FORMS, ROW_FORMS, IndexerBatch
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
@@ -134,7 +135,7 @@ def test_threads_change_nothing():
     assert torch.equal(one, three)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     lens=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 40)), min_size=1, max_size=4),
     cp_size=st.sampled_from([1, 2, 3, 4, 8]),

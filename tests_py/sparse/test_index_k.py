@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import cpattn
 from cpattn import reference, sparse
 from support.cases import DTYPES, strided_copy
+from support.examples import examples
 from support.tolerances import EPS, assert_close, hadamard_product_units, hadamard_units
 
 FP8 = torch.float8_e4m3fn
@@ -147,7 +148,7 @@ def test_numpy_gives_numpy():
 # --- cache ---
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_keys_are_written_where_their_slots_say(data):
     pages, page_size = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 3, 64]))

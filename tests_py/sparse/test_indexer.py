@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import cpattn
 from support.cases import strided_copy
+from support.examples import examples
 from support.sparse.indexer_cases import DTYPES, assert_logits, best_keys, make_inputs
 
 SHAPES = [  # heads, dim
@@ -63,7 +64,7 @@ def test_topk_of_2048(isa):
     assert_topk(make_inputs(3, 6000, heads=1, dim=32), 2048)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 700), st.integers(-5, 700)), min_size=1, max_size=70),
     st.integers(1, 80),

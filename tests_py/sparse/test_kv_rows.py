@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import cpattn
 from cpattn import reference
 from support.cases import DTYPES, strided_copy
+from support.examples import examples
 from support.tolerances import quantized_error
 
 GROUPS = (4, 128)
@@ -162,7 +163,7 @@ def test_scales_below_the_normal_numbers_count_as_zero(isa):
     assert not rows[1].any()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data())
 def test_rows_are_gathered_from_flat_and_paged_buffers(data):
     block = data.draw(st.integers(1, 5))

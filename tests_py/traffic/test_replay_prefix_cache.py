@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpattn.traffic.prefix_cache import Lease, PrefixCache
+from support.examples import examples
 
 BLOCK = 4
 
@@ -87,7 +88,7 @@ def check_pages(
     assert held <= text.keys()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(steps=steps, num_pages=st.integers(5, 14))
 def test_behaves_as_the_slow_model(steps: list[object], num_pages: int) -> None:
     cache = PrefixCache(num_pages, page_size=BLOCK, block_tokens=BLOCK)

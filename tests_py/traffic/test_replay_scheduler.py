@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cpattn.traffic.prefix_cache import PrefixCache
 from cpattn.traffic.scheduler import Batch, prefill_batches
 from cpattn.traffic.trace import Request, generate_trace, scale_lengths, unbounded_hits
+from support.examples import examples
 
 BLOCK = 4
 
@@ -35,7 +36,7 @@ def text(r: Request, position: int) -> tuple[object, ...]:
     return (r.hash_ids[: position // BLOCK + 1], position)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     requests=requests_of,
     token_budget=st.integers(1, 30),

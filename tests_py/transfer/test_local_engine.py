@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cpattn import _core
 from cpattn.transfer import LocalEngine
+from support.examples import examples
 from support.interrupts import assert_interruptible
 
 
@@ -28,7 +29,7 @@ def memory(engine, values):
     return array, array.ctypes.data
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(seed=st.integers(0, 2**32 - 1), num_threads=st.integers(1, 3))
 def test_local_engine_copies_blocks_of_all_sizes(seed, num_threads):
     random = np.random.default_rng(seed)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpattn.transfer import KVEntry, KVLayout, plan_kv_links, plan_kv_transfer
+from support.examples import examples
 from support.transfer.kv_fleets import Model, Side, check_fleets, servers
 
 MLA = {"k": 8, "v": 2, "index_k": 3}
@@ -46,7 +47,7 @@ def sides(draw, model, *, is_source):
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(data=st.data(), cp_share=st.sampled_from(["pages", "layers"]), seed=st.integers(0, 99))
 def test_every_byte_arrives_once_and_no_other_is_touched(data, cp_share, seed):
     model = data.draw(models())
