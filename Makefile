@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # make demo, make test: everything from a fresh checkout, on Debian or Ubuntu
 # with GCC >= 12 or clang >= 14 and Python >= 3.10. What is there is not done again.
+# make help lists the rest.
 PYTHON ?= python3
 # Elsewhere the PyPI torch brings CUDA along; for the small one:
 #   make test TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
@@ -16,14 +17,29 @@ export PATH := $(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR)/build/release/python
 CPP_SOURCES = $(shell find cpp tests_cpp -name '*.h' -o -name '*.cc')
 
-.PHONY: demo test test-asan test-engines fuzz mutation build bench bench-env lint tidy format clean
+# Processes of the tests.
+JOBS ?= $(shell nproc)
+PIP_INSTALL = pip install --disable-pip-version-check
+PYTEST = python -m pytest -q -n $(JOBS) --dist worksteal
 
-demo: build  ## the main job: replays serving traffic; options in ARGS
+.PHONY: demo test test-fast test-asan test-engines fuzz mutation system build bench bench-env lint tidy format clean help
+
+demo: .venv/.demo  ## the main job: replays serving traffic over two processes; options in ARGS
+	@echo "Building the extension for this machine, without tests ..."
+	@test -e build/release/.configured || cmake --preset release -DCPATTN_TESTS=OFF -DCPATTN_AMX_TWIN=OFF >/dev/null
+	@cmake --build --preset release --target _core
 	@python -m cpattn replay $(ARGS)
 
-test: build  ## C++ tests, then Python tests
-	@ctest --preset release
-	@python -m pytest -q $(ARGS)
+test: build  ## all tests, in C++ and Python; options of pytest in ARGS
+	@ctest --preset release -j $(JOBS)
+	@$(PYTEST) $(ARGS)
+
+test-fast: build  ## most tests, in a minute
+	@ctest --preset release -j $(JOBS)
+	@$(PYTEST) -m "not slow" --hypothesis-profile=fast $(ARGS)
+
+system: ## installs by apt what building and testing need, as root or through sudo
+	@scripts/system_packages.sh --install test $(PYTHON)
 
 # What takes arguments of users, and the plans made of them; not what explains them in pictures. The
 # libraries are loaded first, as python itself is not linked with them; that of C++ is for its
@@ -47,7 +63,7 @@ fuzz: build build/fuzz/.configured .venv/.fuzz  ## fuzzes each target for SECOND
 	@python scripts/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 build/fuzz/.configured: .venv/.ready CMakePresets.json
-	@test -n "$(CLANG)" || scripts/system_packages.sh $(PYTHON) clang-19 libclang-rt-19-dev
+	@test -n "$(CLANG)" || scripts/system_packages.sh test $(PYTHON) clang-19 libclang-rt-19-dev
 	@cmake --preset fuzz -DCMAKE_CXX_COMPILER=$(or $(CLANG),clang++-19)
 	@touch $@
 
@@ -85,17 +101,23 @@ build: build/release/.configured
 	@cmake --build --preset release
 
 build/release/.configured: .venv/.ready CMakePresets.json
-	@cmake --preset release
+	@cmake --preset release -DCPATTN_TESTS=ON -DCPATTN_AMX_TWIN=ON
 	@touch $@
 
-# torch comes first, so that a requirement of it never chooses another one.
-.venv/.ready: pyproject.toml scripts/requirements.py scripts/system_packages.sh
-	@scripts/system_packages.sh $(PYTHON)
-	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	@echo "Installing $(TORCH) and the packages for building and testing into .venv ..."
-	@pip install -q $(TORCH)
-	@pip install -q 'cmake>=3.25' ninja "tomli; python_version < '3.11'"
-	@python scripts/requirements.py test | xargs -d '\n' pip install -q
+# torch comes first, so that a requirement of it never chooses another one. pip shows what it does.
+.venv/.demo: pyproject.toml scripts/requirements.py scripts/system_packages.sh
+	@scripts/system_packages.sh demo $(PYTHON)
+	@test -x $(BIN)/pip || { echo "Making .venv ..." && $(PYTHON) -m venv .venv; }
+	@echo "Installing $(TORCH), and what building and the command cpattn need, into .venv ..."
+	@$(PIP_INSTALL) $(TORCH)
+	@$(PIP_INSTALL) 'cmake>=3.25' ninja "tomli; python_version < '3.11'"
+	@python scripts/requirements.py cli | xargs -d '\n' $(PIP_INSTALL)
+	@touch $@
+
+.venv/.ready: .venv/.demo
+	@scripts/system_packages.sh test $(PYTHON)
+	@echo "Installing the packages for testing into .venv ..."
+	@python scripts/requirements.py test | xargs -d '\n' $(PIP_INSTALL)
 	@touch $@
 
 .venv/.lint: .venv/.ready
@@ -123,3 +145,6 @@ format: .venv/.lint  ## fixes what it can
 
 clean:
 	rm -rf build .venv .venv-bench .venv-sglang .venv-vllm
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22

@@ -1,13 +1,18 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# usage: system_packages.sh PYTHON [PACKAGE...]
-# Installs by apt what the build needs and does not find (a C++20 compiler,
-# Python with venv and headers, GoogleTest), the named packages, and what the
-# transfer engine Mooncake loads. Without root or passwordless sudo it prints the
-# command to run instead, and fails if the build needs it: tests can skip the engine.
+# usage: system_packages.sh [--install] demo|test PYTHON [PACKAGE...]
+# Looks for what make needs of the system: a C++20 compiler, Python with venv and headers;
+# for the tests GoogleTest, what the transfer engine Mooncake loads, and the named packages.
+# What is missing is printed as one line for apt, and is an error if the build needs it.
+# With --install, and where it is root already, it runs that line.
 set -eu
-python=$1
-shift
+install=
+if [ "$1" = --install ]; then
+  install=yes
+  shift
+fi
+for_what=$1 python=$2
+shift 2
 
 missing=
 need() { missing="$missing $*"; }
@@ -21,7 +26,7 @@ static_assert(__cpp_lib_smart_ptr_for_overwrite);'; then
     "then make CXX=g++-12 ..." >&2
   exit 1
 fi
-compiles '#include <gtest/gtest.h>' || need libgtest-dev
+[ "$for_what" = demo ] || compiles '#include <gtest/gtest.h>' || need libgtest-dev
 
 if ! command -v "$python" >/dev/null; then
   need python3 python3-venv python3-dev
@@ -44,41 +49,38 @@ optional=
 want() {  # want LIBRARY PACKAGE
   "$python" -c "import ctypes; ctypes.CDLL('$1')" 2>/dev/null || optional="$optional $2"
 }
-if [ "$(uname -m)" = x86_64 ]; then
+if [ "$for_what" = test ] && [ "$(uname -m)" = x86_64 ]; then
   want libibverbs.so.1 libibverbs1
   want libnuma.so.1 libnuma1
   want libcurl.so.4 libcurl4
 fi
 [ -n "$missing$optional" ] || exit 0
 
-go_on() {
-  echo "Going on: tests of Mooncake's transfer engine will be skipped." >&2
-  exit 0
-}
-advice=
 if ! command -v apt-get >/dev/null; then
-  advice="not found (names as in Debian):$missing$optional"
-elif [ "$(id -u)" = 0 ]; then
-  as_root=
-elif sudo -n true 2>/dev/null; then
-  as_root=sudo
-else
-  advice="please run  sudo apt-get install$missing$optional"
-fi
-if [ -n "$advice" ]; then
-  echo "cpattn: $advice" >&2
-  if [ -n "$missing" ]; then
-    echo "Then run make again." >&2
-    exit 1
-  fi
-  go_on
+  echo "cpattn needs (names as in Debian):$missing$optional" >&2
+  [ -z "$missing" ] || exit 1
+  exit 0
 fi
 
-install() {
-  $as_root env DEBIAN_FRONTEND=noninteractive \
-    apt-get install -qqy --no-install-recommends "$@" >/dev/null
+as_root=
+[ "$(id -u)" = 0 ] || as_root=sudo
+apt="apt-get install -y --no-install-recommends"
+if [ -n "$as_root" ] && [ -z "$install" ]; then
+  if [ -n "$missing" ]; then
+    echo "cpattn needs packages of the system. \`make system\` installs them, or you do:" >&2
+    echo "  sudo $apt$missing$optional" >&2
+    exit 1
+  fi
+  echo "Going on without Mooncake's transfer engine, which would need:" >&2
+  echo "  sudo $apt$optional" >&2
+  exit 0
+fi
+
+packages() {
+  $as_root env DEBIAN_FRONTEND=noninteractive $apt -qq "$@" >/dev/null
 }
-echo "Installing by apt:$missing$optional ..."
+echo "Installing as root: $apt$missing$optional"
 $as_root apt-get update -qq || [ -z "$missing" ]
-[ -z "$missing" ] || install $missing
-[ -z "$optional" ] || install $optional || go_on
+[ -z "$missing" ] || packages $missing
+[ -z "$optional" ] || packages $optional ||
+  echo "Going on: tests of Mooncake's transfer engine will be skipped." >&2

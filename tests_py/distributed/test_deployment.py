@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of docs/how_to/deployment.md, on two hosts: network namespaces and a cable between."""
+"""The commands of docs/how_to/deployment.md, on two hosts: network namespaces, a cable between."""
 
 from __future__ import annotations
 
