@@ -12,6 +12,9 @@ import torch
 import cpattn
 from support.cases import DTYPES, Case, assert_attention, make_inputs
 
+pytestmark = pytest.mark.slow
+
+
 # Three parts of 512 keys, then one, then none.
 LONG = Case(q_lens=(1, 3, 0), kv_lens=(1200, 70, 5), num_heads=8, num_kv_heads=2, page_size=64)
 CASES = [

@@ -20,6 +20,8 @@ from support.cases import DTYPES
 from support.npu.fia_cases import TEMPLATE
 from support.tolerances import EPS, TOLERANCES, Expected, assert_attended, assert_close
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Size:

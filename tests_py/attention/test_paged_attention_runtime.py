@@ -16,6 +16,9 @@ import cpattn
 from support.cases import Case, assert_attention, make_inputs
 from support.interrupts import assert_interruptible
 
+pytestmark = pytest.mark.slow
+
+
 MANY_ITEMS = Case(q_lens=(33, 1, 70), kv_lens=(90, 300, 70), num_heads=8, dtype="bfloat16")
 
 # A call of minutes if it were left alone, in a process of its own.

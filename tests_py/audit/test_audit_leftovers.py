@@ -16,6 +16,9 @@ import pytest
 from audit import leftovers
 from support.time_limits import PATIENCE
 
+pytestmark = pytest.mark.slow
+
+
 SLEEP = """
 import subprocess
 

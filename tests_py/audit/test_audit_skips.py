@@ -7,6 +7,9 @@ import pytest
 
 from audit import machine, skips
 
+pytestmark = pytest.mark.slow
+
+
 TESTS = """
 import pytest
 

@@ -10,6 +10,9 @@ import pytest
 
 from audit import machine, records, table
 
+pytestmark = pytest.mark.slow
+
+
 TESTS = """
 import pytest
 from audit.records import note

@@ -25,6 +25,9 @@ from cpattn.cost_model.command import parse_cp_sizes
 from cpattn.cost_model.report import _bytes, _time
 from support.children import path_with
 
+pytestmark = pytest.mark.slow
+
+
 RATES = ("--gflops", "900", "--threads", "4")
 
 

@@ -26,6 +26,9 @@ pytest.importorskip("torch")
 from support.children import Children, path_with
 from support.time_limits import PATIENCE
 
+pytestmark = pytest.mark.slow
+
+
 PAGE = ROOT / "docs" / "how_to" / "deployment.md"
 ENVIRONMENT = os.environ | {  # in which torchrun and the package are found, in any folder
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),

@@ -18,6 +18,9 @@ from support.distributed.prefill_batches import Case, expected_of, make_batch, s
 from support.time_limits import BUSY
 from support.tolerances import assert_attended
 
+pytestmark = pytest.mark.slow
+
+
 STRATEGIES = ("zigzag", "interleave", "contiguous")
 BATCHES = [
     Case("one request", (29,)),

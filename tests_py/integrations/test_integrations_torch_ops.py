@@ -13,6 +13,9 @@ import cpattn
 import cpattn.integrations.torch_ops
 from support.public_names import PUBLIC
 
+pytestmark = pytest.mark.slow
+
+
 OPERATORS = torch.ops.cpattn
 ROWS, HEADS, KV_HEADS, DIM, PAGE = 10, 4, 2, 32, 4
 LORA_RANK, KV_RANK, ROPE = 48, 32, 16

@@ -11,10 +11,12 @@ import pytest
 
 from support.places import ROOT
 
+pytestmark = pytest.mark.slow
+
+
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path):
     command = [sys.executable, ROOT / "scripts" / "run_notebooks.py", path]

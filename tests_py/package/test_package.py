@@ -22,6 +22,7 @@ from cpattn._moved import HOME_OF
 from support import cases
 from support.places import ROOT
 from support.public_names import PUBLIC, PUBLIC_MODULES
+from support.tolerances import assert_logits_close
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
@@ -156,7 +157,7 @@ def test_the_model_of_the_readme(tmp_path):
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         expected = load.from_pretrained(tmp_path, attn_implementation="eager")(tokens).logits
-        torch.testing.assert_close(names["model"](tokens).logits, expected)
+        assert_logits_close(names["model"](tokens).logits, expected)
 
 
 def test_blocks_with_names_of_the_reader_are_run_here():

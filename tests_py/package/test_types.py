@@ -12,6 +12,9 @@ import pytest
 
 from support.places import ROOT
 
+pytestmark = pytest.mark.slow
+
+
 # Each line that is wrong says which kind of error it is.
 PROGRAM = """
 import numpy as np
@@ -55,7 +58,6 @@ out = cpattn.run_attention(plan, array, cache, cache)  # type-var assignment
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_strict_type_checker_tells_right_calls_from_wrong_ones(tmp_path):
     pytest.importorskip("torch")

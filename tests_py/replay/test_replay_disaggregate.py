@@ -56,7 +56,7 @@ OPTIONS = ReplayOptions(
 )
 
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
 
 
 @pytest.fixture
@@ -257,7 +257,6 @@ def test_a_replay_over_the_engine() -> None:
 
 
 @pytest.mark.usefixtures("engine")
-@pytest.mark.slow
 def test_a_sparse_replay_over_the_engine() -> None:
     model = replace(SPARSE, dtype="bfloat16")
     report = replay(generate_trace(8, seed=2), replace(OPTIONS, model=model, cp_size=2))

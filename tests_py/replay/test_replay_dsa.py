@@ -47,21 +47,20 @@ PER_QUERY = ("q", "index_q", "index_weights")
 PAGE_SIZE, BLOCK_TOKENS, NUM_PAGES = 4, 8, 800
 
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
     ("strategy", "cp_size", "model"),
     [
         pytest.param("zigzag", 2, FP8, id="zigzag-2-fp8"),
-        pytest.param("interleave", 3, SMALL, id="interleave-3", marks=pytest.mark.slow),
-        pytest.param("contiguous", 1, SMALL, id="one rank", marks=pytest.mark.slow),
+        pytest.param("interleave", 3, SMALL, id="interleave-3"),
+        pytest.param("contiguous", 1, SMALL, id="one rank"),
         pytest.param(
             "contiguous",
             2,
             replace(FP8, prefill_impl="flashmla_sparse"),
             id="contiguous-2-ragged",
-            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -18,6 +18,9 @@ from cpattn.traffic.trace import Request  # noqa: E402
 from support.replay.replay_models import SMALL_DSA  # noqa: E402
 from support.transfer.transfer_processes import requires_mooncake  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
+
 DENSE = DenseConfig(
     num_layers=2, hidden_size=64, num_heads=4, head_dim=16, intermediate_size=96, vocab_size=64
 )
@@ -61,14 +64,14 @@ def run(**changes: Any) -> None:
     [
         pytest.param(DENSE, 2, "zigzag", 1, id="dense"),
         pytest.param(SMALL_DSA, 4, "interleave", 3, id="dsa"),
-        pytest.param(DENSE, 1, "zigzag", 1, id="dense-alone", marks=pytest.mark.slow),
-        pytest.param(DENSE, 4, "zigzag", 3, id="dense-zigzag", marks=pytest.mark.slow),
-        pytest.param(DENSE, 4, "interleave", 3, id="dense-interleave", marks=pytest.mark.slow),
-        pytest.param(DENSE, 4, "contiguous", 3, id="dense-contiguous", marks=pytest.mark.slow),
-        pytest.param(SMALL_DSA, 4, "zigzag", 1, id="dsa-zigzag", marks=pytest.mark.slow),
-        pytest.param(SMALL_DSA, 4, "contiguous", 3, id="dsa-contiguous", marks=pytest.mark.slow),
-        pytest.param(FP8, 4, "zigzag", 3, id="fp8", marks=pytest.mark.slow),
-        pytest.param(RAGGED_FP8, 4, "interleave", 1, id="fp8-ragged", marks=pytest.mark.slow),
+        pytest.param(DENSE, 1, "zigzag", 1, id="dense-alone"),
+        pytest.param(DENSE, 4, "zigzag", 3, id="dense-zigzag"),
+        pytest.param(DENSE, 4, "interleave", 3, id="dense-interleave"),
+        pytest.param(DENSE, 4, "contiguous", 3, id="dense-contiguous"),
+        pytest.param(SMALL_DSA, 4, "zigzag", 1, id="dsa-zigzag"),
+        pytest.param(SMALL_DSA, 4, "contiguous", 3, id="dsa-contiguous"),
+        pytest.param(FP8, 4, "zigzag", 3, id="fp8"),
+        pytest.param(RAGGED_FP8, 4, "interleave", 1, id="fp8-ragged"),
     ],
 )
 def test_a_rank_may_have_nothing_to_do(
@@ -77,7 +80,6 @@ def test_a_rank_may_have_nothing_to_do(
     run(model=model, cp_size=cp_size, strategy=strategy, token_budget=token_budget)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cp_size", "pp_size"), [(DENSE, 2, 1), (DENSE, 2, 2), (SMALL_DSA, 4, 1)]
 )

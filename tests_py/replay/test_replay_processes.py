@@ -19,6 +19,9 @@ from cpattn.traffic.prefix_cache import Lease
 from cpattn.traffic.scheduler import Batch, Chunk
 from cpattn.traffic.trace import Request, generate_trace
 
+pytestmark = pytest.mark.slow
+
+
 SMALL = DenseConfig(
     num_layers=2, hidden_size=64, num_heads=4, head_dim=16, intermediate_size=96, vocab_size=64
 )
@@ -34,11 +37,11 @@ OPTIONS = ReplayOptions(
 )
 CASES = [
     pytest.param("zigzag", 2, 1, "float32"),
-    pytest.param("interleave", 3, 1, "bfloat16", marks=pytest.mark.slow),
-    pytest.param("contiguous", 2, 1, "float16", marks=pytest.mark.slow),
-    pytest.param("zigzag", 4, 1, "bfloat16", marks=pytest.mark.slow),
-    pytest.param("zigzag", 1, 1, "float32", marks=pytest.mark.slow),
-    pytest.param("zigzag", 2, 2, "float32", marks=pytest.mark.slow),
+    pytest.param("interleave", 3, 1, "bfloat16"),
+    pytest.param("contiguous", 2, 1, "float16"),
+    pytest.param("zigzag", 4, 1, "bfloat16"),
+    pytest.param("zigzag", 1, 1, "float32"),
+    pytest.param("zigzag", 2, 2, "float32"),
 ]
 
 

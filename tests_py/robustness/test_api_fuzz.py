@@ -24,6 +24,9 @@ from support.children import path_with
 from support.public_names import PUBLIC, PUBLIC_MODULES
 from support.time_limits import PATIENCE
 
+pytestmark = pytest.mark.slow
+
+
 CALLS = 20_000
 
 # Public names that are no calls of their own, and why.

@@ -11,6 +11,9 @@ import pytest
 from audit import machine
 from support.places import ROOT
 
+pytestmark = pytest.mark.slow
+
+
 # Processes, signals, terminals, tensors between processes.
 TESTS = (
     "distributed/test_distributed.py::test_interrupt_ends_a_wait",

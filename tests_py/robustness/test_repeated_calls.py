@@ -12,6 +12,9 @@ from support.api.repeated_calls import CALLS, LEAKS
 from support.children import Children, path_with
 from support.time_limits import IMPORT_CPU
 
+pytestmark = pytest.mark.slow
+
+
 TIMES = 100_000
 # What a process may grow by over all of them: less than the smallest object or block, 16 bytes, of
 # each call. Python's own count, over a tenth of the calls, is free of what the allocator keeps.

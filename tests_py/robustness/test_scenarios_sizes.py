@@ -17,6 +17,9 @@ from support.sparse import sparse_mla_cases
 from support.sparse.indexer_cases import best_keys
 from support.sparse.indexer_cases import make_inputs as make_index_inputs
 
+pytestmark = pytest.mark.slow
+
+
 ONE_HEAD = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 32, "dtype": "bfloat16"}
 LONG = 32768
 

@@ -18,6 +18,9 @@ from support.api.thread_calls import MAKERS
 from support.places import ROOT
 from support.public_names import PUBLIC
 
+pytestmark = pytest.mark.slow
+
+
 TEXT = ROOT.joinpath("docs/how_to/threads.md").read_text()
 TABLE = {
     name: (gil, interrupt)

@@ -21,6 +21,9 @@ from support.sparse.indexer_batch import PACKED_FORMS, IndexerBatch
 from support.sparse.sparse_mla_cases import expanded, fp8_rows
 from support.tolerances import EPS, TOLERANCES, assert_attended, indexer_units
 
+pytestmark = pytest.mark.slow
+
+
 HEADS, HEAD_DIM, V_HEAD_DIM, TOPK = 128, 576, 512, 2048
 SCALE = 192**-0.5  # of the heads before absorption
 INDEX_HEADS, INDEX_DIM = 64, 128

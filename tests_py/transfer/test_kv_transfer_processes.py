@@ -20,6 +20,9 @@ from support.transfer.transfer_cases import Case, Model, Server
 from support.transfer.transfer_processes import Peer, requires_mooncake
 from support.transfer.transfer_sides import DecodeSide, finish, prepare, send, send_prompt
 
+pytestmark = pytest.mark.slow
+
+
 MHA = Model(layer_ids=(0, 1, 2, 3), num_kv_heads=2)
 WIDE_V = replace(MHA, head_dim=12, v_head_dim=4, dtype="float32")
 GQA = replace(MHA, num_kv_heads=4)

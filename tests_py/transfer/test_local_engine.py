@@ -15,6 +15,8 @@ from cpattn.transfer import LocalEngine
 from support.examples import examples
 from support.interrupts import assert_interruptible
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def engines():

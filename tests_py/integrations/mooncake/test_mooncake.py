@@ -17,6 +17,9 @@ from cpattn.transfer import TransferError, TransferPlan
 from support.places import TESTS
 from support.transfer.transfer_processes import Peer, allocate, contents, requires_mooncake, write
 
+pytestmark = pytest.mark.slow
+
+
 SIZE = 1 << 20
 CANARY = 0xA5
 LIMIT = 20.0  # seconds within which a failure is reported, on a busy machine

@@ -15,6 +15,9 @@ from cpattn.transfer import TransferError, TransferPlan
 from support.places import TESTS
 from support.transfer.transfer_processes import Peer, allocate, contents, requires_mooncake, write
 
+pytestmark = pytest.mark.slow
+
+
 LIMIT = 25.0  # seconds for what has a timeout of 5; the engine by itself waits for 60
 CANARY = 0xA5
 

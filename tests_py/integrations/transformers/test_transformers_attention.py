@@ -32,7 +32,7 @@ from support.cases import DTYPES, assert_attention  # noqa: E402
 from support.tolerances import assert_logits_close  # noqa: E402
 from support.transformers.tiny_transformers import CONFIGS, SIZES, generate, make_model, make_tokens  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
 LENGTH = 30
 PADDING = torch.tensor([0, 7, 28])  # tokens in front of each row
 

@@ -23,7 +23,7 @@ from cpattn.integrations.transformers import paged  # noqa: E402
 from support.cases import DTYPES, assert_attention  # noqa: E402
 from support.transformers.tiny_transformers import WINDOW, generate, make_model, make_tokens  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
 PAGE = 8
 NEW_TOKENS = 12
 PREFIX = make_tokens(20, seed=1).tolist()  # two pages and a half
