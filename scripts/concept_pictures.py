@@ -9,12 +9,19 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from concepts import strategies
+from concepts import caches, strategies
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images" / "concepts"
 
 PICTURES: Mapping[str, Callable[[], str]] = {
     "zigzag_prefix": strategies.zigzag_prefix,
+    "paged_kv": caches.paged_kv,
+    "strategies": strategies.strategies,
+    "prefixes": strategies.prefixes,
+    "prev_next": strategies.prev_next,
+    "sparse_attention": caches.sparse_attention,
+    "pools": caches.pools,
+    "kv_transfer": caches.kv_transfer,
 }
 
 

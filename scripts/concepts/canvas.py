@@ -78,10 +78,16 @@ class Canvas(Picture):
         self.parts.append(f'<path class="{kind}" d="M{corners}Z"/>')
 
     def triangle(
-        self, x: float, y: float, cell: float, owners: Sequence[int], keys: Sequence[int]
+        self,
+        x: float,
+        y: float,
+        cell: float,
+        owners: Sequence[int],
+        keys: Sequence[int],
+        prefix: int,
     ) -> None:
-        """The keys that each query sees, coloured by the rank that owns the query."""
-        prefix = keys[0] - 1
+        """The keys that each query sees, coloured by the rank that owns the query; those of the
+        prefix are hatched."""
         start = 0
         while start < len(owners):
             stop = start
