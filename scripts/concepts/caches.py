@@ -221,7 +221,7 @@ def pools() -> str:
             picture.rect(x + row * 165 / 4, y, 165 / 4, 22, "r0" if page == 2 else "plain")
         picture.text(x + 82, y + 38, f"page {page}", "soft", anchor="middle")
     picture.rect(LEFT + 2 * 165 / 4, y + 3, 165 / 4, 16, "r1")
-    picture.text(LEFT + 165 * 2.5, y + 15, "right", "bold", anchor="middle")
+    picture.text(LEFT + 165 * (2 + 1 / 8), y + 15, "right", "small", anchor="middle")
     picture.text(LEFT + 2.5 * 165 / 4, y + 15, "wrong", "small", anchor="middle")
     return picture.finish()
 

@@ -8,9 +8,11 @@ from xml.etree import ElementTree
 
 import concept_pictures
 import pytest
+from concepts.canvas import Canvas
 
 from cpattn import cost_model
-from support.places import ROOT
+from support import chromium
+from support.places import ROOT, TESTS
 
 IMAGES = sorted((ROOT / "docs" / "images" / "concepts").glob("*.svg"))
 NAMESPACE = "{http://www.w3.org/2000/svg}"
@@ -69,3 +71,44 @@ def test_the_bars_are_the_pairs_of_the_ranks():
         for pairs in cost_model.rank_work([24], [32], cp_size=4, strategy=strategy).pairs
     ]
     assert shown == expected
+
+
+FINDINGS = (TESTS / "support" / "words_of_pictures.js").read_text()
+
+
+@pytest.fixture(scope="module")
+def page():
+    with chromium.started() as browser, chromium.page_of(browser, IMAGES[0]) as page:
+        yield page
+
+
+def findings(page, path, scheme):
+    page.emulate_media(color_scheme=scheme)
+    page.goto(path.as_uri())
+    return page.evaluate(FINDINGS)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.stem)
+def test_words_are_in_their_boxes_apart_and_readable(page, path, scheme):
+    assert findings(page, path, scheme) == []
+
+
+def test_words_that_are_not_are_found(page, tmp_path):
+    canvas = Canvas("A picture with faults", "Words leave their box, lie on each other or hatched.")
+    canvas.rect(100, 20, 40, 20, "r0")
+    canvas.text(120, 34, "longer than its box", anchor="middle")
+    canvas.text(124, 36, "on top", anchor="middle")
+    canvas.rect(250, 20, 100, 40, "hatch")
+    canvas.text(300, 40, "hatched", anchor="middle")
+    canvas.text(500, 40, "faint", "page")
+    path = tmp_path / "faults.svg"
+    path.write_text(canvas.finish())
+    assert findings(page, path, "light") == [
+        "longer than its box: leaves its box",
+        "longer than its box: covers on top",
+        "on top: leaves its box",
+        "on top: covers longer than its box",
+        'hatched: lies on url("#hatch")',
+        "faint: contrast 1",
+    ]
