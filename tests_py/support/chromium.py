@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from audit import records
+
 
 @contextlib.contextmanager
 def started() -> Iterator[Any]:
@@ -24,6 +26,7 @@ def started() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=options)
         with contextlib.closing(browser):
+            records.note("browser", "chromium", browser.version)
             yield browser
 
 
