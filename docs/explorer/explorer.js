@@ -226,8 +226,9 @@
     const python =
       `cpattn.build_cp_metadata_all_ranks(\n    [${plan.extend.join(", ")}], [${sums.join(", ")}], ` +
       `cp_size=${plan.ranks}, strategy="${plan.strategy}"\n)`;
+    // No <pre>: the site would hang a button to copy it there, which does not know that it changes.
     const block = (label, text) =>
-      make("pre", { tabindex: "0", "aria-label": label }, make("code", {}, text));
+      make("div", { class: "cpx-code", tabindex: "0", role: "group", "aria-label": label }, make("code", {}, text));
     return [block("The same plan on the command line", command), block("The same plan in Python", python)];
   }
 

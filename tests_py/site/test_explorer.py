@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
+import subprocess
+import sys
 from typing import Any
 from urllib.parse import urlencode
 
@@ -169,6 +172,19 @@ def test_the_page_shows_the_numbers_of_its_plan(page, strategy):
         assert cells[3] == f"{plan.kv_len_prev_list[0]:,}"
         assert cells[5:] == [f"{n:,}" for n in plan.kv_len_next_list[:1]]
     assert len(blocks) == 16
+
+
+def test_what_one_takes_along_runs(page):
+    show(page, "#extend=16,8&prefix=8,0&ranks=4&strategy=contiguous")
+    command, code = page.locator(".cpx-code").all_inner_texts()
+    arguments = [sys.executable, "-m", *shlex.split(command)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert "contiguous over 4 ranks: 2 sequences, 24 new tokens" in done.stdout
+    assert "8 cached" in done.stdout
+    expected = cpattn.build_cp_metadata_all_ranks(
+        [16, 8], [24, 8], cp_size=4, strategy="contiguous"
+    )
+    assert eval(code, {"cpattn": cpattn}) == expected
 
 
 # --- people --------------------------------------------------------------------------------------
