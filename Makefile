@@ -133,6 +133,7 @@ lint: .venv/.lint build  ## formatting, lint, types
 	python -m mypy.stubtest cpattn._core --mypy-config-file pyproject.toml
 	python scripts/readme_figures.py --check
 	python scripts/architecture.py --check
+	python scripts/concept_pictures.py --check
 
 tidy: .venv/.lint build  ## clang-tidy
 	@echo clang-tidy ...

@@ -30,10 +30,22 @@ STYLE = """
 
 
 class Picture:
-    """Grows downwards; `finish` returns its text."""
+    """Grows downwards; `finish` returns its text, which names the script that wrote it."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(
+        self,
+        title: str,
+        description: str = "",
+        *,
+        style: str = "",
+        patterns: str = "",
+        script: str = "architecture",
+    ) -> None:
         self.title = title
+        self.description = description
+        self.style = STYLE + style
+        self.patterns = patterns
+        self.script = script
         self.height = 0.0
         self.parts: list[str] = []
 
@@ -86,15 +98,16 @@ class Picture:
         tip = (
             '<defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="8" '
             'markerHeight="8" orient="auto"><path class="head" d="M0,0L10,5L0,10z"/></marker>'
-            "</defs>"
+            f"{self.patterns}</defs>"
         )
+        described = f"\n<desc>{escape(self.description)}</desc>" if self.description else ""
         return "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
                 f'viewBox="0 0 {WIDTH} {height}" role="img">',
-                "<!-- Written by scripts/architecture.py. -->",
-                f"<title>{escape(self.title)}</title>",
-                f"<style>{STYLE}</style>",
+                f"<!-- Written by scripts/{self.script}.py. -->",
+                f"<title>{escape(self.title)}</title>{described}",
+                f"<style>{self.style}</style>",
                 tip,
                 f'<rect class="page" x="0" y="0" width="{WIDTH}" height="{height}"/>',
                 *self.parts,

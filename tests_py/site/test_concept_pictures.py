@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures of docs/concepts are what the library's plans, pools and transfers say."""
+
+from __future__ import annotations
+
+import sys
+from xml.etree import ElementTree
+
+import concept_pictures
+import pytest
+from concepts.canvas import Canvas
+
+from cpattn import cost_model
+from support import chromium
+from support.places import ROOT, TESTS
+
+IMAGES = sorted((ROOT / "docs" / "images" / "concepts").glob("*.svg"))
+NAMESPACE = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    """It, with copies of the pictures to write to."""
+    for path in IMAGES:
+        tmp_path.joinpath(path.name).write_text(path.read_text())
+    monkeypatch.setattr(concept_pictures, "IMAGES", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["concept_pictures.py", "--check"])
+    return concept_pictures
+
+
+def test_pictures_are_those_of_the_library(script, capsys):
+    assert script.main() == 0, capsys.readouterr().out
+    assert {path.stem for path in IMAGES} == script.PICTURES.keys()
+
+
+def test_a_stale_picture_is_found_and_left_alone(script, capsys, tmp_path):
+    stale = tmp_path / "zigzag_prefix.svg"
+    stale.write_text("<svg/>")
+    assert script.main() == 1
+    assert capsys.readouterr().out.startswith("zigzag_prefix.svg: out of date")
+    assert stale.read_text() == "<svg/>"
+
+
+def test_a_missing_picture_is_written(script, monkeypatch, tmp_path):
+    drawn = tmp_path.joinpath("zigzag_prefix.svg").read_text()
+    tmp_path.joinpath("zigzag_prefix.svg").unlink()
+    monkeypatch.setattr(sys, "argv", ["concept_pictures.py"])
+    assert script.main() == 0
+    assert tmp_path.joinpath("zigzag_prefix.svg").read_text() == drawn
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.stem)
+def test_pictures_are_well_formed_and_described(path):
+    root = ElementTree.fromstring(path.read_text())
+    assert int(root.attrib["width"]) <= 700
+    assert root.attrib["role"] == "img"
+    title, description = (root.findtext(NAMESPACE + name) for name in ("title", "desc"))
+    assert len(title) > 10
+    assert len(description) > 60
+
+
+def test_the_bars_are_the_pairs_of_the_ranks():
+    (path,) = (path for path in IMAGES if path.stem == "zigzag_prefix")
+    words = [
+        text.text for text in ElementTree.fromstring(path.read_text()).iter(NAMESPACE + "text")
+    ]
+    shown = [word for word in words if word.endswith(" pairs")]
+    expected = [
+        f"{pairs} pairs"
+        for strategy in ("zigzag", "contiguous")
+        for pairs in cost_model.rank_work([24], [32], cp_size=4, strategy=strategy).pairs
+    ]
+    assert shown == expected
+
+
+FINDINGS = (TESTS / "support" / "words_of_pictures.js").read_text()
+
+
+@pytest.fixture(scope="module")
+def page():
+    with chromium.started() as browser, chromium.page_of(browser, IMAGES[0]) as page:
+        yield page
+
+
+def findings(page, path, scheme):
+    page.emulate_media(color_scheme=scheme)
+    page.goto(path.as_uri())
+    return page.evaluate(FINDINGS)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.stem)
+def test_words_are_in_their_boxes_apart_and_readable(page, path, scheme):
+    assert findings(page, path, scheme) == []
+
+
+def test_words_that_are_not_are_found(page, tmp_path):
+    canvas = Canvas("A picture with faults", "Words leave their box, lie on each other or hatched.")
+    canvas.rect(100, 20, 40, 20, "r0")
+    canvas.text(120, 34, "longer than its box", anchor="middle")
+    canvas.text(124, 36, "on top", anchor="middle")
+    canvas.rect(250, 20, 100, 40, "hatch")
+    canvas.text(300, 40, "hatched", anchor="middle")
+    canvas.text(500, 40, "faint", "page")
+    path = tmp_path / "faults.svg"
+    path.write_text(canvas.finish())
+    assert findings(page, path, "light") == [
+        "longer than its box: leaves its box",
+        "longer than its box: covers on top",
+        "on top: leaves its box",
+        "on top: covers longer than its box",
+        'hatched: lies on url("#hatch")',
+        "faint: contrast 1",
+    ]

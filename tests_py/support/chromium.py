@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real browser, driven by Playwright, for pages that people open."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from audit import records
+
+
+@contextlib.contextmanager
+def started() -> Iterator[Any]:
+    """A Chromium of this machine without a window, which ends with the block."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium here")
+    options = ["--disable-gpu", *([] if os.geteuid() else ["--no-sandbox"])]  # which root lacks
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=options)
+        with contextlib.closing(browser):
+            records.note("browser", "chromium", browser.version)
+            yield browser
+
+
+@contextlib.contextmanager
+def page_of(browser: Any, path: Path) -> Iterator[Any]:
+    """A file in a page of its own; what it prints, throws or fetches elsewhere is an error."""
+    complaints: list[str] = []
+    with contextlib.closing(browser.new_context()) as context:
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        page.on("console", lambda said: complaints.append(f"{said.type}: {said.text}"))
+        page.on("pageerror", lambda error: complaints.append(f"{error}"))
+        page.on("request", lambda request: _check_local(request.url, complaints))
+        page.on("requestfailed", lambda request: complaints.append(f"failed: {request.url}"))
+        page.goto(path.as_uri())
+        yield page
+        if complaints:
+            raise AssertionError(f"{path.name}: {complaints}")
+
+
+def _check_local(url: str, complaints: list[str]) -> None:
+    if not url.startswith(("file:", "data:")):
+        complaints.append(f"fetched: {url}")
