@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
 from support.pages import Block, assert_printed, blocks_in, change, run_page
 from support.places import ROOT
+from support.transfer.transfer_processes import requires_mooncake
 
 FOLDER = ROOT / "docs" / "tutorials"
 TUTORIALS = sorted(path for path in FOLDER.glob("*.md") if path.name != "index.md")
@@ -79,3 +81,23 @@ def test_the_index_lists_all_tutorials():
 
 def test_check_your_own(tmp_path, children):
     run_page(FOLDER / "check_your_own.md", tmp_path, children)
+
+
+@pytest.mark.slow
+def test_context_parallel(tmp_path, children):
+    pytest.importorskip("torch")
+    run_page(FOLDER / "context_parallel.md", tmp_path, children)
+
+
+@pytest.mark.slow
+def test_profiling(tmp_path, children):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("rich")
+    run_page(FOLDER / "profiling.md", tmp_path, children)
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_move_kv(tmp_path, children):
+    requires_mooncake()
+    run_page(FOLDER / "move_kv.md", tmp_path, children)

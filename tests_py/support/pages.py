@@ -25,7 +25,7 @@ from support.places import ROOT
 from support.time_limits import PATIENCE
 
 _FENCE = re.compile(r'^```(\w+)(?: title="(.*?)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-_NUMBER = re.compile(r"\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
+_NUMBER = re.compile(r"\d[\d,]*(\.\d+)?(e[-+]?\d+)?( [nµm]?s\b)?")
 _LEFT_OUT = "..."
 
 
@@ -54,18 +54,18 @@ def blocks_in(page: Path) -> list[Block]:
 
 
 def without_numbers(text: str) -> str:
-    """The text with # for each number, and single spaces."""
-    return re.sub(r"[ ─━]+", " ", _NUMBER.sub("#", text))
+    """The text with # for each number or time, in one line with single spaces and thin rules."""
+    return re.sub(r"[\s─━]+", " ", _NUMBER.sub("#", text)).strip()
 
 
 def assert_printed(expected: Block, stdout: str) -> None:
     """Line by line; "..." in the page stands for any number of lines."""
-    shown = expected.text
+    shown, printed = expected.text, stdout
     if "figures will differ" in expected.title:
-        shown, stdout = without_numbers(shown), without_numbers(stdout)
+        shown, printed = without_numbers(shown), without_numbers(printed)
     parts = re.split(rf"^{re.escape(_LEFT_OUT)}\n", shown, flags=re.MULTILINE)
     pattern = r"(?:.*\n)*?".join(map(re.escape, parts))
-    assert re.fullmatch(pattern, stdout), f"the page has\n{shown}\nprinted was\n{stdout}"
+    assert re.fullmatch(pattern, printed), f"the page has\n{shown}\nprinted was\n{printed}"
 
 
 def change(file: Path, diff: str) -> None:
