@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -25,6 +26,8 @@ START = 300.0  # seconds, of an engine on a busy machine
 def test_the_commands_of_the_tutorial(tmp_path, children):
     (tmp_path / "site").mkdir()
     write_distribution(tmp_path / "site")
+    if "ONEDNN_MAX_CPU_ISA" in os.environ:  # then vLLM's kernels want what the page on trouble says
+        (tmp_path / "site" / "sitecustomize.py").write_text("import torch\ntorch.cpu._init_amx()\n")
     environment = {
         "PYTHONPATH": path_with(tmp_path / "site"),  # as installed
         # One process: each one that vLLM starts takes half a minute to import it.
