@@ -21,6 +21,8 @@ from cpattn.traffic import PrefixCache
 from support.children import Children, path_with
 from support.places import ROOT, TESTS
 
+pytestmark = pytest.mark.slow  # children that import torch, a dozen
+
 PAGE = ROOT / "docs" / "troubleshooting.md"
 LEFT_OUT = "…"
 
