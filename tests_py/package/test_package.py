@@ -119,7 +119,7 @@ OF_ENGINES = {"integrations", "sglang", "sglang_ascend", "vllm"}
     [
         str(path.relative_to(ROOT))
         for path in DOCUMENTS
-        if path.stem not in OF_ENGINES and "```python" in path.read_text()
+        if path.stem not in OF_ENGINES and "```python\n" in path.read_text()
     ],
 )
 def test_examples_of_documents_run(name, monkeypatch, tmp_path):

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of examples/, run as their docstrings say."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.children import path_with
+from support.places import ROOT
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+#: What the last line of each says when all was as it should be.
+LAST = {
+    "move_kv": r"checksums: prefill (\w{8}), decode \1",
+    "own_engine": r"prompt of \d+: \[\d.*\], as the oracle has it",
+    "sparse_attention": r"two ranks, \[70, 70\] tokens: the same bits",
+}
+
+
+def commands_of(example: Path) -> list[str]:
+    text = ast.get_docstring(ast.parse(example.read_text()))
+    return [line.split(" # ")[0].strip() for line in text.splitlines() if " examples/" in line]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short_and_says_how_it_is_run(example):
+    assert len(example.read_text().splitlines()) <= 125
+    assert commands_of(example)
+    assert f"examples/{example.name}" in commands_of(example)[0]
+
+
+OF_TUTORIALS = {"context_parallel_prefill"}  # whose tests run it
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_an_example_runs(name, tmp_path, children):
+    """The first form; the tutorials run the others."""
+    if name == "sparse_attention":
+        pytest.importorskip("torch")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = os.environ | {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": path_with(),
+    }
+    command = commands_of(ROOT / "examples" / f"{name}.py")[0]
+    run = children.run(["sh", "-c", command], cwd=tmp_path, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert re.fullmatch(LAST[name], run.stdout.splitlines()[-1])
+
+
+def test_all_examples_are_run_and_in_the_index():
+    names = [example.stem for example in EXAMPLES]
+    assert names == sorted({*LAST, *OF_TUTORIALS})
+    index = (ROOT / "docs" / "tutorials" / "index.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w+)\.py`", index, re.MULTILINE)) == names
