@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 
@@ -35,3 +36,5 @@ def main() -> None:
     except KeyboardInterrupt:  # while modules are imported; later `CommandGroup` has it
         print("cpattn: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    finally:
+        gc.freeze()  # else Python would look once more through all that torch has made
