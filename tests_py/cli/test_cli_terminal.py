@@ -37,6 +37,7 @@ def visible(lines: list[str]) -> list[str]:
     ("command", "columns"),
     [
         *((command, columns) for command in (EXPLAIN, PLAN) for columns in (60, 80, 120)),
+        *((command, columns) for command in ((), ("doctor",)) for columns in (60, 120)),
         (REPLAY, 60),
         pytest.param(REPLAY, 80, marks=pytest.mark.slow),
         pytest.param(REPLAY, 120, marks=pytest.mark.slow),
@@ -51,8 +52,9 @@ def test_a_terminal_is_not_too_narrow(
     assert "…" not in text
     report = [line for line in lines if not re.match("cpattn (plan|replay): |assumed: ", line)]
     assert max(map(len, report)) <= columns
-    headers = {"explain": "pairs", "plan": "attention", "replay": "error"}
-    assert any(headers[command[0]] in line.split() for line in lines)
+    headers = {"explain": "pairs", "plan": "attention", "replay": "error", "doctor": "threads"}
+    header = headers[command[0]] if command else "Commands:"
+    assert any(header in line.split() for line in lines)
 
 
 @pytest.mark.parametrize("command", [EXPLAIN, PLAN], ids=lambda command: command[0])
@@ -89,7 +91,7 @@ C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 @pytest.mark.parametrize(
     ("command", "environment"),
     [
-        *((c, e) for c in (EXPLAIN, PLAN, ("plan", "--help")) for e in (ASCII, C_LOCALE)),
+        *((c, e) for c in (EXPLAIN, PLAN, ("doctor",), ()) for e in (ASCII, C_LOCALE)),
         (REPLAY, ASCII),
     ],
 )

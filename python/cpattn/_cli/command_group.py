@@ -34,7 +34,7 @@ class CommandGroup(click.Group):
                 text = self.commands[name].get_short_help_str(limit=200)
                 formatter.write_dl([(f"{name:<{width}}", text)])
                 if name in self.examples:
-                    formatter.write(f"{' ' * (width + 6)}$ {self.examples[name]}\n")
+                    formatter.write(f"    $ {self.examples[name]}\n")
 
     def main(
         self,

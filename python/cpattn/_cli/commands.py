@@ -37,7 +37,8 @@ _COST, _RATE = Number(0, 1e9), Number(1e-3, 1e9)
 
 _DOCUMENTS = """\b
 cpattn COMMAND --help has all options, and more examples.
-Between machines: torchrun --nproc-per-node 2 -m cpattn.distributed.check
+Between machines:
+  torchrun --nproc-per-node 2 -m cpattn.distributed.check
 
 Documents, in the folder of the sources: docs/index.md, docs/tutorials, docs/command_line.md.
 In Python: help(cpattn)."""
