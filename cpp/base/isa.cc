@@ -72,6 +72,33 @@ std::atomic<int>& active() {
 
 }  // namespace
 
+std::vector<Isa> compiled_isas() {
+  return {
+      Isa::portable,
+#ifdef CPATTN_HAVE_AVX2
+      Isa::avx2,
+#endif
+#ifdef CPATTN_HAVE_AVX512
+      Isa::avx512,
+#endif
+#ifdef CPATTN_HAVE_AVX512BF16
+      Isa::avx512bf16,
+#endif
+#ifdef CPATTN_HAVE_AMXTWIN
+      Isa::amx_twin,
+#endif
+#ifdef CPATTN_HAVE_AMX
+      Isa::amx,
+#endif
+#ifdef CPATTN_HAVE_NEON
+      Isa::neon,
+#endif
+#ifdef CPATTN_HAVE_NEONBF16
+      Isa::neonbf16,
+#endif
+  };
+}
+
 std::string_view isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
 
 const std::vector<Isa>& supported_isas() {

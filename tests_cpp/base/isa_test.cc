@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 
 #include "cpattn/base/cpu.h"
@@ -13,6 +14,13 @@ namespace {
 TEST(Isa, PortableIsAlwaysThereAndFirst) {
   ASSERT_FALSE(supported_isas().empty());
   EXPECT_EQ(supported_isas().front(), Isa::portable);
+}
+
+TEST(Isa, WhatRunsHereWasCompiled) {
+  const std::vector<Isa> compiled = compiled_isas();
+  for (Isa isa : supported_isas()) {
+    EXPECT_EQ(std::count(compiled.begin(), compiled.end(), isa), 1) << isa_name(isa);
+  }
 }
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)  // clang 14 has no such names

@@ -222,5 +222,6 @@ def test_a_missing_package_is_one_line(
     result = command_line.run(*QUICK, *html, env=without(missing, tmp_path))
     assert result.returncode == 1
     assert result.stderr == (
-        f"cpattn: {missing} is not installed; pip install 'cpattn[cli]' brings it\n"
+        f"cpattn: {missing} is not installed; pip install '.[cli]' in the folder of cpattn's "
+        "sources brings it\n"
     )

@@ -232,7 +232,9 @@ def test_a_replay_needs_no_stdin(command_line: CommandLine) -> None:
     assert "passed" in result.stdout
 
 
-@pytest.mark.parametrize("command", ["explain --lens 13,40", "plan --cp-size 2,4", "--help"])
+@pytest.mark.parametrize(
+    "command", ["explain --lens 13,40", "plan --cp-size 2,4", "doctor", "--help"]
+)
 def test_a_full_disk(command_line: CommandLine, command: str) -> None:
     result = command_line.shell(f"{command} > /dev/full")
     assert result.stderr == "Error: standard output: No space left on device\n"
@@ -248,7 +250,8 @@ def test_a_full_disk_after_a_replay(command_line: CommandLine) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["explain --lens 9999 --cp-size 4096", "plan --cp-size 1..4096", "plan --help"]
+    "command",
+    ["explain --lens 9999 --cp-size 4096", "plan --cp-size 1..4096", "doctor", "plan --help"],
 )
 def test_a_reader_that_has_seen_enough(command_line: CommandLine, command: str) -> None:
     result = command_line.shell(f"{command} | head -n 1", pipefail=True)

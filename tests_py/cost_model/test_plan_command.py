@@ -130,6 +130,7 @@ def test_rates_are_measured(monkeypatch):
     assert rates.gather_gbps > 0
     assert rates.store_gbps > 0
     assert told[-1] == "exchange between two processes"
+    assert len(told) == calibration.num_steps(2) == calibration.num_steps(1) + 2
 
 
 def test_help_teaches():

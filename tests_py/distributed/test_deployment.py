@@ -218,7 +218,7 @@ def test_ctrl_c_while_ranks_are_awaited(children: Children) -> None:
         [sys.executable, "-m", "cpattn.distributed.check"],
         env=ENVIRONMENT | ONE_RANK | {"WORLD_SIZE": "2", "MASTER_PORT": port},
     )
-    progress = "cpattn.distributed.check: 10 s: waiting for the other ranks\n"
+    progress = "cpattn.distributed.check: 1 s: waiting for the other ranks\n"
     assert run.stderr.readline() == progress
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=30)

@@ -19,6 +19,7 @@ Console = pytest.importorskip("rich.console").Console
 
 from cpattn.replay.dsa.model import DsaConfig  # noqa: E402
 from cpattn.replay.records import BatchRecord, ReplayOptions, ReplayReport  # noqa: E402
+from cpattn.replay.report.guide import guide_lines  # noqa: E402
 from cpattn.replay.report.html import write_html  # noqa: E402
 from cpattn.replay.report.summary import imbalance, print_report, summarize, write_json  # noqa: E402
 
@@ -190,3 +191,23 @@ def test_the_page_fits_a_telephone_and_a_dark_room(
     assert all("fill: var(--axis)" in text for text in texts)
     legend = body.split('class="batches"')[1]
     assert "ms: the slowest rank, phases: mean over ranks" in legend
+
+
+@pytest.mark.parametrize("width", [40, 80, None])
+def test_the_guide_says_what_was_seen_and_what_comes_next(width: int | None) -> None:
+    lines = guide_lines(make_report(), width)
+    assert max(map(len, lines)) <= (width or 100)
+    assert [line[:4] for line in lines if line[0] != " "] == ["seen", "why ", "next"]
+    text = " ".join(" ".join(lines).split())
+    for words in (
+        "7 requests went through 2 processes in 3 batches; 80 % of their tokens were in the cache",
+        "but for roundings",
+        "zigzag gave the busiest rank 1.500 times the mean number of query-key pairs",
+        "torch took 3.0 times as long",
+        "cpattn replay --strategy contiguous",
+    ):
+        assert words in text
+    wrong = make_report()
+    wrong.batches[0].max_error = 1.0
+    assert "NOT what one process computes" in " ".join(guide_lines(wrong, None))
+    assert "Nothing was compared." in " ".join(guide_lines(make_report(tolerance=None), None))

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -45,18 +46,33 @@ class Running:
             env.pop("COLUMNS", None)
         self.process = children.start(arguments, env=env, **options)
         self.pid = self.process.pid
+        self._written, self._taken = b"", 0
+        self._news = threading.Condition()
+        self._ended = not columns
         if columns:
             os.close(slave)
+            threading.Thread(target=self._read, name="terminal", daemon=True).start()
+
+    def _read(self) -> None:
+        """A terminal takes what is written to it: else a command would wait when it is full."""
+        while not self._ended:
+            try:
+                written = os.read(self._master, 4096)
+            except OSError:  # the other side is closed
+                written = b""
+            with self._news:
+                self._written += written
+                self._ended = not written
+                self._news.notify_all()
 
     def read_until(self, text: bytes, seconds: float = PATIENCE) -> bytes:
-        """What it writes to its terminal, up to `text` or its end."""
-        seen = b""
-        deadline = time.monotonic() + seconds
-        while text not in seen and time.monotonic() < deadline:
-            try:
-                seen += os.read(self._master, 4096)
-            except OSError:  # the other side is closed
-                break
+        """What it has written to its terminal since the last call, up to `text` or its end."""
+        with self._news:
+            self._news.wait_for(
+                lambda: self._ended or text in self._written[self._taken :], timeout=seconds
+            )
+            seen = self._written[self._taken :]
+            self._taken += len(seen)
         return seen
 
     def interrupt(self) -> None:
@@ -65,6 +81,8 @@ class Running:
 
     def close(self) -> None:
         if self._master is not None:
+            with self._news:
+                self._news.wait_for(lambda: self._ended, timeout=PATIENCE)
             os.close(self._master)
 
 

@@ -14,6 +14,16 @@ using namespace py::literals;
 
 namespace cpattn::bindings {
 
+namespace {
+
+py::tuple names_of(const std::vector<Isa>& isas) {
+  py::tuple names(isas.size());
+  for (std::size_t i = 0; i < names.size(); ++i) names[i] = std::string(isa_name(isas[i]));
+  return names;
+}
+
+}  // namespace
+
 void register_runtime(py::module_& module) {
   module.attr("__version__") = CPATTN_VERSION;
   module.attr("__compiler__") = CPATTN_COMPILER;
@@ -34,13 +44,7 @@ True)"
   );
   module.def(
       "supported_isas",
-      [] {
-        py::tuple names(supported_isas().size());
-        for (std::size_t i = 0; i < names.size(); ++i) {
-          names[i] = std::string(isa_name(supported_isas()[i]));
-        }
-        return names;
-      },
+      [] { return names_of(supported_isas()); },
       R"(List the kernels that this build and this machine have, the plainest first.
 
 Returns
@@ -54,6 +58,7 @@ Examples
 >>> cpattn.supported_isas()[0]
 'portable')"
   );
+  module.def("compiled_isas", [] { return names_of(compiled_isas()); });
   module.def("set_isa", [](const std::string& name) { set_isa(name); }, "name"_a);
   module.def("amx_usable", &amx_usable);
   module.def("amx_palette_missing", &amx_palette_missing);

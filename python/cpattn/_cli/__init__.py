@@ -2,7 +2,8 @@
 """The command line: ``cpattn`` and ``python -m cpattn``.
 
 ``cli``       the entry point, which says what is not installed
-``commands``  ``explain``, ``plan`` and ``replay``, with click
+``commands``  ``explain``, ``plan``, ``replay`` and ``doctor``, with click
+``doctor``    what ``doctor`` looks at
 
 The others are for both and for ``python -m cpattn.distributed.check``: how commands end
 (``command_group``, ``exit_codes``), what they take (``options``) and what they show (``progress``,

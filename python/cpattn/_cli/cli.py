@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 
@@ -31,7 +32,12 @@ def main() -> None:
         name = (error.name or "").partition(".")[0]
         if name not in EXTRA_PACKAGES:
             raise
-        sys.exit(f"cpattn: {name} is not installed; pip install 'cpattn[cli]' brings it")
+        sys.exit(
+            f"cpattn: {name} is not installed; pip install '.[cli]' in the folder of cpattn's "
+            "sources brings it"
+        )
     except KeyboardInterrupt:  # while modules are imported; later `CommandGroup` has it
         print("cpattn: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    finally:
+        gc.freeze()  # else Python would look once more through all that torch has made

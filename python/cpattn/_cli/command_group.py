@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -17,7 +17,24 @@ from .exit_codes import CLOSED_PIPE, INTERRUPTED
 
 
 class CommandGroup(click.Group):
-    """Commands whose errors are one line."""
+    """Commands whose errors are one line, and whose overview has an example of each."""
+
+    #: Of each command one that shows what it is for.
+    examples: ClassVar[dict[str, str]] = {}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order of the sources: what shows first what the library is about."""
+        return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Every command with what it is for, and an example below it."""
+        width = max(map(len, self.commands))
+        with formatter.section("Commands"):
+            for name in self.list_commands(ctx):
+                text = self.commands[name].get_short_help_str(limit=200)
+                formatter.write_dl([(f"{name:<{width}}", text)])
+                if name in self.examples:
+                    formatter.write(f"    $ {self.examples[name]}\n")
 
     def main(
         self,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,15 @@ _OUTPUT = OutputPath()
 _COST, _RATE = Number(0, 1e9), Number(1e-3, 1e9)
 
 
+_DOCUMENTS = """\b
+cpattn COMMAND --help has all options, and more examples.
+Between machines:
+  torchrun --nproc-per-node 2 -m cpattn.distributed.check
+
+Documents, in the folder of the sources: docs/index.md, docs/tutorials, docs/command_line.md.
+In Python: help(cpattn)."""
+
+
 def _option(names: str, default: Any, text: str, kind: Any = None) -> Callable[[Any], Any]:
     """An option whose help shows its default; `names` are separated by blanks."""
     return click.option(*names.split(), default=default, help=text, type=kind, show_default=True)
@@ -52,10 +62,25 @@ def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable
 @click.group(
     cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    invoke_without_command=True,
+    epilog=_DOCUMENTS,
 )
 @click.version_option(__version__)
-def commands() -> None:
-    """Context-parallel attention for LLM serving on CPU."""
+@click.pass_context
+def commands(ctx: click.Context) -> None:
+    """Context-parallel attention for LLM serving on CPU: the new tokens of a batch are shared out
+    to ranks, each of which attends from its own to the keys and values of all.
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+CommandGroup.examples = {
+    "explain": "cpattn explain --lens 13,40 --prefix 0,64 --cp-size 4",
+    "plan": "cpattn plan --cp-size 8..64 --tokens 131072",
+    "replay": "cpattn replay --requests 16 --html report.html",
+    "doctor": "cpattn doctor",
+}
 
 
 @commands.command(short_help="Draw which rank computes which tokens.")
@@ -135,7 +160,7 @@ def plan(json_path: Path | None, **options: Any) -> None:
     message = torch_guard.prepare() if options["calibrate"] else None
     if message:
         click.echo(message, err=True)
-    with make_progress("cpattn plan") as progress, refusals_by_option(), _failures():
+    with make_progress("cpattn plan", "steps") as progress, refusals_by_option(), _failures():
         predictions, rates, sources = forecasts(progress=progress, **options)
     print_plan(predictions, rates, sources)
     if json_path:
@@ -177,8 +202,18 @@ def plan(json_path: Path | None, **options: Any) -> None:
 @_option("--torch-baseline/--no-torch-baseline", True, "Time torch on the same batches.")
 @click.option("--json", "json_path", type=_OUTPUT, help="Write everything measured to this file.")
 @click.option("--html", "html_path", type=_OUTPUT, help="Write a report with plots to this file.")
+@click.option(
+    "--guide/--no-guide",
+    default=None,
+    help="Say at the end what was seen and what to try next.",
+    show_default="on a terminal",
+)
 def replay(
-    trace: Path | None, json_path: Path | None, html_path: Path | None, **options: Any
+    trace: Path | None,
+    json_path: Path | None,
+    html_path: Path | None,
+    guide: bool | None,
+    **options: Any,
 ) -> None:
     """Replay serving traffic through context-parallel prefill.
 
@@ -201,7 +236,7 @@ def replay(
     Ctrl-C.
 
     \b
-    About a minute on two cores:
+    About 20 seconds on two idle cores:
       cpattn replay --html report.html
     A real trace at a quarter of its lengths, over four processes:
       cpattn replay --trace conversation_trace.jsonl --requests 100 \\
@@ -219,6 +254,7 @@ def replay(
     message = torch_guard.prepare()
     from ..replay.command import check_room, read_requests, settings_of
     from ..replay.driver import replay as run
+    from ..replay.report.guide import guide_lines
     from ..replay.report.summary import print_report, write_json
     from .progress import make_progress
 
@@ -238,7 +274,43 @@ def replay(
         from ..replay.report.html import write_html
 
         _write("report", html_path, lambda: write_html(report, title, html_path))
+    if guide or (guide is None and streams.is_terminal()):
+        click.echo("\n" + "\n".join(guide_lines(report, streams.width())))
     if not report.passed:
+        click.get_current_context().exit(1)
+
+
+@commands.command(short_help="Say what this machine and environment will do.")
+@click.option("--json", "as_json", is_flag=True, help="For machines: JSON on standard output.")
+def doctor(as_json: bool) -> None:
+    """Say what this machine and environment will do with cpattn.
+
+    Instruction set, threads, memory, torch and its guard, engines and their releases, plug-ins,
+    and what is missing for what, with the line that installs it; then attention on every
+    instruction set of this machine against the oracle. Needs a second or two.
+
+    Lines with ! are warnings, those with x are broken, those with - are worth to know. Exit code 1
+    if something is broken: attention differs from the oracle, a variable cannot be used, or torch
+    would die.
+
+    \b
+    What will happen here:
+      cpattn doctor
+    The same for a program:
+      cpattn doctor --json
+    What the portable kernels would do:
+      CPATTN_ISA=portable cpattn doctor
+    """
+    from .doctor import report
+
+    found = list(report.findings())
+    if as_json:
+        click.echo(report.as_json(found))
+    else:
+        width = streams.width() or streams.DEFAULT_WIDTH
+        colours = streams.is_terminal() and not os.environ.get("NO_COLOR")
+        click.echo(report.as_text(found, width, colours=colours))
+    if not report.is_well(found):
         click.get_current_context().exit(1)
 
 

@@ -63,6 +63,13 @@ def abandon(stream: TextIO | None) -> None:
         stream.flush()  # type: ignore[union-attr]
 
 
+def is_terminal() -> bool:
+    """Whether standard output is one that understands colours."""
+    with suppress(OSError, ValueError, AttributeError):
+        return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return False
+
+
 def width() -> int | None:
     """Columns of standard output: those of `COLUMNS`, or of the terminal; else None."""
     with suppress(OSError, ValueError, AttributeError):

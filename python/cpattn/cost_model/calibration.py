@@ -17,6 +17,7 @@ from .prediction import Rates
 from .work import AttentionLayer, rank_work
 
 _LONGEST_CALL = 0.1  # seconds, about
+_NUM_SHAPES, _NUM_LONG = 8, 2  # batches that are timed on one thread, and on many
 _PATIENCE = 120.0  # seconds for two processes on a busy machine
 
 
@@ -55,6 +56,11 @@ def calibrate(
     return Rates(**attention, threads=threads, **_exchange_rates(threads))
 
 
+def num_steps(threads: int) -> int:
+    """How often `calibrate` tells what is measured next."""
+    return _NUM_SHAPES + (_NUM_LONG if threads > 1 else 0) + 1
+
+
 def attention_rates(
     layer: AttentionLayer, threads: int, progress: Callable[[str], None] = lambda what: None
 ) -> dict[str, float]:
@@ -74,7 +80,7 @@ def attention_rates(
 
     rates = fit(timed(_shapes(layer, _core.measure_peak(layer.dtype, 1)), 1))
     if threads > 1:
-        long = _shapes(layer, _core.measure_peak(layer.dtype, threads))[:2]
+        long = _shapes(layer, _core.measure_peak(layer.dtype, threads))[:_NUM_LONG]
         rates["gflops"] = _gflops(timed(long, threads), rates)
     return rates
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..traffic.prefix_cache import PrefixCache
 from ..traffic.scheduler import prefill_batches
 from ..traffic.trace import TRACE_BLOCK_TOKENS, Request, read_trace
 from . import assumptions
-from .calibration import calibrate
+from .calibration import calibrate, num_steps
 from .prediction import Batch, Prediction, Rates, predict
 from .work import AttentionLayer
 
@@ -41,11 +42,12 @@ def forecasts(
     given = {field.name: options.pop(field.name) for field in fields(Rates)}
     batches = _batches(layer, **options)
     rates, sources = _rates(layer, given, measure=calibrate, progress=progress)
+    strategies = _STRATEGIES if strategy == "all" else (strategy,)
+    asked = [(size, name) for size in cp_size for name in strategies]
     predictions = []
-    for size in cp_size:
-        for name in _STRATEGIES if strategy == "all" else (strategy,):
-            progress(0, None, f"{name} over {size} ranks")
-            predictions.append(predict(batches, layer, rates, cp_size=size, strategy=name))
+    for i, (size, name) in enumerate(asked):
+        progress(i, len(asked), f"{name} over {size} ranks")
+        predictions.append(predict(batches, layer, rates, cp_size=size, strategy=name))
     return predictions, rates, sources
 
 
@@ -57,8 +59,11 @@ def _rates(
     if measure:
         threads = given.get("threads") or _core.default_num_threads()
         _check_measurable(threads)
+        step, steps = count(), num_steps(threads)
         here = vars(
-            calibrate(layer, threads=threads, progress=lambda what: progress(0, None, what))
+            calibrate(
+                layer, threads=threads, progress=lambda what: progress(next(step), steps, what)
+            )
         )
     else:
         threads = given.get("threads") or assumptions.THREADS

@@ -29,18 +29,17 @@ import torch.distributed as dist
 from .. import _core, reference
 from .._cli import streams
 from .._cli.exit_codes import INTERRUPTED
-from .._cli.progress import ProgressLines
+from .._cli.progress import ProgressBar, ProgressLines, make_progress
 from .._cli.rates import as_options
 from .._core import __version__, active_isa
+from .._roundings import DTYPES, error_in_units
 from .context_parallel import ContextParallel
 from .measure import measure_exchange
 from .plan import ContextParallelPlan
 
+Progress = ProgressBar | ProgressLines
 STRATEGIES = ("zigzag", "interleave", "contiguous")
 _HEADS, _KV_HEADS, _DIM, _PAGE = 8, 2, 128, 16
-# An output element may be off by so many spacings of its dtype at 1, times what the same attention
-# over absolute values gives: rounding the result, and the weights, and the sums in float32.
-_UNITS = {"float32": (40, 2.0**-23), "bfloat16": (1.05, 2.0**-7)}
 
 
 def main() -> int:
@@ -48,7 +47,7 @@ def main() -> int:
     streams.prepare()
     try:
         options = _parse()
-        with ProgressLines("cpattn.distributed.check") as progress:
+        with _progress() as progress:
             code = _run(options, progress)
         sys.stdout.flush()
         return code
@@ -60,7 +59,15 @@ def main() -> int:
         return _failed("this process", f"writing the result: {error.strerror or error}")
 
 
-def _run(options: argparse.Namespace, progress: ProgressLines) -> int:
+def _progress() -> Progress:
+    """Rank 0 may have a bar; others are not to draw over it, and have lines until they have met."""
+    name = "cpattn.distributed.check"
+    return (
+        ProgressLines(name) if os.environ.get("RANK", "0") != "0" else make_progress(name, "steps")
+    )
+
+
+def _run(options: argparse.Namespace, progress: Progress) -> int:
     progress(0, None, "waiting for the other ranks")
     try:
         _interruptible(
@@ -108,7 +115,7 @@ def _parse() -> argparse.Namespace:
     )
     count, seconds = _up_to(1 << 20, int), _up_to(1e6, float)
     parser.add_argument("--tokens", type=count, default=2048, help="of a rank, in the timed batch")
-    parser.add_argument("--dtype", choices=tuple(_UNITS), default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--repeats", type=count, default=3, help="timed calls; the fastest counts")
     parser.add_argument("--timeout", type=seconds, default=60.0, help="seconds to wait for a rank")
     return parser.parse_args()
@@ -132,15 +139,16 @@ def _up_to(most: float, kind: type) -> Callable[[str], Any]:
     return parse
 
 
-def _check(options: argparse.Namespace, progress: ProgressLines) -> bool:
+def _check(options: argparse.Namespace, progress: Progress) -> bool:
     """Whether all rows of all ranks are right; rank 0 prints."""
     group = dist.group.WORLD
     assert group is not None
     errors = []
-    for strategy in STRATEGIES:
-        progress(0, None, f"{strategy} against the oracle")
+    steps = len(STRATEGIES) + 2
+    for i, strategy in enumerate(STRATEGIES):
+        progress(i, steps, f"{strategy} against the oracle")
         errors.append(_largest_error(group, strategy, options.dtype))
-    progress(0, None, "timing attention")
+    progress(steps - 2, steps, "timing attention")
     timed = _timed(group, options)
     mine = {
         "host": socket.gethostname(),
@@ -151,12 +159,13 @@ def _check(options: argparse.Namespace, progress: ProgressLines) -> bool:
         "error": float(np.max(errors)),  # NaN if one is
         **timed,
     }
-    progress(0, None, "timing exchanges")
+    progress(steps - 1, steps, "timing exchanges")
     network = measure_exchange(group)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     passed = all(answer["error"] <= 1 for answer in ranks)
     if dist.get_rank() == 0:
+        progress.stop()
         _print(ranks, network, options, passed)
     return passed
 
@@ -204,9 +213,7 @@ def _largest_error(group: dist.ProcessGroup, strategy: str, dtype: str) -> float
     }
     expected, _ = reference.paged_attention(batch.q, batch.k, batch.v, **sequences)
     magnitude, _ = reference.paged_attention(batch.q, batch.k, batch.v.abs(), **sequences)
-    units, eps = _UNITS[dtype]
-    errors = np.abs(gathered.double().numpy() - expected) / (units * eps * magnitude + 1e-30)
-    return float(errors.max())
+    return error_in_units(gathered.double().numpy(), expected, magnitude, dtype)
 
 
 def _timed(group: dist.ProcessGroup, options: argparse.Namespace) -> dict[str, float]:

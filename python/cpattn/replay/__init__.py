@@ -7,6 +7,7 @@
 ``model``           a small decoder with random weights; its attention is of ``dense`` or ``dsa``
 ``messages``        what the ranks' processes are told, and say
 ``disaggregation``  the decode process, and what is sent to it
+``side_by_side``    what the check computes at once
 ``phases``          where the time of a pass goes
 ``records``         what a replay is told, and what it writes down; ``report`` shows it
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,11 +20,15 @@ from ..._limits import check_integer
 from ...traffic.scheduler import Batch
 from ...traffic.trace import Request, block_tokens_of
 from ..model import Decoder, DecoderConfig
+from ..side_by_side import side_by_side
 from .model import DenseConfig
 
 Array = npt.NDArray[Any]
 # What the chunks of a prompt gave: batch, positions, hidden states, and keys of a sparse model.
 Pending = list[tuple[int, Array, Array, Array]]
+# A prompt all of whose chunks are there: its number, the request, and what its chunks gave.
+Prompt = tuple[int, Request, Pending]
+_TOKENS_AT_ONCE = 32768  # of prompts that are computed at the same time; their memory is in GiB
 
 
 class Checker:
@@ -32,6 +37,8 @@ class Checker:
     ``errors[batch]`` is the largest absolute error of the final hidden states (which have unit
     root mean square) over the rows of a batch that were compared; inf if one is not finite.
     ``tell(what, share)`` is called now and then with the part of a comparison that is done.
+
+    Prompts of a batch are computed side by side, each by itself.
     """
 
     def __init__(self, config: Any, *, block_tokens: int, rows_per_chunk: int) -> None:
@@ -49,6 +56,8 @@ class Checker:
             layer.register_forward_hook(self._layer_done)
         self._share = self._layer_share = 0.0  # of a comparison: done, and what a layer adds
         self._pending: dict[int, Pending] = defaultdict(list)  # by request
+        self._lock = threading.Lock()  # of what is counted while prompts are computed
+        self._stopped = False
 
     @staticmethod
     def tolerance_of(config: Any) -> float:
@@ -85,6 +94,7 @@ class Checker:
         complete = sum(chunk.is_last for chunk in batch.chunks)
         self._share, self._layer_share = 0.0, 1 / max(complete * len(self._model.layers), 1)
         self.tell("check", 0.0)
+        prompts: list[Prompt] = []
         for i, chunk in enumerate(batch.chunks):
             mine = slice(cuts[i], cuts[i + 1])
             pending = self._pending[chunk.request_index]
@@ -92,15 +102,30 @@ class Checker:
             pending.append((batch.index, positions, hidden[mine], keys[mine]))
             if chunk.is_last:
                 index = chunk.request_index
-                self._finish(index, chunk.request, self._pending.pop(index))
+                prompts.append((index, chunk.request, self._pending.pop(index)))
+        self._finish(prompts)
 
-    def _finish(self, request_index: int, request: Request, pending: Pending) -> None:
-        """All rows of a prompt are there."""
+    def _finish(self, prompts: list[Prompt]) -> None:
+        """All rows of these prompts are there."""
+        begin = time.perf_counter()
+        lengths = [request.input_length for _, request, _ in prompts]
+        expected = side_by_side(
+            self._expected, prompts, lengths, at_once=_TOKENS_AT_ONCE, stop=self._stop
+        )
+        for (_, _, pending), rows in zip(prompts, expected, strict=True):
+            self._compare_rows(pending, rows)
+        self.seconds += time.perf_counter() - begin
+
+    def _expected(self, prompt: Prompt) -> Array:
+        """What the sampled rows of a prompt should be."""
+        _, request, pending = prompt
         _, positions, _, chosen = zip(*pending, strict=True)
-        expected = self._reference(
+        return self._reference(
             self._tokens_of(request), np.concatenate(positions), np.concatenate(chosen)
         )
-        self._compare_rows(pending, expected)
+
+    def _stop(self) -> None:
+        self._stopped = True
 
     def _compare_rows(self, pending: Pending, expected: Array) -> None:
         """Compare the sampled rows of a prompt with what they should be."""
@@ -117,8 +142,11 @@ class Checker:
         return self._forward(tokens, lambda _, q, k, v: dense_attention(q, k, v, rows), rows)
 
     def _layer_done(self, *_: object) -> None:
-        self._share = min(self._share + self._layer_share, 1.0)
-        self.tell("check", self._share)
+        if self._stopped:
+            raise RuntimeError("the check was stopped")
+        with self._lock:
+            self._share = min(self._share + self._layer_share, 1.0)
+            self.tell("check", self._share)
 
     def _tokens_of(self, request: Request) -> npt.NDArray[np.int64]:
         return block_tokens_of(
@@ -132,11 +160,9 @@ class Checker:
 
     def _forward(self, tokens: npt.NDArray[np.int64], attention: Any, rows: Tensor) -> Array:
         """A whole sequence through the decoder; hidden states of `rows`."""
-        begin = time.perf_counter()
         with torch.inference_mode():
             positions = torch.arange(len(tokens))
             hidden = self._model(torch.from_numpy(tokens), positions, attention, rows=rows)
-        self.seconds += time.perf_counter() - begin
         out: Array = hidden.numpy()
         return out
 

