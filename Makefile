@@ -124,6 +124,14 @@ build/release/.configured: .venv/.ready CMakePresets.json
 	@python scripts/requirements.py lint | xargs -d '\n' pip install -q
 	@touch $@
 
+.venv/.docs: .venv/.ready
+	@python scripts/requirements.py docs | xargs -d '\n' pip install -q
+	@touch $@
+
+docs: .venv/.docs build  ## the site, into build/site
+	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+	@echo "The site is in build/site: python -m http.server -d build/site"
+
 lint: .venv/.lint build  ## formatting, lint, types
 	ruff check .
 	ruff format --check .
