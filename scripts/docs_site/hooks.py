@@ -65,6 +65,29 @@ def notebook(path: Path) -> tuple[str, dict[str, bytes]]:
     return text, resources["outputs"]
 
 
+def first_sentence(header: Path) -> str:
+    """Of the first comment on a declaration."""
+    text = header.read_text(encoding="utf-8").partition("namespace cpattn")[2]
+    comment = re.search(r"(?:^ *///.*\n)+", text, re.MULTILINE)
+    words = " ".join(line.strip(" /") for line in comment[0].splitlines()) if comment else ""
+    return re.split(r"(?<=[a-z\])])[.:;] ", words)[0].rstrip(".:")
+
+
+def headers() -> str:
+    """The public headers of C++, room by room, as their README and their first comments have it."""
+    parts = []
+    for readme in sorted((ROOT / "cpp" / "include" / "cpattn").glob("*/README.md")):
+        folder = readme.parent
+        said = readme.read_text(encoding="utf-8").split("\n\n", 1)[1]
+        rows = [
+            f"| [{header.name}](../../{header.relative_to(ROOT)}) | {first_sentence(header)} |"
+            for header in sorted(folder.glob("*.h"))
+        ]
+        table = ["| Header | Its first declaration |", "|---|---|", *rows]
+        parts += [f"## {folder.name}", said.rstrip("\n"), "\n".join(table)]
+    return "\n\n".join(parts)
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for origin, place in PAGES.items():
         path = ROOT / origin
@@ -100,6 +123,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = posixpath.dirname(page.file.src_uri)
     if config.repo_url:
         page.edit_url = f"{config.repo_url}/edit/main/{origin}"
+
+    markdown = markdown.replace("<!-- headers -->", headers())
 
     def target_of(target: str) -> str | None:
         """The target, as the site has it; None for a file of a repository that nobody published."""
