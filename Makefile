@@ -89,7 +89,7 @@ bench: build bench-env .venv-sglang/.ready .venv-vllm/.ready  ## everything in b
 	  esac; \
 	  $$python $$bench || status=1; done; \
 	  python bench/bench_attention.py $(ARGS) || status=1; \
-	  python bench/plots.py && python scripts/readme_figures.py && exit $$status
+	  python bench/plots.py && python scripts/write_figures.py && exit $$status
 
 bench-env: .venv-bench/.ready  ## the engines that the benchmarks compare with
 .venv-bench/.ready: bench/peer_environment.sh
@@ -129,7 +129,7 @@ build/release/.configured: .venv/.ready CMakePresets.json
 	@touch $@
 
 docs: .venv/.docs build  ## the site, into build/site
-	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 	@echo "The site is in build/site: python -m http.server -d build/site"
 
 lint: .venv/.lint build  ## formatting, lint, types
@@ -139,7 +139,7 @@ lint: .venv/.lint build  ## formatting, lint, types
 	@clang-format --dry-run -Werror $(CPP_SOURCES)
 	mypy
 	python -m mypy.stubtest cpattn._core --mypy-config-file pyproject.toml
-	python scripts/readme_figures.py --check
+	python scripts/write_figures.py --check
 	python scripts/architecture.py --check
 	python scripts/concept_pictures.py --check
 

@@ -14,6 +14,9 @@ import griffe
 #: A name, or a call of it, between single backticks.
 NAME = re.compile(r"(?<![`\[])`(?:cpattn\.)?([A-Za-z_][\w.]*)(\(\))?`(?!`)")
 
+#: Members that Python calls; a class and its `__init__` are described together.
+SPECIAL = "__(?!init__).*__"
+
 
 def objects_of(parent: griffe.Object) -> Iterator[griffe.Object]:
     """All objects that are defined in another, with itself."""
@@ -29,12 +32,14 @@ def modules_of(parent: griffe.Module) -> Iterator[griffe.Module]:
 
 
 def is_name_of_core(member: griffe.Object | griffe.Alias) -> bool:
-    """Whether a module only says that one of its names is that of the core."""
-    return (
-        isinstance(member, griffe.Attribute)
-        and not member.parent.path.startswith("cpattn._core")
-        and str(member.value) == f"_core.{member.name}"
-    )
+    """Whether a module only says that one of its names is that of the core.
+
+    It may have a subclass besides, for type checkers alone.
+    """
+    name = f"_core.{member.name}"
+    if isinstance(member, griffe.Class) and member.docstring is None:
+        return [str(base) for base in member.bases] == [name]
+    return isinstance(member, griffe.Attribute) and str(member.value) == name
 
 
 def public_names(package: griffe.Module) -> dict[str, str]:
@@ -62,6 +67,8 @@ class Docstrings(griffe.Extension):
         }
         core = pkg["_core"]
         for module in [*modules_of(pkg)]:
+            if module is core:
+                continue
             for name, member in [*module.members.items()]:
                 if is_name_of_core(member):
                     module.set_member(
@@ -74,7 +81,7 @@ class Docstrings(griffe.Extension):
         for object in [*objects_of(pkg)]:
             if object.docstring:
                 self.link(object, names)
-            elif re.fullmatch("__.*__", object.name) and isinstance(object.parent, griffe.Class):
+            elif isinstance(object.parent, griffe.Class) and re.fullmatch(SPECIAL, object.name):
                 object.parent.del_member(object.name)  # what every class has
 
     def complete(self, object: griffe.Object, live: Any) -> None:

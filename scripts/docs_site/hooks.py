@@ -70,7 +70,8 @@ def first_sentence(header: Path) -> str:
     text = header.read_text(encoding="utf-8").partition("namespace cpattn")[2]
     comment = re.search(r"(?:^ *///.*\n)+", text, re.MULTILINE)
     words = " ".join(line.strip(" /") for line in comment[0].splitlines()) if comment else ""
-    return re.split(r"(?<=[a-z\])])[.:;] ", words)[0].rstrip(".:")
+    sentence = re.split(r"(?<=[a-z\])])[.:;] ", words)[0].rstrip(".:")
+    return re.sub(r"([\[\]<>|*_])", r"\\\1", sentence)
 
 
 def headers() -> str:
