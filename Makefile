@@ -132,6 +132,9 @@ docs: .venv/.docs build  ## the site, into build/site
 	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 	@echo "The site is in build/site: python -m http.server -d build/site"
 
+test-site: docs  ## tries every page of the site in Chromium
+	@CPATTN_SITE=$(CURDIR)/build/site python -m pytest -q $(ARGS) tests_py/site
+
 lint: .venv/.lint build  ## formatting, lint, types
 	ruff check .
 	ruff format --check .
