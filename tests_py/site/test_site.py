@@ -198,6 +198,7 @@ def test_the_switch_changes_the_scheme_and_it_stays(address, browser):
 def test_search_finds_what_readers_look_for(address, browser):
     screen = Screen(browser, DESK, "light")
     assert screen.show(f"{address}/index.html") == []
+    playwright = pytest.importorskip("playwright.sync_api")
     field = screen.page.locator("input[name=query]")
     field.click()
     wrong = []
@@ -206,7 +207,7 @@ def test_search_finds_what_readers_look_for(address, browser):
         found = screen.page.locator(f".md-search-result__link[href*='{page}']")
         try:
             found.first.wait_for(state="attached", timeout=20_000)
-        except TimeoutError:
+        except playwright.TimeoutError:
             wrong.append(word)
     screen.close()
     assert wrong == []

@@ -65,12 +65,16 @@ class Screen:
         self._wrong: list[str] = []
         self.page.on("console", self._said)
         self.page.on("pageerror", lambda error: self._wrong.append(f"error: {error}"))
-        self.page.on("requestfailed", lambda request: self._wrong.append(f"lost: {request.url}"))
+        self.page.on("requestfailed", self._lost)
         self.page.on("request", self._asked)
 
     def _said(self, message: Any) -> None:
         if message.type in ("error", "warning"):
             self._wrong.append(f"{message.type}: {message.text}")
+
+    def _lost(self, request: Any) -> None:
+        if request.failure != "net::ERR_ABORTED":  # as the next page was asked for
+            self._wrong.append(f"lost: {request.url}")
 
     def _asked(self, request: Any) -> None:
         if not request.url.startswith(("http://127.0.0.1:", "file:", "data:", "blob:")):
