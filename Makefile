@@ -22,7 +22,7 @@ JOBS ?= $(shell nproc)
 PIP_INSTALL = pip install --disable-pip-version-check
 PYTEST = python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-fast test-asan test-engines fuzz mutation system build bench bench-env lint tidy format clean help
+.PHONY: demo test test-fast test-asan test-engines fuzz mutation system build bench bench-env docs test-site lint tidy format clean help
 
 demo: .venv/.demo  ## the main job: replays serving traffic over two processes; options in ARGS
 	@echo "Building the extension for this machine, without tests ..."

@@ -343,8 +343,7 @@ def headlines() -> Iterator[str]:
     yield table([["what", "cpattn", "best named peer", "ratio"], *lines], 3)
     yield (
         f"{row['machine']}, {row['num_threads']} threads, `{row['isa']}`, bfloat16, {min(dates)} "
-        f"and {max(dates)};\nmedians, `{DOUBTFUL}` where one sample at most was undisturbed. "
-        "[All figures](docs/figures/index.md)\nsay what exactly is compared, also elsewhere."
+        f"and {max(dates)};\nmedians, `{DOUBTFUL}` where one sample at most was undisturbed."
     )
 
 

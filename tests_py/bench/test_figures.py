@@ -40,7 +40,7 @@ def test_the_readme_names_machine_dates_and_peers():
         assert float(ratio.removesuffix(" ×")) > 1
     assert "AMD EPYC, 2 threads" in said
     assert "2026-" in said
-    assert "docs/figures/index.md" in said
+    assert "](docs/figures/index.md)" in write_figures.README.read_text()
 
 
 def test_a_bar_missed_without_a_reason_stops(monkeypatch):
