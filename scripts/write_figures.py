@@ -117,11 +117,16 @@ def figures_of(rows: list[Row]) -> Iterator[Figure]:
             yield Figure(without_threads(case, row), who, row, peer)
 
 
+def together(cell: str) -> str:
+    """A number stays in one line with its unit, on narrow screens, too."""
+    return re.sub(r"(\d) (?=(?:[nµm]?s\b|×|%|MiB))", "\\1\N{NO-BREAK SPACE}", cell)
+
+
 def table(lines: Sequence[Sequence[str]], numbers: int) -> str:
     """In Markdown; the last `numbers` columns are aligned to the right, and none is empty."""
     kept = [i for i in range(len(lines[0])) if any(line[i] for line in lines[1:])]
     rule = ["---" if i < len(lines[0]) - numbers else "--:" for i in range(len(lines[0]))]
-    rows = [[line[i] for i in kept] for line in (lines[0], rule, *lines[1:])]
+    rows = [[together(line[i]) for i in kept] for line in (lines[0], rule, *lines[1:])]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
