@@ -125,7 +125,7 @@ build/release/.configured: .venv/.ready CMakePresets.json
 	@touch $@
 
 .venv/.docs: .venv/.ready
-	@python scripts/requirements.py docs | xargs -d '\n' pip install -q
+	@python scripts/requirements.py docs | xargs -d '\n' $(PIP_INSTALL)
 	@touch $@
 
 docs: .venv/.docs build  ## the site, into build/site
@@ -133,7 +133,7 @@ docs: .venv/.docs build  ## the site, into build/site
 	@echo "The site is in build/site: python -m http.server -d build/site"
 
 test-site: docs  ## tries every page of the site in Chromium
-	@CPATTN_SITE=$(CURDIR)/build/site python -m pytest -q $(ARGS) tests_py/site
+	@CPATTN_SITE=$(CURDIR)/build/site $(PYTEST) $(ARGS) tests_py/site
 
 lint: .venv/.lint build  ## formatting, lint, types
 	ruff check .

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The site, built from docs and shown by a browser.
-
-One module has all of it, so that one process builds it once and starts one browser.
-"""
+"""The site, built from docs once and shown by a browser."""
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import subprocess
@@ -67,16 +65,25 @@ ROOMS = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That of `make docs` just now, if CPATTN_SITE says where it is, or one for these tests."""
+    """That of `make docs` just now, if CPATTN_SITE says where it is, or one for these tests.
+
+    Processes of xdist share it: the first one builds, others wait.
+    """
     if os.environ.get("CPATTN_SITE"):
         return Path(os.environ["CPATTN_SITE"])
-    folder = tmp_path_factory.mktemp("site")
-    subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        check=True,
-    )
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder = shared / "site"
+    with (shared / "site.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "sitemap.xml").exists():
+            subprocess.run(
+                [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+                cwd=ROOT,
+                env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+                check=True,
+            )
     return folder
 
 
