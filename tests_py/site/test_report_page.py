@@ -12,22 +12,21 @@ import pytest
 for name in ("torch", "jinja2", "matplotlib", "rich"):
     pytest.importorskip(name)
 
-from audit import records  # noqa: E402
 from cpattn.replay.report.html import write_html  # noqa: E402
-from support.browser import DESK, TELEPHONE, Screen, chromium  # noqa: E402
+from support import chromium  # noqa: E402
 from support.replay.made_up_reports import make_report, make_sparse_report  # noqa: E402
+from support.screens import DESK, TELEPHONE, Screen  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with chromium() as browser:
+    with chromium.started() as browser:
         yield browser
 
 
 @pytest.mark.parametrize("make", [make_report, make_sparse_report])
 @pytest.mark.parametrize(("width", "scheme"), [(TELEPHONE, "light"), (DESK, "dark")])
 def test_everybody_can_read_it(make, width, scheme, browser, tmp_path: Path):
-    records.note("browser", "the report of a replay")
     page = tmp_path / "report.html"
     write_html(make(), "a title", page)
     screen = Screen(browser, width, scheme)

@@ -16,8 +16,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from audit import records
-from support.browser import DESK, TELEPHONE, Screen, chromium, served
+from support import chromium
+from support.screens import DESK, TELEPHONE, Screen, served
 
 pytest.importorskip("mkdocs", reason="mkdocs is not installed")
 
@@ -37,6 +37,8 @@ KINDS = (
     "figures/attention.html",
     "notebooks/compare_strategies.html",
     "architecture.html",
+    "concepts/strategies.html",
+    "explorer/index.html",
 )
 # Words that readers look for, and the page that search must offer.
 WORDS = {
@@ -46,7 +48,7 @@ WORDS = {
     "torch.compile": "how_to/torch_operators.html",
     "Ascend": "how_to/sglang_ascend.html",
     "absorb_mla": "how_to/transformers.html",
-    "recall": "figures/sparse.html",
+    "zigzag": "concepts/strategies.html",
     "flash_mla_sparse_fwd": "reference/sparse.html",
     "onednn": "reference/torch_guard.html",
     "Ctrl-C": "how_to/threads.html",
@@ -89,7 +91,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with chromium() as browser:
+    with chromium.started() as browser:
         yield browser
 
 
@@ -167,7 +169,6 @@ def test_the_reference_has_every_public_name(room, site):
 
 
 def test_every_page_loads_and_fits_a_telephone(site, address, browser):
-    records.note("browser", "the site")
     screen = Screen(browser, TELEPHONE, "light")
     wrong = {
         name: found

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages in a headless Chromium: what they complain of, how wide they are, who can read them."""
+"""Pages as a browser shows them: what they complain of, how wide they are, who can read them."""
 
 from __future__ import annotations
 
 import functools
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 TELEPHONE, DESK = 400, 1280  # pixels
 # What axe-core calls these keeps somebody from reading or using a page.
@@ -36,21 +33,6 @@ def served(folder: Path) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
-
-
-@contextmanager
-def chromium() -> Iterator[Any]:
-    """The browser of the system, driven by Playwright; skips where one of them is missing."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = shutil.which("chromium")
-    if path is None:
-        pytest.skip("chromium is not installed")
-    with playwright.sync_playwright() as driver:
-        # Root has no sandbox in containers, whose /dev/shm is small.
-        options = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
-        browser = driver.chromium.launch(executable_path=path, args=options, timeout=120_000)
-        yield browser
-        browser.close()
 
 
 class Screen:
