@@ -15,7 +15,7 @@ for name in ("torch", "jinja2", "matplotlib", "rich"):
 from cpattn.replay.report.html import write_html  # noqa: E402
 from support import chromium  # noqa: E402
 from support.replay.made_up_reports import make_report, make_sparse_report  # noqa: E402
-from support.screens import DESK, TELEPHONE, Screen  # noqa: E402
+from support.site.screens import DESK, TELEPHONE, Screen  # noqa: E402
 
 
 @pytest.fixture(scope="module")

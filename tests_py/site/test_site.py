@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from support import chromium
-from support.screens import DESK, TELEPHONE, Screen, served
+from support.site.screens import DESK, TELEPHONE, Screen, served
 
 pytest.importorskip("mkdocs", reason="mkdocs is not installed")
 
