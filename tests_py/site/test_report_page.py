@@ -17,6 +17,8 @@ from support import chromium  # noqa: E402
 from support.replay.made_up_reports import make_report, make_sparse_report  # noqa: E402
 from support.site.screens import DESK, TELEPHONE, Screen  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:

@@ -20,6 +20,7 @@ from support import chromium
 from support.site.screens import DESK, TELEPHONE, Screen, served
 
 pytest.importorskip("mkdocs", reason="mkdocs is not installed")
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 SCHEMES = ("light", "dark")
