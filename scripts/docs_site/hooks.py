@@ -27,7 +27,11 @@ else:
 
 ROOT = Path(__file__).parents[2]
 #: Pages that are not in docs, and where they are in the site.
-PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"} | {
+PAGES = {
+    name: name.lower()
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+    if (ROOT / name).exists()
+} | {
     f"notebooks/{path.name}": f"notebooks/{path.stem}.md"
     for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
 }
