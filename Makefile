@@ -22,7 +22,7 @@ JOBS ?= $(shell nproc)
 PIP_INSTALL = pip install --disable-pip-version-check
 PYTEST = python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-fast test-asan test-engines fuzz mutation system build bench bench-env lint tidy format clean help
+.PHONY: demo test test-fast test-asan test-engines fuzz mutation system build bench bench-env docs test-site lint tidy format clean help
 
 demo: .venv/.demo  ## the main job: replays serving traffic over two processes; options in ARGS
 	@echo "Building the extension for this machine, without tests ..."
@@ -89,7 +89,7 @@ bench: build bench-env .venv-sglang/.ready .venv-vllm/.ready  ## everything in b
 	  esac; \
 	  $$python $$bench || status=1; done; \
 	  python bench/bench_attention.py $(ARGS) || status=1; \
-	  python bench/plots.py && python scripts/readme_figures.py && exit $$status
+	  python bench/plots.py && python scripts/write_figures.py && exit $$status
 
 bench-env: .venv-bench/.ready  ## the engines that the benchmarks compare with
 .venv-bench/.ready: bench/peer_environment.sh
@@ -124,6 +124,17 @@ build/release/.configured: .venv/.ready CMakePresets.json
 	@python scripts/requirements.py lint | xargs -d '\n' pip install -q
 	@touch $@
 
+.venv/.docs: .venv/.ready
+	@python scripts/requirements.py docs | xargs -d '\n' $(PIP_INSTALL)
+	@touch $@
+
+docs: .venv/.docs build  ## the site, into build/site
+	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+	@echo "The site is in build/site: python -m http.server -d build/site"
+
+test-site: docs  ## tries every page of the site in Chromium
+	@CPATTN_SITE=$(CURDIR)/build/site $(PYTEST) $(ARGS) tests_py/site
+
 lint: .venv/.lint build  ## formatting, lint, types
 	ruff check .
 	ruff format --check .
@@ -131,7 +142,7 @@ lint: .venv/.lint build  ## formatting, lint, types
 	@clang-format --dry-run -Werror $(CPP_SOURCES)
 	mypy
 	python -m mypy.stubtest cpattn._core --mypy-config-file pyproject.toml
-	python scripts/readme_figures.py --check
+	python scripts/write_figures.py --check
 	python scripts/architecture.py --check
 	python scripts/concept_pictures.py --check
 

@@ -96,9 +96,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             Either makes a row's result bitwise independent of the batch.
         packed_custom_mask, pos_encoding_mode, prefix_len_ptr and the rest of multi-item scoring
             Must be left at their defaults.
-        others
-            Have no meaning here. Lengths and block tables repeat what the indices say;
-            ``seq_lens`` is compared with them, and ``o_data_type`` with q.
+
+        Notes
+        -----
+        Other arguments have no meaning here. Lengths and block tables repeat what the indices say;
+        ``seq_lens`` is compared with them, and ``o_data_type`` with q.
         """
         function = f"{self._name}.plan"
         refuse(

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The site, built from docs once and shown by a browser."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from support import chromium
+from support.site.screens import DESK, TELEPHONE, Screen, served
+
+pytest.importorskip("mkdocs", reason="mkdocs is not installed")
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+SCHEMES = ("light", "dark")
+# A page of every kind: both schemes on all pages would take minutes, most of them for the contrast
+# of the thousands of coloured words of code in the reference.
+KINDS = (
+    "index.html",
+    "404.html",
+    "how_to/vllm.html",
+    "how_to/deployment.html",
+    "reference/index.html",
+    "reference/kv.html",
+    "reference/headers.html",
+    "figures/index.html",
+    "figures/attention.html",
+    "notebooks/compare_strategies.html",
+    "architecture.html",
+    "concepts/strategies.html",
+    "explorer/index.html",
+)
+# Words that readers look for, and the page that search must offer.
+WORDS = {
+    "torchrun": "how_to/deployment.html",
+    "GOMP_SPINCOUNT": "how_to/vllm.html",
+    "Mooncake": "how_to/kv_transfer.html",
+    "torch.compile": "how_to/torch_operators.html",
+    "Ascend": "how_to/sglang_ascend.html",
+    "absorb_mla": "how_to/transformers.html",
+    "zigzag": "concepts/strategies.html",
+    "flash_mla_sparse_fwd": "reference/sparse.html",
+    "onednn": "reference/torch_guard.html",
+    "Ctrl-C": "how_to/threads.html",
+}
+ALONE = ("cost_model", "distributed", "kv", "npu", "profiling", "reference", "sparse")
+ALONE += ("torch_guard", "traffic", "transfer")
+INTEGRATIONS = ("flash_attn", "flashinfer", "mooncake", "sglang", "torch_npu", "torch_ops")
+INTEGRATIONS += ("transformers", "vllm")
+# Rooms with public names, and the pages of the reference that have them.
+ROOMS = {
+    "cpattn": "cpattn",
+    **{f"cpattn.{room}": room for room in ALONE},
+    **{f"cpattn.integrations.{room}": "integrations" for room in INTEGRATIONS},
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That of `make docs` just now, if CPATTN_SITE says where it is, or one for these tests.
+
+    Processes of xdist share it: the first one builds, others wait.
+    """
+    if os.environ.get("CPATTN_SITE"):
+        return Path(os.environ["CPATTN_SITE"])
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder = shared / "site"
+    with (shared / "site.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "sitemap.xml").exists():
+            subprocess.run(
+                [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+                cwd=ROOT,
+                env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+                check=True,
+            )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium.started() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    with served(site) as address:
+        yield address
+
+
+def pages_of(site: Path) -> list[str]:
+    return sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))
+
+
+class Links(HTMLParser):
+    """Where a page leads, what it loads, and the places in it that can be led to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.places = {"", "top"}
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        of = {name: value or "" for name, value in attrs}
+        self.places |= {of[name] for name in ("id", "name") if name in of}
+        if tag == "a" and "href" in of:
+            self.links.append(of["href"])
+        if "src" in of or (tag == "link" and of.get("rel") != "canonical"):
+            self.loaded.append(of.get("src", of.get("href", "")))
+        self.loaded += [part.split()[0] for part in of.get("srcset", "").split(",") if part]
+
+
+def target_of(site: Path, page: str, path: str) -> Path:
+    """The file that a link of a page leads to. The page for what is not found has absolute ones."""
+    if not path:
+        return (site / page).resolve()
+    base = site if path.startswith("/") else (site / page).parent
+    target = (base / unquote(path).lstrip("/")).resolve()
+    return target / "index.html" if target.is_dir() else target
+
+
+def test_no_link_and_no_anchor_is_broken(site):
+    pages = {name: Links(site / name) for name in pages_of(site)}
+    assert len(pages) > 35
+    broken = []
+    for name, page in pages.items():
+        broken += [(name, link, "elsewhere") for link in page.loaded if "//" in link]
+        for link in [*page.links, *page.loaded]:
+            parts = urlsplit(link)
+            if parts.scheme in ("https", "http", "mailto", "data"):
+                continue
+            target = target_of(site, name, parts.path)
+            if not target.is_file():
+                broken.append((name, link, "no such file"))
+            elif parts.fragment and target.suffix == ".html":
+                places = pages[str(target.relative_to(site.resolve()))].places
+                if unquote(parts.fragment) not in places:
+                    broken.append((name, link, "no such place"))
+    assert broken == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_reference_has_every_public_name(room, site):
+    places = Links(site / "reference" / f"{ROOMS[room]}.html").places
+    try:
+        names = getattr(importlib.import_module(room), "__all__", [])
+    except ModuleNotFoundError:  # of an engine that is not here; the reference reads its source
+        names = []
+    missing = {name for name in names if f"{room}.{name}" not in places}
+    if room == "cpattn":
+        missing.remove("reference")  # a package, with a page of its own
+    assert missing == set()
+    assert any(place.startswith(f"{room}") for place in places)
+
+
+def test_every_page_loads_and_fits_a_telephone(site, address, browser):
+    screen = Screen(browser, TELEPHONE, "light")
+    wrong = {
+        name: found
+        for name in pages_of(site)
+        if (found := [*screen.show(f"{address}/{name}"), *screen.sideways()])
+    }
+    screen.close()
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_everybody_can_read_every_kind_of_page(scheme, address, browser):
+    screen = Screen(browser, DESK, scheme)
+    wrong = {}
+    for name in KINDS:
+        found = [*screen.show(f"{address}/{name}"), *screen.complaints_of_axe()]
+        if found:
+            wrong[name] = found
+    screen.close()
+    assert wrong == {}
+
+
+def test_the_switch_changes_the_scheme_and_it_stays(address, browser):
+    screen = Screen(browser, DESK, "light")
+    assert screen.show(f"{address}/index.html") == []
+    body = screen.page.locator("body")
+    assert body.get_attribute("data-md-color-scheme") == "default"
+    screen.page.locator("label[title='Switch to dark']").click()
+    assert body.get_attribute("data-md-color-scheme") == "slate"
+    assert screen.show(f"{address}/how_to/vllm.html") == []
+    assert body.get_attribute("data-md-color-scheme") == "slate"
+    screen.close()
+
+
+def test_search_finds_what_readers_look_for(address, browser):
+    screen = Screen(browser, DESK, "light")
+    assert screen.show(f"{address}/index.html") == []
+    playwright = pytest.importorskip("playwright.sync_api")
+    field = screen.page.locator("input[name=query]")
+    field.click()
+    wrong = []
+    for word, page in WORDS.items():
+        field.fill("")
+        field.press_sequentially(word)  # results come as one types
+        found = screen.page.locator(f".md-search-result__link[href*='{page}']")
+        try:
+            found.first.wait_for(state="attached", timeout=20_000)
+        except playwright.TimeoutError:
+            wrong.append(word)
+    screen.close()
+    assert wrong == []
