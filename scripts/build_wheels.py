@@ -112,7 +112,7 @@ def build(interpreter: str, architecture: str, out: Path, **variables: str) -> P
     All interpreters share a folder, so that what does not include Python.h is compiled once: CMake
     starts afresh, and ninja compiles what has another command.
     """
-    folder = WORK / architecture
+    folder = ROOT / "build" / f"wheels-{architecture}"
     (eigen,) = TOOLS.glob("lib/python3*/site-packages/cmeel.prefix/share/eigen3/cmake")
     defines = {
         "CMAKE_TOOLCHAIN_FILE": ROOT / "cmake" / "zig.cmake",
