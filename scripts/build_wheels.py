@@ -132,7 +132,7 @@ def build(interpreter: str, architecture: str, out: Path, **variables: str) -> P
     shutil.rmtree(out, ignore_errors=True)
     run(
         *(interpreter, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps"),
-        *(f"-C{name}={value}" for name, value in settings.items()),
+        *(f"--config-settings={name}={value}" for name, value in settings.items()),
         *("-w", out, ROOT),
         **compiler(architecture),
         **variables,
