@@ -107,7 +107,9 @@ def compiler(architecture: str) -> dict[str, str]:
     }
 
 
-def build(interpreter: str, architecture: str, out: Path, **variables: str) -> Path:
+def build(
+    interpreter: str, architecture: str, out: Path, further: dict[str, str], **variables: str
+) -> Path:
     """A wheel as the compiler makes it, before auditwheel.
 
     All interpreters share a folder, so that what does not include Python.h is compiled once: CMake
@@ -123,12 +125,9 @@ def build(interpreter: str, architecture: str, out: Path, **variables: str) -> P
         "CPATTN_BINDINGS_OPTIONS": "-O2;-g0",
         "Eigen3_DIR": eigen,
     }
-    include = variables.pop("python_include", None)
-    if include:
-        defines["Python_INCLUDE_DIR"] = include
     # The linker strips: strip of this machine may not know the other processor.
     settings = {"build-dir": folder, "cmake.args": "--fresh", "install.strip": "false"}
-    settings |= {f"cmake.define.{name}": value for name, value in defines.items()}
+    settings |= {f"cmake.define.{name}": value for name, value in (defines | further).items()}
     shutil.rmtree(out, ignore_errors=True)
     run(
         *(interpreter, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps"),
@@ -150,14 +149,18 @@ def build(interpreter: str, architecture: str, out: Path, **variables: str) -> P
 
 
 def repair(wheel: Path, dist: Path) -> Path:
-    """The wheel under the name of the oldest glibc that it runs with, in dist/."""
-    name = f"manylinux_{GLIBC.replace('.', '_')}_{wheel.stem.rpartition('linux_')[2]}"
-    python = TOOLS / "bin" / "python"
-    tags = wheel.name.split("-")[2]
-    for old in dist.glob(f"{wheel.name.split('-linux')[0]}-*{name.rpartition('_')[2]}.whl"):
+    """The wheel under the name of the oldest glibc that it runs with, in dist/.
+
+    auditwheel finds that itself: it lets nobody name one for a processor other than its own.
+    """
+    project, tags, architecture = wheel.stem.partition("-linux_")
+    assert tags, wheel
+    for old in dist.glob(f"{project}-*_{architecture}.whl"):
         old.unlink()
-    run(python, "-m", "auditwheel", "repair", "--plat", name, "-w", dist, wheel)
-    (repaired,) = dist.glob(f"cpattn-*-{tags}-*{name}*.whl")
+    run(TOOLS / "bin" / "python", "-m", "auditwheel", "repair", "--plat", "auto", "-w", dist, wheel)
+    (repaired,) = dist.glob(f"{project}-*_{architecture}.whl")
+    if f"manylinux_{GLIBC.replace('.', '_')}_{architecture}" not in repaired.name:
+        sys.exit(f"{repaired.name} needs a newer glibc than {GLIBC}")
     return repaired
 
 
@@ -194,7 +197,7 @@ def build_x86_64(versions: list[str], dist: Path) -> None:
             continue
         say(f"x86-64, CPython {version}: building")
         python = environment(WORK / f"build-{version}", interpreter, *BUILD_PACKAGES)
-        made = build(str(python), "x86_64", WORK / "made" / version)
+        made = build(str(python), "x86_64", WORK / "made" / version, {})
         wheel = repair(made, dist)
         say(f"{wheel.name}, {wheel.stat().st_size / 2**20:.1f} MB: trying")
         try_wheel(wheel, version, interpreter)
@@ -218,7 +221,12 @@ def build_aarch64(dist: Path) -> None:
         str(builder),
         "aarch64",
         WORK / "made" / "aarch64",
-        python_include=str(root / "include"),
+        {
+            "Python_INCLUDE_DIR": str(root / "include"),
+            # pybind11 would take the one of the interpreter that builds.
+            "PYTHON_MODULE_EXTENSION": suffix,
+            "PYTHON_MODULE_DEBUG_POSTFIX": "",
+        },
         SETUPTOOLS_EXT_SUFFIX=suffix,
         _PYTHON_HOST_PLATFORM="linux-aarch64",
     )
