@@ -22,7 +22,7 @@ JOBS ?= $(shell nproc)
 PIP_INSTALL = pip install --disable-pip-version-check
 PYTEST = python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-fast test-asan test-engines fuzz mutation system build bench bench-env docs test-site lint tidy format clean help
+.PHONY: demo test test-fast test-asan test-engines fuzz mutation system build bench bench-env wheel sdist docs test-site lint tidy format clean help
 
 demo: .venv/.demo  ## the main job: replays serving traffic over two processes; options in ARGS
 	@echo "Building the extension for this machine, without tests ..."
@@ -96,6 +96,13 @@ bench-env: .venv-bench/.ready  ## the engines that the benchmarks compare with
 	@echo "Installing the engines to compare with into .venv-bench ..."
 	@bench/peer_environment.sh $(PYTHON) .venv-bench $(TORCH)
 	@touch $@
+
+# qemu-user runs the one for Arm.
+wheel: .venv/.ready  ## wheels in dist/, checked and tried: x86-64 for each Python here, aarch64; options in ARGS
+	@python scripts/build_wheels.py $(ARGS)
+
+sdist: .venv/.ready  ## an sdist in dist/, and a wheel compiled out of it to try it
+	@python scripts/build_sdist.py $(ARGS)
 
 build: build/release/.configured
 	@cmake --build --preset release

@@ -48,5 +48,8 @@ for name in audit_machine context_parallel context_parallel_errors context_paral
   found=$(find tests_py -name "test_$name.py")
   files="$files ${found:?There is no test_$name.py}"
 done
+"$folder/venv/bin/python" -c '
+import platform, numpy
+print(f"Tests with CPython {platform.python_version()} and NumPy {numpy.__version__}:", flush=True)'
 # shellcheck disable=SC2086
 PYTHONPATH=$folder/python exec "$folder/venv/bin/python" -m pytest -q "$@" $files

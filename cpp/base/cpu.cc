@@ -71,6 +71,20 @@ bool has_x86_64_v4() {
          has_all(saved_states(), kMasksZmmLowZmmHigh);
 }
 
+bool has_avx512_bf16() {
+  constexpr uint32_t kVnni = bits({11});
+  constexpr uint32_t kBf16 = bits({5});
+  return has_x86_64_v4() && has_all(cpuid(7, 0).ecx, kVnni) && has_all(cpuid(7, 1).eax, kBf16);
+}
+
+bool is_intel() {
+  constexpr uint32_t kGenu = 0x756e6547;
+  constexpr uint32_t kIneI = 0x49656e69;
+  constexpr uint32_t kNtel = 0x6c65746e;
+  const CpuidRegisters vendor = cpuid(0, 0);
+  return vendor.ebx == kGenu && vendor.edx == kIneI && vendor.ecx == kNtel;
+}
+
 bool amx_usable() {
   constexpr uint32_t kAmxBf16TileInt8 = bits({22, 24, 25});
   constexpr uint32_t kTileConfigTileData = bits({17, 18});
@@ -91,6 +105,8 @@ bool has_avx512_fp16() { return has_all(cpuid(7, 0).edx, bits({23})); }
 
 bool has_x86_64_v3() { return false; }
 bool has_x86_64_v4() { return false; }
+bool has_avx512_bf16() { return false; }
+bool is_intel() { return false; }
 bool amx_usable() { return false; }
 bool amx_palette_missing() { return true; }
 bool has_avx512_fp16() { return false; }

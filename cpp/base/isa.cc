@@ -17,8 +17,7 @@ constexpr std::string_view kNames[] = {"portable", "avx2", "avx512", "avx512bf16
 std::vector<Isa> detect() {
   std::vector<Isa> isas = {Isa::portable};
 #if defined(__x86_64__)
-  [[maybe_unused]] const bool has_bf16 = has_x86_64_v4() && __builtin_cpu_supports("avx512bf16") &&
-                                         __builtin_cpu_supports("avx512vnni");
+  [[maybe_unused]] const bool has_bf16 = has_avx512_bf16();
 #ifdef CPATTN_HAVE_AMXTWIN
   if (has_bf16) isas.push_back(Isa::amx_twin);
 #endif
@@ -31,7 +30,7 @@ std::vector<Isa> detect() {
 #ifdef CPATTN_HAVE_AVX512BF16
   if (has_bf16) {
     // Intel's processors are faster without these instructions.
-    const bool is_slower = __builtin_cpu_is("intel") && isas.back() == Isa::avx512;
+    const bool is_slower = is_intel() && isas.back() == Isa::avx512;
     isas.insert(is_slower ? isas.end() - 1 : isas.end(), Isa::avx512bf16);
   }
 #endif

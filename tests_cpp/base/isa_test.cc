@@ -28,6 +28,14 @@ TEST(Isa, LevelsOfTheAbiAreWhatTheCompilerSees) {
   EXPECT_EQ(has_x86_64_v3(), __builtin_cpu_supports("x86-64-v3") != 0);
   EXPECT_EQ(has_x86_64_v4(), __builtin_cpu_supports("x86-64-v4") != 0);
 }
+
+TEST(Isa, ProcessorsAreWhatTheCompilerSees) {
+  EXPECT_EQ(
+      has_avx512_bf16(),
+      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")
+  );
+  EXPECT_EQ(is_intel(), __builtin_cpu_is("intel") != 0);
+}
 #endif
 
 #if defined(__aarch64__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 
+import build_wheels
 import pytest
 from requirements import extra, tomllib
 
@@ -78,4 +79,44 @@ def test_the_metadata_asks_for_the_lowest():
 
 def test_plugins_know_the_same_releases():
     assert plugin.SGLANG in find("sglang").tried
-    assert mooncake._MIN_VERSION == _support.numbers(find("Mooncake").lowest)
+    assert _support.numbers(find("Mooncake").lowest) == mooncake._MIN_VERSION
+
+
+def row(entry: _support.Support) -> str:
+    """Of the page's tables."""
+    bounds = [f"from {entry.lowest}"] * bool(entry.lowest)
+    bounds += [f"before {entry.below}"] * bool(entry.below)
+    tests = ", ".join(f"`{path}`" for path in entry.tests)
+    cells = (entry.name, ", ".join(entry.tried), " and ".join(bounds), tests, entry.otherwise)
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+@pytest.mark.parametrize("entries", [BASIS, ENGINES, PLATFORMS], ids=["basis", "engines", "rest"])
+def test_the_page_has_the_table(entries):
+    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    assert "\n".join(map(row, entries)) in page
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_its_tests_are_there(entry):
+    for path in entry.tests:
+        assert (ROOT / path).exists(), path
+
+
+def test_every_python_that_was_tried_is_claimed_and_built_for():
+    """And no other: by the classifiers, by all checks, by the wheels."""
+    claimed = [x.rpartition(" :: ")[2] for x in PROJECT["classifiers"] if ":: 3." in x]
+    tried = list(find("CPython").tried)
+    assert claimed == tried
+    checks = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert f"for version in {' '.join(tried)}; do" in checks
+    hosted = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
+    assert hosted["build"] == [f"cp{version.replace('.', '')}-manylinux_*" for version in tried]
+    assert list(build_wheels.PYTHONS) == tried
+    assert find("Linux with glibc").lowest == build_wheels.GLIBC
+
+
+@pytest.mark.parametrize("architecture", ["x86_64", "aarch64"])
+def test_wheels_have_the_instruction_sets_of_the_table(architecture):
+    tried = find(architecture.replace("_", "-")).tried
+    assert tried == build_wheels.INSTRUCTION_SETS[architecture]

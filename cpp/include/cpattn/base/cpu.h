@@ -9,6 +9,14 @@ namespace cpattn {
 bool has_x86_64_v3();
 bool has_x86_64_v4();
 
+/// True when the processor has AVX512_BF16 and AVX512_VNNI besides the last level. Asked by
+/// CPUID, as all here: what `__builtin_cpu_supports` says comes from the library of the compiler,
+/// and some answer no to everything.
+bool has_avx512_bf16();
+
+/// True when Intel made the processor.
+bool is_intel();
+
 /// True when this process may use AMX tiles: the processor has AMX-TILE, -BF16
 /// and -INT8, the kernel saves tile state and has granted this process the
 /// permission that tiles need (the first call asks for it; it holds for all threads).

@@ -7,10 +7,18 @@ out, set ``CPATTN_PLUGINS=0``, or name the wanted plug-ins in ``VLLM_PLUGINS``.
 
 from __future__ import annotations
 
+import logging
 import os
+from importlib import metadata
+
+from ..._support import find
 
 BACKEND = "cpattn.integrations.vllm.backend.CpattnBackend"
 SPINS = "30000"  # some tenths of a millisecond, longer than from one operator of torch to the next
+
+_RELEASES = find("vLLM on CPU")
+# vLLM shows what is logged below its own name.
+_logger = logging.getLogger("vllm.cpattn")
 
 
 def register() -> None:
@@ -19,12 +27,32 @@ def register() -> None:
     Sets ``GOMP_SPINCOUNT`` for the processes that vLLM starts, unless it or ``OMP_WAIT_POLICY`` is
     set: threads of GNU's OpenMP that have no work spin for milliseconds, on the CPUs that cpattn's
     then have to share. Does nothing where ``CPATTN_PLUGINS`` is 0, and the same however often it is
-    called.
+    called. A release of vLLM that the backend was not made for keeps its own attention: there the
+    KV cache may have another layout, and one line in the log tells of it.
     """
     if os.environ.get("CPATTN_PLUGINS") == "0":
+        return
+    release = _installed()
+    if _RELEASES.verdict(release) == "refused":
+        _logger.warning(
+            "cpattn leaves attention to vLLM %s: its plug-in is for %s, and others before %s",
+            release,
+            _RELEASES.tried[0],
+            _RELEASES.below,
+        )
         return
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     from vllm.v1.attention.backends import registry  # type: ignore[import-not-found]
 
     registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, BACKEND)
+
+
+def _installed() -> str:
+    """The release of vLLM."""
+    for name in _RELEASES.distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "of an unknown release"  # no number: refused

