@@ -28,7 +28,7 @@ demo: .venv/.demo  ## the main job: replays serving traffic over two processes; 
 	@echo "Building the extension for this machine, without tests ..."
 	@test -e build/release/.configured || cmake --preset release -DCPATTN_TESTS=OFF -DCPATTN_AMX_TWIN=OFF >/dev/null
 	@cmake --build --preset release --target _core
-	@python -m cpattn replay $(ARGS)
+	@python -m cpattn replay --guide $(ARGS)
 
 test: build  ## all tests, in C++ and Python; options of pytest in ARGS
 	@ctest --preset release -j $(JOBS)
@@ -38,7 +38,7 @@ test-fast: build  ## most tests, in a minute
 	@ctest --preset release -j $(JOBS)
 	@$(PYTEST) -m "not slow" --hypothesis-profile=fast $(ARGS)
 
-system: ## installs by apt what building and testing need, as root or through sudo
+system:  ## installs by apt what building and testing need, as root or through sudo
 	@scripts/system_packages.sh --install test $(PYTHON)
 
 # What takes arguments of users, and the plans made of them; not what explains them in pictures. The

@@ -22,12 +22,13 @@ _MARK = "CPATTN_TEST_CHILDREN"
 def restore_signals() -> None:
     """Ctrl-C works here and in processes started from here, whatever started us.
 
-    A shell that starts a job in the background of a script has it ignore SIGINT and SIGQUIT, and
-    what is ignored stays so in all that it starts.
+    A shell that starts a job in the background of a script has it ignore SIGINT and SIGQUIT, nohup
+    has it ignore SIGHUP, and what is ignored stays so in all that it starts.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGQUIT})
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP})
 
 
 def path_with(*folders: Path | str) -> str:

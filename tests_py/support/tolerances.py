@@ -20,6 +20,9 @@ EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16"
 # Results below the normal numbers may be flushed to zero.
 SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}
 
+# A ratio of exact integers, divided in two orders: two roundings each.
+RATIO = 4 * EPS["float64"]
+
 # The rounding of a result, half a unit, and a little for what comes before it.
 ROUNDED_ONCE = 0.55
 
