@@ -43,8 +43,7 @@ Examples
 True)"
   );
   module.def(
-      "supported_isas",
-      [] { return names_of(supported_isas()); },
+      "supported_isas", [] { return names_of(supported_isas()); },
       R"(List the kernels that this build and this machine have, the plainest first.
 
 Returns
