@@ -17,6 +17,8 @@ export PATH := $(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR)/build/release/python
 CPP_SOURCES = $(shell find cpp tests_cpp -name '*.h' -o -name '*.cc')
 
+# Tests and demo start hundreds of processes: each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 # Processes of the tests.
 JOBS ?= $(shell nproc)
 PIP_INSTALL = pip install --disable-pip-version-check
