@@ -40,6 +40,8 @@ ORIGINS = {place: origin for origin, place in PAGES.items()}
 #: Pages that say what another file of the repository says there.
 SAME = {"README.md": "index.md"}
 PICTURES = (".png", ".svg")
+#: Where a page has the public headers of C++.
+HEADERS = "<!-- headers -->"
 # A link of Markdown, a definition of one, or an attribute of HTML; the second group is its target.
 LINK = re.compile(r"""(\]\(|^\[[^\]]+\]:\s+|\b(?:href|src|srcset)=")([^)\s"]+)""", re.MULTILINE)
 WHOLE_LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\(([^)\s]+)\)")
@@ -129,7 +131,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if config.repo_url:
         page.edit_url = f"{config.repo_url}/edit/main/{origin}"
 
-    markdown = markdown.replace("<!-- headers -->", headers())
+    if HEADERS in markdown:  # on one page
+        markdown = markdown.replace(HEADERS, headers())
 
     def target_of(target: str) -> str | None:
         """The target, as the site has it; None for a file of a repository that nobody published."""
