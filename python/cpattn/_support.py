@@ -7,7 +7,9 @@ Tests compare it with the page, with pyproject.toml and with the environments th
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Literal
 
 Verdict = Literal["tried", "not tried", "refused"]
@@ -50,6 +52,19 @@ def numbers(version: str) -> tuple[int, ...]:
     ((0, 3, 13, 1), (2, 13, 0), ())
     """
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
+
+
+def first_installed(distributions: Iterable[str]) -> tuple[str, str] | None:
+    """Name and version of the first of them that is installed, by its metadata alone.
+
+    >>> first_installed(["no-such-thing"])
+    """
+    for name in distributions:
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 #: What the package itself needs, in any environment.

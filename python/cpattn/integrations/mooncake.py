@@ -32,11 +32,11 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from importlib import metadata
 from typing import Any, NoReturn
 
 from .. import _core
 from .._arguments import at_least, real
+from .._support import first_installed
 from ..transfer.bounded import BoundedCalls, CallHangs
 from ..transfer.registration import forget
 
@@ -306,10 +306,11 @@ def _import_engine() -> Any:
 
 def _installed() -> tuple[str, str]:
     """Variant and version of the package."""
-    for variant in _VARIANTS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return variant, metadata.version(_PACKAGE + variant)
-    return "", "an unknown release"  # no number: refused
+    found = first_installed(_PACKAGE + variant for variant in _VARIANTS)
+    if found is None:
+        return "", "an unknown release"  # no number: refused
+    name, version = found
+    return name.removeprefix(_PACKAGE), version
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 import time
+from importlib import metadata
 from types import SimpleNamespace
 
 import numpy as np
@@ -65,7 +66,7 @@ def fake(monkeypatch):
     for name in [name for name in os.environ if name.startswith("MC_")]:
         monkeypatch.delenv(name)
     monkeypatch.setitem(sys.modules, "mooncake.engine", SimpleNamespace(TransferEngine=make))
-    monkeypatch.setattr(mooncake.metadata, "version", lambda name: "0.3.13.post1")
+    monkeypatch.setattr(metadata, "version", lambda name: "0.3.13.post1")
     monkeypatch.setattr(FakeEngine, "code", 0)
     return made
 
@@ -115,7 +116,7 @@ def test_engine_that_does_not_start(fake):
     [("0.3.11.post2", False), ("0.2", False), ("0.3.12", True), ("0.10.0", True), ("1.0", True)],
 )
 def test_releases_that_report_writes_early_are_refused(fake, monkeypatch, version, good):
-    monkeypatch.setattr(mooncake.metadata, "version", lambda name: version)
+    monkeypatch.setattr(metadata, "version", lambda name: version)
     if good:
         mooncake.MooncakeEngine()
     else:
@@ -174,10 +175,10 @@ def test_lists_are_checked_before_the_engine_reads_them(fake):
 def test_packages_that_know_devices_judge_addresses_themselves(fake, monkeypatch):
     def version(name):
         if name.endswith("non-cuda"):
-            raise mooncake.metadata.PackageNotFoundError
+            raise metadata.PackageNotFoundError
         return "0.3.13"
 
-    monkeypatch.setattr(mooncake.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     with mooncake.MooncakeEngine() as engine:
         assert engine.register([8], [8]) == 0
 

@@ -39,7 +39,7 @@ def install(monkeypatch, **releases: str) -> None:
         except KeyError:
             raise metadata.PackageNotFoundError(name) from None
 
-    monkeypatch.setattr(plugin.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
 
 
 @pytest.mark.parametrize(

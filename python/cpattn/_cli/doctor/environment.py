@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 
 from ... import _core, _support, torch_guard
+from ..._support import first_installed
 from .finding import Finding, State
 
 _SECTION = "environment"
@@ -43,16 +44,6 @@ def findings(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         yield _extra(extra)
 
 
-def installed(*distributions: str) -> tuple[str, str] | None:
-    """Name and version of the first of them that is installed."""
-    for name in distributions:
-        try:
-            return name, metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 def _python() -> Finding:
     version = platform.python_version()
     text, state = _judged(_support.find("CPython"), version)
@@ -65,7 +56,7 @@ def _python() -> Finding:
 def _release(name: str) -> Finding:
     """An engine or a library, and whether cpattn was tried with its release."""
     entry = _support.find(name)
-    found = installed(*entry.distributions)
+    found = first_installed(entry.distributions)
     if found is None:
         return Finding(_SECTION, name, "not installed")
     distribution, version = found
@@ -80,8 +71,7 @@ def _judged(entry: _support.Support, version: str) -> tuple[str, State]:
     if verdict == "tried":
         return f"{version}, as tried", "ok"
     tried = " and ".join(entry.tried)
-    text = f"{version}: not tried, {tried} was; {entry.otherwise}"
-    return text.replace("not tried", verdict, 1), "warning"
+    return f"{version}: {verdict}, {tried} was; {entry.otherwise}", "warning"
 
 
 def _torch(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -115,21 +105,21 @@ def _plugin(engine: str, group: str, environ: Mapping[str, str]) -> Finding:
     """Whether an engine that starts will find the plug-in, and switch it on."""
     short = engine.partition(" ")[0]
     name = f"{short} plug-in"
-    points = [p for p in metadata.entry_points(group=group) if p.value.startswith("cpattn.")]
-    others = sorted({p.name for p in metadata.entry_points(group=group)} - {"cpattn"})
+    points = metadata.entry_points(group=group)
+    others = sorted({point.name for point in points} - {"cpattn"})
     beside = f", beside {', '.join(others)}" if others else ""
-    there = installed(*_support.find(engine).distributions)
-    if not points:
+    there = first_installed(_support.find(engine).distributions)
+    if not any(point.value.startswith("cpattn.") for point in points):
         state: State = "warning" if there else "note"
         hint = "pip install ." if there else ""
         text = f"not found: cpattn is not installed, only on the path{beside}"
         return Finding(_SECTION, name, text, state, hint)
     if environ.get("CPATTN_PLUGINS") == "0":
         return Finding(_SECTION, name, f"found, off by CPATTN_PLUGINS=0{beside}", "note")
-    allowed = environ.get({"sglang": "SGLANG_PLUGINS"}.get(short, "VLLM_PLUGINS"))
+    variable = f"{short.upper()}_PLUGINS"
+    allowed = environ.get(variable)
     if allowed is not None and "cpattn" not in [part.strip() for part in allowed.split(",")]:
-        text = f"found, left out by {'SGLANG' if short == 'sglang' else 'VLLM'}_PLUGINS={allowed}"
-        return Finding(_SECTION, name, f"{text}{beside}", "note")
+        return Finding(_SECTION, name, f"found, left out by {variable}={allowed}{beside}", "note")
     parts = environ.get("CPATTN_SGLANG_PARTS") if short == "sglang" else None
     active = f"active, its parts {parts}" if parts else "active"
     if not there:
@@ -139,7 +129,7 @@ def _plugin(engine: str, group: str, environ: Mapping[str, str]) -> Finding:
 
 def _extra(extra: str) -> Finding:
     distributions, purpose = _EXTRAS[extra]
-    missing = [name for name in distributions if installed(name) is None]
+    missing = [name for name in distributions if first_installed([name]) is None]
     if not missing:
         return Finding(_SECTION, f"extra {extra}", f"complete, for {purpose}")
     text = f"without {', '.join(missing)}, which {purpose} need"

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from importlib import metadata
 
-from ..._support import find
+from ..._support import find, first_installed
 
 BACKEND = "cpattn.integrations.vllm.backend.CpattnBackend"
 SPINS = "30000"  # some tenths of a millisecond, longer than from one operator of torch to the next
@@ -32,7 +31,8 @@ def register() -> None:
     """
     if os.environ.get("CPATTN_PLUGINS") == "0":
         return
-    release = _installed()
+    found = first_installed(_RELEASES.distributions)
+    release = found[1] if found else "of an unknown release"  # no number: refused
     if _RELEASES.verdict(release) == "refused":
         _logger.warning(
             "cpattn leaves attention to vLLM %s: its plug-in is for %s, and others before %s",
@@ -46,13 +46,3 @@ def register() -> None:
     from vllm.v1.attention.backends import registry  # type: ignore[import-not-found]
 
     registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, BACKEND)
-
-
-def _installed() -> str:
-    """The release of vLLM."""
-    for name in _RELEASES.distributions:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "of an unknown release"  # no number: refused
