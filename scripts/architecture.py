@@ -5,7 +5,6 @@ picture is not what it would write."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
@@ -19,6 +18,7 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 from module_imports import names_in
+from picture_files import write_pictures
 from svg import LINE, WIDTH, Picture
 
 ROOT = Path(__file__).parents[1]
@@ -367,23 +367,7 @@ PICTURES = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if out of date")
-    check = parser.parse_args().check
-    IMAGES.mkdir(exist_ok=True)
-    stale = []
-    for name, draw in PICTURES.items():
-        path = IMAGES / f"{name}.svg"
-        drawn = draw()
-        if path.exists() and path.read_text() == drawn:
-            continue
-        stale.append(path.name)
-        if not check:
-            path.write_text(drawn)
-    if stale and check:
-        print(f"{', '.join(stale)}: out of date; run python scripts/architecture.py")
-        return 1
-    return 0
+    return write_pictures(IMAGES, PICTURES, script="architecture", purpose=__doc__)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ writes nothing and fails where a picture is not what it would write."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from concepts import caches, strategies
+from picture_files import write_pictures
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images" / "concepts"
 
@@ -26,21 +26,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
-    stale = []
-    for name, draw in PICTURES.items():
-        path, drawn = IMAGES / f"{name}.svg", draw()
-        if path.exists() and path.read_text() == drawn:
-            continue
-        stale.append(path.name)
-        if not check:
-            path.write_text(drawn)
-    if stale and check:
-        print(f"{', '.join(stale)}: out of date; run python scripts/concept_pictures.py")
-        return 1
-    return 0
+    return write_pictures(IMAGES, PICTURES, script="concept_pictures", purpose=__doc__)
 
 
 if __name__ == "__main__":

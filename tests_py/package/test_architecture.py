@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import re
-import sys
 from xml.etree import ElementTree
 
+import architecture
 import pytest
 
 from support.places import ROOT
@@ -15,40 +15,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
 
 
-@pytest.fixture
-def architecture(monkeypatch, tmp_path):
-    """The script, with copies of the pictures to write to."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import architecture
-
-    for path in IMAGES:
-        tmp_path.joinpath(path.name).write_text(path.read_text())
-    monkeypatch.setattr(architecture, "IMAGES", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["architecture.py", "--check"])
-    return architecture
-
-
-def test_pictures_are_those_of_the_sources(architecture, capsys):
-    assert architecture.main() == 0, capsys.readouterr().out
-    assert {path.stem for path in IMAGES} == architecture.PICTURES.keys()
-
-
-def test_a_stale_picture_is_found_and_left_alone(architecture, capsys, tmp_path):
-    stale = tmp_path / "floors.svg"
-    stale.write_text("<svg/>")
-    assert architecture.main() == 1
-    assert capsys.readouterr().out.startswith("floors.svg: out of date")
-    assert stale.read_text() == "<svg/>"
-
-
-def test_a_missing_picture_is_written(architecture, monkeypatch, tmp_path):
-    tmp_path.joinpath("amx.svg").unlink()
-    monkeypatch.setattr(sys, "argv", ["architecture.py"])
-    assert architecture.main() == 0
-    assert tmp_path.joinpath("amx.svg").read_text() == architecture.pipeline()
-
-
-def test_a_floor_that_knows_another_needs_an_arrow(architecture, monkeypatch):
+def test_a_floor_that_knows_another_needs_an_arrow(monkeypatch):
     floors = [
         {**floor, "floors": ["kernels"]} if floor["name"] == "meta" else floor
         for floor in architecture.LAYERS["floor"]

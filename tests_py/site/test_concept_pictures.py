@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import sys
 from xml.etree import ElementTree
 
-import concept_pictures
 import pytest
 from concepts.canvas import Canvas
 
@@ -16,37 +14,6 @@ from support.places import ROOT, TESTS
 
 IMAGES = sorted((ROOT / "docs" / "images" / "concepts").glob("*.svg"))
 NAMESPACE = "{http://www.w3.org/2000/svg}"
-
-
-@pytest.fixture
-def script(monkeypatch, tmp_path):
-    """It, with copies of the pictures to write to."""
-    for path in IMAGES:
-        tmp_path.joinpath(path.name).write_text(path.read_text())
-    monkeypatch.setattr(concept_pictures, "IMAGES", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["concept_pictures.py", "--check"])
-    return concept_pictures
-
-
-def test_pictures_are_those_of_the_library(script, capsys):
-    assert script.main() == 0, capsys.readouterr().out
-    assert {path.stem for path in IMAGES} == script.PICTURES.keys()
-
-
-def test_a_stale_picture_is_found_and_left_alone(script, capsys, tmp_path):
-    stale = tmp_path / "zigzag_prefix.svg"
-    stale.write_text("<svg/>")
-    assert script.main() == 1
-    assert capsys.readouterr().out.startswith("zigzag_prefix.svg: out of date")
-    assert stale.read_text() == "<svg/>"
-
-
-def test_a_missing_picture_is_written(script, monkeypatch, tmp_path):
-    drawn = tmp_path.joinpath("zigzag_prefix.svg").read_text()
-    tmp_path.joinpath("zigzag_prefix.svg").unlink()
-    monkeypatch.setattr(sys, "argv", ["concept_pictures.py"])
-    assert script.main() == 0
-    assert tmp_path.joinpath("zigzag_prefix.svg").read_text() == drawn
 
 
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.stem)
