@@ -12,11 +12,16 @@ struct DTypeInfo {
 };
 
 constexpr DTypeInfo kDTypes[] = {
-    {"float32", 4}, {"float64", 8}, {"float16", 2}, {"bfloat16", 2}, {"int8", 1},
-    {"uint8", 1},   {"int32", 4},   {"int64", 8},   {"bool", 1},     {"float8_e4m3fn", 1},
+    {"float32", 4}, {"float64", 8},       {"float16", 2},     {"bfloat16", 2},
+    {"int8", 1},    {"uint8", 1},         {"int32", 4},       {"int64", 8},
+    {"bool", 1},    {"float8_e4m3fn", 1}, {"float8_e5m2", 1},
 };
 
 }  // namespace
+
+bool is_code(DType dtype) {
+  return dtype == DType::float8_e4m3fn || dtype == DType::float8_e5m2 || dtype == DType::int8;
+}
 
 int64_t element_size(DType dtype) { return kDTypes[static_cast<int>(dtype)].bytes; }
 

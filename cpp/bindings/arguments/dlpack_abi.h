@@ -16,7 +16,8 @@ enum TypeCode : uint8_t {
   kFloat = 2,
   kBfloat = 4,
   kBool = 6,
-  kFloat8E4M3FN = 10
+  kFloat8E4M3FN = 10,
+  kFloat8E5M2 = 12
 };
 
 struct Tensor {

@@ -42,6 +42,9 @@ std::optional<DType> dtype_from_dlpack(uint8_t code, uint8_t bits) {
     case dlpack::kFloat8E4M3FN:
       if (bits == 8) return DType::float8_e4m3fn;
       break;
+    case dlpack::kFloat8E5M2:
+      if (bits == 8) return DType::float8_e5m2;
+      break;
   }
   return std::nullopt;
 }
@@ -56,7 +59,7 @@ std::string dlpack_dtype_name(const dlpack::Tensor& tensor) {
 }
 
 std::optional<DType> dtype_from_name(const std::string& name) {
-  for (int i = 0; i <= static_cast<int>(DType::float8_e4m3fn); ++i) {
+  for (int i = 0; i <= static_cast<int>(kLastDType); ++i) {
     if (name == dtype_name(static_cast<DType>(i))) return static_cast<DType>(i);
   }
   return std::nullopt;

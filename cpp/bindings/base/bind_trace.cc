@@ -60,7 +60,7 @@ void register_trace(py::module_& module) {
       "dtype_name",
       [](uint8_t code) {
         check(
-            code <= static_cast<uint8_t>(DType::float8_e4m3fn), "dtype_name: no dtype ", int{code}
+            code <= static_cast<uint8_t>(kLastDType), "dtype_name: no dtype ", int{code}
         );
         return dtype_name(static_cast<DType>(code));
       },

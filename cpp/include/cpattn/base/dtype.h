@@ -17,9 +17,14 @@ enum class DType : uint8_t {
   int32,
   int64,
   bool8,
-  float8_e4m3fn
+  float8_e4m3fn,
+  float8_e5m2
 };
 
+constexpr DType kLastDType = DType::float8_e5m2;
+
+/// Whether elements are codes of 8 bits, which stand for numbers: float8 of either kind, or int8.
+bool is_code(DType dtype);
 /// Bytes of one element.
 int64_t element_size(DType dtype);
 /// The name of the enumerator, but "bool" for bool8.
