@@ -53,6 +53,7 @@ inline float widen(Float8 x) {
   if ((x.bits & 0x7f) == 0x7f) return NAN;
   return number_of(x.bits & 0x80U, x.bits >> 3 & 15, x.bits & 7U, 3, 7);
 }
+inline float widen(Float8E5M2 x) { return widen(Half{static_cast<uint16_t>(x.bits << 8)}); }
 
 inline void narrow(float x, float* p) { *p = x; }
 inline void narrow(float x, int8_t* p) { *p = static_cast<int8_t>(nearbyintf(x)); }
@@ -74,6 +75,10 @@ inline void narrow(float x, Half* p) {
 }
 inline void narrow(float x, Float8* p) {
   p->bits = static_cast<uint8_t>(rounded_code(x, -6, 3) | (signbit(x) ? 0x80 : 0));
+}
+inline void narrow(float x, Float8E5M2* p) {
+  const uint32_t size = isnan(x) ? 0x7e : fabsf(x) >= 61440.0F ? 0x7c : rounded_code(x, -14, 2);
+  p->bits = static_cast<uint8_t>(size | (signbit(x) ? 0x80 : 0));
 }
 inline void narrow(float x, Bfloat16* p) {
   const uint32_t bits = to_bits(x);

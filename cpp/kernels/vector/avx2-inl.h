@@ -34,6 +34,10 @@ inline Vector load(const Float8* p) {
       _mm_and_si128(_mm_add_epi16(half, _mm_set1_epi16(0x80)), _mm_set1_epi16(0x4000));
   return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(half, nan)), _mm256_set1_ps(256.0F));
 }
+inline Vector load(const Float8E5M2* p) {
+  const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), codes));  // upper halves
+}
 inline Vector load(const int8_t* p) {
   return _mm256_cvtepi32_ps(
       _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))
@@ -74,6 +78,25 @@ inline void store(Float8* p, Vector x) {
       _mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(size), _mm256_castsi256_ps(magic)));
   const __m256i is_normal = _mm256_cmpgt_epi32(size, _mm256_set1_epi32(0x3c7fffff));
   const __m256i code = _mm256_blendv_epi8(_mm256_sub_epi32(shifted, magic), normal, is_normal);
+  const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80));
+  store_bytes(p, _mm256_or_si256(code, sign));
+}
+inline void store(Float8E5M2* p, Vector x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i any_size = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+  const __m256i nan = _mm256_cmpgt_epi32(any_size, _mm256_set1_epi32(0x7f800000));
+  // From 2^16 on all are an infinity, whose code 2^16 has by the rule of normal numbers.
+  const __m256i size = _mm256_min_epi32(any_size, _mm256_set1_epi32(0x47800000));
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(size, 21), _mm256_set1_epi32(1));
+  const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0xfffff - (112 << 23)));
+  const __m256i normal = _mm256_srai_epi32(_mm256_add_epi32(size, bias), 21);
+  // Adding 2^7 shifts a subnormal's bits to the bottom, rounded to even.
+  const __m256i magic = _mm256_set1_epi32(0x43000000);
+  const __m256i shifted =
+      _mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(size), _mm256_castsi256_ps(magic)));
+  const __m256i is_normal = _mm256_cmpgt_epi32(size, _mm256_set1_epi32(0x387fffff));
+  const __m256i number = _mm256_blendv_epi8(_mm256_sub_epi32(shifted, magic), normal, is_normal);
+  const __m256i code = _mm256_blendv_epi8(number, _mm256_set1_epi32(0x7f), nan);
   const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80));
   store_bytes(p, _mm256_or_si256(code, sign));
 }

@@ -35,6 +35,10 @@ inline Vector load(const Float8* p) {
       _mm256_and_si256(_mm256_add_epi16(half, _mm256_set1_epi16(0x80)), _mm256_set1_epi16(0x4000));
   return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(half, nan)), _mm512_set1_ps(256.0F));
 }
+inline Vector load(const Float8E5M2* p) {
+  const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm512_cvtph_ps(_mm256_slli_epi16(wide, 8));
+}
 inline Vector load(const int8_t* p) {
   return _mm512_cvtepi32_ps(
       _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))
@@ -68,6 +72,26 @@ inline void store(Float8* p, Vector x) {
       _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(size), _mm512_castsi512_ps(magic)));
   const __mmask16 subnormal = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(0x3c800000));
   const __m512i code = _mm512_mask_sub_epi32(normal, subnormal, shifted, magic);
+  const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
+  const __m512i signed_code = _mm512_or_si512(code, sign);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(signed_code));
+}
+inline void store(Float8E5M2* p, Vector x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i any_size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
+  const __mmask16 nan = _mm512_cmpgt_epi32_mask(any_size, _mm512_set1_epi32(0x7f800000));
+  // From 2^16 on all are an infinity, whose code 2^16 has by the rule of normal numbers.
+  const __m512i size = _mm512_min_epi32(any_size, _mm512_set1_epi32(0x47800000));
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(size, 21), _mm512_set1_epi32(1));
+  const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0xfffff - (112 << 23)));
+  const __m512i normal = _mm512_srli_epi32(_mm512_add_epi32(size, bias), 21);
+  // Adding 2^7 shifts a subnormal's bits to the bottom, rounded to even.
+  const __m512i magic = _mm512_set1_epi32(0x43000000);
+  const __m512i shifted =
+      _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(size), _mm512_castsi512_ps(magic)));
+  const __mmask16 subnormal = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(0x38800000));
+  const __m512i number = _mm512_mask_sub_epi32(normal, subnormal, shifted, magic);
+  const __m512i code = _mm512_mask_set1_epi32(number, nan, 0x7f);
   const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
   const __m512i signed_code = _mm512_or_si512(code, sign);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(signed_code));

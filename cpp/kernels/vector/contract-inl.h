@@ -99,11 +99,15 @@ struct VectorLayer {
 
   /// As float32, exact.
   Vector (*load_float8)(const Float8* p) = &kernels::load;
+  Vector (*load_float8_e5m2)(const Float8E5M2* p) = &kernels::load;
   Vector (*load_int8)(const int8_t* p) = &kernels::load;
-  /// Rounded to nearest even, for numbers of at most 448 (127) in size. What others become, NaN
-  /// among them, is not stated, but for -480, which becomes a NaN of Float8.
+  /// Rounded to nearest even, for numbers of at most 448 in size (from -128 to 127). What others
+  /// become, NaN among them, is not stated, but for -480, which becomes a NaN of Float8.
   void (*store_float8)(Float8* p, Vector x) = &kernels::store;
   void (*store_int8)(int8_t* p, Vector x) = &kernels::store;
+  /// Rounded to nearest even. What is beyond the largest number becomes an infinity, from 61440
+  /// on, and a NaN stays one.
+  void (*store_float8_e5m2)(Float8E5M2* p, Vector x) = &kernels::store;
   /// kCodes codes as bfloat16: exact, or times `scale` in float32 and rounded to nearest even. A
   /// NaN among the scales has no low bits set, as __builtin_nanf("").
   void (*expand)(const Float8* p, Bfloat16* out) = &kernels::expand;

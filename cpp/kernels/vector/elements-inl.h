@@ -21,5 +21,10 @@ struct Float8 {
   uint8_t bits;
 };
 
+/// e5m2, the upper half of float16: 0x7c and 0xfc are infinities, the largest number is 57344.
+struct Float8E5M2 {
+  uint8_t bits;
+};
+
 }  // namespace
 }  // namespace cpattn::kernels

@@ -37,6 +37,10 @@ inline Vector load(const Float8* p) {
   const uint16x4_t nan = vand_u16(vadd_u16(half, vdup_n_u16(0x80)), vdup_n_u16(0x4000));
   return vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(vorr_u16(half, nan))), 256.0F);
 }
+inline Vector load(const Float8E5M2* p) {
+  const uint8x8_t halves = vzip1_u8(vdup_n_u8(0), load_bytes(p));  // of which codes are the upper
+  return vcvt_f32_f16(vreinterpret_f16_u8(halves));
+}
 inline Vector load(const int8_t* p) {
   const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(load_bytes(p)));
   return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
@@ -70,6 +74,27 @@ inline void store(Float8* p, Vector x) {
   );
   const uint32x4_t is_normal = vcgeq_u32(size, vdupq_n_u32(0x3c800000));
   const uint32x4_t code = vbslq_u32(is_normal, normal, subnormal);
+  const uint32x4_t sign = vandq_u32(vshrq_n_u32(bits, 24), vdupq_n_u32(0x80));
+  store_bytes(p, vorrq_u32(code, sign));
+}
+inline void store(Float8E5M2* p, Vector x) {
+  const uint32x4_t bits = vreinterpretq_u32_f32(x);
+  const uint32x4_t any_size = vandq_u32(bits, vdupq_n_u32(0x7fffffff));
+  const uint32x4_t nan = vcgtq_u32(any_size, vdupq_n_u32(0x7f800000));
+  // From 2^16 on all are an infinity, whose code 2^16 has by the rule of normal numbers.
+  const uint32x4_t size = vminq_u32(any_size, vdupq_n_u32(0x47800000));
+  const uint32x4_t odd = vandq_u32(vshrq_n_u32(size, 21), vdupq_n_u32(1));
+  const uint32x4_t bias = vaddq_u32(odd, vdupq_n_u32(0xfffffU - (112U << 23)));
+  const uint32x4_t normal = vshrq_n_u32(vaddq_u32(size, bias), 21);
+  // Adding 2^7 shifts a subnormal's bits to the bottom, rounded to even.
+  const Vector magic = vdupq_n_f32(0x1p7F);
+  const uint32x4_t subnormal = vsubq_u32(
+      vreinterpretq_u32_f32(vaddq_f32(vreinterpretq_f32_u32(size), magic)),
+      vreinterpretq_u32_f32(magic)
+  );
+  const uint32x4_t is_normal = vcgeq_u32(size, vdupq_n_u32(0x38800000));
+  const uint32x4_t number = vbslq_u32(is_normal, normal, subnormal);
+  const uint32x4_t code = vbslq_u32(nan, vdupq_n_u32(0x7f), number);
   const uint32x4_t sign = vandq_u32(vshrq_n_u32(bits, 24), vdupq_n_u32(0x80));
   store_bytes(p, vorrq_u32(code, sign));
 }

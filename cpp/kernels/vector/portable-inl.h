@@ -44,6 +44,13 @@ inline float widen(Float8 x) {
   const float subnormal = static_cast<float>(magnitude) * 0x1p-9F;
   return from_bits(sign | (magnitude < 8 ? to_bits(subnormal) : (magnitude + (120 << 3)) << 20));
 }
+inline float widen(Float8E5M2 x) {
+  const uint32_t sign = (x.bits & 0x80U) << 24;
+  const uint32_t magnitude = x.bits & 0x7fU;
+  if (magnitude >= 0x7c) return from_bits(sign | 0x7f800000U | (magnitude & 3) << 21);
+  const float subnormal = static_cast<float>(magnitude) * 0x1p-16F;
+  return from_bits(sign | (magnitude < 4 ? to_bits(subnormal) : (magnitude + (112 << 2)) << 21));
+}
 inline float widen(int8_t x) { return x; }
 inline void narrow(float x, Bfloat16* p) {
   const uint32_t bits = to_bits(x);
@@ -76,6 +83,22 @@ inline void narrow(float x, Float8* p) {
   } else {
     // Adding 2^14 shifts a subnormal's bits to the bottom, rounded to even.
     code = to_bits(from_bits(magnitude) + 0x1p14F) - to_bits(0x1p14F);
+  }
+  p->bits = static_cast<uint8_t>(sign | code);
+}
+inline void narrow(float x, Float8E5M2* p) {
+  const uint32_t sign = to_bits(x) >> 24 & 0x80U;
+  const uint32_t magnitude = to_bits(x) & 0x7fffffffU;
+  uint32_t code;
+  if (magnitude > 0x7f800000U) {
+    code = 0x7f;
+  } else if (magnitude >= 0x47700000U) {  // rounds to 65536 or more
+    code = 0x7c;
+  } else if (magnitude >= 0x38800000U) {  // 2^-14
+    code = (magnitude - (112U << 23) + 0xfffff + (magnitude >> 21 & 1)) >> 21;
+  } else {
+    // Adding 2^7 shifts a subnormal's bits to the bottom, rounded to even.
+    code = to_bits(from_bits(magnitude) + 0x1p7F) - to_bits(0x1p7F);
   }
   p->bits = static_cast<uint8_t>(sign | code);
 }
