@@ -45,7 +45,8 @@ def empty(
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The dtype of a name; ImportError if it needs ml_dtypes, which is not there."""
-    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):  # NumPy knows them once this is imported
+    # NumPy knows these once this is imported.
+    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         try:
             import ml_dtypes  # noqa: F401
         except ImportError as error:

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, Protocol, SupportsFloat, SupportsIndex, TypeAlias, TypeVar
 
-__all__ = ["AnyTensor", "IndexTable", "Indices", "Tensor", "TensorT"]
+__all__ = ["AnyTensor", "IndexTable", "Indices", "KVScale", "Tensor", "TensorT"]
 
 
 class Tensor(Protocol):
@@ -33,6 +33,9 @@ AnyTensor: TypeAlias = Any
 
 # Ints: a list or tuple of them, or an int32 or int64 tensor of one dimension.
 Indices: TypeAlias = Sequence[SupportsIndex] | Tensor
+
+# What the numbers of a cache are multiplied with: one number or a tensor of them; None is 1.
+KVScale: TypeAlias = SupportsFloat | Tensor | None
 
 # The same of two dimensions, such as a block table.
 IndexTable: TypeAlias = Sequence[Sequence[SupportsIndex]] | Tensor

@@ -9,7 +9,7 @@ from typing import Literal, overload
 from . import _core
 from ._containers import empty
 from ._core import AttentionPlan
-from ._types import IndexTable, Indices, Tensor, TensorT
+from ._types import IndexTable, Indices, KVScale, Tensor, TensorT
 
 
 def default_scale(function: str, head_dim: int) -> float:
@@ -47,6 +47,7 @@ def paged_attention(
     q_lens: Indices, kv_lens: Indices | None = None, block_tables: IndexTable | None = None,
     kv_indptr: Indices | None = None, kv_indices: Indices | None = None,
     last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
+    k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
     scale: float | None = None, causal: bool = True, window: int | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
     allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
@@ -58,6 +59,7 @@ def paged_attention(
     q_lens: Indices, kv_lens: Indices | None = None, block_tables: IndexTable | None = None,
     kv_indptr: Indices | None = None, kv_indices: Indices | None = None,
     last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
+    k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
     scale: float | None = None, causal: bool = True, window: int | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
     allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
@@ -69,6 +71,7 @@ def paged_attention(
     q_lens: Indices, kv_lens: Indices | None = None, block_tables: IndexTable | None = None,
     kv_indptr: Indices | None = None, kv_indices: Indices | None = None,
     last_page_len: Indices | None = None, page_size: int | None = None, kv_layout: str = "NHD",
+    k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
     scale: float | None = None, causal: bool = True, window: int | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
     allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
@@ -88,6 +91,9 @@ def paged_attention(
     last_page_len: Indices | None = None,
     page_size: int | None = None,
     kv_layout: str = "NHD",
+    k_scale: KVScale = None,
+    v_scale: KVScale = None,
+    kv_dtype: str | None = None,
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
@@ -119,10 +125,11 @@ def paged_attention(
     ----------
     q : tensor [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
         New tokens, sequence after sequence. head_dim is a multiple of 16 up to 576.
-    k_cache, v_cache : tensors of the dtype of q, in one of three shapes
+    k_cache, v_cache : tensors of the dtype of q, or both of codes, in one of three shapes
         [num_pages, page_size, num_kv_heads, dim] ("NHD"), [num_pages, num_kv_heads, page_size,
         dim] ("HND"), or [num_slots, num_kv_heads, dim] with `page_size`. Any strides with a
-        contiguous last dimension; never copied. `v_cache` may have another dim.
+        contiguous last dimension; never copied. `v_cache` may have another dim. Codes of 8 bits
+        are float8_e4m3fn, float8_e5m2, int8, or uint8 with `kv_dtype`.
     q_lens : ints [batch]
         New tokens per sequence; zero is allowed.
     kv_lens : ints [batch]
@@ -136,6 +143,14 @@ def paged_attention(
         Tokens of a page. A 4-D cache has it in its shape; a 3-D one needs it.
     kv_layout : {"NHD", "HND"}
         The order of the axes of 4-D caches; it is never guessed.
+    k_scale, v_scale : float or tensor, default 1
+        What keys and values are multiplied with, as a rule because they are codes: a positive
+        number or a tensor of one; float32 [num_kv_heads]; or, for codes, one for each token and
+        head, float32, float16 or bfloat16, in the pages of the cache: [num_pages, page_size,
+        num_kv_heads] (NHD), [num_pages, num_kv_heads, page_size] (HND) or [num_slots,
+        num_kv_heads].
+    kv_dtype : {"float8_e4m3fn", "float8_e5m2", "int8"}, optional
+        What the bytes of caches of uint8 are.
     scale : float, default 1/sqrt(head_dim)
         Must be given for head_dim > 256.
     causal : bool
@@ -197,8 +212,8 @@ def paged_attention(
     out, lse = _outputs(function, q, rows, num_heads, v_head_dim, out, lse, return_lse)
     _core.paged_attention(
         q, k_cache, v_cache, q_lens, kv_lens, block_tables, kv_indptr, kv_indices, last_page_len,
-        page_size, kv_layout, scale, causal, window, softcap, sinks, custom_mask,
-        allow_short_kv, batch_invariant, num_threads, out, lse,
+        page_size, kv_layout, k_scale, v_scale, kv_dtype, scale, causal, window, softcap, sinks,
+        custom_mask, allow_short_kv, batch_invariant, num_threads, out, lse,
     )  # fmt: skip
     return out if lse is None or not return_lse else (out, lse)
 
@@ -277,21 +292,24 @@ def plan_attention(
 @overload
 def run_attention(
     plan: AttentionPlan, q: TensorT, k_cache: Tensor, v_cache: Tensor, *,
-    kv_layout: str = "NHD", scale: float | None = None, softcap: float = 0.0,
+    kv_layout: str = "NHD", k_scale: KVScale = None, v_scale: KVScale = None,
+    kv_dtype: str | None = None, scale: float | None = None, softcap: float = 0.0,
     sinks: Tensor | None = None, out: TensorT | None = None, lse: TensorT | None = None,
     return_lse: Literal[False] = False,
 ) -> TensorT: ...
 @overload
 def run_attention(
     plan: AttentionPlan, q: TensorT, k_cache: Tensor, v_cache: Tensor, *,
-    kv_layout: str = "NHD", scale: float | None = None, softcap: float = 0.0,
+    kv_layout: str = "NHD", k_scale: KVScale = None, v_scale: KVScale = None,
+    kv_dtype: str | None = None, scale: float | None = None, softcap: float = 0.0,
     sinks: Tensor | None = None, out: TensorT | None = None, lse: TensorT | None = None,
     return_lse: Literal[True],
 ) -> tuple[TensorT, TensorT]: ...
 @overload
 def run_attention(
     plan: AttentionPlan, q: TensorT, k_cache: Tensor, v_cache: Tensor, *,
-    kv_layout: str = "NHD", scale: float | None = None, softcap: float = 0.0,
+    kv_layout: str = "NHD", k_scale: KVScale = None, v_scale: KVScale = None,
+    kv_dtype: str | None = None, scale: float | None = None, softcap: float = 0.0,
     sinks: Tensor | None = None, out: TensorT | None = None, lse: TensorT | None = None,
     return_lse: bool,
 ) -> TensorT | tuple[TensorT, TensorT]: ...
@@ -303,6 +321,9 @@ def run_attention(
     v_cache: Tensor,
     *,
     kv_layout: str = "NHD",
+    k_scale: KVScale = None,
+    v_scale: KVScale = None,
+    kv_dtype: str | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -318,11 +339,13 @@ def run_attention(
         Of `plan_attention`; one plan may run on several threads at once.
     q : tensor [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
         New tokens, as many as the plan's `q_lens` have.
-    k_cache, v_cache : tensors of the dtype of q, in one of three shapes
+    k_cache, v_cache : tensors of the dtype of q, or both of codes, in one of three shapes
         [num_pages, page_size, num_kv_heads, dim] ("NHD"), [num_pages, num_kv_heads, page_size,
         dim] ("HND"), or [num_pages * page_size, num_kv_heads, dim]; never copied.
     kv_layout : {"NHD", "HND"}
         The order of the axes of 4-D caches.
+    k_scale, v_scale, kv_dtype
+        Of codes, as in `paged_attention`.
     scale : float, default 1/sqrt(head_dim)
         Must be given for head_dim > 256.
     softcap, sinks
@@ -365,7 +388,10 @@ def run_attention(
     if scale is None:
         scale = default_scale(function, plan.head_dim)
     out, lse = _outputs(function, q, rows, num_heads, plan.v_head_dim, out, lse, return_lse)
-    _core.run_attention(plan, q, k_cache, v_cache, kv_layout, scale, softcap, sinks, out, lse)
+    _core.run_attention(
+        plan, q, k_cache, v_cache, kv_layout, k_scale, v_scale, kv_dtype, scale, softcap, sinks,
+        out, lse,
+    )  # fmt: skip
     return out if lse is None or not return_lse else (out, lse)
 
 

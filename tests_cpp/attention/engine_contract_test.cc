@@ -222,7 +222,7 @@ struct Problem {
         .lse_head_stride = 1,
         .should_stop = &never,
     };
-    Scratch scratch(Loop::scratch_bytes(kTokens * kGroup, kDim, kValueDim));
+    Scratch scratch(Loop::scratch_bytes(&tile));
     return Loop::run(&tile, scratch.data());
   }
 

@@ -160,7 +160,7 @@ struct KernelProblem {
     };
     const kernels::AttentionKernel& kernel = active_kernels().attention[kernels::kBfloat16];
     const auto scratch_bytes = in_place ? kernel.decode_scratch_bytes : kernel.scratch_bytes;
-    const int64_t bytes = scratch_bytes(int64_t{n} * heads, dim, v_dim);
+    const int64_t bytes = scratch_bytes(&tile);
     // Kernels get scratch as other work left it: NaN everywhere.
     std::vector<float> scratch(bytes / 4 + 32, kNan);
     const auto address = reinterpret_cast<uintptr_t>(scratch.data());

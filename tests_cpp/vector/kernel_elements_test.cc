@@ -130,7 +130,7 @@ struct Problem {
         .should_stop = [](void*) { return false; },
     };
     const kernels::AttentionKernel& kernel = active_kernels().attention[Traits<T>::kType];
-    std::vector<char> scratch(kernel.scratch_bytes(rows, dim, v_dim) + 64, '\xff');  // NaN
+    std::vector<char> scratch(kernel.scratch_bytes(&tile) + 64, '\xff');  // NaN
     const auto address = reinterpret_cast<uintptr_t>(scratch.data());
     ASSERT_TRUE(kernel.run(&tile, scratch.data() + (64 - address % 64) % 64));
   }

@@ -31,6 +31,10 @@ bool stands_for_a_number(py::handle object) {
 
 bool is_bool(py::handle object) { return PyBool_Check(object.ptr()) || is_numpy_bool(object); }
 
+bool is_number(py::handle object) {
+  return PyFloat_Check(object.ptr()) || is_bool(object) || stands_for_a_number(object);
+}
+
 double real_value(py::handle object, const ArgumentName& name) {
   if (PyFloat_Check(object.ptr())) return PyFloat_AS_DOUBLE(object.ptr());
   refuse_masked(object, name);

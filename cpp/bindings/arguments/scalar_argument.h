@@ -12,6 +12,9 @@ namespace cpattn::bindings {
 /// Whether it is a bool, of Python or NumPy.
 bool is_bool(pybind11::handle object);
 
+/// Whether real_value() takes it, or refuses it as the wrong kind of number.
+bool is_number(pybind11::handle object);
+
 /// A float, an int or a number of NumPy. A bool is TypeError, and so is what has a length, such as
 /// an array of one element.
 double real_value(pybind11::handle object, const ArgumentName& name);

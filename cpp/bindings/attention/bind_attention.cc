@@ -77,6 +77,74 @@ class SequenceBatchArguments {
   std::optional<TensorArgument> custom_mask_;
 };
 
+/// How a cache is stored, as callers say it.
+struct KVFormatArguments {
+  py::handle k_scale, v_scale, kv_dtype;
+};
+
+/// A cache, whose bytes may be codes of the kind that kv_dtype names.
+PagedCache read_cache(
+    const Arguments& read,
+    const char* name,
+    const TensorView& given,
+    const std::optional<DType>& kv_dtype,
+    KVAxisOrder layout,
+    std::optional<int64_t> page_size
+) {
+  TensorView cache = given;
+  if (kv_dtype) {
+    check(
+        cache.dtype == DType::uint8 || cache.dtype == *kv_dtype, read.name(name), " must be ",
+        *kv_dtype, ", as kv_dtype says, or its bytes in uint8, got ", cache.dtype
+    );
+    cache.dtype = *kv_dtype;
+  }
+  check(
+      cache.dtype != DType::uint8, read.name(name),
+      " of uint8 needs kv_dtype, which says what its ",
+      "bytes are: 'float8_e4m3fn', 'float8_e5m2' or 'int8'"
+  );
+  return paged_cache(read.function(), name, cache, layout, page_size);
+}
+
+std::optional<DType> parse_kv_dtype(const Arguments& read, py::handle kv_dtype) {
+  if (kv_dtype.is_none()) return std::nullopt;
+  const std::string name = read.text(kv_dtype, "kv_dtype");
+  for (DType dtype : {DType::float8_e4m3fn, DType::float8_e5m2, DType::int8}) {
+    if (name == dtype_name(dtype)) return dtype;
+  }
+  check(
+      false, read.name("kv_dtype"), " must be 'float8_e4m3fn', 'float8_e5m2' or 'int8', got '",
+      name, "'"
+  );
+  return std::nullopt;
+}
+
+/// A scale of a cache: None, a number or a tensor of them, which it keeps alive.
+class ScaleArgument {
+ public:
+  ScaleArgument(
+      const Arguments& read,
+      py::handle scale,
+      const char* name,
+      KVAxisOrder layout,
+      const PagedCache& cache
+  ) {
+    if (scale.is_none()) return;
+    if (is_number(scale)) {
+      value.tensor = read.real(scale, name);
+      return;
+    }
+    tensor_.emplace(read.tensor(scale, name));
+    value = kv_scale(read.function(), name, **tensor_, layout, cache.page_size, cache.num_kv_heads);
+  }
+
+  KVScale value;
+
+ private:
+  std::optional<TensorArgument> tensor_;
+};
+
 /// The tensors of a layer, kept alive while it runs.
 class LayerArguments {
  public:
@@ -87,6 +155,7 @@ class LayerArguments {
       py::handle v_cache,
       std::optional<int64_t> page_size,
       py::handle kv_layout,
+      const KVFormatArguments& format,
       py::handle scale,
       py::handle softcap,
       py::handle sinks,
@@ -104,8 +173,13 @@ class LayerArguments {
     arguments.scale = read.real(scale, "scale");
     arguments.softcap = read.real(softcap, "softcap");
     arguments.q = *q_;
-    arguments.k = paged_cache(read.function(), "k_cache", *k_, layout, page_size);
-    arguments.v = paged_cache(read.function(), "v_cache", *v_, layout, page_size);
+    const std::optional<DType> dtype = parse_kv_dtype(read, format.kv_dtype);
+    arguments.k = read_cache(read, "k_cache", *k_, dtype, layout, page_size);
+    arguments.v = read_cache(read, "v_cache", *v_, dtype, layout, page_size);
+    k_scale_.emplace(read, format.k_scale, "k_scale", layout, arguments.k);
+    v_scale_.emplace(read, format.v_scale, "v_scale", layout, arguments.v);
+    arguments.k_scale = k_scale_->value;
+    arguments.v_scale = v_scale_->value;
     arguments.sinks = view_of(sinks_);
     arguments.out = *out_;
     arguments.lse = view_of(lse_);
@@ -116,6 +190,7 @@ class LayerArguments {
  private:
   TensorArgument q_, k_, v_, out_;
   std::optional<TensorArgument> sinks_, lse_;
+  std::optional<ScaleArgument> k_scale_, v_scale_;
 };
 
 AttentionPlan plan(
@@ -159,6 +234,9 @@ void run(
     py::handle k_cache,
     py::handle v_cache,
     py::handle kv_layout,
+    py::handle k_scale,
+    py::handle v_scale,
+    py::handle kv_dtype,
     py::handle scale,
     py::handle softcap,
     py::handle sinks,
@@ -168,8 +246,8 @@ void run(
   const Arguments read("run_attention");
   const auto& division = read.value<AttentionPlan>(plan, "plan");
   const LayerArguments layer(
-      read, q, k_cache, v_cache, division.batch.page_size, kv_layout, scale, softcap, sinks, out,
-      lse
+      read, q, k_cache, v_cache, division.batch.page_size, kv_layout, {k_scale, v_scale, kv_dtype},
+      scale, softcap, sinks, out, lse
   );
   const Computation computation;
   run_attention(division, layer.arguments);
@@ -187,6 +265,9 @@ void plan_and_run(
     py::handle last_page_len,
     py::handle page_size,
     py::handle kv_layout,
+    py::handle k_scale,
+    py::handle v_scale,
+    py::handle kv_dtype,
     py::handle scale,
     py::handle causal,
     py::handle window,
@@ -201,8 +282,8 @@ void plan_and_run(
 ) {
   const Arguments read("paged_attention");
   const LayerArguments layer(
-      read, q, k_cache, v_cache, read.optional_integer(page_size, "page_size"), kv_layout, scale,
-      softcap, sinks, out, lse
+      read, q, k_cache, v_cache, read.optional_integer(page_size, "page_size"), kv_layout,
+      {k_scale, v_scale, kv_dtype}, scale, softcap, sinks, out, lse
   );
   SequenceBatchArguments given(
       read, q_lens, kv_lens, block_tables, causal, window, custom_mask, allow_short_kv,
@@ -238,14 +319,15 @@ void register_attention(py::module_& module) {
       "window"_a, "custom_mask"_a, "allow_short_kv"_a, "batch_invariant"_a, "num_threads"_a
   );
   module.def(
-      "run_attention", &run, "plan"_a, "q"_a, "k_cache"_a, "v_cache"_a, "kv_layout"_a, "scale"_a,
-      "softcap"_a, "sinks"_a, "out"_a, "lse"_a
+      "run_attention", &run, "plan"_a, "q"_a, "k_cache"_a, "v_cache"_a, "kv_layout"_a, "k_scale"_a,
+      "v_scale"_a, "kv_dtype"_a, "scale"_a, "softcap"_a, "sinks"_a, "out"_a, "lse"_a
   );
   module.def(
       "paged_attention", &plan_and_run, "q"_a, "k_cache"_a, "v_cache"_a, "q_lens"_a, "kv_lens"_a,
       "block_tables"_a, "kv_indptr"_a, "kv_indices"_a, "last_page_len"_a, "page_size"_a,
-      "kv_layout"_a, "scale"_a, "causal"_a, "window"_a, "softcap"_a, "sinks"_a, "custom_mask"_a,
-      "allow_short_kv"_a, "batch_invariant"_a, "num_threads"_a, "out"_a, "lse"_a
+      "kv_layout"_a, "k_scale"_a, "v_scale"_a, "kv_dtype"_a, "scale"_a, "causal"_a, "window"_a,
+      "softcap"_a, "sinks"_a, "custom_mask"_a, "allow_short_kv"_a, "batch_invariant"_a,
+      "num_threads"_a, "out"_a, "lse"_a
   );
   module.def("merge_state", &merge, "out_a"_a, "lse_a"_a, "out_b"_a, "lse_b"_a);
 }

@@ -6,11 +6,7 @@
 // each block through Q K^T and softmax, in steps of 32 rows and 32 keys, and
 // through P V. Tiles and vector units work at the same time, on different steps.
 //
-// Items of up to 16 rows (8 where heads are wider than 256) do not come here, unless
-// they must not depend on their batch: the plan has them read in place, by the
-// vector units. On a Xeon tiles take 1.05 times as long with 16 rows of head dimension
-// 128 in bfloat16, and 0.99 with 32; in float16, with three products and two parts to
-// pack, 1.7 and 0.98.
+// Fewer rows have a loop of their own (few_rows-inl.h), whose results have the same bits.
 //
 // As in attention/attention-inl.h everything happens at fixed positions of the sequence,
 // blocks of kAmxBlockKeys in chunks of 32, so that a row's bits do not depend on
@@ -30,25 +26,21 @@ class AmxAttention {
   static constexpr int kChunks = kAmxChunks<T>;
 
  public:
-  static int64_t scratch_bytes(int64_t rows, int32_t qk_dim, int32_t v_head_dim) {
-    return Workspace(nullptr, rows, round_up(qk_dim, kTileDepth), v_head_dim).bytes;
-  }
+  static int64_t scratch_bytes(const AttentionTile& tile) { return Workspace(nullptr, tile).bytes; }
 
-  static bool run(const AttentionTile* tile, void* scratch) {
-    return AmxAttention(*tile, static_cast<char*>(scratch)).run();
-  }
-
- private:
-  AmxAttention(const AttentionTile& tile, char* scratch)
+  /// `head` is the KV head.
+  AmxAttention(const AttentionTile& tile, int head, char* scratch)
       : tile_(tile),
+        head_(head),
         rows_(tile.num_tokens * tile.group),
         depth_(round_up(tile.nope_dim + tile.rope_dim, kTileDepth)),
         v_dim_(tile.v_head_dim),
-        factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E),
-        work_(scratch, rows_, depth_, v_dim_),
+        scale_(scale_of_head(tile, head)),
+        factor_(tile.softcap > 0 ? kLog2E : scale_ * kLog2E),
+        work_(scratch, tile),
         pending_(work_.product),
         next_(tile),
-        packed_(tile, work_, depth_) {}
+        packed_(tile, work_.tiles, depth_, ValueOrder::kColumns) {}
 
   bool run() {
     mark(tile_, kMarkPack);
@@ -68,6 +60,7 @@ class AmxAttention {
       }
       mark(tile_, kMarkPack);
       packed_.pack(next_);
+      if (has_factors(tile_.k_row_factors)) next_.read_row_factors(tile_.k_row_factors, k_factors_);
       locate_keys(first + n, begin, end);
       attend(first, n);
     }
@@ -76,13 +69,15 @@ class AmxAttention {
     return true;
   }
 
+ private:
   void prepare() {
     const int qk_dim = tile_.nope_dim + tile_.rope_dim;
     constexpr int64_t kElementBytes = sizeof(Bfloat16) * kParts;
     const int64_t padded = round_up(rows_, kGroupRows);
     // Rows and dimensions that fill up the last tiles take part in everything.
     __builtin_memset(work_.queries, 0, kElementBytes * padded * depth_);
-    if (qk_dim < depth_) __builtin_memset(work_.keys, 0, kElementBytes * work_.packed * depth_);
+    if (qk_dim < depth_)
+      __builtin_memset(work_.tiles.keys, 0, kElementBytes * work_.packed * depth_);
     for (int row = 0; row < padded; ++row) {
       work_.references[row] = -__builtin_inff();
       work_.biases[row] = kNoBias;
@@ -95,12 +90,7 @@ class AmxAttention {
     __builtin_memset(work_.sums, 0, sizeof(float) * padded);
     __builtin_memset(work_.exact_sums, 0, sizeof(float) * padded * kLanes);
     __builtin_memset(work_.output, 0, sizeof(float) * padded * v_dim_);
-    __builtin_memset(work_.zeros, 0, sizeof(T) * v_dim_);
-    constexpr uint32_t kPairOfOnes = 0x3f803f80;
-    __builtin_memset(work_.ones, 0, sizeof(Bfloat16) * kTileElements);
-    for (int pair = 0; pair < kTileDepth / 2; ++pair) {
-      __builtin_memcpy(work_.ones + pair * kTileDepth, &kPairOfOnes, sizeof kPairOfOnes);
-    }
+    fill_ones(work_.ones);
     pack_queries();
   }
 
@@ -108,7 +98,7 @@ class AmxAttention {
     Magnitude magnitude;
     for (int row = 0; row < rows_; ++row) {
       const int64_t token = row / tile_.group;
-      const int64_t head = row % tile_.group;
+      const int64_t head = int64_t{head_} * tile_.group + row % tile_.group;
       Bfloat16* tiles = queries_of(row);
       const auto* q = static_cast<const T*>(tile_.q) + token * tile_.q_token_stride +
                       head * tile_.q_head_stride;
@@ -132,7 +122,7 @@ class AmxAttention {
   /// Locates the keys to pack next: those from `first` on, as far as they are in [begin, end).
   void locate_keys(int64_t first, int64_t begin, int64_t end) {
     const int n = begin < end ? static_cast<int>(larger(0, smaller(work_.packed, end - first))) : 0;
-    next_.locate(first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin - first)));
+    next_.locate(head_, first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin - first)));
   }
 
   /// All rows against keys [first, first + n), which are packed; next_ is what
@@ -149,15 +139,18 @@ class AmxAttention {
       }
       next_.fetch(share_of(next_.count(), steps));
       if (i + 2 >= steps) add_pending();
+      float* scores = scores_of(i);
+      const bool factors = has_factors(tile_.k_row_factors);
+      if (factors) multiply_scores(step.count, k_factors_ + step.chunk * kTileDepth, scores);
       if constexpr (Format::kHidesNan) {
-        if (!bounded_queries_ || !packed_.bounded()) show_nan(step.count, scores_of(i));
+        if (factors || !bounded_queries_ || !packed_.bounded()) show_nan(step.count, scores);
       }
-      restrict_scores(tile_, step, first, scores_of(i));
+      restrict_scores(tile_, step, first, scale_, scores);
       if (tile_.max_logits != nullptr) {
-        keep_maxima(step.count, scores_of(i), work_.maxima + int64_t{step.row} * kLanes);
+        keep_maxima(step.count, scores, work_.maxima + int64_t{step.row} * kLanes);
       }
       const SoftmaxGroup<T> softmax = softmax_of(step);
-      StepRows<T> rows(softmax, step, scores_of(i));
+      StepRows<T> rows(softmax, step, scores);
       if (i + 2 < steps) {
         start_scores_beside(i + 2, rows);
       } else {
@@ -230,7 +223,7 @@ class AmxAttention {
   [[gnu::always_inline]] void start_scores(int index, FirstSlice first_slice, Slice slice) {
     const Step& step = work_.steps[index];
     const Bfloat16* queries = queries_of(step.row);
-    const Bfloat16* keys = work_.keys + int64_t{step.chunk} * kTileDepth * depth_ * kParts;
+    const Bfloat16* keys = work_.tiles.keys + int64_t{step.chunk} * kTileDepth * depth_ * kParts;
     if (step.count > kTileRows) {
       multiply_queries<kParts, 2>(
           queries, keys, depth_, pending_, scores_of(index), first_slice, slice
@@ -349,14 +342,16 @@ class AmxAttention {
     for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
       store(columns + d, load(output));
     }
-    finish_row<T>(tile_, row, state, columns);
+    finish_row<T>(tile_, int64_t{head_} * rows_ + row, state, columns);
   }
 
   const TileScope tiles_;
   const AttentionTile& tile_;
+  const int head_;
   const int rows_;
   const int depth_;  // of the products Q K^T: qk_dim, filled up to whole tiles
   const int v_dim_;
+  const float scale_;
   const float factor_;
   const Workspace work_;
   bool bounded_queries_ = false;
@@ -364,6 +359,7 @@ class AmxAttention {
   PendingRows sum_ = {};
   SourceRows<T> next_;
   TileRows<T> packed_;
+  float k_factors_[kMaxPackedKeys];
 };
 
 }  // namespace

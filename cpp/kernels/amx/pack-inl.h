@@ -11,6 +11,7 @@
 #include "kernels/amx/format-inl.h"
 #include "kernels/attention/attention_kernel.h"
 #include "kernels/attention/gemm_bf16-inl.h"
+#include "kernels/attention/key_rows-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -100,6 +101,40 @@ inline void load_columns(const char* const* rows, int offset, __m512i* columns) 
   columns[3] = _mm512_unpackhi_epi64(high01, high23);
 }
 
+/// Packs rows[0..n) as columns, `dim` dimensions from `first` on, into
+/// [part][depth / 32][16 pairs][16 rows][2]. Rows from n up to 16 are zeros.
+template <class T>
+inline void pack_tile_columns(
+    const char* const* rows,
+    int n,
+    int dim,
+    int first,
+    int depth,
+    Bfloat16* tiles,
+    Magnitude& magnitude
+) {
+  constexpr int kParts = TileFormat<T>::kParts;
+  const char* rows16[16];
+  for (int i = 0; i < 16; ++i) rows16[i] = i < n ? rows[i] : kZeroRow;
+  for (int d = 0; d < dim; d += 32) {
+    if (d * kParts % 128 == 0) keep_tiles_awake();
+    const bool half = dim - d < 32;
+    Bfloat16* cell = tiles + (first + d) / 2 * kTileDepth;
+    for (int quarter = 0; quarter < (half ? 2 : 4); ++quarter) {
+      __m512i pairs[4];
+      load_columns(rows16, (d + quarter * 8) * 2, pairs);
+      for (int i = 0; i < 4; ++i, cell += kTileDepth) {
+        magnitude.add(pairs[i]);
+        __m512i parts[kParts];
+        TileFormat<T>::split(pairs[i], parts);
+        for (int part = 0; part < kParts; ++part) {
+          _mm512_store_si512(cell + int64_t{part} * kTileRows * depth, parts[part]);
+        }
+      }
+    }
+  }
+}
+
 /// Packs keys rows[0..n) as columns, `dim` dimensions from `first` on, into
 /// [16 keys][part][depth / 32][16 pairs][16 keys][2]. Keys up to the next multiple of 32
 /// are zeros.
@@ -115,69 +150,134 @@ inline void pack_tile_keys(
 ) {
   constexpr int kParts = TileFormat<T>::kParts;
   for (int key = 0; key < n || key % kTileDepth != 0; key += 16) {
-    Bfloat16* columns = tiles + int64_t{key} * depth * kParts + first / 2 * kTileDepth;
-    const char* rows16[16];
-    for (int i = 0; i < 16; ++i) rows16[i] = key + i < n ? rows[key + i] : kZeroRow;
-    for (int d = 0; d < dim; d += 32) {
-      if (d * kParts % 128 == 0) keep_tiles_awake();
-      const bool half = dim - d < 32;
-      Bfloat16* cell = columns + d / 2 * kTileDepth;
-      for (int quarter = 0; quarter < (half ? 2 : 4); ++quarter) {
-        __m512i pairs[4];
-        load_columns(rows16, (d + quarter * 8) * 2, pairs);
-        for (int i = 0; i < 4; ++i, cell += kTileDepth) {
-          magnitude.add(pairs[i]);
-          __m512i parts[kParts];
-          TileFormat<T>::split(pairs[i], parts);
-          for (int part = 0; part < kParts; ++part) {
-            _mm512_store_si512(cell + int64_t{part} * kTileRows * depth, parts[part]);
-          }
-        }
-      }
-    }
+    pack_tile_columns<T>(
+        rows + key, static_cast<int>(smaller(n - key, 16)), dim, first, depth,
+        tiles + int64_t{key} * depth * kParts, magnitude
+    );
   }
 }
 
-/// Packs values rows[0..n) as rows into [block][dim / 16][chunk][part][16 pairs of keys][16
-/// dimensions][2], the keys of a chunk in the order of its probabilities; keys up to the next
-/// multiple of 32 are zeros. Lists the keys that hold an infinity or NaN; returns their number.
-template <class T>
-inline int pack_tile_values(
-    const char* const* rows, int n, int dim, Bfloat16* tiles, int* not_finite
+/// Loads kColumns times 32 elements of four rows, from `offset` bytes on: all of them before
+/// anything is stored. A load that comes after a store waits where the addresses of both have the
+/// same last twelve bits, as rows of a cache often have, twice as long as all the rest takes.
+template <int kColumns>
+[[gnu::always_inline]] inline void load_four_rows(
+    const char* const* rows, int offset, __m512i (&x)[4][kColumns]
+) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kColumns; ++j) x[i][j] = _mm512_loadu_si512(rows[i] + offset + j * 64);
+  }
+}
+
+/// Puts `dim` elements of 32 rows, from dimension `first` on, into left-hand tiles
+/// [16 rows][part][depth / 32][16][32]. Calls each() after every four rows.
+template <class T, class Each>
+inline void pack_tile_rows(
+    const char* const* rows,
+    int dim,
+    int first,
+    int depth,
+    Bfloat16* tiles,
+    Magnitude& magnitude,
+    Each each
 ) {
   constexpr int kParts = TileFormat<T>::kParts;
-  constexpr int64_t kColumnTiles = int64_t{kAmxChunks<T>} * kParts * kTileElements;
+  const int64_t part_elements = int64_t{kTileRows} * depth;
+  const bool whole = dim % 32 == 0 && first % 32 == 0;
+  for (int row = 0; row < 2 * kTileRows; row += 4) {
+    Bfloat16* cells = tiles + row / kTileRows * part_elements * kParts;
+    const auto place = [&]<int kColumns>(int d) __attribute__((always_inline)) {
+      __m512i x[4][kColumns];
+      load_four_rows(rows + row, d * 2, x);
+      for (int i = 0; i < 4; ++i) {
+        for (int j = 0; j < kColumns; ++j) {
+          magnitude.add(x[i][j]);
+          __m512i parts[kParts];
+          TileFormat<T>::split(x[i][j], parts);
+          Bfloat16* cell = cells + (first + d + j * 32) / kTileDepth * kTileElements +
+                           (row + i) % kTileRows * kTileDepth;
+          for (int part = 0; part < kParts; ++part) {
+            _mm512_store_si512(cell + part * part_elements, parts[part]);
+          }
+        }
+      }
+    };
+    if (whole) {
+      int d = 0;
+      for (; d + 128 <= dim; d += 128) place.template operator()<4>(d);
+      for (; d < dim; d += 32) place.template operator()<1>(d);
+    } else {
+      for (int i = row; i < row + 4; ++i) {
+        const T* source = reinterpret_cast<const T*>(rows[i]);
+        pack_tile_row(source, dim, first, i % kTileRows, depth, cells, magnitude);
+      }
+    }
+    each();
+  }
+}
+
+/// Packs up to 32 values rows[0..n) as rows into [dim / 16][part][16 pairs of keys][16
+/// dimensions][2], column tiles being `column_stride` elements apart, the keys in the order of
+/// their probabilities; those behind the last are zeros. Lists the keys that hold an infinity or
+/// NaN; returns their number. Calls each() after every four keys.
+template <class T, class Each>
+inline int pack_tile_values(
+    const char* const* rows,
+    int n,
+    int dim,
+    Bfloat16* tiles,
+    int64_t column_stride,
+    int* not_finite,
+    Each each
+) {
+  constexpr int kParts = TileFormat<T>::kParts;
   // unpack works within quarters: this order of 64-bit words makes it take the
   // first sixteen dimensions, then the last.
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   int count = 0;
-  for (int key = 0; key < n || key % kTileDepth != 0; key += 2) {
-    const int chunk = key / kTileDepth;
-    Bfloat16* pair = tiles + chunk / kAmxChunks<T> * kColumnTiles * (dim / 16) +
-                     chunk % kAmxChunks<T> * kParts * kTileElements +
-                     TileFormat<T>::word_of(key % kTileDepth) * 16;
-    Magnitude magnitudes[2];
-    if (key % 4 == 0) keep_tiles_awake();
-    for (int d = 0; d < dim; d += 32) {
-      const __mmask8 present = dim - d < 32 ? 0x0f : 0xff;
+  for (int key = 0; key < kTileDepth; key += 4) {
+    const char* four[4];
+    for (int i = 0; i < 4; ++i) four[i] = key + i < n ? rows[key + i] : kZeroRow;
+    Magnitude magnitudes[4];
+    const auto place_pair = [&](int pair, __m512i even, __m512i odd, int d,
+                                bool whole) __attribute__((always_inline)) {
+      magnitudes[2 * pair].add(even);
+      magnitudes[2 * pair + 1].add(odd);
       __m512i x[2][kParts];
-      for (int i = 0; i < 2; ++i) {
-        const __m512i row = key + i < n ? _mm512_maskz_loadu_epi64(present, rows[key + i] + d * 2)
-                                        : _mm512_setzero_si512();
-        magnitudes[i].add(row);
-        TileFormat<T>::split(_mm512_permutexvar_epi64(order, row), x[i]);
-      }
-      Bfloat16* cell = pair + d / 16 * kColumnTiles;
+      TileFormat<T>::split(_mm512_permutexvar_epi64(order, even), x[0]);
+      TileFormat<T>::split(_mm512_permutexvar_epi64(order, odd), x[1]);
+      Bfloat16* cell = tiles + d / 16 * column_stride + TileFormat<T>::word_of(key + 2 * pair) * 16;
       for (int part = 0; part < kParts; ++part, cell += kTileElements) {
         _mm512_store_si512(cell, _mm512_unpacklo_epi16(x[0][part], x[1][part]));
-        if (present == 0xff) {
-          _mm512_store_si512(cell + kColumnTiles, _mm512_unpackhi_epi16(x[0][part], x[1][part]));
-        }
+        if (!whole) continue;
+        _mm512_store_si512(cell + column_stride, _mm512_unpackhi_epi16(x[0][part], x[1][part]));
+      }
+    };
+    keep_tiles_awake();
+    int d = 0;
+    for (; d + 128 <= dim; d += 128) {
+      __m512i x[4][4];
+      load_four_rows(four, d * 2, x);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        place_pair(0, x[0][j], x[1][j], d + j * 32, true);
+        place_pair(1, x[2][j], x[3][j], d + j * 32, true);
       }
     }
-    for (int i = 0; i < 2; ++i) {
+    for (; d < dim; d += 32) {
+      const bool whole = dim - d >= 32;
+      const __mmask8 present = whole ? 0xff : 0x0f;
+      __m512i x[4];
+      for (int i = 0; i < 4; ++i) x[i] = _mm512_maskz_loadu_epi64(present, four[i] + d * 2);
+      place_pair(0, x[0], x[1], d, whole);
+      place_pair(1, x[2], x[3], d, whole);
+    }
+    for (int i = 0; i < 4; ++i) {
       if (!magnitudes[i].below(TileFormat<T>::kInfinity)) not_finite[count++] = key + i;
     }
+    each();
   }
   return count;
 }

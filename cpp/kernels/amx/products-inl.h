@@ -113,6 +113,68 @@ template <int kParts, int kRowTiles, class FirstSlice, class Slice>
   pending.set_target(scores);
 }
 
+template <int kRowTiles, bool kFirst, class Slice>
+[[gnu::always_inline]] inline void multiply_key_tiles(
+    const Bfloat16* keys,
+    const Bfloat16* queries,
+    int64_t stride,
+    PendingSums& pending,
+    Slice& slice
+) {
+  load_tile<4>(keys);
+  load_tile<6>(queries);
+  accumulate<0, 4, 6, kFirst>(pending);
+  slice();
+  if constexpr (kRowTiles == 2) {
+    load_tile<7>(queries + stride);
+    accumulate<1, 4, 7, kFirst>(pending);
+    slice();
+  } else if constexpr (kFirst) {
+    pending.begin<1>();
+    slice();
+  }
+  load_tile<5>(keys + stride);
+  accumulate<2, 5, 6, kFirst>(pending);
+  slice();
+  if constexpr (kRowTiles == 2) {
+    accumulate<3, 5, 7, kFirst>(pending);
+    slice();
+  } else if constexpr (kFirst) {
+    pending.begin<3>();
+    slice();
+  }
+}
+
+/// What multiply_queries() does, with keys as left-hand and queries as right-hand tiles: every
+/// score has the same bits, and stands where it does there but for rows and columns of a tile,
+/// which are exchanged.
+template <int kParts, int kRowTiles, class FirstSlice, class Slice>
+[[gnu::always_inline]] inline void multiply_keys(
+    const Bfloat16* queries,
+    const Bfloat16* keys,
+    int depth,
+    PendingSums& pending,
+    float* scores,
+    FirstSlice first_slice,
+    Slice slice
+) {
+  const int64_t part = int64_t{depth} * kTileRows;
+  const int64_t stride = part * kParts;
+  const auto multiply = [&](const Bfloat16* left, const Bfloat16* right,
+                            int64_t from) __attribute__((always_inline)) {
+    for (int64_t k = from; k < part; k += kTileElements) {
+      multiply_key_tiles<kRowTiles, false>(left + k, right + k, stride, pending, slice);
+    }
+  };
+  multiply_key_tiles<kRowTiles, true>(keys, queries, stride, pending, first_slice);
+  multiply(keys, queries, kTileElements);
+  if constexpr (kParts == 2) {
+    multiply(keys + part, queries, 0);
+    multiply(keys, queries + part, 0);
+  }
+  pending.set_target(scores);
+}
+
 template <int kTile, int kRowTiles, int kRight, bool kFirst, class Slice>
 [[gnu::always_inline]] inline void multiply_value_tile(
     const Bfloat16* p, PendingSums& pending, Slice& slice
@@ -182,6 +244,67 @@ template <int kParts, int kRowTiles, class Slice>
   if (chunk < chunks) {
     multiply_value_chunk<kParts, kRowTiles, 7, false>(p, values, stride, chunk, pending, slice);
   }
+  pending.set_target(product);
+}
+
+/// Starts kColumns times sixteen columns of P V for 16 kRowTiles rows, kRowTiles * kColumns being
+/// at most four: they will be at `product` as [column][row tile][16 rows][16]. P is as
+/// multiply_values() has it. columns[c] points to the values of column c, for the first chunk;
+/// strides[c] is the distance from one chunk to the next.
+template <int kParts, int kRowTiles, int kColumns>
+inline void multiply_value_columns(
+    const Bfloat16* p,
+    const Bfloat16* const* columns,
+    const int64_t* strides,
+    int chunks,
+    PendingSums& pending,
+    float* product
+) {
+  static_assert(kRowTiles * kColumns <= 4);
+  const auto multiply =
+      [&]<int kColumn, bool kFirst>(const Bfloat16* left, const Bfloat16* right)
+          __attribute__((always_inline)) {
+            constexpr int kRight = 6 + kColumn % 2;
+            load_tile<kRight>(right);
+            const auto row_tile = [&]<int kRow>() __attribute__((always_inline)) {
+              if constexpr (kRow < kRowTiles) {
+                constexpr int kLeft = 4 + kRow % 2;
+                if (kColumn == 0 || kRowTiles > 2) load_tile<kLeft>(left + kRow * kTileElements);
+                accumulate<kColumn * kRowTiles + kRow, kLeft, kRight, kFirst>(pending);
+              }
+            };
+            row_tile.template operator()<0>();
+            row_tile.template operator()<1>();
+            row_tile.template operator()<2>();
+            row_tile.template operator()<3>();
+          };
+  // One part of P with one of V, in all columns.
+  const auto multiply_all =
+      [&]<bool kFirst>(const Bfloat16* left, int chunk, int64_t part)
+          __attribute__((always_inline)) {
+            const auto column = [&]<int kColumn>() __attribute__((always_inline)) {
+              if constexpr (kColumn < kColumns) {
+                multiply.template operator()<kColumn, kFirst>(
+                    left, columns[kColumn] + chunk * strides[kColumn] + part
+                );
+              }
+            };
+            column.template operator()<0>();
+            column.template operator()<1>();
+            column.template operator()<2>();
+            column.template operator()<3>();
+          };
+  const auto multiply_chunk = [&]<bool kFirst>(int chunk) __attribute__((always_inline)) {
+    const Bfloat16* left = p + int64_t{chunk} * kParts * 4 * kTileElements;
+    multiply_all.template operator()<kFirst>(left, chunk, 0);
+    if constexpr (kParts == 2) {
+      multiply_all.template operator()<false>(left + 4 * kTileElements, chunk, 0);
+      multiply_all.template operator()<false>(left, chunk, kTileElements);
+    }
+  };
+  pending.flush();
+  multiply_chunk.template operator()<true>(0);
+  for (int chunk = 1; chunk < chunks; ++chunk) multiply_chunk.template operator()<false>(chunk);
   pending.set_target(product);
 }
 

@@ -7,45 +7,114 @@
 namespace cpattn::kernels {
 namespace {
 
+/// How keys stand in products: as columns of the right-hand side, or, where queries are, as rows of
+/// the left-hand one.
+enum class KeySide { kRight, kLeft };
+
+/// The order of the tiles of values of a block: those of sixteen columns follow each other, as a
+/// product takes them, or those of a chunk, as they are packed.
+enum class ValueOrder { kColumns, kChunks };
+
+/// Packs the rows of a block in chunks of 32 keys.
 template <class T>
 class TileRows {
   static constexpr int kParts = TileFormat<T>::kParts;
 
  public:
   /// `depth` is the dimension of keys, filled up to whole tiles.
-  TileRows(const AttentionTile& tile, const AmxWorkspace<T>& work, int depth)
-      : tile_(tile), work_(work), depth_(depth) {}
+  TileRows(const AttentionTile& tile, const TileBuffers<T>& work, int depth, ValueOrder order)
+      : tile_(tile), work_(work), depth_(depth), order_(order) {}
 
-  void pack(SourceRows<T>& rows) {
-    num_special_ = 0;
-    magnitude_ = {};
+  /// All chunks of the rows, keys on the right.
+  void pack(const SourceRows<T>& rows) {
+    begin(rows);
     for (int key = 0; key < rows.count(); key += kTileDepth) {
-      const int n = static_cast<int>(smaller(kTileDepth, rows.count() - key));
+      const int chunk = key / kTileDepth;
       if (tile_.expand == nullptr) {
-        pack_chunk(rows, key, n, rows.k + key, rows.v + key);
+        pack_keys<KeySide::kRight>(rows, chunk, keys_of(chunk), [] {});
+        pack_values(rows, chunk, [] {});
         continue;
       }
-      const char* k[kTileDepth];
-      const char* v[kTileDepth];
-      for (int i = 0; i < n; ++i) {
-        T* row = work_.expanded + i * tile_.nope_dim;
-        tile_.expand(rows.k[key + i], row);
-        k[i] = v[i] = reinterpret_cast<const char*>(row);
-        if (i % 4 == 3) keep_tiles_awake();
-      }
-      pack_chunk(rows, key, n, k, v);
+      const int n = static_cast<int>(smaller(kTileDepth, rows.count() - key));
+      const char* expanded[kTileDepth];
+      expand_rows(rows.k + key, n, expanded);
+      place_keys<KeySide::kRight>(expanded, n, tile_.nope_dim, 0, keys_of(chunk), [] {});
+      if (tile_.rope_dim > 0) place_ropes<KeySide::kRight>(rows, key, n, keys_of(chunk));
+      place_values(expanded, n, chunk, rows.k + key, [] {});
     }
+  }
+
+  /// Begins with rows of which chunks will be packed.
+  void begin(const SourceRows<T>& rows) {
+    num_special_ = 0;
+    magnitude_ = {};
+    if (has_factors(tile_.v_row_factors)) {
+      rows.read_row_factors(tile_.v_row_factors, v_factors_);
+    }
+  }
+
+  /// Packs the keys of a chunk into `tiles`, [16 keys][part][depth / 32][tile] twice. On the
+  /// left side calls each() after every four keys.
+  template <KeySide kSide, class Each>
+  void pack_keys(const SourceRows<T>& rows, int chunk, Bfloat16* tiles, Each each) {
+    const int key = chunk * kTileDepth;
+    const int n = static_cast<int>(smaller(kTileDepth, rows.count() - key));
+    const char* expanded[kTileDepth];
+    const char* const* k = expanded;
+    if (tile_.expand != nullptr) {
+      expand_rows(rows.k + key, n, expanded);
+    } else if (tile_.expand_codes != nullptr) {
+      expand(rows.k + key, n, tile_.nope_dim, nullptr, expanded);
+    } else {
+      k = rows.k + key;
+    }
+    place_keys<kSide>(k, n, tile_.nope_dim, 0, tiles, each);
+    if (tile_.rope_dim > 0) place_ropes<kSide>(rows, key, n, tiles);
+  }
+
+  /// Packs the values of a chunk; calls each() after every four keys.
+  template <class Each>
+  void pack_values(const SourceRows<T>& rows, int chunk, Each each) {
+    const int key = chunk * kTileDepth;
+    const int n = static_cast<int>(smaller(kTileDepth, rows.count() - key));
+    const char* const* stored = (tile_.expand != nullptr ? rows.k : rows.v) + key;
+    const char* v[kTileDepth];
+    if (tile_.expand != nullptr) {
+      expand_rows(stored, n, v);
+    } else if (tile_.expand_codes != nullptr) {
+      expand(stored, n, tile_.v_head_dim, v_factors_of(key), v);
+    } else {
+      __builtin_memcpy(v, stored, sizeof(v[0]) * n);
+    }
+    place_values(v, n, chunk, stored, each);
   }
 
   /// Whether scores of the packed keys and queries as bounded are finite.
   bool bounded() const { return magnitude_.below(kBoundOfFiniteScores); }
 
+  Bfloat16* keys_of(int chunk) const {
+    return work_.keys + int64_t{chunk} * kTileDepth * depth_ * kParts;
+  }
+
   /// The first column tile of the values of a chunk.
   Bfloat16* values_of(int chunk) const {
+    const int columns = tile_.v_head_dim / 16;
+    if (order_ == ValueOrder::kChunks) {
+      return work_.values + int64_t{chunk} * columns * kParts * kTileElements;
+    }
     constexpr int kChunks = kAmxChunks<T>;
     const int64_t block = chunk / kChunks * kChunks;
-    return work_.values +
-           (block * (tile_.v_head_dim / 16) + chunk % kChunks) * kParts * kTileElements;
+    return work_.values + (block * columns + chunk % kChunks) * kParts * kTileElements;
+  }
+  /// From one column tile to the next.
+  int64_t column_stride() const {
+    const int tiles = order_ == ValueOrder::kChunks ? 1 : kAmxChunks<T>;
+    return int64_t{tiles} * kParts * kTileElements;
+  }
+  /// From one chunk of a block to the next.
+  int64_t chunk_stride() const {
+    const int tiles = order_ == ValueOrder::kChunks ? tile_.v_head_dim / 16 : 1;
+    return int64_t{tiles} * kParts * kTileElements;
   }
 
   /// Packed keys whose values are not all finite. Zero times an infinity is NaN, so
@@ -54,41 +123,91 @@ class TileRows {
   int special_key(int i) const { return special_keys_[i]; }
   /// Valid until the next call.
   const T* special_value(int i) const {
-    if (tile_.expand == nullptr) return reinterpret_cast<const T*>(special_values_[i]);
-    tile_.expand(special_values_[i], work_.expanded);
-    return work_.expanded;
+    const char* value[1];
+    if (tile_.expand_codes != nullptr) {
+      expand(&special_values_[i], 1, tile_.v_head_dim, v_factors_of(special_keys_[i]), value);
+    } else if (tile_.expand != nullptr) {
+      expand_rows(&special_values_[i], 1, value);
+    } else {
+      value[0] = special_values_[i];
+    }
+    return reinterpret_cast<const T*>(value[0]);
   }
 
  private:
-  /// Packs n keys from `key` on, whose rows are k and v.
-  void pack_chunk(const SourceRows<T>& rows, int key, int n, const char* const* k, const char** v) {
-    Bfloat16* keys = work_.keys + int64_t{key} * depth_ * kParts;
-    pack_tile_keys<T>(k, n, tile_.nope_dim, 0, depth_, keys, magnitude_);
-    if (tile_.rope_dim > 0) {
-      pack_tile_keys<T>(
-          rows.k_rope + key, n, tile_.rope_dim, tile_.nope_dim, depth_, keys, magnitude_
-      );
+  const float* v_factors_of(int key) const {
+    return has_factors(tile_.v_row_factors) ? v_factors_ + key : nullptr;
+  }
+
+  /// Rows of codes as numbers; lists where they are.
+  void expand(
+      const char* const* rows, int n, int dim, const float* factors, const char** expanded
+  ) const {
+    tile_.expand_codes(rows, n, dim, factors, work_.expanded);
+    for (int i = 0; i < n; ++i) {
+      expanded[i] = reinterpret_cast<const char*>(work_.expanded + int64_t{i} * dim);
     }
-    Bfloat16* values = values_of(key / kTileDepth);
+  }
+
+  /// Rows that are stored in another form, whose first dimensions are their values.
+  void expand_rows(const char* const* rows, int n, const char** expanded) const {
+    for (int i = 0; i < n; ++i) {
+      T* row = work_.expanded + int64_t{i} * tile_.nope_dim;
+      tile_.expand(rows[i], row);
+      expanded[i] = reinterpret_cast<const char*>(row);
+      if (i % 4 == 3) keep_tiles_awake();
+    }
+  }
+
+  /// Packs `dim` dimensions of n keys, from dimension `first` on.
+  template <KeySide kSide, class Each>
+  void place_keys(const char* const* rows, int n, int dim, int first, Bfloat16* tiles, Each each) {
+    if constexpr (kSide == KeySide::kRight) {
+      pack_tile_keys<T>(rows, n, dim, first, depth_, tiles, magnitude_);
+      return;
+    }
+    const char* all[kTileDepth];
+    for (int i = 0; i < kTileDepth; ++i) all[i] = i < n ? rows[i] : kZeroRow;
+    pack_tile_rows<T>(all, dim, first, depth_, tiles, magnitude_, each);
+  }
+
+  /// The rope parts of n keys from `key` on.
+  template <KeySide kSide>
+  void place_ropes(const SourceRows<T>& rows, int key, int n, Bfloat16* tiles) {
+    const char* expanded[kTileDepth];
+    const char* const* ropes = rows.k_rope + key;
+    if (tile_.expand_codes != nullptr) {
+      expand(ropes, n, tile_.rope_dim, nullptr, expanded);
+      ropes = expanded;
+    }
+    place_keys<kSide>(ropes, n, tile_.rope_dim, tile_.nope_dim, tiles, [] {});
+  }
+
+  /// Packs the n values of a chunk; `stored` is where they come from.
+  template <class Each>
+  void place_values(const char** v, int n, int chunk, const char* const* stored, Each each) {
+    Bfloat16* values = values_of(chunk);
     int special[kTileDepth];
-    const int found = pack_tile_values<T>(v, n, tile_.v_head_dim, values, special);
+    const int dim = tile_.v_head_dim;
+    const int found = pack_tile_values<T>(v, n, dim, values, column_stride(), special, each);
     if (found == 0) return;
     for (int i = 0; i < found; ++i) {
-      const char*& value = v[special[i]];
-      special_keys_[num_special_] = key + special[i];
-      special_values_[num_special_++] = tile_.expand == nullptr ? value : rows.k[key + special[i]];
-      value = reinterpret_cast<const char*>(work_.zeros);
+      special_keys_[num_special_] = chunk * kTileDepth + special[i];
+      special_values_[num_special_++] = stored[special[i]];
+      v[special[i]] = reinterpret_cast<const char*>(work_.zeros);
     }
-    pack_tile_values<T>(v, n, tile_.v_head_dim, values, special);
+    pack_tile_values<T>(v, n, dim, values, column_stride(), special, [] {});
   }
 
   const AttentionTile& tile_;
-  const AmxWorkspace<T>& work_;
+  const TileBuffers<T>& work_;
   const int depth_;
+  const ValueOrder order_;
   Magnitude magnitude_;
   int num_special_ = 0;
   int special_keys_[kMaxPackedKeys];
   const char* special_values_[kMaxPackedKeys];  // as they are stored
+  float v_factors_[kMaxPackedKeys];
 };
 
 }  // namespace

@@ -19,10 +19,35 @@ inline uint32_t visible_bits(const AttentionTile& tile, int64_t token, int64_t k
   return bits;
 }
 
-/// Applies softcap and sets the scores of keys that a row does not see to -inf. `first` is
-/// the first of the packed keys.
+/// Exchanges rows and columns of the tiles of a step's scores.
+inline void transpose_scores(int rows, float* scores) {
+  for (int keys = 0; keys < 2; ++keys) {
+    for (int row = 0; row < rows; row += kTileRows) {
+      float* tile = scores + keys * kNextKeys + row * kLanes;
+      Vector block[kTileRows];
+      for (int i = 0; i < kTileRows; ++i) block[i] = load(tile + i * kLanes);
+      transpose(block);
+      for (int i = 0; i < kTileRows; ++i) store(tile + i * kLanes, block[i]);
+    }
+  }
+}
+
+/// Multiplies the scores of 32 keys with their factors.
+inline void multiply_scores(int rows, const float* factors, float* scores) {
+  const Vector first = load(factors);
+  const Vector next = load(factors + kLanes);
+  for (int i = 0; i < rows; ++i) {
+    float* x = scores + score_offset(i);
+    store(x, mul(load(x), first));
+    store(x + kNextKeys, mul(load(x + kNextKeys), next));
+    if (i % 4 == 3) keep_tiles_awake();
+  }
+}
+
+/// Applies softcap, after `scale`, and sets the scores of keys that a row does not see to -inf.
+/// `first` is the first of the packed keys.
 inline void restrict_scores(
-    const AttentionTile& tile, const Step& step, int64_t first, float* scores
+    const AttentionTile& tile, const Step& step, int64_t first, float scale, float* scores
 ) {
   const int64_t key = first + int64_t{step.chunk} * kTileDepth;
   if (tile.mask == nullptr && tile.softcap == 0 &&
@@ -34,7 +59,7 @@ inline void restrict_scores(
     const uint32_t bits = visible_bits(tile, (step.row + i) / tile.group, key);
     for (int half = 0; half < 2; ++half) {
       float* x = scores + score_offset(i) + half * kNextKeys;
-      if (tile.softcap > 0) apply_softcap(x, 0, kLanes, tile.scale, tile.softcap);
+      if (tile.softcap > 0) apply_softcap(x, 0, kLanes, scale, tile.softcap);
       store(x, select(bits >> half * kLanes, load(x), splat(-__builtin_inff())));
     }
     if (i % 4 == 3) keep_tiles_awake();

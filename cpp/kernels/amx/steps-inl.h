@@ -6,6 +6,7 @@
 #include "kernels/amx/products-inl.h"
 #include "kernels/amx/softmax-inl.h"
 #include "kernels/attention/attention-inl.h"
+#include "kernels/attention/row_factors-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -197,20 +198,24 @@ struct PendingRows {
   }
 };
 
-/// The addresses of the keys and values that are packed together.
+/// The addresses of the keys and values of a head that are packed together.
 template <class T>
 class SourceRows {
  public:
   explicit SourceRows(const AttentionTile& tile) : tile_(tile) {}
 
-  /// Keys [first, first + n). The first `hidden` of them no token sees: they may
+  /// Keys [first, first + n) of a head. The first `hidden` of them no token sees: they may
   /// hold anything, NaN too, so a visible one stands in for them.
-  void locate(int64_t first, int n, int hidden) {
+  void locate(int head, int64_t first, int n, int hidden) {
+    head_ = head;
     first_ = first;
     count_ = n;
-    fetched_ = hidden;
+    hidden_ = fetched_ = hidden;
+    const int bytes = element_bytes<T>(tile_);
     const auto locate = [&](const PagedRows& source, const char** rows) {
-      locate_rows(source, tile_, first + hidden, n - hidden, sizeof(T), rows + hidden);
+      locate_rows(
+          rows_of_head(source, head, bytes), tile_, first + hidden, n - hidden, bytes, rows + hidden
+      );
       for (int i = 0; i < hidden; ++i) rows[i] = rows[hidden];
     };
     locate(tile_.k, k);
@@ -218,16 +223,23 @@ class SourceRows {
     if (tile_.expand == nullptr) locate(tile_.v, v);
   }
 
+  int head() const { return head_; }
   int64_t first() const { return first_; }
   int count() const { return count_; }
+
+  /// Reads what the rows of these keys are multiplied with.
+  void read_row_factors(const RowFactors& source, float* factors) const {
+    read_factors(tile_, source, head_, first_, count_, hidden_, factors);
+  }
 
   /// Brings the next n keys and their values to L2. They are too far apart in a
   /// cache of many heads for hardware to do so, and packing would wait for them.
   void fetch(int n) {
+    const int bytes = element_bytes<T>(tile_);
     for (; n > 0 && fetched_ < count_; --n, ++fetched_) {
-      fetch_row<2>(k[fetched_], stored_key_bytes(tile_, sizeof(T)));
-      if (tile_.rope_dim > 0) fetch_row<2>(k_rope[fetched_], tile_.rope_dim * sizeof(T));
-      if (tile_.expand == nullptr) fetch_row<2>(v[fetched_], tile_.v_head_dim * sizeof(T));
+      fetch_row<2>(k[fetched_], stored_key_bytes<T>(tile_));
+      if (tile_.rope_dim > 0) fetch_row<2>(k_rope[fetched_], tile_.rope_dim * bytes);
+      if (tile_.expand == nullptr) fetch_row<2>(v[fetched_], tile_.v_head_dim * bytes);
     }
   }
 
@@ -237,23 +249,49 @@ class SourceRows {
 
  private:
   const AttentionTile& tile_;
+  int head_ = 0;
   int64_t first_ = 0;
   int count_ = 0;
+  int hidden_ = 0;
   int fetched_ = 0;
 };
 
+/// Where keys and values become tiles.
+template <class T>
+struct TileBuffers {
+  Bfloat16* keys;    // [keys / 16][part][depth / 32][16][16][2]
+  Bfloat16* values;  // [block][v_head_dim / 16][chunks][part][16][16][2]
+  T* zeros;          // [v_head_dim]
+  T* expanded;       // [32][depth + v_head_dim], rows of keys and values
+
+  void take(Carver& carver, int64_t num_keys, int64_t num_values, int depth, int v_head_dim) {
+    constexpr int kParts = TileFormat<T>::kParts;
+    carver.take(keys, num_keys * depth * kParts);
+    carver.take(values, num_values * v_head_dim * kParts);
+    carver.take(zeros, v_head_dim);
+    carver.take(expanded, int64_t{kTileDepth} * (depth + v_head_dim));
+    if (carver.base != nullptr) __builtin_memset(zeros, 0, sizeof(T) * v_head_dim);
+  }
+};
+
+/// A tile whose first column is ones: it sums rows.
+inline void fill_ones(Bfloat16* tile) {
+  constexpr uint32_t kPairOfOnes = 0x3f803f80;
+  __builtin_memset(tile, 0, sizeof(Bfloat16) * kTileElements);
+  for (int pair = 0; pair < kTileDepth / 2; ++pair) {
+    __builtin_memcpy(tile + pair * kTileDepth, &kPairOfOnes, sizeof kPairOfOnes);
+  }
+}
+
 /// Buffers of one tile of work; rows are padded to whole groups. They take at most
-/// 680 KB and, a row, what Q and O do and less than 172 bytes: 1 KB for head
+/// 720 KB and, a row, what Q and O do and less than 172 bytes: 1 KB for head
 /// dimension 128 in bfloat16.
 template <class T>
 struct AmxWorkspace {
+  TileBuffers<T> tiles;
   Bfloat16* queries;        // [rows / 16][part][depth / 32][16][32]
-  Bfloat16* keys;           // [packed / 16][part][depth / 32][16][16][2]
-  Bfloat16* values;         // [block][v_head_dim / 16][chunks][part][16][16][2]
   Bfloat16* probabilities;  // [chunks][part][64][32]
   Bfloat16* ones;           // a tile whose first column sums rows; where sums are products
-  T* zeros;                 // [v_head_dim]
-  T* expanded;              // [32][depth], rows of keys
   float* scores;            // [2 steps][2 key tiles][2 row tiles][16][16]
   float* product;           // [64][16]
   float* output;            // [groups][v_head_dim / 16][64][16]
@@ -266,18 +304,17 @@ struct AmxWorkspace {
   int64_t packed;           // keys at a time
   int64_t bytes;
 
-  AmxWorkspace(char* base, int64_t rows, int depth, int v_head_dim) {
+  AmxWorkspace(char* base, const AttentionTile& tile) {
     constexpr int kParts = TileFormat<T>::kParts;
+    const int depth = round_up(tile.nope_dim + tile.rope_dim, kTileDepth);
+    const int v_head_dim = tile.v_head_dim;
     packed = packed_keys<T>(depth, v_head_dim);
-    const int64_t padded = round_up(static_cast<int>(rows), kGroupRows);
+    const int64_t padded = round_up(tile.num_tokens * tile.group, kGroupRows);
     Carver carver{base};
+    tiles.take(carver, packed, packed, depth, v_head_dim);
     carver.take(queries, padded * depth * kParts);
-    carver.take(keys, packed * depth * kParts);
-    carver.take(values, packed * v_head_dim * kParts);
     carver.take(probabilities, int64_t{kAmxBlockKeys<T>} * kGroupRows * kParts);
     carver.take(ones, kTileElements);
-    carver.take(zeros, v_head_dim);
-    carver.take(expanded, int64_t{kTileDepth} * depth);
     carver.take(scores, 2 * 4 * kTileFloats);
     carver.take(product, 4 * kTileFloats);
     carver.take(output, padded * v_head_dim);

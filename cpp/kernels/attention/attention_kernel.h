@@ -18,14 +18,26 @@ struct PagedRows {
   int64_t head_stride = 0;
 };
 
+/// Element types of Q, K, V and out, as indices into the tables below.
+enum ElementType { kFloat32, kFloat16, kBfloat16, kNumElementTypes };
+
+/// What bytes are that K and V may be stored as, each of which stands for a number that every
+/// element type has.
+enum CodeType { kFloat8E4M3, kFloat8E5M2, kInt8, kNumCodeTypes };
+
+/// One number for every row of a paged tensor and KV head; strides count numbers.
+struct RowFactors {
+  PagedRows rows{};  // data is null where all are 1
+  ElementType type = kFloat32;
+};
+
 /// The steps of a kernel that AttentionTile::mark tells apart.
 enum KernelScope : int32_t { kMarkPack, kMarkQk, kMarkSoftmax, kMarkPv, kMarkWrite };
 
 /// Attention of a few query tokens, and `group` query heads that share one KV
 /// head, over one sequence: the unit of work. Row (t, g) reads
 /// q + t * q_token_stride + g * q_head_stride, and writes out and lse at the places that
-/// their own strides say. decode() takes num_kv_heads such groups of heads at once, one after the
-/// other.
+/// their own strides say. There are num_kv_heads such groups of heads, of neighbouring KV heads.
 ///
 /// Token t stands at key position p = first_position + t * position_step and
 /// sees the keys j with p - left <= j <= p + right, kv_begin <= j < kv_len, whose
@@ -50,6 +62,14 @@ struct AttentionTile {
   /// Strides of k count elements all the same. For run() only, with one KV head.
   void (*expand)(const void* row, void* elements) = nullptr;
   int64_t stored_bytes = 0;
+  /// Null, or K, V and k_rope are codes: AttentionKernel::expand_codes of their type.
+  void (*expand_codes)(
+      const char* const* rows, int n, int dim, const float* factors, void* elements
+  ) = nullptr;
+  /// What rows of K and V are multiplied with. Of codes only.
+  RowFactors k_row_factors{}, v_row_factors{};
+  /// Null, or what K and V of each of num_kv_heads heads are multiplied with.
+  const float *k_head_factors = nullptr, *v_head_factors = nullptr;
 
   int32_t nope_dim;  // of q and k, beside rope_dim; a multiple of 16
   int32_t rope_dim;  // 0 or a multiple of 16
@@ -65,8 +85,9 @@ struct AttentionTile {
   int64_t mask_stride;  // bit j of byte j / 8 = key j is visible; readable to 32 keys past kv_len
 
   float scale;
-  float softcap;       // 0: none, else c * tanh(score / c) after the scale
-  const float* sinks;  // null, or one logit per head
+  float v_factor = 1.0F;  // of V, for all heads
+  float softcap;          // 0: none, else c * tanh(score / c) after the scale
+  const float* sinks;     // null, or one logit per head
 
   void* out;
   int64_t out_token_stride, out_head_stride;
@@ -91,26 +112,32 @@ constexpr int32_t kMaxHeadDim = 576;
 /// Keys that are packed at a time, at most: fewer, by a power of two, where rows are wide.
 constexpr int32_t kMaxBlockKeys = 1024;
 
-/// Element types of Q, K, V and out, as indices into the tables below.
-enum ElementType { kFloat32, kFloat16, kBfloat16, kNumElementTypes };
-
 /// Floats of a row in AttentionTile::partial beside its outputs.
 constexpr int64_t kPartialState = 4;
 
 struct AttentionKernel {
-  /// Scratch for tiles of up to `rows` = num_tokens * group rows.
-  int64_t (*scratch_bytes)(int64_t rows, int32_t qk_dim, int32_t v_head_dim);
-  /// Packs K and V before it multiplies: for many rows. Takes one KV head.
+  /// Scratch that run() needs for a tile of these dimensions, tokens and heads.
+  int64_t (*scratch_bytes)(const AttentionTile* tile);
+  /// Packs K and V before it multiplies: for many rows. The bits of a row depend on its keys
+  /// alone, not on what other rows and heads the tile has.
   /// False when should_stop() ended it early. `scratch` is 64-byte aligned.
   bool (*run)(const AttentionTile* tile, void* scratch);
   /// Repeats the multiply-adds that run() is made of `rounds` times, in registers, and
   /// returns the number of flops: the speed of run() is measured against that.
   int64_t (*peak_flops)(int64_t rounds);
-  /// Scratch of decode(), for tiles of up to `rows` = num_kv_heads * num_tokens * group rows.
-  int64_t (*decode_scratch_bytes)(int64_t rows, int32_t qk_dim, int32_t v_head_dim);
+  /// Scratch that decode() needs for a tile of these dimensions, tokens and heads, and so do
+  /// those of decode_codes.
+  int64_t (*decode_scratch_bytes)(const AttentionTile* tile);
   /// Does what run() does, for few rows: reads K and V where they are, once and in the order
   /// of memory.
   bool (*decode)(const AttentionTile* tile, void* scratch);
+  /// The same for K and V stored as codes.
+  bool (*decode_codes[kNumCodeTypes])(const AttentionTile* tile, void* scratch);
+  /// elements[i * dim + j] = code j of rows[i], exact; or, unless factors is null, times factors[i]
+  /// in float32, rounded to nearest even. n rows; dim is a multiple of 16.
+  void (*expand_codes[kNumCodeTypes])(
+      const char* const* rows, int n, int dim, const float* factors, void* elements
+  );
   /// Writes out and lse of a tile whose keys were taken in num_parts parts; what
   /// these left in `partial` is in `parts`, one after the other.
   void (*merge)(const AttentionTile* tile, const float* parts, int64_t num_parts);

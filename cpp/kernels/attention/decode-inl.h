@@ -8,65 +8,37 @@
 // one is too short a run to stream: a tile takes several, one after the other for
 // each block of keys, while the next keys or values of all of them are fetched in
 // the order of memory.
-#include "kernels/attention/attention-inl.h"
+#include "kernels/attention/decode_workspace-inl.h"
 #include "kernels/attention/in_place-inl.h"
+#include "kernels/attention/row_factors-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
-/// Keys of one block.
-constexpr int kDecodeKeys = 64;
 /// Keys and values are fetched so many bytes before their turn that memory has
 /// answered, and that they are still in the L1.
 constexpr int64_t kBytesAhead = 16 * 1024;
 /// At least so many keys are fetched ahead: as many as are multiplied at once.
 constexpr int kMinKeysAhead = 8;
 
-/// Queries of one vector or more, and keys that are multiplied with them at once:
-/// as many as keep eight sums.
-constexpr int kQueryTile = 4;
-constexpr int kTileVectors = 4 * kQueryTile / kLanes;
-constexpr int kKeyTile = kTileVectors == 1 ? 8 : 4;
-
-/// Buffers of one tile. The rows of a head are filled up to whole tiles.
-template <class Operand>
-struct DecodeWorkspace {
-  Operand* queries;        // [tiles of rows][quads of qk_dim][kQueryTile][quad]
-  Operand* row;            // [qk_dim]
-  Operand* keys;           // [kKeyTile][qk_dim]
-  float* scores;           // [rows][kDecodeKeys]
-  Operand* probabilities;  // [rows][kDecodeKeys]
-  float* output;           // [rows][v_head_dim]
-  float* zeros;            // [v_head_dim]
-  RowState* states;        // [rows]
-  int64_t bytes;
-
-  DecodeWorkspace(char* base, int64_t rows, int qk_dim, int v_head_dim) {
-    Carver carver{base};
-    carver.take(queries, rows * qk_dim);
-    carver.take(row, qk_dim);
-    carver.take(keys, int64_t{kKeyTile} * qk_dim);
-    carver.take(scores, rows * kDecodeKeys);
-    carver.take(probabilities, rows * kDecodeKeys);
-    carver.take(output, rows * v_head_dim);
-    carver.take(zeros, v_head_dim);
-    carver.take(states, rows);
-    bytes = carver.used;
-  }
-};
-
-template <class T, class Engine, int kExp2Degree>
+/// Q is of type T, K and V are of type Stored.
+template <class T, class Engine, int kExp2Degree, class Stored = T>
 class DecodeLoop {
-  static_assert(MatrixEngine<Engine, T> && InPlaceEngine<Engine, T>);
+  static_assert(MatrixEngine<Engine, T> && InPlaceEngine<Engine, Stored>);
   using Operand = typename Engine::Operand;
   using Pack = typename Engine::Pack;
-  using Loads = InPlace<T, Engine>;
+  using Loads = InPlace<Stored, Engine>;
+  static constexpr bool kCodes = sizeof(Stored) == 1;
+  static constexpr int kStoredBytes = sizeof(Stored);
   static constexpr int kQuad = 4 * Engine::kDepthStep;
 
  public:
-  static int64_t scratch_bytes(int64_t rows, int32_t qk_dim, int32_t v_head_dim) {
-    // At worst each row is a head's only one.
-    return DecodeWorkspace<Operand>(nullptr, rows * kQueryTile, qk_dim, v_head_dim).bytes;
+  static int64_t scratch_bytes(const AttentionTile* tile) {
+    const int64_t rows = round_up(tile->num_tokens * tile->group, kQueryTile);
+    return DecodeWorkspace<Operand>(
+               nullptr, rows * tile->num_kv_heads, tile->nope_dim + tile->rope_dim, tile->v_head_dim
+    )
+        .bytes;
   }
 
   static bool run(const AttentionTile* tile, void* scratch) {
@@ -80,8 +52,7 @@ class DecodeLoop {
         padded_rows_(round_up(head_rows_, kQueryTile)),
         qk_dim_(tile.nope_dim + tile.rope_dim),
         v_dim_(tile.v_head_dim),
-        work_(scratch, int64_t{padded_rows_} * tile.num_kv_heads, qk_dim_, v_dim_),
-        factor_(tile.softcap > 0 ? kLog2E : tile.scale * kLog2E) {}
+        work_(scratch, int64_t{padded_rows_} * tile.num_kv_heads, qk_dim_, v_dim_) {}
 
   bool run() {
     // Heads that do not lie together are read one after the other.
@@ -96,7 +67,7 @@ class DecodeLoop {
   }
 
   int keys_ahead(int heads) const {
-    const int64_t bytes = int64_t{heads} * tile_.nope_dim * static_cast<int64_t>(sizeof(T));
+    const int64_t bytes = int64_t{heads} * tile_.nope_dim * kStoredBytes;
     const int64_t keys = kBytesAhead / bytes / kMinKeysAhead * kMinKeysAhead;
     return static_cast<int>(larger(kMinKeysAhead, smaller(kDecodeKeys, keys)));
   }
@@ -135,7 +106,7 @@ class DecodeLoop {
     __builtin_memset(work_.output, 0, sizeof(float) * slots * v_dim_);
     __builtin_memset(work_.zeros, 0, sizeof(float) * v_dim_);
     for_rows([&](int row, int slot) {
-      const auto [token, head] = row_place(tile_, row);
+      const auto [token, head, kv_head] = row_place(tile_, row);
       const T* q = static_cast<const T*>(tile_.q);
       Engine::pack_query(
           q + token * tile_.q_token_stride + head * tile_.q_head_stride, tile_.nope_dim, work_.row
@@ -171,15 +142,8 @@ class DecodeLoop {
       for (int head = first_head_; head < end_head_; ++head) score_keys(head, key);
     }
     mark(tile_, kMarkSoftmax);
-    for_rows([&](int row, int slot) {
-      float* scores = work_.scores + slot * kDecodeKeys;
-      if (tile_.softcap > 0) apply_softcap(scores, 0, padded, tile_.scale, tile_.softcap);
-      hide_keys(tile_, scores, row_place(tile_, row).token, first, 0, padded);
-      softmax_row<kExp2Degree>(
-          scores, work_.probabilities + slot * kDecodeKeys, 0, padded, factor_, work_.states[slot],
-          work_.output + int64_t{slot} * v_dim_, v_dim_
-      );
-    });
+    const int hidden = static_cast<int>(larger(0, begin - first));
+    for (int head = first_head_; head < end_head_; ++head) take_softmax(head, first, n, hidden);
     mark(tile_, kMarkPv, flops_per_dim * v_dim_);
     const bool all_visible = tile_.mask == nullptr &&
                              visible_keys(tile_, tile_.num_tokens - 1).begin <= first &&
@@ -194,13 +158,59 @@ class DecodeLoop {
     }
   }
 
+  /// Turns the scores of a head's rows with the n keys from `first` on into probabilities.
+  void take_softmax(int head, int64_t first, int n, int hidden) const {
+    float k_factors[kDecodeKeys];
+    float v_factors[kDecodeKeys];
+    if constexpr (kCodes) {
+      read_row_factors(tile_.k_row_factors, head, first, n, hidden, k_factors);
+      read_row_factors(tile_.v_row_factors, head, first, n, hidden, v_factors);
+    }
+    const float scale = scale_of_head(tile_, head);
+    const float factor = tile_.softcap > 0 ? kLog2E : scale * kLog2E;
+    const int padded = round_up(n, kKeyGranule);
+    for (int i = 0; i < head_rows_; ++i) {
+      const int64_t slot = int64_t{head - first_head_} * padded_rows_ + i;
+      float* scores = work_.scores + slot * kDecodeKeys;
+      Operand* probabilities = work_.probabilities + slot * kDecodeKeys;
+      if (kCodes && has_factors(tile_.k_row_factors)) {
+        multiply_row(scores, k_factors, 0, padded);
+      }
+      if (tile_.softcap > 0) apply_softcap(scores, 0, padded, scale, tile_.softcap);
+      hide_keys(tile_, scores, i / tile_.group, first, 0, padded);
+      softmax_row<kExp2Degree>(
+          scores, probabilities, 0, padded, factor, work_.states[slot],
+          work_.output + slot * v_dim_, v_dim_
+      );
+      if constexpr (kCodes) {
+        if (!has_factors(tile_.v_row_factors)) continue;
+        multiply_probabilities(probabilities, v_factors, padded);
+      }
+    }
+  }
+
+  void read_row_factors(
+      const RowFactors& source, int head, int64_t first, int n, int hidden, float* factors
+  ) const {
+    if (has_factors(source)) read_factors(tile_, source, head, first, n, hidden, factors);
+  }
+
+  /// Those of keys that a row does not see stay zero, whatever their factor is.
+  static void multiply_probabilities(float* p, const float* factors, int n) {
+    for (int i = 0; i < n; i += kLanes) {
+      const Vector x = load(p + i);
+      const uint32_t seen = greater(x, splat(0.0F));
+      store(p + i, select(seen, mul(x, load(factors + i)), splat(0.0F)));
+    }
+  }
+
   /// Addresses of the n keys from `first` on, and of those after them that are to
   /// be fetched. What no token sees may hold anything and is not read: for the
   /// first `hidden` keys and for those that are not there, a visible one stands in.
   void locate_block(int64_t first, int n, int hidden, int64_t end) {
     const int known = static_cast<int>(smaller(kDecodeKeys + ahead_, end - first));
     const auto locate = [&](const PagedRows& source, const char** rows) {
-      locate_rows(source, tile_, first + hidden, known - hidden, sizeof(T), rows + hidden);
+      locate_rows(source, tile_, first + hidden, known - hidden, kStoredBytes, rows + hidden);
       for (int i = 0; i < hidden; ++i) rows[i] = rows[hidden];
       for (int i = known; i < round_up(n, kKeyGranule) + ahead_; ++i) rows[i] = rows[hidden];
     };
@@ -210,7 +220,7 @@ class DecodeLoop {
   }
 
   static const char* row_of_head(const PagedRows& source, int head, const char* row) {
-    return row + head * source.head_stride * static_cast<int64_t>(sizeof(T));
+    return row + head * source.head_stride * kStoredBytes;
   }
 
   /// Scores of the rows of a head with kKeyTile keys from `key` of the block on.
@@ -218,7 +228,9 @@ class DecodeLoop {
     const Operand* keys[kKeyTile];
     const Operand* rope[kKeyTile];
     for (int i = 0; i < kKeyTile; ++i) {
-      fetch_row<3>(row_of_head(tile_.k, head, keys_[key + i + ahead_]), tile_.nope_dim * sizeof(T));
+      fetch_row<3>(
+          row_of_head(tile_.k, head, keys_[key + i + ahead_]), tile_.nope_dim * kStoredBytes
+      );
       Operand* wide = work_.keys + int64_t{i} * qk_dim_;
       keys[i] = operands(row_of_head(tile_.k, head, keys_[key + i]), tile_.nope_dim, wide);
       if (tile_.rope_dim > 0) {
@@ -239,7 +251,7 @@ class DecodeLoop {
   /// A row of keys as operands: itself, or widened to `wide`.
   static const Operand* operands(const char* row, int dim, Operand* wide) {
     if constexpr (!Loads::kWidens) return reinterpret_cast<const Operand*>(row);
-    Engine::pack_query(reinterpret_cast<const T*>(row), dim, wide);
+    Engine::pack_query(reinterpret_cast<const Stored*>(row), dim, wide);
     return wide;
   }
 
@@ -313,7 +325,7 @@ class DecodeLoop {
   void add_values(int head, int64_t first, int key, int count, bool all_visible) const {
     const char* values[kDecodeKeys + 1];
     for (int i = 0; i < count && tile_.v.data != tile_.k.data; ++i) {
-      fetch_row<3>(row_of_head(tile_.v, head, values_[key + i + ahead_]), v_dim_ * sizeof(T));
+      fetch_row<3>(row_of_head(tile_.v, head, values_[key + i + ahead_]), v_dim_ * kStoredBytes);
     }
     values[count] = reinterpret_cast<const char*>(work_.zeros);
     const int64_t slot = int64_t{head - first_head_} * padded_rows_;
@@ -342,13 +354,19 @@ class DecodeLoop {
         float* o = work_.output + (slot + i) * v_dim_ + d;
         switch (vectors) {
           case 1:
-            return add_columns<T, Engine, kRows, 1>(p, kDecodeKeys, values, count, d, o, v_dim_);
+            return add_columns<Stored, Engine, kRows, 1>(
+                p, kDecodeKeys, values, count, d, o, v_dim_
+            );
           case 2:
-            return add_columns<T, Engine, kRows, 2>(p, kDecodeKeys, values, count, d, o, v_dim_);
+            return add_columns<Stored, Engine, kRows, 2>(
+                p, kDecodeKeys, values, count, d, o, v_dim_
+            );
           case 3:
-            return add_columns<T, Engine, kRows, 3>(p, kDecodeKeys, values, count, d, o, v_dim_);
+            return add_columns<Stored, Engine, kRows, 3>(
+                p, kDecodeKeys, values, count, d, o, v_dim_
+            );
           default:
-            return add_columns<T, Engine, kRows, kPanelVectors>(
+            return add_columns<Stored, Engine, kRows, kPanelVectors>(
                 p, kDecodeKeys, values, count, d, o, v_dim_
             );
         }
@@ -362,7 +380,6 @@ class DecodeLoop {
   const int qk_dim_;
   const int v_dim_;
   const DecodeWorkspace<Operand> work_;
-  const float factor_;
   int first_head_, end_head_;  // at work
   int ahead_;                  // keys and values are fetched this many before their turn
   // The addresses of the block's keys and values, for the first KV head.

@@ -3,7 +3,7 @@
 
 // A block of keys with its K and V packed for an engine's products.
 #include "kernels/attention/gemm-inl.h"
-#include "kernels/attention/key_rows-inl.h"
+#include "kernels/attention/row_factors-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -13,8 +13,8 @@ class KeyBlock {
   using Operand = typename Engine::Operand;
 
  public:
-  /// `keys` and `values` have room for block_keys keys, `expanded` for a granule of
-  /// rows; `zeros` holds v_head_dim zeros.
+  /// `keys` and `values` have room for block_keys keys, `expanded` for the keys, rope parts and
+  /// values of a granule; `zeros` holds v_head_dim zeros.
   KeyBlock(
       const AttentionTile& tile,
       int block_keys,
@@ -28,27 +28,42 @@ class KeyBlock {
         values_(values),
         keys_panel_(int64_t{tile.nope_dim + tile.rope_dim} * kPanel),
         values_panel_(int64_t{block_keys} * kPanel),
-        expanded_(reinterpret_cast<T*>(expanded)),
+        expanded_keys_(reinterpret_cast<T*>(expanded)),
+        expanded_ropes_(expanded_keys_ + int64_t{kKeyGranule} * tile.nope_dim),
+        expanded_values_(expanded_ropes_ + int64_t{kKeyGranule} * tile.rope_dim),
         zeros_(reinterpret_cast<const char*>(zeros)) {}
 
-  /// Packs keys [first, first + n), and starts to fetch those that come next below
+  /// Packs keys [first, first + n) of a KV head, and starts to fetch those that come next below
   /// `end`. The first `hidden` of them no token sees: they may hold anything, NaN
   /// too, so a visible one stands in for them.
-  void pack(int64_t first, int n, int hidden, int64_t end) {
+  void pack(int head, int64_t first, int n, int hidden, int64_t end) {
     first_ = first;
     count_ = n;
     num_special_ = 0;
     known_ = static_cast<int>(smaller(n + kKeyGranule, end - first));
-    if (tile_.expand == nullptr) {
-      locate(tile_.k, hidden, k_);
-      locate(tile_.v, hidden, v_);
-    } else {
-      locate(tile_.k, hidden, stored_);
+    const bool codes = tile_.expand_codes != nullptr;
+    if (codes || tile_.expand != nullptr) {
+      locate(tile_.k, head, hidden, stored_k_);
+      const T* values = codes ? expanded_values_ : expanded_keys_;
+      const int value_dim = codes ? tile_.v_head_dim : tile_.nope_dim;
       for (int i = 0; i < round_up(n, kKeyGranule) + kKeyGranule; ++i) {
-        k_[i] = v_[i] = reinterpret_cast<const char*>(expanded_row(i));
+        const int64_t row = i % kKeyGranule;
+        k_[i] = reinterpret_cast<const char*>(expanded_keys_ + row * tile_.nope_dim);
+        k_rope_[i] = reinterpret_cast<const char*>(expanded_ropes_ + row * tile_.rope_dim);
+        v_[i] = reinterpret_cast<const char*>(values + row * value_dim);
       }
+    } else {
+      locate(tile_.k, head, hidden, k_);
+      locate(tile_.v, head, hidden, v_);
     }
-    if (tile_.rope_dim > 0) locate(tile_.k_rope, hidden, k_rope_);
+    if (codes) locate(tile_.v, head, hidden, stored_v_);
+    if (tile_.rope_dim > 0) locate(tile_.k_rope, head, hidden, codes ? stored_rope_ : k_rope_);
+    if (has_factors(tile_.k_row_factors)) {
+      read_factors(tile_, tile_.k_row_factors, head, first, n, hidden, k_factors_);
+    }
+    if (has_factors(tile_.v_row_factors)) {
+      read_factors(tile_, tile_.v_row_factors, head, first, n, hidden, v_factors_);
+    }
     for (int key = 0; key < n; key += kKeyGranule) pack_granule(key);
   }
 
@@ -67,31 +82,67 @@ class KeyBlock {
   int special_key(int i) const { return special_keys_[i]; }
   /// Valid until the next call.
   const T* special_value(int i) const {
+    if (tile_.expand_codes != nullptr) {
+      expand_values(&special_values_[i], special_keys_[i], 1);
+      return expanded_values_;
+    }
     if (tile_.expand == nullptr) return reinterpret_cast<const T*>(special_values_[i]);
-    tile_.expand(special_values_[i], expanded_);
-    return expanded_;
+    tile_.expand(special_values_[i], expanded_keys_);
+    return expanded_keys_;
   }
 
+  /// What the scores of the keys are multiplied with, or null.
+  const float* k_factors() const { return has_factors(tile_.k_row_factors) ? k_factors_ : nullptr; }
+
  private:
-  void locate(const PagedRows& source, int hidden, const char** rows) const {
-    locate_rows(source, tile_, first_ + hidden, known_ - hidden, sizeof(T), rows + hidden);
+  void locate(const PagedRows& source, int head, int hidden, const char** rows) const {
+    const int bytes = element_bytes<T>(tile_);
+    locate_rows(
+        rows_of_head(source, head, bytes), tile_, first_ + hidden, known_ - hidden, bytes,
+        rows + hidden
+    );
     for (int i = 0; i < hidden; ++i) rows[i] = rows[hidden];
     const int fetched = round_up(count_, kKeyGranule) + kKeyGranule;
     for (int i = known_; i < fetched; ++i) rows[i] = rows[known_ - 1];
   }
 
-  T* expanded_row(int key) const { return expanded_ + int64_t{key % kKeyGranule} * tile_.nope_dim; }
-
   void expand_granule(int begin, int end) const {
     for (int key = begin; key < end; ++key) {
-      fetch_row<2>(stored_[key + kKeyGranule], tile_.stored_bytes);
-      tile_.expand(stored_[key], expanded_row(key));
+      fetch_row<2>(stored_k_[key + kKeyGranule], tile_.stored_bytes);
+      tile_.expand(stored_k_[key], expanded_keys_ + int64_t{key - begin} * tile_.nope_dim);
     }
+  }
+
+  /// Codes of keys become numbers, those of values with their factors.
+  void expand_granule_of_codes(int begin, int end) const {
+    for (int key = begin; key < end; ++key) {
+      fetch_row<2>(stored_k_[key + kKeyGranule], tile_.nope_dim);
+      fetch_row<2>(stored_v_[key + kKeyGranule], tile_.v_head_dim);
+    }
+    const int n = end - begin;
+    tile_.expand_codes(stored_k_ + begin, n, tile_.nope_dim, nullptr, expanded_keys_);
+    if (tile_.rope_dim > 0) {
+      tile_.expand_codes(stored_rope_ + begin, n, tile_.rope_dim, nullptr, expanded_ropes_);
+    }
+    expand_values(stored_v_ + begin, begin, n);
+  }
+
+  /// The values of n keys from `key` on.
+  void expand_values(const char* const* rows, int key, int n) const {
+    const float* factors = has_factors(tile_.v_row_factors) ? v_factors_ + key : nullptr;
+    tile_.expand_codes(rows, n, tile_.v_head_dim, factors, expanded_values_);
+  }
+
+  /// Where the value of a key is stored.
+  const char* stored_value(int key) const {
+    if (tile_.expand_codes != nullptr) return stored_v_[key];
+    return tile_.expand == nullptr ? v_[key] : stored_k_[key];
   }
 
   void pack_granule(int begin) {
     const int end = static_cast<int>(smaller(begin + kKeyGranule, count_));
     if (tile_.expand != nullptr) expand_granule(begin, end);
+    if (tile_.expand_codes != nullptr) expand_granule_of_codes(begin, end);
     Engine::template pack_keys<T>(k_, begin, end, tile_.nope_dim, 0, keys_panel_, keys_);
     if (tile_.rope_dim > 0) {
       Engine::template pack_keys<T>(
@@ -104,7 +155,7 @@ class KeyBlock {
     for (int i = 0; i < found; ++i) {
       const int key = not_finite[i];
       special_keys_[num_special_] = key;
-      special_values_[num_special_++] = tile_.expand == nullptr ? v_[key] : stored_[key];
+      special_values_[num_special_++] = stored_value(key);
       v_[key] = zeros_;
     }
     pack_values(begin, end, not_finite);
@@ -120,7 +171,9 @@ class KeyBlock {
   Operand* const keys_;
   Operand* const values_;
   const int64_t keys_panel_, values_panel_;
-  T* const expanded_;  // rows of a granule
+  T* const expanded_keys_;  // of a granule
+  T* const expanded_ropes_;
+  T* const expanded_values_;
   const char* const zeros_;
   int64_t first_ = 0;
   int count_ = 0;
@@ -129,7 +182,12 @@ class KeyBlock {
   const char* k_[kMaxBlockKeys + kKeyGranule];
   const char* k_rope_[kMaxBlockKeys + kKeyGranule];
   const char* v_[kMaxBlockKeys + kKeyGranule];
-  const char* stored_[kMaxBlockKeys + kKeyGranule];  // that expand() takes
+  // What expand() and expand_codes() take.
+  const char* stored_k_[kMaxBlockKeys + kKeyGranule];
+  const char* stored_rope_[kMaxBlockKeys + kKeyGranule];
+  const char* stored_v_[kMaxBlockKeys + kKeyGranule];
+  float k_factors_[kMaxBlockKeys];
+  float v_factors_[kMaxBlockKeys];
   int num_special_ = 0;
   int special_keys_[kMaxBlockKeys];
   const char* special_values_[kMaxBlockKeys];

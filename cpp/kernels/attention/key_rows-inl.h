@@ -109,9 +109,32 @@ inline void locate_rows(
   }
 }
 
+/// Bytes of an element of K and V in memory, where elements are of type T.
+template <class T>
+int element_bytes(const AttentionTile& tile) {
+  return tile.expand_codes != nullptr ? 1 : static_cast<int>(sizeof(T));
+}
+
 /// Bytes of a row of K in memory.
-inline int64_t stored_key_bytes(const AttentionTile& tile, int64_t element_bytes) {
-  return tile.expand != nullptr ? tile.stored_bytes : tile.nope_dim * element_bytes;
+template <class T>
+int64_t stored_key_bytes(const AttentionTile& tile) {
+  return tile.expand != nullptr ? tile.stored_bytes : tile.nope_dim * element_bytes<T>(tile);
+}
+
+/// The rows of another KV head.
+inline PagedRows rows_of_head(PagedRows source, int head, int element_bytes) {
+  source.data = static_cast<const char*>(source.data) + head * source.head_stride * element_bytes;
+  return source;
+}
+
+/// What q . k of a KV head is multiplied with.
+inline float scale_of_head(const AttentionTile& tile, int64_t head) {
+  return tile.k_head_factors == nullptr ? tile.scale : tile.scale * tile.k_head_factors[head];
+}
+
+/// What V of a KV head is multiplied with.
+inline float v_factor_of_head(const AttentionTile& tile, int64_t head) {
+  return tile.v_head_factors == nullptr ? tile.v_factor : tile.v_factor * tile.v_head_factors[head];
 }
 
 /// Starts to bring a row to the L2 (kLocality 2) or the L1 (3). Always inlined: GCC

@@ -4,6 +4,7 @@
 // The end of the loop over the keys of a row: its result is written, or its partial result
 // if the keys were one part of what it sees. Needs the vector layer included first.
 #include "kernels/attention/attention_kernel.h"
+#include "kernels/attention/key_rows-inl.h"
 #include "kernels/attention/softmax-inl.h"
 
 namespace cpattn::kernels {
@@ -12,26 +13,28 @@ namespace {
 /// Where row `row` of a tile belongs, in the order (KV head, token, head of the
 /// group).
 struct RowPlace {
-  int64_t token, head;
+  int64_t token, head, kv_head;
 };
 
 inline RowPlace row_place(const AttentionTile& tile, int64_t row) {
   const int64_t rows_of_head = int64_t{tile.num_tokens} * tile.group;
-  return {row % rows_of_head / tile.group, row / rows_of_head * tile.group + row % tile.group};
+  const int64_t kv_head = row / rows_of_head;
+  return {row % rows_of_head / tile.group, kv_head * tile.group + row % tile.group, kv_head};
 }
 
 /// Normalises a row and writes it.
 template <class T>
 void write_row(const AttentionTile& tile, int64_t row, RowState state, const float* output) {
-  const auto [token, head] = row_place(tile, row);
+  const auto [token, head, kv_head] = row_place(tile, row);
   T* out = static_cast<T*>(tile.out) + token * tile.out_token_stride + head * tile.out_head_stride;
   const float* sink = tile.sinks == nullptr ? nullptr : tile.sinks + head;
-  const Vector scale = splat(output_scale(state, sink));
+  const Vector scale = splat(output_scale(state, sink) * v_factor_of_head(tile, kv_head));
   for (int d = 0; d < tile.v_head_dim; d += kLanes) store(out + d, mul(load(output + d), scale));
   const int64_t place = token * tile.lse_token_stride + head * tile.lse_head_stride;
   if (tile.lse != nullptr) tile.lse[place] = row_lse(state);
   if (tile.max_logits != nullptr) {
-    tile.max_logits[place] = row_max_logit(state, tile.softcap > 0 ? 1.0F : tile.scale);
+    tile.max_logits[place] =
+        row_max_logit(state, tile.softcap > 0 ? 1.0F : scale_of_head(tile, kv_head));
   }
 }
 

@@ -31,7 +31,11 @@ void check_cache(
     int64_t head_dim
 ) {
   const char* function = arguments.function;
-  check_dtype(function, name, cache.dtype, arguments.q.dtype);
+  if (!is_code(arguments.k.dtype)) check_dtype(function, name, cache.dtype, arguments.q.dtype);
+  check(
+      cache.dtype == arguments.k.dtype, function, ": ", name, " must be ", arguments.k.dtype,
+      " like k_cache, got ", cache.dtype
+  );
   check(
       cache.num_kv_heads == batch.shape.num_kv_heads, function, ": ", name, " must have ",
       batch.shape.num_kv_heads, " KV heads, got ", cache.num_kv_heads
@@ -50,6 +54,44 @@ void check_cache(
   );
 }
 
+/// Checks the scales of a cache, which kernels apply in float32, those of K together with
+/// `factor`.
+void check_kv_scale(
+    const AttentionArguments& arguments,
+    const char* name,
+    double factor,
+    const KVScale& scale,
+    const PagedCache& cache,
+    const AttentionBatch& batch
+) {
+  const char* function = arguments.function;
+  const auto check_number = [&](double number) {
+    check_scale(function, name, number);
+    check_scale(function, concat("scale * ", name).c_str(), number * factor);
+  };
+  check_number(scale.tensor);
+  if (scale.heads) {
+    check_dtype(function, name, scale.heads->dtype, DType::float32);
+    check_rows(function, name, *scale.heads, {batch.shape.num_kv_heads});
+    for (int64_t head = 0; head < batch.shape.num_kv_heads; ++head) {
+      check_number(double{scale.heads->as<float>()[head]} * scale.tensor);
+    }
+  }
+  if (!scale.tokens) return;
+  check(
+      is_code(cache.dtype), function, ": ", name, " of each token is for caches of float8_e4m3fn, ",
+      "float8_e5m2 or int8, got a cache of ", cache.dtype
+  );
+  element_type(function, name, scale.tokens->dtype);
+  check(
+      scale.tokens->num_kv_heads == batch.shape.num_kv_heads &&
+          scale.tokens->page_size == batch.page_size && scale.tokens->num_pages >= batch.num_pages,
+      function, ": ", name, " must have a number for each of ", batch.num_pages, " pages of ",
+      batch.page_size, " tokens and ", batch.shape.num_kv_heads, " KV heads, got shape ",
+      ShapeOf{scale.tokens->tensor}
+  );
+}
+
 void check_no_input_overlap(
     const AttentionArguments& arguments, const char* out_name, const TensorView& out
 ) {
@@ -59,6 +101,12 @@ void check_no_input_overlap(
   against("q", arguments.q);
   against("k_cache", arguments.k.tensor);
   against("v_cache", arguments.v.tensor);
+  const auto against_scale = [&](const char* name, const KVScale& scale) {
+    if (scale.heads) against(name, *scale.heads);
+    if (scale.tokens) against(name, scale.tokens->tensor);
+  };
+  against_scale("k_scale", arguments.k_scale);
+  against_scale("v_scale", arguments.v_scale);
   if (arguments.q_rope) against("q_rope", *arguments.q_rope);
   if (arguments.k_rope) against("k_rope", arguments.k_rope->tensor);
   if (arguments.sinks) against("sinks", *arguments.sinks);
@@ -89,6 +137,8 @@ void check_arguments(const AttentionPlan& plan, const AttentionArguments& argume
     check_cache(arguments, "k_rope", *arguments.k_rope, batch, rope);
   }
   check_scale(function, "scale", arguments.scale);
+  check_kv_scale(arguments, "k_scale", arguments.scale, arguments.k_scale, arguments.k, batch);
+  check_kv_scale(arguments, "v_scale", 1, arguments.v_scale, arguments.v, batch);
   check_softcap(function, arguments.softcap);
   if (arguments.sinks) {
     check_dtype(function, "sinks", arguments.sinks->dtype, DType::float32);
@@ -150,6 +200,16 @@ kernels::PagedRows rows_of_head(const PagedCache& cache, int64_t kv_head) {
   };
 }
 
+kernels::RowFactors row_factors(const KVScale& scale, int64_t kv_head) {
+  if (!scale.tokens) return {};
+  const kernels::ElementType type = element_type("", "", scale.tokens->dtype);
+  return {rows_of_head(*scale.tokens, kv_head), type};
+}
+
+const float* head_factors(const KVScale& scale, int64_t kv_head) {
+  return scale.heads ? scale.heads->as<float>() + kv_head : nullptr;
+}
+
 int64_t useful_flops(const AttentionBatch& batch, const AttentionItem& item) {
   return 2 * visible_pairs(batch, item) * (batch.shape.head_dim + batch.shape.v_head_dim);
 }
@@ -206,6 +266,10 @@ kernels::AttentionTile make_tile(
       .v = rows_of_head(arguments.v, kv_head),
       .pages = batch.pages.page_ids.data() + batch.pages.indptr[segment.table_row],
       .page_size = batch.page_size,
+      .k_row_factors = row_factors(arguments.k_scale, kv_head),
+      .v_row_factors = row_factors(arguments.v_scale, kv_head),
+      .k_head_factors = head_factors(arguments.k_scale, kv_head),
+      .v_head_factors = head_factors(arguments.v_scale, kv_head),
       .nope_dim = batch.shape.head_dim - rope,
       .rope_dim = rope,
       .v_head_dim = batch.shape.v_head_dim,
@@ -218,7 +282,8 @@ kernels::AttentionTile make_tile(
       .position_step = segment.position_step,
       .left = batch.left,
       .right = batch.right,
-      .scale = static_cast<float>(arguments.scale),
+      .scale = static_cast<float>(arguments.scale * arguments.k_scale.tensor),
+      .v_factor = static_cast<float>(arguments.v_scale.tensor),
       .softcap = static_cast<float>(arguments.softcap),
       .sinks = arguments.sinks ? arguments.sinks->as<float>() + item.first_head : nullptr,
       .out = first_row(plan, item, arguments.out),
@@ -230,85 +295,7 @@ kernels::AttentionTile make_tile(
   return tile;
 }
 
-/// Reads [slots, heads, dim].
-void read_slots(
-    const char* function,
-    const char* name,
-    KVAxisOrder layout,
-    std::optional<int64_t> page_size,
-    PagedCache& paged
-) {
-  const TensorView& cache = paged.tensor;
-  check(page_size.has_value(), function, ": page_size is required for a 3-dimensional ", name);
-  check(
-      layout == KVAxisOrder::nhd, function, ": a 3-dimensional ", name,
-      " is [slots, heads, dim]; kv_layout must be NHD"
-  );
-  check_page_size(function, *page_size);
-  check(
-      cache.shape[0] % *page_size == 0, function, ": ", name,
-      " must have a multiple of page_size (", *page_size, ") slots, got ", cache.shape[0]
-  );
-  paged.num_pages = cache.shape[0] / *page_size;
-  paged.page_size = *page_size;
-  paged.num_kv_heads = cache.shape[1];
-  // A stride from page to page means nothing with less than two of them.
-  paged.page_stride = paged.num_pages > 1 ? cache.strides[0] * *page_size : 0;
-  paged.row_stride = cache.strides[0];
-  paged.head_stride = cache.strides[1];
-}
-
-/// Reads a cache of four dimensions, whose pages are one of them.
-void read_pages(
-    const char* function,
-    const char* name,
-    KVAxisOrder layout,
-    std::optional<int64_t> page_size,
-    PagedCache& paged
-) {
-  const TensorView& cache = paged.tensor;
-  const int row_axis = layout == KVAxisOrder::nhd ? 1 : 2;
-  const int head_axis = 3 - row_axis;
-  paged.num_pages = cache.shape[0];
-  paged.page_size = cache.shape[row_axis];
-  paged.num_kv_heads = cache.shape[head_axis];
-  paged.page_stride = cache.strides[0];
-  paged.row_stride = cache.strides[row_axis];
-  paged.head_stride = cache.strides[head_axis];
-  check(
-      !page_size || *page_size == paged.page_size, function, ": page_size ", page_size.value_or(0),
-      " does not agree with ", name, ", whose pages hold ", paged.page_size, " tokens (shape ",
-      ShapeOf{cache}, ")"
-  );
-}
-
 }  // namespace
-
-PagedCache paged_cache(
-    const char* function,
-    const char* name,
-    const TensorView& cache,
-    KVAxisOrder layout,
-    std::optional<int64_t> page_size
-) {
-  check(
-      cache.rank == 3 || cache.rank == 4, function, ": ", name,
-      " must have 3 dimensions [slots, heads, dim] or 4, got shape ", ShapeOf{cache}
-  );
-  check_tensor(function, name, cache, cache.rank);
-  PagedCache paged{
-      .data = cache.data,
-      .dtype = cache.dtype,
-      .head_dim = cache.shape[cache.rank - 1],
-      .tensor = cache,
-  };
-  if (cache.rank == 3) {
-    read_slots(function, name, layout, page_size, paged);
-  } else {
-    read_pages(function, name, layout, page_size, paged);
-  }
-  return paged;
-}
 
 AttentionShape attention_shape(const AttentionArguments& arguments) {
   const auto narrow = [&](const char* name, int64_t value) {
@@ -331,7 +318,8 @@ void run_attention(const AttentionPlan& plan, const AttentionArguments& argument
       active_kernels().attention[element_type(arguments.function, "q", arguments.q.dtype)];
   const TraceSpan call(TraceScope::call, 0, arguments.q.dtype, arguments.function);
   clear_rows_outside(plan.batch, arguments);
-  const AttentionShape& shape = plan.batch.shape;
+  const std::optional<kernels::CodeType> codes = code_type(arguments.k.dtype);
+  const auto decode = codes ? kernel.decode_codes[*codes] : kernel.decode;
   const auto num_items = static_cast<int64_t>(plan.items.size());
   SplitResults splits(plan);
   parallel_for(num_items, threads, [&](int64_t index, StopToken& stop) {
@@ -340,11 +328,10 @@ void run_attention(const AttentionPlan& plan, const AttentionArguments& argument
         TraceScope::item, tracing() ? useful_flops(plan.batch, item) : 0, arguments.q.dtype
     );
     kernels::AttentionTile tile = make_tile(plan, item, arguments, stop);
+    if (codes) tile.expand_codes = kernel.expand_codes[*codes];
     tile.partial = splits.results_of(item);
-    const int64_t rows = int64_t{item.num_tokens} * item.num_heads;
     const auto scratch_bytes = item.decode ? kernel.decode_scratch_bytes : kernel.scratch_bytes;
-    void* scratch = thread_scratch(scratch_bytes(rows, shape.head_dim, shape.v_head_dim));
-    if (!(item.decode ? kernel.decode : kernel.run)(&tile, scratch)) return;
+    if (!(item.decode ? decode : kernel.run)(&tile, thread_scratch(scratch_bytes(&tile)))) return;
     if (const float* parts = splits.finish(item)) {
       const TraceSpan merging(TraceScope::merge);
       kernel.merge(&tile, parts, plan.splits[item.split].num_parts);

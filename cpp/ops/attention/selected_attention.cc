@@ -110,13 +110,11 @@ void attend_selected(const SelectedAttention& attention, SelectKeys select, int 
   const int64_t num_tokens = q.shape[0] * q.shape[1], num_heads = q.shape[2];
   if (num_tokens == 0 || num_heads == 0) return;
   const int64_t rope_dim = attention.q_rope ? attention.q_rope->shape[3] : 0;
-  const auto qk_dim = static_cast<int32_t>(q.shape[3] + rope_dim);
-  const auto v_head_dim = static_cast<int32_t>(attention.v_head_dim);
   const auto& kernel = active_kernels().attention[element_type(attention.function, "q", q.dtype)];
   const int64_t item_heads = heads_per_item(num_tokens, num_heads, num_threads);
   const int64_t parts = (num_heads + item_heads - 1) / item_heads;
-  const int64_t kernel_bytes =
-      (kernel.scratch_bytes(item_heads, qk_dim, v_head_dim) + 63) / 64 * 64;
+  const kernels::AttentionTile largest = make_tile(attention, 0, 0, item_heads, nullptr, 0);
+  const int64_t kernel_bytes = (kernel.scratch_bytes(&largest) + 63) / 64 * 64;
   const TraceSpan call(TraceScope::call, 0, q.dtype, attention.function);
   parallel_for(num_tokens * parts, num_threads, [&](int64_t item, StopToken& stop) {
     const int64_t token = item / parts, first_head = item % parts * item_heads;
@@ -126,7 +124,8 @@ void attend_selected(const SelectedAttention& attention, SelectKeys select, int 
     );
     auto* rows = reinterpret_cast<int32_t*>(scratch + kernel_bytes);
     const int64_t num_keys = select(token, rows);
-    const TraceSpan span(TraceScope::item, 2 * heads * num_keys * (qk_dim + v_head_dim), q.dtype);
+    const int64_t flops = 2 * heads * num_keys * (q.shape[3] + rope_dim + attention.v_head_dim);
+    const TraceSpan span(TraceScope::item, flops, q.dtype);
     kernels::AttentionTile tile = make_tile(attention, token, first_head, heads, rows, num_keys);
     hook_tile(tile, stop, q.dtype);
     kernel.run(&tile, scratch);

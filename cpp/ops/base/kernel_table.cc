@@ -55,6 +55,19 @@ const kernels::KernelTable& active_kernels() { return active_tables().attention;
 
 const kernels::SparseKernelTable& active_sparse_kernels() { return active_tables().sparse; }
 
+std::optional<kernels::CodeType> code_type(DType dtype) {
+  switch (dtype) {
+    case DType::float8_e4m3fn:
+      return kernels::kFloat8E4M3;
+    case DType::float8_e5m2:
+      return kernels::kFloat8E5M2;
+    case DType::int8:
+      return kernels::kInt8;
+    default:
+      return std::nullopt;
+  }
+}
+
 kernels::ElementType element_type(const char* function, const char* name, DType dtype) {
   switch (dtype) {
     case DType::float32:

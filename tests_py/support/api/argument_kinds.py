@@ -46,6 +46,7 @@ ARRAYS = [np.ones(2, np.float32), torch.ones(2), np.ma.array([1.0, 2.0], mask=[T
 WRONG: dict[str, list[Any]] = {
     "int": [*NOTHING, *ARRAYS, "16", 16.0, True, np.True_, np.float32(2), [16], 2**70],
     "float": [*NOTHING, *ARRAYS, "0.5", True, np.True_, [0.5], 10**400],
+    "scale": [*NOTHING, *ARRAYS, "0.5", True, np.True_, [0.5], 10**400, 0.0, np.ones(1, np.uint16)],
     "flag": [*NOTHING, *ARRAYS, "yes", 1, 0, 1.0, []],
     "text": [*NOTHING, *ARRAYS, 1, 1.5, True, ["NHD"], "nonsense", "\ud800"],
     "value": [*NOTHING, *ARRAYS, "x", 1, True, []],
@@ -134,6 +135,9 @@ LAYER = {
 }
 OPTIONS = {
     "kv_layout": ("text", "NHD"),
+    "k_scale": ("?scale", 0.5),
+    "v_scale": ("?scale", f32(1)),
+    "kv_dtype": ("?text", None),
     "scale": ("?float", 0.25),
     "softcap": ("float", 0.0),
     "sinks": ("?tensor", f32(2)),

@@ -40,11 +40,37 @@ PagedCache paged_cache(
     std::optional<int64_t> page_size
 );
 
-/// Tensors and numbers of one layer.
+/// What the numbers of a cache are multiplied with: those that codes of 8 bits stand for make
+/// values only so. At most one of `heads` and `tokens`, which `tensor` comes on top of.
+struct KVScale {
+  double tensor = 1;                // for all of the cache; positive
+  std::optional<TensorView> heads;  // float32 [num_kv_heads], positive
+  /// One for each token slot and head, head_dim being 1: float32, float16 or bfloat16, whatever
+  /// they are. For caches of codes only.
+  std::optional<PagedCache> tokens;
+};
+
+/// Reads a tensor of scales: of one element (for all of the cache; float32, float16, bfloat16 or
+/// float64), [num_kv_heads], or for each token slot and head in pages like those of the cache,
+/// [num_pages, page_size, num_kv_heads] (NHD), [num_pages, num_kv_heads, page_size] (HND), or
+/// [num_slots, num_kv_heads] with page_size. Throws std::invalid_argument, which names `function`
+/// and `name`, for other shapes and dtypes.
+KVScale kv_scale(
+    const char* function,
+    const char* name,
+    const TensorView& scale,
+    KVAxisOrder layout,
+    int64_t page_size,
+    int64_t num_kv_heads
+);
+
+/// Tensors and numbers of one layer. k, v and k_rope are of the dtype of q, or all codes of one
+/// kind: float8_e4m3fn, float8_e5m2 or int8.
 struct AttentionArguments {
   const char* function = "run_attention";  // named in errors
   TensorView q;                            // [num_rows, num_heads, head_dim]
   PagedCache k, v;
+  KVScale k_scale, v_scale;          // that of k is k_rope's, too
   std::optional<TensorView> q_rope;  // [num_rows, num_heads, rope_dim]: the last
   std::optional<PagedCache> k_rope;  // dimensions of q and k, stored apart
   double scale = 1;                  // multiplies q . k
@@ -60,6 +86,7 @@ AttentionShape attention_shape(const AttentionArguments& arguments);
 
 /// Attention over paged keys and values: for every row of every segment
 ///   out = softmax_j(scale * q . k_j over the visible keys j, and the sink) v_j
+/// with k_j and v_j times their scales;
 ///   lse = log sum_j exp(scale * q . k_j), without the sink, natural logarithm.
 /// Accumulates in float32 and rounds once. Results of rows without visible
 /// keys and of rows outside all segments are zeros and -inf; the latter rows are never read. out

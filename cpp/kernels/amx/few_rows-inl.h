@@ -1,0 +1,365 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The attention loop on AMX tiles for up to 64 rows of a KV head, where most of the time goes to
+// reading keys and values. Keys are left-hand tiles: rows of memory as they are, instead of
+// columns, which would have to be packed; the scores, which are few, are transposed instead. Keys,
+// scores and probabilities of a chunk of 32 keys follow each other, so that what was read is still
+// in the L1. Heads, which are neighbours in memory, take turns with each block of keys: its pages
+// are then still known to the TLB.
+//
+// Every sum has the order that it has in attention-inl.h, and with it its bits.
+#include "kernels/amx/attention-inl.h"
+#include "kernels/amx/few_rows_workspace-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+template <class T>
+class AmxFewRows {
+  using Format = TileFormat<T>;
+  static constexpr int kParts = Format::kParts;
+  static constexpr int kBlockKeys = kAmxBlockKeys<T>;
+
+ public:
+  static int64_t scratch_bytes(const AttentionTile& tile) {
+    return FewRowsWorkspace<T>(nullptr, tile).bytes;
+  }
+
+  AmxFewRows(const AttentionTile& tile, char* scratch)
+      : tile_(tile),
+        rows_(tile.num_tokens * tile.group),
+        row_tiles_((rows_ + kTileRows - 1) / kTileRows),
+        depth_(round_up(tile.nope_dim + tile.rope_dim, kTileDepth)),
+        v_dim_(tile.v_head_dim),
+        work_(scratch, tile),
+        pending_(work_.product),
+        sources_{SourceRows<T>(tile), SourceRows<T>(tile)},
+        packed_(tile, work_.tiles, depth_, ValueOrder::kChunks) {}
+
+  bool run() {
+    mark(tile_, kMarkPack);
+    prepare();
+    begin_ = visible_keys(tile_, 0).begin;
+    end_ = visible_keys(tile_, tile_.num_tokens - 1).end;
+    locate_keys(0, begin_ / kBlockKeys * kBlockKeys);
+    while (next_->count() > 0) {
+      // Between two blocks no tile holds anything.
+      if (tile_.should_stop(tile_.stop_context)) return false;
+      tiles_.configure();
+      const SourceRows<T>& rows = *next_;
+      next_ = next_ == &sources_[0] ? &sources_[1] : &sources_[0];
+      const int64_t after = rows.first() + kBlockKeys;
+      if (!any_shown(tile_, 0, tile_.num_tokens, rows.first(), rows.count())) {
+        locate_keys(0, after);
+        continue;
+      }
+      take_head(rows.head());
+      if (head_ + 1 < tile_.num_kv_heads) {
+        locate_keys(head_ + 1, rows.first());
+      } else {
+        locate_keys(0, after);
+      }
+      attend(rows);
+    }
+    mark(tile_, kMarkWrite);
+    for (int head = 0; head < tile_.num_kv_heads; ++head) {
+      take_head(head);
+      for (int row = 0; row < rows_; ++row) finish(row);
+    }
+    return true;
+  }
+
+ private:
+  /// Turns to the rows of a head.
+  void take_head(int head) {
+    head_ = head;
+    scale_ = scale_of_head(tile_, head);
+    const int64_t row = int64_t{head} * kMaxFewRows;
+    group_ = {
+        .factor = tile_.softcap > 0 ? kLog2E : scale_ * kLog2E,
+        .column_tiles = v_dim_ / 16,
+        .first_chunk = 0,
+        .references = work_.references + row,
+        .biases = work_.biases + row,
+        .sums = work_.sums + row,
+        .exact_sums = wants_exact_sums() ? work_.exact_sums + row * kLanes : nullptr,
+        .output = work_.output + row * v_dim_,
+        .probabilities = work_.probabilities,
+    };
+    maxima_ = work_.maxima + row * kLanes;
+    queries_ = work_.queries + int64_t{head} * row_tiles_ * kTileRows * depth_ * kParts;
+  }
+
+  /// The LSE is that of exact exponentials, though P V may have rounded ones.
+  bool wants_exact_sums() const { return !Format::kSumsByProducts || tile_.lse != nullptr; }
+
+  void prepare() {
+    // Dimensions that fill up the last tiles take part in everything.
+    if (tile_.nope_dim + tile_.rope_dim < depth_) {
+      __builtin_memset(work_.tiles.keys, 0, sizeof(Bfloat16) * kParts * 2 * kTileDepth * depth_);
+    }
+    fill_ones(work_.ones);
+    Magnitude magnitude;
+    for (int head = 0; head < tile_.num_kv_heads; ++head) {
+      take_head(head);
+      clear_rows();
+      const int64_t elements = int64_t{row_tiles_} * kTileRows * depth_ * kParts;
+      __builtin_memset(queries_, 0, sizeof(Bfloat16) * elements);
+      pack_queries(
+          tile_.q, tile_.q_token_stride, tile_.q_head_stride, tile_.nope_dim, 0, magnitude
+      );
+      if (tile_.rope_dim == 0) continue;
+      pack_queries(
+          tile_.q_rope, tile_.q_rope_token_stride, tile_.q_rope_head_stride, tile_.rope_dim,
+          tile_.nope_dim, magnitude
+      );
+    }
+    bounded_queries_ = magnitude.below(kBoundOfFiniteScores);
+  }
+
+  /// The rows of the head, filled up to whole tiles, have seen nothing yet.
+  void clear_rows() const {
+    const int rows = row_tiles_ * kTileRows;
+    float* sums = work_.exact_sums + int64_t{head_} * kMaxFewRows * kLanes;
+    for (int i = 0; i < rows; ++i) {
+      group_.references[i] = -__builtin_inff();
+      group_.biases[i] = kNoBias;
+      group_.sums[i] = 0;
+      store(sums + i * kLanes, splat(0.0F));
+      store(maxima_ + i * kLanes, splat(-__builtin_inff()));
+    }
+    for (int d = 0; d < v_dim_ / 16; ++d) {
+      __builtin_memset(group_.output + d * kGroupRows * kLanes, 0, sizeof(float) * rows * kLanes);
+    }
+  }
+
+  void pack_queries(
+      const void* source,
+      int64_t token_stride,
+      int64_t head_stride,
+      int dim,
+      int first,
+      Magnitude& magnitude
+  ) const {
+    const T* q = static_cast<const T*>(source) + int64_t{head_} * tile_.group * head_stride;
+    for (int row = 0; row < rows_; row += kTileRows) {
+      const char* rows[kTileRows];
+      const int n = static_cast<int>(smaller(kTileRows, rows_ - row));
+      for (int i = 0; i < n; ++i) {
+        const int64_t token = (row + i) / tile_.group;
+        const int64_t head = (row + i) % tile_.group;
+        rows[i] = reinterpret_cast<const char*>(q + token * token_stride + head * head_stride);
+      }
+      Bfloat16* tiles = queries_ + int64_t{row} * depth_ * kParts;
+      pack_tile_columns<T>(rows, n, dim, first, depth_, tiles, magnitude);
+    }
+  }
+
+  /// Locates the keys of a head to take next: those of the block from `first` on.
+  void locate_keys(int head, int64_t first) {
+    const int n =
+        begin_ < end_ ? static_cast<int>(larger(0, smaller(kBlockKeys, end_ - first))) : 0;
+    next_->locate(head, first, n, n == 0 ? 0 : static_cast<int>(larger(0, begin_ - first)));
+  }
+
+  /// The rows of the head against a block of keys. While the tiles multiply, the vector
+  /// units fill those of the next chunk and take the scores of the last one through softmax.
+  void attend(const SourceRows<T>& rows) {
+    int begin = static_cast<int>(larger(0, begin_ - rows.first())) / kTileDepth * kTileDepth;
+    int end = round_up(rows.count(), kTileDepth);
+    drop_hidden(tile_, 0, tile_.num_tokens, rows.first(), begin, end);
+    const int first_chunk = begin / kTileDepth;
+    const int end_chunk = end / kTileDepth;
+    if (first_chunk >= end_chunk) return next_->fetch(next_->count());
+    group_.first_chunk = first_chunk;
+    packed_.begin(rows);
+    if (has_factors(tile_.k_row_factors)) rows.read_row_factors(tile_.k_row_factors, k_factors_);
+    const int64_t flops = int64_t{2} * rows_ * (end_chunk - first_chunk) * kTileDepth;
+    mark(tile_, kMarkQk, flops * (tile_.nope_dim + tile_.rope_dim));
+    start_scores(rows, first_chunk);
+    for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
+      if (chunk + 1 < end_chunk) {
+        start_scores(rows, chunk + 1);
+      } else {
+        pending_.flush();
+      }
+      packed_.pack_values(rows, chunk, [&] { next_->fetch(1); });
+      next_->fetch(8);
+      take_softmax(rows.first(), chunk);
+      next_->fetch(8);
+    }
+    next_->fetch(next_->count());
+    mark(tile_, kMarkPv, flops * v_dim_);
+    add_values(first_chunk, end_chunk);
+    add_special_values(rows.first());
+  }
+
+  /// Packs the keys of a chunk and starts their scores.
+  void start_scores(const SourceRows<T>& rows, int chunk) {
+    Bfloat16* keys = packed_.keys_of(chunk % 2);
+    packed_.template pack_keys<KeySide::kLeft>(rows, chunk, keys, [&] { next_->fetch(1); });
+    const auto no_slice = [] {};
+    for (int row = 0; row < rows_; row += kScoreRows) {
+      const Bfloat16* queries = queries_ + int64_t{row} * depth_ * kParts;
+      float* scores = scores_of(chunk, row);
+      if (rows_ - row > kTileRows) {
+        multiply_keys<kParts, 2>(queries, keys, depth_, pending_, scores, no_slice, no_slice);
+      } else {
+        multiply_keys<kParts, 1>(queries, keys, depth_, pending_, scores, no_slice, no_slice);
+      }
+    }
+  }
+
+  float* scores_of(int chunk, int row) const {
+    return work_.scores + (chunk % 2 * 2 + row / kScoreRows) * 4 * kTileFloats;
+  }
+
+  /// Turns the scores of a chunk into probabilities.
+  void take_softmax(int64_t first, int chunk) {
+    const bool factors = has_factors(tile_.k_row_factors);
+    for (int row = 0; row < rows_; row += kScoreRows) {
+      const Step step{
+          .row = row,
+          .count = static_cast<int>(smaller(kScoreRows, rows_ - row)),
+          .chunk = chunk,
+          .first_chunk = group_.first_chunk,
+          .end_chunk = chunk + 1,
+          .last = false,
+      };
+      float* scores = scores_of(chunk, row);
+      transpose_scores(step.count, scores);
+      if (factors) multiply_scores(step.count, k_factors_ + chunk * kTileDepth, scores);
+      if constexpr (Format::kHidesNan) {
+        if (factors || !bounded_queries_ || !packed_.bounded()) show_nan(step.count, scores);
+      }
+      restrict_scores(tile_, step, first, scale_, scores);
+      if (tile_.max_logits != nullptr) keep_maxima(step.count, scores, maxima_ + row * kLanes);
+      StepRows<T>(group_, step, scores).take_rest();
+    }
+  }
+
+  void add_values(int first_chunk, int end_chunk) {
+    switch (row_tiles_) {
+      case 1:
+        return add_values<1, 4>(first_chunk, end_chunk);
+      case 2:
+        return add_values<2, 2>(first_chunk, end_chunk);
+      case 3:
+        return add_values<3, 1>(first_chunk, end_chunk);
+      default:
+        return add_values<4, 1>(first_chunk, end_chunk);
+    }
+  }
+
+  /// O += P V, and the sums of rows, kColumns column tiles at a time.
+  template <int kRowTiles, int kColumns>
+  void add_values(int first_chunk, int end_chunk) {
+    constexpr int kSums = Format::kSumsByProducts ? 1 : 0;
+    const int columns = v_dim_ / 16 + kSums;
+    for (int column = 0; column < columns; column += kColumns) {
+      const Bfloat16* values[kColumns];
+      int64_t strides[kColumns];
+      for (int i = 0; i < kColumns; ++i) {
+        // Columns behind the last are the last once more.
+        const int place = static_cast<int>(smaller(column + i, columns - 1)) - kSums;
+        values[i] = place < 0 ? work_.ones
+                              : packed_.values_of(first_chunk) + place * packed_.column_stride();
+        strides[i] = place < 0 ? 0 : packed_.chunk_stride();
+      }
+      multiply_value_columns<kParts, kRowTiles, kColumns>(
+          group_.probabilities_of(0, first_chunk), values, strides, end_chunk - first_chunk,
+          pending_, work_.product
+      );
+      pending_.flush();
+      for (int i = 0; i < kColumns && column + i < columns; ++i) {
+        const float* product = work_.product + i * kRowTiles * kTileFloats;
+        const int place = column + i - kSums;
+        if (place < 0) {
+          PendingColumn{product, group_.sums, kRowTiles * kTileRows}.take_rest();
+        } else {
+          float* output = group_.output + place * kGroupRows * kLanes;
+          PendingRows{product, output, kRowTiles * kTileRows}.take_rest();
+        }
+      }
+    }
+  }
+
+  /// O += P V for keys that were packed as zeros, in the rows that see them.
+  void add_special_values(int64_t first) const {
+    for (int i = 0; i < packed_.num_special(); ++i) {
+      const int key = packed_.special_key(i);
+      const T* value = packed_.special_value(i);
+      for (int row = 0; row < rows_; ++row) {
+        if (!sees(tile_, row / tile_.group, first + key)) continue;
+        const Vector p = splat(group_.probability_of(row, key));
+        float* output = group_.output + row * kLanes;
+        for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
+          store(output, fma(p, load(value + d), load(output)));
+        }
+      }
+    }
+  }
+
+  void finish(int row) const {
+    const float* sums = work_.exact_sums + (int64_t{head_} * kMaxFewRows + row) * kLanes;
+    const float exact_sum = reduce_add(load(sums));
+    RowState state = {
+        reference_exponent(group_.references[row], group_.biases[row], group_.factor),
+        Format::kSumsByProducts ? group_.sums[row] : exact_sum
+    };
+    if (wants_exact_sums() && state.sum > 0) state.rounding = exact_sum / state.sum;
+    if (tile_.max_logits != nullptr) state.maximum = reduce_max(load(maxima_ + row * kLanes));
+    const float* output = group_.output + row * kLanes;
+    float columns[kMaxHeadDim];
+    for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
+      store(columns + d, load(output));
+    }
+    finish_row<T>(tile_, int64_t{head_} * rows_ + row, state, columns);
+  }
+
+  const TileScope tiles_;
+  const AttentionTile& tile_;
+  const int rows_;  // of a head
+  const int row_tiles_;
+  const int depth_;
+  const int v_dim_;
+  const FewRowsWorkspace<T> work_;
+  PendingSums pending_;
+  SourceRows<T> sources_[2];
+  SourceRows<T>* next_ = &sources_[0];  // comes after what is at work
+  TileRows<T> packed_;
+  bool bounded_queries_ = false;
+  int64_t begin_ = 0, end_ = 0;  // of the keys that any token sees
+  int head_ = 0;                 // at work
+  float scale_ = 0;
+  SoftmaxGroup<T> group_{};
+  float* maxima_ = nullptr;
+  Bfloat16* queries_ = nullptr;
+  float k_factors_[kMaxPackedKeys];
+};
+
+/// The loop for a tile: few rows, or one KV head after the other.
+template <class T>
+struct AmxLoop {
+  static bool few_rows(const AttentionTile& tile) {
+    return tile.num_tokens * tile.group <= kMaxFewRows;
+  }
+
+  static int64_t scratch_bytes(const AttentionTile* tile) {
+    return few_rows(*tile) ? AmxFewRows<T>::scratch_bytes(*tile)
+                           : AmxAttention<T>::scratch_bytes(*tile);
+  }
+
+  static bool run(const AttentionTile* tile, void* scratch) {
+    char* base = static_cast<char*>(scratch);
+    if (few_rows(*tile)) return AmxFewRows<T>(*tile, base).run();
+    for (int head = 0; head < tile->num_kv_heads; ++head) {
+      if (!AmxAttention<T>(*tile, head, base).run()) return false;
+    }
+    return true;
+  }
+};
+
+}  // namespace
+}  // namespace cpattn::kernels

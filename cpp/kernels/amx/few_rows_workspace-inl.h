@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The buffers of few_rows-inl.h. Needs the vector layer and the tiles included first.
+#include "kernels/amx/steps-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+constexpr int kMaxFewRows = kGroupRows;
+
+/// Buffers of one tile of work. What is said to be of a head is there for each.
+template <class T>
+struct FewRowsWorkspace {
+  TileBuffers<T> tiles;     // keys of two chunks, values of a block
+  Bfloat16* queries;        // of a head: [rows / 16][part][depth / 32][16 pairs][16 rows][2]
+  Bfloat16* probabilities;  // [chunks][part][64][32]
+  Bfloat16* ones;           // a tile whose first column sums rows
+  float* scores;            // [2 chunks][2 row pairs][2 key tiles][2 row tiles][16][16]
+  float* product;           // [4][16][16]
+  float* output;            // of a head: [v_head_dim / 16][64][16]
+  float* sums;              // of a head: [64]
+  float* exact_sums;        // of a head: [64][16]
+  float* references;        // of a head: [64]
+  float* biases;            // of a head: [64]
+  float* maxima;            // of a head: [64][16]
+  int64_t bytes;
+
+  FewRowsWorkspace(char* base, const AttentionTile& tile) {
+    constexpr int kParts = TileFormat<T>::kParts;
+    const int depth = round_up(tile.nope_dim + tile.rope_dim, kTileDepth);
+    const int64_t heads = tile.num_kv_heads;
+    const int64_t rows = heads * kMaxFewRows;
+    Carver carver{base};
+    tiles.take(carver, 2 * kTileDepth, kAmxBlockKeys<T>, depth, tile.v_head_dim);
+    carver.take(
+        queries, heads * round_up(tile.num_tokens * tile.group, kTileRows) * depth * kParts
+    );
+    carver.take(probabilities, int64_t{kAmxBlockKeys<T>} * kGroupRows * kParts);
+    carver.take(ones, kTileElements);
+    carver.take(scores, 2 * 8 * kTileFloats);
+    carver.take(product, 4 * kTileFloats);
+    carver.take(output, rows * tile.v_head_dim);
+    carver.take(sums, rows);
+    carver.take(exact_sums, rows * kLanes);
+    carver.take(references, rows);
+    carver.take(biases, rows);
+    carver.take(maxima, rows * kLanes);
+    bytes = carver.used;
+  }
+};
+
+}  // namespace
+}  // namespace cpattn::kernels

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The buffers of decode-inl.h. Needs the vector layer and the engines included first.
+#include "kernels/attention/attention-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// Keys of one block.
+constexpr int kDecodeKeys = 64;
+/// Queries of one vector or more, and keys that are multiplied with them at once:
+/// as many as keep eight sums.
+constexpr int kQueryTile = 4;
+constexpr int kTileVectors = 4 * kQueryTile / kLanes;
+constexpr int kKeyTile = kTileVectors == 1 ? 8 : 4;
+
+/// Buffers of one tile. The rows of a head are filled up to whole tiles.
+template <class Operand>
+struct DecodeWorkspace {
+  Operand* queries;        // [tiles of rows][quads of qk_dim][kQueryTile][quad]
+  Operand* row;            // [qk_dim]
+  Operand* keys;           // [kKeyTile][qk_dim]
+  float* scores;           // [rows][kDecodeKeys]
+  Operand* probabilities;  // [rows][kDecodeKeys]
+  float* output;           // [rows][v_head_dim]
+  float* zeros;            // [v_head_dim]
+  RowState* states;        // [rows]
+  int64_t bytes;
+
+  DecodeWorkspace(char* base, int64_t rows, int qk_dim, int v_head_dim) {
+    Carver carver{base};
+    carver.take(queries, rows * qk_dim);
+    carver.take(row, qk_dim);
+    carver.take(keys, int64_t{kKeyTile} * qk_dim);
+    carver.take(scores, rows * kDecodeKeys);
+    carver.take(probabilities, rows * kDecodeKeys);
+    carver.take(output, rows * v_head_dim);
+    carver.take(zeros, v_head_dim);
+    carver.take(states, rows);
+    bytes = carver.used;
+  }
+};
+
+}  // namespace
+}  // namespace cpattn::kernels
