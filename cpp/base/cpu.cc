@@ -77,6 +77,11 @@ bool has_avx512_bf16() {
   return has_x86_64_v4() && has_all(cpuid(7, 0).ecx, kVnni) && has_all(cpuid(7, 1).eax, kBf16);
 }
 
+bool has_avx512_vbmi() {
+  constexpr uint32_t kVbmi = bits({1});
+  return has_x86_64_v4() && has_all(cpuid(7, 0).ecx, kVbmi);
+}
+
 bool is_intel() {
   constexpr uint32_t kGenu = 0x756e6547;
   constexpr uint32_t kIneI = 0x49656e69;
@@ -106,6 +111,7 @@ bool has_avx512_fp16() { return has_all(cpuid(7, 0).edx, bits({23})); }
 bool has_x86_64_v3() { return false; }
 bool has_x86_64_v4() { return false; }
 bool has_avx512_bf16() { return false; }
+bool has_avx512_vbmi() { return false; }
 bool is_intel() { return false; }
 bool amx_usable() { return false; }
 bool amx_palette_missing() { return true; }

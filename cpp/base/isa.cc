@@ -19,7 +19,7 @@ std::vector<Isa> detect() {
 #if defined(__x86_64__)
   [[maybe_unused]] const bool has_bf16 = has_avx512_bf16();
 #ifdef CPATTN_HAVE_AMXTWIN
-  if (has_bf16) isas.push_back(Isa::amx_twin);
+  if (has_bf16 && has_avx512_vbmi()) isas.push_back(Isa::amx_twin);
 #endif
 #ifdef CPATTN_HAVE_AVX2
   if (has_x86_64_v3()) isas.push_back(Isa::avx2);
@@ -35,7 +35,7 @@ std::vector<Isa> detect() {
   }
 #endif
 #ifdef CPATTN_HAVE_AMX
-  if (has_bf16 && amx_usable()) isas.push_back(Isa::amx);
+  if (has_bf16 && has_avx512_vbmi() && amx_usable()) isas.push_back(Isa::amx);
 #endif
 #endif
 #ifdef CPATTN_HAVE_NEON

@@ -59,9 +59,7 @@ void register_trace(py::module_& module) {
   module.def(
       "dtype_name",
       [](uint8_t code) {
-        check(
-            code <= static_cast<uint8_t>(kLastDType), "dtype_name: no dtype ", int{code}
-        );
+        check(code <= static_cast<uint8_t>(kLastDType), "dtype_name: no dtype ", int{code});
         return dtype_name(static_cast<DType>(code));
       },
       "code"_a

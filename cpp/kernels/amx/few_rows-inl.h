@@ -35,7 +35,9 @@ class AmxFewRows {
         work_(scratch, tile),
         pending_(work_.product),
         sources_{SourceRows<T>(tile), SourceRows<T>(tile)},
-        packed_(tile, work_.tiles, depth_, ValueOrder::kChunks) {}
+        packed_(
+            tile, work_.tiles, depth_, row_tiles_ == 1 ? ValueOrder::kOneChunk : ValueOrder::kChunks
+        ) {}
 
   bool run() {
     mark(tile_, kMarkPack);
@@ -177,6 +179,7 @@ class AmxFewRows {
     if (has_factors(tile_.k_row_factors)) rows.read_row_factors(tile_.k_row_factors, k_factors_);
     const int64_t flops = int64_t{2} * rows_ * (end_chunk - first_chunk) * kTileDepth;
     mark(tile_, kMarkQk, flops * (tile_.nope_dim + tile_.rope_dim));
+    float references[kTileRows];
     start_scores(rows, first_chunk);
     for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
       if (chunk + 1 < end_chunk) {
@@ -188,10 +191,24 @@ class AmxFewRows {
       next_->fetch(8);
       take_softmax(rows.first(), chunk);
       next_->fetch(8);
+      if (row_tiles_ > 1) continue;
+      if (chunk == first_chunk) {
+        __builtin_memcpy(references, group_.references, sizeof references);
+      }
+      pending_.flush();
+      add_chunk(chunk, chunk == first_chunk);
     }
     next_->fetch(next_->count());
     mark(tile_, kMarkPv, flops * v_dim_);
-    add_values(first_chunk, end_chunk);
+    if (row_tiles_ == 1) {
+      // A reference that was raised changed the probabilities of earlier chunks.
+      if (__builtin_memcmp(references, group_.references, sizeof references) != 0) {
+        add_chunks_again(rows, first_chunk, end_chunk);
+      }
+      add_block();
+    } else {
+      add_values(first_chunk, end_chunk);
+    }
     add_special_values(rows.first());
   }
 
@@ -239,10 +256,57 @@ class AmxFewRows {
     }
   }
 
+  /// Adds P V of a chunk, and the sums of its rows, to those of the block: of sixteen rows, whose
+  /// sums are few enough to stay in the L1.
+  void add_chunk(int chunk, bool first) {
+    const Bfloat16* p = group_.probabilities_of(0, chunk);
+    const Bfloat16* values = packed_.values_of(chunk);
+    const int64_t stride = packed_.column_stride();
+    float* sums = work_.block_sums;
+    int column = 0;
+    if constexpr (Format::kSumsByProducts) {
+      const Bfloat16* columns[4] = {work_.ones, values, values + stride, values + 2 * stride};
+      column = static_cast<int>(smaller(4, 1 + v_dim_ / 16));
+      add_product<kParts>(p, columns, column, first, sums);
+      sums += column * kTileFloats;
+      values += (column - 1) * stride;
+      --column;
+    }
+    for (int count = 0; column < v_dim_ / 16; column += count, values += count * stride) {
+      const Bfloat16* columns[4] = {
+          values, values + stride, values + 2 * stride, values + 3 * stride
+      };
+      count = static_cast<int>(smaller(4, v_dim_ / 16 - column));
+      add_product<kParts>(p, columns, count, first, sums);
+      sums += count * kTileFloats;
+    }
+  }
+
+  /// The same for all chunks of the block, from zero on.
+  [[gnu::noinline]] void add_chunks_again(
+      const SourceRows<T>& rows, int first_chunk, int end_chunk
+  ) {
+    packed_.forget_special();
+    for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
+      packed_.pack_values(rows, chunk, [] {});
+      add_chunk(chunk, chunk == first_chunk);
+    }
+  }
+
+  /// Adds the sums of the block to those of the rows.
+  void add_block() const {
+    const float* sums = work_.block_sums;
+    if constexpr (Format::kSumsByProducts) {
+      PendingColumn{sums, group_.sums, kTileRows}.take_rest();
+      sums += kTileFloats;
+    }
+    for (int d = 0; d < v_dim_ / 16; ++d, sums += kTileFloats) {
+      PendingRows{sums, group_.output + d * kGroupRows * kLanes, kTileRows}.take_rest();
+    }
+  }
+
   void add_values(int first_chunk, int end_chunk) {
     switch (row_tiles_) {
-      case 1:
-        return add_values<1, 4>(first_chunk, end_chunk);
       case 2:
         return add_values<2, 2>(first_chunk, end_chunk);
       case 3:

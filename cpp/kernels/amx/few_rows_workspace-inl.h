@@ -18,6 +18,7 @@ struct FewRowsWorkspace {
   Bfloat16* ones;           // a tile whose first column sums rows
   float* scores;            // [2 chunks][2 row pairs][2 key tiles][2 row tiles][16][16]
   float* product;           // [4][16][16]
+  float* block_sums;        // [1 + v_head_dim / 16][16][16]: P V of a block, where rows are 16
   float* output;            // of a head: [v_head_dim / 16][64][16]
   float* sums;              // of a head: [64]
   float* exact_sums;        // of a head: [64][16]
@@ -40,6 +41,7 @@ struct FewRowsWorkspace {
     carver.take(ones, kTileElements);
     carver.take(scores, 2 * 8 * kTileFloats);
     carver.take(product, 4 * kTileFloats);
+    carver.take(block_sums, int64_t{kTileFloats} * (1 + tile.v_head_dim / 16));
     carver.take(output, rows * tile.v_head_dim);
     carver.take(sums, rows);
     carver.take(exact_sums, rows * kLanes);

@@ -308,6 +308,52 @@ inline void multiply_value_columns(
   pending.set_target(product);
 }
 
+/// Adds up to four times sixteen columns of P V, for sixteen rows and a chunk of 32 keys, to
+/// `sums`, [column][16 rows][16]; to zeros if `first`. P is as multiply_values() has it. Tiles hold
+/// nothing before and after.
+template <int kParts>
+inline void add_product(
+    const Bfloat16* p, const Bfloat16* const* columns, int count, bool first, float* sums
+) {
+  const auto begin = [&]<int kColumn>() __attribute__((always_inline)) {
+    if (kColumn >= count) return;
+    if (first) {
+      clear_tile<kColumn>();
+    } else {
+      load_tile<kColumn>(sums + kColumn * kTileFloats);
+    }
+  };
+  begin.template operator()<0>();
+  begin.template operator()<1>();
+  begin.template operator()<2>();
+  begin.template operator()<3>();
+  const auto multiply = [&](const Bfloat16* left, int64_t part) __attribute__((always_inline)) {
+    load_tile<4>(left);
+    const auto column = [&]<int kColumn>() __attribute__((always_inline)) {
+      if (kColumn >= count) return;
+      constexpr int kRight = 6 + kColumn % 2;
+      load_tile<kRight>(columns[kColumn] + part);
+      multiply_tiles<kColumn, 4, kRight>();
+    };
+    column.template operator()<0>();
+    column.template operator()<1>();
+    column.template operator()<2>();
+    column.template operator()<3>();
+  };
+  multiply(p, 0);
+  if constexpr (kParts == 2) {
+    multiply(p + 4 * kTileElements, 0);
+    multiply(p, kTileElements);
+  }
+  const auto end = [&]<int kColumn>() __attribute__((always_inline)) {
+    if (kColumn < count) store_tile<kColumn>(sums + kColumn * kTileFloats);
+  };
+  end.template operator()<0>();
+  end.template operator()<1>();
+  end.template operator()<2>();
+  end.template operator()<3>();
+}
+
 /// What peak_flops() is for engines, for tiles: `rounds` of four products. The operands
 /// are random, because on zeros the processor clocks higher than on any data.
 inline int64_t tile_peak_flops(int64_t rounds) {

@@ -2,6 +2,7 @@
 #pragma once
 
 // Keys and values as tiles. Needs the vector layer and the tiles included first.
+#include "kernels/amx/codes-inl.h"
 #include "kernels/amx/steps-inl.h"
 
 namespace cpattn::kernels {
@@ -12,8 +13,8 @@ namespace {
 enum class KeySide { kRight, kLeft };
 
 /// The order of the tiles of values of a block: those of sixteen columns follow each other, as a
-/// product takes them, or those of a chunk, as they are packed.
-enum class ValueOrder { kColumns, kChunks };
+/// product takes them, or those of a chunk, as they are packed; or there are those of one chunk.
+enum class ValueOrder { kColumns, kChunks, kOneChunk };
 
 /// Packs the rows of a block in chunks of 32 keys.
 template <class T>
@@ -59,6 +60,11 @@ class TileRows {
   void pack_keys(const SourceRows<T>& rows, int chunk, Bfloat16* tiles, Each each) {
     const int key = chunk * kTileDepth;
     const int n = static_cast<int>(smaller(kTileDepth, rows.count() - key));
+    if (kSide == KeySide::kLeft && takes_codes_of(tile_.nope_dim, 0)) {
+      place_codes(rows.k + key, n, tile_.nope_dim, 0, tiles, each);
+      if (tile_.rope_dim > 0) place_ropes<kSide>(rows, key, n, tiles);
+      return;
+    }
     const char* expanded[kTileDepth];
     const char* const* k = expanded;
     if (tile_.expand != nullptr) {
@@ -79,7 +85,9 @@ class TileRows {
     const int n = static_cast<int>(smaller(kTileDepth, rows.count() - key));
     const char* const* stored = (tile_.expand != nullptr ? rows.k : rows.v) + key;
     const char* v[kTileDepth];
-    if (tile_.expand != nullptr) {
+    if (packs_codes_of_values()) {
+      __builtin_memcpy(v, stored, sizeof(v[0]) * n);
+    } else if (tile_.expand != nullptr) {
       expand_rows(stored, n, v);
     } else if (tile_.expand_codes != nullptr) {
       expand(stored, n, tile_.v_head_dim, v_factors_of(key), v);
@@ -99,6 +107,7 @@ class TileRows {
   /// The first column tile of the values of a chunk.
   Bfloat16* values_of(int chunk) const {
     const int columns = tile_.v_head_dim / 16;
+    if (order_ == ValueOrder::kOneChunk) return work_.values;
     if (order_ == ValueOrder::kChunks) {
       return work_.values + int64_t{chunk} * columns * kParts * kTileElements;
     }
@@ -108,7 +117,7 @@ class TileRows {
   }
   /// From one column tile to the next.
   int64_t column_stride() const {
-    const int tiles = order_ == ValueOrder::kChunks ? 1 : kAmxChunks<T>;
+    const int tiles = order_ == ValueOrder::kColumns ? kAmxChunks<T> : 1;
     return int64_t{tiles} * kParts * kTileElements;
   }
   /// From one chunk of a block to the next.
@@ -121,6 +130,8 @@ class TileRows {
   /// they must not meet the rows that do not see them: zeros stand in for them.
   int num_special() const { return num_special_; }
   int special_key(int i) const { return special_keys_[i]; }
+  /// Packs values once more.
+  void forget_special() { num_special_ = 0; }
   /// Valid until the next call.
   const T* special_value(int i) const {
     const char* value[1];
@@ -137,6 +148,41 @@ class TileRows {
  private:
   const float* v_factors_of(int key) const {
     return has_factors(tile_.v_row_factors) ? v_factors_ + key : nullptr;
+  }
+
+  /// Whether codes become tiles at once, without being rows of numbers before.
+  bool takes_codes_of(int dim, int first) const {
+    return kParts == 1 && tile_.expand_codes != nullptr && takes_codes(dim, first);
+  }
+  bool packs_codes_of_values() const {
+    return takes_codes_of(tile_.v_head_dim, 0) && !has_factors(tile_.v_row_factors);
+  }
+
+  /// Calls function<Code>() for the type of the codes.
+  template <class Function>
+  void with_code(Function function) const {
+    switch (tile_.code_type) {
+      case kFloat8E4M3:
+        return function.template operator()<Float8>();
+      case kFloat8E5M2:
+        return function.template operator()<Float8E5M2>();
+      default:
+        return function.template operator()<int8_t>();
+    }
+  }
+
+  /// Places `dim` dimensions of n keys that are codes, from dimension `first` on, as left-hand
+  /// tiles.
+  template <class Each>
+  void place_codes(const char* const* rows, int n, int dim, int first, Bfloat16* tiles, Each each) {
+    if constexpr (kParts == 1) {
+      const char* all[kTileDepth];
+      for (int i = 0; i < kTileDepth; ++i) all[i] = i < n ? rows[i] : kZeroRow;
+      with_code([&]<class Code>() {
+        const bool finite = pack_code_rows<Code>(all, dim, first, depth_, tiles, each);
+        if (!finite) magnitude_.add(_mm512_set1_epi16(TileFormat<T>::kInfinity));
+      });
+    }
   }
 
   /// Rows of codes as numbers; lists where they are.
@@ -176,6 +222,9 @@ class TileRows {
   void place_ropes(const SourceRows<T>& rows, int key, int n, Bfloat16* tiles) {
     const char* expanded[kTileDepth];
     const char* const* ropes = rows.k_rope + key;
+    if (kSide == KeySide::kLeft && takes_codes_of(tile_.rope_dim, tile_.nope_dim)) {
+      return place_codes(ropes, n, tile_.rope_dim, tile_.nope_dim, tiles, [] {});
+    }
     if (tile_.expand_codes != nullptr) {
       expand(ropes, n, tile_.rope_dim, nullptr, expanded);
       ropes = expanded;
@@ -186,17 +235,31 @@ class TileRows {
   /// Packs the n values of a chunk; `stored` is where they come from.
   template <class Each>
   void place_values(const char** v, int n, int chunk, const char* const* stored, Each each) {
-    Bfloat16* values = values_of(chunk);
     int special[kTileDepth];
-    const int dim = tile_.v_head_dim;
-    const int found = pack_tile_values<T>(v, n, dim, values, column_stride(), special, each);
+    const int found = write_values(v, n, values_of(chunk), special, each);
     if (found == 0) return;
     for (int i = 0; i < found; ++i) {
       special_keys_[num_special_] = chunk * kTileDepth + special[i];
       special_values_[num_special_++] = stored[special[i]];
       v[special[i]] = reinterpret_cast<const char*>(work_.zeros);
     }
-    pack_tile_values<T>(v, n, dim, values, column_stride(), special, [] {});
+    write_values(v, n, values_of(chunk), special, [] {});
+  }
+
+  /// Packs n values, or the codes of values, at v; see pack_tile_values().
+  template <class Each>
+  int write_values(const char* const* v, int n, Bfloat16* tiles, int* special, Each each) const {
+    const int dim = tile_.v_head_dim;
+    if constexpr (kParts == 1) {
+      if (packs_codes_of_values()) {
+        int found = 0;
+        with_code([&]<class Code>() {
+          found = pack_code_values<Code>(v, n, dim, tiles, column_stride(), special, each);
+        });
+        return found;
+      }
+    }
+    return pack_tile_values<T>(v, n, dim, tiles, column_stride(), special, each);
   }
 
   const AttentionTile& tile_;

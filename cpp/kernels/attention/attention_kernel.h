@@ -66,6 +66,7 @@ struct AttentionTile {
   void (*expand_codes)(
       const char* const* rows, int n, int dim, const float* factors, void* elements
   ) = nullptr;
+  CodeType code_type = kFloat8E4M3;
   /// What rows of K and V are multiplied with. Of codes only.
   RowFactors k_row_factors{}, v_row_factors{};
   /// Null, or what K and V of each of num_kv_heads heads are multiplied with.

@@ -10,33 +10,37 @@
 namespace cpattn::kernels {
 namespace {
 
-/// Decode() for up to kMaxRows rows of a KV head, which the vector units take in float32, and the
-/// tiles for more.
-template <class T, class Decode, int kMaxRows>
+/// Few rows of a KV head are read in place by the vector units, in float32, and more by tiles:
+/// up to kMaxRows, or, of codes, up to kMaxCodeRows.
+template <class T, int kMaxRows, int kMaxCodeRows>
 struct VectorsOrTiles {
+  using Decode = DecodeLoop<T, Float32Engine, 4>;
+
   static bool by_vectors(const AttentionTile& tile) {
-    return tile.num_tokens * tile.group <= kMaxRows;
+    const int most = tile.expand_codes == nullptr ? kMaxRows : kMaxCodeRows;
+    return tile.num_tokens * tile.group <= most;
   }
   static int64_t scratch_bytes(const AttentionTile* tile) {
-    return by_vectors(*tile) ? decode_scratch_bytes<T, DecodeLoop<T, Float32Engine, 4>>(tile)
+    return by_vectors(*tile) ? decode_scratch_bytes<T, Decode>(tile)
                              : AmxLoop<T>::scratch_bytes(tile);
   }
+  template <class Loop>
   static bool run(const AttentionTile* tile, void* scratch) {
-    return by_vectors(*tile) ? Decode::run(tile, scratch) : AmxLoop<T>::run(tile, scratch);
+    return by_vectors(*tile) ? Loop::run(tile, scratch) : AmxLoop<T>::run(tile, scratch);
+  }
+
+  static constexpr AttentionKernel kernel(int64_t (*peak)(int64_t)) {
+    AttentionKernel kernel = packing_kernel<T, AmxLoop<T>>(peak);
+    kernel.decode_scratch_bytes = &scratch_bytes;
+    kernel.decode = &run<Decode>;
+    if (kMaxCodeRows > 0) {
+      kernel.decode_codes[kFloat8E4M3] = &run<CodeDecoder<T, Float8>>;
+      kernel.decode_codes[kFloat8E5M2] = &run<CodeDecoder<T, Float8E5M2>>;
+      kernel.decode_codes[kInt8] = &run<CodeDecoder<T, int8_t>>;
+    }
+    return kernel;
   }
 };
-
-template <class T, int kMaxRows>
-constexpr AttentionKernel tile_attention_kernel(int64_t (*peak)(int64_t)) {
-  using Decode = VectorsOrTiles<T, DecodeLoop<T, Float32Engine, 4>, kMaxRows>;
-  AttentionKernel kernel = packing_kernel<T, AmxLoop<T>>(peak);
-  kernel.decode_scratch_bytes = &Decode::scratch_bytes;
-  kernel.decode = &Decode::run;
-  kernel.decode_codes[kFloat8E4M3] = &VectorsOrTiles<T, CodeDecoder<T, Float8>, kMaxRows>::run;
-  kernel.decode_codes[kFloat8E5M2] = &VectorsOrTiles<T, CodeDecoder<T, Float8E5M2>, kMaxRows>::run;
-  kernel.decode_codes[kInt8] = &VectorsOrTiles<T, CodeDecoder<T, int8_t>, kMaxRows>::run;
-  return kernel;
-}
 
 /// float16 is three products where float32 is one: its speed is measured against the
 /// latter, and more rows are needed before tiles are faster than vectors: on a Xeon they take
@@ -44,8 +48,8 @@ constexpr AttentionKernel tile_attention_kernel(int64_t (*peak)(int64_t)) {
 /// with the memory for 4 rows.
 constexpr KernelTable amx_kernel_table(const char* name) {
   return kernel_table(
-      name, tile_attention_kernel<Bfloat16, 4>(&tile_peak_flops),
-      tile_attention_kernel<Half, 16>(&peak_flops<Float32Engine>)
+      name, VectorsOrTiles<Bfloat16, 4, 4>::kernel(&tile_peak_flops),
+      VectorsOrTiles<Half, 16, 16>::kernel(&peak_flops<Float32Engine>)
   );
 }
 

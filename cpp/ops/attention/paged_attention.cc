@@ -328,7 +328,10 @@ void run_attention(const AttentionPlan& plan, const AttentionArguments& argument
         TraceScope::item, tracing() ? useful_flops(plan.batch, item) : 0, arguments.q.dtype
     );
     kernels::AttentionTile tile = make_tile(plan, item, arguments, stop);
-    if (codes) tile.expand_codes = kernel.expand_codes[*codes];
+    if (codes) {
+      tile.code_type = *codes;
+      tile.expand_codes = kernel.expand_codes[*codes];
+    }
     tile.partial = splits.results_of(item);
     const auto scratch_bytes = item.decode ? kernel.decode_scratch_bytes : kernel.scratch_bytes;
     if (!(item.decode ? decode : kernel.run)(&tile, thread_scratch(scratch_bytes(&tile)))) return;

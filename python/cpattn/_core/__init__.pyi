@@ -2,7 +2,7 @@
 import enum
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, ClassVar, final, type_check_only
+from typing import Any, ClassVar, SupportsFloat, final, type_check_only
 
 import numpy as np
 from numpy.typing import NDArray
@@ -419,8 +419,8 @@ def run_attention(
     k_cache: _Tensor,
     v_cache: _Tensor,
     kv_layout: str,
-    k_scale: float | _Tensor | None,
-    v_scale: float | _Tensor | None,
+    k_scale: SupportsFloat | _Tensor | None,
+    v_scale: SupportsFloat | _Tensor | None,
     kv_dtype: str | None,
     scale: float,
     softcap: float,
@@ -440,8 +440,8 @@ def paged_attention(
     last_page_len: _Indices | None,
     page_size: int | None,
     kv_layout: str,
-    k_scale: float | _Tensor | None,
-    v_scale: float | _Tensor | None,
+    k_scale: SupportsFloat | _Tensor | None,
+    v_scale: SupportsFloat | _Tensor | None,
     kv_dtype: str | None,
     scale: float,
     causal: bool,

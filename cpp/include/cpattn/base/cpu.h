@@ -14,6 +14,9 @@ bool has_x86_64_v4();
 /// and some answer no to everything.
 bool has_avx512_bf16();
 
+/// True when the processor has AVX512_VBMI besides the last level of the ABI.
+bool has_avx512_vbmi();
+
 /// True when Intel made the processor.
 bool is_intel();
 
