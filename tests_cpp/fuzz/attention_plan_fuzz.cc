@@ -81,8 +81,8 @@ Input read_input(Reader& in) {
   }
   if (in.rarely()) batch.kv_lens.resize(in.size_near(std::ssize(batch.kv_lens)));
   read_pages(in, input);
-  batch.causal = in.flag();
-  if (in.rarely(4)) batch.window = in.mostly(in.between(0, 6), 8);
+  batch.visibility.causal = in.flag();
+  if (in.rarely(4)) batch.visibility.window = in.mostly(in.between(0, 6), 8);
   batch.allow_short_kv = in.flag();
   batch.batch_invariant = in.flag();
   if (in.rarely(4)) batch.num_rows = in.mostly(in.between(0, 8));
@@ -97,7 +97,7 @@ Input read_input(Reader& in) {
     const DType dtype = in.rarely() ? DType::int8 : DType::bool8;
     input.mask.emplace_back(dtype, std::span(&size, 1));
     input.mask[0].fill(in.bits(4));
-    batch.custom_mask = input.mask[0].view();
+    batch.visibility.custom_mask = input.mask[0].view();
   }
   return input;
 }
@@ -246,9 +246,9 @@ void check_results(Reader& in, const Input& input, const AttentionPlan& plan) {
       .kv_lens = {},
       .block_tables = {},
       .scale = arguments.scale,
-      .causal = input.batch.causal,
-      .window = input.batch.window,
-      .custom_mask = input.batch.custom_mask,
+      .causal = input.batch.visibility.causal,
+      .window = input.batch.visibility.window,
+      .custom_mask = input.batch.visibility.custom_mask,
       .softcap = arguments.softcap,
       .sinks = std::nullopt,
   };

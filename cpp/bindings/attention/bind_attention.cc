@@ -55,17 +55,22 @@ class SequenceBatchArguments {
       py::handle causal,
       py::handle window,
       py::handle custom_mask,
+      py::handle packed_custom_mask,
       py::handle allow_short_kv,
       py::handle batch_invariant
   )
       : block_tables_(read.optional_table(block_tables, "block_tables")),
-        custom_mask_(read.optional_tensor(custom_mask, "custom_mask")) {
+        custom_mask_(read.optional_tensor(custom_mask, "custom_mask")),
+        packed_custom_mask_(read.optional_tensor(packed_custom_mask, "packed_custom_mask")) {
     batch.q_lens = read.ints(q_lens, "q_lens");
     if (!kv_lens.is_none()) batch.kv_lens = read.ints(kv_lens, "kv_lens");
     batch.block_tables = view_of(block_tables_);
-    batch.causal = read.flag(causal, "causal");
-    batch.window = read.optional_integer(window, "window");
-    batch.custom_mask = view_of(custom_mask_);
+    batch.visibility = {
+        .causal = read.flag(causal, "causal"),
+        .window = read.optional_integer(window, "window"),
+        .custom_mask = view_of(custom_mask_),
+        .packed_custom_mask = view_of(packed_custom_mask_),
+    };
     batch.allow_short_kv = read.flag(allow_short_kv, "allow_short_kv");
     batch.batch_invariant = read.flag(batch_invariant, "batch_invariant");
   }
@@ -74,7 +79,7 @@ class SequenceBatchArguments {
 
  private:
   std::optional<IndexTableArgument> block_tables_;
-  std::optional<TensorArgument> custom_mask_;
+  std::optional<TensorArgument> custom_mask_, packed_custom_mask_;
 };
 
 /// How a cache is stored, as callers say it.
@@ -206,14 +211,15 @@ AttentionPlan plan(
     py::handle causal,
     py::handle window,
     py::handle custom_mask,
+    py::handle packed_custom_mask,
     py::handle allow_short_kv,
     py::handle batch_invariant,
     py::handle num_threads
 ) {
   const Arguments read("plan_attention");
   SequenceBatchArguments given(
-      read, q_lens, kv_lens, block_tables, causal, window, custom_mask, allow_short_kv,
-      batch_invariant
+      read, q_lens, kv_lens, block_tables, causal, window, custom_mask, packed_custom_mask,
+      allow_short_kv, batch_invariant
   );
   given.batch.shape = {
       .num_heads = read.integer<int32_t>(num_heads, "num_heads"),
@@ -274,6 +280,7 @@ void plan_and_run(
     py::handle softcap,
     py::handle sinks,
     py::handle custom_mask,
+    py::handle packed_custom_mask,
     py::handle allow_short_kv,
     py::handle batch_invariant,
     py::handle num_threads,
@@ -286,8 +293,8 @@ void plan_and_run(
       {k_scale, v_scale, kv_dtype}, scale, softcap, sinks, out, lse
   );
   SequenceBatchArguments given(
-      read, q_lens, kv_lens, block_tables, causal, window, custom_mask, allow_short_kv,
-      batch_invariant
+      read, q_lens, kv_lens, block_tables, causal, window, custom_mask, packed_custom_mask,
+      allow_short_kv, batch_invariant
   );
   given.batch.csr = read_csr(read, kv_lens, kv_indptr, kv_indices, last_page_len);
   const AttentionArguments& arguments = layer.arguments;
@@ -316,7 +323,8 @@ void register_attention(py::module_& module) {
   module.def(
       "plan_attention", &plan, "q_lens"_a, "kv_lens"_a, "block_tables"_a, "page_size"_a,
       "num_pages"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "causal"_a,
-      "window"_a, "custom_mask"_a, "allow_short_kv"_a, "batch_invariant"_a, "num_threads"_a
+      "window"_a, "custom_mask"_a, "packed_custom_mask"_a, "allow_short_kv"_a, "batch_invariant"_a,
+      "num_threads"_a
   );
   module.def(
       "run_attention", &run, "plan"_a, "q"_a, "k_cache"_a, "v_cache"_a, "kv_layout"_a, "k_scale"_a,
@@ -326,8 +334,8 @@ void register_attention(py::module_& module) {
       "paged_attention", &plan_and_run, "q"_a, "k_cache"_a, "v_cache"_a, "q_lens"_a, "kv_lens"_a,
       "block_tables"_a, "kv_indptr"_a, "kv_indices"_a, "last_page_len"_a, "page_size"_a,
       "kv_layout"_a, "k_scale"_a, "v_scale"_a, "kv_dtype"_a, "scale"_a, "causal"_a, "window"_a,
-      "softcap"_a, "sinks"_a, "custom_mask"_a, "allow_short_kv"_a, "batch_invariant"_a,
-      "num_threads"_a, "out"_a, "lse"_a
+      "softcap"_a, "sinks"_a, "custom_mask"_a, "packed_custom_mask"_a, "allow_short_kv"_a,
+      "batch_invariant"_a, "num_threads"_a, "out"_a, "lse"_a
   );
   module.def("merge_state", &merge, "out_a"_a, "lse_a"_a, "out_b"_a, "lse_b"_a);
 }

@@ -302,33 +302,6 @@ PageTable page_table_from_csr(
   return table;
 }
 
-MaskBits pack_mask(
-    std::span<const AttentionSegment> segments,
-    const uint8_t* values,
-    std::span<const int64_t> starts,
-    std::span<const int64_t> row_strides,
-    bool inverted
-) {
-  MaskBits mask;
-  int64_t bytes = 0;
-  for (const AttentionSegment& segment : segments) {
-    mask.offsets.push_back(bytes);
-    mask.row_bytes.push_back((segment.kv_len + 31) / 32 * 4);
-    bytes += segment.q_len * mask.row_bytes.back();
-  }
-  mask.bits.assign(bytes, 0);
-  for (std::size_t s = 0; s < segments.size(); ++s) {
-    for (int64_t row = 0; row < segments[s].q_len; ++row) {
-      const uint8_t* from = values + starts[s] + row * row_strides[s];
-      uint8_t* to = mask.bits.data() + mask.offsets[s] + row * mask.row_bytes[s];
-      for (int64_t key = 0; key < segments[s].kv_len; ++key) {
-        to[key / 8] |= static_cast<uint8_t>(((from[key] != 0) != inverted) << key % 8);
-      }
-    }
-  }
-  return mask;
-}
-
 std::vector<AttentionSegment> sequence_segments(
     const char* function, std::span<const int64_t> q_lens, std::span<const int64_t> kv_lens
 ) {

@@ -180,6 +180,15 @@ MaskBits pack_mask(
     bool inverted
 );
 
+/// The same of a mask given as bits, bit i being bit i % 8 of bits[i / 8]; a set one means visible.
+/// Segment s starts at bit starts[s] and its rows are row_strides[s] bits apart.
+MaskBits repack_mask(
+    std::span<const AttentionSegment> segments,
+    const uint8_t* bits,
+    std::span<const int64_t> starts,
+    std::span<const int64_t> row_strides
+);
+
 /// The usual batch: sequence r has q_lens[r] new tokens, rows of q in order, at
 /// the end of kv_lens[r] keys. Throws for negative lengths and unequal sizes.
 std::vector<AttentionSegment> sequence_segments(
