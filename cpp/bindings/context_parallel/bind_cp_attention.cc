@@ -19,26 +19,52 @@ void run(
     py::handle num_heads,
     py::handle num_kv_heads,
     py::handle scale,
+    py::handle causal,
+    py::handle window,
+    py::handle softcap,
+    py::handle sinks,
+    py::handle custom_mask,
+    py::handle packed_custom_mask,
+    py::handle q_rope,
+    py::handle k_rope,
+    py::handle v_head_dim,
     py::handle out,
     py::handle lse
 ) {
   const Arguments read("do_cp_attn_fia");
   const TensorArgument queries = read.tensor(q, "q");
   const TensorArgument keys = read.tensor(k_cache, "k_cache");
-  const TensorArgument values = read.tensor(v_cache, "v_cache");
+  const auto values = read.optional_tensor(v_cache, "v_cache");
   const auto& share = read.value<ContextParallelMetadata>(metadata, "metadata");
   const IndexTableArgument tables = read.table(block_tables, "block_tables");
+  const auto sink_logits = read.optional_tensor(sinks, "sinks");
+  const auto mask = read.optional_tensor(custom_mask, "custom_mask");
+  const auto packed_mask = read.optional_tensor(packed_custom_mask, "packed_custom_mask");
+  const auto rope_queries = read.optional_tensor(q_rope, "q_rope");
+  const auto rope_keys = read.optional_tensor(k_rope, "k_rope");
   const TensorArgument output = read.output(out, "out");
   const auto lse_output = read.optional_output(lse, "lse");
   const CpAttentionArguments arguments{
       .q = *queries,
       .k_cache = *keys,
-      .v_cache = *values,
+      .v_cache = view_of(values),
+      .v_head_dim = read.optional_integer(v_head_dim, "v_head_dim"),
+      .q_rope = view_of(rope_queries),
+      .k_rope = view_of(rope_keys),
       .block_tables = *tables,
       .page_size = read.integer(page_size, "page_size"),
       .num_heads = read.integer(num_heads, "num_heads"),
       .num_kv_heads = read.integer(num_kv_heads, "num_kv_heads"),
       .scale = read.real(scale, "scale"),
+      .visibility =
+          {
+              .causal = read.flag(causal, "causal"),
+              .window = read.optional_integer(window, "window"),
+              .custom_mask = view_of(mask),
+              .packed_custom_mask = view_of(packed_mask),
+          },
+      .softcap = read.real(softcap, "softcap"),
+      .sinks = view_of(sink_logits),
       .out = *output,
       .lse = view_of(lse_output),
   };
@@ -51,7 +77,9 @@ void run(
 void register_cp_attention(py::module_& module) {
   module.def(
       "do_cp_attn_fia", &run, "q"_a, "k_cache"_a, "v_cache"_a, "metadata"_a, "block_tables"_a,
-      "page_size"_a, "num_heads"_a, "num_kv_heads"_a, "scale"_a, "out"_a, "lse"_a
+      "page_size"_a, "num_heads"_a, "num_kv_heads"_a, "scale"_a, "causal"_a, "window"_a,
+      "softcap"_a, "sinks"_a, "custom_mask"_a, "packed_custom_mask"_a, "q_rope"_a, "k_rope"_a,
+      "v_head_dim"_a, "out"_a, "lse"_a
   );
 }
 
