@@ -664,6 +664,26 @@ def cp_indexer_topk(
     num_threads: int | None,
     out: _Tensor,
 ) -> None: ...
+def cp_sparse_mla(
+    q: _Tensor,
+    kv: _Tensor,
+    index_q: _Tensor,
+    index_k_cache: _Tensor,
+    weights: _Tensor,
+    metadata: ContextParallelMetadata,
+    block_tables: _Indices,
+    page_size: int,
+    topk: int,
+    sm_scale: float,
+    d_v: int,
+    attn_sink: _Tensor | None,
+    prefix_lens: _Indices | None,
+    index_k_scale: _Tensor | None,
+    num_threads: int | None,
+    out: _Tensor,
+    max_logits: _Tensor,
+    lse: _Tensor,
+) -> None: ...
 def npu_lightning_indexer(
     query: _Tensor,
     key: _Tensor,
