@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import cpattn
-from support.cases import Case, make_inputs
-from support.masks import dense, packed
+from support.cases import Case, dense, make_inputs, packed
 
 CASE = Case(q_lens=(5, 1, 0, 19, 33), kv_lens=(25, 4, 9, 52, 1100))
 

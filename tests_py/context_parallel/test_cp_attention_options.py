@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.cases import DTYPES, assert_attention
+from support.cases import DTYPES, assert_attention, dense, packed
 from support.cp_batches import STRATEGIES, Batch
 from support.examples import examples
-from support.masks import dense, packed
 
 EXTENDS, PREFIXES = (13, 1, 40, 0, 5), (20, 3, 33, 9, 0)
 LENS = list(zip(EXTENDS, PREFIXES, strict=True))

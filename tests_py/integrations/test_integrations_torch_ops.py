@@ -11,7 +11,7 @@ import torch
 
 import cpattn
 import cpattn.integrations.torch_ops
-from support.masks import packed
+from support.cases import packed
 from support.public_names import PUBLIC
 
 pytestmark = pytest.mark.slow

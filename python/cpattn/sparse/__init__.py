@@ -8,7 +8,8 @@
 of its keys; ``topk`` chooses, and turns indices into slots; ``sparse_mla`` attends;
 ``cp_sparse_mla`` does all of it for the tokens of a rank. ``kv_rows`` are rows of 656 bytes,
 ``split_norm`` the projection before, ``dsa_metadata`` the integers of a batch, ``gates`` whether to
-split it; ``sglang_0_5_23`` has functions of that release under its names. Imports NumPy, the core, and the forward modes of `cpattn.context_parallel`.
+split it; ``sglang_0_5_23`` has functions of that release under its names. Imports NumPy, the core,
+and the forward modes of `cpattn.context_parallel`.
 """
 
 from .cp_indexer import cp_indexer_topk, dcp_local_indices
