@@ -116,7 +116,15 @@ int64_t pairs_by_hand(const AttentionBatch& batch, const AttentionItem& item) {
     const int64_t position = segment.first_position + t * segment.position_step;
     const int64_t begin = std::max(item.kv_begin, position - batch.left);
     const int64_t end = std::min(item.kv_end, position + batch.right + 1);
-    pairs += std::max<int64_t>(0, end - begin);
+    for (int64_t key = begin; key < end; ++key) {
+      if (batch.mask.empty()) {
+        pairs += end - begin;
+        break;
+      }
+      const int64_t byte =
+          batch.mask.offsets[item.segment] + t * batch.mask.row_bytes[item.segment] + key / 8;
+      pairs += batch.mask.bits[byte] >> key % 8 & 1;
+    }
   }
   return pairs * item.num_heads;
 }

@@ -1,5 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <vector>
+
 #include "cpattn/attention/attention_plan.h"
+#include "meta/attention/attention_items.h"
 
 namespace cpattn {
 namespace {
@@ -33,7 +39,47 @@ void copy_bits(const uint8_t* from, int64_t first, int64_t count, uint8_t* to) {
       static_cast<uint8_t>(((from[last] >> shift) | above) & (0xff >> (7 - (count - 1) % 8)));
 }
 
+constexpr int64_t kWordKeys = 32;
+
+/// Word `index` of a row, those of its bits that are keys of [begin, end).
+uint32_t word_of(const uint8_t* row, int64_t index, int64_t begin, int64_t end) {
+  uint32_t word = 0;
+  std::memcpy(&word, row + index * 4, sizeof(word));
+  const int64_t first = index * kWordKeys;
+  if (begin > first) word &= ~uint32_t{0} << (begin - first);
+  if (end < first + kWordKeys) word &= ~uint32_t{0} >> (first + kWordKeys - end);
+  return word;
+}
+
 }  // namespace
+
+ShownKeys shown_by_mask(
+    const AttentionBatch& batch,
+    const AttentionSegment& segment,
+    int64_t first,
+    int64_t count,
+    int64_t kv_begin,
+    int64_t kv_end
+) {
+  static_assert(std::endian::native == std::endian::little);  // bit j of a row is bit j of words
+  const auto index = &segment - batch.segments.data();
+  const uint8_t* rows = batch.mask.bits.data() + batch.mask.offsets[index];
+  const int64_t first_word = kv_begin / kWordKeys;
+  std::vector<uint32_t> seen((kv_end + kWordKeys - 1) / kWordKeys - first_word);
+  ShownKeys shown;
+  for (int64_t token = first; token < first + count; ++token) {
+    const int64_t position = segment.first_position + token * segment.position_step;
+    const int64_t begin = std::max(kv_begin, position - batch.left);
+    const int64_t end = std::min(kv_end, position + batch.right + 1);
+    for (int64_t word = begin / kWordKeys; word * kWordKeys < end; ++word) {
+      const uint32_t bits = word_of(rows + token * batch.mask.row_bytes[index], word, begin, end);
+      shown.pairs += std::popcount(bits);
+      seen[word - first_word] |= bits;
+    }
+  }
+  for (const uint32_t bits : seen) shown.keys += bits == 0 ? 0 : kWordKeys;
+  return shown;
+}
 
 MaskBits pack_mask(
     std::span<const AttentionSegment> segments,

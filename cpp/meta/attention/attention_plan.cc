@@ -67,10 +67,21 @@ int64_t visible_pairs(
     int64_t count,
     int64_t kv_end
 ) {
+  if (!batch.mask.empty()) return shown_by_mask(batch, segment, first, count, 0, kv_end).pairs;
   const int64_t position = segment.first_position + first * segment.position_step;
   const int64_t step = segment.position_step;
   return sum_clamped(position + batch.right + 1, step, count, kv_end) -
          sum_clamped(position - batch.left, step, count, kv_end);
+}
+
+/// The keys that an item of tokens [begin, end) packs.
+int64_t packed_keys(
+    const AttentionBatch& batch, const AttentionSegment& segment, int64_t begin, int64_t end
+) {
+  if (!batch.mask.empty()) {
+    return shown_by_mask(batch, segment, begin, end - begin, 0, segment.kv_len).keys;
+  }
+  return visible_pairs(batch, segment, end - 1, 1, segment.kv_len);
 }
 
 void check_num_items(const char* function, int64_t num_items) {
@@ -99,8 +110,7 @@ void append_items(
     const int64_t begin = segment.q_len * piece / pieces;
     const int64_t end = segment.q_len * (piece + 1) / pieces;
     const int64_t pairs = visible_pairs(batch, segment, begin, end - begin, segment.kv_len);
-    const int64_t packing =
-        kPackingRows * visible_pairs(batch, segment, end - 1, 1, segment.kv_len);
+    const int64_t packing = kPackingRows * packed_keys(batch, segment, begin, end);
     for (int64_t kv_head = 0; kv_head < batch.shape.num_kv_heads; ++kv_head) {
       for (int64_t head = 0; head < group; head += heads) {
         const int64_t count = std::min(heads, group - head);
@@ -224,6 +234,12 @@ AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num
 
 int64_t visible_pairs(const AttentionBatch& batch, const AttentionItem& item) {
   const AttentionSegment& segment = batch.segments[item.segment];
+  if (!batch.mask.empty()) {
+    const ShownKeys shown = shown_by_mask(
+        batch, segment, item.first_token, item.num_tokens, item.kv_begin, item.kv_end
+    );
+    return item.num_heads * shown.pairs;
+  }
   const auto pairs_below = [&](int64_t key) {
     return visible_pairs(batch, segment, item.first_token, item.num_tokens, key);
   };

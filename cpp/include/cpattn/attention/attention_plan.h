@@ -138,8 +138,7 @@ constexpr int64_t kPartialStateFloats = 4;
 /// consistent: that is checked where they are made.
 AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num_threads);
 
-/// The number of (row, key) pairs of an item in which the window lets the row see the key. A custom
-/// mask may hide some of them.
+/// The number of (row, key) pairs of an item in which window and mask let the row see the key.
 int64_t visible_pairs(const AttentionBatch& batch, const AttentionItem& item);
 
 /// Tables of sequences as users give them: a rectangle whose row r holds at
