@@ -308,7 +308,7 @@ TEST(PlanAttention, CostsAreVisiblePairsPlusPacking) {
               std::accumulate(plan.item_costs.begin(), plan.item_costs.end(), int64_t{0});
           const int64_t last = first + 18 * step;
           int64_t span = 0;
-          for (int64_t j = 0; j < 31; ++j) span += last - left <= j && j <= last + right;
+          for (int64_t j = 0; j < 31; ++j) span += first - left <= j && j <= last + right;
           const int64_t packing = 12 * span * static_cast<int64_t>(plan.items.size());
           EXPECT_EQ(total, visible_pairs(batch) + packing) << left << ' ' << right << ' ' << step;
         }

@@ -81,7 +81,10 @@ int64_t packed_keys(
   if (!batch.mask.empty()) {
     return shown_by_mask(batch, segment, begin, end - begin, 0, segment.kv_len).keys;
   }
-  return visible_pairs(batch, segment, end - 1, 1, segment.kv_len);
+  const int64_t first = segment.first_position + begin * segment.position_step;
+  const int64_t last = segment.first_position + (end - 1) * segment.position_step;
+  const int64_t from = std::clamp<int64_t>(first - batch.left, 0, segment.kv_len);
+  return std::clamp<int64_t>(last + batch.right + 1, from, segment.kv_len) - from;
 }
 
 void check_num_items(const char* function, int64_t num_items) {
