@@ -48,7 +48,9 @@ def test_a_window_leaves_each_token_so_many_keys(batch, strategy, cp_size, windo
     layer = AttentionLayer(window=window)
     work = rank_work(*batch, cp_size=cp_size, strategy=strategy, layer=layer)
     seen = [plan.query_cache_lengths for plan in plans_of(batch, strategy, cp_size)]
-    assert work.pairs.tolist() == [int(np.minimum(n.astype(np.int64), window + 1).sum()) for n in seen]
+    assert work.pairs.tolist() == [
+        int(np.minimum(n.astype(np.int64), window + 1).sum()) for n in seen
+    ]
 
 
 def test_values_that_are_the_start_of_keys_are_not_sent_besides():
