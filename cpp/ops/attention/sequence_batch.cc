@@ -57,6 +57,7 @@ AttentionPlan plan_sequences(const char* function, const SequenceBatch& batch, i
   }
   planned.batch_invariant = batch.batch_invariant;
   std::vector<SequenceLens> sequences;
+  sequences.reserve(planned.segments.size());
   for (const AttentionSegment& segment : planned.segments) {
     sequences.push_back({segment.q_len, segment.kv_len});
   }
