@@ -4,6 +4,7 @@
 #include <string>
 
 #include "bindings/arguments/arguments.h"
+#include "bindings/arguments/kv_format.h"
 #include "bindings/module.h"
 #include "cpattn/attention/merge_state.h"
 #include "cpattn/attention/paged_attention.h"
@@ -87,69 +88,6 @@ struct KVFormatArguments {
   py::handle k_scale, v_scale, kv_dtype;
 };
 
-/// A cache, whose bytes may be codes of the kind that kv_dtype names.
-PagedCache read_cache(
-    const Arguments& read,
-    const char* name,
-    const TensorView& given,
-    const std::optional<DType>& kv_dtype,
-    KVAxisOrder layout,
-    std::optional<int64_t> page_size
-) {
-  TensorView cache = given;
-  if (kv_dtype) {
-    check(
-        cache.dtype == DType::uint8 || cache.dtype == *kv_dtype, read.name(name), " must be ",
-        *kv_dtype, ", as kv_dtype says, or its bytes in uint8, got ", cache.dtype
-    );
-    cache.dtype = *kv_dtype;
-  }
-  check(
-      cache.dtype != DType::uint8, read.name(name),
-      " of uint8 needs kv_dtype, which says what its ",
-      "bytes are: 'float8_e4m3fn', 'float8_e5m2' or 'int8'"
-  );
-  return paged_cache(read.function(), name, cache, layout, page_size);
-}
-
-std::optional<DType> parse_kv_dtype(const Arguments& read, py::handle kv_dtype) {
-  if (kv_dtype.is_none()) return std::nullopt;
-  const std::string name = read.text(kv_dtype, "kv_dtype");
-  for (DType dtype : {DType::float8_e4m3fn, DType::float8_e5m2, DType::int8}) {
-    if (name == dtype_name(dtype)) return dtype;
-  }
-  check(
-      false, read.name("kv_dtype"), " must be 'float8_e4m3fn', 'float8_e5m2' or 'int8', got '",
-      name, "'"
-  );
-  return std::nullopt;
-}
-
-/// A scale of a cache: None, a number or a tensor of them, which it keeps alive.
-class ScaleArgument {
- public:
-  ScaleArgument(
-      const Arguments& read,
-      py::handle scale,
-      const char* name,
-      KVAxisOrder layout,
-      const PagedCache& cache
-  ) {
-    if (scale.is_none()) return;
-    if (is_number(scale)) {
-      value.tensor = read.real(scale, name);
-      return;
-    }
-    tensor_.emplace(read.tensor(scale, name));
-    value = kv_scale(read.function(), name, **tensor_, layout, cache.page_size, cache.num_kv_heads);
-  }
-
-  KVScale value;
-
- private:
-  std::optional<TensorArgument> tensor_;
-};
-
 /// The tensors of a layer, kept alive while it runs.
 class LayerArguments {
  public:
@@ -179,10 +117,17 @@ class LayerArguments {
     arguments.softcap = read.real(softcap, "softcap");
     arguments.q = *q_;
     const std::optional<DType> dtype = parse_kv_dtype(read, format.kv_dtype);
-    arguments.k = read_cache(read, "k_cache", *k_, dtype, layout, page_size);
-    arguments.v = read_cache(read, "v_cache", *v_, dtype, layout, page_size);
-    k_scale_.emplace(read, format.k_scale, "k_scale", layout, arguments.k);
-    v_scale_.emplace(read, format.v_scale, "v_scale", layout, arguments.v);
+    const auto paged = [&](const char* name, const TensorView& cache) {
+      return paged_cache(
+          read.function(), name, as_codes(read, name, cache, dtype), layout, page_size
+      );
+    };
+    arguments.k = paged("k_cache", *k_);
+    arguments.v = paged("v_cache", *v_);
+    const PagedCache& k = arguments.k;
+    const PagedCache& v = arguments.v;
+    k_scale_.emplace(read, format.k_scale, "k_scale", layout, k.page_size, k.num_kv_heads);
+    v_scale_.emplace(read, format.v_scale, "v_scale", layout, v.page_size, v.num_kv_heads);
     arguments.k_scale = k_scale_->value;
     arguments.v_scale = v_scale_->value;
     arguments.sinks = view_of(sinks_);

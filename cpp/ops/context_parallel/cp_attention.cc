@@ -140,6 +140,8 @@ void do_cp_attn_fia(
       .q = split_heads(arguments.q, arguments.num_heads),
       .k = caches.k,
       .v = caches.v,
+      .k_scale = arguments.k_scale,
+      .v_scale = arguments.v_cache ? arguments.v_scale : arguments.k_scale,
       .k_rope = caches.k_rope,
       .scale = arguments.scale,
       .softcap = arguments.softcap,

@@ -2,7 +2,7 @@
 import enum
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, ClassVar, final, type_check_only
+from typing import Any, ClassVar, SupportsFloat, final, type_check_only
 
 import numpy as np
 from numpy.typing import NDArray
@@ -476,6 +476,9 @@ def do_cp_attn_fia(
     q_rope: _Tensor | None,
     k_rope: _Tensor | None,
     v_head_dim: int | None,
+    k_scale: SupportsFloat | _Tensor | None,
+    v_scale: SupportsFloat | _Tensor | None,
+    kv_dtype: str | None,
     out: _Tensor,
     lse: _Tensor | None,
 ) -> None: ...

@@ -9,7 +9,7 @@ from typing import Literal, overload
 from .. import _core
 from .._containers import empty
 from .._core import ContextParallelMetadata
-from .._types import IndexTable, Tensor, TensorT
+from .._types import IndexTable, KVScale, Tensor, TensorT
 from ..attention import default_scale
 
 __all__ = ["do_cp_attn_fia"]
@@ -23,7 +23,8 @@ def do_cp_attn_fia(
     scale: float | None = None, causal: bool = True, window: int | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
     packed_custom_mask: Tensor | None = None, q_rope: Tensor | None = None,
-    k_rope: Tensor | None = None, v_head_dim: int | None = None, out: TensorT | None = None,
+    k_rope: Tensor | None = None, v_head_dim: int | None = None, k_scale: KVScale = None,
+    v_scale: KVScale = None, kv_dtype: str | None = None, out: TensorT | None = None,
     return_lse: Literal[False] = False,
 ) -> TensorT: ...
 @overload
@@ -33,7 +34,8 @@ def do_cp_attn_fia(
     scale: float | None = None, causal: bool = True, window: int | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
     packed_custom_mask: Tensor | None = None, q_rope: Tensor | None = None,
-    k_rope: Tensor | None = None, v_head_dim: int | None = None, out: TensorT | None = None,
+    k_rope: Tensor | None = None, v_head_dim: int | None = None, k_scale: KVScale = None,
+    v_scale: KVScale = None, kv_dtype: str | None = None, out: TensorT | None = None,
     return_lse: Literal[True],
 ) -> tuple[TensorT, TensorT]: ...
 @overload
@@ -43,7 +45,8 @@ def do_cp_attn_fia(
     scale: float | None = None, causal: bool = True, window: int | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
     packed_custom_mask: Tensor | None = None, q_rope: Tensor | None = None,
-    k_rope: Tensor | None = None, v_head_dim: int | None = None, out: TensorT | None = None,
+    k_rope: Tensor | None = None, v_head_dim: int | None = None, k_scale: KVScale = None,
+    v_scale: KVScale = None, kv_dtype: str | None = None, out: TensorT | None = None,
     return_lse: bool,
 ) -> TensorT | tuple[TensorT, TensorT]: ...
 # fmt: on
@@ -67,6 +70,9 @@ def do_cp_attn_fia(
     q_rope: Tensor | None = None,
     k_rope: Tensor | None = None,
     v_head_dim: int | None = None,
+    k_scale: KVScale = None,
+    v_scale: KVScale = None,
+    kv_dtype: str | None = None,
     out: TensorT | None = None,
     return_lse: bool = False,
 ) -> TensorT | tuple[TensorT, TensorT]:
@@ -82,7 +88,7 @@ def do_cp_attn_fia(
     q : tensor [rows, num_heads * head_dim], float32, float16 or bfloat16
         This rank's rows in the order of the metadata (all prev blocks, then all next blocks).
         Rows beyond the metadata's are padding: never read, zeros come out.
-    k_cache, v_cache : contiguous tensors of the dtype of q
+    k_cache, v_cache : contiguous tensors of the dtype of q, or of codes of 8 bits
         Any shape with num_pages * page_size * num_kv_heads * dim elements, token slots first.
         They hold the complete sequences, the new tokens included. Without `v_cache` (None) the
         first `v_head_dim` elements of the keys are the values, as in the latent cache of MLA.
@@ -108,6 +114,10 @@ def do_cp_attn_fia(
         apart; `k_rope` is as `k_cache`.
     v_head_dim : int, optional
         Elements of a value, where there is no `v_cache`.
+    k_scale, v_scale, kv_dtype
+        As in `paged_attention`, of caches of codes of 8 bits; scales of tokens are in pages
+        [num_pages, page_size, num_kv_heads] or slots. The scale of keys is that of `k_rope`, too,
+        and without `v_cache` that of the values.
     out : tensor [rows, num_heads * v_head_dim] of the dtype of q, optional
         Written and returned; must not overlap an input.
     return_lse : bool
@@ -158,7 +168,7 @@ def do_cp_attn_fia(
     _core.do_cp_attn_fia(
         q, k_cache, v_cache, metadata, block_tables, page_size, num_heads, num_kv_heads, scale,
         causal, window, softcap, sinks, custom_mask, packed_custom_mask, q_rope, k_rope,
-        v_head_dim, out, lse,
+        v_head_dim, k_scale, v_scale, kv_dtype, out, lse,
     )  # fmt: skip
     return out if lse is None else (out, lse)
 

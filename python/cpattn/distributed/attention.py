@@ -30,6 +30,9 @@ class RankAttention:
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
         v_head_dim: int | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        kv_dtype: str | None = None,
         out: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
@@ -61,6 +64,8 @@ class RankAttention:
             The last dimensions of queries and keys, where they are stored apart.
         v_head_dim : int, optional
             Elements of a value, where there is no `v_cache`.
+        k_scale, v_scale, kv_dtype
+            Of caches of codes of 8 bits, as in `cpattn.do_cp_attn_fia`.
         out : tensor [num_rows, num_heads, v_head_dim] of the dtype of q_local, optional
             Written, each row contiguous; the result is a view of it.
         return_lse : bool
@@ -113,6 +118,9 @@ class RankAttention:
             q_rope=None if q_rope is None else q_rope.flatten(1),
             k_rope=k_rope,
             v_head_dim=v_head_dim,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            kv_dtype=kv_dtype,
             out=None if out is None else out.view(len(out), out.shape[1] * out.shape[2]),
             return_lse=return_lse,
         )

@@ -108,7 +108,7 @@ def _do_cp_attn_fia_out(
     _core.do_cp_attn_fia(
         q, k_cache, v_cache, _metadata(batch), block_tables, page_size, num_heads, num_kv_heads,
         scale, causal, window, softcap, sinks, custom_mask, packed_custom_mask, q_rope, k_rope,
-        v_head_dim, out, lse,
+        v_head_dim, None, None, None, out, lse,
     )  # fmt: skip
 
 

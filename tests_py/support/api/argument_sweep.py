@@ -111,6 +111,9 @@ CALLS = [
         {
             **CP_LAYER,
             "v_cache": ("?tensor", f32(4, 8, 1, 16)),
+            "k_scale": ("?scale", 0.5),
+            "v_scale": ("?scale", 2.0),
+            "kv_dtype": ("?text", None),
             "causal": ("flag", True),
             "window": ("?int", 3),
             "custom_mask": ("?tensor", np.ones(44, bool)),

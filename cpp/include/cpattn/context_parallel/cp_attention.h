@@ -7,6 +7,7 @@
 
 #include "cpattn/attention/attention_plan.h"
 #include "cpattn/attention/key_visibility.h"
+#include "cpattn/attention/paged_attention.h"
 #include "cpattn/base/index_table.h"
 #include "cpattn/base/tensor_view.h"
 #include "cpattn/context_parallel/context_parallel.h"
@@ -24,7 +25,8 @@ struct CpAttentionArguments {
   std::optional<int64_t> v_head_dim;  // dimensions of keys in k_cache. Given if v_cache is null
   std::optional<TensorView> q_rope;   // [rows, num_heads * rope_dim]: the last dimensions of
   std::optional<TensorView> k_rope;   // queries and keys, stored apart; of rope_dim
-  IndexTable block_tables;            // [bs, pages]: the pages of each sequence, prefix included
+  KVScale k_scale, v_scale;  // as of run_attention; without v_cache values have that of keys
+  IndexTable block_tables;   // [bs, pages]: the pages of each sequence, prefix included
   int64_t page_size = 0;
   int64_t num_heads = 0;
   int64_t num_kv_heads = 0;
