@@ -24,6 +24,7 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_copy_blocks(m);
   bindings::register_cp_attention(m);
   bindings::register_cp_indexer(m);
+  bindings::register_cp_sparse_mla(m);
   bindings::register_fia(m);
   bindings::register_lightning_indexer(m);
   bindings::register_sparse_flash(m);

@@ -50,6 +50,7 @@ def paged_attention(
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
     scale: float | None = None, causal: bool = True, window: int | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None,
     allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
     out: TensorT | None = None, lse: TensorT | None = None, return_lse: Literal[False] = False,
 ) -> TensorT: ...
@@ -62,6 +63,7 @@ def paged_attention(
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
     scale: float | None = None, causal: bool = True, window: int | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None,
     allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
     out: TensorT | None = None, lse: TensorT | None = None, return_lse: Literal[True],
 ) -> tuple[TensorT, TensorT]: ...
@@ -74,6 +76,7 @@ def paged_attention(
     k_scale: KVScale = None, v_scale: KVScale = None, kv_dtype: str | None = None,
     scale: float | None = None, causal: bool = True, window: int | None = None,
     softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None,
     allow_short_kv: bool = False, batch_invariant: bool = False, num_threads: int | None = None,
     out: TensorT | None = None, lse: TensorT | None = None, return_lse: bool,
 ) -> TensorT | tuple[TensorT, TensorT]: ...
@@ -100,6 +103,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None,
     allow_short_kv: bool = False,
     batch_invariant: bool = False,
     num_threads: int | None = None,
@@ -164,6 +168,11 @@ def paged_attention(
     custom_mask : tensor [sum(q_lens * kv_lens)], bool, optional
         True = visible, row-major per sequence. Applied on top of `causal` and `window`; pass
         ``causal=False`` to let it decide alone.
+    packed_custom_mask : tensor [sum(ceil(q_lens * kv_lens / 8))], uint8, optional
+        The same as bits, instead of `custom_mask`: bit ``i % 8`` of byte ``i // 8``, from the least
+        significant one, is element ``i`` of the mask of a sequence, and every sequence begins at a
+        byte of its own. As ``np.packbits(mask, bitorder="little")`` makes it of each sequence,
+        and FlashInfer takes it.
     allow_short_kv : bool
         Under `causal`, take a sequence of more queries than keys: its last query stands at the last
         key, and the first ones, before key 0, see nothing. An error otherwise, because it mostly
@@ -213,7 +222,7 @@ def paged_attention(
     _core.paged_attention(
         q, k_cache, v_cache, q_lens, kv_lens, block_tables, kv_indptr, kv_indices, last_page_len,
         page_size, kv_layout, k_scale, v_scale, kv_dtype, scale, causal, window, softcap, sinks,
-        custom_mask, allow_short_kv, batch_invariant, num_threads, out, lse,
+        custom_mask, packed_custom_mask, allow_short_kv, batch_invariant, num_threads, out, lse,
     )  # fmt: skip
     return out if lse is None or not return_lse else (out, lse)
 
@@ -232,6 +241,7 @@ def plan_attention(
     causal: bool = True,
     window: int | None = None,
     custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None,
     allow_short_kv: bool = False,
     batch_invariant: bool = False,
     num_threads: int | None = None,
@@ -254,7 +264,7 @@ def plan_attention(
     head_dim, v_head_dim : int
         Elements of a key and a value, multiples of 16 up to 576; v_head_dim is head_dim if it is
         not given.
-    causal, window, custom_mask, allow_short_kv, batch_invariant
+    causal, window, custom_mask, packed_custom_mask, allow_short_kv, batch_invariant
         Which keys a token sees, and how work is divided, as in `paged_attention`.
     num_threads : int, optional
         For the runs of this plan, as in `paged_attention`; how work is divided does not depend
@@ -284,7 +294,7 @@ def plan_attention(
     return _core.plan_attention(
         q_lens, kv_lens, block_tables, page_size, num_pages, num_heads, num_kv_heads, head_dim,
         head_dim if v_head_dim is None else v_head_dim, causal, window, custom_mask,
-        allow_short_kv, batch_invariant, num_threads,
+        packed_custom_mask, allow_short_kv, batch_invariant, num_threads,
     )  # fmt: skip
 
 

@@ -308,7 +308,7 @@ TEST(PlanAttention, CostsAreVisiblePairsPlusPacking) {
               std::accumulate(plan.item_costs.begin(), plan.item_costs.end(), int64_t{0});
           const int64_t last = first + 18 * step;
           int64_t span = 0;
-          for (int64_t j = 0; j < 31; ++j) span += last - left <= j && j <= last + right;
+          for (int64_t j = 0; j < 31; ++j) span += first - left <= j && j <= last + right;
           const int64_t packing = 12 * span * static_cast<int64_t>(plan.items.size());
           EXPECT_EQ(total, visible_pairs(batch) + packing) << left << ' ' << right << ' ' << step;
         }
@@ -339,61 +339,6 @@ TEST(PlanAttention, RefusesShapesOutsideItsBounds) {
   EXPECT_EQ(plan_attention("test", batch_of({1}, {1}), 3).num_threads, 3);
   EXPECT_THROW(plan_with({8, 2, 64, 592}), std::invalid_argument);
   EXPECT_NO_THROW(plan_with({128, 1, 576, 512}));
-}
-
-TEST(PackMask, SetsOneBitPerVisibleKey) {
-  const std::vector<AttentionSegment> segments = {
-      {.q_len = 2, .kv_len = 3, .first_position = 1}, {.q_begin = 2, .q_len = 1, .kv_len = 40}
-  };
-  std::vector<uint8_t> values(46, 0);
-  values[0] = values[4] = values[6 + 39] = 1;
-  const std::vector<int64_t> starts = {0, 6};
-  const std::vector<int64_t> strides = {3, 40};
-  const MaskBits mask = pack_mask(segments, values.data(), starts, strides, false);
-  EXPECT_EQ(mask.row_bytes, (std::vector<int64_t>{4, 8}));
-  EXPECT_EQ(mask.bits[0], 0b001);
-  EXPECT_EQ(mask.bits[4], 0b010);
-  EXPECT_EQ(mask.bits[8 + 4], 0b10000000);
-  const MaskBits hidden = pack_mask(segments, values.data(), starts, strides, true);
-  EXPECT_EQ(hidden.bits[0], 0b110);
-  EXPECT_EQ(hidden.bits[8 + 5], 0) << "no bit beyond the last key";
-}
-
-TEST(PackMask, EveryBitIsThatOfItsRowAndKey) {
-  std::mt19937 random(9);
-  for (int round = 0; round < 40; ++round) {
-    std::vector<AttentionSegment> segments(1 + random() % 3);
-    Ints starts, strides;
-    int64_t num_values = 0;
-    for (AttentionSegment& segment : segments) {
-      segment.q_len = random() % 5;
-      segment.kv_len = random() % 80;
-      starts.push_back(num_values + static_cast<int64_t>(random() % 3));
-      strides.push_back(segment.kv_len + static_cast<int64_t>(random() % 4));
-      num_values = starts.back() + segment.q_len * strides.back();
-    }
-    std::vector<uint8_t> values(num_values + 1);
-    for (uint8_t& value : values) value = random() % 2 * 255;
-    const bool inverted = round % 2 == 1;
-    const MaskBits mask = pack_mask(segments, values.data(), starts, strides, inverted);
-    int64_t offset = 0;
-    for (std::size_t s = 0; s < segments.size(); ++s) {
-      EXPECT_EQ(mask.offsets[s], offset);
-      EXPECT_EQ(mask.row_bytes[s] % 4, 0);
-      EXPECT_GE(mask.row_bytes[s] * 8, segments[s].kv_len);
-      EXPECT_LT(mask.row_bytes[s] * 8, segments[s].kv_len + 32);
-      for (int64_t row = 0; row < segments[s].q_len; ++row) {
-        for (int64_t key = 0; key < mask.row_bytes[s] * 8; ++key) {
-          const int bit = mask.bits.at(offset + row * mask.row_bytes[s] + key / 8) >> key % 8 & 1;
-          const bool given =
-              key < segments[s].kv_len && values[starts[s] + row * strides[s] + key] != 0;
-          EXPECT_EQ(bit, key < segments[s].kv_len && given != inverted);
-        }
-      }
-      offset += segments[s].q_len * mask.row_bytes[s];
-    }
-    EXPECT_EQ(std::ssize(mask.bits), offset);
-  }
 }
 
 }  // namespace

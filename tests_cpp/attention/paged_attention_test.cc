@@ -62,8 +62,7 @@ class Attention {
         .kv_lens = case_.kv_lens,
         .page_size = case_.page_size,
         .num_pages = num_pages_,
-        .causal = case_.causal,
-        .window = case_.window,
+        .visibility = {.causal = case_.causal, .window = case_.window},
         .allow_short_kv = true,
     };
     batch.block_tables = table();

@@ -81,8 +81,8 @@ Input read_input(Reader& in) {
   }
   if (in.rarely()) batch.kv_lens.resize(in.size_near(std::ssize(batch.kv_lens)));
   read_pages(in, input);
-  batch.causal = in.flag();
-  if (in.rarely(4)) batch.window = in.mostly(in.between(0, 6), 8);
+  batch.visibility.causal = in.flag();
+  if (in.rarely(4)) batch.visibility.window = in.mostly(in.between(0, 6), 8);
   batch.allow_short_kv = in.flag();
   batch.batch_invariant = in.flag();
   if (in.rarely(4)) batch.num_rows = in.mostly(in.between(0, 8));
@@ -97,7 +97,7 @@ Input read_input(Reader& in) {
     const DType dtype = in.rarely() ? DType::int8 : DType::bool8;
     input.mask.emplace_back(dtype, std::span(&size, 1));
     input.mask[0].fill(in.bits(4));
-    batch.custom_mask = input.mask[0].view();
+    batch.visibility.custom_mask = input.mask[0].view();
   }
   return input;
 }
@@ -116,7 +116,15 @@ int64_t pairs_by_hand(const AttentionBatch& batch, const AttentionItem& item) {
     const int64_t position = segment.first_position + t * segment.position_step;
     const int64_t begin = std::max(item.kv_begin, position - batch.left);
     const int64_t end = std::min(item.kv_end, position + batch.right + 1);
-    pairs += std::max<int64_t>(0, end - begin);
+    for (int64_t key = begin; key < end; ++key) {
+      if (batch.mask.empty()) {
+        pairs += end - begin;
+        break;
+      }
+      const int64_t byte =
+          batch.mask.offsets[item.segment] + t * batch.mask.row_bytes[item.segment] + key / 8;
+      pairs += batch.mask.bits[byte] >> key % 8 & 1;
+    }
   }
   return pairs * item.num_heads;
 }
@@ -246,9 +254,9 @@ void check_results(Reader& in, const Input& input, const AttentionPlan& plan) {
       .kv_lens = {},
       .block_tables = {},
       .scale = arguments.scale,
-      .causal = input.batch.causal,
-      .window = input.batch.window,
-      .custom_mask = input.batch.custom_mask,
+      .causal = input.batch.visibility.causal,
+      .window = input.batch.visibility.window,
+      .custom_mask = input.batch.visibility.custom_mask,
       .softcap = arguments.softcap,
       .sinks = std::nullopt,
   };

@@ -127,38 +127,111 @@ bool run_rank(
   return true;
 }
 
+/// What the options of a call point into.
+struct Options {
+  std::vector<Tensor> sinks, mask, bits;  // of one tensor, or none
+};
+
+/// The pairs of new tokens and keys of each sequence.
+Ints pairs_of(const ContextParallelMetadata& metadata) {
+  Ints pairs;
+  for (int32_t s = 0; s < metadata.bs; ++s) {
+    const int64_t extend = metadata.extend_lens[s];
+    pairs.push_back(extend * (metadata.prefix_lens[s] + extend));
+  }
+  return pairs;
+}
+
+/// Makes a mask, and the same as bits.
+void fill_mask(Reader& in, const Ints& pairs, Options& options) {
+  int64_t size = 0, bytes = 0;
+  for (const int64_t count : pairs) {
+    size += count;
+    bytes += (count + 7) / 8;
+  }
+  options.mask.emplace_back(DType::bool8, Ints{size});
+  options.mask[0].fill(in.bits(4));
+  options.bits.emplace_back(DType::uint8, Ints{bytes});
+  const std::span<uint8_t> flags = options.mask[0].as<uint8_t>();
+  const std::span<uint8_t> bits = options.bits[0].as<uint8_t>();
+  std::ranges::fill(bits, uint8_t{0});
+  int64_t from = 0, to = 0;
+  for (const int64_t count : pairs) {
+    for (int64_t i = 0; i < count; ++i) {
+      bits[to + i / 8] |= static_cast<uint8_t>(flags[from + i] << i % 8);
+    }
+    from += count;
+    to += (count + 7) / 8;
+  }
+}
+
+void read_options(
+    Reader& in,
+    const Input& input,
+    const ContextParallelMetadata& metadata,
+    Options& options,
+    CpAttentionArguments& arguments
+) {
+  KeyVisibility& visibility = arguments.visibility;
+  visibility.causal = !in.rarely(4);
+  if (in.rarely(4)) visibility.window = in.mostly(in.between(0, 6), 8);
+  if (in.rarely(4)) arguments.softcap = 1.5;
+  if (in.rarely(4)) {
+    options.sinks.emplace_back(DType::float32, Ints{in.size_near(input.num_heads)});
+    options.sinks[0].fill(in.bits(1));
+    arguments.sinks = options.sinks[0].view();
+  }
+  if (in.rarely(4)) {
+    fill_mask(in, pairs_of(metadata), options);
+    const bool packed = in.flag();
+    if (packed) visibility.packed_custom_mask = options.bits[0].view();
+    if (!packed || in.rarely(8)) visibility.custom_mask = options.mask[0].view();
+  }
+  if (in.rarely(4)) {
+    arguments.v_cache.reset();
+    arguments.v_head_dim = in.mostly(input.v_head_dim);
+  }
+}
+
 void check_results(
     const Input& input,
     const Ranks& ranks,
     const CpAttentionArguments& arguments,
+    const Options& options,
     const Tensor& q,
     const Results& results
 ) {
   const auto [heads, v_dim] = std::pair(input.num_heads, input.v_head_dim);
-  const auto cache = [&](TensorView view, int64_t dim) {
+  // The first dimensions of rows of `dim` ones.
+  const auto cache = [&](TensorView view, int64_t dim, int64_t first) {
     view.rank = 4;
-    view.shape = {input.num_pages, input.page_size, input.num_kv_heads, dim};
+    view.shape = {input.num_pages, input.page_size, input.num_kv_heads, first};
     const int64_t token = input.num_kv_heads * dim;
     view.strides = {input.page_size * token, token, dim, 1};
     return view;
   };
+  const TensorView values = arguments.v_cache ? cache(*arguments.v_cache, v_dim, v_dim)
+                                              : cache(arguments.k_cache, input.head_dim, v_dim);
   TensorView q_view = q.view();
   q_view.rank = 3;
   q_view.shape = {q.view().shape[0], heads, input.head_dim};
   q_view.strides = {heads * input.head_dim, input.head_dim, 1};
   reference::PagedAttention oracle = {
       .q = q_view,
-      .k_cache = cache(arguments.k_cache, input.head_dim),
-      .v_cache = cache(arguments.v_cache, v_dim),
+      .k_cache = cache(arguments.k_cache, input.head_dim, input.head_dim),
+      .v_cache = values,
       .page_size = input.page_size,
       .q_lens = {},
       .kv_lens = {},
       .block_tables = arguments.block_tables,
       .scale = arguments.scale,
-      .window = std::nullopt,
+      .causal = arguments.visibility.causal,
+      .window = arguments.visibility.window,
       .custom_mask = std::nullopt,
-      .sinks = std::nullopt,
+      .softcap = arguments.softcap,
+      .sinks = arguments.sinks,
   };
+  if (!options.mask.empty()) oracle.custom_mask = options.mask[0].view();
   const ContextParallelMetadata& first = ranks[0];
   for (int32_t s = 0; s < first.bs; ++s) {
     oracle.q_lens.push_back(first.extend_lens[s]);
@@ -204,7 +277,7 @@ void run(Reader in) {
   q.fill(seed);
   k.fill(seed + 1);
   v.fill(seed + 2);
-  const CpAttentionArguments arguments = {
+  CpAttentionArguments arguments = {
       .q = {},
       .k_cache = k.view(),
       .v_cache = v.view(),
@@ -221,14 +294,17 @@ void run(Reader in) {
       .num_times = std::vector<int>(tokens, 0),
   };
   const int64_t padding = in.rarely(4) ? in.between(0, 3) : 0;
+  Options options;
+  read_options(in, input, ranks->front(), options, arguments);
   bool ran = true;
   for (const ContextParallelMetadata& rank : *ranks) {
     ran = run_rank(input, rank, arguments, q, padding, results) && ran;
   }
   const bool is_intact = arguments.page_size == input.page_size &&
                          arguments.num_heads == input.num_heads &&
-                         arguments.num_kv_heads == input.num_kv_heads;
-  if (ran && is_intact) check_results(input, *ranks, arguments, q, results);
+                         arguments.num_kv_heads == input.num_kv_heads &&
+                         arguments.v_head_dim.value_or(input.v_head_dim) == input.v_head_dim;
+  if (ran && is_intact) check_results(input, *ranks, arguments, options, q, results);
 }
 
 }  // namespace cpattn::fuzz

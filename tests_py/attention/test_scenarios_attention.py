@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cpattn
-from support.cases import Case, assert_attention, make_inputs
+from support.cases import Case, assert_attention, dense, make_inputs, packed
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
 
@@ -28,25 +28,10 @@ def random_tree(drafts: int, rng: np.random.Generator) -> list[int]:
     return [int(rng.integers(-1, max(draft, 1))) if draft else -1 for draft in range(drafts)]
 
 
-def rank_inputs(inputs, metadata, masks):
-    """Arguments of the rows of one rank: fewer queries behind the same keys, their mask rows."""
-    rows = torch.from_numpy(metadata.local_q_indices.astype(np.int64))
-    starts = np.concatenate([[0], np.cumsum(inputs["q_lens"])])
-    sequence = np.searchsorted(starts, rows.numpy(), side="right") - 1
-    order = np.argsort(sequence, kind="stable")  # zigzag lists all first blocks before the second
-    rows, sequence = rows[order], sequence[order]
-    mine = [masks[s][rows.numpy()[sequence == s] - starts[s]] for s in range(len(masks))]
-    return rows, inputs | {
-        "q": inputs["q"][rows],
-        "q_lens": [len(mask) for mask in mine],
-        "custom_mask": np.concatenate([mask.ravel() for mask in mine]),
-    }
-
-
 @pytest.mark.parametrize("cp_size", [2, 3, 8])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_tree_of_drafts_split_over_ranks(isa, strategy, cp_size):
-    """Each rank computes its rows with its rows of the mask; together they are one process's."""
+    """Each rank is given the mask of all drafts; together they compute what one process does."""
     drafts, prefixes = (19, 1, 40), (50, 3, 270)
     case = Case(
         q_lens=drafts,
@@ -56,21 +41,35 @@ def test_a_tree_of_drafts_split_over_ranks(isa, strategy, cp_size):
     rng = np.random.default_rng(cp_size)
     masks = [tree_mask(random_tree(d, rng), p) for d, p in zip(drafts, prefixes, strict=True)]
     inputs = make_inputs(case) | {"causal": False, "scale": 0.125}
-    inputs["custom_mask"] = np.concatenate([mask.ravel() for mask in masks])
+    inputs["custom_mask"] = dense(masks)
     whole, whole_lse = cpattn.paged_attention(**inputs, batch_invariant=True, return_lse=True)
     assert_attention(whole, whole_lse, inputs)
 
     ranks = cpattn.build_cp_metadata_all_ranks(
         drafts, case.kv_lens, cp_size=cp_size, strategy=strategy
     )
-    computed = torch.zeros(sum(drafts), dtype=torch.int64)
-    for metadata in ranks:
-        rows, mine = rank_inputs(inputs, metadata, masks)
-        out, lse = cpattn.paged_attention(**mine, batch_invariant=True, return_lse=True)
-        assert torch.equal(out, whole[rows])
-        assert torch.equal(lse, whole_lse[rows])
-        computed[rows] += 1
-    assert torch.all(computed == 1)
+    q = inputs["q"].flatten(1).contiguous()
+    for mask in ({"custom_mask": dense(masks)}, {"packed_custom_mask": packed(masks)}):
+        parts = [
+            cpattn.do_cp_attn_fia(
+                metadata.shard(q),
+                inputs["k_cache"].contiguous(),
+                inputs["v_cache"].contiguous(),
+                metadata,
+                block_tables=inputs["block_tables"],
+                page_size=case.page_size,
+                num_heads=case.num_heads,
+                num_kv_heads=case.num_kv_heads,
+                scale=0.125,
+                causal=False,
+                return_lse=True,
+                **mask,
+            )
+            for metadata in ranks
+        ]
+        out, lse = (ranks[0].unshard(list(part)) for part in zip(*parts, strict=True))
+        assert torch.equal(out, whole.flatten(1))
+        assert torch.equal(lse, whole_lse)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

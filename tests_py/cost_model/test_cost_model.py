@@ -42,6 +42,26 @@ def test_tokens_and_pairs_are_those_of_the_plans(batch, strategy, cp_size):
     assert work.imbalance == pytest.approx(max(pairs) / np.mean(pairs))
 
 
+@pytest.mark.parametrize("window", [0, 5, 60, 1 << 50])
+@pytest.mark.parametrize(("batch", "strategy", "cp_size"), CASES)
+def test_a_window_leaves_each_token_so_many_keys(batch, strategy, cp_size, window):
+    layer = AttentionLayer(window=window)
+    work = rank_work(*batch, cp_size=cp_size, strategy=strategy, layer=layer)
+    seen = [plan.query_cache_lengths for plan in plans_of(batch, strategy, cp_size)]
+    assert work.pairs.tolist() == [
+        int(np.minimum(n.astype(np.int64), window + 1).sum()) for n in seen
+    ]
+
+
+def test_values_that_are_the_start_of_keys_are_not_sent_besides():
+    sizes = {"num_heads": 128, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
+    apart, latent = AttentionLayer(**sizes), AttentionLayer(**sizes, latent=True)
+    assert (apart.kv_row_bytes, latent.kv_row_bytes) == (2 * 1088, 2 * 576)
+    assert apart.dims == latent.dims
+    work = rank_work([8], [8], cp_size=2, layer=latent)
+    assert work.sent_bytes.tolist() == [4 * 1152] * 2
+
+
 @pytest.mark.parametrize(("batch", "strategy", "cp_size"), CASES)
 def test_bytes_are_those_of_rows_between_ranks(batch, strategy, cp_size):
     work = rank_work(*batch, cp_size=cp_size, strategy=strategy, layer=LAYER)
@@ -84,7 +104,7 @@ def moved_bytes(extends, seq_lens, strategy):
 
     with counting("isend"), counting("irecv"):
         cp.write_kv(plan, *rows, *pools)
-    digests = 8 * 8 * (cp.cp_size - 1)  # eight int64 terms to and from every peer
+    digests = 9 * 8 * (cp.cp_size - 1)  # nine int64 terms to and from every peer
     return moved["isend"] - digests, moved["irecv"] - digests
 
 
@@ -101,7 +121,14 @@ def test_bytes_are_those_that_write_kv_sends(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layer", [AttentionLayer(), AttentionLayer(num_heads=8, head_dim=576, dtype="float32")]
+    "layer",
+    [
+        AttentionLayer(),
+        AttentionLayer(num_heads=8, head_dim=576, dtype="float32"),
+        AttentionLayer(window=0),
+        AttentionLayer(window=100),
+        AttentionLayer(num_heads=64, window=2000),
+    ],
 )
 @pytest.mark.parametrize(("batch", "cp_size"), list(itertools.product([*BATCHES, LONG], (1, 3))))
 def test_items_are_those_of_attention_plans(batch, cp_size, layer):
@@ -118,11 +145,13 @@ def test_items_are_those_of_attention_plans(batch, cp_size, layer):
             num_heads=layer.num_heads,
             num_kv_heads=layer.num_kv_heads,
             head_dim=layer.head_dim,
+            window=layer.window,
             batch_invariant=True,
         )
         pairs = work.pairs[rank] * layer.num_heads
         packing = PACKING_ROWS * work.packed_keys[rank] * layer.num_kv_heads
-        one_key = PACKING_ROWS * len(plan.items)  # for each item, which ends at a whole token
+        # Of each item, which begins and ends at a whole token.
+        one_key = PACKING_ROWS * len(plan.items) * (1 if layer.window is None else 2)
         assert pairs + packing == pytest.approx(int(plan.item_costs.sum()), abs=one_key)
         longest = max(plan.item_costs.tolist(), default=0)
         # Pieces of n tokens differ by one token, which has so many keys in so many heads.
@@ -247,6 +276,11 @@ def test_fit_finds_the_rates_behind_timings():
         ({"head_dim": 24}, "head_dim must be a multiple of 16 from 16 to 576, got 24"),
         ({"v_head_dim": 592}, "v_head_dim must be a multiple of 16 from 16 to 576, got 592"),
         ({"head_dim": 0}, "head_dim must be >= 1, got 0"),
+        ({"window": -1}, "window must be >= 0, got -1"),
+        (
+            {"head_dim": 64, "v_head_dim": 128, "latent": True},
+            "v_head_dim must be at most head_dim = 64 in a layer of latents, got 128",
+        ),
         ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, got 'int8'"),
     ],
 )
@@ -286,6 +320,8 @@ def test_wrong_arguments_are_named(call, message):
         (lambda: Rates(gflops=1, threads=True), "Rates: threads must be an integer, got True"),
         (lambda: Rates(gflops="9"), "Rates: gflops must be a number, got '9'"),
         (lambda: Rates(gflops=True), "Rates: gflops must be a number, got True"),
+        (lambda: AttentionLayer(window=1.0), "window must be an integer, got 1.0"),
+        (lambda: AttentionLayer(latent=1), "latent must be a bool, got int"),
         (lambda: AttentionLayer(num_heads=8.0), "num_heads must be an integer, got 8.0"),
         (lambda: AttentionLayer(head_dim=None), "head_dim must be an integer, got None"),
         (lambda: AttentionLayer(v_head_dim=64.0), "v_head_dim must be an integer, got 64.0"),

@@ -88,6 +88,19 @@ def test_tokens_and_prefix_are_a_batch_of_one(tmp_path):
     assert short == report(tmp_path / "b.json", "--cp-size=2", *batch, *RATES)
 
 
+def test_windows_and_latents_are_of_the_layer(tmp_path):
+    sizes = ("--kv-heads=1", "--head-dim=576", "--v-head-dim=512", "--latent", "--window=100")
+    told = report(tmp_path / "plan.json", "--cp-size=2", "--tokens=1000", *sizes, *RATES)
+    for record in told["predictions"]:
+        assert (record["layer"]["window"], record["layer"]["latent"]) == (100, True)
+        assert sum(record["pairs"]) == 1000 * 101 - 100 * 101 // 2
+        assert sum(record["sent_bytes"]) == 1000 * 1152
+    assert "32 layers, window 100, latents" in plan("--cp-size=2", *sizes, *RATES).output
+    refused = plan("--window=-1")
+    assert refused.exit_code == 2
+    assert "--window" in refused.output
+
+
 def test_a_trace_is_batches_behind_its_cache(tmp_path):
     trace = tmp_path / "trace.jsonl"
     requests = [

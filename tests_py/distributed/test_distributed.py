@@ -139,6 +139,7 @@ def disagreements(tmp_path_factory):
         ("num_tokens", "lengths"),
         ("block_tables", "block_tables"),
         ("slots", "slots"),
+        ("mask", "mask"),
         ("strategy", "strategy and page_size"),
         ("page_size", "strategy and page_size"),
         ("dtype", "rows"),

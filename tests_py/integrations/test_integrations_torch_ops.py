@@ -11,6 +11,7 @@ import torch
 
 import cpattn
 import cpattn.integrations.torch_ops
+from support.cases import packed
 from support.public_names import PUBLIC
 
 pytestmark = pytest.mark.slow
@@ -73,6 +74,20 @@ def ints(*values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def cp_attention_options(q, k_cache, v_cache, batch, rand) -> list[Call]:
+    """Two sequences of 9 and 8 new tokens at the end of 16 and 11."""
+    masks = rand(9 * 16 + 8 * 11) > 0
+    bits = torch.from_numpy(packed([masks[: 9 * 16].numpy(), masks[9 * 16 :].numpy()]))
+    options = {"window": 5, "softcap": 20.0, "sinks": rand(HEADS), "custom_mask": masks}
+    latent = {"q_rope": rand(ROWS, HEADS * ROPE), "k_rope": rand(9, PAGE, KV_HEADS * ROPE)}
+    latent |= {"v_head_dim": 16, "causal": False, "packed_custom_mask": bits}
+    results = ("out", "lse")
+    return [
+        Call("do_cp_attn_fia", (q.flatten(1), k_cache, v_cache), batch | options, results),
+        Call("do_cp_attn_fia", (q.flatten(1), k_cache, None), batch | latent, results),
+    ]
+
+
 def calls() -> list[Call]:
     draw = torch.Generator().manual_seed(3)
 
@@ -118,6 +133,7 @@ def calls() -> list[Call]:
             fia | {"strategy": "interleave", "num_tokens": 18, "scale": 0.3},
             ("out", "lse"),
         ),
+        *cp_attention_options(q, k_cache, v_cache, fia, rand),
         Call("indexer_logits", indexer),
         Call("indexer_logits", indexer, {"k_scale": rand(12).abs()}),
         Call("indexer_topk", indexer, {"topk": 4}),
@@ -353,7 +369,7 @@ def test_errors_are_those_of_the_function():
     call = CALLS[0]
     with pytest.raises(ValueError, match="paged_attention: block_tables must have"):
         call.operator(*call.args, **call.kwargs | {"kv_lens": ints(16, 90)})
-    score, lengths, topk = CALLS[8].args
+    score, lengths, topk = next(call for call in CALLS if call.name == "fast_topk").args
     with pytest.raises(ValueError, match="fast_topk"):
         OPERATORS.fast_topk.out(
             score, lengths, topk, out=torch.empty(3, topk + 1, dtype=torch.int32)

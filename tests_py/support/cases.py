@@ -7,6 +7,7 @@ ones, table entries past a sequence are -1 or huge, and all that must not be rea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -156,3 +157,13 @@ def assert_attention(out, lse, inputs, op="attention", expected=None, rounds_val
     dtype = str(inputs["q"].dtype).removeprefix("torch.")
     expected = expected or expected_attention(inputs)
     assert_attended(out, lse, expected, dtype, op, inputs.get("softcap", 0.0), rounds_values)
+
+
+def dense(masks: Sequence[np.ndarray]) -> np.ndarray:
+    """`custom_mask`: the rows of all sequences."""
+    return np.concatenate([mask.ravel() for mask in masks])
+
+
+def packed(masks: Sequence[np.ndarray]) -> np.ndarray:
+    """`packed_custom_mask`: bits, every sequence from a byte of its own."""
+    return np.concatenate([np.packbits(mask, bitorder="little") for mask in masks])

@@ -38,7 +38,16 @@ class Batch:
                 "num_kv_heads": self.case.num_kv_heads,
                 "scale": self.case.head_dim**-0.5,
             }
+            | self.case.options
             | options,
+        )
+
+    def whole(self):
+        """out and lse of one process without context parallelism."""
+        return cpattn.paged_attention(
+            **self.inputs | {"scale": self.case.head_dim**-0.5},
+            batch_invariant=True,
+            return_lse=True,
         )
 
     def all_ranks(self, pad_rows=0):

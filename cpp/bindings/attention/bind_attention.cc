@@ -4,6 +4,7 @@
 #include <string>
 
 #include "bindings/arguments/arguments.h"
+#include "bindings/arguments/kv_format.h"
 #include "bindings/module.h"
 #include "cpattn/attention/merge_state.h"
 #include "cpattn/attention/paged_attention.h"
@@ -55,17 +56,22 @@ class SequenceBatchArguments {
       py::handle causal,
       py::handle window,
       py::handle custom_mask,
+      py::handle packed_custom_mask,
       py::handle allow_short_kv,
       py::handle batch_invariant
   )
       : block_tables_(read.optional_table(block_tables, "block_tables")),
-        custom_mask_(read.optional_tensor(custom_mask, "custom_mask")) {
+        custom_mask_(read.optional_tensor(custom_mask, "custom_mask")),
+        packed_custom_mask_(read.optional_tensor(packed_custom_mask, "packed_custom_mask")) {
     batch.q_lens = read.ints(q_lens, "q_lens");
     if (!kv_lens.is_none()) batch.kv_lens = read.ints(kv_lens, "kv_lens");
     batch.block_tables = view_of(block_tables_);
-    batch.causal = read.flag(causal, "causal");
-    batch.window = read.optional_integer(window, "window");
-    batch.custom_mask = view_of(custom_mask_);
+    batch.visibility = {
+        .causal = read.flag(causal, "causal"),
+        .window = read.optional_integer(window, "window"),
+        .custom_mask = view_of(custom_mask_),
+        .packed_custom_mask = view_of(packed_custom_mask_),
+    };
     batch.allow_short_kv = read.flag(allow_short_kv, "allow_short_kv");
     batch.batch_invariant = read.flag(batch_invariant, "batch_invariant");
   }
@@ -74,75 +80,12 @@ class SequenceBatchArguments {
 
  private:
   std::optional<IndexTableArgument> block_tables_;
-  std::optional<TensorArgument> custom_mask_;
+  std::optional<TensorArgument> custom_mask_, packed_custom_mask_;
 };
 
 /// How a cache is stored, as callers say it.
 struct KVFormatArguments {
   py::handle k_scale, v_scale, kv_dtype;
-};
-
-/// A cache, whose bytes may be codes of the kind that kv_dtype names.
-PagedCache read_cache(
-    const Arguments& read,
-    const char* name,
-    const TensorView& given,
-    const std::optional<DType>& kv_dtype,
-    KVAxisOrder layout,
-    std::optional<int64_t> page_size
-) {
-  TensorView cache = given;
-  if (kv_dtype) {
-    check(
-        cache.dtype == DType::uint8 || cache.dtype == *kv_dtype, read.name(name), " must be ",
-        *kv_dtype, ", as kv_dtype says, or its bytes in uint8, got ", cache.dtype
-    );
-    cache.dtype = *kv_dtype;
-  }
-  check(
-      cache.dtype != DType::uint8, read.name(name),
-      " of uint8 needs kv_dtype, which says what its ",
-      "bytes are: 'float8_e4m3fn', 'float8_e5m2' or 'int8'"
-  );
-  return paged_cache(read.function(), name, cache, layout, page_size);
-}
-
-std::optional<DType> parse_kv_dtype(const Arguments& read, py::handle kv_dtype) {
-  if (kv_dtype.is_none()) return std::nullopt;
-  const std::string name = read.text(kv_dtype, "kv_dtype");
-  for (DType dtype : {DType::float8_e4m3fn, DType::float8_e5m2, DType::int8}) {
-    if (name == dtype_name(dtype)) return dtype;
-  }
-  check(
-      false, read.name("kv_dtype"), " must be 'float8_e4m3fn', 'float8_e5m2' or 'int8', got '",
-      name, "'"
-  );
-  return std::nullopt;
-}
-
-/// A scale of a cache: None, a number or a tensor of them, which it keeps alive.
-class ScaleArgument {
- public:
-  ScaleArgument(
-      const Arguments& read,
-      py::handle scale,
-      const char* name,
-      KVAxisOrder layout,
-      const PagedCache& cache
-  ) {
-    if (scale.is_none()) return;
-    if (is_number(scale)) {
-      value.tensor = read.real(scale, name);
-      return;
-    }
-    tensor_.emplace(read.tensor(scale, name));
-    value = kv_scale(read.function(), name, **tensor_, layout, cache.page_size, cache.num_kv_heads);
-  }
-
-  KVScale value;
-
- private:
-  std::optional<TensorArgument> tensor_;
 };
 
 /// The tensors of a layer, kept alive while it runs.
@@ -174,10 +117,17 @@ class LayerArguments {
     arguments.softcap = read.real(softcap, "softcap");
     arguments.q = *q_;
     const std::optional<DType> dtype = parse_kv_dtype(read, format.kv_dtype);
-    arguments.k = read_cache(read, "k_cache", *k_, dtype, layout, page_size);
-    arguments.v = read_cache(read, "v_cache", *v_, dtype, layout, page_size);
-    k_scale_.emplace(read, format.k_scale, "k_scale", layout, arguments.k);
-    v_scale_.emplace(read, format.v_scale, "v_scale", layout, arguments.v);
+    const auto paged = [&](const char* name, const TensorView& cache) {
+      return paged_cache(
+          read.function(), name, as_codes(read, name, cache, dtype), layout, page_size
+      );
+    };
+    arguments.k = paged("k_cache", *k_);
+    arguments.v = paged("v_cache", *v_);
+    const PagedCache& k = arguments.k;
+    const PagedCache& v = arguments.v;
+    k_scale_.emplace(read, format.k_scale, "k_scale", layout, k.page_size, k.num_kv_heads);
+    v_scale_.emplace(read, format.v_scale, "v_scale", layout, v.page_size, v.num_kv_heads);
     arguments.k_scale = k_scale_->value;
     arguments.v_scale = v_scale_->value;
     arguments.sinks = view_of(sinks_);
@@ -206,14 +156,15 @@ AttentionPlan plan(
     py::handle causal,
     py::handle window,
     py::handle custom_mask,
+    py::handle packed_custom_mask,
     py::handle allow_short_kv,
     py::handle batch_invariant,
     py::handle num_threads
 ) {
   const Arguments read("plan_attention");
   SequenceBatchArguments given(
-      read, q_lens, kv_lens, block_tables, causal, window, custom_mask, allow_short_kv,
-      batch_invariant
+      read, q_lens, kv_lens, block_tables, causal, window, custom_mask, packed_custom_mask,
+      allow_short_kv, batch_invariant
   );
   given.batch.shape = {
       .num_heads = read.integer<int32_t>(num_heads, "num_heads"),
@@ -274,6 +225,7 @@ void plan_and_run(
     py::handle softcap,
     py::handle sinks,
     py::handle custom_mask,
+    py::handle packed_custom_mask,
     py::handle allow_short_kv,
     py::handle batch_invariant,
     py::handle num_threads,
@@ -286,8 +238,8 @@ void plan_and_run(
       {k_scale, v_scale, kv_dtype}, scale, softcap, sinks, out, lse
   );
   SequenceBatchArguments given(
-      read, q_lens, kv_lens, block_tables, causal, window, custom_mask, allow_short_kv,
-      batch_invariant
+      read, q_lens, kv_lens, block_tables, causal, window, custom_mask, packed_custom_mask,
+      allow_short_kv, batch_invariant
   );
   given.batch.csr = read_csr(read, kv_lens, kv_indptr, kv_indices, last_page_len);
   const AttentionArguments& arguments = layer.arguments;
@@ -316,7 +268,8 @@ void register_attention(py::module_& module) {
   module.def(
       "plan_attention", &plan, "q_lens"_a, "kv_lens"_a, "block_tables"_a, "page_size"_a,
       "num_pages"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "v_head_dim"_a, "causal"_a,
-      "window"_a, "custom_mask"_a, "allow_short_kv"_a, "batch_invariant"_a, "num_threads"_a
+      "window"_a, "custom_mask"_a, "packed_custom_mask"_a, "allow_short_kv"_a, "batch_invariant"_a,
+      "num_threads"_a
   );
   module.def(
       "run_attention", &run, "plan"_a, "q"_a, "k_cache"_a, "v_cache"_a, "kv_layout"_a, "k_scale"_a,
@@ -326,8 +279,8 @@ void register_attention(py::module_& module) {
       "paged_attention", &plan_and_run, "q"_a, "k_cache"_a, "v_cache"_a, "q_lens"_a, "kv_lens"_a,
       "block_tables"_a, "kv_indptr"_a, "kv_indices"_a, "last_page_len"_a, "page_size"_a,
       "kv_layout"_a, "k_scale"_a, "v_scale"_a, "kv_dtype"_a, "scale"_a, "causal"_a, "window"_a,
-      "softcap"_a, "sinks"_a, "custom_mask"_a, "allow_short_kv"_a, "batch_invariant"_a,
-      "num_threads"_a, "out"_a, "lse"_a
+      "softcap"_a, "sinks"_a, "custom_mask"_a, "packed_custom_mask"_a, "allow_short_kv"_a,
+      "batch_invariant"_a, "num_threads"_a, "out"_a, "lse"_a
   );
   module.def("merge_state", &merge, "out_a"_a, "lse_a"_a, "out_b"_a, "lse_b"_a);
 }

@@ -10,6 +10,23 @@ namespace cpattn {
 /// Packing K and V costs about as much as this many rows of arithmetic.
 constexpr int64_t kPackingRows = 12;
 
+/// What a mask and the window let tokens see.
+struct ShownKeys {
+  int64_t pairs = 0;  // of a token and a key
+  int64_t keys = 0;   // that any of the tokens sees, in whole words of the mask
+};
+
+/// Of tokens [first, first + count) of one of the segments of a batch with a mask, and keys
+/// [kv_begin, kv_end).
+ShownKeys shown_by_mask(
+    const AttentionBatch& batch,
+    const AttentionSegment& segment,
+    int64_t first,
+    int64_t count,
+    int64_t kv_begin,
+    int64_t kv_end
+);
+
 /// Whether a segment has so few tokens that it is divided along its keys.
 bool is_short(const AttentionBatch& batch, const AttentionSegment& segment);
 

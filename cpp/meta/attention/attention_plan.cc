@@ -67,10 +67,24 @@ int64_t visible_pairs(
     int64_t count,
     int64_t kv_end
 ) {
+  if (!batch.mask.empty()) return shown_by_mask(batch, segment, first, count, 0, kv_end).pairs;
   const int64_t position = segment.first_position + first * segment.position_step;
   const int64_t step = segment.position_step;
   return sum_clamped(position + batch.right + 1, step, count, kv_end) -
          sum_clamped(position - batch.left, step, count, kv_end);
+}
+
+/// The keys that an item of tokens [begin, end) packs.
+int64_t packed_keys(
+    const AttentionBatch& batch, const AttentionSegment& segment, int64_t begin, int64_t end
+) {
+  if (!batch.mask.empty()) {
+    return shown_by_mask(batch, segment, begin, end - begin, 0, segment.kv_len).keys;
+  }
+  const int64_t first = segment.first_position + begin * segment.position_step;
+  const int64_t last = segment.first_position + (end - 1) * segment.position_step;
+  const int64_t from = std::clamp<int64_t>(first - batch.left, 0, segment.kv_len);
+  return std::clamp<int64_t>(last + batch.right + 1, from, segment.kv_len) - from;
 }
 
 void check_num_items(const char* function, int64_t num_items) {
@@ -99,8 +113,7 @@ void append_items(
     const int64_t begin = segment.q_len * piece / pieces;
     const int64_t end = segment.q_len * (piece + 1) / pieces;
     const int64_t pairs = visible_pairs(batch, segment, begin, end - begin, segment.kv_len);
-    const int64_t packing =
-        kPackingRows * visible_pairs(batch, segment, end - 1, 1, segment.kv_len);
+    const int64_t packing = kPackingRows * packed_keys(batch, segment, begin, end);
     for (int64_t kv_head = 0; kv_head < batch.shape.num_kv_heads; ++kv_head) {
       for (int64_t head = 0; head < group; head += heads) {
         const int64_t count = std::min(heads, group - head);
@@ -224,6 +237,12 @@ AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num
 
 int64_t visible_pairs(const AttentionBatch& batch, const AttentionItem& item) {
   const AttentionSegment& segment = batch.segments[item.segment];
+  if (!batch.mask.empty()) {
+    const ShownKeys shown = shown_by_mask(
+        batch, segment, item.first_token, item.num_tokens, item.kv_begin, item.kv_end
+    );
+    return item.num_heads * shown.pairs;
+  }
   const auto pairs_below = [&](int64_t key) {
     return visible_pairs(batch, segment, item.first_token, item.num_tokens, key);
   };
@@ -300,33 +319,6 @@ PageTable page_table_from_csr(
     table.indptr.push_back(static_cast<int64_t>(table.page_ids.size()));
   }
   return table;
-}
-
-MaskBits pack_mask(
-    std::span<const AttentionSegment> segments,
-    const uint8_t* values,
-    std::span<const int64_t> starts,
-    std::span<const int64_t> row_strides,
-    bool inverted
-) {
-  MaskBits mask;
-  int64_t bytes = 0;
-  for (const AttentionSegment& segment : segments) {
-    mask.offsets.push_back(bytes);
-    mask.row_bytes.push_back((segment.kv_len + 31) / 32 * 4);
-    bytes += segment.q_len * mask.row_bytes.back();
-  }
-  mask.bits.assign(bytes, 0);
-  for (std::size_t s = 0; s < segments.size(); ++s) {
-    for (int64_t row = 0; row < segments[s].q_len; ++row) {
-      const uint8_t* from = values + starts[s] + row * row_strides[s];
-      uint8_t* to = mask.bits.data() + mask.offsets[s] + row * mask.row_bytes[s];
-      for (int64_t key = 0; key < segments[s].kv_len; ++key) {
-        to[key / 8] |= static_cast<uint8_t>(((from[key] != 0) != inverted) << key % 8);
-      }
-    }
-  }
-  return mask;
 }
 
 std::vector<AttentionSegment> sequence_segments(

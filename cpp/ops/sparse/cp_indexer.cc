@@ -9,12 +9,11 @@
 namespace cpattn {
 namespace {
 
-constexpr char kFunction[] = "cp_indexer_topk";
-constexpr CheckFor require{kFunction};
-
 /// Checks that the prefix is counted exactly once: by the metadata or by prefix_lens.
 void check_prefix_lens(
-    const ContextParallelMetadata& metadata, const std::optional<std::vector<int64_t>>& prefix_lens
+    const CheckFor& require,
+    const ContextParallelMetadata& metadata,
+    const std::optional<std::vector<int64_t>>& prefix_lens
 ) {
   if (metadata.kv_len_convention == KvLenConvention::baked) {
     require(
@@ -59,31 +58,34 @@ std::vector<IndexerRow> local_rows(const ContextParallelMetadata& metadata) {
 }  // namespace
 
 void cp_indexer_topk(const ContextParallelMetadata& metadata, const CpIndexerArguments& arguments) {
-  check_tensor(kFunction, "q", arguments.q, 3);
+  const char* function = arguments.function;
+  const CheckFor require{function};
+  check_tensor(function, arguments.q_name, arguments.q, 3);
   require(
-      arguments.q.shape[0] >= metadata.num_local_rows(), "q must have at least the ",
-      metadata.num_local_rows(), " rows that the metadata gives rank ", metadata.cp_rank, ", got ",
-      arguments.q.shape[0]
+      arguments.q.shape[0] >= metadata.num_local_rows(), arguments.q_name,
+      " must have at least the ", metadata.num_local_rows(), " rows that the metadata gives rank ",
+      metadata.cp_rank, ", got ", arguments.q.shape[0]
   );
-  check_prefix_lens(metadata, arguments.prefix_lens);
+  check_prefix_lens(require, metadata, arguments.prefix_lens);
   const IndexKeys keys = view_index_keys(
-      kFunction, arguments.index_k_cache, arguments.k_scale, arguments.page_size,
-      arguments.q.shape[2]
+      function, arguments.index_k_cache, arguments.k_scale, arguments.page_size,
+      arguments.q.shape[2], arguments.k_scale_name
   );
   const std::vector<IndexerRow> rows = local_rows(metadata);
   const std::vector<int64_t> kv_lens =
       keys_per_sequence(rows, metadata.bs, [](const IndexerRow& row) { return row.end; });
   const PageTable pages = page_table_from_blocks(
-      kFunction, arguments.block_tables, kv_lens, keys.page_size, keys.num_pages
+      function, arguments.block_tables, kv_lens, keys.page_size, keys.num_pages
   );
   const IndexerArguments indexer{
-      .function = kFunction,
+      .function = function,
       .q = arguments.q,
       .weights = arguments.weights,
       .keys = keys,
       .pages = pages,
       .rows = rows,
       .num_threads = arguments.num_threads,
+      .q_name = arguments.q_name,
   };
   indexer_topk(
       indexer, {.topk = arguments.topk, .sorted = arguments.sorted, .indices = arguments.indices}

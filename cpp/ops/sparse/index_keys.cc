@@ -68,6 +68,7 @@ void add_scales(
     const TensorView& cache,
     const TensorView& k_scale,
     bool slots,
+    const char* name,
     IndexKeys& keys
 ) {
   TensorView expected = cache;
@@ -77,8 +78,8 @@ void add_scales(
     same = k_scale.shape[axis] == expected.shape[axis];
   }
   check(
-      same, function, ": k_scale must be float32 ", ShapeOf{expected}, " like the rows of ", kCache,
-      ", got ", k_scale.dtype, ' ', ShapeOf{k_scale}
+      same, function, ": ", name, " must be float32 ", ShapeOf{expected}, " like the rows of ",
+      kCache, ", got ", k_scale.dtype, ' ', ShapeOf{k_scale}
   );
   const RowStrides strides(k_scale, slots, keys.page_size);
   keys.scales = k_scale.data;
@@ -119,13 +120,15 @@ IndexKeys view_index_keys(
     const TensorView& index_k_cache,
     const std::optional<TensorView>& k_scale,
     int64_t page_size,
-    int64_t dim
+    int64_t dim,
+    const char* k_scale_name
 ) {
   const TensorView& cache = index_k_cache;
   check_page_size(function, page_size);
   if (cache.dtype == DType::uint8) {
     check(
-        !k_scale, function, ": k_scale must not be given with ", kCache, " of uint8, which has it"
+        !k_scale, function, ": ", k_scale_name, " must not be given with ", kCache,
+        " of uint8, which has it"
     );
     return packed_keys(function, cache, page_size, dim);
   }
@@ -141,7 +144,7 @@ IndexKeys view_index_keys(
       .page_bytes = strides.page * bytes,
       .row_bytes = strides.row * bytes,
   };
-  if (k_scale) add_scales(function, cache, *k_scale, slots, keys);
+  if (k_scale) add_scales(function, cache, *k_scale, slots, k_scale_name, keys);
   return keys;
 }
 

@@ -16,7 +16,8 @@ IndexKeys view_index_keys(
     const TensorView& index_k_cache,
     const std::optional<TensorView>& k_scale,
     int64_t page_size,
-    int64_t dim
+    int64_t dim,
+    const char* k_scale_name = "k_scale"
 );
 
 }  // namespace cpattn

@@ -64,15 +64,19 @@ void check_indexer_arguments(const IndexerArguments& arguments) {
       is_key_dtype(keys.dtype), function,
       ": keys must be bfloat16, float32, float8_e4m3fn or int8, got ", keys.dtype
   );
-  check_tensor(function, "q", q, 3);
-  check(q.dtype == keys.dtype, function, ": q must be ", keys.dtype, " as the keys, got ", q.dtype);
+  const char* q_name = arguments.q_name;
+  check_tensor(function, q_name, q, 3);
   check(
-      q.shape[1] >= 1 && q.shape[1] <= kMaxHeads, function, ": q must have 1 to ", kMaxHeads,
-      " heads, got ", q.shape[1]
+      q.dtype == keys.dtype, function, ": ", q_name, " must be ", keys.dtype, " as the keys, got ",
+      q.dtype
   );
   check(
-      q.shape[2] == keys.dim, function, ": q must have the dimension of the keys (", keys.dim,
-      "), got ", q.shape[2]
+      q.shape[1] >= 1 && q.shape[1] <= kMaxHeads, function, ": ", q_name, " must have 1 to ",
+      kMaxHeads, " heads, got ", q.shape[1]
+  );
+  check(
+      q.shape[2] == keys.dim, function, ": ", q_name, " must have the dimension of the keys (",
+      keys.dim, "), got ", q.shape[2]
   );
   const int64_t multiple = keys.dtype == DType::float8_e4m3fn ? 32 : 16;
   check(
@@ -94,7 +98,7 @@ void check_indexer_result(
   const char* function = arguments.function;
   check_dtype(function, name, result.dtype, dtype);
   check_rows(function, name, result, {arguments.q.shape[0], columns});
-  check_no_overlap(function, name, result, "q", arguments.q);
+  check_no_overlap(function, name, result, arguments.q_name, arguments.q);
   check_no_overlap(function, name, result, "weights", arguments.weights);
   const IndexKeys& keys = arguments.keys;
   const auto rows = [&](const void* data, int64_t page_bytes, int64_t row_bytes, int64_t bytes) {

@@ -14,26 +14,25 @@
 namespace cpattn {
 namespace {
 
-constexpr char kFunction[] = "flash_mla_sparse_fwd";
-constexpr CheckFor require{kFunction};
-
 bool is_byte(DType dtype) { return dtype == DType::uint8 || dtype == DType::float8_e4m3fn; }
 
 /// Reads kv and how it is stored into `attention`; returns the number of its rows.
 int64_t read_kv(const TensorView& kv, SelectedAttention& attention) {
+  const char* function = attention.function;
+  const CheckFor require{function};
   const TensorView& q = attention.q;
   if (!is_byte(kv.dtype)) {
-    check_dtype(kFunction, "kv", kv.dtype, q.dtype);
-    const FlatRows rows = flat_rows(kFunction, "kv", kv, q.shape[3]);
+    check_dtype(function, "kv", kv.dtype, q.dtype);
+    const FlatRows rows = flat_rows(function, "kv", kv, q.shape[3]);
     attention.k = attention.v = {kv.data, rows.stride, rows.stride};
     return rows.count;
   }
-  check_dtype(kFunction, "with FP8 rows q", q.dtype, DType::bfloat16);
+  check_dtype(function, "with FP8 rows q", q.dtype, DType::bfloat16);
   require(
       q.shape[3] == kernels::kKvDim, "with FP8 rows q must have head dimension ", kernels::kKvDim,
       ", got ", q.shape[3]
   );
-  const FlatRows rows = flat_rows(kFunction, "kv", kv, kernels::kKvRowBytes);
+  const FlatRows rows = flat_rows(function, "kv", kv, kernels::kKvRowBytes);
   require(
       rows.stride % 2 == 0, "FP8 rows must be an even number of bytes apart, got ", rows.stride
   );
@@ -44,7 +43,8 @@ int64_t read_kv(const TensorView& kv, SelectedAttention& attention) {
 }
 
 /// Checks indices and returns them as a table [num_tokens, topk].
-IndexTable read_indices(const TensorView& indices, int64_t num_tokens) {
+IndexTable read_indices(const char* function, const TensorView& indices, int64_t num_tokens) {
+  const CheckFor require{function};
   const int last = indices.rank - 1;
   require(
       (indices.rank == 2 || (indices.rank == 3 && indices.shape[1] == 1)) &&
@@ -56,14 +56,17 @@ IndexTable read_indices(const TensorView& indices, int64_t num_tokens) {
       indices.dtype == DType::int32 || indices.dtype == DType::int64,
       "indices must be int32 or int64, got ", indices.dtype
   );
-  check_tensor(kFunction, "indices", indices, indices.rank);
+  check_tensor(function, "indices", indices, indices.rank);
   return {
       indices.data, indices.dtype == DType::int64, num_tokens, indices.shape[last],
       indices.strides[0]
   };
 }
 
-void check_lengths(const std::vector<int64_t>& lengths, int64_t num_tokens, int64_t topk) {
+void check_lengths(
+    const char* function, const std::vector<int64_t>& lengths, int64_t num_tokens, int64_t topk
+) {
+  const CheckFor require{function};
   const auto size = static_cast<int64_t>(lengths.size());
   require(
       size == num_tokens, "topk_length must have one entry per token (", num_tokens, "), got ", size
@@ -77,28 +80,29 @@ void check_lengths(const std::vector<int64_t>& lengths, int64_t num_tokens, int6
 }
 
 void check_results(const SparseMlaArguments& arguments) {
+  const char* function = arguments.function;
   const int64_t num_tokens = arguments.q.shape[0], num_heads = arguments.q.shape[1];
-  check_dtype(kFunction, "out", arguments.out.dtype, arguments.q.dtype);
-  check_rows(kFunction, "out", arguments.out, {num_tokens, num_heads, arguments.v_head_dim});
+  check_dtype(function, "out", arguments.out.dtype, arguments.q.dtype);
+  check_rows(function, "out", arguments.out, {num_tokens, num_heads, arguments.v_head_dim});
   const auto check_apart = [&](const char* name, const TensorView& out) {
-    check_no_overlap(kFunction, name, out, "q", arguments.q);
-    check_no_overlap(kFunction, name, out, "kv", arguments.kv);
-    check_no_overlap(kFunction, name, out, "indices", arguments.indices);
+    check_no_overlap(function, name, out, "q", arguments.q);
+    check_no_overlap(function, name, out, "kv", arguments.kv);
+    check_no_overlap(function, name, out, "indices", arguments.indices);
     if (arguments.attn_sink) {
-      check_no_overlap(kFunction, name, out, "attn_sink", *arguments.attn_sink);
+      check_no_overlap(function, name, out, "attn_sink", *arguments.attn_sink);
     }
   };
   check_apart("out", arguments.out);
   const auto check_scalars = [&](const char* name, const TensorView& result) {
-    check_dtype(kFunction, name, result.dtype, DType::float32);
-    check_shape(kFunction, name, result, {num_tokens, num_heads});
-    require(result.is_contiguous(), name, " must be contiguous");
+    check_dtype(function, name, result.dtype, DType::float32);
+    check_shape(function, name, result, {num_tokens, num_heads});
+    check(result.is_contiguous(), function, ": ", name, " must be contiguous");
     check_apart(name, result);
-    check_no_overlap(kFunction, name, result, "out", arguments.out);
+    check_no_overlap(function, name, result, "out", arguments.out);
   };
   check_scalars("max_logits", arguments.max_logits);
   check_scalars("lse", arguments.lse);
-  check_no_overlap(kFunction, "lse", arguments.lse, "max_logits", arguments.max_logits);
+  check_no_overlap(function, "lse", arguments.lse, "max_logits", arguments.max_logits);
 }
 
 /// Writes those of n indices that name one of num_rows rows; returns their number.
@@ -119,24 +123,27 @@ int64_t valid_rows(const void* indices, int64_t n, int64_t num_rows, int32_t* ro
 }  // namespace
 
 void flash_mla_sparse_fwd(const SparseMlaArguments& arguments) {
+  const char* function = arguments.function;
+  const CheckFor require{function};
   const TensorView& q = arguments.q;
-  element_type(kFunction, "q", q.dtype);
-  check_tensor(kFunction, "q", q, 3);
-  check_head_dim(kFunction, "head_dim", q.shape[2]);
-  check_head_dim(kFunction, "d_v", arguments.v_head_dim);
+  element_type(function, "q", q.dtype);
+  check_tensor(function, "q", q, 3);
+  check_head_dim(function, "head_dim", q.shape[2]);
+  check_head_dim(function, "d_v", arguments.v_head_dim);
   require(
       arguments.v_head_dim <= q.shape[2], "d_v must be at most head_dim (", q.shape[2], "), got ",
       arguments.v_head_dim
   );
-  check_scale(kFunction, "sm_scale", arguments.scale);
-  SelectedAttention attention{.function = kFunction, .q = as_batch(q)};
+  check_scale(function, "sm_scale", arguments.scale);
+  SelectedAttention attention{.function = function, .q = as_batch(q)};
   const int64_t num_rows =
       narrow_to_int32(read_kv(arguments.kv, attention), "flash_mla_sparse_fwd: rows of kv");
-  const IndexTable indices = read_indices(arguments.indices, q.shape[0]);
-  if (arguments.topk_length) check_lengths(*arguments.topk_length, q.shape[0], indices.columns);
+  const IndexTable indices = read_indices(function, arguments.indices, q.shape[0]);
+  if (arguments.topk_length)
+    check_lengths(function, *arguments.topk_length, q.shape[0], indices.columns);
   if (arguments.attn_sink) {
-    check_dtype(kFunction, "attn_sink", arguments.attn_sink->dtype, DType::float32);
-    check_rows(kFunction, "attn_sink", *arguments.attn_sink, {q.shape[1]});
+    check_dtype(function, "attn_sink", arguments.attn_sink->dtype, DType::float32);
+    check_rows(function, "attn_sink", *arguments.attn_sink, {q.shape[1]});
     attention.sinks = arguments.attn_sink->as<float>();
   }
   check_results(arguments);

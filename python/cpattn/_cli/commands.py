@@ -123,6 +123,8 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
 @_option("--dtype", "bfloat16", "Of queries, keys and values.", click.Choice(DTYPES[1:]))
 @_option("--layers num_layers", 32, "Layers of the model.", _MODEL_SIZE)
 @_option("--page-size", 128, "Tokens in a page.", _SIZE)
+@click.option("--window", type=Integer(0), help="Keys before its own that a token sees.")
+@click.option("--latent", is_flag=True, help="Values are the start of keys, as in absorbed MLA.")
 @click.option("--calibrate", is_flag=True, help="Measure the rates here, in a few seconds.")
 @_of_rank("--threads", "32; measured: all CPUs", "Threads of a rank.", _MODEL_SIZE)
 @_of_rank("--gflops", "by dtype, see above", "Products of attention, all threads of a rank.", _RATE)

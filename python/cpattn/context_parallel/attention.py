@@ -9,7 +9,7 @@ from typing import Literal, overload
 from .. import _core
 from .._containers import empty
 from .._core import ContextParallelMetadata
-from .._types import IndexTable, Tensor, TensorT
+from .._types import IndexTable, KVScale, Tensor, TensorT
 from ..attention import default_scale
 
 __all__ = ["do_cp_attn_fia"]
@@ -18,27 +18,42 @@ __all__ = ["do_cp_attn_fia"]
 # fmt: off
 @overload
 def do_cp_attn_fia(
-    q: TensorT, k_cache: Tensor, v_cache: Tensor, metadata: ContextParallelMetadata, *,
+    q: TensorT, k_cache: Tensor, v_cache: Tensor | None, metadata: ContextParallelMetadata, *,
     block_tables: IndexTable, page_size: int, num_heads: int, num_kv_heads: int,
-    scale: float | None = None, out: TensorT | None = None, return_lse: Literal[False] = False,
+    scale: float | None = None, causal: bool = True, window: int | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None, q_rope: Tensor | None = None,
+    k_rope: Tensor | None = None, v_head_dim: int | None = None, k_scale: KVScale = None,
+    v_scale: KVScale = None, kv_dtype: str | None = None, out: TensorT | None = None,
+    return_lse: Literal[False] = False,
 ) -> TensorT: ...
 @overload
 def do_cp_attn_fia(
-    q: TensorT, k_cache: Tensor, v_cache: Tensor, metadata: ContextParallelMetadata, *,
+    q: TensorT, k_cache: Tensor, v_cache: Tensor | None, metadata: ContextParallelMetadata, *,
     block_tables: IndexTable, page_size: int, num_heads: int, num_kv_heads: int,
-    scale: float | None = None, out: TensorT | None = None, return_lse: Literal[True],
+    scale: float | None = None, causal: bool = True, window: int | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None, q_rope: Tensor | None = None,
+    k_rope: Tensor | None = None, v_head_dim: int | None = None, k_scale: KVScale = None,
+    v_scale: KVScale = None, kv_dtype: str | None = None, out: TensorT | None = None,
+    return_lse: Literal[True],
 ) -> tuple[TensorT, TensorT]: ...
 @overload
 def do_cp_attn_fia(
-    q: TensorT, k_cache: Tensor, v_cache: Tensor, metadata: ContextParallelMetadata, *,
+    q: TensorT, k_cache: Tensor, v_cache: Tensor | None, metadata: ContextParallelMetadata, *,
     block_tables: IndexTable, page_size: int, num_heads: int, num_kv_heads: int,
-    scale: float | None = None, out: TensorT | None = None, return_lse: bool,
+    scale: float | None = None, causal: bool = True, window: int | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None, custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None, q_rope: Tensor | None = None,
+    k_rope: Tensor | None = None, v_head_dim: int | None = None, k_scale: KVScale = None,
+    v_scale: KVScale = None, kv_dtype: str | None = None, out: TensorT | None = None,
+    return_lse: bool,
 ) -> TensorT | tuple[TensorT, TensorT]: ...
 # fmt: on
 def do_cp_attn_fia(
     q: TensorT,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     metadata: ContextParallelMetadata,
     *,
     block_tables: IndexTable,
@@ -46,6 +61,18 @@ def do_cp_attn_fia(
     num_heads: int,
     num_kv_heads: int,
     scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None,
+    q_rope: Tensor | None = None,
+    k_rope: Tensor | None = None,
+    v_head_dim: int | None = None,
+    k_scale: KVScale = None,
+    v_scale: KVScale = None,
+    kv_dtype: str | None = None,
     out: TensorT | None = None,
     return_lse: bool = False,
 ) -> TensorT | tuple[TensorT, TensorT]:
@@ -53,16 +80,18 @@ def do_cp_attn_fia(
 
     What sglang's ``AscendAttnBackend.do_cp_attn_fia`` computes, right for any batch size, prefix
     and strategy: the prev and next blocks of all sequences go through one plan. Under interleave
-    every local row is a sequence of one query; under contiguous only the prev blocks exist.
+    every local row is a sequence of one query; under contiguous only the prev blocks exist. A row
+    has the bits that it has on a single rank, whatever the strategy and the number of ranks.
 
     Parameters
     ----------
     q : tensor [rows, num_heads * head_dim], float32, float16 or bfloat16
         This rank's rows in the order of the metadata (all prev blocks, then all next blocks).
         Rows beyond the metadata's are padding: never read, zeros come out.
-    k_cache, v_cache : contiguous tensors of the dtype of q
+    k_cache, v_cache : contiguous tensors of the dtype of q, or of codes of 8 bits
         Any shape with num_pages * page_size * num_kv_heads * dim elements, token slots first.
-        They hold the complete sequences, the new tokens included.
+        They hold the complete sequences, the new tokens included. Without `v_cache` (None) the
+        first `v_head_dim` elements of the keys are the values, as in the latent cache of MLA.
     metadata : ContextParallelMetadata
         With kv lengths that count the prefix ("baked"), unless there is none.
     block_tables : ints [batch, pages]
@@ -72,7 +101,23 @@ def do_cp_attn_fia(
     num_heads, num_kv_heads : int
         Heads of the queries, a multiple of those of keys and values.
     scale : float, default 1/sqrt(head_dim)
-        Must be given for head_dim > 256.
+        Must be given for head_dim > 256; head_dim includes that of `q_rope`.
+    causal, window, softcap, sinks
+        As in `paged_attention`. Without `causal` a token sees its whole sequence, and padding
+        tokens of the metadata are tokens of the last one.
+    custom_mask, packed_custom_mask : tensors, optional
+        As in `paged_attention`, for the whole sequences: ``extend_lens[s]`` rows of
+        ``prefix_lens[s] + extend_lens[s]`` values for each sequence, lengths as in the metadata.
+        Every rank is given the same mask, and takes the rows of its tokens.
+    q_rope, k_rope : tensors, optional
+        The last dimensions of queries [rows, num_heads * rope_dim] and keys, where they are stored
+        apart; `k_rope` is as `k_cache`.
+    v_head_dim : int, optional
+        Elements of a value, where there is no `v_cache`.
+    k_scale, v_scale, kv_dtype
+        As in `paged_attention`, of caches of codes of 8 bits; scales of tokens are in pages
+        [num_pages, page_size, num_kv_heads] or slots. The scale of keys is that of `k_rope`, too,
+        and without `v_cache` that of the values.
     out : tensor [rows, num_heads * v_head_dim] of the dtype of q, optional
         Written and returned; must not overlap an input.
     return_lse : bool
@@ -90,7 +135,8 @@ def do_cp_attn_fia(
         For what is no tensor or no metadata, and dtypes that do not fit.
     ValueError
         For fewer rows than the metadata has, bare metadata of a batch with a prefix, a kv length
-        beyond the block table, page ids outside the cache, and shapes that do not fit.
+        beyond the block table, page ids outside the cache, options that exclude each other, and
+        shapes that do not fit.
 
     Examples
     --------
@@ -113,15 +159,33 @@ def do_cp_attn_fia(
     heads = max(num_heads, 0)  # the core refuses those below 1
     return_lse = _core.flag(return_lse, function, "return_lse")
     if scale is None:
-        scale = default_scale(function, columns // max(heads, 1))
-    keys = math.prod(_core.shape_of(k_cache, function, "k_cache"))
-    values = math.prod(_core.shape_of(v_cache, function, "v_cache"))
+        rope_columns = 0 if q_rope is None else _core.shape_of(q_rope, function, "q_rope", 2)[1]
+        scale = default_scale(function, (columns + rope_columns) // max(heads, 1))
     if out is None:
-        # The core refuses what does not divide.
-        out = empty(function, q, (rows, columns * values // keys if keys else columns))
+        out_columns = _out_columns(function, columns, heads, k_cache, v_cache, v_head_dim)
+        out = empty(function, q, (rows, out_columns))
     lse = empty(function, q, (rows, heads), "float32") if return_lse else None
     _core.do_cp_attn_fia(
         q, k_cache, v_cache, metadata, block_tables, page_size, num_heads, num_kv_heads, scale,
-        out, lse,
+        causal, window, softcap, sinks, custom_mask, packed_custom_mask, q_rope, k_rope,
+        v_head_dim, k_scale, v_scale, kv_dtype, out, lse,
     )  # fmt: skip
     return out if lse is None else (out, lse)
+
+
+def _out_columns(
+    function: str,
+    columns: int,
+    heads: int,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    v_head_dim: int | None,
+) -> int:
+    """num_heads * v_head_dim, or anything where the core refuses the arguments."""
+    keys = math.prod(_core.shape_of(k_cache, function, "k_cache"))
+    if v_cache is not None:
+        values = math.prod(_core.shape_of(v_cache, function, "v_cache"))
+        return columns * values // keys if keys else columns
+    if v_head_dim is None:
+        return columns
+    return heads * min(max(_core.integer(v_head_dim, function, "v_head_dim"), 0), columns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ def calibrate(
     progress : callable
         Told what is measured next.
     """
+    layer = replace(layer, window=None, latent=False)  # rates are those of any keys
     threads = _core.default_num_threads() if threads is None else threads
     check_integer("calibrate", "threads", threads)
     attention = attention_rates(layer, threads, progress)

@@ -15,6 +15,7 @@ from .._cli.rates import as_options
 from .._cli.tables import Row, print_table
 from . import assumptions
 from .prediction import Prediction, Rates
+from .work import AttentionLayer
 
 _COLUMNS = (
     "ranks",
@@ -48,7 +49,7 @@ def print_plan(predictions: Sequence[Prediction], rates: Rates, sources: dict[st
     console, header = print_table(
         f"{_count(first.num_batches, 'batch')}, {first.new_tokens:,} new tokens; "
         f"{shape.num_heads}/{shape.num_kv_heads} heads × {shape.head_dim}, {shape.dtype}, "
-        f"{shape.num_layers} layers",
+        f"{shape.num_layers} layers{_kind(shape)}",
         _COLUMNS,
         [
             Row(_cells(p), ends_section=several and p.strategy == predictions[-1].strategy)
@@ -108,6 +109,11 @@ def _cells(prediction: Prediction) -> list[str]:
         f"{prediction.speedup:.1f} x",
         f"{prediction.efficiency:.1%}",
     ]
+
+
+def _kind(layer: AttentionLayer) -> str:
+    window = "" if layer.window is None else f", window {layer.window:,}"
+    return f"{window}{', latents' if layer.latent else ''}"
 
 
 def _time(seconds: float) -> str:

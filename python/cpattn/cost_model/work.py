@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .._arguments import flag
 from .._limits import check_integer, check_seq_lens
 from ..context_parallel.metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
 
@@ -21,7 +22,10 @@ _MAX_ITEM_ROWS, _MIN_ITEM_ROWS, _ROW_GRANULE = 2048, 384, 24
 _BALANCED_ITEMS = 64
 _ITEM_BYTES = 4 << 20
 
+UNBOUNDED = 1 << 40  # keys, far above any sequence
+
 Ints = NDArray[np.int64]
+Numbers = Any  # an array of whole or of real numbers
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,11 @@ class AttentionLayer:
         At least 1.
     page_size : int
         Tokens of a page, at least 1.
+    window : int, optional
+        Keys before a token's own that it sees, as in `cpattn.paged_attention`; all by default.
+    latent : bool
+        Whether values are the first `v_head_dim` elements of the keys, as in absorbed MLA: they
+        are neither sent nor stored besides.
 
     Raises
     ------
@@ -65,6 +74,8 @@ class AttentionLayer:
     dtype: str = "bfloat16"
     num_layers: int = 32
     page_size: int = 128
+    window: int | None = None
+    latent: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_kv_heads", "num_heads", "num_layers", "page_size"):
@@ -87,6 +98,14 @@ class AttentionLayer:
             raise ValueError(
                 f"AttentionLayer: dtype must be one of {', '.join(ITEM_BYTES)}, got {self.dtype!r}"
             )
+        if self.window is not None:
+            check_integer("AttentionLayer", "window", self.window, low=0)
+        flag(self.latent, "AttentionLayer", "latent")
+        if self.latent and (self.v_head_dim or self.head_dim) > self.head_dim:
+            raise ValueError(
+                f"AttentionLayer: v_head_dim must be at most head_dim = {self.head_dim} in a layer "
+                f"of latents, got {self.v_head_dim}"
+            )
 
     @property
     def dims(self) -> int:
@@ -96,7 +115,13 @@ class AttentionLayer:
     @property
     def kv_row_bytes(self) -> int:
         """Bytes of the keys and values of one token in one layer."""
-        return self.num_kv_heads * self.dims * ITEM_BYTES[self.dtype]
+        elements = self.head_dim if self.latent else self.dims
+        return self.num_kv_heads * elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def most_keys(self) -> int:
+        """The keys that a token sees at most."""
+        return UNBOUNDED if self.window is None else min(self.window, UNBOUNDED - 1) + 1
 
     def pool_bytes(self, seq_lens: Ints) -> int:
         """Count the bytes of the pages that sequences take up, in all layers.
@@ -131,7 +156,7 @@ class RankWork:
         Of one query head; every head has as many.
     packed_keys : array [cp_size], float64
         Keys that items pack before they multiply, summed over the items of one KV head. Up to one
-        token per item, for where it is cut.
+        token per item, for where it is cut. Keys before the window of all its tokens are left out.
     longest_item : array [cp_size], float64
         The most expensive item, as (row, key) pairs with packing at 12 rows for a key. A row is a
         token in one query head.
@@ -212,7 +237,7 @@ def rank_work(
     plans = build_cp_metadata_all_ranks(extends, lengths, cp_size=cp_size, strategy=strategy)
     rows, first, step = _segments(plans)
     tokens = rows.sum(1)
-    pairs = rows * first + step * (rows * (rows - 1) // 2)
+    pairs = _sum_up_to(layer.most_keys, first, step, rows)
     packed, longest = _items(rows, first, step, tokens, layer)
     return RankWork(
         tokens=tokens,
@@ -248,6 +273,20 @@ def _segments(plans: Sequence[ContextParallelMetadata]) -> tuple[Ints, Ints, int
     return rows, np.where(rows > 0, ends - rows + 1, 0), 1
 
 
+def _sum_up_to(limit: int, first: Numbers, step: int, rows: Numbers) -> Numbers:
+    """Sum of ``min(first + i * step, limit)`` over the rows i."""
+    below = np.clip((limit - first) // step + 1, 0, rows)
+    return below * first + step * (below * (below - 1) // 2) + (rows - below) * limit
+
+
+def _hidden_before(limit: int, first: Ints, step: Numbers, pieces: Ints) -> Numbers:
+    """The keys before the window of the first row of each piece, which sees `step` keys more than
+    that of the piece before, summed over the pieces."""
+    within = np.clip(np.ceil((limit - first) / np.maximum(step, 1e-9)), 0, pieces)
+    beyond = pieces - within
+    return beyond * (first - limit) + step * beyond * (within + pieces - 1) / 2
+
+
 def _items(
     rows: Ints, first: Ints, step: int, tokens: Ints, layer: AttentionLayer
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -259,8 +298,11 @@ def _items(
     pieces = np.maximum(-(-rows // np.maximum(max_rows // heads, 1)[:, None]), 1)
     size = rows / pieces
     packed = pieces * (first - step) + step * rows * (pieces + 1) / 2
+    packed = packed - _hidden_before(layer.most_keys, first, step * size, pieces)
     seen_last = first + step * (rows - 1)
-    pairs = size * (seen_last - step * (size - 1) / 2)
-    items = pairs * heads[:, None] + PACKING_ROWS * seen_last
+    first_of_last = seen_last - step * (size - 1)
+    pairs = _sum_up_to(layer.most_keys, first_of_last, step, size)
+    packed_last = seen_last - np.maximum(first_of_last - layer.most_keys, 0)
+    items = pairs * heads[:, None] + PACKING_ROWS * packed_last
     splits = -(-group // heads)  # of the heads of one KV head: each packs for itself
     return np.where(rows > 0, packed, 0).sum(1) * splits, np.where(rows > 0, items, 0).max(1)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from operator import index
 from typing import Any
 
@@ -11,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from .._arguments import flag
-from ..context_parallel.attention import do_cp_attn_fia
 from ..context_parallel.metadata import build_cp_metadata
+from .attention import RankAttention
 from .exchange import RowExchange
 from .plan import ContextParallelPlan, make_plan
+from .rows import local_rows, pool_rows
 
 
-class ContextParallel:
+class ContextParallel(RankAttention):
     """Context-parallel attention over the ranks of a given process group.
 
     Parameters
@@ -104,6 +104,8 @@ class ContextParallel:
         out_cache_loc: Any = None,
         num_tokens: int | None = None,
         pad_to_physical: bool = False,
+        custom_mask: Any = None,
+        packed_custom_mask: Any = None,
     ) -> ContextParallelPlan:
         """Plan one batch. Local: that the ranks' plans differ shows at their first exchange.
 
@@ -126,6 +128,10 @@ class ContextParallel:
         pad_to_physical : bool
             ``shard`` and ``attend`` give every rank the same number of rows, see
             ``ContextParallelMetadata.pad_to_physical``.
+        custom_mask, packed_custom_mask : tensors, optional
+            Which keys tokens see, as `cpattn.paged_attention` takes them: for each request
+            ``extend_lens`` rows of ``seq_lens`` values. The same on every rank, of which each takes
+            its rows; copied. Padding tokens see nothing then, and nobody sees them.
 
         Returns
         -------
@@ -135,10 +141,12 @@ class ContextParallel:
         Raises
         ------
         TypeError
-            For lengths, tables, slots or a number that are no integers, and a flag that is no bool.
+            For lengths, tables, slots or a number that are no integers, a mask that is no tensor,
+            and a flag that is no bool.
         ValueError
             For an unknown strategy, lengths that do not match, negative page ids, tables that are
-            too narrow, tokens that share a slot, and slots other than those of the tables.
+            too narrow, tokens that share a slot, slots other than those of the tables, and a mask
+            of another dtype or size.
         """
         if isinstance(extend_lens, list):
             extend_lens = tuple(extend_lens)  # it is read twice, and its elements may change it
@@ -157,6 +165,8 @@ class ContextParallel:
             out_cache_loc=out_cache_loc,
             page_size=self.page_size,
             pad_to_physical=flag(pad_to_physical, "ContextParallel.plan", "pad_to_physical"),
+            custom_mask=custom_mask,
+            packed_custom_mask=packed_custom_mask,
         )
 
     def shard(self, plan: ContextParallelPlan, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -190,11 +200,14 @@ class ContextParallel:
         self,
         plan: ContextParallelPlan,
         k_local: torch.Tensor,
-        v_local: torch.Tensor,
+        v_local: torch.Tensor | None,
         k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        v_cache: torch.Tensor | None,
     ) -> None:
         """Exchange the keys and values of the new tokens once; write all into this rank's pool.
+
+        Any two tensors of the tokens may travel so, such as latents and index keys. Latents alone,
+        whose values are a part of the keys, are k_local and k_cache; the other two are None then.
 
         Parameters
         ----------
@@ -213,95 +226,32 @@ class ContextParallel:
         TypeError
             For rows that are not on the CPU.
         ValueError
-            For too few rows, a plan of another rank, and caches of other shapes or dtypes than the
-            rows, that are not contiguous, or that are too small for the slots.
+            For too few rows, values without a cache or the other way round, a plan of another rank,
+            and caches of other shapes or dtypes than the rows, that are not contiguous, or that are
+            too small for the slots.
         RuntimeError
             If another rank refuses its arguments, makes another call, has another plan or other
             rows, or does not answer.
         """
         with self._exchange.agreement("write_kv", plan.terms) as parts:
             self._check_plan("write_kv", plan)
-            parts.append(_local_rows("write_kv", plan, "k_local", k_local))
-            parts.append(_local_rows("write_kv", plan, "v_local", v_local))
-            k_pool = _pool_rows(plan, "k_cache", k_cache, k_local)
-            v_pool = _pool_rows(plan, "v_cache", v_cache, v_local)
-        k_rows, v_rows = self._exchange.all_rows("write_kv", plan.rows_per_rank, parts)
+            if (v_local is None) != (v_cache is None):
+                missing = "v_local" if v_local is None else "v_cache"
+                raise ValueError(
+                    "ContextParallel.write_kv: v_local and v_cache must be given together, got "
+                    f"no {missing}"
+                )
+            parts.append(local_rows("write_kv", plan, "k_local", k_local))
+            pools = [pool_rows(plan, "k_cache", k_cache, k_local)]
+            if v_local is not None and v_cache is not None:
+                parts.append(local_rows("write_kv", plan, "v_local", v_local))
+                pools.append(pool_rows(plan, "v_cache", v_cache, v_local))
+        gathered = self._exchange.all_rows("write_kv", plan.rows_per_rank, parts)
         slots = torch.tensor(plan.slots)
         written = slots >= 0
         slots, rows = slots[written], plan.gathered_rows[written]
-        k_pool.index_copy_(0, slots, k_rows.index_select(0, rows))
-        v_pool.index_copy_(0, slots, v_rows.index_select(0, rows))
-
-    def attend(
-        self,
-        plan: ContextParallelPlan,
-        q_local: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *,
-        scale: float | None = None,
-        out: torch.Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        """Causal attention of this rank's rows over cached prefixes and new tokens. Local.
-
-        Parameters
-        ----------
-        plan : ContextParallelPlan
-            Of this object's `plan`.
-        q_local : tensor [>= num_local_rows, num_heads, head_dim], float32, float16 or bfloat16
-            In the order of ``shard``; further rows are never read.
-        k_cache, v_cache : tensors of the dtype of q_local
-            As for ``write_kv``, which comes first.
-        scale : float, default 1/sqrt(head_dim)
-            Must be given for head_dim > 256.
-        out : tensor [num_rows, num_heads, v_head_dim] of the dtype of q_local, optional
-            Written, each row contiguous; the result is a view of it.
-        return_lse : bool
-            Whether to return `lse`, too.
-
-        Returns
-        -------
-        out : tensor [num_rows, num_heads, v_head_dim], of the dtype of q_local
-            For all rows of q_local; zeros in the further ones.
-        lse : tensor [num_rows, num_heads], float32; only with ``return_lse``
-            Natural logarithm; -inf in the further rows.
-
-        Raises
-        ------
-        TypeError
-            For a scale that is no number, and a flag that is no bool.
-        ValueError
-            For fewer rows than this rank has, page ids beyond the caches, and shapes or dtypes
-            that do not fit.
-        """
-        if q_local.ndim != 3:
-            raise ValueError(
-                "ContextParallel.attend: q_local must be [num_rows, num_heads, head_dim], "
-                f"got shape {list(q_local.shape)}"
-            )
-        if out is not None and (out.ndim != 3 or not out[0:1].is_contiguous()):
-            raise ValueError(
-                "ContextParallel.attend: out must be [num_rows, num_heads, v_head_dim] with "
-                f"contiguous rows, got shape {list(out.shape)}, strides {list(out.stride())}"
-            )
-        result: Any = do_cp_attn_fia(
-            q_local.flatten(1),
-            k_cache,
-            v_cache,
-            plan.metadata,
-            block_tables=plan.block_tables,
-            page_size=plan.page_size,
-            num_heads=q_local.shape[1],
-            num_kv_heads=k_cache.shape[-2],
-            scale=scale,
-            out=None if out is None else out.view(len(out), out.shape[1] * out.shape[2]),
-            return_lse=return_lse,
-        )
-        shape = (*q_local.shape[:2], v_cache.shape[-1])
-        if return_lse:
-            return result[0].view(shape), result[1]
-        return result.view(shape)
+        for pool, new in zip(pools, gathered, strict=True):
+            pool.index_copy_(0, slots, new.index_select(0, rows))
 
     def gather(
         self, plan: ContextParallelPlan, x_local: torch.Tensor, dim: int = 0
@@ -335,7 +285,7 @@ class ContextParallel:
         with self._exchange.agreement("gather", plan.terms) as parts:
             self._check_plan("gather", plan)
             x = x_local.movedim(dim, 0)
-            parts.append(_local_rows("gather", plan, "x_local", x))
+            parts.append(local_rows("gather", plan, "x_local", x))
         (rows,) = self._exchange.all_rows("gather", plan.rows_per_rank, parts)
         tokens = rows.index_select(0, plan.gathered_rows)
         return tokens.view(plan.num_tokens, *x.shape[1:]).movedim(0, dim).contiguous()
@@ -352,41 +302,3 @@ class ContextParallel:
                 f"ContextParallel.{call}: plan must be of rank {self.cp_rank} of {self.cp_size}, "
                 f"got rank {of[0]} of {of[1]}"
             )
-
-
-def _local_rows(call: str, plan: ContextParallelPlan, name: str, x: torch.Tensor) -> torch.Tensor:
-    """x without rows of physical padding, as [num_local_rows, width]."""
-    if x.device.type != "cpu":
-        raise TypeError(f"ContextParallel.{call}: {name} must be on the CPU, got {x.device}")
-    if len(x) < plan.num_local_rows:
-        raise ValueError(
-            f"ContextParallel.{call}: {name} must have at least the {plan.num_local_rows} rows of "
-            f"rank {plan.cp_rank}, got {len(x)}"
-        )
-    return x[: plan.num_local_rows].reshape(plan.num_local_rows, prod(x.shape[1:]))
-
-
-def _pool_rows(
-    plan: ContextParallelPlan, name: str, cache: torch.Tensor, local: torch.Tensor
-) -> torch.Tensor:
-    """The cache as [num_slots, width], after checking it against the rows to be written."""
-    paged = cache.ndim == 4 and cache.shape[1] in (1, plan.page_size)
-    if local.ndim != 3 or not (cache.ndim == 3 or paged) or cache.shape[-2:] != local.shape[1:]:
-        raise ValueError(
-            f"ContextParallel.write_kv: {name} must be [num_slots, num_kv_heads, head_dim] or "
-            f"[num_pages, {plan.page_size}, num_kv_heads, head_dim] for rows "
-            f"[num_rows, num_kv_heads, head_dim], got {list(cache.shape)} for {list(local.shape)}"
-        )
-    if cache.dtype != local.dtype or not cache.is_contiguous():
-        raise ValueError(
-            f"ContextParallel.write_kv: {name} must be contiguous {local.dtype}, "
-            f"got {cache.dtype} of strides {list(cache.stride())}"
-        )
-    pool = cache.view(-1, prod(cache.shape[-2:]))
-    if plan.num_tokens and plan.slots.max() >= len(pool):
-        i = int(plan.slots.argmax())
-        raise ValueError(
-            f"ContextParallel.write_kv: slots must be below the {len(pool)} rows of {name}, "
-            f"got slots[{i}] = {plan.slots[i]}"
-        )
-    return pool

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .. import _core
 
-PLAN_TERMS = ("lengths", "strategy and page_size", "block_tables", "slots")
+PLAN_TERMS = ("lengths", "strategy and page_size", "block_tables", "slots", "mask")
 _CALLS = ("write_kv", "gather")
 # What the ranks compare before an exchange, int64 each. The first difference is reported.
 _TERMS = ("refused", "sequence", "call", *PLAN_TERMS, "rows")

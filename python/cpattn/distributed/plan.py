@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..context_parallel.metadata import ContextParallelMetadata
 from .exchange import digest
+from .masks import packed_mask
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class ContextParallelPlan:
         The tokens each rank computes, without physical padding.
     gathered_rows : torch.Tensor [num_tokens], int64
         Where each token stands when the rows of all ranks follow each other.
+    packed_custom_mask : array, uint8, read-only, or None
+        The mask of all tokens, as `paged_attention` takes it, padding tokens included.
+    num_padding_tokens : int
+        New tokens that the last request has more than it was given, as padding.
     terms : tuple of int
         Digests of what the plans of all ranks have in common: the ranks compare them before they
         exchange rows.
@@ -61,6 +66,8 @@ class ContextParallelPlan:
     cp_rank: int
     rows_per_rank: tuple[int, ...]
     gathered_rows: torch.Tensor = field(compare=False, repr=False)
+    packed_custom_mask: NDArray[np.uint8] | None = field(compare=False, repr=False)
+    num_padding_tokens: int
     terms: tuple[int, ...] = field(repr=False)  # one for each of PLAN_TERMS
 
     @property
@@ -82,6 +89,8 @@ def make_plan(
     out_cache_loc: Any,
     page_size: int,
     pad_to_physical: bool,
+    custom_mask: Any = None,
+    packed_custom_mask: Any = None,
 ) -> ContextParallelPlan:
     """See ContextParallel.plan; metadata is built from the same extend_lens, not yet padded."""
     extends = _index_array("extend_lens", extend_lens, 1)
@@ -93,6 +102,7 @@ def make_plan(
     if out_cache_loc is not None:
         slots = _checked_slots(out_cache_loc, slots, num_real)
     _refuse_shared_slots(slots[:num_real])
+    mask = packed_mask(custom_mask, packed_custom_mask, extends, prefixes + extends, padding)
 
     rows = tuple(metadata.per_rank_actual_token)
     bounds = np.cumsum((0, *rows))
@@ -112,9 +122,14 @@ def make_plan(
             digest(f"{metadata.strategy} {page_size} {metadata.cp_size}".encode()),
             digest(tables),
             digest(slots),
+            digest() if mask is None else digest(mask),
         ),
+        packed_custom_mask=mask,
+        num_padding_tokens=padding,
     )
-    tables.flags.writeable = slots.flags.writeable = False
+    for array in (tables, slots, mask):
+        if array is not None:
+            array.flags.writeable = False
     return plan
 
 

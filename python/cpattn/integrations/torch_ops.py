@@ -58,7 +58,8 @@ _operators.define_with_out(
     "Tensor? kv_indices=None, Tensor? last_page_len=None, SymInt? page_size=None, "
     "str kv_layout='NHD', float? scale=None, bool causal=True, SymInt? window=None, "
     "float softcap=0.0, Tensor? sinks=None, Tensor? custom_mask=None, "
-    "bool allow_short_kv=False, bool batch_invariant=False, int? num_threads=None)",
+    "Tensor? packed_custom_mask=None, bool allow_short_kv=False, "
+    "bool batch_invariant=False, int? num_threads=None)",
     "out lse",
     partial(paged_attention, return_lse=True),
     _paged_attention_out,
@@ -73,7 +74,7 @@ def _metadata(options: dict[str, Any]) -> _core.ContextParallelMetadata:
     return build_cp_metadata(options.pop("extend_lens"), options.pop("seq_lens"), **given)
 
 
-def _do_cp_attn_fia(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> Any:
+def _do_cp_attn_fia(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) -> Any:
     metadata = _metadata(options)
     return do_cp_attn_fia(q, k_cache, v_cache, metadata, **options, return_lse=True)
 
@@ -81,38 +82,60 @@ def _do_cp_attn_fia(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any)
 def _do_cp_attn_fia_out(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     *,
+    num_heads: int,
+    scale: float | None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None,
+    q_rope: Tensor | None = None,
+    k_rope: Tensor | None = None,
+    v_head_dim: int | None = None,
     block_tables: Tensor,
     page_size: int,
-    num_heads: int,
     num_kv_heads: int,
-    scale: float | None,
     out: Tensor,
     lse: Tensor,
     **batch: Any,
 ) -> None:
     if scale is None:
-        scale = default_scale("do_cp_attn_fia", q.shape[-1] // max(num_heads, 1))
+        columns = q.shape[-1] + (0 if q_rope is None else q_rope.shape[-1])
+        scale = default_scale("do_cp_attn_fia", columns // max(num_heads, 1))
     _core.do_cp_attn_fia(
         q, k_cache, v_cache, _metadata(batch), block_tables, page_size, num_heads, num_kv_heads,
-        scale, out, lse,
+        scale, causal, window, softcap, sinks, custom_mask, packed_custom_mask, q_rope, k_rope,
+        v_head_dim, None, None, None, out, lse,
     )  # fmt: skip
 
 
 def _do_cp_attn_fia_fake(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, num_heads: int, **options: Any
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    *,
+    num_heads: int,
+    v_head_dim: int | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     rows, columns = q.shape
-    out = q.new_empty((rows, columns * v_cache.numel() // k_cache.numel()))
-    return out, q.new_empty((rows, num_heads), dtype=torch.float32)
+    if v_cache is not None:
+        columns = columns * v_cache.numel() // k_cache.numel()
+    elif v_head_dim is not None:  # the core refuses a call with neither
+        columns = num_heads * v_head_dim
+    return q.new_empty((rows, columns)), q.new_empty((rows, num_heads), dtype=torch.float32)
 
 
 _operators.define_with_out(
-    "do_cp_attn_fia(Tensor q, Tensor k_cache, Tensor v_cache, *, Tensor extend_lens, "
+    "do_cp_attn_fia(Tensor q, Tensor k_cache, Tensor? v_cache, *, Tensor extend_lens, "
     "Tensor? seq_lens, int cp_rank, int cp_size, Tensor block_tables, SymInt page_size, "
-    "SymInt num_heads, SymInt num_kv_heads, float? scale, str strategy='zigzag', "
-    "SymInt? num_tokens=None)",
+    "SymInt num_heads, SymInt num_kv_heads, float? scale, bool causal=True, SymInt? window=None, "
+    "float softcap=0.0, Tensor? sinks=None, Tensor? custom_mask=None, "
+    "Tensor? packed_custom_mask=None, Tensor? q_rope=None, Tensor? k_rope=None, "
+    "SymInt? v_head_dim=None, str strategy='zigzag', SymInt? num_tokens=None)",
     "out lse",
     _do_cp_attn_fia,
     _do_cp_attn_fia_out,

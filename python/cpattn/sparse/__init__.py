@@ -5,13 +5,15 @@
     out, *_ = flash_mla_sparse_fwd(q, kv, chosen[:, None], scale)
 
 ``indexer`` scores keys, with ``cp_indexer`` under context parallelism and ``index_k`` for a cache
-of its keys; ``topk`` chooses, and turns indices into slots; ``sparse_mla`` attends. ``kv_rows``
-are rows of 656 bytes, ``split_norm`` the projection before, ``dsa_metadata`` the integers of a
-batch, ``gates`` whether to split it; ``sglang_0_5_23`` has functions of that release under its
-names. Imports NumPy, the core, and the forward modes of `cpattn.context_parallel`.
+of its keys; ``topk`` chooses, and turns indices into slots; ``sparse_mla`` attends;
+``cp_sparse_mla`` does all of it for the tokens of a rank. ``kv_rows`` are rows of 656 bytes,
+``split_norm`` the projection before, ``dsa_metadata`` the integers of a batch, ``gates`` whether to
+split it; ``sglang_0_5_23`` has functions of that release under its names. Imports NumPy, the core,
+and the forward modes of `cpattn.context_parallel`.
 """
 
 from .cp_indexer import cp_indexer_topk, dcp_local_indices
+from .cp_sparse_mla import cp_sparse_mla
 from .dsa_metadata import DsaMetadata, build_dsa_metadata
 from .gates import can_dsa_prefill_cp_interleave, dsa_use_prefill_cp
 from .index_k import hadamard_transform, quantize_index, read_index_k_cache, write_index_k_cache
@@ -37,6 +39,7 @@ __all__ = [
     "can_dsa_prefill_cp_interleave",
     "can_fuse_split_qk_norm",
     "cp_indexer_topk",
+    "cp_sparse_mla",
     "dcp_local_indices",
     "dequantize_kv_rows",
     "dsa_use_prefill_cp",

@@ -25,6 +25,21 @@ CP_BATCH = {
     "compat": ("flag", False),
 }
 
+CP_LAYER = {
+    "q": ("tensor", f32(4, 32)),
+    "k_cache": ("tensor", f32(4, 8, 1, 16)),
+    "metadata": ("value", METADATA),
+    "block_tables": ("table", [[1], [2]]),
+    "page_size": ("int", 8),
+    "num_heads": ("int", 2),
+    "num_kv_heads": ("int", 1),
+    "scale": ("?float", 0.25),
+    "softcap": ("float", 2.0),
+    "sinks": ("?tensor", f32(2)),
+    "out": ("?output", f32(4, 32)),
+    "return_lse": ("flag", True),
+}
+
 NOT_SUPPORTED = (
     "pse_shift", "dequant_scale1", "quant_scale1", "dequant_scale2", "quant_scale2",
     "quant_offset2", "antiquant_scale", "antiquant_offset", "query_padding_size",
@@ -36,6 +51,15 @@ NOT_SUPPORTED = (
 
 CALLS = [
     Call(cpattn.paged_attention, {**LAYER, **BATCH, "page_size": ("?int", 8), **OPTIONS}),
+    Call(
+        cpattn.paged_attention,
+        {
+            **LAYER,
+            **BATCH,
+            "custom_mask": ("any", None),
+            "packed_custom_mask": ("?tensor", np.ones(4, np.uint8)),
+        },
+    ),
     Call(
         cpattn.paged_attention,
         {
@@ -58,6 +82,20 @@ CALLS = [
             "v_head_dim": ("?int", 16),
         },
     ),
+    Call(
+        cpattn.plan_attention,
+        {
+            **BATCH,
+            "custom_mask": ("any", None),
+            "packed_custom_mask": ("?tensor", np.ones(4, np.uint8)),
+            "page_size": ("int", 8),
+            "num_pages": ("int", 4),
+            "num_heads": ("int", 2),
+            "num_kv_heads": ("int", 1),
+            "head_dim": ("int", 16),
+            "v_head_dim": ("?int", 16),
+        },
+    ),
     Call(cpattn.run_attention, {"plan": ("value", PLAN), **LAYER, **OPTIONS}),
     Call(
         cpattn.merge_state,
@@ -71,17 +109,25 @@ CALLS = [
     Call(
         cpattn.do_cp_attn_fia,
         {
-            "q": ("tensor", f32(4, 32)),
-            "k_cache": ("tensor", f32(4, 8, 1, 16)),
-            "v_cache": ("tensor", f32(4, 8, 1, 16)),
-            "metadata": ("value", METADATA),
-            "block_tables": ("table", [[1], [2]]),
-            "page_size": ("int", 8),
-            "num_heads": ("int", 2),
-            "num_kv_heads": ("int", 1),
-            "scale": ("?float", 0.25),
-            "out": ("?output", f32(4, 32)),
-            "return_lse": ("flag", True),
+            **CP_LAYER,
+            "v_cache": ("?tensor", f32(4, 8, 1, 16)),
+            "k_scale": ("?scale", 0.5),
+            "v_scale": ("?scale", 2.0),
+            "kv_dtype": ("?text", None),
+            "causal": ("flag", True),
+            "window": ("?int", 3),
+            "custom_mask": ("?tensor", np.ones(44, bool)),
+        },
+    ),
+    Call(
+        cpattn.do_cp_attn_fia,
+        {
+            **CP_LAYER,
+            "v_cache": ("any", None),
+            "packed_custom_mask": ("?tensor", np.ones(6, np.uint8)),
+            "q_rope": ("?tensor", f32(4, 32)),
+            "k_rope": ("?tensor", f32(4, 8, 1, 16)),
+            "v_head_dim": ("?int", 16),
         },
     ),
     Call(

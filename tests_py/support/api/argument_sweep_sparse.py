@@ -31,6 +31,23 @@ INDEXER = {
     "ke": ("ints", [6, 5]),
     "k_scale": ("?tensor", f32(6)),
 }
+CP_SPARSE = {
+    "q": ("tensor", f32(4, 2, 32)),
+    "kv": ("tensor", f32(16, 1, 32)),
+    "index_q": ("tensor", f32(4, 1, 16)),
+    "index_k_cache": ("tensor", f32(2, 8, 16)),
+    "weights": ("tensor", f32(4, 1)),
+    "block_tables": ("table", [[0], [1]]),
+    "page_size": ("int", 8),
+    "topk": ("int", 3),
+    "sm_scale": ("float", 0.25),
+    "d_v": ("int", 16),
+    "attn_sink": ("?tensor", f32(2)),
+    "index_k_scale": ("?tensor", f32(2, 8)),
+    "num_threads": ("?int", 1),
+    "out": ("?output", f32(4, 2, 16)),
+    "return_lse": ("flag", True),
+}
 TOPK = {
     "score": ("tensor", f32(2, 8)),
     "lengths": ("ints", [8, 4]),
@@ -113,6 +130,11 @@ SPARSE_CALLS = [
             "topk": ("int", 3),
             "prefix_lens": ("ints", [3, 0]),
         },
+    ),
+    Call(cpattn.sparse.cp_sparse_mla, {**CP_SPARSE, "metadata": ("value", METADATA)}),
+    Call(
+        cpattn.sparse.cp_sparse_mla,
+        {**CP_SPARSE, "metadata": ("value", BARE_METADATA), "prefix_lens": ("ints", [3, 0])},
     ),
     Call(
         cpattn.sparse.dcp_local_indices,

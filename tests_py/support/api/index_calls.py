@@ -103,6 +103,13 @@ def cp_indexer(**tables: Any) -> Any:
     return sparse.cp_indexer_topk(QUERIES, KEYS, WEIGHTS, BARE, **tables, page_size=8, topk=6)
 
 
+def cp_sparse(**tables: Any) -> Any:
+    return sparse.cp_sparse_mla(
+        QUERIES, CACHE[:, :, :1], QUERIES, KEYS, WEIGHTS, BARE, **tables, page_size=8, topk=6,
+        sm_scale=0.25, d_v=16,
+    )  # fmt: skip
+
+
 def fused_infer_attention(**tables: Any) -> Any:
     # The same sequences, from a cache [blocks, block_size, H].
     cache = CACHE.reshape(9, 8, 32)
@@ -220,6 +227,7 @@ CALLS = [
     Call("plan_attention", plan_attention, ATTENTION),
     Call("do_cp_attn_fia", do_cp_attn_fia, {"block_tables": TABLES}),
     Call("cp_indexer_topk", cp_indexer, {"block_tables": TABLES, "prefix_lens": ints(17, 7)}),
+    Call("cp_sparse_mla", cp_sparse, {"block_tables": TABLES, "prefix_lens": ints(17, 7)}),
     Call("npu_fused_infer_attention_score", fused_infer_attention, {
         "block_table": TABLES, "actual_seq_lengths": ints(3, 5),
         "actual_seq_lengths_kv": ints(20, 9)}),

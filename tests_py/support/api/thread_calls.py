@@ -92,6 +92,16 @@ def cp_indexer_topk(n: int) -> Call:
     )
 
 
+def cp_sparse_mla(n: int) -> Call:
+    q, weights, metadata, table = normal(n, 4, 64), normal(n, 4), cp_metadata(n), wide_table(n)
+    index_keys = np.ascontiguousarray(CACHE[:, :, 0])
+    latents = index_keys.reshape(-1, 1, 64)
+    return lambda: cpattn.sparse.cp_sparse_mla(
+        q, latents, q, index_keys, weights, metadata, block_tables=table, page_size=16, topk=64,
+        sm_scale=0.1, d_v=64,
+    )  # fmt: skip
+
+
 def npu_fused(n: int) -> Call:
     q, cache = normal(1, n, 4, 64), CACHE.reshape(1, 1024, 2, 64)
     options = {"num_heads": 4, "num_key_value_heads": 2, "input_layout": "BSND"}
@@ -302,6 +312,7 @@ MAKERS: dict[str, Callable[[int], Call]] = {
     "indexer_logits": indexer(cpattn.sparse.indexer_logits),
     "indexer_topk": indexer(cpattn.sparse.indexer_topk, topk=64),
     "cp_indexer_topk": cp_indexer_topk,
+    "cp_sparse_mla": cp_sparse_mla,
     "npu_lightning_indexer": npu_indexer,
     "fast_topk": plain_topk,
     "fast_topk_transform_fused": paged_topk,

@@ -357,6 +357,7 @@ def planned() -> Good:
         "out_cache_loc": ("?ints", [7, 8, 9, 10, 12, 13, 14, 15]),
         "num_tokens": ("?int", 8),
         "pad_to_physical": ("flag", False),
+        "custom_mask": ("any tensor", np.ones(44, bool)),
     }
     return Good(cp.plan, arguments, prefixes=("build_cp_metadata: ", "unshard: "))
 

@@ -217,6 +217,7 @@ def run_disagreements(rank: int) -> tuple[dict[str, tuple[str, float]], dict]:
         "num_tokens": lambda: with_plan(num_tokens=20),
         "block_tables": lambda: with_plan(block_tables=other_tables),
         "slots": lambda: with_plan(out_cache_loc=slots),
+        "mask": lambda: with_plan(custom_mask=torch.ones(5 * 9 + 13 * 13, dtype=torch.bool)),
         "strategy": lambda: with_cp(strategy="contiguous"),
         "page_size": lambda: with_cp(page_size=8),
         "dtype": lambda: with_rows(torch.zeros(18, 4, dtype=torch.float64)),

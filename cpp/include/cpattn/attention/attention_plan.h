@@ -138,8 +138,7 @@ constexpr int64_t kPartialStateFloats = 4;
 /// consistent: that is checked where they are made.
 AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num_threads);
 
-/// The number of (row, key) pairs of an item in which the window lets the row see the key. A custom
-/// mask may hide some of them.
+/// The number of (row, key) pairs of an item in which window and mask let the row see the key.
 int64_t visible_pairs(const AttentionBatch& batch, const AttentionItem& item);
 
 /// Tables of sequences as users give them: a rectangle whose row r holds at
@@ -178,6 +177,15 @@ MaskBits pack_mask(
     std::span<const int64_t> starts,
     std::span<const int64_t> row_strides,
     bool inverted
+);
+
+/// The same of a mask given as bits, bit i being bit i % 8 of bits[i / 8]; a set one means visible.
+/// Segment s starts at bit starts[s] and its rows are row_strides[s] bits apart.
+MaskBits repack_mask(
+    std::span<const AttentionSegment> segments,
+    const uint8_t* bits,
+    std::span<const int64_t> starts,
+    std::span<const int64_t> row_strides
 );
 
 /// The usual batch: sequence r has q_lens[r] new tokens, rows of q in order, at

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cpattn/attention/attention_plan.h"
-#include "cpattn/base/tensor_view.h"
+#include "cpattn/attention/key_visibility.h"
 
 namespace cpattn {
 
@@ -27,10 +27,7 @@ struct SequenceBatch {
   std::optional<CsrPages> csr;
   int64_t page_size = 0;
   int64_t num_pages = 0;
-  bool causal = true;                     // key j is visible from position p if j <= p
-  std::optional<int64_t> window;          // if given, only if p - window <= j, too; needs causal
-  std::optional<TensorView> custom_mask;  // bool [sum(q_len * kv_len)], row-major per
-                                          // sequence; true keeps what the rest leaves visible
+  KeyVisibility visibility;
   /// With more queries than keys the first ones stand before key 0. Under causal they see
   /// nothing, which is an error unless this says that it is meant.
   bool allow_short_kv = false;
@@ -38,9 +35,9 @@ struct SequenceBatch {
 };
 
 /// The plan of such a batch. Throws std::invalid_argument, naming `function`,
-/// for negative or mismatched lengths, bad page ids, tables that are too narrow, and
-/// more new tokens than keys under causal. num_threads 0 stands for default_num_threads() when the
-/// plan runs.
+/// for negative or mismatched lengths, bad page ids, tables that are too narrow, more new
+/// tokens than keys under causal, and what KeyVisibility does not allow. num_threads 0 stands for
+/// default_num_threads() when the plan runs.
 AttentionPlan plan_sequences(const char* function, const SequenceBatch& batch, int num_threads);
 
 }  // namespace cpattn

@@ -3,41 +3,60 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "cpattn/attention/attention_plan.h"
+#include "cpattn/attention/key_visibility.h"
+#include "cpattn/attention/paged_attention.h"
 #include "cpattn/base/index_table.h"
 #include "cpattn/base/tensor_view.h"
 #include "cpattn/context_parallel/context_parallel.h"
 
 namespace cpattn {
 
-/// One layer of context-parallel attention on one rank, flat as engines hold it.
+/// One layer of context-parallel attention on one rank, flat as engines hold it. Caches are
+/// contiguous, with num_pages * page_size * num_kv_heads * dim elements; the sizes imply the
+/// dimensions of keys and values.
 struct CpAttentionArguments {
   TensorView q;        // [rows, num_heads * head_dim]: this rank's logical rows (zigzag: all prev
                        // blocks, then all next blocks), then any number of pad rows
-  TensorView k_cache;  // contiguous, num_pages * page_size * num_kv_heads * head_dim elements
-  TensorView v_cache;  // contiguous, with v_head_dim for head_dim; the sizes imply which
-  IndexTable block_tables;  // [bs, pages]: the pages of each sequence, prefix included
+  TensorView k_cache;  // of head_dim
+  std::optional<TensorView> v_cache;  // of v_head_dim; null: values are the first v_head_dim
+  std::optional<int64_t> v_head_dim;  // dimensions of keys in k_cache. Given if v_cache is null
+  std::optional<TensorView> q_rope;   // [rows, num_heads * rope_dim]: the last dimensions of
+  std::optional<TensorView> k_rope;   // queries and keys, stored apart; of rope_dim
+  KVScale k_scale, v_scale;  // as of run_attention; without v_cache values have that of keys
+  IndexTable block_tables;   // [bs, pages]: the pages of each sequence, prefix included
   int64_t page_size = 0;
   int64_t num_heads = 0;
   int64_t num_kv_heads = 0;
   double scale = 1;
-  TensorView out;                 // [rows, num_heads * v_head_dim]
-  std::optional<TensorView> lse;  // float32 [rows, num_heads]
+  KeyVisibility visibility;  // masks are those of the whole sequences: extend_lens by prefix +
+                             // extend_lens, the same on every rank
+  double softcap = 0;        // c > 0: c * tanh(scaled score / c)
+  std::optional<TensorView> sinks;  // float32 [num_heads], one more logit a row
+  TensorView out;                   // [rows, num_heads * v_head_dim]
+  std::optional<TensorView> lse;    // float32 [rows, num_heads]
 };
 
 /// Attention of a rank's tokens over the whole paged sequences, prefix included:
 /// what sglang's AscendAttnBackend.do_cp_attn_fia computes, for any batch size
 /// and strategy. All blocks of all sequences go through one plan. Under
 /// interleave the rows of a sequence stand cp_size positions apart. Pad rows are
-/// never read and come out as zeros with LSE -inf.
+/// never read and come out as zeros with LSE -inf. A row has the bits that it has on a single rank.
+///
+/// Padding tokens of the metadata are tokens of the last sequence: without `causal` its other
+/// tokens see their keys, too.
 ///
 /// Throws std::invalid_argument for bare metadata of a batch with a prefix (its
 /// lengths do not say where the keys end), for fewer rows than the metadata
 /// has, for a kv length beyond the block table, and for shapes that do not fit.
 void do_cp_attn_fia(const ContextParallelMetadata& metadata, const CpAttentionArguments& arguments);
 
-/// The segments of this rank's rows.
-std::vector<AttentionSegment> cp_segments(const ContextParallelMetadata& metadata);
+/// The segments of this rank's rows, whose keys end with the last row of each; without `causal`
+/// with the sequence.
+std::vector<AttentionSegment> cp_segments(
+    const ContextParallelMetadata& metadata, bool causal = true
+);
 
 }  // namespace cpattn

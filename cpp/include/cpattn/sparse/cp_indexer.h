@@ -32,8 +32,11 @@ struct CpIndexerArguments {
   int64_t topk = 0;
   std::optional<std::vector<int64_t>> prefix_lens;  // [bs], with bare metadata only
   bool sorted = true;
-  int num_threads = 0;  // 0: default_num_threads()
-  TensorView indices;   // int32 [rows, topk]
+  int num_threads = 0;                       // 0: default_num_threads()
+  TensorView indices;                        // int32 [rows, topk]
+  const char* function = "cp_indexer_topk";  // this and the next are named in errors
+  const char* q_name = "q";
+  const char* k_scale_name = "k_scale";
 };
 
 /// The topk keys of each of a rank's tokens among all keys of its sequence up to

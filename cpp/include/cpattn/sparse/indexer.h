@@ -49,6 +49,7 @@ struct IndexerArguments {
   const PageTable& pages;
   std::span<const IndexerRow> rows;  // at most one of each query
   int num_threads = 0;               // 0: default_num_threads()
+  const char* q_name = "q";          // in errors
 };
 
 /// Returns keys k [S, D] as one page, with scales float32 [S] if there are any. Throws

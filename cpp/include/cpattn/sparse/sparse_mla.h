@@ -19,10 +19,11 @@ struct SparseMlaArguments {
   int64_t v_head_dim = 0;                           // the first dimensions of a row are its value
   std::optional<TensorView> attn_sink;              // float32 [num_heads], one more logit a row
   std::optional<std::vector<int64_t>> topk_length;  // [num_tokens]: the entries of a row that count
-  TensorView out;         // [num_tokens, num_heads, v_head_dim], dtype of q
-  TensorView max_logits;  // float32 [num_tokens, num_heads], contiguous
-  TensorView lse;         // float32 [num_tokens, num_heads], contiguous
-  int num_threads = 0;    // 0: default_num_threads()
+  TensorView out;                                 // [num_tokens, num_heads, v_head_dim], dtype of q
+  TensorView max_logits;                          // float32 [num_tokens, num_heads], contiguous
+  TensorView lse;                                 // float32 [num_tokens, num_heads], contiguous
+  int num_threads = 0;                            // 0: default_num_threads()
+  const char* function = "flash_mla_sparse_fwd";  // named in errors
 };
 
 /// For every token and head, over the rows of kv that its indices name:

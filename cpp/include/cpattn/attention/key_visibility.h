@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "cpattn/base/tensor_view.h"
+
+namespace cpattn {
+
+/// Which keys of its sequence a token at position p sees: key j if all of these let it.
+///
+/// A mask has a row for each new token of a sequence, with a value for each of its keys, cached
+/// ones first; rows follow each other, sequence after sequence. It is either custom_mask, or
+/// packed_custom_mask, in which the values of a sequence are bits, bit i being bit i % 8 of byte
+/// i / 8, and every sequence begins at a byte of its own.
+struct KeyVisibility {
+  bool causal = true;                            // j <= p
+  std::optional<int64_t> window;                 // p - window <= j, window >= 0; needs causal
+  std::optional<TensorView> custom_mask;         // bool [sum(q_len * kv_len)], contiguous
+  std::optional<TensorView> packed_custom_mask;  // uint8 [sum(ceil(q_len * kv_len / 8))],
+                                                 // contiguous
+};
+
+}  // namespace cpattn

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "cpattn/attention/attention_plan.h"
+#include "cpattn/attention/key_visibility.h"
+
+namespace cpattn {
+
+/// The new tokens of a sequence, and its keys: they stand at the last of these.
+struct SequenceLens {
+  int64_t q_len = 0;
+  int64_t kv_len = 0;
+};
+
+/// Sets left, right and mask of a batch whose segments are there. A segment has tokens of
+/// sequences[segment.table_row]; their positions say which rows of its mask they have. Throws
+/// std::invalid_argument, naming `function`, for options that exclude each other, and a mask of
+/// another dtype or size.
+void set_visibility(
+    const char* function,
+    const KeyVisibility& visibility,
+    std::span<const SequenceLens> sequences,
+    AttentionBatch& batch
+);
+
+}  // namespace cpattn

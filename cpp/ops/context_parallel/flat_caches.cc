@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/context_parallel/flat_caches.h"
+
+#include "cpattn/base/check.h"
+
+namespace cpattn {
+namespace {
+
+/// One cache: slots * num_kv_heads * dim elements in one block of memory.
+class FlatCache {
+ public:
+  FlatCache(
+      const char* function,
+      const char* name,
+      const TensorView& cache,
+      const CpAttentionArguments& arguments
+  )
+      : function_(function), name_(name), cache_(cache), arguments_(arguments) {}
+
+  /// The pages of a cache whose dimension is known.
+  int64_t num_pages(int64_t dim) const {
+    const int64_t page_elements = arguments_.page_size * arguments_.num_kv_heads * dim;
+    const int64_t elements = cache_.num_elements();
+    check(
+        elements % page_elements == 0, function_, ": ", name_,
+        " must hold a multiple of page_size * num_kv_heads * head_dim = ", page_elements,
+        " elements, got ", elements, " (shape ", ShapeOf{cache_}, ")"
+    );
+    return elements / page_elements;
+  }
+
+  /// The dimension of a cache whose number of pages is known.
+  int64_t dim(int64_t num_pages) const {
+    const int64_t elements = cache_.num_elements();
+    const int64_t head_rows = num_pages * arguments_.page_size * arguments_.num_kv_heads;
+    check(
+        head_rows > 0 && elements > 0 && elements % head_rows == 0, function_, ": ", name_,
+        " must hold a multiple of num_pages * page_size * num_kv_heads = ", head_rows,
+        " elements (num_pages from k_cache), got ", elements
+    );
+    return elements / head_rows;
+  }
+
+  PagedCache paged(int64_t num_pages, int64_t dim) const {
+    check_axes(dim);
+    check(cache_.is_contiguous(), function_, ": ", name_, " must be contiguous");
+    const int64_t row = arguments_.num_kv_heads * dim;
+    return {
+        .data = cache_.data,
+        .dtype = cache_.dtype,
+        .num_pages = num_pages,
+        .page_size = arguments_.page_size,
+        .num_kv_heads = arguments_.num_kv_heads,
+        .head_dim = dim,
+        .page_stride = arguments_.page_size * row,
+        .row_stride = row,
+        .head_stride = dim,
+        .tensor = cache_,
+    };
+  }
+
+ private:
+  /// Throws where the axes contradict [num_pages, page_size, num_kv_heads, dim]: each must be one
+  /// of those, or several of them in one.
+  void check_axes(int64_t dim) const {
+    const int64_t token = arguments_.num_kv_heads * dim;
+    const int64_t page = arguments_.page_size * token;
+    const int64_t elements = cache_.num_elements();
+    int64_t behind = 1;  // elements of the axes behind the one in turn
+    bool fits = true;
+    for (int axis = cache_.rank - 1; axis > 0; --axis) {
+      behind *= cache_.shape[axis];
+      fits = fits && (behind == 1 || behind == dim || behind == token || behind == page ||
+                      behind == elements);
+    }
+    check(
+        fits, function_, ": ", name_, " must be [num_pages, page_size, num_kv_heads, dim] with ",
+        "page_size ", arguments_.page_size, ", num_kv_heads ", arguments_.num_kv_heads, " and dim ",
+        dim, ", or have some of these axes joined, got shape ", ShapeOf{cache_}
+    );
+  }
+
+  const char* function_;
+  const char* name_;
+  const TensorView& cache_;
+  const CpAttentionArguments& arguments_;
+};
+
+/// The first v_head_dim dimensions of the keys, where they are.
+PagedCache start_of_keys(
+    const char* function, const CpAttentionArguments& arguments, const PagedCache& keys
+) {
+  check(
+      arguments.v_head_dim.has_value(), function,
+      ": v_head_dim must be given without v_cache: values are the first v_head_dim dimensions of "
+      "the keys"
+  );
+  const int64_t dim = check_head_dim(function, "v_head_dim", *arguments.v_head_dim);
+  check(
+      dim <= keys.head_dim, function, ": v_head_dim must be at most the ", keys.head_dim,
+      " dimensions of k_cache, got ", dim
+  );
+  PagedCache values = keys;
+  values.head_dim = dim;
+  return values;
+}
+
+}  // namespace
+
+FlatCaches flat_caches(
+    const char* function, const CpAttentionArguments& arguments, int64_t head_dim, int64_t rope_dim
+) {
+  const FlatCache keys(function, "k_cache", arguments.k_cache, arguments);
+  const int64_t num_pages = keys.num_pages(head_dim);
+  FlatCaches caches{.k = keys.paged(num_pages, head_dim), .v = {}, .k_rope = std::nullopt};
+  if (arguments.v_cache) {
+    check(
+        !arguments.v_head_dim, function,
+        ": v_head_dim must not be given beside v_cache, which has "
+        "it in its size, got ",
+        arguments.v_head_dim.value_or(0)
+    );
+    const FlatCache values(function, "v_cache", *arguments.v_cache, arguments);
+    caches.v = values.paged(num_pages, values.dim(num_pages));
+  } else {
+    caches.v = start_of_keys(function, arguments, caches.k);
+  }
+  if (arguments.k_rope) {
+    const FlatCache rope(function, "k_rope", *arguments.k_rope, arguments);
+    const int64_t dim = rope.dim(num_pages);
+    check(
+        dim == rope_dim, function, ": k_rope must have the ", rope_dim,
+        " dimensions of q_rope, got ", dim
+    );
+    caches.k_rope = rope.paged(num_pages, dim);
+  }
+  return caches;
+}
+
+}  // namespace cpattn

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a rank's rows: the calls of `ContextParallel` that are local."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..context_parallel.attention import do_cp_attn_fia
+from ..sparse.cp_sparse_mla import cp_sparse_mla
+from .plan import ContextParallelPlan
+
+
+class RankAttention:
+    """What `ContextParallel` computes of a plan and the pools of its rank."""
+
+    def attend(
+        self,
+        plan: ContextParallelPlan,
+        q_local: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor | None,
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        v_head_dim: int | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        kv_dtype: str | None = None,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attention of this rank's rows over cached prefixes and new tokens. Local.
+
+        A row has the bits that it has on a single rank. It sees what the mask of the plan lets it,
+        if there is one, and `causal` and `window` besides.
+
+        Parameters
+        ----------
+        plan : ContextParallelPlan
+            Of this object's `plan`.
+        q_local : tensor [>= num_local_rows, num_heads, head_dim], float32, float16 or bfloat16
+            In the order of ``shard``; further rows are never read.
+        k_cache, v_cache : tensors of the dtype of q_local
+            As for ``write_kv``, which comes first. Without `v_cache` (None) the first `v_head_dim`
+            elements of the keys are the values, as in the latent cache of MLA.
+        scale : float, default 1/sqrt(head_dim)
+            Must be given for head_dim > 256; head_dim includes that of `q_rope`.
+        causal : bool
+            A token sees keys up to its own; False: all of its sequence.
+        window : int, optional
+            Keys before a token's own that it sees, itself not counted; needs ``causal``.
+        softcap : float
+            0 for none, else from 1e-37 to 1e37.
+        sinks : tensor [num_heads], float32, optional
+            One logit per head that takes weight but has no value: once, whatever the ranks.
+        q_rope, k_rope : tensors [>= num_local_rows, num_heads, rope_dim], as `k_cache`, optional
+            The last dimensions of queries and keys, where they are stored apart.
+        v_head_dim : int, optional
+            Elements of a value, where there is no `v_cache`.
+        k_scale, v_scale, kv_dtype
+            Of caches of codes of 8 bits, as in `cpattn.do_cp_attn_fia`.
+        out : tensor [num_rows, num_heads, v_head_dim] of the dtype of q_local, optional
+            Written, each row contiguous; the result is a view of it.
+        return_lse : bool
+            Whether to return `lse`, too.
+
+        Returns
+        -------
+        out : tensor [num_rows, num_heads, v_head_dim], of the dtype of q_local
+            For all rows of q_local; zeros in the further ones.
+        lse : tensor [num_rows, num_heads], float32; only with ``return_lse``
+            Natural logarithm, sinks not included; -inf in the further rows.
+
+        Raises
+        ------
+        TypeError
+            For a scale that is no number, and a flag that is no bool.
+        ValueError
+            For fewer rows than this rank has, page ids beyond the caches, shapes or dtypes that
+            do not fit, and ``causal=False`` with padding tokens, which others would see, unless
+            there is a mask.
+        """
+        _check_three_axes("q_local", q_local, "head_dim")
+        if q_rope is not None:
+            _check_three_axes("q_rope", q_rope, "rope_dim")
+        if out is not None and (out.ndim != 3 or not out[0:1].is_contiguous()):
+            raise ValueError(
+                "ContextParallel.attend: out must be [num_rows, num_heads, v_head_dim] with "
+                f"contiguous rows, got shape {list(out.shape)}, strides {list(out.stride())}"
+            )
+        if not causal and plan.num_padding_tokens and plan.packed_custom_mask is None:
+            raise ValueError(
+                "ContextParallel.attend: causal=False needs a mask, or a plan without padding "
+                f"tokens, which the last request would see, got {plan.num_padding_tokens}"
+            )
+        result: Any = do_cp_attn_fia(
+            q_local.flatten(1),
+            k_cache,
+            v_cache,
+            plan.metadata,
+            block_tables=plan.block_tables,
+            page_size=plan.page_size,
+            num_heads=q_local.shape[1],
+            num_kv_heads=k_cache.shape[-2],
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            packed_custom_mask=plan.packed_custom_mask,
+            q_rope=None if q_rope is None else q_rope.flatten(1),
+            k_rope=k_rope,
+            v_head_dim=v_head_dim,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            kv_dtype=kv_dtype,
+            out=None if out is None else out.view(len(out), out.shape[1] * out.shape[2]),
+            return_lse=return_lse,
+        )
+        v_dim = v_head_dim if v_cache is None else v_cache.shape[-1]
+        shape = (*q_local.shape[:2], v_dim)
+        if return_lse:
+            return result[0].view(shape), result[1]
+        return result.view(shape)
+
+    def attend_sparse(
+        self,
+        plan: ContextParallelPlan,
+        q_local: torch.Tensor,
+        kv_cache: torch.Tensor,
+        index_q_local: torch.Tensor,
+        index_k_cache: torch.Tensor,
+        weights_local: torch.Tensor,
+        *,
+        topk: int,
+        sm_scale: float,
+        d_v: int = 512,
+        attn_sink: torch.Tensor | None = None,
+        index_k_scale: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Sparse attention of this rank's rows: the indexer, then MLA over what it selects. Local.
+
+        `cpattn.sparse.cp_sparse_mla` on the plan; a row has the bits that it has on a single rank.
+        The caches are written by ``write_kv`` before, latents and index keys as its two tensors.
+
+        Parameters
+        ----------
+        plan : ContextParallelPlan
+            Of this object's `plan`.
+        q_local : tensor [>= num_local_rows, num_heads, head_dim], float32, float16 or bfloat16
+            In the order of ``shard``.
+        kv_cache : tensor [num_slots, 1, head_dim], of the dtype of q_local
+            Or [num_pages, page_size, 1, head_dim], or rows of 656 bytes, as for `cp_sparse_mla`.
+        index_q_local, index_k_cache, weights_local : tensors
+            Of the indexer, as `index_q`, `index_k_cache` and `weights` of `cp_sparse_mla`.
+        topk : int
+            Keys for each row, at least 1.
+        sm_scale, d_v, attn_sink, index_k_scale
+            As of `cp_sparse_mla`.
+        out : tensor [num_rows, num_heads, d_v] of the dtype of q_local, optional
+            Written and returned.
+        return_lse : bool
+            Whether to return `lse`, too.
+
+        Returns
+        -------
+        out : tensor [num_rows, num_heads, d_v], of the dtype of q_local
+            For all rows of q_local; zeros in the further ones.
+        lse : tensor [num_rows, num_heads], float32; only with ``return_lse``
+            Natural logarithm, without the sink; -inf in the further rows.
+
+        Raises
+        ------
+        TypeError
+            If an argument is of another type than stated.
+        ValueError
+            For a plan with a mask, which the indexer does not know, and what `cp_sparse_mla`
+            refuses.
+        """
+        if plan.packed_custom_mask is not None:
+            raise ValueError(
+                "ContextParallel.attend_sparse: plan must have no mask, which the indexer does "
+                "not know"
+            )
+        return cp_sparse_mla(
+            q_local,
+            kv_cache,
+            index_q_local,
+            index_k_cache,
+            weights_local,
+            plan.metadata,
+            block_tables=plan.block_tables,
+            page_size=plan.page_size,
+            topk=topk,
+            sm_scale=sm_scale,
+            d_v=d_v,
+            attn_sink=attn_sink,
+            index_k_scale=index_k_scale,
+            out=out,
+            return_lse=return_lse,
+        )
+
+
+def _check_three_axes(name: str, x: torch.Tensor, last: str) -> None:
+    if x.ndim != 3:
+        raise ValueError(
+            f"ContextParallel.attend: {name} must be [num_rows, num_heads, {last}], "
+            f"got shape {list(x.shape)}"
+        )

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks given as bits: what bools give, and which ones are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from support.cases import Case, dense, make_inputs, packed
+
+CASE = Case(q_lens=(5, 1, 0, 19, 33), kv_lens=(25, 4, 9, 52, 1100))
+
+
+def random_masks(seed: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.random(shape) < 0.4 for shape in zip(CASE.q_lens, CASE.kv_lens, strict=True)]
+
+
+def inputs_of(case=CASE):
+    """With caches without NaN, as what a mask hides may be read."""
+    inputs = make_inputs(case)
+    return inputs | {name: inputs[name].nan_to_num() for name in ("k_cache", "v_cache")}
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_bits_are_the_mask_that_bools_are(causal, batch_invariant):
+    masks = random_masks(0)
+    options = inputs_of() | {"causal": causal, "batch_invariant": batch_invariant}
+    bools = cpattn.paged_attention(**options, custom_mask=dense(masks), return_lse=True)
+    bits = cpattn.paged_attention(**options, packed_custom_mask=packed(masks), return_lse=True)
+    assert torch.equal(bools[0], bits[0])
+    assert torch.equal(bools[1], bits[1])
+
+
+def test_bits_behind_the_last_one_of_a_sequence_do_not_matter():
+    masks = random_masks(1)
+    bits = packed(masks)
+    unused = packed([np.zeros_like(mask) for mask in masks])
+    end = 0
+    for mask in masks:
+        end += -(-mask.size // 8)
+        if mask.size % 8:
+            unused[end - 1] = 0xFF << mask.size % 8 & 0xFF
+    assert unused.any()
+    expected, result = (
+        cpattn.paged_attention(**inputs_of(), packed_custom_mask=x) for x in (bits, bits | unused)
+    )
+    assert torch.equal(expected, result)
+
+
+def test_a_plan_of_bits_is_that_of_bools():
+    masks = random_masks(2)
+    inputs = inputs_of()
+    sizes = {
+        "q_lens": CASE.q_lens,
+        "kv_lens": CASE.kv_lens,
+        "block_tables": inputs["block_tables"],
+        "page_size": CASE.page_size,
+        "num_pages": len(inputs["k_cache"]),
+        "num_heads": CASE.num_heads,
+        "num_kv_heads": CASE.num_kv_heads,
+        "head_dim": CASE.head_dim,
+    }
+    bools = cpattn.plan_attention(**sizes, custom_mask=dense(masks))
+    bits = cpattn.plan_attention(**sizes, packed_custom_mask=packed(masks))
+    assert bools == bits
+    assert bits != cpattn.plan_attention(**sizes)
+
+
+SIZE = sum(q * kv for q, kv in zip(CASE.q_lens, CASE.kv_lens, strict=True))
+BYTES = len(packed(random_masks(0)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"packed_custom_mask": np.ones(BYTES + 1, np.uint8)},
+            r"packed_custom_mask must have sum\(ceil\(q_len \* kv_len / 8\)\) = "
+            rf"{BYTES} bytes, got {BYTES + 1}",
+        ),
+        (
+            {"packed_custom_mask": np.ones(3, np.uint8)},
+            r"packed_custom_mask must have sum\(ceil\(q_len \* kv_len / 8\)\) = 16 or more bytes, "
+            "got 3",
+        ),
+        (
+            {"packed_custom_mask": np.ones(BYTES, bool)},
+            "packed_custom_mask must be uint8, got bool",
+        ),
+        (
+            {"packed_custom_mask": np.ones(2 * BYTES, np.uint8)[::2]},
+            "packed_custom_mask must be contiguous",
+        ),
+        (
+            {"custom_mask": np.ones(SIZE, bool), "packed_custom_mask": np.ones(BYTES, np.uint8)},
+            "give either custom_mask or packed_custom_mask, got both",
+        ),
+    ],
+)
+def test_value_errors(change, message):
+    with pytest.raises(ValueError, match=f"paged_attention: {message}"):
+        cpattn.paged_attention(**inputs_of(), **change)

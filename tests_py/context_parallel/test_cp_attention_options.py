@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows, softcap, sinks and masks over any number of ranks: the bits of one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.cases import DTYPES, assert_attention, dense, packed
+from support.cp_batches import STRATEGIES, Batch
+from support.examples import examples
+
+EXTENDS, PREFIXES = (13, 1, 40, 0, 5), (20, 3, 33, 9, 0)
+LENS = list(zip(EXTENDS, PREFIXES, strict=True))
+CP_SIZES = range(1, 17)
+
+
+def random_masks(seed: int = 0, shown: float = 0.4, lens=LENS) -> list[np.ndarray]:
+    """One for each sequence; some rows of it show nothing."""
+    rng = np.random.default_rng(seed)
+    masks = [rng.random((new, cached + new)) < shown for new, cached in lens]
+    for mask in masks:
+        mask[::7] = False
+    return masks
+
+
+SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
+OPTIONS = {
+    "window of 0": {"window": 0},
+    "window of 1": {"window": 1},
+    "window within a block": {"window": 3},
+    "window over blocks": {"window": 17},
+    "window over all": {"window": 1 << 50},
+    "softcap": {"softcap": 2.5},
+    "sinks": {"sinks": SINKS},
+    "not causal": {"causal": False},
+    "mask": {"custom_mask": dense(random_masks())},
+    "mask alone": {"custom_mask": dense(random_masks(1)), "causal": False},
+    "mask within a window": {"custom_mask": dense(random_masks(2)), "window": 9},
+    "everything hidden": {"custom_mask": dense(random_masks(shown=0)), "causal": False},
+    "all": {
+        "window": 11,
+        "softcap": 4.0,
+        "sinks": SINKS,
+        "custom_mask": dense(random_masks(3, 0.8)),
+    },
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_number_of_ranks_gives_the_bits_of_one_process(name, strategy):
+    dtype = DTYPES[list(OPTIONS).index(name) % 3]
+    for cp_size in CP_SIZES:
+        batch = Batch(
+            EXTENDS, PREFIXES, cp_size, strategy, dtype=dtype, head_dim=32, options=OPTIONS[name]
+        )
+        whole = batch.whole()
+        if cp_size == 1:
+            assert_attention(*whole, batch.inputs)
+        for result, expected in zip(batch.all_ranks(pad_rows=cp_size % 3), whole, strict=True):
+            assert torch.equal(result, expected), cp_size
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_instruction_set(isa, strategy):
+    """Long enough for several blocks of keys, of which windows and masks hide some."""
+    extends, prefixes = (150, 40), (1500, 2100)
+    masks = random_masks(5, 0.3, list(zip(extends, prefixes, strict=True)))
+    masks[1][:, 300:1500] = False
+    for options in (
+        {"window": 700, "sinks": SINKS, "softcap": 3.0},
+        {"custom_mask": dense(masks), "causal": False},
+    ):
+        batch = Batch(
+            extends, prefixes, 3, strategy, dtype="bfloat16", head_dim=32, options=options
+        )
+        whole = batch.whole()
+        assert_attention(*whole, batch.inputs)
+        for result, expected in zip(batch.all_ranks(), whole, strict=True):
+            assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_bits_are_the_mask_that_bools_are(causal, strategy):
+    """Rows of an odd number of bits begin anywhere within a byte."""
+    masks = random_masks(7)
+    for cp_size in (1, 2, 5):
+        bools, bits = (
+            Batch(
+                EXTENDS,
+                PREFIXES,
+                cp_size,
+                strategy,
+                head_dim=32,
+                options={"causal": causal, **mask},
+            ).all_ranks()
+            for mask in (
+                {"custom_mask": dense(masks)},
+                {"packed_custom_mask": packed(masks)},
+            )
+        )
+        assert torch.equal(bools[0], bits[0])
+        assert torch.equal(bools[1], bits[1])
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 90)), min_size=1, max_size=4),
+    cp_size=st.integers(1, 16),
+    strategy=st.sampled_from(STRATEGIES),
+    window=st.none() | st.integers(0, 60),
+    softcap=st.sampled_from([0.0, 5.0]),
+    with_sinks=st.booleans(),
+    with_mask=st.booleans(),
+    causal=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_ragged_batches(
+    lens, cp_size, strategy, window, softcap, with_sinks, with_mask, causal, seed
+):
+    options = {"softcap": softcap, "causal": causal}
+    if causal:
+        options["window"] = window
+    if with_sinks:
+        options["sinks"] = SINKS
+    if with_mask:
+        options["custom_mask"] = dense(random_masks(seed, 0.5, lens))
+    extends, prefixes = zip(*lens, strict=True)
+    batch = Batch(extends, prefixes, cp_size, strategy, head_dim=16, seed=seed, options=options)
+    whole = batch.whole()
+    assert_attention(*whole, batch.inputs)
+    for result, expected in zip(batch.all_ranks(), whole, strict=True):
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_row_that_sees_nothing_gives_zeros_whatever_the_sink(strategy):
+    masks = random_masks()
+    batch = Batch(
+        EXTENDS, PREFIXES, 4, strategy,
+        options={"custom_mask": dense(masks), "sinks": SINKS},
+    )  # fmt: skip
+    out, lse = batch.all_ranks()
+    starts = np.concatenate([[0], np.cumsum(EXTENDS)])
+    hidden = [s + row for s, mask in zip(starts, masks, strict=False) for row in range(len(mask))]
+    hidden = [row for row in hidden if not np.concatenate([m.any(1) for m in masks])[row]]
+    assert hidden
+    assert torch.all(out[hidden] == 0)
+    assert torch.all(torch.isneginf(lse[hidden]))
+
+
+def rank_zero(batch):
+    return batch.metadata[0], batch.metadata[0].shard(batch.inputs["q"].flatten(1).contiguous())
+
+
+SIZE = sum(new * (new + cached) for new, cached in LENS)
+BYTES = sum(-(-new * (new + cached) // 8) for new, cached in LENS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": -1}, r"window must be >= 0 \(0: a token sees itself\), got -1"),
+        ({"window": 4, "causal": False}, "window needs causal=True"),
+        ({"softcap": -1.0}, "softcap must be .*, got -1"),
+        ({"sinks": torch.zeros(3)}, r"sinks must have shape \[4\], got \[3\]"),
+        ({"sinks": torch.zeros(4).double()}, "sinks must be float32, got float64"),
+        (
+            {"custom_mask": np.ones(SIZE - 1, bool)},
+            rf"custom_mask must have sum\(q_len \* kv_len\) = {SIZE} elements, got {SIZE - 1}",
+        ),
+        ({"custom_mask": np.ones(SIZE, np.uint8)}, "custom_mask must be bool, got uint8"),
+        (
+            {"custom_mask": np.ones(2 * SIZE, bool)[::2]},
+            "custom_mask must be contiguous",
+        ),
+        (
+            {"packed_custom_mask": np.ones(BYTES + 1, np.uint8)},
+            r"packed_custom_mask must have sum\(ceil\(q_len \* kv_len / 8\)\) = "
+            rf"{BYTES} bytes, got {BYTES + 1}",
+        ),
+        (
+            {"packed_custom_mask": np.ones(BYTES // 3, np.uint8)},
+            r"packed_custom_mask must have sum\(ceil\(q_len \* kv_len / 8\)\) = \d+ or more bytes",
+        ),
+        (
+            {"packed_custom_mask": np.ones(BYTES, bool)},
+            "packed_custom_mask must be uint8, got bool",
+        ),
+        (
+            {"packed_custom_mask": np.ones(2 * BYTES, np.uint8)[::2]},
+            "packed_custom_mask must be contiguous",
+        ),
+        (
+            {
+                "custom_mask": np.ones(SIZE, bool),
+                "packed_custom_mask": np.ones(BYTES, np.uint8),
+            },
+            "give either custom_mask or packed_custom_mask, got both",
+        ),
+        ({"q_rope": torch.zeros(0, 64)}, "q_rope and k_rope must be given together"),
+        ({"k_rope": torch.zeros(0, 64)}, "q_rope and k_rope must be given together"),
+        (
+            {"v_head_dim": 16},
+            "v_head_dim must not be given beside v_cache, which has it in its size, got 16",
+        ),
+    ],
+)
+def test_value_errors(change, message):
+    batch = Batch(EXTENDS, PREFIXES, 2, "zigzag")
+    metadata, q = rank_zero(batch)
+    out = torch.full_like(q, torch.nan)
+    with pytest.raises(ValueError, match=message) as error:
+        batch.run(metadata, q, out=out, **change)
+    assert str(error.value).startswith("do_cp_attn_fia: ")
+    assert torch.all(torch.isnan(out))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"causal": 1}, "causal must be a bool"),
+        ({"window": 1.0}, "window must be"),
+        ({"softcap": "1"}, "softcap must be"),
+        ({"sinks": [0.0] * 4}, "sinks must be"),
+        ({"custom_mask": [True]}, "custom_mask must be"),
+        ({"packed_custom_mask": [1]}, "packed_custom_mask must be"),
+        ({"q_rope": [1]}, "q_rope must be"),
+        ({"v_head_dim": 1.5}, "v_head_dim must be"),
+    ],
+)
+def test_type_errors(change, message):
+    batch = Batch(EXTENDS, PREFIXES, 2, "zigzag")
+    with pytest.raises(TypeError, match=f"do_cp_attn_fia: {message}"):
+        batch.run(*rank_zero(batch), **change)
