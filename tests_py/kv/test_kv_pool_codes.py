@@ -13,6 +13,7 @@ import torch
 import cpattn
 from cpattn import _core
 from support.cases import DTYPES, strided_copy
+from support.tolerances import SMALLEST, code_error
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 SCALES = ("float32", "float16", "bfloat16")
@@ -51,7 +52,7 @@ def scales_of(x, dtype, scale_dtype):
     """The scale of each token and head [tokens, heads], as it is kept."""
     scale_type = getattr(torch, scale_dtype)
     scale = (x.float().abs().amax(-1) / LARGEST[dtype]).clamp(max=torch.finfo(scale_type).max)
-    scale[scale < 2.0**-126] = 0
+    scale[scale < SMALLEST["float32"]] = 0
     scale[~x.float().isfinite().all(-1)] = torch.nan
     return scale.to(scale_type)
 
@@ -61,6 +62,11 @@ def scaled_codes_of(x, scale, dtype):
     codes = codes_of(x, torch.where(wide > 0, wide, 1), dtype).view(torch.uint8)
     codes = torch.where(wide == 0, 0, codes)
     return torch.where(wide.isnan(), 0 if dtype == "int8" else 0x7F, codes)
+
+
+def same(a, b):
+    """Whether all numbers are equal, NaN where NaN is."""
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def raw(x):
@@ -98,7 +104,7 @@ def test_a_scale_for_each_token_and_head(isa, given_as, dtype, scale_dtype):
     for got, scale, x in zip(pool.get_kv_buffer(1), scales, (k, v), strict=True):
         expected = scales_of(x, dtype, scale_dtype)
         assert scale.shape == (pool.num_pages, PAGE, HEADS)
-        assert torch.allclose(scale.reshape(64, HEADS)[slots], expected, 0, 0, equal_nan=True)
+        assert same(scale.reshape(64, HEADS)[slots], expected)
         codes = got.view(torch.uint8).reshape(64, HEADS, -1)
         assert torch.equal(codes[slots], scaled_codes_of(x, expected, dtype))
         unwritten = torch.ones(64, dtype=torch.bool)
@@ -118,12 +124,7 @@ def test_what_is_read_back_is_near_what_was_written(dtype, scale_dtype):
     codes = pool.get_key_buffer(0).reshape(x.shape).to(torch.float64)
     got = codes * pool.get_key_scale_buffer(0).reshape(64, HEADS, 1).double()
     largest = x.abs().amax(-1, keepdim=True).double()
-    of_scale = torch.finfo(getattr(torch, scale_dtype)).eps
-    if dtype == "int8":
-        allowed = largest * (0.5 / 127 + of_scale)
-    else:
-        unit = torch.finfo(getattr(torch, dtype)).eps / 2
-        allowed = x.abs() * unit + largest * (of_scale + 2.0**-15)  # subnormal codes
+    allowed = code_error(x.double(), largest, dtype, scale_dtype)
     assert (got - x.double()).abs().le(allowed).all()
 
 
@@ -214,7 +215,7 @@ def test_threads_change_nothing(isa, dtype, pattern):
     last = {int(slot): i for i, slot in enumerate(slots) if slot >= 0}
     scale = pool.get_key_scale_buffer(0).reshape(-1, HEADS)[list(last)]
     expected = scales_of(k, dtype, "float16")[list(last.values())]
-    assert torch.allclose(scale, expected, 0, 0, equal_nan=True)
+    assert same(scale, expected)
 
 
 @pytest.mark.parametrize("dtype", LARGEST)
@@ -233,7 +234,7 @@ def test_large_writes(isa, dtype):
     got = pool.get_value_buffer(0).view(torch.uint8).reshape(-1, heads, width)
     assert torch.equal(got[slots], scaled_codes_of(rows, scale, dtype))
     kept = pool.get_value_scale_buffer(0).reshape(-1, heads)
-    assert torch.allclose(kept[slots], scale, 0, 0, equal_nan=True)
+    assert same(kept[slots], scale)
     assert not got[:128].any()
 
 

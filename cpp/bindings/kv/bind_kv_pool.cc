@@ -116,6 +116,16 @@ void set_kv_buffer(
   write_kv_rows(read.function(), layer, slots, parts);
 }
 
+/// Rows of the pool's own dtype, of the kind "k".
+void set_kv_rows(int64_t layer, py::handle loc, const KVBuffer& buffer, py::handle k) {
+  const Arguments read("set_kv_buffer");
+  auto slots = read.ints(loc, "loc");
+  const TensorArgument view = read.tensor(k, "k");
+  const KVRows part{.name = "k", .rows = *view, .buffer = buffer};
+  const Computation computation;
+  write_kv_rows(read.function(), layer, slots, {&part, 1});
+}
+
 void set_index_k_buffer(int64_t layer, py::handle loc, const KVBuffer& buffer, py::handle index_k) {
   const Arguments read("set_index_k_buffer");
   auto slots = read.ints(loc, "loc");
@@ -143,6 +153,7 @@ void register_kv_pool(py::module_& module) {
       "set_kv_buffer", &set_kv_buffer, "layer"_a, "loc"_a, "num_heads"_a, "k_buffer"_a,
       "k_scale_buffer"_a, "k"_a, "k_scale"_a, "v_buffer"_a, "v_scale_buffer"_a, "v"_a, "v_scale"_a
   );
+  module.def("set_kv_rows", &set_kv_rows, "layer"_a, "loc"_a, "buffer"_a, "k"_a);
   module.def(
       "set_index_k_buffer", &set_index_k_buffer, "layer"_a, "loc"_a, "buffer"_a, "index_k"_a
   );

@@ -157,9 +157,9 @@ class KVPool:
         return self._stored["k"]
 
     @property
-    def v_buffer(self) -> AnyTensor:
-        """All values, likewise."""
-        return self._stored["v"]
+    def v_buffer(self) -> AnyTensor | None:
+        """All values, likewise; None where rows of keys hold them, too."""
+        return self._stored.get("v")
 
     def get_key_buffer(self, layer_id: Any) -> AnyTensor:
         """The keys of a layer, by its number in the whole model, as `dtype`."""
@@ -167,7 +167,7 @@ class KVPool:
 
     def get_value_buffer(self, layer_id: Any) -> AnyTensor:
         """The values of a layer, by its number in the whole model, as `dtype`."""
-        return self._layers["v"][self._layer_index("get_value_buffer", layer_id)]
+        return self._of_layer("get_value_buffer", "v", layer_id)
 
     def get_kv_buffer(self, layer_id: Any) -> tuple[AnyTensor, AnyTensor]:
         """Keys and values of a layer."""
