@@ -193,7 +193,7 @@ def plan(json_path: Path | None, **options: Any) -> None:
 @_of_model("--q-lora-rank", "512", "dsa: width of the latent of queries.", _MODEL_SIZE)
 @_of_model("--kv-dtype", "bf16", "dsa: pools as --dtype, or FP8 rows of 656 bytes.", _KV_DTYPE)
 @_of_model("--prefill-impl", "flashmla_kv", "dsa: flashmla_sparse expands FP8 rows first.", _IMPL)
-@click.option("--disaggregate", is_flag=True, help="Decode, in another process; not FP8 rows.")
+@click.option("--disaggregate", is_flag=True, help="Decode, in another process.")
 @_of_model("--decode-tokens", "8", "Of each request, at most its output_length.", _MODEL_SIZE)
 @_option("--dtype", "auto", "auto: bfloat16 if the CPU multiplies it.", click.Choice(DTYPES))
 @_option("--threads num_threads", 0, "Of a process; 0: cores / processes.", Integer(0))

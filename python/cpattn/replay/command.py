@@ -53,8 +53,6 @@ def settings_of(
             f"--pp-size must be at most the number of layers, {config.num_layers}, "
             f"got {options['pp_size']}; see --layers"
         )
-    if disaggregate and not config.has_kv_pool:
-        raise ValueError("--disaggregate does not send FP8 rows: use --kv-dtype bf16")
     settings = ReplayOptions(
         model=config,
         check_rows=(check_rows or CHECK_ROWS) if check else 0,

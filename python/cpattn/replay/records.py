@@ -77,11 +77,6 @@ class ReplayOptions:
                 f"ReplayOptions: pp_size must be at most the {self.model.num_layers} layers, "
                 f"got {self.pp_size}"
             )
-        if self.decode_tokens and not self.model.has_kv_pool:
-            raise ValueError(
-                "ReplayOptions: decode_tokens must be 0 with FP8 rows, which are in no KV pool to "
-                f"send, got {self.decode_tokens}"
-            )
 
 
 @dataclass

@@ -33,7 +33,7 @@ class SparseAttention:
         assert len(layers) == 1
         self._pools: PlainPools | Fp8Pools
         if config.kv_dtype == "fp8":
-            self._pools = Fp8Pools(config, num_pages, cp.page_size)
+            self._pools = Fp8Pools(config, num_pages, cp.page_size, layers)
         else:
             self._pools = PlainPools(config, num_pages, cp.page_size, layers)
         self.pool = self._pools.pool
