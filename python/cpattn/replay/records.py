@@ -97,6 +97,9 @@ class BatchRecord:
     torch_seconds: dict[str, float] | None  # attention by phase: mean over ranks
     torch_difference: float | None
     max_error: float | None = None  # against the check; None if unchecked
+    # Of attention over a cache of codes, against the oracle on the same codes, in parts of what
+    # roundings explain: without the error of the codes themselves.
+    error_over_codes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,10 @@ class ReplayReport:
             return True
         if self.decode and (self.decode.wrong_tokens or self.decode.max_error > self.tolerance):
             return False
-        return all((batch.max_error or 0.0) <= self.tolerance for batch in self.batches)
+        return all(
+            (batch.max_error or 0.0) <= self.tolerance and (batch.error_over_codes or 0.0) <= 1
+            for batch in self.batches
+        )
 
     @property
     def torch_seconds(self) -> dict[str, float]:
