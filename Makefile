@@ -154,6 +154,7 @@ lint: .venv/.lint build  ## formatting, lint, types
 	python scripts/write_figures.py --check
 	python scripts/architecture.py --check
 	python scripts/concept_pictures.py --check
+	python scripts/kv_8bit_errors.py --check
 
 tidy: .venv/.lint build  ## clang-tidy
 	@echo clang-tidy ...

@@ -19,9 +19,10 @@ namespace {
 
 using Ints = std::vector<int64_t>;
 
-constexpr DType kDTypes[] = {
-    DType::float32, DType::bfloat16, DType::float16, DType::float8_e4m3fn, DType::uint8
-};
+constexpr DType kDTypes[] = {DType::float32,       DType::bfloat16,    DType::float16,
+                             DType::float8_e4m3fn, DType::float8_e5m2, DType::int8,
+                             DType::uint8};
+constexpr DType kScaleDTypes[] = {DType::float32, DType::bfloat16, DType::float16};
 
 /// Nothing for sizes that are refused, or that no address space has.
 std::unique_ptr<KVBuffer> make_buffer(
@@ -80,10 +81,21 @@ void check_writes(Reader& in) {
   const Tensor k_rows = read_rows(in, std::ssize(slots), row_elements[0], from);
   const Tensor v_rows = read_rows(in, std::ssize(slots), row_elements[1], from);
   const double scale = in.rarely() ? 0.0 : in.flag() ? 1.0 : 0.5;
-  const std::array<KVRows, 2> parts = {
+  std::array<KVRows, 2> parts = {
       KVRows{.name = "k", .rows = k_rows.view(), .buffer = *k, .scale = scale},
       KVRows{.name = "v", .rows = v_rows.view(), .buffer = *v, .scale = scale},
   };
+  // Scales of the heads of v, or of each token and head, in a dtype and number that may be wrong.
+  const int64_t num_heads = row_elements[1] % 2 == 0 && in.flag() ? 2 : 1;
+  const DType scale_dtype = in.one_of(kScaleDTypes);
+  const auto v_scales = make_buffer(num_layers, num_slots, num_heads, scale_dtype);
+  FUZZ_CHECK(v_scales != nullptr);
+  const Ints num_scales = {in.flag() ? num_heads : std::ssize(slots) * num_heads};
+  Tensor given_scales(in.rarely(4) ? DType::float32 : scale_dtype, num_scales, &in, 3);
+  given_scales.fill(in.bits(1));
+  parts[1].num_heads = num_heads;
+  if (in.flag()) parts[1].scales = given_scales.view();
+  if (in.flag()) parts[1].scale_buffer = v_scales.get();
   const int64_t layer = in.mostly(in.between(0, num_layers - 1));
   const bool written = accepted([&] {
                          write_kv_rows("fuzz", layer, slots, parts);

@@ -21,19 +21,21 @@ using Ints = std::vector<int64_t>;
 using Bytes = std::vector<uint8_t>;
 
 constexpr uint8_t kCanary = 0xee;
-constexpr KVKind kKinds[] = {KVKind::k, KVKind::v, KVKind::index_k, KVKind::state};
+constexpr KVKind kKinds[] = {KVKind::k,     KVKind::v,       KVKind::index_k,
+                             KVKind::state, KVKind::k_scale, KVKind::v_scale};
+constexpr int kNumKinds = std::size(kKinds);
 
 struct Model {
   Ints layers;  // that have KV
   std::vector<KVKind> kinds;
-  int64_t head_bytes[4] = {};
-  bool token_rows[4] = {};
+  int64_t head_bytes[kNumKinds] = {};
+  bool token_rows[kNumKinds] = {};
   int64_t num_heads = 1;
   int64_t num_tokens = 0;
   int64_t num_draft = 0;
 
   int64_t heads(KVKind kind) const {
-    return kind == KVKind::k || kind == KVKind::v ? num_heads : 1;
+    return kind == KVKind::index_k || kind == KVKind::state ? 1 : num_heads;
   }
 };
 
@@ -47,8 +49,9 @@ struct Side {
 
 /// A byte that says where it belongs.
 uint8_t content(const KVEntry& entry, int64_t token, int64_t head, int64_t byte) {
-  const int64_t kind = static_cast<int64_t>(entry.kind) + (entry.is_draft ? 4 : 0);
-  const int64_t value = ((entry.layer_id * 8 + kind) * 61 + token) * 5 + head * 11 + byte;
+  const int64_t kind = static_cast<int64_t>(entry.kind) + (entry.is_draft ? kNumKinds : 0);
+  const int64_t value =
+      ((entry.layer_id * 2 * kNumKinds + kind) * 61 + token) * 5 + head * 11 + byte;
   return static_cast<uint8_t>(value * 37 % 233);  // never the canary
 }
 
@@ -147,9 +150,9 @@ Model read_model(Reader& in) {
   for (int64_t layer = 0; layer < 3; ++layer) {
     if (mask >> layer & 1) model.layers.push_back(layer);
   }
-  const int64_t kinds = in.between(1, 15);
+  const int64_t kinds = in.between(1, (1 << kNumKinds) - 1);
   const int64_t whole = in.bits(1) & 12;  // indexer and state may be pages without rows
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kNumKinds; ++i) {
     if (kinds >> i & 1) model.kinds.push_back(kKinds[i]);
     model.head_bytes[i] = in.between(1, 3);
     model.token_rows[i] = (whole >> i & 1) == 0;
@@ -241,7 +244,8 @@ void corrupt(Server& server, Reader& in) {
     mostly(entry.addr);
     mostly(entry.num_bytes);
     mostly(entry.item_len);
-    entry.kind = kKinds[in.between(0, 3)];
+    entry.kind = kKinds[in.between(0, kNumKinds - 1)];
+    if (in.rarely(4)) entry.dtype = "int8";
     entry.is_draft ^= in.rarely(4);
     entry.token_rows ^= in.rarely(4);
   } else if (what == 1) {

@@ -113,13 +113,13 @@ def test_absurd_values_are_refused_in_a_line_that_names_the_option(name: str, op
             "--dtype must be bfloat16 with --kv-dtype fp8, got float32",
         ),
         ("replay --model dsa --prefill-impl flashmla_kv", "it needs --kv-dtype fp8"),
+        (
+            "replay --model dsa --kv-dtype int8",
+            "--kv-dtype must be auto, bf16 or fp8 with --model dsa, got int8",
+        ),
         ("replay --pp-size 5", "--pp-size must be at most the number of layers, 4, got 5"),
         ("replay --decode-tokens 4", "--decode-tokens 4 needs --disaggregate"),
         ("replay --no-check --check-rows 4", "--check-rows 4 needs --check, got --no-check"),
-        (
-            "replay --disaggregate --model dsa --kv-dtype fp8",
-            "--disaggregate does not send FP8 rows: use --kv-dtype bf16",
-        ),
         (
             "replay --disaggregate --decode-tokens 0",
             "'--decode-tokens': must be an integer from 1 to 65536, got '0'",

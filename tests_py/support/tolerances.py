@@ -138,6 +138,21 @@ def quantized_error(x, scale):
     return np.maximum(np.abs(x) / 16, scale * 2.0**-10) * (1 + 2 * EPS["float32"])
 
 
+def code_error(x, largest, dtype, scale_dtype):
+    """How far numbers may be from the codes of them, with a scale of the largest of their head.
+
+    Half a step: of int8 the scale, of float8 a unit of the number, or of its subnormal codes. The
+    scale may have been rounded below ``largest / limit``, so that the largest number is the limit.
+    """
+    of_scale = EPS[scale_dtype] / 2 * largest
+    if dtype == "int8":
+        return largest / (2 * 127) * (1 + EPS[scale_dtype]) + of_scale
+    unit, limit, least = {
+        "float8_e4m3fn": (2.0**-4, 448, 2.0**-9), "float8_e5m2": (2.0**-3, 57344, 2.0**-16)
+    }[dtype]  # fmt: skip
+    return abs(x) * unit + largest / limit * least + of_scale
+
+
 def rms_norm_units(dim):
     """In float32: four products, a quotient and a root, and the sum of squares.
 

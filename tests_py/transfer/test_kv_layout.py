@@ -39,7 +39,7 @@ def test_a_comparable_value_that_travels():
 @pytest.mark.parametrize(
     ("entry", "placement", "message"),
     [
-        ({"kind": "q"}, {}, 'kind must be k, v, index_k or state, got "q"'),
+        ({"kind": "q"}, {}, 'kind must be k, v, index_k, state, k_scale or v_scale, got "q"'),
         ({"layer_id": -1}, {}, "layer_id must be >= 0, got k of layer -1"),
         ({"item_len": 0}, {}, "item_len of k of layer 3 must be in [1, 2^63), got 0"),
         ({"nbytes": 4609}, {}, "nbytes of k of layer 3 must be a multiple of item_len 512 below"),
@@ -161,7 +161,7 @@ def test_what_is_no_pool_or_no_entry():
         with pytest.raises(TypeError, match=r"^KVLayout: entries must be KVEntry\(layer_id, "):
             KVLayout([entry], 8)
     with pytest.raises(
-        TypeError, match=r"token_rows=True\), got \(0, 'k', 1, .*, \.\.\.\)$"
+        TypeError, match=r"token_rows=True, dtype=''\), got \(0, 'k', 1, .*, \.\.\.\)$"
     ) as error:
         KVLayout([(0, "k", 1, 2, 3, 4, 5, 6) * 200], 4)
     assert len(str(error.value)) < 300
@@ -359,7 +359,11 @@ def test_pools_and_their_arguments_say_the_same():
         draft_kv_layers=1,
     )  # fmt: skip
     of_args = KVLayout.from_kv_args(args, is_mla=True, tp_size=2)
-    assert of_args == KVLayout.from_pool(pool, draft, layers=(3, 5), tp_rank=1, tp_size=2)
+    of_pool = KVLayout.from_pool(pool, draft, layers=(3, 5), tp_rank=1, tp_size=2)
+    assert {entry.dtype for entry in of_pool.entries} == {"bfloat16"}
+    fields = of_pool.to_dict()  # with the dtype, which engines do not say
+    fields["entries"] = [entry._replace(dtype="") for entry in of_pool.entries]
+    assert of_args == KVLayout.from_dict(fields)
     assert all(entry.nbytes == 9 * entry.item_len for entry in of_args.entries)
 
 

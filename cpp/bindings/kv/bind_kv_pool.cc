@@ -2,6 +2,7 @@
 #include <pybind11/numpy.h>
 
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -19,11 +20,16 @@ namespace cpattn::bindings {
 namespace {
 
 DType pool_dtype(const std::string& function, const std::string& name) {
-  for (DType dtype : {DType::float32, DType::float16, DType::bfloat16, DType::float8_e4m3fn}) {
+  for (DType dtype :
+       {DType::float32, DType::float16, DType::bfloat16, DType::float8_e4m3fn, DType::float8_e5m2,
+        DType::int8, DType::uint8}) {
     if (name == dtype_name(dtype)) return dtype;
   }
   throw std::invalid_argument(concat(
-      function, ": dtype must be float32, float16, bfloat16 or float8_e4m3fn, got '", name, "'"
+      function,
+      ": dtype must be float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8 or uint8, got "
+      "'",
+      name, "'"
   ));
 }
 
@@ -49,13 +55,34 @@ py::array bytes_of(const py::object& self) {
   return py::array(py::dtype::of<uint8_t>(), {size}, {}, buffer.data(), self);
 }
 
+/// k_scale or v_scale: a number for all of the tensor, or a tensor of one for each head, or each
+/// token and head.
+class PoolScale {
+ public:
+  PoolScale(const Arguments& read, py::handle object, const char* argument)
+      : is_number_(py::isinstance<py::float_>(object)),
+        number_(is_number_ ? read.real(object, argument) : 1),
+        tensor_(read.optional_tensor(is_number_ ? py::handle(Py_None) : object, argument)) {}
+
+  double number() const { return number_; }
+  std::optional<TensorView> tensor() const { return view_of(tensor_); }
+
+ private:
+  bool is_number_;
+  double number_;
+  std::optional<TensorArgument> tensor_;
+};
+
 void set_kv_buffer(
     int64_t layer,
     py::handle loc,
+    int64_t num_heads,
     const KVBuffer& k_buffer,
+    const KVBuffer* k_scale_buffer,
     py::handle k,
     py::handle k_scale,
     const KVBuffer& v_buffer,
+    const KVBuffer* v_scale_buffer,
     py::handle v,
     py::handle v_scale
 ) {
@@ -68,12 +95,35 @@ void set_kv_buffer(
              : split_last_dim(
                    read.function(), "k", *k_view, k_buffer.row_elements(), v_buffer.row_elements()
                );
+  const PoolScale of_k(read, k_scale, "k_scale"), of_v(read, v_scale, "v_scale");
   const KVRows parts[] = {
-      {.name = "k", .rows = k_rows, .buffer = k_buffer, .scale = read.real(k_scale, "k_scale")},
-      {.name = "v", .rows = v_rows, .buffer = v_buffer, .scale = read.real(v_scale, "v_scale")},
+      {.name = "k",
+       .rows = k_rows,
+       .buffer = k_buffer,
+       .scale = of_k.number(),
+       .scales = of_k.tensor(),
+       .num_heads = num_heads,
+       .scale_buffer = k_scale_buffer},
+      {.name = "v",
+       .rows = v_rows,
+       .buffer = v_buffer,
+       .scale = of_v.number(),
+       .scales = of_v.tensor(),
+       .num_heads = num_heads,
+       .scale_buffer = v_scale_buffer},
   };
   const Computation computation;
   write_kv_rows(read.function(), layer, slots, parts);
+}
+
+/// Rows of the pool's own dtype, of the kind "k".
+void set_kv_rows(int64_t layer, py::handle loc, const KVBuffer& buffer, py::handle k) {
+  const Arguments read("set_kv_buffer");
+  auto slots = read.ints(loc, "loc");
+  const TensorArgument view = read.tensor(k, "k");
+  const KVRows part{.name = "k", .rows = *view, .buffer = buffer};
+  const Computation computation;
+  write_kv_rows(read.function(), layer, slots, {&part, 1});
 }
 
 void set_index_k_buffer(int64_t layer, py::handle loc, const KVBuffer& buffer, py::handle index_k) {
@@ -100,9 +150,10 @@ void register_kv_pool(py::module_& module) {
       .def_property_readonly("layer_bytes", &KVBuffer::layer_bytes)
       .def_property_readonly("row_bytes", &KVBuffer::row_bytes);
   module.def(
-      "set_kv_buffer", &set_kv_buffer, "layer"_a, "loc"_a, "k_buffer"_a, "k"_a, "k_scale"_a,
-      "v_buffer"_a, "v"_a, "v_scale"_a
+      "set_kv_buffer", &set_kv_buffer, "layer"_a, "loc"_a, "num_heads"_a, "k_buffer"_a,
+      "k_scale_buffer"_a, "k"_a, "k_scale"_a, "v_buffer"_a, "v_scale_buffer"_a, "v"_a, "v_scale"_a
   );
+  module.def("set_kv_rows", &set_kv_rows, "layer"_a, "loc"_a, "buffer"_a, "k"_a);
   module.def(
       "set_index_k_buffer", &set_index_k_buffer, "layer"_a, "loc"_a, "buffer"_a, "index_k"_a
   );

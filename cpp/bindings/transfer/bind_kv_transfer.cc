@@ -18,14 +18,15 @@ namespace py = pybind11;
 namespace cpattn::bindings {
 namespace {
 
-constexpr KVKind kKinds[] = {KVKind::k, KVKind::v, KVKind::index_k, KVKind::state};
+constexpr KVKind kKinds[] = {KVKind::k,     KVKind::v,       KVKind::index_k,
+                             KVKind::state, KVKind::k_scale, KVKind::v_scale};
 
 KVKind kind_of(const std::string& name) {
   for (const KVKind kind : kKinds) {
     if (name == kv_kind_name(kind)) return kind;
   }
   throw std::invalid_argument(
-      concat("KVLayout: kind must be k, v, index_k or state, got \"", name, "\"")
+      concat("KVLayout: kind must be k, v, index_k, state, k_scale or v_scale, got \"", name, "\"")
   );
 }
 
@@ -42,13 +43,14 @@ KVEntry entry_of(const Arguments& read, const py::tuple& fields) {
       .num_bytes = address(fields[4], "nbytes"),
       .item_len = address(fields[5], "item_len"),
       .token_rows = read.flag(fields[6], "token_rows"),
+      .dtype = read.text(fields[7], "dtype"),
   };
 }
 
 py::tuple tuple_of(const KVEntry& entry) {
   return py::make_tuple(
       entry.layer_id, kv_kind_name(entry.kind), entry.is_draft, entry.addr, entry.num_bytes,
-      entry.item_len, entry.token_rows
+      entry.item_len, entry.token_rows, entry.dtype
   );
 }
 

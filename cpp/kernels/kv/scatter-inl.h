@@ -14,7 +14,7 @@ namespace cpattn::kernels {
 namespace {
 
 /// x, brought to what store() takes for `Code`: for e4m3fn numbers of at most 448 in size, and
-/// -480, which becomes NaN, for NaN.
+/// -480, which becomes NaN, for NaN; for int8 of at most 127, and -128 for NaN.
 template <class Code>
 Vector storable(Vector x) {
   return x;
@@ -23,6 +23,17 @@ template <>
 inline Vector storable<Float8>(Vector x) {
   const Vector above = max(splat(-448.0F), x);  // in this order, which keeps NaN
   return min(max(without_nan(above), splat(-480.0F)), splat(448.0F));
+}
+template <>
+inline Vector storable<int8_t>(Vector x) {
+  const Vector above = max(splat(-127.0F), x);
+  return min(max(without_nan(above), splat(-128.0F)), splat(127.0F));
+}
+template <>
+inline Vector storable<Float8E5M2>(Vector x) {
+  const Vector most = splat(__FLT_MAX__), least = splat(-__FLT_MAX__);
+  const Vector finite = min(splat(57344.0F), max(splat(-57344.0F), x));  // NaN is kept
+  return select(greater(x, most) | greater(least, x), x, finite);
 }
 
 /// Casts that go without float32 do as many numbers as they like, and return how many.
@@ -82,6 +93,19 @@ void cast_row(const void* x, int64_t n, float scale, void* out) {
   }
 }
 
+template <class T>
+float largest(const void* x, int64_t n) {
+  const T* from = static_cast<const T*>(x);
+  const Vector zero = splat(0.0F);
+  Vector sizes = zero, poison = zero;  // which infinities and NaN turn into NaN
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const Vector v = load_some(from + i, n - i);
+    sizes = max(sizes, max(sub(zero, v), v));
+    poison = fma(v, zero, poison);
+  }
+  return reduce_max(without_nan(sizes)) + reduce_add(poison);
+}
+
 #if defined(__AVX512F__)
 inline void stream_line(const char* from, char* to) {
   _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
@@ -114,20 +138,30 @@ inline void finish_stream() {
 #endif
 }
 
+template <class T>
+constexpr void set_casts(decltype(ScatterKernels::cast[0])& casts) {
+  casts[kFloat32] = &cast_row<T, float>;
+  casts[kFloat16] = &cast_row<T, Half>;
+  casts[kBfloat16] = &cast_row<T, Bfloat16>;
+  casts[kCastFloat8] = &cast_row<T, Float8>;
+  casts[kCastFloat8E5M2] = &cast_row<T, Float8E5M2>;
+  casts[kCastInt8] = &cast_row<T, int8_t>;
+}
+
 constexpr ScatterKernels scatter_kernels() {
-  return {
-      .cast =
-          {
-              {&cast_row<float, float>, &cast_row<float, Half>, &cast_row<float, Bfloat16>,
-               &cast_row<float, Float8>},
-              {&cast_row<Half, float>, &cast_row<Half, Half>, &cast_row<Half, Bfloat16>,
-               &cast_row<Half, Float8>},
-              {&cast_row<Bfloat16, float>, &cast_row<Bfloat16, Half>, &cast_row<Bfloat16, Bfloat16>,
-               &cast_row<Bfloat16, Float8>},
-          },
+  ScatterKernels kernels = {
+      .cast = {},
+      .largest = {},
       .stream = &stream,
       .finish_stream = &finish_stream,
   };
+  set_casts<float>(kernels.cast[kFloat32]);
+  set_casts<Half>(kernels.cast[kFloat16]);
+  set_casts<Bfloat16>(kernels.cast[kBfloat16]);
+  kernels.largest[kFloat32] = &largest<float>;
+  kernels.largest[kFloat16] = &largest<Half>;
+  kernels.largest[kBfloat16] = &largest<Bfloat16>;
+  return kernels;
 }
 
 }  // namespace

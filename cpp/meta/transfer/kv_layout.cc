@@ -14,6 +14,7 @@ namespace cpattn {
 namespace {
 
 constexpr char kFunction[] = "KVLayout";
+constexpr std::size_t kMaxName = 40;
 
 auto key(const KVEntry& entry) { return std::tuple(entry.is_draft, entry.layer_id, entry.kind); }
 
@@ -70,6 +71,10 @@ void check_entry(const KVEntry& entry, const KVPlacement& placement) {
       " below 2^63, got ", entry.num_bytes
   );
   check(
+      entry.dtype.size() <= kMaxName, kFunction, ": dtype of ", entry, " must be at most ",
+      kMaxName, " characters, got ", entry.dtype.size()
+  );
+  check(
       entry.num_bytes == 0 || entry.addr <= UINT64_MAX - (entry.num_bytes - 1), kFunction,
       ": addr + nbytes of ", entry, " must not pass 2^64, got ", entry.addr, " + ", entry.num_bytes
   );
@@ -78,7 +83,7 @@ void check_entry(const KVEntry& entry, const KVPlacement& placement) {
 }  // namespace
 
 const char* kv_kind_name(KVKind kind) {
-  constexpr const char* kNames[] = {"k", "v", "index_k", "state"};
+  constexpr const char* kNames[] = {"k", "v", "index_k", "state", "k_scale", "v_scale"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -116,7 +121,8 @@ const KVEntry* KVLayout::find(const KVEntry& like) const {
 bool KVLayout::has_draft() const { return !sorted_.empty() && entries_[sorted_.back()].is_draft; }
 
 int64_t KVLayout::total_heads(KVKind kind) const {
-  return kind == KVKind::k || kind == KVKind::v ? placement_.total_kv_heads.value_or(1) : 1;
+  const bool one_head = kind == KVKind::index_k || kind == KVKind::state;
+  return one_head ? 1 : placement_.total_kv_heads.value_or(1);
 }
 
 int64_t KVLayout::num_replicas(KVKind kind) const {

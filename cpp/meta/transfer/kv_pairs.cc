@@ -17,14 +17,35 @@ struct Side {
   const KVLayout& layout;
 };
 
+/// Checks that buffers of one layer and kind hold the same kind of numbers on both sides.
+void check_dtypes(const KVLayout& src, const KVLayout& dst) {
+  for (const KVEntry& from : src.entries()) {
+    const KVEntry* to = dst.find(from);
+    check(
+        to == nullptr || from.dtype.empty() || to->dtype.empty() || from.dtype == to->dtype,
+        kFunction, ": ", from, " must have one dtype on both sides, got ", from.dtype,
+        " at the source and ", to == nullptr ? "" : to->dtype, " at the destination"
+    );
+  }
+}
+
+bool has_layer(const KVLayout& layout, const KVEntry& like) {
+  const auto entries = layout.entries();
+  return std::any_of(entries.begin(), entries.end(), [&](const KVEntry& entry) {
+    return entry.layer_id == like.layer_id && entry.is_draft == like.is_draft;
+  });
+}
+
 /// Checks that `to` has the counterpart of every entry of `from` that it has to have.
 void check_counterparts(const Side& from, const Side& to, bool with_draft) {
   for (const KVEntry& entry : from.layout.entries()) {
     const bool shared = entry.is_draft ? with_draft : to.layout.answers_for(entry);
+    if (!shared || to.layout.find(entry) != nullptr) continue;
+    const bool other_stage = !entry.is_draft && !has_layer(to.layout, entry);
     check(
-        !shared || to.layout.find(entry) != nullptr, kFunction, ": ", from.name, " has ", entry,
-        " (item_len ", entry.item_len, "), which ", to.name, " has not",
-        entry.is_draft ? "" : "; a pipeline stage must state its layers"
+        false, kFunction, ": ", from.name, " has ", entry, " (item_len ", entry.item_len,
+        "), which ", to.name, " has not",
+        other_stage ? "; a pipeline stage must state its layers" : ""
     );
   }
 }
@@ -97,6 +118,7 @@ void check_apart(const KVLayout& dst) {
 
 std::vector<KVPair> pair_entries(const KVLayout& src, const KVLayout& dst) {
   const bool with_draft = src.has_draft() && dst.has_draft();
+  check_dtypes(src, dst);
   check_counterparts({"source", src}, {"destination", dst}, with_draft);
   check_counterparts({"destination", dst}, {"source", src}, with_draft);
   check_apart(dst);

@@ -159,7 +159,8 @@ TransferEntry token_entry(const KVPair& pair, const KVLayout& src, const KVLayou
 }
 
 const char* part_name(const KVEntry& entry) {
-  constexpr const char* kDraft[] = {"draft k", "draft v", "draft index_k", "draft state"};
+  constexpr const char* kDraft[] = {"draft k",     "draft v",       "draft index_k",
+                                    "draft state", "draft k_scale", "draft v_scale"};
   return entry.is_draft ? kDraft[static_cast<int>(entry.kind)] : kv_kind_name(entry.kind);
 }
 

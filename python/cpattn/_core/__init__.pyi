@@ -115,13 +115,17 @@ class KVBuffer(_Bound):
 def set_kv_buffer(
     layer: int,
     loc: _Indices,
+    num_heads: int,
     k_buffer: KVBuffer,
+    k_scale_buffer: KVBuffer | None,
     k: _Tensor,
-    k_scale: float,
+    k_scale: float | _Tensor | None,
     v_buffer: KVBuffer,
+    v_scale_buffer: KVBuffer | None,
     v: _Tensor | None,
-    v_scale: float,
+    v_scale: float | _Tensor | None,
 ) -> None: ...
+def set_kv_rows(layer: int, loc: _Indices, buffer: KVBuffer, k: _Tensor) -> None: ...
 def set_index_k_buffer(layer: int, loc: _Indices, buffer: KVBuffer, index_k: _Tensor) -> None: ...
 
 class MemoryRanges(metaclass=_pybind11_type):

@@ -7,11 +7,12 @@
     pool.set_kv_buffer(layer, slots, k, v)
 
 ``mha`` has the pool of dense attention, ``mla`` that of latent attention, with or without keys of
-an indexer, ``buffers`` what both are made of.
-Imports NumPy and the core, and torch or ml_dtypes when a pool needs them.
+an indexer, ``dsa`` that of its FP8 rows, ``buffers`` what all are made of.
+Imports NumPy, ``sparse`` and the core, and torch or ml_dtypes when a pool needs them.
 """
 
+from .dsa import DSATokenToKVPool
 from .mha import MHATokenToKVPool
 from .mla import MLATokenToKVPool
 
-__all__ = ["MHATokenToKVPool", "MLATokenToKVPool"]
+__all__ = ["DSATokenToKVPool", "MHATokenToKVPool", "MLATokenToKVPool"]

@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 import os
 import sys
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from .. import _core
-from .._arguments import at_least, integer
+from .._arguments import at_least, has, integer
 from .._containers import numpy_dtype
 from .._types import AnyTensor, Indices, Tensor
 
@@ -20,20 +20,38 @@ _FLAGS = {
 
 BufInfos = tuple[list[int], list[int], list[int]]
 
+CODES = ("float8_e4m3fn", "float8_e5m2", "int8")
+NUMBERS = ("float32", "float16", "bfloat16")
+
+
+class Rows(NamedTuple):
+    """What the row of a kind is.
+
+    `in_pages` says that a page is more than its rows, one after the other; `format` is what peers
+    must have as well, the dtype by default.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    in_pages: bool = False
+    format: str | None = None
+
 
 class KVPool:
     """Buffers of several kinds with one row per layer, token slot and kind.
 
-    `rows` says how many heads of how many elements a row of each kind has.
+    `dtype` is that of the pool as a whole, `rows` says what a row of each kind is.
     """
+
+    num_kv_heads: int
 
     def __init__(
         self,
-        rows: dict[str, tuple[int, int]],
+        rows: dict[str, Rows],
         size: int,
         page_size: int,
         num_layers: int,
-        dtype: Any,
+        dtype: str,
         start_layer: int,
         use_fia: bool,
         container: str | None,
@@ -45,37 +63,44 @@ class KVPool:
         self.num_layers = self.layer_num = at_least(1, num_layers, function, "num_layers")
         self.start_layer = at_least(0, start_layer, function, "start_layer")
         self.end_layer = self.start_layer + self.num_layers
-        self.dtype = _dtype_name(function, dtype)
-        self.store_dtype = "uint8" if self.dtype.startswith("float8") else self.dtype
+        self.dtype = dtype
+        self.store_dtype = _store_dtype(rows["k"].dtype)
         self.use_fia = use_fia
         self.kinds = tuple(rows)
+        self.dtypes = {kind: row.format or row.dtype for kind, row in rows.items()}
+        self.whole_page_kinds = tuple(kind for kind, row in rows.items() if row.in_pages)
         slots = self.num_pages * self.page_size
         self._buffers = {
-            kind: _core.KVBuffer(function, self.num_layers, slots, math.prod(row), self.dtype)
+            kind: _core.KVBuffer(function, self.num_layers, slots, math.prod(row.shape), row.dtype)
             for kind, row in rows.items()
         }
         view = _viewer(function, container)
         self._stored = {
-            kind: self._shaped(view(buffer.bytes, self.store_dtype), rows[kind])
-            for kind, buffer in self._buffers.items()
+            kind: self._shaped(view(self._buffers[kind].bytes, _store_dtype(row.dtype)), row)
+            for kind, row in rows.items()
         }
         self._layers = {
-            kind: list(self._shaped(view(buffer.bytes, self.dtype), rows[kind]))
-            for kind, buffer in self._buffers.items()
+            kind: list(self._shaped(view(self._buffers[kind].bytes, row.dtype), row))
+            for kind, row in rows.items()
         }
 
-    def _shaped(self, flat: AnyTensor, row: tuple[int, int]) -> AnyTensor:
+    def _shaped(self, flat: AnyTensor, row: Rows) -> AnyTensor:
         """One tensor for all layers, or a list of a tensor for each."""
+        if row.in_pages:
+            return flat.reshape(self.num_layers, self.num_pages, -1)
         if not self.use_fia:
-            return flat.reshape(self.num_layers, self.num_pages, self.page_size, *row)
-        return list(flat.reshape(self.num_layers, self.num_pages * self.page_size, 1, *row))
+            return flat.reshape(self.num_layers, self.num_pages, self.page_size, *row.shape)
+        one = (1,) if len(row.shape) > 1 else ()  # scales have no such axis
+        slots = self.num_pages * self.page_size
+        return list(flat.reshape(self.num_layers, slots, *one, *row.shape))
 
     def __repr__(self) -> str:
         gib = self.nbytes / 2**30
+        scales = f" with scales of {self.dtypes['k_scale']}" if "k_scale" in self.dtypes else ""
         return (
             f"{type(self).__name__}({', '.join(self.kinds)} of layers "
             f"[{self.start_layer}, {self.end_layer}), {self.num_pages} pages of "
-            f"{self.page_size} tokens, {self.dtype}{', FIA' if self.use_fia else ''}, "
+            f"{self.page_size} tokens, {self.dtype}{scales}{', FIA' if self.use_fia else ''}, "
             f"{gib:.3g} GiB)"
         )
 
@@ -119,15 +144,22 @@ class KVPool:
             )
         return layer - self.start_layer
 
+    def _of_layer(self, function: str, kind: str, layer_id: Any) -> AnyTensor:
+        """The tensor of a layer, of a kind that other pools may not have."""
+        index = self._layer_index(function, layer_id)
+        if kind not in self.kinds:
+            raise ValueError(f"{function}: the pool has no {kind}, it has {', '.join(self.kinds)}")
+        return self._layers[kind][index]
+
     @property
     def k_buffer(self) -> AnyTensor:
         """All keys as they are stored (`store_dtype`): one tensor, or one per layer under FIA."""
         return self._stored["k"]
 
     @property
-    def v_buffer(self) -> AnyTensor:
-        """All values, likewise."""
-        return self._stored["v"]
+    def v_buffer(self) -> AnyTensor | None:
+        """All values, likewise; None where rows of keys hold them, too."""
+        return self._stored.get("v")
 
     def get_key_buffer(self, layer_id: Any) -> AnyTensor:
         """The keys of a layer, by its number in the whole model, as `dtype`."""
@@ -135,7 +167,7 @@ class KVPool:
 
     def get_value_buffer(self, layer_id: Any) -> AnyTensor:
         """The values of a layer, by its number in the whole model, as `dtype`."""
-        return self._layers["v"][self._layer_index("get_value_buffer", layer_id)]
+        return self._of_layer("get_value_buffer", "v", layer_id)
 
     def get_kv_buffer(self, layer_id: Any) -> tuple[AnyTensor, AnyTensor]:
         """Keys and values of a layer."""
@@ -152,15 +184,19 @@ class KVPool:
         layer_id_override: int | None,
     ) -> None:
         layer = layer_id if layer_id_override is None else layer_id_override
+        k_scales, v_scales = self._buffers.get("k_scale"), self._buffers.get("v_scale")
         _core.set_kv_buffer(
             self._layer_index("set_kv_buffer", layer),
             loc,
+            self.num_kv_heads,
             self._buffers["k"],
+            k_scales,
             k,
-            positive_scale("k_scale", k_scale),
+            scale_argument("k_scale", k_scale, k_scales is not None),
             self._buffers["v"],
+            v_scales,
             v,
-            positive_scale("v_scale", v_scale),
+            scale_argument("v_scale", v_scale, v_scales is not None),
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -185,25 +221,47 @@ def fia_layout(function: str, use_fia: Any) -> bool:
         ) from None
 
 
-def positive_scale(name: str, scale: Any) -> float:
-    """A number or a tensor of one; no scale is 1."""
+def scale_argument(name: str, scale: Any, per_token: bool) -> Any:
+    """A float, or a tensor that the core checks; None is 1.
+
+    A tensor of one element is a number, unless there is a scale for each token and head.
+    """
+    if scale is None:
+        return 1.0
+    is_tensor = has(scale, "__dlpack__")
+    if per_token and is_tensor:
+        return scale
     try:
-        return 1.0 if scale is None else float(scale)
+        return float(scale)
     except Exception as error:
+        if is_tensor:
+            return scale
         raise TypeError(
-            f"set_kv_buffer: {name} must be a number, got {type(scale).__name__}"
+            f"set_kv_buffer: {name} must be a number or a tensor, got {type(scale).__name__}"
         ) from error
 
 
-def _dtype_name(function: str, dtype: Any) -> str:
-    """Of a name, a NumPy or torch dtype, or a NumPy scalar type."""
+def dtype_name(function: str, argument: str, dtype: Any, allowed: tuple[str, ...]) -> str:
+    """Of a name, a NumPy or torch dtype, or a NumPy scalar type; ValueError for other ones."""
+    name = _name_of(function, argument, dtype)
+    if name not in allowed:
+        names = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+        raise ValueError(f"{function}: {argument} must be {names}, got {name!r}")
+    return name
+
+
+def _store_dtype(dtype: str) -> str:
+    return "uint8" if dtype.startswith("float8") else dtype
+
+
+def _name_of(function: str, argument: str, dtype: Any) -> str:
     try:
         name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
         text = name if isinstance(name, str) else str(dtype)
         text.encode()
     except Exception as error:
         raise TypeError(
-            f"{function}: dtype must be the name of one, or one of NumPy or torch, got "
+            f"{function}: {argument} must be the name of a dtype, or one of NumPy or torch, got "
             f"{type(dtype).__name__}"
         ) from error
     return text.removeprefix("torch.")[:40]

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from .._arguments import at_least
-from .._types import Indices, Tensor
-from .buffers import KVPool, fia_layout
+from .._types import AnyTensor, Indices, Tensor
+from .buffers import CODES, NUMBERS, KVPool, Rows, dtype_name, fia_layout
 
 
 class MHATokenToKVPool(KVPool):
@@ -31,7 +31,12 @@ class MHATokenToKVPool(KVPool):
         Heads of keys and values on this rank, and elements of a key.
     v_head_dim : int, default head_dim
     dtype : str, torch or NumPy dtype
-        float32, float16, bfloat16 or float8_e4m3fn, which is stored as uint8.
+        float32, float16, bfloat16, int8, or float8_e4m3fn or float8_e5m2, which are stored as
+        uint8.
+    scale_dtype : str, torch or NumPy dtype, optional
+        float32, float16 or bfloat16: each write computes a scale of this dtype for each token and
+        head, and keeps it in buffers of their own. For int8 and float8 only, where the scales of
+        whole tensors or of heads come with each write otherwise.
     start_layer : int
         The first layer's number in the whole model, by which methods know layers.
     use_fia : bool, default ASCEND_USE_FIA of the environment
@@ -43,9 +48,12 @@ class MHATokenToKVPool(KVPool):
 
     Attributes
     ----------
-    dtype, store_dtype : str
+    dtype, store_dtype, scale_dtype : str
+        `scale_dtype` is None where there are no scales of each token and head.
     kinds : tuple of str
-        ("k", "v")
+        ("k", "v"), with such scales ("k", "v", "k_scale", "v_scale").
+    dtypes : dict
+        The dtype of each kind.
     num_pages, start_layer, end_layer : int
         `end_layer` is behind the last layer.
 
@@ -76,6 +84,16 @@ class MHATokenToKVPool(KVPool):
     >>> addrs, sizes, page_sizes = pool.get_contiguous_buf_infos()
     >>> sizes[0], page_sizes[0], pool.num_pages
     (4608, 512, 9)
+
+    With a scale for each token and head:
+
+    >>> pool = cpattn.kv.MHATokenToKVPool(
+    ...     size=64, page_size=8, num_layers=1, num_kv_heads=2, head_dim=8, dtype="int8",
+    ...     scale_dtype="float32", container="numpy")
+    >>> pool.set_kv_buffer(0, [8, 9, 10], rows, 2 * rows)
+    >>> codes, scales = pool.get_value_buffer(0)[1, 0, 0], pool.get_value_scale_buffer(0)[1, 0]
+    >>> codes[:3], (127 * scales).round(6)
+    (array([127, 127, 127], dtype=int8), array([2., 2.], dtype=float32))
     """
 
     def __init__(
@@ -88,6 +106,7 @@ class MHATokenToKVPool(KVPool):
         head_dim: int,
         v_head_dim: int | None = None,
         dtype: Any = "bfloat16",
+        scale_dtype: Any = None,
         start_layer: int = 0,
         use_fia: bool | None = None,
         container: str | None = None,
@@ -98,7 +117,20 @@ class MHATokenToKVPool(KVPool):
         self.head_dim = at_least(1, head_dim, function, "head_dim")
         self.v_head_dim = at_least(1, v_head_dim, function, "v_head_dim")
         heads = self.num_kv_heads
-        rows = {"k": (heads, self.head_dim), "v": (heads, self.v_head_dim)}
+        dtype = dtype_name(function, "dtype", dtype, (*NUMBERS, *CODES))
+        rows = {
+            "k": Rows((heads, self.head_dim), dtype),
+            "v": Rows((heads, self.v_head_dim), dtype),
+        }
+        self.scale_dtype = None
+        if scale_dtype is not None:
+            if dtype not in CODES:
+                raise ValueError(
+                    f"{function}: scale_dtype must be None for a pool of {dtype}, which has no "
+                    "codes to scale"
+                )
+            self.scale_dtype = dtype_name(function, "scale_dtype", scale_dtype, NUMBERS)
+            rows["k_scale"] = rows["v_scale"] = Rows((heads,), self.scale_dtype)
         use_fia = fia_layout(function, use_fia)
         super().__init__(rows, size, page_size, num_layers, dtype, start_layer, use_fia, container)
 
@@ -122,9 +154,12 @@ class MHATokenToKVPool(KVPool):
         k, v : tensor of num_tokens * num_kv_heads * head_dim (v_head_dim) elements
             In any shape. Of the pool's dtype they are copied; an FP8 pool takes uint8, too. Else
             float32, float16 or bfloat16, which become ``x / scale`` in float32, rounded to nearest
-            even. In e4m3fn what is beyond 448 counts as 448, as in torch.
-        k_scale, v_scale : number, default 1
-            For rows of another dtype than the pool's only.
+            even. What is beyond the largest number of a code becomes that number: 448 in e4m3fn,
+            57344 in e5m2, 127 in int8.
+        k_scale, v_scale : number or tensor, default 1
+            For rows of another dtype than the pool's only: a number, or float32 [num_kv_heads]
+            for the heads. In a pool with `scale_dtype` the write computes them; only codes, rows
+            of the pool's dtype, are given theirs: num_tokens * num_kv_heads of `scale_dtype`.
         layer_id_override : int, optional
             Instead of `layer_id`.
 
@@ -133,5 +168,25 @@ class MHATokenToKVPool(KVPool):
         ValueError
             For a layer or slot that is not there, other numbers of elements and dtypes that do not
             fit; nothing is written then.
+
+        Notes
+        -----
+        The scale of a token and head is ``max(|x|)`` divided by the largest number of a code, is
+        rounded to `scale_dtype`, and divides as it is stored; where it would be below 2**-126 it
+        and the codes are 0. NaN stays NaN: in a pool with `scale_dtype` as a scale that is NaN, of
+        heads with an infinity, too; in e4m3fn and e5m2 as a code. In int8 without scales of each
+        token it becomes -128, a code that nothing else becomes. An infinity stays one in e5m2, and
+        is the largest number of the other codes.
         """
         self._set_kv_buffer(layer_id, loc, k, v, k_scale, v_scale, layer_id_override)
+
+    def get_key_scale_buffer(self, layer_id: Any) -> AnyTensor:
+        """The scales of a layer's keys, [P, page_size, num_kv_heads] of `scale_dtype`.
+
+        Under FIA [P * page_size, num_kv_heads]. What attention takes as ``k_scale``.
+        """
+        return self._of_layer("get_key_scale_buffer", "k_scale", layer_id)
+
+    def get_value_scale_buffer(self, layer_id: Any) -> AnyTensor:
+        """The scales of a layer's values, likewise."""
+        return self._of_layer("get_value_scale_buffer", "v_scale", layer_id)

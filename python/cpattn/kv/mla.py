@@ -8,7 +8,7 @@ from typing import Any
 from .. import _core
 from .._arguments import at_least
 from .._types import AnyTensor, Indices, Tensor
-from .buffers import BufInfos, KVPool, fia_layout
+from .buffers import CODES, NUMBERS, BufInfos, KVPool, Rows, dtype_name, fia_layout
 
 
 class MLATokenToKVPool(KVPool):
@@ -68,10 +68,14 @@ class MLATokenToKVPool(KVPool):
         self.qk_rope_head_dim = at_least(1, qk_rope_head_dim, function, "qk_rope_head_dim")
         self.head_dim, self.v_head_dim = self.kv_lora_rank, self.qk_rope_head_dim
         self.index_head_dim = None
-        rows = {"k": (1, self.kv_lora_rank), "v": (1, self.qk_rope_head_dim)}
+        dtype = dtype_name(function, "dtype", dtype, (*NUMBERS, *CODES))
+        rows = {
+            "k": Rows((1, self.kv_lora_rank), dtype),
+            "v": Rows((1, self.qk_rope_head_dim), dtype),
+        }
         if index_head_dim is not None:
             self.index_head_dim = at_least(1, index_head_dim, function, "index_head_dim")
-            rows["index_k"] = (1, self.index_head_dim)
+            rows["index_k"] = Rows((1, self.index_head_dim), dtype)
         if use_fia is not None:
             fia_layout(function, use_fia)
         super().__init__(rows, size, page_size, num_layers, dtype, start_layer, False, container)

@@ -53,8 +53,6 @@ def settings_of(
             f"--pp-size must be at most the number of layers, {config.num_layers}, "
             f"got {options['pp_size']}; see --layers"
         )
-    if disaggregate and not config.has_kv_pool:
-        raise ValueError("--disaggregate does not send FP8 rows: use --kv-dtype bf16")
     settings = ReplayOptions(
         model=config,
         check_rows=(check_rows or CHECK_ROWS) if check else 0,
@@ -79,7 +77,13 @@ def _model(model: str, dtype: str, seed: int, options: dict[str, Any]) -> Decode
             option = name.removeprefix("num_").replace("_", "-")
             raise ValueError(f"--{option} is an option of --model {other}, not of --model {model}")
         sizes[name] = value
+    if sizes.get("kv_dtype") == "auto":
+        del sizes["kv_dtype"]  # the pools are as the model
     if model == "dsa":
+        if sizes.get("kv_dtype", "fp8") not in ("bf16", "fp8"):
+            raise ValueError(
+                f"--kv-dtype must be auto, bf16 or fp8 with --model dsa, got {sizes['kv_dtype']}"
+            )
         if sizes.get("num_layers", 1) != 1:
             raise ValueError(f"--layers must be 1 with --model dsa, got {sizes['num_layers']}")
         if dtype == "float16":

@@ -214,6 +214,7 @@ def _record(
 ) -> BatchRecord:
     torch_seconds = [r.torch_seconds for r in results if r.torch_seconds]
     differences = [r.torch_difference for r in results if r.torch_difference is not None]
+    over_codes = [r.error_over_codes for r in results if r.error_over_codes is not None]
     return BatchRecord(
         index=batch.index,
         num_sequences=len(batch.chunks),
@@ -230,6 +231,7 @@ def _record(
         ],
         torch_seconds=_mean(torch_seconds) if torch_seconds else None,
         torch_difference=max(differences) if differences else None,
+        error_over_codes=max(over_codes) if over_codes else None,
     )
 
 

@@ -52,7 +52,9 @@ def token_bytes(model: DecoderConfig) -> int:
             return 656 + model.index_head_dim + 4
         return (model.latent_dim + model.index_head_dim) * model.torch_dtype.itemsize
     assert isinstance(model, DenseConfig)
-    return 2 * model.num_kv_heads * model.head_dim * model.torch_dtype.itemsize
+    head = model.head_dim * getattr(torch, model.pool_dtype).itemsize
+    head += getattr(torch, model.scale_dtype).itemsize if model.scale_dtype else 0
+    return 2 * model.num_kv_heads * int(head)
 
 
 def _head_width(model: DecoderConfig) -> int:

@@ -64,6 +64,9 @@ class RankResult:
     torch_seconds: dict[str, float] | None  # attention of all layers by the baseline, by phase
     torch_difference: float | None  # largest |attention - baseline|
     transfer: Transfer | None  # to the decode process, if there is one
+    # Of attention over codes, in the wanted rows that are here: the largest error against the
+    # oracle on the same codes, in parts of what roundings explain.
+    error_over_codes: float | None = None
 
 
 def ranks_of(config: WorkerConfig) -> list[Role]:

@@ -68,11 +68,6 @@ class DecoderConfig(ABC):
     def rope_dim(self) -> int:
         """Elements of a head that are rotated."""
 
-    @property
-    def has_kv_pool(self) -> bool:
-        """Whether what it keeps of tokens is in a pool of the library, whose pages can be sent."""
-        return True
-
     @abstractmethod
     def make_attention(self) -> nn.Module:
         """The attention of a layer: module(normed, rotation, attention, rows) -> [rows, hidden]."""

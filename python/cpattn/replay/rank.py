@@ -135,6 +135,7 @@ class Rank:
             torch_seconds=torch_seconds,
             torch_difference=difference,
             transfer=transfer,
+            error_over_codes=attention.error_over_codes(work.rows) if len(work.rows) else None,
         )
 
     def _announcer(self) -> Callable[[str], None]:

@@ -17,7 +17,8 @@ class KVEntry(NamedTuple):
         Of the whole model, whatever stage or subset of layers is here; draft layers count from
         0 again.
     kind : str
-        "k", "v", "index_k" or "state". An MLA latent is "k", its rope part "v".
+        "k", "v", "index_k", "state", "k_scale" or "v_scale". An MLA latent is "k", its rope part
+        "v"; scales of codes, one for each token and head, are "k_scale" and "v_scale".
     is_draft : bool
         Of a draft (MTP, EAGLE) model.
     addr, nbytes : int
@@ -27,6 +28,9 @@ class KVEntry(NamedTuple):
     token_rows : bool
         Whether a page is a row for each of its tokens, in order. If not (pages of FP8 index
         keys with their scales behind), pages are sent whole or the plan is refused.
+    dtype : str
+        What the bytes are, such as "int8"; "" if nobody says. Where both sides of a transfer say
+        it they must agree.
 
     Examples
     --------
@@ -44,6 +48,7 @@ class KVEntry(NamedTuple):
     nbytes: int
     item_len: int
     token_rows: bool = True
+    dtype: str = ""
 
 
 KVEntry.__module__ = "cpattn.transfer"

@@ -27,7 +27,7 @@ def fields_of(entry: Any) -> tuple[Any, ...]:
     except Exception as error:
         raise TypeError(
             f"KVLayout: entries must be KVEntry(layer_id, kind, is_draft, addr, nbytes, item_len, "
-            f"token_rows=True), got {_shown(entry)}"
+            f"token_rows=True, dtype=''), got {_shown(entry)}"
         ) from error
 
 
@@ -54,11 +54,15 @@ def pool_entries(pool: Any, *, is_draft: bool) -> list[KVEntry]:
     """The buffers of a pool, in the order in which it lists them."""
     first = 0 if is_draft else pool.start_layer
     infos = zip(*pool.get_contiguous_buf_infos(), strict=True)
-    return [
-        KVEntry(first + layer, kind, is_draft, *next(infos))
-        for kind in pool.kinds
-        for layer in range(pool.num_layers)
-    ]
+    dtypes = getattr(pool, "dtypes", {})  # which other people's pools have not
+    whole_pages = getattr(pool, "whole_page_kinds", ())
+    entries = []
+    for kind in pool.kinds:
+        rows, dtype = kind not in whole_pages, dtypes.get(kind, "")
+        for layer in range(first, first + pool.num_layers):
+            addr, nbytes, item_len = next(infos)
+            entries.append(KVEntry(layer, kind, is_draft, addr, nbytes, item_len, rows, dtype))
+    return entries
 
 
 class Stage(NamedTuple):

@@ -33,8 +33,8 @@ def plan_kv_transfer(
 
     Buffers are paired by layer, kind and draft flag. Target layers that both sides answer for
     (`KVLayout.layers`) must have the same kinds on both; others belong to other links. Draft
-    layers are sent if both sides have any, and must then be the same on both. Of K and V the
-    heads that both have are sent; of ranks with the same heads, number
+    layers are sent if both sides have any, and must then be the same on both. Of K and V, and of
+    their scales, the heads that both have are sent; of ranks with the same heads, number
     ``dst.tp_rank % replicas`` sends.
 
     Parameters
@@ -69,8 +69,8 @@ def plan_kv_transfer(
     TypeError
         If a layout is no KVLayout, or a page or a number no integer.
     ValueError
-        A missing buffer, different bytes for each token and head, tokens that a list does not
-        hold, a page outside its buffer, a page of the destination that occurs twice,
+        A missing buffer, different dtypes or bytes for each token and head, tokens that a list does
+        not hold, a page outside its buffer, a page of the destination that occurs twice,
         destination buffers that overlap, part of a page that is not made of rows. Names side,
         kind, layer and lengths.
 

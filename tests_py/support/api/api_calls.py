@@ -20,6 +20,7 @@ from support.api.transfer_calls import (
     chunk,
     closed_registration,
     cursor,
+    dsa_pool,
     engine_register,
     engine_unregister,
     engine_write,
@@ -36,10 +37,14 @@ from support.api.transfer_calls import (
     profiled,
     register,
     registration_message,
+    scaled_pool,
     send_aux,
     send_kvcache,
     send_slice,
     send_state,
+    set_codes,
+    set_dsa_index_k,
+    set_dsa_rows,
     set_index_k,
     set_kv,
     set_latent,
@@ -51,7 +56,7 @@ GROUPED = ("source", "destination", "number of layers")
 
 LAYOUT = (
     "buffer", "page", "layer", "heads", "rank", "entries", "kind", "is_draft", "addr", "nbytes",
-    "item_len", "token_rows", "dcp", "tp_", "argument",
+    "item_len", "token_rows", "dtype", "dcp", "tp_", "argument",
 )  # fmt: skip
 POOL_SIZES: Arguments = {
     "size": ("int", 16),
@@ -181,7 +186,8 @@ TRANSFERS: dict[str, Callable[[], Good]] = {
     "KVChunk.select": chunk,
     "MHATokenToKVPool": of(
         cpattn.kv.MHATokenToKVPool,
-        **POOL_SIZES, num_kv_heads=("int", 2), head_dim=("int", 8), v_head_dim=("?int", 8),
+        **{**POOL_SIZES, "dtype": ("dtype", "int8")}, num_kv_heads=("int", 2),
+        head_dim=("int", 8), v_head_dim=("?int", 8), scale_dtype=("dtype", "float16"),
         names=("buffer", "elements", "slots"),
     ),
     "MLATokenToKVPool": of(
@@ -189,7 +195,23 @@ TRANSFERS: dict[str, Callable[[], Good]] = {
         **POOL_SIZES, kv_lora_rank=("int", 16), qk_rope_head_dim=("int", 8),
         index_head_dim=("?int", 8), names=("buffer", "elements", "slots"),
     ),
+    "DSATokenToKVPool": of(
+        cpattn.kv.DSATokenToKVPool,
+        size=("int", 16), page_size=("int", 4), num_layers=("int", 2),
+        index_head_dim=("?int", 128), start_layer=("int", 0), container=("?text", "numpy"),
+        names=("buffer", "elements", "slots"),
+    ),
     "set_kv_buffer": set_kv,
+    "set_kv_buffer#codes": set_codes,
+    "set_kv_buffer#DSA": set_dsa_rows,
+    "set_index_k_buffer#DSA": set_dsa_index_k,
+    "get_index_k_buffer#DSA": functools.partial(
+        lambda: method(dsa_pool, "get_index_k_buffer", layer_id=("int", 1))()
+    ),
+    **{
+        name: functools.partial(lambda name: method(scaled_pool, name, layer_id=("int", 1))(), name)
+        for name in ("get_key_scale_buffer", "get_value_scale_buffer")
+    },
     "set_kv_buffer#MLA": set_latent,
     "set_index_k_buffer": set_index_k,
     **{

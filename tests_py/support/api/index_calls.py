@@ -179,6 +179,21 @@ def write_kv(loc: Any) -> Any:
     return written(pool.k_buffer, lambda: pool.set_kv_buffer(0, loc, rows, rows))
 
 
+def write_codes(loc: Any) -> Any:
+    pool = cpattn.kv.MHATokenToKVPool(
+        size=16, page_size=4, num_layers=1, num_kv_heads=2, head_dim=8, dtype="int8",
+        scale_dtype="float32", container="numpy",
+    )  # fmt: skip
+    rows = QUERIES[:4].reshape(4, -1)[:, :16]
+    return written(pool.k_buffer, lambda: pool.set_kv_buffer(0, loc, rows, rows))
+
+
+def write_dsa(loc: Any) -> Any:
+    pool = cpattn.kv.DSATokenToKVPool(size=16, page_size=4, num_layers=1, container="numpy")
+    rows = np.arange(4 * 656, dtype=np.uint8).reshape(4, 656)
+    return written(pool.k_buffer, lambda: pool.set_kv_buffer(0, loc, rows))
+
+
 def write_index_pool(loc: Any) -> Any:
     pool = cpattn.kv.MLATokenToKVPool(
         size=16,
@@ -272,6 +287,8 @@ CALLS = [
     Call("dequantize_kv_rows", lambda indices: sparse.dequantize_kv_rows(FP8_ROWS, indices),
         {"indices": SLOTS}),
     Call("MHATokenToKVPool.set_kv_buffer", write_kv, {"loc": SLOTS}),
+    Call("MHATokenToKVPool.set_kv_buffer#codes", write_codes, {"loc": SLOTS}),
+    Call("DSATokenToKVPool.set_kv_buffer", write_dsa, {"loc": SLOTS}),
     Call("MLATokenToKVPool.set_index_k_buffer", write_index_pool, {"loc": SLOTS}),
     Call("kv_to_page_indices", lambda kv_indices: transfer.kv_to_page_indices(kv_indices, 2),
         {"kv_indices": ints(4, 5, 0, 1, 8)}),

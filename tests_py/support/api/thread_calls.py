@@ -206,6 +206,12 @@ def set_kv(n: int) -> Call:
     return lambda: pool.set_kv_buffer(0, slots, k, k)
 
 
+def set_dsa_rows(n: int) -> Call:
+    pool = cpattn.kv.DSATokenToKVPool(size=256 * n, page_size=16, num_layers=1)
+    k, slots = normal(256 * n, 576), np.arange(256 * n)
+    return lambda: pool.set_kv_buffer(0, slots, k)
+
+
 def set_index_k(n: int) -> Call:
     pool = cpattn.kv.MLATokenToKVPool(
         size=256 * n,
@@ -326,6 +332,7 @@ MAKERS: dict[str, Callable[[int], Call]] = {
     "split_qk_norm": split_norm(cpattn.sparse.split_qk_norm, q_eps=1e-6, kv_eps=1e-6),
     "fused_split_qk_norm": split_norm(cpattn.sparse.fused_split_qk_norm, eps=1e-6),
     "MHATokenToKVPool.set_kv_buffer": set_kv,
+    "DSATokenToKVPool.set_kv_buffer": set_dsa_rows,
     "MLATokenToKVPool.set_index_k_buffer": set_index_k,
     "LocalEngine.write": write_blocks,
     "reference.paged_attention": attention_of(reference),

@@ -27,6 +27,9 @@ SCRATCH = 0x5C  # and of a sending one
 METADATA = {"aux": (64, 512, 64), "mamba": (96, 40)}
 NUM_SLOTS = 6
 
+WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+WIDTHS |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8"), 1)
+
 
 @dataclass(frozen=True)
 class Model:
@@ -38,15 +41,20 @@ class Model:
     v_head_dim: int = 8
     index_head_dim: int | None = None
     dtype: str = "bfloat16"
+    scale_dtype: str | None = None  # of scales of each token and head
 
     @property
     def kinds(self) -> tuple[str, ...]:
+        if self.scale_dtype is not None:
+            return ("k", "v", "k_scale", "v_scale")
         return ("k", "v") if self.index_head_dim is None else ("k", "v", "index_k")
 
     def row_bytes(self, kind: str) -> int:
         """Bytes of a token in one head."""
+        if self.scale_dtype is not None and kind.endswith("_scale"):
+            return WIDTHS[self.scale_dtype]
         dims = {"k": self.head_dim, "v": self.v_head_dim, "index_k": self.index_head_dim}
-        return dims[kind] * {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}[self.dtype]
+        return dims[kind] * WIDTHS[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -202,6 +210,7 @@ class RankPools:
             num_kv_heads=heads.stop - heads.start,
             head_dim=model.head_dim,
             v_head_dim=model.v_head_dim,
+            scale_dtype=model.scale_dtype,
             **options,
         )
 

@@ -6,13 +6,14 @@
 #include <iosfwd>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "cpattn/transfer/index_range.h"
 
 namespace cpattn {
 
-enum class KVKind : uint8_t { k, v, index_k, state };
+enum class KVKind : uint8_t { k, v, index_k, state, k_scale, v_scale };
 /// The name of the enumerator, such as "index_k".
 const char* kv_kind_name(KVKind kind);
 
@@ -26,6 +27,9 @@ struct KVEntry {
   uint64_t item_len = 0;   // bytes of a page
   // Whether a page is a row for each of its tokens. If not, pages are sent whole or not at all.
   bool token_rows = true;
+  // What the bytes are, such as "int8"; empty if nobody says. Both sides of a pair that say it
+  // must say the same.
+  std::string dtype = {};
 
   int64_t num_pages() const { return static_cast<int64_t>(num_bytes / item_len); }
   bool operator==(const KVEntry&) const = default;
@@ -65,7 +69,8 @@ class KVLayout {
   /// The entry of the same layer, kind and draft flag, or nullptr.
   const KVEntry* find(const KVEntry& like) const;
   bool has_draft() const;
-  /// Which of the total_heads() of a kind this side has. index_k and state have one head.
+  /// Which of the total_heads() of a kind this side has. index_k and state have one head, scales
+  /// those of what they scale.
   IndexRange heads(KVKind kind) const;
   int64_t total_heads(KVKind kind) const;
   /// How many ranks hold the same heads, and which of them this one is.

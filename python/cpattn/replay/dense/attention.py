@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from ...kv.mha import MHATokenToKVPool
 from ...traffic.scheduler import Batch
 from ..phases import PhaseClock
 from .baseline import gathered_attention, make_segments
+from .codes import error_over_codes, fill_with_nan, numbers_of, scales_of
 from .model import DenseConfig
 
 
@@ -29,14 +31,14 @@ def make_pool(config: DenseConfig, num_pages: int, page_size: int, layers: range
         num_layers=len(layers),
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=config.dtype,
+        dtype=config.pool_dtype,
+        scale_dtype=config.scale_dtype,
         start_layer=layers.start,
         use_fia=False,
         container="torch",
     )
     for layer in layers:
-        pool.get_key_buffer(layer).fill_(torch.nan)
-        pool.get_value_buffer(layer).fill_(torch.nan)
+        fill_with_nan(pool, layer)
     return pool
 
 
@@ -58,16 +60,36 @@ class DenseAttention:
         self._calls: list[tuple[Tensor, Tensor]] = []  # of each layer q and the output
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k_cache, v_cache = self._caches(layer)
+        caches = self.pool.get_kv_buffer(layer)
         with self._clock("gather"):
-            self._cp.write_kv(self._plan, k, v, k_cache, v_cache)
+            if self._config.has_codes:
+                self._write_codes(layer, k, v)
+            else:
+                self._cp.write_kv(self._plan, k, v, *caches)
         with self._clock("attention"):
-            out: Tensor = self._cp.attend(self._plan, q, k_cache, v_cache, scale=self._scale)
+            scales = scales_of(self.pool, layer)
+            out: Tensor = self._cp.attend(self._plan, q, *caches, scale=self._scale, **scales)
         self._calls.append((q, out))
         return out
 
-    def _caches(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
+    def _write_codes(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Exchange rows as they are; every rank makes the same codes of them."""
+        k, v = self._cp.gather(self._plan, torch.stack([k, v], 1)).unbind(1)
+        self.pool.set_kv_buffer(layer, self._plan.slots, k, v)
+
+    def error_over_codes(self, rows: npt.NDArray[Any]) -> float | None:
+        """Of the batch's rows, those that are here: the worst of all layers; None without codes."""
+        if not self._config.has_codes:
+            return None
+        plan: Any = self._plan
+        numbers = self._cp.shard(plan, torch.arange(self._batch.num_tokens)).numpy()
+        mine = np.flatnonzero(np.isin(numbers[: plan.num_local_rows], rows))
+        tables = plan.block_tables[plan.metadata.query_request_indices[mine]]
+        lens = plan.metadata.query_cache_lengths[mine]
+        return max(
+            error_over_codes(self._config, self.pool, layer, q[mine], out[mine], tables, lens)
+            for layer, (q, out) in zip(self._layers, self._calls, strict=True)
+        )
 
     @property
     def chosen(self) -> None:
@@ -91,7 +113,11 @@ class DenseAttention:
         )
         seconds, difference = 0.0, 0.0
         for layer, (q, out) in zip(self._layers, self._calls, strict=True):
-            k_cache, v_cache = (cache.flatten(0, 1) for cache in self._caches(layer))
+            if self._config.has_codes:
+                caches = tuple(x.to(q.dtype) for x in numbers_of(self.pool, layer))
+            else:
+                caches = self.pool.get_kv_buffer(layer)
+            k_cache, v_cache = (cache.flatten(0, 1) for cache in caches)
             start = time.perf_counter()
             other = gathered_attention(q, k_cache, v_cache, segments, scale=self._scale)
             seconds += time.perf_counter() - start

@@ -191,9 +191,21 @@ def tolerance(config: DenseConfig) -> float:
     """
     rho2, sum2 = rounding_variances(config)
     hidden, head = config.hidden_size, config.head_dim
-    value = 5 * rho2 + (2 * hidden + config.num_heads * head) * sum2
-    score = 4 * rho2 + (2 * hidden + head) * sum2
+    stored = stored_variance(config)
+    value = 5 * rho2 + stored + (2 * hidden + config.num_heads * head) * sum2
+    score = 4 * rho2 + stored / 2 + (2 * hidden + head) * sum2  # of q and of k; q is not kept
     return error_bound(config, value, score)
+
+
+def stored_variance(config: DenseConfig) -> float:
+    """Relative variance of the error of keys and values in a pool of 8 bits; 0 of other pools.
+
+    A rounding to float8 as to any dtype. A step of int8 is the largest number of a token and head,
+    of which four times the root of the mean square is allowed for, divided by 127.
+    """
+    if config.kv_dtype == "int8":
+        return (4 / 127) ** 2 / 12
+    return torch.finfo(getattr(torch, config.pool_dtype)).eps ** 2 / 12 if config.has_codes else 0.0
 
 
 def rounding_variances(config: DecoderConfig) -> tuple[float, float]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...attention import plan_attention, run_attention
+from .codes import scales_of
 from .model import DenseConfig
 
 
@@ -49,5 +50,6 @@ class DecodeAttention:
             pool.get_key_buffer(layer),
             pool.get_value_buffer(layer),
             scale=self._scale,
+            **scales_of(pool, layer),
         )
         return out

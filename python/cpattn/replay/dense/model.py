@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,8 +20,16 @@ class DenseConfig(DecoderConfig):
     phases = ("metadata", "gather", "attention", "rest")
     attention_phases = ("attention",)
 
+    # What a pool keeps codes as; not of "bf16", which is a pool of the model's dtype.
+    CODES: ClassVar[dict[str, str]] = {
+        "fp8": "float8_e4m3fn",
+        "fp8_e5m2": "float8_e5m2",
+        "int8": "int8",
+    }
+
     num_kv_heads: int = 2
     head_dim: int = 64
+    kv_dtype: str = "bf16"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,9 +44,30 @@ class DenseConfig(DecoderConfig):
                 f"got {self.head_dim}"
             )
 
+        if self.kv_dtype not in ("bf16", *self.CODES):
+            raise ValueError(
+                f"DenseConfig: kv_dtype must be bf16, {', '.join(self.CODES)}, got "
+                f"{self.kv_dtype!r}"
+            )
+
     @property
     def title(self) -> str:
-        return f"dense attention in {self.dtype}"
+        cache = f", {self.kv_dtype} cache" if self.has_codes else ""
+        return f"dense attention in {self.dtype}{cache}"
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether keys and values are kept in 8 bits."""
+        return self.kv_dtype in self.CODES
+
+    @property
+    def pool_dtype(self) -> str:
+        return self.CODES.get(self.kv_dtype, self.dtype)
+
+    @property
+    def scale_dtype(self) -> str | None:
+        """Of scales of each token and head. Normalised keys and values need none in FP8."""
+        return "float16" if self.kv_dtype == "int8" else None
 
     @property
     def rope_dim(self) -> int:

@@ -17,7 +17,7 @@ from ...transfer.engine import TransferEngine
 from ..dense.attention import make_pool as make_dense_pool
 from ..dense.decode import DecodeAttention
 from ..dsa.decode import SparseDecodeAttention
-from ..dsa.pools import make_pool as make_sparse_pool
+from ..dsa.decode import make_pool as make_sparse_pool
 from ..memory import peak_resident_bytes
 from ..model import Decoder, DecoderConfig, Head
 from .endpoint import Endpoint, Peer, start_engine

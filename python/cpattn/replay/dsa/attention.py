@@ -33,7 +33,7 @@ class SparseAttention:
         assert len(layers) == 1
         self._pools: PlainPools | Fp8Pools
         if config.kv_dtype == "fp8":
-            self._pools = Fp8Pools(config, num_pages, cp.page_size)
+            self._pools = Fp8Pools(config, num_pages, cp.page_size, layers)
         else:
             self._pools = PlainPools(config, num_pages, cp.page_size, layers)
         self.pool = self._pools.pool
@@ -76,6 +76,9 @@ class SparseAttention:
             out = self._pools.attend(inputs.q, indices)
         self._call = inputs, out
         return out
+
+    def error_over_codes(self, rows: Any) -> None:
+        """The check reads FP8 rows as others."""
 
     def flops(self) -> dict[str, int]:
         """Useful work of the batch on this rank, two flops for a multiplication and an addition."""

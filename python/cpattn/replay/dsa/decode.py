@@ -11,9 +11,18 @@ from torch import Tensor
 
 from ...context_parallel.metadata import build_cp_metadata
 from ...sparse.cp_indexer import cp_indexer_topk
+from ...sparse.sparse_mla import flash_mla_sparse_fwd
 from .attention import split_norm
+from .fp8 import index_queries, make_fp8_pool, quantised
 from .model import DsaConfig, SparseInputs
 from .pools import RowRuns, attend_paged
+from .pools import make_pool as make_plain_pool
+
+
+def make_pool(config: DsaConfig, num_pages: int, page_size: int, layers: range) -> Any:
+    """As prefill ranks have theirs."""
+    make = make_fp8_pool if config.kv_dtype == "fp8" else make_plain_pool
+    return make(config, num_pages, page_size, layers)
 
 
 class SparseDecodeAttention:
@@ -44,16 +53,28 @@ class SparseDecodeAttention:
     def attend(self, layer: int, inputs: SparseInputs) -> Tensor:
         """See `SparseOperators`; the chosen positions [rows, topk] stay in ``chosen``."""
         pool, runs = self._pool, self._runs
+        fp8 = self._config.kv_dtype == "fp8"
         pool.set_kv_buffer(layer, self._slots, inputs.latent)
-        pool.set_index_k_buffer(layer, self._slots, inputs.index_k)
+        index_k = quantised(inputs.index_k) if fp8 else (inputs.index_k,)
+        pool.set_index_k_buffer(layer, self._slots, *index_k)
+        index_q, weights = index_queries(inputs) if fp8 else (inputs.index_q, inputs.index_weights)
         self.chosen: Tensor = cp_indexer_topk(
-            inputs.index_q,
+            index_q,
             pool.get_index_k_buffer(layer),
-            inputs.index_weights,
+            weights,
             self._metadata,
             block_tables=runs.tables,
             page_size=runs.page_size,
             topk=self._config.topk,
             sorted=False,
         )
-        return attend_paged(self._config, pool, layer, inputs.q, self.chosen, runs)
+        if not fp8:
+            return attend_paged(self._config, pool, layer, inputs.q, self.chosen, runs)
+        out: Tensor = flash_mla_sparse_fwd(
+            inputs.q,
+            pool.get_key_buffer(layer).flatten(0, 1),
+            runs.slots(self.chosen),
+            self._config.scale,
+            d_v=self._config.kv_lora_rank,
+        )[0]
+        return out

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FP8 pools of a sparse model, a cache format of its own, and attention over them.
+"""The FP8 pool of a sparse model, and attention over it.
 
-Latent and rotary part of a token are one row of bytes: not an `MLATokenToKVPool`, whose parts are
-buffers of one dtype. They start as NaN: whatever reads a slot before it is written is found out.
+A Hadamard transform, which leaves products as they are, spreads outliers before queries and keys of
+the indexer are quantised.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +16,9 @@ from torch import Tensor
 
 from ...context_parallel.forward_mode import ForwardMode
 from ...distributed import ContextParallel, ContextParallelPlan
+from ...kv.dsa import DSATokenToKVPool
 from ...sparse.dsa_metadata import build_dsa_metadata
-from ...sparse.index_k import hadamard_transform, quantize_index, write_index_k_cache
+from ...sparse.index_k import hadamard_transform, quantize_index
 from ...sparse.kv_rows import dequantize_kv_rows, quantize_kv_rows
 from ...sparse.sparse_mla import flash_mla_sparse_fwd
 from ...sparse.topk import TopkTransformMethod, get_topk_transform_method
@@ -24,22 +27,46 @@ from .model import DsaConfig, SparseInputs
 from .pools import RowRuns
 
 
-class Fp8Pools:
-    """Latent rows of 656 bytes; of the indexer pages of e4m3 keys, then their scales.
+def make_fp8_pool(config: DsaConfig, num_pages: int, page_size: int, layers: range) -> Any:
+    """A pool of pages 1 ... num_pages, and page 0 for padded tokens, of some of the layers.
 
-    A Hadamard transform, which leaves products as they are, spreads outliers before queries and
-    keys of the indexer are quantised.
+    It starts as NaN: whatever reads a slot before it is written is found out.
     """
+    pool = DSATokenToKVPool(
+        size=num_pages * page_size,
+        page_size=page_size,
+        num_layers=len(layers),
+        index_head_dim=config.index_head_dim,
+        start_layer=layers.start,
+        container="torch",
+    )
+    for layer in layers:
+        pool.get_key_buffer(layer).fill_(0xFF)
+        pool.get_index_k_buffer(layer).fill_(0xFF)
+    return pool
 
-    pool = None  # nothing that KV transfer knows
 
-    def __init__(self, config: DsaConfig, num_pages: int, page_size: int) -> None:
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of keys or queries of the indexer, and their scales."""
+    return quantize_index(hadamard_transform(x, x.shape[-1] ** -0.5))
+
+
+def index_queries(inputs: SparseInputs) -> tuple[Tensor, Tensor]:
+    """Codes of the queries, and weights with their scales."""
+    codes, scale = quantised(inputs.index_q)
+    return codes, inputs.index_weights * scale[..., 0]
+
+
+class Fp8Pools:
+    """A `DSATokenToKVPool`: latent rows of 656 bytes, and pages of keys of the indexer."""
+
+    def __init__(self, config: DsaConfig, num_pages: int, page_size: int, layers: range) -> None:
         self._config = config
+        self._layer = layers.start
         self._page_size = page_size
-        num_pages += 1  # page 0 is for padded tokens
-        width = config.index_head_dim + 4
-        self.kv = torch.full((num_pages * page_size, 1, 656), 0xFF, dtype=torch.uint8)
-        self.index_k = torch.full((num_pages, page_size * width), 0xFF, dtype=torch.uint8)
+        self.pool = make_fp8_pool(config, num_pages, page_size, layers)
+        self.kv: Tensor = self.pool.get_key_buffer(self._layer).flatten(0, 1)
+        self.index_k: Tensor = self.pool.get_index_k_buffer(self._layer)
         method = get_topk_transform_method(
             ForwardMode.EXTEND, fp8_kv_cache=True, prefill_impl=config.prefill_impl
         )
@@ -55,20 +82,17 @@ class Fp8Pools:
         """Quantise the rows of this rank, exchange them as bytes, write those of all ranks."""
         c = self._config
         nope, rope = inputs.latent.split([c.kv_lora_rank, c.qk_rope_head_dim], -1)
-        codes, scale = self._quantise(inputs.index_k)
+        codes, scale = quantised(inputs.index_k)
         parts = quantize_kv_rows(nope, rope)[:, 0], codes, scale
         rows = cp.gather(plan, torch.cat([part.view(torch.uint8) for part in parts], -1))
         latent, codes, scale = rows.split([656, c.index_head_dim, 4], -1)
-        slots = torch.from_numpy(plan.slots.copy())
-        self.kv[slots[slots >= 0], 0] = latent[slots >= 0]
-        write_index_k_cache(
-            self.index_k, plan.slots, codes.contiguous(), scale.contiguous().view(torch.float32)
-        )
+        scale = scale.contiguous().view(torch.float32)
+        self.pool.set_kv_buffer(self._layer, plan.slots, latent)
+        self.pool.set_index_k_buffer(self._layer, plan.slots, codes.contiguous(), scale)
 
     def index_queries(self, inputs: SparseInputs) -> tuple[Tensor, Tensor]:
         """Codes of the queries, and weights with their scales."""
-        codes, scale = self._quantise(inputs.index_q)
-        return codes, inputs.index_weights * scale[..., 0]
+        return index_queries(inputs)
 
     def indices(self, chosen: Tensor) -> Tensor:
         """What `attend` takes for chosen positions: slots (PAGED), or rows of `_flatten`."""
@@ -124,8 +148,3 @@ class Fp8Pools:
         keys = codes.unflatten(-1, (-1, dim)).flatten(0, 1)[slots].view(torch.float8_e4m3fn)
         scales = scale.contiguous().view(torch.float32).flatten()[slots]
         return (keys.float() * scales[:, None]).bfloat16()
-
-    @staticmethod
-    def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-        dim = x.shape[-1]
-        return quantize_index(hadamard_transform(x, dim**-0.5))

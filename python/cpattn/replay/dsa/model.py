@@ -70,10 +70,6 @@ class DsaConfig(DecoderConfig):
         """Of the scores: that of the unabsorbed heads, times the gain."""
         return self.query_gain * (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
 
-    @property
-    def has_kv_pool(self) -> bool:
-        return self.kv_dtype != "fp8"
-
     def make_attention(self) -> nn.Module:
         return SparseLatentAttention(self)
 

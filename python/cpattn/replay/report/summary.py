@@ -45,6 +45,7 @@ def summarize(report: ReplayReport) -> dict[str, Any]:
     own_seconds = sum(phases[phase] for phase in model.attention_phases)
     torch_seconds = sum(report.torch_seconds.values())
     errors = [b.max_error for b in batches if b.max_error is not None]
+    over_codes = [b.error_over_codes for b in batches if b.error_over_codes is not None]
     return {
         "model": model.kind,
         "batches": len(batches),
@@ -67,6 +68,7 @@ def summarize(report: ReplayReport) -> dict[str, Any]:
         "decode": summarize_decode(report),
         "peak_bytes_per_rank": max(report.peak_bytes),
         "max_error": max(errors) if errors else None,
+        "error_over_codes": max(over_codes) if over_codes else None,
         "tolerance": report.tolerance,
         "passed": report.passed,
     }
@@ -220,6 +222,12 @@ def check_line(report: ReplayReport) -> str:
             f"; of {report.checked_keys:,} keys {report.swapped_keys:,} swapped with others of "
             "the same score but for roundings"
         )
+    over_codes = [b.error_over_codes for b in report.batches if b.error_over_codes is not None]
+    if over_codes:
+        keys += (
+            f"; attention over the codes {100 * max(over_codes):.0f} % of what roundings allow "
+            "against the oracle on the same codes, so that the rest is the error of the codes"
+        )
     return (
         f"{verdict}: {report.checked_rows:,} rows against one process without cache, largest "
         f"error {worst:.1e}, tolerance {report.tolerance:.1e} ({report.tolerance / eps:.0f} eps of "
@@ -241,6 +249,7 @@ def write_json(report: ReplayReport, path: Path) -> None:
     """Options, environment, every batch, and the summary."""
     content = {"summary": summarize(report), **dataclasses.asdict(report)}
     for record in (content["summary"], *content["batches"], content["decode"] or {}):
-        if record.get("max_error") == math.inf:  # JSON has no infinity
-            record["max_error"] = "inf"
+        for name in ("max_error", "error_over_codes"):
+            if record.get(name) == math.inf:  # JSON has no infinity
+                record[name] = "inf"
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")

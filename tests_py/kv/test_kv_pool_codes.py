@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that become codes of 8 bits: with a scale for all, for each head, each token and head."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import cpattn
+from cpattn import _core
+from support.cases import DTYPES, strided_copy
+from support.tolerances import SMALLEST, code_error
+
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+SCALES = ("float32", "float16", "bfloat16")
+THREADS = _core.default_num_threads()
+HEADS, DIM, V_DIM, PAGE = 3, 24, 40, 4
+
+
+def make_pool(dtype, scale_dtype=None, size=60, **options):
+    return cpattn.kv.MHATokenToKVPool(
+        size=size, page_size=PAGE, num_layers=2, num_kv_heads=HEADS, head_dim=DIM,
+        v_head_dim=V_DIM, dtype=dtype, scale_dtype=scale_dtype, **options,
+    )  # fmt: skip
+
+
+def make_rows(tokens, dim, dtype="float32", seed=0):
+    """Numbers of all sizes, some heads of zeros, some with NaN or an infinity."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, HEADS, dim, generator=generator)
+    x *= torch.exp2(torch.randint(-14, 14, x.shape, generator=generator))
+    if tokens > 5:
+        x[1, 0], x[2, 1], x[3, 2, 5], x[4, 0, 7], x[5, 1, 0] = 0, 1e-39, torch.nan, torch.inf, -7e7
+    return strided_copy(x.to(getattr(torch, dtype)))
+
+
+def codes_of(x, scale, dtype):
+    """The definition in torch: saturating, NaN kept, infinities where there are any."""
+    x = x.float() / scale
+    limit = LARGEST[dtype]
+    if dtype == "int8":
+        return x.round().clamp(-limit, limit).nan_to_num(-128).to(torch.int8)
+    kept = x.isnan() | (x.isinf() if dtype == "float8_e5m2" else torch.zeros_like(x).bool())
+    return torch.where(kept, x, x.clamp(-limit, limit)).to(getattr(torch, dtype))
+
+
+def scales_of(x, dtype, scale_dtype):
+    """The scale of each token and head [tokens, heads], as it is kept."""
+    scale_type = getattr(torch, scale_dtype)
+    scale = (x.float().abs().amax(-1) / LARGEST[dtype]).clamp(max=torch.finfo(scale_type).max)
+    scale[scale < SMALLEST["float32"]] = 0
+    scale[~x.float().isfinite().all(-1)] = torch.nan
+    return scale.to(scale_type)
+
+
+def scaled_codes_of(x, scale, dtype):
+    wide = scale.float()[..., None]
+    codes = codes_of(x, torch.where(wide > 0, wide, 1), dtype).view(torch.uint8)
+    codes = torch.where(wide == 0, 0, codes)
+    return torch.where(wide.isnan(), 0 if dtype == "int8" else 0x7F, codes)
+
+
+def same(a, b):
+    """Whether all numbers are equal, NaN where NaN is."""
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def raw(x):
+    """Codes as bytes, a NaN of either sign as 0x7f."""
+    codes = x.contiguous().view(torch.uint8)
+    return codes if x.dtype == torch.int8 else codes.masked_fill(x.float().isnan(), 0x7F)
+
+
+@pytest.mark.parametrize("use_fia", [False, True])
+@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("given_as", DTYPES)
+def test_a_scale_for_all_or_for_each_head(isa, given_as, dtype, use_fia):
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:37]
+    k, v = make_rows(37, DIM, given_as), make_rows(37, V_DIM, given_as, 1)
+    of_heads = torch.tensor([0.5, 3.0, 0.017])
+    for k_scale, v_scale in [(None, 0.37), (of_heads, torch.tensor([2.0])), (3, of_heads.numpy())]:
+        pool = make_pool(dtype, use_fia=use_fia)
+        pool.set_kv_buffer(1, slots, k, v, k_scale, v_scale)
+        for got, x, scale in zip(pool.get_kv_buffer(1), (k, v), (k_scale, v_scale), strict=True):
+            wide = torch.as_tensor(1.0 if scale is None else scale).reshape(-1, 1)
+            expected = codes_of(x, wide, dtype)
+            assert torch.equal(raw(got.reshape(64, HEADS, -1)[slots]), raw(expected))
+        assert not pool.get_key_buffer(0).view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("scale_dtype", SCALES)
+@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("given_as", DTYPES)
+def test_a_scale_for_each_token_and_head(isa, given_as, dtype, scale_dtype):
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:37]
+    k, v = make_rows(37, DIM, given_as), make_rows(37, V_DIM, given_as, 1)
+    pool = make_pool(dtype, scale_dtype, use_fia=False)
+    pool.set_kv_buffer(1, slots, k, v)
+    scales = pool.get_key_scale_buffer(1), pool.get_value_scale_buffer(1)
+    for got, scale, x in zip(pool.get_kv_buffer(1), scales, (k, v), strict=True):
+        expected = scales_of(x, dtype, scale_dtype)
+        assert scale.shape == (pool.num_pages, PAGE, HEADS)
+        assert same(scale.reshape(64, HEADS)[slots], expected)
+        codes = got.view(torch.uint8).reshape(64, HEADS, -1)
+        assert torch.equal(codes[slots], scaled_codes_of(x, expected, dtype))
+        unwritten = torch.ones(64, dtype=torch.bool)
+        unwritten[slots] = False
+        assert not codes[unwritten].any()
+        assert not scale.reshape(64, HEADS)[unwritten].any()
+    assert not pool.get_key_scale_buffer(0).any()
+
+
+@pytest.mark.parametrize("scale_dtype", SCALES)
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_what_is_read_back_is_near_what_was_written(dtype, scale_dtype):
+    """Half a step of the codes, and what rounding of the scale costs at the largest number."""
+    x = torch.randn(64, HEADS, DIM, generator=torch.Generator().manual_seed(3))
+    pool = make_pool(dtype, scale_dtype, use_fia=False)
+    pool.set_kv_buffer(0, list(range(64)), x, torch.zeros(64, HEADS, V_DIM))
+    codes = pool.get_key_buffer(0).reshape(x.shape).to(torch.float64)
+    got = codes * pool.get_key_scale_buffer(0).reshape(64, HEADS, 1).double()
+    largest = x.abs().amax(-1, keepdim=True).double()
+    allowed = code_error(x.double(), largest, dtype, scale_dtype)
+    assert (got - x.double()).abs().le(allowed).all()
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_nan_and_infinities(isa, dtype):
+    """Visible wherever the format can show them."""
+    x = torch.ones(4, HEADS, DIM)
+    x[0, 0, 1], x[1, 1, 2], x[2, 2, 3] = torch.nan, torch.inf, -torch.inf
+    v = torch.zeros(4, HEADS, V_DIM)
+    pool = make_pool(dtype)
+    pool.set_kv_buffer(0, list(range(4)), x, v)
+    got = pool.get_key_buffer(0)[0]
+    if dtype == "int8":
+        assert got[0, 0, 1] == -128
+        assert got[0, 0, 0] == 1
+        assert [got[1, 1, 2], got[2, 2, 3]] == [127, -127]
+    else:
+        ends = [math.inf, -math.inf] if dtype == "float8_e5m2" else [448, -448]
+        assert got[0, 0, 1].float().isnan()
+        assert [got[1, 1, 2].float(), got[2, 2, 3].float()] == ends
+    pool = make_pool(dtype, "float16")
+    pool.set_kv_buffer(0, list(range(4)), x, v)
+    read = pool.get_key_buffer(0)[0].float() * pool.get_key_scale_buffer(0)[0, ..., None].float()
+    nan = read.isnan()
+    assert nan.all(-1).nonzero().tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert nan.sum() == 3 * DIM
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_where_casts_of_torch_differ(dtype):
+    """Torch's e4m3fn saturates as well; its e5m2 goes to infinity from 61440 on."""
+    x = torch.tensor([448.0, 480, 57344, 61439, 61440, 1e30, torch.inf, torch.nan])
+    x = torch.cat([x, -x, torch.zeros(8)]).expand(1, HEADS, DIM)
+    pool = make_pool(dtype)
+    pool.set_kv_buffer(0, [4], x, torch.zeros(1, HEADS, V_DIM))
+    got = pool.get_key_buffer(0)[1, 0, 0].float()
+    if dtype == "int8":
+        assert got[:8].tolist() == [127] * 7 + [-128]
+        return
+    theirs = x[0, 0].to(getattr(torch, dtype)).float()
+    if dtype == "float8_e5m2":
+        assert theirs[3:7].tolist() == [57344, math.inf, math.inf, math.inf]
+        assert got[3:7].tolist() == [57344, 57344, 57344, math.inf]
+        theirs = torch.where(x[0, 0].isfinite(), theirs.clamp(-57344, 57344), theirs)
+    assert torch.equal(got.nan_to_num(7), theirs.nan_to_num(7))
+
+
+@pytest.mark.parametrize("scale_dtype", SCALES)
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_codes_are_copied_with_their_scales(dtype, scale_dtype):
+    """As one rank sends them to another: what is read from one pool and written to the next."""
+    first, second = make_pool(dtype, scale_dtype), make_pool(dtype, scale_dtype, use_fia=True)
+    slots = [9, 8, 61, 20, 21, 30]
+    first.set_kv_buffer(1, slots, make_rows(6, DIM), make_rows(6, V_DIM, seed=1))
+    tensors = [
+        tensor.reshape(64, HEADS, *tensor.shape[3:])[slots]
+        for tensor in (*first.get_kv_buffer(1), first.get_key_scale_buffer(1),
+                       first.get_value_scale_buffer(1))
+    ]  # fmt: skip
+    k, v, k_scale, v_scale = tensors
+    second.set_kv_buffer(1, slots, k, v.view(torch.uint8) if dtype != "int8" else v,
+                         strided_copy(k_scale), v_scale.flatten())  # fmt: skip
+    for kind in ("k", "v", "k_scale", "v_scale"):
+        a, b = (pool._layers[kind][1].contiguous().view(torch.uint8) for pool in (first, second))
+        assert torch.equal(a.flatten(), b.flatten())
+
+
+@pytest.mark.parametrize("pattern", ["ascending", "repeated"])
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_threads_change_nothing(isa, dtype, pattern):
+    tokens = 3000
+    slots = torch.arange(tokens) + 5
+    if pattern == "repeated":
+        slots = torch.randint(-1, 50, (tokens,), generator=torch.Generator().manual_seed(2))
+    k, v = make_rows(tokens, DIM), make_rows(tokens, V_DIM, seed=1)
+    written = []
+    try:
+        for num_threads in (1, 2, 5):
+            cpattn.set_num_threads(num_threads)
+            pool = make_pool(dtype, "float16", size=4000)
+            pool.set_kv_buffer(0, slots, k, v)
+            tensors = [pool._layers[kind][0].contiguous() for kind in pool.kinds]
+            written.append(torch.cat([x.view(torch.uint8).flatten() for x in tensors]))
+    finally:
+        cpattn.set_num_threads(THREADS)
+    assert torch.equal(written[0], written[1])
+    assert torch.equal(written[0], written[2])
+    last = {int(slot): i for i, slot in enumerate(slots) if slot >= 0}
+    scale = pool.get_key_scale_buffer(0).reshape(-1, HEADS)[list(last)]
+    expected = scales_of(k, dtype, "float16")[list(last.values())]
+    assert same(scale, expected)
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_large_writes(isa, dtype):
+    """Of a size that goes past the caches."""
+    tokens, heads, width = 4096, 8, 256
+    rows = torch.randn(tokens, heads, width, generator=torch.Generator().manual_seed(4)).bfloat16()
+    rows[7, 3, 0], rows[9, 2] = torch.nan, 0
+    slots = torch.randperm(tokens, generator=torch.Generator().manual_seed(5)) + 128
+    pool = cpattn.kv.MHATokenToKVPool(
+        size=tokens, page_size=128, num_layers=1, num_kv_heads=heads, head_dim=width, dtype=dtype,
+        scale_dtype="bfloat16",
+    )  # fmt: skip
+    pool.set_kv_buffer(0, slots, rows, rows)
+    scale = scales_of(rows, dtype, "bfloat16")
+    got = pool.get_value_buffer(0).view(torch.uint8).reshape(-1, heads, width)
+    assert torch.equal(got[slots], scaled_codes_of(rows, scale, dtype))
+    kept = pool.get_value_scale_buffer(0).reshape(-1, heads)
+    assert same(kept[slots], scale)
+    assert not got[:128].any()
+
+
+@pytest.mark.parametrize("scale_dtype", SCALES)
+def test_rows_of_any_strides(scale_dtype):
+    k, v = make_rows(6, DIM), make_rows(6, V_DIM, "bfloat16", 1)
+    pools = [make_pool("int8", scale_dtype) for _ in range(3)]
+    shapes = [
+        (k, v),
+        (k.contiguous().reshape(-1), v.contiguous().reshape(6, -1)),
+        (strided_copy(k.reshape(6, HEADS, 3, 8)), strided_copy(v.reshape(6 * HEADS * 5, 8))),
+    ]
+    for pool, (some_k, some_v) in zip(pools, shapes, strict=True):
+        pool.set_kv_buffer(0, [9, 8, -1, 20, 21, 30], some_k, some_v)
+    for pool in pools[1:]:
+        for kind in pool.kinds:
+            a, b = (each._layers[kind][0].view(torch.uint8) for each in (pools[0], pool))
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("use_fia", [False, True])
+@pytest.mark.parametrize("scale_dtype", SCALES)
+def test_buffers_of_scales(scale_dtype, use_fia):
+    pool = make_pool("int8", scale_dtype, use_fia=use_fia, start_layer=3)
+    width = torch.finfo(getattr(torch, scale_dtype)).bits // 8
+    assert pool.kinds == ("k", "v", "k_scale", "v_scale")
+    assert (pool.dtype, pool.store_dtype, pool.scale_dtype) == ("int8", "int8", scale_dtype)
+    addrs, sizes, page_sizes = pool.get_contiguous_buf_infos()
+    of_a_page = [PAGE * HEADS * size for size in (DIM, V_DIM, width, width)]
+    assert page_sizes == [size for size in of_a_page for _ in range(2)]
+    assert sizes == [16 * size for size in page_sizes]
+    assert sum(sizes) == pool.nbytes
+    scales = pool.get_value_scale_buffer(4)
+    assert scales.data_ptr() == addrs[7]
+    assert scales.shape == ((64, HEADS) if use_fia else (16, PAGE, HEADS))
+    assert f"int8 with scales of {scale_dtype}" in repr(pool)
+    array = make_pool("float8_e5m2", scale_dtype, container="numpy").get_key_scale_buffer(0)
+    assert array.dtype == np.dtype(getattr(ml_dtypes, scale_dtype, scale_dtype))
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_latents(isa, dtype):
+    pool = cpattn.kv.MLATokenToKVPool(
+        size=60, page_size=PAGE, num_layers=1, kv_lora_rank=32, qk_rope_head_dim=8, dtype=dtype
+    )
+    both = torch.randn(5, 40, generator=torch.Generator().manual_seed(6)) * 30
+    pool.set_kv_buffer(0, [7, 60, -1, 0, 63], both, None, 0.5, torch.tensor(3.0))
+    for got, x, scale in zip(pool.get_kv_buffer(0), both.split([32, 8], 1), (0.5, 3), strict=True):
+        expected = raw(codes_of(x, scale, dtype))[[0, 1, 3, 4]]
+        assert torch.equal(raw(got.reshape(64, -1)[[7, 60, 0, 63]]), expected)
+
+
+POOL, SCALED = make_pool("int8"), make_pool("int8", "float16")
+K, V = torch.ones(2, HEADS, DIM), torch.ones(2, HEADS, V_DIM)
+CODES = K.to(torch.int8), V.to(torch.int8)
+OF_TOKENS = torch.ones(2, HEADS).half()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: make_pool("bfloat16", "float16"),
+         "MHATokenToKVPool: scale_dtype must be None for a pool of bfloat16"),
+        (lambda: make_pool("int8", "int8"),
+         "MHATokenToKVPool: scale_dtype must be float32, float16 or bfloat16, got 'int8'"),
+        (lambda: make_pool("int4"),
+         "MHATokenToKVPool: dtype must be .*, float8_e4m3fn, float8_e5m2 or int8, got 'int4'"),
+        (lambda: make_pool("uint8"), "MHATokenToKVPool: dtype must be .* got 'uint8'"),
+        (lambda: POOL.set_kv_buffer(0, [1, 2], K, V, torch.ones(2)),
+         r"set_kv_buffer: k_scale must have shape \[3\], got \[2\]"),
+        (lambda: POOL.set_kv_buffer(0, [1, 2], K, V, None, torch.ones(HEADS).double()),
+         "set_kv_buffer: v_scale must be float32, got float64"),
+        (lambda: POOL.set_kv_buffer(0, [1, 2], K, V, torch.tensor([1, 0.0, 1])),
+         r"set_kv_buffer: k_scale\[1\] must be a positive number, got 0"),
+        (lambda: POOL.set_kv_buffer(0, [1, 2], K, V, None, torch.tensor([1, 1, torch.nan])),
+         r"set_kv_buffer: v_scale\[2\] must be a positive number, got nan"),
+        (lambda: POOL.set_kv_buffer(0, [1, 2], K.to(torch.uint8), V),
+         "set_kv_buffer: k must be float32, float16 or bfloat16, got uint8"),
+        (lambda: SCALED.set_kv_buffer(0, [1, 2], K, V, 0.5),
+         "set_kv_buffer: k_scale must be None: the pool keeps scales of each token and head"),
+        (lambda: SCALED.set_kv_buffer(0, [1, 2], K, V, None, torch.ones(HEADS)),
+         "set_kv_buffer: v_scale must be None: the pool keeps scales of each token and head"),
+        (lambda: SCALED.set_kv_buffer(0, [1, 2], *CODES),
+         r"set_kv_buffer: k_scale must be given with codes: 2 \* 3 scales of float16"),
+        (lambda: SCALED.set_kv_buffer(0, [1, 2], *CODES, OF_TOKENS, OF_TOKENS.float()),
+         "set_kv_buffer: v_scale must be float16, got float32"),
+        (lambda: SCALED.set_kv_buffer(0, [1, 2], *CODES, OF_TOKENS[:1], OF_TOKENS),
+         r"set_kv_buffer: k_scale must have 2 \* 3 = 6 elements, .* got 3 in shape \[1, 3\]"),
+        (lambda: SCALED.set_kv_buffer(
+            0, [1, 2], *CODES, OF_TOKENS, SCALED.get_key_scale_buffer(0)[0, :2]),
+         "set_kv_buffer: the layer's k_scale must not overlap v_scale in memory"),
+        (lambda: POOL.get_key_scale_buffer(0),
+         "get_key_scale_buffer: the pool has no k_scale, it has k, v"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(call, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call()
+    for pool in (POOL, SCALED):
+        assert not any(buffer.bytes.any() for buffer in pool._buffers.values())
