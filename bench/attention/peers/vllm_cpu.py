@@ -22,7 +22,9 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 spec = find_spec("vllm")
 if spec is None or spec.submodule_search_locations is None:
     raise ModuleNotFoundError("vllm")
-extension = "_C_AVX512" if torch.cpu._is_avx512_supported() else "_C_AVX2"
+extension = "_C_AVX2"  # of its three builds the one that vLLM takes on such a processor
+if torch.cpu._is_avx512_supported():
+    extension = "_C" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512"
 (folder,) = spec.submodule_search_locations
 torch.ops.load_library(Path(folder) / f"{extension}.abi3.so")
 ops = torch.ops._C
