@@ -48,17 +48,19 @@ class Inputs:
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
 
-    def tokens(self, sequence: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of some tokens of a sequence, [end - begin, Hk, D], as the queries are.
+    def tokens(
+        self, sequence: int, begin: int, end: int, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of some tokens of a sequence, [end - begin, Hk, D].
 
-        Of 8-bit caches they are what the codes stand for.
+        Of 8-bit caches they are what the codes stand for, in this dtype, or that of the queries.
         """
         size = self.work.page_size
         first = begin // size
         pages = self.block_tables[sequence, first : -(-end // size)].long()
         wanted = slice(begin - first * size, end - first * size)
         k, v = (
-            values(cache, scale, pages, self.q.dtype).flatten(0, 1)[wanted]
+            values(cache, scale, pages, dtype or self.q.dtype).flatten(0, 1)[wanted]
             for cache, scale in ((self.k_cache, self.k_scale), (self.v_cache, self.v_scale))
         )
         return k, v
@@ -119,7 +121,7 @@ def values(
 ) -> torch.Tensor:
     """What pages of a cache stand for."""
     if scale is None:
-        return cache[pages]
+        return cache[pages].to(dtype)
     # Codes of 8 bits are gathered as bytes, for which torch has all it takes.
     codes = cache.view(torch.uint8)[pages].view(cache.dtype).float()
     return (codes * (scale if scale.numel() == 1 else scale[pages].unsqueeze(-1))).to(dtype)
@@ -190,19 +192,24 @@ def fill(x: torch.Tensor, scale: torch.Tensor | None, numbers: Numbers) -> None:
 
 def load(work: Workload, folder: Path, loaded: Inputs | None = None) -> Inputs:
     """A private copy of what `make` made; of the queries alone where the rest is loaded."""
-    *table, num_pages = map(int, (folder / "shape").read_text().split())
-    mapped = _mapped(work, folder, table, num_pages)
+    files = mapped(work, folder)
     if loaded is not None:
-        return replace(loaded, work=work, q=mapped.q.clone())
-    k_cache = mapped.k_cache.clone()
-    v_cache = k_cache[..., : work.v_head_dim] if work.latent else mapped.v_cache.clone()
+        return replace(loaded, work=work, q=files.q.clone())
+    k_cache = files.k_cache.clone()
+    v_cache = k_cache[..., : work.v_head_dim] if work.latent else files.v_cache.clone()
     return replace(
-        mapped,
-        q=mapped.q.clone(),
+        files,
+        q=files.q.clone(),
         k_cache=k_cache,
         v_cache=v_cache,
-        block_tables=mapped.block_tables.clone(),
+        block_tables=files.block_tables.clone(),
     )
+
+
+def mapped(work: Workload, folder: Path) -> Inputs:
+    """What `make` made, to read it and no more."""
+    *table, num_pages = map(int, (folder / "shape").read_text().split())
+    return _mapped(work, folder, table, num_pages)
 
 
 def _mapped(work: Workload, folder: Path, table: Sequence[int], num_pages: int) -> Inputs:
