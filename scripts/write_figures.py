@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ else:
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.harness.figures import (  # noqa: E402 (not on the path before)
+import extend_tables  # noqa: E402 (not on the path before)
+
+from bench.harness.figures import (  # noqa: E402
     Row,
     bars_of,
     best_peer,
@@ -316,6 +319,17 @@ def metadata() -> Iterator[str]:
         yield from missed(rows)
 
 
+def extends() -> Iterator[str]:
+    rows = read("extends")
+    yield f"Measured on: {machine(rows[0])}"
+    grid = [row for row in rows if row["part"] == "extends"]
+    yield from extend_tables.tables(grid, table)
+    yield from extend_tables.left_out(grid)
+    yield from extend_tables.missed(grid, lambda row: reason(Figure(row["case"], "", row, None)))
+    yield from compared([row for row in rows if row["part"] == "batch_invariant"], "The same bits")
+    yield from missed([row for row in rows if row["part"] == "batch_invariant"])
+
+
 #: What the README shows: file, case and form, and the words for it.
 HEADLINES = (
     ("attention", r"^2048 new behind 8192", "Attention, 2,048 new tokens behind 8,192 cached"),
@@ -360,6 +374,15 @@ WRITERS: dict[Path, Callable[[], Iterator[str]]] = {
     PAGES / "sparse.md": sparse,
     PAGES / "transfer.md": transfer,
     PAGES / "transformers.md": transformers,
+}
+#: Pages whose benchmark has results only once it was run on an idle machine.
+WRITERS |= {
+    PAGES / f"{name}.md": writer
+    for name, writer in (
+        ("extends", extends),
+        ("kv_dtypes", partial(parts, "kv_dtypes", {"decode": "Decode", "prefill": "Prefill"})),
+    )
+    if (RESULTS / f"{name}.jsonl").exists()
 }
 
 
