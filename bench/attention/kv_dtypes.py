@@ -11,7 +11,6 @@ from bench.attention import race
 from bench.attention.peers import NAMES
 from bench.attention.turns import Entrant, take_turns
 from bench.attention.workloads import DECODE, PREFIX, Workload
-from bench.harness import sampling
 from bench.harness.comparison import Bar, percent_longer, percent_of_peak, times_as_fast
 from bench.harness.contender import Contender
 from bench.harness.figures import Row
@@ -84,6 +83,6 @@ def run(
             else:
                 of = case.quantized, quantized
                 entrants.append(Entrant(NAMES[module], module, contender, *of))
-        turns = take_turns(entrants, num_threads, budget, sampling.SHORT, sampling.LONG)
+        turns = take_turns(entrants, num_threads, budget)
     common = {"part": case.job, "case": {**case.name, "threads": num_threads}}
     return turns.rows(common, case.bars, by_bytes=case.job == "decode")

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -119,16 +120,28 @@ class Turns:
 
 
 def take_turns(
-    entrants: Sequence[Entrant], num_threads: int, budget: float, short: float, long: float
+    entrants: Sequence[Entrant],
+    num_threads: int,
+    budget: float,
+    *,
+    short: float = sampling.SHORT,
+    long: float = sampling.LONG,
+    patience: float = math.inf,
 ) -> Turns:
     """All that give a right result, timed in turns.
 
     cpattn, wherever it is, is compared with the oracle on some rows; the others with the result of
-    cpattn before them on the same tensors, or with the oracle if there is none.
+    cpattn before them on the same tensors, or with the oracle if there is none. A peer that took
+    longer than `patience` seconds for a call is out of the workloads that follow.
     """
     turns = Turns([], [], Roofline(num_threads))
     expected: dict[tuple[Path, Workload], torch.Tensor] = {}
+    slow: dict[str, str] = {}
     for entrant in entrants:
+        if entrant.module in slow:
+            failed_row = Failed("too slow", slow[entrant.module]).row(entrant.name)
+            turns.failed.append((entrant, failed_row))
+            continue
         same = entrant.folder, entrant.work
         try:
             first, result = entrant.prepare()
@@ -138,8 +151,11 @@ def take_turns(
             continue
         if entrant.module == "ours":
             expected[same] = result
-        seconds = budget * (OURS if entrant.module == "ours" else 1)
-        lane = Lane(entrant, first, error, seconds, short=short, long=long)
+        lane = Lane(entrant, first, error, budget, short=short, long=long)
+        if entrant.module == "ours":  # its first call, which touches memory first, is no sample
+            lane = replace(lane, budget=budget * OURS, long=math.inf)
+        elif first["stage"] + first["run"] > patience:
+            slow[entrant.module] = f"{first['stage'] + first['run']:.1f} s for {entrant.work.name}"
         turns.lanes.append((entrant, lane))
     sampling.sample([lane for _, lane in turns.lanes], turns.roofline)
     return turns
@@ -163,10 +179,9 @@ def spots(entrant: Entrant, result: torch.Tensor) -> Iterator[tuple[torch.Tensor
     work = entrant.work
     tensors = inputs.mapped(work, entrant.folder)
     group = work.num_heads // work.num_kv_heads
-    sequences = {0, len(work.new) // 2, len(work.new) - 1}
-    for turn, i in enumerate(sorted(sequences)):
+    for turn, i in enumerate(sorted({0, len(work.new) - 1})):
         begin, end = starts(work.new)[i]
-        row = end - 1 - turn * (end - begin) // len(sequences)
+        row = end - 1 - turn * (end - begin) // 2
         length = work.prefix[i] + row - begin + 1
         head = (5 * turn + row) % work.num_kv_heads
         heads = slice(head * group, (head + 1) * group)

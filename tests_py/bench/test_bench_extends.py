@@ -10,7 +10,7 @@ import pytest
 import torch
 import write_figures
 
-from bench.attention import extends, kv_dtypes
+from bench.attention import extends, kv_dtypes, turns
 from bench.attention.extends import Group
 from bench.attention.peers import inputs
 from bench.attention.turns import Entrant, Roofline, Turns, check, spots
@@ -129,14 +129,14 @@ def test_rows_have_shares_of_the_roofline_and_bars(tmp_path):
         own = replace(entrant(work, tmp_path), name=name, which=which)
         lanes.append((own, Lane(own, first, 0.0, 1.0, samples=[(0.0, seconds, 0)])))
     limit = work.flop / 4 / (work.flop / work.bytes)  # bytes a second: a quarter of the work
-    turns = Turns(lanes, [], Roofline(1, [(1e30, limit)]))
+    taken = Turns(lanes, [], Roofline(1, [(1e30, limit)]))
     bars = [ahead_of_all("cpattn"), percent_of_peak("cpattn", 65)]
-    mine, peer = turns.rows({"case": {}}, bars, "1")
+    mine, peer = taken.rows({"case": {}}, bars, "1")
     assert mine["percent_of_peak"] == pytest.approx(200)
     assert peer["percent_of_peak"] == pytest.approx(400)
     assert [bar["met"] for bar in mine["bars"]] == [False, True]
     assert [bar["value"] for bar in mine["bars"]] == pytest.approx([0.5, 200])
-    assert "bars" not in turns.rows({}, bars, "2")[0]  # cpattn is not there
+    assert "bars" not in taken.rows({}, bars, "2")[0]  # cpattn is not there
 
 
 def test_caches_that_are_too_large_are_named():
@@ -145,7 +145,28 @@ def test_caches_that_are_too_large_are_named():
     assert len(rows) == len(extends.NEW)
     assert {row["status"] for row in rows} == {"too large"}
     left_out = [g for g in extends.groups(False) if g.work(256).kv_bytes > extends.MOST_BYTES]
-    assert left_out == [group]
+    assert {g.cached * g.batch for g in left_out} == {16 * 65536}
+    assert [(g.kv_heads, g.head_dim, g.cache) for g in left_out] == [
+        (8, 64, "bfloat16"),
+        *((8, 128, cache) for cache in extends.CACHES),
+        (4, 128, "bfloat16"),
+    ]
+
+
+def test_a_slow_peer_is_out_of_what_follows(monkeypatch):
+    class Answering:
+        def prepare(self):
+            return {"stage": 0.0, "run": 5.0, "compiled": False}, torch.ones(2, 1, 1)
+
+    made = [Entrant("peer", "peer", None, replace(PAGED, name=f"{n} new"), None) for n in (1, 2)]
+    monkeypatch.setattr(Entrant, "prepare", Answering.prepare)
+    monkeypatch.setattr(turns, "check", lambda *_: 0.0)
+    monkeypatch.setattr(Roofline, "__call__", lambda self: 1.0)
+    taken = turns.take_turns(made, 1, 1.0, long=4.0, patience=4.0)
+    assert [entrant.work.name for entrant, _ in taken.lanes] == ["1 new"]
+    ((entrant, row),) = taken.failed
+    assert (entrant.work.name, row["status"]) == ("2 new", "too slow")
+    assert row["reason"] == "5.0 s for 1 new"
 
 
 def test_bars_are_those_that_are_asked_for():
