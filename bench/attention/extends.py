@@ -125,8 +125,7 @@ def invariant(
     contenders: Mapping[str, Contender], num_threads: int, budget: float, quick: bool
 ) -> list[Row]:
     """Decode with the same bits in any batch, against the free one."""
-    small = {"name": "decode, small", "new": (1, 1), "prefix": (99, 99)}
-    work = replace(DECODE, **small) if quick else DECODE
+    work = Workload("decode, small", (1, 1), (99, 99)) if quick else DECODE
     ours = "ours", contenders["ours"]
     with race.data(work) as folder:
         entrants = [

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of bench_extends.py in narrow tables: a row for each cache, a column for each extend."""
+"""Tables in Markdown, and those of results that are not one case in a line."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bench.harness.figures import Row, bars_of, is_ours
@@ -12,6 +13,19 @@ from bench.harness.figures import Row, bars_of, is_ours
 DTYPES = {"bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 MISSED = "*"
 Groups = dict[tuple[Any, ...], dict[int, list[Row]]]
+
+
+def together(cell: str) -> str:
+    """A number stays in one line with its unit, on narrow screens, too."""
+    return re.sub(r"(\d) (?=(?:[nµm]?s\b|×|%|MiB))", "\\1\N{NO-BREAK SPACE}", cell)
+
+
+def table(lines: Sequence[Sequence[str]], numbers: int) -> str:
+    """In Markdown; the last `numbers` columns are aligned to the right, and none is empty."""
+    kept = [i for i in range(len(lines[0])) if any(line[i] for line in lines[1:])]
+    rule = ["---" if i < len(lines[0]) - numbers else "--:" for i in range(len(lines[0]))]
+    rows = [[together(line[i]) for i in kept] for line in (lines[0], rule, *lines[1:])]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def grouped(rows: list[Row]) -> Groups:
@@ -44,7 +58,7 @@ def cell(rows: list[Row]) -> str:
     return f"{mine['percent_of_peak']:.0f}{MISSED * missed}"
 
 
-def tables(rows: list[Row], table: Callable[[list[list[str]], int], str]) -> Iterator[str]:
+def tables(rows: list[Row]) -> Iterator[str]:
     """For each number of cached tokens the shares of the roofline, and who is nearest."""
     groups = grouped(rows)
     for cached in sorted({key[0] for key in groups}):
@@ -58,6 +72,36 @@ def tables(rows: list[Row], table: Callable[[list[list[str]], int], str]) -> Ite
             lines.append([label, *(cell(group.get(new, [])) for new in lengths), least])
         yield f"## {cached:,} cached tokens"
         yield table(lines, len(lengths) + 1)
+
+
+def extends(rows: list[Row], reason: Callable[[Row], str]) -> Iterator[str]:
+    """A row for each cache, a column for each number of new tokens."""
+    yield from tables(rows)
+    yield from left_out(rows)
+    yield from missed(rows, reason)
+
+
+def short(bar: str) -> str:
+    """The name of a bar, for the head of a narrow column."""
+    return re.sub("^longer than .*", "longer, %", bar).replace("times as fast as ", "× ")
+
+
+def all_bars(rows: list[Row]) -> Iterator[str]:
+    """Of results whose bars compare with several others: a line for each case, for each job."""
+    for part in dict.fromkeys(row["part"] for row in rows):
+        judged = [row for row in rows if row["part"] == part and bars_of(row)]
+        names = list(dict.fromkeys(bar["name"] for row in judged for bar in bars_of(row)))
+        lines = [["cache", *map(short, names)]]
+        for row in judged:
+            bars = {bar["name"]: bar for bar in bars_of(row)}
+            cells = [
+                f"{bars[n]['value']:.3g}{MISSED * (not bars[n]['met'])}" if n in bars else ""
+                for n in names
+            ]
+            lines.append([row["case"]["cache"], *cells])
+        if judged:
+            yield f"What the bars are about, {part}; `{MISSED}`: missed."
+            yield table(lines, len(names))
 
 
 def missed(rows: list[Row], reason: Callable[[Row], str]) -> Iterator[str]:
