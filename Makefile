@@ -82,7 +82,7 @@ build/fuzz/.configured: .venv/.ready CMakePresets.json
 mutation: build  ## which changes of cpp/meta and its Python no test notices; options in ARGS
 	@PYTHONPATH=scripts python -m mutate $(ARGS)
 
-bench: build bench-env .venv-sglang/.ready .venv-vllm/.ready  ## everything in bench/, plots and README, 20 minutes; idle machine
+bench: build bench-env .venv-sglang/.ready .venv-vllm/.ready  ## everything in bench/, plots and README, 45 minutes; idle machine
 	@status=0; for bench in $(filter-out %_attention.py,$(wildcard bench/bench_*.py)); do \
 	  case $$bench in \
 	    *_sglang.py) python=.venv-sglang/bin/python ;; \

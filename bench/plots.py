@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws bench/results: roofline, speed-ups, scaling; sparse attention; KV transfer."""
+"""Draws bench/results: roofline, speed-ups, scaling; extends; sparse attention; KV transfer."""
 
 from __future__ import annotations
 
@@ -294,12 +294,54 @@ def draw_planning(axes: Axes, rows: list[Row]) -> None:
     axes.legend(fontsize=9)
 
 
+#: What of the extends is drawn: as many panels as there are batches and dtypes of the cache.
+DRAWN = {"cached": 8192, "KV heads": 8, "head_dim": 128}
+
+
+def draw_extends(rows: list[Row]) -> Figure:
+    """Each engine's share of the roofline over the new tokens of a sequence."""
+    rows = [row for row in rows if DRAWN.items() <= row["case"].items()]
+    panels = list(dict.fromkeys((row["case"]["batch"], row["case"]["cache"]) for row in rows))
+    columns = len({cache for _, cache in panels})
+    lines = -(-len(panels) // columns)
+    size = 4.5 * columns, 3.6 * lines
+    figure, axes = plt.subplots(
+        lines, columns, figsize=size, layout="constrained", squeeze=False, sharex=True, sharey=True
+    )
+    for panel, (batch, cache) in zip(axes.flat, panels, strict=False):
+        mine = [
+            row for row in rows if (row["case"]["batch"], row["case"]["cache"]) == (batch, cache)
+        ]
+        for name in dict.fromkeys(row["implementation"] for row in mine):
+            own = sorted(
+                (row["case"]["new"], row["percent_of_peak"])
+                for row in mine
+                if row["implementation"] == name
+            )
+            panel.plot(
+                *zip(*own, strict=True),
+                "-" + MARKERS[name],
+                color=COLORS[name],
+                label=name,
+                ms=5,
+                lw=2 if name == NAMES["ours"] else 1,
+            )
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        style(panel, f"{batch} × 8,192 cached, {cache}", "new tokens", "% of the roofline")
+        panel.legend(fontsize=8)
+    figure.suptitle(machine(rows[0]), fontsize=11)
+    return figure
+
+
 def main() -> None:
     figures = [*draw(read("attention"))]
     if transfer := read("transfer"):
         figures.append(("transfer", draw_transfer(transfer)))
     if sparse := read("sparse"):
         figures.append(("sparse", draw_sparse(sparse)))
+    if extends := [row for row in read("extends") if row["part"] == "extends"]:
+        figures.append(("extends", draw_extends(extends)))
     for name, figure in figures:
         figure.savefig(RESULTS / f"{name}.png", dpi=110)
         plt.close(figure)

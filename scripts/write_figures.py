@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -25,7 +25,10 @@ else:
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.harness.figures import (  # noqa: E402 (not on the path before)
+import figure_tables  # noqa: E402 (not on the path before)
+from figure_tables import table  # noqa: E402
+
+from bench.harness.figures import (  # noqa: E402
     Row,
     bars_of,
     best_peer,
@@ -115,19 +118,6 @@ def figures_of(rows: list[Row]) -> Iterator[Figure]:
                 continue
             who = row["implementation"].removeprefix("cpattn").strip()
             yield Figure(without_threads(case, row), who, row, peer)
-
-
-def together(cell: str) -> str:
-    """A number stays in one line with its unit, on narrow screens, too."""
-    return re.sub(r"(\d) (?=(?:[nµm]?s\b|×|%|MiB))", "\\1\N{NO-BREAK SPACE}", cell)
-
-
-def table(lines: Sequence[Sequence[str]], numbers: int) -> str:
-    """In Markdown; the last `numbers` columns are aligned to the right, and none is empty."""
-    kept = [i for i in range(len(lines[0])) if any(line[i] for line in lines[1:])]
-    rule = ["---" if i < len(lines[0]) - numbers else "--:" for i in range(len(lines[0]))]
-    rows = [[together(line[i]) for i in kept] for line in (lines[0], rule, *lines[1:])]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def common_items(cases: list[Case]) -> Case:
@@ -316,6 +306,22 @@ def metadata() -> Iterator[str]:
         yield from missed(rows)
 
 
+def extends() -> Iterator[str]:
+    rows = read("extends")
+    yield f"Measured on: {machine(rows[0])}"
+    grid, same = ([r for r in rows if r["part"] == p] for p in ("extends", "batch_invariant"))
+    reason_of = lambda row: reason(Figure(row["case"], "", row, None))  # noqa: E731
+    yield from figure_tables.extends(grid, reason_of)
+    yield plot("extends", "percent of the roofline over new tokens, behind 8,192 cached")
+    yield from compared(same, "The same bits in any batch")
+    yield from missed(same)
+
+
+def kv_dtypes() -> Iterator[str]:
+    yield from parts("kv_dtypes", {"decode": "Decode", "prefill": "Prefill"})
+    yield from figure_tables.all_bars(read("kv_dtypes"))
+
+
 #: What the README shows: file, case and form, and the words for it.
 HEADLINES = (
     ("attention", r"^2048 new behind 8192", "Attention, 2,048 new tokens behind 8,192 cached"),
@@ -360,6 +366,15 @@ WRITERS: dict[Path, Callable[[], Iterator[str]]] = {
     PAGES / "sparse.md": sparse,
     PAGES / "transfer.md": transfer,
     PAGES / "transformers.md": transformers,
+}
+#: Pages whose benchmark has results only once it was run on an idle machine.
+WRITERS |= {
+    PAGES / f"{name}.md": writer
+    for name, writer in (
+        ("extends", extends),
+        ("kv_dtypes", kv_dtypes),
+    )
+    if (RESULTS / f"{name}.jsonl").exists()
 }
 
 

@@ -104,7 +104,7 @@ def check(
     expected = expected.float().flatten(1)
     difference = result.float().flatten(1) - expected
     error = float((difference.norm(dim=1) / expected.norm(dim=1)).max())
-    bound = accuracy.ATTENTION[work.dtype] * torch.finfo(getattr(torch, work.dtype)).eps
+    bound = accuracy.attention(work.dtype, "ours", None)
     if not error <= bound:
         raise Failed("wrong", f"relative error {error:.2g}")
     return error

@@ -25,44 +25,58 @@ class Worker:
         self.num_threads = num_threads
         self.peer = importlib.import_module(f"bench.attention.peers.{name}")
         self.version = version(DISTRIBUTIONS[name]) if name in DISTRIBUTIONS else ""
-        self.prepared: Any = None
+        self.prepared: dict[str, Any] = {}
+        self.loaded: Any = None
 
-    def prepare(self, work: Row, folder: str, out: str) -> Row:
-        """Set a workload up, run it once, and leave the result in the file `out`."""
+    def prepare(self, work: Row, folder: str, out: str, which: str = "") -> Row:
+        """Set a workload up, run it once, and leave the result in the file `out`.
+
+        With `which`, beside the others on the same cache; else there is only one.
+        """
         from bench.attention.peers import inputs  # and torch, not before the threads are bound
 
-        self.prepared = None
-        gc.collect()
+        if not which:
+            self.forget()
         tuples = {name: tuple(value) for name, value in work.items() if isinstance(value, list)}
         workload = Workload(**(work | tuples))
-        tensors = inputs.load(workload, Path(folder))
+        self.loaded = inputs.load(workload, Path(folder), self.loaded)
         try:
-            self.prepared = self.peer.prepare(workload, tensors, self.num_threads)
+            prepared = self.peer.prepare(workload, self.loaded, self.num_threads)
         except Unsupported as reason:
             return {"unsupported": str(reason)}
-        extra, (stage, run, result) = worker.extra_memory(self.call)
+        self.prepared[which] = prepared
+        extra, (stage, run, result) = worker.extra_memory(lambda: self.call(which))
         inputs.output(workload, Path(out)).copy_(result)
         return {
             "stage": stage,
             "run": run,
             "extra_memory": max(0, extra - workload.out_bytes),
-            "note": self.prepared.note,
-            "compiled": self.prepared.compiled(),
+            "note": prepared.note,
+            "compiled": prepared.compiled(),
         }
 
-    def sample(self, calls: int) -> Row:
+    def forget(self) -> Row:
+        """Give the memory of all workloads back."""
+        self.prepared, self.loaded = {}, None
+        if hasattr(self.peer, "KEPT"):
+            self.peer.KEPT.forget()
+        gc.collect()
+        return {}
+
+    def sample(self, calls: int, which: str = "") -> Row:
         """Mean seconds of `calls` calls; before many short ones, one that warms the caches."""
         if calls > 1:
-            self.call()
-        times = [self.call()[:2] for _ in range(calls)]
+            self.call(which)
+        times = [self.call(which)[:2] for _ in range(calls)]
         stages, runs = zip(*times, strict=True)
         return {"stage": sum(stages) / calls, "run": sum(runs) / calls}
 
-    def call(self) -> tuple[float, float, Any]:
+    def call(self, which: str) -> tuple[float, float, Any]:
+        prepared = self.prepared[which]
         begin = time.perf_counter()
-        staged = self.prepared.stage()
+        staged = prepared.stage()
         middle = time.perf_counter()
-        result = self.prepared.run(staged)
+        result = prepared.run(staged)
         return middle - begin, time.perf_counter() - middle, result
 
 

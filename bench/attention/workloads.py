@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+ITEM_BYTES |= {"float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,22 @@ class Workload:
     latent: bool = False  # absorbed MLA: a value is the first v_head_dim elements of its key
     cp: tuple[int, int] | None = None  # (rank, size): the blocks of one rank, over one cache
     batch_invariant: bool = False
+    kv_dtype: str | None = None  # of the cache, if not that of the queries: 8-bit codes
+    kv_scale: str = "tensor"  # of the codes: one, or with "token" one for each token and head
+    capacity: int = 0  # tokens that the cache has of each sequence, if more than kv_lens
 
     @property
     def kv_lens(self) -> list[int]:
         return [n + p for n, p in zip(self.new, self.prefix, strict=True)]
+
+    @property
+    def cache_dtype(self) -> str:
+        return self.kv_dtype or self.dtype
+
+    @property
+    def stored_lens(self) -> list[int]:
+        """Tokens of each sequence that the cache has."""
+        return [max(length, self.capacity) for length in self.kv_lens]
 
     @property
     def cached(self) -> int:
@@ -77,7 +91,10 @@ class Workload:
         ]
         tokens = max(lens) if self.cp else sum(lens)
         width = self.head_dim + (0 if self.latent else self.v_head_dim)
-        return tokens * self.num_kv_heads * width * ITEM_BYTES[self.dtype]
+        row = width * ITEM_BYTES[self.cache_dtype]
+        if self.kv_dtype and self.kv_scale == "token":
+            row += 2 * SCALE_BYTES
+        return tokens * self.num_kv_heads * row
 
     @property
     def bytes(self) -> int:
@@ -203,7 +220,7 @@ def _variants(trace: Path | None) -> Iterator[Case]:
         yield Case(work, peers=False, base=RAGGED.name, within=25 if size == 1 else 10)
     for work in (RAGGED, DECODE):
         invariant = replace(work, name=f"{work.name}, batch_invariant", batch_invariant=True)
-        yield Case(invariant, peers=False, base=work.name)
+        yield Case(invariant, peers=False, base=work.name, within=15 if work is DECODE else None)
     name = "MLA decode 576/512, 16 heads, 16 × 1, KV 8192"
     yield Case(replace(DECODE, name=name, num_heads=16, **ABSORBED))
 

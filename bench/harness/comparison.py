@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from bench.harness.figures import Row
+from bench.harness.figures import Row, is_ours
 from cpattn import _core
 
 #: The rows of a comparison that have a time, by implementation.
@@ -87,6 +87,18 @@ def times_as_fast(of: str, name: str, limit: float, *peers: str) -> Bar:
         return min(timed[peer]["median"] for peer in peers) / timed[of]["median"]
 
     return Bar(of, f"times as fast as {name}", limit, value)
+
+
+def ahead_of_all(of: str) -> Bar:
+    """Against the fastest of those that are not cpattn; missed only if one is there and ahead."""
+
+    def value(timed: Timed) -> float:
+        times = [row["median"] for row in timed.values() if not is_ours(row)]
+        if not times:
+            raise KeyError("nobody to compare with")
+        return float(min(times) / timed[of]["median"])
+
+    return Bar(of, "times as fast as the best peer", 1.0, value)
 
 
 def nanoseconds(of: str, item: str, limit: float) -> Bar:

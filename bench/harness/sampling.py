@@ -44,6 +44,8 @@ class Lane:
     budget: float  # seconds
     samples: list[tuple[float, float, int]] = field(default_factory=list)  # stage, run, peak before
     spent: float = 0.0
+    short: float = SHORT  # calls shorter than this are averaged within a sample
+    long: float = LONG  # of longer calls the checked one is a sample, too
     failed: Failed | None = None
 
     @property
@@ -54,7 +56,7 @@ class Lane:
         stage, run = (
             self.samples[-1][:2] if self.samples else (self.first["stage"], self.first["run"])
         )
-        return max(1, min(1000, int(SHORT / (stage + run))))
+        return max(1, min(1000, int(self.short / (stage + run))))
 
     @property
     def finished(self) -> bool:
@@ -73,7 +75,7 @@ def sample(lanes: list[Lane], peak: Callable[[], float]) -> list[float]:
     """Rounds of one sample each until all are finished. The peaks, in order of measurement."""
     peaks = [peak()]
     for lane in lanes:
-        if not lane.first["compiled"] and lane.first["stage"] + lane.first["run"] >= LONG:
+        if not lane.first["compiled"] and lane.first["stage"] + lane.first["run"] >= lane.long:
             lane.add(lane.first, 0, 1)
     while unfinished := [lane for lane in lanes if not lane.finished]:
         for lane in unfinished:

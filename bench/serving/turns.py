@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from bench.harness.contender import Contender, Failed
@@ -24,13 +25,22 @@ ENVIRONMENT = {
 
 
 class Engine(Contender):
-    """A child process with an engine of vLLM, with one of the backends."""
+    """A child process with an engine of vLLM, with one of the backends.
 
-    def __init__(self, backend: str, num_threads: int, *arguments: object) -> None:
+    `spin` is CPATTN_SPIN_US, if it is not the default.
+    """
+
+    def __init__(
+        self, backend: str, num_threads: int, *arguments: object, spin: int | None = None
+    ) -> None:
         command = [sys.executable, "-m", "bench.serving.engine", backend, *map(str, arguments)]
         plugins = "1" if backend == "cpattn" else "0"
         variables = {"CPATTN_NUM_THREADS": str(num_threads), "CPATTN_PLUGINS": plugins}
-        super().__init__(backend, command, num_threads, ENVIRONMENT | variables)
+        name = backend
+        if spin is not None:
+            variables["CPATTN_SPIN_US"] = str(spin)
+            name = f"{backend}, spinning for {spin} µs"
+        super().__init__(name, command, num_threads, ENVIRONMENT | variables)
 
 
 @dataclass(frozen=True)
@@ -69,3 +79,17 @@ def take_turns(engines: Sequence[Engine], rounds: int, load: str, pace: float) -
         for engine, own in zip(engines, turns, strict=True):
             own.append(Turn(**engine.ask("serve", load=load, pace=pace)))
     return turns
+
+
+def decode_in_turns(
+    engines: Sequence[Engine], rounds: int, **sizes: int
+) -> list[tuple[float, float]]:
+    """For each engine the seconds in attention of a layer and of a step, medians of the rounds."""
+    rows: list[list[Mapping[str, float]]] = [[] for _ in engines]
+    for _ in range(rounds):
+        for engine, own in zip(engines, rows, strict=True):
+            own.append(engine.ask("decode", **sizes))
+    return [
+        (median(row["attention"] for row in own), median(row["step"] for row in own))
+        for own in rows
+    ]

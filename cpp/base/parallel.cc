@@ -17,7 +17,6 @@
 #include <utility>
 #include <vector>
 
-#include "cpattn/base/check.h"
 #include "cpattn/base/trace.h"
 
 namespace cpattn {
@@ -25,6 +24,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr auto kPollInterval = std::chrono::milliseconds(50);
+constexpr int kPausesPerLook = 32;  // a microsecond or two
 
 thread_local bool (*interrupt_hook)() = nullptr;
 
@@ -45,7 +45,10 @@ class NestedCalls {
 class Job final : public StopToken {
  public:
   Job(int64_t num_items, int num_helpers, ItemFunction function)
-      : num_items_(num_items), seats_(num_helpers), function_(function) {
+      : num_items_(num_items),
+        num_threads_(num_helpers + 1),
+        seats_(num_helpers),
+        function_(function) {
     // Workers that leave must not have to allocate.
     if (posted_.session != 0) waiting_.reserve(num_helpers);
   }
@@ -92,8 +95,9 @@ class Job final : public StopToken {
   }
 
   int64_t num_items_;
+  int num_threads_;                  // the caller's among them
   int seats_;                        // helpers that may still join; guarded by the pool's mutex
-  int running_ = 0;                  // helpers inside work(); guarded by the pool's mutex
+  std::atomic<int> running_{0};      // helpers inside work(); changed under the pool's mutex
   std::vector<TracePoint> waiting_;  // helpers that ran out of items; guarded by the pool's mutex
 
  private:
@@ -109,23 +113,64 @@ class Job final : public StopToken {
   std::exception_ptr error_;
 };
 
-/// Workers sleep until a job offers a seat. Never destroyed: threads that wait
-/// in it at exit must not outlive it, and a forked child leaks its parent's.
+/// Tells the processor that this thread waits for another.
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+/// Looks at `condition` until it is true or the time has come; whether it is true. Other threads
+/// that want this CPU get it after a microsecond or two, and not after a slice of the scheduler.
+template <class Condition>
+bool spin_until(Clock::time_point end, Condition condition) {
+  while (Clock::now() < end) {
+    for (int i = 0; i < kPausesPerLook; ++i) {
+      if (condition()) return true;
+      relax();
+    }
+    sched_yield();
+  }
+  return condition();
+}
+
+/// Never destroyed: threads that wait in it at exit must not outlive it, and a forked child leaks
+/// its parent's.
+///
+/// A worker that runs out of items spins for a while before it sleeps, as the next job may be
+/// microseconds away, and waking takes longer than many a job. What keeps a job from being missed
+/// in between: under the mutex a worker remembers how many jobs were posted when it found none, and
+/// under the mutex it sleeps only if there are no more by then.
 class Pool {
  public:
   void run(Job& job) {
-    {
-      const std::scoped_lock lock(mutex_);
-      jobs_.push_back(&job);
-      start_workers(job.seats_);
-    }
-    wake_.notify_all();
+    const auto spin = std::chrono::microseconds(spin_us());
+    std::unique_lock lock = locked();
+    jobs_.push_back(&job);
+    ++callers_;
+    start_workers(job.seats_);
+    ++posted_;
+    const int wakes = needed_sleepers();
+    const bool all = wakes == sleeping_;
+    lock.unlock();
+    wake(wakes, all);
     job.work();
     const TracePoint done = trace_here();
-    std::unique_lock lock(mutex_);
+    lock = locked();
     jobs_.erase(std::find(jobs_.begin(), jobs_.end(), &job));
-    idle_.wait(lock, [&] { return job.running_ == 0; });
-    lock.unlock();
+    if (job.running_ != 0) {
+      const auto ended = [&] { return job.running_.load(std::memory_order_acquire) == 0; };
+      const int threads = std::max(job.num_threads_, num_awake());
+      lock.unlock();
+      if (threads > num_cpus_ || !spin_until(Clock::now() + spin, ended)) {
+        lock.lock();
+        idle_.wait(lock, ended);
+      }
+    }
+    if (lock.owns_lock()) lock.unlock();
+    --callers_;
     trace_wait(done);
     for (const TracePoint& since : job.waiting_) trace_wait(since);
   }
@@ -134,6 +179,17 @@ class Pool {
   void unlock() { mutex_.unlock(); }
 
  private:
+  /// The mutex is held for less time than it takes to fall asleep.
+  std::unique_lock<std::mutex> locked() {
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    for (int i = 0; i < kPausesPerLook && !lock.owns_lock(); ++i) {
+      relax();
+      static_cast<void>(lock.try_lock());
+    }
+    if (!lock.owns_lock()) lock.lock();
+    return lock;
+  }
+
   void start_workers(int wanted) {
     while (num_workers_ < wanted) {
       try {
@@ -147,30 +203,74 @@ class Pool {
     }
   }
 
+  /// How many of those asleep all open seats have use for, beside the workers that will look for
+  /// one by themselves.
+  int needed_sleepers() const {
+    int seats = -looking_;
+    for (const Job* job : jobs_) seats += job->has_open_items() ? job->seats_ : 0;
+    return std::clamp(seats, 0, sleeping_);
+  }
+
+  void wake(int count, bool all) {
+    if (all && count > 1) {
+      wake_.notify_all();
+    } else {
+      for (int i = 0; i < count; ++i) wake_.notify_one();
+    }
+  }
+
+  /// Threads that want a CPU. A caller may be in the pool no more, but it has not ended.
+  int num_awake() const { return std::max(callers_.load(), 1) + num_workers_ - sleeping_; }
+
+  /// Waits until a job is posted, spinning if the threads of the last job and all that are awake
+  /// have a CPU each.
+  void wait_for_jobs(std::unique_lock<std::mutex>& lock, Clock::time_point spin_end, int threads) {
+    const uint64_t seen = posted_;
+    const auto news = [&] { return posted_.load(std::memory_order_acquire) != seen; };
+    if (Clock::now() < spin_end) {
+      ++looking_;
+      threads = std::max(threads, num_awake());
+      lock.unlock();
+      // A worker knows the CPUs of the pool best: engines bind the caller alone to one of them.
+      num_cpus_ = usable_cpus();
+      if (threads <= num_cpus_) spin_until(spin_end, news);
+      lock = locked();
+      --looking_;
+    }
+    ++sleeping_;
+    wake_.wait(lock, news);
+    --sleeping_;
+  }
+
   void worker() {
     pthread_setname_np(pthread_self(), "cpattn worker");
     TracePoint done;
+    Clock::time_point spin_end;  // long ago, before the first job
+    int threads_of_last = 0;
     std::unique_lock lock(mutex_);
     for (;;) {
       const auto open = std::find_if(jobs_.begin(), jobs_.end(), [](const Job* job) {
         return job->seats_ > 0 && job->has_open_items();
       });
       if (open == jobs_.end()) {
-        wake_.wait(lock);
+        wait_for_jobs(lock, spin_end, threads_of_last);
         continue;
       }
       Job& job = **open;
+      threads_of_last = job.num_threads_;
       --job.seats_;
       ++job.running_;
       lock.unlock();
       job.trace_late_start(done.time);
       job.work();
       done = trace_here();
-      lock.lock();
+      spin_end = Clock::now() + std::chrono::microseconds(spin_us());
+      lock = locked();
       if (done.session != 0 && job.waiting_.size() < job.waiting_.capacity()) {
         job.waiting_.push_back(done);
       }
-      if (--job.running_ == 0) idle_.notify_all();
+      // The last that this worker does with the job: its caller may be looking.
+      if (job.running_.fetch_sub(1, std::memory_order_acq_rel) == 1) idle_.notify_all();
     }
   }
 
@@ -179,6 +279,11 @@ class Pool {
   std::condition_variable idle_;
   std::deque<Job*> jobs_;
   int num_workers_ = 0;
+  int looking_ = 0;                  // workers that will look for a job without being woken
+  int sleeping_ = 0;                 // workers that have to be woken
+  std::atomic<uint64_t> posted_{0};  // jobs so far; changed under the mutex
+  std::atomic<int> callers_{0};
+  std::atomic<int> num_cpus_{usable_cpus()};
 };
 
 Pool* shared_pool = nullptr;
@@ -195,28 +300,6 @@ Pool& pool() {
   }();
   static_cast<void>(registered);
   return *shared_pool;
-}
-
-int usable_cpus() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
-  return std::max(1U, std::thread::hardware_concurrency());
-}
-
-std::atomic<int>& configured_num_threads() {
-  static std::atomic<int> num_threads{[] {
-    const char* text = std::getenv("CPATTN_NUM_THREADS");
-    if (text == nullptr || *text == '\0') return usable_cpus();
-    char* end = nullptr;
-    const long value = std::strtol(text, &end, 10);
-    check(
-        *end == '\0' && value >= 1 && value <= 65536,
-        "CPATTN_NUM_THREADS must be a number from 1 to 65536, got '", text, "'"
-    );
-    return static_cast<int>(value);
-  }()};
-  return num_threads;
 }
 
 /// A buffer that only grows.
@@ -245,9 +328,6 @@ class Scratch {
   std::size_t bytes_ = 0;
 };
 
-/// The number of threads for calls of this thread; 0 for that of the process.
-thread_local int thread_default = 0;
-
 /// The scratch of calls that are not nested, and of those that are, by their depth.
 thread_local Scratch outer_scratch;
 thread_local std::vector<std::unique_ptr<Scratch>> nested_scratch;
@@ -260,21 +340,6 @@ NestedCalls::~NestedCalls() {
 }
 
 }  // namespace
-
-int default_num_threads() {
-  if (thread_default > 0) return thread_default;
-  return configured_num_threads().load(std::memory_order_relaxed);
-}
-
-int exchange_thread_default(int num_threads) {
-  check(num_threads >= 0, "exchange_thread_default: num_threads must be >= 0, got ", num_threads);
-  return std::exchange(thread_default, num_threads);
-}
-
-void set_num_threads(int num_threads) {
-  check(num_threads >= 1, "set_num_threads: num_threads must be >= 1, got ", num_threads);
-  configured_num_threads().store(num_threads, std::memory_order_relaxed);
-}
 
 InterruptScope::InterruptScope(bool (*hook)()) : previous_(interrupt_hook) {
   interrupt_hook = hook;

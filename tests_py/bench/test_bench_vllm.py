@@ -7,7 +7,7 @@ import pytest
 
 from bench.harness.contender import Failed
 from bench.serving.load import Load, from_trace, spread
-from bench.serving.turns import NEAR_TIE, compare_tokens
+from bench.serving.turns import NEAR_TIE, Engine, compare_tokens, decode_in_turns
 from cpattn.traffic.trace import Request
 
 
@@ -34,6 +34,27 @@ def test_another_token_is_found(gap, token):
             [answer(1, gap=1.0), answer(1, 2, gap=gap)],
             [answer(1, gap=1.0), answer(1, token, gap=1.0)],
         )
+
+
+def test_short_steps_take_turns_and_medians_are_of_the_rounds():
+    asked = []
+
+    class Answering:
+        def __init__(self, name, *layers):
+            self.name, self.layers = name, iter(layers)
+
+        def ask(self, do, **sizes):
+            asked.append((self.name, do, sizes))
+            return {"attention": next(self.layers), "step": 1.0}
+
+    engines = [Answering("a", 3.0, 1.0, 2.0), Answering("b", 9.0, 4.0, 4.0)]
+    assert decode_in_turns(engines, 3, batch=8) == [(2.0, 1.0), (4.0, 1.0)]
+    assert asked == 3 * [("a", "decode", {"batch": 8}), ("b", "decode", {"batch": 8})]
+
+
+def test_an_engine_may_spin_for_another_time():
+    assert Engine("cpattn", 2).name == "cpattn"
+    assert Engine("cpattn", 2, spin=0).name == "cpattn, spinning for 0 µs"
 
 
 def test_arrivals_of_a_time_stamp_are_spread_to_the_next():

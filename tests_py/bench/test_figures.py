@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import figure_tables
 import pytest
 import write_figures
 
@@ -44,8 +45,8 @@ def test_the_readme_names_machine_dates_and_peers():
 
 
 def test_a_number_keeps_its_unit():
-    assert write_figures.together("OpenVINO, 475 ms") == "OpenVINO, 475\u00a0ms"
-    assert write_figures.together("2048 new behind 8192 cached") == "2048 new behind 8192 cached"
+    assert figure_tables.together("OpenVINO, 475 ms") == "OpenVINO, 475\u00a0ms"
+    assert figure_tables.together("2048 new behind 8192 cached") == "2048 new behind 8192 cached"
 
 
 def test_a_bar_missed_without_a_reason_stops(monkeypatch):

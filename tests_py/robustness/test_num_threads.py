@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -47,6 +50,27 @@ def test_one_is_the_callers_thread():
     assert any(threads_that_worked() == DEFAULT for _ in range(100))
     with cpattn.num_threads(1):
         assert threads_that_worked() == 1
+
+
+def test_how_long_threads_spin_changes_no_result_and_has_to_be_a_number():
+    code = (
+        "import numpy as np, cpattn\n"
+        "score = np.random.default_rng(0).standard_normal((64, 4000), np.float32)\n"
+        "top = cpattn.sparse.fast_topk(score, [4000] * 64, 100)\n"
+        "print(int((top * np.arange(100)).sum()))"
+    )
+
+    def child(spin: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "CPATTN_SPIN_US": spin, "CPATTN_NUM_THREADS": "2"}
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    right = child("").stdout
+    assert int(right) > 0
+    assert child("0").stdout == child("1000").stdout == right
+    for wrong in ("-1", "1000001", "long"):
+        message = f"ValueError: CPATTN_SPIN_US must be a number from 0 to 1000000, got '{wrong}'"
+        assert message in child(wrong).stderr
 
 
 def test_other_threads_keep_theirs():

@@ -4,7 +4,7 @@
 A module has ``prepare(work, inputs, num_threads) -> Prepared`` and raises Unsupported where its
 engine cannot do the workload. What an engine keeps across calls, such as its own cache layout or
 a mask, is made in `prepare` and not counted; what it needs in every call is counted and told apart
-from the rest.
+from the rest. A module with ``KEPT`` keeps its cache there for other workloads on the same tensors.
 """
 
 from __future__ import annotations
@@ -40,6 +40,24 @@ QUICK = ("ours", "torch_flash", "torch_sdpa")
 
 class Unsupported(Exception):
     """What of a workload the engine does not do."""
+
+
+class Kept:
+    """What an engine made of the cache that it saw last: several workloads query one."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self._cache = self._made = None
+
+    def get(self, cache: Any, make: Callable[[], Any]) -> Any:
+        """What `make` makes of this cache, or made before."""
+        if cache is not self._cache:
+            self.forget()
+            self._made = make()
+            self._cache = cache
+        return self._made
 
 
 @dataclass(frozen=True)

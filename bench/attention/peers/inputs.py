@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from bench.attention.workloads import Workload, starts
 
+PART = 1 << 24  # random numbers at a time
+#: Of codes with one scale. Powers of two, so that the values are exact in bfloat16, and an engine
+#: that makes codes of them makes the same. The largest of 10^9 normal numbers is 6.1.
+SCALES = {"float8_e4m3fn": 1 / 64, "float8_e5m2": 1 / 64, "int8": 1 / 16}
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -31,13 +35,35 @@ class Batch:
 
 @dataclass(frozen=True)
 class Inputs:
-    """q [T, Hq, D], caches [pages, page_size, Hk, D or Dv], block_tables int32 [B, max_pages]."""
+    """q [T, Hq, D], caches [pages, page_size, Hk, D or Dv], block_tables int32 [B, max_pages].
+
+    Scales of 8-bit caches have one element, or are [pages, page_size, Hk]: value = code * scale.
+    """
 
     work: Workload
     q: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     block_tables: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+    def tokens(
+        self, sequence: int, begin: int, end: int, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of some tokens of a sequence, [end - begin, Hk, D].
+
+        Of 8-bit caches they are what the codes stand for, in this dtype, or that of the queries.
+        """
+        size = self.work.page_size
+        first = begin // size
+        pages = self.block_tables[sequence, first : -(-end // size)].long()
+        wanted = slice(begin - first * size, end - first * size)
+        k, v = (
+            values(cache, scale, pages, dtype or self.q.dtype).flatten(0, 1)[wanted]
+            for cache, scale in ((self.k_cache, self.k_scale), (self.v_cache, self.v_scale))
+        )
+        return k, v
 
     def batches(self) -> list[Batch]:
         """All sequences at once if they are alike, else one by one."""
@@ -90,10 +116,21 @@ def visible(batch: Batch, window: int | None) -> torch.Tensor:
     return mask if window is None else mask.triu(batch.prefix - window)
 
 
+def values(
+    cache: torch.Tensor, scale: torch.Tensor | None, pages: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """What pages of a cache stand for."""
+    if scale is None:
+        return cache[pages].to(dtype)
+    # Codes of 8 bits are gathered as bytes, for which torch has all it takes.
+    codes = cache.view(torch.uint8)[pages].view(cache.dtype).float()
+    return (codes * (scale if scale.numel() == 1 else scale[pages].unsqueeze(-1))).to(dtype)
+
+
 def make(work: Workload, folder: Path) -> Inputs:
     """Normal random tensors and shuffled pages, in files of `folder`."""
     generator = torch.Generator().manual_seed(0)
-    pages = [-(-length // work.page_size) for length in work.kv_lens]
+    pages = [-(-length // work.page_size) for length in work.stored_lens]
     if work.cp:
         order = torch.randperm(-(-work.cached // work.page_size), generator=generator).int()
         tables = order.expand(len(pages), -1).contiguous()
@@ -105,34 +142,93 @@ def make(work: Workload, folder: Path) -> Inputs:
     (folder / "shape").write_text(" ".join(map(str, (*tables.shape, len(order)))))
     inputs = _mapped(work, folder, tables.shape, len(order))
     inputs.block_tables.copy_(tables)
-    for tensor in (inputs.q, inputs.k_cache, *(() if work.latent else (inputs.v_cache,))):
-        flat = tensor.view(-1)
-        for part in flat.split(1 << 24):  # in parts: float32 on the way
-            part.copy_(torch.randn(len(part), generator=generator))
+    numbers = Numbers(work)
+    fill(inputs.q, None, numbers)
+    fill(inputs.k_cache, inputs.k_scale, numbers)
+    if not work.latent:
+        fill(inputs.v_cache, inputs.v_scale, numbers)
     return inputs
 
 
-def load(work: Workload, folder: Path) -> Inputs:
-    """A private copy of what `make` made."""
+class Numbers:
+    """Normal random numbers.
+
+    Of a large cache that several workloads query most are old ones in another order of rows: new
+    ones would take longer than all that is timed.
+    """
+
+    def __init__(self, work: Workload) -> None:
+        self._generator = torch.Generator().manual_seed(1)
+        self._turn = 0
+        self._drawn: torch.Tensor | None = None
+        if work.capacity:
+            self._drawn = self.rows(PART // work.head_dim, work.head_dim)
+
+    def rows(self, count: int, width: int) -> torch.Tensor:
+        """[count, width], PART elements at most."""
+        if self._drawn is None:
+            return torch.randn(count, width, generator=self._generator)
+        self._turn += 1
+        return self._drawn.roll(37 * self._turn, 0).view(-1)[: count * width].view(count, width)
+
+
+def fill(x: torch.Tensor, scale: torch.Tensor | None, numbers: Numbers) -> None:
+    """Write random numbers, or the codes that come nearest to them, with their scales."""
+    rows = x.view(-1, x.shape[-1])
+    scales = None if scale is None or scale.numel() == 1 else scale.view(-1)
+    if scale is not None and scales is None:
+        scale.fill_(SCALES[str(x.dtype).removeprefix("torch.")])
+    step = PART // x.shape[-1]
+    for begin in range(0, len(rows), step):  # in parts: float32 on the way
+        part = slice(begin, min(begin + step, len(rows)))
+        drawn = numbers.rows(part.stop - begin, x.shape[-1])
+        if scales is not None:
+            scales[part] = drawn.abs().amax(1) / torch.iinfo(x.dtype).max
+            drawn = drawn / scales[part].unsqueeze(1)
+        elif scale is not None:
+            drawn = drawn / scale
+        rows[part] = (drawn.round() if x.dtype == torch.int8 else drawn).to(x.dtype)
+
+
+def load(work: Workload, folder: Path, loaded: Inputs | None = None) -> Inputs:
+    """A private copy of what `make` made; of the queries alone where the rest is loaded."""
+    files = mapped(work, folder)
+    if loaded is not None:
+        return replace(loaded, work=work, q=files.q.clone())
+    k_cache = files.k_cache.clone()
+    v_cache = k_cache[..., : work.v_head_dim] if work.latent else files.v_cache.clone()
+    return replace(
+        files,
+        q=files.q.clone(),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_tables=files.block_tables.clone(),
+    )
+
+
+def mapped(work: Workload, folder: Path) -> Inputs:
+    """What `make` made, to read it and no more."""
     *table, num_pages = map(int, (folder / "shape").read_text().split())
-    mapped = _mapped(work, folder, table, num_pages)
-    k_cache = mapped.k_cache.clone()
-    v_cache = k_cache[..., : work.v_head_dim] if work.latent else mapped.v_cache.clone()
-    return Inputs(work, mapped.q.clone(), k_cache, v_cache, mapped.block_tables.clone())
+    return _mapped(work, folder, table, num_pages)
 
 
 def _mapped(work: Workload, folder: Path, table: Sequence[int], num_pages: int) -> Inputs:
-    dtype = getattr(torch, work.dtype)
+    dtype, stored = getattr(torch, work.dtype), getattr(torch, work.cache_dtype)
     cache = (num_pages, work.page_size, work.num_kv_heads)
-    k_cache = _file(folder / "k", (*cache, work.head_dim), dtype)
+    k_cache = _file(folder / "k", (*cache, work.head_dim), stored)
+    scales: list[torch.Tensor | None] = [None, None]
+    if work.kv_dtype:
+        shape = cache if work.kv_scale == "token" else (1,)
+        scales = [_file(folder / f"{name}_scale", shape, torch.float32) for name in "kv"]
     return Inputs(
         work,
         _file(folder / "q", (sum(work.new), work.num_heads, work.head_dim), dtype),
         k_cache,
         k_cache[..., : work.v_head_dim]
         if work.latent
-        else _file(folder / "v", (*cache, work.v_head_dim), dtype),
+        else _file(folder / "v", (*cache, work.v_head_dim), stored),
         _file(folder / "tables", table, torch.int32),
+        *scales,
     )
 
 
@@ -144,4 +240,7 @@ def output(work: Workload, path: Path) -> torch.Tensor:
 
 def _file(path: Path, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     size = torch.Size(shape).numel()
+    if dtype.itemsize == 1:  # mapped as bytes, for any of their meanings
+        mapped = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        return mapped.view(dtype).view(shape)
     return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)

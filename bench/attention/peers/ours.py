@@ -13,6 +13,12 @@ from bench.attention.workloads import Workload
 
 def prepare(work: Workload, inputs: Inputs, num_threads: int) -> Prepared:
     q, caches, tables = inputs.q, (inputs.k_cache, inputs.v_cache), inputs.block_tables
+    # One scale is a number, as engines have it.
+    scales: dict[str, Any] = {
+        name: scale.item() if scale.numel() == 1 else scale
+        for name, scale in (("k_scale", inputs.k_scale), ("v_scale", inputs.v_scale))
+        if scale is not None
+    }
     if work.cp is None:
         return Prepared(
             lambda _: cpattn.paged_attention(
@@ -25,6 +31,7 @@ def prepare(work: Workload, inputs: Inputs, num_threads: int) -> Prepared:
                 window=work.window,
                 batch_invariant=work.batch_invariant,
                 num_threads=num_threads,
+                **scales,
             )
         )
     cpattn.set_num_threads(num_threads)

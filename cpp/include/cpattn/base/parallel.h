@@ -9,6 +9,9 @@
 
 namespace cpattn {
 
+/// The CPUs that the calling thread may run on.
+int usable_cpus();
+
 /// Threads that a call may use when it names no number: exchange_thread_default() of the
 /// calling thread, else set_num_threads(), else the environment variable
 /// CPATTN_NUM_THREADS, else the CPUs this process may run on. Throws
@@ -20,6 +23,15 @@ void set_num_threads(int num_threads);
 /// Sets the default of calls of this thread, 0 for that of the process, and
 /// returns what it was. Throws std::invalid_argument below 0.
 int exchange_thread_default(int num_threads);
+
+/// How long a thread of the pool that finds no work, and a caller that waits for the last of
+/// them, look for a change before they sleep, in microseconds: set_spin_us(), else the environment
+/// variable CPATTN_SPIN_US, else 50. They sleep at once while more threads are awake, or are asked
+/// for, than there are CPUs that the process may run on. Throws std::invalid_argument when the
+/// variable is not a number from 0 to 1000000.
+int spin_us();
+/// Throws std::invalid_argument for a number that is not from 0 to 1000000.
+void set_spin_us(int microseconds);
 
 /// Thrown by parallel_for when the caller's interrupt hook asked to stop.
 struct Interrupted : std::exception {

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <thread>
+#include <utility>
+
+#include "cpattn/base/check.h"
+#include "cpattn/base/parallel.h"
+
+namespace cpattn {
+namespace {
+
+constexpr int kUsualSpin = 50;
+constexpr int kLongestSpin = 1000000;  // what a worker may burn after its last job
+
+/// The number that an environment variable has as its text; -1 if it is not set.
+int number_of(const char* variable, const char* text, long least, long most) {
+  if (text == nullptr || *text == '\0') return -1;
+  char* end = nullptr;
+  const long value = std::strtol(text, &end, 10);
+  check(
+      *end == '\0' && value >= least && value <= most, variable, " must be a number from ", least,
+      " to ", most, ", got '", text, "'"
+  );
+  return static_cast<int>(value);
+}
+
+std::atomic<int>& configured_num_threads() {
+  static std::atomic<int> num_threads{[] {
+    const int chosen = number_of("CPATTN_NUM_THREADS", std::getenv("CPATTN_NUM_THREADS"), 1, 65536);
+    return chosen < 0 ? usable_cpus() : chosen;
+  }()};
+  return num_threads;
+}
+
+std::atomic<int>& configured_spin_us() {
+  static std::atomic<int> microseconds{[] {
+    const int chosen = number_of("CPATTN_SPIN_US", std::getenv("CPATTN_SPIN_US"), 0, kLongestSpin);
+    return chosen < 0 ? kUsualSpin : chosen;
+  }()};
+  return microseconds;
+}
+
+/// The number of threads for calls of this thread; 0 for that of the process.
+thread_local int thread_default = 0;
+
+}  // namespace
+
+int usable_cpus() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+  return std::max(1U, std::thread::hardware_concurrency());
+}
+
+int default_num_threads() {
+  if (thread_default > 0) return thread_default;
+  return configured_num_threads().load(std::memory_order_relaxed);
+}
+
+int exchange_thread_default(int num_threads) {
+  check(num_threads >= 0, "exchange_thread_default: num_threads must be >= 0, got ", num_threads);
+  return std::exchange(thread_default, num_threads);
+}
+
+void set_num_threads(int num_threads) {
+  check(num_threads >= 1, "set_num_threads: num_threads must be >= 1, got ", num_threads);
+  configured_num_threads().store(num_threads, std::memory_order_relaxed);
+}
+
+int spin_us() { return configured_spin_us().load(std::memory_order_relaxed); }
+
+void set_spin_us(int microseconds) {
+  check(
+      microseconds >= 0 && microseconds <= kLongestSpin,
+      "set_spin_us: microseconds must be from 0 to ", kLongestSpin, ", got ", microseconds
+  );
+  configured_spin_us().store(microseconds, std::memory_order_relaxed);
+}
+
+}  // namespace cpattn
