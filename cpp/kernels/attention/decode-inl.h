@@ -149,7 +149,8 @@ class DecodeLoop {
                              visible_keys(tile_, tile_.num_tokens - 1).begin <= first &&
                              visible_keys(tile_, 0).end >= first + n;
     // O is loaded and stored once a step; small steps keep to the order of memory.
-    const int step = head_rows_ > kQueryTile ? kDecodeKeys : kKeyTile;
+    const int small_step = kCodes ? 2 * kKeyTile : kKeyTile;
+    const int step = head_rows_ > kQueryTile ? kDecodeKeys : small_step;
     for (int key = 0; key < n; key += step) {
       const int count = static_cast<int>(smaller(step, n - key));
       for (int head = first_head_; head < end_head_; ++head) {
@@ -250,9 +251,21 @@ class DecodeLoop {
 
   /// A row of keys as operands: itself, or widened to `wide`.
   static const Operand* operands(const char* row, int dim, Operand* wide) {
-    if constexpr (!Loads::kWidens) return reinterpret_cast<const Operand*>(row);
-    Engine::pack_query(reinterpret_cast<const Stored*>(row), dim, wide);
-    return wide;
+    const Stored* stored = reinterpret_cast<const Stored*>(row);
+    if constexpr (!Loads::kWidens) {
+      return stored;
+    } else {
+      int d = 0;
+      for (; d + 2 * kLanes <= dim; d += 2 * kLanes) {
+        Vector first;
+        Vector second;
+        load_two(stored + d, first, second);
+        store(wide + d, first);
+        store(wide + d + kLanes, second);
+      }
+      if (d < dim) store(wide + d, load(stored + d));
+      return wide;
+    }
   }
 
   /// Scores of a tile of queries with a tile of keys. On its own, so that the

@@ -8,6 +8,13 @@
 namespace cpattn::kernels {
 namespace {
 
+/// p[0 .. 2 * kLanes) as float32. A layer may have a function of its own for a type.
+template <class T>
+void load_two(const T* p, Vector& first, Vector& second) {
+  first = load(p);
+  second = load(p + kLanes);
+}
+
 /// What an engine loads from rows of type T that are not packed: what DecodeLoop needs beside
 /// a MatrixEngine. Q K^T works on quads, the operands of four products, which are 16 bytes of
 /// neighbouring dimensions: one of a key, repeated in a vector, meets one of each of four
@@ -42,8 +49,11 @@ struct InPlace<T, Float32Engine> {
   template <int kVectors>
   static void load_values(const char* const* rows, int d, Vector* columns) {
     const T* row = reinterpret_cast<const T*>(rows[0]) + d;
-#pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) columns[j] = load(row + j * kLanes);
+#pragma GCC unroll 2
+    for (int j = 0; j + 2 <= kVectors; j += 2) {
+      load_two(row + j * kLanes, columns[j], columns[j + 1]);
+    }
+    if constexpr (kVectors % 2 == 1) columns[kVectors - 1] = load(row + (kVectors - 1) * kLanes);
   }
 };
 

@@ -39,6 +39,18 @@ inline Vector load(const Float8E5M2* p) {
   const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   return _mm512_cvtph_ps(_mm256_slli_epi16(wide, 8));
 }
+/// Two vectors of codes as float32, by two thirds of the work of one after the other.
+inline void load_two(const Float8* p, Vector& first, Vector& second) {
+  const __m512i wide =
+      _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const __m512i half = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(~0x4000));
+  const __m512i above = _mm512_add_epi16(half, _mm512_set1_epi16(0x80));
+  const __m512i nan = _mm512_set1_epi16(0x4000);
+  const __m512i bits = _mm512_ternarylogic_epi32(half, above, nan, 0xf8);  // a | b & c
+  const Vector scale = _mm512_set1_ps(256.0F);
+  first = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(bits)), scale);
+  second = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1)), scale);
+}
 inline Vector load(const int8_t* p) {
   return _mm512_cvtepi32_ps(
       _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))

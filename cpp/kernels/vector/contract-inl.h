@@ -27,8 +27,9 @@
 //   zero, and store_compressed() needs them so; select() ignores them.
 //
 // All functions are needed: those of the last two groups by kernels/sparse and kernels/kv only,
-// the rest by kernels/attention too. avx512-inl.h has two more, transpose() of integers and
-// expand() of a register of codes, for the engines and tiles that are written for AVX-512 alone.
+// the rest by kernels/attention too. avx512-inl.h has more: transpose() of integers and expand() of
+// a register of codes, for the engines and tiles that are written for AVX-512 alone, and
+// load_two().
 #include <stdint.h>
 
 #include "kernels/vector/elements-inl.h"
