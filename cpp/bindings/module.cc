@@ -31,6 +31,7 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_sparse_mla(m);
   bindings::register_indexer(m);
   bindings::register_kv_pool(m);
+  bindings::register_page_rows(m);
   bindings::register_runtime(m);
   bindings::register_kv_pages(m);
   bindings::register_send_kvcache(m);

@@ -11,6 +11,7 @@
 #include "ops/base/kernel_table.h"
 #include "ops/base/tensor_checks.h"
 #include "ops/kv/row_writer.h"
+#include "ops/kv/slots.h"
 
 namespace cpattn {
 namespace {
@@ -35,40 +36,6 @@ void check_no_overlap(
   check_buffer(written.buffer, concat("the layer's ", written.name));
   if (written.scale_buffer != nullptr) {
     check_buffer(*written.scale_buffer, concat("the layer's ", written.name, "_scale"));
-  }
-}
-
-/// Checks that slots are in the layer. Whether each is behind those before it, so that none comes
-/// twice.
-bool check_slots(const char* function, std::span<const int64_t> slots, int64_t num_slots) {
-  bool ascending = true;
-  int64_t last = -1;
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    const int64_t slot = slots[i];
-    check(
-        slot >= -1 && slot < num_slots, function, ": loc must be in [-1, ", num_slots, "), got ",
-        slot, " at index ", i
-    );
-    if (slot < 0) continue;
-    ascending &= slot > last;
-    last = slot;
-  }
-  return ascending;
-}
-
-/// Replaces slots that come again by -1: what is written to the rest may be written in any order.
-void keep_last(std::span<int64_t> slots) {
-  const auto [low, high] = std::minmax_element(slots.begin(), slots.end());
-  const int64_t first = std::max<int64_t>(*low, 0);
-  const int64_t num_words = (*high - first) / 64 + 1;
-  auto* const seen = static_cast<uint64_t*>(thread_scratch(num_words * sizeof(uint64_t)));
-  std::fill_n(seen, num_words, 0);
-  for (auto slot = slots.rbegin(); slot != slots.rend(); ++slot) {
-    if (*slot < 0) continue;
-    uint64_t& word = seen[(*slot - first) / 64];
-    const uint64_t bit = uint64_t{1} << (*slot - first) % 64;
-    if ((word & bit) != 0) *slot = -1;
-    word |= bit;
   }
 }
 
@@ -98,7 +65,7 @@ void write_kv_rows(
       buffer.num_layers(), "), got ", layer
   );
   const auto num_rows = static_cast<int64_t>(slots.size());
-  const bool ascending = check_slots(function, slots, buffer.num_slots());
+  const bool ascending = check_slots(function, "loc", slots, buffer.num_slots());
   std::vector<RowWriter> writers;
   writers.reserve(2 * parts.size());
   int64_t traffic = 0, written = 0;

@@ -22,16 +22,6 @@ bool is_copied(DType from, DType to) {
   return from == to || (from == DType::uint8 && is_float8(to));
 }
 
-RowCast cast_kernel(const char* function, const KVRows& part) {
-  const DType from = part.rows.dtype, to = part.buffer.dtype();
-  if (is_copied(from, to)) return nullptr;
-  const auto& casts = active_sparse_kernels().scatter.cast[element_type(function, part.name, from)];
-  if (to == DType::float8_e4m3fn) return casts[kernels::kCastFloat8];
-  if (to == DType::float8_e5m2) return casts[kernels::kCastFloat8E5M2];
-  if (to == DType::int8) return casts[kernels::kCastInt8];
-  return casts[element_type(function, "the pool", to)];
-}
-
 /// The largest number of a dtype of codes or scales.
 float largest_number(DType dtype) {
   switch (dtype) {
@@ -51,6 +41,17 @@ float largest_number(DType dtype) {
 }
 
 }  // namespace
+
+RowCast row_cast(
+    const char* function, const char* name, DType from, const char* to_name, DType to
+) {
+  if (is_copied(from, to)) return nullptr;
+  const auto& casts = active_sparse_kernels().scatter.cast[element_type(function, name, from)];
+  if (to == DType::float8_e4m3fn) return casts[kernels::kCastFloat8];
+  if (to == DType::float8_e5m2) return casts[kernels::kCastFloat8E5M2];
+  if (to == DType::int8) return casts[kernels::kCastInt8];
+  return casts[element_type(function, to_name, to)];
+}
 
 Runs::Runs(const TensorView& tensor)
     : data_(tensor.as<char>()), run_bytes_(element_size(tensor.dtype)) {
@@ -78,7 +79,7 @@ const char* Runs::at(int64_t offset) const {
 }
 
 RowWriter::RowWriter(const char* function, int64_t layer, int64_t num_rows, const KVRows& part)
-    : cast_(cast_kernel(function, part)),
+    : cast_(row_cast(function, part.name, part.rows.dtype, "the pool", part.buffer.dtype())),
       stream_(active_sparse_kernels().scatter.stream),
       runs_(part.rows),
       layer_(part.buffer.data() + layer * part.buffer.layer_bytes()),

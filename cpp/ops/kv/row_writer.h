@@ -14,6 +14,10 @@ namespace cpattn {
 /// Casts n numbers, divided by `scale`; null where rows are copied.
 using RowCast = void (*)(const void* x, int64_t n, float scale, void* out);
 
+/// The cast of rows, the argument `name`, to what is kept in `to_name`. Throws
+/// std::invalid_argument for dtypes that have none.
+RowCast row_cast(const char* function, const char* name, DType from, const char* to_name, DType to);
+
 /// A tensor as runs of bytes without gaps, in row-major order.
 class Runs {
  public:

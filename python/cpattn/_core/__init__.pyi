@@ -125,6 +125,15 @@ def set_kv_buffer(
     v: _Tensor | None,
     v_scale: float | _Tensor | None,
 ) -> None: ...
+def write_page_rows(
+    slots: _Indices,
+    k: _Tensor,
+    k_pages: _Tensor,
+    k_scale: float,
+    v: _Tensor,
+    v_pages: _Tensor,
+    v_scale: float,
+) -> None: ...
 def set_kv_rows(layer: int, loc: _Indices, buffer: KVBuffer, k: _Tensor) -> None: ...
 def set_index_k_buffer(layer: int, loc: _Indices, buffer: KVBuffer, index_k: _Tensor) -> None: ...
 

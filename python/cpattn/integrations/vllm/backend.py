@@ -165,8 +165,8 @@ class CpattnImpl(CPUAttentionBackendImpl):
         if self.is_stock:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         else:
-            scales = layer._k_scale_float, layer._v_scale_float
-            self._cache_of(kv_cache).write(key, value, slot_mapping, *scales)
+            cache = self._cache_of(kv_cache)
+            cache.write(key, value, slot_mapping, **self._scales(layer))
 
     def forward(
         self,
@@ -195,14 +195,19 @@ class CpattnImpl(CPUAttentionBackendImpl):
             cache.k,
             cache.v,
             kv_layout="HND",
-            k_scale=None if self._code is None else layer._k_scale_float,
-            v_scale=None if self._code is None else layer._v_scale_float,
+            **self._scales(layer),
             scale=self.scale,
             softcap=self.logits_soft_cap,
             sinks=None if self.sinks is None else self.sinks.float(),
             out=output[:rows],
         )
         return output
+
+    def _scales(self, layer: Any) -> dict[str, Any]:
+        """Those of codes: a checkpoint may have some that do not concern the cache."""
+        if self._code is None:
+            return {}
+        return {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
 
     def _cache_of(self, kv_cache: torch.Tensor) -> PagedCache:
         """Made once: vLLM passes a layer the same tensor until it gives it another cache."""

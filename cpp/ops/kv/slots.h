@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+namespace cpattn {
+
+/// Checks that slots, the argument `name`, are -1 or below num_slots. Whether each is behind those
+/// before it, so that none comes twice.
+bool check_slots(
+    const char* function, const char* name, std::span<const int64_t> slots, int64_t num_slots
+);
+
+/// Replaces slots that come again by -1: what is written to the rest may be written in any order.
+void keep_last(std::span<int64_t> slots);
+
+}  // namespace cpattn

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes of rows into pages that others keep, as plug-ins do it."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cpattn import _core
+
+PAGES, PAGE_SIZE, HEADS, K_DIM, V_DIM = 7, 16, 3, 32, 48
+DTYPES = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+}
+
+
+def make_pages(dtype, dim):
+    """[pages, heads, page_size, dim], every other page and slot of a larger array."""
+    whole = np.zeros((2 * PAGES, HEADS, 2 * PAGE_SIZE, dim + 16), DTYPES[dtype])
+    return whole[::2, :, PAGE_SIZE:, 8 : dim + 8]
+
+
+def make_rows(count, dtype, seed=0):
+    """Keys and values, side by side in a larger array."""
+    rng = np.random.default_rng(seed)
+    fused = rng.standard_normal((count, 5 + HEADS * (K_DIM + V_DIM))).astype(DTYPES[dtype])
+    k, v = np.split(fused[:, 5:], [HEADS * K_DIM], axis=1)
+    return k.reshape(count, HEADS, K_DIM), v.reshape(count, HEADS, V_DIM)
+
+
+def nearest(rows, dtype, scale):
+    most = float(ml_dtypes.finfo(DTYPES[dtype]).max)
+    return np.clip(rows.astype(np.float32) / np.float32(scale), -most, most).astype(DTYPES[dtype])
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("count", [5, 3000])
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (dtype, kept)
+        for dtype in list(DTYPES)[:3]
+        for kept in DTYPES
+        if dtype == kept or "8" in kept
+    ],
+)
+def test_the_last_row_of_a_slot_is_kept(dtype, kept, count, num_threads, isa):
+    k, v = make_rows(count, dtype)
+    slots = np.random.default_rng(1).integers(-1, PAGES * PAGE_SIZE, count)
+    scales = (1.0, 1.0) if dtype == kept else (0.3, 2.5)
+    k_pages, v_pages = make_pages(kept, K_DIM), make_pages(kept, V_DIM)
+    before = _core.default_num_threads()
+    _core.set_num_threads(num_threads)
+    try:
+        _core.write_page_rows(slots, k, k_pages, scales[0], v, v_pages, scales[1])
+    finally:
+        _core.set_num_threads(before)
+    for pages, rows, scale in ((k_pages, k, scales[0]), (v_pages, v, scales[1])):
+        expected = np.zeros_like(pages)
+        for row, slot in zip(nearest(rows, kept, scale), slots, strict=True):
+            if slot >= 0:
+                expected[slot // PAGE_SIZE, :, slot % PAGE_SIZE] = row
+        np.testing.assert_array_equal(pages.view(np.uint8), expected.view(np.uint8))
+        outside = pages.base.copy()
+        outside[::2, :, PAGE_SIZE:, 8:-8] = 0
+        assert not outside.any()
+
+
+def arguments(**changes):
+    k, v = make_rows(4, "float32")
+    given = {
+        "slots": [0, 1, -1, 5],
+        "k": k,
+        "k_pages": make_pages("float8_e4m3fn", K_DIM),
+        "k_scale": 1.0,
+        "v": v,
+        "v_pages": make_pages("float8_e4m3fn", V_DIM),
+        "v_scale": 1.0,
+    }
+    return {**given, **changes}
+
+
+LAST = PAGES * PAGE_SIZE
+WRONG = {
+    f"slots must be in [-1, {LAST}), got {LAST} at index 1": {"slots": [0, LAST, 1, 2]},
+    f"slots must be in [-1, {LAST}), got -2 at index 0": {"slots": [-2, 0, 1, 2]},
+    "k must have shape [3, 3, 32], got [4, 3, 32]": {"slots": [0, 1, 2]},
+    "v must have shape [4, 3, 48], got [4, 3, 32]": {"v": make_rows(4, "float32")[0]},
+    "k_scale must be a positive number, got 0": {"k_scale": 0.0},
+    "v_scale must be a positive number, got nan": {"v_scale": math.nan},
+    "v_pages must have as many pages": {"v_pages": make_pages("float16", V_DIM)[1:]},
+    "k must be float32, float16 or bfloat16, got float8_e5m2": {
+        "k": make_rows(4, "float8_e5m2")[0]
+    },
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_does_not_fit_is_refused_and_nothing_written(message):
+    given = arguments(**WRONG[message])
+    with pytest.raises((ValueError, TypeError)) as caught:
+        _core.write_page_rows(**given)
+    assert f"write_page_rows: {message}" in str(caught.value)
+    assert not given["k_pages"].astype(np.float32).any()
+    assert not given["v_pages"].astype(np.float32).any()
+
+
+def test_rows_may_not_lie_in_pages():
+    pages = make_pages("float32", K_DIM)
+    with pytest.raises(ValueError, match="write_page_rows: k_pages must not overlap v in memory"):
+        _core.write_page_rows(
+            **arguments(
+                k_pages=pages,
+                v=pages[0, :, :4].transpose(1, 0, 2),
+                v_pages=make_pages("float32", K_DIM),
+            )
+        )
