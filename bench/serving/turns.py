@@ -31,15 +31,21 @@ class Engine(Contender):
     """
 
     def __init__(
-        self, backend: str, num_threads: int, *arguments: object, spin: int | None = None
+        self,
+        backend: str,
+        num_threads: int,
+        *arguments: object,
+        kv_cache_dtype: str = "auto",
+        spin: int | None = None,
     ) -> None:
         command = [sys.executable, "-m", "bench.serving.engine", backend, *map(str, arguments)]
+        command.append(kv_cache_dtype)
         plugins = "1" if backend == "cpattn" else "0"
         variables = {"CPATTN_NUM_THREADS": str(num_threads), "CPATTN_PLUGINS": plugins}
-        name = backend
+        name = backend if kv_cache_dtype == "auto" else f"{backend}, {kv_cache_dtype}"
         if spin is not None:
             variables["CPATTN_SPIN_US"] = str(spin)
-            name = f"{backend}, spinning for {spin} µs"
+            name += f", spinning for {spin} µs"
         super().__init__(name, command, num_threads, ENVIRONMENT | variables)
 
 

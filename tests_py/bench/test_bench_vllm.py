@@ -57,6 +57,11 @@ def test_an_engine_may_spin_for_another_time():
     assert Engine("cpattn", 2, spin=0).name == "cpattn, spinning for 0 µs"
 
 
+def test_an_engine_may_have_a_cache_of_codes():
+    engine = Engine("cpattn", 2, kv_cache_dtype="fp8", spin=0)
+    assert engine.name == "cpattn, fp8, spinning for 0 µs"
+
+
 def test_arrivals_of_a_time_stamp_are_spread_to_the_next():
     assert spread([3.0, 3.0, 6.0]) == ([0.0, 1.5, 3.0], 6.0)
 
