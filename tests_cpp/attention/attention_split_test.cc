@@ -173,15 +173,25 @@ TEST(AttentionSplit, HeadsReadTogetherMakeRunsOfMemory) {
            {64, 16}, {128, 8}, {256, 4}, {272, 3}, {512, 2}, {576, 1}
        }) {
     AttentionBatch batch{.shape = {24, 24, head_dim, 64}, .num_rows = 1, .page_size = 16};
-    batch.segments = {{.q_len = 1, .kv_len = 5, .first_position = 4}};
+    constexpr int kSequences = 16;
+    for (int i = 0; i < kSequences; ++i) {
+      batch.segments.push_back({.q_begin = i, .q_len = 1, .kv_len = 5, .first_position = 4});
+    }
+    batch.num_rows = kSequences;
     const AttentionPlan plan = plan_attention("test", batch, 0);
     const int64_t runs = (24 + heads - 1) / heads;
-    EXPECT_EQ(std::ssize(plan.items), runs) << head_dim;
+    EXPECT_EQ(std::ssize(plan.items), kSequences * runs) << head_dim;
     for (const AttentionItem& item : plan.items) {
       EXPECT_LE(item.num_heads, heads) << head_dim;
       EXPECT_GE(item.num_heads, 24 / runs) << "of equal size";
     }
   }
+}
+
+TEST(AttentionSplit, FewShortSequencesAreSharedOutByHeads) {
+  AttentionBatch batch{.shape = {24, 24, 64, 64}, .num_rows = 1, .page_size = 16};
+  batch.segments = {{.q_len = 1, .kv_len = 5, .first_position = 4}};
+  EXPECT_EQ(std::ssize(plan_attention("test", batch, 0).items), 24);
 }
 
 /// A batch of one token each, that sees all keys.

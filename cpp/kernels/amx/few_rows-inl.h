@@ -10,7 +10,7 @@
 //
 // Every sum has the order that it has in attention-inl.h, and with it its bits.
 #include "kernels/amx/attention-inl.h"
-#include "kernels/amx/few_rows_workspace-inl.h"
+#include "kernels/amx/few_rows_values-inl.h"
 
 namespace cpattn::kernels {
 namespace {
@@ -37,7 +37,8 @@ class AmxFewRows {
         sources_{SourceRows<T>(tile), SourceRows<T>(tile)},
         packed_(
             tile, work_.tiles, depth_, row_tiles_ == 1 ? ValueOrder::kOneChunk : ValueOrder::kChunks
-        ) {}
+        ),
+        values_{work_, packed_, pending_, v_dim_ / 16} {}
 
   bool run() {
     mark(tile_, kMarkPack);
@@ -196,18 +197,18 @@ class AmxFewRows {
         __builtin_memcpy(references, group_.references, sizeof references);
       }
       pending_.flush();
-      add_chunk(chunk, chunk == first_chunk);
+      values_.add_chunk(group_, chunk, chunk == first_chunk);
     }
     next_->fetch(next_->count());
     mark(tile_, kMarkPv, flops * v_dim_);
     if (row_tiles_ == 1) {
       // A reference that was raised changed the probabilities of earlier chunks.
       if (__builtin_memcmp(references, group_.references, sizeof references) != 0) {
-        add_chunks_again(rows, first_chunk, end_chunk);
+        values_.add_chunks_again(group_, rows, first_chunk, end_chunk);
       }
-      add_block();
+      values_.add_block(group_);
     } else {
-      add_values(first_chunk, end_chunk);
+      values_.add_values(group_, row_tiles_, first_chunk, end_chunk);
     }
     add_special_values(rows.first());
   }
@@ -256,99 +257,6 @@ class AmxFewRows {
     }
   }
 
-  /// Adds P V of a chunk, and the sums of its rows, to those of the block: of sixteen rows, whose
-  /// sums are few enough to stay in the L1.
-  void add_chunk(int chunk, bool first) {
-    const Bfloat16* p = group_.probabilities_of(0, chunk);
-    const Bfloat16* values = packed_.values_of(chunk);
-    const int64_t stride = packed_.column_stride();
-    float* sums = work_.block_sums;
-    int column = 0;
-    if constexpr (Format::kSumsByProducts) {
-      const Bfloat16* columns[4] = {work_.ones, values, values + stride, values + 2 * stride};
-      column = static_cast<int>(smaller(4, 1 + v_dim_ / 16));
-      add_product<kParts>(p, columns, column, first, sums);
-      sums += column * kTileFloats;
-      values += (column - 1) * stride;
-      --column;
-    }
-    for (int count = 0; column < v_dim_ / 16; column += count, values += count * stride) {
-      const Bfloat16* columns[4] = {
-          values, values + stride, values + 2 * stride, values + 3 * stride
-      };
-      count = static_cast<int>(smaller(4, v_dim_ / 16 - column));
-      add_product<kParts>(p, columns, count, first, sums);
-      sums += count * kTileFloats;
-    }
-  }
-
-  /// The same for all chunks of the block, from zero on.
-  [[gnu::noinline]] void add_chunks_again(
-      const SourceRows<T>& rows, int first_chunk, int end_chunk
-  ) {
-    packed_.forget_special();
-    for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
-      packed_.pack_values(rows, chunk, [] {});
-      add_chunk(chunk, chunk == first_chunk);
-    }
-  }
-
-  /// Adds the sums of the block to those of the rows.
-  void add_block() const {
-    const float* sums = work_.block_sums;
-    if constexpr (Format::kSumsByProducts) {
-      PendingColumn{sums, group_.sums, kTileRows}.take_rest();
-      sums += kTileFloats;
-    }
-    for (int d = 0; d < v_dim_ / 16; ++d, sums += kTileFloats) {
-      PendingRows{sums, group_.output + d * kGroupRows * kLanes, kTileRows}.take_rest();
-    }
-  }
-
-  void add_values(int first_chunk, int end_chunk) {
-    switch (row_tiles_) {
-      case 2:
-        return add_values<2, 2>(first_chunk, end_chunk);
-      case 3:
-        return add_values<3, 1>(first_chunk, end_chunk);
-      default:
-        return add_values<4, 1>(first_chunk, end_chunk);
-    }
-  }
-
-  /// O += P V, and the sums of rows, kColumns column tiles at a time.
-  template <int kRowTiles, int kColumns>
-  void add_values(int first_chunk, int end_chunk) {
-    constexpr int kSums = Format::kSumsByProducts ? 1 : 0;
-    const int columns = v_dim_ / 16 + kSums;
-    for (int column = 0; column < columns; column += kColumns) {
-      const Bfloat16* values[kColumns];
-      int64_t strides[kColumns];
-      for (int i = 0; i < kColumns; ++i) {
-        // Columns behind the last are the last once more.
-        const int place = static_cast<int>(smaller(column + i, columns - 1)) - kSums;
-        values[i] = place < 0 ? work_.ones
-                              : packed_.values_of(first_chunk) + place * packed_.column_stride();
-        strides[i] = place < 0 ? 0 : packed_.chunk_stride();
-      }
-      multiply_value_columns<kParts, kRowTiles, kColumns>(
-          group_.probabilities_of(0, first_chunk), values, strides, end_chunk - first_chunk,
-          pending_, work_.product
-      );
-      pending_.flush();
-      for (int i = 0; i < kColumns && column + i < columns; ++i) {
-        const float* product = work_.product + i * kRowTiles * kTileFloats;
-        const int place = column + i - kSums;
-        if (place < 0) {
-          PendingColumn{product, group_.sums, kRowTiles * kTileRows}.take_rest();
-        } else {
-          float* output = group_.output + place * kGroupRows * kLanes;
-          PendingRows{product, output, kRowTiles * kTileRows}.take_rest();
-        }
-      }
-    }
-  }
-
   /// O += P V for keys that were packed as zeros, in the rows that see them.
   void add_special_values(int64_t first) const {
     for (int i = 0; i < packed_.num_special(); ++i) {
@@ -393,6 +301,7 @@ class AmxFewRows {
   SourceRows<T> sources_[2];
   SourceRows<T>* next_ = &sources_[0];  // comes after what is at work
   TileRows<T> packed_;
+  FewRowsValues<T> values_;
   bool bounded_queries_ = false;
   int64_t begin_ = 0, end_ = 0;  // of the keys that any token sees
   int head_ = 0;                 // at work

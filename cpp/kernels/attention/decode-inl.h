@@ -251,21 +251,9 @@ class DecodeLoop {
 
   /// A row of keys as operands: itself, or widened to `wide`.
   static const Operand* operands(const char* row, int dim, Operand* wide) {
-    const Stored* stored = reinterpret_cast<const Stored*>(row);
-    if constexpr (!Loads::kWidens) {
-      return stored;
-    } else {
-      int d = 0;
-      for (; d + 2 * kLanes <= dim; d += 2 * kLanes) {
-        Vector first;
-        Vector second;
-        load_two(stored + d, first, second);
-        store(wide + d, first);
-        store(wide + d + kLanes, second);
-      }
-      if (d < dim) store(wide + d, load(stored + d));
-      return wide;
-    }
+    if constexpr (!Loads::kWidens) return reinterpret_cast<const Operand*>(row);
+    Engine::pack_query(reinterpret_cast<const Stored*>(row), dim, wide);
+    return wide;
   }
 
   /// Scores of a tile of queries with a tile of keys. On its own, so that the

@@ -33,6 +33,13 @@ inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple 
   for (int i = 0; i < n; ++i) __builtin_prefetch(rows[key + kKeyGranule + i] + offset, 0, 2);
 }
 
+/// p[0 .. 2 * kLanes) as float32. A layer may have a function of its own for a type.
+template <class T>
+void load_two(const T* p, Vector& first, Vector& second) {
+  first = load(p);
+  second = load(p + kLanes);
+}
+
 /// float32 operands, whatever the storage type: 16-bit inputs are widened while
 /// they are packed, and probabilities keep their full precision.
 struct Float32Engine {
@@ -48,7 +55,15 @@ struct Float32Engine {
 
   template <class T>
   static void pack_query(const T* source, int dim, float* row) {
-    for (int d = 0; d < dim; d += kLanes) store(row + d, load(source + d));
+    int d = 0;
+    for (; d + 2 * kLanes <= dim; d += 2 * kLanes) {
+      Vector first;
+      Vector second;
+      load_two(source + d, first, second);
+      store(row + d, first);
+      store(row + d + kLanes, second);
+    }
+    if (d < dim) store(row + d, load(source + d));
   }
 
   template <class T>

@@ -8,13 +8,6 @@
 namespace cpattn::kernels {
 namespace {
 
-/// p[0 .. 2 * kLanes) as float32. A layer may have a function of its own for a type.
-template <class T>
-void load_two(const T* p, Vector& first, Vector& second) {
-  first = load(p);
-  second = load(p + kLanes);
-}
-
 /// What an engine loads from rows of type T that are not packed: what DecodeLoop needs beside
 /// a MatrixEngine. Q K^T works on quads, the operands of four products, which are 16 bytes of
 /// neighbouring dimensions: one of a key, repeated in a vector, meets one of each of four

@@ -36,8 +36,13 @@ int64_t part_keys(const AttentionBatch& batch);
 /// Whether the rows of a segment are so few that keys and values are read in place.
 bool reads_in_place(const AttentionBatch& batch, const AttentionSegment& segment);
 
+/// KV heads that an item of segments that are read in place takes together, at most.
+int64_t heads_per_run(const AttentionBatch& batch, int64_t part_keys);
+
 /// Appends the items of a segment that is read in place. plan.part_keys has been set.
-void append_decode_items(const AttentionBatch& batch, int32_t segment, AttentionPlan& plan);
+void append_decode_items(
+    const AttentionBatch& batch, int32_t segment, int64_t heads_per_run, AttentionPlan& plan
+);
 
 /// Appends an item of a short segment as one part or more, and their costs; sets the keys of
 /// each. plan.part_keys has been set.

@@ -14,6 +14,8 @@ constexpr int32_t kWideHead = 256;
 /// Neighbouring KV heads are read together until a token has this many elements: in the order
 /// NHD they are 2 KB in a row, enough for memory to stream.
 constexpr int64_t kRunElements = 1024;
+/// A batch should have so many of these runs: the heads of few keys are read apart by more threads.
+constexpr int64_t kWantedRuns = 16;
 /// Parts that a batch should have: enough for many threads.
 constexpr int64_t kWantedParts = 256;
 /// Shorter parts cost more to merge than they are worth.
@@ -63,11 +65,23 @@ bool reads_in_place(const AttentionBatch& batch, const AttentionSegment& segment
   return is_short(batch, segment) && segment.q_len * group <= rows;
 }
 
-void append_decode_items(const AttentionBatch& batch, int32_t segment, AttentionPlan& plan) {
+int64_t heads_per_run(const AttentionBatch& batch, int64_t part_keys) {
+  int64_t parts = 0;
+  for (const AttentionSegment& segment : batch.segments) {
+    if (!reads_in_place(batch, segment)) continue;
+    const VisibleKeys range = keys_of(batch, segment);
+    parts += std::max<int64_t>(1, (range.end - range.begin) / part_keys);
+  }
+  const int64_t most = std::max<int64_t>(1, kRunElements / batch.shape.head_dim);
+  return std::clamp<int64_t>(parts * batch.shape.num_kv_heads / kWantedRuns, 1, most);
+}
+
+void append_decode_items(
+    const AttentionBatch& batch, int32_t segment, int64_t heads_per_run, AttentionPlan& plan
+) {
   const AttentionShape& shape = batch.shape;
   const int64_t group = shape.num_heads / shape.num_kv_heads;
-  const int64_t wanted = std::max<int64_t>(1, kRunElements / shape.head_dim);
-  const int64_t runs = (shape.num_kv_heads + wanted - 1) / wanted;
+  const int64_t runs = (shape.num_kv_heads + heads_per_run - 1) / heads_per_run;
   for (int64_t run = 0; run < runs; ++run) {
     const int64_t begin = shape.num_kv_heads * run / runs;
     const int64_t end = shape.num_kv_heads * (run + 1) / runs;
