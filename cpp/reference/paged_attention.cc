@@ -6,6 +6,7 @@
 #include "cpattn/base/page_size.h"
 #include "cpattn/base/parallel.h"
 #include "cpattn/reference/reference.h"
+#include "reference/codes.h"
 #include "reference/rows.h"
 
 namespace cpattn::reference {
@@ -13,6 +14,71 @@ namespace {
 
 constexpr const char* kName = "reference.paged_attention: ";
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+/// What the keys and values of a cache are multiplied with, as strides of page, slot and head.
+class Factors {
+ public:
+  Factors(
+      const PagedAttention& batch,
+      const Scale& scale,
+      const char* name,
+      int64_t num_pages,
+      int64_t num_heads
+  )
+      : scale_(scale) {
+    if (!scale.numbers) {
+      check_positive(name, scale.number);
+      return;
+    }
+    const TensorView& numbers = *scale.numbers;
+    if (numbers.rank <= 1) {
+      const int64_t count = numbers.num_elements();
+      check(
+          count == 1 || count == num_heads, kName, name, " must have 1 or ", num_heads,
+          " numbers, got shape ", ShapeOf{numbers}
+      );
+      head_stride_ = count == 1 ? 0 : numbers.stride(0);
+      for (int64_t head = 0; head < count; ++head) check_positive(name, at(0, 0, head));
+      return;
+    }
+    check(
+        numbers.rank == 3 || (numbers.rank == 2 && !batch.hnd), kName, name,
+        " must be a number, [num_kv_heads], or one for each token and head, got shape ",
+        ShapeOf{numbers}
+    );
+    const bool by_slot = numbers.rank == 2;
+    const int slot_axis = by_slot ? 0 : batch.hnd ? 2 : 1;
+    const int head_axis = by_slot || batch.hnd ? 1 : 2;
+    check(
+        numbers.dim(head_axis) == num_heads &&
+            numbers.dim(slot_axis) == batch.page_size * (by_slot ? num_pages : 1) &&
+            (by_slot || numbers.dim(0) == num_pages),
+        kName, name, " must have a number for each token and head of ", num_pages, " pages of ",
+        batch.page_size, " tokens and ", num_heads, " heads, got shape ", ShapeOf{numbers}
+    );
+    slot_stride_ = numbers.stride(slot_axis);
+    head_stride_ = numbers.stride(head_axis);
+    page_stride_ = by_slot ? slot_stride_ * batch.page_size : numbers.stride(0);
+  }
+
+  double at(int64_t page, int64_t slot, int64_t head) const {
+    if (!scale_.numbers) return scale_.number;
+    return read_element(
+        *scale_.numbers, page * page_stride_ + slot * slot_stride_ + head * head_stride_
+    );
+  }
+
+ private:
+  static void check_positive(const char* name, double number) {
+    check(
+        number > 0 && std::isfinite(number), kName, name, " must be positive and finite, got ",
+        number
+    );
+  }
+
+  const Scale& scale_;
+  int64_t page_stride_ = 0, slot_stride_ = 0, head_stride_ = 0;
+};
 
 /// A cache in any of its forms, as strides of page, slot and head.
 struct Cache {
@@ -42,14 +108,16 @@ struct Cache {
     page_stride = cache.rank == 3 ? slot_stride * batch.page_size : cache.stride(0);
   }
 
-  /// All tokens of a sequence for one head, gathered: [kv_len, head_dim].
-  Matrix gather(const PagedAttention& batch, int64_t sequence, int64_t head) const {
+  /// All tokens of a sequence for one head, gathered and multiplied: [kv_len, head_dim].
+  Matrix gather(
+      const PagedAttention& batch, const Factors& factors, int64_t sequence, int64_t head
+  ) const {
     Matrix rows(batch.kv_lens[sequence], head_dim);
     for (int64_t token = 0; token < rows.rows(); ++token) {
       const int64_t page = batch.block_tables.at(sequence, token / batch.page_size);
       const int64_t slot = token % batch.page_size;
       const int64_t offset = page * page_stride + slot * slot_stride + head * head_stride;
-      rows.row(token) = read_row(tensor, offset, head_dim);
+      rows.row(token) = read_row_or_codes(tensor, offset, head_dim) * factors.at(page, slot, head);
     }
     return rows;
   }
@@ -173,6 +241,8 @@ void paged_attention(const PagedAttention& batch, const TensorView& out, const T
   );
   const Cache k(batch, batch.k_cache, "k_cache");
   const Cache v(batch, batch.v_cache, "v_cache");
+  const Factors k_factors(batch, batch.k_scale, "k_scale", k.num_pages, k.num_heads);
+  const Factors v_factors(batch, batch.v_scale, "v_scale", v.num_pages, v.num_heads);
   check_tensors(batch, k, v, checked_lengths(batch, std::min(k.num_pages, v.num_pages)));
 
   const auto num_sequences = static_cast<int64_t>(batch.q_lens.size());
@@ -185,8 +255,8 @@ void paged_attention(const PagedAttention& batch, const TensorView& out, const T
   const int64_t group = num_heads / k.num_heads;
   const auto run = [&](int64_t item, StopToken& stop) {
     const int64_t sequence = item / k.num_heads, kv_head = item % k.num_heads;
-    const Matrix keys = k.gather(batch, sequence, kv_head);
-    const Matrix values = v.gather(batch, sequence, kv_head);
+    const Matrix keys = k.gather(batch, k_factors, sequence, kv_head);
+    const Matrix values = v.gather(batch, v_factors, sequence, kv_head);
     for (int64_t i = 0; i < batch.q_lens[sequence] && !stop.should_stop(); ++i) {
       const auto seen = visible_keys(batch, sequence, i, mask_begin[sequence]);
       const Matrix seen_keys = keys(seen, Eigen::all), seen_values = values(seen, Eigen::all);

@@ -2,23 +2,14 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "cpattn/base/parallel.h"
 #include "cpattn/reference/reference.h"
+#include "reference/codes.h"
 #include "reference/rows.h"
 
 namespace cpattn::reference {
 namespace {
-
-/// Reads an e4m3fn code: sign, four bits of exponent with bias 7, three of mantissa; no infinity.
-double float8_e4m3fn(uint8_t code) {
-  const int exponent = code >> 3 & 15, mantissa = code & 7;
-  if (exponent == 15 && mantissa == 7) return std::numeric_limits<double>::quiet_NaN();
-  const double size =
-      exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
-  return code >> 7 != 0 ? -size : size;
-}
 
 /// The dimension of the rows of x, which is [num_rows, dim].
 int64_t row_dim(const char* function, const TensorView& x) {

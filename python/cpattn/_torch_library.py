@@ -15,6 +15,24 @@ _BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
 _CPU = torch._C.DispatchKey.CPU
 
 
+# Scales of caches: a schema has no argument that is a number or a tensor.
+SCALES = (
+    "float? k_scale=None, float? v_scale=None, Tensor? k_scales=None, Tensor? v_scales=None, "
+    "str? kv_dtype=None"
+)
+
+
+def with_scales(function: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Make the options those of the function, whose k_scale and v_scale may be tensors."""
+    for name in ("k_scale", "v_scale"):
+        tensor = options.pop(f"{name}s", None)
+        if tensor is not None:
+            if options.get(name) is not None:
+                raise ValueError(f"{function}: {name}s must not be given beside {name}")
+            options[name] = tensor
+    return options
+
+
 class Operators:
     """Operators of one namespace, ``torch.ops.<namespace>``; they live as long as the process.
 

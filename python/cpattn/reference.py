@@ -2,8 +2,8 @@
 """The float64 oracle: operators computed without tricks, to test others against.
 
 Arguments are those of the functions of the same name in `cpattn`, in any container and
-in float64, float32, float16 or bfloat16. Results are new float64 NumPy arrays. The code
-is C++ with Eigen and shares nothing with the kernels.
+in float64, float32, float16 or bfloat16, caches of codes apart. Results are new float64 NumPy
+arrays. The code is C++ with Eigen and shares nothing with the kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from . import _core
 from ._containers import empty, tensor_of
-from ._types import Tensor
+from ._types import KVScale, Tensor
 
 __all__ = [
     "dequantize_kv_rows",
@@ -33,7 +33,8 @@ Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *,
     q_lens: Any, kv_lens: Any, block_tables: Any, page_size: int | None = None,
-    kv_layout: Literal["NHD", "HND"] = "NHD", scale: float | None = None, causal: bool = True,
+    kv_layout: Literal["NHD", "HND"] = "NHD", k_scale: KVScale = None, v_scale: KVScale = None,
+    kv_dtype: str | None = None, scale: float | None = None, causal: bool = True,
     window: int | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
     custom_mask: Tensor | None = None, allow_short_kv: bool = False,
 ) -> tuple[Float64Array, Float64Array]:
@@ -49,6 +50,7 @@ def paged_attention(
     k_cache, v_cache : tensors [num_pages, page_size, num_kv_heads, dim]
         With ``kv_layout="HND"`` [num_pages, num_kv_heads, page_size, dim]; 3-D with
         ``page_size`` [num_pages * page_size, num_kv_heads, dim]. The last dimension is contiguous.
+        Floats, or codes: float8_e4m3fn, float8_e5m2, int8, or uint8 with `kv_dtype`.
     q_lens, kv_lens : ints [batch]
         The last q_lens[r] of kv_lens[r] tokens of sequence r are the queries.
     block_tables : ints [batch, >= ceil(max(kv_lens) / page_size)]
@@ -57,6 +59,8 @@ def paged_attention(
         Tokens of a page. A 4-D cache has it in its shape; a 3-D one needs it.
     kv_layout : {"NHD", "HND"}
         The order of the axes of 4-D caches.
+    k_scale, v_scale, kv_dtype
+        As in `cpattn.paged_attention`; scales in any floating dtype, and beside any cache.
     scale : float, default 1/sqrt(head_dim)
         Multiplies q . k, whatever head_dim is.
     causal, window, custom_mask : bool, int, tensor [sum(q_lens * kv_lens)] of bool
@@ -67,8 +71,7 @@ def paged_attention(
     sinks : tensor [num_heads], optional
         One more logit in the denominator of each row.
     allow_short_kv : bool
-        Under `causal`, take a sequence of more queries than keys: the first queries stand before
-        token 0 and see nothing.
+        Under `causal`, take more queries than keys: the first stand before token 0 and see nothing.
 
     Returns
     -------
@@ -82,8 +85,8 @@ def paged_attention(
     TypeError
         For what is no tensor, floats or bools among the indices, and flags that are no bools.
     ValueError
-        For numbers in a tensor that are not floating-point, and lengths, shapes, page ids or
-        tables that do not fit.
+        For numbers that are not floating-point (codes in caches apart), scales that are not
+        positive, and lengths, shapes, page ids or tables that do not fit.
 
     Examples
     --------
@@ -112,16 +115,15 @@ def paged_attention(
                 f"{function}: kv_lens must be at least q_lens under causal, got "
                 f"{kv_len} for {q_len} at index {sequence}"
             )
-    num_tokens, num_heads, head_dim = _core.shape_of(q, function, "q", 3)
+    *rows, head_dim = _core.shape_of(q, function, "q", 3)
     v_head_dim = (0, *_core.shape_of(v_cache, function, "v_cache"))[-1]
-    out = _float64(function, num_tokens, num_heads, v_head_dim)
-    lse = _float64(function, num_tokens, num_heads)
-    if scale is None:
-        scale = max(head_dim, 1) ** -0.5
+    out, lse = _float64(function, *rows, v_head_dim), _float64(function, *rows)
+    scale = max(head_dim, 1) ** -0.5 if scale is None else scale
     _core.reference.paged_attention(
         q, k_cache, v_cache, q_lens=q_lens, kv_lens=kv_lens, block_tables=block_tables,
-        page_size=page_size, hnd=kv_layout == "HND", scale=scale, causal=causal, window=window,
-        softcap=softcap, sinks=sinks, custom_mask=custom_mask, out=out, lse=lse,
+        page_size=page_size, hnd=kv_layout == "HND", k_scale=k_scale, v_scale=v_scale,
+        kv_dtype=kv_dtype, scale=scale, causal=causal, window=window, softcap=softcap,
+        sinks=sinks, custom_mask=custom_mask, out=out, lse=lse,
     )  # fmt: skip
     return out, lse
 
@@ -353,8 +355,7 @@ def hadamard_transform(x: Tensor, scale: float | None = None) -> Float64Array:
     function = "reference.hadamard_transform"
     shape = _core.shape_of(x, function, "x", 2)
     out = _float64(function, *shape)
-    if scale is None:
-        scale = max(shape[1], 1) ** -0.5
+    scale = max(shape[1], 1) ** -0.5 if scale is None else scale
     _core.reference.hadamard_transform(x, scale, out)
     return out
 

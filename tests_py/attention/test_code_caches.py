@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -83,6 +84,17 @@ def test_against_the_oracle(isa, index):
         for dtype in dtypes:
             given, meant = coded(make_inputs(CASES[index].with_(dtype=dtype)), code, kind)
             assert_attention(*run(given), meant, rounds_values=kind == "tokens")
+
+
+def test_the_oracle_reads_codes_itself():
+    """From codes and scales it computes what it does from the numbers that these stand for."""
+    for case, code, kind in itertools.product(CASES[:4], CODES, SCALES):
+        given, meant = coded(make_inputs(case), code, kind)
+        results = cpattn.reference.paged_attention(**given)
+        for result, expected in zip(
+            results, cpattn.reference.paged_attention(**meant), strict=True
+        ):
+            np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("token_dtype", [torch.float16, torch.bfloat16])

@@ -261,3 +261,76 @@ def test_huge_windows_hide_nothing():
             np.testing.assert_array_equal(result, expected)
     with pytest.raises(ValueError, match="window must be >= 0, got -1"):
         attend(q, k, v, window=-1)
+
+
+CODES = {
+    "float8_e4m3fn": (torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": (torch.float8_e5m2, ml_dtypes.float8_e5m2),
+    "int8": (torch.int8, np.int8),
+}
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_every_code_by_two_other_libraries(code):
+    """A value of each code, and one key: the result is the value itself."""
+    torch_dtype, numpy_dtype = CODES[code]
+    codes = np.arange(256).astype(np.uint8).reshape(1, 1, 1, 256)
+    expected = codes.view(numpy_dtype).astype(np.float64).ravel()
+    wanted = torch.from_numpy(codes).view(torch_dtype).double().numpy().ravel()
+    np.testing.assert_array_equal(expected, wanted)
+    q, keys = np.zeros((1, 1, 1)), np.zeros((1, 1, 1, 1), np.uint8)
+    batch = {"q_lens": [1], "kv_lens": [1], "block_tables": [[0]]}
+    out, _ = reference.paged_attention(q, keys, codes, **batch, kv_dtype=code)
+    np.testing.assert_array_equal(out.ravel(), expected)
+    for view in (lambda x: x.view(numpy_dtype), lambda x: torch.from_numpy(x).view(torch_dtype)):
+        out, _ = reference.paged_attention(q, view(keys), view(codes), **batch)
+        np.testing.assert_array_equal(out.ravel(), expected)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "3-D"])
+@pytest.mark.parametrize("code", CODES)
+def test_scales_multiply_what_codes_stand_for(code, layout):
+    """A code times a float32 is exact in float64, so that results are the same bits."""
+    rng = np.random.default_rng(0)
+    numpy_dtype = CODES[code][1]
+    shape = {"NHD": (3, 4, 2, 6), "HND": (3, 2, 4, 6), "3-D": (12, 2, 6)}[layout]
+    codes = rng.integers(0, 120, (2, *shape)).astype(np.uint8).view(numpy_dtype)
+    heads = (rng.random(2) + 0.5).astype(np.float32)
+    by_head = heads[:, None, None] if layout == "HND" else heads[:, None]
+    tokens = (rng.random(shape[:-1]) + 0.5).astype(np.float32)
+    batch = {"q_lens": [3, 0, 4], "kv_lens": [8, 0, 4], "page_size": 4, "scale": 0.01}
+    batch |= {"block_tables": [[2, 0], [-1, -1], [1, 9]]}
+    batch |= {"kv_layout": "HND" if layout == "HND" else "NHD"}
+    q = rng.standard_normal((7, 4, 6))
+    k, v = codes.astype(np.float64)
+    kinds = [(0.7, 0.7), (np.float32([0.5]), 0.5), (heads, by_head), (tokens, tokens[..., None])]
+    for scale, factor in kinds:
+        expected = reference.paged_attention(q, k * factor, v * (2.0 * factor), **batch)
+        result = reference.paged_attention(q, *codes, **batch, k_scale=scale, v_scale=2 * scale)
+        for actual, wanted in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(actual, wanted)
+
+
+REFUSED_SCALES = [
+    ({"k_scale": 0.0}, ValueError, "k_scale must be positive and finite, got 0"),
+    ({"v_scale": math.nan}, ValueError, "v_scale must be positive and finite, got nan"),
+    ({"k_scale": np.float32([1, -1])}, ValueError, "k_scale must be positive and finite, got -1"),
+    ({"v_scale": np.ones(3)}, ValueError, r"v_scale must have 1 or 2 numbers, got shape \[3\]"),
+    ({"k_scale": np.ones((3, 4, 1))}, ValueError, "k_scale must have a number for each token"),
+    ({"k_scale": np.ones((2, 2, 2, 2))}, ValueError, "k_scale must be a number, "),
+    ({"k_scale": np.ones(2, np.int8)}, ValueError, "k_scale must be a floating-point type"),
+    ({"v_scale": "1"}, TypeError, "v_scale must be a tensor"),
+    ({"kv_dtype": "fp8"}, ValueError, "kv_dtype must be 'float8_e4m3fn', 'float8_e5m2' or 'int8'"),
+    ({"kv_dtype": "float8_e5m2"}, ValueError, "k_cache must be float8_e5m2, as kv_dtype says"),
+    ({"v_cache": np.zeros((3, 4, 2, 6), np.uint8)}, ValueError, "v_cache of uint8 needs kv_dtype"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), REFUSED_SCALES, ids=lambda x: str(x)[:30])
+def test_scales_and_codes_that_do_not_fit(options, error, message):
+    codes = np.zeros((3, 4, 2, 6), np.int8)
+    arguments = {"k_cache": codes, "v_cache": codes} | options
+    with pytest.raises(error, match=f"reference.paged_attention: {message}"):
+        reference.paged_attention(
+            np.ones((1, 4, 6)), **arguments, q_lens=[1], kv_lens=[8], block_tables=[[2, 0]]
+        )

@@ -8,65 +8,30 @@ import subprocess
 import sys
 import types
 
-import numpy as np
 import pytest
 import torch
 
 from cpattn.integrations import flash_attn
 from support import documented_masks
-from support.cases import DTYPES, assert_attention, strided_copy
+from support.cases import DTYPES, strided_copy
+from support.integrations.flash_attn_cases import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    assert_result,
+    cumulative,
+    normal,
+    oracle_inputs,
+    run_varlen,
+)
 from support.tolerances import assert_similar
 
-HEADS, KV_HEADS, DIM = 4, 2, 32
 WINDOWS = [(-1, -1), (5, 0), (0, 0), (4, 3), (-1, 2), (6, -1)]
 
 
 @pytest.fixture(autouse=True)
 def fixed_inputs():
     torch.manual_seed(0)
-
-
-def normal(*shape, dtype="float32"):
-    return torch.randn(shape).to(getattr(torch, dtype))
-
-
-def oracle_inputs(q, k, v, q_lens, kv_lens, causal=False, window_size=(-1, -1), **options):
-    """Arguments of the oracle for rows q and keys k of sequences one after the other."""
-    starts = np.cumsum([0, *kv_lens])[:-1]
-    inputs = {
-        "q": q,
-        "k_cache": k,
-        "v_cache": v,
-        "q_lens": q_lens,
-        "kv_lens": kv_lens,
-        "block_tables": starts[:, None] + np.arange(max(kv_lens)),
-        "page_size": 1,
-        "causal": False,
-        **options,
-    }
-    inputs["custom_mask"] = documented_masks.mask_of(
-        documented_masks.flash_attn, q_lens, kv_lens, causal, window_size
-    )
-    return inputs
-
-
-def assert_result(out, lse, inputs):
-    """LSE [heads, tokens] with the sign of flash-attn for rows without keys."""
-    assert lse.dtype == torch.float32
-    assert not torch.isneginf(lse).any()
-    assert_attention(out, torch.where(torch.isposinf(lse), -torch.inf, lse).T, inputs)
-
-
-def cumulative(lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).int()
-
-
-def run_varlen(q, k, v, q_lens, kv_lens, **options):
-    out, lse, _ = flash_attn.flash_attn_varlen_func(
-        q, k, v, cumulative(q_lens), cumulative(kv_lens), max(q_lens), max(kv_lens),
-        return_attn_probs=True, **options,
-    )  # fmt: skip
-    return out, lse
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -284,3 +284,44 @@ def test_installed_and_removed():
         assert importlib.import_module("flashinfer").merge_state is flashinfer.merge_state
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("flashinfer")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_codes(kv_layout, dtype):
+    """As caches of their dtype, or in uint8 with the dtype that was planned."""
+    case = CASE.with_(kv_layout=kv_layout)
+    inputs = make_inputs(case)
+    codes = [(inputs[name] * 20).nan_to_num().to(dtype) for name in ("k_cache", "v_cache")]
+    heads = torch.tensor([0.05, 0.08])
+    factor = heads.view(2, 1, 1) if kv_layout == "HND" else heads.view(2, 1)
+    meant = {"k_cache": codes[0].double() * factor, "v_cache": codes[1].double() * 0.07}
+    scales = {"k_scale": heads, "v_scale": 0.07, "return_lse": True}
+    raw = [x.view(torch.uint8) for x in codes]
+    for planned in ({}, {"kv_data_type": dtype}, {"kv_data_type": str(dtype)[6:]}):
+        wrapper, _ = plan_prefill(case, inputs, causal=True, **planned)
+        results = [wrapper.run(inputs["q"], tuple(codes), **scales)]
+        if planned:
+            results.append(wrapper.run(inputs["q"], torch.stack(raw, 1), **scales))
+        for out, lse in results:
+            assert_attention(out, lse * LN2, documented(case, inputs | meant, True))
+    other = "int8" if dtype != torch.int8 else "float8_e5m2"
+    wrapper, _ = plan_prefill(case, inputs, kv_data_type=other)
+    with pytest.raises(ValueError, match=f"k_cache must be {other}, as kv_dtype says"):
+        wrapper.run(inputs["q"], tuple(codes), **scales)
+
+
+def test_decode_of_codes():
+    case = Case(q_lens=(1, 1), kv_lens=(37, 9), page_size=8)
+    inputs = make_inputs(case)
+    codes = [(inputs[name] * 20).nan_to_num().to(torch.int8) for name in ("k_cache", "v_cache")]
+    meant = {"k_cache": codes[0].double() * 0.05, "v_cache": codes[1].double() * 0.05}
+    for planned in ({"kv_data_type": torch.int8}, {"data_type": torch.int8}):
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(0))
+        wrapper.plan(
+            *csr(case, inputs["block_tables"]),
+            case.num_heads, case.num_kv_heads, case.head_dim, case.page_size, **planned,
+        )  # fmt: skip
+        raw = tuple(x.view(torch.uint8) for x in codes)
+        out, lse = wrapper.run(inputs["q"], raw, k_scale=0.05, v_scale=0.05, return_lse=True)
+        assert_attention(out, lse * LN2, inputs | meant)

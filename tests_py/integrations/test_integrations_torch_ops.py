@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
 from typing import Any
 
 import pytest
@@ -11,161 +11,9 @@ import torch
 
 import cpattn
 import cpattn.integrations.torch_ops
-from support.cases import packed
-from support.public_names import PUBLIC
+from support.integrations.torch_op_calls import DIM, HEADS, OPERATORS, as_tuple, calls, ints
 
 pytestmark = pytest.mark.slow
-
-
-OPERATORS = torch.ops.cpattn
-ROWS, HEADS, KV_HEADS, DIM, PAGE = 10, 4, 2, 32, 4
-LORA_RANK, KV_RANK, ROPE = 48, 32, 16
-
-
-@dataclass(frozen=True)
-class Call:
-    """Arguments of an operator, and of the function where they are others."""
-
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    results: tuple[str, ...] = ("out",)
-
-    def __str__(self) -> str:
-        return self.name
-
-    @property
-    def operator(self) -> Any:
-        return getattr(OPERATORS, self.name).default
-
-    @property
-    def out(self) -> Any:
-        return getattr(OPERATORS, self.name).out
-
-    @property
-    def floats(self) -> list[int]:
-        """Positions of the tensors that could require a gradient."""
-        tensors = [(i, x) for i, x in enumerate(self.args) if isinstance(x, torch.Tensor)]
-        return [i for i, x in tensors if x.is_floating_point()]
-
-    def function(self) -> tuple[torch.Tensor, ...]:
-        """What the function of the same name gives."""
-        kwargs = dict(self.kwargs)
-        if self.name == "do_cp_attn_fia":
-            keys = ("cp_rank", "cp_size", "strategy", "num_tokens")
-            batch = {key: kwargs.pop(key) for key in keys if key in kwargs}
-            batch |= {key: kwargs.pop(key) for key in ("extend_lens", "seq_lens")}
-            kwargs["metadata"] = cpattn.build_cp_metadata(**batch)
-        if self.results == ("out", "lse"):
-            kwargs["return_lse"] = True
-        return as_tuple(PUBLIC[self.name](*self.args, **kwargs))
-
-    def outputs(self) -> dict[str, torch.Tensor]:
-        """Tensors to write into, whose contents are wrong."""
-        results = zip(self.results, self.function(), strict=True)
-        return {name: torch.full_like(result, 3) for name, result in results}
-
-
-def as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
-    return (result,) if isinstance(result, torch.Tensor) else tuple(result)
-
-
-def ints(*values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def cp_attention_options(q, k_cache, v_cache, batch, rand) -> list[Call]:
-    """Two sequences of 9 and 8 new tokens at the end of 16 and 11."""
-    masks = rand(9 * 16 + 8 * 11) > 0
-    bits = torch.from_numpy(packed([masks[: 9 * 16].numpy(), masks[9 * 16 :].numpy()]))
-    options = {"window": 5, "softcap": 20.0, "sinks": rand(HEADS), "custom_mask": masks}
-    latent = {"q_rope": rand(ROWS, HEADS * ROPE), "k_rope": rand(9, PAGE, KV_HEADS * ROPE)}
-    latent |= {"v_head_dim": 16, "causal": False, "packed_custom_mask": bits}
-    results = ("out", "lse")
-    return [
-        Call("do_cp_attn_fia", (q.flatten(1), k_cache, v_cache), batch | options, results),
-        Call("do_cp_attn_fia", (q.flatten(1), k_cache, None), batch | latent, results),
-    ]
-
-
-def calls() -> list[Call]:
-    draw = torch.Generator().manual_seed(3)
-
-    def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(shape, generator=draw).to(dtype)
-
-    q, k_cache, v_cache = rand(ROWS, HEADS, DIM), *rand(2, 9, PAGE, KV_HEADS, DIM)
-    tables, q_lens, kv_lens = ints([5, 0, 7, 2], [8, 1, 3, 4]), ints(7, 3), ints(16, 9)
-    paged = {"q_lens": q_lens, "kv_lens": kv_lens, "block_tables": tables}
-    csr = {
-        "q_lens": q_lens,
-        "kv_indptr": ints(0, 4, 7),
-        "kv_indices": ints(5, 0, 7, 2, 8, 1, 3),
-        "last_page_len": ints(4, 1),
-    }
-    options = {"window": 5, "softcap": 20.0, "sinks": rand(HEADS), "num_threads": 1}
-    ranges = (ints(0, 0, 4), ints(5, 12, 9))
-    indexer = (rand(3, 2, 16), rand(12, 16), rand(3, 2), *ranges)
-    nope, rope = rand(6, 512), rand(6, 64)
-    rows = cpattn.sparse.quantize_kv_rows(nope, rope)
-    latent = (rand(3, HEADS, DIM), rand(20, 1, DIM), ints([[7, 19, -1]], [[0, 1, 2]], [[4, 4, 4]]))
-    projection = (rand(5, LORA_RANK + KV_RANK + ROPE), rand(LORA_RANK), rand(KV_RANK))
-    ranks = (LORA_RANK, KV_RANK, ROPE)
-    fia = {
-        "extend_lens": ints(9, 8),
-        "seq_lens": ints(16, 11),
-        "cp_rank": 1,
-        "cp_size": 2,
-        "block_tables": tables,
-        "page_size": PAGE,
-        "num_heads": HEADS,
-        "num_kv_heads": KV_HEADS,
-        "scale": None,
-    }
-    split = ("q", "k_nope", "k_pe")
-    return [
-        Call("paged_attention", (q, k_cache, v_cache), paged, ("out", "lse")),
-        Call("paged_attention", (q, k_cache, v_cache), csr | options, ("out", "lse")),
-        Call("do_cp_attn_fia", (q.flatten(1), k_cache, v_cache), fia, ("out", "lse")),
-        Call(
-            "do_cp_attn_fia",
-            (q.flatten(1), k_cache, v_cache[..., :16].contiguous()),
-            fia | {"strategy": "interleave", "num_tokens": 18, "scale": 0.3},
-            ("out", "lse"),
-        ),
-        *cp_attention_options(q, k_cache, v_cache, fia, rand),
-        Call("indexer_logits", indexer),
-        Call("indexer_logits", indexer, {"k_scale": rand(12).abs()}),
-        Call("indexer_topk", indexer, {"topk": 4}),
-        Call("indexer_topk", indexer, {"topk": 4, "k_scale": rand(12).abs(), "sorted": False}),
-        Call("fast_topk", (rand(3, 20), ints(20, 2, 9), 5)),
-        Call("fast_topk", (rand(3, 20), ints(8, 2, 9), 5, ints(3, 0, 11)), {"sorted": False}),
-        Call("hadamard_transform", (rand(2, 3, 64, dtype=torch.bfloat16),)),
-        Call("hadamard_transform", (rand(64), 1.0)),
-        Call("quantize_kv_rows", (nope, rope)),
-        Call("dequantize_kv_rows", (rows,)),
-        Call("dequantize_kv_rows", (rows, ints(5, 0, 5))),
-        Call("flash_mla_sparse_fwd", (*latent, 0.2, 16), {}, ("out", "max_logits", "lse")),
-        Call(
-            "flash_mla_sparse_fwd",
-            (*latent, 0.2, 32, rand(HEADS), ints(3, 0, 1)),
-            {"num_threads": 1},
-            ("out", "max_logits", "lse"),
-        ),
-        Call(
-            "split_qk_norm",
-            (*projection, *ranks),
-            {"q_eps": 1e-6, "kv_eps": 1e-5},
-            (*split, "latent_cache"),
-        ),
-        Call("fused_split_qk_norm", (*projection, *ranks), {}, split),
-        Call(
-            "fused_split_qk_norm",
-            (*projection, *ranks),
-            {"eps": 1e-3, "q_bias": rand(LORA_RANK), "kv_bias": rand(KV_RANK)},
-            split,
-        ),
-    ]
 
 
 @pytest.fixture(autouse=True)
@@ -381,3 +229,30 @@ def test_outputs_of_another_shape_are_refused(call):
     wrong = {name: torch.cat([x, x], -1) for name, x in call.outputs().items()}
     with pytest.raises(ValueError, match=call.name):
         call.out(*call.args, **call.kwargs, **wrong)
+
+
+def test_a_scale_is_a_number_or_a_tensor():
+    given = [call for call in calls() if "k_scales" in call.kwargs]
+    assert {call.name for call in given} == {"paged_attention", "do_cp_attn_fia"}
+    for call, name in itertools.product(given, ("k_scale", "v_scale")):
+        with pytest.raises(
+            ValueError, match=f"{call.name}: {name}s must not be given beside {name}"
+        ):
+            call.operator(*call.args, **call.kwargs, **{name: 1.0})
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_graph_on_codes_of_float8(dtype):
+    call = CALLS[0]
+    q, *caches = call.args
+    codes = [cache.to(dtype) for cache in caches]
+    scales = {"k_scale": 0.5, "v_scales": torch.tensor([0.5, 2.0])}
+    compiled = torch.compile(
+        lambda *args: OPERATORS.paged_attention(*args, **call.kwargs, **scales),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    expected = cpattn.paged_attention(
+        q, *codes, **call.kwargs, k_scale=0.5, v_scale=scales["v_scales"], return_lse=True
+    )
+    assert_same(compiled(q, *codes), expected)

@@ -237,3 +237,25 @@ def test_a_pool_is_written(use_fia):
     pool.set_kv_buffer(0, slots, k, v)
     for buffer, rows in ((pool.get_key_buffer(0), k), (pool.get_value_buffer(0), v)):
         assert_same(buffer.reshape(-1, HEADS, DIM)[slots], rows)
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+def test_int8_blocks(isa, offsets):
+    """Codes that are written out: only those of the sequence, as all would be 16 GiB."""
+    q = normal(1, 3, HEADS, DIM)
+    k, v = (RNG.integers(-90, 90, (5, PAGE_SIZE, HEADS * DIM), np.int8) for _ in range(2))
+    numbers = {
+        f"{side}_antiquant_{name}": RNG.random((HEADS, DIM), np.float32) / 50
+        for side in ("key", "value")
+        for name in (("scale", "offset") if offsets else ("scale",))
+    }
+
+    def attend(k, v, pages):
+        return cpattn.npu.npu_fused_infer_attention_score(
+            q, k, v, input_layout="BSND", num_heads=HEADS, block_table=[pages],
+            block_size=PAGE_SIZE, actual_seq_lengths_kv=[NUM_TOKENS], softmax_lse_flag=True,
+            **numbers,
+        )  # fmt: skip
+
+    (huge_k, pages), (huge_v, _) = spread(k), spread(v)
+    assert_same(attend(huge_k, huge_v, pages), attend(k, v, [0, 1, 2, 3, 4]))

@@ -37,13 +37,46 @@ class Fia {
       py::handle sparse_mode,
       py::handle inner_precise,
       py::handle block_size,
-      py::handle softmax_lse_flag)
+      py::handle softmax_lse_flag,
+      const py::object& antiquant_scale,
+      const py::object& antiquant_offset,
+      const py::object& key_antiquant_scale,
+      const py::object& key_antiquant_offset,
+      const py::object& value_antiquant_scale,
+      const py::object& value_antiquant_offset,
+      py::handle antiquant_mode,
+      py::handle key_antiquant_mode,
+      py::handle value_antiquant_mode)
       : query_(kRead.tensor(query, "query")),
         key_(kRead.tensor(key, "key")),
         value_(kRead.tensor(value, "value")),
         query_rope_(kRead.optional_tensor(query_rope, "query_rope")),
         key_rope_(kRead.optional_tensor(key_rope, "key_rope")),
-        owners_(py::make_tuple(query, key, value, query_rope, key_rope)) {
+        antiquant_scale_(kRead.optional_tensor(antiquant_scale, "antiquant_scale")),
+        antiquant_offset_(kRead.optional_tensor(antiquant_offset, "antiquant_offset")),
+        key_antiquant_scale_(kRead.optional_tensor(key_antiquant_scale, "key_antiquant_scale")),
+        key_antiquant_offset_(kRead.optional_tensor(key_antiquant_offset, "key_antiquant_offset")),
+        value_antiquant_scale_(
+            kRead.optional_tensor(value_antiquant_scale, "value_antiquant_scale")
+        ),
+        value_antiquant_offset_(
+            kRead.optional_tensor(value_antiquant_offset, "value_antiquant_offset")
+        ),
+        owners_(
+            py::make_tuple(
+                query,
+                key,
+                value,
+                query_rope,
+                key_rope,
+                antiquant_scale,
+                antiquant_offset,
+                key_antiquant_scale,
+                key_antiquant_offset,
+                value_antiquant_scale,
+                value_antiquant_offset
+            )
+        ) {
     const auto mask = kRead.optional_tensor(atten_mask, "atten_mask");
     const auto table = kRead.optional_table(block_table, "block_table");
     const FiaArguments arguments{
@@ -66,6 +99,18 @@ class Fia {
         .sparse_mode = kRead.integer(sparse_mode, "sparse_mode"),
         .inner_precise = kRead.integer(inner_precise, "inner_precise"),
         .block_size = kRead.integer(block_size, "block_size"),
+        .antiquant =
+            {.mode = kRead.integer(antiquant_mode, "antiquant_mode"),
+             .scale = view_of(antiquant_scale_),
+             .offset = view_of(antiquant_offset_)},
+        .key_antiquant =
+            {.mode = kRead.integer(key_antiquant_mode, "key_antiquant_mode"),
+             .scale = view_of(key_antiquant_scale_),
+             .offset = view_of(key_antiquant_offset_)},
+        .value_antiquant =
+            {.mode = kRead.integer(value_antiquant_mode, "value_antiquant_mode"),
+             .scale = view_of(value_antiquant_scale_),
+             .offset = view_of(value_antiquant_offset_)},
         .softmax_lse_flag = kRead.flag(softmax_lse_flag, "softmax_lse_flag"),
     };
     const GilRelease nogil;
@@ -85,6 +130,8 @@ class Fia {
  private:
   TensorArgument query_, key_, value_;
   std::optional<TensorArgument> query_rope_, key_rope_;
+  std::optional<TensorArgument> antiquant_scale_, antiquant_offset_, key_antiquant_scale_,
+      key_antiquant_offset_, value_antiquant_scale_, value_antiquant_offset_;
   py::tuple owners_;
   FiaPlan plan_;
 };
@@ -98,11 +145,15 @@ void register_fia(py::module_& module) {
           const py::object&, const py::object&, const py::object&, const py::object&,
           const py::object&, py::handle, py::handle, py::handle, py::handle, py::handle, py::handle,
           py::handle, py::handle, py::handle, py::handle, py::handle, py::handle, py::handle,
-          py::handle>(),
+          py::handle, const py::object&, const py::object&, const py::object&, const py::object&,
+          const py::object&, const py::object&, py::handle, py::handle, py::handle>(),
       "query"_a, "key"_a, "value"_a, py::kw_only(), "query_rope"_a, "key_rope"_a, "atten_mask"_a,
       "actual_seq_lengths"_a, "actual_seq_lengths_kv"_a, "block_table"_a, "num_heads"_a,
       "num_key_value_heads"_a, "scale"_a, "pre_tokens"_a, "next_tokens"_a, "input_layout"_a,
-      "sparse_mode"_a, "inner_precise"_a, "block_size"_a, "softmax_lse_flag"_a
+      "sparse_mode"_a, "inner_precise"_a, "block_size"_a, "softmax_lse_flag"_a, "antiquant_scale"_a,
+      "antiquant_offset"_a, "key_antiquant_scale"_a, "key_antiquant_offset"_a,
+      "value_antiquant_scale"_a, "value_antiquant_offset"_a, "antiquant_mode"_a,
+      "key_antiquant_mode"_a, "value_antiquant_mode"_a
   );
   type.def_property_readonly("out_shape", &Fia::out_shape);
   type.def_property_readonly("lse_shape", &Fia::lse_shape);

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <optional>
-#include <stdexcept>
 
 #include "bindings/arguments/arguments.h"
+#include "bindings/arguments/kv_format.h"
 #include "bindings/module.h"
+#include "cpattn/base/check.h"
 #include "cpattn/reference/reference.h"
 
 namespace py = pybind11;
@@ -12,20 +13,19 @@ using namespace py::literals;
 namespace cpattn::bindings {
 namespace {
 
+void check_float(const Arguments& read, const char* argument, DType dtype) {
+  check(
+      dtype == DType::float64 || dtype == DType::float32 || dtype == DType::float16 ||
+          dtype == DType::bfloat16,
+      read.name(argument), " must be a floating-point type, got ", dtype
+  );
+}
+
 /// A tensor of numbers that the oracle reads as float64.
 TensorArgument floats(const Arguments& read, py::handle object, const char* argument) {
   TensorArgument tensor = read.tensor(object, argument);
-  switch (tensor->dtype) {
-    case DType::float64:
-    case DType::float32:
-    case DType::float16:
-    case DType::bfloat16:
-      return tensor;
-    default:
-      throw std::invalid_argument(
-          concat(read.name(argument), " must be a floating-point type, got ", tensor->dtype)
-      );
-  }
+  check_float(read, argument, tensor->dtype);
+  return tensor;
 }
 std::optional<TensorArgument> optional_floats(
     const Arguments& read, py::handle object, const char* argument
@@ -33,6 +33,39 @@ std::optional<TensorArgument> optional_floats(
   if (object.is_none()) return std::nullopt;
   return floats(read, object, argument);
 }
+
+/// A cache of numbers that the oracle reads as float64, or of codes that it decodes.
+TensorView read_cache(
+    const Arguments& read,
+    const TensorArgument& cache,
+    const char* name,
+    const std::optional<DType>& kv_dtype
+) {
+  const TensorView view = as_codes(read, name, *cache, kv_dtype);
+  const bool is_code = view.dtype == DType::float8_e4m3fn || view.dtype == DType::float8_e5m2 ||
+                       view.dtype == DType::int8;
+  if (!is_code) check_float(read, name, view.dtype);
+  return view;
+}
+
+/// A scale of a cache: None, a number or a tensor of them, which it keeps alive.
+class FloatScaleArgument {
+ public:
+  FloatScaleArgument(const Arguments& read, py::handle scale, const char* name) {
+    if (scale.is_none()) return;
+    if (is_number(scale)) {
+      value.number = read.real(scale, name);
+      return;
+    }
+    tensor_.emplace(floats(read, scale, name));
+    value.numbers = **tensor_;
+  }
+
+  reference::Scale value;
+
+ private:
+  std::optional<TensorArgument> tensor_;
+};
 
 void paged_attention(
     py::handle q,
@@ -43,6 +76,9 @@ void paged_attention(
     py::handle block_tables,
     py::handle page_size,
     bool hnd,
+    py::handle k_scale,
+    py::handle v_scale,
+    py::handle kv_dtype,
     py::handle scale,
     py::handle causal,
     py::handle window,
@@ -54,8 +90,11 @@ void paged_attention(
 ) {
   const Arguments read("reference.paged_attention");
   const TensorArgument q_view = floats(read, q, "q");
-  const TensorArgument k_view = floats(read, k_cache, "k_cache");
-  const TensorArgument v_view = floats(read, v_cache, "v_cache");
+  const TensorArgument k_argument = read.tensor(k_cache, "k_cache");
+  const TensorArgument v_argument = read.tensor(v_cache, "v_cache");
+  const std::optional<DType> dtype = parse_kv_dtype(read, kv_dtype);
+  const FloatScaleArgument k_factor(read, k_scale, "k_scale");
+  const FloatScaleArgument v_factor(read, v_scale, "v_scale");
   const auto sinks_view = optional_floats(read, sinks, "sinks");
   const auto mask_view = read.optional_tensor(custom_mask, "custom_mask");
   const TensorArgument out_view = read.output(out, "out");
@@ -63,8 +102,10 @@ void paged_attention(
   const IndexTableArgument tables = read.table(block_tables, "block_tables");
   const reference::PagedAttention batch{
       .q = *q_view,
-      .k_cache = *k_view,
-      .v_cache = *v_view,
+      .k_cache = read_cache(read, k_argument, "k_cache", dtype),
+      .v_cache = read_cache(read, v_argument, "v_cache", dtype),
+      .k_scale = k_factor.value,
+      .v_scale = v_factor.value,
       .hnd = hnd,
       .page_size = read.integer(page_size, "page_size"),
       .q_lens = read.ints(q_lens, "q_lens"),
@@ -194,8 +235,9 @@ void register_reference(py::module_& module) {
   py::module_ reference = module.def_submodule("reference");
   reference.def(
       "paged_attention", &paged_attention, "q"_a, "k_cache"_a, "v_cache"_a, py::kw_only(),
-      "q_lens"_a, "kv_lens"_a, "block_tables"_a, "page_size"_a, "hnd"_a, "scale"_a, "causal"_a,
-      "window"_a, "softcap"_a, "sinks"_a, "custom_mask"_a, "out"_a, "lse"_a
+      "q_lens"_a, "kv_lens"_a, "block_tables"_a, "page_size"_a, "hnd"_a, "k_scale"_a, "v_scale"_a,
+      "kv_dtype"_a, "scale"_a, "causal"_a, "window"_a, "softcap"_a, "sinks"_a, "custom_mask"_a,
+      "out"_a, "lse"_a
   );
   reference.def(
       "flash_mla_sparse_fwd", &flash_mla_sparse_fwd, "q"_a, "kv"_a, "indices"_a, py::kw_only(),

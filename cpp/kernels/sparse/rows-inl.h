@@ -48,6 +48,8 @@ constexpr RowKernels row_kernels() {
           {&quantize_groups<float>, &quantize_groups<Half>, &quantize_groups<Bfloat16>},
       .hadamard = {&hadamard<float>, &hadamard<Half>, &hadamard<Bfloat16>},
       .rms_norm = {&rms_norm<float>, &rms_norm<Half>, &rms_norm<Bfloat16>},
+      .dequantize_int8 =
+          {&dequantize_int8<float>, &dequantize_int8<Half>, &dequantize_int8<Bfloat16>},
       .widen = {&widen_row<float>, &widen_row<Half>, &widen_row<Bfloat16>},
       .expand_kv_row = &expand_kv_row,
       .expand_kv_row_float32 = &expand_kv_row_float32,

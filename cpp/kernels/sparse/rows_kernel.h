@@ -53,6 +53,11 @@ struct RowKernels {
   void (*rms_norm[kNumElementTypes])(
       const void* x, const float* weight, const float* bias, int64_t n, float eps, void* out
   );
+  /// out = (codes + offset) * scale, n numbers, in float32 with one rounding at the end; offset may
+  /// be null.
+  void (*dequantize_int8[kNumElementTypes])(
+      const int8_t* codes, const float* scale, const float* offset, int64_t n, void* out
+  );
   /// n numbers as float32.
   void (*widen[kNumElementTypes])(const void* x, int64_t n, float* out);
   /// Reads a row of the FP8 cache as 576 bfloat16 or float32 numbers: code * scale in float32,

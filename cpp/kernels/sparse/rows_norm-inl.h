@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// RMS norm and Hadamard transform of rows, in float32 with one rounding at the end.
+// RMS norm, Hadamard transform and dequantisation of rows, in float32 with one rounding at the end.
 // Needs the vector layer included first.
 #include "kernels/sparse/rows_kernel.h"
 #include "kernels/vector/elements-inl.h"
@@ -63,6 +63,17 @@ void widen_row(const void* x, int64_t n, float* out) {
   const T* from = static_cast<const T*>(x);
   for (int64_t i = 0; i < n; i += kLanes) {
     store_some(out + i, load_some(from + i, n - i), n - i);
+  }
+}
+
+template <class T>
+void dequantize_int8(
+    const int8_t* codes, const float* scale, const float* offset, int64_t n, void* out
+) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Vector x = load_some(codes + i, n - i);
+    if (offset != nullptr) x = add(x, load_some(offset + i, n - i));
+    store_some(static_cast<T*>(out) + i, mul(x, load_some(scale + i, n - i)), n - i);
   }
 }
 

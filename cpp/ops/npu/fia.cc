@@ -8,6 +8,7 @@
 
 #include "cpattn/base/check.h"
 #include "ops/base/kernel_table.h"
+#include "ops/npu/fia_antiquant.h"
 #include "ops/npu/fia_layout.h"
 #include "ops/npu/fia_mask.h"
 #include "ops/npu/fia_sequences.h"
@@ -44,6 +45,15 @@ AttentionBatch make_batch(
     batch.pages.indptr.push_back(static_cast<int64_t>(batch.pages.page_ids.size()));
   }
   return batch;
+}
+
+/// Lets the keys of the only sequence of a batch be a page of their own.
+void use_one_page(AttentionBatch& batch) {
+  const int64_t kv_len = batch.segments[0].kv_len;
+  batch.page_size = std::max<int64_t>(kv_len, 1);
+  batch.num_pages = 1;
+  batch.pages.page_ids.assign(kv_len > 0 ? 1 : 0, 0);
+  batch.pages.indptr.back() = kv_len > 0 ? 1 : 0;
 }
 
 bool wants_lse(const FiaPlan& plan) { return plan.lse_shape.size() > 1; }
@@ -85,7 +95,7 @@ PagedCache read_cache(
     const Layout& layout,
     int64_t num_kv_heads
 ) {
-  check_like_query(arguments, name, tensor);
+  if (tensor.dtype != DType::int8) check_like_query(arguments, name, tensor);
   if (!arguments.block_table) {
     return fia::contiguous_blocks(name, tensor, layout, num_kv_heads);
   }
@@ -110,6 +120,7 @@ int64_t read_rope(
       "query_rope and key_rope must be given together"
   );
   if (!arguments.query_rope) return 0;
+  check_like_query(arguments, "key_rope", *arguments.key_rope);
   const PagedCache key =
       read_cache(arguments, "key_rope", *arguments.key_rope, layout, num_kv_heads);
   check_same_blocks("key_rope", key, plan.arguments.k);
@@ -142,6 +153,7 @@ AttentionShape read_tensors(const FiaArguments& arguments, const Layout& layout,
       "block_size must be in [1, ", INT32_MAX, "] with block_table, got ", arguments.block_size
   );
   element_type(kFunction, "query", arguments.query.dtype);
+  fia::check_antiquant(arguments, layout);
   plan.query = fia::as_bsnd("query", arguments.query, layout.input, num_heads);
   const PagedCache key = read_cache(arguments, "key", arguments.key, layout, num_kv_heads);
   const PagedCache value = read_cache(arguments, "value", arguments.value, layout, num_kv_heads);
@@ -197,7 +209,13 @@ FiaPlan plan_fia(const FiaArguments& arguments) {
   std::optional<fia::ReadMask> mask;
   if (masked) mask.emplace(arguments, sequences, plan.query.shape[1]);
 
-  const bool together = runs_together(plan);
+  if (key.dtype == DType::int8) {
+    plan.antiquant =
+        std::make_shared<fia::Antiquant>(arguments, sequences, pages, key, plan.arguments.v);
+    plan.expands = !plan.antiquant->set_scales(plan.arguments);
+  }
+
+  const bool together = !plan.expands && runs_together(plan);
   const int64_t step = together ? sequences.size() : 1;
   for (int64_t first = 0; first < sequences.size(); first += step) {
     AttentionBatch batch = make_batch(sequences, pages, band, first, first + step);
@@ -205,6 +223,7 @@ FiaPlan plan_fia(const FiaArguments& arguments) {
     batch.num_rows = plan.query.shape[1] * (together ? plan.query.shape[0] : 1);
     batch.page_size = key.page_size;
     batch.num_pages = key.num_pages;
+    if (plan.expands) use_one_page(batch);
     batch.batch_invariant = true;  // do_cp_attn_fia and two calls of this agree bit for bit
     if (mask) batch.mask = mask->pack(batch.segments, first);
     plan.plans.push_back(plan_attention(kFunction, std::move(batch), /*num_threads=*/0));
@@ -231,6 +250,12 @@ void run_fia(const FiaPlan& plan, const TensorView& out, const TensorView& lse) 
     if (lse_view) {
       arguments.lse = fia::rows_of(*lse_view, run, count);
       arguments.lse->rank = 2;
+    }
+    fia::Antiquant::Expanded expanded;
+    if (plan.expands) {
+      expanded = plan.antiquant->expand(run);
+      arguments.k = expanded.key;
+      arguments.v = expanded.value;
     }
     run_attention(plan.plans[run], arguments);
   }

@@ -763,6 +763,15 @@ class Fia(_Bound):
         inner_precise: int,
         block_size: int,
         softmax_lse_flag: bool,
+        antiquant_scale: _Tensor | None,
+        antiquant_offset: _Tensor | None,
+        key_antiquant_scale: _Tensor | None,
+        key_antiquant_offset: _Tensor | None,
+        value_antiquant_scale: _Tensor | None,
+        value_antiquant_offset: _Tensor | None,
+        antiquant_mode: int,
+        key_antiquant_mode: int,
+        value_antiquant_mode: int,
     ) -> None: ...
     @property
     def out_shape(self) -> tuple[int, ...]: ...

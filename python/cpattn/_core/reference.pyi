@@ -1,5 +1,7 @@
 # Types of the float64 oracle in the compiled core.
 
+from typing import SupportsFloat
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +19,9 @@ def paged_attention(
     block_tables: _Indices,
     page_size: int,
     hnd: bool,
+    k_scale: SupportsFloat | _Tensor | None,
+    v_scale: SupportsFloat | _Tensor | None,
+    kv_dtype: str | None,
     scale: float,
     causal: bool,
     window: int | None,

@@ -6,7 +6,8 @@
 
 Each ``torch.ops.cpattn.x`` has the arguments of ``cpattn.x``, in their order and with their
 defaults, and always returns all results. Lengths, tables and other arrays of integers are int32 or
-int64 tensors: numbers in a graph would be constants, compiled anew whenever they change.
+int64 tensors: numbers in a graph would be constants, compiled anew whenever they change. Scales of
+caches are numbers, ``k_scale`` and ``v_scale``, or tensors, ``k_scales`` and ``v_scales``.
 ``torch.ops.cpattn.x.out`` writes into tensors that are keywords of the names of the results.
 
 Operators run on CPU tensors, trace under `torch.compile` without graph breaks and with dynamic
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from .. import _core
-from .._torch_library import Operators
+from .._torch_library import SCALES, Operators, with_scales
 from ..attention import default_scale, merge_state, paged_attention
 from ..context_parallel.attention import do_cp_attn_fia
 from ..context_parallel.metadata import build_cp_metadata
@@ -41,6 +42,13 @@ _operators = Operators("cpattn")
 # Dense attention.
 
 
+def _paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    scaled = with_scales("paged_attention", options)
+    return paged_attention(q, k_cache, v_cache, **scaled, return_lse=True)
+
+
 def _paged_attention_fake(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -48,20 +56,20 @@ def _paged_attention_fake(
     return out, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _paged_attention_out(*args: Any, **options: Any) -> None:
-    paged_attention(*args, **options)
+def _paged_attention_out(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> None:
+    paged_attention(q, k_cache, v_cache, **with_scales("paged_attention", options))
 
 
 _operators.define_with_out(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, *, Tensor q_lens, "
     "Tensor? kv_lens=None, Tensor? block_tables=None, Tensor? kv_indptr=None, "
     "Tensor? kv_indices=None, Tensor? last_page_len=None, SymInt? page_size=None, "
-    "str kv_layout='NHD', float? scale=None, bool causal=True, SymInt? window=None, "
+    f"str kv_layout='NHD', {SCALES}, float? scale=None, bool causal=True, SymInt? window=None, "
     "float softcap=0.0, Tensor? sinks=None, Tensor? custom_mask=None, "
     "Tensor? packed_custom_mask=None, bool allow_short_kv=False, "
     "bool batch_invariant=False, int? num_threads=None)",
     "out lse",
-    partial(paged_attention, return_lse=True),
+    _paged_attention,
     _paged_attention_out,
     _paged_attention_fake,
 )
@@ -75,7 +83,7 @@ def _metadata(options: dict[str, Any]) -> _core.ContextParallelMetadata:
 
 
 def _do_cp_attn_fia(q: Tensor, k_cache: Tensor, v_cache: Tensor | None, **options: Any) -> Any:
-    metadata = _metadata(options)
+    metadata = _metadata(with_scales("do_cp_attn_fia", options))
     return do_cp_attn_fia(q, k_cache, v_cache, metadata, **options, return_lse=True)
 
 
@@ -100,15 +108,17 @@ def _do_cp_attn_fia_out(
     num_kv_heads: int,
     out: Tensor,
     lse: Tensor,
-    **batch: Any,
+    **options: Any,
 ) -> None:
+    batch = with_scales("do_cp_attn_fia", options)
     if scale is None:
         columns = q.shape[-1] + (0 if q_rope is None else q_rope.shape[-1])
         scale = default_scale("do_cp_attn_fia", columns // max(num_heads, 1))
     _core.do_cp_attn_fia(
         q, k_cache, v_cache, _metadata(batch), block_tables, page_size, num_heads, num_kv_heads,
         scale, causal, window, softcap, sinks, custom_mask, packed_custom_mask, q_rope, k_rope,
-        v_head_dim, None, None, None, out, lse,
+        v_head_dim, batch.pop("k_scale", None), batch.pop("v_scale", None),
+        batch.pop("kv_dtype", None), out, lse,
     )  # fmt: skip
 
 
@@ -135,7 +145,7 @@ _operators.define_with_out(
     "SymInt num_heads, SymInt num_kv_heads, float? scale, bool causal=True, SymInt? window=None, "
     "float softcap=0.0, Tensor? sinks=None, Tensor? custom_mask=None, "
     "Tensor? packed_custom_mask=None, Tensor? q_rope=None, Tensor? k_rope=None, "
-    "SymInt? v_head_dim=None, str strategy='zigzag', SymInt? num_tokens=None)",
+    f"SymInt? v_head_dim=None, {SCALES}, str strategy='zigzag', SymInt? num_tokens=None)",
     "out lse",
     _do_cp_attn_fia,
     _do_cp_attn_fia_out,

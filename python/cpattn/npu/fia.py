@@ -34,15 +34,15 @@ def npu_fused_infer_attention_score(
     dequant_scale2: None = None,
     quant_scale2: None = None,
     quant_offset2: None = None,
-    antiquant_scale: None = None,
-    antiquant_offset: None = None,
+    antiquant_scale: Tensor | None = None,
+    antiquant_offset: Tensor | None = None,
     block_table: IndexTable | None = None,
     query_padding_size: None = None,
     kv_padding_size: None = None,
-    key_antiquant_scale: None = None,
-    key_antiquant_offset: None = None,
-    value_antiquant_scale: None = None,
-    value_antiquant_offset: None = None,
+    key_antiquant_scale: Tensor | None = None,
+    key_antiquant_offset: Tensor | None = None,
+    value_antiquant_scale: Tensor | None = None,
+    value_antiquant_offset: Tensor | None = None,
     key_shared_prefix: None = None,
     value_shared_prefix: None = None,
     actual_shared_prefix_len: None = None,
@@ -73,7 +73,7 @@ def npu_fused_infer_attention_score(
     ----------
     query : tensor, float32, float16 or bfloat16
         Axes as in `input_layout`.
-    key, value : tensors, of the dtype of query
+    key, value : tensors, of the dtype of query, or of int8 with scales
         Axes as in `input_layout`, or blocks: [blocks, block_size, H], under BNSD and TND
         layouts also [blocks, N, block_size, D]. `value` may have another D.
     atten_mask : tensor, bool, int8 or uint8, optional
@@ -118,15 +118,29 @@ def npu_fused_infer_attention_score(
         Tokens of a block; with `block_table`.
     softmax_lse_flag : bool
         Whether to return the log-sum-exp.
+    key_antiquant_scale, key_antiquant_offset, value_antiquant_scale, value_antiquant_offset
+        What `key` and `value` of int8 stand for: (code + offset) * scale; tensors, of which both
+        scales are needed and both offsets may be missing. Not for TND layouts, nor with rope.
+    key_antiquant_mode, value_antiquant_mode : int
+        What there is a number for, and its place; the same for both, or 0 for keys and 1 for
+        values::
+
+            0  each channel: [N, 1, D], [N, D] or [H], with 1 before; or everything: [1]
+            1  each token: [B, S2 or more], with 1 before
+            2  each head: [N]
+            3  each head and token: [B, N, S2 or more]
+            4  each token in its block: [blocks, block_size]
+            5  each head and token in its block: [blocks, N, block_size]
+
+        Numbers of modes 0 and 2 are of the dtype of query, the others float32.
+    antiquant_scale, antiquant_offset, antiquant_mode
+        The same for key and value in one tensor [2, ...], in modes 0 and 1; without effect beside
+        `key_antiquant_scale`.
     pse_shift, query_padding_size, kv_padding_size
         Not supported, at their defaults only.
     dequant_scale1, quant_scale1, dequant_scale2, quant_scale2, quant_offset2
         Likewise.
-    antiquant_scale, antiquant_offset, antiquant_mode
-        Likewise.
-    key_antiquant_scale, key_antiquant_offset, key_antiquant_mode, key_rope_antiquant_scale
-        Likewise.
-    value_antiquant_scale, value_antiquant_offset, value_antiquant_mode
+    key_rope_antiquant_scale
         Likewise.
     key_shared_prefix, value_shared_prefix, actual_shared_prefix_len
         Likewise.
@@ -144,6 +158,13 @@ def npu_fused_infer_attention_score(
         If an argument is of another type than stated, such as a list in place of a tensor.
     ValueError
         For what the list above rules out, and for any other argument that is not at its default.
+
+    Notes
+    -----
+    A scale of everything, of heads or of tokens without an offset is applied as codes are read.
+    In the other cases, and for modes 1 and 3 with blocks, the keys and values of a sequence are
+    first written out in the dtype of query, which is what the operator means: for one sequence
+    after the other, so that the longest one bounds the memory that it takes.
 
     Examples
     --------
@@ -164,21 +185,12 @@ def npu_fused_infer_attention_score(
         dequant_scale2=dequant_scale2,
         quant_scale2=quant_scale2,
         quant_offset2=quant_offset2,
-        antiquant_scale=antiquant_scale,
-        antiquant_offset=antiquant_offset,
         query_padding_size=query_padding_size,
         kv_padding_size=kv_padding_size,
-        key_antiquant_scale=key_antiquant_scale,
-        key_antiquant_offset=key_antiquant_offset,
-        value_antiquant_scale=value_antiquant_scale,
-        value_antiquant_offset=value_antiquant_offset,
         key_shared_prefix=key_shared_prefix,
         value_shared_prefix=value_shared_prefix,
         actual_shared_prefix_len=actual_shared_prefix_len,
         key_rope_antiquant_scale=key_rope_antiquant_scale,
-        antiquant_mode=antiquant_mode,
-        key_antiquant_mode=key_antiquant_mode,
-        value_antiquant_mode=value_antiquant_mode,
     )
     call = _core.Fia(
         query,
@@ -200,6 +212,15 @@ def npu_fused_infer_attention_score(
         inner_precise=inner_precise,
         block_size=block_size,
         softmax_lse_flag=softmax_lse_flag,
+        antiquant_scale=antiquant_scale,
+        antiquant_offset=antiquant_offset,
+        key_antiquant_scale=key_antiquant_scale,
+        key_antiquant_offset=key_antiquant_offset,
+        value_antiquant_scale=value_antiquant_scale,
+        value_antiquant_offset=value_antiquant_offset,
+        antiquant_mode=antiquant_mode,
+        key_antiquant_mode=key_antiquant_mode,
+        value_antiquant_mode=value_antiquant_mode,
     )
     out = empty("npu_fused_infer_attention_score", query, call.out_shape)
     lse = empty("npu_fused_infer_attention_score", query, call.lse_shape, "float32")

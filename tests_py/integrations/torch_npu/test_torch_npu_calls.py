@@ -101,6 +101,27 @@ def test_absorbed_mla(torch_npu):
     batch.check(torch_npu.npu_fused_infer_attention_score(**arguments), lse=False)
 
 
+def test_int8_keys_and_values(torch_npu):
+    """Numbers of channels, apart and in one tensor."""
+    batch = FiaBatch("BSND", *SEQUENCES, blocks="H")
+    arguments = tensors_of(batch)
+    for name in ("key", "value"):
+        codes = torch.randint(-128, 128, arguments[name].shape)
+        arguments[name] = codes.to(torch.int8)
+    numbers = torch.rand(2, 2, 2, 32)  # scales and offsets of key and value, [N, D]
+    apart = {
+        f"{side}_antiquant_{name}": numbers[i, j]
+        for i, name in enumerate(("scale", "offset"))
+        for j, side in enumerate(("key", "value"))
+    }
+    both = {"antiquant_scale": numbers[0], "antiquant_offset": numbers[1], "antiquant_mode": 0}
+    expected, _ = cpattn.npu.npu_fused_infer_attention_score(**arguments, **apart)
+    assert expected.std() > 0.1
+    for given in (apart, both):
+        out, _ = torch_npu.npu_fused_infer_attention_score(**arguments, **given)
+        assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("lse", [False, True])
 def test_writing_into_tensors(torch_npu, lse):
     """As graphs do, with a workspace; without the LSE its tensor may have any dtype."""

@@ -42,11 +42,8 @@ CP_LAYER = {
 
 NOT_SUPPORTED = (
     "pse_shift", "dequant_scale1", "quant_scale1", "dequant_scale2", "quant_scale2",
-    "quant_offset2", "antiquant_scale", "antiquant_offset", "query_padding_size",
-    "kv_padding_size", "key_antiquant_scale", "key_antiquant_offset", "value_antiquant_scale",
-    "value_antiquant_offset", "key_shared_prefix", "value_shared_prefix",
-    "actual_shared_prefix_len", "key_rope_antiquant_scale", "antiquant_mode",
-    "key_antiquant_mode", "value_antiquant_mode",
+    "quant_offset2", "query_padding_size", "kv_padding_size", "key_shared_prefix",
+    "value_shared_prefix", "actual_shared_prefix_len", "key_rope_antiquant_scale",
 )  # fmt: skip
 
 CALLS = [
@@ -153,6 +150,25 @@ CALLS = [
             "inner_precise": ("int", 0),
             "softmax_lse_flag": ("flag", True),
             **dict.fromkeys(NOT_SUPPORTED, ("?nothing", None)),
+        },
+    ),
+    Call(
+        cpattn.npu.npu_fused_infer_attention_score,
+        {
+            "query": ("tensor", f32(1, 3, 4, 16)),
+            "key": ("tensor", np.ones((1, 10, 4, 16), np.int8)),
+            "value": ("tensor", np.ones((1, 10, 4, 16), np.int8)),
+            "input_layout": ("text", "BSND"),
+            "num_heads": ("int", 4),
+            "antiquant_mode": ("int", 0),
+            "antiquant_scale": ("?tensor", f32(2, 4, 16)),
+            "antiquant_offset": ("?tensor", f32(2, 4, 16)),
+            "key_antiquant_mode": ("int", 0),
+            "key_antiquant_scale": ("tensor", f32(4, 16)),
+            "key_antiquant_offset": ("tensor", f32(64)),
+            "value_antiquant_mode": ("int", 0),
+            "value_antiquant_scale": ("tensor", f32(1)),
+            "value_antiquant_offset": ("tensor", f32(4, 16)),
         },
     ),
     Call(

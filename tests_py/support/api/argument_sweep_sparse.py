@@ -309,7 +309,7 @@ SPARSE_CALLS = [
                 for name in BATCH
                 if name not in ("batch_invariant", "num_threads")
             },
-            **{name: OPTIONS[name] for name in ("kv_layout", "scale", "softcap", "sinks")},
+            **{name: OPTIONS[name] for name in OPTIONS if name not in ("out", "lse", "return_lse")},
             "page_size": ("?int", 8),
         },
         "reference.paged_attention",

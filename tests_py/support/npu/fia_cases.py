@@ -165,7 +165,9 @@ class FiaBatch:
             arguments |= {"block_table": self.tables, "block_size": self.block_size}
         return arguments | changes
 
-    def check(self, result, mode=0, before=None, after=None, masks=None, lse=True) -> None:
+    def check(
+        self, result, mode=0, before=None, after=None, masks=None, lse=True, rounds_values=False
+    ) -> None:
         """Compare the operator's result with the oracle; `masks` has one for each sequence."""
         out, lse_out = result
         out_axes = self.layout.split("_")[-1]
@@ -191,7 +193,8 @@ class FiaBatch:
                 "causal": False,
                 "custom_mask": np.ascontiguousarray(visible).ravel(),
             }
-            assert_attention(out[rows], lse_out[rows][..., 0] if lse else None, inputs)
+            lse_of_rows = lse_out[rows][..., 0] if lse else None
+            assert_attention(out[rows], lse_of_rows, inputs, rounds_values=rounds_values)
             if not self.packed:  # rows past the sequence
                 assert torch.all(out[b, len(q) :] == 0)
                 assert not lse or torch.all(torch.isneginf(lse_out[b, len(q) :]))

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -13,6 +14,20 @@
 
 namespace cpattn {
 
+namespace fia {
+class Antiquant;
+}
+
+/// What int8 codes stand for, (code + offset) * scale, by the operator's modes: one number for each
+/// channel (0; one number for all, too), token (1), head (2), token and head (3), or these two of
+/// tokens by their place in blocks (4 and 5). Those of modes 0 and 2 are of the dtype of query, the
+/// others float32.
+struct FiaAntiquant {
+  int64_t mode = 0;
+  std::optional<TensorView> scale;
+  std::optional<TensorView> offset;
+};
+
 /// The arguments of npu_fused_infer_attention_score that have a meaning on a
 /// CPU, under the operator's own names. Layouts are named by their axes; what
 /// follows an underscore is the layout of the output. B is the batch, T all tokens of
@@ -22,7 +37,8 @@ namespace cpattn {
 /// `query` has the axes of input_layout: [B, S1, H], [B, S1, N, D], [B, N, S1, D], [T, N, D] or
 /// [N, T, D]. So have key and value, with num_key_value_heads for N and S2 for S1; or they are
 /// paged, [blocks, block_size, H] and, under BNSD and packed layouts, [blocks, N, block_size, D].
-/// They are float32, float16 or bfloat16, all of one dtype.
+/// They are float32, float16 or bfloat16, all of one dtype; or key and value are int8, under
+/// layouts that are not packed and without rope.
 struct FiaArguments {
   TensorView query, key, value;                    // value may have another D
   std::optional<TensorView> query_rope, key_rope;  // more dimensions of query and key: their
@@ -42,6 +58,8 @@ struct FiaArguments {
   int64_t sparse_mode = 0;
   int64_t inner_precise = 0;
   int64_t block_size = 0;  // tokens of a block, if paged
+  FiaAntiquant antiquant;  // of int8 key and value: tensors [2, ...], modes 0 and 1
+  FiaAntiquant key_antiquant, value_antiquant;  // the same apart; they count if both are given
   bool softmax_lse_flag = false;
 };
 
@@ -58,6 +76,11 @@ struct FiaPlan {
   TensorView query;              // as [B, S, N, D]; packed sequences have B = 1
   std::optional<TensorView> query_rope;
   std::string out_axes, lse_axes;
+
+  /// Numbers of int8 key and value. If `expands`, there is a plan for each sequence, over its keys
+  /// and values in the dtype of query, which run_fia() writes out for one sequence at a time.
+  std::shared_ptr<const fia::Antiquant> antiquant;
+  bool expands = false;
 };
 
 /// Checks the arguments and plans the work. Throws std::invalid_argument for

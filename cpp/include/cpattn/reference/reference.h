@@ -13,13 +13,24 @@
 /// float64, float32, float16 or bfloat16; results are float64.
 namespace cpattn::reference {
 
+/// What the numbers of a cache are multiplied with.
+struct Scale {
+  double number = 1;  // positive
+  /// In place of the number: [1] or [num_kv_heads], positive; or one for each token and head,
+  /// [num_pages, page_size, num_kv_heads], if hnd [num_pages, num_kv_heads, page_size], or
+  /// [num_pages * page_size, num_kv_heads].
+  std::optional<TensorView> numbers;
+};
+
 /// A batch of sequences whose last q_lens[r] of kv_lens[r] tokens ask.
 struct PagedAttention {
   TensorView q;        // [sum(q_lens), num_heads, head_dim]
   TensorView k_cache;  // [num_pages, page_size, num_kv_heads, head_dim]; if hnd,
                        // [num_pages, num_kv_heads, page_size, head_dim]; or
                        // [num_pages * page_size, num_kv_heads, head_dim]
-  TensorView v_cache;  // the same with v_head_dim
+  TensorView v_cache;  // the same with v_head_dim; either may be codes, too, of
+                       // float8_e4m3fn, float8_e5m2 or int8
+  Scale k_scale, v_scale;
   bool hnd = false;
   int64_t page_size = 0;
   std::vector<int64_t> q_lens;

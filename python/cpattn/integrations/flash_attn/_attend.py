@@ -37,6 +37,21 @@ def rows_contiguous(x: AnyTensor) -> AnyTensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _scale_of(
+    function: str, name: str, descale: AnyTensor | None, batch: int, kv_heads: int
+) -> AnyTensor | None:
+    """[batch, kv_heads] as the package has it, or what paged_attention takes for all sequences."""
+    if descale is None or not hasattr(descale, "ndim") or descale.ndim < 2:
+        return descale
+    if list(descale.shape) != [batch, kv_heads]:
+        raise ValueError(
+            f"{function}: {name} must be [batch, kv_heads] = [{batch}, {kv_heads}], "
+            f"got shape {list(descale.shape)}"
+        )
+    same = batch == 0 or bool((descale == descale[0]).all())
+    return descale[0].contiguous() if same and batch > 0 else descale
+
+
 def attend(
     function: str,
     q: AnyTensor,
@@ -50,9 +65,29 @@ def attend(
     window_size: WindowSize,
     softcap: float,
     batch_invariant: bool = False,
+    *,
+    k_descale: AnyTensor | None = None,
+    v_descale: AnyTensor | None = None,
 ) -> tuple[AnyTensor, AnyTensor]:
     """Attention over pages: out [tokens, heads, dim] and LSE [heads, tokens]."""
+    options = (softmax_scale, causal, window_size, softcap, batch_invariant)
+    batch, kv_heads = len(q_lens), k_pages.shape[2]
+    scales: list[Any] = [
+        _scale_of(function, name, descale, batch, kv_heads)
+        for name, descale in (("k_descale", k_descale), ("v_descale", v_descale))
+    ]
     lse = empty(function, q, (q.shape[1], q.shape[0]), "float32")
+    if any(getattr(scale, "ndim", 0) == 2 for scale in scales):
+        out = empty(function, q, (*q.shape[:2], v_pages.shape[-1]))
+        end = 0
+        for s, q_len in enumerate(q_lens):  # each has scales of its own
+            rows, end = slice(end, end + q_len), end + q_len
+            own = [x[s] if getattr(x, "ndim", 0) == 2 else x for x in scales]
+            out[rows], lse[:, rows] = attend(
+                function, q[rows], k_pages, v_pages, q_lens[s : s + 1], kv_lens[s : s + 1],
+                block_table[s : s + 1], *options, k_descale=own[0], v_descale=own[1],
+            )  # fmt: skip
+        return out, lse
     left, right = window_size
     out = paged_attention(
         q,
@@ -61,6 +96,8 @@ def attend(
         q_lens=q_lens,
         kv_lens=kv_lens,
         block_tables=block_table,
+        k_scale=scales[0],
+        v_scale=scales[1],
         scale=default_scale(function, q.shape[2]) if softmax_scale is None else softmax_scale,
         softcap=softcap,
         batch_invariant=batch_invariant,
@@ -78,12 +115,17 @@ def attend_batch(
     kv_lens: Lengths,
     block_table: Any,
     *options: Any,
+    k_descale: AnyTensor | None = None,
+    v_descale: AnyTensor | None = None,
 ) -> tuple[AnyTensor, AnyTensor]:
     """The same for queries of equal lengths: out [batch, tokens, heads, dim], LSE [batch, heads,
     tokens]."""
     batch, tokens, heads = q.shape[:3]
     q_lens = np.full(batch, tokens)
     rows = rows_contiguous(q).flatten(0, 1)
-    out, lse = attend(function, rows, k_pages, v_pages, q_lens, kv_lens, block_table, *options)
+    out, lse = attend(
+        function, rows, k_pages, v_pages, q_lens, kv_lens, block_table, *options,
+        k_descale=k_descale, v_descale=v_descale,
+    )  # fmt: skip
     lse = lse.view(heads, batch, tokens).transpose(0, 1).contiguous()
     return out.view(batch, tokens, heads, out.shape[-1]), lse

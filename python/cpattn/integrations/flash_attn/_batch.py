@@ -12,7 +12,13 @@ from ._attend import WindowSize, attend_batch, check_supported, rows_contiguous
 
 
 def _forward(
-    function: str, q: AnyTensor, k: AnyTensor, v: AnyTensor, *options: Any
+    function: str,
+    q: AnyTensor,
+    k: AnyTensor,
+    v: AnyTensor,
+    *options: Any,
+    k_descale: AnyTensor | None = None,
+    v_descale: AnyTensor | None = None,
 ) -> tuple[AnyTensor, AnyTensor]:
     if q.ndim != 4 or k.ndim != 4 or len(q) != len(k):
         raise ValueError(
@@ -24,7 +30,10 @@ def _forward(
     if kv_len == 0:  # a page cannot be empty; no page is read
         k, v = (x.new_empty((0, 1, *x.shape[2:])) for x in (k, v))
     table = np.arange(batch)[:, None]
-    return attend_batch(function, q, k, v, np.full(batch, kv_len), table, *options)
+    lengths = np.full(batch, kv_len)
+    return attend_batch(
+        function, q, k, v, lengths, table, *options, k_descale=k_descale, v_descale=v_descale
+    )
 
 
 def flash_attn_func(
@@ -39,14 +48,17 @@ def flash_attn_func(
     alibi_slopes: AnyTensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    k_descale: AnyTensor | float | None = None,
+    v_descale: AnyTensor | float | None = None,
 ) -> Any:
     """Attention of sequences of equal lengths.
 
     Parameters
     ----------
     q : float32, float16 or bfloat16 tensor, shape [batch, tokens, heads, head_dim]
-    k, v : tensors of the same dtype, shape [batch, kv_tokens, kv_heads, head_dim]
-        A page each, in place.
+    k, v : tensors, shape [batch, kv_tokens, kv_heads, head_dim]
+        A page each, in place; of the dtype of q, or codes.
     softmax_scale : float, default 1/sqrt(head_dim)
     causal : bool
         Aligned to the bottom right: query i sees keys up to i + kv_tokens - tokens.
@@ -61,6 +73,9 @@ def flash_attn_func(
         About a backward pass; has no meaning here.
     return_attn_probs : bool
         Also return the LSE, and an empty tensor in place of the probabilities.
+    k_descale, v_descale : float or tensor, optional
+        Factors of keys and values, as a rule because they are codes (float8_e4m3fn, float8_e5m2,
+        int8): [batch, kv_heads], which flash-attn 3 calls so, [kv_heads] or one number.
 
     Returns
     -------
@@ -69,7 +84,10 @@ def flash_attn_func(
     """
     name = "flash_attn_func"
     check_supported(name, q, k, v, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    out, lse = _forward(name, q, k, v, softmax_scale, causal, window_size, softcap)
+    out, lse = _forward(
+        name, q, k, v, softmax_scale, causal, window_size, softcap,
+        k_descale=k_descale, v_descale=v_descale,
+    )  # fmt: skip
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 

@@ -25,6 +25,11 @@ def _append(
             raise ValueError(
                 f"{name}: {argument} must have shape {expected}, got {list(new.shape)}"
             )
+        if cache.element_size() == 1 and new.dtype != cache.dtype:
+            raise ValueError(
+                f"{name}: {argument} must be codes like those of the cache, {cache.dtype}, "
+                f"got {new.dtype}"
+            )
     page_size = k_cache.shape[1]
     position = lengths[:, None] + np.arange(k.shape[1])
     last = int(position.max(initial=-1)) // page_size
@@ -40,6 +45,8 @@ def _append(
             f"{pages.min()} to {pages.max()}"
         )
     at = torch.from_numpy(pages), torch.from_numpy(position % page_size)
+    if k_cache.element_size() == 1:  # torch does not index float8
+        k_cache, v_cache, k, v = (x.view(torch.uint8) for x in (k_cache, v_cache, k, v))
     k_cache[at], v_cache[at] = k, v
 
 
@@ -63,6 +70,9 @@ def flash_attn_with_kvcache(
     alibi_slopes: AnyTensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    k_descale: AnyTensor | float | None = None,
+    v_descale: AnyTensor | float | None = None,
 ) -> Any:
     """Attention over a cache, after appending new keys and values to it in place.
 
@@ -72,6 +82,7 @@ def flash_attn_with_kvcache(
     k_cache, v_cache : tensors, shape [cache_batch, capacity, kv_heads, head_dim]
         With ``block_table``: [num_pages, page_size, kv_heads, head_dim], any page size.
     k, v : tensors, shape [batch, new_tokens, kv_heads, head_dim], optional
+        Codes like those of the cache, if it is of codes.
     cache_seqlens : int or int tensor, shape [batch]
         Tokens in the cache without the new ones; default: all that it has room for.
     cache_batch_idx : int tensor, shape [batch], optional
@@ -80,6 +91,8 @@ def flash_attn_with_kvcache(
         Must be None; ``rotary_interleaved`` has no meaning without the first two.
     num_splits : int
         1 keeps the keys of a row together, bitwise the same in any batch; else as is fastest.
+    k_descale, v_descale : float or tensor, optional
+        As in `flash_attn_func`.
 
     Returns
     -------
@@ -115,5 +128,6 @@ def flash_attn_with_kvcache(
     out, lse = attend_batch(
         name, q, k_cache, v_cache, lengths, table,
         softmax_scale, causal, window_size, softcap, num_splits == 1,
+        k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out

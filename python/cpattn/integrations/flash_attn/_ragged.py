@@ -54,6 +54,8 @@ def _varlen_forward(
     block_table: AnyTensor | None,
     seqused_k: AnyTensor | None,
     *options: Any,
+    k_descale: AnyTensor | None = None,
+    v_descale: AnyTensor | None = None,
 ) -> tuple[AnyTensor, AnyTensor]:
     ends_q = _ends(function, "cu_seqlens_q", cu_seqlens_q, len(q))
     num_rows = None if block_table is not None else len(k)
@@ -76,7 +78,10 @@ def _varlen_forward(
     if table is None:
         k, v, table = _as_pages(k, v, ends_k, kv_lens)
     q = rows_contiguous(q)
-    return attend(function, q, k, v, np.diff(ends_q), kv_lens, table, *options)
+    return attend(
+        function, q, k, v, np.diff(ends_q), kv_lens, table, *options,
+        k_descale=k_descale, v_descale=v_descale,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_func(
@@ -96,6 +101,9 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: AnyTensor | None = None,
+    *,
+    k_descale: AnyTensor | float | None = None,
+    v_descale: AnyTensor | float | None = None,
 ) -> Any:
     """Attention of ragged sequences; what is not said here is as in `flash_attn_func`.
 
@@ -120,7 +128,7 @@ def flash_attn_varlen_func(
     check_supported(name, q, k, v, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     out, lse = _varlen_forward(
         name, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, None,
-        softmax_scale, causal, window_size, softcap,
+        softmax_scale, causal, window_size, softcap, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 

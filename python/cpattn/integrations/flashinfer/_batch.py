@@ -92,6 +92,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             Keys before a token's own that it sees; -1 is no bound. Without ``causal`` it takes a
             mask of one byte per query and key.
         sm_scale : float, default 1/sqrt(head_dim_qk)
+        kv_data_type : dtype or str, optional
+            What the bytes of caches of uint8 are: float8_e4m3fn, float8_e5m2 or int8. Caches of
+            these dtypes must be of it.
         fixed_split_size, disable_split_kv
             Either makes a row's result bitwise independent of the batch.
         packed_custom_mask, pos_encoding_mode, prefix_len_ptr and the rest of multi-item scoring
@@ -132,6 +135,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         self._make_plan(
             q_lens, kv_lens, table, page_size=page_size, sm_scale=sm_scale,
             window_left=window_left, logits_soft_cap=logits_soft_cap, o_data_type=o_data_type,
+            kv_data_type=kv_data_type,
             num_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim_qk,
             v_head_dim=head_dim_vo,
             batch_invariant=disable_split_kv or fixed_split_size is not None, **visible,
@@ -197,6 +201,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         self._make_plan(
             q_lens, kv_lens, table, page_size=page_size, sm_scale=sm_scale,
             window_left=window_left, logits_soft_cap=logits_soft_cap, o_data_type=o_data_type,
+            kv_data_type=data_type if kv_data_type is None else kv_data_type,
             num_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
             batch_invariant=disable_split_kv or fixed_split_size is not None,
             **visibility(q_lens, kv_lens, window_left, 0),

@@ -60,6 +60,12 @@ def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _code_name(dtype: Any) -> str | None:
+    """What caches of codes hold; nothing for other dtypes, which caches say themselves."""
+    name = None if dtype is None else _name(dtype)
+    return name if name in ("float8_e4m3fn", "float8_e5m2", "int8") else None
+
+
 class PagedWrapper:
     """What prefill and decode have in common: a plan, and running it on the tensors of a layer."""
 
@@ -91,6 +97,7 @@ class PagedWrapper:
         window_left: int,
         logits_soft_cap: float | None,
         o_data_type: Any,
+        kv_data_type: Any,
         **options: Any,
     ) -> None:
         self._plan = attention.plan_attention(
@@ -107,6 +114,7 @@ class PagedWrapper:
         self._window_left = window_left
         self._softcap = logits_soft_cap or 0.0
         self._out_dtype = o_data_type
+        self._kv_dtype = _code_name(kv_data_type)
 
     def run(
         self,
@@ -114,8 +122,8 @@ class PagedWrapper:
         paged_kv_cache: AnyTensor | tuple[AnyTensor, AnyTensor],
         *args: Any,
         q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        k_scale: AnyTensor | float | None = None,
+        v_scale: AnyTensor | float | None = None,
         out: AnyTensor | None = None,
         lse: AnyTensor | None = None,
         return_lse: bool = False,
@@ -131,8 +139,11 @@ class PagedWrapper:
         paged_kv_cache : pair of tensors, or one
             K and V of [pages, page_size, num_kv_heads, dim] ("NHD") or
             [pages, num_kv_heads, page_size, dim] ("HND"), or both in [pages, 2, ...].
-        q_scale, k_scale, v_scale : float, optional
-            Factors of the scores and of the result.
+            Codes (float8_e4m3fn, float8_e5m2, int8), too; in uint8 if planned with their dtype.
+        q_scale : float, optional
+            A factor of the scores.
+        k_scale, v_scale : float or tensor, optional
+            Factors of keys and values: positive numbers or tensors [num_kv_heads].
         window_left : int, optional
             As planned, if given.
         sinks : float32 tensor, shape [num_qo_heads], optional
@@ -167,17 +178,14 @@ class PagedWrapper:
                 f"{function}: paged_kv_cache must be a pair of tensors or one of [pages, 2, ...], "
                 f"got shape {list(paged_kv_cache.shape)}"
             )
-        scale = self._sm_scale
-        for factor in (q_scale, k_scale):
-            scale *= 1.0 if factor is None else float(factor)
+        scale = self._sm_scale * (1.0 if q_scale is None else float(q_scale))
         if return_lse and lse is None:
             lse = empty(function, q, q.shape[:2], "float32")
         result: AnyTensor = attention.run_attention(
-            self._plan, q, k_cache, v_cache, kv_layout=self._kv_layout, scale=scale,
-            softcap=self._softcap, sinks=sinks, out=out, lse=lse,
+            self._plan, q, k_cache, v_cache, kv_layout=self._kv_layout, k_scale=k_scale,
+            v_scale=v_scale, kv_dtype=self._kv_dtype, scale=scale, softcap=self._softcap,
+            sinks=sinks, out=out, lse=lse,
         )  # fmt: skip
-        if v_scale is not None:
-            result *= float(v_scale)
         if lse is not None:
             lse.mul_(LOG2E)
         return (result, lse) if return_lse else result

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "cpattn/attention/paged_attention.h"
+#include "cpattn/npu/fia.h"
+#include "ops/npu/fia_sequences.h"
+
+namespace cpattn::fia {
+
+/// Checks which arguments of antiquant are given together, and that they are exactly if key and
+/// value are codes of int8.
+void check_antiquant(const FiaArguments& arguments, const Layout& layout);
+
+/// Scales or offsets of key or value.
+struct AntiquantNumbers {
+  std::vector<float> channels;  // [N, D], or
+  std::vector<float> heads;     // [N], or, of each token, in memory of the caller:
+  const float* tokens = nullptr;
+  TensorView tensor;
+  bool by_block = false;     // the first axis is of blocks, not of sequences
+  int64_t outer_stride = 0;  // in elements; tokens are neighbours
+  int64_t head_stride = 0;
+
+  /// The number of a head in a row of memory, unless there is one for each channel.
+  float at(int64_t outer, int64_t token, int64_t head) const {
+    if (tokens == nullptr) return heads[head];
+    return tokens[outer * outer_stride + token + head * head_stride];
+  }
+};
+
+/// What int8 codes of key or value stand for: (code + offset) * scale.
+struct AntiquantCache {
+  PagedCache codes;
+  AntiquantNumbers scale;
+  std::optional<AntiquantNumbers> offset;
+};
+
+/// How codes become numbers. Where one factor of each head or token says all, attention reads the
+/// codes as they are. Otherwise (factors of channels, offsets, or factors of the tokens of a
+/// sequence whose codes are in blocks) the keys and values of one sequence after the other are
+/// written out in the dtype of query, which is the meaning of the operator.
+class Antiquant {
+ public:
+  Antiquant(
+      const FiaArguments& arguments,
+      const Sequences& sequences,
+      const PageTable& pages,
+      const PagedCache& key,
+      const PagedCache& value
+  );
+
+  /// Sets the scales in `arguments` and returns true, if they say all.
+  bool set_scales(AttentionArguments& arguments) const;
+
+  /// Keys and values of one sequence as a page of their own, which `memory` holds.
+  struct Expanded {
+    PagedCache key, value;
+    std::unique_ptr<std::byte[]> memory;
+  };
+  Expanded expand(int64_t sequence) const;
+
+ private:
+  DType dtype_;
+  std::vector<int64_t> kv_lens_;
+  PageTable pages_;
+  AntiquantCache key_, value_;
+  bool paged_;
+};
+
+}  // namespace cpattn::fia
