@@ -21,7 +21,8 @@ LONGEST = 400  # characters of a message
 # What is not swept here, and why.
 TRANSFER = {
     "DecodeTargets", "HeadSlice", "KVArgs", "KVChunk", "KVEntry", "KVLayout", "KVSendCursor",
-    "LocalEngine", "MHATokenToKVPool", "MLATokenToKVPool", "TransferEngine", "TransferPlan",
+    "DSATokenToKVPool", "LocalEngine", "MHATokenToKVPool", "MLATokenToKVPool", "TransferEngine",
+    "TransferPlan",
     "TransferError", "TransferStatus", "build_transfer_entry_pairs", "decode_targets",
     "fill_kv_args", "get_mha_kv_ptrs_with_pp", "get_mla_kv_ptrs_with_pp",
     "group_concurrent_contiguous",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..context_parallel.attention import do_cp_attn_fia
-from ..sparse.cp_sparse_mla import cp_sparse_mla
+from ..sparse.cp_attention import cp_sparse_mla
 from .plan import ContextParallelPlan
 
 

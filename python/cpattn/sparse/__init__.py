@@ -12,8 +12,8 @@ split it; ``sglang_0_5_23`` has functions of that release under its names. Impor
 and the forward modes of `cpattn.context_parallel`.
 """
 
+from .cp_attention import cp_sparse_mla
 from .cp_indexer import cp_indexer_topk, dcp_local_indices
-from .cp_sparse_mla import cp_sparse_mla
 from .dsa_metadata import DsaMetadata, build_dsa_metadata
 from .gates import can_dsa_prefill_cp_interleave, dsa_use_prefill_cp
 from .index_k import hadamard_transform, quantize_index, read_index_k_cache, write_index_k_cache
