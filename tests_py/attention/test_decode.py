@@ -97,7 +97,7 @@ def test_parts_cover_every_row_and_key_once():
 def test_what_a_window_hides_has_no_parts():
     inputs = make_inputs(LONG.with_(kv_lens=(5000, 70, 5)))
     items = plan_of(inputs, window=1000).items
-    assert sorted(items[items[:, 0] == 0, 5]) == [3584, 4096, 4608]
+    assert sorted(set(items[items[:, 0] == 0, 5])) == [3584, 4096, 4608]
 
 
 def test_longer_sequences_have_longer_parts():

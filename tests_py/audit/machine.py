@@ -28,8 +28,8 @@ INSTRUCTION_SETS = {
         "avx2": _V3,
         "avx512": _V4,
         "avx512bf16": _BF16,
-        "amx-twin": f"{_BF16} avx512_vbmi",
-        "amx": f"{_BF16} avx512_vbmi amx_tile amx_bf16 amx_int8",
+        "amx-twin": f"{_BF16} avx512vbmi",
+        "amx": f"{_BF16} avx512vbmi amx_tile amx_bf16 amx_int8",
     },
     "aarch64": {"portable": "", "neon": "asimd", "neonbf16": "asimd bf16"},
 }.get(platform.machine(), {"portable": ""})

@@ -176,6 +176,8 @@ def test_help_tells_the_defaults_of_models(module: str) -> None:
     kind = getattr(importlib.import_module(f"cpattn.replay.{name}"), config)
     told = {option.name: option.show_default for option in commands.commands["replay"].params}
     sizes = {f.name: f.default for f in fields(kind) if isinstance(told.get(f.name), str)}
+    assert sizes.pop("kv_dtype") == "bf16"  # the type of the models, which the help calls auto
+    assert told["kv_dtype"] == "auto"
     assert len(sizes) > 5
     for size, default in sizes.items():
         assert re.search(rf"\b{default}\b", told[size]), size
