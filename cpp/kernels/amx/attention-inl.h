@@ -61,6 +61,7 @@ class AmxAttention {
       mark(tile_, kMarkPack);
       packed_.pack(next_);
       if (has_factors(tile_.k_row_factors)) next_.read_row_factors(tile_.k_row_factors, k_factors_);
+      moderate_factors_ = !has_factors(tile_.k_row_factors) || are_moderate(k_factors_, n);
       locate_keys(first + n, begin, end);
       attend(first, n);
     }
@@ -143,7 +144,9 @@ class AmxAttention {
       const bool factors = has_factors(tile_.k_row_factors);
       if (factors) multiply_scores(step.count, k_factors_ + step.chunk * kTileDepth, scores);
       if constexpr (Format::kHidesNan) {
-        if (factors || !bounded_queries_ || !packed_.bounded()) show_nan(step.count, scores);
+        if (!moderate_factors_ || !bounded_queries_ || !packed_.bounded()) {
+          show_nan(step.count, scores);
+        }
       }
       restrict_scores(tile_, step, first, scale_, scores);
       if (tile_.max_logits != nullptr) {
@@ -355,6 +358,7 @@ class AmxAttention {
   const float factor_;
   const Workspace work_;
   bool bounded_queries_ = false;
+  bool moderate_factors_ = true;
   PendingSums pending_;
   PendingRows sum_ = {};
   SourceRows<T> next_;

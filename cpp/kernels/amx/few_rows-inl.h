@@ -178,6 +178,7 @@ class AmxFewRows {
     group_.first_chunk = first_chunk;
     packed_.begin(rows);
     if (has_factors(tile_.k_row_factors)) rows.read_row_factors(tile_.k_row_factors, k_factors_);
+    moderate_factors_ = !has_factors(tile_.k_row_factors) || are_moderate(k_factors_, rows.count());
     const int64_t flops = int64_t{2} * rows_ * (end_chunk - first_chunk) * kTileDepth;
     mark(tile_, kMarkQk, flops * (tile_.nope_dim + tile_.rope_dim));
     float references[kTileRows];
@@ -249,7 +250,9 @@ class AmxFewRows {
       transpose_scores(step.count, scores);
       if (factors) multiply_scores(step.count, k_factors_ + chunk * kTileDepth, scores);
       if constexpr (Format::kHidesNan) {
-        if (factors || !bounded_queries_ || !packed_.bounded()) show_nan(step.count, scores);
+        if (!moderate_factors_ || !bounded_queries_ || !packed_.bounded()) {
+          show_nan(step.count, scores);
+        }
       }
       restrict_scores(tile_, step, first, scale_, scores);
       if (tile_.max_logits != nullptr) keep_maxima(step.count, scores, maxima_ + row * kLanes);
@@ -303,6 +306,7 @@ class AmxFewRows {
   TileRows<T> packed_;
   FewRowsValues<T> values_;
   bool bounded_queries_ = false;
+  bool moderate_factors_ = true;
   int64_t begin_ = 0, end_ = 0;  // of the keys that any token sees
   int head_ = 0;                 // at work
   float scale_ = 0;

@@ -55,6 +55,14 @@ inline void read_factors(
   }
 }
 
+/// Whether the factors of n keys leave scores finite that are so without them: none is NaN or above
+/// 1.
+inline bool are_moderate(const float* factors, int n) {
+  bool moderate = true;
+  for (int i = 0; i < n; ++i) moderate &= __builtin_fabsf(factors[i]) <= 1.0F;
+  return moderate;
+}
+
 /// row[i] *= factors[i] for i in [begin, end), which are multiples of 32.
 inline void multiply_row(float* row, const float* factors, int begin, int end) {
   for (int i = begin; i < end; i += kLanes) {
