@@ -21,7 +21,7 @@ constexpr uint16_t bfloat16_bits(float x) {
 constexpr float float8_number(int code, int fraction_bits, int bias) {
   const int exponent = code >> fraction_bits;
   const int fraction = code & ((1 << fraction_bits) - 1);
-  float number = static_cast<float>(exponent == 0 ? fraction : fraction + (1 << fraction_bits));
+  auto number = static_cast<float>(exponent == 0 ? fraction : fraction + (1 << fraction_bits));
   int power = (exponent == 0 ? 1 : exponent) - bias - fraction_bits;
   for (; power > 0; --power) number *= 2;
   for (; power < 0; ++power) number /= 2;

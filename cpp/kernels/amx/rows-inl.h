@@ -85,14 +85,12 @@ class TileRows {
     const int n = static_cast<int>(smaller(kTileDepth, rows.count() - key));
     const char* const* stored = (tile_.expand != nullptr ? rows.k : rows.v) + key;
     const char* v[kTileDepth];
-    if (packs_codes_of_values()) {
-      __builtin_memcpy(v, stored, sizeof(v[0]) * n);
-    } else if (tile_.expand != nullptr) {
+    if (tile_.expand != nullptr) {
       expand_rows(stored, n, v);
-    } else if (tile_.expand_codes != nullptr) {
+    } else if (tile_.expand_codes != nullptr && !packs_codes_of_values()) {
       expand(stored, n, tile_.v_head_dim, v_factors_of(key), v);
     } else {
-      __builtin_memcpy(v, stored, sizeof(v[0]) * n);
+      for (int i = 0; i < n; ++i) v[i] = stored[i];
     }
     place_values(v, n, chunk, stored, each);
   }
@@ -178,7 +176,7 @@ class TileRows {
     if constexpr (kParts == 1) {
       const char* all[kTileDepth];
       for (int i = 0; i < kTileDepth; ++i) all[i] = i < n ? rows[i] : kZeroRow;
-      with_code([&]<class Code>() {
+      with_code([&]<class Code> {
         const bool finite = pack_code_rows<Code>(all, dim, first, depth_, tiles, each);
         if (!finite) magnitude_.add(_mm512_set1_epi16(TileFormat<T>::kInfinity));
       });
@@ -253,7 +251,7 @@ class TileRows {
     if constexpr (kParts == 1) {
       if (packs_codes_of_values()) {
         int found = 0;
-        with_code([&]<class Code>() {
+        with_code([&]<class Code> {
           found = pack_code_values<Code>(v, n, dim, tiles, column_stride(), special, each);
         });
         return found;

@@ -47,11 +47,13 @@ inline void read_factors(
 ) {
   switch (source.type) {
     case kFloat16:
-      return read_factors<Half>(tile, source.rows, head, first, n, hidden, factors);
+      read_factors<Half>(tile, source.rows, head, first, n, hidden, factors);
+      break;
     case kBfloat16:
-      return read_factors<Bfloat16>(tile, source.rows, head, first, n, hidden, factors);
+      read_factors<Bfloat16>(tile, source.rows, head, first, n, hidden, factors);
+      break;
     default:
-      return read_factors<float>(tile, source.rows, head, first, n, hidden, factors);
+      read_factors<float>(tile, source.rows, head, first, n, hidden, factors);
   }
 }
 

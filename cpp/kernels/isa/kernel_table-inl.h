@@ -31,10 +31,10 @@ int64_t decode_scratch_bytes(const AttentionTile* tile) {
                                        : CodeDecoder<T, int8_t>::scratch_bytes(tile);
 }
 
-/// The kernel of one storage type on one engine.
-template <class T, class Engine, int kExp2Degree>
+/// The kernel of one storage type on one engine; another may decode.
+template <class T, class Engine, int kExp2Degree, class DecodeEngine = Engine>
 constexpr AttentionKernel attention_kernel() {
-  using Decode = DecodeLoop<T, Engine, kExp2Degree>;
+  using Decode = DecodeLoop<T, DecodeEngine, kExp2Degree>;
   AttentionKernel kernel =
       packing_kernel<T, AttentionLoop<T, Engine, kExp2Degree>>(&peak_flops<Engine>);
   kernel.decode_scratch_bytes = &decode_scratch_bytes<T, Decode>;

@@ -303,13 +303,13 @@ void check_antiquant(const FiaArguments& arguments, const Layout& layout) {
 Antiquant::Antiquant(
     const FiaArguments& arguments,
     const Sequences& sequences,
-    const PageTable& pages,
+    PageTable pages,
     const PagedCache& key,
     const PagedCache& value
 )
     : dtype_(arguments.query.dtype),
       kv_lens_(sequences.kv_lens),
-      pages_(pages),
+      pages_(std::move(pages)),
       key_(read_cache_numbers(arguments, 0, sequences, key)),
       value_(read_cache_numbers(arguments, 1, sequences, value)),
       paged_(arguments.block_table.has_value()) {}

@@ -49,7 +49,7 @@ class Antiquant {
   Antiquant(
       const FiaArguments& arguments,
       const Sequences& sequences,
-      const PageTable& pages,
+      PageTable pages,
       const PagedCache& key,
       const PagedCache& value
   );

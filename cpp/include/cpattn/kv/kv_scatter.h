@@ -21,7 +21,7 @@ struct KVRows {
   /// What rows of another dtype are divided by: `scale`; or `scales`, float32 [num_heads], one for
   /// each head, of which a row holds num_heads one after the other.
   double scale = 1;
-  std::optional<TensorView> scales = {};
+  std::optional<TensorView> scales;
   int64_t num_heads = 1;
   /// Where the scales of each token and head are kept, float32, float16 or bfloat16, with
   /// row_elements = num_heads and slots as `buffer` has them. Rows of another dtype get theirs from

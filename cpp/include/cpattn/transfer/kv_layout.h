@@ -29,7 +29,7 @@ struct KVEntry {
   bool token_rows = true;
   // What the bytes are, such as "int8"; empty if nobody says. Both sides of a pair that say it
   // must say the same.
-  std::string dtype = {};
+  std::string dtype;
 
   int64_t num_pages() const { return static_cast<int64_t>(num_bytes / item_len); }
   bool operator==(const KVEntry&) const = default;
