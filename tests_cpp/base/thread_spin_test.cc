@@ -139,7 +139,7 @@ bool true_in_child(const std::function<bool()>& test) {
          WEXITSTATUS(status) == 0;
 }
 
-TEST(ThreadSpin, NobodySpinsWithMoreThreadsThanCpus) {
+TEST(ThreadSpin, NobodySpinsInAForkedChildWithMoreThreadsThanCpus) {
   const SpinScope scope(kLong);
   EXPECT_TRUE(true_in_child([] {
     cpu_set_t cpus;
