@@ -228,11 +228,11 @@ class AmxAttention {
     const Bfloat16* queries = queries_of(step.row);
     const Bfloat16* keys = work_.tiles.keys + int64_t{step.chunk} * kTileDepth * depth_ * kParts;
     if (step.count > kTileRows) {
-      multiply_queries<kParts, 2>(
+      multiply_queries<KeySide::kRight, kParts, 2>(
           queries, keys, depth_, pending_, scores_of(index), first_slice, slice
       );
     } else {
-      multiply_queries<kParts, 1>(
+      multiply_queries<KeySide::kRight, kParts, 1>(
           queries, keys, depth_, pending_, scores_of(index), first_slice, slice
       );
     }

@@ -223,9 +223,13 @@ class AmxFewRows {
       const Bfloat16* queries = queries_ + int64_t{row} * depth_ * kParts;
       float* scores = scores_of(chunk, row);
       if (rows_ - row > kTileRows) {
-        multiply_keys<kParts, 2>(queries, keys, depth_, pending_, scores, no_slice, no_slice);
+        multiply_queries<KeySide::kLeft, kParts, 2>(
+            queries, keys, depth_, pending_, scores, no_slice, no_slice
+        );
       } else {
-        multiply_keys<kParts, 1>(queries, keys, depth_, pending_, scores, no_slice, no_slice);
+        multiply_queries<KeySide::kLeft, kParts, 1>(
+            queries, keys, depth_, pending_, scores, no_slice, no_slice
+        );
       }
     }
   }

@@ -31,6 +31,10 @@ constexpr int kAmxChunks = kAmxBlockKeys<T> / kTileDepth;
 /// Keys packed at a time, at most.
 constexpr int kMaxPackedKeys = 1024;
 
+/// How keys stand in products: as columns of the right-hand side, or, where queries are, as rows of
+/// the left-hand one.
+enum class KeySide { kRight, kLeft };
+
 /// The tile unit falls asleep when it has no product for 300 ns and is slow to
 /// wake. Vector work of its own calls this every few hundred cycles; operand
 /// tiles are free for it, as every product loads its own.

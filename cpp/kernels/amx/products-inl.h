@@ -51,42 +51,55 @@ template <int kSum, int kLeft, int kRight, bool kFirst>
   multiply_tiles<kSum, kLeft, kRight>();
 }
 
-template <int kRowTiles, bool kFirst, class Slice>
-[[gnu::always_inline]] inline void multiply_query_tiles(
+template <KeySide kSide, int kRowTiles, bool kFirst, class Slice>
+[[gnu::always_inline]] inline void multiply_score_tiles(
     const Bfloat16* queries,
     const Bfloat16* keys,
     int64_t stride,
     PendingSums& pending,
     Slice& slice
 ) {
-  load_tile<4>(queries);
-  load_tile<6>(keys);
-  accumulate<0, 4, 6, kFirst>(pending);
-  slice();
+  constexpr int kQuery = kSide == KeySide::kRight ? 4 : 6;
+  constexpr int kKey = 10 - kQuery;
+  const auto accumulate_tile = [&]<int kSum>() __attribute__((always_inline)) {
+    constexpr int kQueries = kQuery + kSum % 2;
+    constexpr int kKeys = kKey + kSum / 2;
+    if constexpr (kSide == KeySide::kRight) {
+      accumulate<kSum, kQueries, kKeys, kFirst>(pending);
+    } else {
+      accumulate<kSum, kKeys, kQueries, kFirst>(pending);
+    }
+    slice();
+  };
+  const auto leave_tile_out = [&]<int kSum>() __attribute__((always_inline)) {
+    if constexpr (kFirst) {
+      pending.begin<kSum>();
+      slice();
+    }
+  };
+  load_tile<kQuery>(queries);
+  load_tile<kKey>(keys);
+  accumulate_tile.template operator()<0>();
   if constexpr (kRowTiles == 2) {
-    load_tile<5>(queries + stride);
-    accumulate<1, 5, 6, kFirst>(pending);
-    slice();
-  } else if constexpr (kFirst) {
-    pending.begin<1>();
-    slice();
+    load_tile<kQuery + 1>(queries + stride);
+    accumulate_tile.template operator()<1>();
+  } else {
+    leave_tile_out.template operator()<1>();
   }
-  load_tile<7>(keys + stride);
-  accumulate<2, 4, 7, kFirst>(pending);
-  slice();
+  load_tile<kKey + 1>(keys + stride);
+  accumulate_tile.template operator()<2>();
   if constexpr (kRowTiles == 2) {
-    accumulate<3, 5, 7, kFirst>(pending);
-    slice();
-  } else if constexpr (kFirst) {
-    pending.begin<3>();
-    slice();
+    accumulate_tile.template operator()<3>();
+  } else {
+    leave_tile_out.template operator()<3>();
   }
 }
 
 /// Starts scores of 16 kRowTiles rows against 32 keys: they will be at `scores`
-/// as [2 key tiles][2 row tiles][16 rows][16 keys]. The first four slices are `first_slice`,
-/// which comes when one more tile of what was pending is stored.
-template <int kParts, int kRowTiles, class FirstSlice, class Slice>
+/// as [2 key tiles][2 row tiles][16 rows][16 keys], or, with keys on the left-hand side, as [2 key
+/// tiles][2 row tiles][16 keys][16 rows], with the same bits. The first four slices are
+/// `first_slice`, which comes when one more tile of what was pending is stored.
+template <KeySide kSide, int kParts, int kRowTiles, class FirstSlice, class Slice>
 [[gnu::always_inline]] inline void multiply_queries(
     const Bfloat16* queries,
     const Bfloat16* keys,
@@ -98,79 +111,17 @@ template <int kParts, int kRowTiles, class FirstSlice, class Slice>
 ) {
   const int64_t part = int64_t{depth} * kTileRows;
   const int64_t stride = part * kParts;
-  const auto multiply = [&](const Bfloat16* left, const Bfloat16* right,
+  const auto multiply = [&](const Bfloat16* q, const Bfloat16* k,
                             int64_t from) __attribute__((always_inline)) {
-    for (int64_t k = from; k < part; k += kTileElements) {
-      multiply_query_tiles<kRowTiles, false>(left + k, right + k, stride, pending, slice);
+    for (int64_t d = from; d < part; d += kTileElements) {
+      multiply_score_tiles<kSide, kRowTiles, false>(q + d, k + d, stride, pending, slice);
     }
   };
-  multiply_query_tiles<kRowTiles, true>(queries, keys, stride, pending, first_slice);
+  multiply_score_tiles<kSide, kRowTiles, true>(queries, keys, stride, pending, first_slice);
   multiply(queries, keys, kTileElements);
   if constexpr (kParts == 2) {
     multiply(queries, keys + part, 0);
     multiply(queries + part, keys, 0);
-  }
-  pending.set_target(scores);
-}
-
-template <int kRowTiles, bool kFirst, class Slice>
-[[gnu::always_inline]] inline void multiply_key_tiles(
-    const Bfloat16* keys,
-    const Bfloat16* queries,
-    int64_t stride,
-    PendingSums& pending,
-    Slice& slice
-) {
-  load_tile<4>(keys);
-  load_tile<6>(queries);
-  accumulate<0, 4, 6, kFirst>(pending);
-  slice();
-  if constexpr (kRowTiles == 2) {
-    load_tile<7>(queries + stride);
-    accumulate<1, 4, 7, kFirst>(pending);
-    slice();
-  } else if constexpr (kFirst) {
-    pending.begin<1>();
-    slice();
-  }
-  load_tile<5>(keys + stride);
-  accumulate<2, 5, 6, kFirst>(pending);
-  slice();
-  if constexpr (kRowTiles == 2) {
-    accumulate<3, 5, 7, kFirst>(pending);
-    slice();
-  } else if constexpr (kFirst) {
-    pending.begin<3>();
-    slice();
-  }
-}
-
-/// What multiply_queries() does, with keys as left-hand and queries as right-hand tiles: every
-/// score has the same bits, and stands where it does there but for rows and columns of a tile,
-/// which are exchanged.
-template <int kParts, int kRowTiles, class FirstSlice, class Slice>
-[[gnu::always_inline]] inline void multiply_keys(
-    const Bfloat16* queries,
-    const Bfloat16* keys,
-    int depth,
-    PendingSums& pending,
-    float* scores,
-    FirstSlice first_slice,
-    Slice slice
-) {
-  const int64_t part = int64_t{depth} * kTileRows;
-  const int64_t stride = part * kParts;
-  const auto multiply = [&](const Bfloat16* left, const Bfloat16* right,
-                            int64_t from) __attribute__((always_inline)) {
-    for (int64_t k = from; k < part; k += kTileElements) {
-      multiply_key_tiles<kRowTiles, false>(left + k, right + k, stride, pending, slice);
-    }
-  };
-  multiply_key_tiles<kRowTiles, true>(keys, queries, stride, pending, first_slice);
-  multiply(keys, queries, kTileElements);
-  if constexpr (kParts == 2) {
-    multiply(keys + part, queries, 0);
-    multiply(keys, queries + part, 0);
   }
   pending.set_target(scores);
 }

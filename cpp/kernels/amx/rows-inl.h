@@ -8,10 +8,6 @@
 namespace cpattn::kernels {
 namespace {
 
-/// How keys stand in products: as columns of the right-hand side, or, where queries are, as rows of
-/// the left-hand one.
-enum class KeySide { kRight, kLeft };
-
 /// The order of the tiles of values of a block: those of sixteen columns follow each other, as a
 /// product takes them, or those of a chunk, as they are packed; or there are those of one chunk.
 enum class ValueOrder { kColumns, kChunks, kOneChunk };
