@@ -42,9 +42,7 @@ TensorView read_cache(
     const std::optional<DType>& kv_dtype
 ) {
   const TensorView view = as_codes(read, name, *cache, kv_dtype);
-  const bool is_code = view.dtype == DType::float8_e4m3fn || view.dtype == DType::float8_e5m2 ||
-                       view.dtype == DType::int8;
-  if (!is_code) check_float(read, name, view.dtype);
+  if (!is_code(view.dtype)) check_float(read, name, view.dtype);
   return view;
 }
 

@@ -5,15 +5,16 @@
 // first.
 #include "kernels/attention/decode-inl.h"
 #include "kernels/attention/results-inl.h"
+#include "kernels/vector/fp8-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
 inline int expand_quickly(const void* /*codes*/, int /*dim*/, void* /*out*/) { return 0; }
 inline int expand_quickly(const Float8* codes, int dim, Bfloat16* out) {
-  int d = 0;
-  for (; d + kCodes <= dim; d += kCodes) expand(codes + d, out + d);
-  return d;
+  const int quick = dim / kCodes * kCodes;
+  expand_row(codes, quick, out);
+  return quick;
 }
 
 /// Codes times a factor, as far as there is a faster way than one vector after the other; returns

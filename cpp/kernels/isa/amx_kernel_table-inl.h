@@ -10,15 +10,14 @@
 namespace cpattn::kernels {
 namespace {
 
-/// Few rows of a KV head are read in place by the vector units, in float32, and more by tiles:
-/// up to kMaxRows, or, of codes, up to kMaxCodeRows.
-template <class T, int kMaxRows, int kMaxCodeRows>
+/// Up to kMaxRows rows of a KV head are read in place by the vector units, in float32, and more by
+/// tiles.
+template <class T, int kMaxRows>
 struct VectorsOrTiles {
   using Decode = DecodeLoop<T, Float32Engine, 4>;
 
   static bool by_vectors(const AttentionTile& tile) {
-    const int most = tile.expand_codes == nullptr ? kMaxRows : kMaxCodeRows;
-    return tile.num_tokens * tile.group <= most;
+    return tile.num_tokens * tile.group <= kMaxRows;
   }
   static int64_t scratch_bytes(const AttentionTile* tile) {
     return by_vectors(*tile) ? decode_scratch_bytes<T, Decode>(tile)
@@ -33,11 +32,9 @@ struct VectorsOrTiles {
     AttentionKernel kernel = packing_kernel<T, AmxLoop<T>>(peak);
     kernel.decode_scratch_bytes = &scratch_bytes;
     kernel.decode = &run<Decode>;
-    if (kMaxCodeRows > 0) {
-      kernel.decode_codes[kFloat8E4M3] = &run<CodeDecoder<T, Float8>>;
-      kernel.decode_codes[kFloat8E5M2] = &run<CodeDecoder<T, Float8E5M2>>;
-      kernel.decode_codes[kInt8] = &run<CodeDecoder<T, int8_t>>;
-    }
+    kernel.decode_codes[kFloat8E4M3] = &run<CodeDecoder<T, Float8>>;
+    kernel.decode_codes[kFloat8E5M2] = &run<CodeDecoder<T, Float8E5M2>>;
+    kernel.decode_codes[kInt8] = &run<CodeDecoder<T, int8_t>>;
     return kernel;
   }
 };
@@ -48,8 +45,8 @@ struct VectorsOrTiles {
 /// with the memory for 4 rows.
 constexpr KernelTable amx_kernel_table(const char* name) {
   return kernel_table(
-      name, VectorsOrTiles<Bfloat16, 4, 4>::kernel(&tile_peak_flops),
-      VectorsOrTiles<Half, 16, 16>::kernel(&peak_flops<Float32Engine>)
+      name, VectorsOrTiles<Bfloat16, 4>::kernel(&tile_peak_flops),
+      VectorsOrTiles<Half, 16>::kernel(&peak_flops<Float32Engine>)
   );
 }
 
