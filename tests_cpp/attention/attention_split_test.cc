@@ -265,5 +265,19 @@ TEST(AttentionSplit, BatchInvariantPlansHaveNoParts) {
   for (const AttentionItem& item : plan.items) EXPECT_FALSE(item.decode);
 }
 
+TEST(AttentionSplit, BatchInvariantRowsAreReadByRunsOfHeadsInLargeBatchesAlone) {
+  for (const auto& [sequences, heads] :
+       std::vector<std::pair<int, int32_t>>{{1, 1}, {8, 1}, {16, 2}, {64, 8}, {100, 8}}) {
+    AttentionBatch batch = decode_batch({32, 8, 128, 128}, std::vector<int64_t>(sequences, 9000));
+    batch.batch_invariant = true;
+    const AttentionPlan plan = plan_attention("test", batch, 0);
+    EXPECT_EQ(std::ssize(plan.items), sequences * 8 / heads);
+    for (const AttentionItem& item : plan.items) {
+      EXPECT_EQ(item.num_heads, 4 * heads) << sequences;
+      EXPECT_FALSE(item.decode);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace cpattn

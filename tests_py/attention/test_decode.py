@@ -160,6 +160,30 @@ def test_batch_invariant_rows_are_those_of_a_prefill(isa, dtype):
         assert torch.equal(part_lse, lse[begin:end])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_that_are_read_together_have_the_bits_of_each_alone(isa, dtype):
+    """An item of a large batch takes several KV heads, one of a single sequence takes one."""
+    kv_lens = tuple(33 + 5 * i for i in range(48))
+    case = Case(
+        q_lens=(1, 2, 3) * 16, kv_lens=kv_lens, num_heads=8, num_kv_heads=4, dtype=dtype,
+        options={"softcap": 20.0, "sinks": torch.linspace(-2, 2, 8)},
+    )  # fmt: skip
+    inputs = make_inputs(case) | {"batch_invariant": True}
+    assert np.all(plan_of(inputs, batch_invariant=True).items[:, 4] == 4)
+    out, lse = run(inputs)
+    row = 0
+    for i, (q_len, kv_len) in enumerate(zip(case.q_lens, kv_lens, strict=True)):
+        rows = slice(row, row + q_len)
+        alone = inputs | {
+            "q": inputs["q"][rows], "q_lens": [q_len], "kv_lens": [kv_len],
+            "block_tables": inputs["block_tables"][i : i + 1],
+        }  # fmt: skip
+        alone_out, alone_lse = run(alone)
+        assert torch.equal(alone_out, out[rows])
+        assert torch.equal(alone_lse, lse[rows])
+        row += q_len
+
+
 def test_batch_invariance_is_not_free():
     """Without it the same row is computed another way: else the flag would test nothing."""
     inputs = make_inputs(LONG)

@@ -33,19 +33,23 @@ bool is_short(const AttentionBatch& batch, const AttentionSegment& segment);
 /// The length of the parts of the short segments of a batch.
 int64_t part_keys(const AttentionBatch& batch);
 
-/// Whether the rows of a segment are so few that keys and values are read in place.
+/// Whether a segment has so few rows for each KV head that most of the time goes to reading keys
+/// and values.
+bool has_few_rows(const AttentionBatch& batch, const AttentionSegment& segment);
+
+/// Whether keys and values are read in place for few rows.
 bool reads_in_place(const AttentionBatch& batch, const AttentionSegment& segment);
 
-/// KV heads that an item of segments that are read in place takes together, at most.
+/// KV heads that an item of few rows takes together, at most.
 int64_t heads_per_run(const AttentionBatch& batch, int64_t part_keys);
 
-/// Appends the items of a segment that is read in place. plan.part_keys has been set.
-void append_decode_items(
+/// Appends the items of a segment of few rows. plan.part_keys has been set.
+void append_few_row_items(
     const AttentionBatch& batch, int32_t segment, int64_t heads_per_run, AttentionPlan& plan
 );
 
-/// Appends an item of a short segment as one part or more, and their costs; sets the keys of
-/// each. plan.part_keys has been set.
+/// Appends an item, that of a short segment as one part or more, and their costs; sets the keys
+/// of each. plan.part_keys has been set.
 void append_parts(const AttentionBatch& batch, AttentionItem item, AttentionPlan& plan);
 
 }  // namespace cpattn

@@ -16,6 +16,8 @@ constexpr int32_t kWideHead = 256;
 constexpr int64_t kRunElements = 1024;
 /// A batch should have so many of these runs: the heads of few keys are read apart by more threads.
 constexpr int64_t kWantedRuns = 16;
+/// The same where segments are not divided, so that all their parallelism is in these runs.
+constexpr int64_t kWantedWholeRuns = 64;
 /// Parts that a batch should have: enough for many threads.
 constexpr int64_t kWantedParts = 256;
 /// Shorter parts cost more to merge than they are worth.
@@ -59,24 +61,30 @@ int64_t part_keys(const AttentionBatch& batch) {
   return std::max<int64_t>(1, (wanted + granule - 1) / granule) * granule;
 }
 
-bool reads_in_place(const AttentionBatch& batch, const AttentionSegment& segment) {
+bool has_few_rows(const AttentionBatch& batch, const AttentionSegment& segment) {
   const int64_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
   const int64_t rows = batch.shape.head_dim > kWideHead ? kMaxWideDecodeRows : kMaxDecodeRows;
-  return is_short(batch, segment) && segment.q_len * group <= rows;
+  return segment.q_len > 0 && segment.q_len <= rows / group;
+}
+
+bool reads_in_place(const AttentionBatch& batch, const AttentionSegment& segment) {
+  return is_short(batch, segment) && has_few_rows(batch, segment);
 }
 
 int64_t heads_per_run(const AttentionBatch& batch, int64_t part_keys) {
   int64_t parts = 0;
   for (const AttentionSegment& segment : batch.segments) {
-    if (!reads_in_place(batch, segment)) continue;
+    if (!has_few_rows(batch, segment)) continue;
     const VisibleKeys range = keys_of(batch, segment);
-    parts += std::max<int64_t>(1, (range.end - range.begin) / part_keys);
+    parts +=
+        batch.batch_invariant ? 1 : std::max<int64_t>(1, (range.end - range.begin) / part_keys);
   }
+  const int64_t wanted = batch.batch_invariant ? kWantedWholeRuns : kWantedRuns;
   const int64_t most = std::max<int64_t>(1, kRunElements / batch.shape.head_dim);
-  return std::clamp<int64_t>(parts * batch.shape.num_kv_heads / kWantedRuns, 1, most);
+  return std::clamp<int64_t>(parts * batch.shape.num_kv_heads / wanted, 1, most);
 }
 
-void append_decode_items(
+void append_few_row_items(
     const AttentionBatch& batch, int32_t segment, int64_t heads_per_run, AttentionPlan& plan
 ) {
   const AttentionShape& shape = batch.shape;
@@ -92,7 +100,7 @@ void append_decode_items(
             .first_head = static_cast<int32_t>(begin * group),
             .num_heads = static_cast<int32_t>((end - begin) * group),
             .num_tokens = static_cast<int32_t>(batch.segments[segment].q_len),
-            .decode = true,
+            .decode = is_short(batch, batch.segments[segment]),
         },
         plan
     );
@@ -105,9 +113,8 @@ void append_parts(const AttentionBatch& batch, AttentionItem item, AttentionPlan
   const int64_t kv_heads = (item.num_heads + group - 1) / group;
   const VisibleKeys keys = keys_of(batch, segment);
   const int64_t first = keys.begin / plan.part_keys;
-  const int64_t parts = keys.end - keys.begin <= plan.part_keys
-                            ? 1
-                            : (keys.end + plan.part_keys - 1) / plan.part_keys - first;
+  const bool whole = !is_short(batch, segment) || keys.end - keys.begin <= plan.part_keys;
+  const int64_t parts = whole ? 1 : (keys.end + plan.part_keys - 1) / plan.part_keys - first;
   if (parts > 1) {
     const int32_t rows = item.num_tokens * item.num_heads;
     item.split = static_cast<int32_t>(plan.splits.size());

@@ -62,7 +62,7 @@ struct MaskBits {
 
 /// A box of work: tokens [first_token, first_token + num_tokens) of a segment
 /// times query heads [first_head, first_head + num_heads) times keys
-/// [kv_begin, kv_end). The heads read one KV head, or several if `decode`.
+/// [kv_begin, kv_end). The heads read one KV head, or several where each has few rows.
 struct AttentionItem {
   int32_t segment = 0;
   int32_t first_head = 0;
