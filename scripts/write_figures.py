@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import figure_tables  # noqa: E402 (not on the path before)
-from figure_tables import table  # noqa: E402
+from figure_tables import short, table  # noqa: E402
 
 from bench.harness.figures import (  # noqa: E402
     Row,
@@ -180,7 +180,7 @@ def bar_cells(figure: Figure, bar: Row) -> list[str]:
     if "name" not in bar:  # of attention: percent of the peak
         return [f"{figure.row['percent_of_peak']:.1f} %", f"≥ {bar['limit']:g} %"]
     sign = "≥" if bar["at_least"] else "≤"
-    return [f"{bar['name']}: {bar['value']:.3g}", f"{sign} {bar['limit']:g}"]
+    return [f"{short(bar['name'])}: {bar['value']:.3g}", f"{sign} {bar['limit']:g}"]
 
 
 def reason(figure: Figure) -> str:
