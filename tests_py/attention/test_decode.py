@@ -184,6 +184,28 @@ def test_heads_that_are_read_together_have_the_bits_of_each_alone(isa, dtype):
         row += q_len
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_pages(isa, dtype):
+    """Keys that are loaded where they are, and those that are copied together before."""
+    case = Case(
+        q_lens=(3, 1), kv_lens=(701, 45), num_heads=8, num_kv_heads=2, page_size=16, dtype=dtype,
+        options={"window": 600},
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    out, lse = run(inputs)
+    for page_size in (1, 8):
+        parts = 16 // page_size
+        tables = inputs["block_tables"][:, :, None] * parts + np.arange(parts)
+        caches = {
+            name: inputs[name].reshape(-1, page_size, *inputs[name].shape[2:])
+            for name in ("k_cache", "v_cache")
+        }
+        small = inputs | caches | {"page_size": page_size, "block_tables": tables.reshape(2, -1)}
+        small_out, small_lse = run(small)
+        assert torch.equal(small_out, out)
+        assert torch.equal(small_lse, lse)
+
+
 def test_batch_invariance_is_not_free():
     """Without it the same row is computed another way: else the flag would test nothing."""
     inputs = make_inputs(LONG)

@@ -106,7 +106,7 @@ class CodeExpander {
 inline bool takes_codes(int dim, int first) { return dim % 64 == 0 && first % 32 == 0; }
 
 /// pack_tile_rows() for codes. Returns whether all of them stand for finite numbers.
-template <class Code, class Each>
+template <class Code, int kRows = 2 * kTileRows, class Each>
 bool pack_code_rows(
     const char* const* rows, int dim, int first, int depth, Bfloat16* tiles, Each each
 ) {
@@ -124,7 +124,7 @@ bool pack_code_rows(
   }();
   const __m512i order = _mm512_loadu_si512(kOrder.bytes);
   bool finite = true;
-  for (int row = 0; row < 2 * kTileRows; row += 4) {
+  for (int row = 0; row < kRows; row += 4) {
     Bfloat16* cells = tiles + int64_t{row / kTileRows} * kTileRows * depth + row % kTileRows * 32;
     for (int d = 0; d < dim; d += 64) {
       __m512i codes[4][1];

@@ -175,9 +175,9 @@ template <int kColumns>
   }
 }
 
-/// Puts `dim` elements of 32 rows, from dimension `first` on, into left-hand tiles
+/// Puts `dim` elements of kRows rows, from dimension `first` on, into left-hand tiles
 /// [16 rows][part][depth / 32][16][32]. Calls each() after every four rows.
-template <class T, class Each>
+template <class T, int kRows = 2 * kTileRows, class Each>
 inline void pack_tile_rows(
     const char* const* rows,
     int dim,
@@ -190,7 +190,7 @@ inline void pack_tile_rows(
   constexpr int kParts = TileFormat<T>::kParts;
   const int64_t part_elements = int64_t{kTileRows} * depth;
   const bool whole = dim % 32 == 0 && first % 32 == 0;
-  for (int row = 0; row < 2 * kTileRows; row += 4) {
+  for (int row = 0; row < kRows; row += 4) {
     Bfloat16* cells = tiles + row / kTileRows * part_elements * kParts;
     const auto place = [&]<int kColumns>(int d) __attribute__((always_inline)) {
       __m512i x[4][kColumns];

@@ -47,14 +47,15 @@ struct SoftmaxGroup {
   static constexpr int kParts = Format::kParts;
   static constexpr int kPartElements = kGroupRows * kTileDepth;
 
-  float factor;             // from scores to base-2 units
-  int column_tiles;         // of output
-  int first_chunk;          // that the rows see of the block
-  float* references;        // [row], scores; -inf before the first visible key
+  float factor;                             // from scores to base-2 units
+  int column_tiles;                         // of output
+  int column_stride = kGroupRows * kLanes;  // floats from one of them to the next
+  int first_chunk;                          // that the rows see of the block
+  float* references;                        // [row], scores; -inf before the first visible key
   float* biases;            // [row], which make a score the exponent of its probability
   float* sums;              // [row], of the probabilities below; unused if these are exact
   float* exact_sums;        // [row][16], of exact ones; null if not wanted
-  float* output;            // [column tile][64 rows][16]
+  float* output;            // [column tile][rows][16]
   Bfloat16* probabilities;  // [chunk][part][64 rows][32]
 
   /// The first parts of the probabilities; the rests are kPartElements behind.
@@ -149,7 +150,7 @@ struct SoftmaxGroup {
     const Vector shrink = splat(__builtin_exp2f(-growth));
     const auto scale = [&](float* x) { store(x, mul(load(x), shrink)); };
     if (exact_sums != nullptr) scale(exact_sums + row * kLanes);
-    for (int d = 0; d < column_tiles; ++d) scale(output + (d * kGroupRows + row) * kLanes);
+    for (int d = 0; d < column_tiles; ++d) scale(output + d * column_stride + row * kLanes);
     for (int earlier = first_chunk; earlier < chunk; ++earlier) {
       Bfloat16* cells = probabilities_of(row, earlier);
       store_parts(mul(load_parts(cells), shrink), mul(load_parts(cells + kLanes), shrink), cells);

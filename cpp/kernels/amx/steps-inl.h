@@ -226,6 +226,7 @@ class SourceRows {
   int head() const { return head_; }
   int64_t first() const { return first_; }
   int count() const { return count_; }
+  int hidden() const { return hidden_; }
 
   /// Reads what the rows of these keys are multiplied with.
   void read_row_factors(const RowFactors& source, float* factors) const {

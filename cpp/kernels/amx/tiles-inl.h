@@ -2,9 +2,8 @@
 #pragma once
 
 // The AMX instructions that the kernels use. Every tile is whole: 16 rows of 64
-// bytes, contiguous in memory, which is 16 x 32 bfloat16, 16 x 64 int8 or 16 x 16
-// float32 or int32.
-// twin-inl.h has the same functions in plain C++; include one of the two.
+// bytes, contiguous in memory if nothing else is said, which is 16 x 32 bfloat16, 16 x 64 int8 or
+// 16 x 16 float32 or int32. twin-inl.h has the same functions in plain C++; include one of the two.
 //
 // The functions are in assembly because the compilers' intrinsics want literal register numbers
 // and, in GCC 12, do not tell the compiler which memory they touch.
@@ -39,6 +38,15 @@ inline void load_tile(const void* from) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2"
                    :
                    : "r"(from), "r"(int64_t{64}), "i"(kTile)
+                   : "memory");
+}
+
+/// The same of rows that are `row_bytes` apart.
+template <int kTile>
+inline void load_tile_rows(const void* from, int64_t row_bytes) {
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2"
+                   :
+                   : "r"(from), "r"(row_bytes), "i"(kTile)
                    : "memory");
 }
 

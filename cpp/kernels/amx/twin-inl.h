@@ -41,6 +41,14 @@ inline void load_tile(const void* from) {
 }
 
 template <int kTile>
+inline void load_tile_rows(const void* from, int64_t row_bytes) {
+  uint8_t* to = tile_bytes(kTile);
+  for (int row = 0; row < 16; ++row) {
+    __builtin_memcpy(to + int64_t{64} * row, static_cast<const char*>(from) + row * row_bytes, 64);
+  }
+}
+
+template <int kTile>
 inline void store_tile(void* to) {
   __builtin_memcpy(to, tile_bytes(kTile), 1024);
 }

@@ -4,17 +4,20 @@
 // The kernels on AMX tiles, of hardware or twin. Needs the vector layer and the
 // tiles included first.
 #include "kernels/amx/attention-inl.h"
+#include "kernels/amx/decode-inl.h"
 #include "kernels/amx/few_rows-inl.h"
 #include "kernels/isa/kernel_table-inl.h"
 
 namespace cpattn::kernels {
 namespace {
 
-/// Up to kMaxRows rows of a KV head are read in place by the vector units, in float32, and more by
-/// tiles.
+/// Decode: up to kMaxRows rows of a KV head are multiplied by the vector units, in float32, and
+/// more by tiles.
 template <class T, int kMaxRows>
 struct VectorsOrTiles {
   using Decode = DecodeLoop<T, Float32Engine, 4>;
+  /// So few rows are no more work for the vector units than unpacking codes for tiles.
+  static constexpr int kLoneRows = 2;
 
   static bool by_vectors(const AttentionTile& tile) {
     return tile.num_tokens * tile.group <= kMaxRows;
@@ -28,13 +31,36 @@ struct VectorsOrTiles {
     return by_vectors(*tile) ? Loop::run(tile, scratch) : AmxLoop<T>::run(tile, scratch);
   }
 
+  /// Whether AmxDecode does it, which in float16 would be three products of each.
+  template <class Code>
+  static bool in_place(const AttentionTile& tile) {
+    return TileFormat<T>::kParts == 1 && tile.num_tokens * tile.group > kLoneRows &&
+           AmxDecode<Code>::takes(tile);
+  }
+  /// Decode by tiles that are loaded where keys are, if that is possible and the results are
+  /// finite; else as run() does.
+  template <class Code, class Loop>
+  static bool decode(const AttentionTile* tile, void* scratch) {
+    if (in_place<Code>(*tile)) {
+      AmxDecode<Code> attempt(*tile, static_cast<char*>(scratch));
+      if (!attempt.run()) return false;
+      if (attempt.finite()) return true;
+    }
+    return run<Loop>(tile, scratch);
+  }
+  template <class Code>
+  static int64_t decode_scratch(const AttentionTile* tile) {
+    const int64_t bytes = scratch_bytes(tile);
+    return in_place<Code>(*tile) ? larger(bytes, AmxDecode<Code>::scratch_bytes(*tile)) : bytes;
+  }
+
   static constexpr AttentionKernel kernel(int64_t (*peak)(int64_t)) {
     AttentionKernel kernel = packing_kernel<T, AmxLoop<T>>(peak);
-    kernel.decode_scratch_bytes = &scratch_bytes;
-    kernel.decode = &run<Decode>;
-    kernel.decode_codes[kFloat8E4M3] = &run<CodeDecoder<T, Float8>>;
-    kernel.decode_codes[kFloat8E5M2] = &run<CodeDecoder<T, Float8E5M2>>;
-    kernel.decode_codes[kInt8] = &run<CodeDecoder<T, int8_t>>;
+    kernel.decode_scratch_bytes = &decode_scratch<Bfloat16>;
+    kernel.decode = &decode<Bfloat16, Decode>;
+    kernel.decode_codes[kFloat8E4M3] = &decode<Float8, CodeDecoder<T, Float8>>;
+    kernel.decode_codes[kFloat8E5M2] = &decode<Float8E5M2, CodeDecoder<T, Float8E5M2>>;
+    kernel.decode_codes[kInt8] = &decode<int8_t, CodeDecoder<T, int8_t>>;
     return kernel;
   }
 };

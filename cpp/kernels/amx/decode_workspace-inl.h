@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The buffers of decode-inl.h. Needs the vector layer and the tiles included first.
+#include "kernels/amx/steps-inl.h"
+
+namespace cpattn::kernels {
+namespace {
+
+/// Buffers of one tile of work, of 16 rows of each head.
+struct AmxDecodeWorkspace {
+  static constexpr int64_t kWeights = int64_t{2} * 2 * kTileElements;
+
+  Bfloat16* queries;        // [heads][depth / 32][16 pairs][16 rows][2]
+  Bfloat16* keys;           // staged ones: [32 / 16][depth / 32][16][32]
+  Bfloat16* values;         // staged ones: [32 / 16][v_head_dim / 32][16][32]
+  Bfloat16* probabilities;  // [16 rows][32]
+  Bfloat16* weights;        // [32 / 16][even, odd][16 rows][16 pairs]: probabilities and zeros
+  float* scores;            // [2 key tiles][2][16][16]
+  float* output;            // [heads][v_head_dim / 32][even, odd][16 rows][16]
+  float* sums;              // [heads][16]
+  float* exact_sums;        // [heads][16][16]
+  float* references;        // [heads][16]
+  float* biases;            // [heads][16]
+  float* maxima;            // [heads][16][16]
+  int64_t bytes;
+
+  AmxDecodeWorkspace(char* base, const AttentionTile& tile) {
+    const int64_t depth = tile.nope_dim + tile.rope_dim;
+    const int64_t rows = int64_t{tile.num_kv_heads} * kTileRows;
+    Carver carver{base};
+    carver.take(queries, rows * depth);
+    carver.take(keys, kTileDepth * depth);
+    carver.take(values, int64_t{kTileDepth} * tile.v_head_dim);
+    carver.take(probabilities, kTileElements);
+    carver.take(weights, kWeights);
+    carver.take(scores, 4 * kTileFloats);
+    carver.take(output, rows * tile.v_head_dim);
+    carver.take(sums, rows);
+    carver.take(exact_sums, rows * kLanes);
+    carver.take(references, rows);
+    carver.take(biases, rows);
+    carver.take(maxima, rows * kLanes);
+    bytes = carver.used;
+  }
+};
+
+}  // namespace
+}  // namespace cpattn::kernels
