@@ -7,14 +7,16 @@
     forecast.efficiency, forecast.imbalance, forecast.sent_bytes.max()
 
 ``work``         what every rank has to compute and to send: integers, exact
-``prediction``   rates, and the seconds that follow
+``rates``        how fast a rank computes and exchanges
+``prediction``   the seconds that follow
 ``calibration``  the rates of this machine, measured; needs torch
 ``report``       tables and JSON of `cpattn plan`; needs rich
 
-The first two need NumPy only.
+The first three need NumPy only.
 """
 
-from .prediction import Prediction, Rates, predict
+from .prediction import Prediction, predict
+from .rates import Rates
 from .work import AttentionLayer, RankWork, rank_work
 
 __all__ = ["AttentionLayer", "Prediction", "RankWork", "Rates", "predict", "rank_work"]

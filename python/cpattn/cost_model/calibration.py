@@ -14,7 +14,7 @@ import numpy as np
 from .. import _core
 from .._limits import check_integer
 from .._workers import Role, Workers
-from .prediction import Rates
+from .rates import Rates
 from .work import AttentionLayer, rank_work
 
 _LONGEST_CALL = 0.1  # seconds, about

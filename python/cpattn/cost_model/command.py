@@ -17,7 +17,8 @@ from ..traffic.scheduler import prefill_batches
 from ..traffic.trace import TRACE_BLOCK_TOKENS, Request, read_trace
 from . import assumptions
 from .calibration import calibrate, num_steps
-from .prediction import Batch, Prediction, Rates, predict
+from .prediction import Batch, Prediction, predict
+from .rates import Rates
 from .work import AttentionLayer
 
 _MAX_THREADS = 256  # that are measured, or as many as there are CPUs if that is more

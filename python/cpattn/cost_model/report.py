@@ -14,7 +14,8 @@ import numpy as np
 from .._cli.rates import as_options
 from .._cli.tables import Row, print_table
 from . import assumptions
-from .prediction import Prediction, Rates
+from .prediction import Prediction
+from .rates import Rates
 from .work import AttentionLayer
 
 _COLUMNS = (

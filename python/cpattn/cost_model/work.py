@@ -113,6 +113,11 @@ class AttentionLayer:
         return self.head_dim + (self.v_head_dim or self.head_dim)
 
     @property
+    def v_dim(self) -> int:
+        """Elements of a value of one head."""
+        return self.dims - self.head_dim
+
+    @property
     def kv_row_bytes(self) -> int:
         """Bytes of the keys and values of one token in one layer."""
         elements = self.head_dim if self.latent else self.dims
@@ -235,6 +240,12 @@ def rank_work(
     extends, lengths = np.asarray(extend_lens), np.asarray(seq_lens)
     check_seq_lens("rank_work", lengths.tolist(), extends.tolist())
     plans = build_cp_metadata_all_ranks(extends, lengths, cp_size=cp_size, strategy=strategy)
+    return work_of_plans(plans, layer)
+
+
+def work_of_plans(plans: Sequence[ContextParallelMetadata], layer: AttentionLayer) -> RankWork:
+    """See `rank_work`; `plans` are those of all ranks."""
+    cp_size = len(plans)
     rows, first, step = _segments(plans)
     tokens = rows.sum(1)
     pairs = _sum_up_to(layer.most_keys, first, step, rows)

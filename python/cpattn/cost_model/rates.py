@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast a rank computes and exchanges, and the seconds that work takes at these rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._limits import check_integer, check_number
+from .work import PACKING_ROWS, AttentionLayer, Numbers, RankWork
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a rank computes and exchanges, and the seconds that work takes at these rates.
+
+    The defaults of the exchange are those of gloo over 10 Gbit/s.
+
+    Attributes
+    ----------
+    gflops : float
+        Floating-point operations of the products of attention, by all threads of a rank, in
+        10^9 per second.
+    threads : int
+        Of a rank, at least 1. Fewer items of work than threads leave some of them idle.
+    pack_rows : float
+        What packing one key and value costs, as rows of products with them.
+    row_keys : float
+        What one row of queries costs besides its products (loading, masking, writing), as keys.
+    call_us : float
+        What a call of attention costs before any product, in microseconds.
+    gather_gbps : float
+        10^9 bytes per second into a rank, and at the same time out of it, all peers together.
+    latency_us : float
+        Microseconds of one exchange among all ranks; a gather is two, of digests and of rows.
+    message_us : float
+        Microseconds for every peer in an exchange: there is one message to and one from it.
+    store_gbps : float
+        10^9 bytes of keys and values per second from the receive buffer into the pool.
+
+    Raises
+    ------
+    TypeError
+        For rates that are no numbers, and threads that are no integer.
+    ValueError
+        For threads below 1, negative costs, and rates per second that are not positive and finite.
+
+    Examples
+    --------
+    >>> from cpattn.cost_model import AttentionLayer, Rates, rank_work
+    >>> rates, layer = Rates(gflops=900, gather_gbps=10), AttentionLayer()
+    >>> work = rank_work([32768], [32768], cp_size=8, layer=layer)
+    >>> attention, gather = rates.attention_seconds(work, layer), rates.gather_seconds(work)
+    >>> round(float(attention.max()), 3), round(float(gather.max()), 3)
+    (1.245, 0.012)
+    """
+
+    gflops: float
+    threads: int = 1
+    pack_rows: float = 2 * PACKING_ROWS  # from memory they cost twice as much
+    row_keys: float = 75.0
+    call_us: float = 6.0
+    gather_gbps: float = 1.25
+    latency_us: float = 200.0
+    message_us: float = 20.0
+    store_gbps: float = 4.0
+
+    def __post_init__(self) -> None:
+        check_integer("Rates", "threads", self.threads)
+        for name in ("gflops", "gather_gbps", "store_gbps"):
+            check_number("Rates", name, getattr(self, name))
+        for name in ("pack_rows", "row_keys", "call_us", "latency_us", "message_us"):
+            check_number("Rates", name, getattr(self, name), positive=False)
+
+    def attention_seconds(self, work: RankWork, layer: AttentionLayer) -> Seconds:
+        """Predict the attention of one layer.
+
+        That is ``call + max(all rows * keys, threads * the longest item) / flops``.
+
+        Parameters
+        ----------
+        work : RankWork
+            Of one batch.
+        layer : AttentionLayer
+            The one that the work was counted for.
+
+        Returns
+        -------
+        array [cp_size], float64
+            Seconds of each rank; 0 for one without new tokens.
+        """
+        return attention_seconds(
+            self,
+            layer,
+            pairs=work.pairs,
+            rows=work.tokens,
+            heads=layer.num_heads,
+            packed=work.packed_keys * layer.num_kv_heads,
+            longest=work.longest_item,
+        )
+
+    def gather_seconds(self, work: RankWork) -> Seconds:
+        """Predict the exchange of keys and values in one layer.
+
+        Parameters
+        ----------
+        work : RankWork
+            Of one batch.
+
+        Returns
+        -------
+        array [cp_size], float64
+            Seconds of each rank; 0 for a single one.
+        """
+        peers = len(work.tokens) - 1
+        if not peers:
+            return np.zeros(1)
+        wire = np.maximum(work.sent_bytes, work.received_bytes) / (1e9 * self.gather_gbps)
+        return wire + 2e-6 * (self.latency_us + peers * self.message_us)
+
+    def store_seconds(self, work: RankWork, layer: AttentionLayer) -> float:
+        """Predict how long a rank writes the new keys and values of one layer into its pool.
+
+        Parameters
+        ----------
+        work : RankWork
+            Of one batch.
+        layer : AttentionLayer
+            The one that the work was counted for.
+
+        Returns
+        -------
+        float
+            Seconds, the same on every rank: each one writes those of all ranks.
+        """
+        return float(work.tokens.sum()) * layer.kv_row_bytes / (1e9 * self.store_gbps)
+
+
+def attention_seconds(
+    rates: Rates,
+    layer: AttentionLayer,
+    *,
+    pairs: Numbers,
+    rows: Numbers,
+    heads: Numbers,
+    packed: Numbers,
+    longest: Numbers,
+    calls: int = 1,
+) -> Seconds:
+    """Seconds of each rank: ``calls * call + max(work, threads * longest) * flop / gflops``.
+
+    ``work = (pairs + row_keys * rows) * heads + pack_rows * packed`` is counted in products of a
+    row with a key, each ``flop = 2 * (head_dim + v_head_dim)``. `pairs` and `rows` are those of one
+    of the rank's query `heads`, `packed` are keys of all its KV heads. 0 for a rank without rows.
+    """
+    per_pair = 2 * layer.dims / (1e9 * rates.gflops)  # on all threads
+    products = (pairs + rates.row_keys * rows) * heads
+    shared = np.maximum(products + rates.pack_rows * packed, longest * rates.threads)
+    busy = np.asarray(rows * heads > 0)
+    return np.where(busy, 1e-6 * rates.call_us * calls + shared * per_pair, 0.0)
