@@ -7,16 +7,29 @@
     forecast.efficiency, forecast.imbalance, forecast.sent_bytes.max()
 
 ``work``         what every rank has to compute and to send: integers, exact
+``placement``    which rank keeps which keys and values: integers, exact
+``counts``       what all ways to exchange a batch have in common
+``exchange``     what ranks send, receive and store by each of them: integers, exact
 ``rates``        how fast a rank computes and exchanges
 ``prediction``   the seconds that follow
 ``calibration``  the rates of this machine, measured; needs torch
 ``report``       tables and JSON of `cpattn plan`; needs rich
 
-The first three need NumPy only.
+Those before the calibration need NumPy only.
 """
 
+from .exchange import ExchangeWork, exchange_work
 from .prediction import Prediction, predict
 from .rates import Rates
 from .work import AttentionLayer, RankWork, rank_work
 
-__all__ = ["AttentionLayer", "Prediction", "RankWork", "Rates", "predict", "rank_work"]
+__all__ = [
+    "AttentionLayer",
+    "ExchangeWork",
+    "Prediction",
+    "RankWork",
+    "Rates",
+    "exchange_work",
+    "predict",
+    "rank_work",
+]

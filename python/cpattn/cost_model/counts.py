@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all ways to place and exchange the keys of one batch have in common: checks and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .._limits import check_integer, check_seq_lens
+from ..context_parallel.metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
+from .placement import PLACEMENTS, Shards, pairs_by_owner, shards, stripes
+from .work import ITEM_BYTES, AttentionLayer, Ints, RankWork, work_of_plans
+
+EXCHANGES = ("gather", "ring", "pass_q", "all_to_all")
+
+
+def check_placing(
+    function: str,
+    placement: str,
+    exchange: str,
+    cp_size: int,
+    ranks_per_host: int,
+    state_dtype: str,
+    exchanges: Sequence[str] = EXCHANGES,
+) -> None:
+    """ValueError unless keys can be placed and exchanged so."""
+    for name, value, known in (
+        ("placement", placement, PLACEMENTS),
+        ("exchange", exchange, exchanges),
+        ("state_dtype", state_dtype, tuple(ITEM_BYTES)),
+    ):
+        if value not in known:
+            raise ValueError(f"{function}: {name} must be one of {', '.join(known)}, got {value!r}")
+    check_integer(function, "cp_size", cp_size)
+    check_integer(function, "ranks_per_host", ranks_per_host)
+    if cp_size % ranks_per_host:
+        raise ValueError(
+            f"{function}: cp_size must be a multiple of ranks_per_host = {ranks_per_host}, "
+            f"got {cp_size}"
+        )
+    if exchange == "pass_q" and placement == "replicated":
+        raise ValueError(
+            f"{function}: exchange must be gather, ring or all_to_all where placement is "
+            "replicated, as every pool takes all keys, got 'pass_q'"
+        )
+
+
+def possible_exchanges(placement: str) -> tuple[str, ...]:
+    """Those that a placement allows."""
+    return tuple(name for name in EXCHANGES if placement != "replicated" or name != "pass_q")
+
+
+class BatchCounts:
+    """What all ways to exchange one batch have in common, each counted when first asked for."""
+
+    def __init__(
+        self,
+        extend_lens: Any,
+        seq_lens: Any,
+        *,
+        cp_size: int,
+        strategy: str,
+        layer: AttentionLayer,
+        placement: str,
+        ranks_per_host: int,
+        function: str = "exchange_work",
+    ) -> None:
+        extends, lengths = np.asarray(extend_lens), np.asarray(seq_lens)
+        check_seq_lens(function, lengths.tolist(), extends.tolist())
+        self.plans: Sequence[ContextParallelMetadata] = build_cp_metadata_all_ranks(
+            extends, lengths, cp_size=cp_size, strategy=strategy
+        )
+        self.extends, self.seq_lens = extends.astype(np.int64), lengths.astype(np.int64)
+        self.cp_size, self.layer, self.placement = cp_size, layer, placement
+        self.ranks_per_host, self.num_hosts = ranks_per_host, cp_size // ranks_per_host
+
+    @property
+    def sharded(self) -> bool:
+        return self.placement != "replicated"
+
+    @cached_property
+    def own(self) -> RankWork:
+        """By gathering: each rank attends from its own tokens to all keys."""
+        return work_of_plans(self.plans, self.layer)
+
+    @cached_property
+    def alone(self) -> RankWork:
+        """One rank attends from all tokens to all keys."""
+        plans = build_cp_metadata_all_ranks(
+            self.extends, self.seq_lens, cp_size=1, strategy="contiguous"
+        )
+        return work_of_plans(plans, self.layer)
+
+    @cached_property
+    def owner_pairs(self) -> Ints:
+        """[cp_size] pairs of all new tokens and the keys of each rank."""
+        laid = stripes(self.placement, self.seq_lens, self.cp_size, self.layer.page_size)
+        return pairs_by_owner(self.extends, self.seq_lens, self.layer, laid).sum(1)
+
+    @cached_property
+    def shards(self) -> Shards:
+        if not self.sharded:  # pools have all rows: none travels for them alone
+            nothing = np.zeros(self.cp_size, np.int64)
+            return Shards(nothing, self.own.tokens, nothing)
+        laid = stripes(self.placement, self.seq_lens, self.cp_size, self.layer.page_size)
+        return shards(
+            self.plans, self.extends, self.seq_lens, self.layer, laid, self.ranks_per_host
+        )
+
+    def by_host(self, values: Ints) -> Ints:
+        """[cp_size] as [num_hosts, ranks_per_host]; a column is a rail, along which ranks send."""
+        return values.reshape(self.num_hosts, self.ranks_per_host)

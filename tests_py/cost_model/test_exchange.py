@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where keys are kept, and the bytes of every exchange, against counting them one by one."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpattn.cost_model import AttentionLayer, exchange_work, rank_work
+from cpattn.cost_model.placement import pages_per_rank, stripes
+from support.cost_model.exchange_cases import COUNTED, EXCHANGES, SHARDED, cases
+
+
+@given(case=cases(), exchange=st.sampled_from(EXCHANGES))
+def test_bytes_are_those_of_messages_counted_one_by_one(case, exchange):
+    if (case.placement, exchange) == ("replicated", "pass_q"):
+        return
+    work = case.work(exchange)
+    wire, busy, back = COUNTED[exchange](case)
+    sent, received = wire.sent, wire.received
+    if back:
+        sent, received = sent + back.sent, received + back.received
+    assert work.sent_bytes.tolist() == wire.totals(sent)
+    assert work.received_bytes.tolist() == wire.totals(received)
+    assert work.wire_bytes[0].tolist() == busy
+    assert work.wire_bytes[1].tolist() == (back.by_host() if back else [0] * case.num_hosts)
+    assert work.sent_bytes.dtype == work.received_bytes.dtype == np.int64
+
+
+@given(case=cases(SHARDED))
+def test_the_rank_that_keeps_a_key_attends_to_it_for_all_tokens(case):
+    work = case.work("pass_q")
+    owner, pairs = case.owners(), Counter()
+    for token in itertools.chain(*case.computed()):
+        for position in case.visible(token):
+            pairs[owner[token[0], position]] += 1
+    assert work.pairs.tolist() == [pairs[rank] for rank in range(case.cp_size)]
+    page = case.layer.page_size * case.layer.kv_row_bytes * case.layer.num_layers
+    assert work.pool_bytes == max(case.pages) * page
+
+
+@given(case=cases(SHARDED))
+def test_every_new_row_gets_into_one_pool(case):
+    owner, arriving = case.owners(), Counter()
+    for rank, tokens in enumerate(case.computed()):
+        for token in tokens:
+            arriving[case.host(owner[token]), rank % case.ranks_per_host] += 1
+    stored = case.work("pass_q").stored_bytes.reshape(case.num_hosts, -1)
+    for place, rows in np.ndenumerate(stored):
+        assert rows == arriving[place] * case.layer.kv_row_bytes
+    assert stored.sum() == sum(case.extends) * case.layer.kv_row_bytes
+
+
+@given(case=cases(SHARDED))
+def test_every_way_computes_the_same_pairs(case):
+    works = [case.work(exchange) for exchange in EXCHANGES]
+    pairs = {int((work.pairs * work.heads).sum()) for work in works}
+    assert len(pairs) == 1
+
+
+@given(case=cases(("replicated",)))
+def test_a_gather_over_single_ranks_is_that_of_rank_work(case):
+    case.ranks_per_host = 1
+    work = case.work("gather")
+    options = {"cp_size": case.cp_size, "strategy": case.strategy, "layer": case.layer}
+    known = rank_work(case.extends, case.seq_lens, **options)
+    for name in ("tokens", "pairs", "longest_item", "sent_bytes", "received_bytes"):
+        assert getattr(work, name).tolist() == getattr(known, name).tolist()
+    assert (
+        work.stored_bytes.tolist() == [sum(case.extends) * case.layer.kv_row_bytes] * case.cp_size
+    )
+    assert work.pool_bytes == case.layer.pool_bytes(np.array(case.seq_lens))
+
+
+@given(case=cases(), exchange=st.sampled_from(EXCHANGES))
+def test_ranks_of_one_host_send_nothing(case, exchange):
+    if (case.placement, exchange) == ("replicated", "pass_q"):
+        return
+    case.num_hosts = 1
+    work = case.work(exchange)
+    assert not work.sent_bytes.any()
+    assert not work.received_bytes.any()
+    assert work.stored_bytes.sum() == sum(case.extends) * case.layer.kv_row_bytes
+
+
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=4),
+    ends=st.lists(st.integers(0, 60), min_size=4, max_size=4),
+    cp_size=st.integers(1, 6),
+    page_size=st.integers(1, 5),
+    placement=st.sampled_from(SHARDED),
+)
+def test_stripes_are_counted_and_summed(lengths, ends, cp_size, page_size, placement):
+    seq_lens = np.array(lengths)
+    laid = stripes(placement, seq_lens, cp_size, page_size)
+    end = np.minimum(ends[: len(lengths)], seq_lens)
+    counts, sums = laid.count_below(end), laid.sum_below(end)
+    for i, last in enumerate(end):
+        positions = np.arange(last)
+        owners = laid.owners(positions, np.full(last, i))
+        for rank in range(cp_size):
+            assert counts[rank, i] == (owners == rank).sum()
+            assert sums[rank, i] == positions[owners == rank].sum()
+    assert pages_per_rank(placement, seq_lens, cp_size, page_size).max() * page_size >= (
+        laid.count_below(seq_lens).sum(1).max()
+    )
+
+
+def test_kv_heads_fewer_than_ranks_are_replicated():
+    """Two KV heads over four ranks: each goes to two; queries and outputs go once."""
+    layer = AttentionLayer(num_heads=8, num_kv_heads=2, head_dim=16, dtype="float32", page_size=4)
+    work = exchange_work([16], [16], cp_size=4, layer=layer, exchange="all_to_all")
+    assert work.heads.tolist() == [2] * 4
+    assert work.kv_heads.tolist() == [1] * 4
+    # 4 tokens, to each of three ranks two queries and one key and value; outputs of 12 tokens.
+    assert work.sent_bytes.tolist() == [4 * 3 * (2 * 64 + 128) + 12 * 2 * 64] * 4
+    assert work.pool_bytes == layer.pool_bytes(np.array([16])) // 2
+    alone = exchange_work([16], [16], cp_size=16, layer=layer, exchange="all_to_all")
+    assert sorted(alone.heads.tolist()) == [0] * 8 + [1] * 8  # without a head, a rank is idle
+    assert alone.rows.tolist() == [16 * n for n in alone.heads]
+
+
+@pytest.mark.parametrize("exchange", ["gather", "pass_q"])
+def test_long_prefixes_over_a_thousand_ranks_are_counted_within_seconds(exchange):
+    begin = time.process_time()
+    options = {"cp_size": 1024, "placement": "page_interleave", "exchange": exchange}
+    work = exchange_work([1 << 20] * 2, [(1 << 31) - 1] * 2, **options)
+    assert time.process_time() - begin < 5
+    total = sum(range((1 << 31) - (1 << 20), 1 << 31)) * 2
+    assert sum(work.pairs.tolist()) == total
+    assert max(work.pairs) / (total / 1024) < 1.001
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"placement": "striped"}, "placement must be one of replicated, page_interleave, token"),
+        ({"exchange": "auto"}, "exchange must be one of gather, ring, pass_q, all_to_all, got"),
+        ({"state_dtype": "int8"}, "state_dtype must be one of float32, float16, bfloat16, got"),
+        ({"ranks_per_host": 3}, "cp_size must be a multiple of ranks_per_host = 3, got 4"),
+        ({"ranks_per_host": 0}, "ranks_per_host must be >= 1, got 0"),
+        ({"exchange": "pass_q"}, "exchange must be gather, ring or all_to_all where placement is"),
+        ({"cp_size": 0}, "cp_size must be >= 1, got 0"),
+        ({"strategy": "odd"}, "strategy"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        exchange_work([3], [3], **({"cp_size": 4} | arguments))
+
+
+def test_lengths_are_checked():
+    with pytest.raises(ValueError, match="exchange_work: seq_lens must be >= extend_lens, got 2"):
+        exchange_work([3], [2], cp_size=2)
+    with pytest.raises(TypeError, match=r"ranks_per_host must be an integer, got 1\.0"):
+        exchange_work([3], [3], cp_size=2, ranks_per_host=1.0)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches whose keys are kept and exchanged by hand: row by row, message by message."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import strategies as st
+
+import cpattn
+from cpattn.cost_model import AttentionLayer, exchange_work
+
+STRATEGIES = ("zigzag", "interleave", "contiguous")
+SHARDED = ("page_interleave", "token_interleave")
+EXCHANGES = ("gather", "ring", "pass_q", "all_to_all")
+ITEM = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass
+class Case:
+    """A batch over ranks, and every row of it by hand."""
+
+    extends: list[int]
+    prefixes: list[int]
+    num_hosts: int
+    ranks_per_host: int
+    strategy: str
+    placement: str
+    layer: AttentionLayer
+    state_dtype: str = "float32"
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def cp_size(self):
+        return self.num_hosts * self.ranks_per_host
+
+    @property
+    def seq_lens(self):
+        return [n + p for n, p in zip(self.extends, self.prefixes, strict=True)]
+
+    def work(self, exchange):
+        return exchange_work(
+            self.extends,
+            self.seq_lens,
+            cp_size=self.cp_size,
+            strategy=self.strategy,
+            layer=self.layer,
+            placement=self.placement,
+            exchange=exchange,
+            ranks_per_host=self.ranks_per_host,
+            state_dtype=self.state_dtype,
+        )
+
+    def computed(self):
+        """Of each rank, the tokens (sequence, position) that it computes."""
+        plans = cpattn.build_cp_metadata_all_ranks(
+            self.extends, self.seq_lens, cp_size=self.cp_size, strategy=self.strategy
+        )
+        return [
+            [
+                (int(request), int(length) - 1)
+                for request, length in zip(
+                    plan.query_request_indices, plan.query_cache_lengths, strict=True
+                )
+            ]
+            for plan in plans
+        ]
+
+    def owners(self):
+        """The rank that keeps each token; and, in `pages`, how many pages each rank keeps."""
+        size, page_size = self.cp_size, self.layer.page_size
+        self.pages = [0] * size
+        owner = {}
+        for i, length in enumerate(self.seq_lens):
+            pages = range(-(-length // page_size))
+            if self.placement == "token_interleave":
+                owner |= {(i, t): t % size for t in range(length)}
+                slots = -(-length // (size * page_size))
+                self.pages = [count + slots for count in self.pages]
+                continue
+            base = min(range(size), key=lambda rank: self.pages[rank])
+            for page in pages:
+                self.pages[(base + page) % size] += 1
+            owner |= {(i, t): (base + t // page_size) % size for t in range(length)}
+        return owner
+
+    def visible(self, token):
+        """Positions that a token sees."""
+        _, position = token
+        window = self.layer.window
+        return range(0 if window is None else max(position - window, 0), position + 1)
+
+    def host(self, rank):
+        return rank // self.ranks_per_host
+
+    def rail(self, rank):
+        """The ranks of other hosts that a rank exchanges with, by their hosts."""
+        step = self.ranks_per_host
+        peers = range(rank % step, self.cp_size, step)
+        return {self.host(peer): peer for peer in peers if peer != rank}
+
+
+@dataclass
+class Wire:
+    """What ranks send to ranks of other hosts, message by message."""
+
+    case: Case
+    sent: Counter = field(default_factory=Counter)
+    received: Counter = field(default_factory=Counter)
+
+    def send(self, source, target, nbytes):
+        assert self.case.host(source) != self.case.host(target)
+        self.sent[source] += nbytes
+        self.received[target] += nbytes
+
+    def totals(self, moved):
+        return [moved[rank] for rank in range(self.case.cp_size)]
+
+    def by_host(self):
+        hosts = np.zeros((2, self.case.num_hosts), int)
+        for rank in range(self.case.cp_size):
+            hosts[:, self.case.host(rank)] += self.sent[rank], self.received[rank]
+        return hosts.max(0).tolist()
+
+
+def sizes_of(layer):
+    """Bytes of a row of keys and values, of one KV head of it, of a query, of an output."""
+    item, v_dim = ITEM[layer.dtype], layer.v_head_dim or layer.head_dim
+    key = (layer.head_dim if layer.latent else layer.head_dim + v_dim) * item
+    return layer.num_kv_heads * key, key, layer.head_dim * item, v_dim * item
+
+
+def rows_seen(case, owner, rank):
+    """Cached rows that the rank keeps, and some new token sees."""
+    seen = set()
+    for i, (new, cached) in enumerate(zip(case.extends, case.prefixes, strict=True)):
+        if new:
+            seen |= {(i, t) for t in case.visible((i, cached)) if t < cached}
+    return [row for row in seen if owner[row] == rank]
+
+
+def blocks_of(case):
+    """Rows that each rank brings into a gather or a ring."""
+    rows = [len(tokens) for tokens in case.computed()]
+    if case.placement in SHARDED:
+        owner = case.owners()
+        rows = [n + len(rows_seen(case, owner, rank)) for rank, n in enumerate(rows)]
+    return rows
+
+
+def count_gather(case):
+    wire, (row, *_) = Wire(case), sizes_of(case.layer)
+    for rank, rows in enumerate(blocks_of(case)):
+        for peer in case.rail(rank).values():
+            wire.send(rank, peer, rows * row)
+    return wire, wire.by_host(), None
+
+
+def count_ring(case):
+    """Every rank passes on what it has, until all blocks were everywhere."""
+    wire, (row, *_) = Wire(case), sizes_of(case.layer)
+    held, busy = blocks_of(case), 0
+    for _ in range(case.num_hosts - 1):
+        hosts = Counter()
+        for rank, rows in enumerate(held):
+            wire.send(rank, (rank + case.ranks_per_host) % case.cp_size, rows * row)
+            hosts[case.host(rank)] += rows * row
+        busy += max(hosts.values())
+        held = [held[rank - case.ranks_per_host] for rank in range(case.cp_size)]
+    return wire, [busy] * case.num_hosts, None
+
+
+def send_rows_to_pools(case, wire, row):
+    owner = case.owners()
+    for rank, tokens in enumerate(case.computed()):
+        for token in tokens:
+            home = case.host(owner[token])
+            if home != case.host(rank):
+                wire.send(rank, case.rail(rank)[home], row)
+
+
+def count_pass_q(case):
+    wire, back, (row, _, query, _) = Wire(case), Wire(case), sizes_of(case.layer)
+    layer = case.layer
+    state = (layer.v_head_dim or layer.head_dim) * ITEM[case.state_dtype] + 4
+    for rank, tokens in enumerate(case.computed()):
+        for _, peer in itertools.product(tokens, case.rail(rank).values()):
+            wire.send(rank, peer, layer.num_heads * query)
+            back.send(peer, rank, layer.num_heads * state)
+    send_rows_to_pools(case, wire, row)
+    return wire, wire.by_host(), back
+
+
+def heads_of_hosts(case):
+    """Query heads of each host: rank r begins at the head ``r / cp_size`` of the way."""
+    heads = case.layer.num_heads
+    starts = [heads * rank // case.cp_size for rank in range(case.cp_size + 1)]
+    found = [[] for _ in range(case.num_hosts)]
+    for rank in range(case.cp_size):
+        found[case.host(rank)] += range(starts[rank], starts[rank + 1])
+    return found
+
+
+def count_all_to_all(case):
+    wire, back, (row, key, query, output) = Wire(case), Wire(case), sizes_of(case.layer)
+    group = case.layer.num_heads // case.layer.num_kv_heads
+    heads = heads_of_hosts(case)
+    kv_heads = [{head // group for head in part} for part in heads]
+    for rank, tokens in enumerate(case.computed()):
+        for _, (host, peer) in itertools.product(tokens, case.rail(rank).items()):
+            wire.send(rank, peer, len(heads[host]) * query + len(kv_heads[host]) * key)
+            back.send(peer, rank, len(heads[host]) * output)
+    if case.placement in SHARDED:
+        send_rows_to_pools(case, wire, row)
+        owner = case.owners()
+        for rank in range(case.cp_size):
+            for _, (host, peer) in itertools.product(
+                rows_seen(case, owner, rank), case.rail(rank).items()
+            ):
+                wire.send(rank, peer, len(kv_heads[host]) * key)
+    return wire, wire.by_host(), back
+
+
+COUNTED = {
+    "gather": count_gather,
+    "ring": count_ring,
+    "pass_q": count_pass_q,
+    "all_to_all": count_all_to_all,
+}
+
+layers = st.builds(
+    lambda kv_heads, group, dims, **others: AttentionLayer(
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=dims[0],
+        v_head_dim=dims[1],
+        num_layers=3,
+        **others,
+    ),
+    kv_heads=st.integers(1, 4),
+    group=st.integers(1, 5),
+    dims=st.sampled_from([(32, 32), (48, 16)]),
+    latent=st.booleans(),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    page_size=st.integers(1, 5),
+    window=st.none() | st.integers(0, 12),
+)
+
+
+@st.composite
+def cases(draw, placements=("replicated", *SHARDED)):
+    lengths = draw(
+        st.lists(st.tuples(st.integers(0, 14), st.integers(0, 20)), min_size=1, max_size=4)
+    )
+    return Case(
+        extends=[new for new, _ in lengths],
+        prefixes=[cached for _, cached in lengths],
+        num_hosts=draw(st.integers(1, 4)),
+        ranks_per_host=draw(st.integers(1, 3)),
+        strategy=draw(st.sampled_from(STRATEGIES)),
+        placement=draw(st.sampled_from(placements)),
+        layer=draw(layers),
+        state_dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+    )
