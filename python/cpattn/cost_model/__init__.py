@@ -11,7 +11,8 @@
 ``counts``       what all ways to exchange a batch have in common
 ``exchange``     what ranks send, receive and store by each of them: integers, exact
 ``rates``        how fast a rank computes and exchanges
-``prediction``   the seconds that follow
+``timing``       the seconds of a layer that follow, with and without overlap
+``prediction``   a prefill over ranks
 ``calibration``  the rates of this machine, measured; needs torch
 ``report``       tables and JSON of `cpattn plan`; needs rich
 

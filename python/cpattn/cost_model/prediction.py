@@ -3,24 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .._limits import check_integer
+from .counts import EXCHANGES, BatchCounts, check_placing, possible_exchanges
+from .exchange import ExchangeWork, work_of
 from .rates import Rates, Seconds
-from .work import AttentionLayer, rank_work
+from .timing import LayerSeconds, crowding, layer_seconds
+from .work import AttentionLayer
 
 Batch = tuple[Any, Any]  # extend_lens and seq_lens, int [bs]
+OVERLAPS = ("none", "full")
 
 
 @dataclass(frozen=True)
 class Prediction:
     """One strategy over one number of ranks; seconds and bytes of one layer, summed over batches.
 
-    Ranks wait for each other in every gather, so a layer takes as long as its slowest rank.
+    Ranks wait for each other in every exchange, so a layer takes as long as its slowest rank.
 
     Attributes
     ----------
@@ -33,21 +38,38 @@ class Prediction:
     num_batches, new_tokens : int
         Batches, and the new tokens of all their sequences.
     pool_bytes : int
-        Pages of the largest batch, in all layers; the same on every rank.
+        Pages of the largest batch, in all layers, in the pool of the rank that has most of them.
+        Replicated pools are the same on every rank; ranks of a host share one.
     pairs : array [cp_size], int64
         Pairs of a query token and a key that it sees, in one query head, of each rank.
     attention_seconds, gather_seconds : arrays [cp_size], float64
-        Of each rank.
+        Of each rank; a gather is whatever `exchange` says.
     sent_bytes, received_bytes : arrays [cp_size], int64
         Of each rank, without the digests that ranks compare before.
     imbalance : float
         Pairs of the most loaded rank of each batch over the mean of the ranks.
     store_seconds : float
-        Of writing the keys and values of all ranks into the pool of one.
+        Of writing keys and values into the pool of one rank, and where it gathers sharded ones,
+        into its scratch; of the rank that writes most.
     slowest_attention_seconds, slowest_gather_seconds : float
         Of the slowest rank of each batch.
     single_rank_seconds : float
         Attention and store of the same layer, by one rank alone.
+    placement, exchange, overlap : str
+        As given to `predict`; for the exchange ``"auto"`` the one that it chose.
+    ranks_per_host : int
+        As given.
+    cpus : int or None
+        As given.
+    scratch_bytes : int
+        That a rank needs beside its pool for one layer of the largest batch: rows received, blocks
+        of a ring, queries and states of others.
+    hidden_seconds : float
+        What attention, exchange and store take together beyond the layer, as they overlap.
+    alternatives : dict
+        Seconds of a layer by each exchange that ``"auto"`` compared; empty without it.
+    reason : str
+        What the chosen one saves over the next best; empty without ``"auto"``.
 
     Examples
     --------
@@ -74,15 +96,30 @@ class Prediction:
     slowest_attention_seconds: float
     slowest_gather_seconds: float
     single_rank_seconds: float
+    placement: str = "replicated"
+    exchange: str = "gather"
+    overlap: str = "none"
+    ranks_per_host: int = 1
+    cpus: int | None = None
+    scratch_bytes: int = 0
+    hidden_seconds: float = 0.0
+    alternatives: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts that the ranks are on, which share memory only within each."""
+        return self.cp_size // self.ranks_per_host
 
     @property
     def layer_seconds(self) -> float:
-        """Attention, gather and store of one layer, on the slowest ranks, in seconds."""
-        return self.slowest_attention_seconds + self.slowest_gather_seconds + self.store_seconds
+        """Attention, exchange and store of one layer, on the slowest ranks, in seconds."""
+        parts = self.slowest_attention_seconds + self.slowest_gather_seconds + self.store_seconds
+        return parts - self.hidden_seconds
 
     @property
     def model_seconds(self) -> float:
-        """Attention, gather and store of all layers, in seconds."""
+        """Attention, exchange and store of all layers, in seconds."""
         return self.layer_seconds * self.layer.num_layers
 
     @property
@@ -108,8 +145,14 @@ def predict(
     *,
     cp_size: int,
     strategy: str = "zigzag",
+    placement: str = "replicated",
+    exchange: str = "gather",
+    overlap: bool | str = "none",
+    ranks_per_host: int = 1,
+    cpus: int | None = None,
+    state_dtype: str = "float32",
 ) -> Prediction:
-    """Predict the time of attention, and of gathering its keys and values, over `cp_size` ranks.
+    """Predict the time of attention, and of exchanging its keys and values, over `cp_size` ranks.
 
     Parameters
     ----------
@@ -123,6 +166,23 @@ def predict(
         Number of ranks.
     strategy : str
         ``"zigzag"``, ``"interleave"``, ``"contiguous"`` or an alias, as for `build_cp_metadata`.
+    placement : {"replicated", "page_interleave", "token_interleave"}
+        Whether the pool of each rank has all tokens, or every `cp_size`-th page or token.
+    exchange : {"gather", "ring", "pass_q", "all_to_all", "auto"}
+        What ranks send each other, as `exchange_work` counts it; ``"auto"`` is the one that
+        takes least.
+    overlap : {"none", "full"} or bool
+        Whether ranks exchange one part while they attend to another, and store meanwhile. Then a
+        layer takes the longer of both, and what nothing hides: the first part of the one, the last
+        of the other.
+    ranks_per_host : int
+        Ranks that share memory, and the wire of their host: `Rates.gather_gbps` is that of a host.
+        Nothing is sent within a host; of a barrier there, nothing is counted.
+    cpus : int, optional
+        CPUs of a host. If its ranks have more threads, computing takes so much longer. Default:
+        enough.
+    state_dtype : {"float32", "bfloat16", "float16"}
+        Of the outputs that ``"pass_q"`` sends back to be merged.
 
     Returns
     -------
@@ -135,7 +195,8 @@ def predict(
         For lengths or a number of ranks that are no integers, and a strategy that is no str.
     ValueError
         For no batches or batches without new tokens, lengths that do not match, a number of ranks
-        outside [1, 32768], and an unknown strategy.
+        outside [1, 32768], unknown names, ``"pass_q"`` where pools are replicated, and a
+        `ranks_per_host` that does not divide `cp_size`.
 
     Examples
     --------
@@ -144,39 +205,132 @@ def predict(
     >>> forecast = predict([([32768], [32768])], AttentionLayer(), rates, cp_size=8)
     >>> forecast.imbalance, int(forecast.sent_bytes.max())
     (1.0, 117440512)
+
+    Few new tokens behind a long prefix, whose pages are shared out: it is the queries that move.
+
+    >>> batch = [([256], [131072])]
+    >>> sharded = {"cp_size": 8, "placement": "page_interleave", "exchange": "auto"}
+    >>> forecast = predict(batch, AttentionLayer(), rates, **sharded)
+    >>> forecast.exchange, forecast.pool_bytes * 8 == 131072 * 4096 * 32
+    ('pass_q', True)
     """
     if not batches:
         raise ValueError("predict: batches must hold at least one batch")
-    works = [
-        rank_work(extends, lengths, cp_size=cp_size, strategy=strategy, layer=layer)
-        for extends, lengths in batches
-    ]
-    alone = [
-        rank_work(extends, lengths, cp_size=1, strategy="contiguous", layer=layer)
-        for extends, lengths in batches
-    ]
-    if not any(work.pairs.any() for work in works):
+    known = (*EXCHANGES, "auto")
+    check_placing("predict", placement, exchange, cp_size, ranks_per_host, state_dtype, known)
+    if cpus is not None:
+        check_integer("predict", "cpus", cpus)
+    overlap = _overlap_name(overlap)
+    names = possible_exchanges(placement) if exchange == "auto" else (exchange,)
+    slower, slower_alone = (crowding(rates, ranks, cpus) for ranks in (ranks_per_host, 1))
+    totals = {name: _Total() for name in names}
+    alone = store_alone = 0.0
+    for extends, lengths in batches:
+        counts = BatchCounts(
+            extends,
+            lengths,
+            cp_size=cp_size,
+            strategy=strategy,
+            layer=layer,
+            placement=placement,
+            ranks_per_host=ranks_per_host,
+            function="predict",
+        )
+        for name, total in totals.items():
+            work = work_of(counts, name, state_dtype)
+            total.add(
+                work,
+                layer_seconds(work, layer, rates, overlap=overlap == "full", slower=slower),
+            )
+        alone += slower_alone * float(rates.attention_seconds(counts.alone, layer).max())
+        store_alone += slower_alone * rates.store_seconds(counts.own, layer)
+    if not totals[names[0]].sums["new_tokens"]:
         raise ValueError("predict: batches must have new tokens, got none")
-    attention = [rates.attention_seconds(work, layer) for work in works]
-    gather = [rates.gather_seconds(work) for work in works]
-    store = sum(rates.store_seconds(work, layer) for work in works)
-    mean_pairs = sum(work.pairs.mean() for work in works)
-    return Prediction(
-        strategy=strategy,
-        cp_size=cp_size,
-        layer=layer,
-        num_batches=len(batches),
-        new_tokens=int(sum(work.tokens.sum() for work in works)),
-        pool_bytes=max(layer.pool_bytes(np.asarray(lengths)) for _, lengths in batches),
-        pairs=np.sum([work.pairs for work in works], axis=0),
-        attention_seconds=np.sum(attention, axis=0),
-        gather_seconds=np.sum(gather, axis=0),
-        sent_bytes=np.sum([work.sent_bytes for work in works], axis=0),
-        received_bytes=np.sum([work.received_bytes for work in works], axis=0),
-        imbalance=float(sum(work.pairs.max() for work in works) / mean_pairs),
-        store_seconds=store,
-        slowest_attention_seconds=float(sum(seconds.max() for seconds in attention)),
-        slowest_gather_seconds=float(sum(seconds.max() for seconds in gather)),
-        single_rank_seconds=store
-        + float(sum(rates.attention_seconds(work, layer).max() for work in alone)),
-    )
+    found = [
+        Prediction(
+            strategy=strategy,
+            cp_size=cp_size,
+            layer=layer,
+            num_batches=len(batches),
+            single_rank_seconds=store_alone + alone,
+            placement=placement,
+            exchange=name,
+            overlap=overlap,
+            ranks_per_host=ranks_per_host,
+            cpus=cpus,
+            **total.fields(),
+        )
+        for name, total in totals.items()
+    ]
+    return found[0] if exchange != "auto" else _cheapest(found)
+
+
+def _overlap_name(overlap: bool | str) -> str:
+    if isinstance(overlap, bool | np.bool_):
+        return OVERLAPS[overlap]
+    if overlap not in OVERLAPS:
+        raise ValueError(f"predict: overlap must be a bool, none or full, got {overlap!r}")
+    return overlap
+
+
+class _Total:
+    """The work and seconds of batches, added up; of memory the most."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Any] = {}
+        self._most: dict[str, int] = {"pool_bytes": 0, "scratch_bytes": 0}
+
+    def add(self, work: ExchangeWork, seconds: LayerSeconds) -> None:
+        loads = work.pairs * (work.heads / work.heads.max())
+        parts = {
+            "new_tokens": int(work.tokens.sum()),
+            "pairs": work.pairs,
+            "most_pairs": float(loads.max()),
+            "mean_pairs": float(loads.mean()),
+            "attention_seconds": seconds.attention,
+            "gather_seconds": seconds.exchange,
+            "sent_bytes": work.sent_bytes,
+            "received_bytes": work.received_bytes,
+            "store_seconds": seconds.store,
+            "slowest_attention_seconds": float(seconds.attention.max()),
+            "slowest_gather_seconds": float(seconds.exchange.max()),
+            "hidden_seconds": seconds.hidden,
+        }
+        self.sums = {name: self.sums.get(name, 0) + part for name, part in parts.items()}
+        self._most = {name: max(most, getattr(work, name)) for name, most in self._most.items()}
+
+    def fields(self) -> dict[str, Any]:
+        """Of a `Prediction`."""
+        sums = dict(self.sums)
+        imbalance = sums.pop("most_pairs") / sums.pop("mean_pairs")
+        return sums | self._most | {"imbalance": imbalance}
+
+
+def _cheapest(found: Sequence[Prediction]) -> Prediction:
+    """The one that takes least, the first of several, with what it saves over the next."""
+    best, *others = sorted(found, key=lambda prediction: prediction.layer_seconds)
+    alternatives = {prediction.exchange: prediction.layer_seconds for prediction in found}
+    second = others[0]
+    saved = second.layer_seconds - best.layer_seconds
+    if saved <= 0:
+        reason = f"{best.exchange} takes no longer than {second.exchange}"
+    else:
+        costs, other_costs = _costs(best), _costs(second)
+        most = max(costs, key=lambda name: other_costs[name] - costs[name])
+        reason = (
+            f"{best.exchange} takes {saved / second.layer_seconds:.0%} less than "
+            f"{second.exchange}: less {most}"
+        )
+    return replace(best, alternatives=alternatives, reason=reason)
+
+
+def _costs(prediction: Prediction) -> dict[str, float]:
+    """The seconds of a layer by what they go into."""
+    attention = prediction.slowest_attention_seconds
+    if prediction.overlap == "full":
+        return {"attention": attention, "unhidden exchange": prediction.layer_seconds - attention}
+    return {
+        "attention": attention,
+        "exchange": prediction.slowest_gather_seconds,
+        "store": prediction.store_seconds,
+    }

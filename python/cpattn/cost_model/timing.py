@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seconds of a layer, from the work of an exchange: one thing after another, or side by side.
+
+Everything is in seconds, bytes and bytes per second; a host has one wire, which its ranks share::
+
+    digests = latency + peers * message           peers = hosts - 1
+    before  = wire_bytes before attention / gather_gbps + steps * latency + peers * message
+    after   = wire_bytes after it / gather_gbps + latency + peers * message
+    layer   = attention + digests + before + after + store
+
+A ring has a step for each peer, all others one; only ``"pass_q"`` and ``"all_to_all"`` have
+something to send back. With overlap, parts of attention take turns with parts of the exchange, as
+`overlapped_seconds` says, and nobody waits for the store::
+
+    layer = max(digests + overlapped, store)      or the sum above, if that is less
+
+Where a host has fewer CPUs than its ranks have threads, attention, store, latencies and messages
+take ``ranks_per_host * threads / cpus`` times as long; the wire does not.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .exchange import ExchangeWork
+from .rates import Rates, Seconds, attention_seconds
+from .work import AttentionLayer
+
+
+class LayerSeconds(NamedTuple):
+    """One layer of one batch; `hidden` is what its parts take longer than the whole."""
+
+    attention: Seconds  # [cp_size]
+    exchange: Seconds  # [cp_size]
+    store: float
+    hidden: float
+
+    @property
+    def whole(self) -> float:
+        """Seconds until the slowest rank is done."""
+        return float(self.attention.max() + self.exchange.max()) + self.store - self.hidden
+
+
+def crowding(rates: Rates, ranks_per_host: int, cpus: int | None) -> float:
+    """How much longer a rank computes because its host has fewer CPUs than threads."""
+    return 1.0 if cpus is None else max(1.0, ranks_per_host * rates.threads / cpus)
+
+
+def layer_seconds(
+    work: ExchangeWork, layer: AttentionLayer, rates: Rates, *, overlap: bool, slower: float
+) -> LayerSeconds:
+    """Seconds of one layer; `slower` is that of `crowding`."""
+    attention = slower * attention_seconds(
+        rates,
+        layer,
+        pairs=work.pairs,
+        rows=work.rows,
+        heads=work.heads,
+        packed=work.packed_keys,
+        longest=work.longest_item,
+        calls=work.calls,
+    )
+    peers = work.num_hosts - 1
+    once = 1e-6 * slower * (rates.latency_us + peers * rates.message_us) if peers else 0.0
+    first = last = once
+    if work.exchange == "ring":
+        first = 1e-6 * slower * peers * (rates.latency_us + rates.message_us)
+    if work.exchange not in ("pass_q", "all_to_all"):
+        last = 0.0
+    before, after = work.wire_bytes / (1e9 * rates.gather_gbps)
+    by_host = before + after + (once + first + last)
+    store = slower * float(work.stored_bytes.max()) / (1e9 * rates.store_gbps)
+    seconds = LayerSeconds(attention, np.repeat(by_host, len(attention) // len(by_host)), store, 0)
+    if not overlap:
+        return seconds
+    slowest = float(attention.max())
+    if not peers:
+        return seconds._replace(hidden=min(slowest, store))
+    whole = once + overlapped_seconds(
+        work,
+        attention=slowest,
+        call=1e-6 * slower * rates.call_us,
+        before=float(before.max()) + first,
+        after=float(after.max()) + last,
+        once=once,
+    )
+    return seconds._replace(hidden=max(seconds.whole - max(whole, store), 0.0))
+
+
+def overlapped_seconds(
+    work: ExchangeWork, *, attention: float, call: float, before: float, after: float, once: float
+) -> float:
+    """Seconds of attention and exchange that run side by side, in parts.
+
+    ::
+
+        ring        (n - 1) * max(a, b) + a
+        pass_q      (n - 1) * max(a, b) + a + after
+        gather      b + (n - 1) * max(a, b) + a
+        all_to_all  b + (n - 1) * max(a, b + c) + a + c
+
+    with n parts, each of a seconds of attention, b of what comes before and c of what comes after.
+    A ring and ``"pass_q"`` begin with what the host has and receive a block of another one
+    meanwhile: ``a = attention / n``, ``b = before / (n - 1)``; states go back when all are there.
+    The others go by KV heads, of which the first must be there and the last is waited for. Each of
+    their parts is an exchange and a call of its own, with a latency and messages.
+
+    Parameters
+    ----------
+    work : ExchangeWork
+        Its `parts` are n.
+    attention, call, before, after : float
+        Seconds of the slowest rank: attention in `work.calls` calls, each of which costs `call`,
+        and the exchange before and after it.
+    once : float
+        Latency and messages that `before` and `after` have.
+
+    Returns
+    -------
+    float
+    """
+    parts = work.parts
+    a = (attention + (parts - work.calls) * call) / parts
+    if work.exchange in ("ring", "pass_q"):
+        return (parts - 1) * max(a, before / (parts - 1)) + a + after
+    b = once + (before - once) / parts
+    if work.exchange == "gather":
+        return b + (parts - 1) * max(a, b) + a
+    c = once + (after - once) / parts
+    return b + (parts - 1) * max(a, b + c) + a + c

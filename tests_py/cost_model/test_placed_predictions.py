@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of every exchange by hand: alone, behind attention, over hosts and crowded CPUs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpattn.cost_model import AttentionLayer, Rates, exchange_work, predict
+
+#: A flop, a byte and a message take whole numbers of seconds, or halves.
+RATES = Rates(
+    gflops=1e-6,
+    pack_rows=0,
+    row_keys=0,
+    call_us=2e6,
+    gather_gbps=1e-6,
+    latency_us=3e6,
+    message_us=1e6,
+    store_gbps=2e-6,
+)
+LAYER = AttentionLayer(
+    num_heads=16, num_kv_heads=4, head_dim=16, dtype="float32", num_layers=3, page_size=2
+)
+BATCH = [16], [32]
+ROW = 4 * 32 * 4  # bytes of keys and values of four heads
+QUERY, STATE = 16 * 16 * 4, 16 * (16 * 4 + 4)  # of a token, in all heads
+PAIR = 2 * 32 / 1000  # seconds of a query with a key, in one head
+PAIRS = sum(range(17, 33)) // 4  # of each of four ranks
+EXCHANGE = 3 + 3 * 1  # seconds of messages among four ranks: a latency, three peers
+
+
+def placed(exchange, overlap="none", **options):
+    options = {"cp_size": 4, "placement": "token_interleave"} | options
+    return predict([BATCH], LAYER, RATES, exchange=exchange, overlap=overlap, **options)
+
+
+def test_a_gather_of_shards_brings_cached_rows_too():
+    forecast = placed("gather")
+    assert forecast.gather_seconds.tolist() == [2 * EXCHANGE + 3 * (4 + 4) * ROW / 1000] * 4
+    assert forecast.attention_seconds == pytest.approx(2 + PAIRS * 16 * PAIR)
+    assert forecast.store_seconds == (4 + 32) * ROW / 2000  # 4 of its own, and all into scratch
+    assert forecast.scratch_bytes == 32 * ROW
+    assert forecast.pool_bytes == 4 * 2 * ROW * 3  # 8 tokens in pages of 2, in 3 layers
+
+
+def test_a_ring_takes_turns_with_its_blocks():
+    forecast = placed("ring")
+    step = 3 + 1 + 8 * ROW / 1000
+    assert forecast.gather_seconds == pytest.approx(EXCHANGE + 3 * step)
+    whole = 4 * 2 + PAIRS * 16 * PAIR  # a call for each block
+    assert forecast.attention_seconds == pytest.approx(whole)
+    assert forecast.store_seconds == 4 * ROW / 2000
+    assert forecast.scratch_bytes == 2 * 8 * ROW
+    hidden = placed("ring", "full")
+    assert hidden.layer_seconds == pytest.approx(EXCHANGE + 3 * max(whole / 4, step) + whole / 4)
+    assert hidden.hidden_seconds == pytest.approx(forecast.layer_seconds - hidden.layer_seconds)
+
+
+def moved_rows(rank):
+    """New rows that a rank computes by zigzag, of blocks of two, and another one keeps."""
+    computed = [2 * rank, 2 * rank + 1, 14 - 2 * rank, 15 - 2 * rank]
+    return sum((16 + token) % 4 != rank for token in computed)
+
+
+def test_queries_go_out_and_states_come_back():
+    forecast = placed("pass_q")
+    before = [3 * 4 * QUERY + moved_rows(rank) * ROW for rank in range(4)]
+    after = 12 * STATE
+    assert forecast.sent_bytes.tolist() == [b + after for b in before]
+    seconds = [3 * EXCHANGE + (b + after) / 1000 for b in before]
+    assert forecast.gather_seconds == pytest.approx(seconds)
+    owned = [sum(min(16, 32 - key) for key in range(rank, 32, 4)) for rank in range(4)]
+    assert forecast.pairs.tolist() == owned
+    assert forecast.attention_seconds == pytest.approx([2 + n * 16 * PAIR for n in owned])
+    assert forecast.store_seconds == 4 * ROW / 2000
+    hidden = placed("pass_q", "full")
+    block = (2 + max(owned) * 16 * PAIR + 3 * 2) / 4  # four calls of a quarter each
+    first = (EXCHANGE + max(before) / 1000) / 3
+    expected = EXCHANGE + 3 * max(block, first) + block + EXCHANGE + after / 1000
+    assert hidden.layer_seconds == pytest.approx(expected)
+
+
+def test_heads_are_exchanged_in_parts():
+    forecast = placed("all_to_all", placement="replicated", cp_size=2)
+    one = 3 + 1  # a latency, one peer
+    half = 8 * (QUERY + ROW) // 2  # queries, keys and values of the other's heads, for 8 tokens
+    back = 8 * 8 * 16 * 4
+    assert forecast.sent_bytes.tolist() == [half + back] * 2
+    assert forecast.gather_seconds == pytest.approx(3 * one + (half + back) / 1000)
+    attention = 2 + sum(range(17, 33)) * 8 * PAIR  # in its eight heads
+    assert forecast.attention_seconds == pytest.approx(attention)
+    assert forecast.store_seconds == 16 * ROW / 2 / 2000
+    assert forecast.pool_bytes == 32 * ROW * 3 // 2
+    # Two KV heads for each rank: one is exchanged while the other is attended to.
+    hidden = placed("all_to_all", "full", placement="replicated", cp_size=2)
+    a, b, c = (attention + 2) / 2, one + half / 2000, one + back / 2000
+    assert hidden.layer_seconds == pytest.approx(one + b + max(a, b + c) + a + c)
+
+
+def test_a_gather_hides_behind_other_kv_heads():
+    sums = placed("gather", placement="replicated")
+    hidden = placed("gather", "full", placement="replicated")
+    part = EXCHANGE + 12 * ROW / 4 / 1000
+    attention = (2 + PAIRS * 16 * PAIR + 3 * 2) / 4  # four calls
+    expected = EXCHANGE + part + 3 * max(part, attention) + attention
+    assert hidden.layer_seconds == pytest.approx(expected)
+    assert hidden.slowest_gather_seconds == sums.slowest_gather_seconds
+    assert sums.hidden_seconds == 0
+
+
+@given(
+    exchange=st.sampled_from(["gather", "ring", "pass_q", "all_to_all"]),
+    extend=st.integers(1, 3000),
+    cached=st.integers(0, 5000),
+    num_hosts=st.integers(1, 9),
+    ranks_per_host=st.integers(1, 3),
+    gflops=st.floats(1, 1e5),
+    gather_gbps=st.floats(0.01, 100),
+)
+def test_overlap_is_never_longer_and_never_hides_attention(
+    exchange, extend, cached, num_hosts, ranks_per_host, gflops, gather_gbps
+):
+    rates = Rates(gflops=gflops, gather_gbps=gather_gbps)
+    sums, hidden = (
+        predict(
+            [([extend, 7], [extend + cached, 9])],
+            AttentionLayer(page_size=16),
+            rates,
+            cp_size=num_hosts * ranks_per_host,
+            ranks_per_host=ranks_per_host,
+            placement="page_interleave",
+            exchange=exchange,
+            overlap=overlap,
+        )
+        for overlap in (False, True)
+    )
+    assert hidden.layer_seconds <= sums.layer_seconds * (1 + 1e-12)
+    longest = max(hidden.slowest_attention_seconds, hidden.store_seconds)
+    assert hidden.layer_seconds >= longest * (1 - 1e-12)
+    assert (sums.overlap, hidden.overlap) == ("none", "full")
+
+
+@pytest.mark.parametrize("overlap", ["none", "full"])
+@pytest.mark.parametrize("placement", ["replicated", "page_interleave"])
+@pytest.mark.parametrize(("new", "cached"), [(32768, 0), (64, 131072), (1, 100)])
+def test_auto_takes_least(new, cached, placement, overlap):
+    rates, layer = Rates(gflops=5000, gather_gbps=2), AttentionLayer()
+    options = {"cp_size": 8, "placement": placement, "overlap": overlap}
+    batches = [([new], [new + cached]), ([9], [99])]
+    chosen = predict(batches, layer, rates, exchange="auto", **options)
+    seconds = {}
+    for exchange in ("gather", "ring", "pass_q", "all_to_all"):
+        if (placement, exchange) != ("replicated", "pass_q"):
+            found = predict(batches, layer, rates, exchange=exchange, **options)
+            seconds[exchange] = found.layer_seconds
+            assert not found.reason
+    assert chosen.alternatives == seconds
+    assert chosen.exchange == min(seconds, key=seconds.get)
+    assert chosen.layer_seconds == min(seconds.values())
+    assert chosen.reason.startswith(f"{chosen.exchange} takes ")
+    assert sorted(seconds, key=seconds.get)[1] in chosen.reason
+
+
+def test_what_auto_says_is_what_saves():
+    """Few queries to many cached keys: moving the keys is what a gather would spend."""
+    rates = Rates(gflops=5000, gather_gbps=1)
+    options = {"cp_size": 8, "placement": "page_interleave", "exchange": "auto"}
+    chosen = predict([([64], [1 << 17])], AttentionLayer(), rates, **options)
+    assert chosen.exchange == "pass_q"
+    assert chosen.reason.endswith("less exchange")
+    alone = predict([BATCH], LAYER, RATES, cp_size=1, exchange="auto")
+    assert (alone.exchange, alone.sent_bytes.tolist()) == ("gather", [0])
+
+
+def test_hosts_share_memory_within_and_a_wire_between():
+    """Two hosts of two ranks: a row crosses once, and the wire of a host is that of both."""
+    forecast = predict([BATCH], LAYER, RATES, cp_size=4, ranks_per_host=2)
+    assert forecast.num_hosts == 2
+    assert forecast.sent_bytes.tolist() == [4 * ROW] * 4
+    assert forecast.gather_seconds.tolist() == [2 * (3 + 1) + 8 * ROW / 1000] * 4
+    assert forecast.store_seconds == 8 * ROW / 2000  # its own, and those of its rail
+    assert forecast.pool_bytes == 32 * ROW * 3 // 2  # half of the pool of its host
+    together = predict([BATCH], LAYER, RATES, cp_size=4, ranks_per_host=4)
+    assert not together.sent_bytes.any()
+    assert together.slowest_gather_seconds == 0
+    assert together.store_seconds == 4 * ROW / 2000
+    assert together.single_rank_seconds == forecast.single_rank_seconds
+
+
+def test_ranks_that_share_cpus_compute_longer():
+    rates = Rates(gflops=100, threads=4, gather_gbps=1, latency_us=100, message_us=10)
+    options = {"cp_size": 8, "ranks_per_host": 4}
+    batch = [([4096], [4096])]
+    free, enough, crowded = (
+        predict(batch, AttentionLayer(), rates, cpus=cpus, **options) for cpus in (None, 16, 8)
+    )
+    assert free.layer_seconds == enough.layer_seconds
+    assert crowded.attention_seconds == pytest.approx(2 * free.attention_seconds)
+    assert crowded.store_seconds == pytest.approx(2 * free.store_seconds)
+    messages = 2 * (100e-6 + 10e-6)
+    assert crowded.gather_seconds == pytest.approx(free.gather_seconds + messages)
+    assert crowded.single_rank_seconds == pytest.approx(free.single_rank_seconds)  # 4 of 8 CPUs
+    alone = predict(batch, AttentionLayer(), rates, cp_size=1, strategy="contiguous", cpus=2)
+    assert alone.speedup == pytest.approx(1)
+
+
+def test_batches_add_up_and_memory_is_that_of_the_largest():
+    batches = [([700, 2], [705, 3002]), ([13, 40, 9], [77, 40, 16])]
+    options = {"cp_size": 4, "placement": "page_interleave", "exchange": "ring", "overlap": "full"}
+    both = predict(batches, LAYER, Rates(gflops=100), **options)
+    parts = [predict([batch], LAYER, Rates(gflops=100), **options) for batch in batches]
+    for name in ("layer_seconds", "hidden_seconds", "single_rank_seconds", "new_tokens"):
+        assert getattr(both, name) == pytest.approx(sum(getattr(part, name) for part in parts))
+    for name in ("pool_bytes", "scratch_bytes"):
+        assert getattr(both, name) == max(getattr(part, name) for part in parts)
+
+
+def test_pools_that_are_shared_out_are_a_part_of_replicated_ones():
+    batch = [4096, 0, 300], [131072, 4096, 300]
+    layer = AttentionLayer()
+    whole = exchange_work(*batch, cp_size=8, layer=layer).pool_bytes
+    assert whole == layer.pool_bytes(np.array(batch[1]))
+    for placement in ("page_interleave", "token_interleave"):
+        part = exchange_work(*batch, cp_size=8, layer=layer, placement=placement).pool_bytes
+        page = layer.page_size * layer.kv_row_bytes * layer.num_layers
+        assert 0 <= part - whole / 8 <= 3 * page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"overlap": "half"}, "predict: overlap must be a bool, none or full, got 'half'"),
+        (
+            {"exchange": "broadcast"},
+            "exchange must be one of gather, ring, pass_q, all_to_all, auto",
+        ),
+        ({"placement": "paged"}, "predict: placement must be one of replicated, page_interleave"),
+        ({"ranks_per_host": 3}, "predict: cp_size must be a multiple of ranks_per_host = 3, got 4"),
+        ({"cpus": 0}, "predict: cpus must be >= 1, got 0"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        predict([BATCH], LAYER, RATES, **({"cp_size": 4} | arguments))
