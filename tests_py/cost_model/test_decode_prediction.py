@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of decoding: keys of each rank and bytes one by one, seconds by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpattn.cost_model import AttentionLayer, Rates, predict_decode
+
+RATES = Rates(gflops=100, gather_gbps=1)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    num_hosts=st.integers(1, 4),
+    ranks_per_host=st.integers(1, 3),
+    page_size=st.integers(1, 5),
+    window=st.none() | st.integers(0, 20),
+    placement=st.sampled_from(["page_interleave", "token_interleave"]),
+    state=st.sampled_from([("float32", 4), ("bfloat16", 2)]),
+)
+def test_keys_and_bytes_are_those_counted_one_by_one(
+    lengths, num_hosts, ranks_per_host, page_size, window, placement, state
+):
+    layer = AttentionLayer(
+        num_heads=6, num_kv_heads=2, head_dim=32, v_head_dim=16, page_size=page_size, window=window
+    )
+    size = num_hosts * ranks_per_host
+    step = predict_decode(
+        lengths,
+        layer,
+        RATES,
+        cp_size=size,
+        placement=placement,
+        ranks_per_host=ranks_per_host,
+        state_dtype=state[0],
+    )
+    keys, load = Counter(), [0] * size
+    for length in lengths:
+        base = load.index(min(load)) if placement == "page_interleave" else 0
+        stripe = page_size if placement == "page_interleave" else 1
+        for page in range(-(-length // page_size)):
+            load[(base + page) % size] += 1
+        first = 0 if window is None else max(length - 1 - window, 0)
+        keys.update((base + t // stripe) % size for t in range(first, length))
+    assert step.keys.tolist() == [keys[rank] for rank in range(size)]
+    assert step.imbalance == pytest.approx(max(keys.values()) * size / sum(keys.values()))
+    heads = [6 * (rank + 1) // size - 6 * rank // size for rank in range(size)]
+    sent, received = Counter(), Counter()
+    for source in range(size):  # merged within its host, to the same place in others
+        for target in range(source % ranks_per_host, size, ranks_per_host):
+            if target != source:
+                nbytes = len(lengths) * heads[target] * (16 * state[1] + 4)
+                sent[source] += nbytes
+                received[target] += nbytes
+    assert step.sent_bytes.tolist() == [sent[rank] for rank in range(size)]
+    assert step.received_bytes.tolist() == [received[rank] for rank in range(size)]
+
+
+def test_seconds_are_the_sum_of_their_terms():
+    """Two ranks of 24 keys each, of sequences of 32 and 16 tokens."""
+    layer = AttentionLayer(
+        num_heads=4, num_kv_heads=2, head_dim=16, dtype="float32", num_layers=3, page_size=8
+    )
+    rates = Rates(
+        gflops=1e-6,
+        pack_rows=5,
+        row_keys=7,
+        call_us=2e6,
+        gather_gbps=1e-6,
+        latency_us=3e6,
+        message_us=1e6,
+        store_gbps=2e-6,
+    )
+    step = predict_decode([32, 16], layer, rates, cp_size=2)
+    flops, row = 2 * 2 * 16, 2 * 32 * 4
+    attention = 2 + ((24 + 7 * 2) * 4 + 5 * 24 * 2) * flops / 1000
+    assert step.attention_seconds == pytest.approx(attention)
+    state = 2 * 2 * (16 * 4 + 4)  # two heads of two sequences
+    assert step.exchange_seconds.tolist() == [2 * (3 + 1) + state / 1000] * 2
+    assert step.store_seconds == 2 * row / 2000  # both new tokens end a page of rank 1
+    whole = attention + step.exchange_seconds[0] + step.store_seconds
+    assert step.layer_seconds == pytest.approx(whole)
+    assert step.model_seconds == pytest.approx(3 * whole)
+    assert step.tokens_per_second == pytest.approx(2 / (3 * whole))
+    alone = 2 + ((48 + 7 * 2) * 4 + 5 * 48 * 2) * flops / 1000 + 2 * row / 2000
+    assert step.single_rank_seconds == pytest.approx(alone)
+    assert step.speedup == pytest.approx(alone / whole)
+    assert step.pool_bytes == 3 * 8 * row * 3
+
+
+def test_one_rank_and_ranks_of_one_host_send_nothing():
+    for ranks in (1, 4):
+        options = {"cp_size": ranks, "ranks_per_host": ranks}
+        step = predict_decode([4096] * 3, AttentionLayer(), RATES, **options)
+        assert not step.sent_bytes.any()
+        assert not step.exchange_seconds.any()
+    alone = predict_decode([4096] * 3, AttentionLayer(), RATES, cp_size=1)
+    assert alone.speedup == pytest.approx(1)
+
+
+def test_crowded_cpus_make_a_step_longer():
+    rates = Rates(gflops=100, threads=4)
+    steps = [
+        predict_decode([1 << 17] * 4, AttentionLayer(), rates, cp_size=4, cpus=cpus)
+        for cpus in (4, 1)
+    ]
+    assert steps[1].attention_seconds == pytest.approx(4 * steps[0].attention_seconds)
+    assert steps[1].sent_bytes.tolist() == steps[0].sent_bytes.tolist()
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "arguments", "message"),
+    [
+        ([], {}, "predict_decode: seq_lens must have a sequence, got none"),
+        ([3, 0], {}, "predict_decode: seq_lens must be >= 1, got 0"),
+        ([3], {"placement": "replicated"}, "must be page_interleave or token_interleave, got"),
+        ([3], {"placement": "pages"}, "predict_decode: placement must be one of"),
+        ([3], {"ranks_per_host": 4}, "cp_size must be a multiple of ranks_per_host = 4, got 2"),
+        ([3], {"state_dtype": "fp8"}, "state_dtype must be one of float32, float16, bfloat16"),
+        ([3], {"cpus": -1}, "predict_decode: cpus must be >= 1, got -1"),
+    ],
+)
+def test_what_cannot_be_is_refused(seq_lens, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        predict_decode(seq_lens, AttentionLayer(), RATES, **({"cp_size": 2} | arguments))
+
+
+def test_lengths_are_integers():
+    with pytest.raises(TypeError, match=r"predict_decode: seq_lens must be an integer, got 2\.5"):
+        predict_decode([2.5], AttentionLayer(), RATES, cp_size=2)
+    step = predict_decode(np.array([9, 9]), AttentionLayer(), RATES, cp_size=2)
+    assert step.num_sequences == 2
