@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from .. import torch_guard
 from .._core import __version__
@@ -29,6 +30,8 @@ _REQUESTS = Integer(1, 1_000_000)
 _STRATEGY = click.Choice(STRATEGIES)
 _MODEL = click.Choice(("dense", "dsa"))
 _KV_DTYPE = click.Choice(("auto", "bf16", "fp8", "fp8_e5m2", "int8"))
+_PLACEMENT = click.Choice(("replicated", "page_interleave", "token_interleave"))
+_EXCHANGE = click.Choice(("gather", "ring", "pass_q", "all_to_all", "auto"))
 _IMPL = click.Choice(("flashmla_kv", "flashmla_sparse"))
 _INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
 _OUTPUT = OutputPath()
@@ -56,7 +59,7 @@ def _of_model(names: str, default: str, text: str, kind: Any = _SIZE) -> Callabl
 
 def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable[[Any], Any]:
     """A rate of `cpattn.cost_model.Rates`."""
-    return click.option(names, help=text, type=kind, show_default=default)
+    return click.option(*names.split(), help=text, type=kind, show_default=default)
 
 
 @click.group(
@@ -109,6 +112,18 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
 @commands.command(short_help="Predict attention over many ranks: time, balance, traffic.")
 @_option("--cp-size", "8..1024", "Ranks; a range doubles up to its end.", CpSizes())
 @_option("--strategy", "all", "How sequences are cut.", click.Choice((*STRATEGIES, "all")))
+@_of_model(
+    "--placement", "replicated; --decode: page_interleave", "Who keeps which keys.", _PLACEMENT
+)
+@_of_model("--exchange", "gather", "What ranks send; auto: what takes least.", _EXCHANGE)
+@_of_model(
+    "--overlap", "none", "Exchange and store while attending.", click.Choice(("none", "full"))
+)
+@_of_model("--state-dtype", "float32", "Of outputs sent to be merged.", click.Choice(DTYPES[1:]))
+@click.option("--hosts", type=CpSizes(), help="Hosts, as --cp-size, which is then left out;")
+@_of_model("--ranks-per-host", "1", "each with so many ranks, in shared memory.", _MODEL_SIZE)
+@click.option("--cpus", type=_MODEL_SIZE, help="CPUs of a host [default: one for each thread].")
+@click.option("--decode", type=_MODEL_SIZE, help="Or a step of so many sequences.")
 @_of_model("--tokens", "32768", "New tokens of one sequence.", Integer(1, MAX_BATCH_TOKENS))
 @_of_model("--prefix", "0", "Cached tokens before them.", Integer(0))
 @click.option("--extend-lens", type=IntegerList(), help="Or new tokens of each sequence,")
@@ -126,12 +141,14 @@ def explain(lens: list[int], prefix: list[int] | None, cp_size: int, strategy: s
 @click.option("--window", type=Integer(0), help="Keys before its own that a token sees.")
 @click.option("--latent", is_flag=True, help="Values are the start of keys, as in absorbed MLA.")
 @click.option("--calibrate", is_flag=True, help="Measure the rates here, in a few seconds.")
-@_of_rank("--threads", "32; measured: all CPUs", "Threads of a rank.", _MODEL_SIZE)
+@_of_rank(
+    "--threads --threads-per-rank", "32; measured: all CPUs", "Threads of a rank.", _MODEL_SIZE
+)
 @_of_rank("--gflops", "by dtype, see above", "Products of attention, all threads of a rank.", _RATE)
 @_of_rank("--pack-rows", "24", "Packing a key, as rows of products with it.")
 @_of_rank("--row-keys", "75", "What a row costs beside its products, as keys.")
 @_of_rank("--call-us", "6", "Microseconds of a call of attention.")
-@_of_rank("--gather-gbps", "1.25", "GB/s into a rank, and at the same time out of it.", _RATE)
+@_of_rank("--gather-gbps", "1.25", "GB/s into a rank or host, and out of it.", _RATE)
 @_of_rank("--latency-us", "200", "Microseconds of an exchange; a gather is two.")
 @_of_rank("--message-us", "20", "Microseconds for each peer in an exchange.")
 @_of_rank("--store-gbps", "4", "GB/s of gathered keys and values into the pool.", _RATE)
@@ -145,6 +162,14 @@ def plan(json_path: Path | None, **options: Any) -> None:
     AVX512_BF16, each 440 GFLOP/s in bfloat16 (230 in float16 and float32), and of gloo over
     10 Gbit/s, whatever this machine is. The last lines say which, as options to give another time.
 
+    Ranks gather the new keys and values into pools that all have everything, one thing after
+    another, unless told otherwise. With --placement page_interleave or token_interleave each pool
+    keeps every N-th page or token, and cached keys move, too. --exchange ring passes them on step
+    by step, pass_q sends queries to the keys and outputs back, all_to_all cuts by heads, auto is
+    the one that takes least. --overlap full hides what it can behind attention. Ranks of a host
+    share its memory and its wire, of which --gather-gbps is the rate then. --decode predicts a
+    step over shared pools: outputs and LSE are exchanged by heads.
+
     \b
     A prompt of 128 Ki tokens over 8, 16, ... 1024 ranks, with assumed rates:
       cpattn plan --cp-size 8..1024 --tokens 131072
@@ -153,7 +178,15 @@ def plan(json_path: Path | None, **options: Any) -> None:
           --prefix-lens 0,8192,512 --calibrate --gather-gbps 12.5
     The batches of a trace, with known rates:
       cpattn plan --trace trace.jsonl --cp-size 8 --threads 32 --gflops 9000
+    A long prefix in pools that are shared out, over hosts of four ranks each:
+      cpattn plan --hosts 2..16 --ranks-per-host 4 --tokens 4096 --prefix 524288 \\
+          --placement page_interleave --exchange auto --overlap full
+    Decoding 64 such sequences:
+      cpattn plan --cp-size 8..64 --decode 64 --prefix 524288
     """
+    context = click.get_current_context()
+    if options["hosts"] and context.get_parameter_source("cp_size") is not ParameterSource.DEFAULT:
+        raise click.UsageError("ranks are --cp-size, or --hosts times --ranks-per-host, not both")
     importlib.import_module("rich")  # what is missing is said before anything is measured
     from ..cost_model.command import forecasts
     from ..cost_model.report import print_plan, write_json

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core
-from .._limits import check_batch
+from .._limits import MAX_RANKS, check_batch
 from ..traffic.prefix_cache import PrefixCache
 from ..traffic.scheduler import prefill_batches
 from ..traffic.trace import TRACE_BLOCK_TOKENS, Request, read_trace
 from . import assumptions
 from .calibration import calibrate, num_steps
+from .decode import DecodePrediction, predict_decode
 from .prediction import Batch, Prediction, predict
 from .rates import Rates
 from .work import AttentionLayer
@@ -33,23 +34,78 @@ def forecasts(
     cp_size: list[int],
     strategy: str,
     calibrate: bool,
+    decode: int | None = None,
+    hosts: list[int] | None = None,
+    ranks_per_host: int | None = None,
+    placement: str | None = None,
+    exchange: str | None = None,
+    overlap: str | None = None,
+    state_dtype: str | None = None,
+    cpus: int | None = None,
     progress: Progress = lambda done, total, what: None,
     **options: Any,
-) -> tuple[list[Prediction], Rates, dict[str, str]]:
-    """A prediction for every number of ranks and strategy, the rates, and where each is from."""
+) -> tuple[list[Prediction] | list[DecodePrediction], Rates, dict[str, str]]:
+    """A prediction for every number of ranks and strategy, the rates, and where each is from.
+
+    With `decode`, of a step of so many sequences; strategies then say nothing.
+    """
     layer = AttentionLayer(
         **{field.name: options.pop(field.name) for field in fields(AttentionLayer)}
     )
     given = {field.name: options.pop(field.name) for field in fields(Rates)}
+    if ranks_per_host and not hosts:
+        raise ValueError("--ranks-per-host needs --hosts, their number")
+    sizes = [count * (ranks_per_host or 1) for count in hosts] if hosts else cp_size
+    if max(sizes) > MAX_RANKS:
+        raise ValueError(
+            f"--hosts times --ranks-per-host must be at most {MAX_RANKS} ranks, got {max(sizes)}"
+        )
+    placing: dict[str, Any] = {
+        "placement": placement,
+        "exchange": exchange,
+        "overlap": overlap,
+        "state_dtype": state_dtype,
+        "ranks_per_host": ranks_per_host,
+        "cpus": cpus,
+    }
+    placing = {name: value for name, value in placing.items() if value is not None}
+    if decode:
+        lengths = _decoded(decode, placing, **options)
+        rates, sources = _rates(layer, given, measure=calibrate, progress=progress)
+        steps = [predict_decode(lengths, layer, rates, cp_size=size, **placing) for size in sizes]
+        return steps, rates, sources
     batches = _batches(layer, **options)
     rates, sources = _rates(layer, given, measure=calibrate, progress=progress)
     strategies = _STRATEGIES if strategy == "all" else (strategy,)
-    asked = [(size, name) for size in cp_size for name in strategies]
+    asked = [(size, name) for size in sizes for name in strategies]
     predictions = []
     for i, (size, name) in enumerate(asked):
         progress(i, len(asked), f"{name} over {size} ranks")
-        predictions.append(predict(batches, layer, rates, cp_size=size, strategy=name))
+        predictions.append(predict(batches, layer, rates, cp_size=size, strategy=name, **placing))
     return predictions, rates, sources
+
+
+def _decoded(
+    num_sequences: int,
+    placing: dict[str, Any],
+    *,
+    prefix: int | None,
+    prefix_lens: list[int] | None,
+    **others: Any,
+) -> list[int]:
+    """Lengths of sequences that decode, each with its new token."""
+    for name in ("exchange", "overlap"):
+        if name in placing:
+            raise ValueError(f"--{name} is of new tokens of a prefill; --decode has its own")
+    if any(value is not None for value in others.values()):
+        raise ValueError(
+            "--decode has one new token of each sequence: it takes --prefix or --prefix-lens alone"
+        )
+    if (prefix is None) == (prefix_lens is None):
+        raise ValueError("--decode needs one of --prefix, of all sequences, and --prefix-lens")
+    lengths = [prefix or 0] * num_sequences if prefix_lens is None else prefix_lens
+    check_batch("--decode", [1] * num_sequences, "--prefix-lens", lengths)
+    return [cached + 1 for cached in lengths]
 
 
 def _rates(

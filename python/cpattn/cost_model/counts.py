@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -89,10 +90,18 @@ class BatchCounts:
     @cached_property
     def alone(self) -> RankWork:
         """One rank attends from all tokens to all keys."""
-        plans = build_cp_metadata_all_ranks(
+        return work_of_plans(self._plan_alone, self.layer)
+
+    def alone_with(self, num_heads: int, num_kv_heads: int) -> RankWork:
+        """One rank does so with some of the heads, of which it makes items of fewer rows."""
+        layer = replace(self.layer, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        return work_of_plans(self._plan_alone, layer)
+
+    @cached_property
+    def _plan_alone(self) -> list[ContextParallelMetadata]:
+        return build_cp_metadata_all_ranks(
             self.extends, self.seq_lens, cp_size=1, strategy="contiguous"
         )
-        return work_of_plans(plans, self.layer)
 
     @cached_property
     def owner_pairs(self) -> Ints:

@@ -278,7 +278,9 @@ def _by_heads(counts: BatchCounts) -> ExchangeWork:
     rails = (tokens.sum(0) + prefix.sum(0)) * host_kv_heads * key
     total = int(own.tokens.sum())
     used = heads > 0
-    group = layer.num_heads // layer.num_kv_heads
+    most_kv_heads = int(kv_heads.max())  # each with as many of the rank's query heads
+    group = -(-int(heads.max()) // most_kv_heads)
+    attended = counts.alone_with(most_kv_heads * group, most_kv_heads)
     return _work(
         counts,
         "all_to_all",
@@ -286,9 +288,9 @@ def _by_heads(counts: BatchCounts) -> ExchangeWork:
         heads=heads,
         kv_heads=kv_heads,
         rows=np.where(used, total, 0),
-        packed_keys=kv_heads * counts.alone.packed_keys[0],
-        longest_item=counts.alone.longest_item[0] * np.minimum(heads / group, 1),
-        parts=max(int(kv_heads.max()), 1),
+        packed_keys=kv_heads * attended.packed_keys[0],
+        longest_item=np.where(used, attended.longest_item[0], 0.0),
+        parts=most_kv_heads,
         moved=[
             (sent, received, np.maximum(sent.sum(1), received.sum(1))),
             (returned, merged, np.maximum(returned.sum(1), merged.sum(1))),
