@@ -140,6 +140,7 @@ def test_overlap_is_never_longer_and_never_hides_attention(
     assert hidden.layer_seconds <= sums.layer_seconds * (1 + 1e-12)
     longest = max(hidden.slowest_attention_seconds, hidden.store_seconds)
     assert hidden.layer_seconds >= longest * (1 - 1e-12)
+    assert hidden.single_rank_seconds < sums.single_rank_seconds
     assert (sums.overlap, hidden.overlap) == ("none", "full")
 
 
@@ -205,6 +206,15 @@ def test_ranks_that_share_cpus_compute_longer():
     assert crowded.single_rank_seconds == pytest.approx(free.single_rank_seconds)  # 4 of 8 CPUs
     alone = predict(batch, AttentionLayer(), rates, cp_size=1, strategy="contiguous", cpus=2)
     assert alone.speedup == pytest.approx(1)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring", "pass_q", "all_to_all"])
+def test_overlap_makes_no_rank_better_than_perfect(exchange):
+    """One rank alone hides its stores, too."""
+    rates, options = Rates(gflops=5000, threads=1), {"cp_size": 8, "placement": "page_interleave"}
+    batch = [([1 << 17], [1 << 17])]
+    forecast = predict(batch, AttentionLayer(), rates, exchange=exchange, overlap=True, **options)
+    assert 0.5 < forecast.efficiency < 1.001
 
 
 def test_batches_add_up_and_memory_is_that_of_the_largest():

@@ -54,7 +54,7 @@ class Prediction:
     slowest_attention_seconds, slowest_gather_seconds : float
         Of the slowest rank of each batch.
     single_rank_seconds : float
-        Attention and store of the same layer, by one rank alone.
+        Attention and store of the same layer, by one rank alone; the longer one with overlap.
     placement, exchange, overlap : str
         As given to `predict`; for the exchange ``"auto"`` the one that it chose.
     ranks_per_host : int
@@ -224,7 +224,7 @@ def predict(
     names = possible_exchanges(placement) if exchange == "auto" else (exchange,)
     slower, slower_alone = (crowding(rates, ranks, cpus) for ranks in (ranks_per_host, 1))
     totals = {name: _Total() for name in names}
-    alone = store_alone = 0.0
+    alone = 0.0
     for extends, lengths in batches:
         counts = BatchCounts(
             extends,
@@ -242,8 +242,9 @@ def predict(
                 work,
                 layer_seconds(work, layer, rates, overlap=overlap == "full", slower=slower),
             )
-        alone += slower_alone * float(rates.attention_seconds(counts.alone, layer).max())
-        store_alone += slower_alone * rates.store_seconds(counts.own, layer)
+        attend = slower_alone * float(rates.attention_seconds(counts.alone, layer).max())
+        store = slower_alone * rates.store_seconds(counts.own, layer)
+        alone += max(attend, store) if overlap == "full" else attend + store
     if not totals[names[0]].sums["new_tokens"]:
         raise ValueError("predict: batches must have new tokens, got none")
     found = [
@@ -252,7 +253,7 @@ def predict(
             cp_size=cp_size,
             layer=layer,
             num_batches=len(batches),
-            single_rank_seconds=store_alone + alone,
+            single_rank_seconds=alone,
             placement=placement,
             exchange=name,
             overlap=overlap,
@@ -317,10 +318,8 @@ def _cheapest(found: Sequence[Prediction]) -> Prediction:
     else:
         costs, other_costs = _costs(best), _costs(second)
         most = max(costs, key=lambda name: other_costs[name] - costs[name])
-        reason = (
-            f"{best.exchange} takes {saved / second.layer_seconds:.0%} less than "
-            f"{second.exchange}: less {most}"
-        )
+        part = 100 * saved / second.layer_seconds
+        reason = f"{best.exchange} takes {part:.2g}% less than {second.exchange}: less {most}"
     return replace(best, alternatives=alternatives, reason=reason)
 
 

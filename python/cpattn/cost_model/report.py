@@ -126,8 +126,10 @@ def print_plan(
     console.print(f"\n{text}. Attention and its keys and values alone, no MLP.\n", highlight=False)
     for p in predictions:
         if isinstance(p, Prediction) and p.reason:
+            seconds = sorted(p.alternatives.items(), key=lambda item: item[1])
+            compared = ", ".join(f"{name} {_time(value)}" for name, value in seconds)
             where = f"{p.cp_size} ranks, {p.strategy}"
-            console.print(f"auto, {where}: {p.reason}", highlight=False)
+            console.print(f"auto, {where}: {p.reason} ({compared})", highlight=False)
     for source in dict.fromkeys(sources.values()):
         values = {name: getattr(rates, name) for name in sources if sources[name] == source}
         console.print(f"{source}: {as_options(values)}", highlight=False, soft_wrap=True)
