@@ -62,6 +62,12 @@ def _of_rank(names: str, default: str, text: str, kind: Any = _COST) -> Callable
     return click.option(*names.split(), help=text, type=kind, show_default=default)
 
 
+def _is_given(name: str) -> bool:
+    """Whether the command was given an option that has a default."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is not ParameterSource.DEFAULT
+
+
 @click.group(
     cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -184,9 +190,10 @@ def plan(json_path: Path | None, **options: Any) -> None:
     Decoding 64 such sequences:
       cpattn plan --cp-size 8..64 --decode 64 --prefix 524288
     """
-    context = click.get_current_context()
-    if options["hosts"] and context.get_parameter_source("cp_size") is not ParameterSource.DEFAULT:
+    if options["hosts"] and _is_given("cp_size"):
         raise click.UsageError("ranks are --cp-size, or --hosts times --ranks-per-host, not both")
+    if options["decode"] and _is_given("strategy"):
+        raise click.UsageError("--strategy cuts new tokens of a prefill; --decode has none to cut")
     importlib.import_module("rich")  # what is missing is said before anything is measured
     from ..cost_model.command import forecasts
     from ..cost_model.report import print_plan, write_json
