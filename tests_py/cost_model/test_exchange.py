@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from cpattn.cost_model import AttentionLayer, exchange_work, rank_work
 from cpattn.cost_model.placement import pages_per_rank, stripes
-from support.cost_model.exchange_cases import COUNTED, EXCHANGES, SHARDED, cases
+from support.cost_model.exchange_cases import (
+    COUNTED,
+    EXCHANGES,
+    SHARDED,
+    cases,
+    count_rows_to_pools,
+)
 
 
 @given(case=cases(), exchange=st.sampled_from(EXCHANGES))
@@ -23,13 +29,15 @@ def test_bytes_are_those_of_messages_counted_one_by_one(case, exchange):
         return
     work = case.work(exchange)
     wire, busy, back = COUNTED[exchange](case)
-    sent, received = wire.sent, wire.received
+    pools = count_rows_to_pools(case)
+    sent, received = pools.sent + wire.sent, pools.received + wire.received
     if back:
         sent, received = sent + back.sent, received + back.received
     assert work.sent_bytes.tolist() == wire.totals(sent)
     assert work.received_bytes.tolist() == wire.totals(received)
-    assert work.wire_bytes[0].tolist() == busy
-    assert work.wire_bytes[1].tolist() == (back.by_host() if back else [0] * case.num_hosts)
+    assert work.wire_bytes[0].tolist() == pools.by_host()
+    assert work.wire_bytes[1].tolist() == busy
+    assert work.wire_bytes[2].tolist() == (back.by_host() if back else [0] * case.num_hosts)
     assert work.sent_bytes.dtype == work.received_bytes.dtype == np.int64
 
 

@@ -32,6 +32,16 @@ PAIRS = sum(range(17, 33)) // 4  # of each of four ranks
 EXCHANGE = 3 + 3 * 1  # seconds of messages among four ranks: a latency, three peers
 
 
+def moved_rows(rank):
+    """New rows that a rank computes by zigzag, of blocks of two, and another one keeps."""
+    computed = [2 * rank, 2 * rank + 1, 14 - 2 * rank, 15 - 2 * rank]
+    return sum((16 + token) % 4 != rank for token in computed)
+
+
+#: Every rank sends and receives as many.
+MOVED = EXCHANGE + moved_rows(0) * ROW / 1000
+
+
 def placed(exchange, overlap="none", **options):
     options = {"cp_size": 4, "placement": "token_interleave"} | options
     return predict([BATCH], LAYER, RATES, exchange=exchange, overlap=overlap, **options)
@@ -39,7 +49,9 @@ def placed(exchange, overlap="none", **options):
 
 def test_a_gather_of_shards_brings_cached_rows_too():
     forecast = placed("gather")
-    assert forecast.gather_seconds.tolist() == [2 * EXCHANGE + 3 * (4 + 4) * ROW / 1000] * 4
+    assert [moved_rows(rank) for rank in range(4)] == [3] * 4
+    seconds = EXCHANGE + MOVED + EXCHANGE + 3 * (4 + 4) * ROW / 1000
+    assert forecast.gather_seconds == pytest.approx(seconds)
     assert forecast.attention_seconds == pytest.approx(2 + PAIRS * 16 * PAIR)
     assert forecast.store_seconds == (4 + 32) * ROW / 2000  # 4 of its own, and all into scratch
     assert forecast.scratch_bytes == 32 * ROW
@@ -49,28 +61,22 @@ def test_a_gather_of_shards_brings_cached_rows_too():
 def test_a_ring_takes_turns_with_its_blocks():
     forecast = placed("ring")
     step = 3 + 1 + 8 * ROW / 1000
-    assert forecast.gather_seconds == pytest.approx(EXCHANGE + 3 * step)
+    assert forecast.gather_seconds == pytest.approx(EXCHANGE + MOVED + 3 * step)
     whole = 4 * 2 + PAIRS * 16 * PAIR  # a call for each block
     assert forecast.attention_seconds == pytest.approx(whole)
     assert forecast.store_seconds == 4 * ROW / 2000
     assert forecast.scratch_bytes == 2 * 8 * ROW
     hidden = placed("ring", "full")
-    assert hidden.layer_seconds == pytest.approx(EXCHANGE + 3 * max(whole / 4, step) + whole / 4)
+    turns = 3 * max(whole / 4, step) + whole / 4
+    assert hidden.layer_seconds == pytest.approx(EXCHANGE + MOVED + turns)
     assert hidden.hidden_seconds == pytest.approx(forecast.layer_seconds - hidden.layer_seconds)
-
-
-def moved_rows(rank):
-    """New rows that a rank computes by zigzag, of blocks of two, and another one keeps."""
-    computed = [2 * rank, 2 * rank + 1, 14 - 2 * rank, 15 - 2 * rank]
-    return sum((16 + token) % 4 != rank for token in computed)
 
 
 def test_queries_go_out_and_states_come_back():
     forecast = placed("pass_q")
-    before = [3 * 4 * QUERY + moved_rows(rank) * ROW for rank in range(4)]
-    after = 12 * STATE
-    assert forecast.sent_bytes.tolist() == [b + after for b in before]
-    seconds = [3 * EXCHANGE + (b + after) / 1000 for b in before]
+    before, after = 3 * 4 * QUERY, 12 * STATE
+    assert forecast.sent_bytes.tolist() == [3 * ROW + before + after] * 4
+    seconds = EXCHANGE + MOVED + 2 * EXCHANGE + (before + after) / 1000
     assert forecast.gather_seconds == pytest.approx(seconds)
     owned = [sum(min(16, 32 - key) for key in range(rank, 32, 4)) for rank in range(4)]
     assert forecast.pairs.tolist() == owned
@@ -78,9 +84,9 @@ def test_queries_go_out_and_states_come_back():
     assert forecast.store_seconds == 4 * ROW / 2000
     hidden = placed("pass_q", "full")
     block = (2 + max(owned) * 16 * PAIR + 3 * 2) / 4  # four calls of a quarter each
-    first = (EXCHANGE + max(before) / 1000) / 3
-    expected = EXCHANGE + 3 * max(block, first) + block + EXCHANGE + after / 1000
-    assert hidden.layer_seconds == pytest.approx(expected)
+    first = (EXCHANGE + before / 1000) / 3
+    turns = 3 * max(block, first) + block + EXCHANGE + after / 1000
+    assert hidden.layer_seconds == pytest.approx(EXCHANGE + MOVED + turns)
 
 
 def test_heads_are_exchanged_in_parts():

@@ -16,6 +16,7 @@ pytest.importorskip("rich")
 from click.testing import CliRunner
 
 from cpattn._cli.commands import commands
+from cpattn.cost_model import exchange_work
 from support.places import ROOT
 
 PAGE = (ROOT / "docs" / "how_to" / "placing_keys.md").read_text("utf-8")
@@ -58,10 +59,11 @@ def test_the_parts_of_a_step_are_as_the_page_says():
             predict([([new], [128_000])], layer, rates, cp_size=4, exchange=way, **names["placed"])
             for way in ("ring", "pass_q")
         )
-        digests = 40e-6
-        keys = (ring.slowest_gather_seconds - digests) / 3
-        queries = 40e-6 + new // 4 * 3 * (16 * 256 + 0.75 * 512 / 3) / 26e9
-        states = pass_q.slowest_gather_seconds - digests - queries
+        work = exchange_work([new], [128_000], cp_size=4, layer=layer, placement="token_interleave")
+        before = 80e-6 + int(work.wire_bytes[0].max()) / 26e9  # digests, and rows to their pools
+        keys = (ring.slowest_gather_seconds - before) / 3
+        queries = 40e-6 + new // 4 * 3 * 16 * 256 / 26e9
+        states = pass_q.slowest_gather_seconds - before - queries
         told.append([round(1e6 * s) for s in (keys, ring.slowest_attention_seconds / 4, states)])
     (keys, first, states), (_, second, more_states) = told
     text = " ".join(PAGE.split())

@@ -111,9 +111,8 @@ class BatchCounts:
 
     @cached_property
     def shards(self) -> Shards:
-        if not self.sharded:  # pools have all rows: none travels for them alone
-            nothing = np.zeros(self.cp_size, np.int64)
-            return Shards(nothing, self.own.tokens, nothing)
+        if not self.sharded:  # ranks bring what they compute, and nothing travels for pools alone
+            return Shards(self.own.tokens, self.own.tokens, self.own.tokens)
         laid = stripes(self.placement, self.seq_lens, self.cp_size, self.layer.page_size)
         return shards(
             self.plans, self.extends, self.seq_lens, self.layer, laid, self.ranks_per_host

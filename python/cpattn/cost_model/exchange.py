@@ -47,9 +47,10 @@ class ExchangeWork:
         heads of a rank.
     sent_bytes, received_bytes : arrays [cp_size], int64
         Between hosts, without the digests that ranks compare before.
-    wire_bytes : array [2, num_hosts], int64
-        For which the wire of each host is busy before attention, and after it: the larger of what
-        its ranks send and receive. In a ring all hosts wait for the largest block at every step.
+    wire_bytes : array [3, num_hosts], int64
+        For which the wire of each host is busy with new rows that go to the ranks that keep them,
+        then before attention, and after it: the larger of what its ranks send and receive. In a
+        ring all hosts wait for the largest block at every step.
     stored_bytes : array [cp_size], int64
         That the rank copies into the pool, and into its scratch, from what it computed or received.
     pool_bytes : int
@@ -99,23 +100,23 @@ def exchange_work(
 ) -> ExchangeWork:
     """Count what each of `cp_size` ranks computes, sends and keeps for a batch.
 
-    With T new tokens, of which rank r computes T_r and which others keep M_r of, and P_r cached
-    rows that new tokens see in the pool of r (0 where pools are replicated), a rank of N sends, in
-    bytes, where each host has one rank::
+    Rank r of N computes T_r of T new tokens. Where pools are shared out it first sends the M_r of
+    their rows that others keep, ``M_r * row`` bytes, and brings the K_r of all K rows, cached and
+    new, that new tokens see in its pool. Replicated pools have M_r = 0, K_r = T_r and K = T. Then
+    it sends, in bytes, where each host has one rank::
 
-        gather      (N - 1) * (T_r + P_r) * row
-        ring        (T + P - T_s - P_s) * row, s the next rank
-        pass_q      (N - 1) * T_r * heads * q + M_r * row + (T - T_r) * heads * state
-        all_to_all  T_r * (heads of others * q + KV heads of others * row / num_kv_heads)
-                    + P_r * KV heads of others * row / num_kv_heads + M_r * row
+        gather      (N - 1) * K_r * row
+        ring        (K - K_s) * row, s the next rank
+        pass_q      (N - 1) * T_r * heads * q + (T - T_r) * heads * state
+        all_to_all  T_r * heads of others * q + K_r * KV heads of others * row / num_kv_heads
                     + (T - T_r) * heads of r * output
 
     ``row`` is `AttentionLayer.kv_row_bytes`, ``q`` a query and ``output`` a row of attention in one
     head, in the dtype of the layer, ``state`` an output in `state_dtype` with its LSE in float32.
     KV heads of others are counted as often as ranks have them: where there are fewer than ranks,
-    each is sent to several. M_r is 0 by ``"all_to_all"`` where pools are replicated: pools then
-    have all tokens, in the KV heads of their host. Where hosts have several ranks, N, r and s are
-    hosts, and rank k of one exchanges with rank k of every other: a row crosses each wire once.
+    each is sent to several. By ``"all_to_all"`` replicated pools have all tokens, in the KV heads
+    of their host. Where hosts have several ranks, N, r and s are hosts, and rank k of one exchanges
+    with rank k of every other: a row crosses each wire once.
 
     Parameters
     ----------
@@ -160,8 +161,8 @@ def exchange_work(
     ...         *batch, cp_size=8, placement="page_interleave", exchange=exchange
     ...     )
     ...     print(f"{exchange:10} {work.sent_bytes.max() >> 20:5} MiB")
-    gather       448 MiB
-    ring         448 MiB
+    gather       450 MiB
+    ring         450 MiB
     pass_q        86 MiB
     all_to_all    65 MiB
     """
@@ -194,7 +195,7 @@ def work_of(counts: BatchCounts, exchange: str, state_dtype: str) -> ExchangeWor
 def _rows_to_all(counts: BatchCounts, *, ring: bool) -> ExchangeWork:
     """Keys and values go to every host: at once, or step by step from each to the next."""
     own, layer, hosts = counts.own, counts.layer, counts.num_hosts
-    blocks = counts.by_host(own.tokens + counts.shards.prefix_rows) * layer.kv_row_bytes
+    blocks = counts.by_host(counts.shards.seen_rows) * layer.kv_row_bytes
     rails = np.broadcast_to(blocks.sum(0), blocks.shape)
     received = rails - blocks
     pool = counts.by_host(counts.shards.arriving_rows) * layer.kv_row_bytes
@@ -225,16 +226,14 @@ def _rows_to_all(counts: BatchCounts, *, ring: bool) -> ExchangeWork:
 def _queries_to_all(counts: BatchCounts, state_item_bytes: int) -> ExchangeWork:
     """Queries go to every host, and states of attention to the keys there go back.
 
-    Ranks of a host merge theirs first. New rows go to the ranks that keep them.
+    Ranks of a host merge theirs first.
     """
     own, layer, hosts, new = counts.own, counts.layer, counts.num_hosts, counts.shards
     query = layer.num_heads * layer.head_dim * ITEM_BYTES[layer.dtype]
     state = layer.num_heads * (layer.v_dim * state_item_bytes + LSE_BYTES)
     tokens = counts.by_host(own.tokens)
     others = tokens.sum(0) - tokens  # of the rail
-    rows_out = counts.by_host(own.tokens - new.kept_at_home) * layer.kv_row_bytes
-    rows_in = counts.by_host(new.arriving_rows - new.kept_at_home) * layer.kv_row_bytes
-    sent, received = tokens * query * (hosts - 1) + rows_out, others * query + rows_in
+    sent, received = tokens * query * (hosts - 1), others * query
     returned, merged = others * state, tokens * state * (hosts - 1)
     total = int(own.tokens.sum())
     share = counts.owner_pairs / max(int(counts.owner_pairs.sum()), 1)
@@ -264,18 +263,15 @@ def _by_heads(counts: BatchCounts) -> ExchangeWork:
     host_heads, host_kv_heads = (part[:, None] for part in split_heads(layer, hosts))
     query, output = layer.head_dim * item, layer.v_dim * item
     key = layer.kv_row_bytes // layer.num_kv_heads
-    to_host = host_heads * query + host_kv_heads * key
-    tokens, prefix = counts.by_host(own.tokens), counts.by_host(new.prefix_rows)
-    others, other_prefix = tokens.sum(0) - tokens, prefix.sum(0) - prefix
-    sent = tokens * (to_host.sum() - to_host) + prefix * key * (host_kv_heads.sum() - host_kv_heads)
-    received = others * to_host + other_prefix * host_kv_heads * key
+    tokens, keys = counts.by_host(own.tokens), counts.by_host(new.seen_rows)
+    others = tokens.sum(0) - tokens
+    sent = tokens * query * (layer.num_heads - host_heads)
+    sent = sent + keys * key * (host_kv_heads.sum() - host_kv_heads)
+    received = others * query * host_heads + (keys.sum(0) - keys) * key * host_kv_heads
     for_pool = counts.by_host(new.arriving_rows) * layer.kv_row_bytes
-    if counts.sharded:
-        sent = sent + counts.by_host(own.tokens - new.kept_at_home) * layer.kv_row_bytes
-        received = received + for_pool - counts.by_host(new.kept_at_home) * layer.kv_row_bytes
     returned = others * host_heads * output
     merged = tokens * (layer.num_heads - host_heads) * output
-    rails = (tokens.sum(0) + prefix.sum(0)) * host_kv_heads * key
+    rails = keys.sum(0) * host_kv_heads * key
     total = int(own.tokens.sum())
     used = heads > 0
     most_kv_heads = int(kv_heads.max())  # each with as many of the rank's query heads
@@ -327,7 +323,13 @@ def _work(
     page_bytes = layer.page_size * layer.kv_row_bytes * layer.num_layers
     if pool_kv_heads is not None:
         page_bytes = page_bytes // layer.num_kv_heads * pool_kv_heads
-    before, *after = (wire for _, _, wire in moved)
+    new = counts.shards
+    to_pools, into_pool = (
+        counts.by_host(rows - new.kept_at_home) * layer.kv_row_bytes
+        for rows in (own.tokens, new.arriving_rows)
+    )
+    moved = [(to_pools, into_pool, np.maximum(to_pools.sum(1), into_pool.sum(1))), *moved]
+    wire = [busy for _, _, busy in moved]
     computed = {
         "pairs": own.pairs,
         "heads": np.full(size, layer.num_heads, np.int64),
@@ -343,7 +345,7 @@ def _work(
         calls=calls,
         sent_bytes=sum((sent for sent, _, _ in moved), start=np.int64(0)).ravel(),
         received_bytes=sum((received for _, received, _ in moved), start=np.int64(0)).ravel(),
-        wire_bytes=np.stack([before, *(after or [0 * before])]),
+        wire_bytes=np.stack([*wire, *[0 * wire[0]] * (3 - len(wire))]),
         stored_bytes=stored.ravel(),
         pool_bytes=pages * page_bytes,
         **computed | fields,

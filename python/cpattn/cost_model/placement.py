@@ -128,15 +128,15 @@ class Shards:
 
     Attributes
     ----------
-    prefix_rows : array [cp_size], int64
-        Cached rows that the rank keeps, and a new token sees.
+    seen_rows : array [cp_size], int64
+        Rows, cached and new, that the rank keeps and a new token sees.
     kept_at_home : array [cp_size], int64
         New rows that the rank computes, and its host keeps.
     arriving_rows : array [cp_size], int64
         New rows that the rank puts into the pool of its host: it computes or receives them.
     """
 
-    prefix_rows: Ints
+    seen_rows: Ints
     kept_at_home: Ints
     arriving_rows: Ints
 
@@ -160,5 +160,5 @@ def shards(
         home[rank] = hosts[rank // ranks_per_host]
         arriving[:, rank % ranks_per_host] += hosts
     begin = first_seen(extends, seq_lens, layer.most_keys)
-    prefix = laid.count_below(np.maximum(seq_lens - extends, begin)) - laid.count_below(begin)
-    return Shards(prefix.sum(1), home, arriving.ravel())
+    seen = laid.count_below(seq_lens) - laid.count_below(begin)
+    return Shards(seen.sum(1), home, arriving.ravel())

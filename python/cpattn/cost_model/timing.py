@@ -4,15 +4,17 @@
 Everything is in seconds, bytes and bytes per second; a host has one wire, which its ranks share::
 
     digests = latency + peers * message           peers = hosts - 1
+    rows    = wire_bytes to other pools / gather_gbps + latency + peers * message
     before  = wire_bytes before attention / gather_gbps + steps * latency + peers * message
     after   = wire_bytes after it / gather_gbps + latency + peers * message
-    layer   = attention + digests + before + after + store
+    layer   = attention + digests + rows + before + after + store
 
-A ring has a step for each peer, all others one; only ``"pass_q"`` and ``"all_to_all"`` have
-something to send back. With overlap, parts of attention take turns with parts of the exchange, as
+Rows go to the ranks that keep them only where pools are shared out. A ring has a step for each
+peer, all others one; only ``"pass_q"`` and ``"all_to_all"`` have something to send back. With
+overlap, parts of attention take turns with parts of the exchange, as
 `overlapped_seconds` says, and nobody waits for the store::
 
-    layer = max(digests + overlapped, store)      or the sum above, if that is less
+    layer = max(digests + rows + overlapped, store)      or the sum above, if that is less
 
 Where a host has fewer CPUs than its ranks have threads, attention, store, latencies and messages
 take ``ranks_per_host * threads / cpus`` times as long; the wire does not.
@@ -64,13 +66,14 @@ def layer_seconds(
     )
     peers = work.num_hosts - 1
     once = 1e-6 * slower * (rates.latency_us + peers * rates.message_us) if peers else 0.0
+    rows = once if work.placement != "replicated" else 0.0
     first = last = once
     if work.exchange == "ring":
         first = 1e-6 * slower * peers * (rates.latency_us + rates.message_us)
     if work.exchange not in ("pass_q", "all_to_all"):
         last = 0.0
-    before, after = work.wire_bytes / (1e9 * rates.gather_gbps)
-    by_host = before + after + (once + first + last)
+    to_pools, before, after = work.wire_bytes / (1e9 * rates.gather_gbps)
+    by_host = to_pools + before + after + (once + rows + first + last)
     store = slower * float(work.stored_bytes.max()) / (1e9 * rates.store_gbps)
     seconds = LayerSeconds(attention, np.repeat(by_host, len(attention) // len(by_host)), store, 0)
     if not overlap:
@@ -78,13 +81,18 @@ def layer_seconds(
     slowest = float(attention.max())
     if not peers:
         return seconds._replace(hidden=min(slowest, store))
-    whole = once + overlapped_seconds(
-        work,
-        attention=slowest,
-        call=1e-6 * slower * rates.call_us,
-        before=float(before.max()) + first,
-        after=float(after.max()) + last,
-        once=once,
+    whole = (
+        once
+        + rows
+        + float(to_pools.max())
+        + overlapped_seconds(
+            work,
+            attention=slowest,
+            call=1e-6 * slower * rates.call_us,
+            before=float(before.max()) + first,
+            after=float(after.max()) + last,
+            once=once,
+        )
     )
     return seconds._replace(hidden=max(seconds.whole - max(whole, store), 0.0))
 

@@ -133,22 +133,16 @@ def sizes_of(layer):
     return layer.num_kv_heads * key, key, layer.head_dim * item, v_dim * item
 
 
-def rows_seen(case, owner, rank):
-    """Cached rows that the rank keeps, and some new token sees."""
-    seen = set()
-    for i, (new, cached) in enumerate(zip(case.extends, case.prefixes, strict=True)):
-        if new:
-            seen |= {(i, t) for t in case.visible((i, cached)) if t < cached}
-    return [row for row in seen if owner[row] == rank]
-
-
 def blocks_of(case):
-    """Rows that each rank brings into a gather or a ring."""
-    rows = [len(tokens) for tokens in case.computed()]
-    if case.placement in SHARDED:
-        owner = case.owners()
-        rows = [n + len(rows_seen(case, owner, rank)) for rank, n in enumerate(rows)]
-    return rows
+    """Rows that each rank brings: it computes them, or keeps them and some new token sees them."""
+    computed = case.computed()
+    if case.placement not in SHARDED:
+        return [len(tokens) for tokens in computed]
+    owner = case.owners()
+    seen = {
+        (i, t) for i, position in itertools.chain(*computed) for t in case.visible((i, position))
+    }
+    return [sum(owner[row] == rank for row in seen) for rank in range(case.cp_size)]
 
 
 def count_gather(case):
@@ -173,24 +167,27 @@ def count_ring(case):
     return wire, [busy] * case.num_hosts, None
 
 
-def send_rows_to_pools(case, wire, row):
+def count_rows_to_pools(case):
+    wire, (row, *_) = Wire(case), sizes_of(case.layer)
+    if case.placement not in SHARDED:
+        return wire
     owner = case.owners()
     for rank, tokens in enumerate(case.computed()):
         for token in tokens:
             home = case.host(owner[token])
             if home != case.host(rank):
                 wire.send(rank, case.rail(rank)[home], row)
+    return wire
 
 
 def count_pass_q(case):
-    wire, back, (row, _, query, _) = Wire(case), Wire(case), sizes_of(case.layer)
+    wire, back, (_, _, query, _) = Wire(case), Wire(case), sizes_of(case.layer)
     layer = case.layer
     state = (layer.v_head_dim or layer.head_dim) * ITEM[case.state_dtype] + 4
     for rank, tokens in enumerate(case.computed()):
         for _, peer in itertools.product(tokens, case.rail(rank).values()):
             wire.send(rank, peer, layer.num_heads * query)
             back.send(peer, rank, layer.num_heads * state)
-    send_rows_to_pools(case, wire, row)
     return wire, wire.by_host(), back
 
 
@@ -205,22 +202,17 @@ def heads_of_hosts(case):
 
 
 def count_all_to_all(case):
-    wire, back, (row, key, query, output) = Wire(case), Wire(case), sizes_of(case.layer)
+    wire, back, (_, key, query, output) = Wire(case), Wire(case), sizes_of(case.layer)
     group = case.layer.num_heads // case.layer.num_kv_heads
     heads = heads_of_hosts(case)
     kv_heads = [{head // group for head in part} for part in heads]
     for rank, tokens in enumerate(case.computed()):
         for _, (host, peer) in itertools.product(tokens, case.rail(rank).items()):
-            wire.send(rank, peer, len(heads[host]) * query + len(kv_heads[host]) * key)
+            wire.send(rank, peer, len(heads[host]) * query)
             back.send(peer, rank, len(heads[host]) * output)
-    if case.placement in SHARDED:
-        send_rows_to_pools(case, wire, row)
-        owner = case.owners()
-        for rank in range(case.cp_size):
-            for _, (host, peer) in itertools.product(
-                rows_seen(case, owner, rank), case.rail(rank).items()
-            ):
-                wire.send(rank, peer, len(kv_heads[host]) * key)
+    for rank, rows in enumerate(blocks_of(case)):
+        for host, peer in case.rail(rank).items():
+            wire.send(rank, peer, rows * len(kv_heads[host]) * key)
     return wire, wire.by_host(), back
 
 
