@@ -34,6 +34,7 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_page_rows(m);
   bindings::register_runtime(m);
   bindings::register_kv_pages(m);
+  bindings::register_kv_shards(m);
   bindings::register_send_kvcache(m);
   bindings::register_topk(m);
   bindings::register_trace(m);

@@ -25,6 +25,7 @@ void register_page_rows(pybind11::module_& module);
 void register_kv_transfer(pybind11::module_& module);
 void register_runtime(pybind11::module_& module);
 void register_kv_pages(pybind11::module_& module);
+void register_kv_shards(pybind11::module_& module);
 void register_send_kvcache(pybind11::module_& module);
 void register_topk(pybind11::module_& module);
 void register_rows(pybind11::module_& module);

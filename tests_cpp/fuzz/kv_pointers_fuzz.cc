@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <optional>
 #include <tuple>
 #include <vector>
 
+#include "cpattn/transfer/kv_shards.h"
 #include "cpattn/transfer/send_kvcache.h"
 #include "fuzz/fuzz.h"
 
@@ -119,6 +121,8 @@ void check_any_stage(Reader& in) {
   }
 }
 
+void check_shards(Reader& in);
+
 void check_pairs(Reader& in) {
   const auto id = [&] { return in.mostly(in.between(0, 5)); };
   const Ints src = in.list(in.between(0, 6), id), dst = in.list(in.between(0, 6), id);
@@ -143,6 +147,7 @@ void check_pairs(Reader& in) {
   const int64_t layer = in.mostly(in.between(0, 6));
   const auto start = accepted([&] { return kv_start_layer(layer, ids); });
   if (start) FUZZ_CHECK(*start == std::ranges::count_if(ids, [&](auto v) { return v < layer; }));
+  check_shards(in);
 }
 
 void check_targets(Reader& in) {
@@ -164,6 +169,38 @@ void check_targets(Reader& in) {
   }
   FUZZ_CHECK(std::ssize(count) == prefill);
   for (const auto& [_, n] : count) FUZZ_CHECK(n == targets->required_dst_info_num);
+}
+
+/// Ranks that stripe pages send each once; so do ranks that divide pages or layers.
+void check_shards(Reader& in) {
+  const int64_t size = in.mostly(in.between(1, 5)), rank = in.mostly(in.between(0, 4));
+  const Ints pages = in.list(in.between(0, 8), [&] { return in.mostly(in.between(0, 40)); });
+  const int64_t start = in.mostly(in.between(0, 9));
+  const int64_t num_pages = in.size_near(std::ssize(pages));
+  if (start > INT64_MAX - num_pages) return;
+  const IndexRange chunk = {start, start + num_pages};
+  if (const auto owned =
+          accepted([&] { return filter_kv_indices_for_shard_rank(pages, chunk, rank, size); })) {
+    FUZZ_CHECK(owned->pages.size() == owned->positions.size());
+    for (std::size_t i = 0; i < owned->pages.size(); ++i) {
+      FUZZ_CHECK(pages.at(owned->positions[i] - start) == owned->pages[i] * size + rank);
+    }
+    FUZZ_CHECK(std::ssize(owned->pages) == std::ranges::count_if(pages, [&](int64_t page) {
+                 return page % size == rank;
+               }));
+  }
+  const int64_t total = in.mostly(in.between(0, 20));
+  const std::optional<int64_t> end = in.flag() ? std::optional(chunk.end) : std::nullopt;
+  if (const auto share = accepted([&] {
+        return filter_kv_indices_for_cp_rank(std::ssize(pages), start, end, total, rank, size);
+      })) {
+    check_in_list(*share, std::ssize(pages));
+  }
+  const auto layers = accepted([&] { return get_layer_shard_range(rank, size, total); });
+  if (!layers || layers->size() == 0) return;
+  check_in_list(*layers, total);
+  FUZZ_CHECK(get_layer_owner(layers->begin, size, total) == rank);
+  FUZZ_CHECK(get_layer_owner(layers->end - 1, size, total) == rank);
 }
 
 /// Heads of a rank, as slice_heads has them.

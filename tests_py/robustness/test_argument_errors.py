@@ -21,10 +21,13 @@ LONGEST = 400  # characters of a message
 # What is not swept here, and why.
 TRANSFER = {
     "DecodeTargets", "HeadSlice", "KVArgs", "KVChunk", "KVEntry", "KVLayout", "KVSendCursor",
+    "KVSendIndices", "KVSender", "PullTargets",
     "DSATokenToKVPool", "LocalEngine", "MHATokenToKVPool", "MLATokenToKVPool", "TransferEngine",
     "TransferPlan",
     "TransferError", "TransferStatus", "build_transfer_entry_pairs", "decode_targets",
-    "fill_kv_args", "get_mha_kv_ptrs_with_pp", "get_mla_kv_ptrs_with_pp",
+    "fill_kv_args", "filter_kv_indices_for_cp_rank", "filter_kv_indices_for_shard_rank",
+    "get_layer_owner", "get_layer_shard_range", "get_mha_kv_ptrs_with_pp",
+    "get_mla_kv_ptrs_with_pp", "is_elided_entry", "plan_send_indices", "pull_targets",
     "group_concurrent_contiguous",
     "kv_start_layer", "kv_to_page_indices", "kv_to_page_num", "plan_kv_links", "plan_kv_transfer",
     "plan_send_aux", "plan_send_kvcache", "plan_send_kvcache_slice", "plan_send_state",

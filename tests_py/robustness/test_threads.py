@@ -36,12 +36,14 @@ CONSTANT = {
     "active_isa", "supported_isas", "set_num_threads", "profile", "can_apply_cp",
     "can_dsa_prefill_cp_interleave", "can_fuse_split_qk_norm", "dsa_use_prefill_cp",
     "decode_targets", "get_topk_transform_method", "kv_to_page_num", "slice_heads",
-    "kv_start_layer", "fill_kv_args", "setup_state_kv_args",
+    "kv_start_layer", "fill_kv_args", "setup_state_kv_args", "get_layer_owner",
+    "get_layer_shard_range", "pull_targets",
 }  # fmt: skip
 # Lists of buffers, of which a server has some hundred.
 BUFFERS = {
     "build_transfer_entry_pairs", "get_mha_kv_ptrs_with_pp", "get_mla_kv_ptrs_with_pp",
-    "pack_int_lists", "plan_send_aux", "plan_send_state", "register", "unpack_int_lists",
+    "is_elided_entry", "pack_int_lists", "plan_send_aux", "plan_send_state", "register",
+    "unpack_int_lists",
 }  # fmt: skip
 
 

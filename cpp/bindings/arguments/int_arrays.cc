@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/arguments/int_arrays.h"
 
-#include <memory>
-#include <utility>
-
 namespace py = pybind11;
 
 namespace cpattn::bindings {
@@ -33,16 +30,6 @@ py::list int_list(std::span<const int32_t> values) {
     PyList_SET_ITEM(list.ptr(), i, item);
   }
   return list;
-}
-
-py::array int_array(std::vector<int32_t> values) {
-  auto kept = std::make_unique<std::vector<int32_t>>(std::move(values));
-  const std::span<const int32_t> view = *kept;
-  const py::capsule owner(kept.get(), [](void* pointer) {
-    delete static_cast<std::vector<int32_t>*>(pointer);
-  });
-  static_cast<void>(kept.release());  // the capsule deletes it
-  return int_view(view, owner);
 }
 
 }  // namespace cpattn::bindings

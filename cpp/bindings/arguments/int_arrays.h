@@ -4,7 +4,9 @@
 #include <pybind11/numpy.h>
 
 #include <cstdint>
+#include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace cpattn::bindings {
@@ -24,6 +26,15 @@ pybind11::array int_view(std::span<const Int> values, pybind11::handle owner) {
 }
 
 /// A read-only NumPy array that owns `values`.
-pybind11::array int_array(std::vector<int32_t> values);
+template <class Int>
+pybind11::array int_array(std::vector<Int> values) {
+  auto kept = std::make_unique<std::vector<Int>>(std::move(values));
+  const std::span<const Int> view = *kept;
+  const pybind11::capsule owner(kept.get(), [](void* pointer) {
+    delete static_cast<std::vector<Int>*>(pointer);
+  });
+  static_cast<void>(kept.release());  // the capsule deletes it
+  return int_view(view, owner);
+}
 
 }  // namespace cpattn::bindings

@@ -503,6 +503,20 @@ def kv_to_page_indices(kv_indices: _Indices, page_size: int, /) -> NDArray[np.in
 def group_concurrent_contiguous(
     src_indices: _Indices, dst_indices: _Indices, /
 ) -> tuple[list[list[int]], list[list[int]]]: ...
+def filter_kv_indices_for_shard_rank(
+    kv_indices: _Indices, start: int, stop: int, shard_rank: int, shard_size: int, /
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]: ...
+def filter_kv_indices_for_cp_rank(
+    num_pages: int,
+    start: int,
+    stop: int | None,
+    total_pages: int,
+    cp_rank: int,
+    cp_size: int,
+    /,
+) -> _Range: ...
+def get_layer_shard_range(rank: int, shard_size: int, total_layers: int, /) -> _Range: ...
+def get_layer_owner(local_layer_idx: int, shard_size: int, total_layers: int, /) -> int: ...
 def mha_kv_entries(
     num_src: int, num_dst: int, prefill_start_layer: int, total_kv_layers: int, compat: bool, /
 ) -> tuple[_Range, _Range, _Range, _Range, int]: ...

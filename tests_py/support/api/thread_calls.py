@@ -14,10 +14,13 @@ from cpattn import ForwardMode, reference, transfer
 from support.api.transfer_thread_calls import (
     RNG,
     Call,
+    cp_share,
     plan_links,
     plan_send,
     plan_slice,
     plan_transfer,
+    send_indices,
+    shard_share,
 )
 
 
@@ -374,6 +377,9 @@ MAKERS: dict[str, Callable[[int], Call]] = {
     "build_dsa_metadata": made(dsa_metadata, lens),
     "kv_to_page_indices": made(lambda slots: transfer.kv_to_page_indices(slots, 16), steps),
     "group_concurrent_contiguous": made(transfer.group_concurrent_contiguous, steps, steps),
+    "filter_kv_indices_for_shard_rank": made(shard_share, steps),
+    "filter_kv_indices_for_cp_rank": made(cp_share, steps),
+    "plan_send_indices": made(send_indices, steps),
     "pad_topk_indices": made(
         lambda indices: cpattn.sparse.pad_topk_indices(indices, 2 * len(indices)),
         lambda n: np.ones((64 * n, 64), np.int32),

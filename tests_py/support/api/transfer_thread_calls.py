@@ -64,3 +64,19 @@ def plan_slice(n: int) -> Call:
         args, to, some, others, dst_tp_rank=0, dst_attn_tp_size=2, dst_kv_item_len=32,
         attn_tp_size=1,
     )  # fmt: skip
+
+
+def shard_share(some: Any) -> object:
+    return transfer.filter_kv_indices_for_shard_rank(
+        kv_indices=some, index_slice=slice(0, len(some)), shard_rank=1, shard_size=4
+    )
+
+
+def cp_share(some: Any) -> object:
+    chunk = slice(0, len(some))
+    return transfer.filter_kv_indices_for_cp_rank(transfer.KVSender(1, 4), some, chunk)
+
+
+def send_indices(some: Any) -> object:
+    striped = transfer.KVSender(kv_shard_rank=1, kv_shard_size=4)
+    return transfer.plan_send_indices(striped, some, curr_idx=0, num_kv_indices=len(some))

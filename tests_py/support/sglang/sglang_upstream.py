@@ -40,6 +40,7 @@ MODULES = {
     "disaggregation": "sglang.srt.disaggregation.utils",
     "staging": "sglang.srt.disaggregation.common.staging_buffer",
     "environ": "sglang.srt.environ",
+    "cp_utils": "sglang.srt.layers.cp.utils",
     "pages": "sglang.srt.mem_cache.common",
     "pools": "sglang.srt.mem_cache.memory_pool",
     "npu_pools": "sglang.srt.hardware_backend.npu.memory_pool_npu",

@@ -2,7 +2,10 @@
 """KV transfer with the names, lists and arguments of sglang 0.5.23, and its earlier rules.
 
 ``pages``       tokens to pages, pages to runs, and what of a prompt is sent when
+``shards``      what ranks send that hold every N-th page, or divide pages or layers
+``sender``      which of these applies to a rank, and where its pages go
 ``pointers``    which destination buffer receives which source buffer
+``targets``     which ranks of prefill a decode rank pulls from
 ``args``        `KVArgs`: what a server says of its buffers
 ``send``        the plans of the senders: lists of buffers in, the blocks that are sent out
 ``send_state``  the same of states and metadata, which follow the KV cache
@@ -35,6 +38,15 @@ from .send import (
     slice_heads,
 )
 from .send_state import plan_send_aux, plan_send_state
+from .sender import KVSender, KVSendIndices, plan_send_indices
+from .shards import (
+    filter_kv_indices_for_cp_rank,
+    filter_kv_indices_for_shard_rank,
+    get_layer_owner,
+    get_layer_shard_range,
+    is_elided_entry,
+)
+from .targets import PullTargets, pull_targets
 
 __all__ = [
     "DecodeTargets",
@@ -42,19 +54,29 @@ __all__ = [
     "KVArgs",
     "KVChunk",
     "KVSendCursor",
+    "KVSendIndices",
+    "KVSender",
+    "PullTargets",
     "build_transfer_entry_pairs",
     "decode_targets",
     "fill_kv_args",
+    "filter_kv_indices_for_cp_rank",
+    "filter_kv_indices_for_shard_rank",
+    "get_layer_owner",
+    "get_layer_shard_range",
     "get_mha_kv_ptrs_with_pp",
     "get_mla_kv_ptrs_with_pp",
     "group_concurrent_contiguous",
+    "is_elided_entry",
     "kv_start_layer",
     "kv_to_page_indices",
     "kv_to_page_num",
     "plan_send_aux",
+    "plan_send_indices",
     "plan_send_kvcache",
     "plan_send_kvcache_slice",
     "plan_send_state",
+    "pull_targets",
     "setup_state_kv_args",
     "slice_heads",
 ]

@@ -184,8 +184,8 @@ class KVChunk:
             If either side has fewer pages than the chunk; with compat, if the source has fewer
             than the destination.
         """
-        slots = _as_listed(kv_indices, "kv_indices")
-        pages = _as_listed(dst_page_indices, "dst_page_indices")
+        slots = as_listed(kv_indices, "KVChunk.select", "kv_indices")
+        pages = as_listed(dst_page_indices, "KVChunk.select", "dst_page_indices")
         src = kv_to_page_indices(slots[self.token_start : self.token_end], self.page_size)
         dst = pages[self.page_start : self.page_end]
         num_pages = self.page_end - self.page_start
@@ -198,9 +198,8 @@ class KVChunk:
         return src[: len(dst)], dst
 
 
-def _as_listed(indices: Indices, argument: str) -> AnyTensor:
+def as_listed(indices: Indices, function: str, argument: str) -> AnyTensor:
     """Return indices that can be cut: an array as it is, of a list what it holds now."""
-    function = "KVChunk.select"
     if isinstance(indices, (list, tuple)) or not has(indices, "__getitem__"):
         return _core.ints(indices, function, argument)
     _core.index_count(indices, function, argument)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of the filters applies to a rank, and where its pages go."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpattn.transfer import KVSendCursor, KVSender, KVSendIndices, plan_send_indices
+
+FLAGS = (
+    "enable_dsa_cache_layer_split",
+    "all_cp_ranks_transfer",
+    "is_hybrid_mla_backend",
+    "enable_cp_tp_group_sharing",
+)
+
+
+def all_senders():
+    for cp_size, shard_size in product((1, 2, 3), (1, 3)):
+        for flags in product((False, True), repeat=len(FLAGS)):
+            for cp_rank in range(cp_size):
+                for shard_rank in range(shard_size):
+                    chosen = dict(zip(FLAGS, flags, strict=True))
+                    yield KVSender(cp_rank, cp_size, shard_rank, shard_size, **chosen)
+
+
+def test_flags_of_a_rank():
+    for sender in all_senders():
+        divided = sender.is_hybrid_mla_backend or sender.enable_dsa_cache_layer_split
+        reasons = [
+            sender.all_cp_ranks_transfer,
+            sender.attn_cp_size > 1 and divided,
+            sender.kv_shard_size > 1,
+        ]
+        sharing = sender.enable_cp_tp_group_sharing
+        assert sender.enable_all_cp_ranks_for_transfer == (any(reasons) and not sharing)
+        assert sender.is_dummy_cp_rank == (
+            sender.attn_cp_rank != 0 and not any(reasons) and not sharing
+        )
+        exempt = sender.enable_dsa_cache_layer_split or sender.kv_shard_size > 1 or sharing
+        assert sender.sends_replicated_state == (sender.attn_cp_rank == 0 or exempt)
+
+
+def expected(sender, pages, start, total):
+    """(page of the rank, position) of all that is sent, and whether the chunk is skipped."""
+    chunk = list(enumerate(pages, start))
+    is_last = start + len(pages) == total
+    if sender.kv_shard_size > 1:
+        size, rank = sender.kv_shard_size, sender.kv_shard_rank
+        sent = [(page // size, i) for i, page in chunk if page % size == rank]
+        return sent, not sent and not is_last
+    if sender.enable_all_cp_ranks_for_transfer and not sender.enable_dsa_cache_layer_split:
+        size, rank = sender.attn_cp_size, sender.attn_cp_rank
+        sizes = [len(range(r, total, size)) for r in range(size)]
+        mine = range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        return [(page, i) for i, page in chunk if i in mine], False
+    if sender.is_dummy_cp_rank:
+        return [], True
+    return [(page, i) for i, page in chunk], False
+
+
+@given(st.data())
+def test_chunks_of_every_kind_of_rank(data):
+    sender = data.draw(st.sampled_from(list(all_senders())))
+    sizes = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
+    total = sum(sizes)
+    logical = data.draw(st.lists(st.integers(0, 99), min_size=total, max_size=total))
+    dst_pages = np.arange(500, 500 + total)
+    start = 0
+    for size in sizes:
+        pages = logical[start : start + size]
+        found = plan_send_indices(sender, pages, curr_idx=start, num_kv_indices=total)
+        sent, should_skip = expected(sender, pages, start, total)
+        assert found.is_last_chunk == (start + size == total)
+        assert found.should_skip == should_skip
+        src, dst = found.select(dst_pages)
+        assert [*src] == [page for page, _ in sent]
+        assert [*dst] == [500 + position for _, position in sent]
+        assert found.select(dst_pages.tolist())[1] == [500 + position for _, position in sent]
+        start += size
+
+
+@given(st.integers(1, 4), st.lists(st.integers(0, 50), unique=True, max_size=20), st.data())
+def test_ranks_send_every_page_once(size, pages, data):
+    """Of striped pages and of shares, in whatever chunks."""
+    ends = sorted({len(pages), *data.draw(st.lists(st.integers(0, len(pages)), max_size=3))})
+    for make in (
+        lambda rank: KVSender(kv_shard_rank=rank, kv_shard_size=size),
+        lambda rank: KVSender(rank, size, all_cp_ranks_transfer=True),
+        lambda rank: KVSender(rank, size),
+    ):
+        arrived, done = [], 0
+        for rank in range(size):
+            for start, end in zip([0, *ends[:-1]], ends, strict=True):
+                found = plan_send_indices(
+                    make(rank), pages[start:end], curr_idx=start, num_kv_indices=len(pages)
+                )
+                arrived += [int(page) for page in found.select(list(range(len(pages))))[1]]
+                done += found.is_last_chunk
+        assert sorted(arrived) == list(range(len(pages)))
+        assert done >= size
+
+
+def test_a_layer_split_divides_no_pages():
+    for rank in range(3):
+        sender = KVSender(rank, 3, enable_dsa_cache_layer_split=True)
+        found = plan_send_indices(sender, [7, 8], curr_idx=1, num_kv_indices=4)
+        assert found == ([7, 8], slice(1, 3), False, False, False)
+
+
+def test_an_empty_chunk():
+    striped = KVSender(kv_shard_rank=1, kv_shard_size=2)
+    assert plan_send_indices(striped, [4], curr_idx=0, num_kv_indices=2).should_skip
+    last = plan_send_indices(striped, [4], curr_idx=1, num_kv_indices=2)
+    assert (last.is_last_chunk, last.should_skip, len(last.kv_indices)) == (True, False, 0)
+    share = KVSender(1, 2, all_cp_ranks_transfer=True)
+    early = plan_send_indices(share, [4, 5], curr_idx=0, num_kv_indices=4)
+    assert early[1:4] == (slice(0, 0), False, False)
+
+
+def test_chunks_of_a_cursor():
+    cursor = KVSendCursor(num_tokens=42, page_size=16)
+    slots = np.array([*range(48, 64), *range(80, 96), *range(16, 26)])  # pages 3, 5 and 1
+    sent = []
+    for computed in (20, 42):
+        chunk = cursor.advance(computed, last_chunk=computed == 42)
+        pages, _ = chunk.select(slots, [0, 1, 2])
+        found = plan_send_indices(
+            KVSender(kv_shard_rank=1, kv_shard_size=2),
+            pages,
+            curr_idx=chunk.page_start,
+            num_kv_indices=cursor.num_pages,
+        )
+        assert found.is_last_chunk == chunk.is_last
+        src, dst = found.select([7, 8, 9])
+        sent.append((src.tolist(), dst))
+    assert sent == [([1], [7]), ([2, 0], [8, 9])]
+
+
+STRIPED = KVSender(kv_shard_rank=1, kv_shard_size=2)
+WHOLE = KVSender()
+
+
+def test_too_few_pages_of_the_destination():
+    striped, whole = (
+        plan_send_indices(sender, [5, 6, 7], curr_idx=0, num_kv_indices=3)
+        for sender in (STRIPED, WHOLE)
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"^KVSendIndices.select: dst_kv_indices must have position 2, got 2 pages",
+    ):
+        striped.select([1, 2])
+    with pytest.raises(
+        ValueError,
+        match=r"^KVSendIndices.select: dst_kv_indices must have pages \[0, 3\), got 2 pages",
+    ):
+        whole.select([1, 2])
+    # As engines do: one ends their thread, the other leaves pages unsent.
+    with pytest.raises(IndexError, match=r"index 2 is out of bounds of 2 pages"):
+        striped._replace(compat=True).select([1, 2])
+    planned = plan_send_indices(WHOLE, [5, 6, 7], curr_idx=0, num_kv_indices=3, compat=True)
+    assert planned.select([1, 2]) == ([5, 6], [1, 2])
+    assert KVSendIndices([5], slice(0, 1), True, True).select([]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "rule"),
+    [
+        ({"num_kv_indices": 2}, ValueError, "must end within the 2 pages .* got 2 from page 1 on"),
+        ({"curr_idx": -1}, ValueError, "curr_idx must be >= 0, got -1"),
+        ({"num_kv_indices": -1}, ValueError, "num_kv_indices must be >= 0, got -1"),
+        ({"curr_idx": 1.0}, TypeError, "curr_idx must be an integer, got float"),
+        ({"compat": 1}, TypeError, "compat must be a bool, got int"),
+        ({"sender": None}, TypeError, "sender must have kv_shard_size, is_dummy_cp_rank, got None"),
+        ({"kv_indices": [1.5, 2]}, TypeError, "kv_indices"),
+    ],
+)
+def test_chunks_refused(changes, error, rule):
+    arguments = {"sender": WHOLE, "kv_indices": [1, 2], "curr_idx": 1, "num_kv_indices": 3}
+    with pytest.raises(error, match=f"^plan_send_indices: .*{rule}"):
+        plan_send_indices(**arguments | changes)
+
+
+def test_senders_refused():
+    with pytest.raises(ValueError, match=r"^KVSender: attn_cp_rank must be in \[0, 2\) .* got 2"):
+        KVSender(2, 2)
+    with pytest.raises(ValueError, match=r"^KVSender: kv_shard_rank must be in \[0, 1\) .* got 1"):
+        KVSender(kv_shard_rank=1)
+    with pytest.raises(ValueError, match=r"^KVSender: attn_cp_size must be >= 1, got 0"):
+        KVSender(0, 0)
+    with pytest.raises(ValueError, match=r"^KVSender: kv_shard_rank must be >= 0, got -1"):
+        KVSender(kv_shard_rank=-1)
+    with pytest.raises(TypeError, match=r"^KVSender: attn_cp_rank must be an integer, got str"):
+        KVSender("0")
+    for name in FLAGS:
+        with pytest.raises(TypeError, match=f"^KVSender: {name} must be a bool, got int"):
+            KVSender(**{name: 1})
+
+
+def test_a_manager_of_an_engine_will_do():
+    manager = SimpleNamespace(
+        kv_shard_size=1, is_dummy_cp_rank=True, enable_all_cp_ranks_for_transfer=False,
+        enable_dsa_cache_layer_split=False,
+    )  # fmt: skip
+    found = plan_send_indices(manager, [1], curr_idx=0, num_kv_indices=1)
+    assert (found.is_last_chunk, found.should_skip) == (True, True)
+    manager.kv_shard_size = 2
+    with pytest.raises(TypeError, match=r"^plan_send_indices: sender must have kv_shard_rank"):
+        plan_send_indices(manager, [1], curr_idx=0, num_kv_indices=1)
+    del manager.enable_dsa_cache_layer_split
+    with pytest.raises(TypeError, match=r"sender must have enable_all_cp_ranks_for_transfer, enab"):
+        plan_send_indices(manager, [1], curr_idx=0, num_kv_indices=1)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shards of pages and layers, their senders and receivers, against sglang's own functions."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import cpattn
+from cpattn.transfer import KVSender
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shards(sglang):
+    if not hasattr(sglang.disaggregation, "filter_kv_indices_for_shard_rank"):
+        pytest.skip("this release of sglang shards no KV cache")
+
+
+def listed(found):
+    """Pages and where they go, as plain values."""
+    pages, where = found
+    return [int(page) for page in pages], where if isinstance(where, slice) else [*map(int, where)]
+
+
+def test_filter_kv_indices_for_shard_rank(sglang, rng):
+    for _ in range(2000):
+        pages = rng.integers(0, 200, rng.integers(0, 20)).astype(np.int32)
+        start, size = int(rng.integers(0, 9)), int(rng.integers(1, 6))
+        arguments = {
+            "kv_indices": pages,
+            "index_slice": slice(start, start + len(pages)),
+            "shard_rank": int(rng.integers(size)),
+            "shard_size": size,
+        }
+        expected = sglang.disaggregation.filter_kv_indices_for_shard_rank(**arguments)
+        got = cpattn.transfer.filter_kv_indices_for_shard_rank(**arguments)
+        assert listed(got) == listed(expected)
+        assert [array.dtype for array in got] == [array.dtype for array in expected]
+
+
+def test_filter_kv_indices_for_cp_rank(sglang, rng):
+    for _ in range(3000):
+        size = int(rng.integers(1, 6))
+        manager = KVSender(int(rng.integers(size)), size)
+        start, num_pages = int(rng.integers(0, 9)), int(rng.integers(0, 20))
+        total = None if rng.random() < 0.2 else int(rng.integers(0, 30))
+        chunk = slice(start, start + num_pages)
+        if rng.random() < 0.2:
+            chunk, num_pages = slice(None), max(num_pages, total or 0)
+        pages = rng.permutation(100)[:num_pages].astype(np.int32)
+        expected = sglang.disaggregation.filter_kv_indices_for_cp_rank(manager, pages, chunk, total)
+        got = cpattn.transfer.filter_kv_indices_for_cp_rank(manager, pages, chunk, total)
+        assert listed(got) == listed(expected), (manager, chunk, total)
+
+
+def test_layers_of_a_split(sglang):
+    for total in range(30):
+        for size in range(1, 9):
+            for rank in range(size):
+                arguments = rank, size, total
+                expected = sglang.cp_utils.get_layer_shard_range(*arguments)
+                assert cpattn.transfer.get_layer_shard_range(*arguments) == expected
+            for layer in range(total):
+                expected = sglang.cp_utils.get_layer_owner(layer, size, total)
+                assert cpattn.transfer.get_layer_owner(layer, size, total) == expected
+            for outside in (-1, total):
+                for owner in (sglang.cp_utils.get_layer_owner, cpattn.transfer.get_layer_owner):
+                    with pytest.raises(ValueError, match=r"local_layer_idx"):
+                        owner(outside, size, total)
+
+
+def test_is_elided_entry(sglang, rng):
+    for _ in range(500):
+        dst = None if rng.random() < 0.2 else rng.choice([0, 8], rng.integers(0, 4)).tolist()
+        arguments = int(rng.choice([0, 8])), dst, int(rng.integers(0, 5))
+        may_elide = bool(rng.integers(2))
+        expected = sglang.disaggregation.is_elided_entry(*arguments, allow_dst_elision=may_elide)
+        got = cpattn.transfer.is_elided_entry(*arguments, allow_dst_elision=may_elide)
+        assert got == expected
+
+
+def random_sender(rng):
+    cp_size, shard_size = int(rng.integers(1, 4)), int(rng.choice([1, 1, 2, 3]))
+    flags = [bool(flag) for flag in rng.integers(0, 2, 4)]
+    return KVSender(
+        int(rng.integers(cp_size)), cp_size, int(rng.integers(shard_size)), shard_size, *flags
+    )
+
+
+def test_plan_send_indices(sglang, rng, monkeypatch):
+    parallel = SimpleNamespace()
+    monkeypatch.setattr(sglang.conn, "get_parallel", lambda: parallel)
+    for _ in range(2000):
+        sender = random_sender(rng)
+        parallel.enable_dsa_cache_layer_split = sender.enable_dsa_cache_layer_split
+        finished = []
+        manager = SimpleNamespace(
+            **{
+                name: getattr(sender, name)
+                for name in ("attn_cp_rank", "attn_cp_size", "kv_shard_rank", "kv_shard_size",
+                             "enable_all_cp_ranks_for_transfer", "is_dummy_cp_rank")
+            },
+            update_status=lambda room, status, to=finished: to.append(status),
+        )  # fmt: skip
+        theirs = object.__new__(sglang.conn.CommonKVSender)
+        total = int(rng.integers(0, 20))
+        vars(theirs).update(kv_mgr=manager, curr_idx=0, num_kv_indices=total, bootstrap_room=7)
+        pages = rng.permutation(100)[:total].astype(np.int32)
+        ends = sorted({*rng.integers(0, total + 1, 2).tolist(), total})
+        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+            expected = theirs._prepare_send_indices(pages[start:end])
+            got = cpattn.transfer.plan_send_indices(
+                sender, pages[start:end], curr_idx=start, num_kv_indices=total
+            )
+            assert listed(got[:2]) == listed(expected[:2])
+            assert got[2:4] == expected[2:4]
+            assert bool(finished) == (got.is_last_chunk and got.should_skip)
+
+
+def test_sends_replicated_state(sglang, rng, monkeypatch):
+    parallel = SimpleNamespace()
+    monkeypatch.setattr(sglang.conn, "get_parallel", lambda: parallel)
+    for _ in range(500):
+        sender = random_sender(rng)
+        parallel.enable_dsa_cache_layer_split = sender.enable_dsa_cache_layer_split
+        parallel.enable_cp_tp_group_sharing = sender.enable_cp_tp_group_sharing
+        skips = sglang.conn.CommonKVManager._should_skip_cp_replicated_state_transfer(sender)
+        assert sender.sends_replicated_state == (not skips)
+
+
+def test_pull_targets(sglang, rng):
+    num_mapped = 0
+    for _ in range(3000):
+        prefill = SimpleNamespace(
+            attn_tp_size=int(rng.choice([1, 2, 4, 8])),
+            attn_cp_size=int(rng.choice([1, 2, 3])),
+            pp_size=int(rng.choice([1, 2, 3])),
+            enable_kv_cache_sharding=bool(rng.integers(2)),
+            enable_dsa_cache_layer_split=bool(rng.integers(2)),
+        )
+        pp_size = int(rng.choice([1, 2]))
+        decode = SimpleNamespace(
+            is_mla_backend=bool(rng.integers(2)),
+            is_hybrid_mla_backend=True,  # which only spares a warning
+            attn_tp_size=int(rng.choice([1, 2, 4, 8])),
+            attn_cp_size=int(rng.choice([1, 1, 1, 2])),
+            attn_cp_rank=0,
+            pp_size=pp_size,
+            pp_rank=int(rng.integers(pp_size)),
+            enable_all_cp_ranks_for_transfer=bool(rng.integers(2)),
+            kv_args=SimpleNamespace(engine_rank=int(rng.integers(0, 16))),
+        )
+        arguments = {
+            "prefill_tp_size": prefill.attn_tp_size,
+            "decode_tp_size": decode.attn_tp_size,
+            "is_mla": decode.is_mla_backend,
+            "prefill_cp_size": prefill.attn_cp_size,
+            "decode_cp_size": decode.attn_cp_size,
+            "prefill_pp_size": prefill.pp_size,
+            "decode_pp_size": decode.pp_size,
+            "pp_rank": decode.pp_rank,
+            "enable_kv_cache_sharding": prefill.enable_kv_cache_sharding,
+            "enable_dsa_cache_layer_split": prefill.enable_dsa_cache_layer_split,
+            "enable_all_cp_ranks_for_transfer": decode.enable_all_cp_ranks_for_transfer,
+        }
+        try:
+            sglang.conn.CommonKVManager._resolve_rank_mapping(decode, prefill)
+        except AssertionError:
+            with pytest.raises(ValueError, match=r"^pull_targets: decode_\w+_size must be"):
+                cpattn.transfer.pull_targets(decode.kv_args.engine_rank, **arguments)
+            continue
+        found = cpattn.transfer.pull_targets(decode.kv_args.engine_rank, **arguments)
+        expected = {name: getattr(prefill, name) for name in found._fields}
+        assert found._asdict() == expected
+        num_mapped += 1
+    assert num_mapped > 1000
