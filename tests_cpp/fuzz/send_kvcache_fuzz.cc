@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <map>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
+#include "cpattn/transfer/send_state.h"
 #include "fuzz/fuzz.h"
 #include "fuzz/intervals.h"
 
@@ -132,6 +134,42 @@ void check_whole(const Input& input, const TransferPlan& plan) {
   FUZZ_CHECK(plan.total_bytes() == bytes);
 }
 
+/// States find their entries by ids or position, each at most once, and leave out what is empty.
+void check_state(Reader& in, const Input& input) {
+  const auto id = [&] { return in.between(0, 3); };
+  const bool has_ids = in.rarely(2);
+  const int64_t num_src = std::ssize(input.lists.src_addrs);
+  const int64_t num_dst = std::ssize(input.lists.dst_addrs);
+  const Ints src_ids = has_ids ? in.list(in.size_near(num_src), id) : Ints{};
+  const Ints dst_ids = has_ids ? in.list(in.size_near(num_dst), id) : Ints{};
+  const StateEntries entries{
+      .src_layer_ids = src_ids,
+      .dst_layer_ids = dst_ids,
+      .prefill_start_layer = in.mostly(in.between(0, 4)),
+      .prefill_end_layer = input.stage.prefill_end_layer,
+      .pp_size = input.stage.pp_size,
+      .is_flat = !in.flag(),
+      .has_dst_item_lens = !input.lists.dst_item_lens.empty(),
+      .allow_dst_elision = in.flag()
+  };
+  const SendBuffers buffers = input.lists.buffers();
+  const SendItems items = {input.src_items, input.dst_items};
+  try {
+    const auto plan = accepted_but_for<std::runtime_error>([&] {
+      return plan_send_state(buffers, items, entries, input.compat);
+    });
+    if (!plan) return;
+    check_plan(input, *plan);
+    Ints used = state_entries(buffers, entries, input.compat);
+    std::erase(used, kElided);
+    for (const int64_t entry : used) FUZZ_CHECK(entry >= 0 && entry < num_dst);
+    std::ranges::sort(used);
+    FUZZ_CHECK(std::ranges::adjacent_find(used) == used.end());
+  } catch (const std::out_of_range&) {
+    FUZZ_CHECK(input.compat);
+  }
+}
+
 /// Engines run off the end of some lists, and so do plans with compat.
 template <class Call>
 void check(const Input& input, Call call) {
@@ -165,12 +203,13 @@ void run(Reader in) {
     FUZZ_CHECK(both.total_bytes() == 2 * plan.total_bytes());
   });
   check(input, [&] {
-    const TransferPlan plan = plan_send_items("fuzz", "aux", buffers, items, input.compat);
+    const TransferPlan plan = plan_send_aux(buffers, items, input.compat);
     check_plan(input, plan);
     check_whole(input, plan);
   });
   // A block for each token: a page of millions takes gigabytes.
   if (in.rarely()) input.page_size = in.any();
+  check_state(in, input);
   if (input.page_size > 4096 && input.page_size <= INT32_MAX) return;
   check(input, [&] {
     check_plan(

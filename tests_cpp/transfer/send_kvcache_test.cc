@@ -167,12 +167,12 @@ TEST(PlanSendKvcacheSlice, NeedsAnItemLengthOfTheDestination) {
   EXPECT_THROW(plan(/*compat=*/true), std::out_of_range);
 }
 
-TEST(PlanSendItems, StopsAtTheShorterListOnlyAsEnginesDo) {
+TEST(PlanSendAux, StopsAtTheShorterListOnlyAsEnginesDo) {
   const Words src = {0}, item_lens = {8}, dst = {0, 0};
   const SendBuffers buffers = buffers_of(src, item_lens, dst);
   const Ints slot = {0};
-  EXPECT_THROW(plan_send_items("f", "aux", buffers, {slot, slot}, false), std::invalid_argument);
-  EXPECT_EQ(plan_send_items("f", "aux", buffers, {slot, slot}, true).num_blocks(), 1);
+  EXPECT_THROW(plan_send_aux(buffers, {slot, slot}, false), std::invalid_argument);
+  EXPECT_EQ(plan_send_aux(buffers, {slot, slot}, true).num_blocks(), 1);
 }
 
 TEST(SliceHeads, ReplicasShareAHead) {
@@ -182,18 +182,24 @@ TEST(SliceHeads, ReplicasShareAHead) {
   EXPECT_EQ(slice_heads(8, 4, 0, 2, 1, true).num_heads, 2);
 }
 
-TEST(PlanSendItems, ChecksItsBuffers) {
+TEST(PlanSendAux, ChecksItsBuffers) {
   const Words addrs = {0, 100}, good = {8, 8}, zero = {8, 0}, few = {8};
   const Ints slot = {0};
   const auto message = [&](const Words& item_lens, const Words& data_lens) {
     const SendBuffers buffers = buffers_of(addrs, item_lens, addrs, {}, data_lens);
-    return message_of([&] { plan_send_items("f", "aux", buffers, {slot, slot}, false); });
+    return message_of([&] { plan_send_aux(buffers, {slot, slot}, false); });
   };
   EXPECT_EQ(message(good, {}), "no error");
   EXPECT_EQ(message(good, good), "no error");
-  EXPECT_EQ(message(zero, {}), "f: source item lengths must be > 0, got 0 of entry 1");
-  EXPECT_EQ(message(few, {}), "f: source must have an item length for each of 2 entries, got 1");
-  EXPECT_EQ(message(good, few), "f: source must have a data length for each of 2 entries, got 1");
+  EXPECT_EQ(message(zero, {}), "plan_send_aux: source item lengths must be > 0, got 0 of entry 1");
+  EXPECT_EQ(
+      message(few, {}),
+      "plan_send_aux: source must have an item length for each of 2 entries, got 1"
+  );
+  EXPECT_EQ(
+      message(good, few),
+      "plan_send_aux: source must have a data length for each of 2 entries, got 1"
+  );
 }
 
 TEST(SliceHeads, AreThoseThatBothRanksHold) {

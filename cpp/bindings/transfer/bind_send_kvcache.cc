@@ -6,6 +6,7 @@
 #include "bindings/module.h"
 #include "cpattn/base/check.h"
 #include "cpattn/transfer/send_kvcache.h"
+#include "cpattn/transfer/send_state.h"
 
 namespace py = pybind11;
 
@@ -136,7 +137,29 @@ TransferPlan send_aux(
   const Buffers buffers(read.function(), lists);
   const std::vector<int64_t> src = {read.integer(src_index, "src_aux_index")};
   const std::vector<int64_t> dst = {read.integer(dst_index, "dst_aux_index")};
-  return plan_send_items(read.function(), "aux", *buffers, {src, dst}, read.flag(compat, "compat"));
+  return plan_send_aux(*buffers, {src, dst}, read.flag(compat, "compat"));
+}
+
+/// A component is (lists, source indices, destination indices, source layer ids, destination layer
+/// ids, prefill_start_layer or None, prefill_end_layer or None, pp_size, is_flat,
+/// allow_dst_elision).
+TransferPlan send_component(const Arguments& read, const py::tuple& fields, bool compat) {
+  const auto lists = fields[0].cast<py::tuple>();
+  const Buffers buffers(read.function(), lists);
+  const Items items(read, fields[1], fields[2]);
+  const std::vector<int64_t> src_ids = read.ints(fields[3], "state_layer_ids");
+  const std::vector<int64_t> dst_ids = read.ints(fields[4], "dst_state_layer_ids");
+  const StateEntries entries{
+      .src_layer_ids = src_ids,
+      .dst_layer_ids = dst_ids,
+      .prefill_start_layer = read.optional_integer(fields[5], "prefill_start_layer"),
+      .prefill_end_layer = read.optional_integer(fields[6], "prefill_end_layer"),
+      .pp_size = read.integer(fields[7], "pp_size"),
+      .is_flat = read.flag(fields[8], "is_flat"),
+      .has_dst_item_lens = !lists[4].is_none(),
+      .allow_dst_elision = read.flag(fields[9], "allow_dst_elision"),
+  };
+  return plan_send_state(*buffers, *items, entries, compat);
 }
 
 TransferPlan send_state(const py::list& components, py::handle compat) {
@@ -144,10 +167,7 @@ TransferPlan send_state(const py::list& components, py::handle compat) {
   const bool is_compat = read.flag(compat, "compat");
   std::vector<TransferPlan> plans;
   for (const py::handle component : components) {
-    const auto fields = component.cast<py::tuple>();
-    const Buffers buffers(read.function(), fields[0].cast<py::tuple>());
-    const Items items(read, fields[1], fields[2]);
-    plans.push_back(plan_send_items(read.function(), "state", *buffers, *items, is_compat));
+    plans.push_back(send_component(read, component.cast<py::tuple>(), is_compat));
   }
   return concatenate(plans);
 }

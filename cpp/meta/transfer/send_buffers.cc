@@ -120,7 +120,7 @@ int64_t last_item(const char* function, const char* side, std::span<const int64_
 
 }  // namespace
 
-void check_buffers(const char* function, const SendBuffers& buffers) {
+void check_list_sizes(const char* function, const SendBuffers& buffers) {
   const std::size_t num_src = buffers.src_addrs.size();
   check(
       buffers.src_item_lens.size() == num_src, function, ": source must have an item length for ",
@@ -131,6 +131,10 @@ void check_buffers(const char* function, const SendBuffers& buffers) {
       ": source must have a data length for each of ", num_src, " entries, got ",
       buffers.src_data_lens.size()
   );
+}
+
+void check_buffers(const char* function, const SendBuffers& buffers) {
+  check_list_sizes(function, buffers);
   const auto zero = std::ranges::find(buffers.src_item_lens, uint64_t{0});
   check(
       zero == buffers.src_item_lens.end(), function, ": source item lengths must be > 0, got 0 of ",
@@ -164,6 +168,7 @@ void check_items(
   const int64_t last_src = last_item(function, "source", items.src);
   const int64_t last_dst = last_item(function, "destination", items.dst);
   for (std::size_t i = 0; i < dst_entries.size(); ++i) {
+    if (dst_entries[i] < 0) continue;
     const uint64_t item_len = buffers.src_item_lens[i];
     check_end(function, "source", i, buffers.src_addrs[i], item_len, last_src);
     check(

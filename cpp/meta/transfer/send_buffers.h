@@ -21,7 +21,10 @@ auto at(const List& values, std::size_t i, const char* function, const char* lis
   return values[i];
 }
 
-/// Checks that parallel lists are equally long, and no length is zero.
+/// Checks that the source's lists are equally long.
+void check_list_sizes(const char* function, const SendBuffers& buffers);
+
+/// The same, and that no item length is zero.
 void check_buffers(const char* function, const SendBuffers& buffers);
 
 /// Returns for every source entry that of the destination.
@@ -33,13 +36,24 @@ std::vector<int64_t> destination_entries(
 const char* part_of(std::size_t i, std::size_t num_src, const SendStage& stage);
 
 /// Checks that all items lie within their buffers: between 0 and the end that is known, or else
-/// that of the address space. dst_entries[i] receives entry i.
+/// that of the address space. dst_entries[i] receives entry i, none if it is negative.
 void check_items(
     const char* function,
     const SendBuffers& buffers,
     const SendItems& items,
     std::span<const int64_t> dst_entries,
     std::span<const uint64_t> dst_item_lens
+);
+
+/// Plans whole items, source entry i into dst_entries[i], or not if that is negative. `what` is
+/// for messages and readers of the plan. With `compat`, as many items as the shorter list has.
+TransferPlan plan_paired_items(
+    const char* function,
+    const char* what,
+    const SendBuffers& buffers,
+    const SendItems& items,
+    std::span<const int64_t> dst_entries,
+    bool compat
 );
 
 }  // namespace cpattn

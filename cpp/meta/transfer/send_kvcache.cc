@@ -38,6 +38,7 @@ TransferPlan plan_whole_items(
   std::vector<TransferEntry> entries;
   entries.reserve(dst_entries.size());
   for (std::size_t i = 0; i < dst_entries.size(); ++i) {
+    if (dst_entries[i] < 0) continue;
     const uint64_t bytes = at(buffers.src_item_lens, i, function, "item lengths");
     entries.push_back(
         {.src_addr = buffers.src_addrs[i],
@@ -68,38 +69,46 @@ TransferPlan plan_send_kvcache(
   });
 }
 
-TransferPlan plan_send_items(
+TransferPlan plan_paired_items(
     const char* function,
     const char* what,
     const SendBuffers& buffers,
     const SendItems& items,
+    std::span<const int64_t> dst_entries,
     bool compat
 ) {
-  const std::size_t num_src = buffers.src_addrs.size();
-  const std::size_t num_dst = buffers.dst_addrs.size();
-  std::vector<int64_t> dst_entries(std::min(num_src, num_dst));
-  std::iota(dst_entries.begin(), dst_entries.end(), int64_t{0});
   SendItems sent = items;
   if (compat) {
     const std::size_t count = std::min(items.src.size(), items.dst.size());
     sent = {items.src.first(count), items.dst.first(count)};
   } else {
-    check_buffers(function, buffers);
-    check(
-        num_src == num_dst, function, ": ", what, " buffers must be as many on both sides, got ",
-        num_src, " of the source and ", num_dst, " of the destination"
-    );
     check(
         items.src.size() == items.dst.size(), function, ": ", what,
         " indices must be as many on both sides, got ", items.src.size(), " of the source and ",
         items.dst.size(), " of the destination"
     );
-    check_dst_item_lens(function, buffers, dst_entries);
     check_items(function, buffers, items, dst_entries, buffers.src_item_lens);
   }
   return plan_whole_items(function, buffers, sent, dst_entries, [what](std::size_t) {
     return what;
   });
+}
+
+TransferPlan plan_send_aux(const SendBuffers& buffers, const SendItems& items, bool compat) {
+  constexpr char kFunction[] = "plan_send_aux";
+  const std::size_t num_src = buffers.src_addrs.size();
+  const std::size_t num_dst = buffers.dst_addrs.size();
+  std::vector<int64_t> dst_entries(std::min(num_src, num_dst));
+  std::iota(dst_entries.begin(), dst_entries.end(), int64_t{0});
+  if (!compat) {
+    check_buffers(kFunction, buffers);
+    check(
+        num_src == num_dst, kFunction, ": aux buffers must be as many on both sides, got ", num_src,
+        " of the source and ", num_dst, " of the destination"
+    );
+    check_dst_item_lens(kFunction, buffers, dst_entries);
+  }
+  return plan_paired_items(kFunction, "aux", buffers, items, dst_entries, compat);
 }
 
 TransferPlan concatenate(std::span<const TransferPlan> plans) {

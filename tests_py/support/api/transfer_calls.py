@@ -253,6 +253,12 @@ def send_state() -> Good:
         "is_mla": ("flag", False),
         "attn_tp_size": ("int", 1),
         "dst_attn_tp_size": ("int", 1),
+        "dst_state_item_lens": ("?value", [[32]]),
+        "dst_state_layer_ids": ("?value", [[]]),
+        "pp_size": ("int", 1),
+        "kv_shard_rank": ("int", 0),
+        "kv_shard_size": ("int", 1),
+        "allow_dst_elision": ("?flag", False),
         "compat": ("flag", False),
     }
     return Good(

@@ -10,6 +10,8 @@ import pytest
 
 import cpattn
 from cpattn.transfer import KVSender
+from support.sglang.sglang_upstream import ImmediateExecutor, make_manager
+from support.transfer.plan_blocks import blocks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -176,3 +178,88 @@ def test_pull_targets(sglang, rng):
         assert found._asdict() == expected
         num_mapped += 1
     assert num_mapped > 1000
+
+
+def random_state(rng):
+    """Item lengths and layer ids of a DSA component on both sides, and the stage."""
+    num_layers = int(rng.integers(1, 9))
+    start = int(rng.integers(0, num_layers))
+    src = rng.choice([0, 64, 64, 512], rng.integers(1, num_layers - start + 1)).tolist()
+    dst = rng.choice([0, 64], num_layers).tolist()
+    if rng.random() < 0.8:  # mostly what fits
+        for i, item_len in enumerate(src):
+            dst[start + i] = item_len if rng.random() < 0.9 else 0
+    if rng.random() < 0.3:
+        dst = dst[start : start + len(src)]
+    ids = [], []
+    if rng.random() < 0.4 and len(dst) == num_layers:
+        ids = list(range(start, start + len(src))), list(range(num_layers))
+    if rng.random() < 0.1:
+        ids = ids[0], []
+    return src, dst, ids, start
+
+
+def test_plan_send_state_of_elided_and_striped_entries(sglang, rng, monkeypatch):
+    sharding = SimpleNamespace()
+    monkeypatch.setattr(sglang.mooncake, "get_parallel", lambda: sharding)
+    outcomes = {"sent": 0, "refused": 0}
+    for _ in range(2000):
+        src_lens, dst_lens, (src_ids, dst_ids), start = random_state(rng)
+        src_ptrs, dst_ptrs = (
+            (2**40 * side + 2**20 * np.arange(len(lens), dtype=np.int64)).tolist()
+            for side, lens in ((1, src_lens), (2, dst_lens))
+        )
+        published = dst_lens[: -1 if rng.random() < 0.1 else None]
+        size = int(rng.choice([1, 1, 2, 3]))
+        rank, pp_size = int(rng.integers(size)), int(rng.integers(1, 3))
+        sharding.enable_kv_cache_sharding = size > 1
+        num_pages = int(rng.integers(1, 9))
+        src = rng.permutation(60)[:num_pages].tolist()
+        dst = rng.permutation(60)[: num_pages - (rng.random() < 0.1)].tolist()
+        kv_args = SimpleNamespace(
+            prefill_start_layer=start,
+            mla_compression_ratios=None,
+            state_types=[sglang.base.StateType.DSA],
+            state_data_ptrs=[src_ptrs],
+            state_item_lens=[src_lens],
+            state_layer_ids=[src_ids],
+            state_dim_per_tensor=[[]],
+        )
+        manager = make_manager(
+            sglang, "mooncake", kv_args=kv_args, pp_size=pp_size, is_mla_backend=True,
+            state_tp_size=1, kv_shard_rank=rank, kv_shard_size=size,
+            request_status={7: sglang.base.KVPoll.Transferring},
+            conclude_failure=lambda **reason: None,
+        )  # fmt: skip
+        request = SimpleNamespace(mooncake_session_id="s", room=7, dst_state_indices=[dst])
+        registered = SimpleNamespace(
+            dst_state_data_ptrs=[dst_ptrs],
+            dst_state_item_lens=[published],
+            dst_state_dim_per_tensor=[[]],
+            dst_state_layer_ids=[dst_ids],
+            dst_attn_tp_size=1,
+            dst_tp_rank=0,
+        )
+        arguments = kv_args, [dst_ptrs], [src], [dst]
+        options = {
+            "is_mla": True,
+            "dst_state_item_lens": [published],
+            "dst_state_layer_ids": [dst_ids],
+            "pp_size": pp_size,
+            "kv_shard_rank": rank,
+            "kv_shard_size": size,
+        }
+        try:
+            code = manager.maybe_send_extra(request, [src], ImmediateExecutor(), registered)
+        except RuntimeError:
+            code = -1
+        if code == 0:
+            plan = cpattn.transfer.plan_send_state(*arguments, **options, compat=True)
+            assert blocks(plan) == manager.engine.blocks
+            outcomes["sent"] += 1
+            continue
+        for compat in (False, True):
+            with pytest.raises((ValueError, RuntimeError)):
+                cpattn.transfer.plan_send_state(*arguments, **options, compat=compat)
+        outcomes["refused"] += 1
+    assert min(outcomes.values()) > 100, outcomes

@@ -82,15 +82,9 @@ TransferPlan plan_send_kvcache_slice(
     bool compat
 );
 
-/// Plans items of buffers that pair by position. `what` is "aux" or a kind of state, for messages.
-/// With `compat`, as many items and buffers go as the shorter lists have.
-TransferPlan plan_send_items(
-    const char* function,
-    const char* what,
-    const SendBuffers& buffers,
-    const SendItems& items,
-    bool compat
-);
+/// Plans a request's metadata: items of buffers that pair by position. With `compat`, as many
+/// buffers as the shorter list has.
+TransferPlan plan_send_aux(const SendBuffers& buffers, const SendItems& items, bool compat);
 
 /// The blocks of all plans, one plan after the other.
 TransferPlan concatenate(std::span<const TransferPlan> plans);

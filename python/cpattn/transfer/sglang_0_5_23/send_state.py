@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import _core
-from ..._arguments import flag, integer, items, part
+from ..._arguments import at_least, flag, integer, items, part
 from ..._types import Indices
 from ..plan import TransferPlan
 from .send import Lengths
+from .shards import filter_kv_indices_for_shard_rank
 
 __all__ = ["plan_send_aux", "plan_send_state"]
 
 PAGED_STATES = ("swa", "nsa", "dsa")
+INDEX_KEYS = ("nsa", "dsa")
 
 
 def plan_send_aux(
@@ -83,17 +85,30 @@ def plan_send_state(
     is_mla: bool = False,
     attn_tp_size: int = 1,
     dst_attn_tp_size: int = 1,
+    dst_state_item_lens: Sequence[Lengths] | None = None,
+    dst_state_layer_ids: Sequence[Indices | None] | None = None,
+    pp_size: int = 1,
+    kv_shard_rank: int = 0,
+    kv_shard_size: int = 1,
+    allow_dst_elision: bool | None = None,
     compat: bool = False,
 ) -> TransferPlan:
     """Plan the blocks of all components of a request's state, one component after the other.
 
     Components of kind "mamba" have one slot on each side; others ("swa", "nsa", "dsa") pages.
 
+    Buffers pair by the ids of their layers, as `build_transfer_entry_pairs` does it. Without ids
+    as many on both sides pair by position. Of a destination with others, as it has the whole
+    model, those from ``prefill_start_layer`` on belong to a stage's or a layer split's index keys,
+    or to what is MLA. Nothing moves for entries whose item length is 0: a side left them out.
+
     Parameters
     ----------
     kv_args : KVArgs, or any object with these attributes
-        ``state_types``, ``state_data_ptrs``, ``state_item_lens`` and, where it is set,
-        ``state_data_lens``: a list per component.
+        ``state_types``, ``state_data_ptrs``, ``state_item_lens`` and, where they are set,
+        ``state_data_lens`` and ``state_layer_ids``: a list per component. Where buffers are not as
+        many on both sides ``prefill_start_layer`` and, to tell drafts behind the layers,
+        ``prefill_end_layer``.
     dst_state_ptrs : list of lists of int
         The destination's ``state_data_ptrs``.
     src_state_indices, dst_state_indices : list of ints, or of None
@@ -103,8 +118,19 @@ def plan_send_state(
         Whether all ranks hold the same latent.
     attn_tp_size, dst_attn_tp_size : int, optional
         Sizes of the attention groups.
+    dst_state_item_lens : list of lists of int, or of None, optional
+        The destination's ``state_item_lens``, a length for each of its buffers.
+    dst_state_layer_ids : list of lists of int, or of None, optional
+        The destination's ``state_layer_ids``.
+    pp_size : int, optional
+        Pipeline stages of the prefill; with several, ids must be those of both sides or neither.
+    kv_shard_rank, kv_shard_size : int, optional
+        The rank's place in the group that stripes pages. Of "nsa" and "dsa" it sends its own,
+        out of logical ones; a component of which it has none is skipped unchecked.
+    allow_dst_elision : bool, optional
+        Whether the destination may leave out buffers. Default: those of "nsa" and "dsa".
     compat : bool, optional
-        As sglang 0.5.23 does it, unchecked.
+        As sglang 0.5.23 does it, of which only lengths, ids and striped pages are checked.
 
     Returns
     -------
@@ -117,11 +143,13 @@ def plan_send_state(
         For missing attributes, and arguments of another type than stated.
     ValueError
         For lists of unequally many components or indices, indices that are negative or outside
-        their buffer, and more than one slot of "mamba".
+        their buffer, more than one slot of "mamba", buffers without a partner, and item lengths of
+        the destination that are missing or others.
     IndexError
         With compat, where sglang runs off the end of a list.
     RuntimeError
-        For states of unequal attention groups, except pages of MLA, which all ranks have.
+        For states of unequal attention groups, except pages of MLA, which all ranks have; and for
+        ids that cannot be paired.
 
     Examples
     --------
@@ -143,24 +171,40 @@ def plan_send_state(
     kinds = [
         str(getattr(kind, "value", kind)).lower() for kind in items(types, function, "state_types")
     ]
-    data_lens = getattr(kv_args, "state_data_lens", None)
-    if data_lens is None or not items(data_lens, function, "state_data_lens"):
-        data_lens = [None] * len(kinds)
-    lists = {
+    lists: dict[str, Any] = {
         "state_types": kinds,
         "state_data_ptrs": ptrs,
-        "state_data_lens": data_lens,
         "state_item_lens": item_lens,
         "dst_state_ptrs": dst_state_ptrs,
         "src_state_indices": src_state_indices,
         "dst_state_indices": dst_state_indices,
     }
+    optional = {
+        "state_data_lens": getattr(kv_args, "state_data_lens", None),
+        "dst_state_item_lens": dst_state_item_lens,
+        "state_layer_ids": getattr(kv_args, "state_layer_ids", None),
+        "dst_state_layer_ids": dst_state_layer_ids,
+    }
     lists = {name: items(parts, function, name) for name, parts in lists.items()}  # as they are now
+    lists |= {
+        name: tuple(_or_unknown(parts, len(kinds), name, compat))
+        for name, parts in optional.items()
+    }
     num_parts = {name: len(parts) for name, parts in lists.items()}
     if len(set(num_parts.values())) > 1 and not compat:
         raise ValueError(f"plan_send_state: components must be as many in all of {num_parts}")
+    stage = (
+        getattr(kv_args, "prefill_start_layer", None),
+        getattr(kv_args, "prefill_end_layer", None),
+        at_least(1, pp_size, function, "pp_size"),
+    )
+    shard_size = at_least(1, kv_shard_size, function, "kv_shard_size")
+    if allow_dst_elision is not None:
+        allow_dst_elision = flag(allow_dst_elision, function, "allow_dst_elision")
     components = []
-    for kind, ptrs, lens, item_lens, dst_ptrs, src, dst in zip(*lists.values(), strict=False):
+    for kind, ptrs, item_lens, dst_ptrs, src, dst, lens, dst_lens, src_ids, dst_ids in zip(
+        *lists.values(), strict=False
+    ):
         src, dst = as_now(src, "src_state_indices"), as_now(dst, "dst_state_indices")
         if attn_tp_size != dst_attn_tp_size and not (is_mla and kind in PAGED_STATES):
             raise RuntimeError(
@@ -172,8 +216,40 @@ def plan_send_state(
                 f"plan_send_state: mamba states have one slot on each side, got {len(src)} of the "
                 f"source and {len(dst)} of the destination"
             )
-        components.append(((ptrs, lens, item_lens, dst_ptrs, None), src, dst))
+        if kind in INDEX_KEYS and shard_size > 1:
+            src, dst = _owned(src, dst, kv_shard_rank, shard_size)
+            if not src:
+                continue
+        ids = as_now(src_ids, "state_layer_ids"), as_now(dst_ids, "dst_state_layer_ids")
+        is_flat = kind in INDEX_KEYS or (is_mla and kind != "mamba")
+        may_elide = kind in INDEX_KEYS if allow_dst_elision is None else allow_dst_elision
+        buffers = ptrs, lens, item_lens, dst_ptrs, dst_lens
+        components.append((buffers, src, dst, *ids, *stage, is_flat, may_elide))
     return _core.plan_send_state(components, compat)
+
+
+def _or_unknown(lists: Any, num_components: int, argument: str, compat: bool) -> list[Any]:
+    """Lists of components, or as many None where a side does not say."""
+    known = [] if lists is None else list(items(lists, "plan_send_state", argument))
+    if known and not compat:
+        return known
+    absent: Any = [] if known else None  # where a side says something, all of it is needed
+    return known + [absent] * (num_components - len(known))
+
+
+def _owned(
+    src: list[int], dst: list[int], shard_rank: int, shard_size: int
+) -> tuple[list[int], list[int]]:
+    """Select the pages that a rank holds of those that its group stripes, on both sides."""
+    if len(src) != len(dst):
+        raise ValueError(
+            f"plan_send_state: striped state pages must be as many on both sides, got {len(src)} "
+            f"of the source and {len(dst)} of the destination"
+        )
+    pages, positions = filter_kv_indices_for_shard_rank(
+        kv_indices=src, index_slice=slice(0, len(src)), shard_rank=shard_rank, shard_size=shard_size
+    )
+    return pages.tolist(), [dst[position] for position in positions.tolist()]
 
 
 def as_now(indices: Any, argument: str) -> list[int]:

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries of state: which pair, which a side left out, and which pages a rank has of them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpattn.transfer import KVArgs, plan_send_state
+from support.transfer.plan_blocks import blocks
+
+SRC, DST = 1 << 40, 1 << 41
+
+
+def send(src_lens, dst_lens, *, src=(1,), dst=(2,), kind="dsa", ids=(None, None), args=(), **more):
+    """One component; buffer i of a side begins at i * 4096 behind its base."""
+    kv_args = KVArgs(
+        state_types=[kind],
+        state_data_ptrs=[[SRC + 4096 * i for i in range(len(src_lens))]],
+        state_item_lens=[list(src_lens)],
+        state_layer_ids=[ids[0]],
+        **dict(args),
+    )
+    return plan_send_state(
+        kv_args,
+        [[DST + 4096 * i for i in range(len(dst_lens))]],
+        [list(src)],
+        [list(dst)],
+        **{"dst_state_item_lens": [list(dst_lens)], "dst_state_layer_ids": [ids[1]]} | more,
+    )
+
+
+def pairs(plan, src_lens):
+    """(source entry, destination entry) of plans of page 1 to page 2."""
+    found = []
+    for src, dst, length in blocks(plan):
+        entry = (src - SRC) // 4096
+        assert length == src_lens[entry] == src - SRC - 4096 * entry
+        found.append((entry, (dst - 2 * length - DST) // 4096))
+    return found
+
+
+lengths = st.sampled_from([0, 8, 8, 16])
+
+
+@given(st.lists(st.tuples(lengths, lengths), max_size=6), st.sampled_from([None, False, True]),
+       st.sampled_from(["dsa", "nsa", "swa"]), st.integers(0, 9))  # fmt: skip
+def test_as_many_entries_pair_whatever_the_stage(both, may_elide, kind, start):
+    src_lens, dst_lens = [src for src, _ in both], [dst for _, dst in both]
+    elides = kind != "swa" if may_elide is None else may_elide
+    left_out = [src == 0 or (dst == 0 and elides) for src, dst in both]
+    call = {"kind": kind, "allow_dst_elision": may_elide, "args": {"prefill_start_layer": start}}
+    if all(src == dst or out for (src, dst), out in zip(both, left_out, strict=True)):
+        for compat in (False, True):
+            plan = send(src_lens, dst_lens, **call, compat=compat)
+            expected = [(i, i) for i, out in enumerate(left_out) if not out]
+            assert pairs(plan, src_lens) == expected
+    else:
+        with pytest.raises(ValueError, match=r"item lengths must be equal, got"):
+            send(src_lens, dst_lens, **call)
+
+
+@given(st.data(), st.integers(1, 4), st.booleans())
+def test_stages_and_layer_splits_cover_the_layers_of_the_model(data, num_ranks, compat):
+    """Each rank publishes what it keeps; some layers keep no index keys, drafts are on the last."""
+    num_layers, num_drafts = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 2))
+    lens = [data.draw(lengths) for _ in range(num_layers)] + [8] * num_drafts
+    cuts = sorted(data.draw(st.integers(0, num_layers)) for _ in range(num_ranks - 1))
+    arrived = []
+    for rank, (start, end) in enumerate(zip([0, *cuts], [*cuts, num_layers], strict=True)):
+        is_last = rank == num_ranks - 1
+        own = lens[start : len(lens) if is_last else end]
+        stage = {"prefill_start_layer": start, "prefill_end_layer": end}
+        plan = send(own, lens, args=stage, compat=compat)
+        arrived += [dst for _, dst in pairs(plan, own)]
+        assert all(dst == src + start for src, dst in pairs(plan, own))
+    assert arrived == [i for i, item_len in enumerate(lens) if item_len]
+
+
+@given(st.lists(st.sampled_from([3, 7, 11, 1000]), max_size=6), st.data(), st.integers(1, 2))
+def test_entries_with_ids(dst_ids, data, pp_size):
+    taken = data.draw(st.lists(st.sampled_from(dst_ids), unique=True)) if dst_ids else []
+    src_ids = [layer for layer in dst_ids if layer in taken]
+    by_id = {3: 8, 7: 0, 11: 16, 1000: 24}
+    src_lens, dst_lens = ([by_id[layer] for layer in ids] for ids in (src_ids, dst_ids))
+    places = {layer: deque(i for i, it in enumerate(dst_ids) if it == layer) for layer in by_id}
+    expected = [(i, places[layer].popleft()) for i, layer in enumerate(src_ids)]
+    if not src_ids:
+        return
+    plan = send(src_lens, dst_lens, kind="swa", ids=(src_ids, dst_ids), pp_size=pp_size)
+    assert pairs(plan, src_lens) == [(i, j) for i, j in expected if src_lens[i]]
+
+
+def test_ids_on_one_side():
+    for ids in (([5], None), (None, [5, 6])):
+        assert pairs(send([8], [8, 9], ids=ids), [8]) == [(0, 0)]
+        with pytest.raises(RuntimeError, match=r"both PD peers or neither"):
+            send([8], [8, 9], ids=ids, pp_size=2)
+        with pytest.raises(
+            RuntimeError, match=r"requires layer ids on both peers; got src=2 dst=1"
+        ):
+            send([8, 8], [8], ids=([5, 6], None))
+    with pytest.raises(RuntimeError, match=r"missing a transfer entry for model layer 7"):
+        send([8], [8], ids=([7], [5]))
+    with pytest.raises(RuntimeError, match=r"src metadata=1 entries=2, dst metadata=2 entries=2"):
+        send([8, 8], [8, 8], ids=([5], [5, 6]))
+
+
+@pytest.mark.parametrize("kind", ["dsa", "swa"])
+def test_latents_are_cut_and_heads_are_not(kind):
+    stage = {"prefill_start_layer": 1}
+    assert pairs(send([8], [9, 8, 9], kind=kind, args=stage, is_mla=True), [8]) == [(0, 1)]
+    if kind == "swa":  # of K and then V
+        with pytest.raises(ValueError, match=r"state buffers must be as many on both sides, got 1"):
+            send([8], [9, 8, 9], kind=kind, args=stage)
+
+
+def test_lengths_that_are_missing_or_others():
+    with pytest.raises(ValueError, match=r"an item length for each of 2 entries, got 1"):
+        send([8, 8], [8, 8], dst_state_item_lens=[[8]])
+    with pytest.raises(ValueError, match=r"an item length for each of 1 entries, got 0"):
+        send([8], [8], dst_state_item_lens=[[]])
+    with pytest.raises(ValueError, match=r"an item length for its entry 0, got 0"):
+        send([8], [8], dst_state_item_lens=[[]], compat=True)
+    with pytest.raises(ValueError, match=r"got 8 of source entry 0 and 16 of destination entry 1"):
+        send([8], [8, 16], args={"prefill_start_layer": 1})
+    assert len(send([8], [16], dst_state_item_lens=None)) == 1, "nobody said"
+    assert len(send([8], [16], dst_state_item_lens=[None])) == 1
+
+
+def test_drafts_of_one_side():
+    last = {"prefill_start_layer": 2, "prefill_end_layer": 3}
+    assert pairs(send([8], [8] * 5, args=last), [8]) == [(0, 2)], "those of decode are left alone"
+    with pytest.raises(ValueError, match=r"must have the state buffers \[2, 4\) .* got 3"):
+        send([8, 8], [8] * 3, args=last)
+    with pytest.raises(ValueError, match=r"the 1 draft buffers of the source behind its 3 layers"):
+        send([8, 8], [8] * 5, args=last)
+    # Engines give the first draft of decode to the first of prefill.
+    assert pairs(send([8, 8], [8] * 5, args=last, compat=True), [8, 8]) == [(0, 2), (1, 3)]
+    with pytest.raises(IndexError, match=r"list index out of range: 1 destination entries for 2"):
+        send([8, 8], [8] * 3, args=last, compat=True)
+    with pytest.raises(ValueError, match=r"kv_args must have prefill_start_layer where state buff"):
+        send([8], [8, 8])
+
+
+@given(st.lists(st.integers(0, 60), unique=True, max_size=12), st.integers(2, 4))
+def test_ranks_of_striped_pages_send_each_page_once(pages, size):
+    targets = [100 + i for i in range(len(pages))]
+    arrived = {}
+    for rank in range(size):
+        plan = send([8], [8], src=pages, dst=targets, kv_shard_rank=rank, kv_shard_size=size)
+        for src, dst, length in blocks(plan):
+            for i in range(length // 8):
+                page = (dst - DST) // 8 + i
+                assert page not in arrived
+                arrived[page] = ((src - SRC) // 8 + i) * size + rank
+    assert arrived == dict(zip(targets, pages, strict=True))
+
+
+def test_striped_pages_of_state():
+    shard = {"kv_shard_rank": 1, "kv_shard_size": 2}
+    for compat in (False, True):
+        with pytest.raises(ValueError, match=r"striped state pages must be as many .* got 2 .* 1 "):
+            send([8], [8], src=[1, 2], dst=[1], **shard, compat=compat)
+    # Of what a rank has nothing, nothing is looked at.
+    assert len(send([8], [99], src=[2], dst=[1], **shard)) == 0
+    with pytest.raises(ValueError, match=r"item lengths must be equal"):
+        send([8], [99], src=[1], dst=[1], **shard)
+    swa = send([8], [8], src=[3], dst=[4], kind="swa", **shard)
+    assert blocks(swa) == [(SRC + 24, DST + 32, 8)], "only index keys are striped"
+    cut = send([8], [8], src=[1, 2], dst=[7], compat=True)
+    assert blocks(cut) == [(SRC + 8, DST + 56, 8)], "unstriped lists are cut"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "rule"),
+    [
+        ({"pp_size": 0}, ValueError, "pp_size must be >= 1, got 0"),
+        ({"kv_shard_size": 0}, ValueError, "kv_shard_size must be >= 1, got 0"),
+        ({"allow_dst_elision": 1}, TypeError, "allow_dst_elision must be a bool, got int"),
+        ({"dst_state_item_lens": 3}, TypeError, "dst_state_item_lens must be a sequence, got int"),
+        ({"dst_state_layer_ids": [["a"]]}, TypeError, "dst_state_layer_ids"),
+        (
+            {"dst_state_item_lens": [[8], [8]]},
+            ValueError,
+            "components must be as many in all of .*'dst_state_item_lens': 2",
+        ),
+        ({"args": {"prefill_start_layer": "1"}}, TypeError, "prefill_start_layer must be an int"),
+    ],
+)
+def test_states_refused(changes, error, rule):
+    with pytest.raises(error, match=f"^plan_send_state: .*{rule}"):
+        send([8], [8], **changes)
