@@ -35,6 +35,7 @@ VALUES = {  # made by functions alone
 }  # fmt: skip
 RECORDS = {  # hold what they are given, and check nothing
     "DecodeTargets", "HeadSlice", "KVArgs", "KVChunk", "KVEntry", "KVLink", "KVLinks",
+    "KVSendIndices", "PullTargets",
     "ContextParallelPlan", "KVRegistration", "KVTransferRequest", "Profile", "ScopeTime",
     "Thread", "TransferError", "TransferStatus",
 }  # fmt: skip

@@ -50,10 +50,10 @@ KVShardPages filter_kv_indices_for_shard_rank(
   for (std::size_t i = 0; i < kv_indices.size(); ++i) {
     const int64_t page = kv_indices[i];
     require(page >= 0, "kv_indices must be >= 0, got ", page, " at index ", i);
+    const int32_t local =
+        narrow_to_int32(page / shard_size, "filter_kv_indices_for_shard_rank: local pages");
     if (page % shard_size != shard_rank) continue;
-    owned.pages.push_back(
-        narrow_to_int32(page / shard_size, "filter_kv_indices_for_shard_rank: local pages")
-    );
+    owned.pages.push_back(local);
     owned.positions.push_back(index_slice.begin + static_cast<int64_t>(i));
   }
   return owned;

@@ -292,6 +292,16 @@ CALLS = [
     Call("MLATokenToKVPool.set_index_k_buffer", write_index_pool, {"loc": SLOTS}),
     Call("kv_to_page_indices", lambda kv_indices: transfer.kv_to_page_indices(kv_indices, 2),
         {"kv_indices": ints(4, 5, 0, 1, 8)}),
+    Call("filter_kv_indices_for_shard_rank", lambda kv_indices:
+        transfer.filter_kv_indices_for_shard_rank(
+            kv_indices=kv_indices, index_slice=slice(2, 7), shard_rank=1, shard_size=2),
+        {"kv_indices": ints(8, 9, 10, 11, 13)}),
+    Call("filter_kv_indices_for_cp_rank", lambda kv_indices: transfer.filter_kv_indices_for_cp_rank(
+        transfer.KVSender(1, 2), kv_indices, slice(0, 5)), {"kv_indices": ints(8, 9, 5, 3, 6)},
+        as_addresses=frozenset({"kv_indices"})),
+    Call("plan_send_indices", lambda kv_indices: transfer.plan_send_indices(
+        transfer.KVSender(kv_shard_rank=1, kv_shard_size=2), kv_indices, curr_idx=0,
+        num_kv_indices=5), {"kv_indices": ints(8, 9, 10, 11, 13)}),
     Call("group_concurrent_contiguous", lambda **x: transfer.group_concurrent_contiguous(**x),
         {"src_indices": ints(1, 2, 7), "dst_indices": ints(4, 5, 6)},
         as_addresses=frozenset({"src_indices", "dst_indices"})),

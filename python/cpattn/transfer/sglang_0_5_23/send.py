@@ -42,7 +42,8 @@ def plan_send_kvcache(
     """Plan the blocks of whole pages that a prefill stage sends to a decode server.
 
     With one stage, entries pair by position and a draft tail of the destination is left alone;
-    with more as `get_mla_kv_ptrs_with_pp` and `get_mha_kv_ptrs_with_pp` say.
+    with more as `get_mla_kv_ptrs_with_pp` and `get_mha_kv_ptrs_with_pp` say. Ranks that divide the
+    layers (`get_layer_shard_range`) are stages, too: as many as they are.
 
     Parameters
     ----------
