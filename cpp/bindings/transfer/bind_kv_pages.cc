@@ -82,6 +82,7 @@ py::list mla_entries(
     py::handle hidden_kv_layers,
     py::handle draft_kv_layers,
     py::handle is_last_rank,
+    py::handle num_draft_entries,
     py::handle compat
 ) {
   const Arguments read("get_mla_kv_ptrs_with_pp");
@@ -92,6 +93,7 @@ py::list mla_entries(
       .hidden_kv_layers = read.optional_integer(hidden_kv_layers, "hidden_kv_layers"),
       .draft_kv_layers = read.integer(draft_kv_layers, "draft_kv_layers"),
       .is_last_rank = read.flag(is_last_rank, "is_last_rank"),
+      .num_draft_entries = read.optional_integer(num_draft_entries, "num_draft_entries"),
   };
   const bool is_compat = read.flag(compat, "compat");
   py::list ranges;

@@ -49,6 +49,11 @@ void check_stage(const char* function, const KVStage& stage) {
   narrow(stage.total_kv_layers, "total_kv_layers");
   narrow(stage.hidden_kv_layers.value_or(0), "hidden_kv_layers");
   narrow(stage.draft_kv_layers, "draft_kv_layers");
+  narrow(stage.num_draft_entries.value_or(0), "num_draft_entries");
+  check(
+      !stage.num_draft_entries || stage.kv_buf_groups == 1, function,
+      ": kv_buf_groups must be 1 with num_draft_entries, got ", stage.kv_buf_groups
+  );
 }
 
 void check_lists(const Match& match) {
@@ -166,12 +171,45 @@ std::vector<IndexRange> mla_as_engines_do(int64_t num_src, int64_t num_dst, cons
   return ranges;
 }
 
+std::vector<IndexRange> flat_as_engines_do(int64_t num_src, int64_t num_dst, const KVStage& stage) {
+  if (num_src == num_dst) return {{0, num_dst}};
+  const int64_t drafts = *stage.num_draft_entries;
+  const int64_t first = stage.prefill_start_layer;
+  const IndexRange targets = slice(first, first + num_src - drafts, num_dst);
+  if (drafts == 0) return {targets};
+  return {targets, slice(-drafts, num_dst, num_dst)};
+}
+
+/// The strict rule of lists of one group. A stage that has drafts is the last, so that the model
+/// ends with it.
+std::vector<IndexRange> match_flat_entries(
+    const char* function, int64_t num_src, int64_t num_dst, const KVStage& stage
+) {
+  const int64_t drafts = *stage.num_draft_entries;
+  const int64_t total = stage.hidden_kv_layers.value_or(stage.total_kv_layers);
+  check(
+      drafts >= 0 && drafts <= num_src, function, ": num_draft_entries must be between 0 and the ",
+      num_src, " entries of the source, got ", drafts
+  );
+  const int64_t end = stage.prefill_start_layer + num_src - drafts;
+  return match_entries(
+      {.function = function,
+       .num_src = num_src,
+       .num_dst = num_dst,
+       .groups = 1,
+       .first_layer = stage.prefill_start_layer,
+       .num_drafts = drafts},
+      total == 0 && drafts > 0 ? end : total
+  );
+}
+
 }  // namespace
 
 std::vector<IndexRange> match_kv_entries(
     const char* function, int64_t num_src, int64_t num_dst, const KVStage& stage
 ) {
   check_stage(function, stage);
+  if (stage.num_draft_entries) return match_flat_entries(function, num_src, num_dst, stage);
   const bool knows_drafts = stage.hidden_kv_layers.has_value();
   return match_entries(
       {.function = function,
@@ -217,6 +255,7 @@ std::vector<IndexRange> mla_kv_entries(
 ) {
   if (!compat) return match_kv_entries("get_mla_kv_ptrs_with_pp", num_src, num_dst, stage);
   check_stage("get_mla_kv_ptrs_with_pp", stage);
+  if (stage.num_draft_entries) return flat_as_engines_do(num_src, num_dst, stage);
   return mla_as_engines_do(num_src, num_dst, stage);
 }
 

@@ -529,6 +529,7 @@ def mla_kv_entries(
     hidden_kv_layers: int | None,
     draft_kv_layers: int,
     is_last_rank: bool,
+    num_draft_entries: int | None,
     compat: bool,
     /,
 ) -> list[_Range]: ...

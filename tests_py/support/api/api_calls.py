@@ -151,6 +151,7 @@ TRANSFERS: dict[str, Callable[[], Good]] = {
             "hidden_kv_layers": ("?int", 2),
             "draft_kv_layers": ("int", 0),
             "is_last_rank": ("flag", False),
+            "num_draft_entries": ("?int", None),
         },
         names=GROUPED,
     ),

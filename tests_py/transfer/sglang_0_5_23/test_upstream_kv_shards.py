@@ -180,6 +180,21 @@ def test_pull_targets(sglang, rng):
     assert num_mapped > 1000
 
 
+def test_get_mla_kv_ptrs_with_pp_of_flat_lists_compat(sglang, rng):
+    for _ in range(2000):
+        src = list(range(rng.integers(1, 20)))
+        dst = list(range(1000, 1000 + rng.integers(0, 40)))
+        start, drafts = int(rng.integers(0, 12)), int(rng.integers(0, 4))
+        kv_args = SimpleNamespace(
+            prefill_start_layer=start, num_draft_entries=drafts, mla_compression_ratios=None
+        )
+        manager = make_manager(sglang, "mooncake", kv_args=kv_args, is_mla_backend=True)
+        found = cpattn.transfer.get_mla_kv_ptrs_with_pp(
+            src, dst, prefill_start_layer=start, num_draft_entries=drafts, compat=True
+        )
+        assert found == manager.get_mla_kv_ptrs_with_pp(src, dst), (len(src), len(dst), start)
+
+
 def random_state(rng):
     """Item lengths and layer ids of a DSA component on both sides, and the stage."""
     num_layers = int(rng.integers(1, 9))

@@ -40,10 +40,11 @@ MhaEntries mha_kv_entries(
 struct KVStage {
   int64_t prefill_start_layer = 0;
   int64_t kv_buf_groups = 1;
-  int64_t total_kv_layers = 0;              // target layers of the model; 0 for unknown
-  std::optional<int64_t> hidden_kv_layers;  // the same number; if given, drafts are told apart
-  int64_t draft_kv_layers = 0;              // draft layers of the last stage
-  bool is_last_rank = false;                // whether this is the last stage
+  int64_t total_kv_layers = 0;               // target layers of the model; 0 for unknown
+  std::optional<int64_t> hidden_kv_layers;   // the same number; if given, drafts are told apart
+  int64_t draft_kv_layers = 0;               // draft layers of the last stage
+  bool is_last_rank = false;                 // whether this is the last stage
+  std::optional<int64_t> num_draft_entries;  // if given, one group, whose last entries are drafts
 };
 
 /// Ranges of the destination's list which, one after the other, receive the source's entries,
@@ -52,7 +53,8 @@ std::vector<IndexRange> match_kv_entries(
     const char* function, int64_t num_src, int64_t num_dst, const KVStage& stage
 );
 
-/// The ranges of match_kv_entries or, with `compat`, those of the two rules of engines.
+/// The ranges of match_kv_entries or, with `compat`, those of the three rules of engines: with
+/// num_draft_entries that of lists of one group, which looks for drafts at the end of the list.
 std::vector<IndexRange> mla_kv_entries(
     int64_t num_src, int64_t num_dst, const KVStage& stage, bool compat
 );

@@ -102,6 +102,7 @@ def get_mla_kv_ptrs_with_pp(
     hidden_kv_layers: int | None = None,
     draft_kv_layers: int = 0,
     is_last_rank: bool = False,
+    num_draft_entries: int | None = None,
     compat: bool = False,
 ) -> tuple[list[int], list[int], int]:
     """List the buffers of a stage with several groups per layer, and those that receive them.
@@ -125,8 +126,12 @@ def get_mla_kv_ptrs_with_pp(
         Draft layers of the last stage.
     is_last_rank : bool, optional
         Whether the source is the last stage.
+    num_draft_entries : int, optional
+        Drafts at the end of `src_kv_ptrs`; given, it selects the rule of lists with one entry for
+        each layer (engines other than Ascend's), with one group and no other number of drafts.
     compat : bool, optional
-        Exactly one of these two rules, clipped slices included.
+        Exactly one of these three rules, clipped slices included. By the last, drafts take the end
+        of a list even where that holds target layers, or more drafts.
 
     Returns
     -------
@@ -165,6 +170,7 @@ def get_mla_kv_ptrs_with_pp(
         hidden_kv_layers,
         draft_kv_layers,
         is_last_rank,
+        num_draft_entries,
         compat,
     )
     return src, [ptr for entries in ranges for ptr in dst[slice(*entries)]], len(src)
