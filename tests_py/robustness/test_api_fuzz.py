@@ -40,7 +40,7 @@ RECORDS = {  # hold what they are given, and check nothing
     "Thread", "TransferError", "TransferStatus",
 }  # fmt: skip
 ENUMS = {"ForwardMode", "TopkTransformMethod", "TraceScope"}
-PROTOCOLS = {"TransferEngine"}
+PROTOCOLS = {"Placement", "TransferEngine"}
 NEEDS_A_GROUP = {"ContextParallel"}  # of torch.distributed; its planner is among the targets
 WITHOUT_ARGUMENTS = {"active_isa", "supported_isas"}
 REFUSES_LATER = {"num_threads"}  # when it is entered

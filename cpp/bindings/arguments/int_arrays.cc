@@ -32,4 +32,9 @@ py::list int_list(std::span<const int32_t> values) {
   return list;
 }
 
+py::array own_array(std::vector<int64_t> values) {
+  const auto [view, owner] = in_capsule(std::move(values));
+  return py::array_t<int64_t>(static_cast<py::ssize_t>(view.size()), view.data(), owner);
+}
+
 }  // namespace cpattn::bindings

@@ -25,16 +25,26 @@ pybind11::array int_view(std::span<const Int> values, pybind11::handle owner) {
   return array;
 }
 
-/// A read-only NumPy array that owns `values`.
+/// Moves the values to a capsule, and says where they are.
 template <class Int>
-pybind11::array int_array(std::vector<Int> values) {
+std::pair<std::span<const Int>, pybind11::capsule> in_capsule(std::vector<Int> values) {
   auto kept = std::make_unique<std::vector<Int>>(std::move(values));
   const std::span<const Int> view = *kept;
-  const pybind11::capsule owner(kept.get(), [](void* pointer) {
+  pybind11::capsule owner(kept.get(), [](void* pointer) {
     delete static_cast<std::vector<Int>*>(pointer);
   });
   static_cast<void>(kept.release());  // the capsule deletes it
+  return {view, std::move(owner)};
+}
+
+/// A read-only NumPy array that owns `values`.
+template <class Int>
+pybind11::array int_array(std::vector<Int> values) {
+  const auto [view, owner] = in_capsule(std::move(values));
   return int_view(view, owner);
 }
+
+/// A NumPy array that owns `values` and can be written: a result that is the caller's.
+pybind11::array own_array(std::vector<int64_t> values);
 
 }  // namespace cpattn::bindings

@@ -7,12 +7,21 @@
     pool.set_kv_buffer(layer, slots, k, v)
 
 ``mha`` has the pool of dense attention, ``mla`` that of latent attention, with or without keys of
-an indexer, ``dsa`` that of its FP8 rows, ``buffers`` what all are made of.
+an indexer, ``dsa`` that of its FP8 rows, ``buffers`` what all are made of. ``placement`` says
+which rank has which token where a group of ranks shares a pool or its sequences.
 Imports NumPy, ``sparse`` and the core, and torch or ml_dtypes when a pool needs them.
 """
 
 from .dsa import DSATokenToKVPool
 from .mha import MHATokenToKVPool
 from .mla import MLATokenToKVPool
+from .placement import PageInterleave, Placement, TokenInterleave
 
-__all__ = ["DSATokenToKVPool", "MHATokenToKVPool", "MLATokenToKVPool"]
+__all__ = [
+    "DSATokenToKVPool",
+    "MHATokenToKVPool",
+    "MLATokenToKVPool",
+    "PageInterleave",
+    "Placement",
+    "TokenInterleave",
+]

@@ -27,6 +27,7 @@ from support.api.pool_calls import (
     set_kv,
     set_latent,
 )
+from support.api.shard_calls import SHARDED
 from support.api.transfer_calls import (
     BAG,
     chunk,
@@ -333,5 +334,5 @@ def targets() -> Iterator[Target]:
         options = {"names": TABLES} | ENGINES.get(call.name, {})
         make = functools.partial(Good, call.function, arguments, **options)
         yield Target(call.name, make, judged=call.name not in UNJUDGED)
-    for name, make in TRANSFERS.items():
+    for name, make in (TRANSFERS | SHARDED).items():
         yield Target(name.partition("#")[0], make)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank of a group has a token, and where: pools that hold more together than one alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _core
+from .._arguments import at_least
+from .._types import Indices
+
+__all__ = ["PageInterleave", "Placement", "TokenInterleave"]
+
+Ints = NDArray[np.int64]
+
+
+class Placement(Protocol):
+    """How the ranks of a group divide what they hold together.
+
+    An index, of a slot or of a position in a sequence, belongs to one rank, which knows it by a
+    local index; rank and local index tell the index again. Nothing has to be stored or exchanged
+    for it. -1 stands for no index: no rank has it, and its rank and local index are -1.
+    `PageInterleave` and `TokenInterleave` are placements; with one rank both change nothing.
+    """
+
+    @property
+    def shard_size(self) -> int:
+        """How many ranks there are."""
+
+    def owner_of(self, indices: Indices, /) -> Ints:
+        """Return the rank that has each index."""
+
+    def local_index(self, indices: Indices, /) -> Ints:
+        """Return the local index of each index, on the rank that has it."""
+
+    def filter_local(self, indices: Indices, rank: int, /) -> tuple[Ints, Ints]:
+        """Return where in the list the indices of a rank stand, and the local index of each."""
+
+    def global_index(self, rank: int, local: Indices, /) -> Ints:
+        """Return the index that each local index of a rank stands for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageInterleave:
+    """Pools striped by pages: page l of the group lies on rank ``l % shard_size``.
+
+    As in sglang 0.5.23. The ranks' pools together show ``shard_size`` times the slots of one. Slot
+    x is on page ``l = x // page_size``, which is local page ``l // shard_size`` of its rank, so its
+    local index, a row of that rank's pool, is ``l // shard_size * page_size + x % page_size``. The
+    first ``shard_size`` pages, local page 0 of each rank, are where padding goes. A value.
+
+    Parameters
+    ----------
+    shard_size : int
+        Ranks that share the pool, at most 2**15. One rank has every slot, under its own number.
+    page_size : int
+        Tokens of a page.
+
+    Raises
+    ------
+    TypeError
+        For sizes, slots or ranks that are no integers.
+    ValueError
+        For sizes out of bounds, slots below -1, and ranks outside ``[0, shard_size)``.
+
+    Examples
+    --------
+    >>> placement = PageInterleave(shard_size=2, page_size=4)
+    >>> placement.owner_of([8, 11, 12, -1])
+    array([ 0,  0,  1, -1])
+    >>> positions, rows = placement.filter_local([8, 9, 12, 13, 16], rank=0)
+    >>> positions, rows
+    (array([0, 1, 4]), array([4, 5, 8]))
+    >>> placement.global_index(0, rows)
+    array([ 8,  9, 16])
+    """
+
+    shard_size: int
+    page_size: int
+    _interleave: _core.Interleave = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check(self, "page_size")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        sizes = {"shard_size": self.shard_size, "page_size": self.page_size}
+        return partial(PageInterleave, **sizes), ()
+
+    def owner_of(self, slots: Indices) -> Ints:
+        """Return the rank that has each slot; -1 for -1."""
+        return self._interleave.owners_of(slots, "PageInterleave.owner_of", "slots")
+
+    def local_index(self, slots: Indices) -> Ints:
+        """Return the row of each slot in the pool of the rank that has it; -1 for -1."""
+        return self._interleave.local_indices(slots, "PageInterleave.local_index", "slots")
+
+    def filter_local(self, slots: Indices, rank: int) -> tuple[Ints, Ints]:
+        """Find the slots of a rank: what it writes of rows for all of them.
+
+        Returns
+        -------
+        positions : array [n], int64
+            Where they stand in `slots`, ascending.
+        local_rows : array [n], int64
+            The row of each in the pool of the rank. Slot 0, which engines use as padding, is row 0
+            of rank 0.
+        """
+        function = "PageInterleave.filter_local"
+        return self._interleave.local_share(slots, rank, function, "slots")
+
+    def global_index(self, rank: int, local: Indices) -> Ints:
+        """Return the slot of each row of a rank's pool; -1 for -1."""
+        function = "PageInterleave.global_index"
+        return self._interleave.global_indices(rank, local, function, "local")
+
+    def num_local_slots(self, num_slots: int) -> int:
+        """Return the rows that each rank needs for the first `num_slots` slots, in whole pages."""
+        slots = at_least(0, num_slots, "PageInterleave.num_local_slots", "num_slots")
+        return -(-slots // (self.shard_size * self.page_size)) * self.page_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenInterleave:
+    """Sequences shared in runs of tokens: rank ``p // interleave % shard_size`` keeps position p.
+
+    As decode context parallelism in vLLM. Position p is behind all others that its rank keeps
+    of the sequence: its local index is
+    ``p // (interleave * shard_size) * interleave + p % interleave``. A value.
+
+    Parameters
+    ----------
+    shard_size : int
+        Ranks that share each sequence, at most 2**15. One rank has every position.
+    interleave : int
+        Consecutive tokens that a rank keeps before it is the next one's turn.
+
+    Raises
+    ------
+    TypeError
+        For sizes, positions or ranks that are no integers.
+    ValueError
+        For sizes out of bounds, positions below -1, lengths below 0, and ranks outside
+        ``[0, shard_size)``.
+
+    Examples
+    --------
+    >>> placement = TokenInterleave(shard_size=2, interleave=1)
+    >>> placement.owner_of([0, 1, 2, 3]), placement.local_index([0, 1, 2, 3])
+    (array([0, 1, 0, 1]), array([0, 0, 1, 1]))
+    >>> placement.local_lens([5, 2], rank=0), placement.local_lens([5, 2], rank=1)
+    (array([3, 1]), array([2, 1]))
+    """
+
+    shard_size: int
+    interleave: int
+    _interleave: _core.Interleave = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check(self, "interleave")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        sizes = {"shard_size": self.shard_size, "interleave": self.interleave}
+        return partial(TokenInterleave, **sizes), ()
+
+    def owner_of(self, positions: Indices) -> Ints:
+        """Return the rank that keeps each position; -1 for -1."""
+        return self._interleave.owners_of(positions, "TokenInterleave.owner_of", "positions")
+
+    def local_index(self, positions: Indices) -> Ints:
+        """Return how many earlier positions the rank of each position keeps; -1 for -1."""
+        return self._interleave.local_indices(positions, "TokenInterleave.local_index", "positions")
+
+    def filter_local(self, positions: Indices, rank: int) -> tuple[Ints, Ints]:
+        """Find the positions that a rank keeps.
+
+        Returns
+        -------
+        kept : array [n], int64
+            Where they stand in `positions`, ascending.
+        local_positions : array [n], int64
+            The local index of each.
+        """
+        function = "TokenInterleave.filter_local"
+        return self._interleave.local_share(positions, rank, function, "positions")
+
+    def global_index(self, rank: int, local: Indices) -> Ints:
+        """Return the position of each local index of a rank; -1 for -1."""
+        function = "TokenInterleave.global_index"
+        return self._interleave.global_indices(rank, local, function, "local")
+
+    def local_lens(self, seq_lens: Indices, rank: int) -> Ints:
+        """Return how many tokens a rank keeps of sequences of these lengths."""
+        function = "TokenInterleave.local_lens"
+        return self._interleave.local_lens(seq_lens, rank, function, "seq_lens")
+
+
+def _check(placement: PageInterleave | TokenInterleave, run_len: str) -> None:
+    """Make plain ints of the sizes, within their bounds."""
+    name = type(placement).__name__
+    values = placement.shard_size, getattr(placement, run_len)
+    interleave = _core.Interleave(*values, name, run_len)
+    fields = {"shard_size": interleave.shard_size, run_len: interleave.run_len}
+    for field_name, value in {**fields, "_interleave": interleave}.items():
+        object.__setattr__(placement, field_name, value)  # the only time that they are set
+
+
+PageInterleave.__module__ = TokenInterleave.__module__ = Placement.__module__ = "cpattn.kv"

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Good calls of what shares KV pools and sequences over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cpattn import kv
+from support.api.api_call_kinds import Good
+from support.api.transfer_calls import method, of
+
+
+def pages() -> kv.PageInterleave:
+    return kv.PageInterleave(shard_size=2, page_size=4)
+
+
+def tokens() -> kv.TokenInterleave:
+    return kv.TokenInterleave(shard_size=2, interleave=4)
+
+
+SHARDED: dict[str, Callable[[], Good]] = {
+    "PageInterleave": of(kv.PageInterleave, shard_size=("int", 2), page_size=("int", 4)),
+    "PageInterleave.owner_of": method(pages, "owner_of", slots=("ints", [8, 12, -1])),
+    "PageInterleave.local_index": method(pages, "local_index", slots=("ints", [8, 12, -1])),
+    "PageInterleave.filter_local": method(
+        pages, "filter_local", slots=("ints", [8, 12, -1]), rank=("int", 1)
+    ),
+    "PageInterleave.global_index": method(
+        pages, "global_index", rank=("int", 1), local=("ints", [4, 5, -1])
+    ),
+    "PageInterleave.num_local_slots": method(pages, "num_local_slots", num_slots=("int", 9)),
+    "TokenInterleave": of(kv.TokenInterleave, shard_size=("int", 2), interleave=("int", 4)),
+    "TokenInterleave.owner_of": method(tokens, "owner_of", positions=("ints", [8, 12, -1])),
+    "TokenInterleave.local_index": method(tokens, "local_index", positions=("ints", [8, 12, -1])),
+    "TokenInterleave.filter_local": method(
+        tokens, "filter_local", positions=("ints", [8, 12, -1]), rank=("int", 1)
+    ),
+    "TokenInterleave.global_index": method(
+        tokens, "global_index", rank=("int", 1), local=("ints", [4, 5, -1])
+    ),
+    "TokenInterleave.local_lens": method(
+        tokens, "local_lens", seq_lens=("ints", [9, 0]), rank=("int", 1)
+    ),
+}  # fmt: skip
