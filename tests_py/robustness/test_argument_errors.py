@@ -36,7 +36,7 @@ TRANSFER = {
     "register", "unpack_int_lists",
 }  # fmt: skip
 SHARDED = {
-    "PageInterleave", "Placement", "TokenInterleave",
+    "PageInterleave", "Placement", "StripedAllocator", "TokenInterleave",
 }  # fmt: skip
 WITHOUT_ARGUMENTS = {"active_isa", "supported_isas", "__version__", "reference", "MAX_EVENTS"}
 TYPES = {

@@ -8,7 +8,8 @@
 
 ``mha`` has the pool of dense attention, ``mla`` that of latent attention, with or without keys of
 an indexer, ``dsa`` that of its FP8 rows, ``buffers`` what all are made of. ``placement`` says
-which rank has which token where a group of ranks shares a pool or its sequences.
+which rank has which token where a group of ranks shares a pool or its sequences,
+and ``striped_allocator`` which pages of such a pool are free.
 Imports NumPy, ``sparse`` and the core, and torch or ml_dtypes when a pool needs them.
 """
 
@@ -16,6 +17,7 @@ from .dsa import DSATokenToKVPool
 from .mha import MHATokenToKVPool
 from .mla import MLATokenToKVPool
 from .placement import PageInterleave, Placement, TokenInterleave
+from .striped_allocator import StripedAllocator
 
 __all__ = [
     "DSATokenToKVPool",
@@ -23,5 +25,6 @@ __all__ = [
     "MLATokenToKVPool",
     "PageInterleave",
     "Placement",
+    "StripedAllocator",
     "TokenInterleave",
 ]

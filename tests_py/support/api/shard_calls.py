@@ -18,6 +18,13 @@ def tokens() -> kv.TokenInterleave:
     return kv.TokenInterleave(shard_size=2, interleave=4)
 
 
+def allocator() -> kv.StripedAllocator:
+    """With pages 2, 3 and 4 in use."""
+    made = kv.StripedAllocator(16, page_size=4, shard_size=2)
+    made.alloc_cyclic(0, 12)
+    return made
+
+
 SHARDED: dict[str, Callable[[], Good]] = {
     "PageInterleave": of(kv.PageInterleave, shard_size=("int", 2), page_size=("int", 4)),
     "PageInterleave.owner_of": method(pages, "owner_of", slots=("ints", [8, 12, -1])),
@@ -41,4 +48,16 @@ SHARDED: dict[str, Callable[[], Good]] = {
     "TokenInterleave.local_lens": method(
         tokens, "local_lens", seq_lens=("ints", [9, 0]), rank=("int", 1)
     ),
+    "StripedAllocator": of(
+        kv.StripedAllocator,
+        size=("int", 16), page_size=("int", 4), shard_size=("int", 2), need_sort=("flag", False),
+    ),
+    "StripedAllocator.alloc_extend": method(
+        allocator, "alloc_extend", prefix_lens=("ints", [0, 8]), seq_lens=("ints", [3, 9]),
+        rotation_bases=("value", [None, 1]),
+    ),
+    "StripedAllocator.alloc_cyclic": method(
+        allocator, "alloc_cyclic", start_class=("int", 1), num_slots=("int", 5)
+    ),
+    "StripedAllocator.free": method(allocator, "free", slots=("ints", [8, 12])),
 }  # fmt: skip
