@@ -33,6 +33,7 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_kv_pool(m);
   bindings::register_page_rows(m);
   bindings::register_placement(m);
+  bindings::register_shard_gather(m);
   bindings::register_striped_allocator(m);
   bindings::register_runtime(m);
   bindings::register_kv_pages(m);

@@ -27,6 +27,11 @@ def dsa_metadata(state: State) -> _core.DsaMetadata:
     return _core.restore_dsa_metadata(state)
 
 
+def shard_gather_plan(state: State) -> _core.ShardGatherPlan:
+    """The plan of a state; ValueError for a state that no plan has."""
+    return _core.restore_shard_gather_plan(state)
+
+
 def _pickle_by_state(value_type: Any, restore: Callable[[State], Any]) -> None:
     value_type.__reduce__ = lambda self: (restore, (self._state(),))
 
@@ -34,3 +39,4 @@ def _pickle_by_state(value_type: Any, restore: Callable[[State], Any]) -> None:
 _pickle_by_state(_core.AttentionPlan, attention_plan)
 _pickle_by_state(_core.ContextParallelMetadata, context_parallel_metadata)
 _pickle_by_state(_core.DsaMetadata, dsa_metadata)
+_pickle_by_state(_core.ShardGatherPlan, shard_gather_plan)

@@ -42,6 +42,15 @@ def cp(rank: int, strategy: str, **options: Any) -> cpattn.ContextParallelMetada
 
 
 SLOTS = np.arange(4 * 64).reshape(4, 64)
+
+
+def shard_gather(prefix_lens: Any, seq_lens: Any) -> cpattn.kv.ShardGatherPlan:
+    return cpattn.kv.plan_shard_gather(
+        SLOTS, [1, 3], prefix_lens, seq_lens, size=200, max_prefix_tokens=96, chunk_tokens=64,
+        placement=cpattn.kv.PageInterleave(shard_size=3, page_size=4),
+    )  # fmt: skip
+
+
 VALUES = {
     "plan": attention_plan(),
     "windowed plan": attention_plan(window=5, num_threads=3, batch_invariant=True),
@@ -57,6 +66,8 @@ VALUES = {
     ),
     "without prefix": dsa_metadata([3, 2], [3, 2], ForwardMode.EXTEND, req_to_token=SLOTS),
     "without tables": dsa_metadata([3, 2], [10, 4], ForwardMode.EXTEND),
+    "gather": shard_gather([32, 16], [40, 63]),
+    "nothing to gather": shard_gather([0, 0], [40, 0]),
     "decode": dsa_metadata(None, [10, 4], ForwardMode.DECODE, req_to_token=SLOTS),
     "verify": dsa_metadata(None, [10, 1], ForwardMode.TARGET_VERIFY, num_draft_tokens=4),
     **{
@@ -111,6 +122,7 @@ def test_values_serve_as_keys():
 
 
 RESTORE = {
+    cpattn.kv.ShardGatherPlan: _core.restore_shard_gather_plan,
     cpattn.AttentionPlan: _core.restore_attention_plan,
     cpattn.ContextParallelMetadata: _core.restore_context_parallel_metadata,
     cpattn.sparse.DsaMetadata: _core.restore_dsa_metadata,
@@ -147,7 +159,13 @@ def test_corrupt_states_are_refused_or_states_of_values(name):
 
 
 @pytest.mark.parametrize(
-    "made", [_core.AttentionPlan, _core.DsaMetadata, _core.ContextParallelMetadata]
+    "made",
+    [
+        _core.AttentionPlan,
+        _core.DsaMetadata,
+        _core.ContextParallelMetadata,
+        _core.ShardGatherPlan,
+    ],
 )
 def test_values_have_no_constructor(made):
     for construct in (made, lambda: made.__new__(made), lambda: made(1, x=2)):

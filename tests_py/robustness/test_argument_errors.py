@@ -36,7 +36,8 @@ TRANSFER = {
     "register", "unpack_int_lists",
 }  # fmt: skip
 SHARDED = {
-    "PageInterleave", "Placement", "StripedAllocator", "TokenInterleave",
+    "PageInterleave", "Placement", "ShardGatherPlan", "StripedAllocator", "TokenInterleave",
+    "plan_shard_gather",
 }  # fmt: skip
 WITHOUT_ARGUMENTS = {"active_isa", "supported_isas", "__version__", "reference", "MAX_EVENTS"}
 TYPES = {

@@ -9,7 +9,8 @@
 ``mha`` has the pool of dense attention, ``mla`` that of latent attention, with or without keys of
 an indexer, ``dsa`` that of its FP8 rows, ``buffers`` what all are made of. ``placement`` says
 which rank has which token where a group of ranks shares a pool or its sequences,
-and ``striped_allocator`` which pages of such a pool are free.
+``striped_allocator`` which pages of such a pool are free, and ``shard_gather`` what the ranks send
+each other before a layer reads cached prefixes.
 Imports NumPy, ``sparse`` and the core, and torch or ml_dtypes when a pool needs them.
 """
 
@@ -17,6 +18,7 @@ from .dsa import DSATokenToKVPool
 from .mha import MHATokenToKVPool
 from .mla import MLATokenToKVPool
 from .placement import PageInterleave, Placement, TokenInterleave
+from .shard_gather import ShardGatherPlan, plan_shard_gather
 from .striped_allocator import StripedAllocator
 
 __all__ = [
@@ -25,6 +27,8 @@ __all__ = [
     "MLATokenToKVPool",
     "PageInterleave",
     "Placement",
+    "ShardGatherPlan",
     "StripedAllocator",
     "TokenInterleave",
+    "plan_shard_gather",
 ]

@@ -234,6 +234,13 @@ def send_kvcache(src_pages: Any, dst_pages: Any) -> Any:
     return transfer.plan_send_kvcache(args, targets, src_pages, dst_pages, pp_size=1, is_mla=True)
 
 
+def plan_gather(**lists: Any) -> Any:
+    return cpattn.kv.plan_shard_gather(
+        **lists, placement=cpattn.kv.PageInterleave(shard_size=2, page_size=2), size=12,
+        max_prefix_tokens=16, chunk_tokens=8,
+    )  # fmt: skip
+
+
 CALLS = [
     Call("paged_attention", lambda **x: cpattn.paged_attention(
         QUERIES, CACHE, CACHE, **x, return_lse=True), ATTENTION),
@@ -309,6 +316,9 @@ CALLS = [
         as_addresses=frozenset({"dst_pages"})),
     Call("plan_kv_transfer", lambda **x: blocks(transfer.plan_kv_transfer(
         layout(FAR), layout(2 * FAR), **x)), PAGES),
+    Call("plan_shard_gather", plan_gather, {
+        "req_to_token": ints([8, 9, 10, 11, 12, 13], [4, 5, 6, 7, -1, -1]),
+        "req_pool_indices": ints(1, 0), "prefix_lens": ints(2, 4), "seq_lens": ints(4, 6)}),
     Call("reference.paged_attention", lambda **x: cpattn.reference.paged_attention(
         QUERIES, CACHE, CACHE, **x), ATTENTION),
     Call("reference.flash_mla_sparse_fwd", lambda **x: cpattn.reference.flash_mla_sparse_fwd(

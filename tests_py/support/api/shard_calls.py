@@ -25,6 +25,13 @@ def allocator() -> kv.StripedAllocator:
     return made
 
 
+def gather() -> kv.ShardGatherPlan:
+    return kv.plan_shard_gather(
+        [list(range(8, 20))], None, [8], [10], placement=pages(), size=16, max_prefix_tokens=16,
+        chunk_tokens=8,
+    )  # fmt: skip
+
+
 SHARDED: dict[str, Callable[[], Good]] = {
     "PageInterleave": of(kv.PageInterleave, shard_size=("int", 2), page_size=("int", 4)),
     "PageInterleave.owner_of": method(pages, "owner_of", slots=("ints", [8, 12, -1])),
@@ -60,4 +67,21 @@ SHARDED: dict[str, Callable[[], Good]] = {
         allocator, "alloc_cyclic", start_class=("int", 1), num_slots=("int", 5)
     ),
     "StripedAllocator.free": method(allocator, "free", slots=("ints", [8, 12])),
+    "ShardGatherPlan.translate": method(gather, "translate", slots=("ints", [8, 12, -1])),
+    "ShardGatherPlan.write_plan": method(
+        gather, "write_plan", slots=("ints", [8, 12, -1]), rank=("int", 1)
+    ),
+    "plan_shard_gather": lambda: Good(
+        kv.plan_shard_gather,
+        {
+            "req_to_token": ("table", [list(range(8, 20))]),
+            "req_pool_indices": ("?ints", [0]),
+            "prefix_lens": ("ints", [8]),
+            "seq_lens": ("ints", [10]),
+            "placement": ("value", pages()),
+            "size": ("int", 16),
+            "max_prefix_tokens": ("int", 16),
+            "chunk_tokens": ("int", 8),
+        },
+    ),
 }  # fmt: skip

@@ -307,6 +307,15 @@ def dsa_metadata(sizes: list[int]) -> object:
     )  # fmt: skip
 
 
+def plan_gather(n: int) -> Call:
+    slots = 32 + np.arange(256 * n)[None]
+    placement = cpattn.kv.PageInterleave(shard_size=2, page_size=16)
+    sizes = {"size": 256 * n, "max_prefix_tokens": 256 * n, "chunk_tokens": 16}
+    return lambda: cpattn.kv.plan_shard_gather(
+        slots, None, [256 * n], [256 * n], placement=placement, **sizes
+    )
+
+
 def steps(n: int) -> Any:
     return np.arange(256 * n)
 
@@ -380,6 +389,7 @@ MAKERS: dict[str, Callable[[int], Call]] = {
     "filter_kv_indices_for_shard_rank": made(shard_share, steps),
     "filter_kv_indices_for_cp_rank": made(cp_share, steps),
     "plan_send_indices": made(send_indices, steps),
+    "plan_shard_gather": plan_gather,
     "pad_topk_indices": made(
         lambda indices: cpattn.sparse.pad_topk_indices(indices, 2 * len(indices)),
         lambda n: np.ones((64 * n, 64), np.int32),

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of gathers against a restatement, and against copies of whole pools and their scratch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from cpattn.kv import PageInterleave, ShardGatherPlan, StripedAllocator, plan_shard_gather
+from support.examples import examples
+
+SIZE = 64  # pages of each rank
+
+
+def plan_of(table: Any, prefix_lens: Any, seq_lens: Any, **changes: Any) -> ShardGatherPlan:
+    """For pages of 4 tokens over two ranks, where nothing else is said."""
+    sizes: dict[str, Any] = {
+        "placement": PageInterleave(shard_size=2, page_size=4), "size": 16,
+        "max_prefix_tokens": 32, "chunk_tokens": 16, "req_pool_indices": None,
+    }  # fmt: skip
+    sizes |= changes
+    rows = sizes.pop("req_pool_indices")
+    return plan_shard_gather(table, rows, prefix_lens, seq_lens, **sizes)
+
+
+class Batch:
+    """Requests of an engine, some of which share prefixes; `table` has their slots."""
+
+    def __init__(self, draw: Any, shard_size: int, page_size: int, need_sort: bool) -> None:
+        self.placement = PageInterleave(shard_size=shard_size, page_size=page_size)
+        self.size = SIZE * page_size
+        allocator = StripedAllocator(
+            self.size, page_size=page_size, shard_size=shard_size, need_sort=need_sort
+        )
+        waste = [allocator.alloc_cyclic(draw(st.integers(0, 3)), page_size) for _ in range(9)]
+        trees = [self._extend(allocator, [], draw(st.integers(0, 6)) * page_size, [None])]
+        trees += [trees[0], self._extend(allocator, [], 3 * page_size, [None])]
+        for slots in draw(st.lists(st.sampled_from(waste), unique_by=id)):
+            allocator.free(slots)
+        self.rows, self.prefix_lens, self.seq_lens = [], [], []
+        for _ in range(draw(st.integers(0, 4))):
+            slots, base = draw(st.sampled_from(trees))
+            kept = draw(st.integers(0, len(slots) // page_size)) * page_size
+            extend = draw(st.integers(0, 3 * page_size + 1))
+            prefix, bases = slots[:kept], [base if kept else None]
+            row, _ = self._extend(allocator, prefix, extend, bases) if extend else (prefix, 0)
+            self.rows.append(row)
+            self.prefix_lens.append(kept)
+            self.seq_lens.append(kept + extend)
+
+    @staticmethod
+    def _extend(allocator: Any, slots: list[int], tokens: int, bases: Any) -> tuple[list[int], Any]:
+        if tokens == 0:
+            return slots, bases[0]
+        got = allocator.alloc_extend([len(slots)], [len(slots) + tokens], bases)
+        assert got is not None
+        return slots + got.tolist(), bases[0]
+
+    def table(self, height: int, at: list[int]) -> np.ndarray:
+        table = np.full((height, max([1, *self.seq_lens])), -7)
+        for i, row in zip(at, self.rows, strict=True):
+            table[i, : len(row)] = row
+        return table
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    return Batch(draw, draw(st.integers(2, 5)), draw(st.integers(1, 4)), draw(st.booleans()))
+
+
+def restated(batch: Batch, prefix_pages: int, chunk_pages: int) -> dict[str, Any]:
+    """The lookup by the sentences that describe it: dictionaries, one page at a time."""
+    n, ps = batch.placement.shard_size, batch.placement.page_size
+    prefixes, chunk, block = set(), [], 0
+    for row, prefix, seq in zip(batch.rows, batch.prefix_lens, batch.seq_lens, strict=True):
+        pages = [row[token] // ps for token in range(0, seq, ps)]
+        prefixes |= set(pages[: prefix // ps])
+        chunk += pages[prefix // ps :]
+        block += -(-(prefix // ps) // n)
+    trash = prefix_pages + chunk_pages
+    where = dict.fromkeys(range(n * (SIZE + 1)), trash)
+    send = []
+    for rank in range(n):
+        mine = sorted(page for page in prefixes if page % n == rank)
+        where |= {page: rank * block + k for k, page in enumerate(mine)}
+        send.append([page // n for page in mine] + [0] * (block - len(mine)))
+    where |= {page: prefix_pages + k for k, page in enumerate(chunk)}
+    return {
+        "block_pages": block,
+        "send_pages": send,
+        "page_pos": list(where.values()),
+        "prefix_pages": sorted(prefixes, key=lambda page: (page % n, page)),
+        "chunk_pages": chunk,
+        "chunk_page": prefix_pages,
+        "trash_page": trash,
+    }
+
+
+def plan_batch(batch: Batch, spare: int, data: st.DataObject) -> tuple[ShardGatherPlan, Any]:
+    """With that many pages more than are needed, from a table of any rows."""
+    n, ps = batch.placement.shard_size, batch.placement.page_size
+    block = sum(-(-(prefix // ps) // n) for prefix in batch.prefix_lens)
+    chunk = sum(
+        -(-(seq - prefix) // ps)
+        for prefix, seq in zip(batch.prefix_lens, batch.seq_lens, strict=True)
+    )
+    at = data.draw(st.permutations(range(6)))[: len(batch.rows)]
+    plan = plan_shard_gather(
+        batch.table(6, at), at, batch.prefix_lens, batch.seq_lens, placement=batch.placement,
+        size=batch.size, max_prefix_tokens=(block + spare) * n * ps,
+        chunk_tokens=(chunk + spare) * ps,
+    )  # fmt: skip
+    return plan, restated(batch, (block + spare) * n, chunk + spare)
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(batch=batches(), spare=st.integers(0, 2), data=st.data())
+def test_plans_are_what_the_rules_say(batch, spare, data):
+    plan, expected = plan_batch(batch, spare, data)
+    got = plan.to_dict()
+    assert {name: got[name] for name in expected} == expected
+    for name in ("page_pos", "send_pages", "prefix_pages", "chunk_pages"):
+        array = getattr(plan, name)
+        assert array.tolist() == expected[name]
+        assert array.dtype == np.int32
+        assert not array.flags.writeable
+    assert plan.send_pages.shape == (batch.placement.shard_size, plan.block_pages)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(batch=batches(), spare=st.integers(0, 1), data=st.data())
+def test_scratch_holds_what_pools_have(batch, spare, data):
+    """Ranks write new rows, send blocks and read: every token finds its own row."""
+    plan, _ = plan_batch(batch, spare, data)
+    n, ps, rng = batch.placement.shard_size, batch.placement.page_size, np.random.default_rng(5)
+    tokens = sorted({slot for row in batch.rows for slot in row})
+    content = dict(zip(tokens, rng.permutation(len(tokens)) + 1, strict=True))
+    pools = np.zeros((n, batch.size + ps), int)
+    for rank in range(n):  # rows of slots, whoever computed them
+        positions, rows = plan.write_plan(tokens, rank)
+        pools[rank, rows] = [content[tokens[i]] for i in positions]
+    blocks = [pools[rank].reshape(-1, ps)[plan.send_pages[rank]].reshape(-1) for rank in range(n)]
+    scratch = np.zeros((plan.trash_page + 1) * ps, int)
+    scratch[: n * plan.block_pages * ps] = np.concatenate(blocks)
+    for row, prefix, seq in zip(batch.rows, batch.prefix_lens, batch.seq_lens, strict=True):
+        scratch[plan.translate(row[prefix:seq])] = [content[slot] for slot in row[prefix:seq]]
+    for row, seq in zip(batch.rows, batch.seq_lens, strict=True):
+        assert scratch[plan.translate(row[:seq])].tolist() == [content[x] for x in row[:seq]]
+    others = [slot for slot in range(n * (SIZE + 1) * ps) if slot // ps in _elsewhere(plan)]
+    assert set(plan.translate(others) // ps) <= {plan.trash_page}
+
+
+def _elsewhere(plan: ShardGatherPlan) -> set[int]:
+    planned = {*plan.prefix_pages.tolist(), *plan.chunk_pages.tolist()}
+    return set(range(len(plan.page_pos))) - planned
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(batch=batches(), data=st.data())
+def test_prefixes_that_are_not_on_the_ranks_in_turn_are_refused(batch, data):
+    n, ps = batch.placement.shard_size, batch.placement.page_size
+    long = [i for i, prefix in enumerate(batch.prefix_lens) if prefix >= 2 * ps]
+    assume(long)
+    i = data.draw(st.sampled_from(long))
+    p = data.draw(st.integers(1, batch.prefix_lens[i] // ps - 1))
+    page = data.draw(st.integers(n, n * (SIZE + 1) - 1))
+    before = batch.rows[i][p * ps] // ps
+    assume((page - before) % n)
+    batch.rows[i] = list(batch.rows[i])
+    batch.rows[i][p * ps : (p + 1) * ps] = range(page * ps, (page + 1) * ps)
+    message = (
+        f"req_to_token must have the pages of a prefix on the ranks in turn, got page {page} of "
+        f"rank {page % n} instead of {before % n} as page {p} of request {i}"
+    )
+    with pytest.raises(ValueError, match=f"^plan_shard_gather: {re.escape(message)}$"):
+        plan_batch(batch, 0, data)
+
+
+SLOTS = list(range(8, 22))  # pages 2 to 5
+
+
+def test_lists_and_arrays_give_one_plan():
+    plan = plan_of([SLOTS], [8], [14])
+    for table in (np.array([SLOTS]), np.array([SLOTS], np.int32), torch.tensor([SLOTS])):
+        assert plan_of(table, np.array([8]), torch.tensor([14])) == plan
+        assert plan_of(table, [8], [14], req_pool_indices=[0]) == plan
+    wide = np.full((1, 28), -5)
+    wide[:, ::2] = SLOTS
+    assert plan_of(wide[:, ::2], [8], [14]) == plan
+    assert plan.translate(np.array([8, -1, 13], np.int32)).tolist() == [0, -1, 5]
+    assert plan.translate(torch.tensor([8])).tolist() == [0]
+
+
+def test_a_batch_without_prefixes_gathers_nothing():
+    plan = plan_of([SLOTS], [0], [14], max_prefix_tokens=0)
+    assert plan.block_pages == 0
+    assert plan.send_pages.shape == (2, 0)
+    assert plan.translate(SLOTS).tolist() == list(range(14))
+    assert plan_of([SLOTS], [12], [12], chunk_tokens=0).chunk_pages.tolist() == []
+    empty = plan_of(np.zeros((0, 3), int), [], [])
+    assert set(empty.page_pos.tolist()) == {empty.trash_page}
+    assert empty.trash_page == 12
+
+
+def test_reserved_pages_are_trash_and_padding_is_written_by_rank_0():
+    plan = plan_of([SLOTS], [8], [14])
+    assert plan.translate([0, 7, 3]).tolist() == [48, 51, 51]
+    assert [part.tolist() for part in plan.write_plan([0, 16, 20, 0], 0)] == [[0, 1, 3], [0, 8, 0]]
+    assert [part.tolist() for part in plan.write_plan([0, 16, 20, -1], 1)] == [[2], [8]]
+
+
+def test_shared_prefixes_are_sent_once_and_reserved_twice():
+    plan = plan_of([SLOTS, SLOTS], [8, 8], [8, 8])
+    assert plan.block_pages == 2
+    assert plan.send_pages.tolist() == [[1, 0], [1, 0]]
+    assert plan.page_pos[[2, 3]].tolist() == [0, 2]
+
+
+def test_plans_are_values():
+    plan, other = plan_of([SLOTS], [8], [14]), plan_of([SLOTS], [8], [12])
+    assert len({plan, plan_of([SLOTS], [8], [13]), other}) == 2
+    assert plan != other
+    assert plan != plan_of([SLOTS], [8], [14], size=20)
+    assert copy.deepcopy(plan) is plan
+    expected = "ShardGatherPlan(shard_size=2, page_size=4, block_pages=1, 2 prefix pages, "
+    assert repr(plan) == expected + "2 chunk pages)"
+    with pytest.raises(TypeError, match=r"^ShardGatherPlan has no constructor"):
+        ShardGatherPlan()
+
+
+def placed(shard_size: int, page_size: int) -> PageInterleave:
+    return PageInterleave(shard_size=shard_size, page_size=page_size)
+
+
+NOT_A_PAGE = "req_to_token must have slots of pages 2 to 9 of 4 tokens, got "
+TWICE = "req_to_token must have each new page once and not as part of a prefix, got page "
+REFUSALS = {
+    "placement must have a shard_size >= 2, got 1: one rank has all pages":
+        lambda: plan_of([SLOTS], [8], [14], placement=placed(1, 4)),
+    "size must be in [0, 536870908], got 536870909":
+        lambda: plan_of([SLOTS], [8], [14], size=536870909),
+    "size must be in [0, 536870908], got -1": lambda: plan_of([SLOTS], [8], [14], size=-1),
+    "max_prefix_tokens must be a multiple of shard_size * page_size, 8, and >= 0, got 12":
+        lambda: plan_of([SLOTS], [8], [14], max_prefix_tokens=12),
+    "max_prefix_tokens must be a multiple of shard_size * page_size, 8, and >= 0, got -8":
+        lambda: plan_of([SLOTS], [8], [14], max_prefix_tokens=-8),
+    "chunk_tokens must be a multiple of page_size, 4, and >= 0, got 6":
+        lambda: plan_of([SLOTS], [8], [14], chunk_tokens=6),
+    "max_prefix_tokens and chunk_tokens must be at most 268435456 pages together, got "
+    "268435456 and 4": lambda: plan_of([SLOTS], [8], [14], max_prefix_tokens=2**30),
+    "seq_lens must have as many elements as prefix_lens, 1, got 2":
+        lambda: plan_of([SLOTS], [8], [14, 14]),
+    "req_to_token must have a row for each of the 2 requests, got 1":
+        lambda: plan_of([SLOTS], [8, 8], [14, 14]),
+    "req_pool_indices must have a row for each of the 1 requests, got 2":
+        lambda: plan_of([SLOTS], [8], [14], req_pool_indices=[0, 0]),
+    "req_pool_indices must be in [0, 1), got 1 at index 0":
+        lambda: plan_of([SLOTS], [8], [14], req_pool_indices=[1]),
+    "prefix_lens must be multiples of page_size 4 and >= 0, got 6 at index 0":
+        lambda: plan_of([SLOTS], [6], [14]),
+    "prefix_lens must be multiples of page_size 4 and >= 0, got -4 at index 0":
+        lambda: plan_of([SLOTS], [-4], [14]),
+    "seq_lens must be >= prefix_lens, got 7 below 8 at index 0":
+        lambda: plan_of([SLOTS], [8], [7]),
+    "req_to_token must have a column for each of the 15 tokens of request 0, got 14":
+        lambda: plan_of([SLOTS], [8], [15]),
+    "max_prefix_tokens must hold 2 blocks of 2 pages of 4 tokens, got 8":
+        lambda: plan_of([SLOTS], [12], [14], max_prefix_tokens=8),
+    "chunk_tokens must hold 2 pages of 4 tokens, got 4":
+        lambda: plan_of([SLOTS], [8], [14], chunk_tokens=4),
+    NOT_A_PAGE + "9 as the first of a page at token 0 of request 0":
+        lambda: plan_of([[9, 10]], [0], [2]),
+    NOT_A_PAGE + "4 as the first of a page at token 0 of request 0":
+        lambda: plan_of([[4, 5]], [0], [2]),
+    NOT_A_PAGE + "40 as the first of a page at token 4 of request 1":
+        lambda: plan_of([SLOTS, [*range(16, 20), 40]], [0, 0], [4, 5]),
+    NOT_A_PAGE + "-1 as the first of a page at token 0 of request 0":
+        lambda: plan_of([[-1, -1]], [0], [2]),
+    "req_to_token must have the pages of a prefix on the ranks in turn, got page 4 of rank 0 "
+    "instead of 1 as page 1 of request 0":
+        lambda: plan_of([[*range(8, 12), *range(16, 20)]], [8], [8]),
+    TWICE + "2 again as page 0 of request 1":
+        lambda: plan_of([SLOTS, SLOTS], [0, 0], [4, 4]),
+    TWICE + "3 again as page 1 of request 1":
+        lambda: plan_of([SLOTS, SLOTS], [8, 4], [8, 8]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_what_breaks_a_rule_is_refused(message):
+    with pytest.raises(ValueError, match=f"^plan_shard_gather: {re.escape(message)}$"):
+        REFUSALS[message]()
+
+
+USES = {
+    "ShardGatherPlan.translate: slots must be in [0, 40), or -1 for padding, got 40 at index 1":
+        lambda plan: plan.translate([0, 40]),
+    "ShardGatherPlan.translate: slots must be in [0, 40), or -1 for padding, got -2 at index 0":
+        lambda plan: plan.translate([-2]),
+    "ShardGatherPlan.write_plan: slots must be in [0, 40), or -1 for padding, got 40 at index 0":
+        lambda plan: plan.write_plan([40], 0),
+    "ShardGatherPlan.write_plan: slots must be >= 0, or -1 for padding, got -2 at index 1":
+        lambda plan: plan.write_plan([9, -2], 0),
+    "ShardGatherPlan.write_plan: rank must be in [0, 2), got 2":
+        lambda plan: plan.write_plan([9], 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", USES)
+def test_slots_outside_the_pool_are_refused(message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        USES[message](plan_of([SLOTS], [8], [14]))
+
+
+TYPES = {
+    "placement must be of type PageInterleave, got int":
+        lambda: plan_of([SLOTS], [8], [14], placement=2),
+    "size must be an integer, got float": lambda: plan_of([SLOTS], [8], [14], size=16.0),
+    "prefix_lens must be int32 or int64, got float64": lambda: plan_of([SLOTS], np.ones(1), [14]),
+    "req_to_token must be int32 or int64, got float64": lambda: plan_of(np.ones((1, 9)), [8], [9]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", TYPES)
+def test_other_types_are_refused(message):
+    with pytest.raises(TypeError, match=f"^plan_shard_gather: {re.escape(message)}$"):
+        TYPES[message]()
