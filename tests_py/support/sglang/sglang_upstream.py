@@ -45,6 +45,14 @@ MODULES = {
     "pools": "sglang.srt.mem_cache.memory_pool",
     "npu_pools": "sglang.srt.hardware_backend.npu.memory_pool_npu",
 }
+# Of the releases that stripe pools over ranks, 0.5.23 being the first.
+STRIPING = {
+    "allocator_base": "sglang.srt.mem_cache.allocator.base",
+    "paged_allocator": "sglang.srt.mem_cache.allocator.paged",
+    "striped_allocator": "sglang.srt.mem_cache.allocator.page_interleave",
+    "striped_pools": "sglang.srt.mem_cache.page_interleave_pool",
+    "striping": "sglang.srt.mem_cache.page_interleave",
+}
 
 
 def _find_files() -> Path | zipfile.Path | None:
@@ -56,7 +64,8 @@ def _find_files() -> Path | zipfile.Path | None:
 
 
 def load() -> SimpleNamespace | None:
-    """The modules under the keys of `MODULES`; None where sglang is not to be found."""
+    """The modules under the keys of `MODULES`, and of `STRIPING` where the release has them; None
+    where sglang is not to be found."""
     root = _find_files()
     if root is None:
         return None
@@ -73,11 +82,14 @@ def _version(root: Path | zipfile.Path) -> str:
 
 @functools.cache
 def _load(root: Path | zipfile.Path) -> SimpleNamespace:
-    sys.meta_path.insert(0, PackageFinder("sglang", root, MODULES.values()))
+    names = dict(MODULES)
+    if root.joinpath(STRIPING["striping"].replace(".", "/") + ".py").exists():
+        names |= STRIPING
+    sys.meta_path.insert(0, PackageFinder("sglang", root, names.values()))
     with stand_ins_for_what_lacks(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         upstream = SimpleNamespace(
-            **{key: importlib.import_module(name) for key, name in MODULES.items()}
+            **{key: importlib.import_module(name) for key, name in names.items()}
         )
     _supply_what_they_call(upstream)
     return upstream
@@ -89,6 +101,8 @@ def _supply_what_they_call(upstream: SimpleNamespace) -> None:
         pp_group=SimpleNamespace(is_last_rank=False), attn_dcp_size=1, attn_dcp_rank=0
     )
     upstream.ascend.get_parallel = upstream.npu_pools.get_parallel = lambda: upstream.parallel
+    if hasattr(upstream, "striped_pools"):
+        upstream.striped_pools.ceil_div = lambda a, b: -(-a // b)
     upstream.pools.maybe_init_custom_mem_pool = lambda device: (False, None, None)
     upstream.npu_pools.get_bool_env_var = lambda name, default="false": (
         os.environ.get(name, default).lower() in ("true", "1")
