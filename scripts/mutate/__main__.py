@@ -41,10 +41,13 @@ TESTS = [
     "test_kv_p[ao][gi]*.py",
     "test_local_engine.py",
     "test_paged_attention_errors.py",
+    "test_placement.py",
     "test_plan_kv_*.py",
     "test_pool_attention.py",
     "test_registration_regions.py",
     "test_send_*.py",
+    "test_shard_gather.py",
+    "test_striped_allocator.py",
     "test_topk_transform.py",
     "test_transfer_*.py",
 ]

@@ -126,6 +126,7 @@ TEST(ShardGather, StatesOfNoPlanAreRefused) {
     });
   };
   EXPECT_EQ(restore(2, {2, 4, 3}, {5, 6}), "no error");
+  EXPECT_EQ(restore(-1, {}, {}), "plan_shard_gather: block_pages must be in [0, 2], got -1");
   EXPECT_EQ(restore(3, {}, {}), "plan_shard_gather: block_pages must be in [0, 2], got 3");
   EXPECT_EQ(
       restore(1, {2, 4}, {}),

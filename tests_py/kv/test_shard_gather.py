@@ -209,6 +209,7 @@ def test_a_batch_without_prefixes_gathers_nothing():
     empty = plan_of(np.zeros((0, 3), int), [], [])
     assert set(empty.page_pos.tolist()) == {empty.trash_page}
     assert empty.trash_page == 12
+    assert plan_of(np.zeros((0, 3), int), [], [], size=0).page_pos.tolist() == [12, 12]
 
 
 def test_reserved_pages_are_trash_and_padding_is_written_by_rank_0():
