@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch.distributed as dist
 
 from .. import _core
 
-PLAN_TERMS = ("lengths", "strategy and page_size", "block_tables", "slots", "mask")
-_CALLS = ("write_kv", "gather")
+PLAN_TERMS = ("lengths", "strategy and page_size", "block_tables", "slots", "mask", "placement")
+NO_TERMS = (0,) * len(PLAN_TERMS)  # of what is no plan, which the checks refuse
+_CALLS = ("write_kv", "gather", "attend", "decode")
 # What the ranks compare before an exchange, int64 each. The first difference is reported.
-_TERMS = ("refused", "sequence", "call", *PLAN_TERMS, "rows")
+_TERMS = ("refused", "sequence", "call", *PLAN_TERMS, "rows", "exchange", "options")
 _ROW_ALIGNMENT = 16  # bytes, so that each part of a row can be viewed as its dtype
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
@@ -51,11 +53,14 @@ class RowExchange:
         self._buffer = _EMPTY
 
     @contextlib.contextmanager
-    def agreement(self, call: str, plan_terms: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+    def agreement(
+        self, call: str, plan_terms: Sequence[int], options: dict[str, int] | None = None
+    ) -> Iterator[list[torch.Tensor]]:
         """Run this rank's checks, which add the parts of its rows, then compare with all ranks.
 
-        A rank whose checks fail says so to the others, which would wait for its rows. On a
-        difference every rank raises the same RuntimeError, and the group stays usable.
+        The checks may also put digests of the terms "exchange" and "options" into `options`. A rank
+        whose checks fail says so to the others, which would wait for its rows. On a difference
+        every rank raises the same RuntimeError, and the group stays usable.
         """
         parts: list[torch.Tensor] = []
         self._sequence += 1
@@ -66,7 +71,8 @@ class RowExchange:
                 self._all_terms(call, [1] + [0] * (len(_TERMS) - 1))
             raise
         rows = digest(repr([(part.dtype, part.shape[1]) for part in parts]).encode())
-        terms = [0, self._sequence, _CALLS.index(call), *plan_terms, rows]
+        more = [(options or {}).get(name, 0) for name in ("exchange", "options")]
+        terms = [0, self._sequence, _CALLS.index(call), *plan_terms, rows, *more]
         _require_agreement(call, self._all_terms(call, terms))
 
     def all_rows(
@@ -77,17 +83,12 @@ class RowExchange:
         The results live in the receive buffer, until the next call.
         """
         num_rows = sum(rows_per_rank)
-        num_bytes = [part.shape[1] * part.element_size() for part in parts]
-        strides = [-(-n // _ROW_ALIGNMENT) * _ROW_ALIGNMENT for n in num_bytes]
-        total = num_rows * sum(strides)
+        total = num_rows * _row_bytes(parts)
         storage, self._buffer = self._buffer, _EMPTY  # given up if rows might still arrive in it
         if storage.numel() < total:
             storage = torch.empty(total, dtype=torch.uint8)
-        buffer = storage[:total].view(num_rows, sum(strides))
-        columns = [
-            column[:, :n].view(part.dtype)
-            for column, n, part in zip(buffer.split(strides, 1), num_bytes, parts, strict=True)
-        ]
+        buffer = storage[:total].view(num_rows, _row_bytes(parts))
+        columns = _columns(buffer, parts)
         begin = sum(rows_per_rank[: self.rank])
         for column, part in zip(columns, parts, strict=True):
             column[begin : begin + len(part)] = part
@@ -95,6 +96,66 @@ class RowExchange:
             self._exchange(call, buffer, rows_per_rank)
         self._buffer = storage
         return columns
+
+    def routed_rows(
+        self,
+        call: str,
+        parts: Sequence[torch.Tensor],
+        rows_for: Sequence[torch.Tensor],
+        rows_from: Sequence[int],
+    ) -> list[torch.Tensor]:
+        """Send each rank the rows of every part that ``rows_for[rank]`` lists, and no others.
+
+        For each part [sum(rows_from), width]: the rows of all ranks, ``rows_from[rank]`` of each,
+        in rank order.
+        """
+        received = torch.empty(sum(rows_from), _row_bytes(parts), dtype=torch.uint8)
+        blocks = received.split(list(rows_from))
+        sends = {}
+        for rank, rows in enumerate(rows_for):
+            own = rank == self.rank
+            block = blocks[rank] if own else received.new_empty(len(rows), received.shape[1])
+            for column, part in zip(_columns(block, parts), parts, strict=True):
+                column.copy_(part.index_select(0, rows))
+            if not own:
+                sends[rank] = block
+        self.blocks(call, sends, {rank: blocks[rank] for rank in self._peers})
+        return _columns(received, parts)
+
+    def blocks(
+        self, call: str, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Send contiguous tensors to ranks, and receive into others; empty ones do not travel.
+
+        When a peer fails, the others are served all the same: a rank that gave up early would be
+        missing to them, and they would name it.
+        """
+        self.finish(self.post(call, sends, receives))
+
+    def post(
+        self, call: str, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
+    ) -> Posted:
+        """Begin what `blocks` does; `finish` waits for it."""
+        posted = Posted(call)
+        posts: list[tuple[Any, int, torch.Tensor]] = []
+        posts += [(dist.irecv, rank, block) for rank, block in receives.items()]
+        posts += [(dist.isend, rank, block) for rank, block in sends.items()]
+        for post, rank, block in posts:
+            if block.numel():
+                raw = block.view(-1).view(torch.uint8)
+                with _noting(posted.failures, rank):
+                    posted.works.append((rank, post(raw, self._peers[rank], self._group)))
+        return posted
+
+    def finish(self, posted: Posted) -> None:
+        """Wait for all of it; RuntimeError, which names the ranks that did not answer."""
+        _wait(posted.works, posted.failures)
+        if posted.failures:
+            error = next(iter(posted.failures.values()))
+            raise RuntimeError(
+                f"ContextParallel.{posted.call}: {_ranks(sorted(posted.failures))} of {self.size} "
+                f"did not answer: {error}"
+            ) from error
 
     def _all_terms(self, call: str, terms: Sequence[int]) -> list[list[int]]:
         """The terms of all ranks: one list for each of _TERMS."""
@@ -104,28 +165,40 @@ class RowExchange:
         return rows.T.tolist()
 
     def _exchange(self, call: str, buffer: torch.Tensor, rows_per_rank: Sequence[int]) -> None:
-        """Send this rank's rows of buffer to every peer and receive theirs, all in place.
-
-        When a peer fails, the others are served all the same: a rank that gave up early would be
-        missing to them, and they would name it.
-        """
+        """Send this rank's rows of buffer to every peer and receive theirs, all in place."""
         blocks = buffer.split(list(rows_per_rank))
-        posts: list[tuple[Any, int, torch.Tensor]] = []
-        posts += [(dist.irecv, rank, blocks[rank]) for rank in self._peers]
-        posts += [(dist.isend, rank, blocks[self.rank]) for rank in self._peers]
-        pending: list[tuple[int, Any]] = []
-        failures: dict[int, Exception] = {}
-        for post, rank, block in posts:
-            if len(block):
-                with _noting(failures, rank):
-                    pending.append((rank, post(block, self._peers[rank], self._group)))
-        _wait(pending, failures)
-        if failures:
-            error = next(iter(failures.values()))
-            raise RuntimeError(
-                f"ContextParallel.{call}: {_ranks(sorted(failures))} of {self.size} did not "
-                f"answer: {error}"
-            ) from error
+        self.blocks(
+            call,
+            dict.fromkeys(self._peers, blocks[self.rank]),
+            {rank: blocks[rank] for rank in self._peers},
+        )
+
+
+@dataclass
+class Posted:
+    """Tensors on their way, which must stay as they are until `RowExchange.finish`."""
+
+    call: str
+    works: list[tuple[int, Any]] = field(default_factory=list)
+    failures: dict[int, Exception] = field(default_factory=dict)
+
+
+def _strides(parts: Sequence[torch.Tensor]) -> list[int]:
+    """Bytes of each part in a row."""
+    num_bytes = [part.shape[1] * part.element_size() for part in parts]
+    return [-(-n // _ROW_ALIGNMENT) * _ROW_ALIGNMENT for n in num_bytes]
+
+
+def _row_bytes(parts: Sequence[torch.Tensor]) -> int:
+    return sum(_strides(parts))
+
+
+def _columns(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each part's columns of rows of bytes, as its dtype."""
+    return [
+        column[:, : part.shape[1] * part.element_size()].view(part.dtype)
+        for column, part in zip(buffer.split(_strides(parts), 1), parts, strict=True)
+    ]
 
 
 def _wait(pending: Sequence[tuple[int, Any]], failures: dict[int, Exception]) -> None:

@@ -19,6 +19,7 @@ def packed_mask(
     extends: NDArray[np.int64],
     seq_lens: NDArray[np.int64],
     padding: int,
+    call: str = _PLAN,
 ) -> NDArray[np.uint8] | None:
     """A copy of either, as bits; None without a mask. Padding tokens see nothing and are not seen.
 
@@ -27,29 +28,31 @@ def packed_mask(
     if custom_mask is None and packed_custom_mask is None:
         return None
     if custom_mask is not None and packed_custom_mask is not None:
-        raise ValueError(f"{_PLAN}: give either custom_mask or packed_custom_mask, got both")
+        raise ValueError(f"{call}: give either custom_mask or packed_custom_mask, got both")
     sizes = extends * seq_lens
     if custom_mask is not None:
-        flags = _values("custom_mask", custom_mask, "bool", int(sizes.sum()))
+        flags = _values(call, "custom_mask", custom_mask, "bool", int(sizes.sum()))
         ends = np.cumsum(sizes)[:-1]
         parts = [np.packbits(part, bitorder="little") for part in np.split(flags, ends)]
     else:
         num_bytes = -(-sizes // 8)
-        given = _values("packed_custom_mask", packed_custom_mask, "uint8", int(num_bytes.sum()))
+        given = _values(
+            call, "packed_custom_mask", packed_custom_mask, "uint8", int(num_bytes.sum())
+        )
         parts = np.split(given, np.cumsum(num_bytes)[:-1])
     if padding:
         parts[-1] = _padded(parts[-1], int(extends[-1]), int(seq_lens[-1]), padding)
     return np.concatenate(parts)
 
 
-def _values(name: str, values: Any, dtype: str, size: int) -> NDArray[Any]:
-    array = as_numpy(tensor_of(values, _PLAN, name))
+def _values(call: str, name: str, values: Any, dtype: str, size: int) -> NDArray[Any]:
+    array = as_numpy(tensor_of(values, call, name))
     if array.dtype != dtype:
-        raise ValueError(f"{_PLAN}: {name} must be {dtype}, got {array.dtype}")
+        raise ValueError(f"{call}: {name} must be {dtype}, got {array.dtype}")
     if array.size != size:
         unit = "elements" if dtype == "bool" else "bytes"
         rule = "q_len * kv_len" if dtype == "bool" else "ceil(q_len * kv_len / 8)"
-        raise ValueError(f"{_PLAN}: {name} must have sum({rule}) = {size} {unit}, got {array.size}")
+        raise ValueError(f"{call}: {name} must have sum({rule}) = {size} {unit}, got {array.size}")
     return array.ravel()
 
 

@@ -14,6 +14,8 @@ from ..context_parallel.metadata import ContextParallelMetadata
 from .exchange import digest
 from .masks import packed_mask
 
+_PLAN = "ContextParallel.plan"
+
 
 @dataclass(frozen=True)
 class ContextParallelPlan:
@@ -93,15 +95,15 @@ def make_plan(
     packed_custom_mask: Any = None,
 ) -> ContextParallelPlan:
     """See ContextParallel.plan; metadata is built from the same extend_lens, not yet padded."""
-    extends = _index_array("extend_lens", extend_lens, 1)
+    extends = index_array("extend_lens", extend_lens, 1)
     prefixes = np.asarray(metadata.prefix_lens, dtype=np.int64)
     padding = metadata.total_seq_lens - int(extends.sum())
-    tables = _used_pages(block_tables, prefixes + extends, padding, page_size)
-    slots = _table_slots(tables, prefixes, extends, padding, page_size)
+    tables = used_pages(block_tables, prefixes + extends, padding, page_size)
+    slots = table_slots(tables, prefixes, extends, padding, page_size)
     num_real = len(slots) - padding
     if out_cache_loc is not None:
         slots = _checked_slots(out_cache_loc, slots, num_real)
-    _refuse_shared_slots(slots[:num_real])
+    refuse_shared_slots(slots[:num_real])
     mask = packed_mask(custom_mask, packed_custom_mask, extends, prefixes + extends, padding)
 
     rows = tuple(metadata.per_rank_actual_token)
@@ -123,6 +125,7 @@ def make_plan(
             digest(tables),
             digest(slots),
             digest() if mask is None else digest(mask),
+            digest(),
         ),
         packed_custom_mask=mask,
         num_padding_tokens=padding,
@@ -133,48 +136,46 @@ def make_plan(
     return plan
 
 
-def _index_array(name: str, values: Any, ndim: int) -> NDArray[np.int64]:
+def index_array(name: str, values: Any, ndim: int, call: str = _PLAN) -> NDArray[np.int64]:
     """A copy of an index argument."""
     try:
         array = values.numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     except Exception as error:
         raise TypeError(
-            f"ContextParallel.plan: {name} must be integers in {ndim} dimensions, got "
-            f"{type(values).__name__}"
+            f"{call}: {name} must be integers in {ndim} dimensions, got {type(values).__name__}"
         ) from error
     if isinstance(values, np.ma.MaskedArray):
-        raise TypeError(f"ContextParallel.plan: {name} must not be masked")
+        raise TypeError(f"{call}: {name} must not be masked")
     if array.size == 0:
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"ContextParallel.plan: {name} must be integers, got {array.dtype}")
+        raise TypeError(f"{call}: {name} must be integers, got {array.dtype}")
     if array.ndim != ndim:
         raise ValueError(
-            f"ContextParallel.plan: {name} must have {ndim} dimensions, "
-            f"got shape {list(array.shape)}"
+            f"{call}: {name} must have {ndim} dimensions, got shape {list(array.shape)}"
         )
     return array.astype(np.int64)
 
 
-def _used_pages(
-    values: Any, seq_lens: NDArray[np.int64], padding: int, page_size: int
+def used_pages(
+    values: Any, seq_lens: NDArray[np.int64], padding: int, page_size: int, call: str = _PLAN
 ) -> NDArray[np.int32]:
     """The pages of the sequences alone, -1 after the last of each.
 
     Only padding tokens see keys after the last sequence; its first page serves for these.
     """
-    given = _index_array("block_tables", values, 2)
+    given = index_array("block_tables", values, 2, call)
     num_pages = -(-seq_lens // page_size)
     if len(given) != len(seq_lens) or given.shape[1] < num_pages.max():
         raise ValueError(
-            "ContextParallel.plan: block_tables must be [bs, >= ceil(max(seq_lens) / page_size)] "
+            f"{call}: block_tables must be [bs, >= ceil(max(seq_lens) / page_size)] "
             f"= [{len(seq_lens)}, >= {num_pages.max()}], got shape {list(given.shape)}"
         )
     used = np.arange(given.shape[1]) < num_pages[:, None]
     bad = np.argwhere(used & ((given < 0) | (given > np.iinfo(np.int32).max)))
     if len(bad):
         raise ValueError(
-            "ContextParallel.plan: block_tables must hold page ids, int32 and >= 0, "
+            f"{call}: block_tables must hold page ids, int32 and >= 0, "
             f"got block_tables{bad[0].tolist()} = {given[tuple(bad[0])]}"
         )
     padded_pages = -(-(seq_lens[-1] + padding) // page_size)
@@ -185,7 +186,7 @@ def _used_pages(
     return tables
 
 
-def _table_slots(
+def table_slots(
     tables: NDArray[np.int32],
     prefixes: NDArray[np.int64],
     extends: NDArray[np.int64],
@@ -201,7 +202,7 @@ def _table_slots(
 
 
 def _checked_slots(values: Any, expected: NDArray[np.int64], num_real: int) -> NDArray[np.int64]:
-    slots = _index_array("out_cache_loc", values, 1)
+    slots = index_array("out_cache_loc", values, 1)
     if slots.shape != expected.shape:
         raise ValueError(
             f"ContextParallel.plan: out_cache_loc must have {len(expected)} entries, "
@@ -218,13 +219,13 @@ def _checked_slots(values: Any, expected: NDArray[np.int64], num_real: int) -> N
     return slots
 
 
-def _refuse_shared_slots(slots: NDArray[np.int64]) -> None:
+def refuse_shared_slots(slots: NDArray[np.int64], call: str = _PLAN) -> None:
     """Two tokens in one pool row: requests share a page that is yet to be written."""
     ordered = np.sort(slots)
     shared = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)]
     if len(shared):
         tokens = np.flatnonzero(slots == shared[0])[:2].tolist()
         raise ValueError(
-            f"ContextParallel.plan: block_tables must give each new token a pool row of its own, "
+            f"{call}: block_tables must give each new token a pool row of its own, "
             f"got row {shared[0]} for tokens {tokens[0]} and {tokens[1]}"
         )
