@@ -48,6 +48,7 @@ TOLERANCES = {
     ("8 parts merged", "bfloat16"): 1.05 + 7 * ROUNDED_ONCE,
     # What it adds to attention that up to five parts of it are merged in float32 and rounded once.
     ("ring of ranks", "bfloat16"): ROUNDED_ONCE,
+    ("ring of ranks", "float16"): ROUNDED_ONCE,
     ("ring of ranks", "float32"): 4 * 6,
     # Rounding the result; float32 below, by dimension.
     ("hadamard", "bfloat16"): ROUNDED_ONCE,

@@ -13,9 +13,14 @@ Every rank of a ``torch.distributed`` group knows the same requests and has a KV
 ``plan``, ``shard`` and ``attend`` are local. ``write_kv`` and ``gather`` exchange rows: all ranks
 call them, in the same order. They compare a few digests first, for backends do not diagnose ranks
 that disagree about sizes: those read stale rows, or abort.
+
+With a `placement`, each rank's pools hold a share of the keys alone: ``write_kv`` sends rows to
+their owners, and ``attend`` and ``decode`` exchange, too.
 """
 
+from .choice import ExchangeChoice
 from .context_parallel import ContextParallel
 from .plan import ContextParallelPlan
+from .sharded_plan import DecodePlan, ShardedPlan
 
-__all__ = ["ContextParallel", "ContextParallelPlan"]
+__all__ = ["ContextParallel", "ContextParallelPlan", "DecodePlan", "ExchangeChoice", "ShardedPlan"]

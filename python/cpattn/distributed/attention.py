@@ -9,11 +9,17 @@ import torch
 
 from ..context_parallel.attention import do_cp_attn_fia
 from ..sparse.cp_attention import cp_sparse_mla
+from .exchange import RowExchange
+from .partials import AttentionOptions
 from .plan import ContextParallelPlan
+from .sharded_attend import attend_shards
+from .sharded_plan import ShardedPlan
 
 
 class RankAttention:
     """What `ContextParallel` computes of a plan and the pools of its rank."""
+
+    _exchange: RowExchange
 
     def attend(
         self,
@@ -36,9 +42,11 @@ class RankAttention:
         out: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """Attention of this rank's rows over cached prefixes and new tokens. Local.
+        """Attention of this rank's rows over cached prefixes and new tokens.
 
-        A row has the bits that it has on a single rank. It sees what the mask of the plan lets it,
+        Local, but for a `ShardedPlan`: all ranks call it then, with the same options. A row has the
+        bits that it has on a single rank, or, where partial results of ranks are merged ("pass_q"
+        and "ring"), bits that do not depend on timing. It sees what the mask of the plan lets it,
         if there is one, and `causal` and `window` besides.
 
         Parameters
@@ -48,8 +56,9 @@ class RankAttention:
         q_local : tensor [>= num_local_rows, num_heads, head_dim], float32, float16 or bfloat16
             In the order of ``shard``; further rows are never read.
         k_cache, v_cache : tensors of the dtype of q_local
-            As for ``write_kv``, which comes first. Without `v_cache` (None) the first `v_head_dim`
-            elements of the keys are the values, as in the latent cache of MLA.
+            As for ``write_kv``, which comes first; with a placement this rank's shards. Without
+            `v_cache` (None) the first `v_head_dim` elements of the keys are the values, as in the
+            latent cache of MLA.
         scale : float, default 1/sqrt(head_dim)
             Must be given for head_dim > 256; head_dim includes that of `q_rope`.
         causal : bool
@@ -86,7 +95,18 @@ class RankAttention:
             For fewer rows than this rank has, page ids beyond the caches, shapes or dtypes that
             do not fit, and ``causal=False`` with padding tokens, which others would see, unless
             there is a mask.
+        RuntimeError
+            With a placement, if another rank refuses its arguments, makes another call, has another
+            plan, other rows or options, or does not answer.
         """
+        if isinstance(plan, ShardedPlan):
+            options = AttentionOptions(
+                scale, causal, window, softcap, sinks, k_scale, v_scale, kv_dtype
+            )
+            return attend_shards(
+                self._exchange, plan, q_local, k_cache, v_cache, options, q_rope=q_rope,
+                k_rope=k_rope, v_head_dim=v_head_dim, out=out, return_lse=return_lse,
+            )  # fmt: skip
         _check_three_axes("q_local", q_local, "head_dim")
         if q_rope is not None:
             _check_three_axes("q_rope", q_rope, "rope_dim")
@@ -183,13 +203,18 @@ class RankAttention:
         TypeError
             If an argument is of another type than stated.
         ValueError
-            For a plan with a mask, which the indexer does not know, and what `cp_sparse_mla`
-            refuses.
+            For a plan with a mask, which the indexer does not know, or with a placement, and what
+            `cp_sparse_mla` refuses.
         """
         if plan.packed_custom_mask is not None:
             raise ValueError(
                 "ContextParallel.attend_sparse: plan must have no mask, which the indexer does "
                 "not know"
+            )
+        if isinstance(plan, ShardedPlan):
+            raise ValueError(
+                "ContextParallel.attend_sparse: plan must be of replicated pools, got placement "
+                f"{plan.placement}"
             )
         return cp_sparse_mla(
             q_local,

@@ -9,15 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._arguments import flag
+from .._arguments import at_least, flag
 from ..context_parallel.metadata import build_cp_metadata
+from ..kv import Placement
 from .attention import RankAttention
 from .exchange import RowExchange
 from .plan import ContextParallelPlan, make_plan
 from .rows import local_rows, pool_rows
+from .sharded import ShardedAttention
+from .sharded_attend import check_placement
+from .sharded_plan import DecodePlan, ShardedPlan, shard_plan
+from .sharded_write import write_own, write_shards
 
 
-class ContextParallel(RankAttention):
+class ContextParallel(ShardedAttention, RankAttention):
     """Context-parallel attention over the ranks of a given process group.
 
     Parameters
@@ -29,10 +34,18 @@ class ContextParallel(RankAttention):
         Which tokens each rank has, as in `build_cp_metadata`; `plan` refuses unknown ones.
     page_size : int
         Token slots per page of the KV pools, at least 1.
+    placement : optional
+        Which rank holds which slot, such as `cpattn.kv.PageInterleave`, where each rank's pools
+        have a share of the keys alone. Block tables and slots are logical ones then, ``write_kv``
+        sends rows to their owners only, and ``attend`` exchanges. Default: every rank holds all.
+    exchange : {"auto", "pass_q", "gather", "ring", "all_to_all"}
+        How queries and sharded keys meet: see `choose_exchange`, by which "auto" goes.
+    max_scratch_bytes : int
+        What "gather" may take for keys at a time, if one KV head fits.
 
     Attributes
     ----------
-    group, strategy, page_size
+    group, strategy, page_size, placement, exchange, max_scratch_bytes
         As given.
     cp_rank, cp_size : int
         The rank of this process within the group, and the number of ranks.
@@ -82,7 +95,14 @@ class ContextParallel(RankAttention):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, *, strategy: str = "zigzag", page_size: int
+        self,
+        group: dist.ProcessGroup,
+        *,
+        strategy: str = "zigzag",
+        page_size: int,
+        placement: Placement | None = None,
+        exchange: str = "auto",
+        max_scratch_bytes: int = 256 << 20,
     ) -> None:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"ContextParallel: group must be a ProcessGroup, got {group!r}")
@@ -94,6 +114,12 @@ class ContextParallel(RankAttention):
         self._exchange = RowExchange(group)
         self.cp_rank = self._exchange.rank
         self.cp_size = self._exchange.size
+        check_placement(placement, exchange, self.cp_size, self.page_size)
+        self.placement = placement
+        self.exchange = exchange
+        self.max_scratch_bytes = at_least(
+            1, max_scratch_bytes, "ContextParallel", "max_scratch_bytes"
+        )
 
     def plan(
         self,
@@ -136,7 +162,7 @@ class ContextParallel(RankAttention):
         Returns
         -------
         ContextParallelPlan
-            Of this rank; for all layers.
+            Of this rank; for all layers. A `ShardedPlan` where there is a placement.
 
         Raises
         ------
@@ -158,7 +184,7 @@ class ContextParallel(RankAttention):
             strategy=self.strategy,
             num_tokens=num_tokens,
         )
-        return make_plan(
+        plan = make_plan(
             metadata,
             extend_lens,
             block_tables=block_tables,
@@ -167,6 +193,15 @@ class ContextParallel(RankAttention):
             pad_to_physical=flag(pad_to_physical, "ContextParallel.plan", "pad_to_physical"),
             custom_mask=custom_mask,
             packed_custom_mask=packed_custom_mask,
+        )
+        if self.placement is None:
+            return plan
+        return shard_plan(
+            plan,
+            extend_lens,
+            placement=self.placement,
+            exchange=self.exchange,
+            max_scratch_bytes=self.max_scratch_bytes,
         )
 
     def shard(self, plan: ContextParallelPlan, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -198,7 +233,7 @@ class ContextParallel(RankAttention):
 
     def write_kv(
         self,
-        plan: ContextParallelPlan,
+        plan: ContextParallelPlan | DecodePlan,
         k_local: torch.Tensor,
         v_local: torch.Tensor | None,
         k_cache: torch.Tensor,
@@ -211,15 +246,17 @@ class ContextParallel(RankAttention):
 
         Parameters
         ----------
-        plan : ContextParallelPlan
-            Of this object's `plan`, for the same batch on every rank.
+        plan : ContextParallelPlan or DecodePlan
+            Of this object's `plan`, for the same batch on every rank. Of `plan_decode`, the call is
+            local: every rank has the rows of all tokens, and writes those whose slots it holds.
         k_local, v_local : tensors [>= num_local_rows, num_kv_heads, head_dim]
             In the order of ``shard``; further rows are never read. Heads and dimensions of values
             may differ from those of keys.
         k_cache, v_cache : tensors [num_slots, num_kv_heads, head_dim], contiguous
             Or [num_pages, page_size, num_kv_heads, head_dim], or [num_slots, 1, num_kv_heads,
             head_dim], as KV pools have them with and without the FIA layout; of the dtype of the
-            rows. Written at ``plan.slots`` and nowhere else; not at all on an error.
+            rows. Written at ``plan.slots`` and nowhere else; not at all on an error. With a
+            placement, this rank's shards, written at the local rows of the slots that it holds.
 
         Raises
         ------
@@ -233,6 +270,13 @@ class ContextParallel(RankAttention):
             If another rank refuses its arguments, makes another call, has another plan or other
             rows, or does not answer.
         """
+        if isinstance(plan, DecodePlan):
+            self._check_decode_plan("write_kv", plan)
+            write_own(plan, k_local, v_local, k_cache, v_cache)
+            return
+        if isinstance(plan, ShardedPlan):
+            write_shards(self._exchange, plan, k_local, v_local, k_cache, v_cache)
+            return
         with self._exchange.agreement("write_kv", plan.terms) as parts:
             self._check_plan("write_kv", plan)
             if (v_local is None) != (v_cache is None):
@@ -242,16 +286,17 @@ class ContextParallel(RankAttention):
                     f"no {missing}"
                 )
             parts.append(local_rows("write_kv", plan, "k_local", k_local))
-            pools = [pool_rows(plan, "k_cache", k_cache, k_local)]
+            pools = [pool_rows(plan.page_size, plan.slots, "k_cache", k_cache, k_local)]
             if v_local is not None and v_cache is not None:
                 parts.append(local_rows("write_kv", plan, "v_local", v_local))
-                pools.append(pool_rows(plan, "v_cache", v_cache, v_local))
+                pools.append(pool_rows(plan.page_size, plan.slots, "v_cache", v_cache, v_local))
         gathered = self._exchange.all_rows("write_kv", plan.rows_per_rank, parts)
         slots = torch.tensor(plan.slots)
         written = slots >= 0
         slots, rows = slots[written], plan.gathered_rows[written]
         for pool, new in zip(pools, gathered, strict=True):
             pool.index_copy_(0, slots, new.index_select(0, rows))
+        return
 
     def gather(
         self, plan: ContextParallelPlan, x_local: torch.Tensor, dim: int = 0

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which keys ranks hold, and what rows see of them, against a list of all pairs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+
+from cpattn.distributed.heads import head_shares
+from cpattn.distributed.key_shares import KeyShares
+from cpattn.distributed.ring import ring_schedule
+from cpattn.distributed.sequence_calls import RowMask, Rows, Visibility, sequence_calls
+from support.distributed.sharded_worker import PLACEMENTS
+
+
+@st.composite
+def batches(draw):
+    """Placement, block tables, lengths, and the rows that attend."""
+    size = draw(st.integers(1, 4))
+    page = draw(st.sampled_from([2, 4, 8]))
+    placement = PLACEMENTS[draw(st.sampled_from(sorted(PLACEMENTS)))](size, page)
+    lens = np.array(draw(st.lists(st.integers(0, 40), min_size=1, max_size=4)))
+    counts = -(-lens // page)
+    order = draw(st.permutations(range(int(counts.sum()) + 2)))
+    tables = np.full((len(lens), max(int(counts.max()), 1)), -1, np.int32)
+    tables[np.arange(tables.shape[1]) < counts[:, None]] = order[: counts.sum()]
+    pairs = [(s, p) for s, n in enumerate(lens) for p in range(n)]
+    rows = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=30)) if pairs else []
+    request, position = np.array(rows, dtype=np.int64).reshape(-1, 2).T
+    return placement, page, tables, lens, Rows(request, position)
+
+
+def keys_by_hand(batch, rank):
+    """For each request the (position, row of the rank's pool) of its keys that the rank holds."""
+    placement, page, tables, lens, _ = batch
+    keys = []
+    for s, n in enumerate(lens):
+        slots = [int(tables[s, p // page]) * page + p % page for p in range(n)]
+        owners = placement.owner_of(np.array(slots, dtype=np.int64))
+        local = placement.local_index(np.array(slots, dtype=np.int64))
+        keys.append([(p, int(local[p])) for p in range(n) if owners[p] == rank])
+    return keys
+
+
+@given(batches())
+def test_keys_of_a_rank_are_counted_and_found_in_its_pages(batch):
+    placement, page, tables, lens, rows = batch
+    shares = KeyShares(placement, tables, lens, page)
+    for rank in range(placement.shard_size):
+        expected = keys_by_hand(batch, rank)
+        local, pages = shares.local_keys(rank), shares.local_pages(rank)
+        flat = [(s, *key) for s, keys in enumerate(expected) for key in keys]
+        assert list(zip(*(x.tolist() for x in local), strict=True)) == flat
+        assert shares.counts(rank).tolist() == [len(keys) for keys in expected]
+        below = shares.count_below(rank, rows.request, rows.position)
+        for s, p, count in zip(rows.request, rows.position, below, strict=True):
+            assert count == sum(key < p for key, _ in expected[s])
+        assert page % pages.page_size == 0
+        for s, keys in enumerate(expected):
+            ids = pages.ids[pages.indptr[s] : pages.indptr[s + 1]]
+            assert len(ids) == -(-len(keys) // pages.page_size)
+            for i, (_, row) in enumerate(keys):
+                assert ids[i // pages.page_size] * pages.page_size + i % pages.page_size == row
+
+
+@given(
+    batches(),
+    st.booleans(),
+    st.one_of(st.none(), st.integers(0, 50)),
+    st.one_of(st.none(), st.integers(0, 2**32)),
+)
+def test_calls_show_each_row_what_it_sees_and_nothing_else(batch, causal, window, seed):
+    placement, page, tables, lens, rows = batch
+    causal = causal or window is not None
+    shares = KeyShares(placement, tables, lens, page)
+    mask, flags = None, [np.ones((n, n), bool) for n in lens]
+    if seed is not None:
+        flags = [np.random.default_rng(seed).random((n, n)) < 0.5 for n in lens]
+        packed = [np.packbits(x, bitorder="little") for x in flags]
+        ends = np.cumsum([len(x) for x in packed])
+        first_byte = np.append(0, ends[:-1])
+        mask = RowMask(np.concatenate(packed), first_byte, lens, np.zeros_like(lens))
+    for rank in range(placement.shard_size):
+        keys = keys_by_hand(batch, rank)
+        expected = [
+            {
+                row
+                for p, row in keys[s]
+                if (not causal or p <= at)
+                and (window is None or p >= at - window)
+                and flags[s][at, p]
+            }
+            for s, at in zip(rows.request, rows.position, strict=True)
+        ]
+        seen = [set() for _ in expected]
+        times = np.zeros(len(expected), int)
+        pages = shares.local_pages(rank)
+        for call in sequence_calls(shares, rank, pages, rows, Visibility(causal, window, mask)):
+            for row, visible in visible_rows(call):
+                seen[row] |= visible
+                times[row] += 1
+        assert seen == expected
+        assert times.max(initial=0) <= 1
+
+
+def visible_rows(call):
+    """What `paged_attention` shows each row of a call: (row, rows of the pool)."""
+    begin, byte = 0, 0
+    for i, n in enumerate(call.q_lens):
+        ids = call.kv_indices[call.kv_indptr[i] : call.kv_indptr[i + 1]]
+        length = (len(ids) - 1) * call.page_size + int(call.last_page_len[i])
+        slots = (ids[:, None] * call.page_size + np.arange(call.page_size)).ravel()[:length]
+        visible = np.ones((n, length), bool)
+        if call.causal:
+            assert n <= length
+            visible = np.tri(n, length, length - n, dtype=bool)
+        if call.packed_custom_mask is not None:
+            num_bytes = -(-n * length // 8)
+            bits = call.packed_custom_mask[byte : byte + num_bytes]
+            visible &= (
+                np.unpackbits(bits, count=n * length, bitorder="little").reshape(n, length) > 0
+            )
+            byte += num_bytes
+        for j in range(n):
+            yield int(call.rows[begin + j]), set(slots[visible[j]].tolist())
+        begin += n
+    assert begin == len(call.rows)
+
+
+def test_tokens_that_are_dealt_out_make_few_sequences():
+    """One for each rank's tokens, where runs of equal rows would be one for each few rows."""
+    lens = np.array([64])
+    rows = Rows(np.zeros(64, np.int64), np.arange(64))
+    tables = np.arange(16, dtype=np.int32)[None]
+    shares = KeyShares(PLACEMENTS["tokens"](4, 4), tables, lens, 4)
+    for rank in range(4):
+        (call,) = sequence_calls(
+            shares, rank, shares.local_pages(rank), rows, Visibility(True, None, None)
+        )
+        assert call.causal
+        assert len(call.q_lens) == 4
+
+
+def test_rows_of_other_ranks_pages_go_together():
+    lens = np.array([64])
+    rows = Rows(np.zeros(64, np.int64), np.arange(64))
+    tables = np.arange(8, dtype=np.int32)[None]
+    shares = KeyShares(PLACEMENTS["pages"](4, 8), tables, lens, 8)
+    own, others = sequence_calls(
+        shares, 1, shares.local_pages(1), rows, Visibility(True, None, None)
+    )
+    assert own.causal
+    assert own.q_lens.tolist() == [16]  # tokens 8 to 15 and 40 to 47
+    assert not others.causal
+    assert others.q_lens.tolist() == [24, 16]
+
+
+@given(st.integers(1, 9), st.integers(1, 6), st.integers(1, 12))
+def test_every_head_has_one_rank_and_whole_or_single_groups(num_kv_heads, group, size):
+    shares = head_shares(num_kv_heads * group, num_kv_heads, size)
+    assert len(shares) == size
+    assert [h for share in shares for h in range(share.q.start, share.q.stop)] == list(
+        range(num_kv_heads * group)
+    )
+    for share in shares:
+        q_heads, kv_heads = share.num_heads, share.kv.stop - share.kv.start
+        assert share.q.start // group >= share.kv.start or not q_heads
+        assert (share.q.stop - 1) // group < share.kv.stop or not q_heads
+        assert q_heads == group * kv_heads or kv_heads == 1
+    if num_kv_heads % size == 0:
+        assert len({share.num_heads for share in shares}) == 1
+
+
+@given(st.integers(1, 9))
+def test_in_a_ring_every_rank_has_every_share_from_its_neighbour(size):
+    schedules = [ring_schedule(rank, size) for rank in range(size)]
+    for rank, schedule in enumerate(schedules):
+        assert sorted(schedule) == list(range(size))
+        assert schedule[0] == rank
+        assert schedule[1:] == schedules[rank - 1][:-1]

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks whose KV pools hold a share of the keys each: prefills, layers and decode steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import cpattn
+from cpattn.distributed import ContextParallel
+from cpattn.kv import PageInterleave, TokenInterleave
+from support.distributed import layer_worker as layers
+from support.distributed.distributed_worker import make_plan
+from support.distributed.prefill_batches import Case, make_batch
+
+# By name: of so many ranks and pages of so many tokens.
+PLACEMENTS: dict[str, Callable[[int, int], Any]] = {
+    "pages": lambda size, page: PageInterleave(shard_size=size, page_size=page),
+    "tokens": lambda size, page: TokenInterleave(shard_size=size, interleave=1),
+    "halves of pages": lambda size, page: TokenInterleave(shard_size=size, interleave=page // 2),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A case, where its keys are, and how they meet queries."""
+
+    case: Case
+    placement: str
+    exchange: str
+
+    def __str__(self) -> str:
+        return f"{self.exchange}, {self.placement}, {self.case.name}"
+
+
+def shard_of(placement: Any, rank: int, pool: torch.Tensor, page_size: int) -> torch.Tensor:
+    """What the pool of a rank holds of a pool that holds everything."""
+    slots = np.arange(len(pool))
+    mine = placement.owner_of(slots) == rank
+    rows = placement.local_index(slots)
+    num_rows = -(-(int(rows.max()) + 1) // page_size) * page_size
+    unread = torch.nan if pool.is_floating_point() else 77
+    shard = pool.new_full((num_rows, *pool.shape[1:]), unread)
+    shard[rows[mine]] = pool[slots[mine]]
+    return shard
+
+
+def run_prefill(run: Run) -> dict[str, Any]:
+    """What came out on this rank, and whether its shards are those of the whole pools."""
+    case, batch = run.case, make_batch(run.case)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    placement = PLACEMENTS[run.placement](size, case.page_size)
+    cp = ContextParallel(
+        dist.group.WORLD,
+        strategy=case.strategy,
+        page_size=case.page_size,
+        placement=placement,
+        exchange=run.exchange,
+    )
+    plan = make_plan(cp, case, batch)
+    q, k, v = (
+        cp.shard(plan, x) for x in (batch.q, batch.new(case, batch.k), batch.new(case, batch.v))
+    )
+    shards = [
+        shard_of(placement, rank, pool, case.page_size) for pool in (batch.k_cache, batch.v_cache)
+    ]
+    cp.write_kv(plan, k, v, *shards)
+    out, lse = cp.attend(plan, q, *shards, return_lse=True)
+    whole = ContextParallel(dist.group.WORLD, strategy=case.strategy, page_size=case.page_size)
+    replicated = make_plan(whole, case, batch)
+    whole.write_kv(replicated, k, v, batch.k_cache, batch.v_cache)
+    expected = whole.attend(replicated, q, batch.k_cache, batch.v_cache, return_lse=True)
+    written = [
+        shard_of(placement, rank, pool, case.page_size) for pool in (batch.k_cache, batch.v_cache)
+    ]
+    real = slice(0, sum(case.extend_lens))
+    gathered = [cp.gather(plan, x)[real] for x in (out, lse)]
+    return {
+        "out": gathered[0],
+        "lse": gathered[1],
+        "padding": out[plan.num_local_rows :],
+        "same bits": all(
+            torch.equal(one, cp.gather(plan, x)[real])
+            for one, x in zip(gathered, expected, strict=True)
+        ),
+        "shards": all(
+            torch.equal(shard.nan_to_num(9), pool.nan_to_num(9))
+            for shard, pool in zip(shards, written, strict=True)
+        ),
+        "kv_counts": plan.kv_counts,
+    }
+
+
+def run_prefills(rank: int, runs: list[Run]) -> dict[str, dict[str, Any]]:
+    return {str(run): run_prefill(run) for run in runs}
+
+
+class ShardedRank(layers.Rank):
+    """A rank of the layers' batch whose pools hold a share each."""
+
+    def __init__(self, strategy: str, placement: str, exchange: str, **options: Any) -> None:
+        assert dist.group.WORLD is not None
+        self.placement = PLACEMENTS[placement](dist.get_world_size(), layers.PAGE)
+        self.cp = ContextParallel(
+            dist.group.WORLD,
+            strategy=strategy,
+            page_size=layers.PAGE,
+            placement=self.placement,
+            exchange=exchange,
+        )
+        self.plan = self.cp.plan(
+            layers.EXTENDS, layers.LENGTHS, block_tables=layers.TABLES, **options
+        )
+
+    def shard(self, x: torch.Tensor) -> torch.Tensor:
+        return super().shard(x) if x.is_floating_point() else self.cp.shard(self.plan, x)
+
+    def write(self, *caches: torch.Tensor | None) -> list[torch.Tensor | None]:
+        rows = [
+            None if cache is None else self.shard(cache[layers.new_slots()]) for cache in caches
+        ]
+        pools: list[torch.Tensor | None] = []
+        for cache in caches:
+            if cache is None:
+                pools.append(None)
+                continue
+            whole = cache.clone()
+            whole[layers.new_slots()] = torch.nan if whole.is_floating_point() else 77
+            pools.append(shard_of(self.placement, self.cp.cp_rank, whole, layers.PAGE))
+        assert rows[0] is not None
+        assert pools[0] is not None
+        self.cp.write_kv(self.plan, rows[0], rows[1], pools[0], pools[1])
+        return pools
+
+
+def run_layers(rank: int, exchanges: list[str]) -> dict[str, list[torch.Tensor]]:
+    """out and lse of all tokens, for every layer, placement and exchange."""
+    results = {}
+    for exchange in exchanges:
+        for placement in PLACEMENTS:
+            for name, layer in layers.LAYERS.items():
+                q, k, v = layers.dense_inputs()
+                one = ShardedRank("zigzag", placement, exchange, **layer.plan)
+                out = one.cp.attend(
+                    one.plan, one.shard(q), *one.write(k, v), **layer.attend, return_lse=True
+                )
+                results[f"{exchange}, {placement}, {name}"] = one.gather(*out)
+            for name, inputs in coded_inputs().items():
+                if name == "codes, scales of tokens" and exchange != "pass_q":
+                    continue
+                one = ShardedRank("zigzag", placement, exchange)
+                pools = one.write(inputs["k_cache"], inputs["v_cache"])
+                scales = {
+                    key: shard_of(one.placement, rank, inputs[key], layers.PAGE)
+                    if inputs[key].ndim > 1
+                    else inputs[key]
+                    for key in ("k_scale", "v_scale")
+                }
+                out = one.cp.attend(
+                    one.plan, one.shard(inputs["q"]), *pools, **scales, return_lse=True
+                )
+                results[f"{exchange}, {placement}, {name}"] = one.gather(*out)
+            one = ShardedRank("zigzag", placement, exchange)
+            for name, out in _run_latents(one, exchange).items():
+                results[f"{exchange}, {placement}, {name}"] = one.gather(*out)
+    return results
+
+
+def coded_inputs() -> dict[str, dict[str, torch.Tensor]]:
+    """Queries, caches of codes, and scales of heads or of tokens."""
+    draw = torch.Generator().manual_seed(4)
+    q, *_ = layers.dense_inputs()
+    shape = (layers.SLOTS, layers.KV_HEADS, layers.DIM)
+    codes = [torch.randint(-128, 128, shape, generator=draw).to(torch.int8) for _ in "kv"]
+    inputs = {"q": q, "k_cache": codes[0], "v_cache": codes[1]}
+    of_heads = torch.tensor([0.01, 0.02])
+    of_tokens = 0.01 + 0.01 * torch.rand(shape[:2], generator=draw)
+    return {
+        "codes, scales of heads": inputs | {"k_scale": of_heads, "v_scale": of_heads.flip(0)},
+        "codes, scales of tokens": inputs | {"k_scale": of_tokens, "v_scale": of_tokens / 2},
+    }
+
+
+def _run_latents(one: ShardedRank, exchange: str) -> dict[str, list[torch.Tensor]]:
+    q, q_rope, latents, ropes = layers.latent_inputs()
+    cache, _ = one.write(torch.cat([latents, ropes], -1), None)
+    options = {"v_head_dim": layers.VALUE, "window": 20, "scale": 0.2, "return_lse": True}
+    whole_q = one.shard(torch.cat([q, q_rope], -1))
+    results = {"latents": one.cp.attend(one.plan, whole_q, cache, None, **options)}
+    if exchange != "pass_q":
+        cache, rope_cache = one.write(latents, ropes)
+        results["latents, rope apart"] = one.cp.attend(
+            one.plan, one.shard(q), cache, None, q_rope=one.shard(q_rope), k_rope=rope_cache,
+            **options,
+        )  # fmt: skip
+    return results
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step of requests with so many keys, of which the last are new."""
+
+    name: str
+    kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+    page_size: int = 8
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    dtype: torch.dtype = torch.float32
+    latent: bool = False
+    masked: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def attend_options(self) -> dict[str, Any]:
+        sinks = torch.linspace(-1, 2, self.num_heads)
+        return {name: sinks if name == "sinks" else value for name, value in self.options}
+
+    def inputs(self) -> dict[str, Any]:
+        """Those of `paged_attention` over pools that hold everything."""
+        draw = torch.Generator().manual_seed(sum(self.kv_lens))
+        pages = [-(-n // self.page_size) for n in self.kv_lens]
+        tables = torch.full((len(pages), max(pages)), -1)
+        ids = torch.randperm(sum(pages) + 3, generator=draw)
+        for row, n in zip(tables, pages, strict=True):
+            row[:n], ids = ids[:n], ids[n:]
+        shape = ((sum(pages) + 3) * self.page_size, self.num_kv_heads)
+        kv_heads = 1 if self.latent else self.num_kv_heads
+        k = torch.randn(shape[0], kv_heads, 48, generator=draw).to(self.dtype)
+        v = torch.randn(shape[0], kv_heads, 32, generator=draw).to(self.dtype)
+        q = torch.randn(sum(self.q_lens), self.num_heads, 48, generator=draw).to(self.dtype)
+        masks = {}
+        if self.masked:
+            bits = sum(n * length for n, length in zip(self.q_lens, self.kv_lens, strict=True))
+            masks["custom_mask"] = torch.rand(bits, generator=draw) < 0.7
+        return {
+            "q": q,
+            "k_cache": k,
+            "v_cache": k[..., :32] if self.latent else v,
+            "q_lens": list(self.q_lens),
+            "kv_lens": list(self.kv_lens),
+            "block_tables": tables,
+            "page_size": self.page_size,
+            **masks,
+            **self.attend_options(),
+        }
+
+
+def run_steps(rank: int, steps: list[Step]) -> dict[str, dict[str, Any]]:
+    """out and lse of every step and placement; new tokens come into the pools by `write_kv`."""
+    results = {}
+    for step in steps:
+        for name, make in PLACEMENTS.items():
+            inputs = step.inputs()
+            placement = make(dist.get_world_size(), step.page_size)
+            cp = ContextParallel(dist.group.WORLD, page_size=step.page_size, placement=placement)
+            plan = cp.plan_decode(
+                step.kv_lens, q_lens=step.q_lens, block_tables=inputs["block_tables"],
+                custom_mask=inputs.get("custom_mask"),
+            )  # fmt: skip
+            pools = [inputs["k_cache"], None if step.latent else inputs["v_cache"]]
+            slots = torch.tensor(plan.slots)
+            shards, rows = [], []
+            for pool in pools:
+                if pool is None:
+                    shards.append(None)
+                    rows.append(None)
+                    continue
+                before = pool.clone()
+                before[slots] = torch.nan
+                shards.append(shard_of(placement, rank, before, step.page_size))
+                rows.append(pool[slots])
+            cp.write_kv(plan, *rows, *shards)
+            out, lse = cp.decode(
+                plan, inputs["q"], *shards, v_head_dim=32 if step.latent else None,
+                return_lse=True, **step.attend_options(),
+            )  # fmt: skip
+            results[f"{name}, {step.name}"] = {"out": out, "lse": lse}
+    return results
+
+
+def alone(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same step in one process that has all keys."""
+    result: tuple[torch.Tensor, torch.Tensor] = cpattn.paged_attention(
+        **step.inputs(), batch_invariant=True, return_lse=True
+    )
+    return result
+
+
+SMALL = Case("small", (5, 13), (4, 0))
+ODD_RANK = 1
+
+
+def run_disagreements(rank: int) -> tuple[dict[str, str], bool]:
+    """What each rank is told if rank 1 does something else, and whether a batch works then."""
+    size, is_odd = dist.get_world_size(), rank == ODD_RANK
+    batch = make_batch(SMALL)
+
+    def parts(**changes: Any) -> tuple[ContextParallel, Any, torch.Tensor, list[torch.Tensor]]:
+        options = {
+            "page_size": SMALL.page_size,
+            "placement": PLACEMENTS["pages"](size, SMALL.page_size),
+            "exchange": "pass_q",
+        }
+        cp = ContextParallel(dist.group.WORLD, **options | (changes if is_odd else {}))
+        plan = make_plan(cp, SMALL, batch)
+        shards = [torch.zeros(64, 2, 32) for _ in "kv"]
+        return cp, plan, cp.shard(plan, batch.q), shards
+
+    def attend(changes: dict[str, Any], **options: Any) -> None:
+        cp, plan, q, shards = parts(**changes)
+        cp.attend(plan, q, *shards, **(options if is_odd else {}))
+
+    def write(**changes: Any) -> None:
+        cp, plan, _, shards = parts(**changes)
+        rows = torch.zeros(plan.num_local_rows, 2, 32)
+        cp.write_kv(plan, rows, rows, *shards)
+
+    def decode(step: dict[str, Any], **options: Any) -> None:
+        cp, _, _, shards = parts()
+        lens = {"kv_lens": [3, 9], "block_tables": [[1, -1, -1], [4, 5, 6]]}
+        plan = cp.plan_decode(**lens | (step if is_odd else {}))
+        cp.decode(plan, torch.zeros(2, 4, 32), *shards, **(options if is_odd else {}))
+
+    def refused() -> None:
+        cp, plan, q, shards = parts()
+        cp.attend(plan, q, *[shard[:4] if is_odd else shard for shard in shards])
+
+    def other_call() -> None:
+        cp, plan, q, shards = parts()
+        if is_odd:
+            rows = torch.zeros(plan.num_local_rows, 2, 32)
+            cp.write_kv(plan, rows, rows, *shards)
+        else:
+            cp.attend(plan, q, *shards)
+
+    tokens = PLACEMENTS["tokens"](size, SMALL.page_size)
+    attempts: dict[str, Callable[[], None]] = {
+        "placement": lambda: write(placement=tokens),
+        "placement of attend": lambda: attend({"placement": tokens}),
+        "replicated": lambda: write(placement=None),
+        "exchange": lambda: attend({"exchange": "gather"}),
+        "max_scratch_bytes": lambda: attend({"max_scratch_bytes": 1}),
+        "window": lambda: attend({}, window=3),
+        "scale": lambda: attend({}, scale=0.5),
+        "sinks": lambda: attend({}, sinks=torch.ones(4)),
+        "kv_lens": lambda: decode({"kv_lens": [4, 9]}),
+        "softcap of decode": lambda: decode({}, softcap=1.0),
+        "call": other_call,
+        "small shard": refused,
+    }
+    told = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except (RuntimeError, ValueError) as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    answer = run_prefill(Run(SMALL, "pages", "pass_q"))
+    return told, answer["shards"]
+
+
+def run_loss(rank: int, exchange: str) -> str:
+    """What the others are told if the last rank leaves after all have agreed."""
+    case = SMALL
+    batch, size = make_batch(case), dist.get_world_size()
+    cp = ContextParallel(
+        dist.group.WORLD,
+        page_size=case.page_size,
+        placement=PLACEMENTS["pages"](size, case.page_size),
+        exchange=exchange,
+    )
+    plan = make_plan(cp, case, batch)
+    shards = [torch.zeros(64, 2, 32) for _ in "kv"]
+    if rank == size - 1:
+        cp._exchange.post = leave_after_agreement(cp._exchange.post)
+    try:
+        cp.attend(plan, cp.shard(plan, batch.q), *shards)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def leave_after_agreement(post: Callable[..., Any]) -> Callable[..., Any]:
+    """Sends what ranks agree on, and ends the process at the first rows."""
+
+    def send(call: str, *arguments: Any) -> Any:
+        if "agreement" not in call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return post(call, *arguments)
+
+    return send
