@@ -101,7 +101,9 @@ def test_two_hosts_run_the_commands_of_the_page(hosts: list[Host]) -> None:
     assert [run.returncode for run in runs] == [0, 0], err + other_err
     assert other_out == ""
     *lines, flags, verdict = out.splitlines()
-    assert verdict.startswith("passed: cp_size 4, zigzag, interleave, contiguous, bfloat16")
+    assert verdict.startswith(
+        "passed: cp_size 4, zigzag, interleave, contiguous, pass_q, gather, ring"
+    )
     assert [line.split()[:2] for line in lines] == [["rank", str(rank)] for rank in range(4)]
     assert all("threads 1 " in line and "GFLOP/s" in line for line in lines)
     assert re.fullmatch(r"rates:( --[a-z-]+ [-+.e\d]+){6}", flags)

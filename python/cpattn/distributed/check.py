@@ -5,7 +5,8 @@
         -m cpattn.distributed.check
 
 Every rank plans a ragged batch with cached prefixes, writes KV, attends and gathers, for every
-strategy, and compares with the float64 oracle; then times larger ones. Rank 0 prints a line for
+strategy, then with pools that the ranks share for every exchange, and compares with the float64
+oracle; then times larger ones. Rank 0 prints a line for
 each rank, and the rates of the network as options of `cpattn plan`. Exit code 1 on all ranks if
 a row is wrong, a rank is lost, or the ranks disagree.
 """
@@ -33,12 +34,15 @@ from .._cli.progress import ProgressBar, ProgressLines, make_progress
 from .._cli.rates import as_options
 from .._core import __version__, active_isa
 from .._roundings import DTYPES, error_in_units
+from ..kv import PageInterleave
 from .context_parallel import ContextParallel
 from .measure import measure_exchange
 from .plan import ContextParallelPlan
 
 Progress = ProgressBar | ProgressLines
 STRATEGIES = ("zigzag", "interleave", "contiguous")
+EXCHANGES = ("pass_q", "gather", "ring", "all_to_all")
+_MERGED = ("pass_q", "ring")  # rounded twice: partial results, and what they are merged to
 _HEADS, _KV_HEADS, _DIM, _PAGE = 8, 2, 128, 16
 
 
@@ -144,10 +148,12 @@ def _check(options: argparse.Namespace, progress: Progress) -> bool:
     group = dist.group.WORLD
     assert group is not None
     errors = []
-    steps = len(STRATEGIES) + 2
-    for i, strategy in enumerate(STRATEGIES):
-        progress(i, steps, f"{strategy} against the oracle")
-        errors.append(_largest_error(group, strategy, options.dtype))
+    tried = [(strategy, None) for strategy in STRATEGIES] + [("zigzag", each) for each in EXCHANGES]
+    steps = len(tried) + 2
+    for i, (strategy, exchange) in enumerate(tried):
+        progress(i, steps, f"{exchange or strategy} against the oracle")
+        error = _largest_error(group, strategy, options.dtype, exchange)
+        errors.append(error / 2 if exchange in _MERGED else error)
     progress(steps - 2, steps, "timing attention")
     timed = _timed(group, options)
     mine = {
@@ -193,17 +199,19 @@ def _print(
         rates = {"gflops": slowest["gflops"], "threads": slowest["threads"], **network}
         print(f"rates: {as_options(rates)}")
     print(
-        f"{'passed' if passed else 'FAILED'}: cp_size {len(ranks)}, {', '.join(STRATEGIES)}, "
-        f"{options.dtype}; errors up to 1 are roundings"
+        f"{'passed' if passed else 'FAILED'}: cp_size {len(ranks)}, "
+        f"{', '.join((*STRATEGIES, *EXCHANGES))}, {options.dtype}; errors up to 1 are roundings"
     )
 
 
-def _largest_error(group: dist.ProcessGroup, strategy: str, dtype: str) -> float:
-    """Of a small ragged batch, in units of what is allowed."""
+def _largest_error(
+    group: dist.ProcessGroup, strategy: str, dtype: str, exchange: str | None
+) -> float:
+    """Of a small ragged batch, in units of a rounding; on shared pools if there is an exchange."""
     size = dist.get_world_size(group)
     extends = np.array([2 * size + 5, 1, 7 * size + 3, 0, 3])
     prefixes = np.array([0, 40, 19, 8, _PAGE])
-    batch = _Batch(group, strategy, extends, prefixes, dtype)
+    batch = _Batch(group, strategy, extends, prefixes, dtype, exchange)
     batch.write_kv()
     gathered = batch.cp.gather(batch.plan, batch.attend())
     sequences: dict[str, Any] = {
@@ -232,7 +240,8 @@ def _timed(group: dist.ProcessGroup, options: argparse.Namespace) -> dict[str, f
 class _Batch:
     """A batch with the same random inputs on all ranks; the pools of this rank hold the prefixes.
 
-    k and v are the whole pools as they should be, k_cache and v_cache those of this rank.
+    k and v are the whole pools as they should be, k_cache and v_cache those of this rank, which are
+    a share of them if there is an exchange.
     """
 
     def __init__(
@@ -242,9 +251,17 @@ class _Batch:
         extends: np.ndarray[Any, Any],
         prefixes: np.ndarray[Any, Any],
         dtype: str,
+        exchange: str | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.cp = ContextParallel(group, strategy=strategy, page_size=_PAGE)
+        placement = PageInterleave(shard_size=dist.get_world_size(group), page_size=_PAGE)
+        self.cp = ContextParallel(
+            group,
+            strategy=strategy,
+            page_size=_PAGE,
+            placement=placement if exchange else None,
+            exchange=exchange or "auto",
+        )
         pages = -(-(extends + prefixes) // _PAGE)
         order = torch.randperm(int(pages.sum()), generator=generator).numpy()
         self.tables = np.full((len(extends), pages.max()), -1, np.int32)
@@ -261,6 +278,12 @@ class _Batch:
         self.k_cache, self.v_cache = self.k.clone(), self.v.clone()
         for cache in (self.k_cache, self.v_cache):
             cache.flatten(0, 1)[slots] = torch.nan
+        if exchange:
+            pages = -(-len(order) // placement.shard_size)
+            rows = np.arange(pages * _PAGE)
+            held = torch.from_numpy(placement.global_index(self.cp.cp_rank, rows)).view(-1, _PAGE)
+            page_ids = (held[:, 0] // _PAGE).clamp(max=len(order) - 1)  # no rank's share is short
+            self.k_cache, self.v_cache = self.k_cache[page_ids], self.v_cache[page_ids]
         self._rows = [self.cp.shard(self.plan, x) for x in new]
         self._q = self.cp.shard(self.plan, self.q)
 
