@@ -36,8 +36,8 @@ VALUES = {  # made by functions alone
 RECORDS = {  # hold what they are given, and check nothing
     "DecodeTargets", "HeadSlice", "KVArgs", "KVChunk", "KVEntry", "KVLink", "KVLinks",
     "KVSendIndices", "PullTargets",
-    "ContextParallelPlan", "KVRegistration", "KVTransferRequest", "Profile", "ScopeTime",
-    "Thread", "TransferError", "TransferStatus",
+    "ContextParallelPlan", "DecodePlan", "ExchangeChoice", "KVRegistration", "KVTransferRequest",
+    "Profile", "ScopeTime", "ShardedPlan", "Thread", "TransferError", "TransferStatus",
 }  # fmt: skip
 ENUMS = {"ForwardMode", "TopkTransformMethod", "TraceScope"}
 PROTOCOLS = {"Placement", "TransferEngine"}

@@ -44,6 +44,7 @@ from support.api.transfer_calls import (
     method,
     of,
     planned,
+    planned_decode,
     pointers,
     profiled,
     register,
@@ -301,6 +302,7 @@ TRANSFERS: dict[str, Callable[[], Good]] = {
         {"frames": ("frames", registration_message().to_frames())}, names=("frame",),
     ),
     "ContextParallel.plan": planned,
+    "ContextParallel.plan_decode": planned_decode,
     "shard#ContextParallel": sharded,
     "select": profiled,
 }  # fmt: skip

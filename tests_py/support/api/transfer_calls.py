@@ -13,6 +13,7 @@ import numpy as np
 import cpattn
 from cpattn import distributed, transfer
 from cpattn.distributed.plan import make_plan
+from cpattn.kv import PageInterleave
 from cpattn.transfer import wire
 from support.api import argument_kinds
 from support.api.api_call_kinds import Arguments, Good
@@ -356,6 +357,20 @@ def planned() -> Good:
         "custom_mask": ("any tensor", np.ones(44, bool)),
     }
     return Good(cp.plan, arguments, prefixes=("build_cp_metadata: ", "unshard: "))
+
+
+def planned_decode() -> Good:
+    """A step over shards of two ranks, planned without their group."""
+    cp = object.__new__(distributed.ContextParallel)
+    cp.cp_rank, cp.cp_size, cp.page_size = 0, 2, 4
+    cp.placement = PageInterleave(shard_size=2, page_size=4)
+    arguments = {
+        "kv_lens": ("ints", [7, 4]),
+        "block_tables": ("table", [[1, 2], [3, -1]]),
+        "q_lens": ("?ints", [2, 1]),
+        "custom_mask": ("any tensor", np.ones(18, bool)),
+    }
+    return Good(cp.plan_decode, arguments)
 
 
 def sharded() -> Good:
