@@ -175,3 +175,28 @@ def test_decode_is_that_of_the_oracle_with_the_same_bits_on_every_rank(steps, st
     for other in others:
         assert torch.equal(other["out"], mine["out"])
         assert torch.equal(other["lse"], mine["lse"])
+
+
+@pytest.fixture(scope="module")
+def traffic(tmp_path_factory):
+    path = tmp_path_factory.mktemp("traffic")
+    return run_world(3, path, worker.run_traffic, replace(BATCHES[0], num_heads=12, num_kv_heads=6))
+
+
+def test_new_rows_travel_to_their_owners_only(traffic):
+    row_bytes = 2 * 6 * 32 * 4  # of keys and values
+    for answer in traffic:
+        assert answer["pass_q"]["received"]["write_kv"] == (
+            answer["pass_q"]["rows to write"] * row_bytes
+        )
+
+
+@pytest.mark.parametrize("exchange", ["pass_q", "gather", "all_to_all"])
+def test_what_travels_is_what_the_choice_goes_by(traffic, exchange):
+    most = max(answer[exchange]["received"]["attend"] for answer in traffic)
+    assert most == traffic[0][exchange]["choice"][exchange]
+
+
+def test_a_ring_sends_and_receives_while_it_computes(traffic):
+    for answer in traffic:
+        assert answer["ring"]["events"] == ["post", "compute", "finish"] * 3

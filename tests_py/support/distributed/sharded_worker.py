@@ -8,13 +8,14 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import cpattn
-from cpattn.distributed import ContextParallel
+from cpattn.distributed import ContextParallel, ring
 from cpattn.kv import PageInterleave, TokenInterleave
 from support.distributed import layer_worker as layers
 from support.distributed.distributed_worker import make_plan
@@ -395,3 +396,60 @@ def leave_after_agreement(post: Callable[..., Any]) -> Callable[..., Any]:
         return post(call, *arguments)
 
     return send
+
+
+def run_traffic(rank: int, case: Case) -> dict[str, dict[str, Any]]:
+    """Of each exchange what this rank received, and the order of events."""
+    exchanges = ("pass_q", "gather", "all_to_all", "ring")
+    return {exchange: _traffic_of(rank, case, exchange) for exchange in exchanges}
+
+
+def _traffic_of(rank: int, case: Case, exchange: str) -> dict[str, Any]:
+    batch, size = make_batch(case), dist.get_world_size()
+    cp = ContextParallel(
+        dist.group.WORLD,
+        page_size=case.page_size,
+        placement=PLACEMENTS["pages"](size, case.page_size),
+        exchange=exchange,
+    )
+    plan = make_plan(cp, case, batch)
+    q, k, v = (
+        cp.shard(plan, x) for x in (batch.q, batch.new(case, batch.k), batch.new(case, batch.v))
+    )
+    shards = [
+        shard_of(plan.placement, rank, pool, case.page_size)
+        for pool in (batch.k_cache, batch.v_cache)
+    ]
+    events: list[str] = []
+    received = {"write_kv": 0, "attend": 0}
+    post, finish, attend_part = cp._exchange.post, cp._exchange.finish, ring.attend_part
+
+    def counted(call: str, sends: Any, receives: Any) -> Any:
+        if call in received:
+            received[call] += sum(x.numel() * x.element_size() for x in receives.values())
+            events.append("post")
+        return post(call, sends, receives)
+
+    def finished(posted: Any) -> None:
+        if posted.call in received:
+            events.append("finish")
+        finish(posted)
+
+    def computed(*arguments: Any) -> Any:
+        events.append("compute")
+        return attend_part(*arguments)
+
+    cp._exchange.post, cp._exchange.finish = counted, finished
+    cp.write_kv(plan, k, v, *shards)
+    events.clear()
+    with mock.patch.object(ring, "attend_part", computed):
+        cp.attend(plan, q, *shards)
+    answer: dict[str, Any] = {"received": received, "events": events}
+    answer["choice"] = cp.choose_exchange(
+        plan, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim, element_bytes=4,
+    ).received_bytes  # fmt: skip
+    mine = plan.batch.owner == rank
+    mine[plan.local_rows] = False
+    answer["rows to write"] = int(mine.sum())
+    return answer
