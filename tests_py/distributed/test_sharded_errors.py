@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from cpattn.distributed import ContextParallel, DecodePlan, ShardedPlan
-from support.distributed import sharded_worker as worker
+from support.distributed import sharded_faults as worker
 from support.distributed.distributed_worker import run_world
 from support.distributed.sharded_worker import PLACEMENTS
 
