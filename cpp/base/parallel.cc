@@ -347,6 +347,12 @@ InterruptScope::InterruptScope(bool (*hook)()) : previous_(interrupt_hook) {
 
 InterruptScope::~InterruptScope() { interrupt_hook = previous_; }
 
+bool interrupt_requested() {
+  if (interrupt_hook == nullptr) return false;
+  const NestedCalls nested;
+  return interrupt_hook();
+}
+
 void parallel_for(int64_t num_items, int num_threads, ItemFunction function) {
   const auto helpers = std::min<int64_t>(num_threads, num_items) - 1;
   Job job(num_items, static_cast<int>(std::max<int64_t>(helpers, 0)), function);

@@ -29,6 +29,7 @@ PYBIND11_MODULE(_core, m) {
   bindings::register_lightning_indexer(m);
   bindings::register_sparse_flash(m);
   bindings::register_sparse_mla(m);
+  bindings::register_host_barrier(m);
   bindings::register_indexer(m);
   bindings::register_kv_pool(m);
   bindings::register_page_rows(m);

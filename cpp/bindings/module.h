@@ -19,6 +19,7 @@ void register_fia(pybind11::module_& module);
 void register_lightning_indexer(pybind11::module_& module);
 void register_sparse_flash(pybind11::module_& module);
 void register_sparse_mla(pybind11::module_& module);
+void register_host_barrier(pybind11::module_& module);
 void register_indexer(pybind11::module_& module);
 void register_kv_pool(pybind11::module_& module);
 void register_page_rows(pybind11::module_& module);

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -121,6 +122,68 @@ TEST(PoolMemory, IsSafeBetweenThreads) {
   for (int i = 0; i < 2000; ++i) PoolMemory::make("test", kPage);
   done = true;
   looking.join();
+}
+
+/// A file in memory.
+class File {
+ public:
+  explicit File(uint64_t num_bytes)
+      : fd_(static_cast<int>(syscall(SYS_memfd_create, "part", 1U))) {  // MFD_CLOEXEC
+    EXPECT_EQ(ftruncate(fd_, static_cast<off_t>(num_bytes)), 0);
+  }
+  ~File() { close(fd_); }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  SharedPart part(uint64_t first_page, uint64_t num_pages, bool own = false) const {
+    const auto page = static_cast<int64_t>(kPage);
+    return {
+        .fd = fd_,
+        .offset = static_cast<int64_t>(first_page) * page,
+        .num_bytes = static_cast<int64_t>(num_pages) * page,
+        .own = own,
+    };
+  }
+
+ private:
+  int fd_;
+};
+
+TEST(PoolMemory, PartsOfFilesFollowEachOther) {
+  const File a(4 * kPage), b(4 * kPage);
+  const std::vector<SharedPart> parts = {
+      a.part(0, 1, true), b.part(0, 2), a.part(1, 3, true), b.part(2, 2)
+  };
+  const auto one = PoolMemory::map("test", parts), other = PoolMemory::map("test", parts);
+  ASSERT_EQ(one->num_bytes(), static_cast<int64_t>(8 * kPage));
+  EXPECT_NE(one->addr(), other->addr());
+  for (uint64_t page = 0; page < 8; ++page) one->data()[page * kPage] = static_cast<char>(page + 1);
+  for (uint64_t page = 0; page < 8; ++page) EXPECT_EQ(other->data()[page * kPage], page + 1);
+  const auto in_b = PoolMemory::map("test", std::vector{b.part(0, 4)});
+  EXPECT_EQ(in_b->data()[0], 2);
+  EXPECT_EQ(in_b->data()[2 * kPage], 7);
+  EXPECT_EQ(PoolMemory::find(one->addr() + 8 * kPage - 1, 1).at(0), one);
+}
+
+TEST(PoolMemory, RefusesPartsThatAreNoMemory) {
+  const File file(2 * kPage);
+  const auto map = [](const SharedPart& part) {
+    return PoolMemory::map("test", std::vector{part});
+  };
+  EXPECT_THROW(PoolMemory::map("test", {}), std::invalid_argument);
+  EXPECT_THROW(map(file.part(0, 0)), std::invalid_argument);
+  EXPECT_THROW(map(file.part(1, 2)), std::invalid_argument);  // the file was cut
+  SharedPart odd = file.part(0, 1);
+  odd.offset = 1;
+  EXPECT_THROW(map(odd), std::invalid_argument);
+  SharedPart none = file.part(0, 1);
+  none.fd = -1;
+  EXPECT_THROW(map(none), std::invalid_argument);
+  const auto page = static_cast<int64_t>(kPage);
+  EXPECT_THROW(
+      map({.fd = file.part(0, 1).fd, .offset = page, .num_bytes = INT64_MAX / page * page}),
+      std::invalid_argument
+  );
 }
 
 }  // namespace

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/numpy.h>
+#include <pybind11/stl.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "bindings/arguments/arguments.h"
 #include "bindings/module.h"
@@ -38,15 +42,34 @@ std::unique_ptr<KVBuffer> make_buffer(
     const py::object& num_layers,
     const py::object& num_slots,
     const py::object& row_elements,
-    const std::string& dtype
+    const std::string& dtype,
+    std::shared_ptr<PoolMemory> memory
 ) {
   const auto size = [&](const py::object& value, const char* name) {
     return index_value(value, concat(function, ": ", name).c_str());
   };
+  const int64_t layers = size(num_layers, "num_layers"), slots = size(num_slots, "token slots"),
+                elements = size(row_elements, "elements of a row");
+  const DType type = pool_dtype(function, dtype);
+  if (!memory) {
+    return std::make_unique<KVBuffer>(function.c_str(), layers, slots, elements, type);
+  }
   return std::make_unique<KVBuffer>(
-      function.c_str(), size(num_layers, "num_layers"), size(num_slots, "token slots"),
-      size(row_elements, "elements of a row"), pool_dtype(function, dtype)
+      function.c_str(), layers, slots, elements, type, std::move(memory)
   );
+}
+
+/// parts: (fd, offset, num_bytes, own) of each.
+std::shared_ptr<PoolMemory> map_shared_memory(
+    const std::string& function, const std::vector<std::tuple<int, int64_t, int64_t, bool>>& parts
+) {
+  std::vector<SharedPart> mapped;
+  mapped.reserve(parts.size());
+  for (const auto& [fd, offset, num_bytes, own] : parts) {
+    mapped.push_back({.fd = fd, .offset = offset, .num_bytes = num_bytes, .own = own});
+  }
+  const Computation computation;
+  return PoolMemory::map(function.c_str(), mapped);
 }
 
 py::array bytes_of(const py::object& self) {
@@ -141,7 +164,7 @@ void register_kv_pool(py::module_& module) {
   py::class_<KVBuffer>(module, "KVBuffer")
       .def(
           py::init(&make_buffer), "function"_a, "num_layers"_a, "num_slots"_a, "row_elements"_a,
-          "dtype"_a
+          "dtype"_a, "memory"_a = std::shared_ptr<PoolMemory>()
       )
       .def_property_readonly("bytes", &bytes_of)
       .def_property_readonly(
@@ -149,6 +172,7 @@ void register_kv_pool(py::module_& module) {
       )
       .def_property_readonly("layer_bytes", &KVBuffer::layer_bytes)
       .def_property_readonly("row_bytes", &KVBuffer::row_bytes);
+  module.def("map_shared_memory", &map_shared_memory, "function"_a, "parts"_a);
   module.def(
       "set_kv_buffer", &set_kv_buffer, "layer"_a, "loc"_a, "num_heads"_a, "k_buffer"_a,
       "k_scale_buffer"_a, "k"_a, "k_scale"_a, "v_buffer"_a, "v_scale_buffer"_a, "v"_a, "v_scale"_a

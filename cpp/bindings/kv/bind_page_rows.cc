@@ -31,6 +31,16 @@ void run_write_page_rows(
   write_page_rows(read.function(), slot_list, parts);
 }
 
+/// Rows [num_rows, 1, width] of one kind, and pages of one token [num_slots, 1, 1, width].
+void run_write_slot_rows(py::handle slots, py::handle rows, py::handle pages) {
+  const Arguments read("write_slot_rows");
+  auto slot_list = read.ints(slots, "slots");
+  const TensorArgument view = read.tensor(rows, "rows"), out = read.output(pages, "pages");
+  const PageRows part{.name = "rows", .rows = *view, .pages = *out};
+  const Computation computation;
+  write_page_rows(read.function(), slot_list, {&part, 1});
+}
+
 }  // namespace
 
 void register_page_rows(py::module_& module) {
@@ -38,6 +48,7 @@ void register_page_rows(py::module_& module) {
       "write_page_rows", &run_write_page_rows, "slots"_a, "k"_a, "k_pages"_a, "k_scale"_a, "v"_a,
       "v_pages"_a, "v_scale"_a
   );
+  module.def("write_slot_rows", &run_write_slot_rows, "slots"_a, "rows"_a, "pages"_a);
 }
 
 }  // namespace cpattn::bindings

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpattn/kv/kv_pool.h"
 
+#include <utility>
+
 #include "cpattn/base/check.h"
 
 namespace cpattn {
 namespace {
 
 /// The product of the sizes, all of them checked.
-int64_t checked_bytes(
+int64_t buffer_bytes(
     const char* function, int64_t layers, int64_t slots, int64_t elements, int64_t element_bytes
 ) {
   check(
@@ -32,15 +34,37 @@ int64_t checked_bytes(
 KVBuffer::KVBuffer(
     const char* function, int64_t num_layers, int64_t num_slots, int64_t row_elements, DType dtype
 )
+    : KVBuffer(
+          function,
+          num_layers,
+          num_slots,
+          row_elements,
+          dtype,
+          PoolMemory::make(
+              function,
+              buffer_bytes(function, num_layers, num_slots, row_elements, element_size(dtype))
+          )
+      ) {}
+
+KVBuffer::KVBuffer(
+    const char* function,
+    int64_t num_layers,
+    int64_t num_slots,
+    int64_t row_elements,
+    DType dtype,
+    std::shared_ptr<PoolMemory> memory
+)
     : num_layers_(num_layers),
       num_slots_(num_slots),
       row_elements_(row_elements),
       dtype_(dtype),
-      memory_(
-          PoolMemory::make(
-              function,
-              checked_bytes(function, num_layers, num_slots, row_elements, element_size(dtype))
-          )
-      ) {}
+      memory_(std::move(memory)) {
+  const int64_t needed =
+      buffer_bytes(function, num_layers, num_slots, row_elements, element_size(dtype));
+  check(
+      memory_->num_bytes() >= needed, function, ": the memory of a buffer must have ", needed,
+      " bytes, got ", memory_->num_bytes()
+  );
+}
 
 }  // namespace cpattn

@@ -1,22 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpattn/kv/pool_memory.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <map>
 #include <mutex>
 #include <new>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "cpattn/base/check.h"
+#include "cpattn/base/parallel.h"
+
+#if !defined(MADV_POPULATE_WRITE)
+#define MADV_POPULATE_WRITE 23  // headers before Linux 5.14 lack it
+#endif
 
 namespace cpattn {
 namespace {
 
-class OutOfAddressSpace final : public std::bad_alloc {
+constexpr int64_t kLargePage = int64_t{2} << 20;
+constexpr int64_t kTakenAtOnce = int64_t{64} << 20;  // between looks for Ctrl-C, some milliseconds
+
+class OutOfMemory final : public std::bad_alloc {
  public:
-  explicit OutOfAddressSpace(std::string message) : message_(std::move(message)) {}
+  explicit OutOfMemory(std::string message) : message_(std::move(message)) {}
   const char* what() const noexcept override { return message_.c_str(); }
 
  private:
@@ -39,6 +53,70 @@ LiveMemory& live_memory() {
   return *memory;
 }
 
+std::string error_text(int error) { return std::generic_category().message(error); }
+
+/// The bytes of all parts, each of which is checked.
+int64_t checked_bytes(const char* function, std::span<const SharedPart> parts) {
+  check(!parts.empty(), function, ": shared memory must have a part");
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  int64_t sum = 0;
+  for (const SharedPart& part : parts) {
+    check(
+        part.num_bytes > 0 && part.offset >= 0 && part.num_bytes % page == 0 &&
+            part.offset % page == 0,
+        function, ": parts of shared memory must be multiples of ", page, " bytes, got ",
+        part.num_bytes, " bytes at ", part.offset
+    );
+    int64_t end = 0;
+    check(
+        !__builtin_add_overflow(part.offset, part.num_bytes, &end) &&
+            !__builtin_add_overflow(sum, part.num_bytes, &sum),
+        function, ": shared memory must be below 2^63 bytes"
+    );
+    struct stat file{};
+    const bool is_file = fstat(part.fd, &file) == 0;
+    check(
+        is_file && file.st_size >= end, function, ": a file of shared memory must have ", end,
+        " bytes, got ", is_file ? file.st_size : 0
+    );
+  }
+  return sum;
+}
+
+/// Address space that begins at a large page, with nothing behind it yet.
+char* reserve(const char* function, int64_t num_bytes) {
+  const int64_t more = num_bytes > INT64_MAX - kLargePage ? 0 : kLargePage;
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* const data = mmap(nullptr, num_bytes + more, PROT_NONE, kFlags, -1, 0);
+  if (data == MAP_FAILED) {
+    throw OutOfMemory(concat(function, ": the system has no ", num_bytes, " bytes for a buffer"));
+  }
+  char* const begin = static_cast<char*>(data);
+  const int64_t before = -reinterpret_cast<intptr_t>(begin) & (kLargePage - 1);
+  if (before > 0) munmap(begin, before);
+  if (before < more) munmap(begin + before + num_bytes, more - before);
+  return begin + before;
+}
+
+/// Has the system find the memory of a part now, near this thread. Later it could only fail by a
+/// signal that ends the process.
+void take(const char* function, char* data, const SharedPart& part) {
+  for (int64_t done = 0; done < part.num_bytes; done += kTakenAtOnce) {
+    if (interrupt_requested()) throw Interrupted();
+    const int64_t size = std::min(kTakenAtOnce, part.num_bytes - done);
+    int error = madvise(data + done, size, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
+    if (error == EINVAL) {  // Linux before 5.14
+      error = posix_fallocate(part.fd, part.offset + done, size);
+    }
+    if (error != 0) {
+      throw OutOfMemory(concat(
+          function, ": the system has no ", part.num_bytes,
+          " bytes of shared memory: ", error_text(error)
+      ));
+    }
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<PoolMemory> PoolMemory::make(const char* function, int64_t num_bytes) {
@@ -46,15 +124,42 @@ std::shared_ptr<PoolMemory> PoolMemory::make(const char* function, int64_t num_b
   constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   void* const data = mmap(nullptr, num_bytes, kProtection, kFlags, -1, 0);
   if (data == MAP_FAILED) {
-    throw OutOfAddressSpace(
-        concat(function, ": the system has no ", num_bytes, " bytes for a buffer")
-    );
+    throw OutOfMemory(concat(function, ": the system has no ", num_bytes, " bytes for a buffer"));
   }
   madvise(data, num_bytes, MADV_HUGEPAGE);  // where the system has none, small pages do
-  std::shared_ptr<PoolMemory> memory(new PoolMemory(static_cast<char*>(data), num_bytes));
+  return remember(std::shared_ptr<PoolMemory>(new PoolMemory(static_cast<char*>(data), num_bytes)));
+}
+
+std::shared_ptr<PoolMemory> PoolMemory::map(
+    const char* function, std::span<const SharedPart> parts
+) {
+  const int64_t num_bytes = checked_bytes(function, parts);
+  char* const data = reserve(function, num_bytes);
+  std::shared_ptr<PoolMemory> memory(new PoolMemory(data, num_bytes));
+  char* at = data;
+  for (const SharedPart& part : parts) {
+    constexpr int kProtection = PROT_READ | PROT_WRITE;
+    if (mmap(at, part.num_bytes, kProtection, MAP_SHARED | MAP_FIXED, part.fd, part.offset) ==
+        MAP_FAILED) {
+      throw OutOfMemory(
+          concat(function, ": the system maps no ", part.num_bytes, " bytes: ", error_text(errno))
+      );
+    }
+    at += part.num_bytes;
+  }
+  madvise(data, num_bytes, MADV_HUGEPAGE);  // before memory is taken, which decides about its pages
+  at = data;
+  for (const SharedPart& part : parts) {
+    if (part.own) take(function, at, part);
+    at += part.num_bytes;
+  }
+  return remember(std::move(memory));
+}
+
+std::shared_ptr<PoolMemory> PoolMemory::remember(std::shared_ptr<PoolMemory> memory) {
   LiveMemory& live = live_memory();
   const std::scoped_lock lock(live.mutex);
-  live.from[memory->addr()] = {memory->addr() + (num_bytes - 1), memory};
+  live.from[memory->addr()] = {memory->addr() + (memory->num_bytes() - 1), memory};
   return memory;
 }
 

@@ -52,6 +52,10 @@ class InterruptScope {
   bool (*previous_)();
 };
 
+/// Whether the hook of the calling thread asks to stop. Waits that are no parallel_for poll it a
+/// few times a second, and throw Interrupted.
+bool interrupt_requested();
+
 /// What the running items of one parallel_for share. Long items call
 /// should_stop() now and then and return early when it is true. Inside of should_stop() the hook
 /// may run any code on this thread, calls of this library among it. Such nested calls have scratch

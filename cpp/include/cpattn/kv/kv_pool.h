@@ -10,7 +10,8 @@
 namespace cpattn {
 
 /// One kind of entry of a KV pool - keys, values or keys of an indexer - for all layers:
-/// shape [num_layers, num_slots, row_elements] without gaps, in memory of its own. With the large
+/// shape [num_layers, num_slots, row_elements] without gaps, in memory of its own, or in such that
+/// the processes of a group share. With the large
 /// pages of PoolMemory, rows at random slots find their addresses in the TLB. (32768 rows of K and
 /// V, shuffled, two threads: casts to FP8 go from 26-39 to 51 GB/s, copies stay at 56.)
 class KVBuffer {
@@ -20,6 +21,15 @@ class KVBuffer {
   /// asked for if the system has no such address space.
   KVBuffer(
       const char* function, int64_t num_layers, int64_t num_slots, int64_t row_elements, DType dtype
+  );
+  /// The same in memory of somebody else, which must not be smaller.
+  KVBuffer(
+      const char* function,
+      int64_t num_layers,
+      int64_t num_slots,
+      int64_t row_elements,
+      DType dtype,
+      std::shared_ptr<PoolMemory> memory
   );
   KVBuffer(const KVBuffer&) = delete;
   KVBuffer& operator=(const KVBuffer&) = delete;

@@ -3,9 +3,18 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 namespace cpattn {
+
+/// Bytes [offset, offset + num_bytes) of a file in memory, which other processes map, too.
+struct SharedPart {
+  int fd = -1;
+  int64_t offset = 0;
+  int64_t num_bytes = 0;
+  bool own = false;  // this process takes the memory, on its NUMA node
+};
 
 /// The memory of a buffer of a KV pool: zeros, aligned to a page of the system, committed when
 /// they are first written, 2 MiB at a time where the system has large pages. The pool and every
@@ -15,6 +24,16 @@ class PoolMemory {
   /// num_bytes >= 1. Throws a std::bad_alloc that names `function` and says how much was asked for
   /// if the system has no such address space.
   static std::shared_ptr<PoolMemory> make(const char* function, int64_t num_bytes);
+
+  /// Maps the parts, one behind the other, for `function`. Own parts have their memory when this
+  /// returns, 2 MiB at a time where the system has large pages for files in memory, so that writing
+  /// to any byte cannot fail once all processes have mapped theirs. The files may be closed then.
+  ///
+  /// Throws std::invalid_argument for no parts, and sizes and offsets that are no multiples of a
+  /// page of the system or reach behind the end of a file; a std::bad_alloc that names `function`
+  /// if the system lacks address space or memory; and Interrupted when the caller's hook asks to
+  /// stop.
+  static std::shared_ptr<PoolMemory> map(const char* function, std::span<const SharedPart> parts);
 
   /// Returns all memory of pools that has a byte in [addr, addr + size), in ascending order. A
   /// process finds its pools by their addresses, which are all that engines are told.
@@ -35,6 +54,7 @@ class PoolMemory {
 
  private:
   PoolMemory(char* data, int64_t num_bytes) : data_(data), num_bytes_(num_bytes) {}
+  static std::shared_ptr<PoolMemory> remember(std::shared_ptr<PoolMemory> memory);
 
   char* data_;
   int64_t num_bytes_;

@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpattn/base/host_barrier.h"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <climits>
+#include <ctime>
+#include <stdexcept>
+#include <system_error>
+
+#include "cpattn/base/check.h"
+#include "cpattn/base/parallel.h"
+
+#if !defined(SYS_pidfd_open)
+#define SYS_pidfd_open 434  // of every architecture; headers before Linux 5.3 lack it
+#endif
+
+namespace cpattn {
+namespace {
+
+using SteadyClock = std::chrono::steady_clock;
+constexpr auto kSlice = std::chrono::milliseconds(20);  // of a sleep, until the next look around
+
+[[noreturn]] void throw_errno(const std::string& what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+/// Not FUTEX_PRIVATE_FLAG: the word is in memory of several processes.
+void futex_wait(std::atomic<uint32_t>& word, uint32_t value, std::chrono::nanoseconds longest) {
+  const timespec time{.tv_sec = 0, .tv_nsec = longest.count()};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, value, &time, nullptr, 0);
+}
+
+void futex_wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+std::string ranks_text(const std::vector<int>& ranks) {
+  std::string text = "rank ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+}  // namespace
+
+/// Zeros are a rank that has not arrived yet.
+struct HostBarrier::Page {
+  alignas(64) std::atomic<uint64_t> arrivals;
+  std::atomic<uint64_t> left_at;         // the first meeting that it did not complete; 0 for none
+  std::atomic<uint32_t> left_as_others;  // because of others, who are to be named for it
+  // Of the page of rank 0 alone, for all: a number that changes when a meeting is complete, and how
+  // many sleep on it.
+  alignas(64) std::atomic<uint32_t> completions;
+  std::atomic<uint32_t> sleepers;
+  // Of the last two meetings: a rank that is at the next one already leaves those of this one to
+  // ranks that still read them, and nobody is two ahead.
+  alignas(64) int64_t terms[2][kMaxTerms];
+
+  static Page* map(int rank, int fd) {
+    struct stat file{};
+    if (fstat(fd, &file) != 0) throw_errno(concat("HostBarrier: page of rank ", rank));
+    check(
+        file.st_size >= kPageBytes, "HostBarrier: the page of rank ", rank, " must have ",
+        kPageBytes, " bytes, got ", file.st_size
+    );
+    void* const data = mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (data == MAP_FAILED) throw_errno(concat("HostBarrier: page of rank ", rank));
+    return static_cast<Page*>(data);
+  }
+};
+
+/// The process of another rank.
+class HostBarrier::Peer {
+ public:
+  Peer(int rank, pid_t pid) : pid_(pid), fd_(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))) {
+    if (fd_ < 0) throw_errno(concat("HostBarrier: process ", pid, " of rank ", rank));
+  }
+  ~Peer() { close(fd_); }
+  Peer(const Peer&) = delete;
+  Peer& operator=(const Peer&) = delete;
+
+  pid_t pid() const { return pid_; }
+  bool has_ended() const {
+    pollfd look{.fd = fd_, .events = POLLIN, .revents = 0};
+    return poll(&look, 1, 0) == 1;
+  }
+
+ private:
+  pid_t pid_;
+  int fd_;
+};
+
+HostBarrier::HostBarrier(int rank, std::span<const int> fds, std::span<const int> pids)
+    : rank_(rank), owner_(getpid()), num_cpus_(usable_cpus()) {
+  static_assert(sizeof(Page) <= kPageBytes);
+  static_assert(std::atomic<uint64_t>::is_always_lock_free);
+  const int size = static_cast<int>(fds.size());
+  check(
+      fds.size() == pids.size(), "HostBarrier: there must be a process for each of ", size,
+      " pages, got ", pids.size()
+  );
+  check(rank >= 0 && rank < size, "HostBarrier: rank must be in [0, ", size, "), got ", rank);
+  try {
+    for (int r = 0; r < size; ++r) {
+      pages_.push_back(nullptr);
+      pages_.back() = Page::map(r, fds[r]);
+      peers_.push_back(r == rank ? nullptr : std::make_unique<Peer>(r, pids[r]));
+    }
+  } catch (...) {
+    for (Page* page : pages_) {
+      if (page != nullptr) munmap(page, kPageBytes);
+    }
+    throw;
+  }
+}
+
+HostBarrier::~HostBarrier() {
+  leave();
+  for (Page* page : pages_) munmap(page, kPageBytes);
+}
+
+void HostBarrier::leave() { leave_as(false); }
+
+void HostBarrier::leave_as(bool others) {
+  Page& own = *pages_[rank_];
+  if (getpid() != owner_ || own.left_at.load() != 0) return;
+  own.left_as_others.store(others ? 1 : 0);
+  own.left_at.store(completed_ + 1);
+}
+
+bool HostBarrier::has_arrived(int rank, uint64_t count) const {
+  return pages_[rank]->arrivals.load() >= count;
+}
+
+bool HostBarrier::all_have_arrived(uint64_t count) const {
+  for (int rank = 0; rank < size(); ++rank) {
+    if (!has_arrived(rank, count)) return false;
+  }
+  return true;
+}
+
+std::vector<int64_t> HostBarrier::meet(
+    const std::string& call, std::span<const int64_t> terms, double timeout
+) {
+  check(
+      terms.size() <= kMaxTerms, call, ": there must be at most ", kMaxTerms, " terms, got ",
+      terms.size()
+  );
+  if (getpid() != owner_) {
+    throw std::runtime_error(concat(
+        call, ": rank ", rank_, " is process ", owner_, "; its forked child ", getpid(),
+        " cannot take part"
+    ));
+  }
+  Page& own = *pages_[rank_];
+  if (own.left_at.load() != 0) {
+    throw std::runtime_error(concat(
+        call, ": the group cannot be used any more, rank ", rank_, " has left it by an error"
+    ));
+  }
+  const uint64_t count = completed_ + 1;
+  std::copy(terms.begin(), terms.end(), own.terms[count % 2]);
+  own.arrivals.store(count);
+  try {
+    // Sequentially consistent: the last of all to store sees that all have, and wakes the others.
+    if (all_have_arrived(count)) {
+      Page& first = *pages_[0];
+      first.completions.fetch_add(1);
+      if (first.sleepers.load() != 0) futex_wake_all(first.completions);
+    } else if (!spin(count)) {
+      wait(call, count, timeout);
+    }
+    refuse_lost(call, count);
+  } catch (const std::runtime_error&) {
+    leave_as(true);
+    throw;
+  } catch (...) {
+    leave();
+    throw;
+  }
+  completed_ = count;
+  std::vector<int64_t> all;
+  all.reserve(terms.size() * pages_.size());
+  for (const Page* page : pages_) {
+    const int64_t* const theirs = page->terms[count % 2];
+    all.insert(all.end(), theirs, theirs + terms.size());
+  }
+  return all;
+}
+
+/// Whether all have arrived before it is time to sleep. Where ranks share CPUs the one that is
+/// awaited may need this one.
+bool HostBarrier::spin(uint64_t count) const {
+  const int pauses = size() <= num_cpus_ ? 32 : 1;  // a microsecond or two, or one look
+  const auto end = SteadyClock::now() + std::chrono::microseconds(spin_us());
+  while (SteadyClock::now() < end) {
+    for (int i = 0; i < pauses; ++i) {
+      if (all_have_arrived(count)) return true;
+      pause_cpu();
+    }
+    sched_yield();
+  }
+  return all_have_arrived(count);
+}
+
+void HostBarrier::wait(const std::string& call, uint64_t count, double timeout) {
+  const auto begin = SteadyClock::now();
+  Page& first = *pages_[0];
+  for (;;) {
+    refuse_lost(call, count);
+    first.sleepers.fetch_add(1);
+    const uint32_t seen = first.completions.load();
+    // Who completes the meeting after this look sees that somebody sleeps, or changes `seen`.
+    const bool complete = all_have_arrived(count);
+    if (!complete) futex_wait(first.completions, seen, kSlice);
+    first.sleepers.fetch_sub(1);
+    if (complete || all_have_arrived(count)) return;
+    if (interrupt_requested()) throw Interrupted();
+    const std::chrono::duration<double> waited = SteadyClock::now() - begin;
+    if (waited.count() < timeout) continue;
+    std::vector<int> late;
+    for (int rank = 0; rank < size(); ++rank) {
+      if (!has_arrived(rank, count)) late.push_back(rank);
+    }
+    if (late.empty()) return;
+    throw std::runtime_error(concat(
+        call, ": ", ranks_text(late), " of ", size(), " did not answer: timed out after ", timeout,
+        " s"
+    ));
+  }
+}
+
+/// Throws if a rank has left this meeting, or has ended and will never arrive. Ranks that left as
+/// others were lost are not named before these.
+void HostBarrier::refuse_lost(const std::string& call, uint64_t count) const {
+  const bool complete = all_have_arrived(count);
+  std::vector<int> ended, left;
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank == rank_) continue;
+    const Page& page = *pages_[rank];
+    const uint64_t left_at = page.left_at.load();
+    if (!has_arrived(rank, count) && peers_[rank]->has_ended() && !has_arrived(rank, count)) {
+      ended.push_back(rank);  // and to arrive was not its last deed
+    } else if (
+        left_at != 0 && left_at <= count &&
+        (complete || page.left_as_others.load() == 0 || !has_arrived(rank, count))
+    ) {
+      left.push_back(rank);
+    }
+  }
+  const std::vector<int>& lost = ended.empty() ? left : ended;
+  if (lost.empty()) return;
+  std::string reason;
+  for (int rank : lost) {
+    reason += reason.empty() ? "process " : ", process ";
+    reason += std::to_string(peers_[rank]->pid());
+    reason += ended.empty() ? " has left by an error" : " has ended";
+  }
+  throw std::runtime_error(
+      concat(call, ": ", ranks_text(lost), " of ", size(), " did not answer: ", reason)
+  );
+}
+
+}  // namespace cpattn
