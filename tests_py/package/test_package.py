@@ -186,7 +186,7 @@ def test_the_ranks_of_the_document_on_deployment(request):
     names |= {name: torch.randn(214, 2, 32) for name in ("k", "v")}
     names |= {name: torch.full((4 * 128, 2, 32), torch.nan) for name in ("k_cache", "v_cache")}
     before = dict(names)
-    (block,) = blocks_of("docs/how_to/deployment.md", "py")
+    block, shared = blocks_of("docs/how_to/deployment.md", "py")
     exec(block, names)
     assert torch.equal(names["hidden"], before["hidden"])
     slots = torch.cat([3 * 128 + torch.arange(128), 128 + torch.arange(72), 256 + torch.arange(14)])
@@ -198,6 +198,13 @@ def test_the_ranks_of_the_document_on_deployment(request):
     inputs = {name: names[name] for name in ("k_cache", "v_cache", "block_tables")}
     inputs |= {"q": q, "q_lens": [200, 14], "kv_lens": [200, 14], "page_size": 128}
     cases.assert_attention(out, None, inputs)
+
+    names |= {"MHATokenToKVPool": cpattn.kv.MHATokenToKVPool, "layer": 1}
+    names |= {"num_slots": 3 * 128, "num_layers": 2, "num_kv_heads": 2, "head_dim": 32}
+    whole = names["out"]
+    exec(shared, names)
+    assert names["cp"].topology().transport == "shm"
+    assert torch.equal(names["out"], whole)
 
 
 def test_the_servers_of_the_document_on_kv_transfer():

@@ -16,11 +16,24 @@ that disagree about sizes: those read stale rows, or abort.
 
 With a `placement`, each rank's pools hold a share of the keys alone: ``write_kv`` sends rows to
 their owners, and ``attend`` and ``decode`` exchange, too.
+
+Ranks of one host may have a pool together, made with ``memory=cp.shared_memory()``: ``write_kv``
+writes the rows of each rank there in place, and nothing is sent.
 """
 
 from .choice import ExchangeChoice
 from .context_parallel import ContextParallel
 from .plan import ContextParallelPlan
 from .sharded_plan import DecodePlan, ShardedPlan
+from .shared_memory import SharedMemory
+from .topology import Topology
 
-__all__ = ["ContextParallel", "ContextParallelPlan", "DecodePlan", "ExchangeChoice", "ShardedPlan"]
+__all__ = [
+    "ContextParallel",
+    "ContextParallelPlan",
+    "DecodePlan",
+    "ExchangeChoice",
+    "ShardedPlan",
+    "SharedMemory",
+    "Topology",
+]

@@ -14,12 +14,15 @@ from ..context_parallel.metadata import build_cp_metadata
 from ..kv import Placement
 from .attention import RankAttention
 from .exchange import RowExchange
+from .host import TRANSPORTS, Connection, HostGroup, connect, known_connection
 from .plan import ContextParallelPlan, make_plan
-from .rows import local_rows, pool_rows
+from .rows import local_rows, pool_rows, write_own_rows
 from .sharded import ShardedAttention
 from .sharded_attend import check_placement
 from .sharded_plan import DecodePlan, ShardedPlan, shard_plan
 from .sharded_write import write_own, write_shards
+from .shared_memory import SharedMemory
+from .topology import Topology
 
 
 class ContextParallel(ShardedAttention, RankAttention):
@@ -42,10 +45,14 @@ class ContextParallel(ShardedAttention, RankAttention):
         How queries and sharded keys meet: see `choose_exchange`, by which "auto" goes.
     max_scratch_bytes : int
         What "gather" may take for keys at a time, if one KV head fits.
+    transport : {"auto", "tcp", "shm"}
+        Whether ranks may share memory: "shm" insists on it, and all ranks make the object at the
+        same time; "auto" shares where all ranks run on one host, for pools of `shared_memory`;
+        "tcp" does not. The same on every rank.
 
     Attributes
     ----------
-    group, strategy, page_size, placement, exchange, max_scratch_bytes
+    group, strategy, page_size, placement, exchange, max_scratch_bytes, transport
         As given.
     cp_rank, cp_size : int
         The rank of this process within the group, and the number of ranks.
@@ -55,7 +62,9 @@ class ContextParallel(ShardedAttention, RankAttention):
     TypeError
         If `group` is no ProcessGroup, or `page_size` no integer.
     ValueError
-        If `page_size` is below 1.
+        If `page_size` is below 1, or `transport` unknown.
+    RuntimeError
+        For "shm", if the ranks cannot share memory, saying why.
 
     Notes
     -----
@@ -103,15 +112,22 @@ class ContextParallel(ShardedAttention, RankAttention):
         placement: Placement | None = None,
         exchange: str = "auto",
         max_scratch_bytes: int = 256 << 20,
+        transport: str = "auto",
     ) -> None:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"ContextParallel: group must be a ProcessGroup, got {group!r}")
         if index(page_size) < 1:
             raise ValueError(f"ContextParallel: page_size must be positive, got {page_size}")
+        if transport not in TRANSPORTS:
+            raise ValueError(
+                f"ContextParallel: transport must be {', '.join(TRANSPORTS)}, got {transport!r:.40}"
+            )
         self.group = group
         self.strategy = strategy
         self.page_size = page_size
-        self._exchange = RowExchange(group)
+        self.transport = transport
+        self._exchange = RowExchange(group, through_memory=transport != "tcp")
+        self._connection: Connection | None = None
         self.cp_rank = self._exchange.rank
         self.cp_size = self._exchange.size
         check_placement(placement, exchange, self.cp_size, self.page_size)
@@ -120,6 +136,62 @@ class ContextParallel(ShardedAttention, RankAttention):
         self.max_scratch_bytes = at_least(
             1, max_scratch_bytes, "ContextParallel", "max_scratch_bytes"
         )
+        if transport == "shm" and (topology := self.topology()).transport != "shm":
+            raise RuntimeError(
+                f"ContextParallel: ranks cannot share memory (transport='shm'): {topology.reason}"
+            )
+
+    def topology(self) -> Topology:
+        """Find out which ranks share a host, and whether they share memory.
+
+        The ranks ask each other once for a group, at the first call of this or of
+        `shared_memory`, which all ranks make; later calls are local.
+
+        Returns
+        -------
+        Topology
+            The same on every rank.
+
+        Raises
+        ------
+        RuntimeError
+            If another rank makes another call, has another `transport`, or does not answer.
+        """
+        return self._connected().topology
+
+    def shared_memory(self) -> SharedMemory | None:
+        """Give memory that all ranks share, for a pool of `cpattn.kv`, as its `memory`.
+
+        `write_kv` knows such pools by their addresses. Every rank writes its own rows in place
+        then, once for all: nothing is sent, and no other copy is kept. Collective as `topology`.
+
+        Returns
+        -------
+        SharedMemory or None
+            None where ranks share no host, or not to share was asked for: a pool of this memory is
+            that of the rank alone, and `write_kv` sends rows.
+
+        Raises
+        ------
+        RuntimeError
+            As of `topology`.
+        """
+        host = self._connected().host
+        return None if host is None else SharedMemory(host, self._exchange)
+
+    def _connected(self) -> Connection:
+        if self._connection is None and self.transport != "tcp":
+            self._connection = known_connection(self.group)
+        if self._connection is None:
+            self._connection = connect(self.group, self._exchange, self.transport)
+        return self._connection
+
+    def _host(self) -> HostGroup | None:
+        """Where the ranks share memory, if they have found out; asks nobody."""
+        if self.transport == "tcp":
+            return None
+        known = known_connection(self.group)
+        return known and known.host
 
     def plan(
         self,
@@ -269,6 +341,13 @@ class ContextParallel(ShardedAttention, RankAttention):
         RuntimeError
             If another rank refuses its arguments, makes another call, has another plan or other
             rows, or does not answer.
+
+        Notes
+        -----
+        Caches in memory that the ranks share, of pools with `shared_memory`, get the rows of each
+        rank from itself. No row is written before every rank has entered the call, so none
+        overwrites what another rank still reads in a call of its own before this one; and the call
+        returns when all rows are written, so those of all ranks are seen behind it.
         """
         if isinstance(plan, DecodePlan):
             self._check_decode_plan("write_kv", plan)
@@ -277,6 +356,7 @@ class ContextParallel(ShardedAttention, RankAttention):
         if isinstance(plan, ShardedPlan):
             write_shards(self._exchange, plan, k_local, v_local, k_cache, v_cache)
             return
+        host = self._host()
         with self._exchange.agreement("write_kv", plan.terms) as parts:
             self._check_plan("write_kv", plan)
             if (v_local is None) != (v_cache is None):
@@ -290,6 +370,12 @@ class ContextParallel(ShardedAttention, RankAttention):
             if v_local is not None and v_cache is not None:
                 parts.append(local_rows("write_kv", plan, "v_local", v_local))
                 pools.append(pool_rows(plan.page_size, plan.slots, "v_cache", v_cache, v_local))
+            if host is not None:
+                caches = {"k_cache": k_cache} | ({} if v_cache is None else {"v_cache": v_cache})
+                parts.shared_memory = host.digest_of("write_kv", caches)
+        if host is not None and parts.shared_memory:
+            write_own_rows(host, plan, pools, parts)
+            return
         gathered = self._exchange.all_rows("write_kv", plan.rows_per_rank, parts)
         slots = torch.tensor(plan.slots)
         written = slots >= 0

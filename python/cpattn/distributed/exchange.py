@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,12 +18,18 @@ import torch.distributed as dist
 from .. import _core
 
 PLAN_TERMS = ("lengths", "strategy and page_size", "block_tables", "slots", "mask", "placement")
-NO_TERMS = (0,) * len(PLAN_TERMS)  # of what is no plan, which the checks refuse
-_CALLS = ("write_kv", "gather", "attend", "decode")
+NO_TERMS = (0,) * len(PLAN_TERMS)  # of calls without a plan, or with what is none
+_CALLS = ("write_kv", "gather", "attend", "decode", "topology", "shared_memory")
 # What the ranks compare before an exchange, int64 each. The first difference is reported.
-_TERMS = ("refused", "sequence", "call", *PLAN_TERMS, "rows", "exchange", "options")
+TERMS = (
+    "refused", "sequence", "call", *PLAN_TERMS, "rows", "exchange", "options", "shared memory"
+)  # fmt: skip
 _ROW_ALIGNMENT = 16  # bytes, so that each part of a row can be viewed as its dtype
 _EMPTY = torch.empty(0, dtype=torch.uint8)
+# For groups whose ranks share memory: of a call and the terms of this rank, those of all ranks.
+MEETINGS: WeakKeyDictionary[dist.ProcessGroup, Callable[[str, Sequence[int]], list[list[int]]]] = (
+    WeakKeyDictionary()
+)
 
 
 def digest(*values: Any) -> int:
@@ -32,15 +40,30 @@ def digest(*values: Any) -> int:
     return int.from_bytes(hashed.digest(), "little", signed=True)
 
 
+@lru_cache(1024)
+def term(value: Hashable) -> int:
+    """64 bits for a value of numbers, names and dtypes."""
+    return digest(repr(value).encode())
+
+
+class Parts(list[torch.Tensor]):
+    """What a rank brings to an exchange: its rows, and where in shared memory they belong."""
+
+    shared_memory = 0  # a digest; 0 for none
+
+
 class RowExchange:
     """Every rank of a group sends its rows to every other one.
 
     Rows travel point to point and land where they are read, so uneven and empty shares need no
     padding, and as bytes, so every dtype does. Over gloo, 16 MiB per rank take a third of the time
     of an all-gather. The receive buffer is kept for the next call.
+
+    What the ranks agree on before goes through shared memory, once they have some for the group
+    (`MEETINGS`), unless `through_memory` says otherwise.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, through_memory: bool = True) -> None:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self._group = group
@@ -49,31 +72,35 @@ class RowExchange:
             for rank in range(self.size)
             if rank != self.rank
         }
+        self._through_memory = through_memory
         self._sequence = 0
         self._buffer = _EMPTY
 
     @contextlib.contextmanager
     def agreement(
         self, call: str, plan_terms: Sequence[int], options: dict[str, int] | None = None
-    ) -> Iterator[list[torch.Tensor]]:
+    ) -> Iterator[Parts]:
         """Run this rank's checks, which add the parts of its rows, then compare with all ranks.
 
         The checks may also put digests of the terms "exchange" and "options" into `options`. A rank
         whose checks fail says so to the others, which would wait for its rows. On a difference
         every rank raises the same RuntimeError, and the group stays usable.
         """
-        parts: list[torch.Tensor] = []
+        parts = Parts()
         self._sequence += 1
         try:
             yield parts
         except Exception:
             with contextlib.suppress(RuntimeError):  # the failed check is the better error
-                self._all_terms(call, [1] + [0] * (len(_TERMS) - 1))
+                self._all_terms(call, [1] + [0] * (len(TERMS) - 1))
             raise
-        rows = digest(repr([(part.dtype, part.shape[1]) for part in parts]).encode())
+        rows = term(tuple((part.dtype, part.shape[1]) for part in parts))
         more = [(options or {}).get(name, 0) for name in ("exchange", "options")]
         terms = [0, self._sequence, _CALLS.index(call), *plan_terms, rows, *more]
-        _require_agreement(call, self._all_terms(call, terms))
+        terms.append(parts.shared_memory)
+        of_ranks = self._all_terms(call, terms)
+        if of_ranks.count(terms) < self.size:
+            _refuse(call, list(zip(*of_ranks, strict=True)))
 
     def all_rows(
         self, call: str, rows_per_rank: Sequence[int], parts: Sequence[torch.Tensor]
@@ -153,16 +180,23 @@ class RowExchange:
         if posted.failures:
             error = next(iter(posted.failures.values()))
             raise RuntimeError(
-                f"ContextParallel.{posted.call}: {_ranks(sorted(posted.failures))} of {self.size} "
-                f"did not answer: {error}"
+                f"ContextParallel.{posted.call}: {ranks_text(sorted(posted.failures))} of "
+                f"{self.size} did not answer: {error}"
             ) from error
 
     def _all_terms(self, call: str, terms: Sequence[int]) -> list[list[int]]:
-        """The terms of all ranks: one list for each of _TERMS."""
-        rows = torch.zeros(self.size, len(_TERMS), dtype=torch.int64)
-        rows[self.rank] = torch.tensor(terms)
-        self._exchange(f"{call} (agreement)", rows, [1] * self.size)
-        return rows.T.tolist()
+        """The terms of all ranks: one list of each."""
+        meet = MEETINGS.get(self._group) if self._through_memory else None
+        if meet is None:
+            return self.all_values(f"{call} (agreement)", terms).tolist()
+        return meet(f"ContextParallel.{call} (agreement)", terms)
+
+    def all_values(self, call: str, values: Sequence[int]) -> torch.Tensor:
+        """The values of all ranks, int64 [size, len(values)]; all give the same number."""
+        rows = torch.zeros(self.size, len(values), dtype=torch.int64)
+        rows[self.rank] = torch.tensor(values)
+        self._exchange(call, rows, [1] * self.size)
+        return rows
 
     def _exchange(self, call: str, buffer: torch.Tensor, rows_per_rank: Sequence[int]) -> None:
         """Send this rank's rows of buffer to every peer and receive theirs, all in place."""
@@ -227,20 +261,21 @@ def _noting(failures: dict[int, Exception], rank: int) -> Iterator[None]:
         failures.setdefault(rank, error)
 
 
-def _require_agreement(call: str, terms: Sequence[list[int]]) -> None:
+def _refuse(call: str, terms: Sequence[tuple[int, ...]]) -> None:
+    """Raise the first difference between ranks: terms[i] are the TERMS[i] of each."""
     refused = [rank for rank, value in enumerate(terms[0]) if value]
     if refused:
-        reason = f"{_ranks(refused)} refused its arguments"
+        reason = f"{ranks_text(refused)} refused its arguments"
         raise RuntimeError(f"ContextParallel.{call}: {reason}; nothing was sent")
-    for name, values in zip(_TERMS, terms, strict=True):
+    for name, values in zip(TERMS, terms, strict=True):
         usual = max(values, key=values.count)  # of equally frequent ones the lowest rank's
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd:
-            reason = f"{name} of {_ranks(odd)} differs from rank {values.index(usual)}"
+            reason = f"{name} of {ranks_text(odd)} differs from rank {values.index(usual)}"
             if name == "call":
                 reason += f" ({', '.join(_CALLS[value] for value in values)} by rank)"
             raise RuntimeError(f"ContextParallel.{call}: {reason}; nothing was sent")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank {', '.join(map(str, ranks))}"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,19 @@ class ContextParallelPlan:
     def num_tokens(self) -> int:
         """New tokens on all ranks, padding tokens included."""
         return len(self.slots)
+
+    @cached_property
+    def own_slots(self) -> NDArray[np.int64]:
+        """The pool row of each of this rank's tokens, where ranks write to one pool.
+
+        -1 where none is written, also where a later token, of any rank, has the same: padding
+        tokens may.
+        """
+        slots = np.full(self.num_tokens, -1)
+        _, last = np.unique(self.slots[::-1], return_index=True)
+        last = self.num_tokens - 1 - last
+        slots[last] = self.slots[last]
+        return slots[np.asarray(self.metadata.local_q_indices, np.int64)]
 
     @property
     def num_local_rows(self) -> int:

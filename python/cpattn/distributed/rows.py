@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .. import _core
+from .host import HostGroup
 from .plan import ContextParallelPlan
 
 
@@ -57,3 +60,26 @@ def pool_rows(
             f"got slots[{i}] = {slots[i]}"
         )
     return pool
+
+
+def write_own_rows(
+    host: HostGroup,
+    plan: ContextParallelPlan,
+    pools: Sequence[torch.Tensor],
+    parts: Sequence[torch.Tensor],
+) -> None:
+    """Write this rank's rows into pools that all ranks share, and wait until all have."""
+    with host.without_return():
+        slots = plan.own_slots
+        for pool, part in zip(pools, parts, strict=True):
+            if part.numel():
+                _core.write_slot_rows(
+                    slots, _as_bytes(part)[:, None], _as_bytes(pool)[:, None, None]
+                )
+        with _core.TraceSpan(_core.TraceScope.gather):
+            host.meet("ContextParallel.write_kv")
+
+
+def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """[num_rows, bytes of a row], whatever the dtype."""
+    return (rows if rows.stride(1) == 1 else rows.contiguous()).detach().view(torch.uint8)

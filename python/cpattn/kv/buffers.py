@@ -22,6 +22,7 @@ BufInfos = tuple[list[int], list[int], list[int]]
 
 CODES = ("float8_e4m3fn", "float8_e5m2", "int8")
 NUMBERS = ("float32", "float16", "bfloat16")
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}  # 1 of others
 
 
 class Rows(NamedTuple):
@@ -35,6 +36,36 @@ class Rows(NamedTuple):
     dtype: str
     in_pages: bool = False
     format: str | None = None
+
+
+class BufferShape(NamedTuple):
+    """The sizes of the buffer of one kind."""
+
+    num_layers: int
+    num_slots: int
+    row_elements: int
+    dtype: str
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.num_slots * self.row_elements * _ITEM_BYTES.get(self.dtype, 1)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_layers * self.layer_bytes
+
+
+class Memory:
+    """Where the buffers of pools are: in memory of this process alone.
+
+    `cpattn.distributed.SharedMemory` puts them into memory that the ranks of a host share.
+    """
+
+    def make_buffers(
+        self, function: str, shapes: dict[str, BufferShape]
+    ) -> dict[str, _core.KVBuffer]:
+        """A buffer of zeros for each kind; errors are in the name of `function`."""
+        return {kind: _core.KVBuffer(function, *shape) for kind, shape in shapes.items()}
 
 
 class KVPool:
@@ -55,6 +86,7 @@ class KVPool:
         start_layer: int,
         use_fia: bool,
         container: str | None,
+        memory: Memory | None,
     ):
         function = type(self).__name__
         self.size = at_least(0, size, function, "size")
@@ -70,11 +102,18 @@ class KVPool:
         self.dtypes = {kind: row.format or row.dtype for kind, row in rows.items()}
         self.whole_page_kinds = tuple(kind for kind, row in rows.items() if row.in_pages)
         slots = self.num_pages * self.page_size
-        self._buffers = {
-            kind: _core.KVBuffer(function, self.num_layers, slots, math.prod(row.shape), row.dtype)
+        view = _viewer(function, container)
+        if memory is None:
+            memory = Memory()
+        elif not issubclass(type(memory), Memory):
+            raise TypeError(
+                f"{function}: memory must be a SharedMemory or None, got {type(memory).__name__}"
+            )
+        shapes = {
+            kind: BufferShape(self.num_layers, slots, math.prod(row.shape), row.dtype)
             for kind, row in rows.items()
         }
-        view = _viewer(function, container)
+        self._buffers = memory.make_buffers(function, shapes)
         self._stored = {
             kind: self._shaped(view(self._buffers[kind].bytes, _store_dtype(row.dtype)), row)
             for kind, row in rows.items()

@@ -11,7 +11,7 @@ from .._containers import tensor_of
 from .._types import AnyTensor, Indices, Tensor
 from ..sparse.index_k import write_index_k_cache
 from ..sparse.kv_rows import ROW_BYTES, quantize_kv_rows
-from .buffers import BufInfos, KVPool, Rows
+from .buffers import BufInfos, KVPool, Memory, Rows
 
 LATENT_DIM, ROPE_DIM, INDEX_DIM = 512, 64, 128
 INDEX_BYTES = INDEX_DIM + 4  # the codes of a key, and its scale
@@ -32,7 +32,7 @@ class DSATokenToKVPool(KVPool):
         As of `MHATokenToKVPool`.
     index_head_dim : int, optional
         128 for a pool with keys of an indexer.
-    start_layer, container
+    start_layer, container, memory
         As of `MHATokenToKVPool`.
 
     Attributes
@@ -69,6 +69,7 @@ class DSATokenToKVPool(KVPool):
         index_head_dim: int | None = None,
         start_layer: int = 0,
         container: str | None = None,
+        memory: Memory | None = None,
     ):
         function = type(self).__name__
         self.num_kv_heads = 1
@@ -82,7 +83,9 @@ class DSATokenToKVPool(KVPool):
                     f"{function}: index_head_dim must be {INDEX_DIM} or None, got {index_head_dim}"
                 )
             rows["index_k"] = Rows((1, INDEX_BYTES), "uint8", in_pages=True, format=FORMAT)
-        super().__init__(rows, size, page_size, num_layers, FORMAT, start_layer, False, container)
+        super().__init__(
+            rows, size, page_size, num_layers, FORMAT, start_layer, False, container, memory
+        )
 
     @property
     def index_k_buffer(self) -> AnyTensor | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from .._arguments import at_least
 from .._types import AnyTensor, Indices, Tensor
-from .buffers import CODES, NUMBERS, KVPool, Rows, dtype_name, fia_layout
+from .buffers import CODES, NUMBERS, KVPool, Memory, Rows, dtype_name, fia_layout
 
 
 class MHATokenToKVPool(KVPool):
@@ -45,6 +45,10 @@ class MHATokenToKVPool(KVPool):
         head_dim].
     container : "torch" or "numpy", default "torch" if it has been imported
         What views are.
+    memory : cpattn.distributed.SharedMemory, optional
+        Where the buffers are, from `ContextParallel.shared_memory`: all ranks of a host then make
+        the same pool at once, and have one together. Its memory is committed here. None, also
+        where ranks share no host: memory of this process.
 
     Attributes
     ----------
@@ -64,7 +68,9 @@ class MHATokenToKVPool(KVPool):
     ValueError
         For sizes that are too small or beyond 2**63 bytes, and names that are unknown.
     MemoryError
-        If the system does not have the address space.
+        If the system does not have the address space, or the memory of a shared pool.
+    RuntimeError
+        If the ranks that share the memory make different pools, or one is lost.
 
     Notes
     -----
@@ -110,6 +116,7 @@ class MHATokenToKVPool(KVPool):
         start_layer: int = 0,
         use_fia: bool | None = None,
         container: str | None = None,
+        memory: Memory | None = None,
     ):
         function = type(self).__name__
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -132,7 +139,9 @@ class MHATokenToKVPool(KVPool):
             self.scale_dtype = dtype_name(function, "scale_dtype", scale_dtype, NUMBERS)
             rows["k_scale"] = rows["v_scale"] = Rows((heads,), self.scale_dtype)
         use_fia = fia_layout(function, use_fia)
-        super().__init__(rows, size, page_size, num_layers, dtype, start_layer, use_fia, container)
+        super().__init__(
+            rows, size, page_size, num_layers, dtype, start_layer, use_fia, container, memory
+        )
 
     def set_kv_buffer(
         self,

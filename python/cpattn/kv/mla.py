@@ -8,7 +8,7 @@ from typing import Any
 from .. import _core
 from .._arguments import at_least
 from .._types import AnyTensor, Indices, Tensor
-from .buffers import CODES, NUMBERS, BufInfos, KVPool, Rows, dtype_name, fia_layout
+from .buffers import CODES, NUMBERS, BufInfos, KVPool, Memory, Rows, dtype_name, fia_layout
 
 
 class MLATokenToKVPool(KVPool):
@@ -26,7 +26,7 @@ class MLATokenToKVPool(KVPool):
         Width of `v_buffer`.
     index_head_dim : int, optional
         Width of `index_k_buffer`, which is None without.
-    dtype, start_layer, container
+    dtype, start_layer, container, memory
         As of `MHATokenToKVPool`.
     use_fia : bool, optional
         Accepted for symmetry; there is one layout.
@@ -61,6 +61,7 @@ class MLATokenToKVPool(KVPool):
         start_layer: int = 0,
         use_fia: bool | None = None,
         container: str | None = None,
+        memory: Memory | None = None,
     ):
         function = type(self).__name__
         self.num_kv_heads = 1
@@ -78,7 +79,9 @@ class MLATokenToKVPool(KVPool):
             rows["index_k"] = Rows((1, self.index_head_dim), dtype)
         if use_fia is not None:
             fia_layout(function, use_fia)
-        super().__init__(rows, size, page_size, num_layers, dtype, start_layer, False, container)
+        super().__init__(
+            rows, size, page_size, num_layers, dtype, start_layer, False, container, memory
+        )
 
     @property
     def index_k_buffer(self) -> AnyTensor | None:
