@@ -61,6 +61,7 @@ def measure(layer: AttentionLayer, batch: Any, strategy: str, repeats: int) -> M
     import torch.distributed as dist
 
     from cpattn.distributed import ContextParallel
+    from cpattn.distributed.exchange import TERMS
 
     assert dist.group.WORLD is not None
     cp = ContextParallel(dist.group.WORLD, strategy=strategy, page_size=layer.page_size)
@@ -78,8 +79,7 @@ def measure(layer: AttentionLayer, batch: Any, strategy: str, repeats: int) -> M
 
     def counting(block: Any, *arguments: Any) -> Any:
         nonlocal sent
-        if block.dtype == torch.uint8:  # rows, not what the ranks agree on before them
-            sent += block.numel()
+        sent += block.numel() * block.element_size()
         return isend(block, *arguments)
 
     isend = dist.isend
@@ -95,7 +95,8 @@ def measure(layer: AttentionLayer, batch: Any, strategy: str, repeats: int) -> M
         cp.attend(plan, q, k_cache, v_cache)
         times.append((time.thread_time() - cpu, time.perf_counter() - written, written - begin))
     attend_cpu, attend, write_kv = map(median, zip(*times, strict=True))
-    return Measured(attend_cpu, attend, write_kv, sent)
+    agreement = 8 * len(TERMS)  # to each peer, before the rows
+    return Measured(attend_cpu, attend, write_kv, sent - (cp.cp_size - 1) * agreement)
 
 
 def run_world(size: int, *arguments: Any) -> list[dict[tuple[str, str], Measured]]:

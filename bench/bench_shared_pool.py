@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One KV pool that the ranks of a host share, against a pool of each rank and rows over gloo.
+
+    python bench/bench_shared_pool.py [--quick] [--ranks 2,4]
+
+Processes of one thread each, pinned to CPUs in turn, write the keys and values of the same new
+tokens, attend, and compare what they expect of each other, in both ways. Pools and results are
+checked before anything is timed. Prints figures and keeps none. Half a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from rich.table import Table
+
+from bench.context_parallel.shared_pool import Measured, Shape, run_world
+from bench.harness import command
+from bench.harness.environment import environment
+from bench.harness.report import console
+from cpattn import torch_guard
+
+SHAPE = Shape(num_tokens=8192, num_heads=8, num_kv_heads=8, head_dim=128, page_size=128)
+QUICK = Shape(num_tokens=256, num_heads=2, num_kv_heads=2, head_dim=64, page_size=16)
+WAYS = {"tcp": "gloo", "shm": "shared"}
+
+
+def slowest(ranks: list[Measured], times: Callable[[Measured], list[float]]) -> float:
+    """The median over rounds of the rank that took longest in each."""
+    return median(max(of_round) for of_round in zip(*map(times, ranks), strict=True))
+
+
+def figures(ranks: list[Measured]) -> dict[str, tuple[float, float, str]]:
+    """Of every quantity: over gloo, in shared memory, and its unit."""
+
+    def both(value: Callable[[str], float]) -> tuple[float, float]:
+        first, second = map(value, WAYS)
+        return first, second
+
+    def attend(way: str) -> float:
+        return sum(median(rank.attend[way]) for rank in ranks) / len(ranks)
+
+    return {
+        "write_kv": (*both(lambda w: 1e3 * slowest(ranks, lambda r: r.write_kv[w])), "ms"),
+        "agreement": (*both(lambda w: 1e6 * max(r.agreement[w] for r in ranks)), "µs"),
+        "attend, CPU time": (*both(lambda w: 1e3 * attend(w)), "ms"),
+        "pools of all ranks": (
+            *both(lambda w: sum(r.pool_bytes[w] for r in ranks) / 2**20),
+            "MiB",
+        ),
+    }
+
+
+def main() -> int:
+    parser = command.parser(__doc__, quick="a few tokens, 2 ranks, one round")
+    parser.add_argument("--ranks", default="2,4", help="numbers of ranks, with commas")
+    arguments = parser.parse_args()
+    sizes = [2] if arguments.quick else [int(size) for size in arguments.ranks.split(",")]
+    shape, rounds, calls = (QUICK, 1, 20) if arguments.quick else (SHAPE, 15, 200)
+    about = environment()
+    console().print(
+        f"{about['machine']}, {len(os.sched_getaffinity(0))} CPUs, {about['isa']}, torch "
+        f"{about['torch']}, {about['commit']}, {about['date']}; {shape.num_tokens} new tokens, "
+        f"{shape.num_kv_heads} KV heads of {shape.head_dim}, bfloat16; medians of {rounds} rounds"
+    )
+    for size in sizes:
+        ranks = run_world(size, shape, rounds, calls)
+        table = Table(title=f"{size} ranks: {ranks[0].topology}")
+        for name in ("", *WAYS.values(), "gloo / shared"):
+            table.add_column(name, justify="right")
+        for name, (gloo, shared, unit) in figures(ranks).items():
+            ratio = f"{gloo / shared:.2f}" if shared > 0 else "-"
+            table.add_row(name, f"{gloo:.4g} {unit}", f"{shared:.4g} {unit}", ratio)
+        console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    if message := torch_guard.prepare():
+        print(message)
+    raise SystemExit(main())
