@@ -83,6 +83,7 @@ def moved_bytes(extends, seq_lens, strategy):
     import torch.distributed as dist
 
     from cpattn.distributed import ContextParallel
+    from cpattn.distributed.exchange import TERMS
 
     cp = ContextParallel(dist.group.WORLD, strategy=strategy, page_size=1)
     ends = np.asarray(seq_lens)
@@ -104,7 +105,7 @@ def moved_bytes(extends, seq_lens, strategy):
 
     with counting("isend"), counting("irecv"):
         cp.write_kv(plan, *rows, *pools)
-    digests = 9 * 8 * (cp.cp_size - 1)  # nine int64 terms to and from every peer
+    digests = 8 * len(TERMS) * (cp.cp_size - 1)  # int64, to and from every peer
     return moved["isend"] - digests, moved["irecv"] - digests
 
 

@@ -53,7 +53,8 @@ def test_placing_is_told_to_the_library(tmp_path):
             assert record[name] == getattr(expected, name)
 
 
-def test_hosts_times_ranks_are_the_ranks(tmp_path):
+def test_hosts_times_ranks_are_the_ranks(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets
     hosts = ("--hosts=1..4", "--ranks-per-host=3", "--strategy=zigzag", "--cpus=6", *RATES)
     records = report(tmp_path / "h.json", *hosts)["predictions"]
     assert [record["cp_size"] for record in records] == [3, 6, 12]
@@ -102,7 +103,8 @@ def test_without_placing_the_table_is_the_one_of_gathers(monkeypatch):
     assert "KV pool: 4 GiB on every rank, for the largest batch" in plain
 
 
-def test_a_step_of_decoding(tmp_path):
+def test_a_step_of_decoding(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets
     arguments = ("--cp-size=4,8", "--decode=3", "--prefix-lens=4000,9,700", "--threads=4")
     told = report(tmp_path / "d.json", *arguments, "--gflops=900")
     for record, size in zip(told["predictions"], (4, 8), strict=True):

@@ -46,7 +46,12 @@ def packed_mask(
 
 
 def _values(call: str, name: str, values: Any, dtype: str, size: int) -> NDArray[Any]:
-    array = as_numpy(tensor_of(values, call, name))
+    tensor = tensor_of(values, call, name)
+    try:
+        array = as_numpy(tensor)
+    except Exception as error:
+        where = getattr(tensor, "device", type(tensor).__name__)
+        raise TypeError(f"{call}: {name} must be on the CPU, got {where}") from error
     if array.dtype != dtype:
         raise ValueError(f"{call}: {name} must be {dtype}, got {array.dtype}")
     if array.size != size:

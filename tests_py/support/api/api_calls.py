@@ -27,12 +27,11 @@ from support.api.pool_calls import (
     set_kv,
     set_latent,
 )
-from support.api.shard_calls import SHARDED
+from support.api.shard_calls import SHARDED, cp_share, shard_share
 from support.api.transfer_calls import (
     BAG,
     chunk,
     closed_registration,
-    cp_share,
     cursor,
     engine_register,
     engine_unregister,
@@ -55,7 +54,6 @@ from support.api.transfer_calls import (
     send_kvcache,
     send_slice,
     send_state,
-    shard_share,
     sharded,
     transfer_plan,
 )

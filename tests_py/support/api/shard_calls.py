@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cpattn import kv
+from cpattn import kv, transfer
 from support.api.api_call_kinds import Good
 from support.api.transfer_calls import method, of
 
@@ -85,3 +85,23 @@ SHARDED: dict[str, Callable[[], Good]] = {
         },
     ),
 }  # fmt: skip
+
+
+def shard_share() -> Good:
+    arguments = {
+        "kv_indices": ("ints", [8, 9, 11]),
+        "index_slice": ("value", slice(2, 5)),
+        "shard_rank": ("int", 1),
+        "shard_size": ("int", 2),
+    }
+    return Good(transfer.filter_kv_indices_for_shard_rank, arguments, names=("pages",))
+
+
+def cp_share() -> Good:
+    arguments = {
+        "kv_mgr": ("value", transfer.KVSender(1, 2)),
+        "kv_indices": ("ints", [8, 9, 11]),
+        "index_slice": ("value", slice(2, 5)),
+        "total_pages": ("?int", 5),
+    }
+    return Good(transfer.filter_kv_indices_for_cp_rank, arguments, names=("pages", "attn_cp_rank"))

@@ -308,12 +308,10 @@ def dsa_metadata(sizes: list[int]) -> object:
 
 
 def plan_gather(n: int) -> Call:
-    slots = 32 + np.arange(256 * n)[None]
-    placement = cpattn.kv.PageInterleave(shard_size=2, page_size=16)
+    slots, lens = 32 + np.arange(256 * n)[None], [256 * n]
     sizes = {"size": 256 * n, "max_prefix_tokens": 256 * n, "chunk_tokens": 16}
-    return lambda: cpattn.kv.plan_shard_gather(
-        slots, None, [256 * n], [256 * n], placement=placement, **sizes
-    )
+    sizes["placement"] = cpattn.kv.PageInterleave(shard_size=2, page_size=16)
+    return lambda: cpattn.kv.plan_shard_gather(slots, None, lens, lens, **sizes)
 
 
 def steps(n: int) -> Any:
@@ -391,7 +389,7 @@ MAKERS: dict[str, Callable[[int], Call]] = {
     "plan_send_indices": made(send_indices, steps),
     "plan_shard_gather": plan_gather,
     "pad_topk_indices": made(
-        lambda indices: cpattn.sparse.pad_topk_indices(indices, 2 * len(indices)),
+        lambda x: cpattn.sparse.pad_topk_indices(x, 2 * len(x)),
         lambda n: np.ones((64 * n, 64), np.int32),
     ),
     "registration_regions": made(

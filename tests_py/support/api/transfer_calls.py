@@ -323,26 +323,6 @@ def selected() -> Good:
     return Good(found.select, {"dst_kv_indices": ("ints", [5, 6, 7])})
 
 
-def shard_share() -> Good:
-    arguments = {
-        "kv_indices": ("ints", [8, 9, 11]),
-        "index_slice": ("value", slice(2, 5)),
-        "shard_rank": ("int", 1),
-        "shard_size": ("int", 2),
-    }
-    return Good(transfer.filter_kv_indices_for_shard_rank, arguments, names=("pages",))
-
-
-def cp_share() -> Good:
-    arguments = {
-        "kv_mgr": ("value", transfer.KVSender(1, 2)),
-        "kv_indices": ("ints", [8, 9, 11]),
-        "index_slice": ("value", slice(2, 5)),
-        "total_pages": ("?int", 5),
-    }
-    return Good(transfer.filter_kv_indices_for_cp_rank, arguments, names=("pages", "attn_cp_rank"))
-
-
 def planned() -> Good:
     """The planner of `ContextParallel`, which needs no process group."""
     cp = object.__new__(distributed.ContextParallel)
