@@ -85,13 +85,9 @@ globalThis.cpattnFields = (() => {
     headDim: {
       name: "head_dim",
       label: "head_dim",
-      hint: "a multiple of 16 up to 576",
+      hint: "1 to 576",
       start: "128",
-      read(text) {
-        const value = wholeNumber("headDim", text, 16, 576);
-        if (value % 16) throw new FieldError("headDim", `must be a multiple of 16, got ${value}.`);
-        return value;
-      },
+      read: (text) => wholeNumber("headDim", text, 1, 576),
     },
     dtype: {
       name: "dtype",

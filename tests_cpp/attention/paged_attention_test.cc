@@ -222,6 +222,14 @@ TEST_P(PagedAttention, HeadDimensionsUpToTheLargest) {
   expect_matches_oracle({{9, 1, 576, 512}, 16, {5}, {150}});
 }
 
+TEST_P(PagedAttention, HeadDimensionsThatAreNoMultiplesOf16) {
+  for (int32_t dim : {1, 20, 72}) {
+    expect_matches_oracle({{4, 2, dim, dim}, 16, {7, 40}, {50, 40}});
+    expect_matches_oracle({{4, 2, dim, 24}, 16, {1, 2}, {150, 40}});
+  }
+  expect_matches_oracle({{2, 1, 575, 511}, 16, {1, 20}, {70, 20}});
+}
+
 TEST_P(PagedAttention, RaggedBatchesWithEmptySequencesAndEmptyRows) {
   expect_matches_oracle({{8, 2, 64, 64}, 16, {5, 0, 37, 1, 0, 12}, {5, 0, 100, 77, 9, 7}});
 }

@@ -25,9 +25,11 @@ CASES = [
     DECODE.with_(kv_layout="HND", page_size=100),
     DECODE.with_(kv_layout="3-D", page_size=16, num_heads=6, num_kv_heads=3, head_dim=80),
     DECODE.with_(num_heads=2, num_kv_heads=1, head_dim=576, v_head_dim=512, options={"scale": 0.1}),
+    DECODE.with_(head_dim=20, v_head_dim=72),
     DECODE.with_(q_lens=(5, 1, 2), options={"window": 520, "softcap": 5.0}),
     DECODE.with_(q_lens=(14, 3, 2), num_heads=4),  # 28 rows: in parts, but not in place
     Case(q_lens=(130, 3), kv_lens=(700, 40), num_heads=4, num_kv_heads=2, head_dim=48),
+    Case(q_lens=(70,), kv_lens=(333,), num_kv_heads=1, head_dim=72, v_head_dim=40),
     Case(q_lens=(70,), kv_lens=(333,), page_size=1, options={"window": 50, "softcap": 3.0}),
     Case(q_lens=(33,), kv_lens=(90,), options={"causal": False, "sinks": torch.zeros(4)}),
 ]

@@ -44,8 +44,8 @@ VALUE_ERRORS = {
         "q must be contiguous in its last dimension, got stride 2",
     ),
     "head_dim": (
-        {"q": torch.zeros(5, 4, 24), "k_cache": torch.zeros(7, 16, 2, 24)},
-        "head_dim must be a multiple of 16 from 16 to 576, got 24",
+        {"q": torch.zeros(5, 4, 577), "k_cache": torch.zeros(7, 16, 2, 577), "scale": 1.0},
+        r"head_dim must be in \[1, 576\], got 577",
     ),
     "cache dtype": ({"k_cache": torch.zeros(7, 16, 2, 32).half()}, "k_cache must be float32, got"),
     "q dtype": ({"q": torch.zeros(5, 4, 32).double()}, "q must be float32, float16 or bfloat16"),
@@ -200,8 +200,8 @@ def test_a_read_only_output_is_refused():
     ("change", "message"),
     [
         ({"num_heads": 3}, "num_heads must be a positive multiple of num_kv_heads"),
-        ({"head_dim": 20}, "head_dim must be a multiple of 16"),
-        ({"v_head_dim": 592}, "v_head_dim must be a multiple of 16 from 16 to 576, got 592"),
+        ({"head_dim": 0}, r"head_dim must be in \[1, 576\], got 0"),
+        ({"v_head_dim": 592}, r"v_head_dim must be in \[1, 576\], got 592"),
         ({"page_size": 0}, r"page_size must be in \[1, 2147483647\], got 0"),
         ({"num_pages": 3}, r"page ids must be in \[0, 3\), got"),
     ],

@@ -213,10 +213,33 @@ def test_fewer_rows_than_the_metadata_has_are_refused():
         batch.run(metadata, q[:-1])
 
 
-def test_strided_caches_are_refused():
+@pytest.mark.parametrize("paged", [False, True])
+def test_caches_may_be_heads_of_larger_ones(paged):
+    batch = Batch((10, 14), (5, 0), 2, "zigzag")
+    expected = batch.run(*rank_zero(batch))
+    wider = [
+        torch.cat([torch.full_like(x, torch.nan), x, torch.full_like(x, torch.nan)], 1)
+        for x in batch.flat_caches()
+    ]
+    heads = wider[0].shape[1] // 3
+    views = [x[:, heads : 2 * heads] for x in wider]
+    if paged:
+        views = [x.unflatten(0, (-1, batch.case.page_size)) for x in views]
+    batch.flat_caches = lambda: views
+    assert torch.equal(batch.run(*rank_zero(batch)), expected)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda x: torch.cat([x, x], 2)[..., ::2], id="last dimension"),
+        pytest.param(lambda x: torch.cat([x, x], 1).flatten(1)[:, : x[0].numel()], id="joined"),
+    ],
+)
+def test_other_strided_caches_are_refused(view):
     batch = Batch((10,), (5,), 2, "zigzag")
     k, v = batch.flat_caches()
-    batch.flat_caches = lambda: [torch.cat([k, k], 1)[:, ::2], v]
+    batch.flat_caches = lambda: [view(k), v]
     with pytest.raises(ValueError, match="do_cp_attn_fia: k_cache must be contiguous"):
         batch.run(*rank_zero(batch))
 

@@ -162,7 +162,7 @@ ERRORS = {
         {"query": torch.zeros(7, HEADS, 32).double()},
         "query must be float32, float16",
     ),
-    "D": ({"query": torch.zeros(7, HEADS, 24)}, "D of query must be a multiple of 16 .* got 24"),
+    "D": ({"query": torch.zeros(7, HEADS, 577)}, r"D of query must be in \[1, 576\], got 577"),
     "key D": ({"key": torch.zeros(11, 8, 1, 64)}, "key must have shape .* got .*64"),
     "key heads": ({"key": torch.zeros(11, 8, 2, 32)}, "key must have shape .*page_size, 1, 32"),
     "value tokens": ({"value": torch.zeros(9, 8, 1, 48)}, "value must have the tokens of key"),

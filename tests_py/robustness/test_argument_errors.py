@@ -179,7 +179,7 @@ def test_heads_that_do_not_fit_the_columns():
     for num_heads in (33, 0, -1, 2**62):
         with pytest.raises(ValueError, match=r"^do_cp_attn_fia: "):
             cpattn.do_cp_attn_fia(q, cache, cache, metadata, num_heads=num_heads, **options)
-    with pytest.raises(ValueError, match=r"^paged_attention: head_dim must be a multiple of 16"):
+    with pytest.raises(ValueError, match=r"^paged_attention: head_dim must be in \[1, 576\]"):
         cpattn.paged_attention(
             np.ones((3, 2, 0), np.float32), np.ones((4, 8, 1, 0), np.float32),
             np.ones((4, 8, 1, 16), np.float32), q_lens=[3], kv_lens=[10], block_tables=[[2, 0]],

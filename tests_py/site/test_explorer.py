@@ -281,8 +281,7 @@ LENGTH = "each must be a whole number from 0 to 33,554,432"
         ),
         ("pageSize", "0", "Page size: must be a whole number from 1 to 65,536, got “0”."),
         ("heads", "many", "KV heads: must be a whole number from 1 to 128, got “many”."),
-        ("headDim", "40", "head_dim: must be a multiple of 16, got 40."),
-        ("headDim", "592", "head_dim: must be a whole number from 16 to 576, got “592”."),
+        ("headDim", "592", "head_dim: must be a whole number from 1 to 576, got “592”."),
         ("dtype", "int8", "dtype: must be one of bfloat16, float16, float32, got “int8”."),
     ],
 )

@@ -28,6 +28,8 @@ SHAPES = [
         (256, None, 4, 1),
         (576, 512, 16, 1),
         (64, None, 64, 1),
+        (20, 40, 6, 2),
+        (72, None, 3, 3),
     ]
 ]
 # Key lengths around multiples of pages and blocks, query lengths around those of rows.

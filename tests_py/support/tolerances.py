@@ -23,6 +23,10 @@ SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-24, "b
 # A ratio of exact integers, divided in two orders: two roundings each.
 RATIO = 4 * EPS["float64"]
 
+# Sequences of rows that are counted by a formula, of which the first and the last are cut: those of
+# a hundred items and more are off by less.
+SEQUENCE_ENDS = 0.01
+
 # The rounding of a result, half a unit, and a little for what comes before it.
 ROUNDED_ONCE = 0.55
 

@@ -103,14 +103,22 @@ class LayerArguments {
       py::handle softcap,
       py::handle sinks,
       py::handle out,
-      py::handle lse
+      py::handle lse,
+      py::handle q_rope,
+      py::handle k_rope
   )
       : q_(read.tensor(q, "q")),
         k_(read.tensor(k_cache, "k_cache")),
         v_(read.tensor(v_cache, "v_cache")),
         out_(read.output(out, "out")),
         sinks_(read.optional_tensor(sinks, "sinks")),
-        lse_(read.optional_output(lse, "lse")) {
+        lse_(read.optional_output(lse, "lse")),
+        q_rope_(read.optional_tensor(q_rope, "q_rope")),
+        k_rope_(read.optional_tensor(k_rope, "k_rope")) {
+    check(
+        q_rope_.has_value() == k_rope_.has_value(), read.function(),
+        ": q_rope and k_rope must be given together"
+    );
     const KVAxisOrder layout = parse_layout(read, kv_layout);
     arguments.function = read.function();
     arguments.scale = read.real(scale, "scale");
@@ -130,6 +138,11 @@ class LayerArguments {
     v_scale_.emplace(read, format.v_scale, "v_scale", layout, v.page_size, v.num_kv_heads);
     arguments.k_scale = k_scale_->value;
     arguments.v_scale = v_scale_->value;
+    if (k_rope_) {
+      check_tensor(read.function(), "q_rope", **q_rope_, 3);
+      arguments.q_rope = view_of(q_rope_);
+      arguments.k_rope = paged("k_rope", **k_rope_);
+    }
     arguments.sinks = view_of(sinks_);
     arguments.out = *out_;
     arguments.lse = view_of(lse_);
@@ -139,7 +152,7 @@ class LayerArguments {
 
  private:
   TensorArgument q_, k_, v_, out_;
-  std::optional<TensorArgument> sinks_, lse_;
+  std::optional<TensorArgument> sinks_, lse_, q_rope_, k_rope_;
   std::optional<ScaleArgument> k_scale_, v_scale_;
 };
 
@@ -198,7 +211,7 @@ void run(
   const auto& division = read.value<AttentionPlan>(plan, "plan");
   const LayerArguments layer(
       read, q, k_cache, v_cache, division.batch.page_size, kv_layout, {k_scale, v_scale, kv_dtype},
-      scale, softcap, sinks, out, lse
+      scale, softcap, sinks, out, lse, py::none(), py::none()
   );
   const Computation computation;
   run_attention(division, layer.arguments);
@@ -230,12 +243,14 @@ void plan_and_run(
     py::handle batch_invariant,
     py::handle num_threads,
     py::handle out,
-    py::handle lse
+    py::handle lse,
+    py::handle q_rope,
+    py::handle k_rope
 ) {
   const Arguments read("paged_attention");
   const LayerArguments layer(
       read, q, k_cache, v_cache, read.optional_integer(page_size, "page_size"), kv_layout,
-      {k_scale, v_scale, kv_dtype}, scale, softcap, sinks, out, lse
+      {k_scale, v_scale, kv_dtype}, scale, softcap, sinks, out, lse, q_rope, k_rope
   );
   SequenceBatchArguments given(
       read, q_lens, kv_lens, block_tables, causal, window, custom_mask, packed_custom_mask,
@@ -246,6 +261,9 @@ void plan_and_run(
   given.batch.shape = attention_shape(arguments);
   given.batch.page_size = arguments.k.page_size;
   given.batch.num_pages = std::min(arguments.k.num_pages, arguments.v.num_pages);
+  if (arguments.k_rope) {
+    given.batch.num_pages = std::min(given.batch.num_pages, arguments.k_rope->num_pages);
+  }
   given.batch.num_rows = arguments.q.shape[0];
   const int threads = read.threads(num_threads);
   const Computation computation;
@@ -280,7 +298,8 @@ void register_attention(py::module_& module) {
       "block_tables"_a, "kv_indptr"_a, "kv_indices"_a, "last_page_len"_a, "page_size"_a,
       "kv_layout"_a, "k_scale"_a, "v_scale"_a, "kv_dtype"_a, "scale"_a, "causal"_a, "window"_a,
       "softcap"_a, "sinks"_a, "custom_mask"_a, "packed_custom_mask"_a, "allow_short_kv"_a,
-      "batch_invariant"_a, "num_threads"_a, "out"_a, "lse"_a
+      "batch_invariant"_a, "num_threads"_a, "out"_a, "lse"_a, "q_rope"_a = py::none(),
+      "k_rope"_a = py::none()
   );
   module.def("merge_state", &merge, "out_a"_a, "lse_a"_a, "out_b"_a, "lse_b"_a);
 }

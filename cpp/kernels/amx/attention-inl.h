@@ -79,17 +79,7 @@ class AmxAttention {
     __builtin_memset(work_.queries, 0, kElementBytes * padded * depth_);
     if (qk_dim < depth_)
       __builtin_memset(work_.tiles.keys, 0, kElementBytes * work_.packed * depth_);
-    for (int row = 0; row < padded; ++row) {
-      work_.references[row] = -__builtin_inff();
-      work_.biases[row] = kNoBias;
-    }
-    if (tile_.max_logits != nullptr) {
-      for (int row = 0; row < padded; ++row) {
-        store(work_.maxima + row * kLanes, splat(-__builtin_inff()));
-      }
-    }
-    __builtin_memset(work_.sums, 0, sizeof(float) * padded);
-    __builtin_memset(work_.exact_sums, 0, sizeof(float) * padded * kLanes);
+    work_.states.clear(tile_, padded);
     __builtin_memset(work_.output, 0, sizeof(float) * padded * v_dim_);
     fill_ones(work_.ones);
     pack_queries();
@@ -142,16 +132,11 @@ class AmxAttention {
       if (i + 2 >= steps) add_pending();
       float* scores = scores_of(i);
       const bool factors = has_factors(tile_.k_row_factors);
-      if (factors) multiply_scores(step.count, k_factors_ + step.chunk * kTileDepth, scores);
-      if constexpr (Format::kHidesNan) {
-        if (!moderate_factors_ || !bounded_queries_ || !packed_.bounded()) {
-          show_nan(step.count, scores);
-        }
-      }
-      restrict_scores(tile_, step, first, scale_, scores);
-      if (tile_.max_logits != nullptr) {
-        keep_maxima(step.count, scores, work_.maxima + int64_t{step.row} * kLanes);
-      }
+      prepare_scores<T>(
+          tile_, step, first, scale_, factors ? k_factors_ + step.chunk * kTileDepth : nullptr,
+          !moderate_factors_ || !bounded_queries_ || !packed_.bounded(),
+          work_.states.from(step.row).maxima, scores
+      );
       const SoftmaxGroup<T> softmax = softmax_of(step);
       StepRows<T> rows(softmax, step, scores);
       if (i + 2 < steps) {
@@ -240,21 +225,19 @@ class AmxAttention {
 
   SoftmaxGroup<T> softmax_of(const Step& step) const {
     const int64_t group = step.row / kGroupRows * kGroupRows;
+    const RowStates<T> states = work_.states.from(group);
     return {
         .factor = factor_,
         .column_tiles = v_dim_ / 16,
         .first_chunk = step.first_chunk,
-        .references = work_.references + group,
-        .biases = work_.biases + group,
-        .sums = work_.sums + group,
-        .exact_sums = wants_exact_sums() ? work_.exact_sums + group * kLanes : nullptr,
+        .references = states.references,
+        .biases = states.biases,
+        .sums = states.sums,
+        .exact_sums = RowStates<T>::wants_exact_sums(tile_) ? states.exact_sums : nullptr,
         .output = work_.output + group * v_dim_,
         .probabilities = work_.probabilities,
     };
   }
-
-  /// The LSE is that of exact exponentials, though P V may have rounded ones.
-  bool wants_exact_sums() const { return !Format::kSumsByProducts || tile_.lse != nullptr; }
 
   /// O += P V for the group of rows that ends with this step.
   void add_values(const Step& step, int64_t first) {
@@ -332,13 +315,7 @@ class AmxAttention {
   }
 
   void finish(int row) const {
-    const float exact_sum = reduce_add(load(work_.exact_sums + row * kLanes));
-    RowState state = {
-        reference_exponent(work_.references[row], work_.biases[row], factor_),
-        Format::kSumsByProducts ? work_.sums[row] : exact_sum
-    };
-    if (wants_exact_sums() && state.sum > 0) state.rounding = exact_sum / state.sum;
-    if (tile_.max_logits != nullptr) state.maximum = reduce_max(load(work_.maxima + row * kLanes));
+    const RowState state = work_.states.finished(tile_, row, factor_);
     const float* output =
         work_.output + int64_t{row / kGroupRows} * kGroupRows * v_dim_ + row % kGroupRows * kLanes;
     float columns[kMaxHeadDim];

@@ -94,55 +94,31 @@ class AmxDecode {
     head_ = head;
     scale_ = scale_of_head(tile_, head);
     const int64_t row = int64_t{head} * kMaxRows;
+    states_ = work_.states.from(row);
     group_ = {
         .factor = tile_.softcap > 0 ? kLog2E : scale_ * kLog2E,
         .column_tiles = v_dim_ / 16,
         .column_stride = kTileFloats,
         .first_chunk = 0,
-        .references = work_.references + row,
-        .biases = work_.biases + row,
-        .sums = work_.sums + row,
-        .exact_sums = tile_.lse != nullptr ? work_.exact_sums + row * kLanes : nullptr,
+        .references = states_.references,
+        .biases = states_.biases,
+        .sums = states_.sums,
+        .exact_sums = RowStates<T>::wants_exact_sums(tile_) ? states_.exact_sums : nullptr,
         .output = work_.output + row * v_dim_,
         .probabilities = work_.probabilities,
     };
-    maxima_ = work_.maxima + row * kLanes;
     queries_ = work_.queries + row * depth_;
   }
 
   void prepare() {
     __builtin_memset(work_.weights, 0, sizeof(Bfloat16) * AmxDecodeWorkspace::kWeights);
+    Magnitude magnitude;
     for (int head = 0; head < tile_.num_kv_heads; ++head) {
       take_head(head);
       __builtin_memset(group_.output, 0, sizeof(float) * kMaxRows * v_dim_);
-      for (int i = 0; i < kMaxRows; ++i) {
-        group_.references[i] = -__builtin_inff();
-        group_.biases[i] = kNoBias;
-        group_.sums[i] = 0;
-        store(work_.exact_sums + (head * kMaxRows + i) * kLanes, splat(0.0F));
-        store(maxima_ + i * kLanes, splat(-__builtin_inff()));
-      }
-      pack_queries(tile_.q, tile_.q_token_stride, tile_.q_head_stride, tile_.nope_dim, 0);
-      if (tile_.rope_dim == 0) continue;
-      pack_queries(
-          tile_.q_rope, tile_.q_rope_token_stride, tile_.q_rope_head_stride, tile_.rope_dim,
-          tile_.nope_dim
-      );
+      states_.clear(tile_, kMaxRows);
+      pack_query_columns<T>(tile_, head, depth_, queries_, magnitude);
     }
-  }
-
-  void pack_queries(
-      const void* source, int64_t token_stride, int64_t head_stride, int dim, int first
-  ) const {
-    const T* q = static_cast<const T*>(source) + int64_t{head_} * tile_.group * head_stride;
-    const char* rows[kTileRows];
-    for (int i = 0; i < rows_; ++i) {
-      rows[i] = reinterpret_cast<const char*>(
-          q + i / tile_.group * token_stride + i % tile_.group * head_stride
-      );
-    }
-    Magnitude magnitude;
-    pack_tile_columns<T>(rows, rows_, dim, first, depth_, queries_, magnitude);
   }
 
   /// Locates the keys of a head to take next: those of the turn from `first` on.
@@ -247,10 +223,8 @@ class AmxDecode {
         .row = 0, .count = rows_, .chunk = 0, .first_chunk = 0, .end_chunk = 1, .last = false
     };
     transpose_scores(rows_, work_.scores);
-    if (has_factors(tile_.k_row_factors)) multiply_scores(rows_, k_factors_, work_.scores);
-    show_nan(rows_, work_.scores);
-    restrict_scores(tile_, step, first, scale_, work_.scores);
-    if (tile_.max_logits != nullptr) keep_maxima(rows_, work_.scores, maxima_);
+    const float* factors = has_factors(tile_.k_row_factors) ? k_factors_ : nullptr;
+    prepare_scores<T>(tile_, step, first, scale_, factors, true, states_.maxima, work_.scores);
     StepRows<T>(group_, step, work_.scores).take_rest();
   }
 
@@ -321,7 +295,7 @@ class AmxDecode {
     for (int head = 0; head < tile_.num_kv_heads; ++head) {
       for (int row = 0; row < rows_; ++row) {
         const int64_t place = int64_t{head} * kMaxRows + row;
-        Vector sum = splat(work_.sums[place]);
+        Vector sum = splat(work_.states.sums[place]);
         const float* output = work_.output + int64_t{head} * kMaxRows * v_dim_ + row * kLanes;
         // What is not finite times zero is NaN.
         Vector zeros = mul(sum, splat(0.0F));
@@ -335,14 +309,7 @@ class AmxDecode {
   }
 
   void finish(int row) const {
-    const float exact_sum =
-        reduce_add(load(work_.exact_sums + (int64_t{head_} * kMaxRows + row) * kLanes));
-    RowState state = {
-        reference_exponent(group_.references[row], group_.biases[row], group_.factor),
-        group_.sums[row]
-    };
-    if (tile_.lse != nullptr && state.sum > 0) state.rounding = exact_sum / state.sum;
-    if (tile_.max_logits != nullptr) state.maximum = reduce_max(load(maxima_ + row * kLanes));
+    const RowState state = states_.finished(tile_, row, group_.factor);
     const float* output = group_.output + row * kLanes;
     float columns[kMaxHeadDim];
     for (int d = 0; d < v_dim_; d += kTileDepth, output += 2 * kTileFloats) {
@@ -372,7 +339,7 @@ class AmxDecode {
   int head_ = 0;  // at work
   float scale_ = 0;
   SoftmaxGroup<T> group_{};
-  float* maxima_ = nullptr;
+  RowStates<T> states_{};
   Bfloat16* queries_ = nullptr;
   float k_factors_[kTileDepth];
   float v_factors_[kTileDepth];

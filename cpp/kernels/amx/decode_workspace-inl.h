@@ -11,18 +11,14 @@ namespace {
 struct AmxDecodeWorkspace {
   static constexpr int64_t kWeights = int64_t{2} * 2 * kTileElements;
 
-  Bfloat16* queries;        // [heads][depth / 32][16 pairs][16 rows][2]
-  Bfloat16* keys;           // staged ones: [32 / 16][depth / 32][16][32]
-  Bfloat16* values;         // staged ones: [32 / 16][v_head_dim / 32][16][32]
-  Bfloat16* probabilities;  // [16 rows][32]
-  Bfloat16* weights;        // [32 / 16][even, odd][16 rows][16 pairs]: probabilities and zeros
-  float* scores;            // [2 key tiles][2][16][16]
-  float* output;            // [heads][v_head_dim / 32][even, odd][16 rows][16]
-  float* sums;              // [heads][16]
-  float* exact_sums;        // [heads][16][16]
-  float* references;        // [heads][16]
-  float* biases;            // [heads][16]
-  float* maxima;            // [heads][16][16]
+  Bfloat16* queries;           // [heads][depth / 32][16 pairs][16 rows][2]
+  Bfloat16* keys;              // staged ones: [32 / 16][depth / 32][16][32]
+  Bfloat16* values;            // staged ones: [32 / 16][v_head_dim / 32][16][32]
+  Bfloat16* probabilities;     // [16 rows][32]
+  Bfloat16* weights;           // [32 / 16][even, odd][16 rows][16 pairs]: probabilities and zeros
+  float* scores;               // [2 key tiles][2][16][16]
+  float* output;               // [heads][v_head_dim / 32][even, odd][16 rows][16]
+  RowStates<Bfloat16> states;  // [heads][16]
   int64_t bytes;
 
   AmxDecodeWorkspace(char* base, const AttentionTile& tile) {
@@ -36,11 +32,7 @@ struct AmxDecodeWorkspace {
     carver.take(weights, kWeights);
     carver.take(scores, 4 * kTileFloats);
     carver.take(output, rows * tile.v_head_dim);
-    carver.take(sums, rows);
-    carver.take(exact_sums, rows * kLanes);
-    carver.take(references, rows);
-    carver.take(biases, rows);
-    carver.take(maxima, rows * kLanes);
+    states.take(carver, rows);
     bytes = carver.used;
   }
 };

@@ -79,23 +79,20 @@ class AmxFewRows {
     head_ = head;
     scale_ = scale_of_head(tile_, head);
     const int64_t row = int64_t{head} * kMaxFewRows;
+    states_ = work_.states.from(row);
     group_ = {
         .factor = tile_.softcap > 0 ? kLog2E : scale_ * kLog2E,
         .column_tiles = v_dim_ / 16,
         .first_chunk = 0,
-        .references = work_.references + row,
-        .biases = work_.biases + row,
-        .sums = work_.sums + row,
-        .exact_sums = wants_exact_sums() ? work_.exact_sums + row * kLanes : nullptr,
+        .references = states_.references,
+        .biases = states_.biases,
+        .sums = states_.sums,
+        .exact_sums = RowStates<T>::wants_exact_sums(tile_) ? states_.exact_sums : nullptr,
         .output = work_.output + row * v_dim_,
         .probabilities = work_.probabilities,
     };
-    maxima_ = work_.maxima + row * kLanes;
     queries_ = work_.queries + int64_t{head} * row_tiles_ * kTileRows * depth_ * kParts;
   }
-
-  /// The LSE is that of exact exponentials, though P V may have rounded ones.
-  bool wants_exact_sums() const { return !Format::kSumsByProducts || tile_.lse != nullptr; }
 
   void prepare() {
     // Dimensions that fill up the last tiles take part in everything.
@@ -109,14 +106,7 @@ class AmxFewRows {
       clear_rows();
       const int64_t elements = int64_t{row_tiles_} * kTileRows * depth_ * kParts;
       __builtin_memset(queries_, 0, sizeof(Bfloat16) * elements);
-      pack_queries(
-          tile_.q, tile_.q_token_stride, tile_.q_head_stride, tile_.nope_dim, 0, magnitude
-      );
-      if (tile_.rope_dim == 0) continue;
-      pack_queries(
-          tile_.q_rope, tile_.q_rope_token_stride, tile_.q_rope_head_stride, tile_.rope_dim,
-          tile_.nope_dim, magnitude
-      );
+      pack_query_columns<T>(tile_, head, depth_, queries_, magnitude);
     }
     bounded_queries_ = magnitude.below(kBoundOfFiniteScores);
   }
@@ -124,38 +114,9 @@ class AmxFewRows {
   /// The rows of the head, filled up to whole tiles, have seen nothing yet.
   void clear_rows() const {
     const int rows = row_tiles_ * kTileRows;
-    float* sums = work_.exact_sums + int64_t{head_} * kMaxFewRows * kLanes;
-    for (int i = 0; i < rows; ++i) {
-      group_.references[i] = -__builtin_inff();
-      group_.biases[i] = kNoBias;
-      group_.sums[i] = 0;
-      store(sums + i * kLanes, splat(0.0F));
-      store(maxima_ + i * kLanes, splat(-__builtin_inff()));
-    }
+    states_.clear(tile_, rows);
     for (int d = 0; d < v_dim_ / 16; ++d) {
       __builtin_memset(group_.output + d * kGroupRows * kLanes, 0, sizeof(float) * rows * kLanes);
-    }
-  }
-
-  void pack_queries(
-      const void* source,
-      int64_t token_stride,
-      int64_t head_stride,
-      int dim,
-      int first,
-      Magnitude& magnitude
-  ) const {
-    const T* q = static_cast<const T*>(source) + int64_t{head_} * tile_.group * head_stride;
-    for (int row = 0; row < rows_; row += kTileRows) {
-      const char* rows[kTileRows];
-      const int n = static_cast<int>(smaller(kTileRows, rows_ - row));
-      for (int i = 0; i < n; ++i) {
-        const int64_t token = (row + i) / tile_.group;
-        const int64_t head = (row + i) % tile_.group;
-        rows[i] = reinterpret_cast<const char*>(q + token * token_stride + head * head_stride);
-      }
-      Bfloat16* tiles = queries_ + int64_t{row} * depth_ * kParts;
-      pack_tile_columns<T>(rows, n, dim, first, depth_, tiles, magnitude);
     }
   }
 
@@ -252,14 +213,11 @@ class AmxFewRows {
       };
       float* scores = scores_of(chunk, row);
       transpose_scores(step.count, scores);
-      if (factors) multiply_scores(step.count, k_factors_ + chunk * kTileDepth, scores);
-      if constexpr (Format::kHidesNan) {
-        if (!moderate_factors_ || !bounded_queries_ || !packed_.bounded()) {
-          show_nan(step.count, scores);
-        }
-      }
-      restrict_scores(tile_, step, first, scale_, scores);
-      if (tile_.max_logits != nullptr) keep_maxima(step.count, scores, maxima_ + row * kLanes);
+      prepare_scores<T>(
+          tile_, step, first, scale_, factors ? k_factors_ + chunk * kTileDepth : nullptr,
+          !moderate_factors_ || !bounded_queries_ || !packed_.bounded(), states_.from(row).maxima,
+          scores
+      );
       StepRows<T>(group_, step, scores).take_rest();
     }
   }
@@ -281,14 +239,7 @@ class AmxFewRows {
   }
 
   void finish(int row) const {
-    const float* sums = work_.exact_sums + (int64_t{head_} * kMaxFewRows + row) * kLanes;
-    const float exact_sum = reduce_add(load(sums));
-    RowState state = {
-        reference_exponent(group_.references[row], group_.biases[row], group_.factor),
-        Format::kSumsByProducts ? group_.sums[row] : exact_sum
-    };
-    if (wants_exact_sums() && state.sum > 0) state.rounding = exact_sum / state.sum;
-    if (tile_.max_logits != nullptr) state.maximum = reduce_max(load(maxima_ + row * kLanes));
+    const RowState state = states_.finished(tile_, row, group_.factor);
     const float* output = group_.output + row * kLanes;
     float columns[kMaxHeadDim];
     for (int d = 0; d < v_dim_; d += 16, output += kGroupRows * kLanes) {
@@ -315,7 +266,7 @@ class AmxFewRows {
   int head_ = 0;                 // at work
   float scale_ = 0;
   SoftmaxGroup<T> group_{};
-  float* maxima_ = nullptr;
+  RowStates<T> states_{};
   Bfloat16* queries_ = nullptr;
   float k_factors_[kMaxPackedKeys];
 };

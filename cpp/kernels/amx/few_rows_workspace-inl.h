@@ -20,11 +20,7 @@ struct FewRowsWorkspace {
   float* product;           // [4][16][16]
   float* block_sums;        // [1 + v_head_dim / 16][16][16]: P V of a block, where rows are 16
   float* output;            // of a head: [v_head_dim / 16][64][16]
-  float* sums;              // of a head: [64]
-  float* exact_sums;        // of a head: [64][16]
-  float* references;        // of a head: [64]
-  float* biases;            // of a head: [64]
-  float* maxima;            // of a head: [64][16]
+  RowStates<T> states;      // of a head: [64]
   int64_t bytes;
 
   FewRowsWorkspace(char* base, const AttentionTile& tile) {
@@ -43,11 +39,7 @@ struct FewRowsWorkspace {
     carver.take(product, 4 * kTileFloats);
     carver.take(block_sums, int64_t{kTileFloats} * (1 + tile.v_head_dim / 16));
     carver.take(output, rows * tile.v_head_dim);
-    carver.take(sums, rows);
-    carver.take(exact_sums, rows * kLanes);
-    carver.take(references, rows);
-    carver.take(biases, rows);
-    carver.take(maxima, rows * kLanes);
+    states.take(carver, rows);
     bytes = carver.used;
   }
 };

@@ -139,6 +139,35 @@ inline void pack_tile_columns(
   }
 }
 
+/// Packs the queries of a KV head as columns, into [rows / 16][part][depth / 32][16 pairs][16 rows]
+/// [2]. Dimensions from the last of them up to `depth` stay as they are.
+template <class T>
+inline void pack_query_columns(
+    const AttentionTile& tile, int kv_head, int depth, Bfloat16* tiles, Magnitude& magnitude
+) {
+  const int num_rows = tile.num_tokens * tile.group;
+  const auto pack = [&](const void* source, int64_t token_stride, int64_t head_stride, int dim,
+                        int first) {
+    const T* q = static_cast<const T*>(source) + int64_t{kv_head} * tile.group * head_stride;
+    for (int row = 0; row < num_rows; row += kTileRows) {
+      const char* rows[kTileRows];
+      const int n = static_cast<int>(smaller(kTileRows, num_rows - row));
+      for (int i = 0; i < n; ++i) {
+        const int64_t token = (row + i) / tile.group;
+        const int64_t head = (row + i) % tile.group;
+        rows[i] = reinterpret_cast<const char*>(q + token * token_stride + head * head_stride);
+      }
+      Bfloat16* columns = tiles + int64_t{row} * depth * TileFormat<T>::kParts;
+      pack_tile_columns<T>(rows, n, dim, first, depth, columns, magnitude);
+    }
+  };
+  pack(tile.q, tile.q_token_stride, tile.q_head_stride, tile.nope_dim, 0);
+  if (tile.rope_dim == 0) return;
+  pack(
+      tile.q_rope, tile.q_rope_token_stride, tile.q_rope_head_stride, tile.rope_dim, tile.nope_dim
+  );
+}
+
 /// Packs keys rows[0..n) as columns, `dim` dimensions from `first` on, into
 /// [16 keys][part][depth / 32][16 pairs][16 keys][2]. Keys up to the next multiple of 32
 /// are zeros.

@@ -87,5 +87,26 @@ inline void keep_maxima(int rows, const float* scores, float* maxima) {
   }
 }
 
+/// All of it, for the scores of a step. `factors` are those of its keys, or null; `nan` says that
+/// a score may be NaN and would be hidden.
+template <class T>
+void prepare_scores(
+    const AttentionTile& tile,
+    const Step& step,
+    int64_t first,
+    float scale,
+    const float* factors,
+    bool nan,
+    float* maxima,
+    float* scores
+) {
+  if (factors != nullptr) multiply_scores(step.count, factors, scores);
+  if constexpr (TileFormat<T>::kHidesNan) {
+    if (nan) show_nan(step.count, scores);
+  }
+  restrict_scores(tile, step, first, scale, scores);
+  if (tile.max_logits != nullptr) keep_maxima(step.count, scores, maxima);
+}
+
 }  // namespace
 }  // namespace cpattn::kernels

@@ -284,6 +284,61 @@ inline void fill_ones(Bfloat16* tile) {
   }
 }
 
+/// What is known of rows on their way through the keys.
+template <class T>
+struct RowStates {
+  static constexpr bool kSumsByProducts = TileFormat<T>::kSumsByProducts;
+
+  float* sums;        // [rows], of the probabilities as P V has them
+  float* exact_sums;  // [rows][16], of the probabilities before they were rounded
+  float* references;  // [rows], scores; -inf before the first visible key
+  float* biases;      // [rows], which make a score the exponent of its probability
+  float* maxima;      // [rows][16], of the scores; where max_logits are wanted
+
+  /// The LSE is that of exact exponentials, though P V may have rounded ones.
+  static bool wants_exact_sums(const AttentionTile& tile) {
+    return !kSumsByProducts || tile.lse != nullptr;
+  }
+
+  void take(Carver& carver, int64_t rows) {
+    carver.take(sums, rows);
+    carver.take(exact_sums, rows * kLanes);
+    carver.take(references, rows);
+    carver.take(biases, rows);
+    carver.take(maxima, rows * kLanes);
+  }
+
+  /// Those from `row` on.
+  RowStates from(int64_t row) const {
+    return {
+        sums + row, exact_sums + row * kLanes, references + row, biases + row, maxima + row * kLanes
+    };
+  }
+
+  /// n rows have seen nothing yet.
+  void clear(const AttentionTile& tile, int64_t n) const {
+    __builtin_memset(sums, 0, sizeof(float) * n);
+    __builtin_memset(exact_sums, 0, sizeof(float) * n * kLanes);
+    for (int64_t row = 0; row < n; ++row) {
+      references[row] = -__builtin_inff();
+      biases[row] = kNoBias;
+      if (tile.max_logits != nullptr) store(maxima + row * kLanes, splat(-__builtin_inff()));
+    }
+  }
+
+  /// Of a row that has seen all its keys; `factor` is SoftmaxGroup's.
+  RowState finished(const AttentionTile& tile, int64_t row, float factor) const {
+    const float exact_sum = reduce_add(load(exact_sums + row * kLanes));
+    RowState state = {
+        reference_exponent(references[row], biases[row], factor),
+        kSumsByProducts ? sums[row] : exact_sum
+    };
+    if (wants_exact_sums(tile) && state.sum > 0) state.rounding = exact_sum / state.sum;
+    if (tile.max_logits != nullptr) state.maximum = reduce_max(load(maxima + row * kLanes));
+    return state;
+  }
+};
+
 /// Buffers of one tile of work; rows are padded to whole groups. They take at most
 /// 720 KB and, a row, what Q and O do and less than 172 bytes: 1 KB for head
 /// dimension 128 in bfloat16.
@@ -296,11 +351,7 @@ struct AmxWorkspace {
   float* scores;            // [2 steps][2 key tiles][2 row tiles][16][16]
   float* product;           // [64][16]
   float* output;            // [groups][v_head_dim / 16][64][16]
-  float* sums;              // [rows], of the probabilities as P V has them
-  float* exact_sums;        // [rows][16], of the probabilities before they were rounded
-  float* references;        // [rows]
-  float* biases;            // [rows]
-  float* maxima;            // [rows][16], of the scores; where max_logits are wanted
+  RowStates<T> states;      // [rows]
   Step* steps;              // of the packed keys
   int64_t packed;           // keys at a time
   int64_t bytes;
@@ -319,11 +370,7 @@ struct AmxWorkspace {
     carver.take(scores, 2 * 4 * kTileFloats);
     carver.take(product, 4 * kTileFloats);
     carver.take(output, padded * v_head_dim);
-    carver.take(sums, padded);
-    carver.take(exact_sums, padded * kLanes);
-    carver.take(references, padded);
-    carver.take(biases, padded);
-    carver.take(maxima, padded * kLanes);
+    states.take(carver, padded);
     carver.take(steps, padded / kScoreRows * packed / kTileDepth);
     bytes = carver.used;
   }

@@ -160,7 +160,7 @@ class AttentionLoop {
   void prepare_queries() {
     constexpr int kTokensAhead = 8;
     if constexpr (Engine::template kTakesQueries<T>) {
-      if (tile_.rope_dim == 0 &&
+      if (tile_.rope_dim == 0 && !is_padded(tile_) &&
           (tile_.num_tokens == 1 || tile_.q_token_stride == tile_.group * tile_.q_head_stride)) {
         queries_ = static_cast<const Operand*>(tile_.q);
         query_stride_ = tile_.q_head_stride;
@@ -171,8 +171,8 @@ class AttentionLoop {
     queries_ = work_.queries;
     query_stride_ = qk_dim_;
     head_queries_ = int64_t{head_rows_} * qk_dim_;
-    const auto pack = [&](const void* source, int64_t token_stride, int64_t head_stride, int dim,
-                          Operand* packed) {
+    const auto pack = [&](const void* source, int64_t token_stride, int64_t head_stride, int stored,
+                          int dim, Operand* packed) {
       const int64_t rows = int64_t{tile_.num_kv_heads} * head_rows_;
       for (int64_t row = 0; row < rows; ++row, packed += qk_dim_) {
         const auto [token, head, kv_head] = row_place(tile_, row);
@@ -180,14 +180,17 @@ class AttentionLoop {
         if (token + kTokensAhead < tile_.num_tokens) {
           fetch_row<2>(q + kTokensAhead * token_stride, dim * sizeof(T));
         }
-        Engine::pack_query(q, dim, packed);
+        pack_padded_query<Engine>(tile_, q, stored, dim, packed);
       }
     };
-    pack(tile_.q, tile_.q_token_stride, tile_.q_head_stride, tile_.nope_dim, work_.queries);
+    pack(
+        tile_.q, tile_.q_token_stride, tile_.q_head_stride, tile_.stored.nope_dim, tile_.nope_dim,
+        work_.queries
+    );
     if (tile_.rope_dim > 0) {
       pack(
-          tile_.q_rope, tile_.q_rope_token_stride, tile_.q_rope_head_stride, tile_.rope_dim,
-          work_.queries + tile_.nope_dim
+          tile_.q_rope, tile_.q_rope_token_stride, tile_.q_rope_head_stride, tile_.stored.rope_dim,
+          tile_.rope_dim, work_.queries + tile_.nope_dim
       );
     }
   }

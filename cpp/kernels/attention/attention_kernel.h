@@ -31,6 +31,11 @@ struct RowFactors {
   ElementType type = kFloat32;
 };
 
+/// Dimensions of heads as they stand in memory.
+struct StoredDims {
+  int32_t nope_dim, rope_dim, v_head_dim;
+};
+
 /// The steps of a kernel that AttentionTile::mark tells apart.
 enum KernelScope : int32_t { kMarkPack, kMarkQk, kMarkSoftmax, kMarkPv, kMarkWrite };
 
@@ -72,9 +77,13 @@ struct AttentionTile {
   /// Null, or what K and V of each of num_kv_heads heads are multiplied with.
   const float *k_head_factors = nullptr, *v_head_factors = nullptr;
 
-  int32_t nope_dim;  // of q and k, beside rope_dim; a multiple of 16
-  int32_t rope_dim;  // 0 or a multiple of 16
-  int32_t v_head_dim;
+  int32_t nope_dim;    // of q and k, beside rope_dim; a multiple of 16
+  int32_t rope_dim;    // 0 or a multiple of 16
+  int32_t v_head_dim;  // a multiple of 16
+  /// Zeros, or what q, K, V and out have of the dimensions above, which are these, filled up: of
+  /// what is behind nothing is read or written, and it counts as zeros. With expand keys have all
+  /// dimensions.
+  StoredDims stored{};
   int32_t num_tokens, group;
   int32_t num_kv_heads = 1;
 

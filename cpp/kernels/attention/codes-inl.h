@@ -92,24 +92,31 @@ class CodeDecoder {
     const Workspace work(static_cast<char*>(scratch), *tile);
     AttentionTile wide = *tile;
     const int64_t heads = int64_t{tile->num_kv_heads} * tile->group;
-    const auto widen = [&](const void*& q, int64_t& token_stride, int64_t& head_stride, int dim,
-                           float* to) {
+    const auto widen = [&](const void*& q, int64_t& token_stride, int64_t& head_stride, int stored,
+                           int dim, float* to) {
+      T copy[kMaxHeadDim];
+      const PaddedRows rows(*tile, stored, dim, sizeof(T), reinterpret_cast<char*>(copy));
       for (int64_t token = 0; token < tile->num_tokens; ++token) {
         for (int64_t head = 0; head < heads; ++head) {
           const T* from = static_cast<const T*>(q) + token * token_stride + head * head_stride;
+          const char* read = rows.read(reinterpret_cast<const char*>(from), 0);
+          const T* source = reinterpret_cast<const T*>(read);
           float* row = to + (token * heads + head) * dim;
-          for (int d = 0; d < dim; d += kLanes) store(row + d, load(from + d));
+          for (int d = 0; d < dim; d += kLanes) store(row + d, load(source + d));
         }
       }
       q = to;
       token_stride = heads * dim;
       head_stride = dim;
     };
-    widen(wide.q, wide.q_token_stride, wide.q_head_stride, tile->nope_dim, work.q);
+    widen(
+        wide.q, wide.q_token_stride, wide.q_head_stride, tile->stored.nope_dim, tile->nope_dim,
+        work.q
+    );
     if (tile->rope_dim > 0) {
       widen(
-          wide.q_rope, wide.q_rope_token_stride, wide.q_rope_head_stride, tile->rope_dim,
-          work.q_rope
+          wide.q_rope, wide.q_rope_token_stride, wide.q_rope_head_stride, tile->stored.rope_dim,
+          tile->rope_dim, work.q_rope
       );
     }
     if (tile->partial == nullptr) wide.partial = work.partial;

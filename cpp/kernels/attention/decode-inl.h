@@ -36,7 +36,8 @@ class DecodeLoop {
   static int64_t scratch_bytes(const AttentionTile* tile) {
     const int64_t rows = round_up(tile->num_tokens * tile->group, kQueryTile);
     return DecodeWorkspace<Operand>(
-               nullptr, rows * tile->num_kv_heads, tile->nope_dim + tile->rope_dim, tile->v_head_dim
+               nullptr, rows * tile->num_kv_heads, tile->nope_dim + tile->rope_dim,
+               tile->v_head_dim, padded_bytes(*tile)
     )
         .bytes;
   }
@@ -46,13 +47,26 @@ class DecodeLoop {
   }
 
  private:
+  static int padded_bytes(const AttentionTile& tile) { return is_padded(tile) ? kStoredBytes : 0; }
+
   DecodeLoop(const AttentionTile& tile, char* scratch)
       : tile_(tile),
         head_rows_(tile.num_tokens * tile.group),
         padded_rows_(round_up(head_rows_, kQueryTile)),
         qk_dim_(tile.nope_dim + tile.rope_dim),
         v_dim_(tile.v_head_dim),
-        work_(scratch, int64_t{padded_rows_} * tile.num_kv_heads, qk_dim_, v_dim_) {}
+        work_(
+            scratch, int64_t{padded_rows_} * tile.num_kv_heads, qk_dim_, v_dim_, padded_bytes(tile)
+        ),
+        k_(tile, tile.stored.nope_dim, tile.nope_dim, kStoredBytes, work_.padded_keys),
+        k_rope_(
+            tile,
+            tile.stored.rope_dim,
+            tile.rope_dim,
+            kStoredBytes,
+            work_.padded_keys + int64_t{kKeyTile} * tile.nope_dim * kStoredBytes
+        ),
+        v_(tile, tile.stored.v_head_dim, v_dim_, kStoredBytes, work_.padded_values) {}
 
   bool run() {
     // Heads that do not lie together are read one after the other.
@@ -108,14 +122,15 @@ class DecodeLoop {
     for_rows([&](int row, int slot) {
       const auto [token, head, kv_head] = row_place(tile_, row);
       const T* q = static_cast<const T*>(tile_.q);
-      Engine::pack_query(
-          q + token * tile_.q_token_stride + head * tile_.q_head_stride, tile_.nope_dim, work_.row
+      pack_padded_query<Engine>(
+          tile_, q + token * tile_.q_token_stride + head * tile_.q_head_stride,
+          tile_.stored.nope_dim, tile_.nope_dim, work_.row
       );
       if (tile_.rope_dim > 0) {
         const T* rope = static_cast<const T*>(tile_.q_rope);
-        Engine::pack_query(
-            rope + token * tile_.q_rope_token_stride + head * tile_.q_rope_head_stride,
-            tile_.rope_dim, work_.row + tile_.nope_dim
+        pack_padded_query<Engine>(
+            tile_, rope + token * tile_.q_rope_token_stride + head * tile_.q_rope_head_stride,
+            tile_.stored.rope_dim, tile_.rope_dim, work_.row + tile_.nope_dim
         );
       }
       Operand* tile = work_.queries + int64_t{slot / kQueryTile} * kQueryTile * qk_dim_;
@@ -233,12 +248,12 @@ class DecodeLoop {
           row_of_head(tile_.k, head, keys_[key + i + ahead_]), tile_.nope_dim * kStoredBytes
       );
       Operand* wide = work_.keys + int64_t{i} * qk_dim_;
-      keys[i] = operands(row_of_head(tile_.k, head, keys_[key + i]), tile_.nope_dim, wide);
+      const char* row = k_.read(row_of_head(tile_.k, head, keys_[key + i]), i);
+      keys[i] = operands(row, tile_.nope_dim, wide);
       if (tile_.rope_dim > 0) {
-        rope[i] = operands(
-            row_of_head(tile_.k_rope, head, rope_keys_[key + i]), tile_.rope_dim,
-            wide + tile_.nope_dim
-        );
+        const char* rope_row =
+            k_rope_.read(row_of_head(tile_.k_rope, head, rope_keys_[key + i]), i);
+        rope[i] = operands(rope_row, tile_.rope_dim, wide + tile_.nope_dim);
       }
     }
     for (int i = 0; i < padded_rows_; i += kQueryTile) {
@@ -308,18 +323,6 @@ class DecodeLoop {
     }
   }
 
-  /// Calls function<kRows>(first) for tiles of rows [0, rows).
-  template <class Function>
-  static void for_row_tiles(int rows, Function function) {
-    int i = 0;
-    for (; i + 4 <= rows; i += 4) function.template operator()<4>(i);
-    if (i + 2 <= rows) {
-      function.template operator()<2>(i);
-      i += 2;
-    }
-    if (i < rows) function.template operator()<1>(i);
-  }
-
   /// O += P V for the rows of a head and `count` keys from `key` of the block that
   /// starts at `first`. Where tokens see different keys each takes those it sees
   /// alone: zero times the infinity of another is NaN.
@@ -331,18 +334,22 @@ class DecodeLoop {
     values[count] = reinterpret_cast<const char*>(work_.zeros);
     const int64_t slot = int64_t{head - first_head_} * padded_rows_;
     if (all_visible) {
-      for (int i = 0; i < count; ++i) values[i] = row_of_head(tile_.v, head, values_[key + i]);
+      for (int i = 0; i < count; ++i) values[i] = value_row(head, key + i, i);
       add_values(slot, head_rows_, values, key, count);
       return;
     }
     for (int token = 0; token < tile_.num_tokens; ++token) {
       for (int i = 0; i < count; ++i) {
-        values[i] = sees(tile_, token, first + key + i)
-                        ? row_of_head(tile_.v, head, values_[key + i])
-                        : values[count];
+        values[i] =
+            sees(tile_, token, first + key + i) ? value_row(head, key + i, i) : values[count];
       }
       add_values(slot + token * tile_.group, tile_.group, values, key, count);
     }
+  }
+
+  /// The value of key `key` of the block, the i-th of those that are added together.
+  const char* value_row(int head, int key, int i) const {
+    return v_.read(row_of_head(tile_.v, head, values_[key]), i);
   }
 
   /// O += P V for `rows` rows from `slot` on and keys [key, key + count) of the block.
@@ -353,24 +360,7 @@ class DecodeLoop {
       for_row_tiles(rows, [&]<int kRows>(int i) {
         const Operand* p = work_.probabilities + (slot + i) * kDecodeKeys + key;
         float* o = work_.output + (slot + i) * v_dim_ + d;
-        switch (vectors) {
-          case 1:
-            return add_columns<Stored, Engine, kRows, 1>(
-                p, kDecodeKeys, values, count, d, o, v_dim_
-            );
-          case 2:
-            return add_columns<Stored, Engine, kRows, 2>(
-                p, kDecodeKeys, values, count, d, o, v_dim_
-            );
-          case 3:
-            return add_columns<Stored, Engine, kRows, 3>(
-                p, kDecodeKeys, values, count, d, o, v_dim_
-            );
-          default:
-            return add_columns<Stored, Engine, kRows, kPanelVectors>(
-                p, kDecodeKeys, values, count, d, o, v_dim_
-            );
-        }
+        add_vectors<Stored, Engine, kRows>(vectors, p, kDecodeKeys, values, count, d, o, v_dim_);
       });
     }
   }
@@ -381,6 +371,7 @@ class DecodeLoop {
   const int qk_dim_;
   const int v_dim_;
   const DecodeWorkspace<Operand> work_;
+  const PaddedRows k_, k_rope_, v_;
   int first_head_, end_head_;  // at work
   int ahead_;                  // keys and values are fetched this many before their turn
   // The addresses of the block's keys and values, for the first KV head.

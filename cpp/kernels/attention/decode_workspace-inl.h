@@ -21,6 +21,8 @@ struct DecodeWorkspace {
   Operand* queries;        // [tiles of rows][quads of qk_dim][kQueryTile][quad]
   Operand* row;            // [qk_dim]
   Operand* keys;           // [kKeyTile][qk_dim]
+  char* padded_keys;       // [kKeyTile][qk_dim], as stored; of padded tiles, like the next
+  char* padded_values;     // [kDecodeKeys][v_head_dim]
   float* scores;           // [rows][kDecodeKeys]
   Operand* probabilities;  // [rows][kDecodeKeys]
   float* output;           // [rows][v_head_dim]
@@ -28,11 +30,14 @@ struct DecodeWorkspace {
   RowState* states;        // [rows]
   int64_t bytes;
 
-  DecodeWorkspace(char* base, int64_t rows, int qk_dim, int v_head_dim) {
+  /// padded_bytes is the size of an element of K and V in padded tiles, 0 in others.
+  DecodeWorkspace(char* base, int64_t rows, int qk_dim, int v_head_dim, int padded_bytes) {
     Carver carver{base};
     carver.take(queries, rows * qk_dim);
     carver.take(row, qk_dim);
     carver.take(keys, int64_t{kKeyTile} * qk_dim);
+    carver.take(padded_keys, int64_t{kKeyTile} * qk_dim * padded_bytes);
+    carver.take(padded_values, int64_t{kDecodeKeys} * v_head_dim * padded_bytes);
     carver.take(scores, rows * kDecodeKeys);
     carver.take(probabilities, rows * kDecodeKeys);
     carver.take(output, rows * v_head_dim);

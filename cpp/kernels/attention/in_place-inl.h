@@ -87,5 +87,41 @@ void add_columns(
   }
 }
 
+/// add_columns() for 1 to kPanelVectors vectors.
+template <class T, class Engine, int kRows>
+[[gnu::always_inline]] inline void add_vectors(
+    int vectors,
+    const typename Engine::Operand* p,
+    int64_t ldp,
+    const char* const* values,
+    int n,
+    int d,
+    float* o,
+    int64_t ldo
+) {
+  switch (vectors) {
+    case 1:
+      return add_columns<T, Engine, kRows, 1>(p, ldp, values, n, d, o, ldo);
+    case 2:
+      return add_columns<T, Engine, kRows, 2>(p, ldp, values, n, d, o, ldo);
+    case 3:
+      return add_columns<T, Engine, kRows, 3>(p, ldp, values, n, d, o, ldo);
+    default:
+      return add_columns<T, Engine, kRows, kPanelVectors>(p, ldp, values, n, d, o, ldo);
+  }
+}
+
+/// Calls function<kRows>(first) for tiles of rows [0, rows).
+template <class Function>
+void for_row_tiles(int rows, Function function) {
+  int i = 0;
+  for (; i + 4 <= rows; i += 4) function.template operator()<4>(i);
+  if (i + 2 <= rows) {
+    function.template operator()<2>(i);
+    i += 2;
+  }
+  if (i < rows) function.template operator()<1>(i);
+}
+
 }  // namespace
 }  // namespace cpattn::kernels

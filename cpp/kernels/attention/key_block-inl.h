@@ -3,6 +3,7 @@
 
 // A block of keys with its K and V packed for an engine's products.
 #include "kernels/attention/gemm-inl.h"
+#include "kernels/attention/padded_rows-inl.h"
 #include "kernels/attention/row_factors-inl.h"
 
 namespace cpattn::kernels {
@@ -41,11 +42,11 @@ class KeyBlock {
     count_ = n;
     num_special_ = 0;
     known_ = static_cast<int>(smaller(n + kKeyGranule, end - first));
-    const bool codes = tile_.expand_codes != nullptr;
-    if (codes || tile_.expand != nullptr) {
+    const bool read = reads_rows();
+    if (read || tile_.expand != nullptr) {
       locate(tile_.k, head, hidden, stored_k_);
-      const T* values = codes ? expanded_values_ : expanded_keys_;
-      const int value_dim = codes ? tile_.v_head_dim : tile_.nope_dim;
+      const T* values = read ? expanded_values_ : expanded_keys_;
+      const int value_dim = read ? tile_.v_head_dim : tile_.nope_dim;
       for (int i = 0; i < round_up(n, kKeyGranule) + kKeyGranule; ++i) {
         const int64_t row = i % kKeyGranule;
         k_[i] = reinterpret_cast<const char*>(expanded_keys_ + row * tile_.nope_dim);
@@ -56,8 +57,8 @@ class KeyBlock {
       locate(tile_.k, head, hidden, k_);
       locate(tile_.v, head, hidden, v_);
     }
-    if (codes) locate(tile_.v, head, hidden, stored_v_);
-    if (tile_.rope_dim > 0) locate(tile_.k_rope, head, hidden, codes ? stored_rope_ : k_rope_);
+    if (read) locate(tile_.v, head, hidden, stored_v_);
+    if (tile_.rope_dim > 0) locate(tile_.k_rope, head, hidden, read ? stored_rope_ : k_rope_);
     if (has_factors(tile_.k_row_factors)) {
       read_factors(tile_, tile_.k_row_factors, head, first, n, hidden, k_factors_);
     }
@@ -82,8 +83,8 @@ class KeyBlock {
   int special_key(int i) const { return special_keys_[i]; }
   /// Valid until the next call.
   const T* special_value(int i) const {
-    if (tile_.expand_codes != nullptr) {
-      expand_values(&special_values_[i], special_keys_[i], 1);
+    if (reads_rows()) {
+      read_values(&special_values_[i], special_keys_[i], 1);
       return expanded_values_;
     }
     if (tile_.expand == nullptr) return reinterpret_cast<const T*>(special_values_[i]);
@@ -95,6 +96,11 @@ class KeyBlock {
   const float* k_factors() const { return has_factors(tile_.k_row_factors) ? k_factors_ : nullptr; }
 
  private:
+  /// Whether K, its rope part and V become numbers of all dimensions before they are packed.
+  bool reads_rows() const {
+    return tile_.expand_codes != nullptr || (tile_.expand == nullptr && is_padded(tile_));
+  }
+
   void locate(const PagedRows& source, int head, int hidden, const char** rows) const {
     const int bytes = element_bytes<T>(tile_);
     locate_rows(
@@ -113,36 +119,56 @@ class KeyBlock {
     }
   }
 
-  /// Codes of keys become numbers, those of values with their factors.
-  void expand_granule_of_codes(int begin, int end) const {
+  /// Codes of keys become numbers, those of values with their factors; rows get all dimensions.
+  void read_granule(int begin, int end) const {
     for (int key = begin; key < end; ++key) {
-      fetch_row<2>(stored_k_[key + kKeyGranule], tile_.nope_dim);
-      fetch_row<2>(stored_v_[key + kKeyGranule], tile_.v_head_dim);
+      fetch_row<2>(stored_k_[key + kKeyGranule], tile_.nope_dim * element_bytes<T>(tile_));
+      fetch_row<2>(stored_v_[key + kKeyGranule], tile_.v_head_dim * element_bytes<T>(tile_));
     }
     const int n = end - begin;
-    tile_.expand_codes(stored_k_ + begin, n, tile_.nope_dim, nullptr, expanded_keys_);
+    const StoredDims& stored = tile_.stored;
+    read_rows(stored_k_ + begin, n, stored.nope_dim, tile_.nope_dim, nullptr, expanded_keys_);
     if (tile_.rope_dim > 0) {
-      tile_.expand_codes(stored_rope_ + begin, n, tile_.rope_dim, nullptr, expanded_ropes_);
+      read_rows(stored_rope_ + begin, n, stored.rope_dim, tile_.rope_dim, nullptr, expanded_ropes_);
     }
-    expand_values(stored_v_ + begin, begin, n);
+    read_values(stored_v_ + begin, begin, n);
   }
 
   /// The values of n keys from `key` on.
-  void expand_values(const char* const* rows, int key, int n) const {
+  void read_values(const char* const* rows, int key, int n) const {
     const float* factors = has_factors(tile_.v_row_factors) ? v_factors_ + key : nullptr;
-    tile_.expand_codes(rows, n, tile_.v_head_dim, factors, expanded_values_);
+    read_rows(rows, n, tile_.stored.v_head_dim, tile_.v_head_dim, factors, expanded_values_);
+  }
+
+  /// numbers[i * dim + j] = dimension j of rows[i], times factors[i] if it is a code and there
+  /// are factors. Of padded tiles memory has the first stored_dim alone.
+  void read_rows(
+      const char* const* rows, int n, int stored_dim, int dim, const float* factors, T* numbers
+  ) const {
+    if (tile_.expand_codes == nullptr) {
+      for (int i = 0; i < n; ++i) {
+        copy_padded(rows[i], stored_dim * sizeof(T), dim * sizeof(T), numbers + int64_t{i} * dim);
+      }
+      return;
+    }
+    // The code 0 is the number 0 in all formats.
+    char copies[kKeyGranule * kMaxHeadDim];
+    const char* codes[kKeyGranule];
+    const PaddedRows padded(tile_, stored_dim, dim, 1, copies);
+    for (int i = 0; i < n; ++i) codes[i] = padded.read(rows[i], i);
+    tile_.expand_codes(codes, n, dim, factors, numbers);
   }
 
   /// Where the value of a key is stored.
   const char* stored_value(int key) const {
-    if (tile_.expand_codes != nullptr) return stored_v_[key];
+    if (reads_rows()) return stored_v_[key];
     return tile_.expand == nullptr ? v_[key] : stored_k_[key];
   }
 
   void pack_granule(int begin) {
     const int end = static_cast<int>(smaller(begin + kKeyGranule, count_));
     if (tile_.expand != nullptr) expand_granule(begin, end);
-    if (tile_.expand_codes != nullptr) expand_granule_of_codes(begin, end);
+    if (reads_rows()) read_granule(begin, end);
     Engine::template pack_keys<T>(k_, begin, end, tile_.nope_dim, 0, keys_panel_, keys_);
     if (tile_.rope_dim > 0) {
       Engine::template pack_keys<T>(
@@ -182,7 +208,7 @@ class KeyBlock {
   const char* k_[kMaxBlockKeys + kKeyGranule];
   const char* k_rope_[kMaxBlockKeys + kKeyGranule];
   const char* v_[kMaxBlockKeys + kKeyGranule];
-  // What expand() and expand_codes() take.
+  // What expand() and read_rows() take.
   const char* stored_k_[kMaxBlockKeys + kKeyGranule];
   const char* stored_rope_[kMaxBlockKeys + kKeyGranule];
   const char* stored_v_[kMaxBlockKeys + kKeyGranule];

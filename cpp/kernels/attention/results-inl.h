@@ -4,7 +4,7 @@
 // The end of the loop over the keys of a row: its result is written, or its partial result
 // if the keys were one part of what it sees. Needs the vector layer included first.
 #include "kernels/attention/attention_kernel.h"
-#include "kernels/attention/key_rows-inl.h"
+#include "kernels/attention/padded_rows-inl.h"
 #include "kernels/attention/softmax-inl.h"
 
 namespace cpattn::kernels {
@@ -22,6 +22,18 @@ inline RowPlace row_place(const AttentionTile& tile, int64_t row) {
   return {row % rows_of_head / tile.group, kv_head * tile.group + row % tile.group, kv_head};
 }
 
+/// Writes output times scale.
+template <class T>
+void write_output(const AttentionTile& tile, const float* output, Vector scale, T* out) {
+  const auto write = [&](T* to) {
+    for (int d = 0; d < tile.v_head_dim; d += kLanes) store(to + d, mul(load(output + d), scale));
+  };
+  if (!is_padded(tile)) return write(out);
+  T padded[kMaxHeadDim];
+  write(padded);
+  __builtin_memcpy(out, padded, tile.stored.v_head_dim * sizeof(T));
+}
+
 /// Normalises a row and writes it.
 template <class T>
 void write_row(const AttentionTile& tile, int64_t row, RowState state, const float* output) {
@@ -29,7 +41,7 @@ void write_row(const AttentionTile& tile, int64_t row, RowState state, const flo
   T* out = static_cast<T*>(tile.out) + token * tile.out_token_stride + head * tile.out_head_stride;
   const float* sink = tile.sinks == nullptr ? nullptr : tile.sinks + head;
   const Vector scale = splat(output_scale(state, sink) * v_factor_of_head(tile, kv_head));
-  for (int d = 0; d < tile.v_head_dim; d += kLanes) store(out + d, mul(load(output + d), scale));
+  write_output(tile, output, scale, out);
   const int64_t place = token * tile.lse_token_stride + head * tile.lse_head_stride;
   if (tile.lse != nullptr) tile.lse[place] = row_lse(state);
   if (tile.max_logits != nullptr) {

@@ -11,10 +11,24 @@
 namespace cpattn::kernels {
 namespace {
 
+/// Prompts: by tiles, or by vectors where rows are padded, which tiles do not read.
+template <class T, class Engine>
+struct AmxOrPadded {
+  using Padded = AttentionLoop<T, Engine, 4>;
+
+  static int64_t scratch_bytes(const AttentionTile* tile) {
+    return is_padded(*tile) ? Padded::scratch_bytes(tile) : AmxLoop<T>::scratch_bytes(tile);
+  }
+  static bool run(const AttentionTile* tile, void* scratch) {
+    return is_padded(*tile) ? Padded::run(tile, scratch) : AmxLoop<T>::run(tile, scratch);
+  }
+};
+
 /// Decode: up to kMaxRows rows of a KV head are multiplied by the vector units, in float32, and
 /// more by tiles.
-template <class T, int kMaxRows>
+template <class T, class Engine, int kMaxRows>
 struct VectorsOrTiles {
+  using Packing = AmxOrPadded<T, Engine>;
   using Decode = DecodeLoop<T, Float32Engine, 4>;
   /// So few rows are no more work for the vector units than unpacking codes for tiles.
   static constexpr int kLoneRows = 2;
@@ -23,19 +37,18 @@ struct VectorsOrTiles {
     return tile.num_tokens * tile.group <= kMaxRows;
   }
   static int64_t scratch_bytes(const AttentionTile* tile) {
-    return by_vectors(*tile) ? decode_scratch_bytes<T, Decode>(tile)
-                             : AmxLoop<T>::scratch_bytes(tile);
+    return by_vectors(*tile) ? decode_scratch_bytes<T, Decode>(tile) : Packing::scratch_bytes(tile);
   }
   template <class Loop>
   static bool run(const AttentionTile* tile, void* scratch) {
-    return by_vectors(*tile) ? Loop::run(tile, scratch) : AmxLoop<T>::run(tile, scratch);
+    return by_vectors(*tile) ? Loop::run(tile, scratch) : Packing::run(tile, scratch);
   }
 
   /// Whether AmxDecode does it, which in float16 would be three products of each.
   template <class Code>
   static bool in_place(const AttentionTile& tile) {
-    return TileFormat<T>::kParts == 1 && tile.num_tokens * tile.group > kLoneRows &&
-           AmxDecode<Code>::takes(tile);
+    return TileFormat<T>::kParts == 1 && !is_padded(tile) &&
+           tile.num_tokens * tile.group > kLoneRows && AmxDecode<Code>::takes(tile);
   }
   /// Decode by tiles that are loaded where keys are, if that is possible and the results are
   /// finite; else as run() does.
@@ -55,7 +68,7 @@ struct VectorsOrTiles {
   }
 
   static constexpr AttentionKernel kernel(int64_t (*peak)(int64_t)) {
-    AttentionKernel kernel = packing_kernel<T, AmxLoop<T>>(peak);
+    AttentionKernel kernel = packing_kernel<T, Packing>(peak);
     kernel.decode_scratch_bytes = &decode_scratch<Bfloat16>;
     kernel.decode = &decode<Bfloat16, Decode>;
     kernel.decode_codes[kFloat8E4M3] = &decode<Float8, CodeDecoder<T, Float8>>;
@@ -71,8 +84,8 @@ struct VectorsOrTiles {
 /// with the memory for 4 rows.
 constexpr KernelTable amx_kernel_table(const char* name) {
   return kernel_table(
-      name, VectorsOrTiles<Bfloat16, 4>::kernel(&tile_peak_flops),
-      VectorsOrTiles<Half, 16>::kernel(&peak_flops<Float32Engine>)
+      name, VectorsOrTiles<Bfloat16, Bfloat16Engine, 4>::kernel(&tile_peak_flops),
+      VectorsOrTiles<Half, Float32Engine, 16>::kernel(&peak_flops<Float32Engine>)
   );
 }
 

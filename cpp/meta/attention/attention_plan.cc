@@ -39,7 +39,8 @@ int64_t max_item_rows(const AttentionBatch& batch) {
     tokens = std::min(tokens + segment.q_len, kEnough);
   }
   const int64_t share = tokens * shape.num_heads / kBalancedItems;
-  const int64_t row_bytes = int64_t{4} * (shape.head_dim + shape.v_head_dim);
+  const int64_t row_bytes =
+      int64_t{4} * (padded_dim(shape.head_dim) + padded_dim(shape.v_head_dim));
   const int64_t rows =
       std::min(std::clamp(share, kMinItemRows, kMaxItemRows), kItemBytes / row_bytes);
   return rows / kRowGranule * kRowGranule;
@@ -194,10 +195,19 @@ void check_pages(const char* function, int64_t page_size, int64_t num_pages) {
 
 int64_t check_head_dim(const char* function, const char* name, int64_t dim) {
   check(
-      dim >= 16 && dim <= kMaxHeadDim && dim % 16 == 0, function, ": ", name,
-      " must be a multiple of 16 from 16 to ", kMaxHeadDim, ", got ", dim
+      dim >= 1 && dim <= kMaxHeadDim, function, ": ", name, " must be in [1, ", kMaxHeadDim,
+      "], got ", dim
   );
   return dim;
+}
+
+void check_head_parts(const char* function, int64_t nope_dim, int64_t rope_dim) {
+  check(
+      padded_dim(nope_dim) + padded_dim(rope_dim) <= kMaxHeadDim, function,
+      ": the dimensions of q and of its rope part, each filled up to a multiple of 16, must be at "
+      "most ",
+      kMaxHeadDim, " together, got ", nope_dim, " and ", rope_dim
+  );
 }
 
 AttentionPlan plan_attention(const char* function, AttentionBatch batch, int num_threads) {

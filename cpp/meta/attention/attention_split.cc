@@ -55,7 +55,7 @@ int64_t part_keys(const AttentionBatch& batch) {
   // A split segment, which has more keys than a part, has less than three times as many
   // parts as they are worth.
   const int64_t part_bytes =
-      rows * (batch.shape.v_head_dim + kPartialStateFloats) * int64_t{sizeof(float)};
+      rows * (padded_dim(batch.shape.v_head_dim) + kPartialStateFloats) * int64_t{sizeof(float)};
   const int64_t parts = std::clamp<int64_t>(kMaxPartialBytes / part_bytes / 3, 1, kWantedParts);
   const int64_t wanted = (keys + parts - 1) / parts;
   return std::max<int64_t>(1, (wanted + granule - 1) / granule) * granule;
@@ -63,7 +63,8 @@ int64_t part_keys(const AttentionBatch& batch) {
 
 bool has_few_rows(const AttentionBatch& batch, const AttentionSegment& segment) {
   const int64_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
-  const int64_t rows = batch.shape.head_dim > kWideHead ? kMaxWideDecodeRows : kMaxDecodeRows;
+  const int64_t rows =
+      padded_dim(batch.shape.head_dim) > kWideHead ? kMaxWideDecodeRows : kMaxDecodeRows;
   return segment.q_len > 0 && segment.q_len <= rows / group;
 }
 
@@ -80,7 +81,7 @@ int64_t heads_per_run(const AttentionBatch& batch, int64_t part_keys) {
         batch.batch_invariant ? 1 : std::max<int64_t>(1, (range.end - range.begin) / part_keys);
   }
   const int64_t wanted = batch.batch_invariant ? kWantedWholeRuns : kWantedRuns;
-  const int64_t most = std::max<int64_t>(1, kRunElements / batch.shape.head_dim);
+  const int64_t most = std::max<int64_t>(1, kRunElements / padded_dim(batch.shape.head_dim));
   return std::clamp<int64_t>(parts * batch.shape.num_kv_heads / wanted, 1, most);
 }
 

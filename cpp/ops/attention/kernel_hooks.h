@@ -1,11 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include "cpattn/attention/attention_plan.h"
 #include "cpattn/base/parallel.h"
 #include "cpattn/base/trace.h"
 #include "kernels/attention/attention_kernel.h"
 
 namespace cpattn {
+
+/// Sets the dimensions of the heads of a tile; those of its rope part may be 0.
+inline void set_dims(
+    kernels::AttentionTile& tile, int64_t nope_dim, int64_t rope_dim, int64_t v_head_dim
+) {
+  const auto narrow = [](int64_t dim) { return static_cast<int32_t>(dim); };
+  tile.nope_dim = narrow(padded_dim(nope_dim));
+  tile.rope_dim = narrow(padded_dim(rope_dim));
+  tile.v_head_dim = narrow(padded_dim(v_head_dim));
+  if (tile.nope_dim > nope_dim || tile.rope_dim > rope_dim || tile.v_head_dim > v_head_dim) {
+    tile.stored = {narrow(nope_dim), narrow(rope_dim), narrow(v_head_dim)};
+  }
+}
 
 /// Lets the kernel of a tile poll `stop`, and, while a trace is taken, tell which step it is at.
 inline void hook_tile(kernels::AttentionTile& tile, StopToken& stop, const DType& dtype) {

@@ -123,11 +123,11 @@ void check_arguments(const AttentionPlan& plan, const AttentionArguments& argume
   element_type(function, "q", arguments.q.dtype);
   const int64_t rope = rope_dim(arguments);
   check(
-      rope % 16 == 0 && rope < shape.head_dim, function,
-      ": the rope part of q must be a multiple of 16 below head_dim (", shape.head_dim, "), got ",
-      rope
+      rope < shape.head_dim, function, ": the rope part of q must be below head_dim (",
+      shape.head_dim, "), got ", rope
   );
   const int64_t head_dim = shape.head_dim - rope;
+  check_head_parts(function, head_dim, rope);
   check_rows(function, "q", arguments.q, {batch.num_rows, shape.num_heads, head_dim});
   check_cache(arguments, "k_cache", arguments.k, batch, head_dim);
   check_cache(arguments, "v_cache", arguments.v, batch, shape.v_head_dim);
@@ -257,7 +257,7 @@ kernels::AttentionTile make_tile(
   const AttentionSegment& segment = batch.segments[item.segment];
   const int32_t group = batch.shape.num_heads / batch.shape.num_kv_heads;
   const int64_t kv_head = item.first_head / group;
-  const auto rope = static_cast<int32_t>(rope_dim(arguments));
+  const int64_t rope = rope_dim(arguments);
   kernels::AttentionTile tile{
       .q = first_row(plan, item, arguments.q),
       .q_token_stride = arguments.q.strides[0],
@@ -270,9 +270,6 @@ kernels::AttentionTile make_tile(
       .v_row_factors = row_factors(arguments.v_scale, kv_head),
       .k_head_factors = head_factors(arguments.k_scale, kv_head),
       .v_head_factors = head_factors(arguments.v_scale, kv_head),
-      .nope_dim = batch.shape.head_dim - rope,
-      .rope_dim = rope,
-      .v_head_dim = batch.shape.v_head_dim,
       .num_tokens = item.num_tokens,
       .group = std::min(item.num_heads, group),
       .num_kv_heads = (item.num_heads + group - 1) / group,
@@ -290,6 +287,7 @@ kernels::AttentionTile make_tile(
       .out_token_stride = arguments.out.strides[0],
       .out_head_stride = arguments.out.strides[1],
   };
+  set_dims(tile, batch.shape.head_dim - rope, rope, batch.shape.v_head_dim);
   hook_tile(tile, stop, arguments.q.dtype);
   add_options(plan, item, arguments, kv_head, tile);
   return tile;

@@ -50,8 +50,6 @@ kernels::AttentionTile make_tile(
       .page_size = 1,
       .expand = attention.expand,
       .stored_bytes = attention.stored_bytes,
-      .nope_dim = static_cast<int32_t>(q.shape[3]),
-      .v_head_dim = static_cast<int32_t>(attention.v_head_dim),
       .num_tokens = 1,
       .group = static_cast<int32_t>(num_heads),
       .kv_len = num_keys,
@@ -68,8 +66,9 @@ kernels::AttentionTile make_tile(
   if (attention.q_rope) {
     tile.q_rope = row_address(*attention.q_rope, token, first_head);
     tile.q_rope_head_stride = attention.q_rope->strides[2];
-    tile.rope_dim = static_cast<int32_t>(attention.q_rope->shape[3]);
   }
+  const int64_t rope_dim = attention.q_rope ? attention.q_rope->shape[3] : 0;
+  set_dims(tile, q.shape[3], rope_dim, attention.v_head_dim);
   return tile;
 }
 

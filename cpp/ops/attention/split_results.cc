@@ -10,7 +10,7 @@ static_assert(kernels::kPartialState == kPartialStateFloats);
 
 SplitResults::SplitResults(const AttentionPlan& plan)
     : plan_(plan),
-      row_floats_(plan.batch.shape.v_head_dim + kernels::kPartialState),
+      row_floats_(padded_dim(plan.batch.shape.v_head_dim) + kernels::kPartialState),
       results_(new float[plan.partial_rows * row_floats_]),
       parts_left_(plan.splits.size()) {
   for (std::size_t i = 0; i < parts_left_.size(); ++i) parts_left_[i] = plan.splits[i].num_parts;

@@ -43,9 +43,8 @@ class FlatCache {
 
   PagedCache paged(int64_t num_pages, int64_t dim) const {
     check_axes(dim);
-    check(cache_.is_contiguous(), function_, ": ", name_, " must be contiguous");
     const int64_t row = arguments_.num_kv_heads * dim;
-    return {
+    PagedCache paged{
         .data = cache_.data,
         .dtype = cache_.dtype,
         .num_pages = num_pages,
@@ -57,9 +56,29 @@ class FlatCache {
         .head_stride = dim,
         .tensor = cache_,
     };
+    if (!cache_.is_contiguous()) set_strides(dim, paged);
+    return paged;
   }
 
  private:
+  /// Of a view into a larger cache, such as some of its heads: no two of its axes are joined, but
+  /// for those of pages and their tokens.
+  void set_strides(int64_t dim, PagedCache& paged) const {
+    const int heads = cache_.rank - 2;  // this axis, with that of dim behind it
+    const bool apart =
+        (cache_.rank == 3 || (cache_.rank == 4 && cache_.shape[1] == arguments_.page_size)) &&
+        cache_.shape[heads] == arguments_.num_kv_heads && cache_.shape[heads + 1] == dim;
+    check(
+        apart && cache_.last_dim_contiguous(), function_, ": ", name_, " must be contiguous, or ",
+        "[num_pages, page_size, num_kv_heads, dim] or [num_slots, num_kv_heads, dim] that is ",
+        "contiguous in its last dimension, got shape ", ShapeOf{cache_}
+    );
+    paged.head_stride = cache_.strides[heads];
+    paged.row_stride = cache_.strides[heads - 1];
+    paged.page_stride =
+        cache_.rank == 4 ? cache_.strides[0] : arguments_.page_size * paged.row_stride;
+  }
+
   /// Throws where the axes contradict [num_pages, page_size, num_kv_heads, dim]: each must be one
   /// of those, or several of them in one.
   void check_axes(int64_t dim) const {

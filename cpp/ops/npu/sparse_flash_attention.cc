@@ -94,7 +94,7 @@ SelectedAttention read_tensors(const SparseFlashArguments& arguments) {
     attention.q_rope = read_like_query(arguments, "query_rope", *arguments.query_rope, heads);
     const int64_t rope_dim =
         check_head_dim(kFunction, "D of query_rope", attention.q_rope->shape[3]);
-    check_head_dim(kFunction, "D of query and query_rope together", dim + rope_dim);
+    check_head_parts(kFunction, dim, rope_dim);
     attention.k_rope = read_rows(arguments, "key_rope", *arguments.key_rope, rope_dim);
   }
   return attention;

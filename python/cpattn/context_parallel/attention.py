@@ -88,8 +88,10 @@ def do_cp_attn_fia(
     q : tensor [rows, num_heads * head_dim], float32, float16 or bfloat16
         This rank's rows in the order of the metadata (all prev blocks, then all next blocks).
         Rows beyond the metadata's are padding: never read, zeros come out.
-    k_cache, v_cache : contiguous tensors of the dtype of q, or of codes of 8 bits
-        Any shape with num_pages * page_size * num_kv_heads * dim elements, token slots first.
+    k_cache, v_cache : tensors of the dtype of q, or of codes of 8 bits, contiguous
+        Any shape with num_pages * page_size * num_kv_heads * dim elements, token slots first. With
+        all axes, [num_pages, page_size, num_kv_heads, dim] or [num_slots, num_kv_heads, dim], only
+        the last one has to be contiguous, so that some heads of a larger cache will do.
         They hold the complete sequences, the new tokens included. Without `v_cache` (None) the
         first `v_head_dim` elements of the keys are the values, as in the latent cache of MLA.
     metadata : ContextParallelMetadata

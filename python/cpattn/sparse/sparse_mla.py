@@ -34,7 +34,7 @@ def flash_mla_sparse_fwd(
     Parameters
     ----------
     q : tensor [s_q, num_heads, head_dim], float32, float16 or bfloat16
-        ``head_dim`` is 576 in DeepSeek-V3.2; any multiple of 16 up to that will do.
+        ``head_dim`` is 576 in DeepSeek-V3.2; any other up to that will do.
     kv : tensor [s_kv, 1, head_dim], of the dtype of q
         Or pages that follow each other, [pages, page_size, 1, head_dim], which indices count
         row by row. Or, for q in bfloat16 and ``head_dim`` 576, the FP8 rows of
@@ -46,7 +46,7 @@ def flash_mla_sparse_fwd(
     sm_scale : float
         Multiplies q . k.
     d_v : int
-        A multiple of 16, at most ``head_dim``.
+        At most ``head_dim``.
     attn_sink : tensor [num_heads], float32, optional
         One more logit in the denominator of each row of that head.
     topk_length : ints [s_q], optional

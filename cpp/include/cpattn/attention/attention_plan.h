@@ -11,7 +11,7 @@
 namespace cpattn {
 
 /// Head counts and dimensions of one attention layer. head_dim and v_head_dim
-/// are multiples of 16 up to 576; num_heads is a multiple of num_kv_heads.
+/// are from 1 to 576; num_heads is a multiple of num_kv_heads.
 struct AttentionShape {
   int32_t num_heads = 0;
   int32_t num_kv_heads = 0;
@@ -22,9 +22,16 @@ struct AttentionShape {
 
 constexpr int64_t kMaxHeadDim = 576;
 
-/// Returns `dim` if the kernels have heads of it: a multiple of 16 from 16 to kMaxHeadDim.
+/// The dimensions that kernels count with, which are multiples of 16.
+constexpr int64_t padded_dim(int64_t dim) { return (dim + 15) / 16 * 16; }
+
+/// Returns `dim` if it is one of attention: from 1 to kMaxHeadDim.
 /// Otherwise throws std::invalid_argument, which names `function` and `name`.
 int64_t check_head_dim(const char* function, const char* name, int64_t dim);
+
+/// Checks that kernels can count with queries and keys in two parts, of which the second is the
+/// rope part and may be 0. Otherwise throws std::invalid_argument, which names `function`.
+void check_head_parts(const char* function, int64_t nope_dim, int64_t rope_dim);
 
 /// Consecutive rows of q that belong to one sequence. Row q_begin + i stands at
 /// key position p = first_position + i * position_step, the step being >= 0, and sees the keys
@@ -119,9 +126,10 @@ struct AttentionPlan {
   std::vector<int64_t> item_costs;   // of each item, in visible (row, key) pairs
   int64_t part_keys = 0;
   std::vector<AttentionSplit> splits;
-  int64_t partial_rows = 0;  // rows of all parts; while the plan runs each takes v_head_dim +
-                             // kPartialStateFloats floats, all at most kMaxPartialBytes
-  int num_threads = 0;       // 0: default_num_threads() when it runs
+  int64_t partial_rows =
+      0;                // rows of all parts; while the plan runs each takes the padded_dim
+                        // of v_head_dim + kPartialStateFloats floats, all at most kMaxPartialBytes
+  int num_threads = 0;  // 0: default_num_threads() when it runs
   bool operator==(const AttentionPlan&) const = default;
 };
 

@@ -16,7 +16,8 @@ namespace cpattn {
 
 /// One layer of context-parallel attention on one rank, flat as engines hold it. Caches are
 /// contiguous, with num_pages * page_size * num_kv_heads * dim elements; the sizes imply the
-/// dimensions of keys and values.
+/// dimensions of keys and values. Those with all axes may have any strides but the last, as some
+/// heads of larger ones have.
 struct CpAttentionArguments {
   TensorView q;        // [rows, num_heads * head_dim]: this rank's logical rows (zigzag: all prev
                        // blocks, then all next blocks), then any number of pad rows
