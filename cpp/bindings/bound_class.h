@@ -53,6 +53,14 @@ void define_state(
   });
 }
 
+/// A data member of a class as its property in Python.
+template <class Value, class Member>
+struct BoundMember {
+  const char* name;
+  Member Value::* member;
+  const char* doc;
+};
+
 /// A hash of numbers.
 class ValueHash {
  public:

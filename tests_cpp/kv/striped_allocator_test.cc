@@ -5,12 +5,14 @@
 
 #include <algorithm>
 #include <deque>
+#include <iterator>
 #include <optional>
 #include <random>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "cpattn/base/check.h"
 #include "testing.h"
 
 namespace cpattn {
@@ -80,6 +82,35 @@ struct Lists {
     return slots;
   }
 
+  /// The same by a plan and the lists' fronts, as engines that have the lists themselves.
+  std::optional<Ints> drawn(const Ints& prefix_lens, const Ints& seq_lens, Bases& bases) {
+    const auto draw = plan_striped_draw(
+        {config.shard_size, config.page_size}, counts(), prefix_lens, seq_lens, bases
+    );
+    if (!draw) return std::nullopt;
+    const auto size_of = [](const auto& list) { return static_cast<int64_t>(list.size()); };
+    bool is_short = false;
+    for (std::size_t r = 0; r < free_pages.size(); ++r) {
+      is_short |= draw->needs[r] > size_of(free_pages[r]);
+    }
+    Ints taken;
+    for (std::size_t r = 0; r < free_pages.size(); ++r) {
+      std::deque<int64_t>& list = free_pages[r];
+      if (is_short) {
+        list.insert(list.end(), released[r].begin(), released[r].end());
+        std::sort(list.begin(), list.end());
+        released[r].clear();
+      }
+      taken.insert(taken.end(), list.begin(), list.begin() + draw->needs[r]);
+      list.erase(list.begin(), list.begin() + draw->needs[r]);
+    }
+    Ints slots;
+    for (const int64_t row : draw->rows) {
+      slots.push_back(taken[row / config.page_size] * config.page_size + row % config.page_size);
+    }
+    return slots;
+  }
+
   void free(const Ints& slots) {
     std::set<int64_t> pages;
     for (const int64_t slot : slots) pages.insert(slot / config.page_size);
@@ -89,6 +120,16 @@ struct Lists {
     }
   }
 };
+
+Ints by_class(const std::set<int64_t>& pages, int64_t shard_size) {
+  Ints sorted;
+  for (int64_t r = 0; r < shard_size; ++r) {
+    std::ranges::copy_if(pages, std::back_inserter(sorted), [&](int64_t page) {
+      return page % shard_size == r;
+    });
+  }
+  return sorted;
+}
 
 TEST(StripedAllocator, AnyCallsInAnyOrder) {
   std::mt19937_64 random(7);
@@ -114,7 +155,12 @@ TEST(StripedAllocator, AnyCallsInAnyOrder) {
         bases.push_back(below(2) == 0 ? std::nullopt : std::optional(below(20) - 10));
       }
       written = bases;
+      Lists before = lists;
       const std::optional<Ints> expected = lists.extend(prefixes, lens, written);
+      Bases drawn = bases;
+      ASSERT_EQ(before.drawn(prefixes, lens, drawn), expected);
+      ASSERT_EQ(drawn, written);
+      ASSERT_EQ(before.free_pages, lists.free_pages);
       ASSERT_EQ(allocator.alloc_extend(prefixes, lens, bases), expected) << round << ' ' << step;
       ASSERT_EQ(bases, written);
       if (expected) used.insert(used.end(), expected->begin(), expected->end());
@@ -124,6 +170,13 @@ TEST(StripedAllocator, AnyCallsInAnyOrder) {
       lists.free(freed);
       std::set<int64_t> pages;
       for (const int64_t slot : freed) pages.insert(slot / config.page_size);
+      const Interleave of_pages{config.shard_size, config.page_size};
+      const StripedPages split = split_striped_pages(of_pages, freed, INT64_MAX);
+      ASSERT_EQ(split.pages, by_class(pages, config.shard_size));
+      for (int64_t r = 0; r < config.shard_size; ++r) {
+        const auto is_of_class = [&](int64_t page) { return page % config.shard_size == r; };
+        ASSERT_EQ(split.counts[r], std::ranges::count_if(pages, is_of_class));
+      }
       std::erase_if(used, [&](int64_t slot) { return pages.contains(slot / config.page_size); });
       ASSERT_EQ(allocator.class_free_page_counts(), lists.counts());
     }
@@ -165,6 +218,35 @@ TEST(StripedAllocator, FreesAllOrNothing) {
   allocator.free(slots);
   EXPECT_EQ(allocator.class_free_page_counts(), (Ints{4, 4}));
   EXPECT_THROW(allocator.free(slots), std::invalid_argument);
+}
+
+TEST(PlanStripedDraw, RefusesWhatIsNoListOfPages) {
+  const Ints one = {1};
+  const auto message = [&](const Ints& free_pages) {
+    Bases bases(1);
+    return message_of([&] { plan_striped_draw({2, 4}, free_pages, Ints{0}, one, bases); });
+  };
+  const std::string rule = "StripedAllocator.alloc_extend: free_pages must be ";
+  EXPECT_EQ(message({3}), rule + "those of 2 classes, got 1");
+  EXPECT_EQ(message({3, -1}), rule + ">= 0 and fit int32, got -1");
+  EXPECT_EQ(message({3, int64_t{1} << 31}), rule + ">= 0 and fit int32, got 2147483648");
+  EXPECT_EQ(message({0, 1}), "no error");
+}
+
+TEST(SplitStripedPages, RefusesSlotsOutsideThePool) {
+  const auto message = [](const Ints& slots) {
+    return message_of([&] { split_striped_pages({2, 4}, slots, 24); });
+  };
+  EXPECT_EQ(message({8, 23}), "no error");
+  for (const int64_t slot : {int64_t{7}, int64_t{24}, int64_t{-1}}) {
+    EXPECT_EQ(
+        message({8, slot}), concat(
+                                "StripedAllocator.free: slots must be in [8, 24), behind the "
+                                "reserved pages, got ",
+                                slot, " at index 1"
+                            )
+    );
+  }
 }
 
 }  // namespace

@@ -15,29 +15,27 @@ import pytest
 import torch
 
 from cpattn.kv import PageInterleave, ShardGatherPlan, StripedAllocator, plan_shard_gather
+from support.sglang import sglang_upstream
+from support.sglang.striped_pools import (
+    extend_arguments,
+    make_allocator,
+    make_pool,
+    random_extend,
+    random_scratch,
+    random_sizes,
+    random_table,
+    spec_of,
+)
 
 
 @pytest.fixture(scope="module")
 def sglang() -> SimpleNamespace:
-    from support.sglang import sglang_upstream
-
-    modules = sglang_upstream.load()
-    if modules is None:
-        pytest.skip("sglang is not installed and CPATTN_SGLANG names no wheel of it")
-    return modules
+    return sglang_upstream.load_or_skip()
 
 
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(523)
-
-
-def spec_of(shard_size: int, page_size: int, **more: int) -> SimpleNamespace:
-    return SimpleNamespace(shard_size=shard_size, page_size=page_size, **more)
-
-
-def random_sizes(rng: np.random.Generator) -> dict[str, int]:
-    return {"shard_size": int(rng.integers(2, 9)), "page_size": int(rng.choice([1, 2, 4, 7]))}
 
 
 def test_placement(sglang, rng):
@@ -54,22 +52,6 @@ def test_placement(sglang, rng):
             )
 
 
-def their_allocator(sglang: SimpleNamespace, size: int, sizes: Any, need_sort: bool) -> Any:
-    return sglang.striped_allocator.PageInterleavePoolAllocator(
-        size=size, physical_page_size=sizes["page_size"], shard_size=sizes["shard_size"],
-        dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=need_sort,
-    )  # fmt: skip
-
-
-def their_extend(theirs: Any, prefix_lens: list[int], seq_lens: list[int], bases: Any) -> Any:
-    prefixes, lens = torch.tensor(prefix_lens), torch.tensor(seq_lens)
-    last_loc = torch.zeros_like(prefixes)  # read in its debug mode only
-    num_tokens = sum(seq_lens) - sum(prefix_lens)
-    return theirs.alloc_extend(
-        prefixes, prefixes, lens, lens, last_loc, num_tokens, rotation_bases=bases
-    )
-
-
 @pytest.mark.parametrize("need_sort", [False, True])
 def test_allocator(sglang, rng, need_sort):
     num_refused = 0
@@ -77,15 +59,13 @@ def test_allocator(sglang, rng, need_sort):
         sizes = random_sizes(rng)
         page_size, size = sizes["page_size"], int(rng.integers(0, 120))
         ours = StripedAllocator(size, **sizes, need_sort=need_sort)
-        theirs = their_allocator(sglang, size, sizes, need_sort)
+        theirs = make_allocator(sglang, size, sizes, need_sort)
         used = np.array([], np.int64)
         for _ in range(40):
-            bs = int(rng.integers(1, 4))
-            prefixes = (rng.integers(0, 5, bs) * page_size).tolist()
-            lens = [prefix + int(rng.integers(1, 4 * page_size + 1)) for prefix in prefixes]
-            bases = [None if rng.random() < 0.6 else int(rng.integers(-9, 9)) for _ in range(bs)]
+            prefixes, lens, bases = random_extend(rng, page_size)
             written = list(bases)
-            expected = their_extend(theirs, prefixes, lens, written)
+            given = extend_arguments(prefixes, lens)
+            expected = theirs.alloc_extend(*given, rotation_bases=written)
             got = ours.alloc_extend(prefixes, lens, bases)
             assert bases == written
             if expected is None:
@@ -109,51 +89,13 @@ def test_alloc_cyclic(sglang, rng):
     for _ in range(100):
         sizes = random_sizes(rng)
         ours = StripedAllocator(60, **sizes)
-        theirs = their_allocator(sglang, 60, sizes, need_sort=False)
+        theirs = make_allocator(sglang, 60, sizes, need_sort=False)
         for _ in range(5):
             start, num_slots = int(rng.integers(-9, 9)), int(rng.integers(1, 80))
             expected, got = (x.alloc_cyclic(start, num_slots) for x in (theirs, ours))
             assert (got is None) == (expected is None)
             if expected is not None:
                 np.testing.assert_array_equal(got, expected)
-
-
-def their_pool(sglang: SimpleNamespace, rank: int, sizes: Any, scratch: Any, size: int) -> Any:
-    """What its pools share, without buffers and without the gather itself."""
-    pool = object.__new__(sglang.striped_pools.PageInterleaveKVPoolMixin)
-    page_size, shard_size = sizes["page_size"], sizes["shard_size"]
-    spec = spec_of(shard_rank=rank, **sizes, **scratch)
-    trash_base = scratch["max_prefix_tokens"] + scratch["chunk_tokens"]
-    vars(pool).update(
-        shard_spec=spec, shard_rank=rank, device="cpu", size=size, start_layer=0, _epoch=0,
-        _chunk_base=scratch["max_prefix_tokens"], _trash_base=trash_base, _translate_cache={},
-        _page_pos=torch.full((shard_size * (size // page_size + 2),), -1, dtype=torch.int32),
-        _local_page_stride=size // page_size + 2, _debug_plan_checks=True, _write_plan_key=None,
-        placement=sglang.striping.PageInterleavePlacement(spec), _prefetch_layer=lambda layer: None,
-    )  # fmt: skip
-    return pool
-
-
-def random_table(
-    rng: np.random.Generator, allocator: StripedAllocator
-) -> tuple[np.ndarray, list[int], list[int]]:
-    """Slots of requests that share prefixes and go on from them."""
-    page_size = allocator.page_size
-    trees = [allocator.alloc_cyclic(int(rng.integers(9)), 6 * page_size) for _ in range(3)]
-    allocator.free(trees.pop(0))
-    table = np.full((6, 12 * page_size), -7)
-    prefixes, lens = [], []
-    for i in range(int(rng.integers(1, 5))):
-        tree = trees[rng.integers(2)]
-        prefix = int(rng.integers(0, 7)) * page_size
-        end = prefix + int(rng.integers(0, 3 * page_size + 1))
-        base = int(tree[0]) // page_size % allocator.shard_size
-        table[i, :prefix] = tree[:prefix]
-        if end > prefix:
-            table[i, prefix:end] = allocator.alloc_extend([prefix], [end], [base])
-        prefixes.append(prefix)
-        lens.append(end)
-    return table, prefixes, lens
 
 
 def outcome(plan: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -170,14 +112,11 @@ def test_gather_plans(sglang, rng):
         shard_size, page_size = sizes["shard_size"], sizes["page_size"]
         size = 60 * page_size
         table, prefixes, lens = random_table(rng, StripedAllocator(size, **sizes))
-        scratch = {
-            "max_prefix_tokens": int(rng.integers(0, 16)) * shard_size * page_size,
-            "chunk_tokens": int(rng.integers(0, 16)) * page_size,
-        }
+        scratch = random_scratch(rng, sizes)
         rows = rng.permutation(6)[: len(lens)]
         moved = np.zeros_like(table)
         moved[rows] = table[: len(lens)]
-        pools = [their_pool(sglang, rank, sizes, scratch, size) for rank in range(shard_size)]
+        pools = [make_pool(sglang, rank, sizes, scratch, size) for rank in range(shard_size)]
         given = torch.from_numpy(moved), torch.from_numpy(rows), prefixes, lens
         refused = [outcome(pool.begin_shard_extend, *given) for pool in pools]
         options = {"placement": PageInterleave(**sizes), "size": size} | scratch

@@ -18,12 +18,7 @@ namespace {
 
 using Plan = ShardGatherPlan;
 
-struct PagesField {
-  const char* name;
-  Plan::Ints Plan::* values;
-  const char* doc;
-};
-constexpr PagesField kPages[] = {
+constexpr BoundMember<Plan, Plan::Ints> kPages[] = {
     {"prefix_pages", &Plan::prefix_pages,
      "int32 array: pages of the pool that are gathered, by rank, ascending on each."},
     {"chunk_pages", &Plan::chunk_pages,
@@ -115,7 +110,7 @@ py::dict to_dict(const py::object& self) {
   const auto& plan = self.cast<const Plan&>();
   py::dict out;
   for (const SizeField& field : kSizes) out[field.name] = field.value(plan);
-  for (const PagesField& field : kPages) out[field.name] = int_list(plan.*field.values);
+  for (const auto& field : kPages) out[field.name] = int_list(plan.*field.member);
   out["send_pages"] = send_pages(self).attr("tolist")();
   return out;
 }
@@ -174,8 +169,8 @@ void register_shard_gather(py::module_& module) {
   for (const SizeField& field : kSizes) {
     type.def_property_readonly(field.name, field.value, field.doc);
   }
-  for (const PagesField& field : kPages) {
-    const auto get = [values = field.values](const py::object& self) {
+  for (const auto& field : kPages) {
+    const auto get = [values = field.member](const py::object& self) {
       return view(self, self.cast<const Plan&>().*values);
     };
     type.def_property_readonly(field.name, get, field.doc);

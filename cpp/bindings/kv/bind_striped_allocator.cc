@@ -100,10 +100,39 @@ void free_slots(StripedAllocator& self, py::handle slots) {
   self.free(read.ints(slots, "slots"));
 }
 
+/// Of an engine that has its free pages in tensors: (pages of each class, rows), or None.
+py::object plan_draw(
+    const Interleave& pages,
+    py::handle free_pages,
+    py::handle prefix_lens,
+    py::handle seq_lens,
+    py::handle rotation_bases
+) {
+  const Arguments read("StripedAllocator.alloc_extend");
+  const std::vector<int64_t> counts = read.ints(free_pages, "free_pages");
+  const std::vector<int64_t> prefixes = read.ints(prefix_lens, "prefix_lens");
+  const std::vector<int64_t> lens = read.ints(seq_lens, "seq_lens");
+  BasesArgument bases(read, rotation_bases);
+  bases.check_length();
+  auto drawn = plan_striped_draw(pages, counts, prefixes, lens, *bases);
+  bases.write_back();
+  if (!drawn) return py::none();
+  return py::make_tuple(drawn->needs, own_array(std::move(drawn->rows)));
+}
+
+py::tuple split_pages(const Interleave& pages, py::handle slots, py::handle end) {
+  const Arguments read("StripedAllocator.free");
+  const std::vector<int64_t> values = read.ints(slots, "slots");
+  StripedPages split = split_striped_pages(pages, values, read.integer(end, "end"));
+  return py::make_tuple(own_array(std::move(split.pages)), split.counts);
+}
+
 }  // namespace
 
 // The GIL stays held: calls take microseconds, and of two threads one waits for the other.
 void register_striped_allocator(py::module_& module) {
+  module.def("plan_striped_draw", &plan_draw);
+  module.def("split_striped_pages", &split_pages);
   py::class_<StripedAllocator>(module, "StripedAllocator")
       .def(py::init(&make_allocator))
       .def("alloc_extend", &alloc_extend)

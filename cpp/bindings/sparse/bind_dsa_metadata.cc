@@ -22,23 +22,14 @@ namespace {
 
 using Metadata = DsaMetadata;
 
-struct ArrayField {
-  const char* name;
-  Metadata::Ints Metadata::* values;
-  const char* doc;
-};
+using ArrayField = BoundMember<Metadata, Metadata::Ints>;
+using IntField = BoundMember<Metadata, int32_t>;
 
 struct OptionalField {
   const char* name;
   std::optional<Metadata::Ints> Metadata::* values;
   const char* doc;
   bool is_table = false;  // a row for each sequence
-};
-
-struct IntField {
-  const char* name;
-  int32_t Metadata::* value;
-  const char* doc;
 };
 
 constexpr IntField kInts[] = {
@@ -94,9 +85,9 @@ py::dict to_dict(const py::object& self) {
   py::dict out;
   out["forward_mode"] = static_cast<int>(metadata.forward_mode);
   out["topk_transform_method"] = static_cast<int>(metadata.topk_transform_method);
-  for (const IntField& field : kInts) out[field.name] = metadata.*field.value;
+  for (const IntField& field : kInts) out[field.name] = metadata.*field.member;
   for (const ArrayField& field : kArrays) {
-    out[field.name] = view(self, metadata.*field.values).attr("tolist")();
+    out[field.name] = view(self, metadata.*field.member).attr("tolist")();
   }
   for (const OptionalField& field : kOptionals) {
     const py::object array = view(self, field);
@@ -125,7 +116,7 @@ int64_t hash_of(const Metadata& metadata) {
   ValueHash hash;
   hash << static_cast<int64_t>(metadata.forward_mode) << metadata.topk << metadata.page_size;
   for (const ArrayField& field : kArrays) {
-    hash << std::span<const int32_t>(metadata.*field.values);
+    hash << std::span<const int32_t>(metadata.*field.member);
   }
   return hash.value();
 }
@@ -215,12 +206,12 @@ void register_dsa_metadata(py::module_& module) {
   py::class_<Metadata> type(
       module, "DsaMetadata", "The integers of a sparse-attention batch; made by build_dsa_metadata."
   );
-  for (const IntField& field : kInts) type.def_readonly(field.name, field.value, field.doc);
+  for (const IntField& field : kInts) type.def_readonly(field.name, field.member, field.doc);
   for (const ArrayField& field : kArrays) {
     type.def_property_readonly(
         field.name,
         [field](const py::object& self) {
-          return view(self, self.cast<const Metadata&>().*field.values);
+          return view(self, self.cast<const Metadata&>().*field.member);
         },
         field.doc
     );

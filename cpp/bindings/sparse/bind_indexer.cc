@@ -80,16 +80,21 @@ void run_topk(
     py::handle ke,
     py::handle k_scale,
     py::handle sorted,
-    py::handle out
+    py::handle out,
+    py::handle values
 ) {
   const Arguments read("indexer_topk");
   const FlatIndexer given(read, q, k, weights, ks, ke, k_scale);
   const bool by_score = read.flag(sorted, "sorted");
   const TensorArgument indices = read.output(out, "out");
   check_tensor(read.function(), "out", *indices, 2);
+  const std::optional<TensorArgument> scores = read.optional_output(values, "values");
   const Computation computation;
   indexer_topk(
-      given.arguments(), {.topk = indices->shape[1], .sorted = by_score, .indices = *indices}
+      given.arguments(), {.topk = indices->shape[1],
+                          .sorted = by_score,
+                          .indices = *indices,
+                          .values = view_of(scores)}
   );
 }
 
@@ -101,7 +106,7 @@ void register_indexer(py::module_& module) {
   );
   module.def(
       "indexer_topk", &run_topk, "q"_a, "k"_a, "weights"_a, "ks"_a, "ke"_a, "k_scale"_a, "sorted"_a,
-      "out"_a
+      "out"_a, "values"_a = py::none()
   );
 }
 

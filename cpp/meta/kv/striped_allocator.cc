@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <functional>
 #include <numeric>
+#include <utility>
 
 #include "cpattn/base/check.h"
 
@@ -51,7 +52,134 @@ void check_lens(
   }
 }
 
+/// New pages of a request, on the ranks in turn.
+struct PageRun {
+  int64_t first_class = 0;
+  int64_t num_pages = 0;
+  int64_t num_tokens = 0;
+};
+
+void check_in_pool(int64_t slot, std::size_t index, int64_t first, int64_t end) {
+  check_free(
+      slot >= first && slot < end, "slots must be in [", first, ", ", end,
+      "), behind the reserved pages, got ", slot, " at index ", index
+  );
+}
+
+PageRun run_of(const Interleave& pages, int64_t prefix_len, int64_t seq_len, int64_t base) {
+  const int64_t prefix_pages = prefix_len / pages.run_len;
+  return {
+      .first_class = (modulo(base, pages.shard_size) + prefix_pages) % pages.shard_size,
+      .num_pages = ceil_div(seq_len, pages.run_len) - prefix_pages,
+      .num_tokens = seq_len - prefix_len,
+  };
+}
+
+/// Takes the pages of a run from counts of pages, which may fall below zero.
+void draw(const PageRun& run, std::vector<int64_t>& counts) {
+  const auto num_classes = std::ssize(counts);
+  for (int64_t& count : counts) count -= run.num_pages / num_classes;
+  for (int64_t i = 0; i < run.num_pages % num_classes; ++i) {
+    --counts[(run.first_class + i) % num_classes];
+  }
+}
+
+/// The runs of a batch, taken from `counts`; none if these do not suffice. Sets all bases.
+std::optional<std::vector<PageRun>> draw_runs(
+    const Interleave& pages,
+    std::vector<int64_t>& counts,
+    std::span<const int64_t> prefix_lens,
+    std::span<const int64_t> seq_lens,
+    std::span<std::optional<int64_t>> rotation_bases
+) {
+  check_lens(prefix_lens, seq_lens, rotation_bases.size(), pages.run_len);
+  std::vector<PageRun> runs;
+  runs.reserve(prefix_lens.size());
+  for (std::size_t i = 0; i < prefix_lens.size(); ++i) {
+    std::optional<int64_t>& base = rotation_bases[i];
+    if (!base) base = std::max_element(counts.begin(), counts.end()) - counts.begin();
+    runs.push_back(run_of(pages, prefix_lens[i], seq_lens[i], *base));
+    draw(runs.back(), counts);
+  }
+  if (*std::min_element(counts.begin(), counts.end()) < 0) return std::nullopt;
+  return runs;
+}
+
+/// The slots of the tokens of runs, with `next_page` for the page that is taken next of a class.
+template <class NextPage>
+std::vector<int64_t> slots_of(
+    std::span<const PageRun> runs, const Interleave& pages, NextPage next_page
+) {
+  int64_t num_tokens = 0;
+  for (const PageRun& run : runs) num_tokens += run.num_tokens;
+  std::vector<int64_t> slots(num_tokens);
+  auto slot = slots.begin();
+  for (const PageRun& run : runs) {
+    int64_t left = run.num_tokens;
+    for (int64_t i = 0; i < run.num_pages; ++i) {
+      const auto end = slot + std::min(left, pages.run_len);
+      std::iota(slot, end, next_page((run.first_class + i) % pages.shard_size) * pages.run_len);
+      slot = end;
+      left -= pages.run_len;
+    }
+  }
+  return slots;
+}
+
 }  // namespace
+
+std::optional<StripedDraw> plan_striped_draw(
+    const Interleave& pages,
+    std::span<const int64_t> free_pages,
+    std::span<const int64_t> prefix_lens,
+    std::span<const int64_t> seq_lens,
+    std::span<std::optional<int64_t>> rotation_bases
+) {
+  check_interleave(pages, "StripedAllocator.alloc_extend", "page_size");
+  check_extend(
+      std::ssize(free_pages) == pages.shard_size, "free_pages must be those of ", pages.shard_size,
+      " classes, got ", free_pages.size()
+  );
+  for (const int64_t count : free_pages) {
+    check_extend(
+        count >= 0 && count <= INT32_MAX, "free_pages must be >= 0 and fit int32, got ", count
+    );
+  }
+  std::vector<int64_t> left(free_pages.begin(), free_pages.end());
+  const auto runs = draw_runs(pages, left, prefix_lens, seq_lens, rotation_bases);
+  if (!runs) return std::nullopt;
+  StripedDraw drawn{.needs = std::vector<int64_t>(left.size()), .rows = {}};
+  std::vector<int64_t> next(left.size());
+  int64_t first = 0;
+  for (std::size_t r = 0; r < left.size(); ++r) {
+    drawn.needs[r] = free_pages[r] - left[r];
+    next[r] = first;
+    first += drawn.needs[r];
+  }
+  drawn.rows = slots_of(*runs, pages, [&](int64_t rank) { return next[rank]++; });
+  return drawn;
+}
+
+StripedPages split_striped_pages(
+    const Interleave& pages, std::span<const int64_t> slots, int64_t end
+) {
+  check_interleave(pages, "StripedAllocator.free", "page_size");
+  StripedPages split{.pages = {}, .counts = std::vector<int64_t>(pages.shard_size)};
+  const int64_t first = pages.shard_size * pages.run_len;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    check_in_pool(slots[i], i, first, end);
+    const int64_t page = slots[i] / pages.run_len;
+    if (split.pages.empty() || split.pages.back() != page) split.pages.push_back(page);
+  }
+  const auto place = [&](int64_t page) { return std::pair(page % pages.shard_size, page); };
+  std::sort(split.pages.begin(), split.pages.end(), [&](int64_t a, int64_t b) {
+    return place(a) < place(b);
+  });
+  const auto last = std::unique(split.pages.begin(), split.pages.end());
+  split.pages.erase(last, split.pages.end());
+  for (const int64_t page : split.pages) ++split.counts[page % pages.shard_size];
+  return split;
+}
 
 StripedAllocator::StripedAllocator(const Config& config) : config_(config) {
   check_config(config.size >= 0, "size must be >= 0, got ", config.size);
@@ -68,19 +196,13 @@ StripedAllocator::StripedAllocator(const Config& config) : config_(config) {
 std::optional<std::vector<int64_t>> StripedAllocator::alloc_extend(
     Ints prefix_lens, Ints seq_lens, std::span<std::optional<int64_t>> rotation_bases
 ) {
-  check_lens(prefix_lens, seq_lens, rotation_bases.size(), config_.page_size);
   std::vector<int64_t> counts = class_free_page_counts();
-  std::vector<PageRun> runs;
-  runs.reserve(prefix_lens.size());
-  for (std::size_t i = 0; i < prefix_lens.size(); ++i) {
-    std::optional<int64_t>& base = rotation_bases[i];
-    if (!base) base = std::max_element(counts.begin(), counts.end()) - counts.begin();
-    runs.push_back(run_of(prefix_lens[i], seq_lens[i], *base));
-    draw(runs.back(), counts);
-  }
-  if (*std::min_element(counts.begin(), counts.end()) < 0) return std::nullopt;
+  const auto runs = draw_runs(placement(), counts, prefix_lens, seq_lens, rotation_bases);
+  if (!runs) return std::nullopt;
   merge_if_short(counts);
-  return slots_of(runs);
+  return slots_of(*runs, placement(), [this](int64_t rank) {
+    return take(classes_[rank]) * config_.shard_size + rank;
+  });
 }
 
 std::optional<std::vector<int64_t>> StripedAllocator::alloc_cyclic(
@@ -140,25 +262,6 @@ int64_t StripedAllocator::free_pages(const PageClass& pages) const {
   return listed(pages) + static_cast<int64_t>(pages.released.size());
 }
 
-StripedAllocator::PageRun StripedAllocator::run_of(
-    int64_t prefix_len, int64_t seq_len, int64_t base
-) const {
-  const int64_t prefix_pages = prefix_len / config_.page_size;
-  return {
-      .first_class = (modulo(base, config_.shard_size) + prefix_pages) % config_.shard_size,
-      .num_pages = ceil_div(seq_len, config_.page_size) - prefix_pages,
-      .num_tokens = seq_len - prefix_len,
-  };
-}
-
-/// Takes the pages of a run from counts of pages, which may fall below zero.
-void StripedAllocator::draw(const PageRun& run, std::vector<int64_t>& counts) const {
-  for (int64_t& count : counts) count -= run.num_pages / config_.shard_size;
-  for (int64_t i = 0; i < run.num_pages % config_.shard_size; ++i) {
-    --counts[(run.first_class + i) % config_.shard_size];
-  }
-}
-
 /// Makes one list of two in all classes, if in some the first is shorter than what leaves `counts`.
 void StripedAllocator::merge_if_short(const std::vector<int64_t>& counts) {
   bool is_short = false;
@@ -187,36 +290,13 @@ int64_t StripedAllocator::take(PageClass& pages) {
   return page;
 }
 
-/// Takes the pages of the runs, which are there.
-std::vector<int64_t> StripedAllocator::slots_of(std::span<const PageRun> runs) {
-  int64_t num_tokens = 0;
-  for (const PageRun& run : runs) num_tokens += run.num_tokens;
-  std::vector<int64_t> slots(num_tokens);
-  auto slot = slots.begin();
-  for (const PageRun& run : runs) {
-    int64_t left = run.num_tokens;
-    for (int64_t i = 0; i < run.num_pages; ++i) {
-      const int64_t rank = (run.first_class + i) % config_.shard_size;
-      const int64_t page = take(classes_[rank]) * config_.shard_size + rank;
-      const auto end = slot + std::min(left, config_.page_size);
-      std::iota(slot, end, page * config_.page_size);
-      slot = end;
-      left -= config_.page_size;
-    }
-  }
-  return slots;
-}
-
 /// The distinct pages of the slots, ascending.
 std::vector<int64_t> StripedAllocator::pages_to_free(Ints slots) const {
   const int64_t first = config_.shard_size * config_.page_size;
   const int64_t end = first * (pages_per_rank() + 1);
   std::vector<int64_t> pages;
   for (std::size_t i = 0; i < slots.size(); ++i) {
-    check_free(
-        slots[i] >= first && slots[i] < end, "slots must be in [", first, ", ", end,
-        "), behind the reserved pages, got ", slots[i], " at index ", i
-    );
+    check_in_pool(slots[i], i, first, end);
     const int64_t page = slots[i] / config_.page_size;
     if (!pages.empty() && pages.back() == page) continue;
     const std::vector<bool>& in_use = classes_[page % config_.shard_size].in_use;

@@ -1,6 +1,6 @@
 # Types of the compiled core. Written by hand, checked by mypy.stubtest.
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, SupportsFloat, final, type_check_only
 
@@ -162,6 +162,18 @@ class Interleave(_Bound):
     ) -> _Ints: ...
     def local_lens(self, lens: _Indices, rank: int, function: str, argument: str, /) -> _Ints: ...
 
+def plan_striped_draw(
+    pages: Interleave,
+    free_pages: _Indices,
+    prefix_lens: _Indices,
+    seq_lens: _Indices,
+    rotation_bases: list[int | None],
+    /,
+) -> tuple[list[int], _Ints] | None: ...
+def split_striped_pages(
+    pages: Interleave, slots: _Indices, end: int, /
+) -> tuple[_Ints, list[int]]: ...
+
 class StripedAllocator(_Bound):
     def __init__(self, size: int, page_size: int, shard_size: int, need_sort: bool, /) -> None: ...
     @property
@@ -257,9 +269,24 @@ def address_list(name: str, addrs: Sequence[int]) -> list[int]: ...
 host_barrier_page_bytes: int
 
 class HostBarrier(metaclass=_pybind11_type):
-    def __init__(self, rank: int, fds: Sequence[int], pids: Sequence[int]) -> None: ...
-    def meet(self, call: str, terms: Sequence[int], timeout: float) -> list[list[int]]: ...
-    def leave(self) -> None: ...
+    def __init__(
+        self,
+        rank: int,
+        fds: Sequence[int],
+        pids: Sequence[int],
+        names: Sequence[int] = (),
+        group_size: int = 0,
+    ) -> None: ...
+    def meet(
+        self,
+        call: str,
+        terms: Sequence[int],
+        timeout: float,
+        give_up: Callable[[], bool] | None = None,
+    ) -> list[list[int]]: ...
+    def leave(self, because_of: int = -1) -> None: ...
+    def ended(self) -> list[int]: ...
+    def loss(self) -> tuple[list[int], str, bool]: ...
     @property
     def rank(self) -> int: ...
     @property
@@ -569,6 +596,8 @@ def paged_attention(
     num_threads: int | None,
     out: _Tensor,
     lse: _Tensor | None,
+    q_rope: _Tensor | None = None,
+    k_rope: _Tensor | None = None,
 ) -> None: ...
 def do_cp_attn_fia(
     q: _Tensor,
@@ -829,7 +858,7 @@ def npu_lightning_indexer(
     pre_tokens: int,
     next_tokens: int,
     indices: _Tensor,
-    values: _Tensor | None,
+    values: _Tensor | None = None,
 ) -> None: ...
 def dcp_local_indices(
     indices: _Tensor, dcp_rank: int, dcp_size: int, interleave_size: int, out: _Tensor
@@ -853,6 +882,7 @@ def indexer_topk(
     k_scale: _Tensor | None,
     sorted: bool,
     out: _Tensor,
+    values: _Tensor | None = None,
 ) -> None: ...
 
 class Fia(_Bound):
@@ -942,6 +972,8 @@ class KVLayout(metaclass=_pybind11_type):
         dcp_rank: int,
         dcp_size: int,
         dcp_interleave: int,
+        shard_rank: int,
+        shard_size: int,
     ) -> None: ...
     @property
     def _entries(self) -> list[tuple[int, str, bool, int, int, int, bool]]: ...
@@ -961,6 +993,10 @@ class KVLayout(metaclass=_pybind11_type):
     def dcp_size(self) -> int: ...
     @property
     def dcp_interleave(self) -> int: ...
+    @property
+    def shard_rank(self) -> int: ...
+    @property
+    def shard_size(self) -> int: ...
     def __eq__(self, other: object) -> bool: ...
 
 def plan_kv_transfer(

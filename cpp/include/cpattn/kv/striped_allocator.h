@@ -10,6 +10,36 @@
 
 namespace cpattn {
 
+/// What an extension takes of free pages that somebody else has listed, a list for each class.
+struct StripedDraw {
+  std::vector<int64_t> needs;  // [shard_size] pages from the front of each list
+  // [new tokens] slots within these pages, those of class 0 first: token t is row rows[t] %
+  // page_size of page number rows[t] / page_size.
+  std::vector<int64_t> rows;
+};
+
+/// Plans StripedAllocator::alloc_extend where classes have `free_pages` pages; arguments, results
+/// and errors are its, and `free_pages` are >= 0 and fit int32.
+std::optional<StripedDraw> plan_striped_draw(
+    const Interleave& pages,
+    std::span<const int64_t> free_pages,
+    std::span<const int64_t> prefix_lens,
+    std::span<const int64_t> seq_lens,
+    std::span<std::optional<int64_t>> rotation_bases
+);
+
+/// The distinct pages of some slots by class, ascending in each.
+struct StripedPages {
+  std::vector<int64_t> pages;
+  std::vector<int64_t> counts;  // [shard_size] of each class
+};
+
+/// Splits what is freed. Throws std::invalid_argument for slots of reserved pages, the first
+/// shard_size, and for slots at `end` or behind.
+StripedPages split_striped_pages(
+    const Interleave& pages, std::span<const int64_t> slots, int64_t end
+);
+
 /// Allocates the pages of a pool that is striped by pages over a group of ranks: `Interleave` with
 /// run_len = page_size. Each rank runs the same calls on its own allocator, and so all have the
 /// same state without a word between them.
@@ -76,21 +106,13 @@ class StripedAllocator {
     std::vector<int64_t> released;  // the second list, in any order
     std::vector<bool> in_use;       // of each page below next_unused
   };
-  /// New pages of a request, on the ranks in turn.
-  struct PageRun {
-    int64_t first_class;
-    int64_t num_pages;
-    int64_t num_tokens;
-  };
-
   int64_t listed(const PageClass& pages) const;
   int64_t free_pages(const PageClass& pages) const;
-  PageRun run_of(int64_t prefix_len, int64_t seq_len, int64_t base) const;
-  void draw(const PageRun& run, std::vector<int64_t>& counts) const;
   void merge_if_short(const std::vector<int64_t>& counts);
   int64_t take(PageClass& pages);
-  std::vector<int64_t> slots_of(std::span<const PageRun> runs);
   std::vector<int64_t> pages_to_free(Ints slots) const;
+
+  Interleave placement() const { return {config_.shard_size, config_.page_size}; }
 
   Config config_;
   std::vector<PageClass> classes_;
