@@ -15,8 +15,10 @@
 #include <chrono>
 #include <climits>
 #include <ctime>
+#include <numeric>
 #include <stdexcept>
 #include <system_error>
+#include <utility>
 
 #include "cpattn/base/check.h"
 #include "cpattn/base/parallel.h"
@@ -66,8 +68,9 @@ std::string ranks_text(const std::vector<int>& ranks) {
 /// Zeros are a rank that has not arrived yet.
 struct HostBarrier::Page {
   alignas(64) std::atomic<uint64_t> arrivals;
-  std::atomic<uint64_t> left_at;         // the first meeting that it did not complete; 0 for none
-  std::atomic<uint32_t> left_as_others;  // because of others, who are to be named for it
+  std::atomic<uint64_t> left_at;          // the first meeting that it did not complete; 0 for none
+  std::atomic<uint32_t> left_as_others;   // because of others, who are to be named for it
+  std::atomic<uint32_t> left_because_of;  // one of the group plus 1, where it is known; else 0
   // Of the page of rank 0 alone, for all: a number that changes when a meeting is complete, and how
   // many sleep on it.
   alignas(64) std::atomic<uint32_t> completions;
@@ -110,8 +113,18 @@ class HostBarrier::Peer {
   int fd_;
 };
 
-HostBarrier::HostBarrier(int rank, std::span<const int> fds, std::span<const int> pids)
-    : rank_(rank), owner_(getpid()), num_cpus_(usable_cpus()) {
+HostBarrier::HostBarrier(
+    int rank,
+    std::span<const int> fds,
+    std::span<const int> pids,
+    std::span<const int> names,
+    int group_size
+)
+    : rank_(rank),
+      names_(names.begin(), names.end()),
+      group_size_(group_size),
+      owner_(getpid()),
+      num_cpus_(usable_cpus()) {
   static_assert(sizeof(Page) <= kPageBytes);
   static_assert(std::atomic<uint64_t>::is_always_lock_free);
   const int size = static_cast<int>(fds.size());
@@ -120,6 +133,21 @@ HostBarrier::HostBarrier(int rank, std::span<const int> fds, std::span<const int
       " pages, got ", pids.size()
   );
   check(rank >= 0 && rank < size, "HostBarrier: rank must be in [0, ", size, "), got ", rank);
+  if (names.empty()) {
+    names_.resize(size);
+    std::iota(names_.begin(), names_.end(), 0);
+    group_size_ = size;
+  }
+  check(
+      std::ssize(names_) == size, "HostBarrier: there must be a name for each of ", size,
+      " pages, got ", names_.size()
+  );
+  for (const int name : names_) {
+    check(
+        name >= 0 && name < group_size_, "HostBarrier: names must be in [0, ", group_size_,
+        "), got ", name
+    );
+  }
   try {
     for (int r = 0; r < size; ++r) {
       pages_.push_back(nullptr);
@@ -139,12 +167,21 @@ HostBarrier::~HostBarrier() {
   for (Page* page : pages_) munmap(page, kPageBytes);
 }
 
-void HostBarrier::leave() { leave_as(false); }
+void HostBarrier::leave(int because_of) { leave_as(because_of >= 0, because_of); }
 
-void HostBarrier::leave_as(bool others) {
+std::vector<int> HostBarrier::ended() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank != rank_ && peers_[rank]->has_ended()) ranks.push_back(names_[rank]);
+  }
+  return ranks;
+}
+
+void HostBarrier::leave_as(bool others, int because_of) {
   Page& own = *pages_[rank_];
   if (getpid() != owner_ || own.left_at.load() != 0) return;
   own.left_as_others.store(others ? 1 : 0);
+  own.left_because_of.store(because_of >= 0 && because_of < group_size_ ? because_of + 1 : 0);
   own.left_at.store(completed_ + 1);
 }
 
@@ -160,7 +197,10 @@ bool HostBarrier::all_have_arrived(uint64_t count) const {
 }
 
 std::vector<int64_t> HostBarrier::meet(
-    const std::string& call, std::span<const int64_t> terms, double timeout
+    const std::string& call,
+    std::span<const int64_t> terms,
+    double timeout,
+    const std::function<bool()>& give_up
 ) {
   check(
       terms.size() <= kMaxTerms, call, ": there must be at most ", kMaxTerms, " terms, got ",
@@ -168,14 +208,15 @@ std::vector<int64_t> HostBarrier::meet(
   );
   if (getpid() != owner_) {
     throw std::runtime_error(concat(
-        call, ": rank ", rank_, " is process ", owner_, "; its forked child ", getpid(),
+        call, ": rank ", names_[rank_], " is process ", owner_, "; its forked child ", getpid(),
         " cannot take part"
     ));
   }
   Page& own = *pages_[rank_];
   if (own.left_at.load() != 0) {
     throw std::runtime_error(concat(
-        call, ": the group cannot be used any more, rank ", rank_, " has left it by an error"
+        call, ": the group cannot be used any more, rank ", names_[rank_],
+        " has left it by an error"
     ));
   }
   const uint64_t count = completed_ + 1;
@@ -188,11 +229,11 @@ std::vector<int64_t> HostBarrier::meet(
       first.completions.fetch_add(1);
       if (first.sleepers.load() != 0) futex_wake_all(first.completions);
     } else if (!spin(count)) {
-      wait(call, count, timeout);
+      wait(call, count, timeout, give_up);
     }
     refuse_lost(call, count);
   } catch (const std::runtime_error&) {
-    leave_as(true);
+    leave_as(true, -1);
     throw;
   } catch (...) {
     leave();
@@ -223,7 +264,9 @@ bool HostBarrier::spin(uint64_t count) const {
   return all_have_arrived(count);
 }
 
-void HostBarrier::wait(const std::string& call, uint64_t count, double timeout) {
+void HostBarrier::wait(
+    const std::string& call, uint64_t count, double timeout, const std::function<bool()>& give_up
+) {
   const auto begin = SteadyClock::now();
   Page& first = *pages_[0];
   for (;;) {
@@ -237,48 +280,62 @@ void HostBarrier::wait(const std::string& call, uint64_t count, double timeout) 
     if (complete || all_have_arrived(count)) return;
     if (interrupt_requested()) throw Interrupted();
     const std::chrono::duration<double> waited = SteadyClock::now() - begin;
-    if (waited.count() < timeout) continue;
+    const bool is_over = waited.count() >= timeout;
+    if (!is_over && !(give_up && give_up())) continue;
     std::vector<int> late;
     for (int rank = 0; rank < size(); ++rank) {
-      if (!has_arrived(rank, count)) late.push_back(rank);
+      if (!has_arrived(rank, count)) late.push_back(names_[rank]);
     }
     if (late.empty()) return;
-    throw std::runtime_error(concat(
-        call, ": ", ranks_text(late), " of ", size(), " did not answer: timed out after ", timeout,
-        " s"
-    ));
+    const std::string reason = is_over ? concat("timed out after ", timeout, " s") : "";
+    lose(call, {std::move(late), reason, true});
   }
 }
 
 /// Throws if a rank has left this meeting, or has ended and will never arrive. Ranks that left as
-/// others were lost are not named before these.
-void HostBarrier::refuse_lost(const std::string& call, uint64_t count) const {
+/// others were lost are not named before these, and not at all where they say which.
+void HostBarrier::refuse_lost(const std::string& call, uint64_t count) {
   const bool complete = all_have_arrived(count);
-  std::vector<int> ended, left;
+  std::vector<int> ended, left, missed;
+  std::string end_reason, leave_reason, miss_reason;
+  const auto add =
+      [this](std::vector<int>& ranks, std::string& reason, int lost, int teller, const char* what) {
+        if (std::find(ranks.begin(), ranks.end(), lost) == ranks.end()) ranks.push_back(lost);
+        reason += reason.empty() ? "process " : ", process ";
+        reason += concat(peers_[teller]->pid(), what);
+      };
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == rank_) continue;
     const Page& page = *pages_[rank];
     const uint64_t left_at = page.left_at.load();
-    if (!has_arrived(rank, count) && peers_[rank]->has_ended() && !has_arrived(rank, count)) {
-      ended.push_back(rank);  // and to arrive was not its last deed
-    } else if (
+    const bool has_left =
         left_at != 0 && left_at <= count &&
-        (complete || page.left_as_others.load() == 0 || !has_arrived(rank, count))
+        (complete || page.left_as_others.load() == 0 || !has_arrived(rank, count));
+    const int because_of = static_cast<int>(page.left_because_of.load()) - 1;
+    if (has_left && because_of >= 0 && because_of != names_[rank_]) {
+      add(missed, miss_reason, because_of, rank, " has left because of it");
+    } else if (
+        !has_arrived(rank, count) && peers_[rank]->has_ended() && !has_arrived(rank, count)
     ) {
-      left.push_back(rank);
+      add(ended, end_reason, names_[rank], rank,
+          " has ended");  // and to arrive was not its last deed
+    } else if (has_left) {
+      add(left, leave_reason, names_[rank], rank, " has left by an error");
     }
   }
-  const std::vector<int>& lost = ended.empty() ? left : ended;
-  if (lost.empty()) return;
-  std::string reason;
-  for (int rank : lost) {
-    reason += reason.empty() ? "process " : ", process ";
-    reason += std::to_string(peers_[rank]->pid());
-    reason += ended.empty() ? " has left by an error" : " has ended";
-  }
-  throw std::runtime_error(
-      concat(call, ": ", ranks_text(lost), " of ", size(), " did not answer: ", reason)
-  );
+  const auto refuse = [&](const std::vector<int>& ranks, const std::string& reason) {
+    if (!ranks.empty()) lose(call, {ranks, reason});
+  };
+  refuse(ended, end_reason);
+  refuse(missed, miss_reason);
+  refuse(left, leave_reason);
+}
+
+void HostBarrier::lose(const std::string& call, Loss loss) {
+  loss_ = std::move(loss);
+  throw std::runtime_error(concat(
+      call, ": ", ranks_text(loss_.ranks), " of ", group_size_, " did not answer: ", loss_.reason
+  ));
 }
 
 }  // namespace cpattn

@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "cpattn/base/check.h"
 #include "cpattn/base/parallel.h"
 
 namespace cpattn {
@@ -139,6 +140,85 @@ TEST(HostBarrier, NamesThoseThatHaveLeft) {
   );
 }
 
+TEST(HostBarrier, NamesWhomThoseThatHaveLeftMissed) {
+  const Pages pages(4);
+  const auto barrier = pages.barrier(0), blamed = pages.barrier(3);
+  const auto first = pages.barrier(1), second = pages.barrier(2);
+  first->leave(3);
+  second->leave(3);
+  const std::string process = concat("process ", getpid());
+  EXPECT_EQ(
+      error_of([&] { barrier->meet("test", {}, 60); }),
+      concat(
+          "test: rank 3 of 4 did not answer: ", process, " has left because of it, ", process,
+          " has left because of it"
+      )
+  );
+  // That rank comes late, and learns who did not wait for it.
+  EXPECT_EQ(
+      error_of([&] { blamed->meet("test", {}, 60); }),
+      concat(
+          "test: rank 1, 2 of 4 did not answer: ", process, " has left by an error, ", process,
+          " has left by an error"
+      )
+  );
+}
+
+TEST(HostBarrier, RanksAreNamedByTheirNumbersInTheGroup) {
+  const Pages pages(3);
+  const std::vector<int> names = {1, 4, 6};
+  const auto member = [&](int rank) {
+    return std::make_unique<HostBarrier>(rank, pages.fds, pages.pids, names, 8);
+  };
+  const auto barrier = member(0), second = member(1), third = member(2);
+  EXPECT_TRUE(barrier->loss().ranks.empty());
+  EXPECT_EQ(
+      error_of([&] { barrier->meet("test", {}, 0.1); }),
+      "test: rank 4, 6 of 8 did not answer: timed out after 0.1 s"
+  );
+  EXPECT_EQ(barrier->loss().ranks, (std::vector<int>{4, 6}));
+  EXPECT_EQ(barrier->loss().reason, "timed out after 0.1 s");
+  EXPECT_TRUE(barrier->loss().timed_out);
+  EXPECT_EQ(
+      error_of([&] { barrier->meet("again", {}, 0.1); }),
+      "again: the group cannot be used any more, rank 1 has left it by an error"
+  );
+  second->leave(7);  // which is on another host
+  EXPECT_EQ(
+      error_of([&] { third->meet("test", {}, 60); }),
+      concat("test: rank 7 of 8 did not answer: process ", getpid(), " has left because of it")
+  );
+  EXPECT_EQ(third->loss().ranks, std::vector<int>{7});
+  EXPECT_FALSE(third->loss().timed_out);
+}
+
+TEST(HostBarrier, ARankThatIsBlamedNamesWhoLeftBecauseOfIt) {
+  const Pages pages(2);
+  const std::vector<int> names = {2, 3};
+  HostBarrier(1, pages.fds, pages.pids, names, 4).leave(2);
+  HostBarrier barrier(0, pages.fds, pages.pids, names, 4);
+  EXPECT_EQ(
+      error_of([&] { barrier.meet("test", {}, 60); }),
+      concat("test: rank 3 of 4 did not answer: process ", getpid(), " has left by an error")
+  );
+}
+
+TEST(HostBarrier, WhoeverIsAwaitedMayBeGivenUp) {
+  const Pages pages(3);
+  const auto barrier = pages.barrier(1);
+  int asked = 0;
+  const double seconds = seconds_of([&] {
+    EXPECT_EQ(
+        error_of([&] { barrier->meet("test", {}, 60, [&] { return ++asked == 3; }); }),
+        "test: rank 0, 2 of 3 did not answer: "
+    );
+  });
+  EXPECT_EQ(asked, 3);
+  EXPECT_LT(seconds, 30);
+  EXPECT_EQ(barrier->loss().ranks, (std::vector<int>{0, 2}));
+  EXPECT_EQ(barrier->loss().reason, "");
+}
+
 TEST(HostBarrier, WhoIsMissingIsNamedAndNotWhoGaveUpForIt) {
   const Pages pages(3);
   const auto hasty = pages.barrier(0), patient = pages.barrier(1);
@@ -177,6 +257,9 @@ TEST(HostBarrier, RefusesWhatIsNoGroup) {
   EXPECT_THROW(HostBarrier(2, pages.fds, pages.pids), std::invalid_argument);
   EXPECT_THROW(HostBarrier(-1, pages.fds, pages.pids), std::invalid_argument);
   EXPECT_THROW(HostBarrier(0, pages.fds, nobody), std::invalid_argument);
+  const std::vector<int> one_name = {1}, beyond = {1, 4};
+  EXPECT_THROW(HostBarrier(0, pages.fds, pages.pids, one_name, 4), std::invalid_argument);
+  EXPECT_THROW(HostBarrier(0, pages.fds, pages.pids, beyond, 4), std::invalid_argument);
   const std::vector<int> no_files = {-1, -1}, no_processes = {getpid(), 0};
   EXPECT_THROW(HostBarrier(0, no_files, pages.pids), std::system_error);
   EXPECT_THROW(HostBarrier(0, pages.fds, no_processes), std::system_error);
@@ -220,6 +303,7 @@ TEST(HostBarrier, NoticesAtOnceThatAForkedRankWasKilled) {
   );
   EXPECT_LT(seconds, 1);
   waitpid(child, nullptr, 0);
+  EXPECT_EQ(barrier->ended(), std::vector<int>{1});
 }
 
 TEST(HostBarrier, AForkedChildIsNotTheRank) {

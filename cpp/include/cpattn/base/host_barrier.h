@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -22,17 +23,35 @@ namespace cpattn {
 /// A rank that leaves a meeting by an error has left for good: its barrier throws from then on, and
 /// the others are told, at that meeting where they are still on their way to it. For one thread at
 /// a time.
+///
+/// A group may span several hosts, each with a barrier of its own. Its ranks have other numbers in
+/// the group, and it is by these that they are named.
 class HostBarrier {
  public:
   static constexpr int64_t kPageBytes = 4096;
   static constexpr std::size_t kMaxTerms = 32;
 
+  /// Why a meeting was in vain.
+  struct Loss {
+    std::vector<int>
+        ranks;  // of the group, one of another host among them where a rank left for it
+    std::string reason;
+    bool timed_out = false;  // they may only have waited for somebody else
+  };
+
   /// fds[r] is a file with the page of rank r, of kPageBytes and zero before the first meeting;
-  /// it is mapped, and may be closed then. pids[r] is the process of rank r, as this one knows it.
-  /// Throws std::invalid_argument for a rank that is none of them, files that are too small and
-  /// other numbers of files and processes, and std::system_error if a page cannot be mapped or a
-  /// process not be watched.
-  HostBarrier(int rank, std::span<const int> fds, std::span<const int> pids);
+  /// it is mapped, and may be closed then. pids[r] is the process of rank r, as this one knows it,
+  /// names[r] its number in a group of `group_size` ranks; without names r, of as many as files.
+  /// Throws std::invalid_argument for a rank that is none of them, files that are too small, other
+  /// numbers of files, processes and names, and names that are no ranks of the group, and
+  /// std::system_error if a page cannot be mapped or a process not be watched.
+  HostBarrier(
+      int rank,
+      std::span<const int> fds,
+      std::span<const int> pids,
+      std::span<const int> names = {},
+      int group_size = 0
+  );
   ~HostBarrier();
   HostBarrier(const HostBarrier&) = delete;
   HostBarrier& operator=(const HostBarrier&) = delete;
@@ -44,13 +63,24 @@ class HostBarrier {
   /// Throws std::runtime_error, which begins with `call`, if a rank has ended or has left before it
   /// arrived, or does not arrive within `timeout` seconds, naming it; for a rank that has left
   /// itself; and in a forked child, which is not the rank. Throws Interrupted when the caller's
-  /// hook asks to stop.
+  /// hook asks to stop. `give_up` is asked a few times a second while others are awaited: where it
+  /// says so, they are lost without a reason.
   std::vector<int64_t> meet(
-      const std::string& call, std::span<const int64_t> terms, double timeout
+      const std::string& call,
+      std::span<const int64_t> terms,
+      double timeout,
+      const std::function<bool()>& give_up = {}
   );
 
-  /// Tells the others not to wait for this rank at the next meeting.
-  void leave();
+  /// Tells the others not to wait for this rank at the next meeting. They name `because_of` for it,
+  /// a rank of the group that this one has lost, if it is one.
+  void leave(int because_of = -1);
+
+  /// The other ranks here whose processes have ended, by their numbers in the group.
+  std::vector<int> ended() const;
+
+  /// Of the meeting that threw for ranks which did not come; no ranks if there was none.
+  const Loss& loss() const { return loss_; }
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(pages_.size()); }
@@ -59,14 +89,20 @@ class HostBarrier {
   struct Page;
   class Peer;
 
-  void leave_as(bool others);
+  void leave_as(bool others, int because_of);
   bool has_arrived(int rank, uint64_t count) const;
   bool all_have_arrived(uint64_t count) const;
   bool spin(uint64_t count) const;
-  void wait(const std::string& call, uint64_t count, double timeout);
-  void refuse_lost(const std::string& call, uint64_t count) const;
+  void wait(
+      const std::string& call, uint64_t count, double timeout, const std::function<bool()>& give_up
+  );
+  void refuse_lost(const std::string& call, uint64_t count);
+  [[noreturn]] void lose(const std::string& call, Loss loss);
 
   int rank_;
+  std::vector<int> names_;
+  int group_size_;
+  Loss loss_;
   pid_t owner_;
   int num_cpus_;
   uint64_t completed_ = 0;  // meetings
