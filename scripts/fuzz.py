@@ -59,12 +59,13 @@ class Target:
     def failed(self) -> bool:
         return self.status != 0 or bool(self.findings)
 
-    def run(self, seconds: int) -> None:
+    def run(self, seconds: int, seed: int) -> None:
         findings = BUILD / "findings" / self.name
         for folder in (self.log.parent, self.grown, findings):
             folder.mkdir(parents=True, exist_ok=True)
         known = set(findings.iterdir())
-        limits = [*LIMITS, f"-max_total_time={seconds}", f"-artifact_prefix={findings}/"]
+        limits = [*LIMITS, f"-seed={seed}", f"-max_total_time={seconds}"]
+        limits.append(f"-artifact_prefix={findings}/")
         begin = time.monotonic()
         with self.log.open("wb") as log:
             self.status = subprocess.run(
@@ -112,7 +113,7 @@ def all_targets() -> list[Target]:
     ]
 
 
-def run_all(targets: list[Target], seconds: int, jobs: int, console: Console) -> None:
+def run_all(targets: list[Target], seconds: int, seed: int, jobs: int, console: Console) -> None:
     columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}")]
     with (
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
@@ -122,8 +123,10 @@ def run_all(targets: list[Target], seconds: int, jobs: int, console: Console) ->
             target.name: progress.add_task(target.name, total=seconds, start=False, done="")
             for target in targets
         }
-        running = {pool.submit(run_one, target, seconds, progress, tasks): target
-                   for target in targets}  # fmt: skip
+        running = {
+            pool.submit(run_one, target, seconds, seed, progress, tasks[target.name]): target
+            for target in targets
+        }
         try:
             while pending := [future for future in running if not future.done()]:
                 time.sleep(0.5)
@@ -137,13 +140,13 @@ def run_all(targets: list[Target], seconds: int, jobs: int, console: Console) ->
             future.result()
 
 
-def run_one(target: Target, seconds: int, progress: Progress, tasks: dict[str, TaskID]) -> None:
+def run_one(target: Target, seconds: int, seed: int, progress: Progress, task: TaskID) -> None:
     target.log.unlink(missing_ok=True)
-    progress.start_task(tasks[target.name])
+    progress.start_task(task)
     if progress.disable:
         print(f"{target.name}: {seconds} s", flush=True)
-    target.run(seconds)
-    show(target, progress, tasks[target.name])
+    target.run(seconds, seed)
+    show(target, progress, task)
     if progress.disable or target.failed:
         state = {0: "done", INTERRUPTED: "interrupted"}.get(target.status, "FAILED")
         progress.console.print(f"{target.name}: {state}, {target.executions:,} executions")
@@ -175,6 +178,9 @@ def table_of(targets: list[Target]) -> Table:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=int, default=30, help="for each target (default: 30)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the changes tried (default: 0, another each time)"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="targets at a time (default: 2)")
     parser.add_argument("targets", nargs="*", help="names of targets (default: all)")
     options = parser.parse_args()
@@ -188,7 +194,7 @@ def main() -> int:
         if not Path(target.command[0]).exists():
             parser.error(f"{target.command[0]} is not there: make fuzz builds it")
     console = Console()
-    run_all(targets, options.seconds, options.jobs, console)
+    run_all(targets, options.seconds, options.seed, options.jobs, console)
     console.print(table_of(targets))
     failed = [target for target in targets if target.failed]
     for target in failed:

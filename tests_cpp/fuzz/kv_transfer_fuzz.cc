@@ -42,7 +42,7 @@ struct Model {
 struct Side {
   int64_t page_size = 1;
   Ints cuts;  // first layers of stages, and the end of the last
-  int64_t tp_size = 1, cp_size = 1, dcp_size = 1, dcp_interleave = 1;
+  int64_t tp_size = 1, cp_size = 1, dcp_size = 1, dcp_interleave = 1, shard_size = 1;
   bool with_draft = false;
   int64_t start = 0;
 };
@@ -59,8 +59,9 @@ uint8_t content(const KVEntry& entry, int64_t token, int64_t head, int64_t byte)
 struct Server {
   const Model* model = nullptr;
   const Side* side = nullptr;
-  int64_t tp_rank = 0, cp_rank = 0, dcp_rank = 0;
+  int64_t tp_rank = 0, cp_rank = 0, dcp_rank = 0, shard_rank = 0;
   Ints tokens;  // that it holds, from side->start on
+  Ints slots;   // of these
   Ints pages;
   std::vector<KVEntry> entries;
   std::vector<Bytes> memory;
@@ -92,33 +93,49 @@ void add_entry(Server& server, bool is_draft, int64_t layer, KVKind kind, int64_
   );
 }
 
-void make_pages(Server& server, Reader& in) {
-  const Side& side = *server.side;
-  for (int64_t t = side.start; t < server.model->num_tokens; ++t) {
-    if (t / side.dcp_interleave % side.dcp_size == server.dcp_rank) server.tokens.push_back(t);
-  }
-  const int64_t used = (std::ssize(server.tokens) + side.page_size - 1) / side.page_size;
-  Ints ids(used + 2);
+Ints make_pages(const Side& side, int64_t num_rows, Reader& in) {
+  const int64_t used = (num_rows + side.page_size - 1) / side.page_size;
+  Ints ids((used + 2) * side.shard_size);
   for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int64_t>(i);
   if (in.flag()) {
     for (std::size_t i = ids.size(); i > 1; --i) std::swap(ids[i - 1], ids[in.between(0, i - 1)]);
   }
-  server.pages.assign(ids.begin(), ids.begin() + used);
+  ids.resize(used);
+  return ids;
+}
+
+/// Gives the server its tokens, and pages that those of a group that stripes them have together.
+void place_tokens(Server& server, const Server* of_group, Reader& in) {
+  const Side& side = *server.side;
+  Ints listed;
+  for (int64_t t = side.start; t < server.model->num_tokens; ++t) {
+    if (t / side.dcp_interleave % side.dcp_size == server.dcp_rank) listed.push_back(t);
+  }
+  server.pages = of_group ? of_group->pages : make_pages(side, std::ssize(listed), in);
+  for (std::size_t i = 0; i < listed.size(); ++i) {
+    const auto row = static_cast<int64_t>(i);
+    const int64_t page = server.pages[row / side.page_size];
+    if (page % side.shard_size != server.shard_rank) continue;
+    server.tokens.push_back(listed[i]);
+    server.slots.push_back(page / side.shard_size * side.page_size + row % side.page_size);
+  }
 }
 
 std::vector<Server> make_fleet(const Model& model, const Side& side, Reader& in) {
   std::vector<Server> fleet;
   const std::size_t stages = side.cuts.size() - 1;
   for (std::size_t stage = 0; stage < stages; ++stage) {
-    const int64_t ranks = side.tp_size * side.cp_size * side.dcp_size;
+    const int64_t ranks = side.tp_size * side.cp_size * side.dcp_size * side.shard_size;
+    fleet.reserve(stages * ranks);
     for (int64_t rank = 0; rank < ranks; ++rank) {
       Server& server = fleet.emplace_back();
       server.model = &model;
       server.side = &side;
-      server.tp_rank = rank % side.tp_size;
-      server.cp_rank = rank / side.tp_size % side.cp_size;
-      server.dcp_rank = rank / side.tp_size / side.cp_size;
-      make_pages(server, in);
+      server.shard_rank = rank % side.shard_size;
+      server.tp_rank = rank / side.shard_size % side.tp_size;
+      server.cp_rank = rank / side.shard_size / side.tp_size % side.cp_size;
+      server.dcp_rank = rank / side.shard_size / side.tp_size / side.cp_size;
+      place_tokens(server, server.shard_rank > 0 ? &fleet[fleet.size() - 2] : nullptr, in);
       const IndexRange layers = {side.cuts[stage], side.cuts[stage + 1]};
       const auto num_pages = std::ssize(server.pages) + 2;
       for (const KVKind kind : model.kinds) {
@@ -138,6 +155,8 @@ std::vector<Server> make_fleet(const Model& model, const Side& side, Reader& in)
           .dcp_rank = server.dcp_rank,
           .dcp_size = side.dcp_size,
           .dcp_interleave = side.dcp_interleave,
+          .shard_rank = server.shard_rank,
+          .shard_size = side.shard_size,
       };
     }
   }
@@ -176,6 +195,7 @@ Side read_side(Reader& in, bool is_source) {
     side.dcp_size = in.between(1, 3);
     side.dcp_interleave = in.one_of({int64_t{1}, int64_t{2}, side.page_size});
   }
+  if (side.dcp_size == 1 && in.rarely(3)) side.shard_size = in.between(2, 3);
   side.with_draft = in.flag();
   const int64_t cycle = side.dcp_size * side.dcp_interleave * side.page_size;
   side.start = in.rarely(4) ? cycle * in.between(0, 2) : 0;
@@ -183,14 +203,12 @@ Side read_side(Reader& in, bool is_source) {
 }
 
 void fill(Server& server) {
-  const int64_t page_size = server.side->page_size;
   for (std::size_t e = 0; e < server.entries.size(); ++e) {
     const KVEntry& entry = server.entries[e];
     const int64_t width = server.row_bytes(entry.kind);
     const int64_t head_bytes = width / server.num_heads(entry.kind);
     for (std::size_t i = 0; i < server.tokens.size(); ++i) {
-      const auto row = static_cast<int64_t>(i);
-      const int64_t slot = server.pages[row / page_size] * page_size + row % page_size;
+      const int64_t slot = server.slots[i];
       for (int64_t b = 0; b < width; ++b) {
         const int64_t head = server.first_head(entry.kind) + b / head_bytes;
         server.memory[e][slot * width + b] = content(entry, server.tokens[i], head, b % head_bytes);
@@ -210,10 +228,9 @@ void check_received(const Server& server, IndexRange sent, bool drafts_sent) {
     Bytes expected(server.memory[e].size(), kCanary);
     int64_t last_page = -1;
     for (std::size_t i = 0; i < server.tokens.size(); ++i) {
-      const auto row = static_cast<int64_t>(i);
       if (!sent.contains(server.tokens[i]) || (entry.is_draft && !drafts_sent)) continue;
-      last_page = server.pages[row / page_size];
-      const int64_t slot = last_page * page_size + row % page_size;
+      const int64_t slot = server.slots[i];
+      last_page = slot / page_size;
       for (int64_t b = 0; b < width; ++b) {
         const int64_t head = server.first_head(entry.kind) + b / head_bytes;
         expected[slot * width + b] = content(entry, server.tokens[i], head, b % head_bytes);
@@ -237,7 +254,7 @@ void corrupt(Server& server, Reader& in) {
     );
   };
   KVPlacement& placement = server.placement;
-  const int64_t what = in.between(0, 5);
+  const int64_t what = in.between(0, 6);
   if (what == 0 && !server.entries.empty()) {
     KVEntry& entry = server.entries[in.between(0, std::ssize(server.entries) - 1)];
     mostly(entry.layer_id);
@@ -262,6 +279,9 @@ void corrupt(Server& server, Reader& in) {
   } else if (what == 4 && !server.pages.empty()) {
     mostly(server.pages[in.between(0, std::ssize(server.pages) - 1)]);
     server.pages.resize(in.size_near(std::ssize(server.pages)));
+  } else if (what == 5) {
+    mostly(placement.shard_rank);
+    mostly(placement.shard_size);
   } else {
     mostly(placement.page_size);
   }

@@ -57,6 +57,9 @@ TEST(KVLayout, BoundsOfItsPlacement) {
   EXPECT_EQ(with(&KVPlacement::dcp_size, INT32_MAX), "no error");
   EXPECT_NE(with(&KVPlacement::dcp_size, int64_t{INT32_MAX} + 1), "no error");
   EXPECT_NE(with(&KVPlacement::dcp_rank, -1), "no error");
+  EXPECT_EQ(with(&KVPlacement::shard_size, INT32_MAX), "no error");
+  EXPECT_NE(with(&KVPlacement::shard_size, int64_t{INT32_MAX} + 1), "no error");
+  EXPECT_EQ(with(&KVPlacement::shard_rank, 1), "KVLayout: shard_rank must be in [0, 1), got 1");
 }
 
 TEST(KVLayout, HeadsDivideRanksOrRanksDivideHeads) {
@@ -92,6 +95,17 @@ TEST(KVLayout, BoundsOfItsEntries) {
   EXPECT_EQ(message(entry_of(0, UINT64_MAX - 7, 8, 8)), "no error") << "its last byte is the last";
   EXPECT_NE(message(entry_of(0, UINT64_MAX - 6, 8, 8)), "no error");
   EXPECT_EQ(message(entry_of(0, UINT64_MAX, 0, 8)), "no error");
+  const auto left_out = [&](KVKind kind, uint64_t num_bytes) {
+    return message({.kind = kind, .num_bytes = num_bytes});
+  };
+  for (const KVKind kind : {KVKind::index_k, KVKind::state}) {
+    EXPECT_EQ(left_out(kind, 0), "no error");
+    EXPECT_NE(left_out(kind, 1), "no error");
+  }
+  for (const KVKind kind : {KVKind::k, KVKind::v, KVKind::k_scale, KVKind::v_scale}) {
+    EXPECT_NE(left_out(kind, 0), "no error");
+  }
+  EXPECT_EQ(KVEntry{.kind = KVKind::state}.num_pages(), 0);
 }
 
 TEST(KVLayout, TellsWhichEntriesAreTheSame) {

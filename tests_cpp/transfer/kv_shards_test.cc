@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <random>
 #include <string>
@@ -39,6 +40,13 @@ TEST(GetLayerShardRange, EndsOfInt64) {
   EXPECT_EQ(get_layer_shard_range(1, 2, INT64_MAX), (IndexRange{INT64_MAX / 2 + 1, INT64_MAX}));
   EXPECT_EQ(get_layer_owner(INT64_MAX - 1, 2, INT64_MAX), 1);
   EXPECT_EQ(get_layer_owner(0, INT64_MAX, 1), 0);
+}
+
+TEST(GetLayerOwner, OfAsManyLayersAsThereCanBe) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  EXPECT_EQ(get_layer_owner(kMost - 1, 1, kMost), 0);
+  EXPECT_EQ(get_layer_owner(kMost - 1, 2, kMost), 1);
+  EXPECT_EQ(get_layer_owner(kMost - 1, kMost, kMost), kMost - 1);
 }
 
 TEST(GetLayerOwner, OutsideOfTheStage) {

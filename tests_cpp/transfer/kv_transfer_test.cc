@@ -67,6 +67,64 @@ TEST(TokenRuns, InterleavedTokensGoToTheirRankAndNoOther) {
   }
 }
 
+TEST(TokenRuns, RanksThatStripePagesHaveTheirsAlone) {
+  const KVEntry entry = buffer(100);
+  const Ints src = {3, 8, 4, 7}, dst = {6, 5, 9, 2};  // of groups of three and two
+  const auto runs = [&](int64_t rank, int64_t to_rank) {
+    const KVPageList from = {
+        .pages = src, .page_size = 4, .smallest = &entry, .shard_rank = rank, .shard_size = 3
+    };
+    const KVPageList to = {
+        .pages = dst, .page_size = 4, .smallest = &entry, .shard_rank = to_rank, .shard_size = 2
+    };
+    return token_runs(from, to, {1, 15});
+  };
+  using Runs = std::vector<TransferRun>;
+  EXPECT_EQ(runs(0, 0), (Runs{{1 * 4 + 1, 3 * 4 + 1, 3}})) << "page 3 to page 6, without token 0";
+  EXPECT_EQ(runs(0, 1), Runs{});
+  EXPECT_EQ(runs(1, 0), (Runs{{2 * 4, 1 * 4, 3}})) << "page 7 to page 2, up to token 14";
+  EXPECT_EQ(runs(1, 1), (Runs{{1 * 4, 4 * 4, 4}})) << "page 4 to page 9";
+  EXPECT_EQ(runs(2, 1), (Runs{{2 * 4, 2 * 4, 4}})) << "page 8 to page 5";
+}
+
+TEST(TokenRuns, NamesPagesOfAGroupThatAreOutOfItsBuffers) {
+  const KVEntry entry = buffer(3);
+  const auto message = [&](const Ints& pages) {
+    const KVPageList list = {
+        .side = "source", .pages = pages, .smallest = &entry, .shard_rank = 1, .shard_size = 2
+    };
+    const Ints to = {0, 1};
+    return testing::message_of([&] {
+      token_runs(list, {.pages = to, .smallest = &entry}, {0, std::ssize(pages)});
+    });
+  };
+  EXPECT_EQ(message({5, 1}), "no error");
+  EXPECT_EQ(message({6, 1}), "no error") << "of another rank, whose buffers may be longer";
+  EXPECT_EQ(
+      message({1, 7}),
+      "plan_kv_transfer: source pages must be in [0, 2 * 3) for k of layer 0, got 7 at index 1"
+  );
+  EXPECT_NE(message({-1, 1}), "no error");
+}
+
+TEST(TokensOfShard, AreThoseOfItsPages) {
+  const Ints pages = {4, 1, 3, 6, 5};
+  const KVPageList list = {
+      .pages = pages, .page_size = 4, .start = 8, .shard_rank = 1, .shard_size = 2
+  };
+  using Ranges = std::vector<IndexRange>;
+  EXPECT_EQ(tokens_of_shard(list, {8, 28}), (Ranges{{12, 20}, {24, 28}}));
+  EXPECT_EQ(tokens_of_shard(list, {13, 25}), (Ranges{{13, 20}, {24, 25}}));
+  EXPECT_EQ(tokens_of_shard(list, {8, 12}), Ranges{});
+  EXPECT_EQ(tokens_of_shard({.pages = pages}, {2, 5}), (Ranges{{2, 5}})) << "no group";
+  const Ints negative = {-1};
+  const KVPageList wrong = {.side = "source", .pages = negative, .shard_size = 2};
+  EXPECT_EQ(
+      testing::message_of([&] { tokens_of_shard(wrong, {0, 1}); }),
+      "plan_kv_transfer: source pages must be >= 0, got -1 at index 0"
+  );
+}
+
 TEST(TokenRuns, SortsPagesOfAnyDistance) {
   constexpr int64_t kCount = 3000;
   std::mt19937_64 generator(1);

@@ -33,9 +33,9 @@ struct Component {
     const Words known(dst_lens.begin(), dst_lens.end() - num_missing_lens);
     SendBuffers buffers{.src_addrs = src, .src_item_lens = src_lens, .dst_addrs = dst};
     if (knows_dst_lens) buffers.dst_item_lens = known;
+    buffers.src_layer_ids = src_ids;
+    buffers.dst_layer_ids = dst_ids;
     const StateEntries pairing{
-        .src_layer_ids = src_ids,
-        .dst_layer_ids = dst_ids,
         .prefill_start_layer = start,
         .prefill_end_layer = end,
         .pp_size = pp_size,

@@ -34,6 +34,7 @@ def entry_of(reader: Reader, layer: int) -> Any:
 def fields_of(reader: Reader) -> dict[Any, Any]:
     tp_size = reader.one_of((1, 2, 4))
     dcp_size = reader.between(1, 3)
+    shard_size = 1 if dcp_size > 1 else reader.between(1, 3)
     fields: dict[Any, Any] = {
         "entries": [entry_of(reader, layer) for layer in range(reader.between(0, 5))],
         "page_size": reader.mostly(reader.between(1, 64)),
@@ -44,6 +45,8 @@ def fields_of(reader: Reader) -> dict[Any, Any]:
         "dcp_rank": reader.mostly(reader.between(0, dcp_size - 1)),
         "dcp_size": reader.mostly(dcp_size),
         "dcp_interleave": reader.mostly(reader.between(1, 4)),
+        "shard_rank": reader.mostly(reader.between(0, shard_size - 1)),
+        "shard_size": reader.mostly(shard_size),
     }
     fields["entries"] = reader.mostly(fields["entries"], 128)
     if reader.rarely():
@@ -70,7 +73,14 @@ def run(data: bytes) -> None:
         assert other.to_dict() == written
     assert repr(layout).startswith("KVLayout(")
     assert [list(entry) for entry in layout.entries] == written["entries"]
-    assert all(entry.nbytes % entry.item_len == 0 for entry in layout.entries)
+    for entry in layout.entries:
+        if entry.item_len == 0:  # left out
+            assert entry.nbytes == 0
+            assert entry.kind in ("index_k", "state")
+        else:
+            assert entry.nbytes % entry.item_len == 0
     assert all(entry.addr + entry.nbytes <= 2**64 for entry in layout.entries)
     assert 0 <= layout.tp_rank < layout.tp_size
     assert 0 <= layout.dcp_rank < layout.dcp_size
+    assert 0 <= layout.shard_rank < layout.shard_size
+    assert 1 in (layout.dcp_size, layout.shard_size)

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpattn.transfer import KVEntry, KVLayout, plan_kv_links, plan_kv_transfer
+from cpattn.kv import MHATokenToKVPool
+from cpattn.transfer import (
+    KVArgs,
+    KVEntry,
+    KVLayout,
+    fill_kv_args,
+    plan_kv_links,
+    plan_kv_transfer,
+)
 from support.examples import examples
 from support.transfer.kv_fleets import Model, Side, check_fleets, servers
 
@@ -44,6 +52,7 @@ def sides(draw, model, *, is_source):
         draw(st.integers(1, 3)) if is_source else 1,
         dcp_size,
         interleave,
+        draw(st.integers(1, 3)) if dcp_size == 1 else 1,
     )
 
 
@@ -142,6 +151,116 @@ def test_scenario_61_ranks_share_pages_or_layers(cp_size, dst):
         assert max(sent) - min(sent) <= unit
 
 
+@pytest.mark.parametrize("kinds", [MHA, MLA])
+@pytest.mark.parametrize(("src", "dst"), [
+    (Side(4, shard_size=3), Side(4)),
+    (Side(4, shard_size=3), Side(4, shard_size=2)),
+    (Side(4), Side(4, shard_size=2)),
+    (Side(4, shard_size=2), Side(6, shard_size=3)),
+    (Side(4, shard_size=2, draft=2), Side(4, tp_size=2, dcp_size=2, draft=2)),
+    (Side(4, shard_size=2, cp_size=2), Side(4, start=8)),
+    (Side(4, shard_size=2, borders=(1,)), Side(4, borders=(2,))),
+])  # fmt: skip
+@pytest.mark.parametrize("first", [8, 9])
+def test_pages_striped_over_ranks(kinds, src, dst, first):
+    model = Model((0, 1, 2), kinds, 1 if kinds is MLA else 2, 30)
+    links = check_fleets(model, src, dst, first=first, seed=5)
+    assert len({link.source for link in links}) > 1 or src.shard_size == 1
+    assert len({link.destination for link in links}) > 1 or dst.shard_size == 1
+
+
+def test_a_rank_sends_runs_of_its_pages():
+    """Pages 6, 8 and 4 of the group are pages 3, 4 and 2 of rank 0."""
+    ranks = [
+        KVLayout([KVEntry(0, "k", False, base, 4096, 512)], 8, shard_rank=rank, shard_size=2)
+        for rank, base in enumerate((1 << 20, 1 << 21))
+    ]
+    whole = KVLayout([KVEntry(0, "k", False, 1 << 22, 8192, 512)], 8)
+    pages = [6, 8, 5, 4]
+    first, second = plan_kv_links(ranks, [whole], [pages, pages], [[9, 10, 3, 2]])
+    assert first[:2] == (0, 0)
+    assert second[:2] == (1, 0)
+    assert (first.plan.src_addrs - (1 << 20)).tolist() == [2 * 512, 3 * 512]
+    assert (first.plan.dst_addrs - (1 << 22)).tolist() == [2 * 512, 9 * 512]
+    assert first.plan.lengths.tolist() == [512, 1024]
+    assert (second.plan.src_addrs - (1 << 21)).tolist() == [2 * 512]
+
+
+def test_places_in_a_group_are_told():
+    pool = MHATokenToKVPool(
+        size=8, page_size=8, num_layers=1, num_kv_heads=1, head_dim=4, container="numpy"
+    )
+    args = KVArgs(total_kv_layers=1)
+    fill_kv_args(args, pool)
+    place = {"shard_rank": 1, "shard_size": 3}
+    of_args = KVLayout.from_kv_args(args, is_mla=False, **place)
+    for layout in (KVLayout.from_pool(pool, **place), of_args):
+        assert {name: getattr(layout, name) for name in place} == place
+        assert repr(layout).endswith("shard_rank=1, shard_size=3)")
+        assert KVLayout.from_dict(layout.to_dict()) == layout
+        assert layout != KVLayout.from_dict(layout.to_dict() | {"shard_rank": 2})
+
+
+def with_left_out(server, layers):
+    """The layout of a server that keeps no index keys for these layers."""
+    fields = server.layout.to_dict()
+    fields["entries"] = [
+        entry._replace(addr=0, nbytes=0, item_len=0)
+        if entry.kind == "index_k" and entry.layer_id in layers and not entry.is_draft
+        else entry
+        for entry in server.layout.entries
+    ]
+    return KVLayout.from_dict(fields)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    st.sets(st.integers(0, 3)), st.sets(st.integers(0, 3)), st.booleans(),
+    st.sampled_from(["pages", "layers"]),
+)  # fmt: skip
+def test_index_keys_that_a_side_left_out(src_without, dst_without, is_striped, cp_share):
+    """All other buffers are sent as without them, and nothing into what is left out."""
+    model = Model((0, 1, 2, 3), MLA)
+    side = Side(4, shard_size=2) if is_striped else Side(4, borders=(2,), cp_size=2)
+    sources, destinations = servers(model, side, 3, 1 << 48), servers(model, Side(4), 4, 1 << 49)
+    arguments = {
+        "cp_ranks": [source.cp_rank for source in sources],
+        "cp_size": side.cp_size,
+        "cp_share": cp_share,
+    }
+    pages = [source.pages for source in sources], [destinations[0].pages]
+    whole = plan_kv_links(
+        [source.layout for source in sources], [destinations[0].layout], *pages, **arguments
+    )
+    partial = plan_kv_links(
+        [with_left_out(source, src_without) for source in sources],
+        [with_left_out(destinations[0], dst_without)],
+        *pages,
+        **arguments,
+    )
+    left_out = [
+        range(entry.addr, entry.addr + entry.nbytes)
+        for entry in destinations[0].entries
+        if entry.kind == "index_k" and entry.layer_id in src_without | dst_without
+    ]
+
+    def blocks(links):
+        return [
+            (link.source, *block)
+            for link in links
+            for block in zip(
+                link.plan.src_addrs.tolist(), link.plan.dst_addrs.tolist(),
+                link.plan.lengths.tolist(), strict=True,
+            )
+        ]  # fmt: skip
+
+    expected = [
+        block for block in blocks(whole) if not any(block[2] in buffer for buffer in left_out)
+    ]
+    assert blocks(partial) == expected
+    assert len(blocks(partial)) < len(blocks(whole)) or not left_out
+
+
 def layouts(model, src, dst):
     sources, destinations = servers(model, src, 0, 1 << 48), servers(model, dst, 1, 1 << 49)
     return sources, destinations
@@ -168,6 +287,43 @@ def test_what_nobody_sends_is_refused():
     sources, destinations = layouts(FULL, Side(4, cp_size=3), Side(4))
     with pytest.raises(ValueError, match=re.escape("tokens [8, 16), must be sent by one source")):
         plan(sources[::2], destinations, cp_ranks=[0, 2], cp_size=3)
+
+
+def test_striped_pages_that_nobody_or_two_send_are_refused():
+    sources, destinations = layouts(FULL, Side(4, shard_size=2), Side(4))
+    for source in sources:
+        source.pages[:] = [0, 2, 1, 4, 6, 3]
+    message = "tokens [8, 12), must be sent by one source, got "
+    with pytest.raises(ValueError, match=re.escape(message + "no source")):
+        plan(sources[:1], destinations)
+    with pytest.raises(ValueError, match=re.escape(message + "sources 1 and 2")):
+        plan([*sources, sources[1]], destinations)
+    sources[1].pages[:] = [0, 2, 1, 4, 5, 3]  # ranks that do not mean the same pages
+    with pytest.raises(ValueError, match=re.escape("tokens [16, 20), must be sent by one source")):
+        plan(sources, destinations)
+
+
+def test_striped_pages_out_of_their_buffers_are_refused():
+    sources, destinations = layouts(FULL, Side(4, shard_size=2), Side(4, shard_size=2))
+    good = destinations[0].pages.copy()
+    for server in destinations:
+        server.pages[2] = 2 * server.num_pages + 1
+    message = (
+        r"destination pages must be in \[0, 2 \* 9\) for [kv] of layer \d+, got 19 at index 2, "
+        r"from source [01] to destination 1$"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan(sources, destinations)
+    for server in destinations:
+        server.pages[:] = good
+        server.pages[2] = server.pages[4]
+    with pytest.raises(ValueError, match="destination pages must be distinct"):
+        plan(sources, destinations)
+    for server in (*sources, *destinations):
+        server.pages[:] = good
+    sources[0].pages[2] = -2
+    with pytest.raises(ValueError, match="source pages must be >= 0, got -2 at index 2"):
+        plan(sources, destinations)
 
 
 def test_what_two_send_is_refused():

@@ -76,7 +76,9 @@ KVLayout make_layout(
     py::handle layers,
     py::handle dcp_rank,
     py::handle dcp_size,
-    py::handle dcp_interleave
+    py::handle dcp_interleave,
+    py::handle shard_rank,
+    py::handle shard_size
 ) {
   const Arguments read("KVLayout");
   std::vector<KVEntry> values;
@@ -93,6 +95,8 @@ KVLayout make_layout(
           .dcp_rank = read.integer(dcp_rank, "dcp_rank"),
           .dcp_size = read.integer(dcp_size, "dcp_size"),
           .dcp_interleave = read.integer(dcp_interleave, "dcp_interleave"),
+          .shard_rank = read.integer(shard_rank, "shard_rank"),
+          .shard_size = read.integer(shard_size, "shard_size"),
       }
   );
 }
@@ -219,9 +223,10 @@ void register_kv_transfer(py::module_& module) {
     return layout.placement().total_kv_heads;
   });
   constexpr std::pair<const char*, int64_t KVPlacement::*> kInts[] = {
-      {"page_size", &KVPlacement::page_size}, {"tp_rank", &KVPlacement::tp_rank},
-      {"tp_size", &KVPlacement::tp_size},     {"dcp_rank", &KVPlacement::dcp_rank},
-      {"dcp_size", &KVPlacement::dcp_size},   {"dcp_interleave", &KVPlacement::dcp_interleave},
+      {"page_size", &KVPlacement::page_size},   {"tp_rank", &KVPlacement::tp_rank},
+      {"tp_size", &KVPlacement::tp_size},       {"dcp_rank", &KVPlacement::dcp_rank},
+      {"dcp_size", &KVPlacement::dcp_size},     {"dcp_interleave", &KVPlacement::dcp_interleave},
+      {"shard_rank", &KVPlacement::shard_rank}, {"shard_size", &KVPlacement::shard_size},
   };
   for (const auto& [name, member] : kInts) {
     type.def_property_readonly(name, [member = member](const KVLayout& layout) {

@@ -18,8 +18,13 @@ std::vector<uint64_t> lengths(const char* function, const char* argument, py::ha
   return uint64_list(object, {function, argument});
 }
 
+std::vector<int64_t> layer_ids(const char* function, const char* argument, py::handle object) {
+  if (object.is_none()) return {};
+  return index_list(object, {function, argument});
+}
+
 /// Owns what SendBuffers borrow. Given as (src addresses, src data lengths or None, src item
-/// lengths, dst addresses, dst item lengths or None).
+/// lengths, dst addresses, dst item lengths or None, src layer ids or None, dst layer ids or None).
 class Buffers {
  public:
   Buffers(const char* function, const py::tuple& lists)
@@ -27,14 +32,18 @@ class Buffers {
         src_data_lens_(lengths(function, "source data lengths", lists[1])),
         src_item_lens_(lengths(function, "source item lengths", lists[2])),
         dst_addrs_(lengths(function, "destination addresses", lists[3])),
-        dst_item_lens_(lengths(function, "destination item lengths", lists[4])) {}
+        dst_item_lens_(lengths(function, "destination item lengths", lists[4])),
+        src_layer_ids_(layer_ids(function, "source layer ids", lists[5])),
+        dst_layer_ids_(layer_ids(function, "destination layer ids", lists[6])) {}
 
   SendBuffers operator*() const {
-    return {src_addrs_, src_data_lens_, src_item_lens_, dst_addrs_, dst_item_lens_};
+    return {src_addrs_,     src_data_lens_, src_item_lens_, dst_addrs_,
+            dst_item_lens_, src_layer_ids_, dst_layer_ids_};
   }
 
  private:
   std::vector<uint64_t> src_addrs_, src_data_lens_, src_item_lens_, dst_addrs_, dst_item_lens_;
+  std::vector<int64_t> src_layer_ids_, dst_layer_ids_;
 };
 
 /// Owns what SendItems borrow.
@@ -140,24 +149,19 @@ TransferPlan send_aux(
   return plan_send_aux(*buffers, {src, dst}, read.flag(compat, "compat"));
 }
 
-/// A component is (lists, source indices, destination indices, source layer ids, destination layer
-/// ids, prefill_start_layer or None, prefill_end_layer or None, pp_size, is_flat,
-/// allow_dst_elision).
+/// A component is (lists, source indices, destination indices, prefill_start_layer or None,
+/// prefill_end_layer or None, pp_size, is_flat, allow_dst_elision).
 TransferPlan send_component(const Arguments& read, const py::tuple& fields, bool compat) {
   const auto lists = fields[0].cast<py::tuple>();
   const Buffers buffers(read.function(), lists);
   const Items items(read, fields[1], fields[2]);
-  const std::vector<int64_t> src_ids = read.ints(fields[3], "state_layer_ids");
-  const std::vector<int64_t> dst_ids = read.ints(fields[4], "dst_state_layer_ids");
   const StateEntries entries{
-      .src_layer_ids = src_ids,
-      .dst_layer_ids = dst_ids,
-      .prefill_start_layer = read.optional_integer(fields[5], "prefill_start_layer"),
-      .prefill_end_layer = read.optional_integer(fields[6], "prefill_end_layer"),
-      .pp_size = read.integer(fields[7], "pp_size"),
-      .is_flat = read.flag(fields[8], "is_flat"),
+      .prefill_start_layer = read.optional_integer(fields[3], "prefill_start_layer"),
+      .prefill_end_layer = read.optional_integer(fields[4], "prefill_end_layer"),
+      .pp_size = read.integer(fields[5], "pp_size"),
+      .is_flat = read.flag(fields[6], "is_flat"),
       .has_dst_item_lens = !lists[4].is_none(),
-      .allow_dst_elision = read.flag(fields[9], "allow_dst_elision"),
+      .allow_dst_elision = read.flag(fields[7], "allow_dst_elision"),
   };
   return plan_send_state(*buffers, *items, entries, compat);
 }

@@ -30,11 +30,16 @@ void check_rank(const char* group, int64_t rank, int64_t size) {
 }
 
 void check_placement(const KVPlacement& placement) {
-  const auto& [page_size, tp_rank, tp_size, heads, layers, dcp_rank, dcp_size, interleave] =
+  const auto& [page_size, tp_rank, tp_size, heads, layers, dcp_rank, dcp_size, interleave, shard_rank, shard_size] =
       placement;
   check_page_size(kFunction, page_size);
   check_rank("tp", tp_rank, tp_size);
   check_rank("dcp", dcp_rank, dcp_size);
+  check_rank("shard", shard_rank, shard_size);
+  check(
+      shard_size == 1 || dcp_size == 1, kFunction, ": dcp_size must be 1 with shard_size ",
+      shard_size, ", got ", dcp_size
+  );
   check(
       interleave >= 1 && interleave <= INT32_MAX, kFunction, ": dcp_interleave must be in [1, ",
       INT32_MAX, "], got ", interleave
@@ -61,14 +66,17 @@ void check_entry(const KVEntry& entry, const KVPlacement& placement) {
       entry.is_draft || !placement.layers || placement.layers->contains(entry.layer_id), kFunction,
       ": ", entry, " must lie within layers ", placement.layers.value_or(IndexRange{})
   );
+  const bool may_be_left_out = entry.kind == KVKind::index_k || entry.kind == KVKind::state;
   check(
-      entry.item_len >= 1 && entry.item_len <= INT64_MAX, kFunction, ": item_len of ", entry,
-      " must be in [1, 2^63), got ", entry.item_len
+      entry.item_len >= (may_be_left_out ? 0 : 1) && entry.item_len <= INT64_MAX, kFunction,
+      ": item_len of ", entry, " must be in [", may_be_left_out ? 0 : 1, ", 2^63), got ",
+      entry.item_len
   );
+  const bool is_whole =
+      entry.is_elided() ? entry.num_bytes == 0 : entry.num_bytes % entry.item_len == 0;
   check(
-      entry.num_bytes % entry.item_len == 0 && entry.num_bytes <= INT64_MAX, kFunction,
-      ": nbytes of ", entry, " must be a multiple of item_len ", entry.item_len,
-      " below 2^63, got ", entry.num_bytes
+      is_whole && entry.num_bytes <= INT64_MAX, kFunction, ": nbytes of ", entry,
+      " must be a multiple of item_len ", entry.item_len, " below 2^63, got ", entry.num_bytes
   );
   check(
       entry.dtype.size() <= kMaxName, kFunction, ": dtype of ", entry, " must be at most ",

@@ -16,8 +16,9 @@ struct KVLinkSpec {
   KVPageList from;
   KVPageList to;
   std::vector<KVPair> pairs;
-  IndexRange tokens;      // that this context-parallel rank sends
-  IndexRange all_tokens;  // that all ranks send
+  IndexRange tokens;             // that this context-parallel rank sends
+  IndexRange all_tokens;         // that all ranks send
+  std::vector<IndexRange> sent;  // of `tokens`, those in pages that the source has
 };
 
 /// Makes the link of one source and one destination; arguments and errors are those of

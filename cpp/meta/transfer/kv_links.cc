@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -12,23 +13,22 @@ namespace {
 
 constexpr char kFunction[] = "plan_kv_links";
 
-/// Heads and tokens of an entry of the destination that one source writes.
+/// What one source writes of an entry of the destination: these heads of these tokens.
 struct Patch {
-  std::size_t source;
+  std::size_t source = 0;
   IndexRange heads;
-  IndexRange tokens;
+  std::span<const IndexRange> tokens;  // ascending
 
-  bool contains(int64_t head, int64_t token) const {
-    return heads.contains(head) && tokens.contains(token);
+  bool operator==(const Patch& other) const {
+    return source == other.source && heads == other.heads && tokens.data() == other.tokens.data() &&
+           tokens.size() == other.tokens.size();
   }
 };
 
-/// The borders of `whole` and those of patches within it.
-template <class GetRange>
-std::vector<int64_t> cuts(IndexRange whole, const std::vector<Patch>& patches, GetRange range_of) {
+/// The borders of `whole` and those of ranges within it.
+std::vector<int64_t> cuts(IndexRange whole, std::span<const IndexRange> ranges) {
   std::vector<int64_t> values = {whole.begin, whole.end};
-  for (const Patch& patch : patches) {
-    const IndexRange range = range_of(patch);
+  for (const IndexRange& range : ranges) {
     for (const int64_t cut : {range.begin, range.end}) {
       if (whole.contains(cut)) values.push_back(cut);
     }
@@ -47,29 +47,53 @@ std::string names(const std::vector<std::size_t>& sources) {
   return text;
 }
 
-/// Checks that sources write every element of an entry exactly once. Between two neighbouring
-/// cuts nothing changes: one element stands for all.
-void check_covered_once(
-    std::size_t destination,
-    const KVEntry& entry,
-    const std::vector<Patch>& patches,
-    IndexRange all_heads,
-    IndexRange all_tokens
-) {
-  const auto heads = cuts(all_heads, patches, [](const Patch& patch) { return patch.heads; });
-  const auto tokens = cuts(all_tokens, patches, [](const Patch& patch) { return patch.tokens; });
-  for (std::size_t h = 0; h + 1 < heads.size(); ++h) {
-    for (std::size_t t = 0; t + 1 < tokens.size(); ++t) {
-      std::vector<std::size_t> sources;
-      for (const Patch& patch : patches) {
-        if (patch.contains(heads[h], tokens[t])) sources.push_back(patch.source);
+/// What sources have to write of an entry.
+struct Whole {
+  std::size_t destination = 0;
+  const KVEntry* entry = nullptr;
+  IndexRange heads;
+  IndexRange tokens;
+};
+
+/// Checks that of these heads, which all patches have, every token is in exactly one. Between two
+/// neighbouring cuts nothing changes: one token stands for all.
+void check_tokens_once(const Whole& whole, IndexRange heads, std::vector<Patch> patches) {
+  std::vector<IndexRange> ranges;
+  for (const Patch& patch : patches) {
+    ranges.insert(ranges.end(), patch.tokens.begin(), patch.tokens.end());
+  }
+  const std::vector<int64_t> tokens = cuts(whole.tokens, ranges);
+  std::vector<std::size_t> sources;
+  for (std::size_t t = 0; t + 1 < tokens.size(); ++t) {
+    sources.clear();
+    for (Patch& patch : patches) {
+      while (!patch.tokens.empty() && patch.tokens.front().end <= tokens[t]) {
+        patch.tokens = patch.tokens.subspan(1);
       }
-      check(
-          sources.size() == 1, kFunction, ": ", entry, " of destination ", destination, ", heads ",
-          IndexRange{heads[h], heads[h + 1]}, ", tokens ", IndexRange{tokens[t], tokens[t + 1]},
-          ", must be sent by one source, got ", names(sources)
-      );
+      if (!patch.tokens.empty() && patch.tokens.front().begin <= tokens[t]) {
+        sources.push_back(patch.source);
+      }
     }
+    check(
+        sources.size() == 1, kFunction, ": ", *whole.entry, " of destination ", whole.destination,
+        ", heads ", heads, ", tokens ", IndexRange{tokens[t], tokens[t + 1]},
+        ", must be sent by one source, got ", names(sources)
+    );
+  }
+}
+
+/// Checks that sources write every element of an entry exactly once.
+void check_covered_once(const Whole& whole, const std::vector<Patch>& patches) {
+  std::vector<IndexRange> ranges;
+  ranges.reserve(patches.size());
+  for (const Patch& patch : patches) ranges.push_back(patch.heads);
+  const std::vector<int64_t> heads = cuts(whole.heads, ranges);
+  for (std::size_t h = 0; h + 1 < heads.size(); ++h) {
+    std::vector<Patch> having;
+    for (const Patch& patch : patches) {
+      if (patch.heads.contains(heads[h])) having.push_back(patch);
+    }
+    check_tokens_once(whole, {heads[h], heads[h + 1]}, std::move(having));
   }
 }
 
@@ -81,17 +105,24 @@ struct PlannedLink {
 void check_destination(
     std::size_t index, const KVLayout& dst, const std::vector<PlannedLink>& links, bool with_draft
 ) {
-  IndexRange tokens = {0, 1};  // for the message, if nothing comes
-  for (const PlannedLink& link : links) tokens = link.spec.all_tokens;
+  Whole whole = {.destination = index, .tokens = {0, 1}};  // for the message, if nothing comes
+  for (const PlannedLink& link : links) whole.tokens = link.spec.all_tokens;
+  std::vector<Patch> checked;  // of an entry before: those of layers of one kind are the same
+  IndexRange checked_heads;
   for (const KVEntry& entry : dst.entries()) {
     if (entry.is_draft && !with_draft) continue;
     std::vector<Patch> patches;
     for (const auto& [source, spec] : links) {
       for (const KVPair& pair : spec.pairs) {
-        if (pair.dst == &entry) patches.push_back({source, pair.heads, spec.tokens});
+        if (pair.dst == &entry) patches.push_back({source, pair.heads, spec.sent});
       }
     }
-    check_covered_once(index, entry, patches, dst.heads(entry.kind), tokens);
+    whole.entry = &entry;
+    whole.heads = dst.heads(entry.kind);
+    if (!patches.empty() && patches == checked && whole.heads == checked_heads) continue;
+    check_covered_once(whole, patches);
+    checked = std::move(patches);
+    checked_heads = whole.heads;
   }
 }
 

@@ -129,7 +129,7 @@ std::vector<KVPair> pair_entries(const KVLayout& src, const KVLayout& dst) {
     if (!shared) continue;
     KVPair pair = {.src = &entry, .dst = dst.find(entry)};
     set_heads(pair, src, dst);
-    check_lengths(src, dst, pair);
+    if (!pair.is_elided()) check_lengths(src, dst, pair);
     if (pair.heads.size() > 0) pairs.push_back(pair);
   }
   return pairs;

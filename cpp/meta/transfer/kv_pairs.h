@@ -14,6 +14,9 @@ struct KVPair {
   const KVEntry* dst = nullptr;
   IndexRange heads;
   bool whole_rows = true;  // of a token: these are all heads that either side has
+
+  /// Whether a side left the buffer out: then it is a pair, and nothing moves.
+  bool is_elided() const { return src->is_elided() || dst->is_elided(); }
 };
 
 /// The pairs of a link, in the order of the source's entries. Layers that only one side answers

@@ -26,16 +26,24 @@ class Cursor {
       : list_(list),
         first_row_(list.owned_below(list.start)),
         num_pages_(list.smallest->num_pages()),
-        cycle_(list.dcp_size * list.dcp_interleave) {}
+        cycle_(list.dcp_size * list.dcp_interleave),
+        is_striped_(list.shard_size > 1) {}
+
+  /// Whether this side holds every token of the sequence.
+  bool holds_all() const { return !is_striped_ && list_.dcp_size == 1; }
 
   bool holds(int64_t token) const {
+    if (is_striped_) {
+      const int64_t index = row_of(token) / list_.page_size;
+      return page_at(index) % list_.shard_size == list_.shard_rank;
+    }
     return list_.dcp_size == 1 || token / list_.dcp_interleave % list_.dcp_size == list_.dcp_rank;
   }
 
   /// The first token after `token` that is not beside it here, or, if this side does not hold
   /// it, that this side does hold.
   int64_t next(int64_t token) const {
-    if (!holds(token)) {
+    if (list_.dcp_size > 1 && !holds(token)) {
       const int64_t own = token / cycle_ * cycle_ + list_.dcp_rank * list_.dcp_interleave;
       return own > token ? own : own + cycle_;
     }
@@ -47,21 +55,34 @@ class Cursor {
   int64_t slot(int64_t token) const {
     const int64_t row = row_of(token);
     const int64_t index = row / list_.page_size;
-    const int64_t page = list_.pages[index];
-    check(
-        page >= 0 && page < num_pages_, kFunction, ": ", list_.side, " pages must be in [0, ",
-        num_pages_, ") for ", *list_.smallest, ", got ", page, " at index ", index
-    );
+    int64_t page = page_at(index);
+    if (is_striped_) page /= list_.shard_size;  // only then: it would show in the time of a plan
+    if (page >= num_pages_) refuse(index);
     return page * list_.page_size + row % list_.page_size;
   }
 
  private:
+  int64_t page_at(int64_t index) const {
+    const int64_t page = list_.pages[index];
+    if (page < 0) refuse(index);
+    return page;
+  }
+
+  void refuse(int64_t index) const {
+    check(
+        false, kFunction, ": ", list_.side, " pages must be in [0, ",
+        is_striped_ ? concat(list_.shard_size, " * ") : "", num_pages_, ") for ", *list_.smallest,
+        ", got ", list_.pages[index], " at index ", index
+    );
+  }
+
   int64_t row_of(int64_t token) const { return list_.owned_below(token) - first_row_; }
 
   const KVPageList& list_;
   int64_t first_row_;
   int64_t num_pages_;
   int64_t cycle_;
+  bool is_striped_;
 };
 
 void append(Runs& runs, TransferRun run) {
@@ -136,6 +157,28 @@ void check_holds(const KVPageList& list, IndexRange tokens) {
   );
 }
 
+std::vector<IndexRange> tokens_of_shard(const KVPageList& list, IndexRange tokens) {
+  if (list.shard_size == 1 || tokens.size() == 0) return {tokens};
+  std::vector<IndexRange> ranges;
+  int64_t token = tokens.begin;
+  while (token < tokens.end) {
+    const int64_t index = (token - list.start) / list.page_size;
+    const int64_t next = std::min(tokens.end, list.start + (index + 1) * list.page_size);
+    const int64_t page = list.pages[index];
+    check(
+        page >= 0, kFunction, ": ", list.side, " pages must be >= 0, got ", page, " at index ",
+        index
+    );
+    if (page % list.shard_size == list.shard_rank) {
+      const bool joins = !ranges.empty() && ranges.back().end == token;
+      if (joins) ranges.back().end = next;
+      if (!joins) ranges.push_back({token, next});
+    }
+    token = next;
+  }
+  return ranges;
+}
+
 void check_pages_distinct(const KVPageList& dst, IndexRange tokens) {
   const IndexRange rows = dst.rows(tokens);
   if (rows.size() == 0) return;
@@ -159,6 +202,7 @@ std::vector<TransferRun> token_runs(
 ) {
   if (tokens.size() == 0) return {};
   const Cursor from(src), to(dst);
+  const bool all_go = from.holds_all() && to.holds_all();
   Runs runs;
   runs.reserve(std::min<std::size_t>(src.pages.size() + dst.pages.size(), tokens.size()));
   int64_t num_steps = 0;
@@ -167,9 +211,12 @@ std::vector<TransferRun> token_runs(
         num_steps < kMaxSteps, kFunction, ": pages and dcp_interleave must cut a sequence into at ",
         "most ", kMaxSteps, " pieces, got more of tokens ", tokens
     );
-    if (!to.holds(token)) {
-      token = to.next(token);
-      continue;
+    if (!all_go) {
+      const Cursor* without = !to.holds(token) ? &to : !from.holds(token) ? &from : nullptr;
+      if (without) {
+        token = without->next(token);
+        continue;
+      }
     }
     const int64_t next = std::min({from.next(token), to.next(token), tokens.end});
     append(runs, {from.slot(token), to.slot(token), next - token});

@@ -21,6 +21,8 @@ struct KVPageList {
   int64_t dcp_rank = 0;               // `start` begins a cycle of this group
   int64_t dcp_size = 1;
   int64_t dcp_interleave = 1;
+  int64_t shard_rank = 0;  // `pages` are those of this group
+  int64_t shard_size = 1;
 
   /// Tokens below `token` that this side holds: the position of `token` there if it does.
   int64_t owned_below(int64_t token) const;
@@ -34,14 +36,19 @@ struct KVPageList {
 /// that this side holds.
 void check_holds(const KVPageList& list, IndexRange tokens);
 
+/// Those of the tokens whose pages this side has, where its group stripes them: ranges in ascending
+/// order, none of which begins where another ends. Without a group they are all of them.
+std::vector<IndexRange> tokens_of_shard(const KVPageList& list, IndexRange tokens);
+
 /// Throws std::invalid_argument if a page that receives some of the tokens is in the list twice, up
 /// to the last of them: tokens of the sequence that are there already would be overwritten.
 void check_pages_distinct(const KVPageList& dst, IndexRange tokens);
 
-/// Returns those of the tokens that `dst` holds, as the least number of runs of slots
-/// (page * page_size + row), in ascending order of the destination. Both lists have room for
-/// them, and `src` holds all (dcp_size 1). Throws std::invalid_argument for page ids outside the
-/// buffers, and a slot of the destination that gets two tokens.
+/// Returns those of the tokens that both sides hold, as the least number of runs of slots
+/// (page * page_size + row, of this side's own pages), in ascending order of the destination. Both
+/// lists have room for them, and `src` holds all of its pages' (dcp_size 1). Throws
+/// std::invalid_argument for page ids outside the buffers, and a slot of the destination that gets
+/// two tokens.
 std::vector<TransferRun> token_runs(
     const KVPageList& src, const KVPageList& dst, IndexRange tokens
 );

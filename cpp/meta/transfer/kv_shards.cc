@@ -99,8 +99,8 @@ int64_t get_layer_owner(int64_t local_layer_idx, int64_t shard_size, int64_t tot
       total_layers, ") of total_layers, got ", local_layer_idx
   );
   const int64_t share = total_layers / shard_size;
-  const int64_t larger = total_layers % shard_size;  // shares of one layer more
-  const int64_t in_larger = larger * (share + 1);
+  const int64_t larger = total_layers % shard_size;   // shares of one layer more
+  const int64_t in_larger = larger * share + larger;  // share + 1 may not exist where larger is 0
   if (local_layer_idx < in_larger) return local_layer_idx / (share + 1);
   return larger + (local_layer_idx - in_larger) / share;
 }

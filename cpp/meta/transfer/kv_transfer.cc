@@ -66,6 +66,8 @@ KVPageList page_list(
       .dcp_rank = placement.dcp_rank,
       .dcp_size = placement.dcp_size,
       .dcp_interleave = placement.dcp_interleave,
+      .shard_rank = placement.shard_rank,
+      .shard_size = placement.shard_size,
   };
 }
 
@@ -189,13 +191,16 @@ KVLinkSpec specify_link(
     link.tokens = page_share(link.tokens, page, range.cp_rank, range.cp_size);
   }
   // Tokens that this rank sends and that fill pages from the first on meet in `token_runs`.
-  if (link.tokens != link.all_tokens || link.to.rows(link.tokens).begin > 0) {
+  const bool is_striped = link.from.shard_size > 1 || link.to.shard_size > 1;
+  if (is_striped || link.tokens != link.all_tokens || link.to.rows(link.tokens).begin > 0) {
     check_pages_distinct(link.to, link.all_tokens);
   }
+  link.sent = tokens_of_shard(link.from, link.tokens);
   return link;
 }
 
 TransferPlan plan_link(KVLinkSpec link, const KVLayout& src, const KVLayout& dst) {
+  std::erase_if(link.pairs, [](const KVPair& pair) { return pair.is_elided(); });
   if (link.pairs.empty()) return TransferPlan(0);
   set_smallest(link.from, link.to, link.pairs);
   const bool by_pages = goes_by_pages(link);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <unordered_map>
 
 namespace cpattn {
 namespace {
@@ -79,9 +80,7 @@ std::vector<IndexRange> destination_ranges(
 ) {
   const auto num_src = std::ssize(buffers.src_addrs);
   const auto num_dst = std::ssize(buffers.dst_addrs);
-  check(stage.pp_size >= 1, function, ": pp_size must be >= 1, got ", stage.pp_size);
   const KVStage kv = grouped(stage);
-  check(kv.kv_buf_groups >= 1, function, ": kv_buf_groups must be >= 1, got ", kv.kv_buf_groups);
   if (stage.pp_size == 1) return by_position(function, num_src, num_dst, kv, compat);
   if (!compat) {
     std::vector<IndexRange> ranges = match_kv_entries(function, num_src, num_dst, kv);
@@ -90,6 +89,22 @@ std::vector<IndexRange> destination_ranges(
   }
   if (stage.is_mla) return mla_kv_entries(num_src, num_dst, stage.kv, true);
   return mha_as_engines_do(function, num_src, num_dst, stage.kv);
+}
+
+/// K and V of a layer have one id. Of a layer that the source has less often, the destination would
+/// be told that all of it had come.
+void check_equally_often(const char* function, const SendBuffers& buffers) {
+  std::unordered_map<int64_t, int64_t> missing;
+  for (const int64_t layer : buffers.src_layer_ids) --missing[layer];
+  for (const int64_t layer : buffers.dst_layer_ids) {
+    if (const auto found = missing.find(layer); found != missing.end()) ++found->second;
+  }
+  for (const int64_t layer : buffers.src_layer_ids) {
+    check(
+        missing[layer] == 0, function, ": source must have layer ", layer,
+        " as often as the destination, got ", missing[layer], " fewer"
+    );
+  }
 }
 
 /// Checks that the end of the last item is an address.
@@ -142,9 +157,29 @@ void check_buffers(const char* function, const SendBuffers& buffers) {
   );
 }
 
+std::vector<int64_t> entries_by_ids(const SendBuffers& buffers, int64_t pp_size) {
+  std::vector<int64_t> entries(buffers.src_addrs.size());
+  const auto pairs = build_transfer_entry_pairs(
+      buffers.src_layer_ids, buffers.dst_layer_ids, std::ssize(buffers.src_addrs),
+      std::ssize(buffers.dst_addrs), pp_size == 1
+  );
+  for (const auto& [src, dst] : pairs) entries[src] = dst;
+  return entries;
+}
+
 std::vector<int64_t> destination_entries(
     const char* function, const SendBuffers& buffers, const SendStage& stage, bool compat
 ) {
+  check(stage.pp_size >= 1, function, ": pp_size must be >= 1, got ", stage.pp_size);
+  const int64_t groups = grouped(stage).kv_buf_groups;
+  check(groups >= 1, function, ": kv_buf_groups must be >= 1, got ", groups);
+  const bool both_say = !buffers.src_layer_ids.empty() && !buffers.dst_layer_ids.empty();
+  // With one stage a strict plan asks of lists that pair by position what it asks without any ids.
+  if (has_layer_ids(buffers) && (both_say || compat || stage.pp_size > 1)) {
+    std::vector<int64_t> entries = entries_by_ids(buffers, stage.pp_size);
+    if (!compat) check_equally_often(function, buffers);
+    return entries;
+  }
   std::vector<int64_t> entries;
   entries.reserve(buffers.src_addrs.size());
   for (const IndexRange& range : destination_ranges(function, buffers, stage, compat)) {

@@ -27,6 +27,15 @@ void check_list_sizes(const char* function, const SendBuffers& buffers);
 /// The same, and that no item length is zero.
 void check_buffers(const char* function, const SendBuffers& buffers);
 
+/// Whether a side says which layers its entries hold.
+inline bool has_layer_ids(const SendBuffers& buffers) {
+  return !buffers.src_layer_ids.empty() || !buffers.dst_layer_ids.empty();
+}
+
+/// Returns for every source entry that of the destination by the layer ids that both sides or one
+/// have, as build_transfer_entry_pairs with its fallback for one stage.
+std::vector<int64_t> entries_by_ids(const SendBuffers& buffers, int64_t pp_size);
+
 /// Returns for every source entry that of the destination.
 std::vector<int64_t> destination_entries(
     const char* function, const SendBuffers& buffers, const SendStage& stage, bool compat

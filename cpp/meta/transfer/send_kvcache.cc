@@ -28,6 +28,16 @@ void check_dst_item_lens(
   }
 }
 
+/// Of lists with layer ids, engines send nothing for entries without a length. Strict plans have
+/// none.
+void leave_out_elided(const SendBuffers& buffers, std::vector<int64_t>& dst_entries) {
+  if (!has_layer_ids(buffers)) return;
+  const std::size_t known = std::min(dst_entries.size(), buffers.src_item_lens.size());
+  for (std::size_t i = 0; i < known; ++i) {
+    if (buffers.src_item_lens[i] == 0) dst_entries[i] = kElided;
+  }
+}
+
 TransferPlan plan_whole_items(
     const char* function,
     const SendBuffers& buffers,
@@ -59,8 +69,10 @@ TransferPlan plan_send_kvcache(
 ) {
   constexpr char kFunction[] = "plan_send_kvcache";
   if (!compat) check_buffers(kFunction, buffers);
-  const std::vector<int64_t> dst_entries = destination_entries(kFunction, buffers, stage, compat);
-  if (!compat) {
+  std::vector<int64_t> dst_entries = destination_entries(kFunction, buffers, stage, compat);
+  if (compat) {
+    leave_out_elided(buffers, dst_entries);
+  } else {
     check_dst_item_lens(kFunction, buffers, dst_entries);
     check_items(kFunction, buffers, pages, dst_entries, buffers.src_item_lens);
   }

@@ -52,17 +52,7 @@ void check_cut(int64_t num_src, int64_t num_dst, const StateEntries& entries) {
   );
 }
 
-/// The destination's entry of each source entry, by what ids both sides or one have.
-std::vector<int64_t> by_ids(int64_t num_src, int64_t num_dst, const StateEntries& entries) {
-  std::vector<int64_t> found(num_src);
-  const auto pairs = build_transfer_entry_pairs(
-      entries.src_layer_ids, entries.dst_layer_ids, num_src, num_dst, entries.pp_size == 1
-  );
-  for (const auto& [src, dst] : pairs) found[src] = dst;
-  return found;
-}
-
-/// The same of lists without ids.
+/// The destination's entry of each source entry, of lists without ids.
 std::vector<int64_t> by_position(
     int64_t num_src, int64_t num_dst, const StateEntries& entries, bool compat
 ) {
@@ -97,11 +87,11 @@ std::vector<int64_t> state_entries(
 ) {
   const int64_t num_src = std::ssize(buffers.src_addrs);
   const int64_t num_dst = std::ssize(buffers.dst_addrs);
-  const bool has_ids = !entries.src_layer_ids.empty() || !entries.dst_layer_ids.empty();
+  const bool has_ids = has_layer_ids(buffers);
   require(entries.pp_size >= 1, "pp_size must be >= 1, got ", entries.pp_size);
   if (!compat) check_lists(buffers, entries);
-  std::vector<int64_t> found =
-      has_ids ? by_ids(num_src, num_dst, entries) : by_position(num_src, num_dst, entries, compat);
+  std::vector<int64_t> found = has_ids ? entries_by_ids(buffers, entries.pp_size)
+                                       : by_position(num_src, num_dst, entries, compat);
   const std::span<const uint64_t> dst_lens = buffers.dst_item_lens;
   const bool is_cut = !has_ids && entries.is_flat;
   const IndexRange lens = is_cut ? cut(num_src, std::ssize(dst_lens), start_layer(entries))

@@ -24,7 +24,9 @@ class KVEntry(NamedTuple):
     addr, nbytes : int
         Where it is, and how many bytes it has.
     item_len : int
-        Bytes of a page.
+        Bytes of a page. 0, and no `nbytes`, if this side left the buffer out, as it may "index_k"
+        and "state": for layers that use the top-k of an earlier one. Nothing is sent for a pair of
+        which either side is left out.
     token_rows : bool
         Whether a page is a row for each of its tokens, in order. If not (pages of FP8 index
         keys with their scales behind), pages are sent whole or the plan is refused.

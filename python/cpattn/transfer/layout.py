@@ -35,12 +35,17 @@ class KVLayout(_core.KVLayout):
     dcp_rank, dcp_size, dcp_interleave : int
         Of a destination with decode context parallelism: token t of a sequence is kept by rank
         ``t // dcp_interleave % dcp_size``, and no other, behind the others it keeps.
+    shard_rank, shard_size : int
+        Of a side whose ranks stripe their pools by pages (`cpattn.kv.PageInterleave`): page l of
+        the group is page ``l // shard_size`` of rank ``l % shard_size``. Lists of pages are those
+        of the group, the same for all its ranks. Not with DCP.
 
     Raises
     ------
     ValueError
         For what contradicts itself: the same buffer twice, a number of bytes that is no whole
-        number of pages, a layer outside `layers`, heads that ranks cannot share equally.
+        number of pages, a layer outside `layers`, heads that ranks cannot share equally, striped
+        pages with DCP.
 
     Examples
     --------
@@ -63,11 +68,13 @@ class KVLayout(_core.KVLayout):
         dcp_rank: int = 0,
         dcp_size: int = 1,
         dcp_interleave: int = 1,
+        shard_rank: int = 0,
+        shard_size: int = 1,
     ) -> None:
         values = [fields_of(entry) for entry in items(entries, "KVLayout", "entries")]
         super().__init__(
             values, page_size, tp_rank, tp_size,
-            total_kv_heads, layers, dcp_rank, dcp_size, dcp_interleave,
+            total_kv_heads, layers, dcp_rank, dcp_size, dcp_interleave, shard_rank, shard_size,
         )  # fmt: skip
         self._pools: tuple[object, ...] = ()  # whose memory must outlive the layout
 
@@ -84,6 +91,8 @@ class KVLayout(_core.KVLayout):
         dcp_rank: int = 0,
         dcp_size: int = 1,
         dcp_interleave: int = 1,
+        shard_rank: int = 0,
+        shard_size: int = 1,
     ) -> KVLayout:
         """Describe a pool, kinds in turn, then the pool of a draft model.
 
@@ -101,7 +110,7 @@ class KVLayout(_core.KVLayout):
         layers
             As of `KVLayout`. A pipeline stage must state them, usually
             ``(pool.start_layer, pool.end_layer)``: by default the pool is the whole model.
-        dcp_rank, dcp_size, dcp_interleave
+        dcp_rank, dcp_size, dcp_interleave, shard_rank, shard_size
             As of `KVLayout`.
 
         Returns
@@ -153,6 +162,8 @@ class KVLayout(_core.KVLayout):
             dcp_rank=dcp_rank,
             dcp_size=dcp_size,
             dcp_interleave=dcp_interleave,
+            shard_rank=shard_rank,
+            shard_size=shard_size,
         )
         layout._pools = pool, draft_pool
         if (heads := max(1, (total_kv_heads or 0) // tp_size)) != pool.num_kv_heads:
@@ -173,6 +184,8 @@ class KVLayout(_core.KVLayout):
         draft_layers: int | None = None,
         layers: tuple[int, int] | None = None,
         dcp_interleave: int = 1,
+        shard_rank: int = 0,
+        shard_size: int = 1,
     ) -> KVLayout:
         """Describe the buffers that an engine has in its ``KVArgs``.
 
@@ -199,7 +212,7 @@ class KVLayout(_core.KVLayout):
             Where `kv_args` do not tell and there are any.
         layers : pair of int, optional
             As of `KVLayout`; by default those of the stage.
-        dcp_interleave : int
+        dcp_interleave, shard_rank, shard_size : int
             As of `KVLayout`.
 
         Returns
@@ -241,6 +254,8 @@ class KVLayout(_core.KVLayout):
             dcp_rank=number(kv_args, "dcp_rank") or 0,
             dcp_size=number(kv_args, "dcp_size") or 1,
             dcp_interleave=dcp_interleave,
+            shard_rank=shard_rank,
+            shard_size=shard_size,
         )
 
     @property
@@ -296,6 +311,8 @@ DEFAULTS: dict[str, Any] = {
     "dcp_rank": 0,
     "dcp_size": 1,
     "dcp_interleave": 1,
+    "shard_rank": 0,
+    "shard_size": 1,
 }
 
 

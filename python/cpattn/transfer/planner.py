@@ -9,12 +9,14 @@ from typing import NamedTuple
 from .. import _core
 from .._arguments import items
 from .._types import Indices
+from ..profiling.calls import announced
 from .layout import KVLayout
 from .plan import TransferPlan, cells, rows_of, table
 
 __all__ = ["KVLink", "KVLinks", "plan_kv_links", "plan_kv_transfer"]
 
 
+@announced("plan_kv_transfer")
 def plan_kv_transfer(
     src: KVLayout,
     dst: KVLayout,
@@ -35,14 +37,15 @@ def plan_kv_transfer(
     (`KVLayout.layers`) must have the same kinds on both; others belong to other links. Draft
     layers are sent if both sides have any, and must then be the same on both. Of K and V, and of
     their scales, the heads that both have are sent; of ranks with the same heads, number
-    ``dst.tp_rank % replicas`` sends.
+    ``dst.tp_rank % replicas`` sends. Nothing is sent for entries that either side left out.
 
     Parameters
     ----------
     src, dst : KVLayout
         The buffers of this process, and those of the peer.
     src_pages, dst_pages : ints [pages]
-        The pages of the sequence, in its order. Page sizes may differ.
+        The pages of the sequence, in its order; where ranks stripe pages, those of the group, of
+        which the plan has what both sides hold. Page sizes may differ.
     num_tokens : int, optional
         How many are sent; default: to the end of both lists, which then must be the same.
     first_token : int, optional
@@ -163,6 +166,7 @@ class KVLinks(tuple[KVLink, ...]):
 KVLink.__module__ = KVLinks.__module__ = "cpattn.transfer"
 
 
+@announced("plan_kv_links")
 def plan_kv_links(
     sources: Sequence[KVLayout],
     destinations: Sequence[KVLayout],
@@ -185,7 +189,8 @@ def plan_kv_links(
     Parameters
     ----------
     sources, destinations : sequences of KVLayout
-        Of every process: pipeline stages, TP ranks, CP ranks; and at the destination DCP ranks.
+        Of every process: pipeline stages, TP ranks, CP ranks, ranks that stripe pages or divide
+        layers; and at the destination DCP ranks.
     src_pages, dst_pages : sequences of ints, one for each process
         As of `plan_kv_transfer`.
     num_tokens, first_token, src_start, dst_start, cp_size, cp_share

@@ -62,7 +62,7 @@ GROUPED = ("source", "destination", "number of layers")
 
 LAYOUT = (
     "buffer", "page", "layer", "heads", "rank", "entries", "kind", "is_draft", "addr", "nbytes",
-    "item_len", "token_rows", "dtype", "dcp", "tp_", "argument",
+    "item_len", "token_rows", "dtype", "dcp", "tp_", "shard_", "argument",
 )  # fmt: skip
 POOL_SIZES: Arguments = {
     "size": ("int", 16),
@@ -181,7 +181,8 @@ TRANSFERS: dict[str, Callable[[], Good]] = {
         entries=("value", [transfer.KVEntry(0, "k", False, 1 << 48, 4608, 512)]),
         page_size=("int", 8), tp_rank=("int", 0), tp_size=("int", 1),
         total_kv_heads=("?int", 1), layers=("?value", (0, 1)), dcp_rank=("int", 0),
-        dcp_size=("int", 1), dcp_interleave=("int", 1), names=LAYOUT,
+        dcp_size=("int", 1), dcp_interleave=("int", 1), shard_rank=("int", 0),
+        shard_size=("int", 1), names=LAYOUT,
     ),
     "KVLayout.from_pool": lambda: Good(
         transfer.KVLayout.from_pool,
@@ -195,6 +196,8 @@ TRANSFERS: dict[str, Callable[[], Good]] = {
             "dcp_rank": ("int", 0),
             "dcp_size": ("int", 1),
             "dcp_interleave": ("int", 1),
+            "shard_rank": ("int", 0),
+            "shard_size": ("int", 1),
         },
         prefixes=("KVLayout: ",),
         names=("buffer", "page", "layer", "heads", "rank"),
@@ -209,6 +212,8 @@ TRANSFERS: dict[str, Callable[[], Good]] = {
             "draft_layers": ("?int", 0),
             "layers": ("?value", (0, 2)),
             "dcp_interleave": ("int", 1),
+            "shard_rank": ("int", 0),
+            "shard_size": ("int", 1),
         },
         prefixes=("KVLayout: ",),
         names=(*BAG, *LAYOUT),

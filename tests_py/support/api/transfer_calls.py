@@ -12,7 +12,7 @@ import numpy as np
 
 import cpattn
 from cpattn import distributed, transfer
-from cpattn.distributed.plan import make_plan
+from cpattn.distributed.plans.plan import make_plan
 from cpattn.kv import PageInterleave
 from cpattn.transfer import wire
 from support.api import argument_kinds
@@ -355,7 +355,7 @@ def planned_decode() -> Good:
 
 def sharded() -> Good:
     cp = object.__new__(distributed.ContextParallel)
-    cp.cp_rank, cp.cp_size = 0, 2
+    cp._exchange = SimpleNamespace(rank=0, size=2)
     plan = make_plan(
         METADATA, [4, 4], block_tables=[[1, 2], [3, -1]], out_cache_loc=None, page_size=4,
         pad_to_physical=False,

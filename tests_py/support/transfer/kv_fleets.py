@@ -52,6 +52,7 @@ class Side:
     cp_size: int = 1
     dcp_size: int = 1
     dcp_interleave: int = 1
+    shard_size: int = 1  # ranks that stripe pages
 
 
 @dataclass
@@ -66,15 +67,24 @@ class Server:
     tp_rank: int
     cp_rank: int = 0
     dcp_rank: int = 0
+    shard_rank: int = 0
+    shard_seed: int = 0  # of the pages that a group stripes
     base: int = 1 << 48
     entries: list[KVEntry] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        size, page_size = self.side.shard_size, self.side.page_size
         tokens = [t for t in range(self.side.start, self.model.num_tokens) if self.owns(t)]
-        self.tokens = np.array(tokens, np.int64)
-        num_pages = -(-len(tokens) // self.side.page_size)
+        self.listed = np.array(tokens, np.int64)
+        num_pages = -(-len(tokens) // page_size)
         self.num_pages = num_pages + 3
-        self.pages = self.rng.permutation(self.num_pages)[:num_pages]
+        rng = self.rng if size == 1 else np.random.default_rng(self.shard_seed)
+        self.pages = rng.permutation(self.num_pages * size)[:num_pages]
+        rows = np.arange(len(tokens))
+        pages = self.pages[rows // page_size]
+        held = pages % size == self.shard_rank
+        self.tokens = self.listed[held]
+        self.slots = (pages // size * page_size + rows % page_size)[held]  # of `tokens`
         self.memory = self.rng.integers(0, 256, 0, np.uint8)
         offset = 0
         for draft, layer, kind in self.rng.permutation(np.array(self.buffers(), object)):
@@ -114,6 +124,7 @@ class Server:
             self.entries, side.page_size, tp_rank=self.tp_rank, tp_size=side.tp_size,
             total_kv_heads=self.model.num_heads, layers=self.layers, dcp_rank=self.dcp_rank,
             dcp_size=side.dcp_size, dcp_interleave=side.dcp_interleave,
+            shard_rank=self.shard_rank, shard_size=side.shard_size,
         )  # fmt: skip
 
     def rows(self, memory: np.ndarray, entry: KVEntry) -> np.ndarray:
@@ -121,17 +132,10 @@ class Server:
         begin = entry.addr - self.base
         return memory[begin : begin + entry.nbytes].reshape(-1, self.row_bytes(entry.kind))
 
-    def slots(self) -> np.ndarray:
-        """Of `tokens`."""
-        local = np.arange(len(self.tokens))
-        return self.pages[local // self.side.page_size] * self.side.page_size + (
-            local % self.side.page_size
-        )
-
     def fill(self, memory: np.ndarray, first: int, end: int, *, keys: set[Key]) -> None:
         """Writes what tokens [first, end) have in these buffers."""
         chosen = (self.tokens >= first) & (self.tokens < end)
-        tokens, slots = self.tokens[chosen], self.slots()[chosen]
+        tokens, slots = self.tokens[chosen], self.slots[chosen]
         for entry in self.entries:
             key = (entry.is_draft, entry.layer_id, entry.kind)
             if key in keys:
@@ -142,13 +146,13 @@ class Server:
 
     def forget_tail(self, memory: np.ndarray, end: int) -> None:
         """Zeroes rows behind token `end - 1` in its page."""
-        count = int((self.tokens < end).sum())
-        if count % self.side.page_size == 0:
+        page_size = self.side.page_size
+        index, row = divmod(int((self.listed < end).sum()), page_size)
+        if row == 0 or self.pages[index] % self.side.shard_size != self.shard_rank:
             return
-        page = self.pages[count // self.side.page_size]
-        begin = page * self.side.page_size + count % self.side.page_size
+        first = self.pages[index] // self.side.shard_size * page_size
         for entry in self.entries:
-            self.rows(memory, entry)[begin : (page + 1) * self.side.page_size] = 0
+            self.rows(memory, entry)[first + row : first + page_size] = 0
 
 
 def servers(model: Model, side: Side, seed: int, base: int) -> list[Server]:
@@ -159,10 +163,12 @@ def servers(model: Model, side: Side, seed: int, base: int) -> list[Server]:
     return [
         Server(
             model, side, rng, None if len(stages) == 1 else stage,
-            side.draft if stage == stages[-1] else 0, tp_rank, cp_rank, dcp_rank, base,
+            side.draft if stage == stages[-1] else 0, tp_rank, cp_rank, dcp_rank, shard_rank,
+            hash((seed, stage, tp_rank, cp_rank)) % 2**32, base,
         )
-        for stage, tp_rank, cp_rank, dcp_rank in product(
-            stages, range(side.tp_size), range(side.cp_size), range(side.dcp_size)
+        for stage, tp_rank, cp_rank, dcp_rank, shard_rank in product(
+            stages, range(side.tp_size), range(side.cp_size), range(side.dcp_size),
+            range(side.shard_size),
         )
     ]  # fmt: skip
 

@@ -13,10 +13,7 @@ import pytest
 def sglang() -> SimpleNamespace:
     from support.sglang import sglang_upstream  # needs torch, as not all tests of this folder do
 
-    modules = sglang_upstream.load()
-    if modules is None:
-        pytest.skip("sglang is not installed and CPATTN_SGLANG names no wheel of it")
-    return modules
+    return sglang_upstream.load_or_skip()
 
 
 @pytest.fixture

@@ -76,6 +76,36 @@ def test_plan_send_kvcache(sglang, rng, is_mla):
         assert blocks(planned) == manager.engine.blocks
 
 
+@pytest.mark.parametrize("kind", ["mooncake", "ascend"])
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_plan_send_kvcache_by_layer(sglang, rng, kind, is_mla):
+    for _ in range(500):
+        kv_args, _ = random_kv_args(sglang, rng, is_mla=is_mla)
+        n = len(kv_args.kv_data_ptrs)
+        layers = rng.permutation(60)[: max(n, 1)]
+        kv_args.kv_layer_ids = np.sort(layers[rng.integers(0, len(layers), n)]).tolist()
+        beyond = layers[: int(rng.integers(0, 3))].tolist()
+        dst_ids = rng.permutation(kv_args.kv_layer_ids + beyond).tolist()
+        dst_ptrs = (2**50 + 2**32 * rng.permutation(len(dst_ids))).tolist()
+        pp_size, num_pages = 2 if kind == "ascend" else rng.integers(1, 3), rng.integers(1, 30)
+        src, dst = unique_pages(rng, num_pages, 4096), unique_pages(rng, num_pages, 60)
+        manager = make_manager(
+            sglang,
+            kind,
+            kv_args=kv_args,
+            pp_size=pp_size,
+            is_mla_backend=is_mla,
+            is_hybrid_mla_backend=kind == "ascend",
+        )
+        sent = manager.send_kvcache("s", src, dst_ptrs, dst, ImmediateExecutor(), dst_ids)
+        planned = cpattn.transfer.plan_send_kvcache(
+            kv_args, dst_ptrs, src, dst, pp_size=pp_size, is_mla=is_mla, dst_layer_ids=dst_ids,
+            compat=True,
+        )  # fmt: skip
+        assert sent == 0
+        assert blocks(planned) == manager.engine.blocks
+
+
 def joined(blocks: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """With neighbours that continue each other on both sides made one."""
     result: list[tuple[int, int, int]] = []

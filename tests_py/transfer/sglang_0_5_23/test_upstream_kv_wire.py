@@ -20,9 +20,7 @@ from support.sglang.sglang_upstream import make_manager
 
 @pytest.fixture(scope="module")
 def sglang() -> SimpleNamespace:
-    modules = sglang_upstream.load()
-    if modules is None:
-        pytest.skip("sglang is not installed and CPATTN_SGLANG names no wheel of it")
+    modules = sglang_upstream.load_or_skip()
     if not hasattr(modules.mooncake.MooncakeKVManager, "build_receiver_metadata_message"):
         pytest.skip("sglang is older than 0.5.23: its messages have fewer frames")
     return modules

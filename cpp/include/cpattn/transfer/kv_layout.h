@@ -24,14 +24,17 @@ struct KVEntry {
   bool is_draft = false;
   uint64_t addr = 0;
   uint64_t num_bytes = 0;  // a multiple of item_len
-  uint64_t item_len = 0;   // bytes of a page
+  uint64_t item_len = 0;   // bytes of a page; 0: this side left the buffer out
   // Whether a page is a row for each of its tokens. If not, pages are sent whole or not at all.
   bool token_rows = true;
   // What the bytes are, such as "int8"; empty if nobody says. Both sides of a pair that say it
   // must say the same.
   std::string dtype;
 
-  int64_t num_pages() const { return static_cast<int64_t>(num_bytes / item_len); }
+  /// Layers that use the top-k of an earlier one need no index keys. For a pair of which either
+  /// side is left out nothing moves.
+  bool is_elided() const { return item_len == 0; }
+  int64_t num_pages() const { return is_elided() ? 0 : static_cast<int64_t>(num_bytes / item_len); }
   bool operator==(const KVEntry&) const = default;
 };
 /// Writes an entry as "k of layer 3" or "index_k of draft layer 0".
@@ -52,6 +55,10 @@ struct KVPlacement {
   int64_t dcp_rank = 0;
   int64_t dcp_size = 1;
   int64_t dcp_interleave = 1;
+  // Page l of a pool that shard_size ranks stripe is page l / shard_size of rank l % shard_size.
+  // Lists of pages are those of the group, the same for each of its ranks.
+  int64_t shard_rank = 0;
+  int64_t shard_size = 1;
 
   bool operator==(const KVPlacement&) const = default;
 };
@@ -60,8 +67,9 @@ struct KVPlacement {
 class KVLayout {
  public:
   /// Throws std::invalid_argument for ranks and sizes that contradict each other, two entries of
-  /// the same layer, kind and draft flag, entries outside `layers`, and entries whose bytes are no
-  /// whole number of pages or wrap past 2^64.
+  /// the same layer, kind and draft flag, entries outside `layers`, entries whose bytes are no
+  /// whole number of pages or wrap past 2^64, and entries that are left out, but for index keys and
+  /// states without bytes.
   KVLayout(std::vector<KVEntry> entries, const KVPlacement& placement);
 
   std::span<const KVEntry> entries() const { return entries_; }

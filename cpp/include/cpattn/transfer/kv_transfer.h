@@ -34,6 +34,7 @@ struct KVTransferRange {
 /// - Target layers that both sides answer for must have the same kinds on both. Other layers
 ///   belong to other links and are left out. Draft layers are sent if both sides have any, and are
 ///   the same on both then.
+/// - Entries that either side left out are paired, and nothing is sent for them.
 /// - Of K and V, heads that both hold are sent, by one of the ranks that hold them: the replica
 ///   whose number is dst's tp_rank modulo that of replicas.
 /// - Where both sides have pages of one size, of the same heads, and the tokens begin and are

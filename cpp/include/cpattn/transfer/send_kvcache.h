@@ -25,7 +25,12 @@ struct SendBuffers {
   std::span<const uint64_t> src_item_lens;  // bytes of an item
   std::span<const uint64_t> dst_addrs;
   std::span<const uint64_t> dst_item_lens;  // bytes of an item; empty if unknown
+  std::span<const int64_t> src_layer_ids;  // the layer of an entry; empty where a side does not say
+  std::span<const int64_t> dst_layer_ids;
 };
+
+/// The destination's entry of a source entry of which nothing moves.
+constexpr int64_t kElided = -1;
 
 /// The i-th source item becomes the i-th destination item.
 struct SendItems {
@@ -43,7 +48,10 @@ struct SendStage {
 };
 
 /// Plans one block for each entry and run of pages, entry-major in the order of the source's list.
-/// If either list of pages is empty there is nothing to send.
+/// If either list of pages is empty there is nothing to send. Entries pair by layer ids where both
+/// sides give them, whatever the stage; where one side does, by position with one stage, else
+/// std::runtime_error is thrown as by build_transfer_entry_pairs. Strict plans also ask that the
+/// destination has a layer of the source as often as the source.
 TransferPlan plan_send_kvcache(
     const SendBuffers& buffers, const SendItems& pages, const SendStage& stage, bool compat
 );

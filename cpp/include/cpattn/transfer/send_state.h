@@ -13,8 +13,6 @@ namespace cpattn {
 /// How the entries of a component of state find each other. Item lengths of 0 are those of entries
 /// that a side elided: layers that reuse the top-k of another keep no index keys.
 struct StateEntries {
-  std::span<const int64_t> src_layer_ids;  // empty where a side does not say
-  std::span<const int64_t> dst_layer_ids;
   std::optional<int64_t> prefill_start_layer;
   std::optional<int64_t> prefill_end_layer;  // one past the target layers, to tell drafts
   int64_t pp_size = 1;
@@ -23,13 +21,11 @@ struct StateEntries {
   bool allow_dst_elision = false;  // else only the source may leave out entries
 };
 
-constexpr int64_t kElided = -1;
-
-/// Returns for every source entry that of the destination, or kElided if nothing moves. By ids as
-/// build_transfer_entry_pairs, which may throw std::runtime_error; without ids by position if both
-/// sides have as many, else, of flat components, those from prefill_start_layer on. Strict: throws
-/// std::invalid_argument where counts, lengths or drafts do not fit. With `compat` only where
-/// lengths do not, and std::out_of_range where engines run off the end of a list.
+/// Returns for every source entry that of the destination, or kElided if nothing moves. By layer
+/// ids as build_transfer_entry_pairs, which may throw std::runtime_error; without ids by position
+/// if both sides have as many, else, of flat components, those from prefill_start_layer on. Strict:
+/// throws std::invalid_argument where counts, lengths or drafts do not fit. With `compat` only
+/// where lengths do not, and std::out_of_range where engines run off the end of a list.
 std::vector<int64_t> state_entries(
     const SendBuffers& buffers, const StateEntries& entries, bool compat
 );

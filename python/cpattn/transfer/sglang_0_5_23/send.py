@@ -37,20 +37,24 @@ def plan_send_kvcache(
     is_mla: bool,
     is_last_rank: bool = False,
     dst_item_lens: Lengths = None,
+    dst_layer_ids: Indices | None = None,
     compat: bool = False,
 ) -> TransferPlan:
     """Plan the blocks of whole pages that a prefill stage sends to a decode server.
 
-    With one stage, entries pair by position and a draft tail of the destination is left alone;
-    with more as `get_mla_kv_ptrs_with_pp` and `get_mha_kv_ptrs_with_pp` say. Ranks that divide the
-    layers (`get_layer_shard_range`) are stages, too: as many as they are.
+    With ``dst_layer_ids`` entries pair by the layers they hold, as `build_transfer_entry_pairs`
+    says: K and V of a layer in the order of the lists, other layers and drafts wherever they lie.
+    Without, and with one stage, entries pair by position, and a draft tail of the destination is
+    left alone; with more stages as `get_mla_kv_ptrs_with_pp` and `get_mha_kv_ptrs_with_pp` say.
+    Ranks that divide the layers (`get_layer_shard_range`) are stages, too: as many as they are.
 
     Parameters
     ----------
     kv_args : KVArgs, or any object with these attributes
-        ``kv_data_ptrs`` and ``kv_item_lens``; with several stages ``prefill_start_layer``; and
-        where they are set ``kv_data_lens``, ``prefill_end_layer``, ``kv_buf_groups``,
-        ``total_kv_layers``, ``hidden_kv_layers`` and ``draft_kv_layers``.
+        ``kv_data_ptrs`` and ``kv_item_lens``; with several stages ``prefill_start_layer``, unless
+        entries pair by layer, then ``kv_layer_ids``; and where they are set ``kv_data_lens``,
+        ``prefill_end_layer``, ``kv_buf_groups``, ``total_kv_layers``, ``hidden_kv_layers`` and
+        ``draft_kv_layers``.
     dst_ptrs : list of int
         The destination's ``kv_data_ptrs``.
     src_pages, dst_pages : ints [num_pages]
@@ -63,6 +67,9 @@ def plan_send_kvcache(
         Whether this is the last stage, the one that has the drafts.
     dst_item_lens : list of int, optional
         The destination's ``kv_item_lens``, to be compared with the source's.
+    dst_layer_ids : ints, optional
+        The destination's ``kv_layer_ids``: the layer of each of its entries. sglang's senders for
+        GPUs use them; those for NPUs do for latents of hybrid models with several stages alone.
     compat : bool, optional
         As sglang 0.5.23 does it, unchecked.
 
@@ -78,6 +85,8 @@ def plan_send_kvcache(
     ValueError
         For entries that do not match, other item lengths, pages that are negative or outside their
         buffer, and unequally many pages.
+    RuntimeError
+        For layer ids that cannot be paired, and where one side alone has them with several stages.
     IndexError
         With compat, where sglang runs off the end of a list.
 
@@ -94,11 +103,12 @@ def plan_send_kvcache(
     (2140, 6120, 20)
     """
     function = "plan_send_kvcache"
+    lists = kv_buffers(function, kv_args, dst_ptrs, dst_item_lens, dst_layer_ids)
     return _core.plan_send_kvcache(
-        kv_buffers(function, kv_args, dst_ptrs, dst_item_lens),
+        lists,
         src_pages,
         dst_pages,
-        stage_fields(function, kv_args, is_last_rank, pp_size, is_mla),
+        stage_fields(function, kv_args, is_last_rank, pp_size, is_mla, has_layer_ids(lists)),
         compat,
     )
 
@@ -193,6 +203,7 @@ def plan_send_kvcache_slice(
     attn_tp_size: int,
     pp_size: int = 1,
     is_last_rank: bool = False,
+    dst_layer_ids: Indices | None = None,
     compat: bool = False,
 ) -> TransferPlan:
     """Plan the blocks of K and V that go to a rank with other heads; MLA never needs it.
@@ -202,7 +213,7 @@ def plan_send_kvcache_slice(
     kv_args : KVArgs, or any object with these attributes
         ``engine_rank``, ``page_size``, ``kv_head_num`` or ``total_kv_head_num``, and those of
         `plan_send_kvcache`. All ``kv_item_lens`` are equal.
-    dst_ptrs, src_pages, dst_pages, pp_size, is_last_rank
+    dst_ptrs, src_pages, dst_pages, pp_size, is_last_rank, dst_layer_ids
         As of `plan_send_kvcache`.
     dst_tp_rank, dst_attn_tp_size : int
         The destination's rank and the size of its attention group.
@@ -211,8 +222,8 @@ def plan_send_kvcache_slice(
     attn_tp_size : int
         Size of the source's attention group.
     compat : bool, optional
-        As engines with layers do it: with one stage as well `get_mha_kv_ptrs_with_pp` decides,
-        so that ``prefill_start_layer`` is needed.
+        As engines with layers do it: with one stage as well `get_mha_kv_ptrs_with_pp` decides
+        where no side has layer ids, so that ``prefill_start_layer`` is needed.
 
     Returns
     -------
@@ -222,7 +233,7 @@ def plan_send_kvcache_slice(
 
     Raises
     ------
-    TypeError, ValueError, IndexError
+    TypeError, ValueError, RuntimeError, IndexError
         As `plan_send_kvcache`, and for the heads as `slice_heads`.
 
     Examples
@@ -256,40 +267,68 @@ def plan_send_kvcache_slice(
         decode_rank=dst_tp_rank % dst_attn_tp_size,
         compat=compat,
     )
+    lists = kv_buffers(function, kv_args, dst_ptrs, [dst_kv_item_len], dst_layer_ids)
+    has_ids = has_layer_ids(lists)
     pp_size = integer(pp_size, function, "pp_size")
-    stages = max(pp_size, 2) if compat else pp_size
+    stages = max(pp_size, 2) if compat and not has_ids else pp_size
     return _core.plan_send_kvcache_slice(
-        kv_buffers(function, kv_args, dst_ptrs, [dst_kv_item_len]),
+        lists,
         src_pages,
         dst_pages,
         page_size,
         heads,
-        stage_fields(function, kv_args, is_last_rank, stages, False),
+        stage_fields(function, kv_args, is_last_rank, stages, False, has_ids),
         compat,
     )
 
 
 def kv_buffers(
-    function: str, kv_args: Any, dst_ptrs: Sequence[int], dst_item_lens: Lengths
+    function: str,
+    kv_args: Any,
+    dst_ptrs: Sequence[int],
+    dst_item_lens: Lengths,
+    dst_layer_ids: Indices | None,
 ) -> tuple[Any, ...]:
-    """Return the lists that plans of KV read."""
+    """Return the lists that plans of buffers read."""
     ptrs, item_lens = part(kv_args, ("kv_data_ptrs", "kv_item_lens"), function, "kv_args")
-    return ptrs, getattr(kv_args, "kv_data_lens", None), item_lens, dst_ptrs, dst_item_lens
+    src_layer_ids = None if dst_layer_ids is None else getattr(kv_args, "kv_layer_ids", None)
+    return (
+        ptrs,
+        getattr(kv_args, "kv_data_lens", None),
+        item_lens,
+        dst_ptrs,
+        dst_item_lens,
+        as_now(src_layer_ids, function, "kv_layer_ids"),
+        as_now(dst_layer_ids, function, "dst_layer_ids"),
+    )
+
+
+def as_now(indices: Any, function: str, argument: str) -> list[int]:
+    """Return what is checked and then sent: a list may change in between."""
+    return [] if indices is None else _core.ints(indices, function, argument)
+
+
+def has_layer_ids(lists: tuple[Any, ...]) -> bool:
+    """Tell whether a side of `kv_buffers` says which layers its entries hold."""
+    return bool(lists[-2] or lists[-1])
 
 
 def stage_fields(
-    function: str, kv_args: Any, is_last_rank: bool, pp_size: int, is_mla: bool
+    function: str, kv_args: Any, is_last_rank: bool, pp_size: int, is_mla: bool, has_ids: bool
 ) -> tuple[Any, ...]:
     """Return the sender's place in the model, absent attributes filled in.
 
-    Only the first layer of a stage cannot be: 0 would send it to another's buffers.
+    Only the first layer of a stage without layer ids cannot be: 0 would send it to another's
+    buffers.
     """
     pp_size = integer(pp_size, function, "pp_size")
     groups = getattr(kv_args, "kv_buf_groups", None)
     total_layers = getattr(kv_args, "total_kv_layers", None)
     draft_layers = getattr(kv_args, "draft_kv_layers", None)
     return (
-        part(kv_args, "prefill_start_layer", function, "kv_args") if pp_size > 1 else 0,
+        part(kv_args, "prefill_start_layer", function, "kv_args")
+        if pp_size > 1 and not has_ids
+        else 0,
         1 if groups is None else groups,
         0 if total_layers is None else total_layers,
         getattr(kv_args, "hidden_kv_layers", None),

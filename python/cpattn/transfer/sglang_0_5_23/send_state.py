@@ -13,7 +13,7 @@ from ... import _core
 from ..._arguments import at_least, flag, integer, items, part
 from ..._types import Indices
 from ..plan import TransferPlan
-from .send import Lengths
+from .send import Lengths, as_now
 from .shards import filter_kv_indices_for_shard_rank
 
 __all__ = ["plan_send_aux", "plan_send_state"]
@@ -72,7 +72,7 @@ def plan_send_aux(
     """
     ptrs, item_lens = part(kv_args, ("aux_data_ptrs", "aux_item_lens"), "plan_send_aux", "kv_args")
     data_lens = getattr(kv_args, "aux_data_lens", None)
-    buffers = (ptrs, data_lens, item_lens, dst_aux_ptrs, dst_item_lens)
+    buffers = (ptrs, data_lens, item_lens, dst_aux_ptrs, dst_item_lens, None, None)
     return _core.plan_send_aux(buffers, src_aux_index, dst_aux_index, compat)
 
 
@@ -205,7 +205,8 @@ def plan_send_state(
     for kind, ptrs, item_lens, dst_ptrs, src, dst, lens, dst_lens, src_ids, dst_ids in zip(
         *lists.values(), strict=False
     ):
-        src, dst = as_now(src, "src_state_indices"), as_now(dst, "dst_state_indices")
+        src = as_now(src, function, "src_state_indices")
+        dst = as_now(dst, function, "dst_state_indices")
         if attn_tp_size != dst_attn_tp_size and not (is_mla and kind in PAGED_STATES):
             raise RuntimeError(
                 f"plan_send_state: {kind} states need equal tensor parallelism on both sides, "
@@ -220,11 +221,12 @@ def plan_send_state(
             src, dst = _owned(src, dst, kv_shard_rank, shard_size)
             if not src:
                 continue
-        ids = as_now(src_ids, "state_layer_ids"), as_now(dst_ids, "dst_state_layer_ids")
         is_flat = kind in INDEX_KEYS or (is_mla and kind != "mamba")
         may_elide = kind in INDEX_KEYS if allow_dst_elision is None else allow_dst_elision
-        buffers = ptrs, lens, item_lens, dst_ptrs, dst_lens
-        components.append((buffers, src, dst, *ids, *stage, is_flat, may_elide))
+        src_ids = as_now(src_ids, function, "state_layer_ids")
+        dst_ids = as_now(dst_ids, function, "dst_state_layer_ids")
+        buffers = ptrs, lens, item_lens, dst_ptrs, dst_lens, src_ids, dst_ids
+        components.append((buffers, src, dst, *stage, is_flat, may_elide))
     return _core.plan_send_state(components, compat)
 
 
@@ -250,8 +252,3 @@ def _owned(
         kv_indices=src, index_slice=slice(0, len(src)), shard_rank=shard_rank, shard_size=shard_size
     )
     return pages.tolist(), [dst[position] for position in positions.tolist()]
-
-
-def as_now(indices: Any, argument: str) -> list[int]:
-    """Return what is checked and then sent: a list may change in between."""
-    return [] if indices is None else _core.ints(indices, "plan_send_state", argument)
