@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing import connection, get_context, resource_tracker
+from multiprocessing import connection, get_context, parent_process, resource_tracker
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
+
+from ._hosts import INTERFACE, end_with, enter
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Role:
     target: str  # module.name
     rank: int
     config: Any
+    namespace: str | None = None  # of the host that it runs on, as `Hosts.path` says; None: here
 
 
 class WorkerError(RuntimeError):
@@ -203,9 +206,17 @@ def _interrupts_blocked() -> Iterator[None]:
 def serve(role: Role, init_method: str, pipe: connection.Connection) -> None:
     """A worker's life: set up, then answer calls until the pipe closes."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if role.namespace:
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the parent says what happened
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read when the engine is imported
     try:
+        if role.namespace:
+            parent = parent_process()
+            assert parent
+            assert parent.pid
+            end_with(parent.pid)
+            enter(role.namespace)
         module, _, name = role.target.rpartition(".")
         make = getattr(import_module(module), name)
         with make(role.rank, role.config, init_method) as worker:
