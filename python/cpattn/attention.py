@@ -10,6 +10,7 @@ from . import _core
 from ._containers import empty
 from ._core import AttentionPlan
 from ._types import IndexTable, Indices, KVScale, Tensor, TensorT
+from .profiling.calls import announced
 
 
 def default_scale(function: str, head_dim: int) -> float:
@@ -128,7 +129,7 @@ def paged_attention(
     Parameters
     ----------
     q : tensor [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
-        New tokens, sequence after sequence. head_dim is a multiple of 16 up to 576.
+        New tokens, sequence after sequence. head_dim is at most 576.
     k_cache, v_cache : tensors of the dtype of q, or both of codes, in one of three shapes
         [num_pages, page_size, num_kv_heads, dim] ("NHD"), [num_pages, num_kv_heads, page_size,
         dim] ("HND"), or [num_slots, num_kv_heads, dim] with `page_size`. Any strides with a
@@ -227,6 +228,7 @@ def paged_attention(
     return out if lse is None or not return_lse else (out, lse)
 
 
+@announced("plan_attention")
 def plan_attention(
     *,
     q_lens: Indices,
@@ -262,7 +264,7 @@ def plan_attention(
     num_heads, num_kv_heads : int
         Heads of the queries, a multiple of those of keys and values.
     head_dim, v_head_dim : int
-        Elements of a key and a value, multiples of 16 up to 576; v_head_dim is head_dim if it is
+        Elements of a key and a value, up to 576; v_head_dim is head_dim if it is
         not given.
     causal, window, custom_mask, packed_custom_mask, allow_short_kv, batch_invariant
         Which keys a token sees, and how work is divided, as in `paged_attention`.
@@ -324,6 +326,7 @@ def run_attention(
     return_lse: bool,
 ) -> TensorT | tuple[TensorT, TensorT]: ...
 # fmt: on
+@announced("run_attention")
 def run_attention(
     plan: AttentionPlan,
     q: TensorT,

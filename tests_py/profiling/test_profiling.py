@@ -223,7 +223,7 @@ def test_the_summary_adds_up():
 def test_an_empty_profile_can_be_shown(tmp_path):
     with cpattn.profile() as trace:
         pass
-    assert [row.scope for row in trace.summary()] == ["other", "total"]
+    assert [row.scope for row in trace.summary()] == ["wait", "other", "total"]
     assert "0 calls" in repr(trace)
     assert "<table>" in trace._repr_html_()
     trace.plot(tmp_path / "empty.png")

@@ -30,11 +30,13 @@ from __future__ import annotations
 from .. import _core
 from .._core import ContextParallelMetadata as ContextParallelMetadata
 from .._types import Indices
+from ..profiling.calls import announced
 from .shard import shard, unshard
 
 __all__ = ["ContextParallelMetadata", "build_cp_metadata", "build_cp_metadata_all_ranks"]
 
 
+@announced("build_cp_metadata")
 def build_cp_metadata(
     extend_lens: Indices | None,
     seq_lens: Indices | None = None,
@@ -97,6 +99,7 @@ def build_cp_metadata(
     )
 
 
+@announced("build_cp_metadata_all_ranks")
 def build_cp_metadata_all_ranks(
     extend_lens: Indices | None,
     seq_lens: Indices | None = None,

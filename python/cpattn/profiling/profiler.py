@@ -128,7 +128,8 @@ class Profile(Recording):
         rows = []
         for scope in _LEAVES:
             events = self.select(scope)
-            if len(events):
+            # That no thread waited is an answer, too.
+            if len(events) or scope == TraceScope.wait:
                 rows.append(self._scope_time(scope.name, len(events), _lengths(events), events))
         other = total - sum(row.seconds for row in rows)
         nothing = self.events[:0]
@@ -138,7 +139,7 @@ class Profile(Recording):
         return [row._replace(share=row.seconds / total if total else 0.0) for row in rows]
 
     def summary(self) -> list[ScopeTime]:
-        """Times of the scopes, of the rest ("other"), and of all ("total").
+        """Times of scopes that occurred, of waiting, of the rest ("other"), and of all ("total").
 
         The total is the time in which threads were in a call, summed over threads; it counts
         useful flops. "other" is what no scope covers: setting up items, clearing rows, checks.
@@ -181,7 +182,7 @@ class Profile(Recording):
         return [
             [
                 row.scope,
-                f"{row.events:,}" if row.events else "",
+                "" if row.scope == "other" else f"{row.events:,}",
                 _time(row.seconds),
                 f"{row.share:.1%}",
                 f"{row.flops / row.seconds / 1e9:,.0f}" if row.flops and row.seconds else "",
