@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import json
+import math
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,7 @@ from support.places import ROOT
 
 pytest.importorskip("torch")
 
+from cpattn.distributed.check_report import CheckReport
 from support.children import Children, path_with
 from support.time_limits import PATIENCE
 
@@ -34,6 +37,10 @@ ENVIRONMENT = os.environ | {  # in which torchrun and the package are found, in 
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     "PYTHONPATH": path_with(),
 }
+
+
+ONE_RANK = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+ALONE = ENVIRONMENT | ONE_RANK | {"WORLD_SIZE": "1", "MASTER_PORT": "0"}
 
 
 def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -100,9 +107,16 @@ def test_two_hosts_run_the_commands_of_the_page(hosts: list[Host]) -> None:
     (out, err), (other_out, other_err) = (run.communicate(timeout=PATIENCE) for run in runs)
     assert [run.returncode for run in runs] == [0, 0], err + other_err
     assert other_out == ""
-    *lines, flags, verdict = out.splitlines()
+    *lines, flags, times, fastest, verdict = out.splitlines()
     assert verdict.startswith(
-        "passed: cp_size 4, zigzag, interleave, contiguous, pass_q, gather, ring"
+        "passed: cp_size 4, zigzag, interleave, contiguous, page_interleave, token_interleave, "
+        "pass_q, gather, ring, all_to_all, bfloat16"
+    )
+    assert re.fullmatch(
+        r"a layer of 8192 new tokens behind 16384: replicated [\d.]+ ms(, \w+ [\d.]+ ms){4}", times
+    )
+    assert re.fullmatch(
+        r"fastest where pools are shared out: (pass_q|gather|ring|all_to_all)", fastest
     )
     assert [line.split()[:2] for line in lines] == [["rank", str(rank)] for rank in range(4)]
     assert all("threads 1 " in line and "GFLOP/s" in line for line in lines)
@@ -127,7 +141,7 @@ def test_a_pulled_cable_is_an_error_that_names_the_rank(hosts: list[Host]) -> No
         assert out == ""
         assert re.search(
             rf"cpattn.distributed.check: rank {rank} on \S+: ContextParallel.write_kv.*: "
-            rf"rank {1 - rank} of 2 did not answer: .*Timed out waiting {patience}000ms",
+            rf"rank {1 - rank} of 2 did not answer: .*timed out after {patience} s",
             err,
         )
 
@@ -149,8 +163,8 @@ import torch
 from cpattn.distributed import ContextParallel, check
 
 attend = ContextParallel.attend
-def wrong(self, *arguments):
-    out = attend(self, *arguments)
+def wrong(self, *arguments, **more):
+    out = attend(self, *arguments, **more)
     if self.strategy == "interleave":
         out[-1] = {}
     return out
@@ -180,20 +194,56 @@ def test_without_torchrun_it_says_how_to_start(children: Children) -> None:
     assert run.stderr.count("\n") == 1
 
 
-def test_ranks_that_differ_are_told(capsys) -> None:
-    from cpattn.distributed import check
+RANK: dict[str, Any] = {
+    "host": "a", "cpus": "0", "error": 0.0, "attend": 1, "gflops": 1, "write_kv": 1,
+    "version": "1.0", "threads": 2, "isa": "avx2",
+}  # fmt: skip
 
-    rank = {"host": "a", "cpus": "0", "error": 0.0, "attend": 1, "gflops": 1, "write_kv": 1}
-    alike = [rank | {"version": "1.0", "threads": 2, "isa": isa} for isa in ("avx2", "avx512")]
-    check._print(alike, {}, argparse.Namespace(dtype="bfloat16"), True)
-    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+
+def report(ranks: list[dict[str, Any]], **changes: Any) -> CheckReport:
+    times = {"replicated": 0.1234, "pass_q": 0.3, "gather": 0.2, "ring": 0.25, "all_to_all": 12.5}
+    options = {"tokens": 8, "cached": 16, "dtype": "bfloat16"}
+    return CheckReport(**{
+        "passed": True, "ranks": ranks, "network": {}, "exchanges": times, "options": options
+    } | changes)  # fmt: skip
+
+
+def test_the_fastest_exchange_is_told() -> None:
+    *_, times, fastest, verdict = report([RANK, RANK]).lines()
+    assert times == (
+        "a layer of 16 new tokens behind 32: replicated 123 ms, pass_q 300 ms, gather 200 ms, "
+        "ring 250 ms, all_to_all 12500 ms"
+    )
+    assert fastest == "fastest where pools are shared out: gather"
+    assert verdict.startswith("passed: cp_size 2, ")
+
+
+def test_a_program_reads_the_same_as_json() -> None:
+    told = json.loads(report([RANK, RANK | {"error": math.nan}], passed=False).to_json())
+    assert (told["passed"], told["fastest"], told["exchanges"]["gather"]) == (False, "gather", 0.2)
+    assert [rank["error"] for rank in told["ranks"]] == [0.0, None]
+
+
+def test_json_is_one_line_and_all_of_it(children: Children) -> None:
+    command = [sys.executable, "-m", "cpattn.distributed.check", "--tokens=16", "--json"]
+    run = children.run(command, env=ALONE)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("\n") == 1
+    told = json.loads(run.stdout)
+    assert told["passed"] is True
+    assert set(told["exchanges"]) == {"replicated", "pass_q", "gather", "ring", "all_to_all"}
+
+
+def test_ranks_that_differ_are_told() -> None:
+    alike = [RANK | {"isa": isa} for isa in ("avx2", "avx512")]
+    notes = [line for line in report(alike).lines() if line.startswith("note:")]
     assert notes == ["note: ranks differ in isa: avx2, avx512"]
 
 
 @pytest.mark.parametrize(
     "value", ["0", "-1", "nan", "inf", "1e400", "x", "", str(2**63), "1.5x", "9" * 5000]
 )
-@pytest.mark.parametrize("option", ["--tokens", "--repeats", "--timeout"])
+@pytest.mark.parametrize("option", ["--tokens", "--cached", "--repeats", "--timeout"])
 def test_a_number_that_cannot_be_is_named(option: str, value: str, capsys, monkeypatch) -> None:
     from cpattn.distributed import check
 
@@ -205,10 +255,6 @@ def test_a_number_that_cannot_be_is_named(option: str, value: str, capsys, monke
     assert said.startswith(f"cpattn.distributed.check: argument {option}: must be {rule}")
     assert said.endswith(f"got {value[:40]!r}\n")
     assert said.count("\n") == 1
-
-
-ONE_RANK = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-ALONE = ENVIRONMENT | ONE_RANK | {"WORLD_SIZE": "1", "MASTER_PORT": "0"}
 
 
 def test_ctrl_c_while_ranks_are_awaited(children: Children) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import cpattn
 from cpattn.distributed import ContextParallel
-from cpattn.distributed.plan import make_plan
+from cpattn.distributed.plans.plan import make_plan
 
 TABLES = np.array([[5, 3, 9], [2, 7, 0]])  # page_size 4: 9 and 6 tokens use 3 and 2 pages
 LENS = ([4, 6], [9, 6])
@@ -248,7 +248,7 @@ def test_write_kv_refuses_and_writes_nothing(cp, changes, message):
 
 
 def test_other_refusals(cp):
-    with pytest.raises(TypeError, match="group must be a ProcessGroup, got None"):
+    with pytest.raises(TypeError, match="group must be a ProcessGroup or a DeviceMesh, got None"):
         ContextParallel(None, page_size=4)
     with pytest.raises(ValueError, match="page_size must be positive, got 0"):
         ContextParallel(dist.group.WORLD, page_size=0)

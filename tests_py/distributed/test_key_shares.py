@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from cpattn.distributed.heads import head_shares
-from cpattn.distributed.key_shares import KeyShares
-from cpattn.distributed.ring import ring_schedule
-from cpattn.distributed.sequence_calls import RowMask, Rows, Visibility, sequence_calls
+from cpattn.distributed.layers.ring import ring_schedule
+from cpattn.distributed.plans.heads import head_shares
+from cpattn.distributed.plans.key_shares import KeyShares
+from cpattn.distributed.plans.sequence_calls import RowMask, Rows, Visibility, sequence_calls
 from support.distributed.sharded_worker import PLACEMENTS
 
 
@@ -65,6 +65,25 @@ def test_keys_of_a_rank_are_counted_and_found_in_its_pages(batch):
             assert len(ids) == -(-len(keys) // pages.page_size)
             for i, (_, row) in enumerate(keys):
                 assert ids[i // pages.page_size] * pages.page_size + i % pages.page_size == row
+
+
+@given(batches(), st.lists(st.integers(0, 2), min_size=4, max_size=4))
+def test_keys_of_a_group_of_ranks_are_theirs_in_the_order_of_positions(batch, group_of):
+    placement, page, tables, lens, rows = batch
+    shares = KeyShares(placement, tables, lens, page)
+    shares.counts(0)  # of ranks, and remembered as such
+    groups = shares.of_groups(np.array(group_of))
+    for group in range(3):
+        ranks = [rank for rank in range(placement.shard_size) if group_of[rank] == group]
+        held = [keys_by_hand(batch, rank) for rank in ranks]
+        expected = [sorted(p for keys in held for p, _ in keys[s]) for s in range(len(lens))]
+        keys = groups.local_keys(group)
+        assert [keys.position[keys.request == s].tolist() for s in range(len(lens))] == expected
+        assert groups.counts(group).tolist() == [len(positions) for positions in expected]
+        below = groups.count_below(group, rows.request, rows.position)
+        for s, p, count in zip(rows.request, rows.position, below, strict=True):
+            assert count == sum(position < p for position in expected[s])
+    assert shares.counts(0).tolist() == [len(keys) for keys in keys_by_hand(batch, 0)]
 
 
 @given(

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import cpattn
+from cpattn.distributed.transport.exchange import TERMS
+from cpattn.distributed.transport.versions import own_values
 from support.cases import assert_attention, expected_attention
-from support.distributed import layer_worker as layers
 from support.distributed import sharded_worker as worker
 from support.distributed.distributed_worker import run_world
+from support.distributed.layer_cases import LAYER_NAMES, decoded, layer_inputs
 from support.distributed.prefill_batches import Case, expected_of
 from support.distributed.sharded_worker import PLACEMENTS, Run, Step
 from support.tolerances import assert_attended
@@ -95,43 +97,9 @@ LAYERS = [
     f"{exchange}, {placement}, {name}"
     for exchange in EXCHANGES
     for placement in PLACEMENTS
-    for name in [*layers.LAYERS, *worker.coded_inputs(), "latents", "latents, rope apart"]
-    if (exchange, name) != ("pass_q", "latents, rope apart")
-    and (exchange == "pass_q" or name != "codes, scales of tokens")
+    for name in LAYER_NAMES
+    if exchange == "pass_q" or not name.startswith("codes, scales of tokens")
 ]
-
-
-def layer_inputs(name: str) -> dict:
-    """The arguments of the oracle for a layer."""
-    sizes = {
-        "q_lens": layers.EXTENDS,
-        "kv_lens": layers.LENGTHS,
-        "block_tables": layers.TABLES,
-        "page_size": layers.PAGE,
-    }
-    if name in layers.LAYERS:
-        layer = layers.LAYERS[name]
-        q, k, v = layers.dense_inputs()
-        masks = {}
-        if any("mask" in key for key in layer.plan):
-            masks["custom_mask"] = layers.dense(layers.random_masks())
-        return {"q": q, "k_cache": k, "v_cache": v, **sizes, **layer.attend, **masks}
-    if name in worker.coded_inputs():
-        return {**worker.coded_inputs()[name], **sizes}
-    q, q_rope, latents, ropes = layers.latent_inputs()
-    cache = torch.cat([latents, ropes], -1)
-    q = torch.cat([q, q_rope], -1)
-    values = cache[..., : layers.VALUE]
-    return {"q": q, "k_cache": cache, "v_cache": values, **sizes, "window": 20, "scale": 0.2}
-
-
-def decoded(inputs: dict) -> dict:
-    """With what codes stand for in their place."""
-    inputs = dict(inputs)
-    for cache, name in (("k_cache", "k_scale"), ("v_cache", "v_scale")):
-        if (scale := inputs.pop(name, None)) is not None:
-            inputs[cache] = inputs[cache].double() * scale[..., None].double()
-    return inputs
 
 
 @pytest.mark.parametrize("what", LAYERS)
@@ -153,6 +121,8 @@ STEPS = [
     Step("idle request", (9, 40), (0, 2)),
     Step("bfloat16", (150, 33), (1, 3), dtype=torch.bfloat16),
     Step("latents", (50, 33), (1, 3), latent=True, options=(("scale", 0.3),)),
+    Step("rotary keys apart", (50, 33), (1, 3), rope_apart=True),
+    Step("latents, rotary keys apart", (50, 33), (1, 3), latent=True, rope_apart=True),
     Step("window", (90, 33), (2, 3), options=(("window", 11),)),
     Step("sinks and softcap", (9, 40), (1, 2), options=(("sinks", True), ("softcap", 2.0))),
     Step("tree of drafts", (29, 40), (7, 5), masked=True),
@@ -195,6 +165,18 @@ def test_new_rows_travel_to_their_owners_only(traffic):
 def test_what_travels_is_what_the_choice_goes_by(traffic, exchange):
     most = max(answer[exchange]["received"]["attend"] for answer in traffic)
     assert most == traffic[0][exchange]["choice"][exchange]
+
+
+@pytest.mark.parametrize("exchange", ["pass_q", "gather", "all_to_all", "ring"])
+def test_bytes_of_calls_and_of_agreements_are_counted(traffic, exchange):
+    agreements = 2 * 2 * 8 * len(TERMS)  # of write_kv and attend, from two others
+    if exchange == "pass_q":  # the first on the group, so that ranks tell their versions
+        agreements += 2 * 8 * len(own_values(0))
+    for answer in traffic:
+        _, received = answer[exchange]["all bytes"]
+        assert received == sum(answer[exchange]["received"].values()) + agreements
+    sent, received = zip(*(answer[exchange]["all bytes"] for answer in traffic), strict=True)
+    assert sum(sent) == sum(received)
 
 
 def test_a_ring_sends_and_receives_while_it_computes(traffic):

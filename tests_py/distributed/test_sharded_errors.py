@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from cpattn.distributed import ContextParallel, DecodePlan, ShardedPlan
+from cpattn.distributed.sparse.choice import SparseSizes, choose_sparse
+from cpattn.distributed.sparse.inputs import SparseInputs
 from support.distributed import sharded_faults as worker
 from support.distributed.distributed_worker import run_world
 from support.distributed.sharded_worker import PLACEMENTS
@@ -70,8 +72,12 @@ def test_constructor_refuses(options, error, message):
         ({"out": torch.zeros(10, 4, 16)}, r"out must be \[10, 4, 32\] of torch.float32, got"),
         ({"k_rope": torch.zeros(40, 2, 16)}, "q_rope and k_rope must be given together"),
         (
-            {"q_rope": torch.zeros(10, 4, 16), "k_rope": torch.zeros(40, 2, 16)},
-            "k_rope must be a part of the keys for the exchange pass_q",
+            {"q_rope": torch.zeros(10, 4, 32), "k_rope": torch.zeros(40, 2, 16)},
+            r"q_rope must be \[10, 4, 16\] of torch.float32, as queries and k_rope are, got",
+        ),
+        (
+            {"q_rope": torch.zeros(10, 4, 16), "k_rope": torch.zeros(32, 2, 16)},
+            "the shard of rank 0 must have the 40 rows",
         ),
     ],
 )
@@ -132,6 +138,19 @@ def test_decode_refuses():
         cp.decode(plan, q[:2], k, v, return_lse=1)
 
 
+def test_a_decoded_result_outlives_the_next_step():
+    """Partial results arrive in a buffer that is kept; what is returned must not lie in it."""
+    cp = make_cp()
+    plan = cp.plan_decode([9, 6], block_tables=TABLES)
+    q, k, v = tensors()
+    first, lse = cp.decode(plan, q[:2], k, v, return_lse=True)
+    kept = first.clone(), lse.clone()
+    assert first.is_contiguous()
+    assert not torch.equal(cp.decode(plan, q[2:4], k, v), first)
+    assert torch.equal(first, kept[0])
+    assert torch.equal(lse, kept[1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -161,15 +180,6 @@ def test_values_come_with_their_shard(missing):
     with pytest.raises(ValueError, match=f"v_local and v_shard must .* got no {missing}"):
         cp.write_kv(plan, rows, values[0], shard, values[1])
     assert not shard.any()
-
-
-def test_sparse_attention_needs_replicated_pools():
-    cp = make_cp()
-    plan = cp.plan(*LENS, block_tables=TABLES)
-    index = torch.zeros(10, 1, 16), torch.zeros(10, 4, 16), torch.zeros(10, 1)
-    pools = torch.zeros(10, 2, 32), torch.zeros(40, 1, 32)
-    with pytest.raises(ValueError, match="attend_sparse: plan must be of replicated pools, got"):
-        cp.attend_sparse(plan, *pools, *index, topk=2, sm_scale=1.0)
 
 
 def test_kinds_of_plans():
@@ -220,7 +230,7 @@ def test_auto_is_the_exchange_of_the_fewest_bytes(extend, prefix, layer, expecte
     cp, plan = Elsewhere.plan(extend, prefix)
     choice = cp.choose_exchange(plan, **layer)
     assert choice.exchange == expected
-    eligible = [name for name in choice.received_bytes if name in choice.reason]
+    eligible = {name for name in choice.received_bytes if name in choice.reason} - {"pass_q"}
     assert f"at most {choice.received_bytes[expected]} bytes" in choice.reason
     assert all(choice.received_bytes[expected] <= choice.received_bytes[e] for e in eligible)
 
@@ -228,11 +238,22 @@ def test_auto_is_the_exchange_of_the_fewest_bytes(extend, prefix, layer, expecte
 def test_bytes_of_an_exchange_are_those_of_its_rows():
     cp, plan = Elsewhere.plan(64, 192)
     received = cp.choose_exchange(plan, **GQA).received_bytes
-    key, query, result = 2 * 128 * 2, 128 * 2, 128 * 2 + 4
+    key, query, result = 2 * 128 * 2, 128 * 2, 128 * 2
     assert plan.kv_counts == (64,) * 4
     assert received["gather"] == received["ring"] == 192 * 8 * key
-    assert received["pass_q"] == 48 * 32 * query + 3 * 16 * 32 * result
+    assert received["pass_q"] == 48 * 32 * query + 3 * 16 * 32 * (result + 4)  # with the LSE
     assert received["all_to_all"] == 48 * 8 * query + 192 * 2 * key + 16 * 24 * result
+
+
+def test_merging_counts_as_bytes():
+    """Queries and results of 4,096 new tokens are fewer bytes than 80,000 keys by heads."""
+    cp, plan = Elsewhere.plan(4096, 76000)
+    choice = cp.choose_exchange(plan, **GQA)
+    received = choice.received_bytes
+    merged = 4 * (4096 // 4) * 32 * 128
+    assert f"merging counts as bytes, too: pass_q {3 * merged}" in choice.reason
+    assert received["pass_q"] < received["all_to_all"] < received["pass_q"] + 3 * merged
+    assert choice.exchange == "all_to_all"
 
 
 def test_a_ring_takes_over_where_no_head_fits():
@@ -255,6 +276,54 @@ def test_choose_exchange_refuses():
         cp.choose_exchange(replicated, num_heads=4, num_kv_heads=2, head_dim=16)
 
 
+@pytest.mark.parametrize(
+    ("extend", "prefix", "num_heads", "max_scratch_bytes", "expected"),
+    [
+        (4096, 0, 128, 1 << 30, "gather"),
+        (16, 100_000, 16, 1 << 30, "pass_q"),
+        (4096, 16000, 128, 1 << 30, "gather"),
+        (4096, 16000, 128, 1 << 20, "pass_q"),  # where the index keys do not fit
+    ],
+)
+def test_auto_of_sparse_attention(extend, prefix, num_heads, max_scratch_bytes, expected):
+    cp, plan = Elsewhere.plan(extend, prefix, max_scratch_bytes=max_scratch_bytes)
+    q = torch.empty(1, num_heads, 576, dtype=torch.bfloat16)
+    kv = torch.empty(16, 1, 656, dtype=torch.uint8)
+    index_q = torch.empty(1, 64, 128, dtype=torch.float8_e4m3fn)
+    index_k = torch.empty(1, 16 * 132, dtype=torch.uint8)
+    inputs = SparseInputs(
+        q, kv, index_q, index_k, torch.empty(1, 64), None, page_size=16, topk=2048, sm_scale=1.0,
+        d_v=512, attn_sink=None,
+    )  # fmt: skip
+    choice = cp.choose_sparse_exchange(
+        plan, topk=2048, num_heads=num_heads, num_index_heads=64, index_element_bytes=1,
+        latent_bytes=656, index_key_bytes=132,
+    )  # fmt: skip
+    assert choice == choose_sparse(plan, SparseSizes.of_inputs(inputs))
+    assert choice.exchange == expected
+    assert str(choice.received_bytes[expected]) in choice.reason
+    assert ("max_scratch_bytes" in choice.reason) == (max_scratch_bytes == 1 << 20)
+
+
+def test_choose_sparse_exchange_refuses():
+    layer = {"topk": 64, "num_heads": 16, "num_index_heads": 4}
+    cp = make_cp()
+    plan = cp.plan(*LENS, block_tables=TABLES)
+    unscaled = cp.choose_sparse_exchange(plan, **layer)
+    assert unscaled == cp.choose_sparse_exchange(
+        plan, **layer, latent_bytes=576 * 2, index_key_bytes=128 * 2
+    )
+    with pytest.raises(ValueError, match="choose_sparse_exchange: topk must be >= 1, got 0"):
+        cp.choose_sparse_exchange(plan, **layer | {"topk": 0})
+    with pytest.raises(TypeError, match="num_heads must be an integer"):
+        cp.choose_sparse_exchange(plan, **layer | {"num_heads": 1.0})
+    step = cp.plan_decode([9, 6], block_tables=TABLES, q_lens=[1, 2])
+    replicated = make_cp(placement=None).plan(*LENS, block_tables=TABLES)
+    for other in (step, replicated):
+        with pytest.raises(ValueError, match="plan must be of new tokens over sharded pools"):
+            cp.choose_sparse_exchange(other, **layer)
+
+
 @pytest.fixture(scope="module")
 def disagreements(tmp_path_factory):
     return run_world(3, tmp_path_factory.mktemp("disagreements"), worker.run_disagreements)
@@ -272,6 +341,8 @@ def disagreements(tmp_path_factory):
         ("window", "attend: options"),
         ("scale", "attend: options"),
         ("sinks", "attend: options"),
+        ("topk", "attend_sparse: options"),
+        ("sink", "attend_sparse: options"),
         ("kv_lens", "decode: lengths"),
         ("softcap of decode", "decode: options"),
         ("call", ": call"),

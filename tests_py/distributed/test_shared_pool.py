@@ -13,8 +13,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.distributed import ContextParallel, Topology, shared_memory
-from cpattn.distributed.shared_memory import LARGE_PAGE, split_buffer
+from cpattn.distributed import ContextParallel, Topology
+from cpattn.distributed.transport import shared_memory
+from cpattn.distributed.transport.shared_memory import LARGE_PAGE, split_buffer
 from cpattn.kv import MHATokenToKVPool
 from cpattn.kv.buffers import BufferShape
 from support.distributed import shared_pool_worker as worker
@@ -90,7 +91,7 @@ def test_no_rank_writes_what_another_still_reads(tmp_path):
     [
         ("nobody", "shm", "all ranks share the memory of one host"),
         ("asked", "tcp", "transport='tcp' was given"),
-        ("host", "tcp", "ranks are on 2 hosts"),
+        ("host", "shm+tcp", "ranks are on 2 hosts, those of each share memory"),
         ("namespace", "tcp", "rank 2 is in another PID namespace than rank 0"),
         ("files", "tcp", "rank 2 cannot open the memory of another rank: Permission denied"),
         ("blind", "tcp", "rank 2 does not see what the others write"),
@@ -103,7 +104,7 @@ def test_topology_says_what_was_chosen_and_why(tmp_path, apart, transport, reaso
         on_one = apart != "host"
         assert topology.ranks_of_host == (((0, 1, 2),) if on_one else ((0, 1), (2,)))
         assert len(topology.hosts) == len(topology.ranks_of_host)
-        assert answer["shared"] == (transport == "shm")
+        assert answer["shared"] == (transport != "tcp")
         assert answer["written"]
         if apart in ("nobody", "asked"):
             assert answer["insisting"] == "no error"

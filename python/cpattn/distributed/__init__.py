@@ -15,24 +15,28 @@ call them, in the same order. They compare a few digests first, for backends do 
 that disagree about sizes: those read stale rows, or abort.
 
 With a `placement`, each rank's pools hold a share of the keys alone: ``write_kv`` sends rows to
-their owners, and ``attend`` and ``decode`` exchange, too.
+their owners, and ``attend`` and ``decode`` exchange, too. ``prefetch`` has
+cached keys of a layer travel while the one before is computed.
 
 Ranks of one host may have a pool together, made with ``memory=cp.shared_memory()``: ``write_kv``
 writes the rows of each rank there in place, and nothing is sent.
 """
 
-from .choice import ExchangeChoice
 from .context_parallel import ContextParallel
-from .plan import ContextParallelPlan
-from .sharded_plan import DecodePlan, ShardedPlan
-from .shared_memory import SharedMemory
-from .topology import Topology
+from .layers.choice import ExchangeChoice
+from .layers.prefetch import LayerCaches, Prefetch
+from .plans.plan import ContextParallelPlan
+from .plans.sharded_plan import DecodePlan, ShardedPlan
+from .transport.shared_memory import SharedMemory
+from .transport.topology import Topology
 
 __all__ = [
     "ContextParallel",
     "ContextParallelPlan",
     "DecodePlan",
     "ExchangeChoice",
+    "LayerCaches",
+    "Prefetch",
     "ShardedPlan",
     "SharedMemory",
     "Topology",

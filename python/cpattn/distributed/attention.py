@@ -8,19 +8,24 @@ from typing import Any
 import torch
 
 from ..context_parallel.attention import do_cp_attn_fia
+from ..profiling.calls import announced
 from ..sparse.cp_attention import cp_sparse_mla
-from .exchange import RowExchange
-from .partials import AttentionOptions
-from .plan import ContextParallelPlan
-from .sharded_attend import attend_shards
-from .sharded_plan import ShardedPlan
+from .host_calls import HostCalls
+from .layers.layer import LayerArguments, check_padding
+from .layers.partials import AttentionOptions
+from .layers.prefetch import Prefetch
+from .layers.sharded_attend import attend_shards
+from .layers.write_attend import write_and_attend
+from .plans.plan import ContextParallelPlan
+from .plans.sharded_plan import ShardedPlan
+from .sparse.attend import attend_sparse_shards
+from .sparse.inputs import refuse_mask
 
 
-class RankAttention:
+class RankAttention(HostCalls):
     """What `ContextParallel` computes of a plan and the pools of its rank."""
 
-    _exchange: RowExchange
-
+    @announced("ContextParallel.attend")
     def attend(
         self,
         plan: ContextParallelPlan,
@@ -28,6 +33,8 @@ class RankAttention:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor | None,
         *,
+        k_local: torch.Tensor | None = None,
+        v_local: torch.Tensor | None = None,
         scale: float | None = None,
         causal: bool = True,
         window: int | None = None,
@@ -39,15 +46,21 @@ class RankAttention:
         k_scale: Any = None,
         v_scale: Any = None,
         kv_dtype: str | None = None,
+        prefetched: Prefetch | None = None,
         out: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
         """Attention of this rank's rows over cached prefixes and new tokens.
 
-        Local, but for a `ShardedPlan`: all ranks call it then, with the same options. A row has the
-        bits that it has on a single rank, or, where partial results of ranks are merged ("pass_q"
-        and "ring"), bits that do not depend on timing. It sees what the mask of the plan lets it,
-        if there is one, and `causal` and `window` besides.
+        A row has the bits that it has on a single rank, or, where partial results of ranks are
+        merged ("pass_q" and "ring"), bits that do not depend on timing. It sees what the mask of
+        the plan lets it, if there is one, and `causal` and `window` besides.
+
+        With `k_local` new keys and values are written first, as by ``write_kv``. Pools and results
+        have the bits of both calls with the same exchange, but sooner: rows of some KV heads are on
+        their way while others are attended to, and what "gather" brings to a rank of sharded pools
+        is what that rank keeps of it, too. All ranks make this call then, and for a `ShardedPlan`
+        in any case, with the same options; else it is local.
 
         Parameters
         ----------
@@ -56,9 +69,11 @@ class RankAttention:
         q_local : tensor [>= num_local_rows, num_heads, head_dim], float32, float16 or bfloat16
             In the order of ``shard``; further rows are never read.
         k_cache, v_cache : tensors of the dtype of q_local
-            As for ``write_kv``, which comes first; with a placement this rank's shards. Without
-            `v_cache` (None) the first `v_head_dim` elements of the keys are the values, as in the
-            latent cache of MLA.
+            As for ``write_kv``, which comes first, unless there is `k_local`; with a placement this
+            rank's shards. Without `v_cache` (None) the first `v_head_dim` elements of the keys are
+            the values, as in the latent cache of MLA.
+        k_local, v_local : tensors [>= num_local_rows, num_kv_heads, head_dim], optional
+            New keys and values of this rank, as for ``write_kv``; without `v_cache` keys alone.
         scale : float, default 1/sqrt(head_dim)
             Must be given for head_dim > 256; head_dim includes that of `q_rope`.
         causal : bool
@@ -70,11 +85,16 @@ class RankAttention:
         sinks : tensor [num_heads], float32, optional
             One logit per head that takes weight but has no value: once, whatever the ranks.
         q_rope, k_rope : tensors [>= num_local_rows, num_heads, rope_dim], as `k_cache`, optional
-            The last dimensions of queries and keys, where they are stored apart.
+            The last dimensions of queries and keys, where they are stored apart; not with
+            `k_local`.
         v_head_dim : int, optional
             Elements of a value, where there is no `v_cache`.
         k_scale, v_scale, kv_dtype
             Of caches of codes of 8 bits, as in `cpattn.do_cp_attn_fia`.
+        prefetched : Prefetch, optional
+            Of ``prefetch``, with this layer as the next one: its cached keys have been on their way
+            since the layer before, and those of the layer after it follow the new keys of this one.
+            The bits are those of "gather" without it.
         out : tensor [num_rows, num_heads, v_head_dim] of the dtype of q_local, optional
             Written, each row contiguous; the result is a view of it.
         return_lse : bool
@@ -94,19 +114,27 @@ class RankAttention:
         ValueError
             For fewer rows than this rank has, page ids beyond the caches, shapes or dtypes that
             do not fit, and ``causal=False`` with padding tokens, which others would see, unless
-            there is a mask.
+            there is a mask; for new rows that ``write_kv`` refuses; for `prefetched` of another
+            plan or object, with other caches or another window next, without a layer left, or
+            before the last one that was made. Nothing has been written then.
         RuntimeError
-            With a placement, if another rank refuses its arguments, makes another call, has another
-            plan, other rows or options, or does not answer.
+            Where all ranks make the call, if another one refuses its arguments, makes another
+            call, has another plan, other rows or options, or `prefetched` where this one has none,
+            or does not answer.
         """
-        if isinstance(plan, ShardedPlan):
-            options = AttentionOptions(
-                scale, causal, window, softcap, sinks, k_scale, v_scale, kv_dtype
-            )
-            return attend_shards(
-                self._exchange, plan, q_local, k_cache, v_cache, options, q_rope=q_rope,
-                k_rope=k_rope, v_head_dim=v_head_dim, out=out, return_lse=return_lse,
+        options = AttentionOptions(
+            scale, causal, window, softcap, sinks, k_scale, v_scale, kv_dtype
+        )
+        if prefetched is not None and not isinstance(plan, ShardedPlan):
+            raise ValueError("ContextParallel.attend: prefetched needs a plan of sharded pools")
+        if isinstance(plan, ShardedPlan) or k_local is not None or v_local is not None:
+            arguments = LayerArguments(
+                q_local, k_cache, v_cache, k_local, v_local, q_rope, k_rope, v_head_dim, out,
+                return_lse,
             )  # fmt: skip
+            if isinstance(plan, ShardedPlan):
+                return attend_shards(self._exchange, plan, arguments, options, prefetched)
+            return write_and_attend(self._exchange, self._host(), plan, arguments, options)
         _check_three_axes("q_local", q_local, "head_dim")
         if q_rope is not None:
             _check_three_axes("q_rope", q_rope, "rope_dim")
@@ -115,11 +143,7 @@ class RankAttention:
                 "ContextParallel.attend: out must be [num_rows, num_heads, v_head_dim] with "
                 f"contiguous rows, got shape {list(out.shape)}, strides {list(out.stride())}"
             )
-        if not causal and plan.num_padding_tokens and plan.packed_custom_mask is None:
-            raise ValueError(
-                "ContextParallel.attend: causal=False needs a mask, or a plan without padding "
-                f"tokens, which the last request would see, got {plan.num_padding_tokens}"
-            )
+        check_padding(plan, causal=causal)
         result: Any = do_cp_attn_fia(
             q_local.flatten(1),
             k_cache,
@@ -150,6 +174,7 @@ class RankAttention:
             return result[0].view(shape), result[1]
         return result.view(shape)
 
+    @announced("ContextParallel.attend_sparse")
     def attend_sparse(
         self,
         plan: ContextParallelPlan,
@@ -167,10 +192,19 @@ class RankAttention:
         out: torch.Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """Sparse attention of this rank's rows: the indexer, then MLA over what it selects. Local.
+        """Sparse attention of this rank's rows: the indexer, then MLA over what it selects.
 
         `cpattn.sparse.cp_sparse_mla` on the plan; a row has the bits that it has on a single rank.
         The caches are written by ``write_kv`` before, latents and index keys as its two tensors.
+        Local, but for a `ShardedPlan`: all ranks call it then, with the same options.
+
+        With a placement a row selects the keys that it selects of one pool, in the same order. By
+        the exchange "pass_q" every rank scores the index keys that it holds, the best of all
+        ranks are merged, each rank attends to what it holds of them, and partial results are
+        merged in rank order. By "gather" index keys travel, and the latents that were selected:
+        the bits are those of one pool. "auto" takes the one of the fewest bytes at most, and
+        "pass_q" where the index keys do not fit into `max_scratch_bytes`; latents and queries go in
+        rounds that do.
 
         Parameters
         ----------
@@ -180,8 +214,10 @@ class RankAttention:
             In the order of ``shard``.
         kv_cache : tensor [num_slots, 1, head_dim], of the dtype of q_local
             Or [num_pages, page_size, 1, head_dim], or rows of 656 bytes, as for `cp_sparse_mla`.
+            With a placement, this rank's shard, contiguous.
         index_q_local, index_k_cache, weights_local : tensors
-            Of the indexer, as `index_q`, `index_k_cache` and `weights` of `cp_sparse_mla`.
+            Of the indexer, as `index_q`, `index_k_cache` and `weights` of `cp_sparse_mla`; with a
+            placement, this rank's shard of the keys.
         topk : int
             Keys for each row, at least 1.
         sm_scale, d_v, attn_sink, index_k_scale
@@ -203,19 +239,20 @@ class RankAttention:
         TypeError
             If an argument is of another type than stated.
         ValueError
-            For a plan with a mask, which the indexer does not know, or with a placement, and what
-            `cp_sparse_mla` refuses.
+            For a plan with a mask, which the indexer does not know, what `cp_sparse_mla` refuses,
+            and, with a placement, shards that are too small, and the exchanges of heads and of
+            rings.
+        RuntimeError
+            With a placement, if another rank refuses its arguments, makes another call, has another
+            plan, other rows or options, or does not answer.
         """
-        if plan.packed_custom_mask is not None:
-            raise ValueError(
-                "ContextParallel.attend_sparse: plan must have no mask, which the indexer does "
-                "not know"
-            )
         if isinstance(plan, ShardedPlan):
-            raise ValueError(
-                "ContextParallel.attend_sparse: plan must be of replicated pools, got placement "
-                f"{plan.placement}"
-            )
+            return attend_sparse_shards(
+                self._exchange, plan, q_local, kv_cache, index_q_local, index_k_cache,
+                weights_local, topk=topk, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink,
+                index_k_scale=index_k_scale, out=out, return_lse=return_lse,
+            )  # fmt: skip
+        refuse_mask("attend_sparse", plan.packed_custom_mask)
         return cp_sparse_mla(
             q_local,
             kv_cache,

@@ -8,21 +8,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._arguments import at_least, flag
 from ..context_parallel.metadata import build_cp_metadata
 from ..kv import Placement
+from ..profiling.calls import announced
 from .attention import RankAttention
-from .exchange import RowExchange
-from .host import TRANSPORTS, Connection, HostGroup, connect, known_connection
-from .plan import ContextParallelPlan, make_plan
-from .rows import local_rows, pool_rows, write_own_rows
+from .layers.layer import check_rank
+from .layers.rows import local_rows, plan_rows
+from .layers.sharded_attend import check_placement
+from .layers.sharded_write import write_own, write_shards
+from .layers.shared_rows import SharedRows, shared_digest
+from .plans.mesh import group_and_mesh
+from .plans.plan import ContextParallelPlan, make_plan
+from .plans.sharded_plan import DecodePlan, ShardedPlan, shard_plan
 from .sharded import ShardedAttention
-from .sharded_attend import check_placement
-from .sharded_plan import DecodePlan, ShardedPlan, shard_plan
-from .sharded_write import write_own, write_shards
-from .shared_memory import SharedMemory
-from .topology import Topology
+from .transport.exchange import NO_TERMS, RowExchange
+from .transport.host import TRANSPORTS, Connection
 
 
 class ContextParallel(ShardedAttention, RankAttention):
@@ -30,9 +33,12 @@ class ContextParallel(ShardedAttention, RankAttention):
 
     Parameters
     ----------
-    group : torch.distributed.ProcessGroup
+    group : torch.distributed.ProcessGroup or DeviceMesh
         A group of this process, of any backend that moves CPU tensors between two ranks. Its size
-        is cp_size; its timeout bounds every wait.
+        is cp_size; its timeout bounds every wait. Of a mesh of one dimension, the group of that; of
+        one with the dimensions "ring" and "heads", in either order, the group of all its ranks,
+        which are in two dimensions then. If they are not all of the default group, they get a group
+        with its timeout, for which all of them make the object at the same time.
     strategy : {"zigzag", "interleave", "contiguous"} or an alias
         Which tokens each rank has, as in `build_cp_metadata`; `plan` refuses unknown ones.
     page_size : int
@@ -41,28 +47,40 @@ class ContextParallel(ShardedAttention, RankAttention):
         Which rank holds which slot, such as `cpattn.kv.PageInterleave`, where each rank's pools
         have a share of the keys alone. Block tables and slots are logical ones then, ``write_kv``
         sends rows to their owners only, and ``attend`` exchanges. Default: every rank holds all.
-    exchange : {"auto", "pass_q", "gather", "ring", "all_to_all"}
-        How queries and sharded keys meet: see `choose_exchange`, by which "auto" goes.
+    exchange : {"auto", "pass_q", "gather", "ring", "all_to_all", "usp"}
+        How queries and sharded keys meet: see `choose_exchange`, by which "auto" goes. "usp" needs
+        a mesh with "ring" and "heads": heads are shared out along the latter, and keys passed on
+        along the former.
     max_scratch_bytes : int
-        What "gather" may take for keys at a time, if one KV head fits.
+        What "gather" may take for keys at a time, if one KV head fits: on a rank, or together with
+        those that share its memory, where `topology` has found that out.
     transport : {"auto", "tcp", "shm"}
-        Whether ranks may share memory: "shm" insists on it, and all ranks make the object at the
-        same time; "auto" shares where all ranks run on one host, for pools of `shared_memory`;
-        "tcp" does not. The same on every rank.
+        Whether ranks may share memory, for pools of `shared_memory`: "auto" shares among the ranks
+        of each host, "tcp" does not; "shm" insists that all ranks are on one host and share it, and
+        all make the object at the same time. The same on every rank.
 
     Attributes
     ----------
-    group, strategy, page_size, placement, exchange, max_scratch_bytes, transport
+    strategy, page_size, placement, exchange, max_scratch_bytes, transport
         As given.
+    group : torch.distributed.ProcessGroup
+        As given, or that of all ranks of the mesh.
+    mesh : tuple of tuples of int, or None
+        Ranks of the group in rows, one for each place on the ring, where they are in two
+        dimensions.
     cp_rank, cp_size : int
         The rank of this process within the group, and the number of ranks.
+    sent_bytes, received_bytes : int
+        What all calls so far have sent to other ranks and received from them, agreements among it:
+        bytes of tensors, without those that a backend and its network add.
 
     Raises
     ------
     TypeError
-        If `group` is no ProcessGroup, or `page_size` no integer.
+        If `group` is no ProcessGroup and no DeviceMesh, or `page_size` no integer.
     ValueError
-        If `page_size` is below 1, or `transport` unknown.
+        If `page_size` is below 1, or `transport` unknown; for a mesh of other dimensions or without
+        this rank, and "usp" without a mesh.
     RuntimeError
         For "shm", if the ranks cannot share memory, saying why.
 
@@ -75,13 +93,18 @@ class ContextParallel(ShardedAttention, RankAttention):
     padding, and as bytes, so every dtype does. Over gloo, 16 MiB per rank take a third of the time
     of an all-gather.
 
-    A rank that does not answer within the group's timeout, or is gone, is a RuntimeError that names
-    it; the group cannot be used any more. A rank that makes another call, or the same one with
-    another plan or other rows, or whose arguments are refused, is a RuntimeError on every rank
-    before any row is sent, but for the rank that refuses them, which has its own error; the group
-    stays usable. Ranks in messages are ranks of the group.
+    A rank that does not answer within the group's timeout, is gone, or fails behind the checks, as
+    for want of memory, is a RuntimeError on all others that names it; the group cannot be used any
+    more. Whoever misses a rank tells the others, so that all name the same one, and at once. Caches
+    of a rank are then as before the call or have all of its rows, but for the new slots of shared
+    pools, which are lost.
 
-    Use from one thread at a time. The receive buffer is kept for the next call.
+    A rank that makes another call, or the same one with another plan or other rows, or has another
+    version of cpattn, or whose arguments are refused, is a RuntimeError on every rank before any
+    row is sent, but for the rank that refuses them, which has its own error; the group stays
+    usable. Ranks in messages are ranks of the group.
+
+    Use from one thread at a time. Receive buffers are kept for the next call.
 
     Examples
     --------
@@ -105,7 +128,7 @@ class ContextParallel(ShardedAttention, RankAttention):
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | DeviceMesh,
         *,
         strategy: str = "zigzag",
         page_size: int,
@@ -114,8 +137,7 @@ class ContextParallel(ShardedAttention, RankAttention):
         max_scratch_bytes: int = 256 << 20,
         transport: str = "auto",
     ) -> None:
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"ContextParallel: group must be a ProcessGroup, got {group!r}")
+        group, self.mesh = group_and_mesh(group)
         if index(page_size) < 1:
             raise ValueError(f"ContextParallel: page_size must be positive, got {page_size}")
         if transport not in TRANSPORTS:
@@ -130,7 +152,7 @@ class ContextParallel(ShardedAttention, RankAttention):
         self._connection: Connection | None = None
         self.cp_rank = self._exchange.rank
         self.cp_size = self._exchange.size
-        check_placement(placement, exchange, self.cp_size, self.page_size)
+        check_placement(placement, exchange, self.cp_size, self.page_size, self.mesh)
         self.placement = placement
         self.exchange = exchange
         self.max_scratch_bytes = at_least(
@@ -141,58 +163,17 @@ class ContextParallel(ShardedAttention, RankAttention):
                 f"ContextParallel: ranks cannot share memory (transport='shm'): {topology.reason}"
             )
 
-    def topology(self) -> Topology:
-        """Find out which ranks share a host, and whether they share memory.
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank's calls have sent to other ranks."""
+        return self._exchange.sent_bytes
 
-        The ranks ask each other once for a group, at the first call of this or of
-        `shared_memory`, which all ranks make; later calls are local.
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that this rank's calls have received from other ranks."""
+        return self._exchange.received_bytes
 
-        Returns
-        -------
-        Topology
-            The same on every rank.
-
-        Raises
-        ------
-        RuntimeError
-            If another rank makes another call, has another `transport`, or does not answer.
-        """
-        return self._connected().topology
-
-    def shared_memory(self) -> SharedMemory | None:
-        """Give memory that all ranks share, for a pool of `cpattn.kv`, as its `memory`.
-
-        `write_kv` knows such pools by their addresses. Every rank writes its own rows in place
-        then, once for all: nothing is sent, and no other copy is kept. Collective as `topology`.
-
-        Returns
-        -------
-        SharedMemory or None
-            None where ranks share no host, or not to share was asked for: a pool of this memory is
-            that of the rank alone, and `write_kv` sends rows.
-
-        Raises
-        ------
-        RuntimeError
-            As of `topology`.
-        """
-        host = self._connected().host
-        return None if host is None else SharedMemory(host, self._exchange)
-
-    def _connected(self) -> Connection:
-        if self._connection is None and self.transport != "tcp":
-            self._connection = known_connection(self.group)
-        if self._connection is None:
-            self._connection = connect(self.group, self._exchange, self.transport)
-        return self._connection
-
-    def _host(self) -> HostGroup | None:
-        """Where the ranks share memory, if they have found out; asks nobody."""
-        if self.transport == "tcp":
-            return None
-        known = known_connection(self.group)
-        return known and known.host
-
+    @announced("ContextParallel.plan")
     def plan(
         self,
         extend_lens: Any,
@@ -274,6 +255,7 @@ class ContextParallel(ShardedAttention, RankAttention):
             placement=self.placement,
             exchange=self.exchange,
             max_scratch_bytes=self.max_scratch_bytes,
+            mesh=self.mesh,
         )
 
     def shard(self, plan: ContextParallelPlan, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -300,9 +282,10 @@ class ContextParallel(ShardedAttention, RankAttention):
         ValueError
             For a plan of another rank, another number of rows, and a dimension that x has not.
         """
-        self._check_plan("shard", plan)
+        check_rank("shard", self._exchange, plan)
         return plan.metadata.shard(x, dim)
 
+    @announced("ContextParallel.write_kv")
     def write_kv(
         self,
         plan: ContextParallelPlan | DecodePlan,
@@ -344,10 +327,12 @@ class ContextParallel(ShardedAttention, RankAttention):
 
         Notes
         -----
-        Caches in memory that the ranks share, of pools with `shared_memory`, get the rows of each
-        rank from itself. No row is written before every rank has entered the call, so none
-        overwrites what another rank still reads in a call of its own before this one; and the call
-        returns when all rows are written, so those of all ranks are seen behind it.
+        Caches in memory that the ranks of a host share, of pools with `shared_memory`, get the rows
+        of each rank there from itself, and those of other hosts from whoever receives them: the
+        k-th rank of a host those of the k-th of every other one, so that each row comes to a host
+        once. No row is written before every rank has entered the call, so none overwrites what
+        another rank still reads in a call of its own before this one; and the call returns when all
+        rows are written, so those of all ranks are seen behind it.
         """
         if isinstance(plan, DecodePlan):
             self._check_decode_plan("write_kv", plan)
@@ -357,32 +342,19 @@ class ContextParallel(ShardedAttention, RankAttention):
             write_shards(self._exchange, plan, k_local, v_local, k_cache, v_cache)
             return
         host = self._host()
-        with self._exchange.agreement("write_kv", plan.terms) as parts:
-            self._check_plan("write_kv", plan)
-            if (v_local is None) != (v_cache is None):
-                missing = "v_local" if v_local is None else "v_cache"
-                raise ValueError(
-                    "ContextParallel.write_kv: v_local and v_cache must be given together, got "
-                    f"no {missing}"
-                )
-            parts.append(local_rows("write_kv", plan, "k_local", k_local))
-            pools = [pool_rows(plan.page_size, plan.slots, "k_cache", k_cache, k_local)]
-            if v_local is not None and v_cache is not None:
-                parts.append(local_rows("write_kv", plan, "v_local", v_local))
-                pools.append(pool_rows(plan.page_size, plan.slots, "v_cache", v_cache, v_local))
-            if host is not None:
-                caches = {"k_cache": k_cache} | ({} if v_cache is None else {"v_cache": v_cache})
-                parts.shared_memory = host.digest_of("write_kv", caches)
-        if host is not None and parts.shared_memory:
-            write_own_rows(host, plan, pools, parts)
-            return
-        gathered = self._exchange.all_rows("write_kv", plan.rows_per_rank, parts)
-        slots = torch.tensor(plan.slots)
-        written = slots >= 0
-        slots, rows = slots[written], plan.gathered_rows[written]
-        for pool, new in zip(pools, gathered, strict=True):
-            pool.index_copy_(0, slots, new.index_select(0, rows))
-        return
+        with self._exchange.agreement("write_kv", getattr(plan, "terms", NO_TERMS)) as parts:
+            check_rank("write_kv", self._exchange, plan)
+            new = plan_rows("write_kv", plan, (k_local, v_local), (k_cache, v_cache))
+            parts += new.rows
+            parts.shared_memory = shared_digest(host, "write_kv", k_cache, v_cache)
+        with self._exchange.without_return():
+            if host is not None and parts.shared_memory:
+                shared = SharedRows("write_kv", self._exchange, host, plan, new)
+                arriving = shared.begin(new.rows)
+                shared.write_own()
+                shared.finish(arriving)
+            else:
+                new.store(self._exchange.all_rows("write_kv", plan.rows_per_rank, parts))
 
     def gather(
         self, plan: ContextParallelPlan, x_local: torch.Tensor, dim: int = 0
@@ -413,23 +385,11 @@ class ContextParallel(ShardedAttention, RankAttention):
             If another rank refuses its arguments, makes another call, has another plan or other
             rows, or does not answer.
         """
-        with self._exchange.agreement("gather", plan.terms) as parts:
-            self._check_plan("gather", plan)
+        with self._exchange.agreement("gather", getattr(plan, "terms", NO_TERMS)) as parts:
+            check_rank("gather", self._exchange, plan)
             x = x_local.movedim(dim, 0)
             parts.append(local_rows("gather", plan, "x_local", x))
-        (rows,) = self._exchange.all_rows("gather", plan.rows_per_rank, parts)
+        with self._exchange.without_return():
+            (rows,) = self._exchange.all_rows("gather", plan.rows_per_rank, parts)
         tokens = rows.index_select(0, plan.gathered_rows)
         return tokens.view(plan.num_tokens, *x.shape[1:]).movedim(0, dim).contiguous()
-
-    def _check_plan(self, call: str, plan: ContextParallelPlan) -> None:
-        if not isinstance(plan, ContextParallelPlan):
-            raise TypeError(
-                f"ContextParallel.{call}: plan must be one of ContextParallel.plan, got "
-                f"{type(plan).__name__}"
-            )
-        of = (plan.cp_rank, len(plan.rows_per_rank))
-        if of != (self.cp_rank, self.cp_size):
-            raise ValueError(
-                f"ContextParallel.{call}: plan must be of rank {self.cp_rank} of {self.cp_size}, "
-                f"got rank {of[0]} of {of[1]}"
-            )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a group exchanges rows, in the terms of `cpattn.cost_model.Rates`."""
+"""How fast a group exchanges rows, and a rank merges, in the terms of `cpattn.cost_model.Rates`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from .exchange import RowExchange
+from .layers.partials import merged
+from .transport.exchange import RowExchange
 
 _HEADS, _DIM = 8, 128
 _ROW_BYTES = 2 * _HEADS * _DIM * 2  # keys and values in bfloat16
 _MESSAGES = 32
+_MERGED_ELEMENTS, _MERGED_PARTS = 16 << 20, 2  # 64 MiB in float32, as of a prompt
 
 
 def measure_exchange(
@@ -62,6 +64,38 @@ def measure_exchange(
         "message_us": message * 1e6,
         "store_gbps": rows * _ROW_BYTES / seconds(_storing(rows)) / 1e9,
     }
+
+
+def measure_merge(
+    num_heads: int, v_head_dim: int, dtype: torch.dtype, threads: int, *, repeats: int = 5
+) -> float:
+    """Nanoseconds of each thread for an element of a partial result: copied, then merged.
+
+    So a layer does it: each part goes into the order of the rows, and is merged in float32.
+    """
+    rows = -(-_MERGED_ELEMENTS // (num_heads * v_head_dim))
+    part = torch.zeros(rows, num_heads, v_head_dim, dtype=dtype)
+    lse, order = torch.zeros(rows, num_heads), torch.arange(rows)
+
+    def merge() -> None:
+        parts = []
+        for _ in range(_MERGED_PARTS):
+            out = part.new_zeros(part.shape)
+            out.index_copy_(0, order, part)
+            parts.append((out, lse))
+        merged(parts, None)
+
+    times, before = [], torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        merge()
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            merge()
+            times.append(time.perf_counter() - begin)
+    finally:
+        torch.set_num_threads(before)
+    return 1e9 * threads * min(times) / (_MERGED_PARTS * part.numel())
 
 
 def _storing(rows: int) -> Callable[[], None]:

@@ -3,163 +3,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from .._arguments import at_least, flag
-from ..kv import Placement
-from .choice import ExchangeChoice, choose
-from .exchange import NO_TERMS, RowExchange
-from .heads import LayerSizes
-from .partials import AttentionOptions, attend_part, checked_inputs, merged_columns
-from .plan import ContextParallelPlan
-from .sharded_plan import DecodePlan, ShardedPlan, make_decode_plan
+from ..profiling.calls import announced
+from .decode_calls import DecodeCalls
+from .layers.choice import ExchangeChoice, choose, choose_state_exchange
+from .layers.decode_states import LSE_BYTES, OUT_HEADS
+from .layers.prefetch import LayerCaches, Prefetch, prefetch
+from .plans.heads import LayerSizes
+from .plans.plan import ContextParallelPlan
+from .plans.sharded_plan import DecodePlan, ShardedPlan
+from .sparse.choice import SparseSizes, choose_sparse
 
 
-class ShardedAttention:
+class ShardedAttention(DecodeCalls):
     """What `ContextParallel` does where it was given a placement."""
 
-    placement: Placement | None = None
-    page_size: int
-    cp_rank: int
-    cp_size: int
-    _exchange: RowExchange
+    @announced("ContextParallel.prefetch")
+    def prefetch(
+        self, plan: ContextParallelPlan, layers: Sequence[LayerCaches | tuple[Any, ...]]
+    ) -> Prefetch:
+        """Gather cached keys of layers ahead: of each while the one before is computed.
 
-    def plan_decode(
-        self,
-        kv_lens: Any,
-        *,
-        block_tables: Any,
-        q_lens: Any = None,
-        custom_mask: Any = None,
-        packed_custom_mask: Any = None,
-    ) -> DecodePlan:
-        """Plan a decode step over sharded pools. Local.
+        Those of the first layer begin to travel now, and those of each other one in the ``attend``
+        of the layer before, behind its new keys. Until the ``attend`` of their own layer they have
+        the time of all that ranks compute: the layer before, and what is between the two. All ranks
+        make this call, then ``attend(..., prefetched=)`` of each layer in its turn. Calls between
+        these send behind what is under way.
 
         Parameters
         ----------
-        kv_lens : ints [bs]
-            Tokens of each request, the new ones included.
-        block_tables : ints [bs, >= ceil(max(kv_lens) / page_size)]
-            Logical pages of each request, as for ``plan``.
-        q_lens : ints [bs], optional
-            New tokens of each request, one by default. More are verified together, such as drafts:
-            each sees the keys up to its own, whoever holds them.
-        custom_mask, packed_custom_mask : tensors, optional
-            Which keys tokens see, as for ``plan``; a tree of drafts, for example.
+        plan : ShardedPlan
+            Of this object's `plan`, with the exchange "gather" or "auto", which is "gather" then.
+        layers : sequence of LayerCaches, or of tuples like them
+            This rank's shards for each layer, in their order. What is cached of a layer must be in
+            them when the layer before is attended to. A layer of latents has no `v_cache`.
 
         Returns
         -------
-        DecodePlan
-            Of this rank; for all layers.
+        Prefetch
+            For ``attend``. It takes two buffers, each of the cached keys of all ranks in one layer;
+            all scratch is within `max_scratch_bytes`. This object has one at a time: another call
+            ends the last one, which may be left at any layer, by all ranks.
 
         Raises
         ------
         TypeError
-            For lengths and tables that are no integers, and a mask that is no tensor.
+            If `plan` is no plan, and for layers that are none or whose caches are no tensors.
         ValueError
-            Without a placement; for lengths that do not match, negative page ids, tables that are
-            too narrow, tokens that share a slot, and a mask of another dtype or size.
-        """
-        if self.placement is None:
-            raise ValueError("ContextParallel.plan_decode: needs a placement of the pools")
-        return make_decode_plan(
-            kv_lens,
-            q_lens=q_lens,
-            block_tables=block_tables,
-            page_size=self.page_size,
-            placement=self.placement,
-            cp_rank=self.cp_rank,
-            custom_mask=custom_mask,
-            packed_custom_mask=packed_custom_mask,
-        )
-
-    def decode(
-        self,
-        plan: DecodePlan,
-        q: torch.Tensor,
-        k_shard: torch.Tensor,
-        v_shard: torch.Tensor | None,
-        *,
-        scale: float | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-        v_head_dim: int | None = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        kv_dtype: str | None = None,
-        batch_invariant: bool = False,
-        return_lse: bool = False,
-    ) -> Any:
-        """Attention of queries that every rank has, over the keys of all ranks.
-
-        Each rank attends to the keys that it holds; partial results and their LSE are exchanged and
-        merged in rank order, so that every rank has the same bits. Scratch: a partial result of all
-        queries for each rank.
-
-        Parameters
-        ----------
-        plan : DecodePlan
-            Of this object's `plan_decode`, for the same step on every rank.
-        q : tensor [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
-            Request after request, the same on every rank.
-        k_shard, v_shard : tensors of the dtype of q, or of codes of 8 bits
-            This rank's pools, as for ``write_kv``, which comes first. Without `v_shard` (None) the
-            first `v_head_dim` elements of the keys are the values.
-        scale, causal, window, softcap, sinks, v_head_dim, k_scale, v_scale, kv_dtype
-            As of ``attend``.
-        batch_invariant : bool
-            Whether a row's bits are independent of the rest of the batch, as in
-            `cpattn.paged_attention`.
-        return_lse : bool
-            Whether to return `lse`, too.
-
-        Returns
-        -------
-        out : tensor [num_tokens, num_heads, v_head_dim], of the dtype of q
-        lse : tensor [num_tokens, num_heads], float32; only with ``return_lse``
-            Natural logarithm, sinks not included.
-
-        Raises
-        ------
-        TypeError
-            If an argument is of another type than stated.
-        ValueError
-            For a plan of another rank, another number of queries, pools that are too small for the
-            plan, and what `cpattn.paged_attention` refuses.
+            For a plan of another rank, of replicated pools or with another exchange, no layers,
+            caches that are too small or not contiguous, and where two layers' cached keys, new keys
+            and one KV head in its places exceed `max_scratch_bytes`.
         RuntimeError
-            If another rank refuses its arguments, makes another call, has another plan, other
-            queries or options, or does not answer.
+            If another rank refuses its arguments, makes another call, has another plan or other
+            layers, or does not answer.
+
+        Examples
+        --------
+        See `Prefetch`.
         """
-        terms: dict[str, int] = {}
-        with self._exchange.agreement("decode", getattr(plan, "terms", NO_TERMS), terms) as parts:
-            self._check_decode_plan("decode", plan)
-            return_lse = flag(return_lse, "ContextParallel.decode", "return_lse")
-            options = AttentionOptions(
-                scale, causal, window, softcap, sinks, k_scale, v_scale, kv_dtype, batch_invariant
-            )
-            inputs = checked_inputs("decode", options, q, k_shard, v_shard, v_head_dim)
-            if len(q) != plan.num_tokens:
-                raise ValueError(
-                    f"ContextParallel.decode: q must have the {plan.num_tokens} rows of the plan, "
-                    f"got {len(q)}"
-                )
-            plan.batch.check_pool("decode", self.cp_rank, len(inputs.k))
-            parts.append(q.flatten(1))
-            terms["options"] = inputs.digest()
-        calls = plan.batch.calls(self.cp_rank, slice(0, len(q)), causal=causal, window=window)
-        part, part_lse = attend_part(calls, q, inputs.k, inputs.v, inputs.options)
-        num_rows = [len(q)] * self.cp_size
-        outs, lses = self._exchange.all_rows("decode", num_rows, [part.flatten(1), part_lse])
-        result = merged_columns(outs, lses, self.cp_size, inputs.options.sinks)
-        return result if return_lse else result[0]
+        return prefetch(self._exchange, plan, layers)
 
     def choose_exchange(
         self,
-        plan: ContextParallelPlan,
+        plan: ContextParallelPlan | DecodePlan,
         *,
         num_heads: int,
         num_kv_heads: int,
@@ -167,26 +76,37 @@ class ShardedAttention:
         v_head_dim: int | None = None,
         element_bytes: int = 2,
         shares_values: bool = False,
+        writes: bool = False,
+        out_heads: str = "all",
     ) -> ExchangeChoice:
-        """What ``attend`` with the exchange "auto" does of a layer, and why. Local.
+        """What ``attend`` or ``decode`` with the exchange "auto" does of a layer, and why. Local.
 
-        Of "gather", "all_to_all" and "pass_q" the one by which the busiest rank receives the fewest
-        bytes: with few new tokens behind long prefixes their queries are less than the keys. Of
-        equal ones the first. "all_to_all" is left out where the heads would be uneven, "pass_q"
-        where rotary dimensions of keys are apart. "ring" takes the place of "gather" where a KV
-        head of the context does not fit into `max_scratch_bytes`. Scales of each token need
-        "pass_q".
+        Of a decode step the one by which the busiest rank receives the fewest bytes of partial
+        results. "all_to_all" takes a second round for the heads of all ranks, which counts as 256
+        KiB, so that small steps are "gather".
+
+        Of a prefill, of "gather", "all_to_all" and "pass_q" the one by which the busiest rank
+        receives the fewest bytes: with few new tokens behind long prefixes their queries are less
+        than the keys. Each element of a partial result that is merged counts as 3 bytes. Of equal
+        ones the first. "all_to_all" is left out where the heads would be
+        uneven. "ring" takes the place of "gather" where a KV head of the context does not fit into
+        `max_scratch_bytes`. Scales of each token need "pass_q". Rotary dimensions of keys that are
+        stored apart count as those of keys.
 
         Parameters
         ----------
-        plan : ShardedPlan
-            Of this object's `plan`.
+        plan : ShardedPlan or DecodePlan
+            Of this object's `plan` or `plan_decode`.
         num_heads, num_kv_heads, head_dim, v_head_dim : int
             Of the layer; v_head_dim is head_dim if it is not given.
         element_bytes : int
             Of queries, keys and values.
         shares_values : bool
             Whether values are a part of the keys, as in the latent cache of MLA.
+        writes : bool
+            Whether ``attend`` gets `k_local`, too: what "gather" does not send twice then.
+        out_heads : {"all", "own"}
+            As of ``decode``.
 
         Returns
         -------
@@ -198,11 +118,15 @@ class ShardedAttention:
         TypeError
             For sizes that are no integers, and a flag that is no bool.
         ValueError
-            For a plan of replicated pools, sizes below 1, and KV heads that do not divide the
-            heads.
+            For a plan of replicated pools, sizes below 1, KV heads that do not divide the heads,
+            and unknown `out_heads`.
         """
         call = "ContextParallel.choose_exchange"
-        if not isinstance(plan, ShardedPlan):
+        if out_heads not in OUT_HEADS:
+            raise ValueError(
+                f"{call}: out_heads must be one of {', '.join(OUT_HEADS)}, got {out_heads!r:.40}"
+            )
+        if not isinstance(plan, ShardedPlan | DecodePlan):
             raise ValueError(f"{call}: plan must be of sharded pools")
         sizes = LayerSizes(
             num_heads=at_least(1, num_heads, call, "num_heads"),
@@ -220,17 +144,99 @@ class ShardedAttention:
                 f"{call}: num_heads must be a multiple of num_kv_heads, got {num_heads} and "
                 f"{num_kv_heads}"
             )
-        return choose(plan, sizes)
+        if isinstance(plan, DecodePlan):
+            return choose_state_exchange(plan, sizes, out_heads)
+        return choose(plan, sizes, writes=flag(writes, call, "writes"))
 
-    def _check_decode_plan(self, call: str, plan: DecodePlan) -> None:
-        if not isinstance(plan, DecodePlan):
-            raise TypeError(
-                f"ContextParallel.{call}: plan must be one of ContextParallel.plan_decode, got "
-                f"{type(plan).__name__}"
-            )
-        of = (plan.cp_rank, plan.placement.shard_size)
-        if of != (self.cp_rank, self.cp_size):
-            raise ValueError(
-                f"ContextParallel.{call}: plan must be of rank {self.cp_rank} of {self.cp_size}, "
-                f"got rank {of[0]} of {of[1]}"
-            )
+    def choose_sparse_exchange(
+        self,
+        plan: ContextParallelPlan,
+        *,
+        topk: int,
+        num_heads: int,
+        num_index_heads: int,
+        head_dim: int = 576,
+        d_v: int = 512,
+        index_head_dim: int = 128,
+        element_bytes: int = 2,
+        index_element_bytes: int = 2,
+        weight_bytes: int = 4,
+        latent_bytes: int | None = None,
+        index_key_bytes: int | None = None,
+    ) -> ExchangeChoice:
+        """What ``attend_sparse`` with the exchange "auto" does of a layer, and why. Local.
+
+        Of "gather" and "pass_q" the one by which the busiest rank receives the fewest bytes, if no
+        two of its rows select the same key; of equal ones "gather", which has the bits of one pool.
+        "pass_q" takes its place where the index keys do not fit into `max_scratch_bytes`.
+
+        Parameters
+        ----------
+        plan : ShardedPlan
+            Of this object's `plan`.
+        topk : int
+            Keys that a row selects.
+        num_heads, num_index_heads : int
+            Heads of the queries, and of those of the indexer.
+        head_dim, d_v, index_head_dim : int
+            Dimensions of a query, of a result, and of a query and key of the indexer.
+        element_bytes, index_element_bytes, weight_bytes : int
+            Of an element of queries and results, of queries of the indexer, and of their weights.
+        latent_bytes : int, optional
+            Of a row of the KV pool. Default: `head_dim` elements; 656 for rows of FP8.
+        index_key_bytes : int, optional
+            Of an index key and its scale. Default: `index_head_dim` elements without one; 132 for
+            pages of FP8.
+
+        Returns
+        -------
+        ExchangeChoice
+            Its name, the reason, and the bytes of each exchange.
+
+        Raises
+        ------
+        TypeError
+            For sizes that are no integers.
+        ValueError
+            For a plan of replicated pools or of a decode step, and sizes below 1.
+
+        Examples
+        --------
+        >>> import torch.distributed as dist
+        >>> from cpattn.distributed import ContextParallel
+        >>> from cpattn.kv import PageInterleave
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> cp = ContextParallel(dist.group.WORLD, page_size=64,
+        ...                      placement=PageInterleave(shard_size=1, page_size=64))
+        >>> plan = cp.plan([100], block_tables=[[0, 1]])
+        >>> cp.choose_sparse_exchange(plan, topk=64, num_heads=128, num_index_heads=64).exchange
+        'gather'
+        >>> dist.destroy_process_group()
+        """
+        call = "ContextParallel.choose_sparse_exchange"
+        if not isinstance(plan, ShardedPlan):
+            raise ValueError(f"{call}: plan must be of new tokens over sharded pools")
+        given = {
+            "topk": topk,
+            "num_heads": num_heads,
+            "num_index_heads": num_index_heads,
+            "head_dim": head_dim,
+            "d_v": d_v,
+            "index_head_dim": index_head_dim,
+            "element_bytes": element_bytes,
+            "index_element_bytes": index_element_bytes,
+            "weight_bytes": weight_bytes,
+        }
+        n = {name: at_least(1, value, call, name) for name, value in given.items()}
+        latent = n["head_dim"] * n["element_bytes"] if latent_bytes is None else latent_bytes
+        key = index_head_dim * index_element_bytes if index_key_bytes is None else index_key_bytes
+        index_query = n["index_head_dim"] * n["index_element_bytes"]
+        sizes = SparseSizes(
+            topk=n["topk"],
+            query_bytes=n["num_heads"] * n["head_dim"] * n["element_bytes"],
+            result_bytes=n["num_heads"] * (n["d_v"] * n["element_bytes"] + LSE_BYTES),
+            asking_bytes=n["num_index_heads"] * (index_query + n["weight_bytes"]),
+            latent_bytes=at_least(1, latent, call, "latent_bytes"),
+            index_key_bytes=at_least(1, key, call, "index_key_bytes"),
+        )
+        return choose_sparse(plan, sizes)

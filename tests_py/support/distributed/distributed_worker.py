@@ -14,7 +14,7 @@ import traceback
 import warnings
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from unittest import mock
 
@@ -34,36 +34,49 @@ def run_world(
 
     Ranks are forked from a server that has imported torch (or the module `preload`, where no
     server runs yet), and live until all have answered: a rank that ended early would be an error
-    of its own.
+    of its own. Where one fails, that is raised at once, and the others end, which may wait for it.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([preload])
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()
-    answered = context.Event()
     ranks = []
     for rank in range(size):
-        receiver, sender = context.Pipe(duplex=False)
-        ends = (rank, size, path / "store", group_timeout, sender, answered)
+        ours, theirs = context.Pipe()
+        ends = (rank, size, path / "store", group_timeout, theirs)
         process = context.Process(target=_rank, args=(*ends, program, *arguments), daemon=True)
         process.start()
-        sender.close()
-        ranks.append((process, receiver))
+        theirs.close()
+        ranks.append((process, ours))
     try:
-        return [_answer(receiver) for _, receiver in ranks]
+        return _answers([ours for _, ours in ranks])
     except BaseException:
-        for process, _ in ranks:  # which may wait for each other
+        for process, _ in ranks:
             process.kill()
         raise
     finally:
-        answered.set()
+        # What they wait for: no event, which waits for those that wait for it, killed or not.
+        for _, ours in ranks:
+            ours.close()
         for process, _ in ranks:
             process.join(PATIENCE)
             process.kill()
 
 
+def _answers(receivers: list[connection.Connection]) -> list:
+    """Of each rank, as they come; the first that is an error is raised."""
+    answers: dict[connection.Connection, object] = {}
+    deadline = time.monotonic() + PATIENCE
+    while len(answers) < len(receivers):
+        missing = [receiver for receiver in receivers if receiver not in answers]
+        ready = connection.wait(missing, max(0.0, deadline - time.monotonic()))
+        assert ready, f"rank {[receivers.index(one) for one in missing]} does not answer"
+        for receiver in ready:
+            answers[receiver] = _answer(receiver)
+    return [answers[receiver] for receiver in receivers]
+
+
 def _answer(receiver):
-    assert receiver.poll(PATIENCE), "a rank does not answer"
     try:
         answer = pickle.loads(receiver.recv_bytes())
     except EOFError:
@@ -73,7 +86,7 @@ def _answer(receiver):
     return answer
 
 
-def _rank(rank, size, store, timeout, sender, answered, program, *arguments):
+def _rank(rank, size, store, timeout, asker, program, *arguments):
     warnings.simplefilter("error")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -89,8 +102,8 @@ def _rank(rank, size, store, timeout, sender, answered, program, *arguments):
     except BaseException:
         answer = AssertionError(f"rank {rank} of {size}:\n{traceback.format_exc()}")
     # Not `send`, by which tensors take room in /dev/shm, of which a container may have little.
-    sender.send_bytes(pickle.dumps(answer))
-    answered.wait(PATIENCE)
+    asker.send_bytes(pickle.dumps(answer))
+    asker.poll(PATIENCE)  # until all have answered
 
 
 def make_plan(cp: ContextParallel, case: Case, batch: Batch, **changes) -> ContextParallelPlan:
@@ -279,16 +292,16 @@ def run_death(rank: int) -> tuple[str, float, list[tuple[float, bool]]]:
         kills.append((time.monotonic(), bool(arriving[-1])))
         os.kill(pids[-1], signal.SIGKILL)
 
-    exchange = cp._exchange._exchange
+    post = cp._exchange.post
 
-    def watched(call, buffer, rows_per_rank):
+    def watched(call, sends, receives):
         if call == "gather":
-            arriving = buffer.split(list(rows_per_rank))[-1].zero_().view(-1)
+            arriving = receives[cp.cp_size - 1].zero_().view(-1)
             threading.Thread(target=watch, args=[arriving.numpy()], daemon=True).start()
-        exchange(call, buffer, rows_per_rank)
+        return post(call, sends, receives)
 
     if rank == 0:
-        cp._exchange._exchange = watched
+        cp._exchange.post = watched
     message, _ = _error_of(lambda: cp.gather(plan, rows))
     return message, time.monotonic(), kills
 

@@ -11,7 +11,6 @@ The folder may also hold the package itself; without the variable an installed o
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import types
@@ -23,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cpattn.integrations import flash_attn
+from bench.context_parallel.ring_flash_attn import import_on_kernels
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 FUNCTIONS = {
@@ -56,16 +55,9 @@ def is_there() -> bool:
 
 
 def load() -> types.ModuleType:
-    """The package, on our kernels.
-
-    Its adapters import a name that transformers no longer has; they are left out.
-    """
+    """The package, on our kernels."""
     assert is_there()
-    adapters = types.ModuleType("ring_flash_attn.adapters")
-    adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = None
-    sys.modules[adapters.__name__] = adapters
-    with flash_attn.install():
-        return importlib.import_module("ring_flash_attn")
+    return import_on_kernels()
 
 
 def make_batch(case: Case) -> list[torch.Tensor]:

@@ -51,6 +51,15 @@ def run_disagreements(rank: int) -> tuple[dict[str, str], bool]:
         plan = cp.plan_decode(**lens | (step if is_odd else {}))
         cp.decode(plan, torch.zeros(2, 4, 32), *shards, **(options if is_odd else {}))
 
+    def sparse(**options: Any) -> None:
+        cp, plan, _, _ = parts()
+        rows = plan.num_local_rows
+        cp.attend_sparse(
+            plan, torch.zeros(rows, 2, 32), torch.zeros(64, 1, 32), torch.zeros(rows, 1, 16),
+            torch.zeros(64, 1, 16), torch.zeros(rows, 1),
+            **{"topk": 4, "sm_scale": 1.0, "d_v": 16} | (options if is_odd else {}),
+        )  # fmt: skip
+
     def refused() -> None:
         cp, plan, q, shards = parts()
         cp.attend(plan, q, *[shard[:4] if is_odd else shard for shard in shards])
@@ -73,6 +82,8 @@ def run_disagreements(rank: int) -> tuple[dict[str, str], bool]:
         "window": lambda: attend({}, window=3),
         "scale": lambda: attend({}, scale=0.5),
         "sinks": lambda: attend({}, sinks=torch.ones(4)),
+        "topk": lambda: sparse(topk=3),
+        "sink": lambda: sparse(attn_sink=torch.zeros(2)),
         "kv_lens": lambda: decode({"kv_lens": [4, 9]}),
         "softcap of decode": lambda: decode({}, softcap=1.0),
         "call": other_call,
@@ -88,12 +99,12 @@ def run_disagreements(rank: int) -> tuple[dict[str, str], bool]:
     return told, answer["shards"]
 
 
-def run_loss(rank: int, exchange: str) -> str:
+def run_loss(rank: int, exchange: str, group: Any = None) -> str:
     """What the others are told if the last rank leaves after all have agreed."""
     case = SMALL
     batch, size = make_batch(case), dist.get_world_size()
     cp = ContextParallel(
-        dist.group.WORLD,
+        dist.group.WORLD if group is None else group,
         page_size=case.page_size,
         placement=PLACEMENTS["pages"](size, case.page_size),
         exchange=exchange,
@@ -109,11 +120,11 @@ def run_loss(rank: int, exchange: str) -> str:
     return "no error"
 
 
-def leave_after_agreement(post: Callable[..., Any]) -> Callable[..., Any]:
-    """Sends what ranks agree on, and ends the process at the first rows."""
+def leave_after_agreement(post: Callable[..., Any], at: str = "") -> Callable[..., Any]:
+    """Sends what ranks agree on, and ends the process at the first rows, or those of a call."""
 
     def send(call: str, *arguments: Any) -> Any:
-        if "agreement" not in call:
+        if "agreement" not in call and at in call:
             os.kill(os.getpid(), signal.SIGKILL)
         return post(call, *arguments)
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import cpattn
-from cpattn.distributed import ContextParallel, ring
+from cpattn.distributed import ContextParallel, DecodePlan
+from cpattn.distributed.layers import ring
 from cpattn.kv import PageInterleave, TokenInterleave
 from support.distributed import layer_worker as layers
 from support.distributed.distributed_worker import make_plan
@@ -51,13 +52,13 @@ def shard_of(placement: Any, rank: int, pool: torch.Tensor, page_size: int) -> t
     return shard
 
 
-def run_prefill(run: Run) -> dict[str, Any]:
+def run_prefill(run: Run, group: Any = None) -> dict[str, Any]:
     """What came out on this rank, and whether its shards are those of the whole pools."""
     case, batch = run.case, make_batch(run.case)
     size, rank = dist.get_world_size(), dist.get_rank()
     placement = PLACEMENTS[run.placement](size, case.page_size)
     cp = ContextParallel(
-        dist.group.WORLD,
+        dist.group.WORLD if group is None else group,
         strategy=case.strategy,
         page_size=case.page_size,
         placement=placement,
@@ -104,11 +105,13 @@ def run_prefills(rank: int, runs: list[Run]) -> dict[str, dict[str, Any]]:
 class ShardedRank(layers.Rank):
     """A rank of the layers' batch whose pools hold a share each."""
 
-    def __init__(self, strategy: str, placement: str, exchange: str, **options: Any) -> None:
+    def __init__(
+        self, strategy: str, placement: str, exchange: str, *, group: Any = None, **options: Any
+    ) -> None:
         assert dist.group.WORLD is not None
         self.placement = PLACEMENTS[placement](dist.get_world_size(), layers.PAGE)
         self.cp = ContextParallel(
-            dist.group.WORLD,
+            dist.group.WORLD if group is None else group,
             strategy=strategy,
             page_size=layers.PAGE,
             placement=self.placement,
@@ -139,35 +142,39 @@ class ShardedRank(layers.Rank):
         return pools
 
 
-def run_layers(rank: int, exchanges: list[str]) -> dict[str, list[torch.Tensor]]:
+def run_layers(rank: int, exchanges: list[str], group: Any = None) -> dict[str, list[torch.Tensor]]:
     """out and lse of all tokens, for every layer, placement and exchange."""
     results = {}
     for exchange in exchanges:
         for placement in PLACEMENTS:
             for name, layer in layers.LAYERS.items():
                 q, k, v = layers.dense_inputs()
-                one = ShardedRank("zigzag", placement, exchange, **layer.plan)
+                one = ShardedRank("zigzag", placement, exchange, group=group, **layer.plan)
                 out = one.cp.attend(
                     one.plan, one.shard(q), *one.write(k, v), **layer.attend, return_lse=True
                 )
                 results[f"{exchange}, {placement}, {name}"] = one.gather(*out)
             for name, inputs in coded_inputs().items():
-                if name == "codes, scales of tokens" and exchange != "pass_q":
+                if name.startswith("codes, scales of tokens") and exchange != "pass_q":
                     continue
-                one = ShardedRank("zigzag", placement, exchange)
-                pools = one.write(inputs["k_cache"], inputs["v_cache"])
+                one = ShardedRank("zigzag", placement, exchange, group=group)
+                q, keys, apart = one.shard(inputs["q"]), inputs["k_cache"], {}
+                if name.endswith("rope apart"):
+                    split = [keys.shape[-1] - 16, 16]
+                    q, q_rope = q.split(split, dim=-1)
+                    keys, ropes = (x.contiguous() for x in keys.split(split, dim=-1))
+                    apart = {"q_rope": q_rope, "k_rope": one.write(ropes, None)[0]}
+                pools = one.write(keys, inputs["v_cache"])
                 scales = {
                     key: shard_of(one.placement, rank, inputs[key], layers.PAGE)
                     if inputs[key].ndim > 1
                     else inputs[key]
                     for key in ("k_scale", "v_scale")
                 }
-                out = one.cp.attend(
-                    one.plan, one.shard(inputs["q"]), *pools, **scales, return_lse=True
-                )
+                out = one.cp.attend(one.plan, q, *pools, **scales, **apart, return_lse=True)
                 results[f"{exchange}, {placement}, {name}"] = one.gather(*out)
-            one = ShardedRank("zigzag", placement, exchange)
-            for name, out in _run_latents(one, exchange).items():
+            one = ShardedRank("zigzag", placement, exchange, group=group)
+            for name, out in _run_latents(one).items():
                 results[f"{exchange}, {placement}, {name}"] = one.gather(*out)
     return results
 
@@ -181,24 +188,24 @@ def coded_inputs() -> dict[str, dict[str, torch.Tensor]]:
     inputs = {"q": q, "k_cache": codes[0], "v_cache": codes[1]}
     of_heads = torch.tensor([0.01, 0.02])
     of_tokens = 0.01 + 0.01 * torch.rand(shape[:2], generator=draw)
+    with_tokens = inputs | {"k_scale": of_tokens, "v_scale": of_tokens / 2}
     return {
         "codes, scales of heads": inputs | {"k_scale": of_heads, "v_scale": of_heads.flip(0)},
-        "codes, scales of tokens": inputs | {"k_scale": of_tokens, "v_scale": of_tokens / 2},
+        "codes, scales of tokens": with_tokens,
+        "codes, scales of tokens, rope apart": with_tokens,
     }
 
 
-def _run_latents(one: ShardedRank, exchange: str) -> dict[str, list[torch.Tensor]]:
+def _run_latents(one: ShardedRank) -> dict[str, list[torch.Tensor]]:
     q, q_rope, latents, ropes = layers.latent_inputs()
     cache, _ = one.write(torch.cat([latents, ropes], -1), None)
     options = {"v_head_dim": layers.VALUE, "window": 20, "scale": 0.2, "return_lse": True}
     whole_q = one.shard(torch.cat([q, q_rope], -1))
     results = {"latents": one.cp.attend(one.plan, whole_q, cache, None, **options)}
-    if exchange != "pass_q":
-        cache, rope_cache = one.write(latents, ropes)
-        results["latents, rope apart"] = one.cp.attend(
-            one.plan, one.shard(q), cache, None, q_rope=one.shard(q_rope), k_rope=rope_cache,
-            **options,
-        )  # fmt: skip
+    cache, rope_cache = one.write(latents, ropes)
+    results["latents, rope apart"] = one.cp.attend(
+        one.plan, one.shard(q), cache, None, q_rope=one.shard(q_rope), k_rope=rope_cache, **options
+    )
     return results
 
 
@@ -215,6 +222,7 @@ class Step:
     dtype: torch.dtype = torch.float32
     latent: bool = False
     masked: bool = False
+    rope_apart: bool = False  # the last 16 of 48 dimensions of keys
     options: tuple[tuple[str, Any], ...] = ()
 
     def attend_options(self) -> dict[str, Any]:
@@ -255,33 +263,48 @@ def run_steps(rank: int, steps: list[Step]) -> dict[str, dict[str, Any]]:
     """out and lse of every step and placement; new tokens come into the pools by `write_kv`."""
     results = {}
     for step in steps:
-        for name, make in PLACEMENTS.items():
-            inputs = step.inputs()
-            placement = make(dist.get_world_size(), step.page_size)
-            cp = ContextParallel(dist.group.WORLD, page_size=step.page_size, placement=placement)
-            plan = cp.plan_decode(
-                step.kv_lens, q_lens=step.q_lens, block_tables=inputs["block_tables"],
-                custom_mask=inputs.get("custom_mask"),
-            )  # fmt: skip
-            pools = [inputs["k_cache"], None if step.latent else inputs["v_cache"]]
-            slots = torch.tensor(plan.slots)
-            shards, rows = [], []
-            for pool in pools:
-                if pool is None:
-                    shards.append(None)
-                    rows.append(None)
-                    continue
-                before = pool.clone()
-                before[slots] = torch.nan
-                shards.append(shard_of(placement, rank, before, step.page_size))
-                rows.append(pool[slots])
-            cp.write_kv(plan, *rows, *shards)
+        for name in PLACEMENTS:
+            cp, plan, queries, shards = written_step(rank, step, name)
             out, lse = cp.decode(
-                plan, inputs["q"], *shards, v_head_dim=32 if step.latent else None,
-                return_lse=True, **step.attend_options(),
+                plan, k_shard=shards[0], v_shard=shards[1], return_lse=True,
+                v_head_dim=32 if step.latent else None, **queries, **step.attend_options(),
             )  # fmt: skip
             results[f"{name}, {step.name}"] = {"out": out, "lse": lse}
     return results
+
+
+def written_step(
+    rank: int, step: Step, placement_name: str
+) -> tuple[ContextParallel, DecodePlan, dict[str, torch.Tensor], list[torch.Tensor | None]]:
+    """A step whose new tokens are in the shards of this rank; queries, and what is apart."""
+    inputs = step.inputs()
+    placement = PLACEMENTS[placement_name](dist.get_world_size(), step.page_size)
+    cp = ContextParallel(dist.group.WORLD, page_size=step.page_size, placement=placement)
+    plan = cp.plan_decode(
+        step.kv_lens, q_lens=step.q_lens, block_tables=inputs["block_tables"],
+        custom_mask=inputs.get("custom_mask"),
+    )  # fmt: skip
+    queries = {"q": inputs["q"]}
+    pools = [inputs["k_cache"], None if step.latent else inputs["v_cache"]]
+    if step.rope_apart:
+        parts = (x.contiguous() for x in inputs["q"].split([32, 16], dim=-1))
+        queries = dict(zip(("q", "q_rope"), parts, strict=True))
+        pools[0], ropes = (x.contiguous() for x in inputs["k_cache"].split([32, 16], dim=-1))
+        queries["k_rope"] = shard_of(placement, rank, ropes, step.page_size)
+    slots = torch.tensor(plan.slots)
+    shards: list[torch.Tensor | None] = []
+    rows: list[torch.Tensor | None] = []
+    for pool in pools:
+        if pool is None:
+            shards.append(None)
+            rows.append(None)
+            continue
+        before = pool.clone()
+        before[slots] = torch.nan
+        shards.append(shard_of(placement, rank, before, step.page_size))
+        rows.append(pool[slots])
+    cp.write_kv(plan, *rows, *shards)
+    return cp, plan, queries, shards
 
 
 def alone(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -298,7 +321,10 @@ def run_traffic(rank: int, case: Case) -> dict[str, dict[str, Any]]:
     return {exchange: _traffic_of(rank, case, exchange) for exchange in exchanges}
 
 
-def _traffic_of(rank: int, case: Case, exchange: str) -> dict[str, Any]:
+def traffic_rank(
+    rank: int, case: Case, exchange: str
+) -> tuple[ContextParallel, Any, list[torch.Tensor], list[torch.Tensor]]:
+    """A rank that holds pages: its plan, its rows of q, k, v, and its shards without new keys."""
     batch, size = make_batch(case), dist.get_world_size()
     cp = ContextParallel(
         dist.group.WORLD,
@@ -307,13 +333,16 @@ def _traffic_of(rank: int, case: Case, exchange: str) -> dict[str, Any]:
         exchange=exchange,
     )
     plan = make_plan(cp, case, batch)
-    q, k, v = (
-        cp.shard(plan, x) for x in (batch.q, batch.new(case, batch.k), batch.new(case, batch.v))
-    )
+    tokens = (batch.q, batch.new(case, batch.k), batch.new(case, batch.v))
     shards = [
-        shard_of(plan.placement, rank, pool, case.page_size)
+        shard_of(cp.placement, rank, pool, case.page_size)
         for pool in (batch.k_cache, batch.v_cache)
     ]
+    return cp, plan, [cp.shard(plan, x) for x in tokens], shards
+
+
+def _traffic_of(rank: int, case: Case, exchange: str) -> dict[str, Any]:
+    cp, plan, (q, k, v), shards = traffic_rank(rank, case, exchange)
     events: list[str] = []
     received = {"write_kv": 0, "attend": 0}
     post, finish, attend_part = cp._exchange.post, cp._exchange.finish, ring.attend_part
@@ -339,6 +368,7 @@ def _traffic_of(rank: int, case: Case, exchange: str) -> dict[str, Any]:
     with mock.patch.object(ring, "attend_part", computed):
         cp.attend(plan, q, *shards)
     answer: dict[str, Any] = {"received": received, "events": events}
+    answer["all bytes"] = cp.sent_bytes, cp.received_bytes
     answer["choice"] = cp.choose_exchange(
         plan, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads,
         head_dim=case.head_dim, element_bytes=4,

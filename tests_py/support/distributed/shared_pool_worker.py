@@ -10,7 +10,8 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -18,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from cpattn import _core
-from cpattn.distributed import ContextParallel, host
+from cpattn.distributed import ContextParallel
+from cpattn.distributed.transport import host
+from cpattn.distributed.transport.shared_memory import SharedMemory
 from cpattn.kv import MHATokenToKVPool, MLATokenToKVPool
 from support.distributed import distributed_worker as worker
 from support.distributed.prefill_batches import Batch, Case, make_batch
@@ -27,7 +30,7 @@ LAYERS, LAYER = 3, 1
 
 
 def make_pool(cp: ContextParallel, case: Case, batch: Batch) -> MHATokenToKVPool:
-    """Of as many slots as the caches of the batch, with these in one layer."""
+    """Of as many slots as the caches of the batch, with these in one layer, on each host."""
     pool = MHATokenToKVPool(
         size=len(batch.k_cache) - case.page_size,
         page_size=case.page_size,
@@ -39,7 +42,7 @@ def make_pool(cp: ContextParallel, case: Case, batch: Batch) -> MHATokenToKVPool
         use_fia=False,
         memory=cp.shared_memory(),
     )
-    if cp.cp_rank == 0:
+    if cp.cp_rank in {ranks[0] for ranks in cp.topology().ranks_of_host}:
         for cache, rows in zip(pool.get_kv_buffer(LAYER), (batch.k_cache, batch.v_cache)):  # noqa: B905
             cache.copy_(rows.view(cache.shape))
     dist.barrier()
@@ -47,12 +50,13 @@ def make_pool(cp: ContextParallel, case: Case, batch: Batch) -> MHATokenToKVPool
 
 
 @contextlib.contextmanager
-def counting_sends() -> Iterator[list[int]]:
-    sent: list[int] = []
+def counting_sends() -> Iterator[list[tuple[int, int]]]:
+    """Whom this rank sends to, and how many bytes."""
+    sent: list[tuple[int, int]] = []
 
-    def counting(block, *arguments):
-        sent.append(block.numel())
-        return isend(block, *arguments)
+    def counting(block, rank, *arguments):
+        sent.append((rank, block.numel()))
+        return isend(block, rank, *arguments)
 
     isend = dist.isend
     with mock.patch.object(dist, "isend", counting):
@@ -82,7 +86,7 @@ def run_case(case: Case) -> dict:
     out = shm.attend(plan, q, k_cache, v_cache)
     alone = tcp.attend(plan, q, batch.k_cache, batch.v_cache)
     answer = {
-        "sent": sent,
+        "sent": [num_bytes for _, num_bytes in sent],
         "slots": [slot for slot in plan.own_slots.tolist() if slot >= 0],
         "all_slots": plan.slots.tolist(),
         "caches": [bits(k_cache), bits(v_cache)],
@@ -126,7 +130,7 @@ def run_disagreements(rank: int) -> tuple[dict, dict]:
     assert ContextParallel(dist.group.WORLD, page_size=1).shared_memory() is not None
     with counting_sends() as sent:
         through_memory, _ = worker.run_disagreements(rank)
-    assert max(sent) > 100  # rows alone, and no digests
+    assert max(num_bytes for _, num_bytes in sent) > 100  # rows alone, and no digests
     return over_gloo, through_memory
 
 
@@ -216,48 +220,68 @@ def run_interrupt(rank: int) -> tuple[float, str]:
     return seconds, first
 
 
+def answer_of_a_child(call: Callable[[], str]) -> str:
+    """What a call says in a forked child of this process, which ends with it."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # later interpreters warn of threads
+        child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, call().encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    message = os.read(reader, 1000).decode()
+    os.close(reader)
+    os.waitpid(child, 0)
+    return message
+
+
 def run_fork(rank: int) -> tuple[str, bool]:
     """What a forked child of rank 1 is told, and whether the ranks go on without it."""
-    group, message = Group(), ""
-    if rank == 1:
-        reader, writer = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # later interpreters warn of threads
-            child = os.fork()
-        if child == 0:
-            try:
-                os.write(writer, group.told().encode())
-                del group
-            finally:
-                os._exit(0)
-        os.close(writer)
-        message = os.read(reader, 1000).decode()
-        os.waitpid(child, 0)
+    group = Group()
+
+    def told_and_gone() -> str:
+        nonlocal group
+        said = group.told()
+        del group
+        return said
+
+    message = answer_of_a_child(told_and_gone) if rank == 1 else ""
     group.write(7.0)
     slots = torch.tensor(group.plan.slots)
     return message, bool((group.k.flatten(0, 1)[slots] == 7).all())
 
 
+def told_of_a_pool(memory: SharedMemory | None, size: int) -> str:
+    """What a rank is told that makes a pool of so many slots."""
+    try:
+        MHATokenToKVPool(
+            size=size, page_size=4, num_layers=1, num_kv_heads=1, head_dim=64, memory=memory
+        )
+    except (MemoryError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@contextlib.contextmanager
+def small_files() -> Iterator[None]:
+    """Files of this process are of a megabyte at most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def run_without_memory(rank: int) -> dict[str, str]:
     cp = ContextParallel(dist.group.WORLD, page_size=4)
-    memory = cp.shared_memory()
-
-    def told(size: int) -> str:
-        try:
-            MHATokenToKVPool(
-                size=size, page_size=4, num_layers=1, num_kv_heads=1, head_dim=64, memory=memory
-            )
-        except (MemoryError, RuntimeError) as error:
-            return f"{type(error).__name__}: {error}"
-        return "no error"
-
+    told = partial(told_of_a_pool, cp.shared_memory())
     answers = {"beyond the host": told(1 << 40)}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    answers["no file of that size"] = told(1 << 16)
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with small_files() if rank == 1 else contextlib.nullcontext():
+        answers["no file of that size"] = told(1 << 16)
     broken = mock.patch.object(_core, "map_shared_memory", side_effect=MemoryError("full"))
     with broken if rank == 1 else contextlib.nullcontext():
         answers["cannot map"] = told(1 << 16)

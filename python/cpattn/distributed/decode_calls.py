@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of `ContextParallel` that decode over KV pools of which each rank holds a share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._arguments import at_least, flag
+from ..kv import Placement
+from ..profiling.calls import announced
+from .layers.choice import choose_state_exchange
+from .layers.decode_states import (
+    OUT_HEADS,
+    STATE_EXCHANGES,
+    gather_queries,
+    heads_of_ranks,
+    merge_states,
+)
+from .layers.partials import AttentionOptions, ShardInputs, attend_part, checked_inputs
+from .plans.mesh import Mesh
+from .plans.sharded_plan import DecodePlan, make_decode_plan
+from .sparse import decode as sparse_decode
+from .sparse.inputs import checked_sparse_inputs, refuse_mask
+from .transport.exchange import NO_TERMS, RowExchange, digest
+
+
+class DecodeCalls:
+    """What `ContextParallel` does of decode steps where it was given a placement."""
+
+    placement: Placement | None = None
+    mesh: Mesh | None = None
+    page_size: int
+    cp_rank: int
+    cp_size: int
+    _exchange: RowExchange
+
+    @announced("ContextParallel.plan_decode")
+    def plan_decode(
+        self,
+        kv_lens: Any,
+        *,
+        block_tables: Any,
+        q_lens: Any = None,
+        custom_mask: Any = None,
+        packed_custom_mask: Any = None,
+    ) -> DecodePlan:
+        """Plan a decode step over sharded pools. Local.
+
+        Parameters
+        ----------
+        kv_lens : ints [bs]
+            Tokens of each request, the new ones included.
+        block_tables : ints [bs, >= ceil(max(kv_lens) / page_size)]
+            Logical pages of each request, as for ``plan``.
+        q_lens : ints [bs], optional
+            New tokens of each request, one by default. More are verified together, such as drafts:
+            each sees the keys up to its own, whoever holds them.
+        custom_mask, packed_custom_mask : tensors, optional
+            Which keys tokens see, as for ``plan``; a tree of drafts, for example.
+
+        Returns
+        -------
+        DecodePlan
+            Of this rank; for all layers.
+
+        Raises
+        ------
+        TypeError
+            For lengths and tables that are no integers, and a mask that is no tensor.
+        ValueError
+            Without a placement; for lengths that do not match, negative page ids, tables that are
+            too narrow, tokens that share a slot, and a mask of another dtype or size.
+        """
+        if self.placement is None:
+            raise ValueError("ContextParallel.plan_decode: needs a placement of the pools")
+        return make_decode_plan(
+            kv_lens,
+            q_lens=q_lens,
+            block_tables=block_tables,
+            page_size=self.page_size,
+            placement=self.placement,
+            cp_rank=self.cp_rank,
+            custom_mask=custom_mask,
+            packed_custom_mask=packed_custom_mask,
+        )
+
+    @announced("ContextParallel.decode")
+    def decode(
+        self,
+        plan: DecodePlan,
+        q: torch.Tensor,
+        k_shard: torch.Tensor,
+        v_shard: torch.Tensor | None,
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        v_head_dim: int | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        kv_dtype: str | None = None,
+        batch_invariant: bool = False,
+        num_heads: int | None = None,
+        out_heads: str = "all",
+        exchange: str = "auto",
+        return_lse: bool = False,
+    ) -> Any:
+        """Attention of all ranks' queries over the keys of all ranks.
+
+        Each rank attends to the keys that it holds; partial results and their LSE are exchanged and
+        merged in rank order, so that a row has the same bits on every rank, whatever `exchange` and
+        `out_heads`. Scratch: a partial result of all queries for each rank; by "all_to_all" of
+        this rank's heads.
+
+        Parameters
+        ----------
+        plan : DecodePlan
+            Of this object's `plan_decode`, for the same step on every rank.
+        q : tensor [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
+            Request after request, the same on every rank; with `num_heads` those of this rank.
+        k_shard, v_shard : tensors of the dtype of q, or of codes of 8 bits
+            This rank's pools, as for ``write_kv``, which comes first. Without `v_shard` (None) the
+            first `v_head_dim` elements of the keys are the values.
+        scale, causal, window, softcap, sinks, q_rope, k_rope
+            As of ``attend``.
+        v_head_dim, k_scale, v_scale, kv_dtype
+            As of ``attend``.
+        batch_invariant : bool
+            Whether a row's bits are independent of the rest of the batch, as in
+            `cpattn.paged_attention`.
+        num_heads : int, optional
+            Query heads of all ranks, where q has those of `head_range` alone, as after projections
+            that are tensor-parallel over these ranks: they are gathered first. Sinks are those of
+            all heads. Default: q has all heads.
+        out_heads : {"all", "own"}
+            Which heads every rank gets: all, or those of `head_range`, as tensor-parallel
+            projections behind attention want them.
+        exchange : {"auto", "gather", "all_to_all"}
+            How partial results travel: all of them to every rank, or those of a head to the rank
+            that has it (Helix), which sends the merged ones on for "all". "auto" is what
+            `choose_exchange` says of the plan.
+        return_lse : bool
+            Whether to return `lse`, too.
+
+        Returns
+        -------
+        out : tensor [num_tokens, num_heads, v_head_dim], of the dtype of q
+            Of all heads, or of those of this rank.
+        lse : tensor [num_tokens, num_heads], float32; only with ``return_lse``
+            Natural logarithm, sinks not included; of the same heads.
+
+        Raises
+        ------
+        TypeError
+            If an argument is of another type than stated.
+        ValueError
+            For a plan of another rank, another number of queries or of heads, pools that are too
+            small for the plan, unknown names, and what `cpattn.paged_attention` refuses.
+        RuntimeError
+            If another rank refuses its arguments, makes another call, has another plan, other
+            queries or options, or does not answer.
+        """
+        terms: dict[str, int] = {}
+        with self._exchange.agreement("decode", getattr(plan, "terms", NO_TERMS), terms) as parts:
+            self._check_decode_plan("decode", plan)
+            return_lse = flag(return_lse, "ContextParallel.decode", "return_lse")
+            options = AttentionOptions(
+                scale, causal, window, softcap, sinks, k_scale, v_scale, kv_dtype, batch_invariant
+            )
+            queries, q_ropes = q, q_rope
+            if num_heads is not None:
+                queries = self._all_heads(q, num_heads)
+                q_ropes = None if q_rope is None else self._all_heads(q_rope, num_heads)
+            inputs = checked_inputs(
+                "decode", options, queries, k_shard, v_shard, v_head_dim, q_ropes, k_rope
+            )
+            if len(q) != plan.num_tokens:
+                raise ValueError(
+                    f"ContextParallel.decode: q must have the {plan.num_tokens} rows of the plan, "
+                    f"got {len(q)}"
+                )
+            plan.batch.check_pool("decode", self.cp_rank, inputs.num_slots)
+            parts.append(inputs.q.flatten(1))
+            name = self._state_exchange(plan, inputs, exchange, out_heads)
+            terms["exchange"] = digest(f"{name} {out_heads} {num_heads is None}".encode())
+            terms["options"] = inputs.digest()
+        queries = inputs.q
+        with self._exchange.without_return():
+            if num_heads is not None:
+                own = q if q_rope is None else torch.cat([q, q_rope], dim=-1)
+                queries = gather_queries(self._exchange, own, inputs.q.shape[1])
+            calls = plan.batch.calls(self.cp_rank, slice(0, len(q)), causal=causal, window=window)
+            state = attend_part(calls, queries, inputs.k, inputs.v, inputs.options, inputs.k_rope)
+            result = merge_states(self._exchange, state, inputs.options.sinks, name, out_heads)
+        return result if return_lse else result[0]
+
+    @announced("ContextParallel.decode_sparse")
+    def decode_sparse(
+        self,
+        plan: DecodePlan,
+        q: torch.Tensor,
+        kv_shard: torch.Tensor,
+        index_q: torch.Tensor,
+        index_k_shard: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        topk: int,
+        sm_scale: float,
+        d_v: int = 512,
+        attn_sink: torch.Tensor | None = None,
+        index_k_scale: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Sparse attention of queries that every rank has, over the keys of all ranks.
+
+        A row selects the keys that it selects of one pool, as in ``attend_sparse``: each rank
+        scores the index keys that it holds, and the best of all ranks are merged. Each attends to
+        what it holds of them, and partial results are merged in rank order, so that every rank has
+        the same bits. Scratch: of each rank 8 * topk bytes and a partial result of all queries, and
+        a copy of the index keys that this one holds of the batch.
+
+        Parameters
+        ----------
+        plan : DecodePlan
+            Of this object's `plan_decode`, for the same step on every rank.
+        q : tensor [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
+            Request after request, the same on every rank.
+        kv_shard, index_k_shard : tensors
+            This rank's pools of latents and index keys, as for ``attend_sparse``.
+        index_q, weights : tensors
+            Of the indexer, as of ``attend_sparse``; a row for each of q.
+        topk, sm_scale, d_v, attn_sink, index_k_scale
+            As of ``attend_sparse``.
+        return_lse : bool
+            Whether to return `lse`, too.
+
+        Returns
+        -------
+        out : tensor [num_tokens, num_heads, d_v], of the dtype of q
+        lse : tensor [num_tokens, num_heads], float32; only with ``return_lse``
+            Natural logarithm, without the sink.
+
+        Raises
+        ------
+        TypeError
+            If an argument is of another type than stated.
+        ValueError
+            For a plan of another rank or with a mask, which the indexer does not know, another
+            number of queries, pools that are too small for the plan, and what
+            `cpattn.sparse.cp_sparse_mla` refuses.
+        RuntimeError
+            If another rank refuses its arguments, makes another call, has another plan, other
+            queries or options, or does not answer.
+        """
+        call, terms = "decode_sparse", dict[str, int]()
+        with self._exchange.agreement(call, getattr(plan, "terms", NO_TERMS), terms) as parts:
+            self._check_decode_plan(call, plan)
+            refuse_mask(call, plan.batch.mask)
+            return_lse = flag(return_lse, f"ContextParallel.{call}", "return_lse")
+            inputs = checked_sparse_inputs(
+                call, plan.num_tokens, self.page_size, q, kv_shard, index_q, index_k_shard, weights,
+                topk=topk, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink,
+                index_k_scale=index_k_scale,
+            )  # fmt: skip
+            if len(q) != plan.num_tokens:
+                raise ValueError(
+                    f"ContextParallel.{call}: q must have the {plan.num_tokens} rows of the plan, "
+                    f"got {len(q)}"
+                )
+            plan.batch.check_pool(call, self.cp_rank, inputs.num_slots)
+            parts += [inputs.q.flatten(1), inputs.index_q.flatten(1), inputs.weights]
+            terms["options"] = inputs.digest()
+        with self._exchange.without_return():
+            result = sparse_decode.decode(self._exchange, plan, inputs)
+        return result if return_lse else result[0]
+
+    def head_range(self, num_heads: int) -> slice:
+        """Say which query heads ``decode`` takes for this rank's own. Local.
+
+        Parameters
+        ----------
+        num_heads : int
+            Query heads of the layer.
+
+        Returns
+        -------
+        slice
+            Rank r has those from ``num_heads * r // cp_size`` to that of the next one: heads in
+            their order, as even as can be, and none on some ranks if there are fewer than these.
+
+        Raises
+        ------
+        TypeError
+            For a number that is no integer.
+        ValueError
+            For a number below 1.
+        """
+        number = at_least(1, num_heads, "ContextParallel.head_range", "num_heads")
+        return heads_of_ranks(number, self.cp_size)[self.cp_rank]
+
+    def _all_heads(self, q: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """No rows of queries of all heads, after checking those of this rank."""
+        number = at_least(1, num_heads, "ContextParallel.decode", "num_heads")
+        own = self.head_range(number)
+        if q.ndim != 3 or q.shape[1] != own.stop - own.start:
+            raise ValueError(
+                f"ContextParallel.decode: q must be [num_tokens, {own.stop - own.start}, head_dim] "
+                f"of rank {self.cp_rank}, for {number} heads on {self.cp_size} ranks, got shape "
+                f"{list(q.shape)}"
+            )
+        return q.new_empty(0, number, q.shape[2])
+
+    def _state_exchange(
+        self, plan: DecodePlan, inputs: ShardInputs, exchange: str, out_heads: str
+    ) -> str:
+        """The name of the exchange of partial results."""
+        for argument, value, known in (
+            ("exchange", exchange, ("auto", *STATE_EXCHANGES)),
+            ("out_heads", out_heads, OUT_HEADS),
+        ):
+            if value not in known:
+                raise ValueError(
+                    f"ContextParallel.decode: {argument} must be one of {', '.join(known)}, got "
+                    f"{value!r:.40}"
+                )
+        if exchange != "auto":
+            return exchange
+        return choose_state_exchange(plan, inputs.sizes(), out_heads).exchange
+
+    def _check_decode_plan(self, call: str, plan: DecodePlan) -> None:
+        if not isinstance(plan, DecodePlan):
+            raise TypeError(
+                f"ContextParallel.{call}: plan must be one of ContextParallel.plan_decode, got "
+                f"{type(plan).__name__}"
+            )
+        of = (plan.cp_rank, plan.placement.shard_size)
+        if of != (self.cp_rank, self.cp_size):
+            raise ValueError(
+                f"ContextParallel.{call}: plan must be of rank {self.cp_rank} of {self.cp_size}, "
+                f"got rank {of[0]} of {of[1]}"
+            )

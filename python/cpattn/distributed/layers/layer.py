@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank gives to `ContextParallel.attend` where all ranks make the call, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..._arguments import flag
+from ..plans.plan import ContextParallelPlan
+from ..plans.sharded_plan import ShardedPlan
+from ..transport.exchange import RowExchange
+from .partials import AttentionOptions, ShardInputs, checked_inputs
+from .rows import NewRows, plan_rows
+from .sharded_write import shard_rows
+
+
+@dataclass(frozen=True)
+class LayerArguments:
+    """Those of ``attend``, as a rank was given them, without options and a plan."""
+
+    q_local: torch.Tensor
+    k_cache: torch.Tensor  # or this rank's shards of the caches
+    v_cache: torch.Tensor | None
+    k_local: torch.Tensor | None
+    v_local: torch.Tensor | None
+    q_rope: torch.Tensor | None
+    k_rope: torch.Tensor | None
+    v_head_dim: int | None
+    out: torch.Tensor | None
+    return_lse: bool
+
+
+@dataclass(frozen=True)
+class RankLayer:
+    """One layer of a rank: what it attends with, and the new rows that it brings, if any."""
+
+    inputs: ShardInputs
+    new: NewRows | None
+    arguments: LayerArguments
+
+    def outputs(self, rows: torch.Tensor, rows_lse: torch.Tensor | None) -> Any:
+        """What ``attend`` returns, of the rows and their LSE."""
+        given = self.arguments
+        return filled_outputs(given.q_local, given.out, rows, rows_lse, given.return_lse)
+
+
+def filled_outputs(
+    q: torch.Tensor,
+    out: torch.Tensor | None,
+    rows: torch.Tensor,
+    rows_lse: torch.Tensor | None,
+    return_lse: bool,
+) -> Any:
+    """A row for each of q: those that are given, and zeros of an LSE -inf behind them."""
+    if out is None:
+        out = q.new_empty(*q.shape[:2], rows.shape[2])
+    out[: len(rows)], out[len(rows) :] = rows, 0
+    if not return_lse or rows_lse is None:
+        return out
+    lse = torch.full(q.shape[:2], -torch.inf)
+    lse[: len(rows)] = rows_lse
+    return out, lse
+
+
+def check_rank(call: str, exchange: RowExchange, plan: ContextParallelPlan) -> None:
+    """Refuse what is no plan, and one of another rank or group."""
+    if not isinstance(plan, ContextParallelPlan):
+        raise TypeError(
+            f"ContextParallel.{call}: plan must be one of ContextParallel.plan, got "
+            f"{type(plan).__name__}"
+        )
+    of = (plan.cp_rank, len(plan.rows_per_rank))
+    if of != (exchange.rank, exchange.size):
+        raise ValueError(
+            f"ContextParallel.{call}: plan must be of rank {exchange.rank} of {exchange.size}, "
+            f"got rank {of[0]} of {of[1]}"
+        )
+
+
+def checked_layer(
+    exchange: RowExchange,
+    plan: ContextParallelPlan,
+    arguments: LayerArguments,
+    options: AttentionOptions,
+) -> RankLayer:
+    """Check everything that one rank can check alone."""
+    check_rank("attend", exchange, plan)
+    check_padding(plan, causal=options.causal)
+    flag(arguments.return_lse, "ContextParallel.attend", "return_lse")
+    q, q_rope = arguments.q_local, arguments.q_rope
+    if len(q) < plan.num_local_rows:
+        raise ValueError(
+            f"ContextParallel.attend: q_local must have at least the {plan.num_local_rows} "
+            f"rows of rank {plan.cp_rank}, got {len(q)}"
+        )
+    own = slice(0, plan.num_local_rows)
+    caches = arguments.k_cache, arguments.v_cache
+    inputs = checked_inputs(
+        "attend", options, q[own], *caches, arguments.v_head_dim,
+        None if q_rope is None else q_rope[own], arguments.k_rope,
+    )  # fmt: skip
+    _check_pool(plan, inputs.num_slots)
+    check_out("attend", q, arguments.out, inputs.v.shape[-1])
+    return RankLayer(inputs, _new_rows(plan, arguments), arguments)
+
+
+def check_padding(plan: ContextParallelPlan, *, causal: bool) -> None:
+    """Refuse that others see padding tokens."""
+    if not causal and plan.num_padding_tokens and plan.packed_custom_mask is None:
+        raise ValueError(
+            "ContextParallel.attend: causal=False needs a mask, or a plan without padding "
+            f"tokens, which the last request would see, got {plan.num_padding_tokens}"
+        )
+
+
+def _check_pool(plan: ContextParallelPlan, num_slots: int) -> None:
+    if isinstance(plan, ShardedPlan):
+        plan.batch.check_pool("attend", plan.cp_rank, num_slots)
+    elif plan.block_tables.size and (int(plan.block_tables.max()) + 1) * plan.page_size > num_slots:
+        raise ValueError(
+            f"ContextParallel.attend: k_cache must have page {plan.block_tables.max()} of "
+            f"block_tables, got {num_slots} slots of pages of {plan.page_size}"
+        )
+
+
+def check_out(call: str, q: torch.Tensor, out: torch.Tensor | None, dim: int) -> None:
+    """Refuse what cannot take a row of `dim` elements in every head for each of q."""
+    shape = (*q.shape[:2], dim)
+    if out is not None and (out.shape != shape or out.dtype != q.dtype):
+        raise ValueError(
+            f"ContextParallel.{call}: out must be {list(shape)} of {q.dtype}, got "
+            f"{list(out.shape)} of {out.dtype}"
+        )
+
+
+def _new_rows(plan: ContextParallelPlan, arguments: LayerArguments) -> NewRows | None:
+    local = arguments.k_local, arguments.v_local
+    caches = arguments.k_cache, arguments.v_cache
+    if arguments.k_local is None:
+        if arguments.v_local is not None:
+            raise ValueError("ContextParallel.attend: v_local must come with k_local, got none")
+        return None
+    if arguments.k_rope is not None:
+        raise ValueError(
+            "ContextParallel.attend: k_local must be without k_rope; write_kv takes both"
+        )
+    if isinstance(plan, ShardedPlan):
+        return shard_rows("attend", plan, local, caches)
+    return plan_rows("attend", plan, local, caches)

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over the keys of one rank, and the merge of what several ranks computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ... import _core
+from ...attention import default_scale, merge_state
+from ..plans.heads import LayerSizes
+from ..plans.sequence_calls import SequenceCall
+from ..transport.exchange import digest
+from .shard_keys import ShardKeys, slots_of
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Of `ContextParallel.attend`, without those of its outputs."""
+
+    scale: float | None = None
+    causal: bool = True
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    k_scale: Any = None
+    v_scale: Any = None
+    kv_dtype: str | None = None
+    batch_invariant: bool = True
+
+    def scalars(self) -> dict[str, Any]:
+        """Those of `paged_attention` that do not concern which keys are seen."""
+        return {
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "k_scale": self.k_scale,
+            "v_scale": self.v_scale,
+            "kv_dtype": self.kv_dtype,
+            "batch_invariant": self.batch_invariant,
+        }
+
+    def of_slots(self, num_slots: int) -> AttentionOptions:
+        """With the scales of the first slots alone, where each token has its own."""
+        scales = {
+            name: scale[:num_slots]
+            for name in ("k_scale", "v_scale")
+            if getattr(scale := getattr(self, name), "ndim", 0) == 2
+        }
+        return replace(self, **scales)
+
+
+@dataclass(frozen=True)
+class ShardInputs(ShardKeys):
+    """Queries of a rank and the keys and values that it holds, checked, for one layer."""
+
+    q: torch.Tensor  # [rows, num_heads, head_dim]
+    options: AttentionOptions
+
+    def sizes(self) -> LayerSizes:
+        """What decides how much travels."""
+        return LayerSizes(
+            num_heads=self.q.shape[1],
+            num_kv_heads=self.k.shape[1],
+            head_dim=self.q.shape[2],
+            v_head_dim=self.v.shape[2],
+            q_bytes=self.q.element_size(),
+            kv_bytes=self.k.element_size(),
+            shares_values=self.shares_values,
+        )
+
+    def flops(self, num_pairs: int) -> int:
+        """Products and sums of all heads, for so many pairs of a query and a key."""
+        return 2 * num_pairs * self.q.shape[1] * (self.q.shape[2] + self.v.shape[2])
+
+    def digest(self) -> int:
+        """Of what all ranks must be given alike: scales of codes are those of a rank's own pool."""
+        o = self.options
+        shapes = [(x.dtype, *x.shape[1:]) for x in (self.q, self.k, self.v)]
+        values = (o.scale, o.causal, o.window, o.softcap, o.kv_dtype, shapes, self.kv_dims)
+        sinks = b"" if o.sinks is None else np.ascontiguousarray(o.sinks.numpy())
+        return digest(repr(values).encode(), sinks)
+
+
+def head_scale(scale: Any, heads: slice) -> Any:
+    """Of some KV heads, of a scale of each head, or of each slot and head, or of all."""
+    axes = getattr(scale, "ndim", 0)
+    if axes == 2:
+        return scale[:, heads]
+    return scale[heads] if axes == 1 and len(scale) > 1 else scale
+
+
+def checked_inputs(
+    call: str,
+    options: AttentionOptions,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    v_head_dim: int | None,
+    q_rope: torch.Tensor | None = None,
+    k_rope: torch.Tensor | None = None,
+) -> ShardInputs:
+    """Everything that a layer attends with; attention of no row has the core check most of it."""
+    _check_axes(call, "q", q)
+    k = slots_of(call, "k_shard", k_cache)
+    if (q_rope is None) != (k_rope is None):
+        raise ValueError(f"ContextParallel.{call}: q_rope and k_rope must be given together")
+    rope = None if k_rope is None else slots_of(call, "k_rope", k_rope)
+    if q_rope is not None and rope is not None:
+        expected = (*q.shape[:2], rope.shape[-1])
+        if q_rope.shape != expected or q_rope.dtype != q.dtype:
+            raise ValueError(
+                f"ContextParallel.{call}: q_rope must be {list(expected)} of {q.dtype}, as queries "
+                f"and k_rope are, got {list(q_rope.shape)} of {q_rope.dtype}"
+            )
+        q = torch.cat([q, q_rope], dim=-1)
+    if v_cache is not None:
+        v = slots_of(call, "v_shard", v_cache)
+    elif v_head_dim is None or not 0 < v_head_dim <= k.shape[-1]:
+        raise ValueError(
+            f"ContextParallel.{call}: v_head_dim must be given without v_shard, from 1 to the "
+            f"{k.shape[-1]} elements of a key, got {v_head_dim}"
+        )
+    else:
+        v = k[..., :v_head_dim]
+    scale = options.scale
+    options = replace(
+        options,
+        scale=default_scale(f"ContextParallel.{call}", q.shape[-1]) if scale is None else scale,
+        k_scale=_slot_scale(options.k_scale),
+        v_scale=_slot_scale(options.v_scale),
+    )
+    nothing = SequenceCall(
+        rows=torch.empty(0, dtype=torch.int64), q_lens=np.zeros(1, np.int64),
+        kv_indptr=np.zeros(2, np.int64), kv_indices=np.zeros(0, np.int64),
+        last_page_len=np.zeros(1, np.int64), page_size=1, causal=options.causal,
+    )  # fmt: skip
+    paged_rows(nothing, q[:0], k, v, rope, options, window=options.window, sinks=options.sinks)
+    sinks = None if options.sinks is None else torch.as_tensor(options.sinks)
+    return ShardInputs(k, v, rope, v_cache is None, q, replace(options, sinks=sinks))
+
+
+def _slot_scale(scale: Any) -> Any:
+    """A scale of each token and head in slots, as the keys are; others as they are."""
+    return scale.flatten(0, 1) if getattr(scale, "ndim", 0) == 3 else scale
+
+
+def _check_axes(call: str, name: str, q: torch.Tensor) -> None:
+    if q.ndim != 3:
+        raise ValueError(
+            f"ContextParallel.{call}: {name} must be [num_rows, num_heads, dim], got shape "
+            f"{list(q.shape)}"
+        )
+
+
+def attend_part(
+    calls: Sequence[SequenceCall],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: AttentionOptions,
+    k_rope: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows over the keys of one rank, without sinks: zeros and LSE -inf where there are none.
+
+    The last dimensions of the keys may be apart, in `k_rope`; those of the queries never are.
+    """
+    out = q.new_zeros(*q.shape[:2], v.shape[-1])
+    lse = torch.full(q.shape[:2], -torch.inf)
+    for call in calls:
+        whole = len(k) // call.page_size * call.page_size
+        rope = None if k_rope is None else k_rope[:whole]
+        rows = q.index_select(0, call.rows)
+        part, part_lse = paged_rows(call, rows, k[:whole], v[:whole], rope, options.of_slots(whole))
+        out.index_copy_(0, call.rows, part)
+        lse.index_copy_(0, call.rows, part_lse)
+    return out, lse
+
+
+def paged_rows(
+    call: SequenceCall,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_rope: torch.Tensor | None,
+    options: AttentionOptions,
+    *,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`paged_attention` of the rows of one call, with keys in one pool or in two."""
+    split = q.shape[-1] - (0 if k_rope is None else k_rope.shape[-1])
+    out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), torch.empty(q.shape[:2])
+    o = options
+    scale = default_scale("paged_attention", q.shape[-1]) if o.scale is None else o.scale
+    _core.paged_attention(
+        q[..., :split], k, v, call.q_lens, None, None, call.kv_indptr, call.kv_indices,
+        call.last_page_len, call.page_size, "NHD", o.k_scale, o.v_scale, o.kv_dtype, scale,
+        call.causal, window, o.softcap, sinks, None, call.packed_custom_mask, False,
+        o.batch_invariant, None, out, lse, None if k_rope is None else q[..., split:], k_rope,
+    )  # fmt: skip
+    return out, lse
+
+
+def merged_columns(
+    outs: torch.Tensor, lses: torch.Tensor, num_parts: int, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `merged`, of parts that lie behind each other as flat rows."""
+    num_heads = lses.shape[1]
+    rows = (num_parts, len(lses) // num_parts)
+    out_parts = outs.unflatten(1, (num_heads, outs.shape[1] // num_heads)).unflatten(0, rows)
+    lse_parts = lses.unflatten(0, rows)
+    return merged(list(zip(out_parts, lse_parts, strict=True)), sinks)
+
+
+def merged(
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]], sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One result of the parts, merged in their order in float32 and rounded once.
+
+    A sink takes weight here, so once; it has no part in the LSE. The result is a new one: parts may
+    lie in a receive buffer, which the next call overwrites.
+    """
+    first, first_lse = parts[0]
+    out = torch.empty(first.shape, dtype=torch.float32).copy_(first)
+    lse = torch.empty(first_lse.shape, dtype=torch.float32).copy_(first_lse)
+    for other, other_lse in parts[1:]:
+        merge_state(out, lse, other.float(), other_lse)
+    if sinks is not None:
+        out *= torch.sigmoid(lse - sinks)[..., None]
+    return out.to(first.dtype), lse

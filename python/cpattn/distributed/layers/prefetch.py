@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cached keys of layers, each gathered while the layer before it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..._arguments import at_least, items
+from ..plans.sharded_plan import ShardedPlan
+from ..transport.exchange import NO_TERMS, RowExchange, digest, term
+from .key_scratch import CACHED, KeyScratch, key_scratch
+from .layer import check_rank
+from .partials import ShardInputs
+from .shard_keys import ShardKeys, slots_of
+
+_CALL = "ContextParallel.prefetch"
+# By which cached keys are gathered; "auto" is this one for layers that are prefetched.
+_EXCHANGE = "gather"
+
+
+class LayerCaches(NamedTuple):
+    """What ``attend`` will read of a layer that ``ContextParallel.prefetch`` gathers.
+
+    Attributes
+    ----------
+    k_cache, v_cache, k_rope : tensors
+        This rank's shards, as for ``attend``.
+    window : int, optional
+        As for ``attend``: what nobody sees is not gathered.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from cpattn.distributed import LayerCaches
+    >>> k_cache, v_cache = torch.zeros(2, 64, 8, 128)
+    >>> LayerCaches(k_cache, v_cache, window=32).window
+    32
+    """
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor | None = None
+    k_rope: torch.Tensor | None = None
+    window: int | None = None
+
+
+class _Layer(NamedTuple):
+    keys: ShardKeys
+    window: int | None
+    scratch: KeyScratch
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a key and its value in all KV heads."""
+        return self.keys.head_bytes * self.keys.k.shape[1]
+
+
+class Prefetch:
+    """The cached keys of a batch, gathered layer after layer.
+
+    `ContextParallel.prefetch` makes them, and ``attend`` takes one layer each time. One that is not
+    used to its end needs no closing: what is on its way arrives, and is waited for by the next.
+
+    Parameters
+    ----------
+    exchange, plan, layers
+        As `ContextParallel.prefetch` has them, checked.
+
+    Attributes
+    ----------
+    plan : ShardedPlan
+        Of the batch.
+    num_layers : int
+        As many as it was given.
+    next_layer : int
+        The one whose ``attend`` comes next, from 0 on; `num_layers` when all have been.
+    buffer_bytes : int
+        Of two layers' cached keys of all ranks: what it holds besides scratch of ``attend``.
+
+    Examples
+    --------
+    >>> import torch, torch.distributed as dist
+    >>> from cpattn.distributed import ContextParallel
+    >>> from cpattn.kv import PageInterleave
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> cp = ContextParallel(dist.group.WORLD, page_size=4,
+    ...                      placement=PageInterleave(shard_size=1, page_size=4))
+    >>> plan = cp.plan([3], [5], block_tables=[[2, 0]])      # two cached tokens
+    >>> pools = torch.zeros(2, 2, 12, 1, 16)                 # of two layers
+    >>> q, k, v = torch.zeros(3, 2, 16), torch.zeros(3, 1, 16), torch.zeros(3, 1, 16)
+    >>> prefixes = cp.prefetch(plan, [tuple(layer) for layer in pools])
+    >>> for layer in pools:
+    ...     out = cp.attend(plan, q, *layer, k_local=k, v_local=v, prefetched=prefixes)
+    >>> prefixes.next_layer, prefixes.buffer_bytes           # 2 * 2 rows of 16 + 16 float32
+    (2, 512)
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(self, exchange: RowExchange, plan: ShardedPlan, layers: list[_Layer]) -> None:
+        self.plan = plan
+        self.num_layers = len(layers)
+        self.next_layer = 0
+        self.buffer_bytes = _buffer_bytes(layers)
+        self._exchange, self._layers = exchange, layers
+        self._arriving = self._begin()
+
+    def term(self) -> int:
+        """What the ranks compare in ``attend``."""
+        return term((self.next_layer, self.num_layers))
+
+    def check(
+        self, exchange: RowExchange, plan: ShardedPlan, keys: ShardKeys, window: int | None
+    ) -> None:
+        """Refuse an ``attend`` for which the rows on their way are not meant."""
+        call = "ContextParallel.attend: prefetched"
+        if self._exchange is not exchange:
+            raise ValueError(f"{call} must be of this object, got one of another")
+        if self.next_layer == self.num_layers:
+            raise ValueError(
+                f"{call} must have a layer left, got one with all {self.num_layers} used"
+            )
+        if exchange.ahead is not self._arriving:
+            raise ValueError(f"{call} must be the last one of this object, got one before it")
+        if plan != self.plan:
+            raise ValueError(f"{call} must be of the plan of this call, got one of another plan")
+        layer = self._layers[self.next_layer]
+        if _places(layer.keys) != _places(keys):
+            raise ValueError(
+                f"{call} must have the caches of this call as layer {self.next_layer}, got others"
+            )
+        if layer.window != window:
+            raise ValueError(
+                f"{call} must have the window of this call as that of layer {self.next_layer}, "
+                f"got {layer.window} for {window}"
+            )
+
+    def advance(self) -> tuple[KeyScratch, list[torch.Tensor]]:
+        """The cached rows of all ranks, which live until the next call; the next layer begins.
+
+        To be called when everything else that a layer sends has been posted: what comes behind
+        these rows on a wire waits for them.
+        """
+        scratch = self._layers[self.next_layer].scratch
+        rows = self._exchange.end_ahead()
+        self.next_layer += 1
+        self._arriving = self._begin()
+        return scratch, rows
+
+    def _begin(self) -> Any:
+        if self.next_layer == self.num_layers:
+            return None
+        layer = self._layers[self.next_layer]
+        own = layer.keys.take(layer.scratch.sent_rows[self._exchange.rank])
+        parts = [rows.flatten(1) for rows in own]
+        return self._exchange.begin_ahead(
+            "attend (prefix)", layer.scratch.counts, parts, self.next_layer % 2
+        )
+
+
+def check_prefetched(
+    prefetched: Any, exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs
+) -> None:
+    """Refuse what does not go with an ``attend``."""
+    if not isinstance(prefetched, Prefetch):
+        raise TypeError(
+            "ContextParallel.attend: prefetched must be of ContextParallel.prefetch, got "
+            f"{type(prefetched).__name__}"
+        )
+    prefetched.check(exchange, plan, inputs, inputs.options.window)
+
+
+def prefetch(exchange: RowExchange, plan: Any, layers: Any) -> Prefetch:
+    """See ContextParallel.prefetch."""
+    terms: dict[str, int] = {}
+    with exchange.agreement("prefetch", getattr(plan, "terms", NO_TERMS), terms):
+        check_rank("prefetch", exchange, plan)
+        _check_plan(plan)
+        given = items(layers, _CALL, "layers")
+        checked = [_checked(plan, number, layer) for number, layer in enumerate(given)]
+        if not checked:
+            raise ValueError(f"{_CALL}: layers must be one at least, got none")
+        _check_scratch(plan, checked)
+        terms["exchange"] = digest(f"{_EXCHANGE} {plan.max_scratch_bytes}".encode())
+        terms["options"] = term(tuple((_shape(layer.keys), layer.window) for layer in checked))
+    with exchange.without_return():
+        exchange.end_ahead()
+        return Prefetch(exchange, plan, checked)
+
+
+def _check_plan(plan: Any) -> None:
+    if not isinstance(plan, ShardedPlan):
+        raise ValueError(f"{_CALL}: plan must be of sharded pools")
+    if plan.exchange not in ("auto", _EXCHANGE):
+        raise ValueError(
+            f"{_CALL}: plan must be of the exchange {_EXCHANGE} or auto, got {plan.exchange}"
+        )
+
+
+def _checked(plan: ShardedPlan, number: int, layer: Any) -> _Layer:
+    name = f"layers[{number}]"
+    caches = LayerCaches(*layer) if isinstance(layer, tuple) and 0 < len(layer) <= 4 else None
+    if caches is None:
+        raise TypeError(
+            f"{_CALL}: {name} must be LayerCaches, or a tuple like it, got {type(layer).__name__}"
+        )
+    pools = {}
+    for field in ("k_cache", "v_cache", "k_rope"):
+        if (pool := getattr(caches, field)) is None and field != "k_cache":
+            continue
+        if not isinstance(pool, torch.Tensor) or pool.device.type != "cpu":
+            what = pool.device if isinstance(pool, torch.Tensor) else type(pool).__name__
+            raise TypeError(f"{_CALL}: {name}.{field} must be a tensor on the CPU, got {what}")
+        pools[field] = slots_of("prefetch", f"{name}.{field}", pool)
+        if pools[field].shape[1] != pools["k_cache"].shape[1]:
+            raise ValueError(
+                f"{_CALL}: {name}.{field} must have the {pools['k_cache'].shape[1]} KV heads of "
+                f"k_cache, got {pools[field].shape[1]}"
+            )
+    window = caches.window
+    if window is not None:
+        window = at_least(0, window, _CALL, f"{name}.window")
+    k, v = pools["k_cache"], pools.get("v_cache")
+    keys = ShardKeys(k, k if v is None else v, pools.get("k_rope"), v is None)
+    plan.batch.check_pool("prefetch", plan.cp_rank, keys.num_slots)
+    return _Layer(keys, window, key_scratch(plan, window, CACHED))
+
+
+def _check_scratch(plan: ShardedPlan, layers: Sequence[_Layer]) -> None:
+    """Refuse layers of which not even one KV head could be computed within max_scratch_bytes."""
+    needed = _buffer_bytes(layers) + max(
+        plan.num_tokens * layer.row_bytes + layer.scratch.num_slots * layer.keys.head_bytes
+        for layer in layers
+    )
+    if needed > plan.max_scratch_bytes:
+        raise ValueError(
+            f"{_CALL}: max_scratch_bytes must be at least {needed}, for the cached keys of two "
+            f"layers, new ones, and a KV head in its places, got {plan.max_scratch_bytes}"
+        )
+
+
+def _buffer_bytes(layers: Sequence[_Layer]) -> int:
+    return 2 * max(sum(layer.scratch.counts) * layer.row_bytes for layer in layers)
+
+
+def _tensors(keys: ShardKeys) -> list[torch.Tensor]:
+    values = [] if keys.shares_values else [keys.v]
+    return [keys.k, *values, *([] if keys.k_rope is None else [keys.k_rope])]
+
+
+def _places(keys: ShardKeys) -> list[tuple[Any, ...]]:
+    """Where the tensors are, and what is there."""
+    return [(x.data_ptr(), x.dtype, x.shape) for x in _tensors(keys)]
+
+
+def _shape(keys: ShardKeys) -> tuple[Any, ...]:
+    """What all ranks must have alike."""
+    shapes = tuple((x.dtype, *x.shape[1:]) for x in _tensors(keys))
+    return (*shapes, keys.shares_values, keys.k_rope is None)

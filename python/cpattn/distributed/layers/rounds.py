@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Some KV heads after others: those of one round travel while those of the last are attended to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+Arriving = TypeVar("Arriving")
+
+# More would hide little more: the first round's exchange and the last one's attention are alone.
+_MOST_ROUNDS = 8
+# A rank receives so many bytes in a round at least; below, its messages cost more than they hide.
+_LEAST_BYTES = 1 << 20
+# A rank that computes more for each byte that it receives has little to hide: at 1 TFLOP/s and 1
+# Gbit/s a sixth of a layer, which is what attention of single heads may take longer.
+_MOST_FLOPS_PER_BYTE = 50_000
+
+
+def head_rounds(
+    num_kv_heads: int, received_bytes: int, flops: int, largest: int | None = None
+) -> list[slice]:
+    """The KV heads of each round, of which none has more than `largest`.
+
+    `received_bytes` and `flops` are those of a rank in all of them, the same on every rank.
+    """
+    wanted = max(1, min(num_kv_heads, _MOST_ROUNDS, received_bytes // _LEAST_BYTES))
+    if flops > _MOST_FLOPS_PER_BYTE * received_bytes:
+        wanted = 1
+    at_once = -(-num_kv_heads // wanted)
+    if largest is not None:
+        at_once = min(at_once, largest)
+    return [
+        slice(head, min(head + at_once, num_kv_heads)) for head in range(0, num_kv_heads, at_once)
+    ]
+
+
+def side_by_side(
+    rounds: Sequence[slice],
+    begin: Callable[[slice, int], Arriving],
+    compute: Callable[[slice, Arriving], None],
+) -> None:
+    """Compute each round while the next is on its way; two are under way at a time at most.
+
+    `begin` is told which of two buffers, 0 or 1, is free; `compute` waits for what it is given.
+    """
+    coming = begin(rounds[0], 0)
+    for i, heads in enumerate(rounds):
+        arriving = coming
+        if i + 1 < len(rounds):
+            coming = begin(rounds[i + 1], (i + 1) % 2)
+        compute(heads, arriving)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that ranks exchange, and the pools that they are written to, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..plans.plan import ContextParallelPlan
+
+
+def local_rows(call: str, plan: ContextParallelPlan, name: str, x: torch.Tensor) -> torch.Tensor:
+    """x without rows of physical padding, as [num_local_rows, width]."""
+    return rows_of(call, plan.num_local_rows, plan.cp_rank, name, x)
+
+
+def rows_of(call: str, num_rows: int, cp_rank: int, name: str, x: torch.Tensor) -> torch.Tensor:
+    """The first rows of x, as [num_rows, width]."""
+    if x.device.type != "cpu":
+        raise TypeError(f"ContextParallel.{call}: {name} must be on the CPU, got {x.device}")
+    if len(x) < num_rows:
+        raise ValueError(
+            f"ContextParallel.{call}: {name} must have at least the {num_rows} rows of "
+            f"rank {cp_rank}, got {len(x)}"
+        )
+    return x[:num_rows].reshape(num_rows, prod(x.shape[1:]))
+
+
+def pool_rows(
+    call: str,
+    page_size: int,
+    slots: NDArray[np.int64],
+    name: str,
+    cache: torch.Tensor,
+    local: torch.Tensor,
+) -> torch.Tensor:
+    """The cache as [num_slots, width], after checking it against the rows to be written."""
+    paged = cache.ndim == 4 and cache.shape[1] in (1, page_size)
+    if local.ndim != 3 or not (cache.ndim == 3 or paged) or cache.shape[-2:] != local.shape[1:]:
+        raise ValueError(
+            f"ContextParallel.{call}: {name} must be [num_slots, num_kv_heads, head_dim] or "
+            f"[num_pages, {page_size}, num_kv_heads, head_dim] for rows "
+            f"[num_rows, num_kv_heads, head_dim], got {list(cache.shape)} for {list(local.shape)}"
+        )
+    if cache.dtype != local.dtype or not cache.is_contiguous():
+        raise ValueError(
+            f"ContextParallel.{call}: {name} must be contiguous {local.dtype}, "
+            f"got {cache.dtype} of strides {list(cache.stride())}"
+        )
+    pool = cache.view(-1, prod(cache.shape[-2:]))
+    if len(slots) and slots.max() >= len(pool):
+        i = int(slots.argmax())
+        raise ValueError(
+            f"ContextParallel.{call}: slots must be below the {len(pool)} rows of {name}, "
+            f"got slots[{i}] = {slots[i]}"
+        )
+    return pool
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """New keys, and values, of this rank, and the pools that get those of all ranks; checked."""
+
+    rows: list[torch.Tensor]  # [num_local_rows, width]
+    pools: list[torch.Tensor]  # [num_slots, width]
+    slots: torch.Tensor  # that are written
+    sources: torch.Tensor  # by which of the rows of all ranks, one for each slot
+
+    def store(self, gathered: Sequence[torch.Tensor]) -> None:
+        """Write what this rank's pools get of the rows of all ranks."""
+        # All before any is written: memory may be short for the second.
+        chosen = [take_rows(rows, self.sources) for rows in gathered]
+        for pool, rows in zip(self.pools, chosen, strict=True):
+            put_rows(pool, self.slots, rows)
+
+    def store_heads(self, heads: slice, gathered: Sequence[torch.Tensor]) -> None:
+        """The same of some heads: rows [num_tokens, len(heads), dim]."""
+        self.put_heads(heads, [take_rows(new, self.sources) for new in gathered])
+
+    def put_heads(self, heads: slice, chosen: Sequence[torch.Tensor]) -> None:
+        """Write the rows of `sources` alone, [len(sources), len(heads), dim]."""
+        for pool, new in zip(self.pools, chosen, strict=True):
+            put_rows(pool.unflatten(1, (-1, new.shape[2]))[:, heads], self.slots, new)
+
+
+def new_rows(
+    call: str,
+    names: Sequence[str],
+    num_rows: int,
+    cp_rank: int,
+    page_size: int,
+    slots: NDArray[np.int64],
+    sources: torch.Tensor,
+    local: Sequence[torch.Tensor | None],
+    caches: Sequence[torch.Tensor | None],
+) -> NewRows:
+    """Check rows of keys, and of values if there are any, against the caches that get them.
+
+    `names` are those of the caches; `slots` and `sources` as of `NewRows`, but that slots of -1 are
+    not written.
+    """
+    (k_local, v_local), (k_cache, v_cache) = local, caches
+    if (v_local is None) != (v_cache is None):
+        missing = "v_local" if v_local is None else names[1]
+        raise ValueError(
+            f"ContextParallel.{call}: v_local and {names[1]} must be given together, got no "
+            f"{missing}"
+        )
+    assert k_local is not None
+    assert k_cache is not None
+    rows = [rows_of(call, num_rows, cp_rank, "k_local", k_local)]
+    pools = [pool_rows(call, page_size, slots, names[0], k_cache, k_local)]
+    if v_local is not None and v_cache is not None:
+        rows.append(rows_of(call, num_rows, cp_rank, "v_local", v_local))
+        pools.append(pool_rows(call, page_size, slots, names[1], v_cache, v_local))
+    written = slots >= 0
+    return NewRows(
+        rows, pools, torch.from_numpy(slots[written]), sources[torch.from_numpy(written)]
+    )
+
+
+def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A copy of some rows, also of codes, which torch can only move as bytes."""
+    if x.element_size() > 1:
+        return x.index_select(0, rows)
+    return x.view(torch.uint8).index_select(0, rows).view(x.dtype)
+
+
+def put_rows(x: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Write some rows of x, also of codes."""
+    if x.element_size() == 1:
+        x, values = x.view(torch.uint8), values.view(torch.uint8)
+    x.index_copy_(0, rows, values)
+
+
+def plan_rows(
+    call: str,
+    plan: ContextParallelPlan,
+    local: Sequence[torch.Tensor | None],
+    caches: Sequence[torch.Tensor | None],
+) -> NewRows:
+    """Rows of keys and values for caches that get those of all tokens."""
+    return new_rows(
+        call,
+        ("k_cache", "v_cache"),
+        plan.num_local_rows,
+        plan.cp_rank,
+        plan.page_size,
+        plan.slots,
+        plan.gathered_rows,
+        local,
+        caches,
+    )

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ContextParallel.attend` over KV pools of which each rank holds a share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..._arguments import has
+from ...kv import Placement
+from ..plans.mesh import Mesh
+from ..plans.sharded_plan import ShardedPlan
+from ..transport.exchange import RowExchange, digest
+from . import all_to_all, gather_kv, pass_q, ring, usp
+from .choice import choose
+from .layer import LayerArguments, checked_layer
+from .partials import AttentionOptions, ShardInputs
+from .prefetch import Prefetch, check_prefetched
+from .sharded_write import send_to_owners
+
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+STRATEGIES: dict[str, Attend] = {
+    "pass_q": pass_q.attend,
+    "gather": gather_kv.attend,
+    "ring": ring.attend,
+    "all_to_all": all_to_all.attend,
+    "usp": usp.attend,
+}
+EXCHANGES = ("auto", *STRATEGIES)
+# Merge nothing, so that they have an LSE for the caller alone, which takes time.
+_UNMERGED = ("gather", "all_to_all")
+# Read the shard where it is, so that scales of tokens fit; the others read copies of keys.
+_IN_PLACE = "pass_q"
+
+
+def attend_shards(
+    exchange: RowExchange,
+    plan: ShardedPlan,
+    arguments: LayerArguments,
+    options: AttentionOptions,
+    prefetched: Prefetch | None = None,
+) -> Any:
+    """See ContextParallel.attend."""
+    terms: dict[str, int] = {}
+    with exchange.agreement("attend", plan.terms, terms) as parts:
+        layer = checked_layer(exchange, plan, arguments, options)
+        inputs, new = layer.inputs, layer.new
+        parts.append(inputs.q.flatten(1))
+        parts += [] if new is None else new.rows
+        wanted = plan.exchange
+        if prefetched is not None:
+            check_prefetched(prefetched, exchange, plan, inputs)
+            wanted, terms["prefetch"] = "gather", prefetched.term()
+        name = _exchange_of(plan, wanted, inputs, writes=new is not None)
+        terms["exchange"] = digest(f"{name} {plan.max_scratch_bytes} {plan.mesh}".encode())
+        terms["options"] = inputs.digest()
+    with exchange.without_return():
+        more: dict[str, Any] = {"return_lse": arguments.return_lse} if name in _UNMERGED else {}
+        if name == "gather":
+            more |= {"new": new, "prefetched": prefetched}
+        elif new is not None:
+            send_to_owners("attend", exchange, plan, new)
+        return layer.outputs(*STRATEGIES[name](exchange, plan, inputs, **more))
+
+
+def _exchange_of(plan: ShardedPlan, name: str, inputs: ShardInputs, *, writes: bool) -> str:
+    """The name of the exchange for a layer; ValueError for one that cannot do it."""
+    options = inputs.options
+    scaled = any(getattr(x, "ndim", 0) == 2 for x in (options.k_scale, options.v_scale))
+    if name == "auto":
+        if scaled:
+            return _IN_PLACE
+        name = choose(plan, inputs.sizes(), writes=writes).exchange
+    if scaled and name != _IN_PLACE:
+        raise ValueError(
+            f"ContextParallel.attend: k_scale and v_scale of each token need the exchange "
+            f"{_IN_PLACE}, got {name}"
+        )
+    return name
+
+
+def check_placement(
+    placement: Placement | None, exchange: str, cp_size: int, page_size: int, mesh: Mesh | None
+) -> None:
+    """Refuse what `ContextParallel` cannot be made with."""
+    if exchange not in EXCHANGES:
+        raise ValueError(
+            f"ContextParallel: exchange must be one of {', '.join(EXCHANGES)}, got {exchange!r}"
+        )
+    if exchange == "usp" and mesh is None:
+        raise ValueError(
+            "ContextParallel: exchange 'usp' needs a DeviceMesh with the dimensions ring and heads "
+            "as group"
+        )
+    if placement is None:
+        return
+    missing = [
+        name for name in ("shard_size", "owner_of", "local_index") if not has(placement, name)
+    ]
+    if missing:
+        raise TypeError(
+            f"ContextParallel: placement must have {', '.join(missing)}, got "
+            f"{type(placement).__name__}"
+        )
+    if placement.shard_size != cp_size:
+        raise ValueError(
+            f"ContextParallel: placement must be over the {cp_size} ranks of the group, got "
+            f"shard_size {placement.shard_size}"
+        )
+    if getattr(placement, "page_size", page_size) != page_size:
+        raise ValueError(
+            f"ContextParallel: placement must have the page_size {page_size}, got "
+            f"{placement.page_size}"  # type: ignore[attr-defined]
+        )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New rows into pools that the ranks of a host share: each by one rank, from other hosts once.
+
+A rank writes the rows that it computes, and those of its `Rails`: all hosts write the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from ... import _core
+from ..plans.plan import ContextParallelPlan
+from ..transport.exchange import ArrivingRows, RowExchange
+from ..transport.host import HostGroup
+from ..transport.rails import most_received
+from .rows import NewRows, put_rows, take_rows
+
+
+def shared_digest(
+    host: HostGroup | None, call: str, k_cache: torch.Tensor, v_cache: torch.Tensor | None
+) -> int:
+    """Where the caches are in memory that ranks share; 0: they are not."""
+    caches = {"k_cache": k_cache} | ({} if v_cache is None else {"v_cache": v_cache})
+    return 0 if host is None else host.digest_of(call, caches)
+
+
+class SharedRows:
+    """The new rows of one call, and where this rank writes them.
+
+    Some KV heads at a time: `begin` sends those of this rank to other hosts, `finish` writes what
+    comes and waits until all ranks of the host have done so.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        exchange: RowExchange,
+        host: HostGroup,
+        plan: ContextParallelPlan,
+        new: NewRows,
+    ) -> None:
+        self._call, self._exchange, self._rails = call, exchange, host.rails
+        self._plan, self._new = plan, new
+
+    @property
+    def most_received_bytes(self) -> int:
+        """What the rank receives that receives most; the same on every rank."""
+        row_bytes = sum(x.shape[1] * x.element_size() for x in self._new.rows)
+        return most_received(self._rails.hosts, self._plan.rows_per_rank) * row_bytes
+
+    def write_own(self) -> None:
+        """Write what this rank has computed, all heads of it."""
+        slots = self._plan.own_slots
+        for pool, rows in zip(self._new.pools, self._new.rows, strict=True):
+            if rows.numel():
+                _core.write_slot_rows(
+                    slots, _as_bytes(rows)[:, None], _as_bytes(pool)[:, None, None]
+                )
+
+    def begin(self, rows: Sequence[torch.Tensor], buffer: int = 0) -> ArrivingRows | None:
+        """Begin to exchange rows [num_local_rows, width], as `RowExchange.begin_rows`.
+
+        None if there is no other host.
+        """
+        if not self._rails.others:
+            return None
+        counts = self._plan.rows_per_rank
+        return self._exchange.begin_rows(self._call, counts, rows, buffer, self._rails)
+
+    def finish(self, arriving: ArrivingRows | None, heads: slice | None = None) -> None:
+        """Write what has been begun, of these KV heads, and wait for the other ranks here."""
+        with _core.TraceSpan(_core.TraceScope.gather):
+            if arriving is not None:
+                self._write(self._exchange.arrived(arriving), heads)
+            self._exchange.meet_host(self._call)
+
+    def _write(self, gathered: Sequence[torch.Tensor], heads: slice | None) -> None:
+        counts = self._rails.kept_counts(self._plan.rows_per_rank)
+        ends = list(accumulate(counts))
+        for source in self._rails.sources:
+            slots = torch.from_numpy(self._plan.slots_by_rank[source])
+            written = torch.nonzero(slots >= 0).view(-1)
+            for pool, all_rows in zip(self._new.pools, gathered, strict=True):
+                rows = all_rows[ends[source] - counts[source] : ends[source]]
+                if heads is not None:
+                    rows = rows.unflatten(1, (heads.stop - heads.start, -1))
+                    pool = pool.unflatten(1, (-1, rows.shape[2]))[:, heads]
+                put_rows(pool, slots[written], take_rows(rows, written))
+
+
+def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """[num_rows, bytes of a row], whatever the dtype."""
+    return (rows if rows.stride(1) == 1 else rows.contiguous()).detach().view(torch.uint8)

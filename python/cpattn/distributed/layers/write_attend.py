@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ContextParallel.attend` that also writes new rows, where every rank's pool holds everything.
+
+KV heads go in rounds: the new rows of some travel while the last ones are written and attended to.
+Scratch of a rank: twice the new rows of the heads of a round, and a copy of the keys and values of
+these heads for the whole context.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..plans.plan import ContextParallelPlan
+from ..transport.exchange import NO_TERMS, ArrivingRows, RowExchange
+from ..transport.host import HostGroup
+from .head_attention import HeadOutputs
+from .layer import LayerArguments, checked_layer
+from .partials import AttentionOptions, ShardInputs
+from .rounds import head_rounds, side_by_side
+from .rows import NewRows, take_rows
+from .shared_rows import SharedRows, shared_digest
+
+
+def write_and_attend(
+    exchange: RowExchange,
+    host: HostGroup | None,
+    plan: ContextParallelPlan,
+    arguments: LayerArguments,
+    options: AttentionOptions,
+) -> Any:
+    """See ContextParallel.attend."""
+    terms: dict[str, int] = {}
+    with exchange.agreement("attend", getattr(plan, "terms", NO_TERMS), terms) as parts:
+        layer = checked_layer(exchange, plan, arguments, options)
+        new = layer.new
+        assert new is not None
+        parts += new.rows
+        parts.shared_memory = shared_digest(host, "attend", arguments.k_cache, arguments.v_cache)
+        terms["options"] = layer.inputs.digest()
+    inputs = layer.inputs
+    num_kv_heads = inputs.k.shape[1]
+    rows = [x.unflatten(1, (num_kv_heads, -1)) for x in new.rows]
+
+    def begin(heads: slice, buffer: int) -> ArrivingRows:
+        own = [x[:, heads].flatten(1) for x in rows]
+        return exchange.begin_rows("attend", plan.rows_per_rank, own, buffer)
+
+    def compute(heads: slice, arriving: ArrivingRows) -> None:
+        num_heads = heads.stop - heads.start
+        gathered = [x.unflatten(1, (num_heads, -1)) for x in exchange.arrived(arriving)]
+        new.store_heads(heads, gathered)
+        _attend(plan, inputs, heads, outputs)
+
+    def begin_shared(heads: slice, buffer: int) -> ArrivingRows | None:
+        return shared.begin([x[:, heads].flatten(1) for x in rows], buffer)
+
+    def compute_shared(heads: slice, arriving: ArrivingRows | None) -> None:
+        shared.finish(arriving, heads)
+        _attend(plan, inputs, heads, outputs)
+
+    with exchange.without_return():
+        outputs = HeadOutputs(plan, inputs, return_lse=arguments.return_lse)
+        if host is not None and parts.shared_memory:
+            shared = SharedRows("attend", exchange, host, plan, new)
+            shared.write_own()
+            rounds = _rounds(plan, inputs, shared.most_received_bytes)
+            side_by_side(rounds, begin_shared, compute_shared)
+        else:
+            side_by_side(_rounds(plan, inputs, _received_bytes(plan, new)), begin, compute)
+        return layer.outputs(*outputs.rows())
+
+
+def _attend(
+    plan: ContextParallelPlan, inputs: ShardInputs, heads: slice, outputs: HeadOutputs
+) -> None:
+    """Attention with some KV heads: of a copy in which their rows follow each other.
+
+    In a cache the rows of one head are far apart, so that every second one is in another page of
+    memory, and reading them again for each block of queries takes a sixth longer.
+    """
+    caches, tables = [inputs.k[:, heads], inputs.v[:, heads]], plan.block_tables
+    scales = inputs.options.k_scale, inputs.options.v_scale
+    of_tokens = any(getattr(scale, "ndim", 0) == 2 for scale in scales)  # in the cache's order
+    if heads.stop - heads.start < inputs.k.shape[1] and not of_tokens:
+        pages, tables = plan.pages_in_order
+        caches = [
+            take_rows(cache.unflatten(0, (-1, plan.page_size)), pages).flatten(0, 1)
+            for cache in caches
+        ]
+    outputs.attend(heads, tables, caches)
+
+
+def _received_bytes(plan: ContextParallelPlan, new: NewRows) -> int:
+    """What the rank receives that receives most, of private pools."""
+    row_bytes = sum(x.shape[1] * x.element_size() for x in new.rows)
+    return (plan.num_tokens - min(plan.rows_per_rank)) * row_bytes
+
+
+def _rounds(plan: ContextParallelPlan, inputs: ShardInputs, received_bytes: int) -> list[slice]:
+    return head_rounds(
+        inputs.k.shape[1], received_bytes, inputs.flops(plan.num_pairs) // len(plan.rows_per_rank)
+    )

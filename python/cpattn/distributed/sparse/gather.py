@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse attention where keys travel: index keys to all ranks, latents to those that selected them.
+
+A rank selects for its own rows among the index keys of all ranks, tells the others which latents it
+wants, a bit for each key of the batch, and attends to those that come. The bits are those of pools
+that hold everything. Scratch of a rank: the index keys of the batch, twice, and the latents that
+its rows select, once for all that select the same. Tokens go in rounds if these might exceed
+`max_scratch_bytes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...sparse.indexer import indexer_topk
+from ...sparse.sparse_mla import flash_mla_sparse_fwd
+from ..layers.rows import put_rows
+from ..plans.key_shares import Array
+from ..plans.sharded_plan import ShardedBatch, ShardedPlan
+from ..transport.exchange import RowExchange
+from .inputs import SparseInputs
+from .selection import all_positions
+
+_CALL = "attend_sparse"
+
+
+@dataclass(frozen=True)
+class AllKeys:
+    """The keys of a batch one after the other: request after request, and rank after rank."""
+
+    begin: Array  # of each request, among all by request
+    place: Array  # of all by rank: where they are by request
+    first: Array  # of each rank, among all by rank; and the number of keys
+    rows: list[Array]  # of each rank, in its pool
+
+    def of_rank(self, rank: int) -> slice:
+        """The keys of a rank, among all by rank."""
+        return slice(int(self.first[rank]), int(self.first[rank + 1]))
+
+    @property
+    def counts(self) -> list[int]:
+        """The keys that each rank holds."""
+        return [len(rows) for rows in self.rows]
+
+
+def all_keys(batch: ShardedBatch, size: int) -> AllKeys:
+    """Made once for all layers."""
+    if "all keys" not in batch.memo:
+        shares = batch.shares
+        begin = np.cumsum(shares.kv_lens) - shares.kv_lens
+        keys = [shares.local_keys(rank) for rank in range(size)]
+        counts = [len(of_rank.row) for of_rank in keys]
+        batch.memo["all keys"] = AllKeys(
+            begin=begin,
+            place=np.concatenate([begin[k.request] + k.position for k in keys]),
+            first=np.append(0, np.cumsum(counts)),
+            rows=[k.row for k in keys],
+        )
+    keys_of_batch: AllKeys = batch.memo["all keys"]
+    return keys_of_batch
+
+
+def attend(
+    exchange: RowExchange, plan: ShardedPlan, inputs: SparseInputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of this rank's rows, and their LSE."""
+    keys = all_keys(plan.batch, exchange.size)
+    visible = plan.batch.visible_keys
+    own_visible = visible[plan.local_rows]
+    begin = keys.begin[plan.batch.rows.request[plan.local_rows]]
+    if (visible > inputs.topk).any():
+        positions = _select(exchange, keys, inputs, begin, own_visible)
+    else:
+        positions = all_positions(own_visible, inputs.topk)
+    out = inputs.q.new_empty(*inputs.q.shape[:2], inputs.d_v)
+    lse = torch.empty(inputs.q.shape[:2])
+    rounds = _num_rounds(plan, inputs, len(keys.place))
+    for i in range(rounds):
+        part = slice(len(out) * i // rounds, len(out) * (i + 1) // rounds)
+        places = torch.from_numpy(begin[part])[:, None] + positions[part]
+        places.masked_fill_(positions[part] < 0, -1)
+        out[part], lse[part] = _attend(exchange, keys, inputs, inputs.q[part], places)
+    return out, lse
+
+
+def _num_rounds(plan: ShardedPlan, inputs: SparseInputs, num_keys: int) -> int:
+    """The same on all ranks: as many as may be needed, with a row of each rank at least."""
+    row_bytes = inputs.latents.shape[1]
+    most = max(plan.rows_per_rank)
+    if num_keys * row_bytes <= plan.max_scratch_bytes:
+        return min(most, 1)
+    return min(most, -(-most * inputs.topk * row_bytes // plan.max_scratch_bytes))
+
+
+def _select(
+    exchange: RowExchange, keys: AllKeys, inputs: SparseInputs, begin: Array, visible: Array
+) -> torch.Tensor:
+    """Positions [rows, topk] of the best keys of each row."""
+    codes, scale = inputs.take_index(torch.from_numpy(keys.rows[exchange.rank]))
+    received = exchange.all_rows(_CALL, keys.counts, [codes] if scale is None else [codes, scale])
+    by_request = [torch.empty(x.shape, dtype=x.dtype) for x in received]
+    for whole, of_ranks in zip(by_request, received, strict=True):
+        put_rows(whole, torch.from_numpy(keys.place), of_ranks)
+    return indexer_topk(
+        inputs.index_q,
+        by_request[0],
+        inputs.weights,
+        begin,
+        begin + visible,
+        topk=inputs.topk,
+        k_scale=None if scale is None else by_request[1],
+    )
+
+
+def _attend(
+    exchange: RowExchange,
+    keys: AllKeys,
+    inputs: SparseInputs,
+    q: torch.Tensor,
+    places: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows over the keys at these places by request, which are fetched from their ranks."""
+    wanted = _wanted(exchange, keys, places)
+    mine = keys.of_rank(exchange.rank)
+    rows_for = [torch.from_numpy(keys.rows[exchange.rank][bits[mine]]) for bits in wanted]
+    own = wanted[exchange.rank]
+    rows_from = [int(own[keys.of_rank(rank)].sum()) for rank in range(exchange.size)]
+    (latents,) = exchange.routed_rows(_CALL, [inputs.latents], rows_for, rows_from)
+    where = torch.full((len(keys.place) + 1,), -1, dtype=torch.int32)  # the last one of no key
+    where[torch.from_numpy(keys.place[own])] = torch.arange(len(latents), dtype=torch.int32)
+    out, _, lse = flash_mla_sparse_fwd(
+        q,
+        latents.view(inputs.kv.dtype)[:, None],
+        where[places],
+        inputs.sm_scale,
+        inputs.d_v,
+        inputs.attn_sink,
+    )
+    return out, lse
+
+
+def _wanted(exchange: RowExchange, keys: AllKeys, places: torch.Tensor) -> NDArray[np.bool_]:
+    """Whether each rank wants each of the keys by rank: [size, number of keys]."""
+    wants = np.zeros(len(keys.place) + 1, dtype=bool)
+    wants[places.numpy()] = True
+    bits = torch.from_numpy(np.packbits(wants[keys.place]))[None]
+    (of_ranks,) = exchange.all_rows(_CALL, [1] * exchange.size, [bits])
+    return np.unpackbits(of_ranks.numpy(), axis=1, count=len(keys.place)).astype(bool)

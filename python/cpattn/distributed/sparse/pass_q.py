@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse attention where queries travel: every rank scores, and attends to, the keys it holds.
+
+Queries of the indexer go to all ranks, and the best candidates of each rank back to the rows. These
+tell all ranks what they selected, with the queries of attention, and merge the partial results that
+come back, in rank order. Rows that see at most `topk` keys select them all: no indexer is asked.
+
+Scratch of a rank, of all tokens: both queries, 8 * topk bytes of candidates, what was selected and
+where that is, and partial results, twice. Tokens go in rounds that keep it to `max_scratch_bytes`.
+Besides, a copy of the index keys that the rank holds of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...sparse.sparse_mla import flash_mla_sparse_fwd
+from ..layers.partials import merged_columns
+from ..plans.key_shares import Array, KeyShares
+from ..plans.sharded_plan import ShardedPlan
+from ..transport.exchange import RowExchange
+from .inputs import SparseInputs
+from .selection import (
+    LocalIndex,
+    all_positions,
+    best_positions,
+    candidate_width,
+    rows_of_rank,
+)
+
+_CALL = "attend_sparse"
+
+
+@dataclass(frozen=True)
+class Round:
+    """Rows of all ranks, rank after rank, that travel at once."""
+
+    own: slice  # of the rows of this rank
+    counts: list[int]  # of each rank
+    request: Array
+    visible: Array  # how many keys of its request each row sees
+
+
+def attend(
+    exchange: RowExchange, plan: ShardedPlan, inputs: SparseInputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of this rank's rows, and their LSE."""
+    shares = plan.batch.shares
+    out = inputs.q.new_empty(*inputs.q.shape[:2], inputs.d_v)
+    lse = torch.empty(inputs.q.shape[:2])
+    index = None
+    for part in _rounds(plan, inputs):
+        searching = part.visible > inputs.topk
+        if searching.any() and index is None:
+            index = LocalIndex(inputs, shares, exchange.rank)
+        positions = all_positions(_own(part.visible, part, exchange.rank), inputs.topk)
+        if index is not None and searching.any():
+            found = _search(exchange, shares, inputs, index, part, searching)
+            positions[torch.from_numpy(_own(searching, part, exchange.rank))] = found
+        out[part.own], lse[part.own] = _attend(exchange, shares, inputs, part, positions)
+    return out, lse
+
+
+def scratch_of_row(inputs: SparseInputs) -> int:
+    """Bytes, but for index keys."""
+    num_heads, head_dim = inputs.q.shape[1:]
+    index_q = inputs.index_q.shape[1] * inputs.index_q.shape[2] * inputs.index_q.element_size()
+    queries = index_q + num_heads * head_dim * inputs.q.element_size()
+    results = num_heads * (inputs.d_v * inputs.q.element_size() + 4)
+    return queries + inputs.topk * (8 + 4 + 8) + 2 * results
+
+
+def _rounds(plan: ShardedPlan, inputs: SparseInputs) -> Iterator[Round]:
+    """As many as keep what travels at once to max_scratch_bytes, with a row of each rank at least.
+
+    Every rank has as many rounds, some of them perhaps without a row.
+    """
+    rows, size = plan.batch.rows, np.array(plan.rows_per_rank)
+    visible = plan.batch.visible_keys
+    rounds = -(-plan.num_tokens * scratch_of_row(inputs) // plan.max_scratch_bytes)
+    rounds = min(rounds, int(size.max()))
+    first = np.cumsum(size) - size
+    for i in range(rounds):
+        begin, end = size * i // rounds, size * (i + 1) // rounds
+        chosen = np.concatenate(
+            [np.arange(*bounds) for bounds in zip(first + begin, first + end, strict=True)]
+        )
+        own = slice(int(begin[plan.cp_rank]), int(end[plan.cp_rank]))
+        yield Round(own, (end - begin).tolist(), rows.request[chosen], visible[chosen])
+
+
+def _own(values: NDArray[Any], part: Round, rank: int) -> NDArray[Any]:
+    """Those of the rows of a rank."""
+    begin = sum(part.counts[:rank])
+    return values[begin : begin + part.counts[rank]]
+
+
+def _search(
+    exchange: RowExchange,
+    shares: KeyShares,
+    inputs: SparseInputs,
+    index: LocalIndex,
+    part: Round,
+    searching: NDArray[np.bool_],
+) -> torch.Tensor:
+    """The positions that those of this rank's rows select that see more than topk keys."""
+    counts = [int(_own(searching, part, rank).sum()) for rank in range(exchange.size)]
+    asking = torch.from_numpy(_own(searching, part, exchange.rank))
+    rows = [x[part.own][asking] for x in (inputs.index_q.flatten(1), inputs.weights)]
+    queries, weights = exchange.all_rows(_CALL, counts, rows)
+    request, visible = part.request[searching], part.visible[searching]
+    width = candidate_width(shares, exchange.size, request, visible, inputs.topk)
+    found = index.candidates(
+        queries.unflatten(1, inputs.index_q.shape[1:]), weights, request, visible, width
+    )
+    rows_for = list(torch.arange(len(found)).split(counts))
+    num_rows = counts[exchange.rank]
+    (received,) = exchange.routed_rows(_CALL, [found], rows_for, [num_rows] * exchange.size)
+    of_ranks = received.unflatten(0, (exchange.size, num_rows))
+    return best_positions(of_ranks.transpose(0, 1).flatten(1), inputs.topk)
+
+
+def _attend(
+    exchange: RowExchange,
+    shares: KeyShares,
+    inputs: SparseInputs,
+    part: Round,
+    positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's rows over what they selected, wherever it is."""
+    rows = [positions, inputs.q[part.own].flatten(1)]
+    selected, q = exchange.all_rows(_CALL, part.counts, rows)
+    out, _, lse = flash_mla_sparse_fwd(
+        q.unflatten(1, inputs.q.shape[1:]),
+        inputs.kv,
+        rows_of_rank(shares, exchange.rank, part.request, selected),
+        inputs.sm_scale,
+        inputs.d_v,
+    )
+    rows_for = list(torch.arange(len(out)).split(part.counts))
+    num_rows = [part.counts[exchange.rank]] * exchange.size
+    outs, lses = exchange.routed_rows(_CALL, [out.flatten(1), lse], rows_for, num_rows)
+    return merged_columns(outs, lses, exchange.size, inputs.attn_sink)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys with the best scores among those of all ranks.
+
+Each rank selects the best of its own keys, which are all that it can have among the best of all. A
+candidate is an int64 that grows with the score, and of equal scores is larger for the smaller
+position. So no two are equal, and the largest ones are those, and in the order, that
+`cpattn.sparse.cp_indexer_topk` finds among the keys of one pool: bit for bit the same selection,
+whichever candidate comes first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ... import _core
+from ..plans.key_shares import Array, KeyShares
+from .inputs import SparseInputs
+
+_LOW = (1 << 31) - 1  # what a position is taken from
+_NONE = -(1 << 63)  # below all candidates
+
+
+class LocalIndex:
+    """The index keys that a rank holds of a batch, one after the other."""
+
+    def __init__(self, inputs: SparseInputs, shares: KeyShares, rank: int) -> None:
+        keys = shares.local_keys(rank)
+        self._shares, self._rank = shares, rank
+        self._position = torch.from_numpy(keys.position)
+        self._begin = np.searchsorted(keys.request, np.arange(len(shares.kv_lens)))
+        self._keys, self._scale = inputs.take_index(torch.from_numpy(keys.row))
+
+    def candidates(
+        self, q: torch.Tensor, weights: torch.Tensor, request: Array, visible: Array, width: int
+    ) -> torch.Tensor:
+        """The best keys of each row among those before `visible`: int64 [rows, width]."""
+        begin = self._begin[request]
+        count = self._shares.count_below(self._rank, request, visible)
+        indices = torch.empty(len(q), width, dtype=torch.int32)
+        scores = torch.empty(len(q), width)
+        _core.indexer_topk(
+            q, self._keys, weights, begin, begin + count, self._scale, False, indices, scores
+        )
+        missing = indices < 0
+        if not len(self._position):
+            return torch.full(indices.shape, _NONE)
+        where = (indices + torch.from_numpy(begin)[:, None]).masked_fill_(missing, 0)
+        return _packed(scores, self._position[where]).masked_fill_(missing, _NONE)
+
+
+def candidate_width(shares: KeyShares, size: int, request: Array, visible: Array, topk: int) -> int:
+    """Candidates of a row that a rank has at most, for any of the rows and ranks."""
+    counts = [shares.count_below(rank, request, visible).max() for rank in range(size)]
+    return min(topk, int(max(counts)))
+
+
+def _packed(scores: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Score, which is never NaN, and position in one number; -0 equals +0."""
+    bits = (scores + 0.0).view(torch.int32)
+    ascending = bits ^ ((bits >> 31) & _LOW)
+    return (ascending.long() << 32) | (_LOW - position)
+
+
+def best_positions(candidates: torch.Tensor, topk: int) -> torch.Tensor:
+    """Positions [rows, topk] of the best candidates [rows, n], score descending; -1 for none."""
+    best = candidates.topk(topk, dim=1).values
+    positions = _LOW - (best & 0xFFFFFFFF)
+    return positions.masked_fill_(best == _NONE, -1).int()
+
+
+def all_positions(visible: Array, topk: int) -> torch.Tensor:
+    """Positions [rows, topk] of rows that select all keys that they see, ascending, then -1."""
+    positions = torch.arange(topk, dtype=torch.int32).expand(len(visible), topk)
+    return positions.masked_fill(positions >= torch.from_numpy(visible)[:, None], -1)
+
+
+def rows_of_rank(
+    shares: KeyShares, rank: int, request: Array, positions: torch.Tensor
+) -> torch.Tensor:
+    """Where the pool of a rank has the selected keys, int32; -1 for keys of other ranks."""
+    row = np.where(shares.owner == rank, shares.row, -1)
+    if not len(row):
+        return torch.full_like(positions, -1)
+    chosen = positions.clamp(min=0).long()
+    run = torch.from_numpy(shares.indptr[request])[:, None] + chosen // shares.run
+    begin = torch.from_numpy(row)[run]
+    there = begin + chosen % shares.run
+    return there.masked_fill_((begin < 0) | (positions < 0), -1).int()

@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows between all ranks of a group, sent only once all ranks expect the same."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ... import _core
+from ...profiling.calls import announced
+from . import versions
+from .rails import Rails
+from .roll_call import HOSTS, Host, RollCall, Watch, Words, roll_call_of
+from .waiting import Posted, Wait, noting
+
+PLAN_TERMS = ("lengths", "strategy and page_size", "block_tables", "slots", "mask", "placement")
+NO_TERMS = (0,) * len(PLAN_TERMS)  # of calls without a plan, or with what is none
+_CALLS = (
+    "write_kv", "gather", "attend", "decode", "topology", "shared_memory", "attend_sparse",
+    "decode_sparse", "prefetch",
+)  # fmt: skip
+# What the ranks compare before an exchange, int64 each. The first difference is reported.
+TERMS = (
+    "refused", "sequence", "call", *PLAN_TERMS, "rows", "prefetch", "exchange", "options",
+    "shared memory",
+)  # fmt: skip
+# Of these, what checks may tell besides rows and plans.
+_OPTIONS = ("prefetch", "exchange", "options")
+_ROW_ALIGNMENT = 16  # bytes, so that each part of a row can be viewed as its dtype
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+# Of messages between ranks: those with another one do not understand each other.
+_LAYOUT_NAMES = (versions.PROTOCOL, _CALLS, TERMS, _ROW_ALIGNMENT)
+_SLICE = 0.02  # seconds of a wait, until the next look around
+
+
+def digest(*values: Any) -> int:
+    """64 bits for the bytes of values."""
+    hashed = blake2b(digest_size=8)
+    for value in values:
+        hashed.update(value)
+    return int.from_bytes(hashed.digest(), "little", signed=True)
+
+
+@lru_cache(1024)
+def term(value: Hashable) -> int:
+    """64 bits for a value of numbers, names and dtypes."""
+    return digest(repr(value).encode())
+
+
+def layout() -> int:
+    """64 bits for how this version lays out what ranks send each other."""
+    return term(_LAYOUT_NAMES)
+
+
+class Parts(list[torch.Tensor]):
+    """What a rank brings to an exchange: its rows, and where in shared memory they belong."""
+
+    shared_memory = 0  # a digest; 0 for none
+
+
+class RowExchange:
+    """Every rank of a group sends its rows to every other one.
+
+    Rows travel point to point and land where they are read, so uneven and empty shares need no
+    padding, and as bytes, so every dtype does. Over gloo, 16 MiB per rank take a third of the time
+    of an all-gather. Receive buffers are kept for the next call.
+
+    What the ranks agree on before goes through shared memory, once they have some for the group
+    (`HOSTS`), unless `through_memory` says otherwise. Whoever cannot go on tells the others
+    (`RollCall`), so that all name the same rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, through_memory: bool = True) -> None:
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
+        self._group = group
+        self._peers = {
+            rank: dist.get_global_rank(group, rank)
+            for rank in range(self.size)
+            if rank != self.rank
+        }
+        self._through_memory = through_memory
+        self._sequence = 0
+        self._buffers: dict[Hashable, torch.Tensor] = {}
+        self.ahead: ArrivingRows | None = None
+        self.scratch: list[torch.Tensor] = []  # of `shared_scratch`
+        self._roll_call: RollCall | None = None  # from the first exchange on
+        self.sent_bytes = self.received_bytes = 0  # of tensors, without what a backend adds
+
+    @contextlib.contextmanager
+    def agreement(
+        self, call: str, plan_terms: Sequence[int], options: dict[str, int] | None = None
+    ) -> Iterator[Parts]:
+        """Run this rank's checks, which add the parts of its rows, then compare with all ranks.
+
+        The checks may also put digests of the terms in `_OPTIONS` into `options`. A rank whose
+        checks fail says so to the others, which would wait for its rows. On a difference
+        every rank raises the same RuntimeError, and the group stays usable.
+        """
+        parts = Parts()
+        self._sequence += 1
+        try:
+            yield parts
+        except Exception:
+            with contextlib.suppress(RuntimeError):  # the failed check is the better error
+                self._all_terms(call, [1] + [0] * (len(TERMS) - 1))
+            raise
+        rows = term(tuple((part.dtype, part.shape[1]) for part in parts))
+        more = [(options or {}).get(name, 0) for name in _OPTIONS]
+        terms = [0, self._sequence, _CALLS.index(call), *plan_terms, rows, *more]
+        terms.append(parts.shared_memory)
+        of_ranks = self._all_terms(call, terms)
+        if of_ranks.count(terms) < self.size:
+            _refuse(call, list(zip(*of_ranks, strict=True)))
+
+    @contextlib.contextmanager
+    def without_return(self) -> Iterator[None]:
+        """Run steps on which all have agreed: a rank that fails in one tells the others why."""
+        try:
+            yield
+        except BaseException as error:
+            if self._roll_call is not None and not self._roll_call.over:
+                self._roll_call.leave(self._group, Words((), _text_of(error)))
+            raise
+
+    def all_rows(
+        self, call: str, rows_per_rank: Sequence[int], parts: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """For each part [rows_per_rank[rank], width]: the rows of all ranks, in rank order.
+
+        The results live in the receive buffer, until the next call.
+        """
+        with _core.TraceSpan(_core.TraceScope.gather):
+            return self.arrived(self.begin_rows(call, rows_per_rank, parts))
+
+    def begin_rows(
+        self,
+        call: str,
+        rows_per_rank: Sequence[int],
+        parts: Sequence[torch.Tensor],
+        buffer: Hashable = 0,
+        rails: Rails | None = None,
+    ) -> ArrivingRows:
+        """Begin what `all_rows` does, in a receive buffer; `arrived` waits for it.
+
+        With rails only the rows of their sources come, behind and before this rank's own.
+        """
+        if rails is not None:
+            rows_per_rank = rails.kept_counts(rows_per_rank)
+        num_rows = sum(rows_per_rank)
+        total = num_rows * _row_bytes(parts)
+        storage = self._buffers.pop(buffer, _EMPTY)  # given up if rows might still arrive in it
+        if storage.numel() < total:
+            storage = torch.empty(total, dtype=torch.uint8)
+        rows = storage[:total].view(num_rows, _row_bytes(parts))
+        columns = _columns(rows, parts)
+        begin = sum(rows_per_rank[: self.rank])
+        for column, part in zip(columns, parts, strict=True):
+            column[begin : begin + len(part)] = part
+        destinations = self._peers if rails is None else rails.destinations
+        posted = self._post_rows(call, rows, rows_per_rank, destinations)
+        return ArrivingRows(columns, posted, storage, buffer)
+
+    def arrived(self, rows: ArrivingRows) -> list[torch.Tensor]:
+        """What `all_rows` gives; it lives until the next rows in the same buffer."""
+        self.finish(rows.posted)
+        self._buffers[rows.buffer] = rows.storage
+        return rows.columns
+
+    def begin_ahead(
+        self, call: str, rows_per_rank: Sequence[int], parts: Sequence[torch.Tensor], buffer: int
+    ) -> ArrivingRows:
+        """Begin what may be left under way by this call: rows that a later one will ask for.
+
+        In one of two buffers that no other call takes; there are no others of the kind.
+        """
+        self.end_ahead()
+        self.ahead = self.begin_rows(call, rows_per_rank, parts, ("ahead", buffer))
+        return self.ahead
+
+    def end_ahead(self) -> list[torch.Tensor]:
+        """Wait for what `begin_ahead` has left under way, if anything."""
+        if self.ahead is None:
+            return []
+        columns, self.ahead = self.arrived(self.ahead), None
+        return columns
+
+    def routed_rows(
+        self,
+        call: str,
+        parts: Sequence[torch.Tensor],
+        rows_for: Sequence[torch.Tensor],
+        rows_from: Sequence[int],
+    ) -> list[torch.Tensor]:
+        """Send each rank the rows of every part that ``rows_for[rank]`` lists, and no others.
+
+        For each part [sum(rows_from), width]: the rows of all ranks, ``rows_from[rank]`` of each,
+        in rank order.
+        """
+        received = torch.empty(sum(rows_from), _row_bytes(parts), dtype=torch.uint8)
+        blocks = received.split(list(rows_from))
+        sends = {}
+        for rank, rows in enumerate(rows_for):
+            own = rank == self.rank
+            block = blocks[rank] if own else received.new_empty(len(rows), received.shape[1])
+            for column, part in zip(_columns(block, parts), parts, strict=True):
+                column.copy_(part.index_select(0, rows))
+            if not own:
+                sends[rank] = block
+        self.blocks(call, sends, {rank: blocks[rank] for rank in self._peers})
+        return _columns(received, parts)
+
+    def blocks(
+        self, call: str, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Send contiguous tensors to ranks, and receive into others; empty ones do not travel.
+
+        When a peer fails, the others are served all the same: a rank that gave up early would be
+        missing to them, and they would name it.
+        """
+        self.finish(self.post(call, sends, receives))
+
+    @announced("RowExchange.post")
+    def post(
+        self, call: str, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
+    ) -> Posted:
+        """Begin what `blocks` does; `finish` waits for it."""
+        posted = Posted(call)
+        posts: list[tuple[Any, int, torch.Tensor]] = []
+        posts += [(dist.irecv, rank, block) for rank, block in receives.items()]
+        posts += [(dist.isend, rank, block) for rank, block in sends.items()]
+        for post, rank, block in posts:
+            if block.numel():
+                raw = block.view(-1).view(torch.uint8)
+                with noting(posted.failures, rank, RuntimeError):
+                    posted.works.append((rank, post(raw, self._peers[rank], self._group)))
+        self._roll_call_of_group().keep(posted.works)
+        self.sent_bytes += sum(block.nbytes for block in sends.values())
+        self.received_bytes += sum(block.nbytes for block in receives.values())
+        return posted
+
+    def finish(self, posted: Posted) -> None:
+        """Wait for all of it; RuntimeError, which names the ranks that did not answer."""
+        wait = Wait(posted, self._roll_call_of_group().longest_wait)
+        try:
+            losses, timed_out = self._losses(wait)
+        except BaseException as interrupt:  # Ctrl-C
+            self._leave(wait, Words((), _text_of(interrupt)))
+            raise
+        roll_call = self._roll_call_of_group()
+        if not losses:
+            roll_call.release(posted.works)
+            return
+        error = next(iter(posted.failures.values()), None)
+        raise self._lost(posted.call, losses, wait, timed_out=timed_out) from error
+
+    def meet_host(self, call: str, terms: Sequence[int] = ()) -> list[list[int]]:
+        """Wait for the ranks that share memory with this one; the terms of each.
+
+        RuntimeError, which names the ranks that did not answer. Those of other hosts are told.
+        """
+        host = HOSTS[self._group]
+        if not host.rails.others:
+            return host.meet(f"ContextParallel.{call}", terms)
+        roll_call = self._roll_call_of_group()
+        try:
+            return host.meet(f"ContextParallel.{call}", terms, roll_call.has_heard)
+        except RuntimeError as error:
+            lost, reason, timed_out = host.loss()
+            if not lost:  # of a forked child, which has nothing to tell
+                raise
+            losses = dict.fromkeys(lost, reason)
+            if not reason:  # somebody has left, on another host or here
+                watch = Watch(self._group, roll_call, time.monotonic())
+                losses, timed_out = watch.losses(lost[0])
+            raise self._lost(call, losses, None, timed_out=timed_out) from error
+        except BaseException as interrupt:  # Ctrl-C
+            self._leave(None, Words((), _text_of(interrupt)))
+            raise
+
+    def _lost(
+        self, call: str, losses: dict[int, str], wait: Wait | None, *, timed_out: bool
+    ) -> RuntimeError:
+        """Tell the others whom there is no use to wait for, and why; the error that names them."""
+        roll_call = self._roll_call_of_group()
+        named = roll_call.named(self.rank, losses)
+        self._leave(wait, Words(tuple(sorted(named)), next(iter(named.values())), timed_out))
+        named = roll_call.named(self.rank, losses)
+        return RuntimeError(
+            f"ContextParallel.{call}: {ranks_text(sorted(named))} of {self.size} did not "
+            f"answer: {next(iter(named.values()))}"
+        )
+
+    def _losses(self, wait: Wait) -> tuple[dict[int, str], bool]:
+        """Wait; whom that was in vain for, and why, and whether that is for the time alone."""
+        wait.join(_SLICE)
+        losses: dict[int, str] = {}
+        timed_out = False
+        if not wait.is_over():
+            watch = Watch(self._group, self._roll_call_of_group(), wait.begin)
+            while not (wait.is_over() or losses):
+                wait.join(_SLICE)
+                losses, timed_out = watch.losses(wait.awaited)
+        if wait.is_over():
+            return {rank: str(error) for rank, error in wait.posted.failures.items()}, False
+        return losses, timed_out
+
+    def _leave(self, wait: Wait | None, words: Words) -> None:
+        """Tell the others, and end what still waits for them."""
+        roll_call = self._roll_call_of_group()
+        roll_call.leave(self._group, words)
+        if wait is not None and not wait.is_over():
+            roll_call.hang_up(self._group)
+            wait.abandon()
+
+    def _roll_call_of_group(self) -> RollCall:
+        if self._roll_call is None:
+            self._roll_call = roll_call_of(self._group, self._peers)
+        return self._roll_call
+
+    def _all_terms(self, call: str, terms: Sequence[int]) -> list[list[int]]:
+        """The terms of all ranks: one list of each."""
+        roll_call = self._roll_call_of_group()
+        if roll_call.over:
+            raise RuntimeError(
+                f"ContextParallel.{call}: the group cannot be used any more, rank {self.rank} has "
+                "left it by an error"
+            )
+        if not roll_call.agreed:
+            told = self.all_values(f"{call} (agreement)", versions.own_values(layout())).tolist()
+            if (difference := versions.difference(told)) is not None:
+                raise RuntimeError(f"ContextParallel.{call}: {difference}; nothing was sent")
+            roll_call.agreed = True
+        return self.told(f"{call} (agreement)", terms)
+
+    def host(self) -> Host | None:
+        """Where ranks meet that share memory, if they have found out; asks nobody."""
+        return HOSTS.get(self._group) if self._through_memory else None
+
+    def told(self, call: str, values: Sequence[int]) -> list[list[int]]:
+        """The values of all ranks, a list of each; all give the same number.
+
+        Through memory where ranks share it. Between hosts those of a whole host travel together,
+        to each rank from one rank of every other host.
+        """
+        host = self.host()
+        if host is None:
+            return self.all_values(call, values).tolist()
+        rails = host.rails
+        here = torch.tensor(self.meet_host(call, values), dtype=torch.int64)
+        if not rails.others:
+            return here.tolist()
+        arriving = [
+            torch.empty(len(ranks), len(values), dtype=here.dtype) for ranks in rails.others
+        ]
+        # Rows of a source come here, so it asks here for those of this host.
+        self.blocks(
+            call,
+            dict.fromkeys(rails.sources, here),
+            dict(zip(rails.destinations, arriving, strict=True)),
+        )
+        rows = torch.empty(self.size, len(values), dtype=here.dtype)
+        rows[list(rails.members)] = here
+        for ranks, block in zip(rails.others, arriving, strict=True):
+            rows[list(ranks)] = block
+        return rows.tolist()
+
+    def all_values(self, call: str, values: Sequence[int]) -> torch.Tensor:
+        """The values of all ranks, int64 [size, len(values)]; all give the same number."""
+        rows = torch.zeros(self.size, len(values), dtype=torch.int64)
+        rows[self.rank] = torch.tensor(values)
+        self.finish(self._post_rows(call, rows, [1] * self.size, self._peers))
+        return rows
+
+    def _post_rows(
+        self,
+        call: str,
+        rows: torch.Tensor,
+        rows_per_rank: Sequence[int],
+        destinations: Iterable[int],
+    ) -> Posted:
+        """Begin to send this rank's rows to peers and to receive those of all, in place."""
+        blocks = rows.split(list(rows_per_rank))
+        return self.post(
+            call,
+            dict.fromkeys(destinations, blocks[self.rank]),
+            {rank: blocks[rank] for rank in self._peers},
+        )
+
+
+@dataclass
+class ArrivingRows:
+    """Rows of all ranks on their way into a receive buffer."""
+
+    columns: list[torch.Tensor]
+    posted: Posted
+    storage: torch.Tensor
+    buffer: Hashable
+
+
+def _strides(parts: Sequence[torch.Tensor]) -> list[int]:
+    """Bytes of each part in a row."""
+    num_bytes = [part.shape[1] * part.element_size() for part in parts]
+    return [-(-n // _ROW_ALIGNMENT) * _ROW_ALIGNMENT for n in num_bytes]
+
+
+def _row_bytes(parts: Sequence[torch.Tensor]) -> int:
+    return sum(_strides(parts))
+
+
+def _columns(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each part's columns of rows of bytes, as its dtype."""
+    return [
+        column[:, : part.shape[1] * part.element_size()].view(part.dtype)
+        for column, part in zip(buffer.split(_strides(parts), 1), parts, strict=True)
+    ]
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _refuse(call: str, terms: Sequence[tuple[int, ...]]) -> None:
+    """Raise the first difference between ranks: terms[i] are the TERMS[i] of each."""
+    refused = [rank for rank, value in enumerate(terms[0]) if value]
+    if refused:
+        reason = f"{ranks_text(refused)} refused its arguments"
+        raise RuntimeError(f"ContextParallel.{call}: {reason}; nothing was sent")
+    for name, values in zip(TERMS, terms, strict=True):
+        usual = max(values, key=values.count)  # of equally frequent ones the lowest rank's
+        odd = [rank for rank, value in enumerate(values) if value != usual]
+        if odd:
+            reason = f"{name} of {ranks_text(odd)} differs from rank {values.index(usual)}"
+            if name == "call":
+                reason += f" ({', '.join(_CALLS[value] for value in values)} by rank)"
+            raise RuntimeError(f"ContextParallel.{call}: {reason}; nothing was sent")
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks tell each other when one of them cannot go on: who is missing, and why.
+
+A rank that waits for rows knows only whom it waits for, who may wait for somebody else in turn. So
+whoever gives up says to all whom it missed, and then closes its connections: all others give up at
+once, too, and name the same rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .rails import Rails
+from .waiting import Works
+
+_WORD_BYTES = 512
+_MOST_NAMES = 16
+_HEADER = struct.Struct(f"<Bi{_MOST_NAMES}i")
+_WORDS_TAG, _CLOSING_TAG = 0x63706101, 0x63706102  # unlike those of anybody else's messages
+_AT_ONCE = timedelta(milliseconds=1)
+# Seconds: for words to arrive where they are awaited, before connections close; and for those of a
+# rank that may be waiting itself, for somebody else.
+_LINGER, _PATIENCE = 0.05, 0.3
+_ROOM = 0.5  # seconds behind the timeout, for both
+
+
+class Words(NamedTuple):
+    """Why a rank has left: whom it missed, and what it saw of them; nobody for its own error."""
+
+    missed: tuple[int, ...]
+    reason: str
+    timed_out: bool = False  # what it missed may only have waited itself
+
+    def encoded(self) -> bytes:
+        """Of fixed length; not zero at the end, which arrives last."""
+        missed = self.missed[:_MOST_NAMES]
+        names = [*missed, *[-1] * (_MOST_NAMES - len(missed))]
+        header = _HEADER.pack(self.timed_out, len(missed), *names)
+        text = self.reason.encode()[: _WORD_BYTES - _HEADER.size - 1]
+        return (header + text).ljust(_WORD_BYTES - 1, b"\0") + b"\1"
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Words:
+        timed_out, count, *names = _HEADER.unpack_from(data)
+        text = data[_HEADER.size : -1].rstrip(b"\0").decode(errors="replace")
+        return cls(tuple(names[:count]), text, bool(timed_out))
+
+
+class Host(Protocol):
+    """Where the ranks of a group meet that share a host."""
+
+    rails: Rails
+
+    def meet(
+        self, call: str, terms: Sequence[int] = (), give_up: Callable[[], bool] | None = None
+    ) -> list[list[int]]: ...
+    def loss(self) -> tuple[list[int], str, bool]: ...
+    def ended(self) -> list[int]: ...
+    def leave(self, because_of: int = -1) -> None: ...
+
+
+# Of groups whose ranks share memory, all of them or those of each host.
+HOSTS: WeakKeyDictionary[dist.ProcessGroup, Host] = WeakKeyDictionary()
+_ROLL_CALLS: WeakKeyDictionary[dist.ProcessGroup, RollCall] = WeakKeyDictionary()
+
+
+def roll_call_of(group: dist.ProcessGroup, peers: Mapping[int, int]) -> RollCall:
+    """The one of a group; `peers` are the other ranks of it, and which ranks of the world."""
+    if group not in _ROLL_CALLS:
+        _ROLL_CALLS[group] = RollCall(group, peers)
+    return _ROLL_CALLS[group]
+
+
+class RollCall:
+    """The words of all ranks of a group, one of each, and whether this one has said its own.
+
+    Receives are posted from the start, so that words are there as soon as they are said, before the
+    end of the connection that they came by. It takes gloo, which delivers in this order. Over other
+    backends nobody says a word, and each rank finds out by itself.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peers: Mapping[int, int]) -> None:
+        self.over = False
+        self.agreed = False  # that all ranks compare the same terms
+        self._under_way: list[Works] = []
+        self._peers = dict(peers)
+        self.timeout = timeout_of(group)
+        self._by_gloo = _is_gloo(group)
+        # A wait that gloo ends closes all connections without a word: none before ours is over.
+        self.longest_wait = self.timeout + _ROOM if self._by_gloo else None
+        size = 1 + max(peers, default=0)
+        self._words = torch.zeros(size, _WORD_BYTES, dtype=torch.uint8)
+        self._view = self._words.numpy()
+        self._works: list[Any] = []
+        if self._by_gloo:
+            for rank, world_rank in self._peers.items():
+                with contextlib.suppress(RuntimeError):  # a rank that is gone shows when it is used
+                    work = dist.irecv(self._words[rank], world_rank, group, _WORDS_TAG)
+                    self._works.append(work)
+
+    def keep(self, works: Works) -> None:
+        """Keep what has been posted until it is over, whoever drops it.
+
+        gloo does not get on with rows for nobody: those behind them never come.
+        """
+        self._under_way.append(works)
+
+    def release(self, works: Works) -> None:
+        """What is over is kept no more."""
+        self._under_way = [other for other in self._under_way if other is not works]
+
+    def has_heard(self) -> bool:
+        """Whether another rank has said something."""
+        return bool(self._view[:, -1].any())
+
+    def heard(self) -> dict[int, Words]:
+        """What the other ranks have said."""
+        said: list[int] = np.flatnonzero(self._view[:, -1]).tolist()
+        return {rank: Words.decoded(self._view[rank].tobytes()) for rank in said}
+
+    def leave(self, group: dist.ProcessGroup, words: Words) -> None:
+        """Say why this rank leaves; once, and `hang_up` follows."""
+        self.over = True
+        if (host := HOSTS.get(group)) is not None:
+            host.leave(words.missed[0] if words.missed else -1)
+        if not self._by_gloo:
+            return
+        said = torch.frombuffer(bytearray(words.encoded()), dtype=torch.uint8)
+        self._works += list(self._posted(dist.isend, said, group, _WORDS_TAG))
+        patience = _PATIENCE if words.timed_out else _LINGER
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            if words.timed_out and set(words.missed) <= set(self.heard()):
+                deadline = min(deadline, time.monotonic() + _LINGER)
+            time.sleep(0.005)
+
+    def hang_up(self, group: dist.ProcessGroup) -> None:
+        """Close all connections of the group, as gloo does when a wait takes too long."""
+        if self._by_gloo:
+            for work in self._posted(dist.irecv, torch.zeros(1), group, _CLOSING_TAG):
+                with contextlib.suppress(RuntimeError):
+                    work.wait(_AT_ONCE)
+
+    def named(self, rank: int, failures: Mapping[int, str]) -> dict[int, str]:
+        """Whom this rank names for its failures, and why: whom they say to have missed, if any."""
+        heard = self.heard()
+        named: dict[int, str] = {}
+        missing_us: dict[int, str] = {}
+        pending, seen = list(failures.items()), set[int]()
+        while pending:
+            lost, reason = pending.pop(0)
+            if lost in seen:
+                continue
+            seen.add(lost)
+            words = heard.get(lost)
+            if words is None:
+                named[lost] = reason
+            elif not words.missed:
+                named[lost] = f"it has left by an error: {words.reason}"
+            elif rank in words.missed:
+                missing_us[lost] = f"it has left as it missed this rank: {words.reason}"
+            else:
+                pending += [(one, f"rank {lost} says: {words.reason}") for one in words.missed]
+        return named or missing_us or dict(failures)
+
+    def _posted(
+        self, post: Callable[..., Any], data: torch.Tensor, group: dist.ProcessGroup, tag: int
+    ) -> Iterator[Any]:
+        for world_rank in self._peers.values():
+            with contextlib.suppress(RuntimeError, ValueError):  # gone, or destroyed
+                yield post(data, world_rank, group, tag)
+
+
+@dataclass
+class Watch:
+    """Looks around while rows are awaited: who has left, who has ended, and since when."""
+
+    group: dist.ProcessGroup
+    roll_call: RollCall
+    begin: float
+    ended_since: float | None = None
+
+    def losses(self, awaited: int) -> tuple[dict[int, str], bool]:
+        """Whom there is no use to wait for, and why; and whether that is for the time alone."""
+        now = time.monotonic()
+        heard = self.roll_call.heard()
+        if heard:
+            failures = {rank: words.reason for rank, words in heard.items()}
+            timed_out = any(words.timed_out for words in heard.values())
+            if timed_out:
+                failures.setdefault(awaited, "no rows came")
+            return failures, timed_out
+        host = HOSTS.get(self.group)
+        ended = [] if host is None else host.ended()
+        if not ended:
+            self.ended_since = None
+        elif self.ended_since is None:
+            self.ended_since = now
+        elif now - self.ended_since > _PATIENCE:  # what it had sent would have come
+            return dict.fromkeys(ended, "its process has ended"), False
+        if now - self.begin < self.roll_call.timeout:
+            return {}, False
+        return {awaited: f"timed out after {self.roll_call.timeout:g} s"}, True
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that the group waits for an answer."""
+    timeout = dist.default_pg_timeout
+    with contextlib.suppress(AttributeError, RuntimeError):  # a backend without options
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout.total_seconds()
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    with contextlib.suppress(RuntimeError):
+        return group._get_backend(torch.device("cpu")).name() == "gloo"
+    return False

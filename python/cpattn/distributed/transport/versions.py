@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks tell each other first of all: the version of cpattn, and how it lays out its messages.
+
+These eight numbers are alike in all versions, so that ranks with different ones can say so. What is
+compared is the layout alone: versions with the same one understand each other.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from ... import _core
+
+# Goes up when ranks of two versions would misunderstand each other though their terms are called
+# the same: by other rows, another order of exchanges, other digests.
+PROTOCOL = 2
+_MAGIC = int.from_bytes(b"cpattn\0\0", "little")
+_NAME_BYTES = 48  # of a version
+_FORM = struct.Struct(f"<qq{_NAME_BYTES}s")
+NUM_VALUES = _FORM.size // 8
+
+
+def own_values(layout: int) -> list[int]:
+    """What this rank tells the others."""
+    name = _core.__version__.encode()[:_NAME_BYTES]
+    return list(struct.unpack(f"<{NUM_VALUES}q", _FORM.pack(_MAGIC, layout, name)))
+
+
+def difference(told: Sequence[Sequence[int]]) -> str | None:
+    """What is wrong with the versions of the ranks, in the words of an error; None for nothing."""
+    ranks = [_FORM.unpack(struct.pack(f"<{NUM_VALUES}q", *values)) for values in told]
+    if len({(magic, layout) for magic, layout, _ in ranks}) == 1:
+        return None
+    names = [
+        f"{name.rstrip(bytes(1)).decode(errors='replace')} (layout {layout & (2**64 - 1):016x})"
+        if magic == _MAGIC
+        else "another program"
+        for magic, layout, name in ranks
+    ]
+    usual = max(names, key=names.count)  # of equally frequent ones the lowest rank's
+    odd = [rank for rank, name in enumerate(names) if name != usual]
+    others = ", ".join(dict.fromkeys(names[rank] for rank in odd))
+    ranks_of_others = ", ".join(map(str, odd))
+    return f"cpattn of rank {ranks_of_others} is {others}, of rank {names.index(usual)} {usual}"

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ContextParallel.prefetch`: cached keys of layers ahead, with the bits of layers without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cpattn.distributed import ContextParallel, LayerCaches, Prefetch
+from cpattn.kv import PageInterleave
+from support.distributed import prefetch_worker as worker
+from support.distributed.distributed_worker import run_world
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_layers_have_the_bits_of_layers_without(tmp_path, size):
+    answers = run_world(size, tmp_path, worker.run_all)
+    assert len(answers[0]) > 60
+    for answer in answers:
+        assert [name for name, same in answer.items() if not same] == []
+
+
+@pytest.fixture(scope="module")
+def traffic(tmp_path_factory):
+    return run_world(2, tmp_path_factory.mktemp("world"), worker.run_traffic)
+
+
+@pytest.mark.slow
+def test_the_next_layer_is_sent_before_one_is_computed(traffic):
+    """Behind all new keys of the layer, which are awaited first; the last layer has no next."""
+    prefix = "attend (prefix)"
+    before = ["post attend"] * 3 + [f"finish {prefix}"]
+    after = ["finish attend", "compute"] * 3
+    layer = [*before, f"post {prefix}", *after]
+    for answer in traffic:
+        assert answer["events"] == [*layer, *layer, *before, *after]
+
+
+@pytest.mark.slow
+def test_cached_keys_travel_once_and_new_ones_alone_in_their_layer(traffic):
+    case = worker.CASE
+    row = case.num_kv_heads * (case.head_dim + case.v_head_dim) * 4
+    cached = sum(case.prefixes) * row
+    for answer in traffic:
+        ahead, *layers = answer["received"]
+        assert layers[0] == layers[1]
+        # All but the agreements is cached keys of the next layer.
+        assert ahead - (layers[0] - layers[2]) < 1024
+    assert sum(answer["received"][1] - answer["received"][3] for answer in traffic) == cached
+
+
+@pytest.mark.slow
+def test_buffers_are_two_and_of_the_stated_size(traffic):
+    for answer in traffic:
+        assert len(answer["buffers"]) == 2
+        assert sum(answer["buffers"]) == answer["buffer_bytes"]
+
+
+@pytest.mark.slow
+def test_what_is_computed_at_a_time_fits_into_the_rest_of_the_scratch(tmp_path):
+    assert run_world(2, tmp_path, worker.run_scratch) == [[1, 2]] * 2
+
+
+@pytest.fixture(scope="module")
+def disagreements(tmp_path_factory):
+    return run_world(3, tmp_path_factory.mktemp("world"), worker.run_disagreements)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("without", "attend: prefetch of rank 1 differs from rank 0; nothing was sent"),
+        ("attends", "call of rank 1 differs from rank 0 (prefetch, attend, prefetch by rank)"),
+        ("fewer layers", "prefetch: options of rank 1 differs from rank 0; nothing was sent"),
+        ("another window", "prefetch: options of rank 1 differs from rank 0; nothing was sent"),
+    ],
+)
+def test_a_rank_that_does_otherwise_is_named(disagreements, what, message):
+    for told, _ in disagreements:
+        assert told[what].startswith("RuntimeError: ContextParallel.")
+        assert message in told[what]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "own", "call"),
+    [
+        ("other caches", "prefetched must have the caches of this call as layer 0", "attend"),
+        ("refused", "layers must be one at least, got none", "prefetch"),
+    ],
+)
+def test_a_rank_that_refuses_is_named(disagreements, what, own, call):
+    for rank, (told, _) in enumerate(disagreements):
+        if rank == worker.ODD_RANK:
+            assert own in told[what]
+        else:
+            assert told[what] == (
+                f"RuntimeError: ContextParallel.{call}: rank 1 refused its arguments; "
+                "nothing was sent"
+            )
+
+
+@pytest.mark.slow
+def test_layers_are_right_behind_what_was_refused_or_dropped(disagreements):
+    for told, right in disagreements:
+        assert right
+        assert told["dropped"].endswith("must be the last one of this object, got one before it")
+
+
+@pytest.mark.slow
+def test_what_is_under_way_arrives_though_all_has_been_dropped(tmp_path):
+    assert run_world(2, tmp_path, worker.run_dropped, group_timeout=4) == [True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_ends_as_it_sends_is_named(tmp_path, size):
+    *others, lost = run_world(size, tmp_path, worker.run_loss, group_timeout=4)
+    assert lost is None
+    for message in others:
+        assert message.startswith("ContextParallel.attend")
+        assert f"rank {size - 1} of {size} did not answer" in message
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def make_cp(**options):
+    placement = PageInterleave(shard_size=1, page_size=4)
+    return ContextParallel(dist.group.WORLD, page_size=4, **{"placement": placement} | options)
+
+
+def plan_of(cp, **options):
+    return cp.plan([5], [7], block_tables=[[2, 0]], **options)
+
+
+def pools(num_heads=1):
+    return tuple(torch.ones(2, 12, num_heads, 16))
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([], "layers must be one at least, got none"),
+        ([(torch.ones(12, 1, 16)[:, :, ::2],)], r"layers\[0\].k_cache must be contiguous"),
+        ([pools(), (torch.ones(12, 1, 16), torch.ones(12, 2, 16))], r"layers\[1\].v_cache must ha"),
+        ([(torch.ones(12, 1, 16), None, torch.ones(12, 2, 16))], "k_rope must have the 1 KV heads"),
+        ([(torch.ones(8, 1, 16),)], "the shard of rank 0 must have the 12 rows"),
+        ([(*pools(), None, -1)], r"layers\[0\].window must be >= 0, got -1"),
+    ],
+)
+def test_layers_that_are_refused(layers, message):
+    cp = make_cp()
+    with pytest.raises(ValueError, match=rf"^ContextParallel.prefetch: .*{message}"):
+        cp.prefetch(plan_of(cp), layers)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (7, "layers must be a sequence, got int"),
+        ([torch.ones(12, 1, 16)], r"layers\[0\] must be LayerCaches, or a tuple like it, got Tens"),
+        ([()], r"layers\[0\] must be LayerCaches"),
+        ([(None, torch.ones(12, 1, 16))], r"k_cache must be a tensor on the CPU, got NoneType"),
+        ([(torch.ones(12, 1, 16, device="meta"),)], "must be a tensor on the CPU, got meta"),
+        ([(*pools(), None, 1.5)], "window must be an int"),
+    ],
+)
+def test_layers_of_other_types(layers, message):
+    cp = make_cp()
+    with pytest.raises(TypeError, match=rf"^ContextParallel.prefetch: .*{message}"):
+        cp.prefetch(plan_of(cp), layers)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"placement": None}, "plan must be of sharded pools"),
+        ({"exchange": "ring"}, "plan must be of the exchange gather or auto, got ring"),
+        ({"max_scratch_bytes": 2047}, "max_scratch_bytes must be at least 2176, .* got 2047"),
+    ],
+)
+def test_plans_that_are_refused(options, message):
+    cp = make_cp(**options)
+    with pytest.raises(ValueError, match=message):
+        cp.prefetch(plan_of(cp), [pools()])
+
+
+def attend(cp, plan, caches, **options):
+    q, new = torch.zeros(5, 2, 16), torch.zeros(5, 1, 16)
+    return cp.attend(plan, q, *caches, k_local=new, v_local=new, **options)
+
+
+def test_a_layer_is_taken_once():
+    cp, caches = make_cp(), pools()
+    plan = plan_of(cp)
+    prefixes = cp.prefetch(plan, [caches])
+    assert isinstance(prefixes, Prefetch)
+    attend(cp, plan, caches, prefetched=prefixes)
+    with pytest.raises(ValueError, match="prefetched must have a layer left, got one with all 1"):
+        attend(cp, plan, caches, prefetched=prefixes)
+
+
+def test_what_an_attend_refuses():
+    cp, caches = make_cp(), pools()
+    plan = plan_of(cp)
+    prefixes = cp.prefetch(plan, [LayerCaches(*caches, window=3)])
+    with pytest.raises(ValueError, match=r"must have the window of .* got 3 for None"):
+        attend(cp, plan, caches, prefetched=prefixes)
+    with pytest.raises(ValueError, match="must have the caches of this call as layer 0"):
+        attend(cp, plan, pools(), prefetched=prefixes, window=3)
+    other = cp.plan([5], [6], block_tables=[[2, 0]])
+    with pytest.raises(ValueError, match="must be of the plan of this call"):
+        attend(cp, other, caches, prefetched=prefixes, window=3)
+    with pytest.raises(ValueError, match="must be of this object, got one of another"):
+        attend(make_cp(), plan, caches, prefetched=prefixes, window=3)
+    with pytest.raises(TypeError, match=r"must be of ContextParallel\.prefetch, got int"):
+        attend(cp, plan, caches, prefetched=1)
+    replicated = make_cp(placement=None)
+    with pytest.raises(ValueError, match="prefetched needs a plan of sharded pools"):
+        attend(replicated, plan_of(replicated), caches, prefetched=prefixes)
+    codes = tuple(torch.ones(2, 12, 1, 16, dtype=torch.int8))
+    prefixes = cp.prefetch(plan, [codes])
+    scales = dict.fromkeys(("k_scale", "v_scale"), torch.ones(12, 1))
+    with pytest.raises(ValueError, match="of each token need the exchange pass_q, got gather"):
+        cp.attend(plan, torch.zeros(5, 2, 16), *codes, prefetched=prefixes, **scales)
+
+
+def test_layers_may_differ_in_shape():
+    cp = make_cp()
+    plan = plan_of(cp)
+    layers = [pools(), tuple(torch.rand(2, 12, 2, 16))]
+    prefixes = cp.prefetch(plan, layers)
+    assert prefixes.buffer_bytes == 2 * 2 * 2 * 32 * 4  # two buffers of two rows of the larger
+    attend(cp, plan, layers[0], prefetched=prefixes)
+    q = torch.rand(5, 2, 16)
+    out = cp.attend(plan, q, *layers[1], prefetched=prefixes)
+    assert torch.equal(out, cp.attend(plan, q, *layers[1]))

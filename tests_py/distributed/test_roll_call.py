@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whom ranks name that have lost one, what they tell each other of versions, and waits."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpattn import __version__
+from cpattn.distributed.transport import exchange, versions
+from cpattn.distributed.transport.roll_call import RollCall, Words
+from cpattn.distributed.transport.waiting import Posted, Wait
+from support.time_limits import BUSY
+
+WORDS = st.builds(
+    Words,
+    st.lists(st.integers(0, 2**31 - 1), max_size=16).map(tuple),
+    st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=100),
+    st.booleans(),
+)
+
+
+@given(WORDS)
+def test_words_arrive_as_they_were_said(words):
+    data = words.encoded()
+    assert len(data) == len(Words((), "").encoded())
+    assert data[-1] == 1
+    assert Words.decoded(data) == words
+
+
+def test_words_that_are_too_long_are_cut():
+    words = Words.decoded(Words(tuple(range(20)), "é" * 1000, True).encoded())
+    assert words.missed == tuple(range(16))
+    assert set(words.reason.rstrip("�")) == {"é"}
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def roll_call(group):
+    """Rank 0's of four ranks, of which nobody else is here."""
+    one = RollCall(group, {})
+    one._words = one._words.new_zeros(4, one._words.shape[1])
+    one._view = one._words.numpy()
+    return one
+
+
+def say(roll_call: RollCall, rank: int, words: Words) -> None:
+    roll_call._view[rank] = list(words.encoded())
+
+
+def test_a_rank_is_named_that_says_nothing(roll_call):
+    assert roll_call.heard() == {}
+    assert roll_call.named(0, {2: "closed"}) == {2: "closed"}
+
+
+def test_whom_others_miss_is_named_in_their_place(roll_call):
+    say(roll_call, 1, Words((2,), "closed"))
+    say(roll_call, 2, Words((3,), "timed out", True))
+    assert roll_call.named(0, {1: "gone"}) == {3: "rank 2 says: timed out"}
+
+
+def test_a_rank_that_left_by_its_own_error_is_named_with_it(roll_call):
+    say(roll_call, 1, Words((2,), "gone"))
+    say(roll_call, 2, Words((), "MemoryError: none"))
+    assert roll_call.named(0, {1: "gone"}) == {
+        2: "it has left by an error: MemoryError: none",
+    }
+
+
+def test_a_rank_that_missed_this_one_is_named_where_nobody_else_is(roll_call):
+    say(roll_call, 1, Words((0,), "closed"))
+    missed = "it has left as it missed this rank: closed"
+    assert roll_call.named(0, {1: "gone"}) == {1: missed}
+    assert roll_call.named(0, {1: "gone", 3: "no rows came"}) == {3: "no rows came"}
+
+
+def test_ranks_that_miss_each_other_are_named_for_want_of_others(roll_call):
+    say(roll_call, 1, Words((2,), "closed"))
+    say(roll_call, 2, Words((1,), "closed"))
+    assert roll_call.named(0, {1: "gone"}) == {1: "gone"}
+
+
+def told_by(layout: int, version: str) -> list[int]:
+    own = versions._core.__version__
+    try:
+        versions._core.__version__ = version
+        return versions.own_values(layout)
+    finally:
+        versions._core.__version__ = own
+
+
+def test_versions_of_one_layout_understand_each_other():
+    layout = exchange.layout()
+    assert versions.difference([told_by(layout, "0.1.0"), told_by(layout, "0.2.0")]) is None
+
+
+def test_versions_of_other_layouts_are_named():
+    ranks = [told_by(1, __version__), told_by(-1, "9.9.9"), told_by(1, __version__)]
+    assert versions.difference(ranks) == (
+        "cpattn of rank 1 is 9.9.9 (layout ffffffffffffffff), "
+        f"of rank 0 {__version__} (layout 0000000000000001)"
+    )
+
+
+def test_what_is_no_version_at_all_is_told():
+    ranks = [told_by(1, "0.1.0"), [7] * versions.NUM_VALUES, [8] * versions.NUM_VALUES]
+    assert versions.difference(ranks) == (
+        "cpattn of rank 0 is 0.1.0 (layout 0000000000000001), of rank 1 another program"
+    )
+
+
+class Work:
+    """Takes so long, whatever is done, or until its time is over."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def wait(self, longest: timedelta) -> None:
+        time.sleep(min(self.seconds, longest.total_seconds()))
+        if self.seconds > longest.total_seconds():
+            raise RuntimeError("timed out")
+
+
+def test_all_works_share_the_time_of_a_wait():
+    posted = Posted("test", [(rank, Work(60)) for rank in (1, 2, 3)])
+    begin = time.monotonic()
+    wait = Wait(posted, 0.2)
+    wait.join(10)
+    assert wait.is_over()
+    assert 0.2 <= time.monotonic() - begin < 0.2 + BUSY
+    assert set(posted.failures) == {1, 2, 3}
+
+
+@pytest.mark.parametrize(("longest", "over"), [(0.5, True), (60.0, False)])
+def test_an_abandoned_wait_is_awaited_where_that_is_soon(longest, over):
+    works = [(1, Work(2.0))]
+    wait = Wait(Posted("test", works), longest)
+    begin = time.monotonic()
+    wait.abandon()
+    assert wait.is_over() is over
+    assert time.monotonic() - begin < 0.6 + BUSY
+    wait.join(10)

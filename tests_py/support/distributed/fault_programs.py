@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank does in a round of faults: calls whose results are checked, and a last gather."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cpattn.distributed import ContextParallel
+from cpattn.kv import MHATokenToKVPool
+from support.cases import assert_attention, expected_attention
+from support.distributed.distributed_worker import make_plan
+from support.distributed.fault_rounds import SHARDED, STEP, Round
+from support.distributed.fault_triggers import Trigger
+from support.distributed.hosts.layouts import on_hosts
+from support.distributed.prefill_batches import Batch, Case, expected_of, make_batch
+from support.distributed.sharded_worker import PLACEMENTS, shard_of
+from support.tolerances import Expected, assert_attended
+
+ROW_BYTES = 1 << 17  # of a gather of rows: more than sockets hold
+LAYER = 1
+LAYERS = 3  # with cached keys of the next under way
+POOL_TOKENS = 4096  # so that each rank gives a part
+
+
+class Program:
+    """The calls of one rank; what was called last stands in `call`."""
+
+    def __init__(self, one: Round, rank: int, trigger: Trigger) -> None:
+        self.round, self.rank, self.trigger = one, rank, trigger
+        self.is_culprit = rank == one.culprit
+        self.call = "topology"
+        self.at_the_end = False  # where nothing goes wrong any more
+        self.refusals: list[str] = []  # what was told while the group stayed usable
+        self.case: Case = one.batch
+        self.options: dict[str, Any] = {
+            "strategy": self.case.strategy,
+            "page_size": self.case.page_size,
+            "transport": "tcp" if one.transport == "tcp" else "auto",
+        }
+
+    def run(self) -> None:
+        """All calls of the round, which raise what the library does."""
+        world = dist.group.WORLD
+        assert world is not None
+        plain = ContextParallel(world, **self.options)
+        if self.round.transport != "tcp":
+            with on_hosts(self.round.hosts, self.rank):
+                topology = self._called("topology", plain.topology)
+            assert topology.transport == self.round.transport, topology.reason
+        exchange = self.round.exchange
+        if exchange == "rows":
+            self._gather_rows(plain)
+        elif exchange == "decode":
+            self._decode(world)
+        elif exchange in (*SHARDED, "prefetch"):
+            size, page = self.round.size, self.case.page_size
+            placement = PLACEMENTS["pages"](size, page)
+            ahead = exchange == "prefetch"
+            cp = ContextParallel(
+                world,
+                **self.options,
+                placement=placement,
+                exchange="gather" if ahead else exchange,
+            )
+            if ahead:
+                self._prefill_ahead(cp, placement)
+            else:
+                self._prefill(cp, placement=placement)
+        else:
+            self._prefill(plain, shared=exchange == "shared")
+        self.at_the_end = True
+        plan = plain.plan([8], block_tables=[range(8)])  # nobody has left until here
+        self._called("gather", plain.gather, plan, torch.zeros(8, 4))
+
+    def _called(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """A call that others take part in."""
+        self.call = name
+        self.trigger.armed = self.is_culprit and not (self.trigger.fired or self.at_the_end)
+        try:
+            return function(*arguments)
+        finally:
+            self.trigger.armed = False
+
+    def _differs(self) -> bool:
+        """Whether this is the culprit, at the call where it does something else."""
+        if not self.is_culprit:
+            return False
+        self.trigger.board.write()
+        return True
+
+    def _agreed(self, attempt: Callable[[], Any]) -> None:
+        """A call that all ranks must refuse; the group stays usable."""
+        try:
+            attempt()
+        except (RuntimeError, TypeError, ValueError) as error:
+            self.refusals.append(f"{type(error).__name__}: {error}")
+        else:
+            raise AssertionError("ranks that differ went on")
+
+    def _with_differences(self, write: Callable[..., None], plan: Any, other: Any) -> None:
+        """The call; before it, in rounds about that, one in which the culprit differs."""
+        fault = self.round.fault
+        if fault in ("plan", "arguments") and not self.refusals:
+            odd = self._differs()
+            if fault == "plan":
+                self._agreed(lambda: write(other if odd else plan))
+            else:
+                self._agreed(lambda: write("no plan" if odd else plan))
+        write(plan)
+
+    def _prefill(self, cp: ContextParallel, *, placement: Any = None, shared: bool = False) -> None:
+        batch, case = make_batch(self.case), self.case
+        plan = make_plan(cp, case, batch)
+        slots = plan.slots.copy()
+        slots[0] = -1
+        other = make_plan(cp, case, batch, out_cache_loc=slots)
+        whole = (batch.q, batch.new(case, batch.k), batch.new(case, batch.v))
+        rows = [cp.shard(plan, x) for x in whole]
+        for _ in range(self.round.repeats):
+            caches = self._caches(cp, batch, placement, shared)
+            before = [cache.clone() for cache in caches]
+
+            def write(plan: Any, caches: list[torch.Tensor] = caches) -> None:
+                self._called("write_kv", cp.write_kv, plan, *rows[1:], *caches)
+
+            try:
+                self._with_differences(write, plan, other)
+            except BaseException:
+                if not shared:  # whose rows come one by one, from all ranks
+                    for cache, old in zip(caches, before, strict=True):
+                        assert torch.equal(cache.nan_to_num(9), old.nan_to_num(9)), "half written"
+                raise
+            out = self._called("attend", cp.attend, plan, rows[0], *caches)
+            out = self._called("gather", cp.gather, plan, out)
+            op = "ring of ranks" if self.round.exchange in ("ring", "pass_q") else "attention"
+            assert_attended(out, None, expected_of(case), "float32", op)
+
+    def _prefill_ahead(self, cp: ContextParallel, placement: Any) -> None:
+        """Layers of which each has the cached keys of the next under way, when it ends."""
+        batch, case = make_batch(self.case), self.case
+        plan = make_plan(cp, case, batch)
+        slots = plan.slots.copy()
+        slots[0] = -1
+        other = make_plan(cp, case, batch, out_cache_loc=slots)
+        q, k, v = (
+            cp.shard(plan, x) for x in (batch.q, batch.new(case, batch.k), batch.new(case, batch.v))
+        )
+        for _ in range(self.round.repeats):
+            caches = self._caches(cp, batch, placement, shared=False)
+            prefixes: list[Any] = []
+
+            def prefetch(
+                plan: Any, layers: Any = [tuple(caches)] * LAYERS, prefixes: Any = prefixes
+            ) -> None:
+                prefixes.append(self._called("prefetch", cp.prefetch, plan, layers))
+
+            self._with_differences(prefetch, plan, other)
+            new = {"k_local": k, "v_local": v, "prefetched": prefixes[-1]}
+            for _ in range(LAYERS):
+                out = self._called("attend", partial(cp.attend, **new), plan, q, *caches)
+            out = self._called("gather", cp.gather, plan, out)
+            assert_attended(out, None, expected_of(case), "float32", "attention")
+
+    def _caches(
+        self, cp: ContextParallel, batch: Batch, placement: Any, shared: bool
+    ) -> list[torch.Tensor]:
+        whole = [batch.k_cache, batch.v_cache]
+        if placement is not None:
+            return [shard_of(placement, self.rank, x, self.case.page_size) for x in whole]
+        if not shared:
+            return [x.clone() for x in whole]
+        case = self.case
+        pool = self._called(
+            "shared_memory",
+            lambda: MHATokenToKVPool(
+                size=len(batch.k_cache) + POOL_TOKENS, page_size=case.page_size, num_layers=2,
+                num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, dtype=case.dtype,
+                use_fia=False, memory=cp.shared_memory(),
+            ),
+        )  # fmt: skip
+        caches = pool.get_kv_buffer(LAYER)
+        plan = cp.plan([8], block_tables=[range(8)])
+        if any(self.rank == ranks[0] for ranks in self.round.hosts):
+            for cache, rows in zip(caches, whole, strict=True):
+                cache.flatten(0, 1)[: len(rows)] = rows
+        self._called("gather", cp.gather, plan, torch.zeros(8, 4))  # until it is filled
+        return list(caches)
+
+    def _gather_rows(self, cp: ContextParallel) -> None:
+        plan = cp.plan([18], block_tables=[range(18)])
+        other = cp.plan([18], [20], block_tables=[range(18)])
+        whole = torch.arange(18)[:, None].repeat(1, ROW_BYTES // 8)
+        own = cp.shard(plan, whole)
+        for _ in range(self.round.repeats):
+            results: list[torch.Tensor] = []
+
+            def gather(plan: Any, results: list[torch.Tensor] = results) -> None:
+                results.append(self._called("gather", cp.gather, plan, own))
+
+            self._with_differences(gather, plan, other)
+            assert torch.equal(results[-1], whole)
+
+    def _decode(self, world: dist.ProcessGroup) -> None:
+        placement = PLACEMENTS["pages"](self.round.size, STEP.page_size)
+        options = self.options | {"page_size": STEP.page_size}
+        cp = ContextParallel(world, **options, placement=placement)
+        inputs = STEP.inputs()
+        plan = cp.plan_decode(STEP.kv_lens, q_lens=STEP.q_lens, block_tables=inputs["block_tables"])
+        tables = inputs["block_tables"].flip(0)
+        other = cp.plan_decode(STEP.kv_lens[::-1], q_lens=STEP.q_lens, block_tables=tables)
+        shards = [
+            shard_of(placement, self.rank, inputs[name], STEP.page_size)
+            for name in ("k_cache", "v_cache")
+        ]
+        for _ in range(self.round.repeats):
+            results: list[torch.Tensor] = []
+
+            def decode(plan: Any, results: list[torch.Tensor] = results) -> None:
+                results.append(self._called("decode", cp.decode, plan, inputs["q"], *shards))
+
+            self._with_differences(decode, plan, other)
+            assert_attention(
+                results[-1], None, inputs, op="ring of ranks", expected=expected_of_step()
+            )
+
+
+@cache
+def expected_of_step() -> Expected:
+    """Attention of the decode step in float64."""
+    return expected_attention(STEP.inputs())

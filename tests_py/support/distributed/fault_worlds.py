@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worlds of forked ranks in which something goes wrong, and what each rank says and leaves behind.
+
+All that is imported or computed before the fork costs nothing again: a world takes a tenth of a
+second. So the process that forks has no threads, and the attention in it takes one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import selectors
+import signal
+import tempfile
+import threading
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from support.distributed.fault_programs import Program, expected_of_step
+from support.distributed.fault_rounds import AHEAD, CASES, PATIENCE, TIMEOUT, Round
+from support.distributed.fault_triggers import Board, Trigger
+from support.distributed.prefill_batches import expected_of
+
+_PR_SET_CHILD_SUBREAPER = 36
+_LATE = 2.0  # seconds beyond the timeout
+_LOOK = 0.005  # seconds between two looks at the ranks
+
+
+class Answer(NamedTuple):
+    """What a rank said; `died` for none."""
+
+    died: bool = False
+    error: str | None = None
+    call: str = ""
+    told: float = 0.0
+    refusals: tuple[str, ...] = ()
+    left_behind: tuple[str, ...] = ()
+
+
+class Outcome(NamedTuple):
+    """Of a round: what ranks said, when the fault came (0 if it did not), what they left behind."""
+
+    answers: list[Answer]
+    fault_time: float = 0.0
+    left_behind: tuple[str, ...] = ()
+    stalled: float = 0.0  # seconds for which the system did not let the looker-on run
+
+
+def run_round(one: Round) -> Outcome:
+    """Fork the ranks of a round, and hear them."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come to this process
+    board = Board()
+    pids: list[int] = []
+    pipes: list[int] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(one.size):
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                _be_rank(one, rank, Path(folder) / "store", board, writer)
+            os.close(writer)
+            pids.append(pid)
+            pipes.append(reader)
+        try:
+            texts, stalled = _read_all(one, pipes, pids, board)
+        finally:
+            for pid in pids:
+                _kill(pid)
+    left_behind = tuple(_orphans())
+    answers = []
+    for text in texts:
+        if not text:
+            answers.append(Answer(died=True))
+            continue
+        said = json.loads(text)
+        for name in ("refusals", "left_behind"):
+            said[name] = tuple(said[name])
+        answers.append(Answer(**said))
+    return Outcome(answers, board.time, left_behind, stalled)
+
+
+def _read_all(
+    one: Round, pipes: list[int], pids: list[int], board: Board
+) -> tuple[list[bytes], float]:
+    """What ranks write until they end; meanwhile a stopped one goes on, or is killed."""
+    texts = dict.fromkeys(pipes, b"")
+    deadline = time.monotonic() + 2 * PATIENCE
+    stopped_at = stalled = 0.0
+    with selectors.DefaultSelector() as selector:
+        for pipe in pipes:
+            selector.register(pipe, selectors.EVENT_READ)
+        while selector.get_map():
+            if time.monotonic() > deadline:
+                break  # those that have not answered are killed, and have said nothing
+            begin = time.monotonic()
+            ready = selector.select(_LOOK)
+            stalled += max(0.0, time.monotonic() - begin - _LOOK - 0.001)
+            for key, _ in ready:
+                data = os.read(key.fd, 1 << 16)
+                texts[key.fd] += data
+                if not data:
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+            if one.fault.startswith("stop") and board.time and not stopped_at:
+                stopped_at = time.monotonic()
+            lasts = {"stop": TIMEOUT + _LATE, "stop and kill": 0.1}.get(one.fault, one.delay)
+            if stopped_at and time.monotonic() > stopped_at + lasts:
+                kill = one.fault == "stop and kill"
+                os.kill(pids[one.culprit], signal.SIGKILL if kill else signal.SIGCONT)
+    return [texts[pipe] for pipe in pipes], stalled
+
+
+def _kill(pid: int) -> None:
+    """End a process that may have ended, and take it away."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def _orphans() -> list[str]:
+    """Processes that ranks have left."""
+    found = []
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            for child in children:
+                found.append(f"process {child}")
+                _kill(int(child))
+
+
+def _be_rank(one: Round, rank: int, store: Path, board: Board, writer: int) -> None:
+    """The life of a forked rank; never returns."""
+    try:
+        os.write(writer, json.dumps(_answer(one, rank, store, board)).encode())
+    finally:
+        os._exit(0)
+
+
+def _answer(one: Round, rank: int, store: Path, board: Board) -> dict[str, Any]:
+    warnings.simplefilter("error")
+    before = resources()
+    trigger = Trigger(one, board)
+    program = Program(one, rank, trigger)
+    error, told = None, 0.0
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(store), one.size),
+            rank=rank,
+            world_size=one.size,
+            timeout=timedelta(seconds=PATIENCE),
+        )
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=one.timeout))
+        dist.barrier()  # until all are there, whatever the system does first
+        if rank == one.culprit:
+            trigger.install()
+            if one.fault.startswith("late"):
+                board.write()
+                time.sleep(one.delay if one.fault == "late for a moment" else TIMEOUT + _LATE)
+        program.run()
+    except BaseException as raised:
+        told = time.monotonic()
+        error = f"{type(raised).__name__}: {raised}"
+    return {
+        "error": error,
+        "call": program.call,
+        "told": told,
+        "refusals": program.refusals,
+        "left_behind": _left_behind(before, one.timeout + 2),
+    }
+
+
+def resources() -> dict[str, int]:
+    """What a rank may leave behind: threads, connections, memory that has been shared."""
+    names = []
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{entry}"))
+        except OSError:  # of the list itself
+            continue
+    maps = Path("/proc/self/maps").read_text()
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "threads of Python": threading.active_count(),
+        "sockets": sum(name.startswith("socket:") for name in names),
+        "files in memory": sum("memfd:" in name or "/dev/shm" in name for name in names),
+        "mapped files in memory": maps.count("memfd:cpattn") + maps.count("/dev/shm"),
+        "processes": sum("pidfd" in name for name in names),
+    }
+
+
+def _left_behind(before: dict[str, int], patience: float) -> list[str]:
+    """What is there now that was not before, when the group is gone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    deadline = time.monotonic() + patience
+    while True:
+        gc.collect()
+        after = resources()
+        more = [f"{after[name] - n} {name}" for name, n in before.items() if after[name] > n]
+        if not more or time.monotonic() > deadline:
+            return more
+        time.sleep(0.02)
+
+
+def warm_up() -> None:
+    """What ranks need besides modules, made once before they are forked."""
+    torch.set_num_threads(1)
+    for case in (*CASES, AHEAD):
+        expected_of(case)
+    expected_of_step()

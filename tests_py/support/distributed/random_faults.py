@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random faults of ranks, round after round:
+
+python -m support.distributed.random_faults --rounds 200 --seed 7
+python -m support.distributed.random_faults --seconds 3600     # `make soak`
+python -m support.distributed.random_faults --only 12345       # one round again
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import re
+import selectors
+import sys
+import time
+
+os.environ.update(CPATTN_NUM_THREADS="1", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+
+from support.distributed.fault_rounds import (
+    EXCHANGES,
+    FAULTS,
+    HARMLESS,
+    TRANSPORTS,
+    Round,
+    draw,
+)
+from support.distributed.fault_worlds import Answer, Outcome, run_round, warm_up
+from support.time_limits import BUSY
+
+_CALL = r"(ContextParallel\.\w+|MHATokenToKVPool)( \(\w+\))?: "
+
+
+def complaints(one: Round, outcome: Outcome) -> list[str]:
+    """What is wrong with what the ranks of a round said."""
+    found = [f"left behind: {what}" for what in outcome.left_behind]
+    for rank, answer in enumerate(outcome.answers):
+        found += [f"rank {rank} left behind: {what}" for what in answer.left_behind]
+        wrong = _wrong(one, rank, answer, outcome)
+        if wrong:
+            since = answer.told - outcome.fault_time if answer.told and outcome.fault_time else 0
+            found.append(
+                f"rank {rank} {wrong}: {answer.error or 'no error'} {list(answer.refusals) or ''}, "
+                f"call {answer.call}, {since:.3f} s after the fault"
+            )
+    return found
+
+
+CUTS = ("cut a cable", "cut all cables")
+
+
+def _wrong(one: Round, rank: int, answer: Answer, outcome: Outcome) -> str | None:
+    """What is wrong with one answer."""
+    is_culprit = rank == one.culprit
+    if one.fault in HARMLESS or not outcome.fault_time:
+        return "failed without a fault" if answer.died or answer.error else None
+    if one.fault in ("plan", "arguments"):
+        return _wrong_refusal(one, rank, answer)
+    if is_culprit:
+        return _wrong_culprit(one, answer)
+    if answer.died:
+        return "died, which had no fault"
+    if answer.error is None:
+        return "had no error"
+    if not re.match(rf"(RuntimeError|MemoryError): {_CALL}", answer.error):
+        return "does not name the call"
+    named = re.search(r": (?:cpattn of )?rank ([\d, ]+?)(?: of| cannot| is| refused)", answer.error)
+    culprits = {int(name) for name in named[1].split(",")} if named else set()
+    if one.fault == "version":
+        culprits |= {int(name) for name in re.findall(r"of rank (\d+)", answer.error)}
+    if one.culprit not in culprits and not (one.fault.startswith("cut") and culprits):
+        return "does not name the culprit"
+    # Whoever has ended by its own error before another one looked has ended, too.
+    all_ended = answer.error.count("has ended") == len(culprits)
+    others_may_be = all_ended or one.fault in (*CUTS, "version")
+    if culprits != {one.culprit} and not others_may_be:
+        return "also names others"
+    # A rank waits for others that wait for a processor, as the looker-on does.
+    busy = BUSY + one.size * outcome.stalled
+    if answer.told - outcome.fault_time > one.limit + busy:
+        return f"was told later than {one.limit} s"
+    return None
+
+
+def _wrong_refusal(one: Round, rank: int, answer: Answer) -> str | None:
+    if answer.died or answer.error:
+        return "could not go on behind a refusal"
+    own = one.fault == "arguments" and rank == one.culprit
+    pattern = {
+        "plan": r"RuntimeError: ContextParallel\.\w+: [\w ]+ of rank \d differs from rank \d; "
+        "nothing was sent",
+        "arguments": r"TypeError: ContextParallel\.\w+: plan must be"
+        if own
+        else rf"RuntimeError: ContextParallel\.\w+: rank {one.culprit} refused its arguments",
+    }[one.fault]
+    if not all(re.match(pattern, told) for told in answer.refusals) or not answer.refusals:
+        return "was not told of the difference"
+    return None
+
+
+def _wrong_culprit(one: Round, answer: Answer) -> str | None:
+    if one.fault in ("kill", "kill in flight", "stop and kill"):
+        return None if answer.died or one.fault == "kill in flight" else "was not killed"
+    if answer.died:
+        return "died"
+    if answer.error is None:
+        return "had no error"
+    if one.fault == "memory":
+        return None if answer.error.startswith("MemoryError: ") else "has another error"
+    return None if re.match(rf"(RuntimeError|MemoryError): {_CALL}", answer.error) else "is odd"
+
+
+def play(seed: int, options: argparse.Namespace) -> tuple[Round, list[str], bool]:
+    """One round; whether its fault came."""
+    one = draw(seed, options.fault, options.exchange, options.transport)
+    outcome = run_round(one)
+    if options.verbose:
+        print(*(f"  rank {rank}: {said}" for rank, said in enumerate(outcome.answers)), sep="\n")
+        print(f"  fault at {outcome.fault_time}, stalled for {outcome.stalled:.3f} s")
+    return one, complaints(one, outcome), outcome.fault_time > 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--rounds", type=int, help="how many (default: until --seconds are over)")
+    add("--seconds", type=float, default=3600, help="for how long at most (default: %(default)s)")
+    add(
+        "--seed",
+        type=int,
+        default=int(time.time()),
+        help="of the first round; the next have the next",
+    )
+    add("--only", type=int, help="the round with this seed alone, and all that its ranks say")
+    add("--fault", choices=FAULTS, help="this one in all rounds")
+    add("--exchange", choices=EXCHANGES, help="this one in all rounds")
+    add("--transport", choices=TRANSPORTS, help="this one in all rounds, of three ranks and more")
+    add("--jobs", type=int, default=4, help="worlds at a time, which mostly wait (default: 4)")
+    options = parser.parse_args()
+    options.verbose = options.only is not None
+    warm_up()
+    if options.only is not None:
+        one, found, came = play(options.only, options)
+        print(one, "" if came else "(which did not come)", *found, sep="\n  ")
+        return bool(found)
+    return _soak(options)
+
+
+def _soak(options: argparse.Namespace) -> int:
+    """Rounds in worlds beside each other, each with a process that looks after it."""
+    begin = shown = time.monotonic()
+    counts: collections.Counter[str] = collections.Counter()
+    failed: list[str] = []
+    started = done = 0
+    running: dict[int, tuple[int, int]] = {}  # of a pipe, the process and the seed
+    texts: dict[int, bytes] = {}
+    selector = selectors.DefaultSelector()
+    print(f"Seed {options.seed}", flush=True)
+    while True:
+        now = time.monotonic()
+        over = now - begin > options.seconds or started == options.rounds or len(failed) > 9
+        if over and not running:
+            break
+        if not over and len(running) < options.jobs:
+            pipe, pid = _referee(options.seed + started, options)
+            running[pipe], texts[pipe] = (pid, options.seed + started), b""
+            selector.register(pipe, selectors.EVENT_READ)
+            started += 1
+            continue
+        for key, _ in selector.select(1):
+            data = os.read(key.fd, 1 << 16)
+            texts[key.fd] += data
+            if data:
+                continue
+            selector.unregister(key.fd)
+            os.close(key.fd)
+            pid, seed = running.pop(key.fd)
+            os.waitpid(pid, 0)
+            done += 1
+            report = json.loads(texts.pop(key.fd) or b"{}")
+            counts[report.get("fault", "none")] += 1
+            if report.get("found", ["the round ended without a word"]):
+                lines = [report.get("round", f"seed {seed}"), *report.get("found", ["no word"])]
+                failed.append("\n  ".join(lines))
+                print(failed[-1], f"again: --only {seed}", sep="\n  ", flush=True)
+        if now - shown > 30:
+            shown = now
+            print(f"{done} rounds in {now - begin:.0f} s, {len(failed)} failed", flush=True)
+    came = ", ".join(f"{n} {name}" for name, n in counts.most_common())
+    print(f"{done} rounds in {time.monotonic() - begin:.0f} s, {len(failed)} failed: {came}")
+    return bool(failed)
+
+
+def _referee(seed: int, options: argparse.Namespace) -> tuple[int, int]:
+    """A process that plays a round, and the pipe by which it reports."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return reader, pid
+    try:
+        one, found, came = play(seed, options)
+        report = {"round": str(one), "found": found, "fault": one.fault if came else "none"}
+    except BaseException as error:
+        report = {"found": [f"{type(error).__name__}: {error}"]}
+    os.write(writer, json.dumps(report).encode())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
