@@ -23,9 +23,11 @@ RATES = Rates(gflops=100, gather_gbps=1)
     window=st.none() | st.integers(0, 20),
     placement=st.sampled_from(["page_interleave", "token_interleave"]),
     state=st.sampled_from([("float32", 4), ("bfloat16", 2)]),
+    exchange=st.sampled_from(["all_to_all", "gather"]),
+    out_heads=st.sampled_from(["own", "all"]),
 )
 def test_keys_and_bytes_are_those_counted_one_by_one(
-    lengths, num_hosts, ranks_per_host, page_size, window, placement, state
+    lengths, num_hosts, ranks_per_host, page_size, window, placement, state, exchange, out_heads
 ):
     layer = AttentionLayer(
         num_heads=6, num_kv_heads=2, head_dim=32, v_head_dim=16, page_size=page_size, window=window
@@ -39,7 +41,10 @@ def test_keys_and_bytes_are_those_counted_one_by_one(
         placement=placement,
         ranks_per_host=ranks_per_host,
         state_dtype=state[0],
+        exchange=exchange,
+        out_heads=out_heads,
     )
+    assert (step.exchange, step.out_heads, step.alternatives) == (exchange, out_heads, {})
     keys, load = Counter(), [0] * size
     for length in lengths:
         base = load.index(min(load)) if placement == "page_interleave" else 0
@@ -54,10 +59,16 @@ def test_keys_and_bytes_are_those_counted_one_by_one(
     sent, received = Counter(), Counter()
     for source in range(size):  # merged within its host, to the same place in others
         for target in range(source % ranks_per_host, size, ranks_per_host):
-            if target != source:
-                nbytes = len(lengths) * heads[target] * (16 * state[1] + 4)
-                sent[source] += nbytes
-                received[target] += nbytes
+            if target == source:
+                continue
+            place = source % ranks_per_host  # which by gather has as many heads of all
+            rail = 6 * (place + 1) // ranks_per_host - 6 * place // ranks_per_host
+            by_heads = exchange == "all_to_all"
+            nbytes = (heads[target] if by_heads else rail) * (16 * state[1] + 4)
+            if by_heads and out_heads == "all":
+                nbytes += heads[source] * (16 * 2 + 4)  # merged, in bfloat16
+            sent[source] += len(lengths) * nbytes
+            received[target] += len(lengths) * nbytes
     assert step.sent_bytes.tolist() == [sent[rank] for rank in range(size)]
     assert step.received_bytes.tolist() == [received[rank] for rank in range(size)]
 
@@ -72,6 +83,8 @@ def test_seconds_are_the_sum_of_their_terms():
         pack_rows=5,
         row_keys=7,
         call_us=2e6,
+        lse_share=0.5,
+        merge_ns=1e6,
         gather_gbps=1e-6,
         latency_us=3e6,
         message_us=1e6,
@@ -79,10 +92,11 @@ def test_seconds_are_the_sum_of_their_terms():
     )
     step = predict_decode([32, 16], layer, rates, cp_size=2)
     flops, row = 2 * 2 * 16, 2 * 32 * 4
-    attention = 2 + ((24 + 7 * 2) * 4 + 5 * 24 * 2) * flops / 1000
+    attention = 2 + ((1.5 * 24 + 7 * 2) * 4 + 5 * 24 * 2) * flops / 1000
     assert step.attention_seconds == pytest.approx(attention)
     state = 2 * 2 * (16 * 4 + 4)  # two heads of two sequences
-    assert step.exchange_seconds.tolist() == [2 * (3 + 1) + state / 1000] * 2
+    merge = 2 * 2 * 2 * 16 / 1000  # these, of each rank
+    assert step.exchange_seconds == pytest.approx(2 * (3 + 1) + state / 1000 + merge)
     assert step.store_seconds == 2 * row / 2000  # both new tokens end a page of rank 1
     whole = attention + step.exchange_seconds[0] + step.store_seconds
     assert step.layer_seconds == pytest.approx(whole)
@@ -94,12 +108,40 @@ def test_seconds_are_the_sum_of_their_terms():
     assert step.pool_bytes == 3 * 8 * row * 3
 
 
+def test_a_round_for_the_heads_of_all_has_seconds_of_its_own():
+    layer = AttentionLayer(num_heads=4, num_kv_heads=2, head_dim=16, dtype="float16")
+    rates = Rates(gflops=1, gather_gbps=1e-6, latency_us=3e6, message_us=1e6)
+    asked = {"cp_size": 4, "state_dtype": "float32"}
+    step = predict_decode([32, 16], layer, rates, **asked, out_heads="all")
+    states, merged = 2 * 3 * (16 * 4 + 4), 2 * 3 * (16 * 2 + 4)  # of a head for three ranks
+    assert step.exchange_seconds.tolist() == pytest.approx([3 * 6 + (states + merged) / 1000] * 4)
+    gathered = predict_decode([32, 16], layer, rates, **asked, out_heads="all", exchange="gather")
+    assert gathered.exchange_seconds.tolist() == pytest.approx([2 * 6 + 4 * states / 1000] * 4)
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "out_heads", "taken"),
+    [(1, "all", "gather"), (256, "all", "all_to_all"), (1, "own", "all_to_all")],
+)
+def test_auto_is_the_exchange_that_takes_less(num_sequences, out_heads, taken):
+    lengths, layer = [4096] * num_sequences, AttentionLayer()
+    options = {"cp_size": 8, "out_heads": out_heads}
+    step = predict_decode(lengths, layer, RATES, exchange="auto", **options)
+    assert step.exchange == taken
+    for exchange, seconds in step.alternatives.items():
+        single = predict_decode(lengths, layer, RATES, exchange=exchange, **options)
+        assert seconds == single.exchange_seconds.max()
+        assert seconds >= step.exchange_seconds.max()
+
+
 def test_one_rank_and_ranks_of_one_host_send_nothing():
     for ranks in (1, 4):
         options = {"cp_size": ranks, "ranks_per_host": ranks}
         step = predict_decode([4096] * 3, AttentionLayer(), RATES, **options)
         assert not step.sent_bytes.any()
-        assert not step.exchange_seconds.any()
+        parts = 0 if ranks == 1 else ranks  # that each rank merges, of its share of the heads
+        merged = 3 * 32 * 128 * parts / ranks
+        assert step.exchange_seconds == pytest.approx(1e-9 * RATES.merge_ns * merged)
     alone = predict_decode([4096] * 3, AttentionLayer(), RATES, cp_size=1)
     assert alone.speedup == pytest.approx(1)
 
@@ -123,6 +165,8 @@ def test_crowded_cpus_make_a_step_longer():
         ([3], {"placement": "pages"}, "predict_decode: placement must be one of"),
         ([3], {"ranks_per_host": 4}, "cp_size must be a multiple of ranks_per_host = 4, got 2"),
         ([3], {"state_dtype": "fp8"}, "state_dtype must be one of float32, float16, bfloat16"),
+        ([3], {"exchange": "ring"}, "exchange must be one of all_to_all, gather, auto, got 'ring'"),
+        ([3], {"out_heads": "some"}, "predict_decode: out_heads must be one of own, all, got"),
         ([3], {"cpus": -1}, "predict_decode: cpus must be >= 1, got -1"),
     ],
 )

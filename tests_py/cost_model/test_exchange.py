@@ -18,6 +18,7 @@ from support.cost_model.exchange_cases import (
     COUNTED,
     EXCHANGES,
     SHARDED,
+    Wire,
     cases,
     count_rows_to_pools,
 )
@@ -29,7 +30,7 @@ def test_bytes_are_those_of_messages_counted_one_by_one(case, exchange):
         return
     work = case.work(exchange)
     wire, busy, back = COUNTED[exchange](case)
-    pools = count_rows_to_pools(case)
+    pools = Wire(case) if exchange == "gather" else count_rows_to_pools(case)
     sent, received = pools.sent + wire.sent, pools.received + wire.received
     if back:
         sent, received = sent + back.sent, received + back.received
@@ -70,6 +71,23 @@ def test_every_way_computes_the_same_pairs(case):
     works = [case.work(exchange) for exchange in EXCHANGES]
     pairs = {int((work.pairs * work.heads).sum()) for work in works}
     assert len(pairs) == 1
+
+
+@given(case=cases(), exchange=st.sampled_from(EXCHANGES))
+def test_partial_results_are_merged_where_keys_were_apart(case, exchange):
+    if (case.placement, exchange) == ("replicated", "pass_q"):
+        return
+    merged = Counter()
+    for rank, tokens in enumerate(case.computed()):
+        if exchange == "ring" and case.num_hosts > 1:
+            merged[rank] += case.num_hosts * len(tokens)
+        if exchange == "pass_q" and case.num_hosts > 1:
+            merged[rank] += case.num_hosts * len(tokens)
+        if exchange == "pass_q" and case.ranks_per_host > 1:  # of a host, for all of the rail
+            for peer in range(rank % case.ranks_per_host, case.cp_size, case.ranks_per_host):
+                merged[peer] += case.ranks_per_host * len(tokens)
+    rows = case.work(exchange).merged_rows
+    assert rows.tolist() == [case.layer.num_heads * merged[rank] for rank in range(case.cp_size)]
 
 
 @given(case=cases(("replicated",)))
@@ -149,7 +167,10 @@ def test_long_prefixes_over_a_thousand_ranks_are_counted_within_seconds(exchange
     ("arguments", "message"),
     [
         ({"placement": "striped"}, "placement must be one of replicated, page_interleave, token"),
-        ({"exchange": "auto"}, "exchange must be one of gather, ring, pass_q, all_to_all, got"),
+        (
+            {"exchange": "auto"},
+            "exchange must be one of gather, ring, pass_q, all_to_all, usp",
+        ),
         ({"state_dtype": "int8"}, "state_dtype must be one of float32, float16, bfloat16, got"),
         ({"ranks_per_host": 3}, "cp_size must be a multiple of ranks_per_host = 3, got 4"),
         ({"ranks_per_host": 0}, "ranks_per_host must be >= 1, got 0"),

@@ -16,6 +16,8 @@ RATES = Rates(
     pack_rows=0,
     row_keys=0,
     call_us=2e6,
+    lse_share=0.5,
+    merge_ns=1e6,
     gather_gbps=1e-6,
     latency_us=3e6,
     message_us=1e6,
@@ -29,6 +31,7 @@ ROW = 4 * 32 * 4  # bytes of keys and values of four heads
 QUERY, STATE = 16 * 16 * 4, 16 * (16 * 4 + 4)  # of a token, in all heads
 PAIR = 2 * 32 / 1000  # seconds of a query with a key, in one head
 PAIRS = sum(range(17, 33)) // 4  # of each of four ranks
+MERGED = 16 * 16 / 1000  # seconds of merging a token of a part, in all heads
 EXCHANGE = 3 + 3 * 1  # seconds of messages among four ranks: a latency, three peers
 
 
@@ -50,7 +53,7 @@ def placed(exchange, overlap="none", **options):
 def test_a_gather_of_shards_brings_cached_rows_too():
     forecast = placed("gather")
     assert [moved_rows(rank) for rank in range(4)] == [3] * 4
-    seconds = EXCHANGE + MOVED + EXCHANGE + 3 * (4 + 4) * ROW / 1000
+    seconds = EXCHANGE + EXCHANGE + 3 * (4 + 4) * ROW / 1000  # new rows once, with cached ones
     assert forecast.gather_seconds == pytest.approx(seconds)
     assert forecast.attention_seconds == pytest.approx(2 + PAIRS * 16 * PAIR)
     assert forecast.store_seconds == (4 + 32) * ROW / 2000  # 4 of its own, and all into scratch
@@ -62,12 +65,13 @@ def test_a_ring_takes_turns_with_its_blocks():
     forecast = placed("ring")
     step = 3 + 1 + 8 * ROW / 1000
     assert forecast.gather_seconds == pytest.approx(EXCHANGE + MOVED + 3 * step)
-    whole = 4 * 2 + PAIRS * 16 * PAIR  # a call for each block
-    assert forecast.attention_seconds == pytest.approx(whole)
+    whole = 4 * 2 + 1.5 * PAIRS * 16 * PAIR  # a call for each block, with LSE
+    merge = 4 * 4 * MERGED  # its 4 tokens, of each block
+    assert forecast.attention_seconds == pytest.approx(whole + merge)
     assert forecast.store_seconds == 4 * ROW / 2000
     assert forecast.scratch_bytes == 2 * 8 * ROW
     hidden = placed("ring", "full")
-    turns = 3 * max(whole / 4, step) + whole / 4
+    turns = 3 * max(whole / 4, step) + whole / 4 + merge
     assert hidden.layer_seconds == pytest.approx(EXCHANGE + MOVED + turns)
     assert hidden.hidden_seconds == pytest.approx(forecast.layer_seconds - hidden.layer_seconds)
 
@@ -80,12 +84,14 @@ def test_queries_go_out_and_states_come_back():
     assert forecast.gather_seconds == pytest.approx(seconds)
     owned = [sum(min(16, 32 - key) for key in range(rank, 32, 4)) for rank in range(4)]
     assert forecast.pairs.tolist() == owned
-    assert forecast.attention_seconds == pytest.approx([2 + n * 16 * PAIR for n in owned])
+    merge = 4 * 4 * MERGED
+    expected = [2 + 1.5 * n * 16 * PAIR + merge for n in owned]
+    assert forecast.attention_seconds == pytest.approx(expected)
     assert forecast.store_seconds == 4 * ROW / 2000
     hidden = placed("pass_q", "full")
-    block = (2 + max(owned) * 16 * PAIR + 3 * 2) / 4  # four calls of a quarter each
+    block = (2 + 1.5 * max(owned) * 16 * PAIR + 3 * 2) / 4  # four calls of a quarter each
     first = (EXCHANGE + before / 1000) / 3
-    turns = 3 * max(block, first) + block + EXCHANGE + after / 1000
+    turns = 3 * max(block, first) + block + EXCHANGE + after / 1000 + merge
     assert hidden.layer_seconds == pytest.approx(EXCHANGE + MOVED + turns)
 
 
@@ -104,6 +110,38 @@ def test_heads_are_exchanged_in_parts():
     hidden = placed("all_to_all", "full", placement="replicated", cp_size=2)
     a, b, c = (attention + 2) / 2, one + half / 2000, one + back / 2000
     assert hidden.layer_seconds == pytest.approx(one + b + max(a, b + c) + a + c)
+
+
+def test_a_mesh_swaps_heads_in_its_rows_and_passes_keys_round():
+    """Two rows of two ranks, each with half of the heads; keys of 16 tokens in each row."""
+    forecast = placed("usp", mesh=(2, 2))
+    one = 3 + 1  # a latency, one peer: of a row, and on the ring
+    swap = 4 * QUERY // 2 + 8 * ROW // 2  # its 4 tokens, and 8 keys, in the heads of the other
+    step = 16 * ROW // 2  # keys of a row
+    back = 4 * (QUERY // 2 + 8 * 4)  # results and their LSE
+    assert forecast.sent_bytes.tolist() == [3 * ROW + swap + step + back] * 4
+    seconds = EXCHANGE + MOVED + 4 * one + (swap + step + back) / 1000
+    assert forecast.gather_seconds == pytest.approx(seconds)
+    attention = 2 * 2 + 1.5 * 2 * PAIRS * 8 * PAIR  # a call for each row, of half the heads
+    merge = 2 * 8 * MERGED / 2  # 8 tokens of its row, of each row
+    assert forecast.attention_seconds == pytest.approx(attention + merge)
+    assert forecast.store_seconds == (4 * ROW + 16 * ROW // 2) / 2000
+    hidden = placed("usp", "full", mesh=(2, 2))
+    turns = max(attention / 2, one + step / 1000) + attention / 2
+    before = EXCHANGE + MOVED + 2 * one + swap / 1000
+    whole = before + turns + one + back / 1000 + merge
+    assert hidden.layer_seconds == pytest.approx(whole)
+
+
+def test_meshes_of_one_dimension_are_the_other_exchanges():
+    ring, column = placed("ring"), placed("usp", mesh=(4, 1))
+    assert column.sent_bytes.tolist() == ring.sent_bytes.tolist()
+    assert column.attention_seconds == pytest.approx(ring.attention_seconds)
+    heads, row = placed("all_to_all"), placed("usp", mesh=(1, 4))
+    lse = 4 * 12 * 4  # of its heads, for 12 tokens of others
+    assert row.sent_bytes.tolist() == [n + lse for n in heads.sent_bytes]
+    assert row.pairs.tolist() == heads.pairs.tolist()
+    assert placed("usp", "full", mesh=(1, 4)).layer_seconds <= row.layer_seconds
 
 
 def test_a_gather_hides_behind_other_kv_heads():
@@ -150,7 +188,7 @@ def test_overlap_is_never_longer_and_never_hides_attention(
     assert (sums.overlap, hidden.overlap) == ("none", "full")
 
 
-@pytest.mark.parametrize("overlap", ["none", "full"])
+@pytest.mark.parametrize("overlap", ["none", "full", "ahead"])
 @pytest.mark.parametrize("placement", ["replicated", "page_interleave"])
 @pytest.mark.parametrize(("new", "cached"), [(32768, 0), (64, 131072), (1, 100)])
 def test_auto_takes_least(new, cached, placement, overlap):
@@ -223,6 +261,53 @@ def test_overlap_makes_no_rank_better_than_perfect(exchange):
     assert 0.5 < forecast.efficiency < 1.001
 
 
+def test_cached_keys_a_layer_ahead():
+    """By hand: 2 ranks, 68 pages of 16 cached, 32 new tokens; 1 byte a nanosecond, 10 us a call."""
+    layer = AttentionLayer(page_size=16, num_kv_heads=1, num_heads=8)
+    row, latency = layer.kv_row_bytes, 10e-6
+    rates = Rates(gflops=2e4, gather_gbps=1.0, latency_us=10, message_us=0, store_gbps=1e9)
+    options = {"cp_size": 2, "placement": "page_interleave", "exchange": "gather"}
+    of = {
+        overlap: predict([([32], [1120])], layer, rates, overlap=overlap, **options)
+        for overlap in ("none", "full", "ahead")
+    }
+    attention = of["none"].slowest_attention_seconds
+    cached, new = 544 * row * 1e-9, 16 * row * 1e-9
+    assert of["none"].layer_seconds == pytest.approx(2 * latency + cached + new + attention)
+    assert of["full"].layer_seconds == pytest.approx(of["none"].layer_seconds)  # one KV head
+    assert cached > attention  # the wire is busy all the time
+    assert of["ahead"].layer_seconds == pytest.approx(3 * latency + cached + new)
+    slow = Rates(gflops=10, gather_gbps=1.0, latency_us=10, message_us=0, store_gbps=1e9)
+    hidden = predict([([32], [1120])], layer, slow, overlap="ahead", **options)
+    assert hidden.layer_seconds == pytest.approx(
+        2 * latency + new + hidden.slowest_attention_seconds
+    )
+    assert of["full"].scratch_bytes == 1120 * row
+    assert of["ahead"].scratch_bytes == (1120 + 1088) * row
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"exchange": "ring"},
+        {"exchange": "pass_q"},
+        {"exchange": "all_to_all"},
+        {"placement": "replicated"},
+        {"batch": ([3000], [3000])},
+        {"ranks_per_host": 4},
+    ],
+)
+def test_nothing_is_ahead_where_no_cached_keys_are_gathered(other):
+    options = {"cp_size": 4, "placement": "page_interleave", "exchange": "gather"} | other
+    batch = options.pop("batch", ([500], [9000]))
+    rates = Rates(gflops=100, gather_gbps=0.5)
+    full, ahead = (
+        predict([batch], LAYER, rates, overlap=overlap, **options) for overlap in ("full", "ahead")
+    )
+    assert ahead.layer_seconds == full.layer_seconds
+    assert ahead.scratch_bytes == full.scratch_bytes
+
+
 def test_batches_add_up_and_memory_is_that_of_the_largest():
     batches = [([700, 2], [705, 3002]), ([13, 40, 9], [77, 40, 16])]
     options = {"cp_size": 4, "placement": "page_interleave", "exchange": "ring", "overlap": "full"}
@@ -248,14 +333,19 @@ def test_pools_that_are_shared_out_are_a_part_of_replicated_ones():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"overlap": "half"}, "predict: overlap must be a bool, none or full, got 'half'"),
+        ({"overlap": "half"}, "predict: overlap must be a bool, none, full or ahead, got 'half'"),
         (
             {"exchange": "broadcast"},
-            "exchange must be one of gather, ring, pass_q, all_to_all, auto",
+            "exchange must be one of gather, ring, pass_q, all_to_all, usp, auto",
         ),
         ({"placement": "paged"}, "predict: placement must be one of replicated, page_interleave"),
         ({"ranks_per_host": 3}, "predict: cp_size must be a multiple of ranks_per_host = 3, got 4"),
         ({"cpus": 0}, "predict: cpus must be >= 1, got 0"),
+        ({"exchange": "usp"}, "predict: mesh must be given where exchange is usp, got None"),
+        ({"mesh": (2, 3)}, "predict: mesh must have the 4 ranks of cp_size, got 2 x 3"),
+        ({"mesh": (2, 2)}, "mesh must be of shared out pools and one rank for each host, got repl"),
+        ({"mesh": (4,)}, r"predict: mesh must be \(ring, heads\), two numbers, got \(4,\)"),
+        ({"mesh": (0, 4)}, "predict: mesh must be >= 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):

@@ -15,7 +15,7 @@ pytest.importorskip("rich")
 
 from click.testing import CliRunner
 
-from cpattn._cli.commands import commands
+from cpattn._cli.program import commands
 from cpattn.cost_model import exchange_work
 from support.places import ROOT
 
@@ -59,7 +59,8 @@ def test_the_parts_of_a_step_are_as_the_page_says():
             predict([([new], [128_000])], layer, rates, cp_size=4, exchange=way, **names["placed"])
             for way in ("ring", "pass_q")
         )
-        work = exchange_work([new], [128_000], cp_size=4, layer=layer, placement="token_interleave")
+        placed = {"placement": "token_interleave", "exchange": "ring"}
+        work = exchange_work([new], [128_000], cp_size=4, layer=layer, **placed)
         before = 80e-6 + int(work.wire_bytes[0].max()) / 26e9  # digests, and rows to their pools
         keys = (ring.slowest_gather_seconds - before) / 3
         queries = 40e-6 + new // 4 * 3 * 16 * 256 / 26e9

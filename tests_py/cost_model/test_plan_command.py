@@ -18,7 +18,7 @@ pytest.importorskip("rich")
 from click.testing import CliRunner, Result
 
 import cpattn
-from cpattn._cli.commands import commands
+from cpattn._cli.program import commands
 from cpattn._cli.rates import as_options
 from cpattn.cost_model import AttentionLayer, Rates, assumptions, predict
 from cpattn.cost_model.command import parse_cp_sizes
@@ -56,7 +56,7 @@ def test_a_thousand_ranks_from_the_command_line_without_torch(command_line, tmp_
     assert [int(row[0]) for row in rows] == sorted(3 * sizes)
     assert {row[1] for row in rows} == {"zigzag", "interleave", "contiguous"}
     assert "assumed: --gflops" in done.stdout
-    assert max(map(len, lines)) < 160
+    assert max(len(line) for line in lines if not line.startswith("assumed: --")) < 160
 
 
 def test_json_has_every_rank_as_the_library_predicts_it(tmp_path):
@@ -281,7 +281,7 @@ def test_rates_can_be_given_as_they_are_printed():
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_the_table_fits_its_columns(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = plan("--cp-size=8,1024", "--tokens=16000000").output.splitlines()
+    lines = plan("--cp-size=8,1024", "--tokens=16000000").stdout.splitlines()
     assert not any("…" in line for line in lines)
     others = [line for line in lines if not line.startswith("assumed: ")]  # to be copied as a whole
     assert max(map(len, others)) <= columns

@@ -13,7 +13,7 @@ pytest.importorskip("rich")
 
 from click.testing import CliRunner, Result
 
-from cpattn._cli.commands import commands
+from cpattn._cli.program import commands
 from cpattn.cost_model import AttentionLayer, Rates, predict, predict_decode
 
 pytestmark = pytest.mark.slow
@@ -79,6 +79,16 @@ def test_auto_says_why(tmp_path):
         assert set(record["alternatives"]) == {"gather", "ring", "pass_q", "all_to_all"}
 
 
+def test_ranks_of_a_mesh(tmp_path):
+    arguments = ("--mesh=4x2", "--tokens=4096", "--prefix=4096", "--strategy=zigzag", *SHARDED)
+    (record,) = report(tmp_path / "m.json", *arguments, "--exchange=usp")["predictions"]
+    assert (record["cp_size"], record["mesh"], record["exchange"]) == (8, [4, 2], "usp")
+    (auto,) = report(tmp_path / "a.json", *arguments, "--exchange=auto")["predictions"]
+    assert auto["alternatives"]["usp"] == record["layer_seconds"]
+    output = plan(*arguments, "--exchange=usp").output
+    assert "keys page_interleave, a mesh of 4 x 2 ranks" in output
+
+
 def test_pools_that_are_shared_out_have_a_column(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     text = plan("--cp-size=8,16", "--strategy=zigzag", "--tokens=131072", *SHARDED).output
@@ -117,6 +127,12 @@ def test_a_step_of_decoding(tmp_path, monkeypatch):
     output = " ".join(plan(*arguments).output.split())
     assert "a step of 3 sequences, page_interleave; 32/8 heads" in output
     assert "ranks keys imbalance attention sent/rank transfer layer model tokens/s" in output
+    chosen = "--exchange=auto", "--out-heads=all"
+    told = report(tmp_path / "h.json", *arguments, *chosen)
+    assert {record["exchange"] for record in told["predictions"]} == {"gather"}
+    output = " ".join(plan(*arguments, *chosen).output.split())
+    assert "a step of 3 sequences, page_interleave, all heads on every rank; 32/8" in output
+    assert "ranks exchange keys imbalance" in output
     same = report(tmp_path / "s.json", "--cp-size=4", "--decode=2", "--prefix=99")
     lengths = report(tmp_path / "l.json", "--cp-size=4", "--decode=2", "--prefix-lens=99,99")
     assert same == lengths
@@ -132,13 +148,22 @@ def test_a_rank_has_threads_under_both_names():
     ("arguments", "message"),
     [
         ("--hosts 2 --cp-size 4", "ranks are --cp-size, or --hosts times --ranks-per-host, not"),
+        ("--exchange usp", "--mesh must be given where exchange is usp"),
+        ("--mesh 4x2", "mesh must be of shared out pools and one rank for each host"),
+        ("--mesh 4x", "'--mesh': must be two numbers whose product is 1 to 4096 ranks, as 4x2"),
+        ("--mesh 4x2 --cp-size 8", "ranks are those of --mesh, without --cp-size and --hosts"),
+        ("--mesh 4x2 --decode 4 --prefix 9", "--mesh is of new tokens of a prefill"),
         ("--ranks-per-host 2", "--ranks-per-host needs --hosts, their number"),
         ("--hosts 4096 --ranks-per-host 2", "must be at most 4096 ranks, got 8192"),
         ("--exchange pass_q", "--exchange must be gather, ring or all_to_all where placement is"),
         ("--decode 4", "--decode needs one of --prefix, of all sequences, and --prefix-lens"),
         ("--decode 4 --prefix 9 --tokens 3", "it takes --prefix or --prefix-lens alone"),
         ("--decode 4 --prefix-lens 9", "--prefix-lens must have as many elements as --decode, 4"),
-        ("--decode 4 --prefix 9 --exchange ring", "--exchange is of new tokens of a prefill"),
+        (
+            "--decode 4 --prefix 9 --exchange ring",
+            "--exchange must be one of all_to_all, gather",
+        ),
+        ("--tokens 9 --out-heads all", "--out-heads is of a step of --decode"),
         ("--decode 4 --prefix 9 --strategy zigzag", "--strategy cuts new tokens of a prefill;"),
         ("--decode 4 --prefix 9 --overlap full", "--overlap is of new tokens of a prefill"),
         ("--decode 4 --prefix 9 --placement replicated", "--placement must be page_interleave or"),

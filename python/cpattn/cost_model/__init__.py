@@ -10,6 +10,8 @@
 ``placement``    which rank keeps which keys and values: integers, exact
 ``counts``       what all ways to exchange a batch have in common
 ``exchange``     what ranks send, receive and store by each of them: integers, exact
+``usp``          the one of two levels
+``exchanged``    the value that says so
 ``rates``        how fast a rank computes and exchanges
 ``timing``       the seconds of a layer that follow, with and without overlap
 ``prediction``   a prefill over ranks
@@ -22,7 +24,8 @@ Those before the calibration need NumPy only.
 """
 
 from .decode import DecodePrediction, predict_decode
-from .exchange import ExchangeWork, exchange_work
+from .exchange import exchange_work
+from .exchanged import ExchangeWork
 from .prediction import Prediction, predict
 from .rates import Rates
 from .work import AttentionLayer, RankWork, rank_work

@@ -54,33 +54,40 @@ def calibrate(
     threads = _core.default_num_threads() if threads is None else threads
     check_integer("calibrate", "threads", threads)
     attention = attention_rates(layer, threads, progress)
+    progress("merging of partial results")
+    merging = {"merge_ns": _merge_rate(layer, threads)}
     progress("exchange between two processes")
-    return Rates(**attention, threads=threads, **_exchange_rates(threads))
+    return Rates(**attention, **merging, threads=threads, **_exchange_rates(threads))
 
 
 def num_steps(threads: int) -> int:
     """How often `calibrate` tells what is measured next."""
-    return _NUM_SHAPES + (_NUM_LONG if threads > 1 else 0) + 1
+    return _NUM_SHAPES + _NUM_LONG + (_NUM_LONG if threads > 1 else 0) + 2
 
 
 def attention_rates(
     layer: AttentionLayer, threads: int, progress: Callable[[str], None] = lambda what: None
 ) -> dict[str, float]:
-    """``gflops`` of all threads, ``pack_rows``, ``row_keys`` and ``call_us``.
+    """``gflops`` of all threads, ``pack_rows``, ``row_keys``, ``call_us`` and ``lse_share``.
 
     What is beside the products is measured on one thread: short batches have too few items of work
     for many, and would tell of idle ones.
     """
 
-    def timed(shapes: list[tuple[list[int], int]], threads: int) -> list[Sample]:
+    def timed(
+        shapes: list[tuple[list[int], int]], threads: int, *, lse: bool = False
+    ) -> list[Sample]:
         samples = []
         for extends, prefix in shapes:
-            many = f"{threads} thread{'s' * (threads > 1)}"
+            many = f"{threads} thread{'s' * (threads > 1)}{', with LSE' * lse}"
             progress(f"attention, {len(extends)} × {extends[0]} new behind {prefix}, {many}")
-            samples.append(_sample(layer, extends, prefix, threads))
+            samples.append(_sample(layer, extends, prefix, threads, lse=lse))
         return samples
 
-    rates = fit(timed(_shapes(layer, _core.measure_peak(layer.dtype, 1)), 1))
+    shapes = _shapes(layer, _core.measure_peak(layer.dtype, 1))
+    samples = timed(shapes, 1)
+    rates = fit(samples)
+    rates["lse_share"] = lse_share(samples[:_NUM_LONG], timed(shapes[:_NUM_LONG], 1, lse=True))
     if threads > 1:
         long = _shapes(layer, _core.measure_peak(layer.dtype, threads))[:_NUM_LONG]
         rates["gflops"] = _gflops(timed(long, threads), rates)
@@ -92,6 +99,21 @@ def _gflops(samples: list[Sample], rates: dict[str, float]) -> float:
     products, packing, rows, seconds = np.sum(samples, axis=0)
     flops = products + rates["pack_rows"] * packing + rates["row_keys"] * rows
     return float(flops / (seconds - len(samples) * 1e-6 * rates["call_us"]) / 1e9)
+
+
+def lse_share(without: list[Sample], with_lse: list[Sample]) -> float:
+    """What an LSE adds to the products of the same calls, as a share of their time."""
+    seconds = sum(sample.seconds for sample in without)
+    return max(sum(sample.seconds for sample in with_lse) / seconds - 1, 0.0)
+
+
+def _merge_rate(layer: AttentionLayer, threads: int) -> float:
+    import torch
+
+    from ..distributed.measure import measure_merge
+
+    dtype = getattr(torch, layer.dtype)
+    return measure_merge(layer.num_heads, layer.v_dim, dtype, threads)
 
 
 def fit(samples: list[Sample]) -> dict[str, float]:
@@ -135,7 +157,9 @@ def _shapes(layer: AttentionLayer, peak: float) -> list[tuple[list[int], int]]:
     ]
 
 
-def _sample(layer: AttentionLayer, extends: list[int], prefix: int, threads: int) -> Sample:
+def _sample(
+    layer: AttentionLayer, extends: list[int], prefix: int, threads: int, *, lse: bool = False
+) -> Sample:
     import torch
 
     from ..attention import plan_attention, run_attention
@@ -166,7 +190,7 @@ def _sample(layer: AttentionLayer, extends: list[int], prefix: int, threads: int
             batch_invariant=True,
             num_threads=threads,
         )
-        run_attention(plan, q, k, v, scale=0.1)
+        run_attention(plan, q, k, v, scale=0.1, return_lse=lse)
         times.append(time.perf_counter() - begin)
     work = rank_work(extends, lens, cp_size=1, strategy="contiguous", layer=layer)
     flops = 2 * layer.dims

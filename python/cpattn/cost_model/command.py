@@ -37,10 +37,12 @@ def forecasts(
     decode: int | None = None,
     hosts: list[int] | None = None,
     ranks_per_host: int | None = None,
+    mesh: tuple[int, int] | None = None,
     placement: str | None = None,
     exchange: str | None = None,
     overlap: str | None = None,
     state_dtype: str | None = None,
+    out_heads: str | None = None,
     cpus: int | None = None,
     progress: Progress = lambda done, total, what: None,
     **options: Any,
@@ -56,6 +58,8 @@ def forecasts(
     if ranks_per_host and not hosts:
         raise ValueError("--ranks-per-host needs --hosts, their number")
     sizes = [count * (ranks_per_host or 1) for count in hosts] if hosts else cp_size
+    if mesh:
+        sizes = [mesh[0] * mesh[1]]
     if max(sizes) > MAX_RANKS:
         raise ValueError(
             f"--hosts times --ranks-per-host must be at most {MAX_RANKS} ranks, got {max(sizes)}"
@@ -67,8 +71,15 @@ def forecasts(
         "state_dtype": state_dtype,
         "ranks_per_host": ranks_per_host,
         "cpus": cpus,
+        "mesh": mesh,
     }
     placing = {name: value for name, value in placing.items() if value is not None}
+    if out_heads is not None:
+        if not decode:
+            raise ValueError("--out-heads is of a step of --decode")
+        placing["out_heads"] = out_heads
+    if decode and mesh:
+        raise ValueError("--mesh is of new tokens of a prefill; --decode has none")
     if decode:
         lengths = _decoded(decode, placing, **options)
         rates, sources = _rates(layer, given, measure=calibrate, progress=progress)
@@ -94,9 +105,8 @@ def _decoded(
     **others: Any,
 ) -> list[int]:
     """Lengths of sequences that decode, each with its new token."""
-    for name in ("exchange", "overlap"):
-        if name in placing:
-            raise ValueError(f"--{name} is of new tokens of a prefill; --decode has its own")
+    if "overlap" in placing:
+        raise ValueError("--overlap is of new tokens of a prefill; --decode has none")
     if any(value is not None for value in others.values()):
         raise ValueError(
             "--decode has one new token of each sequence: it takes --prefix or --prefix-lens alone"
@@ -148,11 +158,13 @@ def _batches(
     trace: Path | None,
     num_requests: int | None,
     token_budget: int | None,
+    recorded: list[Batch] | None = None,
 ) -> list[Batch]:
     ways = {
         "--tokens and --prefix": (tokens, prefix),
         "--extend-lens and --prefix-lens": (extend_lens, prefix_lens),
         "--trace": (trace,),
+        "--capture": (recorded,),
     }
     if sum(any(value is not None for value in way) for way in ways.values()) > 1:
         raise ValueError(f"a batch comes from one of {', '.join(ways)}")
@@ -160,6 +172,8 @@ def _batches(
         requests = read_trace(trace, limit=num_requests or _REQUESTS)
         budget = token_budget or _TOKENS
         return trace_batches(requests, page_size=layer.page_size, token_budget=budget)
+    if recorded:
+        return recorded
     if num_requests or token_budget:
         raise ValueError("--requests and --token-budget are of a --trace, but there is none")
     if extend_lens is None and prefix_lens is None:

@@ -13,9 +13,10 @@ import numpy as np
 from .._limits import check_integer, check_seq_lens
 from ..context_parallel.metadata import ContextParallelMetadata, build_cp_metadata_all_ranks
 from .placement import PLACEMENTS, Shards, pairs_by_owner, shards, stripes
-from .work import ITEM_BYTES, AttentionLayer, Ints, RankWork, work_of_plans
+from .work import ITEM_BYTES, AttentionLayer, Ints, RankWork, Shares, work_of_plans
 
 EXCHANGES = ("gather", "ring", "pass_q", "all_to_all")
+Mesh = tuple[int, int]  # rows on a ring, and ranks of a row, which share out the heads
 
 
 def check_placing(
@@ -49,9 +50,40 @@ def check_placing(
         )
 
 
-def possible_exchanges(placement: str) -> tuple[str, ...]:
-    """Those that a placement allows."""
-    return tuple(name for name in EXCHANGES if placement != "replicated" or name != "pass_q")
+def check_mesh(
+    function: str,
+    placement: str,
+    exchange: str,
+    cp_size: int,
+    ranks_per_host: int,
+    mesh: Sequence[int] | None,
+) -> Mesh | None:
+    """The mesh as two numbers; ValueError unless ranks can be exchanged by so."""
+    if mesh is None:
+        if exchange == "usp":
+            raise ValueError(f"{function}: mesh must be given where exchange is usp, got None")
+        return None
+    if len(mesh) != 2:
+        raise ValueError(f"{function}: mesh must be (ring, heads), two numbers, got {mesh!r:.60}")
+    for size in mesh:
+        check_integer(function, "mesh", size)
+    ring, heads = mesh
+    if ring * heads != cp_size:
+        raise ValueError(
+            f"{function}: mesh must have the {cp_size} ranks of cp_size, got {ring} x {heads}"
+        )
+    if placement == "replicated" or ranks_per_host > 1:
+        raise ValueError(
+            f"{function}: mesh must be of shared out pools and one rank for each host, got "
+            f"{placement} and {ranks_per_host} ranks_per_host"
+        )
+    return ring, heads
+
+
+def possible_exchanges(placement: str, mesh: Mesh | None = None) -> tuple[str, ...]:
+    """Those that a placement, and ranks in a mesh or in none, allow."""
+    names = tuple(name for name in EXCHANGES if placement != "replicated" or name != "pass_q")
+    return names if mesh is None else (*names, "usp")
 
 
 class BatchCounts:
@@ -88,6 +120,23 @@ class BatchCounts:
         return work_of_plans(self.plans, self.layer)
 
     @cached_property
+    def own_by_host(self) -> RankWork:
+        """The same to the keys of one host after another."""
+        return work_of_plans(self.plans, self.layer, self._shares(self.ranks_per_host))
+
+    @cached_property
+    def alone_by_rank(self) -> RankWork:
+        """One rank attends from all tokens to the keys of one rank after another."""
+        return work_of_plans(self._plan_alone, self.layer, self._shares(1))
+
+    def _shares(self, ranks: int) -> Shares | None:
+        """Of the keys of so many ranks each; None where every pool has all."""
+        if not self.sharded:
+            return None
+        size = self.layer.page_size if self.placement == "page_interleave" else 1
+        return Shares(size * ranks, self.cp_size // ranks)
+
+    @cached_property
     def alone(self) -> RankWork:
         """One rank attends from all tokens to all keys."""
         return work_of_plans(self._plan_alone, self.layer)
@@ -112,7 +161,8 @@ class BatchCounts:
     @cached_property
     def shards(self) -> Shards:
         if not self.sharded:  # ranks bring what they compute, and nothing travels for pools alone
-            return Shards(self.own.tokens, self.own.tokens, self.own.tokens)
+            own = self.own.tokens
+            return Shards(own, 0 * own, own, own)
         laid = stripes(self.placement, self.seq_lens, self.cp_size, self.layer.page_size)
         return shards(
             self.plans, self.extends, self.seq_lens, self.layer, laid, self.ranks_per_host

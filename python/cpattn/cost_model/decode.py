@@ -11,11 +11,13 @@ import numpy as np
 
 from .._limits import check_integer, check_seq_lens
 from .counts import check_placing
-from .exchange import LSE_BYTES, split_heads
+from .exchanged import LSE_BYTES, split_heads
 from .placement import pages_per_rank, pairs_by_owner, stripes
-from .rates import Rates, Seconds, attention_seconds
+from .rates import Rates, Seconds, attention_seconds, merge_seconds
 from .timing import crowding
 from .work import ITEM_BYTES, PACKING_ROWS, AttentionLayer, Ints
+
+_EXCHANGES = ("all_to_all", "gather")
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,10 @@ class DecodePrediction:
 
     Attributes
     ----------
-    placement : str
+    placement, out_heads : str
         As given to `predict_decode`.
+    exchange : str
+        As given, or what "auto" took.
     cp_size, ranks_per_host : int
         Number of ranks, and those of a host.
     layer : AttentionLayer
@@ -37,7 +41,7 @@ class DecodePrediction:
     keys : array [cp_size], int64
         That the rank keeps and attends to, of all sequences.
     attention_seconds, exchange_seconds : arrays [cp_size], float64
-        Of each rank.
+        Of each rank; partial results are merged in the exchange.
     sent_bytes, received_bytes : arrays [cp_size], int64
         States of attention between hosts.
     imbalance : float
@@ -46,6 +50,8 @@ class DecodePrediction:
         Of the new keys and values that one rank keeps, where it keeps most.
     single_rank_seconds : float
         Attention and store of the same layer, by one rank alone.
+    alternatives : dict of str to float
+        For "auto", seconds of the slowest rank by each exchange.
 
     Examples
     --------
@@ -53,10 +59,12 @@ class DecodePrediction:
     >>> rates = Rates(gflops=900, gather_gbps=10, latency_us=5, message_us=1)
     >>> step = predict_decode([131072] * 8, AttentionLayer(), rates, cp_size=8)
     >>> step.keys.tolist() == [131072] * 8, round(step.speedup, 1)
-    (True, 8.0)
+    (True, 7.9)
     """
 
     placement: str
+    exchange: str
+    out_heads: str
     cp_size: int
     ranks_per_host: int
     layer: AttentionLayer
@@ -70,6 +78,7 @@ class DecodePrediction:
     imbalance: float
     store_seconds: float
     single_rank_seconds: float
+    alternatives: dict[str, float]
 
     @property
     def layer_seconds(self) -> float:
@@ -103,19 +112,30 @@ def predict_decode(
     ranks_per_host: int = 1,
     cpus: int | None = None,
     state_dtype: str = "float32",
+    exchange: str = "all_to_all",
+    out_heads: str = "own",
 ) -> DecodePrediction:
     """Predict a step of decoding over pools that are shared out.
 
     Every rank has the queries of all sequences, attends to the keys that it keeps, and sends each
-    other rank the states of that one's heads, which that one merges. With B sequences, h_r of the
-    query heads on rank r and N ranks, in bytes and seconds, where each host has one rank::
+    other rank the states of that one's heads, which that one merges; or, by "gather", those of all
+    heads. With B sequences, h_r of the query heads on rank r and N ranks, in bytes and seconds,
+    where each host has one rank::
 
-        sent_r     = B * (num_heads - h_r) * (v_head_dim * item + 4)    item of state_dtype
-        received_r = B * h_r * (N - 1) * (v_head_dim * item + 4)        and an LSE in float32
+        state      = v_head_dim * item + 4               item of state_dtype, and an LSE in float32
+        sent_r     = B * (num_heads - h_r) * state       gather: B * num_heads * (N - 1) * state
+        received_r = B * h_r * (N - 1) * state           gather: the same
+        merged_r   = B * h_r * N rows                    gather: B * num_heads * N
         exchange   = 2 * (latency + (N - 1) * message) + max(sent, received) / gather_gbps
+                     + merged_r * v_head_dim * merge
+
+    If every rank is to have all heads, those of "all_to_all" are sent on in another round, merged,
+    in the dtype of the layer: ``B * h_r * (N - 1)`` outputs with LSE from rank r, which receives
+    ``B * (num_heads - h_r)``.
 
     Ranks of a host merge theirs first: N, r are then hosts, and rank k of one sends to rank k of
-    every other. Keys of the new token stay with the rank that keeps them.
+    every other, by "gather" its share of the heads. Keys of the new token stay with the rank that
+    keeps them.
 
     Parameters
     ----------
@@ -136,6 +156,11 @@ def predict_decode(
         enough.
     state_dtype : {"float32", "bfloat16", "float16"}
         Of the outputs that are sent to be merged.
+    exchange : {"all_to_all", "gather", "auto"}
+        Whether states go to the ranks of their heads, or all to every rank; "auto" is what takes
+        less.
+    out_heads : {"own", "all"}
+        Whether a rank is to have its share of the heads, or all.
 
     Returns
     -------
@@ -160,7 +185,11 @@ def predict_decode(
     True
     """
     function = "predict_decode"
-    check_placing(function, placement, "gather", cp_size, ranks_per_host, state_dtype)
+    check_placing(
+        function, placement, exchange, cp_size, ranks_per_host, state_dtype, (*_EXCHANGES, "auto")
+    )
+    if out_heads not in ("own", "all"):
+        raise ValueError(f"{function}: out_heads must be one of own, all, got {out_heads!r}")
     if placement == "replicated":
         raise ValueError(
             f"{function}: placement must be page_interleave or token_interleave, got 'replicated'"
@@ -177,7 +206,16 @@ def predict_decode(
     ones = np.ones_like(lengths)
     pairs = pairs_by_owner(ones, lengths, layer, laid)
     slower, slower_alone = (crowding(rates, ranks, cpus) for ranks in (ranks_per_host, 1))
-    sent, received = _states(len(lengths), layer, cp_size, ranks_per_host, state_dtype)
+    ways = {
+        name: _exchanged(
+            name, len(lengths), layer, rates, cp_size, ranks_per_host, state_dtype,
+            out_heads == "all", slower,
+        )
+        for name in (_EXCHANGES if exchange == "auto" else (exchange,))
+    }  # fmt: skip
+    slowest = {name: float(seconds.max()) for name, (_, _, seconds) in ways.items()}
+    taken = min(slowest, key=lambda name: slowest[name])  # of equal ones by heads
+    sent, received, seconds = ways[taken]
     keys = pairs.sum(1)
     owned = laid.count_below(lengths) - laid.count_below(lengths - 1)
     pages = pages_per_rank(placement, lengths, cp_size, layer.page_size)
@@ -185,24 +223,27 @@ def predict_decode(
     alone = np.minimum(lengths, layer.most_keys)[None]
     return DecodePrediction(
         placement=placement,
+        exchange=taken,
+        out_heads=out_heads,
         cp_size=cp_size,
         ranks_per_host=ranks_per_host,
         layer=layer,
         num_sequences=len(lengths),
         pool_bytes=int(pages.max()) * layer.page_size * layer.kv_row_bytes * layer.num_layers,
         keys=keys,
-        attention_seconds=slower * _attention(pairs, layer, rates),
-        exchange_seconds=_exchange_seconds(sent, received, rates, ranks_per_host, slower),
+        attention_seconds=slower * _attention(pairs, layer, rates, lse=cp_size > 1),
+        exchange_seconds=seconds,
         sent_bytes=sent,
         received_bytes=received,
         imbalance=float(keys.max() / keys.mean()),
         store_seconds=slower * int(owned.sum(1).max()) * row_seconds,
         single_rank_seconds=slower_alone
         * (float(_attention(alone, layer, rates)[0]) + len(lengths) * row_seconds),
+        alternatives=slowest if exchange == "auto" else {},
     )
 
 
-def _attention(pairs: Ints, layer: AttentionLayer, rates: Rates) -> Seconds:
+def _attention(pairs: Ints, layer: AttentionLayer, rates: Rates, *, lse: bool = False) -> Seconds:
     """Seconds of each rank, by the keys [ranks, bs] of it that each sequence sees."""
     keys, group = pairs.sum(1), layer.num_heads // layer.num_kv_heads
     return attention_seconds(
@@ -213,30 +254,65 @@ def _attention(pairs: Ints, layer: AttentionLayer, rates: Rates) -> Seconds:
         heads=layer.num_heads,
         packed=keys * layer.num_kv_heads,
         longest=pairs.max(1) * (group + PACKING_ROWS),
+        lse=lse,
     )
 
 
-def _states(
-    num_sequences: int, layer: AttentionLayer, cp_size: int, ranks_per_host: int, state_dtype: str
-) -> tuple[Ints, Ints]:
-    """[cp_size] bytes that each rank sends to other hosts, and receives from them.
+def _exchanged(
+    exchange: str,
+    num_sequences: int,
+    layer: AttentionLayer,
+    rates: Rates,
+    cp_size: int,
+    ranks_per_host: int,
+    state_dtype: str,
+    all_heads: bool,
+    slower: float,
+) -> tuple[Ints, Ints, Seconds]:
+    """[cp_size] bytes that each rank sends to other hosts, receives from them, and its seconds.
 
-    Rank k of a host sends what it merged for the heads of rank k of another.
+    Rank k of a host sends what it merged to rank k of another.
     """
-    state = layer.v_dim * ITEM_BYTES[state_dtype] + LSE_BYTES
-    heads = split_heads(layer, cp_size)[0].reshape(-1, ranks_per_host)
-    sent = (heads.sum(0) - heads) * num_sequences * state
-    received = heads * (len(heads) - 1) * num_sequences * state
-    return sent.ravel(), received.ravel()
+    state = num_sequences * (layer.v_dim * ITEM_BYTES[state_dtype] + LSE_BYTES)
+    if exchange == "gather":
+        rails = split_heads(layer, ranks_per_host)[0]
+        heads = np.broadcast_to(rails, (cp_size // ranks_per_host, ranks_per_host))
+        rounds = [(_to_all(heads) * state, _of_others(heads) * state)]
+        rail_heads = heads
+    else:
+        heads = split_heads(layer, cp_size)[0].reshape(-1, ranks_per_host)
+        rounds = [(_of_others(heads) * state, _to_all(heads) * state)]
+        rail_heads = heads.sum(0)
+        if all_heads:
+            merged = num_sequences * (layer.v_dim * ITEM_BYTES[layer.dtype] + LSE_BYTES)
+            rounds.append((_to_all(heads) * merged, _of_others(heads) * merged))
+    sent, received = (sum(moved, start=np.int64(0)) for moved in zip(*rounds, strict=True))
+    parts = rail_heads * _parts(ranks_per_host) + heads * _parts(len(heads))
+    merging = slower * merge_seconds(rates, layer, num_sequences * parts).ravel()
+    return sent.ravel(), received.ravel(), _seconds(rounds, rates, slower) + merging
 
 
-def _exchange_seconds(
-    sent: Ints, received: Ints, rates: Rates, ranks_per_host: int, slower: float
-) -> Seconds:
-    """Digests, then states; over the wire that the ranks of a host share."""
-    by_host = (part.reshape(-1, ranks_per_host).sum(1) for part in (sent, received))
-    wire = np.maximum(*by_host) / (1e9 * rates.gather_gbps)
-    peers = len(wire) - 1
-    if peers:
-        wire = wire + 2e-6 * slower * (rates.latency_us + peers * rates.message_us)
-    return np.repeat(wire, ranks_per_host)
+def _parts(number: int) -> int:
+    """Partial results to be merged: one alone is not."""
+    return number if number > 1 else 0
+
+
+def _to_all(heads: Ints) -> Ints:
+    """[hosts, ranks of a host]: heads of each rank, once for each other host."""
+    return heads * (len(heads) - 1)
+
+
+def _of_others(heads: Ints) -> Ints:
+    """The same: heads of the ranks at its place in other hosts."""
+    return heads.sum(0) - heads
+
+
+def _seconds(rounds: Sequence[tuple[Ints, Ints]], rates: Rates, slower: float) -> Seconds:
+    """Digests, then each round of states; over the wire that the ranks of a host share."""
+    num_hosts, ranks_per_host = rounds[0][0].shape
+    peers = num_hosts - 1
+    if not peers:
+        return np.zeros(ranks_per_host)
+    waits = 1e-6 * slower * (rates.latency_us + peers * rates.message_us) * (1 + len(rounds))
+    wire = sum(np.maximum(sent.sum(1), received.sum(1)) for sent, received in rounds)
+    return np.repeat(wire / (1e9 * rates.gather_gbps) + waits, ranks_per_host)

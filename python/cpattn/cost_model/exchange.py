@@ -4,86 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .counts import BatchCounts, check_placing
-from .placement import pages_per_rank
+from .counts import EXCHANGES, BatchCounts, Mesh, check_mesh, check_placing
+from .exchanged import LSE_BYTES, ExchangeWork, exchanged, split_heads
+from .usp import by_mesh
 from .work import ITEM_BYTES, AttentionLayer, Ints
-
-LSE_BYTES = 4  # float32, of each token and head
-
-
-@dataclass(frozen=True)
-class ExchangeWork:
-    """The work of each rank for one layer of one batch, as `exchange_work` counts it.
-
-    Attributes
-    ----------
-    placement, exchange : str
-        As given.
-    num_hosts : int
-        Hosts; ranks r and r + 1 are of the same one unless a multiple of the ranks of a host lies
-        between them.
-    tokens : array [cp_size], int64
-        New tokens that the rank computes queries, keys and values of.
-    pairs : array [cp_size], int64
-        Query-key pairs in one of the query heads that the rank attends with.
-    heads, kv_heads : arrays [cp_size], int64
-        That the rank attends with: all, but for ``"all_to_all"``.
-    rows : array [cp_size], int64
-        Rows of queries in one head, each as often as it is attended with.
-    packed_keys : array [cp_size], float64
-        Keys that items pack, summed over the rank's KV heads.
-    longest_item : array [cp_size], float64
-        The most expensive item, in products of a row with a key.
-    calls : int
-        Of attention in a layer: one for each block of keys of a ring.
-    parts : int
-        Into which exchange and attention can be cut to run side by side: blocks of hosts, or KV
-        heads of a rank.
-    sent_bytes, received_bytes : arrays [cp_size], int64
-        Between hosts, without the digests that ranks compare before.
-    wire_bytes : array [3, num_hosts], int64
-        For which the wire of each host is busy with new rows that go to the ranks that keep them,
-        then before attention, and after it: the larger of what its ranks send and receive. In a
-        ring all hosts wait for the largest block at every step.
-    stored_bytes : array [cp_size], int64
-        That the rank copies into the pool, and into its scratch, from what it computed or received.
-    pool_bytes : int
-        Pages of the batch in the pool of a rank, in all layers; of the rank that has most.
-    scratch_bytes : int
-        That a rank needs beside the pool for one layer; of the rank that needs most.
-
-    Examples
-    --------
-    >>> from cpattn.cost_model import exchange_work
-    >>> work = exchange_work([8], [1032], cp_size=2, placement="page_interleave", exchange="pass_q")
-    >>> work.pairs, work.sent_bytes        # 4 of 8 pages each, of which rank 0 keeps the ninth, too
-    (array([4132, 4096]), array([ 98816, 115200]))
-    """
-
-    placement: str
-    exchange: str
-    num_hosts: int
-    tokens: Ints
-    pairs: Ints
-    heads: Ints
-    kv_heads: Ints
-    rows: Ints
-    packed_keys: NDArray[np.float64]
-    longest_item: NDArray[np.float64]
-    calls: int
-    parts: int
-    sent_bytes: Ints
-    received_bytes: Ints
-    wire_bytes: Ints
-    stored_bytes: Ints
-    pool_bytes: int
-    scratch_bytes: int
 
 
 def exchange_work(
@@ -97,22 +25,32 @@ def exchange_work(
     exchange: str = "gather",
     ranks_per_host: int = 1,
     state_dtype: str = "float32",
+    mesh: tuple[int, int] | None = None,
 ) -> ExchangeWork:
     """Count what each of `cp_size` ranks computes, sends and keeps for a batch.
 
     Rank r of N computes T_r of T new tokens. Where pools are shared out it first sends the M_r of
     their rows that others keep, ``M_r * row`` bytes, and brings the K_r of all K rows, cached and
-    new, that new tokens see in its pool. Replicated pools have M_r = 0, K_r = T_r and K = T. Then
-    it sends, in bytes, where each host has one rank::
+    new, that new tokens see in its pool. Replicated pools have M_r = 0, K_r = T_r and K = T. By
+    ``"gather"`` M_r = 0, too: of its pool a rank brings the C_r cached rows, and new ones from
+    where they are computed, of which the others keep theirs. Then it sends, in bytes, where each
+    host has one rank::
 
-        gather      (N - 1) * K_r * row
+        gather      (N - 1) * (C_r + T_r) * row
         ring        (K - K_s) * row, s the next rank
         pass_q      (N - 1) * T_r * heads * q + (T - T_r) * heads * state
         all_to_all  T_r * heads of others * q + K_r * KV heads of others * row / num_kv_heads
                     + (T - T_r) * heads of r * output
 
+        usp         T_r * heads of others * q + K_r * KV heads of others * row / num_kv_heads
+                    + (K - K_s) * KV heads of r * row / num_kv_heads
+                    + (T_w - T_r) * heads of r * result
+
     ``row`` is `AttentionLayer.kv_row_bytes`, ``q`` a query and ``output`` a row of attention in one
-    head, in the dtype of the layer, ``state`` an output in `state_dtype` with its LSE in float32.
+    head, in the dtype of the layer, ``state`` an output in `state_dtype` with its LSE in float32,
+    ``result`` one in that of the layer. By ``"usp"`` r shares out heads with the others of its row
+    w of the mesh, which have T_w tokens, and K_s are the keys of the next row; ranks pad what goes
+    round to 16 tokens of each sequence.
     KV heads of others are counted as often as ranks have them: where there are fewer than ranks,
     each is sent to several. By ``"all_to_all"`` replicated pools have all tokens, in the KV heads
     of their host. Where hosts have several ranks, N, r and s are hosts, and rank k of one exchanges
@@ -131,13 +69,17 @@ def exchange_work(
     placement : {"replicated", "page_interleave", "token_interleave"}
         Which rank keeps the keys and values of which tokens: all of them, or those of every
         `cp_size`-th page or token of a sequence.
-    exchange : {"gather", "ring", "pass_q", "all_to_all"}
+    exchange : {"gather", "ring", "pass_q", "all_to_all", "usp"}
         What ranks send: keys and values to all, or step by step round a ring; queries to the keys,
-        and states of attention back; or all by heads.
+        and states of attention back; all by heads; or by heads in rows of a mesh, and round a ring
+        of these.
     ranks_per_host : int
         Ranks that share memory; a divisor of `cp_size`.
     state_dtype : {"float32", "bfloat16", "float16"}
         Of the outputs that ``"pass_q"`` sends back to be merged.
+    mesh : (int, int), optional
+        For ``"usp"``, which needs it: rows on the ring, and ranks of a row. Rank r is in the row
+        ``r // mesh[1]``, as in a `DeviceMesh` of that shape with the dimensions ring and heads.
 
     Returns
     -------
@@ -150,7 +92,8 @@ def exchange_work(
         For lengths and numbers that are no integers, and a strategy that is no str.
     ValueError
         For lengths that do not match, unknown names, a `ranks_per_host` that does not divide
-        `cp_size`, and ``"pass_q"`` where all pools have all keys.
+        `cp_size`, ``"pass_q"`` where all pools have all keys, and ``"usp"`` without a mesh of all
+        ranks, or over hosts of several.
 
     Examples
     --------
@@ -161,13 +104,15 @@ def exchange_work(
     ...         *batch, cp_size=8, placement="page_interleave", exchange=exchange
     ...     )
     ...     print(f"{exchange:10} {work.sent_bytes.max() >> 20:5} MiB")
-    gather       450 MiB
+    gather       448 MiB
     ring         450 MiB
     pass_q        86 MiB
     all_to_all    65 MiB
     """
     layer = layer or AttentionLayer()
-    check_placing("exchange_work", placement, exchange, cp_size, ranks_per_host, state_dtype)
+    function, known = "exchange_work", (*EXCHANGES, "usp")
+    check_placing(function, placement, exchange, cp_size, ranks_per_host, state_dtype, known)
+    mesh = check_mesh(function, placement, exchange, cp_size, ranks_per_host, mesh)
     counts = BatchCounts(
         extend_lens,
         seq_lens,
@@ -177,11 +122,16 @@ def exchange_work(
         placement=placement,
         ranks_per_host=ranks_per_host,
     )
-    return work_of(counts, exchange, state_dtype)
+    return work_of(counts, exchange, state_dtype, mesh)
 
 
-def work_of(counts: BatchCounts, exchange: str, state_dtype: str) -> ExchangeWork:
+def work_of(
+    counts: BatchCounts, exchange: str, state_dtype: str, mesh: Mesh | None = None
+) -> ExchangeWork:
     """See `exchange_work`."""
+    if exchange == "usp":
+        assert mesh is not None  # `check_mesh`
+        return by_mesh(counts, mesh)
     state = ITEM_BYTES[state_dtype]
     ways: dict[str, Callable[[], ExchangeWork]] = {
         "gather": lambda: _rows_to_all(counts, ring=False),
@@ -195,10 +145,13 @@ def work_of(counts: BatchCounts, exchange: str, state_dtype: str) -> ExchangeWor
 def _rows_to_all(counts: BatchCounts, *, ring: bool) -> ExchangeWork:
     """Keys and values go to every host: at once, or step by step from each to the next."""
     own, layer, hosts = counts.own, counts.layer, counts.num_hosts
-    blocks = counts.by_host(counts.shards.seen_rows) * layer.kv_row_bytes
+    shards = counts.shards  # of which a gather brings new rows from where they are computed
+    brought = shards.seen_rows if ring else shards.seen_cached_rows + own.tokens
+    blocks = counts.by_host(brought) * layer.kv_row_bytes
     rails = np.broadcast_to(blocks.sum(0), blocks.shape)
     received = rails - blocks
     pool = counts.by_host(counts.shards.arriving_rows) * layer.kv_row_bytes
+    cached, cached_scratch = None, 0
     if ring:
         sent = rails - np.roll(blocks, -1, axis=0)
         wire = np.full(hosts, (hosts - 1) * blocks.sum(1).max())
@@ -206,21 +159,38 @@ def _rows_to_all(counts: BatchCounts, *, ring: bool) -> ExchangeWork:
         scratch = 2 * int(blocks.max()) if hosts > 1 else 0  # one is read, one arrives
     else:
         sent = blocks * (hosts - 1)
-        wire = np.maximum(sent.sum(1), received.sum(1))
+        wire = _wire_of_gather(blocks)
+        cached = wire - _wire_of_gather(counts.by_host(own.tokens) * layer.kv_row_bytes)
         gathered = rails if hosts > 1 else 0 * rails  # ranks of one host read in place
         stored = pool + gathered if counts.sharded else rails
         scratch = int((gathered if counts.sharded else received).max())
+        if counts.sharded and hosts > 1:
+            rows = counts.by_host(shards.seen_cached_rows).sum(0)
+            cached_scratch = int(rows.max()) * layer.kv_row_bytes
+    attended = counts.own_by_host if ring else own
     calls = hosts if ring else 1
-    return _work(
+    parts = calls if calls > 1 else 0  # partial results of each row
+    return exchanged(
         counts,
         "ring" if ring else "gather",
         rows=own.tokens * calls,
+        packed_keys=attended.packed_keys * layer.num_kv_heads,
+        longest_item=attended.longest_item,
         calls=calls,
         parts=hosts if ring else layer.num_kv_heads,
+        merged_rows=own.tokens * layer.num_heads * parts,
         moved=[(sent, received, wire)],
+        cached_bytes=cached,
         stored=stored,
         scratch_bytes=scratch,
+        ahead_bytes=cached_scratch,
     )
+
+
+def _wire_of_gather(blocks: Ints) -> Ints:
+    """For how many bytes the wire of each host is busy while rail ranks gather `blocks`."""
+    sent, received = blocks * (len(blocks) - 1), blocks.sum(0) - blocks
+    return np.maximum(sent.sum(1), received.sum(1))
 
 
 def _queries_to_all(counts: BatchCounts, state_item_bytes: int) -> ExchangeWork:
@@ -236,16 +206,21 @@ def _queries_to_all(counts: BatchCounts, state_item_bytes: int) -> ExchangeWork:
     sent, received = tokens * query * (hosts - 1), others * query
     returned, merged = others * state, tokens * state * (hosts - 1)
     total = int(own.tokens.sum())
+    attended = counts.alone_by_rank
     share = counts.owner_pairs / max(int(counts.owner_pairs.sum()), 1)
+    within = counts.ranks_per_host if counts.ranks_per_host > 1 else 0  # parts of a host
+    between = hosts if hosts > 1 else 0
+    merged_rows = (tokens * between + tokens.sum(0) * within) * layer.num_heads
     scratch = others * query + (merged + total * state if counts.cp_size > 1 else 0)
-    return _work(
+    return exchanged(
         counts,
         "pass_q",
         pairs=counts.owner_pairs,
         rows=np.where(counts.owner_pairs > 0, total, 0),
-        packed_keys=share * counts.alone.packed_keys[0] * layer.num_kv_heads,
-        longest_item=share * counts.alone.longest_item[0],
+        packed_keys=share * attended.packed_keys[0] * layer.num_kv_heads,
+        longest_item=share * attended.longest_item[0],
         parts=hosts,
+        merged_rows=merged_rows.ravel(),
         moved=[
             (sent, received, np.maximum(sent.sum(1), received.sum(1))),
             (returned, merged, np.maximum(returned.sum(1), merged.sum(1))),
@@ -277,7 +252,7 @@ def _by_heads(counts: BatchCounts) -> ExchangeWork:
     most_kv_heads = int(kv_heads.max())  # each with as many of the rank's query heads
     group = -(-int(heads.max()) // most_kv_heads)
     attended = counts.alone_with(most_kv_heads * group, most_kv_heads)
-    return _work(
+    return exchanged(
         counts,
         "all_to_all",
         pairs=np.where(used, counts.alone.pairs[0], 0),
@@ -294,59 +269,4 @@ def _by_heads(counts: BatchCounts) -> ExchangeWork:
         stored=for_pool + (rails if hosts > 1 else 0 * rails) if counts.sharded else rails,
         scratch_bytes=int((received + merged).max()),
         pool_kv_heads=None if counts.sharded else int(host_kv_heads.max()),
-    )
-
-
-def split_heads(layer: AttentionLayer, parts: int) -> tuple[Ints, Ints]:
-    """Query heads of each part, one after the other and as even as can be, and their KV heads."""
-    ends = layer.num_heads * np.arange(parts + 1, dtype=np.int64) // parts
-    begin, end = ends[:-1], ends[1:]
-    group = layer.num_heads // layer.num_kv_heads
-    return end - begin, np.where(end > begin, -(-end // group) - begin // group, 0)
-
-
-def _work(
-    counts: BatchCounts,
-    exchange: str,
-    *,
-    moved: list[tuple[Ints, Ints, Ints]],
-    stored: Ints,
-    pool_kv_heads: int | None = None,
-    calls: int = 1,
-    **fields: Any,
-) -> ExchangeWork:
-    """With the attention of a gather where `fields` do not say otherwise."""
-    own, layer, size = counts.own, counts.layer, counts.cp_size
-    pages = int(pages_per_rank(counts.placement, counts.seq_lens, size, layer.page_size).max())
-    if not counts.sharded:  # one pool for the ranks of a host
-        pages = -(-pages // counts.ranks_per_host)
-    page_bytes = layer.page_size * layer.kv_row_bytes * layer.num_layers
-    if pool_kv_heads is not None:
-        page_bytes = page_bytes // layer.num_kv_heads * pool_kv_heads
-    new = counts.shards
-    to_pools, into_pool = (
-        counts.by_host(rows - new.kept_at_home) * layer.kv_row_bytes
-        for rows in (own.tokens, new.arriving_rows)
-    )
-    moved = [(to_pools, into_pool, np.maximum(to_pools.sum(1), into_pool.sum(1))), *moved]
-    wire = [busy for _, _, busy in moved]
-    computed = {
-        "pairs": own.pairs,
-        "heads": np.full(size, layer.num_heads, np.int64),
-        "kv_heads": np.full(size, layer.num_kv_heads, np.int64),
-        "packed_keys": own.packed_keys * layer.num_kv_heads,
-        "longest_item": own.longest_item,
-    }
-    return ExchangeWork(
-        placement=counts.placement,
-        exchange=exchange,
-        num_hosts=counts.num_hosts,
-        tokens=own.tokens,
-        calls=calls,
-        sent_bytes=sum((sent for sent, _, _ in moved), start=np.int64(0)).ravel(),
-        received_bytes=sum((received for _, received, _ in moved), start=np.int64(0)).ravel(),
-        wire_bytes=np.stack([*wire, *[0 * wire[0]] * (3 - len(wire))]),
-        stored_bytes=stored.ravel(),
-        pool_bytes=pages * page_bytes,
-        **computed | fields,
     )

@@ -130,6 +130,8 @@ class Shards:
     ----------
     seen_rows : array [cp_size], int64
         Rows, cached and new, that the rank keeps and a new token sees.
+    seen_cached_rows : array [cp_size], int64
+        Cached ones of them.
     kept_at_home : array [cp_size], int64
         New rows that the rank computes, and its host keeps.
     arriving_rows : array [cp_size], int64
@@ -137,6 +139,7 @@ class Shards:
     """
 
     seen_rows: Ints
+    seen_cached_rows: Ints
     kept_at_home: Ints
     arriving_rows: Ints
 
@@ -160,5 +163,6 @@ def shards(
         home[rank] = hosts[rank // ranks_per_host]
         arriving[:, rank % ranks_per_host] += hosts
     begin = first_seen(extends, seq_lens, layer.most_keys)
-    seen = laid.count_below(seq_lens) - laid.count_below(begin)
-    return Shards(seen.sum(1), home, arriving.ravel())
+    hidden = laid.count_below(begin)
+    seen, cached = (laid.count_below(ends) - hidden for ends in (seq_lens, seq_lens - extends))
+    return Shards(seen.sum(1), cached.sum(1), home, arriving.ravel())

@@ -11,14 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._limits import check_integer
-from .counts import EXCHANGES, BatchCounts, check_placing, possible_exchanges
-from .exchange import ExchangeWork, work_of
+from .counts import EXCHANGES, BatchCounts, Mesh, check_mesh, check_placing, possible_exchanges
+from .exchange import work_of
+from .exchanged import ExchangeWork
 from .rates import Rates, Seconds
 from .timing import LayerSeconds, crowding, layer_seconds
 from .work import AttentionLayer
 
 Batch = tuple[Any, Any]  # extend_lens and seq_lens, int [bs]
-OVERLAPS = ("none", "full")
+OVERLAPS = ("none", "full", "ahead")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Prediction:
     pairs : array [cp_size], int64
         Pairs of a query token and a key that it sees, in one query head, of each rank.
     attention_seconds, gather_seconds : arrays [cp_size], float64
-        Of each rank; a gather is whatever `exchange` says.
+        Of each rank, merges of partial results with attention; a gather is whatever `exchange`
+        says.
     sent_bytes, received_bytes : arrays [cp_size], int64
         Of each rank, without the digests that ranks compare before.
     imbalance : float
@@ -66,6 +68,8 @@ class Prediction:
         of a ring, queries and states of others.
     hidden_seconds : float
         What attention, exchange and store take together beyond the layer, as they overlap.
+    mesh : (int, int) or None
+        As given.
     alternatives : dict
         Seconds of a layer by each exchange that ``"auto"`` compared; empty without it.
     reason : str
@@ -103,6 +107,7 @@ class Prediction:
     cpus: int | None = None
     scratch_bytes: int = 0
     hidden_seconds: float = 0.0
+    mesh: Mesh | None = None
     alternatives: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
 
@@ -151,6 +156,7 @@ def predict(
     ranks_per_host: int = 1,
     cpus: int | None = None,
     state_dtype: str = "float32",
+    mesh: tuple[int, int] | None = None,
 ) -> Prediction:
     """Predict the time of attention, and of exchanging its keys and values, over `cp_size` ranks.
 
@@ -168,13 +174,15 @@ def predict(
         ``"zigzag"``, ``"interleave"``, ``"contiguous"`` or an alias, as for `build_cp_metadata`.
     placement : {"replicated", "page_interleave", "token_interleave"}
         Whether the pool of each rank has all tokens, or every `cp_size`-th page or token.
-    exchange : {"gather", "ring", "pass_q", "all_to_all", "auto"}
+    exchange : {"gather", "ring", "pass_q", "all_to_all", "usp", "auto"}
         What ranks send each other, as `exchange_work` counts it; ``"auto"`` is the one that
         takes least.
-    overlap : {"none", "full"} or bool
+    overlap : {"none", "full", "ahead"} or bool
         Whether ranks exchange one part while they attend to another, and store meanwhile. Then a
         layer takes the longer of both, and what nothing hides: the first part of the one, the last
-        of the other.
+        of the other. ``"ahead"`` is that and `ContextParallel.prefetch`: of shared-out pools that
+        are gathered, the cached rows of a layer come while the one before is computed. True is
+        ``"full"``.
     ranks_per_host : int
         Ranks that share memory, and the wire of their host: `Rates.gather_gbps` is that of a host.
         Nothing is sent within a host; of a barrier there, nothing is counted.
@@ -183,6 +191,8 @@ def predict(
         enough.
     state_dtype : {"float32", "bfloat16", "float16"}
         Of the outputs that ``"pass_q"`` sends back to be merged.
+    mesh : (int, int), optional
+        Rows on the ring and ranks of a row, for ``"usp"``: ``"auto"`` compares it then, too.
 
     Returns
     -------
@@ -216,12 +226,13 @@ def predict(
     """
     if not batches:
         raise ValueError("predict: batches must hold at least one batch")
-    known = (*EXCHANGES, "auto")
+    known = (*EXCHANGES, "usp", "auto")
     check_placing("predict", placement, exchange, cp_size, ranks_per_host, state_dtype, known)
+    mesh = check_mesh("predict", placement, exchange, cp_size, ranks_per_host, mesh)
     if cpus is not None:
         check_integer("predict", "cpus", cpus)
     overlap = _overlap_name(overlap)
-    names = possible_exchanges(placement) if exchange == "auto" else (exchange,)
+    names = possible_exchanges(placement, mesh) if exchange == "auto" else (exchange,)
     slower, slower_alone = (crowding(rates, ranks, cpus) for ranks in (ranks_per_host, 1))
     totals = {name: _Total() for name in names}
     alone = 0.0
@@ -237,14 +248,16 @@ def predict(
             function="predict",
         )
         for name, total in totals.items():
-            work = work_of(counts, name, state_dtype)
+            work = work_of(counts, name, state_dtype, mesh)
+            if overlap == "ahead":
+                work = replace(work, scratch_bytes=work.scratch_bytes + work.ahead_bytes)
             total.add(
                 work,
-                layer_seconds(work, layer, rates, overlap=overlap == "full", slower=slower),
+                layer_seconds(work, layer, rates, overlap=overlap, slower=slower),
             )
         attend = slower_alone * float(rates.attention_seconds(counts.alone, layer).max())
         store = slower_alone * rates.store_seconds(counts.own, layer)
-        alone += max(attend, store) if overlap == "full" else attend + store
+        alone += attend + store if overlap == "none" else max(attend, store)
     if not totals[names[0]].sums["new_tokens"]:
         raise ValueError("predict: batches must have new tokens, got none")
     found = [
@@ -259,6 +272,7 @@ def predict(
             overlap=overlap,
             ranks_per_host=ranks_per_host,
             cpus=cpus,
+            mesh=mesh,
             **total.fields(),
         )
         for name, total in totals.items()
@@ -270,7 +284,7 @@ def _overlap_name(overlap: bool | str) -> str:
     if isinstance(overlap, bool | np.bool_):
         return OVERLAPS[overlap]
     if overlap not in OVERLAPS:
-        raise ValueError(f"predict: overlap must be a bool, none or full, got {overlap!r}")
+        raise ValueError(f"predict: overlap must be a bool, none, full or ahead, got {overlap!r}")
     return overlap
 
 
@@ -326,7 +340,7 @@ def _cheapest(found: Sequence[Prediction]) -> Prediction:
 def _costs(prediction: Prediction) -> dict[str, float]:
     """The seconds of a layer by what they go into."""
     attention = prediction.slowest_attention_seconds
-    if prediction.overlap == "full":
+    if prediction.overlap != "none":
         return {"attention": attention, "unhidden exchange": prediction.layer_seconds - attention}
     return {
         "attention": attention,

@@ -33,6 +33,10 @@ class Rates:
         What one row of queries costs besides its products (loading, masking, writing), as keys.
     call_us : float
         What a call of attention costs before any product, in microseconds.
+    lse_share : float
+        What the LSE of rows costs, as a share of their products. Partial results need it.
+    merge_ns : float
+        Nanoseconds in which one thread merges an element of a partial result, and copies it before.
     gather_gbps : float
         10^9 bytes per second into a rank, and at the same time out of it, all peers together.
     latency_us : float
@@ -64,6 +68,8 @@ class Rates:
     pack_rows: float = 2 * PACKING_ROWS  # from memory they cost twice as much
     row_keys: float = 75.0
     call_us: float = 6.0
+    lse_share: float = 0.0  # sums are a part of the products where kernels have no tiles
+    merge_ns: float = 2.7  # one thread of an AMD EPYC
     gather_gbps: float = 1.25
     latency_us: float = 200.0
     message_us: float = 20.0
@@ -73,7 +79,8 @@ class Rates:
         check_integer("Rates", "threads", self.threads)
         for name in ("gflops", "gather_gbps", "store_gbps"):
             check_number("Rates", name, getattr(self, name))
-        for name in ("pack_rows", "row_keys", "call_us", "latency_us", "message_us"):
+        costs = ("pack_rows", "row_keys", "call_us", "lse_share", "merge_ns")
+        for name in (*costs, "latency_us", "message_us"):
             check_number("Rates", name, getattr(self, name), positive=False)
 
     def attention_seconds(self, work: RankWork, layer: AttentionLayer) -> Seconds:
@@ -150,15 +157,24 @@ def attention_seconds(
     packed: Numbers,
     longest: Numbers,
     calls: int = 1,
+    lse: bool = False,
 ) -> Seconds:
     """Seconds of each rank: ``calls * call + max(work, threads * longest) * flop / gflops``.
 
     ``work = (pairs + row_keys * rows) * heads + pack_rows * packed`` is counted in products of a
     row with a key, each ``flop = 2 * (head_dim + v_head_dim)``. `pairs` and `rows` are those of one
-    of the rank's query `heads`, `packed` are keys of all its KV heads. 0 for a rank without rows.
+    of the rank's query `heads`, `packed` are keys of all its KV heads. With `lse` pairs and the
+    longest item count ``1 + lse_share`` times. 0 for a rank without rows.
     """
     per_pair = 2 * layer.dims / (1e9 * rates.gflops)  # on all threads
-    products = (pairs + rates.row_keys * rows) * heads
-    shared = np.maximum(products + rates.pack_rows * packed, longest * rates.threads)
+    summed = 1 + rates.lse_share * lse
+    products = (summed * pairs + rates.row_keys * rows) * heads
+    shared = np.maximum(products + rates.pack_rows * packed, summed * longest * rates.threads)
     busy = np.asarray(rows * heads > 0)
     return np.where(busy, 1e-6 * rates.call_us * calls + shared * per_pair, 0.0)
+
+
+def merge_seconds(rates: Rates, layer: AttentionLayer, merged_rows: Numbers) -> Seconds:
+    """Seconds of all threads for so many rows of partial results, each of one head."""
+    each = 1e-9 * rates.merge_ns * layer.v_dim / rates.threads
+    return np.asarray(each * merged_rows, np.float64)

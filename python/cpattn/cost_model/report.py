@@ -55,6 +55,7 @@ _PLACED: dict[str, Callable[[Prediction], str]] = {
 _STEPS: dict[str, Callable[[DecodePrediction], str]] = {
     "ranks": lambda p: str(p.cp_size),
     "hosts": lambda p: str(p.cp_size // p.ranks_per_host),
+    "exchange": lambda p: p.exchange,
     "keys": lambda p: f"{int(p.keys.max()):,}",
     "imbalance": lambda p: f"{p.imbalance:.3f}",
     "attention": lambda p: _time(float(p.attention_seconds.max())),
@@ -152,8 +153,12 @@ def _layout(
         f"{shape.num_layers} layers{_kind(shape)}"
     )
     if isinstance(first, DecodePrediction):
-        what = f"a step of {first.num_sequences:,} sequences, {first.placement}; {model}"
-        return what, dict(_STEPS), _STEP_LEGEND
+        where = f"{first.placement}{', all heads on every rank' * (first.out_heads == 'all')}"
+        what = f"a step of {first.num_sequences:,} sequences, {where}; {model}"
+        steps = dict(_STEPS)
+        if all(p.exchange == "all_to_all" and not p.alternatives for p in predictions):
+            steps.pop("exchange")
+        return what, steps, _STEP_LEGEND
     title = f"{_count(first.num_batches, 'batch')}, {first.new_tokens:,} new tokens; {model}"
     placed = (first.placement, first.exchange, first.overlap, first.ranks_per_host, first.cpus)
     if placed == ("replicated", "gather", "none", 1, None) and not first.alternatives:
@@ -164,6 +169,8 @@ def _layout(
     placing = [f"keys {first.placement}"]
     if first.ranks_per_host > 1:
         placing.append(f"{first.ranks_per_host} ranks share the memory of a host")
+    if first.mesh:
+        placing.append(f"a mesh of {first.mesh[0]} x {first.mesh[1]} ranks")
     if first.cpus:
         placing.append(f"{first.cpus} CPUs a host")
     return f"{title}\n{', '.join(placing)}", columns, _PLACED_LEGEND

@@ -9,12 +9,23 @@ Everything is in seconds, bytes and bytes per second; a host has one wire, which
     after   = wire_bytes after it / gather_gbps + latency + peers * message
     layer   = attention + digests + rows + before + after + store
 
-Rows go to the ranks that keep them only where pools are shared out. A ring has a step for each
-peer, all others one; only ``"pass_q"`` and ``"all_to_all"`` have something to send back. With
+Attention is with the merge of partial results, where there are any, and with the LSE for it.
+
+Rows go to the ranks that keep them only where pools are shared out, and with ``"gather"`` among
+others. A ring has a step for each peer, all others one. ``"usp"`` swaps heads within the rows of
+its mesh, queries and keys before the ring and results after it: swaps have the others of a row as
+peers. Besides it only ``"pass_q"`` and ``"all_to_all"`` have something to send back. With
 overlap, parts of attention take turns with parts of the exchange, as
 `overlapped_seconds` says, and nobody waits for the store::
 
     layer = max(digests + rows + overlapped, store)      or the sum above, if that is less
+
+With overlap a layer ahead, cached rows of shared-out pools that a gather brings are on the wire
+while the layer before is computed, behind the new rows of that layer::
+
+    layer = max(digests + overlapped without them, digests + before + latency + messages, store)
+
+This is a layer among others: before the first one its cached rows are waited for.
 
 Where a host has fewer CPUs than its ranks have threads, attention, store, latencies and messages
 take ``ranks_per_host * threads / cpus`` times as long; the wire does not.
@@ -26,15 +37,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .exchange import ExchangeWork
-from .rates import Rates, Seconds, attention_seconds
+from .exchanged import ExchangeWork
+from .rates import Rates, Seconds, attention_seconds, merge_seconds
 from .work import AttentionLayer
 
 
 class LayerSeconds(NamedTuple):
     """One layer of one batch; `hidden` is what its parts take longer than the whole."""
 
-    attention: Seconds  # [cp_size]
+    attention: Seconds  # [cp_size], merges among it
     exchange: Seconds  # [cp_size]
     store: float
     hidden: float
@@ -51,10 +62,11 @@ def crowding(rates: Rates, ranks_per_host: int, cpus: int | None) -> float:
 
 
 def layer_seconds(
-    work: ExchangeWork, layer: AttentionLayer, rates: Rates, *, overlap: bool, slower: float
+    work: ExchangeWork, layer: AttentionLayer, rates: Rates, *, overlap: str, slower: float
 ) -> LayerSeconds:
-    """Seconds of one layer; `slower` is that of `crowding`."""
-    attention = slower * attention_seconds(
+    """Seconds of one layer; `overlap` is that of `predict`, `slower` that of `crowding`."""
+    merge = slower * merge_seconds(rates, layer, work.merged_rows)
+    attending = slower * attention_seconds(
         rates,
         layer,
         pairs=work.pairs,
@@ -63,54 +75,76 @@ def layer_seconds(
         packed=work.packed_keys,
         longest=work.longest_item,
         calls=work.calls,
+        lse=bool(work.merged_rows.any()),
     )
+    attention = attending + merge
     peers = work.num_hosts - 1
     once = 1e-6 * slower * (rates.latency_us + peers * rates.message_us) if peers else 0.0
-    rows = once if work.placement != "replicated" else 0.0
+    apart = work.placement != "replicated" and work.exchange != "gather"
+    rows = once if apart else 0.0
     first = last = once
     if work.exchange == "ring":
         first = 1e-6 * slower * peers * (rates.latency_us + rates.message_us)
     if work.exchange not in ("pass_q", "all_to_all"):
         last = 0.0
+    swaps = 0.0  # of queries, and of keys and values, to ranks of their heads
+    if work.mesh is not None:
+        steps, others = work.mesh[0] - 1, work.mesh[1] - 1
+        last = 1e-6 * slower * (rates.latency_us + others * rates.message_us) if others else 0.0
+        first, swaps = 1e-6 * slower * steps * (rates.latency_us + rates.message_us), 2 * last
     to_pools, before, after = work.wire_bytes / (1e9 * rates.gather_gbps)
-    by_host = to_pools + before + after + (once + rows + first + last)
+    swapped = work.swapped_bytes / (1e9 * rates.gather_gbps)
+    by_host = to_pools + before + after + (once + rows + swaps + first + last)
     store = slower * float(work.stored_bytes.max()) / (1e9 * rates.store_gbps)
     seconds = LayerSeconds(attention, np.repeat(by_host, len(attention) // len(by_host)), store, 0)
-    if not overlap:
+    if overlap == "none":
         return seconds
     slowest = float(attention.max())
     if not peers:
         return seconds._replace(hidden=min(slowest, store))
+    ahead = work.cached_bytes / (1e9 * rates.gather_gbps) if overlap == "ahead" else 0 * before
     whole = (
         once
         + rows
         + float(to_pools.max())
+        + swaps
+        + float(swapped.max())
         + overlapped_seconds(
             work,
-            attention=slowest,
+            attention=float(attending.max()),
+            merge=float(merge.max()),
             call=1e-6 * slower * rates.call_us,
-            before=float(before.max()) + first,
+            before=float((before - swapped - ahead).max()) + first,
             after=float(after.max()) + last,
             once=once,
         )
     )
+    if ahead.any():  # the same wire, and an exchange more
+        whole = max(whole, once + float(before.max()) + 2 * first)
     return seconds._replace(hidden=max(seconds.whole - max(whole, store), 0.0))
 
 
 def overlapped_seconds(
-    work: ExchangeWork, *, attention: float, call: float, before: float, after: float, once: float
+    work: ExchangeWork,
+    *,
+    attention: float,
+    merge: float,
+    call: float,
+    before: float,
+    after: float,
+    once: float,
 ) -> float:
     """Seconds of attention and exchange that run side by side, in parts.
 
     ::
 
-        ring        (n - 1) * max(a, b) + a
-        pass_q      (n - 1) * max(a, b) + a + after
+        ring, usp   (n - 1) * max(a, b) + a + after + merge
+        pass_q      (n - 1) * max(a, b) + a + after + merge
         gather      b + (n - 1) * max(a, b) + a
         all_to_all  b + (n - 1) * max(a, b + c) + a + c
 
     with n parts, each of a seconds of attention, b of what comes before and c of what comes after.
-    A ring and ``"pass_q"`` begin with what the host has and receive a block of another one
+    Rings and ``"pass_q"`` begin with what the host has and receive a block of another one
     meanwhile: ``a = attention / n``, ``b = before / (n - 1)``; states go back when all are there.
     The others go by KV heads, of which the first must be there and the last is waited for. Each of
     their parts is an exchange and a call of its own, with a latency and messages.
@@ -122,6 +156,8 @@ def overlapped_seconds(
     attention, call, before, after : float
         Seconds of the slowest rank: attention in `work.calls` calls, each of which costs `call`,
         and the exchange before and after it.
+    merge : float
+        Seconds of the rank that merges most.
     once : float
         Latency and messages that `before` and `after` have.
 
@@ -131,8 +167,9 @@ def overlapped_seconds(
     """
     parts = work.parts
     a = (attention + (parts - work.calls) * call) / parts
-    if work.exchange in ("ring", "pass_q"):
-        return (parts - 1) * max(a, before / (parts - 1)) + a + after
+    if work.exchange in ("ring", "pass_q", "usp"):
+        each = before / max(parts - 1, 1)
+        return (parts - 1) * max(a, each) + a + after + merge
     b = once + (before - once) / parts
     if work.exchange == "gather":
         return b + (parts - 1) * max(a, b) + a

@@ -21,6 +21,7 @@ PACKING_ROWS = 12  # rows of arithmetic that packing a key is counted as
 _MAX_ITEM_ROWS, _MIN_ITEM_ROWS, _ROW_GRANULE = 2048, 384, 24
 _BALANCED_ITEMS = 64
 _ITEM_BYTES = 4 << 20
+_MASKED_ROWS = 64  # of a sequence with a window, where keys are shared out
 
 UNBOUNDED = 1 << 40  # keys, far above any sequence
 
@@ -37,7 +38,7 @@ class AttentionLayer:
     num_heads, num_kv_heads : int
         Heads of the queries, a multiple of those of keys and values.
     head_dim : int
-        Elements of a key: a multiple of 16 up to 576.
+        Elements of a key, up to 576.
     v_head_dim : int, optional
         Elements of a value, likewise. Default: head_dim.
     dtype : {"bfloat16", "float16", "float32"}
@@ -90,10 +91,8 @@ class AttentionLayer:
             if dim is None and name == "v_head_dim":
                 continue
             check_integer("AttentionLayer", name, dim)
-            if dim % 16 or dim > 576:
-                raise ValueError(
-                    f"AttentionLayer: {name} must be a multiple of 16 from 16 to 576, got {dim}"
-                )
+            if dim > 576:
+                raise ValueError(f"AttentionLayer: {name} must be at most 576, got {dim}")
         if self.dtype not in ITEM_BYTES:
             raise ValueError(
                 f"AttentionLayer: dtype must be one of {', '.join(ITEM_BYTES)}, got {self.dtype!r}"
@@ -144,6 +143,35 @@ class AttentionLayer:
         """
         pages = -(-seq_lens // self.page_size)
         return int(pages.sum()) * self.page_size * self.kv_row_bytes * self.num_layers
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Keys in stripes over ranks, each share of which is attended to apart.
+
+    Rows are then cut into sequences. Those of the share's own tokens, each of which sees one key
+    more than the one before, are one; so are those between two of its stripes, which see the same.
+    Where stripes are of one token, every `number`-th row sees one key more.
+    """
+
+    stripe: int  # tokens
+    number: int
+
+    def pieces(self, rows: Ints, step: int, item_tokens: Ints) -> Numbers:
+        """Into which rows, `step` tokens apart, are cut: the mean of the shares."""
+        if self.number == 1:
+            return -(-rows // item_tokens)
+        if self.stripe == 1:
+            sequences = np.clip(-(-rows // self.number), 1, self.number if step == 1 else 1)
+            return sequences * -(-rows // (sequences * item_tokens))
+        within = max(self.stripe // step, 1)  # rows of a stripe
+        between = within * (self.number - 1)
+        rounds = rows / (within * self.number)
+        # Of rows that are apart each sees several more keys of its stripe than the one before.
+        own = rounds * within
+        if step == 1:  # few rows are of few of the shares
+            own = np.minimum(rounds, 1) * -(-rows // (self.number * item_tokens))
+        return own + rounds * -(-np.minimum(between, rows) // item_tokens)
 
 
 @dataclass(frozen=True)
@@ -243,13 +271,15 @@ def rank_work(
     return work_of_plans(plans, layer)
 
 
-def work_of_plans(plans: Sequence[ContextParallelMetadata], layer: AttentionLayer) -> RankWork:
-    """See `rank_work`; `plans` are those of all ranks."""
+def work_of_plans(
+    plans: Sequence[ContextParallelMetadata], layer: AttentionLayer, shares: Shares | None = None
+) -> RankWork:
+    """See `rank_work`; `plans` are those of all ranks, `shares` are attended to one by one."""
     cp_size = len(plans)
     rows, first, step = _segments(plans)
     tokens = rows.sum(1)
     pairs = _sum_up_to(layer.most_keys, first, step, rows)
-    packed, longest = _items(rows, first, step, tokens, layer)
+    packed, longest = _items(rows, first, step, tokens, layer, shares)
     return RankWork(
         tokens=tokens,
         pairs=pairs.sum(1),
@@ -299,14 +329,24 @@ def _hidden_before(limit: int, first: Ints, step: Numbers, pieces: Ints) -> Numb
 
 
 def _items(
-    rows: Ints, first: Ints, step: int, tokens: Ints, layer: AttentionLayer
+    rows: Ints,
+    first: Ints,
+    step: int,
+    tokens: Ints,
+    layer: AttentionLayer,
+    shares: Shares | None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Of each rank the packed keys, and its most expensive item."""
     share = np.clip(tokens * layer.num_heads // _BALANCED_ITEMS, _MIN_ITEM_ROWS, _MAX_ITEM_ROWS)
     max_rows = np.minimum(share, _ITEM_BYTES // (4 * layer.dims)) // _ROW_GRANULE * _ROW_GRANULE
     group = layer.num_heads // layer.num_kv_heads
     heads = np.minimum(group, max_rows)
-    pieces = np.maximum(-(-rows // np.maximum(max_rows // heads, 1)[:, None]), 1)
+    item_tokens = np.maximum(max_rows // heads, 1)[:, None]
+    if shares is not None and layer.window is not None:
+        item_tokens = np.minimum(item_tokens, _MASKED_ROWS)
+    pieces = np.maximum(-(-rows // item_tokens), 1)
+    if shares is not None:
+        pieces = np.maximum(pieces, shares.pieces(rows, step, item_tokens))
     size = rows / pieces
     packed = pieces * (first - step) + step * rows * (pieces + 1) / 2
     packed = packed - _hidden_before(layer.most_keys, first, step * size, pieces)

@@ -133,7 +133,7 @@ def sizes_of(layer):
     return layer.num_kv_heads * key, key, layer.head_dim * item, v_dim * item
 
 
-def blocks_of(case):
+def blocks_of(case, new_from_pools=True):
     """Rows that each rank brings: it computes them, or keeps them and some new token sees them."""
     computed = case.computed()
     if case.placement not in SHARDED:
@@ -142,12 +142,19 @@ def blocks_of(case):
     seen = {
         (i, t) for i, position in itertools.chain(*computed) for t in case.visible((i, position))
     }
-    return [sum(owner[row] == rank for row in seen) for rank in range(case.cp_size)]
+    if new_from_pools:
+        return [sum(owner[row] == rank for row in seen) for rank in range(case.cp_size)]
+    cached = seen.difference(*computed)
+    return [
+        len(tokens) + sum(owner[row] == rank for row in cached)
+        for rank, tokens in enumerate(computed)
+    ]
 
 
 def count_gather(case):
+    """New rows go from where they are computed to all, also to those who keep them."""
     wire, (row, *_) = Wire(case), sizes_of(case.layer)
-    for rank, rows in enumerate(blocks_of(case)):
+    for rank, rows in enumerate(blocks_of(case, new_from_pools=False)):
         for peer in case.rail(rank).values():
             wire.send(rank, peer, rows * row)
     return wire, wire.by_host(), None

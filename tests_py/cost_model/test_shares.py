@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Into which sequences rows are cut where keys are shared out, against the plans of real calls."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import cpattn
+from cpattn.cost_model import AttentionLayer, exchange_work
+from cpattn.cost_model.work import Shares
+from cpattn.distributed.layers.ring import ring_pages
+from cpattn.distributed.plans.key_shares import KeyShares
+from cpattn.distributed.plans.sequence_calls import Rows, Visibility, sequence_calls
+from cpattn.kv import PageInterleave, TokenInterleave
+from support.tolerances import SEQUENCE_ENDS
+
+PAGE = 32
+ITEM = 12  # tokens of an item of work
+
+
+def keys_of(size, placement, length):
+    made = {
+        "page_interleave": lambda: PageInterleave(shard_size=size, page_size=PAGE),
+        "token_interleave": lambda: TokenInterleave(shard_size=size, interleave=1),
+    }[placement]()
+    pages = -(-length // PAGE)
+    return KeyShares(made, np.arange(pages, dtype=np.int32)[None], np.array([length]), PAGE)
+
+
+def planned_pieces(shares, rows, item=ITEM):
+    """Items of work of the calls to each share, and the keys that they pack."""
+    pieces, packed = [], 0.0
+    for share in range(int(shares.owner.max()) + 1):
+        pages = ring_pages(shares, share)
+        calls = sequence_calls(shares, share, pages, rows, Visibility(True, None, None))
+        count = 0
+        for call in calls:
+            items = -(-np.asarray(call.q_lens) // item)
+            keys = (np.diff(call.kv_indptr) - 1) * call.page_size + call.last_page_len
+            count += int(items.sum())
+            # Items of causal rows pack the keys up to their last row.
+            hidden = np.asarray(call.q_lens) * (items - 1) / 2 if call.causal else 0 * items
+            packed += float((items * keys - hidden).sum())
+        pieces.append(count)
+    return pieces, packed
+
+
+@pytest.mark.parametrize(("size", "step"), [(2, 1), (3, 1), (4, 1), (4, 4)])
+@pytest.mark.parametrize("placement", ["page_interleave", "token_interleave"])
+def test_rows_are_cut_as_calls_to_each_share_cut_them(placement, step, size):
+    """Of rows that fill whole rounds of stripes, behind a prefix that does."""
+    around = size * PAGE
+    positions = np.arange(2 * around, 40 * around, step)
+    shares = keys_of(size, placement, 40 * around)
+    rows = Rows(np.zeros(len(positions), np.int64), positions)
+    planned, _ = planned_pieces(shares, rows)
+    of_shares = Shares(PAGE if placement == "page_interleave" else 1, size)
+    expected = of_shares.pieces(np.array([len(positions)]), step, np.array([ITEM]))
+    assert np.mean(planned) == pytest.approx(float(expected[0]), rel=SEQUENCE_ENDS)
+
+
+def test_rows_of_one_page_are_one_sequence_for_each_share():
+    few = Shares(PAGE, 4).pieces(np.array([8]), 1, np.array([ITEM]))
+    assert 0 < few[0] <= 1  # and never fewer than one, whoever attends
+    planned, _ = planned_pieces(
+        keys_of(4, "page_interleave", 8 * PAGE),
+        Rows(np.zeros(8, np.int64), np.arange(4 * PAGE, 4 * PAGE + 8)),
+    )
+    assert planned == [1] * 4
+
+
+@pytest.mark.parametrize("placement", ["page_interleave", "token_interleave"])
+def test_a_ring_packs_keys_for_each_of_its_sequences(placement):
+    """Every rank's rows, by zigzag: items of 96 tokens, but where sequences are shorter."""
+    size, new, length = 2, 376 * PAGE, 512 * PAGE
+    layer = AttentionLayer(num_heads=4, num_kv_heads=1, head_dim=128, page_size=PAGE)
+    work = exchange_work(
+        [new], [length], cp_size=size, layer=layer, placement=placement, exchange="ring"
+    )
+    plans = cpattn.build_cp_metadata_all_ranks([new], [length], cp_size=size)
+    shares = keys_of(size, placement, length)
+    for rank, plan in enumerate(plans):
+        positions = np.asarray(plan.query_cache_lengths, np.int64) - 1
+        rows = Rows(np.zeros(len(positions), np.int64), positions)
+        _, packed = planned_pieces(shares, rows, item=96)
+        assert work.packed_keys[rank] == pytest.approx(packed, rel=SEQUENCE_ENDS)
+
+
+def test_windows_go_in_blocks_of_64_rows():
+    options = {"cp_size": 2, "placement": "page_interleave", "exchange": "ring"}
+    packed = [
+        exchange_work([4096], [4096], layer=AttentionLayer(window=window), **options).packed_keys
+        for window in (None, 4096)
+    ]
+    assert (packed[1] > 1.5 * packed[0]).all()
