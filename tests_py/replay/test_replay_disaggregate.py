@@ -122,7 +122,7 @@ def no_partial_page(send: Send, link: Endpoint, delivery: Delivery, *rank: int) 
 
 
 def swapped_layers(send: Send, link: Endpoint, *arguments: Any) -> Transfer:
-    layout = link._peer_layout
+    (layout,) = link._peer_layouts
     entries = list(layout.entries)
     first, second = (i for i, e in enumerate(entries) if e.kind == "v" and e.layer_id < 2)
     swapped = entries[second].addr, entries[first].addr
@@ -131,11 +131,11 @@ def swapped_layers(send: Send, link: Endpoint, *arguments: Any) -> Transfer:
         entries[i] = cpattn.transfer.KVEntry(
             e.layer_id, e.kind, e.is_draft, addr, e.nbytes, e.item_len
         )
-    link._peer_layout = cpattn.transfer.KVLayout(entries, layout.page_size)
+    link._peer_layouts = [cpattn.transfer.KVLayout(entries, layout.page_size)]
     try:
         return send(link, *arguments)
     finally:
-        link._peer_layout = layout
+        link._peer_layouts = [layout]
 
 
 def nothing_of_rank_0(send: Send, link: Endpoint, delivery: Delivery, *rank: int) -> Transfer:

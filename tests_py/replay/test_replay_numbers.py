@@ -41,7 +41,7 @@ def batches(**options: Any) -> Any:
         (lambda: ReplayOptions(timeout_seconds="9"), TypeError, "timeout_seconds must be a number"),
         (lambda: DenseConfig(num_layers=2.0), TypeError, "num_layers must be an integer, got 2.0"),
         (lambda: DenseConfig(seed=-1), ValueError, "seed must be >= 0, got -1"),
-        (lambda: DenseConfig(head_dim=592), ValueError, "multiple of 16 from 16 to 576, got 592"),
+        (lambda: DenseConfig(head_dim=592), ValueError, "head_dim must be at most 576, got 592"),
         (
             lambda: DenseConfig(query_gain=math.inf),
             ValueError,

@@ -39,11 +39,14 @@ def settings_of(
     check_rows: int | None,
     disaggregate: bool,
     decode_tokens: int | None,
+    decode_ranks: int | None,
     **options: Any,
 ) -> ReplayOptions:
     """What the options mean. ValueError, which names options, if they do not go together."""
     if decode_tokens and not disaggregate:
         raise ValueError(f"--decode-tokens {decode_tokens} needs --disaggregate")
+    if decode_ranks and not disaggregate:
+        raise ValueError(f"--decode-ranks {decode_ranks} needs --disaggregate")
     if check_rows and not check:
         raise ValueError(f"--check-rows {check_rows} needs --check, got --no-check")
     config = _model(model, dtype, seed, options)
@@ -57,6 +60,7 @@ def settings_of(
         model=config,
         check_rows=(check_rows or CHECK_ROWS) if check else 0,
         decode_tokens=(decode_tokens or DECODE_TOKENS) if disaggregate else 0,
+        decode_ranks=decode_ranks or 1,
         **options,
     )
     _check_processes(settings)
@@ -164,15 +168,24 @@ def check_room(requests: Sequence[Request], options: ReplayOptions) -> str | Non
     return None
 
 
+def check_sharded(options: ReplayOptions) -> None:
+    """ValueError if there is nothing to compare with replicated pools."""
+    if not options.is_sharded:
+        raise ValueError("--against-replicated needs --placement, got replicated")
+    if not options.check_rows:
+        raise ValueError("--against-replicated compares rows: it needs --check, got --no-check")
+
+
 def _check_longest(num_tokens: int, options: ReplayOptions) -> None:
     """The longest prompt must fit into the pool; its hash blocks have pages of their own."""
     page_size, block = options.page_size, options.block_tokens
     blocks, rest = divmod(num_tokens, block)
     pages = blocks * (block // page_size) + -(-rest // page_size)
-    if pages > options.pool_tokens // page_size:
+    if pages > options.num_pages:
+        least = -(-pages // options.page_shards) * options.page_shards * page_size
         raise ValueError(
             f"--pool-tokens must hold the longest prompt, {num_tokens} tokens with --scale-lengths "
-            f"{options.scale_lengths}, so be at least {pages * page_size}, got "
+            f"{options.scale_lengths}, so be at least {least}, got "
             f"{options.pool_tokens}"
         )
 

@@ -6,24 +6,27 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
 from .._core import __version__, active_isa
+from .._hosts import Hosts
 from .._machine import cpu_name
 from .._workers import Role, Workers
 from ..traffic.prefix_cache import PrefixCache
 from ..traffic.scheduler import Batch, prefill_batches
 from ..traffic.trace import Request, block_tokens_of, scale_lengths, unbounded_hits
-from .dense.check import Checker
+from .comparison import SampledRows
+from .dense.check import Checker, sample_rows
 from .disaggregation.check import DecodeChecker, SparseDecodeChecker
-from .disaggregation.driver import Disaggregation, decode_role, num_slots
+from .disaggregation.driver import Disaggregation, decode_roles, num_slots
 from .disaggregation.endpoint import require_engine
 from .dsa.check import SparseChecker
 from .memory import peak_resident_bytes
-from .messages import RankResult, Work, WorkerConfig, ranks_of, run
+from .messages import RankResult, Work, WorkerConfig, on_hosts, ranks_of, run
 from .records import BatchRecord, ReplayOptions, ReplayReport
 
 _CHECKERS = {"dense": Checker, "dsa": SparseChecker}
@@ -35,11 +38,15 @@ def replay(
     options: ReplayOptions,
     *,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+    sampled: SampledRows | None = None,
+    oracle: bool = True,
 ) -> ReplayReport:
     """Replay `requests` over `options.num_processes` processes.
 
-    `progress` is called with the prompt tokens that are done, those there are, and what is being
-    done. WorkerError if a process dies; ImportError if there is no engine for `decode_tokens`.
+    `sampled` gets the rows that are compared; without `oracle` nobody else does. `progress` is
+    called with the prompt tokens that are done, those there are, and what is being done.
+    WorkerError if a process dies; ImportError if there is no engine for `decode_tokens`;
+    `HostsError` if `options.hosts` cannot be made.
     """
     begin = time.perf_counter()
     if options.decode_tokens:
@@ -47,15 +54,16 @@ def replay(
     requests = scale_lengths(requests, options.scale_lengths)
     total = sum(request.input_length for request in requests)
     cache = PrefixCache(
-        options.pool_tokens // options.page_size,
+        options.num_pages,
         page_size=options.page_size,
         block_tokens=options.block_tokens,
+        shard_size=options.page_shards,
     )
     batches = prefill_batches(
         requests, cache, token_budget=options.token_budget, max_sequences=options.max_sequences
     )
     batch: Batch | None = next(batches)  # refuses what can never run before any process starts
-    checker = _make_checker(options)
+    checker = _make_checker(options) if oracle else None
     report = ReplayReport(
         options=options,
         environment=_environment(options),
@@ -66,7 +74,11 @@ def replay(
     )
     progress(0, total, f"starting {options.num_processes} processes")
     done = 0
-    with Workers(_roles(options), lambda what, _: progress(0, total, what)) as workers:
+    hosts = Hosts(options.hosts, link_gbps=options.link_gbps) if options.hosts > 1 else None
+    with (
+        hosts or nullcontext(),
+        Workers(_roles(options, hosts), lambda what, _: progress(0, total, what)) as workers,
+    ):
         decoding = None
         if options.decode_tokens:
             assert checker is None or isinstance(checker, DecodeChecker)
@@ -79,12 +91,14 @@ def replay(
             workers.told = tell.of_part(0.0, 0.5 if checker else 1.0)
             if checker:
                 checker.tell = tell.of_part(0.5, 0.5)
-            _step(batch, workers, checker, report, decoding)
+            _step(batch, workers, checker, report, decoding, sampled)
             done += size
             batch = next(batches, None)
         if decoding:
             progress(done, total, "last tokens")
             decoding.wait()
+        if hosts:
+            report.link_bytes = hosts.received_bytes()
         progress(done, total, "ending the processes")
     if checker:
         _add_check(report, checker)
@@ -125,16 +139,23 @@ def _step(
     checker: Checker | None,
     report: ReplayReport,
     decoding: Disaggregation | None,
+    sampled: SampledRows | None,
 ) -> None:
     """Run one batch, compare what it says, and add it to the report."""
-    rows = checker.sample_rows(batch) if checker else np.empty(0, dtype=np.int64)
+    rows = np.empty(0, dtype=np.int64)
+    if checker or sampled is not None:
+        options = report.options
+        rows = sample_rows(batch, seed=options.model.seed, rows_per_chunk=options.check_rows)
     delivery = decoding.prepare(batch) if decoding else None
     results = run(workers, Work(batch, _token_ids(batch, report.options), rows, delivery))
     report.batches.append(_record(batch, results, report.options.model.attention_phases))
     report.hit_tokens += batch.hit_tokens
     report.peak_bytes = [result.peak_bytes for result in results]
+    report.pool_bytes = [result.pool_bytes for result in results]
+    ((hidden, chosen),) = [(r.rows, r.chosen) for r in results if r.rows is not None]
+    if sampled is not None:
+        sampled.add(batch, rows, hidden)
     if checker:
-        ((hidden, chosen),) = [(r.rows, r.chosen) for r in results if r.rows is not None]
         checker.compare(batch, rows, hidden, chosen)
     if decoding and delivery:
         decoding.hand_over(batch, delivery, results)
@@ -179,18 +200,21 @@ def _worker_config(options: ReplayOptions) -> WorkerConfig:
         cp_size=options.cp_size,
         strategy=options.strategy,
         page_size=options.page_size,
-        num_pages=options.pool_tokens // options.page_size,
+        num_pages=options.rank_pages,
         num_threads=num_threads(options),
         torch_baseline=options.torch_baseline,
         timeout_seconds=options.timeout_seconds,
         pp_size=options.pp_size,
         num_slots=num_slots(options) if options.decode_tokens else 0,
+        placement=options.placement_name.over(options.cp_size, options.page_size),
+        exchange=options.exchange,
     )
 
 
-def _roles(options: ReplayOptions) -> list[Role]:
-    decode = [decode_role(options, num_threads(options))] if options.decode_tokens else []
-    return ranks_of(_worker_config(options)) + decode
+def _roles(options: ReplayOptions, hosts: Hosts | None) -> list[Role]:
+    decode = decode_roles(options, num_threads(options)) if options.decode_tokens else []
+    ranks = ranks_of(_worker_config(options))
+    return on_hosts(ranks, hosts) + on_hosts(decode, hosts)
 
 
 def _token_ids(batch: Batch, options: ReplayOptions) -> Any:
@@ -232,6 +256,8 @@ def _record(
         torch_seconds=_mean(torch_seconds) if torch_seconds else None,
         torch_difference=max(differences) if differences else None,
         error_over_codes=max(over_codes) if over_codes else None,
+        rank_sent_bytes=[result.sent_bytes for result in results],
+        exchange=results[0].exchange,
     )
 
 

@@ -34,9 +34,10 @@ def footprint(options: ReplayOptions, batch_tokens: int) -> Footprint:
     """
     model = options.model
     weights = _num_weights(model)
-    copies = options.cp_size + bool(options.decode_tokens)  # stages share out the layers
+    decode_ranks = options.decode_ranks if options.decode_tokens else 0
+    copies = options.cp_size + decode_ranks  # stages share out the layers
     arrays = weights * (copies * model.torch_dtype.itemsize + 4 * bool(options.check_rows))
-    slots = options.pool_tokens * options.cp_size
+    slots = options.rank_pages * options.page_size * options.cp_size
     if options.decode_tokens:
         slots += decode_pages(options) * options.page_size
     arrays += slots * token_bytes(model) * model.num_layers

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from .._hosts import Hosts
 from .._workers import Role, Workers
 from .phases import pass_phases
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from ..kv import Placement
     from ..traffic.scheduler import Batch
     from .disaggregation.endpoint import Transfer
     from .disaggregation.handover import Delivery
@@ -28,12 +31,15 @@ class WorkerConfig:
     cp_size: int
     strategy: str
     page_size: int
-    num_pages: int  # of the KV pool, beside its dummy page
+    num_pages: int  # of the KV pool of a rank, beside its dummy page
     num_threads: int
     torch_baseline: bool
     timeout_seconds: float
     pp_size: int = 1
     num_slots: int = 0  # of first tokens for a decode process; 0: there is none
+    placement: Placement | None = None  # which rank's pool has which keys; None: all have all
+    exchange: str = "auto"
+    address: str = "127.0.0.1"  # of the host of this rank
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -67,6 +73,9 @@ class RankResult:
     # Of attention over codes, in the wanted rows that are here: the largest error against the
     # oracle on the same codes, in parts of what roundings explain.
     error_over_codes: float | None = None
+    sent_bytes: int = 0  # to other ranks of the stage, in the pass
+    pool_bytes: int = 0  # of the KV pool
+    exchange: str = "gather"  # how queries and keys met
 
 
 def ranks_of(config: WorkerConfig) -> list[Role]:
@@ -74,6 +83,18 @@ def ranks_of(config: WorkerConfig) -> list[Role]:
     return [
         Role(f"rank {rank}", RANK, rank, config) for rank in range(config.pp_size * config.cp_size)
     ]
+
+
+def on_hosts(roles: Sequence[Role], hosts: Hosts | None) -> list[Role]:
+    """The same, as many in a row on each host; None: all where this process is."""
+    if hosts is None:
+        return list(roles)
+    placed = []
+    for i, role in enumerate(roles):
+        host = i * hosts.num_hosts // len(roles)
+        config = replace(role.config, address=hosts.address(host))
+        placed.append(replace(role, config=config, namespace=hosts.path(host)))
+    return placed
 
 
 def run(workers: Workers, work: Work) -> list[RankResult]:

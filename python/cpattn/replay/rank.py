@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._core import set_num_threads
 from ..distributed import ContextParallel
+from ..transfer.layout import KVLayout
 from .dense.attention import DenseAttention
 from .disaggregation.endpoint import Endpoint, Peer, Transfer, start_engine
 from .disaggregation.handover import Delivery
@@ -53,15 +54,26 @@ class Rank:
         if config.pp_size > 1:
             group, _ = dist.new_subgroups(config.cp_size, timeout=timeout)
         assert group is not None
-        self._cp = ContextParallel(group, strategy=config.strategy, page_size=config.page_size)
+        self._cp = ContextParallel(
+            group,
+            strategy=config.strategy,
+            page_size=config.page_size,
+            placement=config.placement,
+            exchange=config.exchange,
+        )
         layers = stage_layers(config.model.num_layers, config.pp_size)[rank // config.cp_size]
         self._model = Decoder(config.model, layers)
         self._attention = _ATTENTION[config.model.kind](
             config.model, self._cp, config.num_pages, layers
         )
+        self._pool_bytes = sum(
+            entry.nbytes for entry in KVLayout.from_pool(self._attention.pool).entries
+        )
         self._link: Endpoint | None = None
         if config.num_slots:
-            self._link = Endpoint(start_engine(), self._attention.pool, layers, config.num_slots)
+            self._link = Endpoint(
+                start_engine(config.address), self._attention.pool, layers, config.num_slots
+            )
             self._head = Head(config.model) if self._speaks else None
 
     @property
@@ -79,15 +91,16 @@ class Rank:
             self._link.__exit__()
         dist.destroy_process_group()
 
-    def connect(self, peer: Peer) -> None:
-        """The decode process that KV goes to."""
+    def connect(self, *peers: Peer) -> None:
+        """The decode processes that KV goes to."""
         assert self._link
-        self._link.connect(peer)
+        self._link.connect(*peers)
 
     @torch.inference_mode()
     def run(self, work: Work) -> RankResult:
         """One forward pass, and then, off its clock, KV transfer and attention by the baseline."""
         cp, batch, attention = self._cp, work.batch, self._attention
+        sent_bytes = cp.sent_bytes
         clock = PhaseClock(self._announcer())
         with clock("metadata"):
             plan = cp.plan(
@@ -111,6 +124,7 @@ class Rank:
             with clock("stage"):
                 self._pass_on(x)
         seconds = clock.stop(self._config.phases)
+        sent_bytes = cp.sent_bytes - sent_bytes
 
         self._peak_bytes = max(self._peak_bytes, peak_resident_bytes())
         transfer = self._deliver(work.delivery, x) if work.delivery else None
@@ -136,6 +150,9 @@ class Rank:
             torch_difference=difference,
             transfer=transfer,
             error_over_codes=attention.error_over_codes(work.rows) if len(work.rows) else None,
+            sent_bytes=sent_bytes,
+            pool_bytes=self._pool_bytes,
+            exchange=attention.exchange,
         )
 
     def _announcer(self) -> Callable[[str], None]:
@@ -157,7 +174,10 @@ class Rank:
     def _deliver(self, delivery: Delivery, x: Tensor) -> Transfer:
         """Send this rank's pages behind a batch, and the first tokens of prompts that end in it."""
         assert self._link
-        transfer = self._link.send_pages(delivery, self._cp.cp_rank, self._cp.cp_size)
+        is_sharded = self._config.placement is not None
+        transfer = self._link.send_pages(
+            delivery, self._cp.cp_rank, self._cp.cp_size, is_sharded=is_sharded
+        )
         if self._head and delivery.continuations:
             slots = [c.slot for c in delivery.continuations]
             rows = x[[c.row for c in delivery.continuations]]

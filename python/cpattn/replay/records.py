@@ -6,11 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._hosts import MAX_HOSTS
 from .._limits import check_integer, check_number
 from ..traffic.trace import TRACE_BLOCK_TOKENS
 from .dense.model import DenseConfig
 from .model import DecoderConfig
 from .phases import pass_phases
+from .shards import BY_PAGES, BY_TOKENS, EXCHANGES, PLACEMENTS, REPLICATED, PlacementName
 
 # By kind of model: the name of the baseline, and what it does.
 TORCH_BASELINE = {
@@ -37,6 +39,38 @@ class ReplayOptions:
     timeout_seconds: float = 300.0
     pp_size: int = 1
     decode_tokens: int = 0  # of each request, at most; 0: nothing is decoded
+    placement: str = REPLICATED  # which rank's pool holds which keys
+    exchange: str = "auto"  # how queries and keys of different ranks meet
+    decode_ranks: int = 1  # processes that decode, each with a share of the pages
+    hosts: int = 1  # on which ranks are, as many in a row on each: network namespaces
+    link_gbps: float | None = None  # of the cable of each host; None: what the machine does
+
+    @property
+    def placement_name(self) -> PlacementName:
+        """`placement`, read."""
+        name = PlacementName.parse(self.placement)
+        assert name
+        return name
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank's pool holds a part of the keys."""
+        return self.placement != REPLICATED
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that prompts can have, of one pool or of those of all ranks together."""
+        return self.placement_name.whole_pages(self.pool_tokens // self.page_size, self.cp_size)
+
+    @property
+    def rank_pages(self) -> int:
+        """Pages of the pool of one rank, beside its page 0."""
+        return self.placement_name.rank_pages(self.num_pages, self.cp_size, self.page_size)
+
+    @property
+    def page_shards(self) -> int:
+        """Ranks that share out whole pages; 1 if they share none, or tokens."""
+        return self.cp_size if self.placement_name.kind == BY_PAGES else 1
 
     @property
     def num_ranks(self) -> int:
@@ -47,14 +81,18 @@ class ReplayOptions:
     def title(self) -> str:
         """Who computes what, in a few words."""
         stages = f" in each of {self.pp_size} stages" if self.pp_size > 1 else ""
-        decode = ", decoding apart" if self.decode_tokens else ""
+        over = f" over {self.decode_ranks} ranks" if self.decode_ranks > 1 else ""
+        decode = f", decoding apart{over}" if self.decode_tokens else ""
         ranks = f"{self.cp_size} rank{'s' if self.cp_size > 1 else ''}"
-        return f"{self.strategy} over {ranks}{stages}{decode}"
+        pools = f", {self.placement} by {self.exchange}" if self.is_sharded else ""
+        link = f" with {self.link_gbps:g} Gbit/s" if self.link_gbps else ""
+        hosts = f" on {self.hosts} hosts{link}" if self.hosts > 1 else ""
+        return f"{self.strategy} over {ranks}{stages}{hosts}{pools}{decode}"
 
     @property
     def num_processes(self) -> int:
-        """The ranks, and one that decodes."""
-        return self.num_ranks + bool(self.decode_tokens)
+        """The ranks, and those that decode."""
+        return self.num_ranks + (self.decode_ranks if self.decode_tokens else 0)
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -67,7 +105,7 @@ class ReplayOptions:
 
     def __post_init__(self) -> None:
         sizes = ("cp_size", "pp_size", "page_size", "token_budget", "pool_tokens", "max_sequences")
-        for name in (*sizes, "scale_lengths"):
+        for name in (*sizes, "scale_lengths", "decode_ranks", "hosts"):
             check_integer("ReplayOptions", name, getattr(self, name))
         for name in ("num_threads", "check_rows", "decode_tokens"):
             check_integer("ReplayOptions", name, getattr(self, name), 0)
@@ -77,6 +115,75 @@ class ReplayOptions:
                 f"ReplayOptions: pp_size must be at most the {self.model.num_layers} layers, "
                 f"got {self.pp_size}"
             )
+        self._check_placement()
+        self._check_decoding()
+        self._check_hosts()
+
+    def _check_placement(self) -> None:
+        function, model = "ReplayOptions", self.model
+        if not isinstance(self.placement, str) or not PlacementName.parse(self.placement):
+            raise ValueError(
+                f"{function}: placement must be {', '.join(PLACEMENTS)} or {BY_TOKENS}:I, got "
+                f"{self.placement!r}"
+            )
+        if self.exchange not in EXCHANGES:
+            raise ValueError(
+                f"{function}: exchange must be {', '.join(EXCHANGES)}, got {self.exchange!r}"
+            )
+        if not self.is_sharded and self.exchange not in ("auto", "gather"):
+            raise ValueError(
+                f"{function}: exchange must be auto or gather where the placement is "
+                f"{REPLICATED}, got {self.exchange}"
+            )
+        if not isinstance(model, DenseConfig):
+            if self.is_sharded:
+                raise ValueError(
+                    f"{function}: placement must be {REPLICATED} for the model {model.kind}, got "
+                    f"{self.placement}"
+                )
+        elif self.is_sharded and model.scale_dtype and self.exchange not in ("auto", "pass_q"):
+            raise ValueError(
+                f"{function}: exchange must be auto or pass_q for int8, which has scales of each "
+                f"token, got {self.exchange}"
+            )
+        if not self.num_pages:
+            raise ValueError(
+                f"{function}: pool_tokens must be at least a page of each rank, "
+                f"{self.page_shards * self.page_size}, got {self.pool_tokens}"
+            )
+
+    def _check_decoding(self) -> None:
+        function = "ReplayOptions"
+        if self.decode_tokens and self.placement_name.kind == BY_TOKENS:
+            raise ValueError(
+                f"{function}: placement must be {REPLICATED} or {BY_PAGES} where pages are sent "
+                f"to be decoded, got {self.placement}"
+            )
+        if self.decode_ranks > 1 and not isinstance(self.model, DenseConfig):
+            raise ValueError(
+                f"{function}: decode_ranks must be 1 for the model {self.model.kind}, got "
+                f"{self.decode_ranks}"
+            )
+        if self.decode_ranks > 1 and not self.decode_tokens:
+            raise ValueError(
+                f"{function}: decode_ranks must be 1 where nothing is decoded, got "
+                f"{self.decode_ranks}"
+            )
+
+    def _check_hosts(self) -> None:
+        function = "ReplayOptions"
+        if self.hosts > MAX_HOSTS or self.num_ranks % self.hosts:
+            raise ValueError(
+                f"{function}: hosts must divide the {self.num_ranks} ranks that prefill, and be "
+                f"at most {MAX_HOSTS}, got {self.hosts}"
+            )
+        if self.link_gbps is not None:
+            check_number(function, "link_gbps", self.link_gbps)
+            if self.hosts == 1:
+                raise ValueError(
+                    f"{function}: link_gbps must have hosts whose cables have that rate, got "
+                    f"{self.link_gbps:g} and one host"
+                )
 
 
 @dataclass
@@ -100,6 +207,9 @@ class BatchRecord:
     # Of attention over a cache of codes, against the oracle on the same codes, in parts of what
     # roundings explain: without the error of the codes themselves.
     error_over_codes: float | None = None
+    # What each rank has sent to other ranks of its stage.
+    rank_sent_bytes: list[int] = field(default_factory=list)
+    exchange: str = "gather"  # how queries and keys met, of which "auto" may choose another
 
 
 @dataclass(frozen=True)
@@ -133,7 +243,9 @@ class DecodeReport:
     cached_tokens: int = 0  # of prompts: in the decode pool already, so not sent
     num_steps: int = 0
     step_seconds: float = 0.0  # of all steps
-    peak_bytes: int = 0
+    peak_bytes: int = 0  # of the process that has held most
+    pool_bytes: list[int] = field(default_factory=list)  # by rank that decodes
+    sent_bytes: int = 0  # from one rank that decodes to another, all together
     checked_tokens: int = 0
     wrong_tokens: int = 0
     near_ties: int = 0  # tokens as good as the check's but for roundings
@@ -143,6 +255,19 @@ class DecodeReport:
     def num_tokens(self) -> int:
         """Tokens that were decoded: without the first ones, which are prefill's."""
         return sum(len(request.tokens) - 1 for request in self.requests)
+
+
+@dataclass(frozen=True)
+class ReplicatedRecord:
+    """The same traffic over replicated pools; bytes are those of the rank with most."""
+
+    run_seconds: float
+    new_tokens: int
+    pool_bytes: int
+    peak_bytes: int
+    sent_bytes: int  # by all ranks
+    compared_rows: int
+    difference: float  # the largest between hidden states of these
 
 
 @dataclass
@@ -162,16 +287,22 @@ class ReplayReport:
     checked_keys: int = 0  # that the indexer of a sparse model chose in these rows
     swapped_keys: int = 0  # of these, others than the check chose, as good but for rounding
     peak_bytes: list[int] = field(default_factory=list)  # by rank
+    pool_bytes: list[int] = field(default_factory=list)  # by rank: of the KV pool of its layers
+    link_bytes: list[int] = field(default_factory=list)  # by host: what came by its cable
     check_peak_bytes: int = 0  # of the parent, which runs the check
     check_seconds: float = 0.0
     wall_seconds: float = 0.0  # all of it, set-up too
     decode: DecodeReport | None = None  # of disaggregated serving
+    replicated: ReplicatedRecord | None = None  # what it was compared with
 
     @property
     def passed(self) -> bool:
         """Every row compared is within the tolerance, every token right (also if none was)."""
         if self.tolerance is None:
             return True
+        # Both replays are within the tolerance of the check, or ought to be.
+        if self.replicated and not self.replicated.difference <= 2 * self.tolerance:
+            return False
         if self.decode and (self.decode.wrong_tokens or self.decode.max_error > self.tolerance):
             return False
         return all(

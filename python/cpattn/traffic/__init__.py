@@ -5,10 +5,11 @@
     batches = prefill_batches(requests, cache, token_budget=4096, max_sequences=64)
 
 ``trace``         requests, read from a file or generated, and the tokens they stand for
-``prefix_cache``  pages of a KV pool, shared through hash blocks, least recently used ones evicted
+``prefix_cache``  pages of a KV pool, shared through hash blocks, least recently used ones evicted;
+                  ``free_pages`` are those that nobody has
 ``scheduler``     prefill batches under a token budget
 
-Imports NumPy only.
+Imports NumPy and `cpattn.kv` only.
 """
 
 from .prefix_cache import Block, Lease, PrefixCache

@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from .._limits import check_integer
+from .free_pages import FreePages, StripedPool, WholePool
 
 # What a block is found by: the block before it (0: none), its hash, and its number of tokens. With
 # the parent in it, equal hashes behind different prefixes are different blocks, as their K/V are.
@@ -67,7 +69,7 @@ class Lease:
     @property
     def page_ids(self) -> npt.NDArray[np.int32]:
         """Pages in the order of the prompt: position p lives in entry p // page_size."""
-        return np.array([page for b in self.blocks for page in b.page_ids], dtype=np.int32)
+        return np.array(pages_of(self.blocks), dtype=np.int32)
 
 
 class PrefixCache:
@@ -91,6 +93,11 @@ class PrefixCache:
         Tokens of a page.
     block_tokens : int
         Tokens that one hash stands for, a multiple of `page_size`.
+    shard_size : int
+        Ranks that share the pool by pages, as `cpattn.kv.PageInterleave` has it; `num_pages` are
+        those of all ranks, a multiple of it. From two on they are the pages from `shard_size` on,
+        behind page 0 of each rank, and those of a prompt lie on the ranks in turn
+        (`cpattn.kv.StripedAllocator`).
 
     Raises
     ------
@@ -104,23 +111,35 @@ class PrefixCache:
     >>> cache.release(first)
     >>> cache.acquire([7, 4], 12).cached_tokens, cache.num_free_pages, cache.num_idle_pages
     (8, 4, 1)
+    >>> PrefixCache(8, page_size=4, block_tokens=8, shard_size=2).acquire([7, 3], 12).page_ids
+    array([2, 3, 4], dtype=int32)
     """
 
-    def __init__(self, num_pages: int, *, page_size: int, block_tokens: int) -> None:
+    def __init__(
+        self, num_pages: int, *, page_size: int, block_tokens: int, shard_size: int = 1
+    ) -> None:
         for name, value in (("num_pages", num_pages), ("page_size", page_size)):
             check_integer("PrefixCache", name, value)
         check_integer("PrefixCache", "block_tokens", block_tokens)
+        check_integer("PrefixCache", "shard_size", shard_size)
         if block_tokens % page_size:
             raise ValueError(
                 f"PrefixCache: page_size must divide the {block_tokens} tokens of a hash block, "
                 f"got {page_size}"
             )
+        if num_pages % shard_size:
+            raise ValueError(
+                f"PrefixCache: num_pages must be a multiple of shard_size {shard_size}, got "
+                f"{num_pages}"
+            )
         self.num_pages = num_pages
         self.page_size = page_size
         self.block_tokens = block_tokens
+        self.shard_size = shard_size
         self.evictions = 0
-        self._used = 0  # pages 1 ... so many have been handed out
-        self._free: list[int] = []  # those of them that are back
+        self._pages: FreePages = WholePool(num_pages)
+        if shard_size > 1:
+            self._pages = StripedPool(num_pages, page_size, shard_size)
         self._blocks: dict[_Key, Block] = {}
         self._idle: OrderedDict[_Key, Block] = OrderedDict()  # least recently used first
         self._serial = 0
@@ -128,7 +147,7 @@ class PrefixCache:
     @property
     def num_free_pages(self) -> int:
         """Pages that no block holds."""
-        return self.num_pages - self._used + len(self._free)
+        return self._pages.num_free()
 
     @property
     def num_idle_pages(self) -> int:
@@ -153,18 +172,21 @@ class PrefixCache:
             )
         cached = list(self._match(hash_ids, num_tokens))
         cached_tokens = sum(block.key[2] for block in cached)
-        missing = self.pages_needed(num_tokens - cached_tokens)
-        reused = sum(len(block.page_ids) for block in cached if not block.users)
-        if missing > self.num_free_pages + self.num_idle_pages - reused:
+        first, missing = len(pages_of(cached)), self.pages_needed(num_tokens - cached_tokens)
+        root = cached[0].page_ids[0] if cached else None
+        held = set(cached)
+        idle = (b.page_ids for b in self._idle.values() if b not in held)
+        if not self._pages.fits(first, missing, root, idle):
             return None
         for block in cached:
             self._hold(block)
-        while self.num_free_pages < missing:
+        while (pages := self._pages.take(first, missing, root)) is None:
             self._evict()
-        blocks = cached
+        blocks, page_ids = cached, iter(pages)
         for i in range(len(cached), len(hash_ids)):
             size = min(self.block_tokens, num_tokens - i * self.block_tokens)
-            blocks.append(self._create(blocks[-1].serial if blocks else 0, hash_ids[i], size))
+            own = tuple(islice(page_ids, self.pages_needed(size)))
+            blocks.append(self._create(blocks[-1].serial if blocks else 0, hash_ids[i], size, own))
         return Lease(tuple(blocks), cached_tokens)
 
     def release(self, lease: Lease) -> None:
@@ -192,18 +214,16 @@ class PrefixCache:
     def _evict(self) -> None:
         key, block = self._idle.popitem(last=False)
         del self._blocks[key]
-        self._free.extend(reversed(block.page_ids))
+        self._pages.give_back(block.page_ids)
         self.evictions += 1
 
-    def _create(self, parent: int, hash_id: int, size: int) -> Block:
+    def _create(self, parent: int, hash_id: int, size: int, page_ids: tuple[int, ...]) -> Block:
         self._serial += 1
-        page_ids = tuple(self._take_page() for _ in range(self.pages_needed(size)))
         block = Block(self._serial, (parent, hash_id, size), page_ids, users=1)
         self._blocks[block.key] = block
         return block
 
-    def _take_page(self) -> int:
-        if self._free:
-            return self._free.pop()
-        self._used += 1
-        return self._used
+
+def pages_of(blocks: Sequence[Block]) -> list[int]:
+    """The pages of blocks, one after the other."""
+    return [page for block in blocks for page in block.page_ids]

@@ -12,12 +12,16 @@ import torch
 from torch import Tensor
 
 from ...distributed import ContextParallel, ContextParallelPlan
+from ...distributed.layers.choice import choose
+from ...distributed.plans.heads import LayerSizes
+from ...distributed.plans.sharded_plan import ShardedPlan
 from ...kv.mha import MHATokenToKVPool
 from ...traffic.scheduler import Batch
 from ..phases import PhaseClock
 from .baseline import gathered_attention, make_segments
 from .codes import error_over_codes, fill_with_nan, numbers_of, scales_of
 from .model import DenseConfig
+from .whole_pages import WholePages
 
 
 def make_pool(config: DenseConfig, num_pages: int, page_size: int, layers: range) -> Any:
@@ -43,7 +47,10 @@ def make_pool(config: DenseConfig, num_pages: int, page_size: int, layers: range
 
 
 class DenseAttention:
-    """Paged attention of one rank; called by the layers of a `Decoder`."""
+    """Paged attention of one rank; called by the layers of a `Decoder`.
+
+    `num_pages` are those of this rank's pool, which has all keys or, with a placement, its own.
+    """
 
     def __init__(
         self, config: DenseConfig, cp: ContextParallel, num_pages: int, layers: range
@@ -75,7 +82,37 @@ class DenseAttention:
     def _write_codes(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Exchange rows as they are; every rank makes the same codes of them."""
         k, v = self._cp.gather(self._plan, torch.stack([k, v], 1)).unbind(1)
-        self.pool.set_kv_buffer(layer, self._plan.slots, k, v)
+        slots: Any = self._plan.slots
+        if self._cp.placement is not None:
+            kept, slots = self._cp.placement.filter_local(slots, self._cp.cp_rank)
+            k, v = k[torch.from_numpy(kept)], v[torch.from_numpy(kept)]
+        self.pool.set_kv_buffer(layer, slots, k, v)
+
+    @property
+    def exchange(self) -> str:
+        """How queries and keys of this batch met."""
+        plan, config = self._plan, self._config
+        if not isinstance(plan, ShardedPlan):
+            return "gather"
+        if plan.exchange != "auto":
+            return plan.exchange
+        if config.scale_dtype:
+            return "pass_q"  # which alone takes scales of each token
+        sizes = LayerSizes(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            v_head_dim=config.head_dim,
+            q_bytes=config.torch_dtype.itemsize,
+            kv_bytes=getattr(torch, config.pool_dtype).itemsize,
+        )
+        return choose(plan, sizes).exchange
+
+    def _whole_pages(self) -> WholePages | None:
+        """The batch's pages in one piece, where they lie on several ranks."""
+        if self._cp.placement is None:
+            return None
+        return WholePages(self._cp, self.pool, self._batch)
 
     def error_over_codes(self, rows: npt.NDArray[Any]) -> float | None:
         """Of the batch's rows, those that are here: the worst of all layers; None without codes."""
@@ -84,12 +121,17 @@ class DenseAttention:
         plan: Any = self._plan
         numbers = self._cp.shard(plan, torch.arange(self._batch.num_tokens)).numpy()
         mine = np.flatnonzero(np.isin(numbers[: plan.num_local_rows], rows))
-        tables = plan.block_tables[plan.metadata.query_request_indices[mine]]
+        whole = self._whole_pages()
+        tables = plan.block_tables if whole is None else whole.tables
+        tables = tables[plan.metadata.query_request_indices[mine]]
         lens = plan.metadata.query_cache_lengths[mine]
-        return max(
-            error_over_codes(self._config, self.pool, layer, q[mine], out[mine], tables, lens)
-            for layer, (q, out) in zip(self._layers, self._calls, strict=True)
-        )
+        errors = []
+        for layer, (q, out) in zip(self._layers, self._calls, strict=True):
+            pool = self.pool if whole is None else whole.of_layer(layer)
+            errors.append(
+                error_over_codes(self._config, pool, layer, q[mine], out[mine], tables, lens)
+            )
+        return max(errors)
 
     @property
     def chosen(self) -> None:
@@ -102,23 +144,30 @@ class DenseAttention:
         return {"attention": 4 * pairs * c.num_heads * c.head_dim * len(self._layers)}
 
     def baseline(self) -> tuple[dict[str, float], float]:
-        """Seconds of the same attention by torch, by phase, and how far apart results are."""
+        """Seconds of the same attention by torch, by phase, and how far apart results are.
+
+        Where keys lie on several ranks, torch gathers them first, as attention does that is timed.
+        """
         metadata: Any = self._plan.metadata
+        whole = self._whole_pages()
         segments = make_segments(
             metadata.query_request_indices,
             metadata.query_cache_lengths,
-            self._batch.block_tables,
+            self._batch.block_tables if whole is None else whole.tables,
             self._cp.page_size,
             stride=self._cp.cp_size if metadata.strategy == "interleave" else 1,
         )
         seconds, difference = 0.0, 0.0
         for layer, (q, out) in zip(self._layers, self._calls, strict=True):
-            if self._config.has_codes:
-                caches = tuple(x.to(q.dtype) for x in numbers_of(self.pool, layer))
-            else:
-                caches = self.pool.get_kv_buffer(layer)
-            k_cache, v_cache = (cache.flatten(0, 1) for cache in caches)
             start = time.perf_counter()
+            pool: Any = self.pool if whole is None else whole.of_layer(layer)
+            fetched = time.perf_counter() - start
+            if self._config.has_codes:
+                caches = tuple(x.to(q.dtype) for x in numbers_of(pool, layer))
+            else:
+                caches = pool.get_kv_buffer(layer)
+            k_cache, v_cache = (cache.flatten(0, 1) for cache in caches)
+            start = time.perf_counter() - fetched
             other = gathered_attention(q, k_cache, v_cache, segments, scale=self._scale)
             seconds += time.perf_counter() - start
             if len(out):

@@ -66,15 +66,7 @@ class Checker:
 
     def sample_rows(self, batch: Batch) -> npt.NDArray[np.int64]:
         """Rows of the batch to compare: of each chunk the first, the last and some between."""
-        rng = np.random.default_rng((self._config.seed, batch.index))
-        rows, start = [], 0
-        for length in batch.extend_lens:
-            between = np.arange(1, length - 1)
-            if length > self._rows_per_chunk:
-                between = rng.choice(between, max(self._rows_per_chunk - 2, 0), replace=False)
-            rows.append(start + np.union1d(between, [0, length - 1]))
-            start += length
-        return np.concatenate(rows).astype(np.int64)
+        return sample_rows(batch, seed=self._config.seed, rows_per_chunk=self._rows_per_chunk)
 
     def compare(
         self,
@@ -165,6 +157,19 @@ class Checker:
             hidden = self._model(torch.from_numpy(tokens), positions, attention, rows=rows)
         out: Array = hidden.numpy()
         return out
+
+
+def sample_rows(batch: Batch, *, seed: int, rows_per_chunk: int) -> npt.NDArray[np.int64]:
+    """Rows of the batch to compare: of each chunk the first, the last and some between."""
+    rng = np.random.default_rng((seed, batch.index))
+    rows, start = [], 0
+    for length in batch.extend_lens:
+        between = np.arange(1, length - 1)
+        if length > rows_per_chunk:
+            between = rng.choice(between, max(rows_per_chunk - 2, 0), replace=False)
+        rows.append(start + np.union1d(between, [0, length - 1]))
+        start += length
+    return np.concatenate(rows).astype(np.int64)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...attention import plan_attention, run_attention
+from ...distributed import ContextParallel
 from .codes import scales_of
 from .model import DenseConfig
 
@@ -52,4 +53,36 @@ class DecodeAttention:
             scale=self._scale,
             **scales_of(pool, layer),
         )
+        return out
+
+
+class ShardedDecodeAttention:
+    """The same of one of several ranks, each with its share of the keys; all have all queries."""
+
+    def __init__(
+        self,
+        config: DenseConfig,
+        cp: ContextParallel,
+        pool: Any,
+        block_tables: npt.NDArray[np.int32],
+        kv_lens: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+    ) -> None:
+        placement: Any = cp.placement
+        self._cp, self._pool = cp, pool
+        self._scale = config.head_dim**-0.5
+        self._has_codes = config.has_codes
+        self.chosen = torch.empty(len(kv_lens), 0, dtype=torch.int32)  # all keys are
+        self._plan = cp.plan_decode(kv_lens, block_tables=block_tables)
+        kept, self._own_slots = placement.filter_local(slots, cp.cp_rank)
+        self._kept = torch.from_numpy(kept)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        caches = self._pool.get_kv_buffer(layer)
+        if self._has_codes:  # which the pool makes of rows
+            self._pool.set_kv_buffer(layer, self._own_slots, k[self._kept], v[self._kept])
+        else:
+            self._cp.write_kv(self._plan, k, v, *caches)
+        scales = scales_of(self._pool, layer)
+        out: Tensor = self._cp.decode(self._plan, q, *caches, scale=self._scale, **scales)
         return out

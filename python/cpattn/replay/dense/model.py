@@ -38,11 +38,8 @@ class DenseConfig(DecoderConfig):
                 f"DenseConfig: num_heads must be a multiple of num_kv_heads {self.num_kv_heads}, "
                 f"got {self.num_heads}"
             )
-        if self.head_dim % 16 or self.head_dim > 576:
-            raise ValueError(
-                "DenseConfig: head_dim must be a multiple of 16 from 16 to 576, "
-                f"got {self.head_dim}"
-            )
+        if self.head_dim > 576:
+            raise ValueError(f"DenseConfig: head_dim must be at most 576, got {self.head_dim}")
 
         if self.kv_dtype not in ("bf16", *self.CODES):
             raise ValueError(

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode process: all layers over a pool of its own, which prefill ranks write into."""
+"""The decode process: all layers over a pool of its own, which prefill ranks write into.
+
+Several of them are ranks that have a share of the pages each, and compute the same tokens.
+"""
 
 from __future__ import annotations
 
+import datetime
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +14,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..._core import set_num_threads
+from ...distributed import ContextParallel
+from ...kv import PageInterleave
 from ...transfer.engine import TransferEngine
+from ...transfer.layout import KVLayout
 from ..dense.attention import make_pool as make_dense_pool
-from ..dense.decode import DecodeAttention
+from ..dense.decode import DecodeAttention, ShardedDecodeAttention
 from ..dsa.decode import SparseDecodeAttention
 from ..dsa.decode import make_pool as make_sparse_pool
 from ..memory import peak_resident_bytes
@@ -33,6 +41,9 @@ class DecodeConfig:
     num_pages: int
     num_slots: int
     num_threads: int
+    num_ranks: int = 1  # that share out the pages; `num_pages` are those of one
+    timeout_seconds: float = 300.0
+    address: str = "127.0.0.1"  # of the host of this process
 
 
 @dataclass(frozen=True)
@@ -52,12 +63,14 @@ class DecodeResult:
     requests: list[Continued]
     step_seconds: list[float]
     peak_bytes: int
+    pool_bytes: int
+    sent_bytes: int  # to other ranks that decode
 
 
 class DecodeRank:
     """Decodes requests greedily, all that it is given as one batch.
 
-    Made as any worker; it has no part in the group of `init_method`.
+    Made as any worker; several have a group of their own, beside that of `init_method`.
     """
 
     def __init__(
@@ -71,11 +84,14 @@ class DecodeRank:
         set_num_threads(config.num_threads)
         layers = range(config.model.num_layers)
         self._config = config
+        self._cp = _decode_group(rank, config, init_method) if config.num_ranks > 1 else None
         make_pool, self._make_attention = _MODELS[config.model.kind]
         self._pool = make_pool(config.model, config.num_pages, config.page_size, layers)
         self._model = Decoder(config.model)
         self._head = Head(config.model)
-        self._link = Endpoint(engine or start_engine(), self._pool, layers, config.num_slots)
+        engine = engine or start_engine(config.address)
+        self._link = Endpoint(engine, self._pool, layers, config.num_slots)
+        self._pool_bytes = sum(entry.nbytes for entry in KVLayout.from_pool(self._pool).entries)
 
     def __enter__(self) -> DecodeRank:
         self._link.__enter__()
@@ -83,6 +99,8 @@ class DecodeRank:
 
     def __exit__(self, *_: object) -> None:
         self._link.__exit__()
+        if self._cp:
+            dist.destroy_process_group()
 
     def peer(self) -> Peer:
         """Where prefill ranks send to."""
@@ -92,6 +110,7 @@ class DecodeRank:
     def decode(self, continuations: tuple[Continuation, ...]) -> DecodeResult:
         """Decode all of them to their ends; their prompts are in the pool."""
         first = self._link.first_tokens
+        sent_bytes = self._sent_bytes
         tokens = {c.request_index: [int(first[c.slot, 0])] for c in continuations}
         hidden: dict[int, list[Any]] = {c.request_index: [] for c in continuations}
         chosen: dict[int, list[Any]] = {c.request_index: [] for c in continuations}
@@ -110,7 +129,17 @@ class DecodeRank:
             Continued(i, tokens[i], np.array(rows, np.float32).reshape(-1, width), chosen[i])
             for i, rows in hidden.items()
         ]
-        return DecodeResult(requests, step_seconds, peak_resident_bytes())
+        return DecodeResult(
+            requests,
+            step_seconds,
+            peak_resident_bytes(),
+            self._pool_bytes,
+            self._sent_bytes - sent_bytes,
+        )
+
+    @property
+    def _sent_bytes(self) -> int:
+        return self._cp.sent_bytes if self._cp else 0
 
     def _step(self, running: list[Continuation], tokens: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Hidden states [len(running), hidden_size] of the last token of each request, and keys."""
@@ -123,16 +152,35 @@ class DecodeRank:
         for row, c in zip(tables, running, strict=True):
             row[: len(c.page_ids)] = c.page_ids[:width]
         page = tables[np.arange(len(running)), position // page_size].astype(np.int64)
-        attention = self._make_attention(
-            self._config.model,
-            self._pool,
-            tables,
-            position + 1,
-            page * page_size + position % page_size,
-        )
+        slots = page * page_size + position % page_size
+        attention: Any
+        if self._cp:
+            model: Any = self._config.model
+            attention = ShardedDecodeAttention(
+                model, self._cp, self._pool, tables, position + 1, slots
+            )
+        else:
+            attention = self._make_attention(
+                self._config.model, self._pool, tables, position + 1, slots
+            )
         last = torch.tensor([t[-1] for t in tokens])
         out: Tensor = self._model(last, torch.from_numpy(position), attention)
         return out, attention.chosen
+
+
+def _decode_group(rank: int, config: DecodeConfig, init_method: str) -> ContextParallel:
+    """The ranks that decode, which meet beside those that prefill."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"{init_method}-decode",
+        rank=rank,
+        world_size=config.num_ranks,
+        timeout=datetime.timedelta(seconds=config.timeout_seconds),
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    placement = PageInterleave(shard_size=config.num_ranks, page_size=config.page_size)
+    return ContextParallel(group, page_size=config.page_size, placement=placement)
 
 
 # How a pool and the attention of a step are made, by kind of model.

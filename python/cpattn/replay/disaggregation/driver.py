@@ -18,27 +18,33 @@ from .check import DecodeChecker
 from .decode import DecodeConfig, DecodeResult
 from .handover import Continuation, Delivery, Handover, decode_pool_pages
 
+DECODE_RANK = "cpattn.replay.disaggregation.decode.DecodeRank"
 
-def decode_role(options: ReplayOptions, num_threads: int) -> Role:
-    """The decode process."""
+
+def decode_roles(options: ReplayOptions, num_threads: int) -> list[Role]:
+    """The decode process, or several that share out the pages."""
+    size = options.decode_ranks
     config = DecodeConfig(
         model=options.model,
         page_size=options.page_size,
-        num_pages=decode_pages(options),
+        num_pages=decode_pages(options) // size,
         num_slots=num_slots(options),
         num_threads=num_threads,
+        num_ranks=size,
+        timeout_seconds=options.timeout_seconds,
     )
-    return Role("the decode process", "cpattn.replay.disaggregation.decode.DecodeRank", 0, config)
+    names = [f"decode rank {rank}" for rank in range(size)] if size > 1 else ["the decode process"]
+    return [Role(name, DECODE_RANK, rank, config) for rank, name in enumerate(names)]
 
 
 class Disaggregation:
-    """The decode process and its pool, behind the ranks of `workers`."""
+    """The decode processes and their pool, behind the ranks of `workers`."""
 
     def __init__(
         self, options: ReplayOptions, workers: Workers, checker: DecodeChecker | None
     ) -> None:
         ranks = range(options.num_ranks)
-        self._decode = [options.num_ranks]
+        self._decode = workers.numbered(DECODE_RANK)
         self._workers = workers
         self._checker = checker
         self._handover = Handover(
@@ -46,6 +52,7 @@ class Disaggregation:
                 decode_pages(options),
                 page_size=options.page_size,
                 block_tokens=options.block_tokens,
+                shard_size=options.decode_ranks,
             ),
             decode_tokens=options.decode_tokens,
             num_slots=num_slots(options),
@@ -55,8 +62,7 @@ class Disaggregation:
         self._transfer_seconds: dict[int, float] = defaultdict(float)
         self.report = DecodeReport()
         workers.call(self._decode, "peer")
-        (peer,) = workers.answers(self._decode)
-        workers.call(ranks, "connect", peer)
+        workers.call(ranks, "connect", *workers.answers(self._decode))
         workers.answers(ranks)
 
     def prepare(self, batch: Batch) -> Delivery:
@@ -92,18 +98,26 @@ class Disaggregation:
         """Until all that is being decoded has its tokens."""
         if not self._running:
             return
-        (result,) = self._workers.answers(self._decode)
-        self._record(result)
+        self._record(self._workers.answers(self._decode))
         for continuation in self._running:
             self._handover.release(continuation.request_index)
         self._running = ()
 
-    def _record(self, result: DecodeResult) -> None:
+    def _record(self, results: Sequence[DecodeResult]) -> None:
+        """What all ranks that decode say, which is the same but for times and bytes."""
+        result, *others = results
+        tokens = [request.tokens for request in result.requests]
+        for rank, other in enumerate(others, start=1):
+            if [request.tokens for request in other.requests] != tokens:
+                raise RuntimeError(f"decode rank {rank} has other tokens than decode rank 0")
         report = self.report
+        step_seconds = [max(step) for step in zip(*(r.step_seconds for r in results), strict=True)]
         report.cached_tokens = self._handover.cached_tokens
-        report.num_steps += len(result.step_seconds)
-        report.step_seconds += sum(result.step_seconds)
-        report.peak_bytes = result.peak_bytes
+        report.num_steps += len(step_seconds)
+        report.step_seconds += sum(step_seconds)
+        report.peak_bytes = max(r.peak_bytes for r in results)
+        report.pool_bytes = [r.pool_bytes for r in results]
+        report.sent_bytes += sum(r.sent_bytes for r in results)
         for request in result.requests:
             report.requests.append(
                 RequestRecord(
@@ -111,7 +125,7 @@ class Disaggregation:
                     tokens=request.tokens,
                     prefill_seconds=self._prefill_seconds.pop(request.request_index),
                     transfer_seconds=self._transfer_seconds.pop(request.request_index),
-                    step_seconds=result.step_seconds[0] if len(request.tokens) > 1 else 0.0,
+                    step_seconds=step_seconds[0] if len(request.tokens) > 1 else 0.0,
                 )
             )
             if self._checker:
@@ -119,14 +133,17 @@ class Disaggregation:
 
 
 def decode_pages(options: ReplayOptions) -> int:
-    """Pages of the decode process's pool."""
-    return decode_pool_pages(
-        options.pool_tokens // options.page_size,
+    """Pages of the pool of the decode process, or of those of all ranks that decode."""
+    pages = decode_pool_pages(
+        options.num_pages,
         page_size=options.page_size,
         block_tokens=options.block_tokens,
         decode_tokens=options.decode_tokens,
         max_sequences=options.max_sequences,
     )
+    if options.decode_ranks > 1:  # a prompt may need a page more of one rank than of another
+        pages += options.max_sequences * options.decode_ranks
+    return -(-pages // options.decode_ranks) * options.decode_ranks
 
 
 def num_slots(options: ReplayOptions) -> int:

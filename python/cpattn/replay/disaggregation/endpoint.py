@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ...integrations.mooncake import MooncakeEngine
+from ...kv import PageInterleave
 from ...transfer.engine import TransferEngine
 from ...transfer.layout import KVLayout
 from ...transfer.planner import plan_kv_transfer
@@ -43,10 +45,10 @@ class Transfer:
     seconds: float  # planning included
 
 
-def start_engine() -> MooncakeEngine:
-    """An engine of this process."""
+def start_engine(address: str) -> MooncakeEngine:
+    """An engine of this process, which peers reach at an address of its host."""
     with _quiet():
-        return MooncakeEngine()
+        return MooncakeEngine(host=address)
 
 
 def require_engine() -> None:
@@ -69,7 +71,11 @@ def _quiet() -> Iterator[None]:
 
 
 class Endpoint:
-    """A pool and a buffer of first tokens, registered with an engine until the exit."""
+    """A pool and a buffer of first tokens, registered with an engine until the exit.
+
+    Pages have the numbers that they have in the pools of all ranks together, where those of one
+    rank are a share of them (`PageInterleave`).
+    """
 
     def __init__(self, engine: TransferEngine, pool: Any, layers: range, num_slots: int) -> None:
         self._engine = engine
@@ -87,27 +93,40 @@ class Endpoint:
         """What senders are told."""
         return Peer(self._engine.session_id, self._layout.to_dict(), self.first_tokens.ctypes.data)
 
-    def connect(self, peer: Peer) -> None:
-        """Send to `peer` from now on."""
-        self._peer = peer
-        self._peer_layout = KVLayout.from_dict(peer.layout)
+    def connect(self, *peers: Peer) -> None:
+        """Send to `peers` from now on, of which each has a share of the pages."""
+        self._peers = [(peer.session, peer.aux_addr) for peer in peers]
+        self._peer_layouts = [KVLayout.from_dict(peer.layout) for peer in peers]
 
-    def send_pages(self, delivery: Delivery, cp_rank: int, cp_size: int) -> Transfer:
-        """Send this rank's share of the pages, of which every rank of a stage has all."""
+    def send_pages(
+        self, delivery: Delivery, cp_rank: int, cp_size: int, *, is_sharded: bool = False
+    ) -> Transfer:
+        """Send this rank's share of the pages: its own, or of those that all of a stage have."""
         begin = time.perf_counter()
-        plan = plan_kv_transfer(
-            self._layout,
-            self._peer_layout,
-            delivery.src_pages,
-            delivery.dst_pages,
-            cp_rank=cp_rank,
-            cp_size=cp_size,
-            cp_share="pages",
-        )
+        src, dst = (pages.astype(np.int64) for pages in (delivery.src_pages, delivery.dst_pages))
+        if is_sharded:
+            mine, src = _pages_of(cp_rank, cp_size, src)
+            dst = dst[mine]
+            cp_rank, cp_size = 0, 1
+        plans = []
+        for i, layout in enumerate(self._peer_layouts):
+            there, local = _pages_of(i, len(self._peers), dst)
+            plan = plan_kv_transfer(
+                self._layout,
+                layout,
+                src[there],
+                local,
+                cp_rank=cp_rank,
+                cp_size=cp_size,
+                cp_share="pages",
+            )
+            plans.append(plan)
         planned = time.perf_counter()
-        plan.execute(self._engine, self._peer.session)
+        for plan, (session, _) in zip(plans, self._peers, strict=True):
+            plan.execute(self._engine, session)
         end = time.perf_counter()
-        return Transfer(len(plan), plan.total_bytes, planned - begin, end - begin)
+        blocks, sent = sum(map(len, plans)), sum(plan.total_bytes for plan in plans)
+        return Transfer(blocks, sent, planned - begin, end - begin)
 
     def send_first_tokens(self, slots: list[int]) -> None:
         """Send what ``first_tokens`` has in `slots`: the sign that a prompt is complete."""
@@ -116,5 +135,12 @@ class Endpoint:
             aux_data_ptrs=[own.ctypes.data], aux_data_lens=[own.nbytes], aux_item_lens=[AUX_BYTES]
         )
         for slot in slots:
-            plan = plan_send_aux(buffers, [self._peer.aux_addr], slot, slot)
-            plan.execute(self._engine, self._peer.session)
+            for session, addr in self._peers:
+                plan_send_aux(buffers, [addr], slot, slot).execute(self._engine, session)
+
+
+def _pages_of(
+    rank: int, size: int, pages: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Where in a list the pages of a rank stand, and their numbers in its pool."""
+    return PageInterleave(shard_size=size, page_size=1).filter_local(pages, rank)

@@ -77,6 +77,11 @@ class SparseAttention:
         self._call = inputs, out
         return out
 
+    @property
+    def exchange(self) -> str:
+        """How queries and keys of this batch met."""
+        return "gather"
+
     def error_over_codes(self, rows: Any) -> None:
         """The check reads FP8 rows as others."""
 

@@ -18,7 +18,7 @@ def summarize_decode(report: ReplayReport) -> dict[str, Any] | None:
     sent = sum(transfer.num_bytes for transfer in transfers)
     seconds = sum(transfer.seconds for transfer in transfers)
     return {
-        "links": report.options.num_ranks,
+        "links": report.options.num_ranks * report.options.decode_ranks,
         "pages": sum(transfer.num_pages for transfer in transfers),
         "blocks": blocks,
         "bytes": sent,
@@ -31,6 +31,9 @@ def summarize_decode(report: ReplayReport) -> dict[str, Any] | None:
         "tokens": decode.num_tokens,
         "steps": decode.num_steps,
         "step_seconds": decode.step_seconds,
+        "pool_bytes": sum(decode.pool_bytes),
+        "pool_bytes_per_rank": max(decode.pool_bytes, default=0),
+        "sent_bytes": decode.sent_bytes,
         "tokens_per_second": decode.num_tokens / decode.step_seconds if decode.num_steps else 0.0,
     }
 
@@ -62,13 +65,23 @@ def decode_figures(report: ReplayReport) -> list[tuple[str, str]]:
             "decode",
             f"{s['tokens']:,} tokens in {s['steps']:,} steps of "
             f"{1e3 * s['step_seconds'] / max(s['steps'], 1):,.1f} ms: "
-            f"{s['tokens_per_second']:,.0f} tokens/s",
+            f"{s['tokens_per_second']:,.0f} tokens/s" + _shares(s, report.options.decode_ranks),
         ),
         (
             "second token",
             f"prefill {way['prefill']}, transfer {way['transfer']}, decode {way['step']} (mean)",
         ),
     ]
+
+
+def _shares(summary: dict[str, Any], num_ranks: int) -> str:
+    """What ranks that decode together hold and send."""
+    if num_ranks == 1:
+        return ""
+    return (
+        f", over {num_ranks} ranks with {summary['pool_bytes_per_rank'] / 2**20:,.1f} MiB of KV "
+        f"pool each, which sent each other {summary['sent_bytes'] / 2**20:,.1f} MiB"
+    )
 
 
 def tokens_checked(report: ReplayReport) -> str:

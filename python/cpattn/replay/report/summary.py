@@ -18,17 +18,19 @@ from rich.text import Text
 from ..._cli.tables import Row, print_table
 from ..records import TORCH_BASELINE, BatchRecord, ReplayReport
 from .decode import decode_figures, summarize_decode, tokens_checked
+from .pools import pool_figures, summarize_pools
 
 _MAX_LINES = 40  # batches in the table of the terminal
 # Columns that are left out, the first ones first, where a table is too wide.
 _LESS_IMPORTANT = (
-    *("meta", "seqs", "rest", "proj", "tok/s", "balance", "stage", "top-k", "gather"),
+    *("meta", "seqs", "rest", "proj", "tok/s", "balance", "stage", "top-k", "exch", "gather"),
     *("prefix", "send", "torch", "indexer", "attn"),
 )
 _SHORT = {"metadata": "meta", "attention": "attn", "projections": "proj"}
 _LEGEND = {
     "ms": "ms: the slowest rank, phases: mean over ranks",
     "balance": "balance: most query-key pairs of a rank / mean",
+    "exch": "exch: MiB that ranks send each other",
     "error": "error: largest, against the check",
     "send": "send: KV transfer, the slowest rank",
 }
@@ -66,6 +68,7 @@ def summarize(report: ReplayReport) -> dict[str, Any]:
         "torch_attention_seconds": report.torch_seconds or None,
         "speedup_over_torch": torch_seconds / own_seconds if torch_seconds else None,
         "decode": summarize_decode(report),
+        **summarize_pools(report),
         "peak_bytes_per_rank": max(report.peak_bytes),
         "max_error": max(errors) if errors else None,
         "error_over_codes": max(over_codes) if over_codes else None,
@@ -105,6 +108,8 @@ def table_header(report: ReplayReport) -> list[str]:
     """Names of the columns of `table_row`; times in ms, torch being attention by torch."""
     phases = [_SHORT.get(phase, phase) for phase in report.options.phases]
     header = ["#", "seqs", "new", "prefix", "tok/s", "ms", *phases, "balance"]
+    if report.options.cp_size > 1:
+        header.append("exch")
     if report.decode:
         header.append("send")
     if report.options.torch_baseline:
@@ -118,6 +123,9 @@ def table_legend(report: ReplayReport, header: Sequence[str]) -> str:
     """What the names of columns mean."""
     torch_text = f"torch: {TORCH_BASELINE[report.options.model.kind][1]}"
     texts = {**_LEGEND, "torch": torch_text}
+    if report.options.is_sharded:
+        texts["attn"] = "attn: with what ranks send for it"
+        texts["torch"] = "torch: gathers the pages of a sequence from all ranks first"
     return "; ".join(texts[name] for name in header if name in texts)
 
 
@@ -133,6 +141,8 @@ def table_row(batch: BatchRecord, report: ReplayReport) -> list[str]:
         *(_ms(batch.phases[phase]) for phase in report.options.phases),
         f"{imbalance(batch.rank_pairs):.3f}",
     ]
+    if report.options.cp_size > 1:
+        cells.append(f"{sum(batch.rank_sent_bytes) / 2**20:,.1f}")
     if report.decode:
         cells.append(_ms(report.decode.transfers[batch.index].seconds))
     if report.options.torch_baseline:
@@ -184,6 +194,7 @@ def figures(report: ReplayReport) -> list[tuple[str, str]]:
     ]
     if s["speedup_over_torch"]:
         lines.append((TORCH_BASELINE[options.model.kind][0], _torch_line(s)))
+    lines += pool_figures(report)
     lines += decode_figures(report)
     lines.append(
         (
@@ -252,4 +263,7 @@ def write_json(report: ReplayReport, path: Path) -> None:
         for name in ("max_error", "error_over_codes"):
             if record.get(name) == math.inf:  # JSON has no infinity
                 record[name] = "inf"
+    other = content["replicated"]
+    if other and other["difference"] == math.inf:
+        other["difference"] = "inf"
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks on hosts of their own: network namespaces with cables, of which nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("click")
+
+from cpattn import _hosts
+from cpattn._hosts import Hosts, HostsError, enter
+from cpattn.replay.dense.model import DenseConfig
+from cpattn.replay.driver import replay
+from cpattn.replay.records import ReplayOptions
+from cpattn.replay.report.summary import figures
+from cpattn.traffic.trace import generate_trace
+from support.children import Children
+from support.command_line import COMMAND, QUICK, CommandLine, workers_of
+from support.time_limits import PATIENCE
+from support.transfer.transfer_processes import requires_mooncake
+
+SMALL = DenseConfig(
+    num_layers=2, hidden_size=64, num_heads=4, head_dim=16, intermediate_size=96, vocab_size=64
+)
+OPTIONS = ReplayOptions(
+    model=SMALL, cp_size=4, page_size=4, token_budget=300, pool_tokens=1000, scale_lengths=64,
+    num_threads=1, check_rows=8, torch_baseline=False, timeout_seconds=60, hosts=2,
+)  # fmt: skip
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[Hosts]:
+    """With cables of 100 Mbit/s."""
+    hosts = Hosts(2, link_gbps=0.1)
+    try:
+        hosts.__enter__()
+    except HostsError as error:
+        pytest.skip(str(error))
+    yield hosts
+    hosts.__exit__(None, None, None)
+
+
+def on_host(path: str, function: Callable[[], Any]) -> threading.Thread:
+    """A thread that runs a function there."""
+
+    def run() -> None:
+        enter(path)
+        function()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_a_cable_has_the_rate_that_was_asked_for(two_hosts: Hosts) -> None:
+    num_bytes, listening, ended = 4 << 20, threading.Event(), []
+
+    def receive() -> None:
+        with socket.socket() as listener:
+            listener.bind((two_hosts.address(1), 7000))
+            listener.listen()
+            listening.set()
+            connection, _ = listener.accept()
+            with connection:
+                while connection.recv(1 << 16):
+                    pass
+            ended.append(time.perf_counter())
+
+    def send() -> None:
+        with socket.create_connection((two_hosts.address(1), 7000), timeout=PATIENCE) as link:
+            link.sendall(bytes(num_bytes))
+
+    receiver = on_host(two_hosts.path(1), receive)
+    assert listening.wait(PATIENCE)
+    begin = time.perf_counter()
+    on_host(two_hosts.path(0), send).join()
+    receiver.join()
+    rate = num_bytes * 8 / (ended[0] - begin)
+    assert 0.02e9 < rate < 0.12e9
+    there, here = two_hosts.received_bytes()
+    assert here > num_bytes > there
+
+
+def test_hosts_see_each_other_and_nobody_else(two_hosts: Hosts) -> None:
+    names: list[list[str]] = []
+    on_host(two_hosts.path(0), lambda: names.append([n for _, n in socket.if_nameindex()])).join()
+    assert sorted(names[0])[:1] == ["eth0"]
+    assert "lo" in names[0]
+    here = {name for _, name in socket.if_nameindex()}
+    assert not {"switch", "port0", "port1"} & here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["replicated", "page_interleave"])
+def test_a_replay_over_two_hosts(two_hosts: Hosts, placement: str) -> None:
+    options = replace(OPTIONS, placement=placement, link_gbps=1.0)
+    report = replay(generate_trace(12, seed=1), options)
+    assert report.passed
+    assert len(report.link_bytes) == 2
+    sent = sum(sum(batch.rank_sent_bytes) for batch in report.batches)
+    # Of what a rank sends to three others two parts in three cross to the other host.
+    assert sum(report.link_bytes) > sent * 0.6
+    (line,) = (text for name, text in figures(report) if name == "hosts")
+    assert line.startswith("2 network namespaces of 2 ranks, links of 1 Gbit/s; ")
+    alone = replay(generate_trace(12, seed=1), replace(options, hosts=1, link_gbps=None))
+    assert alone.link_bytes == []
+    assert [b.max_error for b in alone.batches] == [b.max_error for b in report.batches]
+
+
+@pytest.mark.slow
+def test_decoding_on_hosts(two_hosts: Hosts) -> None:
+    requires_mooncake()
+    options = replace(
+        OPTIONS, placement="page_interleave", cp_size=2, decode_tokens=4, decode_ranks=2
+    )
+    report = replay(generate_trace(6, seed=1), options)
+    assert report.passed
+    assert report.decode is not None
+    assert report.decode.wrong_tokens == 0
+    assert report.decode.num_tokens > 6
+
+
+def namespaces() -> set[str]:
+    """Network namespaces of all processes."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            found.add(os.readlink(path))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_hosts(
+    two_hosts: Hosts, command_line: CommandLine, number: signal.Signals
+) -> None:
+    run = command_line.start(*QUICK, "--requests=1000", "--hosts=2", "--no-torch-baseline")
+    deadline = time.monotonic() + PATIENCE
+    own = os.readlink("/proc/self/ns/net")
+    made: set[str] = set()
+    while len(made) < 2:
+        assert time.monotonic() < deadline
+        assert run.process.poll() is None
+        time.sleep(0.1)
+        for pid in workers_of(run.pid):
+            try:
+                made.add(os.readlink(f"/proc/{pid}/ns/net"))
+            except OSError:
+                continue
+        made -= {own}
+    os.kill(run.pid, number)
+    run.process.wait(PATIENCE)
+    while made & namespaces():
+        assert time.monotonic() < deadline + PATIENCE
+        time.sleep(0.1)
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(_hosts, "which", lambda command: None if command == "ip" else command)
+        with pytest.raises(HostsError, match=r"hosts need the command ip, of iproute2"):
+            Hosts(2).__enter__()
+    with monkeypatch.context() as patch:
+        patch.setattr(_hosts, "which", lambda command: None if command == "tc" else command)
+        with pytest.raises(HostsError, match=r"hosts need the command tc, of iproute2"):
+            Hosts(2, link_gbps=1.0).__enter__()
+
+
+@pytest.mark.slow
+def test_without_the_rights_it_says_which(children: Children) -> None:
+    """An error in a line before any process starts, and no replay on one host instead."""
+    dropped = "-sys_admin,-net_admin"
+    bare = ["setpriv", f"--bounding-set={dropped}", f"--inh-caps={dropped}"]
+    as_others = bare if os.geteuid() == 0 else []  # who have none of these rights
+    result = children.run([*as_others, *COMMAND, *QUICK, "--cp-size=2", "--hosts=2"])
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert re.search(
+        r"Error: hosts need (network namespaces, for which a process must be root or have the "
+        r"capabilities CAP_SYS_ADMIN and CAP_NET_ADMIN: Operation not permitted|the command ip)",
+        result.stderr,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hosts": 3}, "hosts must divide the 4 ranks that prefill, and be at most 64, got 3"),
+        ({"hosts": 0}, "hosts must be >= 1, got 0"),
+        ({"hosts": 128, "cp_size": 128}, "at most 64, got 128"),
+        ({"hosts": 1, "link_gbps": 2.0}, "link_gbps must have hosts .* got 2 and one host"),
+        ({"link_gbps": 0.0}, "link_gbps must be positive and finite, got 0.0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(OPTIONS, **changes)
+    with pytest.raises(ValueError, match="num_hosts must be from 1 to 64, got 65"):
+        Hosts(65)

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replays over pools of which each rank holds a share: right, smaller, and sending what is said."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from cpattn.distributed.transport.exchange import TERMS
+from cpattn.distributed.transport.versions import own_values
+from cpattn.kv import PageInterleave, TokenInterleave
+from cpattn.replay.comparison import SampledRows
+from cpattn.replay.dense.model import DenseConfig
+from cpattn.replay.driver import replay
+from cpattn.replay.records import ReplayOptions, ReplayReport, ReplicatedRecord
+from cpattn.replay.report.summary import (
+    figures,
+    summarize,
+    table_header,
+    table_legend,
+    table_row,
+    write_json,
+)
+from cpattn.replay.shards import PlacementName
+from cpattn.traffic.trace import Request, generate_trace
+from support.command_line import QUICK, CommandLine
+from support.replay.made_up_reports import make_report
+from support.replay.replay_models import SMALL_DSA
+
+SMALL = DenseConfig(
+    num_layers=2, hidden_size=64, num_heads=4, head_dim=16, intermediate_size=96, vocab_size=64
+)
+OPTIONS = ReplayOptions(
+    model=SMALL, page_size=4, token_budget=300, pool_tokens=1000, scale_lengths=64,
+    num_threads=1, check_rows=8, torch_baseline=False, timeout_seconds=60,
+)  # fmt: skip
+
+
+def run(requests: int = 12, **changes: Any) -> ReplayReport:
+    report = replay(generate_trace(requests, seed=1), replace(OPTIONS, **changes))
+    assert report.passed
+    assert report.tolerance is not None
+    assert 0 < max(batch.max_error or 0.0 for batch in report.batches) <= report.tolerance
+    assert report.new_tokens + report.hit_tokens == report.input_tokens
+    return report
+
+
+CASES = [
+    ("page_interleave", "auto", 2, 1, "zigzag", "float32"),
+    ("page_interleave", "gather", 3, 1, "interleave", "bfloat16"),
+    ("page_interleave", "ring", 4, 1, "zigzag", "float32"),
+    ("page_interleave", "pass_q", 2, 2, "contiguous", "bfloat16"),
+    ("page_interleave", "all_to_all", 4, 1, "zigzag", "float32"),
+    ("page_interleave", "auto", 1, 1, "zigzag", "float32"),
+    ("token_interleave", "auto", 3, 1, "zigzag", "bfloat16"),
+    ("token_interleave", "pass_q", 2, 1, "interleave", "float32"),
+    ("token_interleave:4", "gather", 2, 1, "zigzag", "float16"),
+    ("token_interleave:2", "ring", 3, 1, "contiguous", "float32"),
+    ("token_interleave:3", "all_to_all", 2, 1, "zigzag", "float32"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("placement", "exchange", "cp_size", "pp_size", "strategy", "dtype"), CASES
+)
+def test_sharded_batches_are_right(
+    placement: str, exchange: str, cp_size: int, pp_size: int, strategy: str, dtype: str
+) -> None:
+    report = run(
+        30,
+        placement=placement,
+        exchange=exchange,
+        cp_size=cp_size,
+        pp_size=pp_size,
+        strategy=strategy,
+        model=replace(SMALL, dtype=dtype),
+        torch_baseline=True,
+    )
+    assert report.evictions > 0
+    for batch in report.batches:
+        assert batch.torch_difference is not None
+        assert batch.torch_difference < (report.tolerance or 0.0)
+        assert len(batch.rank_sent_bytes) == cp_size * pp_size
+        assert (batch.exchange == exchange) or exchange == "auto"
+        assert batch.exchange in ("gather", "ring", "pass_q", "all_to_all")
+    summary = summarize(report)
+    assert summary["placement"] == placement
+    assert sum(summary["exchanges"].values()) == len(report.batches)
+    assert (summary["sent_bytes"] > 0) == (cp_size > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("placement", ["page_interleave", "token_interleave"])
+def test_sharded_codes_are_right(placement: str, kv_dtype: str) -> None:
+    exchanges = ["auto"] if kv_dtype == "int8" else ["auto", "gather"]
+    for exchange in exchanges:
+        model = replace(SMALL, kv_dtype=kv_dtype, head_dim=32)
+        report = run(
+            8,
+            placement=placement,
+            exchange=exchange,
+            cp_size=3,
+            model=model,
+            torch_baseline=True,
+        )
+        over_codes = summarize(report)["error_over_codes"]
+        assert 0 < over_codes <= 1
+        if kv_dtype == "int8":
+            assert {batch.exchange for batch in report.batches} == {"pass_q"}
+
+
+def shares(report: ReplayReport) -> list[int]:
+    """Tokens that the pool of each rank holds, its page 0 among them."""
+    token = 2 * SMALL.num_layers * SMALL.num_kv_heads * SMALL.head_dim * 4
+    assert all(size % token == 0 for size in report.pool_bytes)
+    return [size // token for size in report.pool_bytes]
+
+
+@pytest.mark.slow
+def test_each_rank_holds_its_share_and_the_batches_are_the_same() -> None:
+    options = {"cp_size": 4, "pool_tokens": 1600}
+    whole = run(**options)
+    assert shares(whole) == [1604] * 4
+    for placement, each in (
+        ("page_interleave", 404),
+        ("token_interleave", 404),
+        ("token_interleave:16", 416),
+    ):
+        report = run(**options, placement=placement)
+        assert shares(report) == [each] * 4
+        assert report.hit_tokens == whole.hit_tokens
+        for batch, other in zip(report.batches, whole.batches, strict=True):
+            assert batch.new_tokens == other.new_tokens
+            assert batch.rank_pairs == other.rank_pairs
+
+
+# One prompt of 64 tokens over two ranks, no prefix: rows of keys and values are 2 x 2 x 16 float32.
+PROMPT = [Request(0, 64 * 64, 1, tuple(range(8)))]
+AGREEMENT = 8 * len(TERMS)
+VERSIONS = 8 * len(own_values(0))  # compared before the first exchange
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("exchange", "attended"),
+    [
+        # 32 keys of this rank; of 32 queries in, of 32 states out, each of 4 heads with an LSE;
+        # 32 queries of the 2 heads of the other, 32 keys of its KV head, and results of 2 heads.
+        ("gather", 32 * 256),
+        ("ring", 32 * 256),
+        ("pass_q", 32 * 256 + 32 * (256 + 16)),
+        ("all_to_all", 32 * 128 + 32 * 128 + 32 * 128),
+    ],
+)
+def test_bytes_are_those_of_the_exchange(exchange: str, attended: int) -> None:
+    options = replace(OPTIONS, placement="page_interleave", exchange=exchange, cp_size=2)
+    report = replay(PROMPT, options)
+    assert report.passed
+    (batch,) = report.batches
+    # A zigzag rank has tokens 0-15 and 48-63, or those between; of these every second page is of
+    # the other rank. Rows go to their owners, attention exchanges, hidden states are gathered.
+    layer = AGREEMENT + 16 * 256 + AGREEMENT + attended
+    assert batch.rank_sent_bytes == [VERSIONS + 2 * layer + AGREEMENT + 32 * 256] * 2
+
+
+@pytest.mark.slow
+def test_replicated_pools_send_every_row() -> None:
+    report = replay(PROMPT, replace(OPTIONS, cp_size=2))
+    layer = AGREEMENT + 32 * 256
+    assert report.batches[0].rank_sent_bytes == [VERSIONS + 2 * layer + AGREEMENT + 32 * 256] * 2
+    assert summarize(report)["exchanges"] == {"gather": 1}
+
+
+@pytest.mark.parametrize("num_pages", [1, 2, 3, 7, 24])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "text", ["page_interleave", "token_interleave", "token_interleave:3", "token_interleave:32"]
+)
+def test_a_rank_has_room_for_its_rows(text: str, size: int, page_size: int, num_pages: int) -> None:
+    name = PlacementName.parse(text)
+    assert name
+    placement = name.over(size, page_size)
+    pages = name.whole_pages(num_pages, size)
+    if text == "page_interleave":
+        assert isinstance(placement, PageInterleave)
+        assert num_pages - pages < size
+        first = size if size > 1 else 1
+    else:
+        assert isinstance(placement, TokenInterleave)
+        assert pages == num_pages
+        first = 1
+    slots = np.arange(first * page_size, (first + pages) * page_size)
+    room = (name.rank_pages(pages, size, page_size) + 1) * page_size
+    if len(slots):
+        assert placement.local_index(slots).max() < room
+    turn = max(name.interleave * size, page_size * size)
+    assert room <= -(-(pages + first) * page_size // turn) * turn // size + 2 * page_size
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"placement": "striped"}, "placement must be replicated, page_int.* got 'striped'"),
+        ({"placement": "token_interleave:0"}, "or token_interleave:I, got 'token_interleave:0'"),
+        ({"placement": "page_interleave:2"}, "got 'page_interleave:2'"),
+        ({"placement": None}, "got None"),
+        ({"exchange": "broadcast"}, "exchange must be auto, gather, .* got 'broadcast'"),
+        ({"exchange": "ring"}, "auto or gather where the placement is replicated, got ring"),
+        (
+            {"placement": "page_interleave", "model": SMALL_DSA},
+            "placement must be replicated for the model dsa, got page_interleave",
+        ),
+        (
+            {
+                "placement": "token_interleave",
+                "exchange": "gather",
+                "model": replace(SMALL, kv_dtype="int8"),
+            },
+            "exchange must be auto or pass_q for int8, .* got gather",
+        ),
+        (
+            {"placement": "page_interleave", "pool_tokens": 15, "cp_size": 4},
+            "pool_tokens must be at least a page of each rank, 16, got 15",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.compile(message)):
+        replace(OPTIONS, **changes)
+
+
+@pytest.mark.slow
+def test_results_are_those_of_replicated_pools(command_line: CommandLine, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    arguments = ["--cp-size=4", "--requests=8", "--placement=page_interleave", "--dtype=float32"]
+    result = command_line.run(*QUICK, *arguments, "--against-replicated", f"--json={path}")
+    assert result.returncode == 0, result.stderr
+    assert "cpattn replay, replicated: " in result.stderr
+    content = json.loads(path.read_text())
+    other, summary = content["replicated"], content["summary"]
+    assert other["compared_rows"] == content["checked_rows"]
+    assert 0 <= other["difference"] <= 2 * content["tolerance"]
+    assert other["new_tokens"] == summary["new_tokens"]
+    assert other["pool_bytes"] > 3 * summary["pool_bytes_per_rank"]
+    assert other["sent_bytes"] > 0
+    assert summary["speedup_over_replicated"] == pytest.approx(
+        other["run_seconds"] / summary["run_seconds"]
+    )
+    assert re.search(r"^replicated +[0-9.]+ s for .* times as long", result.stdout, re.MULTILINE)
+
+
+def test_rows_are_compared_by_request_and_position() -> None:
+    rows, other = SampledRows(), SampledRows()
+    rows.of = {(0, 1): np.array([1.0, 2.0]), (0, 2): np.array([0.0, 0.0])}
+    other.of = {(0, 1): np.array([1.0, 2.5]), (1, 2): np.array([9.0, 9.0])}
+    assert rows.difference(other) == (1, 0.5)
+    assert rows.difference(SampledRows()) == (0, 0.0)
+    other.of[0, 2] = np.array([np.nan, 0.0])
+    assert rows.difference(other) == (2, math.inf)
+
+
+@pytest.mark.parametrize(("difference", "passed"), [(0.03, True), (0.05, False), (math.inf, False)])
+def test_rows_unlike_those_of_replicated_pools_are_a_failure(
+    difference: float, passed: bool, tmp_path: Path
+) -> None:
+    report = make_report()
+    report.replicated = ReplicatedRecord(3.0, 300, 2**22, 2**28, 2**23, 30, difference)
+    assert report.passed is passed
+    assert summarize(report)["speedup_over_replicated"] == pytest.approx(2.0)
+    (text,) = (text for name, text in figures(report) if name == "replicated")
+    assert text.startswith("3.00 s for 300 new tokens: 2.00 times as long; pools of 4.0 MiB")
+    write_json(report, tmp_path / "r.json")
+    assert float(json.loads((tmp_path / "r.json").read_text())["replicated"]["difference"]) == (
+        difference
+    )
+
+
+def test_the_report_says_what_pools_take_and_ranks_send() -> None:
+    report = make_report(pool_bytes=[3 << 20, 3 << 20])
+    report.options = replace(report.options, placement="page_interleave")
+    for i, batch in enumerate(report.batches):
+        batch.rank_sent_bytes = [1 << 20, 3 << 20]
+        batch.exchange = "pass_q" if i else "gather"
+    summary = summarize(report)
+    assert (summary["pool_bytes"], summary["pool_bytes_per_rank"]) == (6 << 20, 3 << 20)
+    assert (summary["sent_bytes"], summary["sent_bytes_per_rank"]) == (12 << 20, 9 << 20)
+    assert summary["exchanges"] == {"gather": 1, "pass_q": 2}
+    texts = dict(figures(report))
+    assert texts["KV pools"] == (
+        "3.0 MiB in a rank, which has a share of 32,768 tokens, page_interleave; 6.0 MiB in all"
+    )
+    assert texts["exchange"] == (
+        "12.0 MiB sent by all ranks, 9.0 MiB by the busiest; gather in 1 batch, pass_q in 2 batches"
+    )
+    header = table_header(report)
+    assert table_row(report.batches[0], report)[header.index("exch")] == "4.0"
+    assert "attn: with what ranks send for it" in table_legend(report, header)
+    assert "zigzag over 2 ranks, page_interleave by auto" in report.options.title
