@@ -21,8 +21,11 @@ sglang)
   # Its requirements are those of a GPU machine; these are what it imports here.
   install transformers==5.19.0 aiohttp cloudpickle dill einops fastapi interegular ipython \
     loguru msgspec orjson partial-json-parser pillow prometheus_client psutil pybase64 \
-    python-multipart pyzmq requests setproctitle tqdm xxhash zstandard
-  install --no-deps compressed-tensors==0.18.0 apache-tvm-ffi==0.1.11 gguf==0.19.0
+    python-multipart pyzmq requests setproctitle tqdm xxhash zstandard \
+    httpx sniffio soundfile triton uvicorn uvloop
+  install --no-deps compressed-tensors==0.18.0 apache-tvm-ffi==0.1.11 gguf==0.19.0 \
+    distro jiter json_repair nvidia-ml-py openai==2.8.0 sentencepiece torch_memory_saver \
+    xgrammar==0.2.7
   install --no-deps sglang==0.5.23
   ;;
 vllm)

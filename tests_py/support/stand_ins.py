@@ -83,10 +83,11 @@ class _FileLoader(SourceLoader):
         self.root = root
 
     def get_filename(self, fullname: str) -> str:
-        return fullname.replace(".", "/") + ".py"
+        """With the root: Python keeps lines of a file by its name, which releases have alike."""
+        return f"{self.root}/{fullname.replace('.', '/')}.py"
 
     def get_data(self, path: str | bytes) -> bytes:
-        return (self.root / str(path)).read_bytes()
+        return (self.root / str(path).removeprefix(f"{self.root}/")).read_bytes()
 
 
 class PackageFinder(MetaPathFinder):

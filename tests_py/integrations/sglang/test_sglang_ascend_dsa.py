@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from cpattn.proof import lint
+from cpattn.proof.linting.adapters.dsa import from_row_metadata
+from cpattn.proof.linting.adapters.selections import from_topk
 from support.distributed.distributed_worker import run_world
 from support.distributed.prefill_batches import Case, make_batch
 from support.tolerances import EPS, assert_close, indexer_units, to_float64
@@ -79,6 +83,50 @@ def test_every_token_gets_the_highest_scores_of_its_own_keys(answers, case):
         assert scores[chosen].min() >= scores.topk(len(chosen)).values[-1] - 2 * rounding
     for answer in answers[1:]:
         assert torch.equal(answer[case.name]["topk_indices"], topk_indices)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_linter_proves_metadata_and_selections_of_all_ranks(answers, case):
+    """Of sglang's own objects; with another length, or another key, it refutes them."""
+    of_ranks = [answer[case.name] for answer in answers]
+    local = [answer["local_q_indices"].tolist() for answer in of_ranks]
+    metadata = [SimpleNamespace(**answer) for answer in of_ranks]
+    lens = list(case.extend_lens), list(case.prefixes)
+    arguments = local, *lens, of_ranks[0]["tables"]
+    report = lint(from_row_metadata(metadata, *arguments, page_size=case.page_size))
+    assert report.findings == ()
+    assert set(report.checked) >= {"OWN", "COV", "LEN", "PAD"}
+    metadata[1].actual_seq_lengths_kv = metadata[1].actual_seq_lengths_kv - 1
+    report = lint(from_row_metadata(metadata, *arguments, page_size=case.page_size), shrink=False)
+    assert "COV" in {found.invariant for found in report.findings}
+
+    tokens, chosen = new_tokens(case), of_ranks[0]["topk_indices"]
+    rows, indices, scores = [], [], []
+    for mine in local:
+        rows.append(([tokens[i][0] for i in mine], [tokens[i][1] - 1 for i in mine]))
+        indices.append(chosen[mine].tolist())
+        scores.append([scores_with_rounding(of_ranks[0], *tokens[i]) for i in mine])
+    options = {"topk": chosen.shape[1], "scores": scores}
+    report = lint(from_topk(*lens, rows, indices, **options))
+    assert report.findings == ()
+    assert report.checked == ("TOPK",)
+    query = max(range(len(rows[0][1])), key=lambda i: rows[0][1][i])
+    unseen = set(range(rows[0][1][query] + 1)) - set(indices[0][query])
+    worst = min(unseen, key=lambda key: scores[0][query][key])
+    indices[0][query][0] = worst
+    report = lint(from_topk(*lens, rows, indices, **options), shrink=False)
+    assert {found.invariant for found in report.findings} == {"TOPK"}
+
+
+def scores_with_rounding(answer, s, length, row):
+    """Of the keys that a token sees; selected ones may be as much lower as rounding allows."""
+    q, k, weights = (x.double() for x in answer["index_vectors"][s])
+    scores = weights[length - 1] @ torch.relu(q[length - 1] @ k[:length].T)
+    largest = (weights[length - 1].abs() @ (q[length - 1].abs() @ k[:length].abs().T)).max()
+    rounding = indexer_units(len(q[length - 1])) * EPS["float32"] * largest
+    chosen = answer["topk_indices"][row]
+    scores[chosen[chosen >= 0].long()] += 2 * rounding
+    return scores.tolist()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -7,14 +7,22 @@ Each test runs the files of the release as they were published (see `sglang_rele
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import cpattn
+from cpattn.proof import Report, lint
+from cpattn.proof.linting.adapters.transfers import (
+    from_transfer,
+    memory_of_lists,
+    memory_of_pool,
+)
 from support.distributed.prefill_batches import Case, expected_of, make_batch, slots_of
 from support.npu.fia_cases import TEMPLATE
+from support.proof.shipped import assert_proved, assert_refuted_as_written, shipped_entry
 from support.sglang.sglang_releases import release
 from support.tolerances import assert_attended
 
@@ -135,8 +143,25 @@ def names_of(layers: range, groups: str, num_drafts: int = 0) -> list[str]:
     return target + [f"draft {group}{layer}" for group in groups for layer in range(num_drafts)]
 
 
-def sent_by_release(version: str, src: list[str], dst: list[str], **kv_args) -> list[str]:
-    """Where `AscendKVManager.send_kvcache` of a release puts each buffer of a stage."""
+def memory_of(names: list[str], layers: dict[str, tuple[int, str]]) -> dict[str, Any]:
+    """Buffers of a page of a byte, at their numbers."""
+    ones, labels = [1] * len(names), [layers[name] for name in names]
+    memory = memory_of_lists(range(len(names)), ones, ones, labels, page_size=1)
+    for name, buffer in zip(names, memory["entries"], strict=True):
+        buffer["draft"] = name.startswith("draft")
+    return memory
+
+
+def linted(src: list[str], dst: list[str], targets: list[int]) -> Report:
+    """What the linter says of buffers of a stage that go to these of another server."""
+    kinds = {"K": "k", "V": "v", "I": "index_k"}
+    layers = {name: (int(name[-1]), kinds[name[-2]]) for name in [*src, *dst]}
+    blocks = list(range(len(targets))), targets, [1] * len(targets)
+    return lint(from_transfer(memory_of(src, layers), memory_of(dst, layers), blocks, [0], [0]))
+
+
+def sent_by_release(version: str, src: list[str], dst: list[str], **kv_args) -> list[int]:
+    """Which buffer `AscendKVManager.send_kvcache` of a release puts each buffer of a stage in."""
     with release(
         version,
         ascend="disaggregation.ascend.conn",
@@ -157,7 +182,7 @@ def sent_by_release(version: str, src: list[str], dst: list[str], **kv_args) -> 
         page = np.zeros(1, np.int32)
         manager.send_kvcache("session", page, list(range(len(dst))), page, None)
         sglang.conn.CommonKVReceiver._ctx.term()
-    return [dst[target] for _, target, _ in blocks]
+    return [target for _, target, _ in blocks]
 
 
 @pytest.mark.parametrize(
@@ -170,10 +195,13 @@ def test_23893_a_stage_s_buffers_went_to_those_of_other_layers(version, groups, 
     stage = names_of(range(2, 4), groups, num_drafts)
     decode = names_of(range(4), groups, num_drafts)
     kv_args = {"prefill_start_layer": 2, "kv_buf_groups": len(groups), "total_kv_layers": 4}
-    theirs = sent_by_release(version, stage, decode, **kv_args)
+    sent = sent_by_release(version, stage, decode, **kv_args)
+    theirs = [decode[target] for target in sent]
     assert theirs[:2] == stage[:2]
     assert theirs[2:] != stage[2:]
     assert not set(stage) <= set(theirs)
+    entry = shipped_entry("sgl-project/sglang#23893", "lint")
+    assert_refuted_as_written(linted(stage, decode, sent), entry)
 
     _, ours, _ = cpattn.transfer.get_mla_kv_ptrs_with_pp(
         list(range(len(stage))),
@@ -185,6 +213,7 @@ def test_23893_a_stage_s_buffers_went_to_those_of_other_layers(version, groups, 
         is_last_rank=True,
     )
     assert [decode[i] for i in ours] == stage
+    assert_proved(linted(stage, decode, ours), entry)
 
 
 # Lengths of pages under the layout of the FIA operator (#15852).
@@ -194,7 +223,7 @@ def test_15852_a_page_was_as_long_as_a_token(monkeypatch):
     """In 0.5.9: a transfer moved one token of each page. 0.5.10 has the factor."""
     monkeypatch.setenv("ASCEND_USE_FIA", "1")
     sizes = {"size": 64, "page_size": 8, "head_dim": 16}
-    theirs = {}
+    theirs, reports = {}, {}
     for version in ("0.5.9", "0.5.10"):
         with release(
             version,
@@ -212,6 +241,13 @@ def test_15852_a_page_was_as_long_as_a_token(monkeypatch):
                 enable_memory_saver=False,
             )
             _, _, theirs[version] = pool.get_contiguous_buf_infos()
+            memory = memory_of_pool(pool) | {"num_pages": 64 // 8 + 1}
+            begins = [buffer["addr"] + 3 * buffer["item_len"] for buffer in memory["entries"]]
+            blocks = begins, begins, theirs[version]
+            reports[version] = lint(from_transfer(memory, memory, blocks, [3], [3]))
+    entry = shipped_entry("sgl-project/sglang#15852", "lint")
+    assert_refuted_as_written(reports["0.5.9"], entry)
+    assert_proved(reports["0.5.10"], entry)
     pool = cpattn.kv.MHATokenToKVPool(num_layers=3, num_kv_heads=2, dtype="float16", **sizes)
     _, _, ours = pool.get_contiguous_buf_infos()
     token = 2 * 16 * 2  # heads * dim * bytes

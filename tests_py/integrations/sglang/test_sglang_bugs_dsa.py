@@ -15,7 +15,10 @@ import torch
 
 import cpattn
 from cpattn import ForwardMode
+from cpattn.proof import Report, lint
+from cpattn.proof.linting.adapters.selections import from_topk
 from support.distributed.prefill_batches import Case, make_batch, slots_of
+from support.proof.shipped import assert_proved, assert_refuted_as_written, shipped_entry
 from support.sglang.sglang_releases import release
 from support.tolerances import assert_similar
 
@@ -32,15 +35,22 @@ def index_vectors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(shape, generator=random).bfloat16() for shape in shapes)
 
 
+def all_scores() -> torch.Tensor:
+    """Of each new token and every key, in float64."""
+    q, weights, k = (x.double() for x in index_vectors())
+    heads = torch.relu(q.view(len(q), INDEX_HEADS, -1) @ k.T)
+    return (weights[:, None] @ heads).squeeze(1)
+
+
 def best_positions() -> torch.Tensor:
     """The TOPK best of the keys that each new token sees, ascending."""
-    q, weights, k = (x.double() for x in index_vectors())
     (prefix,) = PREFIXED.prefixes
-    best = []
-    for i, (q_row, weight) in enumerate(zip(q, weights, strict=True)):
-        scores = weight @ torch.relu(q_row.view(INDEX_HEADS, -1) @ k[: prefix + i + 1].T)
-        best.append(scores.argsort(descending=True, stable=True)[:TOPK].sort().values)
-    return torch.stack(best)
+    return torch.stack(
+        [
+            scores[: prefix + i + 1].argsort(descending=True, stable=True)[:TOPK].sort().values
+            for i, scores in enumerate(all_scores())
+        ]
+    )
 
 
 def slots_of_request(num_tokens: int) -> torch.Tensor:
@@ -149,6 +159,8 @@ def test_23268_queries_saw_the_start_of_the_prefix_and_no_more(monkeypatch):
     (new,) = PREFIXED.extend_lens
     assert forgetful.max() < new
     assert not (forgetful == expected).all(1).any()
+    entry = shipped_entry("sgl-project/sglang#23268", "lint")
+    assert_refuted_as_written(linted(forgetful), entry)
 
     with (
         release(
@@ -158,6 +170,14 @@ def test_23268_queries_saw_the_start_of_the_prefix_and_no_more(monkeypatch):
     ):
         fixed = positions_by_release(sglang, sglang.cp.prepare_context_parallel_metadata)
     assert torch.equal(fixed, expected.int())
+    assert_proved(linted(fixed), entry)
+
+
+def linted(positions: torch.Tensor) -> Report:
+    """What the linter says of what each new token selects, with the scores of all keys."""
+    (new,), (prefix,) = PREFIXED.extend_lens, PREFIXED.prefixes
+    rows = [([0] * new, range(prefix, prefix + new))]
+    return lint(from_topk([new], [prefix], rows, [positions], topk=TOPK, scores=[all_scores()]))
 
 
 NSA_ENABLED = SimpleNamespace(

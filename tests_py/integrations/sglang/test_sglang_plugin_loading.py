@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from cpattn.integrations.sglang.plugin import SPINS
 from support.entry_points import write_distribution
 
 pytestmark = [
@@ -18,7 +19,7 @@ pytestmark = [
     pytest.mark.engine("sglang"),
 ]
 
-ALL = ["zigzag", "interleave", "topk", "kv"]
+ALL = ["zigzag", "interleave", "topk", "kv", "shards", "attention"]
 
 
 def test_loading(tmp_path):
@@ -40,12 +41,15 @@ def test_loading(tmp_path):
         "hooks per target": [1],
         "uninstalled": [],
         "CPATTN_SGLANG_PARTS": ["zigzag", "interleave", "strict_kv"],
+        "GOMP_SPINCOUNT": [None, SPINS],
     }
     log = [line for line in done.stderr.splitlines() if line.startswith("cpattn.")]
     assert log == [
         "cpattn.integrations.sglang.plugin: cpattn plans for sglang: "
         "ZigzagCPStrategy.build_metadata, InterleaveCPStrategy.build_metadata, "
-        "DeepseekSparseAttnBackend.get_topk_transform_method, group_concurrent_contiguous "
+        "DeepseekSparseAttnBackend.get_topk_transform_method, group_concurrent_contiguous, "
+        "filter_kv_indices_for_shard_rank, PageInterleavePoolAllocator.alloc_extend, "
+        "PageInterleavePoolAllocator.free, PageInterleaveKVPoolMixin.begin_shard_extend "
         "(off: CPATTN_PLUGINS=0)",
         "cpattn.integrations.sglang.plugin: cpattn plans for sglang: "
         "ZigzagCPStrategy.build_metadata, InterleaveCPStrategy.build_metadata, "

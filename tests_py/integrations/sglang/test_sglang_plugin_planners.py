@@ -150,6 +150,27 @@ def test_strict_mla_is_right_or_refuses(sglang, rng, monkeypatch, backend):
     assert min(outcomes.values()) > 20, outcomes
 
 
+def test_strict_mla_keeps_drafts_of_flat_lists_apart(sglang):
+    kind = sglang.conn.CommonKVManager
+    upstream = kind.get_mla_kv_ptrs_with_pp
+    manager = make_manager(kind, prefill_start_layer=2, num_draft_entries=1)
+    stage = ["K2", "K3", "dK0"]
+    for drafts, taken in ((0, "K3"), (1, "dK0"), (2, "dK1")):
+        decode = kv_list(range(4), "K", drafts)
+        assert upstream(manager, stage, decode)[1] == ["K2", "K3", taken]
+        if taken == "dK0":
+            assert planners.strict_mla_kv_ptrs(upstream, manager, stage, decode)[1] == stage
+            continue
+        with pytest.raises(ValueError, match=f"as many drafts as the source, got {drafts}"):
+            planners.strict_mla_kv_ptrs(upstream, manager, stage, decode)
+    first = make_manager(kind, prefill_start_layer=0, num_draft_entries=1, total_kv_layers=4)
+    with pytest.raises(ValueError, match="the stage with drafts must end at layer 4"):
+        planners.strict_mla_kv_ptrs(upstream, first, ["K0", "dK0"], kv_list(range(4), "K", 1))
+    whole = make_manager(kind, prefill_start_layer=0, num_draft_entries=1)
+    both = kv_list(range(4), "K", 1)
+    assert planners.strict_mla_kv_ptrs(upstream, whole, both, both)[1] == both
+
+
 def test_strict_mla_leaves_other_pools_to_sglang():
     def original(*arguments: Any) -> Any:
         return arguments
@@ -165,7 +186,9 @@ def test_layers_are_recorded_for_pools_that_have_all(sglang):
     def original(kv_args: Any, *args: Any, **kwargs: Any) -> None:
         kv_args.seen = (args, kwargs)
 
-    for kind, recorded in (("MHATokenToKVPool", 61), ("HybridLinearKVPool", 0)):
+    for kind, recorded in (
+        ("MHATokenToKVPool", 61), ("MLATokenToKVPool", 61), ("HybridLinearKVPool", 0)
+    ):  # fmt: skip
         pool, kv_args = object.__new__(getattr(sglang.pools, kind)), SimpleNamespace()
         planners.record_kv_layers(original, kv_args, pool, None, 61, req_to_token_pool="r")
         assert kv_args.seen == ((pool, None, 61), {"req_to_token_pool": "r"})
@@ -201,7 +224,7 @@ def test_switching_at_run_time(sglang, switch):
 def test_an_unknown_part_is_refused(switch, monkeypatch):
     message = (
         r"parts \(CPATTN_SGLANG_PARTS\) must be among "
-        r"\('metadata', 'topk', 'kv', 'strict_kv'\), got 'speed'"
+        r"\('metadata', 'topk', 'kv', 'shards', 'strict_kv', 'attention'\), got 'speed'"
     )
     with pytest.raises(ValueError, match=message):
         plugin.install("speed")
@@ -234,7 +257,8 @@ def test_what_a_release_lacks_is_left_alone(sglang, switch, monkeypatch, caplog,
     assert "InterleaveCPStrategy.build_metadata alone: 'types.SimpleNamespace'" in caplog.text
     assert "get_topk_transform_method alone: no device" in caplog.text
     assert (
-        "sglang: ZigzagCPStrategy.build_metadata, group_concurrent_contiguous (off" in caplog.text
+        "sglang: ZigzagCPStrategy.build_metadata, group_concurrent_contiguous, "
+        "filter_kv_indices_for_shard_rank, " in caplog.text
     )
 
 

@@ -86,7 +86,13 @@ def run_case(case: Case, cp_size: int) -> dict:
             topk_indices=topk_indices,
         )
         gather = SGLANG.cp.cp_gather_after_forward
+        strategy, planned = SGLANG.cp_base.get_cp_strategy(), backend.forward_metadata
+        local = strategy.local_q_indices(sum(case.extend_lens), forward_batch)
         return {
+            "block_tables": planned.block_tables,
+            "actual_seq_lengths_kv": planned.actual_seq_lengths_kv,
+            "local_q_indices": local[local < sum(case.extend_lens)],
+            "tables": batch.block_tables,
             "index_vectors": vectors,
             "q_rope": inputs.q_rope,
             "topk_indices": gather(topk_indices, forward_batch),

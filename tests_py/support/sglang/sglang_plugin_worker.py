@@ -60,6 +60,14 @@ def group_pages() -> Any:
     return group_concurrent_contiguous(np.zeros(2, np.uint8), np.zeros(2, np.uint8))
 
 
+def filter_pages() -> Any:
+    from sglang.srt.disaggregation.common.conn import filter_kv_indices_for_shard_rank
+
+    return filter_kv_indices_for_shard_rank(
+        kv_indices=np.array([-1]), index_slice=slice(0, 1), shard_rank=0, shard_size=2
+    )
+
+
 def match_buffers() -> Any:
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 
@@ -75,6 +83,7 @@ def who_plans() -> list[str]:
         "interleave": lambda: make_metadata("interleave"),
         "topk": choose_topk,
         "kv": group_pages,
+        "shards": filter_pages,
         "strict_kv": match_buffers,
     }
     ours = []
@@ -83,7 +92,30 @@ def who_plans() -> list[str]:
             job()
         except (TypeError, ValueError):
             ours.append(name)
+    if is_backend_known():
+        ours.append("attention")
     return ours
+
+
+def is_backend_known() -> bool:
+    """Whether sglang takes ``--attention-backend cpattn``, and then finds it."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+
+    times = ATTENTION_BACKEND_CHOICES.count("cpattn")
+    assert times == ("cpattn" in ATTENTION_BACKENDS), times
+    return times == 1
+
+
+def spins_of(**variables: str) -> str | None:
+    """How long OpenMP's threads are told to spin where the attention backend is known."""
+    from cpattn.integrations import sglang as plugin
+
+    os.environ.pop("OMP_WAIT_POLICY", None)
+    os.environ.pop("GOMP_SPINCOUNT", None)
+    with environment(**variables):
+        plugin.install("attention")
+    return os.environ.get("GOMP_SPINCOUNT")
 
 
 def main() -> None:
@@ -109,6 +141,7 @@ def main() -> None:
     with environment(CPATTN_SGLANG_PARTS="strict_kv, metadata"):
         load_plugins()
         answers["CPATTN_SGLANG_PARTS"] = who_plans()
+    answers["GOMP_SPINCOUNT"] = [spins_of(SGLANG_USE_CPU_ENGINE=engine) for engine in "01"]
     print(json.dumps(answers))
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from audit.records import note
@@ -71,6 +72,14 @@ def load() -> SimpleNamespace | None:
         return None
     note("engine", "sglang, its KV transfer alone", _version(root))
     return _load(root)
+
+
+def load_or_skip() -> SimpleNamespace:
+    """The same for a test, which is skipped where sglang is not to be found."""
+    modules = load()
+    if modules is None:
+        pytest.skip("sglang is not installed and CPATTN_SGLANG names no wheel of it")
+    return modules
 
 
 def _version(root: Path | zipfile.Path) -> str:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planning of sglang 0.5.23 done by cpattn: a plug-in in its group ``sglang.srt.plugins``.
+"""cpattn in sglang 0.5.23: a plug-in in its group ``sglang.srt.plugins``.
 
     pip install .                               # on, in every process of the engine
     CPATTN_PLUGINS=0 sglang serve ...           # off
+
+What sglang plans is then planned by cpattn, and ``--attention-backend cpattn`` has it compute
+attention on a CPU.
 
 By hand, before the engine starts, without the entry point:
 
@@ -11,6 +14,9 @@ By hand, before the engine starts, without the entry point:
 
 ``metadata``  context-parallel metadata as sglang's own objects
 ``planners``  the top-k choice and the planners of KV transfer
+``shards``    the plans of pools whose pages are striped over ranks
+``attention`` the attention backend
+``cpu_engine``  stand-ins for what sglang imports on a CPU and PyPI has not for one
 ``plugin``    what is hooked where, and the switch
 """
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import _core
+from ...context_parallel.metadata import build_cp_metadata
 
 # In the order of the core's packed arrays.
 _TENSORS = tuple(
@@ -116,14 +117,18 @@ def build_metadata(
 def _plan(
     strategy: Any, num_tokens: Any, seqs_len: Any, extend_seqs_len: Any
 ) -> _core.ContextParallelMetadata:
-    rank, size, name = strategy.cp_rank, strategy.cp_size, strategy.name
+    make = functools.partial(
+        build_cp_metadata,
+        cp_rank=strategy.cp_rank,
+        cp_size=strategy.cp_size,
+        strategy=strategy.name,
+        compat=True,
+    )
     try:
-        return _core.build_cp_metadata(
-            extend_seqs_len, seqs_len, rank, size, name, num_tokens, "baked", True
-        )
+        return make(extend_seqs_len, seqs_len, num_tokens=num_tokens)
     except (TypeError, ValueError):  # what only sglang takes, or nobody
         extend, seqs, tokens = _read(num_tokens, seqs_len, extend_seqs_len)
-        return _core.build_cp_metadata(extend, seqs, rank, size, name, tokens, "baked", True)
+        return make(extend, seqs, num_tokens=tokens)
 
 
 def _read(

@@ -55,13 +55,15 @@ def record_kv_layers(
 ) -> None:
     """Keep in ``kv_args.total_kv_layers`` what ``setup_state_kv_args`` is told and forgets.
 
-    Of pools with K and V of every layer. A hybrid model has them for some of its layers, and 0
-    says that it is not known how many.
+    Of pools with K and V, or a latent, of every layer. A hybrid model has them for some of its
+    layers, and 0 says that it is not known how many.
     """
     original(kv_args, token_to_kv_pool, draft_token_to_kv_pool, total_kv_layers, *args, **kwargs)
-    has_all_layers = isinstance(
-        token_to_kv_pool, _from_sglang("mem_cache.memory_pool", "MHATokenToKVPool")
+    kinds = tuple(
+        _from_sglang("mem_cache.memory_pool", name)
+        for name in ("MHATokenToKVPool", "MLATokenToKVPool")
     )
+    has_all_layers = isinstance(token_to_kv_pool, kinds)
     kv_args.total_kv_layers = total_kv_layers if has_all_layers else 0
 
 
@@ -87,12 +89,25 @@ def strict_mla_kv_ptrs(
     dst_kv_ptrs: list[int],
     state_type: Any = None,
 ) -> tuple[list[int], list[int], int]:
-    """``get_mla_kv_ptrs_with_pp`` that never crosses from one group of buffers into the next."""
+    """``get_mla_kv_ptrs_with_pp`` that never crosses from one group of buffers into the next.
+
+    Of lists with one entry for each layer, drafts go to as many drafts, and to nothing else.
+    """
     kv_args = self.kv_args
     groups = getattr(kv_args, "kv_buf_groups", 1)
     hidden = getattr(kv_args, "hidden_kv_layers", 0)
-    is_grouped = groups > 1 and hidden and not getattr(kv_args, "mla_compression_ratios", None)
-    if state_type is not None or not is_grouped:
+    drafts = getattr(kv_args, "num_draft_entries", 0)
+    if state_type is not None or getattr(kv_args, "mla_compression_ratios", None):
+        return original(self, src_kv_ptrs, dst_kv_ptrs, state_type)
+    if groups == 1 and drafts and len(src_kv_ptrs) != len(dst_kv_ptrs):
+        return get_mla_kv_ptrs_with_pp(
+            src_kv_ptrs,
+            dst_kv_ptrs,
+            prefill_start_layer=kv_args.prefill_start_layer,
+            total_kv_layers=getattr(kv_args, "total_kv_layers", 0),
+            num_draft_entries=drafts,
+        )
+    if groups == 1 or not hidden:
         return original(self, src_kv_ptrs, dst_kv_ptrs, state_type)
     parallel = _from_sglang("runtime_context", "get_parallel")()
     return get_mla_kv_ptrs_with_pp(

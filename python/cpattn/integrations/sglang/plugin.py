@@ -15,10 +15,13 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from . import metadata, planners
+from ...proof.captures.recorder import capture_by_environment
+from . import metadata, planners, shards
 
 SGLANG = "0.5.23"  # the release whose results are matched
-DEFAULT_PARTS = ("metadata", "topk", "kv")
+DEFAULT_PARTS = ("metadata", "topk", "kv", "shards", "attention")
+BACKEND = "cpattn"  # of --attention-backend
+SPINS = "30000"  # some tenths of a millisecond, longer than from one operator of torch to the next
 
 _logger = logging.getLogger(__name__)
 _active: set[str] = set()  # parts that are on
@@ -60,6 +63,33 @@ _HOOKS = (
         planners.group_concurrent_contiguous,
     ),
     _Hook(
+        "shards",
+        "disaggregation.utils",
+        "filter_kv_indices_for_shard_rank",
+        shards.filter_kv_indices_for_shard_rank,
+    ),
+    _Hook(
+        "shards",
+        "mem_cache.allocator.page_interleave",
+        "PageInterleavePoolAllocator.alloc_extend",
+        shards.alloc_extend,
+        calls_original=True,
+    ),
+    _Hook(
+        "shards",
+        "mem_cache.allocator.page_interleave",
+        "PageInterleavePoolAllocator.free",
+        shards.free,
+        calls_original=True,
+    ),
+    _Hook(
+        "shards",
+        "mem_cache.page_interleave_pool",
+        "PageInterleaveKVPoolMixin.begin_shard_extend",
+        shards.begin_shard_extend,
+        calls_original=True,
+    ),
+    _Hook(
         "strict_kv",
         "disaggregation.utils",
         "setup_state_kv_args",
@@ -88,7 +118,7 @@ _HOOKS = (
         calls_original=True,
     ),
 )
-PARTS = tuple(dict.fromkeys(hook.part for hook in _HOOKS))
+PARTS = (*dict.fromkeys(hook.part for hook in _HOOKS), "attention")
 
 
 def install(*parts: str) -> None:
@@ -100,9 +130,11 @@ def install(*parts: str) -> None:
     Parameters
     ----------
     *parts : str
-        Of ``"metadata"``, ``"topk"``, ``"kv"`` and ``"strict_kv"``. If none are given, those that
-        the environment variable CPATTN_SGLANG_PARTS lists, separated by commas; else all but
-        ``"strict_kv"``. With CPATTN_PLUGINS=0 in the environment nothing happens.
+        Of ``"metadata"``, ``"topk"``, ``"kv"``, ``"shards"``, ``"attention"`` and
+        ``"strict_kv"``. If none are given, those that the environment variable CPATTN_SGLANG_PARTS
+        lists, separated by commas; else all but ``"strict_kv"``. With CPATTN_PLUGINS=0 in the
+        environment nothing happens. ``"attention"`` makes the name cpattn one of those that
+        ``--attention-backend`` takes; who does not say it keeps sglang's own.
 
     Raises
     ------
@@ -113,6 +145,7 @@ def install(*parts: str) -> None:
     """
     if os.environ.get("CPATTN_PLUGINS") == "0" or (_active and not parts):
         return
+    capture_by_environment()
     wanted = parts or _parts_of_environment()
     for part in wanted:
         if part not in PARTS:
@@ -124,12 +157,14 @@ def install(*parts: str) -> None:
     _register([hook for hook in hooks if hook.target not in _hooked])
     _active.clear()
     _active.update(wanted)
+    _name_backend("attention" in wanted)
     _log(hooks)
 
 
 def uninstall() -> None:
     """Switch all parts off: sglang's own functions are called again."""
     _active.clear()
+    _name_backend(False)
 
 
 def _parts_of_environment() -> tuple[str, ...]:
@@ -152,6 +187,33 @@ def _register(hooks: list[_Hook]) -> None:
     # sglang applies the hooks of all its plug-ins itself, after the last of them.
     if plugins._current_plugin_source.get() is None:
         registry.apply_hooks()
+
+
+def _name_backend(known: bool) -> None:
+    """Have sglang know the attention backend, or not. Its class is imported when it is asked for.
+
+    Threads of GNU's OpenMP that have no work spin for milliseconds, on the CPUs that cpattn's then
+    have to share: where sglang runs on a CPU, the processes that it starts are told to spin less,
+    unless somebody has said how long.
+    """
+    choices = importlib.import_module("sglang.srt.arg_groups.choices").ATTENTION_BACKEND_CHOICES
+    if known and BACKEND not in choices:
+        choices.append(BACKEND)
+    elif not known and BACKEND in choices:
+        choices.remove(BACKEND)
+    registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
+    if known:
+        registry.register_attention_backend(BACKEND)(_make_backend)
+        if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and "OMP_WAIT_POLICY" not in os.environ:
+            os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    else:
+        registry.ATTENTION_BACKENDS.pop(BACKEND, None)
+
+
+def _make_backend(runner: Any) -> Any:
+    from .attention import CpattnAttnBackend
+
+    return CpattnAttnBackend(runner)
 
 
 def _is_there(hook: _Hook) -> bool:
@@ -182,5 +244,6 @@ def _log(hooks: list[_Hook]) -> None:
     found = importlib.import_module("sglang.version").__version__
     if found != SGLANG:
         _logger.warning("cpattn matches sglang %s, this is %s", SGLANG, found)
-    names = ", ".join(hook.name for hook in hooks)
-    _logger.info("cpattn plans for sglang: %s (off: CPATTN_PLUGINS=0)", names)
+    if hooks:
+        names = ", ".join(hook.name for hook in hooks)
+        _logger.info("cpattn plans for sglang: %s (off: CPATTN_PLUGINS=0)", names)

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="import-not-found", allow-subclassing-any
+"""What sglang asks of an attention backend on a CPU, done by `cpattn.run_attention`.
+
+The KV cache is sglang's own, read in place: of each layer keys and values [slots, num_kv_heads,
+head_dim], in which the slots of a page follow each other. Which slots a request has is a row of
+`req_to_token`; every page_size-th of them says the page. Layers with sliding windows may have a
+smaller pool of their own, with slots of its own. A pool of MLA has latents [slots, 1, kv_lora_rank
++ qk_rope_head_dim], which begin with the values; prefill is absorbed there like decode.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.cp.base import get_cp_strategy
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.models.deepseek_common import attention_backend_handler
+from sglang.srt.runtime_context import get_parallel, get_spec
+
+from ... import _core
+from ..._core import AttentionPlan
+from ...attention import plan_attention, run_attention
+
+_SERVED = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_CODES: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+_logger = logging.getLogger(__name__)
+
+
+class _Kind(NamedTuple):
+    """What layers must have in common to share a plan."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int | None
+    in_window_pool: bool
+
+
+def _refuse(what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"--attention-backend cpattn does not serve {what}; sglang's own backend for a CPU is "
+        "--attention-backend torch_native"
+    )
+
+
+class CpattnAttnBackend(TorchNativeAttnBackend):
+    """Attention of decoder layers; writing the KV cache is sglang's.
+
+    Parameters
+    ----------
+    runner : sglang's ModelRunner
+
+    Raises
+    ------
+    NotImplementedError
+        For what of the model or of the server's arguments cannot be served, by name, before the
+        server takes a request.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self._page_size: int = runner.page_size
+        self._plans: dict[_Kind, AttentionPlan] = {}
+        self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        _check_runner(runner)
+        if type(self.token_to_kv_pool) is MLATokenToKVPool:
+            # Else models expand the keys of a prompt without a prefix, and cache latents aside.
+            attention_backend_handler.AttentionBackendRegistry.register(
+                "cpattn", attention_backend_handler._dispatch_mla_subtype
+            )
+        if "CPATTN_NUM_THREADS" not in os.environ:
+            _core.set_num_threads(torch.get_num_threads())
+        _logger.info(
+            "cpattn computes attention: %s, pages of %d, %d threads",
+            str(runner.kv_cache_dtype).removeprefix("torch."),
+            self._page_size,
+            _core.default_num_threads(),
+        )
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Begin a forward pass: plans are made when the first layer of a kind asks."""
+        super().init_forward_metadata(forward_batch)
+        self._plans.clear()
+
+    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._attend(*args, **kwargs)
+
+    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._attend(*args, **kwargs)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Attention of q [num_tokens, num_heads * head_dim], [num_tokens, num_heads * v_head_dim].
+
+        `k` and `v` [num_tokens, num_kv_heads, dim] are written first, if they are given: layers
+        that share the cache of another one have none.
+        """
+        _check_call(layer, forward_batch, others)
+        if k is not None and not save_kv_cache:
+            _refuse("keys that are not in the KV cache")
+        scales = self._scales(layer)
+        split = forward_batch.attn_cp_metadata
+        if k is not None and v is not None and split is not None:
+            # Those of all ranks, in the order of the tokens: each rank has the whole cache.
+            get_cp_strategy().materialize_full_kv(
+                forward_batch, layer, k, v, swa_loc=self.swa_out_cache_loc
+            )
+        elif k is not None and v is not None:
+            where = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, **scales)
+        num_heads, v_head_dim = layer.tp_q_head_num, layer.v_head_dim
+        result = out = q.new_empty((len(q), num_heads * v_head_dim))
+        if split is not None:  # rows beyond it fill up the share of the rank
+            num_tokens = split.total_q_prev_tokens + split.total_q_next_tokens
+            result[num_tokens:] = 0
+            q, out = q[:num_tokens], out[:num_tokens]
+        run_attention(
+            self._plan(layer, forward_batch),
+            q.reshape(-1, num_heads, layer.qk_head_dim),
+            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+            **scales,
+            scale=layer.scaling,
+            softcap=layer.logit_cap or 0.0,
+            sinks=None if sinks is None else sinks.float(),
+            out=out.view(-1, num_heads, v_head_dim),
+        )
+        return result
+
+    def _scales(self, layer: Any) -> dict[str, Any]:
+        """Those of codes: a checkpoint may have some that do not concern the cache."""
+        if self.token_to_kv_pool.dtype not in _CODES:
+            return {}
+        return {"k_scale": layer.k_scale_float or 1.0, "v_scale": layer.v_scale_float or 1.0}
+
+    def _plan(self, layer: Any, forward_batch: Any) -> AttentionPlan:
+        window = layer.sliding_window_size
+        kind = _Kind(
+            num_heads=layer.tp_q_head_num,
+            num_kv_heads=layer.tp_k_head_num,
+            head_dim=layer.qk_head_dim,
+            v_head_dim=layer.v_head_dim,
+            window=window if window >= 0 else None,
+            in_window_pool=self._in_window_pool(layer.layer_id),
+        )
+        if kind not in self._plans:
+            self._plans[kind] = self._make_plan(kind, layer, forward_batch)
+        return self._plans[kind]
+
+    def _in_window_pool(self, layer_id: int) -> bool:
+        pool = self.token_to_kv_pool
+        return isinstance(pool, SWAKVPool) and pool.layers_mapping[layer_id][1]
+
+    def _make_plan(self, kind: _Kind, layer: Any, forward_batch: Any) -> AttentionPlan:
+        """Of the whole batch; sglang's window, like ours, does not count the token itself."""
+        kv_lens = forward_batch.seq_lens
+        decodes = forward_batch.forward_mode.is_decode()
+        q_lens = torch.ones_like(kv_lens) if decodes else forward_batch.extend_seq_lens
+        columns = slice(0, int(kv_lens.max()), self._page_size)
+        slots = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, columns]
+        if kind.in_window_pool:
+            # Pages before the window may have been given back: their slots are 0, where nobody's
+            # keys are, and are not seen.
+            slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
+        split = forward_batch.attn_cp_metadata
+        if split is not None:  # the first shares of all requests, then the second ones
+            q_lens = split.actual_seq_q_combined_tensor
+            kv_lens = split.kv_len_combined_tensor
+            slots = slots.repeat(2, 1)
+        num_slots = len(self.token_to_kv_pool.get_key_buffer(layer.layer_id))
+        return plan_attention(
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            block_tables=slots // self._page_size,
+            page_size=self._page_size,
+            num_pages=num_slots // self._page_size,
+            num_heads=kind.num_heads,
+            num_kv_heads=kind.num_kv_heads,
+            head_dim=kind.head_dim,
+            v_head_dim=kind.v_head_dim,
+            window=kind.window,
+        )
+
+
+def _check_runner(runner: Any) -> None:
+    """What is known when the server starts."""
+    parallel, config = get_parallel(), runner.model_config
+    if str(runner.device) != "cpu":
+        _refuse(f"the device {runner.device}")
+    if get_spec().speculative_algorithm is not None:
+        _refuse("speculative decoding")
+    if parallel.attn_cp_size > 1:
+        _check_context_parallel(parallel, runner)
+    if parallel.attn_dcp_size > 1:
+        _refuse("context parallelism of decoding (--dcp-size)")
+    if runner.server_args.enable_dp_attention:
+        _refuse("--enable-dp-attention")
+    if runner.attention_chunk_size is not None:
+        _refuse("attention in chunks, as of Llama 4")
+    if config.is_encoder_decoder:
+        _refuse("cross attention to an encoder")
+    if runner.dtype not in _FLOATS:
+        _refuse(f"models in {runner.dtype}")
+    pool = runner.token_to_kv_pool
+    pools = (pool.full_kv_pool, pool.swa_kv_pool) if type(pool) is SWAKVPool else (pool,)
+    for part in pools:
+        _check_pool(part, runner.dtype)
+
+
+def _check_context_parallel(parallel: Any, runner: Any) -> None:
+    if not parallel.enable_prefill_cp:
+        _refuse("context parallelism (--attn-cp-size) without --enable-prefill-cp")
+    if parallel.cp_strategy != "zigzag":
+        _refuse(f"--cp-strategy {parallel.cp_strategy}, only zigzag")
+    if type(runner.token_to_kv_pool) is MLATokenToKVPool:
+        _refuse("context parallelism (--attn-cp-size) of MLA")
+
+
+def _check_pool(pool: Any, dtype: torch.dtype) -> None:
+    if type(pool) is MHATokenToKVPool:
+        if pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
+            _refuse("a KV cache in another layout than [slots, heads, head_dim]")
+        codes = _CODES
+    elif type(pool) is MLATokenToKVPool:
+        if pool.use_dsa:
+            _refuse("sparse attention (DSA)")
+        codes = ()
+    else:
+        _refuse(f"a KV cache of the type {type(pool).__name__}")
+    if pool.dtype != dtype and pool.dtype not in codes:
+        _refuse(f"a KV cache in {pool.dtype} of a model in {dtype}")
+
+
+def _check_call(layer: Any, forward_batch: Any, others: dict[str, Any]) -> None:
+    """What only a layer or a batch shows."""
+    if forward_batch.forward_mode not in _SERVED:
+        _refuse(f"batches of the mode {forward_batch.forward_mode.name}")
+    if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+        _refuse(f"attention of the type {layer.attn_type} other than of decoders")
+    if layer.pos_encoding_mode != "NONE" or layer.xai_temperature_len > 0:
+        _refuse("positions inside attention, as of Grok")
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        _refuse(f"the softcap {layer.logit_capping_method}")
+    if forward_batch.mha_return_lse:
+        _refuse("results with their log-sum-exp")
+    asked_for = sorted(name for name, value in others.items() if value is not None)
+    if asked_for:
+        _refuse(f"the arguments {', '.join(asked_for)} of a layer")

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stand-ins for what sglang imports on a CPU: nothing of them computes anything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support.children import path_with
+from support.time_limits import PATIENCE
+
+NAMES = """
+import os, sys
+from cpattn.integrations.sglang import cpu_engine
+
+def error_of(program):
+    try:
+        exec(program)
+    except (AttributeError, ImportError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+with cpu_engine.install():
+    from torchvision.transforms.functional import InterpolationMode
+    from torchvision.transforms import functional
+    import transformers.utils
+    assert InterpolationMode.BICUBIC.value == "bicubic"
+    assert os.environ["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert not transformers.utils.is_torchvision_available()
+    for program in (
+        "import torchvision; torchvision.ops",
+        "from torchvision.transforms import Resize",
+        "functional.resize",
+        "from sgl_kernel import copy_all_layer_kv_cache_cpu; copy_all_layer_kv_cache_cpu(1, 2)",
+        "import sgl_kernel; sgl_kernel.silu_and_mul",
+        "import sgl_kernel.scalar_type",
+        "import torch; torch.ops.sgl_kernel.decode_attention_cpu",
+    ):
+        print(error_of(program))
+assert "torchvision" not in sys.modules and "sgl_kernel" not in sys.modules
+"""
+
+ERRORS = [
+    ("AttributeError", "torchvision", "cpattn's stand-in", "has no ops", "InterpolationMode"),
+    ("ImportError", "Resize"),
+    ("AttributeError", "torchvision", "cpattn's stand-in", "has no resize"),
+    ("NotImplementedError", "sgl_kernel.copy_all_layer_kv_cache_cpu", "cpattn's stand-in"),
+    ("AttributeError", "sgl_kernel", "cpattn's stand-in", "has no silu_and_mul"),
+    ("ModuleNotFoundError", "sgl_kernel.scalar_type"),
+    ("AttributeError", "sgl_kernel", "decode_attention_cpu"),
+]
+
+
+def run(program, *folders, **environment):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env={**os.environ, "PYTHONPATH": path_with(*folders), **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+
+
+def test_what_is_absent_is_named():
+    done = run(NAMES)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(ERRORS)
+    for line, parts in zip(lines, ERRORS, strict=True):
+        assert all(part in line for part in parts), line
+
+
+def test_what_is_installed_is_not_hidden(tmp_path):
+    (tmp_path / "sgl_kernel.py").write_text("mine = True\n")
+    done = run(
+        "from cpattn.integrations.sglang import cpu_engine\n"
+        "cpu_engine.install()\n"
+        "import sgl_kernel, torchvision\n"
+        "print(sgl_kernel.mine, hasattr(torchvision, 'InterpolationMode'))\n",
+        tmp_path,
+    )
+    assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+@pytest.mark.parametrize("engine", ["0", "1"])
+def test_after_sglang_it_is_too_late(engine):
+    done = run(
+        "import sys, types\n"
+        "sys.modules['sglang.srt.utils'] = types.ModuleType('sglang.srt.utils')\n"
+        "from cpattn.integrations.sglang import cpu_engine\n"
+        "cpu_engine.install()\n",
+        SGLANG_USE_CPU_ENGINE=engine,
+    )
+    assert ("must be called before sglang is imported" in done.stderr) == (engine == "0")
+    assert (done.returncode == 0) == (engine == "1")

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sglang's whole engine on a CPU with the attention backend cpattn, found as an installed plug-in
+is: the tokens of eager attention, alone, batched and from the radix cache."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from support.children import path_with
+from support.entry_points import write_distribution
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("sglang is not installed", allow_module_level=True)
+
+from support.sglang.sglang_models import (
+    ENVIRONMENT,
+    eager_answers,
+    leave_nothing,
+    write_tokenizer,
+)
+from support.vllm.vllm_models import random_prompts, write_model
+
+TIMEOUT = 900.0  # seconds, of engines one after the other
+pytestmark = [pytest.mark.engine("sglang"), pytest.mark.timeout(TIMEOUT + 60)]
+
+# More of them than places in a batch; what they share is more than a page of 64.
+PROMPTS = random_prompts([150, 77, 300, 84, 91, 101], shared=70)
+NUM_TOKENS = 12
+# Chunks, steps that mix prefill and decode, windows, softcap; grouped heads in each.
+RUNS = {
+    "llama": {
+        "page_size": 16,
+        "chunked_prefill_size": 64,
+        "enable_mixed_chunk": True,
+        "max_running_requests": 4,
+    },
+    "qwen3": {"page_size": 64},
+    "gemma2": {"page_size": 1},
+}
+SLOW_RUNS = {
+    "deepseek_v3": {"page_size": 16},
+    "deepseek_v3 with experts": {"page_size": 16},
+    "mistral": {"page_size": 128, "disable_radix_cache": True},
+    "gemma3_text": {"page_size": 16, "chunked_prefill_size": 128, "disable_overlap_schedule": True},
+}
+# Two ranks over gloo.
+RANKS_RUNS = {
+    "qwen3 in tensor parallel": {"page_size": 16, "tp_size": 2},
+    "qwen3 in context parallel": {
+        "page_size": 16,
+        "tp_size": 2,
+        "attn_cp_size": 2,
+        "enable_prefill_cp": True,
+        "cp_strategy": "zigzag",
+    },
+}
+# Of a model's configuration.
+CHANGES = {
+    "deepseek_v3 with experts": {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "n_group": 2,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",  # names of before transformers 5 that sglang reads
+        "scoring_func": "sigmoid",
+    }
+}
+
+
+def answers_of(runs, folder, *arguments, **environment):
+    """Of each model what sglang says, and eager attention; and sglang's log."""
+    for name in runs:
+        write_model(folder / name, name.split()[0], **CHANGES.get(name, {}))
+    described = [
+        {
+            "engine": {
+                "model_path": str(folder / name),
+                "dtype": "float32",
+                "attention_backend": "cpattn",
+                **options,
+            },
+            "rounds": [PROMPTS[:1], PROMPTS, PROMPTS[::-1]],
+            "sampling": {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True},
+        }
+        for name, options in runs.items()
+    ]
+    (folder / "runs.json").write_text(json.dumps(described))
+    (folder / "site").mkdir()
+    write_distribution(folder / "site")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "support.sglang.sglang_generate",
+            folder / "runs.json",
+            folder / "results.json",
+            *arguments,
+        ],
+        env={**os.environ, **ENVIRONMENT, **environment, "PYTHONPATH": path_with(folder / "site")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    results = json.loads((folder / "results.json").read_text())
+    eager = [eager_answers(folder / name, PROMPTS, NUM_TOKENS) for name in runs]
+    return dict(zip(runs, zip(results, eager, strict=True), strict=True)), done.stdout
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    return answers_of(RUNS, tmp_path_factory.mktemp("engines"))
+
+
+@pytest.fixture(scope="module")
+def slow_answers(tmp_path_factory):
+    return answers_of(SLOW_RUNS, tmp_path_factory.mktemp("slow_engines"))
+
+
+@pytest.fixture(scope="module")
+def ranks_answers(tmp_path_factory):
+    cpus = sorted(os.sched_getaffinity(0))
+    return answers_of(
+        RANKS_RUNS,
+        tmp_path_factory.mktemp("ranks"),
+        "--without-streams",
+        SGLANG_CPU_OMP_THREADS_BIND=f"{cpus[0]}|{cpus[-1]}",
+    )
+
+
+def assert_tokens(result, eager):
+    assert len(set(map(tuple, eager))) == len(eager)  # answers depend on the prompts,
+    assert len({token for tokens in eager for token in tokens}) > 20  # and are hard to guess
+    alone, batched, again = result["tokens"]
+    assert alone == eager[:1]
+    assert batched == eager
+    assert again[::-1] == eager
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_tokens_of_eager_attention(answers, kind):
+    result, eager = answers[0][kind]
+    assert_tokens(result, eager)
+    page = RUNS[kind]["page_size"]
+    shared, length = 70 // page * page, 300 // page * page
+    assert result["num_cached"][0] == [0]
+    assert min(result["num_cached"][1]) >= shared
+    assert max(result["num_cached"][2]) >= length - page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SLOW_RUNS)
+def test_tokens_of_eager_attention_slow(slow_answers, kind):
+    assert_tokens(*slow_answers[0][kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RANKS_RUNS)
+def test_tokens_of_eager_attention_over_ranks(ranks_answers, kind):
+    assert_tokens(*ranks_answers[0][kind])
+
+
+@pytest.mark.slow
+def test_prompts_are_split_over_ranks(ranks_answers):
+    """With what `sglang_generate` supplies, where sglang 0.5.23 asks for a stream of CUDA."""
+    assert ranks_answers[1].count("a stream is asked for") >= 2 * 3  # ranks, rounds
+
+
+def test_one_line_of_the_log_says_that_it_is_on(answers):
+    lines = [line for line in answers[1].splitlines() if "cpattn computes attention" in line]
+    assert [line.partition("cpattn ")[2].split(", ")[:2] for line in lines] == [
+        ["computes attention: float32", f"pages of {options['page_size']}"]
+        for options in RUNS.values()
+    ]
+
+
+def ask(port, path, body=None):
+    """None where nobody listens, or not yet."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}")
+    if body is not None:
+        request.data = json.dumps(body).encode()
+        request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT / 4) as answer:
+            return answer.read()
+    except (urllib.error.URLError, ConnectionError):
+        return None
+
+
+@pytest.mark.slow
+def test_the_server_of_the_documents(tmp_path):
+    write_tokenizer(write_model(tmp_path / "llama"))
+    write_distribution(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "cpattn.integrations.sglang.cpu_engine", "serve"),
+                *("--model-path", tmp_path / "llama", "--port", str(port), "--dtype", "float32"),
+                *("--device", "cpu", "--attention-backend", "cpattn", "--page-size", "16"),
+                *("--max-total-tokens", "2048"),
+            ],
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path_with(tmp_path)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        end = time.monotonic() + TIMEOUT / 2
+        while server.poll() is None and time.monotonic() < end and ask(port, "/health") is None:
+            time.sleep(0.5)
+        text = " ".join(f"w{token}" for token in PROMPTS[1])
+        asked = {"model": "default", "prompt": text, "max_tokens": NUM_TOKENS, "temperature": 0}
+        answer = ask(port, "/v1/completions", asked)
+        if server.poll() is None:
+            leave_nothing(server.pid)
+    finally:
+        server.terminate()  # and it ends those that it started
+        server.wait(timeout=TIMEOUT / 4)
+    log = (tmp_path / "log").read_text()
+    assert answer is not None, log[-4000:]
+    [eager] = eager_answers(tmp_path / "llama", PROMPTS[1:2], NUM_TOKENS)
+    assert json.loads(answer)["choices"][0]["text"].split() == [f"w{token}" for token in eager]
+    assert log.count("cpattn computes attention: float32, pages of 16") == 1

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans that sglang's own code makes, of all ranks: proved by the linter, and refuted damaged."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cpattn.kv import PageInterleave
+from cpattn.proof import lint
+from cpattn.proof.linting.adapters.context_parallel import from_metadata
+from cpattn.proof.linting.adapters.shards import from_striped_writes
+from support.sglang import sglang_planning
+from support.sglang.striped_pools import (
+    extend_arguments,
+    make_allocator,
+    make_pool,
+    random_extend,
+    random_sizes,
+)
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
+    pytest.mark.engine("sglang"),
+]
+
+
+@pytest.fixture(scope="module")
+def sglang() -> SimpleNamespace:
+    return sglang_planning.load()
+
+
+def kinds(document: dict[str, Any]) -> set[str]:
+    return {found.kind for found in lint(document, shrink=False).findings}
+
+
+def metadata_of(
+    sglang: SimpleNamespace, name: str, size: int, extend: list[int], prefix: list[int], pad: int
+) -> list[Any]:
+    """What `build_metadata` of each rank makes, its rows padded as a forward pass does."""
+    base = {
+        "zigzag": sglang.zigzag.ZigzagCPStrategy,
+        "interleave": sglang.interleave.InterleaveCPStrategy,
+    }[name]
+    total = [e + p for e, p in zip(extend, prefix, strict=True)]
+    of_ranks = []
+    for rank in range(size):
+        strategy = type("Strategy", (base,), {"cp_rank": rank})(size)
+        made = strategy.build_metadata(sum(extend) + pad, total, extend)
+        of_ranks.append(made)
+    return of_ranks
+
+
+@pytest.mark.parametrize("name", ["zigzag", "interleave"])
+def test_metadata_of_all_ranks(sglang, name):
+    rng = np.random.default_rng(5)
+    checked: set[str] = set()
+    for _ in range(40):
+        size, bs = int(rng.integers(2, 9)), int(rng.integers(1, 5))
+        extend, prefix = rng.integers(1, 90, bs).tolist(), rng.integers(0, 50, bs).tolist()
+        pad = int(rng.choice([0, 0, 3]))
+        made = metadata_of(sglang, name, size, extend, prefix, pad)
+        assert type(made[0]).__module__.startswith("sglang.")
+        report = lint(from_metadata(made, extend, prefix))
+        assert report.findings == (), (size, extend, prefix, pad)
+        checked |= set(report.checked)
+        with_rows = sglang_padded(sglang, made, size)
+        assert lint(from_metadata(with_rows, extend, prefix)).findings == ()
+    assert checked >= {"OWN"}
+    assert ("COV" in checked) == (name == "zigzag")  # interleaved metadata says no keys
+
+
+def sglang_padded(sglang: SimpleNamespace, made: list[Any], size: int) -> list[Any]:
+    """After `pad_logical_token_to_physical`."""
+    with sglang.runtime.get_context().override_server_args(
+        tp_size=size, attn_cp_size=size, enable_prefill_cp=True, cp_strategy="zigzag"
+    ):
+        for one in made:
+            sglang.padding.pad_logical_token_to_physical(one)
+    assert all(one.per_rank_logical_token is not None for one in made)
+    return made
+
+
+def test_damaged_metadata_is_refuted(sglang):
+    extend, prefix = [13, 40], [0, 64]
+    for damage, kind in (
+        (lambda one: one.kv_len_next_list.__setitem__(1, 40), "cov-pair"),  # a prefix forgotten
+        (lambda one: one.zigzag_index.reverse(), "cov-pair"),
+        (lambda one: one.zigzag_index.__setitem__(0, 1), "own-token"),
+    ):
+        made = metadata_of(sglang, "zigzag", 4, extend, prefix, 0)
+        assert kinds(from_metadata(made, extend, prefix)) == set()
+        damage(made[2])
+        assert kind in kinds(from_metadata(made, extend, prefix))
+
+
+def striped_batch(sglang: SimpleNamespace, rng: np.random.Generator) -> tuple[Any, ...]:
+    """Prefixes that sglang's allocator gave earlier, their extension, and what ranks write."""
+    sizes = random_sizes(rng)
+    page_size, shard_size = sizes["page_size"], sizes["shard_size"]
+    pages = 40
+    allocator = make_allocator(sglang, pages * page_size, sizes, need_sort=False)
+    prefixes, lens, bases = random_extend(rng, page_size)
+    cached = [
+        allocator.alloc_cyclic(0 if base is None else base, prefix).tolist() if prefix else []
+        for prefix, base in zip(prefixes, bases, strict=True)
+    ]
+    bases = [
+        0 if prefix and base is None else base for prefix, base in zip(prefixes, bases, strict=True)
+    ]
+    loc = allocator.alloc_extend(*extend_arguments(prefixes, lens), rotation_bases=bases)
+    extend = [total - prefix for total, prefix in zip(lens, prefixes, strict=True)]
+    new = torch.split(loc, extend)
+    tables = [
+        [slot // page_size for slot in [*old, *rows.tolist()][::page_size]]
+        for old, rows in zip(cached, new, strict=True)
+    ]
+    scratch = {"max_prefix_tokens": 0, "chunk_tokens": 0}
+    writes = []
+    for rank in range(shard_size):
+        pool = make_pool(sglang, rank, sizes, scratch, pages * page_size)
+        positions, rows = pool._get_write_plan(loc)
+        writes.append((positions.tolist(), rows.tolist()))
+    options = {"page_size": page_size, "num_pages": shard_size * (pages + 1)}
+    placement = PageInterleave(shard_size=shard_size, page_size=page_size)
+    return (extend, prefixes, tables, writes, placement), options
+
+
+def test_striped_pools(sglang):
+    """`PageInterleavePoolAllocator` names the slots, `_get_write_plan` what each rank writes."""
+    rng = np.random.default_rng(9)
+    for _ in range(60):
+        arguments, options = striped_batch(sglang, rng)
+        report = lint(from_striped_writes(*arguments, **options))
+        assert report.findings == ()
+        assert set(report.checked) >= {"OWN", "LEN", "ADDR"}
+        *others, writes, placement = arguments
+        rank = next(i for i, (positions, _) in enumerate(writes) if positions)
+        writes[rank] = (writes[rank][0][1:], writes[rank][1][1:])
+        assert kinds(from_striped_writes(*others, writes, placement, **options)) == {"own-slot"}

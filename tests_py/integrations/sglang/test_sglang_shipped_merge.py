@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The merge of prefix chunks in sglang 0.5.23 as it is published: refuted by the conformance
+runner, and proved once mended. `sglang_chunked_prefix` says what of it is sglang's own."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+
+from cpattn.proof import Report, conform
+from support.proof.shipped import assert_proved, assert_refuted_as_written, shipped_entry
+from support.sglang import sglang_chunked_prefix
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
+    pytest.mark.engine("sglang"),
+]
+ENTRY = ("sgl-project/sglang#35045", "conform")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sglang():
+    return sglang_chunked_prefix.load()
+
+
+def tried(*without: str, mended: bool) -> Report:
+    operator = partial(sglang_chunked_prefix.attention, mended=mended)
+    operator.__name__ = "sglang 0.5.23"  # type: ignore[attr-defined]
+    return conform(
+        operator, signature=sglang_chunked_prefix.SIGNATURE, examples=0, seconds=8, without=without
+    )
+
+
+def test_35045_parts_are_merged_to_another_base():
+    report = tried(mended=False)
+    assert_refuted_as_written(report, shipped_entry(*ENTRY))
+    assert {found.kind for found in report.findings} <= {"merge-wrong-base", "lse-base-2"}
+
+
+def test_35045_with_base_e_parts_are_the_whole(monkeypatch):
+    entry = shipped_entry(*ENTRY)
+    assert_proved(tried(mended=True), entry)
+    # Chunks of a few tokens; 500 partial results that are rounded to 16 bits are not the whole.
+    monkeypatch.setenv("SGLANG_MAX_KV_CHUNK_CAPACITY", "9")
+    assert_proved(tried("float16", "bfloat16", mended=True), entry)

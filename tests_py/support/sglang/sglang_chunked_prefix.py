@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sglang's attention of DeepSeek models to a cached prefix, chunk by chunk, as an operator.
+
+The installed sglang is run: `DeepseekMHAForwardMixin.forward_normal_chunked_kv_core`, the chunks of
+its `ForwardBatch`, `FlashInferMLAAttnBackend.forward_extend` with its `FlashInferMhaChunkKVRunner`,
+its latent pool, and its Triton kernels for indices and for the merge (see `triton_programs`).
+
+Not sglang's are the matrices, which are the identity: a latent is the keys and values of all heads.
+Nor is FlashInfer, whose kernels need a GPU. In its place is this library's paged prefill with its
+names and its log-sum-exp, which FlashInfer's documents say is to base 2, over pages of one token.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cpattn.integrations.flashinfer import BatchPrefillWithPagedKVCacheWrapper
+from cpattn.proof.conformance.signatures import Answer, Features, Signature
+from support.sglang import sglang_planning
+from support.sglang.triton_programs import Kernel, next_power_of_2
+from support.stand_ins import stand_ins_for_what_lacks
+
+MODULES = {
+    "backend": "sglang.srt.layers.attention.flashinfer_mla_backend",
+    "batch": "sglang.srt.model_executor.forward_batch_info",
+    "chunks": "sglang.srt.model_executor.forward_batch_deepseek_mha_mixin",
+    "context": "sglang.srt.model_executor.forward_context",
+    "indices": "sglang.kernels.ops.attention.kv_indices",
+    "kernels": "sglang.kernels.ops.attention.merge_state",
+    "merge": "sglang.srt.layers.attention.merge_state",
+    "mha": "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha",
+    "pools": "sglang.srt.mem_cache.memory_pool",
+    "radix": "sglang.srt.layers.radix_attention",
+    "runtime": "sglang.srt.runtime_context",
+}
+
+
+@functools.cache
+def load() -> SimpleNamespace:
+    sglang_planning.load()
+    with stand_ins_for_what_lacks():
+        sglang = SimpleNamespace(
+            **{key: importlib.import_module(name) for key, name in MODULES.items()}
+        )
+    sglang.backend.BatchPrefillWithRaggedKVCacheWrapper = RaggedWrapper
+    sglang.kernels.triton = SimpleNamespace(next_power_of_2=next_power_of_2)
+    sglang.kernels.merge_state_kernel = Kernel(sglang.kernels.merge_state_kernel)
+    name = "create_chunked_prefix_cache_kv_indices"
+    setattr(sglang.chunks, name, Kernel(getattr(sglang.indices, name)))
+    return sglang
+
+
+class RaggedWrapper:
+    """FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper`, as sglang calls it."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
+        self._layout, self._planned = layout, {}
+
+    def begin_forward(self, **planned: Any) -> None:
+        self._planned = planned
+
+    def forward_return_lse(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+        causal: bool, sm_scale: float, logits_soft_cap: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        planned = dict(self._planned)
+        ends, num_kv_heads = planned.pop("kv_indptr"), planned.pop("num_kv_heads")
+        planned.pop("causal")
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(None, self._layout)
+        wrapper.plan(
+            planned.pop("qo_indptr"), ends, torch.arange(len(k), dtype=torch.int32),
+            torch.ones(len(ends) - 1, dtype=torch.int32), planned.pop("num_qo_heads"),
+            num_kv_heads, planned.pop("head_dim_qk"), 1, causal=causal, sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap, **planned,
+        )  # fmt: skip
+        return wrapper.run(q, (k[:, None], v[:, None]), return_lse=True)
+
+
+SIGNATURE = Signature(
+    "sglang, chunked prefix",
+    Features(
+        page_sizes=(1, 4, 16), causal=(True,), empty=False, softcap=True, v_head_dim=True, lse=True
+    ),
+    lambda operator, tensors: operator(tensors),
+)
+
+
+def attention(tensors: Any, *, mended: bool) -> Answer:
+    """A prefill over pages, of which all but the new tokens are a cached prefix.
+
+    Mended, the log-sum-exp of FlashInfer becomes one to base e where the runner gets it, as in
+    sglang's pull request 35045.
+    """
+    sglang, case = load(), tensors.case
+    prefixes = [kv - q for q, kv in zip(tensors.q_lens, tensors.kv_lens, strict=True)]
+    if not any(prefixes):
+        raise NotImplementedError("no cached prefix: sglang does not go this way")
+    k_cache, v_cache = tensors.caches()
+    group = case.num_heads // case.num_kv_heads
+    rows = [x.flatten(0, 1).repeat_interleave(group, dim=1) for x in (k_cache, v_cache)]
+    backend = _make_backend(sglang, case, rows, _token_slots(tensors))
+    layer, batch = _make_layer(sglang, case), _make_forward_batch(sglang, tensors, prefixes)
+    q = tensors.q
+    k, v = (x.repeat_interleave(group, dim=1) for x in tensors.new())
+    merged: list[Any] = []
+    with (
+        mock.patch.object(
+            sglang.merge, "merge_state", _recording(sglang.merge.merge_state, merged)
+        ),
+        mock.patch.object(*_runner_forward(sglang, mended)),
+        sglang.runtime.get_context().override_server_args(),
+        sglang.context.forward_context(sglang.context.ForwardContext(backend)),
+    ):
+        out = layer.forward_normal_chunked_kv_core(q, k.contiguous(), v.contiguous(), batch)
+    _, lse = merged[-1]
+    return Answer(out.view(-1, case.num_heads, case.v_head_dim), lse)
+
+
+def _token_slots(tensors: Any) -> torch.Tensor:
+    """``req_to_token``: the slot of each token of each request."""
+    size, tables = tensors.case.page_size, tensors.block_tables.long()
+    within = torch.arange(tables.shape[1] * size)
+    return (tables[:, within // size] * size + within % size).int()
+
+
+def _recording(function: Any, results: list[Any]) -> Any:
+    def recorded(*arguments: Any) -> Any:
+        results.append(function(*arguments))
+        return results[-1]
+
+    return recorded
+
+
+def _runner_forward(sglang: SimpleNamespace, mended: bool) -> tuple[type, str, Any]:
+    """What `mock.patch.object` is given."""
+    runner = sglang.backend.FlashInferMhaChunkKVRunner
+    shipped = runner.forward
+
+    def to_base_e(*arguments: Any) -> Any:
+        out, lse = shipped(*arguments)
+        return out, lse * math.log(2)
+
+    return runner, "forward", to_base_e if mended else shipped
+
+
+def _make_backend(sglang: SimpleNamespace, case: Any, rows: list[Any], slots: Any) -> Any:
+    """A `FlashInferMLAAttnBackend` without its buffers for graphs and decoding, over a pool."""
+    latents = torch.cat(rows, dim=-1).flatten(1)[:, None]
+    pool = sglang.pools.MLATokenToKVPool(
+        size=len(latents), page_size=1, dtype=latents.dtype, kv_lora_rank=latents.shape[-1],
+        qk_rope_head_dim=0, layer_num=1, device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    pool.kv_buffer[0][: len(latents)] = latents
+    backend = object.__new__(sglang.backend.FlashInferMLAAttnBackend)
+    batch_size = len(case.q_lens)
+    vars(backend).update(
+        enable_chunk_kv=True,
+        fmha_backend="auto",
+        kv_index_translator=SimpleNamespace(
+            reads_are_translated=False, translate_dcp_read_ids=lambda indices: indices
+        ),
+        kv_indptr=torch.zeros(batch_size + 1, dtype=torch.int32),
+        qo_indptr=torch.zeros(batch_size + 1, dtype=torch.int32),
+        prefill_wrapper_ragged=RaggedWrapper(torch.empty(0), "NHD", "auto"),
+        req_to_token_pool=SimpleNamespace(req_to_token=slots),
+        token_to_kv_pool=pool,
+        workspace_buffer=torch.empty(0),
+    )
+    runner = SimpleNamespace(
+        dtype=latents.dtype,
+        model_config=SimpleNamespace(
+            num_attention_heads=case.num_heads, qk_nope_head_dim=case.head_dim,
+            qk_rope_head_dim=0, v_head_dim=case.v_head_dim,
+        ),
+    )  # fmt: skip
+    with sglang.runtime.get_context().override_server_args():
+        backend.mha_chunk_kv_cache = sglang.backend.FlashInferMhaChunkKVRunner(runner, backend)
+    return backend
+
+
+def _make_layer(sglang: SimpleNamespace, case: Any) -> Any:
+    """An attention layer of DeepSeek models whose matrices are the identity."""
+    layer = sglang.mha.DeepseekMHAForwardMixin()
+    vars(layer).update(
+        attn_mha=sglang.radix.RadixAttention(
+            case.num_heads, case.head_dim, case.scale, case.num_heads, layer_id=0,
+            logit_cap=case.softcap, v_head_dim=case.v_head_dim,
+        ),
+        kv_b_proj=lambda latents: (latents,),
+        kv_lora_rank=case.num_heads * (case.head_dim + case.v_head_dim),
+        num_local_heads=case.num_heads,
+        o_proj=lambda out: (out, None),
+        qk_nope_head_dim=case.head_dim,
+        qk_rope_head_dim=0,
+        v_head_dim=case.v_head_dim,
+    )  # fmt: skip
+    return layer
+
+
+def _make_forward_batch(sglang: SimpleNamespace, tensors: Any, prefixes: list[int]) -> Any:
+    seq_lens, num_tokens = torch.tensor(tensors.kv_lens), sum(tensors.q_lens)
+    return sglang.batch.ForwardBatch(
+        forward_mode=sglang.batch.ForwardMode.EXTEND,
+        batch_size=len(seq_lens),
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64),
+        req_pool_indices=torch.arange(len(seq_lens)),
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens,
+        seq_lens_sum=int(seq_lens.sum()),
+        out_cache_loc=torch.zeros(num_tokens, dtype=torch.int64),
+        extend_num_tokens=num_tokens,
+        extend_seq_lens=torch.tensor(tensors.q_lens),
+        extend_seq_lens_cpu=list(tensors.q_lens),
+        extend_prefix_lens=torch.tensor(prefixes),
+        extend_prefix_lens_cpu=prefixes,
+    )

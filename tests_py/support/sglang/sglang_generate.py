@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that runs sglang engines one after the other: ``sglang_generate.py RUNS RESULTS``.
+
+RUNS is a JSON file with a list of {"engine": arguments of Engine, "rounds": lists of prompts,
+"sampling"}; prompts of a round are asked for together, rounds one after the other.
+
+With ``--without-streams`` as a third argument there is no current stream of CUDA and no error about
+it, which is what stops prefill in context parallel on a CPU in sglang 0.5.23: it passes the stream
+on to who does not use it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from cpattn.integrations.sglang import cpu_engine
+from support.sglang.sglang_models import leave_nothing
+
+cpu_engine.install()  # the processes that sglang starts do this, too
+if "--without-streams" in sys.argv:
+    import torch
+
+    torch.cuda.current_stream = lambda *_: print("a stream is asked for", flush=True)
+
+
+def generate(run: dict[str, Any]) -> dict[str, Any]:
+    from sglang.srt.entrypoints.engine import Engine
+
+    engine = Engine(
+        device="cpu",
+        skip_tokenizer_init=True,
+        max_total_tokens=4096,
+        random_seed=0,
+        log_level="info",
+        **run["engine"],
+    )
+    with engine:
+        rounds = [
+            engine.generate(input_ids=prompts, sampling_params=run["sampling"])
+            for prompts in run["rounds"]
+        ]
+        leave_nothing(os.getpid())
+    return {
+        "tokens": [[answer["output_ids"] for answer in answers] for answers in rounds],
+        "num_cached": [
+            [answer["meta_info"]["cached_tokens"] for answer in answers] for answers in rounds
+        ],
+    }
+
+
+if __name__ == "__main__":
+    runs = json.loads(Path(sys.argv[1]).read_text())
+    Path(sys.argv[2]).write_text(json.dumps([generate(run) for run in runs]))

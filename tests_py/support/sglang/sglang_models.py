@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What eager attention of transformers answers, and the settings that sglang needs in a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import tokenizers
+import torch
+import transformers
+
+from support.vllm.vllm_models import VOCABULARY
+
+# A process of its own may set these before sglang is imported.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    # oneDNN takes AMX for granted where the machine shows it, and dies where the tiles are off.
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",
+    # sglang has torch compile a function of Gemma 3, which takes longer than all the rest.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Words w0, w1, ... for the tokens of a model of `vllm_models`."""
+    words = {f"w{token}": token for token in range(VOCABULARY)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def eager_answers(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """The tokens that a model continues each prompt with, in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    return [
+        model.generate(
+            ids := torch.tensor([prompt]),
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+
+
+def leave_nothing(pid: int) -> None:
+    """Remove the shared memory that a process of sglang and those below it have mapped: at its end
+    it kills the process of Python's that would do it, like all others."""
+    process = psutil.Process(pid)
+    mapped = set()
+    for each in (process, *process.children(recursive=True)):
+        for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines():
+            _, _, _, _, inode, *name = line.split()
+            if name and name[0].startswith("/dev/shm/"):  # of semaphores a name of before theirs
+                mapped.add(int(inode))
+    for path in Path("/dev/shm").iterdir():
+        if path.stat().st_ino in mapped:
+            path.unlink()
