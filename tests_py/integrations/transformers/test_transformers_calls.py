@@ -50,7 +50,7 @@ def call(**changes: Any) -> Any:
         ({"attention_mask": torch.ones(2, 1, 3, 5).int()}, "must be bool, or a float"),
         (
             {"query": torch.randn(2, 4, 3, 592), "scaling": 1.0},
-            "head_dim must be a multiple of 16 from 16 to 576, got 592",
+            r"head_dim must be in \[1, 576\], got 592",
         ),
     ],
 )

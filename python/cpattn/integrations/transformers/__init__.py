@@ -23,6 +23,10 @@ from .paged import paged_attention_forward
 __all__ = ["absorb_mla", "attention", "register", "use_indexer", "use_paged"]
 
 
+# Which keys a row sees of those that were chosen is known only when it runs.
+_dsa_attention = disable(dsa_attention)
+
+
 def attention(
     module: Any,
     query: AnyTensor,
@@ -38,7 +42,7 @@ def attention(
     See `contiguous.contiguous_attention`, `dsa.dsa_attention` and `mla.mla_attention`.
     """
     if indices is not None:
-        return dsa_attention(module, query, key, value, attention_mask, indices=indices, **kwargs)
+        return _dsa_attention(module, query, key, value, attention_mask, indices=indices, **kwargs)
     dense = mla_attention if keeps_latents(module) else contiguous_attention
     return dense(module, query, key, value, attention_mask, **kwargs)
 
@@ -46,8 +50,8 @@ def attention(
 def register(name: str = "cpattn") -> None:
     """Register attention under `name`, and that of continuous batching under ``name + "_flash"``.
 
-    May be called again. Nothing changes for models of other implementations. A compiled model
-    leaves its graph for attention.
+    May be called again. Nothing changes for models of other implementations. A compiled model has
+    attention in its graph as one operator, and leaves the graph for sparse attention alone.
 
     Examples
     --------
@@ -58,8 +62,8 @@ def register(name: str = "cpattn") -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(name, disable(attention))
-    AttentionMaskInterface.register(name, disable(visibility_mask))
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, visibility_mask)
     # No mask function: continuous batching describes its batches by lengths alone.
     AttentionInterface.register(f"{name}_flash", disable(paged_attention_forward))
 

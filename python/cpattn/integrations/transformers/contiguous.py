@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..._torch_library import Operators
 from ..._types import AnyTensor
 from ..._visibility import Lengths
 from ...attention import default_scale, paged_attention
-from .masks import FUNCTION, visibility
+from .masks import FUNCTION, Band, band_of_bands, visibility
 
 #: What changes scores or visible keys, and the kernels do not have: of T5, of callers, of Inkling 2
 #: (one for each query) and of MiniMax-M3 (which then makes no mask for its blocks).
@@ -45,10 +46,8 @@ def float_sinks(s_aux: AnyTensor | None) -> AnyTensor | None:
     return None if s_aux is None else s_aux.detach().float().contiguous()
 
 
-def widened(x: AnyTensor) -> AnyTensor:
-    """x with its last dimension contiguous and filled up with zeros to a multiple of 16."""
-    if missing := -x.shape[-1] % 16:
-        return torch.nn.functional.pad(x, (0, missing))
+def dense_rows(x: AnyTensor) -> AnyTensor:
+    """x with its last dimension contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -109,8 +108,7 @@ def contiguous_attention(
 ) -> tuple[AnyTensor, None]:
     """An attention function of transformers on `paged_attention`.
 
-    Keys and values are used in place, whatever their strides; only head dimensions that are no
-    multiples of 16 make a copy, filled up with zeros.
+    Keys and values are used in place, whatever their strides.
 
     Parameters
     ----------
@@ -139,29 +137,94 @@ def contiguous_attention(
     """
     check_supported(query, key, value, dropout=dropout, options=options)
     batch, _heads, queries, head_dim = query.shape
-    keys, v_head_dim = key.shape[2], value.shape[3]
-    if len(key) != batch:
-        raise ValueError(f"{FUNCTION}: key must have the batch of query, {batch}, got {len(key)}")
+    keys = key.shape[2]
+    if key.shape[0] != batch:  # len() would make it a constant of an exported graph
+        raise ValueError(
+            f"{FUNCTION}: key must have the batch of query, {batch}, got {key.shape[0]}"
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = sliding_window - 1 if causal and sliding_window else None
+    scale = default_scale(FUNCTION, head_dim) if scaling is None else scaling
+    sinks, cap = float_sinks(s_aux), float(softcap or 0.0)
+    if torch.compiler.is_compiling():
+        bands = getattr(attention_mask, "cpattn_bands", None)
+        compiled: AnyTensor = torch.ops.cpattn_transformers.attend(
+            query, key, value, attention_mask, bands, sinks, scale, causal, window, cap
+        )
+        return compiled, None
     band, custom_mask = visibility(
         attention_mask, (batch, queries, keys), causal=causal, window=window
     )
-    k_pages, v_pages, table = _pages(widened(key), widened(value), band.starts, band.kv_lens)
+    return _attend(query, key, value, band, custom_mask, sinks, scale, cap), None
+
+
+def _attend(
+    query: AnyTensor,
+    key: AnyTensor,
+    value: AnyTensor,
+    band: Band,
+    custom_mask: AnyTensor | None,
+    sinks: AnyTensor | None,
+    scale: float,
+    softcap: float,
+) -> AnyTensor:
+    batch, _heads, queries, _ = query.shape
+    k_pages, v_pages, table = _pages(dense_rows(key), dense_rows(value), band.starts, band.kv_lens)
     out: Any = paged_attention(
-        widened(query).transpose(1, 2).flatten(0, 1),
+        dense_rows(query).transpose(1, 2).flatten(0, 1),
         k_pages,
         v_pages,
         q_lens=[queries] * batch,
         kv_lens=band.kv_lens,
         block_tables=table,
         kv_layout="HND",
-        scale=default_scale(FUNCTION, head_dim) if scaling is None else scaling,
+        scale=scale,
         causal=band.causal,
         allow_short_kv=True,  # of left padding, whose queries see nothing
         window=band.window,
-        softcap=softcap or 0.0,
-        sinks=float_sinks(s_aux),
+        softcap=softcap,
+        sinks=sinks,
         custom_mask=custom_mask,
     )
-    return out[..., :v_head_dim].unflatten(0, (batch, queries)), None
+    attended: AnyTensor = out.unflatten(0, (batch, queries))
+    return attended
+
+
+# The same as one operator, which compiled and exported models have in their graph.
+
+
+def _attend_operator(
+    query: AnyTensor,
+    key: AnyTensor,
+    value: AnyTensor,
+    mask: AnyTensor | None,
+    bands: AnyTensor | None,
+    sinks: AnyTensor | None,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float,
+) -> AnyTensor:
+    shape = len(query), query.shape[2], key.shape[2]
+    band = None
+    if mask is not None and bands is not None and mask.shape == (shape[0], 1, *shape[1:]):
+        band = band_of_bands(bands)
+    if band is not None:
+        custom_mask = None
+    else:
+        band, custom_mask = visibility(mask, shape, causal=causal, window=window)
+    return _attend(query, key, value, band, custom_mask, sinks, scale, softcap)
+
+
+def _attend_fake(query: AnyTensor, key: AnyTensor, value: AnyTensor, *_: Any) -> AnyTensor:
+    batch, heads, queries, _head_dim = query.shape
+    return query.new_empty((batch, queries, heads, value.shape[3]))
+
+
+_operators = Operators("cpattn_transformers")
+_operators.define(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bands, Tensor? sinks, "
+    "float scale, bool causal, SymInt? window, float softcap) -> Tensor",
+    _attend_operator,
+    _attend_fake,
+)

@@ -18,7 +18,7 @@ from ...attention import paged_attention
 from ...sparse.indexer import indexer_topk
 from ...sparse.sparse_mla import flash_mla_sparse_fwd
 from ._methods import Replaced
-from .contiguous import UNSUPPORTED, check_supported, contiguous_attention, widened
+from .contiguous import UNSUPPORTED, check_supported, contiguous_attention, dense_rows
 from .masks import FUNCTION, as_bool
 from .mla import absorb, keeps_latents, mla_attention, project
 
@@ -105,14 +105,14 @@ def _attend_heads(
 ) -> Tensor:
     """Each query is a sequence of its own, whose pages are the single keys it sees."""
     batch, heads, queries, _ = query.shape
-    query, key, v = widened(query), widened(key), widened(value)
-    out = query.new_empty(batch, queries, heads, v.shape[-1])
+    query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
+    out = query.new_empty(batch, queries, heads, value.shape[-1])
     for b in range(batch):
         seen = visible[b].sum(-1)
         paged_attention(
             query[b].transpose(0, 1),
             key[b].transpose(0, 1).unsqueeze(2),
-            v[b].transpose(0, 1).unsqueeze(2),
+            value[b].transpose(0, 1).unsqueeze(2),
             kv_layout="HND",
             q_lens=[1] * queries,
             kv_indptr=torch.nn.functional.pad(seen.cumsum(0), (1, 0)),
@@ -122,7 +122,7 @@ def _attend_heads(
             scale=scaling,
             out=out[b],
         )
-    return out[..., : value.shape[-1]]
+    return out
 
 
 def use_indexer(model: nn.Module, name: str = "cpattn") -> Replaced:

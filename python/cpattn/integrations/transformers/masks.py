@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..._torch_library import Operators
 from ..._types import AnyTensor
 from ..._visibility import Lengths
 
@@ -53,6 +54,40 @@ def band_of(mask: AnyTensor) -> Band | None:
     return None
 
 
+def bands_of(mask: AnyTensor) -> AnyTensor:
+    """The `Band` of a bool mask as a tensor, which a graph can hold.
+
+    int64 [batch, 4], of each sequence its start and its keys, and for all of them 1 if causal, 0 if
+    not, -1 if the mask is no band, and the window, or -1.
+    """
+    band = band_of(mask)
+    bands = torch.full((len(mask), 4), -1)
+    if band is not None:
+        bands[:, 0], bands[:, 1] = torch.from_numpy(band.starts), torch.from_numpy(band.kv_lens)
+        bands[:, 2] = int(band.causal)
+        bands[:, 3] = -1 if band.window is None else band.window
+    return bands
+
+
+def band_of_bands(bands: AnyTensor) -> Band | None:
+    """What `bands_of` was given, if that is a band."""
+    numbers = bands.numpy()
+    causal, window = numbers[0, 2:].tolist()
+    if causal < 0:
+        return None
+    return Band(
+        numbers[:, 0].copy(), numbers[:, 1].copy(), bool(causal), None if window < 0 else window
+    )
+
+
+_operators = Operators("cpattn_transformers")
+_operators.define(
+    "bands_of(Tensor mask) -> Tensor",
+    bands_of,
+    lambda mask: mask.new_empty((mask.shape[0], 4), dtype=torch.int64),
+)
+
+
 def visibility_mask(
     batch_size: int,
     q_length: int,
@@ -68,7 +103,8 @@ def visibility_mask(
     """A mask function of transformers: the mask of ``sdpa`` with its `Band`, or None.
 
     None says that query i sees keys up to i + kv_length - q_length, so that the chunks of a prompt
-    need no mask either, which ``sdpa`` has for them.
+    need no mask either, which ``sdpa`` has for them. Models that support ``eager`` but not ``sdpa``
+    get the mask of the former: DeepSeek-V4 adds columns of 0 and -inf to it.
 
     Parameters
     ----------
@@ -81,14 +117,20 @@ def visibility_mask(
 
     Returns
     -------
-    bool tensor, shape [batch, 1, q_length, kv_length], or None
+    bool tensor, shape [batch, 1, q_length, kv_length], or None; of ``eager`` a float one
     """
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-    for model_class in _model_classes(config.__class__):
-        check_model(model_class)
+    # Compilers, which cannot follow a look at all models, have the answers as constants.
+    if refusal := _refusal(config.__class__):
+        raise ValueError(refusal)
     if mask_function is None:
         mask_function = causal_mask_function
+    if _is_eager_only(config.__class__):
+        return eager_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            **kwargs,
+        )  # fmt: skip
     end = kv_offset + kv_length
     # Gemma's layers that call themselves not causal would take None as leave to see everything.
     means_causal = not getattr(config, "use_bidirectional_attention", False)
@@ -96,6 +138,7 @@ def visibility_mask(
         allow_is_causal_skip
         and means_causal
         and mask_function is causal_mask_function
+        and not _is_traced(q_offset)
         and end == int(q_offset) + q_length
         and (attention_mask is None or _all_tokens(attention_mask, kv_offset, end))
     ):
@@ -106,8 +149,32 @@ def visibility_mask(
     )  # fmt: skip
     if mask is not None:
         # transformers makes a mask for each forward pass, and all layers of a kind share it.
-        mask.cpattn_band = band_of(mask)
+        mask.cpattn_bands = torch.ops.cpattn_transformers.bands_of(mask)
+        if not torch.compiler.is_compiling():
+            mask.cpattn_band = band_of_bands(mask.cpattn_bands)
     return mask
+
+
+def _is_traced(x: Any) -> bool:
+    """Whether this is a number that is known only when a graph runs."""
+    return isinstance(x, torch.Tensor) and torch.compiler.is_compiling()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refusal(config_class: Any) -> str:
+    """Why models of this configuration are refused, or nothing."""
+    try:
+        for model_class in _model_classes(config_class):
+            check_model(model_class)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_eager_only(config_class: Any) -> bool:
+    models = _model_classes(config_class)
+    return bool(models) and not any(model_class._supports_sdpa for model_class in models)
 
 
 @cache
@@ -131,6 +198,8 @@ def check_model(model_class: Any) -> None:
 
 
 def _all_tokens(attention_mask: AnyTensor, begin: int, end: int) -> bool:
+    if torch.compiler.is_compiling():
+        return False  # nobody knows yet
     tokens = attention_mask[:, begin:end]
     return tokens.shape[1] == end - begin and bool(tokens.all())
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..._types import AnyTensor
 from ...attention import default_scale, plan_attention, run_attention
-from .contiguous import UNSUPPORTED, check_supported, float_sinks, widened
+from .contiguous import UNSUPPORTED, check_supported, float_sinks
 from .masks import FUNCTION
 
 
@@ -53,13 +53,11 @@ class _Batch:
         A sequence of n cached and m new tokens has n + m of `reads`, the rows of the cache in the
         order of their positions. Of layers with full attention they fill pages from their start.
         A sliding window is a ring of rows, any of which may come next, so a page is one row there,
-        and in place of new tokens, which may take the rows of others, there are sentinels. Rows of
-        a width that is no multiple of 16 are copied, as kernels read no others.
+        and in place of new tokens, which may take the rows of others, there are sentinels.
         """
         kv_lens = np.diff(ends)
         window: Any = getattr(allocator, "sliding_window", None)
-        width = allocator.head_dim + -allocator.head_dim % 16
-        in_place = width == allocator.head_dim and (window is None or int(kv_lens.max()) <= window)
+        in_place = window is None or int(kv_lens.max()) <= window
         page_size = allocator.tokens_per_page if in_place and window is None else 1
         most = -(-int(kv_lens.max()) // page_size)
         table = ends[:-1, None] + page_size * np.arange(most)
@@ -78,7 +76,7 @@ class _Batch:
             num_pages=num_pages,
             num_heads=num_heads,
             num_kv_heads=allocator.num_key_value_heads,
-            head_dim=width,
+            head_dim=allocator.head_dim,
             window=None if in_place or window is None else window - 1,
         )
         return _Kind(plan, in_place)
@@ -113,8 +111,7 @@ def paged_attention_forward(
     """An attention function of transformers for the batches of ``generate_batch``.
 
     Writes the new keys and values into the pages of the cache and attends to them there. Only a
-    chunk that pushes others out of a sliding window attends to a copy, of the window and the chunk,
-    and all do where head_dim is no multiple of 16.
+    chunk that pushes others out of a sliding window attends to a copy, of the window and the chunk.
 
     Parameters
     ----------
@@ -158,9 +155,9 @@ def paged_attention_forward(
         for pages, states in zip(caches, new, strict=True):
             pages.flatten(0, 1).index_copy_(0, writes, states)
     else:
-        caches = [widened(x) for x in allocator.update(*new, module.layer_idx, reads, writes)]
+        caches = allocator.update(*new, module.layer_idx, reads, writes)
     k_pages, v_pages = (x.view(-1, kind.plan.page_size, *x.shape[-2:]) for x in caches)
-    q = widened(query[0].transpose(0, 1))
+    q = query[0].transpose(0, 1)
     out = q.new_zeros(q.shape) if batch.rows < len(q) else q.new_empty(q.shape)
     run_attention(
         kind.plan,
@@ -172,4 +169,4 @@ def paged_attention_forward(
         sinks=float_sinks(s_aux),
         out=out[: batch.rows],
     )
-    return out[None, ..., : query.shape[-1]], None
+    return out[None], None

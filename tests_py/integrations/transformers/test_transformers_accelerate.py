@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""accelerate's device maps with our attention: modules with hooks, weights that lie on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from accelerate import cpu_offload, dispatch_model  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import cpattn.integrations.transformers as integration  # noqa: E402
+from support.transformers.tiny_transformers import generate, make_model, make_tokens  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+TOKENS = make_tokens(2, 30)
+PADDED = (torch.arange(30) >= torch.tensor([0, 7])[:, None]).long()
+SPLIT = {
+    "model.embed_tokens": "cpu",
+    "model.layers.0": "cpu",
+    "model.layers.1": "disk",
+    "model.norm": "cpu",
+    "model.rotary_emb": "cpu",
+    "lm_head": "cpu",
+}
+PLACES = {"one device": {"": "cpu"}, "cpu and disk": SPLIT}
+
+integration.register()
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    """The tokens and logits of the model as it is."""
+    return generate(make_model("qwen3"), "cpattn", TOKENS, 6, attention_mask=PADDED)
+
+
+def assert_same(model: Any, expected: Any) -> None:
+    actual = generate(model, "cpattn", TOKENS, 6, attention_mask=PADDED)
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert torch.equal(torch.stack(actual.logits), torch.stack(expected.logits))
+
+
+def weights_are_away(model: Any) -> bool:
+    """Whether those of the last layer come from elsewhere when it runs."""
+    return model.model.layers[1].self_attn.q_proj.weight.device.type == "meta"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_dispatched_models(place: str, expected: Any, tmp_path: Path) -> None:
+    model = dispatch_model(
+        make_model("qwen3"), PLACES[place], "cpu", offload_dir=tmp_path, force_hooks=True
+    )
+    assert hasattr(model.model.layers[1], "_hf_hook")
+    assert weights_are_away(model) == (place == "cpu and disk")
+    assert_same(model, expected)
+
+
+def test_weights_offloaded_one_by_one(expected: Any) -> None:
+    model = cpu_offload(make_model("qwen3"), execution_device="cpu")
+    assert weights_are_away(model)
+    assert_same(model, expected)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_loaded_with_a_device_map(place: str, expected: Any, tmp_path: Path) -> None:
+    make_model("qwen3").save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model",
+        attn_implementation="cpattn",
+        dtype=torch.float32,
+        device_map=PLACES[place],
+        offload_folder=tmp_path / "weights",
+    )
+    assert weights_are_away(model) == (place == "cpu and disk")
+    assert_same(model, expected)

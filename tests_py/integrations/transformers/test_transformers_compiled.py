@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole models of transformers compiled and exported, with our attention in their graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from torch import Tensor  # noqa: E402
+from torch._dynamo.testing import CompileCounter  # noqa: E402
+from torch.export import Dim  # noqa: E402
+from transformers import AutoModel, BertConfig, BertModel, BloomConfig, StaticCache  # noqa: E402
+
+import cpattn.integrations.transformers as integration  # noqa: E402
+from cpattn.integrations.transformers import masks  # noqa: E402
+from support.tolerances import assert_logits_close  # noqa: E402
+from support.transformers.tiny_transformers import CONFIGS, generate, make_model, make_tokens  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
+LENGTH = 30
+TOKENS = make_tokens(2, LENGTH)
+PADDED = (torch.arange(LENGTH) >= torch.tensor([0, 7])[:, None]).long()
+
+integration.register()
+attend = torch.ops.cpattn_transformers.attend.default
+bands_of = torch.ops.cpattn_transformers.bands_of.default
+
+
+@pytest.fixture(autouse=True)
+def no_graphs_of_others() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch.no_grad():  # torch.export has no inference mode
+        yield
+    torch._dynamo.reset()
+
+
+def model_of(name: str) -> Any:
+    model = make_model(name)
+    model.set_attn_implementation("cpattn")
+    return model
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "no mask": {},
+    "padded": {"attention_mask": PADDED},
+    "no cache": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("llama", call) for call in CALLS] + [(name, "padded") for name in CONFIGS][1:],
+)
+def test_one_graph_with_the_bits_of_the_model(name: str, call: str) -> None:
+    model = model_of(name)
+    expected = model(TOKENS, **CALLS[call]).logits
+    explained = torch._dynamo.explain(model)(TOKENS, **CALLS[call])
+    assert explained.graph_count == 1, explained.break_reasons
+    assert explained.graph_break_count == 0
+    (graph,) = explained.graphs
+    called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert called.count(torch.ops.cpattn_transformers.attend) == model.config.num_hidden_layers
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(TOKENS, **CALLS[call]).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # which it calls itself
+def test_the_default_backend() -> None:
+    """It computes the rest of the model in another order, so that bits differ."""
+    model = model_of("llama")
+    expected = model(TOKENS, attention_mask=PADDED).logits
+    actual = torch.compile(model, fullgraph=True)(TOKENS, attention_mask=PADDED).logits
+    assert_logits_close(actual[PADDED.bool()], expected[PADDED.bool()])
+
+
+def test_masks_are_numbers_in_a_graph_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the layers would go through a byte for each query and key."""
+    monkeypatch.setattr(masks, "as_bool", None)
+    for name in ("llama", "qwen3"):  # without and with windows
+        model = model_of(name)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        expected = model(TOKENS, attention_mask=PADDED).logits
+        assert torch.equal(compiled(TOKENS, attention_mask=PADDED).logits, expected)
+
+
+def test_a_mask_with_gaps_is_used_as_it_is() -> None:
+    model, gaps = model_of("llama"), PADDED.clone()
+    gaps[:, 10:13] = 0
+    expected = model(TOKENS, attention_mask=gaps).logits
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(TOKENS, attention_mask=gaps).logits, expected)
+    assert not torch.equal(compiled(TOKENS, attention_mask=PADDED).logits, expected)
+
+
+def test_one_graph_for_all_lengths() -> None:
+    model, backend = model_of("qwen3"), CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
+    for length in (11, 17, 23, 29):
+        arguments = TOKENS[:, :length], PADDED[:, :length]
+        expected = model(*arguments, use_cache=False).logits
+        assert torch.equal(compiled(*arguments, use_cache=False).logits, expected)
+    assert backend.frame_count == 1
+
+
+def decode(run: Callable[..., Any], config: Any) -> Tensor:
+    """Logits of a prompt and of tokens behind it, over a static cache."""
+    cache, logits, begin = StaticCache(config=config, max_cache_len=LENGTH + 8), [], 0
+    for end in (LENGTH - 3, LENGTH - 2, LENGTH - 1, LENGTH):
+        mask = PADDED[:, :end]
+        result = run(TOKENS[:, begin:end], attention_mask=mask, past_key_values=cache)
+        logits.append(result.logits[:, -1])
+        begin = end
+    return torch.stack(logits)
+
+
+def test_decoding_over_a_static_cache() -> None:
+    model = model_of("qwen3")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(decode(compiled, model.config), decode(model, model.config))
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generating_with_a_compiled_forward(cache: str | None) -> None:
+    """transformers makes masks for static caches outside of the graph, for others inside."""
+    options = {"attention_mask": PADDED, "cache_implementation": cache}
+    expected = generate(make_model("qwen3"), "cpattn", TOKENS, 8, **options).sequences
+    model = make_model("qwen3")
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    assert torch.equal(generate(model, "cpattn", TOKENS, 8, **options).sequences, expected)
+
+
+def test_latents_in_one_graph() -> None:
+    model = model_of("deepseek_v3")
+    with integration.absorb_mla(model):
+        expected = model(TOKENS, attention_mask=PADDED).logits
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(TOKENS, attention_mask=PADDED).logits, expected)
+
+
+def test_an_encoder_in_one_graph() -> None:
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96}
+    config = BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
+    model = BertModel(config).eval()
+    model.set_attn_implementation("cpattn")
+    expected = model(TOKENS, attention_mask=PADDED).last_hidden_state
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(TOKENS, attention_mask=PADDED).last_hidden_state, expected)
+
+
+# transformers has a list of outputs to collect, which tracing changes and changes back.
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported_models(strict: bool, tmp_path: Path) -> None:
+    """For any batch and length, in this process and from a file."""
+    model = model_of("qwen3")
+    batch, length = Dim("batch", min=2, max=8), Dim("length", min=4, max=512)
+    exported = torch.export.export(
+        model,
+        (),
+        {"input_ids": TOKENS, "attention_mask": PADDED, "use_cache": False},
+        dynamic_shapes={
+            "input_ids": {0: batch, 1: length},
+            "attention_mask": {0: batch, 1: length},
+            "use_cache": None,
+        },
+        strict=strict,
+    )
+    called = [node.target for node in exported.graph.nodes if node.op == "call_function"]
+    assert called.count(attend) == 2
+    assert called.count(bands_of) == 2  # of the full and of the sliding layers
+    torch.export.save(exported, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2")
+    for rows, columns in ((2, LENGTH), (2, 12), (5, 17)):
+        tokens = make_tokens(rows, columns)
+        mask = torch.ones_like(tokens)
+        mask[1, :5] = 0
+        expected = model(tokens, attention_mask=mask, use_cache=False).logits
+        for program in (exported, loaded):
+            module = program.module()
+            result = module(input_ids=tokens, attention_mask=mask, use_cache=False)
+            assert torch.equal(result.logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch looks
+def test_refusals_of_compiled_models() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "n_layer": 1, "n_head": 4}
+    bloom = AutoModel.from_config(BloomConfig(**sizes), attn_implementation="cpattn")
+    with pytest.raises(ValueError, match="must support attention functions"):
+        torch.compile(bloom, backend="eager")(TOKENS)
+    model = model_of("llama")
+    with torch.enable_grad(), pytest.raises(ValueError, match="no backward pass"):
+        torch.compile(model, backend="eager")(TOKENS)

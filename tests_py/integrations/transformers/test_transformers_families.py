@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sweep over all types of text models of transformers, and its page."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from cpattn.integrations import transformers as integration  # noqa: E402
+from support.transformers.families import (  # noqa: E402
+    BATCHES,
+    PARTS,
+    Calls,
+    Family,
+    Outcome,
+    text_models,
+    try_model,
+    try_part,
+)
+from support.transformers.family_table import BEGIN, END, PAGE, table  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    for name in ("attention", "paged_attention_forward"):  # brought back at the end
+        monkeypatch.setattr(integration, name, getattr(integration, name))
+    yield Calls()
+    monkeypatch.undo()
+    integration.register()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bert", "gpt_oss", "qwen2_moe", "olmo3"])
+def test_models_of_many_families_are_right(calls, model_type):
+    words = {part: outcome.word for part, outcome in try_model(model_type, calls).items()}
+    assert words == dict.fromkeys((*PARTS, BATCHES), "yes")
+
+
+def test_masks_that_a_model_extends(calls):
+    """DeepSeek-V4 adds columns of 0 and -inf, which hide nothing in a mask that is bool."""
+    outcomes = try_model("deepseek_v4", calls)
+    assert [outcomes[part].word for part in ("prompt", "padding", "generate")] == ["yes"] * 3
+
+
+def test_a_model_that_does_not_ask_is_told_apart(calls):
+    assert try_model("bloom", calls)["prompt"] == Outcome("own")
+
+
+def test_a_refusal_has_its_reason(calls):
+    outcome = try_model("doge", calls)["prompt"]
+    assert outcome.word == "refused"
+    assert "attention_mask must have shape" in outcome.reason
+
+
+def test_wrong_attention_differs(calls, monkeypatch):
+    family = Family("llama")
+    right = integration.attention
+
+    def scaled(*arguments, **options):
+        out, weights = right(*arguments, **options)
+        return out * 1.001, weights
+
+    monkeypatch.setattr(integration, "attention", scaled)
+    integration.register()
+    assert try_part(family, "prompt", calls).word == "differs"
+
+
+def test_the_page_has_every_type():
+    page = PAGE.read_text()
+    found = page.partition(BEGIN)[2].partition(END)[0]
+    rows = re.findall(r"^\| (\S+) \| (?:yes|own|differs|refused|fails|-) ", found, re.MULTILINE)
+    others = re.search(r"Not built small by the script: (.*)\.$", found, re.MULTILINE)
+    assert sorted([*rows, *(others[1].split(", ") if others else [])]) == text_models()
+    assert "| differs |" not in found
+    assert "| fails |" not in found
+
+
+def test_a_row_says_each_reason_once():
+    refused = Outcome("refused", "ValueError: a | b")
+    row = dict.fromkeys(PARTS, refused) | {BATCHES: Outcome("-", "eager: differs")}
+    assert table({"x": row, "y": "TypeError"}).splitlines()[2:] == [
+        "| x | refused | refused | refused | refused | - | ValueError: a \\| b |"
+    ]

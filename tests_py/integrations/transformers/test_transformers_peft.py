@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of PEFT around models with our attention, against eager."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
+from peft import (  # noqa: E402
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
+
+import cpattn.integrations.transformers as integration  # noqa: E402
+from support.tolerances import assert_logits_close  # noqa: E402
+from support.transformers.tiny_transformers import make_model, make_tokens  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("one_torch_thread"),
+    # Of PEFT 0.21: transformers brings positions, and has given a property another name.
+    pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+LENGTH = 30
+BATCH = {
+    "input_ids": make_tokens(2, LENGTH),
+    "attention_mask": (torch.arange(LENGTH) >= torch.tensor([0, 7])[:, None]).long(),
+}
+SEEN = BATCH["attention_mask"].bool()
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+KINDS = {
+    "LoRA": LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=False),
+    "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+    "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+}
+
+integration.register()
+
+
+def adapted(kind: str, name: str = "llama") -> tuple[Any, Any]:
+    """A model with an adapter of random weights, and the model in it."""
+    model = make_model(name)
+    torch.manual_seed(3)
+    adapter = get_peft_model(model, KINDS[kind]).eval()
+    for parameter in adapter.parameters():
+        if parameter.requires_grad and kind != "LoRA":
+            torch.nn.init.normal_(parameter)
+    return adapter, model
+
+
+@torch.inference_mode()
+def logits(model: Any) -> Any:
+    return model(**BATCH).logits[:, -LENGTH:][SEEN]
+
+
+@torch.inference_mode()
+def tokens(model: Any) -> Any:
+    return model.generate(**BATCH, max_new_tokens=8, do_sample=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokens_of_eager(kind: str) -> None:
+    adapter, model = adapted(kind)
+    model.set_attn_implementation("eager")
+    expected, generated = logits(adapter), tokens(adapter)
+    model.set_attn_implementation("cpattn")
+    assert_logits_close(logits(adapter), expected)
+    assert torch.equal(tokens(adapter), generated)
+    base = make_model("llama")
+    base.set_attn_implementation("cpattn")
+    with adapter.disable_adapter():
+        assert torch.equal(logits(adapter), logits(base))
+    assert (expected - logits(base)).abs().max() > 0.1  # or the adapter does nothing
+
+
+def test_merged_and_loaded_adapters(tmp_path: Path) -> None:
+    adapter, model = adapted("LoRA", "qwen3")
+    model.set_attn_implementation("cpattn")
+    expected = logits(adapter)
+    adapter.save_pretrained(tmp_path)
+    base = make_model("qwen3")
+    base.set_attn_implementation("cpattn")
+    assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path)), expected)
+    assert_logits_close(logits(adapter.merge_and_unload()), expected)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_with_an_adapter() -> None:
+    adapter, model = adapted("LoRA", "qwen3")
+    model.set_attn_implementation("cpattn")
+    expected = logits(adapter)
+    compiled = torch.compile(adapter, fullgraph=True, backend="aot_eager")
+    assert torch.equal(logits(compiled), expected)
+    torch._dynamo.reset()
+
+
+def test_latents_are_absorbed_beside_adapters_of_other_weights() -> None:
+    model = make_model("deepseek_v3")
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    adapter = get_peft_model(model, config).eval()
+    model.set_attn_implementation("cpattn")
+    expected = logits(adapter)
+    with integration.absorb_mla(adapter):
+        assert_logits_close(logits(adapter), expected)
+    config = LoraConfig(r=4, target_modules=["kv_b_proj"])
+    adapter = get_peft_model(make_model("deepseek_v3"), config)
+    with pytest.raises(ValueError, match=r"kv_b_proj must be a torch.nn.Linear"):
+        integration.absorb_mla(adapter)
+
+
+def test_adapters_are_trained_with_another_attention() -> None:
+    adapter, model = adapted("LoRA")
+    model.set_attn_implementation("cpattn")
+    with pytest.raises(ValueError, match=r"no backward pass; .* train with sdpa"):
+        adapter(**BATCH, labels=BATCH["input_ids"])
+    model.set_attn_implementation("sdpa")
+    adapter(**BATCH, labels=BATCH["input_ids"]).loss.backward()
+    trained = [p for p in adapter.parameters() if p.requires_grad]
+    assert trained
+    assert all(p.grad is not None for p in trained)
