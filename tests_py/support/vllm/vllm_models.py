@@ -32,13 +32,44 @@ _DECODER = {
 # What of attention each adds to the first: softcap, or sinks, and a window on every other layer.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _DECODER,
+    "mistral": {**_DECODER, "num_key_value_heads": 1, "sliding_window": None},
+    "qwen3": _DECODER,
     "gemma2": {
         **_DECODER,
         "sliding_window": 48,
         "query_pre_attn_scalar": 64,
         "attn_logit_softcapping": 5.0,
+        "hidden_act": "gelu_pytorch_tanh",  # a name of before transformers 5 that sglang reads
         "final_logit_softcapping": 30.0,
         "tie_word_embeddings": True,  # the only way it is built
+    },
+    "gemma3_text": {
+        **_DECODER,
+        "sliding_window": 48,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 64,
+        "tie_word_embeddings": True,
+    },
+    "deepseek_v3": {  # without experts
+        **{name: value for name, value in _DECODER.items() if name != "head_dim"},
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 2,
+        "moe_layer_freq": 1,  # a name of before transformers 5 that sglang reads
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "rope_parameters": {  # sglang has no other one of this model on a CPU
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
     },
     "gpt_oss": {
         **_DECODER,
@@ -70,7 +101,7 @@ def write_model(
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             parameter.data.fill_(6)  # near the largest scores, where they count
-        elif kind == "gemma2" and "post_" in name:
+        elif kind.startswith("gemma") and "post_" in name:
             parameter.data.fill_(8)  # else a token's own embedding, tied to the output, repeats it
     model.save_pretrained(folder)
     return folder

@@ -11,6 +11,7 @@ import logging
 import os
 
 from ..._support import find, first_installed
+from ...proof.captures.recorder import capture_by_environment
 
 BACKEND = "cpattn.integrations.vllm.backend.CpattnBackend"
 SPINS = "30000"  # some tenths of a millisecond, longer than from one operator of torch to the next
@@ -41,6 +42,7 @@ def register() -> None:
             _RELEASES.below,
         )
         return
+    capture_by_environment()
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     from vllm.v1.attention.backends import registry  # type: ignore[import-not-found]
