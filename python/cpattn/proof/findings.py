@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tools of this package found, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from textwrap import indent
+from typing import Any
+
+from .invariants import INVARIANTS
+
+PROVED, REFUTED, NOT_USABLE = 0, 1, 2  # exit codes
+
+SCHEMA = "cpattn-report/1"
+
+
+class NotUsable(ValueError):
+    """What a tool was given cannot be judged; the message says why. Commands exit with 2."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An invariant that does not hold.
+
+    Attributes
+    ----------
+    invariant : str
+        Its id, one of `INVARIANTS`.
+    what : str
+        What is wrong, in one line with the numbers that disagree.
+    where : str
+        The first token, page, byte or call concerned.
+    ranks : tuple of int
+        Those concerned.
+    picture : str
+        The blocks, rows or calls around it, as text; may be empty.
+    advice : str
+        What to do; empty for what the invariant itself says.
+    kind : str
+        A name for this very fault where the tool has one, as `lse-base-2`; may be empty.
+    details : mapping
+        The numbers, for programs; JSON.
+    """
+
+    invariant: str
+    what: str
+    where: str = ""
+    ranks: tuple[int, ...] = ()
+    picture: str = ""
+    advice: str = ""
+    kind: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.invariant not in INVARIANTS:
+            raise ValueError(
+                f"Finding: invariant must be one of {', '.join(INVARIANTS)}, got {self.invariant!r}"
+            )
+
+    def text(self) -> str:
+        """Several lines, as a compiler would put it."""
+        invariant = INVARIANTS[self.invariant]
+        ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        where = ": ".join(filter(None, (ranks if self.ranks else "", self.where)))
+        lines = [f"{self.invariant}{f' {self.kind}' if self.kind else ''}: {self.what}"]
+        if where:
+            lines.append(f"  --> {where}")
+        if self.picture:
+            lines += [
+                "   |",
+                indent(self.picture.rstrip("\n"), "   |  ", lambda line: True),
+                "   |",
+            ]
+        lines += [
+            f"   = rule: {invariant.rule}",
+            f"   = why:  {invariant.matters}",
+            f"   = do:   {self.advice or invariant.advice}",
+            f"   = see:  {invariant.page}",
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The answer of a tool.
+
+    Attributes
+    ----------
+    tool : str
+        ``"lint"``, ``"simulate"``, ``"conform"`` or ``"replay"``.
+    subject : str
+        What was judged, as a person names it.
+    findings : tuple of Finding
+        None where all that was checked holds.
+    checked : tuple of str
+        Ids of the invariants that were decided.
+    not_checked : mapping of str to str
+        Ids of those that could not be, each with the reason.
+    seconds : float
+        What it took.
+    facts : mapping
+        What else there is to tell, as counts of bytes or cases; JSON.
+    """
+
+    tool: str
+    subject: str
+    findings: tuple[Finding, ...] = ()
+    checked: tuple[str, ...] = ()
+    not_checked: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def proved(self) -> bool:
+        """Whether nothing that was checked is broken."""
+        return not self.findings
+
+    @property
+    def exit_code(self) -> int:
+        """0 proved, 1 refuted."""
+        return PROVED if self.proved else REFUTED
+
+    def text(self) -> str:
+        """For people: findings first, then the verdict and what it does not cover."""
+        parts = [finding.text() for finding in self.findings]
+        many = f"{len(self.findings)} finding{'s' * (len(self.findings) != 1)}"
+        verdict = "proved" if self.proved else f"refuted, {many}"
+        lines = [f"{self.subject}: {verdict} ({self.seconds:.1f} s)"]
+        if self.checked:
+            lines.append(f"  checked: {' '.join(self.checked)}")
+        lines += [f"  not checked: {id}, {reason}" for id, reason in self.not_checked.items()]
+        return "\n\n".join([*parts, "\n".join(lines)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """One JSON document."""
+        return {"schema": SCHEMA, "proved": self.proved, **asdict(self)}
+
+    def to_json(self) -> str:
+        """`as_dict` as text; a number that is none is refused."""
+        return json.dumps(self.as_dict(), allow_nan=False, indent=2)
