@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is checked of a plan, by invariant: ``check`` says what a check is, the others have some."""
+
+from . import (
+    addresses,
+    balance,
+    collectives,
+    coverage,
+    heads,
+    lengths,
+    merging,
+    ownership,
+    padding,
+    selection,
+    slots,
+    transfers,
+)
+from .check import Check
+
+MODULES = (
+    ownership,
+    heads,
+    slots,
+    coverage,
+    lengths,
+    merging,
+    collectives,
+    transfers,
+    selection,
+    addresses,
+    padding,
+    balance,
+)
+CHECKS: tuple[Check, ...] = tuple(check for module in MODULES for check in module.CHECKS)
+
+__all__ = ["CHECKS", "Check"]

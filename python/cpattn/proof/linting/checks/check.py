@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a check is, and how it says where something is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ...findings import Finding
+from ..model import Plan
+
+
+@dataclass(frozen=True)
+class Check:
+    """Decides a part of an invariant.
+
+    Attributes
+    ----------
+    invariant : str
+        Its id.
+    part : str
+        What of the document it looks at, as reports name it.
+    run : callable
+        Takes a plan, gives findings; raises `model.Absent` where the document does not say enough.
+    """
+
+    invariant: str
+    part: str
+    run: Callable[[Plan], list[Finding]]
+
+
+def finding(
+    id_kind: str,
+    what: str,
+    where: str,
+    ranks: Iterable[int] = (),
+    picture: str = "",
+    **details: Any,
+) -> list[Finding]:
+    """One finding, as a list; `id_kind` is as ``"own-token"``.
+
+    Numbers in details become those of Python, which JSON knows.
+    """
+    plain = {name: _plain(value) for name, value in details.items()}
+    invariant = id_kind.partition("-")[0].upper()
+    numbers = tuple(sorted({int(rank) for rank in ranks}))
+    return [Finding(invariant, what, where, numbers, picture, kind=id_kind, details=plain)]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value.item() if hasattr(value, "item") else value
+
+
+def many(count: int, what: str) -> str:
+    """As "3 ranks" or "no rank"."""
+    return f"{count} {what}{'s' * (count != 1)}" if count else f"no {what}"
+
+
+def more(count: int, what: str) -> str:
+    """As ", and 3 more tokens"; nothing for none."""
+    return f", and {count} more {what}{'s' * (count != 1)}" if count > 0 else ""

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SEQ: ranks of a group make the same calls, of sizes that fit, in an order that lets all go on.
+
+Sends and receives are matched by sender, receiver and tag, in their order; they are taken not to
+wait for each other, as in a batch of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import Any
+
+from ...findings import Finding
+from ..model import Absent, Plan
+from ..pictures import side_by_side
+from .check import Check, finding
+
+_SENDS = ("send", "recv")
+_ALIKE = ("kind", "dtype", "op", "root")
+_MOST_SHOWN = 4
+
+
+def _calls(plan: Plan) -> list[list[Mapping[str, Any]]]:
+    if not any("collectives" in rank for rank in plan.ranks):
+        raise Absent("no rank has collectives")
+    return [list(rank.get("collectives", ())) for rank in plan.ranks]
+
+
+def _text(call: Mapping[str, Any] | None) -> str:
+    """A call in one line."""
+    if call is None:
+        return "(none)"
+    numbers = call.get("sends") or call.get("size")
+    shown = [call["kind"], *([] if numbers is None else [str(numbers)])]
+    shown += [str(call[name]) for name in ("op", "dtype") if name in call]
+    shown += [f"{name} {call[name]}" for name in ("root", "peer", "tag") if name in call]
+    return " ".join([*shown, *([f"({call['label']})"] if "label" in call else [])])
+
+
+def in_order(plan: Plan) -> list[Finding]:
+    """Let ranks go on call by call, until all are done or some wait for ever."""
+    calls = _calls(plan)
+    queues = [[c for c in of_rank if c["kind"] not in _SENDS] for of_rank in calls]
+    at = [0] * len(queues)
+    ready = deque(range(len(queues)))
+    while ready:
+        rank = ready.popleft()
+        if at[rank] == len(queues[rank]):
+            continue
+        group = plan.group(queues[rank][at[rank]])
+        heads = [queues[r][at[r]] if at[r] < len(queues[r]) else None for r in group]
+        waiting = [head is not None and set(plan.group(head)) != set(group) for head in heads]
+        if any(waiting):
+            continue  # of ranks that have other calls to finish first
+        if fault := _differences(group, heads, at, queues):
+            return fault
+        for member in group:
+            at[member] += 1
+            ready.append(member)
+    stuck = [rank for rank, queue in enumerate(queues) if at[rank] < len(queue)]
+    return _stuck(plan, stuck, at, queues) if stuck else []
+
+
+def _differences(
+    group: tuple[int, ...],
+    heads: list[Mapping[str, Any] | None],
+    at: list[int],
+    queues: list[list[Mapping[str, Any]]],
+) -> list[Finding]:
+    """What the calls of a group that meet have differently."""
+    first = next(head for head in heads if head is not None)
+    number = {rank: at[rank] for rank in group}
+    for rank, head in zip(group, heads, strict=True):
+        if head is None:
+            other = group[heads.index(first)]
+            what = f"rank {rank} makes no call, rank {other} waits in {_text(first)}"
+            return _fault("missing", what, [other, rank], number, queues)
+        different = [name for name in _ALIKE if head.get(name) != first.get(name)]
+        if different:
+            what = f"rank {group[0]} calls {_text(first)}, rank {rank} {_text(head)}"
+            return _fault(different[0], what, [group[0], rank], number, queues)
+    known = [head for head in heads if head is not None]
+    return _sizes(group, known, number, queues)
+
+
+def _sizes(
+    group: tuple[int, ...],
+    heads: list[Mapping[str, Any]],
+    number: dict[int, int],
+    queues: list[list[Mapping[str, Any]]],
+) -> list[Finding]:
+    if heads[0]["kind"] == "all_to_all" and "sends" in heads[0]:
+        for i, head in enumerate(heads):
+            for j, other in enumerate(heads):
+                sent = (head.get("sends") or [])[j : j + 1]
+                taken = (other.get("receives") or sent)[i : i + 1]
+                if sent != taken and "receives" in other:
+                    what = (
+                        f"rank {group[i]} sends rank {group[j]} {_number(sent)} elements, which "
+                        f"expects {_number(taken)}"
+                    )
+                    return _fault("size", what, [group[i], group[j]], number, queues)
+        return []
+    sizes = [head.get("size") for head in heads]
+    for rank, size in zip(group, sizes, strict=True):
+        if size != sizes[0]:
+            what = (
+                f"{heads[0]['kind']} of {sizes[0]} elements on rank {group[0]}, "
+                f"of {size} on rank {rank}"
+            )
+            return _fault("size", what, [group[0], rank], number, queues)
+    return []
+
+
+def _number(values: list[int]) -> str:
+    return str(values[0]) if values else "no"
+
+
+def _fault(
+    name: str,
+    what: str,
+    ranks: list[int],
+    number: dict[int, int],
+    queues: list[list[Mapping[str, Any]]],
+) -> list[Finding]:
+    shown = sorted({*ranks, *list(number)[:_MOST_SHOWN]})[:_MOST_SHOWN]
+    shown = shown if set(ranks) <= set(shown) else sorted(ranks)
+    mark = number[ranks[0]]
+    columns = [(f"rank {rank}", [_text(call) for call in queues[rank]]) for rank in shown]
+    alike = len({number[rank] for rank in shown}) == 1
+    calls = {str(rank): number[rank] for rank in ranks}
+    return finding(
+        "seq-" + name, what, f"call {mark}", ranks,
+        side_by_side(columns, mark if alike else None), calls=str(calls), call=mark,
+    )  # fmt: skip
+
+
+def _stuck(
+    plan: Plan, stuck: list[int], at: list[int], queues: list[list[Mapping[str, Any]]]
+) -> list[Finding]:
+    """Ranks that wait for each other in different groups."""
+    heads = {rank: queues[rank][at[rank]] for rank in stuck}
+    lines = [
+        f"rank {rank}  call {at[rank]}: {_text(head)} of ranks {list(plan.group(head))}"
+        for rank, head in list(heads.items())[:_MOST_SHOWN]
+    ]
+    rank = stuck[0]
+    others = [r for r in plan.group(heads[rank]) if r in heads and heads[r] != heads[rank]]
+    other = next(
+        (r for r in others if set(plan.group(heads[r])) != set(plan.group(heads[rank]))), rank
+    )
+    return finding(
+        "seq-order", f"rank {rank} waits in {_text(heads[rank])} for rank {other}, which waits in "
+        f"{_text(heads[other])} of another group", f"call {at[rank]}", stuck, "\n".join(lines),
+        call=at[rank],
+    )  # fmt: skip
+
+
+def messages(plan: Plan) -> list[Finding]:
+    """Every send has its receive, of the same size and dtype."""
+    calls = _calls(plan)
+    sent: dict[tuple[int, int, int], list[Mapping[str, Any]]] = {}
+    received: dict[tuple[int, int, int], list[Mapping[str, Any]]] = {}
+    for rank, of_rank in enumerate(calls):
+        for call in of_rank:
+            if call["kind"] == "send":
+                sent.setdefault((rank, call.get("peer", 0), call.get("tag", 0)), []).append(call)
+            elif call["kind"] == "recv":
+                received.setdefault((call.get("peer", 0), rank, call.get("tag", 0)), []).append(
+                    call
+                )
+    if not sent and not received:
+        raise Absent("no rank sends or receives")
+    for link in sorted({*sent, *received}):
+        pairs = zip_longest(sent.get(link, []), received.get(link, []))
+        for index, (out, back) in enumerate(pairs):
+            source, target, tag = link
+            ours, theirs = out or {}, back or {}
+            if out and back and all(ours.get(n) == theirs.get(n) for n in ("size", "dtype")):
+                continue
+            what = f"rank {source}: {_text(out)}; rank {target}: {_text(back)}"
+            return finding(
+                "seq-message", what, f"message {index} from rank {source} to rank {target}",
+                (source, target), message=index, tag=tag,
+            )  # fmt: skip
+    return []
+
+
+CHECKS = (
+    Check("SEQ", "collectives", in_order),
+    Check("SEQ", "messages", messages),
+)

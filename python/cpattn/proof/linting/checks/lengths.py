@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LEN: lengths are those of the rank's own keys, rows are there, and pages are its own."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...findings import Finding
+from ..intervals import each, first_of, offsets, shard_length
+from ..model import Absent, Plan
+from .check import Check, finding, more
+
+
+def key_lens(plan: Plan) -> list[Finding]:
+    """The keys that a rank counts of a request are those that its cache has."""
+    if not any("key_lens" in rank for rank in plan.ranks):
+        raise Absent("no rank has key_lens")
+    for rank, said in enumerate(plan.ranks):
+        if "key_lens" not in said:
+            continue
+        counts, kept = np.asarray(said["key_lens"], np.int64), plan.kept(rank)
+        bad = first_of(counts != kept)
+        if bad is not None:
+            got, want, whole = int(counts[bad]), int(kept[bad]), int(plan.lengths[bad])
+            hint = ", those of the whole sequence" if got == whole else ""
+            return finding(
+                "len-keys", f"rank {rank} counts {got} keys of request {bad}{hint}; its cache has "
+                f"{want} of the {whole}" + more(int((counts != kept).sum()) - 1, "request"),
+                f"request {bad}, key {max(min(got, want), 0)}", [rank], _table(plan, bad),
+                request=bad, length=got, expected=want, whole=whole,
+            )  # fmt: skip
+    return []
+
+
+def _table(plan: Plan, request: int) -> str:
+    """What each rank counts of a request, beside what it should; the first lines."""
+    lines = []
+    for rank, said in enumerate(plan.ranks[:8]):
+        lens = said.get("key_lens")
+        got, want = lens[request] if lens else "-", int(plan.kept(rank)[request])
+        lines.append(f"rank {rank}  counts {got:>8}, keeps {want:>8}{'' if got == want else '  <'}")
+    return "\n".join(
+        [*lines, *([f"({len(plan.ranks) - 8} more ranks)"] if len(plan.ranks) > 8 else [])]
+    )
+
+
+def segments(plan: Plan) -> list[Finding]:
+    """Calls take rows that are there, and no more keys than the rank has."""
+    calls, rows = plan.segments, plan.rows
+    have = np.diff(plan.row_base(rows))[calls["rank"]]
+    bad = first_of(calls["row"] + calls["rows"] > have)
+    if bad is not None:
+        rank, end = int(calls["rank"][bad]), int((calls["row"] + calls["rows"])[bad])
+        return finding(
+            "len-rows", f"a call takes rows up to {end - 1} of rank {rank}, which has {have[bad]}",
+            f"request {calls['request'][bad]}, row {have[bad]}", [rank], rows=end, have=have[bad],
+        )  # fmt: skip
+    bad = first_of(calls["keys"] < 0)
+    if bad is not None:
+        return finding(
+            "len-keys", f"a call of rank {calls['rank'][bad]} has {calls['keys'][bad]} keys",
+            f"request {calls['request'][bad]}, row {calls['row'][bad]}", [calls["rank"][bad]],
+            keys=calls["keys"][bad],
+        )  # fmt: skip
+    return _too_many_keys(plan)
+
+
+def _too_many_keys(plan: Plan) -> list[Finding]:
+    """A call that reads more keys than the cache of the rank has."""
+    calls = plan.segments
+    shard = plan.shard_by_rank[calls["rank"]]
+    whole = (plan.lengths + plan.pad)[calls["request"]]
+    own = shard_length(whole, shard, plan.shards, plan.interleave)
+    end = calls["first"] + calls["keys"]
+    bad = first_of((end > own) & (calls["from"] < 0))
+    if bad is None:
+        return []
+    rank, request = int(calls["rank"][bad]), int(calls["request"][bad])
+    hint = ", as many as the whole sequence" if plan.shards > 1 and end[bad] == whole[bad] else ""
+    return finding(
+        "len-keys", f"a call of rank {rank} reads {end[bad]} keys of request {request}{hint}; "
+        f"its cache has {own[bad]} of {whole[bad]}", f"request {request}, key {own[bad]}", [rank],
+        f"reads  {end[bad]:>8} keys\nhas    {own[bad]:>8} of its own, of {whole[bad]}",
+        request=request, keys=end[bad], expected=own[bad], whole=whole[bad],
+    )  # fmt: skip
+
+
+def tables(plan: Plan) -> list[Finding]:
+    """Tables have a page for every key, in bounds, and no page for two requests."""
+    if "page_size" not in plan.cache or not any(plan.table(r) for r in range(len(plan.ranks))):
+        raise Absent("no rank has tables")
+    common = "tables" in plan.cache and not any("tables" in rank for rank in plan.ranks)
+    alike = common and plan.shards == 1
+    for rank in range(1 if alike else len(plan.ranks)):
+        if plan.table(rank) is not None and (fault := _table_of(plan, rank)):
+            return fault
+    return []
+
+
+def _table_of(plan: Plan, rank: int) -> list[Finding]:
+    page_size, table = int(plan.cache["page_size"]), plan.table(rank) or []
+    needed = -(-plan.kept(rank) // page_size)
+    widths = np.array([len(row) for row in table], np.int64)
+    bad = first_of(widths < needed)
+    if bad is not None:
+        return finding(
+            "len-pages", f"rank {rank} has {widths[bad]} pages for request {bad}, its "
+            f"{plan.kept(rank)[bad]} keys need {needed[bad]}", f"request {bad}, page "
+            f"{widths[bad]} of its table", [rank], request=bad, pages=widths[bad],
+            expected=needed[bad],
+        )  # fmt: skip
+    request, column = each(needed)
+    flat = np.concatenate([np.asarray(row, np.int64) for row in table] or [np.array([], np.int64)])
+    page = flat[offsets(widths)[request] + column]
+    limit = plan.cache.get("num_pages", np.iinfo(np.int64).max)
+    bad = first_of((page < 0) | (page >= limit))
+    if bad is not None:
+        return finding(
+            "len-pages", f"rank {rank} keeps keys of request {request[bad]} on page {page[bad]}, "
+            f"there are {limit}", f"request {request[bad]}, page {column[bad]} of its table",
+            [rank], request=request[bad], column=column[bad], page=page[bad], pages=limit,
+        )  # fmt: skip
+    return _shared_pages(plan, rank, request, column, page)
+
+
+def _shared_pages(
+    plan: Plan, rank: int, request: np.ndarray, column: np.ndarray, page: np.ndarray
+) -> list[Finding]:
+    """A page is in one table, unless two requests begin alike up to its end."""
+    order = np.lexsort((request, page))
+    same = page[order][1:] == page[order][:-1]
+    one, two = order[:-1][same], order[1:][same]
+    span = int(plan.cache["page_size"]) * plan.shards
+    ends = (column[two] + 1) * span
+    common = np.array([r.get("shares", {}).get("tokens", -1) for r in plan.requests], np.int64)
+    cached = np.minimum(plan.prefix[request[one]], plan.prefix[request[two]])
+    stated = common[request[two]]
+    allowed = np.where(stated >= 0, stated, cached)
+    bad = first_of((column[one] != column[two]) | (request[one] == request[two]) | (ends > allowed))
+    if bad is None:
+        return []
+    a, b = one[bad], two[bad]
+    first = int(min(allowed[bad], column[b] * span + span - 1))
+    return finding(
+        "len-pages", f"page {page[a]} of rank {rank} is page {column[a]} of request {request[a]} "
+        f"and page {column[b]} of request {request[b]}, which are alike in {max(allowed[bad], 0)} "
+        f"tokens, not {ends[bad]}", f"request {request[b]}, position {first}", [rank],
+        f"request {request[a]}  page {column[a]} -> {page[a]}\n"
+        f"request {request[b]}  page {column[b]} -> {page[b]}",
+        page=page[a], requests=[request[a], request[b]], common=allowed[bad], needed=ends[bad],
+    )  # fmt: skip
+
+
+CHECKS = (
+    Check("LEN", "key_lens", key_lens),
+    Check("LEN", "segments", segments),
+    Check("LEN", "tables", tables),
+)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LSE: partial results have one base, -inf for nothing, the sinks once, and all keys take part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...findings import Finding
+from ..model import Absent, Plan
+from .check import Check, finding, many
+
+
+def _merges(plan: Plan) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    merges = plan.document.get("merges")
+    if not merges:
+        raise Absent("the document has no merges")
+    for number, merge in enumerate(merges):
+        where = f"merge {number}"
+        yield (f"{where}, request {merge['request']}" if "request" in merge else where), merge
+
+
+def _picture(merge: Mapping[str, Any]) -> str:
+    """What each part is, as far as the document says."""
+    lines = []
+    for part in merge["parts"]:
+        said = [f"base {part['base']}"] if "base" in part else []
+        said += ["with sinks" if part["sinks"] else "without sinks"] if "sinks" in part else []
+        said += [f"LSE of empty rows {part['empty']}"] if "empty" in part else []
+        lines.append(f"rank {part['rank']}  {', '.join(said)}")
+    return "\n".join([*lines, *([f"merged with base {merge['base']}"] if "base" in merge else [])])
+
+
+def bases(plan: Plan) -> list[Finding]:
+    """Parts have the base that the merge computes with."""
+    decided = False
+    for where, merge in _merges(plan):
+        wanted = merge.get("base", next((p["base"] for p in merge["parts"] if "base" in p), None))
+        for part in merge["parts"]:
+            decided |= "base" in part
+            if part.get("base", wanted) != wanted:
+                return finding(
+                    "lse-base", f"rank {part['rank']} gives an LSE of base {part['base']}, it is "
+                    f"merged with base {wanted}", where, [part["rank"]], _picture(merge),
+                    base=part["base"], expected=wanted,
+                )  # fmt: skip
+    if not decided:
+        raise Absent("no part of a merge has a base")
+    return []
+
+
+def sinks(plan: Plan) -> list[Finding]:
+    """Of a model with sinks one part counts them; of others none."""
+    decided = False
+    wanted = int(plan.document.get("attention", {}).get("sinks", False))
+    for where, merge in _merges(plan):
+        if not all("sinks" in part for part in merge["parts"]):
+            continue
+        decided = True
+        ranks = [part["rank"] for part in merge["parts"] if part["sinks"]]
+        if len(ranks) != wanted:
+            return finding(
+                "lse-sink", f"{many(len(ranks), 'part')} counted the sinks, not {wanted}", where,
+                ranks or [part["rank"] for part in merge["parts"]], _picture(merge),
+                times=len(ranks), expected=wanted,
+            )  # fmt: skip
+    if not decided:
+        raise Absent("no merge says which parts counted sinks")
+    return []
+
+
+def empty(plan: Plan) -> list[Finding]:
+    """Rows without keys weigh nothing, alone and among themselves."""
+    decided = False
+    for where, merge in _merges(plan):
+        decided |= "both_empty" in merge
+        for part in merge["parts"]:
+            decided |= "empty" in part
+            if part.get("empty", "-inf") != "-inf":
+                return finding(
+                    "lse-empty", f"rank {part['rank']} gives rows without keys an LSE that is "
+                    f"{part['empty']}, not -inf", where, [part["rank"]], _picture(merge),
+                    empty=part["empty"],
+                )  # fmt: skip
+        if merge.get("both_empty") == "nan":
+            return finding(
+                "lse-empty", "two parts without keys are merged to NaN, not to zeros", where,
+                [part["rank"] for part in merge["parts"]], _picture(merge), both_empty="nan",
+            )  # fmt: skip
+    if not decided:
+        raise Absent("no part says what rows without keys give")
+    return []
+
+
+def parts(plan: Plan) -> list[Finding]:
+    """Every rank that keeps keys of a request gives one part."""
+    for where, merge in _merges(plan):
+        ranks = [part["rank"] for part in merge["parts"]]
+        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        if twice:
+            return finding(
+                "lse-part", f"rank {twice[0]} takes part {ranks.count(twice[0])} times", where,
+                twice, _picture(merge), times=ranks.count(twice[0]),
+            )  # fmt: skip
+        if plan.shards == 1:
+            continue
+        have = {plan.shard(rank) for rank in ranks}
+        requests = [merge["request"]] if "request" in merge else range(len(plan.requests))
+        for rank in range(len(plan.ranks)):
+            kept = [r for r in requests if plan.kept(rank)[r]]
+            if kept and plan.shard(rank) not in have:
+                return finding(
+                    "lse-part", f"rank {rank} keeps {plan.kept(rank)[kept[0]]} keys of request "
+                    f"{kept[0]}, and takes no part", where, [rank], _picture(merge),
+                    request=kept[0], keys=plan.kept(rank)[kept[0]],
+                )  # fmt: skip
+    return []
+
+
+CHECKS = (
+    Check("LSE", "bases", bases),
+    Check("LSE", "sinks", sinks),
+    Check("LSE", "empty parts", empty),
+    Check("LSE", "parts", parts),
+)

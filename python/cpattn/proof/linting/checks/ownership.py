@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OWN of tokens: each has one rank, attention takes it for itself, and all come back in order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...findings import Finding
+from ..intervals import Ints, each, first_of, tally
+from ..model import Absent, Columns, Plan
+from ..pictures import Bars
+from .check import Check, finding, many, more
+
+
+def picture_of_rows(plan: Plan, request: int, mark: int | None = None) -> str:
+    """Which new tokens of a request each rank has."""
+    begin, end = int(plan.prefix[request]), int(plan.lengths[request])
+    bars, rows = Bars(begin, max(end, begin + 1), mark), plan.rows
+    for rank in range(len(plan.ranks)):
+        mine = np.flatnonzero((rows["rank"] == rank) & (rows["request"] == request))
+        ranges = []
+        for run in mine:
+            first, count, step = (int(rows[name][run]) for name in ("position", "count", "step"))
+            if step == 1:
+                ranges.append((first, first + count))
+            else:
+                ranges += [(first + i * step, first + i * step + 1) for i in range(count)]
+        bars.add(f"rank {rank}", ranges)
+    return bars.picture()
+
+
+def tokens(plan: Plan) -> list[Finding]:
+    """Every new token is a row of one rank; of each, where all ranks have all queries."""
+    rows = plan.rows
+    if not plan.requests:
+        raise Absent("the document has no requests")
+    real = (rows["request"] >= 0) & (rows["count"] > 0)
+    runs = {name: values[real] for name, values in rows.items()}
+    if outside := _outside(plan, runs):
+        return outside
+    edges, counts = _owners(plan, runs)
+    bad = first_of(counts)
+    if bad is None:
+        return []
+    request, position = plan.place(int(edges[bad]) % plan.num_tokens)
+    spoiled = int((np.diff(edges) * (counts[:-1] != 0)).sum())
+    into, rest = np.divmod(position - runs["position"], runs["step"])
+    here = (runs["request"] == request) & (rest == 0) & (into >= 0) & (into < runs["count"])
+    holders = runs["rank"][here]
+    what = f"position {position} of request {request} is on {many(len(holders), 'rank')}, not 1"
+    if plan.all_queries:
+        holders = np.array([int(edges[bad]) // plan.num_tokens])
+        times = int(counts[bad]) + 1
+        what = f"rank {holders[0]} has position {position} of request {request} {times} times"
+    elif len(set(holders.tolist())) < len(holders):
+        what = f"position {position} of request {request} is {len(holders)} rows, not 1"
+    return finding(
+        "own-token", what + more(spoiled - 1, "token"), f"request {request}, position {position}",
+        holders, picture_of_rows(plan, request, position),
+        request=request, position=position, times=len(holders), tokens=spoiled,
+    )  # fmt: skip
+
+
+def _owners(plan: Plan, runs: Columns) -> tuple[Ints, Ints]:
+    """How many more ranks than wanted each token has, as edges and counts."""
+    total = plan.num_tokens
+    begin = plan.token_of(runs["request"], runs["position"])
+    copies = len(plan.ranks) if plan.all_queries else 1
+    begin = begin + (runs["rank"] * total if plan.all_queries else 0)
+    if (runs["step"] == 1).all():
+        wanted = [(i * total, (i + 1) * total) for i in range(copies)]
+        return tally(begin, begin + runs["count"], wanted)
+    source, place = each(runs["count"])
+    flat = begin[source] + place * runs["step"][source]
+    counts = np.bincount(flat, minlength=copies * total) - 1
+    return np.arange(len(counts) + 1), np.append(counts, 0)
+
+
+def _outside(plan: Plan, runs: Columns) -> list[Finding]:
+    """A run of tokens that are not new ones of its request."""
+    last = runs["position"] + (runs["count"] - 1) * runs["step"]
+    low, high = plan.prefix[runs["request"]], plan.lengths[runs["request"]]
+    bad = first_of((runs["count"] > 0) & ((runs["position"] < low) | (last >= high)))
+    if bad is None:
+        return []
+    request, rank = int(runs["request"][bad]), int(runs["rank"][bad])
+    begin, end = int(low[bad]), int(high[bad])
+    first = int(runs["position"][bad])
+    wrong = first if first < begin else int(last[bad])
+    return finding(
+        "own-token", f"rank {rank} has position {wrong} of request {request}, whose new tokens "
+        f"are {begin} to {end - 1}", f"request {request}, position {wrong}", [rank],
+        picture_of_rows(plan, request), request=request, position=wrong, begin=begin, end=end,
+    )  # fmt: skip
+
+
+def _flat(runs: Columns, name: str) -> Ints:
+    source, place = each(runs["count"])
+    return runs[name][source] + place * runs["step"][source]
+
+
+def positions(plan: Plan) -> list[Finding]:
+    """Attention takes each row for the token that it is."""
+    said = plan.gathered("positions", {"position": None, "count": None, "step": 1})
+    rows = plan.rows
+    for rank in range(len(plan.ranks)):
+        if "positions" not in plan.ranks[rank]:
+            continue
+        mine = {name: values[rows["rank"] == rank] for name, values in rows.items()}
+        theirs = {name: values[said["rank"] == rank] for name, values in said.items()}
+        held, taken = _flat(mine, "position"), _flat(theirs, "position")
+        owner = mine["request"][each(mine["count"])[0]]
+        if len(held) != len(taken):
+            return finding(
+                "own-position", f"rank {rank} has {len(held)} rows, and positions of {len(taken)}",
+                f"row {min(len(held), len(taken))}", [rank], rows=len(held), positions=len(taken),
+            )  # fmt: skip
+        bad = first_of((held != taken) & (owner >= 0))
+        if bad is not None:
+            request, wrong = int(owner[bad]), int(((held != taken) & (owner >= 0)).sum())
+            return finding(
+                "own-position", f"row {bad} is position {held[bad]}, attention takes it for "
+                f"{taken[bad]}" + more(wrong - 1, "row"),
+                f"request {request}, position {held[bad]}", [rank],
+                picture_of_rows(plan, request, int(held[bad])),
+                request=request, row=bad, position=held[bad], taken_for=taken[bad], rows=wrong,
+            )  # fmt: skip
+    return []
+
+
+def restored(plan: Plan) -> list[Finding]:
+    """Rows of all ranks, as they are put together again, are the tokens in order."""
+    if "restore" not in plan.document:
+        raise Absent("the document has no restore")
+    given = plan.document["restore"]
+    names = ("rank", "row", "count")
+    runs = {name: np.asarray(given[name], np.int64) for name in names}
+    runs["step"] = np.asarray(given.get("step", [1] * len(given["rank"])), np.int64)
+    rank = runs["rank"][each(runs["count"])[0]]
+    base = plan.row_base(plan.rows)
+    at = base[rank] + _flat(runs, "row")
+    outside = first_of(at >= base[rank + 1])
+    if outside is not None:
+        owner = int(rank[outside])
+        row, count = int(at[outside] - base[owner]), int(base[owner + 1] - base[owner])
+        return finding(
+            "own-restore", f"row {row} of rank {owner} is wanted, which has {count}",
+            f"row {row}", [owner], row=row, rows=count,
+        )  # fmt: skip
+    if len(at) != plan.num_tokens:
+        return finding(
+            "own-restore", f"{len(at)} rows are put together, of {plan.num_tokens} tokens",
+            f"token {min(len(at), plan.num_tokens)} of the batch", rows=len(at),
+            tokens=plan.num_tokens,
+        )  # fmt: skip
+    return _in_order(plan, rank, at)
+
+
+def _in_order(plan: Plan, rank: Ints, at: Ints) -> list[Finding]:
+    """Rows, by their numbers among those of all ranks, are all tokens in order."""
+    source, _ = each(plan.rows["count"])
+    request, position = plan.rows["request"][source][at], _flat(plan.rows, "position")[at]
+    token = np.where(request >= 0, plan.token_of(request, position), -1)
+    wrong = token != np.arange(plan.num_tokens)
+    bad = first_of(wrong)
+    if bad is None:
+        return []
+    request_of, position_of = plan.place(bad)
+    text = f"position {position[bad]} of request {request[bad]}"
+    text = text if request[bad] >= 0 else "a row of padding"
+    return finding(
+        "own-restore", f"position {position_of} of request {request_of} comes back as {text}"
+        + more(int(wrong.sum()) - 1, "token"), f"request {request_of}, position {position_of}",
+        [rank[bad]], picture_of_rows(plan, request_of, position_of),
+        request=request_of, position=position_of, tokens=wrong.sum(),
+    )  # fmt: skip
+
+
+CHECKS = (
+    Check("OWN", "rows", tokens),
+    Check("OWN", "positions", positions),
+    Check("OWN", "restore", restored),
+)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents ``cpattn-plan/1``: read from files, held against the published schema."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..findings import NotUsable
+
+SCHEMA = "cpattn-plan/1"
+MOST_TOKENS = 2**26  # of a part; more would not fit into memory
+_SCHEMA_FILE = Path(__file__).with_name("plan.schema.json")
+
+
+def schema() -> dict[str, Any]:
+    """The published JSON Schema of plans."""
+    return json.loads(_SCHEMA_FILE.read_text(encoding="utf-8"))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A document from a file; `NotUsable` says what it has instead."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise NotUsable(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise NotUsable(f"{path}: must be JSON in UTF-8, got other bytes") from None
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise NotUsable(f"{path}: must be JSON: {error}") from None
+    return validated(document, str(path))
+
+
+def validated(document: Any, name: str) -> dict[str, Any]:
+    """The document itself, if the schema allows it; `NotUsable` names place, rule and value."""
+    if not isinstance(document, Mapping):
+        raise NotUsable(f"{name}: must be an object with schema {SCHEMA!r}")
+    if document.get("schema") != SCHEMA:
+        raise NotUsable(f"{name}: schema must be {SCHEMA!r}, got {_shown(document.get('schema'))}")
+    error = next(iter(_validator().iter_errors(document)), None)
+    if error is not None:
+        place = error.json_path.removeprefix("$").removeprefix(".") or "the document"
+        raise NotUsable(f"{name}: {place}: {_rule(error)}")
+    _check_columns(document, name)
+    return dict(document)
+
+
+@cache
+def _validator() -> Any:
+    """A validator that looks at long lists of integers as a whole."""
+    from jsonschema import Draft202012Validator, validators
+
+    slowly = Draft202012Validator.VALIDATORS["items"]
+
+    def items(validator: Any, rule: Any, instance: Any, schema: Any) -> Any:
+        if (
+            rule.get("type") == "integer"
+            and "enum" not in rule
+            and instance
+            and (
+                isinstance(instance, list)
+                and set(map(type, instance)) == {int}
+                and rule["minimum"] <= min(instance)
+                and max(instance) <= rule["maximum"]
+            )
+        ):
+            return
+        yield from slowly(validator, rule, instance, schema)
+
+    def integer(_: Any, instance: Any) -> bool:
+        return type(instance) is int
+
+    def number(_: Any, instance: Any) -> bool:
+        return type(instance) in (int, float) and math.isfinite(instance)
+
+    types = Draft202012Validator.TYPE_CHECKER.redefine_many({"integer": integer, "number": number})
+    kind = validators.extend(Draft202012Validator, {"items": items}, type_checker=types)
+    return kind(schema())
+
+
+def _rule(error: Any) -> str:
+    """What the schema wants there, and what it got."""
+    got = _shown(error.instance)
+    match error.validator:
+        case "type":
+            wanted = error.validator_value
+            wanted = " or ".join(wanted) if isinstance(wanted, list) else wanted
+            return f"must be of type {wanted}, got {got}"
+        case "minimum":
+            return f"must be at least {error.validator_value}, got {got}"
+        case "maximum":
+            return f"must be at most {error.validator_value}, got {got}"
+        case "enum":
+            return f"must be one of {', '.join(map(str, error.validator_value))}, got {got}"
+    return str(error.message) if len(error.message) < 200 else f"{error.message[:200]}..."
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+#: Parts made of columns, in a rank and in the document.
+_OF_RANKS = ("rows", "positions", "segments", "writes", "selections")
+
+
+def _check_columns(document: Mapping[str, Any], name: str) -> None:
+    """Columns of a part are equally long, which no schema can say."""
+    parts = [("restore", document.get("restore", {}))]
+    for number, rank in enumerate(document.get("ranks", ())):
+        parts += [(f"ranks[{number}].{part}", rank.get(part, {})) for part in _OF_RANKS]
+    for number, transfer in enumerate(document.get("transfers", ())):
+        blocks = {key: transfer[key] for key in ("src", "dst", "length")}
+        pages = {key: transfer[key] for key in ("src_pages", "dst_pages")}
+        parts += [(f"transfers[{number}]", blocks), (f"transfers[{number}]", pages)]
+    for place, columns in parts:
+        lengths = {key: len(values) for key, values in columns.items()}
+        if len(set(lengths.values())) > 1:
+            counts = ", ".join(f"{key} {count}" for key, count in lengths.items())
+            raise NotUsable(f"{name}: {place}: columns must have equal lengths, got {counts}")
+        _check_sum(f"{name}: {place}.count", columns.get("count", ()))
+    requests = document.get("requests", ())
+    _check_sum(f"{name}: requests", [request["extend"] for request in requests])
+
+
+def _check_sum(place: str, counts: Iterable[int]) -> None:
+    """Numbers are small enough for arrays of all that they count."""
+    if (total := sum(counts)) > MOST_TOKENS:
+        raise NotUsable(f"{place}: must be at most {MOST_TOKENS} together, got {total}")

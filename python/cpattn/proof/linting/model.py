@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A document as arrays over all ranks, and how its tokens are called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ..findings import NotUsable
+from .intervals import Ints, each, ints, offsets, shard_length
+
+Columns: TypeAlias = dict[str, Ints]
+
+
+class Absent(Exception):
+    """The document does not say what a check needs; the message names it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks planned.
+
+    Attributes
+    ----------
+    document : mapping
+        Validated, in the form of `document.SCHEMA`.
+    name : str
+        As reports call it.
+    """
+
+    document: Mapping[str, Any]
+    name: str
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+
+    @cached_property
+    def ranks(self) -> list[Mapping[str, Any]]:
+        return list(self.document.get("ranks", ()))
+
+    @cached_property
+    def requests(self) -> list[Mapping[str, Any]]:
+        return list(self.document.get("requests", ()))
+
+    @cached_property
+    def prefix(self) -> Ints:
+        return ints([request.get("prefix", 0) for request in self.requests])
+
+    @cached_property
+    def extend(self) -> Ints:
+        return ints([request["extend"] for request in self.requests])
+
+    @cached_property
+    def pad(self) -> Ints:
+        return ints([request.get("pad", 0) for request in self.requests])
+
+    @property
+    def lengths(self) -> Ints:
+        """Cached and new tokens of each request, without padding."""
+        return self.prefix + self.extend
+
+    @cached_property
+    def token_base(self) -> Ints:
+        """The number of the first new token of each request among those of all, and their sum."""
+        return offsets(self.extend)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_base[-1])
+
+    @property
+    def causal(self) -> bool:
+        return bool(self.document.get("attention", {}).get("causal", True))
+
+    @property
+    def window(self) -> int | None:
+        return self.document.get("attention", {}).get("window")
+
+    @property
+    def all_queries(self) -> bool:
+        """Whether each rank has every query."""
+        return self.document.get("queries") == "all"
+
+    @cached_property
+    def cache(self) -> Mapping[str, Any]:
+        return self.document.get("cache", {})
+
+    @property
+    def shards(self) -> int:
+        return int(self.cache.get("shards", 1))
+
+    @property
+    def interleave(self) -> int:
+        return int(self.cache.get("interleave", 1))
+
+    def shard(self, rank: int) -> int:
+        """Which share of the keys a rank has: its number in turn, unless it says another."""
+        return int(self.ranks[rank].get("shard", rank % self.shards))
+
+    @cached_property
+    def shard_by_rank(self) -> Ints:
+        return ints([self.shard(rank) for rank in range(len(self.ranks))])
+
+    def kept(self, rank: int) -> Ints:
+        """How many keys of each request belong into the cache of a rank."""
+        return shard_length(self.lengths, self.shard(rank), self.shards, self.interleave)
+
+    @cached_property
+    def rows(self) -> Columns:
+        """Runs of rows of all ranks; rows of padding belong to request -1.
+
+        ``row`` is the first local row of a run, ``at`` the same among the rows of all ranks.
+        """
+        runs = self.gathered("rows", {"request": None, "position": None, "count": None, "step": 1})
+        runs = self._without_padding_tokens(runs)
+        runs["at"] = offsets(runs["count"])[:-1]
+        runs["row"] = runs["at"] - self.row_base(runs)[runs["rank"]]
+        return runs
+
+    def row_base(self, runs: Columns) -> Ints:
+        """The first row of each rank among those of all, and their sum."""
+        sums = np.bincount(runs["rank"], weights=runs["count"], minlength=len(self.ranks))
+        return offsets(sums.astype(np.int64))
+
+    @cached_property
+    def segments(self) -> Columns:
+        """Calls of attention of all ranks."""
+        columns = {"request": None, "row": None, "rows": None, "keys": None}
+        return self.gathered("segments", columns | {"step": 1, "first": 0, "from": -1})
+
+    def gathered(self, part: str, columns: Mapping[str, int | None]) -> Columns:
+        """A part of all ranks: its columns and ``rank``; a column left out has its default."""
+        if not any(part in rank for rank in self.ranks):
+            raise Absent(f"no rank has {part}")
+        parts = [rank.get(part, {}) for rank in self.ranks]
+        counts = [len(next(iter(part.values()), ())) for part in parts]
+        table = {"rank": np.repeat(np.arange(len(parts)), counts)}
+        for name, default in columns.items():
+            pieces = [
+                ints(part[name]) if name in part else np.full(count, default, np.int64)
+                for part, count in zip(parts, counts, strict=True)
+                if count
+            ]
+            table[name] = np.concatenate(pieces) if pieces else ints([])
+        return table
+
+    def _without_padding_tokens(self, runs: Columns) -> Columns:
+        """Cut runs where the padding behind a request begins: from there rows are padding."""
+        known = runs["request"] >= 0
+        owner = np.where(known, runs["request"], 0)
+        if not len(self.requests) or not self.pad.any():
+            return runs
+        ends, pads = self.lengths[owner], self.pad[owner]
+        real = np.clip(-(-(ends - runs["position"]) // runs["step"]), 0, runs["count"])
+        last = runs["position"] + (runs["count"] - 1) * runs["step"]
+        padded = known & (real < runs["count"]) & (last < ends + pads)
+        real = np.where(padded, real, runs["count"])
+        source, half = each(1 + padded.astype(np.int64))
+        cut = {name: values[source] for name, values in runs.items()}
+        rest = runs["count"][source] - real[source]
+        cut["count"] = np.where(half == 0, real[source], rest)
+        cut["request"] = np.where(half == 0, cut["request"], -1)
+        return cut
+
+    def token_of(self, request: Any, position: Any) -> Ints:
+        """The number of a new token among those of all requests."""
+        return self.token_base[request] + np.asarray(position) - self.prefix[request]
+
+    def place(self, token: int) -> tuple[int, int]:
+        """Request and position of a token by its number."""
+        request = int(np.searchsorted(self.token_base, token, side="right")) - 1
+        return request, int(token - self.token_base[request] + self.prefix[request])
+
+    def table(self, rank: int) -> list[list[int]] | None:
+        """The pages of each request as this rank has them."""
+        return self.ranks[rank].get("tables", self.cache.get("tables"))
+
+    def group(self, call: Mapping[str, Any]) -> tuple[int, ...]:
+        """The ranks that a collective is for."""
+        return tuple(call.get("group", range(len(self.ranks))))
+
+    def _check_numbers(self) -> None:
+        """Numbers of requests, ranks and memories are of such that are there."""
+        limits = {"request": len(self.requests), "from": len(self.ranks), "rank": len(self.ranks)}
+        parts = [("restore", self.document.get("restore", {}))]
+        for number, rank in enumerate(self.ranks):
+            for part in ("rows", "segments", "writes", "selections"):
+                parts.append((f"ranks[{number}].{part}", rank.get(part, {})))
+            self._below(f"ranks[{number}].shard", rank.get("shard", 0), self.shards)
+            for index, call in enumerate(rank.get("collectives", ())):
+                where = f"ranks[{number}].collectives[{index}]"
+                for value in (*call.get("group", ()), call.get("root", 0), call.get("peer", 0)):
+                    self._below(where, value, len(self.ranks))
+                if number not in self.group(call):
+                    raise NotUsable(f"{self.name}: {where}.group: must have rank {number} in it")
+            lists = [rank.get("key_lens"), rank.get("tables")]
+            self._one_each(f"ranks[{number}]", lists)
+        self._one_each("cache", [self.cache.get("tables")])
+        for place, columns in parts:
+            for name, limit in limits.items():
+                self._below(f"{place}.{name}", max(columns.get(name, ()), default=-1), limit)
+        for index, transfer in enumerate(self.document.get("transfers", ())):
+            for side in ("from", "to"):
+                if transfer[side] not in self.document.get("memories", {}):
+                    raise NotUsable(
+                        f"{self.name}: transfers[{index}].{side}: must be one of memories, "
+                        f"got {transfer[side]!r}"
+                    )
+        for index, merge in enumerate(self.document.get("merges", ())):
+            for part in merge["parts"]:
+                self._below(f"merges[{index}].parts.rank", part["rank"], len(self.ranks))
+            self._below(f"merges[{index}].request", merge.get("request", -1), len(self.requests))
+        for index, scores in enumerate(self.document.get("topk", {}).get("scores", ())):
+            where = f"topk.scores[{index}].request"
+            self._below(where, scores["request"], len(self.requests))
+
+    def _below(self, place: str, value: int, limit: int) -> None:
+        if value >= max(limit, 1 if value == 0 and not place.endswith("request") else 0):
+            raise NotUsable(f"{self.name}: {place}: must be below {limit}, got {value}")
+
+    def _one_each(self, place: str, lists: list[Any]) -> None:
+        for values in lists:
+            if values is not None and len(values) != len(self.requests):
+                raise NotUsable(
+                    f"{self.name}: {place}: tables and key_lens must have one entry for each of "
+                    f"{len(self.requests)} requests, got {len(values)}"
+                )

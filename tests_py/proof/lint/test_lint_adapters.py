@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents of plans of engines: right ones are proved, damaged ones refuted."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("jsonschema")
+
+import cpattn
+from cpattn.kv import MHATokenToKVPool
+from cpattn.proof import NotUsable, lint
+from cpattn.proof.linting.adapters.context_parallel import from_metadata, from_plans
+from cpattn.proof.linting.adapters.decode import from_local_lens
+from cpattn.proof.linting.adapters.packings import from_llama3, from_zigzag_ring
+from cpattn.proof.linting.adapters.transfers import (
+    from_transfer,
+    joined,
+    memory_of_lists,
+    memory_of_pool,
+)
+from cpattn.proof.linting.intervals import shard_length
+from cpattn.transfer import KVEntry, KVLayout, plan_kv_transfer
+from support.proof.plans import batches
+
+
+def kinds(document):
+    return {found.kind for found in lint(document, shrink=False).findings}
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_objects_with_the_fields_of_an_engine(batch):
+    """As sglang's: plain attributes, lists, and nothing else."""
+    extend, prefix, cp_size, strategy = batch
+    seq_lens = [e + p for e, p in zip(extend, prefix, strict=True)]
+    plans = cpattn.build_cp_metadata_all_ranks(extend, seq_lens, cp_size=cp_size, strategy=strategy)
+    names = (
+        "split_list", "zigzag_index", "cp_reverse_index", "reverse_split_len",
+        "per_rank_actual_token", "actual_seq_q_prev_list", "actual_seq_q_next_list",
+        "kv_len_prev_list", "kv_len_next_list", "total_seq_lens",
+    )  # fmt: skip
+    objects = [SimpleNamespace(**{n: getattr(plan, n) for n in names}) for plan in plans]
+    report = lint(from_metadata(objects, extend, prefix))
+    assert report.findings == ()
+    assert "OWN" in report.checked
+    assert ("COV" in report.checked) == (strategy != "interleave")
+
+
+def test_keys_without_their_prefix_are_found():
+    """Bare lengths given to attention, as in sgl-project/sglang#23268."""
+    lens = {"extend_lens": [13, 9], "seq_lens": [20, 9]}
+    plans = cpattn.build_cp_metadata_all_ranks(**lens, cp_size=2, kv_len_convention="bare")
+    assert kinds(from_metadata(plans, [13, 9], [7, 0])) == {"cov-pair"}
+
+
+def test_padding_tokens_are_tokens_of_the_last_sequence():
+    plans = cpattn.build_cp_metadata_all_ranks([13, 9], [13, 9], cp_size=2, num_tokens=24)
+    assert kinds(from_metadata(plans, [13, 9])) == set()
+
+
+def test_metadata_that_says_nothing_is_refused():
+    with pytest.raises(NotUsable, match="must have split_list or per_rank_actual_token"):
+        from_metadata([SimpleNamespace()], [4])
+
+
+def test_plans_with_tables_and_slots():
+    plans = []
+    tables, slots = [[2, 0], [1, -1]], [9, 10, 11, 0, 4, 5]
+    for metadata in cpattn.build_cp_metadata_all_ranks([4, 2], [5, 2], cp_size=2):
+        values = {"metadata": metadata, "page_size": 4, "block_tables": np.array(tables)}
+        plans.append(SimpleNamespace(**values, slots=np.array(slots)))
+    document = from_plans(plans, num_pages=3)
+    report = lint(document)
+    assert report.findings == ()
+    assert set(report.checked) >= {"OWN", "COV", "LEN", "ADDR", "PAD"}
+    plans[1].slots[0] = 10
+    assert kinds(from_plans(plans, num_pages=3)) == {"own-slot"}
+    assert kinds(from_plans(plans, num_pages=2)) == {"own-slot", "len-pages", "addr-slot"}
+
+
+def test_plans_of_a_group(request):
+    """As `ContextParallel.plan` makes them, here of one rank."""
+    pytest.importorskip("torch")
+    import torch.distributed as dist
+
+    from cpattn.distributed import ContextParallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    request.addfinalizer(dist.destroy_process_group)
+    cp = ContextParallel(dist.group.WORLD, page_size=4)
+    plan = cp.plan([3, 2], [5, 2], block_tables=[[2, 0], [1, -1]])
+    report = lint(from_plans([plan], num_pages=3))
+    assert report.findings == ()
+    assert set(report.checked) >= {"OWN", "COV", "LEN", "ADDR", "PAD"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 3))
+def test_local_lengths_of_decode_ranks(lens, ranks, interleave):
+    local = [shard_length(lens, rank, ranks, interleave).tolist() for rank in range(ranks)]
+    tables = [
+        [[16 * i + page for page in range(-(-count // 4))] for i, count in enumerate(own)]
+        for own in local
+    ]
+    wide = [[row + [-1] * (20 - len(row)) for row in table] for table in tables]
+    options = {"block_size": 4, "interleave": interleave, "num_blocks": 64}
+    report = lint(from_local_lens(lens, local, wide, **options))
+    assert report.findings == ()
+    local[0][0] += 1
+    assert "len-keys" in kinds(from_local_lens(lens, local, wide, **options))
+
+
+def test_pages_of_another_sequence_are_found():
+    options = {"block_size": 4, "num_blocks": 8}
+    right = [[[0, 1], [2, -1]]]
+    assert kinds(from_local_lens([7, 3], [[7, 3]], right, **options)) == set()
+    assert kinds(from_local_lens([7, 3], [[7, 3]], [[[0, 2], [2, -1]]], **options)) == {"len-pages"}
+
+
+def test_verified_rows_are_not_judged():
+    report = lint(from_local_lens([9], [[5], [4]], block_size=4, query_lens=[3]))
+    assert report.proved
+    assert "COV" not in report.checked
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=3), st.integers(1, 4), st.data())
+def test_zigzag_rings(blocks, cp_size, data):
+    padded = np.cumsum([0, *(2 * cp_size * size for size in blocks)])
+    pads = [data.draw(st.integers(0, 2 * cp_size * size - 1)) for size in blocks]
+    real = np.cumsum([0, *(np.diff(padded) - pads)])
+    report = lint(from_zigzag_ring(real, cp_size, padded))
+    assert report.findings == ()
+    assert {"OWN", "COV", "PAD"} <= set(report.checked)
+
+
+def test_a_ring_whose_lengths_are_divided_is_refuted():
+    lens = [[698 // 4]] * 4
+    assert kinds(from_zigzag_ring([0, 698], 4, [0, 704], lens)) == {"cov-pair"}
+    with pytest.raises(NotUsable, match="must be multiples of 8 and hold the sequences, got"):
+        from_zigzag_ring([0, 698], 4)
+
+
+def llama3(cu_seqlens, ranks):
+    """What each rank gets: its rows, and the keys from the start of its first sequence."""
+    size = cu_seqlens[-1] // ranks
+    for rank in range(ranks):
+        begin, end = rank * size, (rank + 1) * size
+        inside = [c for c in cu_seqlens if begin < c < end]
+        cuts = [begin, *inside, end]
+        first = max(c for c in cu_seqlens if c <= begin)
+        yield [c - begin for c in cuts], [0, *(c - first for c in cuts[1:])], slice(first, end)
+
+
+def test_consecutive_rows_over_gathered_keys():
+    cu_seqlens = [0, 5, 12, 24]
+    ranks = list(llama3(cu_seqlens, 3))
+    assert kinds(from_llama3(cu_seqlens, ranks)) == set()
+    ranks[1] = (ranks[1][0], ranks[1][1], slice(ranks[1][2].start + 1, 16))
+    assert "cov-pair" in kinds(from_llama3(cu_seqlens, ranks))
+    with pytest.raises(NotUsable, match="rank 0 must have as many offsets of queries as of keys"):
+        from_llama3([0, 4], [([0, 4], [0, 1, 4], slice(0, 4))])
+
+
+def layouts(page_size=8, target_tp=1):
+    def layout(begin, layers, **options):
+        sizes = [(layer, kind, size) for layer in layers for kind, size in (("k", 512), ("v", 256))]
+        entries = []
+        for layer, kind, size in sizes:
+            item = size // options.get("tp_size", 1)
+            entries.append(KVEntry(layer, kind, False, begin, 9 * item, item))
+            begin += 9 * item
+        return KVLayout(entries, page_size, total_kv_heads=4, **options)
+
+    targets = [layout(1 << 30, range(3), tp_rank=r, tp_size=target_tp) for r in range(target_tp)]
+    return layout(4096, range(3)), targets
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.permutations(range(9)),
+    st.permutations(range(9)),
+    st.integers(1, 72),
+    st.sampled_from([1, 2, 4]),
+)
+def test_plans_of_transfers_are_proved(src, dst, tokens, target_tp):
+    source, targets = layouts(target_tp=target_tp)
+    pages = -(-tokens // 8)
+    src, dst = list(src[:pages]), list(dst[:pages])
+    for target in targets:
+        plan = plan_kv_transfer(source, target, src, dst, num_tokens=tokens)
+        report = lint(from_transfer(source, target, plan, src, dst, num_tokens=tokens))
+        assert report.findings == ()
+        assert report.checked == ("XFER",)
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind"),
+    [
+        (lambda t: [column.pop() for column in (t["src"], t["dst"], t["length"])], "xfer-missing"),
+        (lambda t: t["length"].__setitem__(0, t["length"][0] - 8), "xfer-missing"),
+        (lambda t: t["length"].__setitem__(0, t["length"][0] + 512), "xfer-page"),
+        (lambda t: t["dst"].__setitem__(0, t["dst"][1]), "xfer-overlap"),
+        (lambda t: t["dst"].__setitem__(0, t["dst"][3]), "xfer-pair"),
+        (lambda t: t["dst"].__setitem__(0, t["dst"][1]), "xfer-row"),
+        (lambda t: t["src"].__setitem__(0, t["src"][0] + 512), "xfer-page"),
+        (lambda t: t["src"].__setitem__(0, 0), "xfer-bounds"),
+        (lambda t: t["dst"].__setitem__(0, 1 << 40), "xfer-bounds"),
+    ],
+)
+def test_damaged_descriptors_are_refuted(damage, kind):
+    source, (target,) = layouts()
+    plan = plan_kv_transfer(source, target, [1, 3, 5], [4, 6, 0])
+    document = from_transfer(source, target, plan, [1, 3, 5], [4, 6, 0])
+    assert kinds(document) == set()
+    damage(document["transfers"][0])
+    assert kind in kinds(document)
+
+
+def test_lists_of_pointers_are_registered_memory():
+    labels = [(0, "k"), (0, "v")]
+    source, target = (
+        memory_of_lists([begin, begin + 4608], [4608, 4608], [512, 512], labels, page_size=8)
+        for begin in (0, 1 << 20)
+    )
+    blocks = [512, 4608 + 512], [(1 << 20) + 1024, (1 << 20) + 4608 + 1024], [512, 512]
+    assert kinds(from_transfer(source, target, blocks, [1], [2])) == set()
+    target["registered"].pop()
+    assert kinds(from_transfer(source, target, blocks, [1], [2])) == {"xfer-bounds"}
+
+
+def test_buffers_have_as_many_pages_as_is_said():
+    memory = memory_of_lists([0, 512], [512, 512], [64, 64], [(0, "k"), (0, "v")], page_size=4)
+    document = from_transfer(memory | {"num_pages": 8}, memory, [[64], [128], [64]], [1], [2])
+    document["transfers"][0]["partial"] = True
+    assert kinds(document) == set()
+    document["memories"]["source"]["entries"][1]["item_len"] = 16  # of a token, not of a page
+    assert "xfer-item" in kinds(document)
+    (found, *_) = lint(document).findings
+    assert found.what == "v of layer 0 of source has 32 pages of 16 bytes, not 8"
+
+
+def pool_of(layers):
+    sizes = {"size": 64, "page_size": 8, "num_kv_heads": 2, "head_dim": 16}
+    return MHATokenToKVPool(num_layers=len(layers), start_layer=layers.start, **sizes)
+
+
+def test_stages_of_a_pipeline():
+    def transfer(layers, name, pages=(1, 4)):
+        pool = pool_of(layers)
+        source = memory_of_pool(pool)
+        src, dst, lengths = [], [], []
+        for entry in source["entries"]:
+            (other,) = [
+                e for e in target["entries"]
+                if (e["layer"], e["kind"]) == (entry["layer"], entry["kind"])
+            ]  # fmt: skip
+            for page in pages:
+                src.append(entry["addr"] + page * entry["item_len"])
+                dst.append(other["addr"] + page * entry["item_len"])
+                lengths.append(entry["item_len"])
+        blocks = src, dst, lengths
+        return from_transfer(source, target, blocks, [1, 4], [1, 4], names=(name, "decode"))
+
+    decode = pool_of(range(5))
+    target = memory_of_pool(decode)
+    stages = [transfer(range(2), "first"), transfer(range(2, 5), "second")]
+    report = lint(joined(stages))
+    assert report.proved
+    assert report.checked == ("XFER",)
+    assert kinds(joined([stages[0], transfer(range(2, 5), "second", pages=(1,))])) == {
+        "xfer-missing"
+    }
+    other = transfer(range(2, 5), "first")
+    with pytest.raises(NotUsable, match="memories of one name must be alike, 'first' are not"):
+        joined([stages[0], other])
+
+
+def test_pools_have_all_kinds_of_buffers():
+    pool = pool_of(range(1))
+    with pytest.raises(NotUsable, match=r"buffers of each of \['k', 'v', 'index_k'\], got 2"):
+        memory_of_pool(pool, ("k", "v", "index_k"))

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives, merges and selections: what fits is proved, what does not is named."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+
+pytest.importorskip("jsonschema")
+
+from cpattn.proof import lint
+
+
+def findings(**parts):
+    return lint({"schema": "cpattn-plan/1", **parts}, shrink=False).findings
+
+
+def of_calls(*ranks):
+    return findings(ranks=[{"collectives": calls} for calls in ranks])
+
+
+def call(kind, size=8, **options):
+    return {"kind": kind, "size": size, **options}
+
+
+GATHER, REDUCE = call("all_gather", dtype="float32"), call("all_reduce", op="sum")
+
+
+def test_ranks_that_make_the_same_calls_go_on():
+    assert of_calls([GATHER, REDUCE], [GATHER, REDUCE]) == ()
+    pairs = [call("all_reduce", group=[0, 1]), call("all_reduce", group=[2, 3])]
+    both = [call("barrier"), call("all_gather", group=[0, 2]), call("all_gather", group=[1, 3])]
+    ranks = [
+        [both[0], pairs[rank // 2], both[1 + rank % 2], both[0]] for rank in range(4)
+    ]  # in groups of pairs, then of others
+    assert of_calls(*ranks) == ()
+
+
+@pytest.mark.parametrize(
+    ("other", "kind", "ranks"),
+    [
+        ([REDUCE, GATHER], "seq-kind", (0, 1)),
+        ([GATHER | {"size": 9}, REDUCE], "seq-size", (0, 1)),
+        ([GATHER | {"dtype": "bfloat16"}, REDUCE], "seq-dtype", (0, 1)),
+        ([GATHER, REDUCE | {"op": "max"}], "seq-op", (0, 1)),
+        ([GATHER, REDUCE | {"root": 1}], "seq-root", (0, 1)),
+        ([GATHER], "seq-missing", (0, 1)),
+        ([GATHER, REDUCE, REDUCE], "seq-missing", (0, 1)),
+    ],
+)
+def test_ranks_that_do_not_meet_are_refuted(other, kind, ranks):
+    (found,) = of_calls([GATHER, REDUCE], other)
+    assert (found.kind, found.ranks) == (kind, ranks)
+    assert found.picture.splitlines()[0].split() == ["rank", "0", "rank", "1"]
+    assert any(line.startswith(">") for line in found.picture.splitlines())
+
+
+def test_groups_entered_in_another_order_are_refuted():
+    """Rank 0 waits for rank 1 in one group, which waits for it in the other."""
+    one, two = call("all_reduce", group=[0, 1]), call("all_gather", group=[0, 1, 2])
+    (found,) = of_calls([one, two], [two, one], [two])
+    assert found.kind == "seq-order"
+    assert found.ranks == (0, 1, 2)
+    assert "rank 0 waits in all_reduce 8 for rank 1, which waits in all_gather 8" in found.what
+    assert of_calls([one, two], [one, two], [two]) == ()
+
+
+def test_sizes_of_an_all_to_all_fit():
+    def exchange(sends, receives):
+        return [{"kind": "all_to_all", "sends": sends, "receives": receives}]
+
+    assert of_calls(exchange([1, 2], [1, 3]), exchange([3, 4], [2, 4])) == ()
+    (found,) = of_calls(exchange([1, 2], [1, 3]), exchange([3, 4], [1, 4]))
+    assert found.what == "rank 0 sends rank 1 2 elements, which expects 1"
+
+
+def test_messages_are_received():
+    send, receive = call("send", peer=1), call("recv", peer=0)
+    assert of_calls([send], [receive]) == ()
+    assert of_calls([send, call("recv", peer=1)], [call("send", peer=0), receive]) == ()
+    for other in ([], [receive | {"size": 9}], [receive, receive], [receive | {"tag": 3}]):
+        assert [found.kind for found in of_calls([send], other)] == ["seq-message"]
+
+
+PARTS = [{"rank": rank, "base": "e", "sinks": rank == 0, "empty": "-inf"} for rank in range(2)]
+MERGED = {
+    "requests": [{"prefix": 9, "extend": 1}],
+    "attention": {"sinks": True},
+    "cache": {"page_size": 4, "shards": 2},
+    "ranks": [{}, {}],
+    "merges": [{"base": "e", "both_empty": "zero", "parts": PARTS}],
+}
+
+
+def test_partial_results_that_fit_are_proved():
+    assert findings(**MERGED) == ()
+
+
+def with_part(**changes):
+    def change(document):
+        document["merges"][0]["parts"][1].update(changes)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        (
+            with_part(base="2"),
+            "lse-base",
+            "rank 1 gives an LSE of base 2",
+        ),
+        (with_part(sinks=True), "lse-sink", "2 parts counted the sinks, not 1"),
+        (with_part(empty="finite"), "lse-empty", "an LSE that is finite, not -inf"),
+        (with_part(rank=0), "lse-part", "rank 0 takes part 2 times"),
+        (lambda d: d["merges"][0]["parts"].pop(), "lse-part", "rank 1 keeps 5 keys of request 0"),
+        (lambda d: d["merges"][0].update(both_empty="nan"), "lse-empty", "merged to NaN"),
+        (
+            lambda d: d["attention"].clear(),
+            "lse-sink",
+            "1 part counted the sinks, not 0",
+        ),
+        (lambda d: d["merges"][0].update(base="2"), "lse-base", "rank 0 gives an LSE of base e"),
+    ],
+)
+def test_partial_results_that_do_not_fit_are_refuted(change, kind, says):
+    document = deepcopy(MERGED)
+    change(document)
+    (found,) = findings(**document)
+    assert found.kind == kind
+    assert says in found.what
+    assert "rank 0  base e" in found.picture
+
+
+def selected(index=(0, 1), key=(0, 2), shard_of_last=1, position=5):
+    """Two keys of a query on rank 0, and one on rank 1, of three."""
+    names = ("request", "position", "key", "index")
+    lines = [[(0, position, key[i], index[i]) for i in range(2)], [(0, position, 3, 1)]]
+    ranks = [
+        {"selections": {name: [line[i] for line in own] for i, name in enumerate(names)}}
+        for own in lines
+    ]
+    return {
+        "requests": [{"prefix": 5, "extend": 1}],
+        "topk": {"k": 3},
+        "cache": {"page_size": 4, "shards": 2},
+        "ranks": ranks,
+    }
+
+
+def test_selections_are_whole_and_local():
+    assert findings(**selected()) == ()
+    assert [f.kind for f in findings(**selected(index=(0, 2)))] == ["topk-index"]
+    assert [f.kind for f in findings(**selected(key=(0, 1)))] == ["topk-index"]
+    twice = findings(**selected(key=(2, 2), index=(1, 1)))
+    assert [f.kind for f in twice] == ["topk-twice"]
+    late = findings(**selected(key=(0, 8), index=(0, 4)))
+    assert [f.kind for f in late] == ["topk-key"]
+    few = selected()
+    for column in few["ranks"][1]["selections"].values():
+        column.pop()
+    assert [f.what for f in findings(**few)] == [
+        "query 5 of request 0 selects 2 keys over all ranks, not 3"
+    ]
+
+
+def test_scores_decide_what_is_selected():
+    document = selected()
+    document["topk"]["scores"] = [{"request": 0, "position": 5, "scores": [5, 1, 5, 5, 2, 3, 99]}]
+    assert findings(**document) == ()  # the last key is after the query
+    document["topk"]["scores"][0]["scores"][4] = 6
+    (found,) = findings(**document)
+    assert found.kind == "topk-score"
+    assert found.details["key"] == 4
+
+
+def test_a_plan_of_many_sequences_and_ranks_is_judged_as_a_whole():
+    from support.proof.plans import document_of
+
+    document = document_of([2000] * 128, [64] * 128, 64)
+    assert lint(document).proved
+    document["ranks"][40]["segments"]["keys"][200] -= 1
+    (found,) = lint(document).findings
+    assert found.invariant == "COV"
+    assert found.ranks == (40,)
+    assert len(found.details["smaller"]["requests"]) == 1

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is no plan is refused in one line, and no numbers in a plan make the linter fail."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("jsonschema")
+
+from cpattn.proof import NotUsable, lint
+from cpattn.proof.linting import SCHEMA, schema
+from support.proof.plans import document_of, with_cache
+
+BATCH = ([13, 10], [0, 6], 3)
+CALLS = [{"kind": "all_to_all", "sends": [4, 4, 4], "receives": [4, 4, 4]}, {"kind": "barrier"}]
+
+
+def whole_document():
+    """A plan with every part that a rank can have."""
+    document = with_cache(document_of(*BATCH))
+    for number, rank in enumerate(document["ranks"]):
+        rank["collectives"] = deepcopy(CALLS)
+        rank["key_lens"] = [13, 16]
+        rank["buffers"] = [{"name": "slots", "size": 4, "used": 4}]
+        rank["products"] = [{"name": "page", "index": 7, "stride": 9, "bits": 32}]
+        rank["heads"] = {"q": [2 * number, 2 * number + 1], "kv": [number], "group": 0}
+        rank["selections"] = {"request": [0], "position": [number], "key": [0], "index": [0]}
+    document["heads"] = {"q": 6, "kv": 3}
+    document["topk"] = {"k": 1, "scores": [{"request": 0, "position": 0, "scores": [1.0]}]}
+    document["merges"] = [{"base": "e", "parts": [{"rank": 0, "base": "e", "sinks": False}]}]
+    entry = {"layer": 0, "kind": "k", "addr": 4096, "nbytes": 4096, "item_len": 512}
+    memory = {"page_size": 4, "entries": [entry], "registered": [[4096, 4096]]}
+    document["memories"] = {"prefill": memory, "decode": deepcopy(memory)}
+    pages = {"src_pages": [1, 2], "dst_pages": [3, 0]}
+    blocks = {"src": [4608, 5120], "dst": [5632, 4096], "length": [512, 512]}
+    document["transfers"] = [{"from": "prefill", "to": "decode", **pages, **blocks}]
+    return document
+
+
+def places(value, path=()):
+    """Paths of all integers of a document."""
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int):
+        yield path
+    for key, one in value.items() if isinstance(value, dict) else []:
+        yield from places(one, (*path, key))
+    for key, one in enumerate(value) if isinstance(value, list) else []:
+        yield from places(one, (*path, key))
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.data())
+def test_no_numbers_make_it_fail(data):
+    """A wrong number is a finding, or makes the document none; it never ends otherwise."""
+    document = whole_document()
+    all_places = list(places(document))
+    for _ in range(data.draw(st.integers(1, 3))):
+        *path, last = data.draw(st.sampled_from(all_places))
+        part = document
+        for key in path:
+            part = part[key]
+        part[last] = data.draw(st.sampled_from([-2, -1, 0, 1, 2, 5, 17, 100, 2**31, 2**62]))
+    try:
+        report = lint(document)
+    except NotUsable:
+        return
+    assert report.exit_code in (0, 1)
+    json.loads(report.to_json())
+    assert report.text()
+
+
+@pytest.mark.parametrize("part", sorted(set(whole_document()) - {"schema"}))
+def test_every_part_may_be_left_out(part):
+    document = whole_document()
+    del document[part]
+    if part in ("requests", "ranks", "memories"):  # others name what is in them
+        with pytest.raises(NotUsable, match="must "):
+            lint(document)
+    else:
+        assert lint(document).not_checked
+
+
+def test_the_whole_document_is_right():
+    report = lint(whole_document() | {"balance": {"bound": 2}})
+    assert report.text().startswith("plan: proved")
+    assert len(report.checked) == 10
+    assert set(report.not_checked) == {"OWN", "LSE", "SEQ"}
+
+
+def test_the_schema_is_one():
+    import jsonschema
+
+    jsonschema.Draft202012Validator.check_schema(schema())
+    assert schema()["$id"] == SCHEMA
+    jsonschema.validate(whole_document(), schema())
+
+
+BAD = {
+    "schema must be 'cpattn-plan/1', got 'cpattn-plan/2'": {"schema": "cpattn-plan/2"},
+    "requests[0].extend: must be at least 0, got -1": {"requests": [{"extend": -1}]},
+    "requests[0].extend: must be of type integer, got 1.5": {"requests": [{"extend": 1.5}]},
+    "requests[0].extend: must be of type integer, got True": {"requests": [{"extend": True}]},
+    "Additional properties are not allowed ('request' was": {"request": []},
+    "'extend' is a required property": {"requests": [{}]},
+    "ranks[0].rows.count[1]: must be at least 0, got -3": {
+        "ranks": [{"rows": {"request": [0, 0], "position": [0, 1], "count": [1, -3]}}]
+    },
+    "balance.bound: must be of type number, got nan": {"balance": {"bound": float("nan")}},
+    "ranks[0].rows.count[0]: must be at most 67108864, got 67108865": {
+        "ranks": [{"rows": {"request": [-1], "position": [0], "count": [2**26 + 1]}}]
+    },
+    "ranks[0].rows.count: must be at most 67108864 together, got 134217728": {
+        "ranks": [{"rows": {"request": [-1] * 2, "position": [0] * 2, "count": [2**26] * 2}}]
+    },
+    "columns must have equal lengths, got request 1, position 2, count 1": {
+        "requests": [{"extend": 1}],
+        "ranks": [{"rows": {"request": [0], "position": [0, 1], "count": [1]}}],
+    },
+    "ranks[0].rows.request: must be below 1, got 1": {
+        "requests": [{"extend": 1}],
+        "ranks": [{"rows": {"request": [1], "position": [0], "count": [1]}}],
+    },
+    "ranks[0].rows.request: must be below 0, got 0": {
+        "ranks": [{"rows": {"request": [0], "position": [0], "count": [1]}}]
+    },
+    "tables and key_lens must have one entry for each of 0 requests, got 1": {
+        "ranks": [{"key_lens": [4]}]
+    },
+    "collectives[0].group: must have rank 0 in it": {
+        "ranks": [{"collectives": [{"kind": "barrier", "group": [1]}]}, {}]
+    },
+    "collectives[0]: must be below 1, got 3": {
+        "ranks": [{"collectives": [{"kind": "send", "peer": 3}]}]
+    },
+    "transfers[0].from: must be one of memories, got 'a'": {
+        "transfers": [
+            {"from": "a", "to": "b"}
+            | {name: [] for name in ("src_pages", "dst_pages", "src", "dst", "length")}
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_is_no_plan_is_refused(message):
+    with pytest.raises(NotUsable) as error:
+        lint({"schema": SCHEMA} | BAD[message])
+    assert message in str(error.value)
+    assert str(error.value).startswith("plan: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "must be JSON: Expecting value"),
+        (b"[1, 2", "must be JSON"),
+        (b"\xff\xfe", "must be JSON in UTF-8"),
+        (b"[]", "must be an object with schema 'cpattn-plan/1'"),
+        (b"{}", "schema must be 'cpattn-plan/1', got None"),
+        (b"[" * 100_000, "must be JSON"),
+    ],
+)
+def test_files_that_are_no_plans(tmp_path, text, message):
+    path = tmp_path / "plan.json"
+    path.write_bytes(text)
+    with pytest.raises(NotUsable) as error:
+        lint(path)
+    assert str(error.value).startswith(f"{path}: {message}")
+
+
+def test_files_that_are_not_there(tmp_path):
+    with pytest.raises(NotUsable, match="No such file"):
+        lint(tmp_path / "none.json")

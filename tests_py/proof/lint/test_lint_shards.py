@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans over pools that ranks share, and what their queries select: proved, and refuted damaged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("jsonschema")
+
+import torch.distributed as dist
+
+from cpattn.distributed import ContextParallel
+from cpattn.distributed.sparse import decode as sparse_decode
+from cpattn.kv import PageInterleave, TokenInterleave
+from cpattn.proof import NotUsable, lint, simulate
+from cpattn.proof.linting.adapters.selections import from_topk
+from cpattn.proof.linting.adapters.shards import (
+    from_sharded_plans,
+    from_sharded_topk,
+    from_striped_writes,
+)
+from support.distributed.sparse_worker import SparseRun, layer_arguments, make_cp
+from support.sparse.indexer_batch import IndexerBatch, scores_of
+
+PAGE_SIZE = 4
+EXTEND, TOTAL = [13, 5, 9], [20, 9, 9]
+TABLES = [[2, 5, 3, 8, 9], [4, 7, 6, -1, -1], [13, 11, 12, -1, -1]]
+NUM_PAGES = 14
+PLACEMENTS = {
+    "page_interleave": lambda size: PageInterleave(shard_size=size, page_size=PAGE_SIZE),
+    "token_interleave": lambda size: TokenInterleave(shard_size=size, interleave=1),
+    "token_interleave:2": lambda size: TokenInterleave(shard_size=size, interleave=2),
+}
+
+
+def kinds(document):
+    return {found.kind for found in lint(document, shrink=False).findings}
+
+
+def on_all_ranks(size, what):
+    """What each rank of a simulated group gets."""
+    got = {}
+
+    def program():
+        got[dist.get_rank()] = what()
+        dist.barrier()
+
+    assert simulate(program, ranks=size, seeds=(0,)).proved
+    return [got[rank] for rank in range(size)]
+
+
+def plans_of(size, placement, strategy="zigzag", *, decode=False):
+    def plan():
+        cp = ContextParallel(
+            dist.group.WORLD, strategy=strategy, page_size=PAGE_SIZE,
+            placement=PLACEMENTS[placement](size),
+        )  # fmt: skip
+        if decode:
+            return cp.plan_decode(TOTAL, q_lens=[1, 2, 1], block_tables=TABLES)
+        return cp.plan(EXTEND, TOTAL, block_tables=TABLES)
+
+    return on_all_ranks(size, plan)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("size", [2, 3, 16], ids="{} ranks".format)
+@pytest.mark.parametrize("strategy", ["zigzag", "interleave", "decode"])
+def test_plans_over_shared_pools(placement, size, strategy):
+    if strategy == "decode":
+        plans = plans_of(size, placement, decode=True)
+    else:
+        plans = plans_of(size, placement, strategy)
+    report = lint(from_sharded_plans(plans, NUM_PAGES))
+    assert report.findings == ()
+    assert set(report.checked) >= {"OWN", "COV", "LEN", "ADDR", "PAD"}
+
+
+@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_rank_that_takes_another_placement_is_found(placement, decode):
+    """It writes rows that are others', or reads them."""
+    other = TokenInterleave(shard_size=2, interleave=4 if placement != "page_interleave" else 1)
+    plans = plans_of(2, placement, decode=decode)
+    plans[1] = replace(plans[1], placement=other)
+    assert kinds(from_sharded_plans(plans, NUM_PAGES)) & {"own-slot", "cov-pair"}
+
+
+def test_pages_that_attention_reads_are_looked_at():
+    plans = plans_of(2, "page_interleave")
+    document = from_sharded_plans(plans, NUM_PAGES)
+    assert kinds(document) == set()
+    (call, *_) = plans[0].batch.calls(1, plans[0].local_rows, causal=True, window=None)
+    call.kv_indices[0] += 1  # of the pool of the other rank; calls are made once
+    assert "cov-pair" in kinds(from_sharded_plans(plans, NUM_PAGES))
+
+
+def test_plans_with_masks_are_not_judged():
+    def plan():
+        cp = ContextParallel(
+            dist.group.WORLD, page_size=PAGE_SIZE, placement=PLACEMENTS["page_interleave"](1)
+        )
+        return cp.plan([2], block_tables=[[1]], custom_mask=np.ones(4, bool))
+
+    with pytest.raises(NotUsable, match="plans must have no masks"):
+        from_sharded_plans(on_all_ranks(1, plan))
+
+
+def test_striped_writes():
+    placement = PageInterleave(shard_size=2, page_size=2)
+    slots = np.array([4, 5, 6, 7, 8, 10, 11])
+    writes = [placement.filter_local(slots, rank) for rank in range(2)]
+    arguments = [5, 2], [0, 2], [[2, 3, 4], [9, 5]]
+    options = {"page_size": 2, "num_pages": 12}
+    report = lint(from_striped_writes(*arguments, writes, placement, **options))
+    assert report.findings == ()
+    assert set(report.checked) >= {"OWN", "LEN", "ADDR"}
+    for damage in (
+        lambda tokens, rows: (tokens[1:], rows[1:]),  # a token on no rank
+        lambda tokens, rows: (tokens, rows + 1),  # at rows of others
+        lambda tokens, rows: (np.append(tokens, 0), np.append(rows, rows[0])),  # on two
+    ):
+        broken = [writes[0], damage(*writes[1])]
+        assert kinds(from_striped_writes(*arguments, broken, placement, **options)) == {"own-slot"}
+
+
+def test_selections_of_context_parallel_ranks():
+    batch = IndexerBatch([13, 30], [20, 0], cp_size=3, topk=4, page_size=8)
+    rows, indices, scores = [], [], []
+    for metadata in batch.metadata:
+        request = metadata.query_request_indices
+        rows.append((request, metadata.query_cache_lengths - 1))
+        indices.append(batch.run(metadata).tolist())
+        lines = zip(metadata.local_q_indices, request, strict=True)
+        scores.append([scores_of(batch.q[i], batch.weights[i], batch.keys[s]) for i, s in lines])
+    arguments = batch.extend_lens, batch.prefix_lens, rows
+    report = lint(from_topk(*arguments, indices, topk=4, scores=scores))
+    assert report.findings == ()
+    assert report.checked == ("TOPK",)
+    assert kinds(from_topk(*arguments, indices, topk=5, scores=scores)) == {"topk-count"}
+    bare = [np.minimum(chosen, 19).tolist() for chosen in indices]  # keys of the prefix alone
+    assert kinds(from_topk(*arguments, bare, topk=4, scores=scores)) & {"topk-twice", "topk-score"}
+    with pytest.raises(NotUsable, match="rank 1 must have a line of indices for each of its rows"):
+        from_topk(*arguments, [indices[0], indices[1][1:], indices[2]], topk=4)
+
+
+def test_selections_among_keys_of_ranks():
+    """Places on a rank, of which it has every second; global ones are vllm-project/vllm#54541."""
+    keys, rows = [1, 2, 5, 8], [([0], [9])] * 2
+    local = [[[key // 2 for key in keys if key % 2 == rank]] for rank in range(2)]
+    options = {"topk": 4, "shards": 2}
+    assert kinds(from_topk([1], [9], rows, local, **options)) == set()
+    positions = [[[key for key in keys if key % 2 == rank]] for rank in range(2)]
+    assert "topk-key" in kinds(from_topk([1], [9], rows, positions, **options))
+
+
+@pytest.mark.parametrize("placement", ["pages", "tokens", "halves of pages"])
+@pytest.mark.parametrize("size", [2, 4], ids="{} ranks".format)
+def test_what_ranks_select_together_is_the_topk_of_all_keys(placement, size):
+    """The rows of their own pools that ranks of a decode step attend to."""
+    run = SparseRun("step", extend_lens=(1, 2, 1), prefix_lens=(40, 3, 77), placement=placement)
+    batch = run.batch()
+    attend, attended = sparse_decode.flash_mla_sparse_fwd, {}
+
+    def noted(q, kv, rows, *arguments):
+        attended[dist.get_rank()] = rows.tolist()
+        return attend(q, kv, rows, *arguments)
+
+    def step():
+        cp = make_cp(run)
+        plan = cp.plan_decode(
+            batch.kv_lens, q_lens=batch.extend_lens, block_tables=batch.block_tables
+        )
+        arguments, options = layer_arguments(run, cp, plan, lambda x: x)
+        cp.decode_sparse(plan, *arguments, **options)
+        return plan
+
+    with mock.patch.object(sparse_decode, "flash_mla_sparse_fwd", noted):
+        plans = on_all_ranks(size, step)
+    sequence = np.repeat(np.arange(3), batch.extend_lens)
+    scores = [
+        scores_of(q, weights, batch.keys[s])
+        for q, weights, s in zip(batch.q, batch.weights, sequence, strict=True)
+    ]
+    indices = [attended[rank] for rank in range(size)]
+    report = lint(from_sharded_topk(plans, indices, topk=run.topk, scores=scores))
+    assert report.findings == ()
+    assert report.checked == ("TOPK",)
+    rank, query, place = np.argwhere(np.asarray(indices) >= 0)[0]
+    indices[rank][query][place] = -1
+    document = from_sharded_topk(plans, indices, topk=run.topk, scores=scores)
+    assert kinds(document) & {"topk-count", "topk-score"}

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents of right plans, whole, for tests to damage."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+from hypothesis import strategies as st
+
+import cpattn
+from cpattn.proof.linting.adapters.context_parallel import from_metadata
+
+STRATEGIES = ("zigzag", "interleave", "contiguous")
+PAGE_SIZE = 4
+
+
+def document_of(extend, prefix, cp_size, strategy="zigzag") -> dict[str, Any]:
+    """A plan of cpattn as a document."""
+    seq_lens = [cached + new for cached, new in zip(prefix, extend, strict=True)]
+    plans = cpattn.build_cp_metadata_all_ranks(extend, seq_lens, cp_size=cp_size, strategy=strategy)
+    return from_metadata(plans, extend, prefix)
+
+
+def with_cache(document: dict[str, Any]) -> dict[str, Any]:
+    """The plan with pages of its own for each request, and every rank's writes to them."""
+    tables, page = [], 1
+    for request in document["requests"]:
+        count = -(-(request["prefix"] + request["extend"]) // PAGE_SIZE)
+        tables.append(list(range(page, page + count)))
+        page += count
+    cache = {"page_size": PAGE_SIZE, "num_pages": page, "tables": tables, "padding_page": 0}
+    writes: dict[str, list[int]] = {"request": [], "position": [], "count": [], "slot": []}
+    for number, request in enumerate(document["requests"]):
+        for position in range(request["prefix"], request["prefix"] + request["extend"]):
+            slot = tables[number][position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+            for name, value in zip(writes, (number, position, 1, slot), strict=True):
+                writes[name].append(value)
+    ranks = [rank | {"writes": deepcopy(writes)} for rank in document["ranks"]]
+    return document | {"cache": cache, "ranks": ranks}
+
+
+@st.composite
+def batches(draw, most_tokens: int = 40) -> tuple[list[int], list[int], int, str]:
+    """New tokens, cached tokens, ranks and strategy: uneven, empty and short ones among them."""
+    size = draw(st.integers(1, 4))
+    extend = draw(st.lists(st.integers(0, most_tokens), min_size=size, max_size=size))
+    prefix = draw(st.lists(st.integers(0, most_tokens), min_size=size, max_size=size))
+    return extend, prefix, draw(st.integers(1, 6)), draw(st.sampled_from(STRATEGIES))
