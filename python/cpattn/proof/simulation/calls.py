@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank asks of others: which tensors it gives to whom, and takes from whom."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+_HERE = str(Path(__file__).parent)
+# Files whose lines are not the program's: calls pass through them.
+_NOT_PROGRAMS = (
+    _HERE,
+    str(Path(torch.__file__).parent),
+    "<frozen",
+    *(str(sys.modules[name].__file__) for name in ("contextlib", "functools", "typing_extensions")),
+)
+
+Blocks = dict[int, list[torch.Tensor]]
+
+
+class Site(NamedTuple):
+    """A line of the program."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+_OF_THREAD = threading.local()
+
+
+@contextlib.contextmanager
+def at_site(site: Site) -> Iterator[None]:
+    """What the thread calls meanwhile comes from this line: of a record, of which none is run."""
+    _OF_THREAD.site = site
+    try:
+        yield
+    finally:
+        del _OF_THREAD.site
+
+
+def is_program(file: str) -> bool:
+    """Whether lines of a file are neither torch's nor of this package."""
+    return not file.startswith(_NOT_PROGRAMS)
+
+
+def site_of_caller() -> Site:
+    """The innermost line that is neither torch's nor of this package, or that of `at_site`."""
+    site: Site | None = getattr(_OF_THREAD, "site", None)
+    if site is not None:
+        return site
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not is_program(frame.f_code.co_filename):
+        frame = frame.f_back
+    return Site(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of the world that communicate, by the name that torch gave the group."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        first, last = self.ranks[0], self.ranks[-1]
+        in_a_row = len(self.ranks) > 2 and self.ranks == tuple(range(first, last + 1))
+        ranks = f"{first}-{last}" if in_a_row else ", ".join(map(str, self.ranks))
+        return f"group {self.name} of ranks {ranks}"
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of one rank.
+
+    Attributes
+    ----------
+    kind : str
+        The name of the function in `torch.distributed`.
+    group, rank : Group, int
+        Where, and which rank of the group.
+    site : Site
+        The line of the program.
+    terms : dict
+        What has to be the same on all ranks, as the root or the operator.
+    gives, takes : dict
+        Tensors by the rank of the group that gets them, or that they come from.
+    reduces : list of tensors
+        Filled with what all ranks give to this one, reduced; in place of `takes`.
+    peer, tag : int
+        Of point-to-point calls; -1 for receives from anyone.
+    """
+
+    kind: str
+    group: Group
+    rank: int
+    site: Site
+    terms: dict[str, object] = field(default_factory=dict)
+    gives: Blocks = field(default_factory=dict)
+    takes: Blocks = field(default_factory=dict)
+    reduces: list[torch.Tensor] = field(default_factory=list)
+    op: object = None
+    peer: int | None = None
+    tag: int = 0
+    number: int = 0  # of this rank's calls
+    given: Blocks = field(default_factory=dict)  # as `gives` were when the call was made
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # and each once
+    partners: dict[int, Call] = field(default_factory=dict)  # calls of all that belong to it
+    sums: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # theirs together
+    complete: bool = False
+    delivered: bool = False
+    begin: float = 0.0  # seconds of the rank's own time
+    end: float = 0.0
+
+    @property
+    def world_rank(self) -> int:
+        return self.group.ranks[self.rank]
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is between two ranks."""
+        return self.peer is not None
+
+    @cached_property
+    def outputs(self) -> list[torch.Tensor]:
+        """All that the call fills."""
+        return [*(tensor for block in self.takes.values() for tensor in block), *self.reduces]
+
+    @cached_property
+    def inputs(self) -> list[torch.Tensor]:
+        """All that the call reads, each once."""
+        tensors = {id(tensor): tensor for block in self.gives.values() for tensor in block}
+        return list(tensors.values())
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether it gives all ranks the same as it takes: then it agrees with all or with none."""
+        return self.kind.startswith("all_reduce")
+
+    def expected_from(self, source: int) -> list[torch.Tensor]:
+        """What it takes from a rank of the group, reduced or not."""
+        return self.reduces or self.takes.get(source, [])
+
+    def __str__(self) -> str:
+        if not self.is_message:
+            return f"{self.kind} on {self.group}"
+        if self.peer == -1:
+            whom = "from any rank"
+        else:
+            assert self.peer is not None
+            way = "to" if self.gives else "from"
+            whom = f"{way} rank {self.group.ranks[self.peer]}"
+        return f"{self.kind} {whom}, tag {self.tag}"
+
+
+def sizes_text(tensors: list[torch.Tensor]) -> str:
+    """Sizes and dtypes for a person."""
+    return (
+        ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
+        or "nothing"
+    )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks gave and returned, as digests that runs are compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..findings import Finding
+from .calls import Call, Site
+
+_COMPARED = (bool, int, float, complex, str, bytes, type(None))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call of a rank, or its end."""
+
+    rank: int
+    what: str
+    site: Site | None
+    digest: bytes
+
+
+Trace = list[list[Step]]  # of each rank
+
+
+def trace_of(history: Sequence[Sequence[Call]], results: Sequence[Any]) -> Trace:
+    """All that a run can be told from another by."""
+    return [
+        [*map(_step, calls), Step(rank, "what it returns", None, _digest_of(results[rank]))]
+        for rank, calls in enumerate(history)
+    ]
+
+
+def difference(one: Trace, other: Trace) -> tuple[Step, Step] | None:
+    """The first steps that differ, of the lowest rank."""
+    for steps, others in zip(one, other, strict=True):
+        for step, another in zip(steps, others, strict=False):
+            if (step.what, step.digest) != (another.what, another.digest):
+                return step, another
+    return None
+
+
+def finding_of(step: Step, seeds: tuple[int, int], ranks: int) -> Finding:
+    """Results that depend on who comes first."""
+    first, second = seeds
+    return Finding(
+        "SEQ",
+        f"{step.what} on rank {step.rank} depends on the order in which ranks arrive: "
+        f"seeds {first} and {second} differ",
+        where=str(step.site or ""),
+        ranks=(step.rank,),
+        picture=f"cpattn simulate --ranks {ranks} --seed {first} --seed {second} ... replays both",
+        advice="Receive from ranks by name, and combine in the order of ranks.",
+        kind="order-of-arrival",
+        details={"seeds": list(seeds)},
+    )
+
+
+def _step(call: Call) -> Step:
+    given = [block for rank in sorted(call.given) for block in call.given[rank]]
+    return Step(call.world_rank, str(call), call.site, _digest_of(given))
+
+
+def _digest_of(value: Any) -> bytes:
+    hashed = blake2b(digest_size=16)
+    for part in _parts(value):
+        hashed.update(part)
+    return hashed.digest()
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield f"{leaf.dtype} {tuple(leaf.shape)}".encode()
+            if type(leaf) is torch.Tensor and leaf.numel():
+                dense = leaf.detach().contiguous().reshape(-1)
+                yield dense.view(torch.uint8).numpy().tobytes()
+        elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            yield f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes()
+        elif isinstance(leaf, _COMPARED):
+            yield repr(leaf).encode()

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where calls of ranks meet: which belong together, and whether they agree."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from ..findings import Finding
+from . import differences
+from .calls import Call, Group
+from .link import Link
+from .reductions import reduced
+
+
+@dataclass
+class Round:
+    """The calls of a group that belong together: the first of each rank, the second, ..."""
+
+    number: int
+    calls: dict[int, Call] = field(default_factory=dict)
+
+    def missing(self, group: Group) -> list[int]:
+        """World ranks that have not called yet."""
+        return [world for rank, world in enumerate(group.ranks) if rank not in self.calls]
+
+
+class Refuted(Exception):
+    """What a call adds to those of others breaks an invariant."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.what)
+        self.finding = finding
+
+
+class Fabric:
+    """All calls of a run.
+
+    Collectives of a group belong together by their order on each rank, messages by group, ranks and
+    tag. A call is complete once all that it needs have been made; sends need their receive, unless
+    `buffered_sends`.
+    """
+
+    def __init__(self, size: int, link: Link, *, buffered_sends: bool) -> None:
+        self.history: list[list[Call]] = [[] for _ in range(size)]
+        self.link = link
+        self._buffered_sends = buffered_sends
+        self._rounds: dict[str, list[Round]] = defaultdict(list)
+        self._positions: dict[tuple[str, int], int] = defaultdict(int)
+        self._members: dict[str, Group] = {}
+        self._sends: list[Call] = []
+        self._receives: list[Call] = []
+
+    def post(self, call: Call) -> None:
+        """Add a call; `Refuted` if it contradicts those of other ranks."""
+        calls = self.history[call.world_rank]
+        call.number = len(calls)
+        calls.append(call)
+        if call.is_message:
+            self._post_message(call)
+        else:
+            self._post_collective(call)
+
+    def round_of(self, call: Call) -> Round:
+        """That of a collective call."""
+        return next(one for one in self._rounds[_key_of(call.group)] if call in one.calls.values())
+
+    def _post_collective(self, call: Call) -> None:
+        name = _key_of(call.group)
+        known = self._members.setdefault(name, call.group)
+        if known != call.group:
+            raise Refuted(differences.of_groups(self._rounds[name][0].calls, known, call))
+        position = self._positions[name, call.rank]
+        self._positions[name, call.rank] += 1
+        rounds = self._rounds[name]
+        if position == len(rounds):
+            rounds.append(Round(position))
+        one = rounds[position]
+        one.calls[call.rank] = call
+        others = list(one.calls.values())
+        for other in others[:1] if call.is_uniform else others:
+            if finding := differences.between(other, call, position, one.calls.values()):
+                raise Refuted(finding)
+        if len(one.calls) == len(call.group.ranks):
+            self._complete(one.calls)
+
+    def _post_message(self, call: Call) -> None:
+        mine, others = (
+            (self._sends, self._receives) if call.gives else (self._receives, self._sends)
+        )
+        partner = next((other for other in others if _fit(call, other)), None)
+        if partner is None:
+            mine.append(call)
+            if call.gives and self._buffered_sends:
+                call.complete = True
+            return
+        others.remove(partner)
+        send, receive = (call, partner) if call.gives else (partner, call)
+        if finding := differences.of_message(send, receive):
+            raise Refuted(finding)
+        self._complete({send.rank: send, receive.rank: receive})
+
+    def _complete(self, calls: dict[int, Call]) -> None:
+        self.link.carry(list(calls.values()))
+        sums: dict[tuple[int, ...], torch.Tensor] = {}
+        for call in calls.values():
+            call.partners, call.sums = calls, sums
+            call.complete = True
+
+    def unmatched(self) -> Iterator[Finding]:
+        """What is left over when all ranks have returned."""
+        for send in self._sends:
+            yield differences.left_over(send, "nobody receives it", "send-not-received")
+        for receive in self._receives:
+            yield differences.left_over(receive, "nobody sends it", "receive-not-sent")
+        for name, rounds in self._rounds.items():
+            for one in rounds:
+                if missing := one.missing(self._members[name]):
+                    yield differences.not_joined(one.calls, missing)
+
+    def waits_for(self, call: Call) -> list[int]:
+        """World ranks without which a call cannot complete; for a receive from any, all others."""
+        if not call.is_message:
+            return self.round_of(call).missing(call.group)
+        if call.peer == -1:
+            return [world for world in call.group.ranks if world != call.world_rank]
+        assert call.peer is not None
+        return [call.group.ranks[call.peer]]
+
+
+def _key_of(group: Group) -> str:
+    """By what its calls are kept: groups of one rank may have the name of another one's."""
+    return group.name if len(group.ranks) > 1 else str(group)
+
+
+def _fit(call: Call, other: Call) -> bool:
+    """Whether a send and a receive belong together."""
+    return (
+        call.group.name == other.group.name
+        and call.tag == other.tag
+        and call.peer in (other.rank, -1)
+        and other.peer in (call.rank, -1)
+    )
+
+
+def results_of(call: Call) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Each output with what belongs there, as the others gave it."""
+    for source, blocks in call.takes.items():
+        given = _given_by(call, source)
+        yield from zip(blocks, given, strict=True)
+    if call.reduces:
+        columns = zip(*(_given_by(call, rank) for rank in sorted(call.partners)), strict=True)
+        for output, column in zip(call.reduces, columns, strict=True):
+            key = tuple(map(id, column))  # all ranks of an all-reduce have the same
+            if key not in call.sums:
+                call.sums[key] = reduced(call.op, column)
+            yield output, call.sums[key]
+
+
+def _given_by(call: Call, source: int) -> list[torch.Tensor]:
+    if source == -1:  # a receive from anyone has one partner besides itself
+        source = next(rank for rank, other in call.partners.items() if other is not call)
+    return call.partners[source].given[call.rank]

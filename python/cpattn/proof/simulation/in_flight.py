@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors between the start of a call and its wait: who reads or changes them meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch._dynamo  # modes import it at their first operator, at the cost of the rank
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ..findings import Finding
+from .calls import Call, Site, site_of_caller
+from .fabric import results_of
+
+_POISON = 0x5A  # of integers; floats get NaN
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+# Operators that only look at where a tensor is, or wait for it themselves.
+_HARMLESS_NAMESPACES = ("_c10d_functional", "c10d", "_c10d_functional_autograd", "profiler", "prim")
+
+
+def start(call: Call) -> None:
+    """Keep what is given as it is now, and fill what is to come with what nobody expects."""
+    copies = {id(block): _copy(block) for block in call.inputs}
+    call.kept = [(block, copies[id(block)]) for block in call.inputs]
+    for rank, blocks in call.gives.items():
+        call.given[rank] = [copies[id(block)] for block in blocks]
+    for output in call.outputs:
+        _poison(output)
+
+
+def faults_of(call: Call) -> Iterator[Finding]:
+    """What was changed between the start of a call and its wait."""
+    outputs = call.outputs
+    for block, copy in call.kept:
+        if not any(_overlap(block, output) for output in outputs) and not _same(block, copy):
+            yield _changed(call, "given", "changed-in-flight")
+            return
+    if not all(map(_is_poisoned, outputs)):
+        yield _changed(call, "to be filled", "written-in-flight")
+
+
+def deliver(call: Call) -> None:
+    """Fill the outputs with what the others gave."""
+    for output, value in results_of(call):
+        with torch.inference_mode(output.is_inference()), torch.no_grad():
+            output.detach().copy_(value.view_as(output))
+
+
+class Watch(TorchDispatchMode):
+    """Finds operators of one rank that read or change a tensor in flight."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Call] = []  # begun and not awaited
+        self.findings: list[Finding] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.calls and not _only_looks(func):
+            self._look_at(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _look_at(self, func: Any, args: Any, kwargs: Any) -> None:
+        for argument, values in _by_argument(func, args, kwargs):
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tree_iter(values):
+                if type(tensor) in _PLAIN and tensor.numel():
+                    self._look_at_tensor(tensor, writes)
+
+    def _look_at_tensor(self, tensor: torch.Tensor, writes: bool) -> None:
+        for call in self.calls:
+            touched = call.outputs + (call.inputs if writes else [])
+            if any(_surely_overlap(tensor, other) for other in touched):
+                read = any(_surely_overlap(tensor, other) for other in call.outputs)
+                self._note(call, site_of_caller(), writes, read)
+
+    def _note(self, call: Call, site: Site, writes: bool, is_output: bool) -> None:
+        verb = "changes" if writes else "reads"
+        kind = "changed-in-flight" if writes else "read-before-wait"
+        part = "that is to be filled" if is_output else "that is given away"
+        finding = Finding(
+            "SEQ",
+            f"rank {call.world_rank} {verb} a tensor {part} by {call} before it waits for that",
+            where=str(site),
+            ranks=(call.world_rank,),
+            picture=f"{call.site}  {call} begins\n{site}  {verb} its tensor",
+            advice="Wait for the call first: work.wait().",
+            kind=kind,
+        )
+        if finding not in self.findings:
+            self.findings.append(finding)
+
+
+def _changed(call: Call, which: str, kind: str) -> Finding:
+    return Finding(
+        "SEQ",
+        f"a tensor {which} by {call} on rank {call.world_rank} changed before its wait",
+        where=str(call.site),
+        ranks=(call.world_rank,),
+        picture=f"{call.site}  {call} begins",
+        advice="Leave tensors alone until work.wait() has returned, or give a copy.",
+        kind=kind,
+    )
+
+
+def _only_looks(func: Any) -> bool:
+    """Whether an operator touches no values: views, sizes."""
+    if func.namespace in _HARMLESS_NAMESPACES:
+        return True
+    return func.is_view or func._opname in ("empty_like", "alias", "detach", "_to_copy_meta")
+
+
+def _by_argument(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    arguments = func._schema.arguments
+    yield from zip(arguments, args, strict=False)
+    for argument in arguments:
+        if argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    return torch.equal(_bytes_of(tensor.detach()), _bytes_of(copy))
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.detach().fill_(_poison_of(tensor.dtype))
+
+
+def _poison_of(dtype: torch.dtype) -> float | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else _POISON
+
+
+def _is_poisoned(tensor: torch.Tensor) -> bool:
+    expected = torch.full(tensor.shape, _poison_of(tensor.dtype), dtype=tensor.dtype)
+    return _same(tensor, expected)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses from the first byte to behind the last one."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors may share bytes."""
+    begin, end = _span(one)
+    other_begin, other_end = _span(other)
+    return begin < other_end and other_begin < end
+
+
+def _surely_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share bytes; columns beside each other do not."""
+    dense = _is_dense(one) and _is_dense(other)
+    return dense and _overlap(one, other)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    begin, end = _span(tensor)
+    return end - begin == tensor.numel() * tensor.element_size()

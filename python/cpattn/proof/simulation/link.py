@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When calls begin and end under a model of the links between ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil, log2
+
+import torch
+
+from .calls import Call
+
+# Steps over a ring, and what of its bytes a rank sends meanwhile, by the number of ranks.
+_ROUNDS_OF_A_RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
+
+
+@dataclass
+class Event:
+    """A stretch of the timeline."""
+
+    rank: int
+    name: str
+    begin: float  # seconds
+    end: float
+    kind: str  # "compute", "wait" or "transfer"
+    num_bytes: int = 0
+    place: str = ""
+
+
+@dataclass
+class Link:
+    """One link of each rank, on which its transfers follow each other.
+
+    Time of a rank goes on by the CPU time of its thread; messages take `latency` seconds a step and
+    `bytes_per_second`. Collectives are modelled as rings.
+    """
+
+    size: int
+    latency: float
+    bytes_per_second: float
+    events: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.now = [0.0] * self.size
+        self._free = [0.0] * self.size
+        self._cpu = [0.0] * self.size
+
+    def resume(self, rank: int) -> None:
+        """The rank runs from here on."""
+        self._cpu[rank] = time.thread_time()
+
+    def pause(self, rank: int) -> None:
+        """What it computed since has taken its CPU time."""
+        spent = time.thread_time() - self._cpu[rank]
+        begin = self.now[rank]
+        self.now[rank] += spent
+        if spent > 0:
+            self.events.append(Event(rank, "compute", begin, self.now[rank], "compute"))
+        self._cpu[rank] = time.thread_time()
+
+    def carry(self, calls: Sequence[Call]) -> None:
+        """Say when calls that belong together begin and end."""
+        ranks = [call.world_rank for call in calls]
+        begin = max([call.begin for call in calls] + [self._free[rank] for rank in ranks])
+        steps = _steps(calls)
+        seconds = steps * self.latency + max(map(sent_bytes, calls)) / self.bytes_per_second
+        for call in calls:
+            call.end = begin + seconds
+            self._free[call.world_rank] = call.end
+            self.events.append(
+                Event(
+                    call.world_rank,
+                    call.kind,
+                    begin,
+                    call.end,
+                    "transfer",
+                    sent_bytes(call),
+                    str(call.site),
+                )
+            )
+
+    def await_end(self, call: Call) -> None:
+        """The rank has waited for a call."""
+        begin = self.now[call.world_rank]
+        if call.end > begin:
+            self.now[call.world_rank] = call.end
+            self.events.append(
+                Event(call.world_rank, f"wait for {call.kind}", begin, call.end, "wait")
+            )
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def sent_bytes(call: Call) -> int:
+    """Bytes that the rank sends in a call, of collectives by a ring."""
+    others = len(call.group.ranks) - 1
+    if call.kind.startswith("all_reduce"):
+        return 2 * others * _nbytes(call.inputs) // (others + 1)
+    if call.kind.startswith("all_gather"):
+        return others * _nbytes(call.inputs)
+    if call.kind.startswith("broadcast"):
+        return _nbytes(call.inputs)
+    return sum(_nbytes(blocks) for rank, blocks in call.gives.items() if rank != call.rank)
+
+
+def _steps(calls: Sequence[Call]) -> int:
+    """Messages that follow each other."""
+    call = calls[0]
+    others = len(call.group.ranks) - 1
+    if call.is_message:
+        return 1
+    for kind, rounds in _ROUNDS_OF_A_RING.items():
+        if call.kind.startswith(kind):
+            return rounds * others
+    return ceil(log2(others + 1))

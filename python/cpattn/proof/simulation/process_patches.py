@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of torch and Python has to know, for a while, that one process holds all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ..findings import NotUsable
+from .calls import Group
+from .process_group import SimulatedGroup
+from .run import Run
+from .store import SimulatedStore
+
+
+@contextlib.contextmanager
+def installed(run: Run) -> Iterator[None]:
+    """Every group that a program makes is simulated, whatever backend it names."""
+    changes: list[tuple[Any, str, Any]] = [
+        (c10d, "_new_process_group_helper", _group_maker(run)),
+        (c10d, "rendezvous", _rendezvous(run)),
+        (c10d, "_store_based_barrier", _store_barrier(run)),
+        (os, "fork", _refusal(run, "forks", os.fork)),
+        (BaseProcess, "start", _refusal(run, "starts processes", BaseProcess.start)),
+        *_one_profiler(run),
+    ]
+    for name in ("TCPStore", "FileStore", "HashStore"):
+        for module in (dist, c10d, sys.modules["torch.distributed.rendezvous"]):
+            if hasattr(module, name):
+                changes.append((module, name, _store_maker(run, name)))
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        isolate = getattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")  # noqa: B009
+        isolate(True)  # torch's registry of groups has names of every thread
+        stack.callback(isolate, False)
+        yield
+
+
+def _group_maker(run: Run) -> Callable[..., Any]:
+    def make(
+        group_size: int,
+        group_rank: int,
+        global_ranks_in_group: list[int],
+        backend: str,
+        store: Any,
+        group_name: str,
+        backend_options: Any = None,
+        timeout: Any = None,
+        pg_tag: str | None = None,
+        device_id: Any = None,
+        group_desc: str | None = None,
+    ) -> Any:
+        if group_name in c10d._world.pg_names.values():
+            raise ValueError(f"new_group: there is a group {group_name} already")
+        if pg_tag:
+            known = c10d._find_pg_by_ranks_and_tag(pg_tag, global_ranks_in_group)
+            if known:
+                return known, c10d._world.pg_map[known][1]
+        ranks = tuple(global_ranks_in_group or range(run.size))
+        if not global_ranks_in_group and group_size not in (-1, run.size):
+            raise ValueError(
+                f"init_process_group: world_size must be {run.size}, the ranks that are simulated, "
+                f"got {group_size}"
+            )
+        if run.rank not in ranks:
+            return c10d.GroupMember.NON_GROUP_MEMBER, None
+        group = SimulatedGroup(
+            Group(str(group_name), ranks), ranks.index(run.rank), str(backend), run
+        )
+        c10d._register_pg_in_world(
+            group,
+            backend_name=backend,
+            store=store,
+            group_name=c10d.GroupName(group_name),
+            backend_config=str(c10d.BackendConfig(c10d.Backend(backend))),
+            pg_tag=f"user:{pg_tag}" if pg_tag else None,
+            add_to_default_tag=not pg_tag,
+        )
+        group.meet()
+        return group, store
+
+    return make
+
+
+def _rendezvous(run: Run) -> Callable[..., Any]:
+    def meet(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
+        if rank not in (-1, run.rank):
+            raise ValueError(
+                f"init_process_group: rank must be {run.rank}, that of the process, got {rank}"
+            )
+        yield run.store_of("rendezvous"), run.rank, run.size
+
+    return meet
+
+
+def _store_barrier(run: Run) -> Callable[..., None]:
+    def meet(rank: int, store: Any, group_name: str, count: int, *_: Any, **__: Any) -> None:
+        arrived = run.store_of(("barrier", str(group_name)))
+        arrived.set(str(run.rank), b"")
+        run.block(lambda: arrived.num_keys() >= count, f"{count} ranks at the store")
+
+    return meet
+
+
+def _store_maker(run: Run, kind: str) -> Callable[..., SimulatedStore]:
+    def make(*arguments: Any, **_: Any) -> SimulatedStore:
+        own = (run.rank,) if kind == "HashStore" else arguments[:2]
+        return run.store_of((kind, *own))
+
+    return make
+
+
+def _one_profiler(run: Run) -> list[tuple[Any, str, Any]]:
+    """Torch has one profiler in a process, and ends this where two threads use it at a time."""
+    owners: list[int] = []
+    profiler: Any = torch.autograd.profiler
+
+    def held(original: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(*arguments: Any, **options: Any) -> Any:
+            if run.is_rank():
+                if owners and owners != [run.rank]:
+                    run.fail(
+                        NotUsable(
+                            f"simulate: rank {run.rank} profiles while rank {owners[0]} does; "
+                            "torch has one profiler in a process: profile on one rank"
+                        )
+                    )
+                owners[:] = [run.rank]
+            return original(*arguments, **options)
+
+        return begin
+
+    def end() -> Any:
+        owners.clear()
+        return disable()
+
+    disable = profiler._disable_profiler
+    return [
+        (profiler, "_prepare_profiler", held(profiler._prepare_profiler)),
+        (profiler, "_enable_profiler", held(profiler._enable_profiler)),
+        (profiler, "_disable_profiler", end),
+    ]
+
+
+def _refusal(run: Run, what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        if run.is_rank():
+            reason = "all ranks are simulated in one process: give what each of them runs"
+            run.fail(NotUsable(f"simulate: rank {run.rank} {what}; {reason}"))
+        return original(*arguments, **options)
+
+    return refuse

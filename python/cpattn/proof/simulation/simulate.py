@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks of a program in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..findings import Finding, NotUsable, Report
+from . import comparison
+from .calls import is_program
+from .link import Link
+from .output import Output
+from .process_group import CUTS_ROWS
+from .process_patches import installed
+from .rank_state import ProcessState, Randomness, set_aside
+from .run import Run
+from .timeline import counts_of, write_page, write_trace
+
+SEEDS = (0, 1, 2)
+# What of torch and Python is exchanged for a while is there once in a process.
+_ALONE = threading.Lock()
+# Packages that no process can import twice.
+_SHARED = ("cpattn", "numpy", "sys", "torch")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a program is simulated.
+
+    Attributes
+    ----------
+    ranks : int
+        1 to 64.
+    seeds : sequence of int
+        Orders in which ranks run: with 0 each goes on until it waits.
+    time_limit : float
+        Seconds for each order.
+    buffered_sends : bool
+        Whether a send ends before its receive, as gloo's do while they are small.
+    latency_us, gbps : float
+        Of a link of a rank: microseconds of a message, 10^9 bits per second.
+    trace : path, optional
+        Where the timeline goes, for Perfetto.
+    html : path, optional
+        Where report and timeline go, as a page.
+    own_modules : sequence of str
+        Packages that every rank imports for itself, as processes do; others are there once, and
+        their globals are shared by all ranks. `fn` has to import them while it runs.
+    """
+
+    ranks: int = 8
+    seeds: Sequence[int] = SEEDS
+    time_limit: float = 60.0
+    buffered_sends: bool = False
+    latency_us: float = 10.0
+    gbps: float = 100.0
+    trace: str | os.PathLike[str] | None = None
+    html: str | os.PathLike[str] | None = None
+    own_modules: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_number("ranks", self.ranks, 1, 64)
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"simulate: seeds must be distinct, got {list(self.seeds)}")
+        for seed in self.seeds:
+            check_number("seeds", seed, 0, 2**31)
+        check_number("time_limit", self.time_limit, 0.1, 86400)
+        check_number("latency_us", self.latency_us, 0, 1e9)
+        check_number("gbps", self.gbps, 1e-3, 1e6)
+        _check_own_modules(self.own_modules)
+
+
+def check_number(name: str, value: float, least: float, most: float) -> None:
+    """TypeError or ValueError unless an option is a number within its bounds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"simulate: {name} must be a number, got {value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"simulate: {name} must be within {least:g} and {most:g}, got {value}")
+
+
+def _check_own_modules(names: Sequence[str]) -> None:
+    if isinstance(names, str):
+        raise TypeError(f"simulate: own_modules must be a sequence of names, got {names!r}")
+    for name in names:
+        rule = None
+        if name in _SHARED:
+            rule = "not have what is there once"
+        elif not (name.isidentifier() and _is_there(name)):
+            rule = "be names of packages that can be imported"
+        if rule:
+            raise NotUsable(f"simulate: own_modules (--own-module) must {rule}, got {name!r}")
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ValueError:  # of a module without a specification, which cannot be imported again
+        return False
+
+
+@dataclass
+class Program:
+    """What each rank runs, and what it starts with."""
+
+    name: str
+    body: Callable[[ProcessState], Any]
+    argv: Sequence[str] = ()
+    private: Sequence[Path] = ()
+    output: Output = field(default_factory=Output)
+
+
+def simulate(
+    fn: Callable[..., Any],
+    ranks: int = 8,
+    *,
+    args: Sequence[Any] = (),
+    backend: str | None = "gloo",
+    **options: Any,
+) -> Report:
+    """Run a function on all ranks at once, and say what is wrong with their calls.
+
+    Parameters
+    ----------
+    fn : callable
+        What each rank runs; it learns which one it is from `torch.distributed`, or from RANK in the
+        environment.
+    ranks : int
+        How many; 1 to 64.
+    args : sequence
+        Arguments of `fn`, the same objects on all ranks.
+    backend : str or None
+        Of the group that is there when `fn` begins. None: `fn` calls ``init_process_group``.
+    **options
+        Attributes of `Options`: ``seeds``, ``time_limit``, ``buffered_sends``, ``latency_us``,
+        ``gbps``, ``trace``, ``html``, ``own_modules``.
+
+    Returns
+    -------
+    Report
+        Its findings are of SEQ, calls that do not fit together, or of OWN, rows that no rank gets.
+
+    Raises
+    ------
+    NotUsable
+        The program raises by itself, never communicates, forks, or does not end.
+
+    Examples
+    --------
+    >>> import torch, torch.distributed as dist
+    >>> from cpattn.proof import simulate
+    >>> def program():
+    ...     dist.all_reduce(torch.ones(4))
+    ...     if dist.get_rank() == 0:
+    ...         dist.barrier()
+    >>> report = simulate(program, ranks=2)
+    >>> report.findings[0].kind
+    'rank-returned'
+    >>> simulate(lambda: dist.all_reduce(torch.ones(4)), ranks=2).proved
+    True
+    """
+    if not callable(fn):
+        raise TypeError(f"simulate: fn must be callable, got {type(fn).__name__}")
+
+    def body(_: ProcessState) -> Any:
+        if backend is not None:
+            dist.init_process_group(backend)
+        return fn(*args)
+
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    return judge(Program(name, body, sys.argv), Options(ranks, **options))
+
+
+def simulate_script(
+    path: str | os.PathLike[str],
+    arguments: Sequence[str] = (),
+    *,
+    quiet: bool = True,
+    **options: Any,
+) -> Report:
+    """Run a script on all ranks, as `torchrun` would start it; options are those of `Options`.
+
+    Every rank has a ``__main__`` and modules beside the script of its own.
+    """
+    script = Path(path)
+    try:
+        code = compile(script.read_bytes(), str(script), "exec")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise NotUsable(f"simulate: {script}: {error}") from None
+    folder = script.resolve().parent
+
+    def body(state: ProcessState) -> Any:
+        state.main.__dict__.update(__file__=str(script), __builtins__=__builtins__)
+        exec(code, state.main.__dict__)
+        return {
+            name: value
+            for name, value in vars(state.main).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    program = Program(
+        str(path), body, [str(path), *arguments], [folder], Output(quiet=quiet, prefix=True)
+    )
+    with _first_on_path(str(folder)):
+        return judge(program, Options(**options))
+
+
+@contextlib.contextmanager
+def _first_on_path(folder: str) -> Iterator[None]:
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def judge(program: Program, options: Options) -> Report:
+    """Run a program in all orders; the report of what is wrong."""
+    if not _ALONE.acquire(blocking=False):
+        raise RuntimeError("simulate: there is a simulation in this process already")
+    try:
+        return _judge_alone(program, options)
+    finally:
+        _ALONE.release()
+
+
+def _judge_alone(program: Program, options: Options) -> Report:
+    begin = time.perf_counter()
+    findings: list[Finding] = []
+    not_checked: dict[str, str] = {}
+    traces: dict[int, comparison.Trace] = {}
+    first: Run | None = None
+    for seed in options.seeds:
+        run, traces[seed] = _run_once(program, options, seed)
+        first = first or run
+        findings += [_with_seed(one, seed, options) for one in run.findings]
+        if findings:
+            break
+        if found := comparison.difference(traces[options.seeds[0]], traces[seed]):
+            _, again = _run_once(program, options, options.seeds[0])
+            if comparison.difference(traces[options.seeds[0]], again):
+                not_checked["order of arrival"] = (
+                    f"two runs in one order differ, first in {found[0].what} of rank "
+                    f"{found[0].rank}"
+                )
+            else:
+                seeds = (options.seeds[0], seed)
+                findings.append(comparison.finding_of(found[1], seeds, options.ranks))
+            break
+    assert first is not None
+    if options.trace is not None:
+        write_trace(first.link, options.trace)
+    report = Report(
+        "simulate",
+        f"{program.name} on {options.ranks} ranks",
+        tuple(findings),
+        checked=_checked(first),
+        not_checked=not_checked,
+        seconds=time.perf_counter() - begin,
+        facts={"seeds": list(traces), **counts_of(first)},
+    )
+    if options.html is not None:
+        write_page(report, first.link, options.html)
+    return report
+
+
+def _checked(run: Run) -> tuple[str, ...]:
+    """What was decided: OWN of the rows that a call cuts for the ranks, where there is one."""
+    cuts = any(call.kind in CUTS_ROWS for calls in run.fabric.history for call in calls)
+    return ("SEQ", "OWN") if cuts or any(f.invariant == "OWN" for f in run.findings) else ("SEQ",)
+
+
+def _with_seed(finding: Finding, seed: int, options: Options) -> Finding:
+    """The same, with how to see it again where the first order did not show it."""
+    if seed == options.seeds[0]:
+        return finding
+    replay = f"--seed {seed} replays it"
+    return Finding(
+        **{
+            **{name: getattr(finding, name) for name in finding.__dataclass_fields__},
+            "what": f"{finding.what} (in the order of seed {seed}; {replay})",
+            "details": {**finding.details, "seed": seed},
+        }
+    )
+
+
+def _run_once(program: Program, options: Options, seed: int) -> tuple[Run, comparison.Trace]:
+    link = Link(options.ranks, options.latency_us * 1e-6, options.gbps * 1e9 / 8)
+    run = Run(options.ranks, seed, link, buffered_sends=options.buffered_sends)
+    results: list[Any] = [None] * options.ranks
+    before = Randomness()
+    with (
+        installed(run),
+        set_aside(options.own_modules),
+        program.output.of(run, quiet=seed != options.seeds[0]),
+    ):
+        states = [
+            ProcessState(
+                _environment(rank, options.ranks),
+                program.argv,
+                program.private,
+                options.own_modules,
+            )
+            for rank in range(options.ranks)
+        ]
+
+        def live(rank: int) -> None:
+            try:
+                results[rank] = program.body(states[rank])
+            except SystemExit as ending:
+                if ending.code:
+                    raise NotUsable(f"simulate: rank {rank} exits with {ending.code}") from None
+
+        try:
+            run.execute(live, states, options.time_limit)
+        finally:
+            before.apply()
+    _check_usable(run)
+    return run, comparison.trace_of(run.fabric.history, results)
+
+
+def _environment(rank: int, size: int) -> dict[str, str]:
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GROUP_RANK": "0"}
+    return {**os.environ, **torchrun, **{name: str(value) for name, value in ranks.items()}}
+
+
+def _check_usable(run: Run) -> None:
+    """Raise why a run cannot be judged."""
+    if isinstance(run.failure, NotUsable):
+        raise run.failure
+    if run.failure is not None and not run.findings:
+        rank, error = run.rank_of_failure, run.failure
+        frame = _frame_of_program(error)
+        raise NotUsable(
+            f"simulate: rank {rank} raised {type(error).__name__}: {error}{frame}"
+        ) from error
+    if not run.num_calls and not run.findings:
+        raise NotUsable("simulate: no rank communicates: there is nothing to judge")
+
+
+def _frame_of_program(error: BaseException) -> str:
+    frames: Iterable[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
+    mine = [frame for frame in frames if is_program(frame.filename)]
+    return f" ({mine[-1].filename}:{mine[-1].lineno})" if mine else ""

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program holds while a call goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .calls import Call
+
+
+class SimulatedWork(dist.Work):
+    """The handle of a call.
+
+    Parameters
+    ----------
+    call : Call
+        What it is of.
+    wait : callable
+        Returns once the call is complete and its outputs are there.
+    poll : callable
+        Whether that is so, after others had a turn.
+    """
+
+    #: A wait ends by Ctrl-C, and only in the thread of the rank.
+    waits_in_own_thread = True
+
+    def __init__(self, call: Call, wait: Callable[[Call], None], poll: Callable[[Call], bool]):
+        super().__init__()
+        self._call, self._wait, self._poll = call, wait, poll
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._wait(self._call)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._poll(self._call)
+
+    def is_success(self) -> bool:
+        return self._call.delivered
+
+    def synchronize(self) -> None:
+        self._wait(self._call)
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        self._wait(self._call)
+        return self._call.outputs
+
+    def source_rank(self) -> int:
+        """The rank of the group that a message came from."""
+        call = self._call
+        return next(rank for rank, other in call.partners.items() if other is not call)
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that is done: C++ waits for one without letting others run."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self.result())
+        return future

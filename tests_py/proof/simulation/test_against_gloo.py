@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated programs have the results that processes of gloo have, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+
+from cpattn.proof import simulate
+from support.distributed.distributed_worker import run_world
+from support.proof.collective_programs import STEPS, run_program, run_programs
+
+NUM_STEPS = 2 * len(STEPS)
+KINDS = {
+    "new_group", "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor",
+    "gather", "scatter", "all_to_all_single", "reduce_scatter", "reduce_scatter_tensor", "send",
+    "recv", "barrier",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_random_programs_have_the_results_of_gloo(size, tmp_path):
+    seeds = range(size, size + 2)
+    kinds = set()
+    expected = run_world(size, tmp_path, run_programs, seeds, NUM_STEPS)
+    for number, seed in enumerate(seeds):
+        results = {}
+
+        def program(seed=seed, results=results):
+            results[dist.get_rank()] = run_program(seed, NUM_STEPS)
+
+        report = simulate(program, ranks=size)
+        assert report.proved, report.text()
+        kinds |= set(report.facts["calls_by_rank"])
+        for rank in range(size):
+            assert len(results[rank]) == len(expected[rank][number])
+            for mine, theirs in zip(results[rank], expected[rank][number], strict=True):
+                assert mine.dtype == theirs.dtype
+                assert torch.equal(mine, theirs)
+    assert kinds == KINDS
+
+
+def test_a_result_that_differs_is_noticed():
+    """The comparison above is of results that depend on ranks and steps."""
+    results = []
+    simulate(lambda: results.append(run_program(1, NUM_STEPS)), ranks=2, seeds=(0,))
+    first, second = results
+    assert any(not torch.equal(a, b) for a, b in zip(first, second, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (dist.ReduceOp.AVG, 2.0),
+        (dist.ReduceOp.BXOR, 1 ^ 2 ^ 3),
+        (dist.ReduceOp.PRODUCT, 6),
+        (dist._make_nccl_premul_sum(2.0), 12.0),
+    ],
+    ids=["avg", "bxor", "product", "premul_sum"],
+)
+def test_operators_that_gloo_has_not_for_all_dtypes(op, expected):
+    def program():
+        x = torch.tensor([dist.get_rank() + 1]).to(torch.int64 if isinstance(expected, int) else
+                                                   torch.float32)  # fmt: skip
+        dist.all_reduce(x, op)
+        assert x.item() == expected
+
+    assert simulate(program, ranks=3).proved
+
+
+def test_calls_that_few_programs_make():
+    def program():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        dist.monitored_barrier()
+        tensors = [torch.full((2,), float(rank)), torch.full((3,), float(rank))]
+        with dist._coalescing_manager():
+            for x in tensors:
+                dist.all_reduce(x)
+        assert all((x == sum(range(size))).all() for x in tensors)
+        given = [torch.tensor([10 * rank + to]) for to in range(size)]
+        taken = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
+        dist.all_to_all(taken, given)
+        assert [x.item() for x in taken] == [10 * source + rank for source in range(size)]
+        x = torch.tensor([rank])
+        if rank:
+            dist.send(x, 0, tag=rank)
+        else:
+            for source in reversed(range(1, size)):
+                assert dist.recv(x, tag=source) == source == x.item()
+        future = dist.all_reduce(x, async_op=True).get_future()
+        assert future.wait()[0] is x
+        work = dist.barrier(async_op=True)
+        while not work.is_completed():
+            pass
+        objects = [None]
+        dist.scatter_object_list(objects, [f"of {to}" for to in range(size)] if not rank else None)
+        assert objects == [f"of {rank}"]
+
+    report = simulate(program, ranks=4)
+    assert report.proved, report.text()
+
+
+def test_meshes_and_subgroups():
+    def program():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
+        x = torch.tensor([dist.get_rank()])
+        dist.all_reduce(x, group=mesh["heads"].get_group())
+        assert x.item() == [1, 5][dist.get_rank() // 2]
+        own, _ = dist.new_subgroups(2)
+        local = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        dist.barrier(own)
+        dist.barrier(local)
+        alone = dist.new_group([dist.get_rank()])  # all have one name, and nobody meets anybody
+        dist.barrier(alone)
+
+    report = simulate(program, ranks=4)
+    assert report.proved, report.text()
+
+
+def test_gradients_come_through_functional_collectives():
+    def program():
+        x = torch.ones(4, requires_grad=True)
+        scaled = x * (dist.get_rank() + 1)
+        mine = functional.all_to_all_single_autograd(scaled, [2, 2], [2, 2], dist.group.WORLD)
+        (mine * 5).sum().backward()
+        assert x.grad.tolist() == [5 * (dist.get_rank() + 1)] * 4
+
+    report = simulate(program, ranks=2)
+    assert report.proved, report.text()

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that cannot be judged: one clear message, and nothing left running."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cpattn.proof import NotUsable, simulate, simulate_script
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """Threads, groups and what the process had before are as they were."""
+    before, main = _process(), sys.modules["__main__"]
+    yield
+    assert _process() == before
+    assert sys.modules["__main__"] is main
+    assert not dist.is_initialized()
+
+
+def _process():
+    environment = {n: v for n, v in os.environ.items() if n != "PYTEST_CURRENT_TEST"}
+    return set(threading.enumerate()), environment, list(sys.argv), os.fork
+
+
+def raises():
+    if dist.get_rank() == 1:
+        raise KeyError("layer 3")
+    dist.barrier()
+
+
+def exits():
+    sys.exit(7)
+
+
+def forks():
+    os.fork()
+
+
+def starts_a_process():
+    multiprocessing.get_context("spawn").Process(target=print).start()
+
+
+def talks_from_a_thread():
+    thread = threading.Thread(target=dist.barrier, name="helper")
+    thread.start()
+    thread.join()
+
+
+def says_nothing():
+    return torch.ones(3) * dist.get_rank()
+
+
+def never_ends():
+    dist.barrier()
+    while True:
+        pass
+
+
+def sparse():
+    dist.all_reduce(torch.ones(2, 2).to_sparse())
+
+
+def profiles():
+    with torch.profiler.profile():
+        dist.barrier()
+
+
+def of_another_size():
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=0, world_size=5)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (raises, r"rank 1 raised KeyError: 'layer 3' \(.*test_bad_programs.py:\d+\)$"),
+        (exits, "rank [01] exits with 7"),
+        (forks, "rank [01] forks; all ranks are simulated in one process"),
+        (starts_a_process, "rank [01] starts processes; all ranks"),
+        (talks_from_a_thread, "rank [01] calls torch.distributed from a thread of its own, helper"),
+        (says_nothing, "no rank communicates: there is nothing to judge"),
+        (never_ends, r"not over after 0\.5 s .*; rank [01] runs .*py:\d+ in never_ends"),
+        (sparse, "all_reduce has a tensor of layout torch.sparse_coo"),
+        (profiles, "rank [01] profiles while rank [01] does; torch has one profiler"),
+        (of_another_size, "rank must be 1, that of the process, got 0|world_size must be 2"),
+    ],
+)
+def test_what_cannot_be_judged_says_why(program, message, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of the helper that is stopped
+    with pytest.raises(NotUsable, match=message):
+        simulate(program, ranks=2, time_limit=0.5 if program is never_ends else 60)
+
+
+def test_one_rank_may_profile():
+    """And another one after it; two at a time would end the process."""
+    events = []
+
+    def program():
+        for rank in range(2):
+            if dist.get_rank() == rank:
+                with torch.profiler.profile() as profile:
+                    torch.ones(3)
+                    dist.barrier()
+                events.append([event.name for event in profile.events()])
+            else:
+                dist.barrier()
+
+    assert simulate(program, ranks=2, seeds=(0,)).proved
+    assert len(events) == 2
+    assert all("aten::ones" in names for names in events)
+
+
+def test_the_error_of_a_program_comes_with_its_traceback():
+    with pytest.raises(NotUsable) as raised:
+        simulate(raises, ranks=3)
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert raised.value.__cause__.__traceback__ is not None
+
+
+def test_programs_that_catch_every_exception_are_ended_all_the_same():
+    def program():
+        try:
+            dist.recv(torch.ones(1), 1 - dist.get_rank())
+        except Exception:
+            dist.barrier()
+
+    assert simulate(program, ranks=2).findings[0].kind == "deadlock"
+
+
+def test_a_finding_goes_before_the_error_that_it_leads_to():
+    def program():
+        x = torch.ones(4)
+        work = dist.all_reduce(x, async_op=True)
+        if not torch.isfinite(x).all():
+            raise ValueError("not finite")
+        work.wait()
+
+    assert simulate(program, ranks=2).findings[0].kind == "read-before-wait"
+
+
+def test_a_simulation_in_a_simulation_is_refused():
+    with pytest.raises(NotUsable, match="there is a simulation in this process already"):
+        simulate(lambda: simulate(says_nothing), ranks=2)
+    assert simulate(dist.barrier, ranks=2).proved
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 0}, "ranks must be within 1 and 64, got 0"),
+        ({"ranks": 65}, "ranks must be within 1 and 64, got 65"),
+        ({"seeds": ()}, r"seeds must be distinct, got \[\]"),
+        ({"seeds": (1, 1)}, r"seeds must be distinct, got \[1, 1\]"),
+        ({"seeds": (-1,)}, "seeds must be within 0 and"),
+        ({"time_limit": 0}, "time_limit must be within"),
+        ({"latency_us": -1}, "latency_us must be within"),
+        ({"gbps": 0}, "gbps must be within"),
+        (
+            {"own_modules": ["torch"]},
+            r"own_modules .* must not have .* got 'torch'",
+        ),
+        (
+            {"own_modules": ["of nobody"]},
+            "own_modules .* must be names of packages",
+        ),
+        (
+            {"own_modules": ["of_nobody"]},
+            "own_modules .* must be names of packages",
+        ),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ValueError, match=f"simulate: {message}"):
+        simulate(says_nothing, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: simulate(3), "fn must be callable, got int"),
+        (lambda: simulate(says_nothing, ranks="8"), "ranks must be a number, got '8'"),
+        (lambda: simulate(says_nothing, ranks=True), "ranks must be a number, got True"),
+        (lambda: simulate(says_nothing, own_modules="json"), "own_modules must be a sequence of"),
+    ],
+)
+def test_types_are_checked(call, message):
+    with pytest.raises(TypeError, match=f"simulate: {message}"):
+        call()
+
+
+def test_scripts_that_are_none_are_refused(tmp_path):
+    with pytest.raises(NotUsable, match="No such file"):
+        simulate_script(tmp_path / "missing.py")
+    (tmp_path / "bad.py").write_text("def (:\n")
+    with pytest.raises(NotUsable, match="invalid syntax"):
+        simulate_script(tmp_path / "bad.py")

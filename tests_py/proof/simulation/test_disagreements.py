@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs whose ranks disagree, each refuted by its kind and at its lines."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cpattn.proof import simulate
+
+
+def ones(n=4, dtype=torch.float32):
+    return torch.ones(n, dtype=dtype)
+
+
+def is_first():
+    return dist.get_rank() == 0
+
+
+def other_kind():
+    dist.barrier() if is_first() else dist.all_reduce(ones())
+
+
+def other_order():
+    first, second = ones(2), ones(2)
+    if is_first():
+        dist.all_reduce(first)
+        dist.broadcast(second, 0)
+    else:
+        dist.broadcast(second, 0)
+        dist.all_reduce(first)
+
+
+def other_root():
+    dist.broadcast(ones(), dist.get_rank() % 2)
+
+
+def other_operator():
+    dist.all_reduce(ones(), dist.ReduceOp.MAX if is_first() else dist.ReduceOp.SUM)
+
+
+def other_dtype():
+    dist.all_reduce(ones(dtype=torch.float64 if is_first() else torch.float32))
+
+
+def other_size():
+    dist.all_reduce(ones(5 if is_first() else 4))
+
+
+def other_size_of_gathered():
+    size = dist.get_world_size()
+    dist.all_gather([ones() for _ in range(size)], ones(5 if is_first() else 4))
+
+
+def other_splits():
+    size = dist.get_world_size()
+    takes = [2] + [1] * (size - 1) if is_first() else [1] * size
+    dist.all_to_all_single(ones(sum(takes)), ones(size), takes, [1] * size)
+
+
+def other_group():
+    dist.new_group([0, 1] if is_first() else [0, 2])
+
+
+def fewer_groups():
+    group = dist.new_group([0, 1])
+    if is_first():
+        group = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        dist.barrier(group)
+
+
+def other_message_size():
+    if is_first():
+        dist.send(ones(3), 1)
+    elif dist.get_rank() == 1:
+        dist.recv(ones(4), 0)
+
+
+KINDS = {
+    other_kind: "other-kind",
+    other_order: "other-kind",
+    other_root: "other-root",
+    other_operator: "other-op",
+    other_dtype: "other-dtype",
+    other_size: "other-size",
+    other_size_of_gathered: "other-size",
+    other_splits: "other-size",
+    other_group: "other-group",
+    other_message_size: "other-size",
+}
+
+
+@pytest.mark.parametrize("program", KINDS, ids=lambda program: program.__name__)
+def test_calls_that_differ_are_named(program):
+    report = simulate(program, ranks=3)
+    (finding,) = report.findings
+    assert (finding.invariant, finding.kind) == ("SEQ", KINDS[program])
+    assert report.exit_code == 1
+    _, first = inspect.getsourcelines(program)
+    lines = range(first, first + len(inspect.getsource(program).splitlines()))
+    assert all(call["file"] == __file__ for call in finding.details["calls"])
+    assert all(call["line"] in lines for call in finding.details["calls"])
+
+
+def test_the_picture_has_a_line_of_every_rank_that_has_called():
+    (finding,) = simulate(other_size, ranks=4, seeds=(0,)).findings
+    assert "float32 [5] to rank" in finding.what or "gives float32 [4]" in finding.what
+    for call in finding.details["calls"]:
+        line = f"rank {call['rank']}  {__file__}:{call['line']} in other_size  all_reduce"
+        assert line in finding.picture
+
+
+def test_groups_that_some_ranks_have_not_made_are_waited_for():
+    (finding,) = simulate(fewer_groups, ranks=3, seeds=(0,)).findings
+    assert finding.kind == "deadlock" or finding.kind == "rank-returned"
+    assert "new_group on group 2" in finding.picture
+
+
+def wait_for_each_other():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.recv(ones(), (rank + 1) % size)
+
+
+def send_to_each_other():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.send(ones(), (rank + 1) % size)
+    dist.recv(ones(), (rank - 1) % size)
+
+
+def groups_crosswise():
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    groups = (first, second) if is_first() else (second, first)
+    if dist.get_rank() < 2:
+        for group in groups:
+            dist.barrier(group)
+
+
+def returns_early():
+    if dist.get_rank() != 2:
+        dist.barrier()
+
+
+def wait_for_a_key():
+    dist.distributed_c10d._get_default_store().get("what nobody sets")
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "what"),
+    [
+        (wait_for_each_other, "deadlock", "each needs the next of ranks 0, 1, 2, 0"),
+        (send_to_each_other, "deadlock", "each needs the next of ranks 0, 1, 2, 0"),
+        (groups_crosswise, "deadlock", "rank 0, 1 wait for ever: each needs the next of ranks 0"),
+        (returns_early, "rank-returned", "rank 0, 1 wait for ever: rank 2 has returned"),
+        (wait_for_a_key, "deadlock", "nobody brings the key default_pg/what nobody sets"),
+    ],
+)
+def test_hangs_say_why_nobody_can_go_on(program, kind, what):
+    (finding,) = simulate(program, ranks=3).findings
+    assert (finding.invariant, finding.kind) == ("SEQ", kind)
+    assert what in finding.what
+    _, first = inspect.getsourcelines(program)
+    waiting = finding.details["waiting"]
+    assert {one["rank"] for one in waiting} == set(finding.ranks)
+    for one in waiting:
+        if program is not wait_for_a_key:
+            assert one["file"] == __file__
+            assert one["line"] > first
+            assert f"{__file__}:{one['line']} in {program.__name__}" in finding.picture
+
+
+def test_sends_may_pass_as_small_ones_do_over_gloo():
+    assert "--buffered-sends" in simulate(send_to_each_other, ranks=3).findings[0].advice
+    assert simulate(send_to_each_other, ranks=3, buffered_sends=True).proved
+
+
+def nobody_receives():
+    if is_first():
+        dist.isend(ones(), 1)
+    dist.barrier()
+
+
+def nobody_sends():
+    if is_first():
+        dist.irecv(ones(), 1)
+    dist.barrier()
+
+
+def nobody_joins():
+    if is_first():
+        dist.all_reduce(ones(), async_op=True)
+
+
+@pytest.mark.parametrize(
+    ("program", "kind"),
+    [
+        (nobody_receives, "send-not-received"),
+        (nobody_sends, "receive-not-sent"),
+        (nobody_joins, "not-joined"),
+    ],
+)
+def test_calls_without_another_end_are_found_when_all_have_returned(program, kind):
+    (finding,) = simulate(program, ranks=2).findings
+    assert (finding.kind, finding.ranks) == (kind, (0,))
+    assert __file__ in finding.where
+
+
+def test_rows_that_nobody_gets_break_ownership():
+    def program():
+        dist.all_to_all_single(torch.empty(9), torch.ones(9))
+
+    (finding,) = simulate(program, ranks=2).findings
+    assert (finding.invariant, finding.kind) == ("OWN", "remainder")
+    assert "9 rows to 2 ranks: 1 of them" in finding.what

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded runs issued again: as they were, and over other ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from cpattn import build_cp_metadata_all_ranks
+from cpattn._cli.program import commands
+from cpattn.proof import NotUsable, read_captures, simulate_capture
+from cpattn.proof.captures import Capture
+from cpattn.proof.captures.reader import RecordedCall
+from support.distributed.distributed_worker import run_world
+from support.proof import capture_worker
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """What two ranks sent, and their files."""
+    folder = tmp_path_factory.mktemp("world")
+    sent = run_world(2, folder, capture_worker.record_layer, folder)
+    return [of_rank[-1] for of_rank in sent], sorted(folder.glob("*.cpcap"))
+
+
+def sent_by_rank(report):
+    return report.facts["sent_bytes_by_rank"]["send"]
+
+
+def test_what_was_sent_is_sent_again(recorded):
+    sent, files = recorded
+    report = simulate_capture(read_captures(files))
+    assert report.proved, report.text()
+    assert report.subject == "2 recorded batches on 2 ranks, as recorded"
+    assert sent_by_rank(report) == sent
+    assert report.facts["calls_by_rank"]["ContextParallel.plan"] == [2, 2]
+    assert all(predicted > 0 for predicted in report.facts["predicted_seconds_by_rank"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "strategy"), [(4, "zigzag"), (3, "interleave")])
+def test_other_ranks_send_what_they_would_have_sent(recorded, size, strategy, tmp_path):
+    """Ranks of that number that really ran send the same bytes."""
+    sent = run_world(size, tmp_path, capture_worker.record_layer, tmp_path, strategy)
+    report = simulate_capture(read_captures(recorded[1]), ranks=size, strategy=strategy)
+    assert report.proved, report.text()
+    assert report.subject == f"2 recorded batches on {size} ranks, planned again by {strategy}"
+    assert sent_by_rank(report) == [of_rank[-1] for of_rank in sent]
+
+
+def changed(capture, chosen, **fields):
+    """The capture with other fields in some calls."""
+    calls = tuple(
+        replace(call, fields={**call.fields, **fields}) if chosen(call) else call
+        for call in capture.calls
+    )
+    return replace(capture, calls=calls)
+
+
+def test_a_rank_that_planned_otherwise_is_named(recorded):
+    capture = changed(
+        read_captures(recorded[1]),
+        lambda call: call.rank == 1 and call.name == "ContextParallel.plan",
+        extend_lens=np.array([9, 5]),
+    )
+    (finding,) = simulate_capture(capture).findings
+    assert (finding.invariant, finding.kind) == ("SEQ", "other-extend_lens")
+    assert "[9, 4] on rank 0, [9, 5] on rank 1" in finding.what
+    line = next(c.line for c in capture.of("ContextParallel.plan") if c.rank == 1)
+    assert f"run1.cpcap:{line} in plan" in finding.picture
+
+
+def test_a_message_of_another_size_is_named_by_the_lines_of_the_files(recorded):
+    capture = read_captures(recorded[1])
+    post = next(c for c in capture.of("RowExchange.post") if c.fields["exchange"] == "write_kv")
+    other = changed(capture, lambda call: call is post, sends={"1": 100})
+    (finding,) = simulate_capture(other).findings
+    assert finding.kind == "other-size"
+    assert f"run0.cpcap:{post.line} in write_kv" in finding.picture
+
+
+def test_a_message_that_one_rank_did_not_send_leaves_the_other_waiting(recorded):
+    capture = read_captures(recorded[1])
+    last = [call for call in capture.of("RowExchange.post") if call.rank == 1][-1]
+    calls = tuple(call for call in capture.calls if call is not last)
+    (finding,) = simulate_capture(replace(capture, calls=calls)).findings
+    assert finding.kind == "rank-returned"
+    assert finding.ranks == (0,)
+
+
+def made_up(size=2, tokens=64, width=1_000_000, **other):
+    """A batch of one sequence: 1 s of attention on each rank, after its rows went to the others."""
+    plans = build_cp_metadata_all_ranks([tokens], [tokens], cp_size=size)
+    rows = [len(plan.local_q_indices) for plan in plans]
+    lens = np.array([tokens])
+    calls = []
+    for rank in range(size):
+        others = [str(peer) for peer in range(size) if peer != rank]
+        plan = {
+            "extend_lens": lens, "seq_lens": lens, "page_size": 4, "strategy": "zigzag",
+            "cp_size": size, "cp_rank": rank, "placement": None, "block_tables": lens,
+            "slots": lens, "rows_per_rank": rows, **other,
+        }  # fmt: skip
+        post = {
+            "cp_rank": rank,
+            "exchange": "write_kv",
+            "sends": dict.fromkeys(others, rows[rank] * width),
+            "receives": {peer: rows[int(peer)] * width for peer in others},
+        }
+        calls += [
+            RecordedCall("ContextParallel.plan", rank, 0.0, 0.25, plan),
+            RecordedCall("build_cp_metadata", rank, 0.1, 0.1, {}),  # within the one before
+            RecordedCall("ContextParallel.write_kv", rank, 0.5, 0.5, {}),
+            RecordedCall("RowExchange.post", rank, 0.6, 0.1, post),
+            RecordedCall("ContextParallel.attend", rank, 1.0, 1.0, {}),
+        ]
+    return Capture(tuple({"rank": rank, "cpattn": "0"} for rank in range(size)), tuple(calls))
+
+
+def test_predicted_times_are_those_that_a_person_counts():
+    """A quarter of a second to plan, two messages of 1 s and 1 s of bytes each, 1 s to attend."""
+    slow = {"latency_us": 1e6, "gbps": 32 * 1e6 * 8 / 1e9}
+    facts = simulate_capture(made_up(), **slow).facts
+    assert facts["predicted_seconds_by_rank"] == pytest.approx([0.25 + 2 * 2 + 1] * 2)
+    assert facts["recorded_seconds_by_rank"] == [2.0, 2.0]
+    assert facts["sent_bytes_by_rank"]["send"] == [32_000_000, 32_000_000]
+
+
+def test_attention_takes_its_time_per_pair():
+    """64 tokens have 2,080 pairs: of 2 ranks each 1,040 in 1 s; of 4, 520 of them."""
+    fast = {"latency_us": 0, "gbps": 1e6}
+    facts = simulate_capture(made_up(width=1), ranks=4, **fast).facts
+    assert facts["predicted_seconds_by_rank"] == pytest.approx([0.25 + 0.5] * 4)
+    contiguous = simulate_capture(made_up(width=1), strategy="contiguous", **fast).facts
+    first, last = 32 * 33 / 2 / 1040, (2080 - 32 * 33 / 2) / 1040
+    assert contiguous["predicted_seconds_by_rank"] == pytest.approx([0.25 + first, 0.25 + last])
+
+
+def of_one_rank(capture):
+    calls = tuple(call for call in capture.calls if call.rank == 0)
+    return replace(capture, headers=capture.headers[:1], calls=calls)
+
+
+def routed(capture):
+    """Rank 0 sends the others unequal numbers of rows."""
+    return changed(
+        capture,
+        lambda call: call.rank == 0 and call.name == "RowExchange.post",
+        sends={"1": 7, "2": 9},
+    )
+
+
+def decoded():
+    fields = {"kv_lens": np.array([3]), "cp_size": 1, "cp_rank": 0}
+    call = RecordedCall("ContextParallel.plan_decode", 0, 0.0, 0.1, fields)
+    return Capture(({"rank": 0},), (call,))
+
+
+@pytest.mark.parametrize(
+    ("capture", "options", "message"),
+    [
+        (of_one_rank(made_up()), {}, "of all 2 ranks, there is none of rank 1"),
+        (Capture(({"rank": 0},), ()), {}, "no rank planned or sent anything"),
+        (decoded(), {"ranks": 2}, r"plan_decode .* cannot be planned again"),
+        (made_up(placement="pages"), {"ranks": 4}, "keys are kept by pages .* plan --placement"),
+        (made_up(rows_per_rank=[40, 40]), {"ranks": 4}, r"\[40, 40\] are not those of its lengths"),
+        (made_up(1), {"ranks": 4}, "one rank sends nothing"),
+        (routed(made_up(3)), {"ranks": 4}, "what is sent is not a rank's own rows to all others"),
+        (
+            changed(made_up(), lambda call: call.rank == 1, cp_rank=0),
+            {},
+            "captures must be of one group, each of another rank",
+        ),
+    ],
+)
+def test_what_cannot_be_issued_says_why(capture, options, message):
+    with pytest.raises(NotUsable, match=f"simulate_capture: .*{message}"):
+        simulate_capture(capture, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 65}, "ranks must be within 1 and 64, got 65"),
+        ({"gbps": 0}, "gbps must be within"),
+        ({"strategy": "spiral"}, "strategy must be"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        simulate_capture(made_up(), **options)
+    with pytest.raises(TypeError, match="capture must be a Capture, got str"):
+        simulate_capture("run.cpcap")
+
+
+def run(*arguments):
+    return CliRunner().invoke(commands, ["simulate", *map(str, arguments)])
+
+
+def test_the_command_issues_captures(recorded, tmp_path):
+    files = [word for file in recorded[1] for word in ("--capture", file)]
+    result = run(*files, "--trace", tmp_path / "trace.json", "--html", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
+    assert "2 recorded batches on 2 ranks, as recorded: proved" in result.output
+    assert f"send                           5 calls {max(recorded[0]):>14,} bytes" in result.output
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert any("cpcap:" in event.get("args", {}).get("place", "") for event in events)
+    assert "2 recorded batches" in (tmp_path / "page.html").read_text()
+    report = json.loads(run(*files, "--ranks", 16, "--json").output)
+    assert len(report["facts"]["predicted_seconds_by_rank"]) == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "a SCRIPT or --capture must be given"),
+        (("--capture", "run.cpcap", "--seed", "1"), "neither a SCRIPT nor --seed nor"),
+        (("--capture", "run.cpcap", __file__), "neither a SCRIPT nor --seed nor"),
+        (("--strategy", "zigzag", __file__), "--strategy is of the batches of --capture"),
+    ],
+)
+def test_options_of_the_other_kind_are_refused(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output

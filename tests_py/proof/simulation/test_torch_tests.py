@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's own tests of process groups pass on simulated ranks, but for those that say why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+
+import pytest
+
+from support.places import ROOT
+from support.proof.torch_tests import LEFT_OUT, reason_of, rows_of
+from support.time_limits import PATIENCE
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, module_children):
+    """What came of each test, in a process of its own: torch reads the environment on import."""
+    path = tmp_path_factory.mktemp("torch") / "found.json"
+    own = {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "support.proof.torch_tests", str(path)]
+    run = module_children.run(command, env={**os.environ, **own}, timeout=4 * PATIENCE)
+    assert run.returncode == 0, run.stderr
+    return json.loads(path.read_text())
+
+
+def test_all_pass_but_those_that_cannot_run(found):
+    failed = {
+        name: outcome
+        for name, outcome in found["right"].items()
+        if outcome.startswith("failed") and not reason_of(name, outcome)
+    }
+    assert not failed
+    assert sum(outcome == "passed" for outcome in found["right"].values()) > 100
+
+
+@pytest.mark.parametrize("names", [names for names, _, _ in LEFT_OUT])
+def test_what_is_left_out_really_fails(found, names):
+    assert any(
+        re.search(names, name) and outcome.startswith("failed")
+        for name, outcome in found["right"].items()
+    )
+
+
+def test_a_simulator_that_is_wrong_is_noticed(found):
+    assert len(found["wrong"]) == 5
+    assert all(outcome.startswith("failed") for outcome in found["wrong"].values()), found["wrong"]
+    assert all(found["right"][name] == "passed" for name in found["wrong"])
+
+
+def test_the_page_has_the_table(found):
+    page = (ROOT / "docs" / "proof" / "simulate.md").read_text(encoding="utf-8")
+    assert "\n".join(rows_of(found["right"])) in page

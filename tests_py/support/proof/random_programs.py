@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random programs without a fault, on simulated ranks: whatever is found in one is a false alarm.
+
+python -m support.proof.random_programs --programs 10000 --seed 7     # `make false-alarms-programs`
+python -m support.proof.random_programs --only 12345 --seed 7         # one program again
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+os.environ.update(CPATTN_NUM_THREADS="1", OMP_NUM_THREADS="1")
+
+import torch
+import torch.distributed as dist
+
+from cpattn.distributed import ContextParallel
+from cpattn.proof import NotUsable, Report, simulate
+from support.proof.collective_programs import STEPS, Step
+
+_MOST_RANKS = 8
+_PERIOD = 10.0  # seconds between two lines about the progress
+
+
+def _works(step: Step) -> list[torch.Tensor]:
+    """Collectives and messages that go on together, and are waited for in an order of the rank."""
+    own = random.Random(f"{step.seed} {dist.get_rank()}")
+    begun = [_BEGINS[step.chance.randrange(len(_BEGINS))](step, salt)
+             for salt in range(step.chance.randint(2, 5))]  # fmt: skip
+    aside = torch.arange(8.0)  # what is in flight is left alone
+    results: list[torch.Tensor] = []
+    own.shuffle(begun)
+    for works, outputs in begun:
+        aside = aside * 2 + 1
+        for work in works:
+            if own.random() < 0.3:
+                work.is_completed()
+            work.wait()
+        results += [output + 0 for output in outputs]
+    total = sum((result.sum() for result in results), start=torch.tensor(0))
+    return [total, aside]
+
+
+Begun = tuple[list[dist.Work], list[torch.Tensor]]
+
+
+def _begin_all_reduce(step: Step, salt: int) -> Begun:
+    x = step.data(step.n, salt, torch.int64)
+    return [dist.all_reduce(x, group=step.group, async_op=True)], [x]
+
+
+def _begin_all_gather(step: Step, salt: int) -> Begun:
+    x = step.data(step.n, salt, torch.int64)
+    taken = [torch.empty_like(x) for _ in range(step.size)]
+    return [dist.all_gather(taken, x, step.group, async_op=True)], taken
+
+
+def _begin_broadcast(step: Step, salt: int) -> Begun:
+    x = step.data(step.n, salt, torch.int64)
+    return [dist.broadcast(x, step.root, step.group, async_op=True)], [x]
+
+
+def _begin_messages(step: Step, salt: int) -> Begun:
+    """To one neighbour and from the other, some ranks posting the receive first."""
+    if step.size == 1:
+        return [], []
+    following, before = _neighbours(step)
+    x, out = step.data(step.n, salt, torch.int64), torch.empty(step.n, dtype=torch.int64)
+    posts: list[Callable[[], dist.Work]] = [
+        lambda: dist.isend(x, following, step.group, tag=salt),
+        lambda: dist.irecv(out, before, step.group, tag=salt),
+    ]
+    if step.rank % 2:
+        posts.reverse()
+    return [post() for post in posts], [out]
+
+
+_BEGINS = (_begin_all_reduce, _begin_all_gather, _begin_broadcast, _begin_messages)
+
+
+def _neighbours(step: Step, distance: int = 1) -> tuple[int, int]:
+    ranks = dist.get_process_group_ranks(step.group or dist.group.WORLD)
+    return ranks[(step.rank + distance) % step.size], ranks[(step.rank - distance) % step.size]
+
+
+def _ring(step: Step) -> list[torch.Tensor]:
+    """Blocks go around, one way or the other, while the last one is worked on."""
+    distance = step.chance.choice((1, -1))
+    block = step.data(step.n, dtype=torch.int64)
+    total = torch.zeros(step.n, dtype=torch.int64)
+    for _ in range(step.size - 1):
+        following, before = _neighbours(step, distance)
+        arriving = torch.empty_like(block)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, block, following, step.group),
+                dist.P2POp(dist.irecv, arriving, before, step.group),
+            ]
+        )
+        total = total * 3 + block
+        for work in works:
+            work.wait()
+        block = arriving
+    return [total, block]
+
+
+def _blocking_ring(step: Step) -> list[torch.Tensor]:
+    """Even ranks send first, odd ones receive first."""
+    if step.size == 1:
+        return []
+    following, before = _neighbours(step)
+    x, out = step.data(step.n), torch.empty(step.n, dtype=step.dtype)
+    if step.rank % 2:
+        dist.recv(out, before, step.group)
+        dist.send(x, following, step.group)
+    else:
+        dist.send(x, following, step.group)
+        dist.recv(out, before, step.group)
+    return [out]
+
+
+def _from_any(step: Step) -> list[torch.Tensor]:
+    """A sum of integers, to which it makes no difference who comes first.
+
+    The tag is of this step: a rank that has sent may be in the next one already.
+    """
+    tag = 10 + step.seed
+    total = torch.zeros(step.n, dtype=torch.int64)
+    if dist.get_rank() != step.root:
+        dist.send(step.data(step.n, dtype=torch.int64), step.root, step.group, tag)
+        return []
+    for _ in range(step.size - 1):
+        x = torch.empty(step.n, dtype=torch.int64)
+        dist.recv(x, group=step.group, tag=tag)
+        total += x
+    return [total]
+
+
+def _context_parallel(step: Step) -> list[torch.Tensor]:
+    """A layer of `ContextParallel` over cached prefixes."""
+    chance = step.chance
+    extend = [chance.randint(0, 30) for _ in range(chance.randint(1, 3))]
+    extend[0] += 1
+    whole = [new + chance.choice((0, chance.randint(0, 20))) for new in extend]
+    strategy = chance.choice(("zigzag", "interleave", "contiguous"))
+    pages = -(-max(whole) // 4)
+    tables = torch.arange(len(extend) * pages, dtype=torch.int32).view(len(extend), pages)
+    group = step.group or dist.group.WORLD
+    cp = ContextParallel(group, strategy=strategy, page_size=4)
+    made = torch.Generator().manual_seed(step.seed)
+    q, k, v = (torch.randn(sum(extend), heads, 16, generator=made) for heads in (2, 1, 1))
+    caches = torch.randn(2, len(extend) * pages, 4, 1, 16, generator=made)
+    for _ in range(chance.randint(1, 2)):
+        plan = cp.plan(extend, whole, block_tables=tables)
+        shards = [cp.shard(plan, x) for x in (q, k, v)]
+        cp.write_kv(plan, *shards[1:], *caches)
+        out = cp.gather(plan, cp.attend(plan, shards[0], *caches))
+    return [out]
+
+
+_ALL = (
+    *STEPS, _works, _works, _works, _ring, _ring, _blocking_ring, _from_any, _context_parallel,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program by its number: ranks, steps, and how it is simulated.
+
+    `damaged`: one rank leaves out one step, so that there is something to be found.
+    """
+
+    seed: int
+    number: int
+    damaged: bool = False
+
+    @property
+    def _chance(self) -> random.Random:
+        return random.Random(f"{self.seed} {self.number}")
+
+    def report(self) -> Report:
+        """Of all its orders; NotUsable if it cannot be judged, which is an alarm, too."""
+        chance = self._chance
+        size = chance.randint(2, _MOST_RANKS)
+        seeds = (0, chance.randint(1, 1 << 20))
+        buffered = chance.random() < 0.3
+        return simulate(self.run, size, seeds=seeds, buffered_sends=buffered, time_limit=600)
+
+    def run(self) -> list[torch.Tensor]:
+        """On a rank."""
+        chance = random.Random(f"{self.seed} {self.number} steps")
+        size = dist.get_world_size()
+        members = [
+            sorted(chance.sample(range(size), chance.randint(1, size)))
+            for _ in range(chance.randint(0, 3))
+        ]
+        groups = [dist.new_group(ranks) for ranks in members]
+        results: list[torch.Tensor] = []
+        steps = chance.randint(1, 6)
+        lost = (chance.randrange(size), chance.randrange(steps)) if self.damaged else None
+        for number in range(steps):
+            which = chance.randrange(-2, len(groups))
+            kind = chance.choice(_ALL)
+            key = f"{self.seed} {self.number} {number}"
+            if (dist.get_rank(), number) == lost:
+                continue
+            if which < 0:
+                results += kind(Step(random.Random(key), None))
+            elif dist.get_rank() in members[which]:
+                results += kind(Step(random.Random(key), groups[which]))
+        dist.barrier()
+        return results
+
+
+def alarm_of(program: Program) -> str | None:
+    """What was found in a program, if anything was."""
+    try:
+        report = program.report()
+    except NotUsable as error:
+        return f"cannot be judged: {error}"
+    if report.not_checked:
+        return f"not checked: {dict(report.not_checked)}"
+    return None if report.proved else report.text()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--programs", type=int, default=10_000)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so many")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--begin", type=int, default=0, help="the number of the first program")
+    parser.add_argument("--only", type=int, help="one program by its number")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    numbers = range(options.begin, options.begin + options.programs)
+    if options.only is not None:
+        numbers = range(options.only, options.only + 1)
+    begin = told = time.monotonic()
+    alarms = done = 0
+    for number in numbers:
+        if (alarm := alarm_of(Program(options.seed, number))) is not None:
+            alarms += 1
+            print(f"--only {number} --seed {options.seed}: {alarm}", flush=True)
+        done += 1
+        now = time.monotonic()
+        if now - told > _PERIOD:
+            told = now
+            print(f"{done:,} of {len(numbers):,}, {alarms} alarms, {now - begin:.0f} s", flush=True)
+        if now - begin > options.seconds:
+            break
+    seconds = time.monotonic() - begin
+    print(f"{done:,} programs of seed {options.seed}, {alarms} alarms, {seconds:.0f} s")
+    return 1 if alarms else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
