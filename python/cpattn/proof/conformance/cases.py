@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch to try an operator on: what it is, and the memory it lies in.
+
+A `Case` is a few numbers, so that it can be printed, sent and made smaller. `make_batch` lays it
+out: every number that an operator may read comes from the seed, and all that nobody may read is NaN
+if the case is poisoned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .numbers import Array, rounded
+
+FAR_ELEMENTS = 2**31  # what a signed 32-bit offset cannot say any more
+SPARE_PAGES = 3  # pages that no sequence has
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    Attributes
+    ----------
+    q_lens, kv_lens : tuple of int
+        New tokens of each sequence, and all of it.
+    layout : {"paged", "ragged", "padded"}
+        Where keys lie: in pages, sequence after sequence, or in a batch of the longest length.
+    window, softcap
+        None and 0 for none.
+    values : {"normal", "one_hot", "even"}
+        Random numbers; values that have a single 1, under queries that look for one key; or values
+        between 1 and 2 of which all keys have about the same weight.
+    pad_rows : int
+        Rows of q behind those of all sequences.
+    far : bool
+        Whether pages lie where a 32-bit offset does not reach.
+    append : bool
+        Whether new keys are handed over beside the cache.
+    poison : bool
+        Whether what nobody may read is NaN; finite otherwise.
+    """
+
+    q_lens: tuple[int, ...] = (3,)
+    kv_lens: tuple[int, ...] = (3,)
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 16
+    v_head_dim: int = 16
+    dtype: str = "float32"
+    layout: str = "paged"
+    kv_layout: str = "NHD"
+    page_size: int = 4
+    causal: bool = True
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    scale: float = 0.25
+    values: str = "normal"
+    pad_rows: int = 0
+    far: bool = False
+    append: bool = False
+    poison: bool = False
+    seed: int = 0
+
+    def text(self) -> str:
+        """What is not as by default, and the lengths."""
+        return text_of(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @property
+    def size(self) -> int:
+        """A measure of how much a person has to look at."""
+        pairs = sum((q + 1) * (kv + 1) for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
+        extras = sum(
+            getattr(self, field.name) != field.default for field in fields(self)[2:] if field.name
+        )
+        return pairs * self.num_heads + 8 * extras + 4 * len(self.q_lens)
+
+
+def text_of(case: Any) -> str:
+    """The first two fields of a case, and those of the others that are not as by default."""
+    told = []
+    for i, field in enumerate(fields(case)):
+        value = getattr(case, field.name)
+        if i < 2 or (value != field.default and field.name != "seed"):
+            told.append(f"{field.name}={list(value) if isinstance(value, tuple) else value!r}")
+    return ", ".join(told)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A case laid out. Arrays are float32, with values that the dtype of the case has.
+
+    Attributes
+    ----------
+    q : [sum(q_lens) + pad_rows, num_heads, head_dim]
+    k, v : [slots, num_kv_heads, dim]
+        All memory, in which `slots` says where tokens are.
+    slots : tuple of int arrays
+        Of each sequence, the slot of each of its tokens, and of what follows them in its memory.
+    block_tables : [batch, pages]
+        Under "paged"; of what is beyond a sequence's pages, one that is nobody's.
+    sinks : [num_heads] or None
+    """
+
+    case: Case
+    q: Array
+    k: Array
+    v: Array
+    slots: tuple[Array, ...]
+    block_tables: Array
+    sinks: Array | None
+
+    @cached_property
+    def q_starts(self) -> Array:
+        """Where the rows of each sequence begin, and where those of the last end."""
+        return np.concatenate([[0], np.cumsum(self.case.q_lens)]).astype(np.int64)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows that belong to sequences."""
+        return sum(self.case.q_lens)
+
+    def tokens_of(self, memory: Array, sequence: int) -> Array:
+        """Its rows of `k` or `v`."""
+        return memory[self.slots[sequence][: self.case.kv_lens[sequence]]]
+
+
+def make_batch(case: Case) -> Batch:
+    """Lay a case out."""
+    rng = np.random.default_rng(case.seed)
+    table, slots, num_slots = _place(case, rng)
+    q, k, v = (
+        rng.standard_normal((rows, heads, dim))
+        for rows, heads, dim in (
+            (sum(case.q_lens) + case.pad_rows, case.num_heads, case.head_dim),
+            (num_slots, case.num_kv_heads, case.head_dim),
+            (num_slots, case.num_kv_heads, case.v_head_dim),
+        )
+    )
+    if case.values == "even":
+        q, v = q / 8, 1 + np.abs(np.modf(v)[0])
+    if case.values == "one_hot":
+        _look_for_one(case, q, k, v, slots, rng)
+    if case.poison:
+        read = np.zeros(num_slots, bool)
+        for own, kv_len in zip(slots, case.kv_lens, strict=True):
+            read[own[:kv_len]] = True
+        k[~read] = v[~read] = np.nan
+        q[sum(case.q_lens) :] = np.nan
+    sinks = rounded(1 + rng.standard_normal(case.num_heads), "float32") if case.sinks else None
+    q, k, v = (rounded(x, case.dtype) for x in (q, k, v))
+    return Batch(case, q, k, v, slots, table, sinks)
+
+
+def _place(case: Case, rng: np.random.Generator) -> tuple[Array, tuple[Array, ...], int]:
+    """Block tables, the slots of each sequence, and how many slots there are."""
+    if case.layout == "paged":
+        counts = [-(-kv_len // case.page_size) for kv_len in case.kv_lens]
+        num_pages = sum(counts) + SPARE_PAGES
+        ids = rng.permutation(num_pages)
+        table = np.full((len(counts), max(counts) + 1), ids[-1], np.int32)
+        ends = np.cumsum([0, *counts])
+        for row, begin, end in zip(table, ends[:-1], ends[1:], strict=True):
+            row[: end - begin] = ids[begin:end]
+        within = np.arange(case.page_size)
+        slots = tuple((row[:, None] * case.page_size + within).ravel() for row in table)
+        return table, slots, num_pages * case.page_size
+    none = np.zeros((len(case.kv_lens), 0), np.int32)
+    if case.layout == "padded":
+        longest = max(case.kv_lens) + (2 if case.poison else 0)
+        slots = tuple(s * longest + np.arange(longest) for s in range(len(case.kv_lens)))
+        return none, slots, longest * len(case.kv_lens)
+    num_slots = sum(case.kv_lens) + SPARE_PAGES
+    starts = np.cumsum([0, *case.kv_lens[:-1]])
+    return none, tuple(np.arange(start, num_slots) for start in starts), num_slots
+
+
+def _look_for_one(
+    case: Case, q: Array, k: Array, v: Array, slots: tuple[Array, ...], rng: np.random.Generator
+) -> None:
+    """Have each query look for one key that it sees, by far the best; the values say which."""
+    k[:] = np.sign(k)
+    v[:] = 0
+    row, group = 0, case.num_heads // case.num_kv_heads
+    for own, q_len, kv_len in zip(slots, case.q_lens, case.kv_lens, strict=True):
+        within = np.arange(len(own))
+        v[own, :, within % case.v_head_dim] = 1
+        for i in range(q_len):
+            last = kv_len - q_len + i if case.causal else kv_len - 1
+            if last >= 0:
+                first = 0 if case.window is None else max(0, last - case.window)
+                target = own[rng.integers(first, last + 1)]
+                q[row] = np.repeat(k[target], group, axis=0) / case.scale
+            row += 1

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that an operator runs in: it may crash, hang or write without harm to others."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from ..._hosts import end_with
+from ..findings import NotUsable
+from .cases import Case
+
+SECONDS_TO_START = 120.0
+_ROOM_OF_FAR_CASE = 14 << 30  # two caches of 4 GiB that are not touched, and no copy of them
+_REFUSALS = (NotImplementedError, ValueError, MemoryError)
+_REFUSING_WORDS = (
+    "support", "not implemented", "not compiled", "unexpected keyword", "positional argument",
+    "required argument", "can't allocate", "cannot allocate", "no available kernel",
+)  # fmt: skip
+
+Operator = str | Callable[..., Any]
+
+
+class Calls(Protocol):
+    """How an operator is called, and what its answers are: a signature."""
+
+    def answer(self, fn: Any, case: Any, device: str) -> Any:
+        """Call it on a case. What it raises is for the caller."""
+
+    def failed(self, case: Any, status: str, message: str) -> Any:
+        """What stands for an answer: "refused", "raised", "crash" or "hang", and why."""
+
+
+class Child:
+    """Runs an operator case by case; a context manager that leaves no process behind."""
+
+    def __init__(
+        self, operator: Operator, signature: Calls, device: str, time_limit: float
+    ) -> None:
+        self._operator, self._signature = operator, signature
+        self._device, self._time_limit = device, time_limit
+        self._process: Any = None
+        self._pipe: Any = None
+
+    def __enter__(self) -> Child:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def run(self, case: Any) -> Any:
+        """What comes of a case, as the signature has it."""
+        if self._process is None:
+            self._start()
+        try:
+            self._pipe.send(case)
+            if self._pipe.poll(self._time_limit):
+                return self._pipe.recv()
+        except (EOFError, OSError):
+            return self._signature.failed(case, "crash", f"the process ended{self._cause()}")
+        self._end()
+        said = f"no answer within {self._time_limit:g} seconds"
+        return self._signature.failed(case, "hang", said)
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, self._pipe, self._operator, self._signature, self._device)
+        self._process = context.Process(
+            target=_serve, args=(*arguments, os.getpid()), name="cpattn conform", daemon=True
+        )
+        with warnings.catch_warnings():
+            # The child of a process with threads has none of them and takes no lock of theirs.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process.start()
+        theirs.close()
+        message = self._first_words()
+        if message:
+            self._end()
+            raise NotUsable(message)
+
+    def _first_words(self) -> str:
+        try:
+            if self._pipe.poll(SECONDS_TO_START):
+                return str(self._pipe.recv())
+        except (EOFError, OSError):
+            return (
+                f"conform: {_name(self._operator)}: importing it ended the process{self._cause()}"
+            )
+        return f"conform: {_name(self._operator)}: not imported within {SECONDS_TO_START:g} seconds"
+
+    def _cause(self) -> str:
+        """How the process ended, which it has."""
+        self._process.join(5)
+        code = self._process.exitcode
+        self._end()
+        if code is not None and code < 0:
+            return f" by {signal.Signals(-code).name}"
+        return "" if code is None else f" with exit code {code}"
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._pipe.close()
+        with suppress(ProcessLookupError):  # what the operator started is of its group
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+        process.close()
+
+
+def _name(operator: Operator) -> str:
+    return operator if isinstance(operator, str) else getattr(operator, "__name__", repr(operator))
+
+
+def load(path: str) -> Any:
+    """What ``module:name`` stands for; modules of the working directory are found."""
+    module, colon, name = path.partition(":")
+    if not module or not colon or not name:
+        raise NotUsable(f"conform: an operator must be named MODULE:FUNCTION, got {path!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except NotUsable:
+        raise
+    except BaseException as error:
+        reason = " ".join(str(error).split()) or "no reason given"
+        raise NotUsable(f"conform: {path}: {type(error).__name__}: {reason}") from None
+    return found
+
+
+def _serve(
+    pipe: Connection, parents: Connection, operator: Operator, signature: Calls, device: str,
+    parent: int,
+) -> None:  # fmt: skip
+    """Answer until the pipe closes."""
+    os.setsid()
+    end_with(parent)
+    parents.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.disable()  # the stack would be that of this tool, for each of many crashes
+    with suppress(OSError, ValueError):
+        os.dup2(2, 1)  # the parent's standard output is for the report
+    try:
+        fn = load(operator) if isinstance(operator, str) else operator
+        if not callable(fn):
+            raise NotUsable(f"conform: {_name(operator)} must be callable, got {type(fn).__name__}")
+        import torch
+
+        torch.set_num_threads(1)  # threads of the parent are not here
+    except NotUsable as error:
+        pipe.send(str(error))
+        return
+    pipe.send("")
+    with suppress(EOFError, OSError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while True:
+            pipe.send(_answer(fn, signature, pipe.recv(), device))
+
+
+def _answer(fn: Any, signature: Calls, case: Any, device: str) -> Any:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if isinstance(case, Case) and case.far and device == "cpu":
+        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + _ROOM_OF_FAR_CASE, limits[1]))
+    try:
+        return signature.answer(fn, case, device)
+    except (SystemExit, KeyboardInterrupt) as error:
+        return signature.failed(case, "raised", _said(error))
+    except BaseException as error:
+        refuses = isinstance(error, _REFUSALS) or any(
+            word in str(error).lower() for word in _REFUSING_WORDS
+        )
+        return signature.failed(case, "refused" if refuses else "raised", _said(error))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _said(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an operator gave, held against an oracle, right or wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from .cases import Case
+from .numbers import Array
+from .oracle import Attended
+from .switches import Switches
+from .tolerances import FIT, allowed_lse, allowed_out
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a case.
+
+    Attributes
+    ----------
+    status : {"answered", "refused", "raised", "wrong-form", "crash", "hang"}
+    out, lse : float64 arrays of the rows of sequences, or None
+    message : str
+        Why there is no answer.
+    """
+
+    case: Case
+    status: str
+    out: Array | None = None
+    lse: Array | None = None
+    message: str = ""
+
+
+class Differences(NamedTuple):
+    """Where a result differs by more than roundings explain."""
+
+    out: Array  # [rows, heads, dim], bool
+    lse: Array  # [rows, heads], bool; nowhere if there is none
+
+
+def differences(result: Result, expected: Attended, slack: float = 1.0) -> Differences:
+    """Compare; `slack` times the usual tolerances are allowed."""
+    case = result.case
+    measures = (expected.num_keys, expected.score_size, case.head_dim, case.dtype)
+    assert result.out is not None
+    out = _differ(result.out, expected.out, slack * allowed_out(expected.magnitude, *measures))
+    if result.lse is None:
+        return Differences(out, np.zeros(expected.lse.shape, bool))
+    bound = slack * allowed_lse(expected.lse, *measures)
+    return Differences(out, _differ(result.lse, expected.lse, bound))
+
+
+def fits(result: Result, wrong: Attended, channel: str, switches: Switches) -> bool:
+    """Whether a wrong oracle gives the outputs that the operator gave; or, with channel "lse", its
+    log-sum-exps beside right outputs."""
+    lse = wrong.lse
+    if switches.lse in ("free on empty", "nan on empty") and result.lse is not None:
+        any_number = np.isfinite(result.lse) | (switches.lse == "nan on empty")
+        lse = np.where((wrong.num_keys == 0) & any_number, result.lse, lse)
+    found = differences(result, wrong._replace(lse=lse), FIT)
+    return not (found.out.any() or (channel == "lse" and found.lse.any()))
+
+
+def _differ(actual: Array, expected: Array, allowed: Array) -> Array:
+    """Infinities and NaN first, then values."""
+    with np.errstate(invalid="ignore"):
+        finite = np.isfinite(expected)
+        same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
+        near = np.abs(actual - expected) <= np.nan_to_num(allowed, posinf=0)
+    differ: Array = ~np.where(finite, near, same)
+    return differ
+
+
+def largest_error(result: Result, expected: Attended, channel: str) -> float:
+    """Of what is finite; infinite where NaN stands for a number."""
+    actual, right = (result.out, expected.out) if channel == "out" else (result.lse, expected.lse)
+    if actual is None:
+        return 0.0
+    if (np.isnan(actual) & np.isfinite(right)).any():
+        return float("inf")
+    with np.errstate(invalid="ignore"):
+        error = np.abs(actual - right)
+    return float(np.max(error[np.isfinite(error)], initial=0.0))

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in float64 that can be wrong in known ways.
+
+The right one does the same as `cpattn.reference.paged_attention` and shares no code with it or with
+any kernel. Each field of `Switches` is one thing that an operator may do otherwise; a fault is a
+handful of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from .cases import Batch, Case
+from .memory import Reading, keys_of, reading_of
+from .numbers import Array, rounded
+from .switches import RIGHT, Switches
+
+
+class Attended(NamedTuple):
+    """What comes out, and what its errors are measured in; rows are those of sequences."""
+
+    out: Array  # [rows, heads, v_head_dim]
+    lse: Array  # [rows, heads], natural logarithm; -inf for a row that sees no key
+    magnitude: Array  # sum_j w_j |v_j|, as out
+    score_size: Array  # largest |q| |k| scale of a row, as lse
+    num_keys: Array  # that a row sees, [rows, 1]
+
+
+def attend(batch: Batch, switches: Switches = RIGHT) -> Attended:
+    """Attention over a batch."""
+    sequences = [_sequence(batch, s, switches) for s in range(len(batch.case.q_lens))]
+    return Attended(*(np.concatenate(x) for x in zip(*sequences, strict=True)))
+
+
+def _sequence(batch: Batch, sequence: int, switches: Switches) -> Attended:
+    case, reading = batch.case, reading_of(batch, sequence, switches)
+    rows = slice(batch.q_starts[sequence], batch.q_starts[sequence + 1])
+    q = batch.q[rows].astype(np.float64)
+    k, v = keys_of(batch, reading, switches)
+    heads = _kv_heads(case.num_heads, case.num_kv_heads, switches)
+    k, v = k[:, heads], v[:, heads]
+    products = _matmul(q, k.transpose(1, 2, 0))
+    sees: Array = visible(len(q), reading, case.causal, case.window, switches)
+    with np.errstate(invalid="ignore", over="ignore"):
+        scores = _capped(products, case, switches)
+        parts = [
+            _part(scores, products, sees & part, v, batch, switches)
+            for part in _parts(reading, len(q), case.page_size, switches)
+        ]
+        out, lse, magnitude = _merged(parts, switches)
+        score_size = np.linalg.norm(q, axis=-1) * case.scale * _longest(k)
+    if switches.zero_times_nan:
+        hidden = np.isnan(v).sum(axis=0) > 0
+        out = np.where(hidden[None], np.nan, out)
+    empty = sees.sum(axis=1) == 0
+    if switches.nan_on_empty:
+        out = np.where(empty[:, None, None], np.nan, out)
+    return Attended(out, lse, magnitude, score_size, sees.sum(axis=1, keepdims=True))
+
+
+def visible(
+    num_rows: int, reading: Reading, causal: bool, window: int | None, switches: Switches
+) -> Array:
+    """Which of the keys each row sees, [rows, keys]."""
+    position = np.arange(num_rows)[:, None]
+    if switches.mask != "top left":
+        position = position + reading.end_of_queries - reading.q_len
+    key = reading.positions[None, :]
+    sees = np.broadcast_to(reading.is_key, (num_rows, len(reading.positions)))
+    if causal and switches.mask != "none":
+        sees = sees & (key <= position + switches.mask_shift)
+    if window is not None and switches.window:
+        sees = sees & (key >= position - window + switches.window_shift)
+    return sees
+
+
+def _kv_heads(num_heads: int, num_kv_heads: int, switches: Switches) -> Array:
+    """The head of keys and values of each head of queries."""
+    heads = np.arange(num_heads)
+    if switches.heads == "strided":
+        return heads % num_kv_heads
+    return heads // (num_heads // num_kv_heads)
+
+
+def _capped(products: Array, case: Case, switches: Switches) -> Array:
+    scale, softcap = case.scale, case.softcap
+    factor = {
+        "given": scale, "none": 1.0, "twice": scale * scale, "root": 1 / math.sqrt(case.head_dim)
+    }[switches.scale]  # fmt: skip
+    if softcap == 0 or switches.softcap == "none":
+        return products * factor
+    if switches.softcap == "before scale":
+        return softcap * np.tanh(products / softcap) * factor
+    return softcap * np.tanh(products * factor / softcap)
+
+
+def _parts(reading: Reading, num_rows: int, page_size: int, switches: Switches) -> list[Array]:
+    """The keys of each part whose results are merged; one part has all."""
+    positions, total = reading.positions, reading.end_of_queries
+    if switches.split is None:
+        return [np.ones(len(positions), bool)]
+    if switches.split in ("new", "half"):
+        cut = total - reading.q_len if switches.split == "new" else total // 2
+        return [positions < cut, positions >= cut]
+    size = page_size if switches.split == "page" else int(switches.split)
+    count = max(1, -(-total // size))
+    return [(positions >= i * size) & (positions < (i + 1) * size) for i in range(count)]
+
+
+def _part(
+    scores: Array, products: Array, sees: Array, v: Array, batch: Batch, switches: Switches
+) -> tuple[Array, Array, Array]:
+    """Over the keys that rows see: out, LSE and magnitude."""
+    seen = np.where(sees[:, None, :], scores, -np.inf)
+    most = seen.max(axis=-1, initial=-np.inf)
+    if batch.sinks is not None and switches.sinks != "none":
+        top = np.maximum(most, batch.sinks)
+    else:
+        top = most
+    shift = np.where(np.isfinite(top) | np.isnan(top), top, 0)
+    weights = np.exp(seen - shift[..., None])
+    total = weights.sum(axis=-1)
+    lse = np.where(total > 0, np.log(np.where(total > 0, total, 1)) + shift, -np.inf)
+    lse = np.where(np.isnan(total), np.nan, lse)
+    denominator = total
+    if batch.sinks is not None and switches.sinks != "none":
+        denominator = total + switches.sink_count * np.exp(batch.sinks - shift)
+    with_sink = np.log(np.where(denominator > 0, denominator, 1)) + shift
+    lse = _lse_as(lse, with_sink, products, sees, batch, switches)
+    share = weights / np.where(denominator == 0, 1, denominator)[..., None]
+    out = _weighted(share, v, sees, switches.accumulator)
+    return out, lse, _mixed(np.nan_to_num(share), np.abs(np.nan_to_num(v)))
+
+
+def _weighted(share: Array, v: Array, sees: Array, accumulator: str | None) -> Array:
+    """Sum of values by weight; NaN of values that a row does not see does not matter."""
+    if accumulator is not None:
+        total = np.zeros((*share.shape[:2], v.shape[-1]))
+        for j in range(len(v)):
+            total = rounded(total + share[..., j, None] * np.nan_to_num(v[j]), accumulator)
+        return total.astype(np.float64)
+    out = _mixed(share, np.nan_to_num(v))
+    if np.isnan(v).any():
+        seen = np.broadcast_to(sees[:, None, :], share.shape).astype(np.float64)
+        bad = _mixed(seen, np.isnan(v).astype(np.float64))
+        out = np.where(bad > 0, np.nan, out)
+    return out
+
+
+def _matmul(rows: Array, matrices: Array) -> Array:
+    """[rows, heads, n] by [heads, n, m], head by head.
+
+    Not by BLAS, whose threads wait for each other without sleeping: on a busy machine that takes
+    ten times as long as these small products do on one.
+    """
+    product: Array = np.einsum("qhn,hnm->qhm", rows, np.ascontiguousarray(matrices))
+    return product
+
+
+def _mixed(share: Array, v: Array) -> Array:
+    """[rows, heads, keys] by [keys, heads, dim]."""
+    return _matmul(share, v.swapaxes(0, 1))
+
+
+def _lse_as(
+    lse: Array, with_sink: Array, products: Array, sees: Array, batch: Batch, switches: Switches
+) -> Array:
+    """What is returned as the log-sum-exp."""
+    if switches.lse == "with sink" and batch.sinks is not None:
+        return with_sink
+    if switches.lse in ("unscaled", "unscaled maximum"):
+        raw = np.where(sees[:, None, :], products, -np.inf)
+        most = raw.max(axis=-1, initial=-np.inf)
+        shift = np.where(np.isfinite(most), most, 0)
+        if switches.lse == "unscaled maximum":
+            return lse + shift * (1 - batch.case.scale)
+        total = np.exp(raw - shift[..., None]).sum(axis=-1)
+        return np.where(total > 0, np.log(np.where(total > 0, total, 1)) + shift, -np.inf)
+    return lse * switches.lse_factor
+
+
+def _merged(
+    parts: list[tuple[Array, Array, Array]], switches: Switches
+) -> tuple[Array, Array, Array]:
+    """Results of parts weighed by their LSE, to whatever base; as the first if it is alone."""
+    if len(parts) == 1:
+        return parts[0]
+    outs, lses, magnitudes = (np.stack(x) for x in zip(*parts, strict=True))
+    exponents = lses * switches.merge_factor
+    top = exponents.max(axis=0)
+    shift = np.where(np.isfinite(top), top, 0)
+    weights = np.exp(exponents - shift)
+    total = weights.sum(axis=0)
+    share = weights / np.where(total == 0, 1, total)
+    out = np.einsum("pqh,pqhd->qhd", share, outs)
+    magnitude = np.einsum("pqh,pqhd->qhd", np.nan_to_num(share), magnitudes)
+    lse = np.where(total > 0, np.log(np.where(total > 0, total, 1)) + shift, -np.inf)
+    if switches.nan_of_empty_part:
+        empty = np.isneginf(lses)
+        lost = {
+            "some": empty.any(axis=0) & ~empty.all(axis=0), "any": empty.any(axis=0),
+            "first": empty[0], "later": empty[1:].any(axis=0),
+        }[switches.nan_of_empty_part]  # fmt: skip
+        out, lse = np.where(lost[..., None], np.nan, out), np.where(lost, np.nan, lse)
+    return out, lse / switches.merge_factor, magnitude
+
+
+def _longest(k: Array) -> Array:
+    """The length of the longest key of each head, NaN aside."""
+    lengths = np.nan_to_num(np.linalg.norm(k, axis=-1))
+    longest: Array = lengths.max(axis=0, initial=0.0)
+    return longest

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Try an operator, and report."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+
+from ..findings import Finding, NotUsable, Report
+from .cases import Case
+from .child import Child, Operator, load
+from .diagnosis import Diagnosis, diagnose
+from .judgement import largest_error
+from .picture import picture
+from .selection import SELECTION_SIGNATURES, SelectionSignature
+from .selection.features import narrowed as selection_narrowed
+from .selection.runner import conform_selection
+from .signatures import SIGNATURES, Signature
+from .signatures.signature import narrowed
+from .strategies import cases, edge_cases
+from .switches import RIGHT
+from .trials import Budget, Progress, Trial, smallest, sweep
+
+_SHARE_OF_SWEEP = 0.65  # of the time; diagnosing and making cases smaller take the rest
+_NOT_ASKED = {
+    "SEQ": "an operator issues no collectives",
+    "XFER": "an operator sends nothing",
+    "TOPK": "an operator that selects keys has a signature of its own",
+    "BAL": "time is not measured",
+}
+
+
+def conform(
+    fn: Operator,
+    *,
+    signature: str | Signature | SelectionSignature,
+    without: Sequence[str] = (),
+    examples: int = 150,
+    seconds: float = 45.0,
+    seed: int = 0,
+    device: str = "cpu",
+    time_limit: float = 10.0,
+    progress: Progress = lambda done, total, what: None,
+) -> Report:
+    """Try an attention operator on many batches, and say what is wrong with it; or one that selects
+    keys, on many scores.
+
+    It runs in a process of its own. Results are held against attention in float64, and where they
+    differ, against attention that is wrong in known ways: the report names the one that fits.
+
+    Parameters
+    ----------
+    fn : callable or str
+        The operator, or ``"module:function"``, which only the other process imports.
+    signature : str, Signature or SelectionSignature
+        How it is called: one of `SIGNATURES` or `SELECTION_SIGNATURES`, or an adapter; as a str
+        also ``"module:adapter"``.
+    without : names
+        What the operator does not claim to do: fields of `Features` or `SelectionFeatures`, and
+        dtypes. Else an argument that it swallows without effect is a finding.
+    examples : int
+        Cases to make besides those at the edges.
+    seconds : float
+        Time for all of it, about.
+    seed : int
+        Of the cases: the same seed makes the same ones.
+    device : str
+        Where tensors live, as torch names it.
+    time_limit : float
+        Seconds that a call may take.
+    progress : function of the number done, the number of all and what is being done
+
+    Returns
+    -------
+    Report
+        Its findings have the names of `FAULTS` and `SELECTION_FAULTS` as their kinds.
+
+    Raises
+    ------
+    NotUsable
+        If the operator cannot be imported, or answers no case.
+
+    Examples
+    --------
+    >>> import cpattn
+    >>> from cpattn.proof import conform
+    >>> def forgets_windows(q, k, v, *, window=None, **options):
+    ...     return cpattn.paged_attention(q, k, v, **options)
+    >>> report = conform(forgets_windows, signature="cpattn", examples=0, seconds=3)
+    >>> [finding.kind for finding in report.findings]
+    ['window-ignored']
+    """
+    begin = time.monotonic()
+    _check(examples=examples, seconds=seconds, time_limit=time_limit)
+    found = _signature(signature)
+    subject = fn if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__)
+    budget = Budget(examples, begin + seconds * _SHARE_OF_SWEEP, seed)
+    if isinstance(found, SelectionSignature):
+        selects = selection_narrowed(found, without)
+        with Child(fn, selects, device, time_limit) as child:
+            return conform_selection(subject, child, selects, budget, begin + seconds, progress)
+    chosen = narrowed(found, without)
+    with Child(fn, chosen, device, time_limit) as child:
+        edges, others = list(edge_cases(chosen.features)), cases(chosen.features)
+        trials = sweep(lambda case: Trial(child.run(case)), edges, others, budget, progress)
+        _check_usable(subject, trials)
+        progress(len(trials), None, "diagnosing")
+        diagnoses = diagnose(trials)
+        rest = Budget(examples, begin + seconds, seed)
+        findings = []
+        for diagnosis in diagnoses:
+            progress(len(trials), None, f"making a case of {diagnosis.fault.name} smaller")
+            least = smallest(child, chosen.features, diagnosis.trials, diagnosis.shown_by, rest)
+            findings.append(_finding(subject, diagnosis, least, trials))
+    facts = _facts(trials, chosen, seed) | {"edges": len(edges)}
+    return Report(
+        "conform", subject, tuple(findings), _checked(trials, chosen), _not_checked(trials, chosen),
+        time.monotonic() - begin, facts,
+    )  # fmt: skip
+
+
+def _check(**numbers: float) -> None:
+    for name, value in numbers.items():
+        least = "at least 0" if name == "examples" else "above 0"
+        if not (value >= 0 if name == "examples" else 0 < value < float("inf")):
+            raise ValueError(f"conform: {name} must be {least}, got {value}")
+
+
+def _signature(
+    signature: str | Signature | SelectionSignature,
+) -> Signature | SelectionSignature:
+    if isinstance(signature, str) and ":" in signature:
+        signature = load(signature)
+    if isinstance(signature, str):
+        known: dict[str, Signature | SelectionSignature] = {**SIGNATURES, **SELECTION_SIGNATURES}
+        if signature not in known:
+            raise NotUsable(
+                f"conform: signature must be one of {', '.join(known)} or MODULE:ADAPTER, "
+                f"got {signature!r}"
+            )
+        return known[signature]
+    if not isinstance(signature, Signature | SelectionSignature):
+        raise NotUsable(
+            "conform: signature must be a name or a cpattn.proof.conformance.Signature, "
+            f"got {type(signature).__name__}"
+        )
+    return signature
+
+
+def _check_usable(subject: str, trials: Sequence[Trial]) -> None:
+    """Something must have been answered; a crash on the way is a finding by itself."""
+    verdicts = Counter(trial.verdict for trial in trials)
+    if verdicts["right"] or verdicts["out"] or verdicts["lse"]:
+        return
+    first = trials[0]
+    raise NotUsable(
+        f"conform: {subject} answered none of {len(trials)} cases; the first "
+        f"({first.case.text()}): {first.verdict}, {first.result.message}"
+    )
+
+
+def _finding(subject: str, diagnosis: Diagnosis, least: Trial, trials: Sequence[Trial]) -> Finding:
+    fault, concerned = diagnosis.fault, [t for t in trials if t.verdict == least.verdict]
+    tried = sum(t.verdict != "refused" for t in trials)
+    what = f"{subject} {fault.means}"
+    if diagnosis.channel == "form":
+        what += f": {least.result.message}"
+    else:
+        name = "the output" if diagnosis.channel == "out" else "the log-sum-exp"
+        error = largest_error(least.result, least.expected, diagnosis.channel)
+        off = f"is off by {error:.3g}" if 0 < error < math.inf else "is not finite as it is"
+        what += f": {name} {off}"
+    what += f" ({len(concerned)} of {tried} cases)"
+    switches = diagnosis.switches
+    changed = {
+        name: value
+        for name, value in asdict(switches or RIGHT).items()
+        if value != getattr(RIGHT, name)
+    }
+    details = {
+        "case": least.case.as_dict(), "oracle": changed, "also_explained_by": diagnosis.also,
+        "cases": len(concerned), "only_when": _only_when(concerned, trials),
+    }  # fmt: skip
+    return Finding(
+        fault.invariant, what, where=least.case.text(), picture=picture(least),
+        advice=fault.advice, kind=fault.name, details=details,
+    )  # fmt: skip
+
+
+def _only_when(wrong: Sequence[Trial], trials: Sequence[Trial]) -> dict[str, object]:
+    """What all cases that went wrong have, and only some of those that did not."""
+    right = [trial.case for trial in trials if trial.verdict == "right"]
+    found: dict[str, object] = {}
+    for name in (field.name for field in fields(Case) if field.name != "seed"):
+        values = {getattr(trial.case, name) for trial in wrong}
+        if len(values) == 1 and any(getattr(case, name) not in values for case in right):
+            value = values.pop()
+            found[name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def _answered(trials: Sequence[Trial]) -> list[Trial]:
+    return [t for t in trials if t.verdict in ("right", "out", "lse")]
+
+
+def _covers(trials: Sequence[Trial], signature: Signature) -> dict[str, bool]:
+    """Whether anything was tried that could break an invariant."""
+    answered = _answered(trials)
+    return {
+        "OWN": any(len(t.case.q_lens) > 1 for t in answered),
+        "COV": bool(answered),
+        "LEN": any(len(set(t.case.kv_lens)) > 1 for t in answered),
+        "LSE": any(t.result.lse is not None or t.case.sinks for t in answered),
+        "ADDR": any(t.case.far for t in answered),
+        "PAD": any(t.case.pad_rows or t.case.poison for t in answered),
+    }
+
+
+def _checked(trials: Sequence[Trial], signature: Signature) -> tuple[str, ...]:
+    return tuple(id for id, covered in _covers(trials, signature).items() if covered)
+
+
+def _not_checked(trials: Sequence[Trial], signature: Signature) -> dict[str, str]:
+    reasons = {
+        "OWN": "no batch of several sequences was answered",
+        "LEN": "no batch of several lengths was answered",
+        "LSE": "there is no log-sum-exp, and there are no sinks",
+        "ADDR": "no cache is as large as 31 bits",
+        "PAD": "no case has padding",
+    }
+    left = {id: reasons[id] for id, covered in _covers(trials, signature).items() if not covered}
+    return left | _NOT_ASKED
+
+
+def _facts(trials: Sequence[Trial], signature: Signature, seed: int) -> dict[str, object]:
+    """How many cases there were, and which were refused for what."""
+    messages = (t.result.message for t in trials if t.verdict == "refused")
+    refused = Counter(re.sub(r"\d+", "#", message) for message in messages)
+    return {
+        "signature": signature.name, "seed": seed, "cases": len(trials),
+        "answered": len(_answered(trials)), "refused": dict(refused.most_common()),
+    }  # fmt: skip

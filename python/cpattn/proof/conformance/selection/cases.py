@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores to select keys by: what they are, and the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from ..cases import text_of
+from ..numbers import Array
+from .features import SelectionFeatures
+
+VALUES = ("normal", "ties", "equal", "rising", "falling")
+_SPARE_COLUMNS = 3
+_NEAR = 2.0**-18  # between scores that share the first bits
+_HIGH = 1e30  # what nobody may select, and everybody would
+_LENGTHS = (0, 1, 2, 3, 7, 8, 9, 31, 32, 33, 64, 100, 255, 257)
+_TOPKS = (1, 2, 4, 8, 32, 64)
+_LONG, _LONGEST = 5000, 20_000
+
+
+@dataclass(frozen=True)
+class SelectionCase:
+    """One call.
+
+    Attributes
+    ----------
+    lengths : tuple of int
+        Candidates of each row.
+    topk : int
+        How many are selected of them.
+    starts : tuple of int
+        The first candidate of each row; empty where all begin at 0.
+    values : {"normal", "ties", "equal", "rising", "falling"}
+        Scores far from each other; of four values; of one; and close to each other, in order.
+    high : bool
+        Whether scores outside of a row's candidates are larger than all of theirs.
+    ranks, interleave : int
+        Ranks that keys are dealt out to, so many in a row to each.
+    """
+
+    lengths: tuple[int, ...] = (8,)
+    topk: int = 4
+    starts: tuple[int, ...] = ()
+    values: str = "normal"
+    high: bool = False
+    ranks: int = 1
+    interleave: int = 1
+    seed: int = 0
+
+    def text(self) -> str:
+        """What is not as by default, and the lengths."""
+        return text_of(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @property
+    def size(self) -> int:
+        """A measure of how much a person has to look at."""
+        changed = sum(getattr(self, field.name) != field.default for field in fields(self)[2:])
+        return sum(self.lengths) + self.topk + 8 * changed + 4 * len(self.lengths)
+
+    @property
+    def first_columns(self) -> tuple[int, ...]:
+        """Of each row, as `starts`."""
+        return self.starts or (0,) * len(self.lengths)
+
+
+def make_scores(case: SelectionCase, *, shared: bool = False) -> Array:
+    """Scores [rows, columns], float32, above 0; `shared`: all rows have the same ones."""
+    rng = np.random.default_rng(case.seed)
+    ends = [start + n for start, n in zip(case.first_columns, case.lengths, strict=True)]
+    rows, columns = len(case.lengths), max(ends) + _SPARE_COLUMNS
+    shape = (1 if shared else rows, columns)
+    match case.values:
+        case "normal":
+            scores = np.exp(2 * rng.standard_normal(shape))
+        case "ties":
+            scores = rng.integers(1, 5, shape).astype(np.float64)
+        case "equal":
+            scores = np.ones(shape)
+        case _:
+            place = np.arange(columns) if case.values == "rising" else np.arange(columns)[::-1]
+            scores = np.broadcast_to(1 + place * _NEAR, shape).copy()
+    scores = np.broadcast_to(scores, (rows, columns)).astype(np.float32)
+    if case.high and not shared:
+        column = np.arange(columns)
+        for row, start, end in zip(scores, case.first_columns, ends, strict=True):
+            row[(column < start) | (column >= end)] = _HIGH
+    return scores
+
+
+def candidates_of(case: SelectionCase, scores: Array) -> list[Array]:
+    """The scores of each row's candidates."""
+    return [
+        row[start : start + n]
+        for row, start, n in zip(scores, case.first_columns, case.lengths, strict=True)
+    ]
+
+
+def edge_cases(features: SelectionFeatures) -> Iterator[SelectionCase]:
+    """A case for each thing that can go wrong alone, small ones first."""
+    ranks = 2 if features.ranks else 1
+    small = SelectionCase((9,), 4, ranks=ranks)
+    batch = SelectionCase((40, 17, 33), 8, ranks=ranks)
+    yield small
+    yield batch
+    for values in VALUES[1:]:
+        yield replace(batch, values=values)
+    yield replace(batch, topk=1)
+    yield replace(batch, topk=17)
+    yield replace(batch, lengths=(40, 5, 1), topk=16)  # fewer than topk
+    yield replace(batch, lengths=(16, 15, 17), topk=16)
+    yield replace(batch, lengths=(5, 3, 4), topk=16)
+    if features.empty:
+        yield replace(batch, lengths=(0, 17, 3))
+    if features.high:
+        yield replace(batch, high=True)
+    if features.starts:
+        yield replace(batch, starts=(0, 40, 57))
+        yield replace(batch, starts=(7, 40, 57), high=features.high)
+        yield replace(batch, lengths=(3, 17, 2), starts=(5, 1, 9))
+    if features.ranks:
+        for count, interleave in ((2, 1), (3, 1), (4, 16), (2, 64)):
+            yield replace(batch, lengths=(70, 200, 133), ranks=count, interleave=interleave)
+            yield replace(batch, lengths=(3, 70, 1), ranks=count, interleave=interleave)
+    for length in (_LONG, _LONGEST):
+        for values in ("normal", "rising", "falling", "equal"):
+            yield SelectionCase((length,), 64, values=values, ranks=ranks)
+
+
+@st.composite
+def cases(draw: st.DrawFn, features: SelectionFeatures) -> SelectionCase:
+    """Any case that a signature can say."""
+    topk = draw(st.sampled_from(_TOPKS))
+    usual = (*_LENGTHS, topk - 1, topk, topk + 1)
+    lengths = draw(st.lists(st.sampled_from(usual), min_size=1, max_size=4))
+    if not features.empty:
+        lengths = [max(1, n) for n in lengths]
+    starts: list[int] = []
+    if features.starts and draw(st.booleans()):
+        starts = draw(st.lists(st.integers(0, 50), min_size=len(lengths), max_size=len(lengths)))
+    return SelectionCase(
+        tuple(lengths), topk, tuple(starts), draw(st.sampled_from(VALUES)),
+        features.high and draw(st.booleans()),
+        draw(st.integers(2, 4)) if features.ranks else 1,
+        draw(st.sampled_from((1, 3, 16))) if features.ranks else 1,
+        draw(st.integers(0, 999)),
+    )  # fmt: skip
+
+
+def smaller(case: SelectionCase) -> Iterator[SelectionCase]:
+    """Cases with less to look at, the least first."""
+    if len(case.lengths) > 1:
+        for i, length in enumerate(case.lengths):
+            yield replace(case, lengths=(length,), starts=case.starts[i : i + 1])
+    for i, length in enumerate(case.lengths):
+        for less in (length // 2, length * 3 // 4, length * 15 // 16, length - 1):
+            if 0 < less < length:
+                yield replace(case, lengths=(*case.lengths[:i], less, *case.lengths[i + 1 :]))
+    if case.topk > 1:
+        yield replace(case, topk=case.topk // 2)
+        yield replace(case, topk=case.topk - 1)
+    for name, value in (("starts", ()), ("high", False), ("interleave", 1), ("values", "normal")):
+        if getattr(case, name) != value:
+            yield replace(case, **{name: value})  # type: ignore[arg-type]

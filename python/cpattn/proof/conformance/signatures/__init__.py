@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signatures of attention operators, a module for each library that has one.
+
+``signature``   what one is, for adapters of your own
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from . import attention_interface, flash_attn, flashinfer, npu, own, sdpa
+from .signature import Answer, Features, Signature
+
+__all__ = ["SIGNATURES", "Answer", "Features", "Signature"]
+
+#: By name.
+SIGNATURES = MappingProxyType(
+    {
+        signature.name: signature
+        for signature in (
+            own.SIGNATURE,
+            sdpa.SIGNATURE,
+            flash_attn.VARLEN,
+            flash_attn.KVCACHE,
+            flashinfer.SIGNATURE,
+            npu.SIGNATURE,
+            attention_interface.SIGNATURE,
+        )
+    }
+)

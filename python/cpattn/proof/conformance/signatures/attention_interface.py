@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention functions of transformers: ``fn(module, query, key, value, attention_mask, scaling)``.
+
+Their masks are added to scores and hide by the smallest finite number, under which a row without
+keys is a mean of all of them: such rows are not tried.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from ..tensors import Tensors
+from .signature import Answer, Features, Signature
+
+
+def _call(fn: Any, tensors: Tensors) -> Answer:
+    import torch
+
+    case = tensors.case
+    q, k, v = (x.transpose(1, 2) for x in tensors.padded())
+    hidden = torch.finfo(q.dtype).min
+    mask = q.new_zeros(tensors.visible().shape).masked_fill(~tensors.visible(), hidden)
+    module = SimpleNamespace(
+        num_key_value_groups=case.num_heads // case.num_kv_heads, training=False,
+        is_causal=case.causal, layer_idx=0, sinks=tensors.sinks,
+    )  # fmt: skip
+    options: dict[str, Any] = {"softcap": case.softcap} if case.softcap else {}
+    if tensors.sinks is not None:
+        options["s_aux"] = tensors.sinks
+    out, _ = fn(module, q, k, v, mask[:, None], scaling=case.scale, dropout=0.0, **options)
+    return Answer(tensors.rows_of(out))
+
+
+SIGNATURE = Signature(
+    "transformers",
+    Features(layouts=("padded",), empty=False, window=True, poison=False),
+    _call,
+)

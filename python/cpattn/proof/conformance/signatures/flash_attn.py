@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash-attn: `flash_attn_varlen_func` and `flash_attn_with_kvcache`.
+
+Arguments that are at their defaults are left out. The log-sum-exp of a row without keys may be
+either infinity, as releases differ.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..cases import Case
+from ..tensors import Tensors
+from .signature import Answer, Features, Signature
+
+
+def _options(case: Case) -> dict[str, Any]:
+    options: dict[str, Any] = {"softmax_scale": case.scale, "causal": case.causal}
+    if case.window is not None:
+        options["window_size"] = (case.window, 0 if case.causal else -1)
+    if case.softcap:
+        options["softcap"] = case.softcap
+    return options
+
+
+def _natural(lse: Any) -> Any:
+    """-inf where +inf says that there is no key."""
+    return lse.masked_fill(lse == float("inf"), float("-inf"))
+
+
+def _call_varlen(fn: Any, tensors: Tensors) -> Answer:
+    case = tensors.case
+    options = _options(case)
+    if case.layout == "paged":
+        k, v = tensors.caches()
+        options["block_table"] = tensors.block_tables
+    else:
+        k, v = tensors.ragged()
+    result = fn(
+        tensors.q, k, v, tensors.ends(tensors.q_lens), tensors.ends(tensors.kv_lens),
+        max(case.q_lens), max(case.kv_lens), return_attn_probs=True, **options,
+    )  # fmt: skip
+    return Answer(result[0], _natural(result[1]).T)
+
+
+def _call_kvcache(fn: Any, tensors: Tensors) -> Answer:
+    case = tensors.case
+    batch, q_len = len(case.q_lens), case.q_lens[0]
+    k, v = tensors.caches(without_new=case.append)
+    options = _options(case)
+    lengths = list(case.kv_lens)
+    if case.append:
+        options["k"], options["v"] = (x.unflatten(0, (batch, q_len)) for x in tensors.new())
+        lengths = [kv_len - q_len for kv_len in lengths]
+    result = fn(
+        tensors.q[: tensors.case.q_lens[0] * batch].unflatten(0, (batch, q_len)), k, v,
+        cache_seqlens=tensors.indices(lengths), block_table=tensors.block_tables,
+        return_softmax_lse=True, **options,
+    )  # fmt: skip
+    out, lse = result[:2]
+    return Answer(out.flatten(0, 1), _natural(lse).transpose(1, 2).flatten(0, 1))
+
+
+VARLEN = Signature(
+    "flash_attn_varlen",
+    Features(
+        layouts=("ragged", "paged"),
+        short_kv=True,
+        window=True,
+        window_without_causal=True,
+        softcap=True,
+        lse=True,
+        pad_rows=True,
+        far=True,
+    ),
+    _call_varlen,
+)
+
+KVCACHE = Signature(
+    "flash_attn_with_kvcache",
+    Features(
+        same_q_lens=True,
+        short_kv=True,
+        window=True,
+        window_without_causal=True,
+        softcap=True,
+        lse=True,
+        append=True,
+        far=True,
+    ),
+    _call_kvcache,
+)

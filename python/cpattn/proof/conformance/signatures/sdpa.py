@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.nn.functional.scaled_dot_product_attention`.
+
+Its causal mask is aligned to the top left, so that it is asked for only where both corners are one;
+all other masks are given as tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..tensors import Tensors
+from .signature import Answer, Features, Signature
+
+
+def _call(fn: Any, tensors: Tensors) -> Answer:
+    case = tensors.case
+    q, k, v = (x.transpose(1, 2) for x in tensors.padded())
+    whole = len({*case.q_lens, *case.kv_lens}) == 1 and k.shape[2] == case.kv_lens[0]
+    options: dict[str, Any] = {"enable_gqa": True} if case.num_heads != case.num_kv_heads else {}
+    if case.causal and whole and case.window is None:
+        options["is_causal"] = True
+    elif case.causal or len(set(case.kv_lens)) > 1 or k.shape[2] > case.kv_lens[0]:
+        options["attn_mask"] = tensors.visible()[:, None]
+    out = fn(q, k, v, scale=case.scale, **options)
+    return Answer(tensors.rows_of(out.transpose(1, 2)))
+
+
+SIGNATURE = Signature(
+    "sdpa",
+    Features(
+        layouts=("padded",),
+        short_kv=True,
+        window=True,
+        window_without_causal=False,
+        v_head_dim=True,
+        poison=False,
+    ),
+    _call,
+)

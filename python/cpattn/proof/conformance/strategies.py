@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases that a signature can say: those at every edge, and any by Hypothesis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from .cases import Case
+from .signatures import Features
+
+_LENGTHS = (0, 1, 2, 3, 5, 8, 63, 64, 65, 127, 128, 129)
+_LONG = 1500
+_CAPS = (1.0, 3.0, 30.0)
+_HEADS = ((1, 1), (2, 2), (4, 2), (4, 1), (6, 2), (6, 3))
+
+
+def edge_cases(features: Features) -> Iterator[Case]:
+    """A case for each thing that can go wrong alone, small ones first."""
+    layout, page = features.layouts[0], features.page_sizes[0]
+    start = Case(
+        layout=layout, page_size=page, causal=features.causal[0], dtype=features.dtypes[0],
+        kv_layout=features.kv_layouts[0], head_dim=features.head_dims[0],
+        v_head_dim=features.head_dims[0],
+    )  # fmt: skip
+    one = (3,) if features.same_q_lens else (3, 2)
+    ragged = (3, 3, 3) if features.same_q_lens else (5, 1, 3)
+    plain = replace(start, q_lens=one, kv_lens=one)
+    prefix = replace(plain, kv_lens=tuple(q + n for q, n in zip(one, (9, 4), strict=False)))
+    batch = replace(start, q_lens=ragged, kv_lens=(8, 14, 21), num_heads=2, num_kv_heads=2)
+    groups = replace(batch, num_heads=4)
+    changes: tuple[tuple[bool, Case, dict[str, object]], ...] = (
+        (True, plain, {}),
+        (features.prefix, prefix, {}),
+        (False in features.causal, prefix, {"causal": False}),
+        (features.prefix, batch, {}),
+        (features.prefix, groups, {}),
+        (features.prefix, groups, {"scale": 0.5}),
+        (features.window, batch, {"window": 0}),
+        (features.window, batch, {"window": 3}),
+        (features.window_without_causal, batch, {"window": 3, "causal": False}),
+        (features.softcap, batch, {"softcap": 1.0, "scale": 0.5}),
+        (features.sinks, batch, {"sinks": True}),
+        (features.sinks, plain, {"sinks": True}),
+        (features.v_head_dim, batch, {"v_head_dim": features.head_dims[-2]}),
+        (features.v_head_dim, batch, {"head_dim": features.head_dims[-2], "scale": 0.125}),
+        (features.pad_rows, batch, {"pad_rows": 3}),
+        (features.pad_rows, batch, {"pad_rows": 3, "poison": features.poison}),
+        (features.poison, batch, {"poison": True}),
+        (features.poison, batch, {"poison": True, "causal": features.causal[-1]}),
+        (features.append, batch, {"append": True}),
+        (features.short_kv, plain, {"kv_lens": (1, 1)[: len(one)]}),
+        (features.empty, batch, {"kv_lens": (0, 14, 21), "causal": features.causal[-1]}),
+        (features.empty and features.short_kv, batch, {"kv_lens": (0, 14, 21)}),
+    )
+    yield from (replace(case, **change) for say, case, change in changes if say)  # type: ignore[arg-type]
+    yield from _by_memory(features, batch)
+    yield from _long(features, start)
+
+
+def _by_memory(features: Features, batch: Case) -> Iterator[Case]:
+    """Each layout, page size and dtype, and lengths around a page."""
+    for layout in features.layouts[1:]:
+        yield replace(batch, layout=layout)
+        yield replace(batch, layout=layout, poison=features.poison)
+    if "paged" in features.layouts:
+        for kv_layout in features.kv_layouts[1:]:
+            yield replace(batch, kv_layout=kv_layout, layout="paged")
+        for size in features.page_sizes:
+            lens = (size + 1, 2 * size, max(3 * size - 1, 3))
+            case = replace(batch, layout="paged", page_size=size, q_lens=(1, 1, 1), kv_lens=lens)
+            yield case
+            yield replace(case, causal=features.causal[-1], poison=features.poison)
+    for dtype in features.dtypes[1:]:
+        yield replace(batch, dtype=dtype)
+
+
+def _long(features: Features, start: Case) -> Iterator[Case]:
+    """Many keys, of which one counts or all do; and pages far away."""
+    long = replace(start, q_lens=(1,), kv_lens=(_LONG,), page_size=max(features.page_sizes))
+    for dtype in features.dtypes:
+        case = replace(long, dtype=dtype)
+        yield replace(case, values="even")
+        yield replace(case, values="one_hot", head_dim=64, v_head_dim=64)
+    if features.far and "paged" in features.layouts and "bfloat16" in features.dtypes:
+        far = replace(
+            start, q_lens=(3,), kv_lens=(21,), layout="paged", num_heads=2, num_kv_heads=2,
+            scale=0.125, dtype="bfloat16", far=True, page_size=16, head_dim=64, v_head_dim=64,
+        )  # fmt: skip
+        yield replace(far, far=False)
+        yield far
+
+
+@st.composite
+def cases(draw: st.DrawFn, features: Features) -> Case:
+    """Any case that a signature can say. Hypothesis makes it smaller towards the first choices."""
+    layout = draw(st.sampled_from(features.layouts))
+    page_size = draw(st.sampled_from(features.page_sizes)) if layout == "paged" else 4
+    causal = draw(st.sampled_from(features.causal))
+    q_lens, kv_lens = draw(_lengths(features, page_size, causal))
+    heads, kv_heads = draw(st.sampled_from(_HEADS))
+    dim = draw(st.sampled_from(features.head_dims))
+    windowed = features.window and (causal or features.window_without_causal)
+    windows = st.one_of(st.none(), st.sampled_from((0, 1, 3, 16, 64))) if windowed else st.none()
+    append = features.append and all(q <= kv for q, kv in zip(q_lens, kv_lens, strict=True))
+    softcap = draw(st.sampled_from((0.0, *_CAPS))) if features.softcap else 0.0
+    one_hot = softcap == 0 and draw(st.sampled_from((False, False, False, True)))
+    dim = 64 if one_hot else dim
+    return Case(
+        q_lens, kv_lens, heads, kv_heads, dim,
+        draw(st.sampled_from(features.head_dims)) if features.v_head_dim else dim,
+        draw(st.sampled_from(features.dtypes)), layout,
+        draw(st.sampled_from(features.kv_layouts)), page_size, causal, draw(windows), softcap,
+        features.sinks and draw(st.booleans()),
+        dim**-0.5 * draw(st.sampled_from((1.0, 0.5, 2.0))),
+        "one_hot" if one_hot else "normal",
+        draw(st.sampled_from((0, 1, 5))) if features.pad_rows else 0, False,
+        append and draw(st.booleans()),
+        features.poison and draw(st.booleans()),
+        draw(st.integers(0, 999)),
+    )  # fmt: skip
+
+
+@st.composite
+def _lengths(
+    draw: st.DrawFn, features: Features, page_size: int, causal: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    edges = sorted({*_LENGTHS, page_size - 1, page_size, page_size + 1, 2 * page_size})
+    length = st.sampled_from(edges)
+    count = draw(st.integers(1, 4))
+    if features.same_q_lens:
+        q_lens = [draw(length.filter(lambda x: 0 < x <= 65))] * count
+    else:
+        q_lens = draw(st.lists(length, min_size=count, max_size=count))
+    kv_lens = []
+    for q_len in q_lens:
+        kv_len = q_len + draw(length) if features.prefix else q_len
+        shorter = features.short_kv if causal else features.empty
+        if shorter and draw(st.sampled_from((False, False, False, True))):
+            kv_len = draw(length)
+        kv_lens.append(kv_len)
+    if not features.empty:
+        pairs = [(q, kv) for q, kv in zip(q_lens, kv_lens, strict=True) if 0 < q <= kv] or [(1, 1)]
+        q_lens, kv_lens = map(list, zip(*pairs, strict=True))
+    if sum(q_lens) == 0:
+        q_lens[0], kv_lens[0] = 1, max(1, kv_lens[0])
+    if max(kv_lens) == 0:
+        kv_lens[0] = max(1, q_lens[0])
+    return tuple(q_lens), tuple(kv_lens)

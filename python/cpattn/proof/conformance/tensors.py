@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches as torch tensors, for the process of an operator."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from .cases import FAR_ELEMENTS, Batch, Case, make_batch
+from .numbers import Array
+
+_MAP_NORESERVE = 0x4000  # of Linux; Python has no name for it
+
+
+class Tensors:
+    """The tensors of a case, on a device.
+
+    Attributes
+    ----------
+    case : Case
+    q : tensor [rows, num_heads, head_dim]
+    q_lens, kv_lens : list of int
+    sinks : float32 tensor [num_heads] or None
+    """
+
+    def __init__(self, case: Case, device: str = "cpu") -> None:
+        self.case, self.device = case, device
+        self._batch: Batch = make_batch(case)
+        self.q = self.tensor(self._batch.q)
+        self.q_lens, self.kv_lens = list(case.q_lens), list(case.kv_lens)
+        sinks = self._batch.sinks
+        self.sinks = None if sinks is None else self.tensor(sinks, "float32")
+
+    def tensor(self, x: Array, dtype: str = "") -> Any:
+        """An array on the device, in the dtype of the case or another."""
+        import torch
+
+        wanted = getattr(torch, dtype or self.case.dtype)
+        return torch.from_numpy(np.array(x)).to(self.device, wanted)
+
+    def indices(self, values: Iterable[int]) -> Any:
+        """An int32 tensor on the device."""
+        return self.tensor(np.asarray(list(values), np.int32), "int32")
+
+    def ends(self, lengths: list[int]) -> Any:
+        """[n + 1], from 0: where sequences begin and end."""
+        return self.indices([0, *np.cumsum(lengths, dtype=np.int64)])
+
+    @property
+    def page_counts(self) -> list[int]:
+        """Pages of each sequence."""
+        return [-(-kv_len // self.case.page_size) for kv_len in self.kv_lens]
+
+    @property
+    def block_tables(self) -> Any:
+        """[batch, pages], int32."""
+        return self.tensor(self._batch.block_tables + self.first_page, "int32")
+
+    @property
+    def first_page(self) -> int:
+        """How many pages lie before those of `caches` and `ragged`; 0 unless they are far."""
+        case = self.case
+        stride = case.page_size * case.num_kv_heads * min(case.head_dim, case.v_head_dim)
+        return FAR_ELEMENTS // stride + 1 if case.far else 0
+
+    def caches(self, without_new: bool = False) -> tuple[Any, Any]:
+        """K and V in pages; `without_new`: new tokens are still to be written."""
+        memories = [self._batch.k.copy(), self._batch.v.copy()]
+        if without_new:
+            for own, q_len, kv_len in zip(
+                self._batch.slots, self.q_lens, self.kv_lens, strict=True
+            ):
+                for memory in memories:
+                    memory[own[kv_len - q_len : kv_len]] = np.nan
+        return self._cache(memories[0]), self._cache(memories[1])
+
+    def _cache(self, memory: Array) -> Any:
+        case = self.case
+        pages = memory.reshape(-1, case.page_size, *memory.shape[1:])
+        if case.kv_layout == "HND":
+            pages = np.ascontiguousarray(pages.swapaxes(1, 2))
+        near = self.tensor(pages)
+        if not case.far:
+            return near
+        shape = (self.first_page + len(pages), *pages.shape[1:])
+        cache = reserved(shape, near.dtype) if self.device == "cpu" else near.new_zeros(shape)
+        cache[self.first_page :] = near
+        return cache
+
+    def new(self) -> tuple[Any, Any]:
+        """K and V of the new tokens, [rows, num_kv_heads, dim]."""
+        return self._of_sequences(lambda q_len, kv_len: range(kv_len - q_len, kv_len))
+
+    def ragged(self) -> tuple[Any, Any]:
+        """K and V sequence after sequence; what follows is nobody's. Of pages, all their slots."""
+        return self.tensor(self._batch.k), self.tensor(self._batch.v)
+
+    def _of_sequences(self, tokens: Any) -> tuple[Any, Any]:
+        slots = [
+            own[list(tokens(q_len, kv_len))]
+            for own, q_len, kv_len in zip(self._batch.slots, self.q_lens, self.kv_lens, strict=True)
+        ]
+        chosen = np.concatenate(slots)
+        return self.tensor(self._batch.k[chosen]), self.tensor(self._batch.v[chosen])
+
+    def padded(self) -> tuple[Any, Any, Any]:
+        """Q, K and V [batch, longest, heads, dim]; queries and keys begin at 0."""
+        case, batch = self.case, self._batch
+        q = np.zeros((len(self.q_lens), max(self.q_lens), *batch.q.shape[1:]), np.float32)
+        for s, q_len in enumerate(self.q_lens):
+            q[s, :q_len] = batch.q[batch.q_starts[s] : batch.q_starts[s] + q_len]
+        k, v = (x.reshape(len(case.kv_lens), -1, *x.shape[1:]) for x in (batch.k, batch.v))
+        return self.tensor(q), self.tensor(k), self.tensor(v)
+
+    def visible(self) -> Any:
+        """[batch, rows, keys], bool: what each row of `padded` sees."""
+        case, (queries, keys) = self.case, (max(self.q_lens), self._batch.k.shape[0])
+        keys //= len(self.kv_lens)
+        sees = np.zeros((len(self.q_lens), queries, keys), bool)
+        for s, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
+            position = kv_len - q_len + np.arange(queries)[:, None]
+            key = np.arange(keys)[None, :]
+            own = np.broadcast_to(key < kv_len, sees[s].shape)
+            if case.causal:
+                own = own & (key <= position)
+            if case.window is not None:
+                own = own & (key >= position - case.window)
+            sees[s] = own
+        return self.tensor(sees, "bool")
+
+    def rows_of(self, padded: Any) -> Any:
+        """The rows of sequences out of [batch, longest, ...]."""
+        import torch
+
+        return torch.cat([padded[s, :q_len] for s, q_len in enumerate(self.q_lens)])
+
+
+def reserved(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Zeros on the CPU of which only those that are touched take memory."""
+    import torch
+
+    size = int(np.prod(shape)) * torch.empty((), dtype=dtype).element_size()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype).view(shape)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command, and what cannot be judged: one line, exit code 2, and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cpattn._cli.program import commands
+from cpattn.proof import NotUsable, conform
+from cpattn.proof.pytest import conforms
+from support.proof.conformance import SECONDS, broken
+
+OPERATORS = """
+import os, subprocess, sys, cpattn
+
+def right(q, k, v, **options):
+    print("noise of an operator")
+    return cpattn.paged_attention(q, k, v, **options)
+
+def base_2(q, k, v, **options):
+    out, lse = cpattn.paged_attention(q, k, v, **options)
+    return out, lse * 1.4426950408889634
+
+def never(*args, **options):
+    raise TypeError("always wrong")
+
+def dies(*args, **options):
+    os.abort()
+
+def starts_others(q, k, v, **options):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open("started", "w").write(str(child.pid))
+    os.abort()
+
+text = "no function"
+"""
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cpattn", "conform", *arguments], cwd=folder, text=True,
+        capture_output=True, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "mine.py").write_text(OPERATORS)
+    (tmp_path / "aborts.py").write_text("import os\nos.abort()\n")
+    (tmp_path / "fails.py").write_text("raise RuntimeError('no driver\\nfound')\n")
+    return tmp_path
+
+
+def test_proved_is_0_and_the_report_alone_on_stdout(folder):
+    ran = run(
+        folder, "mine:right", "--signature", "cpattn", "--examples", "0", "--seconds", "4", "--json"
+    )
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(ran.stdout)
+    assert report["proved"] is True
+    assert report["tool"] == "conform"
+
+
+def test_refuted_is_1_with_the_name(folder):
+    ran = run(folder, "mine:base_2", "--signature", "cpattn", "--examples", "0", "--seconds", "4")
+    assert ran.returncode == 1, ran.stderr
+    assert ran.stdout.startswith("LSE lse-base-2: mine:base_2 returns the log-sum-exp to another")
+
+
+@pytest.mark.parametrize(
+    ("operator", "message"),
+    [
+        ("absent:fn", "absent:fn: ModuleNotFoundError: No module named 'absent'"),
+        ("mine:absent", "mine:absent: AttributeError: module 'mine' has no attribute 'absent'"),
+        ("mine", "an operator must be named MODULE:FUNCTION, got 'mine'"),
+        ("mine:text", "mine:text must be callable, got str"),
+        ("fails:fn", "fails:fn: RuntimeError: no driver found"),
+        ("aborts:fn", "aborts:fn: importing it ended the process by SIGABRT"),
+        ("mine:never", "mine:never answered none of"),
+        ("mine:dies", "crash, the process ended by SIGABRT"),
+    ],
+)
+def test_what_cannot_be_judged_is_2_and_one_line(folder, operator, message):
+    ran = run(folder, operator, "--signature", "cpattn", "--examples", "0", "--seconds", "4")
+    assert ran.returncode == 2, ran.stdout
+    assert message in ran.stderr
+    said = [line for line in ran.stderr.splitlines() if not line.startswith("cpattn conform: ")]
+    assert len(said) == 1  # beside how far it is, where that takes seconds
+    assert not ran.stdout
+
+
+def test_what_an_operator_started_ends_with_it(folder):
+    run(folder, "mine:starts_others", "--signature", "cpattn", "--examples", "0", "--seconds", "4")
+    pid = int((folder / "started").read_text())
+    status = Path(f"/proc/{pid}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--signature", "sdqa"), "signature must be one of cpattn, sdpa"),
+        (("--signature", "cpattn", "--without", "speed"), "--without must be of prefix, short_kv"),
+        (("--signature", "cpattn", "--examples", "-1"), "must be an integer from 0 to"),
+        ((), "Missing option '--signature'"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    ran = CliRunner().invoke(commands, ["conform", "cpattn:paged_attention", *options])
+    assert ran.exit_code == 2
+    assert message in " ".join(ran.output.split())
+
+
+def test_signatures_of_other_types_are_refused():
+    with pytest.raises(NotUsable, match="signature must be a name or a"):
+        conform(broken.unknown, signature=7)
+    with pytest.raises(ValueError, match="seconds must be above 0, got 0"):
+        conform(broken.unknown, signature="cpattn", seconds=0)
+
+
+test_a_line_makes_a_test = conforms(
+    "cpattn:paged_attention", signature="cpattn", examples=0, seconds=SECONDS
+)
+
+
+def test_a_line_makes_a_test_that_fails_with_the_report():
+    test = conforms(broken.lse_base_2, signature="cpattn", examples=0, seconds=SECONDS)
+    with pytest.raises(AssertionError, match="LSE lse-base-2"):
+        test()
+
+
+def test_known_kinds_may_be_allowed():
+    conforms(
+        broken.lse_base_2, signature="cpattn", examples=0, seconds=SECONDS, allow=("lse-base-2",)
+    )()

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle of the conformance runner is right where no switch is on, and wrong where one is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from cpattn import reference
+from cpattn.proof.conformance import FAULTS, SIGNATURES, Case
+from cpattn.proof.conformance.cases import make_batch
+from cpattn.proof.conformance.numbers import rounded
+from cpattn.proof.conformance.oracle import attend
+from cpattn.proof.conformance.strategies import cases, edge_cases
+from support.tolerances import assert_close
+
+FEATURES = SIGNATURES["cpattn"].features
+VARIANTS = [
+    pytest.param(switches, id=f"{fault.name}-{i}")
+    for fault in FAULTS.values()
+    for i, switches in enumerate(fault.variants)
+]
+
+
+def by_reference(case):
+    batch = make_batch(case)
+    k, v = (x.reshape(-1, case.page_size, *x.shape[1:]) for x in (batch.k, batch.v))
+    return reference.paged_attention(
+        batch.q, k, v, q_lens=list(case.q_lens), kv_lens=list(case.kv_lens),
+        block_tables=batch.block_tables, scale=case.scale, causal=case.causal, window=case.window,
+        softcap=case.softcap, sinks=batch.sinks, allow_short_kv=True,
+    )  # fmt: skip
+
+
+def assert_right(case):
+    out, lse = by_reference(case)
+    ours = attend(make_batch(case))
+    assert_close(ours.out, out, ours.magnitude, "restated", "float64")
+    size = np.maximum(1, np.abs(np.nan_to_num(lse, neginf=0)))
+    assert_close(ours.lse, lse, size, "restated", "float64")
+
+
+@pytest.mark.parametrize("case", list(edge_cases(FEATURES)), ids=lambda case: case.text())
+def test_the_oracle_is_the_reference_at_the_edges(case):
+    assert_right(case)
+
+
+@given(cases(FEATURES))
+@settings(max_examples=40)
+def test_the_oracle_is_the_reference(case):
+    assert_right(case)
+
+
+def differs(case, switches):
+    batch = make_batch(case)
+    right, wrong = attend(batch), attend(batch, switches)
+    same = [np.array_equal(a, b, equal_nan=True) for a, b in zip(right[:2], wrong[:2], strict=True)]
+    return not all(same)
+
+
+@pytest.mark.parametrize("switches", VARIANTS)
+def test_every_wrong_oracle_is_wrong_somewhere(switches):
+    pads = [
+        Case((5, 3), (8, 14), layout="ragged", pad_rows=2, poison=True),
+        Case((1, 1), (40, 700), page_size=16, num_heads=2, sinks=True, softcap=3.0, scale=0.5),
+    ]
+    special = switches.lse in ("free on empty",)  # any finite number is taken for it
+    found = any(differs(case, switches) for case in [*edge_cases(FEATURES), *pads] if not case.far)
+    assert found or special
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_numbers_are_rounded_as_torch_does(dtype):
+    x = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    x[:4] = [np.nan, np.inf, -np.inf, 0]
+    expected = torch.from_numpy(x).to(getattr(torch, dtype)).float().numpy()
+    np.testing.assert_array_equal(rounded(x, dtype), expected)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_only_what_a_signature_can_say_is_made(name):
+    features = SIGNATURES[name].features
+
+    @given(cases(features))
+    @settings(max_examples=60)
+    def holds(case):
+        assert case.layout in features.layouts
+        assert case.dtype in features.dtypes
+        assert features.softcap or not case.softcap
+        assert features.sinks or not case.sinks
+        assert features.window or case.window is None
+        assert features.v_head_dim or case.v_head_dim == case.head_dim
+        assert features.poison or not case.poison
+        assert features.pad_rows or not case.pad_rows
+        assert not features.same_q_lens or len(set(case.q_lens)) == 1
+        short = any(q > kv for q, kv in zip(case.q_lens, case.kv_lens, strict=True))
+        assert features.short_kv or not (short and case.causal)
+        assert features.empty or min(case.kv_lens) > 0
+
+    holds()

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators with the signature of `cpattn.paged_attention`, each wrong in one way.
+
+They are that operator, given other arguments or with its results changed, and so share no code with
+the wrong oracles that are to name them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+
+import numpy as np
+import torch
+
+import cpattn
+
+from .masked import attend_where, in_parts, plain_weights
+
+LN2 = math.log(2)
+
+
+def mask_top_left(q, k, v, *, causal, window=None, **options):
+    def sees(i, j, q_len, kv_len):
+        position = i if causal else i + kv_len - q_len
+        return (not causal or j <= i) and (window is None or j >= position - window)
+
+    return attend_where(sees, q, k, v, **options)
+
+
+def mask_off_by_one(q, k, v, *, causal, window=None, **options):
+    def sees(i, j, q_len, kv_len):
+        position = i + kv_len - q_len
+        return (not causal or j < position) and (window is None or j >= position - window)
+
+    return attend_where(sees, q, k, v, **options)
+
+
+def window_off_by_one(q, k, v, *, window=None, **options):
+    window = None if window is None else window + 1
+    return cpattn.paged_attention(q, k, v, window=window, **options)
+
+
+def window_ignored(q, k, v, *, window=None, **options):
+    return cpattn.paged_attention(q, k, v, **options)
+
+
+def lse_base_2(q, k, v, **options):
+    out, lse = cpattn.paged_attention(q, k, v, **options)
+    return out, lse / LN2
+
+
+def lse_unscaled(q, k, v, *, scale, softcap=0.0, **options):
+    out, _ = cpattn.paged_attention(q, k, v, scale=scale, softcap=softcap, **options)
+    return out, cpattn.paged_attention(q, k, v, scale=1.0, **options)[1]
+
+
+def lse_with_sink(q, k, v, *, sinks=None, **options):
+    out, lse = cpattn.paged_attention(q, k, v, sinks=sinks, **options)
+    return out, lse if sinks is None else torch.logaddexp(lse, sinks)
+
+
+def lse_finite_on_empty(q, k, v, **options):
+    out, lse = cpattn.paged_attention(q, k, v, **options)
+    return out, lse.clamp(min=-5e4)
+
+
+def nan_on_empty(q, k, v, **options):
+    out, lse = cpattn.paged_attention(q, k, v, **options)
+    total = lse.exp()
+    return (out * total[..., None] / total[..., None]).to(q.dtype), lse
+
+
+def sink_ignored(q, k, v, *, sinks=None, **options):
+    return cpattn.paged_attention(q, k, v, **options)
+
+
+def sink_per_part(q, k, v, *, sinks=None, **options):
+    if sinks is None:
+        return cpattn.paged_attention(q, k, v, **options)
+    return cpattn.merge_state(
+        *(x for part in in_parts(q, k, v, sinks=sinks, **options) for x in part)
+    )
+
+
+def softcap_ignored(q, k, v, *, softcap=0.0, **options):
+    return cpattn.paged_attention(q, k, v, **options)
+
+
+def softcap_before_scale(q, k, v, *, scale, softcap=0.0, **options):
+    return cpattn.paged_attention(q, k, v, scale=scale, softcap=softcap * scale, **options)
+
+
+def scale_ignored(q, k, v, *, scale, **options):
+    return cpattn.paged_attention(q, k, v, **options)
+
+
+def scale_twice(q, k, v, *, scale, **options):
+    return cpattn.paged_attention(q, k, v, scale=scale * scale, **options)
+
+
+def gqa_head_order(q, k, v, *, sinks=None, kv_layout="NHD", **options):
+    heads, kv_heads = q.shape[1], k.shape[2 if kv_layout == "NHD" else 1]
+    order = [h for group in range(kv_heads) for h in range(group, heads, kv_heads)]
+    back = np.argsort(order)
+    if sinks is not None:
+        options["sinks"] = sinks[order]
+    out, lse = cpattn.paged_attention(
+        q[:, order].contiguous(), k, v, kv_layout=kv_layout, **options
+    )
+    return out[:, back], lse[:, back]
+
+
+def kv_len_without_new(q, k, v, *, q_lens, kv_lens, **options):
+    before = [max(kv_len - q_len, 0) for q_len, kv_len in zip(q_lens, kv_lens, strict=True)]
+    options["allow_short_kv"] = True
+    return cpattn.paged_attention(q, k, v, q_lens=q_lens, kv_lens=before, **options)
+
+
+def kv_len_without_prefix(q, k, v, *, q_lens, kv_lens, **options):
+    new = [min(q_len, kv_len) for q_len, kv_len in zip(q_lens, kv_lens, strict=True)]
+    return cpattn.paged_attention(q, k, v, q_lens=q_lens, kv_lens=new, **options)
+
+
+def reads_beyond_length(q, k, v, *, kv_lens, kv_layout="NHD", **options):
+    page_size = k.shape[1 if kv_layout == "NHD" else 2]
+    whole = [-(-kv_len // page_size) * page_size for kv_len in kv_lens]
+    return cpattn.paged_attention(q, k, v, kv_lens=whole, kv_layout=kv_layout, **options)
+
+
+def multiplies_hidden_values(q, k, v, *, kv_layout="NHD", **options):
+    """Rows of the second half of a sequence's queries take all values of its last page times 0."""
+    far = k.numel() > 2**31  # of which nothing is NaN, and a copy has no room
+    clean = (k, v) if far else tuple(x.nan_to_num() for x in (k, v))
+    out, lse = cpattn.paged_attention(q, *clean, kv_layout=kv_layout, **options)
+    page_size, row = k.shape[1 if kv_layout == "NHD" else 2], 0
+    for pages, q_len, kv_len in zip(
+        options["block_tables"], options["q_lens"], options["kv_lens"], strict=True
+    ):
+        if kv_len % page_size and v[pages[kv_len // page_size]].isnan().any():
+            out[row + q_len // 2 : row + q_len] = torch.nan
+        row += q_len
+    return out, lse
+
+
+def page_size(q, k, v, *, block_tables, kv_layout="NHD", **options):
+    if kv_layout == "HND":
+        k, v = (x.transpose(1, 2).contiguous() for x in (k, v))
+    size = max(k.shape[1] // 2, 1)
+    last = block_tables[:, -1:].expand(-1, block_tables.shape[1])
+    return cpattn.paged_attention(
+        q, k.flatten(0, 1), v.flatten(0, 1), page_size=size,
+        block_tables=torch.cat([block_tables, last], 1), **options,
+    )  # fmt: skip
+
+
+def page_order(q, k, v, *, kv_lens, block_tables, kv_layout="NHD", **options):
+    page_size = k.shape[1 if kv_layout == "NHD" else 2]
+    tables = block_tables.clone()
+    for row, kv_len in zip(tables, kv_lens, strict=True):
+        used = -(-kv_len // page_size)
+        row[:used] = row[:used].sort().values
+    return cpattn.paged_attention(
+        q, k, v, kv_lens=kv_lens, block_tables=tables, kv_layout=kv_layout, **options
+    )
+
+
+def pad_rows_read(q, k, v, cu_seqlens_q, *args, **options):
+    """With the signature of `flash_attn_varlen_func`."""
+    from cpattn.integrations.flash_attn import flash_attn_varlen_func
+
+    ends = cu_seqlens_q.clone()
+    ends[-1] = len(q)
+    return flash_attn_varlen_func(q, k, v, ends, *args, **options)
+
+
+def batch_order(q, k, v, *, kv_lens, block_tables, **options):
+    order = np.argsort([-kv_len for kv_len in kv_lens], kind="stable")
+    return cpattn.paged_attention(
+        q, k, v, kv_lens=kv_lens, block_tables=block_tables[order], **options
+    )
+
+
+def merge_wrong_base(q, k, v, **options):
+    (out_a, lse_a), (out_b, lse_b) = in_parts(q, k, v, **options)
+    out, lse = cpattn.merge_state(out_a, lse_a / LN2, out_b, lse_b / LN2)
+    return out, lse * LN2
+
+
+def merge_nan(q, k, v, **options):
+    (out_a, lse_a), (out_b, lse_b) = in_parts(q, k, v, **options)
+    ratio = torch.exp(lse_a - lse_b)
+    share = (ratio / (1 + ratio))[..., None]
+    return (share * out_a + (1 - share) * out_b).to(q.dtype), torch.logaddexp(lse_a, lse_b)
+
+
+def accumulates_in_16_bits(q, k, v, **options):
+    out, lse = cpattn.paged_attention(q, k, v, **options)
+    if q.dtype == torch.float32 or k.numel() > 2**31:
+        return out, lse
+    row = 0
+    for s, q_len in enumerate(options["q_lens"]):
+        weights, values = plain_weights(s, q[row : row + q_len], k, v, **options)
+        total = torch.zeros_like(out[row : row + q_len])
+        for j in range(values.shape[0]):
+            total += (weights[..., j, None] * values[j]).to(q.dtype)
+        out[row : row + q_len] = total
+        row += q_len
+    return out, lse
+
+
+def overflow_32_bit(q, k, v, *, block_tables, **options):
+    stride = k[0].numel()
+    offsets = block_tables.long() * stride
+    wrapped = (offsets + 2**31) % 2**32 - 2**31
+    pages = (wrapped // stride) % len(k)
+    return cpattn.paged_attention(q, k, v, block_tables=pages.int(), **options)
+
+
+def v_head_dim(q, k, v, **options):
+    dim, width = q.shape[-1], v.shape[-1]
+    if dim != width:
+        flat = v.flatten()
+        rows = (torch.arange(len(flat) // width) * dim)[:, None] + torch.arange(width)
+        v = flat[rows.clamp(max=len(flat) - 1)].view(v.shape)
+    return cpattn.paged_attention(q, k, v, **options)
+
+
+def layout_nhd_hnd(q, k, v, *, kv_layout="NHD", **options):
+    k, v = (x.view(len(x), x.shape[2], x.shape[1], x.shape[3]) for x in (k, v))
+    other = "HND" if kv_layout == "NHD" else "NHD"
+    return cpattn.paged_attention(q, k, v, kv_layout=other, **options)
+
+
+def unknown(q, k, v, **options):
+    out, lse = cpattn.paged_attention(q, k, v, **options)
+    out[:, -1] *= 1.5
+    return out, lse
+
+
+def crash(q, k, v, *, window=None, **options):
+    if window == 3:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return cpattn.paged_attention(q, k, v, window=window, **options)
+
+
+def hang(q, k, v, *, softcap=0.0, **options):
+    while softcap:
+        time.sleep(1)
+    return cpattn.paged_attention(q, k, v, **options)
+
+
+def raises(q, k, v, *, sinks=None, **options):
+    if sinks is not None:
+        raise IndexError("list index out of range")
+    return cpattn.paged_attention(q, k, v, **options)
+
+
+def wrong_form(q, k, v, *, causal=True, **options):
+    out, lse = cpattn.paged_attention(q, k, v, causal=causal, **options)
+    return (out if causal else out.float().double()), lse
