@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures of one or more processes, read again."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from ..findings import NotUsable
+from .records import SCHEMA, from_line
+
+_OUTER = "ContextParallel.plan"
+_PLANS_OF_BATCHES = (_OUTER, "build_cp_metadata", "build_cp_metadata_all_ranks")
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """A call in a capture.
+
+    Attributes
+    ----------
+    name : str
+        As users call it.
+    rank : int
+        Of the process that made it.
+    at, seconds : float
+        When it began, from the begin of the capture, and what it took.
+    fields : mapping
+        What was kept of it.
+    file, line : str, int
+        Where the capture has it.
+    """
+
+    name: str
+    rank: int
+    at: float
+    seconds: float
+    fields: Mapping[str, Any]
+    file: str = ""
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class RecordedBatch:
+    """Lengths of a step: new tokens of each sequence, and its cached ones with these."""
+
+    call: RecordedCall
+    extend_lens: list[int]
+    seq_lens: list[int]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What the processes of a run recorded.
+
+    Attributes
+    ----------
+    headers : tuple of mapping
+        Of each file: version, instruction set, host, pid and rank.
+    calls : tuple of RecordedCall
+        Those of one process after those of the other, in the order in which they returned.
+    truncated : tuple of Path
+        Files whose last line is not whole: their process ended without closing them.
+    """
+
+    headers: tuple[Mapping[str, Any], ...]
+    calls: tuple[RecordedCall, ...]
+    truncated: tuple[Path, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the processes."""
+        return tuple(header["rank"] for header in self.headers)
+
+    def of(self, *names: str) -> list[RecordedCall]:
+        """The calls of these names."""
+        return [call for call in self.calls if call.name in names]
+
+    @cached_property
+    def batches(self) -> tuple[RecordedBatch, ...]:
+        """The batches that were planned, each once, though every rank planned it.
+
+        They are those of the lowest rank; where it planned none for context parallelism, those of
+        its attention plans.
+        """
+        first = min(self.ranks)
+        own = [call for call in self.calls if call.rank == first]
+        planned = [call for call in own if call.name in _PLANS_OF_BATCHES]
+        if outer := _not_within_plans(planned):
+            return tuple(map(_planned_batch, outer))
+        return tuple(
+            RecordedBatch(call, call.fields["q_lens"].tolist(), call.fields["kv_lens"].tolist())
+            for call in own
+            if call.name == "plan_attention"
+        )
+
+
+def _not_within_plans(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
+    """Calls that are no part of a `ContextParallel.plan`, in their order.
+
+    A part begins no earlier than one, and ends no later. Long captures have a million calls, so
+    that pairs of them cannot be looked at.
+    """
+    plans = sorted((call for call in calls if call.name == _OUTER), key=lambda call: call.at)
+    begins = [call.at for call in plans]
+    ends = list(accumulate((call.at + call.seconds for call in plans), max))  # latest up to each
+
+    def is_part(call: RecordedCall) -> bool:
+        before = bisect_right(begins, call.at)
+        return before > 0 and call.at + call.seconds <= ends[before - 1]
+
+    return [call for call in calls if call.name == _OUTER or not is_part(call)]
+
+
+def _planned_batch(call: RecordedCall) -> RecordedBatch:
+    extends, totals = call.fields["extend_lens"], call.fields["seq_lens"]
+    extends = totals if extends is None else extends
+    if extends is None:  # which stands for one sequence
+        return RecordedBatch(call, [call.fields["num_tokens"]], [call.fields["num_tokens"]])
+    totals = extends if totals is None or len(totals) != len(extends) else totals
+    return RecordedBatch(call, extends.tolist(), totals.tolist())
+
+
+def read_captures(paths: Sequence[str | os.PathLike[str]]) -> Capture:
+    """Read what `capture` wrote, of one process or several.
+
+    Parameters
+    ----------
+    paths : sequence of paths
+        A file of each process. Those without a call are left out, if any has one.
+
+    Returns
+    -------
+    Capture
+        In the order of the ranks.
+
+    Raises
+    ------
+    NotUsable
+        If there is no file, two are of one rank, or one is no capture, with its line.
+    OSError
+        If one cannot be read.
+    """
+    if not paths:
+        raise NotUsable("read_captures: paths must name at least one file, got none")
+    parts = sorted((_read(Path(path)) for path in paths), key=lambda part: part[0]["rank"])
+    if any(calls for _, calls, _ in parts):  # a process that only starts others has none
+        parts = [part for part in parts if part[1]]
+    ranks = [header["rank"] for header, _, _ in parts]
+    if len(set(ranks)) < len(ranks):
+        raise NotUsable(f"read_captures: each file must be of another rank, got ranks {ranks}")
+    return Capture(
+        headers=tuple(header for header, _, _ in parts),
+        calls=tuple(call for _, calls, _ in parts for call in calls),
+        truncated=tuple(path for _, _, path in parts if path is not None),
+    )
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[RecordedCall], Path | None]:
+    """Header and calls of a file, and its path if it ends within a line."""
+    lines = path.read_bytes().split(b"\n")
+    whole = lines.pop() == b""
+    header = _record(path, 1, lines[0] if lines else b"")
+    if header.get("schema") != SCHEMA:
+        raise NotUsable(f"{path}: schema must be {SCHEMA}, got {header.get('schema')!r}")
+    if not isinstance(header.get("rank"), int):
+        raise NotUsable(f"{path}, line 1: rank must be an int, got {header.get('rank')!r}")
+    calls = []
+    for number, line in enumerate(lines[1:], 2):
+        record = _record(path, number, line)
+        try:
+            name, at, seconds = (record.pop(key) for key in ("call", "at", "seconds"))
+        except KeyError as error:
+            raise NotUsable(f"{path}, line {number}: has no {error}") from None
+        calls.append(RecordedCall(name, header["rank"], at, seconds, record, str(path), number))
+    return header, calls, None if whole else path
+
+
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        return from_line(line)
+    except (ValueError, RecursionError) as error:
+        raise NotUsable(f"{path}, line {number}: no record of a capture: {error}") from None

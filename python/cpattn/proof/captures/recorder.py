@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Listens to calls of the library, and has a thread of its own write them down."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, BinaryIO
+
+from ... import _core
+from ...profiling import calls
+from .records import SCHEMA, to_line
+from .told import TOLD, Fields, written
+
+_PAUSE = 0.2  # seconds between two looks at what was told
+_MAX_PLANS = 256  # that runs can refer to; an engine makes a few a step
+
+_by_environment: dict[str, int] = {}  # the process that is recorded for its life
+
+
+@contextmanager
+def capture(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Record what calls of the library plan and exchange in this process.
+
+    Recorded are lengths, page tables, slots, sizes, addresses of transfers, the order of calls and
+    their times; never tokens or elements of tensors. A thread writes while the calls go on.
+
+    Parameters
+    ----------
+    path : path
+        The file, which must not exist. Each process needs one of its own: ``{rank}`` in the name
+        stands for the rank of this one in `torch.distributed`, or the environment's RANK, or 0, and
+        ``{pid}`` for the number of the process. A child that is forked records nothing.
+
+    Yields
+    ------
+    Path
+        The name of the file.
+
+    Raises
+    ------
+    FileExistsError
+        If there is one of this name.
+    OSError
+        If it cannot be written; at the end, if that failed on the way.
+
+    Examples
+    --------
+    >>> import cpattn, tempfile
+    >>> from cpattn.proof import capture, read_captures
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with capture(f"{folder}/run.cpcap") as path:
+    ...         plan = cpattn.build_cp_metadata([10, 14], [15, 14], cp_rank=1, cp_size=2)
+    ...     (batch,) = read_captures([path]).batches
+    >>> batch.extend_lens, batch.seq_lens
+    ([10, 14], [15, 14])
+    """
+    name = os.fspath(path)
+    for placeholder, number in (("{rank}", _rank()), ("{pid}", os.getpid())):
+        name = name.replace(placeholder, str(number))
+    recorder = _Recorder(Path(name))
+    calls.listeners.append(recorder.listen)
+    try:
+        yield recorder.path
+    finally:
+        calls.listeners.remove(recorder.listen)
+        recorder.close()
+
+
+def capture_by_environment() -> None:
+    """Record this process until it ends, where CPATTN_CAPTURE names a file.
+
+    The plug-ins call this, as engines compute in processes of their own. The number of the process
+    is added to a name without ``{pid}``. A process that is killed loses its last moments.
+    """
+    path = os.environ.get("CPATTN_CAPTURE")
+    if not path or _by_environment.get("pid") == os.getpid():
+        return
+    _by_environment["pid"] = os.getpid()
+    running = capture(path if "{pid}" in path else f"{path}.{{pid}}")
+    running.__enter__()
+    atexit.register(running.__exit__, None, None, None)
+
+
+class _Recorder:
+    """Keeps what it is told until its thread has written it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO = path.open("xb")
+        self._pid = os.getpid()
+        self._begin = time.perf_counter()
+        self._told: deque[tuple[str, float, float, Fields]] = deque()
+        self._plans: OrderedDict[int, tuple[int, Any]] = OrderedDict()  # by id: number, itself
+        self._num_plans = 0
+        self._error: Exception | None = None
+        self._has_header = False
+        self._ending = Event()
+        self._thread = Thread(target=self._write_on, name="cpattn capture", daemon=True)
+        self._thread.start()
+
+    def listen(self, call: calls.Call) -> None:
+        keep = TOLD.get(call.name)
+        if keep is None or os.getpid() != self._pid or self._error:
+            return
+        try:
+            self._told.append((call.name, call.begin, call.end, keep(call)))
+        except Exception as error:  # which is ours: the call of the engine was right
+            self._error = error
+
+    def close(self) -> None:
+        """Write the rest, or raise what kept a call from being written."""
+        if os.getpid() != self._pid:
+            return
+        self._ending.set()
+        self._thread.join()
+        self._file.close()
+        if self._error is not None:
+            raise self._error
+
+    def _write_on(self) -> None:
+        try:
+            while not self._ending.wait(_PAUSE):
+                self._write()
+            self._write()
+            if not self._has_header:
+                self._write_header()
+        except OSError as error:
+            self._error = error
+            self._told.clear()
+
+    def _write(self) -> None:
+        if self._told and not self._has_header:
+            self._write_header()
+        while self._told:
+            name, begin, end, fields = self._told.popleft()
+            times = {"at": round(begin - self._begin, 7), "seconds": round(end - begin, 7)}
+            self._file.write(to_line({"call": name, **times, **self._numbered(name, fields)}))
+        self._file.flush()
+
+    def _write_header(self) -> None:
+        """As late as the first call, when this process knows its rank."""
+        self._file.write(to_line(_header()))
+        self._has_header = True
+
+    def _numbered(self, name: str, fields: Fields) -> Fields:
+        """The fields as they are written; plans that are run later get numbers."""
+        plan = fields.get("plan")
+        if name == "plan_attention":
+            self._plans[id(plan)] = self._num_plans, plan
+            self._num_plans += 1
+            if len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
+            return {"number": self._num_plans - 1, **written(fields)}
+        if name == "run_attention":
+            number, _ = self._plans.get(id(plan), (None, None))
+            return {**fields, "plan": number}
+        return written(fields)
+
+
+def _rank() -> int:
+    if "torch.distributed" in sys.modules:
+        from torch import distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def _header() -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "cpattn": _core.__version__,
+        "isa": _core.active_isa(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "rank": _rank(),
+    }

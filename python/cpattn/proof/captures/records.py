@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lines of a capture: JSON, with arrays compressed, as they may be long and come often."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+SCHEMA = "cpattn-capture/1"
+_ARRAY = "zlib"  # the member that makes an object an array
+_DTYPES = ("int32", "int64", "uint64")
+_MAX_BYTES = 1 << 30  # of an array, so that a damaged file cannot ask for more
+
+
+def to_line(record: Mapping[str, Any]) -> bytes:
+    """A record with NumPy arrays as one line."""
+    return json.dumps(record, default=_encoded, separators=(",", ":")).encode() + b"\n"
+
+
+def from_line(line: bytes) -> dict[str, Any]:
+    """The record of a line. ValueError, if it is none."""
+    record = json.loads(line, object_hook=_decoded)
+    if not isinstance(record, dict):
+        raise ValueError(f"a record must be an object, got {type(record).__name__}")
+    return record
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        packed = zlib.compress(np.ascontiguousarray(value).tobytes(), 1)
+        return {"dtype": value.dtype.name, "shape": value.shape, _ARRAY: b64encode(packed).decode()}
+    if isinstance(value, np.integer):
+        return int(value)
+    raise TypeError(f"no record has a {type(value).__name__}")
+
+
+def _decoded(value: dict[str, Any]) -> Any:
+    if _ARRAY not in value:
+        return value
+    dtype, shape = value.get("dtype"), value.get("shape")
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    unpacker = zlib.decompressobj()
+    try:
+        raw = unpacker.decompress(b64decode(value[_ARRAY], validate=True), _MAX_BYTES)
+    except (zlib.error, TypeError) as error:
+        raise ValueError(f"an array is damaged: {error}") from error
+    return np.frombuffer(raw, dtype).reshape(shape)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a capture keeps of each call.
+
+Lengths, tables and sizes, as copies, since engines fill the same buffers for the next step; never
+tokens or elements of tensors. Plans are values, so they are kept as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import _core
+from ...profiling.calls import Call
+
+Fields = dict[str, Any]
+
+
+def digest(*arrays: NDArray[Any]) -> str:
+    """16 characters for the contents of arrays."""
+    hashed = blake2b(digest_size=8)
+    for array in arrays:
+        hashed.update(np.ascontiguousarray(array).tobytes())
+    return hashed.hexdigest()
+
+
+def plan_digest(plan: Any) -> str:
+    """Of an `AttentionPlan`: how it divides the work."""
+    return digest(plan.items, plan.page_indptr, plan.page_ids)
+
+
+def metadata_digest(plan: Any) -> str:
+    """Of a `ContextParallelMetadata`: the tokens of its rank, in their order."""
+    return digest(np.asarray(plan.local_q_indices, np.int64))
+
+
+def _ints(value: Any) -> NDArray[np.int64] | None:
+    if value is None:
+        return None
+    if hasattr(value, "detach"):
+        value = value.detach().numpy()
+    return np.array(value, np.int64)
+
+
+def _attention_plan(call: Call) -> Fields:
+    given, plan = call.kwargs, call.result
+    masked = any(given.get(name) is not None for name in ("custom_mask", "packed_custom_mask"))
+    return {
+        "plan": plan,
+        "q_lens": _ints(given["q_lens"]),
+        "kv_lens": _ints(given["kv_lens"]),
+        "causal": bool(given.get("causal", True)),
+        "window": given.get("window"),
+        "masked": masked,
+        "batch_invariant": bool(given.get("batch_invariant", False)),
+        "allow_short_kv": bool(given.get("allow_short_kv", False)),
+    }
+
+
+def _attention_run(call: Call) -> Fields:
+    plan, q = call.args[0] if call.args else call.kwargs["plan"], call.result
+    q = q[0] if isinstance(q, tuple) else q
+    return {"plan": plan, "shape": list(q.shape), "dtype": str(q.dtype).removeprefix("torch.")}
+
+
+def _metadata(call: Call) -> Fields:
+    given = dict(zip(("extend_lens", "seq_lens"), call.args, strict=False)) | dict(call.kwargs)
+    plans = call.result if isinstance(call.result, list) else [call.result]
+    return {
+        "extend_lens": _ints(given.get("extend_lens")),
+        "seq_lens": _ints(given.get("seq_lens")),
+        "num_tokens": given.get("num_tokens"),
+        "kv_len_convention": given.get("kv_len_convention", "baked"),
+        "compat": bool(given.get("compat", False)),
+        "metadata": plans,
+    }
+
+
+def _batch(call: Call) -> Fields:
+    cp, plan = call.args[0], call.result
+    given = dict(zip(("extend_lens", "seq_lens"), call.args[1:], strict=False)) | dict(call.kwargs)
+    placement = cp.placement
+    return {
+        "page_size": plan.page_size,
+        "placement": None if placement is None else repr(placement),
+        "extend_lens": _ints(given["extend_lens"]),
+        "seq_lens": _ints(given.get("seq_lens")),
+        "block_tables": plan.block_tables,
+        "slots": plan.slots,
+        "rows_per_rank": list(plan.rows_per_rank),
+        "metadata": [plan.metadata],
+    }
+
+
+def _decode_batch(call: Call) -> Fields:
+    given = dict(zip(("kv_lens",), call.args[1:], strict=False)) | dict(call.kwargs)
+    return _rank_call(call) | {"kv_lens": _ints(given["kv_lens"])}
+
+
+def _rank_call(call: Call) -> Fields:
+    cp = call.args[0]
+    return {"cp_rank": cp.cp_rank, "cp_size": cp.cp_size}
+
+
+def _post(call: Call) -> Fields:
+    exchange, name, sends, receives = call.args
+    return {
+        "cp_rank": exchange.rank,
+        "exchange": name,
+        "sends": {str(rank): block.nbytes for rank, block in sends.items()},
+        "receives": {str(rank): block.nbytes for rank, block in receives.items()},
+    }
+
+
+def _transfer(call: Call) -> Fields:
+    plan = call.result
+    return {"src_addrs": plan.src_addrs, "dst_addrs": plan.dst_addrs, "lengths": plan.lengths}
+
+
+def _links(call: Call) -> Fields:
+    return {
+        "links": [
+            {"source": link.source, "destination": link.destination}
+            | {name: getattr(link.plan, name) for name in ("src_addrs", "dst_addrs", "lengths")}
+            for link in call.result
+        ]
+    }
+
+
+#: By the name of a call what is kept of it, on the thread that made it: copies, and values.
+TOLD: Mapping[str, Callable[[Call], Fields]] = {
+    "plan_attention": _attention_plan,
+    "run_attention": _attention_run,
+    "build_cp_metadata": _metadata,
+    "build_cp_metadata_all_ranks": _metadata,
+    "ContextParallel.plan": _batch,
+    "ContextParallel.plan_decode": _decode_batch,
+    **dict.fromkeys(
+        (
+            "ContextParallel.write_kv",
+            "ContextParallel.prefetch",
+            "ContextParallel.attend",
+            "ContextParallel.attend_sparse",
+            "ContextParallel.decode",
+            "ContextParallel.decode_sparse",
+        ),
+        _rank_call,
+    ),
+    "RowExchange.post": _post,
+    "plan_kv_transfer": _transfer,
+    "plan_kv_links": _links,
+}
+
+
+def written(fields: Fields) -> Fields:
+    """What is written of these fields, made on the thread that writes."""
+    fields = dict(fields)
+    if (plans := fields.pop("metadata", None)) is not None:
+        first = plans[0]
+        fields |= {
+            "cp_rank": first.cp_rank if len(plans) == 1 else None,
+            "cp_size": first.cp_size,
+            "strategy": first.strategy,
+            "digests": [metadata_digest(plan) for plan in plans],
+        }
+        if len(plans) == 1:
+            fields["local_q_indices"] = np.asarray(first.local_q_indices, np.int64)
+    if isinstance(plan := fields.get("plan"), _core.AttentionPlan):
+        del fields["plan"]
+        fields |= {
+            "page_ids": plan.page_ids,
+            "page_indptr": plan.page_indptr,
+            "digest": plan_digest(plan),
+        }
+        fields |= {name: getattr(plan, name) for name in PLAN_SIZES}
+    return fields
+
+
+PLAN_SIZES = ("page_size", "num_pages", "num_heads", "num_kv_heads", "head_dim", "v_head_dim")

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What calls planned and exchanged, recorded while they are made, and read again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import cpattn
+from cpattn.profiling import calls
+from cpattn.proof import NotUsable, capture, read_captures
+from cpattn.proof.captures import Capture, recorder, remake
+from cpattn.proof.captures.reader import RecordedCall
+from cpattn.proof.captures.records import from_line, to_line
+
+HEADS = {"page_size": 8, "num_pages": 4, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+BATCH = {"q_lens": [3, 2], "kv_lens": [10, 2], "block_tables": [[2, 0], [1, -1]]}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.cpcap"
+
+
+def test_batches_come_back_in_their_order(path):
+    with capture(path):
+        cpattn.build_cp_metadata([10, 14], [15, 14], cp_rank=1, cp_size=2)
+        cpattn.build_cp_metadata_all_ranks([3, 0], cp_size=4, strategy="interleave")
+    cpattn.build_cp_metadata([1], cp_rank=0, cp_size=2)  # recorded no more
+    first, second = read_captures([path]).batches
+    assert (first.extend_lens, first.seq_lens) == ([10, 14], [15, 14])
+    assert (second.extend_lens, second.seq_lens) == ([3, 0], [3, 0])
+    assert second.call.name == "build_cp_metadata_all_ranks"
+    assert calls.listeners == []
+
+
+def test_plans_within_others_are_no_batches_of_their_own():
+    """By time alone, as threads may plan meanwhile: each plan in one pair of a list's many."""
+    random = np.random.default_rng(0)
+    outer, inner = "ContextParallel.plan", "build_cp_metadata"
+
+    def planned(name, at, seconds):
+        lens = np.array([at])
+        return RecordedCall(name, 0, at, seconds, {"extend_lens": lens, "seq_lens": lens})
+
+    for _ in range(50):
+        numbers = random.integers(0, 30, (40, 2))
+        calls = [planned(outer if random.random() < 0.2 else inner, *map(int, pair))
+                 for pair in numbers]  # fmt: skip
+        plans = [call for call in calls if call.name == outer]
+        expected = [
+            call
+            for call in calls
+            if call.name == outer
+            or not any(
+                plan.at <= call.at and call.at + call.seconds <= plan.at + plan.seconds
+                for plan in plans
+            )
+        ]
+        run = Capture(({"rank": 0},), tuple(calls))
+        assert [batch.call for batch in run.batches] == expected
+
+
+def test_long_captures_are_read_call_by_call():
+    """300,000 plans: pairs of them would take hours."""
+    lens = {"extend_lens": np.array([1]), "seq_lens": np.array([1])}
+    calls = tuple(
+        RecordedCall(name, 0, float(step), 0.5, lens)
+        for step in range(150_000)
+        for name in ("build_cp_metadata", "ContextParallel.plan")
+    )
+    assert len(Capture(({"rank": 0},), calls).batches) == 150_000
+
+
+def test_buffers_that_are_filled_again_are_copied(path):
+    lens = np.array([10, 14])
+    with capture(path):
+        cpattn.build_cp_metadata(lens, cp_rank=0, cp_size=2)
+        lens[:] = 5
+        cpattn.build_cp_metadata(lens, cp_rank=0, cp_size=2)
+    assert [batch.extend_lens for batch in read_captures([path]).batches] == [[10, 14], [5, 5]]
+
+
+def test_attention_is_recorded_by_plan_and_never_by_element(path):
+    random = np.random.default_rng(0)
+    q, cache = (random.random(shape, np.float32) for shape in [(5, 2, 16), (4, 8, 1, 16)])
+    with capture(path):
+        for _ in range(2):
+            plan = cpattn.plan_attention(**BATCH, **HEADS)
+            for _ in range(3):
+                cpattn.run_attention(plan, q, cache, cache)
+    capture_of_run = read_captures([path])
+    assert [batch.seq_lens for batch in capture_of_run.batches] == [[10, 2]] * 2
+    runs = capture_of_run.of("run_attention")
+    assert [run.fields["plan"] for run in runs] == [0, 0, 0, 1, 1, 1]
+    assert runs[0].fields == {"plan": 0, "shape": [5, 2, 16], "dtype": "float32"}
+    (planned, _) = capture_of_run.of("plan_attention")
+    assert planned.fields["page_ids"].tolist() == [2, 0, 1]
+    assert all(0 <= call.seconds < 60 and call.at >= 0 for call in capture_of_run.calls)
+    assert path.stat().st_size < 4000  # the rows alone have more
+
+
+def test_plans_are_made_again_and_compared(path):
+    with capture(path):
+        for size in (1, 2, 5):
+            cpattn.build_cp_metadata_all_ranks([40, 7], [50, 7], cp_size=size)
+            cpattn.build_cp_metadata([40, 7], [50, 7], cp_rank=size - 1, cp_size=size)
+        cpattn.plan_attention(**BATCH, **HEADS, window=4, batch_invariant=True)
+        mask = np.ones(3 * 10 + 2 * 2, dtype=bool)
+        cpattn.plan_attention(**BATCH, **HEADS, causal=False, custom_mask=mask)
+    report, kinds = remake(read_captures([path]))
+    assert report.proved
+    assert {kind.name: (len(kind.here), kind.left_out) for kind in kinds} == {
+        "build_cp_metadata_all_ranks": (3, 0),
+        "build_cp_metadata": (3, 0),
+        "plan_attention": (1, 1),  # masks are not recorded
+    }
+
+
+@pytest.mark.parametrize("field", ["strategy", "extend_lens", "window"])
+def test_plans_that_divide_otherwise_are_refuted(path, field):
+    with capture(path):
+        cpattn.build_cp_metadata([40, 7], [50, 7], cp_rank=1, cp_size=3)
+        cpattn.plan_attention(**BATCH, **HEADS)
+    other = {"strategy": "interleave", "extend_lens": np.array([39, 7]), "window": 2}
+    header, *records = map(from_line, path.read_bytes().splitlines())
+    for record in records:
+        if field in record:
+            record[field] = other[field]
+    path.write_bytes(b"".join(map(to_line, [header, *records])))
+    report, _ = remake(read_captures([path]))
+    if field == "window":  # hides keys of pages, and not how they are divided
+        assert report.proved
+        return
+    (finding,) = report.findings
+    assert finding.invariant == "OWN"
+    assert finding.what == "1 of 1 plans differ from those recorded"
+    assert finding.where.startswith("build_cp_metadata, ")
+    assert finding.ranks == (0,)
+
+
+def test_transfers_are_recorded_by_their_blocks(path):
+    from cpattn.transfer import KVEntry, KVLayout, plan_kv_links, plan_kv_transfer
+
+    def layout(addr):
+        return KVLayout([KVEntry(0, "k", False, addr, 1024, 512)], page_size=8, total_kv_heads=2)
+
+    with capture(path):
+        plan = plan_kv_transfer(layout(4096), layout(8192), [0, 1], [1, 0], num_tokens=16)
+        plan_kv_links([layout(4096)], [layout(8192)], [[0]], [[1]])
+    transfer, links = read_captures([path]).calls
+    for name in ("src_addrs", "dst_addrs", "lengths"):
+        assert transfer.fields[name].tolist() == getattr(plan, name).tolist()
+    assert [(link["source"], link["destination"]) for link in links.fields["links"]] == [(0, 0)]
+
+
+def test_calls_of_several_threads_and_captures_are_all_there(path, tmp_path):
+    def plan():
+        for _ in range(50):
+            cpattn.build_cp_metadata([10], cp_rank=0, cp_size=2)
+
+    with capture(path), capture(tmp_path / "other.cpcap"):
+        threads = [threading.Thread(target=plan) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for name in (path, tmp_path / "other.cpcap"):
+        assert len(read_captures([name]).calls) == 200
+
+
+def test_a_call_that_fails_fails_as_without_a_capture(path):
+    with capture(path), pytest.raises(ValueError, match="cp_rank"):
+        cpattn.build_cp_metadata([10], cp_rank=2, cp_size=2)
+    assert read_captures([path]).calls == ()
+
+
+def test_what_has_not_been_recorded_is_not_made_up(path):
+    with capture(path):
+        pass
+    capture_of_nothing = read_captures([path])
+    assert capture_of_nothing.batches == ()
+    report, kinds = remake(capture_of_nothing)
+    assert kinds == []
+    assert report.not_checked == {"OWN": "there is no plan in the capture"}
+
+
+def test_a_file_of_its_own_for_each_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    with capture(tmp_path / "{rank}-{pid}.cpcap") as path:
+        cpattn.build_cp_metadata([10], cp_rank=0, cp_size=2)
+    assert path.name == f"3-{os.getpid()}.cpcap"
+    assert read_captures([path]).ranks == (3,)
+    with pytest.raises(FileExistsError), capture(path):
+        pass
+    assert calls.listeners == []
+
+
+def test_a_forked_child_records_nothing(path):
+    with capture(path):
+        child = os.fork()
+        if not child:
+            cpattn.build_cp_metadata([10], cp_rank=0, cp_size=2)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        cpattn.build_cp_metadata([20], cp_rank=0, cp_size=2)
+    (batch,) = read_captures([path]).batches
+    assert batch.extend_lens == [20]
+
+
+def test_a_disk_that_is_full_is_said_at_the_end(path):
+    full = mock.patch.object(recorder, "to_line", side_effect=OSError(28, "No space left"))
+    with full, pytest.raises(OSError, match="No space left"), capture(path):
+        cpattn.build_cp_metadata([10], cp_rank=0, cp_size=2)
+    assert calls.listeners == []
+
+
+WHOLE_LIFE = """
+import os, signal, cpattn
+from cpattn.proof.captures.recorder import capture_by_environment
+for _ in range(2):
+    capture_by_environment()
+cpattn.build_cp_metadata([10], cp_rank=0, cp_size=2)
+"""
+
+
+def test_the_environment_records_a_process_for_its_life(tmp_path):
+    environment = os.environ | {"CPATTN_CAPTURE": str(tmp_path / "run")}
+    subprocess.run([sys.executable, "-c", WHOLE_LIFE], check=True, env=environment)
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("run.")
+    assert len(read_captures([path]).batches) == 1
+
+
+def test_what_a_killed_process_wrote_can_be_read(path):
+    with capture(path):
+        for _ in range(3):
+            cpattn.build_cp_metadata([10], cp_rank=0, cp_size=2)
+    path.write_bytes(path.read_bytes()[:-20])
+    capture_of_run = read_captures([path])
+    assert len(capture_of_run.batches) == 2
+    assert capture_of_run.truncated == (path,)
+
+
+def damaged(line: int, text: bytes):
+    return pytest.param(line, text, id=text.decode()[:30] or "empty")
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        damaged(0, b""),
+        damaged(0, b"{}"),
+        damaged(0, b'{"schema":"cpattn-capture/2","rank":0}'),
+        damaged(0, b'{"schema":"cpattn-capture/1","rank":"a"}'),
+        damaged(1, b"[]"),
+        damaged(1, b"{"),
+        damaged(1, b"[" * 100_000),
+        damaged(1, b'{"call":"plan_attention","at":0}'),
+        damaged(1, b'{"call":"x","at":0,"seconds":0,"a":{"zlib":"eJwDAAAAAAE=","dtype":"object"}}'),
+        damaged(1, b'{"call":"x","at":0,"seconds":0,"a":{"zlib":"AAAA","dtype":"int32"}}'),
+        damaged(1, b'{"call":"x","at":0,"seconds":0,"a":{"zlib":7,"dtype":"int32"}}'),
+    ],
+)
+def test_damaged_files_are_refused_by_line(path, line, text):
+    with capture(path):
+        cpattn.build_cp_metadata([10], cp_rank=0, cp_size=2)
+    lines = path.read_bytes().splitlines()
+    lines[line] = text
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(NotUsable, match=r"run\.cpcap(, line \d+)?: "):
+        read_captures([path])
+
+
+def test_files_of_one_rank_twice_and_none_are_refused(path, tmp_path):
+    with pytest.raises(NotUsable, match="at least one file"):
+        read_captures([])
+    other = tmp_path / "other.cpcap"
+    with capture(path), capture(other):
+        cpattn.build_cp_metadata([10], cp_rank=0, cp_size=2)
+    with pytest.raises(NotUsable, match=r"another rank, got ranks \[0, 0\]"):
+        read_captures([path, other])
+    lines = other.read_bytes().splitlines(keepends=True)
+    other.write_bytes(lines[0])  # of a process that only starts others
+    assert len(read_captures([path, other]).calls) == 1
+
+
+def test_a_plan_that_cannot_be_made_again_is_not_judged(path):
+    with capture(path):
+        cpattn.build_cp_metadata([10], cp_rank=0, cp_size=2)
+    text = path.read_text().replace('"strategy":"zigzag"', '"strategy":"sideways"')
+    path.write_text(text)
+    with pytest.raises(NotUsable, match=r"build_cp_metadata of rank 0, .*: cannot be made again"):
+        remake(read_captures([path]))
+
+
+def test_arrays_come_back_with_dtype_and_shape():
+    arrays = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": np.array([2**63], np.uint64)}
+    back = from_line(to_line({**arrays, "n": np.int64(4)}))
+    for name, array in arrays.items():
+        assert back[name].dtype == array.dtype
+        assert back[name].tolist() == array.tolist()
+    assert back["n"] == 4
+    with pytest.raises(TypeError, match="no record has a set"):
+        to_line({"a": {1}})
+
+
+def test_a_line_is_json(path):
+    with capture(path):
+        cpattn.build_cp_metadata([10], cp_rank=0, cp_size=2)
+    header, record = map(json.loads, path.read_text().splitlines())
+    assert header["schema"] == "cpattn-capture/1"
+    assert record["call"] == "build_cp_metadata"
