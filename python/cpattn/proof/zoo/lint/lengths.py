@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LEN: lengths and pages that are not those of the rank."""
+
+from __future__ import annotations
+
+from ._documents import (
+    Document,
+    columns,
+    decode_requests,
+    decode_rows,
+    document,
+    entry,
+    local_length,
+    rows,
+)
+
+_SEGMENTS = ("request", "row", "rows", "keys")
+
+
+def _global_pages(mended: bool) -> Document:
+    """Pages of a decode step are counted from the length of the sequence, not the rank's."""
+    lens, page_size, ranks = [70, 33], 16, 2
+    parts = []
+    for rank in range(ranks):
+        own = [local_length(length, rank, ranks) for length in lens]
+        planned = own if mended else lens
+        calls = columns(_SEGMENTS, [(i, i, 1, keys) for i, keys in enumerate(planned)])
+        tables = [[10 * i + page for page in range(-(-n // page_size))] for i, n in enumerate(own)]
+        parts.append({"rows": decode_rows(lens), "segments": calls, "tables": tables})
+    return document(
+        requests=decode_requests(lens), queries="all", ranks=parts,
+        cache={"page_size": page_size, "shards": ranks},
+    )  # fmt: skip
+
+
+def _long_prefix_hit(mended: bool) -> Document:
+    """A cached block stands for block_size tokens on each of two ranks: 32 of the sequence."""
+    block, ranks, common, length = 16, 2, 150, 550
+    span = block * ranks
+    hashed = span if mended else block  # the tokens that one hash covers
+    shared = common // hashed
+    first = list(range(1, -(-length // span) + 1))
+    second = first[:shared] + [100 + page for page in first[shared:]]
+    tables = {"tables": [first, second]}
+    lens = [{"extend": length}, {"extend": length, "shares": {"request": 0, "tokens": common}}]
+    return document(
+        requests=lens, queries="all", cache={"page_size": block, "shards": ranks},
+        ranks=[dict(tables) for _ in range(ranks)],
+    )  # fmt: skip
+
+
+def _compact_index(mended: bool) -> Document:
+    """Lengths without the empty shards are indexed by the number of the request."""
+    lens, interleave, ranks = [256, 128, 256], 128, 2
+    own = [local_length(length, 1, ranks, interleave) for length in lens]
+    compact = [length for length in own if length]
+    starts = [sum(compact[:i]) for i in range(len(compact) + 1)]
+    ends = [
+        starts[min(i + 1, len(compact))] - starts[min(i, len(compact))] for i in range(len(lens))
+    ]
+    parts = [
+        {"key_lens": [local_length(length, 0, ranks, interleave) for length in lens]},
+        {"key_lens": own if mended else ends},
+    ]
+    cache = {"page_size": 128, "shards": ranks, "interleave": interleave}
+    requests = [{"prefix": length, "extend": 0} for length in lens]
+    return document(requests=requests, ranks=parts, cache=cache)
+
+
+def _small_chunk(mended: bool) -> Document:
+    """The last chunk of a prefill is as short as a step of decoding, and is planned as one."""
+    cached, chunk, drafts = 64, 3, 3
+    is_decode = chunk <= drafts + 1 and not mended
+    lens, total = [cached + chunk], cached + drafts + 1
+    keys = total if is_decode else cached + chunk  # decoding counts its own token and the drafts
+    calls = columns(_SEGMENTS, [(0, 0, chunk, keys)])
+    requests = [{"prefix": lens[0] - chunk, "extend": chunk}]
+    return document(
+        requests=requests, ranks=[{"rows": rows([(0, cached, chunk)]), "segments": calls}]
+    )
+
+
+def _unaligned_chunks(mended: bool) -> Document:
+    """Context comes in chunks; of each every rank has an equal part if chunks are aligned."""
+    context, block, ranks = 896, 128, 4
+    unit = block * ranks if mended else block
+    budget = 384 if not mended else 512
+    chunk = budget // unit * unit
+    begins = range(0, context, chunk)
+    lens = []
+    for rank in range(ranks):
+        total = 0
+        for begin in begins:
+            size = min(chunk, context - begin)
+            total += local_length(size, rank, ranks, block)  # as if each began at rank 0
+        lens.append(total)
+    cache = {"page_size": block, "shards": ranks, "interleave": block}
+    requests = [{"prefix": context, "extend": 0}]
+    return document(requests=requests, ranks=[{"key_lens": [n]} for n in lens], cache=cache)
+
+
+ENTRIES = [
+    entry(
+        "vllm-project/vllm#48003", "LEN",
+        "Pages were planned from global lengths under decode context parallelism.", _global_pages,
+    ),
+    entry(
+        "vllm-project/vllm#26296", "LEN",
+        "The hash of a prefix ignored that a block stands for tokens of all ranks.",
+        _long_prefix_hit, "pull",
+    ),
+    entry(
+        "vllm-project/vllm-ascend#11807", "LEN",
+        "An empty shard shifted the lengths of the requests behind it.", _compact_index, "pull",
+    ),
+    entry(
+        "vllm-project/vllm-ascend#10580", "LEN",
+        "The last small chunk of a prefill was planned as a decode step.", _small_chunk, "pull",
+    ),
+    entry(
+        "vllm-project/vllm-ascend#5767", "LEN",
+        "Chunks of context were aligned to a block, not to a block of every rank.",
+        _unaligned_chunks, "pull",
+    ),
+]  # fmt: skip

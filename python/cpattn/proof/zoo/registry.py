@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the bugs of the zoo: every module in the folder of a tool has some."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+from .entry import TOOLS, ZooEntry
+
+
+def all_entries() -> tuple[ZooEntry, ...]:
+    """Collect ``ENTRIES`` of the modules in ``lint``, ``simulate`` and ``conform`` beside this one.
+
+    A tool without such a folder has none; two entries of one name and tool are refused.
+    """
+    entries: list[ZooEntry] = []
+    for tool in TOOLS:
+        folder = Path(__file__).parent / tool
+        for name in sorted(module.name for module in pkgutil.iter_modules([str(folder)])):
+            module = importlib.import_module(f"{__package__}.{tool}.{name}")
+            entries += getattr(module, "ENTRIES", ())
+    names = [f"{entry.bug} ({entry.tool})" for entry in entries]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"all_entries: a bug is in the zoo once for each tool, got {', '.join(twice)} again"
+        )
+    return tuple(entries)

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the zoo says of the code of releases, held against what its tool says of that code now."""
+
+from __future__ import annotations
+
+from cpattn.proof import Report
+from cpattn.proof.zoo import ZooEntry, all_entries
+
+
+def shipped_entry(bug: str, tool: str) -> ZooEntry:
+    """The entry of a bug that has code of a release."""
+    (entry,) = [e for e in all_entries() if (e.bug, e.tool) == (bug, tool)]
+    assert entry.shipped is not None
+    return entry
+
+
+def assert_refuted_as_written(report: Report, entry: ZooEntry) -> None:
+    """The first finding is of the entry's invariant, and begins as the zoo has it."""
+    assert entry.shipped is not None
+    found = report.findings[0]
+    assert found.invariant == entry.invariant
+    assert found.what.startswith(entry.shipped.says), found.what
+
+
+def assert_proved(report: Report, entry: ZooEntry) -> None:
+    """Nothing is found, and the entry's invariant was decided."""
+    assert report.proved, report.text()
+    assert entry.invariant in report.checked
