@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports as a page: what is on it, and how a browser shows it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jinja2")
+
+from cpattn.proof import Finding, Report
+from cpattn.proof.linting.pictures import Bars
+from cpattn.proof.page import Stretch, write_html
+from cpattn.proof.page.html import bars_of
+from cpattn.proof.page.timeline import drawing
+from support import chromium
+from support.site.screens import DESK, TELEPHONE, Screen
+
+BARS = Bars(100, 200, mark=150)
+BARS.add("rank 0", [(100, 150), (160, 200)])
+BARS.add("b", [])
+TWICE = Finding("OWN", "token 5 is on 2 ranks", ranks=(0, 1), picture=BARS.picture("tokens"))
+HANG = Finding("SEQ", "all <wait>", where="a.py:3", picture="rank 0  x\nrank 1  y", kind="hang")
+REPORTS = [
+    Report("lint", "plan.json", (TWICE,), checked=("OWN",), not_checked={"BAL": "no bound"}),
+    Report("simulate", "train.py on 2 ranks", (HANG,), facts={"seeds": [0, 1]}),
+]
+STRETCHES = [
+    Stretch(rank, name, begin, begin + 0.001 * (rank + 1), name, "a.py:3")
+    for rank in range(3)
+    for name, begin in (("compute", 0.0), ("wait", 0.004), ("transfer", 0.005))
+]
+
+
+def page_of(reports, path, **options) -> str:
+    write_html(reports, path / "report.html", **options)
+    return (path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_page_has_what_the_reports_have(tmp_path):
+    page = page_of(REPORTS, tmp_path)
+    for text in (
+        "Refuted</span>: 2 findings",
+        "cpattn lint: plan.json",
+        "token 5 is on 2 ranks",
+        "ranks\n    0, 1",
+        "SEQ hang</span>: all &lt;wait&gt;",
+        "rank 0  x\nrank 1  y",
+        "The red line is at 150. tokens",
+        "docs/proof/invariants.md#seq",
+        "BAL: no bound",
+        "Find the branch before the first difference",
+    ):
+        assert text in page
+    assert "Timeline" not in page
+    assert not re.search(r"(src|href)=|url\(|@import", page)  # nothing comes from elsewhere
+
+
+def test_a_page_of_what_is_proved(tmp_path):
+    page = page_of([Report("lint", "plan.json", checked=("OWN",))], tmp_path)
+    assert 'class="good">Proved</span></h1>' in page
+    assert "<article>" not in page
+
+
+def test_bars_are_drawn_to_scale():
+    bars = bars_of(TWICE)
+    assert bars == {
+        "lines": [
+            {
+                "name": "rank 0",
+                "title": "100 to 149, 160 to 199",
+                "shapes": [(0, 240), (288, 192)],
+            },
+            {"name": "b", "title": "none", "shapes": []},
+        ],
+        "mark": 240,
+        "number": 150,
+        "note": "tokens",
+    }
+    assert bars_of(HANG) is None
+
+
+def test_a_timeline_has_a_line_for_each_rank_and_link(tmp_path):
+    page = page_of(REPORTS, tmp_path, stretches=STRETCHES)
+    assert page.count("<rect class=") == len(STRETCHES)
+    assert "8.000 ms under the model of the link." in page
+    assert "rank 2: wait, 3.000 ms, a.py:3" in page
+    shapes = drawing(STRETCHES)["shapes"]
+    assert {shape["y"] for shape in shapes if shape["kind"] == "transfer"} == {18, 60, 102}
+
+
+def test_of_many_stretches_the_longest_are_drawn(tmp_path):
+    many = [Stretch(0, "wait", i, i + (2 if i < 4000 else 1), "wait") for i in range(4005)]
+    drawn = drawing(many)
+    assert len(drawn["shapes"]) == 4000
+    assert drawn["left_out"] == 5
+    assert "the 5 shortest stretches are not drawn" in page_of([], tmp_path, stretches=many)
+    assert drawing([]) is None
+
+
+@pytest.fixture(scope="module")
+def browser() -> Any:
+    with chromium.started() as browser:
+        yield browser
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "scheme"), [(TELEPHONE, "light"), (DESK, "dark")])
+def test_everybody_can_read_it(width, scheme, browser, tmp_path):
+    page_of(REPORTS, tmp_path, stretches=STRETCHES)
+    screen = Screen(browser, width, scheme)
+    wrong = screen.show((tmp_path / "report.html").as_uri())
+    wrong = [*wrong, *screen.sideways(), *screen.complaints_of_axe()]
+    screen.close()
+    assert wrong == []
