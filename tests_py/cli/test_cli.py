@@ -19,7 +19,7 @@ pytest.importorskip("click")
 
 from click.testing import CliRunner, Result
 
-from cpattn._cli.commands import commands
+from cpattn._cli.program import commands
 from cpattn.context_parallel.explain import block_map
 from support.command_line import QUICK, CommandLine, left_of_session, workers_of
 from support.transfer.transfer_processes import requires_mooncake

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 from click.testing import CliRunner, Result
 
-from cpattn._cli.commands import commands
+from cpattn._cli.program import commands
 from cpattn.replay import command
 from cpattn.replay.command import check_room
 from cpattn.replay.footprint import footprint
@@ -27,14 +27,20 @@ ABSURD = (
     *("0", "-1", str(2**31), str(2**63), str(2**64), "9" * 5000),
     *("nan", "inf", "-inf", "1e400", "1.5", "", " ", "x", "0x10", "1,2", "1..2..3"),
 )
-ENOUGH = {"explain": ("--lens", "13,40"), "plan": ("--cp-size", "2"), "replay": ()}
-FILES = ("--trace", "--json", "--html")  # whose names may be absurd
+ENOUGH = {"explain": ("--lens", "13,40"), "plan": ("--cp-size", "2"), "replay": (), "simulate": (),
+          "conform": ("my_kernels:attention", "--signature", "sdpa")}  # fmt: skip
+# Whose names may be absurd: of files, and of what others have.
+FILES = ("--trace", "--json", "--html")
+NAMES = (
+    *FILES, "--capture", "--shrink-to", "--signature", "--without", "--device", "--own-module",
+)  # fmt: skip
 OPTIONS = [
     (name, option)
     for name, subcommand in commands.commands.items()
     for parameter in subcommand.params
     if not getattr(parameter, "is_flag", False)
-    and (option := max(parameter.opts, key=len)) not in FILES
+    and (option := max(parameter.opts, key=len)).startswith("--")
+    and option not in NAMES
 ]
 # Choices that are names of the library, too; messages have no other ones of it.
 CHOICES = (
@@ -44,12 +50,16 @@ CHOICES = (
 
 
 class Reached(Exception):
-    """A replay would have begun."""
+    """A replay, a simulation or a trial would have begun."""
 
 
 def invoke(*arguments: str) -> Result:
-    """A command in this process; a replay ends where it would begin."""
-    with mock.patch("cpattn.replay.driver.replay", side_effect=Reached):
+    """A command in this process; a replay or a simulation ends where it would begin."""
+    with (
+        mock.patch("cpattn.replay.driver.replay", side_effect=Reached),
+        mock.patch("cpattn.proof.simulate_script", side_effect=Reached),
+        mock.patch("cpattn.proof.conform", side_effect=Reached),
+    ):
         return CliRunner().invoke(commands, arguments, prog_name="cpattn")
 
 
@@ -67,7 +77,8 @@ def refusal(*arguments: str) -> str:
 def test_absurd_values_are_refused_in_a_line_that_names_the_option(name: str, option: str) -> None:
     refused = 0
     for value in ABSURD:
-        result = invoke(name, *ENOUGH[name], f"{option}={value}")
+        script = (__file__,) if name == "simulate" else ()
+        result = invoke(name, *ENOUGH[name], f"{option}={value}", *script)
         if result.exit_code == 0 or isinstance(result.exception, Reached):
             continue  # 0 of --seed, for example, is not absurd
         assert isinstance(result.exception, SystemExit), (value, result.exception)
@@ -102,7 +113,7 @@ def test_absurd_values_are_refused_in_a_line_that_names_the_option(name: str, op
         ),
         ("replay --scale-lengths 3", "--scale-lengths must be a power of two .* 512, got 3"),
         ("replay --heads 3", "--heads must be a multiple of --kv-heads 2, got 3"),
-        ("replay --head-dim 24", "--head-dim must be a multiple of 16 from 16 to 576, got 24"),
+        ("replay --head-dim 577", "--head-dim.* must be an integer from 1 to 576, got '577'"),
         ("replay --model dsa --layers 2", "--layers must be 1 with --model dsa, got 2"),
         (
             "replay --model dsa --kv-heads 2",
@@ -141,13 +152,53 @@ def test_absurd_values_are_refused_in_a_line_that_names_the_option(name: str, op
         ("replay --pool-tokens 2000000000", "take .* GiB, this machine has .* GiB: choose"),
         ("replay --threads 10000", "--threads must be at most .* for 2 processes, got 10000; 0"),
         ("replay --cp-size 5000", "--cp-size times --pp-size must be at most .* got 5000 x 1"),
+        (
+            "replay --placement striped",
+            "must be 'replicated', 'page_interleave' or .* got 'striped'",
+        ),
+        ("replay --placement token_interleave:0", "1 to 65536, got 'token_interleave:0'"),
+        (
+            "replay --exchange ring",
+            "--exchange must be auto or gather where the placement is replicated, got ring",
+        ),
+        (
+            "replay --placement page_interleave --model dsa",
+            "--placement must be replicated for the model dsa, got page_interleave",
+        ),
+        (
+            "replay --placement page_interleave --kv-dtype int8 --exchange gather",
+            "--exchange must be auto or pass_q for int8, .* got gather",
+        ),
+        (
+            "replay --placement page_interleave --cp-size 4 --pool-tokens 100",
+            "--pool-tokens must be at least a page of each rank, 128, got 100",
+        ),
+        (
+            "replay --placement token_interleave --disaggregate",
+            "--placement must be replicated or page_interleave where pages are sent",
+        ),
+        ("replay --against-replicated", "--against-replicated needs --placement, got replicated"),
+        (
+            "replay --against-replicated --placement page_interleave --no-check",
+            "--against-replicated compares rows: it needs --check, got --no-check",
+        ),
+        ("replay --decode-ranks 2", "--decode-ranks 2 needs --disaggregate"),
+        (
+            "replay --disaggregate --model dsa --decode-ranks 2",
+            "--decode-ranks must be 1 for the model dsa, got 2",
+        ),
+        ("replay --hosts 3", "--hosts must divide the 2 ranks that prefill, .* got 3"),
+        (
+            "replay --link-gbps 1",
+            "--link-gbps must have hosts whose cables .* got 1 and one host",
+        ),
         ("replay --json a --html a", "--json and --html must be two files, both are a"),
         ("replay --trace /nowhere", "'/nowhere' does not exist"),
         ("replay --html /nowhere/r.html", "Directory '/nowhere' does not exist"),
         ("replay --strategy spiral", "'spiral' is not one of"),
         ("replay --stratgy zigzag", "No such option.*--stratgy.*--strategy"),
         ("replya", "No such command 'replya'"),
-        ("plan --head-dim 24", "--head-dim must be a multiple of 16 from 16 to 576, got 24"),
+        ("plan --head-dim 577", "--head-dim.* must be an integer from 1 to 576, got '577'"),
         ("plan --heads 3", "--heads must be a multiple of --kv-heads = 8, got 3"),
         ("plan --calibrate --threads 10000", "--threads must be at most .* measured .* got 10000"),
     ],

@@ -14,21 +14,26 @@ from unittest import mock
 
 import pytest
 
+import cpattn
+
 pytest.importorskip("click")
 pytest.importorskip("torch")
 
 from click.testing import CliRunner, Result
 
-from cpattn._cli.commands import commands
+from cpattn._cli.program import commands
 from cpattn.cost_model import Rates
 from cpattn.cost_model import command as plan_command
+from cpattn.proof import capture
 from support.places import ROOT
 
 PAGE = ROOT / "docs" / "command_line.md"
+ROWS = {"request": [0], "position": [0], "count": [1]}
+PLAN = {"schema": "cpattn-plan/1", "requests": [{"extend": 1}], "ranks": [{"rows": ROWS}]}
 
 
 class Reached(Exception):
-    """A replay would have begun."""
+    """A replay or a simulation would have begun."""
 
 
 def help_of(*arguments: str) -> str:
@@ -50,11 +55,15 @@ EXAMPLES = sorted({example for examples in HELP.values() for example in examples
 
 
 def typed(example: str) -> Result:
-    """An example in its quick form: a replay ends where it would begin, rates are given."""
+    """An example in its quick form: what takes long ends where it begins, rates are given."""
     words = shlex.split(example)
     variables = dict(w.split("=", 1) for w in words[: words.index("cpattn")])
     with (
         mock.patch("cpattn.replay.driver.replay", side_effect=Reached),
+        mock.patch("cpattn.proof.simulate_script", side_effect=Reached),
+        mock.patch("cpattn.proof.simulate_capture", side_effect=Reached),
+        mock.patch("cpattn.proof.conform", side_effect=Reached),
+        mock.patch("cpattn.proof.linting.adapters.captures.from_capture", return_value=[PLAN]),
         mock.patch.object(plan_command, "calibrate", return_value=Rates(gflops=100.0)),
     ):
         arguments = words[words.index("cpattn") + 1 :]
@@ -68,6 +77,14 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = {"timestamp": 0, "input_length": 700, "output_length": 9, "hash_ids": [0, 1]}
     for name in ("trace.jsonl", "conversation_trace.jsonl"):
         Path(name).write_text(json.dumps(record) + "\n")
+    for name in ("script.py", "train.py"):
+        Path(name).touch()
+    for name in ("plan.json", "first.json", "second.json"):
+        Path(name).write_text(json.dumps(PLAN) + "\n")
+    for name, rank in (("run.cpcap", 0), ("run.0.cpcap", 0), ("run.1.cpcap", 1)):
+        monkeypatch.setenv("RANK", str(rank))
+        with capture(name):
+            cpattn.build_cp_metadata([700], cp_rank=rank, cp_size=2)
 
 
 @pytest.mark.usefixtures("traces")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `cpattn` command: runs `commands`, or says in one line what is not installed."""
+"""The `cpattn` command: runs `program`, or says in one line what is not installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from . import streams
 from .exit_codes import INTERRUPTED
 
-EXTRA_PACKAGES = ("click", "jinja2", "matplotlib", "rich", "torch")
+EXTRA_PACKAGES = ("click", "hypothesis", "jinja2", "jsonschema", "matplotlib", "rich", "torch")
 
 
 def _end(number: int, _: object) -> None:
@@ -25,7 +25,7 @@ def main() -> None:
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup has one of them ignored
             signal.signal(number, _end)
     try:
-        from .commands import commands
+        from .program import commands
 
         commands(prog_name="cpattn")
     except ModuleNotFoundError as error:

@@ -23,7 +23,7 @@ class CommandGroup(click.Group):
     examples: ClassVar[dict[str, str]] = {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of the sources: what shows first what the library is about."""
+        """In the order of `program`: what shows first what the library is about."""
         return list(self.commands)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

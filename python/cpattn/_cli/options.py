@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,39 @@ class CpSizes(click.ParamType):  # type: ignore[type-arg]
         return sizes
 
 
+class MeshShape(click.ParamType):  # type: ignore[type-arg]
+    """Ranks in two dimensions: rows on a ring, and ranks of a row."""
+
+    name = "RINGxHEADS"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        ring, _, heads = value.partition("x")
+        sizes = _parsed(int, ring) or 0, _parsed(int, heads) or 0
+        if min(sizes) < 1 or sizes[0] * sizes[1] > MAX_RANKS:
+            rule = f"must be two numbers whose product is 1 to {MAX_RANKS} ranks, as 4x2"
+            self.fail(f"{rule}, got {_shown(value)}", param, ctx)
+        return sizes
+
+
+class PoolPlacement(click.ParamType):  # type: ignore[type-arg]
+    """Which rank's pool holds which keys, see `cpattn.replay.shards`."""
+
+    name = "placement"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        from ..replay.shards import MAX_INTERLEAVE, PlacementName
+
+        if PlacementName.parse(value) is None:
+            rule = (
+                "must be 'replicated', 'page_interleave' or 'token_interleave', the last with or "
+                f"without ':I' for I tokens in a row, 1 to {MAX_INTERLEAVE}"
+            )
+            self.fail(f"{rule}, got {_shown(value)}", param, ctx)
+        return value
+
+
 class OutputPath(click.Path):
     """A file to write; that it cannot be is said before the run."""
 
@@ -109,6 +144,15 @@ class OutputPath(click.Path):
         except OSError as error:
             self.fail(f"{_shown(str(path))}: {error.strerror}", param, ctx)
         return path
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say in one line that a file could not be written after all."""
+    try:
+        yield
+    except OSError as error:
+        raise click.ClickException(f"writing {path}: {error.strerror or error}") from None
 
 
 def _parsed(kind: type, text: Any) -> Any:
