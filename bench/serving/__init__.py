@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench_vllm.py serves: a model of random weights, a load from a trace, engines to race."""
+"""What bench_vllm.py and bench_sglang_engine.py serve: models of random weights, loads, engines."""

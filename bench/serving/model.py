@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 
@@ -24,6 +25,13 @@ QUICK: Sizes = {
     "intermediate_size": 512,
     "num_hidden_layers": 2,
     "head_dim": 64,
+}
+# Of Qwen3-0.6B, whose 28 layers are 6 here, and whose 151,936 words are few.
+QWEN3: Sizes = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 6,
+    "head_dim": 128,
 }
 NUM_HEADS, NUM_KV_HEADS = 16, 4
 
@@ -45,4 +53,28 @@ def write(folder: Path, *, quick: bool, max_tokens: int, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
+    return folder
+
+
+def write_qwen3(folder: Path, *, quick: bool, max_tokens: int, seed: int = 0) -> Path:
+    """Of Qwen3-0.6B's width, of fewer layers and words; with a tokenizer of one word a token."""
+    shape = QUICK if quick else QWEN3
+    config = transformers.Qwen3Config(
+        **shape,
+        vocab_size=VOCABULARY,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        max_position_embeddings=max_tokens,
+        initializer_range=shape["hidden_size"] ** -0.5,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model = transformers.Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    words = {f"w{token}": token for token in range(VOCABULARY)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return folder

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of bench_vllm.py."""
+"""The tables of bench_vllm.py, and of bench_sglang_engine.py what a server did."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median, quantiles
 
 from rich.table import Table
 
-from bench.harness.figures import duration
+from bench.harness.figures import Row, duration
 from bench.harness.report import console
 from bench.serving.load import Load
 from bench.serving.turns import BACKENDS, Turn
@@ -53,3 +53,25 @@ def print_decode(title: str, names: Sequence[str], times: Sequence[tuple[float, 
 
 def ninetieth(values: Sequence[float]) -> float:
     return quantiles(values, n=10, method="inclusive")[-1]
+
+
+def print_served(title: str, work: Load, rows: Sequence[Row]) -> None:
+    """A load that servers of sglang took in turns; rows are those that are kept."""
+    about = (
+        f"{title}: {len(work.prompts)} requests of the trace {rows[0]['trace']}, lengths divided "
+        f"by {rows[0]['lengths_divided_by']}: prompts of {work.prompt_tokens} tokens in all, "
+        f"answers of {sum(work.output_lengths)}; random: {rows[0]['random']}"
+    )
+    table = Table(title=about, title_justify="left")
+    table.add_column("attention", no_wrap=True)
+    for column in ("prompt tokens/s", "answer tokens/s", "first token: median", "90 % within"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["implementation"],
+            f"{row['prompt_tokens_per_second']:.0f}",
+            f"{row['output_tokens_per_second']:.1f}",
+            duration(row["first_token_median"]),
+            duration(row["first_token_90_percent"]),
+        )
+    console().print(table)

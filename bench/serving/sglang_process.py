@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process of sglang on a CPU needs before sglang is imported; as a program, its server.
+
+    python -m bench.serving.sglang_process serve --attention-backend=BACKEND [more of sglang serve]
+
+Processes that sglang starts run the top of the program again, and find the same arguments there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from pathlib import Path
+
+#: In the order of their turns.
+BACKENDS = ("torch_native", "cpattn")
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "GOMP_SPINCOUNT": "30000",  # which the plug-in sets for processes of servers
+}
+
+
+def install(backend: str) -> None:
+    """The stand-ins of sglang's CPU engine, and for cpattn the backend, as its plug-in does it."""
+    from cpattn.integrations.sglang import cpu_engine
+
+    cpu_engine.install()
+    if backend == "cpattn":
+        from cpattn.integrations import sglang as plugin
+
+        plugin.install("attention")
+
+
+def started_by(pid: int) -> list[int]:
+    """The processes of sglang that are to be ended with one, whose memory is no longer shared.
+
+    At its end sglang also kills the process of Python's that would give that memory back, so that
+    it is taken out of /dev/shm here: who has it mapped keeps it. Python's is not listed.
+    """
+    import psutil  # type: ignore[import-untyped]  # where sglang is
+
+    started = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        owner = psutil.Process(pid)
+        for process in (owner, *owner.children(recursive=True)):
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has ended
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+                for line in maps.splitlines():
+                    name = line.rpartition(" ")[2]
+                    if name.startswith("/dev/shm/sgl"):
+                        Path(name).unlink(missing_ok=True)
+                if process is not owner and "resource_tracker" not in " ".join(process.cmdline()):
+                    started.append(process.pid)
+    return started
+
+
+if __name__ in {"__main__", "__mp_main__"}:
+    install("cpattn" if "--attention-backend=cpattn" in sys.argv else "torch_native")
+if __name__ == "__main__":
+    sys.argv[0] = "sglang"
+    importlib.import_module("sglang.cli.main").main()

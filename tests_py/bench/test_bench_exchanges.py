@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of bench_exchanges.py that a wrong benchmark would come from."""
+
+from __future__ import annotations
+
+import exchange_tables
+import pytest
+
+from bench.context_parallel.exchanges import WAYS, Settings, Shape, predicted, rates_of
+from cpattn.cost_model import Rates
+
+SETTINGS = Settings((Shape(1024, 3072),), rounds=1)
+BY_NAME = {way.name: way for way in WAYS}
+RATES = Rates(gflops=100, gather_gbps=1, store_gbps=4)
+ROW = 2 * 8 * 128 * 2  # bytes of keys and values of a token
+#: Bytes that each of two ranks receives of 1,024 new tokens behind 3,072, in pages of 128.
+RECEIVED = {
+    "replicated": 512 * ROW,
+    "gather": (1536 + 512) * ROW,
+    "ring": (256 + 2048) * ROW,  # new rows go to their owners first
+    "pass_q": 256 * ROW + 512 * 32 * (128 * 2 + 128 * 2 + 4),
+}
+
+
+@pytest.mark.parametrize("name", RECEIVED)
+def test_the_link_is_busy_for_the_bytes_that_cross_it(name):
+    _, busy = predicted(SETTINGS.shapes[0], BY_NAME[name], 2, SETTINGS, RATES)
+    assert busy == pytest.approx(RECEIVED[name] / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("size", "cpus", "exchange", "slower", "share"),
+    [
+        (2, 2, "gather", 1, 1),
+        (4, 2, "gather", 2, 0.75),
+        (4, 4, "pass_q", 1, 0.75),
+        (4, 2, "ring", 2, 1),
+    ],
+)
+def test_ranks_of_a_host_share_cpus_and_the_link(size, cpus, exchange, slower, share):
+    """With 4 ranks, 2 of 3 messages of each of 2 cross the link: as 3 would at 3/4 of the rate."""
+    rates = rates_of(RATES, BY_NAME[exchange], size, cpus, 2e9)
+    assert rates.gflops == RATES.gflops / slower
+    assert rates.store_gbps == RATES.store_gbps / slower
+    assert rates.merge_ns == RATES.merge_ns * slower
+    assert rates.gather_gbps == 2 * share
+
+
+def test_settings_reach_the_ranks():
+    assert Settings.from_json(SETTINGS.to_json()) == SETTINGS
+
+
+def rows(link, **seconds):
+    case = {"ranks": 2, "link": link, "shape": "8 new behind 0"}
+    return [
+        {
+            "case": case, "implementation": name.replace("_in_turns", ", in turns"),
+            "median": median, "compute": 0.02, "predicted": predicted, "of_bound": median / 0.02,
+        }
+        for name, (median, predicted) in seconds.items()
+    ]  # fmt: skip
+
+
+ALL = [
+    *rows("1 Gbit/s", gather_in_turns=(0.06, 0), gather=(0.03, 0.03), ring=(0.0299, 0.04),
+          pass_q=(0.05, 0.05), all_to_all=(0.04, 0.06)),
+    *rows("9 Gbit/s", gather_in_turns=(0.03, 0), gather=(0.022, 0.03), ring=(0.02, 0.04),
+          pass_q=(0.05, 0.05), all_to_all=(0.04, 0.06)),
+]  # fmt: skip
+
+
+def test_the_fastest_and_the_choice_are_marked():
+    heading, table, _, _ = exchange_tables.exchanges(ALL)
+    assert heading == "## 2 ranks, 8 new behind 0"
+    assert table.splitlines() == [
+        "| ms | 1 Gbit/s | 9 Gbit/s |",
+        "| --- | --: | --: |",
+        "| attention alone | 20.0 | 20.0 |",
+        "| gather, in turns | 60.0 (3.00) | 30.0 (1.50) |",
+        "| gather | 30.0† (1.50) | 22.0† (1.10) |",
+        "| ring | **29.9** (1.49) | **20.0** (1.00) |",
+        "| pass_q | 50.0 (2.50) | 50.0 (2.50) |",
+        "| all_to_all | 40.0 (2.00) | 40.0 (2.00) |",
+    ]
+
+
+def test_what_holds_is_counted():
+    overlapped, gains, choices = exchange_tables.verdicts(ALL)
+    assert "2 of 4 times are within 1.12 ×" in overlapped
+    assert overlapped.endswith("the worst is 1.50 ×.")
+    assert gains.endswith("1.36 to 2.00 × as fast.")
+    assert "within 2 %, in 1 of 2 cases; in the worst it takes 1.10 × the fastest" in choices
+
+
+def test_what_auto_takes_is_counted_beside():
+    told = [row | {"auto": "ring"} for row in ALL]
+    *_, auto = exchange_tables.verdicts(told)
+    assert auto.startswith('What `exchange="auto"` takes')
+    assert "within 2 %, in 2 of 2 cases; in the worst it takes 1.00 × the fastest" in auto
+
+
+def test_peers_are_counted_where_they_ran():
+    more = ALL + rows("1 Gbit/s", **{"ring-flash-attn zigzag": (0.029, 0)})
+    assert next(reversed([*exchange_tables.verdicts(more)])).endswith("in 0 of 1 cases.")

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of bench_sglang_engine.py that a wrong benchmark would come from, without sglang."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+
+from bench.harness.contender import Failed
+from bench.serving import sglang_steps, sglang_trace
+from bench.serving.load import Load
+from bench.serving.sglang_steps import Case, largest_difference
+from bench.serving.turns import NEAR_TIE
+
+
+def answer(token, logprob):
+    return {"tokens": [token], "best": [{str(token): logprob, "99": -3.0}]}
+
+
+class Answering:
+    """An engine with the times that it will say, after one that warms it up."""
+
+    version = "1"
+
+    def __init__(self, name, first, *seconds):
+        self.name, self.first, self.seconds = name, first, iter((1e9, *seconds))
+        self.asked = []
+
+    def ask(self, do, **what):
+        self.asked.append((do, what))
+        if do == "greedy":
+            return {"answers": [self.first]}
+        return {"seconds": next(self.seconds)}
+
+
+def test_rows_have_the_medians_and_the_bar():
+    engines = [
+        Answering("torch_native", answer(1, -0.5), 9.0, 6.0, 7.0),
+        Answering("cpattn", answer(1, -0.625), 2.0, 2.0, 5.0),
+    ]
+    ours, theirs = sglang_steps.measure(engines, Case(2, 100, 4, bar=3.6), rounds=3, threads=2)
+    assert (ours["implementation"], ours["median"], ours["error"]) == ("cpattn", 2.0, 0.125)
+    assert (theirs["implementation"], theirs["median"]) == ("torch_native", 7.0)
+    [bar] = ours["bars"]
+    assert (bar["value"], bar["met"]) == (3.5, False)
+    assert ours["ns_per_item"] == 1e9  # of each of two sequences a token
+    assert engines[0].asked[1] == ("decode", {"batch": 2, "length": 100, "steps": 4})
+
+
+def test_other_tokens_are_not_timed():
+    engines = [Answering("torch_native", answer(1, -0.5)), Answering("cpattn", answer(2, -0.5))]
+    with pytest.raises(Failed, match="answer 0: token 2, not 1"):
+        sglang_steps.measure(engines, Case(1, 10), rounds=1, threads=1)
+    assert [len(engine.asked) for engine in engines] == [1, 1]
+
+
+@pytest.mark.parametrize("off", [2 * NEAR_TIE, float("nan")])
+def test_equal_tokens_of_other_probabilities_are_found(off):
+    with pytest.raises(Failed, match="answer 0: token 1 is"):
+        largest_difference([answer(1, -0.5)], [answer(1, -0.5 - off)])
+
+
+def test_the_bars_are_of_the_lengths_they_were_set_for():
+    bars = {case.name: case.bar for case in sglang_steps.CASES}
+    assert bars == {
+        "prefill of 512": 1.4,
+        "prefill of 2048": 1.8,
+        "prefill of 4096": 2.6,
+        "decode 1 behind 2048": 4.5,
+        "decode 8 behind 1024": 6.5,
+    }
+
+
+@pytest.fixture
+def served():
+    """A client of a server that streams as many tokens as `answered` says more than asked for."""
+
+    class Handler(BaseHTTPRequestHandler):
+        answered = 0
+        asked: ClassVar[list[dict]] = []
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.end_headers()
+            if self.path != "/v1/completions":
+                return
+            asked = json.loads(body)
+            self.asked.append(asked)
+            usage = {"completion_tokens": asked["max_tokens"] + self.answered}
+            chunks = (
+                {"choices": [{"text": ""}]},
+                {"choices": [{"text": "w1"}]},
+                {"choices": [], "usage": usage},
+            )
+            for chunk in chunks:
+                self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    client = object.__new__(sglang_trace.Server)
+    client.name, client._port = "cpattn", server.server_address[1]
+    try:
+        yield client, Handler
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+WORK = Load([[1, 2], [3]], [5, 6], [0.0, 0.125], 1.0)
+
+
+def test_a_load_is_sent_as_it_is_and_first_tokens_count_from_when_they_were_due(served):
+    client, handler = served
+    turn = client.serve(WORK, pace=1.0)
+    assert sorted(asked["prompt"] for asked in handler.asked) == WORK.prompts
+    assert all(asked["stream"] and asked["ignore_eos"] for asked in handler.asked)
+    assert turn.wall >= 0.125
+    assert all(0 < first <= turn.wall for first in turn.first)
+    assert turn.first[1] <= turn.wall - 0.125
+    turns = {"cpattn": [turn], "torch_native": [turn]}
+    ours, _ = sglang_trace.rows_of("trace", WORK, turns, 2, {"trace": "made"})
+    assert ours["output_tokens_per_second"] == pytest.approx(11 / turn.wall)
+    assert ours["trace"] == "made"
+
+
+def test_answers_of_another_length_are_an_error(served):
+    client, handler = served
+    handler.answered = -1
+    with pytest.raises(Failed, match="cpattn answered 4 tokens of 5"):
+        client.serve(Load([[1]], [5], [0.0], 1.0), pace=0.0)
