@@ -79,6 +79,12 @@ def test_the_index_lists_all_tutorials():
     assert sorted(set(links)) == [page.name for page in TUTORIALS]
 
 
+def test_prove_your_own(tmp_path, children):
+    for name in ("torch", "click", "hypothesis", "jsonschema"):
+        pytest.importorskip(name)
+    run_page(FOLDER / "prove_your_own.md", tmp_path, children)
+
+
 def test_check_your_own(tmp_path, children):
     run_page(FOLDER / "check_your_own.md", tmp_path, children)
 
