@@ -7,7 +7,7 @@ PYTHON ?= python3
 #   make test TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 ARGS ?=
-# Of fuzzing each target.
+# Of fuzzing each target; soak has a default of its own.
 SECONDS ?= 30
 # The newest clang++ that is installed.
 CLANG = $(shell ls /usr/bin/clang++ /usr/bin/clang++-[0-9]* 2>/dev/null | sort -V | tail -1)
@@ -24,7 +24,7 @@ JOBS ?= $(shell nproc)
 PIP_INSTALL = pip install --disable-pip-version-check
 PYTEST = python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-fast test-asan test-engines fuzz mutation system build bench bench-env wheel sdist docs test-site lint tidy format clean help
+.PHONY: demo test test-fast test-asan test-engines fuzz soak families false-alarms-programs false-alarms-operators mutation system build bench bench-env wheel sdist docs test-site lint tidy format clean help
 
 demo: .venv/.demo  ## the main job: replays serving traffic over two processes; options in ARGS
 	@echo "Building the extension for this machine, without tests ..."
@@ -43,10 +43,10 @@ test-fast: build  ## most tests, in a minute
 system:  ## installs by apt what building and testing need, as root or through sudo
 	@scripts/system_packages.sh --install test $(PYTHON)
 
-# What takes arguments of users, and the plans made of them; not what explains them in pictures. The
+# What takes arguments of users, and the plans made of them; not what explains them on pages. The
 # libraries are loaded first, as python itself is not linked with them; that of C++ is for its
 # exceptions. Leaks are those of the interpreter: test_repeated_calls.py looks for ours.
-ASAN_TESTS := $(filter-out %_explain.py,$(wildcard $(foreach name,context_parallel* dsa_metadata* fia_errors \
+ASAN_TESTS := $(filter-out %_explain.py %_page.py,$(wildcard $(foreach name,context_parallel* dsa_metadata* fia_errors \
   hostile_* index_tensors* index_k kv_* local_engine nested_calls overlaps paged_attention_errors plan_kv_* \
   registration_regions send_* shared_plans topk* transfer_[cenprt]*, \
   tests_py/*/test_$(name).py tests_py/*/*/test_$(name).py)))
@@ -64,6 +64,16 @@ fuzz: build build/fuzz/.configured .venv/.fuzz  ## fuzzes each target for SECOND
 	@cmake --build --preset fuzz
 	@python scripts/fuzz.py --seconds $(SECONDS) $(ARGS)
 
+soak: build  ## random faults of ranks for SECONDS, an hour by default; options in ARGS (--seed 7, --only 7)
+	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py python -m support.distributed.random_faults \
+	  --seconds $(if $(filter file,$(origin SECONDS)),3600,$(SECONDS)) $(ARGS)
+
+families: build  ## tries every text model of transformers, and writes docs/how_to/transformers_models.md
+	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py nice python -m support.transformers.family_table
+
+false-alarms-programs: build  ## random right programs on simulated ranks, 10,000 by default; options in ARGS (--programs 500, --seed 7, --only 7)
+	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py nice python -m support.proof.random_programs $(ARGS)
+
 build/fuzz/.configured: .venv/.ready CMakePresets.json
 	@test -n "$(CLANG)" || scripts/system_packages.sh test $(PYTHON) clang-19 libclang-rt-19-dev
 	@cmake --preset fuzz -DCMAKE_CXX_COMPILER=$(or $(CLANG),clang++-19)
@@ -79,13 +89,16 @@ build/fuzz/.configured: .venv/.ready CMakePresets.json
 	@scripts/engine_environment.sh $* .venv .venv-$*
 	@touch $@
 
+false-alarms-operators: build  ## operators that are right, on 10,000 cases of `cpattn conform`; options in ARGS (--cases, --seed, --only)
+	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py python -m support.proof.conformance.false_alarms $(ARGS)
+
 mutation: build  ## which changes of cpp/meta and its Python no test notices; options in ARGS
 	@PYTHONPATH=scripts python -m mutate $(ARGS)
 
 bench: build bench-env .venv-sglang/.ready .venv-vllm/.ready  ## everything in bench/, plots and README, 45 minutes; idle machine
 	@status=0; for bench in $(filter-out %_attention.py,$(wildcard bench/bench_*.py)); do \
 	  case $$bench in \
-	    *_sglang.py) python=.venv-sglang/bin/python ;; \
+	    *_sglang*.py) python=.venv-sglang/bin/python ;; \
 	    *_vllm.py) python=.venv-vllm/bin/python ;; \
 	    *) python=python ;; \
 	  esac; \
@@ -169,4 +182,4 @@ clean:
 	rm -rf build .venv .venv-bench .venv-sglang .venv-vllm
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 31

@@ -7,7 +7,8 @@
 What nearly everybody needs is here; the rest is in sub-packages, which come when they are asked
 for: ``sparse`` (DSA), ``npu`` (operators of Ascend), ``kv`` (pools), ``transfer`` (plans of KV
 transfer), ``traffic`` (requests and batches), ``profiling``, ``distributed`` (torch),
-``integrations`` (engines and libraries), ``cost_model`` and ``torch_guard``. Imports NumPy only.
+``integrations`` (engines and libraries), ``proof`` (others' code), ``cost_model`` and
+``torch_guard``. Imports NumPy only.
 """
 
 from importlib import import_module
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from . import kv as kv
     from . import npu as npu
     from . import profiling as profiling
+    from . import proof as proof
     from . import sparse as sparse
     from . import torch_guard as torch_guard
     from . import traffic as traffic
@@ -78,6 +80,7 @@ _SUB_PACKAGES = (
     "kv",
     "npu",
     "profiling",
+    "proof",
     "sparse",
     "torch_guard",
     "traffic",

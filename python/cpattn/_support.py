@@ -122,6 +122,20 @@ ENGINES = (
         otherwise="not looked at; the functions that it calls are registered all the same",
     ),
     Support(
+        name="accelerate",
+        distributions=("accelerate",),
+        tried=("1.15.0",),
+        tests=("tests_py/integrations/transformers/test_transformers_accelerate.py",),
+        otherwise="not looked at; transformers calls it, cpattn does not",
+    ),
+    Support(
+        name="PEFT",
+        distributions=("peft",),
+        tried=("0.21.2",),
+        tests=("tests_py/integrations/transformers/test_transformers_peft.py",),
+        otherwise="not looked at; it wraps the modules of a model, not its attention functions",
+    ),
+    Support(
         name="Mooncake",
         distributions=("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
         tried=("0.3.13.post1",),

@@ -19,15 +19,36 @@ PACKAGE = ROOT / "python" / "cpattn"
 # Imports outside the standard library at the top of a module, so at `import cpattn` or when a part
 # of the package is asked for. Everything else is imported inside the function that needs it.
 MAY_IMPORT = {
+    "_cli/capture_command": {"click"},
     "_cli/command_group": {"click"},
     "_cli/commands": {"click"},
+    "_cli/declarations": {"click"},
+    "_cli/conform_command": {"click"},
+    "_cli/lint_command": {"click"},
     "_cli/options": {"click"},
+    "_cli/page_option": {"click"},
+    "_cli/plan_command": {"click"},
+    "_cli/replay_command": {"click"},
+    "_cli/simulate_command": {"click"},
     "_cli/tables": {"rich"},
     "_torch_library": {"torch"},
     "cost_model": {"numpy", "rich"},
     "distributed": {"numpy", "torch"},
-    "integrations": {"numpy", "torch", "vllm"},
+    "proof/simulation": {"numpy", "torch"},  # derives from process groups, works and modes of torch
+    "integrations": {"numpy", "sglang", "torch", "vllm"},
+    "proof/conformance/selection/cases": {"hypothesis", "numpy"},
+    "proof/conformance/strategies": {"hypothesis"},  # of which modules here are made
+    "proof/conformance/trials": {"hypothesis", "numpy"},
+    "proof/page/html": {"jinja2"},
     "replay": {"jinja2", "matplotlib", "numpy", "rich", "torch"},
+}
+
+# Rooms of the ranks' calls, each with what it may know besides itself.
+DISTRIBUTED = {
+    "transport": set(),
+    "plans": {"transport"},
+    "layers": {"plans", "transport"},
+    "sparse": {"layers", "plans", "transport"},
 }
 
 PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
@@ -58,7 +79,8 @@ def imports_at_top(tree: ast.Module) -> Iterator[str]:
 def test_python_imports(path):
     module = path.relative_to(PACKAGE).with_suffix("")
     tops = {module.split(".")[0] for module in imports_at_top(ast.parse(path.read_text()))}
-    allowed = MAY_IMPORT.get(str(module), MAY_IMPORT.get(module.parts[0], {"numpy"}))
+    rooms = [str(module), *map(str, module.parents)]
+    allowed = next((MAY_IMPORT[room] for room in rooms if room in MAY_IMPORT), {"numpy"})
     assert tops - set(sys.stdlib_module_names) <= allowed
 
 
@@ -87,6 +109,20 @@ def imports_of_modules() -> dict[str, set[str]]:
             known = [n for n in (".".join(name), ".".join(name[:-1])) if n in graph]
             graph[module].update(known[:1])
     return graph
+
+
+def test_rooms_of_ranks_stand_on_each_other():
+    """What is beside the rooms may know all of them, and none knows that."""
+    room_of = {
+        module: module.split(".")[2] if module.count(".") > 2 else ""
+        for module in imports_of_modules()
+        if module.startswith("cpattn.distributed.")
+    }
+    for module, others in imports_of_modules().items():
+        if room := room_of.get(module):
+            known = {room_of[other] for other in others if other in room_of}
+            assert known <= DISTRIBUTED[room] | {room}, module
+    assert set(room_of.values()) - {""} == set(DISTRIBUTED)
 
 
 def upward_imports(graph: dict[str, set[str]]) -> set[tuple[str, str]]:

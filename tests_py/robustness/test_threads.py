@@ -117,7 +117,7 @@ has_gil = pytest.mark.skipif(
 @pytest.mark.parametrize("name", RELEASE)
 def test_other_threads_run_within_calls(watcher, name):
     call = MAKERS[name](64)
-    assert watcher.counts_within(call, wanted=5, calls=5000) >= 5
+    assert watcher.counts_within(call, wanted=5, calls=200_000) >= 5  # a busy machine needs many
 
 
 @has_gil
