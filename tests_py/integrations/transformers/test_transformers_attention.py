@@ -113,7 +113,7 @@ def test_right_padding(model: Any) -> None:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss"])
 def test_caches_are_used_in_place_and_masks_are_numbers(
     name: str, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +132,7 @@ def test_caches_are_used_in_place_and_masks_are_numbers(
     whole = [x.untyped_storage().data_ptr() for x in last]
     # A static sliding window keeps a copy of what it has returned.
     assert storages[-4:][2:] == whole[2:]
-    assert storages[-4:] == whole or (name, cache) == ("qwen3", "static")
+    assert storages[-4:] == whole or (name != "llama" and cache == "static")
 
 
 @pytest.fixture
@@ -167,6 +167,8 @@ def assert_as_the_oracle(
     keys = key.shape[2]
     if mask is None:
         mask = torch.ones(1, 1, queries, keys).bool().tril(keys - queries)
+    elif mask.dtype != torch.bool:  # of models without sdpa
+        mask = mask == 0
     inputs = {
         "q": query.transpose(1, 2).flatten(0, 1),
         "k_cache": key,

@@ -104,7 +104,8 @@ def visibility_mask(
 
     None says that query i sees keys up to i + kv_length - q_length, so that the chunks of a prompt
     need no mask either, which ``sdpa`` has for them. Models that support ``eager`` but not ``sdpa``
-    get the mask of the former: DeepSeek-V4 adds columns of 0 and -inf to it.
+    get numbers as of the former, with the band all the same: DeepSeek-V4 adds columns of 0 and
+    -inf to them, and makes another mask so.
 
     Parameters
     ----------
@@ -117,20 +118,15 @@ def visibility_mask(
 
     Returns
     -------
-    bool tensor, shape [batch, 1, q_length, kv_length], or None; of ``eager`` a float one
+    bool tensor, shape [batch, 1, q_length, kv_length], or None; as of ``eager`` a float one
     """
-    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     # Compilers, which cannot follow a look at all models, have the answers as constants.
     if refusal := _refusal(config.__class__):
         raise ValueError(refusal)
     if mask_function is None:
         mask_function = causal_mask_function
-    if _is_eager_only(config.__class__):
-        return eager_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            **kwargs,
-        )  # fmt: skip
     end = kv_offset + kv_length
     # Gemma's layers that call themselves not causal would take None as leave to see everything.
     means_causal = not getattr(config, "use_bidirectional_attention", False)
@@ -148,8 +144,12 @@ def visibility_mask(
         allow_is_causal_skip=False, **kwargs,
     )  # fmt: skip
     if mask is not None:
+        bands = torch.ops.cpattn_transformers.bands_of(mask)
+        if _is_eager_only(config.__class__):
+            dtype = kwargs.get("dtype", torch.float32)
+            mask = torch.where(mask, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
         # transformers makes a mask for each forward pass, and all layers of a kind share it.
-        mask.cpattn_bands = torch.ops.cpattn_transformers.bands_of(mask)
+        mask.cpattn_bands = bands
         if not torch.compiler.is_compiling():
             mask.cpattn_band = band_of_bands(mask.cpattn_bands)
     return mask
