@@ -28,6 +28,7 @@ if not __package__:
 from rich.table import Table
 
 from bench.context_parallel.exchanges import (
+    AHEAD,
     WAYS,
     Settings,
     Shape,
@@ -65,7 +66,7 @@ def rows_of(
             "spread": max(of) - min(of), "compute": compute, "link_bytes_per_second": rate,
             "auto": answer["auto"][shape.name], "rates": dataclasses.asdict(rates),
         }  # fmt: skip
-        if way := next((way for way in WAYS if way.name == name), None):
+        if way := next((way for way in (*WAYS, AHEAD) if way.name == name), None):
             cpus = len(os.sched_getaffinity(0))
             ours = rates_of(rates, way, size, cpus, rate)
             row["predicted"], row["transfer"] = predicted(shape, way, size, settings, ours)

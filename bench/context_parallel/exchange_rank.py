@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 
 import cpattn
-from bench.context_parallel.exchanges import PROBE_BYTES, WAYS, Settings, Shape, Way
+from bench.context_parallel.exchanges import AHEAD, PROBE_BYTES, WAYS, Settings, Shape, Way
 from bench.harness import accuracy
 from cpattn._hosts import INTERFACE, enter
 from cpattn.distributed import ContextParallel
 from cpattn.kv import PageInterleave
 
 PAGE = 128
-AHEAD, AHEAD_LAYERS = "gather, one layer ahead", 4
+AHEAD_LAYERS = 4
 
 
 class Layer:
@@ -151,7 +151,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         calls |= peers_of(shape, settings, layer)
         expected = layer.run(WAYS[0])
         if shape.cached:
-            calls[AHEAD] = layer.run_ahead
+            calls[AHEAD.name] = layer.run_ahead
             check_rows(layer.run_ahead(), expected)
         for way in WAYS:  # before anything is timed
             check_rows(layer.run(way), expected)
@@ -159,7 +159,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(settings.rounds):
             for name, call in calls.items():
-                times[name].append(timed(call) / (AHEAD_LAYERS if name == AHEAD else 1))
+                layers = AHEAD_LAYERS if name == AHEAD.name else 1
+                times[name].append(timed(call) / layers)
         answer["shapes"][shape.name] = times
         answer["auto"][shape.name] = choice_of(layer, settings)
     return answer

@@ -38,6 +38,7 @@ class Way:
     exchange: str
     sharded: bool
     overlapped: bool = True
+    ahead: bool = False  # cached keys travel while the layer before is computed
 
 
 WAYS = (
@@ -49,6 +50,8 @@ WAYS = (
     Way("pass_q", "pass_q", sharded=True),
     Way("all_to_all", "all_to_all", sharded=True),
 )
+#: A layer of several, where there are cached keys.
+AHEAD = Way("gather, one layer ahead", "gather", sharded=True, ahead=True)
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,10 @@ def predicted(
     batch = [shape.new], [shape.new + shape.cached]
     placement = "page_interleave" if way.sharded else "replicated"
     overlapped = way.overlapped and way.exchange in ("gather", "ring")
+    overlap = "ahead" if way.ahead else "full" if overlapped else "none"
     forecast = predict(
         [batch], settings.layer, rates, cp_size=size, placement=placement, exchange=way.exchange,
-        overlap="full" if overlapped else "none", state_dtype=settings.layer.dtype,
+        overlap=overlap, state_dtype=settings.layer.dtype,
     )  # fmt: skip
     work = exchange_work(
         *batch, cp_size=size, placement=placement, exchange=way.exchange, layer=settings.layer,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import exchange_tables
 import pytest
 
-from bench.context_parallel.exchanges import WAYS, Settings, Shape, predicted, rates_of
+from bench.context_parallel.exchanges import AHEAD, WAYS, Settings, Shape, predicted, rates_of
 from cpattn.cost_model import Rates
 
 SETTINGS = Settings((Shape(1024, 3072),), rounds=1)
@@ -26,6 +26,15 @@ RECEIVED = {
 def test_the_link_is_busy_for_the_bytes_that_cross_it(name):
     _, busy = predicted(SETTINGS.shapes[0], BY_NAME[name], 2, SETTINGS, RATES)
     assert busy == pytest.approx(RECEIVED[name] / 1e9)
+
+
+def test_cached_keys_hide_behind_the_layer_before():
+    """They are predicted apart from the gather of a layer alone, and the same bytes travel."""
+    shape = Shape(1024, 32768)
+    alone, busy = predicted(shape, BY_NAME["gather"], 2, SETTINGS, RATES)
+    ahead, busy_ahead = predicted(shape, AHEAD, 2, SETTINGS, RATES)
+    assert busy_ahead == busy
+    assert ahead < alone
 
 
 @pytest.mark.parametrize(
