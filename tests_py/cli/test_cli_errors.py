@@ -151,6 +151,7 @@ def test_absurd_values_are_refused_in_a_line_that_names_the_option(name: str, op
         ),
         ("replay --pool-tokens 2000000000", "take .* GiB, this machine has .* GiB: choose"),
         ("replay --threads 10000", "--threads must be at most .* for 2 processes, got 10000; 0"),
+        ("replay --head-dim 5", "--head-dim must be even, .* got 5"),
         ("replay --cp-size 5000", "--cp-size times --pp-size must be at most .* got 5000 x 1"),
         (
             "replay --placement striped",

@@ -184,6 +184,7 @@ def test_segments_gather_what_each_row_sees(stride: int) -> None:
         ({"num_layers": 0}, "num_layers must be >= 1, got 0"),
         ({"num_heads": 3}, "num_heads must be a multiple of num_kv_heads 2, got 3"),
         ({"head_dim": 577}, "head_dim must be at most 576, got 577"),
+        ({"head_dim": 5}, "head_dim must be even, as positions turn pairs of numbers, got 5"),
     ],
 )
 def test_bad_sizes_are_refused(sizes: dict[str, int], message: str) -> None:

@@ -40,7 +40,11 @@ class DenseConfig(DecoderConfig):
             )
         if self.head_dim > 576:
             raise ValueError(f"DenseConfig: head_dim must be at most 576, got {self.head_dim}")
-
+        if self.head_dim % 2:
+            raise ValueError(
+                "DenseConfig: head_dim must be even, as positions turn pairs of numbers, got "
+                f"{self.head_dim}"
+            )
         if self.kv_dtype not in ("bf16", *self.CODES):
             raise ValueError(
                 f"DenseConfig: kv_dtype must be bf16, {', '.join(self.CODES)}, got "
