@@ -154,6 +154,10 @@ def test_absurd_values_are_refused_in_a_line_that_names_the_option(name: str, op
         ("replay --head-dim 5", "--head-dim must be even, .* got 5"),
         ("replay --cp-size 5000", "--cp-size times --pp-size must be at most .* got 5000 x 1"),
         (
+            "replay --disaggregate --decode-ranks 5000",
+            "--cp-size times --pp-size and --decode-ranks must .* got 2 x 1 and 5000",
+        ),
+        (
             "replay --placement striped",
             "must be 'replicated', 'page_interleave' or .* got 'striped'",
         ),

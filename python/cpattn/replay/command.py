@@ -125,9 +125,11 @@ def _check_processes(options: ReplayOptions) -> None:
     processes, each = options.num_processes, max(options.num_threads, 1)
     most = max(MAX_THREADS, 4 * num_cpus())
     if processes > most:
+        decoding = processes - options.num_ranks
+        names = "--cp-size times --pp-size"
         raise ValueError(
-            f"--cp-size times --pp-size must be at most {most} processes, got "
-            f"{options.cp_size} x {options.pp_size}"
+            f"{names}{' and --decode-ranks' * bool(decoding)} must be at most {most} processes, "
+            f"got {options.cp_size} x {options.pp_size}{f' and {decoding}' * bool(decoding)}"
         )
     if processes * each > most:
         raise ValueError(
