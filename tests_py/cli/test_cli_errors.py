@@ -257,6 +257,15 @@ def test_what_a_machine_cannot_do_is_said_before(monkeypatch: pytest.MonkeyPatch
     assert check_room(requests, ReplayOptions()) is None
 
 
+def test_replicated_pools_to_compare_with_must_fit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "memory", lambda: (2 << 30, 2 << 30))
+    sizes = ("--cp-size", "8", "--pool-tokens", "131072")
+    sharded = ("replay", "--placement", "page_interleave", *sizes)
+    assert isinstance(invoke(*sharded).exception, Reached)
+    message = refusal(*sharded, "--against-replicated")
+    assert message.startswith("replicated pools and weights of 8 processes take ")
+
+
 def test_a_warning_comes_before_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "num_cpus", lambda: 1)
     result = invoke("replay", "--cp-size", "3")

@@ -172,10 +172,12 @@ def replay(
     with refusals_by_option():
         requests = read_requests(trace, options.pop("num_requests"), options["seed"])
         settings = settings_of(**options)
+        asked = [settings]
         if against_replicated:
             check_sharded(settings)
-        warning = check_room(requests, settings)
-    for line in filter(None, (message, warning)):
+            asked.insert(0, replicated(settings))  # whose pools take more
+        warnings = [check_room(requests, each) for each in asked]
+    for line in filter(None, (message, warnings[0] or warnings[-1])):
         click.echo(line, err=True)
     with failures(), make_progress("cpattn replay", "prompt tokens") as progress:
         rows = SampledRows() if against_replicated else None

@@ -152,8 +152,9 @@ def check_room(requests: Sequence[Request], options: ReplayOptions) -> str | Non
     total, free = memory()
     cpus, processes = num_cpus(), options.num_processes
     if total and need.arrays > total:
+        pools = "pools" if options.is_sharded else "replicated pools"
         raise ValueError(
-            f"pools and weights of {processes} processes take {_gib(need.arrays)}, this machine "
+            f"{pools} and weights of {processes} processes take {_gib(need.arrays)}, this machine "
             f"has {_gib(total)}: choose a smaller --pool-tokens, model or --cp-size"
         )
     memory_text = f"about {_gib(need.total)} of memory"
