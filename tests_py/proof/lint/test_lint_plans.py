@@ -251,3 +251,30 @@ def test_a_query_that_misses_keys_is_drawn_with_what_it_sees():
     assert found.where.startswith("request 1, query 79, key")
     assert found.ranks == (3,)
     assert "rank 3 sees" in found.picture
+
+
+def ring(keys):
+    """Rank 0 has the end of a sequence and two rows of padding, rank 1 sends it its four rows."""
+    calls = [
+        {"row": [0, 0], "rows": [2, 2], "keys": [2, keys], "step": [1, 0], "from": [0, 1]},
+        {"row": [0], "rows": [4], "keys": [4], "from": [1]},
+    ]
+    ranks = [
+        {
+            "rows": {"request": [0], "position": [first], "count": [4]},
+            "segments": {"request": [0] * len(call["row"])} | call,
+        }
+        for first, call in zip((4, 0), calls, strict=True)
+    ]
+    return {"schema": "cpattn-plan/1", "requests": [{"extend": 6, "pad": 2}], "ranks": ranks}
+
+
+def test_a_ring_takes_no_more_keys_than_a_rank_has():
+    assert kinds(ring(4)) == set()
+    (found,) = lint(ring(5)).findings
+    assert found.what == "a call of rank 0 takes 5 keys of request 0 from rank 1, which has 4"
+    assert found.invariant == "LEN"
+    padded = ring(4)  # the last row sees two keys, and two rows of padding
+    padded["ranks"][0]["segments"]["keys"][0] = 4
+    padded["ranks"][0]["segments"]["step"][0] = 0
+    assert "len-keys" in kinds(padded)

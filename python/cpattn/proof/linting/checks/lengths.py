@@ -62,7 +62,7 @@ def segments(plan: Plan) -> list[Finding]:
             f"request {calls['request'][bad]}, row {calls['row'][bad]}", [calls["rank"][bad]],
             keys=calls["keys"][bad],
         )  # fmt: skip
-    return _too_many_keys(plan)
+    return _too_many_keys(plan) or _more_than_sent(plan)
 
 
 def _too_many_keys(plan: Plan) -> list[Finding]:
@@ -82,6 +82,30 @@ def _too_many_keys(plan: Plan) -> list[Finding]:
         f"its cache has {own[bad]} of {whole[bad]}", f"request {request}, key {own[bad]}", [rank],
         f"reads  {end[bad]:>8} keys\nhas    {own[bad]:>8} of its own, of {whole[bad]}",
         request=request, keys=end[bad], expected=own[bad], whole=whole[bad],
+    )  # fmt: skip
+
+
+def _more_than_sent(plan: Plan) -> list[Finding]:
+    """A call that takes more keys of another rank than this has rows that are no padding."""
+    calls, rows = plan.segments, plan.rows
+    real, count = rows["request"] >= 0, len(plan.requests)
+    owner = rows["rank"][real] * count + rows["request"][real]
+    owners, places = np.unique(owner, return_inverse=True)
+    sums = np.bincount(places, weights=rows["count"][real]).astype(np.int64)
+    wanted = calls["from"] * count + calls["request"]
+    place = np.searchsorted(owners, wanted)
+    known = np.isin(wanted, owners)
+    have = np.zeros(len(wanted), np.int64)
+    have[known] = sums[place[known]]
+    end = calls["first"] + calls["keys"]
+    bad = first_of((calls["from"] >= 0) & (calls["rows"] > 0) & (end > have))
+    if bad is None:
+        return []
+    rank, request, source = (int(calls[name][bad]) for name in ("rank", "request", "from"))
+    return finding(
+        "len-keys", f"a call of rank {rank} takes {end[bad]} keys of request {request} from rank "
+        f"{source}, which has {have[bad]}", f"request {request}, row {calls['row'][bad]}",
+        [rank, source], request=request, keys=end[bad], expected=have[bad],
     )  # fmt: skip
 
 
