@@ -127,6 +127,14 @@ def test_the_page_shows_what_comes_out(name: str) -> None:
     assert [line.rstrip() for line in result.stdout.splitlines()] == shown.splitlines()
 
 
+def test_the_page_has_a_row_and_a_section_of_every_command() -> None:
+    page = PAGE.read_text("utf-8")
+    assert re.findall(r"^\| \[`cpattn (\w+)`\]\(#cpattn-\1\) \|", page, re.M) == list(
+        commands.commands
+    )
+    assert set(re.findall(r"^## cpattn (\w+)$", page, re.M)) == set(commands.commands)
+
+
 def tables_of_names(title: str) -> set[str]:
     """Names in the first column of the table below a sentence of the page."""
     _, _, rest = PAGE.read_text("utf-8").partition(title)
