@@ -31,6 +31,7 @@ def whole_document():
         rank["heads"] = {"q": [2 * number, 2 * number + 1], "kv": [number], "group": 0}
         rank["selections"] = {"request": [0], "position": [number], "key": [0], "index": [0]}
     document["heads"] = {"q": 6, "kv": 3}
+    document["attention"] = {"window": 1000}
     document["topk"] = {"k": 1, "scores": [{"request": 0, "position": 0, "scores": [1.0]}]}
     document["merges"] = [{"base": "e", "parts": [{"rank": 0, "base": "e", "sinks": False}]}]
     entry = {"layer": 0, "kind": "k", "addr": 4096, "nbytes": 4096, "item_len": 512}
@@ -112,6 +113,9 @@ BAD = {
         "ranks": [{"rows": {"request": [0, 0], "position": [0, 1], "count": [1, -3]}}]
     },
     "balance.bound: must be of type number, got nan": {"balance": {"bound": float("nan")}},
+    "attention.window: must be at most 4611686018427387904, got 9223372036854775808": {
+        "attention": {"window": 2**63}
+    },
     "ranks[0].rows.count[0]: must be at most 67108864, got 67108865": {
         "ranks": [{"rows": {"request": [-1], "position": [0], "count": [2**26 + 1]}}]
     },

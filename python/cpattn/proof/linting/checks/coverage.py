@@ -85,9 +85,11 @@ def _visits(plan: Plan, pieces: Pieces, looked: Ints) -> Visits:
     keys = pieces.keys[piece] + row * pieces.slope[piece]
     first = pieces.first[piece]
     if plan.window is not None:
-        hidden = np.maximum(keys - 1 - plan.window, 0) if (pieces.source < 0).all() else None
-        if hidden is None or (pieces.key_step > 1).any():
+        if not plan.causal:
+            raise Absent("windows are judged under a causal mask")
+        if (pieces.source >= 0).any():
             raise Absent("windows are judged where keys are those of the cache")
+        hidden = np.maximum(keys - 1 - plan.window, 0)
         first, keys = first + hidden, keys - hidden
     return Visits(query, piece, first, keys, pieces.key_step[piece])
 
