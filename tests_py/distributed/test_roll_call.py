@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cpattn import __version__
 from cpattn.distributed.transport import exchange, versions
-from cpattn.distributed.transport.roll_call import RollCall, Words
+from cpattn.distributed.transport.roll_call import _PATIENCE as PATIENCE_FOR_ROWS
+from cpattn.distributed.transport.roll_call import HOSTS, RollCall, Watch, Words
 from cpattn.distributed.transport.waiting import Posted, Wait
 from support.time_limits import BUSY
 
@@ -89,6 +90,30 @@ def test_ranks_that_miss_each_other_are_named_for_want_of_others(roll_call):
     say(roll_call, 1, Words((2,), "closed"))
     say(roll_call, 2, Words((1,), "closed"))
     assert roll_call.named(0, {1: "gone"}) == {1: "gone"}
+
+
+class Ended:
+    """A host on which ranks have ended."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = list(ranks)
+
+    def ended(self) -> list[int]:
+        return self.ranks
+
+
+def test_a_rank_that_has_ended_is_lost_to_those_that_wait_for_it(group, roll_call):
+    """With time for what it had sent, from when it is waited for."""
+    HOSTS[group] = Ended(1, 2)
+    watch = Watch(group, roll_call, time.monotonic())
+    end = time.monotonic() + 2 * PATIENCE_FOR_ROWS
+    while time.monotonic() < end:
+        assert watch.losses(3) == ({}, False)
+        time.sleep(0.01)
+    assert watch.losses(1) == watch.losses(2) == ({}, False)
+    time.sleep(PATIENCE_FOR_ROWS)
+    gone = dict.fromkeys((1, 2), "its process has ended")
+    assert watch.losses(2) == (gone, False)
 
 
 def told_by(layout: int, version: str) -> list[int]:

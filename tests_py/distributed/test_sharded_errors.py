@@ -377,3 +377,9 @@ def test_lost_rank_is_named(tmp_path, exchange):
         assert message.startswith("ContextParallel.attend: ")
         assert "of 3 did not answer" in message
     assert any("rank 2 of 3" in message for message in others)
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_well_is_not_missed(tmp_path):
+    """Its process has ended, but all has come that the others wait for."""
+    assert run_world(4, tmp_path, worker.run_early_end) == [None, *["no error"] * 3]

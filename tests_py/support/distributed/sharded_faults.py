@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from cpattn.distributed import ContextParallel
+from cpattn.distributed.layers import ring
 from support.distributed.distributed_worker import make_plan
 from support.distributed.prefill_batches import Case, make_batch
 from support.distributed.sharded_worker import PLACEMENTS, Run, run_prefill
@@ -117,6 +120,36 @@ def run_loss(rank: int, exchange: str, group: Any = None) -> str:
         cp.attend(plan, cp.shard(plan, batch.q), *shards)
     except RuntimeError as error:
         return str(error)
+    return "no error"
+
+
+def run_early_end(rank: int) -> str:
+    """What ranks are told of rank 0, which ends well while rank 3 still waits for keys of rank 2.
+
+    They pass keys round, and rank 2 computes longer than anybody waits for one that has died.
+    """
+    size, seconds = dist.get_world_size(), 1.0
+    batch = make_batch(SMALL)
+    cp = ContextParallel(
+        dist.group.WORLD, page_size=SMALL.page_size, exchange="ring",
+        placement=PLACEMENTS["pages"](size, SMALL.page_size),
+    )  # fmt: skip
+    assert cp.topology().transport == "shm"
+    plan = make_plan(cp, SMALL, batch)
+    shards = [torch.zeros(64, 2, 32) for _ in "kv"]
+    attend_part = ring.attend_part
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(seconds if rank == 2 else 0)
+        return attend_part(*arguments)
+
+    try:
+        with mock.patch.object(ring, "attend_part", slowly):
+            cp.attend(plan, cp.shard(plan, batch.q), *shards)
+    except RuntimeError as error:
+        return str(error)
+    if rank == 0:
+        os._exit(0)
     return "no error"
 
 

@@ -189,7 +189,7 @@ class Watch:
     group: dist.ProcessGroup
     roll_call: RollCall
     begin: float
-    ended_since: float | None = None
+    gone: tuple[int, float] | None = None  # an awaited rank whose process has ended; since when
 
     def losses(self, awaited: int) -> tuple[dict[int, str], bool]:
         """Whom there is no use to wait for, and why; and whether that is for the time alone."""
@@ -203,11 +203,11 @@ class Watch:
             return failures, timed_out
         host = HOSTS.get(self.group)
         ended = [] if host is None else host.ended()
-        if not ended:
-            self.ended_since = None
-        elif self.ended_since is None:
-            self.ended_since = now
-        elif now - self.ended_since > _PATIENCE:  # what it had sent would have come
+        if awaited not in ended:  # others may have ended well, with all sent that they had to
+            self.gone = None
+        elif self.gone is None or self.gone[0] != awaited:
+            self.gone = awaited, now
+        elif now - self.gone[1] > _PATIENCE:  # what it had sent would have come
             return dict.fromkeys(ended, "its process has ended"), False
         if now - self.begin < self.roll_call.timeout:
             return {}, False
