@@ -291,3 +291,35 @@ def test_a_ring_takes_no_more_keys_than_a_rank_has():
     padded["ranks"][0]["segments"]["keys"][0] = 4
     padded["ranks"][0]["segments"]["step"][0] = 0
     assert "len-keys" in kinds(padded)
+
+
+def of_writes(*runs, pad=0, **cache):
+    """One rank that writes runs of (request, position, count, slot) for four new tokens."""
+    columns = zip(("request", "position", "count", "slot"), zip(*runs, strict=True), strict=True)
+    return {
+        "schema": "cpattn-plan/1",
+        "requests": [{"extend": 4, "pad": pad}],
+        "cache": {"page_size": 4, **cache},
+        "ranks": [{"writes": {name: list(values) for name, values in columns}}],
+    }
+
+
+def test_padding_may_be_written_nowhere():
+    """Slot -1 is none, whether a row of padding is of no request or behind one."""
+    tokens, nowhere = (0, 0, 4, 4), ((-1, 0, 1, -1), (0, 4, 1, -1), (0, 6, 1, -1))
+    for row in nowhere:
+        assert kinds(of_writes(tokens, row, pad=4, num_pages=4)) == set()
+    assert kinds(of_writes(tokens, (0, 6, 2, 0), pad=4, num_pages=4, padding_page=0)) == set()
+    assert kinds(of_writes(tokens, (0, 6, 2, 0), pad=4, num_pages=4)) == {"pad-slot"}
+    assert "own-slot" in kinds(of_writes(tokens, (0, 6, 3, 0), pad=4, num_pages=4))
+
+
+def test_tokens_are_written_somewhere():
+    """To no slot below 0, even if nobody says how many there are, and not where padding goes."""
+    assert kinds(of_writes((0, 0, 4, 4))) == set()
+    assert kinds(of_writes((0, 0, 3, 4), (0, 3, 1, -1))) == {"addr-slot"}
+    assert kinds(of_writes((0, 0, 4, 4), (-1, 0, 1, 0), padding_page=0)) == set()
+    (found,) = lint(of_writes((0, 0, 4, 2), (-1, 0, 1, 4), padding_page=1)).findings
+    assert found.kind == "pad-slot"
+    assert found.what == "rank 0 writes position 2 of request 0 to page 1, which is for padding"
+    assert "len-pages" in kinds(of_writes((0, 0, 4, 4), padding_page=1, tables=[[1]]))

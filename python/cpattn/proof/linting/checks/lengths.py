@@ -144,6 +144,13 @@ def _table_of(plan: Plan, rank: int) -> list[Finding]:
             f"there are {limit}", f"request {request[bad]}, page {column[bad]} of its table",
             [rank], request=request[bad], column=column[bad], page=page[bad], pages=limit,
         )  # fmt: skip
+    bad = first_of(page == plan.cache.get("padding_page", -1))
+    if bad is not None:
+        return finding(
+            "len-pages", f"rank {rank} keeps keys of request {request[bad]} on page {page[bad]}, "
+            "which is for padding", f"request {request[bad]}, page {column[bad]} of its table",
+            [rank], request=request[bad], column=column[bad], page=page[bad],
+        )  # fmt: skip
     return _shared_pages(plan, rank, request, column, page)
 
 

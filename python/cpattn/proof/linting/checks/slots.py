@@ -27,7 +27,8 @@ def _real(plan: Plan) -> Columns:
     ends = plan.lengths[runs["request"]]
     count = np.clip(ends - runs["position"], 0, runs["count"])
     padded = runs["position"] + runs["count"] <= ends + plan.pad[runs["request"]]
-    return runs | {"count": np.where(padded, count, runs["count"])}
+    runs = runs | {"count": np.where(padded, count, runs["count"])}
+    return {name: values[runs["count"] > 0] for name, values in runs.items()}
 
 
 def _cut(runs: Columns, unit: int) -> Columns:
@@ -154,15 +155,24 @@ def _slots_of_tables(plan: Plan, runs: Columns) -> list[Finding]:
 
 def bounds(plan: Plan) -> list[Finding]:
     """Nothing is written outside of the cache."""
-    runs = _writes(plan)
+    runs = _real(plan)
+    bad = first_of(runs["slot"] < 0)
+    if bad is not None:
+        slot, rank = int(runs["slot"][bad]), int(runs["rank"][bad])
+        request, position = int(runs["request"][bad]), int(runs["position"][bad])
+        return finding(
+            "addr-slot", f"rank {rank} writes position {position} of request {request} to slot "
+            f"{slot}", f"slot {slot}", [rank], slot=slot,
+        )  # fmt: skip
     if "num_pages" not in plan.cache:
         raise Absent("the cache has no num_pages")
+    runs = _writes(plan)
     size = int(plan.cache["num_pages"]) * int(plan.cache["page_size"])
     end = runs["slot"] + runs["count"]
-    bad = first_of((runs["count"] > 0) & ((runs["slot"] < 0) | (end > size)))
+    bad = first_of((runs["count"] > 0) & (runs["slot"] >= 0) & (end > size))
     if bad is None:
         return []
-    slot = int(runs["slot"][bad] if runs["slot"][bad] < 0 else max(size, runs["slot"][bad]))
+    slot = max(size, int(runs["slot"][bad]))
     return finding(
         "addr-slot", f"rank {runs['rank'][bad]} writes slot {slot}, the cache has {size}",
         f"slot {slot}", [runs["rank"][bad]], slot=slot, slots=size,
@@ -170,7 +180,7 @@ def bounds(plan: Plan) -> list[Finding]:
 
 
 def padding(plan: Plan) -> list[Finding]:
-    """Rows of padding are written to the page of padding, or not at all."""
+    """Rows of padding are written to the page of padding, or not at all, and no others there."""
     runs = _writes(plan)
     page_size = int(plan.cache.get("page_size", 1))
     real = runs["request"] >= 0
@@ -183,18 +193,32 @@ def padding(plan: Plan) -> list[Finding]:
     end = runs["slot"] + runs["count"]
     page = plan.cache.get("padding_page")
     low, high = (page * page_size, (page + 1) * page_size) if page is not None else (0, 0)
-    padded = (~real & (runs["count"] > 0) & (runs["slot"] >= 0)) | (
-        behind & (plan.pad[owner] > 0 if len(plan.requests) else False)
-    )
+    padded = ~real | (behind & (plan.pad[owner] > 0 if len(plan.requests) else False))
+    padded &= (runs["count"] > 0) & (runs["slot"] >= 0)
     bad = first_of(padded & ((first < low) | (end > high)))
     if bad is None:
-        return []
+        return _tokens_on_page(plan, int(page), low, high) if page is not None else []
     slot = int(first[bad])
     allowed = f"padding may use page {page}" if page is not None else "no page is for padding"
     return finding(
         "pad-slot", f"rank {runs['rank'][bad]} writes padding to slot {slot} of page "
         f"{slot // page_size}; {allowed}", f"slot {slot}", [runs["rank"][bad]], slot=slot,
         page=slot // page_size,
+    )  # fmt: skip
+
+
+def _tokens_on_page(plan: Plan, page: int, low: int, high: int) -> list[Finding]:
+    """Tokens that are written to the page of padding, where padding overwrites them."""
+    runs = _real(plan)
+    bad = first_of((runs["slot"] < high) & (runs["slot"] + runs["count"] > low))
+    if bad is None:
+        return []
+    rank, request, position = (int(runs[name][bad]) for name in ("rank", "request", "position"))
+    into = max(low - int(runs["slot"][bad]), 0)
+    return finding(
+        "pad-slot", f"rank {rank} writes position {position + into} of request {request} to page "
+        f"{page}, which is for padding", f"slot {runs['slot'][bad] + into}", [rank],
+        slot=runs["slot"][bad] + into, page=page,
     )  # fmt: skip
 
 
