@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from ..._hosts import end_with
 from ..findings import NotUsable
 from .cases import Case
+from .forms import WrongForm
 
 SECONDS_TO_START = 120.0
 _ROOM_OF_FAR_CASE = 14 << 30  # two caches of 4 GiB that are not touched, and no copy of them
@@ -38,7 +39,8 @@ class Calls(Protocol):
         """Call it on a case. What it raises is for the caller."""
 
     def failed(self, case: Any, status: str, message: str) -> Any:
-        """What stands for an answer: "refused", "raised", "crash" or "hang", and why."""
+        """What stands for an answer: "refused", "raised", "wrong-form", "crash" or "hang", and
+        why."""
 
 
 class Child:
@@ -180,12 +182,14 @@ def _answer(fn: Any, signature: Calls, case: Any, device: str) -> Any:
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + _ROOM_OF_FAR_CASE, limits[1]))
     try:
         return signature.answer(fn, case, device)
+    except WrongForm as error:
+        return signature.failed(case, "wrong-form", str(error))
     except (SystemExit, KeyboardInterrupt) as error:
         return signature.failed(case, "raised", _said(error))
     except BaseException as error:
-        refuses = isinstance(error, _REFUSALS) or any(
-            word in str(error).lower() for word in _REFUSING_WORDS
-        )
+        said = str(error).lower()
+        refuses = isinstance(error, _REFUSALS) or any(word in said for word in _REFUSING_WORDS)
+        refuses = refuses and "to unpack" not in said  # a ValueError of what takes a result apart
         return signature.failed(case, "refused" if refuses else "raised", _said(error))
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)

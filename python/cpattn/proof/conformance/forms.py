@@ -11,27 +11,61 @@ from .cases import Case
 from .judgement import Result
 
 
-def checked(case: Case, out: Any, lse: Any) -> Result:
-    """The answer as arrays, or what is wrong with its form."""
-    rows, heads = sum(case.q_lens), case.num_heads
-    for name, x, shape in (
-        ("out", out, (rows, heads, case.v_head_dim)),
-        ("lse", lse, (rows, heads)),
-    ):
-        if x is None and name == "lse":
+class WrongForm(Exception):
+    """What an operator returned is not what its signature says; the message says in what."""
+
+
+def returned(result: Any, **dims: int | None) -> tuple[Any, ...]:
+    """What an operator returned: tensors by name, of so many dimensions; more may follow.
+
+    Taking it apart without this raises a ValueError where it is something else, which would pass
+    for a refusal of the operator. None is for what nobody looks at, and a log-sum-exp may be None.
+    """
+    import torch
+
+    if len(dims) == 1:
+        result = (result,)
+    if not isinstance(result, tuple | list) or len(result) < len(dims):
+        count = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+        names = " and ".join(dims)
+        raise WrongForm(f"{names} must be returned, got {type(result).__name__}{count}")
+    for (name, dim), x in zip(dims.items(), result, strict=False):
+        if dim is None or (x is None and name == "lse"):
             continue
-        found = tuple(getattr(x, "shape", ()))
-        if len(found) != len(shape) or found[0] < rows or found[1:] != shape[1:]:
-            what = f"of shape {list(found)}" if hasattr(x, "shape") else type(x).__name__
-            message = f"{name} must have shape {list(shape)}, got one {what}"
-            return Result(case, "wrong-form", message=message)
-    dtype = str(getattr(out, "dtype", "")).rpartition(".")[2]
-    if dtype != case.dtype:
-        message = f"out must be {case.dtype} as the queries are, got {dtype or type(out).__name__}"
-        return Result(case, "wrong-form", message=message)
-    return Result(
-        case, "answered", array_of(out)[:rows], None if lse is None else array_of(lse)[:rows]
-    )
+        if not isinstance(x, torch.Tensor):
+            raise WrongForm(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.ndim != dim:
+            raise WrongForm(f"{name} must have {dim} dimensions, got shape {list(x.shape)}")
+    return tuple(result[: len(dims)])
+
+
+def checked(case: Case, out: Any, lse: Any, *, has_lse: bool, device: str) -> Result:
+    """The answer as arrays, or what is wrong with its form; `has_lse`: whether `lse` counts."""
+    rows, heads = sum(case.q_lens), case.num_heads
+    try:
+        _check_form("out", out, (rows, heads, case.v_head_dim), (case.dtype,), device)
+        if has_lse:
+            _check_form("lse", lse, (rows, heads), ("float32", "float64"), device)
+    except WrongForm as error:
+        return Result(case, "wrong-form", message=str(error))
+    return Result(case, "answered", array_of(out)[:rows], array_of(lse)[:rows] if has_lse else None)
+
+
+def _check_form(
+    name: str, x: Any, shape: tuple[int, ...], dtypes: tuple[str, ...], device: str
+) -> None:
+    """Of a torch or NumPy tensor, which may have rows of padding behind the others."""
+    found = tuple(getattr(x, "shape", ()))
+    if len(found) != len(shape) or found[0] < shape[0] or found[1:] != shape[1:]:
+        what = f"one of shape {list(found)}" if hasattr(x, "shape") else type(x).__name__
+        raise WrongForm(f"{name} must have shape {list(shape)}, got {what}")
+    dtype = str(getattr(x, "dtype", "")).rpartition(".")[2]
+    if dtype not in dtypes:
+        as_queries = " as the queries are" if name == "out" else ""
+        raise WrongForm(f"{name} must be {dtypes[0]}{as_queries}, got {dtype or type(x).__name__}")
+    place = getattr(getattr(x, "device", None), "type", "")  # arrays of NumPy have none
+    if place and place != device.partition(":")[0]:
+        raise WrongForm(f"{name} must be on {device} as the queries are, got one on {place}")
 
 
 def array_of(x: Any) -> Any:

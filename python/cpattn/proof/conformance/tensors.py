@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .cases import FAR_ELEMENTS, Batch, Case, make_batch
+from .forms import WrongForm
 from .numbers import Array
 
 _MAP_NORESERVE = 0x4000  # of Linux; Python has no name for it
@@ -135,6 +136,12 @@ class Tensors:
         """The rows of sequences out of [batch, longest, ...]."""
         import torch
 
+        wanted = (len(self.q_lens), max(self.q_lens))
+        if tuple(padded.shape[:2]) != wanted:
+            raise WrongForm(
+                f"out must be of {wanted[0]} sequences with {wanted[1]} rows each, "
+                f"got {' and '.join(map(str, padded.shape[:2]))}"
+            )
         return torch.cat([padded[s, :q_len] for s, q_len in enumerate(self.q_lens)])
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..forms import WrongForm
 from ..numbers import Array
 
 
@@ -83,13 +84,11 @@ class SelectionSignature:
     def answer(self, fn: Any, case: Any, device: str) -> SelectionResult:
         """Call an operator on a case, and look at the form of what it returns."""
         answer = self.call(fn, case, device)
-        indices = _integers(answer.indices)
-        if indices is None or indices.ndim != 2 or len(indices) != len(case.lengths):
-            shape = list(getattr(answer.indices, "shape", ()))
-            wanted = [len(case.lengths), case.topk]
-            said = f"indices must be integers of shape {wanted}, got {shape or 'no tensor'}"
-            return self.failed(case, "wrong-form", said)
-        return SelectionResult(case, "answered", indices, _integers(answer.if_confused))
+        indices = integers_of(answer.indices, len(case.lengths), case.topk)
+        confused = answer.if_confused
+        if confused is not None:
+            confused = integers_of(confused, len(case.lengths), case.topk)
+        return SelectionResult(case, "answered", indices, confused)
 
     def failed(self, case: Any, status: str, message: str) -> SelectionResult:
         """What stands for an answer."""
@@ -107,10 +106,11 @@ def narrowed(signature: SelectionSignature, without: Sequence[str]) -> Selection
     return replace(signature, features=features)
 
 
-def _integers(x: Any) -> Array | None:
-    """int64, of a torch or NumPy tensor of integers."""
-    if hasattr(x, "detach"):
-        x = x.detach().cpu().numpy()
-    if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu":
-        return None
-    return x.astype(np.int64)
+def integers_of(x: Any, rows: int, topk: int) -> Array:
+    """int64, of a torch or NumPy tensor of integers; another number of columns is for the judge."""
+    found = x.detach().cpu().numpy() if hasattr(x, "detach") else x
+    is_array = isinstance(found, np.ndarray)
+    if not is_array or found.dtype.kind not in "iu" or found.ndim != 2 or len(found) != rows:
+        got = f"{found.dtype} of shape {list(found.shape)}" if is_array else type(x).__name__
+        raise WrongForm(f"indices must be integers of shape {[rows, topk]}, got {got}")
+    return found.astype(np.int64)

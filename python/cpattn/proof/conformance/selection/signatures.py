@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from ..forms import WrongForm
 from ..numbers import Array
 from .cases import SelectionCase, candidates_of, make_scores
-from .features import SelectionAnswer, SelectionFeatures, SelectionSignature
+from .features import SelectionAnswer, SelectionFeatures, SelectionSignature, integers_of
 
 _DIM, _HEADS = 32, 2
 
@@ -28,11 +29,11 @@ def _call_topk(fn: Any, case: SelectionCase, device: str) -> SelectionAnswer:
     if case.starts:
         options["row_starts"] = _tensor(np.asarray(case.starts, np.int32), device)
     indices = fn(_tensor(make_scores(case), device), lengths, case.topk, **options)
-    if not case.starts or not hasattr(indices, "detach"):
-        return SelectionAnswer(indices)
+    found = integers_of(indices, len(case.lengths), case.topk)
+    if not case.starts:
+        return SelectionAnswer(found)
     starts = np.asarray(case.starts)[:, None]
-    found = indices.detach().cpu().numpy()
-    return SelectionAnswer(indices, np.where(found < 0, found, found - starts))
+    return SelectionAnswer(found, np.where(found < 0, found, found - starts))
 
 
 def _call_indexer(fn: Any, case: SelectionCase, device: str) -> SelectionAnswer:
@@ -48,10 +49,10 @@ def _call_indexer(fn: Any, case: SelectionCase, device: str) -> SelectionAnswer:
         *(_tensor(x, device) for x in (q, k, weights, starts)),
         _tensor(starts + np.asarray(case.lengths, np.int32), device), topk=case.topk,
     )  # fmt: skip
-    if not case.starts or not hasattr(indices, "detach"):
-        return SelectionAnswer(indices)
-    found = indices.detach().cpu().numpy()
-    return SelectionAnswer(indices, np.where(found < 0, found, found - starts[:, None]))
+    found = integers_of(indices, rows, case.topk)
+    if not case.starts:
+        return SelectionAnswer(found)
+    return SelectionAnswer(found, np.where(found < 0, found, found - starts[:, None]))
 
 
 def _call_ranks(fn: Any, case: SelectionCase, device: str) -> SelectionAnswer:
@@ -70,9 +71,11 @@ def _call_ranks(fn: Any, case: SelectionCase, device: str) -> SelectionAnswer:
             _tensor(chosen, device), dcp_rank=rank, dcp_size=case.ranks,
             interleave_size=case.interleave,
         )  # fmt: skip
-        if tuple(getattr(local, "shape", ())) != chosen.shape or not hasattr(local, "detach"):
-            return SelectionAnswer(local if not parts else parts[-1][:0])
-        parts.append(local.detach().cpu().numpy().astype(np.int64))
+        found = integers_of(local, *chosen.shape)
+        if found.shape != chosen.shape:
+            wanted, got = list(chosen.shape), list(found.shape)
+            raise WrongForm(f"indices of a rank must have shape {wanted}, got {got}")
+        parts.append(found)
     size = case.interleave
     positions = [
         np.where(p < 0, p, (p // size * case.ranks + rank) * size + p % size)

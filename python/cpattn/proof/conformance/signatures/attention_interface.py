@@ -10,6 +10,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from ..forms import returned
 from ..tensors import Tensors
 from .signature import Answer, Features, Signature
 
@@ -28,7 +29,8 @@ def _call(fn: Any, tensors: Tensors) -> Answer:
     options: dict[str, Any] = {"softcap": case.softcap} if case.softcap else {}
     if tensors.sinks is not None:
         options["s_aux"] = tensors.sinks
-    out, _ = fn(module, q, k, v, mask[:, None], scaling=case.scale, dropout=0.0, **options)
+    result = fn(module, q, k, v, mask[:, None], scaling=case.scale, dropout=0.0, **options)
+    out, _ = returned(result, out=4, weights=None)
     return Answer(tensors.rows_of(out))
 
 

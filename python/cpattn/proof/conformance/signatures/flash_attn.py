@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..cases import Case
+from ..forms import returned
 from ..tensors import Tensors
 from .signature import Answer, Features, Signature
 
@@ -24,8 +25,10 @@ def _options(case: Case) -> dict[str, Any]:
 
 
 def _natural(lse: Any) -> Any:
-    """-inf where +inf says that there is no key."""
-    return lse.masked_fill(lse == float("inf"), float("-inf"))
+    """[batch, heads, rows] or [heads, rows]; -inf where +inf says that there is no key."""
+    if lse is None:
+        return None
+    return lse.masked_fill(lse == float("inf"), float("-inf")).transpose(-1, -2)
 
 
 def _call_varlen(fn: Any, tensors: Tensors) -> Answer:
@@ -40,7 +43,8 @@ def _call_varlen(fn: Any, tensors: Tensors) -> Answer:
         tensors.q, k, v, tensors.ends(tensors.q_lens), tensors.ends(tensors.kv_lens),
         max(case.q_lens), max(case.kv_lens), return_attn_probs=True, **options,
     )  # fmt: skip
-    return Answer(result[0], _natural(result[1]).T)
+    out, lse = returned(result, out=3, lse=2)
+    return Answer(out, _natural(lse))
 
 
 def _call_kvcache(fn: Any, tensors: Tensors) -> Answer:
@@ -57,8 +61,9 @@ def _call_kvcache(fn: Any, tensors: Tensors) -> Answer:
         cache_seqlens=tensors.indices(lengths), block_table=tensors.block_tables,
         return_softmax_lse=True, **options,
     )  # fmt: skip
-    out, lse = result[:2]
-    return Answer(out.flatten(0, 1), _natural(lse).transpose(1, 2).flatten(0, 1))
+    out, lse = returned(result, out=4, lse=3)
+    lse = _natural(lse)
+    return Answer(out.flatten(0, 1), None if lse is None else lse.flatten(0, 1))
 
 
 VARLEN = Signature(

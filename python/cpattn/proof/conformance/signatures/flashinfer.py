@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..forms import returned
 from ..tensors import Tensors
 from .signature import Answer, Features, Signature
 
@@ -48,10 +49,11 @@ def _call(fn: Any, tensors: Tensors) -> Answer:
         workspace = torch.zeros(room, dtype=torch.uint8, device=tensors.device)
         wrapper = fn(workspace, case.kv_layout)
         wrapper.plan(**plan)
-        out, lse = wrapper.run(tensors.q, tensors.caches(), **run)
+        result = wrapper.run(tensors.q, tensors.caches(), **run)
     else:
-        out, lse = fn(tensors.q, tensors.caches(), **plan, **run, kv_layout=case.kv_layout)
-    return Answer(out, lse * math.log(2))
+        result = fn(tensors.q, tensors.caches(), **plan, **run, kv_layout=case.kv_layout)
+    out, lse = returned(result, out=3, lse=2)
+    return Answer(out, None if lse is None else lse * math.log(2))
 
 
 SIGNATURE = Signature(

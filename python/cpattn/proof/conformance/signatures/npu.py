@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..forms import returned
 from ..tensors import Tensors
 from .signature import Answer, Features, Signature
 
@@ -23,14 +24,15 @@ def _call(fn: Any, tensors: Tensors) -> Answer:
     if case.causal:
         template = np.triu(np.ones((_TEMPLATE, _TEMPLATE), bool), 1)
         options = {"sparse_mode": 3, "atten_mask": tensors.tensor(template, "bool")}
-    out, lse = fn(
+    result = fn(
         tensors.q, k, v, input_layout="TND", num_heads=case.num_heads,
         num_key_value_heads=case.num_kv_heads, scale=case.scale,
         actual_seq_lengths=np.cumsum(case.q_lens).tolist(),
         actual_seq_lengths_kv=tensors.kv_lens, block_table=tensors.block_tables,
         block_size=case.page_size, softmax_lse_flag=True, **options,
     )  # fmt: skip
-    return Answer(out, lse[..., 0])
+    out, lse = returned(result, out=3, lse=3)
+    return Answer(out, None if lse is None else lse[..., 0])
 
 
 SIGNATURE = Signature(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..forms import returned
 from ..tensors import Tensors
 from .signature import Answer, Features, Signature
 
@@ -23,12 +24,12 @@ def _call(fn: Any, tensors: Tensors) -> Answer:
         )
         if value is not usual and value != usual
     }
-    out, lse = fn(
+    result = fn(
         tensors.q, k, v, q_lens=tensors.q_lens, kv_lens=tensors.kv_lens,
         block_tables=tensors.block_tables, scale=case.scale, causal=case.causal, return_lse=True,
         **options,
     )  # fmt: skip
-    return Answer(out, lse)
+    return Answer(*returned(result, out=3, lse=2))
 
 
 def _is_short(q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> bool:

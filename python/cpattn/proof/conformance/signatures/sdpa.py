@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..forms import returned
 from ..tensors import Tensors
 from .signature import Answer, Features, Signature
 
@@ -22,7 +23,7 @@ def _call(fn: Any, tensors: Tensors) -> Answer:
         options["is_causal"] = True
     elif case.causal or len(set(case.kv_lens)) > 1 or k.shape[2] > case.kv_lens[0]:
         options["attn_mask"] = tensors.visible()[:, None]
-    out = fn(q, k, v, scale=case.scale, **options)
+    (out,) = returned(fn(q, k, v, scale=case.scale, **options), out=4)
     return Answer(tensors.rows_of(out.transpose(1, 2)))
 
 

@@ -21,7 +21,7 @@ class Answer(NamedTuple):
     out : tensor [rows, num_heads, v_head_dim]
         Rows of all sequences; any of padding may follow.
     lse : tensor [rows, num_heads] or None
-        Natural logarithm, -inf for a row that sees no key.
+        Natural logarithm, -inf for a row that sees no key. Looked at where `Features.lse` is True.
     """
 
     out: Any
@@ -96,7 +96,8 @@ class Signature:
     def answer(self, fn: Any, case: Case, device: str) -> Result:
         """Call an operator on a case, and look at the form of what it returns."""
         answer = self.call(fn, Tensors(case, device))
-        return checked(case, answer.out, answer.lse)
+        has_lse = self.features.lse
+        return checked(case, answer.out, answer.lse, has_lse=has_lse, device=device)
 
     def failed(self, case: Case, status: str, message: str) -> Result:
         """What stands for an answer."""
