@@ -341,6 +341,7 @@ def disagreements(tmp_path_factory):
         ("window", "attend: options"),
         ("scale", "attend: options"),
         ("sinks", "attend: options"),
+        ("LSE by heads", "attend: options"),
         ("topk", "attend_sparse: options"),
         ("sink", "attend_sparse: options"),
         ("kv_lens", "decode: lengths"),

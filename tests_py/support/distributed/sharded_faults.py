@@ -28,19 +28,21 @@ def run_disagreements(rank: int) -> tuple[dict[str, str], bool]:
     size, is_odd = dist.get_world_size(), rank == ODD_RANK
     batch = make_batch(SMALL)
 
-    def parts(**changes: Any) -> tuple[ContextParallel, Any, torch.Tensor, list[torch.Tensor]]:
+    def parts(
+        usual: str = "pass_q", **changes: Any
+    ) -> tuple[ContextParallel, Any, torch.Tensor, list[torch.Tensor]]:
         options = {
             "page_size": SMALL.page_size,
             "placement": PLACEMENTS["pages"](size, SMALL.page_size),
-            "exchange": "pass_q",
+            "exchange": usual,
         }
         cp = ContextParallel(dist.group.WORLD, **options | (changes if is_odd else {}))
         plan = make_plan(cp, SMALL, batch)
         shards = [torch.zeros(64, 2, 32) for _ in "kv"]
         return cp, plan, cp.shard(plan, batch.q), shards
 
-    def attend(changes: dict[str, Any], **options: Any) -> None:
-        cp, plan, q, shards = parts(**changes)
+    def attend(changes: dict[str, Any], usual: str = "pass_q", **options: Any) -> None:
+        cp, plan, q, shards = parts(usual, **changes)
         cp.attend(plan, q, *shards, **(options if is_odd else {}))
 
     def write(**changes: Any) -> None:
@@ -85,6 +87,7 @@ def run_disagreements(rank: int) -> tuple[dict[str, str], bool]:
         "window": lambda: attend({}, window=3),
         "scale": lambda: attend({}, scale=0.5),
         "sinks": lambda: attend({}, sinks=torch.ones(4)),
+        "LSE by heads": lambda: attend({}, "all_to_all", return_lse=True),
         "topk": lambda: sparse(topk=3),
         "sink": lambda: sparse(attn_sink=torch.zeros(2)),
         "kv_lens": lambda: decode({"kv_lens": [4, 9]}),

@@ -12,7 +12,7 @@ from ..._arguments import has
 from ...kv import Placement
 from ..plans.mesh import Mesh
 from ..plans.sharded_plan import ShardedPlan
-from ..transport.exchange import RowExchange, digest
+from ..transport.exchange import RowExchange, digest, term
 from . import all_to_all, gather_kv, pass_q, ring, usp
 from .choice import choose
 from .layer import LayerArguments, checked_layer
@@ -34,6 +34,8 @@ EXCHANGES = ("auto", *STRATEGIES)
 _UNMERGED = ("gather", "all_to_all")
 # Read the shard where it is, so that scales of tokens fit; the others read copies of keys.
 _IN_PLACE = "pass_q"
+# Sends the LSE where it is wanted alone, so that all ranks must want it, or none.
+_SENDS_WANTED_LSE = "all_to_all"
 
 
 def attend_shards(
@@ -56,7 +58,8 @@ def attend_shards(
             wanted, terms["prefetch"] = "gather", prefetched.term()
         name = _exchange_of(plan, wanted, inputs, writes=new is not None)
         terms["exchange"] = digest(f"{name} {plan.max_scratch_bytes} {plan.mesh}".encode())
-        terms["options"] = inputs.digest()
+        sends_lse = name == _SENDS_WANTED_LSE and arguments.return_lse
+        terms["options"] = term((inputs.digest(), sends_lse))
     with exchange.without_return():
         more: dict[str, Any] = {"return_lse": arguments.return_lse} if name in _UNMERGED else {}
         if name == "gather":
