@@ -323,3 +323,38 @@ def test_tokens_are_written_somewhere():
     assert found.kind == "pad-slot"
     assert found.what == "rank 0 writes position 2 of request 0 to page 1, which is for padding"
     assert "len-pages" in kinds(of_writes((0, 0, 4, 4), padding_page=1, tables=[[1]]))
+
+
+def replicated():
+    """Four ranks in decoding: two share out the keys of some heads, two those of others."""
+    ranks = []
+    for rank in range(4):
+        writes = {"request": [0], "position": [4 + rank % 2], "count": [1], "slot": [2]}
+        call = {"request": [0, 0], "row": [0, 1], "rows": [1, 1], "keys": [3 - rank % 2, 3]}
+        rows = {"request": [0], "position": [4], "count": [2]}
+        ranks.append({"rows": rows, "segments": call, "key_lens": [3], "writes": writes})
+    return {
+        "schema": "cpattn-plan/1",
+        "requests": [{"prefix": 4, "extend": 2}],
+        "queries": "all",
+        "cache": {"page_size": 4, "shards": 2},
+        "ranks": ranks,
+    }
+
+
+def test_ranks_of_one_shard_have_other_heads():
+    report = lint(replicated())
+    assert report.findings == ()
+    assert {"OWN", "COV", "LEN"} <= set(report.checked)
+    document = replicated()
+    document["ranks"][2]["segments"]["keys"][0] = 2
+    (found,) = lint(document).findings
+    assert (found.kind, found.ranks) == ("cov-shard", (2,))
+    document = replicated()
+    for column in document["ranks"][3]["writes"].values():
+        column.clear()
+    (found,) = lint(document).findings
+    assert found.what == "position 5 of request 0 is written 0 times by ranks 2, 3, not once"
+    document = replicated()
+    del document["ranks"][3]["writes"]
+    assert "3 ranks that write have not as many of each shard" in lint(document).not_checked["OWN"]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,6 +105,15 @@ class Plan:
     @cached_property
     def shard_by_rank(self) -> Ints:
         return ints([self.shard(rank) for rank in range(len(self.ranks))])
+
+    def copy_by_rank(self, part: str) -> Ints:
+        """How many ranks before each have its shard and this part: those of one number have all."""
+        before: Counter[int] = Counter()
+        copies = []
+        for rank, said in enumerate(self.ranks):
+            copies.append(before[self.shard(rank)])
+            before[self.shard(rank)] += part in said
+        return ints(copies)
 
     def kept(self, rank: int) -> Ints:
         """How many keys of each request belong into the cache of a rank."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...findings import Finding
 from ..intervals import Ints, each, first_of, shard_length
@@ -182,6 +183,20 @@ def _of_shards(plan: Plan, pieces: Pieces) -> list[Finding]:
     pieces = _inside(plan, pieces)
     if int(pieces.rows.sum()) + plan.num_tokens * plan.shards > MOST_VISITS:
         raise Absent(f"more than {MOST_VISITS:,} queries")
+    if not plan.all_queries:
+        return _of_copy(plan, pieces, np.ones(plan.shards, bool))
+    # Ranks of one shard compute other heads: those that have the whole cache together are a copy.
+    copy, said = plan.copy_by_rank("segments"), np.array(["segments" in r for r in plan.ranks])
+    for number in np.unique(copy[said]):
+        own = plan.shard_by_rank[said & (copy == number)]
+        wanted = np.isin(np.arange(plan.shards), own) | (number == 0)
+        if fault := _of_copy(plan, pieces[copy[pieces.rank] == number], wanted):
+            return fault
+    return []
+
+
+def _of_copy(plan: Plan, pieces: Pieces, shards: NDArray[np.bool_]) -> list[Finding]:
+    """The same of ranks among which each of some shards is once."""
     piece, row = each(pieces.rows)
     position = pieces.position[piece] + row * pieces.stride[piece]
     shard = plan.shard_by_rank[pieces.rank[piece]]
@@ -190,25 +205,33 @@ def _of_shards(plan: Plan, pieces: Pieces) -> list[Finding]:
     np.add.at(seen, (query, shard), pieces.keys[piece] + row * pieces.slope[piece])
     _, high = _limits(plan, np.arange(plan.num_tokens))
     wanted = shard_length(high[:, None], np.arange(plan.shards), plan.shards, plan.interleave)
-    bad = first_of((seen != wanted).any(1))
+    differs = (seen != wanted) & shards
+    bad = first_of(differs.any(1))
     if bad is None:
         return []
-    wrong = int(np.flatnonzero(seen[bad] != wanted[bad])[0])
+    wrong = int(np.flatnonzero(differs[bad])[0])
     request, at = plan.place(bad)
     got, want = int(seen[bad, wrong]), int(wanted[bad, wrong])
     lines = [
         f"shard {s}  sees {seen[bad, s]:>6} keys, may see {wanted[bad, s]:>6}"
-        + ("  <" if seen[bad, s] != wanted[bad, s] else "")
+        + ("  <" if differs[bad, s] else "")
         for s in range(plan.shards)
     ]
-    affected = int((seen != wanted).any(1).sum())
+    affected = int(differs.any(1).sum())
     return finding(
         "cov-shard", f"position {at} of request {request} sees {got} keys of shard {wrong}, which "
         f"has {want} up to it" + more(affected - 1, "query").replace("querys", "queries"),
         f"request {request}, query {at}, key {min(got, want)} of shard {wrong}",
-        np.flatnonzero(plan.shard_by_rank == wrong), "\n".join(lines[:8]),
+        _showing(plan, pieces, wrong), "\n".join(lines[:8]),
         request=request, query=at, shard=wrong, keys=got, expected=want,
     )  # fmt: skip
+
+
+def _showing(plan: Plan, pieces: Pieces, shard: int) -> Ints:
+    """Ranks of a shard whose calls these are; all of the shard where they have none."""
+    ranks = np.flatnonzero(plan.shard_by_rank == shard)
+    mine = ranks[np.isin(ranks, pieces.rank)]
+    return mine if len(mine) else ranks
 
 
 CHECKS = (Check("COV", "segments", coverage),)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from ...findings import Finding
-from ..intervals import each, first_of, ints, shard_index, shard_of, tally
+from ..intervals import Ints, each, first_of, ints, shard_index, shard_of, tally
 from ..model import Absent, Columns, Plan
 from ..pictures import Bars
 from .check import Check, finding, more
@@ -74,12 +74,9 @@ def written(plan: Plan) -> list[Finding]:
             f"{low[bad]} to {high[bad] - 1}", f"request {request}, position {position}",
             [runs["rank"][bad]], request=request, position=position,
         )  # fmt: skip
-    apart = plan.shards == 1 and not plan.cache.get("shared", False)
-    copies = len(plan.ranks) if apart else 1
-    total = plan.num_tokens
-    begin = plan.token_of(runs["request"], runs["position"]) + (
-        runs["rank"] * total if apart else 0
-    )
+    copy = _copies(plan)
+    copies, total = int(copy.max()) + 1, plan.num_tokens
+    begin = plan.token_of(runs["request"], runs["position"]) + copy[runs["rank"]] * total
     edges, counts = tally(
         begin, begin + runs["count"], [(i * total, (i + 1) * total) for i in range(copies)]
     )
@@ -87,13 +84,30 @@ def written(plan: Plan) -> list[Finding]:
     if bad is None:
         return []
     request, position = plan.place(int(edges[bad]) % total)
-    times, ranks = int(counts[bad]) + 1, [int(edges[bad]) // total] if apart else []
-    by = f"by rank {ranks[0]}" if apart else "by all ranks together"
+    times = int(counts[bad]) + 1
+    ranks = np.flatnonzero(copy == int(edges[bad]) // total).tolist()
+    by = f"by rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    if copies == 1 and len(ranks) > 1:
+        ranks, by = [], "by all ranks together"
     return finding(
         "own-slot", f"position {position} of request {request} is written {times} times {by}, not "
         "once", f"request {request}, position {position}", ranks, request=request,
         position=position, times=times,
     )  # fmt: skip
+
+
+def _copies(plan: Plan) -> Ints:
+    """Of each rank, the number of the copy of the cache that it has, or has a share of."""
+    if plan.cache.get("shared", False):
+        return np.zeros(len(plan.ranks), np.int64)
+    if plan.shards == 1:
+        return np.arange(len(plan.ranks))
+    copy = plan.copy_by_rank("writes")
+    said = np.array(["writes" in rank for rank in plan.ranks])
+    counts = np.bincount(plan.shard_by_rank[said], minlength=plan.shards)
+    if counts.max() > 1 and counts.min() < counts.max():
+        raise Absent(f"{int(said.sum())} ranks that write have not as many of each shard")
+    return np.where(said, copy, 0)
 
 
 def slots(plan: Plan) -> list[Finding]:
