@@ -40,6 +40,17 @@ def exits():
     sys.exit(7)
 
 
+def exits_at_once():
+    os._exit(7)
+
+
+def exits_from_a_thread():
+    thread = threading.Thread(target=os._exit, args=[0])
+    thread.start()
+    thread.join()
+    dist.barrier()
+
+
 def forks():
     os.fork()
 
@@ -83,6 +94,8 @@ def of_another_size():
     [
         (raises, r"rank 1 raised KeyError: 'layer 3' \(.*test_bad_programs.py:\d+\)$"),
         (exits, "rank [01] exits with 7"),
+        (exits_at_once, "rank [01] exits with 7"),
+        (exits_from_a_thread, r"rank [01] ends its process by os\._exit\(0\) in a thread"),
         (forks, "rank [01] forks; all ranks are simulated in one process"),
         (starts_a_process, "rank [01] starts processes; all ranks"),
         (talks_from_a_thread, "rank [01] calls torch.distributed from a thread of its own, helper"),
@@ -97,6 +110,18 @@ def test_what_cannot_be_judged_says_why(program, message, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of the helper that is stopped
     with pytest.raises(NotUsable, match=message):
         simulate(program, ranks=2, time_limit=0.5 if program is never_ends else 60)
+
+
+def test_a_rank_that_ends_without_error_has_returned():
+    """By `os._exit`, too, which would end the simulation before it has said anything."""
+
+    def program():
+        dist.barrier()
+        if dist.get_rank():
+            os._exit(0)
+        dist.barrier()
+
+    assert simulate(program, ranks=2).findings[0].kind == "rank-returned"
 
 
 def test_one_rank_may_profile():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -31,6 +32,7 @@ def installed(run: Run) -> Iterator[None]:
         (c10d, "_store_based_barrier", _store_barrier(run)),
         (os, "fork", _refusal(run, "forks", os.fork)),
         (BaseProcess, "start", _refusal(run, "starts processes", BaseProcess.start)),
+        (os, "_exit", _exit_of_ranks(run)),
         *_one_profiler(run),
     ]
     for name in ("TCPStore", "FileStore", "HashStore"):
@@ -150,6 +152,25 @@ def _one_profiler(run: Run) -> list[tuple[Any, str, Any]]:
         (profiler, "_enable_profiler", held(profiler._enable_profiler)),
         (profiler, "_disable_profiler", end),
     ]
+
+
+def _exit_of_ranks(run: Run) -> Callable[[int], Any]:
+    """`os._exit` ends the rank that calls it: the process has the others, and the report."""
+    outside, leave = threading.current_thread(), os._exit
+
+    def end(status: int) -> Any:
+        if run.is_rank():
+            raise SystemExit(status)
+        if threading.current_thread() is outside:
+            leave(status)
+        run.fail(
+            NotUsable(
+                f"simulate: rank {run.rank} ends its process by os._exit({status}) in a thread of "
+                "its own; ranks can end themselves alone"
+            )
+        )
+
+    return end
 
 
 def _refusal(run: Run, what: str, original: Callable[..., Any]) -> Callable[..., Any]:
