@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 
 from cpattn import reference
-from cpattn.proof.conformance import FAULTS, SIGNATURES, Case
+from cpattn.proof.conformance import FAULTS, SIGNATURES, Case, Features
 from cpattn.proof.conformance.cases import make_batch
 from cpattn.proof.conformance.numbers import rounded
 from cpattn.proof.conformance.oracle import attend
+from cpattn.proof.conformance.signatures.signature import narrowed
 from cpattn.proof.conformance.strategies import cases, edge_cases
 from support.tolerances import assert_close
 
@@ -79,24 +82,52 @@ def test_numbers_are_rounded_as_torch_does(dtype):
     np.testing.assert_array_equal(rounded(x, dtype), expected)
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_only_what_a_signature_can_say_is_made(name):
-    features = SIGNATURES[name].features
+FLAGS = [field.name for field in fields(Features) if isinstance(field.default, bool)]
+LEFT_OUT = [
+    (name, flag)
+    for name, signature in SIGNATURES.items()
+    for flag in (None, *FLAGS)
+    if flag is None or getattr(signature.features, flag)
+]
+
+
+def assert_can_be_said(case, features):
+    assert case.layout in features.layouts
+    assert case.dtype in features.dtypes
+    assert case.causal in features.causal
+    assert features.softcap or not case.softcap
+    assert features.sinks or not case.sinks
+    assert features.window or case.window is None
+    assert case.window is None or case.causal or features.window_without_causal
+    assert features.v_head_dim or case.v_head_dim == case.head_dim
+    assert features.poison or not case.poison
+    assert features.pad_rows or not case.pad_rows
+    assert features.append or not case.append
+    assert features.far or not case.far
+    assert not features.same_q_lens or len(set(case.q_lens)) == 1
+    short = any(q > kv for q, kv in zip(case.q_lens, case.kv_lens, strict=True))
+    assert features.short_kv or not (short and case.causal)
+    assert features.prefix or all(q >= kv for q, kv in zip(case.q_lens, case.kv_lens, strict=True))
+    assert features.empty or (min(case.kv_lens) > 0 and not (short and case.causal))
+
+
+@pytest.mark.parametrize(("name", "flag"), LEFT_OUT)
+def test_only_what_a_signature_can_say_is_made(name, flag):
+    features = narrowed(SIGNATURES[name], [flag] if flag else []).features
+    for case in edge_cases(features):
+        assert_can_be_said(case, features)
 
     @given(cases(features))
-    @settings(max_examples=60)
+    @settings(max_examples=60 if flag is None else 20)
     def holds(case):
-        assert case.layout in features.layouts
-        assert case.dtype in features.dtypes
-        assert features.softcap or not case.softcap
-        assert features.sinks or not case.sinks
-        assert features.window or case.window is None
-        assert features.v_head_dim or case.v_head_dim == case.head_dim
-        assert features.poison or not case.poison
-        assert features.pad_rows or not case.pad_rows
-        assert not features.same_q_lens or len(set(case.q_lens)) == 1
-        short = any(q > kv for q, kv in zip(case.q_lens, case.kv_lens, strict=True))
-        assert features.short_kv or not (short and case.causal)
-        assert features.empty or min(case.kv_lens) > 0
+        assert_can_be_said(case, features)
 
     holds()
+
+
+@pytest.mark.parametrize("causal", [(True,), (False,), (False, True)])
+def test_signatures_of_ones_own_may_say_little(causal):
+    features = Features(head_dims=(64,), causal=causal, v_head_dim=True)
+    for case in edge_cases(features):
+        assert_can_be_said(case, features)
+        assert case.head_dim == case.v_head_dim == 64

@@ -27,34 +27,42 @@ def edge_cases(features: Features) -> Iterator[Case]:
     )  # fmt: skip
     one = (3,) if features.same_q_lens else (3, 2)
     ragged = (3, 3, 3) if features.same_q_lens else (5, 1, 3)
-    plain = replace(start, q_lens=one, kv_lens=one)
-    prefix = replace(plain, kv_lens=tuple(q + n for q, n in zip(one, (9, 4), strict=False)))
-    batch = replace(start, q_lens=ragged, kv_lens=(8, 14, 21), num_heads=2, num_kv_heads=2)
+    plain = prefix = replace(start, q_lens=one, kv_lens=one)
+    batch = replace(start, q_lens=ragged, kv_lens=ragged, num_heads=2, num_kv_heads=2)
+    if features.prefix:
+        prefix = replace(plain, kv_lens=tuple(q + n for q, n in zip(one, (9, 4), strict=False)))
+        batch = replace(batch, kv_lens=(8, 14, 21))
     groups = replace(batch, num_heads=4)
+    one_empty = (0, *batch.kv_lens[1:])
+    not_causal = False in features.causal
+    narrow = features.head_dims[-2:][0]  # than the last, unless there is no other
     changes: tuple[tuple[bool, Case, dict[str, object]], ...] = (
         (True, plain, {}),
         (features.prefix, prefix, {}),
-        (False in features.causal, prefix, {"causal": False}),
-        (features.prefix, batch, {}),
-        (features.prefix, groups, {}),
-        (features.prefix, groups, {"scale": 0.5}),
+        (not_causal, prefix, {"causal": False}),
+        (True, batch, {}),
+        (True, groups, {}),
+        (True, groups, {"scale": 0.5}),
         (features.window, batch, {"window": 0}),
         (features.window, batch, {"window": 3}),
-        (features.window_without_causal, batch, {"window": 3, "causal": False}),
+        (
+            features.window and features.window_without_causal and not_causal, batch,
+            {"window": 3, "causal": False},
+        ),
         (features.softcap, batch, {"softcap": 1.0, "scale": 0.5}),
         (features.sinks, batch, {"sinks": True}),
         (features.sinks, plain, {"sinks": True}),
-        (features.v_head_dim, batch, {"v_head_dim": features.head_dims[-2]}),
-        (features.v_head_dim, batch, {"head_dim": features.head_dims[-2], "scale": 0.125}),
+        (features.v_head_dim, batch, {"v_head_dim": narrow}),
+        (features.v_head_dim, batch, {"head_dim": narrow, "scale": 0.125}),
         (features.pad_rows, batch, {"pad_rows": 3}),
         (features.pad_rows, batch, {"pad_rows": 3, "poison": features.poison}),
         (features.poison, batch, {"poison": True}),
         (features.poison, batch, {"poison": True, "causal": features.causal[-1]}),
         (features.append, batch, {"append": True}),
-        (features.short_kv, plain, {"kv_lens": (1, 1)[: len(one)]}),
-        (features.empty, batch, {"kv_lens": (0, 14, 21), "causal": features.causal[-1]}),
-        (features.empty and features.short_kv, batch, {"kv_lens": (0, 14, 21)}),
-    )
+        (features.empty and features.short_kv, plain, {"kv_lens": (1, 1)[: len(one)]}),
+        (features.empty and not_causal, batch, {"kv_lens": one_empty, "causal": False}),
+        (features.empty and features.short_kv, batch, {"kv_lens": one_empty}),
+    )  # fmt: skip
     yield from (replace(case, **change) for say, case, change in changes if say)  # type: ignore[arg-type]
     yield from _by_memory(features, batch)
     yield from _long(features, start)
@@ -70,7 +78,10 @@ def _by_memory(features: Features, batch: Case) -> Iterator[Case]:
             yield replace(batch, kv_layout=kv_layout, layout="paged")
         for size in features.page_sizes:
             lens = (size + 1, 2 * size, max(3 * size - 1, 3))
-            case = replace(batch, layout="paged", page_size=size, q_lens=(1, 1, 1), kv_lens=lens)
+            q_lens = (1, 1, 1)
+            if not features.prefix:
+                q_lens = lens = (size + 1,) * 3 if features.same_q_lens else lens
+            case = replace(batch, layout="paged", page_size=size, q_lens=q_lens, kv_lens=lens)
             yield case
             yield replace(case, causal=features.causal[-1], poison=features.poison)
     for dtype in features.dtypes[1:]:
@@ -80,13 +91,14 @@ def _by_memory(features: Features, batch: Case) -> Iterator[Case]:
 def _long(features: Features, start: Case) -> Iterator[Case]:
     """Many keys, of which one counts or all do; and pages far away."""
     long = replace(start, q_lens=(1,), kv_lens=(_LONG,), page_size=max(features.page_sizes))
-    for dtype in features.dtypes:
+    for dtype in features.dtypes if features.prefix else ():
         case = replace(long, dtype=dtype)
         yield replace(case, values="even")
         yield replace(case, values="one_hot", head_dim=64, v_head_dim=64)
     if features.far and "paged" in features.layouts and "bfloat16" in features.dtypes:
+        q_lens = (3,) if features.prefix else (21,)
         far = replace(
-            start, q_lens=(3,), kv_lens=(21,), layout="paged", num_heads=2, num_kv_heads=2,
+            start, q_lens=q_lens, kv_lens=(21,), layout="paged", num_heads=2, num_kv_heads=2,
             scale=0.125, dtype="bfloat16", far=True, page_size=16, head_dim=64, v_head_dim=64,
         )  # fmt: skip
         yield replace(far, far=False)
@@ -140,12 +152,13 @@ def _lengths(
         shorter = features.short_kv if causal else features.empty
         if shorter and draw(st.sampled_from((False, False, False, True))):
             kv_len = draw(length)
-        kv_lens.append(kv_len)
+        kv_lens.append(kv_len if features.prefix else min(q_len, kv_len))
     if not features.empty:
         pairs = [(q, kv) for q, kv in zip(q_lens, kv_lens, strict=True) if 0 < q <= kv] or [(1, 1)]
         q_lens, kv_lens = map(list, zip(*pairs, strict=True))
     if sum(q_lens) == 0:
         q_lens[0], kv_lens[0] = 1, max(1, kv_lens[0])
     if max(kv_lens) == 0:
-        kv_lens[0] = max(1, q_lens[0])
+        i = q_lens.index(max(q_lens))
+        kv_lens[i] = q_lens[i]
     return tuple(q_lens), tuple(kv_lens)
