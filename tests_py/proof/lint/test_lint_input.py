@@ -136,6 +136,9 @@ BAD = {
     "tables and key_lens must have one entry for each of 0 requests, got 1": {
         "ranks": [{"key_lens": [4]}]
     },
+    "requests[1].shares.request: must be below 1, got 1": {
+        "requests": [{"extend": 1}, {"extend": 1, "shares": {"request": 1, "tokens": 1}}]
+    },
     "collectives[0].group: must have rank 0 in it": {
         "ranks": [{"collectives": [{"kind": "barrier", "group": [1]}]}, {}]
     },

@@ -358,3 +358,30 @@ def test_ranks_of_one_shard_have_other_heads():
     document = replicated()
     del document["ranks"][3]["writes"]
     assert "3 ranks that write have not as many of each shard" in lint(document).not_checked["OWN"]
+
+
+def test_pages_are_shared_with_the_request_that_begins_alike():
+    """The longest common prefix is with request 0; with others it is as long as theirs with it."""
+
+    def of_tables(*tables, **shares):
+        requests = [{"extend": 32} for _ in tables]
+        for name, (other, tokens) in shares.items():
+            requests[int(name[1:])]["shares"] = {"request": other, "tokens": tokens}
+        cache = {"page_size": 16, "tables": list(tables)}
+        return {"schema": "cpattn-plan/1", "requests": requests, "cache": cache, "ranks": [{}]}
+
+    first, second = [1, 2], [3, 4]
+    assert kinds(of_tables(first, second, [1, 5], r2=(0, 16))) == set()
+    assert kinds(of_tables(first, second, [3, 5], r2=(0, 16))) == {"len-pages"}
+    assert kinds(of_tables(first, [1, 4], [1, 5], r1=(0, 16), r2=(0, 31))) == set()
+    assert kinds(of_tables(first, [1, 4], [6, 4], r1=(0, 16), r2=(0, 31))) == {"len-pages"}
+    assert kinds(of_tables(first, first, [1, 5], r1=(0, 32), r2=(1, 16))) == set()
+    many = 2000  # each like the one before it
+    tables = [[1, 2 + number] for number in range(many)]
+    tables[1:-1] = [[many + 2 * number, 2 + number] for number in range(1, many - 1)]
+    chain = of_tables(*tables, **{f"r{number}": (number - 1, 16) for number in range(1, many)})
+    assert kinds(chain) == set()
+    chain["requests"][1000]["shares"]["tokens"] = 15
+    (found,) = lint(chain).findings
+    assert "which are alike in 15 tokens, not 16" in found.what
+    assert "len-pages" in kinds(found.details["smaller"])

@@ -196,6 +196,10 @@ class Plan:
     def _check_numbers(self) -> None:
         """Numbers of requests, ranks and memories are of such that are there."""
         limits = {"request": len(self.requests), "from": len(self.ranks), "rank": len(self.ranks)}
+        for number, request in enumerate(self.requests):
+            if "shares" in request:
+                earlier = request["shares"]["request"]
+                self._below(f"requests[{number}].shares.request", earlier, number)
         parts = [("restore", self.document.get("restore", {}))]
         for number, rank in enumerate(self.ranks):
             for part in ("rows", "segments", "writes", "selections"):

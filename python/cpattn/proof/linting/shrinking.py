@@ -105,13 +105,22 @@ def _without_requests(document: Document, search: _Search) -> Document:
         begin = 0
         while begin < size and size > 1:
             dropped = set(range(begin, min(begin + chunk, size)))
-            candidate = without(document, dropped) if len(dropped) < size else None
+            allowed = len(dropped) < size and not _is_shared(document, dropped)
+            candidate = without(document, dropped) if allowed else None
             better = search.better(document, candidate)
             if better is document:
                 begin += chunk
             document, size = better, len(better["requests"])
         chunk //= 2
     return document
+
+
+def _is_shared(document: Document, dropped: set[int]) -> bool:
+    """Whether others say how far they are like one of these: without it they would be alone."""
+    return any(
+        number not in dropped and request.get("shares", {}).get("request") in dropped
+        for number, request in enumerate(document["requests"])
+    )
 
 
 def without(document: Document, dropped: set[int]) -> Document:

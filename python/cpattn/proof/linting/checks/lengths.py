@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...findings import Finding
-from ..intervals import each, first_of, offsets, shard_length
+from ..intervals import each, first_of, ints, offsets, shard_length
 from ..model import Absent, Plan
 from .check import Check, finding, more
 
@@ -163,10 +163,8 @@ def _shared_pages(
     one, two = order[:-1][same], order[1:][same]
     span = int(plan.cache["page_size"]) * plan.shards
     ends = (column[two] + 1) * span
-    common = np.array([r.get("shares", {}).get("tokens", -1) for r in plan.requests], np.int64)
-    cached = np.minimum(plan.prefix[request[one]], plan.prefix[request[two]])
-    stated = common[request[two]]
-    allowed = np.where(stated >= 0, stated, cached)
+    pairs, places = np.unique(request[np.stack([one, two])], axis=1, return_inverse=True)
+    allowed = ints([_alike(plan, *pair) for pair in pairs.T.tolist()])[places.reshape(-1)]
     bad = first_of((column[one] != column[two]) | (request[one] == request[two]) | (ends > allowed))
     if bad is None:
         return []
@@ -180,6 +178,24 @@ def _shared_pages(
         f"request {request[b]}  page {column[b]} -> {page[b]}",
         page=page[a], requests=[request[a], request[b]], common=allowed[bad], needed=ends[bad],
     )  # fmt: skip
+
+
+def _alike(plan: Plan, one: int, two: int) -> int:
+    """How many tokens two requests begin alike in, as far as the document says."""
+    steps = []
+    alike = int(plan.lengths.max())
+    while one != two:
+        one, two = sorted((one, two))
+        cached = int(min(plan.prefix[one], plan.prefix[two]))
+        shares = plan.requests[two].get("shares")
+        if shares is None:
+            alike = cached
+            break
+        steps.append((shares["tokens"], cached))
+        two = shares["request"]
+    for tokens, cached in reversed(steps):
+        alike = min(tokens, max(alike, cached))
+    return alike
 
 
 CHECKS = (
