@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -44,6 +45,12 @@ def run_disagreements(rank: int) -> tuple[dict[str, str], bool]:
     def attend(changes: dict[str, Any], usual: str = "pass_q", **options: Any) -> None:
         cp, plan, q, shards = parts(usual, **changes)
         cp.attend(plan, q, *shards, **(options if is_odd else {}))
+
+    def scaled(exchange: str) -> None:
+        cp, plan, q, _ = parts(exchange)
+        codes = torch.ones(64, 2, 32, dtype=torch.int8)
+        scales = torch.tensor([0.5, 0.25 if is_odd else 0.5])
+        cp.attend(plan, q, codes, codes, v_scale=scales)
 
     def write(**changes: Any) -> None:
         cp, plan, _, shards = parts(**changes)
@@ -88,6 +95,7 @@ def run_disagreements(rank: int) -> tuple[dict[str, str], bool]:
         "scale": lambda: attend({}, scale=0.5),
         "sinks": lambda: attend({}, sinks=torch.ones(4)),
         "LSE by heads": lambda: attend({}, "all_to_all", return_lse=True),
+        **{f"scales by {name}": partial(scaled, name) for name in ("gather", "ring", "all_to_all")},
         "topk": lambda: sparse(topk=3),
         "sink": lambda: sparse(attn_sink=torch.zeros(2)),
         "kv_lens": lambda: decode({"kv_lens": [4, 9]}),

@@ -14,7 +14,7 @@ from ... import _core
 from ...attention import default_scale, merge_state
 from ..plans.heads import LayerSizes
 from ..plans.sequence_calls import SequenceCall
-from ..transport.exchange import digest
+from ..transport.exchange import digest, term
 from .shard_keys import ShardKeys, slots_of
 
 
@@ -42,6 +42,17 @@ class AttentionOptions:
             "kv_dtype": self.kv_dtype,
             "batch_invariant": self.batch_invariant,
         }
+
+    def scales_digest(self) -> int:
+        """Of the scales of codes, which ranks that read each other's keys must have alike."""
+        return term(
+            tuple(
+                x
+                if x is None
+                else tuple(torch.as_tensor(x, dtype=torch.float32).flatten().tolist())
+                for x in (self.k_scale, self.v_scale)
+            )
+        )
 
     def of_slots(self, num_slots: int) -> AttentionOptions:
         """With the scales of the first slots alone, where each token has its own."""
@@ -77,7 +88,7 @@ class ShardInputs(ShardKeys):
         return 2 * num_pairs * self.q.shape[1] * (self.q.shape[2] + self.v.shape[2])
 
     def digest(self) -> int:
-        """Of what all ranks must be given alike: scales of codes are those of a rank's own pool."""
+        """Of what all ranks must be given alike, but for scales of codes: see `scales_digest`."""
         o = self.options
         shapes = [(x.dtype, *x.shape[1:]) for x in (self.q, self.k, self.v)]
         values = (o.scale, o.causal, o.window, o.softcap, o.kv_dtype, shapes, self.kv_dims)

@@ -32,7 +32,8 @@ STRATEGIES: dict[str, Attend] = {
 EXCHANGES = ("auto", *STRATEGIES)
 # Merge nothing, so that they have an LSE for the caller alone, which takes time.
 _UNMERGED = ("gather", "all_to_all")
-# Read the shard where it is, so that scales of tokens fit; the others read copies of keys.
+# Read the shard where it is, so that scales of tokens fit, and each rank may have its own; the
+# others read copies of all ranks' keys.
 _IN_PLACE = "pass_q"
 # Sends the LSE where it is wanted alone, so that all ranks must want it, or none.
 _SENDS_WANTED_LSE = "all_to_all"
@@ -59,7 +60,8 @@ def attend_shards(
         name = _exchange_of(plan, wanted, inputs, writes=new is not None)
         terms["exchange"] = digest(f"{name} {plan.max_scratch_bytes} {plan.mesh}".encode())
         sends_lse = name == _SENDS_WANTED_LSE and arguments.return_lse
-        terms["options"] = term((inputs.digest(), sends_lse))
+        scales = None if name == _IN_PLACE else inputs.options.scales_digest()
+        terms["options"] = term((inputs.digest(), sends_lse, scales))
     with exchange.without_return():
         more: dict[str, Any] = {"return_lse": arguments.return_lse} if name in _UNMERGED else {}
         if name == "gather":
