@@ -40,6 +40,11 @@ def test_a_fault_is_named(name):
     report.to_json()  # all details are JSON
 
 
+def test_a_flag_beside_masks_that_are_tensors_is_tried():
+    report = conform(broken.sdpa_without_is_causal, signature="sdpa", examples=0, seconds=SECONDS)
+    assert [finding.kind for finding in report.findings] == ["mask-ignored"], report.text()
+
+
 def test_hidden_values_that_some_rows_multiply_are_read_beyond_the_length():
     """No oracle has rows that read a page beside others that skip it; NaN alone tells."""
     report = conform(

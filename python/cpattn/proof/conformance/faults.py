@@ -58,6 +58,12 @@ _MASKS = (
         _each(mask_shift=(-1, 1)),
     ),
     Fault(
+        "mask-ignored", "COV",
+        "has no causal mask",
+        "Pass causal on, or refuse it.",
+        _each(mask=("none",)),
+    ),
+    Fault(
         "window-off-by-one", "COV",
         "has windows that are one key too long or too short",
         "Find out whether the window counts the query's own key; flash-attn's does not.",

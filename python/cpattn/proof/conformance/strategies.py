@@ -33,6 +33,7 @@ def edge_cases(features: Features) -> Iterator[Case]:
         prefix = replace(plain, kv_lens=tuple(q + n for q, n in zip(one, (9, 4), strict=False)))
         batch = replace(batch, kv_lens=(8, 14, 21))
     groups = replace(batch, num_heads=4)
+    square = replace(batch, q_lens=(5, 5), kv_lens=(5, 5))  # needs no mask, or a causal one alone
     one_empty = (0, *batch.kv_lens[1:])
     not_causal = False in features.causal
     narrow = features.head_dims[-2:][0]  # than the last, unless there is no other
@@ -43,6 +44,8 @@ def edge_cases(features: Features) -> Iterator[Case]:
         (True, batch, {}),
         (True, groups, {}),
         (True, groups, {"scale": 0.5}),
+        (True, square, {}),
+        (not_causal, square, {"causal": False}),
         (features.window, batch, {"window": 0}),
         (features.window, batch, {"window": 3}),
         (

@@ -38,6 +38,18 @@ def mask_off_by_one(q, k, v, *, causal, window=None, **options):
     return attend_where(sees, q, k, v, **options)
 
 
+def mask_ignored(q, k, v, *, causal, window=None, **options):
+    def sees(i, j, q_len, kv_len):
+        return window is None or j >= i + kv_len - q_len - window
+
+    return attend_where(sees, q, k, v, **options)
+
+
+def sdpa_without_is_causal(q, k, v, *, is_causal=False, **options):
+    """With the signature of torch's operator; masks that are tensors it has."""
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+
 def window_off_by_one(q, k, v, *, window=None, **options):
     window = None if window is None else window + 1
     return cpattn.paged_attention(q, k, v, window=window, **options)
