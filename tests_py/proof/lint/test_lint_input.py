@@ -113,6 +113,11 @@ BAD = {
         "ranks": [{"rows": {"request": [0, 0], "position": [0, 1], "count": [1, -3]}}]
     },
     "balance.bound: must be of type number, got nan": {"balance": {"bound": float("nan")}},
+    "balance.bound: must be of type number, got 1000": {"balance": {"bound": 10**400}},
+    "topk.scores[0].scores[1]: must be of type number, got -1000": {
+        "topk": {"k": 1, "scores": [{"request": 0, "position": 1, "scores": [0, -(10**400)]}]}
+    },
+    "must be of schema 'cpattn-plan/1', got something too large": {"balance": 10**5000},
     "attention.window: must be at most 4611686018427387904, got 9223372036854775808": {
         "attention": {"window": 2**63}
     },
@@ -162,6 +167,9 @@ def test_what_is_no_plan_is_refused(message):
     assert str(error.value).startswith("plan: ")
 
 
+TWICE = "must be JSON: an object must have each name once, got 'ranks' again"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -171,6 +179,7 @@ def test_what_is_no_plan_is_refused(message):
         (b"[]", "must be an object with schema 'cpattn-plan/1'"),
         (b"{}", "schema must be 'cpattn-plan/1', got None"),
         (b"[" * 100_000, "must be JSON"),
+        (b'{"schema": "cpattn-plan/1", "ranks": [{}], "ranks": [{"heads": {}}]}', TWICE),
     ],
 )
 def test_files_that_are_no_plans(tmp_path, text, message):
@@ -184,3 +193,12 @@ def test_files_that_are_no_plans(tmp_path, text, message):
 def test_files_that_are_not_there(tmp_path):
     with pytest.raises(NotUsable, match="No such file"):
         lint(tmp_path / "none.json")
+
+
+def test_lists_in_lists_are_refused(tmp_path):
+    """However deep: some can be read and not be shown."""
+    path = tmp_path / "plan.json"
+    for depth in range(800, 1000):
+        path.write_text(f'{{"schema": "cpattn-plan/1", "requests": {"[" * depth}{"]" * depth}}}')
+        with pytest.raises(NotUsable, match="must be"):
+            lint(path)

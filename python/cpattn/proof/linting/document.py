@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -31,10 +32,20 @@ def read(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise NotUsable(f"{path}: must be JSON in UTF-8, got other bytes") from None
     try:
-        document = json.loads(text)
+        document = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise NotUsable(f"{path}: must be JSON: {error}") from None
     return validated(document, str(path))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, of which no part may be said twice: one of them would not be judged."""
+    parts = dict(pairs)
+    if len(parts) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object must have each name once, got {_shown(twice)} again")
+    return parts
 
 
 def validated(document: Any, name: str) -> dict[str, Any]:
@@ -43,7 +54,12 @@ def validated(document: Any, name: str) -> dict[str, Any]:
         raise NotUsable(f"{name}: must be an object with schema {SCHEMA!r}")
     if document.get("schema") != SCHEMA:
         raise NotUsable(f"{name}: schema must be {SCHEMA!r}, got {_shown(document.get('schema'))}")
-    error = next(iter(_validator().iter_errors(document)), None)
+    try:
+        error = next(iter(_validator().iter_errors(document)), None)
+    except (RecursionError, ValueError):  # jsonschema shows what it finds, whatever it is
+        raise NotUsable(
+            f"{name}: must be of schema {SCHEMA!r}, got something too large to be shown"
+        ) from None
     if error is not None:
         place = error.json_path.removeprefix("$").removeprefix(".") or "the document"
         raise NotUsable(f"{name}: {place}: {_rule(error)}")
@@ -53,31 +69,31 @@ def validated(document: Any, name: str) -> dict[str, Any]:
 
 @cache
 def _validator() -> Any:
-    """A validator that looks at long lists of integers as a whole."""
+    """A validator that looks at long lists of numbers as a whole."""
     from jsonschema import Draft202012Validator, validators
 
     slowly = Draft202012Validator.VALIDATORS["items"]
 
     def items(validator: Any, rule: Any, instance: Any, schema: Any) -> Any:
-        if (
-            rule.get("type") == "integer"
-            and "enum" not in rule
-            and instance
-            and (
-                isinstance(instance, list)
+        if isinstance(instance, list) and instance:
+            if rule == {"type": "number"} and all(number(None, one) for one in instance):
+                return
+            if (
+                rule.get("type") == "integer"
                 and set(map(type, instance)) == {int}
                 and rule["minimum"] <= min(instance)
                 and max(instance) <= rule["maximum"]
-            )
-        ):
-            return
+            ):
+                return
         yield from slowly(validator, rule, instance, schema)
 
     def integer(_: Any, instance: Any) -> bool:
         return type(instance) is int
 
     def number(_: Any, instance: Any) -> bool:
-        return type(instance) in (int, float) and math.isfinite(instance)
+        if type(instance) is int:
+            return abs(instance) <= sys.float_info.max
+        return type(instance) is float and math.isfinite(instance)
 
     types = Draft202012Validator.TYPE_CHECKER.redefine_many({"integer": integer, "number": number})
     kind = validators.extend(Draft202012Validator, {"items": items}, type_checker=types)
@@ -102,7 +118,10 @@ def _rule(error: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # lists in lists in lists, or thousands of digits
+        text = f"a very large {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
