@@ -35,6 +35,39 @@ def test_environment_is_of_the_rank_and_stays_so():
     assert "RANK" not in os.environ
 
 
+def test_folder_and_path_are_of_the_rank_and_stay_so(tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path)
+    path, before = sys.path, list(sys.path)
+
+    def program():
+        meet()
+        os.chdir("inner")  # of the others it was no folder then
+        sys.path = [str(dist.get_rank()), *sys.path]
+        meet()
+        assert os.getcwd() == str(tmp_path / "inner")
+        assert sys.path == [str(dist.get_rank()), *before]
+
+    assert simulate(program, ranks=3).proved
+    assert os.getcwd() == str(tmp_path)
+    assert sys.path is path
+    assert path == before
+
+
+def test_a_folder_that_is_removed_ends_no_rank(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def program():
+        folder = tmp_path / str(dist.get_rank())
+        folder.mkdir(exist_ok=True)
+        os.chdir(folder)
+        folder.rmdir()
+        meet()
+
+    assert simulate(program, ranks=2).proved
+    assert os.getcwd() == str(tmp_path)
+
+
 def test_random_numbers_are_those_of_a_process_of_its_own():
     def program():
         torch.manual_seed(1)
@@ -132,6 +165,7 @@ SCRIPT = """
 import sys
 import torch.distributed as dist
 import beside
+sys.path.pop(0)  # the folder of the script
 
 def main():
     dist.init_process_group()

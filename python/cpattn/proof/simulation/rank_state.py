@@ -49,7 +49,10 @@ class Randomness:
 
 
 class ProcessState:
-    """Environment, arguments, `__main__`, groups, random numbers and own modules of one rank.
+    """What one rank has to itself.
+
+    Environment, working folder, arguments, `sys.path`, `__main__`, groups, random numbers and own
+    modules.
 
     Parameters
     ----------
@@ -72,7 +75,8 @@ class ProcessState:
     ) -> None:
         encode = _ENVIRON.encodekey
         self._environment = {encode(name): encode(value) for name, value in environment.items()}
-        self._argv = list(argv)
+        self._argv, self._path = list(argv), list(sys.path)
+        self._folder = _working_folder()
         self._world: dict[str, Any] = {name: make() for name, make in _WORLD.items()}
         self._randomness = Randomness()
         self._private = tuple(f"{folder}{os.sep}" for folder in private)
@@ -85,10 +89,12 @@ class ProcessState:
 
     def enter(self) -> None:
         """Put all of it in place."""
-        self._outside = (_ENVIRON._data, sys.argv, sys.modules["__main__"])
+        self._outside = (_ENVIRON._data, sys.argv, sys.path, sys.modules["__main__"])
+        self._outer_folder = _working_folder()
         self._outer_dtype = torch.get_default_dtype()
         _ENVIRON._data = self._environment
-        sys.argv = self._argv
+        sys.argv, sys.path = self._argv, self._path
+        _go_to(self._folder)
         sys.modules.update(self._modules)
         sys.modules["__main__"] = self.main
         sys.excepthook, self._excepthook = self._excepthook, sys.excepthook
@@ -103,13 +109,15 @@ class ProcessState:
         self._dtype = torch.get_default_dtype()
         torch.set_default_dtype(self._outer_dtype)
         self._swap_world()
-        self._argv = sys.argv
+        self._argv, self._path = sys.argv, sys.path
+        self._folder = _working_folder()
+        _go_to(self._outer_folder)
         sys.excepthook, self._excepthook = self._excepthook, sys.excepthook
         if (self._private or self._own_modules) and len(sys.modules) != self._known:
             self._modules |= {n: m for n, m in sys.modules.items() if self._is_private(n, m)}
         for name in self._modules:
             sys.modules.pop(name, None)
-        environment, sys.argv, main = self._outside
+        environment, sys.argv, sys.path, main = self._outside
         _ENVIRON._data = environment
         sys.modules["__main__"] = main
 
@@ -125,6 +133,20 @@ class ProcessState:
             return True
         file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
         return f"{file}{os.sep}".startswith(self._private) if self._private else False
+
+
+def _working_folder() -> str | None:
+    """None where it has been removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+def _go_to(folder: str | None) -> None:
+    if folder is not None and folder != _working_folder():
+        with contextlib.suppress(OSError):  # it has been removed
+            os.chdir(folder)
 
 
 @contextlib.contextmanager
