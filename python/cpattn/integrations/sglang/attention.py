@@ -72,7 +72,6 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
         super().__init__(runner)
         self._page_size: int = runner.page_size
         self._plans: dict[_Kind, AttentionPlan] = {}
-        self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         _check_runner(runner)
         if type(self.token_to_kv_pool) is MLATokenToKVPool:
             # Else models expand the keys of a prompt without a prefix, and cache latents aside.
