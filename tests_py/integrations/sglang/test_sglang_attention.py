@@ -54,6 +54,7 @@ REFUSED = {
     "argument": "idx_q",
     "beside": "keys that are not in the KV cache",
     "speculative": "speculative decoding",
+    "compile": "--enable-torch-compile",
     "cp": "without --enable-prefill-cp",
     "interleave": "--cp-strategy interleave",
 }

@@ -312,6 +312,7 @@ def refusals() -> dict[str, str]:
     }
     for name, configuration in {
         "speculative": {"speculative_algorithm": "EAGLE"},
+        "compile": {"enable_torch_compile": True},
         "cp": {"tp_size": 2, "attn_cp_size": 2},
         "interleave": {
             "tp_size": 2,

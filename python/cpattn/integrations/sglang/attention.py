@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, MLATo
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common import attention_backend_handler
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_flags, get_parallel, get_spec
 
 from ... import _core
 from ..._core import AttentionPlan
@@ -208,6 +208,8 @@ def _check_runner(runner: Any) -> None:
         _refuse(f"the device {runner.device}")
     if get_spec().speculative_algorithm is not None:
         _refuse("speculative decoding")
+    if get_flags().capture.enable_torch_compile:  # on a CPU that is a graph of each batch size
+        _refuse("--enable-torch-compile")
     if parallel.attn_cp_size > 1:
         _check_context_parallel(parallel, runner)
     if parallel.attn_dcp_size > 1:
