@@ -160,15 +160,26 @@ def test_programs_that_catch_every_exception_are_ended_all_the_same():
     assert simulate(program, ranks=2).findings[0].kind == "deadlock"
 
 
-def test_a_finding_goes_before_the_error_that_it_leads_to():
+def raise_error():
+    raise ValueError("not finite")
+
+
+def loop():
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("end", [raise_error, lambda: sys.exit(1), lambda: os.fork(), loop])
+def test_a_finding_goes_before_the_end_that_it_leads_to(end):
     def program():
         x = torch.ones(4)
         work = dist.all_reduce(x, async_op=True)
         if not torch.isfinite(x).all():
-            raise ValueError("not finite")
+            end()
         work.wait()
 
-    assert simulate(program, ranks=2).findings[0].kind == "read-before-wait"
+    report = simulate(program, ranks=2, time_limit=0.5 if end is loop else 60)
+    assert report.findings[0].kind == "read-before-wait"
 
 
 def test_a_simulation_in_a_simulation_is_refused():

@@ -338,16 +338,18 @@ def _environment(rank: int, size: int) -> dict[str, str]:
 
 
 def _check_usable(run: Run) -> None:
-    """Raise why a run cannot be judged."""
+    """Raise why a run cannot be judged; what was found in it holds, however it ended."""
+    if run.findings:
+        return
     if isinstance(run.failure, NotUsable):
         raise run.failure
-    if run.failure is not None and not run.findings:
+    if run.failure is not None:
         rank, error = run.rank_of_failure, run.failure
         frame = _frame_of_program(error)
         raise NotUsable(
             f"simulate: rank {rank} raised {type(error).__name__}: {error}{frame}"
         ) from error
-    if not run.num_calls and not run.findings:
+    if not run.num_calls:
         raise NotUsable("simulate: no rank communicates: there is nothing to judge")
 
 
