@@ -122,6 +122,18 @@ def test_scales_of_tokens_are_read_where_they_are(exchange):
         cp.attend(plan, tensors()[0], codes, codes, k_scale=scales, v_scale=scales)
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_rows_without_keys_are_zero_behind_a_sink_without_weight(exchange):
+    cp = make_cp(exchange=exchange)
+    nothing = torch.zeros(4 * 9 + 6 * 6, dtype=torch.bool)
+    sinks = torch.tensor([-torch.inf, 0.0, torch.inf, 1.0])
+    plan = cp.plan(*LENS, block_tables=TABLES, custom_mask=nothing)
+    assert not cp.attend(plan, *tensors(), sinks=sinks).count_nonzero()
+    step = cp.plan_decode([9, 6], block_tables=TABLES, custom_mask=nothing[:15])
+    q, k, v = tensors()
+    assert not cp.decode(step, q[:2], k, v, sinks=sinks).count_nonzero()
+
+
 def test_decode_refuses():
     cp = make_cp()
     plan = cp.plan_decode([9, 6], block_tables=TABLES)

@@ -45,14 +45,7 @@ class AttentionOptions:
 
     def scales_digest(self) -> int:
         """Of the scales of codes, which ranks that read each other's keys must have alike."""
-        return term(
-            tuple(
-                x
-                if x is None
-                else tuple(torch.as_tensor(x, dtype=torch.float32).flatten().tolist())
-                for x in (self.k_scale, self.v_scale)
-            )
-        )
+        return term((_numbers(self.k_scale), _numbers(self.v_scale)))
 
     def of_slots(self, num_slots: int) -> AttentionOptions:
         """With the scales of the first slots alone, where each token has its own."""
@@ -94,6 +87,12 @@ class ShardInputs(ShardKeys):
         values = (o.scale, o.causal, o.window, o.softcap, o.kv_dtype, shapes, self.kv_dims)
         sinks = b"" if o.sinks is None else np.ascontiguousarray(o.sinks.numpy())
         return digest(repr(values).encode(), sinks)
+
+
+def _numbers(scale: Any) -> tuple[float, ...] | None:
+    if scale is None:
+        return None
+    return tuple(torch.as_tensor(scale, dtype=torch.float32).flatten().tolist())
 
 
 def head_scale(scale: Any, heads: slice) -> Any:
@@ -241,5 +240,7 @@ def merged(
     for other, other_lse in parts[1:]:
         merge_state(out, lse, other.float(), other_lse)
     if sinks is not None:
-        out *= torch.sigmoid(lse - sinks)[..., None]
+        # A row without keys stays zero, also behind a sink of -inf, which takes no weight.
+        weights = torch.sigmoid(lse - sinks).masked_fill_(lse == -torch.inf, 0)
+        out *= weights[..., None]
     return out.to(first.dtype), lse
