@@ -106,6 +106,14 @@ def cp(tmp_path_factory):
         ({"out_heads": "mine"}, "out_heads must be one of all, own, got 'mine'"),
         ({"num_heads": 8}, r"q must be \[num_tokens, 8, head_dim\] of rank 0, for 8 heads on 1"),
         ({"num_heads": 0}, "num_heads must be >= 1, got 0"),
+        (
+            {"num_heads": 4, "q_rope": torch.zeros(2, 3, 16), "k_rope": torch.zeros(40, 2, 16)},
+            r"q_rope must be \[num_tokens, 4, head_dim\] of rank 0, for 4 heads on 1 ranks, got",
+        ),
+        (
+            {"num_heads": 4, "q_rope": torch.zeros(3, 4, 16), "k_rope": torch.zeros(40, 2, 16)},
+            "q_rope must have the 2 rows of the plan, got 3",
+        ),
     ],
 )
 def test_decode_refuses(cp, options, message):

@@ -175,16 +175,14 @@ class DecodeCalls:
             )
             queries, q_ropes = q, q_rope
             if num_heads is not None:
-                queries = self._all_heads(q, num_heads)
-                q_ropes = None if q_rope is None else self._all_heads(q_rope, num_heads)
+                queries = self._all_heads("q", q, num_heads)
+                if q_rope is not None:
+                    q_ropes = self._all_heads("q_rope", q_rope, num_heads)
+                    _check_rows("decode", "q_rope", q_rope, plan)
             inputs = checked_inputs(
                 "decode", options, queries, k_shard, v_shard, v_head_dim, q_ropes, k_rope
             )
-            if len(q) != plan.num_tokens:
-                raise ValueError(
-                    f"ContextParallel.decode: q must have the {plan.num_tokens} rows of the plan, "
-                    f"got {len(q)}"
-                )
+            _check_rows("decode", "q", q, plan)
             plan.batch.check_pool("decode", self.cp_rank, inputs.num_slots)
             parts.append(inputs.q.flatten(1))
             name = self._state_exchange(plan, inputs, exchange, out_heads)
@@ -268,11 +266,7 @@ class DecodeCalls:
                 topk=topk, sm_scale=sm_scale, d_v=d_v, attn_sink=attn_sink,
                 index_k_scale=index_k_scale,
             )  # fmt: skip
-            if len(q) != plan.num_tokens:
-                raise ValueError(
-                    f"ContextParallel.{call}: q must have the {plan.num_tokens} rows of the plan, "
-                    f"got {len(q)}"
-                )
+            _check_rows(call, "q", q, plan)
             plan.batch.check_pool(call, self.cp_rank, inputs.num_slots)
             parts += [inputs.q.flatten(1), inputs.index_q.flatten(1), inputs.weights]
             terms["options"] = inputs.digest()
@@ -304,15 +298,15 @@ class DecodeCalls:
         number = at_least(1, num_heads, "ContextParallel.head_range", "num_heads")
         return heads_of_ranks(number, self.cp_size)[self.cp_rank]
 
-    def _all_heads(self, q: torch.Tensor, num_heads: int) -> torch.Tensor:
+    def _all_heads(self, name: str, q: torch.Tensor, num_heads: int) -> torch.Tensor:
         """No rows of queries of all heads, after checking those of this rank."""
         number = at_least(1, num_heads, "ContextParallel.decode", "num_heads")
         own = self.head_range(number)
         if q.ndim != 3 or q.shape[1] != own.stop - own.start:
             raise ValueError(
-                f"ContextParallel.decode: q must be [num_tokens, {own.stop - own.start}, head_dim] "
-                f"of rank {self.cp_rank}, for {number} heads on {self.cp_size} ranks, got shape "
-                f"{list(q.shape)}"
+                f"ContextParallel.decode: {name} must be [num_tokens, {own.stop - own.start}, "
+                f"head_dim] of rank {self.cp_rank}, for {number} heads on {self.cp_size} ranks, "
+                f"got shape {list(q.shape)}"
             )
         return q.new_empty(0, number, q.shape[2])
 
@@ -345,3 +339,11 @@ class DecodeCalls:
                 f"ContextParallel.{call}: plan must be of rank {self.cp_rank} of {self.cp_size}, "
                 f"got rank {of[0]} of {of[1]}"
             )
+
+
+def _check_rows(call: str, name: str, q: torch.Tensor, plan: DecodePlan) -> None:
+    if len(q) != plan.num_tokens:
+        raise ValueError(
+            f"ContextParallel.{call}: {name} must have the {plan.num_tokens} rows of the plan, "
+            f"got {len(q)}"
+        )
