@@ -120,6 +120,24 @@ def test_meshes_and_subgroups():
     assert report.proved, report.text()
 
 
+def test_groups_may_be_made_anew():
+    """Names of groups come again then, for other ranks."""
+
+    def program():
+        dist.new_group([0, 1])
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        group = dist.new_group([1, 2])
+        x = torch.tensor([dist.get_rank()])
+        if dist.get_rank():
+            dist.all_reduce(x, group=group)
+            assert x.item() == 3
+        dist.barrier()
+
+    report = simulate(program, ranks=3)
+    assert report.proved, report.text()
+
+
 def test_gradients_come_through_functional_collectives():
     def program():
         x = torch.ones(4, requires_grad=True)

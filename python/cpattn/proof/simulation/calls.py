@@ -72,6 +72,7 @@ class Group:
 
     name: str
     ranks: tuple[int, ...]
+    generation: int = 0  # of its rank's default groups, after which torch gives names anew
 
     def __str__(self) -> str:
         first, last = self.ranks[0], self.ranks[-1]

@@ -15,6 +15,8 @@ from .calls import Call, Group
 from .link import Link
 from .reductions import reduced
 
+_Key = tuple[int, str]
+
 
 @dataclass
 class Round:
@@ -48,9 +50,9 @@ class Fabric:
         self.history: list[list[Call]] = [[] for _ in range(size)]
         self.link = link
         self._buffered_sends = buffered_sends
-        self._rounds: dict[str, list[Round]] = defaultdict(list)
-        self._positions: dict[tuple[str, int], int] = defaultdict(int)
-        self._members: dict[str, Group] = {}
+        self._rounds: dict[_Key, list[Round]] = defaultdict(list)
+        self._positions: dict[tuple[_Key, int], int] = defaultdict(int)
+        self._members: dict[_Key, Group] = {}
         self._sends: list[Call] = []
         self._receives: list[Call] = []
 
@@ -69,13 +71,13 @@ class Fabric:
         return next(one for one in self._rounds[_key_of(call.group)] if call in one.calls.values())
 
     def _post_collective(self, call: Call) -> None:
-        name = _key_of(call.group)
-        known = self._members.setdefault(name, call.group)
+        key = _key_of(call.group)
+        known = self._members.setdefault(key, call.group)
         if known != call.group:
-            raise Refuted(differences.of_groups(self._rounds[name][0].calls, known, call))
-        position = self._positions[name, call.rank]
-        self._positions[name, call.rank] += 1
-        rounds = self._rounds[name]
+            raise Refuted(differences.of_groups(self._rounds[key][0].calls, known, call))
+        position = self._positions[key, call.rank]
+        self._positions[key, call.rank] += 1
+        rounds = self._rounds[key]
         if position == len(rounds):
             rounds.append(Round(position))
         one = rounds[position]
@@ -116,9 +118,9 @@ class Fabric:
             yield differences.left_over(send, "nobody receives it", "send-not-received")
         for receive in self._receives:
             yield differences.left_over(receive, "nobody sends it", "receive-not-sent")
-        for name, rounds in self._rounds.items():
+        for key, rounds in self._rounds.items():
             for one in rounds:
-                if missing := one.missing(self._members[name]):
+                if missing := one.missing(self._members[key]):
                     yield differences.not_joined(one.calls, missing)
 
     def waits_for(self, call: Call) -> list[int]:
@@ -131,15 +133,15 @@ class Fabric:
         return [call.group.ranks[call.peer]]
 
 
-def _key_of(group: Group) -> str:
+def _key_of(group: Group) -> _Key:
     """By what its calls are kept: groups of one rank may have the name of another one's."""
-    return group.name if len(group.ranks) > 1 else str(group)
+    return group.generation, group.name if len(group.ranks) > 1 else str(group)
 
 
 def _fit(call: Call, other: Call) -> bool:
     """Whether a send and a receive belong together."""
     return (
-        call.group.name == other.group.name
+        _key_of(call.group) == _key_of(other.group)
         and call.tag == other.tag
         and call.peer in (other.rank, -1)
         and other.peer in (call.rank, -1)

@@ -49,6 +49,8 @@ def installed(run: Run) -> Iterator[None]:
 
 
 def _group_maker(run: Run) -> Callable[..., Any]:
+    generations = [0] * run.size
+
     def make(
         group_size: int,
         group_rank: int,
@@ -76,8 +78,13 @@ def _group_maker(run: Run) -> Callable[..., Any]:
             )
         if run.rank not in ranks:
             return c10d.GroupMember.NON_GROUP_MEMBER, None
+        if not c10d._world.pg_names:  # all were destroyed, and torch counts from 0 again
+            generations[run.rank] += 1
         group = SimulatedGroup(
-            Group(str(group_name), ranks), ranks.index(run.rank), str(backend), run
+            Group(str(group_name), ranks, generations[run.rank]),
+            ranks.index(run.rank),
+            str(backend),
+            run,
         )
         c10d._register_pg_in_world(
             group,
