@@ -131,3 +131,14 @@ def test_pages_beyond_the_cache_are_refused_before_anything_is_written(cp):
     with pytest.raises(ValueError, match=r"block_tables|block tables"):
         cp.attend(plan, torch.zeros(2, 2, 16), *caches, k_local=new, v_local=new)
     assert (caches == 1).all()
+
+
+@pytest.mark.parametrize("slots", [(13, 13), (12, 16), (12, 24)])
+def test_caches_of_other_pages_are_refused_before_anything_is_written(cp, slots):
+    replicated = ContextParallel(cp.group, page_size=4)
+    plan = replicated.plan([5], [7], block_tables=[[2, 0]])
+    caches = [torch.ones(n, 1, 16) for n in slots]
+    new = torch.zeros(5, 1, 16)
+    with pytest.raises(ValueError, match=r"k_cache and v_cache must have the same whole pages of "):
+        replicated.attend(plan, torch.zeros(5, 2, 16), *caches, k_local=new, v_local=new)
+    assert all((cache == 1).all() for cache in caches)

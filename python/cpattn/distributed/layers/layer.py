@@ -102,7 +102,7 @@ def checked_layer(
         "attend", options, q[own], *caches, arguments.v_head_dim,
         None if q_rope is None else q_rope[own], arguments.k_rope,
     )  # fmt: skip
-    _check_pool(plan, inputs.num_slots)
+    _check_pool(plan, inputs)
     check_out("attend", q, arguments.out, inputs.v.shape[-1])
     return RankLayer(inputs, _new_rows(plan, arguments), arguments)
 
@@ -116,13 +116,20 @@ def check_padding(plan: ContextParallelPlan, *, causal: bool) -> None:
         )
 
 
-def _check_pool(plan: ContextParallelPlan, num_slots: int) -> None:
+def _check_pool(plan: ContextParallelPlan, inputs: ShardInputs) -> None:
     if isinstance(plan, ShardedPlan):
-        plan.batch.check_pool("attend", plan.cp_rank, num_slots)
-    elif plan.block_tables.size and (int(plan.block_tables.max()) + 1) * plan.page_size > num_slots:
+        plan.batch.check_pool("attend", plan.cp_rank, inputs.num_slots)
+        return
+    num_slots, page_size = len(inputs.k), plan.page_size
+    if num_slots % page_size or len(inputs.v) != num_slots:
+        raise ValueError(
+            f"ContextParallel.attend: k_cache and v_cache must have the same whole pages of "
+            f"{page_size} slots, got {num_slots} and {len(inputs.v)} slots"
+        )
+    if plan.block_tables.size and (int(plan.block_tables.max()) + 1) * page_size > num_slots:
         raise ValueError(
             f"ContextParallel.attend: k_cache must have page {plan.block_tables.max()} of "
-            f"block_tables, got {num_slots} slots of pages of {plan.page_size}"
+            f"block_tables, got {num_slots} slots of pages of {page_size}"
         )
 
 
