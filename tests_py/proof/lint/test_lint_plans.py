@@ -385,3 +385,16 @@ def test_pages_are_shared_with_the_request_that_begins_alike():
     (found,) = lint(chain).findings
     assert "which are alike in 15 tokens, not 16" in found.what
     assert "len-pages" in kinds(found.details["smaller"])
+
+
+def test_bars_mark_every_cell_that_a_range_touches():
+    from cpattn.proof.linting.pictures import WIDTH, Bars
+
+    for end in (1, 7, 48, 49, 144, 1000, 2**40):
+        bars = Bars(0, end, end - 1)
+        bars.add("some", [(end // 3, end // 2 + 1), (end - 1, end + 5), (-3, 0), (4, 4)])
+        width, picture = min(WIDTH, end), bars.picture().splitlines()
+        cells = {end // 3 * width // end, end // 2 * width // end}
+        marked = {i for i, cell in enumerate(picture[0].split()[1]) if cell == "#"}
+        assert marked == {*range(min(cells), max(cells) + 1), width - 1}
+        assert picture[1].index("^") == len("some  ") + width - 1

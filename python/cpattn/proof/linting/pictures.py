@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,14 +37,16 @@ class Bars:
     _lines: list[tuple[str, str, str]] = field(default_factory=list)
     _ranges: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, name: str, ranges: Iterable[tuple[int, int]]) -> None:
+    def add(self, name: str, ranges: Sequence[tuple[int, int]] | np.ndarray) -> None:
         """A line with half-open ranges, named by their first and last numbers."""
-        cells = ["."] * self.width
-        known = sorted((max(b, self.begin), min(e, self.end)) for b, e in ranges)
-        shown = [(b, e) for b, e in known if b < e]
-        for begin, end in shown:
-            low, high = self._cell(begin), self._cell(end - 1)
-            cells[low : high + 1] = "#" * (high - low + 1)
+        known = np.clip(np.asarray(ranges, np.int64).reshape(-1, 2), self.begin, self.end)
+        known = known[known[:, 0] < known[:, 1]]
+        known = known[np.lexsort((known[:, 1], known[:, 0]))]
+        changes = np.zeros(self.width + 1, np.int64)
+        np.add.at(changes, self._cells(known[:, 0]), 1)
+        np.add.at(changes, self._cells(known[:, 1] - 1) + 1, -1)
+        cells = np.where(np.cumsum(changes)[:-1] > 0, "#", ".")
+        shown = [(begin, end) for begin, end in known.tolist()]
         texts = [f"{b}-{e - 1}" if e - b > 1 else f"{b}" for b, e in shown[:4]]
         rest = [f"and {len(shown) - 4} more"] if len(shown) > 4 else []
         self._lines.append((name, "".join(cells), " ".join([*texts, *rest]) or "none"))
@@ -54,8 +56,13 @@ class Bars:
     def width(self) -> int:
         return max(min(WIDTH, self.end - self.begin), 1)
 
+    def _cells(self, numbers: np.ndarray) -> np.ndarray:
+        # In floating point, as bytes times cells may be more than 64 bits have.
+        cells = (numbers - self.begin) * float(self.width) // max(self.end - self.begin, 1)
+        return np.minimum(cells.astype(np.int64), self.width - 1)
+
     def _cell(self, number: int) -> int:
-        return int((number - self.begin) * self.width // max(self.end - self.begin, 1))
+        return int(self._cells(np.array([number]))[0])
 
     def picture(self, note: str = "") -> Picture:
         """The lines, those around the mark if there are many, and a note below them."""

@@ -17,15 +17,11 @@ def picture_of_rows(plan: Plan, request: int, mark: int | None = None) -> str:
     begin, end = int(plan.prefix[request]), int(plan.lengths[request])
     bars, rows = Bars(begin, max(end, begin + 1), mark), plan.rows
     for rank in range(len(plan.ranks)):
-        mine = np.flatnonzero((rows["rank"] == rank) & (rows["request"] == request))
-        ranges = []
-        for run in mine:
-            first, count, step = (int(rows[name][run]) for name in ("position", "count", "step"))
-            if step == 1:
-                ranges.append((first, first + count))
-            else:
-                ranges += [(first + i * step, first + i * step + 1) for i in range(count)]
-        bars.add(f"rank {rank}", ranges)
+        mine = (rows["rank"] == rank) & (rows["request"] == request)
+        first, count, step = (rows[name][mine] for name in ("position", "count", "step"))
+        run, place = each(np.where(step == 1, np.minimum(count, 1), count))
+        low = first[run] + place * step[run]
+        bars.add(f"rank {rank}", np.stack([low, low + np.where(step == 1, count, 1)[run]], axis=1))
     return bars.picture()
 
 
