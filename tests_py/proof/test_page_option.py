@@ -70,3 +70,33 @@ def test_a_page_that_cannot_be_written_is_said_in_one_line(tmp_path):
     )
     assert result.exit_code in (1, 2)
     assert result.output.splitlines()[-1].startswith("Error: ")
+
+
+def test_a_page_of_nothing_says_no_verdict(tmp_path):
+    plan = tmp_path / "plan.json"
+    plan.write_text("{}")
+    page = page_of("lint", plan, status=2, path=tmp_path / "report.html")
+    assert "Proved" not in page
+    assert "<title>cpattn: nothing was judged</title>" in page
+
+
+def test_halves_of_characters_are_shown_by_their_numbers(tmp_path):
+    """In a name within a plan, and in that of its file."""
+    buffer = {"name": "slots \ud800", "size": 1, "used": 2}
+    plan = tmp_path / "plan\udcff.json"
+    plan.write_text(json.dumps({"schema": "cpattn-plan/1", "ranks": [{"buffers": [buffer]}]}))
+    page = page_of("lint", "--json", plan, status=1, path=tmp_path / "report.html")
+    assert "puts 2 elements into slots \\ud800" in page
+    assert "plan\\udcff.json" in page
+
+
+def test_a_page_of_many_tokens_is_small(tmp_path):
+    """Ranks that take turns have as many ranges as tokens."""
+    rows = [{"request": [0], "position": [r], "count": [9000], "step": [2]} for r in (0, 1)]
+    rows[1]["count"] = [8999]
+    document = {"schema": "cpattn-plan/1", "requests": [{"extend": 18000}]}
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(document | {"ranks": [{"rows": part} for part in rows]}))
+    page = page_of("lint", plan, status=1, path=tmp_path / "report.html")
+    assert "and 8980 more" in page
+    assert len(page) < 20_000

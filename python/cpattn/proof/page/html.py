@@ -16,6 +16,7 @@ from ..invariants import INVARIANTS
 from .timeline import Stretch, drawing
 
 _WIDTH = 480
+_MOST_NAMED = 20  # ranges of a line in its title
 
 
 def write_html(
@@ -66,7 +67,8 @@ def write_html(
         timeline=drawing(stretches),
         num_findings=sum(len(report.findings) for report in reports),
     )
-    Path(path).write_text(page, encoding="utf-8")
+    # Names of files and in plans may have halves of characters, which UTF-8 has not.
+    Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 def bars_of(finding: Finding) -> dict[str, Any] | None:
@@ -82,8 +84,10 @@ def bars_of(finding: Finding) -> dict[str, Any] | None:
     lines = [
         {
             "name": line["name"],
-            "title": ", ".join(f"{b} to {e - 1}" for b, e in line["ranges"]) or "none",
-            "shapes": [(pixels(b), max(pixels(e) - pixels(b), 1)) for b, e in line["ranges"]],
+            "title": _title(line["ranges"]),
+            "shapes": _apart(
+                [(pixels(b), max(pixels(e) - pixels(b), 1)) for b, e in line["ranges"]]
+            ),
         }
         for line in bars["lines"]
     ]
@@ -94,3 +98,22 @@ def bars_of(finding: Finding) -> dict[str, Any] | None:
         "number": mark,
         "note": bars["note"],
     }
+
+
+def _title(ranges: Sequence[tuple[int, int]]) -> str:
+    """What the first ranges are from and to."""
+    texts = [f"{begin} to {end - 1}" for begin, end in ranges[:_MOST_NAMED]]
+    rest = len(ranges) - len(texts)
+    return ", ".join([*texts, *([f"and {rest} more"] if rest else [])]) or "none"
+
+
+def _apart(shapes: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Shapes in their order, as one where they touch: there may be one for each token."""
+    apart: list[tuple[float, float]] = []
+    for x, width in shapes:
+        begin, before = apart[-1] if apart else (x, -1.0)
+        if x <= begin + before:
+            apart[-1] = (begin, round(max(before, x + width - begin), 2))
+        else:
+            apart.append((x, width))
+    return apart
