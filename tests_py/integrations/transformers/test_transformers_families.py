@@ -10,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from transformers import AutoModelForCausalLM  # noqa: E402
+
 from cpattn.integrations import transformers as integration  # noqa: E402
 from support.transformers.families import (  # noqa: E402
     BATCHES,
@@ -18,10 +20,12 @@ from support.transformers.families import (  # noqa: E402
     Family,
     Outcome,
     text_models,
+    tiny_config,
     try_model,
     try_part,
 )
 from support.transformers.family_table import BEGIN, END, PAGE, table  # noqa: E402
+from support.transformers.tiny_transformers import make_tokens  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
 
@@ -49,6 +53,29 @@ def test_masks_that_a_model_extends(calls):
 
 def test_a_model_that_does_not_ask_is_told_apart(calls):
     assert try_model("bloom", calls)["prompt"] == Outcome("own")
+
+
+#: Models that compute attention themselves, and what loading them with the name ends in.
+LOADED = dict.fromkeys(
+    ("big_bird", "bloom", "codegen", "gpt_neox_japanese", "megatron-bert", "mpt", "mvp", "rembert",
+     "roformer", "xglm"),
+    ValueError,
+) | dict.fromkeys(("falcon", "gptj", "gpt_neo"), KeyError)  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", LOADED)
+def test_a_model_of_its_own_attention_that_is_loaded_with_the_name(model_type):
+    """As the page says; its cells are of models that are told the name afterwards."""
+    integration.register()
+    assert f"\n| {model_type} | own |" in PAGE.read_text()
+
+    @torch.inference_mode()
+    def load_and_run():
+        config = tiny_config(model_type)
+        AutoModelForCausalLM.from_config(config, attn_implementation="cpattn")(make_tokens(2, 5))
+
+    with pytest.raises(LOADED[model_type], match="cpattn"):
+        load_and_run()
 
 
 def test_a_refusal_has_its_reason(calls):
