@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
+from cpattn.distributed import ContextParallel
 from cpattn.distributed.layers.ring import ring_schedule
 from cpattn.distributed.plans.heads import head_shares
 from cpattn.distributed.plans.key_shares import KeyShares
@@ -17,12 +18,29 @@ from cpattn.distributed.plans.sequence_calls import RowMask, Rows, Visibility, s
 from support.distributed.sharded_worker import PLACEMENTS
 
 
+class Unnamed:
+    """A placement that says no more than it must: tokens are dealt out one by one."""
+
+    def __init__(self, size: int) -> None:
+        self.shard_size = size
+
+    def owner_of(self, slots):
+        return slots % self.shard_size
+
+    def local_index(self, slots):
+        return slots // self.shard_size
+
+
+PLACEMENTS_AND_OTHERS = PLACEMENTS | {"of others": lambda size, page: Unnamed(size)}
+
+
 @st.composite
 def batches(draw):
     """Placement, block tables, lengths, and the rows that attend."""
     size = draw(st.integers(1, 4))
     page = draw(st.sampled_from([2, 4, 8]))
-    placement = PLACEMENTS[draw(st.sampled_from(sorted(PLACEMENTS)))](size, page)
+    name = draw(st.sampled_from(sorted(PLACEMENTS_AND_OTHERS)))
+    placement = PLACEMENTS_AND_OTHERS[name](size, page)
     lens = np.array(draw(st.lists(st.integers(0, 40), min_size=1, max_size=4)))
     counts = -(-lens // page)
     order = draw(st.permutations(range(int(counts.sum()) + 2)))
@@ -201,3 +219,20 @@ def test_in_a_ring_every_rank_has_every_share_from_its_neighbour(size):
         assert sorted(schedule) == list(range(size))
         assert schedule[0] == rank
         assert schedule[1:] == schedules[rank - 1][:-1]
+
+
+def test_placements_without_a_name_are_compared_by_where_they_put_a_batch():
+    """Of each rank there is an object of its own, which is printed by its address."""
+
+    def terms_of(placement):
+        cp = object.__new__(ContextParallel)
+        cp.cp_rank, cp.cp_size, cp.strategy, cp.page_size = 0, 2, "zigzag", 4
+        cp.placement, cp.exchange, cp.max_scratch_bytes = placement, "auto", 1 << 20
+        step = cp.plan_decode([9], block_tables=[[1, 0, 2]])
+        return cp.plan([9], block_tables=[[1, 0, 2]]).terms, step.terms
+
+    assert terms_of(Unnamed(2)) == terms_of(Unnamed(2))
+    pages = PLACEMENTS["pages"](2, 4)
+    for ours, others in zip(terms_of(Unnamed(2)), terms_of(pages), strict=True):
+        assert ours[:-1] == others[:-1]
+        assert ours[-1] != others[-1]

@@ -45,7 +45,9 @@ class KeyShares:
     def __init__(
         self, placement: Placement, block_tables: NDArray[np.int32], kv_lens: Array, page_size: int
     ) -> None:
-        self.run = gcd(page_size, int(getattr(placement, "interleave", page_size)))
+        # A placement that says neither may have a rank of its own for each token.
+        dealt = getattr(placement, "interleave", getattr(placement, "page_size", 1))
+        self.run = gcd(page_size, int(dealt))
         self._page_size = page_size
         self.kv_lens = kv_lens
         num_runs = -(-kv_lens // self.run)

@@ -207,7 +207,7 @@ def shard_plan(
         plan.page_size, tokens,
     )  # fmt: skip
     values: dict[str, Any] = {item.name: getattr(plan, item.name) for item in fields(plan)}
-    values["terms"] = (*plan.terms[:-1], _placement_digest(placement))
+    values["terms"] = (*plan.terms[:-1], _placement_digest(placement, batch))
     return ShardedPlan(
         **values,
         placement=placement,
@@ -260,7 +260,7 @@ def make_decode_plan(
         "block_tables": digest(tables),
         "slots": digest(slots),
         "mask": digest() if mask is None else digest(mask),
-        "placement": _placement_digest(placement),
+        "placement": _placement_digest(placement, batch),
     }
     return DecodePlan(
         placement=placement,
@@ -305,5 +305,9 @@ def _batch(
     )
 
 
-def _placement_digest(placement: Placement) -> int:
-    return digest(repr(placement).encode())
+def _placement_digest(placement: Placement, batch: ShardedBatch) -> int:
+    """Of its sizes, or, where it does not name them, of where the batch is."""
+    if type(placement).__repr__ is not object.__repr__:
+        return digest(repr(placement).encode())
+    shares = batch.shares
+    return digest(shares.owner, shares.row, batch.owner, batch.local_slots)
