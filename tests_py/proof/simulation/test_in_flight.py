@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 
 import pytest
 import torch
@@ -100,6 +101,27 @@ def test_an_in_place_gather_is_no_change():
     assert simulate(program, ranks=2).proved
 
 
+def test_tensors_of_calls_that_are_over_are_let_go():
+    """All of a long program would be more than memory has."""
+    left = []
+
+    def program():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        tensors = [torch.ones(8) for _ in range(4)]
+        x, out, whole, message = tensors
+        dist.all_reduce(x)
+        dist.all_gather_single(torch.empty(8 * size), out)
+        dist.reduce_scatter_single(torch.empty(8 // size), whole)
+        dist.send(message, 1) if rank == 0 else dist.recv(message, 0)
+        made = [weakref.ref(tensor) for tensor in tensors]
+        del tensors, x, out, whole, message
+        dist.barrier()
+        left.append(sum(ref() is not None for ref in made))
+
+    assert simulate(program, ranks=2, seeds=(0,)).proved
+    assert left == [0, 0]
+
+
 def takes_whoever_comes_first():
     total = torch.zeros(1)
     if dist.get_rank() == 0:
@@ -121,6 +143,40 @@ def test_results_that_depend_on_the_order_of_arrival_are_found_and_replay():
     again = simulate(takes_whoever_comes_first, ranks=4, seeds=(first, second))
     assert again.findings == report.findings
     assert simulate(takes_whoever_comes_first, ranks=4, seeds=(second,)).proved
+
+
+def test_parameters_are_compared_as_tensors_are():
+    report = simulate(lambda: torch.nn.Parameter(takes_whoever_comes_first()), ranks=4)
+    assert report.findings[0].kind == "order-of-arrival"
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        torch.eye(2).to_sparse(),
+        torch.empty(3, device="meta"),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.ones(3, dtype=torch.complex64).conj().imag,
+        torch.ones(1).expand(3),
+    ],
+    ids=["sparse", "meta", "conjugated", "negated", "expanded"],
+)
+def test_any_tensor_may_be_returned(result):
+    def program():
+        dist.barrier()
+        return result
+
+    assert simulate(program, ranks=2).proved
+
+
+@pytest.mark.parametrize("x", [torch.ones(1).expand(4), torch.arange(8.0)[::2]])
+def test_rows_may_be_given_with_any_strides(x):
+    def program():
+        taken = [torch.empty(4) for _ in range(dist.get_world_size())]
+        dist.all_gather(taken, x)
+        assert all(torch.equal(out, x) for out in taken)
+
+    assert simulate(program, ranks=2).proved
 
 
 def test_an_order_that_hangs_is_named():

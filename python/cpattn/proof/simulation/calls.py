@@ -117,10 +117,13 @@ class Call:
     number: int = 0  # of this rank's calls
     given: Blocks = field(default_factory=dict)  # as `gives` were when the call was made
     kept: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # and each once
-    partners: dict[int, Call] = field(default_factory=dict)  # calls of all that belong to it
+    partners: dict[int, Call] = field(default_factory=dict)  # all of a collective, or the other end
     sums: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # theirs together
+    source: int = -1  # of a message that has come
     complete: bool = False
     delivered: bool = False
+    digest: bytes = b""  # of what was given
+    sent_bytes: int = 0
     begin: float = 0.0  # seconds of the rank's own time
     end: float = 0.0
 
@@ -143,6 +146,24 @@ class Call:
         """All that the call reads, each once."""
         tensors = {id(tensor): tensor for block in self.gives.values() for tensor in block}
         return list(tensors.values())
+
+    def let_go(self) -> None:
+        """Keep no tensor that nobody will take any more: long programs make many calls."""
+        if self.partners and all(other.delivered for other in self.partners.values()):
+            for call in (self, *self.partners.values()):
+                call._forget()
+
+    def _forget(self) -> None:
+        self.gives = {rank: [] for rank in self.gives}
+        self.takes = {rank: [] for rank in self.takes}
+        self.reduces, self.given, self.kept, self.sums = [], {}, [], {}
+        self.partners = {}
+        self.forget_lists()
+
+    def forget_lists(self) -> None:
+        """After another choice of tensors."""
+        for name in ("inputs", "outputs"):
+            self.__dict__.pop(name, None)
 
     @property
     def is_uniform(self) -> bool:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..findings import Finding
 from .calls import Call, Site
+from .in_flight import PLAIN, bytes_of
 
 _COMPARED = (bool, int, float, complex, str, bytes, type(None))
 
@@ -65,8 +66,12 @@ def finding_of(step: Step, seeds: tuple[int, int], ranks: int) -> Finding:
 
 
 def _step(call: Call) -> Step:
-    given = [block for rank in sorted(call.given) for block in call.given[rank]]
-    return Step(call.world_rank, str(call), call.site, _digest_of(given))
+    return Step(call.world_rank, str(call), call.site, call.digest)
+
+
+def digest_of_given(call: Call) -> bytes:
+    """Of all that a call gives."""
+    return _digest_of([copy for _, copy in call.kept])
 
 
 def _digest_of(value: Any) -> bytes:
@@ -79,11 +84,19 @@ def _digest_of(value: Any) -> bytes:
 def _parts(value: Any) -> Iterator[bytes]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
+            if not _has_bytes(leaf):
+                yield f"{leaf.dtype} {leaf.layout} {leaf.device}".encode()
+                continue
             yield f"{leaf.dtype} {tuple(leaf.shape)}".encode()
-            if type(leaf) is torch.Tensor and leaf.numel():
-                dense = leaf.detach().contiguous().reshape(-1)
-                yield dense.view(torch.uint8).numpy().tobytes()
+            if leaf.numel():
+                yield bytes_of(leaf).numpy().tobytes()
         elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
             yield f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes()
         elif isinstance(leaf, _COMPARED):
             yield repr(leaf).encode()
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    """Whether its values can be compared; of others, as sparse ones, it is known what they are."""
+    dense = type(tensor) in PLAIN and tensor.layout == torch.strided and not tensor.is_nested
+    return dense and tensor.device.type == "cpu"

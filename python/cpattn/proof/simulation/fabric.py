@@ -12,7 +12,7 @@ import torch
 from ..findings import Finding
 from . import differences
 from .calls import Call, Group
-from .link import Link
+from .link import Link, sent_bytes
 from .reductions import reduced
 
 _Key = tuple[int, str]
@@ -59,7 +59,7 @@ class Fabric:
     def post(self, call: Call) -> None:
         """Add a call; `Refuted` if it contradicts those of other ranks."""
         calls = self.history[call.world_rank]
-        call.number = len(calls)
+        call.number, call.sent_bytes = len(calls), sent_bytes(call)
         calls.append(call)
         if call.is_message:
             self._post_message(call)
@@ -103,7 +103,10 @@ class Fabric:
         send, receive = (call, partner) if call.gives else (partner, call)
         if finding := differences.of_message(send, receive):
             raise Refuted(finding)
-        self._complete({send.rank: send, receive.rank: receive})
+        self.link.carry([send, receive])
+        send.partners, receive.partners = {receive.rank: receive}, {send.rank: send}
+        receive.source = send.rank
+        send.complete = receive.complete = True
 
     def _complete(self, calls: dict[int, Call]) -> None:
         self.link.carry(list(calls.values()))
@@ -163,6 +166,4 @@ def results_of(call: Call) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _given_by(call: Call, source: int) -> list[torch.Tensor]:
-    if source == -1:  # a receive from anyone has one partner besides itself
-        source = next(rank for rank, other in call.partners.items() if other is not call)
-    return call.partners[source].given[call.rank]
+    return call.partners[call.source if source == -1 else source].given[call.rank]

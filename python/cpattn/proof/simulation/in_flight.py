@@ -16,7 +16,7 @@ from .calls import Call, Site, site_of_caller
 from .fabric import results_of
 
 _POISON = 0x5A  # of integers; floats get NaN
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 # Operators that only look at where a tensor is, or wait for it themselves.
 _HARMLESS_NAMESPACES = ("_c10d_functional", "c10d", "_c10d_functional_autograd", "profiler", "prim")
 
@@ -67,14 +67,14 @@ class Watch(TorchDispatchMode):
         for argument, values in _by_argument(func, args, kwargs):
             writes = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tree_iter(values):
-                if type(tensor) in _PLAIN and tensor.numel():
+                if type(tensor) in PLAIN and tensor.numel():
                     self._look_at_tensor(tensor, writes)
 
     def _look_at_tensor(self, tensor: torch.Tensor, writes: bool) -> None:
         for call in self.calls:
             touched = call.outputs + (call.inputs if writes else [])
-            if any(_surely_overlap(tensor, other) for other in touched):
-                read = any(_surely_overlap(tensor, other) for other in call.outputs)
+            if any(surely_overlap(tensor, other) for other in touched):
+                read = any(surely_overlap(tensor, other) for other in call.outputs)
                 self._note(call, site_of_caller(), writes, read)
 
     def _note(self, call: Call, site: Site, writes: bool, is_output: bool) -> None:
@@ -121,8 +121,10 @@ def _by_argument(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]
             yield argument, kwargs[argument.name]
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a dense tensor in the order of its elements, whatever its strides."""
+    values = tensor.detach().resolve_conj().resolve_neg()
+    return values.contiguous().view(-1).view(torch.uint8)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,7 +132,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
-    return torch.equal(_bytes_of(tensor.detach()), _bytes_of(copy))
+    return torch.equal(bytes_of(tensor), bytes_of(copy))
 
 
 def _poison(tensor: torch.Tensor) -> None:
@@ -165,12 +167,13 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return begin < other_end and other_begin < end
 
 
-def _surely_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def surely_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors share bytes; columns beside each other do not."""
-    dense = _is_dense(one) and _is_dense(other)
+    dense = is_dense(one) and is_dense(other)
     return dense and _overlap(one, other)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor fills the memory between its first and last element."""
     begin, end = _span(tensor)
     return end - begin == tensor.numel() * tensor.element_size()

@@ -65,7 +65,8 @@ class Link:
         ranks = [call.world_rank for call in calls]
         begin = max([call.begin for call in calls] + [self._free[rank] for rank in ranks])
         steps = _steps(calls)
-        seconds = steps * self.latency + max(map(sent_bytes, calls)) / self.bytes_per_second
+        num_bytes = max(call.sent_bytes for call in calls)
+        seconds = steps * self.latency + num_bytes / self.bytes_per_second
         for call in calls:
             call.end = begin + seconds
             self._free[call.world_rank] = call.end
@@ -76,7 +77,7 @@ class Link:
                     begin,
                     call.end,
                     "transfer",
-                    sent_bytes(call),
+                    call.sent_bytes,
                     str(call.site),
                 )
             )

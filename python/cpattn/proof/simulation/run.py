@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..findings import Finding
-from . import in_flight
+from . import comparison, in_flight
 from .calls import Call, site_of_caller
 from .fabric import Fabric, Refuted
 from .link import Link
@@ -106,6 +106,7 @@ class Run:
             if self._has_values:
                 with torch._C._DisableTorchDispatch():
                     in_flight.start(call)
+                    call.digest = comparison.digest_of_given(call)
             self.fabric.post(call)
         except Refuted as refuted:
             self.refute(refuted.finding)
@@ -176,6 +177,7 @@ class Run:
                     in_flight.deliver(call)
         call.delivered = True
         self._watches[call.world_rank].calls.remove(call)
+        call.let_go()
 
     def _note(self, *findings: Finding) -> None:
         self.findings += [finding for finding in findings if finding not in self.findings]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..findings import Report
-from .link import Link, sent_bytes
+from .link import Link
 from .run import Run
 
 _TRACKS = {"compute": 0, "wait": 0, "transfer": 1}
@@ -23,7 +23,7 @@ def counts_of(run: Run) -> dict[str, Any]:
     for rank, history in enumerate(run.fabric.history):
         for call in history:
             calls[call.kind][rank] += 1
-            sent[call.kind][rank] += sent_bytes(call)
+            sent[call.kind][rank] += call.sent_bytes
     ends = [max([event.end for event in run.link.events if event.rank == r], default=0.0)
             for r in range(run.size)]  # fmt: skip
     return {

@@ -30,6 +30,7 @@ class SimulatedWork(dist.Work):
 
     def __init__(self, call: Call, wait: Callable[[Call], None], poll: Callable[[Call], bool]):
         super().__init__()
+        self._outputs = call.outputs  # which the call itself lets go of
         self._call, self._wait, self._poll = call, wait, poll
 
     def wait(self, timeout: Any = None) -> bool:
@@ -50,12 +51,11 @@ class SimulatedWork(dist.Work):
 
     def result(self) -> list[torch.Tensor]:
         self._wait(self._call)
-        return self._call.outputs
+        return self._outputs
 
     def source_rank(self) -> int:
         """The rank of the group that a message came from."""
-        call = self._call
-        return next(rank for rank, other in call.partners.items() if other is not call)
+        return self._call.source
 
     _source_rank = source_rank
 
