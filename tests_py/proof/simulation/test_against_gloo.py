@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
-from cpattn.proof import simulate
+from cpattn.proof import NotUsable, simulate
 from support.distributed.distributed_worker import run_world
 from support.proof.collective_programs import STEPS, run_program, run_programs
 
@@ -101,6 +101,45 @@ def test_calls_that_few_programs_make():
 
     report = simulate(program, ranks=4)
     assert report.proved, report.text()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_rank_may_send_to_itself(seed):
+    """Over NCCL within a batch, as a ring of one rank does, or heads that stay."""
+
+    def program():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        x, taken = torch.tensor([rank]), [torch.empty(1, dtype=torch.int64) for _ in range(size)]
+        operations = [dist.P2POp(dist.isend, x, peer) for peer in range(size)]
+        operations += [dist.P2POp(dist.irecv, out, peer) for peer, out in enumerate(taken)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        assert [out.item() for out in taken] == list(range(size))
+
+    report = simulate(program, ranks=2, seeds=(seed,))
+    assert report.proved, report.text()
+
+
+def test_transposed_tensors_are_taken_as_they_lie():
+    """As gloo does, so that rows and columns are right where they lie alike on all ranks."""
+
+    def program():
+        x = torch.arange(6.0).view(2, 3)
+        if dist.get_rank():
+            x = torch.zeros(3, 2).t()
+        dist.broadcast(x, 0)
+        assert x.tolist() == ([[0, 2, 4], [1, 3, 5]] if dist.get_rank() else [[0, 1, 2], [3, 4, 5]])
+        x = torch.arange(6.0).view(2, 3).t()
+        dist.all_reduce(x)
+        assert x.tolist() == [[0, 6], [2, 8], [4, 10]]
+
+    report = simulate(program, ranks=2)
+    assert report.proved, report.text()
+
+
+def test_roots_are_ranks_of_the_group():
+    with pytest.raises(NotUsable, match=r"raised ValueError: group 0 of ranks 0, 1 has no rank 7"):
+        simulate(lambda: dist.broadcast(torch.ones(1), 7), ranks=2)
 
 
 def test_meshes_and_subgroups():

@@ -208,6 +208,65 @@ def test_calls_without_another_end_are_found_when_all_have_returned(program, kin
     assert __file__ in finding.where
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: dist.all_reduce(x),
+        lambda x: dist.broadcast(x, 0),
+        lambda x: dist.reduce(x, 0),
+        lambda x: dist.send(x, 1) if is_first() else dist.recv(x, 0),
+        lambda x: dist.scatter(x, [x.contiguous()] * 2 if is_first() else None, 0),
+        lambda x: dist.reduce_scatter(torch.empty(3, 2), [x] * 2),
+    ],
+    ids=["all_reduce", "broadcast", "reduce", "message", "scatter", "reduce_scatter"],
+)
+def test_tensors_with_gaps_are_found(call):
+    """gloo reduces the elements between, fills rows that are not meant, or raises, as NCCL does."""
+    (finding,) = simulate(lambda: call(torch.zeros(3, 4)[:, 1:3]), ranks=2).findings
+    assert (finding.invariant, finding.kind) == ("SEQ", "not-contiguous")
+    assert "sizes [3, 2] and strides [4, 1]" in finding.what
+    assert __file__ in finding.where
+
+
+def exchange_in_place():
+    x = ones(4)
+    dist.all_to_all_single(x, x)
+
+
+def gather_to_the_wrong_place():
+    whole = torch.zeros(4)
+    dist.all_gather_single(whole, whole[:2] if not is_first() else whole[2:])
+
+
+def scatter_from_what_is_filled():
+    blocks = [ones(2), ones(2)]
+    dist.scatter(blocks[1] if is_first() else ones(2), blocks if is_first() else None, 0)
+
+
+@pytest.mark.parametrize(
+    "program", [exchange_in_place, gather_to_the_wrong_place, scatter_from_what_is_filled]
+)
+def test_memory_that_is_given_and_filled_is_found(program):
+    """gloo and NCCL give others what has come already, or not."""
+    (finding,) = simulate(program, ranks=2).findings
+    assert (finding.invariant, finding.kind) == ("SEQ", "given-and-filled")
+
+
+def test_each_rank_may_fill_its_own_block_in_place():
+    def program():
+        rank = dist.get_rank()
+        x = torch.arange(4.0)
+        own = x[2 * rank : 2 * rank + 2]
+        dist.all_gather_single(x, own)
+        dist.reduce_scatter_single(own, x)
+        blocks = list(x.chunk(2))
+        dist.scatter(own, blocks if is_first() else None, 0)
+        dist.gather(own, blocks if is_first() else None, 0)
+
+    report = simulate(program, ranks=2)
+    assert report.proved, report.text()
+
+
 def test_rows_that_nobody_gets_break_ownership():
     def program():
         dist.all_to_all_single(torch.empty(9), torch.ones(9))

@@ -6,7 +6,7 @@
 ``rank_state``       what each rank has to itself: environment, groups, random numbers, modules
 ``process_group``    the groups that programs get: what each call gives and takes
 ``fabric``           which calls belong together, ``differences`` what they disagree in
-``in_flight``        tensors between a call and its wait
+``memory``           what tensors of a call have to be like, ``in_flight`` between it and its wait
 ``stuck``            why nobody can go on
 ``comparison``       whether results depend on the order of arrival
 ``recorded``         issues recorded ``steps`` again, or those ``remade`` for other ranks

@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import GroupName
 
 from ..findings import Finding, NotUsable
+from . import memory
 from .calls import Blocks, Call, Group, site_of_caller
 from .reductions import name_of
 
@@ -80,7 +81,11 @@ class SimulatedGroup(dist.ProcessGroup):
         for blocks in (parts.get("gives", {}), parts.get("takes", {})):
             _check([tensor for block in blocks.values() for tensor in block], kind)
         _check(parts.get("reduces", []), kind)
-        return self._runtime.begin(Call(kind, self.group, self._rank, site_of_caller(), **parts))
+        call = Call(kind, self.group, self._rank, site_of_caller(), **parts)
+        if fault := memory.fault_of(call):
+            self._runtime.refute(fault)
+        memory.take_as_it_lies(call)
+        return self._runtime.begin(call)
 
     def _to_all(self, tensors: Tensors) -> Blocks:
         return {rank: list(tensors) for rank in range(self.size())}
@@ -219,6 +224,8 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._begin("recv", takes={-1: list(tensors)}, peer=-1, tag=tag)
 
     def _world(self, rank: int) -> int:
+        if not 0 <= rank < self.size():
+            raise ValueError(f"{self.group} has no rank {rank} of its own")
         return self.group.ranks[rank]
 
     def _check_ranks(self, kind: str, lists: Sequence[Tensors]) -> None:

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What backends ask of tensors: no gaps in memory, and nothing given that is filled meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ..findings import Finding
+from .calls import Blocks, Call
+from .in_flight import is_dense, surely_overlap
+
+# gloo copies their tensors; of all others it takes memory as it lies, as NCCL does of messages.
+_ANY_STRIDES = ("all_gather", "all_gather_coalesced", "gather")
+# Sums are formed in place of what was given.
+_IN_PLACE = ("all_reduce", "all_reduce_coalesced", "reduce")
+
+
+def fault_of(call: Call) -> Finding | None:
+    """Why a backend would refuse the tensors of a call, or compute other values with them."""
+    if call.kind not in _ANY_STRIDES:
+        for tensor in (*call.inputs, *call.outputs):
+            if not tensor.is_contiguous() and not is_dense(tensor):
+                return _with_gaps(call, tensor)
+    return next(_given_and_filled(call), None)
+
+
+def take_as_it_lies(call: Call) -> None:
+    """Have the call see transposed tensors in the order of their memory, as backends do."""
+    if call.kind not in _ANY_STRIDES and not all(
+        tensor.is_contiguous() for tensor in (*call.inputs, *call.outputs)
+    ):
+        call.gives, call.takes = _rows(call.gives), _rows(call.takes)
+        call.reduces = [_row(tensor) for tensor in call.reduces]
+        call.forget_lists()
+
+
+def _rows(blocks: Blocks) -> Blocks:
+    return {rank: [_row(tensor) for tensor in block] for rank, block in blocks.items()}
+
+
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_contiguous() else tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _with_gaps(call: Call, tensor: torch.Tensor) -> Finding:
+    return Finding(
+        "SEQ",
+        f"{call} has on rank {call.world_rank} a tensor of sizes {list(tensor.shape)} and strides "
+        f"{list(tensor.stride())}, whose elements do not fill its memory: backends refuse it, or "
+        "take what lies between them",
+        where=str(call.site),
+        ranks=(call.world_rank,),
+        picture=f"{call.site}  {call}",
+        advice="Give x.contiguous(), and copy back what comes.",
+        kind="not-contiguous",
+    )
+
+
+def _given_and_filled(call: Call) -> Iterator[Finding]:
+    """Memory that a call fills and gives, other than by each rank its own block to itself."""
+    if call.kind in _IN_PLACE or not _share_storage(call):
+        return
+    own = [_place(block) for block in call.gives.get(call.rank, [])]
+    filled = [(source, block) for source, blocks in call.takes.items() for block in blocks]
+    filled += [(call.rank, block) for block in call.reduces]
+    for source, block in filled:
+        for given in call.inputs:
+            is_own = source == call.rank and _place(given) == _place(block) in own
+            if not is_own and surely_overlap(given, block):
+                yield Finding(
+                    "SEQ",
+                    f"{call} fills memory on rank {call.world_rank} that it also gives away: what "
+                    "others get depends on which comes first",
+                    where=str(call.site),
+                    ranks=(call.world_rank,),
+                    picture=f"{call.site}  {call}",
+                    advice="Give another tensor for what comes.",
+                    kind="given-and-filled",
+                )
+                return
+
+
+def _share_storage(call: Call) -> bool:
+    storages = {tensor.untyped_storage().data_ptr() for tensor in call.inputs if tensor.numel()}
+    return any(tensor.untyped_storage().data_ptr() in storages for tensor in call.outputs)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel()
