@@ -47,6 +47,7 @@ def call(**changes: Any) -> Any:
         ({"attention_mask": torch.ones(2, 4, 3, 5).bool()}, r"\[2, 1, 3, 5\], got \[2, 4, 3, 5\]"),
         ({"attention_mask": torch.ones(2, 5).bool()}, r"\[2, 1, 3, 5\], got \[2, 5\]"),
         ({"attention_mask": torch.randn(2, 1, 3, 5)}, "a bias is not supported"),
+        ({"attention_mask": torch.full((2, 1, 3, 5), torch.nan)}, "a bias is not supported"),
         ({"attention_mask": torch.ones(2, 1, 3, 5).int()}, "must be bool, or a float"),
         (
             {"query": torch.randn(2, 4, 3, 592), "scaling": 1.0},

@@ -220,8 +220,8 @@ def as_bool(mask: AnyTensor, shape: tuple[int, int, int]) -> AnyTensor:
         )
     if mask.dtype != torch.bool:
         visible = mask == 0
-        if not mask.is_floating_point() or torch.any(
-            ~visible & (mask > torch.finfo(mask.dtype).min / 2)
+        if not mask.is_floating_point() or not torch.all(
+            visible | (mask <= torch.finfo(mask.dtype).min / 2)
         ):
             raise ValueError(
                 f"{FUNCTION}: attention_mask must be bool, or a float that is 0 for a visible key "
