@@ -44,3 +44,13 @@ def test_parts_that_cannot_be_cut_are_left_whole():
     document.pop("restore")
     assert cut(with_cache(document), 0, 4) is None
     assert cut(document, 0, 4) is not None
+
+
+def test_smaller_documents_are_of_the_schema():
+    """Without ranks where there were none."""
+    merge = {"base": "e", "parts": [{"rank": 0, "base": "2"}]}
+    requests = [{"extend": 1}, {"extend": 1}]
+    document = {"schema": "cpattn-plan/1", "requests": requests, "merges": [merge]}
+    (found,) = lint(document).findings
+    (again,) = lint(found.details["smaller"]).findings
+    assert again.kind == found.kind == "lse-base"

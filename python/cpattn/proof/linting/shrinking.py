@@ -130,12 +130,13 @@ def without(document: Document, dropped: set[int]) -> Document:
     new = {-1: -1} | {number: place for place, number in enumerate(left)}
     small = dict(document)
     small["requests"] = [_renamed(document["requests"][i], new) for i in left]
-    small["ranks"] = []
     moved = []
-    for rank in document.get("ranks", ()):
-        part, rows = _rank_without(rank, left, new)
-        small["ranks"].append(part)
-        moved.append(rows)
+    if "ranks" in document:
+        small["ranks"] = []
+        for rank in document["ranks"]:
+            part, rows = _rank_without(rank, left, new)
+            small["ranks"].append(part)
+            moved.append(rows)
     if "tables" in document.get("cache", {}):
         tables = document["cache"]["tables"]
         small["cache"] = document["cache"] | {"tables": [tables[i] for i in left]}
