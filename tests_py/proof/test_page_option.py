@@ -100,3 +100,13 @@ def test_a_page_of_many_tokens_is_small(tmp_path):
     page = page_of("lint", plan, status=1, path=tmp_path / "report.html")
     assert "and 8980 more" in page
     assert len(page) < 20_000
+
+
+def test_a_timeline_lasts_as_long_as_its_last_stretch():
+    from cpattn.proof.page import Stretch
+    from cpattn.proof.page.timeline import drawing
+
+    many = [Stretch(0, "wait", float(i), i + 1.0, "wait") for i in range(4000)]
+    drawn = drawing([*many, Stretch(0, "compute", 9999.5, 10_000.0, "compute")])
+    assert drawn["milliseconds"] == 1e7
+    assert drawn["left_out"] == 1

@@ -26,7 +26,7 @@ class Stretch:
 def drawing(stretches: Sequence[Stretch]) -> dict[str, Any] | None:
     """Rectangles for the template, rank by rank; None if there is nothing to draw."""
     shown = sorted(stretches, key=lambda one: one.begin - one.end)[:_MOST]
-    end = max((one.end for one in shown), default=0.0)
+    end = max((one.end for one in stretches), default=0.0)
     if end <= 0:
         return None
     ranks = sorted({one.rank for one in shown})
