@@ -17,6 +17,7 @@ from cpattn.kv import MHATokenToKVPool
 from cpattn.proof import NotUsable, lint
 from cpattn.proof.linting.adapters.context_parallel import from_metadata, from_plans
 from cpattn.proof.linting.adapters.decode import from_local_lens
+from cpattn.proof.linting.adapters.dsa import from_row_metadata
 from cpattn.proof.linting.adapters.packings import from_llama3, from_zigzag_ring
 from cpattn.proof.linting.adapters.transfers import (
     from_transfer,
@@ -224,6 +225,30 @@ def test_damaged_descriptors_are_refuted(damage, kind):
     assert kind in kinds(document)
 
 
+def test_a_sequence_is_no_longer_than_its_pages():
+    source, (target,) = layouts()
+    plan = plan_kv_transfer(source, target, [1, 3, 5], [4, 6, 0])
+    document = from_transfer(source, target, plan, [1, 3, 5], [4, 6, 0], num_tokens=24)
+    assert kinds(document) == set()
+    document["transfers"][0]["tokens"] = 25
+    (found,) = lint(document).findings
+    assert found.what == "25 tokens are sent, of which 3 pages of source can hold 24"
+
+
+def test_descriptors_of_nothing_may_be_anywhere():
+    source, (target,) = layouts()
+    plan = plan_kv_transfer(source, target, [1, 3, 5], [4, 6, 0])
+    document = from_transfer(source, target, plan, [1, 3, 5], [4, 6, 0])
+    for name, value in {"src": 0, "dst": 1 << 50, "length": 0}.items():
+        document["transfers"][0][name].insert(0, value)
+    report = lint(document)
+    assert report.findings == ()
+    assert "XFER" not in report.not_checked
+    document["transfers"][0]["dst"][2] = document["transfers"][0]["dst"][1]
+    (found, *_) = lint(document).findings
+    assert found.what.startswith("descriptor 2 writes ")
+
+
 def test_lists_of_pointers_are_registered_memory():
     labels = [(0, "k"), (0, "v")]
     source, target = (
@@ -287,3 +312,13 @@ def test_pools_have_all_kinds_of_buffers():
     pool = pool_of(range(1))
     with pytest.raises(NotUsable, match=r"buffers of each of \['k', 'v', 'index_k'\], got 2"):
         memory_of_pool(pool, ("k", "v", "index_k"))
+
+
+def test_a_row_that_sees_more_pages_than_there_are_is_refused():
+    def of_lines(pages):
+        rank = SimpleNamespace(block_tables=[[2] * pages], actual_seq_lengths_kv=[9])
+        return from_row_metadata([rank], [[0]], [1], [8], [[2, 2]], page_size=4)
+
+    for pages in (1, 2, 3):
+        with pytest.raises(NotUsable, match="row 0 of rank 0 must have the pages of a sequence"):
+            of_lines(pages)

@@ -95,7 +95,9 @@ def _requests(rank: int, lines: Any, keys: Ints, tables: Any, page_size: int) ->
     """Whose pages each row has, as far as it sees keys."""
     found = np.full(len(lines), -1, np.int64)
     for row, (line, count) in enumerate(zip(lines, -(-keys // page_size), strict=True)):
-        same = (tables[:, :count] == line[:count]).all(axis=1) & (tables.shape[1] >= count)
+        same = np.zeros(len(tables), bool)
+        if count <= min(tables.shape[1], len(line)):
+            same = (tables[:, :count] == line[:count]).all(axis=1)
         if not same.any():
             raise NotUsable(
                 f"from_row_metadata: row {row} of rank {rank} must have the pages of a sequence, "
