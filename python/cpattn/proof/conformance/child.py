@@ -71,6 +71,8 @@ class Child:
                 return self._pipe.recv()
         except (EOFError, OSError):
             return self._signature.failed(case, "crash", f"the process ended{self._cause()}")
+        if not self._process.is_alive():  # what it had forked keeps the pipe open
+            return self._signature.failed(case, "crash", f"the process ended{self._cause()}")
         self._end()
         said = f"no answer within {self._time_limit:g} seconds"
         return self._signature.failed(case, "hang", said)
@@ -87,10 +89,13 @@ class Child:
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
         theirs.close()
-        message = self._first_words()
-        if message:
+        try:
+            message = self._first_words()
+            if message:
+                raise NotUsable(message)
+        except BaseException:  # Ctrl-C while it imports, too
             self._end()
-            raise NotUsable(message)
+            raise
 
     def _first_words(self) -> str:
         try:
@@ -108,7 +113,8 @@ class Child:
         code = self._process.exitcode
         self._end()
         if code is not None and code < 0:
-            return f" by {signal.Signals(-code).name}"
+            names = {int(known): known.name for known in signal.Signals}
+            return f" by {names.get(-code, f'signal {-code}')}"
         return "" if code is None else f" with exit code {code}"
 
     def _end(self) -> None:
@@ -155,6 +161,7 @@ def _serve(
     end_with(parent)
     parents.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    multiprocessing.current_process().daemon = False  # a daemon may start no processes
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.disable()  # the stack would be that of this tool, for each of many crashes
     with suppress(OSError, ValueError):
@@ -163,23 +170,27 @@ def _serve(
         fn = load(operator) if isinstance(operator, str) else operator
         if not callable(fn):
             raise NotUsable(f"conform: {_name(operator)} must be callable, got {type(fn).__name__}")
-        import torch
-
-        torch.set_num_threads(1)  # threads of the parent are not here
+        load("torch:set_num_threads")(1)  # threads of the parent are not here
     except NotUsable as error:
         pipe.send(str(error))
         return
     pipe.send("")
+    own = os.getpid()
     with suppress(EOFError, OSError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         while True:
-            pipe.send(_answer(fn, signature, pipe.recv(), device))
+            answer = _answer(fn, signature, pipe.recv(), device)
+            if os.getpid() != own:  # a copy that the operator forked, whose answer is one too many
+                os._exit(0)
+            pipe.send(answer)
 
 
 def _answer(fn: Any, signature: Calls, case: Any, device: str) -> Any:
     limits = resource.getrlimit(resource.RLIMIT_AS)
     if isinstance(case, Case) and case.far and device == "cpu":
-        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + _ROOM_OF_FAR_CASE, limits[1]))
+        room = _address_space() + _ROOM_OF_FAR_CASE
+        most = [limit for limit in limits if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min([room, *most]), limits[1]))
     try:
         return signature.answer(fn, case, device)
     except WrongForm as error:
