@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+import cpattn
 from cpattn.proof import conform
 from cpattn.proof.conformance import FAULTS
 from support.proof.conformance import SECONDS, broken
@@ -74,6 +75,41 @@ def test_two_faults_have_two_names():
 
     report = conform(operator, signature="cpattn", examples=0, seconds=SECONDS)
     assert {finding.kind for finding in report.findings} == {"window-ignored", "lse-base-2"}
+
+
+def test_each_of_two_faults_has_its_own_cases():
+    def operator(q, k, v, *, window=None, softcap=0.0, **options):
+        return cpattn.paged_attention(q, k, v, **options)
+
+    report = conform(operator, signature="cpattn", examples=0, seconds=SECONDS)
+    found = {finding.kind: finding.details for finding in report.findings}
+    assert set(found) == {"window-ignored", "softcap-ignored"}, report.text()
+    assert [details["cases"] for details in found.values()] == [2, 1]
+    assert found["window-ignored"]["case"]["window"] is not None
+    assert found["softcap-ignored"]["only_when"]["softcap"] == 1.0
+
+
+def test_far_memory_has_a_name_beside_another_fault():
+    def operator(q, k, v, *, window=None, **options):
+        return broken.overflow_32_bit(q, k, v, **options)
+
+    report = conform(operator, signature="cpattn", examples=0, seconds=SECONDS)
+    found = {finding.kind: finding.details for finding in report.findings}
+    assert set(found) == {"window-ignored", "overflow-32-bit"}, report.text()
+    assert found["overflow-32-bit"]["case"]["far"] is True
+    assert (found["overflow-32-bit"]["cases"], found["window-ignored"]["cases"]) == (1, 2)
+
+
+def test_nan_of_the_log_sum_exp_alone_is_named():
+    report = conform(broken.nan_lse_on_empty, signature="cpattn", examples=0, seconds=SECONDS)
+    assert [finding.kind for finding in report.findings] == ["nan-on-empty"], report.text()
+    assert "the log-sum-exp is not finite as it is" in report.findings[0].what
+
+
+def test_infinities_are_shown_without_a_warning():
+    report = conform(broken.infinite, signature="cpattn", examples=0, seconds=SECONDS)
+    assert [finding.kind for finding in report.findings] == ["unknown"], report.text()
+    assert "keys ???" in report.findings[0].picture
 
 
 def test_a_case_is_made_smaller():

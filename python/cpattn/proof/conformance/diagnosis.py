@@ -46,13 +46,15 @@ class Diagnosis:
 
     def shown_by(self, trial: Trial) -> bool:
         """Whether a trial shows the same fault."""
+        if self.fault.name == "overflow-32-bit" and not trial.case.far:
+            return False
         if self.channel == "form":
             return trial.verdict == self.trials[0].verdict
         if trial.verdict != self.channel:
             return False
         if self.switches is None:
             return not any(_explains(trial, other) for other in self.others)
-        return _explains(trial, self.switches)
+        return _explains(trial, self.switches) and not _explains(trial, RIGHT)
 
 
 def diagnose(trials: Sequence[Trial]) -> list[Diagnosis]:
@@ -67,7 +69,10 @@ def diagnose(trials: Sequence[Trial]) -> list[Diagnosis]:
             if trial.verdict == channel
             and not any(_explains(trial, switches) for switches in known)
         ]
-        near = [trial for trial in wrong if not trial.case.far]  # the same, without far memory
+        near = [trial for trial in wrong if not trial.case.far]
+        far = [trial for trial in wrong if trial.case.far]
+        if near and far and channel == "out" and _only_far(far, right):
+            found.append(Diagnosis(FAULTS["overflow-32-bit"], channel, None, far))
         found += _of_values(near or wrong, right, channel) if wrong else []
     return found
 

@@ -106,7 +106,10 @@ _LOG_SUMS = (
         "nan-on-empty", "LSE",
         "gives NaN for rows that see no key",
         "Divide by 1 where the sum of weights is 0, and take no difference of infinities.",
-        (replace(RIGHT, nan_on_empty=True, lse="nan on empty"),),
+        (
+            replace(RIGHT, nan_on_empty=True, lse="any on empty"),
+            *_each(lse=("nan on empty",)),
+        ),
     ),
 )  # fmt: skip
 

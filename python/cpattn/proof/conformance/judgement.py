@@ -57,8 +57,8 @@ def fits(result: Result, wrong: Attended, channel: str, switches: Switches) -> b
     """Whether a wrong oracle gives the outputs that the operator gave; or, with channel "lse", its
     log-sum-exps beside right outputs."""
     lse = wrong.lse
-    if switches.lse in ("free on empty", "nan on empty") and result.lse is not None:
-        any_number = np.isfinite(result.lse) | (switches.lse == "nan on empty")
+    if switches.lse in ("free on empty", "any on empty") and result.lse is not None:
+        any_number = np.isfinite(result.lse) | (switches.lse == "any on empty")
         lse = np.where((wrong.num_keys == 0) & any_number, result.lse, lse)
     found = differences(result, wrong._replace(lse=lse), FIT)
     return not (found.out.any() or (channel == "lse" and found.lse.any()))

@@ -179,6 +179,8 @@ def _lse_as(
             return lse + shift * (1 - batch.case.scale)
         total = np.exp(raw - shift[..., None]).sum(axis=-1)
         return np.where(total > 0, np.log(np.where(total > 0, total, 1)) + shift, -np.inf)
+    if switches.lse == "nan on empty":
+        return np.where(np.isneginf(lse), np.nan, lse)
     return lse * switches.lse_factor
 
 

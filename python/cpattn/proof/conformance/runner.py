@@ -164,7 +164,8 @@ def _check_usable(subject: str, trials: Sequence[Trial]) -> None:
 
 
 def _finding(subject: str, diagnosis: Diagnosis, least: Trial, trials: Sequence[Trial]) -> Finding:
-    fault, concerned = diagnosis.fault, [t for t in trials if t.verdict == least.verdict]
+    fault = diagnosis.fault
+    concerned = [t for t in trials if t in diagnosis.trials or diagnosis.shown_by(t)]
     tried = sum(t.verdict != "refused" for t in trials)
     what = f"{subject} {fault.means}"
     if diagnosis.channel == "form":

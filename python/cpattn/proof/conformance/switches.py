@@ -29,8 +29,9 @@ class Switches:
         a number of keys.
     merge_factor : float
         LSE are multiplied with it before the merge takes them as exponents of e.
-    lse : {"right", "with sink", "unscaled", "unscaled maximum", "free on empty", "nan on empty"}
-        "free on empty": any finite number for a row that sees no key.
+    lse : str
+        "right", "with sink", "unscaled", "unscaled maximum"; or for a row that sees no key "nan on
+        empty", "free on empty", which is any finite number, or "any on empty".
     lse_factor : float
         Of another base.
     heads : {"grouped", "strided"}

@@ -85,6 +85,11 @@ def nan_on_empty(q, k, v, **options):
     return (out * total[..., None] / total[..., None]).to(q.dtype), lse
 
 
+def nan_lse_on_empty(q, k, v, **options):
+    out, lse = cpattn.paged_attention(q, k, v, **options)
+    return out, lse.masked_fill(lse == -torch.inf, torch.nan)
+
+
 def sink_ignored(q, k, v, *, sinks=None, **options):
     return cpattn.paged_attention(q, k, v, **options)
 
@@ -249,6 +254,12 @@ def layout_nhd_hnd(q, k, v, *, kv_layout="NHD", **options):
 def unknown(q, k, v, **options):
     out, lse = cpattn.paged_attention(q, k, v, **options)
     out[:, -1] *= 1.5
+    return out, lse
+
+
+def infinite(q, k, v, **options):
+    out, lse = cpattn.paged_attention(q, k, v, **options)
+    out[0], out[-1, 0, :3] = torch.inf, -torch.inf
     return out, lse
 
 
