@@ -14,7 +14,7 @@ from ..intervals import Ints, each, first_of, ints, tally
 from ..memory import Memory
 from ..model import Absent, Plan
 from ..pictures import Bars
-from .check import Check, finding, more
+from .check import Check, finding, many, more
 
 MOST_PAGES = 30_000_000  # that descriptors copy; more would not fit into memory
 
@@ -61,7 +61,8 @@ def inside(plan: Plan) -> list[Finding]:
                 (outside, "no buffer has all of it"),
                 (memory.outside_registered(begin, link.length), "not all of it is registered"),
             ):
-                bad = first_of(flags & (link.length > 0))
+                flags = flags & (link.length > 0)
+                bad = first_of(flags)
                 if bad is None:
                     continue
                 first, end = int(begin[bad]), int(begin[bad] + link.length[bad])
@@ -91,13 +92,14 @@ def _around(memory: Memory, begin: int, end: int) -> str:
 
 def _cut(link: Link) -> tuple[Ints, Ints, Ints, Ints]:
     """Descriptors cut where either side begins another page: number, source, target, length."""
-    number, src, dst, length = np.arange(len(link.src)), link.src, link.dst, link.length
+    number = np.flatnonzero(link.length)
+    src, dst, length = link.src[number], link.dst[number], link.length[number]
     for memory, at in ((link.source, "src"), (link.target, "dst")):
         begin = src if at == "src" else dst
         entry = np.maximum(memory.find(begin, length), 0)
         item, offset = memory.item_len[entry], begin - memory.addr[entry]
-        last = (offset + np.maximum(length, 1) - 1) // item
-        pages = np.where(length > 0, last - offset // item + 1, 0)
+        last = (offset + length - 1) // item
+        pages = last - offset // item + 1
         if int(pages.sum()) > MOST_PAGES:
             raise Absent(f"descriptors of more than {MOST_PAGES:,} pages")
         owner, place = each(pages)
@@ -117,7 +119,7 @@ def paired(plan: Plan) -> list[Finding]:
         known = (link.source.find(link.src, link.length) >= 0) & (
             link.target.find(link.dst, link.length) >= 0
         )
-        if not known.all():
+        if not known[link.length > 0].all():
             raise Absent("descriptors are outside of buffers")
         number, src, dst, length = _cut(link)
         ours, theirs = link.source.find(src, length), link.target.find(dst, length)
@@ -210,6 +212,9 @@ def complete(plan: Plan) -> list[Finding]:
     for links in _by_target(plan).values():
         if any(link.document.get("partial") for link in links):
             raise Absent("transfers are partial")
+        for link in links:
+            if fault := _too_few_pages(link):
+                return fault
         target = links[0].target
         sent = {key for link in links for key in link.source.keys}
         wanted = [i for i, key in enumerate(target.keys) if key in sent]
@@ -228,6 +233,20 @@ def complete(plan: Plan) -> list[Finding]:
                 "xfer-missing", f"{lost:,} bytes of {target.name} are never written, first of "
                 f"{target.label(entry[at])}, page {page}", f"{target.name}, byte {byte:#x}",
                 byte=byte, bytes=lost, page=page,
+            )  # fmt: skip
+    return []
+
+
+def _too_few_pages(link: Link) -> list[Finding]:
+    """A sequence that is longer than its pages."""
+    tokens = link.document.get("tokens", 0)
+    for memory, pages in ((link.source, link.src_pages), (link.target, link.dst_pages)):
+        room = len(pages) * memory.page_size
+        if tokens > room:
+            return finding(
+                "xfer-missing", f"{tokens:,} tokens are sent, of which {many(len(pages), 'page')} "
+                f"of {memory.name} can hold {room:,}", f"{link.name}, token {room}",
+                tokens=tokens, room=room, memory=memory.name,
             )  # fmt: skip
     return []
 
