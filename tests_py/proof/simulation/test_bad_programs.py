@@ -222,8 +222,12 @@ def test_options_are_checked(options, message):
     ("call", "message"),
     [
         (lambda: simulate(3), "fn must be callable, got int"),
-        (lambda: simulate(says_nothing, ranks="8"), "ranks must be a number, got '8'"),
-        (lambda: simulate(says_nothing, ranks=True), "ranks must be a number, got True"),
+        (lambda: simulate(says_nothing, ranks="8"), "ranks must be an integer, got '8'"),
+        (lambda: simulate(says_nothing, ranks=True), "ranks must be an integer, got True"),
+        (lambda: simulate(says_nothing, ranks=2.5), r"ranks must be an integer, got 2\.5"),
+        (lambda: simulate(says_nothing, gbps="1"), "gbps must be a number, got '1'"),
+        (lambda: simulate(says_nothing, seeds=3), "seeds must be a sequence of integers, got 3"),
+        (lambda: simulate(says_nothing, seeds=[0.5]), r"seeds must be an integer, got 0\.5"),
         (lambda: simulate(says_nothing, own_modules="json"), "own_modules must be a sequence of"),
     ],
 )

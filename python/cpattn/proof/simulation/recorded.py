@@ -53,7 +53,7 @@ class CaptureOptions:
 
     def __post_init__(self) -> None:
         if self.ranks is not None:
-            check_number("ranks", self.ranks, 1, 64)
+            check_number("ranks", self.ranks, 1, 64, kind=int)
         check_number("time_limit", self.time_limit, 0.1, 86400)
         check_number("latency_us", self.latency_us, 0, 1e9)
         check_number("gbps", self.gbps, 1e-3, 1e6)

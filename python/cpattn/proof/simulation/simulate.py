@@ -72,21 +72,24 @@ class Options:
     own_modules: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check_number("ranks", self.ranks, 1, 64)
+        check_number("ranks", self.ranks, 1, 64, kind=int)
+        if not isinstance(self.seeds, Sequence) or isinstance(self.seeds, str):
+            raise TypeError(f"simulate: seeds must be a sequence of integers, got {self.seeds!r}")
+        for seed in self.seeds:
+            check_number("seeds", seed, 0, 2**31, kind=int)
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"simulate: seeds must be distinct, got {list(self.seeds)}")
-        for seed in self.seeds:
-            check_number("seeds", seed, 0, 2**31)
         check_number("time_limit", self.time_limit, 0.1, 86400)
         check_number("latency_us", self.latency_us, 0, 1e9)
         check_number("gbps", self.gbps, 1e-3, 1e6)
         _check_own_modules(self.own_modules)
 
 
-def check_number(name: str, value: float, least: float, most: float) -> None:
+def check_number(name: str, value: float, least: float, most: float, kind: type = float) -> None:
     """TypeError or ValueError unless an option is a number within its bounds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"simulate: {name} must be a number, got {value!r}")
+    kinds, what = ((int,), "an integer") if kind is int else ((int, float), "a number")
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(f"simulate: {name} must be {what}, got {value!r}")
     if not least <= value <= most:
         raise ValueError(f"simulate: {name} must be within {least:g} and {most:g}, got {value}")
 
@@ -243,13 +246,13 @@ def _judge_alone(program: Program, options: Options) -> Report:
     traces: dict[int, comparison.Trace] = {}
     first: Run | None = None
     for seed in options.seeds:
-        run, traces[seed] = _run_once(program, options, seed)
+        run, traces[seed] = _run_once(program, options, seed, quiet=first is not None)
         first = first or run
         findings += [_with_seed(one, seed, options) for one in run.findings]
         if findings:
             break
         if found := comparison.difference(traces[options.seeds[0]], traces[seed]):
-            _, again = _run_once(program, options, options.seeds[0])
+            _, again = _run_once(program, options, options.seeds[0], quiet=True)
             if comparison.difference(traces[options.seeds[0]], again):
                 not_checked["order of arrival"] = (
                     f"two runs in one order differ, first in {found[0].what} of rank "
@@ -296,7 +299,9 @@ def _with_seed(finding: Finding, seed: int, options: Options) -> Finding:
     )
 
 
-def _run_once(program: Program, options: Options, seed: int) -> tuple[Run, comparison.Trace]:
+def _run_once(
+    program: Program, options: Options, seed: int, *, quiet: bool
+) -> tuple[Run, comparison.Trace]:
     link = Link(options.ranks, options.latency_us * 1e-6, options.gbps * 1e9 / 8)
     run = Run(options.ranks, seed, link, buffered_sends=options.buffered_sends)
     results: list[Any] = [None] * options.ranks
@@ -304,7 +309,7 @@ def _run_once(program: Program, options: Options, seed: int) -> tuple[Run, compa
     with (
         installed(run),
         set_aside(options.own_modules),
-        program.output.of(run, quiet=seed != options.seeds[0]),
+        program.output.of(run, quiet=quiet),
     ):
         states = [
             ProcessState(
