@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import signal
 import sys
 import warnings
 
@@ -66,6 +68,35 @@ def test_a_folder_that_is_removed_ends_no_rank(tmp_path, monkeypatch):
 
     assert simulate(program, ranks=2).proved
     assert os.getcwd() == str(tmp_path)
+
+
+def test_signals_may_be_handled_by_each_rank():
+    before = signal.getsignal(signal.SIGTERM)
+
+    def program():
+        own = dist.get_rank()
+        assert signal.signal(signal.SIGTERM, own) == before
+        meet()
+        assert signal.getsignal(signal.SIGTERM) == own
+
+    assert simulate(program, ranks=2).proved
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_stores_are_those_of_their_address():
+    def program():
+        rank = str(dist.get_rank())
+        first, second = (dist.TCPStore(host_name="a", port=port) for port in (1, 2))
+        first.set("key", "1")
+        meet()
+        assert second.add("ranks", 1) in (1, 2)
+        assert not second.check(["key"])
+        mine, other = dist.HashStore(), dist.HashStore()
+        mine.set("rank", rank)
+        assert not other.check(["rank"])
+        assert mine.get("rank") == rank.encode()
+
+    assert simulate(program, ranks=2).proved
 
 
 def test_random_numbers_are_those_of_a_process_of_its_own():
@@ -186,6 +217,55 @@ class Value:
 
 if __name__ == "__main__":
     main()
+"""
+
+
+WRITES = """
+import logging, sys
+import torch.distributed as dist
+dist.init_process_group()
+assert sys.stdout.fileno() >= 0
+sys.stdout.reconfigure(line_buffering=True)
+sys.stdout.buffer.write(b"bytes\\n")
+sys.stdout.buffer.flush()
+logger = logging.getLogger("of_ranks")
+if not logger.handlers:  # modules are there once, and keep the stream of the first order
+    logger.addHandler(logging.StreamHandler(sys.stdout))
+logger.warning("logged")
+dist.barrier()
+print("no end", end="")
+"""
+
+
+def test_all_ways_to_write_come_out_once_and_by_line(tmp_path, capfd):
+    (tmp_path / "script.py").write_text(WRITES)
+    try:
+        assert simulate_script(tmp_path / "script.py", ranks=2, quiet=False).proved
+    finally:
+        logging.getLogger("of_ranks").handlers.clear()
+    expected = ["bytes", "logged", "no end"]
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(lines) == [f"[rank {rank}] {what}" for rank in range(2) for what in expected]
+
+
+def test_what_is_printed_comes_once_although_an_order_is_run_again(tmp_path, capfd):
+    (tmp_path / "script.py").write_text(ARRIVES)
+    assert not simulate_script(tmp_path / "script.py", ranks=4, quiet=False).proved
+    assert len(capfd.readouterr().out.splitlines()) == 4
+
+
+ARRIVES = """
+import torch
+import torch.distributed as dist
+dist.init_process_group()
+print("here")
+total, x = torch.zeros(1), torch.zeros(1)
+if dist.get_rank():
+    dist.send(torch.tensor([float(dist.get_rank())]), 0)
+else:
+    for _ in range(3):
+        dist.recv(x)
+        total = total * 0.5 + x
 """
 
 

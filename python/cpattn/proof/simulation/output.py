@@ -8,7 +8,7 @@ import io
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import Any, Protocol
 
 
 class Turn(Protocol):
@@ -33,21 +33,44 @@ class Output:
             yield
             return
         hide = self.quiet or quiet
-        streams = [_Lines(stream, turn, hide=hide) for stream in (sys.stdout, sys.stderr)]
+        streams = [_Lines(name, turn, hide=hide) for name in ("stdout", "stderr")]
         with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
-            yield
-        for stream in streams:
-            stream.finish()
+            try:
+                yield
+            finally:
+                for stream in streams:
+                    stream.finish()
+
+
+class _Bytes(io.RawIOBase):
+    """What programs write as bytes, among the lines."""
+
+    def __init__(self, lines: _Lines) -> None:
+        self._lines = lines
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        text = bytes(data)
+        self._lines.write(text.decode(self._lines.encoding, "replace"))
+        return len(text)
 
 
 class _Lines(io.TextIOBase):
     """Passes on whole lines, each with its rank."""
 
-    def __init__(self, stream: TextIO, turn: Turn, *, hide: bool) -> None:
-        self._stream, self._turn, self._hide = stream, turn, hide
+    def __init__(self, name: str, turn: Turn, *, hide: bool) -> None:
+        self._name, self._stream = name, getattr(sys, name)
+        self._turn, self._hide = turn, hide
         self._begun: dict[int, str] = {}
+        self._is_over = False
+        self.buffer = _Bytes(self)
 
     def write(self, text: str) -> int:
+        if self._is_over:  # a handler of logging keeps the stream of the first run
+            following = getattr(sys, self._name)
+            return int((self._stream if following is self else following).write(text))
         if not self._turn.is_rank():
             return self._stream.write(text)
         if not self._hide:
@@ -64,12 +87,19 @@ class _Lines(io.TextIOBase):
     def isatty(self) -> bool:
         return False
 
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def reconfigure(self, **_: object) -> None:
+        """Whole lines are passed on in any case."""
+
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return self._stream.encoding
 
     def finish(self) -> None:
-        """Lines without an end."""
+        """Lines without an end; what is written later goes where output goes then."""
+        self._is_over = True
         for rank, rest in sorted(self._begun.items()):
             if rest:
                 self._stream.write(f"[rank {rank}] {rest}\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ def installed(run: Run) -> Iterator[None]:
         (os, "fork", _refusal(run, "forks", os.fork)),
         (BaseProcess, "start", _refusal(run, "starts processes", BaseProcess.start)),
         (os, "_exit", _exit_of_ranks(run)),
+        *_signal_handlers(run),
         *_one_profiler(run),
     ]
     for name in ("TCPStore", "FileStore", "HashStore"):
@@ -122,11 +124,33 @@ def _store_barrier(run: Run) -> Callable[..., None]:
 
 
 def _store_maker(run: Run, kind: str) -> Callable[..., SimulatedStore]:
-    def make(*arguments: Any, **_: Any) -> SimulatedStore:
-        own = (run.rank,) if kind == "HashStore" else arguments[:2]
-        return run.store_of((kind, *own))
+    def make(*arguments: Any, **options: Any) -> SimulatedStore:
+        if kind == "HashStore":  # which nobody else can find
+            return run.store_of(object())
+        names = ("host_name", "port") if kind == "TCPStore" else ("file_name",)
+        given = dict(zip(names, arguments, strict=False)) | options
+        return run.store_of((kind, *(given.get(name) for name in names)))
 
     return make
+
+
+def _signal_handlers(run: Run) -> list[tuple[Any, str, Any]]:
+    """Python lets the main thread alone handle signals; of ranks, no signal reaches one."""
+    chosen: dict[tuple[int, int], Any] = {}
+    choose, ask = signal.signal, signal.getsignal
+
+    def handle(number: int, handler: Any) -> Any:
+        if not run.is_rank():
+            return choose(number, handler)
+        before = handler_of(number)
+        chosen[run.rank, number] = handler
+        return before
+
+    def handler_of(number: int) -> Any:
+        default = ask(number)  # ValueError if there is no such signal
+        return chosen.get((run.rank, number), default) if run.is_rank() else default
+
+    return [(signal, "signal", handle), (signal, "getsignal", handler_of)]
 
 
 def _one_profiler(run: Run) -> list[tuple[Any, str, Any]]:
