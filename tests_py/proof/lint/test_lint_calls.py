@@ -97,6 +97,27 @@ def test_partial_results_that_fit_are_proved():
     assert findings(**MERGED) == ()
 
 
+def test_merges_of_many_requests_are_judged():
+    many = 3000
+    document = deepcopy(MERGED) | {"requests": [{"extend": 1}, *[{"extend": 2}] * many]}
+    document["cache"]["shards"] = 4
+    document["ranks"] = [{}] * 4
+    document["merges"][0]["parts"] = PARTS
+    assert findings(**document) == ()  # the other shards have nothing yet
+    document["requests"][many] = {"extend": 3}
+    (found,) = findings(**document)
+    assert found.what == f"rank 2 keeps 1 keys of request {many}, and takes no part"
+
+
+def test_a_merge_without_ranks_is_judged_as_far_as_it_says():
+    document = deepcopy(MERGED)
+    del document["ranks"]
+    document["merges"][0]["parts"] = PARTS[:1]
+    report = lint({"schema": "cpattn-plan/1", **document})
+    assert report.findings == ()
+    assert report.not_checked["LSE"] == "parts: the document has no ranks"
+
+
 def with_part(**changes):
     def change(document):
         document["merges"][0]["parts"][1].update(changes)

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...findings import Finding
+from ..intervals import first_of
 from ..model import Absent, Plan
 from .check import Check, finding, many
 
@@ -96,7 +98,7 @@ def parts(plan: Plan) -> list[Finding]:
     """Every rank that keeps keys of a request gives one part."""
     for where, merge in _merges(plan):
         ranks = [part["rank"] for part in merge["parts"]]
-        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        twice = sorted(rank for rank, times in Counter(ranks).items() if times > 1)
         if twice:
             return finding(
                 "lse-part", f"rank {twice[0]} takes part {ranks.count(twice[0])} times", where,
@@ -104,15 +106,19 @@ def parts(plan: Plan) -> list[Finding]:
             )  # fmt: skip
         if plan.shards == 1:
             continue
+        if not plan.ranks:
+            raise Absent("the document has no ranks")
         have = {plan.shard(rank) for rank in ranks}
-        requests = [merge["request"]] if "request" in merge else range(len(plan.requests))
         for rank in range(len(plan.ranks)):
-            kept = [r for r in requests if plan.kept(rank)[r]]
-            if kept and plan.shard(rank) not in have:
+            if plan.shard(rank) in have:
+                continue
+            kept = plan.kept(rank)
+            request = merge.get("request", first_of(kept))
+            if request is not None and kept[request]:
                 return finding(
-                    "lse-part", f"rank {rank} keeps {plan.kept(rank)[kept[0]]} keys of request "
-                    f"{kept[0]}, and takes no part", where, [rank], _picture(merge),
-                    request=kept[0], keys=plan.kept(rank)[kept[0]],
+                    "lse-part", f"rank {rank} keeps {kept[request]} keys of request {request}, and "
+                    "takes no part", where, [rank], _picture(merge), request=request,
+                    keys=kept[request],
                 )  # fmt: skip
     return []
 
