@@ -80,6 +80,15 @@ def test_a_forked_child_is_not_the_rank(tmp_path):
     assert second
 
 
+def test_a_rank_that_cannot_say_where_it_is_tells_the_others(tmp_path):
+    (told, at_last), (error, also) = run_world(2, tmp_path, worker.run_hidden, group_timeout=3)
+    assert told == (
+        "RuntimeError: ContextParallel.topology: rank 1 refused its arguments; nothing was sent"
+    )
+    assert error.startswith("FileNotFoundError: ")
+    assert at_last == also == "shm"
+
+
 def test_memory_that_is_not_there_is_an_error_of_all_ranks(tmp_path):
     answers = run_world(3, tmp_path, worker.run_without_memory)
     for rank, told in enumerate(answers):

@@ -203,6 +203,19 @@ class Killer:
     __array__ = __dlpack__ = __iter__ = __getitem__ = __len__
 
 
+def run_hidden(rank: int) -> tuple[str, str]:
+    """What ranks are told of rank 1, whose system does not show what it boots as; and at last."""
+    cp = ContextParallel(dist.group.WORLD, page_size=4)
+    hidden = Path("/nonexistent") if rank == 1 else host._BOOT_ID
+    told = "no error"
+    with mock.patch.object(host, "_BOOT_ID", hidden):
+        try:
+            cp.topology()
+        except (OSError, RuntimeError) as error:
+            told = f"{type(error).__name__}: {error}"
+    return told, cp.topology().transport
+
+
 def run_interrupt(rank: int) -> tuple[float, str]:
     """How long Ctrl-C takes to end a wait for rank 1, and what rank 1 is told that comes late."""
     group, seconds, delay = Group(), 0.0, 0.2

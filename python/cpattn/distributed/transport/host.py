@@ -206,11 +206,10 @@ def connect(group: dist.ProcessGroup, exchange: RowExchange, transport: str) -> 
 
     Errors are those of an exchange; that memory cannot be shared is none, but the reason for "tcp".
     """
-    with exchange.agreement("topology", NO_TERMS):
-        pass  # there is nothing to check
     page = _Page()
     try:
-        own = _Announcement.of_this_process(page, transport).values()
+        with exchange.agreement("topology", NO_TERMS):  # a system may hide what is announced
+            own = _Announcement.of_this_process(page, transport).values()
         told = exchange.all_values("topology", own).tolist()
         ranks = [_Announcement.of_values(values) for values in told]
         odd = [rank for rank, one in enumerate(ranks) if one.transport != ranks[0].transport]
