@@ -197,6 +197,38 @@ def test_scores_decide_what_is_selected():
     assert found.details["key"] == 4
 
 
+def test_a_query_that_is_scored_selects_keys():
+    document = selected()
+    names = ("request", "position", "key", "index")
+    document["ranks"] = [{"selections": {name: [] for name in names}}] * 2
+    assert findings(**document) == ()  # there may be no query
+    document["topk"]["scores"] = [{"request": 0, "position": 5, "scores": [1.0] * 6}]
+    (found,) = findings(**document)
+    assert found.what == "query 5 of request 0 selects no keys on any rank, not 3"
+    assert found.kind == "topk-count"
+
+
+def test_scores_of_many_queries_are_judged():
+    """Each by the keys that it selects itself, in whatever order ranks have them."""
+    names, topk, count = ("request", "position", "key", "index"), 4, 600
+    queries = [(request, position) for request in (1, 0) for position in range(300, 300 + count)]
+    lines = [(*query, key, key) for query in queries for key in range(topk)]
+    columns = {name: [line[i] for line in lines] for i, name in enumerate(names)}
+    scores = [
+        {"request": request, "position": position, "scores": list(range(position + 1, 0, -1))}
+        for request, position in queries
+    ]
+    document = {
+        "requests": [{"prefix": 300, "extend": count}] * 2,
+        "topk": {"k": topk, "scores": scores},
+        "ranks": [{"selections": columns}],
+    }
+    assert findings(**document) == ()
+    scores[700]["scores"][5] = 10_000
+    (found,) = findings(**document)
+    assert found.where == "request 0, query 400, key 5"
+
+
 def test_a_plan_of_many_sequences_and_ranks_is_judged_as_a_whole():
     from support.proof.plans import document_of
 

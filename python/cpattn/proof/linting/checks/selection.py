@@ -77,7 +77,7 @@ def complete(plan: Plan) -> list[Finding]:
     wanted = np.minimum(position[begins] + 1, k)
     bad = first_of(counts != wanted)
     if bad is None:
-        return []
+        return _without_keys(plan, set(zip(request[begins], position[begins], strict=True)))
     at = begins[bad]
     return finding(
         "topk-count", f"query {position[at]} of request {request[at]} selects {counts[bad]} keys "
@@ -86,17 +86,36 @@ def complete(plan: Plan) -> list[Finding]:
     )  # fmt: skip
 
 
+def _without_keys(plan: Plan, selecting: set[tuple[int, int]]) -> list[Finding]:
+    """A query that has scores, and selects nothing on any rank."""
+    for query in plan.document["topk"].get("scores", ()):
+        request, position = query["request"], query["position"]
+        if (request, position) not in selecting:
+            wanted = min(position + 1, plan.document["topk"]["k"])
+            return finding(
+                "topk-count", f"query {position} of request {request} selects no keys on any rank, "
+                f"not {wanted}", f"request {request}, query {position}",
+                request=request, query=position, selected=0, expected=wanted,
+            )  # fmt: skip
+    return []
+
+
 def best(plan: Plan) -> list[Finding]:
     """No key that is left out scores more than one that is selected."""
     table, k = _selected(plan)
     scored = plan.document["topk"].get("scores")
     if not scored:
         raise Absent("the document has no scores")
+    query_of = table["request"] * 2**32 + table["position"]
+    order = np.argsort(query_of, kind="stable")
     for query in scored:
         request, position = query["request"], query["position"]
-        mine = (table["request"] == request) & (table["position"] == position)
+        number = request * 2**32 + position
+        low, high = (np.searchsorted(query_of, number, s, order) for s in ("left", "right"))
+        mine = order[low:high]
         scores = np.asarray(query["scores"], np.float64)[: position + 1]
-        chosen = np.unique(table["key"][mine & (table["key"] < len(scores))])
+        chosen = np.unique(table["key"][mine])
+        chosen = chosen[chosen < len(scores)]
         rest = np.setdiff1d(np.arange(len(scores)), chosen)
         if not len(chosen) or not len(rest):
             continue
