@@ -41,6 +41,12 @@ def starts_others(q, k, v, **options):
 
 text = "no function"
 """
+ADAPTERS = """
+from cpattn.proof.conformance import SIGNATURES
+
+print("noise of an adapter")
+usual = SIGNATURES["cpattn"]
+"""
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -53,6 +59,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> subprocess.Complet
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "mine.py").write_text(OPERATORS)
+    (tmp_path / "adapters.py").write_text(ADAPTERS)
     (tmp_path / "aborts.py").write_text("import os\nos.abort()\n")
     (tmp_path / "fails.py").write_text("raise RuntimeError('no driver\\nfound')\n")
     return tmp_path
@@ -60,8 +67,9 @@ def folder(tmp_path):
 
 def test_proved_is_0_and_the_report_alone_on_stdout(folder):
     ran = run(
-        folder, "mine:right", "--signature", "cpattn", "--examples", "0", "--seconds", "4", "--json"
-    )
+        folder, "mine:right", "--signature", "adapters:usual", "--examples", "0", "--seconds", "4",
+        "--json",
+    )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     report = json.loads(ran.stdout)
     assert report["proved"] is True
@@ -106,6 +114,7 @@ def test_what_an_operator_started_ends_with_it(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--signature", ":x"), "a signature of your own must be named MODULE:ADAPTER, got ':x'"),
         (("--signature", "sdqa"), "signature must be one of cpattn, sdpa"),
         (("--signature", "cpattn", "--without", "speed"), "--without must be of prefix, short_kv"),
         (("--signature", "cpattn", "--examples", "-1"), "must be an integer from 0 to"),

@@ -133,11 +133,11 @@ def _name(operator: Operator) -> str:
     return operator if isinstance(operator, str) else getattr(operator, "__name__", repr(operator))
 
 
-def load(path: str) -> Any:
+def load(path: str, form: str = "an operator must be named MODULE:FUNCTION") -> Any:
     """What ``module:name`` stands for; modules of the working directory are found."""
     module, colon, name = path.partition(":")
     if not module or not colon or not name:
-        raise NotUsable(f"conform: an operator must be named MODULE:FUNCTION, got {path!r}")
+        raise NotUsable(f"conform: {form}, got {path!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, fields
 
 from ..findings import Finding, NotUsable, Report
@@ -61,13 +63,13 @@ def conform(
         also ``"module:adapter"``.
     without : names
         What the operator does not claim to do: fields of `Features` or `SelectionFeatures`, and
-        dtypes. Else an argument that it swallows without effect is a finding.
+        dtypes and layouts. Else an argument that it swallows without effect is a finding.
     examples : int
         Cases to make besides those at the edges.
     seconds : float
-        Time for all of it, about.
+        Time for all of it, about; cases at the edges are tried all the same.
     seed : int
-        Of the cases: the same seed makes the same ones.
+        Of the cases: with the same one a program makes the same cases, as far as time goes.
     device : str
         Where tensors live, as torch names it.
     time_limit : float
@@ -134,7 +136,8 @@ def _signature(
     signature: str | Signature | SelectionSignature,
 ) -> Signature | SelectionSignature:
     if isinstance(signature, str) and ":" in signature:
-        signature = load(signature)
+        with redirect_stdout(sys.stderr):  # standard output is for the report
+            signature = load(signature, "a signature of your own must be named MODULE:ADAPTER")
     if isinstance(signature, str):
         known: dict[str, Signature | SelectionSignature] = {**SIGNATURES, **SELECTION_SIGNATURES}
         if signature not in known:
