@@ -28,15 +28,16 @@ _SECONDS = Number(0.1, 86_400)
 )  # fmt: skip
 @click.option(
     "--without", multiple=True, metavar="FEATURE",
-    help="What it does not claim to do, as softcap, sinks, far or float16. Repeatable.",
+    help="What it does not claim to do, as softcap, sinks, lse, far or float16. Repeatable.",
 )  # fmt: skip
 @click.option(
     "--examples", type=_EXAMPLES, default=150, show_default=True,
     help="Cases to make besides those at the edges.",
 )  # fmt: skip
 @click.option(
-    "--seconds", type=_SECONDS, default=45, show_default=True, help="Time for all of it, about."
-)
+    "--seconds", type=_SECONDS, default=45, show_default=True,
+    help="Time for all of it, about; cases at the edges are tried all the same.",
+)  # fmt: skip
 @click.option("--seed", type=_SEED, default=0, show_default=True, help="Of the cases.")
 @click.option(
     "--device", default="cpu", show_default=True, help="Where tensors live, as torch names it."

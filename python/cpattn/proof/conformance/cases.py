@@ -79,9 +79,7 @@ class Case:
     def size(self) -> int:
         """A measure of how much a person has to look at."""
         pairs = sum((q + 1) * (kv + 1) for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
-        extras = sum(
-            getattr(self, field.name) != field.default for field in fields(self)[2:] if field.name
-        )
+        extras = sum(getattr(self, field.name) != field.default for field in fields(self)[2:])
         return pairs * self.num_heads + 8 * extras + 4 * len(self.q_lens)
 
 
