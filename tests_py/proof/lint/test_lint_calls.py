@@ -75,6 +75,29 @@ def test_sizes_of_an_all_to_all_fit():
     assert found.what == "rank 0 sends rank 1 2 elements, which expects 1"
 
 
+def test_sizes_of_an_all_to_all_are_for_all_ranks_of_the_group():
+    def exchange(**sizes):
+        return [{"kind": "all_to_all", **sizes}]
+
+    def what(*ranks):
+        return [found.what for found in of_calls(*ranks)]
+
+    pair = exchange(sends=[1, 1], receives=[1, 1])
+    assert what(pair, exchange(size=2)) == []  # in equal parts
+    assert what(exchange(size=4), pair) == ["rank 0 sends rank 1 2 elements, which expects 1"]
+    assert what(exchange(receives=[1, 1]), exchange(sends=[3, 1])) == [
+        "rank 1 sends rank 0 3 elements, which expects 1"
+    ]
+    assert what(exchange(sends=[1, 1, 9], receives=[1, 1]), pair) == [
+        "rank 0 sends 3 parts in a group of 2 ranks"
+    ]
+    assert what(exchange(sends=[5], receives=[])) == [
+        "rank 0 receives no part in a group of 1 rank"
+    ]
+    turned = exchange(group=[1, 0], sends=[4, 3], receives=[4, 2])  # of itself first
+    assert what(exchange(group=[0, 1], sends=[1, 2], receives=[1, 3]), turned) == []
+
+
 def test_messages_are_received():
     send, receive = call("send", peer=1), call("recv", peer=0)
     assert of_calls([send], [receive]) == ()

@@ -150,6 +150,7 @@ BAD = {
     "collectives[0]: must be below 1, got 3": {
         "ranks": [{"collectives": [{"kind": "send", "peer": 3}]}]
     },
+    "collectives[0]: recv must have a peer": {"ranks": [{"collectives": [{"kind": "recv"}]}]},
     "transfers[0].from: must be one of memories, got 'a'": {
         "transfers": [
             {"from": "a", "to": "b"}

@@ -209,6 +209,8 @@ class Plan:
                 where = f"ranks[{number}].collectives[{index}]"
                 for value in (*call.get("group", ()), call.get("root", 0), call.get("peer", 0)):
                     self._below(where, value, len(self.ranks))
+                if call["kind"] in ("send", "recv") and "peer" not in call:
+                    raise NotUsable(f"{self.name}: {where}: {call['kind']} must have a peer")
                 if number not in self.group(call):
                     raise NotUsable(f"{self.name}: {where}.group: must have rank {number} in it")
             lists = [rank.get("key_lens"), rank.get("tables")]

@@ -15,7 +15,7 @@ from typing import Any
 from ...findings import Finding
 from ..model import Absent, Plan
 from ..pictures import side_by_side
-from .check import Check, finding
+from .check import Check, finding, many
 
 _SENDS = ("send", "recv")
 _ALIKE = ("kind", "dtype", "op", "root")
@@ -51,8 +51,8 @@ def in_order(plan: Plan) -> list[Finding]:
             continue
         group = plan.group(queues[rank][at[rank]])
         heads = [queues[r][at[r]] if at[r] < len(queues[r]) else None for r in group]
-        waiting = [head is not None and set(plan.group(head)) != set(group) for head in heads]
-        if any(waiting):
+        groups = [plan.group(head) for head in heads if head is not None]
+        if any(other != group and set(other) != set(group) for other in groups):
             continue  # of ranks that have other calls to finish first
         if fault := _differences(group, heads, at, queues):
             return fault
@@ -91,18 +91,8 @@ def _sizes(
     number: dict[int, int],
     queues: list[list[Mapping[str, Any]]],
 ) -> list[Finding]:
-    if heads[0]["kind"] == "all_to_all" and "sends" in heads[0]:
-        for i, head in enumerate(heads):
-            for j, other in enumerate(heads):
-                sent = (head.get("sends") or [])[j : j + 1]
-                taken = (other.get("receives") or sent)[i : i + 1]
-                if sent != taken and "receives" in other:
-                    what = (
-                        f"rank {group[i]} sends rank {group[j]} {_number(sent)} elements, which "
-                        f"expects {_number(taken)}"
-                    )
-                    return _fault("size", what, [group[i], group[j]], number, queues)
-        return []
+    if heads[0]["kind"] == "all_to_all" and any({"sends", "receives"} & {*head} for head in heads):
+        return _exchanged(group, heads, number, queues)
     sizes = [head.get("size") for head in heads]
     for rank, size in zip(group, sizes, strict=True):
         if size != sizes[0]:
@@ -114,8 +104,32 @@ def _sizes(
     return []
 
 
-def _number(values: list[int]) -> str:
-    return str(values[0]) if values else "no"
+def _exchanged(
+    group: tuple[int, ...],
+    heads: list[Mapping[str, Any]],
+    number: dict[int, int],
+    queues: list[list[Mapping[str, Any]]],
+) -> list[Finding]:
+    """What a rank sends to another in an all-to-all is what that one expects."""
+    sends: dict[tuple[int, int], int] = {}
+    receives: dict[tuple[int, int], int] = {}
+    for rank, head in zip(group, heads, strict=True):
+        order = head.get("group", sorted(group))
+        for name, sizes in (("sends", sends), ("receives", receives)):
+            values = head.get(name)
+            if values is not None and len(values) != len(order):
+                parts = f"{many(len(values), 'part')} in a group of {many(len(order), 'rank')}"
+                what = f"rank {rank} {name} {parts}"
+                return _fault("size", what, [rank], number, queues)
+            if values is None and "size" in head:  # equal parts
+                values = [head["size"] // len(order)] * len(order)
+            sizes.update(zip(((rank, other) for other in order), values or (), strict=False))
+    for (rank, other), size in sends.items():
+        expected = receives.get((other, rank), size)
+        if size != expected:
+            what = f"rank {rank} sends rank {other} {size} elements, which expects {expected}"
+            return _fault("size", what, [rank, other], number, queues)
+    return []
 
 
 def _fault(
@@ -166,11 +180,9 @@ def messages(plan: Plan) -> list[Finding]:
     for rank, of_rank in enumerate(calls):
         for call in of_rank:
             if call["kind"] == "send":
-                sent.setdefault((rank, call.get("peer", 0), call.get("tag", 0)), []).append(call)
+                sent.setdefault((rank, call["peer"], call.get("tag", 0)), []).append(call)
             elif call["kind"] == "recv":
-                received.setdefault((call.get("peer", 0), rank, call.get("tag", 0)), []).append(
-                    call
-                )
+                received.setdefault((call["peer"], rank, call.get("tag", 0)), []).append(call)
     if not sent and not received:
         raise Absent("no rank sends or receives")
     for link in sorted({*sent, *received}):
