@@ -15,7 +15,7 @@ from .check import Check, finding, many
 
 def _groups(plan: Plan) -> dict[int, list[int]]:
     """Ranks by the number of the group that shares the heads out."""
-    if "heads" not in plan.document or not all("heads" in rank for rank in plan.ranks):
+    if not plan.ranks or "heads" not in plan.document or any("heads" not in r for r in plan.ranks):
         raise Absent("not every rank, or not the document, has heads")
     groups: dict[int, list[int]] = {}
     for number, rank in enumerate(plan.ranks):
@@ -70,7 +70,7 @@ def pairs(plan: Plan) -> list[Finding]:
                     f"{heads['kv']}, but not its own, {wanted}", f"head {head}", [rank],
                     _picture(plan, [rank], "q", head), head=head, wanted=wanted,
                 )  # fmt: skip
-        if fault := _uneven(rank, heads):
+        if fault := _uneven(rank, heads) or _taken_for_another(plan, rank):
             return fault
     return []
 
@@ -84,6 +84,21 @@ def _uneven(rank: int, heads: Mapping[str, Any]) -> list[Finding]:
         "own-head", f"rank {rank} has {q} query heads over {kv} of keys: {q / kv:g} each",
         f"rank {rank}", [rank], q=q, kv=kv,
     )  # fmt: skip
+
+
+def _taken_for_another(plan: Plan, rank: int) -> list[Finding]:
+    """Kernels take query heads for the heads of keys in turn, equally many for each."""
+    model, heads = plan.document["heads"], plan.ranks[rank]["heads"]
+    q, kv = heads["q"], heads["kv"]
+    for place, head in enumerate(q if kv else ()):
+        wanted, taken = head * model["kv"] // model["q"], kv[place * len(kv) // len(q)]
+        if head < model["q"] and taken != wanted:
+            return finding(
+                "own-head", f"rank {rank} takes the head of keys {taken} for query head {head}, "
+                f"whose own is {wanted}: {len(q)} query heads over {kv}", f"head {head}", [rank],
+                _picture(plan, [rank], "q", head), head=head, wanted=wanted, taken=taken,
+            )  # fmt: skip
+    return []
 
 
 def weights(plan: Plan) -> list[Finding]:
