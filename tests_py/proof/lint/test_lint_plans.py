@@ -419,3 +419,28 @@ def test_query_heads_meet_their_own_heads_of_keys():
     nobody = of_heads()
     del nobody["ranks"]
     assert lint(nobody).checked == ()
+
+
+def test_what_would_not_fit_into_memory_is_left_undecided():
+    """Calls that take all runs of a rank, and one long table among many short ones."""
+    many = 4000
+    rows = {"request": [0] * many, "position": list(range(many)), "count": [1] * many}
+    calls = {"request": [0], "row": [0], "rows": [many], "keys": [many]}
+    document = {"schema": "cpattn-plan/1", "requests": [{"extend": many}]}
+    part = {"rows": rows, "segments": {name: value * many for name, value in calls.items()}}
+    report = lint(document | {"ranks": [part]})
+    assert report.findings == ()
+    assert "meet more than 10,000,000 times" in report.not_checked["COV"]
+    tables = [list(range(100_000)), *([100_000 + number] for number in range(many))]
+    writes = {"request": [0], "position": [0], "count": [1], "slot": [0]}
+    cache = {"page_size": 1, "tables": tables}
+    requests = [{"extend": 1}, *[{"extend": 0}] * many]
+    document = {"schema": "cpattn-plan/1", "requests": requests, "cache": cache}
+    assert kinds(document | {"ranks": [{"writes": writes}]}) == set()
+
+
+def test_ranks_that_count_no_keys_are_not_marked():
+    document = document_of([8], [0], 2)
+    document["ranks"][0]["key_lens"] = [7]
+    (found,) = lint(with_cache(document), shrink=False).findings
+    assert [line.endswith("<") for line in found.picture.splitlines()] == [True, False]

@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .intervals import Ints, each, ints
-from .model import Columns, Plan
+from .model import Absent, Columns, Plan
+
+MOST_MEETINGS = 10_000_000  # of a call and a run of rows; more would not fit into memory
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,19 @@ def rows_of_segments(plan: Plan) -> tuple[Ints, Ints, Ints, Ints]:
     run_ends = rows["at"] + rows["count"]
     low = np.searchsorted(run_ends, begins, side="right")
     high = np.searchsorted(rows["at"], ends, side="left")
-    segment, place = each(np.maximum(high - low, 0))
+    segment, place = _each(np.maximum(high - low, 0))
     run = low[segment] + place
     begin = np.maximum(begins[segment], rows["at"][run])
     end = np.minimum(ends[segment], run_ends[run])
     real = begin < end
     return segment[real], run[real], begin[real], end[real]
+
+
+def _each(counts: Ints) -> tuple[Ints, Ints]:
+    """`each`, of not too many members."""
+    if int(counts.sum()) > MOST_MEETINGS:
+        raise Absent(f"calls and runs of rows meet more than {MOST_MEETINGS:,} times")
+    return each(counts)
 
 
 def _of_rows(plan: Plan) -> Pieces:
@@ -104,7 +113,7 @@ def _of_other_ranks(plan: Plan, pieces: Pieces) -> Pieces:
     wanted = pieces.source * len(plan.requests) + pieces.request
     low = np.searchsorted(order_key, wanted, side="left")
     high = np.searchsorted(order_key, wanted, side="right")
-    piece, place = each(high - low)
+    piece, place = _each(high - low)
     run = low[piece] + place
     whole = pieces[piece]
     skipped = np.clip(whole.first - runs["offset"][run], 0, runs["count"][run])

@@ -108,6 +108,8 @@ def _first_bad(plan: Plan, visits: Visits, looked: Ints) -> int | None:
     """The first query that does not see what it may see, or sees some of it twice."""
     step = _common_step(visits.step)
     copies = np.where(visits.step == step, 1, step)
+    if int(copies.sum()) > MOST_VISITS:
+        raise Absent(f"queries see more than {MOST_VISITS:,} ranges of keys")
     visit, residue = each(copies)
     first = visits.first[visit] + residue
     keys = np.where(

@@ -37,8 +37,11 @@ def _table(plan: Plan, request: int) -> str:
     lines = []
     for rank, said in enumerate(plan.ranks[:8]):
         lens = said.get("key_lens")
-        got, want = lens[request] if lens else "-", int(plan.kept(rank)[request])
-        lines.append(f"rank {rank}  counts {got:>8}, keeps {want:>8}{'' if got == want else '  <'}")
+        got, want = lens[request] if lens else None, int(plan.kept(rank)[request])
+        wrong = "" if got in (None, want) else "  <"
+        lines.append(
+            f"rank {rank}  counts {'-' if got is None else got:>8}, keeps {want:>8}{wrong}"
+        )
     return "\n".join(
         [*lines, *([f"({len(plan.ranks) - 8} more ranks)"] if len(plan.ranks) > 8 else [])]
     )

@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from ...findings import Finding
-from ..intervals import Ints, each, first_of, ints, shard_index, shard_of, tally
+from ..intervals import Ints, each, first_of, ints, offsets, shard_index, shard_of, tally
 from ..model import Absent, Columns, Plan
 from ..pictures import Bars
 from .check import Check, finding, more
@@ -145,13 +145,13 @@ def _slots_of_tables(plan: Plan, runs: Columns) -> list[Finding]:
         if table is None:
             continue
         mine = np.flatnonzero(runs["rank"] == rank)
-        width = max(map(len, table), default=0) or 1
-        pages = np.full((len(table), width), -1, np.int64)
-        for row, values in zip(pages, table, strict=True):
-            row[: len(values)] = values
-        column = np.minimum(local[mine] // page_size, width - 1)
-        wanted = pages[runs["request"][mine], column] * page_size + local[mine] % page_size
-        wrong = (wanted != runs["slot"][mine]) & (local[mine] // page_size < width)
+        base = offsets(ints([len(row) for row in table]))
+        pages = np.concatenate([*(ints(row) for row in table), ints([-1])])
+        owner, column = runs["request"][mine], local[mine] // page_size
+        there = base[owner] + column < base[owner + 1]  # else the table is too short, which is LEN
+        page = pages[np.where(there, base[owner] + column, -1)]
+        wanted = page * page_size + local[mine] % page_size
+        wrong = there & (wanted != runs["slot"][mine])
         bad = first_of(wrong)
         if bad is not None:
             request, position = (int(runs[name][mine[bad]]) for name in ("request", "position"))
