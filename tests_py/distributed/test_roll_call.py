@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cpattn import __version__
 from cpattn.distributed.transport import exchange, versions
+from cpattn.distributed.transport.rails import Rails
 from cpattn.distributed.transport.roll_call import _PATIENCE as PATIENCE_FOR_ROWS
 from cpattn.distributed.transport.roll_call import HOSTS, RollCall, Watch, Words
 from cpattn.distributed.transport.waiting import Posted, Wait
@@ -93,10 +94,11 @@ def test_ranks_that_miss_each_other_are_named_for_want_of_others(roll_call):
 
 
 class Ended:
-    """A host on which ranks have ended."""
+    """A host on which ranks have ended; they are named for others, if there are any."""
 
-    def __init__(self, *ranks: int) -> None:
-        self.ranks = list(ranks)
+    def __init__(self, ranks: list[int], hosts: tuple[tuple[int, ...], ...]) -> None:
+        self.ranks = ranks
+        self.rails = Rails(hosts, 0)
 
     def ended(self) -> list[int]:
         return self.ranks
@@ -104,7 +106,7 @@ class Ended:
 
 def test_a_rank_that_has_ended_is_lost_to_those_that_wait_for_it(group, roll_call):
     """With time for what it had sent, from when it is waited for."""
-    HOSTS[group] = Ended(1, 2)
+    HOSTS[group] = Ended([1, 2], ((0, 1, 2, 3),))
     watch = Watch(group, roll_call, time.monotonic())
     end = time.monotonic() + 2 * PATIENCE_FOR_ROWS
     while time.monotonic() < end:
@@ -114,6 +116,15 @@ def test_a_rank_that_has_ended_is_lost_to_those_that_wait_for_it(group, roll_cal
     time.sleep(PATIENCE_FOR_ROWS)
     gone = dict.fromkeys((1, 2), "its process has ended")
     assert watch.losses(2) == (gone, False)
+
+
+def test_ranks_of_other_hosts_are_told_of_any_that_has_ended(group, roll_call):
+    """They may wait for it, and cannot see its process."""
+    HOSTS[group] = Ended([1], ((0, 1), (2, 3)))
+    watch = Watch(group, roll_call, time.monotonic())
+    assert watch.losses(2) == ({}, False)
+    time.sleep(PATIENCE_FOR_ROWS)
+    assert watch.losses(2) == ({1: "its process has ended"}, False)
 
 
 def told_by(layout: int, version: str) -> list[int]:

@@ -189,7 +189,7 @@ class Watch:
     group: dist.ProcessGroup
     roll_call: RollCall
     begin: float
-    gone: tuple[int, float] | None = None  # an awaited rank whose process has ended; since when
+    ended_since: float | None = None
 
     def losses(self, awaited: int) -> tuple[dict[int, str], bool]:
         """Whom there is no use to wait for, and why; and whether that is for the time alone."""
@@ -201,17 +201,26 @@ class Watch:
             if timed_out:
                 failures.setdefault(awaited, "no rows came")
             return failures, timed_out
-        host = HOSTS.get(self.group)
-        ended = [] if host is None else host.ended()
-        if awaited not in ended:  # others may have ended well, with all sent that they had to
-            self.gone = None
-        elif self.gone is None or self.gone[0] != awaited:
-            self.gone = awaited, now
-        elif now - self.gone[1] > _PATIENCE:  # what it had sent would have come
+        ended = self._ended(awaited)
+        if not ended:
+            self.ended_since = None
+        elif self.ended_since is None:
+            self.ended_since = now
+        elif now - self.ended_since > _PATIENCE:  # what it had sent would have come
             return dict.fromkeys(ended, "its process has ended"), False
         if now - self.begin < self.roll_call.timeout:
             return {}, False
         return {awaited: f"timed out after {self.roll_call.timeout:g} s"}, True
+
+    def _ended(self, awaited: int) -> list[int]:
+        """The ranks here whose processes have ended, if that is anybody's loss.
+
+        One that is not awaited may have ended well, and whoever waits for it sees that it has. But
+        ranks of other hosts do not: where there are any, they are told of each.
+        """
+        host = HOSTS.get(self.group)
+        ended = [] if host is None else host.ended()
+        return ended if awaited in ended or (host is not None and host.rails.others) else []
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
