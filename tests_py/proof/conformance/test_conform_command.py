@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from cpattn._cli.program import commands
 from cpattn.proof import NotUsable, conform
 from cpattn.proof.pytest import conforms
+from support.children import path_with
 from support.proof.conformance import SECONDS, broken
 
 OPERATORS = """
@@ -49,10 +50,10 @@ usual = SIGNATURES["cpattn"]
 """
 
 
-def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "cpattn", "conform", *arguments], cwd=folder, text=True,
-        capture_output=True, check=False, env={**os.environ, **environment},
+        capture_output=True, check=False, env={**os.environ, "PYTHONPATH": path_with()},
     )  # fmt: skip
 
 
