@@ -79,8 +79,7 @@ class SparseInputs:
 
     def digest(self) -> int:
         """Of what all ranks must be given alike."""
-        pools = (self.kv, self.index_k, self.index_k_scale)
-        kinds = [None if pool is None else (pool.dtype, pool.shape[-1]) for pool in pools[:2]]
+        kinds = [(pool.dtype, pool.shape[-1]) for pool in (self.kv, self.index_k)]
         values = (self.topk, self.sm_scale, self.d_v, kinds, self.index_k_scale is None)
         sink = b"" if self.attn_sink is None else np.ascontiguousarray(self.attn_sink.numpy())
         return digest(repr(values).encode(), sink)

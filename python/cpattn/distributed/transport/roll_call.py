@@ -130,7 +130,7 @@ class RollCall:
         return {rank: Words.decoded(self._view[rank].tobytes()) for rank in said}
 
     def leave(self, group: dist.ProcessGroup, words: Words) -> None:
-        """Say why this rank leaves; once, and `hang_up` follows."""
+        """Say why this rank leaves; once. `hang_up` follows where it waits for somebody."""
         self.over = True
         if (host := HOSTS.get(group)) is not None:
             host.leave(words.missed[0] if words.missed else -1)
