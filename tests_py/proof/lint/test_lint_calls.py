@@ -233,7 +233,7 @@ def test_a_query_that_is_scored_selects_keys():
 
 def test_scores_of_many_queries_are_judged():
     """Each by the keys that it selects itself, in whatever order ranks have them."""
-    names, topk, count = ("request", "position", "key", "index"), 4, 600
+    names, topk, count = ("request", "position", "key", "index"), 4, 150
     queries = [(request, position) for request in (1, 0) for position in range(300, 300 + count)]
     lines = [(*query, key, key) for query in queries for key in range(topk)]
     columns = {name: [line[i] for line in lines] for i, name in enumerate(names)}
@@ -247,7 +247,7 @@ def test_scores_of_many_queries_are_judged():
         "ranks": [{"selections": columns}],
     }
     assert findings(**document) == ()
-    scores[700]["scores"][5] = 10_000
+    scores[250]["scores"][5] = 10_000
     (found,) = findings(**document)
     assert found.where == "request 0, query 400, key 5"
 
