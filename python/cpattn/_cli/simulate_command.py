@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import traceback
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from .command_group import CommandGroup
 from .commands import commands
+from .exit_codes import INTERRUPTED
 from .options import Integer, Number, OutputPath
 
 CommandGroup.examples["simulate"] = "cpattn simulate --ranks 8 script.py"
@@ -109,11 +113,36 @@ def simulate(
     except NotUsable as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
-        click.echo(f"Error: {error}", err=True)
+        click.echo(f"Error: {' '.join(str(error).split())}", err=True)
         sys.stderr.flush()
-        click.get_current_context().exit(NOT_USABLE)
+        _end(NOT_USABLE)
+    except KeyboardInterrupt:
+        _leave_ranks_behind(INTERRUPTED)
+        raise
     click.echo(report.to_json() if as_json else _text(report))
-    click.get_current_context().exit(report.exit_code)
+    _end(report.exit_code)
+
+
+def _end(status: int) -> NoReturn:
+    _leave_ranks_behind(status)
+    click.get_current_context().exit(status)
+
+
+def _leave_ranks_behind(status: int) -> None:
+    """Have the process end with a status although ranks that could not be ended go on.
+
+    Python ends their threads by force otherwise, and C++ aborts the process where one is in torch.
+    """
+    from ..proof.simulation.scheduler import are_left
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(status)
+
+    if are_left():
+        atexit.register(leave)
 
 
 def _script(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cpattn.proof import NotUsable, simulate, simulate_script
+from cpattn.proof.simulation import scheduler
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +149,35 @@ def test_the_error_of_a_program_comes_with_its_traceback():
         simulate(raises, ranks=3)
     assert isinstance(raised.value.__cause__, KeyError)
     assert raised.value.__cause__.__traceback__ is not None
+
+
+def test_a_rank_that_cannot_be_ended_leaves_nothing_in_place(monkeypatch):
+    """Until it returns from C, and after that: it is in nobody's way."""
+    monkeypatch.setattr(scheduler, "_AFTER_THE_END", 0.05)
+    held, begun = threading.Lock(), threading.Event()
+    held.acquire()
+    ranks = []
+
+    def program():
+        ranks.append(threading.current_thread())
+        sys.argv = ["of a rank"]
+        dist.barrier()
+        begun.set()
+        held.acquire()  # no error of Python comes through
+
+    before = _process()
+    with pytest.raises(NotUsable, match="not over after"):
+        simulate(program, ranks=2, time_limit=0.2)
+    assert begun.is_set()
+    assert _process()[1:] == before[1:]
+    assert not dist.is_initialized()
+    assert scheduler.are_left()
+    assert simulate(dist.barrier, ranks=2).proved
+    held.release()
+    for rank in ranks:
+        rank.join(60)
+    assert not scheduler.are_left()
+    assert _process() == before
 
 
 def test_programs_that_catch_every_exception_are_ended_all_the_same():

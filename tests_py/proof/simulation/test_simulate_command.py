@@ -19,6 +19,14 @@ BARRIER = f"{START}print('here', *sys.argv[1:])\ndist.barrier()\n"
 HANG = f"{START}if dist.get_rank(): dist.barrier()\n"
 ERROR = f"{START}dist.barrier()\nraise KeyError('layer')\n"
 LOOP = f"{START}dist.barrier()\nwhile True: pass\n"
+CATCHES = f"""{START}
+while True:
+    try:
+        torch.ones(3) + 1
+    except BaseException:
+        pass
+"""
+LINES = f"{START}dist.barrier()\nraise ValueError('first\\nsecond')\n"
 FORK = f"{START}import os\nos.fork()\n"
 
 
@@ -57,18 +65,20 @@ def test_json_is_alone_on_standard_output(simulate, tmp_path):
     [
         (ERROR, r"rank [01] raised KeyError: 'layer' (script.py:4)"),
         (LOOP, "not over after 1 s (--time-limit)"),
+        (CATCHES, "not over after 1 s (--time-limit)"),
+        (LINES, r"rank [01] raised ValueError: first second (script.py:4)"),
         (FORK, "forks; all ranks are simulated in one process"),
         ("print(1)\n", "no rank communicates"),
         ("print(", "never closed"),
     ],
 )
 def test_what_cannot_be_judged_ends_in_a_line(simulate, script, message):
-    run = simulate(script, *(["--time-limit", "1"] if script is LOOP else []))
+    run = simulate(script, *(["--time-limit", "1"] if "while" in script else []))
     assert run.returncode == 2
     *_, line = run.stderr.splitlines()
     assert line.startswith("Error: simulate: ")
     assert message.replace("[01]", line.partition("rank ")[2][:1]) in line
-    assert ("Traceback" in run.stderr) == (script is ERROR)
+    assert ("Traceback" in run.stderr) == (script in (ERROR, LINES))
 
 
 def test_the_page_is_run_from_top_to_bottom(tmp_path, children):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -133,7 +132,7 @@ class Run:
 
     def is_rank(self) -> bool:
         """Whether the thread that asks is the rank whose turn it is."""
-        return threading.current_thread().name == f"rank {self.rank}"
+        return self._scheduler.is_turn()
 
     def block(self, ready: Callable[[], bool], what: str = "a key of the store") -> None:
         """Wait for something other than a call."""

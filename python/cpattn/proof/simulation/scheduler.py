@@ -28,6 +28,10 @@ class RankState(Protocol):
     def leave(self) -> None: ...
 
 
+class _RankThread(threading.Thread):
+    """Of a rank."""
+
+
 @dataclass
 class _Rank:
     body: Callable[[], None]
@@ -61,6 +65,8 @@ class Scheduler:
         self._on_stuck = on_stuck
         self._ranks: list[_Rank] = []
         self._done = threading.Event()
+        self._abandoned = False
+        self._leaving = threading.Lock()
 
     def run(
         self, bodies: Sequence[Callable[[], None]], states: Sequence[RankState], limit: float
@@ -68,7 +74,7 @@ class Scheduler:
         """Run all to their end, or until something is wrong: then `failure` says what."""
         self._ranks = [_Rank(*pair) for pair in zip(bodies, states, strict=True)]
         for number, rank in enumerate(self._ranks):
-            rank.thread = threading.Thread(
+            rank.thread = _RankThread(
                 target=self._live, args=(number,), name=f"rank {number}", daemon=True
             )
             rank.thread.start()
@@ -78,10 +84,12 @@ class Scheduler:
                 self._end_late(limit)
         except BaseException:
             self._interrupt()
+            self._abandon()
             raise
         for rank in self._ranks:
             assert rank.thread is not None
             rank.thread.join(_AFTER_THE_END)
+        self._abandon()
 
     def block(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready`, while others run."""
@@ -106,7 +114,9 @@ class Scheduler:
 
     def check(self) -> None:
         """Whether whoever calls is the rank whose turn it is, and the simulation goes on."""
-        if threading.current_thread() is not self._ranks[self.current].thread:
+        if self._abandoned:  # of a rank that catches everything, again and again
+            threading.Event().wait()
+        if not self.is_turn():
             self.stop(
                 NotUsable(
                     f"simulate: rank {self.current} calls torch.distributed from a thread of its "
@@ -116,6 +126,11 @@ class Scheduler:
             raise Stopped
         if self.stopping:
             raise Stopped
+
+    def is_turn(self) -> bool:
+        """Whether the thread that asks is the rank whose turn it is."""
+        mine = self._ranks[self.current].thread if self._ranks else None
+        return threading.current_thread() is mine
 
     def stop(self, failure: BaseException | None = None) -> None:
         """End all ranks, each at its next call."""
@@ -129,10 +144,9 @@ class Scheduler:
     def _live(self, number: int) -> None:
         rank = self._ranks[number]
         rank.gate.acquire()
-        rank.state.enter()
         try:
-            if not self.stopping:
-                rank.body()
+            self._enter(rank)
+            rank.body()
         except Stopped:
             pass
         except BaseException as error:
@@ -141,14 +155,20 @@ class Scheduler:
                 self.stop(error)
         finally:
             rank.over = True
-            rank.state.leave()
+            with self._leaving:
+                if not self._abandoned:
+                    rank.state.leave()
             self._pass_on()
 
     def _hand_over(self, rank: _Rank) -> None:
         rank.state.leave()
         self._pass_on()
         rank.gate.acquire()
-        rank.state.enter()
+        self._enter(rank)
+
+    def _enter(self, rank: _Rank) -> None:
+        if not self._abandoned:
+            rank.state.enter()
         if self.stopping:
             raise Stopped
 
@@ -199,6 +219,18 @@ class Scheduler:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ended)
             if self._done.wait(_AFTER_THE_END):
                 return
+
+    def _abandon(self) -> None:
+        """Take what a rank has to itself away from one that cannot be ended, as in a call of C."""
+        with self._leaving:
+            if not self._done.is_set():
+                self._abandoned = True
+                self._ranks[self.current].state.leave()
+
+
+def are_left() -> bool:
+    """Whether ranks go on that could not be ended."""
+    return any(isinstance(thread, _RankThread) for thread in threading.enumerate())
 
 
 def _place_of(frame: FrameType | None) -> str:
