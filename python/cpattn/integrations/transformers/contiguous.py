@@ -108,7 +108,8 @@ def contiguous_attention(
 ) -> tuple[AnyTensor, None]:
     """An attention function of transformers on `paged_attention`.
 
-    Keys and values are used in place, whatever their strides.
+    Keys and values are used in place. Copied are those whose last dimension is not contiguous, and,
+    behind padding, those of sequences that lie no whole number of tokens apart.
 
     Parameters
     ----------
