@@ -215,9 +215,10 @@ def test_a_forked_child_records_nothing(path):
     assert batch.extend_lens == [20]
 
 
-def test_a_disk_that_is_full_is_said_at_the_end(path):
-    full = mock.patch.object(recorder, "to_line", side_effect=OSError(28, "No space left"))
-    with full, pytest.raises(OSError, match="No space left"), capture(path):
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), TypeError("No record")])
+def test_what_cannot_be_written_is_said_at_the_end(path, error):
+    broken = mock.patch.object(recorder, "to_line", side_effect=error)
+    with broken, pytest.raises(type(error), match="No"), capture(path):
         cpattn.build_cp_metadata([10], cp_rank=0, cp_size=2)
     assert calls.listeners == []
 

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
@@ -22,6 +22,7 @@ from .told import TOLD, Fields, written
 
 _PAUSE = 0.2  # seconds between two looks at what was told
 _MAX_PLANS = 256  # that runs can refer to; an engine makes a few a step
+_RUN = b'{"call":"run_attention","at":%.7f,"seconds":%.7f,'
 
 _by_environment: dict[str, int] = {}  # the process that is recorded for its life
 
@@ -101,6 +102,7 @@ class _Recorder:
         self._told: deque[tuple[str, float, float, Fields]] = deque()
         self._plans: OrderedDict[int, tuple[int, Any]] = OrderedDict()  # by id: number, itself
         self._num_plans = 0
+        self._last_run: tuple[Any, bytes] = None, b""
         self._error: Exception | None = None
         self._has_header = False
         self._ending = Event()
@@ -133,7 +135,7 @@ class _Recorder:
             self._write()
             if not self._has_header:
                 self._write_header()
-        except OSError as error:
+        except Exception as error:
             self._error = error
             self._told.clear()
 
@@ -142,6 +144,10 @@ class _Recorder:
             self._write_header()
         while self._told:
             name, begin, end, fields = self._told.popleft()
+            if name == "run_attention":  # of every layer: by far the most
+                run = self._run(**fields)
+                self._file.write(_RUN % (begin - self._begin, end - begin) + run)
+                continue
             times = {"at": round(begin - self._begin, 7), "seconds": round(end - begin, 7)}
             self._file.write(to_line({"call": name, **times, **self._numbered(name, fields)}))
         self._file.flush()
@@ -153,17 +159,24 @@ class _Recorder:
 
     def _numbered(self, name: str, fields: Fields) -> Fields:
         """The fields as they are written; plans that are run later get numbers."""
-        plan = fields.get("plan")
         if name == "plan_attention":
+            plan = fields["plan"]
             self._plans[id(plan)] = self._num_plans, plan
             self._num_plans += 1
             if len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
             return {"number": self._num_plans - 1, **written(fields)}
-        if name == "run_attention":
-            number, _ = self._plans.get(id(plan), (None, None))
-            return {**fields, "plan": number}
         return written(fields)
+
+    def _run(self, plan: Any, shape: Sequence[int], dtype: Any) -> bytes:
+        """The line of a run but for its times: that of every layer is the one of the first."""
+        number, _ = self._plans.get(id(plan), (None, None))
+        key = number, tuple(shape), dtype
+        if key != self._last_run[0]:
+            name = str(dtype).removeprefix("torch.")
+            line = to_line({"plan": number, "shape": list(shape), "dtype": name})
+            self._last_run = key, line[1:]
+        return self._last_run[1]
 
 
 def _rank() -> int:

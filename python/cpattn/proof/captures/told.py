@@ -64,7 +64,7 @@ def _attention_plan(call: Call) -> Fields:
 def _attention_run(call: Call) -> Fields:
     plan, q = call.args[0] if call.args else call.kwargs["plan"], call.result
     q = q[0] if isinstance(q, tuple) else q
-    return {"plan": plan, "shape": list(q.shape), "dtype": str(q.dtype).removeprefix("torch.")}
+    return {"plan": plan, "shape": q.shape, "dtype": q.dtype}
 
 
 def _metadata(call: Call) -> Fields:
