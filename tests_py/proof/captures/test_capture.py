@@ -250,6 +250,12 @@ def test_what_a_killed_process_wrote_can_be_read(path):
     assert capture_of_run.truncated == (path,)
 
 
+#: Of two int32.
+ARRAY = (
+    b'{"call":"x","at":0,"seconds":0,"a":{"zlib":"eJxjYIAAAAAIAAE=","dtype":"int32","shape":%s}}'
+)
+
+
 def damaged(line: int, text: bytes):
     return pytest.param(line, text, id=text.decode()[:30] or "empty")
 
@@ -268,6 +274,13 @@ def damaged(line: int, text: bytes):
         damaged(1, b'{"call":"x","at":0,"seconds":0,"a":{"zlib":"eJwDAAAAAAE=","dtype":"object"}}'),
         damaged(1, b'{"call":"x","at":0,"seconds":0,"a":{"zlib":"AAAA","dtype":"int32"}}'),
         damaged(1, b'{"call":"x","at":0,"seconds":0,"a":{"zlib":7,"dtype":"int32"}}'),
+        damaged(1, ARRAY % b"null"),
+        damaged(1, ARRAY % b"[1,-1]"),
+        damaged(1, ARRAY % b"[1000000000000]"),
+        damaged(1, ARRAY % b"[3]"),
+        damaged(1, b'{"call":7,"at":0,"seconds":0}'),
+        damaged(1, b'{"call":"x","at":NaN,"seconds":0}'),
+        damaged(1, b'{"call":"x","at":0,"seconds":-1}'),
     ],
 )
 def test_damaged_files_are_refused_by_line(path, line, text):
@@ -278,6 +291,57 @@ def test_damaged_files_are_refused_by_line(path, line, text):
     path.write_bytes(b"\n".join(lines) + b"\n")
     with pytest.raises(NotUsable, match=r"run\.cpcap(, line \d+)?: "):
         read_captures([path])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("extend_lens", None, None),
+        ("extend_lens", 7, "extend_lens must be an array of 1 dimensions"),
+        ("extend_lens", np.array([[1]]), "extend_lens must be an array of 1 dimensions"),
+        ("extend_lens", np.array([-1]), "extend_lens must be .* ints from 0"),
+        ("extend_lens", np.array([1 << 30]), "extend_lens must be .* together at most"),
+        ("num_tokens", 10**12, "num_tokens must be an int from 0 to .* got 1000000000000"),
+        ("cp_size", True, "cp_size must be an int from 1 to 32768, got True"),
+        ("cp_size", 0, "cp_size must be an int from 1"),
+        ("digests", [1], "digests must be a list, each a string"),
+        ("strategy", "x" * 1000, None),
+    ],
+)
+def test_fields_are_checked_by_line(path, field, value, rule):
+    with capture(path):
+        cpattn.build_cp_metadata([10], [12], cp_rank=0, cp_size=2)
+    header, record = map(from_line, path.read_bytes().splitlines())
+    path.write_bytes(to_line(header) + to_line({**record, field: value}))
+    if rule is None:
+        assert len(read_captures([path]).calls) == 1
+    else:
+        with pytest.raises(NotUsable, match=rf"run\.cpcap, line 2: {rule}") as raised:
+            read_captures([path])
+        assert len(str(raised.value)) < 300
+    del record[field]
+    path.write_bytes(to_line(header) + to_line(record))
+    with pytest.raises(NotUsable, match=f"line 2: has no '{field}'"):
+        read_captures([path])
+
+
+@pytest.mark.parametrize(
+    "peers", [{"x": 1}, {"01": 1}, {"-1": 1}, {"99999999999": 1}, {"1": -1}, {"1": 1.5}, [1]]
+)
+def test_messages_are_bytes_by_rank(path, peers):
+    header = {"schema": "cpattn-capture/1", "cpattn": "0", "isa": "", "host": "", "rank": 0}
+    post = {"call": "RowExchange.post", "at": 0, "seconds": 0, "cp_rank": 0, "exchange": "write_kv"}
+    for way, other in (("sends", "receives"), ("receives", "sends")):
+        path.write_bytes(to_line(header) + to_line({**post, way: peers, other: {}}))
+        with pytest.raises(NotUsable, match=f"line 2: {way} must be bytes by the number of a rank"):
+            read_captures([path])
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(NotUsable, match=r"missing: No such file"):
+        read_captures([tmp_path / "missing"])
+    with pytest.raises(NotUsable, match="Is a directory"):
+        read_captures([tmp_path])
 
 
 def test_files_of_one_rank_twice_and_none_are_refused(path, tmp_path):

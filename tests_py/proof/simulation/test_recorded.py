@@ -163,6 +163,16 @@ def decoded():
 @pytest.mark.parametrize(
     ("capture", "options", "message"),
     [
+        (
+            changed(made_up(), lambda call: call.name.endswith("post"), sends={"4000": 1}),
+            {},
+            "at most 64 ranks can be simulated, got 4001",
+        ),
+        (
+            changed(made_up(), lambda call: True, seq_lens=np.array([3])),
+            {"ranks": 3},
+            "a batch cannot be planned again: .*seq_lens",
+        ),
         (of_one_rank(made_up()), {}, "of all 2 ranks, there is none of rank 1"),
         (Capture(({"rank": 0},), ()), {}, "no rank planned or sent anything"),
         (decoded(), {"ranks": 2}, r"plan_decode .* cannot be planned again"),

@@ -8,6 +8,7 @@
 ``recorder``  listens to calls, and has a thread write them down
 ``told``      what is recorded of each call: lengths, tables, sizes, times; never tokens or values
 ``records``   the file: a line of JSON for each call
+``fields``    what records of each call have to have, checked when they are read
 ``reader``    the calls of all ranks again, and the batches among them
 ``remade``    plans once more from what was recorded, compared and predicted for other ranks
 """

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..findings import NotUsable
+from .fields import CALLS, HEADER, RECORD, Rule, fault_of
 from .records import SCHEMA, from_line
 
 _OUTER = "ContextParallel.plan"
@@ -143,9 +144,8 @@ def read_captures(paths: Sequence[str | os.PathLike[str]]) -> Capture:
     Raises
     ------
     NotUsable
-        If there is no file, two are of one rank, or one is no capture, with its line.
-    OSError
-        If one cannot be read.
+        If there is no file, two are of one rank, or one cannot be read or is no capture, with its
+        line.
     """
     if not paths:
         raise NotUsable("read_captures: paths must name at least one file, got none")
@@ -164,22 +164,28 @@ def read_captures(paths: Sequence[str | os.PathLike[str]]) -> Capture:
 
 def _read(path: Path) -> tuple[dict[str, Any], list[RecordedCall], Path | None]:
     """Header and calls of a file, and its path if it ends within a line."""
-    lines = path.read_bytes().split(b"\n")
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise NotUsable(f"{path}: {error.strerror or error}") from None
     whole = lines.pop() == b""
     header = _record(path, 1, lines[0] if lines else b"")
     if header.get("schema") != SCHEMA:
         raise NotUsable(f"{path}: schema must be {SCHEMA}, got {header.get('schema')!r}")
-    if not isinstance(header.get("rank"), int):
-        raise NotUsable(f"{path}, line 1: rank must be an int, got {header.get('rank')!r}")
+    _check(path, 1, header, HEADER)
     calls = []
     for number, line in enumerate(lines[1:], 2):
         record = _record(path, number, line)
-        try:
-            name, at, seconds = (record.pop(key) for key in ("call", "at", "seconds"))
-        except KeyError as error:
-            raise NotUsable(f"{path}, line {number}: has no {error}") from None
+        _check(path, number, record, RECORD)
+        name, at, seconds = (record.pop(key) for key in RECORD)
+        _check(path, number, record, CALLS.get(name, {}))
         calls.append(RecordedCall(name, header["rank"], at, seconds, record, str(path), number))
     return header, calls, None if whole else path
+
+
+def _check(path: Path, number: int, record: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
+    if fault := fault_of(record, rules):
+        raise NotUsable(f"{path}, line {number}: {fault}")
 
 
 def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:

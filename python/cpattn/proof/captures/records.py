@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
@@ -45,9 +46,16 @@ def _decoded(value: dict[str, Any]) -> Any:
     dtype, shape = value.get("dtype"), value.get("shape")
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-    unpacker = zlib.decompressobj()
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"shape must be a list of sizes, got {shape!r}")
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if num_bytes > _MAX_BYTES:
+        raise ValueError(f"an array must have at most {_MAX_BYTES} bytes, got {num_bytes}")
     try:
-        raw = unpacker.decompress(b64decode(value[_ARRAY], validate=True), _MAX_BYTES)
+        packed = b64decode(value[_ARRAY], validate=True)
+        raw = zlib.decompressobj().decompress(packed, num_bytes + 1)
     except (zlib.error, TypeError) as error:
         raise ValueError(f"an array is damaged: {error}") from error
+    if len(raw) != num_bytes:
+        raise ValueError(f"an array of shape {shape} must have {num_bytes} bytes, has others")
     return np.frombuffer(raw, dtype).reshape(shape)

@@ -93,9 +93,10 @@ def _compare(kind: Remade, call: RecordedCall) -> None:
         return
     try:
         seconds, digests = _AGAIN[call.name](call.fields)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, MemoryError, TypeError, ValueError) as error:
+        reason = str(error) or type(error).__name__
         raise NotUsable(
-            f"{call.name} of rank {call.rank}, {call.at} s: cannot be made again: {error}"
+            f"{call.name} of rank {call.rank}, {call.at} s: cannot be made again: {reason}"
         ) from None
     kind.here.append(seconds)
     kind.recorded.append(call.seconds)

@@ -161,9 +161,11 @@ def _kind(step: Step) -> tuple[type, str]:
 
 
 def _metadata(fields: Any, size: int, strategy: str) -> list[ContextParallelMetadata]:
-    return build_cp_metadata_all_ranks(
-        fields["extend_lens"], fields["seq_lens"], cp_size=size, strategy=strategy
-    )
+    lens = fields["extend_lens"], fields["seq_lens"]
+    try:
+        return build_cp_metadata_all_ranks(*lens, cp_size=size, strategy=strategy)
+    except ValueError as error:
+        raise NotUsable(f"simulate_capture: a batch cannot be planned again: {error}") from None
 
 
 def _pairs(plan: ContextParallelMetadata) -> int:

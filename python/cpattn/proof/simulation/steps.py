@@ -16,6 +16,7 @@ from ..findings import NotUsable
 from .calls import Site
 
 _POST = "RowExchange.post"
+_MOST_RANKS = 64
 #: Calls whose fields all ranks have to give alike.
 _ALIKE = {
     "ContextParallel.plan": (
@@ -85,6 +86,10 @@ def recorded_steps(capture: Capture) -> list[list[Step]]:
         for peer in (*step.sends, *step.receives)
     }
     size = max([*by_rank, *peers, max(sizes, default=0) - 1], default=-1) + 1
+    if size > _MOST_RANKS:
+        raise NotUsable(
+            f"simulate_capture: at most {_MOST_RANKS} ranks can be simulated, got {size}"
+        )
     if missing := sorted(set(range(size)) - set(by_rank)):
         raise NotUsable(
             f"simulate_capture: captures must be of all {size} ranks, there is none of rank "
@@ -95,8 +100,6 @@ def recorded_steps(capture: Capture) -> list[list[Step]]:
 
 def check_usable(steps: Sequence[Sequence[Step]]) -> None:
     """Raise where there is nothing that ranks could disagree in."""
-    if len(steps) > 64:
-        raise NotUsable(f"simulate_capture: at most 64 ranks can be simulated, got {len(steps)}")
     if not any(isinstance(step, (Planned, Exchange)) for of_rank in steps for step in of_rank):
         raise NotUsable(
             "simulate_capture: no rank planned or sent anything by a ContextParallel; "
