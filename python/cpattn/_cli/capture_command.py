@@ -33,9 +33,10 @@ def replay_captures(paths: Sequence[Path], json_path: Path | None) -> None:
     rows = [Row(kind.row()) for kind in kinds]
     for line in _lines_on(capture):
         click.echo(line)
-    print_table(
-        "Plans made again", header, rows, less_important=("left out",), left=("call",)
-    )  # fmt: skip
+    if rows:
+        print_table(
+            "Plans made again", header, rows, less_important=("left out",), left=("call",)
+        )  # fmt: skip
     click.echo(report.text())
     if json_path:
         with writing(json_path):

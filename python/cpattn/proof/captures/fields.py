@@ -89,7 +89,7 @@ def _is_time(value: Any) -> bool:
 
 
 _BOOL = Rule("true or false", lambda value: isinstance(value, bool))
-_TEXT = Rule("a string", lambda value: isinstance(value, str))
+_TEXT = Rule("a printable string", lambda value: isinstance(value, str) and value.isprintable())
 _LENS = _array(1, 0)
 _NEW_LENS = _array(1, 0, MAX_BATCH_TOKENS)
 _SIZE, _COUNT = _integer(1, MAX_INT), _integer(0, MAX_INT)

@@ -170,8 +170,9 @@ def _read(path: Path) -> tuple[dict[str, Any], list[RecordedCall], Path | None]:
         raise NotUsable(f"{path}: {error.strerror or error}") from None
     whole = lines.pop() == b""
     header = _record(path, 1, lines[0] if lines else b"")
-    if header.get("schema") != SCHEMA:
-        raise NotUsable(f"{path}: schema must be {SCHEMA}, got {header.get('schema')!r}")
+    schema = header.get("schema")
+    if not isinstance(schema, str) or schema != SCHEMA:
+        raise NotUsable(f"{path}: schema must be {SCHEMA}, got {str(schema)[:40]!r}")
     _check(path, 1, header, HEADER)
     calls = []
     for number, line in enumerate(lines[1:], 2):
