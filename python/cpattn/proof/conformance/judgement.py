@@ -75,11 +75,11 @@ def _differ(actual: Array, expected: Array, allowed: Array) -> Array:
 
 
 def largest_error(result: Result, expected: Attended, channel: str) -> float:
-    """Of what is finite; infinite where NaN stands for a number."""
+    """Of what is finite; infinite where NaN stands for a number, or for the -inf of no keys."""
     actual, right = (result.out, expected.out) if channel == "out" else (result.lse, expected.lse)
     if actual is None:
         return 0.0
-    if (np.isnan(actual) & np.isfinite(right)).any():
+    if (np.isnan(actual) & ~np.isnan(right)).any():
         return float("inf")
     with np.errstate(invalid="ignore"):
         error = np.abs(actual - right)
