@@ -20,6 +20,7 @@ from cpattn.kv import MHATokenToKVPool
 from cpattn.kv.buffers import BufferShape
 from support.distributed import shared_pool_worker as worker
 from support.distributed.distributed_worker import run_world
+from support.distributed.hosts import topology as hosts_topology
 from support.distributed.prefill_batches import Case
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
@@ -98,7 +99,7 @@ def test_no_rank_writes_what_another_still_reads(tmp_path):
     ],
 )
 def test_topology_says_what_was_chosen_and_why(tmp_path, apart, transport, reason):
-    for answer in run_world(3, tmp_path, worker.run_topology, tmp_path, apart):
+    for answer in run_world(3, tmp_path, hosts_topology.run_topology, tmp_path, apart):
         topology = answer["topology"]
         assert (topology.transport, topology.reason) == (transport, reason)
         on_one = apart != "host"

@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 import cpattn
+from cpattn.proof import lint
 from cpattn.proof.linting.adapters.context_parallel import from_metadata
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
@@ -47,3 +48,8 @@ def batches(draw, most_tokens: int = 40) -> tuple[list[int], list[int], int, str
     extend = draw(st.lists(st.integers(0, most_tokens), min_size=size, max_size=size))
     prefix = draw(st.lists(st.integers(0, most_tokens), min_size=size, max_size=size))
     return extend, prefix, draw(st.integers(1, 6)), draw(st.sampled_from(STRATEGIES))
+
+
+def kinds(document: dict[str, Any]) -> set[str]:
+    """Of what is found in a document."""
+    return {found.kind for found in lint(document, shrink=False).findings}
