@@ -11,6 +11,7 @@ table, seconds left out.
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
 from collections.abc import Sequence
@@ -89,6 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = with_table(text, outcomes)
     if check and comparable(wanted) != comparable(text):
         print(f"{PAGE.name}: out of date; run python scripts/zoo_table.py")
+        both = (comparable(page).splitlines() for page in (text, wanted))
+        print("\n".join(difflib.unified_diff(*both, "the page", "now", n=0, lineterm="")))
         return 1
     if not check:
         PAGE.write_text(wanted, encoding="utf-8")

@@ -20,7 +20,9 @@ def test_the_table_is_what_the_tools_say(tmp_path, monkeypatch, capsys):
     page.write_text(zoo_table.PAGE.read_text().replace("on no rank", "on a rank"))
     monkeypatch.setattr(zoo_table, "PAGE", page)
     assert zoo_table.main(["--check"]) == 1
-    assert capsys.readouterr().out == "zoo.md: out of date; run python scripts/zoo_table.py\n"
+    said = capsys.readouterr().out
+    assert said.startswith("zoo.md: out of date; run python scripts/zoo_table.py\n")
+    assert "on a rank" in said
     assert zoo_table.main([]) == 0
     written = zoo_table.comparable(page.read_text())
     assert "on no rank" in written

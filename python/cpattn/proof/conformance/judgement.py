@@ -74,13 +74,16 @@ def _differ(actual: Array, expected: Array, allowed: Array) -> Array:
     return differ
 
 
-def largest_error(result: Result, expected: Attended, channel: str) -> float:
-    """Of what is finite; infinite where NaN stands for a number, or for the -inf of no keys."""
+def off_by(result: Result, expected: Attended, channel: str) -> str:
+    """How far an answer is off at most, or what stands in it that is no number."""
     actual, right = (result.out, expected.out) if channel == "out" else (result.lse, expected.lse)
     if actual is None:
-        return 0.0
-    if (np.isnan(actual) & ~np.isnan(right)).any():
-        return float("inf")
-    with np.errstate(invalid="ignore"):
-        error = np.abs(actual - right)
-    return float(np.max(error[np.isfinite(error)], initial=0.0))
+        return "is missing"
+    finite = np.isfinite(right)
+    if np.isnan(actual).any():
+        return "is NaN"
+    if not np.isfinite(actual[finite]).all():
+        return "is infinite"
+    if np.isfinite(actual[~finite]).any():
+        return "is finite where no key is seen"
+    return f"is off by {np.max(np.abs(actual[finite] - right[finite]), initial=0.0):.3g}"

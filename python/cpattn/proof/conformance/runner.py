@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import time
@@ -16,7 +15,7 @@ from ..findings import Finding, NotUsable, Report
 from .cases import Case
 from .child import Child, Operator, load
 from .diagnosis import Diagnosis, diagnose
-from .judgement import largest_error
+from .judgement import off_by
 from .picture import picture
 from .selection import SELECTION_SIGNATURES, SelectionSignature
 from .selection.features import narrowed as selection_narrowed
@@ -175,9 +174,7 @@ def _finding(subject: str, diagnosis: Diagnosis, least: Trial, trials: Sequence[
         what += f": {least.result.message}"
     else:
         name = "the output" if diagnosis.channel == "out" else "the log-sum-exp"
-        error = largest_error(least.result, least.expected, diagnosis.channel)
-        off = f"is off by {error:.3g}" if 0 < error < math.inf else "is not finite as it is"
-        what += f": {name} {off}"
+        what += f": {name} {off_by(least.result, least.expected, diagnosis.channel)}"
     what += f" ({len(concerned)} of {tried} cases)"
     switches = diagnosis.switches
     changed = {
