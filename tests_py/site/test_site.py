@@ -46,6 +46,7 @@ WORDS = {
     "torchrun": "how_to/deployment.html",
     "GOMP_SPINCOUNT": "how_to/vllm.html",
     "Mooncake": "how_to/kv_transfer.html",
+    "NIXL": "how_to/kv_transfer.html",
     "torch.compile": "how_to/torch_operators.html",
     "Ascend": "how_to/sglang_ascend.html",
     "absorb_mla": "how_to/transformers.html",
@@ -56,8 +57,8 @@ WORDS = {
 }
 ALONE = ("cost_model", "distributed", "kv", "npu", "profiling", "reference", "sparse")
 ALONE += ("torch_guard", "traffic", "transfer")
-INTEGRATIONS = ("flash_attn", "flashinfer", "mooncake", "sglang", "torch_npu", "torch_ops")
-INTEGRATIONS += ("transformers", "vllm")
+INTEGRATIONS = ("flash_attn", "flashinfer", "mooncake", "nixl", "sglang", "torch_npu")
+INTEGRATIONS += ("torch_ops", "transformers", "vllm")
 # Rooms with public names, and the pages of the reference that have them.
 ROOMS = {
     "cpattn": "cpattn",

@@ -2,8 +2,8 @@
 """KV from a prefill to a decode process, byte for byte, whatever the two servers look like.
 
 Every case runs twice: over the engine within this process, and between two processes over
-Mooncake. The decode side knows by itself what each of its pages must hold in the end, the
-canaries in all the others included.
+Mooncake; a few random ones over NIXL, too. The decode side knows by itself what each of its pages
+must hold in the end, the canaries in all the others included.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from itertools import pairwise
 import pytest
 
 import cpattn
+from support.transfer.engines import MOONCAKE, NIXL
 from support.transfer.transfer_cases import Case, Model, Server
-from support.transfer.transfer_processes import Peer, requires_mooncake
+from support.transfer.transfer_processes import Peer
 from support.transfer.transfer_sides import DecodeSide, finish, prepare, send, send_prompt
 
 pytestmark = pytest.mark.slow
@@ -175,14 +176,19 @@ def test_within_a_process(case):
 
 
 @pytest.fixture(scope="module")
-def peers() -> Iterator[tuple[Peer, Peer]]:
-    """A prefill and a decode process, which serve all cases."""
-    requires_mooncake()
-    with Peer() as decode, Peer(network_of=decode) as prefill:
+def peers(request) -> Iterator[tuple[Peer, Peer]]:
+    """A prefill and a decode process with an engine, which serve all its cases."""
+    request.param.require()
+    make = request.param.make
+    with Peer(make_engine=make) as decode, Peer(network_of=decode, make_engine=make) as prefill:
         yield prefill, decode
 
 
-@pytest.mark.parametrize("case", CASES + RANDOM, ids=lambda case: case.name)
+PAIRS = [(MOONCAKE, case) for case in CASES + RANDOM]
+PAIRS += [(NIXL, case) for case in RANDOM[:12]]  # whose writes take a tenth of a second each
+
+
+@pytest.mark.parametrize(("peers", "case"), PAIRS, indirect=["peers"], ids=lambda x: x.name)
 def test_between_processes(peers, case):
     prefill, decode = peers
     described = decode.call(prepare, case)

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 class TransferEngine(Protocol):
     """One side of transfers: memory that peers may write to, and writes into theirs.
 
-    Any object with these members will do; `cpattn.transfer.LocalEngine` and
-    `cpattn.integrations.mooncake.MooncakeEngine` are two. Codes are the engine's own, 0 is success;
+    Any object with these members will do; `cpattn.transfer.LocalEngine`,
+    `cpattn.integrations.mooncake.MooncakeEngine` and `cpattn.integrations.nixl.NixlEngine` are
+    three. Codes are the engine's own, 0 is success;
     nobody translates them; ``TransferPlan.execute`` and `cpattn.transfer.register` raise
     `TransferError` for any other. An engine may raise by itself, and that passes through.
 

@@ -22,17 +22,16 @@ import struct
 import time
 import traceback
 from collections.abc import Callable
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
-from audit.records import note
-from cpattn.integrations.mooncake import MooncakeEngine, _import_engine
+from cpattn.integrations.mooncake import MooncakeEngine
+from cpattn.transfer import TransferEngine
+from support.transfer.engines import MOONCAKE
 
 TIMEOUT = 60.0  # seconds for a call or a start, on a busy machine
 
@@ -42,17 +41,13 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 
 def requires_mooncake() -> None:
     """Skip the test, with the reason, where the engine cannot be imported."""
-    try:
-        _import_engine()
-    except ImportError as error:
-        pytest.skip(str(error))
-    note("engine", "mooncake, between processes", version("mooncake-transfer-engine-non-cuda"))
+    MOONCAKE.require()
 
 
 class State(SimpleNamespace):
     """What the functions of a peer keep between calls, the engine first."""
 
-    engine: MooncakeEngine
+    engine: TransferEngine
 
 
 class Peer:

@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NIXL as a transfer engine: writes into the memory of other processes and machines, over UCX.
+
+    pip install --no-deps nixl-cu12==1.5.1
+
+Neither CUDA nor a package of the system is needed, and torch, which pip would bring, is not
+imported. What release 1.5.1 does over TCP, found out by trying:
+
+- A sender learns from the peer's listener which ranges it has registered, and **nobody else checks
+  a target**: the peer applies whatever arrives, also where it has unregistered memory. What NIXL
+  has learned it does not forget by asking again. So this module drops it and asks anew before each
+  write, unless it is told not to (``recheck``).
+- A question and its answer take 90 ms on a connection that is in use, where the kernel waits with
+  what follows the length of a message.
+- Sources have to be registered as well. All blocks of a write are looked at before any is sent.
+- A write that fails because the peer was killed leaves any part of its blocks written. One that
+  fails by *timeout* is still in flight, although NIXL is told to cancel it and to disconnect: a
+  peer that was only stopped receives the rest later, read from the source as it is by then, even if
+  that was unregistered. Closing the sender's engine ends it.
+- A peer that was killed in the middle of a write fails it at once. One that is stopped, has closed
+  its engine or was never there does not answer a question, and NIXL does not say why: that write
+  fails after the timeout, with nothing sent.
+- NIXL registers what overlaps, what is empty and what is no memory. The codes of `register` and
+  `unregister` come from this module.
+- The thread that moves bytes spins, a core for each engine, unless a delay is asked for, which
+  NIXL's own wrapper in Python cannot do. This module uses the bindings under it.
+- NIXL's listener binds all interfaces, that of UCX the address of each device, and neither asks
+  anybody who they are: give engines a network, or a network namespace, of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import ipaddress
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, NoReturn
+
+import numpy as np
+
+from .. import _core
+from .._arguments import at_least, real
+from .._support import first_installed, numbers
+from ..transfer.registration import forget
+
+_MIN_VERSION = (1, 5, 1)  # by their sources, listeners of older ones throw when a peer goes
+_VARIANTS = ("nixl-cu12", "nixl-cu13")
+_MIN_TIMEOUT = 1  # seconds; to ask a peer takes a tenth, on a busy machine more
+_MAX_TIMEOUT = 10**6
+_FAILED = -1  # the code for all that can go wrong with a write
+_GONE = "Backend", "Cancelled", "NotFound", "RemoteDisconnect", "Unknown"  # errors of such a write
+_DELAY = 1000  # microseconds between looks of NIXL's threads; 0 would have them spin
+_PAUSES = 20e-6, 1e-3  # seconds between looks of a write, from the first to the last
+_PORT_TRIALS = 16  # somebody else may take a port between its choice and its use
+_SESSION = re.compile(r"(\d+\.\d+\.\d+\.\d+):(\d{1,5})/[0-9a-f]+")
+_environment_lock = threading.Lock()
+
+
+class NixlEngine:
+    """An engine that peers in other processes and on other machines reach by ``session_id``.
+
+    Start processes that use it with *spawn*: it has threads, which do not survive a fork. Safe to
+    use from several threads; writes to one peer take turns.
+
+    Memory of pools stays as long as it is registered, or as a write that reads it may be in flight.
+    Any other memory belongs to the caller; `cpattn.transfer.register` keeps tensors.
+
+    Parameters
+    ----------
+    host : str
+        The IPv4 address of this machine that peers connect to.
+    transports : str
+        What UCX may use, as its variable ``UCX_TLS`` has it; "" leaves that to the environment, as
+        all other variables of UCX are, such as ``UCX_NET_DEVICES``.
+    timeout : float
+        Seconds, 1 to 10^6, that one write may take on top of a nanosecond per byte, with what it
+        asks the peer before.
+    max_blocks : int
+        Blocks per write of ``TransferPlan.execute``.
+    recheck : bool
+        Ask the peer before each write what it has registered. False: only where a target is not in
+        what it said before, which saves 90 ms a write, and is for peers that unregister nothing as
+        long as somebody may write to them: **what they unregister is written to all the same**.
+
+    Raises
+    ------
+    ImportError
+        The package is missing, or older than 1.5.1.
+    RuntimeError
+        NIXL's agent does not start.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        *,
+        transports: str = "tcp",
+        timeout: float = 30,
+        max_blocks: int = 4096,
+        recheck: bool = True,
+    ) -> None:
+        seconds = real(timeout, "NixlEngine", "timeout")
+        if not _MIN_TIMEOUT <= seconds <= _MAX_TIMEOUT:  # refuses nan, too
+            raise ValueError(
+                f"NixlEngine: timeout must be in [{_MIN_TIMEOUT}, {_MAX_TIMEOUT}], got {timeout}"
+            )
+        self.max_blocks = at_least(1, max_blocks, "NixlEngine", "max_blocks")
+        for name, value, kind in (
+            ("host", host, str),
+            ("transports", transports, str),
+            ("recheck", recheck, bool),
+        ):
+            if not isinstance(value, kind):
+                raise TypeError(
+                    f"NixlEngine: {name} must be a {kind.__name__}, got {type(value).__name__}"
+                )
+        try:
+            ipaddress.IPv4Address(host)
+        except ValueError:
+            raise ValueError(f"NixlEngine: host must be an IPv4 address, got {host!r}") from None
+        self._timeout = seconds
+        self._recheck = recheck
+        self._nixl = _import_bindings()
+        settings = {"UCX_TLS": transports} if transports else {}
+        with _environment(settings):
+            agent, self.session_id = _start(self._nixl, host)
+        self._gone = tuple(getattr(self._nixl, f"nixl{name}Error") for name in _GONE)
+        self._agent: Any = agent
+        self._changed = threading.Condition()  # guards all that follows
+        self._closing = False
+        self._num_writes = 0  # that close has to wait for
+        self._turns: dict[str, threading.Lock] = {}  # of writes to each peer
+        self._memory = _core.MemoryRanges()  # what is registered, for the codes
+        self._registered: dict[int, tuple[int, list[_core.PoolMemory]]] = {}
+        self._in_doubt: set[_core.PoolMemory] = set()  # that a failed write may still read
+
+    def register(self, addrs: Sequence[int], sizes: Sequence[int]) -> int:
+        """Let peers write to ``sizes[i]`` bytes at ``addrs[i]``: to all ranges, or none.
+
+        0; -1 for an empty range; -7 where a range overlaps another, of this call or before. What
+        is not memory of this process, or cannot be written, is ValueError.
+        """
+        addrs, sizes, owners = _core.ranges_to_register("NixlEngine.register", addrs, sizes)
+        with self._changed:
+            agent = self._open()
+            code = self._memory.add(addrs, sizes)
+            if code == 0 and addrs:
+                try:
+                    agent.registerMem(self._regions(addrs, sizes), [])
+                except BaseException:
+                    self._memory.remove(addrs)
+                    raise
+                self._registered.update(zip(addrs, zip(sizes, owners, strict=True), strict=True))
+            return code
+
+    def unregister(self, addrs: Sequence[int]) -> int:
+        """End that, for all the ranges that start at `addrs` or, with -3, for none.
+
+        It does not wait for writes in flight, whose bytes go on arriving, and over TCP nothing but
+        what senders know keeps later ones away: see ``recheck``.
+        """
+        addrs = _core.address_list("NixlEngine.unregister: addrs", addrs)
+        with self._changed:
+            agent = self._open()
+            code = self._memory.remove(addrs)
+            if code == 0 and addrs:
+                sizes = [self._registered[addr][0] for addr in addrs]
+                try:
+                    agent.deregisterMem(self._regions(addrs, sizes), [])
+                finally:
+                    for addr in addrs:
+                        del self._registered[addr]
+            return code
+
+    def write(
+        self,
+        session: str,
+        src_addrs: Sequence[int],
+        dst_addrs: Sequence[int],
+        lengths: Sequence[int],
+    ) -> int:
+        """Copy ``lengths[i]`` bytes from ``src_addrs[i]`` here to ``dst_addrs[i]`` at the peer.
+
+        0 when all bytes are in the peer's memory; -1 for all that can go wrong, with nothing
+        written where a block does not lie inside one range that is registered here and at the peer,
+        respectively. A peer that does not answer is -1 after `timeout`. Ctrl-C ends the wait, not
+        the write, which `close` ends.
+        """
+        blocks = _blocks(session, src_addrs, dst_addrs, lengths)
+        self._begin()
+        try:
+            return self._write(session, blocks)
+        finally:
+            self._end()
+
+    def write_async(
+        self,
+        session: str,
+        src_addrs: Sequence[int],
+        dst_addrs: Sequence[int],
+        lengths: Sequence[int],
+    ) -> Future[int]:
+        """The same on another thread: its ``done()`` and ``result(timeout)`` tell the status.
+
+        For work beside a transfer; writes side by side are no faster than one after the other.
+        """
+        blocks = _blocks(session, src_addrs, dst_addrs, lengths)
+        self._begin()
+        future: Future[int] = Future()
+
+        def write() -> None:
+            try:
+                code = self._write(session, blocks)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(code)
+            finally:
+                self._end()
+
+        threading.Thread(target=write, name="NixlEngine", daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """Wait for writes in flight, at most their timeout, then end those that were given up."""
+        with self._changed:
+            self._closing = True
+            self._changed.wait_for(lambda: not self._num_writes)
+            if self._registered:
+                addrs = list(self._registered)
+                sizes = [size for size, _ in self._registered.values()]
+                self._agent.deregisterMem(self._regions(addrs, sizes), [])
+            self._agent = None  # ends it: no frame of a write, nor a traceback, has it as well
+            self._memory = _core.MemoryRanges()
+            self._registered.clear()
+            self._in_doubt.clear()
+        forget(self)
+
+    def _open(self) -> Any:
+        if self._closing:
+            raise RuntimeError(f"NixlEngine: {self.session_id} is closed")
+        return self._agent
+
+    def _begin(self) -> None:
+        """Count a write, which `close` waits for."""
+        with self._changed:
+            self._open()
+            self._num_writes += 1
+
+    def _end(self) -> None:
+        with self._changed:
+            self._num_writes -= 1
+            self._changed.notify_all()
+
+    def _write(self, session: str, blocks: _core.Blocks) -> int:
+        deadline = time.monotonic() + self._timeout + blocks.num_bytes * 1e-9
+        with self._changed:
+            turn = self._turns.setdefault(session, threading.Lock())
+        if not turn.acquire(timeout=min(deadline - time.monotonic(), threading.TIMEOUT_MAX)):
+            return _FAILED
+        try:
+            return self._transfer(session, blocks, deadline)
+        finally:
+            turn.release()
+
+    def _transfer(self, session: str, blocks: _core.Blocks, deadline: float) -> int:
+        code, owners = _FAILED, blocks.source_owners()
+        try:
+            sources, targets = self._descriptions(blocks)
+            if sources.isEmpty():  # which NIXL has no transfer for
+                code = 0
+            elif self._meets(session, targets, deadline):
+                handle = self._agent.createXferReq(
+                    self._nixl.NIXL_WRITE, sources, targets, session, "", []
+                )
+                try:
+                    code = self._finish(handle, deadline)
+                finally:
+                    with contextlib.suppress(*self._gone):  # what cannot be cancelled
+                        self._agent.releaseXferReq(handle)
+        except self._gone:
+            pass
+        finally:
+            if code:
+                self._forget(session)
+                with self._changed:
+                    self._in_doubt.update(owners)
+        return code
+
+    def _forget(self, session: str) -> None:
+        """Drop what a peer has told, and the connection to it with what is under way there."""
+        if session != self.session_id:
+            self._agent.invalidateRemoteMD(session)
+
+    def _meets(self, session: str, targets: Any, deadline: float) -> bool:
+        """Whether the peer has told what it has registered, if that has to be asked for."""
+        if session == self.session_id:
+            return True
+        found = _SESSION.fullmatch(session)
+        if found is None or int(found[2]) >= 1 << 16:
+            return False  # no name of such an engine
+        known = self._nixl.NIXL_SUCCESS
+        if not self._recheck and self._agent.checkRemoteMD(session, targets) == known:
+            return True
+        self._forget(session)
+        self._agent.fetchRemoteMD(session, found[1], int(found[2]), "")
+        anything = self._nixl.nixlXferDList(self._nixl.DRAM_SEG)
+        looks = _looks(deadline)
+        return any(self._agent.checkRemoteMD(session, anything) == known for _ in looks)
+
+    def _finish(self, handle: int, deadline: float) -> int:
+        """Start a write and wait for its end."""
+        state = self._agent.postXferReq(handle, "")
+        for _ in _looks(deadline):
+            if state != self._nixl.NIXL_IN_PROG:
+                break
+            state = self._agent.getXferStatus(handle)
+        return 0 if state == self._nixl.NIXL_SUCCESS else _FAILED
+
+    def _descriptions(self, blocks: _core.Blocks) -> tuple[Any, Any]:
+        """Sources and targets of the blocks that are not empty, as NIXL has them."""
+        table = np.array(blocks.lists(), np.uint64).T
+        table = table[table[:, 2] > 0]
+        columns = np.zeros((2, len(table), 3), np.uint64)  # address, length, number of a device
+        columns[:, :, 0] = table[:, :2].T
+        columns[:, :, 1] = table[:, 2]
+        sources, targets = (self._nixl.nixlXferDList(self._nixl.DRAM_SEG, x) for x in columns)
+        return sources, targets
+
+    def _regions(self, addrs: Sequence[int], sizes: Sequence[int]) -> Any:
+        ranges = [(addr, size, 0, "") for addr, size in zip(addrs, sizes, strict=True)]
+        return self._nixl.nixlRegDList(self._nixl.DRAM_SEG, ranges)
+
+    def __enter__(self) -> NixlEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("NixlEngine: an engine cannot be pickled or copied: peers know its session")
+
+
+def _looks(deadline: float) -> Iterator[None]:
+    """Pauses that grow, until the deadline. What takes microseconds is not kept waiting."""
+    pause, longest = _PAUSES
+    while True:
+        yield
+        if time.monotonic() > deadline:
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+
+
+def _blocks(session: Any, *lists: Any) -> _core.Blocks:
+    if not isinstance(session, str):
+        raise TypeError(f"NixlEngine.write: session must be a str, got {type(session).__name__}")
+    if not session.isprintable():
+        raise ValueError(f"NixlEngine.write: session must be printable, got {session!a}")
+    return _core.Blocks("NixlEngine.write", *lists)
+
+
+def _start(nixl: Any, host: str) -> tuple[Any, str]:
+    """An agent with a listener of its own, and its name, which says where that is."""
+    config = nixl.nixlAgentConfig()
+    config.useProgThread = config.useListenThread = True
+    config.pthrDelay = config.lthrDelay = _DELAY
+    config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
+    for trial in range(_PORT_TRIALS):
+        config.listenPort = _free_port()
+        name = f"{host}:{config.listenPort}/{secrets.token_hex(8)}"
+        try:
+            agent = nixl.nixlAgent(name, config)
+            agent.createBackend("UCX", {})
+        except Exception as error:
+            if trial + 1 == _PORT_TRIALS or "bind" not in str(error):
+                raise RuntimeError(
+                    f"NixlEngine: the agent on {host} does not start: {error}"
+                ) from error
+        else:
+            return agent, name
+    raise AssertionError("not reached")
+
+
+def _free_port() -> int:
+    """Of this machine: NIXL would not say which one it was given."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _import_bindings() -> Any:
+    """What NIXL's wrapper calls, without it and what it imports for itself."""
+    name, version = first_installed(_VARIANTS) or (_VARIANTS[0], "an unknown release")
+    try:
+        bindings = importlib.import_module(f"{name.replace('-', '_')}._bindings")
+    except ImportError as error:
+        raise ImportError(
+            f"NixlEngine: {error}; install it by pip install --no-deps {_VARIANTS[0]}==1.5.1"
+        ) from error
+    if numbers(version)[:3] < _MIN_VERSION:
+        raise ImportError(f"NixlEngine: needs {name} >= 1.5.1, got {version}")
+    return bindings
+
+
+@contextlib.contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """UCX is set up by variables, read while it starts; the process keeps its own."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value

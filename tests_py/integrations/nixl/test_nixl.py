@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the real NIXL does by itself, as the docstring of its module tells."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpattn.integrations.nixl import NixlEngine
+from support.transfer.engines import NIXL
+from support.transfer.transfer_processes import Peer, allocate, contents, write
+
+pytestmark = pytest.mark.slow
+
+SIZE = 4096
+CANARY = 0xA5
+LARGE = 1 << 29  # more than sockets hold
+LIMIT = 20.0  # seconds for what has a timeout of 5, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[Peer]:
+    NIXL.require()
+    with Peer(make_engine=NixlEngine, timeout=5) as peer:
+        yield peer
+
+
+@pytest.fixture(scope="module")
+def sender(receiver) -> Iterator[Peer]:
+    """One that asks before each write."""
+    with Peer(network_of=receiver, make_engine=NixlEngine, timeout=5) as peer:
+        peer.call(allocate, "source", SIZE, 1)
+        yield peer
+
+
+@pytest.fixture(scope="module")
+def trusting(receiver) -> Iterator[Peer]:
+    """One that does not."""
+    with Peer(network_of=receiver, make_engine=NixlEngine, timeout=5, recheck=False) as peer:
+        peer.call(allocate, "source", SIZE, 1)
+        yield peer
+
+
+@pytest.fixture
+def another(receiver) -> Iterator[Peer]:
+    with Peer(network_of=receiver, make_engine=NixlEngine, timeout=5) as peer:
+        yield peer
+
+
+def unregister(state, name):
+    return state.engine.unregister([getattr(state, name).ctypes.data])
+
+
+def test_only_senders_know_what_a_peer_has_unregistered(receiver, sender, trusting):
+    address = receiver.call(allocate, "released", SIZE, CANARY)
+    blocks = [(0, address, 64)]
+    assert sender.call(write, receiver.session_id, "source", blocks)[0] == 0
+    assert trusting.call(write, receiver.session_id, "source", blocks)[0] == 0
+    assert receiver.call(unregister, "released") == 0
+
+    blocks = [(0, address + 64, 64)]
+    assert sender.call(write, receiver.session_id, "source", blocks)[0] == -1
+    assert receiver.call(contents, "released", 64, 128) == 64 * bytes([CANARY])
+    assert trusting.call(write, receiver.session_id, "source", blocks)[0] == 0
+    assert receiver.call(contents, "released", 64, 128) == 64 * b"\1"  # as its docstring warns
+
+
+def test_ranges_registered_after_the_meeting_are_written_to(receiver, sender, trusting):
+    for peer in (sender, trusting):
+        for name in ("first", "second"):
+            address = receiver.call(allocate, name, SIZE, CANARY)
+            code, _ = peer.call(write, receiver.session_id, "source", [(0, address, SIZE)])
+            assert code == 0
+            assert receiver.call(contents, name) == SIZE * b"\1"
+        for name in ("first", "second"):
+            assert receiver.call(unregister, name) == 0
+
+
+def test_sources_have_to_be_registered(receiver, sender):
+    address = receiver.call(allocate, "target", SIZE, CANARY)
+    sender.call(allocate, "private", SIZE, 1, False)
+    blocks = [(0, address, 64)]
+    assert sender.call(write, receiver.session_id, "private", blocks)[0] == -1
+    assert receiver.call(contents, "target") == SIZE * bytes([CANARY])
+    assert receiver.call(unregister, "target") == 0
+
+
+def test_an_engine_writes_to_itself(sender):
+    address = sender.call(allocate, "own", SIZE, CANARY)
+    assert sender.call(write, sender.session_id, "source", [(0, address, 64)])[0] == 0
+    assert sender.call(contents, "own", 0, 65) == 64 * b"\1" + bytes([CANARY])
+    blocks = [(0, address + SIZE, 1)]
+    assert sender.call(write, sender.session_id, "source", blocks)[0] == -1
+    assert sender.call(unregister, "own") == 0
+
+
+def test_a_session_is_of_one_process(receiver, sender):
+    """Another one that has its port now is not written to."""
+    address = receiver.call(allocate, "target", SIZE, CANARY)
+    session = re.sub(r"/.*", "/0123456789abcdef", receiver.session_id)
+    code, seconds = sender.call(write, session, "source", [(0, address, 64)])
+    assert code == -1
+    assert 4.9 < seconds < LIMIT
+    assert receiver.call(contents, "target") == SIZE * bytes([CANARY])
+    assert receiver.call(unregister, "target") == 0
+
+
+def test_many_blocks_of_a_write(receiver, sender):
+    """Of which some are empty: NIXL would refuse those."""
+    size = 20_000 * 16
+    address = receiver.call(allocate, "target", size, CANARY)
+    sender.call(allocate, "many", size, 1)
+    blocks = [(16 * i, address + 16 * i, i % 16) for i in range(20_000)]
+    assert sender.call(write, receiver.session_id, "many", blocks)[0] == 0
+    rows = np.frombuffer(receiver.call(contents, "target"), np.uint8).reshape(-1, 16)
+    assert (rows == np.where(np.arange(16) < np.arange(20_000)[:, None] % 16, 1, CANARY)).all()
+    assert receiver.call(unregister, "target") == 0
+    assert sender.call(unregister, "many") == 0
+
+
+def allocate_zeros(state, name, nbytes):
+    buffer = np.zeros(nbytes, np.uint8)
+    setattr(state, name, buffer)
+    assert state.engine.register([buffer.ctypes.data], [nbytes]) == 0
+    return buffer.ctypes.data
+
+
+def wait_for(state, name, position, seconds):
+    """Whether a byte is there within so long."""
+    buffer = getattr(state, name)
+    deadline = time.monotonic() + seconds
+    while not buffer[position]:
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
+def set_last(state, name, value):
+    getattr(state, name)[-1] = value
+
+
+def last(state, name):
+    return int(getattr(state, name)[-1])
+
+
+def close(state):
+    begin = time.monotonic()
+    state.engine.close()
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
+def test_a_write_that_timed_out_goes_on_until_its_engine_is_closed(receiver, another, closed):
+    """And reads its source as it is by then, registered or not."""
+    address = receiver.call(allocate_zeros, "large", LARGE)
+    another.call(allocate, "large", LARGE, 1)
+    another.start(write, receiver.session_id, "large", [(0, address, LARGE)])
+    assert receiver.call(wait_for, "large", 0, LIMIT)
+    receiver.stop()
+    try:
+        code, seconds = another.result()
+        assert code == -1
+        assert 4.9 < seconds < LIMIT
+        assert another.call(unregister, "large") == 0
+        another.call(set_last, "large", 2)
+        if closed:
+            assert another.call(close) < LIMIT
+    finally:
+        receiver.resume()
+    assert receiver.call(wait_for, "large", -1, 2 if closed else LIMIT) == (not closed)
+    assert receiver.call(last, "large") == (0 if closed else 2)
+    assert receiver.call(unregister, "large") == 0
+
+
+def test_a_peer_killed_in_the_middle_of_a_write_fails_it_at_once(receiver, sender, another):
+    address = another.call(allocate_zeros, "large", LARGE)
+    sender.call(allocate, "large", LARGE, 1)
+    sender.start(write, another.session_id, "large", [(0, address, LARGE)])
+    assert another.call(wait_for, "large", 0, LIMIT)
+    another.kill()
+    code, seconds = sender.result()
+    assert code == -1
+    assert seconds < 5  # its timeout
+    assert sender.call(unregister, "large") == 0
+
+
+def cpu_share(state, seconds):
+    begin = time.process_time()
+    time.sleep(seconds)
+    return (time.process_time() - begin) / seconds
+
+
+def test_threads_of_an_engine_sleep(receiver):
+    """NIXL's wrapper would have one spin."""
+    assert receiver.call(cpu_share, 1) < 0.3
+
+
+def listens(state):
+    """The addresses of this process's listeners, in hexadecimal, without and with their ports."""
+    own = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            own.add(os.readlink(entry))
+        except FileNotFoundError:  # that of the listing itself
+            continue
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+
+
+def test_listeners(receiver):
+    port = int(re.split("[:/]", receiver.session_id)[1])
+    addresses = receiver.call(listens)
+    assert f"00000000:{port:04X}" in addresses
+    assert sum(address.startswith("00000000:") for address in addresses) == 1
+    assert len(addresses) > 1  # UCX, on each device
+
+
+def registers_anything(state):
+    """What NIXL says where `register` has a code other than 0."""
+    engine, base = state.engine, allocate(state, "memory", SIZE, 0)
+    for addr, size in ((base, SIZE), (base + 8, 8), (base + 2 * SIZE, 0), (8, 8)):
+        engine._agent.registerMem(engine._regions([addr], [size]), [])
+    return True
+
+
+def test_nixl_registers_anything(another):
+    assert another.call(registers_anything)
+
+
+def modules(state):
+    return sorted({name.partition(".")[0] for name in sys.modules} & {"nixl", "torch"})
+
+
+def test_nixl_brings_no_torch(another):
+    assert another.call(modules) == []
+
+
+def test_shared_memory_needs_no_doing_of_the_peer(receiver):
+    """Between processes of a machine, where both may."""
+    settings = {"make_engine": NixlEngine, "timeout": 5, "recheck": False, "transports": "tcp,sm"}
+    with (
+        Peer(network_of=receiver, **settings) as target,
+        Peer(network_of=receiver, **settings) as source,
+    ):
+        address = target.call(allocate, "target", 1 << 20, CANARY)
+        source.call(allocate, "source", 1 << 20, 1)
+        assert source.call(write, target.session_id, "source", [(0, address, 64)])[0] == 0
+        target.stop()
+        try:
+            code, _ = source.call(write, target.session_id, "source", [(0, address, 1 << 20)])
+        finally:
+            target.resume()
+        assert code == 0
+        assert target.call(contents, "target") == (1 << 20) * b"\1"
+
+
+def test_transports_that_are_not_there():
+    NIXL.require()
+    with pytest.raises(RuntimeError, match=r"^NixlEngine: the agent on 127.0.0.1 does not start: "):
+        NixlEngine(transports="none")
