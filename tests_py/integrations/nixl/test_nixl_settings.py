@@ -94,8 +94,10 @@ def test_an_agent_that_does_not_start(fake, monkeypatch):
 
 
 def test_missing_package_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nixl_cu12", None)
-    monkeypatch.setitem(sys.modules, "nixl_cu13", None)
+    for name in ("nixl_cu12", "nixl_cu13"):
+        monkeypatch.setitem(sys.modules, name, None)
+        # Where another test has loaded them, they would be found without their package.
+        monkeypatch.setitem(sys.modules, f"{name}._bindings", None)
     with pytest.raises(
         ImportError, match=r"^NixlEngine: .*pip install --no-deps nixl-cu12==1.5.1$"
     ):
