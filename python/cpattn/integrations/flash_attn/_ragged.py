@@ -9,6 +9,7 @@ import numpy as np
 
 from ..._types import AnyTensor
 from ..._visibility import Lengths
+from .._ragged import RaggedPages
 from ._attend import WindowSize, attend, check_supported, rows_contiguous
 
 
@@ -22,26 +23,6 @@ def _ends(function: str, name: str, cu_seqlens: AnyTensor, num_rows: int | None)
             f"{function}: {name} must end within the {num_rows} rows it divides, got {ends[-1]}"
         )
     return ends
-
-
-def _as_pages(
-    k: AnyTensor, v: AnyTensor, ends: Lengths, kv_lens: Lengths
-) -> tuple[AnyTensor, AnyTensor, Any]:
-    """Ragged keys and values as pages, without a copy, and the pages of each sequence.
-
-    A page starts at every token and overlaps those after it, so a sequence has pages wherever it
-    starts. Their length is the room after the last start: the longest with which the last page of
-    every sequence ends within the tensor. In most batches each sequence is one or a few pages.
-    """
-    starts = ends[:-1]
-    used = starts[kv_lens > 0]
-    page_size = int(len(k) - used[-1]) if len(used) else 1
-    if page_size == 1:  # also when there is no token at all, which unfold() refuses
-        k_pages, v_pages = k.unsqueeze(1), v.unsqueeze(1)
-    else:
-        k_pages, v_pages = (x.unfold(0, page_size, 1).movedim(-1, 1) for x in (k, v))
-    most = -(-int(kv_lens.max(initial=0)) // page_size)
-    return k_pages, v_pages, starts[:, None] + page_size * np.arange(most)
 
 
 def _varlen_forward(
@@ -76,7 +57,8 @@ def _varlen_forward(
     table: Any = block_table
     k, v = rows_contiguous(k), rows_contiguous(v)
     if table is None:
-        k, v, table = _as_pages(k, v, ends_k, kv_lens)
+        pages = RaggedPages(ends_k[:-1], kv_lens, len(k))
+        k, v, table = pages.of(k), pages.of(v), pages.block_tables
     q = rows_contiguous(q)
     return attend(
         function, q, k, v, np.diff(ends_q), kv_lens, table, *options,

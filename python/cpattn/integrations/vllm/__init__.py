@@ -13,7 +13,10 @@ import os
 from ..._support import find, first_installed
 from ...proof.captures.recorder import capture_by_environment
 
-BACKEND = "cpattn.integrations.vllm.backend.CpattnBackend"
+BACKENDS = {
+    "CPU_ATTN": "cpattn.integrations.vllm.backend.CpattnBackend",
+    "CPU_MLA": "cpattn.integrations.vllm.mla.CpattnMLABackend",
+}
 SPINS = "30000"  # some tenths of a millisecond, longer than from one operator of torch to the next
 
 _RELEASES = find("vLLM on CPU")
@@ -22,7 +25,7 @@ _logger = logging.getLogger("vllm.cpattn")
 
 
 def register() -> None:
-    """Put `backend.CpattnBackend` behind the name CPU_ATTN, for engines built from now on.
+    """Put cpattn's backends behind the names CPU_ATTN and CPU_MLA, for engines built from now on.
 
     Sets ``GOMP_SPINCOUNT`` for the processes that vLLM starts, unless it or ``OMP_WAIT_POLICY`` is
     set: threads of GNU's OpenMP that have no work spin for milliseconds, on the CPUs that cpattn's
@@ -47,4 +50,5 @@ def register() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     from vllm.v1.attention.backends import registry  # type: ignore[import-not-found]
 
-    registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, BACKEND)
+    for name, backend in BACKENDS.items():
+        registry.register_backend(registry.AttentionBackendEnum[name], backend)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of sequences that lie one after another in a tensor of torch, as pages."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .._types import AnyTensor
+from .._visibility import Lengths
+
+
+class RaggedPages:
+    """Where the pages of ragged sequences are; a page starts at every row, over those after it.
+
+    So a sequence has pages wherever it starts, and nothing is copied. The length of a page is the
+    room after the last start: the longest with which the last page of every sequence ends within
+    the tensor. In most batches each sequence is one or a few pages.
+
+    Parameters
+    ----------
+    starts : int64 array, shape [batch]
+        The first row of each sequence.
+    kv_lens : int64 array, shape [batch]
+        Its rows from there that are keys.
+    num_rows : int
+        Of the tensor.
+
+    Attributes
+    ----------
+    page_size, num_pages : int
+    block_tables : int64 array, shape [batch, pages]
+    """
+
+    def __init__(self, starts: Lengths, kv_lens: Lengths, num_rows: int) -> None:
+        used = starts[kv_lens > 0]
+        self.page_size = int(num_rows - used[-1]) if len(used) else 1
+        self.num_pages = max(num_rows - self.page_size + 1, 0)
+        most = -(-int(kv_lens.max(initial=0)) // self.page_size)
+        self.block_tables = starts[:, None] + self.page_size * np.arange(most)
+
+    def of(self, rows: AnyTensor) -> AnyTensor:
+        """A view [num_pages, page_size, heads, dim] of rows [num_rows, heads, dim]."""
+        if self.page_size == 1:  # also when there is no row at all, which unfold() refuses
+            return rows.unsqueeze(1)
+        return rows.unfold(0, self.page_size, 1).movedim(-1, 1)

