@@ -39,7 +39,7 @@ if message := torch_guard.prepare():
 from bench.harness import command, program
 from bench.harness.contender import Failed
 from bench.harness.figures import Row
-from bench.serving import load, sglang_steps, sglang_trace
+from bench.serving import load, served, sglang_steps, sglang_trace, steps
 from bench.serving.report import print_served
 from bench.serving.sglang_process import BACKENDS
 from cpattn.traffic.trace import generate_trace, read_trace
@@ -105,12 +105,12 @@ def cases(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
             for case in chosen:
                 if arguments.only in case.name:
                     rounds, threads = arguments.rounds, arguments.threads
-                    yield sglang_steps.measure(engines, case, rounds, threads)
+                    yield steps.measure(engines, case, rounds, threads)
         finally:
             for engine in engines:
                 engine.stop()
     if "trace" in arguments.parts:
-        yield from served(arguments, folder, work)
+        yield from serve(arguments, folder, work)
 
 
 def trace_of(arguments: argparse.Namespace, vocab_size: int) -> load.Load:
@@ -122,17 +122,12 @@ def trace_of(arguments: argparse.Namespace, vocab_size: int) -> load.Load:
     return load.from_trace(requests, divisor, vocab_size=vocab_size, seed=arguments.seed)
 
 
-def served(arguments: argparse.Namespace, folder: Path, work: load.Load) -> Iterator[list[Row]]:
+def serve(arguments: argparse.Namespace, folder: Path, work: load.Load) -> Iterator[list[Row]]:
     """All requests at once, and as they arrive; each load is warmed up by the one before."""
     page = min(PAGE_SIZE, 512 // arguments.scale_lengths)
     needed = sum(map(len, work.prompts)) + sum(work.output_lengths)
     tokens = pages(needed + len(work.prompts) * PAGE_SIZE)
-    about: Row = {
-        "requests": len(work.prompts),
-        "lengths_divided_by": arguments.scale_lengths,
-        "trace": Path(arguments.trace).name if arguments.trace else "generated",
-        "random": "weights, and tokens, of which those are equal that are in the trace",
-    }
+    about = served.about(arguments, work)
     servers: list[sglang_trace.Server] = []
     try:
         for backend in BACKENDS:
@@ -155,7 +150,7 @@ def served(arguments: argparse.Namespace, folder: Path, work: load.Load) -> Iter
     )
     for name, turns, seconds in loads:
         about["seconds_of_arrivals"] = seconds
-        rows = sglang_trace.rows_of(name, work, turns, threads, about)
+        rows = served.rows_of(name, work, turns, threads, about)
         print_served(name, work, rows)
         yield rows
 

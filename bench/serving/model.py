@@ -78,3 +78,30 @@ def write_qwen3(folder: Path, *, quick: bool, max_tokens: int, seed: int = 0) ->
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return folder
+
+
+def write_deepseek(folder: Path, *, quick: bool, max_tokens: int, seed: int = 0) -> Path:
+    """Latents and heads as DeepSeek V2 Lite has them, under fewer layers, without experts."""
+    config = transformers.DeepseekV3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=QUICK["hidden_size"] if quick else 1024,
+        intermediate_size=QUICK["intermediate_size"] if quick else 3072,
+        num_hidden_layers=2 if quick else 6,
+        first_k_dense_replace=6,  # of more layers than there are: none has experts
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        max_position_embeddings=max_tokens,
+        initializer_range=(QUICK["hidden_size"] if quick else 1024) ** -0.5,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model = transformers.DeepseekV3ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return folder

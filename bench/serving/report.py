@@ -24,9 +24,9 @@ def print_turns(title: str, work: Load, turns: Sequence[Sequence[Turn]]) -> None
     rates = [[work.prompt_tokens / turn.wall for turn in own] for own in turns]
     firsts = [[seconds for turn in own for seconds in turn.first] for own in turns]
     shown = [(median(first), ninetieth(first)) for first in firsts]
-    for backend, own, rate, first in zip(BACKENDS, turns, rates, shown, strict=True):
+    for name, own, rate, first in zip(BACKENDS.values(), turns, rates, shown, strict=True):
         table.add_row(
-            "vLLM's own" if backend == "stock" else backend,
+            name,
             f"{median(rate):.0f} ({min(rate):.0f} – {max(rate):.0f})",
             f"{median(turn.busy / turn.wall for turn in own):.0%}",
             f"{median(turn.attention / turn.busy for turn in own):.1%}",
@@ -39,7 +39,7 @@ def print_turns(title: str, work: Load, turns: Sequence[Sequence[Turn]]) -> None
 
 
 def print_decode(title: str, names: Sequence[str], times: Sequence[tuple[float, float]]) -> None:
-    """Each engine's seconds in attention of a layer and of a step; the first one is vLLM's own."""
+    """Each engine's seconds in attention of a layer and of a step; the first one has vLLM's own."""
     table = Table(title=title, title_justify="left")
     table.add_column("attention", no_wrap=True)
     for column in ("of a layer", "vLLM's own by it", "of a step"):

@@ -10,27 +10,20 @@ count for both.
 
 from __future__ import annotations
 
-import random
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
 from bench.harness import worker
 from bench.harness.figures import Row
 from bench.serving.sglang_process import install
+from bench.serving.steps import prompts_of, seconds
 
 TOP = 5  # logarithms of probabilities, in a check
 
 if __name__ in {"__main__", "__mp_main__"}:  # the latter in the process that computes
     install(sys.argv[1])
-
-
-def prompts_of(batch: int, length: int, vocab_size: int) -> list[list[int]]:
-    """Random tokens, the same for each engine; no two prompts share a beginning."""
-    return [random.Random(i).choices(range(vocab_size), k=length) for i in range(batch)]
 
 
 class Engine:
@@ -72,7 +65,7 @@ class Engine:
         """Seconds from prompts that are not in the cache to the first token of each."""
         prompts = prompts_of(batch, length, self._vocab_size)
         self._engine.flush_cache()
-        with _seconds() as taken:
+        with seconds() as taken:
             self._generate(prompts, 1)
         return {"seconds": taken[0]}
 
@@ -85,9 +78,9 @@ class Engine:
         prompts = prompts_of(batch, length, self._vocab_size)
         self._engine.flush_cache()
         self._generate(prompts, 1)
-        with _seconds() as short:
+        with seconds() as short:
             self._generate(prompts, 1)
-        with _seconds() as long:
+        with seconds() as long:
             self._generate(prompts, 1 + steps)
         return {"seconds": (long[0] - short[0]) / steps}
 
@@ -103,15 +96,6 @@ def _answers(outputs: Sequence[Any]) -> Iterator[Row]:
             "tokens": output["output_ids"],
             "best": [{token: logprob for logprob, token, _ in step} for step in steps],
         }
-
-
-@contextmanager
-def _seconds() -> Iterator[list[float]]:
-    """A list that has the seconds of its block after it."""
-    taken: list[float] = []
-    begin = time.perf_counter()
-    yield taken
-    taken.append(time.perf_counter() - begin)
 
 
 def main() -> None:

@@ -16,16 +16,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from bench.harness.contender import Failed
-from bench.harness.figures import Row
-from bench.harness.sampling import spread
 from bench.harness.worker import child_environment
 from bench.serving.load import Load
-from bench.serving.report import ninetieth
-from bench.serving.sglang_process import BACKENDS, ENVIRONMENT, started_by
+from bench.serving.sglang_process import ENVIRONMENT, started_by
 
 START_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 300.0, 30.0, 600.0
 STEP_TOKENS = 2048  # of a chunk of prompts
@@ -162,33 +158,3 @@ def take_turns(
         for server in servers:
             turns[server.name].append(server.serve(work, pace))
     return turns
-
-
-def rows_of(
-    workload: str, work: Load, turns: dict[str, list[Turn]], threads: int, about: Row
-) -> list[Row]:
-    """As the harness writes rows, cpattn's first; of first tokens those of all turns."""
-    rows = []
-    for name in reversed(BACKENDS):
-        walls = [turn.wall for turn in turns[name]]
-        first = [seconds for turn in turns[name] for seconds in turn.first]
-        row = {
-            "part": "trace",
-            "case": {"workload": workload, "threads": threads},
-            "implementation": name,
-            "status": "ok",
-            "median": median(walls),
-            "minimum": min(walls),
-            "spread": spread(walls),
-            "samples": len(walls),
-            "dropped": 0,
-            "error": 0.0,  # lengths of answers are checked, tokens are where steps are measured
-            "ns_per_item": 1e9 * median(walls) / work.prompt_tokens,
-            "item": "prompt token",
-            "first_token_median": median(first),
-            "first_token_90_percent": ninetieth(first),
-            "prompt_tokens_per_second": work.prompt_tokens / median(walls),
-            "output_tokens_per_second": sum(work.output_lengths) / median(walls),
-        }
-        rows.append(row | about)
-    return rows

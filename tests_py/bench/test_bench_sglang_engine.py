@@ -11,9 +11,9 @@ from typing import ClassVar
 import pytest
 
 from bench.harness.contender import Failed
-from bench.serving import sglang_steps, sglang_trace
+from bench.serving import served, sglang_steps, sglang_trace, steps
 from bench.serving.load import Load
-from bench.serving.sglang_steps import Case, largest_difference
+from bench.serving.steps import Case, largest_difference
 from bench.serving.turns import NEAR_TIE
 
 
@@ -42,7 +42,7 @@ def test_rows_have_the_medians_and_the_bar():
         Answering("torch_native", answer(1, -0.5), 9.0, 6.0, 7.0),
         Answering("cpattn", answer(1, -0.625), 2.0, 2.0, 5.0),
     ]
-    ours, theirs = sglang_steps.measure(engines, Case(2, 100, 4, bar=3.6), rounds=3, threads=2)
+    ours, theirs = steps.measure(engines, Case(2, 100, 4, bar=3.6), rounds=3, threads=2)
     assert (ours["implementation"], ours["median"], ours["error"]) == ("cpattn", 2.0, 0.125)
     assert (theirs["implementation"], theirs["median"]) == ("torch_native", 7.0)
     [bar] = ours["bars"]
@@ -54,7 +54,7 @@ def test_rows_have_the_medians_and_the_bar():
 def test_other_tokens_are_not_timed():
     engines = [Answering("torch_native", answer(1, -0.5)), Answering("cpattn", answer(2, -0.5))]
     with pytest.raises(Failed, match="answer 0: token 2, not 1"):
-        sglang_steps.measure(engines, Case(1, 10), rounds=1, threads=1)
+        steps.measure(engines, Case(1, 10), rounds=1, threads=1)
     assert [len(engine.asked) for engine in engines] == [1, 1]
 
 
@@ -76,7 +76,7 @@ def test_the_bars_are_of_the_lengths_they_were_set_for():
 
 
 @pytest.fixture
-def served():
+def streaming():
     """A client of a server that streams as many tokens as `answered` says more than asked for."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -120,22 +120,22 @@ def served():
 WORK = Load([[1, 2], [3]], [5, 6], [0.0, 0.125], 1.0)
 
 
-def test_a_load_is_sent_as_it_is_and_first_tokens_count_from_when_they_were_due(served):
-    client, handler = served
+def test_a_load_is_sent_as_it_is_and_first_tokens_count_from_when_they_were_due(streaming):
+    client, handler = streaming
     turn = client.serve(WORK, pace=1.0)
     assert sorted(asked["prompt"] for asked in handler.asked) == WORK.prompts
     assert all(asked["stream"] and asked["ignore_eos"] for asked in handler.asked)
     assert turn.wall >= 0.125
     assert all(0 < first <= turn.wall for first in turn.first)
     assert turn.first[1] <= turn.wall - 0.125
-    turns = {"cpattn": [turn], "torch_native": [turn]}
-    ours, _ = sglang_trace.rows_of("trace", WORK, turns, 2, {"trace": "made"})
+    turns = {"torch_native": [turn], "cpattn": [turn]}
+    ours, _ = served.rows_of("trace", WORK, turns, 2, {"trace": "made"})
     assert ours["output_tokens_per_second"] == pytest.approx(11 / turn.wall)
     assert ours["trace"] == "made"
 
 
-def test_answers_of_another_length_are_an_error(served):
-    client, handler = served
+def test_answers_of_another_length_are_an_error(streaming):
+    client, handler = streaming
     handler.answered = -1
     with pytest.raises(Failed, match="cpattn answered 4 tokens of 5"):
         client.serve(Load([[1]], [5], [0.0], 1.0), pace=0.0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from bench.harness.contender import Failed
+from bench.serving import vllm_steps
 from bench.serving.load import Load, from_trace, spread
 from bench.serving.turns import NEAR_TIE, Engine, compare_tokens, decode_in_turns
 from cpattn.traffic.trace import Request
@@ -45,7 +46,7 @@ def test_short_steps_take_turns_and_medians_are_of_the_rounds():
 
         def ask(self, do, **sizes):
             asked.append((self.name, do, sizes))
-            return {"attention": next(self.layers), "step": 1.0}
+            return {"attention": next(self.layers), "seconds": 1.0}
 
     engines = [Answering("a", 3.0, 1.0, 2.0), Answering("b", 9.0, 4.0, 4.0)]
     assert decode_in_turns(engines, 3, batch=8) == [(2.0, 1.0), (4.0, 1.0)]
@@ -77,3 +78,22 @@ def test_prompts_share_what_the_trace_shares(tmp_path):
     assert first[64:75] != second[64:75]
     work.write(tmp_path / "load")
     assert Load.read(tmp_path / "load") == work
+
+
+def test_the_bars_are_of_the_lengths_they_were_set_for():
+    bars = {case.name: case.bar for case in vllm_steps.CASES}
+    assert bars == {
+        "prefill of 128": 0.97,
+        "prefill of 512": 0.97,
+        "prefill of 1024": 0.97,
+        "prefill of 4096": 1.3,
+        "decode 1 behind 4096": 0.97,
+        "decode 8 behind 200": 0.97,
+        "decode 8 behind 1024": 0.97,
+    }
+
+
+def test_a_busy_neighbour_is_there_as_long_as_it_is_asked_for():
+    with vllm_steps.busy_neighbour() as process:
+        assert process.poll() is None
+    assert process.poll() is not None

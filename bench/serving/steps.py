@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of serving engines: prompts of a length, and decoding behind others, by two in turns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from bench.harness.comparison import times_as_fast
+from bench.harness.contender import Contender, Failed
+from bench.harness.figures import Row
+from bench.harness.sampling import spread
+from bench.serving.turns import NEAR_TIE, compare_tokens
+
+CHECKED_TOKENS = 4
+STEPS = 32  # of a round of decoding
+
+
+@dataclass(frozen=True)
+class Case:
+    """`batch` prompts of `length`; with `steps`, as many tokens are decoded behind them."""
+
+    batch: int
+    length: int
+    steps: int = 0
+    bar: float | None = None  # times as fast as the engine's own attention
+
+    @property
+    def name(self) -> str:
+        if self.steps:
+            return f"decode {self.batch} behind {self.length}"
+        return f"prefill of {self.length}"
+
+    @property
+    def tokens(self) -> int:
+        """Of what is timed: a step, or the prompts."""
+        return self.batch if self.steps else self.batch * self.length
+
+    @property
+    def max_tokens(self) -> int:
+        """In the cache at once, with a page to spare for each sequence."""
+        return self.batch * (self.length + self.steps + 1)
+
+
+def prompts_of(batch: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Random tokens, the same for each engine; no two prompts share a beginning."""
+    return [random.Random(i).choices(range(vocab_size), k=length) for i in range(batch)]
+
+
+@contextmanager
+def seconds() -> Iterator[list[float]]:
+    """A list that has the seconds of its block after it."""
+    taken: list[float] = []
+    begin = perf_counter()
+    yield taken
+    taken.append(perf_counter() - begin)
+
+
+def measure(
+    engines: Sequence[Contender],
+    case: Case,
+    rounds: int,
+    threads: int,
+    *,
+    part: str = "steps",
+    around: str = "",
+) -> list[Row]:
+    """The rows of a case, cpattn's first: of an engine with its own attention, and with cpattn's.
+
+    `around` is what else is to be said of the case. Failed if an engine is, or if their answers
+    differ.
+    """
+    greedy = {"batch": case.batch, "length": case.length, "num_tokens": CHECKED_TOKENS}
+    answers = [engine.ask("greedy", **greedy)["answers"] for engine in engines]
+    compare_tokens(*answers)
+    error = largest_difference(*answers)
+    what = {"batch": case.batch, "length": case.length}
+    do = "prefill"
+    if case.steps:
+        do, what["steps"] = "decode", case.steps
+    taken: list[list[float]] = [[] for _ in engines]
+    for warm in (False, *(True for _ in range(rounds))):
+        for engine, own in zip(engines, taken, strict=True):
+            of_round = engine.ask(do, **what)["seconds"]
+            if warm:
+                own.append(of_round)
+    theirs, ours = (
+        row_of(engine.name, case, own, threads, around) | {"part": part, "engine": engine.version}
+        for engine, own in zip(engines, taken, strict=True)
+    )
+    ours["error"] = error
+    if case.bar is not None:
+        own_name, name = theirs["implementation"], ours["implementation"]
+        bar = times_as_fast(name, own_name, case.bar, own_name)
+        ours["bars"] = [bar.judge({own_name: theirs, name: ours})]
+    return [ours, theirs]
+
+
+def row_of(name: str, case: Case, taken: list[float], threads: int, around: str) -> Row:
+    """As the harness writes those of comparisons; the error is one of log probabilities."""
+    return {
+        "case": {"workload": ", ".join(filter(None, (case.name, around))), "threads": threads},
+        "implementation": name,
+        "status": "ok",
+        "median": median(taken),
+        "minimum": min(taken),
+        "spread": spread(taken),
+        "samples": len(taken),
+        "dropped": 0,
+        "error": 0.0,
+        "ns_per_item": 1e9 * median(taken) / case.tokens,
+        "item": "token",
+    }
+
+
+def largest_difference(
+    expected: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
+) -> float:
+    """Of log probabilities of the first tokens, those best in both. Failed if it is no rounding."""
+    largest = 0.0
+    for number, (one, other) in enumerate(zip(expected, answers, strict=True)):
+        right, found = one["best"][0], other["best"][0]
+        both = right.keys() & found.keys()
+        if not both:
+            raise Failed("wrong", f"answer {number}: no token is among the best of both")
+        for token in both:
+            difference = abs(right[token] - found[token])
+            if not difference <= NEAR_TIE:
+                raise Failed("wrong", f"answer {number}: token {token} is {difference:.2g} off")
+            largest = max(largest, difference)
+    return largest
