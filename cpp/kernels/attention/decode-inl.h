@@ -16,8 +16,10 @@ namespace cpattn::kernels {
 namespace {
 
 /// Keys and values are fetched so many bytes before their turn that memory has
-/// answered, and that they are still in the L1.
-constexpr int64_t kBytesAhead = 16 * 1024;
+/// answered. They go to the L2, which waits for more of them at once than the L1 does:
+/// one core of Zen 4 reads half as much again from memory that way.
+constexpr int64_t kBytesAhead = 8 * 1024;
+constexpr int kFetchLocality = 2;
 /// At least so many keys are fetched ahead: as many as are multiplied at once.
 constexpr int kMinKeysAhead = 8;
 
@@ -244,7 +246,7 @@ class DecodeLoop {
     const Operand* keys[kKeyTile];
     const Operand* rope[kKeyTile];
     for (int i = 0; i < kKeyTile; ++i) {
-      fetch_row<3>(
+      fetch_row<kFetchLocality>(
           row_of_head(tile_.k, head, keys_[key + i + ahead_]), tile_.nope_dim * kStoredBytes
       );
       Operand* wide = work_.keys + int64_t{i} * qk_dim_;
@@ -329,7 +331,7 @@ class DecodeLoop {
   void add_values(int head, int64_t first, int key, int count, bool all_visible) const {
     const char* values[kDecodeKeys + 1];
     for (int i = 0; i < count && tile_.v.data != tile_.k.data; ++i) {
-      fetch_row<3>(row_of_head(tile_.v, head, values_[key + i + ahead_]), v_dim_ * kStoredBytes);
+      fetch_row<kFetchLocality>(row_of_head(tile_.v, head, values_[key + i + ahead_]), v_dim_ * kStoredBytes);
     }
     values[count] = reinterpret_cast<const char*>(work_.zeros);
     const int64_t slot = int64_t{head - first_head_} * padded_rows_;
