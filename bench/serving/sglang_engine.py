@@ -43,6 +43,7 @@ class Engine:
             page_size=page_size,
             max_total_tokens=max_tokens,
             chunked_prefill_size=max_tokens,  # a prompt is one step
+            mem_fraction_static=0.5,  # else such steps leave nothing for the pool, in theory
             skip_tokenizer_init=True,
             sleep_on_idle=True,  # else the one that waits for its turn takes a core
             random_seed=0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import case_tables
 import figure_tables
 import pytest
 import write_figures
@@ -51,6 +52,6 @@ def test_a_number_keeps_its_unit():
 
 def test_a_bar_missed_without_a_reason_stops(monkeypatch):
     row = {"bench": "attention", "isa": "neon", "num_threads": 2}
-    figure = write_figures.Figure({"workload": "causal"}, "", row, None)
+    figure = case_tables.Figure({"workload": "causal"}, "", row, None)
     with pytest.raises(SystemExit, match="no reason for attention, neon: causal"):
-        write_figures.reason(figure)
+        case_tables.reason(figure)
