@@ -24,7 +24,7 @@ JOBS ?= $(shell nproc)
 PIP_INSTALL = pip install --disable-pip-version-check
 PYTEST = python -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-fast test-asan test-engines fuzz soak families false-alarms-programs false-alarms-operators mutation system build bench bench-env wheel sdist docs test-site lint tidy format clean help
+.PHONY: demo test test-fast test-asan test-engines test-in-engines fuzz soak families false-alarms-programs false-alarms-operators mutation system build bench bench-env wheel sdist docs test-site lint tidy format clean help
 
 demo: .venv/.demo  ## the main job: replays serving traffic over two processes; options in ARGS
 	@echo "Building the extension for this machine, without tests ..."
@@ -56,9 +56,15 @@ test-asan: build  ## Python tests of the interface, on an extension with Address
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(CURDIR)/build/asan/python \
 	  python -m pytest -q $(ARGS) $(ASAN_TESTS)
 
-test-engines: build .venv-sglang/.ready .venv-vllm/.ready  ## tests with serving engines, each in an environment of its own
-	@.venv-sglang/bin/python -m pytest -q $(ARGS) tests_py/integrations/sglang
-	@.venv-vllm/bin/python -m pytest -q $(ARGS) tests_py/integrations/vllm
+test-engines: test-in-engines  ## tests with engines and libraries, and a table of what ran; three environments
+	@$(PYTEST) --records=build/engines $(ARGS) tests_py/integrations \
+	  --ignore=tests_py/integrations/sglang --ignore=tests_py/integrations/vllm
+	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py python -m audit.engines build/engines
+
+test-in-engines: build .venv-sglang/.ready .venv-vllm/.ready
+	@rm -rf build/engines
+	@.venv-sglang/bin/python -m pytest -q --records=build/engines $(ARGS) tests_py/integrations/sglang
+	@.venv-vllm/bin/python -m pytest -q --records=build/engines $(ARGS) tests_py/integrations/vllm
 
 fuzz: build build/fuzz/.configured .venv/.fuzz  ## fuzzes each target for SECONDS; names of targets in ARGS
 	@cmake --build --preset fuzz

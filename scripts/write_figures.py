@@ -181,6 +181,7 @@ HEADLINES = (
     ("attention", r"^decode 16 × 1, KV 8192", "Attention, decode of 16 sequences of 8,192"),
     ("attention", r"zigzag over 8, rank 7", "One of 8 zigzag ranks, 32 Ki tokens"),
     ("sglang", r"zigzag, batch 256", "Context-parallel metadata, 256 sequences"),
+    ("sglang_engine", r"^decode 8 behind 1024", "sglang's engine, decode of 8 sequences of 1,024"),
     ("sparse", r"^indexer.*KV 65,536, bf16", "DSA indexer, 512 tokens on 65,536 keys"),
     ("sparse", r"^sparse MLA.*128, bf16", "Sparse MLA, 2,048 keys, 128 heads"),
     ("transfer", r"^write K and V, bfloat16 to bfloat16.*8$", "32,768 tokens written into pages"),
@@ -236,10 +237,15 @@ WRITERS |= {
 
 def with_figures(path: Path) -> str:
     """The text of a document, with figures of today."""
+    text = path.read_text(encoding="utf-8")
+    if BEGIN not in text:
+        sys.exit(
+            f"{path.relative_to(ROOT)}: its figures are by hand; put {BEGIN!r} where results go"
+        )
     figures = "\n\n".join(WRITERS[path]())
     pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
     written = f"{BEGIN}\n{figures}\n\n{END}"
-    return re.sub(pattern, lambda _: written, path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.sub(pattern, lambda _: written, text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

