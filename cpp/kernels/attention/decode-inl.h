@@ -331,7 +331,9 @@ class DecodeLoop {
   void add_values(int head, int64_t first, int key, int count, bool all_visible) const {
     const char* values[kDecodeKeys + 1];
     for (int i = 0; i < count && tile_.v.data != tile_.k.data; ++i) {
-      fetch_row<kFetchLocality>(row_of_head(tile_.v, head, values_[key + i + ahead_]), v_dim_ * kStoredBytes);
+      fetch_row<kFetchLocality>(
+          row_of_head(tile_.v, head, values_[key + i + ahead_]), v_dim_ * kStoredBytes
+      );
     }
     values[count] = reinterpret_cast<const char*>(work_.zeros);
     const int64_t slot = int64_t{head - first_head_} * padded_rows_;
