@@ -142,3 +142,19 @@ def test_caches_of_other_pages_are_refused_before_anything_is_written(cp, slots)
     with pytest.raises(ValueError, match=r"k_cache and v_cache must have the same whole pages of "):
         replicated.attend(plan, torch.zeros(5, 2, 16), *caches, k_local=new, v_local=new)
     assert all((cache == 1).all() for cache in caches)
+
+
+def test_what_is_no_plan_for_it_and_no_tensor_is_named(cp):
+    placement = PageInterleave(shard_size=1, page_size=4)
+    sharded = ContextParallel(dist.group.WORLD, page_size=4, placement=placement)
+    decode = sharded.plan_decode([7], block_tables=[[2, 0]])
+    q, caches = torch.zeros(1, 2, 16), torch.zeros(2, 12, 1, 16)
+    with pytest.raises(
+        TypeError, match=r"attend: plan must be one of ContextParallel\.plan, got D"
+    ):
+        cp.attend(decode, q, *caches)
+    plan = cp.plan([5], [7], block_tables=[[2, 0]])
+    with pytest.raises(
+        TypeError, match=r"write_kv: k_(local|cache|shard) must be a tensor, got None"
+    ):
+        cp.write_kv(plan, None, None, caches[0], None)

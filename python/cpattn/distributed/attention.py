@@ -11,7 +11,7 @@ from ..context_parallel.attention import do_cp_attn_fia
 from ..profiling.calls import announced
 from ..sparse.cp_attention import cp_sparse_mla
 from .host_calls import HostCalls
-from .layers.layer import LayerArguments, check_padding
+from .layers.layer import LayerArguments, check_padding, check_plan
 from .layers.partials import AttentionOptions
 from .layers.prefetch import Prefetch
 from .layers.sharded_attend import attend_shards
@@ -110,7 +110,7 @@ class RankAttention(HostCalls):
         Raises
         ------
         TypeError
-            For a scale that is no number, and a flag that is no bool.
+            For a plan of `plan_decode`, a scale that is no number, and a flag that is no bool.
         ValueError
             For fewer rows than this rank has, page ids beyond the caches, shapes or dtypes that
             do not fit, and ``causal=False`` with padding tokens, which others would see, unless
@@ -143,6 +143,7 @@ class RankAttention(HostCalls):
                 "ContextParallel.attend: out must be [num_rows, num_heads, v_head_dim] with "
                 f"contiguous rows, got shape {list(out.shape)}, strides {list(out.stride())}"
             )
+        check_plan("attend", plan)
         check_padding(plan, causal=causal)
         result: Any = do_cp_attn_fia(
             q_local.flatten(1),

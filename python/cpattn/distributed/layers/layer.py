@@ -65,13 +65,18 @@ def filled_outputs(
     return out, lse
 
 
-def check_rank(call: str, exchange: RowExchange, plan: ContextParallelPlan) -> None:
-    """Refuse what is no plan, and one of another rank or group."""
+def check_plan(call: str, plan: ContextParallelPlan) -> None:
+    """Refuse what is no plan, and one of `plan_decode`."""
     if not isinstance(plan, ContextParallelPlan):
         raise TypeError(
             f"ContextParallel.{call}: plan must be one of ContextParallel.plan, got "
             f"{type(plan).__name__}"
         )
+
+
+def check_rank(call: str, exchange: RowExchange, plan: ContextParallelPlan) -> None:
+    """Refuse what is no plan, and one of another rank or group."""
+    check_plan(call, plan)
     of = (plan.cp_rank, len(plan.rows_per_rank))
     if of != (exchange.rank, exchange.size):
         raise ValueError(

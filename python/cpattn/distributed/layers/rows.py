@@ -111,8 +111,9 @@ def new_rows(
             f"ContextParallel.{call}: v_local and {names[1]} must be given together, got no "
             f"{missing}"
         )
-    assert k_local is not None
-    assert k_cache is not None
+    if k_local is None or k_cache is None:
+        missing = "k_local" if k_local is None else names[0]
+        raise TypeError(f"ContextParallel.{call}: {missing} must be a tensor, got None")
     rows = [rows_of(call, num_rows, cp_rank, "k_local", k_local)]
     pools = [pool_rows(call, page_size, slots, names[0], k_cache, k_local)]
     if v_local is not None and v_cache is not None:
