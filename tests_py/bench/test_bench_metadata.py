@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import case_tables
 import pytest
-import write_figures
-from write_figures import compared, missed
+from case_tables import compared, missed
 
 from bench.context_parallel import metadata
 from bench.harness import program, runner
@@ -68,7 +68,7 @@ def test_what_stops_in_a_sample_is_a_row(monkeypatch):
 @pytest.mark.parametrize("met", [True, False])
 def test_the_document_shows_new_results_like_stored_ones(met, monkeypatch):
     """Those of before say their one bar by itself."""
-    monkeypatch.setattr(write_figures, "reason", lambda figure: "why")
+    monkeypatch.setattr(case_tables, "reason", lambda figure: "why")
     median = 2e-6 if met else 5e-6
     ours = {"case": CASE, "implementation": "cpattn", "median": median, "percent_of_peak": 50.0}
     peer = {"case": CASE, "implementation": "python", "median": 4e-5}

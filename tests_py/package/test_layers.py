@@ -200,10 +200,10 @@ def test_a_circle_is_found(small_package, line):
 
 
 def integrations_known_to(path: Path) -> set[str]:
-    """The modules and packages next to its own that it imports."""
+    """The modules and packages next to its own that it imports, but for what several share."""
     folder = PACKAGE / "integrations"
     own = path.relative_to(folder).parts[0].removesuffix(".py")
-    others = {entry.stem for entry in folder.iterdir()} - {"__init__", "__pycache__", own}
+    others = {entry.stem for entry in folder.iterdir() if not entry.stem.startswith("_")} - {own}
     prefix = ("cpattn", "integrations")
     return others & {name[2] for name in imported_names(path) if name[:2] == prefix and name[2:]}
 
