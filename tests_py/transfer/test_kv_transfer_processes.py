@@ -2,8 +2,8 @@
 """KV from a prefill to a decode process, byte for byte, whatever the two servers look like.
 
 Every case runs twice: over the engine within this process, and between two processes over
-Mooncake; a few random ones over NIXL, too. The decode side knows by itself what each of its pages
-must hold in the end, the canaries in all the others included.
+Mooncake. The decode side knows by itself what each of its pages must hold in the end, the
+canaries in all the others included.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import pairwise
 import pytest
 
 import cpattn
-from support.transfer.engines import MOONCAKE, NIXL
+from support.transfer.engines import MOONCAKE
 from support.transfer.transfer_cases import Case, Model, Server
 from support.transfer.transfer_processes import Peer
 from support.transfer.transfer_sides import DecodeSide, finish, prepare, send, send_prompt
@@ -185,7 +185,6 @@ def peers(request) -> Iterator[tuple[Peer, Peer]]:
 
 
 PAIRS = [(MOONCAKE, case) for case in CASES + RANDOM]
-PAIRS += [(NIXL, case) for case in RANDOM[:12]]  # whose writes take a tenth of a second each
 
 
 @pytest.mark.parametrize(("peers", "case"), PAIRS, indirect=["peers"], ids=lambda x: x.name)
