@@ -42,7 +42,6 @@ from bench.harness.figures import Row
 from bench.serving import load, served, sglang_steps, sglang_trace, steps
 from bench.serving.report import print_served
 from bench.serving.sglang_process import BACKENDS
-from cpattn.traffic.trace import generate_trace, read_trace
 
 PARTS = ("steps", "trace")
 PAGE_SIZE = 128  # as in the trial that set the bars
@@ -93,7 +92,7 @@ def cases(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
 
     chosen = sglang_steps.QUICK_CASES if arguments.quick else sglang_steps.CASES
     longest = max(case.max_tokens for case in chosen) + PAGE_SIZE * max(c.batch for c in chosen)
-    work = trace_of(arguments, model.VOCABULARY)
+    work = load.from_arguments(arguments, model.VOCABULARY)
     sequence = max(work.max_tokens, longest) + PAGE_SIZE  # sglang keeps a few for itself
     model.write_qwen3(folder, quick=arguments.quick, max_tokens=sequence)
     if "steps" in arguments.parts:
@@ -111,15 +110,6 @@ def cases(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
                 engine.stop()
     if "trace" in arguments.parts:
         yield from serve(arguments, folder, work)
-
-
-def trace_of(arguments: argparse.Namespace, vocab_size: int) -> load.Load:
-    if arguments.trace:
-        requests = read_trace(arguments.trace, limit=arguments.requests)
-    else:
-        requests = generate_trace(arguments.requests, seed=arguments.seed)
-    divisor = arguments.scale_lengths
-    return load.from_trace(requests, divisor, vocab_size=vocab_size, seed=arguments.seed)
 
 
 def serve(arguments: argparse.Namespace, folder: Path, work: load.Load) -> Iterator[list[Row]]:

@@ -51,7 +51,7 @@ from bench.harness.report import console
 from bench.serving import load, served, steps, vllm_steps
 from bench.serving.report import print_decode, print_turns
 from bench.serving.turns import BACKENDS, Engine, compare_tokens, decode_in_turns, take_turns
-from cpattn.traffic.trace import TRACE_BLOCK_TOKENS, generate_trace, read_trace
+from cpattn.traffic.trace import TRACE_BLOCK_TOKENS
 
 CHECKED_LENGTHS, CHECKED_TOKENS = (3, 70, 129, 300, 611), 8
 PARTS = ("steps", "mla", "trace", "decode", "small")
@@ -156,12 +156,7 @@ def serve(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
     """The parts with the model whose attention has the share that it has in a large one."""
     from bench.serving import model  # wants transformers
 
-    if arguments.trace:
-        requests = read_trace(arguments.trace, limit=arguments.requests)
-    else:
-        requests = generate_trace(arguments.requests, seed=arguments.seed)
-    divisor = arguments.scale_lengths
-    work = load.from_trace(requests, divisor, vocab_size=model.VOCABULARY, seed=arguments.seed)
+    work = load.from_arguments(arguments, model.VOCABULARY)
     check = checked(model.VOCABULARY)
     decode = QUICK_DECODE if arguments.quick else DECODE
     small = QUICK_SMALL if arguments.quick else SMALL
@@ -170,7 +165,7 @@ def serve(arguments: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
     work.write(folder / "load")
     check.write(folder / "check")
     model.write(folder / "model", quick=arguments.quick, max_tokens=max_tokens)
-    block = min(BLOCK_TOKENS, TRACE_BLOCK_TOKENS // divisor)
+    block = min(BLOCK_TOKENS, TRACE_BLOCK_TOKENS // arguments.scale_lengths)
     common = (arguments.threads, folder / "model", block, max_tokens)
     kv = arguments.kv_cache_dtype
     engines = [Engine(backend, *common, kv_cache_dtype=kv) for backend in BACKENDS]

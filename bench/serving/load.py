@@ -3,13 +3,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from cpattn.traffic.trace import TRACE_BLOCK_TOKENS, Request, block_tokens_of, scale_lengths
+from cpattn.traffic.trace import (
+    TRACE_BLOCK_TOKENS,
+    Request,
+    block_tokens_of,
+    generate_trace,
+    read_trace,
+    scale_lengths,
+)
 
 TICK = 3.0  # seconds that the time stamps of the traces are apart
 
@@ -38,6 +46,16 @@ class Load:
     @staticmethod
     def read(path: str) -> Load:
         return Load(**json.loads(Path(path).read_text()))
+
+
+def from_arguments(arguments: argparse.Namespace, vocab_size: int) -> Load:
+    """The beginning of the trace that a benchmark was given, or one that is made up."""
+    if arguments.trace:
+        requests = read_trace(arguments.trace, limit=arguments.requests)
+    else:
+        requests = generate_trace(arguments.requests, seed=arguments.seed)
+    divisor = arguments.scale_lengths
+    return from_trace(requests, divisor, vocab_size=vocab_size, seed=arguments.seed)
 
 
 def from_trace(requests: Sequence[Request], divisor: int, *, vocab_size: int, seed: int) -> Load:

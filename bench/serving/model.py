@@ -38,41 +38,14 @@ NUM_HEADS, NUM_KV_HEADS = 16, 4
 
 def write(folder: Path, *, quick: bool, max_tokens: int, seed: int = 0) -> Path:
     """Write config.json and bfloat16 weights; no tokenizer, as prompts are token ids."""
-    shape = QUICK if quick else FULL
-    config = transformers.LlamaConfig(
-        **shape,
-        vocab_size=VOCABULARY,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_KV_HEADS,
-        max_position_embeddings=max_tokens,
-        initializer_range=shape["hidden_size"] ** -0.5,  # activations neither vanish nor explode
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(seed)
-    model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    return folder
+    heads = {"num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_KV_HEADS}
+    return _write(folder, "llama", (QUICK if quick else FULL) | heads, max_tokens, seed)
 
 
 def write_qwen3(folder: Path, *, quick: bool, max_tokens: int, seed: int = 0) -> Path:
     """Of Qwen3-0.6B's width, of fewer layers and words; with a tokenizer of one word a token."""
-    shape = QUICK if quick else QWEN3
-    config = transformers.Qwen3Config(
-        **shape,
-        vocab_size=VOCABULARY,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        max_position_embeddings=max_tokens,
-        initializer_range=shape["hidden_size"] ** -0.5,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(seed)
-    model = transformers.Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
+    _write(folder, "qwen3", (QUICK if quick else QWEN3) | heads, max_tokens, seed)
     words = {f"w{token}": token for token in range(VOCABULARY)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -82,26 +55,32 @@ def write_qwen3(folder: Path, *, quick: bool, max_tokens: int, seed: int = 0) ->
 
 def write_deepseek(folder: Path, *, quick: bool, max_tokens: int, seed: int = 0) -> Path:
     """Latents and heads as DeepSeek V2 Lite has them, under fewer layers, without experts."""
-    config = transformers.DeepseekV3Config(
+    latents = {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": QWEN3["num_hidden_layers"],  # none has experts
+    }
+    shape = {name: size for name, size in (QUICK if quick else QWEN3).items() if name != "head_dim"}
+    return _write(folder, "deepseek_v3", shape | latents, max_tokens, seed)
+
+
+def _write(folder: Path, kind: str, sizes: Sizes, max_tokens: int, seed: int) -> Path:
+    config = transformers.AutoConfig.for_model(
+        kind,
+        **sizes,
         vocab_size=VOCABULARY,
-        hidden_size=QUICK["hidden_size"] if quick else 1024,
-        intermediate_size=QUICK["intermediate_size"] if quick else 3072,
-        num_hidden_layers=2 if quick else 6,
-        first_k_dense_replace=6,  # of more layers than there are: none has experts
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
         max_position_embeddings=max_tokens,
-        initializer_range=(QUICK["hidden_size"] if quick else 1024) ** -0.5,
+        initializer_range=sizes["hidden_size"] ** -0.5,  # activations neither vanish nor explode
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
     )
     torch.manual_seed(seed)
-    model = transformers.DeepseekV3ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return folder
