@@ -24,21 +24,20 @@ What release 0.3.13.post1 does over TCP, found out by trying:
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import math
 import os
 import re
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from typing import Any
 
 from .. import _core
 from .._arguments import at_least, real
 from .._support import first_installed
 from ..transfer.bounded import BoundedCalls, CallHangs
 from ..transfer.registration import forget
+from ._peer_engine import PeerEngine, variables
 
 _MIN_VERSION = (0, 3, 12)  # before it, success came when the bytes had left, not arrived
 _MIN_TIMEOUT = 5  # seconds; the engine raises less to this without a word
@@ -49,10 +48,9 @@ _DEVICE_FREE = ("-non-cuda", "-efa-non-cuda")  # variants that know no memory bu
 _FAILED = -1  # the engine's code for all that can go wrong with a write
 _UNKNOWN = -3  # and for a range that is not registered
 _GRACE = 2  # seconds that the engine may be late by itself
-_environment_lock = threading.Lock()
 
 
-class MooncakeEngine:
+class MooncakeEngine(PeerEngine):
     """An engine that peers in other processes and on other machines reach by ``session_id``.
 
     Start processes that use it with *spawn*: it has threads, which do not survive a fork. Safe to
@@ -84,6 +82,8 @@ class MooncakeEngine:
         The engine does not start, or ``MC_TCP_PROTO=1`` asks for writes that succeed early.
     """
 
+    _name = "MooncakeEngine"
+
     def __init__(
         self,
         host: str = "127.0.0.1",
@@ -108,7 +108,7 @@ class MooncakeEngine:
         settings = {"MC_TRANSFER_TIMEOUT": str(self._timeout)}
         if protocol == "tcp":
             settings["MC_FORCE_TCP"] = "1"
-        with _environment(settings):
+        with variables(settings):
             engine = make_engine()
             code = engine.initialize(host, metadata_server, protocol, device)
         if code != 0:
@@ -117,9 +117,7 @@ class MooncakeEngine:
         self._probes = metadata_server == "P2PHANDSHAKE" and hasattr(engine, "send_probe")
         self._on_host = _installed()[0] in _DEVICE_FREE
         self._engine: Any = engine
-        self._changed = threading.Condition()  # guards all that follows
-        self._closing = False
-        self._num_writes = 0  # that close has to wait for
+        super().__init__()
         self._calls = BoundedCalls("MooncakeEngine")
         self._met: set[str] = set()  # sessions whose last write was right
         self._registered: dict[int, list[_core.PoolMemory]] = {}
@@ -173,12 +171,7 @@ class MooncakeEngine:
         engine itself still waits for it; nothing has been sent to a peer that never answered.
         Ctrl-C ends the wait, not the write: `close` waits for it.
         """
-        blocks = _blocks(session, src_addrs, dst_addrs, lengths)
-        engine = self._begin()
-        try:
-            return self._write(engine, session, blocks)
-        finally:
-            self._end()
+        return self._write_here(session, src_addrs, dst_addrs, lengths)
 
     def write_async(
         self,
@@ -191,22 +184,7 @@ class MooncakeEngine:
 
         For work beside a transfer; writes side by side are no faster than one after the other.
         """
-        blocks = _blocks(session, src_addrs, dst_addrs, lengths)
-        engine = self._begin()
-        future: Future[int] = Future()
-
-        def write() -> None:
-            try:
-                code = self._write(engine, session, blocks)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(code)
-            finally:
-                self._end()
-
-        threading.Thread(target=write, name="MooncakeEngine", daemon=True).start()
-        return future
+        return self._write_on_a_thread(session, src_addrs, dst_addrs, lengths)
 
     def close(self) -> None:
         """Wait for writes in flight, at most their timeout, then release all memory and end."""
@@ -222,29 +200,16 @@ class MooncakeEngine:
         forget(self)
 
     def _open(self) -> Any:
-        if self._closing:
-            raise RuntimeError(f"MooncakeEngine: {self.session_id} is closed")
+        self._check_open()
         return self._engine
 
-    def _begin(self) -> Any:
-        """Count a write, which `close` waits for, and return the engine."""
-        with self._changed:
-            engine = self._open()
-            self._num_writes += 1
-            return engine
-
-    def _end(self) -> None:
-        with self._changed:
-            self._num_writes -= 1
-            self._changed.notify_all()
-
-    def _write(self, engine: Any, session: str, blocks: _core.Blocks) -> int:
+    def _write(self, session: str, blocks: _core.Blocks) -> int:
         owners = blocks.source_owners()
         code = _FAILED
         try:
-            if self._meets(engine, session):
+            if self._meets(session):
                 limit = self._timeout + blocks.num_bytes * 1e-9 + _GRACE
-                write = engine.batch_transfer_sync_write  # releases the GIL
+                write = self._engine.batch_transfer_sync_write  # releases the GIL
                 code = self._calls.run(session, limit, write, session, *blocks.lists())
         except CallHangs:
             pass
@@ -257,33 +222,15 @@ class MooncakeEngine:
                     self._in_doubt.update(owners)
         return code
 
-    def _meets(self, engine: Any, session: str) -> bool:
+    def _meets(self, session: str) -> bool:
         """Whether the peer has shown that it is there: the engine itself would wait a minute."""
         if not self._probes or session in self._met:
             return True
-        answer: int = self._calls.run(session, self._timeout, engine.send_probe, session)
+        answer: int = self._calls.run(session, self._timeout, self._engine.send_probe, session)
         return answer == 0
 
     def __enter__(self) -> MooncakeEngine:
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            "MooncakeEngine: an engine cannot be pickled or copied: peers know its session"
-        )
-
-
-def _blocks(session: Any, *lists: Any) -> _core.Blocks:
-    if not isinstance(session, str):
-        raise TypeError(
-            f"MooncakeEngine.write: session must be a str, got {type(session).__name__}"
-        )
-    if not session.isprintable():  # the engine would be told less of it, or nothing
-        raise ValueError(f"MooncakeEngine.write: session must be printable, got {session!a}")
-    return _core.Blocks("MooncakeEngine.write", *lists)
 
 
 def _import_engine() -> Any:
@@ -311,19 +258,3 @@ def _installed() -> tuple[str, str]:
         return "", "an unknown release"  # no number: refused
     name, version = found
     return name.removeprefix(_PACKAGE), version
-
-
-@contextlib.contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """The engine is set up by variables, read while it starts; the process keeps its own."""
-    with _environment_lock:
-        before = {name: os.environ.get(name) for name in settings}
-        os.environ.update(settings)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value

@@ -33,7 +33,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import ipaddress
-import os
 import re
 import secrets
 import socket
@@ -41,7 +40,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -49,6 +48,7 @@ from .. import _core
 from .._arguments import at_least, real
 from .._support import first_installed, numbers
 from ..transfer.registration import forget
+from ._peer_engine import PeerEngine, variables
 
 _MIN_VERSION = (1, 5, 1)  # by their sources, listeners of older ones throw when a peer goes
 _VARIANTS = ("nixl-cu12", "nixl-cu13")
@@ -60,10 +60,9 @@ _DELAY = 1000  # microseconds between looks of NIXL's threads; 0 would have them
 _PAUSES = 20e-6, 1e-3  # seconds between looks of a write, from the first to the last
 _PORT_TRIALS = 16  # somebody else may take a port between its choice and its use
 _SESSION = re.compile(r"(\d+\.\d+\.\d+\.\d+):(\d{1,5})/[0-9a-f]+")
-_environment_lock = threading.Lock()
 
 
-class NixlEngine:
+class NixlEngine(PeerEngine):
     """An engine that peers in other processes and on other machines reach by ``session_id``.
 
     Start processes that use it with *spawn*: it has threads, which do not survive a fork. Safe to
@@ -97,6 +96,8 @@ class NixlEngine:
         NIXL's agent does not start.
     """
 
+    _name = "NixlEngine"
+
     def __init__(
         self,
         host: str = "127.0.0.1",
@@ -129,13 +130,11 @@ class NixlEngine:
         self._recheck = recheck
         self._nixl = _import_bindings()
         settings = {"UCX_TLS": transports} if transports else {}
-        with _environment(settings):
+        with variables(settings):
             agent, self.session_id = _start(self._nixl, host)
         self._gone = tuple(getattr(self._nixl, f"nixl{name}Error") for name in _GONE)
         self._agent: Any = agent
-        self._changed = threading.Condition()  # guards all that follows
-        self._closing = False
-        self._num_writes = 0  # that close has to wait for
+        super().__init__()
         self._turns: dict[str, threading.Lock] = {}  # of writes to each peer
         self._memory = _core.MemoryRanges()  # what is registered, for the codes
         self._registered: dict[int, tuple[int, list[_core.PoolMemory]]] = {}
@@ -193,12 +192,7 @@ class NixlEngine:
         respectively. A peer that does not answer is -1 after `timeout`. Ctrl-C ends the wait, not
         the write, which `close` ends.
         """
-        blocks = _blocks(session, src_addrs, dst_addrs, lengths)
-        self._begin()
-        try:
-            return self._write(session, blocks)
-        finally:
-            self._end()
+        return self._write_here(session, src_addrs, dst_addrs, lengths)
 
     def write_async(
         self,
@@ -211,22 +205,7 @@ class NixlEngine:
 
         For work beside a transfer; writes side by side are no faster than one after the other.
         """
-        blocks = _blocks(session, src_addrs, dst_addrs, lengths)
-        self._begin()
-        future: Future[int] = Future()
-
-        def write() -> None:
-            try:
-                code = self._write(session, blocks)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(code)
-            finally:
-                self._end()
-
-        threading.Thread(target=write, name="NixlEngine", daemon=True).start()
-        return future
+        return self._write_on_a_thread(session, src_addrs, dst_addrs, lengths)
 
     def close(self) -> None:
         """Wait for writes in flight, at most their timeout, then end those that were given up."""
@@ -244,20 +223,8 @@ class NixlEngine:
         forget(self)
 
     def _open(self) -> Any:
-        if self._closing:
-            raise RuntimeError(f"NixlEngine: {self.session_id} is closed")
+        self._check_open()
         return self._agent
-
-    def _begin(self) -> None:
-        """Count a write, which `close` waits for."""
-        with self._changed:
-            self._open()
-            self._num_writes += 1
-
-    def _end(self) -> None:
-        with self._changed:
-            self._num_writes -= 1
-            self._changed.notify_all()
 
     def _write(self, session: str, blocks: _core.Blocks) -> int:
         deadline = time.monotonic() + self._timeout + blocks.num_bytes * 1e-9
@@ -341,12 +308,6 @@ class NixlEngine:
     def __enter__(self) -> NixlEngine:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError("NixlEngine: an engine cannot be pickled or copied: peers know its session")
-
 
 def _looks(deadline: float) -> Iterator[None]:
     """Pauses that grow, until the deadline. What takes microseconds is not kept waiting."""
@@ -357,14 +318,6 @@ def _looks(deadline: float) -> Iterator[None]:
             return
         time.sleep(pause)
         pause = min(2 * pause, longest)
-
-
-def _blocks(session: Any, *lists: Any) -> _core.Blocks:
-    if not isinstance(session, str):
-        raise TypeError(f"NixlEngine.write: session must be a str, got {type(session).__name__}")
-    if not session.isprintable():
-        raise ValueError(f"NixlEngine.write: session must be printable, got {session!a}")
-    return _core.Blocks("NixlEngine.write", *lists)
 
 
 def _start(nixl: Any, host: str) -> tuple[Any, str]:
@@ -409,19 +362,3 @@ def _import_bindings() -> Any:
     if numbers(version)[:3] < _MIN_VERSION:
         raise ImportError(f"NixlEngine: needs {name} >= 1.5.1, got {version}")
     return bindings
-
-
-@contextlib.contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """UCX is set up by variables, read while it starts; the process keeps its own."""
-    with _environment_lock:
-        before = {name: os.environ.get(name) for name in settings}
-        os.environ.update(settings)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What transfer engines between processes share: writes that `close` waits for, and variables."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, ClassVar, NoReturn
+
+from .. import _core
+
+_environment_lock = threading.Lock()
+
+
+class PeerEngine:
+    """Checks writes, counts those in flight, and runs them here or on a thread.
+
+    A subclass has `session_id`, and the methods `_write` and `close`, which waits with `_changed`
+    until `_num_writes` is 0. Messages have its name.
+    """
+
+    _name: ClassVar[str]
+    session_id: str
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # guards all that follows
+        self._closing = False
+        self._num_writes = 0  # that close has to wait for
+
+    def _write(self, session: str, blocks: _core.Blocks) -> int:
+        """The code of a write that has been counted."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise RuntimeError(f"{self._name}: {self.session_id} is closed")
+
+    def _write_here(self, session: str, *lists: Sequence[int]) -> int:
+        blocks = self._begin(session, lists)
+        try:
+            return self._write(session, blocks)
+        finally:
+            self._end()
+
+    def _write_on_a_thread(self, session: str, *lists: Sequence[int]) -> Future[int]:
+        blocks = self._begin(session, lists)
+        future: Future[int] = Future()
+
+        def write() -> None:
+            try:
+                code = self._write(session, blocks)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(code)
+            finally:
+                self._end()
+
+        threading.Thread(target=write, name=self._name, daemon=True).start()
+        return future
+
+    def _begin(self, session: Any, lists: Sequence[Any]) -> _core.Blocks:
+        """Check a write, and count it."""
+        call = f"{self._name}.write"
+        if not isinstance(session, str):
+            raise TypeError(f"{call}: session must be a str, got {type(session).__name__}")
+        if not session.isprintable():  # an engine may be told less of it, or nothing
+            raise ValueError(f"{call}: session must be printable, got {session!a}")
+        blocks = _core.Blocks(call, *lists)
+        with self._changed:
+            self._check_open()
+            self._num_writes += 1
+        return blocks
+
+    def _end(self) -> None:
+        with self._changed:
+            self._num_writes -= 1
+            self._changed.notify_all()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"{self._name}: an engine cannot be pickled or copied: peers know its session"
+        )
+
+
+@contextlib.contextmanager
+def variables(settings: dict[str, str]) -> Iterator[None]:
+    """Engines are set up by variables, read while they start; the process keeps its own."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
