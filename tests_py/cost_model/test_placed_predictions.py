@@ -71,8 +71,10 @@ def test_a_ring_takes_turns_with_its_blocks():
     assert forecast.store_seconds == 4 * ROW / 2000
     assert forecast.scratch_bytes == 2 * 8 * ROW
     hidden = placed("ring", "full")
-    turns = 3 * max(whole / 4, step) + whole / 4 + merge
-    assert hidden.layer_seconds == pytest.approx(EXCHANGE + MOVED + turns)
+    part = (whole + 12 * 2) / 16  # a call for each of four KV heads, too
+    new = EXCHANGE + (MOVED - EXCHANGE) / 4  # of one head
+    turns = max(new + 16 * part, MOVED + 3 * step + part) + merge
+    assert hidden.layer_seconds == pytest.approx(EXCHANGE + turns)
     assert hidden.hidden_seconds == pytest.approx(forecast.layer_seconds - hidden.layer_seconds)
 
 
@@ -89,10 +91,11 @@ def test_queries_go_out_and_states_come_back():
     assert forecast.attention_seconds == pytest.approx(expected)
     assert forecast.store_seconds == 4 * ROW / 2000
     hidden = placed("pass_q", "full")
-    block = (2 + 1.5 * max(owned) * 16 * PAIR + 3 * 2) / 4  # four calls of a quarter each
-    first = (EXCHANGE + before / 1000) / 3
-    turns = 3 * max(block, first) + block + EXCHANGE + after / 1000 + merge
-    assert hidden.layer_seconds == pytest.approx(EXCHANGE + MOVED + turns)
+    head = (2 + 1.5 * max(owned) * 16 * PAIR + 3 * 2) / 4  # four calls of a quarter each
+    there = EXCHANGE + (MOVED - EXCHANGE) / 4 + EXCHANGE + before / 4000  # new rows, and queries
+    back = EXCHANGE + after / 4000
+    turns = there + 3 * max(head, there + back) + head + back + merge
+    assert hidden.layer_seconds == pytest.approx(EXCHANGE + turns)
 
 
 def test_heads_are_exchanged_in_parts():

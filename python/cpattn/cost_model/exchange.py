@@ -177,7 +177,7 @@ def _rows_to_all(counts: BatchCounts, *, ring: bool) -> ExchangeWork:
         packed_keys=attended.packed_keys * layer.num_kv_heads,
         longest_item=attended.longest_item,
         calls=calls,
-        parts=hosts if ring else layer.num_kv_heads,
+        parts=(hosts if ring else 1) * layer.num_kv_heads,
         merged_rows=own.tokens * layer.num_heads * parts,
         moved=[(sent, received, wire)],
         cached_bytes=cached,
@@ -219,7 +219,7 @@ def _queries_to_all(counts: BatchCounts, state_item_bytes: int) -> ExchangeWork:
         rows=np.where(counts.owner_pairs > 0, total, 0),
         packed_keys=share * attended.packed_keys[0] * layer.num_kv_heads,
         longest_item=share * attended.longest_item[0],
-        parts=hosts,
+        parts=layer.num_kv_heads if layer.num_kv_heads > 1 else hosts,
         merged_rows=merged_rows.ravel(),
         moved=[
             (sent, received, np.maximum(sent.sum(1), received.sum(1))),

@@ -44,8 +44,8 @@ class ExchangeWork:
     mesh : (int, int) or None
         Rows and ranks of a row, of ``"usp"``.
     parts : int
-        Into which exchange and attention can be cut to run side by side: blocks of hosts, or KV
-        heads of a rank.
+        Into which exchange and attention can be cut to run side by side: KV heads of a rank, of
+        the block of each host in a ring; blocks of rows of a mesh.
     sent_bytes, received_bytes : arrays [cp_size], int64
         Between hosts, without the digests that ranks compare before.
     wire_bytes : array [3, num_hosts], int64

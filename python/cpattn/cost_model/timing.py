@@ -20,6 +20,8 @@ overlap, parts of attention take turns with parts of the exchange, as
 
     layer = max(digests + rows + overlapped, store)      or the sum above, if that is less
 
+where rows are among what overlaps in ``"ring"`` and ``"pass_q"``.
+
 With overlap a layer ahead, cached rows of shared-out pools that a gather brings are on the wire
 while the layer before is computed, behind the new rows of that layer::
 
@@ -103,10 +105,11 @@ def layer_seconds(
     if not peers:
         return seconds._replace(hidden=min(slowest, store))
     ahead = work.cached_bytes / (1e9 * rates.gather_gbps) if overlap == "ahead" else 0 * before
+    by_parts = work.exchange in ("ring", "pass_q")  # new rows to their pools, too
+    routed = rows + float(to_pools.max())
     whole = (
         once
-        + rows
-        + float(to_pools.max())
+        + (0.0 if by_parts else routed)
         + swaps
         + float(swapped.max())
         + overlapped_seconds(
@@ -114,6 +117,7 @@ def layer_seconds(
             attention=float(attending.max()),
             merge=float(merge.max()),
             call=1e-6 * slower * rates.call_us,
+            routed=routed if by_parts else 0.0,
             before=float((before - swapped - ahead).max()) + first,
             after=float(after.max()) + last,
             once=once,
@@ -130,6 +134,7 @@ def overlapped_seconds(
     attention: float,
     merge: float,
     call: float,
+    routed: float,
     before: float,
     after: float,
     once: float,
@@ -138,16 +143,18 @@ def overlapped_seconds(
 
     ::
 
-        ring, usp   (n - 1) * max(a, b) + a + after + merge
-        pass_q      (n - 1) * max(a, b) + a + after + merge
+        ring, usp   max(r + n * a, routed + before + a) + after + merge
         gather      b + (n - 1) * max(a, b) + a
         all_to_all  b + (n - 1) * max(a, b + c) + a + c
+        pass_q      b + (n - 1) * max(a, b + c) + a + c + merge
+                    routed + max(n * a, before + a) + c + merge     with one KV head
 
     with n parts, each of a seconds of attention, b of what comes before and c of what comes after.
-    Rings and ``"pass_q"`` begin with what the host has and receive a block of another one
-    meanwhile: ``a = attention / n``, ``b = before / (n - 1)``; states go back when all are there.
-    The others go by KV heads, of which the first must be there and the last is waited for. Each of
-    their parts is an exchange and a call of its own, with a latency and messages.
+    A ring begins with what the host has, of which the new rows of the first KV head must be there,
+    in r seconds; the part that comes last is attended to behind all others. The others go by KV
+    heads, of which the first must be there and the last is waited for; ``"pass_q"`` with one head
+    by hosts, the own queries first. Each of their parts is an exchange and a call of its own, with
+    a latency and messages.
 
     Parameters
     ----------
@@ -158,8 +165,10 @@ def overlapped_seconds(
         and the exchange before and after it.
     merge : float
         Seconds of the rank that merges most.
+    routed : float
+        Seconds of new rows on their way to the ranks that keep them, where they go by parts, too.
     once : float
-        Latency and messages that `before` and `after` have.
+        Latency and messages that `routed`, `before` and `after` have.
 
     Returns
     -------
@@ -167,11 +176,17 @@ def overlapped_seconds(
     """
     parts = work.parts
     a = (attention + (parts - work.calls) * call) / parts
-    if work.exchange in ("ring", "pass_q", "usp"):
-        each = before / max(parts - 1, 1)
-        return (parts - 1) * max(a, each) + a + after + merge
-    b = once + (before - once) / parts
+
+    def of_part(seconds: float, parts: int) -> float:
+        return once + (seconds - once) / parts if seconds else 0.0
+
+    if work.exchange in ("ring", "usp"):
+        first = of_part(routed, parts // work.num_hosts)
+        return max(first + parts * a, routed + before + a) + after + merge
+    if work.exchange == "pass_q" and work.kv_heads[0] == 1:
+        return routed + max(parts * a, before + a) + of_part(after, parts) + merge
+    b = of_part(routed, parts) + of_part(before, parts)
     if work.exchange == "gather":
         return b + (parts - 1) * max(a, b) + a
-    c = once + (after - once) / parts
-    return b + (parts - 1) * max(a, b + c) + a + c
+    c = of_part(after, parts)
+    return b + (parts - 1) * max(a, b + c) + a + c + merge

@@ -20,8 +20,8 @@ from support.distributed import layer_worker as layers
 from support.distributed.layer_worker import LAYERS, PAGE, STRATEGIES
 from support.distributed.prefill_batches import Case
 from support.distributed.sharded_faults import ODD_RANK, leave_after_agreement
-from support.distributed.sharded_worker import PLACEMENTS, coded_inputs, traffic_rank
-from support.distributed.write_attend_worker import ROUNDS, Rank, Tensors
+from support.distributed.sharded_worker import PLACEMENTS, ROUNDS, coded_inputs, traffic_rank
+from support.distributed.write_attend_worker import Rank, Tensors
 
 NUM_LAYERS = 3
 

@@ -150,9 +150,9 @@ def run_early_end(rank: int) -> str:
     shards = [torch.zeros(64, 2, 32) for _ in "kv"]
     attend_part = ring.attend_part
 
-    def slowly(*arguments: Any) -> Any:
+    def slowly(*arguments: Any, **options: Any) -> Any:
         time.sleep(seconds if rank == 2 else 0)
-        return attend_part(*arguments)
+        return attend_part(*arguments, **options)
 
     try:
         with mock.patch.object(ring, "attend_part", slowly):

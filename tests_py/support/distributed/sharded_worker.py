@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 import cpattn
 from cpattn.distributed import ContextParallel, DecodePlan
-from cpattn.distributed.layers import ring
+from cpattn.distributed.layers import ring, rounds
 from cpattn.kv import PageInterleave, TokenInterleave
 from support.distributed import layer_worker as layers
 from support.distributed.distributed_worker import make_plan
@@ -26,6 +27,8 @@ PLACEMENTS: dict[str, Callable[[int, int], Any]] = {
     "tokens": lambda size, page: TokenInterleave(shard_size=size, interleave=1),
     "halves of pages": lambda size, page: TokenInterleave(shard_size=size, interleave=page // 2),
 }
+# As many rounds as there are KV heads.
+ROUNDS = {"_LEAST_BYTES": 1, "_MOST_FLOPS_PER_BYTE": 1 << 60}
 
 
 @dataclass(frozen=True)
@@ -358,14 +361,15 @@ def _traffic_of(rank: int, case: Case, exchange: str) -> dict[str, Any]:
             events.append("finish")
         finish(posted)
 
-    def computed(*arguments: Any) -> Any:
+    def computed(*arguments: Any, **options: Any) -> Any:
         events.append("compute")
-        return attend_part(*arguments)
+        return attend_part(*arguments, **options)
 
     cp._exchange.post, cp._exchange.finish = counted, finished
     cp.write_kv(plan, k, v, *shards)
     events.clear()
-    with mock.patch.object(ring, "attend_part", computed):
+    by_heads = mock.patch.multiple(rounds, **ROUNDS) if exchange == "ring" else nullcontext()
+    with mock.patch.object(ring, "attend_part", computed), by_heads:
         cp.attend(plan, q, *shards)
     answer: dict[str, Any] = {"received": received, "events": events}
     answer["all bytes"] = cp.sent_bytes, cp.received_bytes

@@ -17,14 +17,13 @@ from support.distributed.layer_worker import LAYERS, PAGE, STRATEGIES, Layer
 from support.distributed.prefill_batches import Case
 from support.distributed.sharded_worker import (
     PLACEMENTS,
+    ROUNDS,
     coded_inputs,
     shard_of,
     traffic_rank,
 )
 
 EXCHANGES = ("gather", "pass_q", "ring", "all_to_all")
-# As many rounds as there are heads.
-ROUNDS = {"_LEAST_BYTES": 1, "_MOST_FLOPS_PER_BYTE": 1 << 60}
 Tensors = list[torch.Tensor | None]
 
 
@@ -61,15 +60,16 @@ class Rank:
     def both_ways(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, **options: Any
     ) -> bool:
-        """Whether one call gives the bits of two, of outputs and of pools."""
+        """Whether one call, head after head, has the bits of two of all heads, and their pools."""
         new = [None if x is None else self.rows(x[layers.new_slots()]) for x in (k, v)]
         expected_pools, pools = self.pools(k, v), self.pools(k, v)
         q = self.rows(q)
         self.cp.write_kv(self.plan, *new, *expected_pools)
         expected = self.cp.attend(self.plan, q, *expected_pools, return_lse=True, **options)
-        out = self.cp.attend(
-            self.plan, q, *pools, k_local=new[0], v_local=new[1], return_lse=True, **options
-        )
+        with mock.patch.multiple(rounds, **ROUNDS):
+            out = self.cp.attend(
+                self.plan, q, *pools, k_local=new[0], v_local=new[1], return_lse=True, **options
+            )
         own = slice(0, self.plan.num_local_rows)
         pairs = [(a[own], b[own]) for a, b in zip(out, expected, strict=True)]
         pairs += [
@@ -100,27 +100,22 @@ def run_all(rank: int) -> dict[str, bool]:
     """Whether one call gives the bits of two, by case."""
     answers = {}
     plain = {"plain": Layer()}
-    with mock.patch.multiple(rounds, **ROUNDS):
-        for strategy in STRATEGIES:
+    for strategy in STRATEGIES:
+        for name, layer in (plain | LAYERS).items():
+            one = Rank(layer.plan, strategy=strategy)
+            answers[f"{strategy}, {name}"] = one.both_ways(*layers.dense_inputs(), **layer.attend)
+    for name, same in layers_both_ways(Rank({}), scales_of_tokens=True).items():
+        answers[f"replicated, {name}"] = same
+    for exchange in EXCHANGES:
+        for placement, make in PLACEMENTS.items():
+            options = {"placement": make(dist.get_world_size(), PAGE), "exchange": exchange}
             for name, layer in (plain | LAYERS).items():
-                one = Rank(layer.plan, strategy=strategy)
-                answers[f"{strategy}, {name}"] = one.both_ways(
+                answers[f"{exchange}, {placement}, {name}"] = Rank(layer.plan, **options).both_ways(
                     *layers.dense_inputs(), **layer.attend
                 )
-        for name, same in layers_both_ways(Rank({}), scales_of_tokens=True).items():
-            answers[f"replicated, {name}"] = same
-        for exchange in EXCHANGES:
-            for placement, make in PLACEMENTS.items():
-                options = {"placement": make(dist.get_world_size(), PAGE), "exchange": exchange}
-                for name, layer in (plain | LAYERS).items():
-                    answers[f"{exchange}, {placement}, {name}"] = Rank(
-                        layer.plan, **options
-                    ).both_ways(*layers.dense_inputs(), **layer.attend)
-                others = layers_both_ways(
-                    Rank({}, **options), scales_of_tokens=exchange == "pass_q"
-                )
-                for name, same in others.items():
-                    answers[f"{exchange}, {placement}, {name}"] = same
+            others = layers_both_ways(Rank({}, **options), scales_of_tokens=exchange == "pass_q")
+            for name, same in others.items():
+                answers[f"{exchange}, {placement}, {name}"] = same
     answers["shared memory"] = _in_shared_memory()
     return answers
 

@@ -3,66 +3,118 @@
 
 Queries go to the ranks of their heads, keys and values to those that read them, outputs back to the
 rows. The bits are those of a pool that holds everything. With fewer KV heads than ranks, several
-ranks have the same one. Scratch of a rank: the whole context of its KV heads, twice, and the
-queries and results of its heads.
+ranks have the same one. The KV heads of a rank go in rounds: some arrive while the last ones are
+attended to. Scratch of a rank: of the heads of two rounds the whole context, as it arrives and in
+its places, and the queries; and the results of all its heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ...attention import paged_attention
-from ..plans.heads import HeadShare, head_shares
+from ..plans.heads import HeadShare, head_parts, head_shares
 from ..plans.sharded_plan import ShardedPlan
 from ..transport.exchange import RowExchange
+from ..transport.waiting import Posted
 from .key_scratch import key_scratch
 from .partials import ShardInputs, head_scale
+from .rounds import head_rounds, side_by_side
+
+Part = list[HeadShare]  # some heads of each rank
+
+
+class _Arriving(NamedTuple):
+    """Queries of this rank's heads of a part, and the keys that they read, on their way."""
+
+    q: torch.Tensor
+    kv: list[torch.Tensor]
+    posted: list[Posted]
 
 
 def attend(
     exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs, *, return_lse: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of this rank's rows, and their LSE if it is wanted."""
-    shares = head_shares(inputs.q.shape[1], inputs.k.shape[1], exchange.size)
-    mine = shares[exchange.rank]
-    sends = [inputs.q[:, share.q].contiguous() for share in shares]
-    q = sends[0].new_empty(plan.num_tokens, mine.num_heads, inputs.q.shape[2])
-    _swap(exchange, sends, q.split(list(plan.rows_per_rank)))
-    taken = _own_heads(exchange, plan, inputs, shares)
-    tokens = plan.gathered_rows
-    of_tokens = _attend_tokens(plan, inputs, mine, q[tokens], taken, return_lse=return_lse)
-    results = []
-    for part in of_tokens:
-        rows = torch.empty_like(part)
-        rows[tokens] = part
-        received = [
-            rows.new_empty(plan.num_local_rows, share.num_heads, rows.shape[2]) for share in shares
-        ]
-        _swap(exchange, rows.split(list(plan.rows_per_rank)), received)
-        results.append(torch.cat(received, dim=1))
+    rank, tokens, rows_per_rank = exchange.rank, plan.gathered_rows, list(plan.rows_per_rank)
+    num_heads = inputs.q.shape[1]
+    dims = [inputs.v.shape[2], *[1] * return_lse]
+    results = [
+        inputs.q.new_empty(plan.num_local_rows, num_heads, dim, dtype=dtype)
+        for dim, dtype in zip(dims, (inputs.q.dtype, torch.float32), strict=False)
+    ]
+    returning: list[tuple[Part, list[list[torch.Tensor]], list[Posted]]] = []
+
+    def begin(part: Part, _: int) -> _Arriving:
+        sends = [inputs.q[:, share.q].contiguous() for share in part]
+        q = sends[0].new_empty(plan.num_tokens, part[rank].num_heads, inputs.q.shape[2])
+        posted = _begin_swap(exchange, sends, q.split(rows_per_rank))
+        kv, more = _begin_own_heads(exchange, plan, inputs, part)
+        return _Arriving(q, kv, [posted, *more])
+
+    def compute(part: Part, arriving: _Arriving) -> None:
+        for posted in arriving.posted:
+            exchange.finish(posted)
+        taken = key_scratch(plan, inputs.options.window).filled(arriving.kv)
+        of_tokens = _attend_tokens(
+            plan, inputs, part[rank], arriving.q[tokens], taken, return_lse=return_lse
+        )
+        received, going = [], []
+        for result in of_tokens:
+            rows = torch.empty_like(result)
+            rows[tokens] = result
+            received.append(
+                [
+                    rows.new_empty(plan.num_local_rows, share.num_heads, rows.shape[2])
+                    for share in part
+                ]
+            )
+            going.append(_begin_swap(exchange, rows.split(rows_per_rank), received[-1]))
+        returning.append((part, received, going))
+
+    side_by_side(_parts(exchange, plan, inputs), begin, compute)
+    for part, received, going in returning:
+        for posted, whole, blocks in zip(going, results, received, strict=True):
+            exchange.finish(posted)
+            for share, block in zip(part, blocks, strict=True):
+                whole[:, share.q] = block
     return results[0], results[1].squeeze(-1) if return_lse else None
 
 
-def _own_heads(
-    exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs, shares: list[HeadShare]
-) -> list[torch.Tensor]:
-    """Keys and values of this rank's KV heads for the whole context, in the pages of scratch."""
+def _parts(exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs) -> list[Part]:
+    """The heads of each round, the same on every rank."""
+    size, sizes = exchange.size, inputs.sizes()
+    shares = head_shares(sizes.num_heads, sizes.num_kv_heads, size)
+    row_bytes = sizes.num_heads * (sizes.head_dim + sizes.v_head_dim) * sizes.q_bytes
+    kv_bytes = sum(plan.kv_counts) * sizes.num_kv_heads * inputs.head_bytes
+    received = (plan.num_tokens * row_bytes + kv_bytes) // size
+    flops = inputs.flops(plan.num_pairs) // size
+    most = max(share.kv.stop - share.kv.start for share in shares)
+    return head_parts(shares, len(head_rounds(most, received, flops)))
+
+
+def _begin_own_heads(
+    exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs, part: Part
+) -> tuple[list[torch.Tensor], list[Posted]]:
+    """Keys and values of this rank's KV heads of a part, for the whole context, on their way."""
     scratch = key_scratch(plan, inputs.options.window)
     rows = scratch.sent_rows[exchange.rank]
-    mine = shares[exchange.rank]
+    mine = part[exchange.rank]
     num_kv_heads = mine.kv.stop - mine.kv.start if mine.num_heads else 0
     received = [
         torch.empty(len(scratch.slots), num_kv_heads, dim, dtype=inputs.k.dtype)
         for dim in inputs.kv_dims
     ]
-    sends = [inputs.take(rows, share.kv if share.num_heads else slice(0)) for share in shares]
-    for i, whole in enumerate(received):
-        _swap(exchange, [taken[i] for taken in sends], whole.split(scratch.counts))
-    return scratch.filled(received)
+    sends = [inputs.take(rows, share.kv if share.num_heads else slice(0)) for share in part]
+    posted = [
+        _begin_swap(exchange, [taken[i] for taken in sends], whole.split(scratch.counts))
+        for i, whole in enumerate(received)
+    ]
+    return received, posted
 
 
 def _attend_tokens(
@@ -103,16 +155,16 @@ def _attend_tokens(
     return [result[0], result[1][..., None]] if return_lse else [result]
 
 
-def _swap(
+def _begin_swap(
     exchange: RowExchange, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
-) -> None:
-    """Send each rank its tensor, and receive one of each."""
-    swap(exchange, dict(enumerate(sends)), dict(enumerate(receives)))
+) -> Posted:
+    """Begin to send each rank its tensor, and to receive one of each."""
+    return begin_swap(exchange, dict(enumerate(sends)), dict(enumerate(receives)))
 
 
-def swap(
+def begin_swap(
     exchange: RowExchange, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
-) -> None:
-    """Send some ranks a tensor each, and receive one of each; a rank's own is copied."""
+) -> Posted:
+    """Begin to send some ranks a tensor each, and receive one of each; a rank's own is copied."""
     receives.pop(exchange.rank).copy_(sends.pop(exchange.rank))
-    exchange.blocks("attend", sends, receives)
+    return exchange.post("attend", sends, receives)

@@ -17,6 +17,11 @@ from ..plans.sequence_calls import SequenceCall
 from ..transport.exchange import digest, term
 from .shard_keys import ShardKeys, slots_of
 
+State = tuple[torch.Tensor, torch.Tensor]  # a result [rows, num_heads, dim] and its LSE
+
+# At a time, so that what is in float32 stays in the caches.
+_MERGED_ROWS = 64
+
 
 @dataclass(frozen=True)
 class AttentionOptions:
@@ -31,6 +36,12 @@ class AttentionOptions:
     v_scale: Any = None
     kv_dtype: str | None = None
     batch_invariant: bool = True
+
+    def of_heads(self, heads: slice) -> AttentionOptions:
+        """With the scales of some KV heads."""
+        return replace(
+            self, k_scale=head_scale(self.k_scale, heads), v_scale=head_scale(self.v_scale, heads)
+        )
 
     def scalars(self) -> dict[str, Any]:
         """Those of `paged_attention` that do not concern which keys are seen."""
@@ -75,6 +86,11 @@ class ShardInputs(ShardKeys):
             kv_bytes=self.k.element_size(),
             shares_values=self.shares_values,
         )
+
+    def q_heads(self, heads: slice) -> slice:
+        """Those of the queries that read some KV heads."""
+        group = self.q.shape[1] // self.k.shape[1]
+        return slice(heads.start * group, heads.stop * group)
 
     def flops(self, num_pairs: int) -> int:
         """Products and sums of all heads, for so many pairs of a query and a key."""
@@ -166,6 +182,12 @@ def _check_axes(call: str, name: str, q: torch.Tensor) -> None:
         )
 
 
+def no_state(num_rows: int, q: torch.Tensor, v: torch.Tensor) -> State:
+    """Of rows that have seen no key: zeros, and LSE -inf."""
+    out = q.new_zeros(num_rows, q.shape[1], v.shape[-1])
+    return out, torch.full((num_rows, q.shape[1]), -torch.inf)
+
+
 def attend_part(
     calls: Sequence[SequenceCall],
     q: torch.Tensor,
@@ -173,13 +195,13 @@ def attend_part(
     v: torch.Tensor,
     options: AttentionOptions,
     k_rope: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows over the keys of one rank, without sinks: zeros and LSE -inf where there are none.
+    state: State | None = None,
+) -> State:
+    """Rows over the keys of one rank, without sinks; in a given `no_state`, or in a new one.
 
     The last dimensions of the keys may be apart, in `k_rope`; those of the queries never are.
     """
-    out = q.new_zeros(*q.shape[:2], v.shape[-1])
-    lse = torch.full(q.shape[:2], -torch.inf)
+    out, lse = no_state(len(q), q, v) if state is None else state
     for call in calls:
         whole = len(k) // call.page_size * call.page_size
         rope = None if k_rope is None else k_rope[:whole]
@@ -200,7 +222,7 @@ def paged_rows(
     *,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> State:
     """`paged_attention` of the rows of one call, with keys in one pool or in two."""
     split = q.shape[-1] - (0 if k_rope is None else k_rope.shape[-1])
     out, lse = q.new_empty(*q.shape[:2], v.shape[-1]), torch.empty(q.shape[:2])
@@ -217,7 +239,7 @@ def paged_rows(
 
 def merged_columns(
     outs: torch.Tensor, lses: torch.Tensor, num_parts: int, sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> State:
     """As `merged`, of parts that lie behind each other as flat rows."""
     num_heads = lses.shape[1]
     rows = (num_parts, len(lses) // num_parts)
@@ -226,21 +248,29 @@ def merged_columns(
     return merged(list(zip(out_parts, lse_parts, strict=True)), sinks)
 
 
-def merged(
-    parts: Sequence[tuple[torch.Tensor, torch.Tensor]], sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merged(parts: Sequence[State], sinks: torch.Tensor | None) -> State:
     """One result of the parts, merged in their order in float32 and rounded once.
 
     A sink takes weight here, so once; it has no part in the LSE. The result is a new one: parts may
     lie in a receive buffer, which the next call overwrites.
     """
     first, first_lse = parts[0]
+    out, lse = torch.empty_like(first), torch.empty(first_lse.shape, dtype=torch.float32)
+    for begin in range(0, len(first), _MERGED_ROWS):
+        rows = slice(begin, begin + _MERGED_ROWS)
+        out[rows], lse[rows] = _merged([(o[rows], x[rows]) for o, x in parts], sinks)
+    return out, lse
+
+
+def _merged(parts: Sequence[State], sinks: torch.Tensor | None) -> State:
+    first, first_lse = parts[0]
     out = torch.empty(first.shape, dtype=torch.float32).copy_(first)
     lse = torch.empty(first_lse.shape, dtype=torch.float32).copy_(first_lse)
     for other, other_lse in parts[1:]:
         merge_state(out, lse, other.float(), other_lse)
-    if sinks is not None:
-        # A row without keys stays zero, also behind a sink of -inf, which takes no weight.
-        weights = torch.sigmoid(lse - sinks).masked_fill_(lse == -torch.inf, 0)
-        out *= weights[..., None]
-    return out.to(first.dtype), lse
+    if sinks is not None:  # as a key whose value is zero, and which may take all weight
+        takes_all = sinks == torch.inf
+        scores = sinks.masked_fill(takes_all, -torch.inf).expand_as(lse).contiguous()
+        merge_state(out, lse.clone(), torch.zeros_like(out), scores)
+        out.masked_fill_(takes_all[:, None], 0)
+    return out, lse

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Queries travel, keys stay: every rank attends with all queries to the keys that it holds.
 
-Scratch of a rank: the queries of all ranks and their partial results, and the partial results of
-its own rows from each rank, so about ``2 * num_tokens * num_heads * (head_dim + v_head_dim)``
-elements whatever the length of the context.
+Queries of some KV heads travel while those of the last are attended with, and partial results of
+those before go back. Where there is a single KV head, as of latents, the queries of one rank after
+the other do. New keys go to the ranks that keep them in the same way, before. Scratch of a rank:
+the queries of all ranks, or of two rounds of heads, and their partial results, and the partial
+results of its own rows from each rank, so at most about
+``2 * num_tokens * num_heads * (head_dim + v_head_dim)`` elements, whatever the context.
 """
 
 from __future__ import annotations
@@ -11,27 +14,117 @@ from __future__ import annotations
 import torch
 
 from ..plans.sharded_plan import ShardedPlan
-from ..transport.exchange import RowExchange
-from .partials import ShardInputs, attend_part, merged_columns
+from ..transport.exchange import ArrivingRows, RoutedRows, RowExchange
+from ..transport.waiting import Posted
+from .partials import ShardInputs, State, attend_part, merged, merged_columns, no_state
+from .rounds import head_rounds, side_by_side
+from .rows import NewRows
+from .sharded_write import OwnerRoutes, Routed
 
 
 def attend(
-    exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of this rank's rows, and their LSE.
+    exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs, new: NewRows | None = None
+) -> State:
+    """Attention of this rank's rows, and their LSE; new keys are written, if they are given.
 
     Partial results are merged in rank order, so the bits do not depend on which of them arrives
     first.
     """
-    q, options = inputs.q, inputs.options
-    (rows,) = exchange.all_rows("attend", plan.rows_per_rank, [q.flatten(1)])
-    everything = slice(0, plan.num_tokens)
-    calls = plan.batch.calls(
-        exchange.rank, everything, causal=options.causal, window=options.window
-    )
-    queries = rows.unflatten(1, q.shape[1:])
-    out, lse = attend_part(calls, queries, inputs.k, inputs.v, options, inputs.k_rope)
-    indices = torch.arange(plan.num_tokens).split(list(plan.rows_per_rank))
-    num_rows = [len(q)] * exchange.size
-    outs, lses = exchange.routed_rows("attend", [out.flatten(1), lse], indices, num_rows)
-    return merged_columns(outs, lses, exchange.size, options.sinks)
+    layer = _PassQ(exchange, plan, inputs)
+    if inputs.k.shape[1] == 1 and len(layer.rounds(exchange.size, new)) > 1:
+        return layer.by_ranks(new)
+    return layer.by_heads(new)
+
+
+class _PassQ:
+    """A layer whose queries go round."""
+
+    def __init__(self, exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs) -> None:
+        self._exchange, self._plan, self._inputs = exchange, plan, inputs
+        tokens = torch.arange(plan.num_tokens)
+        self._rows = tokens.split(list(plan.rows_per_rank))  # of each rank
+
+    def rounds(self, num_heads: int, new: NewRows | None) -> list[slice]:
+        """Which of so many heads travel at a time, the same on every rank."""
+        plan, inputs = self._plan, self._inputs
+        sizes = inputs.sizes()
+        row_bytes = sizes.num_heads * (sizes.head_dim + sizes.v_head_dim) * sizes.q_bytes
+        if new is not None:
+            row_bytes += sizes.num_kv_heads * inputs.head_bytes
+        others = plan.num_tokens - min(plan.rows_per_rank)
+        flops = inputs.flops(plan.num_pairs) // len(plan.rows_per_rank)
+        return head_rounds(num_heads, others * row_bytes, flops)
+
+    def by_heads(self, new: NewRows | None) -> State:
+        """Heads one after the other, but all at once with scales of tokens, as pools have them."""
+        exchange, plan, inputs = self._exchange, self._plan, self._inputs
+        options, num_kv_heads = inputs.options, inputs.k.shape[1]
+        num_rows = [len(inputs.q)] * exchange.size
+        routes = OwnerRoutes("attend", exchange, plan, new, num_kv_heads)
+        returning: list[tuple[slice, RoutedRows]] = []
+
+        def begin(heads: slice, buffer: int) -> tuple[Routed, ArrivingRows]:
+            routed = routes.begin(heads)
+            rows = inputs.q[:, inputs.q_heads(heads)].flatten(1)
+            return routed, exchange.begin_rows("attend", plan.rows_per_rank, [rows], buffer)
+
+        def compute(heads: slice, begun: tuple[Routed, ArrivingRows]) -> None:
+            routed, arriving = begun
+            routes.store(routed)
+            (rows,) = exchange.arrived(arriving)
+            queries = rows.unflatten(1, (-1, inputs.q.shape[2]))
+            parts = self._attend(slice(0, plan.num_tokens), queries, heads)
+            returning.append((heads, exchange.begin_routed("attend", parts, self._rows, num_rows)))
+
+        whole = slice(0, num_kv_heads)
+        of_tokens = any(getattr(x, "ndim", 0) == 2 for x in (options.k_scale, options.v_scale))
+        side_by_side([whole] if of_tokens else self.rounds(num_kv_heads, new), begin, compute)
+        out, lse = no_state(len(inputs.q), inputs.q, inputs.v)
+        for heads, rows in returning:
+            q_heads = inputs.q_heads(heads)
+            sinks = None if options.sinks is None else options.sinks[q_heads]
+            outs, lses = exchange.routed(rows)
+            out[:, q_heads], lse[:, q_heads] = merged_columns(outs, lses, exchange.size, sinks)
+        return out, lse
+
+    def by_ranks(self, new: NewRows | None) -> State:
+        """Queries of one rank after the other, this rank's first."""
+        exchange, plan, inputs = self._exchange, self._plan, self._inputs
+        rank, size = exchange.rank, exchange.size
+        routes = OwnerRoutes("attend", exchange, plan, new)
+        routed = routes.begin()
+        own = inputs.q.contiguous()
+        asked, coming = [own], [Posted("attend")]  # by step
+        for step in range(1, size):
+            source = (rank - step) % size
+            asked.append(own.new_empty(plan.rows_per_rank[source], *own.shape[1:]))
+            coming.append(
+                exchange.post("attend", {(rank + step) % size: own}, {source: asked[step]})
+            )
+        routes.store(routed)
+        returning: dict[int, RoutedRows] = {}
+        for step in range(size):
+            source, answering = (rank - step) % size, (rank + step) % size
+            exchange.finish(coming[step])
+            begin, num_rows = sum(plan.rows_per_rank[:source]), len(asked[step])
+            parts = self._attend(slice(begin, begin + num_rows), asked[step], slice(0, 1))
+            rows_for = [torch.arange(num_rows if r == source else 0) for r in range(size)]
+            rows_from = [len(own) if r == answering else 0 for r in range(size)]
+            returning[answering] = exchange.begin_routed("attend", parts, rows_for, rows_from)
+        states = []
+        for answering in range(size):
+            out, lse = exchange.routed(returning[answering])
+            states.append((out.unflatten(1, (lse.shape[1], -1)), lse))
+        return merged(states, inputs.options.sinks)
+
+    def _attend(self, rows: slice, queries: torch.Tensor, heads: slice) -> list[torch.Tensor]:
+        """Partial results of some of all rows with some heads, as flat rows, and their LSE."""
+        inputs, options = self._inputs, self._inputs.options
+        calls = self._plan.batch.calls(
+            self._exchange.rank, rows, causal=options.causal, window=options.window
+        )
+        rope = None if inputs.k_rope is None else inputs.k_rope[:, heads]
+        out, lse = attend_part(
+            calls, queries, inputs.k[:, heads], inputs.v[:, heads], options.of_heads(heads), rope
+        )
+        return [out.flatten(1), lse]

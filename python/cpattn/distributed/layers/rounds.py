@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+Round = TypeVar("Round")
 Arriving = TypeVar("Arriving")
 
 # More would hide little more: the first round's exchange and the last one's attention are alone.
@@ -36,17 +37,17 @@ def head_rounds(
 
 
 def side_by_side(
-    rounds: Sequence[slice],
-    begin: Callable[[slice, int], Arriving],
-    compute: Callable[[slice, Arriving], None],
+    rounds: Sequence[Round],
+    begin: Callable[[Round, int], Arriving],
+    compute: Callable[[Round, Arriving], None],
 ) -> None:
     """Compute each round while the next is on its way; two are under way at a time at most.
 
     `begin` is told which of two buffers, 0 or 1, is free; `compute` waits for what it is given.
     """
     coming = begin(rounds[0], 0)
-    for i, heads in enumerate(rounds):
+    for i, round_ in enumerate(rounds):
         arriving = coming
         if i + 1 < len(rounds):
             coming = begin(rounds[i + 1], (i + 1) % 2)
-        compute(heads, arriving)
+        compute(round_, arriving)

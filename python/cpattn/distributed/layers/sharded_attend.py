@@ -30,6 +30,8 @@ STRATEGIES: dict[str, Attend] = {
     "usp": usp.attend,
 }
 EXCHANGES = ("auto", *STRATEGIES)
+# Write new keys themselves, some heads while they attend with others.
+_WRITING = ("gather", "ring", "pass_q")
 # Merge nothing, so that they have an LSE for the caller alone, which takes time.
 _UNMERGED = ("gather", "all_to_all")
 # Read the shard where it is, so that scales of tokens fit, and each rank may have its own; the
@@ -65,7 +67,9 @@ def attend_shards(
     with exchange.without_return():
         more: dict[str, Any] = {"return_lse": arguments.return_lse} if name in _UNMERGED else {}
         if name == "gather":
-            more |= {"new": new, "prefetched": prefetched}
+            more["prefetched"] = prefetched
+        if name in _WRITING:
+            more["new"] = new
         elif new is not None:
             send_to_owners("attend", exchange, plan, new)
         return layer.outputs(*STRATEGIES[name](exchange, plan, inputs, **more))

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from ..plans.sharded_plan import DecodePlan, ShardedPlan
-from ..transport.exchange import RowExchange
-from .rows import NewRows, new_rows, put_rows
+from ..transport.exchange import RoutedRows, RowExchange
+from .rows import NewRows, new_rows
+
+Routed = tuple[slice, RoutedRows] | None  # heads on their way; None where there are no new rows
 
 
 def write_shards(
@@ -31,13 +33,46 @@ def write_shards(
 
 def send_to_owners(call: str, exchange: RowExchange, plan: ShardedPlan, new: NewRows) -> None:
     """What `write_shards` does, once the ranks agree."""
-    owners = np.split(plan.batch.owner, np.cumsum(plan.rows_per_rank)[:-1])
-    own = owners[exchange.rank]
-    rows_for = [torch.from_numpy(np.flatnonzero(own == rank)) for rank in range(exchange.size)]
-    rows_from = [int((owner == exchange.rank).sum()) for owner in owners]
-    received = exchange.routed_rows(call, new.rows, rows_for, rows_from)
-    for pool, rows in zip(new.pools, received, strict=True):
-        put_rows(pool, new.slots, rows)
+    routes = OwnerRoutes(call, exchange, plan, new)
+    routes.store(routes.begin())
+
+
+class OwnerRoutes:
+    """New rows on their way to the ranks that hold their slots: all heads, or some; or none."""
+
+    def __init__(
+        self,
+        call: str,
+        exchange: RowExchange,
+        plan: ShardedPlan,
+        new: NewRows | None,
+        num_heads: int = 1,
+    ) -> None:
+        self._call, self._exchange, self._new = call, exchange, new
+        owners = np.split(plan.batch.owner, np.cumsum(plan.rows_per_rank)[:-1])
+        own, ranks = owners[exchange.rank], range(exchange.size)
+        self._rows_for = [torch.from_numpy(np.flatnonzero(own == rank)) for rank in ranks]
+        self._rows_from = [int((owner == exchange.rank).sum()) for owner in owners]
+        self._rows = [x.unflatten(1, (num_heads, -1)) for x in (new.rows if new else ())]
+
+    def begin(self, heads: slice = slice(None)) -> Routed:
+        """Send those of some heads."""
+        if self._new is None:
+            return None
+        parts = [rows[:, heads].flatten(1) for rows in self._rows]
+        routed = self._exchange.begin_routed(self._call, parts, self._rows_for, self._rows_from)
+        return heads, routed
+
+    def store(self, begun: Routed) -> None:
+        """Write those of which this rank holds the slots."""
+        if begun is None or self._new is None:
+            return
+        heads, routed = begun
+        chosen = [
+            received.unflatten(1, (-1, rows.shape[2]))
+            for received, rows in zip(self._exchange.routed(routed), self._rows, strict=True)
+        ]
+        self._new.put_heads(heads, chosen)
 
 
 def write_own(

@@ -23,7 +23,7 @@ from ..plans.mesh import Mesh, Place, place_of
 from ..plans.sequence_calls import Rows, SequenceCall, Visibility, sequence_calls
 from ..plans.sharded_plan import ShardedPlan
 from ..transport.exchange import RowExchange
-from .all_to_all import swap
+from .all_to_all import begin_swap
 from .partials import AttentionOptions, ShardInputs, attend_part, head_scale, merged
 from .ring import block_bytes, block_tensors, ring_pages, ring_schedule
 from .rows import put_rows
@@ -171,4 +171,4 @@ def _swap(
 ) -> None:
     """Send each rank of this rank's row its tensor, and receive one of each."""
     by_rank = [dict(zip(place.row, tensors, strict=True)) for tensors in (sends, receives)]
-    swap(exchange, *by_rank)
+    exchange.finish(begin_swap(exchange, *by_rank))

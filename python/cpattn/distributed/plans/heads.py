@@ -55,3 +55,21 @@ def head_shares(num_heads: int, num_kv_heads: int, size: int) -> list[HeadShare]
         heads = slice(begin + group * turn // turns, begin + group * (turn + 1) // turns)
         shares.append(HeadShare(heads, slice(head, head + 1)))
     return shares
+
+
+def head_parts(shares: list[HeadShare], num_parts: int) -> list[list[HeadShare]]:
+    """The shares in parts, each of some KV heads of every rank; fewer where a rank has fewer."""
+    counts = [share.kv.stop - share.kv.start for share in shares]
+    num_parts = max(1, min(num_parts, *counts))
+    groups = [share.num_heads // count for share, count in zip(shares, counts, strict=True)]
+    parts = []
+    for part in range(num_parts):
+        of_ranks = []
+        for share, count, group in zip(shares, counts, groups, strict=True):
+            begin, end = count * part // num_parts, count * (part + 1) // num_parts
+            q, kv = share.q.start, share.kv.start
+            of_ranks.append(
+                HeadShare(slice(q + begin * group, q + end * group), slice(kv + begin, kv + end))
+            )
+        parts.append(of_ranks)
+    return parts

@@ -205,6 +205,16 @@ class RowExchange:
         For each part [sum(rows_from), width]: the rows of all ranks, ``rows_from[rank]`` of each,
         in rank order.
         """
+        return self.routed(self.begin_routed(call, parts, rows_for, rows_from))
+
+    def begin_routed(
+        self,
+        call: str,
+        parts: Sequence[torch.Tensor],
+        rows_for: Sequence[torch.Tensor],
+        rows_from: Sequence[int],
+    ) -> RoutedRows:
+        """Begin what `routed_rows` does; `routed` waits for it."""
         received = torch.empty(sum(rows_from), _row_bytes(parts), dtype=torch.uint8)
         blocks = received.split(list(rows_from))
         sends = {}
@@ -215,8 +225,13 @@ class RowExchange:
                 column.copy_(part.index_select(0, rows))
             if not own:
                 sends[rank] = block
-        self.blocks(call, sends, {rank: blocks[rank] for rank in self._peers})
-        return _columns(received, parts)
+        posted = self.post(call, sends, {rank: blocks[rank] for rank in self._peers})
+        return RoutedRows(_columns(received, parts), posted)
+
+    def routed(self, rows: RoutedRows) -> list[torch.Tensor]:
+        """What `routed_rows` gives."""
+        self.finish(rows.posted)
+        return rows.columns
 
     def blocks(
         self, call: str, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
@@ -242,6 +257,7 @@ class RowExchange:
                 raw = block.view(-1).view(torch.uint8)
                 with noting(posted.failures, rank, RuntimeError):
                     posted.works.append((rank, post(raw, self._peers[rank], self._group)))
+                    posted.tensors.append(raw)
         self._roll_call_of_group().keep(posted.works)
         self.sent_bytes += sum(block.nbytes for block in sends.values())
         self.received_bytes += sum(block.nbytes for block in receives.values())
@@ -397,11 +413,17 @@ class RowExchange:
 
 
 @dataclass
-class ArrivingRows:
-    """Rows of all ranks on their way into a receive buffer."""
+class RoutedRows:
+    """Rows on their way from ranks, for each part those of all of them."""
 
     columns: list[torch.Tensor]
     posted: Posted
+
+
+@dataclass
+class ArrivingRows(RoutedRows):
+    """Rows of all ranks on their way into a receive buffer."""
+
     storage: torch.Tensor
     buffer: Hashable
 

@@ -13,6 +13,8 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
 
+import torch
+
 Works = list[tuple[int, Any]]  # of a backend, each with the rank at its other end
 
 _A_MOMENT = 0.1  # seconds
@@ -30,6 +32,7 @@ class Posted:
     call: str
     works: Works = field(default_factory=list)
     failures: dict[int, Exception] = field(default_factory=dict)
+    tensors: list[torch.Tensor] = field(default_factory=list)  # kept until then
 
 
 class Wait:
