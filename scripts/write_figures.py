@@ -155,9 +155,12 @@ def kv_dtypes() -> Iterator[str]:
 
 
 def exchanges() -> Iterator[str]:
-    rows = read("exchanges")
-    yield f"Measured on: {machine(rows[0])}"
-    yield from exchange_tables.exchanges(rows)
+    """Both machines, one after the other."""
+    for name in ("exchanges", "exchanges-amx"):
+        rows = read(name)
+        yield f"## {rows[0]['machine']}, `{rows[0]['isa']}`"
+        yield f"Measured on: {machine(rows[0])}"
+        yield from exchange_tables.exchanges(rows)
 
 
 def engine(name: str, own: str) -> Iterator[str]:

@@ -129,8 +129,7 @@ def predicted(
     """Seconds of a layer, and those for which the link is busy."""
     batch = [shape.new], [shape.new + shape.cached]
     placement = "page_interleave" if way.sharded else "replicated"
-    overlapped = way.overlapped and way.exchange in ("gather", "ring")
-    overlap = "ahead" if way.ahead else "full" if overlapped else "none"
+    overlap = "ahead" if way.ahead else "full" if way.overlapped else "none"
     forecast = predict(
         [batch], settings.layer, rates, cp_size=size, placement=placement, exchange=way.exchange,
         overlap=overlap, state_dtype=settings.layer.dtype,
