@@ -150,7 +150,8 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
         """Those of codes: a checkpoint may have some that do not concern the cache."""
         if self.token_to_kv_pool.dtype not in _CODES:
             return {}
-        return {"k_scale": layer.k_scale_float or 1.0, "v_scale": layer.v_scale_float or 1.0}
+        scales = {"k_scale": layer.k_scale_float, "v_scale": layer.v_scale_float}
+        return {name: 1.0 if scale is None else scale for name, scale in scales.items()}
 
     def _plan(self, layer: Any, forward_batch: Any) -> AttentionPlan:
         window = layer.sliding_window_size
