@@ -102,6 +102,38 @@ def test_sharded_batches_are_right(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("placement", "exchange", "cp_size", "strategy"),
+    [
+        ("page_interleave", "auto", 2, "zigzag"),
+        ("page_interleave", "pass_q", 3, "interleave"),
+        ("token_interleave", "gather", 4, "zigzag"),
+        ("token_interleave:2", "pass_q", 2, "contiguous"),
+    ],
+)
+def test_sparse_attention_over_shards_is_right(
+    placement: str, exchange: str, cp_size: int, strategy: str
+) -> None:
+    report = run(
+        placement=placement,
+        exchange=exchange,
+        cp_size=cp_size,
+        strategy=strategy,
+        model=SMALL_DSA,
+        torch_baseline=True,
+    )
+    assert 0 < report.checked_keys <= report.checked_rows * SMALL_DSA.topk
+    assert report.swapped_keys < report.checked_keys / 10
+    for batch in report.batches:
+        assert batch.exchange in ("gather", "pass_q")
+        assert tuple(batch.phases) == ("metadata", "gather", "attention", "projections")
+        assert batch.torch_seconds is not None
+        assert tuple(batch.torch_seconds) == ("attention",)
+        assert batch.torch_difference is not None
+        assert batch.torch_difference < 0.1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
 @pytest.mark.parametrize("placement", ["page_interleave", "token_interleave"])
 def test_sharded_codes_are_right(placement: str, kv_dtype: str) -> None:
@@ -221,8 +253,12 @@ def test_a_rank_has_room_for_its_rows(text: str, size: int, page_size: int, num_
         ({"exchange": "broadcast"}, "exchange must be auto, gather, .* got 'broadcast'"),
         ({"exchange": "ring"}, "auto or gather where the placement is replicated, got ring"),
         (
-            {"placement": "page_interleave", "model": SMALL_DSA},
-            "placement must be replicated for the model dsa, got page_interleave",
+            {"placement": "page_interleave", "model": SMALL_DSA, "decode_tokens": 2},
+            "placement must be replicated for the model dsa .* decoded, got page_interleave",
+        ),
+        (
+            {"placement": "page_interleave", "model": SMALL_DSA, "exchange": "ring"},
+            "exchange must be auto, gather or pass_q for the model dsa, got ring",
         ),
         (
             {

@@ -130,7 +130,8 @@ def replay(
     With --model dsa the decoder is one layer of sparse attention: an indexer scores all keys of a
     query by a small product of its own, and latent attention (MLA) reads the TOPK best ones. The
     check compares the choice with scores in float64, and attention with dense attention to the
-    same keys. With --disaggregate latents, rotary parts and keys of the indexer are sent.
+    same keys. With --disaggregate latents, rotary parts and keys of the indexer are sent. Shares of
+    the keys are for bf16 caches whose pages are not sent.
 
     Every prompt is computed again by one process, whole and in float32, and compared. Exit code
     1 if a row or a token differs by more than roundings explain, or if a process dies; 130 after

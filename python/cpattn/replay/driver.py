@@ -148,7 +148,7 @@ def _step(
         rows = sample_rows(batch, seed=options.model.seed, rows_per_chunk=options.check_rows)
     delivery = decoding.prepare(batch) if decoding else None
     results = run(workers, Work(batch, _token_ids(batch, report.options), rows, delivery))
-    report.batches.append(_record(batch, results, report.options.model.attention_phases))
+    report.batches.append(_record(batch, results, report.options.attention_phases))
     report.hit_tokens += batch.hit_tokens
     report.peak_bytes = [result.peak_bytes for result in results]
     report.pool_bytes = [result.pool_bytes for result in results]

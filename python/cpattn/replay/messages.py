@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._hosts import Hosts
 from .._workers import Role, Workers
-from .phases import pass_phases
+from .phases import over_pools, pass_phases
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -43,7 +43,8 @@ class WorkerConfig:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        return pass_phases(self.model.phases, self.pp_size)
+        is_sharded = self.placement is not None
+        return pass_phases(over_pools(self.model.phases, is_sharded=is_sharded), self.pp_size)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+#: Which are in attention where pools are shared out, and one call does all of it.
+_OVER_ONE_POOL = ("indexer", "top-k")
+
+
+def over_pools(phases: tuple[str, ...], *, is_sharded: bool) -> tuple[str, ...]:
+    """Those of a model that are told apart where each pool has a share of the keys, or all."""
+    return tuple(phase for phase in phases if not (is_sharded and phase in _OVER_ONE_POOL))
+
 
 def pass_phases(of_model: tuple[str, ...], pp_size: int) -> tuple[str, ...]:
     """The phases of a pass: those of the model, and the wait for the stages before and after."""

@@ -19,13 +19,19 @@ from .dense.attention import DenseAttention
 from .disaggregation.endpoint import Endpoint, Peer, Transfer, start_engine
 from .disaggregation.handover import Delivery
 from .dsa.attention import SparseAttention
+from .dsa.shards import ShardedSparseAttention
 from .memory import forget_peak, peak_resident_bytes
 from .messages import RankResult, Work, WorkerConfig
 from .model import Decoder, Head, stage_layers
 from .phases import PhaseClock
 
 _PASS_SHARE = 0.4  # of the time of a batch, where the torch baseline takes the rest
-_ATTENTION: dict[str, Any] = {"dense": DenseAttention, "dsa": SparseAttention}
+_ATTENTION: dict[tuple[str, bool], Any] = {  # by kind of model, and whether pools are sharded
+    ("dense", False): DenseAttention,
+    ("dense", True): DenseAttention,
+    ("dsa", False): SparseAttention,
+    ("dsa", True): ShardedSparseAttention,
+}
 
 
 class Rank:
@@ -63,7 +69,7 @@ class Rank:
         )
         layers = stage_layers(config.model.num_layers, config.pp_size)[rank // config.cp_size]
         self._model = Decoder(config.model, layers)
-        self._attention = _ATTENTION[config.model.kind](
+        self._attention = _ATTENTION[config.model.kind, config.placement is not None](
             config.model, self._cp, config.num_pages, layers
         )
         self._pool_bytes = sum(

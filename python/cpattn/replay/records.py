@@ -11,7 +11,7 @@ from .._limits import check_integer, check_number
 from ..traffic.trace import TRACE_BLOCK_TOKENS
 from .dense.model import DenseConfig
 from .model import DecoderConfig
-from .phases import pass_phases
+from .phases import over_pools, pass_phases
 from .shards import BY_PAGES, BY_TOKENS, EXCHANGES, PLACEMENTS, REPLICATED, PlacementName
 
 # By kind of model: the name of the baseline, and what it does.
@@ -97,7 +97,12 @@ class ReplayOptions:
     @property
     def phases(self) -> tuple[str, ...]:
         """Of the time of a pass; the last one is all the rest."""
-        return pass_phases(self.model.phases, self.pp_size)
+        return pass_phases(over_pools(self.model.phases, is_sharded=self.is_sharded), self.pp_size)
+
+    @property
+    def attention_phases(self) -> tuple[str, ...]:
+        """Of these, those that the torch baseline does, too."""
+        return over_pools(self.model.attention_phases, is_sharded=self.is_sharded)
 
     @property
     def block_tokens(self) -> int:
@@ -136,11 +141,7 @@ class ReplayOptions:
                 f"{REPLICATED}, got {self.exchange}"
             )
         if not isinstance(model, DenseConfig):
-            if self.is_sharded:
-                raise ValueError(
-                    f"{function}: placement must be {REPLICATED} for the model {model.kind}, got "
-                    f"{self.placement}"
-                )
+            self._check_sparse_placement()
         elif self.is_sharded and model.scale_dtype and self.exchange not in ("auto", "pass_q"):
             raise ValueError(
                 f"{function}: exchange must be auto or pass_q for int8, which has scales of each "
@@ -150,6 +151,21 @@ class ReplayOptions:
             raise ValueError(
                 f"{function}: pool_tokens must be at least a page of each rank, "
                 f"{self.page_shards * self.page_size}, got {self.pool_tokens}"
+            )
+
+    def _check_sparse_placement(self) -> None:
+        function, model = "ReplayOptions", self.model
+        if not self.is_sharded:
+            return
+        if self.decode_tokens or getattr(model, "kv_dtype", "bf16") != "bf16":
+            raise ValueError(
+                f"{function}: placement must be {REPLICATED} for the model {model.kind} in fp8, or "
+                f"where pages are sent to be decoded, got {self.placement}"
+            )
+        if self.exchange not in ("auto", "gather", "pass_q"):
+            raise ValueError(
+                f"{function}: exchange must be auto, gather or pass_q for the model {model.kind}, "
+                f"got {self.exchange}"
             )
 
     def _check_decoding(self) -> None:

@@ -33,14 +33,14 @@ class RowRuns(NamedTuple):
         )
 
 
-def row_runs(batch: Batch, plan: ContextParallelPlan) -> RowRuns:
-    """The runs of a rank's rows, in their order."""
+def row_runs(batch: Batch, plan: ContextParallelPlan, tables: Any = None) -> RowRuns:
+    """The runs of a rank's rows, in their order; of sequences with the plan's pages, or others."""
     requests = plan.metadata.query_request_indices
     starts = np.flatnonzero(np.diff(requests, prepend=-1))
     sequences = requests[starts]
     return RowRuns(
         np.diff(np.append(starts, len(requests))),
-        plan.block_tables[sequences],
+        (plan.block_tables if tables is None else tables)[sequences],
         np.array(batch.seq_lens, np.int64)[sequences],
         plan.page_size,
     )

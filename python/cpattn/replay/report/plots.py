@@ -152,10 +152,10 @@ def _attention(report: ReplayReport) -> Plot:
     plot = Plot(
         "attention",
         f"Attention: cpattn and {name}",
-        f"{' + '.join(report.options.model.attention_phases).capitalize()}, all layers, mean over "
+        f"{' + '.join(report.options.attention_phases).capitalize()}, all layers, mean over "
         f"ranks; torch {how}.",
     )
-    phases = report.options.model.attention_phases
+    phases = report.options.attention_phases
     x = _indices(report)
     with plot.axes("time [ms]") as axes:
         for i, (label, color, values) in enumerate(

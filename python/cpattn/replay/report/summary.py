@@ -44,7 +44,7 @@ def summarize(report: ReplayReport) -> dict[str, Any]:
     }
     pairs = [sum(rank) for rank in zip(*(b.rank_pairs for b in batches), strict=True)]
     attention = [sum(r) for r in zip(*(b.rank_attention_seconds for b in batches), strict=True)]
-    own_seconds = sum(phases[phase] for phase in model.attention_phases)
+    own_seconds = sum(phases[phase] for phase in report.options.attention_phases)
     torch_seconds = sum(report.torch_seconds.values())
     errors = [b.max_error for b in batches if b.max_error is not None]
     over_codes = [b.error_over_codes for b in batches if b.error_over_codes is not None]
