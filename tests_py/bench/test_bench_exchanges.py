@@ -96,8 +96,8 @@ def test_the_fastest_and_the_choice_are_marked():
 def test_what_holds_is_counted():
     overlapped, gains, choices = exchange_tables.verdicts(ALL)
     assert overlapped == (
-        "Within 1.12 × the longer of attention and link: gather 1 of 2 (at most 1.50 ×); ring 1 of 2 "
-        "(at most 1.49 ×); pass_q 0 of 2 (at most 2.50 ×); all_to_all 0 of 2 (at most 2.00 ×)."
+        "Within 1.12 × the longer of attention and link: gather 1 of 2 (at most 1.50 ×); ring 1 of "
+        "2 (at most 1.49 ×); pass_q 0 of 2 (at most 2.50 ×); all_to_all 0 of 2 (at most 2.00 ×)."
     )
     assert gains.endswith("1.36 to 2.00 × as fast.")
     assert "within 2 %, in 1 of 2 cases; in the worst it takes 1.10 × the fastest" in choices

@@ -73,7 +73,8 @@ def test_a_ring_takes_turns_with_its_blocks():
     hidden = placed("ring", "full")
     part = (whole + 12 * 2) / 16  # a call for each of four KV heads, too
     new = EXCHANGE + (MOVED - EXCHANGE) / 4  # of one head
-    turns = max(new + 16 * part, MOVED + 3 * step + part) + merge
+    steps = 3 * step + 3 * 3  # a message for each head
+    turns = max(new + 16 * part, MOVED + steps + part) + merge
     assert hidden.layer_seconds == pytest.approx(EXCHANGE + turns)
     assert hidden.hidden_seconds == pytest.approx(forecast.layer_seconds - hidden.layer_seconds)
 
@@ -130,7 +131,8 @@ def test_a_mesh_swaps_heads_in_its_rows_and_passes_keys_round():
     assert forecast.attention_seconds == pytest.approx(attention + merge)
     assert forecast.store_seconds == (4 * ROW + 16 * ROW // 2) / 2000
     hidden = placed("usp", "full", mesh=(2, 2))
-    turns = max(attention / 2, one + step / 1000) + attention / 2
+    part = (attention + 2 * 2) / 4  # a call for each of its two KV heads, too
+    turns = max(4 * part, one + 1 + step / 1000 + part)  # a message for the other head, too
     before = EXCHANGE + MOVED + 2 * one + swap / 1000
     whole = before + turns + one + back / 1000 + merge
     assert hidden.layer_seconds == pytest.approx(whole)

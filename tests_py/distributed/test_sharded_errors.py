@@ -355,6 +355,7 @@ def disagreements(tmp_path_factory):
         ("sinks", "attend: options"),
         ("LSE by heads", "attend: options"),
         *((f"scales by {name}", "attend: options") for name in ("gather", "ring", "all_to_all")),
+        ("scales of tokens", "attend: options"),
         ("topk", "attend_sparse: options"),
         ("sink", "attend_sparse: options"),
         ("kv_lens", "decode: lengths"),

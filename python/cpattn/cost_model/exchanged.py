@@ -45,7 +45,7 @@ class ExchangeWork:
         Rows and ranks of a row, of ``"usp"``.
     parts : int
         Into which exchange and attention can be cut to run side by side: KV heads of a rank, of
-        the block of each host in a ring; blocks of rows of a mesh.
+        the block of each host in a ring, or of each row of a mesh.
     sent_bytes, received_bytes : arrays [cp_size], int64
         Between hosts, without the digests that ranks compare before.
     wire_bytes : array [3, num_hosts], int64

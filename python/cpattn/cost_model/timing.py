@@ -20,7 +20,7 @@ overlap, parts of attention take turns with parts of the exchange, as
 
     layer = max(digests + rows + overlapped, store)      or the sum above, if that is less
 
-where rows are among what overlaps in ``"ring"`` and ``"pass_q"``.
+where rows are among what overlaps, but in ``"usp"``.
 
 With overlap a layer ahead, cached rows of shared-out pools that a gather brings are on the wire
 while the layer before is computed, behind the new rows of that layer::
@@ -101,11 +101,14 @@ def layer_seconds(
     seconds = LayerSeconds(attention, np.repeat(by_host, len(attention) // len(by_host)), store, 0)
     if overlap == "none":
         return seconds
+    if work.exchange in ("ring", "usp"):  # a message for each part that travels
+        more = (work.calls - 1) * (work.parts // work.calls - 1)
+        first += 1e-6 * slower * more * rates.message_us
     slowest = float(attention.max())
     if not peers:
         return seconds._replace(hidden=min(slowest, store))
     ahead = work.cached_bytes / (1e9 * rates.gather_gbps) if overlap == "ahead" else 0 * before
-    by_parts = work.exchange in ("ring", "pass_q")  # new rows to their pools, too
+    by_parts = work.exchange in ("ring", "pass_q", "all_to_all")  # new rows to their pools, too
     routed = rows + float(to_pools.max())
     whole = (
         once

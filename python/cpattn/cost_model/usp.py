@@ -45,7 +45,7 @@ def by_mesh(counts: BatchCounts, mesh: Mesh) -> ExchangeWork:
         packed_keys=packed * np.tile(kv_heads, ring),
         longest_item=longest,
         calls=ring,
-        parts=ring,
+        parts=ring * int(kv_heads.max()),
         mesh=mesh,
         merged_rows=(of_row * heads * (ring if ring > 1 else 0)).ravel(),
         moved=[

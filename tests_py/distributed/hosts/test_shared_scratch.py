@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools that are shared out, gathered into scratch that the ranks of a host have together."""
+"""Pools that are shared out, in scratch that the ranks of a host have together."""
 
 from __future__ import annotations
 
@@ -34,6 +34,24 @@ def test_keys_cross_the_wire_once_for_each_pair_of_hosts_as_predicted(tmp_path):
         assert answer["sent"] == answer["predicted sent"] > 0
         assert answer["received"] == answer["predicted received"]
         assert answer["sent at home"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_ring_goes_from_host_to_host(tmp_path, layout):
+    size = sum(map(len, layout))
+    for answer in run_world(size, tmp_path, worker.run_rings, layout):
+        assert answer["in rounds"] == answer["by mesh"] == answer["not written alike"] == []
+        assert answer["compared"] > 40
+        assert answer["apart"] < 1e-5  # of float32: merged in other parts
+
+
+def test_each_rank_sends_its_part_of_a_host_round_the_ring(tmp_path):
+    for rank, answer in enumerate(
+        run_world(4, tmp_path, worker.run_ring_bytes, LAYOUTS["two of two"])
+    ):
+        keys = 96 // 2 // 2  # half of what its host holds, in two heads
+        assert answer["rows"] == [((rank + 2) % 4, keys * 2 * answer["head bytes"])]
 
 
 @pytest.mark.slow

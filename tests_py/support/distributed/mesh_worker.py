@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cpattn.distributed import ContextParallel
-from cpattn.distributed.layers import usp
+from cpattn.distributed.layers import ring
 from cpattn.distributed.transport.exchange import TERMS
 from support.distributed import sharded_faults
 from support.distributed import sharded_worker as sharded
@@ -96,7 +96,7 @@ def run_received(rank: int, case: Case) -> tuple[int, dict[str, int], list[str]]
     ]
     events: list[Any] = []
     post, finish = cp._exchange.post, cp._exchange.finish
-    attend_part = usp.attend_part
+    attend_part = ring.attend_part
 
     def posted(call: str, sends: Any, receives: Any) -> Any:
         if call == "attend":
@@ -108,12 +108,12 @@ def run_received(rank: int, case: Case) -> tuple[int, dict[str, int], list[str]]
             events.append("finish")
         finish(work)
 
-    def computed(*arguments: Any) -> Any:
+    def computed(*arguments: Any, **options: Any) -> Any:
         events.append("compute")
-        return attend_part(*arguments)
+        return attend_part(*arguments, **options)
 
     cp._exchange.post, cp._exchange.finish = posted, finished
-    with mock.patch.object(usp, "attend_part", computed):
+    with mock.patch.object(ring, "attend_part", computed):
         cp.attend(plan, cp.shard(plan, batch.q), *shards)
     choice = cp.choose_exchange(
         plan, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim,

@@ -52,6 +52,11 @@ def run_disagreements(rank: int) -> tuple[dict[str, str], bool]:
         scales = torch.tensor([0.5, 0.25 if is_odd else 0.5])
         cp.attend(plan, q, codes, codes, v_scale=scales)
 
+    def scaled_by_tokens() -> None:
+        cp, plan, q, _ = parts()
+        codes = torch.ones(64, 2, 32, dtype=torch.int8)
+        cp.attend(plan, q, codes, codes, v_scale=torch.ones(64, 2) if is_odd else torch.ones(2))
+
     def write(**changes: Any) -> None:
         cp, plan, _, shards = parts(**changes)
         rows = torch.zeros(plan.num_local_rows, 2, 32)
@@ -96,6 +101,7 @@ def run_disagreements(rank: int) -> tuple[dict[str, str], bool]:
         "sinks": lambda: attend({}, sinks=torch.ones(4)),
         "LSE by heads": lambda: attend({}, "all_to_all", return_lse=True),
         **{f"scales by {name}": partial(scaled, name) for name in ("gather", "ring", "all_to_all")},
+        "scales of tokens": scaled_by_tokens,
         "topk": lambda: sparse(topk=3),
         "sink": lambda: sparse(attn_sink=torch.zeros(2)),
         "kv_lens": lambda: decode({"kv_lens": [4, 9]}),

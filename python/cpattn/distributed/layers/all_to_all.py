@@ -3,9 +3,12 @@
 
 Queries go to the ranks of their heads, keys and values to those that read them, outputs back to the
 rows. The bits are those of a pool that holds everything. With fewer KV heads than ranks, several
-ranks have the same one. The KV heads of a rank go in rounds: some arrive while the last ones are
-attended to. Scratch of a rank: of the heads of two rounds the whole context, as it arrives and in
-its places, and the queries; and the results of all its heads.
+ranks have the same one.
+
+The KV heads of a rank go in rounds: some arrive while the last ones are attended to. New keys go to
+the ranks that keep them in the same way, before. Scratch of a rank: queries of the heads of two
+rounds, and keys and values of these for the whole context, as they are sent and as they arrive, and
+those of one in their places; results, as they are sent, as they arrive, and all in one.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from ..transport.waiting import Posted
 from .key_scratch import key_scratch
 from .partials import ShardInputs, head_scale
 from .rounds import head_rounds, side_by_side
+from .rows import NewRows
+from .sharded_write import Heads, OwnerRoutes, Routed
 
 Part = list[HeadShare]  # some heads of each rank
 
@@ -37,9 +42,14 @@ class _Arriving(NamedTuple):
 
 
 def attend(
-    exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs, *, return_lse: bool = True
+    exchange: RowExchange,
+    plan: ShardedPlan,
+    inputs: ShardInputs,
+    new: NewRows | None = None,
+    *,
+    return_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of this rank's rows, and their LSE if it is wanted."""
+    """Attention of this rank's rows, and their LSE if it is wanted; new keys are written."""
     rank, tokens, rows_per_rank = exchange.rank, plan.gathered_rows, list(plan.rows_per_rank)
     num_heads = inputs.q.shape[1]
     dims = [inputs.v.shape[2], *[1] * return_lse]
@@ -48,8 +58,11 @@ def attend(
         for dim, dtype in zip(dims, (inputs.q.dtype, torch.float32), strict=False)
     ]
     returning: list[tuple[Part, list[list[torch.Tensor]], list[Posted]]] = []
+    parts = _parts(exchange, plan, inputs)
+    new_keys = _NewKeys(OwnerRoutes("attend", exchange, plan, new, inputs.k.shape[1]), parts)
 
     def begin(part: Part, _: int) -> _Arriving:
+        new_keys.store()  # which are sent as keys of their owners now
         sends = [inputs.q[:, share.q].contiguous() for share in part]
         q = sends[0].new_empty(plan.num_tokens, part[rank].num_heads, inputs.q.shape[2])
         posted = _begin_swap(exchange, sends, q.split(rows_per_rank))
@@ -76,7 +89,7 @@ def attend(
             going.append(_begin_swap(exchange, rows.split(rows_per_rank), received[-1]))
         returning.append((part, received, going))
 
-    side_by_side(_parts(exchange, plan, inputs), begin, compute)
+    side_by_side(parts, begin, compute)
     for part, received, going in returning:
         for posted, whole, blocks in zip(going, results, received, strict=True):
             exchange.finish(posted)
@@ -85,13 +98,38 @@ def attend(
     return results[0], results[1].squeeze(-1) if return_lse else None
 
 
+class _NewKeys:
+    """New keys on their way to their owners, those of the next part while one is sent on."""
+
+    def __init__(self, routes: OwnerRoutes, parts: Sequence[Part]) -> None:
+        self._routes, self._coming = routes, iter(parts)
+        self._routed = self._begin()
+
+    def store(self) -> None:
+        """Wait for those of a part, one after the other, and write them."""
+        self._routes.store(self._routed)
+        self._routed = self._begin()
+
+    def _begin(self) -> Routed:
+        part = next(self._coming, None)
+        return None if part is None else self._routes.begin(_kv_heads(part))
+
+
+def _kv_heads(part: Part) -> Heads:
+    """Those that some rank reads."""
+    heads = sorted({head for share in part for head in range(share.kv.start, share.kv.stop)})
+    if heads[-1] - heads[0] + 1 == len(heads):
+        return slice(heads[0], heads[-1] + 1)
+    return heads
+
+
 def _parts(exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs) -> list[Part]:
     """The heads of each round, the same on every rank."""
     size, sizes = exchange.size, inputs.sizes()
     shares = head_shares(sizes.num_heads, sizes.num_kv_heads, size)
     row_bytes = sizes.num_heads * (sizes.head_dim + sizes.v_head_dim) * sizes.q_bytes
     kv_bytes = sum(plan.kv_counts) * sizes.num_kv_heads * inputs.head_bytes
-    received = (plan.num_tokens * row_bytes + kv_bytes) // size
+    received = (plan.num_tokens * row_bytes + kv_bytes) * (size - 1) // size**2
     flops = inputs.flops(plan.num_pairs) // size
     most = max(share.kv.stop - share.kv.start for share in shares)
     return head_parts(shares, len(head_rounds(most, received, flops)))

@@ -39,8 +39,7 @@ class HeadOutputs:
         """
         plan, inputs = self._plan, self._inputs
         options = inputs.options
-        group = inputs.q.shape[1] // inputs.k.shape[1]
-        q_heads = slice(heads.start * group, heads.stop * group)
+        q_heads = inputs.q_heads(heads)
         result = do_cp_attn_fia(
             _columns(self._q, q_heads),
             caches[0],

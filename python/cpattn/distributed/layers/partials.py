@@ -19,7 +19,7 @@ from .shard_keys import ShardKeys, slots_of
 
 State = tuple[torch.Tensor, torch.Tensor]  # a result [rows, num_heads, dim] and its LSE
 
-# At a time, so that what is in float32 stays in the caches.
+# At a time of each thread, so that what is in float32 stays in its caches.
 _MERGED_ROWS = 64
 
 
@@ -36,6 +36,11 @@ class AttentionOptions:
     v_scale: Any = None
     kv_dtype: str | None = None
     batch_invariant: bool = True
+
+    @property
+    def has_token_scales(self) -> bool:
+        """Whether codes have a scale for each token, beside the pool that has them."""
+        return any(getattr(scale, "ndim", 0) == 2 for scale in (self.k_scale, self.v_scale))
 
     def of_heads(self, heads: slice) -> AttentionOptions:
         """With the scales of some KV heads."""
@@ -256,8 +261,9 @@ def merged(parts: Sequence[State], sinks: torch.Tensor | None) -> State:
     """
     first, first_lse = parts[0]
     out, lse = torch.empty_like(first), torch.empty(first_lse.shape, dtype=torch.float32)
-    for begin in range(0, len(first), _MERGED_ROWS):
-        rows = slice(begin, begin + _MERGED_ROWS)
+    at_once = _MERGED_ROWS * _core.default_num_threads()
+    for begin in range(0, len(first), at_once):
+        rows = slice(begin, begin + at_once)
         out[rows], lse[rows] = _merged([(o[rows], x[rows]) for o, x in parts], sinks)
     return out, lse
 

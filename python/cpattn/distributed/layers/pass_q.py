@@ -6,7 +6,8 @@ those before go back. Where there is a single KV head, as of latents, the querie
 the other do. New keys go to the ranks that keep them in the same way, before. Scratch of a rank:
 the queries of all ranks, or of two rounds of heads, and their partial results, and the partial
 results of its own rows from each rank, so at most about
-``2 * num_tokens * num_heads * (head_dim + v_head_dim)`` elements, whatever the context.
+``2 * num_tokens * num_heads * (head_dim + v_head_dim)`` elements where ranks have as many rows,
+whatever the context.
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ class _PassQ:
             returning.append((heads, exchange.begin_routed("attend", parts, self._rows, num_rows)))
 
         whole = slice(0, num_kv_heads)
-        of_tokens = any(getattr(x, "ndim", 0) == 2 for x in (options.k_scale, options.v_scale))
-        side_by_side([whole] if of_tokens else self.rounds(num_kv_heads, new), begin, compute)
+        side_by_side(
+            [whole] if options.has_token_scales else self.rounds(num_kv_heads, new), begin, compute
+        )
         out, lse = no_state(len(inputs.q), inputs.q, inputs.v)
         for heads, rows in returning:
             q_heads = inputs.q_heads(heads)

@@ -4,9 +4,12 @@
 Of a share some KV heads travel at a time: what has come is attended to, and passed on, while the
 other heads are under way. New keys go to the ranks that keep them in the same way, before.
 
+Where ranks share memory, a share is what a host holds: its ranks write it into scratch of the host,
+pass parts of it on to ranks of the next host, as many as both have, and all read what comes.
+
 Partial results are merged in the order of the shares, whatever the order in which a rank has them,
-so that a row has the same bits on every rank. Scratch of a rank: two shares of the keys and values,
-and a partial result of its own rows for each share.
+so that a row has the same bits on every rank. Scratch of a rank, or of a host: two shares of the
+keys and values; of a rank a partial result of its own rows for each share.
 """
 
 from __future__ import annotations
@@ -16,91 +19,218 @@ from math import prod
 import numpy as np
 import torch
 
-from ..plans.key_shares import KeyShares, LocalPages
+from ... import _core
+from ..plans.key_shares import Array, KeyShares, LocalPages
+from ..plans.sequence_calls import Rows, SequenceCall, Visibility, sequence_calls
 from ..plans.sharded_plan import ShardedPlan
 from ..transport.exchange import RowExchange
+from ..transport.host import HostGroup
+from ..transport.shared_memory import shared_scratch
 from ..transport.waiting import Posted
 from .partials import ShardInputs, State, attend_part, merged, no_state
 from .rounds import head_rounds, side_by_side
-from .rows import NewRows
+from .rows import NewRows, put_rows
 from .sharded_write import OwnerRoutes, Routed
 
 _PAGE = 16  # of a share on its way, in which every request begins with a new page
+_ALIGNMENT = 64  # bytes, of the heads of a share in scratch
+Blocks = dict[int, torch.Tensor]  # by rank
 
 
 def attend(
     exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs, new: NewRows | None = None
 ) -> State:
     """Attention of this rank's rows, and their LSE; new keys are written, if they are given."""
-    return _Ring(exchange, plan, inputs).attend(new)
+    host = exchange.host()
+    if isinstance(host, HostGroup):
+        return _HostRing(exchange, plan, inputs, host).attend(new)
+    return Ring(exchange, plan, inputs, tuple(range(exchange.size))).attend(new)
 
 
-class _Ring:
-    """A layer whose shares of keys go round."""
+class Ring:
+    """A layer whose shares of keys go round: `share_of` tells which one each rank holds."""
 
-    def __init__(self, exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs) -> None:
-        self._exchange, self._plan, self._inputs = exchange, plan, inputs
-        shares = range(exchange.size)
-        self._schedule = ring_schedule(exchange.rank, exchange.size)
-        self._pages = [ring_pages(plan.batch.shares, share) for share in shares]
-        self._parts = [no_state(len(inputs.q), inputs.q, inputs.v) for _ in shares]
+    def __init__(
+        self,
+        exchange: RowExchange,
+        plan: ShardedPlan,
+        inputs: ShardInputs,
+        share_of: tuple[int, ...],
+    ) -> None:
+        self.exchange, self.plan, self.inputs, self._share_of = exchange, plan, inputs, share_of
+        self.own, self.size = share_of[exchange.rank], max(share_of) + 1
+        self.groups = exchange.size  # of queries, of which a rank has one
+        self.lanes = 1  # ranks of which each receives a part of a share
+        self.shares = _shares(plan, share_of)
+        self.schedule = ring_schedule(self.own, self.size)
+        self.pages = [ring_pages(self.shares, share) for share in range(self.size)]
+        self._parts = [no_state(len(inputs.q), inputs.q, inputs.v) for _ in range(self.size)]
 
-    def attend(self, new: NewRows | None) -> State:
-        plan, inputs = self._plan, self._inputs
-        rounds = _rounds(plan, inputs, new)
+    def attend(self, new: NewRows | None = None) -> State:
+        """Attention of the queries of the inputs, and their LSE; new keys are written first."""
+        rounds = self._rounds(new)
+        routes = OwnerRoutes("attend", self.exchange, self.plan, new, self.inputs.k.shape[1])
         coming = []
-        routes = OwnerRoutes("attend", self._exchange, plan, new, inputs.k.shape[1])
 
         def attend_own(heads: slice, routed: Routed) -> None:
             routes.store(routed)
-            block = _own_block(plan, inputs, self._pages[plan.cp_rank], heads)
-            coming.append(self._passed_on(0, block, heads))
-            self._attend(plan.cp_rank, block, heads)
+            block = self.own_block(heads)
+            coming.append(self.passed_on(0, block, heads))
+            self._attend(0, block, heads)
 
         side_by_side(rounds, lambda heads, _: routes.begin(heads), attend_own)
-        for step, share in enumerate(self._schedule[1:], 1):
+        for step in range(1, self.size):
             for i, heads in enumerate(rounds):
                 block, posted = coming[i]
-                self._exchange.finish(posted)
-                coming[i] = self._passed_on(step, block, heads)
-                self._attend(share, block, heads)
-        return merged(self._parts, inputs.options.sinks)
+                self.wait(posted)
+                coming[i] = self.passed_on(step, block, heads)
+                self._attend(step, block, heads)
+        return merged(self._parts, self.inputs.options.sinks)
 
-    def _passed_on(
+    def own_block(self, heads: slice) -> torch.Tensor:
+        """Some heads of the keys that this rank holds, then of their values, as bytes."""
+        keys, pages = self.plan.batch.shares.local_keys(self.own), self.pages[self.own]
+        counts = self.shares.counts(self.own)
+        within = np.arange(len(keys.row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows = np.full(len(pages.ids) * _PAGE, keys.row[0] if len(keys.row) else 0)
+        rows[pages.indptr[keys.request] * _PAGE + within] = keys.row
+        taken = self.inputs.take(torch.from_numpy(rows), heads)
+        return torch.cat([x.view(torch.uint8).flatten() for x in taken])
+
+    def passed_on(
         self, step: int, block: torch.Tensor, heads: slice
     ) -> tuple[torch.Tensor, Posted]:
-        """Send a block to the next rank, and receive that of the next step, which may be none."""
-        rank, size = self._exchange.rank, self._exchange.size
-        if step == size - 1:
+        """Send a block on, and receive that of the next step, if there is one."""
+        if step == self.size - 1:
             return block, Posted("attend")
-        pages = self._pages[self._schedule[step + 1]]
-        following = block.new_empty(block_bytes(self._inputs, pages, heads.stop - heads.start))
-        posted = self._exchange.post(
-            "attend", {(rank + 1) % size: block}, {(rank - 1) % size: following}
-        )
-        return following, posted
+        following = self.room(step + 1, heads)
+        return following, self.exchange.post("attend", *self.messages(block, following))
 
-    def _attend(self, share: int, block: torch.Tensor, heads: slice) -> None:
-        plan, inputs, pages = self._plan, self._inputs, self._pages[share]
-        options = inputs.options
-        calls = plan.batch.calls(
-            share, plan.local_rows, causal=options.causal, window=options.window, pages=pages
-        )
-        taken = block_tensors(block, inputs, pages, heads.stop - heads.start)
+    def room(self, step: int, heads: slice) -> torch.Tensor:
+        """For some heads of the share of a step."""
+        return torch.empty(self.block_bytes(step, heads), dtype=torch.uint8)
+
+    def messages(self, block: torch.Tensor, following: torch.Tensor) -> tuple[Blocks, Blocks]:
+        """What this rank sends to whom of a block, and receives from whom of the next one."""
+        return {(self.own + 1) % self.size: block}, {(self.own - 1) % self.size: following}
+
+    def wait(self, posted: Posted) -> None:
+        """Until the block of a step is here."""
+        self.exchange.finish(posted)
+
+    def block_bytes(self, step: int, heads: slice) -> int:
+        """Of some heads of the share of a step."""
+        pages = self.pages[self.schedule[step]]
+        return block_bytes(self.inputs, pages, heads.stop - heads.start)
+
+    def _attend(self, step: int, block: torch.Tensor, heads: slice) -> None:
+        share, inputs = self.schedule[step], self.inputs
+        taken = block_tensors(block, inputs, self.pages[share], heads.stop - heads.start)
         q_heads = inputs.q_heads(heads)
         out, lse = self._parts[share]
         attend_part(
-            calls, inputs.q[:, q_heads], taken[0], inputs.values_of(taken),
-            options.of_heads(heads), state=(out[:, q_heads], lse[:, q_heads]),
+            self._calls(share), inputs.q[:, q_heads], taken[0], inputs.values_of(taken),
+            inputs.options.of_heads(heads), state=(out[:, q_heads], lse[:, q_heads]),
         )  # fmt: skip
 
+    def rows(self) -> slice | Array:
+        """Of all queries those of the inputs."""
+        return self.plan.local_rows
 
-def _rounds(plan: ShardedPlan, inputs: ShardInputs, new: NewRows | None) -> list[slice]:
-    """The KV heads that travel at a time, the same on every rank."""
-    num_kv_heads = inputs.k.shape[1]
-    rows = sum(plan.kv_counts) - min(plan.kv_counts) + (0 if new is None else plan.num_tokens)
-    flops = inputs.flops(plan.num_pairs) // len(plan.rows_per_rank)
-    return head_rounds(num_kv_heads, rows * num_kv_heads * inputs.head_bytes, flops)
+    def _calls(self, share: int) -> list[SequenceCall]:
+        """How the queries see the keys of a share, made once for all layers."""
+        options, batch = self.inputs.options, self.plan.batch
+        memo = batch.memo
+        key = type(self), self._share_of, share, options.causal, options.window
+        if key not in memo:
+            own = self.rows()
+            rows = Rows(batch.rows.request[own], batch.rows.position[own])
+            visibility = Visibility(options.causal, options.window, batch.mask)
+            memo[key] = sequence_calls(self.shares, share, self.pages[share], rows, visibility)
+        calls: list[SequenceCall] = memo[key]
+        return calls
+
+    def _rounds(self, new: NewRows | None) -> list[slice]:
+        """The KV heads that travel at a time, the same on all ranks that send each other some."""
+        plan, inputs = self.plan, self.inputs
+        num_kv_heads = inputs.k.shape[1]
+        counts = [int(self.shares.counts(share).sum()) for share in range(self.size)]
+        rows = (sum(counts) - min(counts)) // self.lanes
+        if new is not None and self.exchange.size > 1:
+            rows += plan.num_tokens // self.exchange.size
+        flops = inputs.flops(plan.num_pairs) // self.groups
+        return head_rounds(num_kv_heads, rows * num_kv_heads * inputs.head_bytes, flops)
+
+
+class _HostRing(Ring):
+    """The same of hosts, whose ranks share memory."""
+
+    def __init__(
+        self, exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs, host: HostGroup
+    ) -> None:
+        hosts = host.rails.hosts
+        of_rank = {rank: i for i, ranks in enumerate(hosts) for rank in ranks}
+        share_of = tuple(of_rank[rank] for rank in range(exchange.size))
+        super().__init__(exchange, plan, inputs, share_of)
+        ranks = hosts[self.own]
+        self._lane = ranks.index(exchange.rank)
+        self._before, self._next = (hosts[(self.own + i) % self.size] for i in (-1, 1))
+        self._lanes_in, self._lanes_out = (
+            min(len(ranks), len(others)) for others in (self._before, self._next)
+        )
+        self.lanes = min(map(len, hosts))
+        most = max(block_bytes(inputs, pages, 1) for pages in self.pages)
+        self._head_bytes = -(-most // _ALIGNMENT) * _ALIGNMENT
+        self._scratch = shared_scratch(exchange, host, self._head_bytes * inputs.k.shape[1])
+
+    def own_block(self, heads: slice) -> torch.Tensor:
+        """Some heads of the keys that this host holds, of which this rank writes its own."""
+        keys, pages = self.plan.batch.shares.local_keys(self.plan.cp_rank), self.pages[self.own]
+        slots = pages.indptr[keys.request] * _PAGE
+        slots = slots + self.shares.count_below(self.own, keys.request, keys.position)
+        block = self.room(0, heads)
+        taken = self.inputs.take(torch.from_numpy(keys.row), heads)
+        wholes = block_tensors(block, self.inputs, pages, heads.stop - heads.start)
+        for whole, own in zip(wholes, taken, strict=True):
+            put_rows(whole, torch.from_numpy(slots), own)
+        self._meet()
+        return block
+
+    def room(self, step: int, heads: slice) -> torch.Tensor:
+        """Where some heads of a share are: every second one in the same scratch."""
+        begin = self._head_bytes * heads.start
+        return self._scratch[step % 2][begin : begin + self.block_bytes(step, heads)]
+
+    def messages(self, block: torch.Tensor, following: torch.Tensor) -> tuple[Blocks, Blocks]:
+        """Parts of them, where the host before and the next one have as many ranks."""
+        sends, receives = {}, {}
+        if self._lane < self._lanes_out:
+            sends[self._next[self._lane]] = _part(block, self._lane, self._lanes_out)
+        if self._lane < self._lanes_in:
+            receives[self._before[self._lane]] = _part(following, self._lane, self._lanes_in)
+        return sends, receives
+
+    def wait(self, posted: Posted) -> None:
+        """Until all ranks here have their parts, and read nothing before them any more."""
+        super().wait(posted)
+        self._meet()
+
+    def _meet(self) -> None:
+        with _core.TraceSpan(_core.TraceScope.gather):
+            self.exchange.meet_host("attend")
+
+
+def _part(block: torch.Tensor, lane: int, lanes: int) -> torch.Tensor:
+    return block[len(block) * lane // lanes : len(block) * (lane + 1) // lanes]
+
+
+def _shares(plan: ShardedPlan, share_of: tuple[int, ...]) -> KeyShares:
+    """The keys of each share; made once for all layers."""
+    memo, key = plan.batch.memo, ("shares", share_of)
+    if key not in memo:
+        memo[key] = plan.batch.shares.of_groups(np.array(share_of))
+    shares: KeyShares = memo[key]
+    return shares
 
 
 def ring_schedule(rank: int, size: int) -> list[int]:
@@ -112,19 +242,6 @@ def ring_pages(shares: KeyShares, share: int) -> LocalPages:
     """Where the keys of a share are in a block of it."""
     counts = -(-shares.counts(share) // _PAGE)
     return LocalPages(_PAGE, np.append(0, np.cumsum(counts)), np.arange(counts.sum()))
-
-
-def _own_block(
-    plan: ShardedPlan, inputs: ShardInputs, pages: LocalPages, heads: slice
-) -> torch.Tensor:
-    """Some heads of the keys that this rank holds, then of their values, as bytes."""
-    keys = plan.batch.shares.local_keys(plan.cp_rank)
-    counts = plan.batch.shares.counts(plan.cp_rank)
-    within = np.arange(len(keys.row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    rows = np.full(len(pages.ids) * _PAGE, keys.row[0] if len(keys.row) else 0)
-    rows[pages.indptr[keys.request] * _PAGE + within] = keys.row
-    taken = inputs.take(torch.from_numpy(rows), heads)
-    return torch.cat([x.view(torch.uint8).flatten() for x in taken])
 
 
 def _shapes(

@@ -82,10 +82,15 @@ class NewRows:
         """The same of some heads: rows [num_tokens, len(heads), dim]."""
         self.put_heads(heads, [take_rows(new, self.sources) for new in gathered])
 
-    def put_heads(self, heads: slice, chosen: Sequence[torch.Tensor]) -> None:
+    def put_heads(self, heads: slice | list[int], chosen: Sequence[torch.Tensor]) -> None:
         """Write the rows of `sources` alone, [len(sources), len(heads), dim]."""
         for pool, new in zip(self.pools, chosen, strict=True):
-            put_rows(pool.unflatten(1, (-1, new.shape[2]))[:, heads], self.slots, new)
+            by_heads = pool.unflatten(1, (-1, new.shape[2]))
+            if isinstance(heads, slice):
+                put_rows(by_heads[:, heads], self.slots, new)
+                continue
+            for i, head in enumerate(heads):
+                put_rows(by_heads[:, head], self.slots, new[:, i])
 
 
 def new_rows(

@@ -31,7 +31,7 @@ STRATEGIES: dict[str, Attend] = {
 }
 EXCHANGES = ("auto", *STRATEGIES)
 # Write new keys themselves, some heads while they attend with others.
-_WRITING = ("gather", "ring", "pass_q")
+_WRITING = ("gather", "ring", "pass_q", "all_to_all")
 # Merge nothing, so that they have an LSE for the caller alone, which takes time.
 _UNMERGED = ("gather", "all_to_all")
 # Read the shard where it is, so that scales of tokens fit, and each rank may have its own; the
@@ -62,7 +62,9 @@ def attend_shards(
         name = _exchange_of(plan, wanted, inputs, writes=new is not None)
         terms["exchange"] = digest(f"{name} {plan.max_scratch_bytes} {plan.mesh}".encode())
         sends_lse = name == _SENDS_WANTED_LSE and arguments.return_lse
-        scales = None if name == _IN_PLACE else inputs.options.scales_digest()
+        scales: int = inputs.options.has_token_scales  # by which heads go in rounds, or at once
+        if name != _IN_PLACE:
+            scales = inputs.options.scales_digest()
         terms["options"] = term((inputs.digest(), sends_lse, scales))
     with exchange.without_return():
         more: dict[str, Any] = {"return_lse": arguments.return_lse} if name in _UNMERGED else {}
@@ -77,8 +79,7 @@ def attend_shards(
 
 def _exchange_of(plan: ShardedPlan, name: str, inputs: ShardInputs, *, writes: bool) -> str:
     """The name of the exchange for a layer; ValueError for one that cannot do it."""
-    options = inputs.options
-    scaled = any(getattr(x, "ndim", 0) == 2 for x in (options.k_scale, options.v_scale))
+    scaled = inputs.options.has_token_scales
     if name == "auto":
         if scaled:
             return _IN_PLACE

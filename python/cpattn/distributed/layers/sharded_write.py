@@ -12,7 +12,8 @@ from ..plans.sharded_plan import DecodePlan, ShardedPlan
 from ..transport.exchange import RoutedRows, RowExchange
 from .rows import NewRows, new_rows
 
-Routed = tuple[slice, RoutedRows] | None  # heads on their way; None where there are no new rows
+Heads = slice | list[int]
+Routed = tuple[Heads, RoutedRows] | None  # heads on their way; None where there are no new rows
 
 
 def write_shards(
@@ -55,7 +56,7 @@ class OwnerRoutes:
         self._rows_from = [int((owner == exchange.rank).sum()) for owner in owners]
         self._rows = [x.unflatten(1, (num_heads, -1)) for x in (new.rows if new else ())]
 
-    def begin(self, heads: slice = slice(None)) -> Routed:
+    def begin(self, heads: Heads = slice(None)) -> Routed:
         """Send those of some heads."""
         if self._new is None:
             return None

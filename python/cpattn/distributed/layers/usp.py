@@ -5,8 +5,8 @@ Within its row a rank takes some heads of the row's queries and keys, as by "all
 of a column, which have the same heads, pass these keys round a ring, as by "ring". There is one
 partial result for each row of the mesh, and they are merged in the order of the rows. A mesh of a
 single column has the bits of "ring"; one of one row, without sinks, those of "all_to_all". Scratch
-of a rank: two blocks with the keys and values of a row in its KV heads, queries and results of its
-heads for the row, and a partial result of them for each row.
+of a rank: three blocks with the keys and values of a row in its KV heads, queries and results of
+its heads for the row, and a partial result of them for each row.
 """
 
 from __future__ import annotations
@@ -18,22 +18,17 @@ import numpy as np
 import torch
 
 from ..plans.heads import HeadShare, head_shares
-from ..plans.key_shares import KeyShares, LocalPages
-from ..plans.mesh import Mesh, Place, place_of
-from ..plans.sequence_calls import Rows, SequenceCall, Visibility, sequence_calls
+from ..plans.key_shares import Array
+from ..plans.mesh import Place, place_of
 from ..plans.sharded_plan import ShardedPlan
 from ..transport.exchange import RowExchange
 from .all_to_all import begin_swap
-from .partials import AttentionOptions, ShardInputs, attend_part, head_scale, merged
-from .ring import block_bytes, block_tensors, ring_pages, ring_schedule
+from .partials import ShardInputs, State
+from .ring import Blocks, Ring, block_tensors
 from .rows import put_rows
 
-State = tuple[torch.Tensor, torch.Tensor]
 
-
-def attend(
-    exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(exchange: RowExchange, plan: ShardedPlan, inputs: ShardInputs) -> State:
     """Attention of this rank's rows, and their LSE."""
     assert plan.mesh is not None  # `ContextParallel` refuses the exchange without
     place = place_of(plan.mesh, exchange.rank)
@@ -43,9 +38,8 @@ def attend(
     q = inputs.q.new_empty(sum(num_rows), mine.num_heads, inputs.q.shape[2])
     sends = [inputs.q[:, share.q].contiguous() for share in shares]
     _swap(exchange, place, sends, q.split(num_rows))
-    by_row = _keys_by_row(plan, place.mesh)
-    block = _row_block(exchange, plan, inputs, place, by_row, shares)
-    state = _round_the_ring(exchange, plan, inputs, place, by_row, q, block, mine)
+    ring = _RowRing(exchange, plan, inputs, place, shares, q)
+    state = ring.attend() if mine.num_heads else ring.nothing()
     results = []
     for of_row in (state[0], state[1][..., None]):
         received = [
@@ -57,110 +51,83 @@ def attend(
     return results[0], results[1].squeeze(-1)
 
 
-def _round_the_ring(
-    exchange: RowExchange,
-    plan: ShardedPlan,
-    inputs: ShardInputs,
-    place: Place,
-    by_row: KeyShares,
-    q: torch.Tensor,
-    block: torch.Tensor,
-    mine: HeadShare,
-) -> State:
-    """This rank's heads of the queries of its row, over the keys of one row after another."""
-    options, size = _options_of(inputs.options, mine), place.ring_size
-    num_kv_heads = _num_kv_heads(mine)
-    pages = [ring_pages(by_row, share) for share in range(size)]
-    parts: dict[int, State] = {}
-    for step, share in enumerate(ring_schedule(place.ring, size)):
-        last = step == size - 1
-        coming = pages[(share - 1) % size]
-        following = block.new_empty(0 if last else block_bytes(inputs, coming, num_kv_heads))
-        posted = exchange.post(
-            "attend",
-            {} if last else {place.neighbour(1): block},
-            {} if last else {place.neighbour(-1): following},
+class _RowRing(Ring):
+    """Keys of rows of the mesh go round, to queries of a whole row in some heads."""
+
+    def __init__(
+        self,
+        exchange: RowExchange,
+        plan: ShardedPlan,
+        inputs: ShardInputs,
+        place: Place,
+        shares: Sequence[HeadShare],
+        q: torch.Tensor,
+    ) -> None:
+        self._place = place
+        row_of = [place_of(place.mesh, rank).ring for rank in range(exchange.size)]
+        mine = shares[place.column]
+        kv = mine.kv if mine.num_heads else slice(0)
+        rope, options = inputs.k_rope, inputs.options
+        own = replace(
+            inputs,
+            q=q,
+            k=inputs.k[:, kv],
+            v=inputs.v[:, kv],
+            k_rope=None if rope is None else rope[:, kv],
+            options=replace(
+                options.of_heads(kv), sinks=None if options.sinks is None else options.sinks[mine.q]
+            ),
         )
-        if mine.num_heads:
-            taken = block_tensors(block, inputs, pages[share], num_kv_heads)
-            calls = _calls(plan, place, by_row, share, pages[share], options)
-            parts[share] = attend_part(calls, q, taken[0], inputs.values_of(taken), options)
-        exchange.finish(posted)
-        block = following
-    if not mine.num_heads:
-        return q.new_empty(len(q), 0, inputs.v.shape[2]), torch.empty(len(q), 0)
-    return merged([parts[share] for share in range(size)], options.sinks)
+        super().__init__(exchange, plan, own, tuple(row_of))
+        self.groups = self.size
+        self._keys = self._keys_of_row(inputs, shares)
 
+    def nothing(self) -> State:
+        """What comes of no heads."""
+        q, dim = self.inputs.q, self.inputs.v.shape[2]
+        return q.new_empty(len(q), 0, dim), torch.empty(len(q), 0)
 
-def _row_block(
-    exchange: RowExchange,
-    plan: ShardedPlan,
-    inputs: ShardInputs,
-    place: Place,
-    by_row: KeyShares,
-    shares: Sequence[HeadShare],
-) -> torch.Tensor:
-    """Keys, then values, in this rank's KV heads of what its row holds: a block as bytes."""
-    num_kv_heads = _num_kv_heads(shares[place.column])
-    pages = ring_pages(by_row, place.ring)
-    of_ranks = [plan.batch.shares.local_keys(rank) for rank in place.row]
-    own = torch.from_numpy(of_ranks[place.column].row)
-    sends = [inputs.take(own, share.kv if share.num_heads else slice(0)) for share in shares]
-    slots = [
-        pages.indptr[keys.request] * pages.page_size
-        + by_row.count_below(place.ring, keys.request, keys.position)
-        for keys in of_ranks
-    ]
-    block = torch.zeros(block_bytes(inputs, pages, num_kv_heads), dtype=torch.uint8)
-    for i, whole in enumerate(block_tensors(block, inputs, pages, num_kv_heads)):
-        received = whole.new_empty(sum(map(len, slots)), *whole.shape[1:])
-        _swap(exchange, place, [x[i] for x in sends], received.split([len(x) for x in slots]))
-        put_rows(whole, torch.from_numpy(np.concatenate(slots)), received)
-    return block
+    def own_block(self, heads: slice) -> torch.Tensor:
+        """Some of this rank's heads of the keys that its row holds, as bytes; asked for once."""
+        block = torch.empty(self.block_bytes(0, heads), dtype=torch.uint8)
+        parts = block_tensors(block, self.inputs, self.pages[self.own], heads.stop - heads.start)
+        for part, keys in zip(parts, self._keys, strict=True):
+            part.view(torch.uint8).copy_(keys[:, heads].view(torch.uint8))
+        if heads.stop == self.inputs.k.shape[1]:
+            self._keys = []
+        return block
 
+    def messages(self, block: torch.Tensor, following: torch.Tensor) -> tuple[Blocks, Blocks]:
+        """To and from the ranks of the same heads."""
+        return {self._place.neighbour(1): block}, {self._place.neighbour(-1): following}
 
-def _calls(
-    plan: ShardedPlan,
-    place: Place,
-    by_row: KeyShares,
-    share: int,
-    pages: LocalPages,
-    options: AttentionOptions,
-) -> list[SequenceCall]:
-    """How the queries of this rank's row see the keys of another, made once for all layers."""
-    memo, key = plan.batch.memo, ("usp", place.ring, share, options.causal, options.window)
-    if key not in memo:
-        begins = np.cumsum((0, *plan.rows_per_rank))
-        own = np.concatenate([np.arange(begins[r], begins[r + 1]) for r in place.row])
-        rows = Rows(plan.batch.rows.request[own], plan.batch.rows.position[own])
-        visibility = Visibility(options.causal, options.window, plan.batch.mask)
-        memo[key] = sequence_calls(by_row, share, pages, rows, visibility)
-    calls: list[SequenceCall] = memo[key]
-    return calls
+    def rows(self) -> Array:
+        """Those of the row."""
+        begins = np.cumsum((0, *self.plan.rows_per_rank))
+        return np.concatenate([np.arange(begins[r], begins[r + 1]) for r in self._place.row])
 
-
-def _keys_by_row(plan: ShardedPlan, mesh: Mesh) -> KeyShares:
-    """Which row of the mesh has which keys; made once for all layers."""
-    memo = plan.batch.memo
-    if "keys by row" not in memo:
-        rows = [place_of(mesh, rank).ring for rank in range(len(plan.rows_per_rank))]
-        memo["keys by row"] = plan.batch.shares.of_groups(np.array(rows))
-    shares: KeyShares = memo["keys by row"]
-    return shares
-
-
-def _options_of(options: AttentionOptions, mine: HeadShare) -> AttentionOptions:
-    """Those of a rank's heads."""
-    return replace(
-        options,
-        sinks=None if options.sinks is None else options.sinks[mine.q],
-        k_scale=head_scale(options.k_scale, mine.kv),
-        v_scale=head_scale(options.v_scale, mine.kv),
-    )
-
-
-def _num_kv_heads(share: HeadShare) -> int:
-    return share.kv.stop - share.kv.start if share.num_heads else 0
+    def _keys_of_row(self, inputs: ShardInputs, shares: Sequence[HeadShare]) -> list[torch.Tensor]:
+        """Keys, and values, in this rank's KV heads of what its row holds, in pages of a block."""
+        place, pages = self._place, self.pages[self.own]
+        of_ranks = [self.plan.batch.shares.local_keys(rank) for rank in place.row]
+        own = torch.from_numpy(of_ranks[place.column].row)
+        sends = [inputs.take(own, share.kv if share.num_heads else slice(0)) for share in shares]
+        slots = [
+            pages.indptr[keys.request] * pages.page_size
+            + self.shares.count_below(self.own, keys.request, keys.position)
+            for keys in of_ranks
+        ]
+        wholes = []
+        for i, sent in enumerate(sends[place.column]):
+            num_bytes = sent.shape[2] * sent.element_size()
+            shape = len(pages.ids) * pages.page_size, sent.shape[1], num_bytes
+            whole = torch.zeros(shape, dtype=torch.uint8).view(sent.dtype)
+            received = whole.new_empty(sum(map(len, slots)), *whole.shape[1:])
+            parts = received.split([len(x) for x in slots])
+            _swap(self.exchange, place, [x[i] for x in sends], parts)
+            put_rows(whole, torch.from_numpy(np.concatenate(slots)), received)
+            wholes.append(whole)
+        return wholes
 
 
 def _swap(

@@ -79,9 +79,8 @@ def _attend(
     memory, and reading them again for each block of queries takes a sixth longer.
     """
     caches, tables = [inputs.k[:, heads], inputs.v[:, heads]], plan.block_tables
-    scales = inputs.options.k_scale, inputs.options.v_scale
-    of_tokens = any(getattr(scale, "ndim", 0) == 2 for scale in scales)  # in the cache's order
-    if heads.stop - heads.start < inputs.k.shape[1] and not of_tokens:
+    in_order = inputs.options.has_token_scales  # which are in that of the cache
+    if heads.stop - heads.start < inputs.k.shape[1] and not in_order:
         pages, tables = plan.pages_in_order
         caches = [
             take_rows(cache.unflatten(0, (-1, plan.page_size)), pages).flatten(0, 1)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...kv import Placement
 from ..transport.exchange import PLAN_TERMS, digest
-from .key_shares import Array, KeyShares, LocalPages
+from .key_shares import Array, KeyShares
 from .masks import packed_mask
 from .mesh import Mesh
 from .plan import ContextParallelPlan, index_array, refuse_shared_slots, table_slots, used_pages
@@ -49,23 +49,17 @@ class ShardedBatch:
             )
 
     def calls(
-        self,
-        rank: int,
-        rows: slice,
-        *,
-        causal: bool,
-        window: int | None,
-        pages: LocalPages | None = None,
+        self, rank: int, rows: slice, *, causal: bool, window: int | None
     ) -> list[SequenceCall]:
-        """How the rows see the keys of a rank: where its pool has them, or in other pages.
+        """How the rows see the keys of a rank where its pool has them.
 
         Made once for all layers with this visibility.
         """
-        key = (rank, rows.start, rows.stop, causal, window, pages is None)
+        key = (rank, rows.start, rows.stop, causal, window)
         if key not in self.memo:
             visibility = Visibility(causal, window, self.mask)
             chosen = Rows(self.rows.request[rows], self.rows.position[rows])
-            where = self.shares.local_pages(rank) if pages is None else pages
+            where = self.shares.local_pages(rank)
             self.memo[key] = sequence_calls(self.shares, rank, where, chosen, visibility)
         calls: list[SequenceCall] = self.memo[key]
         return calls

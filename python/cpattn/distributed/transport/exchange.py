@@ -274,6 +274,8 @@ class RowExchange:
         roll_call = self._roll_call_of_group()
         if not losses:
             roll_call.release(posted.works)
+            posted.works.clear()  # which keep tensors, too
+            posted.tensors.clear()
             return
         error = next(iter(posted.failures.values()), None)
         raise self._lost(posted.call, losses, wait, timed_out=timed_out) from error

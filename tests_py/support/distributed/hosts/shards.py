@@ -9,10 +9,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from cpattn.cost_model import AttentionLayer, exchange_work
 from cpattn.distributed import ContextParallel
-from cpattn.distributed.layers import gather_kv
+from cpattn.distributed.layers import gather_kv, ring
 from cpattn.distributed.transport import shared_memory
 from cpattn.distributed.transport.exchange import TERMS
 from cpattn.kv import MHATokenToKVPool, PageInterleave
@@ -43,7 +44,7 @@ def run_gathers(rank: int, layout: Layout) -> dict[str, Any]:
         at_once = sharded.run_layers(rank, ["gather"])
         with mock.patch.object(gather_kv, "head_rounds", _single_heads):
             in_rounds = sharded.run_layers(rank, ["gather"])
-            written = dict(_both_ways())
+            written = dict(_both_ways("gather"))
     return {
         "different": [name for name, out in alone.items() if not _same(out, at_once[name])]
         + [name for name, out in alone.items() if not _same(out, in_rounds[name])],
@@ -51,6 +52,49 @@ def run_gathers(rank: int, layout: Layout) -> dict[str, Any]:
         "compared": len(alone) + len(written),
         "calls": len(calls),
     }
+
+
+def run_rings(rank: int, layout: Layout) -> dict[str, Any]:
+    """Whether "ring" between hosts has the bits of a ring of rows of a mesh, and writes so."""
+    by_rank = sharded.run_layers(rank, ["ring"])
+    by_mesh = {}
+    if len({len(ranks) for ranks in layout}) == 1:
+        mesh = DeviceMesh("cpu", layout, mesh_dim_names=("ring", "heads"))
+        by_mesh = sharded.run_layers(rank, ["usp"], mesh)
+    find_out(layout, rank)
+    by_host = sharded.run_layers(rank, ["ring"])
+    with mock.patch.object(ring, "head_rounds", _single_heads):
+        in_rounds = sharded.run_layers(rank, ["ring"])
+        written = dict(_both_ways("ring"))
+    return {
+        "in rounds": [name for name, out in by_host.items() if not _same(out, in_rounds[name])],
+        "by mesh": [
+            name for name, out in by_mesh.items() if not _same(out, by_host["ring" + name[3:]])
+        ],
+        "not written alike": [name for name, same in written.items() if not same],
+        "compared": len(by_host) + len(by_mesh) + len(written),
+        "apart": max(
+            float((a - b).nan_to_num(posinf=0, neginf=0).abs().max())
+            for name, out in by_host.items()
+            for a, b in zip(out, by_rank[name], strict=True)
+        ),
+    }
+
+
+def run_ring_bytes(rank: int, layout: Layout) -> dict[str, Any]:
+    """What a ring between hosts sends to whom."""
+    find_out(layout, rank)
+    size, page, length = dist.get_world_size(), 4, 96
+    placement = PageInterleave(shard_size=size, page_size=page)
+    cp = ContextParallel(dist.group.WORLD, page_size=page, placement=placement, exchange="ring")
+    plan = cp.plan([20], [length], block_tables=[range(length // page)])
+    q = cp.shard(plan, torch.randn(20, 4, 32))
+    shards = [torch.randn(length // size, 2, 32) for _ in "kv"]
+    cp.attend(plan, q, *shards)  # which makes the scratch
+    with counting_sends() as sends:
+        cp.attend(plan, q, *shards)
+    told = len(layout[0]) * 8 * len(TERMS)
+    return {"rows": [send for send in sends if send[1] != told], "head bytes": 2 * 32 * 4}
 
 
 def _single_heads(num_kv_heads: int, *_: int) -> list[slice]:
@@ -61,10 +105,10 @@ def _same(one: Iterable[torch.Tensor], other: Iterable[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def _both_ways() -> Iterable[tuple[str, bool]]:
+def _both_ways(exchange: str) -> Iterable[tuple[str, bool]]:
     """Attention that writes new rows, beside `write_kv` before it."""
     for name, make in sharded.PLACEMENTS.items():
-        options = {"placement": make(dist.get_world_size(), layers.PAGE), "exchange": "gather"}
+        options = {"placement": make(dist.get_world_size(), layers.PAGE), "exchange": exchange}
         for case, layer in layers.LAYERS.items():
             one = Rank(layer.plan, **options)
             yield f"{name}, {case}", one.both_ways(*layers.dense_inputs(), **layer.attend)
