@@ -33,9 +33,10 @@ def test_a_killed_rank_is_named_on_both_hosts_at_once(tmp_path, lost, when):
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-def test_a_rank_killed_between_rounds_of_heads_is_named(tmp_path, lost):
+@pytest.mark.parametrize("when", worker.ATTENDING)
+def test_a_rank_killed_between_rounds_of_heads_is_named(tmp_path, lost, when):
     clock = tmp_path / "clock"
-    answers = run_world(4, tmp_path, worker.run_loss, LAYOUT, lost, "between rounds", clock)
+    answers = run_world(4, tmp_path, worker.run_loss, LAYOUT, lost, when, clock)
     assert answers.pop(lost) is None
     for message, told in answers:
         assert re.match(

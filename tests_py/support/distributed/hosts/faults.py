@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from cpattn.distributed import ContextParallel
 from cpattn.distributed.layers import rounds
 from cpattn.distributed.transport import exchange, shared_memory
+from cpattn.kv import PageInterleave
 from support.distributed import distributed_worker as worker
 from support.distributed import shared_pool_worker as pools
 from support.distributed.hosts.layouts import Layout, on_hosts
@@ -36,8 +38,8 @@ def run_loss(
     group = group_of(layout, rank)
     group.write()
     attempt = group.write
-    if when == "between rounds":
-        attempt = lambda: _attend_in_rounds(group, killer if rank == lost else None)  # noqa: E731
+    if when in ATTENDING:
+        attempt = lambda: ATTENDING[when](group, killer if rank == lost else None)  # noqa: E731
     if rank == lost:
         time.sleep(0.3)  # the others wait by now
         killer = pools.Killer(clock)
@@ -85,19 +87,42 @@ def _attend_in_rounds(group: pools.Group, killer: pools.Killer | None) -> None:
     """Attention that writes, one KV head after the other; the killer comes behind the first."""
     rows = torch.ones(group.plan.num_local_rows, 2, 32)
     queries = torch.ones(group.plan.num_local_rows, 4, 32)
+    with _killed_at_meeting(2, killer):
+        group.cp.attend(group.plan, queries, group.k, group.v, k_local=rows, v_local=rows)
+
+
+def _attend_in_a_ring(group: pools.Group, killer: pools.Killer | None) -> None:
+    """A ring between hosts; the killer comes before its second step, with the first head here."""
+    page_size = group.case.page_size
+    placement = PageInterleave(shard_size=dist.get_world_size(), page_size=page_size)
+    cp = ContextParallel(
+        dist.group.WORLD, page_size=page_size, placement=placement, exchange="ring"
+    )
+    plan = worker.make_plan(cp, group.case, group.batch)
+    shards = [torch.ones(16 * page_size, 2, 32) for _ in "kv"]
+    with _killed_at_meeting(3, killer):
+        cp.attend(plan, torch.ones(plan.num_local_rows, 4, 32), *shards)
+
+
+ATTENDING = {"between rounds": _attend_in_rounds, "in a ring": _attend_in_a_ring}
+
+
+@contextlib.contextmanager
+def _killed_at_meeting(number: int, killer: pools.Killer | None) -> Iterator[None]:
+    """Heads go one after the other; behind each, the ranks of a host meet."""
     meet = exchange.RowExchange.meet_host
     meetings = 0
 
     def counted(self, call, terms=()):
         nonlocal meetings
         meetings += not terms
-        if killer is not None and meetings == 2:
+        if killer is not None and meetings == number:
             killer.kill()
         return meet(self, call, terms)
 
     one_head = mock.patch.multiple(rounds, _LEAST_BYTES=1, _MOST_FLOPS_PER_BYTE=1 << 60)
     with one_head, mock.patch.object(exchange.RowExchange, "meet_host", counted):
-        group.cp.attend(group.plan, queries, group.k, group.v, k_local=rows, v_local=rows)
+        yield
 
 
 def run_interrupt(rank: int, layout: Layout) -> tuple[str, float]:
