@@ -167,8 +167,8 @@ def test_absurd_values_are_refused_in_a_line_that_names_the_option(name: str, op
             "--exchange must be auto or gather where the placement is replicated, got ring",
         ),
         (
-            "replay --placement page_interleave --model dsa",
-            "--placement must be replicated for the model dsa, got page_interleave",
+            "replay --placement page_interleave --model dsa --exchange ring",
+            "--exchange must be auto, gather or pass_q for the model dsa, got ring",
         ),
         (
             "replay --placement page_interleave --kv-dtype int8 --exchange gather",

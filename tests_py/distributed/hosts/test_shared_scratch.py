@@ -43,7 +43,6 @@ def test_a_ring_goes_from_host_to_host(tmp_path, layout):
     for answer in run_world(size, tmp_path, worker.run_rings, layout):
         assert answer["in rounds"] == answer["by mesh"] == answer["not written alike"] == []
         assert answer["compared"] > 40
-        assert answer["apart"] < 1e-5  # of float32: merged in other parts
 
 
 def test_each_rank_sends_its_part_of_a_host_round_the_ring(tmp_path):
