@@ -7,8 +7,10 @@ import re
 
 import pytest
 
+from support.cases import assert_attention
 from support.distributed.distributed_worker import run_world
 from support.distributed.hosts import shards as worker
+from support.distributed.layer_cases import decoded, layer_inputs
 
 LAYOUTS = {
     "one host": ((0, 1, 2),),
@@ -43,6 +45,9 @@ def test_a_ring_goes_from_host_to_host(tmp_path, layout):
     for answer in run_world(size, tmp_path, worker.run_rings, layout):
         assert answer["in rounds"] == answer["by mesh"] == answer["not written alike"] == []
         assert answer["compared"] > 40
+        for what, (out, lse) in answer["layers"].items():
+            inputs = decoded(layer_inputs(what.split(", ", 2)[2]))
+            assert_attention(out, lse, inputs, op="ring of ranks")
 
 
 def test_each_rank_sends_its_part_of_a_host_round_the_ring(tmp_path):
