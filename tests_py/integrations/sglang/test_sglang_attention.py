@@ -93,5 +93,9 @@ def test_what_cannot_be_served_is_refused_by_name(found, case):
     assert REFUSED[case] in message
 
 
+def test_a_scale_of_zero_is_an_error(found):
+    assert found["zero scale"] == "run_attention: k_scale must be a positive number, got 0"
+
+
 def test_layers_of_a_kind_share_a_plan_of_each_pass(found):
     assert found["plans"] == [2, 1]

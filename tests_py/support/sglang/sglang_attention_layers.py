@@ -3,7 +3,8 @@
 """A process with the attention backend on pools of sglang's, without an engine.
 
 ``python -m support.sglang.sglang_attention_layers RESULTS`` writes what `torch.save` makes of
-{"layers": results and arguments of the oracle, "refused": messages, "plans": how many}.
+{"layers": results and arguments of the oracle, "refused": messages, "plans": how many,
+"zero scale": a message}.
 """
 
 from __future__ import annotations
@@ -174,6 +175,7 @@ def attend(
     page_size: int = 16,
     dtype: torch.dtype = torch.float32,
     code: torch.dtype | None = None,
+    code_scales: tuple[float, float] = CODE_SCALES,
     windows: bool = False,
     layer_id: int = FULL,
     head_dim: int = DIM,
@@ -191,8 +193,8 @@ def attend(
         runner.req_to_token_pool.req_to_token[row, : len(slots)] = slots
     scales = {}
     if code is not None:
-        layer.k_scale_float, layer.v_scale_float = CODE_SCALES
-        scales = dict(zip(("k_scale", "v_scale"), CODE_SCALES, strict=True))
+        layer.k_scale_float, layer.v_scale_float = code_scales
+        scales = dict(zip(("k_scale", "v_scale"), code_scales, strict=True))
     step.write_prefixes(pool, layer, scales)
     backend = CpattnAttnBackend(runner)
     backend.init_forward_metadata(batch)
@@ -201,7 +203,7 @@ def attend(
     if code is not None:
         step.k, step.v = (
             (x / scale).to(code).to(dtype) * scale
-            for x, scale in zip((step.k, step.v), CODE_SCALES, strict=True)
+            for x, scale in zip((step.k, step.v), code_scales, strict=True)
         )
     return out.unflatten(1, (HEADS, head_dim)), step.oracle_inputs(
         sinks=sinks,
@@ -256,6 +258,15 @@ def count_plans() -> int:
                 backend.forward(step.q, step.k[step.new], step.v[step.new], layer, batch)
         counts.append(len(backend._plans))
     return counts
+
+
+def error_of_zero_scale() -> str:
+    """Of a checkpoint with such a scale, which is none that is missing."""
+    try:
+        attend(code=torch.float8_e4m3fn, code_scales=(0.0, 1.0))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 @contextmanager
@@ -355,4 +366,5 @@ def layers() -> dict[str, Any]:
 if __name__ == "__main__":
     with published(tp_size=1):
         found = {"layers": layers(), "refused": refusals(), "plans": count_plans()}
+        found["zero scale"] = error_of_zero_scale()
     torch.save(found, sys.argv[1])
