@@ -4,8 +4,9 @@
     python bench/bench_threads.py [--quick] [--spins 0,50,200] [--threads N]
 
 A process for each CPATTN_SPIN_US, all in turns: short calls after pauses in which the caller is
-busy; calls between products of torch in the same process, as in the layers of a model; and calls
-beside another process that multiplies all the time. Prints figures and keeps none. One minute.
+busy; calls between products of torch in the same process, as in the layers of a model, there also
+on torch's threads; and calls beside another process that multiplies all the time. Prints figures
+and keeps none. One minute.
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ from bench.threads.worker import CALLS
 from cpattn import _core
 
 PAUSES = (0, 10, 30, 100, 300, 1000)  # microseconds
-#: How long OpenMP's threads spin after a product: what the plug-in for vLLM sets, and GNU's own.
+#: How long OpenMP's threads spin after a product: some tenths of a millisecond, and GNU's default.
 OPENMP = {"GOMP_SPINCOUNT=30000": {"GOMP_SPINCOUNT": "30000"}, "OpenMP's default": {}}
 Measure = Callable[[Contender], Row]
 
 
-def contender(spin: int, threads: int, variables: Mapping[str, str]) -> Contender:
-    program = [sys.executable, "-m", "bench.threads.worker", str(threads)]
-    return Contender(f"{spin}", program, threads, {"CPATTN_SPIN_US": str(spin), **variables})
+def contender(
+    spin: int, threads: int, variables: Mapping[str, str], pool: str = "cpattn"
+) -> Contender:
+    program = [sys.executable, "-m", "bench.threads.worker", str(threads), pool]
+    name = f"{spin}" if pool == "cpattn" else f"{pool}'s threads"
+    return Contender(name, program, threads, {"CPATTN_SPIN_US": str(spin), **variables})
 
 
 def in_turns(contenders: list[Contender], rounds: int, measure: Measure) -> list[list[Row]]:
@@ -81,12 +85,12 @@ def after_pauses(contenders: list[Contender], rounds: int, times: int) -> None:
 def between_products(contenders: list[Contender], about: str, rounds: int, times: int) -> None:
     call = [*CALLS][-1]
     table = Table(title=f"{call}, in turn with a product of torch, {about}: µs (90 % within)")
-    for name in ("spin, µs", "call", "product"):
+    for name in ("spin, µs", "call", "product", "both"):
         table.add_column(name, justify="right")
     asked = {"call": call, "times": times}
     rows = in_turns(contenders, rounds, partial(ask, "in_turn", asked))
     for one, own in zip(contenders, rows, strict=True):
-        table.add_row(one.name, *(said([row[name] for row in own]) for name in ("call", "product")))
+        table.add_row(one.name, *(said([row[name] for row in own]) for name in own[0]))
     console().print(table)
 
 
@@ -129,14 +133,15 @@ def main() -> int:
     for name, variables in OPENMP.items():
         contenders = [contender(spin, arguments.threads, variables) for spin in spins]
         other = contender(0, arguments.threads, variables)
+        on_torch = contender(0, arguments.threads, variables, "torch")
         try:
             if name == next(iter(OPENMP)):
                 after_pauses(contenders, rounds, times)
-            between_products(contenders, name, rounds, times)
+            between_products([*contenders, on_torch], name, rounds, times)
             if name == next(iter(OPENMP)):
                 beside_another(contenders, other, rounds, seconds)
         finally:
-            for one in (*contenders, other):
+            for one in (*contenders, other, on_torch):
                 one.stop()
     return 0
 

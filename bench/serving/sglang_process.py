@@ -15,10 +15,7 @@ from pathlib import Path
 
 #: In the order of their turns.
 BACKENDS = ("torch_native", "cpattn")
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "GOMP_SPINCOUNT": "30000",  # which the plug-in sets for processes of servers
-}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
 
 
 def install(backend: str) -> None:

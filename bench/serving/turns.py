@@ -21,7 +21,6 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # all of an engine in one process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
-    "GOMP_SPINCOUNT": "30000",  # which the plug-in sets for the workers of servers
 }
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Short calls on several threads, and products of torch, in a process of its own.
 
-    python -m bench.threads.worker THREADS
+    python -m bench.threads.worker THREADS POOL
 
-``CPATTN_SPIN_US`` of its environment says how its threads wait.
+POOL is one of `set_thread_pool`; ``CPATTN_SPIN_US`` of its environment says how threads of
+cpattn's own wait.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import cpattn
 from bench.harness import worker
 from bench.harness.figures import Row
+from cpattn.integrations._torch_threads import ThreadPool, set_thread_pool
 
 #: Sequences, keys of each, heads, those of keys, head_dim.
 CALLS = {"empty": (2, 1, 1, 1, 16), "decode 8 × 1, KV 200": (8, 200, 16, 4, 128)}
@@ -28,10 +30,11 @@ PRODUCT = (64, 1024, 1024)  # rows and sides of a product: hundreds of microseco
 class Worker:
     """Commands are its public methods. All times are in seconds."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, pool: ThreadPool) -> None:
         self.version = cpattn.__version__
         torch.set_num_threads(num_threads)
         cpattn.set_num_threads(num_threads)
+        set_thread_pool(pool)
         self._calls = {name: attention(*sizes) for name, sizes in CALLS.items()}
         rows, inner, columns = PRODUCT
         self._weights = torch.randn(columns, inner).bfloat16()
@@ -47,7 +50,12 @@ class Worker:
         for _ in range(times):
             products.append(taken(self._product))
             calls.append(taken(self._calls[call]))
-        return {"call": spread_of(calls), "product": spread_of(products)}
+        both = [sum(pair) for pair in zip(calls, products, strict=True)]
+        return {
+            "call": spread_of(calls),
+            "product": spread_of(products),
+            "both": spread_of(both),
+        }
 
     def products(self, seconds: float) -> Row:
         """How many a second."""
@@ -107,7 +115,8 @@ def spread_of(times: list[float]) -> Row:
 def main() -> None:
     worker.end_with_parent()
     answer = worker.answers_only()
-    made = Worker(int(sys.argv[1]))
+    _, threads, pool = sys.argv
+    made = Worker(int(threads), pool)  # type: ignore[arg-type]
     gc.disable()
     worker.serve(made, answer)
 

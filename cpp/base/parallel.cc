@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/nested_calls.h"
 #include "cpattn/base/trace.h"
 
 namespace cpattn {
@@ -28,19 +29,6 @@ constexpr int kPausesPerLook = 32;  // a microsecond or two
 
 thread_local bool (*interrupt_hook)() = nullptr;
 
-/// Calls of this library that are in the middle of their work on this thread: while one looks
-/// for Ctrl-C, a signal handler or the garbage collector may make another.
-thread_local int call_depth = 0;
-
-/// While alive, calls of this thread are nested ones, with scratch of their own.
-class NestedCalls {
- public:
-  NestedCalls() { ++call_depth; }
-  ~NestedCalls();
-  NestedCalls(const NestedCalls&) = delete;
-  NestedCalls& operator=(const NestedCalls&) = delete;
-};
-
 /// One parallel_for in flight.
 class Job final : public StopToken {
  public:
@@ -49,8 +37,8 @@ class Job final : public StopToken {
         num_threads_(num_helpers + 1),
         seats_(num_helpers),
         function_(function) {
-    // Workers that leave must not have to allocate.
-    if (posted_.session != 0) waiting_.reserve(num_helpers);
+    // Threads that leave must not have to allocate.
+    if (posted_.session != 0) waiting_.reserve(num_threads_);
   }
 
   bool should_stop() override {
@@ -73,7 +61,7 @@ class Job final : public StopToken {
       try {
         function_(item, *this);
       } catch (...) {
-        const std::scoped_lock lock(error_mutex_);
+        const std::scoped_lock lock(mutex_);
         if (!error_) error_ = std::current_exception();
         stop_.store(true, std::memory_order_relaxed);
       }
@@ -89,16 +77,27 @@ class Job final : public StopToken {
     if (start.session == posted_.session) trace_wait(start);
   }
 
+  /// Records that a thread has run out of items, which others are still at.
+  void note_end(const TracePoint& done) {
+    if (done.session == 0) return;
+    const std::scoped_lock lock(mutex_);
+    if (waiting_.size() < waiting_.capacity()) waiting_.push_back(done);
+  }
+
+  /// Records that those threads have waited until now; after all have ended.
+  void trace_early_ends() const {
+    for (const TracePoint& since : waiting_) trace_wait(since);
+  }
+
   void rethrow() {
     if (error_) std::rethrow_exception(error_);
     if (interrupted_) throw Interrupted();
   }
 
   int64_t num_items_;
-  int num_threads_;                  // the caller's among them
-  int seats_;                        // helpers that may still join; guarded by the pool's mutex
-  std::atomic<int> running_{0};      // helpers inside work(); changed under the pool's mutex
-  std::vector<TracePoint> waiting_;  // helpers that ran out of items; guarded by the pool's mutex
+  int num_threads_;              // the caller's among them
+  int seats_;                    // helpers that may still join; guarded by the pool's mutex
+  std::atomic<int> running_{0};  // helpers inside work(); changed under the pool's mutex
 
  private:
   ItemFunction function_;
@@ -109,7 +108,8 @@ class Job final : public StopToken {
   std::thread::id caller_ = std::this_thread::get_id();
   bool (*hook_)() = interrupt_hook;
   Clock::time_point last_poll_ = Clock::now();
-  std::mutex error_mutex_;
+  std::mutex mutex_;                 // guards the next two
+  std::vector<TracePoint> waiting_;  // threads that ran out of items
   std::exception_ptr error_;
 };
 
@@ -157,7 +157,7 @@ class Pool {
     lock.unlock();
     wake(wakes, all);
     job.work();
-    const TracePoint done = trace_here();
+    job.note_end(trace_here());
     lock = locked();
     jobs_.erase(std::find(jobs_.begin(), jobs_.end(), &job));
     if (job.running_ != 0) {
@@ -171,8 +171,7 @@ class Pool {
     }
     if (lock.owns_lock()) lock.unlock();
     --callers_;
-    trace_wait(done);
-    for (const TracePoint& since : job.waiting_) trace_wait(since);
+    job.trace_early_ends();
   }
 
   void lock() { mutex_.lock(); }
@@ -265,10 +264,8 @@ class Pool {
       job.work();
       done = trace_here();
       spin_end = Clock::now() + std::chrono::microseconds(spin_us());
+      job.note_end(done);
       lock = locked();
-      if (done.session != 0 && job.waiting_.size() < job.waiting_.capacity()) {
-        job.waiting_.push_back(done);
-      }
       // The last that this worker does with the job: its caller may be looking.
       if (job.running_.fetch_sub(1, std::memory_order_acq_rel) == 1) idle_.notify_all();
     }
@@ -302,41 +299,28 @@ Pool& pool() {
   return *shared_pool;
 }
 
-/// A buffer that only grows.
-class Scratch {
- public:
-  Scratch() = default;
-  ~Scratch() { std::free(data_); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-
-  void* get(std::size_t bytes) {
-    if (bytes_ < bytes) {
-      std::free(data_);
-      data_ = nullptr;
-      bytes_ = 0;
-      const std::size_t rounded = (bytes + 63) / 64 * 64;
-      data_ = std::aligned_alloc(64, rounded);
-      if (data_ == nullptr) throw std::bad_alloc();
-      bytes_ = rounded;
+/// Runs a job on the caller's thread and on those of a team that it has seats for; the others of
+/// the team return at once.
+void run_in_team(Job& job, GompParallel start) {
+  struct Team {
+    Job& job;
+    std::thread::id caller;
+    std::atomic<int> seats;
+  } team{job, std::this_thread::get_id(), job.seats_};
+  const auto work = [](void* data) {
+    auto& [own, caller, seats] = *static_cast<Team*>(data);
+    if (std::this_thread::get_id() == caller) {
+      own.work();
+    } else if (seats.fetch_sub(1, std::memory_order_relaxed) > 0) {
+      own.trace_late_start(0);
+      own.work();
+    } else {
+      return;
     }
-    return data_;
-  }
-
- private:
-  void* data_ = nullptr;
-  std::size_t bytes_ = 0;
-};
-
-/// The scratch of calls that are not nested, and of those that are, by their depth.
-thread_local Scratch outer_scratch;
-thread_local std::vector<std::unique_ptr<Scratch>> nested_scratch;
-
-/// Nested calls are rare: what they used is not kept.
-NestedCalls::~NestedCalls() {
-  --call_depth;
-  if (nested_scratch.size() > static_cast<std::size_t>(call_depth))
-    nested_scratch.resize(call_depth);
+    own.note_end(trace_here());
+  };
+  start(work, &team, 0, 0);  // of the size that the team has: another would start threads anew
+  job.trace_early_ends();
 }
 
 }  // namespace
@@ -358,18 +342,12 @@ void parallel_for(int64_t num_items, int num_threads, ItemFunction function) {
   Job job(num_items, static_cast<int>(std::max<int64_t>(helpers, 0)), function);
   if (helpers <= 0) {
     job.work();
+  } else if (const GompParallel start = openmp()) {
+    run_in_team(job, start);
   } else {
     pool().run(job);
   }
   job.rethrow();
-}
-
-void* thread_scratch(std::size_t bytes) {
-  if (call_depth == 0) return outer_scratch.get(bytes);
-  while (nested_scratch.size() < static_cast<std::size_t>(call_depth)) {
-    nested_scratch.push_back(std::make_unique<Scratch>());
-  }
-  return nested_scratch[call_depth - 1]->get(bytes);
 }
 
 }  // namespace cpattn

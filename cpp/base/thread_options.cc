@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -44,6 +45,8 @@ std::atomic<int>& configured_spin_us() {
   return microseconds;
 }
 
+std::atomic<GompParallel> chosen_openmp{nullptr};
+
 /// The number of threads for calls of this thread; 0 for that of the process.
 thread_local int thread_default = 0;
 
@@ -80,5 +83,14 @@ void set_spin_us(int microseconds) {
   );
   configured_spin_us().store(microseconds, std::memory_order_relaxed);
 }
+
+void set_openmp(GompParallel start) {
+  static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { chosen_openmp.store(nullptr); });
+  static_cast<void>(registered);
+  chosen_openmp.store(start, std::memory_order_relaxed);
+}
+
+GompParallel openmp() { return chosen_openmp.load(std::memory_order_relaxed); }
 
 }  // namespace cpattn

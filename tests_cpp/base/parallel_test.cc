@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <mutex>
 #include <numeric>
+#include <set>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -122,6 +124,104 @@ TEST(ParallelFor, WorksInAForkedChildAndInItsParent) {
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
   EXPECT_EQ(sum_of_items(100, 4), 4950);
+}
+#endif
+
+/// A team of `kTeam` threads, as an OpenMP runtime has one.
+constexpr int kTeam = 3;
+std::atomic<int> teams_started{0};
+void start_team(void (*work)(void*), void* data, unsigned num_threads, unsigned flags) {
+  EXPECT_EQ(num_threads, 0U);
+  EXPECT_EQ(flags, 0U);
+  ++teams_started;
+  std::vector<std::thread> others;
+  others.reserve(kTeam - 1);
+  for (int i = 1; i < kTeam; ++i) others.emplace_back(work, data);
+  work(data);
+  for (auto& other : others) other.join();
+}
+
+/// One that runs other work already: the caller alone.
+void start_nobody(void (*work)(void*), void* data, unsigned, unsigned) { work(data); }
+
+class OpenMpScope {
+ public:
+  explicit OpenMpScope(GompParallel start) { set_openmp(start); }
+  ~OpenMpScope() { set_openmp(nullptr); }
+  OpenMpScope(const OpenMpScope&) = delete;
+  OpenMpScope& operator=(const OpenMpScope&) = delete;
+};
+
+TEST(OpenMp, RunsEveryItemOnceOnItsTeam) {
+  for (GompParallel start : {start_team, start_nobody}) {
+    const OpenMpScope scope(start);
+    EXPECT_EQ(openmp(), start);
+    for (int threads : {1, 2, 3, 8}) {
+      for (int64_t items : {0, 1, 2, 7, 1000}) {
+        std::vector<std::atomic<int>> seen(items);
+        parallel_for(items, threads, [&](int64_t item, StopToken&) { ++seen[item]; });
+        for (const auto& count : seen) EXPECT_EQ(count, 1);
+      }
+    }
+  }
+  EXPECT_EQ(openmp(), nullptr);
+}
+
+TEST(OpenMp, HasNoMoreThreadsThanTheCallMayHave) {
+  const OpenMpScope scope(start_team);
+  for (int threads : {1, 2, 3, 8}) {
+    const int before = teams_started;
+    std::mutex mutex;
+    std::set<std::thread::id> seen;
+    std::atomic<int> inside{0};
+    const int wanted = std::min(threads, kTeam);
+    parallel_for(wanted, threads, [&](int64_t, StopToken&) {
+      {
+        const std::scoped_lock lock(mutex);
+        seen.insert(std::this_thread::get_id());
+      }
+      // Until as many are here: no thread takes two items.
+      for (++inside; inside < wanted;) std::this_thread::yield();
+    });
+    EXPECT_EQ(seen.size(), static_cast<std::size_t>(wanted));
+    EXPECT_EQ(teams_started - before, threads == 1 ? 0 : 1);
+  }
+  // Beyond the seats of a call nobody works, however many items there are.
+  std::mutex mutex;
+  std::set<std::thread::id> seen;
+  parallel_for(1000, 2, [&](int64_t, StopToken&) {
+    const std::scoped_lock lock(mutex);
+    seen.insert(std::this_thread::get_id());
+  });
+  EXPECT_LE(seen.size(), 2U);
+}
+
+TEST(OpenMp, RethrowsTheFirstErrorAndIsInterrupted) {
+  const OpenMpScope scope(start_team);
+  const auto fail = [](int64_t item, StopToken&) {
+    if (item == 13) throw std::runtime_error("13");
+  };
+  EXPECT_THROW(parallel_for(100, 4, fail), std::runtime_error);
+  EXPECT_EQ(sum_of_items(100, 4), 4950);
+  const InterruptScope interrupts([] { return true; });
+  const auto sleep = [](int64_t, StopToken& stop) {
+    for (int i = 0; i < 100 && !stop.should_stop(); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  };
+  EXPECT_THROW(parallel_for(1000000, 3, sleep), Interrupted);
+}
+
+#if !defined(__SANITIZE_THREAD__)
+TEST(OpenMp, IsNotThatOfAForkedChild) {
+  const OpenMpScope scope(start_team);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) _exit(openmp() == nullptr && sum_of_items(100, 4) == 4950 ? 0 : 1);
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  EXPECT_EQ(openmp(), start_team);
 }
 #endif
 

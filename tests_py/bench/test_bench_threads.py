@@ -17,7 +17,7 @@ from cpattn.profiling import TraceScope
 def two_threads():
     torch = pytest.importorskip("torch")
     before = torch.get_num_threads(), cpattn._core.default_num_threads()
-    yield Worker(2)
+    yield Worker(2, "cpattn")
     torch.set_num_threads(before[0])
     cpattn.set_num_threads(before[1])
 
@@ -45,4 +45,5 @@ def test_every_measurement_answers(two_threads):
     assert {k: v.keys() for k, v in two_threads.in_turn(call, 5).items()} == {
         "call": timed,
         "product": timed,
+        "both": timed,
     }

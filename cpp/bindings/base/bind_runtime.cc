@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -74,6 +75,12 @@ Examples
       "measure_read_bandwidth", &measure_read_bandwidth, py::call_guard<GilRelease>(),
       "num_threads"_a
   );
+  module.def(
+      "set_openmp",
+      [](std::uintptr_t address) { set_openmp(reinterpret_cast<GompParallel>(address)); },
+      "address"_a
+  );
+  module.def("uses_openmp", [] { return openmp() != nullptr; });
   module.def("default_num_threads", &default_num_threads);
   module.def(
       "exchange_thread_default",

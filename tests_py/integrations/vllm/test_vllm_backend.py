@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -173,9 +171,8 @@ def test_what_is_not_covered_is_done_by_vllm():
 
 @pytest.fixture
 def environment(monkeypatch):
-    for name in ("CPATTN_PLUGINS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "")  # so that all is undone in the end
-        monkeypatch.delenv(name)
+    monkeypatch.setenv("CPATTN_PLUGINS", "")  # so that all is undone in the end
+    monkeypatch.delenv("CPATTN_PLUGINS")
     yield os.environ
     for kind in plugin.BACKENDS:
         AttentionBackendEnum[kind].clear_override()
@@ -183,52 +180,11 @@ def environment(monkeypatch):
 
 def test_register_is_idempotent_and_can_be_switched_off(environment):
     environment["CPATTN_PLUGINS"] = "0"
+    before = dict(environment)
     plugin.register()
     assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
-    assert "GOMP_SPINCOUNT" not in environment
-    del environment["CPATTN_PLUGINS"]
+    del environment["CPATTN_PLUGINS"], before["CPATTN_PLUGINS"]
     for _ in range(2):
         plugin.register()
         assert AttentionBackendEnum.CPU_ATTN.get_class() is backend.CpattnBackend
-        assert environment["GOMP_SPINCOUNT"] == plugin.SPINS
-
-
-@pytest.mark.parametrize("variable", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
-def test_register_leaves_what_users_say_of_waiting(variable, environment):
-    environment[variable] = "active"
-    plugin.register()
-    assert environment.get("GOMP_SPINCOUNT") in (None, "active")
-
-
-THREADS = """
-import os, time, torch
-everywhere = os.sched_getaffinity(0)
-torch.set_num_threads(3)
-torch.ones(1 << 20).sum()                    # OpenMP's threads are anywhere
-os.sched_setaffinity(0, {min(everywhere)})   # as OpenMP binds the first when vLLM asks it to
-from cpattn import _core
-from cpattn.integrations.vllm.threads import follow_torch_threads
-follow_torch_threads()
-assert os.sched_getaffinity(0) == {min(everywhere)}
-helpers = []
-while len(helpers) < _core.default_num_threads() - 1:  # they get their name when they first run
-    time.sleep(0.01)
-    helpers = [
-        os.sched_getaffinity(int(thread))
-        for thread in os.listdir("/proc/self/task")
-        if open(f"/proc/self/task/{thread}/comm").read() == "cpattn worker\\n"
-    ]
-assert helpers == [everywhere] * (_core.default_num_threads() - 1), helpers
-print(_core.default_num_threads())
-"""
-
-
-@pytest.mark.parametrize(("variable", "expected"), [(None, 3), ("2", 2)])
-def test_threads_are_as_many_as_torch_has_and_where_they_are(variable, expected):
-    environment = {k: v for k, v in os.environ.items() if k != "CPATTN_NUM_THREADS"}
-    if variable is not None:
-        environment["CPATTN_NUM_THREADS"] = variable
-    command = [sys.executable, "-c", THREADS]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert child.stderr == ""
-    assert int(child.stdout) == expected
+    assert dict(environment) == before  # how threads of OpenMP wait is not the plug-in's to say

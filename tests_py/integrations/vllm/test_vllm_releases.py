@@ -28,7 +28,6 @@ def registered(monkeypatch):
     registry.register_backend = lambda *arguments: calls.append(arguments)
     sys.modules[MODULE.rpartition(".")[0]].registry = registry
     monkeypatch.setenv("CPATTN_PLUGINS", "1")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # or the plug-in sets a variable
     return calls
 
 

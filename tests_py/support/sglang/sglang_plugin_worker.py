@@ -107,17 +107,6 @@ def is_backend_known() -> bool:
     return times == 1
 
 
-def spins_of(**variables: str) -> str | None:
-    """How long OpenMP's threads are told to spin where the attention backend is known."""
-    from cpattn.integrations import sglang as plugin
-
-    os.environ.pop("OMP_WAIT_POLICY", None)
-    os.environ.pop("GOMP_SPINCOUNT", None)
-    with environment(**variables):
-        plugin.install("attention")
-    return os.environ.get("GOMP_SPINCOUNT")
-
-
 def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
     from cpattn.integrations import sglang as plugin
@@ -141,7 +130,6 @@ def main() -> None:
     with environment(CPATTN_SGLANG_PARTS="strict_kv, metadata"):
         load_plugins()
         answers["CPATTN_SGLANG_PARTS"] = who_plans()
-    answers["GOMP_SPINCOUNT"] = [spins_of(SGLANG_USE_CPU_ENGINE=engine) for engine in "01"]
     print(json.dumps(answers))
 
 

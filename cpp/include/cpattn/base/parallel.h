@@ -33,6 +33,21 @@ int spin_us();
 /// Throws std::invalid_argument for a number that is not from 0 to 1000000.
 void set_spin_us(int microseconds);
 
+/// GOMP_parallel, which every OpenMP runtime on Linux has: runs work(data) on the calling thread
+/// and on the others of its team, num_threads in all, or as many as the runtime is set to for 0.
+/// Returns when all have.
+using GompParallel =
+    void (*)(void (*work)(void*), void* data, unsigned num_threads, unsigned flags);
+
+/// Has calls run on the threads of an OpenMP runtime instead of those of the pool, in the whole
+/// process; nullptr has them run on those of the pool. For who runs OpenMP between the calls, as
+/// torch does: its threads are awake then, and hold the CPUs that the pool would have to wait for.
+/// A call has at most the threads of the team of its caller. OpenMP does not survive a fork: a
+/// child uses the pool.
+void set_openmp(GompParallel start);
+/// What set_openmp() has set.
+GompParallel openmp();
+
 /// Thrown by parallel_for when the caller's interrupt hook asked to stop.
 struct Interrupted : std::exception {
   const char* what() const noexcept override { return "interrupted"; }
@@ -87,8 +102,8 @@ class ItemFunction {
 
 /// Runs function(item, stop) for every item in [0, num_items), handed out in
 /// order by one shared counter, on the calling thread and at most
-/// num_threads - 1 threads of a pool that all calls share. With num_threads 1
-/// the pool is not touched. Calls from several threads share the workers; a
+/// num_threads - 1 threads of a pool that all calls share, or of OpenMP. With
+/// num_threads 1 neither is touched. Calls from several threads share the workers; a
 /// call that finds none free does all the work itself. Safe after fork(): the
 /// child starts a pool of its own. The first exception of an item is rethrown
 /// here after the others have ended.

@@ -12,7 +12,6 @@ smaller pool of their own, with slots of its own. A pool of MLA has latents [slo
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -28,6 +27,7 @@ from sglang.srt.runtime_context import get_flags, get_parallel, get_spec
 from ... import _core
 from ..._core import AttentionPlan
 from ...attention import plan_attention, run_attention
+from .._torch_threads import follow_torch_threads
 
 _SERVED = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -78,8 +78,7 @@ class CpattnAttnBackend(TorchNativeAttnBackend):
             attention_backend_handler.AttentionBackendRegistry.register(
                 "cpattn", attention_backend_handler._dispatch_mla_subtype
             )
-        if "CPATTN_NUM_THREADS" not in os.environ:
-            _core.set_num_threads(torch.get_num_threads())
+        follow_torch_threads()
         _logger.info(
             "cpattn computes attention: %s, pages of %d, %d threads",
             str(runner.kv_cache_dtype).removeprefix("torch."),

@@ -21,7 +21,6 @@ from . import metadata, planners, shards
 SGLANG = "0.5.23"  # the release whose results are matched
 DEFAULT_PARTS = ("metadata", "topk", "kv", "shards", "attention")
 BACKEND = "cpattn"  # of --attention-backend
-SPINS = "30000"  # some tenths of a millisecond, longer than from one operator of torch to the next
 
 _logger = logging.getLogger(__name__)
 _active: set[str] = set()  # parts that are on
@@ -190,12 +189,7 @@ def _register(hooks: list[_Hook]) -> None:
 
 
 def _name_backend(known: bool) -> None:
-    """Have sglang know the attention backend, or not. Its class is imported when it is asked for.
-
-    Threads of GNU's OpenMP that have no work spin for milliseconds, on the CPUs that cpattn's then
-    have to share: where sglang runs on a CPU, the processes that it starts are told to spin less,
-    unless somebody has said how long.
-    """
+    """Have sglang know the attention backend, or not. Its class is imported when it is used."""
     choices = importlib.import_module("sglang.srt.arg_groups.choices").ATTENTION_BACKEND_CHOICES
     if known and BACKEND not in choices:
         choices.append(BACKEND)
@@ -204,8 +198,6 @@ def _name_backend(known: bool) -> None:
     registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
     if known:
         registry.register_attention_backend(BACKEND)(_make_backend)
-        if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and "OMP_WAIT_POLICY" not in os.environ:
-            os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     else:
         registry.ATTENTION_BACKENDS.pop(BACKEND, None)
 

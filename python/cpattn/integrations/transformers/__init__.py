@@ -14,6 +14,7 @@ from typing import Any
 from torch.compiler import disable
 
 from ..._types import AnyTensor
+from .._torch_threads import use_torch_threads
 from .contiguous import contiguous_attention
 from .dsa import dsa_attention, use_indexer
 from .masks import check_model, visibility_mask
@@ -51,7 +52,9 @@ def register(name: str = "cpattn") -> None:
     """Register attention under `name`, and that of continuous batching under ``name + "_flash"``.
 
     May be called again. Nothing changes for models of other implementations. A compiled model has
-    attention in its graph as one operator, and leaves the graph for sparse attention alone.
+    attention in its graph as one operator, and leaves the graph for sparse attention alone. All
+    calls of the process run on torch's threads from now on, by `torch_threads.set_thread_pool`,
+    unless ``CPATTN_THREAD_POOL=cpattn`` is set.
 
     Examples
     --------
@@ -62,6 +65,7 @@ def register(name: str = "cpattn") -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    use_torch_threads()
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, visibility_mask)
     # No mask function: continuous batching describes its batches by lengths alone.

@@ -17,7 +17,6 @@ BACKENDS = {
     "CPU_ATTN": "cpattn.integrations.vllm.backend.CpattnBackend",
     "CPU_MLA": "cpattn.integrations.vllm.mla.CpattnMLABackend",
 }
-SPINS = "30000"  # some tenths of a millisecond, longer than from one operator of torch to the next
 
 _RELEASES = find("vLLM on CPU")
 # vLLM shows what is logged below its own name.
@@ -27,11 +26,9 @@ _logger = logging.getLogger("vllm.cpattn")
 def register() -> None:
     """Put cpattn's backends behind the names CPU_ATTN and CPU_MLA, for engines built from now on.
 
-    Sets ``GOMP_SPINCOUNT`` for the processes that vLLM starts, unless it or ``OMP_WAIT_POLICY`` is
-    set: threads of GNU's OpenMP that have no work spin for milliseconds, on the CPUs that cpattn's
-    then have to share. Does nothing where ``CPATTN_PLUGINS`` is 0, and the same however often it is
-    called. A release of vLLM that the backend was not made for keeps its own attention: there the
-    KV cache may have another layout, and one line in the log tells of it.
+    Does nothing where ``CPATTN_PLUGINS`` is 0, and the same however often it is called. A release
+    of vLLM that the backend was not made for keeps its own attention: there the KV cache may have
+    another layout, and one line in the log tells of it.
     """
     if os.environ.get("CPATTN_PLUGINS") == "0":
         return
@@ -46,8 +43,6 @@ def register() -> None:
         )
         return
     capture_by_environment()
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     from vllm.v1.attention.backends import registry  # type: ignore[import-not-found]
 
     for name, backend in BACKENDS.items():

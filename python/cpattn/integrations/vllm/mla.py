@@ -28,7 +28,7 @@ from ... import _core
 from ..._core import AttentionPlan
 from ...attention import plan_attention, run_attention
 from .._ragged import RaggedPages
-from .threads import follow_torch_threads
+from .._torch_threads import follow_torch_threads
 
 logger = init_logger("vllm.cpattn")  # vLLM shows what is logged below its own name
 

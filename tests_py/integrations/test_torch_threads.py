@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls on the threads of torch's OpenMP: as many, where those are, with the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import cpattn
+from cpattn import _core
+
+torch = pytest.importorskip("torch")
+
+from cpattn.integrations._torch_threads import VARIABLE  # noqa: E402
+from cpattn.integrations.torch_threads import set_thread_pool  # noqa: E402
+
+OWN = "cpattn worker\n"  # what the system calls those of the pool
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    threads, own = torch.get_num_threads(), _core.default_num_threads()
+    yield
+    set_thread_pool("cpattn")
+    cpattn.set_num_threads(own)
+    torch.set_num_threads(threads)
+
+
+def attention(threads: int | None = None) -> np.ndarray:
+    """Of 64 rows for each of 8 sequences: work for several threads."""
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((512, 4, 32), np.float32)
+    cache = rng.standard_normal((16, 64, 4, 32), np.float32)
+    lens, tables = [64] * 8, np.arange(16, dtype=np.int32).reshape(8, 2)
+    with cpattn.num_threads(threads):
+        return cpattn.paged_attention(
+            q, cache, cache[::-1].copy(), q_lens=lens, kv_lens=[128] * 8, block_tables=tables
+        )
+
+
+def threads_that_worked(threads: int) -> int:
+    with cpattn.profile() as profile:
+        attention(threads)
+    return len(profile.threads)
+
+
+@pytest.mark.parametrize("of_torch", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_results_have_the_same_bits(of_torch, threads):
+    expected = attention(threads)
+    torch.set_num_threads(of_torch)
+    set_thread_pool("torch")
+    assert np.array_equal(attention(threads), expected)
+
+
+def test_a_call_has_the_threads_of_torch_and_no_more_than_its_own():
+    torch.set_num_threads(3)
+    set_thread_pool("torch")
+    assert max(threads_that_worked(8) for _ in range(50)) == 3
+    assert max(threads_that_worked(2) for _ in range(50)) == 2
+    assert threads_that_worked(1) == 1
+    torch.set_num_threads(1)
+    assert threads_that_worked(8) == 1
+
+
+def test_several_threads_may_call_at_once():
+    set_thread_pool("torch")
+    expected, results = attention(), []
+    callers = [
+        threading.Thread(target=lambda: results.extend(attention(2) for _ in range(20)))
+        for _ in range(4)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(results) == 80
+    assert all(np.array_equal(result, expected) for result in results)
+
+
+def test_a_forked_child_has_the_pool():
+    set_thread_pool("torch")
+    expected = attention(4)
+    child = os.fork()
+    if child == 0:
+        right = not _core.uses_openmp() and np.array_equal(attention(4), expected)
+        os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert _core.uses_openmp()
+
+
+@pytest.mark.parametrize(
+    ("pool", "error", "message"),
+    [
+        ("own", ValueError, r"pool must be one of \('cpattn', 'torch'\), got 'own'"),
+        (None, TypeError, "pool must be a str, got NoneType"),
+        (1, TypeError, "pool must be a str, got int"),
+    ],
+)
+def test_errors(pool, error, message):
+    set_thread_pool("torch")
+    with pytest.raises(error, match=f"^set_thread_pool: {message}$"):
+        set_thread_pool(pool)
+    assert _core.uses_openmp()
+
+
+def test_a_torch_with_other_threads_is_an_error(monkeypatch):
+    monkeypatch.setattr(
+        torch.__config__, "parallel_info", lambda: "ATen parallel backend: native thread pool"
+    )
+    with pytest.raises(RuntimeError, match=r"^set_thread_pool: torch .* has no threads of OpenMP"):
+        set_thread_pool("torch")
+    assert not _core.uses_openmp()
+
+
+THREADS = """
+import os, sys, time, torch
+everywhere = os.sched_getaffinity(0)
+torch.set_num_threads(3)
+torch.ones(1 << 20).sum()                    # OpenMP's threads are anywhere
+os.sched_setaffinity(0, {min(everywhere)})   # as OpenMP binds the first when vLLM asks it to
+from cpattn import _core
+from cpattn.integrations._torch_threads import follow_torch_threads
+follow_torch_threads()
+assert os.sched_getaffinity(0) == {min(everywhere)}
+wanted = 0 if _core.uses_openmp() else _core.default_num_threads() - 1
+helpers = []
+while len(helpers) < wanted:  # they get their name when they first run
+    time.sleep(0.01)
+    helpers = [
+        os.sched_getaffinity(int(thread))
+        for thread in os.listdir("/proc/self/task")
+        if open(f"/proc/self/task/{thread}/comm").read() == sys.argv[1]
+    ]
+assert helpers == [everywhere] * wanted, helpers
+print(_core.default_num_threads(), _core.uses_openmp())
+"""
+
+
+def follow(**variables: str) -> subprocess.CompletedProcess[str]:
+    chosen = {"CPATTN_NUM_THREADS", VARIABLE}
+    environment = {k: v for k, v in os.environ.items() if k not in chosen} | variables
+    command = [sys.executable, "-c", THREADS, OWN]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(("pool", "openmp"), [("torch", True), ("", True), ("cpattn", False)])
+@pytest.mark.parametrize(("variables", "threads"), [({}, 3), ({"CPATTN_NUM_THREADS": "2"}, 2)])
+def test_threads_of_an_engine_are_as_many_as_torch_has(variables, threads, pool, openmp):
+    child = follow(**variables, CPATTN_THREAD_POOL=pool)
+    assert child.stderr == ""
+    assert child.stdout.split() == [str(threads), str(openmp)]
+
+
+def test_another_pool_of_the_environment_is_an_error():
+    message = "ValueError: CPATTN_THREAD_POOL must be one of ('cpattn', 'torch'), got 'openmp'"
+    assert message in follow(CPATTN_THREAD_POOL="openmp").stderr
