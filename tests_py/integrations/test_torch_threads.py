@@ -16,7 +16,7 @@ from cpattn import _core
 
 torch = pytest.importorskip("torch")
 
-from cpattn.integrations._torch_threads import VARIABLE  # noqa: E402
+from cpattn.integrations import _torch_threads  # noqa: E402
 from cpattn.integrations.torch_threads import set_thread_pool  # noqa: E402
 
 OWN = "cpattn worker\n"  # what the system calls those of the pool
@@ -143,7 +143,7 @@ print(_core.default_num_threads(), _core.uses_openmp())
 
 
 def follow(**variables: str) -> subprocess.CompletedProcess[str]:
-    chosen = {"CPATTN_NUM_THREADS", VARIABLE}
+    chosen = {"CPATTN_NUM_THREADS", _torch_threads.VARIABLE}
     environment = {k: v for k, v in os.environ.items() if k not in chosen} | variables
     command = [sys.executable, "-c", THREADS, OWN]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -155,6 +155,15 @@ def test_threads_of_an_engine_are_as_many_as_torch_has(variables, threads, pool,
     child = follow(**variables, CPATTN_THREAD_POOL=pool)
     assert child.stderr == ""
     assert child.stdout.split() == [str(threads), str(openmp)]
+
+
+@pytest.mark.parametrize(("of_torch", "openmp"), [(1, False), (2, True)])
+def test_a_process_of_torchrun_keeps_its_threads(of_torch, openmp, monkeypatch):
+    monkeypatch.delenv(_torch_threads.VARIABLE, raising=False)
+    torch.set_num_threads(of_torch)
+    cpattn.set_num_threads(2)
+    _torch_threads.use_torch_threads()
+    assert _core.uses_openmp() == openmp
 
 
 def test_another_pool_of_the_environment_is_an_error():

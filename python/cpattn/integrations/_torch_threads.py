@@ -55,8 +55,12 @@ def set_thread_pool(pool: ThreadPool) -> None:
 
 
 def use_torch_threads() -> None:
-    """Run calls on torch's threads, or on those that the environment variable names."""
-    pool = os.environ.get(VARIABLE) or "torch"
+    """Run calls on torch's threads if these are as many, or on those that the environment names.
+
+    They are fewer where torchrun started the process: it sets OMP_NUM_THREADS to 1.
+    """
+    as_many = torch.get_num_threads() >= _core.default_num_threads()
+    pool = os.environ.get(VARIABLE) or ("torch" if as_many else "cpattn")
     if pool not in THREAD_POOLS:
         raise ValueError(f"{VARIABLE} must be one of {THREAD_POOLS}, got {pool!r}")
     set_thread_pool(pool)

@@ -54,7 +54,7 @@ def register(name: str = "cpattn") -> None:
     May be called again. Nothing changes for models of other implementations. A compiled model has
     attention in its graph as one operator, and leaves the graph for sparse attention alone. All
     calls of the process run on torch's threads from now on, by `torch_threads.set_thread_pool`,
-    unless ``CPATTN_THREAD_POOL=cpattn`` is set.
+    unless these are fewer than cpattn's or ``CPATTN_THREAD_POOL=cpattn`` is set.
 
     Examples
     --------
