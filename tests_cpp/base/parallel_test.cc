@@ -142,7 +142,9 @@ void start_team(void (*work)(void*), void* data, unsigned num_threads, unsigned 
 }
 
 /// One that runs other work already: the caller alone.
-void start_nobody(void (*work)(void*), void* data, unsigned, unsigned) { work(data); }
+void start_nobody(void (*work)(void*), void* data, unsigned /*num_threads*/, unsigned /*flags*/) {
+  work(data);
+}
 
 class OpenMpScope {
  public:
