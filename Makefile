@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # make demo, make test: everything from a fresh checkout, on Debian or Ubuntu
 # with GCC >= 12 or clang >= 14 and Python >= 3.10. What is there is not done again.
+# Each ends with the seconds that its parts took.
 # make help lists the rest.
 PYTHON ?= python3
 # Elsewhere the PyPI torch brings CUDA along; for the small one:
@@ -21,24 +22,36 @@ CPP_SOURCES = $(shell find cpp tests_cpp -name '*.h' -o -name '*.cc')
 unexport PYTHONDONTWRITEBYTECODE
 # Processes of the tests.
 JOBS ?= $(shell nproc)
-PIP_INSTALL = pip install --disable-pip-version-check
+# Python compiles what is imported, which is a tenth of what is installed.
+PIP_INSTALL = pip install -q --no-compile --disable-pip-version-check
 PYTEST = python -m pytest -q -n $(JOBS) --dist worksteal
+# Where the parts of this command write down their seconds.
+export MAKE_TIMES ?= $(CURDIR)/build/times-$(shell echo $$PPID)
+TIMED = scripts/timed.sh
 
-.PHONY: demo test test-fast test-asan test-engines test-in-engines fuzz soak families false-alarms-programs false-alarms-operators mutation system build bench bench-env wheel sdist docs test-site lint tidy format clean help
+.PHONY: demo extension test test-all coverage test-asan test-engines test-in-engines fuzz soak families false-alarms-programs false-alarms-operators mutation system build bench bench-env wheel sdist docs test-site lint tidy format clean help
 
-demo: .venv/.demo  ## the main job: replays serving traffic over two processes; options in ARGS
+demo: .venv/.build  ## the main job: replays serving traffic over two processes; options in ARGS
+	@$(MAKE) --no-print-directory -j 2 extension .venv/.demo
+	@$(TIMED) replay python -m cpattn replay --guide $(ARGS)
+	@$(TIMED) --table
+
+# The extension for this machine: fewer kernels than the other builds in this folder have.
+extension: .venv/.build
 	@echo "Building the extension for this machine, without tests ..."
-	@test -e build/release/.configured || cmake --preset release -DCPATTN_TESTS=OFF -DCPATTN_AMX_TWIN=OFF >/dev/null
-	@cmake --build --preset release --target _core
-	@python -m cpattn replay --guide $(ARGS)
+	@test -e build/release/.configured || \
+	  cmake --preset release -DCPATTN_TESTS=OFF -DCPATTN_AMX_TWIN=OFF -DCPATTN_ISAS=best >/dev/null
+	@$(TIMED) "building the extension" cmake --build --preset release --target _core
 
-test: build  ## all tests, in C++ and Python; options of pytest in ARGS
-	@ctest --preset release -j $(JOBS)
+test: .venv/.build  ## the tests of every day, in C++ and Python; options of pytest in ARGS
+	@$(MAKE) --no-print-directory -j 2 build .venv/.ready
+	@$(TIMED) "tests in C++" ctest --preset release -j $(JOBS)
+	@$(PYTEST) -m "not slow" --hypothesis-profile=quick --file-seconds=10 $(ARGS)
+
+test-all: .venv/.build  ## all tests: also long property tests, whole products, pages, notebooks, faults
+	@$(MAKE) --no-print-directory -j 2 build .venv/.ready
+	@$(TIMED) "tests in C++" ctest --preset release -j $(JOBS)
 	@$(PYTEST) $(ARGS)
-
-test-fast: build  ## most tests, in a minute
-	@ctest --preset release -j $(JOBS)
-	@$(PYTEST) -m "not slow" --hypothesis-profile=fast $(ARGS)
 
 system:  ## installs by apt what building and testing need, as root or through sudo
 	@scripts/system_packages.sh --install test $(PYTHON)
@@ -50,7 +63,7 @@ ASAN_TESTS := $(filter-out %_explain.py %_page.py,$(wildcard $(foreach name,cont
   hostile_* index_tensors* index_k kv_* local_engine nested_calls overlaps paged_attention_errors plan_kv_* \
   registration_regions send_* shared_plans topk* transfer_[cenprt]*, \
   tests_py/*/test_$(name).py tests_py/*/*/test_$(name).py)))
-test-asan: build  ## Python tests of the interface, on an extension with AddressSanitizer
+test-asan: build .venv/.ready  ## Python tests of the interface, on an extension with AddressSanitizer
 	@cmake --preset asan && cmake --build --preset asan --target _core
 	@LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(CURDIR)/build/asan/python \
@@ -61,7 +74,7 @@ test-engines: test-in-engines  ## tests with engines and libraries, and a table 
 	  --ignore=tests_py/integrations/sglang --ignore=tests_py/integrations/vllm
 	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py python -m audit.engines build/engines
 
-test-in-engines: build .venv-sglang/.ready .venv-vllm/.ready
+test-in-engines: build .venv/.ready .venv-sglang/.ready .venv-vllm/.ready
 	@rm -rf build/engines
 	@.venv-sglang/bin/python -m pytest -q --records=build/engines $(ARGS) tests_py/integrations/sglang
 	@.venv-vllm/bin/python -m pytest -q --records=build/engines $(ARGS) tests_py/integrations/vllm
@@ -70,14 +83,14 @@ fuzz: build build/fuzz/.configured .venv/.fuzz  ## fuzzes each target for SECOND
 	@cmake --build --preset fuzz
 	@python scripts/fuzz.py --seconds $(SECONDS) $(ARGS)
 
-soak: build  ## random faults of ranks for SECONDS, an hour by default; options in ARGS (--seed 7, --only 7)
+soak: build .venv/.ready  ## random faults of ranks for SECONDS, an hour by default; options in ARGS (--seed 7, --only 7)
 	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py python -m support.distributed.random_faults \
 	  --seconds $(if $(filter file,$(origin SECONDS)),3600,$(SECONDS)) $(ARGS)
 
-families: build  ## tries every text model of transformers, and writes docs/how_to/transformers_models.md
+families: build .venv/.ready  ## tries every text model of transformers, and writes docs/how_to/transformers_models.md
 	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py nice python -m support.transformers.family_table
 
-false-alarms-programs: build  ## random right programs on simulated ranks, 10,000 by default; options in ARGS (--programs 500, --seed 7, --only 7)
+false-alarms-programs: build .venv/.ready  ## random right programs on simulated ranks, 10,000 by default; options in ARGS (--programs 500, --seed 7, --only 7)
 	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py nice python -m support.proof.random_programs $(ARGS)
 
 build/fuzz/.configured: .venv/.ready CMakePresets.json
@@ -95,10 +108,22 @@ build/fuzz/.configured: .venv/.ready CMakePresets.json
 	@scripts/engine_environment.sh $* .venv .venv-$*
 	@touch $@
 
-false-alarms-operators: build  ## operators that are right, on 10,000 cases of `cpattn conform`; options in ARGS (--cases, --seed, --only)
+false-alarms-operators: build .venv/.ready  ## operators that are right, on 10,000 cases of `cpattn conform`; options in ARGS (--cases, --seed, --only)
 	@PYTHONPATH=$(PYTHONPATH):$(CURDIR)/tests_py python -m support.proof.conformance.false_alarms $(ARGS)
 
-mutation: build  ## which changes of cpp/meta and its Python no test notices; options in ARGS
+# A process that is killed writes down nothing.
+coverage: .venv/.ready  ## lines and branches of cpp and python/cpattn that tests reach, an hour; options of pytest in ARGS
+	@python scripts/requirements.py coverage | xargs -d '\n' $(PIP_INSTALL)
+	@cmake --preset coverage >/dev/null && cmake --build --preset coverage
+	@find build/coverage -name '*.gcda' -delete; rm -rf build/coverage/python-data && mkdir build/coverage/python-data
+	@ctest --preset coverage -j $(JOBS)
+	@PYTHONPATH=$(CURDIR)/build/coverage/python COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml \
+	  $(PYTEST) --cov --cov-report= $(ARGS) || echo "Some tests fail where lines are counted."
+	@coverage report --format=total | sed 's/^/python\/cpattn, lines and branches: /;s/$$/ %/'
+	@gcovr --root . --filter cpp/ --exclude-unreachable-branches --exclude-throw-branches \
+	  --gcov-ignore-errors=all --print-summary --json-summary build/coverage/cpp.json build/coverage | grep -E '^(lines|branches)' | sed 's/^/cpp, /'
+
+mutation: build .venv/.ready  ## which changes of cpp/meta and its Python no test notices; options in ARGS
 	@PYTHONPATH=scripts python -m mutate $(ARGS)
 
 bench: build bench-env .venv-sglang/.ready .venv-vllm/.ready  ## everything in bench/, plots and README, 45 minutes; idle machine
@@ -126,26 +151,31 @@ sdist: .venv/.ready  ## an sdist in dist/, and a wheel compiled out of it to try
 	@python scripts/build_sdist.py $(ARGS)
 
 build: build/release/.configured
-	@cmake --build --preset release
+	@$(TIMED) "building" cmake --build --preset release
 
-build/release/.configured: .venv/.ready CMakePresets.json
-	@cmake --preset release -DCPATTN_TESTS=ON -DCPATTN_AMX_TWIN=ON
+build/release/.configured: .venv/.build CMakePresets.json
+	@cmake --preset release -DCPATTN_TESTS=ON -DCPATTN_AMX_TWIN=ON -DCPATTN_ISAS=all
 	@touch $@
 
-# torch comes first, so that a requirement of it never chooses another one. pip shows what it does.
-.venv/.demo: pyproject.toml scripts/requirements.py scripts/system_packages.sh
-	@scripts/system_packages.sh demo $(PYTHON)
+# What compiling needs, so that the rest can be installed beside it.
+.venv/.build: pyproject.toml scripts/requirements.py scripts/system_packages.sh
+	@scripts/system_packages.sh $(if $(filter demo extension,$(MAKECMDGOALS)),demo,test) $(PYTHON)
 	@test -x $(BIN)/pip || { echo "Making .venv ..." && $(PYTHON) -m venv .venv; }
-	@echo "Installing $(TORCH), and what building and the command cpattn need, into .venv ..."
-	@$(PIP_INSTALL) $(TORCH)
-	@$(PIP_INSTALL) 'cmake>=3.25' ninja "tomli; python_version < '3.11'"
-	@python scripts/requirements.py cli | xargs -d '\n' $(PIP_INSTALL)
+	@$(TIMED) "packages to build with" $(PIP_INSTALL) 'cmake>=3.25' ninja "tomli; python_version < '3.11'"
+	@python scripts/requirements.py | xargs -d '\n' $(PIP_INSTALL)
+	@touch $@
+
+# torch comes first, so that a requirement of it never chooses another one.
+.venv/.demo: .venv/.build
+	@echo "Installing $(TORCH), and what the command cpattn needs, into .venv ..."
+	@$(TIMED) "torch, beside the build" $(PIP_INSTALL) $(TORCH)
+	@python scripts/requirements.py cli | xargs -d '\n' $(TIMED) "packages, beside the build" $(PIP_INSTALL)
 	@touch $@
 
 .venv/.ready: .venv/.demo
 	@scripts/system_packages.sh test $(PYTHON)
 	@echo "Installing the packages for testing into .venv ..."
-	@python scripts/requirements.py test | xargs -d '\n' $(PIP_INSTALL)
+	@python scripts/requirements.py test | xargs -d '\n' $(TIMED) "packages for tests, beside the build" $(PIP_INSTALL)
 	@touch $@
 
 .venv/.lint: .venv/.ready

@@ -3,10 +3,45 @@
 # sparse_<name>.cc with these flags into the core. Such a file may emit no symbol but
 # its kernel table: an inline function compiled for AVX-512 would replace the baseline
 # copy of it for the whole program. tests_cpp checks that with nm.
+#
+# CPATTN_ISAS says which: `all`; `best`, those that this machine is fastest with, and the portable ones.
 include(CheckCXXCompilerFlag)
 
 set(CPATTN_ISA_TARGETS "")
+
+# cpattn_find_best_isa(<variable>): the name of the instruction set that a build with all of them
+# would choose on this machine.
+function(cpattn_find_best_isa variable)
+  set(sets AVX2 AVX512 AVX512BF16 AMX)
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
+    set(sets NEON NEONBF16)
+  endif()
+  list(TRANSFORM sets PREPEND "-DCPATTN_HAVE_")
+  try_run(exit_code compiles
+    SOURCES ${PROJECT_SOURCE_DIR}/cmake/best_isa.cc ${PROJECT_SOURCE_DIR}/cpp/base/isa.cc
+            ${PROJECT_SOURCE_DIR}/cpp/base/cpu.cc
+    COMPILE_DEFINITIONS ${sets}
+    CMAKE_FLAGS -DINCLUDE_DIRECTORIES=${PROJECT_SOURCE_DIR}/cpp/include
+    RUN_OUTPUT_VARIABLE best
+    COMPILE_OUTPUT_VARIABLE output)
+  if(NOT compiles OR NOT exit_code EQUAL 0)
+    message(FATAL_ERROR "cpattn: CPATTN_ISAS=best cannot ask this machine for its instruction sets; "
+                        "use CPATTN_ISAS=all\n${output}${best}")
+  endif()
+  set(${variable} ${best} PARENT_SCOPE)
+endfunction()
+
+if(CPATTN_ISAS STREQUAL "best")
+  cpattn_find_best_isa(CPATTN_BEST_ISA)
+  message(STATUS "cpattn: kernels for portable and ${CPATTN_BEST_ISA} alone (CPATTN_ISAS=best)")
+elseif(NOT CPATTN_ISAS STREQUAL "all")
+  message(FATAL_ERROR "cpattn: CPATTN_ISAS must be all or best, got '${CPATTN_ISAS}'")
+endif()
+
 function(cpattn_add_isa name)
+  if(CPATTN_ISAS STREQUAL "best" AND NOT name STREQUAL "portable" AND NOT name STREQUAL CPATTN_BEST_ISA)
+    return()
+  endif()
   string(JOIN " " flags ${ARGN})
   string(TOUPPER ${name} upper)
   check_cxx_compiler_flag("${flags}" CPATTN_CXX_HAS_${upper})
@@ -39,8 +74,7 @@ function(cpattn_add_isa name)
     target_compile_options(${target} PRIVATE -Wno-uninitialized -Wno-maybe-uninitialized)
   endif()
   target_sources(cpattn_core PRIVATE $<TARGET_OBJECTS:${target}>)
-  # Only the files that list the sets: builds with others find the rest in the cache.
-  target_compile_definitions(cpattn_core INTERFACE CPATTN_HAVE_${upper})
+  # Only the files that list the sets need to know: with others the rest is compiled already.
   set_property(SOURCE base/isa.cc ops/base/kernel_table.cc
                APPEND PROPERTY COMPILE_DEFINITIONS CPATTN_HAVE_${upper})
   set(CPATTN_ISA_TARGETS ${CPATTN_ISA_TARGETS} ${target} PARENT_SCOPE)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from audit import leftovers, machine, records, skips, table
+from audit import durations, leftovers, machine, records, skips, table
 from cpattn import __version__, _core, active_isa, supported_isas, torch_guard
 from support.children import Children, restore_signals
 from support.command_line import CommandLine
@@ -24,7 +24,7 @@ with contextlib.suppress(ImportError):  # not in every environment of an engine
 
     # No example fails for the time it takes: a busy machine and a sanitizer take any.
     settings.register_profile("cpattn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.register_profile("fast", settings.get_profile("cpattn"), max_examples=10)
+    settings.register_profile("quick", settings.get_profile("cpattn"), max_examples=10)
     settings.register_profile("thorough", settings.get_profile("cpattn"), max_examples=1000)
     settings.load_profile("cpattn")
 
@@ -36,12 +36,12 @@ ISAS = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    for part in (skips, records, table):
+    for part in (skips, records, table, durations):
         part.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for part in (skips, records, table, leftovers):
+    for part in (skips, records, table, durations, leftovers):
         part.configure(config)
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks of pytest: --closing-table prints what several runs did, and misses what they did not.
 
+The seconds of the steps of .ci/run come last, where it wrote them down.
+
 It reads the folder of --records: the records of the Python tests, those of steps that leave none
 by themselves, and the JUnit files of ctest and GoogleTest. What
 allowed_skips.toml calls a part and nobody ran, and what C++ tests skipped without leave, are errors
@@ -18,7 +20,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from audit import machine, skips
+from audit import machine, skips, steps
 from audit.failing import fail_run
 from audit.records import Record, read
 
@@ -110,6 +112,10 @@ class Table:
         terminalreporter.section("what ran: tests passed, by run")
         for line in self._lines:
             terminalreporter.line(line)
+        if taken := steps.read(self._folder):
+            terminalreporter.section(f"seconds of steps: {taken.key}")
+            for line in taken.lines(steps.stored(taken.key)):
+                terminalreporter.line(line, yellow=line.endswith("what is stored"))
 
 
 def add_options(parser: pytest.Parser) -> None:

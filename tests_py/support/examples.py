@@ -7,5 +7,5 @@ from hypothesis import settings
 
 
 def examples(number: int) -> int:
-    """As many as `number` where Hypothesis tries its usual 100: a tenth in the profile "fast"."""
+    """As many as `number` where Hypothesis tries its usual 100: a tenth in the profile "quick"."""
     return max(1, number * settings().max_examples // 100)

@@ -14,14 +14,14 @@ from support.places import TESTS
 CONFTEST = """
 from pathlib import Path
 import pytest
-from audit import leftovers, records, skips, table
+from audit import durations, leftovers, records, skips, table
 
 skips.LIST = Path(__file__).with_name("allowed_skips.toml")
 leftovers.PATIENCE = 1.0
-PARTS = (skips, records, table, leftovers)
+PARTS = (skips, records, table, durations, leftovers)
 
 def pytest_addoption(parser):
-    for part in PARTS[:3]:
+    for part in PARTS[:4]:
         part.add_options(parser)
 
 def pytest_configure(config):

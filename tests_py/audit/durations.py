@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks of pytest: prints how many seconds each folder of tests took, and which files took long.
+
+Seconds of tests are those of set-up, call and teardown, added up over all processes of the run.
+Under make the seconds of the parts before the tests follow, which scripts/timed.sh wrote down.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from pathlib import Path, PurePath
+from typing import Any
+
+import pytest
+
+
+class Durations:
+    """Sits in the process that sees all reports."""
+
+    def __init__(self, file_seconds: float | None) -> None:
+        self._file_seconds = file_seconds
+        self._begin = time.monotonic()
+        self._seconds: Counter[str] = Counter()
+        self._tests: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        path = report.nodeid.partition("::")[0]
+        self._seconds[path] += report.duration
+        self._tests[path] += report.when == "call"
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if len(self._seconds) > 1:
+            terminalreporter.section("seconds of tests by folder, added up over all processes")
+            for line in lines(self._seconds, self._tests):
+                terminalreporter.line(line)
+            for path, seconds in self._seconds.most_common():
+                if self._file_seconds is not None and seconds > self._file_seconds:
+                    terminalreporter.line(
+                        f"{path} took {seconds:.0f} s; a file has {self._file_seconds:g} s",
+                        yellow=True,
+                    )
+        parts = parts_of_make()
+        if parts:
+            parts.append(("tests in Python", round(time.monotonic() - self._begin)))
+            said = ", ".join(f"{name} {seconds} s" for name, seconds in parts)
+            terminalreporter.line(f"Time: {said}")
+
+
+def lines(seconds: Counter[str], tests: Counter[str]) -> list[str]:
+    """Returns a line for each folder, the longest first, of the seconds and tests of its files."""
+    by_folder: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for path in seconds:
+        by_folder[folder_of(path)] += seconds[path]
+        count[folder_of(path)] += tests[path]
+    return [f"{s:8.1f} s  {count[name]:6} tests  {name}" for name, s in by_folder.most_common()]
+
+
+def parts_of_make() -> list[tuple[str, int]]:
+    """Returns what scripts/timed.sh wrote down, and forgets it."""
+    path = Path(os.environ.get("MAKE_TIMES") or os.devnull)
+    if not path.is_file():
+        return []
+    rows = [line.rpartition("\t") for line in path.read_text().splitlines()]
+    path.unlink()
+    return [(name, int(seconds)) for name, _, seconds in rows]
+
+
+def folder_of(path: str) -> str:
+    """Returns the folder below tests_py that a file of tests is in.
+
+    >>> folder_of("tests_py/proof/lint/test_lint.py")
+    'proof'
+    """
+    parts = PurePath(path).parts
+    return parts[1] if len(parts) > 2 else parts[0]
+
+
+def add_options(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--file-seconds",
+        type=float,
+        metavar="N",
+        help="name the files of tests that took more than N seconds on this machine",
+    )
+
+
+def configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(
+            Durations(config.getoption("file_seconds")), "cpattn-durations"
+        )
