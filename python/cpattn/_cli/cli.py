@@ -25,9 +25,10 @@ def main() -> None:
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup has one of them ignored
             signal.signal(number, _end)
     try:
+        from .command_group import OWN_PROCESS
         from .program import commands
 
-        commands(prog_name="cpattn")
+        commands(prog_name="cpattn", obj=OWN_PROCESS)
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name not in EXTRA_PACKAGES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +14,10 @@ from typing import Any, ClassVar
 import click
 
 from . import streams
-from .exit_codes import CLOSED_PIPE, INTERRUPTED
+from .exit_codes import CANNOT_TELL, CLOSED_PIPE, INTERRUPTED
+
+#: The object of click's context where the process is that of the command alone.
+OWN_PROCESS = object()
 
 
 class CommandGroup(click.Group):
@@ -87,7 +91,11 @@ def _outcome(run: Callable[[], Any]) -> int:
             return _said(message, error.exit_code)
         return _said(f"Error: {' '.join(message.splitlines())}", error.exit_code)
     except MemoryError as error:
-        return _said(f"Error: out of memory{f': {error}' if str(error) else ''}", 1)
+        return _said(f"Error: out of memory{f': {error}' if str(error) else ''}", CANNOT_TELL)
+    except OSError:  # a pipe or a disk, which the caller names
+        raise
+    except Exception:  # a fault of the command is no verdict, and 1 would be one
+        return _said(traceback.format_exc().rstrip(), CANNOT_TELL)
 
 
 class _Interrupted(click.ClickException):

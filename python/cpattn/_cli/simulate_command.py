@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from .command_group import CommandGroup
+from .command_group import OWN_PROCESS, CommandGroup
 from .commands import commands
 from .exit_codes import INTERRUPTED
 from .options import Integer, Number, OutputPath
@@ -129,20 +129,22 @@ def _end(status: int) -> NoReturn:
 
 
 def _leave_ranks_behind(status: int) -> None:
-    """Have the process end with a status although ranks that could not be ended go on.
+    """Has the process end with `status`, whatever the script has registered for the end.
 
-    Python ends their threads by force otherwise, and C++ aborts the process where one is in torch.
+    Handlers of the script may end the process by a status of their own. Threads of ranks may still
+    run, or hold what torch ends in C++, which aborts the process while Python ends. A command that
+    is called within another program leaves that program alone unless ranks go on.
     """
     from ..proof.simulation.scheduler import are_left
 
     def leave() -> None:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):
+            with suppress(OSError, ValueError):
                 stream.flush()
         os._exit(status)
 
-    if are_left():
-        atexit.register(leave)
+    if are_left() or click.get_current_context().find_root().obj is OWN_PROCESS:
+        atexit.register(leave)  # runs first, as what is registered last does
 
 
 def _script(

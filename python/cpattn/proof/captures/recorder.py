@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from .records import SCHEMA, to_line
 from .told import TOLD, Fields, written
 
 _PAUSE = 0.2  # seconds between two looks at what was told
+_MOST_NAMES = 1000  # of files that one process tries for its own
 _MAX_PLANS = 256  # that runs can refer to; an engine makes a few a step
 _RUN = b'{"call":"run_attention","at":%.7f,"seconds":%.7f,'
 
@@ -80,15 +82,30 @@ def capture_by_environment() -> None:
     """Record this process until it ends, where CPATTN_CAPTURE names a file.
 
     The plug-ins call this, as engines compute in processes of their own. The number of the process
-    is added to a name without ``{pid}``. A process that is killed loses its last moments.
+    is added to a name without ``{pid}``; where that file is there, as containers use numbers of
+    processes again, a count from 1 is added, too. A file that cannot be written is a warning, and
+    nothing is recorded: the engine goes on. A process that is killed loses its last moments.
     """
     path = os.environ.get("CPATTN_CAPTURE")
     if not path or _by_environment.get("pid") == os.getpid():
         return
     _by_environment["pid"] = os.getpid()
-    running = capture(path if "{pid}" in path else f"{path}.{{pid}}")
-    running.__enter__()
-    atexit.register(running.__exit__, None, None, None)
+    path = path if "{pid}" in path else f"{path}.{{pid}}"
+    for attempt in range(_MOST_NAMES):
+        running = capture(f"{path}.{attempt}" if attempt else path)
+        try:
+            running.__enter__()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            warnings.warn(f"CPATTN_CAPTURE: nothing is recorded: {error}", stacklevel=2)
+        else:
+            atexit.register(running.__exit__, None, None, None)
+        return
+    warnings.warn(
+        f"CPATTN_CAPTURE: nothing is recorded: {_MOST_NAMES} files of this name are there",
+        stacklevel=2,
+    )
 
 
 class _Recorder:

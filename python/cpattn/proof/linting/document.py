@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON, of which no part may be said twice: one of them would not be judged."""
     parts = dict(pairs)
     if len(parts) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"an object must have each name once, got {_shown(twice)} again")
     return parts
 
@@ -70,7 +70,7 @@ def validated(document: Any, name: str) -> dict[str, Any]:
 @cache
 def _validator() -> Any:
     """A validator that looks at long lists of numbers as a whole."""
-    from jsonschema import Draft202012Validator, validators
+    from jsonschema import Draft202012Validator, ValidationError, validators
 
     slowly = Draft202012Validator.VALIDATORS["items"]
 
@@ -95,8 +95,18 @@ def _validator() -> Any:
             return abs(instance) <= sys.float_info.max
         return type(instance) is float and math.isfinite(instance)
 
+    def at_least(_: Any, bound: int, instance: Any, __: Any) -> Iterator[Any]:
+        if type(instance) in (int, float) and instance < bound:
+            yield ValidationError("too small")
+
+    def at_most(_: Any, bound: int, instance: Any, __: Any) -> Iterator[Any]:
+        if type(instance) in (int, float) and instance > bound:
+            yield ValidationError("too large")
+
     types = Draft202012Validator.TYPE_CHECKER.redefine_many({"integer": integer, "number": number})
-    kind = validators.extend(Draft202012Validator, {"items": items}, type_checker=types)
+    # jsonschema holds no integer against bounds that is beyond float64, and so no number here.
+    rules = {"items": items, "minimum": at_least, "maximum": at_most}
+    kind = validators.extend(Draft202012Validator, rules, type_checker=types)
     return kind(schema())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import posix
 import signal
 import sys
 import threading
@@ -31,9 +32,8 @@ def installed(run: Run) -> Iterator[None]:
         (c10d, "_new_process_group_helper", _group_maker(run)),
         (c10d, "rendezvous", _rendezvous(run)),
         (c10d, "_store_based_barrier", _store_barrier(run)),
-        (os, "fork", _refusal(run, "forks", os.fork)),
         (BaseProcess, "start", _refusal(run, "starts processes", BaseProcess.start)),
-        (os, "_exit", _exit_of_ranks(run)),
+        *_ends_of_processes(run),
         *_signal_handlers(run),
         *_one_profiler(run),
     ]
@@ -202,6 +202,21 @@ def _exit_of_ranks(run: Run) -> Callable[[int], Any]:
         )
 
     return end
+
+
+def _ends_of_processes(run: Run) -> list[tuple[Any, str, Any]]:
+    """Replaces what would copy or end the process of all ranks, under both of its names."""
+    leave = _exit_of_ranks(run)
+    changes: list[tuple[Any, str, Any]] = [(module, "_exit", leave) for module in (os, posix)]
+    kinds = {
+        "forks": ("fork", "forkpty"),
+        "replaces its process by another program": ("execv", "execve"),
+    }
+    for what, names in kinds.items():
+        for name in names:
+            refuse = _refusal(run, what, getattr(posix, name))
+            changes += [(module, name, refuse) for module in (os, posix)]
+    return changes
 
 
 def _refusal(run: Run, what: str, original: Callable[..., Any]) -> Callable[..., Any]:

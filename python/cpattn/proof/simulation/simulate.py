@@ -352,10 +352,17 @@ def _check_usable(run: Run) -> None:
         rank, error = run.rank_of_failure, run.failure
         frame = _frame_of_program(error)
         raise NotUsable(
-            f"simulate: rank {rank} raised {type(error).__name__}: {error}{frame}"
+            f"simulate: rank {rank} raised {type(error).__name__}: {_message_of(error)}{frame}"
         ) from error
     if not run.num_calls:
         raise NotUsable("simulate: no rank communicates: there is nothing to judge")
+
+
+def _message_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as another:
+        return f"its text raises {type(another).__name__}"
 
 
 def _frame_of_program(error: BaseException) -> str:

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever a program or a document has, a judging command ends by its verdict, or with 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import posix
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import cpattn
+
+pytest.importorskip("click")
+pytest.importorskip("jsonschema")
+pytest.importorskip("torch")
+from cpattn._cli.program import commands
+from cpattn.proof import NotUsable, read_captures, simulate
+from cpattn.proof.captures import recorder
+from cpattn.proof.linting import document
+from support.command_line import CommandLine
+
+
+class Nameless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def fail() -> None:
+    raise Nameless
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (lambda: os.execv("/bin/true", ["true"]), "replaces its process by another program"),
+        (lambda: os.execlp("true", "true"), "replaces its process by another program"),
+        (lambda: os.forkpty(), "forks"),
+        (lambda: posix.fork(), "forks"),
+        (fail, "raised Nameless: its text raises RuntimeError"),
+    ],
+    ids=["execv", "execlp", "forkpty", "posix.fork", "no text"],
+)
+def test_a_rank_that_would_leave_the_simulation_cannot_be_judged(end, said):
+    with pytest.raises(NotUsable, match=rf"simulate: rank \d {said}"):
+        simulate(end, ranks=2)
+
+
+ENDS_WELL = """
+import atexit, os
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+atexit.register(os._exit, 0)
+operation = dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM
+dist.all_reduce(torch.ones(4), op=operation)
+"""
+
+
+def test_the_script_does_not_choose_the_exit_code(
+    command_line: CommandLine, tmp_path: Path
+) -> None:
+    script = tmp_path / "ends_well.py"
+    script.write_text(ENDS_WELL)
+    done = command_line.run("simulate", "--ranks", "2", str(script))
+    assert (done.returncode, "refuted" in done.stdout) == (1, True), done.stderr
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("requests", "ranks", "said"),
+    [
+        ([{"extend": -HUGE}], {}, "requests[0].extend: must be at least 0"),
+        ([{"extend": 1, "prefix": HUGE}], {}, "requests[0].prefix: must be at most"),
+        ([{"extend": 1}], {"products": [{"index": HUGE, "of": "x"}]}, "must be"),
+        ([{"extend": 1}], {"heads": {"q": [HUGE], "kv": [0]}}, "must be at most"),
+    ],
+)
+def test_integers_beyond_float64_are_refused(requests, ranks, said):
+    plan = {"schema": document.SCHEMA, "requests": requests, "ranks": [ranks]}
+    with pytest.raises(NotUsable, match=re.escape(said)):
+        document.validated(plan, "plan")
+
+
+def test_a_name_that_comes_twice_is_found_at_once():
+    pairs = [(str(i), 0) for i in range(200_000)]
+    with pytest.raises(ValueError, match="each name once, got '199999' again"):
+        document._object([*pairs, ("199999", 1)])
+
+
+def test_a_fault_of_a_command_is_no_verdict(capsys, tmp_path):
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"schema": document.SCHEMA, "ranks": [{}]}))
+    for error, said in (
+        (RuntimeError("oops"), "RuntimeError: oops"),
+        (MemoryError(), "Error: out of"),
+    ):
+        broken = mock.patch("cpattn.proof.linting.linter.lint", side_effect=error)
+        with broken, pytest.raises(SystemExit) as end:
+            commands(["lint", str(plan)], prog_name="cpattn")
+        assert end.value.code == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def by_environment(monkeypatch):
+    """Records this process as plug-ins do, into a file; ends with the test."""
+    ends = []
+    monkeypatch.setattr(recorder.atexit, "register", lambda end, *none: ends.append((end, none)))
+    monkeypatch.setattr(recorder, "_by_environment", {})
+
+    def record(path: Path) -> None:
+        monkeypatch.setenv("CPATTN_CAPTURE", str(path))
+        recorder._by_environment.clear()
+        recorder.capture_by_environment()
+
+    yield record
+    for end, none in ends:
+        end(*none)
+
+
+def test_files_of_an_earlier_process_of_this_number_stay(by_environment, tmp_path):
+    for _ in range(3):
+        by_environment(tmp_path / "run-{pid}")
+    cpattn.build_cp_metadata([10], cp_rank=0, cp_size=2)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"run-{os.getpid()}{end}" for end in ("", ".1", ".2")}
+
+
+def test_an_engine_goes_on_where_nothing_can_be_recorded(by_environment, tmp_path):
+    with pytest.warns(UserWarning, match="CPATTN_CAPTURE: nothing is recorded: .*No such file"):
+        by_environment(tmp_path / "missing" / "run")
+
+
+def test_a_time_beyond_float64_is_no_time(tmp_path):
+    path = tmp_path / "run.cpcap"
+    with cpattn.proof.capture(path):
+        cpattn.build_cp_metadata([10], cp_rank=0, cp_size=2)
+    header, *records = path.read_text().splitlines()
+    records = [re.sub(r'"at":[^,]+', f'"at":{HUGE}', record) for record in records]
+    path.write_text("\n".join([header, *records]) + "\n")
+    with pytest.raises(NotUsable, match="at must be a number of seconds"):
+        read_captures([path])
