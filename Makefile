@@ -36,12 +36,13 @@ demo: .venv/.build  ## the main job: replays serving traffic over two processes;
 	@$(TIMED) replay python -m cpattn replay --guide $(ARGS)
 	@$(TIMED) --table
 
+# ninja does not know the jobs of this version of make, and takes as many as there are cores.
 # The extension for this machine: fewer kernels than the other builds in this folder have.
 extension: .venv/.build
 	@echo "Building the extension for this machine, without tests ..."
 	@test -e build/release/.configured || \
 	  cmake --preset release -DCPATTN_TESTS=OFF -DCPATTN_AMX_TWIN=OFF -DCPATTN_ISAS=best >/dev/null
-	@$(TIMED) "building the extension" cmake --build --preset release --target _core
+	@MAKEFLAGS= $(TIMED) "building the extension" cmake --build --preset release --target _core
 
 test: .venv/.build  ## the tests of every day, in C++ and Python; options of pytest in ARGS
 	@$(MAKE) --no-print-directory -j 2 build .venv/.ready
@@ -151,7 +152,7 @@ sdist: .venv/.ready  ## an sdist in dist/, and a wheel compiled out of it to try
 	@python scripts/build_sdist.py $(ARGS)
 
 build: build/release/.configured
-	@$(TIMED) "building" cmake --build --preset release
+	@MAKEFLAGS= $(TIMED) "building" cmake --build --preset release
 
 build/release/.configured: .venv/.build CMakePresets.json
 	@cmake --preset release -DCPATTN_TESTS=ON -DCPATTN_AMX_TWIN=ON -DCPATTN_ISAS=all
