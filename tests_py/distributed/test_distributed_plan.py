@@ -3,29 +3,24 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 import cpattn
 from cpattn.distributed import ContextParallel
 from cpattn.distributed.plans.plan import make_plan
+from support.cases import dense, packed
 
 TABLES = np.array([[5, 3, 9], [2, 7, 0]])  # page_size 4: 9 and 6 tokens use 3 and 2 pages
 LENS = ([4, 6], [9, 6])
 
 
 @pytest.fixture(scope="module")
-def cp(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(minutes=1))
-    yield ContextParallel(dist.group.WORLD, page_size=4)
-    dist.destroy_process_group()
+def cp(world):
+    return ContextParallel(world, page_size=4)
 
 
 def test_slots_are_where_the_block_tables_have_the_tokens(cp):
@@ -120,18 +115,6 @@ def test_out_receives_the_result(cp):
     assert torch.equal(wide, out)
 
 
-def test_out_of_rows_that_cannot_be_written_is_refused(cp):
-    plan = cp.plan(*LENS, block_tables=TABLES)
-    k_cache, v_cache = torch.randn(2, 40, 1, 16)
-    q, out = torch.randn(10, 2, 16), torch.zeros(10, 4, 16)[:, ::2]
-    with pytest.raises(
-        ValueError, match=r"attend: out must be .* contiguous rows, got shape \[10, 2"
-    ):
-        cp.attend(plan, q, k_cache, v_cache, out=out)
-    with pytest.raises(ValueError, match=r"attend: out must be .*, got shape \[10, 32\]"):
-        cp.attend(plan, q, k_cache, v_cache, out=torch.zeros(10, 32))
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=6),
     st.integers(1, 9),
@@ -221,53 +204,44 @@ def test_plan_refuses(cp, changes, error, message):
         cp.plan(**(arguments | changes))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"k_local": torch.zeros(9, 1, 2)}, "k_local must have at least the 10 rows of rank 0"),
-        ({"v_local": torch.zeros(10, 2)}, r"v_cache must be .* got \[40, 1, 2\] for \[10, 2\]"),
-        ({"v_cache": torch.zeros(40, 1, 3)}, r"v_cache must be .* got \[40, 1, 3\]"),
-        ({"k_cache": torch.zeros(5, 8, 1, 2)}, r"k_cache must be .*\[num_pages, 4,"),
-        ({"k_cache": torch.zeros(40, 1, 2).half()}, "contiguous torch.float32, got torch.float16"),
-        ({"k_cache": torch.zeros(40, 1, 4)[..., ::2]}, r"of strides \[4, 4, 2\]"),
-        ({"v_cache": torch.zeros(36, 1, 2)}, r"below the 36 rows of v_cache, got slots\[3\] = 36"),
-    ],
-)
-def test_write_kv_refuses_and_writes_nothing(cp, changes, message):
-    plan = cp.plan(*LENS, block_tables=TABLES)
-    tensors = {
-        "k_local": torch.ones(10, 1, 2),
-        "v_local": torch.ones(10, 1, 2),
-        "k_cache": torch.zeros(40, 1, 2),
-        "v_cache": torch.zeros(40, 1, 2),
-    } | changes
-    with pytest.raises(ValueError, match=message):
-        cp.write_kv(plan, **tensors)
-    assert not tensors["k_cache"].any()
-    assert not tensors["v_cache"].any()
+def masks(seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.random(shape) < 0.5 for shape in [(4, 9), (6, 6)]]
 
 
-def test_other_refusals(cp):
+@pytest.mark.parametrize("container", [np.asarray, torch.from_numpy])
+def test_a_plan_keeps_its_mask_as_bits_of_its_own(cp, container):
+    mask = container(dense(masks()))
+    plan = cp.plan(*LENS, block_tables=TABLES, custom_mask=mask)
+    assert plan.packed_custom_mask.tolist() == packed(masks()).tolist()
+    assert plan == cp.plan(
+        *LENS, block_tables=TABLES, packed_custom_mask=container(packed(masks()))
+    )
+    mask[:] = True
+    assert plan.packed_custom_mask.tolist() == packed(masks()).tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        plan.packed_custom_mask[0] = 1
+    assert plan != cp.plan(*LENS, block_tables=TABLES, custom_mask=mask)
+    assert plan != cp.plan(*LENS, block_tables=TABLES)
+    assert cp.plan(*LENS, block_tables=TABLES).packed_custom_mask is None
+
+
+def test_padding_tokens_see_nothing_and_are_not_seen(cp):
+    padded = [masks()[0], np.pad(masks()[1], ((0, 3), (0, 3)))]
+    for mask in ({"custom_mask": dense(masks())}, {"packed_custom_mask": packed(masks())}):
+        plan = cp.plan(*LENS, block_tables=TABLES, num_tokens=13, **mask)
+        assert plan.packed_custom_mask.tolist() == packed(padded).tolist()
+        assert plan.num_padding_tokens == 3
+
+
+def test_plans_of_others_are_refused(cp):
     with pytest.raises(TypeError, match="group must be a ProcessGroup or a DeviceMesh, got None"):
         ContextParallel(None, page_size=4)
-    with pytest.raises(ValueError, match="page_size must be positive, got 0"):
-        ContextParallel(dist.group.WORLD, page_size=0)
     with pytest.raises(ValueError, match="strategy"):
-        ContextParallel(dist.group.WORLD, strategy="zigzig", page_size=4).plan(
-            [1], block_tables=[[0]]
-        )
-    plan = cp.plan(*LENS, block_tables=TABLES)
-    with pytest.raises(ValueError, match=r"q_local must be .* got shape \[10, 4\]"):
-        cp.attend(plan, torch.zeros(10, 4), *torch.zeros(2, 40, 1, 2))
-    with pytest.raises(TypeError, match="x_local must be on the CPU, got meta"):
-        cp.gather(plan, torch.zeros(10, 4, device="meta"))
+        ContextParallel(cp.group, strategy="zigzig", page_size=4).plan([1], block_tables=[[0]])
     stranger = make_plan(
-        cpattn.build_cp_metadata(*LENS, cp_rank=1, cp_size=2),
-        LENS[0],
-        block_tables=TABLES,
-        out_cache_loc=None,
-        page_size=4,
-        pad_to_physical=False,
-    )
+        cpattn.build_cp_metadata(*LENS, cp_rank=1, cp_size=2), LENS[0], block_tables=TABLES,
+        out_cache_loc=None, page_size=4, pad_to_physical=False,
+    )  # fmt: skip
     with pytest.raises(ValueError, match="plan must be of rank 0 of 1, got rank 1 of 2"):
         cp.gather(stranger, torch.zeros(10, 4))

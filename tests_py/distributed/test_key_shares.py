@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from cpattn.distributed import ContextParallel
 from cpattn.distributed.layers.ring import ring_schedule
 from cpattn.distributed.plans.heads import head_shares
 from cpattn.distributed.plans.key_shares import KeyShares
 from cpattn.distributed.plans.sequence_calls import RowMask, Rows, Visibility, sequence_calls
+from support.distributed.planning import first_of
 from support.distributed.sharded_worker import PLACEMENTS
 
 
@@ -225,9 +225,7 @@ def test_placements_without_a_name_are_compared_by_where_they_put_a_batch():
     """Of each rank there is an object of its own, which is printed by its address."""
 
     def terms_of(placement):
-        cp = object.__new__(ContextParallel)
-        cp.cp_rank, cp.cp_size, cp.strategy, cp.page_size = 0, 2, "zigzag", 4
-        cp.placement, cp.exchange, cp.max_scratch_bytes = placement, "auto", 1 << 20
+        cp = first_of(2, 4, placement=placement)
         step = cp.plan_decode([9], block_tables=[[1, 0, 2]])
         return cp.plan([9], block_tables=[[1, 0, 2]]).terms, step.terms
 

@@ -4,24 +4,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
+from functools import cache, partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-import cpattn
-from cpattn.cost_model import AttentionLayer, exchange_work
+from cpattn.cost_model import exchange_work
 from cpattn.distributed import ContextParallel
-from support.cases import assert_attention
 from support.distributed import mesh_worker as worker
+from support.distributed.answers import assert_layer, assert_prefill
 from support.distributed.distributed_worker import run_world
-from support.distributed.layer_cases import LAYER_NAMES, decoded, layer_inputs
-from support.distributed.prefill_batches import Case, expected_of
-from support.distributed.sharded_worker import PLACEMENTS, Run
+from support.distributed.layer_worker import LAYERS, LayerRun, run_layers
+from support.distributed.planning import first_of, plan_of
+from support.distributed.prefill_batches import Case
+from support.distributed.sharded_worker import PLACEMENTS, Run, equal, run_prefills, run_traffic
+from support.pairwise import pairwise
 from support.time_limits import PATIENCE
-from support.tolerances import assert_attended
 
 BATCHES = [
     Case("different prefixes", (13, 40, 9), (64, 0, 7)),
@@ -36,89 +35,92 @@ BATCHES = [
     Case("heads for no number of ranks", (21, 18), (6, 0), num_heads=7, num_kv_heads=7),
     Case("fewer heads than ranks", (21, 18), (6, 0), num_heads=1, num_kv_heads=1),
 ]
-EXCHANGES = ("usp", "ring", "all_to_all")
-RUNS = [
-    Run(case, placement, exchange)
-    for case in BATCHES
-    for placement in ("pages", "tokens")
-    for exchange in EXCHANGES
+MATRIX = [
+    (mesh, Run(case, placement, "usp"))
+    for case, mesh, placement in pairwise(BATCHES, [*worker.MESHES], ["pages", "tokens"])
 ]
-BY_MESH = [run for run in RUNS if run.exchange == "usp"]
+LAYER_MATRIX = [
+    (mesh, run)
+    for name, placement, mesh in pairwise(
+        [*LAYERS], [*PLACEMENTS], ["2 x 2", "columns first", "1 x 4"]
+    )
+    if (run := LayerRun(name, "usp", placement)).is_possible
+]
+SAME = {"4 x 1": "ring", "1 x 4": "all_to_all"}
 
 
-@pytest.fixture(scope="module", params=worker.MESHES)
-def prefills(request, tmp_path_factory):
-    name = request.param
-    path = tmp_path_factory.mktemp("mesh")
-    return name, run_world(worker.num_ranks(name), path, worker.run_prefills, name, RUNS)
+@pytest.fixture(scope="module")
+def prefills_of(tmp_path_factory):
+    """The answers of a mesh, and of exchanges of one dimension that do the same."""
 
+    @cache
+    def answers(mesh):
+        runs = [run for other, run in MATRIX if other == mesh]
+        if mesh in SAME:
+            runs += [replace(run, exchange=SAME[mesh]) for run in runs]
+        arguments = (run_prefills, runs, partial(worker.make_mesh, mesh))
+        return run_world(worker.num_ranks(mesh), tmp_path_factory.mktemp("mesh"), *arguments)
 
-@pytest.mark.slow
-@pytest.mark.parametrize("run", BY_MESH, ids=str)
-def test_prefill_is_that_of_the_oracle(prefills, run):
-    name, answers = prefills
-    dtype = str(run.case.dtype).removeprefix("torch.")
-    mine, *others = (answer[str(run)] for answer in answers)
-    assert_attended(mine["out"], mine["lse"], expected_of(run.case), dtype, op="ring of ranks")
-    assert mine["out"].dtype == run.case.dtype
-    for other in others:
-        assert torch.equal(other["out"], mine["out"])
-        assert torch.equal(other["lse"], mine["lse"])
-    for answer in answers:
-        assert not answer[str(run)]["padding"].any()
-    same = {"4 x 1": "ring", "1 x 4": "all_to_all"}.get(name)
-    if same:
-        whole = answers[0][str(replace(run, exchange=same))]
-        assert torch.equal(mine["out"], whole["out"])
-        assert torch.equal(mine["lse"], whole["lse"])
-
-
-@pytest.fixture(scope="module", params=["2 x 2", "columns first", "1 x 4"])
-def layer_answers(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("layers")
-    return request.param, run_world(4, path, worker.run_layers, request.param)
+    return answers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("name", [name for name in LAYER_NAMES if "of tokens" not in name])
-def test_layer_is_that_of_the_oracle(layer_answers, placement, name):
-    mesh, answers = layer_answers
-    for answer in answers:
-        out, lse = answer[f"usp, {placement}, {name}"]
-        inputs = layer_inputs(name)
-        assert_attention(out, lse, decoded(inputs), op="ring of ranks")
-        if mesh == "1 x 4" and "sinks" not in inputs:  # which take their weight at the merge
-            expected = cpattn.paged_attention(**inputs, batch_invariant=True, return_lse=True)
-            assert torch.equal(out, expected[0])
-            assert torch.equal(lse, expected[1])
+@pytest.mark.parametrize(("mesh", "run"), MATRIX, ids=str)
+def test_prefill_is_that_of_the_oracle(prefills_of, mesh, run):
+    answers = prefills_of(mesh)
+    assert_prefill(answers, run)
+    if mesh in SAME:
+        whole = answers[0][replace(run, exchange=SAME[mesh])]
+        assert equal(answers[0][run]["sharded"], whole["sharded"])
+
+
+@pytest.fixture(scope="module")
+def layers_of(tmp_path_factory):
+    @cache
+    def answers(mesh):
+        runs = [run for other, run in LAYER_MATRIX if other == mesh]
+        arguments = (run_layers, runs, partial(worker.make_mesh, mesh))
+        return run_world(4, tmp_path_factory.mktemp("layers"), *arguments)
+
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "run"), LAYER_MATRIX, ids=str)
+def test_layer_is_that_of_the_oracle(layers_of, mesh, run):
+    """Sinks take their weight at the merge."""
+    assert_layer(layers_of(mesh), run, exact=mesh == "1 x 4" and "sinks" not in run.name)
 
 
 @pytest.mark.slow
 def test_what_travels_is_what_the_choice_goes_by(tmp_path):
     """A prefix of whole pages of the ring, so that no rests travel."""
     case = Case("traffic", (13, 51), (115, 77), page_size=16, num_heads=8, num_kv_heads=2)
-    answers = run_world(4, tmp_path, worker.run_received, case)
-    received = max(answer[0] for answer in answers)
-    assert received == answers[0][1]["usp"]
-    assert received < answers[0][1]["ring"]
-    for _, _, events in answers:
+    make_mesh = partial(worker.make_mesh, "2 x 2")
+    answers = [of["usp"] for of in run_world(4, tmp_path, run_traffic, case, ("usp",), make_mesh)]
+    received = max(answer["received"][1] for answer in answers)
+    assert received == answers[0]["choice"]["usp"]
+    assert received < answers[0]["choice"]["ring"]
+    for events in (answer["events"] for answer in answers):
         start = events.index("compute") - 1
         assert events[start:][:4] == ["post", "compute", "finish", "compute"]
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("2 x 2", (2, 2)), ("1 x 4", (1, 4)), ("4 x 1", (4, 1)), ("2 x 3", (2, 3))]
+    ("name", "mesh"),
+    [
+        ("2 x 2", (2, 2)),
+        *(
+            pytest.param(name, mesh, marks=pytest.mark.slow)
+            for name, mesh in (("1 x 4", (1, 4)), ("4 x 1", (4, 1)), ("2 x 3", (2, 3)))
+        ),
+    ],
 )
 def test_bytes_are_those_of_the_cost_model(name, mesh, tmp_path):
     """Where every rank of a row holds whole blocks of what goes round, which are of 16 tokens."""
     size, extend, prefix = worker.num_ranks(name), 96, 288
-    layer = AttentionLayer(
-        num_heads=worker.LAYER_HEADS, num_kv_heads=worker.LAYER_KV_HEADS,
-        head_dim=worker.LAYER_DIM, dtype="float32", page_size=16,
-    )  # fmt: skip
     work = exchange_work(
-        [extend], [extend + prefix], cp_size=size, layer=layer, placement="page_interleave",
+        [extend], [extend + prefix], cp_size=size, layer=worker.LAYER, placement="page_interleave",
         exchange="usp", mesh=mesh,
     )  # fmt: skip
     moved = run_world(size, tmp_path, worker.run_layer_bytes, name, extend, prefix)
@@ -128,39 +130,24 @@ def test_bytes_are_those_of_the_cost_model(name, mesh, tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_of_other_meshes_are_told(tmp_path):
-    case = Case("small", (5, 13), (4, 0))
-    for told in run_world(4, tmp_path, worker.run_other_meshes, case):
-        assert (
+def test_ranks_of_other_meshes_are_told_and_a_lost_one_is_named(tmp_path):
+    *others, lost = run_world(4, tmp_path, worker.run_faults, group_timeout=4)
+    assert lost is None
+    for told in others:
+        assert told["other mesh"].endswith(
             "attend: exchange of rank 3 differs from rank 0; nothing was sent"
-            in (told["other mesh"])
         )
         assert told["at last"] == "True"
-
-
-@pytest.mark.slow
-def test_lost_rank_is_named(tmp_path):
-    *others, _ = run_world(4, tmp_path, worker.run_loss, group_timeout=4)
-    for message in others:
-        assert message.startswith("ContextParallel.attend: ")
-        assert "of 4 did not answer" in message
-    assert any("rank 3 of 4" in message for message in others)
+        assert told["loss"].startswith("RuntimeError: ContextParallel.attend: ")
+        assert "of 4 did not answer" in told["loss"]
+    assert any("rank 3 of 4" in told["loss"] for told in others)
 
 
 @pytest.mark.slow
 def test_a_mesh_may_be_a_part_of_the_world(tmp_path):
-    case = Case("small", (5, 13), (4, 0))
-    first, outsider, last = run_world(3, tmp_path, worker.run_part_of_the_world, case)
+    first, outsider, last = run_world(3, tmp_path, worker.run_part_of_the_world)
     assert first == last == (((0, 1),), [0, 2], PATIENCE)
     assert outsider == "ContextParallel: group must be a DeviceMesh that has this rank"
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(minutes=1))
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_a_mesh_of_one_dimension_is_its_group(world):
@@ -192,25 +179,11 @@ def test_usp_needs_a_mesh(world):
         ContextParallel(world, page_size=4, exchange="usp")
 
 
-class Elsewhere:
-    """A rank of 8 in a mesh of 4 x 2 without a group, which planning needs none of."""
-
-    @staticmethod
-    def choice(extend, prefix, **layer):
-        cp = object.__new__(ContextParallel)
-        cp.cp_rank, cp.cp_size, cp.strategy, cp.page_size = 0, 8, "zigzag", 16
-        cp.placement, cp.exchange = PLACEMENTS["pages"](8, 16), "auto"
-        cp.max_scratch_bytes = 1 << 30
-        cp.mesh = tuple((2 * i, 2 * i + 1) for i in range(4))
-        pages = -(-(extend + prefix) // 16)
-        plan = cp.plan([extend], [extend + prefix], block_tables=[range(pages)])
-        return cp.choose_exchange(plan, **layer)
-
-
 def test_auto_knows_the_mesh():
     """Of 12 heads eight ranks cannot have as many each, but two can: half of the keys for each."""
     layer = {"num_heads": 12, "num_kv_heads": 2, "head_dim": 128}
-    choice = Elsewhere.choice(8192, 65536, **layer)
+    cp = first_of(8, mesh=tuple((2 * i, 2 * i + 1) for i in range(4)))
+    choice = cp.choose_exchange(plan_of(cp, 8192, 65536), **layer)
     assert choice.exchange == "usp"
     assert f"at most {choice.received_bytes['usp']} bytes" in choice.reason
     tokens, keys, result = 1024, 9216, 128 * 2 + 4
@@ -219,7 +192,8 @@ def test_auto_knows_the_mesh():
     )
     merged = 4 * (2 * tokens) * 6 * 128  # a partial result of each of four rows of the mesh
     assert f"usp {3 * merged}" in choice.reason
-    uneven = Elsewhere.choice(4096, 16384, **layer | {"num_heads": 33, "num_kv_heads": 3})
+    layer |= {"num_heads": 33, "num_kv_heads": 3}
+    uneven = cp.choose_exchange(plan_of(cp, 4096, 16384), **layer)
     assert uneven.exchange != "usp"
     assert "usp" not in uneven.reason
     assert "usp" in uneven.received_bytes

@@ -13,21 +13,11 @@ from support.distributed import prefetch_worker as worker
 from support.distributed.distributed_worker import run_world
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_layers_have_the_bits_of_layers_without(tmp_path, size):
-    answers = run_world(size, tmp_path, worker.run_all)
-    assert len(answers[0]) > 60
-    for answer in answers:
-        assert [name for name, same in answer.items() if not same] == []
-
-
 @pytest.fixture(scope="module")
 def traffic(tmp_path_factory):
     return run_world(2, tmp_path_factory.mktemp("world"), worker.run_traffic)
 
 
-@pytest.mark.slow
 def test_the_next_layer_is_sent_before_one_is_computed(traffic):
     """Behind all new keys of the layer, which are awaited first; the last layer has no next."""
     prefix = "attend (prefix)"
@@ -38,76 +28,46 @@ def test_the_next_layer_is_sent_before_one_is_computed(traffic):
         assert answer["events"] == [*layer, *layer, *before, *after]
 
 
-@pytest.mark.slow
 def test_cached_keys_travel_once_and_new_ones_alone_in_their_layer(traffic):
-    case = worker.CASE
-    row = case.num_kv_heads * (case.head_dim + case.v_head_dim) * 4
-    cached = sum(case.prefixes) * row
+    row = worker.CASE.num_kv_heads * (worker.CASE.head_dim + worker.CASE.v_head_dim) * 4
     for answer in traffic:
         ahead, *layers = answer["received"]
         assert layers[0] == layers[1]
         # All but the agreements is cached keys of the next layer.
         assert ahead - (layers[0] - layers[2]) < 1024
-    assert sum(answer["received"][1] - answer["received"][3] for answer in traffic) == cached
+    cached = sum(answer["received"][1] - answer["received"][3] for answer in traffic)
+    assert cached == sum(worker.CASE.prefixes) * row
 
 
-@pytest.mark.slow
-def test_buffers_are_two_and_of_the_stated_size(traffic):
+def test_buffers_are_two_of_the_stated_size_and_heads_fit_into_the_rest(traffic):
     for answer in traffic:
         assert len(answer["buffers"]) == 2
         assert sum(answer["buffers"]) == answer["buffer_bytes"]
+        assert answer["widths"] == [1, 2]
 
 
-@pytest.mark.slow
-def test_what_is_computed_at_a_time_fits_into_the_rest_of_the_scratch(tmp_path):
-    assert run_world(2, tmp_path, worker.run_scratch) == [[1, 2]] * 2
-
-
-@pytest.fixture(scope="module")
-def disagreements(tmp_path_factory):
-    return run_world(3, tmp_path_factory.mktemp("world"), worker.run_disagreements)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("without", "attend: prefetch of rank 1 differs from rank 0; nothing was sent"),
-        ("attends", "call of rank 1 differs from rank 0 (prefetch, attend, prefetch by rank)"),
-        ("fewer layers", "prefetch: options of rank 1 differs from rank 0; nothing was sent"),
-        ("another window", "prefetch: options of rank 1 differs from rank 0; nothing was sent"),
-    ],
-)
-def test_a_rank_that_does_otherwise_is_named(disagreements, what, message):
-    for told, _ in disagreements:
-        assert told[what].startswith("RuntimeError: ContextParallel.")
-        assert message in told[what]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "own", "call"),
-    [
-        ("other caches", "prefetched must have the caches of this call as layer 0", "attend"),
-        ("refused", "layers must be one at least, got none", "prefetch"),
-    ],
-)
-def test_a_rank_that_refuses_is_named(disagreements, what, own, call):
-    for rank, (told, _) in enumerate(disagreements):
+def test_a_rank_that_does_otherwise_is_named(tmp_path):
+    refused = "RuntimeError: ContextParallel.{}: rank 1 refused its arguments; nothing was sent"
+    for rank, (told, right) in enumerate(run_world(3, tmp_path, worker.run_disagreements)):
+        assert right  # layers behind what was refused or dropped
+        assert told.pop("dropped").endswith("the last one of this object, got one before it")
+        own = {name: told.pop(name) for name in ("other caches", "refused")}
         if rank == worker.ODD_RANK:
-            assert own in told[what]
+            assert "must have the caches of this call as layer 0" in own["other caches"]
+            assert "layers must be one at least, got none" in own["refused"]
         else:
-            assert told[what] == (
-                f"RuntimeError: ContextParallel.{call}: rank 1 refused its arguments; "
-                "nothing was sent"
-            )
-
-
-@pytest.mark.slow
-def test_layers_are_right_behind_what_was_refused_or_dropped(disagreements):
-    for told, right in disagreements:
-        assert right
-        assert told["dropped"].endswith("must be the last one of this object, got one before it")
+            assert own["other caches"] == refused.format("attend")
+            assert own["refused"] == refused.format("prefetch")
+        differs = "{} of rank 1 differs from rank 0; nothing was sent"
+        assert told == {
+            "without": f"RuntimeError: ContextParallel.attend: {differs.format('prefetch')}",
+            "attends": told["attends"],
+            **{
+                name: f"RuntimeError: ContextParallel.prefetch: {differs.format('options')}"
+                for name in ("fewer layers", "another window")
+            },
+        }
+        assert "rank 1 differs from rank 0 (prefetch, attend, prefetch by rank)" in told["attends"]
 
 
 @pytest.mark.slow
@@ -116,20 +76,15 @@ def test_what_is_under_way_arrives_though_all_has_been_dropped(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_rank_that_ends_as_it_sends_is_named(tmp_path, size):
-    *others, lost = run_world(size, tmp_path, worker.run_loss, group_timeout=4)
+def test_a_rank_that_ends_as_it_sends_is_named(tmp_path):
+    *others, lost = run_world(3, tmp_path, worker.run_loss, group_timeout=4)
     assert lost is None
     for message in others:
-        assert message.startswith("ContextParallel.attend")
-        assert f"rank {size - 1} of {size} did not answer" in message
+        assert message.startswith("RuntimeError: ContextParallel.attend")
+        assert "rank 2 of 3 did not answer" in message
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def make_cp(**options):

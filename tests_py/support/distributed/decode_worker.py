@@ -10,27 +10,32 @@ import torch
 import torch.distributed as dist
 
 from cpattn.distributed import ContextParallel
-from support.distributed.sharded_worker import PLACEMENTS, Step, written_step
+from support.distributed.sharded_worker import (
+    PLACEMENTS,
+    Step,
+    noted_events,
+    received_bytes,
+    written_step,
+)
 
 STATE_EXCHANGES = ("gather", "all_to_all")
 OUT_HEADS = ("all", "own")
 QUERIES = ("all", "own")
-WAYS = list(itertools.product(STATE_EXCHANGES, OUT_HEADS, QUERIES))
+WAYS = [("auto", "all", "all"), *itertools.product(STATE_EXCHANGES, OUT_HEADS, QUERIES)]
 Way = tuple[str, str, str]
 
 
-def options_of(step: Step) -> dict[str, Any]:
-    return {"v_head_dim": 32 if step.latent else None, "return_lse": True, **step.attend_options()}
-
-
-def run_ways(rank: int, steps: list[Step]) -> dict[tuple[str, str], dict[Way, list[torch.Tensor]]]:
-    """out and lse of every step and placement, by every way; and the heads of this rank."""
+def run_ways(
+    rank: int, runs: list[tuple[Step, str]]
+) -> dict[tuple[Step, str], dict[Way, list[torch.Tensor]]]:
+    """out and lse of steps over placements, by every way; and the heads of this rank."""
     results = {}
-    for step, placement in itertools.product(steps, PLACEMENTS):
+    for step, placement in runs:
         cp, plan, every_head, shards = written_step(rank, step, placement)
         heads = cp.head_range(step.num_heads)
         own = {name: x if name == "k_rope" else x[:, heads] for name, x in every_head.items()}
-        results[placement, step.name] = {
+        options = step.attend_options() | {"v_head_dim": 32 if step.latent else None}
+        results[step, placement] = {
             (exchange, out_heads, queries): cp.decode(
                 plan,
                 k_shard=shards[0],
@@ -39,7 +44,8 @@ def run_ways(rank: int, steps: list[Step]) -> dict[tuple[str, str], dict[Way, li
                 num_heads=None if queries == "all" else step.num_heads,
                 exchange=exchange,
                 out_heads=out_heads,
-                **options_of(step),
+                return_lse=True,
+                **options,
             )
             for exchange, out_heads, queries in WAYS
         }
@@ -49,25 +55,17 @@ def run_ways(rank: int, steps: list[Step]) -> dict[tuple[str, str], dict[Way, li
 def run_received(rank: int, step: Step) -> dict[tuple[str, str], tuple[int, int, int, str]]:
     """By each way: bytes that came in, those of the choice, rounds, and what "auto" takes."""
     cp, plan, inputs, shards = written_step(rank, step, "pages")
-    received: list[int] = []
-    post = cp._exchange.post
-
-    def counted(call: str, sends: Any, receives: Any) -> Any:
-        if call == "decode":
-            received.append(sum(x.numel() * x.element_size() for x in receives.values()))
-        return post(call, sends, receives)
-
-    cp._exchange.post = counted
     answer = {}
     for exchange, out_heads in itertools.product(STATE_EXCHANGES, OUT_HEADS):
-        received.clear()
-        cp.decode(plan, inputs["q"], *shards, exchange=exchange, out_heads=out_heads)
+        with noted_events(cp, "decode") as events:
+            cp.decode(plan, inputs["q"], *shards, exchange=exchange, out_heads=out_heads)
         choice = cp.choose_exchange(
             plan, num_heads=step.num_heads, num_kv_heads=step.num_kv_heads, head_dim=48,
             v_head_dim=32, element_bytes=inputs["q"].element_size(), out_heads=out_heads,
         )  # fmt: skip
         answer[exchange, out_heads] = (
-            sum(received), choice.received_bytes[exchange], len(received), choice.exchange,
+            received_bytes(events, "decode"), choice.received_bytes[exchange],
+            [event.kind for event in events].count("post"), choice.exchange,
         )  # fmt: skip
     return answer
 

@@ -1,18 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with more than causal attention, on the ranks of a group and in one process."""
+"""Layers with masks, windows, codes and latents, on the ranks of a group and for the oracle."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import cpattn
-from cpattn.distributed import ContextParallel
+from cpattn.distributed import ContextParallel, LayerCaches
+from cpattn.distributed.layers import rounds
 from support.cases import dense, packed
+from support.distributed.sharded_worker import (
+    EXCHANGES,
+    PLACEMENTS,
+    ROUNDS,
+    equal,
+    shard_of,
+    unread,
+)
+from support.pairwise import pairwise
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
 EXTENDS, PREFIXES, PAGE = (13, 1, 30, 0), (20, 3, 33, 9), 8
@@ -20,8 +32,18 @@ LENGTHS = [new + cached for new, cached in zip(EXTENDS, PREFIXES, strict=True)]
 TABLES = np.array(
     [[9, 4, 1, 7, 2, -1, -1, -1], [0, *[-1] * 7], [3, 5, 6, 8, 10, 11, 12, 13], [14, 15, *[-1] * 6]]
 )
-SLOTS, HEADS, KV_HEADS, DIM = 16 * PAGE, 4, 2, 32
+SIZES = {"q_lens": EXTENDS, "kv_lens": LENGTHS, "block_tables": TABLES, "page_size": PAGE}
+TOKENS, SLOTS, HEADS, KV_HEADS, DIM = sum(EXTENDS), 16 * PAGE, 4, 2, 32
 LATENT, ROPE, VALUE, INDEX, TOPK = 48, 16, 32, 32, 6
+# The pool row of each new token.
+NEW_SLOTS = torch.tensor(
+    [
+        TABLES[s, position // PAGE] * PAGE + position % PAGE
+        for s, (new, cached) in enumerate(zip(EXTENDS, PREFIXES, strict=True))
+        for position in range(cached, cached + new)
+    ]
+)
+NUM_LAYERS = 3  # of a model
 
 
 def random_masks() -> list[np.ndarray]:
@@ -29,147 +51,252 @@ def random_masks() -> list[np.ndarray]:
     return [rng.random((n, length)) < 0.5 for n, length in zip(EXTENDS, LENGTHS, strict=True)]
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Options of `attend` and of `plan`."""
-
-    attend: dict[str, Any] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)
-
-
-SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
-LAYERS = {
-    "window and sinks": Layer({"window": 6, "sinks": SINKS}),
-    "softcap": Layer({"softcap": 2.0}),
-    "not causal": Layer({"causal": False}),
-    "mask": Layer(plan={"custom_mask": dense(random_masks())}),
-    "bits, not causal": Layer({"causal": False}, {"packed_custom_mask": packed(random_masks())}),
-    "mask and padding": Layer(
-        {"causal": False},
-        {"custom_mask": torch.from_numpy(dense(random_masks())), "num_tokens": 50},
-    ),
-    "physical padding": Layer({"window": 9}, {"pad_to_physical": True}),
-}
-
-
 def tensors(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=draw) for shape in shapes]
 
 
-def new_slots() -> torch.Tensor:
-    """The pool row of each new token."""
-    return torch.tensor(
-        [
-            TABLES[s, position // PAGE] * PAGE + position % PAGE
-            for s, (new, cached) in enumerate(zip(EXTENDS, PREFIXES, strict=True))
-            for position in range(cached, cached + new)
-        ]
+@dataclass(frozen=True)
+class Layer:
+    """Queries and whole caches, and options of `attend` and of `plan`."""
+
+    q: torch.Tensor
+    caches: tuple[torch.Tensor | None, ...]  # keys, values, rotary dimensions of keys
+    attend: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    q_rope: torch.Tensor | None = None
+    windows: tuple[int | None, ...] = ()  # of the layers of a model, where they differ
+
+    def of_model(self, number: int) -> Layer:
+        """A layer whose caches are others, row for row."""
+        caches = tuple(None if x is None else x.roll(number, 0) for x in self.caches)
+        window = {"window": self.windows[number]} if self.windows else {}
+        return replace(self, caches=caches, attend=self.attend | window)
+
+    def inputs(self) -> dict[str, Any]:
+        """The arguments of the oracle."""
+        q, (k, v, ropes) = self.q, self.caches
+        if self.q_rope is not None:
+            q, k = torch.cat([q, self.q_rope], -1), torch.cat([k, ropes], -1)
+        v = k[..., :VALUE] if v is None else v
+        options = {name: value for name, value in self.attend.items() if name != "v_head_dim"}
+        if any("mask" in name for name in self.plan):
+            options["custom_mask"] = dense(random_masks())
+        return {"q": q, "k_cache": k, "v_cache": v, **SIZES, **options}
+
+
+def decoded(inputs: dict[str, Any]) -> dict[str, Any]:
+    """With what codes stand for in their place."""
+    inputs = dict(inputs)
+    for cache, name in (("k_cache", "k_scale"), ("v_cache", "v_scale")):
+        if (scale := inputs.pop(name, None)) is not None:
+            inputs[cache] = inputs[cache].double() * scale[..., None].double()
+    return inputs
+
+
+def _layers() -> dict[str, Layer]:
+    q, k, v = tensors(1, (TOKENS, HEADS, DIM), *[(SLOTS, KV_HEADS, DIM)] * 2)
+    plain = Layer(q, (k, v, None))
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
+    padded = {"custom_mask": torch.from_numpy(dense(random_masks())), "num_tokens": 50}
+    found = {
+        "plain": plain,
+        "window and sinks": replace(plain, attend={"window": 6, "sinks": sinks}),
+        "windows by turns": replace(plain, attend={"window": 5}, windows=(5, None, 0)),
+        "softcap": replace(plain, attend={"softcap": 2.0}),
+        "not causal": replace(plain, attend={"causal": False}),
+        "mask": replace(plain, plan={"custom_mask": dense(random_masks())}),
+        "bits, not causal": replace(
+            plain, attend={"causal": False}, plan={"packed_custom_mask": packed(random_masks())}
+        ),
+        "mask and padding": replace(plain, attend={"causal": False}, plan=padded),
+        "physical padding": replace(plain, attend={"window": 9}, plan={"pad_to_physical": True}),
+    }
+    draw = torch.Generator().manual_seed(4)
+    codes = [torch.randint(-128, 128, k.shape, generator=draw).to(torch.int8) for _ in "kv"]
+    of_heads = torch.tensor([0.01, 0.02])
+    of_tokens = 0.01 + 0.01 * torch.rand(k.shape[:2], generator=draw)
+    coded = replace(plain, caches=(*codes, None))
+    found["codes, scales of heads"] = replace(
+        coded, attend={"k_scale": of_heads, "v_scale": of_heads.flip(0)}
     )
-
-
-class Rank:
-    """The pools of one rank, into which new tokens come by `write_kv` alone."""
-
-    def __init__(self, strategy: str, **options: Any) -> None:
-        assert dist.group.WORLD is not None
-        self.cp = ContextParallel(dist.group.WORLD, strategy=strategy, page_size=PAGE)
-        self.plan = self.cp.plan(EXTENDS, LENGTHS, block_tables=TABLES, **options)
-
-    def shard(self, x: torch.Tensor) -> torch.Tensor:
-        padding = self.plan.num_tokens - len(x)
-        x = torch.cat([x, x.new_full((padding, *x.shape[1:]), torch.nan)])
-        return self.cp.shard(self.plan, x)
-
-    def write(self, *caches: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """Pools that hold what these do, the new tokens sent by their ranks."""
-        rows = [None if cache is None else self.shard(cache[new_slots()]) for cache in caches]
-        pools = [None if cache is None else cache.clone() for cache in caches]
-        for pool in pools:
-            if pool is not None:
-                pool[new_slots()] = torch.nan
-        self.cp.write_kv(self.plan, rows[0], rows[1], pools[0], pools[1])
-        return pools
-
-    def gather(self, *results: torch.Tensor) -> list[torch.Tensor]:
-        return [self.cp.gather(self.plan, result)[: sum(EXTENDS)] for result in results]
-
-
-def dense_inputs() -> list[torch.Tensor]:
-    return tensors(1, (sum(EXTENDS), HEADS, DIM), *[(SLOTS, KV_HEADS, DIM)] * 2)
-
-
-def latent_inputs() -> list[torch.Tensor]:
-    new = sum(EXTENDS)
-    shapes = [(new, HEADS, LATENT), (new, HEADS, ROPE), (SLOTS, 1, LATENT), (SLOTS, 1, ROPE)]
-    return tensors(2, *shapes)
-
-
-def index_inputs() -> list[torch.Tensor]:
-    new = sum(EXTENDS)
-    return tensors(3, (new, 2, INDEX), (new, 2), (SLOTS, 1, INDEX))
-
-
-def run_layers(rank: int) -> dict[str, list[torch.Tensor]]:
-    """out and lse of every layer and strategy, of all tokens in their order."""
-    results = {}
-    for strategy in STRATEGIES:
-        for name, layer in LAYERS.items():
-            q, k, v = dense_inputs()
-            one = Rank(strategy, **layer.plan)
-            pools = one.write(k, v)
-            out, lse = one.cp.attend(
-                one.plan, one.shard(q), *pools, **layer.attend, return_lse=True
-            )
-            results[f"{strategy}: {name}"] = one.gather(out, lse)
-        results |= {f"{strategy}: {name}": x for name, x in _run_latents(strategy).items()}
-    return results
-
-
-def _run_latents(strategy: str) -> dict[str, list[torch.Tensor]]:
-    one = Rank(strategy)
-    q, q_rope, latents, ropes = latent_inputs()
-    index_q, weights, index_keys = index_inputs()
-    cache, rope_cache = one.write(latents, ropes)
-    apart = one.cp.attend(
-        one.plan, one.shard(q), cache, None, q_rope=one.shard(q_rope), k_rope=rope_cache,
-        v_head_dim=VALUE, window=20, scale=0.2, return_lse=True,
-    )  # fmt: skip
-    cache, _ = one.write(torch.cat([latents, ropes], -1), None)
-    whole_q = one.shard(torch.cat([q, q_rope], -1))
-    whole = one.cp.attend(
-        one.plan, whole_q, cache, None, v_head_dim=VALUE, window=20, scale=0.2, return_lse=True
+    scales = {"k_scale": of_tokens, "v_scale": of_tokens / 2}
+    found["codes, scales of tokens"] = replace(coded, attend=scales)
+    (q, q_rope), (k, ropes) = (
+        (x.contiguous() for x in x.split([DIM - ROPE, ROPE], -1)) for x in (q, codes[0])
     )
-    cache, index_cache = one.write(torch.cat([latents, ropes], -1), index_keys)
-    assert index_cache is not None
-    sparse = one.cp.attend_sparse(
-        one.plan, whole_q, cache, one.shard(index_q), index_cache.view(-1, PAGE, INDEX),
-        one.shard(weights), topk=TOPK, sm_scale=0.2, d_v=VALUE, return_lse=True,
-    )  # fmt: skip
-    return {
-        "latents, rope apart": one.gather(*apart),
-        "latents": one.gather(*whole),
-        "sparse": one.gather(*sparse),
+    found["codes, scales of tokens, rope apart"] = Layer(
+        q, (k, codes[1], ropes), scales, q_rope=q_rope
+    )
+    shapes = [(TOKENS, HEADS, LATENT), (TOKENS, HEADS, ROPE), (SLOTS, 1, LATENT), (SLOTS, 1, ROPE)]
+    q, q_rope, k, ropes = tensors(2, *shapes)
+    options = {"v_head_dim": VALUE, "window": 20, "scale": 0.2}
+    whole = torch.cat([q, q_rope], -1), (torch.cat([k, ropes], -1), None, None)
+    return found | {
+        "latents": Layer(*whole, options),
+        "latents, rope apart": Layer(q, (k, None, ropes), options, q_rope=q_rope),
     }
 
 
-def alone(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of a layer by one process without context parallelism."""
-    sizes = {"q_lens": EXTENDS, "kv_lens": LENGTHS, "block_tables": TABLES, "page_size": PAGE}
-    common = {**sizes, "batch_invariant": True, "return_lse": True}
-    if name in LAYERS:
-        masks = {key: x for key, x in LAYERS[name].plan.items() if "mask" in key}
-        return cpattn.paged_attention(*dense_inputs(), **common, **LAYERS[name].attend, **masks)
-    q, q_rope, latents, ropes = latent_inputs()
-    q, cache = torch.cat([q, q_rope], -1), torch.cat([latents, ropes], -1)
-    if name == "sparse":
-        index_q, weights, index_keys = index_inputs()
-        metadata = cpattn.build_cp_metadata(
-            EXTENDS, LENGTHS, cp_rank=0, cp_size=1, strategy="contiguous"
+LAYERS = _layers()
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """A layer, where its keys are, and how they meet queries; without a placement, everywhere."""
+
+    name: str
+    exchange: str = "auto"
+    placement: str | None = None
+    strategy: str = "zigzag"
+
+    def __str__(self) -> str:
+        where = self.placement or "replicated"
+        return f"{self.exchange}, {where}, {self.strategy}, {self.name}"
+
+    @property
+    def is_possible(self) -> bool:
+        """Scales of tokens are read where they are."""
+        return self.exchange in ("auto", "pass_q") or "scales of tokens" not in self.name
+
+
+def layer_runs(exchanges: Iterable[str] = EXCHANGES) -> list[LayerRun]:
+    """Each layer with each of these exchanges, placements and strategies."""
+    rows = pairwise(list(LAYERS), list(exchanges), list(PLACEMENTS), STRATEGIES)
+    return [run for run in (LayerRun(*row) for row in rows) if run.is_possible]
+
+
+REPLICATED = [LayerRun(name, strategy=strategy) for name in LAYERS for strategy in STRATEGIES]
+
+
+class Rank:
+    """A rank of a run."""
+
+    def __init__(self, run: LayerRun, group: Any = None) -> None:
+        options = {"strategy": run.strategy, "page_size": PAGE}
+        if run.placement is not None:
+            options["placement"] = PLACEMENTS[run.placement](dist.get_world_size(), PAGE)
+            options["exchange"] = run.exchange
+        self.layer = LAYERS[run.name]
+        self.cp = ContextParallel(group or dist.group.WORLD, **options)
+        self.plan = self.cp.plan(EXTENDS, LENGTHS, block_tables=TABLES, **self.layer.plan)
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        padding = self.plan.num_tokens - len(x)
+        x = torch.cat([x, x.new_full((padding, *x.shape[1:]), unread(x))])
+        return self.cp.shard(self.plan, x)
+
+    def held(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a whole cache."""
+        if self.cp.placement is None:
+            return x
+        return shard_of(self.cp.placement, self.cp.cp_rank, x, PAGE)
+
+    def pools(self, layer: Layer) -> list[torch.Tensor | None]:
+        """Without the new tokens."""
+        pools = [None if cache is None else cache.clone() for cache in layer.caches]
+        for pool in pools:
+            if pool is not None:
+                pool[NEW_SLOTS] = unread(pool)
+        return [None if pool is None else self.held(pool) for pool in pools]
+
+    def attend(
+        self, layer: Layer, *, writes: bool = False, pools: Any = None, prefetched: Any = None
+    ) -> list[torch.Tensor]:
+        """out, LSE and pools of this rank, whose new rows are written before or by the call."""
+        pools = self.pools(layer) if pools is None else pools
+        new = [None if x is None else self.rows(x[NEW_SLOTS]) for x in layer.caches]
+        options = dict(layer.attend)
+        for name in ("k_scale", "v_scale"):
+            if name in options and options[name].ndim > 1:
+                options[name] = self.held(options[name])
+        if pools[2] is not None:
+            self.cp.write_kv(self.plan, new[2], None, pools[2], None)
+            options |= {"q_rope": self.rows(layer.q_rope), "k_rope": pools[2]}
+        if writes and pools[2] is None:
+            options |= {"k_local": new[0], "v_local": new[1]}
+        else:
+            self.cp.write_kv(self.plan, *new[:2], *pools[:2])
+        if prefetched is not None:
+            options["prefetched"] = prefetched
+        results = self.cp.attend(
+            self.plan, self.rows(layer.q), *pools[:2], return_lse=True, **options
         )
-        return cpattn.sparse.cp_sparse_mla(
-            q, cache, index_q, index_keys.view(-1, PAGE, INDEX), weights, metadata,
-            block_tables=TABLES, page_size=PAGE, topk=TOPK, sm_scale=0.2, d_v=VALUE,
-            return_lse=True,
+        own = slice(0, self.plan.num_local_rows)
+        return [*(x[own] for x in results), *(pool for pool in pools if pool is not None)]
+
+    def ahead(self, *, writes: bool) -> list[torch.Tensor]:
+        """The same of the layers of a model, whose cached keys are sent a layer ahead."""
+        layers = [self.layer.of_model(number) for number in range(NUM_LAYERS)]
+        pools = [self.pools(layer) for layer in layers]
+        prefetched = self.cp.prefetch(
+            self.plan,
+            [
+                LayerCaches(*of, window=layer.attend.get("window"))
+                for of, layer in zip(pools, layers, strict=True)
+            ],
+        )
+        found = []
+        for layer, of in zip(layers, pools, strict=True):
+            found += self.attend(layer, writes=writes, pools=of, prefetched=prefetched)
+        assert prefetched.next_layer == NUM_LAYERS
+        return found
+
+
+def run_layer(run: LayerRun, group: Any = None, *, ahead: bool = True) -> dict[str, Any]:
+    """out and LSE of all tokens, and whether other ways have these bits."""
+    rank = Rank(run, group)
+    results = rank.attend(rank.layer)
+    with mock.patch.multiple(rounds, **ROUNDS):
+        ways = {"one call": equal(results, rank.attend(rank.layer, writes=True))}
+    if ahead and run.exchange == "gather":
+        layers = [rank.layer.of_model(number) for number in range(NUM_LAYERS)]
+        expected = [x for layer in layers for x in rank.attend(layer)]
+        for writes, how in ((True, ROUNDS), (False, {"_MOST_ROUNDS": 8})):
+            with mock.patch.multiple(rounds, **how):
+                ways[f"ahead, {writes}"] = equal(rank.ahead(writes=writes), expected)
+    out, lse = (rank.cp.gather(rank.plan, x)[:TOKENS] for x in results[:2])
+    return {"out": out, "lse": lse, "ways": ways}
+
+
+def run_layers(
+    rank: int, runs: list[LayerRun], make_group: Any = lambda: None
+) -> dict[LayerRun, dict[str, Any]]:
+    group = make_group()
+    return {run: run_layer(run, group) for run in runs}
+
+
+def _sparse_inputs() -> list[torch.Tensor]:
+    """q, latents, queries, weights and keys of the indexer."""
+    shapes = [(TOKENS, 2, INDEX), (TOKENS, 2), (SLOTS, 1, INDEX)]
+    layer = LAYERS["latents"]
+    return [layer.q, layer.caches[0], *tensors(3, *shapes)]
+
+
+def run_sparse(rank: int) -> dict[str, list[torch.Tensor]]:
+    """Sparse attention over whole pools, by strategy: out and LSE of all tokens."""
+    q, latents, index_q, weights, index_keys = _sparse_inputs()
+    results = {}
+    for strategy in STRATEGIES:
+        one = Rank(LayerRun("latents", strategy=strategy))
+        new = [one.rows(x[NEW_SLOTS]) for x in (latents, index_keys)]
+        pools = one.pools(Layer(q, (latents, index_keys)))
+        one.cp.write_kv(one.plan, *new, *pools)
+        out = one.cp.attend_sparse(
+            one.plan, one.rows(q), pools[0], one.rows(index_q), pools[1].view(-1, PAGE, INDEX),
+            one.rows(weights), topk=TOPK, sm_scale=0.2, d_v=VALUE, return_lse=True,
         )  # fmt: skip
-    return cpattn.paged_attention(q, cache, cache[..., :VALUE], **common, window=20, scale=0.2)
+        results[strategy] = [one.cp.gather(one.plan, x) for x in out]
+    return results
+
+
+def sparse_alone() -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by one process without context parallelism."""
+    q, latents, index_q, weights, index_keys = _sparse_inputs()
+    metadata = cpattn.build_cp_metadata(
+        EXTENDS, LENGTHS, cp_rank=0, cp_size=1, strategy="contiguous"
+    )
+    return cpattn.sparse.cp_sparse_mla(
+        q, latents, index_q, index_keys.view(-1, PAGE, INDEX), weights, metadata,
+        block_tables=TABLES, page_size=PAGE, topk=TOPK, sm_scale=0.2, d_v=VALUE, return_lse=True,
+    )  # fmt: skip

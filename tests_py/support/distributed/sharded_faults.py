@@ -1,143 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks with sharded pools that disagree, or are lost."""
+"""Ranks of a group that are lost, leave or are interrupted, and what the others are told."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from cpattn.distributed import ContextParallel
 from cpattn.distributed.layers import ring
-from support.distributed.distributed_worker import make_plan
-from support.distributed.prefill_batches import Case, make_batch
-from support.distributed.sharded_worker import PLACEMENTS, Run, run_prefill
+from support.distributed.disagreements import SMALL
+from support.distributed.distributed_worker import error_of, make_plan
+from support.distributed.prefill_batches import make_batch
+from support.distributed.sharded_worker import Run, run_prefill, traffic_rank
+from support.time_limits import PATIENCE
 
-SMALL = Case("small", (5, 13), (4, 0))
-ODD_RANK = 1
+
+def run_write_loss(rank: int, how: str) -> tuple[str, float]:
+    """What the others are told if the last rank is killed, or does not come."""
+    case = replace(SMALL, extend_lens=(5, 2000), head_dim=256, v_head_dim=256)
+    batch = make_batch(case)
+    cp = ContextParallel(dist.group.WORLD, page_size=case.page_size)
+    plan = make_plan(cp, case, batch)
+    if rank == cp.cp_size - 1:
+        if how == "absent":
+            return "absent", 0.0
+        cp._exchange.all_rows = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    k, v = (cp.shard(plan, torch.zeros(plan.num_tokens, 2, 256)) for _ in "kv")
+    return error_of(lambda: cp.write_kv(plan, k, v, batch.k_cache, batch.v_cache))
 
 
-def run_disagreements(rank: int) -> tuple[dict[str, str], bool]:
-    """What each rank is told if rank 1 does something else, and whether a batch works then."""
-    size, is_odd = dist.get_world_size(), rank == ODD_RANK
-    batch = make_batch(SMALL)
+def run_death(rank: int) -> tuple[str, float, list[tuple[float, bool]]]:
+    """What the others are told, and when, if the last rank is killed while its rows arrive.
 
-    def parts(
-        usual: str = "pass_q", **changes: Any
-    ) -> tuple[ContextParallel, Any, torch.Tensor, list[torch.Tensor]]:
-        options = {
-            "page_size": SMALL.page_size,
-            "placement": PLACEMENTS["pages"](size, SMALL.page_size),
-            "exchange": usual,
-        }
-        cp = ContextParallel(dist.group.WORLD, **options | (changes if is_odd else {}))
-        plan = make_plan(cp, SMALL, batch)
-        shards = [torch.zeros(64, 2, 32) for _ in "kv"]
-        return cp, plan, cp.shard(plan, batch.q), shards
+    Rank 0 watches them arrive and kills it, and says when, and whether all were there by then. The
+    times are those of the clock that all processes share.
+    """
+    cp = ContextParallel(dist.group.WORLD, page_size=4)
+    pids: list[int] = [0] * cp.cp_size
+    dist.all_gather_object(pids, os.getpid())
+    plan = cp.plan([6 * cp.cp_size], block_tables=[range(5)])
+    rows = torch.ones(6, 16 << 20, dtype=torch.uint8)  # far more than sockets hold
+    kills = []
 
-    def attend(changes: dict[str, Any], usual: str = "pass_q", **options: Any) -> None:
-        cp, plan, q, shards = parts(usual, **changes)
-        cp.attend(plan, q, *shards, **(options if is_odd else {}))
+    def watch(arriving: np.ndarray) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not arriving[0]:
+            assert time.monotonic() < deadline
+            time.sleep(0)
+        kills.append((time.monotonic(), bool(arriving[-1])))
+        os.kill(pids[-1], signal.SIGKILL)
 
-    def scaled(exchange: str) -> None:
-        cp, plan, q, _ = parts(exchange)
-        codes = torch.ones(64, 2, 32, dtype=torch.int8)
-        scales = torch.tensor([0.5, 0.25 if is_odd else 0.5])
-        cp.attend(plan, q, codes, codes, v_scale=scales)
+    post = cp._exchange.post
 
-    def scaled_by_tokens() -> None:
-        cp, plan, q, _ = parts()
-        codes = torch.ones(64, 2, 32, dtype=torch.int8)
-        cp.attend(plan, q, codes, codes, v_scale=torch.ones(64, 2) if is_odd else torch.ones(2))
+    def watched(call, sends, receives):
+        if call == "gather":
+            arriving = receives[cp.cp_size - 1].zero_().view(-1)
+            threading.Thread(target=watch, args=[arriving.numpy()], daemon=True).start()
+        return post(call, sends, receives)
 
-    def write(**changes: Any) -> None:
-        cp, plan, _, shards = parts(**changes)
-        rows = torch.zeros(plan.num_local_rows, 2, 32)
-        cp.write_kv(plan, rows, rows, *shards)
+    if rank == 0:
+        cp._exchange.post = watched
+    message, _ = error_of(lambda: cp.gather(plan, rows))
+    return message, time.monotonic(), kills
 
-    def decode(step: dict[str, Any], **options: Any) -> None:
-        cp, _, _, shards = parts()
-        lens = {"kv_lens": [3, 9], "block_tables": [[1, -1, -1], [4, 5, 6]]}
-        plan = cp.plan_decode(**lens | (step if is_odd else {}))
-        cp.decode(plan, torch.zeros(2, 4, 32), *shards, **(options if is_odd else {}))
 
-    def sparse(**options: Any) -> None:
-        cp, plan, _, _ = parts()
-        rows = plan.num_local_rows
-        cp.attend_sparse(
-            plan, torch.zeros(rows, 2, 32), torch.zeros(64, 1, 32), torch.zeros(rows, 1, 16),
-            torch.zeros(64, 1, 16), torch.zeros(rows, 1),
-            **{"topk": 4, "sm_scale": 1.0, "d_v": 16} | (options if is_odd else {}),
-        )  # fmt: skip
+def seconds_to_interrupt(call: Callable[[], Any]) -> float:
+    """How long Ctrl-C takes to end a call."""
+    delay = 0.2
+    start = time.monotonic()
+    threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        call()
+    except KeyboardInterrupt:
+        return time.monotonic() - start - delay
+    raise AssertionError("not interrupted")
 
-    def refused() -> None:
-        cp, plan, q, shards = parts()
-        cp.attend(plan, q, *[shard[:4] if is_odd else shard for shard in shards])
 
-    def other_call() -> None:
-        cp, plan, q, shards = parts()
-        if is_odd:
-            rows = torch.zeros(plan.num_local_rows, 2, 32)
-            cp.write_kv(plan, rows, rows, *shards)
-        else:
-            cp.attend(plan, q, *shards)
+def run_interrupt(rank: int) -> float:
+    """How long Ctrl-C takes to end a wait for rank 1, which does not come."""
+    if rank == 1:
+        return 0.0
+    cp = ContextParallel(dist.group.WORLD, page_size=4)
+    plan = cp.plan([8], block_tables=[[0, 1]])
+    return seconds_to_interrupt(lambda: cp.gather(plan, torch.zeros(4, 1)))
 
-    tokens = PLACEMENTS["tokens"](size, SMALL.page_size)
-    attempts: dict[str, Callable[[], None]] = {
-        "placement": lambda: write(placement=tokens),
-        "placement of attend": lambda: attend({"placement": tokens}),
-        "replicated": lambda: write(placement=None),
-        "exchange": lambda: attend({"exchange": "gather"}),
-        "max_scratch_bytes": lambda: attend({"max_scratch_bytes": 1}),
-        "window": lambda: attend({}, window=3),
-        "scale": lambda: attend({}, scale=0.5),
-        "sinks": lambda: attend({}, sinks=torch.ones(4)),
-        "LSE by heads": lambda: attend({}, "all_to_all", return_lse=True),
-        **{f"scales by {name}": partial(scaled, name) for name in ("gather", "ring", "all_to_all")},
-        "scales of tokens": scaled_by_tokens,
-        "topk": lambda: sparse(topk=3),
-        "sink": lambda: sparse(attn_sink=torch.zeros(2)),
-        "kv_lens": lambda: decode({"kv_lens": [4, 9]}),
-        "softcap of decode": lambda: decode({}, softcap=1.0),
-        "call": other_call,
-        "small shard": refused,
-    }
-    told = {}
-    for name, attempt in attempts.items():
+
+def run_subgroup(rank: int, run: Run) -> dict[str, Any] | str:
+    """What a group of ranks 1 and 2 gathers; rank 0 is not one of it."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
         try:
-            attempt()
-        except (RuntimeError, ValueError) as error:
-            told[name] = f"{type(error).__name__}: {error}"
-    answer = run_prefill(Run(SMALL, "pages", "pass_q"))
-    return told, answer["shards"]
+            ContextParallel(group, page_size=4)
+        except TypeError as error:
+            return str(error)
+    return run_prefill(run, group)
 
 
 def run_loss(rank: int, exchange: str, group: Any = None) -> str:
     """What the others are told if the last rank leaves after all have agreed."""
-    case = SMALL
-    batch, size = make_batch(case), dist.get_world_size()
-    cp = ContextParallel(
-        dist.group.WORLD if group is None else group,
-        page_size=case.page_size,
-        placement=PLACEMENTS["pages"](size, case.page_size),
-        exchange=exchange,
-    )
-    plan = make_plan(cp, case, batch)
-    shards = [torch.zeros(64, 2, 32) for _ in "kv"]
-    if rank == size - 1:
+    cp, plan, (q, *_), shards = traffic_rank(rank, SMALL, exchange, group)
+    if rank == dist.get_world_size() - 1:
         cp._exchange.post = leave_after_agreement(cp._exchange.post)
-    try:
-        cp.attend(plan, cp.shard(plan, batch.q), *shards)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    return error_of(lambda: cp.attend(plan, q, *shards))[0]
 
 
 def run_early_end(rank: int) -> str:
@@ -145,29 +119,19 @@ def run_early_end(rank: int) -> str:
 
     They pass keys round, and rank 2 computes longer than anybody waits for one that has died.
     """
-    size, seconds = dist.get_world_size(), 1.0
-    batch = make_batch(SMALL)
-    cp = ContextParallel(
-        dist.group.WORLD, page_size=SMALL.page_size, exchange="ring",
-        placement=PLACEMENTS["pages"](size, SMALL.page_size),
-    )  # fmt: skip
+    cp, plan, (q, *_), shards = traffic_rank(rank, SMALL, "ring")
     assert cp.topology().transport == "shm"
-    plan = make_plan(cp, SMALL, batch)
-    shards = [torch.zeros(64, 2, 32) for _ in "kv"]
     attend_part = ring.attend_part
 
     def slowly(*arguments: Any, **options: Any) -> Any:
-        time.sleep(seconds if rank == 2 else 0)
+        time.sleep(1.0 if rank == 2 else 0)
         return attend_part(*arguments, **options)
 
-    try:
-        with mock.patch.object(ring, "attend_part", slowly):
-            cp.attend(plan, cp.shard(plan, batch.q), *shards)
-    except RuntimeError as error:
-        return str(error)
-    if rank == 0:
+    with mock.patch.object(ring, "attend_part", slowly):
+        message, _ = error_of(lambda: cp.attend(plan, q, *shards))
+    if rank == 0 and message == "no error":
         os._exit(0)
-    return "no error"
+    return message
 
 
 def leave_after_agreement(post: Callable[..., Any], at: str = "") -> Callable[..., Any]:

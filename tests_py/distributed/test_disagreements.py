@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that differ, or of which one refuses its arguments: all are told, and nothing is sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.distributed import disagreements as worker
+from support.distributed.distributed_worker import run_world
+from support.time_limits import BUSY
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Of each rank what it was told, of whole pools and of shares."""
+    found = [{} for _ in range(3)]
+    for program in (worker.run_replicated, worker.run_sharded):
+        ranks = run_world(3, tmp_path_factory.mktemp("world"), program)
+        for told, (more, usable) in zip(found, ranks, strict=True):
+            assert usable  # behind disagreements
+            told |= more
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "term"),
+    [
+        *((name, ": lengths") for name in ("extend_lens", "prefix", "num_tokens")),
+        *((name, f": {name}") for name in ("block_tables", "slots", "mask")),
+        *((name, ": strategy and page_size") for name in ("strategy", "page_size")),
+        *((name, ": rows") for name in ("dtype", "width")),
+        ("call", ": call"),
+        ("history", ": sequence"),
+        ("placement", "write_kv: placement"),
+        ("placement of attend", "attend: placement"),
+        ("replicated", "write_kv: placement"),
+        *((name, "attend: exchange") for name in ("exchange", "max_scratch_bytes")),
+        *((name, "attend: options") for name in ("window", "scale", "sinks", "LSE by heads")),
+        *((f"scales by {name}", "attend: options") for name in ("gather", "ring", "all_to_all")),
+        ("scales of tokens", "attend: options"),
+        *((name, "attend_sparse: options") for name in ("topk", "sink")),
+        ("kv_lens", "decode: lengths"),
+        ("softcap of decode", "decode: options"),
+        ("call of shards", ": call"),
+    ],
+)
+def test_disagreement_is_told_to_all_ranks_before_rows_are_sent(answers, what, term):
+    for told in answers:
+        message, seconds = told[what]
+        assert message.startswith("RuntimeError: ContextParallel.")
+        assert f"{term} of rank 1 differs from rank 0" in message
+        assert message.endswith("; nothing was sent")
+        assert seconds < BUSY
+
+
+def test_different_calls_are_listed(answers):
+    assert "(write_kv, gather, write_kv by rank)" in answers[2]["call"][0]
+
+
+@pytest.mark.parametrize(
+    ("what", "own"),
+    [
+        ("too few rows", "gather: x_local must have at least the 6 rows of rank 1, got 2"),
+        ("small pool", "write_kv: slots must be below the 4 rows of k_cache, got slots["),
+        ("small shard", "attend: the shard of rank 1"),
+    ],
+)
+def test_refused_arguments_of_one_rank_are_told_to_all(answers, what, own):
+    for rank, told in enumerate(answers):
+        message, seconds = told[what]
+        if rank == worker.ODD_RANK:
+            assert f"ValueError: ContextParallel.{own}" in message
+        else:
+            assert "rank 1 refused its arguments; nothing was sent" in message
+        assert seconds < BUSY

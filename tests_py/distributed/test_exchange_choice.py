@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which exchange is chosen for a layer; plans and results of a rank that has all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cpattn.distributed import DecodePlan, ShardedPlan
+from cpattn.distributed.sparse.choice import SparseSizes, choose_sparse
+from cpattn.distributed.sparse.inputs import SparseInputs
+from support.distributed.planning import first_of, one_rank, plan_of
+from support.distributed.sharded_worker import EXCHANGES
+
+TABLES = [[5, 3, 9], [2, 7, 0]]
+LENS = ([4, 6], [9, 6])
+
+
+def tensors():
+    return [torch.randn(10, 4, 32), torch.randn(40, 2, 32), torch.randn(40, 2, 32)]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_rows_without_keys_are_zero_behind_a_sink_without_weight(world, exchange):
+    cp = one_rank(exchange=exchange)
+    nothing = torch.zeros(4 * 9 + 6 * 6, dtype=torch.bool)
+    sinks = torch.tensor([-torch.inf, 0.0, torch.inf, 1.0])
+    plan = cp.plan(*LENS, block_tables=TABLES, custom_mask=nothing)
+    assert not cp.attend(plan, *tensors(), sinks=sinks).count_nonzero()
+    step = cp.plan_decode([9, 6], block_tables=TABLES, custom_mask=nothing[:15])
+    q, k, v = tensors()
+    assert not cp.decode(step, q[:2], k, v, sinks=sinks).count_nonzero()
+
+
+def test_a_decoded_result_outlives_the_next_step(world):
+    """Partial results arrive in a buffer that is kept; what is returned must not lie in it."""
+    cp = one_rank()
+    plan = cp.plan_decode([9, 6], block_tables=TABLES)
+    q, k, v = tensors()
+    first, lse = cp.decode(plan, q[:2], k, v, return_lse=True)
+    kept = first.clone(), lse.clone()
+    assert first.is_contiguous()
+    assert not torch.equal(cp.decode(plan, q[2:4], k, v), first)
+    assert torch.equal(first, kept[0])
+    assert torch.equal(lse, kept[1])
+
+
+def test_kinds_of_plans(world):
+    cp = one_rank()
+    plan = cp.plan(*LENS, block_tables=TABLES)
+    assert isinstance(plan, ShardedPlan)
+    assert plan == cp.plan(*LENS, block_tables=TABLES)
+    assert plan != one_rank(exchange="ring").plan(*LENS, block_tables=TABLES)
+    assert plan.kv_counts == (15,)
+    step = cp.plan_decode([9, 6], block_tables=TABLES, q_lens=[1, 2])
+    assert isinstance(step, DecodePlan)
+    assert step.slots.tolist() == [36, 28, 29]
+    assert step.num_tokens == 3
+    assert not isinstance(one_rank(placement=None).plan(*LENS, block_tables=TABLES), ShardedPlan)
+
+
+GQA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+MLA = {
+    "num_heads": 16, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shares_values": True
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("extend", "prefix", "layer", "expected"),
+    [
+        (64, 16000, GQA, "pass_q"),
+        (4096, 0, GQA, "gather"),
+        (4096, 16000, GQA, "all_to_all"),
+        (4096, 8000, GQA | {"num_heads": 30, "num_kv_heads": 6}, "gather"),
+        (4096, 0, MLA, "gather"),
+        (16, 16000, MLA, "pass_q"),
+    ],
+)
+def test_auto_is_the_exchange_of_the_fewest_bytes(extend, prefix, layer, expected):
+    cp = first_of(4)
+    plan = plan_of(cp, extend, prefix)
+    choice = cp.choose_exchange(plan, **layer)
+    assert choice.exchange == expected
+    eligible = {name for name in choice.received_bytes if name in choice.reason} - {"pass_q"}
+    assert f"at most {choice.received_bytes[expected]} bytes" in choice.reason
+    assert all(choice.received_bytes[expected] <= choice.received_bytes[e] for e in eligible)
+
+
+def test_bytes_of_an_exchange_are_those_of_its_rows():
+    cp = first_of(4)
+    plan = plan_of(cp, 64, 192)
+    received = cp.choose_exchange(plan, **GQA).received_bytes
+    key, query, result = 2 * 128 * 2, 128 * 2, 128 * 2
+    assert plan.kv_counts == (64,) * 4
+    assert received["gather"] == received["ring"] == 192 * 8 * key
+    assert received["pass_q"] == 48 * 32 * query + 3 * 16 * 32 * (result + 4)  # with the LSE
+    assert received["all_to_all"] == 48 * 8 * query + 192 * 2 * key + 16 * 24 * result
+
+
+def test_merging_counts_as_bytes():
+    """Queries and results of 4,096 new tokens are fewer bytes than 80,000 keys by heads."""
+    cp = first_of(4)
+    plan = plan_of(cp, 4096, 76000)
+    choice = cp.choose_exchange(plan, **GQA)
+    received = choice.received_bytes
+    merged = 4 * (4096 // 4) * 32 * 128
+    assert f"merging counts as bytes, too: pass_q {3 * merged}" in choice.reason
+    assert received["pass_q"] < received["all_to_all"] < received["pass_q"] + 3 * merged
+    assert choice.exchange == "all_to_all"
+
+
+def test_a_ring_takes_over_where_no_head_fits():
+    uneven = GQA | {"num_heads": 30, "num_kv_heads": 6}
+    cp = first_of(4, max_scratch_bytes=1 << 20)
+    plan = plan_of(cp, 4096, 0)
+    choice = cp.choose_exchange(plan, **uneven)
+    assert choice.exchange == "ring"
+    assert "more than max_scratch_bytes" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("extend", "prefix", "num_heads", "max_scratch_bytes", "expected"),
+    [
+        (4096, 0, 128, 1 << 30, "gather"),
+        (16, 100_000, 16, 1 << 30, "pass_q"),
+        (4096, 16000, 128, 1 << 30, "gather"),
+        (4096, 16000, 128, 1 << 20, "pass_q"),  # where the index keys do not fit
+    ],
+)
+def test_auto_of_sparse_attention(extend, prefix, num_heads, max_scratch_bytes, expected):
+    cp = first_of(4, max_scratch_bytes=max_scratch_bytes)
+    plan = plan_of(cp, extend, prefix)
+    q = torch.empty(1, num_heads, 576, dtype=torch.bfloat16)
+    kv = torch.empty(16, 1, 656, dtype=torch.uint8)
+    index_q = torch.empty(1, 64, 128, dtype=torch.float8_e4m3fn)
+    index_k = torch.empty(1, 16 * 132, dtype=torch.uint8)
+    inputs = SparseInputs(
+        q, kv, index_q, index_k, torch.empty(1, 64), None, page_size=16, topk=2048, sm_scale=1.0,
+        d_v=512, attn_sink=None,
+    )  # fmt: skip
+    choice = cp.choose_sparse_exchange(
+        plan, topk=2048, num_heads=num_heads, num_index_heads=64, index_element_bytes=1,
+        latent_bytes=656, index_key_bytes=132,
+    )  # fmt: skip
+    assert choice == choose_sparse(plan, SparseSizes.of_inputs(inputs))
+    assert choice.exchange == expected
+    assert str(choice.received_bytes[expected]) in choice.reason
+    assert ("max_scratch_bytes" in choice.reason) == (max_scratch_bytes == 1 << 20)

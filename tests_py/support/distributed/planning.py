@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that are alone: in a world of one, or of a group that is not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from cpattn.distributed import ContextParallel
+from support.distributed.sharded_worker import PLACEMENTS
+
+
+def first_of(size: int, page_size: int = 16, **attributes: Any) -> ContextParallel:
+    """Rank 0 of a group that is not there, of which planning needs none."""
+    cp = object.__new__(ContextParallel)
+    cp.cp_rank, cp.cp_size, cp.page_size = 0, size, page_size
+    usual = {
+        "strategy": "zigzag", "exchange": "auto", "max_scratch_bytes": 1 << 30, "mesh": None,
+        "placement": PLACEMENTS["pages"](size, page_size),
+    }  # fmt: skip
+    for name, value in (usual | attributes).items():
+        setattr(cp, name, value)
+    return cp
+
+
+def plan_of(cp: ContextParallel, extend: int, prefix: int) -> Any:
+    """The plan of a request whose pages are in their order."""
+    pages = -(-(extend + prefix) // cp.page_size)
+    return cp.plan([extend], [extend + prefix], block_tables=[range(pages)])
+
+
+def one_rank(**options: Any) -> ContextParallel:
+    """In the world of one rank, over pools that are shared out in pages of 4 tokens."""
+    usual = {"page_size": 4, "placement": PLACEMENTS["pages"](1, 4)}
+    return ContextParallel(dist.group.WORLD, **usual | options)
