@@ -34,20 +34,12 @@ def test_slots_are_where_the_block_tables_have_the_tokens(cp):
         plan.block_tables[0, 0] = 1
 
 
-@pytest.mark.parametrize(
-    "as_index",
-    [list, tuple, torch.tensor, np.int32, np.int64],
-    ids=["list", "tuple", "torch", "int32", "int64"],
-)
+@pytest.mark.parametrize("as_index", [list, tuple, torch.tensor, np.int32, np.int64])
 def test_index_arguments_may_be_any_container_of_integers(cp, as_index):
     slots = cp.plan(*LENS, block_tables=TABLES).slots.tolist()
-    plan = cp.plan(
-        as_index(LENS[0]),
-        as_index(LENS[1]),
-        block_tables=as_index(TABLES.tolist()),
-        out_cache_loc=as_index(slots),
-    )
-    assert plan == cp.plan(*LENS, block_tables=TABLES)
+    more = {"block_tables": TABLES.tolist(), "out_cache_loc": slots}
+    indices = {name: as_index(x) for name, x in more.items()}
+    assert cp.plan(*map(as_index, LENS), **indices) == cp.plan(*LENS, block_tables=TABLES)
 
 
 def test_plans_are_equal_if_their_tokens_pages_and_slots_are(cp):
@@ -128,21 +120,14 @@ def test_gathered_rows_of_all_ranks_agree_and_restore_the_token_order(
     tables = np.arange(len(lens) * 80).reshape(len(lens), 80)
     plans = [
         make_plan(
-            metadata,
-            extends,
-            block_tables=tables,
-            out_cache_loc=None,
-            page_size=1,
+            metadata, extends, block_tables=tables, out_cache_loc=None, page_size=1,
             pad_to_physical=False,
         )
         for metadata in cpattn.build_cp_metadata_all_ranks(
-            extends,
-            [n + p for n, p in lens],
-            cp_size=cp_size,
-            strategy=strategy,
+            extends, [n + p for n, p in lens], cp_size=cp_size, strategy=strategy,
             num_tokens=sum(extends) + padding,
         )
-    ]
+    ]  # fmt: skip
     for plan in plans:
         assert plan.terms == plans[0].terms
         assert plan.rows_per_rank == plans[0].rows_per_rank
@@ -161,47 +146,44 @@ def test_lengths_that_change_their_list_are_refused(cp):
         cp.plan(lengths, [9, 6], block_tables=TABLES)
 
 
+BITS, BYTES = np.ones(72, bool), np.ones(10, np.uint8)
+VALUES = [
+    ({"block_tables": TABLES[:, :2]}, r"\[2, >= 3\], got shape \[2, 2\]"),
+    ({"block_tables": TABLES[:1]}, r"\[2, >= 3\], got shape \[1, 3\]"),
+    ({"block_tables": TABLES[0]}, "block_tables must have 2 dimensions"),
+    ({"block_tables": TABLES - 3}, r"got block_tables\[1, 0\] = -1"),
+    ({"block_tables": TABLES + 2**31}, r"got block_tables\[0, 0\] = 2147483653"),
+    ({"block_tables": [[5, 3, 9], [2, 9, 0]]}, "got row 36 for tokens 3 and 8"),
+    ({"out_cache_loc": [0] * 9}, "out_cache_loc must have 10 entries"),
+    ({"out_cache_loc": [-1, -2] + [-1] * 8}, r"out_cache_loc\[1\].*-1 or 14.*-2"),
+    ({"out_cache_loc": [-1, 13] + [-1] * 8}, r"out_cache_loc\[1\].*-1 or 14.*13"),
+    ({"out_cache_loc": [-1] * 10 + [-2], "num_tokens": 11}, r"\[10\] must be -1 or >= 0, got -2"),
+    ({"num_tokens": 9}, "num_tokens"),
+    ({"seq_lens": [3, 6]}, "seq_lens"),
+    ({"custom_mask": BITS, "packed_custom_mask": BYTES}, "either custom_mask or packed_custom_mas"),
+    ({"custom_mask": np.ones(72)}, "custom_mask must be bool, got float64"),
+    ({"custom_mask": BITS[1:]}, r"must have sum\(q_len \* kv_len\) = 72 elements, got 71"),
+    ({"packed_custom_mask": BYTES[1:]}, r"sum\(ceil\(q_len \* kv_len / 8\)\) = 10 bytes, got 9"),
+    ({"packed_custom_mask": BITS[:10]}, "packed_custom_mask must be uint8, got bool"),
+]
+ONE = {"extend_lens": [4], "seq_lens": [9], "block_tables": [[5, 3, 9]]}
+TYPES = [
+    ({"block_tables": TABLES * 1.0}, "block_tables must be integers, got float64"),
+    (ONE | {"out_cache_loc": np.zeros((1, 1))}, "out_cache_loc must be integers, got float64"),
+    ({"out_cache_loc": [True] * 10}, "out_cache_loc must be integers, got bool"),
+    ({"custom_mask": [True] * 72}, "custom_mask must be a tensor"),
+]
+
+
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"block_tables": TABLES[:, :2]}, ValueError, r"\[2, >= 3\], got shape \[2, 2\]"),
-        ({"block_tables": TABLES[:1]}, ValueError, r"\[2, >= 3\], got shape \[1, 3\]"),
-        ({"block_tables": TABLES[0]}, ValueError, "block_tables must have 2 dimensions"),
-        ({"block_tables": TABLES * 1.0}, TypeError, "block_tables must be integers, got float64"),
-        ({"block_tables": TABLES - 3}, ValueError, r"got block_tables\[1, 0\] = -1"),
-        ({"block_tables": TABLES + 2**31}, ValueError, r"got block_tables\[0, 0\] = 2147483653"),
-        ({"out_cache_loc": [0] * 9}, ValueError, "out_cache_loc must have 10 entries"),
-        ({"out_cache_loc": [-1, -2] + [-1] * 8}, ValueError, r"out_cache_loc\[1\].*-1 or 14.*-2"),
-        ({"out_cache_loc": [-1, 13] + [-1] * 8}, ValueError, r"out_cache_loc\[1\].*-1 or 14.*13"),
-        (
-            {"out_cache_loc": [-1] * 10 + [-2], "num_tokens": 11},
-            ValueError,
-            r"out_cache_loc\[10\] must be -1 or >= 0, got -2",
-        ),
-        (
-            {
-                "extend_lens": [4],
-                "seq_lens": [9],
-                "block_tables": [[5, 3, 9]],
-                "out_cache_loc": np.zeros((1, 1)),
-            },
-            TypeError,
-            "out_cache_loc must be integers, got float64",
-        ),
-        ({"out_cache_loc": [True] * 10}, TypeError, "out_cache_loc must be integers, got bool"),
-        (
-            {"block_tables": [[5, 3, 9], [2, 9, 0]]},
-            ValueError,
-            "got row 36 for tokens 3 and 8",
-        ),
-        ({"num_tokens": 9}, ValueError, "num_tokens"),
-        ({"seq_lens": [3, 6]}, ValueError, "seq_lens"),
-    ],
+    ("changes", "message", "error"),
+    [*((*row, ValueError) for row in VALUES), *((*row, TypeError) for row in TYPES)],
 )
-def test_plan_refuses(cp, changes, error, message):
+def test_plan_refuses(cp, changes, message, error):
     arguments = {"extend_lens": LENS[0], "seq_lens": LENS[1], "block_tables": TABLES}
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as raised:
         cp.plan(**(arguments | changes))
+    assert str(raised.value).startswith(("ContextParallel.plan: ", "build_cp_metadata"))
 
 
 def masks(seed=0):

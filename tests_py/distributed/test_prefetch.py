@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from cpattn.distributed import ContextParallel, LayerCaches, Prefetch
-from cpattn.kv import PageInterleave
+from cpattn.distributed import LayerCaches, Prefetch
 from support.distributed import prefetch_worker as worker
 from support.distributed.distributed_worker import run_world
+from support.distributed.planning import one_rank
 
 
 @pytest.fixture(scope="module")
@@ -84,68 +83,12 @@ def test_a_rank_that_ends_as_it_sends_is_named(tmp_path):
         assert "rank 2 of 3 did not answer" in message
 
 
-pytestmark = pytest.mark.usefixtures("world")
+def plan_of(cp):
+    return cp.plan([5], [7], block_tables=[[2, 0]])
 
 
-def make_cp(**options):
-    placement = PageInterleave(shard_size=1, page_size=4)
-    return ContextParallel(dist.group.WORLD, page_size=4, **{"placement": placement} | options)
-
-
-def plan_of(cp, **options):
-    return cp.plan([5], [7], block_tables=[[2, 0]], **options)
-
-
-def pools(num_heads=1):
-    return tuple(torch.ones(2, 12, num_heads, 16))
-
-
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ([], "layers must be one at least, got none"),
-        ([(torch.ones(12, 1, 16)[:, :, ::2],)], r"layers\[0\].k_cache must be contiguous"),
-        ([pools(), (torch.ones(12, 1, 16), torch.ones(12, 2, 16))], r"layers\[1\].v_cache must ha"),
-        ([(torch.ones(12, 1, 16), None, torch.ones(12, 2, 16))], "k_rope must have the 1 KV heads"),
-        ([(torch.ones(8, 1, 16),)], "the shard of rank 0 must have the 12 rows"),
-        ([(*pools(), None, -1)], r"layers\[0\].window must be >= 0, got -1"),
-    ],
-)
-def test_layers_that_are_refused(layers, message):
-    cp = make_cp()
-    with pytest.raises(ValueError, match=rf"^ContextParallel.prefetch: .*{message}"):
-        cp.prefetch(plan_of(cp), layers)
-
-
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        (7, "layers must be a sequence, got int"),
-        ([torch.ones(12, 1, 16)], r"layers\[0\] must be LayerCaches, or a tuple like it, got Tens"),
-        ([()], r"layers\[0\] must be LayerCaches"),
-        ([(None, torch.ones(12, 1, 16))], r"k_cache must be a tensor on the CPU, got NoneType"),
-        ([(torch.ones(12, 1, 16, device="meta"),)], "must be a tensor on the CPU, got meta"),
-        ([(*pools(), None, 1.5)], "window must be an int"),
-    ],
-)
-def test_layers_of_other_types(layers, message):
-    cp = make_cp()
-    with pytest.raises(TypeError, match=rf"^ContextParallel.prefetch: .*{message}"):
-        cp.prefetch(plan_of(cp), layers)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"placement": None}, "plan must be of sharded pools"),
-        ({"exchange": "ring"}, "plan must be of the exchange gather or auto, got ring"),
-        ({"max_scratch_bytes": 2047}, "max_scratch_bytes must be at least 2176, .* got 2047"),
-    ],
-)
-def test_plans_that_are_refused(options, message):
-    cp = make_cp(**options)
-    with pytest.raises(ValueError, match=message):
-        cp.prefetch(plan_of(cp), [pools()])
+def pools():
+    return tuple(torch.ones(2, 12, 1, 16))
 
 
 def attend(cp, plan, caches, **options):
@@ -153,8 +96,8 @@ def attend(cp, plan, caches, **options):
     return cp.attend(plan, q, *caches, k_local=new, v_local=new, **options)
 
 
-def test_a_layer_is_taken_once():
-    cp, caches = make_cp(), pools()
+def test_a_layer_is_taken_once(world):
+    cp, caches = one_rank(), pools()
     plan = plan_of(cp)
     prefixes = cp.prefetch(plan, [caches])
     assert isinstance(prefixes, Prefetch)
@@ -163,8 +106,8 @@ def test_a_layer_is_taken_once():
         attend(cp, plan, caches, prefetched=prefixes)
 
 
-def test_what_an_attend_refuses():
-    cp, caches = make_cp(), pools()
+def test_what_an_attend_refuses(world):
+    cp, caches = one_rank(), pools()
     plan = plan_of(cp)
     prefixes = cp.prefetch(plan, [LayerCaches(*caches, window=3)])
     with pytest.raises(ValueError, match=r"must have the window of .* got 3 for None"):
@@ -175,10 +118,10 @@ def test_what_an_attend_refuses():
     with pytest.raises(ValueError, match="must be of the plan of this call"):
         attend(cp, other, caches, prefetched=prefixes, window=3)
     with pytest.raises(ValueError, match="must be of this object, got one of another"):
-        attend(make_cp(), plan, caches, prefetched=prefixes, window=3)
+        attend(one_rank(), plan, caches, prefetched=prefixes, window=3)
     with pytest.raises(TypeError, match=r"must be of ContextParallel\.prefetch, got int"):
         attend(cp, plan, caches, prefetched=1)
-    replicated = make_cp(placement=None)
+    replicated = one_rank(placement=None)
     with pytest.raises(ValueError, match="prefetched needs a plan of sharded pools"):
         attend(replicated, plan_of(replicated), caches, prefetched=prefixes)
     codes = tuple(torch.ones(2, 12, 1, 16, dtype=torch.int8))
@@ -188,8 +131,8 @@ def test_what_an_attend_refuses():
         cp.attend(plan, torch.zeros(5, 2, 16), *codes, prefetched=prefixes, **scales)
 
 
-def test_layers_may_differ_in_shape():
-    cp = make_cp()
+def test_layers_may_differ_in_shape(world):
+    cp = one_rank()
     plan = plan_of(cp)
     layers = [pools(), tuple(torch.rand(2, 12, 2, 16))]
     prefixes = cp.prefetch(plan, layers)

@@ -44,10 +44,10 @@ def sparse(num_rows: int) -> dict[str, Any]:
 
 
 KV = {"k_cache": z(40, 2, 32), "v_cache": z(40, 2, 32)}
+POOLS = z(40, 2, 32), z(40, 2, 32)
 SHARDS = {"k_shard": z(40, 2, 32), "v_shard": z(40, 2, 32)}
 # By call: its usual arguments besides the plan.
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "plan": {},
     "plan_decode": STEP,
     "write_kv": {"k_local": torch.ones(10, 2, 32), "v_local": torch.ones(10, 2, 32), **KV},
     "attend": {"q_local": z(10, 4, 32), **KV},
@@ -57,9 +57,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "choose_exchange": SIZES,
     "choose_sparse_exchange": SPARSE_SIZES,
     "head_range": {},
+    "prefetch": {},
     "gather": {},
 }
-NO_PLAN = ("plan", "plan_decode", "head_range")
+NO_PLAN = ("plan_decode", "head_range")
 WHOLE = {"placement": None}
 NEW = {"k_local": z(10, 2, 32), "v_local": z(10, 2, 32)}
 HALF = torch.zeros(40, 2, 32, dtype=torch.float16)
@@ -144,14 +145,27 @@ SHARDED: list[tuple[str, dict[str, Any], str]] = [
     ("choose_sparse_exchange", {"cp": WHOLE}, "plan must be of new tokens over sharded pools"),
     ("choose_sparse_exchange", {"step": True}, "plan must be of new tokens over sharded pools"),
     ("head_range", {"num_heads": 0}, "num_heads must be >= 1"),
+    *(
+        ("prefetch", {"layers": layers}, message)
+        for layers, message in (
+            ([], "layers must be one at least, got none"),
+            ([(z(40, 2, 64)[:, :, ::2],)], r"layers\[0\].k_cache must be contiguous"),
+            ([POOLS, (POOLS[0], z(40, 1, 32))], r"layers\[1\].v_cache must ha"),
+            ([(POOLS[0], None, z(40, 1, 32))], "k_rope must have the 2 KV heads"),
+            ([(z(36, 2, 32),)], ROWS),
+            ([(*POOLS, None, -1)], r"layers\[0\].window must be >= 0, got -1"),
+        )
+    ),
+    ("prefetch", {"layers": [POOLS], "cp": WHOLE}, "plan must be of sharded pools"),
+    ("prefetch", {"layers": [POOLS], "cp": {"exchange": "ring"}}, "gather or auto, got ring"),
+    (
+        "prefetch",
+        {"layers": [POOLS], "cp": {"max_scratch_bytes": 2047}},
+        r"max_scratch_bytes must be at least \d+, .* got 2047",
+    ),
 ]
 # Of pools that hold everything.
 REPLICATED: list[tuple[str, dict[str, Any], str]] = [
-    ("plan", {"custom_mask": BITS, "packed_custom_mask": z(10).byte()}, "or packed_custom_mask, g"),
-    ("plan", {"custom_mask": z(72)}, "custom_mask must be bool, got float32"),
-    ("plan", {"custom_mask": BITS[1:]}, r"must have sum\(q_len \* kv_len\) = 72 elements, got 71"),
-    ("plan", {"packed_custom_mask": z(9).byte()}, r"kv_len / 8\)\) = 10 bytes, got 9"),
-    ("plan", {"packed_custom_mask": BITS[:10]}, "packed_custom_mask must be uint8, got bool"),
     ("attend", {"q_rope": z(10, 32), "k_rope": z(40, 2, 32)}, r"q_rope must be \[num_rows, num_he"),
     ("attend", {"v_cache": None}, "v_head_dim must be given without v_cache"),
     ("attend", {"q_local": z(10, 4)}, r"q_local must be .* got shape \[10, 4\]"),
@@ -190,7 +204,6 @@ WRITING: list[tuple[dict[str, Any], str]] = [
     ({"k_cache": z(36, 2, 32), "v_cache": z(36, 2, 32)}, "block.tables|the 40 rows|36 rows"),
 ]
 TYPES: list[tuple[str, dict[str, Any], str]] = [
-    ("plan", {"custom_mask": [True] * 72}, "custom_mask must be a tensor"),
     ("decode", {"return_lse": 1}, "return_lse must be a bool"),
     ("decode", {"step": False}, r"plan must be one of ContextParallel\.plan_decode"),
     ("attend", {"step": True}, r"plan must be one of ContextParallel\.plan, got D"),
@@ -203,6 +216,17 @@ TYPES: list[tuple[str, dict[str, Any], str]] = [
     ("attend_sparse", {"return_lse": 1}, "return_lse must be a bool"),
     ("choose_sparse_exchange", {"num_heads": 1.0}, "num_heads must be an integer"),
     ("head_range", {"num_heads": "4"}, "num_heads must be an integer"),
+    *(
+        ("prefetch", {"layers": layers}, message)
+        for layers, message in (
+            (7, "layers must be a sequence, got int"),
+            ([POOLS[0]], r"layers\[0\] must be LayerCaches, or a tuple like it, got Tens"),
+            ([()], r"layers\[0\] must be LayerCaches"),
+            ([(None, POOLS[0])], "k_cache must be a tensor on the CPU, got NoneType"),
+            ([(z(40, 2, 32, device="meta"),)], "must be a tensor on the CPU, got meta"),
+            ([(*POOLS, None, 1.5)], "window must be an int"),
+        )
+    ),
     ("gather", {"x_local": z(10, 4, device="meta")}, "x_local must be on the CPU, got meta"),
 ]
 PADDED = {"causal": False, "plan": {"num_tokens": 12}, "q_local": z(12, 4, 32)}
@@ -231,8 +255,6 @@ def test_refused(call, changes, message, error):
     }
     cp = one_rank(**arguments.pop("cp", {}))
     lens = LENS | arguments.pop("plan", {})
-    if call == "plan":
-        arguments = lens | arguments
     step = arguments.pop("step", call.startswith("decode"))
     if call not in NO_PLAN:
         arguments["plan"] = cp.plan_decode(**STEP) if step else cp.plan(**lens)

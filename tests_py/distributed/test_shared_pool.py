@@ -1,74 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools that the ranks of a host share: the bits of pools of each rank, written once."""
+"""Pools that the ranks of a host share, and how their memory is divided."""
 
 from __future__ import annotations
 
 import itertools
 import mmap
-import random
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.distributed import ContextParallel, Topology
+pytest.importorskip("torch")
+
+import torch
+
+from cpattn.distributed import Topology
 from cpattn.distributed.transport import shared_memory
 from cpattn.distributed.transport.shared_memory import LARGE_PAGE, split_buffer
 from cpattn.kv import MHATokenToKVPool
 from cpattn.kv.buffers import BufferShape
 from support.distributed import shared_pool_worker as worker
 from support.distributed.distributed_worker import run_world
-from support.distributed.hosts import topology as hosts_topology
-from support.distributed.prefill_batches import Case
-
-STRATEGIES = ("zigzag", "interleave", "contiguous")
-
-
-def random_case(number: int, strategy: str) -> Case:
-    rng = random.Random(number)
-    requests = rng.randrange(1, 5)
-    extends = tuple(rng.choice([0, 1, rng.randrange(30)]) for _ in range(requests))
-    prefixes = tuple(rng.choice([0, rng.randrange(20)]) for _ in range(requests))
-    if sum(extends) + sum(prefixes) == 0:
-        extends = (7, *extends[1:])
-    padded = rng.random() < 0.3
-    return Case(
-        f"{strategy}: random {number}",
-        extends,
-        prefixes,
-        strategy=strategy,
-        page_size=rng.choice([1, 4, 16]),
-        dtype=rng.choice([torch.float32, torch.bfloat16, torch.float16]),
-        num_kv_heads=rng.choice([1, 2]),
-        v_head_dim=rng.choice([32, 16]),
-        num_tokens=sum(extends) + rng.randrange(1, 9) if padded else None,
-        pad_to_physical=not padded and rng.random() < 0.3,
-    )
-
-
-CASES = [random_case(number, strategy) for number in range(8) for strategy in STRATEGIES]
-
-
-@pytest.fixture(scope="module", params=[2, 3, 4], ids="{} ranks".format)
-def answers(request, tmp_path_factory):
-    return run_world(request.param, tmp_path_factory.mktemp("shared"), worker.run_cases, CASES)
-
-
-def test_pools_have_the_bits_of_those_written_over_tcp(answers):
-    for answer in itertools.chain(*answers):
-        for shared, own in zip(answer["caches"], answer["over tcp"], strict=True):
-            assert torch.equal(shared, own)
-        assert torch.equal(*answer["out"])
-        assert answer["elsewhere"] == 0
-
-
-def test_every_row_is_written_by_one_rank_and_nothing_is_sent(answers):
-    for of_case in zip(*answers, strict=True):
-        written = sorted(itertools.chain(*(answer["slots"] for answer in of_case)))
-        assert written == sorted({slot for slot in of_case[0]["all_slots"] if slot >= 0})
-        assert all(answer["sent"] == [] for answer in of_case)
 
 
 def test_latents_alone(tmp_path):
@@ -76,55 +28,36 @@ def test_latents_alone(tmp_path):
         assert torch.equal(written, latents)
 
 
-def test_two_groups_do_not_meet_each_other(tmp_path):
-    last = 199 % 7
-    rows = run_world(4, tmp_path, worker.run_two_groups)
-    assert rows == [[float(last)] * 11] * 2 + [[10.0 + last] * 11] * 2
-
-
 def test_no_rank_writes_what_another_still_reads(tmp_path):
     for before, behind in run_world(2, tmp_path, worker.run_slow_reader):
         assert (before, behind) == ([3.0], [5.0])
 
 
-@pytest.mark.parametrize(
-    ("apart", "transport", "reason"),
-    [
-        ("nobody", "shm", "all ranks share the memory of one host"),
-        ("asked", "tcp", "transport='tcp' was given"),
-        ("host", "shm+tcp", "ranks are on 2 hosts, those of each share memory"),
-        ("namespace", "tcp", "rank 2 is in another PID namespace than rank 0"),
-        ("files", "tcp", "rank 2 cannot open the memory of another rank: Permission denied"),
-        ("blind", "tcp", "rank 2 does not see what the others write"),
-    ],
-)
-def test_topology_says_what_was_chosen_and_why(tmp_path, apart, transport, reason):
-    for answer in run_world(3, tmp_path, hosts_topology.run_topology, tmp_path, apart):
-        topology = answer["topology"]
-        assert (topology.transport, topology.reason) == (transport, reason)
-        on_one = apart != "host"
-        assert topology.ranks_of_host == (((0, 1, 2),) if on_one else ((0, 1), (2,)))
-        assert len(topology.hosts) == len(topology.ranks_of_host)
-        assert answer["shared"] == (transport != "tcp")
-        assert answer["written"]
-        if apart in ("nobody", "asked"):
-            assert answer["insisting"] == "no error"
-        else:
-            assert answer["insisting"] == (
-                f"ContextParallel: ranks cannot share memory (transport='shm'): {reason}"
-            )
+def test_caches_that_differ_are_told(tmp_path):
+    call = "RuntimeError: ContextParallel.write_kv: "
+    differs = f"{call}shared memory of rank 1 differs from rank 0; nothing was sent"
+    for rank, (layer, private, mixed) in enumerate(run_world(3, tmp_path, worker.run_other_caches)):
+        assert layer == private == differs
+        assert mixed == (
+            "ValueError: ContextParallel.write_kv: k_cache and v_cache must be in shared memory "
+            "both or neither, got only k_cache there"
+            if rank == 1
+            else f"{call}rank 1 refused its arguments; nothing was sent"
+        )
+
+
+def test_a_rank_that_cannot_say_where_it_is_tells_the_others(tmp_path):
+    (told, at_last), (error, also) = run_world(2, tmp_path, worker.run_hidden, group_timeout=3)
+    assert told == (
+        "RuntimeError: ContextParallel.topology: rank 1 refused its arguments; nothing was sent"
+    )
+    assert error.startswith("FileNotFoundError: ")
+    assert at_last == also == "shm"
 
 
 def test_topology_is_readable():
     one = Topology("shm", ("a",), ((0,),), "so it is")
     assert repr(one) == "Topology(shm, because so it is; a: rank 0)"
-
-
-def test_an_unknown_transport_is_refused(request):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    request.addfinalizer(dist.destroy_process_group)
-    with pytest.raises(ValueError, match="transport must be auto, tcp, shm, got 'rdma'"):
-        ContextParallel(dist.group.WORLD, page_size=4, transport="rdma")
 
 
 @pytest.mark.parametrize("memory", ["shm", 1, object()])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of two hosts run of which one is lost, and what they are told."""
+"""Ranks on hosts of which one is lost, stopped or interrupted, or has no memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from cpattn import _core
 from cpattn.distributed import ContextParallel
 from cpattn.distributed.layers import rounds
 from cpattn.distributed.transport import exchange, shared_memory
-from cpattn.kv import PageInterleave
-from support.distributed import distributed_worker as worker
+from cpattn.kv import MHATokenToKVPool
 from support.distributed import shared_pool_worker as pools
-from support.distributed.hosts.layouts import Layout, on_hosts
+from support.distributed.distributed_worker import error_of, make_plan
+from support.distributed.hosts.layouts import Layout, members_of, on_hosts
+from support.distributed.sharded_faults import seconds_to_interrupt
+from support.distributed.sharded_worker import PLACEMENTS, ROUNDS
 
 
 def group_of(layout: Layout, rank: int) -> pools.Group:
@@ -31,9 +34,7 @@ def group_of(layout: Layout, rank: int) -> pools.Group:
         return pools.Group()
 
 
-def run_loss(
-    rank: int, layout: Layout, lost: int, when: str, clock: Path
-) -> tuple[str, float] | None:
+def run_loss(rank: int, layout: Layout, lost: int, when: str, clock: Path) -> tuple[str, float]:
     """What each rank is told, and when, of which one is killed or stopped."""
     group = group_of(layout, rank)
     group.write()
@@ -52,12 +53,12 @@ def run_loss(
         elif when == "stopped":
             threading.Thread(target=_go_on_later, args=(os.getpid(), 4.0)).start()
             os.kill(os.getpid(), signal.SIGSTOP)
-    message, _ = worker._error_of(attempt)
-    if (
-        message == "no error" and rank // 2 != lost // 2
-    ):  # its rows had come: the next call misses it
-        message, _ = worker._error_of(attempt)
-    return message, time.monotonic()
+    message, _ = error_of(attempt)
+    if message == "no error" and rank not in members_of(layout, lost):
+        message, _ = error_of(attempt)  # its rows had come: the next call misses it
+    told = time.monotonic()
+    assert "cannot be used any more" in group.told()
+    return message, told
 
 
 def run_stopped_behind_a_late_one(rank: int, layout: Layout) -> str:
@@ -70,7 +71,7 @@ def run_stopped_behind_a_late_one(rank: int, layout: Layout) -> str:
         threading.Thread(target=_go_on_later, args=(os.getpid(), 6.0)).start()
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGSTOP)
-    return worker._error_of(group.write)[0]
+    return group.told()
 
 
 def _go_on_later(pid: int, seconds: float) -> None:
@@ -94,11 +95,11 @@ def _attend_in_rounds(group: pools.Group, killer: pools.Killer | None) -> None:
 def _attend_in_a_ring(group: pools.Group, killer: pools.Killer | None) -> None:
     """A ring between hosts; the killer comes before its second step, with the first head here."""
     page_size = group.case.page_size
-    placement = PageInterleave(shard_size=dist.get_world_size(), page_size=page_size)
+    placement = PLACEMENTS["pages"](dist.get_world_size(), page_size)
     cp = ContextParallel(
         dist.group.WORLD, page_size=page_size, placement=placement, exchange="ring"
     )
-    plan = worker.make_plan(cp, group.case, group.batch)
+    plan = make_plan(cp, group.case, group.batch)
     shards = [torch.ones(16 * page_size, 2, 32) for _ in "kv"]
     with _killed_at_meeting(3, killer):
         cp.attend(plan, torch.ones(plan.num_local_rows, 4, 32), *shards)
@@ -120,7 +121,7 @@ def _killed_at_meeting(number: int, killer: pools.Killer | None) -> Iterator[Non
             killer.kill()
         return meet(self, call, terms)
 
-    one_head = mock.patch.multiple(rounds, _LEAST_BYTES=1, _MOST_FLOPS_PER_BYTE=1 << 60)
+    one_head = mock.patch.multiple(rounds, **ROUNDS)
     with one_head, mock.patch.object(exchange.RowExchange, "meet_host", counted):
         yield
 
@@ -128,53 +129,97 @@ def _killed_at_meeting(number: int, killer: pools.Killer | None) -> Iterator[Non
 def run_interrupt(rank: int, layout: Layout) -> tuple[str, float]:
     """Ctrl-C on rank 0, which waits for rank 1; what the others are told, who come and wait."""
     group = group_of(layout, rank)
-    delay = 0.5
-    if rank == 1:
-        time.sleep(2 * delay)
     if rank == 0:
-        start = time.monotonic()
-        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
-        try:
-            group.write()
-        except KeyboardInterrupt:
-            return "KeyboardInterrupt", time.monotonic() - start - delay
-    return worker._error_of(group.write)
+        return "KeyboardInterrupt", seconds_to_interrupt(group.write)
+    if rank == 1:
+        time.sleep(1.0)
+    return error_of(group.write)
 
 
 def run_without_memory(rank: int, layout: Layout) -> dict[str, str]:
+    """What ranks are told of pools that some cannot have; the last host may have no memory."""
     with on_hosts(layout, rank):
         cp = ContextParallel(dist.group.WORLD, page_size=4)
         told = partial(pools.told_of_a_pool, cp.shared_memory())
-    nothing = contextlib.nullcontext()
-    answers = {}
-    none_left = mock.patch.object(shared_memory, "available_bytes", return_value=0)
-    with none_left if rank >= 2 else nothing:
-        answers["one host has none"] = told(1 << 16)
-    with pools.small_files() if rank == 1 else nothing:
-        answers["no file of that size"] = told(1 << 16)
     sealed = shared_memory.sealed_file
-    short = mock.patch.object(
-        shared_memory, "sealed_file", lambda name, num_bytes: sealed(name, num_bytes // 4)
-    )
-    with short if rank == 3 else nothing:
-        answers["a short part"] = told(1 << 16)
-    answers["at last"] = told(1 << 16)
-    answers["files"] = str([name for name in pools.open_files() if "memfd" in name])
-    return answers
+
+    def short(name: str, num_bytes: int) -> int:
+        return sealed(name, num_bytes // 4)
+
+    def with_patch(affected: bool, context: contextlib.AbstractContextManager) -> str:
+        with context if affected else contextlib.nullcontext():
+            return told(1 << 16)
+
+    patched = partial(mock.patch.object, shared_memory)
+    broken = mock.patch.object(_core, "map_shared_memory", side_effect=MemoryError("full"))
+    return {
+        "beyond the host": told(1 << 40),
+        "one host has none": with_patch(
+            rank in layout[-1], patched("available_bytes", return_value=0)
+        ),
+        "no file of that size": with_patch(rank == 1, pools.small_files()),
+        "a short part": with_patch(
+            rank == dist.get_world_size() - 1, patched("sealed_file", short)
+        ),
+        "cannot map": with_patch(rank == 1, broken),
+        "other sizes": told(64 if rank == 1 else 128),
+        "at last": told(1 << 16),
+        "left behind": str(pools.maps_of_pools() + pools.open_memory()),
+    }
 
 
 def run_fork(rank: int, layout: Layout) -> str:
-    """What a forked child of rank 3 is told; the group goes on without it."""
+    """What a forked child of the last rank is told; the group goes on without it."""
     group = group_of(layout, rank)
-    message = pools.answer_of_a_child(group.told) if rank == 3 else ""
+
+    def told_and_gone() -> str:
+        nonlocal group
+        said = group.told()
+        del group
+        return said
+
+    last = rank == dist.get_world_size() - 1
+    message = pools.answer_of_a_child(told_and_gone) if last else ""
     group.write(7.0)
-    slots = torch.tensor(group.plan.slots)
-    assert (group.k.flatten(0, 1)[slots] == 7).all()
+    assert group.written() == [7.0]
     dist.barrier()
     return message
 
 
 def run_killed_with_pools(rank: int, layout: Layout, folder: Path) -> None:
-    """All ranks write down how much memory is shared, and end without a word."""
-    with on_hosts(layout, rank):
-        pools.run_killed_with_a_pool(rank, folder)
+    """All ranks write down what they have mapped, and end without a word."""
+    group = group_of(layout, rank)
+    group.write()
+    (folder / str(rank)).write_text("\n".join(pools.maps_of_pools()))
+    with contextlib.suppress(RuntimeError):  # others may be gone before this one knows it
+        dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+CALLS = 300
+
+
+def run_two_groups_and_a_loss(rank: int) -> tuple[str, float]:
+    """What ranks 0, 1 and 2, 3 are told that write and exchange at once, when rank 1 is killed."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    number = rank // 2
+    cp = ContextParallel(groups[number], page_size=4, transport="shm")
+    pool = MHATokenToKVPool(
+        size=16, page_size=4, num_layers=1, num_kv_heads=1, head_dim=8, memory=cp.shared_memory()
+    )
+    plan, (k, v) = cp.plan([11], block_tables=[[1, 2, 3]]), pool.get_kv_buffer(0)
+
+    def write(i: int) -> None:
+        value = 10.0 * number + i % 7
+        rows = torch.full((plan.num_local_rows, 1, 8), value).bfloat16()
+        cp.write_kv(plan, rows, rows, k, v)
+        assert k.flatten(0, 1)[torch.tensor(plan.slots)].unique().tolist() == [value]
+        cp.gather(plan, rows)  # over gloo; and nobody writes before all have looked
+
+    for i in range(CALLS):
+        if rank == 1 and i == CALLS // 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        told, seconds = error_of(partial(write, i))
+        if told != "no error":
+            return told, seconds
+    return "no error", 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks say that they are on which host."""
+"""Hosts of a group whose ranks all run here, by what each rank takes for the boot of its host."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ from unittest import mock
 from cpattn.distributed.transport import host
 
 Layout = tuple[tuple[int, ...], ...]
+
+
+def size_of(layout: Layout) -> int:
+    return sum(map(len, layout))
+
+
+def members_of(layout: Layout, rank: int) -> tuple[int, ...]:
+    """The ranks of the host of this one."""
+    (members,) = (ranks for ranks in layout if rank in ranks)
+    return members
 
 
 class _Boot:
@@ -23,5 +33,5 @@ class _Boot:
 
 def on_hosts(layout: Layout, rank: int) -> AbstractContextManager[object]:
     """This rank is on the host of the layout that has it, for groups that find out meanwhile."""
-    (number,) = (i for i, ranks in enumerate(layout) if rank in ranks)
+    number = layout.index(members_of(layout, rank))
     return mock.patch.object(host, "_BOOT_ID", _Boot(number))

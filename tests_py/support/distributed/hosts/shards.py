@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of tests on several hosts run whose pools hold a share each."""
+"""Layers whose pools are shared out, on ranks of hosts that have scratch together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -16,12 +15,20 @@ from cpattn.distributed import ContextParallel
 from cpattn.distributed.layers import gather_kv, ring
 from cpattn.distributed.transport import shared_memory
 from cpattn.distributed.transport.exchange import TERMS
-from cpattn.kv import MHATokenToKVPool, PageInterleave
-from support.distributed import layer_worker as layers
-from support.distributed import sharded_worker as sharded
-from support.distributed.hosts.layouts import Layout, on_hosts
+from cpattn.kv import MHATokenToKVPool
+from support.distributed.hosts.layouts import Layout, members_of, on_hosts
+from support.distributed.layer_worker import LAYERS, LayerRun, Rank, run_layer
+from support.distributed.sharded_worker import PLACEMENTS, equal
 from support.distributed.shared_pool_worker import counting_sends
-from support.distributed.write_attend_worker import Rank, layers_both_ways
+from support.pairwise import pairwise
+
+ROWS = pairwise([*LAYERS], [*PLACEMENTS])
+
+
+def runs_of(exchange: str) -> list[LayerRun]:
+    """Each layer over each placement."""
+    runs = [LayerRun(name, exchange, placement) for name, placement in ROWS]
+    return [run for run in runs if run.is_possible]
 
 
 def find_out(layout: Layout, rank: int) -> None:
@@ -30,9 +37,39 @@ def find_out(layout: Layout, rank: int) -> None:
     assert topology.transport == ("shm" if len(layout) == 1 else "shm+tcp")
 
 
-def run_gathers(rank: int, layout: Layout) -> dict[str, Any]:
-    """Whether "gather" has the bits over scratch of a host that it has without; and writes so."""
-    alone = sharded.run_layers(rank, ["gather"])
+def sharded(exchange: str) -> ContextParallel:
+    placement = PLACEMENTS["pages"](dist.get_world_size(), 4)
+    return ContextParallel(dist.group.WORLD, page_size=4, placement=placement, exchange=exchange)
+
+
+def _single_heads(num_kv_heads: int, *_: int) -> list[slice]:
+    return [slice(head, head + 1) for head in range(num_kv_heads)]
+
+
+def _different(some: dict[LayerRun, Any], others: dict[LayerRun, Any]) -> list[str]:
+    """Runs whose results differ, or which differ by other ways."""
+    return [
+        str(run)
+        for run, told in some.items()
+        if not all(told["ways"].values())
+        or not equal([told["out"], told["lse"]], [others[run]["out"], others[run]["lse"]])
+    ]
+
+
+def run_layers(rank: int, layout: Layout, exchange: str) -> dict[str, Any]:
+    """Layers over scratch of hosts, and which differ from those with as many rounds as heads.
+
+    "gather" must have the bits that it has without such scratch, and "ring" those of a mesh whose
+    rows are hosts.
+    """
+    runs = runs_of(exchange)
+    alone = {}
+    if exchange == "gather":
+        alone = {run: run_layer(run, ahead=False) for run in runs}
+    elif len({len(ranks) for ranks in layout}) == 1:
+        mesh = DeviceMesh("cpu", layout, mesh_dim_names=("ring", "heads"))
+        by_mesh = [LayerRun(run.name, "usp", run.placement) for run in runs]
+        alone = {run: run_layer(other, mesh) for run, other in zip(runs, by_mesh, strict=True)}
     find_out(layout, rank)
     attend, calls = gather_kv._SharedGather.attend, []
 
@@ -41,48 +78,20 @@ def run_gathers(rank: int, layout: Layout) -> dict[str, Any]:
         attend(*arguments)
 
     with mock.patch.object(gather_kv._SharedGather, "attend", counted):
-        at_once = sharded.run_layers(rank, ["gather"])
-        with mock.patch.object(gather_kv, "head_rounds", _single_heads):
-            in_rounds = sharded.run_layers(rank, ["gather"])
-            written = dict(_both_ways("gather"))
-    return {
-        "different": [name for name, out in alone.items() if not _same(out, at_once[name])]
-        + [name for name, out in alone.items() if not _same(out, in_rounds[name])],
-        "not written alike": [name for name, same in written.items() if not same],
-        "compared": len(alone) + len(written),
-        "calls": len(calls),
-    }
-
-
-def run_rings(rank: int, layout: Layout) -> dict[str, Any]:
-    """Layers of "ring" between hosts; whether they have the bits of a ring of rows of a mesh."""
-    by_mesh = {}
-    if len({len(ranks) for ranks in layout}) == 1:
-        mesh = DeviceMesh("cpu", layout, mesh_dim_names=("ring", "heads"))
-        by_mesh = sharded.run_layers(rank, ["usp"], mesh)
-    find_out(layout, rank)
-    by_host = sharded.run_layers(rank, ["ring"])
-    with mock.patch.object(ring, "head_rounds", _single_heads):
-        in_rounds = sharded.run_layers(rank, ["ring"])
-        written = dict(_both_ways("ring"))
-    return {
-        "in rounds": [name for name, out in by_host.items() if not _same(out, in_rounds[name])],
-        "by mesh": [
-            name for name, out in by_mesh.items() if not _same(out, by_host["ring" + name[3:]])
-        ],
-        "not written alike": [name for name, same in written.items() if not same],
-        "compared": len(by_host) + len(by_mesh) + len(written),
-        "layers": by_host,
-    }
+        layers = {run: run_layer(run, ahead=False) for run in runs}
+        module = gather_kv if exchange == "gather" else ring
+        with mock.patch.object(module, "head_rounds", _single_heads):
+            in_rounds = {run: run_layer(run, ahead=False) for run in runs}
+    different = _different(in_rounds, layers) + (_different(layers, alone) if alone else [])
+    return {"different": different, "layers": layers, "calls": len(calls)}
 
 
 def run_ring_bytes(rank: int, layout: Layout) -> dict[str, Any]:
     """What a ring between hosts sends to whom."""
     find_out(layout, rank)
-    size, page, length = dist.get_world_size(), 4, 96
-    placement = PageInterleave(shard_size=size, page_size=page)
-    cp = ContextParallel(dist.group.WORLD, page_size=page, placement=placement, exchange="ring")
-    plan = cp.plan([20], [length], block_tables=[range(length // page)])
+    size, length = dist.get_world_size(), 96
+    cp = sharded("ring")
+    plan = cp.plan([20], [length], block_tables=[range(length // 4)])
     q = cp.shard(plan, torch.randn(20, 4, 32))
     shards = [torch.randn(length // size, 2, 32) for _ in "kv"]
     cp.attend(plan, q, *shards)  # which makes the scratch
@@ -92,31 +101,10 @@ def run_ring_bytes(rank: int, layout: Layout) -> dict[str, Any]:
     return {"rows": [send for send in sends if send[1] != told], "head bytes": 2 * 32 * 4}
 
 
-def _single_heads(num_kv_heads: int, *_: int) -> list[slice]:
-    return [slice(head, head + 1) for head in range(num_kv_heads)]
-
-
-def _same(one: Iterable[torch.Tensor], other: Iterable[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def _both_ways(exchange: str) -> Iterable[tuple[str, bool]]:
-    """Attention that writes new rows, beside `write_kv` before it."""
-    for name, make in sharded.PLACEMENTS.items():
-        options = {"placement": make(dist.get_world_size(), layers.PAGE), "exchange": exchange}
-        for case, layer in layers.LAYERS.items():
-            one = Rank(layer.plan, **options)
-            yield f"{name}, {case}", one.both_ways(*layers.dense_inputs(), **layer.attend)
-        others = layers_both_ways(Rank({}, **options), scales_of_tokens=False)
-        yield from ((f"{name}, {case}", same) for case, same in others.items())
-
-
 def run_padding(rank: int, layout: Layout) -> bool:
     """Padding tokens that are written though nobody sees them: bits are those of one call each."""
     find_out(layout, rank)
-    size = dist.get_world_size()
-    placement = PageInterleave(shard_size=size, page_size=4)
-    cp = ContextParallel(dist.group.WORLD, page_size=4, placement=placement, exchange="gather")
+    cp = sharded("gather")
     plan = cp.plan(
         [9], block_tables=[[2, 0, 1, 4]], num_tokens=13,
         out_cache_loc=[8, 9, 10, 11, 0, 1, 2, 3, 4, 16, 17, 18, 19],
@@ -127,15 +115,14 @@ def run_padding(rank: int, layout: Layout) -> bool:
     cp.write_kv(plan, k, v, *pools[0])
     expected = cp.attend(plan, q, *pools[0])
     out = cp.attend(plan, q, *pools[1], k_local=k, v_local=v)
-    return _same([out, *pools[1]], [expected, *pools[0]])
+    return equal([out, *pools[1]], [expected, *pools[0]])
 
 
 def run_bytes(rank: int, layout: Layout) -> dict[str, int]:
     """What one layer sends to other hosts, and to its own."""
     find_out(layout, rank)
     size, page, extend, length = dist.get_world_size(), 4, 21, 90
-    placement = PageInterleave(shard_size=size, page_size=page)
-    cp = ContextParallel(dist.group.WORLD, page_size=page, placement=placement, exchange="gather")
+    cp = sharded("gather")
     plan = cp.plan([extend], [length], block_tables=[range(-(-length // page))])
     draw = torch.Generator().manual_seed(3)
     q, k, v = (
@@ -146,14 +133,14 @@ def run_bytes(rank: int, layout: Layout) -> dict[str, int]:
     sent, received = cp.sent_bytes, cp.received_bytes
     with counting_sends() as sends:
         cp.attend(plan, q, *shards, k_local=k, v_local=v)
+    layer = AttentionLayer(
+        num_heads=4, num_kv_heads=2, head_dim=32, dtype="float32", page_size=page
+    )
     predicted = exchange_work(
         [extend], [length], cp_size=size, placement="page_interleave", exchange="gather",
-        layer=AttentionLayer(
-            num_heads=4, num_kv_heads=2, head_dim=32, dtype="float32", page_size=page
-        ),
-        ranks_per_host=len(layout[0]),
+        layer=layer, ranks_per_host=len(layout[0]),
     )  # fmt: skip
-    (members,) = (ranks for ranks in layout if rank in ranks)
+    members = members_of(layout, rank)
     told = (len(layout) - 1) * len(members) * 8 * len(TERMS)
     return {
         "sent": cp.sent_bytes - sent - told,
@@ -164,30 +151,28 @@ def run_bytes(rank: int, layout: Layout) -> dict[str, int]:
     }
 
 
-def run_without_memory(rank: int, layout: Layout) -> str:
-    """What all are told where the last host has no memory for scratch."""
-    find_out(layout, rank)
-    one = Rank({}, placement=sharded.PLACEMENTS["pages"](4, layers.PAGE), exchange="gather")
-    with mock.patch.object(shared_memory, "available_bytes", return_value=(4 - rank) // 3 << 40):
-        try:
-            one.both_ways(*layers.dense_inputs())
-        except MemoryError as error:
-            return str(error)
-    return "no error"
-
-
-def run_nothing(rank: int, layout: Layout) -> int:
-    """The rows that come out of a batch without a token, over a pool of each host."""
-    find_out(layout, rank)
+def run_edges(rank: int, layout: Layout) -> dict[str, Any]:
+    """Padding that is written, a batch without a token, and a host without memory for scratch."""
+    padding = run_padding(rank, layout)
     cp = ContextParallel(dist.group.WORLD, page_size=4)
     pool = MHATokenToKVPool(
         size=4, page_size=4, num_layers=1, num_kv_heads=2, head_dim=16, dtype="float32",
         memory=cp.shared_memory(),
     )  # fmt: skip
-    empty = torch.zeros(0, 2, 16)
+    empty, caches = torch.zeros(0, 2, 16), pool.get_kv_buffer(0)
     plan = cp.plan([0, 0], block_tables=torch.zeros(2, 0, dtype=torch.int64))
-    cp.write_kv(plan, empty, empty, *pool.get_kv_buffer(0))
-    out = cp.attend(plan, empty, *pool.get_kv_buffer(0), k_local=empty, v_local=empty)
-    assert not any(cache.any() for cache in pool.get_kv_buffer(0))
+    cp.write_kv(plan, empty, empty, *caches)
+    out = cp.attend(plan, empty, *caches, k_local=empty, v_local=empty)
+    written = any(cache.any() for cache in caches)
     dist.barrier()
-    return len(out)
+    one = Rank(LayerRun("plain", "gather", "pages"))
+    nothing = rank in layout[-1]
+    with mock.patch.object(
+        shared_memory, "available_bytes", return_value=0 if nothing else 1 << 40
+    ):
+        try:
+            one.attend(one.layer)
+            told = "no error"
+        except MemoryError as error:
+            told = str(error)
+    return {"padding": padding, "rows": len(out), "written": written, "told": told}
