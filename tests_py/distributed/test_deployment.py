@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from support.places import ROOT
 
 pytest.importorskip("torch")
 
+from cpattn._hosts import INTERFACE, Hosts
 from cpattn.distributed.check_report import CheckReport
 from support.children import Children, path_with
 from support.time_limits import PATIENCE
@@ -37,68 +35,35 @@ ENVIRONMENT = os.environ | {  # in which torchrun and the package are found, in 
 }
 
 
-def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
-
-
-class Host:
-    """A network namespace, in which processes are started."""
-
-    def __init__(self, name: str, folder: Path, children: Children) -> None:
-        self.name = name
-        self._folder = folder
-        self._children = children
-
-    def start(self, script: str, **environment: str) -> subprocess.Popen[str]:
-        """Run a shell script here."""
-        command = ["ip", "netns", "exec", self.name, "sh", "-c", script]
-        return self._children.start(command, cwd=self._folder, env=ENVIRONMENT | environment)
-
-    def received_bytes(self) -> int:
-        counter = "/sys/class/net/eth0/statistics/rx_bytes"
-        return int(ip("netns", "exec", self.name, "cat", counter).stdout)
-
-
 @pytest.fixture
-def hosts(tmp_path: Path, children: Children) -> Iterator[list[Host]]:
-    """192.0.2.1 and 192.0.2.2, each the eth0 of its host."""
-    if shutil.which("ip") is None:
-        pytest.skip("needs the command ip, of iproute2")
-    unique = uuid.uuid4().hex[:8]
-    names = [f"cpattn-{unique}-{i}" for i in (0, 1)]
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            made = ip("netns", "add", name)
-            if made.returncode:
-                pytest.skip(f"network namespaces need root: {made.stderr.strip()}")
-            stack.callback(ip, "netns", "delete", name)
-        cable = ("type", "veth", "peer", "name", "eth0", "netns", names[1])
-        made = ip("link", "add", "eth0", "netns", names[0], *cable)
-        if made.returncode:
-            pytest.skip(f"no virtual network cables here: {made.stderr.strip()}")
-        for i, name in enumerate(names, start=1):
-            for command in (
-                ("address", "add", f"192.0.2.{i}/24", "dev", "eth0"),
-                ("link", "set", "eth0", "up"),
-                ("link", "set", "lo", "up"),
-            ):
-                done = ip("-n", name, *command)
-                assert done.returncode == 0, done.stderr
-        stack.callback(children.close)  # before their namespaces are deleted
-        yield [Host(name, tmp_path, children) for name in names]
+def start(
+    two_hosts: Hosts, tmp_path: Path, children: Children
+) -> Callable[..., subprocess.Popen[str]]:
+    """Runs a shell script on a host."""
+
+    def run(host: int, script: str) -> subprocess.Popen[str]:
+        command = ["nsenter", f"--net={two_hosts.path(host)}", "sh", "-c", script]
+        environment = ENVIRONMENT | {"NODE_RANK": str(host)}
+        return children.start(command, cwd=tmp_path, env=environment)
+
+    return run
 
 
 def documented(word: str) -> str:
     """The one block of shell commands of the page that has the word."""
     blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (block,) = [block for block in blocks if word in block]
-    return block
+    return block.rstrip()
+
+
+def on_two_hosts(hosts: Hosts) -> str:
+    return documented("--nnodes 2").replace("192.0.2.1", hosts.address(0))
 
 
 @pytest.mark.slow
-def test_two_hosts_run_the_commands_of_the_page(hosts: list[Host]) -> None:
-    script = f"{documented('--nnodes 2').rstrip()} --tokens 128 --cached 256"
-    runs = [host.start(script, NODE_RANK=str(i)) for i, host in enumerate(hosts)]
+def test_two_hosts_run_the_commands_of_the_page(two_hosts: Hosts, start: Any) -> None:
+    script = f"{on_two_hosts(two_hosts)} --tokens 128 --cached 256"
+    runs = [start(host, script) for host in range(2)]
     (out, err), (other_out, other_err) = (run.communicate(timeout=PATIENCE) for run in runs)
     assert [run.returncode for run in runs] == [0, 0], err + other_err
     assert other_out == ""
@@ -116,21 +81,20 @@ def test_two_hosts_run_the_commands_of_the_page(hosts: list[Host]) -> None:
     assert [line.split()[:2] for line in lines] == [["rank", str(rank)] for rank in range(4)]
     assert all("threads 1 " in line and "GFLOP/s" in line for line in lines)
     assert re.fullmatch(r"rates:( --[a-z-]+ [-+.e\d]+){6}", flags)
-    assert min(host.received_bytes() for host in hosts) > 1 << 18
+    assert min(two_hosts.received_bytes()) > 1 << 18
 
 
 @pytest.mark.slow
-def test_a_pulled_cable_is_an_error_that_names_the_rank(hosts: list[Host]) -> None:
+def test_a_pulled_cable_is_an_error_that_names_the_rank(two_hosts: Hosts, start: Any) -> None:
     patience = 5
-    script = documented("--nnodes 2").replace("--nproc-per-node 2", "--nproc-per-node 1")
-    script = f"{script.rstrip()} --timeout {patience} --repeats 100000"
-    runs = [host.start(script, NODE_RANK=str(i)) for i, host in enumerate(hosts)]
+    script = on_two_hosts(two_hosts).replace("--nproc-per-node 2", "--nproc-per-node 1")
+    runs = [start(host, f"{script} --timeout {patience} --repeats 100000") for host in range(2)]
     deadline = time.monotonic() + PATIENCE
-    while hosts[0].received_bytes() < 10 << 20:  # in the middle of exchanges of KV
+    while two_hosts.received_bytes()[0] < 10 << 20:  # in the middle of exchanges of KV
         assert time.monotonic() < deadline
         assert [run.poll() for run in runs] == [None, None]
         time.sleep(0.1)
-    assert ip("-n", hosts[1].name, "link", "set", "eth0", "down").returncode == 0
+    assert start(1, f"ip link set {INTERFACE} down").wait(PATIENCE) == 0
     for rank, run in enumerate(runs):
         out, err = run.communicate(timeout=PATIENCE)
         assert run.returncode == 1

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from support.distributed import distributed_worker, sharded_faults, sharded_worker
 from support.distributed.answers import assert_prefill
 from support.distributed.distributed_worker import run_world
-from support.distributed.prefill_batches import Case, expected_of
+from support.distributed.prefill_batches import Case
 from support.distributed.sharded_worker import EXCHANGES, Run
 from support.time_limits import BUSY, PATIENCE
-from support.tolerances import assert_attended
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -29,16 +28,6 @@ def test_one_token_leaves_other_ranks_without_rows(tmp_path, size):
     assert sorted(rows) == [0] * (size - 1) + [1]
 
 
-def test_chunked_prefill_is_that_of_one_step(tmp_path):
-    """Chunks of one size, uneven ones that end in pages and blocks, and single tokens."""
-    case = Case("chunks", (53,), page_size=8)
-    chunkings = [[53], [16, 16, 16, 5], [17, 5, 31], [50, 1, 1, 1]]
-    expected = expected_of(case)
-    for outs in run_world(2, tmp_path, distributed_worker.run_chunks, case, chunkings):
-        for out in outs:
-            assert_attended(out, None, expected, "float32")
-
-
 def last_dimension_returns(rank: int) -> bool:
     """Whether positions, sharded along their last dimension next to others, are gathered so."""
     cp = distributed_worker.ContextParallel(dist.group.WORLD, page_size=1)
@@ -50,32 +39,6 @@ def last_dimension_returns(rank: int) -> bool:
 
 def test_rows_may_be_in_the_last_dimension(tmp_path):
     assert run_world(2, tmp_path, last_dimension_returns) == [True, True]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed before it sends", "absent"])
-def test_lost_rank_is_named_within_the_timeout(tmp_path, how):
-    timeout = 4
-    *others, _ = run_world(3, tmp_path, sharded_faults.run_write_loss, how, group_timeout=timeout)
-    for message, seconds in others:
-        assert message.startswith("RuntimeError: ContextParallel.write_kv")
-        assert "rank 2 of 3 did not answer" in message
-        assert seconds < timeout + BUSY
-
-
-@pytest.mark.slow
-def test_rank_killed_while_its_rows_arrive_is_named_within_the_timeout(tmp_path):
-    timeout = 8
-    *others, last = run_world(3, tmp_path, sharded_faults.run_death, group_timeout=timeout)
-    assert last is None
-    ((killed, complete),) = others[0][2]
-    assert not complete  # so that the kill met bytes in flight
-    for rank, (message, told, _) in enumerate(others):
-        if rank and message == "no error":
-            continue  # its own rows were there before the kill
-        assert message.startswith("RuntimeError: ContextParallel.gather")
-        assert "rank 2 of 3 did not answer" in message
-        assert told - killed < timeout + BUSY
 
 
 def test_a_lost_rank_is_named_and_one_that_ends_well_is_not_missed(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+import cpattn
+from cpattn.distributed import ContextParallel
 from support.distributed import layer_worker as worker
 from support.distributed.answers import assert_layer
 from support.distributed.distributed_worker import run_world
@@ -27,8 +29,18 @@ def test_layer_is_that_of_the_oracle_by_every_way(answers, run):
     assert_layer(answers, run)
 
 
-def test_sparse_layers_over_whole_pools_have_the_bits_of_one_process(tmp_path):
-    expected = worker.sparse_alone()
-    for answer in run_world(3, tmp_path, worker.run_sparse):
-        for results in answer.values():
-            assert equal(results, expected)
+def test_sparse_layers_over_whole_pools_are_those_without_a_group(world):
+    cp = ContextParallel(world, page_size=worker.PAGE)
+    lens = worker.EXTENDS, worker.LENGTHS
+    plan = cp.plan(*lens, block_tables=worker.TABLES)
+    tokens, pages, heads = worker.TOKENS, worker.SLOTS // worker.PAGE, worker.HEADS
+    shapes = ((tokens, heads, 64), (worker.SLOTS, 1, 64), (tokens, 2, 32), (pages, worker.PAGE, 32))
+    q, latents, index_q, index_keys, weights = worker.tensors(3, *shapes, (tokens, 2))
+    options = {"topk": 6, "sm_scale": 0.2, "d_v": 32, "return_lse": True}
+    metadata = cpattn.build_cp_metadata(*lens, cp_rank=0, cp_size=1)
+    expected = cpattn.sparse.cp_sparse_mla(
+        q, latents, index_q, index_keys, weights, metadata, block_tables=worker.TABLES,
+        page_size=worker.PAGE, **options,
+    )  # fmt: skip
+    found = cp.attend_sparse(plan, q, latents, index_q, index_keys, weights, **options)
+    assert equal(found, expected)

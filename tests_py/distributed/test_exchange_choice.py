@@ -60,9 +60,15 @@ def test_kinds_of_plans(world):
 
 
 GQA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+UNEVEN = GQA | {"num_heads": 30, "num_kv_heads": 6}
 MLA = {
     "num_heads": 16, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shares_values": True
 }  # fmt: skip
+
+
+def chosen(extend, prefix, max_scratch_bytes=1 << 30, **layer):
+    cp = first_of(4, max_scratch_bytes=max_scratch_bytes)
+    return cp.choose_exchange(plan_of(cp, extend, prefix), **layer)
 
 
 @pytest.mark.parametrize(
@@ -71,15 +77,13 @@ MLA = {
         (64, 16000, GQA, "pass_q"),
         (4096, 0, GQA, "gather"),
         (4096, 16000, GQA, "all_to_all"),
-        (4096, 8000, GQA | {"num_heads": 30, "num_kv_heads": 6}, "gather"),
+        (4096, 8000, UNEVEN, "gather"),
         (4096, 0, MLA, "gather"),
         (16, 16000, MLA, "pass_q"),
     ],
 )
 def test_auto_is_the_exchange_of_the_fewest_bytes(extend, prefix, layer, expected):
-    cp = first_of(4)
-    plan = plan_of(cp, extend, prefix)
-    choice = cp.choose_exchange(plan, **layer)
+    choice = chosen(extend, prefix, **layer)
     assert choice.exchange == expected
     eligible = {name for name in choice.received_bytes if name in choice.reason} - {"pass_q"}
     assert f"at most {choice.received_bytes[expected]} bytes" in choice.reason
@@ -99,9 +103,7 @@ def test_bytes_of_an_exchange_are_those_of_its_rows():
 
 def test_merging_counts_as_bytes():
     """Queries and results of 4,096 new tokens are fewer bytes than 80,000 keys by heads."""
-    cp = first_of(4)
-    plan = plan_of(cp, 4096, 76000)
-    choice = cp.choose_exchange(plan, **GQA)
+    choice = chosen(4096, 76000, **GQA)
     received = choice.received_bytes
     merged = 4 * (4096 // 4) * 32 * 128
     assert f"merging counts as bytes, too: pass_q {3 * merged}" in choice.reason
@@ -110,10 +112,7 @@ def test_merging_counts_as_bytes():
 
 
 def test_a_ring_takes_over_where_no_head_fits():
-    uneven = GQA | {"num_heads": 30, "num_kv_heads": 6}
-    cp = first_of(4, max_scratch_bytes=1 << 20)
-    plan = plan_of(cp, 4096, 0)
-    choice = cp.choose_exchange(plan, **uneven)
+    choice = chosen(4096, 0, 1 << 20, **UNEVEN)
     assert choice.exchange == "ring"
     assert "more than max_scratch_bytes" in choice.reason
 

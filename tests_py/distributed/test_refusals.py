@@ -19,6 +19,10 @@ def z(*shape: int, **options: Any) -> torch.Tensor:
     return torch.zeros(shape, **options)
 
 
+def ropes(num_rows: int, heads: int, dim: int = 16, **options: Any) -> dict[str, Any]:
+    return {"q_rope": z(num_rows, heads, dim), "k_rope": z(40, 2, 16), **options}
+
+
 LENS: dict[str, Any] = {
     "extend_lens": [4, 6], "seq_lens": [9, 6], "block_tables": [[5, 3, 9], [2, 7, 0]]
 }  # fmt: skip
@@ -29,8 +33,6 @@ SPARSE = {
 }  # fmt: skip
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 SPARSE_SIZES = {"topk": 64, "num_heads": 16, "num_index_heads": 4}
-
-
 TENSORS = [name for name, x in SPARSE.items() if isinstance(x, tuple)]
 
 
@@ -43,13 +45,14 @@ def sparse(num_rows: int) -> dict[str, Any]:
     }
 
 
+NEW = {"k_local": torch.ones(10, 2, 32), "v_local": torch.ones(10, 2, 32)}
 KV = {"k_cache": z(40, 2, 32), "v_cache": z(40, 2, 32)}
 POOLS = z(40, 2, 32), z(40, 2, 32)
 SHARDS = {"k_shard": z(40, 2, 32), "v_shard": z(40, 2, 32)}
 # By call: its usual arguments besides the plan.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "plan_decode": STEP,
-    "write_kv": {"k_local": torch.ones(10, 2, 32), "v_local": torch.ones(10, 2, 32), **KV},
+    "write_kv": NEW | KV,
     "attend": {"q_local": z(10, 4, 32), **KV},
     "decode": {"q": z(2, 4, 32), **SHARDS},
     "attend_sparse": sparse(10),
@@ -62,7 +65,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 NO_PLAN = ("plan_decode", "head_range")
 WHOLE = {"placement": None}
-NEW = {"k_local": z(10, 2, 32), "v_local": z(10, 2, 32)}
 HALF = torch.zeros(40, 2, 32, dtype=torch.float16)
 CODES = dict.fromkeys(KV, torch.zeros(40, 2, 32, dtype=torch.int8))
 SCALES = dict.fromkeys(("k_scale", "v_scale"), torch.ones(40, 2))
@@ -79,11 +81,7 @@ SHARDED: list[tuple[str, dict[str, Any], str]] = [
     ("attend", {"v_cache": None}, "v_head_dim must be given without v_shard, from 1 to the 32 el"),
     ("attend", {"out": z(10, 4, 16)}, r"out must be \[10, 4, 32\] of torch.float32, got"),
     ("attend", {"k_rope": z(40, 2, 16)}, "q_rope and k_rope must be given together"),
-    (
-        "attend",
-        {"q_rope": z(10, 4, 32), "k_rope": z(40, 2, 16)},
-        r"q_rope must be \[10, 4, 16\] of torch.float32, as queries and k_rope are, got",
-    ),
+    ("attend", ropes(10, 4, 32), r"q_rope must be \[10, 4, 16\] of torch.float32, as queries and"),
     ("attend", {"q_rope": z(10, 4, 16), "k_rope": z(32, 2, 16)}, ROWS),
     ("attend", {"window": -1}, "paged_attention: window"),
     ("attend", {"sinks": z(3)}, "paged_attention: sinks"),
@@ -102,23 +100,15 @@ SHARDED: list[tuple[str, dict[str, Any], str]] = [
     ("decode", {"num_heads": 0}, "num_heads must be >= 1, got 0"),
     (
         "decode",
-        {"num_heads": 4, "q_rope": z(2, 3, 16), "k_rope": z(40, 2, 16)},
-        r"q_rope must be \[num_tokens, 4, head_dim\] of rank 0, for 4 heads on 1 ranks, got",
+        ropes(2, 3, num_heads=4),
+        r"q_rope must be \[num_tokens, 4, head_dim\] of rank 0, f",
     ),
-    (
-        "decode",
-        {"num_heads": 4, "q_rope": z(3, 4, 16), "k_rope": z(40, 2, 16)},
-        "q_rope must have the 2 rows of the plan, got 3",
-    ),
+    ("decode", ropes(3, 4, num_heads=4), "q_rope must have the 2 rows of the plan, got 3"),
     ("plan_decode", {"q_lens": [1]}, "must have an entry for each request, and one at"),
     ("plan_decode", {"kv_lens": []}, "an entry for each request, and one at least, got 0 and 0"),
     ("plan_decode", {"q_lens": [1, 7]}, r"got q_lens\[1\] = 7 for kv_lens\[1\] = 6"),
     ("plan_decode", {"kv_lens": [9, 60]}, r"block_tables must be \[bs, >= ceil"),
-    (
-        "plan_decode",
-        {"kv_lens": [9, 9], "block_tables": [[1, 2, 3], [4, 5, 3]]},
-        "got row 12 for tokens 0",
-    ),
+    ("plan_decode", {"kv_lens": [9, 9], "block_tables": [[1, 2, 3], [4, 5, 3]]}, "got row 12 for"),
     ("plan_decode", {"cp": WHOLE}, "needs a placement"),
     ("attend_sparse", {"q": z(9, 2, 32)}, f"q {FEW} the plan, got"),
     ("attend_sparse", {"weights": z(9, 1)}, f"weights {FEW} the plan"),
@@ -158,11 +148,7 @@ SHARDED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("prefetch", {"layers": [POOLS], "cp": WHOLE}, "plan must be of sharded pools"),
     ("prefetch", {"layers": [POOLS], "cp": {"exchange": "ring"}}, "gather or auto, got ring"),
-    (
-        "prefetch",
-        {"layers": [POOLS], "cp": {"max_scratch_bytes": 2047}},
-        r"max_scratch_bytes must be at least \d+, .* got 2047",
-    ),
+    ("prefetch", {"layers": [POOLS], "cp": {"max_scratch_bytes": 2047}}, "at least .* got 2047"),
 ]
 # Of pools that hold everything.
 REPLICATED: list[tuple[str, dict[str, Any], str]] = [
@@ -182,11 +168,7 @@ REPLICATED: list[tuple[str, dict[str, Any], str]] = [
     ("write_kv", {"v_local": None}, "v_local and v_cache must .* got no v_local"),
     ("write_kv", {"v_cache": None}, "v_local and v_cache must .* got no v_cache"),
     *(
-        (
-            "attend",
-            NEW | {"k_cache": z(a, 2, 32), "v_cache": z(b, 2, 32)},
-            "the same whole pages of",
-        )
+        ("attend", NEW | {"k_cache": z(a, 2, 32), "v_cache": z(b, 2, 32)}, "same whole pages of")
         for a, b in ((41, 41), (40, 44), (40, 80))
     ),
 ]
@@ -199,7 +181,7 @@ WRITING: list[tuple[dict[str, Any], str]] = [
     ({"k_local": HALF[:10]}, "k_(cache|shard) must be contiguous .*float16"),
     ({"q_local": z(9, 4, 32)}, f"q_local {FEW} rank 0"),
     ({"out": z(10, 4, 8)}, r"out must be \[10, 4, 32\]"),
-    ({"q_rope": z(10, 4, 16), "k_rope": z(40, 2, 16)}, "k_local must be without k_rope"),
+    (ropes(10, 4), "k_local must be without k_rope"),
     ({"window": -1}, "window"),
     ({"k_cache": z(36, 2, 32), "v_cache": z(36, 2, 32)}, "block.tables|the 40 rows|36 rows"),
 ]
@@ -207,11 +189,7 @@ TYPES: list[tuple[str, dict[str, Any], str]] = [
     ("decode", {"return_lse": 1}, "return_lse must be a bool"),
     ("decode", {"step": False}, r"plan must be one of ContextParallel\.plan_decode"),
     ("attend", {"step": True}, r"plan must be one of ContextParallel\.plan, got D"),
-    (
-        "write_kv",
-        {"k_local": None, "v_local": None, "v_cache": None},
-        "k_(local|cache|shard) must be a tensor, got",
-    ),
+    ("write_kv", {"k_local": None, "v_local": None, "v_cache": None}, "k_.* must be a tensor, got"),
     ("attend_sparse", {"kv": [1.0]}, r"kv must be a torch\.Tensor, got list"),
     ("attend_sparse", {"return_lse": 1}, "return_lse must be a bool"),
     ("choose_sparse_exchange", {"num_heads": 1.0}, "num_heads must be an integer"),
@@ -229,6 +207,8 @@ TYPES: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("gather", {"x_local": z(10, 4, device="meta")}, "x_local must be on the CPU, got meta"),
 ]
+# Which refuse arguments of theirs by names of their own.
+CORE = ("paged_attention: ", "cp_sparse_mla: ", "do_cp_attn_fia: ")
 PADDED = {"causal": False, "plan": {"num_tokens": 12}, "q_local": z(12, 4, 32)}
 ALL = [
     *((*row, ValueError) for row in SHARDED),
@@ -263,7 +243,7 @@ def test_refused(call, changes, message, error):
     with pytest.raises(error, match=message) as raised:
         getattr(cp, call)(*plan, *rows, **arguments)
     said = str(raised.value)
-    assert said.startswith((f"ContextParallel.{call}: ", "paged_attention: ", "cp_sparse_mla: "))
+    assert said.startswith((f"ContextParallel.{call}: ", *CORE))
     for name in ("k_cache", "v_cache"):
         assert not isinstance(arguments.get(name), torch.Tensor) or not arguments[name].any()
 
@@ -273,11 +253,7 @@ def test_refused(call, changes, message, error):
     [
         ({"exchange": "pass_kv"}, ValueError, "exchange must be one of auto, pass_q, gather, ring"),
         ({"placement": 4}, TypeError, "placement must have shard_size, owner_of, local_index, got"),
-        (
-            {"placement": PLACEMENTS["pages"](2, 4)},
-            ValueError,
-            "placement must be over the 1 ranks of the group, got shard_size 2",
-        ),
+        ({"placement": PLACEMENTS["pages"](2, 4)}, ValueError, "over the 1 ranks .* shard_size 2"),
         ({"page_size": 8}, ValueError, "placement must have the page_size 8, got 4"),
         ({"page_size": 0}, ValueError, "page_size must be positive, got 0"),
         ({"max_scratch_bytes": 0}, ValueError, "max_scratch_bytes must be >= 1, got 0"),

@@ -7,7 +7,6 @@ import time
 from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,55 +41,46 @@ def test_words_that_are_too_long_are_cut():
 
 
 @pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def roll_call(group):
+def roll_call(world):
     """Rank 0's of four ranks, of which nobody else is here."""
-    one = RollCall(group, {})
+    one = RollCall(world, {})
     one._words = one._words.new_zeros(4, one._words.shape[1])
     one._view = one._words.numpy()
     return one
 
 
-def say(roll_call: RollCall, rank: int, words: Words) -> None:
-    roll_call._view[rank] = list(words.encoded())
+GONE = {1: "gone"}
+MISSED = "it has left as it missed this rank: closed"
 
 
-def test_a_rank_is_named_that_says_nothing(roll_call):
+@pytest.mark.parametrize(
+    ("said", "missing", "named"),
+    [
+        ({}, {2: "closed"}, {2: "closed"}),
+        # Whom others miss is named in their place.
+        (
+            {1: Words((2,), "closed"), 2: Words((3,), "timed out", True)},
+            GONE,
+            {3: "rank 2 says: timed out"},
+        ),
+        # A rank that left by its own error is named with it.
+        (
+            {1: Words((2,), "gone"), 2: Words((), "MemoryError: none")},
+            GONE,
+            {2: "it has left by an error: MemoryError: none"},
+        ),
+        # A rank that missed this one is named where nobody else is.
+        ({1: Words((0,), "closed")}, GONE, {1: MISSED}),
+        ({1: Words((0,), "closed")}, GONE | {3: "no rows came"}, {3: "no rows came"}),
+        # Ranks that miss each other are named for want of others.
+        ({1: Words((2,), "closed"), 2: Words((1,), "closed")}, GONE, GONE),
+    ],
+)
+def test_who_is_named(roll_call, said, missing, named):
     assert roll_call.heard() == {}
-    assert roll_call.named(0, {2: "closed"}) == {2: "closed"}
-
-
-def test_whom_others_miss_is_named_in_their_place(roll_call):
-    say(roll_call, 1, Words((2,), "closed"))
-    say(roll_call, 2, Words((3,), "timed out", True))
-    assert roll_call.named(0, {1: "gone"}) == {3: "rank 2 says: timed out"}
-
-
-def test_a_rank_that_left_by_its_own_error_is_named_with_it(roll_call):
-    say(roll_call, 1, Words((2,), "gone"))
-    say(roll_call, 2, Words((), "MemoryError: none"))
-    assert roll_call.named(0, {1: "gone"}) == {
-        2: "it has left by an error: MemoryError: none",
-    }
-
-
-def test_a_rank_that_missed_this_one_is_named_where_nobody_else_is(roll_call):
-    say(roll_call, 1, Words((0,), "closed"))
-    missed = "it has left as it missed this rank: closed"
-    assert roll_call.named(0, {1: "gone"}) == {1: missed}
-    assert roll_call.named(0, {1: "gone", 3: "no rows came"}) == {3: "no rows came"}
-
-
-def test_ranks_that_miss_each_other_are_named_for_want_of_others(roll_call):
-    say(roll_call, 1, Words((2,), "closed"))
-    say(roll_call, 2, Words((1,), "closed"))
-    assert roll_call.named(0, {1: "gone"}) == {1: "gone"}
+    for rank, words in said.items():
+        roll_call._view[rank] = list(words.encoded())
+    assert roll_call.named(0, missing) == named
 
 
 class Ended:
@@ -104,10 +94,10 @@ class Ended:
         return self.ranks
 
 
-def test_a_rank_that_has_ended_is_lost_to_those_that_wait_for_it(group, roll_call):
+def test_a_rank_that_has_ended_is_lost_to_those_that_wait_for_it(world, roll_call, monkeypatch):
     """With time for what it had sent, from when it is waited for."""
-    HOSTS[group] = Ended([1, 2], ((0, 1, 2, 3),))
-    watch = Watch(group, roll_call, time.monotonic())
+    monkeypatch.setitem(HOSTS, world, Ended([1, 2], ((0, 1, 2, 3),)))
+    watch = Watch(world, roll_call, time.monotonic())
     end = time.monotonic() + 2 * PATIENCE_FOR_ROWS
     while time.monotonic() < end:
         assert watch.losses(3) == ({}, False)
@@ -118,10 +108,10 @@ def test_a_rank_that_has_ended_is_lost_to_those_that_wait_for_it(group, roll_cal
     assert watch.losses(2) == (gone, False)
 
 
-def test_ranks_of_other_hosts_are_told_of_any_that_has_ended(group, roll_call):
+def test_ranks_of_other_hosts_are_told_of_any_that_has_ended(world, roll_call, monkeypatch):
     """They may wait for it, and cannot see its process."""
-    HOSTS[group] = Ended([1], ((0, 1), (2, 3)))
-    watch = Watch(group, roll_call, time.monotonic())
+    monkeypatch.setitem(HOSTS, world, Ended([1], ((0, 1), (2, 3))))
+    watch = Watch(world, roll_call, time.monotonic())
     assert watch.losses(2) == ({}, False)
     time.sleep(PATIENCE_FOR_ROWS)
     assert watch.losses(2) == ({1: "its process has ended"}, False)
@@ -136,24 +126,26 @@ def told_by(layout: int, version: str) -> list[int]:
         versions._core.__version__ = own
 
 
-def test_versions_of_one_layout_understand_each_other():
-    layout = exchange.layout()
-    assert versions.difference([told_by(layout, "0.1.0"), told_by(layout, "0.2.0")]) is None
+OTHER = "9.9.9 (layout ffffffffffffffff)"
+OWN = f"{__version__} (layout 0000000000000001)"
 
 
-def test_versions_of_other_layouts_are_named():
-    ranks = [told_by(1, __version__), told_by(-1, "9.9.9"), told_by(1, __version__)]
-    assert versions.difference(ranks) == (
-        "cpattn of rank 1 is 9.9.9 (layout ffffffffffffffff), "
-        f"of rank 0 {__version__} (layout 0000000000000001)"
-    )
-
-
-def test_what_is_no_version_at_all_is_told():
-    ranks = [told_by(1, "0.1.0"), [7] * versions.NUM_VALUES, [8] * versions.NUM_VALUES]
-    assert versions.difference(ranks) == (
-        "cpattn of rank 0 is 0.1.0 (layout 0000000000000001), of rank 1 another program"
-    )
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([told_by(exchange.layout(), "0.1.0"), told_by(exchange.layout(), "0.2.0")], None),
+        (
+            [told_by(1, __version__), told_by(-1, "9.9.9"), told_by(1, __version__)],
+            f"cpattn of rank 1 is {OTHER}, of rank 0 {OWN}",
+        ),
+        (
+            [told_by(1, __version__), [7] * versions.NUM_VALUES, [8] * versions.NUM_VALUES],
+            f"cpattn of rank 0 is {OWN}, of rank 1 another program",
+        ),
+    ],
+)
+def test_versions_of_other_layouts_are_named(ranks, said):
+    assert versions.difference(ranks) == said
 
 
 class Work:

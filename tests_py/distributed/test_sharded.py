@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 import cpattn
 from cpattn.distributed.transport.exchange import TERMS
@@ -15,30 +14,10 @@ from support.distributed import sharded_worker as worker
 from support.distributed.answers import assert_prefill
 from support.distributed.distributed_worker import run_world
 from support.distributed.layer_worker import STRATEGIES
-from support.distributed.prefill_batches import Case
+from support.distributed.prefill_batches import BATCHES, LONG, Case
 from support.distributed.sharded_worker import EXCHANGES, PLACEMENTS, Run, equal
 from support.pairwise import pairwise
 
-LONG = Case("long prefix", (5,), (1500,), page_size=64)
-BATCHES = [
-    Case("one request", (29,)),
-    Case("issue 23415", (367,), (1,), page_size=16),
-    LONG,
-    Case("different prefixes", (13, 40, 9), (64, 0, 7)),
-    Case("prefix ends in a page", (10, 14), (5, 0), page_size=16),
-    Case("decode and prefill", (1, 1, 1, 30, 18, 2), (9, 33, 1, 0, 12, 3)),
-    Case("prefill and decode", (30, 18, 2, 1, 1), (0, 12, 3, 9, 33)),
-    Case("short requests", (3, 1, 2), (0, 5, 0), page_size=2),
-    Case("fewer tokens than ranks", (1,), (6,)),
-    Case("empty request", (0, 11, 0), (8, 2, 0)),
-    Case("nothing new", (0, 0), (8, 3)),
-    Case("padding tokens", (9, 6), (3, 5), num_tokens=22),
-    Case("physical padding", (9, 15), (3, 5), pad_to_physical=True),
-    Case("bfloat16", (21, 90), (60, 0), dtype=torch.bfloat16),
-    Case("float16", (21, 18), (6, 0), dtype=torch.float16),
-    Case("narrow values", (21, 18), (6, 0), head_dim=48, v_head_dim=32, num_kv_heads=1),
-    Case("heads for no number of ranks", (21, 18), (6, 0), num_heads=7, num_kv_heads=7),
-]
 CHOSEN = [
     Run(replace(case, strategy=strategy), placement, exchange)
     for case, strategy, placement, exchange in pairwise(

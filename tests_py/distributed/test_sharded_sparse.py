@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention over pools of which each gloo rank holds a share: the keys of one pool."""
+"""Sparse attention over pools that are shared out: the global top-k, whatever travels."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import cpattn
 from cpattn import reference
 from support.distributed import sparse_worker as worker
 from support.distributed.distributed_worker import run_world
-from support.distributed.sharded_worker import PLACEMENTS
+from support.distributed.sharded_worker import PLACEMENTS, equal
 from support.distributed.sparse_worker import SparseRun
+from support.pairwise import pairwise
 from support.sparse.indexer_batch import ROW_FORMS
 from support.sparse.sparse_mla_cases import errors_of
 from support.tolerances import Expected, assert_attended
 
-pytestmark = pytest.mark.slow
-
 EXCHANGES = ("pass_q", "gather")
+PLAIN = SparseRun("prefixes and an empty request")
 BATCHES = [
-    SparseRun("prefixes and an empty request"),
+    PLAIN,
     SparseRun("one key for each row", topk=1),
     SparseRun("all keys", topk=200),
     SparseRun("some rows select, others see too few", topk=30),
@@ -46,19 +46,20 @@ INDICES = [
     SparseRun("int8 with scales", index_dtype="int8", form=ROW_FORMS[1], scaled=True),
     SparseRun("pages of codes and scales", index_dtype="uint8", form="", scaled=True),
 ]
-RUNS = [
-    replace(run, exchange=exchange, placement=placement)
-    for exchange in EXCHANGES
-    for placement in PLACEMENTS
-    for run in BATCHES + INDICES
-] + [
-    SparseRun(strategy, strategy=strategy, exchange=exchange)
-    for strategy in ("interleave", "contiguous")
-    for exchange in (*EXCHANGES, "auto")
+AUTO = [replace(PLAIN, exchange=exchange) for exchange in ("auto", *EXCHANGES)]
+ROUNDS = [replace(run, exchange=exchange) for run in BATCHES[-2:] for exchange in EXCHANGES]
+CHOSEN = [
+    replace(run, placement=placement, exchange=exchange, strategy=strategy)
+    for run, placement, exchange, strategy in pairwise(
+        BATCHES + INDICES, [*PLACEMENTS], EXCHANGES, ["zigzag", "interleave", "contiguous"]
+    )
 ]
+RUNS = [*dict.fromkeys(AUTO + ROUNDS + CHOSEN)]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{} ranks".format)
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format
+)
 def answers(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("world")
     return run_world(request.param, path, worker.run_sparse_layers, RUNS)
@@ -83,79 +84,70 @@ def oracle(run: SparseRun) -> tuple[Expected, np.ndarray]:
     return Expected(out, lse, *errors_of(inputs)), batch.expected()
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
-def test_the_union_over_shards_is_the_global_topk(answers, run):
-    for answer in answers:
-        np.testing.assert_array_equal(answer[str(run)]["positions"], oracle(run)[1])
+def assert_right(answers: list[dict], run: SparseRun) -> None:
+    """The union over shards is the global top-k, and results are the oracle's on every rank."""
+    mine = answers[0][run]
+    expected, positions = oracle(replace(run, placement="", exchange="", strategy=""))
+    dtype = str(mine["out"].dtype).removeprefix("torch.")
+    assert_attended(mine["out"], mine["lse"], expected, dtype, op="ring of ranks")
+    for told in (answer[run] for answer in answers):
+        np.testing.assert_array_equal(told["positions"], positions)
+        assert equal([told["out"], told["lse"]], [mine["out"], mine["lse"]])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_layer_is_that_of_the_oracle(answers, run):
-    mine, *others = (answer[str(run)] for answer in answers)
-    dtype = str(mine["out"].dtype).removeprefix("torch.")
-    assert_attended(mine["out"], mine["lse"], oracle(run)[0], dtype, op="ring of ranks")
-    for other in others:
-        assert torch.equal(other["out"], mine["out"])
-        assert torch.equal(other["lse"], mine["lse"])
-    for answer in answers:
-        assert not answer[str(run)]["padding"].any()
-
-
-@pytest.mark.parametrize("run", [run for run in RUNS if run.exchange == "gather"], ids=str)
-def test_where_keys_travel_bits_are_those_of_one_pool(answers, run):
-    for answer in answers:
-        out, lse = alone(replace(run, placement="", strategy=""))
-        assert torch.equal(answer[str(run)]["out"], out)
-        assert torch.equal(answer[str(run)]["lse"], lse)
+    assert_right(answers, run)
+    for told in (answer[run] for answer in answers):
+        assert not told["padding"].any()
+        if run.exchange == "gather":  # keys travel
+            whole = alone(replace(run, placement="", exchange="", strategy=""))
+            assert equal([told["out"], told["lse"]], whole)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_what_travels_is_what_the_choice_goes_by(answers, exchange):
-    run = str(SparseRun("prefixes and an empty request", exchange=exchange))
+def test_what_travels_is_what_the_choice_goes_by_and_bounded_at_once(answers, exchange):
+    run = replace(PLAIN, exchange=exchange)
     expected = answers[0][run]["choice"].received_bytes[exchange]
     most = max(answer[run]["received"] for answer in answers)
     if exchange == "pass_q":
         assert most == expected
     else:  # tokens may select the same keys; rows of bits are of whole 16 bytes
         assert expected / 2 <= most < expected + 16 * len(answers)
+    few, some, least = (
+        answers[0][replace(run, exchange=exchange)]["rounds"] for run in (PLAIN, *BATCHES[-2:])
+    )
+    assert few == 1 < some < least
+    assert least >= 59 / len(answers)  # a row of each rank at once
 
 
-@pytest.mark.parametrize("strategy", ["interleave", "contiguous"])
-def test_auto_is_one_of_them(answers, strategy):
-    runs = [SparseRun(strategy, strategy=strategy, exchange=name) for name in ("auto", *EXCHANGES)]
+def test_auto_is_one_of_them(answers):
     for answer in answers:
-        auto, *named = (answer[str(run)] for run in runs)
+        auto, *named = (answer[run] for run in AUTO)
         chosen = named[EXCHANGES.index(auto["choice"].exchange)]
         assert torch.equal(auto["out"], chosen["out"])
         assert auto["received"] == chosen["received"]
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_what_travels_at_once_is_bounded(answers, exchange):
-    rounds = {
-        name: answers[0][str(SparseRun(name, exchange=exchange))]["rounds"]
-        for name in ("prefixes and an empty request", "small scratch", "less scratch than a row")
-    }
-    few, some, most = rounds.values()
-    assert few == 1 < some < most
-    assert most >= 59 / len(answers)  # a row of each rank at once
-
-
 STEPS = [
     replace(run, exchange="auto", placement=placement)
-    for placement in PLACEMENTS
-    for run in (
-        SparseRun("one token each", (1, 1, 1, 1), (8, 0, 200, 63)),
-        SparseRun("drafts", (4, 5, 3, 1), (5, 0, 67, 32)),
-        SparseRun("idle request", (0, 2), (9, 38), sinks=True),
-        SparseRun("no request selects", (1, 3), (2, 4)),
-        SparseRun("rows of 656 bytes", (1, 2), (40, 150), fp8_rows=True),
-        *[replace(run, extend_lens=(2, 1), prefix_lens=(150, 9)) for run in INDICES],
+    for run, placement in pairwise(
+        [
+            SparseRun("one token each", (1, 1, 1, 1), (8, 0, 200, 63)),
+            SparseRun("drafts", (4, 5, 3, 1), (5, 0, 67, 32)),
+            SparseRun("idle request", (0, 2), (9, 38), sinks=True),
+            SparseRun("no request selects", (1, 3), (2, 4)),
+            SparseRun("rows of 656 bytes", (1, 2), (40, 150), fp8_rows=True),
+            *[replace(run, extend_lens=(2, 1), prefix_lens=(150, 9)) for run in INDICES],
+        ],
+        [*PLACEMENTS],
     )
 ]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{} ranks".format)
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format
+)
 def steps(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("steps")
     return run_world(request.param, path, worker.run_sparse_steps, STEPS)
@@ -163,11 +155,4 @@ def steps(request, tmp_path_factory):
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_decode_selects_the_global_topk_and_has_the_same_bits_on_every_rank(steps, step):
-    mine, *others = (answer[str(step)] for answer in steps)
-    expected, positions = oracle(step)
-    np.testing.assert_array_equal(mine["positions"], positions)
-    dtype = str(mine["out"].dtype).removeprefix("torch.")
-    assert_attended(mine["out"], mine["lse"], expected, dtype, op="ring of ranks")
-    for other in others:
-        for name, value in mine.items():
-            assert torch.equal(other[name], value)
+    assert_right(steps, step)

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 from audit import machine
-from cpattn._hosts import INTERFACE, Hosts, HostsError
+from cpattn._hosts import INTERFACE, Hosts
 from support.children import Children, path_with
 from support.distributed.hosts import program
 from support.time_limits import PATIENCE
@@ -25,17 +23,10 @@ pytestmark = pytest.mark.slow
 PORT = 29500  # of a network that nobody else is in
 
 
-@pytest.fixture
-def two_hosts() -> Iterator[Hosts]:
-    if not machine.own_mounts() or shutil.which("nsenter") is None:
+@pytest.fixture(autouse=True)
+def mounts() -> None:
+    if not machine.own_mounts():
         pytest.skip("no mount namespaces here")
-    hosts = Hosts(2)
-    try:
-        hosts.__enter__()
-    except HostsError as error:
-        pytest.skip(str(error))
-    yield hosts
-    hosts.__exit__(None, None, None)
 
 
 # The ranks see the processes of their own host alone, and the name of its boot.

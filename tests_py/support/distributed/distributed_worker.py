@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from cpattn.distributed import ContextParallel, ContextParallelPlan
-from support.distributed.prefill_batches import Batch, Case, make_batch
+from support.distributed.prefill_batches import Batch, Case
 from support.time_limits import PATIENCE
 
 
@@ -121,22 +121,3 @@ def error_of(attempt) -> tuple[str, float]:
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - start
     return "no error", 0.0
-
-
-def run_chunks(rank: int, case: Case, chunkings: list[list[int]]) -> list[torch.Tensor]:
-    """For each chunking: the case, of one request, in as many steps."""
-    return [_in_steps(case, chunks) for chunks in chunkings]
-
-
-def _in_steps(case: Case, chunks: list[int]) -> torch.Tensor:
-    batch = make_batch(case)
-    cp = ContextParallel(dist.group.WORLD, strategy=case.strategy, page_size=case.page_size)
-    outs, begin = [], 0
-    for n in chunks:
-        plan = cp.plan([n], [begin + n], block_tables=batch.block_tables)
-        new = slice(begin, begin + n)
-        q, k, v = (cp.shard(plan, x[new]) for x in (batch.q, batch.k[0], batch.v[0]))
-        cp.write_kv(plan, k, v, batch.k_cache, batch.v_cache)
-        outs.append(cp.gather(plan, cp.attend(plan, q, batch.k_cache, batch.v_cache)))
-        begin += n
-    return torch.cat(outs)

@@ -18,7 +18,7 @@ from support.distributed.fault_rounds import SHARDED, STEP, Round
 from support.distributed.fault_triggers import Trigger
 from support.distributed.hosts.layouts import on_hosts
 from support.distributed.prefill_batches import Batch, Case, expected_of, make_batch
-from support.distributed.sharded_worker import PLACEMENTS, shard_of
+from support.distributed.sharded_worker import PLACEMENTS, equal, shard_of
 from support.tolerances import Expected, assert_attended
 
 ROW_BYTES = 1 << 17  # of a gather of rows: more than sockets hold
@@ -45,34 +45,26 @@ class Program:
 
     def run(self) -> None:
         """All calls of the round, which raise what the library does."""
-        world = dist.group.WORLD
-        assert world is not None
+        world, exchange = dist.group.WORLD, self.round.exchange
         plain = ContextParallel(world, **self.options)
         if self.round.transport != "tcp":
             with on_hosts(self.round.hosts, self.rank):
                 topology = self._called("topology", plain.topology)
             assert topology.transport == self.round.transport, topology.reason
-        exchange = self.round.exchange
-        if exchange == "rows":
-            self._gather_rows(plain)
-        elif exchange == "decode":
-            self._decode(world)
-        elif exchange in (*SHARDED, "prefetch"):
-            size, page = self.round.size, self.case.page_size
-            placement = PLACEMENTS["pages"](size, page)
-            ahead = exchange == "prefetch"
-            cp = ContextParallel(
+        if exchange in (*SHARDED, "prefetch"):
+            sharded = ContextParallel(
                 world,
                 **self.options,
-                placement=placement,
-                exchange="gather" if ahead else exchange,
+                placement=PLACEMENTS["pages"](self.round.size, self.case.page_size),
+                exchange="gather" if exchange == "prefetch" else exchange,
             )
-            if ahead:
-                self._prefill_ahead(cp, placement)
-            else:
-                self._prefill(cp, placement=placement)
-        else:
-            self._prefill(plain, shared=exchange == "shared")
+        programs: dict[str, Callable[[], None]] = {
+            "rows": lambda: self._gather_rows(plain),
+            "decode": lambda: self._decode(world),
+            "prefetch": lambda: self._prefill_ahead(sharded),
+            **dict.fromkeys(SHARDED, lambda: self._prefill(sharded)),
+        }
+        programs.get(exchange, lambda: self._prefill(plain))()
         self.at_the_end = True
         plan = plain.plan([8], block_tables=[range(8)])  # nobody has left until here
         self._called("gather", plain.gather, plan, torch.zeros(8, 4))
@@ -102,27 +94,29 @@ class Program:
         else:
             raise AssertionError("ranks that differ went on")
 
-    def _with_differences(self, write: Callable[..., None], plan: Any, other: Any) -> None:
+    def _with_differences(self, write: Callable[[Any], None], plan: Any, other: Any) -> None:
         """The call; before it, in rounds about that, one in which the culprit differs."""
         fault = self.round.fault
         if fault in ("plan", "arguments") and not self.refusals:
-            odd = self._differs()
-            if fault == "plan":
-                self._agreed(lambda: write(other if odd else plan))
-            else:
-                self._agreed(lambda: write("no plan" if odd else plan))
+            odd = other if fault == "plan" else "no plan"
+            used = odd if self._differs() else plan
+            self._agreed(lambda: write(used))
         write(plan)
 
-    def _prefill(self, cp: ContextParallel, *, placement: Any = None, shared: bool = False) -> None:
+    def _batch(self, cp: ContextParallel) -> tuple[Batch, Any, Any, list[torch.Tensor]]:
+        """The batch, its plan and another one, and rows of q, k and v."""
         batch, case = make_batch(self.case), self.case
         plan = make_plan(cp, case, batch)
         slots = plan.slots.copy()
         slots[0] = -1
-        other = make_plan(cp, case, batch, out_cache_loc=slots)
         whole = (batch.q, batch.new(case, batch.k), batch.new(case, batch.v))
-        rows = [cp.shard(plan, x) for x in whole]
+        other = make_plan(cp, case, batch, out_cache_loc=slots)
+        return batch, plan, other, [cp.shard(plan, x) for x in whole]
+
+    def _prefill(self, cp: ContextParallel) -> None:
+        batch, plan, other, rows = self._batch(cp)
         for _ in range(self.round.repeats):
-            caches = self._caches(cp, batch, placement, shared)
+            caches = self._caches(cp, batch)
             before = [cache.clone() for cache in caches]
 
             def write(plan: Any, caches: list[torch.Tensor] = caches) -> None:
@@ -131,32 +125,23 @@ class Program:
             try:
                 self._with_differences(write, plan, other)
             except BaseException:
-                if not shared:  # whose rows come one by one, from all ranks
-                    for cache, old in zip(caches, before, strict=True):
-                        assert torch.equal(cache.nan_to_num(9), old.nan_to_num(9)), "half written"
+                # Of pools that are shared, rows come one by one, from all ranks.
+                assert self.round.exchange == "shared" or equal(caches, before), "half written"
                 raise
             out = self._called("attend", cp.attend, plan, rows[0], *caches)
             out = self._called("gather", cp.gather, plan, out)
             op = "ring of ranks" if self.round.exchange in ("ring", "pass_q") else "attention"
-            assert_attended(out, None, expected_of(case), "float32", op)
+            assert_attended(out, None, expected_of(self.case), "float32", op)
 
-    def _prefill_ahead(self, cp: ContextParallel, placement: Any) -> None:
+    def _prefill_ahead(self, cp: ContextParallel) -> None:
         """Layers of which each has the cached keys of the next under way, when it ends."""
-        batch, case = make_batch(self.case), self.case
-        plan = make_plan(cp, case, batch)
-        slots = plan.slots.copy()
-        slots[0] = -1
-        other = make_plan(cp, case, batch, out_cache_loc=slots)
-        q, k, v = (
-            cp.shard(plan, x) for x in (batch.q, batch.new(case, batch.k), batch.new(case, batch.v))
-        )
+        batch, plan, other, (q, k, v) = self._batch(cp)
         for _ in range(self.round.repeats):
-            caches = self._caches(cp, batch, placement, shared=False)
+            caches = self._caches(cp, batch)
             prefixes: list[Any] = []
+            layers = [tuple(caches)] * LAYERS
 
-            def prefetch(
-                plan: Any, layers: Any = [tuple(caches)] * LAYERS, prefixes: Any = prefixes
-            ) -> None:
+            def prefetch(plan: Any, layers: Any = layers, prefixes: Any = prefixes) -> None:
                 prefixes.append(self._called("prefetch", cp.prefetch, plan, layers))
 
             self._with_differences(prefetch, plan, other)
@@ -164,17 +149,14 @@ class Program:
             for _ in range(LAYERS):
                 out = self._called("attend", partial(cp.attend, **new), plan, q, *caches)
             out = self._called("gather", cp.gather, plan, out)
-            assert_attended(out, None, expected_of(case), "float32", "attention")
+            assert_attended(out, None, expected_of(self.case), "float32", "attention")
 
-    def _caches(
-        self, cp: ContextParallel, batch: Batch, placement: Any, shared: bool
-    ) -> list[torch.Tensor]:
-        whole = [batch.k_cache, batch.v_cache]
-        if placement is not None:
-            return [shard_of(placement, self.rank, x, self.case.page_size) for x in whole]
-        if not shared:
+    def _caches(self, cp: ContextParallel, batch: Batch) -> list[torch.Tensor]:
+        whole, case = [batch.k_cache, batch.v_cache], self.case
+        if cp.placement is not None:
+            return [shard_of(cp.placement, self.rank, x, case.page_size) for x in whole]
+        if self.round.exchange != "shared":
             return [x.clone() for x in whole]
-        case = self.case
         pool = self._called(
             "shared_memory",
             lambda: MHATokenToKVPool(

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import cpattn
 from cpattn.distributed import ContextParallel, LayerCaches
 from cpattn.distributed.layers import rounds
 from support.cases import dense, packed
@@ -264,39 +263,3 @@ def run_layers(
 ) -> dict[LayerRun, dict[str, Any]]:
     group = make_group()
     return {run: run_layer(run, group) for run in runs}
-
-
-def _sparse_inputs() -> list[torch.Tensor]:
-    """q, latents, queries, weights and keys of the indexer."""
-    shapes = [(TOKENS, 2, INDEX), (TOKENS, 2), (SLOTS, 1, INDEX)]
-    layer = LAYERS["latents"]
-    return [layer.q, layer.caches[0], *tensors(3, *shapes)]
-
-
-def run_sparse(rank: int) -> dict[str, list[torch.Tensor]]:
-    """Sparse attention over whole pools, by strategy: out and LSE of all tokens."""
-    q, latents, index_q, weights, index_keys = _sparse_inputs()
-    results = {}
-    for strategy in STRATEGIES:
-        one = Rank(LayerRun("latents", strategy=strategy))
-        new = [one.rows(x[NEW_SLOTS]) for x in (latents, index_keys)]
-        pools = one.pools(Layer(q, (latents, index_keys)))
-        one.cp.write_kv(one.plan, *new, *pools)
-        out = one.cp.attend_sparse(
-            one.plan, one.rows(q), pools[0], one.rows(index_q), pools[1].view(-1, PAGE, INDEX),
-            one.rows(weights), topk=TOPK, sm_scale=0.2, d_v=VALUE, return_lse=True,
-        )  # fmt: skip
-        results[strategy] = [one.cp.gather(one.plan, x) for x in out]
-    return results
-
-
-def sparse_alone() -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by one process without context parallelism."""
-    q, latents, index_q, weights, index_keys = _sparse_inputs()
-    metadata = cpattn.build_cp_metadata(
-        EXTENDS, LENGTHS, cp_rank=0, cp_size=1, strategy="contiguous"
-    )
-    return cpattn.sparse.cp_sparse_mla(
-        q, latents, index_q, index_keys.view(-1, PAGE, INDEX), weights, metadata,
-        block_tables=TABLES, page_size=PAGE, topk=TOPK, sm_scale=0.2, d_v=VALUE, return_lse=True,
-    )  # fmt: skip

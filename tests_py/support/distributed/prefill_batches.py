@@ -37,6 +37,29 @@ class Case:
         return [p + n for p, n in zip(self.prefixes, self.extend_lens, strict=True)]
 
 
+LONG = Case("long prefix", (5,), (1500,), page_size=64)
+BATCHES = [
+    Case("one request", (29,)),
+    Case("issue 23415", (367,), (1,), page_size=16),
+    LONG,
+    Case("different prefixes", (13, 40, 9), (64, 0, 7)),
+    Case("prefix ends in a page", (10, 14), (5, 0), page_size=16),
+    Case("decode and prefill", (1, 1, 1, 30, 18, 2), (9, 33, 1, 0, 12, 3)),
+    Case("prefill and decode", (30, 18, 2, 1, 1), (0, 12, 3, 9, 33)),
+    Case("short requests", (3, 1, 2), (0, 5, 0), page_size=2),
+    Case("fewer tokens than ranks", (1,), (6,)),
+    Case("empty request", (0, 11, 0), (8, 2, 0)),
+    Case("nothing new", (0, 0), (8, 3)),
+    Case("padding tokens", (9, 6), (3, 5), num_tokens=22),
+    Case("physical padding", (9, 15), (3, 5), pad_to_physical=True),
+    Case("bfloat16", (21, 90), (60, 0), dtype=torch.bfloat16),
+    Case("float16", (21, 18), (6, 0), dtype=torch.float16),
+    Case("narrow values", (21, 18), (6, 0), head_dim=48, v_head_dim=32, num_kv_heads=1),
+    Case("heads for no number of ranks", (21, 18), (6, 0), num_heads=7, num_kv_heads=7),
+    Case("fewer heads than ranks", (21, 18), (6, 0), num_heads=1, num_kv_heads=1),
+]
+
+
 @dataclass
 class Batch:
     """Inputs of a case, the same on all ranks. Only cached prefixes are in the pools; slots that

@@ -13,20 +13,14 @@ import collections
 import json
 import os
 import re
-import selectors
+import select
 import sys
 import time
 
 os.environ.update(CPATTN_NUM_THREADS="1", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 
-from support.distributed.fault_rounds import (
-    EXCHANGES,
-    FAULTS,
-    HARMLESS,
-    TRANSPORTS,
-    Round,
-    draw,
-)
+from support.distributed import fault_rounds
+from support.distributed.fault_rounds import EXCHANGES, FAULTS, HARMLESS, TRANSPORTS, Round
 from support.distributed.fault_worlds import Answer, Outcome, run_round, warm_up
 from support.time_limits import BUSY
 
@@ -114,7 +108,10 @@ def _wrong_culprit(one: Round, answer: Answer) -> str | None:
 
 def play(seed: int, options: argparse.Namespace) -> tuple[Round, list[str], bool]:
     """One round; whether its fault came."""
-    one = draw(seed, options.fault, options.exchange, options.transport)
+    if options.in_turns:
+        one = fault_rounds.in_turns(seed)
+    else:
+        one = fault_rounds.draw(seed, options.fault, options.exchange, options.transport)
     outcome = run_round(one)
     if options.verbose:
         print(*(f"  rank {rank}: {said}" for rank, said in enumerate(outcome.answers)), sep="\n")
@@ -127,12 +124,8 @@ def main() -> int:
     add = parser.add_argument
     add("--rounds", type=int, help="how many (default: until --seconds are over)")
     add("--seconds", type=float, default=3600, help="for how long at most (default: %(default)s)")
-    add(
-        "--seed",
-        type=int,
-        default=int(time.time()),
-        help="of the first round; the next have the next",
-    )
+    add("--seed", type=int, default=int(time.time()), help="of the first round (default: the time)")
+    add("--in-turns", action="store_true", help="all faults, by all transports, in 45 rounds")
     add("--only", type=int, help="the round with this seed alone, and all that its ranks say")
     add("--fault", choices=FAULTS, help="this one in all rounds")
     add("--exchange", choices=EXCHANGES, help="this one in all rounds")
@@ -152,44 +145,36 @@ def _soak(options: argparse.Namespace) -> int:
     """Rounds in worlds beside each other, each with a process that looks after it."""
     begin = shown = time.monotonic()
     counts: collections.Counter[str] = collections.Counter()
-    failed: list[str] = []
-    started = done = 0
+    failed = started = done = 0
     running: dict[int, tuple[int, int]] = {}  # of a pipe, the process and the seed
-    texts: dict[int, bytes] = {}
-    selector = selectors.DefaultSelector()
     print(f"Seed {options.seed}", flush=True)
     while True:
         now = time.monotonic()
-        over = now - begin > options.seconds or started == options.rounds or len(failed) > 9
+        over = now - begin > options.seconds or started == options.rounds or failed > 9
         if over and not running:
             break
         if not over and len(running) < options.jobs:
             pipe, pid = _referee(options.seed + started, options)
-            running[pipe], texts[pipe] = (pid, options.seed + started), b""
-            selector.register(pipe, selectors.EVENT_READ)
+            running[pipe] = pid, options.seed + started
             started += 1
             continue
-        for key, _ in selector.select(1):
-            data = os.read(key.fd, 1 << 16)
-            texts[key.fd] += data
-            if data:
-                continue
-            selector.unregister(key.fd)
-            os.close(key.fd)
-            pid, seed = running.pop(key.fd)
+        for pipe in select.select(list(running), [], [], 1)[0]:  # a report is shorter than a pipe
+            pid, seed = running.pop(pipe)
+            with os.fdopen(pipe) as reader:
+                report = json.loads(reader.read() or "{}")
             os.waitpid(pid, 0)
             done += 1
-            report = json.loads(texts.pop(key.fd) or b"{}")
             counts[report.get("fault", "none")] += 1
-            if report.get("found", ["the round ended without a word"]):
-                lines = [report.get("round", f"seed {seed}"), *report.get("found", ["no word"])]
-                failed.append("\n  ".join(lines))
-                print(failed[-1], f"again: --only {seed}", sep="\n  ", flush=True)
+            found = report.get("found", ["the round ended without a word"])
+            failed += bool(found)
+            if found:
+                lines = [report.get("round", f"seed {seed}"), *found, f"again: --only {seed}"]
+                print(*lines, sep="\n  ", flush=True)
         if now - shown > 30:
             shown = now
-            print(f"{done} rounds in {now - begin:.0f} s, {len(failed)} failed", flush=True)
+            print(f"{done} rounds in {now - begin:.0f} s, {failed} failed", flush=True)
     came = ", ".join(f"{n} {name}" for name, n in counts.most_common())
-    print(f"{done} rounds in {time.monotonic() - begin:.0f} s, {len(failed)} failed: {came}")
+    print(f"{done} rounds in {time.monotonic() - begin:.0f} s, {failed} failed: {came}")
     return bool(failed)
 
 

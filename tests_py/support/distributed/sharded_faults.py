@@ -8,70 +8,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from cpattn.distributed import ContextParallel
 from cpattn.distributed.layers import ring
 from support.distributed.disagreements import SMALL
-from support.distributed.distributed_worker import error_of, make_plan
-from support.distributed.prefill_batches import make_batch
+from support.distributed.distributed_worker import error_of
 from support.distributed.sharded_worker import Run, run_prefill, traffic_rank
-from support.time_limits import PATIENCE
-
-
-def run_write_loss(rank: int, how: str) -> tuple[str, float]:
-    """What the others are told if the last rank is killed, or does not come."""
-    case = replace(SMALL, extend_lens=(5, 2000), head_dim=256, v_head_dim=256)
-    batch = make_batch(case)
-    cp = ContextParallel(dist.group.WORLD, page_size=case.page_size)
-    plan = make_plan(cp, case, batch)
-    if rank == cp.cp_size - 1:
-        if how == "absent":
-            return "absent", 0.0
-        cp._exchange.all_rows = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    k, v = (cp.shard(plan, torch.zeros(plan.num_tokens, 2, 256)) for _ in "kv")
-    return error_of(lambda: cp.write_kv(plan, k, v, batch.k_cache, batch.v_cache))
-
-
-def run_death(rank: int) -> tuple[str, float, list[tuple[float, bool]]]:
-    """What the others are told, and when, if the last rank is killed while its rows arrive.
-
-    Rank 0 watches them arrive and kills it, and says when, and whether all were there by then. The
-    times are those of the clock that all processes share.
-    """
-    cp = ContextParallel(dist.group.WORLD, page_size=4)
-    pids: list[int] = [0] * cp.cp_size
-    dist.all_gather_object(pids, os.getpid())
-    plan = cp.plan([6 * cp.cp_size], block_tables=[range(5)])
-    rows = torch.ones(6, 16 << 20, dtype=torch.uint8)  # far more than sockets hold
-    kills = []
-
-    def watch(arriving: np.ndarray) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not arriving[0]:
-            assert time.monotonic() < deadline
-            time.sleep(0)
-        kills.append((time.monotonic(), bool(arriving[-1])))
-        os.kill(pids[-1], signal.SIGKILL)
-
-    post = cp._exchange.post
-
-    def watched(call, sends, receives):
-        if call == "gather":
-            arriving = receives[cp.cp_size - 1].zero_().view(-1)
-            threading.Thread(target=watch, args=[arriving.numpy()], daemon=True).start()
-        return post(call, sends, receives)
-
-    if rank == 0:
-        cp._exchange.post = watched
-    message, _ = error_of(lambda: cp.gather(plan, rows))
-    return message, time.monotonic(), kills
 
 
 def seconds_to_interrupt(call: Callable[[], Any]) -> float:

@@ -20,7 +20,13 @@ from cpattn.distributed.sparse import gather as sparse_gather
 from cpattn.distributed.sparse import pass_q as sparse_pass_q
 from cpattn.distributed.sparse.choice import SparseSizes, choose_sparse
 from cpattn.distributed.sparse.inputs import checked_sparse_inputs
-from support.distributed.sharded_worker import PLACEMENTS, shard_of
+from support.distributed.sharded_worker import (
+    PLACEMENTS,
+    noted_events,
+    received_bytes,
+    shard_of,
+    unread,
+)
 from support.sparse.indexer_batch import ROW_FORMS, IndexerBatch
 
 HEADS = 4
@@ -50,7 +56,7 @@ class SparseRun:
     pad_to_physical: bool = False
 
     def __str__(self) -> str:
-        return f"{self.exchange}, {self.placement}, {self.name}"
+        return f"{self.exchange}, {self.placement}, {self.strategy}, {self.name}"
 
     @property
     def v_head_dim(self) -> int:
@@ -99,20 +105,18 @@ class SparseRun:
         return np.where(chosen < 0, -1, pages * batch.page_size + chosen % batch.page_size)
 
 
-def run_sparse_layers(rank: int, runs: list[SparseRun]) -> dict[str, dict[str, Any]]:
-    return {str(run): _run(run) for run in runs}
+def run_sparse_layers(rank: int, runs: list[SparseRun]) -> dict[SparseRun, dict[str, Any]]:
+    return {run: _run(run) for run in runs}
 
 
 def _new_slots(batch: IndexerBatch) -> torch.Tensor:
     """The pool row of each new token."""
-    rows = []
-    for table, new, cached in zip(
-        batch.block_tables, batch.extend_lens, batch.prefix_lens, strict=True
-    ):
-        positions = np.arange(cached, cached + new)
-        rows.append(
-            table[positions // batch.page_size] * batch.page_size + positions % batch.page_size
-        )
+    lens, page = zip(batch.extend_lens, batch.prefix_lens, strict=True), batch.page_size
+    position = [np.arange(cached, cached + new) for new, cached in lens]
+    rows = [
+        table[x // page] * page + x % page
+        for table, x in zip(batch.block_tables, position, strict=True)
+    ]
     return torch.from_numpy(np.concatenate(rows).astype(np.int64))
 
 
@@ -145,20 +149,6 @@ def noted_selections(plan: ShardedPlan, selected: list[torch.Tensor]) -> Iterato
         yield
 
 
-@contextlib.contextmanager
-def counted_bytes(cp: ContextParallel, received: list[int]) -> Iterator[None]:
-    """Have the bytes of each exchange of rows of `attend_sparse`."""
-    post = cp._exchange.post
-
-    def counted(call: str, sends: Any, receives: Any) -> Any:
-        if call == "attend_sparse":
-            received.append(sum(x.numel() * x.element_size() for x in receives.values()))
-        return post(call, sends, receives)
-
-    with mock.patch.object(cp._exchange, "post", counted):
-        yield
-
-
 def make_cp(run: SparseRun) -> ContextParallel:
     placement = PLACEMENTS[run.placement](dist.get_world_size(), run.page_size)
     assert dist.group.WORLD is not None
@@ -187,7 +177,7 @@ def layer_arguments(
     def sharded(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's shard without new tokens, and its rows of these."""
         before = _bytes(pool.clone())
-        before[new] = torch.nan if before.is_floating_point() else 77
+        before[new] = unread(before)
         shard = shard_of(placement, rank, before, run.page_size)
         return shard.view(pool.dtype), local(_bytes(pool)[new]).view(pool.dtype)
 
@@ -232,8 +222,7 @@ def _run(run: SparseRun) -> dict[str, Any]:
 
     arguments, options = layer_arguments(run, cp, plan, local)
     selected: list[torch.Tensor] = []
-    received: list[int] = []
-    with noted_selections(plan, selected), counted_bytes(cp, received):
+    with noted_selections(plan, selected), noted_events(cp, "attend_sparse") as events:
         out, lse = cp.attend_sparse(plan, *arguments, **options, return_lse=True)
     inputs = checked_sparse_inputs(
         "attend_sparse", plan.num_local_rows, run.page_size, *arguments, **options
@@ -246,13 +235,13 @@ def _run(run: SparseRun) -> dict[str, Any]:
         "positions": cp.gather(plan, positions)[real],
         "rounds": len(selected),
         "padding": out[plan.num_local_rows :],
-        "received": sum(received),
+        "received": received_bytes(events, "attend_sparse"),
         "choice": choose_sparse(plan, SparseSizes.of_inputs(inputs)),
     }
 
 
-def run_sparse_steps(rank: int, runs: list[SparseRun]) -> dict[str, dict[str, torch.Tensor]]:
-    return {str(run): _step(run) for run in runs}
+def run_sparse_steps(rank: int, runs: list[SparseRun]) -> dict[SparseRun, dict[str, torch.Tensor]]:
+    return {run: _step(run) for run in runs}
 
 
 def _step(run: SparseRun) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -20,13 +21,12 @@ from support.distributed.hosts.layouts import Layout, members_of, on_hosts
 from support.distributed.layer_worker import LAYERS, LayerRun, Rank, run_layer
 from support.distributed.sharded_worker import PLACEMENTS, equal
 from support.distributed.shared_pool_worker import counting_sends
-from support.pairwise import pairwise
 
-ROWS = pairwise([*LAYERS], [*PLACEMENTS])
+ROWS = list(zip(LAYERS, itertools.cycle(PLACEMENTS)))
 
 
 def runs_of(exchange: str) -> list[LayerRun]:
-    """Each layer over each placement."""
+    """Each layer over a placement."""
     runs = [LayerRun(name, exchange, placement) for name, placement in ROWS]
     return [run for run in runs if run.is_possible]
 
