@@ -183,7 +183,7 @@ def report(ranks: list[dict[str, Any]], **changes: Any) -> CheckReport:
     } | changes)  # fmt: skip
 
 
-def test_the_fastest_exchange_is_told() -> None:
+def test_what_a_report_says() -> None:
     *_, times, fastest, verdict = report([RANK, RANK]).lines()
     assert times == (
         "a layer of 16 new tokens behind 32: replicated 123 ms, pass_q 300 ms, gather 200 ms, "
@@ -191,17 +191,11 @@ def test_the_fastest_exchange_is_told() -> None:
     )
     assert fastest == "fastest where pools are shared out: gather"
     assert verdict.startswith("passed: cp_size 2, ")
-
-
-def test_a_program_reads_the_same_as_json() -> None:
     told = json.loads(report([RANK, RANK | {"error": math.nan}], passed=False).to_json())
     assert (told["passed"], told["fastest"], told["exchanges"]["gather"]) == (False, "gather", 0.2)
     assert [rank["error"] for rank in told["ranks"]] == [0.0, None]
-
-
-def test_ranks_that_differ_are_told() -> None:
-    alike = [RANK | {"isa": isa} for isa in ("avx2", "avx512")]
-    notes = [line for line in report(alike).lines() if line.startswith("note:")]
+    differ = report([RANK | {"isa": isa} for isa in ("avx2", "avx512")]).lines()
+    notes = [line for line in differ if line.startswith("note:")]
     assert notes == ["note: ranks differ in isa: avx2, avx512"]
 
 

@@ -41,6 +41,7 @@ def answers(tmp_path_factory):
         *((name, "attend_sparse: options") for name in ("topk", "sink")),
         ("kv_lens", "decode: lengths"),
         ("softcap of decode", "decode: options"),
+        *((x, "decode: exchange") for x in ("exchange of decode", "out_heads", "num_heads")),
         ("call of shards", ": call"),
     ],
 )
@@ -63,6 +64,7 @@ def test_different_calls_are_listed(answers):
         ("too few rows", "gather: x_local must have at least the 6 rows of rank 1, got 2"),
         ("small pool", "write_kv: slots must be below the 4 rows of k_cache, got slots["),
         ("small shard", "attend: the shard of rank 1"),
+        ("unknown exchange", "decode: exchange must be one of"),
     ],
 )
 def test_refused_arguments_of_one_rank_are_told_to_all(answers, what, own):

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.distributed import distributed_worker, sharded_faults, sharded_worker
+from cpattn.distributed import ContextParallel
+from support.distributed import sharded_faults, sharded_worker
 from support.distributed.answers import assert_prefill
 from support.distributed.distributed_worker import run_world
 from support.distributed.prefill_batches import Case
@@ -30,7 +31,7 @@ def test_one_token_leaves_other_ranks_without_rows(tmp_path, size):
 
 def last_dimension_returns(rank: int) -> bool:
     """Whether positions, sharded along their last dimension next to others, are gathered so."""
-    cp = distributed_worker.ContextParallel(dist.group.WORLD, page_size=1)
+    cp = ContextParallel(dist.group.WORLD, page_size=1)
     plan = cp.plan([7, 3], block_tables=torch.arange(14).view(2, 7))
     positions = torch.arange(10).repeat(2, 3, 1)
     gathered = cp.gather(plan, cp.shard(plan, positions, -1), -1)

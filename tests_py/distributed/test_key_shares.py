@@ -168,28 +168,23 @@ def visible_rows(call):
     assert begin == len(call.rows)
 
 
+def calls_of_64_tokens(placement, page, rank):
+    shares = KeyShares(placement, np.arange(64 // page, dtype=np.int32)[None], np.array([64]), page)
+    rows = Rows(np.zeros(64, np.int64), np.arange(64))
+    pages = shares.local_pages(rank)
+    return list(sequence_calls(shares, rank, pages, rows, Visibility(True, None, None)))
+
+
 def test_tokens_that_are_dealt_out_make_few_sequences():
     """One for each rank's tokens, where runs of equal rows would be one for each few rows."""
-    lens = np.array([64])
-    rows = Rows(np.zeros(64, np.int64), np.arange(64))
-    tables = np.arange(16, dtype=np.int32)[None]
-    shares = KeyShares(PLACEMENTS["tokens"](4, 4), tables, lens, 4)
     for rank in range(4):
-        (call,) = sequence_calls(
-            shares, rank, shares.local_pages(rank), rows, Visibility(True, None, None)
-        )
+        (call,) = calls_of_64_tokens(PLACEMENTS["tokens"](4, 4), 4, rank)
         assert call.causal
         assert len(call.q_lens) == 4
 
 
 def test_rows_of_other_ranks_pages_go_together():
-    lens = np.array([64])
-    rows = Rows(np.zeros(64, np.int64), np.arange(64))
-    tables = np.arange(8, dtype=np.int32)[None]
-    shares = KeyShares(PLACEMENTS["pages"](4, 8), tables, lens, 8)
-    own, others = sequence_calls(
-        shares, 1, shares.local_pages(1), rows, Visibility(True, None, None)
-    )
+    own, others = calls_of_64_tokens(PLACEMENTS["pages"](4, 8), 8, 1)
     assert own.causal
     assert own.q_lens.tolist() == [16]  # tokens 8 to 15 and 40 to 47
     assert not others.causal

@@ -32,19 +32,21 @@ LAYER_MATRIX = [
     )
     if (run := LayerRun(name, "usp", placement)).is_possible
 ]
+PROGRAMS = {run_prefills: MATRIX, run_layers: LAYER_MATRIX}
+# Exchanges of one dimension that do the same.
 SAME = {"4 x 1": "ring", "1 x 4": "all_to_all"}
 
 
 @pytest.fixture(scope="module")
-def prefills_of(tmp_path_factory):
-    """The answers of a mesh, and of exchanges of one dimension that do the same."""
+def answers_of(tmp_path_factory):
+    """The answers of a mesh to its runs by a program."""
 
     @cache
-    def answers(mesh):
-        runs = [run for other, run in MATRIX if other == mesh]
-        if mesh in SAME:
+    def answers(mesh, program):
+        runs = [run for other, run in PROGRAMS[program] if other == mesh]
+        if program is run_prefills and mesh in SAME:
             runs += [replace(run, exchange=SAME[mesh]) for run in runs]
-        arguments = (run_prefills, runs, partial(worker.make_mesh, mesh))
+        arguments = (program, runs, partial(worker.make_mesh, mesh))
         return run_world(worker.num_ranks(mesh), tmp_path_factory.mktemp("mesh"), *arguments)
 
     return answers
@@ -52,30 +54,21 @@ def prefills_of(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "run"), MATRIX, ids=str)
-def test_prefill_is_that_of_the_oracle(prefills_of, mesh, run):
-    answers = prefills_of(mesh)
+def test_prefill_is_that_of_the_oracle(answers_of, mesh, run):
+    answers = answers_of(mesh, run_prefills)
     assert_prefill(answers, run)
     if mesh in SAME:
         whole = answers[0][replace(run, exchange=SAME[mesh])]
         assert equal(answers[0][run]["sharded"], whole["sharded"])
 
 
-@pytest.fixture(scope="module")
-def layers_of(tmp_path_factory):
-    @cache
-    def answers(mesh):
-        runs = [run for other, run in LAYER_MATRIX if other == mesh]
-        arguments = (run_layers, runs, partial(worker.make_mesh, mesh))
-        return run_world(4, tmp_path_factory.mktemp("layers"), *arguments)
-
-    return answers
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "run"), LAYER_MATRIX, ids=str)
-def test_layer_is_that_of_the_oracle(layers_of, mesh, run):
+def test_layer_is_that_of_the_oracle(answers_of, mesh, run):
     """Sinks take their weight at the merge."""
-    assert_layer(layers_of(mesh), run, exact=mesh == "1 x 4" and "sinks" not in run.name)
+    assert_layer(
+        answers_of(mesh, run_layers), run, exact=mesh == "1 x 4" and "sinks" not in run.name
+    )
 
 
 @pytest.mark.slow
@@ -158,11 +151,6 @@ def test_other_meshes_are_refused(world, ranks, names, message):
         ValueError, match=f"^ContextParallel: group must be a DeviceMesh .*{message}"
     ):
         ContextParallel(mesh, page_size=4)
-
-
-def test_usp_needs_a_mesh(world):
-    with pytest.raises(ValueError, match="exchange 'usp' needs a DeviceMesh with the dimensions"):
-        ContextParallel(world, page_size=4, exchange="usp")
 
 
 def test_auto_knows_the_mesh():

@@ -249,22 +249,25 @@ def test_refused(call, changes, message, error):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "message"),
     [
-        ({"exchange": "pass_kv"}, ValueError, "exchange must be one of auto, pass_q, gather, ring"),
-        ({"placement": 4}, TypeError, "placement must have shard_size, owner_of, local_index, got"),
-        ({"placement": PLACEMENTS["pages"](2, 4)}, ValueError, "over the 1 ranks .* shard_size 2"),
-        ({"page_size": 8}, ValueError, "placement must have the page_size 8, got 4"),
-        ({"page_size": 0}, ValueError, "page_size must be positive, got 0"),
-        ({"max_scratch_bytes": 0}, ValueError, "max_scratch_bytes must be >= 1, got 0"),
-        ({"transport": "rdma"}, ValueError, "transport must be auto, tcp, shm, got 'rdma'"),
-        ({"exchange": "usp"}, ValueError, "exchange 'usp' needs a DeviceMesh with the dimensions"),
+        ({"exchange": "pass_kv"}, "exchange must be one of auto, pass_q, gather, ring"),
+        ({"placement": 4}, "placement must have shard_size, owner_of, local_index, got"),
+        (
+            {"placement": PLACEMENTS["pages"](2, 4)},
+            "over the 1 ranks of .* shard_size 2",
+        ),
+        ({"page_size": 8}, "placement must have the page_size 8, got 4"),
+        ({"page_size": 0}, "page_size must be positive, got 0"),
+        ({"max_scratch_bytes": 0}, "max_scratch_bytes must be >= 1, got 0"),
+        ({"transport": "rdma"}, "transport must be auto, tcp, shm, got 'rdma'"),
+        ({"exchange": "usp"}, "exchange 'usp' needs a DeviceMesh with the dimensions"),
     ],
 )
-def test_constructor_refuses(options, error, message):
-    with pytest.raises(error, match=message) as raised:
+def test_constructor_refuses(options, message):
+    error = TypeError if options == {"placement": 4} else ValueError
+    with pytest.raises(error, match=f"^ContextParallel: .*{message}"):
         one_rank(**options)
-    assert str(raised.value).startswith("ContextParallel: ")
 
 
 def test_what_is_asked_for_is_given():

@@ -14,7 +14,6 @@ pytest.importorskip("torch")
 
 import torch
 
-from cpattn.distributed import Topology
 from cpattn.distributed.transport import shared_memory
 from cpattn.distributed.transport.shared_memory import LARGE_PAGE, split_buffer
 from cpattn.kv import MHATokenToKVPool
@@ -53,11 +52,6 @@ def test_a_rank_that_cannot_say_where_it_is_tells_the_others(tmp_path):
     )
     assert error.startswith("FileNotFoundError: ")
     assert at_last == also == "shm"
-
-
-def test_topology_is_readable():
-    one = Topology("shm", ("a",), ((0,),), "so it is")
-    assert repr(one) == "Topology(shm, because so it is; a: rank 0)"
 
 
 @pytest.mark.parametrize("memory", ["shm", 1, object()])

@@ -4,14 +4,10 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from cpattn.distributed import ContextParallel
 from support.distributed.sharded_worker import (
-    PLACEMENTS,
     Step,
     noted_events,
     received_bytes,
@@ -68,28 +64,3 @@ def run_received(rank: int, step: Step) -> dict[tuple[str, str], tuple[int, int,
             [event.kind for event in events].count("post"), choice.exchange,
         )  # fmt: skip
     return answer
-
-
-def run_disagreements(rank: int) -> dict[str, str]:
-    """What each rank is told if rank 1 does something else."""
-    size = dist.get_world_size()
-    cp = ContextParallel(dist.group.WORLD, page_size=4, placement=PLACEMENTS["pages"](size, 4))
-    plan = cp.plan_decode([3, 9], block_tables=[[1, -1, -1], [4, 5, 6]])
-    shards = [torch.zeros(64, 2, 32) for _ in "kv"]
-    q = torch.zeros(2, 4, 32)
-    changes: dict[str, dict[str, Any]] = {
-        "exchange": {"exchange": "gather"},
-        "out_heads": {"out_heads": "own"},
-        "num_heads": {"num_heads": 4},
-        "unknown": {"exchange": "ring"},
-    }
-    told = {}
-    for name, change in changes.items():
-        asked = change if rank == 1 else {"exchange": "all_to_all"} if name == "exchange" else {}
-        queries = q[:, cp.head_range(4)] if "num_heads" in asked else q
-        try:
-            cp.decode(plan, queries, *shards, **asked)
-        except (RuntimeError, ValueError) as error:
-            told[name] = f"{type(error).__name__}: {error}"
-    told["at last"] = str(list(cp.decode(plan, q, *shards).shape))
-    return told

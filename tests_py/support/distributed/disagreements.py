@@ -119,7 +119,8 @@ def run_sharded(rank: int) -> tuple[Told, bool]:
         cp, _, _, shards = parts()
         lens = {"kv_lens": [3, 9], "block_tables": [[1, -1, -1], [4, 5, 6]]}
         plan = cp.plan_decode(**lens | (step if is_odd else {}))
-        cp.decode(plan, torch.zeros(2, 4, 32), *shards, **(options if is_odd else {}))
+        heads = cp.head_range(4) if is_odd and "num_heads" in options else slice(None)
+        cp.decode(plan, torch.zeros(2, 4, 32)[:, heads], *shards, **(options if is_odd else {}))
 
     def sparse(**options: Any) -> None:
         cp, plan, _, _ = parts()
@@ -155,6 +156,10 @@ def run_sharded(rank: int) -> tuple[Told, bool]:
         "sink": lambda: sparse(attn_sink=torch.zeros(2)),
         "kv_lens": lambda: decode({"kv_lens": [4, 9]}),
         "softcap of decode": lambda: decode({}, softcap=1.0),
+        "exchange of decode": lambda: decode({}, exchange="all_to_all"),
+        "out_heads": lambda: decode({}, out_heads="own"),
+        "num_heads": lambda: decode({}, num_heads=4),
+        "unknown exchange": lambda: decode({}, exchange="ring"),
         "call of shards": lambda: write() if is_odd else attend({}),
         "small shard": refused,
     }

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -173,42 +173,41 @@ class Program:
         self._called("gather", cp.gather, plan, torch.zeros(8, 4))  # until it is filled
         return list(caches)
 
+    def _repeated(
+        self, name: str, function: Callable[..., Any], plan: Any, other: Any, *arguments: Any
+    ) -> Iterator[Any]:
+        """The results of a call."""
+        for _ in range(self.round.repeats):
+            results: list[Any] = []
+
+            def call(plan: Any, results: list[Any] = results) -> None:
+                results.append(self._called(name, function, plan, *arguments))
+
+            self._with_differences(call, plan, other)
+            yield results[-1]
+
     def _gather_rows(self, cp: ContextParallel) -> None:
         plan = cp.plan([18], block_tables=[range(18)])
         other = cp.plan([18], [20], block_tables=[range(18)])
         whole = torch.arange(18)[:, None].repeat(1, ROW_BYTES // 8)
-        own = cp.shard(plan, whole)
-        for _ in range(self.round.repeats):
-            results: list[torch.Tensor] = []
-
-            def gather(plan: Any, results: list[torch.Tensor] = results) -> None:
-                results.append(self._called("gather", cp.gather, plan, own))
-
-            self._with_differences(gather, plan, other)
-            assert torch.equal(results[-1], whole)
+        for rows in self._repeated("gather", cp.gather, plan, other, cp.shard(plan, whole)):
+            assert torch.equal(rows, whole)
 
     def _decode(self, world: dist.ProcessGroup) -> None:
         placement = PLACEMENTS["pages"](self.round.size, STEP.page_size)
         options = self.options | {"page_size": STEP.page_size}
         cp = ContextParallel(world, **options, placement=placement)
         inputs = STEP.inputs()
-        plan = cp.plan_decode(STEP.kv_lens, q_lens=STEP.q_lens, block_tables=inputs["block_tables"])
-        tables = inputs["block_tables"].flip(0)
-        other = cp.plan_decode(STEP.kv_lens[::-1], q_lens=STEP.q_lens, block_tables=tables)
+        tables = inputs["block_tables"]
+        plan = cp.plan_decode(STEP.kv_lens, q_lens=STEP.q_lens, block_tables=tables)
+        other = cp.plan_decode(STEP.kv_lens[::-1], q_lens=STEP.q_lens, block_tables=tables.flip(0))
         shards = [
             shard_of(placement, self.rank, inputs[name], STEP.page_size)
             for name in ("k_cache", "v_cache")
         ]
-        for _ in range(self.round.repeats):
-            results: list[torch.Tensor] = []
-
-            def decode(plan: Any, results: list[torch.Tensor] = results) -> None:
-                results.append(self._called("decode", cp.decode, plan, inputs["q"], *shards))
-
-            self._with_differences(decode, plan, other)
-            assert_attention(
-                results[-1], None, inputs, op="ring of ranks", expected=expected_of_step()
-            )
+        for out in self._repeated("decode", cp.decode, plan, other, inputs["q"], *shards):
+            expected = expected_of_step()
+            assert_attention(out, None, inputs, op="ring of ranks", expected=expected)
 
 
 @cache

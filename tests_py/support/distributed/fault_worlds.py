@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import os
+import pickle
 import selectors
 import signal
 import tempfile
@@ -19,7 +19,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,15 +75,7 @@ def run_round(one: Round) -> Outcome:
             for pid in pids:
                 _kill(pid)
     left_behind = tuple(_orphans())
-    answers = []
-    for text in texts:
-        if not text:
-            answers.append(Answer(died=True))
-            continue
-        said = json.loads(text)
-        for name in ("refusals", "left_behind"):
-            said[name] = tuple(said[name])
-        answers.append(Answer(**said))
+    answers = [pickle.loads(text) if text else Answer(died=True) for text in texts]
     return Outcome(answers, board.time, left_behind, stalled)
 
 
@@ -142,12 +134,12 @@ def _orphans() -> list[str]:
 def _be_rank(one: Round, rank: int, store: Path, board: Board, writer: int) -> None:
     """The life of a forked rank; never returns."""
     try:
-        os.write(writer, json.dumps(_answer(one, rank, store, board)).encode())
+        os.write(writer, pickle.dumps(_answer(one, rank, store, board)))
     finally:
         os._exit(0)
 
 
-def _answer(one: Round, rank: int, store: Path, board: Board) -> dict[str, Any]:
+def _answer(one: Round, rank: int, store: Path, board: Board) -> Answer:
     warnings.simplefilter("error")
     before = resources()
     trigger = Trigger(one, board)
@@ -155,12 +147,9 @@ def _answer(one: Round, rank: int, store: Path, board: Board) -> dict[str, Any]:
     error, told = None, 0.0
     try:
         dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(str(store), one.size),
-            rank=rank,
-            world_size=one.size,
+            "gloo", store=dist.FileStore(str(store), one.size), rank=rank, world_size=one.size,
             timeout=timedelta(seconds=PATIENCE),
-        )
+        )  # fmt: skip
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=one.timeout))
         dist.barrier()  # until all are there, whatever the system does first
         if rank == one.culprit:
@@ -172,13 +161,8 @@ def _answer(one: Round, rank: int, store: Path, board: Board) -> dict[str, Any]:
     except BaseException as raised:
         told = time.monotonic()
         error = f"{type(raised).__name__}: {raised}"
-    return {
-        "error": error,
-        "call": program.call,
-        "told": told,
-        "refusals": program.refusals,
-        "left_behind": _left_behind(before, one.timeout + 2),
-    }
+    left_behind = tuple(_left_behind(before, one.timeout + 2))
+    return Answer(False, error, program.call, told, tuple(program.refusals), left_behind)
 
 
 def resources() -> dict[str, int]:

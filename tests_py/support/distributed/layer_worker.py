@@ -33,7 +33,7 @@ TABLES = np.array(
 )
 SIZES = {"q_lens": EXTENDS, "kv_lens": LENGTHS, "block_tables": TABLES, "page_size": PAGE}
 TOKENS, SLOTS, HEADS, KV_HEADS, DIM = sum(EXTENDS), 16 * PAGE, 4, 2, 32
-LATENT, ROPE, VALUE, INDEX, TOPK = 48, 16, 32, 32, 6
+LATENT, ROPE, VALUE = 48, 16, 32
 # The pool row of each new token.
 NEW_SLOTS = torch.tensor(
     [

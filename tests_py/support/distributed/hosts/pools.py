@@ -100,6 +100,11 @@ def run_bytes(rank: int, layout: Layout, lengths: tuple[int, int]) -> dict:
             "received": cp.received_bytes - before[1],
         }
         dist.barrier()
+    before, q = cp.sent_bytes, torch.ones(plan.num_local_rows, 4, 32, dtype=case.dtype)
+    with mock.patch.multiple(rounds, **ROUNDS):  # of single heads
+        cp.attend(plan, q, *pool.get_kv_buffer(pools.LAYER), k_local=rows, v_local=rows)
+    answer["by attention"] = cp.sent_bytes - before
+    dist.barrier()
     layer = AttentionLayer(num_kv_heads=2, num_heads=4, head_dim=32, dtype="bfloat16")
     predicted = exchange_work(
         case.extend_lens, case.seq_lens, cp_size=dist.get_world_size(), strategy=case.strategy,
@@ -111,23 +116,6 @@ def run_bytes(rank: int, layout: Layout, lengths: tuple[int, int]) -> dict:
         "terms": 8 * len(TERMS),
         "rows": plan.rows_per_rank[rank] * 2 * 2 * 32 * 2,
     }
-
-
-def run_rounds(rank: int, layout: Layout) -> dict:
-    """What a layer sends whose two KV heads go one after the other."""
-    case = Case("rounds", (64,))
-    batch = make_batch(case)
-    cp = ContextParallel(dist.group.WORLD, page_size=case.page_size)
-    plan = make_plan(cp, case, batch)
-    with on_hosts(layout, rank):
-        caches = pools.make_pool(cp, case, batch).get_kv_buffer(pools.LAYER)
-    k, v = (cp.shard(plan, batch.new(case, x)) for x in (batch.k, batch.v))
-    with mock.patch.multiple(rounds, **ROUNDS), pools.counting_sends() as sent:
-        cp.attend(plan, cp.shard(plan, batch.q), *caches, k_local=k, v_local=v)
-    dist.barrier()
-    told = len(layout[0]) * 8 * len(TERMS)
-    assert sent[0] == ((rank + 2) % 4, told)
-    return {"rows": sent[1:], "row bytes": k.nbytes + v.nbytes}
 
 
 def run_topology(rank: int, layout: Layout, apart: str) -> dict[str, Any]:
