@@ -231,8 +231,7 @@ def test_ctrl_c_while_ranks_are_awaited(children: Children) -> None:
         port = str(free.getsockname()[1])
     one_rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     run = children.start(
-        [sys.executable, "-m", "cpattn.distributed.check"],
-        env=ENVIRONMENT | one_rank,
+        [sys.executable, "-m", "cpattn.distributed.check"], env=ENVIRONMENT | one_rank
     )
     progress = "cpattn.distributed.check: 1 s: waiting for the other ranks\n"
     assert run.stderr.readline() == progress

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cpattn.distributed import ContextParallel
 from support.distributed import sharded_faults, sharded_worker
 from support.distributed.answers import assert_prefill
 from support.distributed.distributed_worker import run_world
@@ -27,19 +26,6 @@ def test_one_token_leaves_other_ranks_without_rows(tmp_path, size):
         assert_prefill(answers, run)
     rows = answers[0][runs[0]]["rows_per_rank"]
     assert sorted(rows) == [0] * (size - 1) + [1]
-
-
-def last_dimension_returns(rank: int) -> bool:
-    """Whether positions, sharded along their last dimension next to others, are gathered so."""
-    cp = ContextParallel(dist.group.WORLD, page_size=1)
-    plan = cp.plan([7, 3], block_tables=torch.arange(14).view(2, 7))
-    positions = torch.arange(10).repeat(2, 3, 1)
-    gathered = cp.gather(plan, cp.shard(plan, positions, -1), -1)
-    return gathered.is_contiguous() and torch.equal(gathered, positions)
-
-
-def test_rows_may_be_in_the_last_dimension(tmp_path):
-    assert run_world(2, tmp_path, last_dimension_returns) == [True, True]
 
 
 def test_a_lost_rank_is_named_and_one_that_ends_well_is_not_missed(tmp_path):

@@ -253,10 +253,7 @@ def test_refused(call, changes, message, error):
     [
         ({"exchange": "pass_kv"}, "exchange must be one of auto, pass_q, gather, ring"),
         ({"placement": 4}, "placement must have shard_size, owner_of, local_index, got"),
-        (
-            {"placement": PLACEMENTS["pages"](2, 4)},
-            "over the 1 ranks of .* shard_size 2",
-        ),
+        ({"placement": PLACEMENTS["pages"](2, 4)}, "over the 1 ranks of .* shard_size 2"),
         ({"page_size": 8}, "placement must have the page_size 8, got 4"),
         ({"page_size": 0}, "page_size must be positive, got 0"),
         ({"max_scratch_bytes": 0}, "max_scratch_bytes must be >= 1, got 0"),

@@ -109,22 +109,17 @@ def test_ranges_of_very_many_layers_are_few():
     assert len(ranges) <= 4096
 
 
+V1, V2 = "memory/x/memory", ("a/memory.max 100", "a/memory.current 70")
+
+
 @pytest.mark.parametrize(
     ("cgroups", "files", "expected"),
     [
-        ("", {}, 5000 * 1024),
-        ("0::/a/b\n", {"a/b/memory.max": "max", "a/b/memory.current": "7"}, 5000 * 1024),
-        ("0::/a/b\n", {"a/memory.max": "100", "a/memory.current": "70"}, 30),
-        (
-            "0::/a\n",
-            {"a/memory.max": "100", "a/memory.current": "70", "a/memory.stat": "inactive_file 9"},
-            39,
-        ),
-        (
-            "4:cpu,memory:/x\n0::/\n",
-            {"memory/x/memory.limit_in_bytes": "10", "memory/x/memory.usage_in_bytes": "12"},
-            0,
-        ),
+        ("", [], 5000 * 1024),
+        ("0::/a/b\n", ["a/b/memory.max max", "a/b/memory.current 7"], 5000 * 1024),
+        ("0::/a/b\n", [*V2], 30),
+        ("0::/a\n", [*V2, "a/memory.stat inactive_file 9"], 39),
+        ("4:cpu,memory:/x\n0::/\n", [f"{V1}.limit_in_bytes 10", f"{V1}.usage_in_bytes 12"], 0),
     ],
 )
 def test_available_memory_is_that_of_the_nearest_limit(
@@ -132,7 +127,7 @@ def test_available_memory_is_that_of_the_nearest_limit(
 ):
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
     (tmp_path / "cgroup").write_text(cgroups)
-    for name, text in files.items():
+    for name, _, text in (file.partition(" ") for file in files):
         path = tmp_path / "groups" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")

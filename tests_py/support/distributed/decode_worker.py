@@ -7,12 +7,7 @@ import itertools
 
 import torch
 
-from support.distributed.sharded_worker import (
-    Step,
-    noted_events,
-    received_bytes,
-    written_step,
-)
+from support.distributed.sharded_worker import Step, noted_events, received_bytes, written_step
 
 STATE_EXCHANGES = ("gather", "all_to_all")
 OUT_HEADS = ("all", "own")

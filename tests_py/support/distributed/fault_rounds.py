@@ -143,13 +143,21 @@ def draw(
     return one
 
 
+# By transport; rows that are in flight are more than sockets hold.
+KILLS = {
+    "kill": ("shared", "ring", "replicated"),
+    "kill in flight": ("pass_q", "all_to_all", "rows"),
+    "stop and kill": ("gather", "prefetch", "decode"),
+}
+
+
 def in_turns(number: int) -> Round:
     """Rounds of which 45 bring each fault by each transport, and a death to each exchange."""
     turn, fault = divmod(number, len(FAULTS))
     name, transport = list(FAULTS)[fault], TRANSPORTS[turn % len(TRANSPORTS)]
     exchange = EXCHANGES[(fault + 3 * turn) % len(EXCHANGES)]
-    if name == "kill in flight":
-        exchange = "rows"  # more than sockets hold
+    if name in KILLS:
+        exchange = KILLS[name][turn % len(TRANSPORTS)]
     if transport == "tcp" and "shared" in (exchange, draw(number, name).exchange):
         transport = "shm"
     return replace(draw(number, name, exchange, transport), event=number % 4)

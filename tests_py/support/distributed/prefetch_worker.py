@@ -15,10 +15,8 @@ import torch.distributed as dist
 from cpattn.distributed import ContextParallel, LayerCaches
 from cpattn.distributed.layers import gather_kv, rounds
 from support.distributed.disagreements import ODD_RANK
-from support.distributed.distributed_worker import error_of
 from support.distributed.layer_worker import NUM_LAYERS
 from support.distributed.prefill_batches import Case
-from support.distributed.sharded_faults import leave_after_agreement
 from support.distributed.sharded_worker import ROUNDS, noted_events, traffic_rank
 
 CASE = Case("three heads", (13, 40), (64, 7), num_heads=6, num_kv_heads=3)
@@ -38,10 +36,7 @@ def run_traffic(rank: int) -> dict[str, Any]:
     prefixes = cp.prefetch(plan, [tuple(shards)] * NUM_LAYERS)
     count()
     calls = ("attend", "attend (prefix)")
-    with (
-        noted_events(cp, *calls, compute=ATTEND) as events,
-        mock.patch.multiple(rounds, **ROUNDS),
-    ):
+    with noted_events(cp, *calls, compute=ATTEND) as events, mock.patch.multiple(rounds, **ROUNDS):
         for _ in range(NUM_LAYERS):
             cp.attend(plan, q, *shards, k_local=k, v_local=v, prefetched=prefixes)
             count()
@@ -143,15 +138,3 @@ def run_dropped(rank: int) -> bool:
     plan = plain.plan([8], block_tables=[range(2)])
     rows = torch.arange(16.0).view(8, 2)
     return torch.equal(plain.gather(plan, plain.shard(plan, rows)), rows)
-
-
-def run_loss(rank: int) -> str:
-    """What the others are told if the last rank ends as it sends cached keys."""
-    cp, plan, (q, k, v), shards = traffic_rank(rank, CASE, "gather")
-    prefixes = cp.prefetch(plan, [tuple(shards)] * NUM_LAYERS)
-    new = {"k_local": k, "v_local": v, "prefetched": prefixes}
-    cp.attend(plan, q, *shards, **new)
-    if rank == dist.get_world_size() - 1:
-        cp._exchange.post = leave_after_agreement(cp._exchange.post, "attend (prefix)")
-    rest = range(NUM_LAYERS - 1)
-    return error_of(lambda: [cp.attend(plan, q, *shards, **new) for _ in rest])[0]

@@ -93,13 +93,13 @@ def run_prefill(run: Run, group: Any = None) -> dict[str, Any]:
     real = slice(0, sum(case.extend_lens))
     out, lse, whole_out, whole_lse = (cp.gather(plan, x) for x in (*results, *expected))
     mine = [shard_of(placement, rank, pool, case.page_size) for pool in written]
-    positions = torch.arange(plan.num_tokens)
+    positions = torch.arange(plan.num_tokens).repeat(2, 1)
     return {
         "sharded": (out[real], lse[real]),
         "replicated": (whole_out[real], whole_lse[real]),
         "padding": [x[plan.num_local_rows :] for x in (results[0], expected[0])],
         "pools": equal(shards, mine) and equal(caches, written),
-        "positions": torch.equal(cp.gather(plan, cp.shard(plan, positions)), positions),
+        "positions": torch.equal(cp.gather(plan, cp.shard(plan, positions, -1), -1), positions),
         "kv_counts": plan.kv_counts,
         "rows_per_rank": plan.rows_per_rank,
         "num_rows": len(q),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -125,33 +126,22 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def noted_selections(plan: ShardedPlan, selected: list[torch.Tensor]) -> Iterator[None]:
-    """Have the positions that the rows of this rank select, round after round."""
-    attend_queries, attend_latents = sparse_pass_q._attend, sparse_gather._attend
+def noted_selections(selected: list[torch.Tensor]) -> Iterator[None]:
+    """Have what the rows of this rank select, round after round; positions where queries travel."""
 
-    def noted_positions(*arguments: Any) -> Any:
+    def noted(attend: Callable[..., Any], *arguments: Any) -> Any:
         selected.append(arguments[-1])
-        return attend_queries(*arguments)
+        return attend(*arguments)
 
-    def noted_places(*arguments: Any) -> Any:
-        """Which count from the first key of the first request."""
-        keys, places = arguments[1], arguments[-1]
-        done = sum(len(x) for x in selected)
-        request = plan.batch.rows.request[plan.local_rows][done : done + len(places)]
-        positions = places - torch.from_numpy(keys.begin[request])[:, None]
-        selected.append(positions.masked_fill(places < 0, -1).int())
-        return attend_latents(*arguments)
-
-    with (
-        mock.patch.object(sparse_pass_q, "_attend", noted_positions),
-        mock.patch.object(sparse_gather, "_attend", noted_places),
-    ):
+    with contextlib.ExitStack() as stack:
+        for module in (sparse_pass_q, sparse_gather):
+            attend = partial(noted, module._attend)
+            stack.enter_context(mock.patch.object(module, "_attend", attend))
         yield
 
 
 def make_cp(run: SparseRun) -> ContextParallel:
     placement = PLACEMENTS[run.placement](dist.get_world_size(), run.page_size)
-    assert dist.group.WORLD is not None
     return ContextParallel(
         dist.group.WORLD, strategy=run.strategy, page_size=run.page_size, placement=placement,
         exchange=run.exchange, max_scratch_bytes=run.max_scratch_bytes,
@@ -222,7 +212,7 @@ def _run(run: SparseRun) -> dict[str, Any]:
 
     arguments, options = layer_arguments(run, cp, plan, local)
     selected: list[torch.Tensor] = []
-    with noted_selections(plan, selected), noted_events(cp, "attend_sparse") as events:
+    with noted_selections(selected), noted_events(cp, "attend_sparse") as events:
         out, lse = cp.attend_sparse(plan, *arguments, **options, return_lse=True)
     inputs = checked_sparse_inputs(
         "attend_sparse", plan.num_local_rows, run.page_size, *arguments, **options
