@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -202,14 +203,10 @@ def test_what_a_report_says() -> None:
 VALUES = ["0", "-1", "nan", "inf", "1e400", "x", "", str(2**63), "1.5x", "9" * 5000]
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        *((option, value) for option in ("--tokens", "--timeout") for value in VALUES),
-        ("--cached", "0"),
-        ("--repeats", "0"),
-    ],
-)
+OPTIONS = [*product(("--tokens", "--timeout"), VALUES), ("--cached", "0"), ("--repeats", "0")]
+
+
+@pytest.mark.parametrize(("option", "value"), OPTIONS)
 def test_a_number_that_cannot_be_is_named(option: str, value: str, capsys, monkeypatch) -> None:
     from cpattn.distributed import check
 

@@ -51,11 +51,8 @@ def test_disagreement_is_told_to_all_ranks_before_rows_are_sent(answers, what, t
         assert message.startswith("RuntimeError: ContextParallel.")
         assert f"{term} of rank 1 differs from rank 0" in message
         assert message.endswith("; nothing was sent")
-        assert seconds < BUSY
-
-
-def test_different_calls_are_listed(answers):
-    assert "(write_kv, gather, write_kv by rank)" in answers[2]["call"][0]
+        assert what != "call" or "(write_kv, gather, write_kv by rank)" in message
+        assert seconds < 1 + BUSY
 
 
 @pytest.mark.parametrize(
@@ -74,4 +71,4 @@ def test_refused_arguments_of_one_rank_are_told_to_all(answers, what, own):
             assert f"ValueError: ContextParallel.{own}" in message
         else:
             assert "rank 1 refused its arguments; nothing was sent" in message
-        assert seconds < BUSY
+        assert seconds < 1 + BUSY

@@ -5,41 +5,32 @@ from __future__ import annotations
 
 import itertools
 
-import torch
-
 from support.distributed.sharded_worker import Step, noted_events, received_bytes, written_step
 
 STATE_EXCHANGES = ("gather", "all_to_all")
 OUT_HEADS = ("all", "own")
 QUERIES = ("all", "own")
 WAYS = [("auto", "all", "all"), *itertools.product(STATE_EXCHANGES, OUT_HEADS, QUERIES)]
-Way = tuple[str, str, str]
 
 
-def run_ways(
-    rank: int, runs: list[tuple[Step, str]]
-) -> dict[tuple[Step, str], dict[Way, list[torch.Tensor]]]:
+def run_ways(rank: int, runs: list[tuple[Step, str]]) -> dict[tuple[Step, str], dict]:
     """out and lse of steps over placements, by every way; and the heads of this rank."""
     results = {}
     for step, placement in runs:
         cp, plan, every_head, shards = written_step(rank, step, placement)
         heads = cp.head_range(step.num_heads)
         own = {name: x if name == "k_rope" else x[:, heads] for name, x in every_head.items()}
-        options = step.attend_options() | {"v_head_dim": 32 if step.latent else None}
-        results[step, placement] = {
-            (exchange, out_heads, queries): cp.decode(
-                plan,
-                k_shard=shards[0],
-                v_shard=shards[1],
-                **(every_head if queries == "all" else own),
-                num_heads=None if queries == "all" else step.num_heads,
-                exchange=exchange,
-                out_heads=out_heads,
-                return_lse=True,
-                **options,
-            )
-            for exchange, out_heads, queries in WAYS
-        }
+        options = {
+            "k_shard": shards[0], "v_shard": shards[1], "return_lse": True,
+            "v_head_dim": 32 if step.latent else None, **step.attend_options(),
+        }  # fmt: skip
+        own["num_heads"] = step.num_heads
+        ways = {}
+        for exchange, out_heads, queries in WAYS:
+            rows = every_head if queries == "all" else own
+            how = {"exchange": exchange, "out_heads": out_heads}
+            ways[exchange, out_heads, queries] = cp.decode(plan, **rows, **how, **options)
+        results[step, placement] = ways
     return results
 
 

@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass, replace
 
 from support.distributed.prefill_batches import Case
+from support.distributed.sharded_worker import EXCHANGES as SHARDED
 from support.distributed.sharded_worker import Step
 
 CASES = (
@@ -21,7 +22,6 @@ CASES = (
 AHEAD = Case("long prefixes", (9, 5), (700, 300), head_dim=64, v_head_dim=64)
 STEP = Step("decode", (17, 3, 30), (1, 3, 1))
 # What a round is about; all end with a gather of rows.
-SHARDED = ("pass_q", "gather", "ring", "all_to_all")
 EXCHANGES = ("replicated", "shared", *SHARDED, "prefetch", "decode", "rows")
 # Seconds that groups wait, where that is to end, and where not.
 TIMEOUT, PATIENCE = 3.0, 60.0
@@ -106,8 +106,6 @@ class Round:
 
 
 DEATHS = ("kill", "kill in flight", "stop and kill", "cut all cables", "cut a cable")
-
-
 TRANSPORTS = ("shm", "shm+tcp", "tcp")
 
 

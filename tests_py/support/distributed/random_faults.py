@@ -25,6 +25,7 @@ from support.distributed.fault_worlds import Answer, Outcome, run_round, warm_up
 from support.time_limits import BUSY
 
 _CALL = r"(ContextParallel\.\w+|MHATokenToKVPool)( \(\w+\))?: "
+CUTS = ("cut a cable", "cut all cables")
 
 
 def complaints(one: Round, outcome: Outcome) -> list[str]:
@@ -40,9 +41,6 @@ def complaints(one: Round, outcome: Outcome) -> list[str]:
                 f"call {answer.call}, {since:.3f} s after the fault"
             )
     return found
-
-
-CUTS = ("cut a cable", "cut all cables")
 
 
 def _wrong(one: Round, rank: int, answer: Answer, outcome: Outcome) -> str | None:
