@@ -17,7 +17,7 @@ from support.distributed.sharded_worker import EXCHANGES, Run
 from support.time_limits import BUSY, PATIENCE
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
 def test_one_token_leaves_other_ranks_without_rows(tmp_path, size):
     few, many = Case("one token", (1,), (6,)), Case("requests", (13, 40, 9), (64, 0, 7))
     runs = [Run(case, "pages", exchange) for case in (few, many) for exchange in EXCHANGES]
