@@ -185,7 +185,8 @@ def report(ranks: list[dict[str, Any]], **changes: Any) -> CheckReport:
 
 
 def test_what_a_report_says() -> None:
-    *_, times, fastest, verdict = report([RANK, RANK]).lines()
+    first, *_, times, fastest, verdict = report([RANK, RANK]).lines()
+    assert first.startswith("rank 0  a  CPUs 0  threads 2  avx2  error 0.00  attend 1e+03 ms")
     assert times == (
         "a layer of 16 new tokens behind 32: replicated 123 ms, pass_q 300 ms, gather 200 ms, "
         "ring 250 ms, all_to_all 12500 ms"
