@@ -5,12 +5,7 @@ from __future__ import annotations
 
 import struct
 
-from cpattn.transfer.wire import (
-    KVRegistration,
-    KVTransferRequest,
-    pack_int_lists,
-    unpack_int_lists,
-)
+from cpattn.transfer.wire import KVRegistration, KVTransferRequest, pack_int_lists, unpack_int_lists
 
 from .reader import Reader, check_refusal
 

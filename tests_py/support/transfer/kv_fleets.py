@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import numpy as np
 
-from cpattn.transfer import KVEntry, KVLayout, TransferPlan, plan_kv_links
+from cpattn.transfer import KVEntry, KVLayout, LocalEngine, plan_kv_links
 
 Key = tuple[bool, int, str]  # draft, layer, kind
 
@@ -53,6 +54,39 @@ class Side:
     dcp_size: int = 1
     dcp_interleave: int = 1
     shard_size: int = 1  # ranks that stripe pages
+    in_order: bool = False  # buffers in the order of engines, groups of layers and then of drafts
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two fleets, and what one sends: tokens from `first` on, in chunks that end with pages."""
+
+    model: Model
+    src: Side
+    dst: Side
+    first: int = 0
+    chunks: tuple[int, ...] = ()  # numbers of tokens
+    cp_share: str = "pages"
+    seed: int = 0
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The tokens of each chunk."""
+        ends = [min(end, self.model.num_tokens) for end in self.chunks]
+        ends = [end - end % self.src.page_size for end in ends] + [self.model.num_tokens]
+        starts = list(accumulate([self.first, *ends[:-1]], max))
+        chunks = [(a, b) for a, b in zip(starts, ends, strict=True) if a < b]
+        return chunks or [(self.first, self.model.num_tokens)]
+
+    def sends_whole_pages(self) -> bool:
+        """Whether the last chunk carries what is behind the last token of its page."""
+        src, dst = self.src, self.dst
+        src_heads, dst_heads = (max(1, self.model.num_heads // x.tp_size) for x in (src, dst))
+        return (
+            src_heads == dst_heads
+            and src.page_size == dst.page_size
+            and self.ranges()[-1][0] % src.page_size == 0
+            and (dst.dcp_size == 1 or dst.dcp_interleave % dst.page_size == 0)
+        )
 
 
 @dataclass
@@ -69,7 +103,6 @@ class Server:
     dcp_rank: int = 0
     shard_rank: int = 0
     shard_seed: int = 0  # of the pages that a group stripes
-    base: int = 1 << 48
     entries: list[KVEntry] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -85,21 +118,25 @@ class Server:
         held = pages % size == self.shard_rank
         self.tokens = self.listed[held]
         self.slots = (pages // size * page_size + rows % page_size)[held]  # of `tokens`
-        self.memory = self.rng.integers(0, 256, 0, np.uint8)
-        offset = 0
-        for draft, layer, kind in self.rng.permutation(np.array(self.buffers(), object)):
-            item_len = self.row_bytes(kind) * self.side.page_size
-            nbytes = item_len * self.num_pages
-            addr = self.base + offset
-            self.entries.append(KVEntry(layer, kind, draft, addr, nbytes, item_len))
-            offset += nbytes + 5  # canaries between buffers
-        self.memory = self.rng.integers(0, 256, offset, np.uint8)
+        keys, gap = self.buffers(), 5  # canaries between buffers
+        item_lens = [self.row_bytes(kind) * page_size for _, _, kind in keys]
+        total = sum(item_lens) * self.num_pages + gap * len(keys)
+        self.memory = self.rng.integers(0, 256, total, np.uint8)
+        addr = self.base
+        for i in range(len(keys)) if self.side.in_order else self.rng.permutation(len(keys)):
+            (draft, layer, kind), nbytes = keys[i], item_lens[i] * self.num_pages
+            self.entries.append(KVEntry(layer, kind, draft, addr, nbytes, item_lens[i]))
+            addr += nbytes + gap
+
+    @property
+    def base(self) -> int:
+        return self.memory.ctypes.data
 
     def buffers(self) -> list[Key]:
         ids = [i for i in self.model.ids if self.layers is None or i in range(*self.layers)]
-        owned = [(False, layer) for layer in ids]
-        owned += [(True, layer) for layer in range(self.num_draft)]
-        return [(*key, kind) for key, kind in product(owned, self.model.head_bytes)]
+        owned = [(kind, False, layer) for kind, layer in product(self.model.head_bytes, ids)]
+        owned += [(k, True, i) for k, i in product(self.model.head_bytes, range(self.num_draft))]
+        return [(draft, layer, kind) for kind, draft, layer in owned]
 
     def owns(self, token: int) -> bool:
         side = self.side
@@ -155,7 +192,7 @@ class Server:
             self.rows(memory, entry)[first + row : first + page_size] = 0
 
 
-def servers(model: Model, side: Side, seed: int, base: int) -> list[Server]:
+def servers(model: Model, side: Side, seed: int) -> list[Server]:
     """All processes of a fleet."""
     rng = np.random.default_rng(seed)
     cuts = (0, *side.borders, max(model.ids) + 1)
@@ -164,7 +201,7 @@ def servers(model: Model, side: Side, seed: int, base: int) -> list[Server]:
         Server(
             model, side, rng, None if len(stages) == 1 else stage,
             side.draft if stage == stages[-1] else 0, tp_rank, cp_rank, dcp_rank, shard_rank,
-            hash((seed, stage, tp_rank, cp_rank)) % 2**32, base,
+            hash((seed, stage, tp_rank, cp_rank)) % 2**32,
         )
         for stage, tp_rank, cp_rank, dcp_rank, shard_rank in product(
             stages, range(side.tp_size), range(side.cp_size), range(side.dcp_size),
@@ -173,52 +210,107 @@ def servers(model: Model, side: Side, seed: int, base: int) -> list[Server]:
     ]  # fmt: skip
 
 
-def copy(plan: TransferPlan, source: Server, destination: Server) -> None:
-    for src, dst, length in zip(
-        (plan.src_addrs - np.uint64(source.base)).tolist(),
-        (plan.dst_addrs - np.uint64(destination.base)).tolist(),
-        plan.lengths.tolist(),
-        strict=True,
-    ):
-        assert src + length <= len(source.memory)
-        destination.memory[dst : dst + length] = source.memory[src : src + length]
+class Receiver:
+    """A fleet whose memory peers of an engine may write, and what has to be there in the end."""
+
+    def __init__(self, engine: Any, case: Case) -> None:
+        self.engine, self.case = engine, case
+        self.servers = servers(case.model, case.dst, case.seed + 1)
+        self.expected = [server.memory.copy() for server in self.servers]
+        self.registered = register(engine, self.servers)
+
+    def describe(self) -> list[tuple[dict[str, Any], Any]]:
+        return [(server.layout.to_dict(), server.pages) for server in self.servers]
+
+    def wrong(self, *, whole_pages: bool | None = None) -> list[str]:
+        """Ends the registration, and says where memory is not as it should be."""
+        assert self.engine.unregister(self.registered) == 0
+        if whole_pages is None:
+            whole_pages = self.case.sends_whole_pages()
+        end, found = self.case.model.num_tokens, []
+        for i, (server, memory) in enumerate(zip(self.servers, self.expected, strict=True)):
+            keys = {key for key in server.buffers() if not key[0] or self.case.src.draft}
+            server.fill(memory, self.case.first, end, keys=keys)
+            if whole_pages:  # what comes behind the last token is nobody's
+                server.forget_tail(memory, end)
+                server.forget_tail(server.memory, end)
+            differ = np.flatnonzero(memory != server.memory)
+            found += [f"server {i}: {len(differ)} bytes from {differ[0]}"] if len(differ) else []
+        return found
 
 
-def check_fleets(
-    model: Model, src: Side, dst: Side, *, first: int = 0, cp_share: str = "pages", seed: int = 0
-) -> Any:
-    """Sends tokens from `first` on over all links, and compares every byte of every destination.
+def register(engine: Any, fleet: Sequence[Server]) -> list[int]:
+    """Returns the addresses that `unregister` takes."""
+    held = [server for server in fleet if server.memory.size]
+    addrs = [server.base for server in held]
+    assert engine.register(addrs, [server.memory.nbytes for server in held]) == 0
+    return addrs
 
-    Returns the links.
-    """
-    sources = servers(model, src, seed, 1 << 48)
-    destinations = servers(model, dst, seed + 1, 1 << 49)
+
+def filled(case: Case) -> list[Server]:
+    """The fleet that sends, with all tokens."""
+    sources = servers(case.model, case.src, case.seed)
     for source in sources:
-        source.fill(source.memory, 0, model.num_tokens, keys=set(source.buffers()))
-    expected = [destination.memory.copy() for destination in destinations]
-    links = plan_kv_links(
-        [source.layout for source in sources],
-        [destination.layout for destination in destinations],
-        [source.pages for source in sources],
-        [destination.pages for destination in destinations],
-        first_token=first, num_tokens=model.num_tokens - first, src_start=src.start,
-        dst_start=dst.start, cp_ranks=[source.cp_rank for source in sources], cp_size=src.cp_size,
-        cp_share=cp_share,
-    )  # fmt: skip
-    for source, destination, plan in links:
-        copy(plan, sources[source], destinations[destination])
-    same_heads = sources[0].row_bytes("k") == destinations[0].row_bytes("k")
-    by_pages = (
-        same_heads
-        and src.page_size == dst.page_size
-        and first % src.page_size == 0
-        and (dst.dcp_size == 1 or dst.dcp_interleave % dst.page_size == 0)
-    )
-    for destination, memory in zip(destinations, expected, strict=True):
-        keys = {key for key in destination.buffers() if not key[0] or src.draft}
-        destination.fill(memory, first, model.num_tokens, keys=keys)
-        if by_pages:  # what comes behind the last token is nobody's
-            destination.forget_tail(memory, model.num_tokens)
-            destination.forget_tail(destination.memory, model.num_tokens)
-        np.testing.assert_array_equal(destination.memory, memory)
-    return links
+        source.fill(source.memory, 0, case.model.num_tokens, keys=set(source.buffers()))
+    return sources
+
+
+def plan_case(case: Case, sources: Sequence[Server], peers: Any) -> list[Any]:
+    """The links of each chunk."""
+    layouts = [source.layout for source in sources]
+    pages = [source.pages for source in sources], [pages for _, pages in peers]
+    return [
+        plan_kv_links(
+            layouts, [KVLayout.from_dict(layout) for layout, _ in peers], *pages,
+            first_token=start, num_tokens=end - start, src_start=case.src.start,
+            dst_start=case.dst.start, cp_ranks=[source.cp_rank for source in sources],
+            cp_size=case.src.cp_size, cp_share=case.cp_share,
+        )
+        for start, end in case.ranges()
+    ]  # fmt: skip
+
+
+def check_fleets(model: Model, src: Side, dst: Side, **options: Any) -> Any:
+    """Sends over all links within this process, and compares every byte of every destination.
+
+    Returns the links of the last chunk.
+    """
+    case = Case(model, src, dst, **options)
+    with LocalEngine(num_threads=1) as engine, LocalEngine() as peer:
+        receiver, sources = Receiver(peer, case), filled(case)
+        register(engine, sources)
+        chunks = plan_case(case, sources, receiver.describe())
+        for links in chunks:
+            assert_no_byte_is_sent_twice([link.plan for link in links])
+            for link in links:
+                link.plan.execute(engine, peer.session_id)
+        assert receiver.wrong() == []
+    return chunks[-1]
+
+
+def assert_no_byte_is_sent_twice(plans: list[Any]) -> None:
+    blocks = [(plan.dst_addrs, plan.dst_addrs + plan.lengths) for plan in plans]
+    begins, ends = np.concatenate([np.zeros((2, 1), np.uint64), *blocks], axis=1)
+    order = np.argsort(begins)
+    assert np.all(ends[order][:-1] <= begins[order][1:])
+
+
+# Calls for the processes of `transfer_processes`.
+
+
+def prepare(state: Any, case: Case) -> Any:
+    state.receiver = Receiver(state.engine, case)
+    return state.receiver.describe()
+
+
+def send(state: Any, case: Case, session: str, peers: Any) -> None:
+    sources = filled(case)
+    registered = register(state.engine, sources)
+    for links in plan_case(case, sources, peers):
+        for link in links:
+            assert link.plan.execute(state.engine, session) == 0
+    assert state.engine.unregister(registered) == 0
+
+
+def finish(state: Any) -> list[str]:
+    return state.receiver.wrong()

@@ -17,10 +17,10 @@ REFUSALS = {
         ValueError: "^get_mha_kv_ptrs_with_pp: source must have an entry of K and one of V",
     },
     "refused: unequal lengths": {
-        ValueError: "^group_concurrent_contiguous requires equal-length src/dst index arrays",
+        ValueError: "^group_concurrent_contiguous requires equal-length src/dst index arrays"
     },
     "refused: short destination": {  # by releases that went on for as long as it is
-        IndexError: "list index out of range",
+        IndexError: "list index out of range"
     },
 }
 

@@ -153,8 +153,7 @@ def test_too_few_pages_of_the_destination():
         for sender in (STRIPED, WHOLE)
     )
     with pytest.raises(
-        ValueError,
-        match=r"^KVSendIndices.select: dst_kv_indices must have position 2, got 2 pages",
+        ValueError, match=r"^KVSendIndices.select: dst_kv_indices must have position 2, got 2 pages"
     ):
         striped.select([1, 2])
     with pytest.raises(

@@ -203,15 +203,9 @@ def test_frames_that_are_refused(message, i, frame, error):
     [
         (registration(port=-1), "KVRegistration.to_frames: port: must be >= 0, got -1"),
         (registration(kv_data_ptrs=[-1]), "kv_data_ptrs: must be integers of format 'Q'"),
-        (
-            registration(state_item_lens=[[2**32]]),
-            "state_item_lens: .*list 0 must be integers",
-        ),
+        (registration(state_item_lens=[[2**32]]), "state_item_lens: .*list 0 must be integers"),
         (registration(host="dé"), "host: .*ascii"),
-        (
-            request(page_indices=[1, 2**31]),
-            "page_indices: must fit into int32, got .* at 1",
-        ),
+        (request(page_indices=[1, 2**31]), "page_indices: must fit into int32, got .* at 1"),
         (request(page_indices=[0.5]), "page_indices: must be int32 of shape"),
         (request(page_indices=[[1]]), r"must be int32 of shape \[n\], got int64 of shape \(1, 1\)"),
     ],

@@ -16,11 +16,7 @@ POWERS = (1, 2, 4, 8)
 def test_latents_striped_over_tensor_parallel_ranks():
     for rank in range(8):
         found = pull_targets(
-            rank,
-            prefill_tp_size=4,
-            decode_tp_size=4,
-            is_mla=True,
-            enable_kv_cache_sharding=True,
+            rank, prefill_tp_size=4, decode_tp_size=4, is_mla=True, enable_kv_cache_sharding=True
         )
         assert found == (None, [0, 1, 2, 3], [0], [0], 4, 4)
     heads = pull_targets(
