@@ -17,25 +17,27 @@ from cpattn import _core
 from support.cases import DTYPES, strided_copy
 from support.examples import examples
 from support.interrupts import assert_interruptible
+from support.pairwise import pairwise
 
 FP8 = "float8_e4m3fn"
 POOL_DTYPES = (*DTYPES, FP8)
 THREADS = _core.default_num_threads()
 LAYERS, HEADS, DIM, V_DIM, PAGE = 3, 2, 24, 40, 4
+SCALED = {"dtype": "int8", "scale_dtype": "float16"}
 
 
 def make_pool(dtype="bfloat16", size=60, **options):
     return cpattn.kv.MHATokenToKVPool(
-        size=size,
-        page_size=PAGE,
-        num_layers=LAYERS,
-        num_kv_heads=HEADS,
-        head_dim=DIM,
-        v_head_dim=V_DIM,
-        dtype=dtype,
-        start_layer=5,
-        **options,
-    )
+        size=size, page_size=PAGE, num_layers=LAYERS, num_kv_heads=HEADS, head_dim=DIM,
+        v_head_dim=V_DIM, dtype=dtype, start_layer=5, **options,
+    )  # fmt: skip
+
+
+def mla_pool(**options):
+    return cpattn.kv.MLATokenToKVPool(
+        size=60, page_size=PAGE, num_layers=2, kv_lora_rank=32, qk_rope_head_dim=8,
+        **{"index_head_dim": 16, **options},
+    )  # fmt: skip
 
 
 def make_rows(tokens, dim, dtype="float32", seed=0):
@@ -62,15 +64,21 @@ def stored(rows, dtype, scale):
 def snapshot(pool):
     """The bytes of all buffers, [buffer, slot, byte of the row]."""
     return [
-        get(layer).contiguous().view(torch.uint8).reshape(pool.num_pages * PAGE, -1).clone()
-        for get in (pool.get_key_buffer, pool.get_value_buffer)
-        for layer in range(pool.start_layer, pool.end_layer)
+        layer.contiguous().view(torch.uint8).reshape(pool.num_pages * PAGE, -1).clone()
+        for kind in pool.kinds
+        for layer in pool._layers[kind]
     ]
 
 
-@pytest.mark.parametrize("use_fia", [False, True])
-@pytest.mark.parametrize("dtype", POOL_DTYPES)
-@pytest.mark.parametrize("given_as", DTYPES)
+def assert_same_bytes(*pools):
+    first, *others = map(snapshot, pools)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("given_as", "dtype", "use_fia"), pairwise(DTYPES, POOL_DTYPES, [False, True])
+)
 def test_rows_are_those_of_the_definition(isa, given_as, dtype, use_fia):
     pool = make_pool(dtype, use_fia=use_fia)
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:37]
@@ -90,42 +98,21 @@ def test_rows_are_those_of_the_definition(isa, given_as, dtype, use_fia):
             assert torch.equal(now, old)
 
 
-def test_e4m3fn_ends_at_448(isa):
-    x = torch.tensor([448, 464, 464.1, 479, 480, 1e5, torch.inf, torch.nan, 2**-10, 2**-9, 0.0])
-    x = torch.cat([x, -x, torch.zeros(2)])  # 24 numbers
-    pool = cpattn.kv.MHATokenToKVPool(
-        size=4, page_size=4, num_layers=1, num_kv_heads=1, head_dim=24, dtype=FP8
-    )
-    pool.set_kv_buffer(0, [4], x, x)
-    got, expected = pool.get_key_buffer(0)[1, 0, 0], x.to(torch.float8_e4m3fn)
-    assert torch.equal(bits(got), bits(expected))
-    assert got[:7].float().eq(448).all()
-    assert got[7].isnan()
-
-
 @pytest.mark.parametrize("dtype", POOL_DTYPES)
 def test_bytes_of_a_token_are_its_slot_times_its_bytes_behind_the_layer(dtype):
     """What a transfer relies on, in both layouts."""
     k, v = make_rows(64, DIM), make_rows(64, V_DIM)
     pools = [make_pool(dtype, use_fia=use_fia) for use_fia in (False, True)]
     for pool in pools:
-        slots = np.arange(64)[::-1].copy()
-        pool.set_kv_buffer(7, slots, k, v)
+        pool.set_kv_buffer(7, np.arange(64)[::-1].copy(), k, v)
         addrs, _, page_sizes = pool.get_contiguous_buf_infos()
         for entry, rows in ((2, k), (5, v)):
             expected = stored(rows, dtype, None).contiguous().view(torch.uint8).reshape(64, -1)
-            token_bytes = page_sizes[entry] // PAGE
-            assert token_bytes == expected.shape[1]
-            for slot in slots:
-                row = np.frombuffer(
-                    memory(addrs[entry] + int(slot) * token_bytes, token_bytes), np.uint8
-                )
-                assert np.array_equal(row, expected[63 - slot].numpy())
-    assert all(torch.equal(a, b) for a, b in zip(*map(snapshot, pools), strict=True))
-
-
-def memory(addr, nbytes):
-    return (ctypes.c_char * nbytes).from_address(addr)
+            assert page_sizes[entry] == PAGE * expected.shape[1]
+            memory = (ctypes.c_char * expected.numel()).from_address(addrs[entry])
+            got = np.frombuffer(memory, np.uint8).reshape(expected.shape)
+            assert np.array_equal(got[::-1], expected.numpy())
+    assert_same_bytes(*pools)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -146,8 +133,8 @@ def test_the_last_row_of_a_slot_counts(data):
 
 
 @pytest.mark.parametrize("pattern", ["ascending", "shuffled", "repeated", "padded"])
-@pytest.mark.parametrize("given_as", ["bfloat16", "float32"])
-def test_threads_change_nothing(isa, given_as, pattern):
+@pytest.mark.parametrize("options", [{}, SCALED], ids=["bfloat16", "codes"])
+def test_threads_change_nothing(isa, options, pattern):
     generator = torch.Generator().manual_seed(2)
     tokens = 3000
     slots = {
@@ -156,44 +143,21 @@ def test_threads_change_nothing(isa, given_as, pattern):
         "repeated": torch.randint(-1, 50, (tokens,), generator=generator),
         "padded": torch.cat([torch.arange(tokens // 2) + 4, torch.zeros(tokens // 2).long()]),
     }[pattern]
-    k, v = make_rows(tokens, DIM, given_as), make_rows(tokens, V_DIM, given_as, 1)
-    snapshots = []
+    k, v = make_rows(tokens, DIM), make_rows(tokens, V_DIM, seed=1)
+    pools = []
     try:
         for num_threads in (1, 2, 5):
             cpattn.set_num_threads(num_threads)
-            pool = make_pool(size=4000)
-            pool.set_kv_buffer(5, slots, k, v)
-            snapshots.append(snapshot(pool))
+            pools.append(make_pool(size=4000, **options))
+            pools[-1].set_kv_buffer(5, slots, k, v)
     finally:
         cpattn.set_num_threads(THREADS)
-    last = {int(slot): i for i, slot in enumerate(slots) if slot >= 0}
-    keys = pool.get_key_buffer(5).reshape(-1, HEADS, DIM)
-    assert torch.equal(keys[list(last)], k.bfloat16()[list(last.values())])
-    for other in snapshots[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(snapshots[0], other, strict=True))
+    assert_same_bytes(*pools)
 
 
-@pytest.mark.parametrize(("given_as", "dtype"), [("bfloat16", "bfloat16"), ("float32", FP8)])
-def test_large_writes(isa, given_as, dtype):
-    """Of a size that goes past the caches, in rows of several chunks."""
-    tokens, width = 4096, 2176
-    rows = torch.randn(tokens, width, generator=torch.Generator().manual_seed(4))
-    rows = rows.to(getattr(torch, given_as))
-    slots = torch.randperm(tokens, generator=torch.Generator().manual_seed(5)) + 128
-    pool = cpattn.kv.MHATokenToKVPool(
-        size=tokens, page_size=128, num_layers=1, num_kv_heads=1, head_dim=width, dtype=dtype
-    )
-    pool.set_kv_buffer(0, slots, rows, rows, v_scale=0.7)
-    for got, scale in zip(pool.get_kv_buffer(0), (None, 0.7), strict=True):
-        got = got.reshape(-1, width).view(torch.uint8)
-        assert not got[:128].any()
-        assert torch.equal(got[slots], stored(rows, dtype, scale).view(torch.uint8))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", FP8])
-def test_rows_of_any_shape_and_strides(dtype):
+@pytest.mark.parametrize("options", [{}, {"dtype": FP8}, SCALED], ids=["bfloat16", FP8, "scaled"])
+def test_rows_of_any_shape_and_strides(options):
     k, v = make_rows(6, DIM), make_rows(6, V_DIM, "bfloat16", 1)
-    pools = [make_pool(dtype) for _ in range(7)]
     shapes = [
         (k, v),
         (k.contiguous(), v.contiguous()),
@@ -203,11 +167,10 @@ def test_rows_of_any_shape_and_strides(dtype):
         (k.transpose(0, 1).contiguous().transpose(0, 1), strided_copy(v.reshape(2, 3, HEADS, -1))),
         (strided_copy(k.reshape(6, HEADS, 3, 8)), strided_copy(v.reshape(6 * HEADS * 5, 8))),
     ]
+    pools = [make_pool(**options) for _ in shapes]
     for pool, (some_k, some_v) in zip(pools, shapes, strict=True):
         pool.set_kv_buffer(5, [9, 8, -1, 20, 21, 30], some_k, some_v)
-    for pool in pools[1:]:
-        pairs = zip(snapshot(pools[0]), snapshot(pool), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
+    assert_same_bytes(*pools)
 
 
 @pytest.mark.parametrize("dtype", POOL_DTYPES)
@@ -235,33 +198,20 @@ def test_fp8_is_stored_as_bytes():
     assert torch.equal(pool.k_buffer[0, 1, 0].flatten(), codes)
 
 
-# --- MLA ---
-
-
-def mla_pool(**options):
-    return cpattn.kv.MLATokenToKVPool(
-        size=60,
-        page_size=PAGE,
-        num_layers=2,
-        kv_lora_rank=32,
-        qk_rope_head_dim=8,
-        **{"index_head_dim": 16, **options},
-    )
-
-
-@pytest.mark.parametrize("dtype", POOL_DTYPES)
-@pytest.mark.parametrize("given_as", DTYPES)
+@pytest.mark.parametrize(
+    ("given_as", "dtype"), pairwise(DTYPES, [*POOL_DTYPES, "float8_e5m2", "int8"])
+)
 def test_keys_that_hold_both_parts_are_split(dtype, given_as):
     both = strided_copy(torch.randn(5, 1, 40).to(getattr(torch, given_as)))
     split, apart = mla_pool(dtype=dtype), mla_pool(dtype=dtype)
     slots = [7, 60, -1, 0, 63]
     split.set_kv_buffer(1, slots, both, None, k_scale=0.5, v_scale=3)
     apart.set_kv_buffer(1, slots, both[..., :32], both[..., 32:], 0.5, 3)
-    assert torch.equal(split.k_buffer.view(torch.uint8), apart.k_buffer.view(torch.uint8))
-    assert torch.equal(split.v_buffer.view(torch.uint8), apart.v_buffer.view(torch.uint8))
-    got = split.get_value_buffer(1).reshape(64, 8)[[7, 60, 0, 63]]
-    expected = stored(both[[0, 1, 3, 4], 0, 32:], dtype, 3)
-    assert torch.equal(bits(got), bits(expected))
+    assert_same_bytes(split, apart)
+    if dtype in POOL_DTYPES:
+        got = split.get_value_buffer(1).reshape(64, 8)[[7, 60, 0, 63]]
+        expected = stored(both[[0, 1, 3, 4], 0, 32:], dtype, 3)
+        assert torch.equal(bits(got), bits(expected))
 
 
 @pytest.mark.parametrize("dtype", POOL_DTYPES)
@@ -286,46 +236,3 @@ slots = np.arange(1 << 15)
 print("ready", flush=True)
 pool.set_kv_buffer(0, slots, rows, rows)
 """)
-
-
-# --- who reads pools ---
-
-
-@pytest.mark.parametrize("use_fia", [False, True])
-def test_attention_reads_pools(use_fia):
-    """Of both layouts, as it reads plain arrays."""
-    pool = cpattn.kv.MHATokenToKVPool(
-        size=60,
-        page_size=PAGE,
-        num_layers=2,
-        num_kv_heads=HEADS,
-        head_dim=32,
-        v_head_dim=48,
-        start_layer=5,
-        use_fia=use_fia,
-    )
-    generator = torch.Generator().manual_seed(3)
-    k = torch.randn(16, PAGE, HEADS, 32, generator=generator).bfloat16()
-    v = torch.randn(16, PAGE, HEADS, 48, generator=generator).bfloat16()
-    pool.set_kv_buffer(6, np.arange(64), k, v)
-    keys, values = pool.get_kv_buffer(6)
-    extend, total = [13, 9], [19, 26]
-    tables = torch.randperm(15, generator=generator)[:14].reshape(2, 7) + 1
-    q = torch.randn(22, 4, 32, generator=generator).bfloat16()
-    options = {"q_lens": extend, "kv_lens": total, "block_tables": tables}
-    expected = cpattn.paged_attention(q, k, v, **options)
-    if use_fia:
-        keys, values = keys.squeeze(1), values.squeeze(1)
-        options["page_size"] = PAGE
-    assert torch.equal(cpattn.paged_attention(q, keys, values, **options), expected)
-    for rank in range(2):
-        metadata = cpattn.build_cp_metadata(extend, total, cp_rank=rank, cp_size=2)
-        local = metadata.shard(q.reshape(22, -1))
-        outs = [
-            cpattn.do_cp_attn_fia(
-                local, *caches, metadata, block_tables=tables, page_size=PAGE, num_heads=4,
-                num_kv_heads=HEADS, scale=0.2,
-            )
-            for caches in ((k, v), pool.get_kv_buffer(6))
-        ]  # fmt: skip
-        assert torch.equal(*outs)
