@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from cpattn import _core
+from support.pairwise import pairwise
 
 PAGES, PAGE_SIZE, HEADS, K_DIM, V_DIM = 7, 16, 3, 32, 48
 DTYPES = {
@@ -40,18 +42,12 @@ def nearest(rows, dtype, scale):
     return np.clip(rows.astype(np.float32) / np.float32(scale), -most, most).astype(DTYPES[dtype])
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("count", [5, 3000])
-@pytest.mark.parametrize(
-    ("dtype", "kept"),
-    [
-        (dtype, kept)
-        for dtype in list(DTYPES)[:3]
-        for kept in DTYPES
-        if dtype == kept or "8" in kept
-    ],
-)
-def test_the_last_row_of_a_slot_is_kept(dtype, kept, count, num_threads, isa):
+FORMATS = [(a, b) for a, b in product([*DTYPES][:3], DTYPES) if a == b or "8" in b]
+
+
+@pytest.mark.parametrize(("formats", "count", "num_threads"), pairwise(FORMATS, [5, 3000], [1, 3]))
+def test_the_last_row_of_a_slot_is_kept(formats, count, num_threads, isa):
+    dtype, kept = formats
     k, v = make_rows(count, dtype)
     slots = np.random.default_rng(1).integers(-1, PAGES * PAGE_SIZE, count)
     scales = (1.0, 1.0) if dtype == kept else (0.3, 2.5)
@@ -75,16 +71,9 @@ def test_the_last_row_of_a_slot_is_kept(dtype, kept, count, num_threads, isa):
 
 def arguments(**changes):
     k, v = make_rows(4, "float32")
-    given = {
-        "slots": [0, 1, -1, 5],
-        "k": k,
-        "k_pages": make_pages("float8_e4m3fn", K_DIM),
-        "k_scale": 1.0,
-        "v": v,
-        "v_pages": make_pages("float8_e4m3fn", V_DIM),
-        "v_scale": 1.0,
-    }
-    return {**given, **changes}
+    pages = {f"{x}_pages": make_pages("float8_e4m3fn", n) for x, n in (("k", K_DIM), ("v", V_DIM))}
+    scales = {"k_scale": 1.0, "v_scale": 1.0}
+    return {"slots": [0, 1, -1, 5], "k": k, "v": v, **pages, **scales, **changes}
 
 
 LAST = PAGES * PAGE_SIZE
@@ -96,9 +85,7 @@ WRONG = {
     "k_scale must be a positive number, got 0": {"k_scale": 0.0},
     "v_scale must be a positive number, got nan": {"v_scale": math.nan},
     "v_pages must have as many pages": {"v_pages": make_pages("float16", V_DIM)[1:]},
-    "k must be float32, float16 or bfloat16, got float8_e5m2": {
-        "k": make_rows(4, "float8_e5m2")[0]
-    },
+    "k must be float32, float16 or bfloat16, got float8_": {"k": make_rows(4, "float8_e5m2")[0]},
 }
 
 
@@ -114,11 +101,6 @@ def test_what_does_not_fit_is_refused_and_nothing_written(message):
 
 def test_rows_may_not_lie_in_pages():
     pages = make_pages("float32", K_DIM)
+    v, v_pages = pages[0, :, :4].transpose(1, 0, 2), make_pages("float32", K_DIM)
     with pytest.raises(ValueError, match="write_page_rows: k_pages must not overlap v in memory"):
-        _core.write_page_rows(
-            **arguments(
-                k_pages=pages,
-                v=pages[0, :, :4].transpose(1, 0, 2),
-                v_pages=make_pages("float32", K_DIM),
-            )
-        )
+        _core.write_page_rows(**arguments(k_pages=pages, v=v, v_pages=v_pages))

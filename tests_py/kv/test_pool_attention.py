@@ -25,15 +25,9 @@ BLOCK_TABLES = np.array([[5, 2, 7, 1], [3, 6, -1, -1]], np.int32)
 def make_pool(use_fia: bool) -> Any:
     """A pool whose second layer has random prefixes, and NaN where nothing was written."""
     pool = cpattn.kv.MHATokenToKVPool(
-        size=40,
-        page_size=PAGE_SIZE,
-        num_layers=3,
-        num_kv_heads=NUM_KV_HEADS,
-        head_dim=HEAD_DIM,
-        dtype="float32",
-        start_layer=7,
-        use_fia=use_fia,
-    )
+        size=40, page_size=PAGE_SIZE, num_layers=3, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM,
+        dtype="float32", start_layer=7, use_fia=use_fia,
+    )  # fmt: skip
     for buffer in (pool.get_key_buffer(8), pool.get_value_buffer(8)):
         buffer.fill_(torch.nan)
     pool.set_kv_buffer(8, slots_of(0, 0, 5), *random_rows(5, seed=1))
@@ -58,15 +52,8 @@ def check(out: Any, q: Any) -> None:
     caches[:, slots_of(0, 5, 14)] = new[:, :9]
     caches[:, slots_of(1, 0, 6)] = new[:, 9:]
     k_cache, v_cache = caches.unflatten(1, (-1, PAGE_SIZE))
-    inputs = {
-        "q": q,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "q_lens": EXTEND_LENS,
-        "kv_lens": SEQ_LENS,
-        "block_tables": BLOCK_TABLES,
-    }
-    assert_attention(out, None, inputs)
+    lens = {"q_lens": EXTEND_LENS, "kv_lens": SEQ_LENS, "block_tables": BLOCK_TABLES}
+    assert_attention(out, None, {"q": q, "k_cache": k_cache, "v_cache": v_cache, **lens})
 
 
 @pytest.mark.parametrize("use_fia", [False, True])
@@ -77,17 +64,13 @@ def test_do_cp_attn_fia_reads_a_pool(use_fia: bool, strategy: str) -> None:
     pool.set_kv_buffer(8, np.append(slots_of(0, 5, 14), slots_of(1, 0, 6)), k, v)
     (q,) = random_rows(15, seed=3, heads=NUM_HEADS, num=1)
     ranks = cpattn.build_cp_metadata_all_ranks(EXTEND_LENS, SEQ_LENS, cp_size=2, strategy=strategy)
+    sizes = {
+        "block_tables": BLOCK_TABLES, "page_size": PAGE_SIZE, "num_heads": NUM_HEADS,
+        "num_kv_heads": NUM_KV_HEADS,
+    }  # fmt: skip
     parts = [
         cpattn.do_cp_attn_fia(
-            metadata.shard(q.flatten(1)),
-            pool.get_key_buffer(8),
-            pool.get_value_buffer(8),
-            metadata,
-            block_tables=BLOCK_TABLES,
-            page_size=PAGE_SIZE,
-            num_heads=NUM_HEADS,
-            num_kv_heads=NUM_KV_HEADS,
-            scale=None,
+            metadata.shard(q.flatten(1)), *pool.get_kv_buffer(8), metadata, **sizes, scale=None
         )
         for metadata in ranks
     ]

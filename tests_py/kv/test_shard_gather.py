@@ -155,13 +155,9 @@ def test_scratch_holds_what_pools_have(batch, spare, data):
         scratch[plan.translate(row[prefix:seq])] = [content[slot] for slot in row[prefix:seq]]
     for row, seq in zip(batch.rows, batch.seq_lens, strict=True):
         assert scratch[plan.translate(row[:seq])].tolist() == [content[x] for x in row[:seq]]
-    others = [slot for slot in range(n * (SIZE + 1) * ps) if slot // ps in _elsewhere(plan)]
-    assert set(plan.translate(others) // ps) <= {plan.trash_page}
-
-
-def _elsewhere(plan: ShardGatherPlan) -> set[int]:
     planned = {*plan.prefix_pages.tolist(), *plan.chunk_pages.tolist()}
-    return set(range(len(plan.page_pos))) - planned
+    others = [slot for slot in range(n * (SIZE + 1) * ps) if slot // ps not in planned]
+    assert set(plan.translate(others) // ps) <= {plan.trash_page}
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -188,7 +184,7 @@ def test_prefixes_that_are_not_on_the_ranks_in_turn_are_refused(batch, data):
 SLOTS = list(range(8, 22))  # pages 2 to 5
 
 
-def test_lists_and_arrays_give_one_plan():
+def test_a_small_plan_in_every_container():
     plan = plan_of([SLOTS], [8], [14])
     for table in (np.array([SLOTS]), np.array([SLOTS], np.int32), torch.tensor([SLOTS])):
         assert plan_of(table, np.array([8]), torch.tensor([14])) == plan
@@ -197,7 +193,9 @@ def test_lists_and_arrays_give_one_plan():
     wide[:, ::2] = SLOTS
     assert plan_of(wide[:, ::2], [8], [14]) == plan
     assert plan.translate(np.array([8, -1, 13], np.int32)).tolist() == [0, -1, 5]
-    assert plan.translate(torch.tensor([8])).tolist() == [0]
+    assert plan.translate(torch.tensor([0, 7, 3])).tolist() == [48, 51, 51]  # reserved pages
+    assert [part.tolist() for part in plan.write_plan([0, 16, 20, 0], 0)] == [[0, 1, 3], [0, 8, 0]]
+    assert [part.tolist() for part in plan.write_plan([0, 16, 20, -1], 1)] == [[2], [8]]
 
 
 def test_a_batch_without_prefixes_gathers_nothing():
@@ -207,16 +205,8 @@ def test_a_batch_without_prefixes_gathers_nothing():
     assert plan.translate(SLOTS).tolist() == list(range(14))
     assert plan_of([SLOTS], [12], [12], chunk_tokens=0).chunk_pages.tolist() == []
     empty = plan_of(np.zeros((0, 3), int), [], [])
-    assert set(empty.page_pos.tolist()) == {empty.trash_page}
-    assert empty.trash_page == 12
+    assert set(empty.page_pos.tolist()) == {empty.trash_page} == {12}
     assert plan_of(np.zeros((0, 3), int), [], [], size=0).page_pos.tolist() == [12, 12]
-
-
-def test_reserved_pages_are_trash_and_padding_is_written_by_rank_0():
-    plan = plan_of([SLOTS], [8], [14])
-    assert plan.translate([0, 7, 3]).tolist() == [48, 51, 51]
-    assert [part.tolist() for part in plan.write_plan([0, 16, 20, 0], 0)] == [[0, 1, 3], [0, 8, 0]]
-    assert [part.tolist() for part in plan.write_plan([0, 16, 20, -1], 1)] == [[2], [8]]
 
 
 def test_shared_prefixes_are_sent_once_and_reserved_twice():
@@ -238,100 +228,83 @@ def test_plans_are_values():
         ShardGatherPlan()
 
 
-def placed(shard_size: int, page_size: int) -> PageInterleave:
-    return PageInterleave(shard_size=shard_size, page_size=page_size)
+def refused(message, slots=SLOTS, prefix=8, seq=14, **changes):
+    """A row of the table: a plan of one request, or of lists of them, that is refused."""
+    rows, prefixes, lens = (x if isinstance(x, tuple) else (x,) for x in (slots, prefix, seq))
+    return lambda: plan_of([*rows], [*prefixes], [*lens], **changes), message
 
 
 NOT_A_PAGE = "req_to_token must have slots of pages 2 to 9 of 4 tokens, got "
+FIRST = "as the first of a page at token "
 TWICE = "req_to_token must have each new page once and not as part of a prefix, got page "
-REFUSALS = {
-    "placement must have a shard_size >= 2, got 1: one rank has all pages":
-        lambda: plan_of([SLOTS], [8], [14], placement=placed(1, 4)),
-    "size must be in [0, 536870908], got 536870909":
-        lambda: plan_of([SLOTS], [8], [14], size=536870909),
-    "size must be in [0, 536870908], got -1": lambda: plan_of([SLOTS], [8], [14], size=-1),
-    "max_prefix_tokens must be a multiple of shard_size * page_size, 8, and >= 0, got 12":
-        lambda: plan_of([SLOTS], [8], [14], max_prefix_tokens=12),
-    "max_prefix_tokens must be a multiple of shard_size * page_size, 8, and >= 0, got -8":
-        lambda: plan_of([SLOTS], [8], [14], max_prefix_tokens=-8),
-    "chunk_tokens must be a multiple of page_size, 4, and >= 0, got 6":
-        lambda: plan_of([SLOTS], [8], [14], chunk_tokens=6),
-    "max_prefix_tokens and chunk_tokens must be at most 268435456 pages together, got "
-    "268435456 and 4": lambda: plan_of([SLOTS], [8], [14], max_prefix_tokens=2**30),
-    "seq_lens must have as many elements as prefix_lens, 1, got 2":
-        lambda: plan_of([SLOTS], [8], [14, 14]),
-    "req_to_token must have a row for each of the 2 requests, got 1":
-        lambda: plan_of([SLOTS], [8, 8], [14, 14]),
-    "req_pool_indices must have a row for each of the 1 requests, got 2":
-        lambda: plan_of([SLOTS], [8], [14], req_pool_indices=[0, 0]),
-    "req_pool_indices must be in [0, 1), got 1 at index 0":
-        lambda: plan_of([SLOTS], [8], [14], req_pool_indices=[1]),
-    "prefix_lens must be multiples of page_size 4 and >= 0, got 6 at index 0":
-        lambda: plan_of([SLOTS], [6], [14]),
-    "prefix_lens must be multiples of page_size 4 and >= 0, got -4 at index 0":
-        lambda: plan_of([SLOTS], [-4], [14]),
-    "seq_lens must be >= prefix_lens, got 7 below 8 at index 0":
-        lambda: plan_of([SLOTS], [8], [7]),
-    "req_to_token must have a column for each of the 15 tokens of request 0, got 14":
-        lambda: plan_of([SLOTS], [8], [15]),
-    "max_prefix_tokens must hold 2 blocks of 2 pages of 4 tokens, got 8":
-        lambda: plan_of([SLOTS], [12], [14], max_prefix_tokens=8),
-    "chunk_tokens must hold 2 pages of 4 tokens, got 4":
-        lambda: plan_of([SLOTS], [8], [14], chunk_tokens=4),
-    NOT_A_PAGE + "9 as the first of a page at token 0 of request 0":
-        lambda: plan_of([[9, 10]], [0], [2]),
-    NOT_A_PAGE + "4 as the first of a page at token 0 of request 0":
-        lambda: plan_of([[4, 5]], [0], [2]),
-    NOT_A_PAGE + "40 as the first of a page at token 4 of request 1":
-        lambda: plan_of([SLOTS, [*range(16, 20), 40]], [0, 0], [4, 5]),
-    NOT_A_PAGE + "-1 as the first of a page at token 0 of request 0":
-        lambda: plan_of([[-1, -1]], [0], [2]),
-    "req_to_token must have the pages of a prefix on the ranks in turn, got page 4 of rank 0 "
-    "instead of 1 as page 1 of request 0":
-        lambda: plan_of([[*range(8, 12), *range(16, 20)]], [8], [8]),
-    TWICE + "2 again as page 0 of request 1":
-        lambda: plan_of([SLOTS, SLOTS], [0, 0], [4, 4]),
-    TWICE + "3 again as page 1 of request 1":
-        lambda: plan_of([SLOTS, SLOTS], [8, 4], [8, 8]),
-}  # fmt: skip
+WHOLE = "max_prefix_tokens must be a multiple of shard_size * page_size, 8, and >= 0, got "
+IN_TURN = (
+    "req_to_token must have the pages of a prefix on the ranks in turn, got page 4 of rank 0 in"
+)
+ONE_RANK = PageInterleave(shard_size=1, page_size=4)
+REFUSALS = [
+    refused("placement must have a shard_size >= 2, got 1: one rank has all", placement=ONE_RANK),
+    refused("size must be in [0, 536870908], got 536870909", size=536870909),
+    refused("size must be in [0, 536870908], got -1", size=-1),
+    refused(WHOLE + "12", max_prefix_tokens=12),
+    refused(WHOLE + "-8", max_prefix_tokens=-8),
+    refused("chunk_tokens must be a multiple of page_size, 4, and >= 0, got 6", chunk_tokens=6),
+    refused("max_prefix_tokens and chunk_tokens must be at most 268435456 pages together, got 26843"
+            "5456 and 4", max_prefix_tokens=2**30),
+    refused("seq_lens must have as many elements as prefix_lens, 1, got 2", seq=(14, 14)),
+    refused("req_to_token must have a row for each of the 2 requests, got 1", prefix=(8, 8),
+            seq=(14, 14)),
+    refused("req_pool_indices must have a row for each of the 1 requests, got 2",
+            req_pool_indices=[0, 0]),
+    refused("req_pool_indices must be in [0, 1), got 1 at index 0", req_pool_indices=[1]),
+    refused("prefix_lens must be multiples of page_size 4 and >= 0, got 6 at index 0", prefix=6),
+    refused("prefix_lens must be multiples of page_size 4 and >= 0, got -4 at index 0", prefix=-4),
+    refused("seq_lens must be >= prefix_lens, got 7 below 8 at index 0", seq=7),
+    refused("req_to_token must have a column for each of the 15 tokens of request 0, got", seq=15),
+    refused("max_prefix_tokens must hold 2 blocks of 2 pages of 4 tokens, got 8", prefix=12,
+            max_prefix_tokens=8),
+    refused("chunk_tokens must hold 2 pages of 4 tokens, got 4", chunk_tokens=4),
+    refused(f"{NOT_A_PAGE}9 {FIRST}0 of request 0", [9, 10], 0, 2),
+    refused(f"{NOT_A_PAGE}4 {FIRST}0 of request 0", [4, 5], 0, 2),
+    refused(f"{NOT_A_PAGE}-1 {FIRST}0 of request 0", [-1, -1], 0, 2),
+    refused(f"{NOT_A_PAGE}40 {FIRST}4 of request 1", (SLOTS, [*range(16, 20), 40]), (0, 0), (4, 5)),
+    refused(IN_TURN + "stead of 1 as page 1 of request 0", [*range(8, 12), *range(16, 20)], 8, 8),
+    refused(TWICE + "2 again as page 0 of request 1", (SLOTS, SLOTS), (0, 0), (4, 4)),
+    refused(TWICE + "3 again as page 1 of request 1", (SLOTS, SLOTS), (8, 4), (8, 8)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("message", REFUSALS)
-def test_what_breaks_a_rule_is_refused(message):
-    with pytest.raises(ValueError, match=f"^plan_shard_gather: {re.escape(message)}$"):
-        REFUSALS[message]()
+@pytest.mark.parametrize(("call", "message"), REFUSALS)
+def test_what_breaks_a_rule_is_refused(call, message):
+    with pytest.raises(ValueError, match=f"^plan_shard_gather: {re.escape(message)}"):
+        call()
 
 
-USES = {
-    "ShardGatherPlan.translate: slots must be in [0, 40), or -1 for padding, got 40 at index 1":
-        lambda plan: plan.translate([0, 40]),
-    "ShardGatherPlan.translate: slots must be in [0, 40), or -1 for padding, got -2 at index 0":
-        lambda plan: plan.translate([-2]),
-    "ShardGatherPlan.write_plan: slots must be in [0, 40), or -1 for padding, got 40 at index 0":
-        lambda plan: plan.write_plan([40], 0),
-    "ShardGatherPlan.write_plan: slots must be >= 0, or -1 for padding, got -2 at index 1":
-        lambda plan: plan.write_plan([9, -2], 0),
-    "ShardGatherPlan.write_plan: rank must be in [0, 2), got 2":
-        lambda plan: plan.write_plan([9], 2),
-}  # fmt: skip
+PLAN, OUTSIDE = plan_of([SLOTS], [8], [14]), "slots must be in [0, 40), or -1 for padding, got "
+USES = [
+    (lambda: PLAN.translate([0, 40]), f"translate: {OUTSIDE}40 at index 1"),
+    (lambda: PLAN.translate([-2]), f"translate: {OUTSIDE}-2 at index 0"),
+    (lambda: PLAN.write_plan([40], 0), f"write_plan: {OUTSIDE}40 at index 0"),
+    (lambda: PLAN.write_plan([9, -2], 0), "write_plan: slots must be >= 0, or -1 for padding, got"),
+    (lambda: PLAN.write_plan([9], 2), "write_plan: rank must be in [0, 2), got 2"),
+]
 
 
-@pytest.mark.parametrize("message", USES)
-def test_slots_outside_the_pool_are_refused(message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        USES[message](plan_of([SLOTS], [8], [14]))
+@pytest.mark.parametrize(("call", "message"), USES)
+def test_slots_outside_the_pool_are_refused(call, message):
+    with pytest.raises(ValueError, match=f"^ShardGatherPlan.{re.escape(message)}"):
+        call()
 
 
-TYPES = {
-    "placement must be of type PageInterleave, got int":
-        lambda: plan_of([SLOTS], [8], [14], placement=2),
-    "size must be an integer, got float": lambda: plan_of([SLOTS], [8], [14], size=16.0),
-    "prefix_lens must be int32 or int64, got float64": lambda: plan_of([SLOTS], np.ones(1), [14]),
-    "req_to_token must be int32 or int64, got float64": lambda: plan_of(np.ones((1, 9)), [8], [9]),
-}  # fmt: skip
+TYPES = [
+    refused("placement must be of type PageInterleave, got int", placement=2),
+    refused("size must be an integer, got float", size=16.0),
+    (lambda: plan_of([SLOTS], np.ones(1), [14]), "prefix_lens must be int32 or int64, got float64"),
+    (lambda: plan_of(np.ones((1, 9)), [8], [9]), "req_to_token must be int32 or int64, got float6"),
+]
 
 
-@pytest.mark.parametrize("message", TYPES)
-def test_other_types_are_refused(message):
-    with pytest.raises(TypeError, match=f"^plan_shard_gather: {re.escape(message)}$"):
-        TYPES[message]()
+@pytest.mark.parametrize(("call", "message"), TYPES)
+def test_other_types_are_refused(call, message):
+    with pytest.raises(TypeError, match=f"^plan_shard_gather: {re.escape(message)}"):
+        call()
