@@ -36,23 +36,23 @@ def test_a_comparable_value_that_travels():
     )
 
 
+IS_LAYER = "layers must hold integers, got "
+HEADS = "total_kv_heads must"
+
+
 @pytest.mark.parametrize(
     ("entry", "placement", "message"),
     [
         ({"kind": "q"}, {}, 'kind must be k, v, index_k, state, k_scale or v_scale, got "q"'),
         ({"layer_id": -1}, {}, "layer_id must be >= 0, got k of layer -1"),
         ({"item_len": 0}, {}, "item_len of k of layer 3 must be in [1, 2^63), got 0"),
-        (
-            {"kind": "index_k", "item_len": 0},
-            {},
-            "nbytes of index_k of layer 3 must be a multiple of item_len 0 below 2^63, got 4608",
-        ),
+        ({"kind": "index_k", "item_len": 0}, {}, "nbytes of index_k of layer 3 must be a multiple"),
         ({"nbytes": 4609}, {}, "nbytes of k of layer 3 must be a multiple of item_len 512 below"),
         ({"addr": 2**64 - 4607}, {}, "addr + nbytes of k of layer 3 must not pass 2^64, got"),
         ({}, {"page_size": 0}, "page_size must be in [1, 2147483647], got 0"),
         ({}, {"tp_rank": 2, "tp_size": 2, "total_kv_heads": 1}, "tp_rank must be in [0, 2), got 2"),
-        ({}, {"tp_size": 2}, "total_kv_heads must be given with tp_size 2, 1 for an MLA latent"),
-        ({}, {"tp_size": 4, "total_kv_heads": 6}, "total_kv_heads must divide tp_size 4 or be a"),
+        ({}, {"tp_size": 2}, f"{HEADS} be given with tp_size 2, 1 for an MLA latent"),
+        ({}, {"tp_size": 4, "total_kv_heads": 6}, f"{HEADS} divide tp_size 4 or be a"),
         ({}, {"dcp_rank": 1}, "dcp_rank must be in [0, 1), got 1"),
         ({}, {"dcp_interleave": 0}, "dcp_interleave must be in [1, 2147483647], got 0"),
         ({}, {"shard_rank": 2, "shard_size": 2}, "shard_rank must be in [0, 2), got 2"),
@@ -63,36 +63,24 @@ def test_a_comparable_value_that_travels():
         ({}, {"layers": (0, 3, 5)}, "layers must be a pair, got 3 values"),
         ({}, {"layers": (0, 2**64)}, "layers must fit into int64, got 18446744073709551616 at"),
         ({"addr": -1}, {}, "addr must be in [0, 2^64), got -1"),
-    ],
-)
-def test_refused(entry, placement, message):
-    with pytest.raises(ValueError, match=f"^KVLayout: {re.escape(message)}"):
-        KVLayout([ENTRY._replace(**entry)], **({"page_size": 8} | placement))
-
-
-@pytest.mark.parametrize(
-    ("entry", "placement", "message"),
-    [
         ({"kind": 3}, {}, "kind must be a str, got int"),
         ({"is_draft": "no"}, {}, "is_draft must be a bool, got str"),
         ({"token_rows": 2}, {}, "token_rows must be a bool, got int"),
         ({"layer_id": 3.0}, {}, "layer_id must be an integer, got float"),
         ({"addr": True}, {}, "addr must be an integer, got bool"),
         ({}, {"page_size": 8.0}, "page_size must be an integer, got float"),
-        ({}, {"layers": (0.0, 5)}, "layers must hold integers, got float at index 0"),
-        ({}, {"layers": (0, True)}, "layers must hold integers, got bool at index 1"),
+        ({}, {"layers": (0.0, 5)}, IS_LAYER + "float at index 0"),
+        ({}, {"layers": (0, True)}, IS_LAYER + "bool at index 1"),
     ],
 )
-def test_other_types_are_refused(entry, placement, message):
-    with pytest.raises(TypeError, match=f"^KVLayout: {re.escape(message)}"):
+def test_refused(entry, placement, message):
+    error = TypeError if re.search("got (int|str|float|bool)", message) else ValueError
+    with pytest.raises(error, match=f"^KVLayout: {re.escape(message)}"):
         KVLayout([ENTRY._replace(**entry)], **({"page_size": 8} | placement))
 
 
-def test_the_last_byte_of_the_address_space_may_be_used():
-    assert KVLayout([ENTRY._replace(addr=2**64 - 4608)], 8)
-
-
-def test_twice_the_same_buffer_is_refused():
+def test_buffers_side_by_side():
+    assert KVLayout([ENTRY._replace(addr=2**64 - 4608)], 8), "up to the last byte"
     message = "entries must be distinct, got k of layer 3 at index 0 and at index 1"
     with pytest.raises(ValueError, match=message):
         KVLayout([ENTRY, ENTRY._replace(addr=0)], 8)
@@ -127,33 +115,25 @@ def test_from_pool():
     assert layout.entries[3] == KVEntry(5, "v", False, 3 << 20, 144, 16)
 
 
-def test_from_pool_knows_its_heads():
-    pool = Pool(("k", "v"), 0, 1, (64, 64), num_kv_heads=2)
-    assert KVLayout.from_pool(pool).total_kv_heads == 2
-    assert KVLayout.from_pool(pool, tp_rank=1, tp_size=4, total_kv_heads=8).tp_size == 4
-    with pytest.raises(ValueError, match="total_kv_heads must be given with tp_size 4"):
-        KVLayout.from_pool(pool, tp_size=4)
-    with pytest.raises(ValueError, match="total_kv_heads 4 over tp_size 4 must be the 2 of the"):
-        KVLayout.from_pool(pool, tp_size=4, total_kv_heads=4)
-    other = Pool(("k", "v"), 0, 1, (64, 64))
-    other.page_size = 16
-    with pytest.raises(ValueError, match="page_size must be that of the draft pool, got 8 and 16"):
-        KVLayout.from_pool(pool, other)
-
-
 def test_from_pool_places_it_as_told():
     pool = Pool(("k", "v"), 4, 2, (64, 64), num_kv_heads=2)
-    places = {
-        "tp_rank": 1,
-        "tp_size": 2,
-        "total_kv_heads": 4,
-        "layers": (4, 6),
-        "dcp_rank": 1,
-        "dcp_size": 2,
-        "dcp_interleave": 8,
-    }
+    assert KVLayout.from_pool(pool).total_kv_heads == 2
+    ranks = {"tp_rank": 1, "tp_size": 2, "total_kv_heads": 4, "layers": (4, 6)}
+    places = ranks | {"dcp_rank": 1, "dcp_size": 2, "dcp_interleave": 8}
     layout = KVLayout.from_pool(pool, **places)
     assert {name: getattr(layout, name) for name in places} == places
+    place = {"shard_rank": 1, "shard_size": 3}
+    layout = KVLayout.from_pool(pool, **place)
+    assert {name: getattr(layout, name) for name in place} == place
+    other = Pool(("k", "v"), 0, 1, (64, 64))
+    other.page_size = 16
+    for message, draft, options in [
+        ("total_kv_heads must be given with tp_size 4", None, {"tp_size": 4}),
+        ("total_kv_heads 4 over tp_size 4 must be the 2 of", None, places | {"tp_size": 4}),
+        ("page_size must be that of the draft pool, got 8 and 16", other, {}),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            KVLayout.from_pool(pool, draft, **options)
     with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'layer'"):
         KVLayout.from_pool(pool, layer=(4, 6))
 
@@ -217,65 +197,51 @@ def received(src_names, src, dst_names, dst):
     }
 
 
-@pytest.mark.parametrize(
-    ("total", "draft", "start", "end"),
-    [
-        (15, 0, 0, 7), (15, 0, 7, 15), (5, 0, 0, 3), (5, 0, 3, 5), (4, 0, 0, 2), (4, 0, 2, 4),
-        (4, 1, 0, 4), (4, 1, 0, 2), (4, 1, 2, 4), (4, 2, 0, 4), (4, 2, 0, 2), (4, 2, 2, 4),
-        (4, 4, 0, 4), (15, 1, 0, 15),
-    ],
-)  # fmt: skip
-def test_every_stage_of_mha_is_right(total, draft, start, end):
-    """Scenarios 53 and 54 for MHA: the decode side has draft layers, the prefill side has not."""
-    dst_names = names(total, draft=draft)
-    src_names = names(end - start, start=start)
-    dst = KVLayout.from_kv_args(
-        kv_args(dst_names), is_mla=False, total_layers=total, draft_layers=draft
-    )
-    src = KVLayout.from_kv_args(
-        kv_args(src_names, start, prefill_end_layer=end), is_mla=False, total_layers=total
-    )
-    assert received(src_names, src, dst_names, dst) == {name: name for name in src_names.split()}
+def args_layout(buffers, start=0, *, is_mla=True, options=(), **fields):
+    """The layout of `kv_args` of these buffers."""
+    return KVLayout.from_kv_args(kv_args(buffers, start, **fields), is_mla=is_mla, **dict(options))
 
 
-MLA = [
-    # case, groups, source, its first layer, draft layers there, destination, of these
-    ("A", "KVI", names(2, "KVI", start=2), 2, 0, names(4, "KVI"), 0),
-    ("B", "KV", names(2), 0, 0, names(4, draft=1), 1),
-    ("B, last", "KV", names(2, start=2), 2, 0, names(4, draft=1), 1),
-    ("C", "KV", names(2, start=2), 2, 0, names(4, draft=1), 1),
-    ("D", "KVI", names(1, "KVI", start=3), 3, 0, names(4, "KVI"), 0),
-    ("E", "KV", names(2, draft=1, start=2), 2, 1, names(4, draft=1), 1),
-    ("F", "KV", names(4), 0, 0, names(4, draft=1), 1),
-    ("thin stage with draft", "KVI", names(3, "KVI", 1, 1), 1, 1, names(4, "KVI", 1), 1),
-]
-
-
-@pytest.mark.parametrize(
-    ("groups", "src_names", "start", "src_draft", "dst_names", "dst_draft"),
-    [case[1:] for case in MLA],
-    ids=[case[0] for case in MLA],
-)
-def test_every_case_of_mla_is_right(groups, src_names, start, src_draft, dst_names, dst_draft):
-    """Also C, with the number of hidden layers stated, and E: scenario 54 for MLA."""
-    common = {"kv_buf_groups": len(groups), "hidden_kv_layers": 4}
-    src = KVLayout.from_kv_args(
-        kv_args(src_names, start, draft_kv_layers=src_draft, **common), is_mla=True
-    )
-    dst = KVLayout.from_kv_args(
-        kv_args(dst_names, draft_kv_layers=dst_draft, **common), is_mla=True
-    )
+def assert_paired(src_names, src, dst_names, dst):
+    """Each buffer arrives in that of its name, where the destination has one."""
     sent = [name for name in src_names.split() if name in dst_names.split()]
     assert received(src_names, src, dst_names, dst) == {name: name for name in sent}
 
 
-def test_case_i_both_sides_have_the_stage_and_decode_its_draft():
-    src_names, dst_names = names(2, start=2), names(2, draft=1, start=2)
-    common = {"kv_buf_groups": 2, "hidden_kv_layers": 4}
-    src = KVLayout.from_kv_args(kv_args(src_names, 2, **common), is_mla=True)
-    dst = KVLayout.from_kv_args(kv_args(dst_names, 2, draft_kv_layers=1, **common), is_mla=True)
-    assert dst.layers == (2, 4)
-    assert received(src_names, src, dst_names, dst) == {name: name for name in src_names.split()}
+@pytest.mark.parametrize(
+    ("total", "draft", "start", "end"), [(15, 0, 0, 7), (5, 0, 3, 5), (4, 2, 2, 4), (4, 4, 0, 4)]
+)
+def test_every_stage_of_mha_is_right(total, draft, start, end):
+    """Scenarios 53 and 54 for MHA: the decode side has draft layers, the prefill side has not."""
+    dst_names, src_names = names(total, draft=draft), names(end - start, start=start)
+    known = {"total_layers": total}
+    dst = args_layout(dst_names, is_mla=False, options=known | {"draft_layers": draft})
+    src = args_layout(src_names, start, is_mla=False, options=known, prefill_end_layer=end)
+    assert_paired(src_names, src, dst_names, dst)
+
+
+MLA = {
+    # case: groups, source, its first layer, draft layers there, destination, its first, of these
+    "A": ("KVI", names(2, "KVI", start=2), 2, 0, names(4, "KVI"), 0, 0),
+    "B": ("KV", names(2), 0, 0, names(4, draft=1), 0, 1),
+    "B, last, and C": ("KV", names(2, start=2), 2, 0, names(4, draft=1), 0, 1),
+    "D": ("KVI", names(1, "KVI", start=3), 3, 0, names(4, "KVI"), 0, 0),
+    "E": ("KV", names(2, draft=1, start=2), 2, 1, names(4, draft=1), 0, 1),
+    "F": ("KV", names(4), 0, 0, names(4, draft=1), 0, 1),
+    "I: both have the stage": ("KV", names(2, start=2), 2, 0, names(2, draft=1, start=2), 2, 1),
+    "thin stage with draft": ("KVI", names(3, "KVI", 1, 1), 1, 1, names(4, "KVI", 1), 0, 1),
+}
+
+
+@pytest.mark.parametrize("case", MLA)
+def test_every_case_of_mla_is_right(case):
+    """Also C, with the number of hidden layers stated, and E: scenario 54 for MLA."""
+    groups, src_names, start, src_draft, dst_names, dst_start, dst_draft = MLA[case]
+    common = {"kv_buf_groups": len(groups), "hidden_kv_layers": 4}
+    src = args_layout(src_names, start, draft_kv_layers=src_draft, **common)
+    dst = args_layout(dst_names, dst_start, draft_kv_layers=dst_draft, **common)
+    assert dst.layers == ((2, 4) if dst_start else None)
+    assert_paired(src_names, src, dst_names, dst)
 
 
 @pytest.mark.parametrize(
@@ -319,16 +285,9 @@ def test_lists_that_contradict_themselves_are_refused(args, message):
         KVLayout.from_kv_args(args, is_mla=True)
 
 
-def test_no_ranks_are_refused():
-    with pytest.raises(ValueError, match=r"^KVLayout.from_kv_args: tp_size must be >= 1, got 0$"):
-        KVLayout.from_kv_args(kv_args("K0", total_kv_layers=1), is_mla=True, tp_size=0)
-
-
 def test_case_h_the_destination_lacks_layers():
-    src = KVLayout.from_kv_args(
-        kv_args(names(2, start=2), 2, kv_buf_groups=2, hidden_kv_layers=4), is_mla=True
-    )
-    dst = KVLayout.from_kv_args(kv_args(names(3), kv_buf_groups=2, hidden_kv_layers=3), is_mla=True)
+    src = args_layout(names(2, start=2), 2, kv_buf_groups=2, hidden_kv_layers=4)
+    dst = args_layout(names(3), kv_buf_groups=2, hidden_kv_layers=3)
     message = re.escape("source has k of layer 3 (item_len 512), which destination has not")
     with pytest.raises(ValueError, match=message):
         plan_kv_transfer(src, dst, [0], [1])
@@ -336,19 +295,17 @@ def test_case_h_the_destination_lacks_layers():
 
 def test_ids_pair_hybrid_subsets_whatever_their_order():
     """One layer in four has KV; ids repeat for K and V, and drafts count from a million."""
-    src_names = "K11 K7 V7 V11 dK0 dV0"
+    src_names, dst_names = "K11 K7 V7 V11 dK0 dV0", "K3 K7 K11 V3 V7 V11 dK0 dV0"
     src_ids = [11, 7, 7, 11, 1_000_000, 1_000_000]
-    dst_names = "K3 K7 K11 V3 V7 V11 dK0 dV0"
     dst_ids = [3, 7, 11, 3, 7, 11, 1_000_000, 1_000_000]
-    src = KVLayout.from_kv_args(
-        kv_args(src_names, 6, prefill_end_layer=12, kv_layer_ids=src_ids), is_mla=False,
-        total_layers=12,
+    src, dst = (
+        args_layout(
+            buffers, start, is_mla=False, options={"total_layers": 12}, prefill_end_layer=12,
+            kv_layer_ids=ids,
+        )
+        for buffers, start, ids in ((src_names, 6, src_ids), (dst_names, 0, dst_ids))
     )  # fmt: skip
-    dst = KVLayout.from_kv_args(
-        kv_args(dst_names, prefill_end_layer=12, kv_layer_ids=dst_ids), is_mla=False,
-        total_layers=12,
-    )  # fmt: skip
-    assert received(src_names, src, dst_names, dst) == {name: name for name in src_names.split()}
+    assert_paired(src_names, src, dst_names, dst)
 
 
 def test_pools_and_their_arguments_say_the_same():
@@ -377,16 +334,14 @@ def test_pools_and_their_arguments_say_the_same():
 
 def test_ranks_of_an_engine():
     args = kv_args("K0 V0", engine_rank=7, total_kv_head_num=2, dcp_rank=1, dcp_size=2)
-    layout = KVLayout.from_kv_args(args, is_mla=False, tp_size=4, total_layers=1, dcp_interleave=8)
+    sizes = {"tp_size": 4, "total_layers": 1, "dcp_interleave": 8}
+    layout = KVLayout.from_kv_args(args, is_mla=False, **sizes)
     assert (layout.tp_rank, layout.tp_size, layout.total_kv_heads) == (3, 4, 2)
     assert (layout.dcp_rank, layout.dcp_size, layout.dcp_interleave) == (1, 2, 8)
-
-
-def test_an_engine_without_a_rank_is_the_first():
-    args = kv_args("K0 V0", total_kv_head_num=2)
     args.engine_rank = None
-    layout = KVLayout.from_kv_args(args, is_mla=False, tp_size=2, total_layers=1)
-    assert layout.tp_rank == 0
+    assert KVLayout.from_kv_args(args, is_mla=False, **sizes).tp_rank == 0
+    with pytest.raises(ValueError, match=r"^KVLayout.from_kv_args: tp_size must be >= 1, got 0$"):
+        KVLayout.from_kv_args(args, is_mla=False, tp_size=0)
 
 
 def test_entries_of_drafts_are_layers_of_every_group():

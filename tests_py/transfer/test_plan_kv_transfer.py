@@ -10,7 +10,6 @@ import re
 import numpy as np
 import pytest
 
-from cpattn.kv import MHATokenToKVPool
 from cpattn.transfer import KVEntry, KVLayout, plan_kv_transfer
 from support.transfer.plan_blocks import blocks
 
@@ -35,73 +34,92 @@ SRC, DST = 1 << 48, 1 << 49
 
 def test_entry_major_blocks_of_the_fewest_runs():
     """Runs join across the order of the request where both sides are consecutive."""
-    plan = plan_kv_transfer(layout(SRC), layout(DST), [7, 2, 3, 8], [41, 20, 21, 42])
+    pages = np.array([[7, 2, 3, 8], [41, 20, 21, 42]], np.int32)
+    plan = plan_kv_transfer(layout(SRC), layout(DST), *pages)
+    assert plan == plan_kv_transfer(layout(SRC), layout(DST), *pages.astype(np.int64).tolist())
     expected = [
         (SRC + (entry << 20) + src * item, DST + (entry << 20) + dst * item, 2 * item)
         for entry, item in enumerate((512, 512, 128, 128))
         for src, dst in ((2, 20), (7, 41))
     ]
     assert blocks(plan) == expected
+    for pages, options in (([], {}), ([1], {"num_tokens": 0})):
+        assert len(plan_kv_transfer(layout(SRC), layout(DST), pages, pages, **options)) == 0
 
 
-@pytest.mark.parametrize("dtype", [list, np.int32, np.int64])
-def test_page_lists_of_every_kind(dtype):
-    pages = [[3, 4, 9], [0, 1, 2]]
-    lists = pages if dtype is list else np.array(pages, dtype)
-    assert plan_kv_transfer(layout(SRC), layout(DST), *lists) == plan_kv_transfer(
-        layout(SRC), layout(DST), *pages
-    )
+NOT_DISTINCT = "destination pages must be distinct, got page 3 for two parts"
+NOT_THERE = "source pages must hold tokens "
+OF_BOTH = "num_tokens must be given where the pages of both sides do not end at one token, got "
+INDEXED = {"kinds": ["k", "v", "index_k"], "lengths": [512, 128, 32]}
+DCP = {"dcp_size": 2, "dcp_interleave": 4}
+REFUSALS = [
+    # changes of the destination, pages, arguments, message
+    ({"ids": [0]}, [1], [2], {}, "source has k of layer 1 (item_len 512), which destination has n"),
+    ({"ids": [0, 1, 2]}, [1], [2], {}, "destination has k of layer 2 (item_len 512), which sourc"),
+    ({"kinds": ["k"]}, [1], [2], {}, "source has v of layer 0 (item_len 128), which destination h"),
+    (INDEXED, [1], [2], {}, "destination has index_k of layer 0 (item_len 32), which source has n"),
+    ({"lengths": [512, 64]}, [1], [2], {}, "v of layer 0 must have the same bytes for each token"),
+    ({}, [1], [2, 3], {}, OF_BOTH + "1 of 16 at the source, ending at 16, and 2 of 16 at the dest"),
+    ({}, [1, 2], [3, 3], {}, NOT_DISTINCT),
+    ({}, [1, 2], [3, 3], {"first_token": 16}, NOT_DISTINCT),  # over the prefix
+    # rows of a page that the other part leaves alone, and the other rank's
+    ({}, [1, 2], [3, 3], {"first_token": 12, "num_tokens": 8}, NOT_DISTINCT),
+    ({}, [1, 2], [3, 3], {"cp_size": 2}, NOT_DISTINCT),
+    ({}, [1, -1], [3, 4], {}, "source pages must be in [0, 64) for k of layer 0, got -1 at"),
+    ({}, [1], [64], {}, "destination pages must be in [0, 64) for k of layer 0, got 64 at"),
+    ({}, [1, 2], [3, 4], {"num_tokens": 33}, NOT_THERE + "[0, 33), got 2 of 16 from 0 on"),
+    ({}, [1, 2], [3, 4], {"num_tokens": -1}, "num_tokens must be in [0, 2^48], got -1"),
+    ({}, [1, 2], [3, 4], {"src_start": 8}, "src_start must be the first token of a page of 16, go"),
+    ({}, [1, 2], [3, 4], {"src_start": 16, "first_token": 0, "num_tokens": 1},
+     NOT_THERE + "[0, 1), got 2 of 16 from 16 on"),
+    ({}, [1, 2], [3, 4], {"first_token": 33}, NOT_THERE + "[33, 32), got 2 of 16 from 0 on"),
+    ({}, [1, 2], [3, 4], {"dst_start": 16}, OF_BOTH),
+    ({}, [1, 2], [3, 4], {"first_token": 2**60}, f"first_token must be in [0, 2^48], got {2**60}"),
+    ({}, [1, 2], [3, 4], {"cp_rank": 1}, "cp_rank must be in [0, cp_size), got 1 of 1"),
+    ({}, [1, 2], [3, 4], {"cp_share": "heads"}, 'cp_share must be pages or layers, got "heads"'),
+    (DCP, [1, 2], [3], {}, "num_tokens must be given with dcp_size 2"),
+    (DCP, [1, 2], [3], {"num_tokens": 4, "dst_start": 16},
+     "dst_start must be the first token of a page of 16 on ev"),
+    (DCP, [1, 2, 3], [3], {"num_tokens": 33}, "destination pages must hold tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "src", "dst", "arguments", "message"), REFUSALS)
+def test_refused(changes, src, dst, arguments, message):
+    with pytest.raises(ValueError, match=f"^plan_kv_transfer: {re.escape(message)}"):
+        plan_kv_transfer(layout(SRC), layout(DST, **changes), src, dst, **arguments)
 
 
 @pytest.mark.parametrize(
-    ("changes", "pages", "message"),
+    ("pages", "arguments", "message"),
     [
-        ({"ids": [0]}, None, "source has k of layer 1 (item_len 512), which destination has not"),
-        ({"ids": [0, 1, 2]}, None, "destination has k of layer 2 (item_len 512), which source"),
-        ({"kinds": ["k"]}, None, "source has v of layer 0 (item_len 128), which destination has"),
-        ({"kinds": ["k", "v", "index_k"], "lengths": [512, 128, 32]}, None,
-         "destination has index_k of layer 0 (item_len 32), which source has not"),
-        ({"lengths": [512, 64]}, None, "v of layer 0 must have the same bytes for each token and "
-         "head on both sides, got item_len 128 for page_size 16 and 1 head(s) at the source, and "
-         "64 for 16 and 1 at the destination"),
-        ({}, ([1], [2, 3]), "num_tokens must be given where the pages of both sides do not end at "
-         "one token, got 1 of 16 at the source, ending at 16, and 2 of 16 at the destination, "
-         "ending at 32"),
-        ({}, ([1, 2], [3, 3]), "destination pages must be distinct, got page 3 for two parts"),
-        ({}, ([1, -1], [3, 4]), "source pages must be in [0, 64) for k of layer 0, got -1 at"),
-        ({}, ([1], [64]), "destination pages must be in [0, 64) for k of layer 0, got 64 at"),
+        ([1.0], {}, "src_pages must"),
+        ([True], {}, "src_pages must"),
+        (np.array([1.0]), {}, "src_pages must"),
+        ([1], {"cp_share": None}, "cp_share must be a str, got NoneType"),
     ],
-)  # fmt: skip
-def test_refused(changes, pages, message):
-    with pytest.raises(ValueError, match=f"^plan_kv_transfer: {re.escape(message)}"):
-        plan_kv_transfer(layout(SRC), layout(DST, **changes), *(pages or ([1], [2])))
+)
+def test_other_types_are_refused(pages, arguments, message):
+    with pytest.raises(TypeError, match=f"^plan_kv_transfer: {message}"):
+        plan_kv_transfer(layout(SRC), layout(DST), pages, [1], **arguments)
+
+
+def entry_layouts(*addrs):
+    """A layer of 512 bytes at each address."""
+    return KVLayout([KVEntry(i, "k", False, addr, 512, 512) for i, addr in enumerate(addrs)], 16)
 
 
 def test_refused_links():
     """What no other link could repair."""
-    near = [KVEntry(i, "k", False, DST + i * 511, 512, 512) for i in range(2)]
-    far = [KVEntry(i, "k", False, SRC + i * 512, 512, 512) for i in range(2)]
-    with pytest.raises(ValueError, match="destination buffers must not overlap, got k of layer 0"):
-        plan_kv_transfer(KVLayout(far, 16), KVLayout(near, 16), [0], [0])
-    with pytest.raises(ValueError, match="total_kv_heads must be the same on both sides, got 4 at"):
-        plan_kv_transfer(
-            layout(SRC, tp_size=2, total_kv_heads=4), layout(DST, total_kv_heads=2), [0], [0]
-        )
-    with pytest.raises(ValueError, match="source must hold all tokens of its pages, got dcp_size"):
-        plan_kv_transfer(layout(SRC, dcp_size=2), layout(DST), [0], [0])
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"first_token": 16},  # over the prefix
-        {"first_token": 12, "num_tokens": 8},  # rows of a page that the other part leaves alone
-        {"cp_size": 2},  # the other rank's
-    ],
-)
-def test_a_page_twice_is_refused_whatever_of_it_is_sent(arguments):
-    with pytest.raises(ValueError, match="destination pages must be distinct, got page 3 for two"):
-        plan_kv_transfer(layout(SRC), layout(DST), [1, 2], [3, 3], **arguments)
+    for src, dst, message in [
+        (entry_layouts(SRC, SRC + 512), entry_layouts(DST, DST + 511),
+         "destination buffers must not overlap, got k of layer 0"),
+        (layout(SRC, tp_size=2, total_kv_heads=4), layout(DST, total_kv_heads=2),
+         "total_kv_heads must be the same on both sides, got 4 at"),
+        (layout(SRC, dcp_size=2), layout(DST), "source must hold all tokens of its pages, got dcp"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            plan_kv_transfer(src, dst, [0], [0])
 
 
 def test_pages_that_are_not_written_may_repeat():
@@ -122,9 +140,7 @@ def test_draft_layers_of_both_sides_must_be_the_same():
 
 
 def test_buffers_of_a_source_may_be_shared():
-    shared = [KVEntry(i, "k", False, SRC, 512, 512) for i in range(2)]
-    apart = [KVEntry(i, "k", False, DST + i * 512, 512, 512) for i in range(2)]
-    plan = plan_kv_transfer(KVLayout(shared, 16), KVLayout(apart, 16), [0], [0])
+    plan = plan_kv_transfer(entry_layouts(SRC, SRC), entry_layouts(DST, DST + 512), [0], [0])
     assert blocks(plan) == [(SRC, DST, 512), (SRC, DST + 512, 512)]
 
 
@@ -165,74 +181,19 @@ def test_packed_pages_go_whole():
 
 
 @pytest.mark.parametrize(
-    ("dst", "arguments"),
+    ("changes", "entry", "arguments"),
     [
-        ({}, {"first_token": 1}),
-        ({"page_size": 16, "entry": {"item_len": 2112}}, {}),
-        ({"dcp_size": 2}, {"num_tokens": 64}),
-        ({"entry": {"token_rows": True}}, {}),
+        ({}, {}, {"first_token": 1}),
+        ({"page_size": 16}, {"item_len": 2112}, {}),
+        ({"dcp_size": 2}, {}, {"num_tokens": 64}),
+        ({}, {"token_rows": True}, {}),
     ],
 )
-def test_parts_of_packed_pages_are_refused(dst, arguments):
-    placement = {"page_size": 64} | dst
-    changes = placement.pop("entry", {})
-    entry = packed(DST).entries[0]._replace(nbytes=8448, **changes)
-    to = KVLayout([entry], **placement)
+def test_parts_of_packed_pages_are_refused(changes, entry, arguments):
+    entries = [packed(DST).entries[0]._replace(nbytes=8448, **entry)]
+    to = KVLayout(entries, **({"page_size": 64} | changes))
     with pytest.raises(ValueError, match=r"index_k of layer 0 .*(whole pages|not rows of tokens)"):
-        plan_kv_transfer(packed(SRC), to, [0], range_of_pages(to), **arguments)
-
-
-def range_of_pages(layout):
-    return list(range(64 // layout.page_size))
-
-
-# --- arguments -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_tokens": 33}, "source pages must hold tokens [0, 33), got 2 of 16 from 0 on"),
-        ({"num_tokens": -1}, "num_tokens must be in [0, 2^48], got -1"),
-        ({"src_start": 8}, "src_start must be the first token of a page of 16, got 8"),
-        ({"src_start": 16, "first_token": 0, "num_tokens": 1},
-         "source pages must hold tokens [0, 1), got 2 of 16 from 16 on"),
-        ({"first_token": 33}, "source pages must hold tokens [33, 32), got 2 of 16 from 0 on"),
-        ({"dst_start": 16}, "num_tokens must be given where the pages of both sides do not end"),
-        ({"first_token": 2**60}, "first_token must be in [0, 2^48], got 1152921504606846976"),
-        ({"cp_rank": 1}, "cp_rank must be in [0, cp_size), got 1 of 1"),
-        ({"cp_share": "heads"}, 'cp_share must be pages or layers, got "heads"'),
-    ],
-)  # fmt: skip
-def test_refused_arguments(arguments, message):
-    with pytest.raises(ValueError, match=f"^plan_kv_transfer: {re.escape(message)}"):
-        plan_kv_transfer(layout(SRC), layout(DST), [1, 2], [3, 4], **arguments)
-
-
-def test_refused_arguments_of_a_dcp_rank():
-    dst = layout(DST, dcp_size=2, dcp_interleave=4)
-    with pytest.raises(ValueError, match="num_tokens must be given with dcp_size 2"):
-        plan_kv_transfer(layout(SRC), dst, [1, 2], [3])
-    with pytest.raises(ValueError, match="dst_start must be the first token of a page of 16 on ev"):
-        plan_kv_transfer(layout(SRC), dst, [1, 2], [3], num_tokens=4, dst_start=16)
-    with pytest.raises(ValueError, match="destination pages must hold tokens"):
-        plan_kv_transfer(layout(SRC), dst, [1, 2, 3], [3], num_tokens=33)
-
-
-@pytest.mark.parametrize("pages", [[1.0], [True], np.array([1.0])])
-def test_page_lists_of_other_types(pages):
-    with pytest.raises(TypeError, match=r"^plan_kv_transfer: src_pages must"):
-        plan_kv_transfer(layout(SRC), layout(DST), pages, [1])
-
-
-def test_cp_share_of_another_type():
-    with pytest.raises(TypeError, match=r"^plan_kv_transfer: cp_share must be a str, got NoneType"):
-        plan_kv_transfer(layout(SRC), layout(DST), [1], [1], cp_share=None)
-
-
-def test_nothing_to_send():
-    assert len(plan_kv_transfer(layout(SRC), layout(DST), [], [])) == 0
-    assert len(plan_kv_transfer(layout(SRC), layout(DST), [1], [2], num_tokens=0)) == 0
+        plan_kv_transfer(packed(SRC), to, [0], list(range(64 // to.page_size)), **arguments)
 
 
 # --- how many blocks -----------------------------------------------------------------------------
@@ -309,34 +270,3 @@ def test_offsets_beyond_32_bits_of_tokens():
 
 
 # --- over the pools ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("use_fia", [False, True])
-@pytest.mark.parametrize("page_size", [16, 128])
-def test_scenario_57_pages_of_pools_in_either_layout(use_fia, page_size):
-    """A pool for the fused operator says one token where a page is meant, unless told (#15852)."""
-
-    def pool(fia):
-        return MHATokenToKVPool(
-            size=5 * page_size, page_size=page_size, num_layers=2, num_kv_heads=2,
-            head_dim=8, v_head_dim=4, dtype="float32", use_fia=fia, container="numpy",
-        )  # fmt: skip
-
-    src, dst = pool(use_fia), pool(not use_fia)
-    rng = np.random.default_rng(0)
-    num_tokens = 3 * page_size
-    slots = np.concatenate([np.arange(page_size) + page_size * page for page in (4, 1, 2)])
-    rows = [rng.random((num_tokens, 2, width), np.float32) for width in (8, 4)]
-    for layer in range(2):
-        src.set_kv_buffer(layer, slots, rows[0] + layer, rows[1] + layer)
-    plan = plan_kv_transfer(KVLayout.from_pool(src), KVLayout.from_pool(dst), [4, 1, 2], [3, 4, 5])
-    for from_, to, length in blocks(plan):
-        ctypes.memmove(to, from_, length)
-    for layer in range(2):
-        for array, row in (
-            (dst.get_key_buffer(layer), rows[0]),
-            (dst.get_value_buffer(layer), rows[1]),
-        ):
-            flat = array.reshape(6 * page_size, *row.shape[1:])
-            np.testing.assert_array_equal(flat[3 * page_size :], row + layer)
-            assert not flat[: 3 * page_size].any()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,6 @@ from hypothesis import strategies as st
 from cpattn.kv import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 from cpattn.transfer import (
     KVArgs,
-    KVEntry,
     KVLayout,
     KVSender,
     LocalEngine,
@@ -26,19 +27,18 @@ from cpattn.transfer import (
 from support.examples import examples
 
 PAGE = 4
+NUMPY = {"page_size": PAGE, "container": "numpy"}
+FLOATS = NUMPY | {"dtype": "float32"}
+LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "index_head_dim": 4}
 POOLS = {
-    "mha": lambda size, layers, start=0: MHATokenToKVPool(
-        size=size, page_size=PAGE, num_layers=layers, num_kv_heads=2, head_dim=4, start_layer=start,
-        dtype="float32", container="numpy",
-    ),
-    "mla": lambda size, layers, start=0: MLATokenToKVPool(
-        size=size, page_size=PAGE, num_layers=layers, kv_lora_rank=8, qk_rope_head_dim=4,
-        index_head_dim=4, start_layer=start, dtype="float32", container="numpy",
-    ),
-    "dsa": lambda size, layers, start=0: DSATokenToKVPool(
-        size=size, page_size=PAGE, num_layers=layers, start_layer=start, container="numpy",
-    ),
-}  # fmt: skip
+    "mha": partial(MHATokenToKVPool, num_kv_heads=2, head_dim=4, **FLOATS),
+    "mla": partial(MLATokenToKVPool, **LATENT, **FLOATS),
+    "dsa": partial(DSATokenToKVPool, **NUMPY),
+}
+
+
+def make_pool(kind, size, layers, start=0):
+    return POOLS[kind](size=size, num_layers=layers, start_layer=start)
 
 
 def pages_of(pool):
@@ -53,7 +53,7 @@ def pages_of(pool):
 def striped(kind, logical, size, rng):
     """Pools of ranks that stripe the pages of a logical cache, which is returned, too."""
     num_pages = 1 + max(logical) // size
-    pools = [POOLS[kind](num_pages * PAGE, 2) for _ in range(size)]
+    pools = [make_pool(kind, num_pages * PAGE, 2) for _ in range(size)]
     for pool in pools:
         for view in pages_of(pool):
             view[:] = rng.integers(0, 256, view.shape, np.uint8)
@@ -88,7 +88,7 @@ def test_ranks_that_stripe_pages_fill_a_plain_pool(kind, planned, data, size, se
     num_pages = data.draw(st.integers(1, 14))
     logical = (size + rng.permutation(20)[:num_pages]).tolist()  # the first pages are padding
     pools, whole = striped(kind, logical, size, rng)
-    receiver = POOLS[kind](20 * PAGE, 2)
+    receiver = make_pool(kind, 20 * PAGE, 2)
     views = pages_of(receiver)
     for view in views:
         view[:] = 0xA5
@@ -109,23 +109,20 @@ def test_ranks_that_stripe_pages_fill_a_plain_pool(kind, planned, data, size, se
                 written[dst] += 1
                 assert plan.total_bytes == len(src) * sum(view.shape[1] for view in views)
                 plan.execute(engine, peer.session_id)
-    expected = np.zeros(21, int)
-    expected[dst_pages] = 1
-    assert written.tolist() == expected.tolist()
+    assert np.flatnonzero(written).tolist() == sorted(dst_pages.tolist())
+    assert written.max() == 1
     for view, pages in zip(views, whole, strict=True):
         np.testing.assert_array_equal(view[dst_pages], pages)
         others = np.setdiff1d(np.arange(len(view)), dst_pages)
         assert (view[others] == 0xA5).all()
 
 
-def split_layouts(kind, num_layers, num_ranks, first_layer=0):
+def split_layouts(kind, num_layers, num_ranks):
     """Pools and layouts of ranks that keep a range of a stage's layers each."""
     ranks = []
     for rank in range(num_ranks):
-        start, end = (
-            first_layer + layer for layer in get_layer_shard_range(rank, num_ranks, num_layers)
-        )
-        pool = POOLS[kind](8 * PAGE, end - start, start) if end > start else None
+        start, end = get_layer_shard_range(rank, num_ranks, num_layers)
+        pool = make_pool(kind, 8 * PAGE, end - start, start) if end > start else None
         layout = (
             KVLayout.from_pool(pool, layers=(start, end))
             if pool
@@ -140,7 +137,7 @@ def split_layouts(kind, num_layers, num_ranks, first_layer=0):
 @given(st.integers(1, 7), st.integers(1, 5), st.integers(0, 2**32 - 1))
 def test_ranks_that_divide_layers_cover_every_entry_once(kind, num_layers, num_ranks, seed):
     rng = np.random.default_rng(seed)
-    receiver = POOLS[kind](8 * PAGE, num_layers)
+    receiver = make_pool(kind, 8 * PAGE, num_layers)
     whole = KVLayout.from_pool(receiver)
     views = pages_of(receiver)
     ranks = split_layouts(kind, num_layers, num_ranks)
@@ -165,37 +162,9 @@ def test_ranks_that_divide_layers_cover_every_entry_once(kind, num_layers, num_r
     assert links.total_bytes == 2 * sum(view.shape[1] for view in views)
 
 
-def test_a_missing_rank_of_a_layer_split_is_told():
-    ranks = [layout for _, layout in split_layouts("mla", 5, 3)]
-    receiver = POOLS["mla"](8 * PAGE, 5)
-    whole = KVLayout.from_pool(receiver)
-    with pytest.raises(ValueError, match=r"layer"):
-        plan_kv_links(ranks[:2], [whole], [[1]] * 2, [[1]])
-    with pytest.raises(ValueError, match=r"layer"):
-        plan_kv_links([*ranks, ranks[1]], [whole], [[1]] * 4, [[1]])
-
-
-def entries(layers, base, is_draft=False):
-    return [
-        KVEntry(layer, "k", is_draft, base + 4096 * i, 1024, 128) for i, layer in enumerate(layers)
-    ]
-
-
-def test_drafts_go_with_the_last_rank():
-    whole = KVLayout(entries(range(5), 1 << 30) + entries([0], 1 << 31, True), 8)
-    ranks = []
-    for rank in range(2):
-        start, end = get_layer_shard_range(rank, 2, 5)
-        drafts = entries([0], 1 << 29, True) if rank == 1 else []
-        ranks.append(KVLayout(entries(range(start, end), 1 << 28) + drafts, 8, layers=(start, end)))
-    links = plan_kv_links(ranks, [whole], [[1], [1]], [[2]])
-    sent = {link.source: [(name, count) for name, count, _ in link.plan.parts] for link in links}
-    assert sent == {0: [("k", 3)], 1: [("k", 2), ("draft k", 1)]}
-
-
 def test_a_rank_of_a_layer_split_is_planned_like_a_stage():
     """Of flat lists; a stage's first layer is that of its stage and its own."""
-    receiver = POOLS["mla"](8 * PAGE, 7)
+    receiver = make_pool("mla", 8 * PAGE, 7)
     peer = KVArgs()
     fill_kv_args(peer, receiver)
     arrived = []
@@ -206,10 +175,7 @@ def test_a_rank_of_a_layer_split_is_planned_like_a_stage():
             args, peer.kv_data_ptrs, [1], [2], pp_size=3, is_mla=True, is_last_rank=rank == 2,
             dst_item_lens=peer.kv_item_lens,
         )  # fmt: skip
-        starts = [
-            dst - 2 * length
-            for dst, length in zip(plan.dst_addrs.tolist(), plan.lengths.tolist(), strict=True)
-        ]
+        starts = (plan.dst_addrs - 2 * plan.lengths).tolist()
         start, end = get_layer_shard_range(rank, 3, 7)
         wanted = [ptr for group in range(3) for ptr in peer.kv_data_ptrs[7 * group :][start:end]]
         assert starts == wanted

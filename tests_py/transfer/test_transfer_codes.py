@@ -6,12 +6,12 @@ from __future__ import annotations
 import ctypes
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 
 import cpattn
 from cpattn.transfer import KVEntry, KVLayout, plan_kv_links, plan_kv_transfer
+from support.pairwise import pairwise
 from support.transfer.plan_blocks import blocks
 
 HEADS, DIM, PAGE = 4, 16, 8
@@ -34,11 +34,13 @@ def rows(pool, kind, layer):
     return x.view(torch.uint8).reshape(pool.num_pages * pool.page_size, pool.num_kv_heads, -1)
 
 
-@pytest.mark.parametrize("use_fia", [(False, False), (True, False)])
-@pytest.mark.parametrize(("src_tp", "dst_tp"), [(1, 1), (1, 2), (4, 1), (2, 4), (1, 8)])
-@pytest.mark.parametrize(("dtype", "scale_dtype"), FORMATS)
-def test_codes_and_scales_arrive(dtype, scale_dtype, src_tp, dst_tp, use_fia):
-    """Of other heads, pages and shapes; tokens 3 to 20 of a sequence."""
+@pytest.mark.parametrize(
+    ("formats", "sizes", "use_fia"),
+    pairwise(FORMATS, [(1, 1), (1, 2), (4, 1), (2, 4), (1, 8)], [(False, False), (True, False)]),
+)
+def test_codes_and_scales_arrive(formats, sizes, use_fia):
+    """Tokens 3 to 20, of other heads and pages; scenario 57: of pools in either layout (#15852)."""
+    (dtype, scale_dtype), (src_tp, dst_tp) = formats, sizes
 
     def side(tp_size, page_size, fia):
         pools = [
@@ -103,28 +105,32 @@ def test_layouts_say_what_the_bytes_are():
     assert layout != other  # other memory
 
 
-PAIRS = [(a, b) for a, b in product(FORMATS, FORMATS) if a != b]
+ONE = "of layer 0 must have one dtype on both sides, got"
 
 
-@pytest.mark.parametrize(("of_source", "of_destination"), PAIRS)
-def test_other_formats_are_refused_by_name(of_source, of_destination):
-    source, destination = make_pool(*of_source), make_pool(*of_destination)
-    if of_source[0] != of_destination[0]:
-        message = (
-            f"k of layer 0 must have one dtype on both sides, got {of_source[0]} at the source "
-            f"and {of_destination[0]} at the destination"
-        )
-    elif None in (of_source[1], of_destination[1]):
-        sides = ("source", "destination") if of_source[1] else ("destination", "source")
-        message = rf"{sides[0]} has k_scale of layer 0 \(item_len \d+\), which {sides[1]} has not$"
-    else:
-        message = (
-            f"k_scale of layer 0 must have one dtype on both sides, got {of_source[1]} at the "
-            f"source and {of_destination[1]} at the destination"
-        )
+@pytest.mark.parametrize(
+    ("src", "dst", "message"),
+    [
+        (("int8",), ("float8_e5m2",), f"k {ONE} int8 at the source and float8_e5m2 at the dest"),
+        (("bfloat16",), ("int8", "float16"), f"k {ONE} bfloat16 at the source and int8 at the des"),
+        (
+            ("int8", "float16"),
+            ("int8",),
+            r"source has k_scale of layer 0 .*, which destination has",
+        ),
+        (
+            ("int8",),
+            ("int8", "float32"),
+            r"destination has k_scale of layer 0 .*, which source has",
+        ),
+        (("int8", "float16"), ("int8", "bfloat16"), f"k_scale {ONE} float16 at the source and bfl"),
+    ],
+)
+def test_other_formats_are_refused_by_name(src, dst, message):
+    layouts = [layout_of(make_pool(*formats)) for formats in (src, dst)]
     for pages in ([], [1, 2]):
         with pytest.raises(ValueError, match=f"^plan_kv_transfer: {message}"):
-            plan_kv_transfer(layout_of(source), layout_of(destination), pages, pages)
+            plan_kv_transfer(*layouts, pages, pages)
 
 
 def test_a_side_that_does_not_say_what_it_has_is_compared_by_lengths():
@@ -150,11 +156,9 @@ def test_messages_of_peers_that_know_no_dtypes():
 
 
 def test_plans_name_scales():
-    pool = make_pool("int8", "float32")
-    other = make_pool("int8", "float32")
-    plan = plan_kv_transfer(layout_of(pool), layout_of(other), [1], [2])
+    pools = [make_pool("int8", "float32") for _ in range(4)]
+    plan = plan_kv_transfer(layout_of(pools[0]), layout_of(pools[1]), [1], [2])
     assert "2 × k_scale, 2 × v_scale" in repr(plan)
-    draft = [make_pool("int8", "float32") for _ in range(2)]
-    layouts = [KVLayout.from_pool(*pools) for pools in zip((pool, other), draft, strict=True)]
+    assert plan.total_bytes == 4 * PAGE * HEADS * (DIM + 4)
+    layouts = KVLayout.from_pool(*pools[::2]), KVLayout.from_pool(*pools[1::2])
     assert "draft v_scale" in repr(plan_kv_transfer(*layouts, [1], [2]))
-    assert np.uint64(plan.total_bytes) == 4 * PAGE * HEADS * (DIM + 4)

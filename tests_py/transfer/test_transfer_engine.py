@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import pickle
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-import cpattn
-from cpattn.transfer import TransferPlan, TransferStatus, execute
+from cpattn.transfer import TransferPlan, execute
 
 
 class ScriptedEngine:
@@ -36,10 +34,6 @@ def plan_of(num_blocks):
     return TransferPlan(offsets + np.uint64(1 << 48), offsets + np.uint64(1 << 49), lengths)
 
 
-def fields(status):
-    return {"code": int(status)} | vars(status)
-
-
 def test_batches_are_three_lists_of_plain_ints_in_order():
     engine, progress = ScriptedEngine(), []
     status = plan_of(10).execute(engine, "peer", progress=lambda *done: progress.append(done))
@@ -51,29 +45,8 @@ def test_batches_are_three_lists_of_plain_ints_in_order():
     blocks = [block for _, *lists in engine.writes for block in zip(*lists, strict=True)]
     assert blocks == [((1 << 48) + 4096 * i, (1 << 49) + 4096 * i, i + 1) for i in range(10)]
     assert progress == [(4, 10), (8, 36), (10, 55)]
-    assert fields(status) == {
-        "code": 0,
-        "num_batches": 3,
-        "first_failed_batch": None,
-        "blocks_done": 10,
-        "bytes_done": 55,
-        "attempts": 3,
-    }
-
-
-def test_first_failing_code_ends_it_and_is_returned_unchanged():
-    engine = ScriptedEngine(0, -7)
-    status = plan_of(12).execute(engine, "peer", check=False)
-    assert status == -7
-    assert len(engine.writes) == 2
-    assert fields(status) == {
-        "code": -7,
-        "num_batches": 3,
-        "first_failed_batch": 1,
-        "blocks_done": 4,
-        "bytes_done": 10,
-        "attempts": 2,
-    }
+    assert status == 0
+    assert list(vars(status).values()) == [3, None, 10, 55, 3]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("link down"), KeyboardInterrupt()])
@@ -102,18 +75,6 @@ def test_exceptions_of_progress_say_where_too(batches, first_failed):
     status = caught.value.transfer_status
     assert len(engine.writes) == batches
     assert (status.blocks_done, status.first_failed_batch) == (4 * batches, first_failed)
-
-
-def test_a_first_batch_that_fails_leaves_nothing_done():
-    status = plan_of(12).execute(ScriptedEngine(-5), "peer", check=False)
-    assert (int(status), status.first_failed_batch) == (-5, 0)
-    assert (status.blocks_done, status.bytes_done) == (0, 0)
-
-
-def test_empty_plan_calls_nothing():
-    engine = ScriptedEngine(-1)
-    assert plan_of(0).execute(engine, "peer") == 0
-    assert engine.writes == []
 
 
 def test_retries_only_the_failed_batch_and_only_when_asked():
@@ -163,39 +124,8 @@ def test_batches_are_bounded_in_bytes():
     assert batches == [lengths[:2], lengths[2:3], lengths[3:4], lengths[4:6], lengths[6:]]
 
 
-@pytest.mark.parametrize(
-    ("keyword", "value", "rule"), [("max_blocks", 0, ">= 1"), ("retries", -1, ">= 0")]
-)
-def test_execute_checks_its_arguments(keyword, value, rule):
-    with pytest.raises(ValueError, match=f"execute: {keyword} must be {rule}, got {value}"):
-        plan_of(1).execute(ScriptedEngine(), "peer", **{keyword: value})
-
-
-@pytest.mark.parametrize("keyword", ["max_blocks", "retries"])
-@pytest.mark.parametrize("value", [2.0, True, "2"])
-def test_execute_wants_integers(keyword, value):
-    message = f"execute: {keyword} must be an integer, got {type(value).__name__}"
-    with pytest.raises(TypeError, match=message):
-        plan_of(1).execute(ScriptedEngine(), "peer", **{keyword: value})
-
-
 def test_execute_without_a_limit_of_the_engine():
     engine = ScriptedEngine()
     del engine.max_blocks
     plan_of(513).execute(engine, "peer")
     assert [len(lengths) for *_, lengths in engine.writes] == [512, 1]
-
-
-def test_status_is_an_int_that_travels():
-    status = TransferStatus(-7, num_batches=3, first_failed_batch=1)
-    copy = pickle.loads(pickle.dumps(status))
-    assert fields(copy) == fields(status)
-    assert repr(copy) == (
-        "TransferStatus(-7, num_batches=3, first_failed_batch=1, blocks_done=0, bytes_done=0, "
-        "attempts=0)"
-    )
-    assert not TransferStatus(0)
-
-
-def test_names_are_exported():
-    assert {"LocalEngine", "TransferEngine", "TransferStatus"} <= set(cpattn.transfer.__all__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -41,18 +42,6 @@ def test_a_failure_code_is_an_error_with_session_batch_and_code():
     assert isinstance(caught.value, RuntimeError)
 
 
-def test_engines_that_look_at_codes_have_them_returned():
-    status = PLAN.execute(Answering(0, -7), "peer", check=False)
-    assert (int(status), status.first_failed_batch, status.bytes_done) == (-7, 1, 16)
-    assert PLAN.execute(Answering(0, 0, 0), "peer", check=False) == 0
-
-
-def test_retries_come_before_the_error():
-    assert PLAN.execute(Answering(0, -1, 0, 0), "peer", retries=1).attempts == 4
-    with pytest.raises(TransferError, match="batch 1 of 3"):
-        PLAN.execute(Answering(0, -1, -1), "peer", retries=1)
-
-
 @pytest.mark.parametrize("answer", [None, True, False, 0.0, "0"])
 @pytest.mark.parametrize("check", [True, False])
 def test_what_is_no_code_is_no_success(answer, check):
@@ -62,10 +51,27 @@ def test_what_is_no_code_is_no_success(answer, check):
     assert caught.value.transfer_status.blocks_done == 2
 
 
+def test_engines_that_look_at_codes_have_them_returned():
+    for codes, failed, blocks in (((-7,), 0, 0), ((0, -7), 1, 2), ((0, 0, 0), None, 5)):
+        status = PLAN.execute(Answering(*codes), "peer", check=False, timeout=float("inf"))
+        assert (int(status), status.first_failed_batch) == (codes[-1], failed)
+        assert (status.blocks_done, status.bytes_done) == (blocks, 8 * blocks)
+        assert (status.num_batches, status.attempts) == (3, len(codes))
+
+
+def test_a_status_is_an_int():
+    assert not TransferStatus(0)
+    assert repr(TransferStatus(-7, num_batches=3, first_failed_batch=1)) == (
+        "TransferStatus(-7, num_batches=3, first_failed_batch=1, blocks_done=0, bytes_done=0, "
+        "attempts=0)"
+    )
+
+
 def test_codes_of_numpy_are_codes():
     assert type(int(PLAN.execute(Answering(*np.zeros(3, np.int32)), "peer"))) is int
     with pytest.raises(TransferError, match="code -3 "):
         PLAN.execute(Answering(np.int64(-3)), "peer")
+    assert TransferPlan([], [], []).execute(Answering(), "peer") == 0  # which asks nobody
 
 
 def test_memory_that_nobody_registered_is_an_error():
@@ -75,10 +81,9 @@ def test_memory_that_nobody_registered_is_an_error():
 
 
 def test_names_are_where_users_look():
-    assert "TransferError" in cpattn.transfer.__all__
-    for name in cpattn.transfer.__all__:
-        assert getattr(cpattn.transfer, name).__doc__
-    assert {"register", "Registration", "KVLink", "KVLinks"} <= set(cpattn.transfer.__all__)
+    names = {"LocalEngine", "TransferEngine", "TransferStatus", "TransferError", "register"}
+    assert names | {"Registration", "KVLink", "KVLinks"} <= set(cpattn.transfer.__all__)
+    assert all(getattr(cpattn.transfer, name).__doc__ for name in cpattn.transfer.__all__)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
@@ -91,23 +96,29 @@ def test_an_error_travels_with_its_status(protocol):
         assert (other.status, other.link) == (-7, "a note of the caller")
 
 
+WHOLE = "must be an integer, got"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        ({"timeout": float("nan")}, ValueError, "timeout must be >= 0, got nan"),
-        ({"timeout": -1}, ValueError, "timeout must be >= 0, got -1"),
-        ({"timeout": "8"}, TypeError, "timeout must be a float, got str"),
-        ({"timeout": True}, TypeError, "timeout must be a float, got bool"),
-        ({"progress": 1}, TypeError, "progress must be callable, got int"),
+        ({"timeout": float("nan")}, "timeout must be >= 0, got nan"),
+        ({"timeout": -1}, "timeout must be >= 0, got -1"),
+        ({"timeout": "8"}, "timeout must be a float, got str"),
+        ({"timeout": True}, "timeout must be a float, got bool"),
+        ({"progress": 1}, "progress must be callable, got int"),
+        ({"max_blocks": 0}, "max_blocks must be >= 1, got 0"),
+        ({"retries": -1}, "retries must be >= 0, got -1"),
+        ({"max_blocks": 2.0}, f"max_blocks {WHOLE} float"),
+        ({"max_blocks": True}, f"max_blocks {WHOLE} bool"),
+        ({"retries": "2"}, f"retries {WHOLE} str"),
+        ({"check": 1}, "check must be a bool, got int"),
     ],
 )
-def test_arguments_are_checked_before_anything_is_written(arguments, error, message):
+def test_arguments_are_checked_before_anything_is_written(arguments, message):
+    error = TypeError if re.search("got (str|int|bool|float)", message) else ValueError
     with pytest.raises(error, match=f"^TransferPlan.execute: {message}$"):
         PLAN.execute(Answering(), "peer", **arguments)
-
-
-def test_no_limit_of_time():
-    assert PLAN.execute(Answering(0, 0, 0), "peer", timeout=float("inf")) == 0
 
 
 def test_lengths_up_to_the_last_byte_of_the_address_space():

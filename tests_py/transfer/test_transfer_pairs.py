@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 
 import pytest
@@ -29,38 +30,30 @@ def test_pairs_take_the_next_unused_occurrence(src, dst):
             break
         used.add(free[0])
         expected.append((i, free[0]))
+    arguments = src, dst, len(src), len(dst)
     if not src or (dst and len(expected) == len(src)):
-        assert build_transfer_entry_pairs(src, dst, len(src), len(dst)) == expected
-    else:
-        with pytest.raises(
-            RuntimeError, match=r"missing a transfer entry for model layer|both PD peers"
-        ):
-            build_transfer_entry_pairs(src, dst, len(src), len(dst))
+        assert build_transfer_entry_pairs(*arguments) == expected
+        return
+    with pytest.raises(RuntimeError, match=r"missing a transfer entry for model|both PD peers"):
+        build_transfer_entry_pairs(*arguments)
 
 
 def test_pairs_without_ids():
-    assert build_transfer_entry_pairs(None, None, 0, 5) == []
-    assert build_transfer_entry_pairs(None, [], 2, 2) == [(0, 0), (1, 1)]
-    assert build_transfer_entry_pairs(None, None, 2, 3, allow_positional_fallback=True) == [
-        (0, 0),
-        (1, 1),
-    ]
-    assert build_transfer_entry_pairs([1, 2], None, 2, 3, allow_positional_fallback=True)[1] == (
-        1,
-        1,
-    )
-    with pytest.raises(
-        RuntimeError, match="both PD peers or neither, got 2 ids of the source and 0 of"
-    ):
-        build_transfer_entry_pairs([1, 2], None, 2, 2)
-    with pytest.raises(RuntimeError, match="requires layer ids on both peers; got src=2 dst=3"):
-        build_transfer_entry_pairs(None, None, 2, 3)
-    with pytest.raises(RuntimeError, match="requires layer ids on both peers; got src=3 dst=2"):
-        build_transfer_entry_pairs(None, None, 3, 2, allow_positional_fallback=True)
-    with pytest.raises(RuntimeError, match="src metadata=1 entries=2, dst metadata=2 entries=2"):
-        build_transfer_entry_pairs([1], [1, 2], 2, 2)
+    pairs, either_way = build_transfer_entry_pairs, {"allow_positional_fallback": True}
+    assert pairs(None, None, 0, 5) == []
+    assert pairs(None, [], 2, 2) == [(0, 0), (1, 1)]
+    assert pairs(None, None, 2, 3, **either_way) == [(0, 0), (1, 1)]
+    assert pairs([1, 2], None, 2, 3, **either_way)[1] == (1, 1)
+    for arguments, options, message in [
+        (([1, 2], None, 2, 2), {}, "both PD peers or neither, got 2 ids of the source and 0 of"),
+        ((None, None, 2, 3), {}, "requires layer ids on both peers; got src=2 dst=3"),
+        ((None, None, 3, 2), either_way, "requires layer ids on both peers; got src=3 dst=2"),
+        (([1], [1, 2], 2, 2), {}, "src metadata=1 entries=2, dst metadata=2 entries=2"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            pairs(*arguments, **options)
     with pytest.raises(ValueError, match=r"n_src and n_dst must be in \[0, 16777216\], got -1"):
-        build_transfer_entry_pairs(None, None, -1, 2)
+        pairs(None, None, -1, 2)
 
 
 def test_uneven_stages_of_a_hybrid_model_by_layer_id():
@@ -103,20 +96,21 @@ def test_decode_targets(rank, prefill, decode, is_mla, expected):
 
 def test_decode_targets_cover_all_prefill_ranks():
     for prefill, decode in product((1, 2, 4, 8), repeat=2):
-        waits = dict.fromkeys(range(prefill), 0)
-        for rank in range(decode):
-            targets = decode_targets(
-                rank, prefill_tp_size=prefill, decode_tp_size=decode, is_mla=False
-            )
-            for sender in targets.ranks:
-                waits[sender] += 1
-        assert set(waits.values()) == {max(1, decode // prefill)}
+        sizes = {"prefill_tp_size": prefill, "decode_tp_size": decode, "is_mla": False}
+        senders = Counter(
+            sender for rank in range(decode) for sender in decode_targets(rank, **sizes).ranks
+        )
+        assert senders == dict.fromkeys(range(prefill), max(1, decode // prefill))
 
 
-def test_decode_targets_refuse():
-    with pytest.raises(ValueError, match="must divide the other, got 4 and 6"):
-        decode_targets(0, prefill_tp_size=4, decode_tp_size=6, is_mla=True)
-    with pytest.raises(ValueError, match="must divide the other, got 0 and 6"):
-        decode_targets(0, prefill_tp_size=0, decode_tp_size=6, is_mla=True)
-    with pytest.raises(ValueError, match="engine_rank must be >= 0, got -1"):
-        decode_targets(-1, prefill_tp_size=2, decode_tp_size=2, is_mla=True)
+@pytest.mark.parametrize(
+    ("rank", "prefill", "decode", "message"),
+    [
+        (0, 4, 6, "must divide the other, got 4 and 6"),
+        (0, 0, 6, "must divide the other, got 0 and 6"),
+        (-1, 2, 2, "engine_rank must be >= 0, got -1"),
+    ],
+)
+def test_decode_targets_refuse(rank, prefill, decode, message):
+    with pytest.raises(ValueError, match=message):
+        decode_targets(rank, prefill_tp_size=prefill, decode_tp_size=decode, is_mla=True)
