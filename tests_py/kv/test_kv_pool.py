@@ -21,14 +21,9 @@ POOL_DTYPES = (*DTYPES, FP8)
 
 def golden(use_fia=False, **options):
     """Nine pages of 8 tokens with 2 heads of 8 numbers, two layers."""
-    return cpattn.kv.MHATokenToKVPool(
-        size=64,
-        page_size=8,
-        num_layers=2,
-        num_kv_heads=2,
-        head_dim=8,
-        **{"dtype": "float32", "use_fia": use_fia, **options},
-    )
+    sizes = {"size": 64, "page_size": 8, "num_layers": 2, "num_kv_heads": 2, "head_dim": 8}
+    options = {"dtype": "float32", "use_fia": use_fia} | options
+    return cpattn.kv.MHATokenToKVPool(**sizes, **options)
 
 
 def raw(tensor):

@@ -74,10 +74,10 @@ int main() { std::printf("%d\\n", sum_below(9)); }
 
 
 class Project:
-    """One source, its test, and a run of the tool on them."""
+    """One source, its test, and runs of the tool on them."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root, self.journal = root, root / "build" / "mutation" / "journal.jsonl"
         self.test = self.write("tests_py/test_clip.py", TEST)
         self.write("python/cpattn/__init__.py", "")
         self.write("python/cpattn/clip.py", CLIPPED)
@@ -88,83 +88,47 @@ class Project:
         path.write_text(text)
         return path
 
-    def judge(self, text: str) -> None:
-        self.write("tests_py/mutation/verdicts.toml", text)
-
-    def run(self) -> subprocess.CompletedProcess[str]:
+    def run(self, code: int = 1) -> tuple[list[str], subprocess.CompletedProcess[str]]:
+        """Returns the outcomes that a run adds, and what it says."""
+        before = self.journal.read_text().splitlines() if self.journal.exists() else []
         command = [sys.executable, "-m", "mutate", f"--root={self.root}", "--tests=test_*.py"]
-        return subprocess.run(
-            [*command, "--bar=100", "python/cpattn/clip.py"],
-            cwd=self.root,
-            env=os.environ | {"PYTHONPATH": str(HERE.parent)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Project:
-    return Project(tmp_path)
+        environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
+        done = subprocess.run(
+            [*command, "--bar=100", "python/cpattn/clip.py"], cwd=self.root, env=environment,
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        new = self.journal.read_text().splitlines()[len(before) :]
+        return sorted(json.loads(line)["outcome"] for line in new), done
 
 
 def last_row(output: str) -> list[str]:
     return next(line for line in output.splitlines() if line.startswith("all ")).split()[1:]
 
 
-def test_a_known_mutant_is_killed_and_a_survivor_named(project: Project) -> None:
-    done = project.run()
-    assert done.returncode == 1, done.stderr
+def test_runs_on_a_project_whose_mutants_are_known(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    extension = project.write("build/release/python/cpattn/_core.test.so", "")
+    tried, done = project.run()
+    assert tried == ["killed", "survived"]
     assert last_row(done.stdout) == ["2", "1", "1", "0", "50.0", "%"]
     assert "value > limit  ->  value >= limit" in done.stdout.splitlines()[-1]
-
-
-def test_python_alone_runs_on_the_extension_of_the_release_build(project: Project) -> None:
-    extension = project.write("build/release/python/cpattn/_core.test.so", "")
-    project.run()
     made = project.root / "build" / "mutation" / "python" / "cpattn" / extension.name
-    assert made.resolve() == extension
-
-
-def test_a_known_equivalent_mutant_does_not_count(project: Project) -> None:
-    project.judge(EQUIVALENT.format(">"))
-    done = project.run()
-    assert done.returncode == 0, done.stderr
-    assert last_row(done.stdout) == ["2", "1", "0", "1", "100.0", "%"]
-
-
-def test_a_verdict_that_a_test_refutes_is_an_error(project: Project) -> None:
-    project.judge(EQUIVALENT.format("<"))
-    done = project.run()
-    assert done.returncode == 1
-    assert "not equivalent: python/cpattn/clip.py" in done.stdout
-    assert "test_clip.py::test_clipped fails" in done.stdout
-
-
-def test_a_mutant_is_tried_again_when_its_tests_change(project: Project) -> None:
-    journal = project.root / "build" / "mutation" / "journal.jsonl"
-
-    def tried() -> list[str]:
-        """The outcomes that a run adds."""
-        before = len(journal.read_text().splitlines()) if journal.exists() else 0
-        assert project.run().returncode == 1
-        new = journal.read_text().splitlines()[before:]
-        return sorted(json.loads(line)["outcome"] for line in new)
-
-    assert tried() == ["killed", "survived"]
-    assert tried() == []
+    assert made.resolve() == extension  # Python alone runs on that of the release build
+    assert project.run()[0] == []
     project.write("tests_py/test_more.py", TEST)
-    assert tried() == ["survived"]
+    assert project.run()[0] == ["survived"]
     project.test.write_text(TEST.replace("test_clipped", "test_both"))
-    assert tried() == ["killed", "survived"]
-
-
-def test_tests_that_fail_by_themselves_end_the_run(project: Project) -> None:
+    assert project.run()[0] == ["killed", "survived"]
+    project.write("tests_py/mutation/verdicts.toml", EQUIVALENT.format(">"))
+    assert last_row(project.run(code=0)[1].stdout) == ["2", "1", "0", "1", "100.0", "%"]
+    project.write("tests_py/mutation/verdicts.toml", EQUIVALENT.format("<"))
+    output = project.run()[1].stdout
+    assert "not equivalent: python/cpattn/clip.py" in output
+    assert " fails" in output
     project.test.write_text(TEST.replace("== 2", "== 3"))
-    done = project.run()
-    assert done.returncode == 1
-    assert "test_clip.py::test_clipped failed with nothing changed" in done.stderr
+    message = "test_clip.py::test_clipped failed with nothing changed"
+    assert message in project.run()[1].stderr
 
 
 class Sums:

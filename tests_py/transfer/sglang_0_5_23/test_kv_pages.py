@@ -24,31 +24,11 @@ def test_pages_of_slots(pages, page_size, data):
     missing = data.draw(st.integers(0, page_size - 1)) if slots else 0
     slots = slots[: len(slots) - missing]
     assert kv_to_page_indices(slots, page_size).tolist() == pages
+    for dtype in (np.int32, np.int64):
+        found = kv_to_page_indices(np.repeat(np.array(slots, dtype), 2)[::2], page_size)
+        assert found.tolist() == pages
+        assert found.dtype == np.int32
     assert kv_to_page_num(len(slots), page_size) == len(pages)
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_pages_take_arrays_with_strides(dtype):
-    slots = np.repeat(np.arange(8, 14, dtype=dtype), 2)[::2]
-    pages = kv_to_page_indices(slots, 4)
-    assert pages.tolist() == [2, 3]
-    assert pages.dtype == np.int32
-    assert kv_to_page_indices(slots, 1).tolist() == slots.tolist()
-
-
-def test_pages_refuse():
-    with pytest.raises(ValueError, match=r"page_size must be >= 1, got 0"):
-        kv_to_page_indices([1], 0)
-    with pytest.raises(ValueError, match=r"page_size must be >= 1, got -4"):
-        kv_to_page_num(3, -4)
-    with pytest.raises(ValueError, match=r"num_tokens must be >= 0, got -1"):
-        kv_to_page_num(-1, 4)
-    with pytest.raises(ValueError, match=r"kv_indices must be >= 0, got -8 at index 2"):
-        kv_to_page_indices([0, 1, -8], 2)
-    with pytest.raises(ValueError, match=r"pages must fit into int32, got 2147483648"):
-        kv_to_page_indices([2**35], 16)
-    with pytest.raises(TypeError, match="kv_indices"):
-        kv_to_page_indices([1.0], 2)
 
 
 def groups(src, dst):
@@ -79,23 +59,54 @@ def test_groups_are_those_of_the_definition(pairs):
     expected = groups(src, dst)
     assert group_concurrent_contiguous(src, dst) == expected
     assert group_concurrent_contiguous(np.array(src, np.int64), tuple(dst)) == expected
+    if pairs:
+        assert group_concurrent_contiguous(src, []) == group_concurrent_contiguous([], dst)
+        assert group_concurrent_contiguous(src, []) == ([], [])
+
+
+def cursor(num_tokens=8, page_size=4, **options):
+    return KVSendCursor(num_tokens, page_size, **options)
+
+
+WHOLE, PAGE = cursor(12).advance(12, last_chunk=True), "page_size must be >= 1, got"
+SHORT = r"pages \[0, 3\).*got {} of the source and 2 of the"
+EQUAL = "group_concurrent_contiguous requires equal-length src/dst index arrays, got"
 
 
 @pytest.mark.parametrize(
-    ("src", "dst"), [([], []), ([1], []), ([], [1]), ([], [1, 2]), ([1, 2], []), ([], range(5))]
+    ("call", "message"),
+    [
+        (lambda: kv_to_page_indices([1], 0), f"{PAGE} 0"),
+        (lambda: kv_to_page_num(3, -4), f"{PAGE} -4"),
+        (lambda: kv_to_page_num(-1, 4), "num_tokens must be >= 0, got -1"),
+        (lambda: kv_to_page_indices([0, 1, -8], 2), "kv_indices must be >= 0, got -8 at index 2"),
+        (lambda: kv_to_page_indices([2**35], 16), "pages must fit into int32, got 2147483648"),
+        (lambda: group_concurrent_contiguous([1], [1, 2]), f"{EQUAL} 1 and 2"),
+        (lambda: group_concurrent_contiguous([1] * 5, [1] * 2), f"{EQUAL} 5 and 2"),
+        (lambda: cursor(-1), "^KVSendCursor: num_tokens must be >= 0, got -1"),
+        (lambda: cursor(8, 0), f"^KVSendCursor: {PAGE} 0"),
+        (lambda: cursor(decode_prefix_len=-1), "decode_prefix_len must be >= 0, got -1"),
+        (lambda: cursor(decode_prefix_len=9), "decode_prefix_len must be within the 8 tokens, got"),
+        (lambda: cursor(decode_prefix_len=6), "must be a multiple of page_size 4, got 6"),
+        (lambda: cursor().advance(-5), "KVSendCursor.advance: num_computed must be >= 0, got -5"),
+        (lambda: cursor().advance(8, end=9), "end must be within the 8 tokens, got 9"),
+        (lambda: cursor().advance(8, end=-1), "end must be >= 0, got -1"),
+        # Slices end where lists do: as many pages on both sides are not yet all of them.
+        (lambda: WHOLE.select([*range(12)], [5, 6]), SHORT.format(3)),
+        (lambda: WHOLE.select(list(range(8)), [5, 6]), SHORT.format(2)),
+    ],
 )
-def test_nothing_to_group(src, dst):
-    assert group_concurrent_contiguous(list(src), list(dst)) == ([], [])
+def test_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
-@pytest.mark.parametrize(("m", "n"), [(1, 2), (2, 1), (2, 5), (5, 2), (3, 4)])
-def test_groups_need_equal_lengths(m, n):
-    with pytest.raises(
-        ValueError,
-        match="group_concurrent_contiguous requires equal-length src/dst index arrays, "
-        f"got {m} and {n}",
-    ):
-        group_concurrent_contiguous(np.arange(m, dtype=np.int32), np.arange(n, dtype=np.int32))
+def test_compat_goes_on_as_engines_do():
+    """A destination short of pages; and a prefix that ends in a page, whose rest is never sent."""
+    src, dst = cursor(12, compat=True).advance(12, last_chunk=True).select([*range(12)], [5, 6])
+    assert (src.tolist(), dst) == ([0, 1], [5, 6])
+    chunk = cursor(10, decode_prefix_len=2, compat=True).advance(10, last_chunk=True)
+    assert chunk.select([*range(10)], [0, 1])[0].tolist() == [0, 1]
 
 
 @given(
@@ -143,71 +154,13 @@ def test_a_partial_page_waits():
     last = cursor.advance(500, last_chunk=True)  # tokens already generated are not the prompt's
     assert (last.token_start, last.token_end, last.page_start, last.page_end) == (64, 130, 1, 3)
     assert last.is_last
-
-
-def test_the_end_of_a_chunk_may_be_given():
     cursor = KVSendCursor(16, 4)
     assert cursor.advance(16, end=9).token_end == 8
-    with pytest.raises(ValueError, match="end must be within the 16 tokens, got 17"):
-        cursor.advance(16, end=17)
     assert cursor.advance(16, end=4) is None
     assert cursor.start_send_idx == 8
     assert cursor.advance(16, end=16).token_end == 16
-    with pytest.raises(ValueError, match="end must be >= 0, got -1"):
-        cursor.advance(16, end=-1)
-
-
-def test_a_last_chunk_without_pages_carries_the_metadata():
-    cursor = KVSendCursor(8, 4, decode_prefix_len=8)
-    chunk = cursor.advance(8, last_chunk=True)
-    assert chunk.is_last
-    assert chunk.page_start == chunk.page_end == 0
-
-
-@pytest.mark.parametrize("compat", [False, True])
-def test_a_destination_short_of_pages(compat):
-    cursor = KVSendCursor(12, 4, compat=compat)
-    chunk = cursor.advance(12, last_chunk=True)
-    if compat:
-        src, dst = chunk.select(list(range(12)), [5, 6])
-        assert (src.tolist(), dst) == ([0, 1], [5, 6])
-    else:
-        with pytest.raises(ValueError, match=r"pages \[0, 3\).*got 3 of the source and 2 of the"):
-            chunk.select(list(range(12)), [5, 6])
-
-
-def test_both_sides_short_of_pages():
-    """Slices end where lists do: as many pages on both sides are not yet all of them."""
-    chunk = KVSendCursor(12, 4).advance(12, last_chunk=True)
-    with pytest.raises(ValueError, match=r"pages \[0, 3\).*got 2 of the source and 2 of the"):
-        chunk.select(list(range(8)), [5, 6])
-
-
-def test_a_prefix_ends_on_a_page():
-    with pytest.raises(ValueError, match="must be a multiple of page_size 4, got 6"):
-        KVSendCursor(12, 4, decode_prefix_len=6)
-    with pytest.raises(ValueError, match="within the 12 tokens, got 16"):
-        KVSendCursor(12, 4, decode_prefix_len=16)
-    # Engines accept it and misplace what follows: the page of tokens 8 and 9 is never sent.
-    cursor = KVSendCursor(10, 4, decode_prefix_len=2, compat=True)
-    src, _ = cursor.advance(10, last_chunk=True).select(list(range(10)), [0, 1])
-    assert src.tolist() == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        ({"num_tokens": -1}, "num_tokens must be >= 0, got -1"),
-        ({"page_size": 0}, "page_size must be >= 1, got 0"),
-        ({"decode_prefix_len": -1}, "decode_prefix_len must be >= 0, got -1"),
-        ({"decode_prefix_len": 9}, "decode_prefix_len must be within the 8 tokens, got 9"),
-    ],
-)
-def test_cursors_that_are_refused(change, rule):
-    with pytest.raises(ValueError, match=f"^KVSendCursor: {rule}"):
-        KVSendCursor(**{"num_tokens": 8, "page_size": 4} | change)
-
-
-def test_cursors_of_nothing():
+    all_cached = KVSendCursor(8, 4, decode_prefix_len=8).advance(8, last_chunk=True)
+    assert all_cached.is_last  # carries the metadata
+    assert all_cached.page_start == all_cached.page_end == 0
     assert KVSendCursor(0, 1).advance(0) is None
     assert KVSendCursor(0, 1).advance(0, last_chunk=True).is_last

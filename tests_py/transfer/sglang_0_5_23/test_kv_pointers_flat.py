@@ -17,12 +17,8 @@ def test_drafts_at_the_end_of_flat_lists():
     for compat in (False, True):
         found = get_mla_kv_ptrs_with_pp(["K2", "K3", "dK"], decode, **FLAT, compat=compat)
         assert found == (["K2", "K3", "dK"], ["K2", "K3", "dK"], 3)
-    middle = {"prefill_start_layer": 1, "num_draft_entries": 0}
-    for compat in (False, True):
-        found = get_mla_kv_ptrs_with_pp(
-            ["K1", "K2"], decode, **middle, total_kv_layers=4, compat=compat
-        )
-        assert found[1] == ["K1", "K2"]
+        middle = {"prefill_start_layer": 1, "total_kv_layers": 4, "compat": compat}
+        assert get_mla_kv_ptrs_with_pp(["K1", "K2"], decode, **middle)[1] == ["K1", "K2"]
 
 
 def test_drafts_that_decode_has_not_or_has_more_of():
@@ -31,9 +27,8 @@ def test_drafts_that_decode_has_not_or_has_more_of():
     assert get_mla_kv_ptrs_with_pp(stage, none, **FLAT, compat=True)[1] == ["K2", "K3", "K3"]
     assert get_mla_kv_ptrs_with_pp(stage, more, **FLAT, compat=True)[1] == ["K2", "K3", "dK1"]
     for decode, num_drafts in ((none, 0), (more, 2)):
-        with pytest.raises(
-            ValueError, match=f"must hold as many drafts as the source, got {num_drafts}; "
-        ):
+        message = f"must hold as many drafts as the source, got {num_drafts}; "
+        with pytest.raises(ValueError, match=message):
             get_mla_kv_ptrs_with_pp(stage, decode, **FLAT)
 
 
@@ -54,20 +49,16 @@ def test_stages_and_layer_splits_of_flat_lists(num_layers, drafts, data):
     assert arrived[:num_layers] == decode[:num_layers]
 
 
-def test_drafts_of_flat_lists_refused():
-    name = "^get_mla_kv_ptrs_with_pp: "
-    for compat in (False, True):
-        with pytest.raises(
-            ValueError, match=name + "kv_buf_groups must be 1 with num_draft_entries, got 2"
-        ):
-            get_mla_kv_ptrs_with_pp([1, 2], [3, 4], **FLAT, kv_buf_groups=2, compat=compat)
-    for drafts in (-1, 4):
-        with pytest.raises(
-            ValueError,
-            match=name + f"num_draft_entries must be between 0 and the 3 .* got {drafts}",
-        ):
-            get_mla_kv_ptrs_with_pp(
-                [1, 2, 3], [4] * 9, prefill_start_layer=2, num_draft_entries=drafts
-            )
-    with pytest.raises(ValueError, match=name + "num_draft_entries must fit into int32"):
-        get_mla_kv_ptrs_with_pp([1], [2], prefill_start_layer=0, num_draft_entries=2**40)
+@pytest.mark.parametrize(
+    ("ptrs", "options", "message"),
+    [
+        ([1, 2], {"kv_buf_groups": 2}, "kv_buf_groups must be 1 with num_draft_entries, got 2"),
+        ([1, 2], {"kv_buf_groups": 2, "compat": True}, "kv_buf_groups must be 1 with num_draft_en"),
+        ([1, 2, 3], {"num_draft_entries": -1}, "num_draft_entries must be between 0 and the 3 .*"),
+        ([1, 2, 3], {"num_draft_entries": 4}, "num_draft_entries must be between 0 and the 3 .* g"),
+        ([1], {"num_draft_entries": 2**40}, "num_draft_entries must fit into int32"),
+    ],
+)
+def test_drafts_of_flat_lists_refused(ptrs, options, message):
+    with pytest.raises(ValueError, match=f"^get_mla_kv_ptrs_with_pp: {message}"):
+        get_mla_kv_ptrs_with_pp(ptrs, [4] * 9, **(FLAT | options))

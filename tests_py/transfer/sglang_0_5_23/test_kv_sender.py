@@ -23,28 +23,23 @@ FLAGS = (
 
 def all_senders():
     for cp_size, shard_size in product((1, 2, 3), (1, 3)):
-        for flags in product((False, True), repeat=len(FLAGS)):
-            for cp_rank in range(cp_size):
-                for shard_rank in range(shard_size):
-                    chosen = dict(zip(FLAGS, flags, strict=True))
-                    yield KVSender(cp_rank, cp_size, shard_rank, shard_size, **chosen)
+        for cp_rank, shard_rank, *flags in product(
+            range(cp_size), range(shard_size), *[(False, True)] * len(FLAGS)
+        ):
+            chosen = dict(zip(FLAGS, flags, strict=True))
+            yield KVSender(cp_rank, cp_size, shard_rank, shard_size, **chosen)
 
 
 def test_flags_of_a_rank():
     for sender in all_senders():
         divided = sender.is_hybrid_mla_backend or sender.enable_dsa_cache_layer_split
-        reasons = [
-            sender.all_cp_ranks_transfer,
-            sender.attn_cp_size > 1 and divided,
-            sender.kv_shard_size > 1,
-        ]
-        sharing = sender.enable_cp_tp_group_sharing
-        assert sender.enable_all_cp_ranks_for_transfer == (any(reasons) and not sharing)
-        assert sender.is_dummy_cp_rank == (
-            sender.attn_cp_rank != 0 and not any(reasons) and not sharing
-        )
-        exempt = sender.enable_dsa_cache_layer_split or sender.kv_shard_size > 1 or sharing
-        assert sender.sends_replicated_state == (sender.attn_cp_rank == 0 or exempt)
+        sharded, sharing = sender.kv_shard_size > 1, sender.enable_cp_tp_group_sharing
+        reasons = sender.all_cp_ranks_transfer or sharded or (sender.attn_cp_size > 1 and divided)
+        assert sender.enable_all_cp_ranks_for_transfer == (reasons and not sharing)
+        alone = sender.attn_cp_rank != 0 and not sharing
+        assert sender.is_dummy_cp_rank == (alone and not reasons)
+        exempt = sender.enable_dsa_cache_layer_split or sharded
+        assert sender.sends_replicated_state == (not alone or exempt)
 
 
 def expected(sender, pages, start, total):
@@ -98,30 +93,12 @@ def test_ranks_send_every_page_once(size, pages, data):
         arrived, done = [], 0
         for rank in range(size):
             for start, end in zip([0, *ends[:-1]], ends, strict=True):
-                found = plan_send_indices(
-                    make(rank), pages[start:end], curr_idx=start, num_kv_indices=len(pages)
-                )
+                place = {"curr_idx": start, "num_kv_indices": len(pages)}
+                found = plan_send_indices(make(rank), pages[start:end], **place)
                 arrived += [int(page) for page in found.select(list(range(len(pages))))[1]]
                 done += found.is_last_chunk
         assert sorted(arrived) == list(range(len(pages)))
         assert done >= size
-
-
-def test_a_layer_split_divides_no_pages():
-    for rank in range(3):
-        sender = KVSender(rank, 3, enable_dsa_cache_layer_split=True)
-        found = plan_send_indices(sender, [7, 8], curr_idx=1, num_kv_indices=4)
-        assert found == ([7, 8], slice(1, 3), False, False, False)
-
-
-def test_an_empty_chunk():
-    striped = KVSender(kv_shard_rank=1, kv_shard_size=2)
-    assert plan_send_indices(striped, [4], curr_idx=0, num_kv_indices=2).should_skip
-    last = plan_send_indices(striped, [4], curr_idx=1, num_kv_indices=2)
-    assert (last.is_last_chunk, last.should_skip, len(last.kv_indices)) == (True, False, 0)
-    share = KVSender(1, 2, all_cp_ranks_transfer=True)
-    early = plan_send_indices(share, [4, 5], curr_idx=0, num_kv_indices=4)
-    assert early[1:4] == (slice(0, 0), False, False)
 
 
 def test_chunks_of_a_cursor():
@@ -131,12 +108,8 @@ def test_chunks_of_a_cursor():
     for computed in (20, 42):
         chunk = cursor.advance(computed, last_chunk=computed == 42)
         pages, _ = chunk.select(slots, [0, 1, 2])
-        found = plan_send_indices(
-            KVSender(kv_shard_rank=1, kv_shard_size=2),
-            pages,
-            curr_idx=chunk.page_start,
-            num_kv_indices=cursor.num_pages,
-        )
+        place = {"curr_idx": chunk.page_start, "num_kv_indices": cursor.num_pages}
+        found = plan_send_indices(STRIPED, pages, **place)
         assert found.is_last_chunk == chunk.is_last
         src, dst = found.select([7, 8, 9])
         sent.append((src.tolist(), dst))
@@ -148,25 +121,35 @@ WHOLE = KVSender()
 
 
 def test_too_few_pages_of_the_destination():
-    striped, whole = (
-        plan_send_indices(sender, [5, 6, 7], curr_idx=0, num_kv_indices=3)
-        for sender in (STRIPED, WHOLE)
-    )
-    with pytest.raises(
-        ValueError, match=r"^KVSendIndices.select: dst_kv_indices must have position 2, got 2 pages"
-    ):
-        striped.select([1, 2])
-    with pytest.raises(
-        ValueError,
-        match=r"^KVSendIndices.select: dst_kv_indices must have pages \[0, 3\), got 2 pages",
-    ):
-        whole.select([1, 2])
-    # As engines do: one ends their thread, the other leaves pages unsent.
-    with pytest.raises(IndexError, match=r"index 2 is out of bounds of 2 pages"):
-        striped._replace(compat=True).select([1, 2])
-    planned = plan_send_indices(WHOLE, [5, 6, 7], curr_idx=0, num_kv_indices=3, compat=True)
-    assert planned.select([1, 2]) == ([5, 6], [1, 2])
+    for sender, rule in ((STRIPED, "position 2"), (WHOLE, r"pages \[0, 3\)")):
+        planned = plan_send_indices(sender, [5, 6, 7], curr_idx=0, num_kv_indices=3)
+        message = f"^KVSendIndices.select: dst_kv_indices must have {rule}, got 2 pages"
+        with pytest.raises(ValueError, match=message):
+            planned.select([1, 2])
+        # As engines do: one ends their thread, the other leaves pages unsent.
+        planned = plan_send_indices(sender, [5, 6, 7], curr_idx=0, num_kv_indices=3, compat=True)
+        if sender is WHOLE:
+            assert planned.select([1, 2]) == ([5, 6], [1, 2])
+            continue
+        with pytest.raises(IndexError, match=r"index 2 is out of bounds of 2 pages"):
+            planned.select([1, 2])
     assert KVSendIndices([5], slice(0, 1), True, True).select([]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "rule"),
+    [
+        ({"attn_cp_rank": 2, "attn_cp_size": 2}, ValueError, r"attn_cp_rank must be in \[0, 2\) ."),
+        ({"kv_shard_rank": 1}, ValueError, r"kv_shard_rank must be in \[0, 1\) .* got 1"),
+        ({"attn_cp_size": 0}, ValueError, "attn_cp_size must be >= 1, got 0"),
+        ({"kv_shard_rank": -1}, ValueError, "kv_shard_rank must be >= 0, got -1"),
+        ({"attn_cp_rank": "0"}, TypeError, "attn_cp_rank must be an integer, got str"),
+        *(({name: 1}, TypeError, f"{name} must be a bool, got int") for name in FLAGS),
+    ],
+)
+def test_senders_refused(arguments, error, rule):
+    with pytest.raises(error, match=f"^KVSender: {rule}"):
+        KVSender(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -187,32 +170,17 @@ def test_chunks_refused(changes, error, rule):
         plan_send_indices(**arguments | changes)
 
 
-def test_senders_refused():
-    with pytest.raises(ValueError, match=r"^KVSender: attn_cp_rank must be in \[0, 2\) .* got 2"):
-        KVSender(2, 2)
-    with pytest.raises(ValueError, match=r"^KVSender: kv_shard_rank must be in \[0, 1\) .* got 1"):
-        KVSender(kv_shard_rank=1)
-    with pytest.raises(ValueError, match=r"^KVSender: attn_cp_size must be >= 1, got 0"):
-        KVSender(0, 0)
-    with pytest.raises(ValueError, match=r"^KVSender: kv_shard_rank must be >= 0, got -1"):
-        KVSender(kv_shard_rank=-1)
-    with pytest.raises(TypeError, match=r"^KVSender: attn_cp_rank must be an integer, got str"):
-        KVSender("0")
-    for name in FLAGS:
-        with pytest.raises(TypeError, match=f"^KVSender: {name} must be a bool, got int"):
-            KVSender(**{name: 1})
-
-
 def test_a_manager_of_an_engine_will_do():
     manager = SimpleNamespace(
         kv_shard_size=1, is_dummy_cp_rank=True, enable_all_cp_ranks_for_transfer=False,
         enable_dsa_cache_layer_split=False,
     )  # fmt: skip
-    found = plan_send_indices(manager, [1], curr_idx=0, num_kv_indices=1)
+    one_page = {"kv_indices": [1], "curr_idx": 0, "num_kv_indices": 1}
+    found = plan_send_indices(manager, **one_page)
     assert (found.is_last_chunk, found.should_skip) == (True, True)
     manager.kv_shard_size = 2
     with pytest.raises(TypeError, match=r"^plan_send_indices: sender must have kv_shard_rank"):
-        plan_send_indices(manager, [1], curr_idx=0, num_kv_indices=1)
+        plan_send_indices(manager, **one_page)
     del manager.enable_dsa_cache_layer_split
     with pytest.raises(TypeError, match=r"sender must have enable_all_cp_ranks_for_transfer, enab"):
-        plan_send_indices(manager, [1], curr_idx=0, num_kv_indices=1)
+        plan_send_indices(manager, **one_page)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -53,86 +51,61 @@ def test_stages_of_hybrid_models_reach_their_layers(layers, data, compat):
     assert entries_of(sliced) == expected
 
 
-def test_ids_of_one_side_are_no_pairing():
-    args, target = sender([0, 1, 0, 1]), [DST + i * STEP for i in range(6)]
-    both = "Layer metadata must be provided by both PD peers or neither, got 4 ids of the source"
-    for compat in (False, True):
-        with pytest.raises(RuntimeError, match=both):
-            plan_send_kvcache(args, target, [0], [0], pp_size=2, is_mla=False, dst_layer_ids=[],
-                              compat=compat)  # fmt: skip
-        plan = plan_send_kvcache(args, target, [0], [0], pp_size=1, is_mla=False,
-                                 dst_layer_ids=[], compat=compat)  # fmt: skip
-        assert entries_of(plan) == [(i, i) for i in range(4)]
+def send(src, dst, *, src_lens=None, groups=1, pp_size=2, is_mla=False, ptrs=None, **options):
+    args = sender(src)
+    args.kv_item_lens, args.kv_buf_groups = src_lens or args.kv_item_lens, groups
+    target = [DST + i * STEP for i in range(len(dst) if ptrs is None else ptrs)]
+    options = {"pp_size": pp_size, "is_mla": is_mla, "dst_layer_ids": dst} | options
+    return plan_send_kvcache(args, target, [0], [0], **options)
 
 
-@pytest.mark.parametrize("compat", [False, True])
+PAIRED = [
+    # ids of both sides, options, pairs of entries
+    ([4, 7], [7, 4], {"src_lens": [64, 96], "dst_item_lens": [96, 64]}, [(0, 1), (1, 0)]),
+    # As engines do: half a layer is sent alone, and entries without a length are left out.
+    ([0, 1], [0, 1, 0, 1], {"compat": True}, [(0, 0), (1, 1)]),
+    ([4, 7], [4, 7], {"src_lens": [64, 0], "is_mla": True, "compat": True}, [(0, 0)]),
+    *(
+        ([0, 1, 0, 1], [], {"pp_size": 1, "ptrs": 6, "compat": compat}, [(i, i) for i in range(4)])
+        for compat in (False, True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("src", "dst", "options", "pairs"), PAIRED)
+def test_entries_that_pair(src, dst, options, pairs):
+    assert entries_of(send(src, dst, **options)) == pairs
+
+
+BOTH = "Layer metadata must be provided by both PD peers or neither, got 4 ids of the source"
+MISSING = "Decode peer is missing a transfer entry for model layer "
+ALWAYS = [
+    ([0, 1, 0, 1], [], {"ptrs": 6}, RuntimeError, BOTH),
+    ([0, 9], [0, 1], {}, RuntimeError, MISSING + "9"),
+    ([0, 0], [0, 1], {}, RuntimeError, MISSING + "0"),
+    ([0, 1, 2], [0, 1], {}, RuntimeError, MISSING + "2"),
+    ([0, 1], [0], {"ptrs": 2}, RuntimeError, r"dst metadata=1 entries=2"),
+    ([0, 1], [0, 1], {"groups": 0}, ValueError, "plan_send_kvcache: kv_buf_groups must be >= 1, g"),
+]
+SHORT = "source must have layer 0 as often as the destination, got 1 fewer"
+STRICT = [
+    # A sender that lists K alone would leave V of the destination as it was.
+    ([0, 1], [0, 1, 0, 1], {}, ValueError, f"plan_send_kvcache: {SHORT}"),
+    ([4, 7], [7, 4], {"src_lens": [64, 96], "dst_item_lens": [64, 96]}, ValueError,
+     "got 64 of source entry 0 and 96 of destination entry 1"),
+    ([4, 7], [4, 7], {"src_lens": [64, 0]}, ValueError, "source item lengths must be > 0, got 0 o"),
+    ([0, 1], ["a", "b"], {}, TypeError, "plan_send_kvcache: dst_layer_ids must hold integers"),
+    ([0.5, 1.5], [0, 1], {}, TypeError, "plan_send_kvcache: kv_layer_ids must hold integers"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("src", "dst", "message"),
+    ("src", "dst", "options", "error", "message", "compat"),
     [
-        ([0, 9], [0, 1], "Decode peer is missing a transfer entry for model layer 9"),
-        ([0, 0], [0, 1], "Decode peer is missing a transfer entry for model layer 0"),
-        ([0, 1, 2], [0, 1], "Decode peer is missing a transfer entry for model layer 2"),
+        *((*row, compat) for row in ALWAYS for compat in (False, True)),
+        *((*x, False) for x in STRICT),
     ],
 )
-def test_what_cannot_be_paired_is_refused(src, dst, message, compat):
-    target = sender(dst, DST)
-    with pytest.raises(RuntimeError, match=message):
-        plan_send_kvcache(sender(src), target.kv_data_ptrs, [0], [0], pp_size=2, is_mla=False,
-                          dst_layer_ids=dst, compat=compat)  # fmt: skip
-    with pytest.raises(RuntimeError, match=r"dst metadata=1 entries=\d"):
-        plan_send_kvcache(sender(src), target.kv_data_ptrs, [0], [0], pp_size=2, is_mla=False,
-                          dst_layer_ids=dst[:1], compat=compat)  # fmt: skip
-
-
-def test_half_a_layer_is_refused():
-    """A sender that lists K alone would leave V of the destination as it was."""
-    args, dst = sender([0, 1]), sender([0, 1, 0, 1], DST)
-    send = args, dst.kv_data_ptrs, [0], [0]
-    message = "plan_send_kvcache: source must have layer 0 as often as the destination, got 1 fewer"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        plan_send_kvcache(*send, pp_size=2, is_mla=False, dst_layer_ids=dst.kv_layer_ids)
-    plan = plan_send_kvcache(
-        *send, pp_size=2, is_mla=False, dst_layer_ids=dst.kv_layer_ids, compat=True
-    )
-    assert entries_of(plan) == [(0, 0), (1, 1)]
-
-
-def test_item_lengths_are_those_of_the_paired_entries():
-    args, target = sender([4, 7]), sender([7, 4], DST)
-    args.kv_item_lens, target.kv_item_lens = [64, 96], [96, 64]
-    send = args, target.kv_data_ptrs, [0], [0]
-    ids = {"dst_layer_ids": [7, 4], "dst_item_lens": [96, 64]}
-    plan = plan_send_kvcache(*send, pp_size=2, is_mla=False, **ids)
-    assert entries_of(plan) == [(0, 1), (1, 0)]
-    ids["dst_item_lens"] = [64, 96]
-    message = "got 64 of source entry 0 and 96 of destination entry 1"
-    with pytest.raises(ValueError, match=message):
-        plan_send_kvcache(*send, pp_size=2, is_mla=False, **ids)
-
-
-def test_compat_leaves_out_entries_without_a_length():
-    args = sender([4, 7])
-    args.kv_item_lens = [64, 0]
-    send = args, [DST, DST + STEP], [0], [0]
-    plan = plan_send_kvcache(*send, pp_size=2, is_mla=True, dst_layer_ids=[4, 7], compat=True)
-    assert entries_of(plan) == [(0, 0)]
-    with pytest.raises(ValueError, match="source item lengths must be > 0, got 0 of entry 1"):
-        plan_send_kvcache(*send, pp_size=2, is_mla=True, dst_layer_ids=[4, 7])
-
-
-def test_ids_are_named_in_errors():
-    send = sender([0, 1]), [DST, DST + STEP], [0], [0]
-    with pytest.raises(TypeError, match="plan_send_kvcache: dst_layer_ids must hold integers"):
-        plan_send_kvcache(*send, pp_size=1, is_mla=True, dst_layer_ids=["a", "b"])
-    send[0].kv_layer_ids = [0.5, 1.5]
-    with pytest.raises(TypeError, match="plan_send_kvcache: kv_layer_ids must hold integers"):
-        plan_send_kvcache(*send, pp_size=1, is_mla=True, dst_layer_ids=[0, 1])
-
-
-@pytest.mark.parametrize("compat", [False, True])
-def test_groups_are_checked_with_ids_too(compat):
-    args = sender([0, 1])
-    args.kv_buf_groups = 0
-    with pytest.raises(ValueError, match="plan_send_kvcache: kv_buf_groups must be >= 1, got 0"):
-        plan_send_kvcache(args, [DST, DST + STEP], [0], [0], pp_size=1, is_mla=True,
-                          dst_layer_ids=[0, 1], compat=compat)  # fmt: skip
+def test_what_cannot_be_paired_is_refused(src, dst, options, error, message, compat):
+    with pytest.raises(error, match=message):
+        send(src, dst, **options, compat=compat)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,66 +18,16 @@ INT32_MAX = 2**31 - 1
 BASE = 1 << 48
 
 
-def whole_pages(entries, src, dst):
-    """Blocks of (source address, destination address, page bytes) entries, run by run."""
-    runs = []
-    for pair in zip(src, dst, strict=True):
-        if runs and pair == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-            runs[-1][2] += 1
-        else:
-            runs.append([*pair, 1])
-    return [(s + i * n, d + j * n, n * count) for s, d, n in entries for i, j, count in runs]
-
-
-# --- the address test of engines: which destination buffers are written
-
-
-@pytest.mark.parametrize("compat", [False, True])
-@pytest.mark.parametrize("is_mla", [False, True])
-@pytest.mark.parametrize(("pp_size", "slots"), [(1, [0, 1, 2, 3]), (2, [2, 3, 6, 7])])
-def test_addresses(pp_size, slots, is_mla, compat):
-    item_lens = [64, 128, 256, 512]
-    src_ptrs = [BASE + i * 0x10000 for i in range(4)]
-    dst_ptrs = [2 * BASE + i * 0x10000 for i in range(8)]
-    args = SimpleNamespace(
-        kv_data_ptrs=src_ptrs,
-        kv_item_lens=item_lens,
-        prefill_start_layer=2,
-        kv_buf_groups=2,
-        total_kv_layers=4,
-    )
-    src, dst = np.array([2, 3, 7], np.int32), np.array([20, 21, 40], np.int32)
-    plan = plan_send_kvcache(
-        args, dst_ptrs, src, dst, pp_size=pp_size, is_mla=is_mla, compat=compat
-    )
-    entries = [(src_ptrs[i], dst_ptrs[j], item_lens[i]) for i, j in enumerate(slots)]
-    assert blocks(plan) == whole_pages(entries, src.tolist(), dst.tolist())
-    for empty, other in product([[], np.array([], np.int32)], [[], [1]]):
-        for pages in ((empty, other), (other, empty)):
-            plan = plan_send_kvcache(
-                args, dst_ptrs, *pages, pp_size=pp_size, is_mla=is_mla, compat=compat
-            )
-            assert len(plan) == 0
-    with pytest.raises(ValueError, match="equal-length src/dst index arrays, got 1 and 2"):
-        plan_send_kvcache(
-            args, dst_ptrs, [1], [1, 2], pp_size=pp_size, is_mla=is_mla, compat=compat
-        )
-
-
-# --- geometries over buffers with names
-
-
-def server(groups, first, end, drafts, *, base):
+def server(groups, first, end, drafts, *, base, **fields):
     """Arguments of a server with items of another length per group, and the name of each entry."""
-    args = KVArgs(kv_data_ptrs=[], kv_data_lens=[], kv_item_lens=[], prefill_start_layer=first)
-    args.kv_buf_groups = len(groups)
     names = [f"{g}{i}" for g in groups for i in range(first, end)]
     names += [f"d{g}{k}" for g in groups for k in range(drafts)]
-    for i, name in enumerate(names):
-        item = 32 << groups.index(name.lstrip("d")[0])
-        args.kv_data_ptrs.append(base + i * 0x1_0000_0000)
-        args.kv_data_lens.append(100 * item)
-        args.kv_item_lens.append(item)
+    items = [32 << groups.index(name.lstrip("d")[0]) for name in names]
+    args = KVArgs(
+        kv_data_ptrs=[base + i * 0x1_0000_0000 for i in range(len(names))], kv_item_lens=items,
+        kv_data_lens=[100 * item for item in items], prefill_start_layer=first,
+        kv_buf_groups=len(groups), **fields,
+    )  # fmt: skip
     return args, names
 
 
@@ -141,37 +90,6 @@ def test_one_stage_leaves_the_draft_tail_alone(is_mla):
     assert pairs_of(plan, args, names, decode, decode_names) == [(name, name) for name in names]
 
 
-def test_one_stage_with_other_drafts():
-    """By position, the second draft's K would go where V of the first is."""
-    args, _ = server("KV", 0, 3, 1, base=BASE)
-    args.draft_kv_layers = 1
-    decode, _ = server("KV", 0, 3, 2, base=2 * BASE)
-    with pytest.raises(ValueError, match="must have the 1 drafts of the source, got 10 entries"):
-        plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=1, is_mla=True)
-    assert len(plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=1, is_mla=True,
-                                 compat=True)) == 8  # fmt: skip
-
-
-@pytest.mark.parametrize("is_mla", [False, True])
-def test_one_stage_with_drafts_it_does_not_count(is_mla):
-    """The model's layers tell that the source has a draft, and V of it would go to another K."""
-    args, _ = server("KV", 0, 3, 1, base=BASE)
-    args.total_kv_layers = 3
-    decode, _ = server("KV", 0, 3, 2, base=2 * BASE)
-    with pytest.raises(ValueError, match="must have the 1 drafts of the source, got 10 entries"):
-        plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=1, is_mla=is_mla)
-
-
-@pytest.mark.parametrize("compat", [False, True])
-@pytest.mark.parametrize("pp_size", [1, 2])
-def test_groups_must_exist(pp_size, compat):
-    args, _ = server("KV", 0, 3, 0, base=BASE)
-    args.kv_buf_groups = 0
-    with pytest.raises(ValueError, match="plan_send_kvcache: kv_buf_groups must be >= 1"):
-        plan_send_kvcache(args, args.kv_data_ptrs, [0], [0], pp_size=pp_size, is_mla=True,
-                          compat=compat)  # fmt: skip
-
-
 def test_groups_left_at_one():
     """K and V of two layers look like K of four; the end of the stage says that they are not."""
     args, _ = server("KV", 0, 2, 0, base=BASE)
@@ -183,15 +101,6 @@ def test_groups_left_at_one():
     args.kv_buf_groups = 2
     plan = plan_send_kvcache(args, decode.kv_data_ptrs, [0], [0], pp_size=2, is_mla=True)
     assert [decode.kv_data_ptrs.index(addr) for addr in plan.dst_addrs] == [0, 1, 4, 5]
-
-
-@pytest.mark.parametrize("compat", [False, True])
-def test_a_stage_must_say_where_it_begins(compat):
-    args, _ = server("KV", 2, 4, 0, base=BASE)
-    args.total_kv_layers = 4
-    del args.prefill_start_layer
-    with pytest.raises(TypeError, match="plan_send_kvcache: kv_args must have prefill_start_layer"):
-        plan_send_kvcache(args, list(range(8)), [0], [0], pp_size=2, is_mla=True, compat=compat)
 
 
 def test_none_is_absent():
@@ -220,17 +129,29 @@ def test_lists_in_arrays(dtype):
 @pytest.mark.parametrize("pp_size", [1, 2])
 @pytest.mark.parametrize("is_mla", [False, True])
 def test_a_short_destination(pp_size, is_mla):
-    args, _ = server("KV", 2, 4, 0, base=BASE)
-    args.total_kv_layers = 3
+    args, _ = server("KV", 2, 4, 0, base=BASE, total_kv_layers=3)
     short = [2 * BASE + i for i in range(3)]
     for compat, error in ((False, ValueError), (True, IndexError)):
         with pytest.raises(error, match="plan_send_kvcache: "):
             plan_send_kvcache(args, short, [0], [0], pp_size=pp_size, is_mla=is_mla, compat=compat)
 
 
+@pytest.mark.parametrize("is_mla", [False, True])
+@pytest.mark.parametrize("known", [{"draft_kv_layers": 1}, {"total_kv_layers": 3}])
+def test_one_stage_with_other_drafts(known, is_mla):
+    """By position, the second draft's K would go where V of the first is."""
+    if is_mla or "total_kv_layers" in known:
+        args, _ = server("KV", 0, 3, 1, base=BASE, **known)
+        send = args, server("KV", 0, 3, 2, base=2 * BASE)[0].kv_data_ptrs, [0], [0]
+        with pytest.raises(
+            ValueError, match="must have the 1 drafts of the source, got 10 entries"
+        ):
+            plan_send_kvcache(*send, pp_size=1, is_mla=is_mla)
+        assert len(plan_send_kvcache(*send, pp_size=1, is_mla=is_mla, compat=True)) == 8
+
+
 def test_the_summary_names_kinds():
-    args, _ = server("KVI", 2, 4, 1, base=BASE)
-    args.hidden_kv_layers, args.draft_kv_layers = 4, 1
+    args, _ = server("KVI", 2, 4, 1, base=BASE, hidden_kv_layers=4, draft_kv_layers=1)
     decode, _ = server("KVI", 0, 4, 1, base=2 * BASE)
     plan = plan_send_kvcache(
         args, decode.kv_data_ptrs, [0], [0], pp_size=2, is_mla=True, is_last_rank=True
@@ -238,24 +159,6 @@ def test_the_summary_names_kinds():
     names = [line[:14].strip() for line in plan.summary().splitlines()]
     kinds = ["k", "v", "index_k"]
     assert names == ["part", *kinds, *(f"draft {kind}" for kind in kinds), "total"]
-
-
-# --- addresses and checks
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=12),
-    st.lists(st.integers(1, 300), min_size=1, max_size=4),
-)
-def test_blocks_are_those_of_the_definition(pages, item_lens):
-    src, dst = [i for i, _ in pages], [j for _, j in pages]
-    entries = [(BASE + (i << 20), 2 * BASE + (i << 21), n) for i, n in enumerate(item_lens)]
-    args = KVArgs(kv_data_ptrs=[s for s, _, _ in entries], kv_item_lens=item_lens)
-    for compat in (False, True):
-        plan = plan_send_kvcache(
-            args, [d for _, d, _ in entries], src, dst, pp_size=1, is_mla=True, compat=compat
-        )
-        assert blocks(plan) == whole_pages(entries, src, dst)
 
 
 def test_products_have_64_bits():
@@ -277,42 +180,88 @@ def test_products_have_64_bits():
     assert len(plan_send_kvcache(args, [top], [0], [1], pp_size=1, is_mla=True, compat=True)) == 1
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=12),
+    st.lists(st.integers(1, 300), min_size=4, max_size=4),
+)
+def test_blocks_are_those_of_the_definition(pages, item_lens):
+    """Run by run, of all buffers or of a stage's."""
+    src, dst = (np.array([pair[i] for pair in pages], np.int32) for i in range(2))
+    runs = []
+    for pair in pages:
+        if runs and pair == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1][2] += 1
+        else:
+            runs.append([*pair, 1])
+    args = KVArgs(
+        kv_data_ptrs=[BASE + i * 0x10000 for i in range(4)], kv_item_lens=item_lens,
+        prefill_start_layer=2, kv_buf_groups=2, total_kv_layers=4,
+    )  # fmt: skip
+    dst_ptrs = [2 * BASE + i * 0x10000 for i in range(8)]
+    for (pp_size, slots), is_mla, compat in product(
+        [(1, [0, 1, 2, 3]), (2, [2, 3, 6, 7])], [False, True], [False, True]
+    ):
+        options = {"pp_size": pp_size, "is_mla": is_mla, "compat": compat}
+        expected = [
+            (args.kv_data_ptrs[i] + a * n, dst_ptrs[j] + b * n, n * count)
+            for (i, j), n in zip(enumerate(slots), item_lens, strict=True)
+            for a, b, count in runs
+        ]
+        assert blocks(plan_send_kvcache(args, dst_ptrs, src, dst, **options)) == expected
+        assert len(plan_send_kvcache(args, dst_ptrs, [], [1], **options)) == 0
+        assert len(plan_send_kvcache(args, dst_ptrs, [1], [], **options)) == 0
+
+
 ARGS = {
-    "kv_data_ptrs": [BASE, BASE + 0x10000],
-    "kv_data_lens": [900, 1800],
-    "kv_item_lens": [100, 200],
-}
+    "kv_data_ptrs": [BASE, BASE + 0x10000], "kv_data_lens": [900, 1800], "kv_item_lens": [100, 200],
+    "prefill_start_layer": 0,
+}  # fmt: skip
+OTHER = {"dst_item_lens": [100, 50]}
 
 
 @pytest.mark.parametrize(
-    ("changed", "src", "dst", "message"),
+    ("changed", "src", "dst", "options", "message"),
     [
-        ({}, [9], [0], "source indices must be within the 9 items of entry 0, got 9"),
-        ({"kv_data_lens": [900, 1799]}, [8], [0], "within the 8 items of entry 1, got 8"),
-        ({}, [0, -1], [0, 1], "source indices must be >= 0, got -1 at index 1"),
-        ({}, [0, 1], [-5, 1], "destination indices must be >= 0, got -5 at index 0"),
-        ({"kv_item_lens": [100, 0]}, [0], [0], "source item lengths must be > 0, got 0 of entry 1"),
-        ({"kv_item_lens": [100]}, [0], [0], "an item length for each of 2 entries, got 1"),
-        ({"kv_data_lens": [900]}, [0], [0], "a data length for each of 2 entries, got 1"),
-        ({"kv_data_ptrs": [-1, 0]}, [0], [0], r"source addresses must be in \[0, 2\^64\), got -1"),
+        ({}, [9], [0], {}, "source indices must be within the 9 items of entry 0, got 9"),
+        ({"kv_data_lens": [900, 1799]}, [8], [0], {}, "within the 8 items of entry 1, got 8"),
+        ({}, [0, -1], [0, 1], {}, "source indices must be >= 0, got -1 at index 1"),
+        ({}, [0, 1], [-5, 1], {}, "destination indices must be >= 0, got -5 at index 0"),
+        ({"kv_item_lens": [100, 0]}, [0], [0], {}, "source item lengths must be > 0, got 0 of ent"),
+        ({"kv_item_lens": [100]}, [0], [0], {}, "an item length for each of 2 entries, got 1"),
+        ({"kv_data_lens": [900]}, [0], [0], {}, "a data length for each of 2 entries, got 1"),
+        ({"kv_data_ptrs": [-1, 0]}, [0], [0], {}, r"source addresses must be in \[0, 2\^64\), got"),
+        ({}, [0], [0], OTHER, "got 200 of source entry 1 and 50 of destination entry 1"),
+        ({}, [0], [0], {"dst_item_lens": [100]}, "an item length for each of 2 entries, got 1"),
+        ({}, [0], [0], {"pp_size": 0}, "pp_size must be >= 1, got 0"),
+        ({"kv_buf_groups": 0}, [0], [0], {}, "kv_buf_groups must be >= 1, got 0"),
+        (
+            {"kv_buf_groups": 0},
+            [0],
+            [0],
+            {"pp_size": 2, "compat": True},
+            "kv_buf_groups must be >= 1",
+        ),
+        ({}, [1], [1, 2], {}, "equal-length src/dst index arrays, got 1 and 2"),
+        ({}, [1], [1, 2], {"compat": True}, "equal-length src/dst index arrays, got 1 and 2"),
     ],
 )
-def test_refuses(changed, src, dst, message):
+def test_refuses(changed, src, dst, options, message):
     args = KVArgs(**{**ARGS, **changed})
-    with pytest.raises(ValueError, match=f"plan_send_kvcache: .*{message}"):
-        plan_send_kvcache(args, [2 * BASE, 3 * BASE], src, dst, pp_size=1, is_mla=True)
+    options = {"pp_size": 1, "is_mla": True} | options
+    with pytest.raises(ValueError, match=f"^plan_send_kvcache: .*{message}|^{message}"):
+        plan_send_kvcache(args, [2 * BASE, 3 * BASE], src, dst, **options)
 
 
-def test_refuses_items_of_another_length():
-    args = KVArgs(**ARGS)
-    send = (args, [2 * BASE, 3 * BASE], [0], [0])
-    lens = {"dst_item_lens": [100, 50]}
-    with pytest.raises(ValueError, match="got 200 of source entry 1 and 50 of destination entry 1"):
-        plan_send_kvcache(*send, pp_size=1, is_mla=True, **lens)
-    with pytest.raises(ValueError, match="an item length for each of 2 entries, got 1"):
-        plan_send_kvcache(*send, pp_size=1, is_mla=True, dst_item_lens=[100])
-    with pytest.raises(ValueError, match="pp_size must be >= 1, got 0"):
-        plan_send_kvcache(*send, pp_size=0, is_mla=True)
-    # Without a check the prefill's length addresses both sides.
-    plan = plan_send_kvcache(*send, pp_size=1, is_mla=True, compat=True, **lens)
+@pytest.mark.parametrize("compat", [False, True])
+def test_a_stage_must_say_where_it_begins(compat):
+    args, _ = server("KV", 2, 4, 0, base=BASE, total_kv_layers=4)
+    del args.prefill_start_layer
+    with pytest.raises(TypeError, match="plan_send_kvcache: kv_args must have prefill_start_layer"):
+        plan_send_kvcache(args, list(range(8)), [0], [0], pp_size=2, is_mla=True, compat=compat)
+
+
+def test_compat_takes_the_item_length_of_the_source():
+    """For both sides, without a check."""
+    send = KVArgs(**ARGS), [2 * BASE, 3 * BASE], [0], [0]
+    plan = plan_send_kvcache(*send, pp_size=1, is_mla=True, compat=True, **OTHER)
     assert blocks(plan)[1] == (BASE + 0x10000, 3 * BASE, 200)

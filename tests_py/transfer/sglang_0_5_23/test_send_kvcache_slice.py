@@ -59,25 +59,6 @@ def test_all_heads_arrive(heads, prefill, decode):
         assert held == owned(heads, decode, decode_rank)
 
 
-@pytest.mark.parametrize(
-    ("total", "prefill", "decode", "message"),
-    [
-        (8, (4, 0), (6, 0), "one of the sizes must divide the other, got 4"),
-        (6, (4, 0), (2, 0), "source ranks must have equal shares of 6 heads, got 4 ranks"),
-        (6, (2, 0), (4, 0), "destination ranks must have equal shares of 6 heads"),
-        (8, (2, 2), (4, 0), "source rank must be within its 2 ranks, got 2"),
-        (8, (2, 0), (4, -1), "destination rank must be within its 4 ranks, got -1"),
-        (0, (2, 0), (4, 0), "heads and ranks must be >= 1, got 0, 2 and 4"),
-    ],
-)
-def test_head_slices_refuse(total, prefill, decode, message):
-    with pytest.raises(ValueError, match=message):
-        slice_heads(
-            total, prefill_tp_size=prefill[0], prefill_rank=prefill[1], decode_tp_size=decode[0],
-            decode_rank=decode[1],
-        )  # fmt: skip
-
-
 def per_token(args, dst_ptrs, src, dst, *, p, q, t, dst_item):
     """The rule of engines, token by token."""
     page, item = args.page_size, args.kv_item_lens[0]
@@ -123,42 +104,6 @@ def test_slices_of_pages(p, q, heads, compat):
         assert blocks(plan) == expected
 
 
-def test_slices_refuse():
-    args = KVArgs(
-        engine_rank=0, page_size=4, kv_head_num=2, kv_data_ptrs=[BASE, 2 * BASE],
-        kv_item_lens=[128, 128], prefill_start_layer=0,
-    )  # fmt: skip
-    dst = {"dst_tp_rank": 0, "dst_attn_tp_size": 1, "attn_tp_size": 2}
-    send = (args, [3 * BASE, 4 * BASE], [0], [0])
-    assert len(plan_send_kvcache_slice(*send, dst_kv_item_len=256, **dst)) == 8
-    with pytest.raises(ValueError, match="source item lengths must be 64 for 2 heads where the"):
-        plan_send_kvcache_slice(*send, dst_kv_item_len=128, **dst)
-    with pytest.raises(ValueError, match="a whole number of bytes for each of 4 tokens and 4"):
-        plan_send_kvcache_slice(*send, dst_kv_item_len=250, **dst)
-    args.kv_item_lens = [128, 64]  # V narrower than K
-    with pytest.raises(ValueError, match=r"must be 128 .* got 64 of entry 1"):
-        plan_send_kvcache_slice(*send, dst_kv_item_len=256, **dst)
-    for name in ("attn_tp_size", "dst_attn_tp_size"):
-        with pytest.raises(ValueError, match=f"slice: {name} must be >= 1, got 0"):
-            plan_send_kvcache_slice(*send, dst_kv_item_len=256, **{**dst, name: 0})
-    args.page_size = 2**62
-    with pytest.raises(ValueError, match="page_size must fit into int32, got 46116860184273879"):
-        plan_send_kvcache_slice(*send, dst_kv_item_len=256, **dst, compat=True)
-    args.page_size = 0
-    with pytest.raises(ValueError, match="page_size must be >= 1, got 0"):
-        plan_send_kvcache_slice(*send, dst_kv_item_len=256, **dst)
-
-
-def test_slices_join_where_all_heads_go():
-    args = KVArgs(engine_rank=1, page_size=4, total_kv_head_num=2, kv_data_ptrs=[BASE, 2 * BASE],
-                  kv_item_lens=[64, 64], prefill_start_layer=0)  # fmt: skip
-    plan = plan_send_kvcache_slice(
-        args, [3 * BASE, 4 * BASE], [1, 2], [5, 6], dst_tp_rank=1, dst_attn_tp_size=2,
-        dst_kv_item_len=64, attn_tp_size=2,
-    )  # fmt: skip
-    assert blocks(plan) == [(BASE + 64, 3 * BASE + 320, 128), (2 * BASE + 64, 4 * BASE + 320, 128)]
-
-
 def slice_plan(args, num_dst, **arguments):
     defaults = {"dst_tp_rank": 0, "dst_attn_tp_size": 1, "attn_tp_size": 2, "dst_kv_item_len": 64}
     dst_ptrs = [2 * BASE + i * 0x10000 for i in range(num_dst)]
@@ -172,26 +117,63 @@ def slice_args(num_entries, item_len, **attributes):
     )  # fmt: skip
 
 
-def test_heads_of_a_rank_times_ranks_are_all_heads():
-    plan = slice_plan(slice_args(2, 24, kv_head_num=3), 2, dst_kv_item_len=48)
-    assert blocks(plan) == [(BASE + i * 0x10000, 2 * BASE + i * 0x10000 + 24, 24) for i in (0, 1)]
+@pytest.mark.parametrize(
+    ("attributes", "item", "dst_item", "at", "length"),
+    [
+        ({"kv_head_num": 3}, 24, 48, 24, 24),  # heads of a rank, times ranks
+        *(({"kv_head_num": 3, "total_kv_head_num": n}, 24, 48, 24, 24) for n in (None, 0, -1)),
+        ({"kv_head_num": 1, "total_kv_head_num": 1}, 64, 64, 0, 64),  # which every rank holds
+        ({"total_kv_head_num": 2, "dst_tp_rank": 1, "dst_attn_tp_size": 2}, 64, 64, 0, 64),
+    ],
+)
+def test_numbers_of_heads(attributes, item, dst_item, at, length):
+    places = {name: value for name, value in attributes.items() if name.startswith("dst")}
+    args = slice_args(2, item, **{k: v for k, v in attributes.items() if k not in places})
+    plan = slice_plan(args, 2, dst_kv_item_len=dst_item, **places)
+    expected = [(BASE + i * 0x10000, 2 * BASE + i * 0x10000 + at, length) for i in (0, 1)]
+    assert blocks(plan) == expected
 
 
-@pytest.mark.parametrize("total", [None, 0, -1])
-def test_a_total_of_heads_that_is_none_counts_as_unknown(total):
-    args = slice_args(2, 24, kv_head_num=3, total_kv_head_num=total)
-    assert [dst for _, dst, _ in blocks(slice_plan(args, 2, dst_kv_item_len=48))] == [
-        2 * BASE + 24,
-        2 * BASE + 0x10000 + 24,
-    ]
+HALVES = {"engine_rank": 0, "page_size": 4, "kv_head_num": 2}
 
 
-def test_one_head_in_all_is_held_by_every_rank():
-    plan = slice_plan(slice_args(2, 64, kv_head_num=1, total_kv_head_num=1), 2)
-    assert [(dst, length) for _, dst, length in blocks(plan)] == [
-        (2 * BASE, 64),
-        (2 * BASE + 0x10000, 64),
-    ]
+@pytest.mark.parametrize(
+    ("item_lens", "attributes", "arguments", "message"),
+    [
+        ([128, 128], {}, {"dst_kv_item_len": 128}, "source item lengths must be 64 for 2 heads wh"),
+        ([128, 128], {}, {"dst_kv_item_len": 250}, "a whole number of bytes for each of 4 tokens"),
+        ([128, 64], {}, {}, r"must be 128 .* got 64 of entry 1"),  # V narrower than K
+        ([128, 128], {}, {"attn_tp_size": 0}, "slice: attn_tp_size must be >= 1, got 0"),
+        ([128, 128], {}, {"dst_attn_tp_size": 0}, "slice: dst_attn_tp_size must be >= 1, got 0"),
+        ([128, 128], {"page_size": 2**62}, {"compat": True}, "page_size must fit into int32, got"),
+        ([128, 128], {"page_size": 0}, {}, "page_size must be >= 1, got 0"),
+    ],
+)
+def test_slices_refuse(item_lens, attributes, arguments, message):
+    args = slice_args(2, 128, **HALVES | attributes)
+    args.kv_item_lens = item_lens
+    with pytest.raises(ValueError, match=message):
+        slice_plan(args, 2, **{"dst_kv_item_len": 256} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("total", "prefill", "decode", "message"),
+    [
+        (8, (4, 0), (6, 0), "one of the sizes must divide the other, got 4"),
+        (6, (4, 0), (2, 0), "source ranks must have equal shares of 6 heads, got 4 ranks"),
+        (6, (2, 0), (4, 0), "destination ranks must have equal shares of 6 heads"),
+        (8, (2, 2), (4, 0), "source rank must be within its 2 ranks, got 2"),
+        (8, (2, 0), (4, -1), "destination rank must be within its 4 ranks, got -1"),
+        (0, (2, 0), (4, 0), "heads and ranks must be >= 1, got 0, 2 and 4"),
+    ],
+)
+def test_head_slices_refuse(total, prefill, decode, message):
+    sides = zip(("prefill", "decode"), (prefill, decode), strict=True)
+    ranks = {
+        f"{x}_{name}": n for x, y in sides for name, n in zip(("tp_size", "rank"), y, strict=True)
+    }
+    with pytest.raises(ValueError, match=message):
+        slice_heads(total, **ranks)
 
 
 @pytest.mark.parametrize(("pp_size", "compat"), [(1, True), (2, True), (3, True), (2, False)])

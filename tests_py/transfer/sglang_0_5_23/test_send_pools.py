@@ -29,13 +29,7 @@ def test_pools_receive_their_pages(use_fia, pp):
     for first, end in ((0, 3),) if pp == 1 else ((0, 1), (1, 3)):
         stage = pool(num_layers=end - first, start_layer=first)
         for layer in range(first, end):
-            stage.get_key_buffer(layer)[:] = (
-                np.arange(stage.get_key_buffer(layer).size).reshape(
-                    stage.get_key_buffer(layer).shape
-                )
-                + 1e4 * layer
-                + 1
-            )
+            stage.get_key_buffer(layer).flat = np.arange(9 * 64) + 1e4 * layer + 1
             stage.get_value_buffer(layer)[:] = -1 - layer
         args = KVArgs()
         fill_kv_args(args, stage, total_kv_layers=3)
@@ -58,38 +52,29 @@ def copy(plan):
 
 def test_an_mla_stage_with_drafts_over_pools():
     def pools(num_layers, first=0):
-        shape = {"index_head_dim": 4, "container": "numpy", "dtype": "float32"}
-        pool = MLATokenToKVPool(
-            size=32,
-            page_size=4,
-            num_layers=num_layers,
-            kv_lora_rank=8,
-            qk_rope_head_dim=4,
-            start_layer=first,
-            **shape,
-        )
-        return pool, MLATokenToKVPool(
-            size=32, page_size=4, num_layers=1, kv_lora_rank=8, qk_rope_head_dim=4, **shape
-        )
+        return [
+            MLATokenToKVPool(
+                size=32, page_size=4, kv_lora_rank=8, qk_rope_head_dim=4, index_head_dim=4,
+                container="numpy", dtype="float32", num_layers=count, start_layer=start,
+            )
+            for count, start in ((num_layers, first), (1, 0))
+        ]  # fmt: skip
 
     (stage, draft), (decode, decode_draft) = pools(2, 2), pools(4)
-    stage.k_buffer[:] = 1
-    stage.v_buffer[:] = 2
-    stage.index_k_buffer[:] = 3
-    draft.k_buffer[:] = 4
-    draft.index_k_buffer[:] = 5
+    buffers = stage.k_buffer, stage.v_buffer, stage.index_k_buffer, draft.k_buffer
+    for value, buffer in enumerate((*buffers, draft.index_k_buffer), 1):
+        buffer[:] = value
     sides = []
     for pool, drafts in ((stage, draft), (decode, decode_draft)):
         args = KVArgs()
         fill_kv_args(args, pool, drafts)
         setup_state_kv_args(args, pool, drafts, total_kv_layers=4)
         sides.append(args)
-    copy(
-        plan_send_kvcache(
-            sides[0], sides[1].kv_data_ptrs, [3], [6], pp_size=2, is_mla=True, is_last_rank=True,
-            dst_item_lens=sides[1].kv_item_lens,
-        )
+    plan = plan_send_kvcache(
+        sides[0], sides[1].kv_data_ptrs, [3], [6], pp_size=2, is_mla=True, is_last_rank=True,
+        dst_item_lens=sides[1].kv_item_lens,
     )  # fmt: skip
+    copy(plan)
     for buffer, value, layers in (
         (decode.k_buffer, 1, [2, 3]),
         (decode.v_buffer, 2, [2, 3]),

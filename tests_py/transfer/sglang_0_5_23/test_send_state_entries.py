@@ -17,20 +17,16 @@ SRC, DST = 1 << 40, 1 << 41
 
 def send(src_lens, dst_lens, *, src=(1,), dst=(2,), kind="dsa", ids=(None, None), args=(), **more):
     """One component; buffer i of a side begins at i * 4096 behind its base."""
+    src_ptrs, dst_ptrs = (
+        [base + 4096 * i for i in range(len(lens))]
+        for base, lens in ((SRC, src_lens), (DST, dst_lens))
+    )
     kv_args = KVArgs(
-        state_types=[kind],
-        state_data_ptrs=[[SRC + 4096 * i for i in range(len(src_lens))]],
-        state_item_lens=[list(src_lens)],
-        state_layer_ids=[ids[0]],
-        **dict(args),
-    )
-    return plan_send_state(
-        kv_args,
-        [[DST + 4096 * i for i in range(len(dst_lens))]],
-        [list(src)],
-        [list(dst)],
-        **{"dst_state_item_lens": [list(dst_lens)], "dst_state_layer_ids": [ids[1]]} | more,
-    )
+        state_types=[kind], state_data_ptrs=[src_ptrs], state_item_lens=[list(src_lens)],
+        state_layer_ids=[ids[0]], **dict(args),
+    )  # fmt: skip
+    options = {"dst_state_item_lens": [list(dst_lens)], "dst_state_layer_ids": [ids[1]]} | more
+    return plan_send_state(kv_args, [dst_ptrs], [list(src)], [list(dst)], **options)
 
 
 def pairs(plan, src_lens):
@@ -94,58 +90,6 @@ def test_entries_with_ids(dst_ids, data, pp_size):
     assert pairs(plan, src_lens) == [(i, j) for i, j in expected if src_lens[i]]
 
 
-def test_ids_on_one_side():
-    for ids in (([5], None), (None, [5, 6])):
-        assert pairs(send([8], [8, 9], ids=ids), [8]) == [(0, 0)]
-        with pytest.raises(RuntimeError, match=r"both PD peers or neither"):
-            send([8], [8, 9], ids=ids, pp_size=2)
-        with pytest.raises(
-            RuntimeError, match=r"requires layer ids on both peers; got src=2 dst=1"
-        ):
-            send([8, 8], [8], ids=([5, 6], None))
-    with pytest.raises(RuntimeError, match=r"missing a transfer entry for model layer 7"):
-        send([8], [8], ids=([7], [5]))
-    with pytest.raises(RuntimeError, match=r"src metadata=1 entries=2, dst metadata=2 entries=2"):
-        send([8, 8], [8, 8], ids=([5], [5, 6]))
-
-
-@pytest.mark.parametrize("kind", ["dsa", "swa"])
-def test_latents_are_cut_and_heads_are_not(kind):
-    stage = {"prefill_start_layer": 1}
-    assert pairs(send([8], [9, 8, 9], kind=kind, args=stage, is_mla=True), [8]) == [(0, 1)]
-    if kind == "swa":  # of K and then V
-        with pytest.raises(ValueError, match=r"state buffers must be as many on both sides, got 1"):
-            send([8], [9, 8, 9], kind=kind, args=stage)
-
-
-def test_lengths_that_are_missing_or_others():
-    with pytest.raises(ValueError, match=r"an item length for each of 2 entries, got 1"):
-        send([8, 8], [8, 8], dst_state_item_lens=[[8]])
-    with pytest.raises(ValueError, match=r"an item length for each of 1 entries, got 0"):
-        send([8], [8], dst_state_item_lens=[[]])
-    with pytest.raises(ValueError, match=r"an item length for its entry 0, got 0"):
-        send([8], [8], dst_state_item_lens=[[]], compat=True)
-    with pytest.raises(ValueError, match=r"got 8 of source entry 0 and 16 of destination entry 1"):
-        send([8], [8, 16], args={"prefill_start_layer": 1})
-    assert len(send([8], [16], dst_state_item_lens=None)) == 1, "nobody said"
-    assert len(send([8], [16], dst_state_item_lens=[None])) == 1
-
-
-def test_drafts_of_one_side():
-    last = {"prefill_start_layer": 2, "prefill_end_layer": 3}
-    assert pairs(send([8], [8] * 5, args=last), [8]) == [(0, 2)], "those of decode are left alone"
-    with pytest.raises(ValueError, match=r"must have the state buffers \[2, 4\) .* got 3"):
-        send([8, 8], [8] * 3, args=last)
-    with pytest.raises(ValueError, match=r"the 1 draft buffers of the source behind its 3 layers"):
-        send([8, 8], [8] * 5, args=last)
-    # Engines give the first draft of decode to the first of prefill.
-    assert pairs(send([8, 8], [8] * 5, args=last, compat=True), [8, 8]) == [(0, 2), (1, 3)]
-    with pytest.raises(IndexError, match=r"list index out of range: 1 destination entries for 2"):
-        send([8, 8], [8] * 3, args=last, compat=True)
-    with pytest.raises(ValueError, match=r"kv_args must have prefill_start_layer where state buff"):
-        send([8], [8, 8])
-
-
 @given(st.lists(st.integers(0, 60), unique=True, max_size=12), st.integers(2, 4))
 def test_ranks_of_striped_pages_send_each_page_once(pages, size):
     targets = [100 + i for i in range(len(pages))]
@@ -175,22 +119,55 @@ def test_striped_pages_of_state():
     assert blocks(cut) == [(SRC + 8, DST + 56, 8)], "unstriped lists are cut"
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "rule"),
-    [
-        ({"pp_size": 0}, ValueError, "pp_size must be >= 1, got 0"),
-        ({"kv_shard_size": 0}, ValueError, "kv_shard_size must be >= 1, got 0"),
-        ({"allow_dst_elision": 1}, TypeError, "allow_dst_elision must be a bool, got int"),
-        ({"dst_state_item_lens": 3}, TypeError, "dst_state_item_lens must be a sequence, got int"),
-        ({"dst_state_layer_ids": [["a"]]}, TypeError, "dst_state_layer_ids"),
-        (
-            {"dst_state_item_lens": [[8], [8]]},
-            ValueError,
-            "components must be as many in all of .*'dst_state_item_lens': 2",
-        ),
-        ({"args": {"prefill_start_layer": "1"}}, TypeError, "prefill_start_layer must be an int"),
-    ],
-)
-def test_states_refused(changes, error, rule):
-    with pytest.raises(error, match=f"^plan_send_state: .*{rule}"):
-        send([8], [8], **changes)
+LAST = {"prefill_start_layer": 2, "prefill_end_layer": 3}
+FIRST = {"prefill_start_layer": 1}
+
+
+def test_lists_of_other_lengths():
+    for ids in (([5], None), (None, [5, 6])):
+        assert pairs(send([8], [8, 9], ids=ids), [8]) == [(0, 0)]
+    for kind in ("dsa", "swa"):  # latents are cut, heads are not
+        assert pairs(send([8], [9, 8, 9], kind=kind, args=FIRST, is_mla=True), [8]) == [(0, 1)]
+    assert len(send([8], [16], dst_state_item_lens=None)) == 1, "nobody said"
+    assert len(send([8], [16], dst_state_item_lens=[None])) == 1
+    assert pairs(send([8], [8] * 5, args=LAST), [8]) == [(0, 2)], "drafts of decode are left alone"
+    # Engines give the first draft of decode to the first of prefill.
+    assert pairs(send([8, 8], [8] * 5, args=LAST, compat=True), [8, 8]) == [(0, 2), (1, 3)]
+
+
+BOTH, LEN = "requires layer ids on both peers; got src=2 dst=1", "an item length for "
+REFUSALS = [
+    ([8], [8, 9], {"ids": ([5], None), "pp_size": 2}, RuntimeError, "both PD peers or neither"),
+    ([8], [8, 9], {"ids": (None, [5, 6]), "pp_size": 2}, RuntimeError, "both PD peers or neither"),
+    ([8, 8], [8], {"ids": ([5, 6], None)}, RuntimeError, BOTH),
+    ([8], [8], {"ids": ([7], [5])}, RuntimeError, "missing a transfer entry for model layer 7"),
+    ([8, 8], [8, 8], {"ids": ([5], [5, 6])}, RuntimeError, "src metadata=1 entries=2, dst metadat"),
+    ([8], [9, 8, 9], {"kind": "swa", "args": FIRST}, ValueError, "state buffers must be as many o"),
+    ([8, 8], [8, 8], {"dst_state_item_lens": [[8]]}, ValueError, LEN + "each of 2 entries, got 1"),
+    ([8], [8], {"dst_state_item_lens": [[]]}, ValueError, LEN + "each of 1 entries, got 0"),
+    (
+        [8],
+        [8],
+        {"dst_state_item_lens": [[]], "compat": True},
+        ValueError,
+        LEN + "its entry 0, got 0",
+    ),
+    ([8], [8, 16], {"args": FIRST}, ValueError, "got 8 of source entry 0 and 16 of destination en"),
+    ([8, 8], [8] * 3, {"args": LAST}, ValueError, r"must have the state buffers \[2, 4\) .* got 3"),
+    ([8, 8], [8] * 5, {"args": LAST}, ValueError, "the 1 draft buffers of the source behind its 3"),
+    ([8, 8], [8] * 3, {"args": LAST, "compat": True}, IndexError, "list index out of range: 1 des"),
+    ([8], [8, 8], {}, ValueError, "kv_args must have prefill_start_layer where state buffers"),
+    ([8], [8], {"pp_size": 0}, ValueError, "pp_size must be >= 1, got 0"),
+    ([8], [8], {"kv_shard_size": 0}, ValueError, "kv_shard_size must be >= 1, got 0"),
+    ([8], [8], {"allow_dst_elision": 1}, TypeError, "allow_dst_elision must be a bool, got int"),
+    ([8], [8], {"dst_state_item_lens": 3}, TypeError, "dst_state_item_lens must be a sequence, go"),
+    ([8], [8], {"dst_state_layer_ids": [["a"]]}, TypeError, "dst_state_layer_ids"),
+    ([8], [8], {"dst_state_item_lens": [[8]] * 2}, ValueError, "components must be as many .*: 2"),
+    ([8], [8], {"args": {"prefill_start_layer": "1"}}, TypeError, "prefill_start_layer must be an"),
+]
+
+
+@pytest.mark.parametrize(("src", "dst", "options", "error", "rule"), REFUSALS)
+def test_states_refused(src, dst, options, error, rule):
+    with pytest.raises(error, match=rule):
+        send(src, dst, **options)

@@ -20,25 +20,18 @@ def make_pools(
 ) -> tuple[Any, Any, str]:
     """The same random pool twice: sglang's and ours."""
     common = {
-        "size": int(rng.integers(1, 200)),
-        "page_size": int(rng.choice([1, 8, 16, 128])),
+        "size": int(rng.integers(1, 200)), "page_size": int(rng.choice([1, 8, 16, 128])),
         "start_layer": int(rng.integers(0, 9)),
-    }
+    }  # fmt: skip
     num_layers, dtype = int(rng.integers(1, 5)), str(rng.choice(DTYPES))
     shared = {"layer_num": num_layers, "device": "cpu", "enable_memory_saver": False}
     theirs = common | shared | {"dtype": getattr(torch, dtype)}
     ours = common | {"num_layers": num_layers, "dtype": dtype, "use_fia": use_fia}
     if rng.random() < 0.5:
         heads, dims = int(rng.integers(1, 5)), int(rng.choice([8, 16]))
-        v_dim = [None, 8, 24][rng.integers(3)]
-        upstream = sglang.npu_pools.NPUMHATokenToKVPool(
-            head_num=heads, head_dim=dims, v_head_dim=v_dim, **theirs
-        )
-        return (
-            upstream,
-            cpattn.kv.MHATokenToKVPool(num_kv_heads=heads, head_dim=dims, v_head_dim=v_dim, **ours),
-            "mha",
-        )
+        widths = {"head_dim": dims, "v_head_dim": [None, 8, 24][rng.integers(3)]}
+        upstream = sglang.npu_pools.NPUMHATokenToKVPool(head_num=heads, **widths, **theirs)
+        return upstream, cpattn.kv.MHATokenToKVPool(num_kv_heads=heads, **widths, **ours), "mha"
     widths = {
         "kv_lora_rank": 32,
         "qk_rope_head_dim": 16,
@@ -92,16 +85,12 @@ def test_pool_writes(sglang, rng, use_fia):
             upstream.set_index_k_buffer(layer, loc, index_k)
             pool.set_index_k_buffer(layer, loc, index_k)
             row = layer - pool.start_layer
-            assert layer_bytes(pool.index_k_buffer[row]) == layer_bytes(
-                upstream.index_k_buffer[row]
-            )
+            theirs = upstream.index_k_buffer[row]
+            assert layer_bytes(pool.index_k_buffer[row]) == layer_bytes(theirs)
         for other in range(pool.start_layer, pool.start_layer + pool.num_layers):
-            assert layer_bytes(pool.get_key_buffer(other)) == layer_bytes(
-                upstream.get_key_buffer(other)
-            )
-            assert layer_bytes(pool.get_value_buffer(other)) == layer_bytes(
-                upstream.get_value_buffer(other)
-            )
+            for get in ("get_key_buffer", "get_value_buffer"):
+                ours, theirs = (getattr(x, get)(other) for x in (pool, upstream))
+                assert layer_bytes(ours) == layer_bytes(theirs)
 
 
 def test_setup_state_kv_args(sglang, rng):
@@ -111,9 +100,8 @@ def test_setup_state_kv_args(sglang, rng):
         with_draft, total = bool(rng.integers(2)), int(rng.integers(1, 62))
         theirs, ours = cpattn.transfer.KVArgs(), cpattn.transfer.KVArgs()
         theirs.kv_data_ptrs = upstream.get_contiguous_buf_infos()[0]
-        sglang.disaggregation.setup_state_kv_args(
-            theirs, upstream, draft_upstream if with_draft else None, total
-        )
+        of_theirs = draft_upstream if with_draft else None
+        sglang.disaggregation.setup_state_kv_args(theirs, upstream, of_theirs, total)
         cpattn.transfer.setup_state_kv_args(ours, pool, draft if with_draft else None, total)
         assert hasattr(ours, "kv_buf_groups") == hasattr(theirs, "kv_buf_groups")
         for name in ("kv_buf_groups", "total_kv_layers", "hidden_kv_layers", "draft_kv_layers"):

@@ -31,21 +31,14 @@ def random_kv_args(
     draft = int(rng.integers(0, 3))
     held = kv_list(stage, groups, draft if with_draft else 0)
     addrs = 2**48 + 2**32 * (1 + rng.permutation(200).astype(np.int64))
+    item_lens = [page_bytes[name.removeprefix("draft ")[0]] for name in held]
     kv_args = SimpleNamespace(
-        engine_rank=0,
-        page_size=8,
-        prefill_start_layer=stage.start,
-        prefill_end_layer=stage.stop,
-        kv_data_ptrs=addrs[: len(held)].tolist(),
-        kv_data_lens=[4096 * page_bytes[name.removeprefix("draft ")[0]] for name in held],
-        kv_item_lens=[page_bytes[name.removeprefix("draft ")[0]] for name in held],
-        kv_layer_ids=None,
-        kv_buf_groups=len(groups),
-        total_kv_layers=num_layers,
-        hidden_kv_layers=num_layers,
-        draft_kv_layers=draft,
+        engine_rank=0, page_size=8, prefill_start_layer=stage.start, prefill_end_layer=stage.stop,
+        kv_data_ptrs=addrs[: len(held)].tolist(), kv_item_lens=item_lens, kv_layer_ids=None,
+        kv_data_lens=[4096 * item_len for item_len in item_lens], kv_buf_groups=len(groups),
+        total_kv_layers=num_layers, hidden_kv_layers=num_layers, draft_kv_layers=draft,
         mla_compression_ratios=None,
-    )
+    )  # fmt: skip
     if not knows_drafts(sglang):
         del kv_args.hidden_kv_layers
     return kv_args, addrs[100 : 100 + len(kv_list(range(num_layers), groups, draft))].tolist()
@@ -61,17 +54,9 @@ def test_plan_send_kvcache(sglang, rng, is_mla):
         sglang.parallel.pp_group.is_last_rank = is_last
         manager = make_manager(sglang, kv_args=kv_args, pp_size=pp_size, is_mla_backend=is_mla)
         sent = outcome(manager.send_kvcache, "s", src, dst_ptrs, dst, ImmediateExecutor())
-        planned = outcome(
-            cpattn.transfer.plan_send_kvcache,
-            kv_args,
-            dst_ptrs,
-            src,
-            dst,
-            pp_size=pp_size,
-            is_mla=is_mla,
-            is_last_rank=is_last,
-            compat=True,
-        )
+        options = {"pp_size": pp_size, "is_mla": is_mla, "is_last_rank": is_last, "compat": True}
+        plan_send = cpattn.transfer.plan_send_kvcache
+        planned = outcome(plan_send, kv_args, dst_ptrs, src, dst, **options)
         assert sent == 0
         assert blocks(planned) == manager.engine.blocks
 
@@ -90,13 +75,9 @@ def test_plan_send_kvcache_by_layer(sglang, rng, kind, is_mla):
         pp_size, num_pages = 2 if kind == "ascend" else rng.integers(1, 3), rng.integers(1, 30)
         src, dst = unique_pages(rng, num_pages, 4096), unique_pages(rng, num_pages, 60)
         manager = make_manager(
-            sglang,
-            kind,
-            kv_args=kv_args,
-            pp_size=pp_size,
-            is_mla_backend=is_mla,
+            sglang, kind, kv_args=kv_args, pp_size=pp_size, is_mla_backend=is_mla,
             is_hybrid_mla_backend=kind == "ascend",
-        )
+        )  # fmt: skip
         sent = manager.send_kvcache("s", src, dst_ptrs, dst, ImmediateExecutor(), dst_ids)
         planned = cpattn.transfer.plan_send_kvcache(
             kv_args, dst_ptrs, src, dst, pp_size=pp_size, is_mla=is_mla, dst_layer_ids=dst_ids,
@@ -141,18 +122,10 @@ def test_plan_send_kvcache_slice(sglang, rng):
             *("s", src, dst_ptrs, dst, dst_rank, decode_tp, dst_len, ImmediateExecutor()),
         )
         planned = outcome(
-            cpattn.transfer.plan_send_kvcache_slice,
-            kv_args,
-            dst_ptrs,
-            src,
-            dst,
-            dst_tp_rank=dst_rank,
-            dst_attn_tp_size=decode_tp,
-            dst_kv_item_len=dst_len,
-            attn_tp_size=prefill_tp,
-            pp_size=2,
-            compat=True,
-        )
+            cpattn.transfer.plan_send_kvcache_slice, kv_args, dst_ptrs, src, dst, pp_size=2,
+            dst_tp_rank=dst_rank, dst_attn_tp_size=decode_tp, dst_kv_item_len=dst_len,
+            attn_tp_size=prefill_tp, compat=True,
+        )  # fmt: skip
         assert sent == 0
         assert joined(blocks(planned)) == joined(manager.engine.blocks)
 
@@ -197,29 +170,18 @@ def test_plan_send_state(sglang, rng):
             dst_ptrs.append(random_buffers(rng, num_buffers)[0])
         no_ids = [[] for _ in types]
         kv_args = SimpleNamespace(
-            prefill_start_layer=0,
-            state_types=types,
-            state_data_ptrs=ptrs,
-            state_item_lens=item_lens,
-            state_dim_per_tensor=no_ids,
-            state_layer_ids=no_ids,
-        )
+            prefill_start_layer=0, state_types=types, state_data_ptrs=ptrs,
+            state_item_lens=item_lens, state_dim_per_tensor=no_ids, state_layer_ids=no_ids,
+        )  # fmt: skip
         manager = make_manager(
-            sglang,
-            kv_args=kv_args,
-            state_tp_size=1,
+            sglang, kv_args=kv_args, state_tp_size=1, state_strides_validated={"s"},
             request_status={7: sglang.base.KVPoll.Transferring},
-            state_strides_validated={"s"},
-        )
+        )  # fmt: skip
         request = SimpleNamespace(mooncake_session_id="s", room=7, dst_state_indices=dst_indices)
         registered = SimpleNamespace(
-            dst_state_data_ptrs=dst_ptrs,
-            dst_state_item_lens=item_lens,
-            dst_state_dim_per_tensor=no_ids,
-            dst_state_layer_ids=no_ids,
-            dst_attn_tp_size=1,
-            dst_tp_rank=0,
-        )
+            dst_state_data_ptrs=dst_ptrs, dst_state_item_lens=item_lens, dst_attn_tp_size=1,
+            dst_state_dim_per_tensor=no_ids, dst_state_layer_ids=no_ids, dst_tp_rank=0,
+        )  # fmt: skip
         assert manager.maybe_send_extra(request, src_indices, ImmediateExecutor(), registered) == 0
         planned = cpattn.transfer.plan_send_state(
             kv_args, dst_ptrs, src_indices, dst_indices, compat=True

@@ -30,12 +30,8 @@ def test_filter_kv_indices_for_shard_rank(sglang, rng):
     for _ in range(2000):
         pages = rng.integers(0, 200, rng.integers(0, 20)).astype(np.int32)
         start, size = int(rng.integers(0, 9)), int(rng.integers(1, 6))
-        arguments = {
-            "kv_indices": pages,
-            "index_slice": slice(start, start + len(pages)),
-            "shard_rank": int(rng.integers(size)),
-            "shard_size": size,
-        }
+        arguments = {"kv_indices": pages, "index_slice": slice(start, start + len(pages))}
+        arguments |= {"shard_rank": int(rng.integers(size)), "shard_size": size}
         expected = sglang.disaggregation.filter_kv_indices_for_shard_rank(**arguments)
         got = cpattn.transfer.filter_kv_indices_for_shard_rank(**arguments)
         assert listed(got) == listed(expected)
@@ -135,38 +131,30 @@ def test_sends_replicated_state(sglang, rng, monkeypatch):
 def test_pull_targets(sglang, rng):
     num_mapped = 0
     for _ in range(3000):
+        tp_size, cp_size, stages = (
+            int(rng.choice(n)) for n in ([1, 2, 4, 8], [1, 2, 3], [1, 2, 3])
+        )
+        flags = ("enable_kv_cache_sharding", "enable_dsa_cache_layer_split")
+        flags = dict(zip(flags, rng.integers(0, 2, 2).astype(bool).tolist(), strict=True))
         prefill = SimpleNamespace(
-            attn_tp_size=int(rng.choice([1, 2, 4, 8])),
-            attn_cp_size=int(rng.choice([1, 2, 3])),
-            pp_size=int(rng.choice([1, 2, 3])),
-            enable_kv_cache_sharding=bool(rng.integers(2)),
-            enable_dsa_cache_layer_split=bool(rng.integers(2)),
+            attn_tp_size=tp_size, attn_cp_size=cp_size, pp_size=stages, **flags
         )
         pp_size = int(rng.choice([1, 2]))
         decode = SimpleNamespace(
-            is_mla_backend=bool(rng.integers(2)),
+            is_mla_backend=bool(rng.integers(2)), attn_tp_size=int(rng.choice([1, 2, 4, 8])),
             is_hybrid_mla_backend=True,  # which only spares a warning
-            attn_tp_size=int(rng.choice([1, 2, 4, 8])),
-            attn_cp_size=int(rng.choice([1, 1, 1, 2])),
-            attn_cp_rank=0,
-            pp_size=pp_size,
+            attn_cp_size=int(rng.choice([1, 1, 1, 2])), attn_cp_rank=0, pp_size=pp_size,
             pp_rank=int(rng.integers(pp_size)),
             enable_all_cp_ranks_for_transfer=bool(rng.integers(2)),
             kv_args=SimpleNamespace(engine_rank=int(rng.integers(0, 16))),
-        )
-        arguments = {
-            "prefill_tp_size": prefill.attn_tp_size,
-            "decode_tp_size": decode.attn_tp_size,
-            "is_mla": decode.is_mla_backend,
-            "prefill_cp_size": prefill.attn_cp_size,
-            "decode_cp_size": decode.attn_cp_size,
-            "prefill_pp_size": prefill.pp_size,
-            "decode_pp_size": decode.pp_size,
+        )  # fmt: skip
+        arguments = flags | {
+            "prefill_tp_size": tp_size, "decode_tp_size": decode.attn_tp_size,
+            "is_mla": decode.is_mla_backend, "prefill_cp_size": cp_size, "prefill_pp_size": stages,
+            "decode_cp_size": decode.attn_cp_size, "decode_pp_size": decode.pp_size,
             "pp_rank": decode.pp_rank,
-            "enable_kv_cache_sharding": prefill.enable_kv_cache_sharding,
-            "enable_dsa_cache_layer_split": prefill.enable_dsa_cache_layer_split,
             "enable_all_cp_ranks_for_transfer": decode.enable_all_cp_ranks_for_transfer,
-        }
+        }  # fmt: skip
         try:
             sglang.conn.CommonKVManager._resolve_rank_mapping(decode, prefill)
         except AssertionError:
@@ -232,14 +220,10 @@ def test_plan_send_state_of_elided_and_striped_entries(sglang, rng, monkeypatch)
         src = rng.permutation(60)[:num_pages].tolist()
         dst = rng.permutation(60)[: num_pages - (rng.random() < 0.1)].tolist()
         kv_args = SimpleNamespace(
-            prefill_start_layer=start,
-            mla_compression_ratios=None,
-            state_types=[sglang.base.StateType.DSA],
-            state_data_ptrs=[src_ptrs],
-            state_item_lens=[src_lens],
-            state_layer_ids=[src_ids],
-            state_dim_per_tensor=[[]],
-        )
+            prefill_start_layer=start, mla_compression_ratios=None, state_item_lens=[src_lens],
+            state_types=[sglang.base.StateType.DSA], state_data_ptrs=[src_ptrs],
+            state_layer_ids=[src_ids], state_dim_per_tensor=[[]],
+        )  # fmt: skip
         manager = make_manager(
             sglang, "mooncake", kv_args=kv_args, pp_size=pp_size, is_mla_backend=True,
             state_tp_size=1, kv_shard_rank=rank, kv_shard_size=size,
@@ -248,22 +232,14 @@ def test_plan_send_state_of_elided_and_striped_entries(sglang, rng, monkeypatch)
         )  # fmt: skip
         request = SimpleNamespace(mooncake_session_id="s", room=7, dst_state_indices=[dst])
         registered = SimpleNamespace(
-            dst_state_data_ptrs=[dst_ptrs],
-            dst_state_item_lens=[published],
-            dst_state_dim_per_tensor=[[]],
-            dst_state_layer_ids=[dst_ids],
-            dst_attn_tp_size=1,
-            dst_tp_rank=0,
-        )
+            dst_state_data_ptrs=[dst_ptrs], dst_state_item_lens=[published], dst_attn_tp_size=1,
+            dst_state_dim_per_tensor=[[]], dst_state_layer_ids=[dst_ids], dst_tp_rank=0,
+        )  # fmt: skip
         arguments = kv_args, [dst_ptrs], [src], [dst]
         options = {
-            "is_mla": True,
-            "dst_state_item_lens": [published],
-            "dst_state_layer_ids": [dst_ids],
-            "pp_size": pp_size,
-            "kv_shard_rank": rank,
-            "kv_shard_size": size,
-        }
+            "is_mla": True, "dst_state_item_lens": [published], "dst_state_layer_ids": [dst_ids],
+            "pp_size": pp_size, "kv_shard_rank": rank, "kv_shard_size": size,
+        }  # fmt: skip
         try:
             code = manager.maybe_send_extra(request, [src], ImmediateExecutor(), registered)
         except RuntimeError:

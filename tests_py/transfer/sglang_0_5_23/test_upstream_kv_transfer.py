@@ -34,9 +34,8 @@ def test_kv_to_page_indices(sglang, rng):
         first = rng.integers(0, 1000) * page_size
         slots = torch.arange(first, first + num_tokens)
         expected = sglang.pages.kv_to_page_indices(slots, page_size)
-        np.testing.assert_array_equal(
-            cpattn.transfer.kv_to_page_indices(slots.numpy(), int(page_size)), expected
-        )
+        got = cpattn.transfer.kv_to_page_indices(slots.numpy(), int(page_size))
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_group_concurrent_contiguous(sglang, rng):
@@ -58,13 +57,8 @@ def test_get_mha_kv_ptrs_with_pp_compat(sglang, rng):
         start = int(rng.integers(0, 12))
         manager = make_manager(sglang, kv_args=SimpleNamespace(prefill_start_layer=start))
         expected = outcome(manager.get_mha_kv_ptrs_with_pp, src, dst)
-        got = outcome(
-            cpattn.transfer.get_mha_kv_ptrs_with_pp,
-            src,
-            dst,
-            prefill_start_layer=start,
-            compat=True,
-        )
+        ours = cpattn.transfer.get_mha_kv_ptrs_with_pp
+        got = outcome(ours, src, dst, prefill_start_layer=start, compat=True)
         assert got == expected, (src, dst, start)
 
 
@@ -78,11 +72,9 @@ def test_get_mha_kv_ptrs_with_pp_is_right_where_upstream_is_not(sglang, rng):
         _, _, upstream_k, upstream_v, _ = manager.get_mha_kv_ptrs_with_pp(src, dst)
         num_wrong += src != (upstream_k + upstream_v)[: len(src)]
 
+        where = {"prefill_start_layer": stage.start, "total_kv_layers": num_layers}
         _, _, dst_k, dst_v, _ = cpattn.transfer.get_mha_kv_ptrs_with_pp(
-            list(range(len(src))),
-            list(range(len(dst))),
-            prefill_start_layer=stage.start,
-            total_kv_layers=num_layers,
+            list(range(len(src))), list(range(len(dst))), **where
         )
         assert [dst[i] for i in [*dst_k, *dst_v]][: len(src)] == src
     assert num_wrong > 300
@@ -90,13 +82,9 @@ def test_get_mha_kv_ptrs_with_pp_is_right_where_upstream_is_not(sglang, rng):
 
 def mla_manager(sglang: SimpleNamespace, start: int, groups: int, hidden: int, draft: int) -> Any:
     kv_args = SimpleNamespace(
-        prefill_start_layer=start,
-        kv_buf_groups=groups,
-        total_kv_layers=hidden,
-        hidden_kv_layers=hidden,
-        draft_kv_layers=draft,
-        mla_compression_ratios=None,
-    )
+        prefill_start_layer=start, kv_buf_groups=groups, total_kv_layers=hidden,
+        hidden_kv_layers=hidden, draft_kv_layers=draft, mla_compression_ratios=None,
+    )  # fmt: skip
     return make_manager(sglang, kv_args=kv_args, pp_size=2, is_mla_backend=True)
 
 
@@ -106,23 +94,15 @@ def test_get_mla_kv_ptrs_with_pp_compat(sglang, rng):
         dst = list(range(1000, 1000 + rng.integers(0, 60)))
         start, groups = int(rng.integers(0, 8)), int(rng.integers(1, 4))
         hidden, draft = int(rng.integers(0, 20)), int(rng.integers(0, 3))
-        known = (
-            {"hidden_kv_layers": hidden} if knows_drafts(sglang) else {"total_kv_layers": hidden}
-        )
+        known = {"hidden_kv_layers" if knows_drafts(sglang) else "total_kv_layers": hidden}
         sglang.parallel.pp_group.is_last_rank = bool(rng.integers(2))
         manager = mla_manager(sglang, start, groups, hidden, draft)
         expected = outcome(manager.get_mla_kv_ptrs_with_pp, src, dst)
         got = outcome(
-            cpattn.transfer.get_mla_kv_ptrs_with_pp,
-            src,
-            dst,
-            prefill_start_layer=start,
-            kv_buf_groups=groups,
-            draft_kv_layers=draft,
-            is_last_rank=sglang.parallel.pp_group.is_last_rank,
-            compat=True,
-            **known,
-        )
+            cpattn.transfer.get_mla_kv_ptrs_with_pp, src, dst, prefill_start_layer=start,
+            kv_buf_groups=groups, draft_kv_layers=draft, compat=True,
+            is_last_rank=sglang.parallel.pp_group.is_last_rank, **known,
+        )  # fmt: skip
         assert got == expected, (src, dst, start, groups, hidden, draft)
 
 
@@ -139,15 +119,10 @@ def test_get_mla_kv_ptrs_with_pp_strict_agrees_where_upstream_is_right(sglang, r
         manager = mla_manager(sglang, stage.start, len(groups), num_layers, draft)
         _, upstream, _ = manager.get_mla_kv_ptrs_with_pp(src, dst)
         strict = outcome(
-            cpattn.transfer.get_mla_kv_ptrs_with_pp,
-            list(range(len(src))),
-            list(range(len(dst))),
-            prefill_start_layer=stage.start,
-            kv_buf_groups=len(groups),
-            hidden_kv_layers=num_layers,
-            draft_kv_layers=draft,
-            is_last_rank=is_last,
-        )
+            cpattn.transfer.get_mla_kv_ptrs_with_pp, list(range(len(src))), list(range(len(dst))),
+            prefill_start_layer=stage.start, kv_buf_groups=len(groups), is_last_rank=is_last,
+            hidden_kv_layers=num_layers, draft_kv_layers=draft,
+        )  # fmt: skip
         if not is_refusal(strict):
             assert [dst[i] for i in strict[1]][: len(src)] == src
         if upstream[: len(src)] == src:

@@ -26,9 +26,7 @@ def sglang() -> SimpleNamespace:
     return modules
 
 
-@pytest.fixture
-def rng() -> np.random.Generator:
-    return np.random.default_rng(23893)
+PEER = {"host": "10.0.0.1", "session_id": "10.0.0.1:4001"}
 
 
 def random_lists(rng: np.random.Generator, low: int, high: int) -> list[list[int]]:
@@ -50,9 +48,8 @@ def random_registration(rng: np.random.Generator) -> wire.KVRegistration:
     item_lens = rng.integers(1, 2**40, rng.integers(0, 8)).tolist()
     staging = rng.random() < 0.5
     return wire.KVRegistration(
-        host="10.0.0.1",
+        **PEER,
         port=int(rng.integers(1, 65536)),
-        session_id="10.0.0.1:4001",
         kv_data_ptrs=rng.integers(0, 2**64, len(item_lens), dtype=np.uint64).tolist(),
         aux_data_ptrs=rng.integers(0, 2**64, rng.integers(0, 4), dtype=np.uint64).tolist(),
         state_data_ptrs=random_lists(rng, 0, 2**64),
@@ -75,15 +72,11 @@ def random_registration(rng: np.random.Generator) -> wire.KVRegistration:
 def upstream_fields(message: wire.KVRegistration) -> dict[str, Any]:
     """A registration by the names of sglang's parser."""
     differ = {
-        "host": "endpoint",
-        "port": "dst_port",
-        "session_id": "mooncake_session_id",
-        "kv_data_ptrs": "dst_kv_ptrs",
-        "aux_data_ptrs": "dst_aux_ptrs",
-        "engine_rank": "dst_tp_rank",
-        "staging_ptr": "staging_base_ptr",
+        "host": "endpoint", "port": "dst_port", "session_id": "mooncake_session_id",
+        "kv_data_ptrs": "dst_kv_ptrs", "aux_data_ptrs": "dst_aux_ptrs",
+        "engine_rank": "dst_tp_rank", "staging_ptr": "staging_base_ptr",
         "staging_bytes": "staging_total_size",
-    }
+    }  # fmt: skip
     values = {differ.get(name, f"dst_{name}"): value for name, value in vars(message).items()}
     values |= {name: values[name] or 0 for name in ("staging_base_ptr", "staging_total_size")}
     del values["dst_staging_layer_ids"]
@@ -100,14 +93,9 @@ def test_registrations_are_read_as_upstream_reads_them(sglang, rng):
 
 
 def wire_manager(sglang: SimpleNamespace, message: Any, **attributes: Any) -> Any:
-    return make_manager(
-        sglang,
-        "mooncake",
-        local_ip=message.host,
-        rank_port=message.port,
-        get_session_id=lambda: message.session_id,
-        **attributes,
-    )
+    peer = {"local_ip": message.host, "rank_port": message.port}
+    peer["get_session_id"] = lambda: message.session_id
+    return make_manager(sglang, "mooncake", **peer, **attributes)
 
 
 def test_registrations_are_written_as_upstream_writes_them(sglang, rng):
@@ -138,10 +126,9 @@ def test_requests_are_written_and_read_as_upstream_does(sglang, rng):
         dummy = rng.random() < 0.2
         pages = rng.integers(0, 2**31, 0 if dummy else rng.integers(0, 9), np.int32)
         message = wire.KVTransferRequest(
+            **PEER,
             room=int(rng.integers(0, 2**63)),
-            host="10.0.0.1",
             port=int(rng.integers(1, 65536)),
-            session_id="10.0.0.1:4001",
             page_indices=pages,
             aux_index=None if dummy else int(rng.integers(0, 100)),
             state_indices=[] if dummy else random_lists(rng, -(2**31), 2**31),
@@ -150,30 +137,22 @@ def test_requests_are_written_and_read_as_upstream_does(sglang, rng):
             device_page_indices=pages[: rng.integers(0, 9)],
         )
         frames = wire_manager(sglang, message).build_receiver_metadata_message(
-            bootstrap_room=message.room,
-            required_dst_info_num=message.required_count,
-            kv_indices=pages,
-            aux_index=message.aux_index,
-            state_indices=message.state_indices,
-            decode_prefix_len=message.decode_prefix_len,
-            is_dummy=dummy,
+            bootstrap_room=message.room, required_dst_info_num=message.required_count,
+            kv_indices=pages, aux_index=message.aux_index, state_indices=message.state_indices,
+            decode_prefix_len=message.decode_prefix_len, is_dummy=dummy,
             device_kv_indices=message.device_page_indices,
-        )
+        )  # fmt: skip
         assert message.to_frames() == frames
         ours = wire.KVTransferRequest.from_frames(frames)
         assert ours == message
         theirs = sglang.mooncake.TransferInfo.from_zmq(frames)
-        assert (ours.is_dummy, ours.room, ours.aux_index, ours.state_indices) == (
-            theirs.is_dummy,
-            theirs.room,
-            theirs.dst_aux_index,
-            theirs.dst_state_indices,
-        )
         assert ours.page_indices.tolist() == theirs.dst_kv_indices.tolist()
-        assert (ours.required_count, ours.decode_prefix_len) == (
-            theirs.required_dst_info_num,
-            theirs.decode_prefix_len,
-        )
+        for name, of_theirs in {
+            "is_dummy": "is_dummy", "room": "room", "aux_index": "dst_aux_index",
+            "state_indices": "dst_state_indices", "required_count": "required_dst_info_num",
+            "decode_prefix_len": "decode_prefix_len",
+        }.items():  # fmt: skip
+            assert getattr(ours, name) == getattr(theirs, of_theirs), name
 
 
 def test_registration_regions(sglang, rng):
@@ -181,13 +160,9 @@ def test_registration_regions(sglang, rng):
         lists = [rng.integers(1, 4, (2, n)) * rng.integers(0, 2, n) for n in rng.integers(0, 6, 4)]
         (kv, aux, *state) = [(ptrs.tolist(), lens.tolist()) for ptrs, lens in lists]
         kv_args = SimpleNamespace(
-            kv_data_ptrs=kv[0],
-            kv_data_lens=kv[1],
-            aux_data_ptrs=aux[0],
-            aux_data_lens=aux[1],
-            state_data_ptrs=[ptrs for ptrs, _ in state],
-            state_data_lens=[lens for _, lens in state],
-        )
+            kv_data_ptrs=kv[0], kv_data_lens=kv[1], aux_data_ptrs=aux[0], aux_data_lens=aux[1],
+            state_data_ptrs=[x for x, _ in state], state_data_lens=[x for _, x in state],
+        )  # fmt: skip
         theirs = make_manager(sglang, "mooncake", kv_args=kv_args)._registerable_regions()
         ptrs, lens = np.concatenate(lists, axis=1).tolist()
         assert list(zip(*cpattn.transfer.registration_regions(ptrs, lens), strict=True)) == theirs
