@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of FP8 rows: its bytes, sparse attention over it, and its transfer."""
+"""The pool of FP8 rows: its bytes, and its transfer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ import pytest
 import torch
 
 import cpattn
-from cpattn.sparse import (
-    dequantize_kv_rows,
-    flash_mla_sparse_fwd,
-    quantize_index,
-    quantize_kv_rows,
-    write_index_k_cache,
-)
+from cpattn.sparse import quantize_index, quantize_kv_rows, write_index_k_cache
 from cpattn.transfer import KVLayout, plan_kv_transfer
 from support.transfer.plan_blocks import blocks
 
@@ -70,18 +64,6 @@ def test_keys_of_the_indexer_are_those_of_write_index_k_cache():
         assert not pool.get_index_k_buffer(4).any()
 
 
-def test_sparse_attention_reads_pages():
-    pool = make_pool()
-    pool.set_kv_buffer(4, [16, 17, 18, 40], LATENT[:4])
-    q = torch.randn(3, 16, 576, generator=GENERATOR).bfloat16()
-    indices = torch.tensor([[16, 17, -1], [40, 18, 16], [18, -1, -1]]).unsqueeze(1).int()
-    got, *_ = flash_mla_sparse_fwd(q, pool.get_key_buffer(4), indices, 0.1, d_v=512)
-    keys = dequantize_kv_rows(pool.get_key_buffer(4))
-    expected, *_ = flash_mla_sparse_fwd(q, keys, indices, 0.1, d_v=512)
-    assert torch.equal(got, expected)
-    assert got.any(-1).all()
-
-
 def test_buffers():
     pool = make_pool()
     addrs, sizes, item_lens = pool.get_contiguous_buf_infos()
@@ -122,16 +104,6 @@ def test_transfer_of_rows_and_whole_pages():
     bare = [KVLayout.from_pool(make_pool(index_head_dim=None)) for _ in range(2)]
     plan = plan_kv_transfer(*bare, [1, 2], [4, 1], first_token=3, num_tokens=20)
     assert plan.total_bytes == 2 * 20 * 656
-
-
-def test_a_plan_with_another_pool_is_refused_by_name():
-    latents = cpattn.kv.MLATokenToKVPool(
-        size=64, page_size=PAGE, num_layers=2, start_layer=4, kv_lora_rank=512,
-        qk_rope_head_dim=64, index_head_dim=128,
-    )  # fmt: skip
-    message = "k of layer 4 must have one dtype on both sides, got bfloat16 at the source and fp8_d"
-    with pytest.raises(ValueError, match=message):
-        plan_kv_transfer(KVLayout.from_pool(latents), KVLayout.from_pool(make_pool()), [1], [1])
 
 
 POOL, BARE = make_pool(), make_pool(index_head_dim=None)

@@ -186,13 +186,7 @@ def test_views_outlive_their_pool(use_fia):
     assert view.eq(3).all()
 
 
-def resident_bytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
 def test_a_pool_beyond_four_gib_takes_what_is_written():
-    before = resident_bytes()
     pool = cpattn.kv.MHATokenToKVPool(
         size=(1 << 20) - 128, page_size=128, num_layers=3, num_kv_heads=8, head_dim=128
     )  # 2 GiB a layer
@@ -209,7 +203,6 @@ def test_a_pool_beyond_four_gib_takes_what_is_written():
         assert torch.equal(flat[ends], rows + layer)
         assert not flat[1].any()
         assert torch.equal(pool.get_value_buffer(layer).view(-1, 8, 128)[ends], -rows)
-    assert resident_bytes() - before < 64 << 20
 
 
 def test_repr_says_what_is_in_it():

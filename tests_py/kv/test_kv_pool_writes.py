@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -96,23 +94,6 @@ def test_rows_are_those_of_the_definition(isa, given_as, dtype, use_fia):
                 assert torch.equal(bits(got), bits(expected))
                 now[slots] = old[slots]
             assert torch.equal(now, old)
-
-
-@pytest.mark.parametrize("dtype", POOL_DTYPES)
-def test_bytes_of_a_token_are_its_slot_times_its_bytes_behind_the_layer(dtype):
-    """What a transfer relies on, in both layouts."""
-    k, v = make_rows(64, DIM), make_rows(64, V_DIM)
-    pools = [make_pool(dtype, use_fia=use_fia) for use_fia in (False, True)]
-    for pool in pools:
-        pool.set_kv_buffer(7, np.arange(64)[::-1].copy(), k, v)
-        addrs, _, page_sizes = pool.get_contiguous_buf_infos()
-        for entry, rows in ((2, k), (5, v)):
-            expected = stored(rows, dtype, None).contiguous().view(torch.uint8).reshape(64, -1)
-            assert page_sizes[entry] == PAGE * expected.shape[1]
-            memory = (ctypes.c_char * expected.numel()).from_address(addrs[entry])
-            got = np.frombuffer(memory, np.uint8).reshape(expected.shape)
-            assert np.array_equal(got[::-1], expected.numpy())
-    assert_same_bytes(*pools)
 
 
 @settings(max_examples=examples(60), deadline=None)

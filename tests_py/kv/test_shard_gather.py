@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpattn.kv import PageInterleave, ShardGatherPlan, StripedAllocator, plan_shard_gather
@@ -104,6 +104,12 @@ def restated(batch: Batch, prefix_pages: int, chunk_pages: int) -> dict[str, Any
     }
 
 
+def expected_writes(placement: PageInterleave, slots: range, rank: int) -> list[list[int]]:
+    """Positions in [0, *slots] and rows of what a rank writes."""
+    positions, rows = placement.filter_local([0, *slots], rank)
+    return [positions.tolist(), rows.tolist()]
+
+
 def plan_batch(batch: Batch, spare: int, data: st.DataObject) -> tuple[ShardGatherPlan, Any]:
     """With that many pages more than are needed, from a table of any rows."""
     n, ps = batch.placement.shard_size, batch.placement.page_size
@@ -134,51 +140,15 @@ def test_plans_are_what_the_rules_say(batch, spare, data):
         assert not array.flags.writeable
     assert plan.send_pages.shape == (batch.placement.shard_size, plan.block_pages)
     assert pickle.loads(pickle.dumps(plan)) == plan
-
-
-@settings(max_examples=examples(100), deadline=None)
-@given(batch=batches(), spare=st.integers(0, 1), data=st.data())
-def test_scratch_holds_what_pools_have(batch, spare, data):
-    """Ranks write new rows, send blocks and read: every token finds its own row."""
-    plan, _ = plan_batch(batch, spare, data)
-    n, ps, rng = batch.placement.shard_size, batch.placement.page_size, np.random.default_rng(5)
-    tokens = sorted({slot for row in batch.rows for slot in row})
-    content = dict(zip(tokens, rng.permutation(len(tokens)) + 1, strict=True))
-    pools = np.zeros((n, batch.size + ps), int)
-    for rank in range(n):  # rows of slots, whoever computed them
-        positions, rows = plan.write_plan(tokens, rank)
-        pools[rank, rows] = [content[tokens[i]] for i in positions]
-    blocks = [pools[rank].reshape(-1, ps)[plan.send_pages[rank]].reshape(-1) for rank in range(n)]
-    scratch = np.zeros((plan.trash_page + 1) * ps, int)
-    scratch[: n * plan.block_pages * ps] = np.concatenate(blocks)
-    for row, prefix, seq in zip(batch.rows, batch.prefix_lens, batch.seq_lens, strict=True):
-        scratch[plan.translate(row[prefix:seq])] = [content[slot] for slot in row[prefix:seq]]
-    for row, seq in zip(batch.rows, batch.seq_lens, strict=True):
-        assert scratch[plan.translate(row[:seq])].tolist() == [content[x] for x in row[:seq]]
-    planned = {*plan.prefix_pages.tolist(), *plan.chunk_pages.tolist()}
-    others = [slot for slot in range(n * (SIZE + 1) * ps) if slot // ps not in planned]
-    assert set(plan.translate(others) // ps) <= {plan.trash_page}
-
-
-@settings(max_examples=examples(100), deadline=None)
-@given(batch=batches(), data=st.data())
-def test_prefixes_that_are_not_on_the_ranks_in_turn_are_refused(batch, data):
-    n, ps = batch.placement.shard_size, batch.placement.page_size
-    long = [i for i, prefix in enumerate(batch.prefix_lens) if prefix >= 2 * ps]
-    assume(long)
-    i = data.draw(st.sampled_from(long))
-    p = data.draw(st.integers(1, batch.prefix_lens[i] // ps - 1))
-    page = data.draw(st.integers(n, n * (SIZE + 1) - 1))
-    before = batch.rows[i][p * ps] // ps
-    assume((page - before) % n)
-    batch.rows[i] = list(batch.rows[i])
-    batch.rows[i][p * ps : (p + 1) * ps] = range(page * ps, (page + 1) * ps)
-    message = (
-        f"req_to_token must have the pages of a prefix on the ranks in turn, got page {page} of "
-        f"rank {page % n} instead of {before % n} as page {p} of request {i}"
-    )
-    with pytest.raises(ValueError, match=f"^plan_shard_gather: {re.escape(message)}$"):
-        plan_batch(batch, 0, data)
+    page_size, placement = batch.placement.page_size, batch.placement
+    slots = range(-1, placement.shard_size * (SIZE + 1) * page_size)
+    where = [
+        expected["page_pos"][slot // page_size] * page_size + slot % page_size for slot in slots
+    ]
+    assert plan.translate([*slots]).tolist() == [-1, *where[1:]]
+    for rank in range(placement.shard_size):  # the reserved pages are those of rank 0
+        written = plan.write_plan([0, *slots], rank)
+        assert [part.tolist() for part in written] == expected_writes(placement, slots, rank)
 
 
 SLOTS = list(range(8, 22))  # pages 2 to 5
@@ -207,13 +177,6 @@ def test_a_batch_without_prefixes_gathers_nothing():
     empty = plan_of(np.zeros((0, 3), int), [], [])
     assert set(empty.page_pos.tolist()) == {empty.trash_page} == {12}
     assert plan_of(np.zeros((0, 3), int), [], [], size=0).page_pos.tolist() == [12, 12]
-
-
-def test_shared_prefixes_are_sent_once_and_reserved_twice():
-    plan = plan_of([SLOTS, SLOTS], [8, 8], [8, 8])
-    assert plan.block_pages == 2
-    assert plan.send_pages.tolist() == [[1, 0], [1, 0]]
-    assert plan.page_pos[[2, 3]].tolist() == [0, 2]
 
 
 def test_plans_are_values():
@@ -268,7 +231,10 @@ REFUSALS = [
     refused(f"{NOT_A_PAGE}4 {FIRST}0 of request 0", [4, 5], 0, 2),
     refused(f"{NOT_A_PAGE}-1 {FIRST}0 of request 0", [-1, -1], 0, 2),
     refused(f"{NOT_A_PAGE}40 {FIRST}4 of request 1", (SLOTS, [*range(16, 20), 40]), (0, 0), (4, 5)),
-    refused(IN_TURN + "stead of 1 as page 1 of request 0", [*range(8, 12), *range(16, 20)], 8, 8),
+    refused(IN_TURN + "4 of rank 0 instead of 1 as page 1 of request 0",
+            [*range(8, 12), *range(16, 20)], 8, 8),
+    refused(IN_TURN + "6 of rank 0 instead of 1 as page 2 of request 1",
+            (SLOTS[:8], [*range(12, 20), *range(24, 28)]), (0, 12), (8, 12)),
     refused(TWICE + "2 again as page 0 of request 1", (SLOTS, SLOTS), (0, 0), (4, 4)),
     refused(TWICE + "3 again as page 1 of request 1", (SLOTS, SLOTS), (8, 4), (8, 8)),
 ]  # fmt: skip

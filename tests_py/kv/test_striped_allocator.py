@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cpattn.kv import PageInterleave, StripedAllocator
+from cpattn.kv import StripedAllocator
 from support.examples import examples
 
 
@@ -150,35 +150,6 @@ TestAllocations = Allocations.TestCase
 TestAllocations.settings = settings(
     max_examples=examples(200), stateful_step_count=40, deadline=None
 )
-
-
-def test_a_sequence_lies_on_the_ranks_in_turn():
-    """Extended piece by piece, beside others."""
-    allocator = StripedAllocator(64 * 16, page_size=16, shard_size=4)
-    placement = PageInterleave(shard_size=4, page_size=16)
-    bases: list[int | None] = [None, 3]
-    slots = np.array([], np.int64)
-    for begin in range(0, 640, 128):
-        got = allocator.alloc_extend([begin, begin], [begin + 128, begin + 128], bases)
-        slots = np.concatenate([slots, got[128:]])
-    owners = placement.owner_of(slots)
-    assert owners.tolist() == [(3 + position // 16) % 4 for position in range(640)]
-    assert bases == [0, 3]
-    for rank in range(4):
-        rows = placement.filter_local(slots, rank)[1]
-        assert rows.min() >= 16  # behind the reserved page
-        assert rows.max() < 64 * 16 + 16
-
-
-def test_nothing_is_taken_if_not_all_is_there():
-    allocator = StripedAllocator(4, page_size=2, shard_size=2)
-    bases: list[int | None] = [None, None, 7]
-    assert allocator.alloc_extend([0, 0, 0], [4, 4, 2], bases) is None
-    assert bases == [0, 0, 7]
-    assert allocator.class_free_page_counts() == [2, 2]
-    assert allocator.alloc_extend([0, 0], [4, 4], [None, None]).tolist() == [*range(4, 12)]
-    assert allocator.available_size() == 0
-    assert allocator.alloc_cyclic(0, 1) is None
 
 
 def test_lengths_in_every_container():

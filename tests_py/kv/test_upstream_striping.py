@@ -15,17 +15,7 @@ import pytest
 import torch
 
 from cpattn.kv import PageInterleave, ShardGatherPlan, StripedAllocator, plan_shard_gather
-from support.sglang import sglang_upstream
-from support.sglang.striped_pools import (
-    extend_arguments,
-    make_allocator,
-    make_pool,
-    random_extend,
-    random_scratch,
-    random_sizes,
-    random_table,
-    spec_of,
-)
+from support.sglang import sglang_upstream, striped_pools
 
 
 @pytest.fixture(scope="module")
@@ -40,31 +30,30 @@ def rng() -> np.random.Generator:
 
 def test_placement(sglang, rng):
     for _ in range(300):
-        sizes = random_sizes(rng)
-        theirs = sglang.striping.PageInterleavePlacement(spec_of(**sizes))
+        sizes = striped_pools.random_sizes(rng)
+        theirs = sglang.striping.PageInterleavePlacement(striped_pools.spec_of(**sizes))
         ours, slots = PageInterleave(**sizes), rng.integers(0, 500, rng.integers(0, 60))
         given = torch.from_numpy(slots)
         np.testing.assert_array_equal(ours.owner_of(slots), theirs.owner_of(given))
         np.testing.assert_array_equal(ours.local_index(slots), theirs.local_index(given))
         for rank in range(sizes["shard_size"]):
-            np.testing.assert_array_equal(
-                ours.filter_local(slots, rank)[1], theirs.filter_local(given, rank)
-            )
+            rows = ours.filter_local(slots, rank)[1]
+            np.testing.assert_array_equal(rows, theirs.filter_local(given, rank))
 
 
 @pytest.mark.parametrize("need_sort", [False, True])
 def test_allocator(sglang, rng, need_sort):
     num_refused = 0
     for _ in range(60):
-        sizes = random_sizes(rng)
+        sizes = striped_pools.random_sizes(rng)
         page_size, size = sizes["page_size"], int(rng.integers(0, 120))
         ours = StripedAllocator(size, **sizes, need_sort=need_sort)
-        theirs = make_allocator(sglang, size, sizes, need_sort)
+        theirs = striped_pools.make_allocator(sglang, size, sizes, need_sort)
         used = np.array([], np.int64)
         for _ in range(40):
-            prefixes, lens, bases = random_extend(rng, page_size)
+            prefixes, lens, bases = striped_pools.random_extend(rng, page_size)
             written = list(bases)
-            given = extend_arguments(prefixes, lens)
+            given = striped_pools.extend_arguments(prefixes, lens)
             expected = theirs.alloc_extend(*given, rotation_bases=written)
             got = ours.alloc_extend(prefixes, lens, bases)
             assert bases == written
@@ -78,18 +67,17 @@ def test_allocator(sglang, rng, need_sort):
             ours.free(freed)
             theirs.free(torch.from_numpy(freed))
             used = used[~np.isin(used // page_size, freed // page_size)]
-            assert ours.class_free_page_counts() == theirs.class_free_page_counts()
-            assert ours.available_size() == theirs.available_size()
-            assert ours.aggregate_free_size() == theirs.aggregate_free_size()
-            assert ours.least_full_class() == theirs.least_full_class()
+            for count in ("class_free_page_counts", "available_size", "aggregate_free_size",
+                          "least_full_class"):  # fmt: skip
+                assert getattr(ours, count)() == getattr(theirs, count)()
     assert num_refused > 50
 
 
 def test_alloc_cyclic(sglang, rng):
     for _ in range(100):
-        sizes = random_sizes(rng)
+        sizes = striped_pools.random_sizes(rng)
         ours = StripedAllocator(60, **sizes)
-        theirs = make_allocator(sglang, 60, sizes, need_sort=False)
+        theirs = striped_pools.make_allocator(sglang, 60, sizes, need_sort=False)
         for _ in range(5):
             start, num_slots = int(rng.integers(-9, 9)), int(rng.integers(1, 80))
             expected, got = (x.alloc_cyclic(start, num_slots) for x in (theirs, ours))
@@ -108,15 +96,18 @@ def outcome(plan: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 def test_gather_plans(sglang, rng):
     num_refused = 0
     for _ in range(300):
-        sizes = random_sizes(rng)
+        sizes = striped_pools.random_sizes(rng)
         shard_size, page_size = sizes["shard_size"], sizes["page_size"]
         size = 60 * page_size
-        table, prefixes, lens = random_table(rng, StripedAllocator(size, **sizes))
-        scratch = random_scratch(rng, sizes)
+        table, prefixes, lens = striped_pools.random_table(rng, StripedAllocator(size, **sizes))
+        scratch = striped_pools.random_scratch(rng, sizes)
         rows = rng.permutation(6)[: len(lens)]
         moved = np.zeros_like(table)
         moved[rows] = table[: len(lens)]
-        pools = [make_pool(sglang, rank, sizes, scratch, size) for rank in range(shard_size)]
+        pools = [
+            striped_pools.make_pool(sglang, rank, sizes, scratch, size)
+            for rank in range(shard_size)
+        ]
         given = torch.from_numpy(moved), torch.from_numpy(rows), prefixes, lens
         refused = [outcome(pool.begin_shard_extend, *given) for pool in pools]
         options = {"placement": PageInterleave(**sizes), "size": size} | scratch

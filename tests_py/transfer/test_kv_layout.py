@@ -17,19 +17,13 @@ ENTRY = KVEntry(3, "k", False, 1 << 48, 4608, 512)
 
 
 def test_a_comparable_value_that_travels():
-    layout = KVLayout(
-        [ENTRY, ENTRY._replace(is_draft=True, addr=0, token_rows=False)],
-        8,
-        tp_rank=3,
-        tp_size=4,
-        total_kv_heads=2,
-        layers=(2, 5),
-    )
+    place = {"tp_rank": 3, "tp_size": 4, "total_kv_heads": 2, "layers": (2, 5)}
+    layout = KVLayout([ENTRY, ENTRY._replace(is_draft=True, addr=0, token_rows=False)], 8, **place)
     assert layout.entries == (ENTRY, KVEntry(3, "k", True, 0, 4608, 512, False))
     assert KVLayout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
     assert pickle.loads(pickle.dumps(layout)) == layout
     assert layout != KVLayout(layout.entries, 8)
-    assert layout != KVLayout([ENTRY], 8, tp_rank=3, tp_size=4, total_kv_heads=2, layers=(2, 5))
+    assert layout != KVLayout([ENTRY], 8, **place)
     assert repr(layout) == (
         "KVLayout(2 buffers of 2 layers, page_size=8, tp_rank=3, tp_size=4, total_kv_heads=2, "
         "layers=(2, 5))"
@@ -244,42 +238,42 @@ def test_every_case_of_mla_is_right(case):
     assert_paired(src_names, src, dst_names, dst)
 
 
+def lists(buffers, start=0, groups=None, hidden=None, end=None, ids=None, total=None):
+    """Arguments of which those are absent that are None."""
+    fields = {
+        "kv_buf_groups": groups, "hidden_kv_layers": hidden, "prefill_end_layer": end,
+        "kv_layer_ids": ids, "total_kv_layers": total,
+    }  # fmt: skip
+    present = {name: value for name, value in fields.items() if value is not None}
+    return kv_args(buffers, start, **present)
+
+
+SHORT = SimpleNamespace(**vars(lists("K0", total=1)) | {"kv_data_lens": []})
+HOLD, EQUAL = "kv_data_ptrs must hold ", " of target layers must be equal, got [512, "
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         # C: neither the number of layers nor that of draft layers is known
-        (kv_args(names(4, draft=1), kv_buf_groups=2), "total_layers must be given: hidden_kv"),
-        (kv_args(names(4, draft=1), kv_buf_groups=2, hidden_kv_layers=4, prefill_end_layer=4),
-         "kv_data_ptrs must hold 2 group(s) of layers [0, 4) and of 0 draft layer(s), 8 in all, "
-         "got 10"),
+        (lists(names(4, draft=1), 0, 2), "total_layers must be given: hidden_kv"),
+        (lists(names(4, draft=1), 0, 2, 4, 4), HOLD + "2 group(s) of layers [0, 4) and of 0 draft"),
         # G: groups left at one
-        (kv_args(names(2, start=2), 2, hidden_kv_layers=4, prefill_end_layer=4),
-         "kv_data_ptrs must hold 1 group(s) of layers [2, 4) and of 0 draft layer(s), 2 in all, "
-         "got 4"),
-        (kv_args(names(4), hidden_kv_layers=8),
-         "kv_item_lens of group k of target layers must be equal, got [512, 512, 512, 512, 128, "),
+        (lists(names(2, start=2), 2, None, 4, 4), HOLD + "1 group(s) of layers [2, 4) and of 0 dr"),
+        (lists(names(4), 0, None, 8), f"kv_item_lens of group k{EQUAL}512, 512, 512, 128, "),
         # H: a stage beyond the model
-        (kv_args(names(2, start=2), 2, kv_buf_groups=2, hidden_kv_layers=3),
-         "layers [2, 4) must lie within the model's 3"),
+        (lists(names(2, start=2), 2, 2, 3), "layers [2, 4) must lie within the model's 3"),
         # thin stages, whose groups were computed with the draft buffers among the layers'
-        (kv_args(names(3, "KVI", 1), kv_buf_groups=4, hidden_kv_layers=3),
-         "kv_buf_groups must be 1, 2 or 3, got 4"),
-        (kv_args(names(2, draft=1), kv_buf_groups=3, hidden_kv_layers=2),
-         "kv_item_lens of group index_k of target layers must be equal, got [512, 128]"),
-        (kv_args("K0", kv_layer_ids=[0], total_kv_layers=1),
-         "layers must be given with kv_layer_ids: prefill_end_layer is not set"),
-        (kv_args("K0 V0", kv_layer_ids=[0], total_kv_layers=1,
-                 prefill_end_layer=1),
-         "kv_layer_ids must have an id for each of 2 buffers, got 1"),
-        (kv_args("K0 V0 I0 K0", kv_layer_ids=[0] * 4, total_kv_layers=1,
-                 prefill_end_layer=1),
-         "kv_layer_ids must name a layer 3 times at most, got more of 0"),
-        *((kv_args("K0", kv_layer_ids=[layer], total_kv_layers=1, prefill_end_layer=1),
-           f"kv_layer_ids must lie in [0, 1), got {layer}") for layer in (-1, 1)),
-        (SimpleNamespace(**vars(kv_args("K0", total_kv_layers=1)) | {"kv_data_lens": []}),
-         "kv_data_ptrs, kv_data_lens and kv_item_lens must be equally many, got 1, 0, 1"),
+        (lists(names(3, "KVI", 1), 0, 4, 3), "kv_buf_groups must be 1, 2 or 3, got 4"),
+        (lists(names(2, draft=1), 0, 3, 2), f"kv_item_lens of group index_k{EQUAL}128]"),
+        (lists("K0", ids=[0], total=1), "layers must be given with kv_layer_ids: prefill_end_laye"),
+        (lists("K0 V0", 0, None, None, 1, [0], 1), "kv_layer_ids must have an id for each of 2 bu"),
+        (lists("K0 V0 I0 K0", 0, None, None, 1, [0] * 4, 1), "kv_layer_ids must name a layer 3 ti"),
+        (lists("K0", 0, None, None, 1, [-1], 1), "kv_layer_ids must lie in [0, 1), got -1"),
+        (lists("K0", 0, None, None, 1, [1], 1), "kv_layer_ids must lie in [0, 1), got 1"),
+        (SHORT, "kv_data_ptrs, kv_data_lens and kv_item_lens must be equally many, got 1, 0, 1"),
     ],
-)  # fmt: skip
+)
 def test_lists_that_contradict_themselves_are_refused(args, message):
     with pytest.raises(ValueError, match=f"^KVLayout.from_kv_args: {re.escape(message)}"):
         KVLayout.from_kv_args(args, is_mla=True)

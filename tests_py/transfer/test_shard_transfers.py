@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Senders that hold a part of the KV cache each, and a receiver that ends up with all its bytes."""
+"""Senders that hold some of the pages each, and a receiver that ends up with all their bytes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from cpattn.transfer import (
     KVSender,
     LocalEngine,
     fill_kv_args,
-    get_layer_shard_range,
-    plan_kv_links,
     plan_kv_transfer,
     plan_send_indices,
     plan_send_kvcache,
@@ -78,7 +76,6 @@ def list_plan(pool, receiver, src, dst):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("planned", [layout_plan, list_plan])
 @pytest.mark.parametrize("kind", POOLS)
 @settings(deadline=None, max_examples=examples(25))
@@ -115,69 +112,3 @@ def test_ranks_that_stripe_pages_fill_a_plain_pool(kind, planned, data, size, se
         np.testing.assert_array_equal(view[dst_pages], pages)
         others = np.setdiff1d(np.arange(len(view)), dst_pages)
         assert (view[others] == 0xA5).all()
-
-
-def split_layouts(kind, num_layers, num_ranks):
-    """Pools and layouts of ranks that keep a range of a stage's layers each."""
-    ranks = []
-    for rank in range(num_ranks):
-        start, end = get_layer_shard_range(rank, num_ranks, num_layers)
-        pool = make_pool(kind, 8 * PAGE, end - start, start) if end > start else None
-        layout = (
-            KVLayout.from_pool(pool, layers=(start, end))
-            if pool
-            else KVLayout([], PAGE, layers=(start, end))
-        )
-        ranks.append((pool, layout))
-    return ranks
-
-
-@pytest.mark.parametrize("kind", POOLS)
-@settings(deadline=None, max_examples=examples(25))
-@given(st.integers(1, 7), st.integers(1, 5), st.integers(0, 2**32 - 1))
-def test_ranks_that_divide_layers_cover_every_entry_once(kind, num_layers, num_ranks, seed):
-    rng = np.random.default_rng(seed)
-    receiver = make_pool(kind, 8 * PAGE, num_layers)
-    whole = KVLayout.from_pool(receiver)
-    views = pages_of(receiver)
-    ranks = split_layouts(kind, num_layers, num_ranks)
-    num_entries, expected = 0, {}
-    with LocalEngine() as engine, LocalEngine() as peer:
-        register(peer, receiver)
-        for pool, layout in ranks:
-            plan = plan_kv_transfer(layout, whole, [3, 4], [6, 2])
-            num_entries += sum(count for _, count, _ in plan.parts)
-            if pool is None:
-                assert len(plan) == 0
-                continue
-            for entry, view in zip(layout.entries, pages_of(pool), strict=True):
-                view[:] = rng.integers(0, 256, view.shape, np.uint8)
-                expected[entry.layer_id, entry.kind] = view[[3, 4]]
-            register(engine, pool)
-            plan.execute(engine, peer.session_id)
-    assert num_entries == len(whole.entries) == len(expected)
-    for entry, view in zip(whole.entries, views, strict=True):
-        np.testing.assert_array_equal(view[[6, 2]], expected[entry.layer_id, entry.kind])
-    links = plan_kv_links([layout for _, layout in ranks], [whole], [[3, 4]] * num_ranks, [[6, 2]])
-    assert links.total_bytes == 2 * sum(view.shape[1] for view in views)
-
-
-def test_a_rank_of_a_layer_split_is_planned_like_a_stage():
-    """Of flat lists; a stage's first layer is that of its stage and its own."""
-    receiver = make_pool("mla", 8 * PAGE, 7)
-    peer = KVArgs()
-    fill_kv_args(peer, receiver)
-    arrived = []
-    for rank, (pool, _) in enumerate(split_layouts("mla", 7, 3)):
-        args = KVArgs(kv_buf_groups=3, hidden_kv_layers=7)
-        fill_kv_args(args, pool)
-        plan = plan_send_kvcache(
-            args, peer.kv_data_ptrs, [1], [2], pp_size=3, is_mla=True, is_last_rank=rank == 2,
-            dst_item_lens=peer.kv_item_lens,
-        )  # fmt: skip
-        starts = (plan.dst_addrs - 2 * plan.lengths).tolist()
-        start, end = get_layer_shard_range(rank, 3, 7)
-        wanted = [ptr for group in range(3) for ptr in peer.kv_data_ptrs[7 * group :][start:end]]
-        assert starts == wanted
-        arrived += starts
-    assert sorted(arrived) == sorted(peer.kv_data_ptrs)

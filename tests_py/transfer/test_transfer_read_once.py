@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cpattn.transfer import LocalEngine, TransferPlan, registration_regions
+from cpattn.transfer import LocalEngine, TransferPlan
 
 
 class Shifty:
@@ -69,27 +69,3 @@ def test_a_list_emptied_while_it_is_registered(engine):
     first.holder = addrs = [first, memory.ctypes.data + 512]
     assert engine.register(addrs, [512, 512]) == 0
     assert engine.unregister([memory.ctypes.data, memory.ctypes.data + 512]) == 0
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        memoryview(np.array([8, 16], np.uint64)),
-        np.ma.masked_array([8, 16], mask=[False, True], dtype=np.uint64),
-        np.ma.masked_array([8, 16], mask=[False, True], dtype=np.int32),
-        {8, 16},
-        range(2),
-    ],
-    ids=lambda values: type(values).__name__,
-)
-def test_what_is_no_list_of_integers(engine, values):
-    rule = "must be a list or tuple of int, or an integer array, got"
-    for what, call in {
-        "TransferPlan: src_addrs": lambda: TransferPlan(values, [0, 0], [0, 0]),
-        "LocalEngine.register: addrs": lambda: engine.register(values, [8, 8]),
-        "LocalEngine.unregister: addrs": lambda: engine.unregister(values),
-        "LocalEngine.write: lengths": lambda: engine.write("", [8, 8], [8, 8], values),
-        "registration_regions: ptrs": lambda: registration_regions(values, [8, 8]),
-    }.items():
-        with pytest.raises(TypeError, match=f"^{what} {rule} {type(values).__name__}$"):
-            call()

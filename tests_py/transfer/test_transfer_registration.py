@@ -59,9 +59,6 @@ class ForeignEngine:
         return self._answer("unregister", addrs)
 
 
-# --- what is registered ------------------------------------------------------------------------
-
-
 def test_pools_layouts_and_tensors_are_registered_once(engine):
     pool, array, tensor = make_pool(), np.zeros((3, 5), np.int16), torch.zeros(4, 7)
     addrs, sizes, _ = pool.get_contiguous_buf_infos()
@@ -93,9 +90,6 @@ def test_what_cannot_be_registered(what, error, message):
     with pytest.raises(error, match=f"^register: {message}"):
         register(foreign, np.zeros(4), what)
     assert foreign.calls == []
-
-
-# --- failure codes -----------------------------------------------------------------------------
 
 
 def test_codes_of_registration_are_errors():
@@ -152,9 +146,6 @@ def test_a_registration_stays_in_its_process(engine):
             move(registration)
 
 
-# --- memory that is none -----------------------------------------------------------------------
-
-
 def test_ranges_that_are_no_memory_are_refused(engine, tmp_path):
     array = np.zeros(64, np.uint8)
     addr = array.ctypes.data
@@ -173,18 +164,6 @@ def test_ranges_that_are_no_memory_are_refused(engine, tmp_path):
     with pytest.raises(ValueError, match=r"^LocalEngine.register: addrs \+ sizes must not pass"):
         engine.register([2**64 - 1], [2])
     assert engine.register([addr], [64]) == 0  # nothing of a refused call stays
-
-
-def test_pools_and_other_memory_side_by_side(engine):
-    """A range may be of several pools and of what lies between them."""
-    pool = make_pool(size=1 << 20)
-    (addr, *_), (size, *_), _ = pool.get_contiguous_buf_infos()
-    assert engine.register([addr + 1], [size - 2]) == 0
-    with pytest.raises(ValueError, match="of which that at"):
-        engine.register([addr - (1 << 45)], [1 << 45])
-
-
-# --- memory that is held -----------------------------------------------------------------------
 
 
 def addresses(pool):

@@ -53,12 +53,8 @@ class State(SimpleNamespace):
 class Peer:
     """A spawned process with an engine of its own, in a network namespace of its own if allowed.
 
-    Parameters
-    ----------
-    network_of : Peer, optional
-        Share the namespace of that process, which must be alive.
-    make_engine : callable
-        Called in the process with `settings`.
+    `network_of` shares the namespace of a process that is alive; `make_engine` is called in the
+    process with `settings`.
     """
 
     def __init__(
@@ -134,12 +130,7 @@ class Peer:
         self.close()
 
 
-def _serve(
-    connection: Connection,
-    network: int | None,
-    make_engine: Callable[..., Any],
-    settings: dict[str, Any],
-) -> None:
+def _serve(connection: Connection, network: int | None, make_engine: Any, settings: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     try:
         enter_network(network)
@@ -192,16 +183,10 @@ def contents(state: State, name: str, begin: int = 0, end: int | None = None) ->
     return getattr(state, name)[begin:end].tobytes()
 
 
-def write(
-    state: State, session: str, name: str, blocks: list[tuple[int, int, int]]
-) -> tuple[int, float]:
+def write(state: State, session: str, name: str, blocks: Any) -> tuple[int, float]:
     """Write blocks (offset in a buffer, address at the peer, bytes): the code, and seconds."""
     base = getattr(state, name).ctypes.data
+    offsets, addresses, lengths = map(list, zip(*blocks, strict=True)) if blocks else ([], [], [])
     begin = time.monotonic()
-    code = state.engine.write(
-        session,
-        [base + offset for offset, _, _ in blocks],
-        [address for _, address, _ in blocks],
-        [length for _, _, length in blocks],
-    )
+    code = state.engine.write(session, [base + x for x in offsets], addresses, lengths)
     return code, time.monotonic() - begin

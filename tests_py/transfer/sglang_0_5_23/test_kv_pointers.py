@@ -71,7 +71,7 @@ STAGE, DECODE, INT = names("KV", [2, 3]), names("KV", range(4)), "must fit into 
         (STAGE, DECODE[:7], 2, 4, "destination must have equally many.* got 7"),
         (STAGE, DECODE, -1, 4, "prefill_start_layer must be >= 0, got -1"),
         (STAGE, DECODE, 2**63 - 1, 4, f"prefill_start_layer {INT} {2**63 - 1}"),
-        ([], DECODE, 0, 4, "an entry of K and one of V at least, got 0 in all"),
+        ([], DECODE, 0, None, "an entry of K and one of V at least, got 0 in all"),
         (["K0"], DECODE, 0, None, "an entry of K and one of V at least, got 1 in all"),  # compat
         # A prefill stage with drafts: K and V are no longer halves of its list.
         (names("KV", [2, 3], 1), names("KV", range(4), 1), 2, 4, "source must end within the 4"),

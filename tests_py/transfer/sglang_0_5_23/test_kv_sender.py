@@ -81,26 +81,6 @@ def test_chunks_of_every_kind_of_rank(data):
         start += size
 
 
-@given(st.integers(1, 4), st.lists(st.integers(0, 50), unique=True, max_size=20), st.data())
-def test_ranks_send_every_page_once(size, pages, data):
-    """Of striped pages and of shares, in whatever chunks."""
-    ends = sorted({len(pages), *data.draw(st.lists(st.integers(0, len(pages)), max_size=3))})
-    for make in (
-        lambda rank: KVSender(kv_shard_rank=rank, kv_shard_size=size),
-        lambda rank: KVSender(rank, size, all_cp_ranks_transfer=True),
-        lambda rank: KVSender(rank, size),
-    ):
-        arrived, done = [], 0
-        for rank in range(size):
-            for start, end in zip([0, *ends[:-1]], ends, strict=True):
-                place = {"curr_idx": start, "num_kv_indices": len(pages)}
-                found = plan_send_indices(make(rank), pages[start:end], **place)
-                arrived += [int(page) for page in found.select(list(range(len(pages))))[1]]
-                done += found.is_last_chunk
-        assert sorted(arrived) == list(range(len(pages)))
-        assert done >= size
-
-
 def test_chunks_of_a_cursor():
     cursor = KVSendCursor(num_tokens=42, page_size=16)
     slots = np.array([*range(48, 64), *range(80, 96), *range(16, 26)])  # pages 3, 5 and 1

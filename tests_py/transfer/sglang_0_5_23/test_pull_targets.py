@@ -29,15 +29,9 @@ def test_tensor_parallel_ranks_are_those_of_decode_targets(is_mla):
         for rank in range(2 * decode):
             sizes = {"prefill_tp_size": prefill, "decode_tp_size": decode, "is_mla": is_mla}
             found, of = pull_targets(rank, **sizes), decode_targets(rank, **sizes)
-            e = rank % decode
-            if prefill <= decode:
-                target = e // (decode // prefill)
-                assert found == (target, [target], [0], [0], decode // prefill, 1)
-            else:
-                g = prefill // decode
-                ranks = list(range(e * g, (e + 1) * g))
-                assert found == (e * g, ranks, [0], [0], 1, 1 if is_mla else g)
-            assert found.target_tp_ranks == [*of.ranks, *of.dummy_ranks]
+            tp_ranks = [*of.ranks, *of.dummy_ranks]
+            waits = max(1, decode // prefill), len(of.ranks)
+            assert found == (tp_ranks[0], tp_ranks, [0], [0], *waits)
 
 
 def senders(found, is_mla):

@@ -85,7 +85,13 @@ ALWAYS = [
     ([0, 0], [0, 1], {}, RuntimeError, MISSING + "0"),
     ([0, 1, 2], [0, 1], {}, RuntimeError, MISSING + "2"),
     ([0, 1], [0], {"ptrs": 2}, RuntimeError, r"dst metadata=1 entries=2"),
-    ([0, 1], [0, 1], {"groups": 0}, ValueError, "plan_send_kvcache: kv_buf_groups must be >= 1, g"),
+    (
+        [0, 1],
+        [0, 1],
+        {"groups": 0, "is_mla": True},
+        ValueError,
+        "plan_send_kvcache: kv_buf_groups must be >= 1, g",
+    ),
 ]
 SHORT = "source must have layer 0 as often as the destination, got 1 fewer"
 STRICT = [

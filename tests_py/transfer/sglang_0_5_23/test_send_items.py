@@ -28,10 +28,12 @@ def test_aux_of_unequal_lists():
         with pytest.raises(ValueError, match=f"got 2 of the source and {len(dst)} of the dest"):
             plan_send_aux(AUX, dst, 0, 0)
         assert len(plan_send_aux(AUX, dst, 0, 0, compat=True)) == min(len(dst), 2)
-    with pytest.raises(ValueError, match="within the 10 items of entry 0, got 10"):
-        plan_send_aux(AUX, [3 * BASE] * 2, 10, 0)
-    with pytest.raises(ValueError, match="got 128 of source entry 1 and 64 of destination"):
-        plan_send_aux(AUX, [3 * BASE] * 2, 0, 0, dst_item_lens=[64, 64])
+    for index, lens, message in [
+        (10, None, "within the 10 items of entry 0, got 10"),
+        (0, [64, 64], "got 128 of source entry 1 and 64 of destination"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            plan_send_aux(AUX, [3 * BASE] * 2, index, 0, dst_item_lens=lens)
 
 
 STATES = KVArgs(
@@ -55,14 +57,14 @@ def test_states():
 
 
 def test_states_of_unequal_lists():
-    with pytest.raises(ValueError, match=r"state indices must be as many.* got 2 .* and 1 "):
-        plan_send_state(STATES, DST_STATES, [[3], [1, 2]], [[4], [7]])
-    with pytest.raises(ValueError, match=r"state indices must be as many.* got 1 .* and 0 "):
-        plan_send_state(STATES, DST_STATES, [[3], [1]], [[4], None])
-    with pytest.raises(ValueError, match=r"mamba states have one slot.* got 2 .* and 2 "):
-        plan_send_state(STATES, DST_STATES, [[3, 4], [1]], [[4, 5], [7]])
-    with pytest.raises(ValueError, match=r"components must be as many .*'dst_state_indices': 1"):
-        plan_send_state(STATES, DST_STATES, [[3], [1]], [[4]])
+    for src, dst, message in [
+        ([[3], [1, 2]], [[4], [7]], r"state indices must be as many.* got 2 .* and 1 "),
+        ([[3], [1]], [[4], None], r"state indices must be as many.* got 1 .* and 0 "),
+        ([[3, 4], [1]], [[4, 5], [7]], r"mamba states have one slot.* got 2 .* and 2 "),
+        ([[3], [1]], [[4]], r"components must be as many .*'dst_state_indices': 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            plan_send_state(STATES, DST_STATES, src, dst)
     for name in ("state_data_ptrs", "state_item_lens", "state_data_lens"):
         short = KVArgs(**{**vars(STATES), name: [[10, 20]]})
         with pytest.raises(ValueError, match=f"components must be as many .*'{name}': 1"):

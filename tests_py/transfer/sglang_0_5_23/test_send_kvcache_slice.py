@@ -13,28 +13,6 @@ from support.transfer.plan_blocks import blocks
 BASE = 1 << 48
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode", "heads", "expected"),
-    [
-        (4, 2, 8, [(0, 0, 2), (0, 2, 2), (0, 0, 2), (0, 2, 2)]),
-        (2, 4, 8, [(0, 0, 2), (2, 0, 2), (0, 0, 2), (2, 0, 2)]),
-        (1, 4, 2, [(0, 0, 1), (0, 0, 1), (1, 0, 1), (1, 0, 1)]),
-        (8, 2, 4, [(0, start, 1) for start in (0, 0, 1, 1, 0, 0, 1, 1)]),
-        (2, 2, 8, [(0, 0, 4), (0, 0, 4)]),
-    ],
-)
-def test_head_slices(prefill, decode, heads, expected):
-    ranks = max(prefill, decode)
-    found = [
-        slice_heads(
-            heads, prefill_tp_size=prefill, prefill_rank=rank * prefill // ranks,
-            decode_tp_size=decode, decode_rank=rank * decode // ranks,
-        )[:3]
-        for rank in range(ranks)
-    ]  # fmt: skip
-    assert found == expected
-
-
 def owned(heads, size, rank):
     return [heads * rank // size + i for i in range(max(1, heads // size))]
 
@@ -112,8 +90,8 @@ def slice_plan(args, num_dst, **arguments):
 
 def slice_args(num_entries, item_len, **attributes):
     return KVArgs(
-        page_size=1, kv_data_ptrs=[BASE + i * 0x10000 for i in range(num_entries)],
-        kv_item_lens=[item_len] * num_entries, **{"engine_rank": 1} | attributes,
+        kv_data_ptrs=[BASE + i * 0x10000 for i in range(num_entries)],
+        kv_item_lens=[item_len] * num_entries, **{"engine_rank": 1, "page_size": 1} | attributes,
     )  # fmt: skip
 
 
