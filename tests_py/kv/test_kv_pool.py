@@ -37,9 +37,6 @@ def address(tensor):
     return tensor.data_ptr() if isinstance(tensor, torch.Tensor) else tensor.ctypes.data
 
 
-# --- shapes and memory ---
-
-
 @pytest.mark.parametrize("use_fia", [False, True])
 @pytest.mark.parametrize("container", ["torch", "numpy"])
 def test_golden_numbers(use_fia, container):

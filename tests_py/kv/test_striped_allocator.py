@@ -148,7 +148,7 @@ class Allocations(RuleBasedStateMachine):
 
 TestAllocations = Allocations.TestCase
 TestAllocations.settings = settings(
-    max_examples=examples(200), stateful_step_count=40, deadline=None
+    max_examples=examples(100), stateful_step_count=40, deadline=None
 )
 
 

@@ -114,14 +114,14 @@ def plans_of_engines(case, sources, destinations, compat):
 
 
 LISTED = [
-    # kinds, heads, first layers of stages, drafts of both sides, ranks of both, compat
-    (MHA, 4, (), (2, 2), (1, 1), False), (MHA, 4, (3,), (0, 2), (1, 1), False),
-    (MHA, 4, (2,), (0, 0), (1, 1), True), (MHA, 4, (2,), (0, 0), (1, 2), False),
-    (MHA, 4, (3,), (0, 0), (4, 1), False), (MHA, 4, (2,), (0, 0), (2, 8), False),
-    (MHA, 4, (2,), (0, 0), (8, 8), False), (MLA, 1, (3,), (2, 2), (1, 1), False),
-    (MLA, 1, (2,), (0, 2), (2, 1), False), (MLA, 1, (), (1, 1), (1, 1), True),
-    (DSA, 1, (2,), (1, 1), (1, 1), True), (DSA, 1, (3,), (0, 2), (1, 2), False),
-    (DSA, 1, (), (2, 2), (2, 2), False), (MLA, 1, (3,), (1, 1), (1, 1), True),
+    # heads, first layers of stages, drafts of both sides, ranks of both, compat
+    *((MHA, 4, *row) for row in [
+        ((), (2, 2), (1, 1), False), ((3,), (0, 2), (1, 1), False), ((2,), (0, 0), (1, 1), True),
+        ((2,), (0, 0), (1, 2), False), ((3,), (0, 0), (4, 1), False), ((2,), (0, 0), (2, 8), False),
+        ((2,), (0, 0), (8, 8), False)]),
+    *((kinds, 1, *row) for kinds in (MLA, DSA) for row in [
+        ((3,), (2, 2), (1, 1), False), ((2,), (0, 2), (2, 1), False), ((3,), (0, 2), (1, 2), False),
+        ((), (2, 2), (2, 2), False), ((), (1, 1), (1, 1), True), ((3,), (1, 1), (1, 1), True)]),
 ]  # fmt: skip
 
 

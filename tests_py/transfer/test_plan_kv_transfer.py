@@ -235,6 +235,3 @@ def test_offsets_beyond_32_bits_of_tokens():
     row = 1 << 15
     expected = (SRC + (page * 16 + 15) * 2 * row + row, DST + (to * 16 + 15) * row, row)
     assert blocks(plan) == [expected]
-
-
-# --- over the pools ------------------------------------------------------------------------------

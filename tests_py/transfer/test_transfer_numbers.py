@@ -107,6 +107,3 @@ def test_more_bytes_than_a_copy_counts():
         lists = [column * 2 for column in blocks]
         with pytest.raises(ValueError, match=r"LocalEngine.write: lengths must add up to"):
             engine.write(engine.session_id, *lists)
-
-
-# --- anything at all ----------------------------------------------------------------------------

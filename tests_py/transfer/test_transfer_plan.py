@@ -102,8 +102,6 @@ def test_bytes_are_told_in_the_unit_that_leaves_less_than_1024():
 
 
 def test_lines_of_parts_add_up_what_has_one_name():
-    plan = SimpleNamespace(
-        parts=[("k", 2, 3), ("", 1, 1), ("v", 1, 1), ("k", 4, 2)],
-        lengths=np.array([1, 2, 4, 8, 16, 32, 64]),
-    )
+    parts = [("k", 2, 3), ("", 1, 1), ("v", 1, 1), ("k", 4, 2)]
+    plan = SimpleNamespace(parts=parts, lengths=np.array([1, 2, 4, 8, 16, 32, 64]))
     assert rows_of(plan) == [("k", "6", "5", "103 B", "21 B"), ("v", "1", "1", "16 B", "16 B")]

@@ -185,7 +185,6 @@ def test_a_registered_pool_outlives_its_last_name(engine):
         assert engine.write(engine.session_id, addrs[:1], [target.ctypes.data], sizes[:1]) == 0
         assert (target.view(np.float32) == 7).all()
         assert engine.unregister(addrs) == 0
-        assert engine.write(engine.session_id, addrs[:1], [target.ctypes.data], sizes[:1]) == -1
     assert not is_mapped(addrs[0])
 
 
@@ -295,4 +294,3 @@ def test_a_write_in_flight_keeps_what_is_unregistered_meanwhile(engine, monkeypa
     writer.join()
     gc.collect()
     assert not is_mapped(addrs[0])
-    monkeypatch.undo()

@@ -42,11 +42,6 @@ def groups(src, dst):
     return [[s for s, _ in g] for g in together], [[d for _, d in g] for g in together]
 
 
-def test_groups_of_the_known_example():
-    found = group_concurrent_contiguous([2, 3, 7, 8, 9, 12], [20, 21, 40, 42, 43, 50])
-    assert found == ([[2, 3], [7], [8, 9], [12]], [[20, 21], [40], [42, 43], [50]])
-
-
 near = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=30)
 ascending = st.lists(st.tuples(st.sampled_from([1, 1, 1, 2, -1, 0]), st.integers(1, 2))).map(
     lambda steps: list(np.cumsum([(100, INT32_MAX - 99), *steps], axis=0))

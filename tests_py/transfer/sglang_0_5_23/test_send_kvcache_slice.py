@@ -112,7 +112,7 @@ def test_numbers_of_heads(attributes, item, dst_item, at, length):
     assert blocks(plan) == expected
 
 
-HALVES = {"engine_rank": 0, "page_size": 4, "kv_head_num": 2}
+HALVES = {"engine_rank": 0, "page_size": 4, "kv_head_num": 2, "prefill_start_layer": 0}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -54,19 +55,17 @@ def test_filter_kv_indices_for_cp_rank(sglang, rng):
 
 
 def test_layers_of_a_split(sglang):
-    for total in range(30):
-        for size in range(1, 9):
-            for rank in range(size):
-                arguments = rank, size, total
-                expected = sglang.cp_utils.get_layer_shard_range(*arguments)
-                assert cpattn.transfer.get_layer_shard_range(*arguments) == expected
-            for layer in range(total):
-                expected = sglang.cp_utils.get_layer_owner(layer, size, total)
-                assert cpattn.transfer.get_layer_owner(layer, size, total) == expected
-            for outside in (-1, total):
-                for owner in (sglang.cp_utils.get_layer_owner, cpattn.transfer.get_layer_owner):
-                    with pytest.raises(ValueError, match=r"local_layer_idx"):
-                        owner(outside, size, total)
+    for total, size in product(range(30), range(1, 9)):
+        for name, first in (
+            ("get_layer_shard_range", range(size)),
+            ("get_layer_owner", range(total)),
+        ):
+            theirs, ours = getattr(sglang.cp_utils, name), getattr(cpattn.transfer, name)
+            assert all(ours(i, size, total) == theirs(i, size, total) for i in first)
+        for outside in (-1, total):
+            for owner in (sglang.cp_utils.get_layer_owner, cpattn.transfer.get_layer_owner):
+                with pytest.raises(ValueError, match=r"local_layer_idx"):
+                    owner(outside, size, total)
 
 
 def test_is_elided_entry(sglang, rng):
