@@ -154,7 +154,6 @@ def test_what_is_no_pool_or_no_entry():
 # --- the lists of engines, in cases that pairing by position gets right and wrong -------------
 
 LENGTHS = {"K": 512, "V": 128, "I": 64}
-KIND = {"K": "k", "V": "v", "I": "index_k"}
 
 
 def kv_args(names, start=0, **fields):
