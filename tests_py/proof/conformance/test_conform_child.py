@@ -16,64 +16,55 @@ import cpattn
 from cpattn.proof import NotUsable, conform
 from cpattn.proof.conformance.child import Child
 from support.children import path_with
+from support.proof.conformance import AT_EDGES
 
-SECONDS_OF_A_TEST = 3.0  # edges are tried all the same; a case need not be the smallest here
 UNNAMED_SIGNAL = 35  # of those for real time, of which Python names the first and the last
 LITTLE_MEMORY = 12 << 30  # address space that has no room for pages so far away
 
 
-def right(q, k, v, **options):
-    return cpattn.paged_attention(q, k, v, **options)
+def tried(act, **options):
+    """The report of an operator that does something in the case with a softcap."""
 
-
-def tried(operator, **options):
-    return conform(operator, signature="cpattn", examples=0, seconds=SECONDS_OF_A_TEST, **options)
-
-
-def test_a_copy_that_returns_answers_nothing():
     def operator(q, k, v, *, softcap=0.0, **options):
         if softcap:
-            os.fork()
-        return right(q, k, v, softcap=softcap, **options)
+            act()
+        return cpattn.paged_attention(q, k, v, softcap=softcap, **options)
 
-    report = tried(operator)
+    return conform(operator, signature="cpattn", **AT_EDGES, **options)
+
+
+def starts_a_process():
+    process = multiprocessing.get_context("fork").Process(target=os.getpid)
+    process.start()
+    process.join()
+
+
+@pytest.mark.parametrize("act", [os.fork, starts_a_process])
+def test_an_operator_may_start_processes(act):
+    """A copy of it that returns answers nothing."""
+    report = tried(act)
     assert report.proved, report.text()
-    assert report.facts["answered"] == report.facts["cases"]
-    assert report.facts["cases"] == tried(right).facts["cases"]
+    assert report.facts["answered"] == report.facts["cases"] == report.facts["edges"]
 
 
-def test_a_process_that_ends_is_a_crash_though_others_have_its_pipe():
-    def operator(q, k, v, *, softcap=0.0, **options):
-        if softcap:
-            if os.fork() == 0:
-                time.sleep(600)
-            os._exit(3)
-        return right(q, k, v, **options)
+def leaves_a_copy():
+    """Which has the pipe of the process, and so keeps it open."""
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(3)
 
-    (finding,) = tried(operator, time_limit=1.0).findings
+
+@pytest.mark.parametrize(
+    ("act", "cause"),
+    [
+        (leaves_a_copy, "with exit code 3"),
+        (lambda: os.kill(os.getpid(), UNNAMED_SIGNAL), "by signal 35"),
+    ],
+)
+def test_a_process_that_ends_is_a_crash(act, cause):
+    (finding,) = tried(act, time_limit=1.0).findings
     assert finding.kind == "crash"
-    assert "the process ended with exit code 3" in finding.what
-
-
-def test_signals_without_a_name_have_a_number():
-    def operator(q, k, v, *, softcap=0.0, **options):
-        if softcap:
-            os.kill(os.getpid(), UNNAMED_SIGNAL)
-        return right(q, k, v, **options)
-
-    (finding,) = tried(operator).findings
-    assert "the process ended by signal 35" in finding.what
-
-
-def test_an_operator_may_start_processes():
-    def operator(q, k, v, **options):
-        process = multiprocessing.get_context("fork").Process(target=os.getpid)
-        process.start()
-        process.join()
-        return right(q, k, v, **options)
-
-    report = tried(operator)
-    assert report.proved, report.text()
+    assert f"the process ended {cause}" in finding.what
 
 
 @pytest.mark.slow
@@ -96,11 +87,11 @@ def test_ctrl_c_while_it_imports_leaves_no_process(monkeypatch):
 
     monkeypatch.setattr(Child, "_first_words", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        tried(right)
+        tried(os.getpid)
     assert "cpattn conform" not in {p.name for p in multiprocessing.active_children()}
 
 
 def test_without_torch_that_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(NotUsable, match=r"ModuleNotFoundError: .*torch"):
-        tried(right)
+        tried(os.getpid)

@@ -11,7 +11,9 @@ import cpattn
 from cpattn.proof import conform
 from cpattn.proof.conformance import SELECTION_SIGNATURES, SIGNATURES, Answer, Features, Signature
 from cpattn.proof.conformance.selection.cases import edge_cases
-from support.proof.conformance import SECONDS, false_alarms
+from cpattn.proof.conformance.strategies import cases
+from cpattn.proof.conformance.trials import Budget, sweep
+from support.proof.conformance import AT_EDGES, broken, false_alarms
 from support.proof.conformance.right_operators import ATTENTION, SELECTIONS, RightOperator
 
 
@@ -21,7 +23,7 @@ def tried(operator, **options):
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_what_is_right_raises_no_finding(name):
-    report = tried(ATTENTION[name], examples=30)
+    report = tried(ATTENTION[name], examples=10)
     assert report.proved, report.text()
     assert {"OWN", "COV", "LEN"} <= set(report.checked)
     features = SIGNATURES[ATTENTION[name].signature].features
@@ -32,42 +34,37 @@ def test_what_is_right_raises_no_finding(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*ATTENTION, *SELECTIONS])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_nothing_is_found_with_other_cases(name, seed):
-    report = tried((ATTENTION | SELECTIONS)[name], examples=100, seed=seed)
+def test_nothing_is_found_with_other_cases(name):
+    report = tried((ATTENTION | SELECTIONS)[name], examples=100, seed=1)
     assert report.proved, report.text()
 
 
-def test_false_alarms_are_counted(capsys):
-    assert false_alarms.main(["--cases", "60", "--seed", "3", "--only", "fast_topk"]) == 0
-    *lines, total = capsys.readouterr().out.splitlines()
-    answered, count, verdict = lines[0], lines[-1], total
-    number = re.fullmatch(r".*: cpattn fast_topk, seed 3, (\d+) answered, 0 findings", answered)
-    assert number
-    assert int(number[1]) >= 60
-    assert re.fullmatch(rf"cpattn fast_topk, cpattn \S+: {number[1]} cases", count)
-    assert verdict == f"{number[1]} cases, 0 false alarms"
-
-
-def test_edges_are_counted_once(capsys):
-    assert false_alarms.main(["--cases", "300", "--only", "dcp_local_indices"]) == 0
-    out = capsys.readouterr().out
-    rounds = [int(x) for x in re.findall(r"(\d+) answered", out)]
-    edges = len(list(edge_cases(SELECTION_SIGNATURES["dcp_local_indices"].features)))
+def test_false_alarms_are_counted_and_edges_once(capsys, monkeypatch):
+    monkeypatch.setattr(false_alarms, "ROUND", 30)
+    arguments = ["--cases", "90", "--seed", "3", "--only", "dcp_local_indices"]
+    assert false_alarms.main(arguments) == 0
+    *lines, count, total = capsys.readouterr().out.splitlines()
+    name = "cpattn dcp_local_indices"
+    rounds = [
+        int(re.fullmatch(rf".*: {name}, seed {seed}, (\d+) answered, 0 findings", line)[1])
+        for seed, line in enumerate(lines, 3)
+    ]
     assert len(rounds) > 1
-    assert f"{sum(rounds) - edges * (len(rounds) - 1)} cases, 0 false alarms" in out
+    edges = len(list(edge_cases(SELECTION_SIGNATURES["dcp_local_indices"].features)))
+    cases = sum(rounds) - edges * (len(rounds) - 1)
+    assert cases >= 90
+    assert re.fullmatch(rf"{name}, cpattn \S+: {cases} cases", count)
+    assert total == f"{cases} cases, 0 false alarms"
 
 
 def test_a_false_alarm_is_told(capsys, monkeypatch):
     wrong = RightOperator("support.proof.conformance.broken_selections:topk_padding", "topk")
     monkeypatch.setattr(false_alarms, "SELECTIONS", {"mine": wrong})
+    monkeypatch.setattr(false_alarms, "SECONDS_OF_A_ROUND", 1.0)
     assert false_alarms.main(["--cases", "30", "--only", "mine"]) == 1
     out = capsys.readouterr().out
     assert "mine: a false alarm\nTOPK topk-padding: " in out
     assert out.splitlines()[-1].endswith(" cases, 1 false alarms")
-
-
-def test_an_operator_that_is_not_there_is_refused(capsys):
     with pytest.raises(SystemExit):
         false_alarms.main(["--only", "absent"])
     assert "--only must be in one of cpattn.paged_attention, " in capsys.readouterr().err
@@ -95,17 +92,12 @@ def one_by_one(fn, tensors):
     return Answer(torch.cat(outs))
 
 
-ADAPTER = Signature("one by one", Features(layouts=("ragged",), causal=(False,)), one_by_one)
-
-
 def test_an_adapter_of_ones_own():
-    report = conform(attention_of_one_sequence, signature=ADAPTER, examples=10)
+    features = Features(layouts=("ragged",), causal=(False,))
+    adapter = Signature("one by one", features, one_by_one)
+    report = conform(attention_of_one_sequence, signature=adapter, examples=10)
     assert report.proved, report.text()
     assert report.facts["signature"] == "one by one"
-
-
-def swallows(q, k, v, *, softcap=0.0, **options):
-    return cpattn.paged_attention(q, k, v, **options)
 
 
 def refuses(q, k, v, *, softcap=0.0, **options):
@@ -114,24 +106,25 @@ def refuses(q, k, v, *, softcap=0.0, **options):
     return cpattn.paged_attention(q, k, v, **options)
 
 
-def test_what_is_swallowed_is_a_finding_unless_it_is_not_claimed():
-    assert not conform(swallows, signature="cpattn", examples=0, seconds=SECONDS).proved
-    assert conform(
-        swallows, signature="cpattn", examples=0, seconds=SECONDS, without=["softcap"]
-    ).proved
-
-
-def test_what_is_refused_is_counted_and_no_finding():
-    report = conform(refuses, signature="cpattn", examples=0, seconds=SECONDS)
+def test_what_is_not_claimed_is_no_finding_and_what_is_refused_is_counted():
+    swallows = broken.operator_of("softcap-ignored")  # a finding, as test_conform_faults.py has it
+    assert conform(swallows, signature="cpattn", without=["softcap"], **AT_EDGES).proved
+    report = conform(refuses, signature="cpattn", **AT_EDGES)
     assert report.proved
     assert report.facts["refused"] == {"NotImplementedError: no softcap, got #.#": 1}
     assert report.facts["answered"] == report.facts["cases"] - 1
 
 
-@pytest.mark.slow
+class Right:
+    verdict = "right"
+
+
 def test_the_same_seed_makes_the_same_cases():
-    reports = [
-        conform(swallows, signature="cpattn", examples=8, seed=5, seconds=SECONDS) for _ in range(2)
-    ]
-    first, second = (report.findings[0].details for report in reports)
-    assert first == second
+    def made(seed):
+        tried = []
+        budget = Budget(8, float("inf"), seed)
+        others = cases(SIGNATURES["cpattn"].features)
+        sweep(lambda case: tried.append(case) or Right(), [], others, budget, lambda *_: None)
+        return tried
+
+    assert made(5) == made(5) != made(6)

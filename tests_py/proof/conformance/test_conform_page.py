@@ -7,12 +7,7 @@ import re
 
 import pytest
 
-from cpattn.proof.conformance import (
-    FAULTS,
-    SELECTION_FAULTS,
-    SELECTION_SIGNATURES,
-    SIGNATURES,
-)
+from cpattn.proof.conformance import FAULTS, SELECTION_FAULTS, SELECTION_SIGNATURES, SIGNATURES
 from support.pages import run_page
 from support.places import ROOT
 from support.proof.conformance import false_alarms

@@ -18,13 +18,13 @@ from cpattn.proof.conformance.selection.cases import (
 )
 from cpattn.proof.conformance.selection.trials import is_topk
 from cpattn.sparse import fast_topk
-from support.proof.conformance import SECONDS
+from support.proof.conformance import AT_EDGES, SECONDS_TO_SHRINK
 from support.proof.conformance import broken_selections as broken
 from support.proof.conformance.right_operators import SELECTIONS
 
-OPERATORS = {name: getattr(broken, name.replace("-", "_")) for name in SELECTION_FAULTS
-             if name != "topk-16-bit-scores"}  # fmt: skip
-OPERATORS["topk-16-bit-scores"] = broken.topk_16_bit_scores
+
+def report_of(operator, signature="topk", **options):
+    return conform(operator, signature=signature, **{**AT_EDGES, **options})
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
@@ -39,7 +39,10 @@ def test_what_is_right_raises_no_finding(name):
 
 @pytest.mark.parametrize("name", SELECTION_FAULTS)
 def test_a_fault_is_named(name):
-    report = conform(OPERATORS[name], signature="topk", examples=0, seconds=SECONDS)
+    """Of a bucket that overflows to a key: the smallest case has one more than there are slots."""
+    operator = getattr(broken, name.replace("-", "_"))
+    crowded = name == "topk-bucket-overflow"
+    report = report_of(operator, seconds=SECONDS_TO_SHRINK if crowded else AT_EDGES["seconds"])
     assert [finding.kind for finding in report.findings] == [name], report.text()
     (finding,) = report.findings
     assert finding.invariant == "TOPK"
@@ -47,52 +50,36 @@ def test_a_fault_is_named(name):
     assert "row " in finding.picture
     assert report.exit_code == 1
     report.to_json()
+    if crowded:
+        assert finding.details["case"]["lengths"] == (broken.BUCKET_SLOTS + 1,)
+        assert "missing:" in finding.picture
 
 
 @pytest.mark.parametrize(
-    ("operator", "kind", "invariant"),
+    ("operator", "signature", "kind", "invariant"),
     [
-        (broken.crash, "crash", "ADDR"),
-        (broken.raises, "raises", "LEN"),
-        (broken.wrong_form, "wrong-form", "ADDR"),
+        (broken.crash, "topk", "crash", "ADDR"),
+        (broken.raises, "topk", "raises", "LEN"),
+        (broken.wrong_form, "topk", "wrong-form", "ADDR"),
+        (broken.indexer_without_starts, "indexer_topk", "topk-local-ids", "TOPK"),
+        (broken.global_ids, "dcp_local_indices", "topk-local-ids", "TOPK"),
     ],
 )
-def test_what_gives_no_answer_is_named(operator, kind, invariant):
-    report = conform(operator, signature="topk", examples=0, seconds=SECONDS)
-    assert [(found.kind, found.invariant) for found in report.findings] == [(kind, invariant)]
+def test_other_faults_are_named(operator, signature, kind, invariant):
+    """What gives no answer, and global ids for local ones."""
+    found = report_of(operator, signature).findings
+    assert [(finding.kind, finding.invariant) for finding in found] == [(kind, invariant)]
 
 
 def test_what_answers_nothing_cannot_be_judged():
     with pytest.raises(NotUsable, match=r"none of .* wrong-form, indices must be integers"):
-        conform(broken.no_integers, signature="topk", examples=0, seconds=SECONDS)
-
-
-@pytest.mark.parametrize(
-    ("operator", "signature", "kind"),
-    [
-        (broken.indexer_without_starts, "indexer_topk", "topk-local-ids"),
-        (broken.global_ids, "dcp_local_indices", "topk-local-ids"),
-    ],
-)
-def test_local_and_global_ids_are_told_apart(operator, signature, kind):
-    report = conform(operator, signature=signature, examples=0, seconds=SECONDS)
-    assert [finding.kind for finding in report.findings] == [kind], report.text()
+        report_of(broken.no_integers)
 
 
 def test_the_union_of_ranks_must_be_the_top_k():
-    report = conform(
-        broken.other_interleave, signature="dcp_local_indices", examples=0, seconds=SECONDS
-    )
+    report = report_of(broken.other_interleave, "dcp_local_indices")
     assert not report.proved
     assert {finding.invariant for finding in report.findings} == {"TOPK"}
-
-
-def test_the_bucket_is_found_to_a_key():
-    """The smallest case has one candidate more than the bucket has slots."""
-    report = conform(broken.topk_bucket_overflow, signature="topk", examples=0, seconds=30)
-    (finding,) = report.findings
-    assert finding.details["case"]["lengths"] == (broken.BUCKET_SLOTS + 1,)
-    assert "missing:" in finding.picture
 
 
 def test_two_faults_have_two_names():
@@ -101,23 +88,19 @@ def test_two_faults_have_two_names():
         crowded = int(lengths.max()) > broken.BUCKET_SLOTS
         return broken.topk_bucket_overflow(scores, lengths, topk) if crowded else chosen
 
-    report = conform(operator, signature="topk", examples=0, seconds=SECONDS)
-    kinds = {finding.kind for finding in report.findings}
+    kinds = {finding.kind for finding in report_of(operator).findings}
     assert kinds == {"topk-padding", "topk-bucket-overflow"}
 
 
 def test_what_is_not_claimed_is_not_tried():
-    assert conform(
-        broken.topk_local_ids, signature="topk", examples=0, seconds=SECONDS, without=["starts"]
-    ).proved
+    assert report_of(broken.topk_local_ids, without=["starts"]).proved
     with pytest.raises(ValueError, match="without must be of starts, empty, high, got 'ranks'"):
         conform(broken.topk_local_ids, signature="topk", without=["ranks"])
 
 
 def test_an_adapter_of_ones_own():
     usual = SELECTION_SIGNATURES["topk"]
-    mine = SelectionSignature("mine", usual.features, usual.call)
-    report = conform(fast_topk, signature=mine, examples=0, seconds=SECONDS)
+    report = report_of(fast_topk, SelectionSignature("mine", usual.features, usual.call))
     assert report.proved
     assert report.facts["signature"] == "mine"
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("jsonschema")
@@ -27,14 +27,11 @@ from cpattn.proof.linting.adapters.transfers import (
 )
 from cpattn.proof.linting.intervals import shard_length
 from cpattn.transfer import KVEntry, KVLayout, plan_kv_transfer
-from support.proof.plans import batches
+from support.proof.plans import batches, kinds
+
+DECIDED = {"OWN", "COV", "LEN", "ADDR", "PAD"}
 
 
-def kinds(document):
-    return {found.kind for found in lint(document, shrink=False).findings}
-
-
-@settings(max_examples=60, deadline=None)
 @given(batches())
 def test_objects_with_the_fields_of_an_engine(batch):
     """As sglang's: plain attributes, lists, and nothing else."""
@@ -63,9 +60,6 @@ def test_keys_without_their_prefix_are_found():
 def test_padding_tokens_are_tokens_of_the_last_sequence():
     plans = cpattn.build_cp_metadata_all_ranks([13, 9], [13, 9], cp_size=2, num_tokens=24)
     assert kinds(from_metadata(plans, [13, 9])) == set()
-
-
-def test_metadata_that_says_nothing_is_refused():
     with pytest.raises(NotUsable, match="must have split_list or per_rank_actual_token"):
         from_metadata([SimpleNamespace()], [4])
 
@@ -76,10 +70,9 @@ def test_plans_with_tables_and_slots():
     for metadata in cpattn.build_cp_metadata_all_ranks([4, 2], [5, 2], cp_size=2):
         values = {"metadata": metadata, "page_size": 4, "block_tables": np.array(tables)}
         plans.append(SimpleNamespace(**values, slots=np.array(slots)))
-    document = from_plans(plans, num_pages=3)
-    report = lint(document)
+    report = lint(from_plans(plans, num_pages=3))
     assert report.findings == ()
-    assert set(report.checked) >= {"OWN", "COV", "LEN", "ADDR", "PAD"}
+    assert set(report.checked) >= DECIDED
     plans[1].slots[0] = 10
     assert kinds(from_plans(plans, num_pages=3)) == {"own-slot"}
     assert kinds(from_plans(plans, num_pages=2)) == {"own-slot", "len-pages", "addr-slot"}
@@ -98,10 +91,9 @@ def test_plans_of_a_group(request):
     plan = cp.plan([3, 2], [5, 2], block_tables=[[2, 0], [1, -1]])
     report = lint(from_plans([plan], num_pages=3))
     assert report.findings == ()
-    assert set(report.checked) >= {"OWN", "COV", "LEN", "ADDR", "PAD"}
+    assert set(report.checked) >= DECIDED
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 3))
 def test_local_lengths_of_decode_ranks(lens, ranks, interleave):
     local = [shard_length(lens, rank, ranks, interleave).tolist() for rank in range(ranks)]
@@ -117,20 +109,16 @@ def test_local_lengths_of_decode_ranks(lens, ranks, interleave):
     assert "len-keys" in kinds(from_local_lens(lens, local, wide, **options))
 
 
-def test_pages_of_another_sequence_are_found():
+def test_pages_of_another_sequence_are_found_and_verified_rows_not_judged():
     options = {"block_size": 4, "num_blocks": 8}
     right = [[[0, 1], [2, -1]]]
     assert kinds(from_local_lens([7, 3], [[7, 3]], right, **options)) == set()
     assert kinds(from_local_lens([7, 3], [[7, 3]], [[[0, 2], [2, -1]]], **options)) == {"len-pages"}
-
-
-def test_verified_rows_are_not_judged():
     report = lint(from_local_lens([9], [[5], [4]], block_size=4, query_lens=[3]))
     assert report.proved
     assert "COV" not in report.checked
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=3), st.integers(1, 4), st.data())
 def test_zigzag_rings(blocks, cp_size, data):
     padded = np.cumsum([0, *(2 * cp_size * size for size in blocks)])
@@ -170,27 +158,31 @@ def test_consecutive_rows_over_gathered_keys():
         from_llama3([0, 4], [([0, 4], [0, 1, 4], slice(0, 4))])
 
 
-def layouts(page_size=8, target_tp=1):
+def layouts(target_tp=1):
     def layout(begin, layers, **options):
-        sizes = [(layer, kind, size) for layer in layers for kind, size in (("k", 512), ("v", 256))]
         entries = []
-        for layer, kind, size in sizes:
-            item = size // options.get("tp_size", 1)
-            entries.append(KVEntry(layer, kind, False, begin, 9 * item, item))
-            begin += 9 * item
-        return KVLayout(entries, page_size, total_kv_heads=4, **options)
+        for layer in layers:
+            for kind, size in (("k", 512), ("v", 256)):
+                item = size // options.get("tp_size", 1)
+                entries.append(KVEntry(layer, kind, False, begin, 9 * item, item))
+                begin += 9 * item
+        return KVLayout(entries, 8, total_kv_heads=4, **options)
 
     targets = [layout(1 << 30, range(3), tp_rank=r, tp_size=target_tp) for r in range(target_tp)]
     return layout(4096, range(3)), targets
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.permutations(range(9)),
-    st.permutations(range(9)),
-    st.integers(1, 72),
-    st.sampled_from([1, 2, 4]),
-)
+def transferred(**options):
+    """The document of a transfer of three pages."""
+    source, (target,) = layouts()
+    plan = plan_kv_transfer(source, target, [1, 3, 5], [4, 6, 0])
+    return from_transfer(source, target, plan, [1, 3, 5], [4, 6, 0], **options)
+
+
+PAGES = st.permutations(range(9))
+
+
+@given(PAGES, PAGES, st.integers(1, 72), st.sampled_from([1, 2, 4]))
 def test_plans_of_transfers_are_proved(src, dst, tokens, target_tp):
     source, targets = layouts(target_tp=target_tp)
     pages = -(-tokens // 8)
@@ -203,32 +195,32 @@ def test_plans_of_transfers_are_proved(src, dst, tokens, target_tp):
 
 
 @pytest.mark.parametrize(
-    ("damage", "kind"),
+    ("name", "value", "kind"),
     [
-        (lambda t: [column.pop() for column in (t["src"], t["dst"], t["length"])], "xfer-missing"),
-        (lambda t: t["length"].__setitem__(0, t["length"][0] - 8), "xfer-missing"),
-        (lambda t: t["length"].__setitem__(0, t["length"][0] + 512), "xfer-page"),
-        (lambda t: t["dst"].__setitem__(0, t["dst"][1]), "xfer-overlap"),
-        (lambda t: t["dst"].__setitem__(0, t["dst"][3]), "xfer-pair"),
-        (lambda t: t["dst"].__setitem__(0, t["dst"][1]), "xfer-row"),
-        (lambda t: t["src"].__setitem__(0, t["src"][0] + 512), "xfer-page"),
-        (lambda t: t["src"].__setitem__(0, 0), "xfer-bounds"),
-        (lambda t: t["dst"].__setitem__(0, 1 << 40), "xfer-bounds"),
+        ("length", lambda t: t["length"][0] - 8, "xfer-missing"),
+        ("length", lambda t: t["length"][0] + 512, "xfer-page"),
+        ("dst", lambda t: t["dst"][1], "xfer-overlap"),
+        ("dst", lambda t: t["dst"][3], "xfer-pair"),
+        ("dst", lambda t: t["dst"][1], "xfer-row"),
+        ("src", lambda t: t["src"][0] + 512, "xfer-page"),
+        ("src", lambda t: 0, "xfer-bounds"),
+        ("dst", lambda t: 1 << 40, "xfer-bounds"),
     ],
 )
-def test_damaged_descriptors_are_refuted(damage, kind):
-    source, (target,) = layouts()
-    plan = plan_kv_transfer(source, target, [1, 3, 5], [4, 6, 0])
-    document = from_transfer(source, target, plan, [1, 3, 5], [4, 6, 0])
+def test_damaged_descriptors_are_refuted(name, value, kind):
+    document = transferred()
     assert kinds(document) == set()
-    damage(document["transfers"][0])
+    (transfer,) = document["transfers"]
+    transfer[name][0] = value(transfer)
     assert kind in kinds(document)
 
 
-def test_a_sequence_is_no_longer_than_its_pages():
-    source, (target,) = layouts()
-    plan = plan_kv_transfer(source, target, [1, 3, 5], [4, 6, 0])
-    document = from_transfer(source, target, plan, [1, 3, 5], [4, 6, 0], num_tokens=24)
+def test_a_descriptor_too_few_and_a_sequence_longer_than_its_pages_are_refuted():
+    document = transferred()
+    for name in ("src", "dst", "length"):
+        document["transfers"][0][name].pop()
+    assert "xfer-missing" in kinds(document)
+    document = transferred(num_tokens=24)
     assert kinds(document) == set()
     document["transfers"][0]["tokens"] = 25
     (found,) = lint(document).findings
@@ -236,9 +228,7 @@ def test_a_sequence_is_no_longer_than_its_pages():
 
 
 def test_descriptors_of_nothing_may_be_anywhere():
-    source, (target,) = layouts()
-    plan = plan_kv_transfer(source, target, [1, 3, 5], [4, 6, 0])
-    document = from_transfer(source, target, plan, [1, 3, 5], [4, 6, 0])
+    document = transferred()
     for name, value in {"src": 0, "dst": 1 << 50, "length": 0}.items():
         document["transfers"][0][name].insert(0, value)
     report = lint(document)
@@ -283,10 +273,7 @@ def test_stages_of_a_pipeline():
         source = memory_of_pool(pool)
         src, dst, lengths = [], [], []
         for entry in source["entries"]:
-            (other,) = [
-                e for e in target["entries"]
-                if (e["layer"], e["kind"]) == (entry["layer"], entry["kind"])
-            ]  # fmt: skip
+            other = of_target[entry["layer"], entry["kind"]]
             for page in pages:
                 src.append(entry["addr"] + page * entry["item_len"])
                 dst.append(other["addr"] + page * entry["item_len"])
@@ -296,22 +283,17 @@ def test_stages_of_a_pipeline():
 
     decode = pool_of(range(5))
     target = memory_of_pool(decode)
-    stages = [transfer(range(2), "first"), transfer(range(2, 5), "second")]
-    report = lint(joined(stages))
+    of_target = {(entry["layer"], entry["kind"]): entry for entry in target["entries"]}
+    first = transfer(range(2), "first")
+    report = lint(joined([first, transfer(range(2, 5), "second")]))
     assert report.proved
     assert report.checked == ("XFER",)
-    assert kinds(joined([stages[0], transfer(range(2, 5), "second", pages=(1,))])) == {
-        "xfer-missing"
-    }
-    other = transfer(range(2, 5), "first")
+    fewer = transfer(range(2, 5), "second", pages=(1,))
+    assert kinds(joined([first, fewer])) == {"xfer-missing"}
     with pytest.raises(NotUsable, match="memories of one name must be alike, 'first' are not"):
-        joined([stages[0], other])
-
-
-def test_pools_have_all_kinds_of_buffers():
-    pool = pool_of(range(1))
+        joined([first, transfer(range(2, 5), "first")])
     with pytest.raises(NotUsable, match=r"buffers of each of \['k', 'v', 'index_k'\], got 2"):
-        memory_of_pool(pool, ("k", "v", "index_k"))
+        memory_of_pool(decode, ("k", "v", "index_k"))
 
 
 def test_a_row_that_sees_more_pages_than_there_are_is_refused():

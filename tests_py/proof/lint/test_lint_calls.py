@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("jsonschema")
 
 from cpattn.proof import lint
+from support.proof.plans import document_of
 
 
 def findings(**parts):
@@ -38,20 +39,20 @@ def test_ranks_that_make_the_same_calls_go_on():
 
 
 @pytest.mark.parametrize(
-    ("other", "kind", "ranks"),
+    ("other", "kind"),
     [
-        ([REDUCE, GATHER], "seq-kind", (0, 1)),
-        ([GATHER | {"size": 9}, REDUCE], "seq-size", (0, 1)),
-        ([GATHER | {"dtype": "bfloat16"}, REDUCE], "seq-dtype", (0, 1)),
-        ([GATHER, REDUCE | {"op": "max"}], "seq-op", (0, 1)),
-        ([GATHER, REDUCE | {"root": 1}], "seq-root", (0, 1)),
-        ([GATHER], "seq-missing", (0, 1)),
-        ([GATHER, REDUCE, REDUCE], "seq-missing", (0, 1)),
+        ([REDUCE, GATHER], "seq-kind"),
+        ([GATHER | {"size": 9}, REDUCE], "seq-size"),
+        ([GATHER | {"dtype": "bfloat16"}, REDUCE], "seq-dtype"),
+        ([GATHER, REDUCE | {"op": "max"}], "seq-op"),
+        ([GATHER, REDUCE | {"root": 1}], "seq-root"),
+        ([GATHER], "seq-missing"),
+        ([GATHER, REDUCE, REDUCE], "seq-missing"),
     ],
 )
-def test_ranks_that_do_not_meet_are_refuted(other, kind, ranks):
+def test_ranks_that_do_not_meet_are_refuted(other, kind):
     (found,) = of_calls([GATHER, REDUCE], other)
-    assert (found.kind, found.ranks) == (kind, ranks)
+    assert (found.kind, found.ranks) == (kind, (0, 1))
     assert found.picture.splitlines()[0].split() == ["rank", "0", "rank", "1"]
     assert any(line.startswith(">") for line in found.picture.splitlines())
 
@@ -66,36 +67,29 @@ def test_groups_entered_in_another_order_are_refuted():
     assert of_calls([one, two], [one, two], [two]) == ()
 
 
-def test_sizes_of_an_all_to_all_fit():
-    def exchange(sends, receives):
-        return [{"kind": "all_to_all", "sends": sends, "receives": receives}]
-
-    assert of_calls(exchange([1, 2], [1, 3]), exchange([3, 4], [2, 4])) == ()
-    (found,) = of_calls(exchange([1, 2], [1, 3]), exchange([3, 4], [1, 4]))
-    assert found.what == "rank 0 sends rank 1 2 elements, which expects 1"
-
-
-def test_sizes_of_an_all_to_all_are_for_all_ranks_of_the_group():
-    def exchange(**sizes):
-        return [{"kind": "all_to_all", **sizes}]
+def test_sizes_of_an_all_to_all_are_for_all_ranks_of_the_group_and_fit():
+    def exchange(sends=None, receives=None, **options):
+        given = {"sends": sends, "receives": receives} | options
+        named = {name: value for name, value in given.items() if value is not None}
+        return [{"kind": "all_to_all", **named}]
 
     def what(*ranks):
         return [found.what for found in of_calls(*ranks)]
 
-    pair = exchange(sends=[1, 1], receives=[1, 1])
+    pair = exchange([1, 1], [1, 1])
+    assert what(exchange([1, 2], [1, 3]), exchange([3, 4], [2, 4])) == []
     assert what(pair, exchange(size=2)) == []  # in equal parts
-    assert what(exchange(size=4), pair) == ["rank 0 sends rank 1 2 elements, which expects 1"]
-    assert what(exchange(receives=[1, 1]), exchange(sends=[3, 1])) == [
-        "rank 1 sends rank 0 3 elements, which expects 1"
-    ]
-    assert what(exchange(sends=[1, 1, 9], receives=[1, 1]), pair) == [
-        "rank 0 sends 3 parts in a group of 2 ranks"
-    ]
-    assert what(exchange(sends=[5], receives=[])) == [
-        "rank 0 receives no part in a group of 1 rank"
-    ]
-    turned = exchange(group=[1, 0], sends=[4, 3], receives=[4, 2])  # of itself first
-    assert what(exchange(group=[0, 1], sends=[1, 2], receives=[1, 3]), turned) == []
+    turned = exchange([4, 3], [4, 2], group=[1, 0])  # of itself first
+    assert what(exchange([1, 2], [1, 3], group=[0, 1]), turned) == []
+    two, three = (
+        f"sends rank {peer} {n} elements, which expects 1" for peer, n in ((1, 2), (0, 3))
+    )
+    assert what(exchange([1, 2], [1, 3]), exchange([3, 4], [1, 4])) == [f"rank 0 {two}"]
+    assert what(exchange(size=4), pair) == [f"rank 0 {two}"]
+    assert what(exchange(receives=[1, 1]), exchange([3, 1])) == [f"rank 1 {three}"]
+    parts = "rank 0 sends 3 parts in a group of 2 ranks"
+    assert what(exchange([1, 1, 9], [1, 1]), pair) == [parts]
+    assert what(exchange([5], [])) == ["rank 0 receives no part in a group of 1 rank"]
 
 
 def test_messages_are_received():
@@ -116,8 +110,14 @@ MERGED = {
 }
 
 
-def test_partial_results_that_fit_are_proved():
+def test_partial_results_that_fit_are_proved_as_far_as_the_document_says():
     assert findings(**MERGED) == ()
+    document = deepcopy(MERGED)
+    del document["ranks"]
+    document["merges"][0]["parts"] = PARTS[:1]
+    report = lint({"schema": "cpattn-plan/1", **document})
+    assert report.findings == ()
+    assert report.not_checked["LSE"] == "parts: the document has no ranks"
 
 
 def test_merges_of_many_requests_are_judged():
@@ -125,20 +125,10 @@ def test_merges_of_many_requests_are_judged():
     document = deepcopy(MERGED) | {"requests": [{"extend": 1}, *[{"extend": 2}] * many]}
     document["cache"]["shards"] = 4
     document["ranks"] = [{}] * 4
-    document["merges"][0]["parts"] = PARTS
     assert findings(**document) == ()  # the other shards have nothing yet
     document["requests"][many] = {"extend": 3}
     (found,) = findings(**document)
     assert found.what == f"rank 2 keeps 1 keys of request {many}, and takes no part"
-
-
-def test_a_merge_without_ranks_is_judged_as_far_as_it_says():
-    document = deepcopy(MERGED)
-    del document["ranks"]
-    document["merges"][0]["parts"] = PARTS[:1]
-    report = lint({"schema": "cpattn-plan/1", **document})
-    assert report.findings == ()
-    assert report.not_checked["LSE"] == "parts: the document has no ranks"
 
 
 def with_part(**changes):
@@ -151,21 +141,13 @@ def with_part(**changes):
 @pytest.mark.parametrize(
     ("change", "kind", "says"),
     [
-        (
-            with_part(base="2"),
-            "lse-base",
-            "rank 1 gives an LSE of base 2",
-        ),
+        (with_part(base="2"), "lse-base", "rank 1 gives an LSE of base 2"),
         (with_part(sinks=True), "lse-sink", "2 parts counted the sinks, not 1"),
         (with_part(empty="finite"), "lse-empty", "an LSE that is finite, not -inf"),
         (with_part(rank=0), "lse-part", "rank 0 takes part 2 times"),
         (lambda d: d["merges"][0]["parts"].pop(), "lse-part", "rank 1 keeps 5 keys of request 0"),
         (lambda d: d["merges"][0].update(both_empty="nan"), "lse-empty", "merged to NaN"),
-        (
-            lambda d: d["attention"].clear(),
-            "lse-sink",
-            "1 part counted the sinks, not 0",
-        ),
+        (lambda d: d["attention"].clear(), "lse-sink", "1 part counted the sinks, not 0"),
         (lambda d: d["merges"][0].update(base="2"), "lse-base", "rank 0 gives an LSE of base e"),
     ],
 )
@@ -178,12 +160,14 @@ def test_partial_results_that_do_not_fit_are_refuted(change, kind, says):
     assert "rank 0  base e" in found.picture
 
 
-def selected(index=(0, 1), key=(0, 2), shard_of_last=1, position=5):
+NAMES = ("request", "position", "key", "index")
+
+
+def selected(index=(0, 1), key=(0, 2)):
     """Two keys of a query on rank 0, and one on rank 1, of three."""
-    names = ("request", "position", "key", "index")
-    lines = [[(0, position, key[i], index[i]) for i in range(2)], [(0, position, 3, 1)]]
+    lines = [[(0, 5, key[i], index[i]) for i in range(2)], [(0, 5, 3, 1)]]
     ranks = [
-        {"selections": {name: [line[i] for line in own] for i, name in enumerate(names)}}
+        {"selections": {name: [line[i] for line in own] for i, name in enumerate(NAMES)}}
         for own in lines
     ]
     return {
@@ -194,38 +178,38 @@ def selected(index=(0, 1), key=(0, 2), shard_of_last=1, position=5):
     }
 
 
+def scored(*scores):
+    return [{"request": 0, "position": 5, "scores": list(scores)}]
+
+
 def test_selections_are_whole_and_local():
     assert findings(**selected()) == ()
-    assert [f.kind for f in findings(**selected(index=(0, 2)))] == ["topk-index"]
-    assert [f.kind for f in findings(**selected(key=(0, 1)))] == ["topk-index"]
-    twice = findings(**selected(key=(2, 2), index=(1, 1)))
-    assert [f.kind for f in twice] == ["topk-twice"]
-    late = findings(**selected(key=(0, 8), index=(0, 4)))
-    assert [f.kind for f in late] == ["topk-key"]
+    for kind, options in [
+        ("topk-index", {"index": (0, 2)}),
+        ("topk-index", {"key": (0, 1)}),
+        ("topk-twice", {"key": (2, 2), "index": (1, 1)}),
+        ("topk-key", {"key": (0, 8), "index": (0, 4)}),
+    ]:
+        assert [found.kind for found in findings(**selected(**options))] == [kind]
     few = selected()
     for column in few["ranks"][1]["selections"].values():
         column.pop()
-    assert [f.what for f in findings(**few)] == [
-        "query 5 of request 0 selects 2 keys over all ranks, not 3"
-    ]
+    (found,) = findings(**few)
+    assert found.what == "query 5 of request 0 selects 2 keys over all ranks, not 3"
 
 
 def test_scores_decide_what_is_selected():
     document = selected()
-    document["topk"]["scores"] = [{"request": 0, "position": 5, "scores": [5, 1, 5, 5, 2, 3, 99]}]
+    document["topk"]["scores"] = scored(5, 1, 5, 5, 2, 3, 99)
     assert findings(**document) == ()  # the last key is after the query
-    document["topk"]["scores"][0]["scores"][4] = 6
+    document["topk"]["scores"] = scored(5, 1, 5, 5, 6, 3, 99)
     (found,) = findings(**document)
     assert found.kind == "topk-score"
     assert found.details["key"] == 4
-
-
-def test_a_query_that_is_scored_selects_keys():
-    document = selected()
-    names = ("request", "position", "key", "index")
-    document["ranks"] = [{"selections": {name: [] for name in names}}] * 2
+    del document["topk"]["scores"]
+    document["ranks"] = [{"selections": {name: [] for name in NAMES}}] * 2
     assert findings(**document) == ()  # there may be no query
-    document["topk"]["scores"] = [{"request": 0, "position": 5, "scores": [1.0] * 6}]
+    document["topk"]["scores"] = scored(*[1.0] * 6)
     (found,) = findings(**document)
     assert found.what == "query 5 of request 0 selects no keys on any rank, not 3"
     assert found.kind == "topk-count"
@@ -233,10 +217,10 @@ def test_a_query_that_is_scored_selects_keys():
 
 def test_scores_of_many_queries_are_judged():
     """Each by the keys that it selects itself, in whatever order ranks have them."""
-    names, topk, count = ("request", "position", "key", "index"), 4, 150
+    topk, count = 4, 150
     queries = [(request, position) for request in (1, 0) for position in range(300, 300 + count)]
     lines = [(*query, key, key) for query in queries for key in range(topk)]
-    columns = {name: [line[i] for line in lines] for i, name in enumerate(names)}
+    columns = {name: [line[i] for line in lines] for i, name in enumerate(NAMES)}
     scores = [
         {"request": request, "position": position, "scores": list(range(position + 1, 0, -1))}
         for request, position in queries
@@ -253,8 +237,6 @@ def test_scores_of_many_queries_are_judged():
 
 
 def test_a_plan_of_many_sequences_and_ranks_is_judged_as_a_whole():
-    from support.proof.plans import document_of
-
     document = document_of([2000] * 128, [64] * 128, 64)
     assert lint(document).proved
     document["ranks"][40]["segments"]["keys"][200] -= 1

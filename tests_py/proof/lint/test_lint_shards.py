@@ -25,6 +25,8 @@ from cpattn.proof.linting.adapters.shards import (
     from_striped_writes,
 )
 from support.distributed.sparse_worker import SparseRun, layer_arguments, make_cp
+from support.pairwise import pairwise
+from support.proof.plans import kinds
 from support.sparse.indexer_batch import IndexerBatch, scores_of
 
 PAGE_SIZE = 4
@@ -36,10 +38,6 @@ PLACEMENTS = {
     "token_interleave": lambda size: TokenInterleave(shard_size=size, interleave=1),
     "token_interleave:2": lambda size: TokenInterleave(shard_size=size, interleave=2),
 }
-
-
-def kinds(document):
-    return {found.kind for found in lint(document, shrink=False).findings}
 
 
 def on_all_ranks(size, what):
@@ -54,38 +52,36 @@ def on_all_ranks(size, what):
     return [got[rank] for rank in range(size)]
 
 
-def plans_of(size, placement, strategy="zigzag", *, decode=False):
+def plans_of(size, placement, strategy="zigzag"):
     def plan():
+        decodes = strategy == "decode"
         cp = ContextParallel(
-            dist.group.WORLD, strategy=strategy, page_size=PAGE_SIZE,
+            dist.group.WORLD, strategy="zigzag" if decodes else strategy, page_size=PAGE_SIZE,
             placement=PLACEMENTS[placement](size),
         )  # fmt: skip
-        if decode:
+        if decodes:
             return cp.plan_decode(TOTAL, q_lens=[1, 2, 1], block_tables=TABLES)
         return cp.plan(EXTEND, TOTAL, block_tables=TABLES)
 
     return on_all_ranks(size, plan)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("size", [2, 3, 16], ids="{} ranks".format)
-@pytest.mark.parametrize("strategy", ["zigzag", "interleave", "decode"])
+@pytest.mark.parametrize(
+    ("placement", "size", "strategy"),
+    pairwise([*PLACEMENTS], [2, 3, 16], ["zigzag", "interleave", "decode"]),
+)
 def test_plans_over_shared_pools(placement, size, strategy):
-    if strategy == "decode":
-        plans = plans_of(size, placement, decode=True)
-    else:
-        plans = plans_of(size, placement, strategy)
-    report = lint(from_sharded_plans(plans, NUM_PAGES))
+    report = lint(from_sharded_plans(plans_of(size, placement, strategy), NUM_PAGES))
     assert report.findings == ()
     assert set(report.checked) >= {"OWN", "COV", "LEN", "ADDR", "PAD"}
 
 
-@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
+@pytest.mark.parametrize("strategy", ["zigzag", "decode"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_rank_that_takes_another_placement_is_found(placement, decode):
+def test_a_rank_that_takes_another_placement_is_found(placement, strategy):
     """It writes rows that are others', or reads them."""
     other = TokenInterleave(shard_size=2, interleave=4 if placement != "page_interleave" else 1)
-    plans = plans_of(2, placement, decode=decode)
+    plans = plans_of(2, placement, strategy)
     plans[1] = replace(plans[1], placement=other)
     assert kinds(from_sharded_plans(plans, NUM_PAGES)) & {"own-slot", "cov-pair"}
 
@@ -148,18 +144,9 @@ def test_selections_of_context_parallel_ranks():
         from_topk(*arguments, [indices[0], indices[1][1:], indices[2]], topk=4)
 
 
-def test_selections_among_keys_of_ranks():
-    """Places on a rank, of which it has every second; global ones are vllm-project/vllm#54541."""
-    keys, rows = [1, 2, 5, 8], [([0], [9])] * 2
-    local = [[[key // 2 for key in keys if key % 2 == rank]] for rank in range(2)]
-    options = {"topk": 4, "shards": 2}
-    assert kinds(from_topk([1], [9], rows, local, **options)) == set()
-    positions = [[[key for key in keys if key % 2 == rank]] for rank in range(2)]
-    assert "topk-key" in kinds(from_topk([1], [9], rows, positions, **options))
-
-
-@pytest.mark.parametrize("placement", ["pages", "tokens", "halves of pages"])
-@pytest.mark.parametrize("size", [2, 4], ids="{} ranks".format)
+@pytest.mark.parametrize(
+    ("placement", "size"), [("pages", 2), ("tokens", 4), ("halves of pages", 2)]
+)
 def test_what_ranks_select_together_is_the_topk_of_all_keys(placement, size):
     """The rows of their own pools that ranks of a decode step attend to."""
     run = SparseRun("step", extend_lens=(1, 2, 1), prefix_lens=(40, 3, 77), placement=placement)

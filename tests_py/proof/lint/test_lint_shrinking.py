@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("jsonschema")
@@ -14,7 +14,6 @@ from cpattn.proof.linting.shrinking import cut, without
 from support.proof.plans import batches, document_of, with_cache
 
 
-@settings(max_examples=150, deadline=None)
 @given(batches(), st.data())
 def test_a_right_plan_without_requests_is_right(batch, data):
     document = with_cache(document_of(*batch))
@@ -25,7 +24,6 @@ def test_a_right_plan_without_requests_is_right(batch, data):
     assert lint(small).findings == ()
 
 
-@settings(max_examples=150, deadline=None)
 @given(batches(), st.data())
 def test_a_right_plan_of_shorter_sequences_is_right(batch, data):
     document = document_of(*batch)

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-
 import pytest
 
 from cpattn.proof import Finding, Report
 from cpattn.proof.zoo import ZooEntry, __main__, registry, visit
+from support.places import ROOT
 
 REFUTED = Report("lint", "plan", (Finding("OWN", "token 5 is on 2 ranks"),), checked=("OWN",))
 PROVED = Report("lint", "plan", checked=("OWN",))
@@ -58,16 +57,13 @@ def test_what_is_not_told_apart_is_said(shown, given, says):
     assert "2 bugs: 1 are not told apart" in text
 
 
-def test_programs_read_json(shown):
+def test_programs_read_json(shown, capsys):
     status, text = shown("--json", "--only", "#2", entries=[entry(), entry("foo/bar#2")])
     assert status == 0
     (outcome,) = json.loads(text)
     assert outcome["bug"] == "foo/bar#2"
     assert outcome["refuted"]
     assert outcome["proved"]
-
-
-def test_a_choice_of_nothing_is_an_error(shown, capsys):
     with pytest.raises(SystemExit, match="2"):
         shown("--only", "nonsense", entries=[entry()])
     assert "no bug of the zoo is called 'nonsense'" in capsys.readouterr().err
@@ -99,6 +95,5 @@ def test_what_was_run_of_releases_names_its_test():
     shipped = [entry.shipped for entry in registry.all_entries() if entry.shipped]
     assert shipped
     for one in shipped:
-        path = Path(__file__).parents[3] / one.test
-        assert path.is_file()
+        assert (ROOT / one.test).is_file()
         assert all((one.release, one.ran, one.says, one.mend))

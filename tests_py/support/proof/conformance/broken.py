@@ -2,7 +2,7 @@
 """Operators with the signature of `cpattn.paged_attention`, each wrong in one way.
 
 They are that operator, given other arguments or with its results changed, and so share no code with
-the wrong oracles that are to name them.
+the wrong oracles that are to name them. `operator_of` has them by their faults.
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ import torch
 
 import cpattn
 
-from .masked import attend_where, in_parts, plain_weights
+from .masked import attend_where, in_parts, plain_weights, usual_mask
 
 LN2 = math.log(2)
+attention = cpattn.paged_attention
 
 
-def mask_top_left(q, k, v, *, causal, window=None, **options):
-    def sees(i, j, q_len, kv_len):
-        position = i if causal else i + kv_len - q_len
-        return (not causal or j <= i) and (window is None or j >= position - window)
+def ignoring(name):
+    """An operator that takes an option and does not look at it."""
 
-    return attend_where(sees, q, k, v, **options)
+    def operator(q, k, v, **options):
+        options.pop(name, None)
+        return attention(q, k, v, **options)
 
-
-def mask_off_by_one(q, k, v, *, causal, window=None, **options):
-    def sees(i, j, q_len, kv_len):
-        position = i + kv_len - q_len
-        return (not causal or j < position) and (window is None or j >= position - window)
-
-    return attend_where(sees, q, k, v, **options)
+    return operator
 
 
-def mask_ignored(q, k, v, *, causal, window=None, **options):
-    def sees(i, j, q_len, kv_len):
-        return window is None or j >= i + kv_len - q_len - window
+def returning(change):
+    """An operator that returns what `change` makes of the right output and log-sum-exp."""
+    return lambda *tensors, **options: change(*attention(*tensors, **options))
 
-    return attend_where(sees, q, k, v, **options)
+
+def masking(**otherwise):
+    """An operator whose mask is not the usual one."""
+
+    def operator(q, k, v, *, causal, window=None, **options):
+        return attend_where(usual_mask(causal, window, **otherwise), q, k, v, **options)
+
+    return operator
 
 
 def sdpa_without_is_causal(q, k, v, *, is_causal=False, **options):
@@ -51,71 +53,37 @@ def sdpa_without_is_causal(q, k, v, *, is_causal=False, **options):
 
 
 def window_off_by_one(q, k, v, *, window=None, **options):
-    window = None if window is None else window + 1
-    return cpattn.paged_attention(q, k, v, window=window, **options)
-
-
-def window_ignored(q, k, v, *, window=None, **options):
-    return cpattn.paged_attention(q, k, v, **options)
-
-
-def lse_base_2(q, k, v, **options):
-    out, lse = cpattn.paged_attention(q, k, v, **options)
-    return out, lse / LN2
+    return attention(q, k, v, window=None if window is None else window + 1, **options)
 
 
 def lse_unscaled(q, k, v, *, scale, softcap=0.0, **options):
-    out, _ = cpattn.paged_attention(q, k, v, scale=scale, softcap=softcap, **options)
-    return out, cpattn.paged_attention(q, k, v, scale=1.0, **options)[1]
+    out, _ = attention(q, k, v, scale=scale, softcap=softcap, **options)
+    return out, attention(q, k, v, scale=1.0, **options)[1]
 
 
 def lse_with_sink(q, k, v, *, sinks=None, **options):
-    out, lse = cpattn.paged_attention(q, k, v, sinks=sinks, **options)
+    out, lse = attention(q, k, v, sinks=sinks, **options)
     return out, lse if sinks is None else torch.logaddexp(lse, sinks)
 
 
-def lse_finite_on_empty(q, k, v, **options):
-    out, lse = cpattn.paged_attention(q, k, v, **options)
-    return out, lse.clamp(min=-5e4)
-
-
-def nan_on_empty(q, k, v, **options):
-    out, lse = cpattn.paged_attention(q, k, v, **options)
-    total = lse.exp()
-    return (out * total[..., None] / total[..., None]).to(q.dtype), lse
-
-
-def nan_lse_on_empty(q, k, v, **options):
-    out, lse = cpattn.paged_attention(q, k, v, **options)
-    return out, lse.masked_fill(lse == -torch.inf, torch.nan)
-
-
-def sink_ignored(q, k, v, *, sinks=None, **options):
-    return cpattn.paged_attention(q, k, v, **options)
+def nan_on_empty(out, lse):
+    total = lse.exp()[..., None]
+    return (out * total / total).to(out.dtype), lse
 
 
 def sink_per_part(q, k, v, *, sinks=None, **options):
     if sinks is None:
-        return cpattn.paged_attention(q, k, v, **options)
-    return cpattn.merge_state(
-        *(x for part in in_parts(q, k, v, sinks=sinks, **options) for x in part)
-    )
-
-
-def softcap_ignored(q, k, v, *, softcap=0.0, **options):
-    return cpattn.paged_attention(q, k, v, **options)
+        return attention(q, k, v, **options)
+    parts = in_parts(q, k, v, sinks=sinks, **options)
+    return cpattn.merge_state(*(x for part in parts for x in part))
 
 
 def softcap_before_scale(q, k, v, *, scale, softcap=0.0, **options):
-    return cpattn.paged_attention(q, k, v, scale=scale, softcap=softcap * scale, **options)
-
-
-def scale_ignored(q, k, v, *, scale, **options):
-    return cpattn.paged_attention(q, k, v, **options)
+    return attention(q, k, v, scale=scale, softcap=softcap * scale, **options)
 
 
 def scale_twice(q, k, v, *, scale, **options):
-    return cpattn.paged_attention(q, k, v, scale=scale * scale, **options)
+    return attention(q, k, v, scale=scale * scale, **options)
 
 
 def gqa_head_order(q, k, v, *, sinks=None, kv_layout="NHD", **options):
@@ -124,34 +92,31 @@ def gqa_head_order(q, k, v, *, sinks=None, kv_layout="NHD", **options):
     back = np.argsort(order)
     if sinks is not None:
         options["sinks"] = sinks[order]
-    out, lse = cpattn.paged_attention(
-        q[:, order].contiguous(), k, v, kv_layout=kv_layout, **options
-    )
+    out, lse = attention(q[:, order].contiguous(), k, v, kv_layout=kv_layout, **options)
     return out[:, back], lse[:, back]
 
 
 def kv_len_without_new(q, k, v, *, q_lens, kv_lens, **options):
     before = [max(kv_len - q_len, 0) for q_len, kv_len in zip(q_lens, kv_lens, strict=True)]
     options["allow_short_kv"] = True
-    return cpattn.paged_attention(q, k, v, q_lens=q_lens, kv_lens=before, **options)
+    return attention(q, k, v, q_lens=q_lens, kv_lens=before, **options)
 
 
 def kv_len_without_prefix(q, k, v, *, q_lens, kv_lens, **options):
-    new = [min(q_len, kv_len) for q_len, kv_len in zip(q_lens, kv_lens, strict=True)]
-    return cpattn.paged_attention(q, k, v, q_lens=q_lens, kv_lens=new, **options)
+    return attention(q, k, v, q_lens=q_lens, kv_lens=list(map(min, q_lens, kv_lens)), **options)
 
 
 def reads_beyond_length(q, k, v, *, kv_lens, kv_layout="NHD", **options):
     page_size = k.shape[1 if kv_layout == "NHD" else 2]
     whole = [-(-kv_len // page_size) * page_size for kv_len in kv_lens]
-    return cpattn.paged_attention(q, k, v, kv_lens=whole, kv_layout=kv_layout, **options)
+    return attention(q, k, v, kv_lens=whole, kv_layout=kv_layout, **options)
 
 
 def multiplies_hidden_values(q, k, v, *, kv_layout="NHD", **options):
     """Rows of the second half of a sequence's queries take all values of its last page times 0."""
     far = k.numel() > 2**31  # of which nothing is NaN, and a copy has no room
     clean = (k, v) if far else tuple(x.nan_to_num() for x in (k, v))
-    out, lse = cpattn.paged_attention(q, *clean, kv_layout=kv_layout, **options)
+    out, lse = attention(q, *clean, kv_layout=kv_layout, **options)
     page_size, row = k.shape[1 if kv_layout == "NHD" else 2], 0
     for pages, q_len, kv_len in zip(
         options["block_tables"], options["q_lens"], options["kv_lens"], strict=True
@@ -165,10 +130,9 @@ def multiplies_hidden_values(q, k, v, *, kv_layout="NHD", **options):
 def page_size(q, k, v, *, block_tables, kv_layout="NHD", **options):
     if kv_layout == "HND":
         k, v = (x.transpose(1, 2).contiguous() for x in (k, v))
-    size = max(k.shape[1] // 2, 1)
     last = block_tables[:, -1:].expand(-1, block_tables.shape[1])
-    return cpattn.paged_attention(
-        q, k.flatten(0, 1), v.flatten(0, 1), page_size=size,
+    return attention(
+        q, k.flatten(0, 1), v.flatten(0, 1), page_size=max(k.shape[1] // 2, 1),
         block_tables=torch.cat([block_tables, last], 1), **options,
     )  # fmt: skip
 
@@ -179,9 +143,8 @@ def page_order(q, k, v, *, kv_lens, block_tables, kv_layout="NHD", **options):
     for row, kv_len in zip(tables, kv_lens, strict=True):
         used = -(-kv_len // page_size)
         row[:used] = row[:used].sort().values
-    return cpattn.paged_attention(
-        q, k, v, kv_lens=kv_lens, block_tables=tables, kv_layout=kv_layout, **options
-    )
+    options |= {"kv_lens": kv_lens, "kv_layout": kv_layout}
+    return attention(q, k, v, block_tables=tables, **options)
 
 
 def pad_rows_read(q, k, v, cu_seqlens_q, *args, **options):
@@ -195,9 +158,7 @@ def pad_rows_read(q, k, v, cu_seqlens_q, *args, **options):
 
 def batch_order(q, k, v, *, kv_lens, block_tables, **options):
     order = np.argsort([-kv_len for kv_len in kv_lens], kind="stable")
-    return cpattn.paged_attention(
-        q, k, v, kv_lens=kv_lens, block_tables=block_tables[order], **options
-    )
+    return attention(q, k, v, kv_lens=kv_lens, block_tables=block_tables[order], **options)
 
 
 def merge_wrong_base(q, k, v, **options):
@@ -214,7 +175,7 @@ def merge_nan(q, k, v, **options):
 
 
 def accumulates_in_16_bits(q, k, v, **options):
-    out, lse = cpattn.paged_attention(q, k, v, **options)
+    out, lse = attention(q, k, v, **options)
     if q.dtype == torch.float32 or k.numel() > 2**31:
         return out, lse
     row = 0
@@ -230,10 +191,9 @@ def accumulates_in_16_bits(q, k, v, **options):
 
 def overflow_32_bit(q, k, v, *, block_tables, **options):
     stride = k[0].numel()
-    offsets = block_tables.long() * stride
-    wrapped = (offsets + 2**31) % 2**32 - 2**31
+    wrapped = (block_tables.long() * stride + 2**31) % 2**32 - 2**31
     pages = (wrapped // stride) % len(k)
-    return cpattn.paged_attention(q, k, v, block_tables=pages.int(), **options)
+    return attention(q, k, v, block_tables=pages.int(), **options)
 
 
 def v_head_dim(q, k, v, **options):
@@ -242,23 +202,20 @@ def v_head_dim(q, k, v, **options):
         flat = v.flatten()
         rows = (torch.arange(len(flat) // width) * dim)[:, None] + torch.arange(width)
         v = flat[rows.clamp(max=len(flat) - 1)].view(v.shape)
-    return cpattn.paged_attention(q, k, v, **options)
+    return attention(q, k, v, **options)
 
 
 def layout_nhd_hnd(q, k, v, *, kv_layout="NHD", **options):
     k, v = (x.view(len(x), x.shape[2], x.shape[1], x.shape[3]) for x in (k, v))
-    other = "HND" if kv_layout == "NHD" else "NHD"
-    return cpattn.paged_attention(q, k, v, kv_layout=other, **options)
+    return attention(q, k, v, kv_layout="HND" if kv_layout == "NHD" else "NHD", **options)
 
 
-def unknown(q, k, v, **options):
-    out, lse = cpattn.paged_attention(q, k, v, **options)
+def unknown(out, lse):
     out[:, -1] *= 1.5
     return out, lse
 
 
-def infinite(q, k, v, **options):
-    out, lse = cpattn.paged_attention(q, k, v, **options)
+def infinite(out, lse):
     out[0], out[-1, 0, :3] = torch.inf, -torch.inf
     return out, lse
 
@@ -266,21 +223,42 @@ def infinite(q, k, v, **options):
 def crash(q, k, v, *, window=None, **options):
     if window == 3:
         os.kill(os.getpid(), signal.SIGSEGV)
-    return cpattn.paged_attention(q, k, v, window=window, **options)
+    return attention(q, k, v, window=window, **options)
 
 
 def hang(q, k, v, *, softcap=0.0, **options):
     while softcap:
         time.sleep(1)
-    return cpattn.paged_attention(q, k, v, **options)
+    return attention(q, k, v, **options)
 
 
 def raises(q, k, v, *, sinks=None, **options):
     if sinks is not None:
         raise IndexError("list index out of range")
-    return cpattn.paged_attention(q, k, v, **options)
+    return attention(q, k, v, **options)
 
 
 def wrong_form(q, k, v, *, causal=True, **options):
-    out, lse = cpattn.paged_attention(q, k, v, causal=causal, **options)
+    out, lse = attention(q, k, v, causal=causal, **options)
     return (out if causal else out.float().double()), lse
+
+
+_BY_NAME = {
+    "mask-top-left": masking(top_left=True),
+    "mask-off-by-one": masking(shift=-1),
+    "mask-ignored": masking(shift=math.inf),
+    "window-ignored": ignoring("window"),
+    "lse-base-2": returning(lambda out, lse: (out, lse / LN2)),
+    "lse-finite-on-empty": returning(lambda out, lse: (out, lse.clamp(min=-5e4))),
+    "nan-on-empty": returning(nan_on_empty),
+    "sink-ignored": ignoring("sinks"),
+    "softcap-ignored": ignoring("softcap"),
+    "scale-ignored": ignoring("scale"),
+    "16-bit-accumulation": accumulates_in_16_bits,
+    "unknown": returning(unknown),
+}
+
+
+def operator_of(fault):
+    """The operator with a fault, by its name; most functions here are called like theirs."""
+    return _BY_NAME.get(fault) or globals()[fault.replace("-", "_")]

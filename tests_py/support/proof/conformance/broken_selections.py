@@ -6,6 +6,9 @@ Those of scores have the signature of `cpattn.sparse.fast_topk`.
 
 from __future__ import annotations
 
+import os
+import signal
+
 import torch
 
 from cpattn.sparse import dcp_local_indices, fast_topk, indexer_topk
@@ -13,11 +16,19 @@ from cpattn.sparse import dcp_local_indices, fast_topk, indexer_topk
 BUCKET_SLOTS = 4096
 
 
+def rows_of(scores, lengths, row_starts):
+    """The candidates of each row."""
+    starts = [0] * len(lengths) if row_starts is None else row_starts.tolist()
+    return [row[s : s + n] for row, s, n in zip(scores, starts, lengths.tolist(), strict=True)]
+
+
+def where_valid(chosen, moved):
+    return torch.where(chosen < 0, chosen, moved)
+
+
 def topk_local_ids(scores, lengths, topk, row_starts=None):
     chosen = fast_topk(scores, lengths, topk, row_starts)
-    if row_starts is None:
-        return chosen
-    return torch.where(chosen < 0, chosen, chosen + row_starts[:, None])
+    return chosen if row_starts is None else where_valid(chosen, chosen + row_starts[:, None])
 
 
 def topk_padding(scores, lengths, topk, row_starts=None):
@@ -32,10 +43,8 @@ def topk_k_ignored(scores, lengths, topk, row_starts=None):
 def topk_twice(scores, lengths, topk, row_starts=None):
     """Ties at the threshold are filled up from the first, though it was taken."""
     chosen = fast_topk(scores, lengths, topk, row_starts)
-    starts = torch.zeros_like(lengths) if row_starts is None else row_starts
-    for row, all_scores, start, length in zip(chosen, scores, starts, lengths, strict=True):
-        own = all_scores[start : start + length]
-        if 1 < topk < length and own[row[-1]] == own[row[-2]]:
+    for row, own in zip(chosen, rows_of(scores, lengths, row_starts), strict=True):
+        if 1 < topk < len(own) and own[row[-1]] == own[row[-2]]:
             row[-1] = row[-2]
     return chosen
 
@@ -55,12 +64,9 @@ def topk_per_part(scores, lengths, topk, row_starts=None):
     starts = torch.zeros_like(lengths) if row_starts is None else row_starts
     first = (lengths + 1) // 2
     share = max(topk // 2, 1)
-    parts = [
-        fast_topk(scores, first, share, starts),
-        fast_topk(scores, lengths - first, share, starts + first),
-    ]
-    parts[1] = torch.where(parts[1] < 0, parts[1], parts[1] + first[:, None])
-    return in_front(torch.cat(parts, 1), topk)
+    second = fast_topk(scores, lengths - first, share, starts + first)
+    second = where_valid(second, second + first[:, None])
+    return in_front(torch.cat([fast_topk(scores, first, share, starts), second], 1), topk)
 
 
 def in_front(chosen, topk):
@@ -87,10 +93,8 @@ def topk_beyond_length(scores, lengths, topk, row_starts=None):
 
 def topk_bucket_overflow(scores, lengths, topk, row_starts=None):
     """A pass over the first bits, whose bucket at the threshold has room for so many."""
-    starts = torch.zeros_like(lengths) if row_starts is None else row_starts
     out = torch.full((len(scores), topk), -1, dtype=torch.int32)
-    for row, all_scores, start, length in zip(out, scores, starts, lengths, strict=True):
-        own = all_scores[start : start + length]
+    for row, own in zip(out, rows_of(scores, lengths, row_starts), strict=True):
         count = min(topk, len(own))
         if not count:
             continue
@@ -110,9 +114,6 @@ def topk_unknown(scores, lengths, topk, row_starts=None):
 
 
 def crash(scores, lengths, topk, row_starts=None):
-    import os
-    import signal
-
     if row_starts is not None:
         os.kill(os.getpid(), signal.SIGSEGV)
     return fast_topk(scores, lengths, topk)
@@ -136,7 +137,7 @@ def wrong_form(scores, lengths, topk, row_starts=None):
 def indexer_without_starts(q, k, weights, ks, ke, *, topk):
     """Columns, not positions of the sequence."""
     chosen = indexer_topk(q, k, weights, ks, ke, topk=topk)
-    return torch.where(chosen < 0, chosen, chosen + ks[:, None])
+    return where_valid(chosen, chosen + ks[:, None])
 
 
 def global_ids(indices, *, dcp_rank, dcp_size, interleave_size):

@@ -3,36 +3,23 @@
 
 from __future__ import annotations
 
-import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-import cpattn
 from cpattn.integrations.flash_attn import flash_attn_varlen_func
 from cpattn.integrations.flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from cpattn.sparse import dcp_local_indices, fast_topk
 
-
-def no_lse_of_windows(q, k, v, *, window=None, **options):
-    out, lse = cpattn.paged_attention(q, k, v, window=window, **options)
-    return (out, lse) if window is None else out
+from .broken import attention
 
 
-def no_lse(q, k, v, **options):
-    return cpattn.paged_attention(q, k, v, **options)[0], None
+def without_mask(change):
+    """Returns what `change` makes of the right results where there is no causal mask."""
 
+    def operator(q, k, v, *, causal, **options):
+        answer = attention(q, k, v, causal=causal, **options)
+        return answer if causal else change(*answer)
 
-def no_lse_of_many(q, k, v, **options):
-    out, lse = cpattn.paged_attention(q, k, v, **options)
-    return out, lse if options["causal"] else None
-
-
-def on_another_device(q, k, v, **options):
-    out, lse = cpattn.paged_attention(q, k, v, **options)
-    return out if options["causal"] else out.to("meta"), lse
-
-
-def lse_in_16_bits(q, k, v, **options):
-    out, lse = cpattn.paged_attention(q, k, v, **options)
-    return out, lse.to(q.dtype)
+    return operator
 
 
 def lse_of_varlen_is_none(*arguments, **options):
@@ -51,39 +38,32 @@ class RunsWithoutLse(BatchPrefillWithPagedKVCacheWrapper):
 
 
 def numpy_of_groups(q, k, v, *, enable_gqa=False, **options):
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, enable_gqa=enable_gqa, **options
-    )
+    out = scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **options)
     return out.numpy() if enable_gqa else out
 
 
 def one_sequence_of_many(q, k, v, **options):
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+    out = scaled_dot_product_attention(q, k, v, **options)
     return out if len(out) == 3 else out[:1]
 
 
 def flat_where_there_are_groups(module, query, key, value, mask, *, scaling, **options):
     groups = module.num_key_value_groups
-    out = torch.nn.functional.scaled_dot_product_attention(
+    out = scaled_dot_product_attention(
         query, key, value, mask, scale=scaling, enable_gqa=groups > 1
-    )
-    return out.transpose(1, 2) if groups > 1 else (out.transpose(1, 2), None)
+    ).transpose(1, 2)
+    return out if groups > 1 else (out, None)
 
 
 def a_row_too_many(scores, lengths, topk, row_starts=None):
     chosen = fast_topk(scores, lengths, topk, row_starts)
-    return chosen if row_starts is None else torch.cat([chosen, chosen[:1]])
+    return chosen if row_starts is None else chosen[[*range(len(chosen)), 0]]
 
 
-def ranks_of_floats(indices, *, dcp_rank, dcp_size, interleave_size):
-    local = dcp_local_indices(
-        indices, dcp_rank=dcp_rank, dcp_size=dcp_size, interleave_size=interleave_size
-    )
+def ranks_of_floats(indices, *, dcp_size, **options):
+    local = dcp_local_indices(indices, dcp_size=dcp_size, **options)
     return local.double() if dcp_size > 2 else local
 
 
-def ranks_of_which_one_is_silent(indices, *, dcp_rank, dcp_size, interleave_size):
-    local = dcp_local_indices(
-        indices, dcp_rank=dcp_rank, dcp_size=dcp_size, interleave_size=interleave_size
-    )
-    return None if dcp_rank == 2 else local
+def ranks_of_which_one_is_silent(indices, *, dcp_rank, **options):
+    return None if dcp_rank == 2 else dcp_local_indices(indices, dcp_rank=dcp_rank, **options)

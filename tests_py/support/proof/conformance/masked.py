@@ -22,20 +22,27 @@ def attend_where(sees, q, k, v, *, q_lens, kv_lens, **options):
     )
 
 
+def usual_mask(causal, window, *, top_left=False, shift=0):
+    """What a query sees; keys up to `shift` behind its own, from its row on if `top_left`."""
+
+    def sees(i, j, q_len, kv_len):
+        position = i if top_left and causal else i + kv_len - q_len
+        return (not causal or j <= position + shift) and (window is None or j >= position - window)
+
+    return sees
+
+
 def in_parts(q, k, v, *, causal, window=None, **options):
     """Over the first half of each sequence's keys, and over the second."""
+    usual = usual_mask(causal, window)
 
-    def usual(i, j, q_len, kv_len):
-        position = i + kv_len - q_len
-        return (not causal or j <= position) and (window is None or j >= position - window)
+    def part(second):
+        def sees(i, j, q_len, kv_len):
+            return (j >= kv_len // 2) == second and usual(i, j, q_len, kv_len)
 
-    def first(i, j, q_len, kv_len):
-        return j < kv_len // 2 and usual(i, j, q_len, kv_len)
+        return attend_where(sees, q, k, v, **options)
 
-    def second(i, j, q_len, kv_len):
-        return j >= kv_len // 2 and usual(i, j, q_len, kv_len)
-
-    return tuple(attend_where(sees, q, k, v, **options) for sees in (first, second))
+    return part(False), part(True)
 
 
 def tokens_of(memory, pages, kv_len, kv_layout="NHD"):
@@ -64,7 +71,5 @@ def plain_weights(
         hidden |= key < position - window
     scores = scores.masked_fill(hidden[:, None], -torch.inf)
     if sinks is not None:
-        column = sinks.expand(len(q), -1)[..., None]
-        scores = torch.cat([scores, column], -1)
-    weights = torch.softmax(scores, -1).nan_to_num()
-    return weights[..., :kv_len], own_v
+        scores = torch.cat([scores, sinks.expand(len(q), -1)[..., None]], -1)
+    return torch.softmax(scores, -1).nan_to_num()[..., :kv_len], own_v
