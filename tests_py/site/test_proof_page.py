@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports as a page: what is on it, and how a browser shows it."""
+"""Pages of proofs and of `cpattn replay`: what is on them, and how a browser shows them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from cpattn.proof.linting.pictures import Bars
 from cpattn.proof.page import Stretch, write_html
 from cpattn.proof.page.html import bars_of
 from cpattn.proof.page.timeline import drawing
+from cpattn.replay.report import html as of_replay
 from support import chromium
+from support.replay.made_up_reports import make_report, make_sparse_report
 from support.site.screens import DESK, TELEPHONE, Screen
 
 BARS = Bars(100, 200, mark=150)
@@ -65,20 +67,9 @@ def test_a_page_of_what_is_proved(tmp_path):
 
 
 def test_bars_are_drawn_to_scale():
-    bars = bars_of(TWICE)
-    assert bars == {
-        "lines": [
-            {
-                "name": "rank 0",
-                "title": "100 to 149, 160 to 199",
-                "shapes": [(0, 240), (288, 192)],
-            },
-            {"name": "b", "title": "none", "shapes": []},
-        ],
-        "mark": 240,
-        "number": 150,
-        "note": "tokens",
-    }
+    first = {"name": "rank 0", "title": "100 to 149, 160 to 199", "shapes": [(0, 240), (288, 192)]}
+    lines = [first, {"name": "b", "title": "none", "shapes": []}]
+    assert bars_of(TWICE) == {"lines": lines, "mark": 240, "number": 150, "note": "tokens"}
     assert bars_of(HANG) is None
 
 
@@ -91,11 +82,12 @@ def test_a_timeline_has_a_line_for_each_rank_and_link(tmp_path):
     assert {shape["y"] for shape in shapes if shape["kind"] == "transfer"} == {18, 60, 102}
 
 
-def test_of_many_stretches_the_longest_are_drawn(tmp_path):
+def test_of_many_stretches_the_longest_are_drawn_and_the_last_ends_it(tmp_path):
     many = [Stretch(0, "wait", i, i + (2 if i < 4000 else 1), "wait") for i in range(4005)]
     drawn = drawing(many)
     assert len(drawn["shapes"]) == 4000
     assert drawn["left_out"] == 5
+    assert drawn["milliseconds"] == 4005e3
     assert "the 5 shortest stretches are not drawn" in page_of([], tmp_path, stretches=many)
     assert drawing([]) is None
 
@@ -108,10 +100,14 @@ def browser() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(TELEPHONE, "light"), (DESK, "dark")])
-def test_everybody_can_read_it(width, scheme, browser, tmp_path):
-    page_of(REPORTS, tmp_path, stretches=STRETCHES)
+@pytest.mark.parametrize("make", [None, make_report, make_sparse_report])
+def test_everybody_can_read_it(make, width, scheme, browser, tmp_path):
+    path = tmp_path / "report.html"
+    if make is None:
+        write_html(REPORTS, path, stretches=STRETCHES)
+    else:
+        of_replay.write_html(make(), "a title", path)
     screen = Screen(browser, width, scheme)
-    wrong = screen.show((tmp_path / "report.html").as_uri())
-    wrong = [*wrong, *screen.sideways(), *screen.complaints_of_axe()]
+    wrong = [*screen.show(path.as_uri()), *screen.sideways(), *screen.complaints_of_axe()]
     screen.close()
     assert wrong == []

@@ -23,37 +23,24 @@ pytest.importorskip("mkdocs", reason="mkdocs is not installed")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-SCHEMES = ("light", "dark")
 # A page of every kind: both schemes on all pages would take minutes, most of them for the contrast
 # of the thousands of coloured words of code in the reference.
-KINDS = (
-    "index.html",
-    "404.html",
-    "how_to/vllm.html",
-    "how_to/deployment.html",
-    "reference/index.html",
-    "reference/kv.html",
-    "reference/headers.html",
-    "figures/index.html",
-    "figures/attention.html",
-    "notebooks/compare_strategies.html",
-    "architecture.html",
-    "concepts/strategies.html",
-    "explorer/index.html",
-)
+KINDS = ("index", "404", "how_to/vllm", "how_to/deployment", "reference/index", "reference/kv")
+KINDS += ("reference/headers", "figures/index", "figures/attention", "architecture")
+KINDS += ("notebooks/compare_strategies", "concepts/strategies", "explorer/index")
 # Words that readers look for, and the page that search must offer.
 WORDS = {
-    "torchrun": "how_to/deployment.html",
-    "GOMP_SPINCOUNT": "how_to/vllm.html",
-    "Mooncake": "how_to/kv_transfer.html",
-    "NIXL": "how_to/kv_transfer.html",
-    "torch.compile": "how_to/torch_operators.html",
-    "Ascend": "how_to/sglang_ascend.html",
-    "absorb_mla": "how_to/transformers.html",
-    "zigzag": "concepts/strategies.html",
-    "flash_mla_sparse_fwd": "reference/sparse.html",
-    "onednn": "reference/torch_guard.html",
-    "Ctrl-C": "how_to/threads.html",
+    "torchrun": "how_to/deployment",
+    "GOMP_SPINCOUNT": "how_to/vllm",
+    "Mooncake": "how_to/kv_transfer",
+    "NIXL": "how_to/kv_transfer",
+    "torch.compile": "how_to/torch_operators",
+    "Ascend": "how_to/sglang_ascend",
+    "absorb_mla": "how_to/transformers",
+    "zigzag": "concepts/strategies",
+    "flash_mla_sparse_fwd": "reference/sparse",
+    "onednn": "reference/torch_guard",
+    "Ctrl-C": "how_to/threads",
 }
 ALONE = ("cost_model", "distributed", "kv", "npu", "profiling", "reference", "sparse")
 ALONE += ("torch_guard", "traffic", "transfer")
@@ -170,31 +157,32 @@ def test_the_reference_has_every_public_name(room, site):
     assert any(place.startswith(f"{room}") for place in places)
 
 
-def test_every_page_loads_and_fits_a_telephone(site, address, browser):
-    screen = Screen(browser, TELEPHONE, "light")
-    wrong = {
-        name: found
-        for name in pages_of(site)
-        if (found := [*screen.show(f"{address}/{name}"), *screen.sideways()])
+@pytest.fixture
+def screen(request: pytest.FixtureRequest, browser: Any) -> Iterator[Screen]:
+    """A window, of the width and scheme that a test names."""
+    screen = Screen(browser, *getattr(request, "param", (DESK, "light")))
+    yield screen
+    screen.close()
+
+
+@pytest.mark.parametrize("screen", [(TELEPHONE, "light")], indirect=True)
+def test_every_page_loads_and_fits_a_telephone(site, address, screen):
+    found = {
+        name: [*screen.show(f"{address}/{name}"), *screen.sideways()] for name in pages_of(site)
     }
-    screen.close()
-    assert wrong == {}
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_everybody_can_read_every_kind_of_page(scheme, address, browser):
-    screen = Screen(browser, DESK, scheme)
-    wrong = {}
-    for name in KINDS:
-        found = [*screen.show(f"{address}/{name}"), *screen.complaints_of_axe()]
-        if found:
-            wrong[name] = found
-    screen.close()
-    assert wrong == {}
+@pytest.mark.parametrize("screen", [(DESK, "light"), (DESK, "dark")], indirect=True)
+def test_everybody_can_read_every_kind_of_page(address, screen):
+    found = {
+        name: [*screen.show(f"{address}/{name}.html"), *screen.complaints_of_axe()]
+        for name in KINDS
+    }
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
-def test_the_switch_changes_the_scheme_and_it_stays(address, browser):
-    screen = Screen(browser, DESK, "light")
+def test_the_switch_changes_the_scheme_and_it_stays(address, screen):
     assert screen.show(f"{address}/index.html") == []
     body = screen.page.locator("body")
     assert body.get_attribute("data-md-color-scheme") == "default"
@@ -202,11 +190,9 @@ def test_the_switch_changes_the_scheme_and_it_stays(address, browser):
     assert body.get_attribute("data-md-color-scheme") == "slate"
     assert screen.show(f"{address}/how_to/vllm.html") == []
     assert body.get_attribute("data-md-color-scheme") == "slate"
-    screen.close()
 
 
-def test_search_finds_what_readers_look_for(address, browser):
-    screen = Screen(browser, DESK, "light")
+def test_search_finds_what_readers_look_for(address, screen):
     assert screen.show(f"{address}/index.html") == []
     playwright = pytest.importorskip("playwright.sync_api")
     field = screen.page.locator("input[name=query]")
@@ -215,10 +201,9 @@ def test_search_finds_what_readers_look_for(address, browser):
     for word, page in WORDS.items():
         field.fill("")
         field.press_sequentially(word)  # results come as one types
-        found = screen.page.locator(f".md-search-result__link[href*='{page}']")
+        found = screen.page.locator(f".md-search-result__link[href*='{page}.html']")
         try:
             found.first.wait_for(state="attached", timeout=20_000)
         except playwright.TimeoutError:
             wrong.append(word)
-    screen.close()
     assert wrong == []

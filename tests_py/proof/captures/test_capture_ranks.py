@@ -23,11 +23,8 @@ def run(tmp_path_factory):
     return sent, read_captures(sorted(folder.glob("*.cpcap")))
 
 
-def test_each_rank_names_its_file(run):
-    assert run[1].ranks == (0, 1)
-
-
 def test_a_batch_of_all_ranks_is_one(run):
+    assert run[1].ranks == (0, 1)
     batches = [(batch.extend_lens, batch.seq_lens) for batch in run[1].batches]
     assert batches == [(worker.LENS["extend_lens"], worker.LENS["seq_lens"])] * 2
     fields = run[1].batches[0].call.fields
@@ -58,10 +55,9 @@ def test_what_one_rank_sends_the_other_receives(run):
 
 
 def test_what_ranks_recorded_is_a_plan_that_holds(run):
-    documents = from_capture(run[1])
-    assert len(documents) == 2
-    for document in documents:
-        report = lint(document)
+    reports = [lint(document) for document in from_capture(run[1])]
+    assert len(reports) == 2
+    for report in reports:
         assert report.proved, report.text()
         assert {"OWN", "LEN", "SEQ"} <= set(report.checked)
 

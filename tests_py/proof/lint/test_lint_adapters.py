@@ -292,7 +292,7 @@ def test_stages_of_a_pipeline():
     assert kinds(joined([first, fewer])) == {"xfer-missing"}
     with pytest.raises(NotUsable, match="memories of one name must be alike, 'first' are not"):
         joined([first, transfer(range(2, 5), "first")])
-    with pytest.raises(NotUsable, match=r"buffers of each of \['k', 'v', 'index_k'\], got 2"):
+    with pytest.raises(NotUsable, match=r"buffers of each of \['k', 'v', 'index_k'\], got 10"):
         memory_of_pool(decode, ("k", "v", "index_k"))
 
 

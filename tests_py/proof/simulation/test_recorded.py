@@ -21,10 +21,16 @@ from support.proof import capture_worker
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """What two ranks sent, and their files."""
+    """What two ranks sent, their files, and the capture in them."""
     folder = tmp_path_factory.mktemp("world")
     sent = run_world(2, folder, capture_worker.record_layer, folder)
-    return [of_rank[-1] for of_rank in sent], sorted(folder.glob("*.cpcap"))
+    files = sorted(folder.glob("*.cpcap"))
+    return [of_rank[-1] for of_rank in sent], files, read_captures(files)
+
+
+@pytest.fixture
+def capture(recorded):
+    return recorded[2]
 
 
 def sent_by_rank(report):
@@ -32,8 +38,8 @@ def sent_by_rank(report):
 
 
 def test_what_was_sent_is_sent_again(recorded):
-    sent, files = recorded
-    report = simulate_capture(read_captures(files))
+    sent, _, capture = recorded
+    report = simulate_capture(capture)
     assert report.proved, report.text()
     assert report.subject == "2 recorded batches on 2 ranks, as recorded"
     assert sent_by_rank(report) == sent
@@ -43,10 +49,10 @@ def test_what_was_sent_is_sent_again(recorded):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "strategy"), [(4, "zigzag"), (3, "interleave")])
-def test_other_ranks_send_what_they_would_have_sent(recorded, size, strategy, tmp_path):
+def test_other_ranks_send_what_they_would_have_sent(capture, size, strategy, tmp_path):
     """Ranks of that number that really ran send the same bytes."""
     sent = run_world(size, tmp_path, capture_worker.record_layer, tmp_path, strategy)
-    report = simulate_capture(read_captures(recorded[1]), ranks=size, strategy=strategy)
+    report = simulate_capture(capture, ranks=size, strategy=strategy)
     assert report.proved, report.text()
     assert report.subject == f"2 recorded batches on {size} ranks, planned again by {strategy}"
     assert sent_by_rank(report) == [of_rank[-1] for of_rank in sent]
@@ -61,35 +67,30 @@ def changed(capture, chosen, **fields):
     return replace(capture, calls=calls)
 
 
-def test_a_rank_that_planned_otherwise_is_named(recorded):
-    capture = changed(
-        read_captures(recorded[1]),
+def test_a_rank_that_planned_otherwise_is_named(capture):
+    other = changed(
+        capture,
         lambda call: call.rank == 1 and call.name == "ContextParallel.plan",
         extend_lens=np.array([9, 5]),
     )
-    (finding,) = simulate_capture(capture).findings
+    (finding,) = simulate_capture(other).findings
     assert (finding.invariant, finding.kind) == ("SEQ", "other-extend_lens")
     assert "[9, 4] on rank 0, [9, 5] on rank 1" in finding.what
     line = next(c.line for c in capture.of("ContextParallel.plan") if c.rank == 1)
     assert f"run1.cpcap:{line} in plan" in finding.picture
 
 
-def test_a_message_of_another_size_is_named_by_the_lines_of_the_files(recorded):
-    capture = read_captures(recorded[1])
-    post = next(c for c in capture.of("RowExchange.post") if c.fields["exchange"] == "write_kv")
+def test_messages_that_do_not_meet_are_named_by_the_lines_of_the_files(capture):
+    posts = capture.of("RowExchange.post")
+    post = next(c for c in posts if c.fields["exchange"] == "write_kv")
     other = changed(capture, lambda call: call is post, sends={"1": 100})
     (finding,) = simulate_capture(other).findings
     assert finding.kind == "other-size"
     assert f"run0.cpcap:{post.line} in write_kv" in finding.picture
-
-
-def test_a_message_that_one_rank_did_not_send_leaves_the_other_waiting(recorded):
-    capture = read_captures(recorded[1])
-    last = [call for call in capture.of("RowExchange.post") if call.rank == 1][-1]
+    last = [call for call in posts if call.rank == 1][-1]  # not sent, for which rank 0 waits
     calls = tuple(call for call in capture.calls if call is not last)
     (finding,) = simulate_capture(replace(capture, calls=calls)).findings
-    assert finding.kind == "rank-returned"
-    assert finding.ranks == (0,)
+    assert (finding.kind, finding.ranks) == ("rank-returned", (0,))
 
 
 def made_up(size=2, tokens=64, width=1_000_000, **other):
@@ -105,12 +106,9 @@ def made_up(size=2, tokens=64, width=1_000_000, **other):
             "cp_size": size, "cp_rank": rank, "placement": None, "block_tables": lens,
             "slots": lens, "rows_per_rank": rows, **other,
         }  # fmt: skip
-        post = {
-            "cp_rank": rank,
-            "exchange": "write_kv",
-            "sends": dict.fromkeys(others, rows[rank] * width),
-            "receives": {peer: rows[int(peer)] * width for peer in others},
-        }
+        sends = dict.fromkeys(others, rows[rank] * width)
+        receives = {peer: rows[int(peer)] * width for peer in others}
+        post = {"cp_rank": rank, "exchange": "write_kv", "sends": sends, "receives": receives}
         calls += [
             RecordedCall("ContextParallel.plan", rank, 0.0, 0.25, plan),
             RecordedCall("build_cp_metadata", rank, 0.1, 0.1, {}),  # within the one before
@@ -145,13 +143,8 @@ def of_one_rank(capture):
     return replace(capture, headers=capture.headers[:1], calls=calls)
 
 
-def routed(capture):
-    """Rank 0 sends the others unequal numbers of rows."""
-    return changed(
-        capture,
-        lambda call: call.rank == 0 and call.name == "RowExchange.post",
-        sends={"1": 7, "2": 9},
-    )
+def is_post(call):
+    return call.name == "RowExchange.post"
 
 
 def decoded():
@@ -160,36 +153,30 @@ def decoded():
     return Capture(({"rank": 0},), (call,))
 
 
+TO_NOBODY = changed(made_up(), is_post, sends={"4000": 1})
+OTHER_LENS = changed(made_up(), lambda call: True, seq_lens=np.array([3]))
+UNEQUAL = changed(made_up(3), lambda c: c.rank == 0 and is_post(c), sends={"1": 7, "2": 9})
+ONE_RANK_TWICE = changed(made_up(), lambda call: call.rank == 1, cp_rank=0)
+
+
 @pytest.mark.parametrize(
-    ("capture", "options", "message"),
+    ("capture", "ranks", "message"),
     [
-        (
-            changed(made_up(), lambda call: call.name.endswith("post"), sends={"4000": 1}),
-            {},
-            "at most 64 ranks can be simulated, got 4001",
-        ),
-        (
-            changed(made_up(), lambda call: True, seq_lens=np.array([3])),
-            {"ranks": 3},
-            "a batch cannot be planned again: .*seq_lens",
-        ),
-        (of_one_rank(made_up()), {}, "of all 2 ranks, there is none of rank 1"),
-        (Capture(({"rank": 0},), ()), {}, "no rank planned or sent anything"),
-        (decoded(), {"ranks": 2}, r"plan_decode .* cannot be planned again"),
-        (made_up(placement="pages"), {"ranks": 4}, "keys are kept by pages .* plan --placement"),
-        (made_up(rows_per_rank=[40, 40]), {"ranks": 4}, r"\[40, 40\] are not those of its lengths"),
-        (made_up(1), {"ranks": 4}, "one rank sends nothing"),
-        (routed(made_up(3)), {"ranks": 4}, "what is sent is not a rank's own rows to all others"),
-        (
-            changed(made_up(), lambda call: call.rank == 1, cp_rank=0),
-            {},
-            "captures must be of one group, each of another rank",
-        ),
+        (TO_NOBODY, None, "at most 64 ranks can be simulated, got 4001"),
+        (OTHER_LENS, 3, "a batch cannot be planned again: .*seq_lens"),
+        (of_one_rank(made_up()), None, "of all 2 ranks, there is none of rank 1"),
+        (Capture(({"rank": 0},), ()), None, "no rank planned or sent anything"),
+        (decoded(), 2, r"plan_decode .* cannot be planned again"),
+        (made_up(placement="pages"), 4, "keys are kept by pages .* plan --placement"),
+        (made_up(rows_per_rank=[40, 40]), 4, r"\[40, 40\] are not those of its lengths"),
+        (made_up(1), 4, "one rank sends nothing"),
+        (UNEQUAL, 4, "what is sent is not a rank's own rows to all others"),
+        (ONE_RANK_TWICE, None, "captures must be of one group, each of another rank"),
     ],
 )
-def test_what_cannot_be_issued_says_why(capture, options, message):
+def test_what_cannot_be_issued_says_why(capture, ranks, message):
     with pytest.raises(NotUsable, match=f"simulate_capture: .*{message}"):
-        simulate_capture(capture, **options)
+        simulate_capture(capture, **({"ranks": ranks} if ranks else {}))
 
 
 @pytest.mark.parametrize(

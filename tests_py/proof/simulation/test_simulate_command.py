@@ -19,12 +19,9 @@ BARRIER = f"{START}print('here', *sys.argv[1:])\ndist.barrier()\n"
 HANG = f"{START}if dist.get_rank(): dist.barrier()\n"
 ERROR = f"{START}dist.barrier()\nraise KeyError('layer')\n"
 LOOP = f"{START}dist.barrier()\nwhile True: pass\n"
-CATCHES = f"""{START}
-while True:
-    try:
-        torch.ones(3) + 1
-    except BaseException:
-        pass
+CATCHES = f"""{START}while True:
+    try: torch.ones(3) + 1
+    except BaseException: pass
 """
 LINES = f"{START}dist.barrier()\nraise ValueError('first\\nsecond')\n"
 FORK = f"{START}import os\nos.fork()\n"
@@ -81,5 +78,6 @@ def test_what_cannot_be_judged_ends_in_a_line(simulate, script, message):
     assert ("Traceback" in run.stderr) == (script in (ERROR, LINES))
 
 
+@pytest.mark.slow
 def test_the_page_is_run_from_top_to_bottom(tmp_path, children):
     run_page(ROOT / "docs" / "proof" / "simulate.md", tmp_path, children)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 import torch
@@ -60,21 +62,17 @@ def test_the_trace_has_tracks_of_every_rank(tmp_path):
     path = tmp_path / "trace.json"
     simulate(ring, ranks=2, trace=path)
     events = json.loads(path.read_text())["traceEvents"]
-    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
-        "rank 0",
-        "rank 1",
-    }
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"rank 0", "rank 1"}
     spans = [event for event in events if event["ph"] == "X"]
     sends = [event for event in spans if event["name"] == "send"]
     assert [event["args"]["sent_bytes"] for event in sends] == [MESSAGE] * 6
     assert all(__file__ in event["args"]["place"] for event in sends)
-    for pid in (0, 1):
-        for tid in (0, 1):
-            track = [event for event in spans if (event["pid"], event["tid"]) == (pid, tid)]
-            track.sort(key=lambda event: event["ts"])
-            ends = [event["ts"] + event["dur"] for event in track]
-            begins = [event["ts"] for event in track[1:]]
-            assert all(
-                begin == pytest.approx(end) or begin > end
-                for end, begin in zip(ends, begins, strict=False)
-            )
+    tracks = defaultdict(list)
+    for event in spans:
+        tracks[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert set(tracks) == {(pid, tid) for pid in (0, 1) for tid in (0, 1)}
+    for track in tracks.values():
+        track.sort()
+        for (_, end), (begin, _) in pairwise(track):
+            assert begin == pytest.approx(end) or begin > end
