@@ -77,7 +77,7 @@ def starts_a_process():
         (lambda: sys.exit(7), "rank [01] exits with 7"),
         (lambda: os._exit(7), "rank [01] exits with 7"),
         (exits_from_a_thread, r"rank [01] ends its process by os\._exit\(0\) in a thread"),
-        (os.fork, "rank [01] forks; all ranks are simulated in one process"),
+        (lambda: os.fork(), "rank [01] forks; all ranks are simulated in one process"),
         (starts_a_process, "rank [01] starts processes; all ranks"),
         (talks_from_a_thread, "rank [01] calls torch.distributed from a thread of its own, helper"),
         (list, "no rank communicates: there is nothing to judge"),

@@ -26,17 +26,19 @@ class Step:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.n = chance.randint(1, 20)
         self.seed = chance.randrange(1 << 30)
-        self.root = (
-            dist.get_global_rank(group, chance.randrange(self.size))
-            if group
-            else (chance.randrange(self.size))
-        )
+        self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.root = self.ranks[chance.randrange(self.size)]
         self.dtype = chance.choice(_DTYPES)
 
     def data(self, n: int, salt: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Numbers of this rank."""
         made = torch.Generator().manual_seed(self.seed + 1000 * salt + self.rank)
         return torch.randint(0, 100, (n,), generator=made).to(dtype or self.dtype)
+
+    def neighbours(self, distance: int = 1) -> tuple[int, int]:
+        """The ranks so far behind this one and before it."""
+        behind, before = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+        return self.ranks[behind], self.ranks[before]
 
     def operator(self) -> tuple[dist.ReduceOp, torch.dtype]:
         """One, and a dtype for which the order of ranks makes no difference."""
@@ -47,17 +49,10 @@ class Step:
 
 def _all_reduce(step: Step) -> list[torch.Tensor]:
     op, dtype = step.operator()
-    x = step.data(step.n, dtype=dtype)
-    work = dist.all_reduce(x, op, step.group, async_op=True)
-    work.wait()
-    return [x]
-
-
-def _reduce(step: Step) -> list[torch.Tensor]:
-    op, dtype = step.operator()
-    x = step.data(step.n, dtype=dtype)
-    dist.reduce(x, step.root, op, step.group)
-    return [x] if dist.get_rank() == step.root else []
+    x, y = step.data(step.n, dtype=dtype), step.data(step.n, 1, dtype)
+    dist.all_reduce(x, op, step.group, async_op=True).wait()
+    dist.reduce(y, step.root, op, step.group)
+    return [x, y] if dist.get_rank() == step.root else [x]
 
 
 def _broadcast(step: Step) -> list[torch.Tensor]:
@@ -104,15 +99,12 @@ def _reduce_scatter(step: Step) -> list[torch.Tensor]:
 
 
 def _messages(step: Step) -> list[torch.Tensor]:
-    peers = dist.get_process_group_ranks(step.group or dist.group.WORLD)
-    following = peers[(step.rank + 1) % step.size]
-    before = peers[(step.rank - 1) % step.size]
-    out = torch.empty(step.n, dtype=step.dtype)
     if step.size == 1:
         return []
-    x = step.data(step.n)
+    behind, before = step.neighbours()
+    out = torch.empty(step.n, dtype=step.dtype)
     operations = [
-        dist.P2POp(dist.isend, x, following, step.group),
+        dist.P2POp(dist.isend, step.data(step.n), behind, step.group),
         dist.P2POp(dist.irecv, out, before, step.group),
     ]
     for work in dist.batch_isend_irecv(operations):
@@ -145,7 +137,7 @@ def _barrier(step: Step) -> list[torch.Tensor]:
 
 
 STEPS: tuple[Callable[[Step], list[torch.Tensor]], ...] = (
-    _all_reduce, _reduce, _broadcast, _all_gather, _gather_scatter, _all_to_all, _reduce_scatter,
+    _all_reduce, _broadcast, _all_gather, _gather_scatter, _all_to_all, _reduce_scatter,
     _messages, _objects, _functional, _barrier,
 )  # fmt: skip
 

@@ -71,39 +71,30 @@ def _begin_messages(step: Step, salt: int) -> Begun:
     """To one neighbour and from the other, some ranks posting the receive first."""
     if step.size == 1:
         return [], []
-    following, before = _neighbours(step)
+    behind, before = step.neighbours()
     x, out = step.data(step.n, salt, torch.int64), torch.empty(step.n, dtype=torch.int64)
     posts: list[Callable[[], dist.Work]] = [
-        lambda: dist.isend(x, following, step.group, tag=salt),
+        lambda: dist.isend(x, behind, step.group, tag=salt),
         lambda: dist.irecv(out, before, step.group, tag=salt),
     ]
-    if step.rank % 2:
-        posts.reverse()
-    return [post() for post in posts], [out]
+    return [post() for post in posts[:: -1 if step.rank % 2 else 1]], [out]
 
 
 _BEGINS = (_begin_all_reduce, _begin_all_gather, _begin_broadcast, _begin_messages)
 
 
-def _neighbours(step: Step, distance: int = 1) -> tuple[int, int]:
-    ranks = dist.get_process_group_ranks(step.group or dist.group.WORLD)
-    return ranks[(step.rank + distance) % step.size], ranks[(step.rank - distance) % step.size]
-
-
 def _ring(step: Step) -> list[torch.Tensor]:
     """Blocks go around, one way or the other, while the last one is worked on."""
-    distance = step.chance.choice((1, -1))
+    behind, before = step.neighbours(step.chance.choice((1, -1)))
     block = step.data(step.n, dtype=torch.int64)
     total = torch.zeros(step.n, dtype=torch.int64)
     for _ in range(step.size - 1):
-        following, before = _neighbours(step, distance)
         arriving = torch.empty_like(block)
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, block, following, step.group),
-                dist.P2POp(dist.irecv, arriving, before, step.group),
-            ]
-        )
+        operations = [
+            dist.P2POp(dist.isend, block, behind, step.group),
+            dist.P2POp(dist.irecv, arriving, before, step.group),
+        ]
+        works = dist.batch_isend_irecv(operations)
         total = total * 3 + block
         for work in works:
             work.wait()
@@ -115,14 +106,11 @@ def _blocking_ring(step: Step) -> list[torch.Tensor]:
     """Even ranks send first, odd ones receive first."""
     if step.size == 1:
         return []
-    following, before = _neighbours(step)
+    behind, before = step.neighbours()
     x, out = step.data(step.n), torch.empty(step.n, dtype=step.dtype)
-    if step.rank % 2:
-        dist.recv(out, before, step.group)
-        dist.send(x, following, step.group)
-    else:
-        dist.send(x, following, step.group)
-        dist.recv(out, before, step.group)
+    calls = [(dist.send, x, behind), (dist.recv, out, before)]
+    for call, tensor, peer in calls[:: -1 if step.rank % 2 else 1]:
+        call(tensor, peer, step.group)
     return [out]
 
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cpattn import build_cp_metadata
+from cpattn.sparse import cp_indexer_topk, topk_transform
+
+RANKS = 3
 _HERE = "support.proof.conformance.right_operators"
-_SELECTIONS = "support.proof.conformance.right_selections"
-_FLASH = "cpattn.integrations.flash_attn"
+_FLASH = "cpattn.integrations.flash_attn:flash_attn_"
 
 
 class RightOperator(NamedTuple):
@@ -28,30 +34,60 @@ class RightOperator(NamedTuple):
     without: tuple[str, ...] = ()
 
 
-def sdpa_math(q, k, v, **options):
-    return _sdpa("MATH", q, k, v, options)
+def _sdpa(backend):
+    def operator(q, k, v, **options):
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    return operator
 
 
-def sdpa_flash(q, k, v, **options):
-    """Refuses what it has no kernel for."""
-    return _sdpa("FLASH_ATTENTION", q, k, v, options)
+sdpa_math, sdpa_flash = _sdpa("MATH"), _sdpa("FLASH_ATTENTION")  # refuses what it has not
 
 
-def _sdpa(backend, q, k, v, options):
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+def by_torch(scores, lengths, topk, row_starts=None):
+    """`torch.topk` under a mask."""
+    starts = torch.zeros_like(lengths) if row_starts is None else row_starts
+    column = torch.arange(scores.shape[1])[None]
+    inside = (column >= starts[:, None]) & (column < (starts + lengths)[:, None])
+    masked = scores.masked_fill(~inside, -torch.inf)
+    values, chosen = masked.topk(min(topk, scores.shape[1]), dim=1)
+    chosen = torch.where(values == -torch.inf, -1, chosen - starts[:, None])
+    return torch.nn.functional.pad(chosen, (0, topk - chosen.shape[1]), value=-1).int()
 
-    with sdpa_kernel(getattr(SDPBackend, backend)):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+def by_topk_transform(scores, lengths, topk, row_starts=None):
+    """By index, ascending."""
+    return topk_transform(
+        scores, topk, method=None, lengths=lengths, row_starts=row_starts, sorted=False
+    )
+
+
+def of_all_ranks(q, k, weights, ks, ke, *, topk):
+    """Each row is a sequence of one new token, and ranks share them out."""
+    lengths = (ke - ks).tolist()
+    tables = torch.zeros(len(lengths), max(lengths), dtype=torch.int32)
+    for row, start, length in zip(tables, ks.tolist(), lengths, strict=True):
+        row[:length] = torch.arange(start, start + length)
+    out = torch.full((len(lengths), topk), -1, dtype=torch.int32)
+    for rank in range(RANKS):
+        metadata = build_cp_metadata(
+            [1] * len(lengths), lengths, cp_rank=rank, cp_size=RANKS, strategy="interleave"
+        )
+        mine = list(metadata.local_q_indices)
+        if mine:
+            out[mine] = cp_indexer_topk(
+                q[mine], k[:, None], weights[mine], metadata, block_tables=tables, page_size=1,
+                topk=topk,
+            )[: len(mine)]  # fmt: skip
+    return out
 
 
 ATTENTION = {
     "cpattn.paged_attention": RightOperator("cpattn:paged_attention", "cpattn"),
-    "cpattn flash_attn_varlen_func": RightOperator(
-        f"{_FLASH}:flash_attn_varlen_func", "flash_attn_varlen"
-    ),
+    "cpattn flash_attn_varlen_func": RightOperator(f"{_FLASH}varlen_func", "flash_attn_varlen"),
     "cpattn flash_attn_with_kvcache": RightOperator(
-        f"{_FLASH}:flash_attn_with_kvcache", "flash_attn_with_kvcache"
+        f"{_FLASH}with_kvcache", "flash_attn_with_kvcache"
     ),
     "cpattn BatchPrefillWithPagedKVCacheWrapper": RightOperator(
         "cpattn.integrations.flashinfer:BatchPrefillWithPagedKVCacheWrapper", "flashinfer"
@@ -72,11 +108,11 @@ ATTENTION = {
 
 SELECTIONS = {
     "cpattn fast_topk": RightOperator("cpattn.sparse:fast_topk", "topk"),
-    "cpattn topk_transform": RightOperator(f"{_SELECTIONS}:by_topk_transform", "topk"),
-    "torch.topk": RightOperator(f"{_SELECTIONS}:by_torch", "topk", "torch"),
+    "cpattn topk_transform": RightOperator(f"{_HERE}:by_topk_transform", "topk"),
+    "torch.topk": RightOperator(f"{_HERE}:by_torch", "topk", "torch"),
     "cpattn indexer_topk": RightOperator("cpattn.sparse:indexer_topk", "indexer_topk"),
     "cpattn cp_indexer_topk": RightOperator(
-        f"{_SELECTIONS}:of_all_ranks", "indexer_topk", without=("empty",)
+        f"{_HERE}:of_all_ranks", "indexer_topk", without=("empty",)
     ),  # there each row is a sequence
     "cpattn dcp_local_indices": RightOperator(
         "cpattn.sparse:dcp_local_indices", "dcp_local_indices"
