@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command, and what cannot be judged: one line, exit code 2, and nothing left running."""
+"""The command and its process: what cannot be judged is said in a line, nothing is left running.
+
+What operators do to their process is neither their fault where it is none, nor hides one.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+import cpattn
 from cpattn._cli.program import commands
 from cpattn.proof import NotUsable, conform
+from cpattn.proof.conformance.child import Child
 from cpattn.proof.pytest import conforms
 from support.children import path_with
 from support.proof.conformance import AT_EDGES, broken
@@ -49,6 +57,8 @@ usual = SIGNATURES["cpattn"]
     "aborts": "import os\nos.abort()\n",
     "fails": "raise RuntimeError('no driver\\nfound')\n",
 }
+UNNAMED_SIGNAL = 35  # of those for real time, of which Python names the first and the last
+LITTLE_MEMORY = 12 << 30  # address space that has no room for pages so far away
 FEW = ("--examples", "0", "--seconds", "0.1")
 lse_base_2 = broken.operator_of("lse-base-2")
 
@@ -65,11 +75,16 @@ def run(*arguments):
     return CliRunner().invoke(commands, ["conform", *arguments])
 
 
-def test_proved_is_0_and_the_report_alone_on_stdout(folder):
+@pytest.mark.parametrize(
+    "memory", [resource.RLIM_INFINITY, pytest.param(LITTLE_MEMORY, marks=pytest.mark.slow)]
+)
+def test_proved_is_0_and_the_report_alone_on_stdout(folder, memory):
+    """A limit of memory is no fault of an operator."""
     ran = subprocess.run(
         [sys.executable, "-m", "cpattn", "conform", "mine:right", "--signature", "adapters:usual",
          *FEW, "--json"],
         text=True, capture_output=True, check=False, env={**os.environ, "PYTHONPATH": path_with()},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (memory,) * 2),
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     report = json.loads(ran.stdout)
@@ -139,3 +154,64 @@ def test_a_line_makes_a_test_that_fails_with_the_report_unless_the_kind_is_allow
     with pytest.raises(AssertionError, match="LSE lse-base-2"):
         conforms(lse_base_2, **options)()
     conforms(lse_base_2, **options, allow=("lse-base-2",))()
+
+
+def tried(act, **options):
+    """The report of an operator that does something in the case with a softcap."""
+
+    def operator(q, k, v, *, softcap=0.0, **options):
+        if softcap:
+            act()
+        return cpattn.paged_attention(q, k, v, softcap=softcap, **options)
+
+    return conform(operator, signature="cpattn", **AT_EDGES, **options)
+
+
+def starts_a_process():
+    process = multiprocessing.get_context("fork").Process(target=os.getpid)
+    process.start()
+    process.join()
+
+
+@pytest.mark.parametrize("act", [os.fork, starts_a_process])
+def test_an_operator_may_start_processes(act):
+    """A copy of it that returns answers nothing."""
+    report = tried(act)
+    assert report.proved, report.text()
+    assert report.facts["answered"] == report.facts["cases"] == report.facts["edges"]
+
+
+def leaves_a_copy():
+    """Which has the pipe of the process, and so keeps it open."""
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("act", "cause"),
+    [
+        (leaves_a_copy, "with exit code 3"),
+        (lambda: os.kill(os.getpid(), UNNAMED_SIGNAL), "by signal 35"),
+    ],
+)
+def test_a_process_that_ends_is_a_crash(act, cause):
+    (finding,) = tried(act, time_limit=1.0).findings
+    assert finding.kind == "crash"
+    assert f"the process ended {cause}" in finding.what
+
+
+def test_ctrl_c_while_it_imports_leaves_no_process(monkeypatch):
+    def interrupted(child):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Child, "_first_words", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tried(os.getpid)
+    assert "cpattn conform" not in {p.name for p in multiprocessing.active_children()}
+
+
+def test_without_torch_that_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(NotUsable, match=r"ModuleNotFoundError: .*torch"):
+        tried(os.getpid)

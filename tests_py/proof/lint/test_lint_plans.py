@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Right plans of cpattn are proved, and each kind of damage is refuted by its invariant."""
+"""Right plans of cpattn are proved, also smaller ones; damage is refuted by its invariant."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("jsonschema")
 
 from cpattn.proof import lint
+from cpattn.proof.linting.shrinking import cut, without
 from support.proof.plans import batches, document_of, kinds, with_cache
 
 DECIDED = {"OWN", "COV", "LEN", "PAD", "ADDR"}
@@ -223,3 +224,43 @@ def test_a_query_that_misses_keys_is_drawn_with_what_it_sees():
     assert found.where.startswith("request 1, query 79, key")
     assert found.ranks == (3,)
     assert "rank 3 sees" in found.picture
+
+
+@given(batches(), st.data())
+def test_a_right_plan_without_requests_is_right(batch, data):
+    document = with_cache(document_of(*batch))
+    count = len(batch[0])
+    dropped = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1))
+    small = without(document, dropped)
+    assert len(small["requests"]) == count - len(dropped)
+    assert lint(small).findings == ()
+
+
+@given(batches(), st.data())
+def test_a_right_plan_of_shorter_sequences_is_right(batch, data):
+    document = document_of(*batch)
+    document.pop("restore", None)
+    request = data.draw(st.integers(0, len(batch[0]) - 1))
+    length = data.draw(st.integers(0, batch[0][request]))
+    small = cut(document, request, length)
+    assert small is not None
+    assert small["requests"][request]["extend"] == length
+    assert lint(small).findings == ()
+
+
+def test_parts_that_cannot_be_cut_are_left_whole():
+    document = document_of([8], [0], 2)
+    assert cut(document, 0, 4) is None  # how rows are put together would change
+    document.pop("restore")
+    assert cut(with_cache(document), 0, 4) is None
+    assert cut(document, 0, 4) is not None
+
+
+def test_smaller_documents_are_of_the_schema():
+    """Without ranks where there were none."""
+    merge = {"base": "e", "parts": [{"rank": 0, "base": "2"}]}
+    requests = [{"extend": 1}, {"extend": 1}]
+    document = {"schema": "cpattn-plan/1", "requests": requests, "merges": [merge]}
+    (found,) = lint(document).findings
+    (again,) = lint(found.details["smaller"]).findings
+    assert again.kind == found.kind == "lse-base"

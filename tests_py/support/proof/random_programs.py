@@ -160,14 +160,10 @@ _ALL = (
 
 @dataclass(frozen=True)
 class Program:
-    """A program by its number: ranks, steps, and how it is simulated.
-
-    `damaged`: one rank leaves out one step, so that there is something to be found.
-    """
+    """A program by its number: ranks, steps, and how it is simulated."""
 
     seed: int
     number: int
-    damaged: bool = False
 
     @property
     def _chance(self) -> random.Random:
@@ -191,14 +187,10 @@ class Program:
         ]
         groups = [dist.new_group(ranks) for ranks in members]
         results: list[torch.Tensor] = []
-        steps = chance.randint(1, 6)
-        lost = (chance.randrange(size), chance.randrange(steps)) if self.damaged else None
-        for number in range(steps):
+        for number in range(chance.randint(1, 6)):
             which = chance.randrange(-2, len(groups))
             kind = chance.choice(_ALL)
             key = f"{self.seed} {self.number} {number}"
-            if (dist.get_rank(), number) == lost:
-                continue
             if which < 0:
                 results += kind(Step(random.Random(key), None))
             elif dist.get_rank() in members[which]:

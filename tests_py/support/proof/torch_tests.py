@@ -3,13 +3,11 @@
 
     python -m support.proof.torch_tests OUT.json
 
-They are those that its developers run over gloo and NCCL. The file gets what came of each, and of
-some on a simulator that is wrong on purpose.
+They are those that its developers run over gloo and NCCL. The file gets what came of each.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -18,11 +16,10 @@ import tempfile
 import types
 import unittest
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from cpattn.proof import NotUsable, simulate
 
@@ -59,7 +56,6 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ("^test_(new_subgroups|get_|destroy|Backend)", "groups, ranks, sizes, backends"),
     ("", "averagers, samplers, hooks, logging"),
 )  # fmt: skip
-_WRONG = "^test_(all_reduce_coalesced_sum|reduce_product|all_gather|all_to_all|gather)$"
 
 
 def load() -> types.ModuleType:
@@ -166,40 +162,14 @@ def rows_of(outcomes: Mapping[str, str]) -> list[str]:
     return rows
 
 
-@contextlib.contextmanager
-def wrong() -> Any:
-    """A simulator that forgets all ranks but one in sums, and takes blocks of the wrong rank."""
-    from cpattn.proof.simulation import fabric
-
-    def first(op: Any, tensors: Any) -> Any:
-        return tensors[0].clone()
-
-    given_by = fabric._given_by
-
-    def of_another(call: Any, source: int) -> Any:
-        others = sorted(set(call.partners) - {source})
-        blocks = call.partners[others[0]].given.get(call.rank) if others else None
-        return blocks or given_by(call, source)
-
-    changes = {"reduced": first, "_given_by": of_another}
-    with mock.patch.multiple(fabric, **changes):
-        yield
-
-
 def main(path: str) -> None:
     warnings.simplefilter("ignore")
     tests = load()
     case = case_of(tests)
     skips = {skip.exit_code: skip.message for skip in tests.TEST_SKIPS.values()}
 
-    def outcomes(names: Iterable[str]) -> dict[str, str]:
-        return {name: outcome_of(case, name, skips) for name in names}
-
     names = sorted(name for name in dir(case) if name.startswith("test_"))
-    found = {"right": outcomes(names)}
-    with wrong():
-        found["wrong"] = outcomes(name for name in names if re.search(_WRONG, name))
-    Path(path).write_text(json.dumps(found))
+    Path(path).write_text(json.dumps({name: outcome_of(case, name, skips) for name in names}))
 
 
 if __name__ == "__main__":

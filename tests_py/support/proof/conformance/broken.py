@@ -87,11 +87,27 @@ def plain_weights(
     return torch.softmax(scores, -1).nan_to_num()[..., :kv_len], own_v
 
 
-def ignoring(name):
-    """An operator that takes an option and does not look at it."""
+def calling(change):
+    """An operator that calls the right one with the options that `change` makes of its own."""
 
     def operator(q, k, v, **options):
-        options.pop(name, None)
+        page_size = k.shape[1 if options.get("kv_layout", "NHD") == "NHD" else 2]
+        return attention(q, k, v, **options | change(page_size=page_size, **options))
+
+    return operator
+
+
+def ignoring(name, usual=None):
+    """An operator that takes an option and does not look at it."""
+    return calling(lambda **options: {name: usual} if name in options else {})
+
+
+def acting(name, act):
+    """An operator that does something where it is given an option."""
+
+    def operator(q, k, v, **options):
+        if options.get(name) is not None:
+            act(options[name])
         return attention(q, k, v, **options)
 
     return operator
@@ -116,10 +132,6 @@ def sdpa_without_is_causal(q, k, v, *, is_causal=False, **options):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
 
-def window_off_by_one(q, k, v, *, window=None, **options):
-    return attention(q, k, v, window=None if window is None else window + 1, **options)
-
-
 def lse_unscaled(q, k, v, *, scale, softcap=0.0, **options):
     out, _ = attention(q, k, v, scale=scale, softcap=softcap, **options)
     return out, attention(q, k, v, scale=1.0, **options)[1]
@@ -142,14 +154,6 @@ def sink_per_part(q, k, v, *, sinks=None, **options):
     return cpattn.merge_state(*(x for part in parts for x in part))
 
 
-def softcap_before_scale(q, k, v, *, scale, softcap=0.0, **options):
-    return attention(q, k, v, scale=scale, softcap=softcap * scale, **options)
-
-
-def scale_twice(q, k, v, *, scale, **options):
-    return attention(q, k, v, scale=scale * scale, **options)
-
-
 def gqa_head_order(q, k, v, *, sinks=None, kv_layout="NHD", **options):
     heads, kv_heads = q.shape[1], k.shape[2 if kv_layout == "NHD" else 1]
     order = [h for group in range(kv_heads) for h in range(group, heads, kv_heads)]
@@ -160,20 +164,13 @@ def gqa_head_order(q, k, v, *, sinks=None, kv_layout="NHD", **options):
     return out[:, back], lse[:, back]
 
 
-def kv_len_without_new(q, k, v, *, q_lens, kv_lens, **options):
+def kv_len_without_new(*, q_lens, kv_lens, **_):
     before = [max(kv_len - q_len, 0) for q_len, kv_len in zip(q_lens, kv_lens, strict=True)]
-    options["allow_short_kv"] = True
-    return attention(q, k, v, q_lens=q_lens, kv_lens=before, **options)
+    return {"kv_lens": before, "allow_short_kv": True}
 
 
-def kv_len_without_prefix(q, k, v, *, q_lens, kv_lens, **options):
-    return attention(q, k, v, q_lens=q_lens, kv_lens=list(map(min, q_lens, kv_lens)), **options)
-
-
-def reads_beyond_length(q, k, v, *, kv_lens, kv_layout="NHD", **options):
-    page_size = k.shape[1 if kv_layout == "NHD" else 2]
-    whole = [-(-kv_len // page_size) * page_size for kv_len in kv_lens]
-    return attention(q, k, v, kv_lens=whole, kv_layout=kv_layout, **options)
+def reads_beyond_length(*, kv_lens, page_size, **_):
+    return {"kv_lens": [-(-kv_len // page_size) * page_size for kv_len in kv_lens]}
 
 
 def multiplies_hidden_values(q, k, v, *, kv_layout="NHD", **options):
@@ -201,14 +198,12 @@ def page_size(q, k, v, *, block_tables, kv_layout="NHD", **options):
     )  # fmt: skip
 
 
-def page_order(q, k, v, *, kv_lens, block_tables, kv_layout="NHD", **options):
-    page_size = k.shape[1 if kv_layout == "NHD" else 2]
+def page_order(*, kv_lens, block_tables, page_size, **_):
     tables = block_tables.clone()
     for row, kv_len in zip(tables, kv_lens, strict=True):
         used = -(-kv_len // page_size)
         row[:used] = row[:used].sort().values
-    options |= {"kv_lens": kv_lens, "kv_layout": kv_layout}
-    return attention(q, k, v, block_tables=tables, **options)
+    return {"block_tables": tables}
 
 
 def pad_rows_read(q, k, v, cu_seqlens_q, *args, **options):
@@ -220,9 +215,9 @@ def pad_rows_read(q, k, v, cu_seqlens_q, *args, **options):
     return flash_attn_varlen_func(q, k, v, ends, *args, **options)
 
 
-def batch_order(q, k, v, *, kv_lens, block_tables, **options):
+def batch_order(*, kv_lens, block_tables, **_):
     order = np.argsort([-kv_len for kv_len in kv_lens], kind="stable")
-    return attention(q, k, v, kv_lens=kv_lens, block_tables=block_tables[order], **options)
+    return {"block_tables": block_tables[order]}
 
 
 def merge_wrong_base(q, k, v, **options):
@@ -284,24 +279,6 @@ def infinite(out, lse):
     return out, lse
 
 
-def crash(q, k, v, *, window=None, **options):
-    if window == 3:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    return attention(q, k, v, window=window, **options)
-
-
-def hang(q, k, v, *, softcap=0.0, **options):
-    while softcap:
-        time.sleep(1)
-    return attention(q, k, v, **options)
-
-
-def raises(q, k, v, *, sinks=None, **options):
-    if sinks is not None:
-        raise IndexError("list index out of range")
-    return attention(q, k, v, **options)
-
-
 def wrong_form(q, k, v, *, causal=True, **options):
     out, lse = attention(q, k, v, causal=causal, **options)
     return (out if causal else out.float().double()), lse
@@ -311,15 +288,30 @@ _BY_NAME = {
     "mask-top-left": masking(top_left=True),
     "mask-off-by-one": masking(shift=-1),
     "mask-ignored": masking(shift=math.inf),
+    "window-off-by-one": calling(
+        lambda window=None, **_: {} if window is None else {"window": window + 1}
+    ),
     "window-ignored": ignoring("window"),
     "lse-base-2": returning(lambda out, lse: (out, lse / LN2)),
     "lse-finite-on-empty": returning(lambda out, lse: (out, lse.clamp(min=-5e4))),
     "nan-on-empty": returning(nan_on_empty),
     "sink-ignored": ignoring("sinks"),
-    "softcap-ignored": ignoring("softcap"),
+    "softcap-ignored": ignoring("softcap", 0.0),
+    "softcap-before-scale": calling(lambda scale, softcap=0.0, **_: {"softcap": softcap * scale}),
     "scale-ignored": ignoring("scale"),
+    "scale-twice": calling(lambda scale, **_: {"scale": scale * scale}),
+    "kv-len-without-new": calling(kv_len_without_new),
+    "kv-len-without-prefix": calling(
+        lambda q_lens, kv_lens, **_: {"kv_lens": list(map(min, q_lens, kv_lens))}
+    ),
+    "reads-beyond-length": calling(reads_beyond_length),
+    "page-order": calling(page_order),
+    "batch-order": calling(batch_order),
     "16-bit-accumulation": accumulates_in_16_bits,
     "unknown": returning(unknown),
+    "crash": acting("window", lambda window: window == 3 and os.kill(os.getpid(), signal.SIGSEGV)),
+    "hang": acting("softcap", lambda softcap: softcap and time.sleep(600)),
+    "raises": acting("sinks", lambda sinks: {}["no such sinks"]),
 }
 
 
