@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 import cpattn
 from cpattn._cli.program import commands
-from cpattn.proof import capture
+from cpattn.proof import capture, read_captures
 
 
 def run(*arguments, status=0):
@@ -53,6 +53,9 @@ def test_plans_of_another_version_are_refuted(path):
 
 def test_a_process_that_was_killed_is_named(path):
     path.write_bytes(path.read_bytes()[:-9])
+    of_killed = read_captures([path])
+    assert len(of_killed.batches) == 1
+    assert of_killed.truncated == (path,)
     output = run("replay", "--capture", path)
     assert f"{path}: its last line is not whole, its process was ended" in output
 

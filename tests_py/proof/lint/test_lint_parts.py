@@ -49,18 +49,15 @@ def of_writes(*runs, pad=0, **cache):
     }
 
 
-def test_padding_may_be_written_nowhere():
-    """Slot -1 is none, whether a row of padding is of no request or behind one."""
-    tokens, nowhere = (0, 0, 4, 4), ((-1, 0, 1, -1), (0, 4, 1, -1), (0, 6, 1, -1))
-    for row in nowhere:
-        assert kinds(of_writes(tokens, row, pad=4, num_pages=4)) == set()
-    assert kinds(of_writes(tokens, (0, 6, 2, 0), pad=4, num_pages=4, padding_page=0)) == set()
-    assert kinds(of_writes(tokens, (0, 6, 2, 0), pad=4, num_pages=4)) == {"pad-slot"}
-    assert "own-slot" in kinds(of_writes(tokens, (0, 6, 3, 0), pad=4, num_pages=4))
-
-
-def test_tokens_are_written_somewhere():
-    """To no slot below 0, even if nobody says how many there are, and not where padding goes."""
+def test_padding_may_be_written_nowhere_and_tokens_somewhere():
+    """Slot -1 is none, whether a row of padding is of no request or behind one. Tokens are written
+    to no slot below 0, even if nobody says how many there are, and not where padding goes."""
+    tokens, sizes = (0, 0, 4, 4), {"pad": 4, "num_pages": 4}
+    for row in ((-1, 0, 1, -1), (0, 4, 1, -1), (0, 6, 1, -1)):
+        assert kinds(of_writes(tokens, row, **sizes)) == set()
+    assert kinds(of_writes(tokens, (0, 6, 2, 0), **sizes, padding_page=0)) == set()
+    assert kinds(of_writes(tokens, (0, 6, 2, 0), **sizes)) == {"pad-slot"}
+    assert "own-slot" in kinds(of_writes(tokens, (0, 6, 3, 0), **sizes))
     assert kinds(of_writes((0, 0, 4, 4))) == set()
     assert kinds(of_writes((0, 0, 3, 4), (0, 3, 1, -1))) == {"addr-slot"}
     assert kinds(of_writes((0, 0, 4, 4), (-1, 0, 1, 0), padding_page=0)) == set()
@@ -70,7 +67,7 @@ def test_tokens_are_written_somewhere():
     assert "len-pages" in kinds(of_writes((0, 0, 4, 4), padding_page=1, tables=[[1]]))
 
 
-def replicated():
+def replicated(change=lambda ranks: None):
     """Four ranks in decoding: two share out the keys of some heads, two those of others."""
     ranks = []
     for rank in range(4):
@@ -78,31 +75,23 @@ def replicated():
         call = {"request": [0, 0], "row": [0, 1], "rows": [1, 1], "keys": [3 - rank % 2, 3]}
         rows = {"request": [0], "position": [4], "count": [2]}
         ranks.append({"rows": rows, "segments": call, "key_lens": [3], "writes": writes})
-    return {
-        "schema": "cpattn-plan/1",
-        "requests": [{"prefix": 4, "extend": 2}],
-        "queries": "all",
-        "cache": {"page_size": 4, "shards": 2},
-        "ranks": ranks,
-    }
+    change(ranks)
+    requests, cache = [{"prefix": 4, "extend": 2}], {"page_size": 4, "shards": 2}
+    document = {"requests": requests, "queries": "all", "cache": cache, "ranks": ranks}
+    return lint({"schema": "cpattn-plan/1", **document})
 
 
 def test_ranks_of_one_shard_have_other_heads():
-    report = lint(replicated())
+    report = replicated()
     assert report.findings == ()
     assert {"OWN", "COV", "LEN"} <= set(report.checked)
-    document = replicated()
-    document["ranks"][2]["segments"]["keys"][0] = 2
-    (found,) = lint(document).findings
+    (found,) = replicated(lambda ranks: ranks[2]["segments"]["keys"].__setitem__(0, 2)).findings
     assert (found.kind, found.ranks) == ("cov-shard", (2,))
-    document = replicated()
-    for column in document["ranks"][3]["writes"].values():
-        column.clear()
-    (found,) = lint(document).findings
+    nothing = {name: [] for name in ("request", "position", "count", "slot")}
+    (found,) = replicated(lambda ranks: ranks[3].update(writes=nothing)).findings
     assert found.what == "position 5 of request 0 is written 0 times by ranks 2, 3, not once"
-    document = replicated()
-    del document["ranks"][3]["writes"]
-    assert "3 ranks that write have not as many of each shard" in lint(document).not_checked["OWN"]
+    left = replicated(lambda ranks: ranks[3].pop("writes")).not_checked["OWN"]
+    assert "3 ranks that write have not as many of each shard" in left
 
 
 def test_pages_are_shared_with_the_request_that_begins_alike():
@@ -149,20 +138,18 @@ def test_bars_mark_every_cell_that_a_range_touches():
 
 def test_query_heads_meet_their_own_heads_of_keys():
     """Kernels take them in turn: it is not enough that a rank has both."""
+    nobody = {"schema": "cpattn-plan/1", "heads": {"q": 8, "kv": 2}}
 
     def of_heads(*ranks):
-        heads = {"q": 8, "kv": 2}
-        return {"schema": "cpattn-plan/1", "heads": heads, "ranks": [{"heads": r} for r in ranks]}
+        parts = {"ranks": [{"heads": {"q": q, "kv": kv}} for q, kv in ranks]}
+        return lint(nobody | parts).findings
 
-    halves = [{"q": [*range(4)], "kv": [0]}, {"q": [*range(4, 8)], "kv": [1]}]
-    assert kinds(of_heads(*halves)) == set()
-    turns = [{"q": [0, 1, 4, 5], "kv": [0, 1]}, {"q": [2, 3, 6, 7], "kv": [0, 1]}]
-    assert kinds(of_heads(*turns)) == set()
-    (found,) = lint(of_heads({"q": [*range(4)], "kv": [0, 1]}, halves[1])).findings
+    first, second = [*range(4)], [*range(4, 8)]
+    assert of_heads((first, [0]), (second, [1])) == ()
+    assert of_heads(([0, 1, 4, 5], [0, 1]), ([2, 3, 6, 7], [0, 1])) == ()
+    (found,) = of_heads((first, [0, 1]), (second, [1]))
     assert found.what.startswith("rank 0 takes the head of keys 1 for query head 2, whose own is 0")
-    assert "own-head" in kinds(of_heads({"q": [8], "kv": []}))
-    nobody = of_heads()
-    del nobody["ranks"]
+    assert "own-head" in {found.kind for found in of_heads(([8], []))}
     assert lint(nobody).checked == ()
 
 
@@ -171,17 +158,16 @@ def test_what_would_not_fit_into_memory_is_left_undecided():
     many = 4000
     rows = {"request": [0] * many, "position": list(range(many)), "count": [1] * many}
     calls = {"request": [0], "row": [0], "rows": [many], "keys": [many]}
-    document = {"schema": "cpattn-plan/1", "requests": [{"extend": many}]}
     part = {"rows": rows, "segments": {name: value * many for name, value in calls.items()}}
-    report = lint(document | {"ranks": [part]})
+    document = {"schema": "cpattn-plan/1", "requests": [{"extend": many}], "ranks": [part]}
+    report = lint(document)
     assert report.findings == ()
     assert "meet more than 10,000,000 times" in report.not_checked["COV"]
     tables = [list(range(100_000)), *([100_000 + number] for number in range(many))]
-    writes = {"request": [0], "position": [0], "count": [1], "slot": [0]}
-    cache = {"page_size": 1, "tables": tables}
-    requests = [{"extend": 1}, *[{"extend": 0}] * many]
-    document = {"schema": "cpattn-plan/1", "requests": requests, "cache": cache}
-    assert kinds(document | {"ranks": [{"writes": writes}]}) == set()
+    document["requests"] = [{"extend": 1}, *[{"extend": 0}] * many]
+    document["cache"] = {"page_size": 1, "tables": tables}
+    document["ranks"] = [{"writes": {"request": [0], "position": [0], "count": [1], "slot": [0]}}]
+    assert kinds(document) == set()
 
 
 def test_ranks_that_count_no_keys_are_not_marked():
