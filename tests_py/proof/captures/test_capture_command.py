@@ -49,6 +49,7 @@ def test_plans_of_another_version_are_refuted(path):
     path.write_text(text)
     output = run("replay", "--capture", path, status=1)
     assert "OWN: 2 of 2 plans differ from those recorded" in output
+    assert "rank 0: build_cp_metadata, " in output
 
 
 def test_a_process_that_was_killed_is_named(path):

@@ -7,7 +7,7 @@ import pytest
 
 import cpattn
 from cpattn.proof import conform
-from cpattn.proof.conformance import SIGNATURES, Answer, Features, Signature
+from cpattn.proof.conformance import SIGNATURES, Features, Signature
 from cpattn.proof.conformance.strategies import cases
 from cpattn.proof.conformance.trials import Budget, sweep
 from support.proof.conformance import AT_EDGES, broken, false_alarms
@@ -51,34 +51,12 @@ def test_false_alarms_are_told_and_counted(capsys, monkeypatch):
     assert "--only must be in one of cpattn.paged_attention, " in capsys.readouterr().err
 
 
-def attention_of_one_sequence(q, k, v, scale):
-    """An operator that has a signature of its own."""
-    table = [list(range(k.shape[0]))]
-    return cpattn.paged_attention(
-        q, k[:, None], v[:, None], q_lens=[len(q)], kv_lens=[len(k)], block_tables=table,
-        scale=scale, causal=False,
-    )  # fmt: skip
-
-
-def one_by_one(fn, tensors):
-    import torch
-
-    outs = []
-    k, v = tensors.ragged()
-    q_end = k_end = 0
-    for q_len, kv_len in zip(tensors.q_lens, tensors.kv_lens, strict=True):
-        rows, keys = slice(q_end, q_end + q_len), slice(k_end, k_end + kv_len)
-        outs.append(fn(tensors.q[rows], k[keys], v[keys], tensors.case.scale))
-        q_end, k_end = rows.stop, keys.stop
-    return Answer(torch.cat(outs))
-
-
 def test_an_adapter_of_ones_own():
-    features = Features(layouts=("ragged",), causal=(False,))
-    adapter = Signature("one by one", features, one_by_one)
-    report = conform(attention_of_one_sequence, signature=adapter, examples=10)
+    features = Features(causal=(False,), page_sizes=(4,))
+    adapter = Signature("without masks", features, SIGNATURES["cpattn"].call)
+    report = conform(cpattn.paged_attention, signature=adapter, examples=10)
     assert report.proved, report.text()
-    assert report.facts["signature"] == "one by one"
+    assert report.facts["signature"] == "without masks"
 
 
 def refuses(q, k, v, *, softcap=0.0, **options):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small plans by hand: rings, writes, shared pages, heads, and what is left undecided."""
+"""Small plans by hand: writes, shared pages, heads, and what is left undecided."""
 
 from __future__ import annotations
 
@@ -9,33 +9,6 @@ pytest.importorskip("jsonschema")
 
 from cpattn.proof import lint
 from support.proof.plans import document_of, kinds, with_cache
-
-
-def ring(keys):
-    """Rank 0 has the end of a sequence and two rows of padding, rank 1 sends it its four rows."""
-    calls = [
-        {"row": [0, 0], "rows": [2, 2], "keys": [2, keys], "step": [1, 0], "from": [0, 1]},
-        {"row": [0], "rows": [4], "keys": [4], "from": [1]},
-    ]
-    ranks = [
-        {
-            "rows": {"request": [0], "position": [first], "count": [4]},
-            "segments": {"request": [0] * len(call["row"])} | call,
-        }
-        for first, call in zip((4, 0), calls, strict=True)
-    ]
-    return {"schema": "cpattn-plan/1", "requests": [{"extend": 6, "pad": 2}], "ranks": ranks}
-
-
-def test_a_ring_takes_no_more_keys_than_a_rank_has():
-    assert kinds(ring(4)) == set()
-    (found,) = lint(ring(5)).findings
-    assert found.what == "a call of rank 0 takes 5 keys of request 0 from rank 1, which has 4"
-    assert found.invariant == "LEN"
-    padded = ring(4)  # the last row sees two keys, and two rows of padding
-    padded["ranks"][0]["segments"]["keys"][0] = 4
-    padded["ranks"][0]["segments"]["step"][0] = 0
-    assert "len-keys" in kinds(padded)
 
 
 def of_writes(*runs, pad=0, **cache):

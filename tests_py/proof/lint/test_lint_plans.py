@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -58,100 +58,53 @@ def test_any_wrong_length_is_found(batch, change, data):
 BATCH = ([13, 40], [0, 64], 4)
 
 
-def place(document, path):
-    """The list or dict at a path but for its last name, and that name."""
-    *path, last = [int(name) if name.lstrip("-").isdigit() else name for name in path.split()]
-    for name in path:
-        document = document[name]
-    return document, last
+def swap(one, i, other, j):
+    one[i], other[j] = other[j], one[i]
 
 
-def add(path, number):
-    """Damage: a number of a document is larger."""
-
-    def change(document):
-        part, name = place(document, path)
-        part[name] += number
-
-    return change
+def later(rows):
+    first, *rest = rows.position
+    return {"position": [first + 1, *rest], "count": list(rows.count)}
 
 
-def put(path, value):
-    def change(document):
-        part, name = place(document, path)
-        part[name] = value
-
-    return change
-
-
-def swap(*paths):
-    def change(document):
-        (one, i), (two, j) = (place(document, path) for path in paths)
-        one[i], two[j] = two[j], one[i]
-
-    return change
+def damage(document, statement):
+    """Run a statement about the tables of ranks, by rank, and the other parts of a document."""
+    ranks = document["ranks"]
+    names = ("rows", "segments", "writes")
+    tables = {name: [SimpleNamespace(**rank[name]) for rank in ranks] for name in names}
+    exec(statement, dict(document) | tables | {"swap": swap, "later": later})
 
 
-def columns(path, change):
-    """Damage: the same of each column of a table."""
-
-    def of_all(document):
-        part, name = place(document, path)
-        for column in part[name].values():
-            change(column)
-
-    return of_all
-
-
-def take_wrong_positions(document):
-    rows = deepcopy(document["ranks"][2]["rows"])
-    rows["position"][0] += 1
-    document["ranks"][2]["positions"] = {k: v for k, v in rows.items() if k != "request"}
-
-
-def share_a_page(document):
-    document["cache"]["tables"][1][20] = document["cache"]["tables"][0][0]
-
-
-def write_padding_to_a_page(document):
-    for name, value in {"request": -1, "position": 0, "count": 1, "slot": 9}.items():
-        document["ranks"][2]["writes"][name].append(value)
-
-
-def restore_in_another_order(column):
-    column[0], column[1] = column[1], column[0]
+DAMAGE = {
+    "rows[1].count[0] -= 1": "own-token",
+    "swap(rows[0].position, 0, rows[1].position, 0)": "own-restore",
+    "swap(rows[0].position, 1, rows[1].position, 0)": "own-token",  # of other sizes
+    "ranks[2]['positions'] = later(rows[2])": "own-position",
+    "for column in restore.values(): column[:2] = column[1::-1]": "own-restore",
+    "restore['row'][-1] += 100": "own-restore",  # rows that are not there
+    "segments[0].request[0] = 1": "own-rows",  # of another request
+    "segments[3].keys[1] -= 1": "cov-pair",
+    "segments[3].keys[0] += 1": "cov-pair",  # later keys
+    "for column in ranks[0]['segments'].values(): column.append(column[0])": "cov-pair",
+    "segments[0].keys[3] += 1": "len-keys",  # beyond the sequence
+    "segments[0].rows[-1] += 1": "len-rows",  # rows that are not there
+    "cache['tables'][1].pop()": "len-pages",
+    "cache['tables'][1][2] = cache['num_pages']": "len-pages",
+    "cache['tables'][1][20] = cache['tables'][0][0]": "len-pages",  # shares a page
+    "writes[1].slot[:2] = writes[1].slot[1::-1]": "own-slot",
+    "writes[1].slot[0] = writes[1].slot[1]": "own-slot",  # twice to a slot
+    "for column in ranks[2]['writes'].values(): column.pop()": "own-slot",  # forgets to write
+    "writes[2].slot[0] = 10_000": "addr-slot",
+    "list(map(list.append, ranks[2]['writes'].values(), (-1, 0, 1, 9)))": "pad-slot",
+    "rows[0].request[-1] = -1": "pad-rows",  # computes padding
+}
 
 
-DAMAGE = [
-    ("own-token", add("ranks 1 rows count 0", -1)),
-    ("own-restore", swap("ranks 0 rows position 0", "ranks 1 rows position 0")),
-    ("own-token", swap("ranks 0 rows position 1", "ranks 1 rows position 0")),  # of other sizes
-    ("own-position", take_wrong_positions),
-    ("own-restore", columns("restore", restore_in_another_order)),
-    ("own-restore", add("restore row -1", 100)),  # rows that are not there
-    ("own-rows", put("ranks 0 segments request 0", 1)),  # of another request
-    ("cov-pair", add("ranks 3 segments keys 1", -1)),
-    ("cov-pair", add("ranks 3 segments keys 0", 1)),  # later keys
-    ("cov-pair", columns("ranks 0 segments", lambda column: column.append(column[0]))),
-    ("len-keys", add("ranks 0 segments keys 3", 1)),  # beyond the sequence
-    ("len-rows", add("ranks 0 segments rows -1", 1)),  # rows that are not there
-    ("len-pages", lambda document: document["cache"]["tables"][1].pop()),
-    ("len-pages", put("cache tables 1 2", with_cache(document_of(*BATCH))["cache"]["num_pages"])),
-    ("len-pages", share_a_page),
-    ("own-slot", swap("ranks 1 writes slot 0", "ranks 1 writes slot 1")),
-    ("own-slot", add("ranks 1 writes slot 0", 1)),  # twice to a slot
-    ("own-slot", columns("ranks 2 writes", list.pop)),  # forgets to write
-    ("addr-slot", put("ranks 2 writes slot 0", 10_000)),
-    ("pad-slot", write_padding_to_a_page),
-    ("pad-rows", put("ranks 0 rows request -1", -1)),  # computes padding
-]
-
-
-@pytest.mark.parametrize(("kind", "damage"), DAMAGE)
-def test_damage_is_refuted_by_its_invariant(kind, damage):
-    document = with_cache(document_of(*BATCH))
+@pytest.mark.parametrize("statement", DAMAGE)
+def test_damage_is_refuted_by_its_invariant(statement):
+    document, kind = with_cache(document_of(*BATCH)), DAMAGE[statement]
     assert kinds(document) == set()
-    damage(document)
+    damage(document, statement)
     found = {one.kind: one for one in lint(document).findings}
     assert kind in found
     smaller = found[kind].details["smaller"]
@@ -208,22 +161,17 @@ def test_windows_and_attention_without_a_mask():
 
 def test_a_finding_says_where_and_draws_it():
     document = document_of(*BATCH)
-    add("ranks 1 rows count 0", -1)(document)
-    found = lint(document).findings[0]
+    document["ranks"][1]["rows"]["count"][0] -= 1
+    document["ranks"][3]["segments"]["keys"][1] -= 1
+    found, *_, query = lint(document).findings
     assert found.what == "position 3 of request 0 is on no rank, not 1"
     assert found.where == "request 0, position 3"
     assert found.picture.splitlines()[0] == "rank 0  ##..........#  0-1 12"
     assert found.picture.splitlines()[-1].split() == ["^", "3"]
     assert found.details["request"] == 0
-
-
-def test_a_query_that_misses_keys_is_drawn_with_what_it_sees():
-    document = document_of(*BATCH)
-    add("ranks 3 segments keys 1", -1)(document)
-    (found,) = (one for one in lint(document).findings if one.invariant == "COV")
-    assert found.where.startswith("request 1, query 79, key")
-    assert found.ranks == (3,)
-    assert "rank 3 sees" in found.picture
+    assert query.where.startswith("request 1, query 79, key")
+    assert query.ranks == (3,)
+    assert "rank 3 sees" in query.picture  # what it does
 
 
 @given(batches(), st.data())
