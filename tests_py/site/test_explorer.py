@@ -117,13 +117,10 @@ def test_200_random_plans_are_those_of_the_library(page):
 
 
 def test_counts_are_exact_up_to_the_largest_batch_that_it_takes(page):
-    batch = random_batch(random.Random(0)) | {
-        "extend": [2**25 - 1], "prefix": [1], "ranks": 256, "strategy": "contiguous",
-        "heads": 128, "headDim": 576, "dtype": "float32",
-    }  # fmt: skip
-    lengths = {"extend_lens": [2**25 - 1], "seq_lens": [2**25]}
+    batch = {"extend": [2**25 - 1], "prefix": [1], "ranks": 256, "strategy": "contiguous"}
+    batch |= {"pageSize": 16, "heads": 128, "headDim": 576, "dtype": "float32"}
     layer = AttentionLayer(num_heads=128, num_kv_heads=128, head_dim=576, dtype="float32")
-    work = rank_work(**lengths, cp_size=256, strategy="contiguous", layer=layer)
+    work = rank_work([2**25 - 1], [2**25], cp_size=256, strategy="contiguous", layer=layer)
     code = "batch => cpattnPlan.makePlan(batch).perRank.map(x => [x.pairs, x.sentBytes])"
     found = page.evaluate(code, batch)
     assert found == np.stack([work.pairs, work.sent_bytes], axis=1).tolist()

@@ -26,14 +26,12 @@ from cpattn.proof import NotUsable, Report, simulate
 from support.proof.collective_programs import STEPS, Step
 
 _MOST_RANKS = 8
-_PERIOD = 10.0  # seconds between two lines about the progress
 
 
 def _works(step: Step) -> list[torch.Tensor]:
     """Collectives and messages that go on together, and are waited for in an order of the rank."""
     own = random.Random(f"{step.seed} {dist.get_rank()}")
-    begun = [_BEGINS[step.chance.randrange(len(_BEGINS))](step, salt)
-             for salt in range(step.chance.randint(2, 5))]  # fmt: skip
+    begun = [step.chance.choice(_BEGINS)(step, salt) for salt in range(step.chance.randint(2, 5))]
     aside = torch.arange(8.0)  # what is in flight is left alone
     results: list[torch.Tensor] = []
     own.shuffle(begun)
@@ -223,20 +221,17 @@ def main() -> int:
     numbers = range(options.begin, options.begin + options.programs)
     if options.only is not None:
         numbers = range(options.only, options.only + 1)
-    begin = told = time.monotonic()
-    alarms = done = 0
+    begin, alarms, done = time.monotonic(), 0, 0
     for number in numbers:
         if (alarm := alarm_of(Program(options.seed, number))) is not None:
             alarms += 1
             print(f"--only {number} --seed {options.seed}: {alarm}", flush=True)
         done += 1
-        now = time.monotonic()
-        if now - told > _PERIOD:
-            told = now
-            print(f"{done:,} of {len(numbers):,}, {alarms} alarms, {now - begin:.0f} s", flush=True)
-        if now - begin > options.seconds:
+        seconds = time.monotonic() - begin
+        if done % 100 == 0:
+            print(f"{done:,} of {len(numbers):,}, {alarms} alarms, {seconds:.0f} s", flush=True)
+        if seconds > options.seconds:
             break
-    seconds = time.monotonic() - begin
     print(f"{done:,} programs of seed {options.seed}, {alarms} alarms, {seconds:.0f} s")
     return 1 if alarms else 0
 

@@ -20,7 +20,6 @@ from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 
 from cpattn.proof import conform
-from cpattn.proof.findings import Report
 
 from .right_operators import ATTENTION, SELECTIONS, VLLM, RightOperator
 
@@ -71,18 +70,14 @@ def run(operators: dict[str, RightOperator], cases: int, seed: int) -> tuple[dic
             if not report.proved:
                 alarms += 1
                 print(f"{name}: a false alarm\n{report.text()}", flush=True)
-            told(sum(counts.values()), cases, seed, name, report, time.monotonic() - begin)
+            print(
+                f"{sum(counts.values()):,} of {cases:,} cases, {time.monotonic() - begin:,.0f} s: "
+                f"{name}, seed {seed}, {report.facts['answered']} answered, "
+                f"{len(report.findings)} findings",
+                flush=True,
+            )
         seed += 1
     return dict(counts), alarms
-
-
-def told(done: int, cases: int, seed: int, name: str, report: Report, seconds: float) -> None:
-    """A line of progress."""
-    print(
-        f"{done:,} of {cases:,} cases, {seconds:,.0f} s: {name}, seed {seed}, "
-        f"{report.facts['answered']} answered, {len(report.findings)} findings",
-        flush=True,
-    )
 
 
 def release(package: str) -> str:

@@ -17,16 +17,7 @@ _FLASH = "cpattn.integrations.flash_attn:flash_attn_"
 
 
 class RightOperator(NamedTuple):
-    """How `conform` is to try it.
-
-    Attributes
-    ----------
-    path, signature : str
-        As `conform` takes them.
-    without : tuple of str
-    package : str
-        Whose it is, by the name of its distribution.
-    """
+    """What `conform` takes of it, and the name of the distribution whose it is."""
 
     path: str
     signature: str
