@@ -1,14 +1,219 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small plans by hand: writes, shared pages, heads, and what is left undecided."""
+"""Small plans by hand, of every part: what fits is proved, what does not is named."""
 
 from __future__ import annotations
+
+from copy import deepcopy
 
 import pytest
 
 pytest.importorskip("jsonschema")
 
 from cpattn.proof import lint
+from cpattn.proof.linting.pictures import WIDTH, Bars
 from support.proof.plans import document_of, kinds, with_cache
+
+
+def findings(**parts):
+    return lint({"schema": "cpattn-plan/1", **parts}, shrink=False).findings
+
+
+def of_calls(*ranks):
+    return findings(ranks=[{"collectives": calls} for calls in ranks])
+
+
+def call(kind, size=8, **options):
+    return {"kind": kind, "size": size, **options}
+
+
+GATHER, REDUCE = call("all_gather", dtype="float32"), call("all_reduce", op="sum")
+
+
+def test_ranks_that_make_the_same_calls_go_on():
+    assert of_calls([GATHER, REDUCE], [GATHER, REDUCE]) == ()
+    pairs = [call("all_reduce", group=[0, 1]), call("all_reduce", group=[2, 3])]
+    both = [call("barrier"), call("all_gather", group=[0, 2]), call("all_gather", group=[1, 3])]
+    ranks = [
+        [both[0], pairs[rank // 2], both[1 + rank % 2], both[0]] for rank in range(4)
+    ]  # in groups of pairs, then of others
+    assert of_calls(*ranks) == ()
+
+
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        ([REDUCE, GATHER], "seq-kind"),
+        ([GATHER | {"size": 9}, REDUCE], "seq-size"),
+        ([GATHER | {"dtype": "bfloat16"}, REDUCE], "seq-dtype"),
+        ([GATHER, REDUCE | {"op": "max"}], "seq-op"),
+        ([GATHER, REDUCE | {"root": 1}], "seq-root"),
+        ([GATHER], "seq-missing"),
+        ([GATHER, REDUCE, REDUCE], "seq-missing"),
+    ],
+)
+def test_ranks_that_do_not_meet_are_refuted(other, kind):
+    (found,) = of_calls([GATHER, REDUCE], other)
+    assert (found.kind, found.ranks) == (kind, (0, 1))
+    assert found.picture.splitlines()[0].split() == ["rank", "0", "rank", "1"]
+    assert any(line.startswith(">") for line in found.picture.splitlines())
+
+
+def test_groups_entered_in_another_order_are_refuted():
+    """Rank 0 waits for rank 1 in one group, which waits for it in the other."""
+    one, two = call("all_reduce", group=[0, 1]), call("all_gather", group=[0, 1, 2])
+    (found,) = of_calls([one, two], [two, one], [two])
+    assert found.kind == "seq-order"
+    assert found.ranks == (0, 1, 2)
+    assert "rank 0 waits in all_reduce 8 for rank 1, which waits in all_gather 8" in found.what
+    assert of_calls([one, two], [one, two], [two]) == ()
+
+
+def test_sizes_of_an_all_to_all_are_for_all_ranks_of_the_group_and_fit():
+    def exchange(sends=None, receives=None, **options):
+        given = {"sends": sends, "receives": receives} | options
+        named = {name: value for name, value in given.items() if value is not None}
+        return [{"kind": "all_to_all", **named}]
+
+    def what(*ranks):
+        return [found.what for found in of_calls(*ranks)]
+
+    pair = exchange([1, 1], [1, 1])
+    assert what(exchange([1, 2], [1, 3]), exchange([3, 4], [2, 4])) == []
+    assert what(pair, exchange(size=2)) == []  # in equal parts
+    turned = exchange([4, 3], [4, 2], group=[1, 0])  # of itself first
+    assert what(exchange([1, 2], [1, 3], group=[0, 1]), turned) == []
+    two, three = (
+        f"sends rank {peer} {n} elements, which expects 1" for peer, n in ((1, 2), (0, 3))
+    )
+    assert what(exchange([1, 2], [1, 3]), exchange([3, 4], [1, 4])) == [f"rank 0 {two}"]
+    assert what(exchange(size=4), pair) == [f"rank 0 {two}"]
+    assert what(exchange(receives=[1, 1]), exchange([3, 1])) == [f"rank 1 {three}"]
+    parts = "rank 0 sends 3 parts in a group of 2 ranks"
+    assert what(exchange([1, 1, 9], [1, 1]), pair) == [parts]
+    assert what(exchange([5], [])) == ["rank 0 receives no part in a group of 1 rank"]
+
+
+def test_messages_are_received():
+    send, receive = call("send", peer=1), call("recv", peer=0)
+    assert of_calls([send], [receive]) == ()
+    assert of_calls([send, call("recv", peer=1)], [call("send", peer=0), receive]) == ()
+    for other in ([], [receive | {"size": 9}], [receive, receive], [receive | {"tag": 3}]):
+        assert [found.kind for found in of_calls([send], other)] == ["seq-message"]
+
+
+PARTS = [{"rank": rank, "base": "e", "sinks": rank == 0, "empty": "-inf"} for rank in range(2)]
+MERGED = {
+    "requests": [{"prefix": 9, "extend": 1}],
+    "attention": {"sinks": True},
+    "cache": {"page_size": 4, "shards": 2},
+    "ranks": [{}, {}],
+    "merges": [{"base": "e", "both_empty": "zero", "parts": PARTS}],
+}
+
+
+def test_partial_results_that_fit_are_proved_as_far_as_the_document_says():
+    assert findings(**MERGED) == ()
+    document = deepcopy(MERGED)
+    del document["ranks"]
+    document["merges"][0]["parts"] = PARTS[:1]
+    report = lint({"schema": "cpattn-plan/1", **document})
+    assert report.findings == ()
+    assert report.not_checked["LSE"] == "parts: the document has no ranks"
+
+
+def test_merges_of_many_requests_are_judged():
+    many = 300
+    document = deepcopy(MERGED) | {"requests": [{"extend": 1}, *[{"extend": 2}] * many]}
+    document["cache"]["shards"] = 4
+    document["ranks"] = [{}] * 4
+    assert findings(**document) == ()  # the other shards have nothing yet
+    document["requests"][many] = {"extend": 3}
+    (found,) = findings(**document)
+    assert found.what == f"rank 2 keeps 1 keys of request {many}, and takes no part"
+
+
+def with_part(**changes):
+    def change(document):
+        document["merges"][0]["parts"][1].update(changes)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        (with_part(base="2"), "lse-base", "rank 1 gives an LSE of base 2"),
+        (with_part(sinks=True), "lse-sink", "2 parts counted the sinks, not 1"),
+        (with_part(empty="finite"), "lse-empty", "an LSE that is finite, not -inf"),
+        (with_part(rank=0), "lse-part", "rank 0 takes part 2 times"),
+        (lambda d: d["merges"][0]["parts"].pop(), "lse-part", "rank 1 keeps 5 keys of request 0"),
+        (lambda d: d["merges"][0].update(both_empty="nan"), "lse-empty", "merged to NaN"),
+        (lambda d: d["attention"].clear(), "lse-sink", "1 part counted the sinks, not 0"),
+        (lambda d: d["merges"][0].update(base="2"), "lse-base", "rank 0 gives an LSE of base e"),
+    ],
+)
+def test_partial_results_that_do_not_fit_are_refuted(change, kind, says):
+    document = deepcopy(MERGED)
+    change(document)
+    (found,) = findings(**document)
+    assert found.kind == kind
+    assert says in found.what
+    assert "rank 0  base e" in found.picture
+
+
+NAMES = ("request", "position", "key", "index")
+
+
+def selected(index=(0, 1), key=(0, 2)):
+    """Two keys of a query on rank 0, and one on rank 1, of three."""
+    lines = [[(0, 5, key[i], index[i]) for i in range(2)], [(0, 5, 3, 1)]]
+    ranks = [
+        {"selections": {name: [line[i] for line in own] for i, name in enumerate(NAMES)}}
+        for own in lines
+    ]
+    return {
+        "requests": [{"prefix": 5, "extend": 1}],
+        "topk": {"k": 3},
+        "cache": {"page_size": 4, "shards": 2},
+        "ranks": ranks,
+    }
+
+
+def scored(*scores):
+    return [{"request": 0, "position": 5, "scores": list(scores)}]
+
+
+def test_selections_are_whole_and_local():
+    assert findings(**selected()) == ()
+    for kind, options in [
+        ("topk-index", {"index": (0, 2)}),
+        ("topk-index", {"key": (0, 1)}),
+        ("topk-twice", {"key": (2, 2), "index": (1, 1)}),
+        ("topk-key", {"key": (0, 8), "index": (0, 4)}),
+    ]:
+        assert [found.kind for found in findings(**selected(**options))] == [kind]
+    few = selected()
+    for column in few["ranks"][1]["selections"].values():
+        column.pop()
+    (found,) = findings(**few)
+    assert found.what == "query 5 of request 0 selects 2 keys over all ranks, not 3"
+
+
+def test_scores_decide_what_is_selected():
+    document = selected()
+    document["topk"]["scores"] = scored(5, 1, 5, 5, 2, 3, 99)
+    assert findings(**document) == ()  # the last key is after the query
+    document["topk"]["scores"] = scored(5, 1, 5, 5, 6, 3, 99)
+    (found,) = findings(**document)
+    assert found.kind == "topk-score"
+    assert found.details["key"] == 4
+    del document["topk"]["scores"]
+    document["ranks"] = [{"selections": {name: [] for name in NAMES}}] * 2
+    assert findings(**document) == ()  # there may be no query
+    document["topk"]["scores"] = scored(*[1.0] * 6)
+    (found,) = findings(**document)
+    assert found.what == "query 5 of request 0 selects no keys on any rank, not 3"
+    assert found.kind == "topk-count"
 
 
 def of_writes(*runs, pad=0, **cache):
@@ -97,8 +302,6 @@ def test_pages_are_shared_with_the_request_that_begins_alike():
 
 
 def test_bars_mark_every_cell_that_a_range_touches():
-    from cpattn.proof.linting.pictures import WIDTH, Bars
-
     for end in (1, 7, 48, 49, 144, 1000, 2**40):
         bars = Bars(0, end, end - 1)
         bars.add("some", [(end // 3, end // 2 + 1), (end - 1, end + 5), (-3, 0), (4, 4)])

@@ -1,23 +1,244 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Libraries as they are: this one's `ContextParallel`, ring-flash-attn."""
+"""Libraries as they are on simulated ranks: this one, ring-flash-attn, yunchang and DeepSpeed.
+
+yunchang is read from its wheel, DeepSpeed from a folder that pip fills:
+
+    pip download --no-deps yunchang==0.6.4 -d DIR
+    pip install --no-deps --no-build-isolation -t DIR deepspeed==0.19.8 einops hjson py-cpuinfo
+
+with DIR in CPATTN_YUNCHANG and CPATTN_DEEPSPEED. Without the variables installed ones are used.
+DeepSpeed compiles a part of itself when it first meets a process group, which takes a minute.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from cpattn import active_isa
-from cpattn.proof import simulate
+from cpattn.integrations import flash_attn
+from cpattn.proof import NotUsable, simulate
+from support.cases import expected_attention
 from support.distributed import ring_worker
 from support.distributed.distributed_worker import run_world
-from support.distributed.ring_worker import FUNCTIONS, Case, run_case
 from support.proof.library_programs import prefill, prefills, run_ring
+from support.tolerances import Expected, assert_attended
+
+HEADS, DIM, TOKENS = 8, 32, 64
+_FOLDERS = {
+    "yunchang": os.environ.get("CPATTN_YUNCHANG"),
+    "deepspeed": os.environ.get("CPATTN_DEEPSPEED"),
+}
+
+
+def is_there(package: str) -> bool:
+    """Whether a package can be imported, from the folder of its variable first."""
+    if folder := _FOLDERS[package]:
+        wheels = sorted(map(str, Path(folder).glob(f"{package}-*.whl")))
+        sys.path.insert(0, (wheels or [folder])[0])
+    return find_spec(package) is not None
+
+
+@dataclass(frozen=True)
+class Case:
+    """Degrees of Ulysses and ring, which layout, and whether Ulysses has ranks side by side."""
+
+    ulysses: int
+    ring: int
+    layout: str
+    causal: bool = True
+    kv_heads: int = HEADS
+    ulysses_low: bool = True
+
+    @property
+    def size(self) -> int:
+        return self.ulysses * self.ring
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        order = "" if self.ulysses_low else "-rings-low"
+        return f"{self.ulysses}x{self.ring}-{self.layout}-{mask}-{self.kv_heads}{order}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Outputs of a rank, and which tokens they are of."""
+
+    out: torch.Tensor
+    rows: torch.Tensor
+
+
+def make_batch(kv_heads: int) -> list[torch.Tensor]:
+    """q, k and v [1, tokens, heads, dim]; the same on all ranks."""
+    random = torch.Generator().manual_seed(kv_heads)
+    return [
+        torch.randn(1, TOKENS, heads, DIM, generator=random)
+        for heads in (HEADS, kv_heads, kv_heads)
+    ]
+
+
+@cache
+def expected_of(kv_heads: int, causal: bool = True) -> Expected:
+    """The oracle's answer for all tokens."""
+    q, k, v = (x[0] for x in make_batch(kv_heads))
+    lens = {"q_lens": [TOKENS], "kv_lens": [TOKENS], "page_size": 1, "causal": causal}
+    tables = {"block_tables": torch.arange(TOKENS)[None].numpy()}
+    return expected_attention({"q": q, "k_cache": k, "v_cache": v, **lens, **tables})
+
+
+def by_yunchang(case: Case, answers: dict[int, Answer]) -> Callable[[], torch.Tensor]:
+    """A program: tokens as the package itself hands them out, and its hybrid attention."""
+
+    def program() -> torch.Tensor:
+        import yunchang
+
+        rank = dist.get_rank()
+        yunchang.set_seq_parallel_pg(case.ulysses, case.ring, rank, case.size, case.ulysses_low)
+        extract = yunchang.EXTRACT_FUNC_DICT[case.layout]
+        sizes = {"world_size": case.size, "rd": case.ring, "ud": case.ulysses}
+        q, k, v = (extract(x, rank, **sizes) for x in make_batch(case.kv_heads))
+        rows = extract(torch.arange(TOKENS).view(1, -1, 1), rank, **sizes).flatten()
+        layer = yunchang.LongContextAttention(ring_impl_type=case.layout)
+        out = layer(q, k, v, causal=case.causal)[0]
+        answers[rank] = Answer(out, rows)
+        return out
+
+    return program
+
+
+def by_deepspeed(kv_heads: int, answers: dict[int, Answer]) -> Callable[[], torch.Tensor]:
+    """A program: a block of tokens for each rank, and DeepSpeed's attention over all of them."""
+
+    def program() -> torch.Tensor:
+        import deepspeed.comm
+        from deepspeed.sequence.layer import DistributedAttention
+
+        deepspeed.comm.init_distributed("gloo")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        q, k, v = (x.chunk(size, 1)[rank].contiguous() for x in make_batch(kv_heads))
+        rows = torch.arange(TOKENS).chunk(size)[rank]
+        layer = DistributedAttention(_causal, dist.group.WORLD, 2, 1)
+        out = layer(q, k, v, 0)[0]
+        answers[rank] = Answer(out, rows)
+        return out
+
+    return program
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return flash_attn.flash_attn_func(q, k, v, causal=True)
+
+
+needs_yunchang = pytest.mark.skipif(
+    not is_there("yunchang"),
+    reason="yunchang is not there: pip install --no-deps yunchang==0.6.4, "
+    "or a folder with its wheel in CPATTN_YUNCHANG",
+)
+needs_deepspeed = pytest.mark.skipif(
+    not is_there("deepspeed"),
+    reason="DeepSpeed is not there: a folder with deepspeed, einops, hjson and py-cpuinfo in "
+    "CPATTN_DEEPSPEED",
+)
+
+DEGREES = [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
+CASES = [
+    *(Case(*degrees, layout) for degrees in DEGREES for layout in ("basic", "zigzag", "strip")),
+    *(Case(*degrees, "basic", causal=False) for degrees in DEGREES[:3]),
+    *(Case(2, 2, layout, kv_heads=4) for layout in ("basic", "zigzag", "strip")),
+    Case(2, 2, "zigzag", ulysses_low=False),
+    Case(4, 2, "zigzag"),
+    Case(2, 4, "zigzag", ulysses_low=False),
+    Case(8, 1, "basic"),
+]
+
+
+@pytest.fixture
+def on_kernels():
+    """``import flash_attn`` finds our functions."""
+    with flash_attn.install(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they use names that torch has newer ones for
+        yield
+
+
+def assert_answers(answers: dict[int, Answer], expected) -> None:
+    """All tokens are there once, each with what one process in float64 has."""
+    for answer in answers.values():
+        of_rows = expected.rows(answer.rows.numpy())
+        assert_attended(answer.out, None, of_rows, "float32", "ring of ranks")
+    rows = torch.cat([answer.rows for answer in answers.values()])
+    assert rows.sort().values.tolist() == list(range(TOKENS))
+
+
+def simulated(program, size, **options):
+    report = simulate(program, ranks=size, **options)
+    assert report.proved, report.text()
+
+
+@pytest.mark.engine("yunchang")
+@needs_yunchang
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_yunchang_gives_what_one_process_does(case, on_kernels):
+    answers: dict[int, Answer] = {}
+    seeds = (0, 1) if case.size == 2 else (0,)
+    simulated(by_yunchang(case, answers), case.size, seeds=seeds, own_modules=("yunchang",))
+    assert len(answers) == case.size
+    assert_answers(answers, expected_of(case.kv_heads, case.causal))
+    assert "yunchang" not in sys.modules
+
+
+@pytest.mark.engine("yunchang")
+@needs_yunchang
+@pytest.mark.parametrize("layout", ["basic", "strip"])
+def test_yunchang_with_rings_low_hands_out_other_tokens_than_it_attends_to(layout, on_kernels):
+    """What `docs/proof/simulate.md` says of it: no rank waits or differs, and values are wrong.
+
+    Where this fails, the release has mended it, and the page has to say so.
+    """
+    case, answers = Case(2, 2, layout, ulysses_low=False), {}
+    simulated(by_yunchang(case, answers), 4, seeds=(0,), own_modules=("yunchang",))
+    with pytest.raises(AssertionError, match="ring of ranks in float32"):
+        assert_answers(answers, expected_of(HEADS))
+
+
+@pytest.mark.engine("yunchang")
+@needs_yunchang
+def test_yunchang_with_fewer_kv_heads_than_ulysses_ranks_raises(on_kernels):
+    program = by_yunchang(Case(4, 1, "basic", kv_heads=2), {})
+    with pytest.raises(NotUsable, match=r"RuntimeError: shape .* is invalid .*all_to_all\.py"):
+        simulate(program, ranks=4, own_modules=("yunchang",))
+
+
+@pytest.mark.engine("deepspeed")
+@needs_deepspeed
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 8), (2, 2), (4, 4), (8, 8)])
+def test_deepspeed_gives_what_one_process_does(size, kv_heads, on_kernels):
+    answers: dict[int, Answer] = {}
+    simulated(by_deepspeed(kv_heads, answers), size, time_limit=600)  # it compiles at first
+    assert len(answers) == size
+    assert_answers(answers, expected_of(kv_heads))
+
+
+@pytest.mark.engine("deepspeed")
+@needs_deepspeed
+def test_deepspeed_with_heads_that_its_group_does_not_divide_is_refuted(on_kernels):
+    """It shares out uneven heads by the rank of a group of its own, not of the one it is given."""
+    (finding,) = simulate(by_deepspeed(HEADS, {}), ranks=3, time_limit=600).findings
+    assert finding.kind == "other-size"
+    assert "all_to_all_single" in finding.what
+
 
 STRATEGIES = ("zigzag", "interleave", "contiguous")
-CASES = [Case(method, (64, 128)) for method in FUNCTIONS]
+RINGS = [ring_worker.Case(method, (64, 128)) for method in ring_worker.FUNCTIONS]
 
 
 @pytest.mark.parametrize("size", [2, 3], ids="{} ranks".format)
@@ -59,16 +280,16 @@ needs_ring_flash_attn = pytest.mark.skipif(
 @needs_ring_flash_attn
 @pytest.mark.parametrize("size", [2, 4, 16], ids="{} ranks".format)
 def test_ring_flash_attn_gives_what_it_gives_over_gloo(size, tmp_path):
-    expected = run_world(size, tmp_path, run_ring, active_isa(), CASES) if size < 16 else []
+    expected = run_world(size, tmp_path, run_ring, active_isa(), RINGS) if size < 16 else []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it uses names that torch has newer ones for
         package = ring_worker.load()
-        for case in CASES:
+        for case in RINGS:
             results = {}
 
             def program(case=case, results=results):
                 rank = dist.get_rank()
-                results[rank] = run_case(package, case, rank, size)
+                results[rank] = ring_worker.run_case(package, case, rank, size)
 
             report = simulate(program, ranks=size, seeds=(0, 1) if size < 16 else (0,))
             assert report.proved, report.text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded runs issued again: as they were, and over other ranks."""
+"""Captures of ranks that exchange rows over gloo: judged, and issued again, also on other ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from click.testing import CliRunner
 
 from cpattn import build_cp_metadata_all_ranks
 from cpattn._cli.program import commands
-from cpattn.proof import NotUsable, read_captures, simulate_capture
+from cpattn.proof import NotUsable, lint, read_captures, simulate_capture
 from cpattn.proof.captures import Capture
 from cpattn.proof.captures.reader import RecordedCall
+from cpattn.proof.linting.adapters.captures import from_capture
 from support.distributed.distributed_worker import run_world
 from support.proof import capture_worker
 
@@ -58,6 +59,10 @@ def test_other_ranks_send_what_they_would_have_sent(capture, size, strategy, tmp
     assert sent_by_rank(report) == [of_rank[-1] for of_rank in sent]
 
 
+def is_second_plan(call):
+    return call.rank == 1 and call.name == "ContextParallel.plan"
+
+
 def changed(capture, chosen, **fields):
     """The capture with other fields in some calls."""
     calls = tuple(
@@ -68,11 +73,7 @@ def changed(capture, chosen, **fields):
 
 
 def test_a_rank_that_planned_otherwise_is_named(capture):
-    other = changed(
-        capture,
-        lambda call: call.rank == 1 and call.name == "ContextParallel.plan",
-        extend_lens=np.array([9, 5]),
-    )
+    other = changed(capture, is_second_plan, extend_lens=np.array([9, 5]))
     (finding,) = simulate_capture(other).findings
     assert (finding.invariant, finding.kind) == ("SEQ", "other-extend_lens")
     assert "[9, 4] on rank 0, [9, 5] on rank 1" in finding.what
@@ -88,9 +89,76 @@ def test_messages_that_do_not_meet_are_named_by_the_lines_of_the_files(capture):
     assert finding.kind == "other-size"
     assert f"run0.cpcap:{post.line} in write_kv" in finding.picture
     last = [call for call in posts if call.rank == 1][-1]  # not sent, for which rank 0 waits
-    calls = tuple(call for call in capture.calls if call is not last)
-    (finding,) = simulate_capture(replace(capture, calls=calls)).findings
+    other = replace(capture, calls=tuple(call for call in capture.calls if call is not last))
+    (finding,) = simulate_capture(other).findings
     assert (finding.kind, finding.ranks) == ("rank-returned", (0,))
+    (finding, *_) = lint(from_capture(other)[1]).findings
+    assert finding.invariant == "SEQ"
+    assert "write_kv" in finding.text()
+
+
+def test_a_batch_of_all_ranks_is_one(capture):
+    assert capture.ranks == (0, 1)
+    batches = [(batch.extend_lens, batch.seq_lens) for batch in capture.batches]
+    assert batches == [(capture_worker.LENS["extend_lens"], capture_worker.LENS["seq_lens"])] * 2
+    fields = capture.batches[0].call.fields
+    assert (fields["cp_size"], fields["page_size"], fields["strategy"]) == (2, 4, "zigzag")
+    assert fields["block_tables"].tolist() == capture_worker.LENS["block_tables"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_calls_are_in_their_order_with_what_was_sent(recorded, rank):
+    sent, _, capture = recorded
+    own = [call for call in capture.calls if call.rank == rank]
+    users = [call.name for call in own if call.name.startswith("ContextParallel.")]
+    layer = ["ContextParallel.plan", "ContextParallel.write_kv", "ContextParallel.attend"]
+    assert users == layer * 2
+    posts = [call.fields for call in own if call.name == "RowExchange.post"]
+    assert sum(sum(post["sends"].values()) for post in posts) == sent[rank]
+    assert {post["exchange"].split()[0] for post in posts} == {"write_kv"}
+
+
+def test_what_one_rank_sends_the_other_receives(capture):
+    posts = [
+        [call.fields for call in capture.calls if call.rank == rank and "sends" in call.fields]
+        for rank in range(2)
+    ]
+    for first, second in zip(*posts, strict=True):
+        assert first["sends"] == {"1": second["receives"]["0"]}
+        assert second["sends"] == {"0": first["receives"]["1"]}
+
+
+def test_what_ranks_recorded_is_a_plan_that_holds(capture):
+    reports = [lint(document) for document in from_capture(capture)]
+    assert len(reports) == 2
+    for report in reports:
+        assert report.proved, report.text()
+        assert {"OWN", "LEN", "SEQ"} <= set(report.checked)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("slots", np.arange(13) + 11),  # in the pool, but not where the tables say
+        ("local_q_indices", np.arange(7)),
+    ],
+)
+def test_a_rank_that_plans_otherwise_is_refuted(capture, field, value):
+    document = from_capture(changed(capture, is_second_plan, **{field: value}))[0]
+    assert {found.invariant for found in lint(document).findings} == {"OWN"}
+
+
+def test_captures_of_some_ranks_alone_cannot_be_judged(capture):
+    first = replace(
+        capture, headers=capture.headers[:1], calls=tuple(c for c in capture.calls if not c.rank)
+    )
+    with pytest.raises(NotUsable, match="capture must be of 2 ranks, got 1"):
+        from_capture(first)
+    fewer = tuple(call for call in capture.calls if call is not capture.batches[0].call)
+    with pytest.raises(NotUsable, match=r"as many batches, got \[1, 2\]"):
+        from_capture(replace(capture, calls=fewer))
+    with pytest.raises(NotUsable, match=r"no call of ContextParallel\.plan"):
+        from_capture(replace(capture, calls=()))
 
 
 def made_up(size=2, tokens=64, width=1_000_000, **other):
