@@ -207,7 +207,7 @@ def leaves_a_copy():
     ],
 )
 def test_a_process_that_ends_is_a_crash(act, cause):
-    (finding,) = tried(act, time_limit=1.0).findings
+    (finding,) = tried(act, time_limit=3.0).findings
     assert finding.kind == "crash"
     assert f"the process ended {cause}" in finding.what
 

@@ -31,7 +31,7 @@ from cpattn.proof import NotUsable, simulate
 from support.cases import expected_attention
 from support.distributed import ring_worker
 from support.distributed.distributed_worker import run_world
-from support.proof.library_programs import prefill, prefills, run_ring
+from support.proof.gloo_worker import prefill, prefills, run_ring
 from support.tolerances import Expected, assert_attended
 
 HEADS, DIM, TOKENS = 8, 32, 64

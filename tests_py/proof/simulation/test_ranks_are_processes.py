@@ -214,32 +214,16 @@ logger.warning("logged")
 dist.barrier()
 print("no end", end="")
 """
-ARRIVES = """
-import torch
-import torch.distributed as dist
-dist.init_process_group()
-print("here")
-total, x = torch.zeros(1), torch.zeros(1)
-if dist.get_rank():
-    dist.send(torch.tensor([float(dist.get_rank())]), 0)
-else:
-    for _ in range(3):
-        dist.recv(x)
-        total = total * 0.5 + x
-"""
 
 
 @pytest.mark.parametrize(
-    ("text", "size", "holds", "said"),
+    ("text", "size", "said"),
     [
-        (SCRIPT, 3, True, ["arguments ['--a', 'b'] of {rank}"]),
-        (WRITES, 2, True, ["bytes", "logged", "no end"]),
-        (ARRIVES, 4, False, ["here"]),  # once, although an order is run again
+        (SCRIPT, 3, ["arguments ['--a', 'b'] of {rank}"]),
+        (WRITES, 2, ["bytes", "logged", "no end"]),
     ],
 )
-def test_scripts_have_modules_arguments_and_output_of_their_own(
-    text, size, holds, said, tmp_path, capfd
-):
+def test_scripts_have_modules_arguments_and_output_of_their_own(text, size, said, tmp_path, capfd):
     (tmp_path / "beside.py").write_text("RANK = None\n")
     (tmp_path / "script.py").write_text(text)
     path = list(sys.path)
@@ -247,7 +231,7 @@ def test_scripts_have_modules_arguments_and_output_of_their_own(
         report = simulate_script(tmp_path / "script.py", ["--a", "b"], ranks=size, quiet=False)
     finally:
         logging.getLogger("of_ranks").handlers.clear()
-    assert report.proved == holds
+    assert report.proved, report.text()
     lines = sorted(capfd.readouterr().out.splitlines())
     assert lines == [f"[rank {r}] {line.format(rank=r)}" for r in range(size) for line in said]
     assert "beside" not in sys.modules

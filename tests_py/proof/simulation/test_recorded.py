@@ -17,14 +17,14 @@ from cpattn.proof.captures import Capture
 from cpattn.proof.captures.reader import RecordedCall
 from cpattn.proof.linting.adapters.captures import from_capture
 from support.distributed.distributed_worker import run_world
-from support.proof import capture_worker
+from support.proof import gloo_worker
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """What two ranks sent, their files, and the capture in them."""
     folder = tmp_path_factory.mktemp("world")
-    sent = run_world(2, folder, capture_worker.record_layer, folder)
+    sent = run_world(2, folder, gloo_worker.record_layer, folder)
     files = sorted(folder.glob("*.cpcap"))
     return [of_rank[-1] for of_rank in sent], files, read_captures(files)
 
@@ -52,7 +52,7 @@ def test_what_was_sent_is_sent_again(recorded):
 @pytest.mark.parametrize(("size", "strategy"), [(4, "zigzag"), (3, "interleave")])
 def test_other_ranks_send_what_they_would_have_sent(capture, size, strategy, tmp_path):
     """Ranks of that number that really ran send the same bytes."""
-    sent = run_world(size, tmp_path, capture_worker.record_layer, tmp_path, strategy)
+    sent = run_world(size, tmp_path, gloo_worker.record_layer, tmp_path, strategy)
     report = simulate_capture(capture, ranks=size, strategy=strategy)
     assert report.proved, report.text()
     assert report.subject == f"2 recorded batches on {size} ranks, planned again by {strategy}"
@@ -100,10 +100,10 @@ def test_messages_that_do_not_meet_are_named_by_the_lines_of_the_files(capture):
 def test_a_batch_of_all_ranks_is_one(capture):
     assert capture.ranks == (0, 1)
     batches = [(batch.extend_lens, batch.seq_lens) for batch in capture.batches]
-    assert batches == [(capture_worker.LENS["extend_lens"], capture_worker.LENS["seq_lens"])] * 2
+    assert batches == [(gloo_worker.LENS["extend_lens"], gloo_worker.LENS["seq_lens"])] * 2
     fields = capture.batches[0].call.fields
     assert (fields["cp_size"], fields["page_size"], fields["strategy"]) == (2, 4, "zigzag")
-    assert fields["block_tables"].tolist() == capture_worker.LENS["block_tables"]
+    assert fields["block_tables"].tolist() == gloo_worker.LENS["block_tables"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -92,7 +92,7 @@ def calling(change):
 
     def operator(q, k, v, **options):
         page_size = k.shape[1 if options.get("kv_layout", "NHD") == "NHD" else 2]
-        return attention(q, k, v, **options | change(page_size=page_size, **options))
+        return attention(q, k, v, **options | change(k=k, page_size=page_size, **options))
 
     return operator
 
@@ -137,9 +137,9 @@ def lse_unscaled(q, k, v, *, scale, softcap=0.0, **options):
     return out, attention(q, k, v, scale=1.0, **options)[1]
 
 
-def lse_with_sink(q, k, v, *, sinks=None, **options):
-    out, lse = attention(q, k, v, sinks=sinks, **options)
-    return out, lse if sinks is None else torch.logaddexp(lse, sinks)
+def lse_with_sink(q, k, v, **options):
+    out, lse = attention(q, k, v, **options)
+    return out, torch.logaddexp(lse, options["sinks"]) if "sinks" in options else lse
 
 
 def nan_on_empty(out, lse):
@@ -215,6 +215,12 @@ def pad_rows_read(q, k, v, cu_seqlens_q, *args, **options):
     return flash_attn_varlen_func(q, k, v, ends, *args, **options)
 
 
+def overflow_32_bit(*, k, block_tables, **_):
+    stride = k[0].numel()
+    wrapped = (block_tables.long() * stride + 2**31) % 2**32 - 2**31
+    return {"block_tables": ((wrapped // stride) % len(k)).int()}
+
+
 def batch_order(*, kv_lens, block_tables, **_):
     order = np.argsort([-kv_len for kv_len in kv_lens], kind="stable")
     return {"block_tables": block_tables[order]}
@@ -246,13 +252,6 @@ def accumulates_in_16_bits(q, k, v, **options):
         out[row : row + q_len] = total
         row += q_len
     return out, lse
-
-
-def overflow_32_bit(q, k, v, *, block_tables, **options):
-    stride = k[0].numel()
-    wrapped = (block_tables.long() * stride + 2**31) % 2**32 - 2**31
-    pages = (wrapped // stride) % len(k)
-    return attention(q, k, v, block_tables=pages.int(), **options)
 
 
 def v_head_dim(q, k, v, **options):
@@ -307,6 +306,7 @@ _BY_NAME = {
     "reads-beyond-length": calling(reads_beyond_length),
     "page-order": calling(page_order),
     "batch-order": calling(batch_order),
+    "overflow-32-bit": calling(overflow_32_bit),
     "16-bit-accumulation": accumulates_in_16_bits,
     "unknown": returning(unknown),
     "crash": acting("window", lambda window: window == 3 and os.kill(os.getpid(), signal.SIGSEGV)),

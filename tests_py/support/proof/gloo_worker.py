@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks of gloo do beside simulated ones: `ContextParallel`, ring-flash-attn."""
+"""What ranks of gloo do: they are held against simulated ones, or record their own calls."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from cpattn import _core
 from cpattn.distributed import ContextParallel
+from cpattn.proof import capture
 from support.distributed.ring_worker import Case, run_cases
 
+LENS = {"extend_lens": [9, 4], "seq_lens": [14, 4], "block_tables": [[0, 2, 3, 1], [5, -1, -1, -1]]}
 _EXTEND, _WHOLE = [40, 23], [72, 23]
 _TABLES = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]], dtype=torch.int32)
 
@@ -25,7 +28,8 @@ def prefill(
 ) -> tuple[torch.Tensor | None, ContextParallel]:
     """Outputs of all tokens behind cached ones; a rank that leaves goes before the attention."""
     cp = ContextParallel(dist.group.WORLD, strategy=strategy, page_size=16, transport=transport)
-    plan = cp.plan(_EXTEND, _WHOLE, block_tables=_TABLES)
+    plan = cp.plan(LENS = {"extend_lens": [9, 4], "seq_lens": [14, 4], "block_tables": [[0, 2, 3, 1], [5, -1, -1, -1]]}
+_EXTEND, _WHOLE, block_tables=_TABLES)
     q, k, v = _numbers(63, 4, 32), _numbers(63, 2, 32), _numbers(63, 2, 32) * 2
     k_cache, v_cache = _numbers(16, 16, 2, 32), _numbers(16, 16, 2, 32) * 2
     q, k, v = (cp.shard(plan, x) for x in (q, k, v))
@@ -45,3 +49,19 @@ def run_ring(rank: int, isa: str, cases: list[Case]) -> dict[Case, tuple[torch.T
     """The cases of ring-flash-attn, on kernels of one instruction set."""
     _core.set_isa(isa)
     return run_cases(rank, cases)
+
+
+def record_layer(rank: int, folder: Path, strategy: str = "zigzag") -> list[int]:
+    """Two batches; what the rank has sent after each of them."""
+    sent = []
+    with capture(folder / "run{rank}.cpcap"):
+        cp = ContextParallel(dist.group.WORLD, strategy=strategy, page_size=4, transport="tcp")
+        for _ in range(2):
+            plan = cp.plan(**LENS)
+            rows = torch.randn(plan.num_tokens, 2, 16)
+            q, k = cp.shard(plan, rows), cp.shard(plan, rows[:, :1])
+            caches = torch.zeros(2, 6, 4, 1, 16)
+            cp.write_kv(plan, k, k, *caches)
+            cp.attend(plan, q, *caches)
+            sent.append(cp.sent_bytes)
+    return sent
