@@ -28,8 +28,7 @@ def prefill(
 ) -> tuple[torch.Tensor | None, ContextParallel]:
     """Outputs of all tokens behind cached ones; a rank that leaves goes before the attention."""
     cp = ContextParallel(dist.group.WORLD, strategy=strategy, page_size=16, transport=transport)
-    plan = cp.plan(LENS = {"extend_lens": [9, 4], "seq_lens": [14, 4], "block_tables": [[0, 2, 3, 1], [5, -1, -1, -1]]}
-_EXTEND, _WHOLE, block_tables=_TABLES)
+    plan = cp.plan(_EXTEND, _WHOLE, block_tables=_TABLES)
     q, k, v = _numbers(63, 4, 32), _numbers(63, 2, 32), _numbers(63, 2, 32) * 2
     k_cache, v_cache = _numbers(16, 16, 2, 32), _numbers(16, 16, 2, 32) * 2
     q, k, v = (cp.shard(plan, x) for x in (q, k, v))
