@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -47,99 +48,74 @@ class Step:
         return self.chance.choice(_ORDERED), self.dtype
 
 
-def _all_reduce(step: Step) -> list[torch.Tensor]:
-    op, dtype = step.operator()
-    x, y = step.data(step.n, dtype=dtype), step.data(step.n, 1, dtype)
-    dist.all_reduce(x, op, step.group, async_op=True).wait()
-    dist.reduce(y, step.root, op, step.group)
-    return [x, y] if dist.get_rank() == step.root else [x]
-
-
-def _broadcast(step: Step) -> list[torch.Tensor]:
-    x = step.data(step.n).reshape(-1, 1)
-    dist.broadcast(x, step.root, step.group)
-    return [x]
-
-
-def _all_gather(step: Step) -> list[torch.Tensor]:
-    x = step.data(step.n)
-    taken = [torch.empty_like(x) for _ in range(step.size)]
-    dist.all_gather(taken, x, step.group)
-    single = torch.empty(step.size * step.n, dtype=step.dtype)
-    dist.all_gather_single(single, x, step.group)
-    return [*taken, single]
-
-
-def _gather_scatter(step: Step) -> list[torch.Tensor]:
-    x, back = step.data(step.n), torch.empty(step.n, dtype=step.dtype)
-    here = dist.get_rank() == step.root
-    taken = [torch.empty_like(x) for _ in range(step.size)] if here else None
-    dist.gather(x, taken, step.root, step.group)
-    given = [block + 1 for block in taken] if taken else None
-    dist.scatter(back, given, step.root, step.group)
-    return [*(taken or []), back]
-
-
-def _all_to_all(step: Step) -> list[torch.Tensor]:
-    made = torch.Generator().manual_seed(step.seed)
-    sizes = torch.randint(0, 4, (step.size, step.size), generator=made)
-    gives, takes = sizes[step.rank].tolist(), sizes[:, step.rank].tolist()
-    out = torch.empty(sum(takes), dtype=step.dtype)
-    dist.all_to_all_single(out, step.data(sum(gives)), takes, gives, step.group)
-    return [out]
-
-
-def _reduce_scatter(step: Step) -> list[torch.Tensor]:
-    out = torch.empty(step.n, dtype=torch.int64)
-    parts = [step.data(step.n, salt, torch.int64) for salt in range(step.size)]
-    dist.reduce_scatter(out, parts, group=step.group)
-    single = torch.empty(step.n, dtype=torch.int64)
-    dist.reduce_scatter_single(single, torch.cat(parts), group=step.group)
-    return [out, single]
-
-
-def _messages(step: Step) -> list[torch.Tensor]:
-    if step.size == 1:
-        return []
-    behind, before = step.neighbours()
-    out = torch.empty(step.n, dtype=step.dtype)
-    operations = [
-        dist.P2POp(dist.isend, step.data(step.n), behind, step.group),
-        dist.P2POp(dist.irecv, out, before, step.group),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    return [out]
-
-
-def _objects(step: Step) -> list[torch.Tensor]:
-    taken: list[dict[str, int]] = [{} for _ in range(step.size)]
-    dist.all_gather_object(taken, {"rank": step.rank, "n": step.n}, step.group)
-    shared = [step.rank * 10]
-    dist.broadcast_object_list(shared, step.root, step.group)
-    return [torch.tensor([one["rank"] for one in taken]), torch.tensor(shared)]
-
-
-def _functional(step: Step) -> list[torch.Tensor]:
-    group = step.group or dist.group.WORLD
-    x = step.data(step.n, dtype=torch.int64)
-    return [
-        functional.all_reduce(x, "sum", group) + 0,
-        functional.all_gather_single(x, 0, group) + 0,
-        functional.reduce_scatter_single(x.repeat(step.size), "sum", 0, group) + 0,
-        functional.all_to_all_single(x.repeat(step.size), None, None, group) + 0,
-    ]
-
-
-def _barrier(step: Step) -> list[torch.Tensor]:
-    dist.barrier(step.group)
+def _take(kind: str, step: Step) -> list[torch.Tensor]:
+    """One step of a kind; what the rank has after it."""
+    x, group, n = step.data(step.n), step.group, step.n
+    is_root = dist.get_rank() == step.root
+    blocks = [torch.empty_like(x) for _ in range(step.size)]
+    match kind:
+        case "reduce":
+            op, dtype = step.operator()
+            x, y = step.data(n, dtype=dtype), step.data(n, 1, dtype)
+            dist.all_reduce(x, op, group, async_op=True).wait()
+            dist.reduce(y, step.root, op, group)
+            return [x, y] if is_root else [x]
+        case "broadcast":
+            dist.broadcast(x.view(-1, 1), step.root, group)
+            return [x]
+        case "all_gather":
+            dist.all_gather(blocks, x, group)
+            single = torch.empty(step.size * n, dtype=step.dtype)
+            dist.all_gather_single(single, x, group)
+            return [*blocks, single]
+        case "gather and scatter":
+            back = torch.empty_like(x)
+            dist.gather(x, blocks if is_root else None, step.root, group)
+            given = [block + 1 for block in blocks] if is_root else None
+            dist.scatter(back, given, step.root, group)
+            return [*blocks, back] if is_root else [back]
+        case "all_to_all":
+            made = torch.Generator().manual_seed(step.seed)
+            sizes = torch.randint(0, 4, (step.size, step.size), generator=made)
+            gives, takes = sizes[step.rank].tolist(), sizes[:, step.rank].tolist()
+            out = torch.empty(sum(takes), dtype=step.dtype)
+            dist.all_to_all_single(out, step.data(sum(gives)), takes, gives, group)
+            return [out]
+        case "reduce_scatter":
+            outs = [torch.empty(n, dtype=torch.int64) for _ in range(2)]
+            parts = [step.data(n, salt, torch.int64) for salt in range(step.size)]
+            dist.reduce_scatter(outs[0], parts, group=group)
+            dist.reduce_scatter_single(outs[1], torch.cat(parts), group=group)
+            return outs
+        case "messages" if step.size > 1:
+            behind, before = step.neighbours()
+            out = torch.empty_like(x)
+            sends = dist.P2POp(dist.isend, x, behind, group)
+            for work in dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, out, before, group)]):
+                work.wait()
+            return [out]
+        case "objects":
+            taken: list[dict[str, int]] = [{} for _ in range(step.size)]
+            dist.all_gather_object(taken, {"rank": step.rank, "n": n}, group)
+            shared = [step.rank * 10]
+            dist.broadcast_object_list(shared, step.root, group)
+            return [torch.tensor([one["rank"] for one in taken]), torch.tensor(shared)]
+        case "functional":
+            world, x = group or dist.group.WORLD, step.data(n, dtype=torch.int64)
+            return [
+                functional.all_reduce(x, "sum", world) + 0,
+                functional.all_gather_single(x, 0, world) + 0,
+                functional.reduce_scatter_single(x.repeat(step.size), "sum", 0, world) + 0,
+                functional.all_to_all_single(x.repeat(step.size), None, None, world) + 0,
+            ]
+        case "barrier":
+            dist.barrier(group)
     return []
 
 
-STEPS: tuple[Callable[[Step], list[torch.Tensor]], ...] = (
-    _all_reduce, _broadcast, _all_gather, _gather_scatter, _all_to_all, _reduce_scatter,
-    _messages, _objects, _functional, _barrier,
-)  # fmt: skip
+_KINDS = ("reduce", "broadcast", "all_gather", "gather and scatter", "all_to_all", "reduce_scatter")
+_KINDS += ("messages", "objects", "functional", "barrier")
+STEPS: tuple[Callable[[Step], list[torch.Tensor]], ...] = tuple(partial(_take, x) for x in _KINDS)
 
 
 def run_program(seed: int, num_steps: int) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ _MOST_RANKS = 8
 def _works(step: Step) -> list[torch.Tensor]:
     """Collectives and messages that go on together, and are waited for in an order of the rank."""
     own = random.Random(f"{step.seed} {dist.get_rank()}")
-    begun = [step.chance.choice(_BEGINS)(step, salt) for salt in range(step.chance.randint(2, 5))]
+    begun = [_begin(step, salt) for salt in range(step.chance.randint(2, 5))]
     aside = torch.arange(8.0)  # what is in flight is left alone
     results: list[torch.Tensor] = []
     own.shuffle(begun)
@@ -46,39 +46,25 @@ def _works(step: Step) -> list[torch.Tensor]:
     return [total, aside]
 
 
-Begun = tuple[list[dist.Work], list[torch.Tensor]]
-
-
-def _begin_all_reduce(step: Step, salt: int) -> Begun:
+def _begin(step: Step, salt: int) -> tuple[list[dist.Work], list[torch.Tensor]]:
+    """A call that goes on: its works, and what it fills."""
     x = step.data(step.n, salt, torch.int64)
-    return [dist.all_reduce(x, group=step.group, async_op=True)], [x]
-
-
-def _begin_all_gather(step: Step, salt: int) -> Begun:
-    x = step.data(step.n, salt, torch.int64)
-    taken = [torch.empty_like(x) for _ in range(step.size)]
-    return [dist.all_gather(taken, x, step.group, async_op=True)], taken
-
-
-def _begin_broadcast(step: Step, salt: int) -> Begun:
-    x = step.data(step.n, salt, torch.int64)
-    return [dist.broadcast(x, step.root, step.group, async_op=True)], [x]
-
-
-def _begin_messages(step: Step, salt: int) -> Begun:
-    """To one neighbour and from the other, some ranks posting the receive first."""
+    match step.chance.randrange(4):
+        case 0:
+            return [dist.all_reduce(x, group=step.group, async_op=True)], [x]
+        case 1:
+            return [dist.broadcast(x, step.root, step.group, async_op=True)], [x]
+        case 2:
+            taken = [torch.empty_like(x) for _ in range(step.size)]
+            return [dist.all_gather(taken, x, step.group, async_op=True)], taken
     if step.size == 1:
         return [], []
-    behind, before = step.neighbours()
-    x, out = step.data(step.n, salt, torch.int64), torch.empty(step.n, dtype=torch.int64)
-    posts: list[Callable[[], dist.Work]] = [
+    (behind, before), out = step.neighbours(), torch.empty_like(x)
+    posts: list[Callable[[], dist.Work]] = [  # some ranks post the receive first
         lambda: dist.isend(x, behind, step.group, tag=salt),
         lambda: dist.irecv(out, before, step.group, tag=salt),
     ]
     return [post() for post in posts[:: -1 if step.rank % 2 else 1]], [out]
-
-
-_BEGINS = (_begin_all_reduce, _begin_all_gather, _begin_broadcast, _begin_messages)
 
 
 def _ring(step: Step) -> list[torch.Tensor]:

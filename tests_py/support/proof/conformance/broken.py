@@ -2,7 +2,7 @@
 """Operators with the signature of `cpattn.paged_attention`, each wrong in one way.
 
 They are that operator, given other arguments or with its results changed, and so share no code with
-the wrong oracles that are to name them. `operator_of` has them by their faults.
+the wrong oracles that are to name them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -87,90 +88,27 @@ def plain_weights(
     return torch.softmax(scores, -1).nan_to_num()[..., :kv_len], own_v
 
 
-def calling(change):
-    """An operator that calls the right one with the options that `change` makes of its own."""
-
-    def operator(q, k, v, **options):
-        page_size = k.shape[1 if options.get("kv_layout", "NHD") == "NHD" else 2]
-        return attention(q, k, v, **options | change(k=k, page_size=page_size, **options))
-
-    return operator
-
-
-def ignoring(name, usual=None):
-    """An operator that takes an option and does not look at it."""
-    return calling(lambda **options: {name: usual} if name in options else {})
-
-
-def acting(name, act):
-    """An operator that does something where it is given an option."""
-
-    def operator(q, k, v, **options):
-        if options.get(name) is not None:
-            act(options[name])
-        return attention(q, k, v, **options)
-
-    return operator
-
-
 def returning(change):
     """An operator that returns what `change` makes of the right output and log-sum-exp."""
     return lambda *tensors, **options: change(*attention(*tensors, **options))
 
 
-def masking(**otherwise):
-    """An operator whose mask is not the usual one."""
+def operator_of(fault):
+    """The operator with a fault, by its name; rows of padding are of `flash_attn_varlen_func`."""
+    return pad_rows_read if fault == "pad-rows-read" else partial(_wrong, fault)
 
-    def operator(q, k, v, *, causal, window=None, **options):
-        return attend_where(usual_mask(causal, window, **otherwise), q, k, v, **options)
 
-    return operator
+def pad_rows_read(q, k, v, cu_seqlens_q, *args, **options):
+    from cpattn.integrations.flash_attn import flash_attn_varlen_func
+
+    ends = cu_seqlens_q.clone()
+    ends[-1] = len(q)
+    return flash_attn_varlen_func(q, k, v, ends, *args, **options)
 
 
 def sdpa_without_is_causal(q, k, v, *, is_causal=False, **options):
     """With the signature of torch's operator; masks that are tensors it has."""
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
-
-
-def lse_unscaled(q, k, v, *, scale, softcap=0.0, **options):
-    out, _ = attention(q, k, v, scale=scale, softcap=softcap, **options)
-    return out, attention(q, k, v, scale=1.0, **options)[1]
-
-
-def lse_with_sink(q, k, v, **options):
-    out, lse = attention(q, k, v, **options)
-    return out, torch.logaddexp(lse, options["sinks"]) if "sinks" in options else lse
-
-
-def nan_on_empty(out, lse):
-    total = lse.exp()[..., None]
-    return (out * total / total).to(out.dtype), lse
-
-
-def sink_per_part(q, k, v, *, sinks=None, **options):
-    if sinks is None:
-        return attention(q, k, v, **options)
-    parts = in_parts(q, k, v, sinks=sinks, **options)
-    return cpattn.merge_state(*(x for part in parts for x in part))
-
-
-def gqa_head_order(q, k, v, *, sinks=None, kv_layout="NHD", **options):
-    heads, kv_heads = q.shape[1], k.shape[2 if kv_layout == "NHD" else 1]
-    order = [h for group in range(kv_heads) for h in range(group, heads, kv_heads)]
-    back = np.argsort(order)
-    if sinks is not None:
-        options["sinks"] = sinks[order]
-    out, lse = attention(q[:, order].contiguous(), k, v, kv_layout=kv_layout, **options)
-    return out[:, back], lse[:, back]
-
-
-def kv_len_without_new(*, q_lens, kv_lens, **_):
-    before = [max(kv_len - q_len, 0) for q_len, kv_len in zip(q_lens, kv_lens, strict=True)]
-    return {"kv_lens": before, "allow_short_kv": True}
-
-
-def reads_beyond_length(*, kv_lens, page_size, **_):
-    return {"kv_lens": [-(-kv_len // page_size) * page_size for kv_len in kv_lens]}
 
 
 def multiplies_hidden_values(q, k, v, *, kv_layout="NHD", **options):
@@ -188,57 +126,6 @@ def multiplies_hidden_values(q, k, v, *, kv_layout="NHD", **options):
     return out, lse
 
 
-def page_size(q, k, v, *, block_tables, kv_layout="NHD", **options):
-    if kv_layout == "HND":
-        k, v = (x.transpose(1, 2).contiguous() for x in (k, v))
-    last = block_tables[:, -1:].expand(-1, block_tables.shape[1])
-    return attention(
-        q, k.flatten(0, 1), v.flatten(0, 1), page_size=max(k.shape[1] // 2, 1),
-        block_tables=torch.cat([block_tables, last], 1), **options,
-    )  # fmt: skip
-
-
-def page_order(*, kv_lens, block_tables, page_size, **_):
-    tables = block_tables.clone()
-    for row, kv_len in zip(tables, kv_lens, strict=True):
-        used = -(-kv_len // page_size)
-        row[:used] = row[:used].sort().values
-    return {"block_tables": tables}
-
-
-def pad_rows_read(q, k, v, cu_seqlens_q, *args, **options):
-    """With the signature of `flash_attn_varlen_func`."""
-    from cpattn.integrations.flash_attn import flash_attn_varlen_func
-
-    ends = cu_seqlens_q.clone()
-    ends[-1] = len(q)
-    return flash_attn_varlen_func(q, k, v, ends, *args, **options)
-
-
-def overflow_32_bit(*, k, block_tables, **_):
-    stride = k[0].numel()
-    wrapped = (block_tables.long() * stride + 2**31) % 2**32 - 2**31
-    return {"block_tables": ((wrapped // stride) % len(k)).int()}
-
-
-def batch_order(*, kv_lens, block_tables, **_):
-    order = np.argsort([-kv_len for kv_len in kv_lens], kind="stable")
-    return {"block_tables": block_tables[order]}
-
-
-def merge_wrong_base(q, k, v, **options):
-    (out_a, lse_a), (out_b, lse_b) = in_parts(q, k, v, **options)
-    out, lse = cpattn.merge_state(out_a, lse_a / LN2, out_b, lse_b / LN2)
-    return out, lse * LN2
-
-
-def merge_nan(q, k, v, **options):
-    (out_a, lse_a), (out_b, lse_b) = in_parts(q, k, v, **options)
-    ratio = torch.exp(lse_a - lse_b)
-    share = (ratio / (1 + ratio))[..., None]
-    return (share * out_a + (1 - share) * out_b).to(q.dtype), torch.logaddexp(lse_a, lse_b)
-
-
 def accumulates_in_16_bits(q, k, v, **options):
     out, lse = attention(q, k, v, **options)
     if q.dtype == torch.float32 or k.numel() > 2**31:
@@ -254,67 +141,128 @@ def accumulates_in_16_bits(q, k, v, **options):
     return out, lse
 
 
-def v_head_dim(q, k, v, **options):
-    dim, width = q.shape[-1], v.shape[-1]
-    if dim != width:
-        flat = v.flatten()
-        rows = (torch.arange(len(flat) // width) * dim)[:, None] + torch.arange(width)
-        v = flat[rows.clamp(max=len(flat) - 1)].view(v.shape)
-    return attention(q, k, v, **options)
-
-
-def layout_nhd_hnd(q, k, v, *, kv_layout="NHD", **options):
-    k, v = (x.view(len(x), x.shape[2], x.shape[1], x.shape[3]) for x in (k, v))
-    return attention(q, k, v, kv_layout="HND" if kv_layout == "NHD" else "NHD", **options)
-
-
-def unknown(out, lse):
-    out[:, -1] *= 1.5
-    return out, lse
-
-
 def infinite(out, lse):
     out[0], out[-1, 0, :3] = torch.inf, -torch.inf
     return out, lse
 
 
-def wrong_form(q, k, v, *, causal=True, **options):
-    out, lse = attention(q, k, v, causal=causal, **options)
-    return (out if causal else out.float().double()), lse
+def _wrong(fault, q, k, v, **options):
+    window, softcap, sinks = (options.get(name) for name in ("window", "softcap", "sinks"))
+    if fault == "crash" and window == 3:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if fault == "hang" and softcap:
+        time.sleep(600)
+    if fault == "raises" and sinks is not None:
+        raise IndexError("list index out of range")
+    if fault == "16-bit-accumulation":
+        return accumulates_in_16_bits(q, k, v, **options)
+    per_part = fault.startswith("merge") or (fault == "sink-per-part" and sinks is not None)
+    if fault in _MASKS or per_part:
+        return _of_parts(fault, q, k, v, **options)
+    called, changes = _other_arguments(fault, q, k, v, **options)
+    out, lse = attention(*called, **options | changes)
+    return _other_results(fault, q, k, v, out, lse, **options)
 
 
-_BY_NAME = {
-    "mask-top-left": masking(top_left=True),
-    "mask-off-by-one": masking(shift=-1),
-    "mask-ignored": masking(shift=math.inf),
-    "window-off-by-one": calling(
-        lambda window=None, **_: {} if window is None else {"window": window + 1}
-    ),
-    "window-ignored": ignoring("window"),
-    "lse-base-2": returning(lambda out, lse: (out, lse / LN2)),
-    "lse-finite-on-empty": returning(lambda out, lse: (out, lse.clamp(min=-5e4))),
-    "nan-on-empty": returning(nan_on_empty),
-    "sink-ignored": ignoring("sinks"),
-    "softcap-ignored": ignoring("softcap", 0.0),
-    "softcap-before-scale": calling(lambda scale, softcap=0.0, **_: {"softcap": softcap * scale}),
-    "scale-ignored": ignoring("scale"),
-    "scale-twice": calling(lambda scale, **_: {"scale": scale * scale}),
-    "kv-len-without-new": calling(kv_len_without_new),
-    "kv-len-without-prefix": calling(
-        lambda q_lens, kv_lens, **_: {"kv_lens": list(map(min, q_lens, kv_lens))}
-    ),
-    "reads-beyond-length": calling(reads_beyond_length),
-    "page-order": calling(page_order),
-    "batch-order": calling(batch_order),
-    "overflow-32-bit": calling(overflow_32_bit),
-    "16-bit-accumulation": accumulates_in_16_bits,
-    "unknown": returning(unknown),
-    "crash": acting("window", lambda window: window == 3 and os.kill(os.getpid(), signal.SIGSEGV)),
-    "hang": acting("softcap", lambda softcap: softcap and time.sleep(600)),
-    "raises": acting("sinks", lambda sinks: {}["no such sinks"]),
+_MASKS = {
+    "mask-top-left": {"top_left": True},
+    "mask-off-by-one": {"shift": -1},
+    "mask-ignored": {"shift": math.inf},
 }
 
 
-def operator_of(fault):
-    """The operator with a fault, by its name; most functions here are called like theirs."""
-    return _BY_NAME.get(fault) or globals()[fault.replace("-", "_")]
+def _of_parts(fault, q, k, v, **options):
+    """Of another mask, or merged wrongly of two halves."""
+    if fault in _MASKS:
+        mask = usual_mask(options.pop("causal"), options.pop("window", None), **_MASKS[fault])
+        return attend_where(mask, q, k, v, **options)
+    (out_a, lse_a), (out_b, lse_b) = in_parts(q, k, v, **options)
+    if fault == "merge-nan":
+        ratio = torch.exp(lse_a - lse_b)
+        share = (ratio / (1 + ratio))[..., None]
+        return (share * out_a + (1 - share) * out_b).to(q.dtype), torch.logaddexp(lse_a, lse_b)
+    base = LN2 if fault == "merge-wrong-base" else 1
+    out, lse = cpattn.merge_state(out_a, lse_a / base, out_b, lse_b / base)
+    return out, lse * base
+
+
+def _other_arguments(fault, q, k, v, *, q_lens, kv_lens, block_tables, scale, **options):
+    """The tensors and options that the right operator gets."""
+    nhd = options.get("kv_layout", "NHD") == "NHD"
+    page_size, changes = k.shape[1 if nhd else 2], {}
+    match fault:
+        case "window-ignored" | "sink-ignored":
+            changes = {"window" if fault == "window-ignored" else "sinks": None}
+        case "softcap-ignored":
+            changes = {"softcap": 0.0}
+        case "window-off-by-one" if options.get("window") is not None:
+            changes = {"window": options["window"] + 1}
+        case "softcap-before-scale":
+            changes = {"softcap": options.get("softcap", 0.0) * scale}
+        case "scale-ignored" | "scale-twice":
+            changes = {"scale": None if fault == "scale-ignored" else scale * scale}
+        case "gqa-head-order":
+            order = _head_order(q, k, nhd)
+            q = q[:, order].contiguous()
+            changes = {"sinks": options["sinks"][order]} if "sinks" in options else {}
+        case "kv-len-without-new":
+            before = [max(kv_len - q_len, 0) for q_len, kv_len in zip(q_lens, kv_lens, strict=True)]
+            changes = {"kv_lens": before, "allow_short_kv": True}
+        case "kv-len-without-prefix":
+            changes = {"kv_lens": list(map(min, q_lens, kv_lens))}
+        case "reads-beyond-length":
+            changes = {"kv_lens": [-(-kv_len // page_size) * page_size for kv_len in kv_lens]}
+        case "page-size":
+            k, v = (x if nhd else x.transpose(1, 2).contiguous() for x in (k, v))
+            k, v, last = k.flatten(0, 1), v.flatten(0, 1), block_tables[:, -1:]
+            changes = {"page_size": max(page_size // 2, 1), "kv_layout": "NHD"}
+            changes["block_tables"] = torch.cat([block_tables, last.expand_as(block_tables)], 1)
+        case "page-order":
+            tables = changes["block_tables"] = block_tables.clone()
+            for row, kv_len in zip(tables, kv_lens, strict=True):
+                used = -(-kv_len // page_size)
+                row[:used] = row[:used].sort().values
+        case "batch-order":
+            order = np.argsort([-kv_len for kv_len in kv_lens], kind="stable")
+            changes = {"block_tables": block_tables[order]}
+        case "overflow-32-bit":
+            stride = k[0].numel()
+            wrapped = (block_tables.long() * stride + 2**31) % 2**32 - 2**31
+            changes = {"block_tables": ((wrapped // stride) % len(k)).int()}
+        case "v-head-dim" if q.shape[-1] != v.shape[-1]:
+            flat, dim, width = v.flatten(), q.shape[-1], v.shape[-1]
+            rows = (torch.arange(len(flat) // width) * dim)[:, None] + torch.arange(width)
+            v = flat[rows.clamp(max=len(flat) - 1)].view(v.shape)
+        case "layout-nhd-hnd":
+            k, v = (x.view(len(x), x.shape[2], x.shape[1], x.shape[3]) for x in (k, v))
+            changes = {"kv_layout": "HND" if nhd else "NHD"}
+    return (q, k, v), changes
+
+
+def _head_order(q, k, nhd):
+    heads, kv_heads = q.shape[1], k.shape[2 if nhd else 1]
+    return [h for group in range(kv_heads) for h in range(group, heads, kv_heads)]
+
+
+def _other_results(fault, q, k, v, out, lse, **options):
+    """What is returned for the right output and log-sum-exp."""
+    match fault:
+        case "lse-base-2":
+            lse = lse / LN2
+        case "lse-unscaled":
+            lse = attention(q, k, v, **options | {"scale": 1.0, "softcap": 0.0})[1]
+        case "lse-with-sink" if "sinks" in options:
+            lse = torch.logaddexp(lse, options["sinks"])
+        case "lse-finite-on-empty":
+            lse = lse.clamp(min=-5e4)
+        case "nan-on-empty":
+            total = lse.exp()[..., None]
+            out = (out * total / total).to(out.dtype)
+        case "gqa-head-order":
+            back = np.argsort(_head_order(q, k, options.get("kv_layout", "NHD") == "NHD"))
+            out, lse = out[:, back], lse[:, back]
+        case "unknown":
+            out[:, -1] *= 1.5
+        case "wrong-form" if not options.get("causal", True):
+            out = out.double()
+    return out, lse
