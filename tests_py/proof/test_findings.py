@@ -33,9 +33,10 @@ dist.all_reduce(torch.ones(4))
 def page_of(tmp_path):
     """The page that a command writes."""
 
-    def call(*arguments, status):
+    def call(command, *arguments, status):
         path = tmp_path / "report.html"
-        result = CliRunner().invoke(commands, [*map(str, arguments), "--html", str(path)])
+        words = [command, "--html", *map(str, [path, *arguments])]
+        result = CliRunner().invoke(commands, words)
         assert result.exit_code == status, result.output
         return path.read_text(encoding="utf-8")
 
@@ -132,11 +133,6 @@ def test_a_finding_reads_like_an_error_of_a_compiler():
     assert "   = do:   Take base e.\n" in named.text()
 
 
-def test_an_unknown_invariant_is_refused():
-    with pytest.raises(ValueError, match=r"invariant must be one of OWN, COV, .*, got 'FOO'"):
-        Finding("FOO", "bar")
-
-
 def test_a_report_ends_with_its_verdict():
     proved = Report("lint", "plan.json", checked=("OWN", "LEN"), not_checked={"BAL": "no bound"})
     assert proved.proved
@@ -155,7 +151,9 @@ def test_a_report_ends_with_its_verdict():
     assert document["findings"][0]["details"] == {"token": 5}
 
 
-def test_a_report_has_no_number_that_is_none():
+def test_unknown_invariants_and_numbers_that_are_none_are_refused():
+    with pytest.raises(ValueError, match=r"invariant must be one of OWN, COV, .*, got 'FOO'"):
+        Finding("FOO", "bar")
     with pytest.raises(ValueError, match="not JSON compliant"):
         Report("lint", "plan", facts={"error": float("nan")}).to_json()
 

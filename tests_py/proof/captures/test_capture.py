@@ -278,23 +278,19 @@ def test_messages_are_bytes_by_rank(path, peers):
             read_captures([path])
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path):
+def test_files_that_cannot_be_read_together_are_named(recorded, tmp_path):
+    other = tmp_path / "other.cpcap"
+    other.write_bytes(recorded.read_bytes())
+    with pytest.raises(NotUsable, match=r"another rank, got ranks \[0, 0\]"):
+        read_captures([recorded, other])
+    other.write_bytes(recorded.read_bytes().splitlines(keepends=True)[0])  # starts others alone
+    assert len(read_captures([recorded, other]).calls) == 1
     with pytest.raises(NotUsable, match=r"missing: No such file"):
         read_captures([tmp_path / "missing"])
     with pytest.raises(NotUsable, match="Is a directory"):
         read_captures([tmp_path])
     with pytest.raises(NotUsable, match="at least one file"):
         read_captures([])
-
-
-def test_files_of_one_rank_twice_are_refused(recorded, tmp_path):
-    other = tmp_path / "other.cpcap"
-    other.write_bytes(recorded.read_bytes())
-    with pytest.raises(NotUsable, match=r"another rank, got ranks \[0, 0\]"):
-        read_captures([recorded, other])
-    lines = other.read_bytes().splitlines(keepends=True)
-    other.write_bytes(lines[0])  # of a process that only starts others
-    assert len(read_captures([recorded, other]).calls) == 1
 
 
 def test_a_plan_that_cannot_be_made_again_is_not_judged(recorded):

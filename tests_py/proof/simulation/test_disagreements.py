@@ -169,9 +169,9 @@ def test_a_program_is_refuted_by_its_kind_and_at_its_lines(kind, program, says):
     waiting = finding.details.get("waiting", [])
     for call in [*finding.details.get("calls", []), *waiting] if "key" not in says else ():
         assert call["file"] == __file__
-        if program.__name__ != "program":
+        if program.__name__ != "program":  # which calls another
             assert call["line"] in lines_of(program)
-        assert f"{__file__}:{call['line']} in {program.__name__}" in finding.picture
+            assert f"{__file__}:{call['line']} in {program.__name__}" in finding.picture
     assert not waiting or {one["rank"] for one in waiting} == set(finding.ranks)
     if kind in ("send-not-received", "receive-not-sent", "not-joined"):
         assert finding.ranks == (0,)

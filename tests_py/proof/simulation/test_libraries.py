@@ -64,18 +64,9 @@ class Case:
     def size(self) -> int:
         return self.ulysses * self.ring
 
-    def __str__(self) -> str:
-        mask = "causal" if self.causal else "full"
-        order = "" if self.ulysses_low else "-rings-low"
-        return f"{self.ulysses}x{self.ring}-{self.layout}-{mask}-{self.kv_heads}{order}"
 
-
-@dataclass(frozen=True)
-class Answer:
-    """Outputs of a rank, and which tokens they are of."""
-
-    out: torch.Tensor
-    rows: torch.Tensor
+#: Outputs by rank, and which tokens they are of.
+Answers = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 def make_batch(kv_heads: int) -> list[torch.Tensor]:
@@ -96,7 +87,7 @@ def expected_of(kv_heads: int, causal: bool = True) -> Expected:
     return expected_attention({"q": q, "k_cache": k, "v_cache": v, **lens, **tables})
 
 
-def by_yunchang(case: Case, answers: dict[int, Answer]) -> Callable[[], torch.Tensor]:
+def by_yunchang(case: Case, answers: Answers) -> Callable[[], torch.Tensor]:
     """A program: tokens as the package itself hands them out, and its hybrid attention."""
 
     def program() -> torch.Tensor:
@@ -110,13 +101,13 @@ def by_yunchang(case: Case, answers: dict[int, Answer]) -> Callable[[], torch.Te
         rows = extract(torch.arange(TOKENS).view(1, -1, 1), rank, **sizes).flatten()
         layer = yunchang.LongContextAttention(ring_impl_type=case.layout)
         out = layer(q, k, v, causal=case.causal)[0]
-        answers[rank] = Answer(out, rows)
+        answers[rank] = out, rows
         return out
 
     return program
 
 
-def by_deepspeed(kv_heads: int, answers: dict[int, Answer]) -> Callable[[], torch.Tensor]:
+def by_deepspeed(kv_heads: int, answers: Answers) -> Callable[[], torch.Tensor]:
     """A program: a block of tokens for each rank, and DeepSpeed's attention over all of them."""
 
     def program() -> torch.Tensor:
@@ -129,7 +120,7 @@ def by_deepspeed(kv_heads: int, answers: dict[int, Answer]) -> Callable[[], torc
         rows = torch.arange(TOKENS).chunk(size)[rank]
         layer = DistributedAttention(_causal, dist.group.WORLD, 2, 1)
         out = layer(q, k, v, 0)[0]
-        answers[rank] = Answer(out, rows)
+        answers[rank] = out, rows
         return out
 
     return program
@@ -170,12 +161,11 @@ def on_kernels():
         yield
 
 
-def assert_answers(answers: dict[int, Answer], expected) -> None:
+def assert_answers(answers: Answers, expected: Expected) -> None:
     """All tokens are there once, each with what one process in float64 has."""
-    for answer in answers.values():
-        of_rows = expected.rows(answer.rows.numpy())
-        assert_attended(answer.out, None, of_rows, "float32", "ring of ranks")
-    rows = torch.cat([answer.rows for answer in answers.values()])
+    for out, rows in answers.values():
+        assert_attended(out, None, expected.rows(rows.numpy()), "float32", "ring of ranks")
+    rows = torch.cat([rows for _, rows in answers.values()])
     assert rows.sort().values.tolist() == list(range(TOKENS))
 
 
@@ -188,7 +178,7 @@ def simulated(program, size, **options):
 @needs_yunchang
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_yunchang_gives_what_one_process_does(case, on_kernels):
-    answers: dict[int, Answer] = {}
+    answers: Answers = {}
     seeds = (0, 1) if case.size == 2 else (0,)
     simulated(by_yunchang(case, answers), case.size, seeds=seeds, own_modules=("yunchang",))
     assert len(answers) == case.size
@@ -222,7 +212,7 @@ def test_yunchang_with_fewer_kv_heads_than_ulysses_ranks_raises(on_kernels):
 @needs_deepspeed
 @pytest.mark.parametrize(("size", "kv_heads"), [(2, 8), (2, 2), (4, 4), (8, 8)])
 def test_deepspeed_gives_what_one_process_does(size, kv_heads, on_kernels):
-    answers: dict[int, Answer] = {}
+    answers: Answers = {}
     simulated(by_deepspeed(kv_heads, answers), size, time_limit=600)  # it compiles at first
     assert len(answers) == size
     assert_answers(answers, expected_of(kv_heads))
@@ -252,15 +242,13 @@ def test_context_parallel_gives_what_it_gives_over_gloo(size, tmp_path):
             assert cp.topology().transport == "tcp"
             assert cp.topology().reason == "ranks are threads of one process"
 
-        report = simulate(program, ranks=size)
-        assert report.proved, report.text()
+        simulated(program, size)
         for rank in range(size):
             assert torch.equal(results[rank], expected[rank][number])
 
 
 def test_context_parallel_runs_on_many_ranks():
-    report = simulate(lambda: prefill("zigzag")[0], ranks=16, seeds=(0,))
-    assert report.proved, report.text()
+    simulated(lambda: prefill("zigzag")[0], 16, seeds=(0,))
 
 
 def test_a_rank_that_leaves_context_parallel_is_named():
@@ -291,8 +279,7 @@ def test_ring_flash_attn_gives_what_it_gives_over_gloo(size, tmp_path):
                 rank = dist.get_rank()
                 results[rank] = ring_worker.run_case(package, case, rank, size)
 
-            report = simulate(program, ranks=size, seeds=(0, 1) if size < 16 else (0,))
-            assert report.proved, report.text()
+            simulated(program, size, seeds=(0, 1) if size < 16 else (0,))
             for rank, of_cases in enumerate(expected):
                 for mine, theirs in zip(results[rank], of_cases[case], strict=True):
                     assert torch.equal(mine, theirs)

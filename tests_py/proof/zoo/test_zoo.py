@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +66,16 @@ def test_a_bug_is_refuted_and_its_mended_form_proved(entry):
         assert found.kind in {one.kind for one in smaller.findings}
 
 
+def test_pages_name_all_of_them():
+    page = (ROOT / "docs" / "how_to" / "sglang_ascend.md").read_text()
+    five = page.partition("## Five bugs")[2]  # with which this project began
+    named = {f"sgl-project/sglang#{number}" for number in re.findall(r"\(#(\d+)\)", five)}
+    assert {entry.bug for entry in beginnings.ENTRIES} == named
+    text = (ROOT / "CHANGELOG.md").read_text()
+    (count,) = re.findall(r"`python -m cpattn\.proof\.zoo`: (\d+) bugs", text)
+    assert len({entry.bug for entry in all_entries()}) == int(count)
+
+
 def test_they_are_many_and_of_many_kinds():
     of_plans = [entry for entry in all_entries() if entry.tool == "lint"]
     assert len(of_plans) >= 30
@@ -77,13 +88,6 @@ def test_they_are_many_and_of_many_kinds():
         "ART#840",
         "DeepSpeed#7384",
     }
-
-
-def test_the_five_with_which_this_project_began():
-    page = (ROOT / "docs" / "how_to" / "sglang_ascend.md").read_text()
-    five = page.partition("## Five bugs")[2]
-    named = {f"sgl-project/sglang#{number}" for number in re.findall(r"\(#(\d+)\)", five)}
-    assert {entry.bug for entry in beginnings.ENTRIES} == named
 
 
 @pytest.mark.slow
@@ -100,12 +104,6 @@ def test_the_table_is_what_the_tools_say(tmp_path, monkeypatch, capsys):
     assert zoo_table.main([]) == 0
     written = zoo_table.comparable(page.read_text())
     assert "on no rank" in written
-
-
-def test_the_changelog_counts_the_bugs():
-    text = (ROOT / "CHANGELOG.md").read_text()
-    (count,) = re.findall(r"`python -m cpattn\.proof\.zoo`: (\d+) bugs", text)
-    assert len({entry.bug for entry in all_entries()}) == int(count)
 
 
 REFUTED = Report("lint", "plan", (Finding("OWN", "token 5 is on 2 ranks"),), checked=("OWN",))
@@ -158,6 +156,8 @@ def test_what_is_not_told_apart_is_said(shown, given, says):
 def test_programs_read_json(shown, capsys):
     status, text = shown("--json", "--only", "#2", entries=[entry(), entry("foo/bar#2")])
     assert status == 0
+    both = Report("lint", "plan", (Finding("LEN", "first"), Finding("OWN", "second")))
+    assert visit(entry(broken=both)).says == "second"  # that of its invariant
     (outcome,) = json.loads(text)
     assert outcome["bug"] == "foo/bar#2"
     assert outcome["refuted"]
@@ -167,26 +167,16 @@ def test_programs_read_json(shown, capsys):
     assert "no bug of the zoo is called 'nonsense'" in capsys.readouterr().err
 
 
-def test_entries_are_checked():
+def test_entries_are_checked(monkeypatch):
     with pytest.raises(ValueError, match="tool must be one of lint, simulate, conform, got 'x'"):
         entry(tool="x")
     with pytest.raises(ValueError, match=r"invariant must be one of OWN, .*, got 'FOO'"):
         entry(invariant="FOO")
-
-
-def test_a_bug_is_in_the_zoo_once(monkeypatch):
-    class Module:
-        name, ENTRIES = "x", (entry(),)
-
-    monkeypatch.setattr(registry.pkgutil, "iter_modules", lambda paths: [Module])
-    monkeypatch.setattr(registry.importlib, "import_module", lambda name: Module)
+    module = SimpleNamespace(name="x", ENTRIES=(entry(),))
+    monkeypatch.setattr(registry.pkgutil, "iter_modules", lambda paths: [module])
+    monkeypatch.setattr(registry.importlib, "import_module", lambda name: module)
     with pytest.raises(ValueError, match=r"once for each tool, got foo/bar#1 \(lint\) again"):
         registry.all_entries()
-
-
-def test_outcomes_name_the_finding_of_the_id():
-    both = Report("lint", "plan", (Finding("LEN", "first"), Finding("OWN", "second")))
-    assert visit(entry(broken=both)).says == "second"
 
 
 def test_what_was_run_of_releases_names_its_test():
