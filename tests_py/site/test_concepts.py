@@ -25,13 +25,13 @@ EXAMPLE = re.compile(
 )
 
 
-def text_of(page: str) -> str:
+def text_of(page):
     return CONCEPTS.joinpath(f"{page}.md").read_text()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in WITHOUT_CODE])
 def test_code_prints_what_the_page_shows(page):
-    names: dict[str, object] = {}
+    names = {}
     examples = EXAMPLE.findall(text_of(page))
     assert len(examples) == text_of(page).count("```python\n") >= 1
     assert sum(bool(output) for _, output in examples) == text_of(page).count("```text")

@@ -8,7 +8,6 @@ import random
 import shlex
 import subprocess
 import sys
-from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
@@ -34,17 +33,17 @@ def page():
         yield page
 
 
-def show(page: Any, address: str = "") -> None:
+def show(page, address=""):
     """The page as one gets it with such a part behind #."""
     page.goto("about:blank")
     page.goto(PAGE.as_uri() + address)
 
 
-def status(page: Any) -> str:
+def status(page):
     return page.get_by_role("status").inner_text()
 
 
-def random_batch(rng: random.Random) -> dict[str, Any]:
+def random_batch(rng):
     num = rng.choice([1, 1, 2, 3, 6])
     most = rng.choice([3, 40, 40, 3000])
     return {
@@ -59,7 +58,7 @@ def random_batch(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def expected_plan(batch: dict[str, Any]) -> dict[str, Any]:
+def expected_plan(batch):
     """What the library says, in the words of the page."""
     extend, strategy, heads = batch["extend"], batch["strategy"], batch["heads"]
     sizes = {"extend_lens": extend, "cp_size": batch["ranks"], "strategy": strategy}
@@ -126,7 +125,7 @@ def test_counts_are_exact_up_to_the_largest_batch_that_it_takes(page):
     assert found == np.stack([work.pairs, work.sent_bytes], axis=1).tolist()
 
 
-def cells_of(page: Any, name: str) -> list[list[str]]:
+def cells_of(page, name):
     """The words in the body of a table."""
     rows = "[...t.tBodies[0].rows].map(row => [...row.cells].map(cell => cell.textContent))"
     return page.get_by_role("table", name=name).evaluate(f"t => {rows}")
@@ -166,7 +165,7 @@ def test_what_one_takes_along_runs(page):
     assert eval(code, {"cpattn": cpattn}) == expected
 
 
-def focused(page: Any) -> str:
+def focused(page):
     """The name of what the keyboard is at, whose frame has to be visible."""
     outline = "const s = getComputedStyle(e); return [s.outlineStyle, parseFloat(s.outlineWidth)]"
     style, width = page.evaluate(f"(() => {{ const e = document.activeElement; {outline} }})()")
@@ -274,7 +273,7 @@ STATES = {
 LARGEST = {"largest": f"#extend={','.join(['30000'] * 64)}&ranks=256"}
 
 
-def show_all(page: Any, address: str) -> None:
+def show_all(page, address):
     """The page in a state, with all that unfolds unfolded."""
     show(page, address)
     if page.locator("details").is_visible():

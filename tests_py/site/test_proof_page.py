@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 
@@ -36,7 +35,7 @@ STRETCHES = [
 ]
 
 
-def page_of(reports, path, **options) -> str:
+def page_of(reports, path, **options):
     write_html(reports, path / "report.html", **options)
     return (path / "report.html").read_text(encoding="utf-8")
 
@@ -93,7 +92,7 @@ def test_of_many_stretches_the_longest_are_drawn_and_the_last_ends_it(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def browser() -> Any:
+def browser():
     with chromium.started() as browser:
         yield browser
 

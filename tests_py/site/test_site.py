@@ -8,10 +8,8 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -55,7 +53,7 @@ ROOMS = {
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """That of `make docs` just now, if CPATTN_SITE says where it is, or one for these tests.
 
     Processes of xdist share it: the first one builds, others wait.
@@ -79,32 +77,32 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     with chromium.started() as browser:
         yield browser
 
 
 @pytest.fixture(scope="module")
-def address(site: Path) -> Iterator[str]:
+def address(site):
     with served(site) as address:
         yield address
 
 
-def pages_of(site: Path) -> list[str]:
+def pages_of(site):
     return sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))
 
 
 class Links(HTMLParser):
     """Where a page leads, what it loads, and the places in it that can be led to."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         super().__init__()
-        self.links: list[str] = []
-        self.loaded: list[str] = []
+        self.links = []
+        self.loaded = []
         self.places = {"", "top"}
         self.feed(path.read_text(encoding="utf-8"))
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         of = {name: value or "" for name, value in attrs}
         self.places |= {of[name] for name in ("id", "name") if name in of}
         if tag == "a" and "href" in of:
@@ -114,7 +112,7 @@ class Links(HTMLParser):
         self.loaded += [part.split()[0] for part in of.get("srcset", "").split(",") if part]
 
 
-def target_of(site: Path, page: str, path: str) -> Path:
+def target_of(site, page, path):
     """The file that a link of a page leads to. The page for what is not found has absolute ones."""
     if not path:
         return (site / page).resolve()
@@ -158,7 +156,7 @@ def test_the_reference_has_every_public_name(room, site):
 
 
 @pytest.fixture
-def screen(request: pytest.FixtureRequest, browser: Any) -> Iterator[Screen]:
+def screen(request, browser):
     """A window, of the width and scheme that a test names."""
     screen = Screen(browser, *getattr(request, "param", (DESK, "light")))
     yield screen

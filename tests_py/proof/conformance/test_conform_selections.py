@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from cpattn.proof import NotUsable, conform
 from cpattn.proof.conformance import SELECTION_FAULTS, SELECTION_SIGNATURES, SelectionSignature
 from cpattn.proof.conformance.selection.cases import (
-    SelectionCase,
     candidates_of,
     cases,
     edge_cases,
@@ -112,7 +111,7 @@ def test_every_case_has_its_top_k(name):
     """What is right by a sort is right, and without its best key is not."""
     features = SELECTION_SIGNATURES[name].features
 
-    def holds(case: SelectionCase):
+    def holds(case):
         for own in candidates_of(case, make_scores(case)):
             chosen = np.full(case.topk, -1)
             best = np.argsort(own, kind="stable")[::-1][: case.topk]

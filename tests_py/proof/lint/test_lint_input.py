@@ -249,7 +249,7 @@ def test_the_smaller_plan_is_written(run, tmp_path):
 
 
 def test_the_page_shows_what_comes_out(run):
-    names: dict[str, object] = {}
+    names = {}
     for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S):
         exec(block, names)
     (shown,) = re.findall(r"^```console\n\$ cpattn lint plan.json\n(.*?)^```", PAGE, re.M | re.S)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from cpattn.proof import NotUsable, simulate
 from support.distributed.distributed_worker import run_world
 from support.proof.collective_programs import STEPS, run_program, run_programs
-from support.proof.random_programs import Program, alarm_of
+from support.proof.random_programs import alarm_of
 
 NUM_STEPS = 2 * len(STEPS)
 KINDS = {
@@ -182,4 +182,4 @@ def test_right_programs_are_proved(number, one_torch_thread):
     """`make false-alarms-programs` tries many."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says it of names that it has newer ones for
-        assert alarm_of(Program(3, number)) is None
+        assert alarm_of(3, number) is None

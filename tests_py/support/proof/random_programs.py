@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 os.environ.update(CPATTN_NUM_THREADS="1", OMP_NUM_THREADS="1")
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from cpattn.distributed import ContextParallel
-from cpattn.proof import NotUsable, Report, simulate
+from cpattn.proof import NotUsable, simulate
 from support.proof.collective_programs import STEPS, Step
 
 _MOST_RANKS = 8
@@ -142,51 +142,32 @@ _ALL = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Program:
-    """A program by its number: ranks, steps, and how it is simulated."""
-
-    seed: int
-    number: int
-
-    @property
-    def _chance(self) -> random.Random:
-        return random.Random(f"{self.seed} {self.number}")
-
-    def report(self) -> Report:
-        """Of all its orders; NotUsable if it cannot be judged, which is an alarm, too."""
-        chance = self._chance
-        size = chance.randint(2, _MOST_RANKS)
-        seeds = (0, chance.randint(1, 1 << 20))
-        buffered = chance.random() < 0.3
-        return simulate(self.run, size, seeds=seeds, buffered_sends=buffered, time_limit=600)
-
-    def run(self) -> list[torch.Tensor]:
-        """On a rank."""
-        chance = random.Random(f"{self.seed} {self.number} steps")
-        size = dist.get_world_size()
-        members = [
-            sorted(chance.sample(range(size), chance.randint(1, size)))
-            for _ in range(chance.randint(0, 3))
-        ]
-        groups = [dist.new_group(ranks) for ranks in members]
-        results: list[torch.Tensor] = []
-        for number in range(chance.randint(1, 6)):
-            which = chance.randrange(-2, len(groups))
-            kind = chance.choice(_ALL)
-            key = f"{self.seed} {self.number} {number}"
-            if which < 0:
-                results += kind(Step(random.Random(key), None))
-            elif dist.get_rank() in members[which]:
-                results += kind(Step(random.Random(key), groups[which]))
-        dist.barrier()
-        return results
+def run(seed: int, number: int) -> list[torch.Tensor]:
+    """A program on a rank."""
+    chance = random.Random(f"{seed} {number} steps")
+    size = dist.get_world_size()
+    members = [
+        sorted(chance.sample(range(size), chance.randint(1, size)))
+        for _ in range(chance.randint(0, 3))
+    ]
+    groups = [dist.new_group(ranks) for ranks in members]
+    results: list[torch.Tensor] = []
+    for step in range(chance.randint(1, 6)):
+        which = chance.randrange(-2, len(groups))
+        kind, of_step = chance.choice(_ALL), random.Random(f"{seed} {number} {step}")
+        if which < 0 or dist.get_rank() in members[which]:
+            results += kind(Step(of_step, None if which < 0 else groups[which]))
+    dist.barrier()
+    return results
 
 
-def alarm_of(program: Program) -> str | None:
-    """What was found in a program, if anything was."""
+def alarm_of(seed: int, number: int) -> str | None:
+    """What is found in a program in two orders, if anything is."""
+    chance = random.Random(f"{seed} {number}")
+    size, seeds = chance.randint(2, _MOST_RANKS), (0, chance.randint(1, 1 << 20))
+    options = {"seeds": seeds, "buffered_sends": chance.random() < 0.3, "time_limit": 600}
     try:
-        report = program.report()
+        report = simulate(partial(run, seed, number), size, **options)
     except NotUsable as error:
         return f"cannot be judged: {error}"
     if report.not_checked:
@@ -197,28 +178,20 @@ def alarm_of(program: Program) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=10_000)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so many")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--begin", type=int, default=0, help="the number of the first program")
     parser.add_argument("--only", type=int, help="one program by its number")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    numbers = range(options.begin, options.begin + options.programs)
-    if options.only is not None:
-        numbers = range(options.only, options.only + 1)
-    begin, alarms, done = time.monotonic(), 0, 0
-    for number in numbers:
-        if (alarm := alarm_of(Program(options.seed, number))) is not None:
+    numbers = range(options.programs) if options.only is None else [options.only]
+    begin, alarms = time.monotonic(), 0
+    for done, number in enumerate(numbers, 1):
+        if (alarm := alarm_of(options.seed, number)) is not None:
             alarms += 1
             print(f"--only {number} --seed {options.seed}: {alarm}", flush=True)
-        done += 1
-        seconds = time.monotonic() - begin
-        if done % 100 == 0:
+        if done % 100 == 0 or done == len(numbers):
+            seconds = time.monotonic() - begin
             print(f"{done:,} of {len(numbers):,}, {alarms} alarms, {seconds:.0f} s", flush=True)
-        if seconds > options.seconds:
-            break
-    print(f"{done:,} programs of seed {options.seed}, {alarms} alarms, {seconds:.0f} s")
     return 1 if alarms else 0
 
 
