@@ -247,17 +247,10 @@ def test_what_cannot_be_issued_says_why(capture, ranks, message):
         simulate_capture(capture, **({"ranks": ranks} if ranks else {}))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ranks": 65}, "ranks must be within 1 and 64, got 65"),
-        ({"gbps": 0}, "gbps must be within"),
-        ({"strategy": "spiral"}, "strategy must be"),
-    ],
-)
-def test_options_are_checked(options, message):
-    with pytest.raises(ValueError, match=message):
-        simulate_capture(made_up(), **options)
+def test_options_are_checked():
+    for options in ({"ranks": 65}, {"gbps": 0}, {"strategy": "spiral"}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
+            simulate_capture(made_up(), **options)
     with pytest.raises(TypeError, match="capture must be a Capture, got str"):
         simulate_capture("run.cpcap")
 
