@@ -16,7 +16,6 @@ from support.distributed.distributed_worker import run_world
 from support.proof.collective_programs import STEPS, run_program, run_programs
 from support.proof.random_programs import alarm_of
 
-NUM_STEPS = 2 * len(STEPS)
 KINDS = {
     "new_group", "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor",
     "gather", "scatter", "all_to_all_single", "reduce_scatter", "reduce_scatter_tensor", "send",
@@ -29,16 +28,19 @@ def proved(program, ranks, **options):
     assert report.proved, report.text()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(5, marks=pytest.mark.slow)])
-def test_random_programs_have_the_results_of_gloo(size, tmp_path):
+@pytest.mark.parametrize(
+    ("size", "num_steps"),
+    [(2, len(STEPS)), pytest.param(5, 2 * len(STEPS), marks=pytest.mark.slow)],
+)
+def test_random_programs_have_the_results_of_gloo(size, num_steps, tmp_path):
     seeds = range(size, size + size // 2)
     kinds = set()
-    expected = run_world(size, tmp_path, run_programs, seeds, NUM_STEPS)
+    expected = run_world(size, tmp_path, run_programs, seeds, num_steps)
     for number, seed in enumerate(seeds):
         results = {}
 
         def program(seed=seed, results=results):
-            results[dist.get_rank()] = run_program(seed, NUM_STEPS)
+            results[dist.get_rank()] = run_program(seed, num_steps)
 
         report = simulate(program, ranks=size)
         assert report.proved, report.text()

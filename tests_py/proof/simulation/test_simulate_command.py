@@ -31,20 +31,27 @@ CATCHES = f"""{START}while True:
 """
 
 
-@pytest.fixture
-def simulate(tmp_path, children):
-    """Runs the command on a script, in a process of its own."""
+def in_a_process(children, folder, script, *options, arguments=()):
+    """Run the command on a script, in a process of its own."""
+    (folder / "script.py").write_text(script)
+    words = [sys.executable, "-m", "cpattn", "simulate", "--ranks", "2", *options]
+    return children.run([*words, "script.py", *arguments], cwd=folder, timeout=PATIENCE)
 
-    def run(script, *options, arguments=()):
+
+@pytest.fixture
+def simulate(tmp_path, monkeypatch):
+    """Runs it in this process."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(script, *options):
         (tmp_path / "script.py").write_text(script)
-        words = [sys.executable, "-m", "cpattn", "simulate", "--ranks", "2", *options]
-        return children.run([*words, "script.py", *arguments], cwd=tmp_path, timeout=PATIENCE)
+        return CliRunner().invoke(commands, ["simulate", "--ranks", "2", *options, "script.py"])
 
     return run
 
 
-def test_what_holds_is_said_to(simulate):
-    run = simulate(BARRIER, arguments=["--layers", "2"])
+def test_what_holds_is_said_to(tmp_path, children):
+    run = in_a_process(children, tmp_path, BARRIER, arguments=["--layers", "2"])
     assert run.returncode == 0, run.stderr
     assert "[rank 0] here --layers 2\n" in run.stdout
     assert run.stdout.count("here") == 2  # although it runs in three orders
@@ -54,15 +61,16 @@ def test_what_holds_is_said_to(simulate):
 
 def test_json_is_alone_on_standard_output(simulate, tmp_path):
     run = simulate(HANG, "--json", "--seed", "3", "--trace", "trace.json")
-    assert run.returncode == 1
+    assert run.exit_code == 1
     report = json.loads(run.stdout)
     assert report["findings"][0]["kind"] == "rank-returned"
     assert report["facts"]["seeds"] == [3]
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
 
 
-def test_a_program_that_does_not_end_is_ended(simulate):
-    run = simulate(CATCHES, "--time-limit", "1")
+@pytest.mark.slow
+def test_a_program_that_does_not_end_is_ended(tmp_path, children):
+    run = in_a_process(children, tmp_path, CATCHES, "--time-limit", "1")
     assert run.returncode == 2
     assert "not over after 1 s (--time-limit)" in run.stderr.splitlines()[-1]
 
@@ -77,10 +85,8 @@ def test_a_program_that_does_not_end_is_ended(simulate):
         ("print(", "never closed"),
     ],
 )
-def test_what_cannot_be_judged_ends_in_a_line(script, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "script.py").write_text(script)
-    run = CliRunner().invoke(commands, ["simulate", "--ranks", "2", "script.py"])
+def test_what_cannot_be_judged_ends_in_a_line(simulate, script, message):
+    run = simulate(script)
     assert run.exit_code == 2
     *_, line = run.stderr.splitlines()
     assert line.startswith("Error: simulate: ")
