@@ -53,6 +53,7 @@ def differs(case, switches):
     return not all(same)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=lambda fault: fault.name)
 def test_every_wrong_oracle_is_wrong_somewhere(fault):
     pads = [
