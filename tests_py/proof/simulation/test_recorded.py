@@ -59,7 +59,7 @@ def test_other_ranks_send_what_they_would_have_sent(capture, size, strategy, tmp
     assert sent_by_rank(report) == [of_rank[-1] for of_rank in sent]
 
 
-def is_second_plan(call):
+def plans_on_rank_1(call):
     return call.rank == 1 and call.name == "ContextParallel.plan"
 
 
@@ -73,7 +73,7 @@ def changed(capture, chosen, **fields):
 
 
 def test_a_rank_that_planned_otherwise_is_named(capture):
-    other = changed(capture, is_second_plan, extend_lens=np.array([9, 5]))
+    other = changed(capture, plans_on_rank_1, extend_lens=np.array([9, 5]))
     (finding,) = simulate_capture(other).findings
     assert (finding.invariant, finding.kind) == ("SEQ", "other-extend_lens")
     assert "[9, 4] on rank 0, [9, 5] on rank 1" in finding.what
@@ -134,7 +134,7 @@ def test_what_ranks_recorded_is_a_plan_that_holds(capture):
     ],
 )
 def test_a_rank_that_plans_otherwise_is_refuted(capture, field, value):
-    document = from_capture(changed(capture, is_second_plan, **{field: value}))[0]
+    document = from_capture(changed(capture, plans_on_rank_1, **{field: value}))[0]
     assert {found.invariant for found in lint(document).findings} == {"OWN"}
 
 
