@@ -25,7 +25,6 @@ from cpattn.proof.linting.adapters.shards import (
     from_striped_writes,
 )
 from support.distributed.sparse_worker import SparseRun, layer_arguments, make_cp
-from support.pairwise import pairwise
 from support.proof.plans import kinds
 from support.sparse.indexer_batch import IndexerBatch, scores_of
 
@@ -68,7 +67,11 @@ def plans_of(size, placement, strategy="zigzag"):
 
 @pytest.mark.parametrize(
     ("placement", "size", "strategy"),
-    pairwise([*PLACEMENTS], [2, 3, 16], ["zigzag", "interleave", "decode"]),
+    [
+        (placement, size, ("zigzag", "interleave", "decode")[(i + j) % 3])
+        for i, placement in enumerate(PLACEMENTS)
+        for j, size in enumerate((2, 3, 16))
+    ],
 )
 def test_plans_over_shared_pools(placement, size, strategy):
     report = lint(from_sharded_plans(plans_of(size, placement, strategy), NUM_PAGES))
