@@ -8,8 +8,10 @@ import functools
 import numpy as np
 import pytest
 import torch
+from torch import zeros
 
 import cpattn
+from cpattn.npu import npu_sparse_flash_attention as operator
 from support.npu.sparse_flash_cases import HEADS, Batch, Case, assert_query
 
 CASES = [
@@ -37,7 +39,7 @@ def arguments_and_expected(index, dtype):
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
 def test_against_the_oracle(isa, index, dtype):
     arguments, expected = arguments_and_expected(index, dtype)
-    out, softmax_max, softmax_sum = cpattn.npu.npu_sparse_flash_attention(**arguments)
+    out, softmax_max, softmax_sum = operator(**arguments)
     out = out if out.dim() == 4 else out[None]
     for (b, i), attended, largest in expected:
         found = (x[b, ..., i, :] for x in (softmax_max, softmax_sum))
@@ -47,7 +49,7 @@ def test_against_the_oracle(isa, index, dtype):
 def test_rows_past_their_sequence_are_zeros():
     """Padding of a batch, which is NaN here, and packed rows after the last sequence."""
     batch = Batch(Case(layout_query="BSND"), torch.float32)
-    out, softmax_max, softmax_sum = cpattn.npu.npu_sparse_flash_attention(**batch.arguments())
+    out, softmax_max, softmax_sum = operator(**batch.arguments())
     assert out.shape == (3, 5, HEADS, 48)
     assert softmax_max.shape == softmax_sum.shape == (3, 1, 5, HEADS)
     for b, q_len in enumerate(batch.case.q_lens):
@@ -56,9 +58,9 @@ def test_rows_past_their_sequence_are_zeros():
         assert torch.all(softmax_sum[b, 0, q_len:] == 0)
 
     batch = Batch(Case(), torch.float32)
-    whole = cpattn.npu.npu_sparse_flash_attention(**batch.arguments())
+    whole = operator(**batch.arguments())
     short = batch.arguments(actual_seq_lengths_query=[3, 3, 6], block_table=batch.tables)
-    out, softmax_max, _ = cpattn.npu.npu_sparse_flash_attention(**short)
+    out, softmax_max, _ = operator(**short)
     assert torch.equal(out[:3], whole[0][:3])
     assert torch.all(out[6] == 0)
     assert torch.all(torch.isneginf(softmax_max[0, 6]))
@@ -69,9 +71,9 @@ def test_lengths_default_to_the_whole_batch():
     arguments = Batch(case, torch.float32).arguments()
     for name in ("query", "query_rope", "key", "key_rope", "value", "sparse_indices"):
         arguments[name] = arguments[name][:, :-1].contiguous()
-    expected = cpattn.npu.npu_sparse_flash_attention(**arguments)
+    expected = operator(**arguments)
     del arguments["actual_seq_lengths_query"], arguments["actual_seq_lengths_kv"]
-    for x, y in zip(cpattn.npu.npu_sparse_flash_attention(**arguments), expected, strict=True):
+    for x, y in zip(operator(**arguments), expected, strict=True):
         assert torch.equal(x, y)
 
 
@@ -80,7 +82,7 @@ def test_it_is_flash_mla_with_positions():
     case = Case(head_dim=512, v_head_dim=512, rope_dim=64, mode=0, q_lens=(2,), kv_lens=(100,))
     batch = Batch(case, torch.bfloat16)
     batch.values = [k[..., :512] for k in batch.keys]
-    out, softmax_max, _ = cpattn.npu.npu_sparse_flash_attention(**batch.arguments())
+    out, softmax_max, _ = operator(**batch.arguments())
     indices = torch.full((2, 200), -1)
     for i in range(2):
         seen = batch.seen_keys(0, i)
@@ -98,97 +100,72 @@ def test_a_block_longer_than_the_sequence(size):
     kv = torch.randn(1, 5, 1, 32)
     arguments = {"layout_query": "BSND", "layout_kv": "BSND", "sparse_mode": 0}
     query, indices = torch.randn(1, 2, 3, 32), torch.tensor([[[[0, 3]], [[3, 1]]]])
-    out, *_ = cpattn.npu.npu_sparse_flash_attention(
-        query, kv, kv, indices, 0.2, sparse_block_size=size, **arguments
-    )
+    out, *_ = operator(query, kv, kv, indices, 0.2, sparse_block_size=size, **arguments)
     every = torch.arange(5).expand(1, 2, 1, 5)
-    expected, *_ = cpattn.npu.npu_sparse_flash_attention(query, kv, kv, every, 0.2, **arguments)
+    expected, *_ = operator(query, kv, kv, every, 0.2, **arguments)
     assert torch.equal(out[0, 0], expected[0, 0])
     assert torch.all(out[0, 1] == 0)
 
 
 def test_no_heads():
-    query, kv = torch.zeros(1, 2, 0, 32), torch.zeros(1, 5, 1, 32)
-    out, *_ = cpattn.npu.npu_sparse_flash_attention(
-        query, kv, kv, torch.zeros(1, 2, 1, 4).int(), 1.0
-    )
+    query, kv = zeros(1, 2, 0, 32), zeros(1, 5, 1, 32)
+    out, *_ = operator(query, kv, kv, zeros(1, 2, 1, 4).int(), 1.0)
     assert out.shape == (1, 2, 0, 32)
 
 
 def test_without_softmax_results_and_in_numpy():
     arguments = Batch(Case(), torch.float32).arguments(return_softmax_lse=False)
-    expected, *_ = cpattn.npu.npu_sparse_flash_attention(**arguments)
-    as_numpy = {
-        name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()
-    }
-    out, softmax_max, softmax_sum = cpattn.npu.npu_sparse_flash_attention(**as_numpy)
+    expected, *_ = operator(**arguments)
+    tensors = {name: x.numpy() for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+    out, softmax_max, softmax_sum = operator(**arguments | tensors)
     assert isinstance(out, np.ndarray)
     assert softmax_max.shape == softmax_sum.shape == (0,)
     np.testing.assert_array_equal(out, expected.numpy())
 
 
-ERRORS = {
-    "layout_query": ({"layout_query": "BNSD"}, "layout_query must be 'BSND' or 'TND', got 'BNSD'"),
-    "layout_kv": ({"layout_kv": "BSND"}, "layout_kv must be layout_query or 'PA_BSND', got 'BSND'"),
-    "no table": ({"block_table": None}, "block_table must be given with layout_kv 'PA_BSND'"),
-    "sparse_mode": ({"sparse_mode": 4}, "sparse_mode must be 0 or 3, got 4"),
-    "pre_tokens": ({"pre_tokens": 5}, "pre_tokens and next_tokens must be .* got 5"),
-    "block size": ({"sparse_block_size": 0}, "sparse_block_size must be >= 1, got 0"),
-    "attention_mode": ({"attention_mode": 1}, "attention_mode must be 0 or 2, got 1"),
-    "rope without mode": ({"attention_mode": 0}, "must be given with attention_mode 2 and only"),
-    "no rope": ({"query_rope": None}, "query_rope and key_rope must be given with attention_mode"),
-    "scale": ({"scale_value": -1.0}, "scale_value must be a positive number, got -1"),
-    "no lengths": (
-        {"actual_seq_lengths_query": None},
-        "actual_seq_lengths_query is mandatory for TND",
-    ),
-    "no key lengths": (
-        {"actual_seq_lengths_kv": None},
-        "actual_seq_lengths_kv is mandatory with block_table",
-    ),
-    "falling sums": (
-        {"actual_seq_lengths_query": [3, 2, 7]},
-        "actual_seq_lengths_query must be prefix sums, .* got 2 after 3 at index 1",
-    ),
-    "long sums": ({"actual_seq_lengths_query": [3, 3, 8]}, "packed tokens, 7, got 8 at index 2"),
-    "lengths": ({"actual_seq_lengths_kv": [1, 2]}, r"one entry per sequence \(3\), got 2"),
-    "length": (
-        {"actual_seq_lengths_kv": [1, 2, 99]},
-        r"actual_seq_lengths_kv must be in \[0, 48\], got 99 at index 2",
-    ),
-    "block id": ({"block_table": np.full((3, 6), 70)}, r"page ids must be in \[0, 11\), got 70"),
-    "query rank": ({"query": torch.zeros(7, 32)}, "query must have 3 dimensions"),
-    "query dtype": (
-        {"query": torch.zeros(7, HEADS, 32).double()},
-        "query must be float32, float16",
-    ),
-    "D": ({"query": torch.zeros(7, HEADS, 577)}, r"D of query must be in \[1, 576\], got 577"),
-    "key D": ({"key": torch.zeros(11, 8, 1, 64)}, "key must have shape .* got .*64"),
-    "key heads": ({"key": torch.zeros(11, 8, 2, 32)}, "key must have shape .*page_size, 1, 32"),
-    "value tokens": ({"value": torch.zeros(9, 8, 1, 48)}, "value must have the tokens of key"),
-    "value dtype": ({"value": torch.zeros(11, 8, 1, 48).half()}, "value must be float32, got"),
-    "value rank": ({"value": torch.tensor(1.0)}, "value must have 4 dimensions"),
-    "rope tokens": ({"query_rope": torch.zeros(6, HEADS, 16)}, "query_rope must have the tokens"),
-    "index tokens": (
-        {"sparse_indices": torch.zeros(6, 1, 4).int()},
-        "sparse_indices must have the",
-    ),
-    "index heads": ({"sparse_indices": torch.zeros(7, 2, 4).int()}, "and 1 heads, got"),
-    "index dtype": ({"sparse_indices": torch.zeros(7, 1, 4)}, "sparse_indices must be int32 or"),
-}
+REFUSED = [
+    ({"layout_query": "BNSD"}, "layout_query must be 'BSND' or 'TND', got 'BNSD'"),
+    ({"layout_kv": "BSND"}, "layout_kv must be layout_query or 'PA_BSND', got 'BSND'"),
+    ({"block_table": None}, "block_table must be given with layout_kv 'PA_BSND'"),
+    ({"sparse_mode": 4}, "sparse_mode must be 0 or 3, got 4"),
+    ({"pre_tokens": 5}, "pre_tokens and next_tokens must be .* got 5"),
+    ({"sparse_block_size": 0}, "sparse_block_size must be >= 1, got 0"),
+    ({"attention_mode": 1}, "attention_mode must be 0 or 2, got 1"),
+    ({"attention_mode": 0}, "must be given with attention_mode 2 and only"),
+    ({"query_rope": None}, "query_rope and key_rope must be given with attention_mode"),
+    ({"scale_value": -1.0}, "scale_value must be a positive number, got -1"),
+    ({"actual_seq_lengths_query": None}, "actual_seq_lengths_query is mandatory for TND"),
+    ({"actual_seq_lengths_kv": None}, "actual_seq_lengths_kv is mandatory with block_table"),
+    ({"actual_seq_lengths_query": [3, 2, 7]}, "actual_seq_lengths_query must be prefix sums, .* g"),
+    ({"actual_seq_lengths_query": [3, 3, 8]}, "packed tokens, 7, got 8 at index 2"),
+    ({"actual_seq_lengths_kv": [1, 2]}, r"one entry per sequence \(3\), got 2"),
+    ({"actual_seq_lengths_kv": [1, 2, 99]}, r"actual_seq_lengths_kv must be in \[0, 48\], got 99 "),
+    ({"block_table": np.full((3, 6), 70)}, r"page ids must be in \[0, 11\), got 70"),
+    ({"query": zeros(7, 32)}, "query must have 3 dimensions"),
+    ({"query": zeros(7, HEADS, 32).double()}, "query must be float32, float16"),
+    ({"query": zeros(7, HEADS, 577)}, r"D of query must be in \[1, 576\], got 577"),
+    ({"key": zeros(11, 8, 1, 64)}, "key must have shape .* got .*64"),
+    ({"key": zeros(11, 8, 2, 32)}, "key must have shape .*page_size, 1, 32"),
+    ({"value": zeros(9, 8, 1, 48)}, "value must have the tokens of key"),
+    ({"value": zeros(11, 8, 1, 48).half()}, "value must be float32, got"),
+    ({"value": torch.tensor(1.0)}, "value must have 4 dimensions"),
+    ({"query_rope": zeros(6, HEADS, 16)}, "query_rope must have the tokens"),
+    ({"sparse_indices": zeros(6, 1, 4).int()}, "sparse_indices must have the"),
+    ({"sparse_indices": zeros(7, 2, 4).int()}, "and 1 heads, got"),
+    ({"sparse_indices": zeros(7, 1, 4)}, "sparse_indices must be int32 or"),
+]
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_what_is_refused(name):
-    changes, message = ERRORS[name]
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda x: str(x)[:50])
+def test_what_is_refused(changes, message):
     arguments = Batch(Case(), torch.float32).arguments() | changes
     with pytest.raises(ValueError, match="npu_sparse_flash_attention: .*" + message):
-        cpattn.npu.npu_sparse_flash_attention(**arguments)
+        operator(**arguments)
 
 
 def test_a_block_table_may_be_broadcast_over_any_number_of_columns():
     ones = np.ones((1, 16, 1, 16), np.float32)
-    out = cpattn.npu.npu_sparse_flash_attention(
+    out = operator(
         ones[:, :1], ones, ones, np.zeros((1, 1, 1, 2), np.int32), 0.5,
         actual_seq_lengths_kv=[20], block_table=np.broadcast_to(np.int32(0), (1, 2**60)),
         layout_query="BSND", layout_kv="PA_BSND", attention_mode=0,

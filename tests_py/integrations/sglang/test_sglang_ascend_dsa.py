@@ -141,11 +141,7 @@ def test_attention_is_that_of_the_chosen_keys_in_float64(answers, case):
         weights = (scores * (case.head_dim + case.v_head_dim) ** -0.5).softmax(-1)
         magnitude = weights @ latents.abs()
         assert_close(
-            out[row],
-            to_float64(weights @ latents),
-            to_float64(magnitude),
-            "attention",
-            "bfloat16",
+            out[row], to_float64(weights @ latents), to_float64(magnitude), "attention", "bfloat16"
         )
     for other in answers[1:]:
         assert torch.equal(other[case.name]["out"], answer["out"])

@@ -15,11 +15,7 @@ import torch
 
 import cpattn
 from cpattn.proof import Report, lint
-from cpattn.proof.linting.adapters.transfers import (
-    from_transfer,
-    memory_of_lists,
-    memory_of_pool,
-)
+from cpattn.proof.linting.adapters.transfers import from_transfer, memory_of_lists, memory_of_pool
 from support.distributed.prefill_batches import Case, expected_of, make_batch, slots_of
 from support.npu.fia_cases import TEMPLATE
 from support.proof.shipped import assert_proved, assert_refuted_as_written, shipped_entry
@@ -226,9 +222,7 @@ def test_15852_a_page_was_as_long_as_a_token(monkeypatch):
     theirs, reports = {}, {}
     for version in ("0.5.9", "0.5.10"):
         with release(
-            version,
-            npu_pools="hardware_backend.npu.memory_pool_npu",
-            pools="mem_cache.memory_pool",
+            version, npu_pools="hardware_backend.npu.memory_pool_npu", pools="mem_cache.memory_pool"
         ) as sglang:
             sglang.npu_pools.get_bool_env_var = lambda *_: True
             sglang.pools.maybe_init_custom_mem_pool = lambda **_: (False, None, None)

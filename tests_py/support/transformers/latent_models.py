@@ -122,10 +122,7 @@ def greedy(model: Any, implementation: str) -> Tensor:
     model.config._attn_implementation = implementation
     tokens, mask = tokens_and_mask([0, 13, 41])
     out = model.generate(
-        torch.where(mask, tokens, 0),
-        attention_mask=mask.long(),
-        max_new_tokens=16,
-        do_sample=False,
+        torch.where(mask, tokens, 0), attention_mask=mask.long(), max_new_tokens=16, do_sample=False
     )
     new: Tensor = out[:, LENGTH:]
     return new

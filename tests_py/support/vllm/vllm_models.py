@@ -71,12 +71,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         },
     },
-    "gpt_oss": {
-        **_DECODER,
-        "sliding_window": 48,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-    },
+    "gpt_oss": {**_DECODER, "sliding_window": 48, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
 
 # A process of its own may set these before vLLM is imported.
