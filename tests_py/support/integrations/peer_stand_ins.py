@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of transfers over stand-ins for the packages of Mooncake and NIXL."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cpattn.integrations import mooncake, nixl
+from support.transfer.nixl_stand_in import DONE, FAILED, FakeAgent, bindings
+
+
+class FakeMooncake:
+    """Takes the place of Mooncake's engine: notes calls, and the settings it would read."""
+
+    code = 0
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def initialize(self, *arguments: Any) -> int:
+        self.calls.append(arguments)
+        self.settings = {name: value for name, value in os.environ.items() if name[:3] == "MC_"}
+        return self.code
+
+    def get_rpc_port(self) -> int:
+        return 16000
+
+    def batch_register_memory(self, addrs: list[int], sizes: list[int]) -> int:
+        self.calls.append(("register", addrs, sizes))
+        return self.code
+
+    def batch_unregister_memory(self, addrs: list[int]) -> int:
+        self.calls.append(("unregister", sorted(addrs)))
+        return 0
+
+    def batch_transfer_sync_write(self, *arguments: Any) -> int:
+        self.calls.append(arguments)
+        return 0
+
+
+def put_mooncake(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Replaces Mooncake's package; returns the engines that will have been made."""
+    made: list[Any] = []
+
+    def make() -> FakeMooncake:
+        made.append(FakeMooncake())
+        return made[-1]
+
+    for name in [name for name in os.environ if name.startswith("MC_")]:
+        patch.delenv(name)
+    patch.setitem(sys.modules, "mooncake.engine", SimpleNamespace(TransferEngine=make))
+    patch.setattr(metadata, "version", lambda name: "0.3.13.post1")
+    patch.setattr(FakeMooncake, "code", 0)
+    return made
+
+
+def put_nixl(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Replaces NIXL's package; returns the agents that will have been made."""
+    made: list[Any] = []
+
+    def make(name: str, config: Any) -> FakeAgent:
+        made.append(FakeAgent(name, config))
+        return made[-1]
+
+    patch.setitem(sys.modules, "nixl_cu12", SimpleNamespace())
+    patch.setitem(sys.modules, "nixl_cu12._bindings", bindings(make))
+    patch.setattr(metadata, "version", lambda name: "1.5.1")
+    for name in ("answers", "state", "taken"):
+        patch.setattr(FakeAgent, name, copy.copy(getattr(FakeAgent, name)))
+    return made
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """An engine, and how tests replace what it calls."""
+
+    make: Callable[..., Any]
+    module: Any
+    peer: str
+    #: Seconds that are the least timeout of the engine.
+    least: int
+    put: Callable[[pytest.MonkeyPatch], list[Any]]
+
+    @property
+    def name(self) -> str:
+        return self.make.__name__
+
+    def on_write(self, patch: pytest.MonkeyPatch, act: Callable[[Any], int]) -> None:
+        """Has every write call `act` with the foreign engine; 0 of it is a success."""
+        if self.module is mooncake:
+            patch.setattr(FakeMooncake, "batch_transfer_sync_write", lambda fake, *_: act(fake))
+        else:
+            status = {0: DONE, -1: FAILED}
+            patch.setattr(FakeAgent, "getXferStatus", lambda fake, _: status[act(fake)])
+
+
+STAND_INS = {
+    "mooncake": StandIn(mooncake.MooncakeEngine, mooncake, "peer", 5, put_mooncake),
+    "nixl": StandIn(nixl.NixlEngine, nixl, "10.0.0.2:7000/00", 1, put_nixl),
+}
+
+
+def ranges_of(calls: list[Any]) -> list[tuple[str, list[int]]]:
+    """What of the calls of a foreign engine registers addresses, and what ends that."""
+    return [
+        (call[0].replace("de", "un"), [x[0] if isinstance(x, tuple) else x for x in call[1]])
+        for call in calls
+        if "register" in call[0]
+    ]
