@@ -7,15 +7,8 @@ import pytest
 import torch
 
 from cpattn.integrations import flash_attn
-from support.integrations.flash_attn_cases import (
-    DIM,
-    HEADS,
-    KV_HEADS,
-    assert_result,
-    normal,
-    oracle_inputs,
-    run_varlen,
-)
+from support.integrations import flash_attn_cases as cases
+from support.integrations.flash_attn_cases import DIM, HEADS, KV_HEADS, normal
 from support.tolerances import assert_similar
 
 
@@ -51,25 +44,23 @@ def test_ragged_codes(dtype, kind):
     q_lens, kv_lens, descale = [5, 2, 3], [9, 12, 3], DESCALES[kind]
     q = normal(10, HEADS, DIM)
     k, v = coded(24, KV_HEADS, DIM, dtype=dtype), coded(24, KV_HEADS, DIM, dtype=dtype)
-    out, lse = run_varlen(
-        q, k, v, q_lens, kv_lens, causal=True, k_descale=descale, v_descale=descale
-    )
+    options = {"causal": True, "k_descale": descale, "v_descale": descale}
+    out, lse = cases.run_varlen(q, k, v, q_lens, kv_lens, **options)
     factor = by_sequence(descale, kv_lens)
-    meant = oracle_inputs(q, k.double() * factor, v.double() * factor, q_lens, kv_lens, True)
-    assert_result(out, lse, meant)
+    meant = cases.oracle_inputs(q, k.double() * factor, v.double() * factor, q_lens, kv_lens, True)
+    cases.assert_result(out, lse, meant)
 
 
 @pytest.mark.parametrize("kind", DESCALES)
 def test_codes_of_equal_lengths(kind):
     q, k, v = normal(3, 4, HEADS, DIM), *coded(2, 3, 6, KV_HEADS, DIM)
     descale = DESCALES[kind]
-    out, lse, _ = flash_attn.flash_attn_func(
-        q, k, v, causal=True, return_attn_probs=True, k_descale=descale, v_descale=descale
-    )
+    options = {"causal": True, "k_descale": descale, "v_descale": descale}
+    out, lse, _ = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **options)
     factor = by_sequence(descale, [6] * 3)
     k, v = (x.flatten(0, 1).double() * factor for x in (k, v))
-    meant = oracle_inputs(q.flatten(0, 1), k, v, [4] * 3, [6] * 3, True)
-    assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), meant)
+    meant = cases.oracle_inputs(q.flatten(0, 1), k, v, [4] * 3, [6] * 3, True)
+    cases.assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), meant)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -77,9 +68,8 @@ def test_codes_are_appended_to_a_cache_of_codes(dtype):
     q, (k_cache, v_cache) = normal(2, 1, HEADS, DIM), coded(2, 2, 8, KV_HEADS, DIM, dtype=dtype)
     k, v = coded(2, 2, 1, KV_HEADS, DIM, dtype=dtype)
     options = {"k_descale": 0.02, "v_descale": torch.tensor([0.01, 0.03]), "causal": True}
-    out = flash_attn.flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, cache_seqlens=torch.tensor([3, 7]), **options
-    )
+    caches, lens = (q, k_cache, v_cache), torch.tensor([3, 7])
+    out = flash_attn.flash_attn_with_kvcache(*caches, k, v, cache_seqlens=lens, **options)
     for sequence, length in enumerate((4, 8)):
         assert torch.equal(k_cache[sequence, length - 1].float(), k[sequence, 0].float())
         expected = flash_attn.flash_attn_func(
@@ -87,9 +77,7 @@ def test_codes_are_appended_to_a_cache_of_codes(dtype):
         )
         assert_similar(out[sequence], expected[0])
     with pytest.raises(ValueError, match="k must be codes like those of the cache"):
-        flash_attn.flash_attn_with_kvcache(
-            q, k_cache, v_cache, k.float(), v, cache_seqlens=3, **options
-        )
+        flash_attn.flash_attn_with_kvcache(*caches, k.float(), v, cache_seqlens=3, **options)
 
 
 def test_descales_that_do_not_fit():

@@ -24,6 +24,7 @@ from support.integrations.flash_attn_cases import (
     oracle_inputs,
     run_varlen,
 )
+from support.pairwise import pairwise
 from support.tolerances import assert_similar
 
 WINDOWS = [(-1, -1), (5, 0), (0, 0), (4, 3), (-1, 2), (6, -1)]
@@ -34,22 +35,21 @@ def fixed_inputs():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window_size", WINDOWS)
-@pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (3, 11), (11, 3)])
-def test_equal_lengths(q_len, kv_len, window_size, causal):
+@pytest.mark.parametrize(
+    ("lens", "window_size", "causal"),
+    pairwise([(7, 7), (3, 11), (11, 3)], WINDOWS, [False, True]),
+)
+def test_equal_lengths(lens, window_size, causal):
+    q_len, kv_len = lens
     q = normal(2, q_len, HEADS, DIM)
     k, v = normal(2, kv_len, KV_HEADS, DIM), normal(2, kv_len, KV_HEADS, DIM)
-    out, lse, probabilities = flash_attn.flash_attn_func(
-        q, k, v, causal=causal, window_size=window_size, return_attn_probs=True
-    )
+    options = {"causal": causal, "window_size": window_size}
+    out, lse, probabilities = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **options)
     assert out.shape == q.shape
     assert lse.shape == (2, HEADS, q_len)
     assert probabilities.numel() == 0
-    inputs = oracle_inputs(
-        *(x.flatten(0, 1) for x in (q, k, v)),
-        [q_len] * 2, [kv_len] * 2, causal=causal, window_size=window_size,
-    )  # fmt: skip
+    rows = (x.flatten(0, 1) for x in (q, k, v))
+    inputs = oracle_inputs(*rows, [q_len] * 2, [kv_len] * 2, **options)
     assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
 
 
@@ -90,18 +90,21 @@ def test_windows_by_hand(causal, window_size, rows):
     assert "".join(str(int(x)) for x in mask) == "".join(rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("q_lens", "kv_lens"),
-    [
-        ((5, 3, 1), (5, 3, 1)),
-        ((4, 0, 6, 2), (9, 3, 0, 33)),  # no new token, no key
-        ((0, 9, 4), (0, 2, 0)),  # fewer keys than queries, the last sequence without keys
-        ((3, 70), (40, 1)),
-    ],
+    ("lens", "causal", "dtype"),
+    pairwise(
+        [
+            ((5, 3, 1), (5, 3, 1)),
+            ((4, 0, 6, 2), (9, 3, 0, 33)),  # no new token, no key
+            ((0, 9, 4), (0, 2, 0)),  # fewer keys than queries, the last sequence without keys
+            ((3, 70), (40, 1)),
+        ],
+        [False, True],
+        DTYPES,
+    ),
 )
-@pytest.mark.parametrize("causal", [False, True])
-def test_ragged(q_lens, kv_lens, causal, dtype):
+def test_ragged(lens, causal, dtype):
+    q_lens, kv_lens = lens
     q = strided_copy(normal(sum(q_lens), HEADS, DIM, dtype=dtype))
     k, v = (strided_copy(normal(sum(kv_lens), KV_HEADS, DIM, dtype=dtype)) for _ in "kv")
     out, lse = run_varlen(q, k, v, q_lens, kv_lens, causal=causal)
@@ -113,13 +116,9 @@ def test_ragged(q_lens, kv_lens, causal, dtype):
 def test_ragged_windows_with_softcap_and_scale(window_size):
     q_lens, kv_lens = (6, 2, 9), (6, 20, 4)
     q, k, v = normal(17, HEADS, DIM), normal(30, KV_HEADS, DIM), normal(30, KV_HEADS, DIM)
-    out, lse = run_varlen(
-        q, k, v, q_lens, kv_lens, window_size=window_size, softcap=3.0, softmax_scale=0.5
-    )
-    inputs = oracle_inputs(
-        q, k, v, q_lens, kv_lens, window_size=window_size, softcap=3.0, scale=0.5
-    )
-    assert_result(out, lse, inputs)
+    options = {"window_size": window_size, "softcap": 3.0}
+    out, lse = run_varlen(q, k, v, q_lens, kv_lens, softmax_scale=0.5, **options)
+    assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, scale=0.5, **options))
 
 
 def test_keys_of_no_sequence_are_not_read():
@@ -167,12 +166,12 @@ def test_block_table():
     assert_result(out, lse, oracle_inputs(q, k, v, q_lens, kv_lens, causal=True))
 
     q = normal(3, 2, HEADS, DIM)
+    options = {"cache_seqlens": torch.tensor(kv_lens), "block_table": table, "causal": True}
+    inputs = oracle_inputs(q.flatten(0, 1), k, v, (2, 2, 2), kv_lens, causal=True)
     for num_splits in (0, 1):
         out, lse = flash_attn.flash_attn_with_kvcache(
-            q, k_pages, v_pages, cache_seqlens=torch.tensor(kv_lens), block_table=table,
-            causal=True, num_splits=num_splits, return_softmax_lse=True,
-        )  # fmt: skip
-        inputs = oracle_inputs(q.flatten(0, 1), k, v, (2, 2, 2), kv_lens, causal=True)
+            q, k_pages, v_pages, num_splits=num_splits, return_softmax_lse=True, **options
+        )
         assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
 
 
@@ -193,10 +192,9 @@ def test_cache_is_appended_to_in_place(paged):
         where = {"cache_batch_idx": rows}
         caches = [k_cache, v_cache]
     q = normal(3, new, HEADS, DIM)
-    out, lse = flash_attn.flash_attn_with_kvcache(
-        q, *caches, k, v, cache_seqlens=torch.tensor(lengths), causal=True,
-        window_size=(4, 0), return_softmax_lse=True, **where,
-    )  # fmt: skip
+    options = {"causal": True, "window_size": (4, 0)}
+    where |= {"cache_seqlens": torch.tensor(lengths), "return_softmax_lse": True}
+    out, lse = flash_attn.flash_attn_with_kvcache(q, *caches, k, v, **where, **options)
     assert out.shape == q.shape
     assert lse.shape == (3, HEADS, new)
     for row, n, part in zip(rows, lengths, keys, strict=True):
@@ -204,10 +202,8 @@ def test_cache_is_appended_to_in_place(paged):
         assert k_cache[row, n + new :].isnan().all()
     assert k_cache[1].isnan().all()
     kv_lens = [n + new for n in lengths]
-    inputs = oracle_inputs(
-        q.flatten(0, 1), torch.cat(keys), torch.cat(values), [new] * 3, kv_lens,
-        causal=True, window_size=(4, 0),
-    )  # fmt: skip
+    rows = q.flatten(0, 1), torch.cat(keys), torch.cat(values)
+    inputs = oracle_inputs(*rows, [new] * 3, kv_lens, **options)
     assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), inputs)
 
 
@@ -252,17 +248,14 @@ def test_private_forms_agree_with_the_public_ones():
     ],
 )
 def test_what_is_refused(change, message):
-    arguments = {
+    rows = {
         "q": normal(8, HEADS, DIM),
         "k": normal(8, KV_HEADS, DIM),
         "v": normal(8, KV_HEADS, DIM),
-        "cu_seqlens_q": [0, 8],
-        "cu_seqlens_k": [0, 8],
-        "max_seqlen_q": 8,
-        "max_seqlen_k": 8,
     }
+    lens = {"cu_seqlens_q": [0, 8], "cu_seqlens_k": [0, 8], "max_seqlen_q": 8, "max_seqlen_k": 8}
     with pytest.raises(ValueError, match=f"flash_attn_varlen_func: .*{message}"):
-        flash_attn.flash_attn_varlen_func(**arguments | change)
+        flash_attn.flash_attn_varlen_func(**rows | lens | change)
 
 
 def test_a_forward_pass_alone_may_have_inputs_that_require_gradients():
@@ -283,11 +276,11 @@ def test_a_forward_pass_alone_may_have_inputs_that_require_gradients():
         ({"cache_seqlens": torch.tensor([1, 2, 3])}, "must be 2 numbers"),
         ({"k": torch.zeros(2, 1, 1, DIM), "v": torch.zeros(2, 1, 1, DIM)}, "k must have shape"),
         (
-            {"k": torch.zeros(2, 4, KV_HEADS, DIM), "v": torch.zeros(2, 4, KV_HEADS, DIM)},
-            "needs room for 9 tokens, the cache of a sequence has 8",
+            dict.fromkeys("kv", torch.zeros(2, 4, KV_HEADS, DIM)),
+            "needs room for 9 tokens, the cache",
         ),
         (
-            {"cache_batch_idx": torch.tensor([0, 1]), "block_table": torch.zeros(2, 1).int()},
+            dict.fromkeys(("cache_batch_idx", "block_table"), torch.zeros(2, 1).int()),
             "cache_batch_idx must not be given with block_table",
         ),
     ],
