@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cpattn
 import cpattn.integrations.torch_ops
+from support.integrations import npu_op_calls
 from support.integrations.torch_op_calls import DIM, HEADS, OPERATORS, as_tuple, calls, ints
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -24,13 +25,17 @@ def nothing_compiled() -> None:
 
 CALLS = calls()
 FIRST_OF_EACH = list({call.name: call for call in reversed(CALLS)}.values())
-every_call = pytest.mark.parametrize("call", CALLS, ids=str)
-every_operator = pytest.mark.parametrize("call", FIRST_OF_EACH, ids=str)
+NPU_CALLS = npu_op_calls.calls()
+ALL_CALLS = [*CALLS, *NPU_CALLS]
+ALL_OPERATORS = list({call.name: call for call in reversed(ALL_CALLS)}.values())
+every_call = pytest.mark.parametrize("call", ALL_CALLS, ids=str)
+every_operator = pytest.mark.parametrize("call", ALL_OPERATORS, ids=str)
+every_out = pytest.mark.parametrize("call", FIRST_OF_EACH, ids=str)
 
 
 def assert_same(results: Any, expected: Any) -> None:
     for result, wanted in zip(as_tuple(results), as_tuple(expected), strict=True):
-        torch.testing.assert_close(result, wanted, rtol=0, atol=0)
+        torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def states() -> tuple[torch.Tensor, ...]:
@@ -47,14 +52,12 @@ def test_all_operators_are_tested():
 
 @every_call
 def test_equals_the_function(call):
-    assert_same(call.operator(*call.args, **call.kwargs), call.function())
-
-
-@every_call
-def test_out(call):
-    outputs = call.outputs()
-    assert call.out(*call.args, **call.kwargs, **outputs) is None
-    assert_same(tuple(outputs.values()), call.function())
+    expected = call.function()
+    assert_same(call.operator(*call.args, **call.kwargs), expected)
+    if call.library == "cpattn":
+        outputs = call.outputs()
+        assert call.out(*call.args, **call.kwargs, **outputs) is None
+        assert_same(tuple(outputs.values()), expected)
 
 
 def test_merge_state():
@@ -64,12 +67,14 @@ def test_merge_state():
     assert_same(parts, expected)
 
 
-@every_call
+@pytest.mark.slow
+@pytest.mark.parametrize("call", CALLS + ALL_OPERATORS[len(FIRST_OF_EACH) :], ids=str)
 def test_opcheck(call):
     torch.library.opcheck(call.operator, call.args, call.kwargs)
 
 
-@every_operator
+@pytest.mark.slow
+@every_out
 def test_opcheck_of_out(call):
     torch.library.opcheck(call.out, call.args, call.kwargs | call.outputs())
 
@@ -78,20 +83,22 @@ def test_opcheck_of_merge_state():
     torch.library.opcheck(OPERATORS.merge_state.default, states())
 
 
+@pytest.mark.slow
 @every_operator
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiles_to_one_graph(call, backend):
     def run(*args, **kwargs):
         outputs = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
-        operator = getattr(OPERATORS, call.name)
-        operator(*args, **kwargs, **outputs)
-        return as_tuple(operator(*args, **kwargs)), tuple(outputs.values())
+        if outputs:
+            call.packet(*args, **kwargs, **outputs)
+        return as_tuple(call.packet(*args, **kwargs)), tuple(outputs.values())
 
-    expected = call.outputs()
+    expected = call.outputs() if call.library == "cpattn" else {}
     compiled = torch.compile(run, fullgraph=True, backend=backend)
     returned, written = compiled(*call.args, **call.kwargs)
     assert_same(returned, call.function())
-    assert_same(written, call.function())
+    if expected:
+        assert_same(written, call.function())
 
 
 def test_merging_compiles_to_one_graph():
@@ -117,14 +124,12 @@ def test_one_graph_serves_all_lengths():
 
     call = CALLS[0]
     _, k_cache, v_cache = call.args
-    compiled = torch.compile(
-        lambda q, *args: OPERATORS.paged_attention(
-            q, k_cache, v_cache, q_lens=args[0], kv_lens=args[1], block_tables=args[2]
-        ),
-        fullgraph=True,
-        backend=backend,
-        dynamic=True,
-    )
+
+    def run(q, *args):
+        options = dict(zip(("q_lens", "kv_lens", "block_tables"), args, strict=True))
+        return OPERATORS.paged_attention(q, k_cache, v_cache, **options)
+
+    compiled = torch.compile(run, fullgraph=True, backend=backend, dynamic=True)
     tables = call.kwargs["block_tables"]
     for lens in ([7, 1, 2], [2, 4], [3, 1, 5, 6]):
         q, q_lens = torch.randn(sum(lens), HEADS, DIM), ints(*lens)
@@ -138,44 +143,49 @@ def test_one_graph_serves_all_lengths():
 
 @every_operator
 def test_inference_mode(call):
+    expected = call.function()
     with torch.inference_mode():
-        result = call.operator(*call.args, **call.kwargs)
+        assert_same(call.operator(*call.args, **call.kwargs), expected)
+        if call.library == "npu":
+            return
         outputs = call.outputs()
         call.out(*call.args, **call.kwargs, **outputs)
-    expected = call.function()
-    assert_same(result, expected)
     assert_same(tuple(outputs.values()), expected)
     # A tensor of inference mode is as good outside of it.
     call.out(*call.args, **call.kwargs, **outputs)
     assert_same(tuple(outputs.values()), expected)
 
 
-@every_operator
-def test_meta_tensors(call):
-    """Shapes and dtypes without numbers."""
+@every_call
+def test_fake_results(call):
+    """Meta tensors, and the fake ones of tracing: shapes, dtypes and strides without numbers."""
 
-    def meta(value):
-        return value.to("meta") if isinstance(value, torch.Tensor) else value
+    def like(convert: Any, value: Any) -> Any:
+        return convert(value) if isinstance(value, torch.Tensor) else value
 
-    args, kwargs = map(meta, call.args), {name: meta(x) for name, x in call.kwargs.items()}
-    results = as_tuple(call.operator(*args, **kwargs))
-    for result, expected in zip(results, call.function(), strict=True):
-        assert result.device.type == "meta"
-        assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
-        assert result.stride() == expected.stride()
+    fake, expected = FakeTensorMode(), call.function()
+    for mode, convert in ((fake, fake.from_tensor), (nullcontext(), lambda x: x.to("meta"))):
+        args = [like(convert, value) for value in call.args]
+        kwargs = {key: like(convert, value) for key, value in call.kwargs.items()}
+        with mode:
+            results = as_tuple(call.operator(*args, **kwargs))
+        for result, real in zip(results, expected, strict=True):
+            assert (result.shape, result.dtype) == (real.shape, real.dtype)
+            assert result.stride() == real.stride()
 
 
-@pytest.mark.parametrize("call", [call for call in FIRST_OF_EACH if call.floats], ids=str)
+@pytest.mark.parametrize("call", [call for call in ALL_OPERATORS if call.floats], ids=str)
 def test_gradients_are_refused(call):
-    position = call.floats[-1]
+    position = call.floats[-1 if call.library == "cpattn" else 0]
     name = call.operator._schema.arguments[position].name
     args = list(call.args)
     args[position] = args[position].clone().requires_grad_()
     message = f"{call.name}: cpattn operators have no backward: {name} requires a gradient"
     with pytest.raises(TypeError, match=message):
         call.operator(*args, **call.kwargs)
-    with pytest.raises(TypeError, match=message):
-        call.out(*args, **call.kwargs, **call.outputs())
+    if call.library == "cpattn":
+        with pytest.raises(TypeError, match=message):
+            call.out(*args, **call.kwargs, **call.outputs())
     with torch.no_grad():
         results = as_tuple(call.operator(*args, **call.kwargs))
     assert_same(results, call.function())
@@ -218,13 +228,17 @@ def test_errors_are_those_of_the_function():
     with pytest.raises(ValueError, match="paged_attention: block_tables must have"):
         call.operator(*call.args, **call.kwargs | {"kv_lens": ints(16, 90)})
     score, lengths, topk = next(call for call in CALLS if call.name == "fast_topk").args
+    out = torch.empty(3, topk + 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="fast_topk"):
-        OPERATORS.fast_topk.out(
-            score, lengths, topk, out=torch.empty(3, topk + 1, dtype=torch.int32)
-        )
+        OPERATORS.fast_topk.out(score, lengths, topk, out=out)
+    call = NPU_CALLS[0]
+    with pytest.raises(ValueError, match="npu_fused_infer_attention_score: sparse_mode must be"):
+        call.operator(*call.args, **call.kwargs | {"sparse_mode": 7})
+    with pytest.raises(ValueError, match="pse_shift is not supported"):
+        call.operator(*call.args, **call.kwargs, pse_shift=torch.zeros(1))
 
 
-@every_operator
+@every_out
 def test_outputs_of_another_shape_are_refused(call):
     wrong = {name: torch.cat([x, x], -1) for name, x in call.outputs().items()}
     with pytest.raises(ValueError, match=call.name):
@@ -235,9 +249,8 @@ def test_a_scale_is_a_number_or_a_tensor():
     given = [call for call in calls() if "k_scales" in call.kwargs]
     assert {call.name for call in given} == {"paged_attention", "do_cp_attn_fia"}
     for call, name in itertools.product(given, ("k_scale", "v_scale")):
-        with pytest.raises(
-            ValueError, match=f"{call.name}: {name}s must not be given beside {name}"
-        ):
+        message = f"{call.name}: {name}s must not be given beside {name}"
+        with pytest.raises(ValueError, match=message):
             call.operator(*call.args, **call.kwargs, **{name: 1.0})
 
 
@@ -247,12 +260,11 @@ def test_a_graph_on_codes_of_float8(dtype):
     q, *caches = call.args
     codes = [cache.to(dtype) for cache in caches]
     scales = {"k_scale": 0.5, "v_scales": torch.tensor([0.5, 2.0])}
-    compiled = torch.compile(
-        lambda *args: OPERATORS.paged_attention(*args, **call.kwargs, **scales),
-        fullgraph=True,
-        backend="aot_eager",
-    )
-    expected = cpattn.paged_attention(
-        q, *codes, **call.kwargs, k_scale=0.5, v_scale=scales["v_scales"], return_lse=True
-    )
+
+    def run(*args):
+        return OPERATORS.paged_attention(*args, **call.kwargs, **scales)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    options = call.kwargs | {"k_scale": 0.5, "v_scale": scales["v_scales"]}
+    expected = cpattn.paged_attention(q, *codes, **options, return_lse=True)
     assert_same(compiled(q, *codes), expected)

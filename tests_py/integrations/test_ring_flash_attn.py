@@ -54,17 +54,9 @@ def expected_of(case: Case) -> Expected:
     """Attention in float64, and what errors are measured in."""
     q, k, v = make_batch(case)
     ends = np.cumsum([0, *case.lens])
-    inputs = {
-        "q": q,
-        "k_cache": k,
-        "v_cache": v,
-        "q_lens": case.lens,
-        "kv_lens": case.lens,
-        "block_tables": ends[:-1, None] + np.arange(max(case.lens)),
-        "page_size": 1,
-        "causal": case.causal,
-    }
-    return expected_attention(inputs)
+    tables = ends[:-1, None] + np.arange(max(case.lens))
+    lens = {"q_lens": case.lens, "kv_lens": case.lens, "block_tables": tables, "page_size": 1}
+    return expected_attention({"q": q, "k_cache": k, "v_cache": v, "causal": case.causal, **lens})
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -14,13 +14,9 @@ import torch
 from cpattn.integrations import torch_npu
 
 NAMES = {
-    "_npu_fused_infer_attention_score_get_max_workspace",
-    "_npu_reshape_and_cache",
-    "npu_fused_infer_attention_score",
-    "npu_lightning_indexer",
-    "npu_rotary_mul",
-    "npu_scatter_nd_update_",
-    "npu_sparse_flash_attention",
+    *("_npu_fused_infer_attention_score_get_max_workspace", "_npu_reshape_and_cache"),
+    *("npu_fused_infer_attention_score", "npu_lightning_indexer", "npu_rotary_mul"),
+    *("npu_scatter_nd_update_", "npu_sparse_flash_attention"),
 }
 
 
@@ -40,7 +36,8 @@ def test_installed_removed_and_installed_again():
         assert second.npu_lightning_indexer is first.npu_lightning_indexer
 
 
-def test_names():
+def test_names_and_no_device():
+    """Programs take `torch.npu` for a device."""
     with torch_npu.install():
         module = importlib.import_module("torch_npu")
         assert set(module.__all__) == NAMES
@@ -48,6 +45,7 @@ def test_names():
             assert callable(getattr(module, name))
             if not name.startswith("_"):
                 assert getattr(module, name) is getattr(torch.ops.npu, name)
+        assert not hasattr(torch, "npu")
 
 
 def test_other_names_are_named():
@@ -61,12 +59,6 @@ def test_other_names_are_named():
             exec("from torch_npu import npu_rms_norm")
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("torch_npu.contrib")
-
-
-def test_no_device_appears():
-    """Programs take `torch.npu` for a device."""
-    with torch_npu.install():
-        assert not hasattr(torch, "npu")
 
 
 def test_the_real_package_is_not_hidden(monkeypatch, tmp_path):
@@ -84,20 +76,12 @@ def test_the_real_package_is_not_hidden(monkeypatch, tmp_path):
     assert "torch_npu" not in sys.modules
 
 
-def run(program: str) -> None:
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_import_does_nothing_yet():
-    run(
+@pytest.mark.parametrize(
+    "program",
+    [
         "import sys, cpattn.integrations.torch_npu\n"
-        "assert 'torch' not in sys.modules and 'torch_npu' not in sys.modules"
-    )
-
-
-def test_operators_of_the_real_package_are_not_replaced():
-    """Libraries can register them without the module; then nothing of ours is registered."""
-    run(
+        "assert 'torch' not in sys.modules and 'torch_npu' not in sys.modules",
+        # Libraries can register operators without the module; then nothing of ours is registered.
         "import sys, torch\n"
         "from cpattn.integrations import torch_npu\n"
         "library = torch.library.Library('npu', 'FRAGMENT')\n"
@@ -110,5 +94,9 @@ def test_operators_of_the_real_package_are_not_replaced():
         "    else:\n"
         "        raise AssertionError('replaced')\n"
         "assert 'torch_npu' not in sys.modules\n"
-        "assert not hasattr(torch.ops.npu, 'npu_lightning_indexer')"
-    )
+        "assert not hasattr(torch.ops.npu, 'npu_lightning_indexer')",
+    ],
+    ids=["import does nothing yet", "operators of the real package are not replaced"],
+)
+def test_in_a_process_of_its_own(program):
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -73,18 +73,9 @@ def test_one_sequence_without_blocks(torch_npu, q_len):
     """Prompts one by one; for a single token sglang passes mode 0 with the template."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, q_len, n, DIM) for n in (HEADS, KV_HEADS, KV_HEADS))
-    out, _ = torch_npu.npu_fused_infer_attention_score(
-        q,
-        k,
-        v,
-        num_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        input_layout="BSND",
-        atten_mask=TEMPLATE[None],
-        sparse_mode=3 if q_len > 1 else 0,
-        scale=0.25,
-        next_tokens=0,
-    )
+    heads = {"num_heads": HEADS, "num_key_value_heads": KV_HEADS, "input_layout": "BSND"}
+    mask = {"atten_mask": TEMPLATE[None], "sparse_mode": 3 if q_len > 1 else 0, "next_tokens": 0}
+    out, _ = torch_npu.npu_fused_infer_attention_score(q, k, v, scale=0.25, **heads, **mask)
     options = {"scale": 0.25, "is_causal": True, "enable_gqa": True}
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), **options
@@ -106,8 +97,7 @@ def test_int8_keys_and_values(torch_npu):
     batch = FiaBatch("BSND", *SEQUENCES, blocks="H")
     arguments = tensors_of(batch)
     for name in ("key", "value"):
-        codes = torch.randint(-128, 128, arguments[name].shape)
-        arguments[name] = codes.to(torch.int8)
+        arguments[name] = torch.randint(-128, 128, arguments[name].shape).to(torch.int8)
     numbers = torch.rand(2, 2, 2, 32)  # scales and offsets of key and value, [N, D]
     apart = {
         f"{side}_antiquant_{name}": numbers[i, j]
@@ -137,16 +127,10 @@ def test_writing_into_tensors(torch_npu, lse):
     assert operator(**arguments, workspace=workspace, out=written) is None
     for result, wanted in zip(written, expected, strict=True):
         assert torch.equal(result, wanted.to(result.dtype))
+    if lse:
+        torch.library.opcheck(operator, (), arguments | {"out": written})
     with pytest.raises(ValueError, match=r"\.out: out must have the shapes of the results"):
         operator(**arguments, out=[written[0][:-1], written[1]])
-
-
-def test_opcheck_of_out(torch_npu):
-    batch = FiaBatch("TND", *SEQUENCES, blocks="H")
-    arguments = tensors_of(batch)
-    out = [torch.zeros(13, HEADS, DIM), torch.zeros(1)]
-    operator = torch_npu.npu_fused_infer_attention_score.out
-    torch.library.opcheck(operator, (), arguments | {"out": out})
 
 
 def test_sparse_context_parallel(torch_npu):
@@ -157,34 +141,19 @@ def test_sparse_context_parallel(torch_npu):
     common["actual_seq_lengths_query"] = torch.arange(1, rows + 1, dtype=torch.int32)
     lengths = ints(21, 22, 9, 10, 1, 32)
     index_q, index_k = torch.randn(rows, index_heads, DIM), torch.randn(4, PAGE, 1, DIM)
+    weights = torch.rand(rows, index_heads)
+    paged = {"actual_seq_lengths_key": lengths, "layout_key": "PA_BSND", "layout_query": "TND"}
     indices, _ = torch_npu.npu_lightning_indexer(
-        query=index_q,
-        key=index_k,
-        weights=torch.rand(rows, index_heads),
-        actual_seq_lengths_key=lengths,
-        layout_query="TND",
-        layout_key="PA_BSND",
-        sparse_count=topk,
-        **common,
+        query=index_q, key=index_k, weights=weights, sparse_count=topk, **paged, **common
     )
     assert indices.squeeze(1).shape == (rows, topk)
     q, q_pe = torch.randn(rows, HEADS, rank), torch.randn(rows, HEADS, rope)
     k, k_pe = torch.randn(4, PAGE, 1, rank), torch.randn(4, PAGE, 1, rope)
+    paged = {"actual_seq_lengths_kv": lengths, "layout_kv": "PA_BSND", "layout_query": "TND"}
+    parts = {"query_rope": q_pe, "key_rope": k_pe, "attention_mode": 2, "sparse_indices": indices}
+    parts |= {"scale_value": 0.1, "sparse_block_size": 1, "return_softmax_lse": False}
     out, softmax_max, softmax_sum = torch_npu.npu_sparse_flash_attention(
-        query=q,
-        key=k,
-        value=k,
-        query_rope=q_pe,
-        key_rope=k_pe,
-        sparse_indices=indices,
-        scale_value=0.1,
-        actual_seq_lengths_kv=lengths,
-        sparse_block_size=1,
-        layout_query="TND",
-        layout_kv="PA_BSND",
-        attention_mode=2,
-        return_softmax_lse=False,
-        **common,
+        query=q, key=k, value=k, **parts, **paged, **common
     )
     assert softmax_max.numel() == softmax_sum.numel() == 0
     keys, parts = (x[ints(3, 0)].flatten(0, 2) for x in (k, k_pe))
@@ -198,8 +167,9 @@ def test_sparse_context_parallel(torch_npu):
 # Rows of the KV cache.
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize(
+    ("index_dtype", "dtype"), [(torch.int32, torch.bfloat16), (torch.int64, torch.uint8)]
+)
 def test_scatter(torch_npu, index_dtype, dtype):
     torch.manual_seed(0)
     pool = torch.randint(0, 99, (3, 8, 1, KV_HEADS, DIM)).to(dtype)
@@ -213,10 +183,11 @@ def test_scatter(torch_npu, index_dtype, dtype):
     assert torch.equal(pool, expected)
 
 
-def test_scatter_of_numbers(torch_npu):
+def test_scatter_of_numbers_and_of_nothing(torch_npu):
     """A mapping from slots to slots."""
     mapping = torch.zeros(6, dtype=torch.int64)
     torch_npu.npu_scatter_nd_update_(mapping, torch.tensor([[4], [1]]), torch.tensor([7, 8]))
+    torch_npu.npu_scatter_nd_update_(mapping, torch.zeros(0, 1).long(), torch.zeros(0).long())
     assert mapping.tolist() == [0, 8, 0, 0, 7, 0]
 
 
@@ -228,12 +199,6 @@ def test_the_last_row_of_a_slot_stays(torch_npu):
         torch_npu.npu_scatter_nd_update_(buffer, slots, rows)
         for slot in range(50):
             assert (buffer[slot] == (slots[:, 0] == slot).nonzero().max()).all()
-
-
-def test_scatter_of_nothing(torch_npu):
-    buffer = torch.ones(3, 2)
-    torch_npu.npu_scatter_nd_update_(buffer, torch.zeros(0, 1).long(), torch.zeros(0, 2))
-    assert buffer.tolist() == [[1, 1]] * 3
 
 
 BUFFER, INDICES, UPDATES = torch.zeros(5, 2), torch.tensor([[1], [4]]), torch.ones(2, 2)
@@ -266,13 +231,10 @@ def test_rows_are_not_written_into_a_copy_of_a_cache(torch_npu):
     assert not wide.any()
 
 
-def test_scatter_has_no_backward(torch_npu):
+def test_scatter_has_no_backward_and_autograd_sees_it(torch_npu):
     message = "npu_scatter_nd_update_: cpattn operators have no backward: updates requires"
     with pytest.raises(TypeError, match=message):
         torch_npu.npu_scatter_nd_update_(BUFFER.clone(), INDICES, UPDATES.clone().requires_grad_())
-
-
-def test_autograd_sees_what_was_overwritten(torch_npu):
     weight, buffer = torch.ones(5, 2, requires_grad=True), BUFFER.clone()
     product = (weight * buffer).sum()
     torch_npu.npu_scatter_nd_update_(buffer, INDICES, UPDATES)
@@ -285,9 +247,8 @@ def test_scatter_in_a_graph(torch_npu):
         doubled = 2 * buffer
         return torch_npu.npu_scatter_nd_update_(doubled, indices, updates) + 1
 
-    torch.library.opcheck(
-        torch.ops.npu.npu_scatter_nd_update_.default, (BUFFER.clone(), INDICES, UPDATES)
-    )
+    scatter = torch.ops.npu.npu_scatter_nd_update_.default
+    torch.library.opcheck(scatter, (BUFFER.clone(), INDICES, UPDATES))
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(BUFFER, INDICES, UPDATES), run(BUFFER, INDICES, UPDATES))
     with pytest.raises(ValueError, match=r"indices must be in \[0, 5\), got 6"):
@@ -300,9 +261,8 @@ def test_scatter_from_two_threads(torch_npu):
     def write(first: int) -> None:
         rows = torch.arange(first, 64, 2)
         for value in range(20):
-            torch_npu.npu_scatter_nd_update_(
-                buffer, rows[:, None], torch.full((32, 8), float(value + first))
-            )
+            updates = torch.full((32, 8), float(value + first))
+            torch_npu.npu_scatter_nd_update_(buffer, rows[:, None], updates)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(write, (0, 1)))
@@ -314,9 +274,8 @@ def test_keys_and_values_in_one_call(torch_npu):
     torch.manual_seed(0)
     caches = torch.zeros(3, PAGE, KV_HEADS, DIM), torch.zeros(3, PAGE, KV_HEADS, 48)
     key, value = torch.randn(2, KV_HEADS, DIM), torch.randn(2, KV_HEADS, 48)
-    torch_npu._npu_reshape_and_cache(
-        key=key, value=value, key_cache=caches[0], value_cache=caches[1], slot_indices=ints(17, 2)
-    )
+    given = {"key": key, "value": value, "key_cache": caches[0], "value_cache": caches[1]}
+    torch_npu._npu_reshape_and_cache(**given, slot_indices=ints(17, 2))
     for cache, rows in zip(caches, (key, value), strict=True):
         assert torch.equal(cache[1, 1], rows[0])
         assert torch.equal(cache[0, 2], rows[1])
@@ -337,9 +296,8 @@ def test_rotary_mul(torch_npu, dtype):
     parts = x.double() * cos.double(), torch.cat((-right, left), -1) * sin.double()
     assert out.dtype == dtype
     magnitude = parts[0].abs() + parts[1].abs()
-    assert_close(
-        out, *map(to_float64, (sum(parts), magnitude)), "rotary", str(dtype).removeprefix("torch.")
-    )
+    expected = map(to_float64, (sum(parts), magnitude))
+    assert_close(out, *expected, "rotary", str(dtype).removeprefix("torch."))
     torch.library.opcheck(torch.ops.npu.npu_rotary_mul.default, (x, cos, sin))
     with pytest.raises(ValueError, match="npu_rotary_mul: rotary_mode must be half"):
         torch_npu.npu_rotary_mul(x, cos, sin, "interleave")

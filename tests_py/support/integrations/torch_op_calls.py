@@ -26,17 +26,23 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     results: tuple[str, ...] = ("out",)
+    library: str = "cpattn"
+    label: str = ""
 
     def __str__(self) -> str:
-        return self.name
+        return self.name + self.label
+
+    @property
+    def packet(self) -> Any:
+        return getattr(getattr(torch.ops, self.library), self.name)
 
     @property
     def operator(self) -> Any:
-        return getattr(OPERATORS, self.name).default
+        return self.packet.default
 
     @property
     def out(self) -> Any:
-        return getattr(OPERATORS, self.name).out
+        return self.packet.out
 
     @property
     def floats(self) -> list[int]:
@@ -47,6 +53,8 @@ class Call:
     def function(self) -> tuple[torch.Tensor, ...]:
         """What the function of the same name gives."""
         kwargs = dict(self.kwargs)
+        if self.library == "npu":
+            return as_tuple(getattr(cpattn.npu, self.name)(*self.args, **kwargs))
         if self.name == "do_cp_attn_fia":
             keys = ("cp_rank", "cp_size", "strategy", "num_tokens")
             batch = {key: kwargs.pop(key) for key in keys if key in kwargs}
@@ -96,12 +104,8 @@ def calls() -> list[Call]:
     q, k_cache, v_cache = rand(ROWS, HEADS, DIM), *rand(2, 9, PAGE, KV_HEADS, DIM)
     tables, q_lens, kv_lens = ints([5, 0, 7, 2], [8, 1, 3, 4]), ints(7, 3), ints(16, 9)
     paged = {"q_lens": q_lens, "kv_lens": kv_lens, "block_tables": tables}
-    csr = {
-        "q_lens": q_lens,
-        "kv_indptr": ints(0, 4, 7),
-        "kv_indices": ints(5, 0, 7, 2, 8, 1, 3),
-        "last_page_len": ints(4, 1),
-    }
+    csr = {"q_lens": q_lens, "kv_indptr": ints(0, 4, 7), "last_page_len": ints(4, 1)}
+    csr["kv_indices"] = ints(5, 0, 7, 2, 8, 1, 3)
     options = {"window": 5, "softcap": 20.0, "sinks": rand(HEADS), "num_threads": 1}
     ranges = (ints(0, 0, 4), ints(5, 12, 9))
     indexer = (rand(3, 2, 16), rand(12, 16), rand(3, 2), *ranges)
@@ -110,18 +114,15 @@ def calls() -> list[Call]:
     latent = (rand(3, HEADS, DIM), rand(20, 1, DIM), ints([[7, 19, -1]], [[0, 1, 2]], [[4, 4, 4]]))
     projection = (rand(5, LORA_RANK + KV_RANK + ROPE), rand(LORA_RANK), rand(KV_RANK))
     ranks = (LORA_RANK, KV_RANK, ROPE)
-    fia = {
-        "extend_lens": ints(9, 8),
-        "seq_lens": ints(16, 11),
-        "cp_rank": 1,
-        "cp_size": 2,
-        "block_tables": tables,
-        "page_size": PAGE,
-        "num_heads": HEADS,
-        "num_kv_heads": KV_HEADS,
-        "scale": None,
-    }
-    split = ("q", "k_nope", "k_pe")
+    fia = {"extend_lens": ints(9, 8), "seq_lens": ints(16, 11), "cp_rank": 1, "cp_size": 2}
+    fia |= {"block_tables": tables, "page_size": PAGE, "num_heads": HEADS}
+    fia |= {"num_kv_heads": KV_HEADS, "scale": None}
+    narrow = (q.flatten(1), k_cache, v_cache[..., :16].contiguous())
+    interleaved = fia | {"strategy": "interleave", "num_tokens": 18, "scale": 0.3}
+    biased = {"eps": 1e-3, "q_bias": rand(LORA_RANK), "kv_bias": rand(KV_RANK)}
+    epsilons = {"q_eps": 1e-6, "kv_eps": 1e-5}
+    attended, split = ("out", "lse"), ("q", "k_nope", "k_pe")
+    sparse, with_sinks = ("out", "max_logits", "lse"), (0.2, 32, rand(HEADS), ints(3, 0, 1))
     # torch.library.opcheck multiplies its arguments, which torch cannot for float8.
     codes = [x.mul(30).to(torch.int8) for x in (k_cache, v_cache)]
     raw = [x.view(torch.uint8) for x in codes]
@@ -130,15 +131,10 @@ def calls() -> list[Call]:
     tokens = {f"{name}_scales": rand(9, PAGE, KV_HEADS).abs() for name in ("k", "v")}
     tokens |= {"kv_dtype": "int8"}
     return [
-        Call("paged_attention", (q, k_cache, v_cache), paged, ("out", "lse")),
-        Call("paged_attention", (q, k_cache, v_cache), csr | options, ("out", "lse")),
-        Call("do_cp_attn_fia", (q.flatten(1), k_cache, v_cache), fia, ("out", "lse")),
-        Call(
-            "do_cp_attn_fia",
-            (q.flatten(1), k_cache, v_cache[..., :16].contiguous()),
-            fia | {"strategy": "interleave", "num_tokens": 18, "scale": 0.3},
-            ("out", "lse"),
-        ),
+        Call("paged_attention", (q, k_cache, v_cache), paged, attended),
+        Call("paged_attention", (q, k_cache, v_cache), csr | options, attended),
+        Call("do_cp_attn_fia", (q.flatten(1), k_cache, v_cache), fia, attended),
+        Call("do_cp_attn_fia", narrow, interleaved, attended),
         *cp_attention_options(q, k_cache, v_cache, fia, rand),
         Call("indexer_logits", indexer),
         Call("indexer_logits", indexer, {"k_scale": rand(12).abs()}),
@@ -151,29 +147,14 @@ def calls() -> list[Call]:
         Call("quantize_kv_rows", (nope, rope)),
         Call("dequantize_kv_rows", (rows,)),
         Call("dequantize_kv_rows", (rows, ints(5, 0, 5))),
-        Call("flash_mla_sparse_fwd", (*latent, 0.2, 16), {}, ("out", "max_logits", "lse")),
-        Call(
-            "flash_mla_sparse_fwd",
-            (*latent, 0.2, 32, rand(HEADS), ints(3, 0, 1)),
-            {"num_threads": 1},
-            ("out", "max_logits", "lse"),
-        ),
-        Call(
-            "split_qk_norm",
-            (*projection, *ranks),
-            {"q_eps": 1e-6, "kv_eps": 1e-5},
-            (*split, "latent_cache"),
-        ),
+        Call("flash_mla_sparse_fwd", (*latent, 0.2, 16), {}, sparse),
+        Call("flash_mla_sparse_fwd", (*latent, *with_sinks), {"num_threads": 1}, sparse),
+        Call("split_qk_norm", (*projection, *ranks), epsilons, (*split, "latent_cache")),
         Call("fused_split_qk_norm", (*projection, *ranks), {}, split),
-        Call(
-            "fused_split_qk_norm",
-            (*projection, *ranks),
-            {"eps": 1e-3, "q_bias": rand(LORA_RANK), "kv_bias": rand(KV_RANK)},
-            split,
-        ),
-        Call("paged_attention", (q, *codes), paged | numbers, ("out", "lse")),
-        Call("paged_attention", (q, *codes), paged | heads, ("out", "lse")),
-        Call("paged_attention", (q, *raw), paged | tokens, ("out", "lse")),
-        Call("do_cp_attn_fia", (q.flatten(1), *codes), fia | numbers, ("out", "lse")),
-        Call("do_cp_attn_fia", (q.flatten(1), *raw), fia | tokens, ("out", "lse")),
+        Call("fused_split_qk_norm", (*projection, *ranks), biased, split),
+        Call("paged_attention", (q, *codes), paged | numbers, attended),
+        Call("paged_attention", (q, *codes), paged | heads, attended),
+        Call("paged_attention", (q, *raw), paged | tokens, attended),
+        Call("do_cp_attn_fia", (q.flatten(1), *codes), fia | numbers, attended),
+        Call("do_cp_attn_fia", (q.flatten(1), *raw), fia | tokens, attended),
     ]
