@@ -21,14 +21,8 @@ from support.transformers.tiny_transformers import generate, make_model, make_to
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 TOKENS = make_tokens(2, 30)
 PADDED = (torch.arange(30) >= torch.tensor([0, 7])[:, None]).long()
-SPLIT = {
-    "model.embed_tokens": "cpu",
-    "model.layers.0": "cpu",
-    "model.layers.1": "disk",
-    "model.norm": "cpu",
-    "model.rotary_emb": "cpu",
-    "lm_head": "cpu",
-}
+SPLIT = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+SPLIT |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
 PLACES = {"one device": {"": "cpu"}, "cpu and disk": SPLIT}
 
 integration.register()
@@ -70,12 +64,9 @@ def test_weights_offloaded_one_by_one(expected: Any) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_loaded_with_a_device_map(place: str, expected: Any, tmp_path: Path) -> None:
     make_model("qwen3").save_pretrained(tmp_path / "model")
+    placed = {"device_map": PLACES[place], "offload_folder": tmp_path / "weights"}
     model = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model",
-        attn_implementation="cpattn",
-        dtype=torch.float32,
-        device_map=PLACES[place],
-        offload_folder=tmp_path / "weights",
+        tmp_path / "model", attn_implementation="cpattn", dtype=torch.float32, **placed
     )
     assert weights_are_away(model) == (place == "cpu and disk")
     assert_same(model, expected)

@@ -53,8 +53,7 @@ def left_padded() -> Tensor:
     return (torch.arange(LENGTH) >= PADDING[:, None]).long()
 
 
-@pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("padded", "cache"), [(False, None), (True, "static")])
 def test_the_tokens_of_eager(model: Any, padded: bool, cache: str | None) -> None:
     mask = left_padded() if padded else torch.ones(1, LENGTH).long()
     options = {"attention_mask": mask, "cache_implementation": cache}
@@ -72,44 +71,39 @@ CACHES = {
 }
 
 
+CHUNKS = (11, 8, 1, 10)
+
+
 @torch.inference_mode()
 def run(
-    model: Any,
-    implementation: str,
-    mask: Tensor,
-    chunks: tuple[int, ...] = (LENGTH,),
-    make_cache: Any = CACHES["dynamic"],
+    model: Any, implementation: str, mask: Tensor, chunks: Any = (LENGTH,), cache: str = "dynamic"
 ) -> tuple[Tensor, Any]:
     """Logits of all tokens that are not padding, [n, vocabulary], and the cache."""
     model.set_attn_implementation(implementation)
-    tokens, cache = make_tokens(*mask.shape), make_cache(model)
+    tokens, used = make_tokens(*mask.shape), CACHES[cache](model)
     logits, begin = [], 0
     for length in chunks:
         end = begin + length
         positions = (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, begin:]
-        result = model(
-            tokens[:, begin:end],
-            attention_mask=mask[:, :end],
-            position_ids=positions,
-            past_key_values=cache,
-        )
-        logits.append(result.logits)
+        given = {"attention_mask": mask[:, :end], "position_ids": positions}
+        logits.append(model(tokens[:, begin:end], past_key_values=used, **given).logits)
         begin = end
-    return torch.cat(logits, 1)[mask.bool()], cache
+    return torch.cat(logits, 1)[mask.bool()], used
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("padded", [False, True])
+def both(model: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """The logits of a run with our attention, and with eager."""
+    return tuple(run(model, name, *arguments)[0] for name in ("cpattn", "eager"))
+
+
+@pytest.mark.parametrize(("padded", "cache"), [(True, "dynamic"), (False, "static")])
 def test_chunks(model: Any, padded: bool, cache: str) -> None:
     mask = left_padded() if padded else torch.ones(2, LENGTH).long()
-    arguments = mask, (11, 8, 1, 10), CACHES[cache]
-    expected, _ = run(model, "eager", *arguments)
-    assert_logits_close(run(model, "cpattn", *arguments)[0], expected)
+    assert_logits_close(*both(model, mask, CHUNKS, cache))
 
 
 def test_right_padding(model: Any) -> None:
-    mask = left_padded().flip(1)
-    assert_logits_close(run(model, "cpattn", mask)[0], run(model, "eager", mask)[0])
+    assert_logits_close(*both(model, left_padded().flip(1)))
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -126,7 +120,7 @@ def test_caches_are_used_in_place_and_masks_are_numbers(
 
     original = contiguous.paged_attention
     monkeypatch.setattr(contiguous, "paged_attention", attend)
-    _, used = run(make_model(name), "cpattn", left_padded(), (11, 8, 1, 10), CACHES[cache])
+    _, used = run(make_model(name), "cpattn", left_padded(), CHUNKS, cache)
     assert len(storages) == 4 * 4
     last = [x for layer in used.layers for x in (layer.keys, layer.values)]
     whole = [x.untyped_storage().data_ptr() for x in last]
@@ -152,16 +146,7 @@ def watched() -> list[int]:
 
 
 def assert_as_the_oracle(
-    out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> None:
     batch, _, queries, _ = query.shape
     keys = key.shape[2]
@@ -169,28 +154,21 @@ def assert_as_the_oracle(
         mask = torch.ones(1, 1, queries, keys).bool().tril(keys - queries)
     elif mask.dtype != torch.bool:  # of models without sdpa
         mask = mask == 0
-    inputs = {
-        "q": query.transpose(1, 2).flatten(0, 1),
-        "k_cache": key,
-        "v_cache": value,
-        "kv_layout": "HND",
-        "q_lens": [queries] * batch,
-        "kv_lens": [keys] * batch,
-        "block_tables": np.arange(batch)[:, None],
-        "scale": scaling,
-        "causal": False,
-        "softcap": softcap or 0.0,
-        "sinks": None if s_aux is None else s_aux.float(),
-        "custom_mask": mask[:, 0].expand(batch, -1, -1).flatten(),
-    }
+    sinks = options.get("s_aux")
+    inputs = {"q": query.transpose(1, 2).flatten(0, 1), "k_cache": key, "v_cache": value}
+    inputs |= {"q_lens": [queries] * batch, "kv_lens": [keys] * batch, "kv_layout": "HND"}
+    inputs |= {"block_tables": np.arange(batch)[:, None], "scale": options["scaling"]}
+    inputs |= {"softcap": options.get("softcap") or 0.0, "causal": False}
+    inputs["sinks"] = None if sinks is None else sinks.float()
+    inputs["custom_mask"] = mask[:, 0].expand(batch, -1, -1).flatten()
     assert_attention(out.flatten(0, 1), None, inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_call_is_as_the_oracle(model: Any, dtype: str, watched: list[int]) -> None:
     converted = model.to(getattr(torch, dtype))
-    for cache in CACHES.values():
-        run(converted, "watched", left_padded(), (11, 8, 1, 10), cache)
+    for cache in CACHES:
+        run(converted, "watched", left_padded(), CHUNKS, cache)
     run(converted, "watched", left_padded().flip(1))
     model.float()
     assert watched == [0, 1] * 9
@@ -213,83 +191,62 @@ def test_masks_of_the_caller(llama: Any, as_float: bool) -> None:
     mask = torch.rand(2, 1, LENGTH, LENGTH, generator=generator) < 0.5
     mask |= torch.eye(LENGTH).bool()
     additive = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
-    results = []
-    for implementation in ("eager", "cpattn"):
+
+    def logits(implementation: str) -> Tensor:
         llama.set_attn_implementation(implementation)
         given = additive if as_float or implementation == "eager" else mask
         with torch.inference_mode():
-            results.append(llama(make_tokens(2, LENGTH), attention_mask=given).logits)
-    assert_logits_close(results[1], results[0])
+            return llama(make_tokens(2, LENGTH), attention_mask=given).logits
+
+    assert_logits_close(logits("cpattn"), logits("eager"))
 
 
 def test_packed_sequences(llama: Any) -> None:
     """Three sequences in one row, told by their positions: neither sees another."""
     positions = torch.cat([torch.arange(n) for n in (5, 14, 11)])[None]
-    results = []
-    for implementation in ("eager", "cpattn"):
+
+    def logits(implementation: str) -> Tensor:
         llama.set_attn_implementation(implementation)
         with torch.inference_mode():
-            result = llama(make_tokens(1, LENGTH), position_ids=positions, use_cache=False)
-        results.append(result.logits)
-    assert_logits_close(results[1], results[0])
+            return llama(make_tokens(1, LENGTH), position_ids=positions, use_cache=False).logits
+
+    assert_logits_close(logits("cpattn"), logits("eager"))
 
 
 def test_causal_masks_of_layers_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma within PaliGemma, whose chunks are causal nevertheless."""
-    monkeypatch.setitem(
-        CONFIGS, "gemma", lambda: GemmaConfig(**SIZES, use_bidirectional_attention=True)
-    )
-    model, mask, chunks = make_model("gemma"), torch.ones(2, LENGTH).long(), (11, 8, 1, 10)
-    expected, _ = run(model, "eager", mask, chunks)
-    assert_logits_close(run(model, "cpattn", mask, chunks)[0], expected)
+    config = GemmaConfig(**SIZES, use_bidirectional_attention=True)
+    monkeypatch.setitem(CONFIGS, "gemma", lambda: config)
+    assert_logits_close(*both(make_model("gemma"), torch.ones(2, LENGTH).long(), CHUNKS))
 
 
-def test_a_compiled_model(llama: Any) -> None:
-    mask = left_padded()
-    expected, _ = run(llama, "cpattn", mask)
-    compiled = torch.compile(llama, backend="eager")
-    actual, _ = run(compiled, "cpattn", mask)
-    torch._dynamo.reset()
-    assert_logits_close(actual, expected)
+HIDDEN = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+COUNTS = ("encoder_layers", "decoder_layers"), ("encoder_ffn_dim", "decoder_ffn_dim")
+HEADS = ("encoder_attention_heads", "decoder_attention_heads")
 
 
+@pytest.mark.parametrize("kind", ["encoder", "encoder and decoder"])
 @torch.inference_mode()
-def test_an_encoder_sees_both_sides() -> None:
+def test_an_encoder_sees_both_sides(kind: str) -> None:
     torch.manual_seed(3)
-    model = BertModel(
-        BertConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-            num_attention_heads=4, initializer_range=0.15,
-        )
-    ).eval()  # fmt: skip
+    if kind == "encoder":
+        config = BertConfig(**HIDDEN, num_attention_heads=4, initializer_range=0.15)
+        model, options = BertModel(config), {}
+    else:
+        sizes = dict.fromkeys(COUNTS[0], 2) | dict.fromkeys(COUNTS[1], 96) | dict.fromkeys(HEADS, 4)
+        sizes |= {"d_model": 64, "vocab_size": 64, "max_position_embeddings": LENGTH}
+        model, options = BartModel(BartConfig(**sizes, init_std=0.15)), {}
+        options["decoder_input_ids"] = make_tokens(3, 7)
+    model.eval()
     mask = left_padded().flip(1)
-    results = []
-    for implementation in ("eager", "cpattn"):
-        model.set_attn_implementation(implementation)
-        states = [model(make_tokens(3, LENGTH), attention_mask=x) for x in (mask, None)]
-        results.append(torch.cat([x.last_hidden_state[mask.bool()] for x in states]))
-    assert_logits_close(results[1], results[0])
+    seen = slice(None) if options else mask.bool()
 
-
-@torch.inference_mode()
-def test_an_encoder_and_a_decoder() -> None:
-    torch.manual_seed(4)
-    model = BartModel(
-        BartConfig(
-            vocab_size=64, d_model=64, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=96,
-            decoder_ffn_dim=96, encoder_attention_heads=4, decoder_attention_heads=4,
-            init_std=0.15, max_position_embeddings=LENGTH,
-        )
-    ).eval()  # fmt: skip
-    mask, results = left_padded().flip(1), []
-    for implementation in ("eager", "cpattn"):
+    def states(implementation: str) -> Tensor:
         model.set_attn_implementation(implementation)
-        states = [
-            model(make_tokens(3, LENGTH), attention_mask=x, decoder_input_ids=make_tokens(3, 7))
-            for x in (mask, None)
-        ]
-        results.append(torch.cat([x.last_hidden_state for x in states]))
-    assert_logits_close(results[1], results[0])
+        found = [model(make_tokens(3, LENGTH), attention_mask=x, **options) for x in (mask, None)]
+        return torch.cat([x.last_hidden_state[seen] for x in found])
+
+    assert_logits_close(states("cpattn"), states("eager"))
 
 
 def mask_of(band: masks.Band, queries: int, keys: int) -> np.ndarray:
@@ -316,7 +273,7 @@ def all_bands(batch: int, queries: int, keys: int) -> set[bytes]:
     }
 
 
-@pytest.mark.parametrize("size", [(1, 3, 4), (1, 4, 3), (2, 2, 3), (2, 3, 2), (3, 1, 4), (4, 3, 1)])
+@pytest.mark.parametrize("size", [(1, 3, 4), (2, 2, 3), (2, 3, 2), (4, 3, 1)])
 def test_masks_are_bands_to_the_last_bit_or_none(size: tuple[int, int, int]) -> None:
     """All masks of a size: a band is found where there is one, and it is the mask."""
     bands, flags = all_bands(*size), np.arange(np.prod(size))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -22,12 +23,9 @@ integration.register()
 
 def call(**changes: Any) -> Any:
     torch.manual_seed(7)
-    arguments: dict[str, Any] = {
-        "query": torch.randn(2, 4, 3, 16),
-        "key": torch.randn(2, 2, 5, 16),
-        "value": torch.randn(2, 2, 5, 16),
-        "attention_mask": None,
-    }
+    shapes = {"query": (2, 4, 3, 16), "key": (2, 2, 5, 16), "value": (2, 2, 5, 16)}
+    arguments: dict[str, Any] = {name: torch.randn(shape) for name, shape in shapes.items()}
+    arguments["attention_mask"] = None
     return integration.attention(torch.nn.Identity(), **arguments | changes)
 
 
@@ -65,17 +63,15 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("values", LAYOUTS)
-@pytest.mark.parametrize("keys", LAYOUTS)
+@pytest.mark.parametrize(
+    ("keys", "values"), [*zip(LAYOUTS, LAYOUTS, strict=True), *itertools.pairwise(LAYOUTS)]
+)
 def test_padding_in_any_layout(keys: str, values: str) -> None:
     torch.manual_seed(6)
     padding = torch.arange(9) >= torch.tensor([4, 0, 7])[:, None]
     mask = masks.visibility_mask(3, 5, 9, 4, 0, attention_mask=padding)
-    arguments = {
-        "query": torch.randn(3, 4, 5, 16),
-        "key": LAYOUTS[keys](),
-        "value": LAYOUTS[values](),
-    }
+    arguments = {"key": LAYOUTS[keys](), "value": LAYOUTS[values]()}
+    arguments["query"] = torch.randn(3, 4, 5, 16)
     actual, _ = call(**arguments, attention_mask=mask)
     expected, _ = call(**arguments, attention_mask=mask.clone())  # without its band
     assert_similar(actual, expected)
@@ -91,10 +87,9 @@ def test_one_row_of_a_mask_for_all_queries() -> None:
 @pytest.mark.parametrize("config", [BloomConfig, CodeGenConfig])
 def test_a_model_that_calls_no_attention_function(config: Any) -> None:
     """It takes the name, and would take None for a mask and see all keys."""
-    model = AutoModel.from_config(
-        config(vocab_size=64, n_embd=64, rotary_dim=16, n_layer=1, n_head=4, hidden_size=64),
-        attn_implementation="cpattn",
-    )
+    sizes = {"vocab_size": 64, "n_embd": 64, "hidden_size": 64, "rotary_dim": 16}
+    small = config(**sizes, n_layer=1, n_head=4)
+    model = AutoModel.from_config(small, attn_implementation="cpattn")
     with torch.inference_mode(), pytest.raises(ValueError, match=r"for (Bloom|CodeGen)Model"):
         model(make_tokens(1, 3))
     with pytest.raises(ValueError, match="must support attention functions"):

@@ -59,7 +59,6 @@ CALLS: dict[str, dict[str, Any]] = {
 )
 def test_one_graph_with_the_bits_of_the_model(name: str, call: str) -> None:
     model = model_of(name)
-    expected = model(TOKENS, **CALLS[call]).logits
     explained = torch._dynamo.explain(model)(TOKENS, **CALLS[call])
     assert explained.graph_count == 1, explained.break_reasons
     assert explained.graph_break_count == 0
@@ -67,35 +66,38 @@ def test_one_graph_with_the_bits_of_the_model(name: str, call: str) -> None:
     called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     assert called.count(torch.ops.cpattn_transformers.attend) == model.config.num_hidden_layers
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(TOKENS, **CALLS[call]).logits, expected)
+    assert_compiled_alike(model, **CALLS[call])
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # which it calls itself
 def test_the_default_backend() -> None:
     """It computes the rest of the model in another order, so that bits differ."""
     model = model_of("llama")
+    model.config.num_hidden_layers = 1  # compiling takes most of the time
     expected = model(TOKENS, attention_mask=PADDED).logits
     actual = torch.compile(model, fullgraph=True)(TOKENS, attention_mask=PADDED).logits
     assert_logits_close(actual[PADDED.bool()], expected[PADDED.bool()])
+
+
+def assert_compiled_alike(model: Any, **options: Any) -> Any:
+    """One graph gives the bits of the model; returns what is compiled, and the result."""
+    expected = model(TOKENS, **options)[0]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(TOKENS, **options)[0], expected)
+    return compiled, expected
 
 
 def test_masks_are_numbers_in_a_graph_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the layers would go through a byte for each query and key."""
     monkeypatch.setattr(masks, "as_bool", None)
     for name in ("llama", "qwen3"):  # without and with windows
-        model = model_of(name)
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        expected = model(TOKENS, attention_mask=PADDED).logits
-        assert torch.equal(compiled(TOKENS, attention_mask=PADDED).logits, expected)
+        assert_compiled_alike(model_of(name), attention_mask=PADDED)
 
 
 def test_a_mask_with_gaps_is_used_as_it_is() -> None:
     model, gaps = model_of("llama"), PADDED.clone()
     gaps[:, 10:13] = 0
-    expected = model(TOKENS, attention_mask=gaps).logits
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(TOKENS, attention_mask=gaps).logits, expected)
+    compiled, expected = assert_compiled_alike(model, attention_mask=gaps)
     assert not torch.equal(compiled(TOKENS, attention_mask=PADDED).logits, expected)
 
 
@@ -139,9 +141,7 @@ def test_generating_with_a_compiled_forward(cache: str | None) -> None:
 def test_latents_in_one_graph() -> None:
     model = model_of("deepseek_v3")
     with integration.absorb_mla(model):
-        expected = model(TOKENS, attention_mask=PADDED).logits
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        assert torch.equal(compiled(TOKENS, attention_mask=PADDED).logits, expected)
+        assert_compiled_alike(model, attention_mask=PADDED)
 
 
 def test_an_encoder_in_one_graph() -> None:
@@ -150,9 +150,7 @@ def test_an_encoder_in_one_graph() -> None:
     config = BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
     model = BertModel(config).eval()
     model.set_attn_implementation("cpattn")
-    expected = model(TOKENS, attention_mask=PADDED).last_hidden_state
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(TOKENS, attention_mask=PADDED).last_hidden_state, expected)
+    assert_compiled_alike(model, attention_mask=PADDED)
 
 
 # transformers has a list of outputs to collect, which tracing changes and changes back.
@@ -161,18 +159,10 @@ def test_an_encoder_in_one_graph() -> None:
 def test_exported_models(strict: bool, tmp_path: Path) -> None:
     """For any batch and length, in this process and from a file."""
     model = model_of("qwen3")
-    batch, length = Dim("batch", min=2, max=8), Dim("length", min=4, max=512)
-    exported = torch.export.export(
-        model,
-        (),
-        {"input_ids": TOKENS, "attention_mask": PADDED, "use_cache": False},
-        dynamic_shapes={
-            "input_ids": {0: batch, 1: length},
-            "attention_mask": {0: batch, 1: length},
-            "use_cache": None,
-        },
-        strict=strict,
-    )
+    sizes = {0: Dim("batch", min=2, max=8), 1: Dim("length", min=4, max=512)}
+    given = {"input_ids": TOKENS, "attention_mask": PADDED, "use_cache": False}
+    shapes = {"input_ids": sizes, "attention_mask": sizes, "use_cache": None}
+    exported = torch.export.export(model, (), given, dynamic_shapes=shapes, strict=strict)
     called = [node.target for node in exported.graph.nodes if node.op == "call_function"]
     assert called.count(attend) == 2
     assert called.count(bands_of) == 2  # of the full and of the sliding layers

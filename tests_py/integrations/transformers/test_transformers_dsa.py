@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,24 +16,10 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from torch import Tensor  # noqa: E402
 
 from cpattn.integrations import transformers as integration  # noqa: E402
-from cpattn.integrations.transformers import absorb_mla, dsa, use_indexer  # noqa: E402
+from cpattn.integrations.transformers import dsa, use_indexer  # noqa: E402
 from support.tolerances import assert_close, assert_logits_close, to_float64  # noqa: E402
-from support.transformers.latent_models import (  # noqa: E402
-    DSA_CONFIGS,
-    RUNS,
-    TOPK,
-    checked_attention,
-    greedy,
-    logits,
-    make_model,
-)
-
-FORMS = {
-    "heads": [],
-    "latents": [absorb_mla],
-    "heads, indexer": [use_indexer],
-    "latents, indexer": [absorb_mla, use_indexer],
-}
+from support.transformers import latent_models  # noqa: E402
+from support.transformers.latent_models import DSA_CONFIGS, RUNS, form_of, logits, make_model  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,31 +30,6 @@ def registered() -> None:
 @pytest.fixture(scope="module", params=sorted(DSA_CONFIGS))
 def model(request: pytest.FixtureRequest) -> Any:
     return make_model(request.param)
-
-
-@contextmanager
-def form_of(model: Any, name: str) -> Iterator[None]:
-    with ExitStack() as stack:
-        for replace in FORMS[name]:
-            stack.enter_context(replace(model))
-        yield
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("run", RUNS)
-def test_logits_are_those_of_eager(model: Any, run: str, form: str) -> None:
-    expected = logits(model, run, "eager")
-    with form_of(model, form):
-        actual = logits(model, run, "cpattn")
-    assert_logits_close(actual, expected)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_greedy_tokens_are_those_of_eager(model: Any, form: str) -> None:
-    expected = greedy(model, "eager")
-    assert len(expected.unique()) > 8
-    with form_of(model, form):
-        assert torch.equal(greedy(model, "cpattn"), expected)
 
 
 @contextmanager
@@ -131,7 +92,7 @@ def layer_inputs(model: Any, latents: bool) -> tuple[Any, ...]:
     mask = positions <= torch.arange(keys - queries, keys)[:, None]
     mask = torch.stack([mask, mask & (positions >= 30)])[:, None]
     scores = torch.rand(2, queries, keys, generator=generator)
-    indices = scores.topk(TOPK, -1).indices.int()
+    indices = scores.topk(latent_models.TOPK, -1).indices.int()
     return layer, query, key, value, mask, indices
 
 
@@ -169,10 +130,10 @@ def test_only_chosen_visible_keys_are_read(model: Any, latents: bool) -> None:
 @pytest.mark.parametrize("config", sorted(DSA_CONFIGS))
 def test_layers_in_bfloat16(config: str, run: str, form: str) -> None:
     model = make_model(config, torch.bfloat16)
-    with ExitStack() as stack:
-        layers = stack.enter_context(checked_attention(dsa.dsa_attention))
-        for replace in FORMS[form]:
-            stack.enter_context(replace(model, "checked"))
+    with (
+        latent_models.checked_attention(dsa.dsa_attention) as layers,
+        form_of(model, form, "checked"),
+    ):
         logits(model, run, "checked")
     assert layers == [0, 1, 2] * len(RUNS[run][0])
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import functools
 from typing import Any
 
 import pytest
@@ -16,16 +16,8 @@ from torch import Tensor  # noqa: E402
 from cpattn.integrations import transformers as integration  # noqa: E402
 from cpattn.integrations.transformers import absorb_mla, contiguous, mla  # noqa: E402
 from support.tolerances import assert_logits_close  # noqa: E402
-from support.transformers.latent_models import (  # noqa: E402
-    MLA_CONFIGS,
-    RUNS,
-    checked_attention,
-    greedy,
-    logits,
-    make_model,
-)
-
-FORMS = {"expanded": lambda *_: nullcontext(), "absorbed": absorb_mla}
+from support.transformers import latent_models  # noqa: E402
+from support.transformers.latent_models import IN_FORMS, RUNS, form_of, logits, make_model  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,31 +25,33 @@ def registered() -> None:
     integration.register()
 
 
-@pytest.fixture(scope="module", params=sorted(MLA_CONFIGS))
-def model(request: pytest.FixtureRequest) -> Any:
-    return make_model(request.param)
+models = functools.cache(make_model)
 
 
 @pytest.fixture(scope="module")
 def deepseek() -> Any:
-    return make_model("deepseek_v3")
+    return models("deepseek_v3")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@functools.cache
+def logits_of_eager(name: str, run: str) -> Tensor:
+    return logits(models(name), run, "eager")
+
+
+@pytest.mark.parametrize(("name", "form"), IN_FORMS)
 @pytest.mark.parametrize("run", RUNS)
-def test_logits_are_those_of_eager(model: Any, run: str, form: str) -> None:
-    expected = logits(model, run, "eager")
-    with FORMS[form](model):
-        actual = logits(model, run, "cpattn")
-    assert_logits_close(actual, expected)
+def test_logits_are_those_of_eager(name: str, run: str, form: str) -> None:
+    with form_of(models(name), form):
+        actual = logits(models(name), run, "cpattn")
+    assert_logits_close(actual, logits_of_eager(name, run))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_greedy_tokens_are_those_of_eager(model: Any, form: str) -> None:
-    expected = greedy(model, "eager")
+@pytest.mark.parametrize(("name", "form"), IN_FORMS)
+def test_greedy_tokens_are_those_of_eager(name: str, form: str) -> None:
+    expected = latent_models.greedy(models(name), "eager")
     assert len(expected.unique()) > 8
-    with FORMS[form](model):
-        assert torch.equal(greedy(model, "cpattn"), expected)
+    with form_of(models(name), form):
+        assert torch.equal(latent_models.greedy(models(name), "cpattn"), expected)
 
 
 @pytest.fixture
@@ -141,12 +135,12 @@ def test_an_adapter_that_comes_later(deepseek: Any, monkeypatch: pytest.MonkeyPa
             logits(deepseek, "chunks", "cpattn")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["heads", "latents"])
 @pytest.mark.parametrize("run", ["left padded", "left padded chunks"])
 def test_layers_in_bfloat16(run: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mla, "absorbing_is_cheaper", lambda *_: True)
     model = make_model("deepseek_v3", torch.bfloat16)
-    attend = {"expanded": contiguous.contiguous_attention, "absorbed": mla.mla_attention}[form]
-    with checked_attention(attend) as layers, FORMS[form](model, "checked"):
+    attend = contiguous.contiguous_attention if form == "heads" else mla.mla_attention
+    with latent_models.checked_attention(attend) as layers, form_of(model, form, "checked"):
         logits(model, run, "checked")
     assert layers == [0, 1, 2] * len(RUNS[run][0])

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,46 +22,34 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 
+from cpattn.integrations.transformers import absorb_mla, use_indexer
 from support.tolerances import ABSORBED_UNITS, ROUNDED_ONCE, TOLERANCES
 from support.tolerances import EPS as SPACINGS
 
 TOPK = 8
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 64,
-    "initializer_range": 0.15,  # so that greedy tokens vary
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
+    name: value
+    for value, names in {
+        64: "vocab_size hidden_size kv_lora_rank v_head_dim",
+        96: "intermediate_size",
+        48: "q_lora_rank",
+        32: "moe_intermediate_size qk_nope_head_dim",
+        16: "qk_rope_head_dim",
+        4: "num_attention_heads num_key_value_heads n_routed_experts",
+        3: "num_hidden_layers",
+        2: "num_experts_per_tok n_group",
+        1: "topk_group first_k_dense_replace",
+        0: "pad_token_id",
+        None: "bos_token_id eos_token_id",
+        0.15: "initializer_range",  # so that greedy tokens vary
+    }.items()
+    for name in names.split()
 }
 ODD_HEADS = {"qk_nope_head_dim": 24, "v_head_dim": 20}
 # With fewer heads there are queries whose weights are all negative: they choose among zeros.
 INDEXER = {"index_topk": TOPK, "index_head_dim": 32, "index_n_heads": 16}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "original_max_position_embeddings": 16}
+YARN |= {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
 MLA_CONFIGS = {
     "deepseek_v3": lambda: DeepseekV3Config(**SIZES),
     "deepseek_v3, no q_lora": lambda: DeepseekV3Config(**SIZES | {"q_lora_rank": None}),
@@ -94,6 +82,26 @@ def tokens_and_mask(padding: list[int]) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(1, 64, (len(padding), LENGTH), generator=generator)
     return tokens, torch.arange(LENGTH) >= torch.tensor(padding)[:, None]
+
+
+FORMS = {
+    "heads": [],
+    "latents": [absorb_mla],
+    "heads, indexer": [use_indexer],
+    "latents, indexer": [absorb_mla, use_indexer],
+}
+#: Each model in each form that it has.
+IN_FORMS = [
+    (name, form) for name in CONFIGS for form in FORMS if name in DSA_CONFIGS or "," not in form
+]
+
+
+@contextmanager
+def form_of(model: Any, name: str, *arguments: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for replace in FORMS[name]:
+            stack.enter_context(replace(model, *arguments))
+        yield
 
 
 @torch.inference_mode()
