@@ -199,14 +199,10 @@ def test_23893_a_stage_s_buffers_went_to_those_of_other_layers(version, groups, 
     entry = shipped_entry("sgl-project/sglang#23893", "lint")
     assert_refuted_as_written(linted(stage, decode, sent), entry)
 
+    options = {"prefill_start_layer": 2, "kv_buf_groups": len(groups), "hidden_kv_layers": 4}
+    options |= {"draft_kv_layers": num_drafts, "is_last_rank": True}
     _, ours, _ = cpattn.transfer.get_mla_kv_ptrs_with_pp(
-        list(range(len(stage))),
-        list(range(len(decode))),
-        prefill_start_layer=2,
-        kv_buf_groups=len(groups),
-        hidden_kv_layers=4,
-        draft_kv_layers=num_drafts,
-        is_last_rank=True,
+        list(range(len(stage))), list(range(len(decode))), **options
     )
     assert [decode[i] for i in ours] == stage
     assert_proved(linted(stage, decode, ours), entry)
@@ -226,14 +222,9 @@ def test_15852_a_page_was_as_long_as_a_token(monkeypatch):
         ) as sglang:
             sglang.npu_pools.get_bool_env_var = lambda *_: True
             sglang.pools.maybe_init_custom_mem_pool = lambda **_: (False, None, None)
-            pool = sglang.npu_pools.NPUMHATokenToKVPool(
-                **sizes,
-                dtype=torch.float16,
-                head_num=2,
-                layer_num=3,
-                device="cpu",
-                enable_memory_saver=False,
-            )
+            options = {"dtype": torch.float16, "head_num": 2, "layer_num": 3, "device": "cpu"}
+            options |= {"enable_memory_saver": False}
+            pool = sglang.npu_pools.NPUMHATokenToKVPool(**options, **sizes)
             _, _, theirs[version] = pool.get_contiguous_buf_infos()
             memory = memory_of_pool(pool) | {"num_pages": 64 // 8 + 1}
             begins = [buffer["addr"] + 3 * buffer["item_len"] for buffer in memory["entries"]]

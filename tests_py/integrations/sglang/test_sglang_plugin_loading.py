@@ -32,15 +32,10 @@ def test_loading(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout.splitlines()[-1])
-    assert answers == {
-        "filtered by SGLANG_PLUGINS": [],
-        "CPATTN_PLUGINS=0": [],
-        "loaded": ALL,
-        "loaded again": ALL,
-        "hooks per target": [1],
-        "uninstalled": [],
-        "CPATTN_SGLANG_PARTS": ["zigzag", "interleave", "strict_kv"],
-    }
+    found = {"filtered by SGLANG_PLUGINS": [], "CPATTN_PLUGINS=0": [], "loaded": ALL}
+    found |= {"loaded again": ALL, "hooks per target": [1], "uninstalled": []}
+    found |= {"CPATTN_SGLANG_PARTS": ["zigzag", "interleave", "strict_kv"]}
+    assert answers == found
     log = [line for line in done.stderr.splitlines() if line.startswith("cpattn.")]
     assert log == [
         "cpattn.integrations.sglang.plugin: cpattn plans for sglang: "

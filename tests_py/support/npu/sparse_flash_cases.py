@@ -158,17 +158,9 @@ class Batch:
                 yield place, attended, largest
 
     def oracle(self, q, keys, values):
-        inputs = {
-            "q": q[None],
-            "k_cache": keys,
-            "v_cache": values,
-            "q_lens": [1],
-            "kv_lens": [len(keys)],
-            "block_tables": [[0]],
-            "page_size": max(len(keys), 1),
-            "scale": self.scale,
-            "causal": False,
-        }
+        inputs = {"q": q[None], "k_cache": keys, "v_cache": values, "q_lens": [1]}
+        inputs |= {"kv_lens": [len(keys)], "block_tables": [[0]], "page_size": max(len(keys), 1)}
+        inputs |= {"scale": self.scale, "causal": False}
         return expected_attention(inputs)
 
 

@@ -217,16 +217,10 @@ def attend_latents(lens: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     step = Step(lens, 16, torch.float32, windows=False)
     step.k = torch.randn(len(step.k), 1, 80)
     step.q = torch.randn(len(step.q), HEADS * 80)
-    pool = MLATokenToKVPool(
-        size=SIZE,
-        page_size=16,
-        dtype=torch.float32,
-        kv_lora_rank=64,
-        qk_rope_head_dim=16,
-        layer_num=1,
-        device="cpu",
-        enable_memory_saver=False,
-    )
+    options = {"size": SIZE, "page_size": 16, "dtype": torch.float32, "kv_lora_rank": 64}
+    options |= {"qk_rope_head_dim": 16, "layer_num": 1, "device": "cpu"}
+    options |= {"enable_memory_saver": False}
+    pool = MLATokenToKVPool(**options)
     pool.kv_buffer[0].fill_(torch.nan)
     runner = make_runner(pool, torch.float32)
     layer = RadixAttention(HEADS, 80, 0.2, 1, FULL, v_head_dim=64)

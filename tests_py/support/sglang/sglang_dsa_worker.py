@@ -42,13 +42,12 @@ def run_case(case: Case, cp_size: int) -> dict:
     forward_batch = make_forward_batch(case, batch)
     backend = make_backend(case, batch)
     indexer = make_indexer(max(case.seq_lens))
+    given = {"num_kv_heads": 1, "layer_id": LAYER_ID, "v_head_dim": case.head_dim}
     layer = SGLANG.radix.RadixAttention(
         case.num_heads,
         case.head_dim + case.v_head_dim,
         (case.head_dim + case.v_head_dim) ** -0.5,
-        num_kv_heads=1,
-        layer_id=LAYER_ID,
-        v_head_dim=case.head_dim,
+        **given,
     )
     inputs = make_inputs(case)
     vectors = index_vectors(indexer, case, inputs)
@@ -76,15 +75,8 @@ def run_case(case: Case, cp_size: int) -> dict:
         k, k_rope = SGLANG.deepseek.DeepseekV2AttentionMLA.rebuild_cp_kv_cache(
             model, torch.cat([k, k_rope], -1).squeeze(1), forward_batch, k, k_rope
         )
-        out = layer(
-            shard(batch.q),
-            k,
-            k,
-            forward_batch,
-            q_rope=shard(inputs.q_rope),
-            k_rope=k_rope,
-            topk_indices=topk_indices,
-        )
+        options = {"q_rope": shard(inputs.q_rope), "k_rope": k_rope, "topk_indices": topk_indices}
+        out = layer(shard(batch.q), k, k, forward_batch, **options)
         gather = SGLANG.cp.cp_gather_after_forward
         strategy, planned = SGLANG.cp_base.get_cp_strategy(), backend.forward_metadata
         local = strategy.local_q_indices(sum(case.extend_lens), forward_batch)
@@ -123,18 +115,11 @@ def new_rows(case: Case, rows: list[torch.Tensor]) -> torch.Tensor:
 
 def make_indexer(max_position: int) -> Any:
     """sglang's `Indexer` with matrices of -1, 0 and 1, each product of which bfloat16 holds."""
-    indexer = SGLANG.indexer.Indexer(
-        hidden_size=HIDDEN,
-        index_n_heads=INDEX_HEADS,
-        index_head_dim=INDEX_DIM,
-        rope_head_dim=ROPE_DIM,
-        index_topk=TOPK,
-        q_lora_rank=Q_LORA,
-        max_position_embeddings=max_position,
-        rope_theta=10000,
-        layer_id=LAYER_ID,
-        scale_fmt=None,
-    )
+    options = {"hidden_size": HIDDEN, "index_n_heads": INDEX_HEADS, "index_head_dim": INDEX_DIM}
+    options |= {"rope_head_dim": ROPE_DIM, "index_topk": TOPK, "q_lora_rank": Q_LORA}
+    options |= {"max_position_embeddings": max_position, "rope_theta": 10000, "layer_id": LAYER_ID}
+    options |= {"scale_fmt": None}
+    indexer = SGLANG.indexer.Indexer(**options)
     random = torch.Generator().manual_seed(3)
     for linear in (indexer.wq_b, indexer.wk, indexer.weights_proj):
         weight = torch.randint(-1, 2, linear.weight.shape, generator=random)

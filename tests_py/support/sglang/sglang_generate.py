@@ -30,14 +30,9 @@ if "--without-streams" in sys.argv:
 def generate(run: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt.entrypoints.engine import Engine
 
-    engine = Engine(
-        device="cpu",
-        skip_tokenizer_init=True,
-        max_total_tokens=4096,
-        random_seed=0,
-        log_level="info",
-        **run["engine"],
-    )
+    options = {"device": "cpu", "skip_tokenizer_init": True, "max_total_tokens": 4096}
+    options |= {"random_seed": 0, "log_level": "info"}
+    engine = Engine(**options, **run["engine"])
     with engine:
         rounds = [
             engine.generate(input_ids=prompts, sampling_params=run["sampling"])

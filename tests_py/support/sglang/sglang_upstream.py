@@ -167,14 +167,8 @@ def make_manager(upstream: SimpleNamespace, kind: str = "ascend", **attributes: 
     }[kind]
     manager = object.__new__(base)
     manager.engine = RecordingEngine()
-    defaults = {
-        "pp_size": 1,
-        "attn_tp_size": 1,
-        "is_mla_backend": False,
-        "is_hybrid_mla_backend": False,
-        "enable_custom_mem_pool": False,
-        "max_transfer_batch_indices": 0,
-        "state_strides_validated": set(),
-    }
+    defaults = {"pp_size": 1, "attn_tp_size": 1, "is_mla_backend": False}
+    defaults |= {"is_hybrid_mla_backend": False, "enable_custom_mem_pool": False}
+    defaults |= {"max_transfer_batch_indices": 0, "state_strides_validated": set()}
     vars(manager).update(defaults | attributes)
     return manager

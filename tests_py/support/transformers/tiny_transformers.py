@@ -18,19 +18,10 @@ from transformers import (
 
 VOCABULARY = 64
 WINDOW = 9
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "initializer_range": 0.15,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"head_dim": 16, "initializer_range": 0.15, "pad_token_id": 0, "bos_token_id": None}
+SIZES |= {"eos_token_id": None}
 SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 LATENT = {  # expanded by transformers to keys of 24 + 16 and values of 20
     "num_key_value_heads": 4,

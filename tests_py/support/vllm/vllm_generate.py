@@ -44,16 +44,10 @@ def changed(codes: str | None) -> Any:
 
 def generate(run: dict[str, Any]) -> dict[str, Any]:
     """Prompts in two turns, the second in reverse order, when all of them are cached."""
-    llm = LLM(
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_batched_tokens=128,
-        max_num_seqs=4,
-        block_size=32,
-        disable_log_stats=True,
-        **run["engine"],
-    )
+    options = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 1024}
+    options |= {"max_num_batched_tokens": 128, "max_num_seqs": 4, "block_size": 32}
+    options |= {"disable_log_stats": True}
+    llm = LLM(**options, **run["engine"])
     sampling = SamplingParams(
         temperature=0, detokenize=False, ignore_eos=True, logprobs=0, **run["sampling"]
     )

@@ -14,21 +14,11 @@ VOCABULARY = 512
 # token depends on all that was said, and greedy continuations do not fall into a loop.
 _INITIALIZER_RANGE = 0.1
 
-_DECODER = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 2048,
-    "initializer_range": _INITIALIZER_RANGE,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+_DECODER = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 256}
+_DECODER |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+_DECODER |= {"head_dim": 64, "max_position_embeddings": 2048}
+_DECODER |= {"initializer_range": _INITIALIZER_RANGE, "tie_word_embeddings": False}
+_DECODER |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 # What of attention each adds to the first: softcap, or sinks, and a window on every other layer.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _DECODER,
