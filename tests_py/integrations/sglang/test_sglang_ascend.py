@@ -8,20 +8,17 @@ operator twice and gathers the result. Of this library there is the operator.
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
 
 from support.distributed.distributed_worker import run_world
 from support.distributed.prefill_batches import Case, expected_of, make_batch, slots_of
+from support.sglang.installed import MARKS
 from support.tolerances import assert_attended
 
 # Not imported here, where it would need a stand-in of triton.
-pytestmark = [
-    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
-    pytest.mark.engine("sglang"),
-]
+pytestmark = MARKS
 CASES = [
     Case("one request", (29,)),
     Case("one cached token (#23415)", (367,), (1,), page_size=16),
@@ -45,9 +42,7 @@ UNSPLIT = {
 
 
 def run_sglang(rank: int, *arguments) -> dict[str, dict]:
-    from support.sglang import (
-        sglang_ascend_worker,  # not in this process, which is to stay without stand-ins
-    )
+    from support.sglang import sglang_ascend_worker  # this process stays without stand-ins
 
     return sglang_ascend_worker.run_cases(rank, *arguments)
 
@@ -55,10 +50,11 @@ def run_sglang(rank: int, *arguments) -> dict[str, dict]:
 @pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
 def answers(request, tmp_path_factory):
     """The answers of all ranks to all cases."""
-    path = tmp_path_factory.mktemp("world")
-    preload = "sglang_runtime"
-    arguments = (request.param, CASES, UNSPLIT)
-    return run_world(request.param, path, run_sglang, *arguments, preload=preload)
+    path, size = tmp_path_factory.mktemp("world"), request.param
+    return run_world(size, path, run_sglang, size, CASES, UNSPLIT, preload="sglang_runtime")
+
+
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 @pytest.mark.parametrize("case", [*CASES, *UNSPLIT.values()], ids=lambda case: case.name)
@@ -71,25 +67,18 @@ def test_the_whole_is_attention_in_float64(answers, case):
         assert torch.equal(other, mine)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_each_rank_has_the_bits_of_do_cp_attn_fia(answers, case):
-    for answer in answers:
-        assert torch.equal(answer[case.name]["local"], answer[case.name]["ours"])
+@each_case
+def test_each_rank_has_the_bits_of_do_cp_attn_fia_and_zeros_in_pad_rows(answers, case):
+    mine = [answer[case.name] for answer in answers]
+    assert all(torch.equal(answer["local"], answer["ours"]) for answer in mine)
+    assert {len(answer["local"]) % (2 * len(answers)) for answer in mine} == {0}
+    pad_rows = [answer["local"][answer["num_rows"] :] for answer in mine]
+    assert not any(torch.any(rows) for rows in pad_rows)
+    num_rows = sum(len(answer["local"]) for answer in mine)
+    assert sum(map(len, pad_rows)) == num_rows - sum(case.extend_lens)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_rows_of_physical_padding_are_zero(answers, case):
-    locals_ = [answer[case.name]["local"] for answer in answers]
-    assert {len(local) % (2 * len(answers)) for local in locals_} == {0}
-    num_pad_rows = 0
-    for answer, local in zip(answers, locals_, strict=True):
-        pad_rows = local[answer[case.name]["num_rows"] :]
-        assert torch.all(pad_rows == 0)
-        num_pad_rows += len(pad_rows)
-    assert num_pad_rows == sum(map(len, locals_)) - sum(case.extend_lens)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@each_case
 def test_every_rank_s_pool_holds_every_token_and_nothing_else(answers, case):
     batch = make_batch(case)
     for answer in answers:
@@ -97,12 +86,11 @@ def test_every_rank_s_pool_holds_every_token_and_nothing_else(answers, case):
             expected = torch.full_like(answer[case.name][name], torch.nan)
             for s, x in enumerate(rows):
                 expected[slots_of(batch.block_tables, s, len(x), case.page_size)] = x
-            torch.testing.assert_close(
-                answer[case.name][name], expected, rtol=0, atol=0, equal_nan=True
-            )
+            found = answer[case.name][name]
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@each_case
 def test_metadata_of_the_plug_in_give_the_same_bits(answers, case):
     for answer in answers:
         own, ours = answer[case.name], answer[case.name]["with the plug-in"]

@@ -8,7 +8,6 @@ both operators, one row of metadata for each local token; the float64 restatemen
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -19,12 +18,10 @@ from cpattn.proof.linting.adapters.dsa import from_row_metadata
 from cpattn.proof.linting.adapters.selections import from_topk
 from support.distributed.distributed_worker import run_world
 from support.distributed.prefill_batches import Case, make_batch
+from support.sglang.installed import MARKS
 from support.tolerances import EPS, assert_close, indexer_units, to_float64
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
-    pytest.mark.engine("sglang"),
-]
+pytestmark = MARKS
 
 SIZES = {"num_kv_heads": 1, "head_dim": 64, "v_head_dim": 16, "dtype": torch.bfloat16}
 BATCHES = [
@@ -41,9 +38,7 @@ CASES = [
 
 
 def run_sglang(rank: int, *arguments) -> dict[str, dict]:
-    from support.sglang import (
-        sglang_dsa_worker,  # not in this process, which is to stay without stand-ins
-    )
+    from support.sglang import sglang_dsa_worker  # this process stays without stand-ins
 
     return sglang_dsa_worker.run_cases(rank, *arguments)
 
@@ -51,41 +46,45 @@ def run_sglang(rank: int, *arguments) -> dict[str, dict]:
 @pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
 def answers(request, tmp_path_factory):
     """The answers of all ranks to all cases."""
-    path = tmp_path_factory.mktemp("world")
-    preload = "sglang_runtime"
-    return run_world(request.param, path, run_sglang, request.param, CASES, preload=preload)
+    path, size = tmp_path_factory.mktemp("world"), request.param
+    return run_world(size, path, run_sglang, size, CASES, preload="sglang_runtime")
+
+
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def new_tokens(case: Case):
     """Request, number of visible keys and row of every new token."""
-    rows = enumerate(
-        (s, n + 1)
-        for s, (p, end) in enumerate(zip(case.prefixes, case.seq_lens, strict=True))
-        for n in range(p, end)
-    )
-    return [(s, length, row) for row, (s, length) in rows]
+    ends = enumerate(zip(case.prefixes, case.seq_lens, strict=True))
+    visible = [(s, n + 1) for s, (prefix, end) in ends for n in range(prefix, end)]
+    return [(s, length, row) for row, (s, length) in enumerate(visible)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def scores_of(answer, s, length):
+    """The scores of the keys that a token sees, and by how much rounding may move them."""
+    q, k, weights = (x.double() for x in answer["index_vectors"][s])
+    q, k, weights = q[length - 1], k[:length], weights[length - 1]
+    largest = (weights.abs() @ (q.abs() @ k.abs().T)).max()
+    rounding = indexer_units(len(q)) * EPS["float32"] * largest
+    return weights @ torch.relu(q @ k.T), rounding
+
+
+@each_case
 def test_every_token_gets_the_highest_scores_of_its_own_keys(answers, case):
     topk_indices = answers[0][case.name]["topk_indices"]
-    vectors = answers[0][case.name]["index_vectors"]
     topk = topk_indices.shape[1]
     for s, length, row in new_tokens(case):
-        q, k, weights = (x.double() for x in vectors[s])
-        scores = weights[length - 1] @ torch.relu(q[length - 1] @ k[:length].T)
+        scores, rounding = scores_of(answers[0][case.name], s, length)
         chosen = topk_indices[row, : min(topk, length)].long()
         assert torch.all(topk_indices[row, length:] == -1)
         assert len(chosen.unique()) == len(chosen)
         assert set(chosen.tolist()) <= set(range(length))
-        largest = (weights[length - 1].abs() @ (q[length - 1].abs() @ k[:length].abs().T)).max()
-        rounding = indexer_units(len(q[length - 1])) * EPS["float32"] * largest
         assert scores[chosen].min() >= scores.topk(len(chosen)).values[-1] - 2 * rounding
     for answer in answers[1:]:
         assert torch.equal(answer[case.name]["topk_indices"], topk_indices)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@each_case
 def test_the_linter_proves_metadata_and_selections_of_all_ranks(answers, case):
     """Of sglang's own objects; with another length, or another key, it refutes them."""
     of_ranks = [answer[case.name] for answer in answers]
@@ -120,16 +119,13 @@ def test_the_linter_proves_metadata_and_selections_of_all_ranks(answers, case):
 
 def scores_with_rounding(answer, s, length, row):
     """Of the keys that a token sees; selected ones may be as much lower as rounding allows."""
-    q, k, weights = (x.double() for x in answer["index_vectors"][s])
-    scores = weights[length - 1] @ torch.relu(q[length - 1] @ k[:length].T)
-    largest = (weights[length - 1].abs() @ (q[length - 1].abs() @ k[:length].abs().T)).max()
-    rounding = indexer_units(len(q[length - 1])) * EPS["float32"] * largest
+    scores, rounding = scores_of(answer, s, length)
     chosen = answer["topk_indices"][row]
     scores[chosen[chosen >= 0].long()] += 2 * rounding
     return scores.tolist()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@each_case
 def test_attention_is_that_of_the_chosen_keys_in_float64(answers, case):
     batch = make_batch(case)
     answer = answers[0][case.name]
@@ -139,9 +135,7 @@ def test_attention_is_that_of_the_chosen_keys_in_float64(answers, case):
         latents, rope = (x[s][chosen[chosen >= 0].long(), 0].double() for x in (batch.k, batch.v))
         scores = batch.q[row].double() @ latents.T + answer["q_rope"][row].double() @ rope.T
         weights = (scores * (case.head_dim + case.v_head_dim) ** -0.5).softmax(-1)
-        magnitude = weights @ latents.abs()
-        assert_close(
-            out[row], to_float64(weights @ latents), to_float64(magnitude), "attention", "bfloat16"
-        )
+        expected, magnitude = (to_float64(weights @ x) for x in (latents, latents.abs()))
+        assert_close(out[row], expected, magnitude, "attention", "bfloat16")
     for other in answers[1:]:
         assert torch.equal(other[case.name]["out"], answer["out"])

@@ -6,36 +6,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
 
 from support.cases import assert_attention
 from support.children import path_with
+from support.sglang.installed import MARKS
 from support.time_limits import PATIENCE
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
-    pytest.mark.engine("sglang"),
-    pytest.mark.timeout(4 * PATIENCE),
-]
+pytestmark = [*MARKS, pytest.mark.timeout(4 * PATIENCE)]
 LAYERS = [
     *(f"{kind}pages of {n}" for kind in ("", "decode, ") for n in (1, 16, 64)),
-    "float16",
-    "bfloat16",
-    "heads of 24 numbers",
-    "heads of 24 numbers, decode",
-    "window",
-    "softcap",
-    "sinks",
-    "a pool for windows",
-    "a pool for windows, pages of 1",
-    "the other layers beside it",
-    "latents",
-    "latents, decode",
-    "float8_e4m3fn",
-    "float8_e5m2",
+    *("float16", "bfloat16", "heads of 24 numbers", "heads of 24 numbers, decode", "window"),
+    *("softcap", "sinks", "a pool for windows", "a pool for windows, pages of 1"),
+    *("the other layers beside it", "latents", "latents, decode"),
+    *("float8_e4m3fn", "float8_e5m2"),
 ]
 # Of each case what of the message says what it is about.
 REFUSED = {
@@ -64,13 +50,10 @@ REFUSED = {
 def found(tmp_path_factory):
     """What a process says that has the stand-ins of cpu_engine, which must not be seen here."""
     path = tmp_path_factory.mktemp("layers") / "found.pt"
-    done = subprocess.run(
-        [sys.executable, "-m", "support.sglang.sglang_attention_layers", path],
-        env=os.environ | {"PYTHONPATH": path_with()},
-        capture_output=True,
-        text=True,
-        timeout=3 * PATIENCE,
-    )
+    environment = os.environ | {"PYTHONPATH": path_with()}
+    command = [sys.executable, "-m", "support.sglang.sglang_attention_layers", path]
+    options = {"capture_output": True, "text": True, "timeout": 3 * PATIENCE}
+    done = subprocess.run(command, env=environment, **options)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(path, weights_only=False)
 
@@ -81,11 +64,6 @@ def test_a_batch_of_all_kinds(found, case):
     assert_attention(out, None, inputs)  # sglang asks for no LSE
 
 
-def test_all_cases_are_compared(found):
-    assert set(found["layers"]) == set(LAYERS)
-    assert set(found["refused"]) == set(REFUSED)
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_served_is_refused_by_name(found, case):
     message = found["refused"][case]
@@ -93,9 +71,8 @@ def test_what_cannot_be_served_is_refused_by_name(found, case):
     assert REFUSED[case] in message
 
 
-def test_a_scale_of_zero_is_an_error(found):
+def test_all_cases_are_compared_and_layers_of_a_kind_share_a_plan_of_each_pass(found):
+    assert set(found["layers"]) == set(LAYERS)
+    assert set(found["refused"]) == set(REFUSED)
     assert found["zero scale"] == "run_attention: k_scale must be a positive number, got 0"
-
-
-def test_layers_of_a_kind_share_a_plan_of_each_pass(found):
     assert found["plans"] == [2, 1]

@@ -19,6 +19,7 @@ from cpattn.proof.linting.adapters.transfers import from_transfer, memory_of_lis
 from support.distributed.prefill_batches import Case, expected_of, make_batch, slots_of
 from support.npu.fia_cases import TEMPLATE
 from support.proof.shipped import assert_proved, assert_refuted_as_written, shipped_entry
+from support.sglang.buffer_names import kv_list
 from support.sglang.sglang_releases import release
 from support.tolerances import assert_attended
 
@@ -47,34 +48,28 @@ def attention_by_release(version: str, case: Case, pad_rows: int = 0) -> torch.T
         forward_metadata=SimpleNamespace(block_tables=batch.block_tables.int()),
         page_size=case.page_size,
     )
+    attention, cp = "hardware_backend.npu.attention.ascend_backend", "layers.utils.cp_utils"
     parts = []
-    with release(
-        version,
-        attention="hardware_backend.npu.attention.ascend_backend",
-        cp="layers.utils.cp_utils",
-    ) as sglang:
+    with release(version, attention=attention, cp=cp) as sglang:
         for rank in range(CP_SIZE):
-            ours = cpattn.build_cp_metadata(
-                case.extend_lens, case.seq_lens, cp_rank=rank, cp_size=CP_SIZE
-            )
+            lens = case.extend_lens, case.seq_lens
+            ours = cpattn.build_cp_metadata(*lens, cp_rank=rank, cp_size=CP_SIZE)
             arguments = [sum(case.extend_lens), rank, CP_SIZE, case.seq_lens]
             if version == "0.5.18":
                 arguments.append(list(case.extend_lens))
             metadata = sglang.cp.prepare_context_parallel_metadata(*arguments)
             q = pad(ours.shard(batch.q.flatten(1)), pad_rows)
-            out = sglang.attention.AscendAttnBackend.do_cp_attn_fia(
-                backend, q, k_cache, v_cache, layer, SimpleNamespace(attn_cp_metadata=metadata)
-            )
-            parts.append(out)
+            forward_batch = SimpleNamespace(attn_cp_metadata=metadata)
+            attend = sglang.attention.AscendAttnBackend.do_cp_attn_fia
+            parts.append(attend(backend, q, k_cache, v_cache, layer, forward_batch))
     return ours.unshard(parts).unflatten(1, (case.num_heads, -1))
 
 
 def full_caches(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """With prefixes and new tokens, as after the all-gather."""
     batch = make_batch(case)
-    slots = torch.cat(
-        [slots_of(batch.block_tables, s, n, case.page_size) for s, n in enumerate(case.seq_lens)]
-    )
+    tables, size = batch.block_tables, case.page_size
+    slots = torch.cat([slots_of(tables, s, n, size) for s, n in enumerate(case.seq_lens)])
     caches = batch.k_cache.clone(), batch.v_cache.clone()
     for cache, rows in zip(caches, (batch.k, batch.v), strict=True):
         cache[slots] = torch.cat(rows)
@@ -89,19 +84,12 @@ def attention_by_us(case: Case, pad_rows: int = 0) -> torch.Tensor:
     batch = make_batch(case)
     ranks = cpattn.build_cp_metadata_all_ranks(case.extend_lens, case.seq_lens, cp_size=CP_SIZE)
     k_cache, v_cache = full_caches(case)
+    options = {"block_tables": batch.block_tables, "page_size": case.page_size}
+    options |= {"num_heads": case.num_heads, "num_kv_heads": case.num_kv_heads}
+    shards = [(pad(rank.shard(batch.q.flatten(1)), pad_rows), rank) for rank in ranks]
     parts = [
-        cpattn.do_cp_attn_fia(
-            pad(rank.shard(batch.q.flatten(1)), pad_rows),
-            k_cache,
-            v_cache,
-            rank,
-            block_tables=batch.block_tables,
-            page_size=case.page_size,
-            num_heads=case.num_heads,
-            num_kv_heads=case.num_kv_heads,
-            scale=case.head_dim**-0.5,
-        )
-        for rank in ranks
+        cpattn.do_cp_attn_fia(q, k_cache, v_cache, rank, scale=case.head_dim**-0.5, **options)
+        for q, rank in shards
     ]
     return ranks[0].unshard(parts).unflatten(1, (case.num_heads, -1))
 
@@ -133,18 +121,12 @@ def test_26705_attention_knew_one_request_and_no_pad_rows(version, case, pad_row
 # MLA buffers sent from one pipeline stage to a decode server that has all layers.
 
 
-def names_of(layers: range, groups: str, num_drafts: int = 0) -> list[str]:
-    """What the buffers hold, in the order in which servers list them."""
-    target = [f"{group}{layer}" for group in groups for layer in layers]
-    return target + [f"draft {group}{layer}" for group in groups for layer in range(num_drafts)]
-
-
 def memory_of(names: list[str], layers: dict[str, tuple[int, str]]) -> dict[str, Any]:
     """Buffers of a page of a byte, at their numbers."""
     ones, labels = [1] * len(names), [layers[name] for name in names]
     memory = memory_of_lists(range(len(names)), ones, ones, labels, page_size=1)
     for name, buffer in zip(names, memory["entries"], strict=True):
-        buffer["draft"] = name.startswith("draft")
+        buffer["draft"] = name.startswith("d")
     return memory
 
 
@@ -158,15 +140,10 @@ def linted(src: list[str], dst: list[str], targets: list[int]) -> Report:
 
 def sent_by_release(version: str, src: list[str], dst: list[str], **kv_args) -> list[int]:
     """Which buffer `AscendKVManager.send_kvcache` of a release puts each buffer of a stage in."""
-    with release(
-        version,
-        ascend="disaggregation.ascend.conn",
-        base="disaggregation.base.conn",
-        conn="disaggregation.common.conn",
-        environ="environ",
-        mooncake="disaggregation.mooncake.conn",
-        utils="disaggregation.common.utils",
-    ) as sglang:
+    common = {"conn": "disaggregation.common.conn", "utils": "disaggregation.common.utils"}
+    engines = {"ascend": "disaggregation.ascend.conn", "mooncake": "disaggregation.mooncake.conn"}
+    others = {"base": "disaggregation.base.conn", "environ": "environ"}
+    with release(version, **common, **engines, **others) as sglang:
         manager = object.__new__(sglang.ascend.AscendKVManager)
         blocks = []
         manager.pp_size, manager.is_mla_backend = 2, True
@@ -188,8 +165,8 @@ def sent_by_release(version: str, src: list[str], dst: list[str], **kv_args) -> 
 )
 def test_23893_a_stage_s_buffers_went_to_those_of_other_layers(version, groups, num_drafts):
     """0.5.11 takes any list for one of K and one of V; up to 0.5.19 a stage has no drafts."""
-    stage = names_of(range(2, 4), groups, num_drafts)
-    decode = names_of(range(4), groups, num_drafts)
+    stage = kv_list(range(2, 4), groups, num_drafts)
+    decode = kv_list(range(4), groups, num_drafts)
     kv_args = {"prefill_start_layer": 2, "kv_buf_groups": len(groups), "total_kv_layers": 4}
     sent = sent_by_release(version, stage, decode, **kv_args)
     theirs = [decode[target] for target in sent]

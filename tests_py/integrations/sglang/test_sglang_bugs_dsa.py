@@ -45,12 +45,9 @@ def all_scores() -> torch.Tensor:
 def best_positions() -> torch.Tensor:
     """The TOPK best of the keys that each new token sees, ascending."""
     (prefix,) = PREFIXED.prefixes
-    return torch.stack(
-        [
-            scores[: prefix + i + 1].argsort(descending=True, stable=True)[:TOPK].sort().values
-            for i, scores in enumerate(all_scores())
-        ]
-    )
+    best = partial(torch.argsort, descending=True, stable=True)
+    rows = enumerate(all_scores(), start=prefix + 1)
+    return torch.stack([best(scores[:end])[:TOPK].sort().values for end, scores in rows])
 
 
 def slots_of_request(num_tokens: int) -> torch.Tensor:
@@ -84,43 +81,33 @@ def positions_by_release(sglang: SimpleNamespace, build_metadata) -> torch.Tenso
         for name in ("kv_len_prev", "kv_len_next", "actual_seq_q_prev", "actual_seq_q_next"):
             lengths = getattr(metadata, f"{name}_tensor")  # without a dimension in 0.5.10
             setattr(metadata, f"{name}_tensor", lengths.view(1))
-        pool = IndexKPool()
+        planned = SimpleNamespace(
+            seq_lens_cpu_int=torch.tensor([total]),
+            block_tables=make_batch(PREFIXED).block_tables.int(),
+        )
         batch = SimpleNamespace(
-            attn_backend=SimpleNamespace(
-                forward_metadata=SimpleNamespace(
-                    seq_lens_cpu_int=torch.tensor([total]),
-                    block_tables=make_batch(PREFIXED).block_tables.int(),
-                )
-            ),
-            attn_cp_metadata=metadata,
-            nsa_cp_metadata=metadata,
+            **dict.fromkeys(("attn_cp_metadata", "nsa_cp_metadata"), metadata),
+            attn_backend=SimpleNamespace(forward_metadata=planned),
             extend_prefix_lens=torch.tensor([prefix]),
             extend_prefix_lens_cpu=[prefix],
             forward_mode=EXTEND,
             out_cache_loc=slots_of_request(total)[prefix:],
-            token_to_kv_pool=pool,
+            token_to_kv_pool=IndexKPool(),
         )
         indexer = make_indexer(sglang.indexer.Indexer)
         sglang.indexer.cp_all_gather_rerange_output = lambda *_: k[prefix:]
-        chosen = indexer.forward_npu(
-            torch.cat([ours.shard(k[prefix:]), ours.shard(weights)], 1),
-            ours.shard(q),
-            ours.shard(torch.arange(prefix, total)),
-            batch,
-            layer_id=0,
-        )
+        hidden = torch.cat([ours.shard(k[prefix:]), ours.shard(weights)], 1)
+        positions = ours.shard(torch.arange(prefix, total))
+        chosen = indexer.forward_npu(hidden, ours.shard(q), positions, batch, layer_id=0)
         parts.append(torch.cat(chosen)[:, 0])
     return ours.unshard(parts).sort().values
 
 
-EXTEND = SimpleNamespace(
-    is_extend=lambda: True,
-    is_context_parallel_extend=lambda: True,
-    is_decode=lambda: False,
-    is_draft_extend=lambda: False,
-    is_draft_extend_v2=lambda: False,
-    is_target_verify=lambda: False,
+NO = dict.fromkeys(
+    ("is_decode", "is_draft_extend", "is_draft_extend_v2", "is_target_verify"), lambda: False
 )
+YES = dict.fromkeys(("is_extend", "is_context_parallel_extend"), lambda: True)
+EXTEND = SimpleNamespace(**YES, **NO)
 
 
 def make_indexer(upstream: type) -> SimpleNamespace:
@@ -191,17 +178,12 @@ def test_23268_our_indexer_on_the_same():
     pool = IndexKPool()
     pool.set_index_k_buffer(0, slots_of_request(total)[prefix:], k[prefix:])
     ranks = cpattn.build_cp_metadata_all_ranks([new], [total], cp_size=CP_SIZE)
+    paged = {"block_tables": make_batch(PREFIXED).block_tables, "page_size": PREFIXED.page_size}
+    rows = [(rank.shard(q).unflatten(1, (INDEX_HEADS, -1)), rank.shard(weights)) for rank in ranks]
+    keys = pool.pages.flatten(0, 1)
     parts = [
-        cpattn.sparse.cp_indexer_topk(
-            rank.shard(q).unflatten(1, (INDEX_HEADS, -1)),
-            pool.pages.flatten(0, 1),
-            rank.shard(weights),
-            rank,
-            block_tables=make_batch(PREFIXED).block_tables,
-            page_size=PREFIXED.page_size,
-            topk=TOPK,
-        )
-        for rank in ranks
+        cpattn.sparse.cp_indexer_topk(mine, keys, own_weights, rank, topk=TOPK, **paged)
+        for (mine, own_weights), rank in zip(rows, ranks, strict=True)
     ]
     assert torch.equal(ranks[0].unshard(parts).sort().values, best_positions().int())
 
@@ -231,23 +213,18 @@ def prepare_by_release(version: str, x: torch.Tensor) -> tuple[torch.Tensor, ...
         return q_pe, k_pe
 
     rotate.is_neox_style, rotate.cos_sin_cache = False, torch.ones(len(x), ROPE_DIM)
+    sizes = {"kv_lora_rank": KV_LORA, "q_lora_rank": Q_LORA, "qk_head_dim": Q_LORA}
+    sizes |= {"qk_nope_head_dim": Q_LORA - ROPE_DIM, "qk_rope_head_dim": ROPE_DIM}
     layer = SimpleNamespace(
-        fused_qkv_a_proj_with_mqa=lambda hidden: (hidden,),
+        **dict.fromkeys(("layer_id", "num_local_heads"), 1),
+        **dict.fromkeys(("q_a_layernorm", "kv_a_layernorm"), norm),
+        **dict.fromkeys(("fused_qkv_a_proj_with_mqa", "q_b_proj"), lambda x: (x,)),
         indexer=lambda *_: None,
-        kv_a_layernorm=norm,
-        kv_lora_rank=KV_LORA,
-        layer_id=1,
-        num_local_heads=1,
-        q_a_layernorm=norm,
-        q_b_proj=lambda q: (q,),
-        q_lora_rank=Q_LORA,
-        qk_head_dim=Q_LORA,
-        qk_nope_head_dim=Q_LORA - ROPE_DIM,
-        qk_rope_head_dim=ROPE_DIM,
         rebuild_cp_kv_cache=rebuild_cp_kv_cache,
         rotary_emb=rotate,
         skip_topk=False,
         w_kc=torch.ones(1, Q_LORA - ROPE_DIM, KV_LORA),
+        **sizes,
     )
     with release(
         version, mla="hardware_backend.npu.modules.deepseek_v2_attention_mla_npu"
@@ -267,16 +244,9 @@ def test_23268_the_fused_split_left_context_parallelism_nothing_to_gather():
         prepare_by_release("0.5.10", x)
 
     assert not cpattn.sparse.can_fuse_split_qk_norm(len(x), neox_rope=False, uses_prefill_cp=True)
-    _, k_nope, k_pe, latent_cache = cpattn.sparse.split_qk_norm(
-        x,
-        torch.ones(Q_LORA),
-        torch.ones(KV_LORA),
-        Q_LORA,
-        KV_LORA,
-        ROPE_DIM,
-        q_eps=1e-6,
-        kv_eps=1e-6,
-    )
+    weights, sizes = (torch.ones(Q_LORA), torch.ones(KV_LORA)), (Q_LORA, KV_LORA, ROPE_DIM)
+    split = cpattn.sparse.split_qk_norm(x, *weights, *sizes, q_eps=1e-6, kv_eps=1e-6)
+    _, k_nope, k_pe, latent_cache = split
     fixed = prepare_by_release("0.5.12", x)
     for theirs, ours in zip(fixed, (latent_cache, k_nope, k_pe), strict=True):
         assert_similar(theirs, ours.view_as(theirs))
@@ -310,18 +280,12 @@ def topk_by_release(version, logits, lengths, page_table) -> torch.Tensor:
         page_table_1=page_table,
         topk_indices_offset=None,  # which only extends have
     )
-    kernels = SimpleNamespace(
-        fast_topk_transform_fused=cpattn.sparse.fast_topk_transform_fused,
-        fast_topk_transform_ragged_fused=cpattn.sparse.fast_topk_transform_ragged_fused,
-        fast_topk_v2=cpattn.sparse.fast_topk,
-    )
+    names = "fast_topk_transform_fused", "fast_topk_transform_ragged_fused"
+    kernels = SimpleNamespace(**{name: getattr(cpattn.sparse, name) for name in names})
+    kernels.fast_topk_v2 = cpattn.sparse.fast_topk
+    modules = {"base": "layers.attention.base_attn_backend", "environ": "environ"}
     with (
-        release(
-            version,
-            base="layers.attention.base_attn_backend",
-            environ="environ",
-            nsa="layers.attention.nsa_backend",
-        ) as sglang,
+        release(version, nsa="layers.attention.nsa_backend", **modules) as sglang,
         mock.patch.dict("sys.modules", sgl_kernel=kernels),
     ):
         mode = () if version == "0.5.9" else (ForwardMode.DECODE,)

@@ -33,15 +33,11 @@ PROMPTS = random_prompts([150, 77, 300, 84, 91, 101], shared=70)
 NUM_TOKENS = 12
 # Chunks, steps that mix prefill and decode, windows, softcap; grouped heads in each.
 RUNS = {
-    "llama": {
-        "page_size": 16,
-        "chunked_prefill_size": 64,
-        "enable_mixed_chunk": True,
-        "max_running_requests": 4,
-    },
+    "llama": {"page_size": 16, "chunked_prefill_size": 64, "enable_mixed_chunk": True},
     "qwen3": {"page_size": 64},
     "gemma2": {"page_size": 1},
 }
+RUNS["llama"]["max_running_requests"] = 4
 SLOW_RUNS = {
     "deepseek_v3": {"page_size": 16},
     "deepseek_v3 with experts": {"page_size": 16},
@@ -49,61 +45,38 @@ SLOW_RUNS = {
     "gemma3_text": {"page_size": 16, "chunked_prefill_size": 128, "disable_overlap_schedule": True},
 }
 # Two ranks over gloo.
+SPLIT = {"tp_size": 2, "attn_cp_size": 2, "enable_prefill_cp": True, "cp_strategy": "zigzag"}
 RANKS_RUNS = {
     "qwen3 in tensor parallel": {"page_size": 16, "tp_size": 2},
-    "qwen3 in context parallel": {
-        "page_size": 16,
-        "tp_size": 2,
-        "attn_cp_size": 2,
-        "enable_prefill_cp": True,
-        "cp_strategy": "zigzag",
-    },
+    "qwen3 in context parallel": {"page_size": 16, **SPLIT},
 }
 # Of a model's configuration.
-CHANGES = {
-    "deepseek_v3 with experts": {
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 64,
-        "n_group": 2,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",  # names of before transformers 5 that sglang reads
-        "scoring_func": "sigmoid",
-    }
-}
+EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+EXPERTS |= {"first_k_dense_replace": 1, "moe_intermediate_size": 64, "n_group": 2, "topk_group": 1}
+# Names of before transformers 5 that sglang reads.
+EXPERTS |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+CHANGES = {"deepseek_v3 with experts": EXPERTS}
 
 
 def answers_of(runs, folder, *arguments, **environment):
     """Of each model what sglang says, and eager attention; and sglang's log."""
     for name in runs:
         write_model(folder / name, name.split()[0], **CHANGES.get(name, {}))
+    common = {"dtype": "float32", "attention_backend": "cpattn"}
+    asked = {
+        "rounds": [PROMPTS[:1], PROMPTS, PROMPTS[::-1]],
+        "sampling": {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True},
+    }
     described = [
-        {
-            "engine": {
-                "model_path": str(folder / name),
-                "dtype": "float32",
-                "attention_backend": "cpattn",
-                **options,
-            },
-            "rounds": [PROMPTS[:1], PROMPTS, PROMPTS[::-1]],
-            "sampling": {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True},
-        }
+        {"engine": {"model_path": str(folder / name), **common, **options}, **asked}
         for name, options in runs.items()
     ]
     (folder / "runs.json").write_text(json.dumps(described))
     (folder / "site").mkdir()
     write_distribution(folder / "site")
+    files = folder / "runs.json", folder / "results.json"
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "support.sglang.sglang_generate",
-            folder / "runs.json",
-            folder / "results.json",
-            *arguments,
-        ],
+        [sys.executable, "-m", "support.sglang.sglang_generate", *files, *arguments],
         env={**os.environ, **ENVIRONMENT, **environment, "PYTHONPATH": path_with(folder / "site")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -129,12 +102,8 @@ def slow_answers(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks_answers(tmp_path_factory):
     cpus = sorted(os.sched_getaffinity(0))
-    return answers_of(
-        RANKS_RUNS,
-        tmp_path_factory.mktemp("ranks"),
-        "--without-streams",
-        SGLANG_CPU_OMP_THREADS_BIND=f"{cpus[0]}|{cpus[-1]}",
-    )
+    folder, bind = tmp_path_factory.mktemp("ranks"), f"{cpus[0]}|{cpus[-1]}"
+    return answers_of(RANKS_RUNS, folder, "--without-streams", SGLANG_CPU_OMP_THREADS_BIND=bind)
 
 
 def assert_tokens(result, eager):
@@ -203,18 +172,15 @@ def test_the_server_of_the_documents(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "cpattn.integrations.sglang.cpu_engine", "serve"),
+        *("--model-path", tmp_path / "llama", "--port", str(port), "--dtype", "float32"),
+        *("--device", "cpu", "--attention-backend", "cpattn", "--page-size", "16"),
+        *("--max-total-tokens", "2048"),
+    ]
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path_with(tmp_path)}
     with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "cpattn.integrations.sglang.cpu_engine", "serve"),
-                *("--model-path", tmp_path / "llama", "--port", str(port), "--dtype", "float32"),
-                *("--device", "cpu", "--attention-backend", "cpattn", "--page-size", "16"),
-                *("--max-total-tokens", "2048"),
-            ],
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path_with(tmp_path)},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
         end = time.monotonic() + TIMEOUT / 2
         while server.poll() is None and time.monotonic() < end and ask(port, "/health") is None:

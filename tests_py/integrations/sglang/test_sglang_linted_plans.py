@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,23 +15,10 @@ from cpattn.proof import lint
 from cpattn.proof.linting.adapters.context_parallel import from_metadata
 from cpattn.proof.linting.adapters.shards import from_striped_writes
 from support.sglang import sglang_planning
-from support.sglang.striped_pools import (
-    extend_arguments,
-    make_allocator,
-    make_pool,
-    random_extend,
-    random_sizes,
-)
+from support.sglang import striped_pools as pools
+from support.sglang.installed import MARKS
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
-    pytest.mark.engine("sglang"),
-]
-
-
-@pytest.fixture(scope="module")
-def sglang() -> SimpleNamespace:
-    return sglang_planning.load()
+pytestmark = MARKS
 
 
 def kinds(document: dict[str, Any]) -> set[str]:
@@ -43,17 +29,9 @@ def metadata_of(
     sglang: SimpleNamespace, name: str, size: int, extend: list[int], prefix: list[int], pad: int
 ) -> list[Any]:
     """What `build_metadata` of each rank makes, its rows padded as a forward pass does."""
-    base = {
-        "zigzag": sglang.zigzag.ZigzagCPStrategy,
-        "interleave": sglang.interleave.InterleaveCPStrategy,
-    }[name]
     total = [e + p for e, p in zip(extend, prefix, strict=True)]
-    of_ranks = []
-    for rank in range(size):
-        strategy = type("Strategy", (base,), {"cp_rank": rank})(size)
-        made = strategy.build_metadata(sum(extend) + pad, total, extend)
-        of_ranks.append(made)
-    return of_ranks
+    strategies = [sglang_planning.make_strategy(sglang, name, rank, size) for rank in range(size)]
+    return [strategy.build_metadata(sum(extend) + pad, total, extend) for strategy in strategies]
 
 
 @pytest.mark.parametrize("name", ["zigzag", "interleave"])
@@ -101,19 +79,18 @@ def test_damaged_metadata_is_refuted(sglang):
 
 def striped_batch(sglang: SimpleNamespace, rng: np.random.Generator) -> tuple[Any, ...]:
     """Prefixes that sglang's allocator gave earlier, their extension, and what ranks write."""
-    sizes = random_sizes(rng)
+    sizes = pools.random_sizes(rng)
     page_size, shard_size = sizes["page_size"], sizes["shard_size"]
-    pages = 40
-    allocator = make_allocator(sglang, pages * page_size, sizes, need_sort=False)
-    prefixes, lens, bases = random_extend(rng, page_size)
+    pages, pool_size = 40, 40 * page_size
+    allocator = pools.make_allocator(sglang, pool_size, sizes, need_sort=False)
+    prefixes, lens, bases = pools.random_extend(rng, page_size)
     cached = [
         allocator.alloc_cyclic(0 if base is None else base, prefix).tolist() if prefix else []
         for prefix, base in zip(prefixes, bases, strict=True)
     ]
-    bases = [
-        0 if prefix and base is None else base for prefix, base in zip(prefixes, bases, strict=True)
-    ]
-    loc = allocator.alloc_extend(*extend_arguments(prefixes, lens), rotation_bases=bases)
+    pairs = zip(prefixes, bases, strict=True)
+    bases = [0 if prefix and base is None else base for prefix, base in pairs]
+    loc = allocator.alloc_extend(*pools.extend_arguments(prefixes, lens), rotation_bases=bases)
     extend = [total - prefix for total, prefix in zip(lens, prefixes, strict=True)]
     new = torch.split(loc, extend)
     tables = [
@@ -123,7 +100,7 @@ def striped_batch(sglang: SimpleNamespace, rng: np.random.Generator) -> tuple[An
     scratch = {"max_prefix_tokens": 0, "chunk_tokens": 0}
     writes = []
     for rank in range(shard_size):
-        pool = make_pool(sglang, rank, sizes, scratch, pages * page_size)
+        pool = pools.make_pool(sglang, rank, sizes, scratch, pool_size)
         positions, rows = pool._get_write_plan(loc)
         writes.append((positions.tolist(), rows.tolist()))
     options = {"page_size": page_size, "num_pages": shard_size * (pages + 1)}

@@ -7,16 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
-
-import pytest
 
 from support.entry_points import write_distribution
+from support.sglang.installed import MARKS
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
-    pytest.mark.engine("sglang"),
-]
+pytestmark = MARKS
 
 ALL = ["zigzag", "interleave", "topk", "kv", "shards", "attention"]
 
@@ -24,12 +19,9 @@ ALL = ["zigzag", "interleave", "topk", "kv", "shards", "attention"]
 def test_loading(tmp_path):
     write_distribution(tmp_path)
     path = os.pathsep.join([str(tmp_path), *(p for p in sys.path if p)])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "support.sglang.sglang_plugin_worker"],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-W", "ignore", "-m", "support.sglang.sglang_plugin_worker"]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout.splitlines()[-1])
     found = {"filtered by SGLANG_PLUGINS": [], "CPATTN_PLUGINS=0": [], "loaded": ALL}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,29 +13,12 @@ import torch
 
 from cpattn.integrations import sglang as plugin
 from cpattn.integrations.sglang import metadata as plugin_metadata
-from support.sglang import sglang_planning
-from support.sglang.sglang_planning import assert_same
+from support.sglang.installed import MARKS
+from support.sglang.sglang_planning import assert_same, make_strategy
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
-    pytest.mark.engine("sglang"),
-]
+pytestmark = MARKS
 
 STRATEGIES = ("zigzag", "interleave")
-
-
-@pytest.fixture(scope="module")
-def sglang() -> SimpleNamespace:
-    return sglang_planning.load()
-
-
-def make_strategy(sglang: SimpleNamespace, name: str, rank: int, size: int) -> Any:
-    """sglang's own, whose rank is not that of a process group."""
-    classes = {
-        "zigzag": sglang.zigzag.ZigzagCPStrategy,
-        "interleave": sglang.interleave.InterleaveCPStrategy,
-    }
-    return type("Strategy", (classes[name],), {"cp_rank": rank})(size)
 
 
 def random_batch(rng: np.random.Generator) -> tuple[int, int, tuple[Any, Any, Any]]:
@@ -49,10 +31,7 @@ def random_batch(rng: np.random.Generator) -> tuple[int, int, tuple[Any, Any, An
     extend, seqs = extend.tolist(), np.maximum(seqs, 0).tolist()
     if rng.random() < 0.15:
         seqs = [seqs[0]] * int(rng.integers(0, 4))
-    if rng.random() < 0.15:
-        seqs = None
-    if rng.random() < 0.15:
-        extend = None
+    seqs, extend = (None if rng.random() < 0.15 else lens for lens in (seqs, extend))
     return int(rng.integers(size)), size, (num_tokens, seqs, extend)
 
 
@@ -108,12 +87,7 @@ def test_physical_padding_writes_into_the_result(sglang, name):
             sglang.padding.pad_logical_token_to_physical(metadata)
     assert ours.per_rank_logical_token is not None
     assert_same(ours, theirs)
-
-
-def test_arguments_are_left_alone(sglang):
-    extend, seqs = [40, 60], [90, 60]
-    plugin.build_metadata(make_strategy(sglang, "zigzag", 0, 2), 105, seqs, extend)
-    assert (extend, seqs) == ([40, 60], [90, 60])
+    assert arguments == (101, [60, 80], [40, 60])  # left alone
 
 
 def tensors_of(metadata: Any) -> dict[str, torch.Tensor]:

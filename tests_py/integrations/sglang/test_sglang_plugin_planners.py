@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import re
 from collections.abc import Iterator
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
@@ -15,17 +15,10 @@ import pytest
 
 from cpattn.integrations import sglang as plugin
 from cpattn.integrations.sglang import planners
-from support.sglang import sglang_planning
+from support.sglang.buffer_names import kv_list
+from support.sglang.installed import MARKS
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
-    pytest.mark.engine("sglang"),
-]
-
-
-@pytest.fixture(scope="module")
-def sglang() -> SimpleNamespace:
-    return sglang_planning.load()
+pytestmark = MARKS
 
 
 @pytest.fixture
@@ -33,21 +26,15 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(27740)
 
 
-def implementations_of(sglang: SimpleNamespace) -> list[str]:
-    """What ``--dsa-prefill-backend`` may be."""
-    hints = get_type_hints(sglang.options.ExecKernel, include_extras=True)
-    return hints["dsa_prefill_backend"].__metadata__[0].choices
-
-
 def test_every_topk_choice(sglang):
     method = sglang.topk.TopkTransformMethod
     upstream = sglang.dsa.DeepseekSparseAttnBackend.get_topk_transform_method
-    implementations = implementations_of(sglang)
+    # What ``--dsa-prefill-backend`` may be.
+    hints = get_type_hints(sglang.options.ExecKernel, include_extras=True)
+    implementations = hints["dsa_prefill_backend"].__metadata__[0].choices
     assert "flashmla_sparse_q8" in implementations
-    chosen = set()
-    for mode, fp8, implementation in itertools.product(
-        (None, *sglang.batch.ForwardMode), (False, True), implementations
-    ):
+    chosen, modes = set(), (None, *sglang.batch.ForwardMode)
+    for mode, fp8, implementation in itertools.product(modes, (False, True), implementations):
         backend = SimpleNamespace(dsa_kv_cache_store_fp8=fp8, dsa_prefill_impl=implementation)
         ours = plugin.get_topk_transform_method(backend, mode)
         assert ours is upstream(backend, mode), (mode, fp8, implementation)
@@ -72,24 +59,14 @@ def test_groups_of_pages(sglang, rng):
         plugin.group_concurrent_contiguous(np.arange(1), np.arange(2))
 
 
-def kv_list(layers: range, groups: str, drafts: int = 0) -> list[str]:
-    """What the buffers of a server hold, in the order in which it lists them."""
-    target = [f"{group}{layer}" for group in groups for layer in layers]
-    return target + [f"d{group}{layer}" for group in groups for layer in range(drafts)]
-
-
 def random_stage(rng: np.random.Generator) -> tuple[int, range]:
     num_layers = int(rng.integers(1, 24))
     start = int(rng.integers(0, num_layers))
     return num_layers, range(start, int(rng.integers(start, num_layers)) + 1)
 
 
-class Manager:
-    """With no more than its arguments."""
-
-
 def make_manager(kind: type[Any], **kv_args: Any) -> Any:
-    manager = object.__new__(kind)
+    manager = kind.__new__(kind)
     manager.kv_args = SimpleNamespace(**kv_args)
     return manager
 
@@ -128,15 +105,10 @@ def test_strict_mla_is_right_or_refuses(sglang, rng, monkeypatch, backend):
         group.is_last_rank = stage.stop == num_layers
         src = kv_list(stage, groups, drafts if group.is_last_rank else 0)
         dst = kv_list(range(num_layers), groups, int(rng.choice([drafts, drafts, 0])))
-        manager = make_manager(
-            kind,
-            prefill_start_layer=stage.start,
-            kv_buf_groups=len(groups),
-            hidden_kv_layers=num_layers,
-            draft_kv_layers=drafts if group.is_last_rank else 0,
-            num_draft_entries=0,
-            mla_compression_ratios=None,
-        )
+        sent = drafts if group.is_last_rank else 0
+        fields = {"prefill_start_layer": stage.start, "hidden_kv_layers": num_layers}
+        fields |= {"kv_buf_groups": len(groups), "draft_kv_layers": sent, "num_draft_entries": 0}
+        manager = make_manager(kind, mla_compression_ratios=None, **fields)
         outcomes["upstream wrong"] += upstream(manager, src, dst)[1][: len(src)] != src
         try:
             ours = planners.strict_mla_kv_ptrs(upstream, manager, src, dst)
@@ -175,9 +147,11 @@ def test_strict_mla_leaves_other_pools_to_sglang():
     def original(*arguments: Any) -> Any:
         return arguments
 
-    plain = make_manager(Manager, prefill_start_layer=0, kv_buf_groups=1)
+    plain = make_manager(SimpleNamespace, prefill_start_layer=0, kv_buf_groups=1)
     assert planners.strict_mla_kv_ptrs(original, plain, [1], [2]) == (plain, [1], [2], None)
-    grouped = make_manager(Manager, prefill_start_layer=0, kv_buf_groups=2, hidden_kv_layers=1)
+    grouped = make_manager(
+        SimpleNamespace, prefill_start_layer=0, kv_buf_groups=2, hidden_kv_layers=1
+    )
     arguments = (grouped, [1, 2], [3, 4], "swa")
     assert planners.strict_mla_kv_ptrs(original, *arguments) == arguments
 
@@ -186,9 +160,8 @@ def test_layers_are_recorded_for_pools_that_have_all(sglang):
     def original(kv_args: Any, *args: Any, **kwargs: Any) -> None:
         kv_args.seen = (args, kwargs)
 
-    for kind, recorded in (
-        ("MHATokenToKVPool", 61), ("MLATokenToKVPool", 61), ("HybridLinearKVPool", 0)
-    ):  # fmt: skip
+    kinds = {"MHATokenToKVPool": 61, "MLATokenToKVPool": 61, "HybridLinearKVPool": 0}
+    for kind, recorded in kinds.items():
         pool, kv_args = object.__new__(getattr(sglang.pools, kind)), SimpleNamespace()
         planners.record_kv_layers(original, kv_args, pool, None, 61, req_to_token_pool="r")
         assert kv_args.seen == ((pool, None, 61), {"req_to_token_pool": "r"})
@@ -222,10 +195,8 @@ def test_switching_at_run_time(sglang, switch):
 
 
 def test_an_unknown_part_is_refused(switch, monkeypatch):
-    message = (
-        r"parts \(CPATTN_SGLANG_PARTS\) must be among "
-        r"\('metadata', 'topk', 'kv', 'shards', 'strict_kv', 'attention'\), got 'speed'"
-    )
+    parts = "metadata", "topk", "kv", "shards", "strict_kv", "attention"
+    message = re.escape(f"parts (CPATTN_SGLANG_PARTS) must be among {parts}, got 'speed'")
     with pytest.raises(ValueError, match=message):
         plugin.install("speed")
     monkeypatch.setenv("CPATTN_SGLANG_PARTS", "kv, speed")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,26 +14,10 @@ import torch
 from cpattn.integrations import sglang as plugin
 from cpattn.integrations.sglang import shards
 from cpattn.kv import StripedAllocator
-from support.sglang import sglang_planning
-from support.sglang.striped_pools import (
-    extend_arguments,
-    make_allocator,
-    make_pool,
-    random_extend,
-    random_scratch,
-    random_sizes,
-    random_table,
-)
+from support.sglang import striped_pools as pools
+from support.sglang.installed import MARKS
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
-    pytest.mark.engine("sglang"),
-]
-
-
-@pytest.fixture(scope="module")
-def sglang() -> SimpleNamespace:
-    return sglang_planning.load()
+pytestmark = MARKS
 
 
 @pytest.fixture
@@ -74,13 +57,13 @@ def assert_same_lists(ours: Any, theirs: Any) -> None:
 def test_allocator(sglang, rng, switched_on, need_sort):
     num_refused = 0
     for _ in range(40):
-        sizes = random_sizes(rng)
+        sizes = pools.random_sizes(rng)
         page_size, size = sizes["page_size"], int(rng.integers(0, 120))
-        ours, theirs = (make_allocator(sglang, size, sizes, need_sort) for _ in range(2))
+        ours, theirs = (pools.make_allocator(sglang, size, sizes, need_sort) for _ in range(2))
         used = np.array([], np.int64)
         for _ in range(30):
-            prefixes, lens, bases = random_extend(rng, page_size)
-            given, written = extend_arguments(prefixes, lens), list(bases)
+            prefixes, lens, bases = pools.random_extend(rng, page_size)
+            given, written = pools.extend_arguments(prefixes, lens), list(bases)
             expected = by_sglang(theirs.alloc_extend, *given, rotation_bases=written)
             got = ours.alloc_extend(*given, rotation_bases=bases)
             assert bases == written
@@ -102,9 +85,11 @@ def test_allocator(sglang, rng, switched_on, need_sort):
     assert num_refused > 50
 
 
-def test_cyclic_runs_and_deferred_frees(sglang, switched_on):
-    sizes = {"shard_size": 2, "page_size": 4}
-    ours, theirs = (make_allocator(sglang, 32, sizes, False) for _ in range(2))
+SIZES = {"shard_size": 2, "page_size": 4}
+
+
+def test_cyclic_runs_deferred_frees_and_debug_mode(sglang, switched_on):
+    ours, theirs = (pools.make_allocator(sglang, 32, SIZES, False) for _ in range(2))
     slots = ours.alloc_cyclic(-1, 10)
     assert torch.equal(slots, by_sglang(theirs.alloc_cyclic, -1, 10))
     ours.free_group_begin()
@@ -114,11 +99,15 @@ def test_cyclic_runs_and_deferred_frees(sglang, switched_on):
     assert ours.available_size() == 64
     by_sglang(theirs.free, slots)
     assert_same_lists(ours, theirs)
+    ours.debug_mode = True  # which is sglang's own
+    slots = ours.alloc_extend(*pools.extend_arguments([0], [9]), rotation_bases=[None])
+    ours.free(slots)
+    with pytest.raises(AssertionError, match="double free"):
+        ours.free(slots)
 
 
 def test_what_sglang_asserts_or_corrupts_is_refused(sglang, switched_on):
-    sizes = {"shard_size": 2, "page_size": 4}
-    allocator = make_allocator(sglang, 32, sizes, False)
+    allocator = pools.make_allocator(sglang, 32, SIZES, False)
     before = listed(allocator.class_free_pages)
     for prefixes, lens, message in (
         ([3], [5], r"prefix_lens must be multiples of page_size 4, got 3"),
@@ -126,9 +115,9 @@ def test_what_sglang_asserts_or_corrupts_is_refused(sglang, switched_on):
     ):
         bases = [None]
         with pytest.raises(ValueError, match=message):
-            allocator.alloc_extend(*extend_arguments(prefixes, lens), rotation_bases=bases)
+            allocator.alloc_extend(*pools.extend_arguments(prefixes, lens), rotation_bases=bases)
         assert bases == [None]
-    *given, num_tokens = extend_arguments([4], [9])
+    *given, num_tokens = pools.extend_arguments([4], [9])
     with pytest.raises(ValueError, match=r"extend_num_tokens must be 5, .* got 6"):
         allocator.alloc_extend(*given, num_tokens + 1, rotation_bases=[None])
     for slot in (7, 72, -1):
@@ -138,27 +127,11 @@ def test_what_sglang_asserts_or_corrupts_is_refused(sglang, switched_on):
     assert listed(allocator.class_free_pages) == before
 
 
-def test_debug_mode_is_sglang_s_own(sglang, switched_on, monkeypatch):
-    allocator = make_allocator(sglang, 32, {"shard_size": 2, "page_size": 4}, False)
-    allocator.debug_mode = True
-    slots = allocator.alloc_extend(*extend_arguments([0], [9]), rotation_bases=[None])
-    allocator.free(slots)
-    with pytest.raises(AssertionError, match="double free"):
-        allocator.free(slots)
-
-
-PLANNED = (
-    "_page_pos",
-    "_send_pages",
-    "_send_rows",
-    "_block_pages",
-    "_epoch",
-    "_shard_extend_active",
-)
+PLANNED = "_page_pos _send_pages _send_rows _block_pages _epoch _shard_extend_active"
 
 
 def assert_same_plan(ours: Any, theirs: Any) -> None:
-    for name in PLANNED:
+    for name in PLANNED.split():
         got, expected = getattr(ours, name), getattr(theirs, name)
         assert type(got) is type(expected)
         if isinstance(expected, torch.Tensor):
@@ -179,16 +152,16 @@ def outcome(begin: Callable[..., Any], *arguments: Any) -> str:
 def test_gather_plans(sglang, rng, switched_on):
     outcomes = {"planned": 0, "refused": 0}
     for _ in range(200):
-        sizes = random_sizes(rng)
+        sizes = pools.random_sizes(rng)
         size = 60 * sizes["page_size"]
-        table, prefixes, lens = random_table(rng, StripedAllocator(size, **sizes))
-        scratch = random_scratch(rng, sizes)
+        table, prefixes, lens = pools.random_table(rng, StripedAllocator(size, **sizes))
+        scratch = pools.random_scratch(rng, sizes)
         rows = torch.from_numpy(rng.permutation(6)[: len(lens)])
         moved = torch.full(table.shape, -7, dtype=torch.int32)
         moved[rows] = torch.from_numpy(table[: len(lens)]).int()
         given = moved, rows, prefixes, torch.tensor(lens) if rng.random() < 0.5 else lens
         for rank in range(sizes["shard_size"]):
-            ours, theirs = (make_pool(sglang, rank, sizes, scratch, size) for _ in range(2))
+            ours, theirs = (pools.make_pool(sglang, rank, sizes, scratch, size) for _ in range(2))
             started: list[int] = []
             ours._debug_plan_checks = False
             ours._translate_cache = {"of the batch before": 1}
@@ -206,9 +179,8 @@ def test_gather_plans(sglang, rng, switched_on):
 
 
 def pool_and_table(sglang: SimpleNamespace) -> tuple[Any, torch.Tensor]:
-    sizes = {"shard_size": 2, "page_size": 4}
     scratch = {"max_prefix_tokens": 32, "chunk_tokens": 16}
-    pool = make_pool(sglang, 0, sizes, scratch, size=40)
+    pool = pools.make_pool(sglang, 0, SIZES, scratch, size=40)
     pool._debug_plan_checks = False
     return pool, torch.zeros((2, 24), dtype=torch.int32)
 
@@ -232,16 +204,15 @@ def test_prefixes_that_are_not_on_the_ranks_in_turn_are_refused(sglang, switched
     pool._debug_plan_checks = True
     with pytest.raises(AssertionError, match="not cyclic"):
         pool.begin_shard_extend(table, torch.tensor([0]), [8], [12])
+    another, _ = pool_and_table(sglang)
     with pytest.raises(ValueError, match=r"prefix_lens_cpu must be multiples of page_size 4"):
-        shards.begin_shard_extend(
-            None, pool_and_table(sglang)[0], table, torch.tensor([0]), [3], [5]
-        )
+        shards.begin_shard_extend(None, another, table, torch.tensor([0]), [3], [5])
 
 
 def test_filter_of_pages(sglang, rng, switched_on):
     conn, utils = sglang.conn, sglang.disaggregation
     assert conn.filter_kv_indices_for_shard_rank is utils.filter_kv_indices_for_shard_rank
-    for _ in range(500):
+    for _ in range(200):
         pages = rng.integers(0, 200, rng.integers(0, 20)).astype(np.int32)
         start, size = int(rng.integers(0, 9)), int(rng.integers(1, 6))
         given = {
@@ -251,12 +222,10 @@ def test_filter_of_pages(sglang, rng, switched_on):
             "shard_size": size,
         }
         expected = by_sglang(utils.filter_kv_indices_for_shard_rank, **given)
-        for got, wanted in zip(
-            conn.filter_kv_indices_for_shard_rank(**given), expected, strict=True
-        ):
+        found = conn.filter_kv_indices_for_shard_rank(**given)
+        for got, wanted in zip(found, expected, strict=True):
             assert got.dtype == wanted.dtype
             assert got.tolist() == wanted.tolist()
+    given |= {"index_slice": slice(0, len(pages) + 1)}
     with pytest.raises(ValueError, match=r"kv_indices must be the \d+ pages of index_slice"):
-        conn.filter_kv_indices_for_shard_rank(
-            kv_indices=pages, index_slice=slice(0, len(pages) + 1), shard_rank=0, shard_size=2
-        )
+        conn.filter_kv_indices_for_shard_rank(**given)

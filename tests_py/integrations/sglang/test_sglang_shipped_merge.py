@@ -5,18 +5,15 @@ runner, and proved once mended. `sglang_chunked_prefix` says what of it is sglan
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 
 import pytest
 
 from cpattn.proof import Report, conform
 from support.proof.shipped import assert_proved, assert_refuted_as_written, shipped_entry
 from support.sglang import sglang_chunked_prefix
+from support.sglang.installed import MARKS
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
-    pytest.mark.engine("sglang"),
-]
+pytestmark = MARKS
 ENTRY = ("sgl-project/sglang#35045", "conform")
 
 
@@ -28,9 +25,8 @@ def sglang():
 def tried(*without: str, mended: bool) -> Report:
     operator = partial(sglang_chunked_prefix.attention, mended=mended)
     operator.__name__ = "sglang 0.5.23"  # type: ignore[attr-defined]
-    return conform(
-        operator, signature=sglang_chunked_prefix.SIGNATURE, examples=0, seconds=8, without=without
-    )
+    options = {"signature": sglang_chunked_prefix.SIGNATURE, "examples": 0, "seconds": 8}
+    return conform(operator, without=without, **options)
 
 
 def test_35045_parts_are_merged_to_another_base():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +18,10 @@ from cpattn.proof import lint
 from cpattn.proof.linting.adapters.transfers import joined
 from support.proof.shipped import assert_proved, assert_refuted_as_written, shipped_entry
 from support.sglang import sglang_servers
+from support.sglang.installed import MARKS
 from support.sglang.sglang_servers import ascend_pool, document_of, plain_pool
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
-    pytest.mark.engine("sglang"),
-]
+pytestmark = MARKS
 STAGES = (range(7), range(7, 15))
 EVEN = {"head_dim": 32, "v_head_dim": 32}
 NARROW = {"head_dim": 192, "v_head_dim": 128}
@@ -48,10 +45,8 @@ def two_stages(sglang: SimpleNamespace) -> dict[str, Any]:
     """A prefill of 7 and 8 layers, to a decode that has all of them."""
     decode = ascend_pool(sglang, range(15), **EVEN)
     pools = [ascend_pool(sglang, layers, **EVEN) for layers in STAGES]
-    return joined([
-        document_of(sglang, pool, decode, f"stage {number}", pp_size=2)
-        for number, pool in enumerate(pools)
-    ])  # fmt: skip
+    stages = (document_of(sglang, x, decode, f"stage {i}", pp_size=2) for i, x in enumerate(pools))
+    return joined(list(stages))
 
 
 def test_27740_values_of_a_stage_go_to_keys_of_other_layers(sglang):
@@ -59,9 +54,8 @@ def test_27740_values_of_a_stage_go_to_keys_of_other_layers(sglang):
     entry = shipped_entry("sgl-project/sglang#27740", "lint")
     report = lint(two_stages(sglang))
     assert_refuted_as_written(report, entry)
-    assert {found.kind for found in report.findings} == {
-        "xfer-pair", "xfer-overlap", "xfer-missing"
-    }  # fmt: skip
+    kinds = {found.kind for found in report.findings}
+    assert kinds == {"xfer-pair", "xfer-overlap", "xfer-missing"}
     plugin.install("strict_kv")
     assert_proved(lint(two_stages(sglang)), entry)
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,19 +13,12 @@ import torch.distributed as dist
 from cpattn.proof import Report, simulate
 from support.distributed.prefill_batches import Case, expected_of, make_batch
 from support.sglang import sglang_ranks
+from support.sglang.installed import MARKS
 from support.tolerances import assert_attended
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
-    pytest.mark.engine("sglang"),
-]
-SIZES = (2, 3, 4, 8, 16)
+pytestmark = MARKS
+SIZES = (2, 3, 16)
 LENGTHS = (45, 70, 33), (64, 0, 7)
-
-
-@pytest.fixture(scope="module")
-def sglang() -> SimpleNamespace:
-    return sglang_ranks.load()
 
 
 def simulated(sglang: SimpleNamespace, case: Case, size: int, **spoil: Any) -> tuple[Report, Any]:
@@ -41,27 +33,25 @@ def simulated(sglang: SimpleNamespace, case: Case, size: int, **spoil: Any) -> t
     return report, results
 
 
+@pytest.mark.parametrize("strategy", ["zigzag", "interleave"])
 @pytest.mark.parametrize("size", SIZES, ids="{} ranks".format)
-def test_zigzag_layers(sglang, size):
-    """Metadata, shards, K and V of all ranks, both halves, and the whole again."""
-    case = Case("a batch", *LENGTHS, page_size=16)
+def test_layers(sglang, size, strategy):
+    """Zigzag: metadata, shards, K and V of all ranks, both halves, and the whole again.
+
+    Interleaved: what a DSA layer gathers of its keys is what all ranks have, in the batch's order.
+    """
+    case = Case("a batch", *LENGTHS, page_size=16, strategy=strategy)
     report, results = simulated(sglang, case, size)
     assert report.proved, report.text()
-    assert "SEQ" in report.checked
-    for rank in range(size):
-        assert_attended(results[rank], None, expected_of(case), "float32")
-
-
-@pytest.mark.parametrize("size", SIZES, ids="{} ranks".format)
-def test_interleaved_rows(sglang, size):
-    """What a DSA layer gathers of its keys is what all ranks have, in the order of the batch."""
-    case = Case("a batch", *LENGTHS, page_size=16, strategy="interleave")
-    report, results = simulated(sglang, case, size)
-    assert report.proved, report.text()
+    assert strategy == "interleave" or "SEQ" in report.checked
     batch = make_batch(case)
     rows = batch.q, batch.new(case, batch.k), batch.new(case, batch.v)
     expected = torch.cat([x.flatten(1) for x in rows], dim=1)
-    assert all(torch.equal(results[rank], expected) for rank in range(size))
+    for rank in range(size):
+        if strategy == "zigzag":
+            assert_attended(results[rank], None, expected_of(case), "float32")
+        else:
+            assert torch.equal(results[rank], expected)
 
 
 def test_a_rank_that_pads_otherwise_is_named(sglang):

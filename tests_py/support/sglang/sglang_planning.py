@@ -55,6 +55,13 @@ def load() -> SimpleNamespace:
             )
 
 
+def make_strategy(sglang: SimpleNamespace, name: str, rank: int, size: int) -> Any:
+    """sglang's own, whose rank is not that of a process group."""
+    zigzag, interleave = sglang.zigzag.ZigzagCPStrategy, sglang.interleave.InterleaveCPStrategy
+    base = {"zigzag": zigzag, "interleave": interleave}[name]
+    return type("Strategy", (base,), {"cp_rank": rank})(size)
+
+
 def assert_same(ours: Any, theirs: Any, case: Any = None) -> None:
     """Two metadata have the same fields: types, devices and values."""
     assert type(ours) is type(theirs)

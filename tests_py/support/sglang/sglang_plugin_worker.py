@@ -17,6 +17,7 @@ import numpy as np
 import torch._inductor.compile_fx  # noqa: F401  before there is a stand-in for triton
 from transformers import AutoProcessor  # noqa: F401  likewise
 
+from support.sglang.sglang_planning import make_strategy
 from support.stand_ins import LackingFinder
 
 sys.meta_path.append(LackingFinder())
@@ -39,12 +40,11 @@ def load_plugins() -> None:
 
 
 def make_metadata(kind: str) -> Any:
-    from sglang.srt.layers.cp.interleave import InterleaveCPStrategy
-    from sglang.srt.layers.cp.zigzag import ZigzagCPStrategy
+    from sglang.srt.layers.cp import interleave, zigzag
 
-    base = {"zigzag": ZigzagCPStrategy, "interleave": InterleaveCPStrategy}[kind]
+    modules = SimpleNamespace(interleave=interleave, zigzag=zigzag)
     # sglang adds up tokens of any type, cpattn refuses what is below 0.
-    return type("Strategy", (base,), {"cp_rank": 0})(2).build_metadata(5, None, [-1, 6])
+    return make_strategy(modules, kind, 0, 2).build_metadata(5, None, [-1, 6])
 
 
 def choose_topk() -> Any:

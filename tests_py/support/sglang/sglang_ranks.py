@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 import cpattn
 from support.distributed.prefill_batches import Batch, Case, make_batch, slots_of
-from support.sglang import sglang_planning
 
 _WITH_PARALLEL = (
     "sglang.srt.layers.cp.base",
@@ -136,7 +135,3 @@ def _attention(case: Case, batch: Batch, pool: Pool) -> Callable[..., torch.Tens
         return out
 
     return attend
-
-
-def load() -> SimpleNamespace:
-    return sglang_planning.load()

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of an installed sglang have in common."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+MARKS = [
+    pytest.mark.skipif(find_spec("sglang") is None, reason="sglang is not installed"),
+    pytest.mark.engine("sglang"),
+]
