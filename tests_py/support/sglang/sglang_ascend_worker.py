@@ -12,18 +12,14 @@ import torch
 import cpattn
 from cpattn.integrations import sglang as plug_in
 from support.distributed.prefill_batches import Batch, Case, make_batch, slots_of
-from support.sglang.sglang_runtime import (
-    SGLANG,
-    context_parallel,
-    make_ascend_backend,
-    make_forward_batch,
-)
+from support.sglang import sglang_runtime
+from support.sglang.sglang_runtime import SGLANG
 
 LAYER_ID, NUM_LAYERS = 1, 2
 
 
 def run_cases(rank: int, size: int, cases: list[Case], unsplit: dict[str, Case]) -> dict[str, dict]:
-    with context_parallel(rank, size, "zigzag"):
+    with sglang_runtime.context_parallel(rank, size, "zigzag"):
         answers = {case.name: run_case(case) for case in cases}
         plug_in.install("metadata")
         for case in cases:
@@ -35,15 +31,12 @@ def run_cases(rank: int, size: int, cases: list[Case], unsplit: dict[str, Case])
 def begin(case: Case) -> tuple[Batch, Any, Any, Any]:
     """A batch, a backend whose pool has the cached prefixes, a forward pass and a layer."""
     batch = make_batch(case)
-    backend, forward_batch = make_backend(case, batch), make_forward_batch(case, batch)
-    layer = SGLANG.radix.RadixAttention(
-        case.num_heads,
-        case.head_dim,
-        case.head_dim**-0.5,
-        case.num_kv_heads,
-        LAYER_ID,
-        v_head_dim=case.v_head_dim,
+    backend, forward_batch = (
+        make_backend(case, batch),
+        sglang_runtime.make_forward_batch(case, batch),
     )
+    sizes = case.num_heads, case.head_dim, case.head_dim**-0.5, case.num_kv_heads
+    layer = SGLANG.radix.RadixAttention(*sizes, LAYER_ID, v_head_dim=case.v_head_dim)
     write_prefixes(backend, layer, case, batch)
     return batch, backend, forward_batch, layer
 
@@ -92,43 +85,26 @@ def run_case(case: Case) -> dict:
 def attend(case: Case, batch: Batch, q: torch.Tensor, pool: Any) -> torch.Tensor:
     """The same rows [num_rows, num_heads * v_head_dim] by this library alone."""
     parallel = SGLANG.runtime.get_parallel()
-    metadata = cpattn.build_cp_metadata(
-        case.extend_lens,
-        case.seq_lens,
-        cp_rank=parallel.attn_cp_rank,
-        cp_size=parallel.attn_cp_size,
-    )
-    return cpattn.do_cp_attn_fia(
-        q,
-        pool.get_key_buffer(LAYER_ID),
-        pool.get_value_buffer(LAYER_ID),
-        metadata,
-        block_tables=batch.block_tables,
-        page_size=case.page_size,
-        num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads,
-        scale=case.head_dim**-0.5,
-    )
+    rank = {"cp_rank": parallel.attn_cp_rank, "cp_size": parallel.attn_cp_size}
+    metadata = cpattn.build_cp_metadata(case.extend_lens, case.seq_lens, **rank)
+    caches = pool.get_key_buffer(LAYER_ID), pool.get_value_buffer(LAYER_ID)
+    options = {"block_tables": batch.block_tables, "page_size": case.page_size}
+    options |= {"num_heads": case.num_heads, "num_kv_heads": case.num_kv_heads}
+    return cpattn.do_cp_attn_fia(q, *caches, metadata, scale=case.head_dim**-0.5, **options)
 
 
 def make_backend(case: Case, batch: Batch) -> Any:
     num_pages = len(batch.k_cache) // case.page_size
-    pool = SGLANG.npu_pools.NPUMHATokenToKVPool(
-        size=(num_pages - 1) * case.page_size,  # without a page for padding, which comes on top
-        page_size=case.page_size,
-        dtype=case.dtype,
-        head_num=case.num_kv_heads,
-        head_dim=case.head_dim,
-        v_head_dim=case.v_head_dim,
-        layer_num=NUM_LAYERS,
-        device="cpu",
-        enable_memory_saver=False,
-    )
+    sizes = {"page_size": case.page_size, "layer_num": NUM_LAYERS, "head_num": case.num_kv_heads}
+    sizes |= {"head_dim": case.head_dim, "v_head_dim": case.v_head_dim}
+    where = {"dtype": case.dtype, "device": "cpu", "enable_memory_saver": False}
+    num_tokens = (num_pages - 1) * case.page_size  # a page for padding comes on top
+    pool = SGLANG.npu_pools.NPUMHATokenToKVPool(size=num_tokens, **sizes, **where)
     model = {
         "attention_arch": SGLANG.models.AttentionArch.MHA,
         "hf_config": SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
     }
-    return make_ascend_backend(case, batch, pool, model)
+    return sglang_runtime.make_ascend_backend(case, batch, pool, model)
 
 
 def write_prefixes(backend: Any, layer: Any, case: Case, batch: Batch) -> None:

@@ -10,8 +10,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,19 +45,14 @@ SIZE, SWA_SIZE = 1280, 640  # tokens of pools
 def make_pool(page_size: int, dtype: torch.dtype, windows: bool, **changes: Any) -> Any:
     """NaN where nobody has written; with a smaller one for layers with windows."""
     common = {"page_size": page_size, "dtype": dtype, "head_num": KV_HEADS, "head_dim": DIM}
-    common |= {"device": "cpu", "enable_memory_saver": False, **changes}
-    if not windows:
-        pool = MHATokenToKVPool(size=SIZE, layer_num=2, **common)
-        pools = [pool]
-    else:
-        pool = SWAKVPool(
-            size=SIZE,
-            size_swa=SWA_SIZE,
-            swa_attention_layer_ids=[SWA],
-            full_attention_layer_ids=[FULL],
-            **common,
-        )
+    common |= {"size": SIZE, "device": "cpu", "enable_memory_saver": False, **changes}
+    if windows:
+        layers = {"swa_attention_layer_ids": [SWA], "full_attention_layer_ids": [FULL]}
+        pool = SWAKVPool(size_swa=SWA_SIZE, **layers, **common)
         pools = [pool.full_kv_pool, pool.swa_kv_pool]
+    else:
+        pool = MHATokenToKVPool(layer_num=2, **common)
+        pools = [pool]
     for part in pools:
         for buffer in (*part.k_buffer, *part.v_buffer):
             buffer.fill_(0x7F if buffer.dtype == torch.uint8 else torch.nan)
@@ -68,16 +62,15 @@ def make_pool(page_size: int, dtype: torch.dtype, windows: bool, **changes: Any)
 def make_runner(pool: Any, dtype: torch.dtype) -> Any:
     requests = ReqToTokenPool(8, 256, "cpu", enable_memory_saver=False)
     requests.req_to_token.fill_(-1)
+    pools = {"req_to_token_pool": requests, "token_to_kv_pool": pool, "page_size": pool.page_size}
+    types = {"device": "cpu", "dtype": dtype, "kv_cache_dtype": pool.dtype}
+    model, server = {"is_encoder_decoder": False}, {"enable_dp_attention": False}
     return SimpleNamespace(
-        device="cpu",
-        dtype=dtype,
-        kv_cache_dtype=pool.dtype,
-        page_size=pool.page_size,
-        req_to_token_pool=requests,
-        token_to_kv_pool=pool,
-        model_config=SimpleNamespace(is_encoder_decoder=False),
-        server_args=SimpleNamespace(enable_dp_attention=False),
+        model_config=SimpleNamespace(**model),
+        server_args=SimpleNamespace(**server),
         attention_chunk_size=None,
+        **pools,
+        **types,
     )
 
 
@@ -91,9 +84,8 @@ def shuffled_slots(page_size: int, num_pages: int, lens: list[int], seed: int) -
     slots = []
     for n in lens:
         own = np.array([next(pages) for _ in range(-(-n // page_size))])
-        slots.append(
-            torch.from_numpy((own[:, None] * page_size + np.arange(page_size)).ravel()[:n])
-        )
+        positions = own[:, None] * page_size + np.arange(page_size)
+        slots.append(torch.from_numpy(positions.ravel()[:n]))
     return slots
 
 
@@ -130,20 +122,23 @@ class Step:
             to_swa[slots[self.first_kept(s) :]] = self.swa_slots[s]
         return to_swa
 
-    def forward_batch(self, decodes: bool) -> ForwardBatch:
+    def begin(self, runner: Any, decodes: bool) -> tuple[CpattnAttnBackend, ForwardBatch]:
+        """A backend of the runner at the start of this pass."""
         lens = torch.tensor(self.kv_lens)
         extend = torch.tensor(self.q_lens, dtype=torch.int32)
-        return ForwardBatch(
+        kv_lens = {"seq_lens": lens, "seq_lens_cpu": lens, "seq_lens_sum": int(lens.sum())}
+        batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE if decodes else ForwardMode.MIXED,
             batch_size=len(lens),
             input_ids=torch.zeros(len(self.q), dtype=torch.int64),
             req_pool_indices=torch.arange(len(lens)) + 2,
-            seq_lens=lens,
-            seq_lens_cpu=lens,
-            seq_lens_sum=int(lens.sum()),
             out_cache_loc=torch.cat(self.slots)[self.new],
             extend_seq_lens=None if decodes else extend,
+            **kv_lens,
         )
+        for row, slots in zip(batch.req_pool_indices, self.slots, strict=True):
+            runner.req_to_token_pool.req_to_token[row, : len(slots)] = slots
+        return CpattnAttnBackend(runner), batch
 
     def write_prefixes(self, pool: Any, layer: RadixAttention, scales: dict[str, float]) -> None:
         rows = torch.ones(len(self.k), dtype=torch.bool)
@@ -158,16 +153,10 @@ class Step:
 
     def oracle_inputs(self, **options: Any) -> dict[str, Any]:
         starts = np.cumsum([0, *self.kv_lens])[:-1]
-        return {
-            "q": self.q.unflatten(1, (HEADS, -1)),
-            "k_cache": self.k,
-            "v_cache": self.v,
-            "q_lens": self.q_lens,
-            "kv_lens": self.kv_lens,
-            "block_tables": starts[:, None] + np.arange(max(self.kv_lens)),
-            "page_size": 1,
-            **options,
-        }
+        tables = starts[:, None] + np.arange(max(self.kv_lens))
+        lens = {"q_lens": self.q_lens, "kv_lens": self.kv_lens, "block_tables": tables}
+        tensors = {"q": self.q.unflatten(1, (HEADS, -1)), "k_cache": self.k, "v_cache": self.v}
+        return {**tensors, **lens, "page_size": 1, **options}
 
 
 def attend(
@@ -188,15 +177,12 @@ def attend(
     runner, layer = make_runner(pool, dtype), make_layer(layer_id, head_dim, **options)
     if windows:
         pool.register_mapping(step.mapping())
-    batch = step.forward_batch(decodes=lens is DECODES)
-    for row, slots in zip(batch.req_pool_indices, step.slots, strict=True):
-        runner.req_to_token_pool.req_to_token[row, : len(slots)] = slots
     scales = {}
     if code is not None:
         layer.k_scale_float, layer.v_scale_float = code_scales
         scales = dict(zip(("k_scale", "v_scale"), code_scales, strict=True))
     step.write_prefixes(pool, layer, scales)
-    backend = CpattnAttnBackend(runner)
+    backend, batch = step.begin(runner, decodes=lens is DECODES)
     backend.init_forward_metadata(batch)
     new = (step.k[step.new].clone(), step.v[step.new].clone())  # sglang divides them in place
     out = backend.forward(step.q, *new, layer, batch, **({} if sinks is None else {"sinks": sinks}))
@@ -205,11 +191,8 @@ def attend(
             (x / scale).to(code).to(dtype) * scale
             for x, scale in zip((step.k, step.v), code_scales, strict=True)
         )
-    return out.unflatten(1, (HEADS, head_dim)), step.oracle_inputs(
-        sinks=sinks,
-        softcap=options.get("logit_cap", 0.0),
-        window=options.get("sliding_window_size"),
-    )
+    asked = {"softcap": options.get("logit_cap", 0.0), "window": options.get("sliding_window_size")}
+    return out.unflatten(1, (HEADS, head_dim)), step.oracle_inputs(sinks=sinks, **asked)
 
 
 def attend_latents(lens: Any) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -217,19 +200,15 @@ def attend_latents(lens: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     step = Step(lens, 16, torch.float32, windows=False)
     step.k = torch.randn(len(step.k), 1, 80)
     step.q = torch.randn(len(step.q), HEADS * 80)
-    options = {"size": SIZE, "page_size": 16, "dtype": torch.float32, "kv_lora_rank": 64}
-    options |= {"qk_rope_head_dim": 16, "layer_num": 1, "device": "cpu"}
-    options |= {"enable_memory_saver": False}
-    pool = MLATokenToKVPool(**options)
+    sizes = {"size": SIZE, "page_size": 16, "kv_lora_rank": 64, "qk_rope_head_dim": 16}
+    where = {"dtype": torch.float32, "device": "cpu", "enable_memory_saver": False}
+    pool = MLATokenToKVPool(layer_num=1, **sizes, **where)
     pool.kv_buffer[0].fill_(torch.nan)
     runner = make_runner(pool, torch.float32)
     layer = RadixAttention(HEADS, 80, 0.2, 1, FULL, v_head_dim=64)
-    batch = step.forward_batch(decodes=lens is DECODES)
-    for row, slots in zip(batch.req_pool_indices, step.slots, strict=True):
-        runner.req_to_token_pool.req_to_token[row, : len(slots)] = slots
     pool.set_kv_buffer(layer, KVWriteLoc(torch.cat(step.slots)), step.k, step.k[..., :64])
     pool.kv_buffer[0][torch.cat(step.slots)[step.new]] = torch.nan
-    backend = CpattnAttnBackend(runner)
+    backend, batch = step.begin(runner, decodes=lens is DECODES)
     backend.init_forward_metadata(batch)
     new = step.k[step.new]
     out = backend.forward(step.q, new, new[..., :64], layer, batch)
@@ -240,9 +219,7 @@ def count_plans() -> int:
     """Of six layers in a pass, three of them with a window, and then of one in the next pass."""
     step = Step(EXTENDS, 16, torch.float32, windows=False)
     runner = make_runner(make_pool(16, torch.float32, windows=False), torch.float32)
-    backend, batch = CpattnAttnBackend(runner), step.forward_batch(decodes=False)
-    for row, slots in zip(batch.req_pool_indices, step.slots, strict=True):
-        runner.req_to_token_pool.req_to_token[row, : len(slots)] = slots
+    backend, batch = step.begin(runner, decodes=False)
     counts = []
     for layers in (3, 1):
         backend.init_forward_metadata(batch)
@@ -263,10 +240,8 @@ def error_of_zero_scale() -> str:
     return ""
 
 
-@contextmanager
-def published(**configuration: Any) -> Iterator[None]:
-    with runtime_context.get_context().override_server_args(**configuration):
-        yield
+def published(**configuration: Any) -> Any:
+    return runtime_context.get_context().override_server_args(**configuration)
 
 
 def refusals() -> dict[str, str]:
@@ -283,9 +258,8 @@ def refusals() -> dict[str, str]:
         change(runner)
         attributes = {name: layer.pop(name) for name in ("xai_temperature_len",) if name in layer}
         try:
-            backend = CpattnAttnBackend(runner)
             step = Step(EXTENDS, 16, torch.float32, windows=False)
-            batch = step.forward_batch(decodes=False)
+            backend, batch = step.begin(runner, decodes=False)
             batch.forward_mode = mode
             asked = make_layer(**layer)
             vars(asked).update(attributes)
@@ -304,9 +278,7 @@ def refusals() -> dict[str, str]:
         "dp": refused(set_(server_args=SimpleNamespace(enable_dp_attention=True))),
         "float64": refused(set_(dtype=torch.float64)),
         "bfloat16": refused(set_(dtype=torch.bfloat16)),
-        "layout": refused(
-            lambda runner: vars(runner.token_to_kv_pool).update(kv_cache_layout="hnd")
-        ),
+        "layout": refused(lambda x: vars(x.token_to_kv_pool).update(kv_cache_layout="hnd")),
         "cross": refused(is_cross_attention=True),
         "images": refused(attn_type=AttentionType.DECODER_BIDIRECTIONAL),
         "grok": refused(xai_temperature_len=8),
@@ -315,16 +287,12 @@ def refusals() -> dict[str, str]:
         "argument": refused(call={"idx_q": torch.zeros(1)}),
         "beside": refused(keys=torch.zeros(1), call={"save_kv_cache": False}),
     }
+    split = {"tp_size": 2, "attn_cp_size": 2}
     for name, configuration in {
         "speculative": {"speculative_algorithm": "EAGLE"},
         "compile": {"enable_torch_compile": True},
-        "cp": {"tp_size": 2, "attn_cp_size": 2},
-        "interleave": {
-            "tp_size": 2,
-            "attn_cp_size": 2,
-            "enable_prefill_cp": True,
-            "cp_strategy": "interleave",
-        },
+        "cp": split,
+        "interleave": {**split, "enable_prefill_cp": True, "cp_strategy": "interleave"},
     }.items():
         with published(**configuration):
             messages[name] = refused()
@@ -346,9 +314,7 @@ def layers() -> dict[str, Any]:
         "softcap": attend(logit_cap=2.0),
         "sinks": attend(sinks=sinks),
         "a pool for windows": attend(windows=True, layer_id=SWA, **window),
-        "a pool for windows, pages of 1": attend(
-            DECODES, page_size=1, windows=True, layer_id=SWA, **window
-        ),
+        "a pool for windows, pages of 1": attend(DECODES, 1, windows=True, layer_id=SWA, **window),
         "the other layers beside it": attend(windows=True, sinks=sinks),
         "latents": attend_latents(EXTENDS),
         "latents, decode": attend_latents(DECODES),

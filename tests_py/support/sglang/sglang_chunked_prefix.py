@@ -46,9 +46,8 @@ MODULES = {
 def load() -> SimpleNamespace:
     sglang_planning.load()
     with stand_ins_for_what_lacks():
-        sglang = SimpleNamespace(
-            **{key: importlib.import_module(name) for key, name in MODULES.items()}
-        )
+        modules = {key: importlib.import_module(name) for key, name in MODULES.items()}
+    sglang = SimpleNamespace(**modules)
     sglang.backend.BatchPrefillWithRaggedKVCacheWrapper = RaggedWrapper
     sglang.kernels.triton = SimpleNamespace(next_power_of_2=next_power_of_2)
     sglang.kernels.merge_state_kernel = Kernel(sglang.kernels.merge_state_kernel)
@@ -110,10 +109,9 @@ def attention(tensors: Any, *, mended: bool) -> Answer:
     q = tensors.q
     k, v = (x.repeat_interleave(group, dim=1) for x in tensors.new())
     merged: list[Any] = []
+    recorded = _recording(sglang.merge.merge_state, merged)
     with (
-        mock.patch.object(
-            sglang.merge, "merge_state", _recording(sglang.merge.merge_state, merged)
-        ),
+        mock.patch.object(sglang.merge, "merge_state", recorded),
         mock.patch.object(*_runner_forward(sglang, mended)),
         sglang.runtime.get_context().override_server_args(),
         sglang.context.forward_context(sglang.context.ForwardContext(backend)),
@@ -205,19 +203,17 @@ def _make_layer(sglang: SimpleNamespace, case: Any) -> Any:
 
 
 def _make_forward_batch(sglang: SimpleNamespace, tensors: Any, prefixes: list[int]) -> Any:
-    seq_lens, num_tokens = torch.tensor(tensors.kv_lens), sum(tensors.q_lens)
+    news, kv_lens = list(tensors.q_lens), torch.tensor(tensors.kv_lens)
+    lens = {"extend_seq_lens": torch.tensor(news), "extend_seq_lens_cpu": news}
+    lens |= {"extend_prefix_lens": torch.tensor(prefixes), "extend_prefix_lens_cpu": prefixes}
+    lens |= {"seq_lens": kv_lens, "seq_lens_cpu": kv_lens, "seq_lens_sum": int(kv_lens.sum())}
+    zeros = torch.zeros(sum(news), dtype=torch.int64)
     return sglang.batch.ForwardBatch(
         forward_mode=sglang.batch.ForwardMode.EXTEND,
-        batch_size=len(seq_lens),
-        input_ids=torch.zeros(num_tokens, dtype=torch.int64),
-        req_pool_indices=torch.arange(len(seq_lens)),
-        seq_lens=seq_lens,
-        seq_lens_cpu=seq_lens,
-        seq_lens_sum=int(seq_lens.sum()),
-        out_cache_loc=torch.zeros(num_tokens, dtype=torch.int64),
-        extend_num_tokens=num_tokens,
-        extend_seq_lens=torch.tensor(tensors.q_lens),
-        extend_seq_lens_cpu=list(tensors.q_lens),
-        extend_prefix_lens=torch.tensor(prefixes),
-        extend_prefix_lens_cpu=prefixes,
+        batch_size=len(kv_lens),
+        input_ids=zeros,
+        req_pool_indices=torch.arange(len(kv_lens)),
+        out_cache_loc=zeros.clone(),
+        extend_num_tokens=sum(news),
+        **lens,
     )

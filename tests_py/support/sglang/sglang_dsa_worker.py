@@ -14,12 +14,8 @@ from typing import Any
 import torch
 
 from support.distributed.prefill_batches import Batch, Case, make_batch, slots_of
-from support.sglang.sglang_runtime import (
-    SGLANG,
-    context_parallel,
-    make_ascend_backend,
-    make_forward_batch,
-)
+from support.sglang import sglang_runtime
+from support.sglang.sglang_runtime import SGLANG
 
 LAYER_ID, NUM_LAYERS = 1, 2
 HIDDEN, Q_LORA, INDEX_HEADS, INDEX_DIM, ROPE_DIM = 32, 32, 4, 64, 32
@@ -28,27 +24,24 @@ HF_CONFIG = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk
 
 
 def run_cases(rank: int, size: int, cases: list[Case]) -> dict[str, dict]:
-    with context_parallel(rank, size, "zigzag", _model_config=SimpleNamespace(hf_config=HF_CONFIG)):
+    with sglang_runtime.context_parallel(
+        rank, size, "zigzag", _model_config=SimpleNamespace(hf_config=HF_CONFIG)
+    ):
         return {case.name: run_case(case, size) for case in cases}
 
 
 @torch.inference_mode()
 def run_case(case: Case, cp_size: int) -> dict:
     parallel = SGLANG.runtime.get_parallel()
-    SGLANG.cp_base.init_cp_strategy(
-        enable_prefill_cp=True, cp_size=cp_size, cp_strategy=case.strategy
-    )
+    split = {"cp_size": cp_size, "cp_strategy": case.strategy}
+    SGLANG.cp_base.init_cp_strategy(enable_prefill_cp=True, **split)
     batch = make_batch(case)
-    forward_batch = make_forward_batch(case, batch)
+    forward_batch = sglang_runtime.make_forward_batch(case, batch)
     backend = make_backend(case, batch)
     indexer = make_indexer(max(case.seq_lens))
-    given = {"num_kv_heads": 1, "layer_id": LAYER_ID, "v_head_dim": case.head_dim}
-    layer = SGLANG.radix.RadixAttention(
-        case.num_heads,
-        case.head_dim + case.v_head_dim,
-        (case.head_dim + case.v_head_dim) ** -0.5,
-        **given,
-    )
+    width = case.head_dim + case.v_head_dim
+    sizes = {"num_kv_heads": 1, "layer_id": LAYER_ID, "v_head_dim": case.head_dim}
+    layer = SGLANG.radix.RadixAttention(case.num_heads, width, width**-0.5, **sizes)
     inputs = make_inputs(case)
     vectors = index_vectors(indexer, case, inputs)
     write_prefixes(backend, layer, case, batch, vectors)
@@ -64,13 +57,8 @@ def run_case(case: Case, cp_size: int) -> dict:
             return SGLANG.cp.cp_shard_hidden_states(x, forward_batch)
 
         positions = SGLANG.cp.cp_shard_position_ids(forward_batch.positions, forward_batch)
-        topk_indices = indexer.forward_npu(
-            shard(new_rows(case, inputs.hidden)),
-            shard(new_rows(case, inputs.q_lora)),
-            positions,
-            forward_batch,
-            LAYER_ID,
-        )
+        rows = (shard(new_rows(case, x)) for x in (inputs.hidden, inputs.q_lora))
+        topk_indices = indexer.forward_npu(*rows, positions, forward_batch, LAYER_ID)
         k, k_rope = (shard(batch.new(case, x)) for x in (batch.k, batch.v))
         k, k_rope = SGLANG.deepseek.DeepseekV2AttentionMLA.rebuild_cp_kv_cache(
             model, torch.cat([k, k_rope], -1).squeeze(1), forward_batch, k, k_rope
@@ -100,12 +88,11 @@ def make_inputs(case: Case) -> SimpleNamespace:
     def integers(*shape: int) -> torch.Tensor:
         return torch.randint(-3, 4, shape, generator=random).bfloat16()
 
+    shape = sum(case.extend_lens), case.num_heads, case.v_head_dim
     return SimpleNamespace(
         hidden=[integers(n, HIDDEN) for n in case.seq_lens],
         q_lora=[integers(n, Q_LORA) for n in case.seq_lens],
-        q_rope=torch.randn(
-            sum(case.extend_lens), case.num_heads, case.v_head_dim, generator=random
-        ).to(case.dtype),
+        q_rope=torch.randn(shape, generator=random).to(case.dtype),
     )
 
 
@@ -168,7 +155,7 @@ def make_backend(case: Case, batch: Batch) -> Any:
         "qk_rope_head_dim": case.v_head_dim,
         "num_attention_heads": case.num_heads,
     }
-    return make_ascend_backend(case, batch, pool, model)
+    return sglang_runtime.make_ascend_backend(case, batch, pool, model)
 
 
 def write_prefixes(backend: Any, layer: Any, case: Case, batch: Batch, vectors: list) -> None:

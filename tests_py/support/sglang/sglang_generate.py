@@ -34,16 +34,12 @@ def generate(run: dict[str, Any]) -> dict[str, Any]:
     options |= {"random_seed": 0, "log_level": "info"}
     engine = Engine(**options, **run["engine"])
     with engine:
-        rounds = [
-            engine.generate(input_ids=prompts, sampling_params=run["sampling"])
-            for prompts in run["rounds"]
-        ]
+        asked = {"sampling_params": run["sampling"]}
+        rounds = [engine.generate(input_ids=prompts, **asked) for prompts in run["rounds"]]
         leave_nothing(os.getpid())
     return {
         "tokens": [[answer["output_ids"] for answer in answers] for answers in rounds],
-        "num_cached": [
-            [answer["meta_info"]["cached_tokens"] for answer in answers] for answers in rounds
-        ],
+        "num_cached": [[x["meta_info"]["cached_tokens"] for x in answers] for answers in rounds],
     }
 
 

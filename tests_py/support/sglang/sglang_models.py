@@ -32,19 +32,15 @@ def write_tokenizer(folder: Path) -> None:
 
 def eager_answers(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """The tokens that a model continues each prompt with, in float32."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
-    return [
-        model.generate(
-            ids := torch.tensor([prompt]),
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )[0, len(prompt) :].tolist()
-        for prompt in prompts
-    ]
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    greedy = {"max_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **greedy)
+        answers.append(tokens[0, len(prompt) :].tolist())
+    return answers
 
 
 def leave_nothing(pid: int) -> None:

@@ -50,9 +50,8 @@ def load() -> SimpleNamespace:
         importlib.import_module("torch._inductor.compile_fx")
         importlib.import_module("transformers").AutoProcessor  # noqa: B018
         with stand_ins_for_what_lacks():
-            return SimpleNamespace(
-                **{key: importlib.import_module(name) for key, name in MODULES.items()}
-            )
+            modules = {key: importlib.import_module(name) for key, name in MODULES.items()}
+    return SimpleNamespace(**modules)
 
 
 def make_strategy(sglang: SimpleNamespace, name: str, rank: int, size: int) -> Any:

@@ -51,9 +51,8 @@ def _load() -> SimpleNamespace:
     sys.meta_path.append(LackingFinder())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sglang = SimpleNamespace(
-            **{key: importlib.import_module(name) for key, name in MODULES.items()}
-        )
+        modules = {key: importlib.import_module(name) for key, name in MODULES.items()}
+    sglang = SimpleNamespace(**modules)
     # Modules that found no NPU have not imported it.
     sglang.npu_pools.torch_npu = sglang.npu_indexer.torch_npu = sys.modules["torch_npu"]
     torch.npu = SimpleNamespace(is_available=lambda: False, current_stream=lambda: None)
@@ -68,22 +67,15 @@ def context_parallel(rank: int, size: int, strategy: str, **configuration: Any) 
     """A published configuration of sglang's, and its process groups as sglang makes them: all
     ranks are one group of context parallelism. `torch.distributed` is initialized already."""
     runtime, groups = SGLANG.runtime, SGLANG.groups
-    published = runtime.get_context().override_server_args(
-        tp_size=size,
-        attn_cp_size=size,
-        enable_prefill_cp=True,
-        cp_strategy=strategy,
-        **configuration,
-    )
-    with published:
+    split = {"tp_size": size, "attn_cp_size": size, "cp_strategy": strategy}
+    context = runtime.get_context()
+    with context.override_server_args(enable_prefill_cp=True, **split, **configuration):
         groups.set_custom_all_reduce(False)
-        groups.init_distributed_environment(
-            world_size=size, rank=rank, local_rank=rank, backend="gloo"
-        )
+        ranks = {"world_size": size, "rank": rank, "local_rank": rank}
+        groups.init_distributed_environment(backend="gloo", **ranks)
         groups.initialize_model_parallel(backend="gloo")
-        runtime.get_parallel().override_permanently(
-            attn_cp_rank=rank, attn_tp_rank=0, attn_dcp_rank=0
-        )
+        ranks = {"attn_cp_rank": rank, "attn_tp_rank": 0, "attn_dcp_rank": 0}
+        runtime.get_parallel().override_permanently(**ranks)
         yield
         runtime.get_parallel().tp_group.destroy()  # the one with shared memory
 
@@ -91,24 +83,20 @@ def context_parallel(rank: int, size: int, strategy: str, **configuration: Any) 
 def make_ascend_backend(case: Case, batch: Batch, pool: Any, model: dict[str, Any]) -> Any:
     """An `AscendAttnBackend` over a pool of KV pages, of a model runner that has no more than the
     backend asks for."""
-    requests = SGLANG.pools.ReqToTokenPool(
-        len(case.extend_lens), max(case.seq_lens), "cpu", enable_memory_saver=False
-    )
+    sizes = len(case.extend_lens), max(case.seq_lens)
+    requests = SGLANG.pools.ReqToTokenPool(*sizes, "cpu", enable_memory_saver=False)
     for s, n in enumerate(case.seq_lens):
         requests.write((s + 1, slice(0, n)), slots_of(batch.block_tables, s, n, case.page_size))
+    types = {"device": "cpu", "dtype": case.dtype, "kv_cache_dtype": case.dtype}
+    pools = {"page_size": case.page_size, "req_to_token_pool": requests, "token_to_kv_pool": pool}
     runner = SimpleNamespace(
-        device="cpu",
-        dtype=case.dtype,
-        is_draft_worker=False,
-        is_hybrid_swa=False,
-        kv_cache_dtype=case.dtype,
+        **dict.fromkeys(("is_draft_worker", "is_hybrid_swa"), False),
         model_config=SimpleNamespace(dtype=case.dtype, context_len=max(case.seq_lens), **model),
-        page_size=case.page_size,
-        req_to_token_pool=requests,
         server_args=SGLANG.runtime.get_server_args(),
         spec_algorithm=SGLANG.speculation.SpeculativeAlgorithm.NONE,
-        token_to_kv_pool=pool,
         use_mla_backend=model["attention_arch"] == SGLANG.models.AttentionArch.MLA,
+        **types,
+        **pools,
     )
     with DevicesAreTheCpu():
         return SGLANG.attention.AscendAttnBackend(runner)
@@ -117,25 +105,20 @@ def make_ascend_backend(case: Case, batch: Batch, pool: Any, model: dict[str, An
 def make_forward_batch(case: Case, batch: Batch) -> Any:
     new = [slice(p, n) for p, n in zip(case.prefixes, case.seq_lens, strict=True)]
     seq_lens, num_tokens = torch.tensor(case.seq_lens), len(batch.q)
-    slots = torch.cat(
-        [
-            slots_of(batch.block_tables, s, n, case.page_size)[new[s]]
-            for s, n in enumerate(case.seq_lens)
-        ]
-    )
+    tables = batch.block_tables
+    pages = enumerate(zip(case.seq_lens, new, strict=True))
+    slots = torch.cat([slots_of(tables, s, n, case.page_size)[rows] for s, (n, rows) in pages])
+    lens = {"seq_lens": seq_lens, "seq_lens_cpu": seq_lens, "seq_lens_sum": int(seq_lens.sum())}
+    for name, values in (("seq", case.extend_lens), ("prefix", case.prefixes)):
+        lens[f"extend_{name}_lens"] = torch.tensor(values)
+        lens[f"extend_{name}_lens_cpu"] = list(values)
     return SGLANG.batch.ForwardBatch(
         forward_mode=SGLANG.batch.ForwardMode.EXTEND,
         batch_size=len(case.extend_lens),
         input_ids=torch.zeros(num_tokens, dtype=torch.int64),
         req_pool_indices=torch.arange(len(case.extend_lens)) + 1,
-        seq_lens=seq_lens,
-        seq_lens_cpu=seq_lens,
-        seq_lens_sum=int(seq_lens.sum()),
         out_cache_loc=torch.cat([slots, slots.new_zeros(num_tokens - len(slots))]),
         positions=torch.cat([torch.arange(rows.start, rows.stop) for rows in new]),
         extend_num_tokens=sum(case.extend_lens),
-        extend_seq_lens=torch.tensor(case.extend_lens),
-        extend_seq_lens_cpu=list(case.extend_lens),
-        extend_prefix_lens=torch.tensor(case.prefixes),
-        extend_prefix_lens_cpu=list(case.prefixes),
+        **lens,
     )

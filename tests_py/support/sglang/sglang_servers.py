@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,11 +33,9 @@ def load() -> SimpleNamespace:
     return SimpleNamespace(**vars(planning), **modules)
 
 
-@contextmanager
-def configured(sglang: SimpleNamespace) -> Iterator[None]:
+def configured(sglang: SimpleNamespace) -> Any:
     """A published configuration, of which pools read the size of a page."""
-    with sglang.runtime.get_context().override_server_args(page_size=PAGE_SIZE):
-        yield
+    return sglang.runtime.get_context().override_server_args(page_size=PAGE_SIZE)
 
 
 def configurator_of(
@@ -47,23 +43,20 @@ def configurator_of(
 ) -> Any:
     """A `KVCacheConfigurator` for some layers of a model, with no more than its builders of plain
     pools read."""
-    fields = {
-        "device": "cpu",
-        "is_draft_worker": False,
-        "kv_cache_dtype": torch.bfloat16,
-        "kv_cache_dtype_str": "auto",
-        "kv_shard_rank": None,
-        "layer_info": SimpleNamespace(
+    made = object.__new__(sglang.configurator.KVCacheConfigurator)
+    vars(made).update(
+        **dict.fromkeys(("is_draft_worker", "post_capture_kv_active"), False),
+        device="cpu",
+        kv_cache_dtype=torch.bfloat16,
+        kv_cache_dtype_str="auto",
+        kv_shard_rank=None,
+        layer_info=SimpleNamespace(
             num_effective_layers=len(layers), start_layer=layers.start, end_layer=layers.stop
         ),
-        "model_config": SimpleNamespace(
+        model_config=SimpleNamespace(
             head_dim=head_dim, v_head_dim=v_head_dim, get_num_kv_heads=lambda *_: num_kv_heads
         ),
-        "post_capture_kv_active": False,
-    }
-    made = object.__new__(sglang.configurator.KVCacheConfigurator)
-    for name, value in fields.items():
-        setattr(made, name, value)
+    )
     return made
 
 
@@ -90,9 +83,8 @@ def sent(
     **options: Any,
 ) -> list[list[int]]:
     """Addresses and lengths of what `AscendKVManager.send_kvcache` hands to its engine."""
-    kv_args = SimpleNamespace(
-        prefill_start_layer=source.start_layer, total_kv_layers=len(layers_of(target))
-    )
+    layers = {"prefill_start_layer": source.start_layer, "total_kv_layers": target.layer_num}
+    kv_args = SimpleNamespace(**layers)
     names = ("kv_data_ptrs", "kv_data_lens", "kv_item_lens")
     for name, values in zip(names, source.get_contiguous_buf_infos(), strict=True):
         setattr(kv_args, name, values)
@@ -103,17 +95,11 @@ def sent(
     return [list(column) for column in zip(*manager.engine.blocks, strict=True)]
 
 
-def layers_of(pool: Any) -> range:
-    return range(pool.start_layer, pool.start_layer + pool.layer_num)
-
-
 def document_of(
     sglang: SimpleNamespace, source: Any, target: Any, name: str, **options: Any
 ) -> dict[str, Any]:
     """The pages of a sequence, from a server called so to the one that decodes."""
     src_pages, dst_pages = [1, 2, 5], [3, 4, 1]
     blocks = sent(sglang, source, target, src_pages, dst_pages, **options)
-    return from_transfer(
-        memory_of_pool(source), memory_of_pool(target), blocks, src_pages, dst_pages,
-        names=(name, "decode"),
-    )  # fmt: skip
+    memories = memory_of_pool(source), memory_of_pool(target)
+    return from_transfer(*memories, blocks, src_pages, dst_pages, names=(name, "decode"))

@@ -97,9 +97,8 @@ def _load(root: Path | zipfile.Path) -> SimpleNamespace:
     sys.meta_path.insert(0, PackageFinder("sglang", root, names.values()))
     with stand_ins_for_what_lacks(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        upstream = SimpleNamespace(
-            **{key: importlib.import_module(name) for key, name in names.items()}
-        )
+        modules = {key: importlib.import_module(name) for key, name in names.items()}
+    upstream = SimpleNamespace(**modules)
     _supply_what_they_call(upstream)
     return upstream
 
@@ -126,12 +125,7 @@ def _scatter_rows(target: torch.Tensor, indices: torch.Tensor, updates: torch.Te
 
 
 def _reshape_and_cache(
-    *,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_indices: torch.Tensor,
+    *, key: Any, value: Any, key_cache: Any, value_cache: Any, slot_indices: Any
 ) -> None:
     for cache, rows in ((key_cache, key), (value_cache, value)):
         cache.view(-1, *cache.shape[2:])[slot_indices.long()] = rows
@@ -143,9 +137,7 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.blocks: list[tuple[int, int, int]] = []
 
-    def batch_transfer_sync(
-        self, session: str, src: list[int], dst: list[int], lengths: list[int]
-    ) -> int:
+    def batch_transfer_sync(self, session: str, src: Any, dst: Any, lengths: Any) -> int:
         self.blocks += zip(src, dst, lengths, strict=True)
         return 0
 
@@ -161,10 +153,8 @@ class ImmediateExecutor:
 
 def make_manager(upstream: SimpleNamespace, kind: str = "ascend", **attributes: Any) -> Any:
     """A KV manager of sglang's with no more than a sender needs, and a recording engine."""
-    base = {
-        "ascend": upstream.ascend.AscendKVManager,
-        "mooncake": upstream.mooncake.MooncakeKVManager,
-    }[kind]
+    ascend, mooncake = upstream.ascend.AscendKVManager, upstream.mooncake.MooncakeKVManager
+    base = {"ascend": ascend, "mooncake": mooncake}[kind]
     manager = object.__new__(base)
     manager.engine = RecordingEngine()
     defaults = {"pp_size": 1, "attn_tp_size": 1, "is_mla_backend": False}
