@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of torch_npu as sglang's Ascend code makes them, and the operators beside attention."""
+"""Operators of torch_npu beside attention, and attention that writes into tensors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch
 import cpattn
 from cpattn.integrations import torch_npu as integration
 from support.npu.fia_cases import TEMPLATE, FiaBatch
-from support.tolerances import assert_close, assert_similar, to_float64
+from support.tolerances import assert_close, to_float64
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
-SEQUENCES = ((5, 1, 7), (20, 17, 33))
 
 
 @pytest.fixture(scope="module")
@@ -36,87 +35,14 @@ def ints(*values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def tensors_of(batch: FiaBatch, **changes: Any) -> dict[str, Any]:
-    """Arguments with the block table in a tensor and lengths as plain ints."""
-    arguments = batch.arguments(**changes)
-    for name in ("actual_seq_lengths", "actual_seq_lengths_kv"):
-        arguments[name] = [int(n) for n in arguments[name]]
-    return arguments | {"block_table": torch.from_numpy(arguments["block_table"])}
-
-
-# Attention.
-
-
-def test_context_parallel_attention(torch_npu):
-    """One half of do_cp_attn_fia: keywords in 0.5.23, torch.ops and positions before."""
-    batch = FiaBatch("TND", *SEQUENCES, blocks="H", dtype="bfloat16")
-    arguments = tensors_of(batch, sparse_mode=3, atten_mask=TEMPLATE, next_tokens=0)
-    out, lse = torch_npu.npu_fused_infer_attention_score(**arguments)
-    batch.check((out, lse), mode=3, lse=False)
-    assert lse.tolist() == [0]
-    positional = [arguments.pop(name) for name in ("query", "key", "value")]
-    older, _ = torch.ops.npu.npu_fused_infer_attention_score(*positional, **arguments)
-    assert torch.equal(older, out)
-
-
-def test_decoding(torch_npu):
-    """BSND queries, blocks of whole rows, lengths in a tensor of ints on the CPU."""
-    batch = FiaBatch("BSND", (1, 1, 1), (20, 1, 33), spare_rows=0, blocks="H")
-    arguments = tensors_of(batch)
-    del arguments["actual_seq_lengths"]
-    arguments["actual_seq_lengths_kv"] = ints(20, 1, 33)
-    batch.check(torch_npu.npu_fused_infer_attention_score(**arguments), lse=False)
-
-
-@pytest.mark.parametrize("q_len", [1, 6])
-def test_one_sequence_without_blocks(torch_npu, q_len):
-    """Prompts one by one; for a single token sglang passes mode 0 with the template."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, q_len, n, DIM) for n in (HEADS, KV_HEADS, KV_HEADS))
-    heads = {"num_heads": HEADS, "num_key_value_heads": KV_HEADS, "input_layout": "BSND"}
-    mask = {"atten_mask": TEMPLATE[None], "sparse_mode": 3 if q_len > 1 else 0, "next_tokens": 0}
-    out, _ = torch_npu.npu_fused_infer_attention_score(q, k, v, scale=0.25, **heads, **mask)
-    options = {"scale": 0.25, "is_causal": True, "enable_gqa": True}
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), **options
-    )
-    assert_similar(out.transpose(1, 2), expected)
-
-
-def test_absorbed_mla(torch_npu):
-    """Latent keys that are the values, too, and rotary parts apart."""
-    batch = FiaBatch("BSND", (1, 1), (20, 33), num_kv_heads=1, rope_dim=16, blocks="H")
-    batch.values = [key[..., : batch.head_dim] for key in batch.keys]
-    arguments = tensors_of(batch, antiquant_mode=0, antiquant_scale=None)
-    arguments["value"] = arguments["key"]
-    batch.check(torch_npu.npu_fused_infer_attention_score(**arguments), lse=False)
-
-
-def test_int8_keys_and_values(torch_npu):
-    """Numbers of channels, apart and in one tensor."""
-    batch = FiaBatch("BSND", *SEQUENCES, blocks="H")
-    arguments = tensors_of(batch)
-    for name in ("key", "value"):
-        arguments[name] = torch.randint(-128, 128, arguments[name].shape).to(torch.int8)
-    numbers = torch.rand(2, 2, 2, 32)  # scales and offsets of key and value, [N, D]
-    apart = {
-        f"{side}_antiquant_{name}": numbers[i, j]
-        for i, name in enumerate(("scale", "offset"))
-        for j, side in enumerate(("key", "value"))
-    }
-    both = {"antiquant_scale": numbers[0], "antiquant_offset": numbers[1], "antiquant_mode": 0}
-    expected, _ = cpattn.npu.npu_fused_infer_attention_score(**arguments, **apart)
-    assert expected.std() > 0.1
-    for given in (apart, both):
-        out, _ = torch_npu.npu_fused_infer_attention_score(**arguments, **given)
-        assert torch.equal(out, expected)
-
-
 @pytest.mark.parametrize("lse", [False, True])
 def test_writing_into_tensors(torch_npu, lse):
     """As graphs do, with a workspace; without the LSE its tensor may have any dtype."""
-    batch = FiaBatch("TND", *SEQUENCES, blocks="H")
-    arguments = tensors_of(batch, sparse_mode=3, atten_mask=TEMPLATE, softmax_lse_flag=lse)
+    batch = FiaBatch("TND", (5, 1, 7), (20, 17, 33), blocks="H")
+    arguments = batch.arguments(sparse_mode=3, atten_mask=TEMPLATE, softmax_lse_flag=lse)
+    for name in ("actual_seq_lengths", "actual_seq_lengths_kv"):
+        arguments[name] = [int(n) for n in arguments[name]]
+    arguments["block_table"] = torch.from_numpy(arguments["block_table"])
     expected = cpattn.npu.npu_fused_infer_attention_score(**arguments)
     workspace = torch_npu._npu_fused_infer_attention_score_get_max_workspace(**arguments)
     assert workspace.numel() == 0
@@ -131,40 +57,6 @@ def test_writing_into_tensors(torch_npu, lse):
         torch.library.opcheck(operator, (), arguments | {"out": written})
     with pytest.raises(ValueError, match=r"\.out: out must have the shapes of the results"):
         operator(**arguments, out=[written[0][:-1], written[1]])
-
-
-def test_sparse_context_parallel(torch_npu):
-    """The indexer, then attention over its choice: each token is a sequence of one query."""
-    torch.manual_seed(0)
-    rows, index_heads, rank, rope, topk = 6, 2, 64, 16, 8
-    common = {"block_table": ints([3, 0]).expand(rows, 2), "sparse_mode": 3}
-    common["actual_seq_lengths_query"] = torch.arange(1, rows + 1, dtype=torch.int32)
-    lengths = ints(21, 22, 9, 10, 1, 32)
-    index_q, index_k = torch.randn(rows, index_heads, DIM), torch.randn(4, PAGE, 1, DIM)
-    weights = torch.rand(rows, index_heads)
-    paged = {"actual_seq_lengths_key": lengths, "layout_key": "PA_BSND", "layout_query": "TND"}
-    indices, _ = torch_npu.npu_lightning_indexer(
-        query=index_q, key=index_k, weights=weights, sparse_count=topk, **paged, **common
-    )
-    assert indices.squeeze(1).shape == (rows, topk)
-    q, q_pe = torch.randn(rows, HEADS, rank), torch.randn(rows, HEADS, rope)
-    k, k_pe = torch.randn(4, PAGE, 1, rank), torch.randn(4, PAGE, 1, rope)
-    paged = {"actual_seq_lengths_kv": lengths, "layout_kv": "PA_BSND", "layout_query": "TND"}
-    parts = {"query_rope": q_pe, "key_rope": k_pe, "attention_mode": 2, "sparse_indices": indices}
-    parts |= {"scale_value": 0.1, "sparse_block_size": 1, "return_softmax_lse": False}
-    out, softmax_max, softmax_sum = torch_npu.npu_sparse_flash_attention(
-        query=q, key=k, value=k, **parts, **paged, **common
-    )
-    assert softmax_max.numel() == softmax_sum.numel() == 0
-    keys, parts = (x[ints(3, 0)].flatten(0, 2) for x in (k, k_pe))
-    for row, length in enumerate(lengths.tolist()):
-        chosen = [i for i in indices[row, 0].tolist() if i >= 0]
-        assert len(chosen) == min(length, topk)
-        scores = 0.1 * (q[row] @ keys[chosen].T + q_pe[row] @ parts[chosen].T)
-        assert_similar(out[row], scores.softmax(-1) @ keys[chosen])
-
-
-# Rows of the KV cache.
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,34 @@ def sparse_call(case: Case, lse: bool) -> Call:
     return make_call("npu_sparse_flash_attention", positional, arguments, f" {case} {lse}")
 
 
+def decoding_calls() -> list[Call]:
+    """As sglang decodes: absorbed MLA, lengths of keys in a tensor; and codes of int8."""
+    name, where = "npu_fused_infer_attention_score", {"blocks": "H", "spare_rows": 0}
+    latent = FiaBatch("BSND", (1, 1), (20, 33), num_kv_heads=1, rope_dim=16, **where)
+    arguments = latent.arguments(antiquant_mode=0, antiquant_scale=None)
+    arguments["value"] = arguments["key"]
+    mla = make_call(name, "query key value", arguments, " of latents")
+    mla.kwargs["actual_seq_lengths_kv"] = torch.tensor([20, 33], dtype=torch.int32)
+    del mla.kwargs["actual_seq_lengths"]
+    arguments = FiaBatch("BSND", (1, 1, 1), (20, 1, 33), **where).arguments()
+    draw = torch.Generator().manual_seed(0)
+    for side in ("key", "value"):
+        codes = torch.randint(-128, 128, arguments[side].shape, generator=draw)
+        arguments[side] = codes.to(torch.int8)
+    numbers = torch.rand(2, 2, 2, 32, generator=draw)  # of scales and offsets, [N, D] of both
+    both = {"antiquant_scale": numbers[0], "antiquant_offset": numbers[1], "antiquant_mode": 0}
+    apart = {
+        f"{side}_antiquant_{kind}": numbers[i, j]
+        for i, kind in enumerate(("scale", "offset"))
+        for j, side in enumerate(("key", "value"))
+    }
+    labels = {" of codes": both, " of codes, numbers apart": apart}
+    return [
+        mla,
+        *(make_call(name, "query key value", arguments | x, label) for label, x in labels.items()),
+    ]
+
+
 def calls() -> list[Call]:
     return [
         *(
@@ -60,6 +88,7 @@ def calls() -> list[Call]:
             for blocks, lse in ((None, True), ("H", False), ("N", True))
             if blocks != "N" or layout[:3] in ("BNS", "TND", "NTD")
         ),
+        *decoding_calls(),
         *(indexer_call(form, value) for form in FORMS for value in (False, True)),
         *(sparse_call(case, lse) for case in SPARSE_CASES for lse in (False, True)),
     ]
