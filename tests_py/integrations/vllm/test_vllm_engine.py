@@ -44,18 +44,12 @@ CHANGES = {"deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64}}
 
 
 def start(folder, name, **environment):
+    files = folder / "runs.json", folder / f"{name}.json"
+    command = [sys.executable, "-m", "support.vllm.vllm_generate", *files]
+    environment = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
     with (folder / f"{name}.log").open("w") as log:
         return subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "support.vllm.vllm_generate",
-                folder / "runs.json",
-                folder / f"{name}.json",
-            ],
-            env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment},
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            command, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
         )
 
 
@@ -86,10 +80,8 @@ def results(tmp_path_factory):
             child.wait()
     for name, child in children.items():
         assert child.returncode == 0, (folder / f"{name}.log").read_text()[-4000:]
-    stock, mine = (
-        dict(zip(RUNS, json.loads((folder / f"{name}.json").read_text()), strict=True))
-        for name in children
-    )
+    found = (json.loads((folder / f"{name}.json").read_text()) for name in children)
+    stock, mine = (dict(zip(RUNS, results, strict=True)) for results in found)
     return stock, mine, (folder / "cpattn.log").read_text()
 
 

@@ -56,23 +56,19 @@ def make_metadata(decode=(), prompts=()):
     tables = np.full((len(decode), 6), NUM_BLOCKS + 99, np.int32)  # wider than needed
     for row, blocks in zip(tables, BLOCKS, strict=False):
         row[: len(blocks)] = blocks
-    ends = np.cumsum([0, *prompts])
+    ends = torch.tensor(np.cumsum([0, *prompts]), dtype=torch.int32)
+    seq_lens = torch.tensor(decode, dtype=torch.int32)
+    counts = {"num_decodes": len(decode), "num_decode_tokens": len(decode)}
+    counts |= {"num_reqs": len(decode) + len(prompts), "num_prefills": len(prompts)}
     return mla.CpattnMLAMetadata(
-        num_reqs=len(decode) + len(prompts),
         max_query_len=max(prompts, default=1),
         max_seq_len=max([*decode, *prompts]),
         num_actual_tokens=len(decode) + sum(prompts),
         query_start_loc=None,
         slot_mapping=None,
-        num_decodes=len(decode),
-        num_decode_tokens=len(decode),
-        num_prefills=len(prompts),
-        decode=SimpleNamespace(
-            block_table=torch.from_numpy(tables), seq_lens=torch.tensor(decode, dtype=torch.int32)
-        ),
-        prefill=SimpleNamespace(
-            query_start_loc=torch.tensor(ends, dtype=torch.int32), chunked_context=None
-        ),
+        decode=SimpleNamespace(block_table=torch.from_numpy(tables), seq_lens=seq_lens),
+        prefill=SimpleNamespace(query_start_loc=ends, chunked_context=None),
+        **counts,
     )
 
 
@@ -93,58 +89,50 @@ def written(layer, dtype):
     return cache
 
 
-@pytest.mark.parametrize("pair", [True, False], ids=["pair", "whole"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_decoded_tokens_read_the_latents(dtype, pair):
+def test_decoded_tokens_read_the_latents(dtype):
     layer = make_layer()
     cache, metadata = written(layer, dtype), make_metadata(decode=KV_LENS)
     q = torch.randn(len(KV_LENS), HEADS, RANK + ROPE).to(cache.dtype)
-    given = (q[..., :RANK], q[..., RANK:]) if pair else q
-    out, lse = layer.forward_mqa(given, cache, metadata, None)
-    assert lse is None
-    inputs = {
-        "q": q, "k_cache": cache.unsqueeze(2), "v_cache": cache.unsqueeze(2)[..., :RANK],
-        "q_lens": [1] * len(KV_LENS), "kv_lens": KV_LENS,
-        "block_tables": np.array([[*blocks, 0, 0, 0][:4] for blocks in BLOCKS]), "scale": SCALE,
-    }  # fmt: skip
-    assert_attention(out, None, inputs)
+    inputs = {"q": q, "k_cache": cache.unsqueeze(2), "v_cache": cache.unsqueeze(2)[..., :RANK]}
+    inputs |= {"q_lens": [1] * len(KV_LENS), "kv_lens": KV_LENS, "scale": SCALE}
+    inputs["block_tables"] = np.array([[*blocks, 0, 0, 0][:4] for blocks in BLOCKS])
+    for given in ((q[..., :RANK], q[..., RANK:]), q):
+        out, lse = layer.forward_mqa(given, cache, metadata, None)
+        assert lse is None
+        assert_attention(out, None, inputs)
     assert torch.isfinite(cache).sum() == sum(KV_LENS) * (RANK + ROPE)
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS, [23], [1, 1]])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prompts_read_their_own_keys(dtype, prompts):
-    rows = sum(prompts)
-    weight = torch.randn(RANK, HEADS * (NOPE + V_DIM)).to(getattr(torch, dtype)) / 20
-    layer = make_layer(weight=weight)
-    q = torch.randn(rows, HEADS, NOPE + ROPE).to(weight.dtype)
-    latents, k_pe = torch.randn(rows, RANK).to(weight.dtype), torch.randn(rows, 1, ROPE)
-    k_pe = k_pe.to(weight.dtype)
-    out = torch.full((rows, HEADS * V_DIM), torch.nan, dtype=weight.dtype)
-    metadata = make_metadata(prompts=prompts)
+    rows, dtype = sum(prompts), getattr(torch, dtype)
+    weight = torch.randn(RANK, HEADS * (NOPE + V_DIM)).to(dtype) / 20
+    q = torch.randn(rows, HEADS, NOPE + ROPE).to(dtype)
+    latents, k_pe = torch.randn(rows, RANK).to(dtype), torch.randn(rows, 1, ROPE).to(dtype)
+    out = torch.full((rows, HEADS * V_DIM), torch.nan, dtype=dtype)
+    metadata, layer = make_metadata(prompts=prompts), make_layer(weight=weight)
     assert layer.forward_mha(q, latents, k_pe, None, metadata, None, out) is None
     heads = (latents @ weight).view(rows, HEADS, NOPE + V_DIM)
     keys = torch.cat([heads[..., :NOPE], k_pe.expand(-1, HEADS, -1)], dim=-1)
     starts = np.cumsum([0, *prompts])[:-1]
-    inputs = {
-        "q": q, "k_cache": keys, "v_cache": heads[..., NOPE:], "q_lens": prompts,
-        "kv_lens": prompts, "block_tables": starts[:, None] + np.arange(max(prompts)),
-        "page_size": 1, "scale": SCALE,
-    }  # fmt: skip
+    inputs = {"q": q, "k_cache": keys, "v_cache": heads[..., NOPE:], "scale": SCALE}
+    inputs |= {"q_lens": prompts, "kv_lens": prompts, "page_size": 1}
+    inputs["block_tables"] = starts[:, None] + np.arange(max(prompts))
     assert_attention(out.view(rows, HEADS, V_DIM), None, inputs)
 
 
 def test_layers_share_plans():
     layers = [make_layer(weight=torch.ones(RANK, HEADS * (NOPE + V_DIM))) for _ in range(2)]
     metadata = make_metadata(decode=KV_LENS, prompts=PROMPTS)
+    rows = sum(PROMPTS)
     for layer in layers:
         q = torch.randn(len(KV_LENS), HEADS, RANK + ROPE)
         layer.forward_mqa(q, written(layer, "float32"), metadata, None)
-        rows = sum(PROMPTS)
-        out = torch.empty(rows, HEADS * V_DIM)
-        k_pe = torch.randn(rows, 1, ROPE)
-        layer.forward_mha(q.new_ones(rows, HEADS, NOPE + ROPE), torch.randn(rows, RANK), k_pe,
-                          None, metadata, None, out)  # fmt: skip
+        out, q = torch.empty(rows, HEADS * V_DIM), q.new_ones(rows, HEADS, NOPE + ROPE)
+        latents, k_pe = torch.randn(rows, RANK), torch.randn(rows, 1, ROPE)
+        layer.forward_mha(q, latents, k_pe, None, metadata, None, out)
     assert (len(metadata.decode_plans), len(metadata.prompts)) == (1, 1)
 
 
@@ -156,11 +144,8 @@ def test_slots_of_minus_one_are_skipped():
     assert torch.equal(cache[2, 1], fused[0])
     assert torch.equal(cache[0, 0], fused[2])
     assert torch.isfinite(cache).sum() == 2 * (RANK + ROPE)
-
-
-def test_a_warm_up_writes_nothing():
-    empty = torch.empty(0)
-    make_layer().do_kv_cache_update(torch.ones(1, RANK), empty, empty, empty, "auto", None)
+    empty = torch.empty(0)  # of a warm-up, which writes nothing
+    layer.do_kv_cache_update(torch.ones(1, RANK), empty, empty, empty, "auto", None)
 
 
 def test_prompts_behind_cached_tokens_are_refused_by_name():

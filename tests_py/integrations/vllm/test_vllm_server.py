@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -27,32 +26,22 @@ PROMPTS = [
 ANSWER = 12  # tokens
 
 
-@dataclass(frozen=True)
-class Servers:
-    stock: Server
-    ours: Server
-
-
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory) -> Iterator[Servers]:
-    """Both find the entry point; one is told not to use it."""
+def servers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
+    """Both find the entry point; the first is told not to use it."""
     folder = tmp_path_factory.mktemp("vllm")
     model = write_model(folder / "model")
     write_distribution(folder)
     path = [str(folder), str(Path(cpattn.__file__).parents[1]), os.environ.get("PYTHONPATH")]
-    environment = {
-        **ENVIRONMENT,
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",  # of each
-    }
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    environment |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["OMP_NUM_THREADS"] = "1"  # of each
     stock = Server(model, folder / "stock.log", {**environment, "CPATTN_PLUGINS": "0"})
     ours = Server(model, folder / "ours.log", environment)
     try:
         stock.wait()
         ours.wait()
-        yield Servers(stock, ours)
+        yield stock, ours
     finally:
         stock.stop()
         ours.stop()
@@ -65,40 +54,39 @@ def answers(server: Server, prompts: list[list[int]]) -> list[list[int]]:
         return [answer["tokens"] for answer in done]
 
 
-def test_the_log_says_who_computes_attention(servers):
-    assert servers.ours.log.count("cpattn computes attention") == 1
-    assert "cpattn computes attention" not in servers.stock.log
-
-
 def test_answers_are_those_of_the_stock_server(servers):
-    expected = answers(servers.stock, PROMPTS)
+    stock, ours = servers
+    assert ours.log.count("cpattn computes attention") == 1
+    assert "cpattn computes attention" not in stock.log
+    expected = answers(stock, PROMPTS)
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
     assert all(len(set(tokens)) > ANSWER / 2 for tokens in expected)
-    assert answers(servers.ours, PROMPTS) == expected
-    assert answers(servers.ours, PROMPTS[::-1]) == expected[::-1]  # now with cached prefixes
+    assert answers(ours, PROMPTS) == expected
+    assert answers(ours, PROMPTS[::-1]) == expected[::-1]  # now with cached prefixes
 
 
 def test_a_cached_prefix_does_not_change_the_answer(servers):
+    _, ours = servers
     prompt, longer = random_prompts([200, 280], shared=200, seed=3)
-    first, second = (servers.ours.complete(prompt, ANSWER) for _ in range(2))
+    first, second = (ours.complete(prompt, ANSWER) for _ in range(2))
     assert (first["cached"], second["cached"]) == (0, 192)  # whole blocks of 32
     assert second["tokens"] == first["tokens"]
-    expected = servers.stock.complete(longer, ANSWER)
-    answer = servers.ours.complete(longer, ANSWER)
+    expected, answer = (server.complete(longer, ANSWER) for server in servers)
     assert (expected["cached"], answer["cached"]) == (0, 192)
     assert answer["tokens"] == expected["tokens"]
 
 
 def test_streams_are_the_same_tokens_one_by_one(servers):
+    stock, ours = servers
     (prompt,) = random_prompts([150], seed=4)
-    expected = servers.stock.complete(prompt, ANSWER)["tokens"]
-    parts = list(servers.ours.stream(prompt, ANSWER))
+    expected = stock.complete(prompt, ANSWER)["tokens"]
+    parts = list(ours.stream(prompt, ANSWER))
     assert [token for part in parts for token in part] == expected
     assert len(parts) > 1
 
 
 def test_both_end_with_all_their_processes(servers):
-    for server in (servers.stock, servers.ours):
+    for server in servers:
         assert len(server.processes()) >= 3  # the server, the engine, its worker
         # Not in what vLLM says of its own end, of which some processes hear before others.
         assert "Traceback" not in server.log.rpartition("Application startup complete")[2]

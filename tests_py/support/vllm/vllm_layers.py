@@ -107,16 +107,10 @@ class Batch:
             keys += [prefix_k, self.key[ends[i] : ends[i + 1]]]
             values += [prefix_v, self.value[ends[i] : ends[i + 1]]]
         starts = np.cumsum([0, *KV_LENS])[:-1]
-        return {
-            "q": self.query[: ends[-1]],
-            "k_cache": torch.cat(keys),
-            "v_cache": torch.cat(values),
-            "q_lens": Q_LENS,
-            "kv_lens": KV_LENS,
-            "block_tables": starts[:, None] + np.arange(max(KV_LENS)),
-            "page_size": 1,
-            **options,
-        }
+        tables = starts[:, None] + np.arange(max(KV_LENS))
+        lens = {"q_lens": Q_LENS, "kv_lens": KV_LENS, "block_tables": tables, "page_size": 1}
+        caches = {"k_cache": torch.cat(keys), "v_cache": torch.cat(values)}
+        return {"q": self.query[: ends[-1]], **caches, **lens, **options}
 
 
 def run(layer, batch, metadata, cache, attributes=LAYER):

@@ -43,14 +43,10 @@ class Server:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *OPTIONS]
         command += [f"--model={model}", f"--served-model-name={MODEL}"]
         command += ["--host=127.0.0.1", f"--port={port}"]
+        options = {"env": {**os.environ, **environment}, "start_new_session": True}
         with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                env={**os.environ, **environment},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            streams = {"stdout": output, "stderr": subprocess.STDOUT}
+            self._process = subprocess.Popen(command, **streams, **options)
 
     @property
     def log(self) -> str:

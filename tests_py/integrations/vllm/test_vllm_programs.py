@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own kernels tried by `conform`, the benchmark beside its all-gather, and the tutorial."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed")
+
+from cpattn.proof import conform
+from support.children import Children, path_with
+from support.entry_points import write_distribution
+from support.pages import blocks_in, run_page
+from support.places import ROOT
+from support.proof.conformance.right_operators import VLLM
+from support.time_limits import PATIENCE
+
+pytestmark = pytest.mark.engine("vllm-cpu")
+
+OPERATOR, SIGNATURE, _, WITHOUT = VLLM["vLLM CPU kernels"]
+SECONDS_OF_A_CALL = 60.0  # of a busy machine
+PAGE = ROOT / "docs" / "tutorials" / "vllm_on_cpu.md"
+START = 300.0  # seconds, of an engine on a busy machine
+
+
+def test_attention_of_their_kernels_is_right():
+    options = {"without": WITHOUT, "examples": 60, "time_limit": SECONDS_OF_A_CALL}
+    report = conform(OPERATOR, signature=SIGNATURE, **options)
+    assert report.proved, report.text()
+    assert {"OWN", "COV", "LEN", "LSE", "ADDR"} <= set(report.checked)
+    assert report.facts["refused"] == {}
+
+
+def test_values_behind_the_last_key_are_multiplied_by_weights_of_zero():
+    options = {"examples": 0, "seconds": 10, "time_limit": SECONDS_OF_A_CALL}
+    report = conform(OPERATOR, signature=SIGNATURE, **options)
+    assert [finding.kind for finding in report.findings] == ["reads-beyond-length"], report.text()
+    assert report.findings[0].details["only_when"]["poison"] is True
+
+
+def test_the_same_rows_go_to_all_ranks_by_both(children: Children) -> None:
+    """What both bring is compared with what was sent before anything is timed."""
+    command = [sys.executable, ROOT / "bench" / "bench_shared_pool.py", "--quick"]
+    environment = os.environ | {"COLUMNS": "120"}
+    result = children.run(
+        command, env=environment, timeout=3 * PATIENCE
+    )  # ranks import all of vLLM
+    assert result.returncode == 0, result.stderr
+    assert "vLLM's all-gather" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * START)
+def test_the_commands_of_the_tutorial(tmp_path, children):
+    (tmp_path / "site").mkdir()
+    write_distribution(tmp_path / "site")
+    if "ONEDNN_MAX_CPU_ISA" in os.environ:  # then vLLM's kernels want what the page on trouble says
+        (tmp_path / "site" / "sitecustomize.py").write_text("import torch\ntorch.cpu._init_amx()\n")
+    # One process: each one that vLLM starts takes half a minute to import it.
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["PYTHONPATH"] = path_with(tmp_path / "site")  # as installed
+    run_page(PAGE, tmp_path, children, environment, timeout=START)
+
+
+def test_the_versions_are_those_of_the_environment_of_tests():
+    script = (ROOT / "scripts" / "engine_environment.sh").read_text()
+    (setup,) = [block.text for block in blocks_in(PAGE) if block.title == "Set up"]
+    versions = dict.fromkeys(re.findall(r"vllm-cpu==([\d.]+)", script))
+    assert re.findall(r"vllm-cpu==([\d.]+)", setup) == [*versions]
