@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of flash-attn: arguments, alignment, layouts of the LSE, against the oracle."""
+"""The functions of flash-attn, on numbers and on codes of 8 bits, against the oracle."""
 
 from __future__ import annotations
 
@@ -81,10 +81,8 @@ def test_causal_masks_are_those_of_the_documentation():
 )
 def test_windows_by_hand(causal, window_size, rows):
     """With a unit vector as the value of each key it shows which ones a query sees."""
-    q, k = torch.zeros(1, 3, 1, 16), torch.zeros(1, 5, 1, 16)
-    out = flash_attn.flash_attn_func(
-        q, k, torch.eye(5, 16)[None, :, None], causal=causal, window_size=window_size
-    )
+    q, k, eye = torch.zeros(1, 3, 1, 16), torch.zeros(1, 5, 1, 16), torch.eye(5, 16)[None, :, None]
+    out = flash_attn.flash_attn_func(q, k, eye, causal=causal, window_size=window_size)
     assert ["".join(str(int(x > 0)) for x in row) for row in out[0, :, 0, :5]] == rows
     mask = documented_masks.mask_of(documented_masks.flash_attn, [3], [5], causal, window_size)
     assert "".join(str(int(x)) for x in mask) == "".join(rows)
@@ -126,10 +124,7 @@ def test_keys_of_no_sequence_are_not_read():
     k[11:], v[11:] = torch.nan, torch.nan
     out, lse = run_varlen(q, k, v, (1, 3), (4, 7), causal=True)
     assert_result(out, lse, oracle_inputs(q, k, v, (1, 3), (4, 7), causal=True))
-
-
-def test_nothing_at_all():
-    q, k = normal(3, HEADS, DIM), normal(0, KV_HEADS, DIM)
+    q, k = normal(3, HEADS, DIM), normal(0, KV_HEADS, DIM)  # nothing at all
     for out, lse in (
         run_varlen(q, k, k, (1, 2), (0, 0), causal=True),
         flash_attn.flash_attn_func(q[None], k[None], k[None], return_attn_probs=True)[:2],
@@ -293,7 +288,7 @@ def test_what_a_cache_refuses(change, message):
     assert not k_cache.any()
 
 
-def test_installed_and_removed():
+def test_installed_and_removed_and_the_real_package_is_not_hidden(monkeypatch, tmp_path):
     with flash_attn.install() as installed:
         module = importlib.import_module("flash_attn.flash_attn_interface")
         assert module.flash_attn_varlen_func is flash_attn.flash_attn_varlen_func
@@ -303,9 +298,6 @@ def test_installed_and_removed():
     installed.remove()  # nothing is left to remove
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("flash_attn")
-
-
-def test_the_real_package_is_not_hidden(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     with pytest.raises(ImportError, match="a package flash_attn is there already"):
         flash_attn.install()
@@ -320,3 +312,76 @@ def test_the_real_package_is_not_hidden(monkeypatch, tmp_path):
 def test_import_does_not_import_torch(name):
     program = f"import sys, cpattn.integrations.{name}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+DESCALES = {
+    "number": 0.02,
+    "one": torch.tensor([0.02]),
+    "heads": torch.tensor([0.02, 0.03]),
+    "the same in all sequences": torch.tensor([[0.02, 0.03]]).expand(3, 2),
+    "of sequences": torch.tensor([[0.02, 0.03], [0.01, 0.04], [0.05, 0.02]]),
+}
+
+
+def coded(*shape, dtype=torch.int8):
+    return torch.randint(-90, 90, shape).to(dtype)
+
+
+def by_sequence(descale, lengths):
+    """What each row of keys is multiplied with: [rows, kv_heads or 1, 1]."""
+    descale = torch.as_tensor(descale).double()
+    descale = descale.reshape(1) if descale.ndim == 0 else descale
+    heads = descale if descale.ndim == 2 else descale.expand(len(lengths), -1)
+    return heads.repeat_interleave(torch.tensor(lengths), 0)[..., None]
+
+
+@pytest.mark.parametrize("kind", DESCALES)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_ragged_codes(dtype, kind):
+    q_lens, kv_lens, descale = [5, 2, 3], [9, 12, 3], DESCALES[kind]
+    q = normal(10, HEADS, DIM)
+    k, v = coded(24, KV_HEADS, DIM, dtype=dtype), coded(24, KV_HEADS, DIM, dtype=dtype)
+    options = {"causal": True, "k_descale": descale, "v_descale": descale}
+    out, lse = run_varlen(q, k, v, q_lens, kv_lens, **options)
+    factor = by_sequence(descale, kv_lens)
+    meant = oracle_inputs(q, k.double() * factor, v.double() * factor, q_lens, kv_lens, True)
+    assert_result(out, lse, meant)
+
+
+def test_codes_of_equal_lengths():
+    q, k, v = normal(3, 4, HEADS, DIM), *coded(2, 3, 6, KV_HEADS, DIM)
+    options = {
+        "causal": True,
+        "k_descale": DESCALES["heads"],
+        "v_descale": DESCALES["of sequences"],
+    }
+    out, lse, _ = flash_attn.flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    factors = (by_sequence(options[name], [6] * 3) for name in ("k_descale", "v_descale"))
+    k, v = (x.flatten(0, 1).double() * factor for x, factor in zip((k, v), factors, strict=True))
+    meant = oracle_inputs(q.flatten(0, 1), k, v, [4] * 3, [6] * 3, True)
+    assert_result(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), meant)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_codes_are_appended_to_a_cache_of_codes(dtype):
+    q, (k_cache, v_cache) = normal(2, 1, HEADS, DIM), coded(2, 2, 8, KV_HEADS, DIM, dtype=dtype)
+    k, v = coded(2, 2, 1, KV_HEADS, DIM, dtype=dtype)
+    options = {"k_descale": 0.02, "v_descale": torch.tensor([0.01, 0.03]), "causal": True}
+    caches, lens = (q, k_cache, v_cache), torch.tensor([3, 7])
+    out = flash_attn.flash_attn_with_kvcache(*caches, k, v, cache_seqlens=lens, **options)
+    for sequence, length in enumerate((4, 8)):
+        assert torch.equal(k_cache[sequence, length - 1].float(), k[sequence, 0].float())
+        expected = flash_attn.flash_attn_func(
+            q[sequence][None], *(x[sequence, :length][None] for x in (k_cache, v_cache)), **options
+        )
+        assert_similar(out[sequence], expected[0])
+    with pytest.raises(ValueError, match="k must be codes like those of the cache"):
+        flash_attn.flash_attn_with_kvcache(*caches, k.float(), v, cache_seqlens=3, **options)
+
+
+def test_descales_that_do_not_fit():
+    q, k, v = normal(2, 4, HEADS, DIM), *coded(2, 2, 6, KV_HEADS, DIM)
+    with pytest.raises(ValueError, match=r"v_descale must be \[batch, kv_heads\] = \[2, 2\], got"):
+        flash_attn.flash_attn_func(q, k, v, v_descale=torch.ones(2, 4))
+    with pytest.raises(ValueError, match="k_scale must be a positive number, got 0"):
+        flash_attn.flash_attn_func(q, k, v, k_descale=0.0)

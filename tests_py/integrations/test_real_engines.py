@@ -90,10 +90,8 @@ def test_scattered_blocks_arrive_and_canaries_survive(sender, receiver, target):
     random = np.random.default_rng(1)
     pages = random.permutation(SIZE // 1024)[:300]
     lengths = random.integers(1, 1025, 300)
-    blocks = [
-        (int(i) * 1024, target + int(page) * 1024, int(n))
-        for i, (page, n) in enumerate(zip(pages, lengths, strict=True))
-    ]
+    pairs = enumerate(zip(pages.tolist(), lengths.tolist(), strict=True))
+    blocks = [(i * 1024, target + page * 1024, n) for i, (page, n) in pairs]
     code, _ = sender.call(write, receiver.session_id, "source", blocks)
     assert code == 0
     source = sender.call(contents, "source")
@@ -241,9 +239,7 @@ def test_sender_killed_during_a_transfer(engine, sender, receiver, another):
     assert receiver.call(unregister, address) == 0
 
 
-def test_write_to_a_frozen_receiver_ends_by_timeout_and_with_its_engine(
-    engine, sender, receiver, another
-):
+def test_write_to_a_frozen_receiver_ends_by_timeout(engine, sender, receiver, another):
     """One that timed out may still be in flight, until its engine is closed."""
     address = receiver.call(allocate, "frozen", 64 * SIZE, CANARY)
     another.call(allocate, "source", 64 * SIZE, 1, engine.registers_sources)
@@ -283,9 +279,8 @@ def test_write_to_a_closed_engine(engine, sender, receiver, another):
 def test_threads_write_side_by_side(sender, receiver, target):
     codes = sender.call(write_on_threads, receiver.session_id, "source", target)
     assert codes == [0] * NUM_THREADS
-    half = SIZE // 2
-    expected = sender.call(contents, "source", 0, half)
-    assert receiver.call(contents, "target", 0, half) == expected
+    expected = sender.call(contents, "source", 0, SIZE // 2)
+    assert receiver.call(contents, "target", 0, SIZE // 2) == expected
 
 
 def test_engines_write_to_each_other(engine, receiver, another):
@@ -326,12 +321,8 @@ def write_on_threads(state, session, name, address):
     base, size = getattr(state, name).ctypes.data, SIZE // 2 // NUM_THREADS
     parts = [([base + i * size], [address + i * size], [size]) for i in range(NUM_THREADS)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        waiting = [
-            state.engine.write_async(session, *part)
-            if i % 2
-            else pool.submit(state.engine.write, session, *part)
-            for i, part in enumerate(parts)
-        ]
+        threads = [lambda *a: pool.submit(state.engine.write, *a), state.engine.write_async]
+        waiting = [threads[i % 2](session, *part) for i, part in enumerate(parts)]
         return [write.result(LIMIT) for write in waiting]
 
 

@@ -36,11 +36,10 @@ def attention(threads: int | None = None) -> np.ndarray:
     rng = np.random.default_rng(3)
     q = rng.standard_normal((512, 4, 32), np.float32)
     cache = rng.standard_normal((16, 64, 4, 32), np.float32)
-    lens, tables = [64] * 8, np.arange(16, dtype=np.int32).reshape(8, 2)
+    tables = np.arange(16, dtype=np.int32).reshape(8, 2)
+    lens = {"q_lens": [64] * 8, "kv_lens": [128] * 8, "block_tables": tables}
     with cpattn.num_threads(threads):
-        return cpattn.paged_attention(
-            q, cache, cache[::-1].copy(), q_lens=lens, kv_lens=[128] * 8, block_tables=tables
-        )
+        return cpattn.paged_attention(q, cache, cache[::-1].copy(), **lens)
 
 
 def threads_that_worked(threads: int) -> int:
@@ -147,13 +146,14 @@ def test_threads_of_an_engine_are_as_many_as_torch_has(pool, given, threads, ope
     assert child.stdout.split() == [str(threads), str(openmp)]
 
 
-@pytest.mark.parametrize(("of_torch", "openmp"), [(1, False), (2, True)])
-def test_a_process_of_torchrun_keeps_its_threads(of_torch, openmp, monkeypatch):
+def test_a_process_of_torchrun_keeps_its_threads(monkeypatch):
     monkeypatch.delenv(_torch_threads.VARIABLE, raising=False)
-    torch.set_num_threads(of_torch)
-    cpattn.set_num_threads(2)
-    _torch_threads.use_torch_threads()
-    assert _core.uses_openmp() == openmp
+    for of_torch in (1, 2):
+        set_thread_pool("cpattn")
+        torch.set_num_threads(of_torch)
+        cpattn.set_num_threads(2)
+        _torch_threads.use_torch_threads()
+        assert _core.uses_openmp() == (of_torch > 1)
 
 
 def test_another_pool_of_the_environment_is_an_error():

@@ -51,15 +51,12 @@ def test_engine_that_does_not_start(fake):
         mooncake.MooncakeEngine()
 
 
-@pytest.mark.parametrize(
-    ("version", "good"),
-    [("0.3.11.post2", False), ("0.2", False), ("0.3.12", True), ("0.10.0", True), ("1.0", True)],
-)
-def test_releases_that_report_writes_early_are_refused(fake, monkeypatch, version, good):
-    monkeypatch.setattr(metadata, "version", lambda name: version)
-    if good:
-        mooncake.MooncakeEngine()
-    else:
+def test_releases_that_report_writes_early_are_refused(fake, monkeypatch):
+    for version in ("0.3.12", "0.10.0", "1.0", "0.3.11.post2", "0.2"):
+        monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
+        if version in ("0.3.12", "0.10.0", "1.0"):
+            mooncake.MooncakeEngine()
+            continue
         with pytest.raises(ImportError, match=rf">= 0.3.12, which acknowledges .*, got {version}"):
             mooncake.MooncakeEngine()
     monkeypatch.setenv("MC_TCP_PROTO", "1")

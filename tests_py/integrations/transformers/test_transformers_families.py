@@ -13,17 +13,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from cpattn.integrations import transformers as integration  # noqa: E402
-from support.transformers.families import (  # noqa: E402
-    BATCHES,
-    PARTS,
-    Calls,
-    Family,
-    Outcome,
-    text_models,
-    tiny_config,
-    try_model,
-    try_part,
-)
+from support.transformers import families  # noqa: E402
+from support.transformers.families import BATCHES, PARTS, Calls, Outcome, try_model  # noqa: E402
 from support.transformers.family_table import BEGIN, END, PAGE, table  # noqa: E402
 from support.transformers.tiny_transformers import make_tokens  # noqa: E402
 
@@ -45,22 +36,21 @@ def test_models_of_many_families_are_right(calls, model_type):
     assert words == dict.fromkeys((*PARTS, BATCHES), "yes")
 
 
-def test_masks_that_a_model_extends(calls):
+def test_outcomes_of_single_models(calls):
     """DeepSeek-V4 adds columns of 0 and -inf, which hide nothing in a mask that is bool."""
     outcomes = try_model("deepseek_v4", calls)
     assert [outcomes[part].word for part in ("prompt", "padding", "generate")] == ["yes"] * 3
-
-
-def test_a_model_that_does_not_ask_is_told_apart(calls):
-    assert try_model("bloom", calls)["prompt"] == Outcome("own")
+    assert try_model("bloom", calls)["prompt"] == Outcome("own")  # it does not ask
+    outcome = try_model("doge", calls)["prompt"]
+    assert outcome.word == "refused"
+    assert "attention_mask must have shape" in outcome.reason
 
 
 #: Models that compute attention themselves, and what loading them with the name ends in.
-LOADED = dict.fromkeys(
-    ("big_bird", "bloom", "codegen", "gpt_neox_japanese", "megatron-bert", "mpt", "mvp", "rembert",
-     "roformer", "xglm"),
-    ValueError,
-) | dict.fromkeys(("falcon", "gptj", "gpt_neo"), KeyError)  # fmt: skip
+OWN = "big_bird bloom codegen gpt_neox_japanese megatron-bert mpt mvp rembert roformer xglm"
+LOADED = dict.fromkeys(OWN.split(), ValueError) | dict.fromkeys(
+    ("falcon", "gptj", "gpt_neo"), KeyError
+)
 
 
 @pytest.mark.parametrize("model_type", LOADED)
@@ -71,22 +61,15 @@ def test_a_model_of_its_own_attention_that_is_loaded_with_the_name(model_type):
 
     @torch.inference_mode()
     def load_and_run():
-        config = tiny_config(model_type)
+        config = families.tiny_config(model_type)
         AutoModelForCausalLM.from_config(config, attn_implementation="cpattn")(make_tokens(2, 5))
 
     with pytest.raises(LOADED[model_type], match="cpattn"):
         load_and_run()
 
 
-def test_a_refusal_has_its_reason(calls):
-    outcome = try_model("doge", calls)["prompt"]
-    assert outcome.word == "refused"
-    assert "attention_mask must have shape" in outcome.reason
-
-
 def test_wrong_attention_differs(calls, monkeypatch):
-    family = Family("llama")
-    right = integration.attention
+    family, right = families.Family("llama"), integration.attention
 
     def scaled(*arguments, **options):
         out, weights = right(*arguments, **options)
@@ -94,7 +77,7 @@ def test_wrong_attention_differs(calls, monkeypatch):
 
     monkeypatch.setattr(integration, "attention", scaled)
     integration.register()
-    assert try_part(family, "prompt", calls).word == "differs"
+    assert families.try_part(family, "prompt", calls).word == "differs"
 
 
 def test_the_page_has_every_type():
@@ -102,7 +85,7 @@ def test_the_page_has_every_type():
     found = page.partition(BEGIN)[2].partition(END)[0]
     rows = re.findall(r"^\| (\S+) \| (?:yes|own|differs|refused|fails|-) ", found, re.MULTILINE)
     others = re.search(r"Not built small by the script: (.*)\.$", found, re.MULTILINE)
-    assert sorted([*rows, *(others[1].split(", ") if others else [])]) == text_models()
+    assert sorted([*rows, *(others[1].split(", ") if others else [])]) == families.text_models()
     assert "| differs |" not in found
     assert "| fails |" not in found
 

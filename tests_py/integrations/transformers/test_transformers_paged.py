@@ -23,7 +23,7 @@ from cpattn.integrations.transformers import paged  # noqa: E402
 from support.cases import DTYPES, assert_attention  # noqa: E402
 from support.transformers.tiny_transformers import WINDOW, generate, make_model, make_tokens  # noqa: E402
 
-pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 PAGE = 8
 NEW_TOKENS = 12
 PREFIX = make_tokens(20, seed=1).tolist()  # two pages and a half
@@ -53,16 +53,13 @@ def one_by_one(model: Any, prompt: list[int]) -> list[int]:
 
 def batched(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     """The tokens of continuous batching, in batches of up to 24: long prompts come in chunks."""
-    config = ContinuousBatchingConfig(
-        page_size=PAGE, num_blocks=64, max_batch_tokens=24, auto_switch_to_flash=False
-    )
-    generation = GenerationConfig(
-        max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
+    sizes = {"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 24}
+    config = ContinuousBatchingConfig(auto_switch_to_flash=False, **sizes)
+    greedy = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    generation = GenerationConfig(max_new_tokens=NEW_TOKENS, **greedy)
+    options = {"generation_config": generation, "continuous_batching_config": config}
     with integration.use_paged(model):
-        results = model.generate_batch(
-            prompts, generation_config=generation, continuous_batching_config=config
-        )
+        results = model.generate_batch(prompts, **options)
     return [results[f"req_{i}"].generated_tokens for i in range(len(prompts))]
 
 
@@ -96,11 +93,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return seen
 
 
+@pytest.mark.slow
 def test_the_tokens_of_one_prompt_at_a_time(model: Any, expected: Any) -> None:
     assert batched(model, PROMPTS) == expected
     assert len({token for tokens in expected for token in tokens}) > 5
 
 
+@pytest.mark.slow
 def test_padding_of_the_batch(model: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     original = model_runner.ModelRunner.__init__
 
@@ -112,13 +111,17 @@ def test_padding_of_the_batch(model: Any, expected: Any, monkeypatch: pytest.Mon
     assert batched(model, PROMPTS) == expected
 
 
-def test_full_attention_copies_nothing(calls: Calls) -> None:
-    batched(make_model("llama"), PROMPTS)
+def test_full_attention_copies_nothing_and_shares_the_pages_of_a_prefix(calls: Calls) -> None:
+    model = make_model("llama")
+    assert batched(model, PROMPTS) == [one_by_one(model, prompt) for prompt in PROMPTS]
     assert calls.copies == 0
     assert len(calls.memory) == 1  # that of the cache
     assert len({id(plan) for plan in calls.plans}) == len(calls.plans) / 2  # one for both layers
+    first_pages = [plan.page_ids[plan.page_indptr[:-1]].tolist() for plan in calls.plans]
+    assert any(len(set(pages)) < len(pages) for pages in first_pages)
 
 
+@pytest.mark.slow
 def test_a_sliding_window_decodes_in_place(calls: Calls) -> None:
     batched(make_model("qwen3"), PROMPTS[4:])
     assert NEW_TOKENS > WINDOW
@@ -126,16 +129,9 @@ def test_a_sliding_window_decodes_in_place(calls: Calls) -> None:
     assert len(calls.memory) == 1
 
 
-def test_sequences_share_the_pages_of_a_prefix(calls: Calls) -> None:
-    batched(make_model("llama"), PROMPTS)
-    first_pages = [plan.page_ids[plan.page_indptr[:-1]].tolist() for plan in calls.plans]
-    assert any(len(set(pages)) < len(pages) for pages in first_pages)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_call_is_as_the_oracle(
-    model: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_call_is_as_the_oracle(model: Any, dtype: str, monkeypatch: Any) -> None:
     batches = 0
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any):
@@ -155,47 +151,26 @@ def test_each_call_is_as_the_oracle(
 
 
 def oracle_inputs(
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cache: Any,
-    cu_seq_lens_q: Tensor,
-    cu_seq_lens_k: Any,
-    read_index: Any,
-    scaling: float,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    layer: int, query: Tensor, key: Tensor, value: Tensor, *, cache: Any, **options: Any
 ) -> dict[str, Any]:
     """Arguments of the oracle: keys and values gathered before the new ones are written."""
     allocator = cache.layer_to_allocator[layer]
-    reads = read_index[allocator.index]
-    ends = cu_seq_lens_k[allocator.layer_type].long()
-    q_lens, kv_lens = cu_seq_lens_q.diff(), ends.diff()
-    is_new = torch.cat(
-        [torch.arange(n) >= n - m for n, m in zip(kv_lens, q_lens, strict=True)]
-    ).nonzero()[:, 0]
+    reads, q_lens = options["read_index"][allocator.index], options["cu_seq_lens_q"].diff()
+    ends = options["cu_seq_lens_k"][allocator.layer_type].long()
+    kv_lens, sinks = ends.diff(), options.get("s_aux")
+    lens = zip(kv_lens, q_lens, strict=True)
+    is_new = torch.cat([torch.arange(n) >= n - m for n, m in lens]).nonzero()[:, 0]
     states = [x[0].transpose(0, 1).clone() for x in (key, value)]
     if len(reads):
-        rows = allocator._kv_token_views[layer]
-        states = [
-            view[reads].index_copy(0, is_new, x) for view, x in zip(rows, states, strict=True)
-        ]
-    return {
-        "q": query[0].transpose(0, 1),
-        "k_cache": states[0],
-        "v_cache": states[1],
-        "page_size": 1,
-        "q_lens": q_lens,
-        "kv_lens": kv_lens,
-        "block_tables": ends[:-1, None] + torch.arange(int(kv_lens.max())),
-        "scale": scaling,
-        "window": allocator.sliding_window - 1 if hasattr(allocator, "sliding_window") else None,
-        "softcap": softcap or 0.0,
-        "sinks": None if s_aux is None else s_aux.float(),
-    }
+        rows = zip(allocator._kv_token_views[layer], states, strict=True)
+        states = [view[reads].index_copy(0, is_new, x) for view, x in rows]
+    inputs = {"q": query[0].transpose(0, 1), "k_cache": states[0], "v_cache": states[1]}
+    inputs |= {"q_lens": q_lens, "kv_lens": kv_lens, "page_size": 1, "scale": options["scaling"]}
+    inputs["block_tables"] = ends[:-1, None] + torch.arange(int(kv_lens.max()))
+    windowed = hasattr(allocator, "sliding_window")
+    inputs["window"] = allocator.sliding_window - 1 if windowed else None
+    inputs["softcap"] = options.get("softcap") or 0.0
+    return inputs | {"sinks": None if sinks is None else sinks.float()}
 
 
 def test_use_paged_ends_and_holds_for_batches_alone() -> None:

@@ -12,13 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
-from peft import (  # noqa: E402
-    LoraConfig,
-    PeftModel,
-    PrefixTuningConfig,
-    PromptTuningConfig,
-    get_peft_model,
-)
+import peft  # noqa: E402
 
 import cpattn.integrations.transformers as integration  # noqa: E402
 from support.tolerances import assert_logits_close  # noqa: E402
@@ -38,9 +32,9 @@ BATCH = {
 SEEN = BATCH["attention_mask"].bool()
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 KINDS = {
-    "LoRA": LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=False),
-    "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
-    "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+    "LoRA": peft.LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=False),
+    "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
 }
 
 integration.register()
@@ -50,7 +44,7 @@ def adapted(kind: str, name: str = "llama") -> tuple[Any, Any]:
     """A model with an adapter of random weights, and the model in it."""
     model = make_model(name)
     torch.manual_seed(3)
-    adapter = get_peft_model(model, KINDS[kind]).eval()
+    adapter = peft.get_peft_model(model, KINDS[kind]).eval()
     for parameter in adapter.parameters():
         if parameter.requires_grad and kind != "LoRA":
             torch.nn.init.normal_(parameter)
@@ -89,7 +83,7 @@ def test_merged_and_loaded_adapters(tmp_path: Path) -> None:
     adapter.save_pretrained(tmp_path)
     base = make_model("qwen3")
     base.set_attn_implementation("cpattn")
-    assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path)), expected)
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(base, tmp_path)), expected)
     assert_logits_close(logits(adapter.merge_and_unload()), expected)
 
 
@@ -106,14 +100,14 @@ def test_a_compiled_model_with_an_adapter() -> None:
 def test_latents_are_absorbed_beside_adapters_of_other_weights() -> None:
     model = make_model("deepseek_v3")
     torch.manual_seed(3)
-    config = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
-    adapter = get_peft_model(model, config).eval()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    adapter = peft.get_peft_model(model, config).eval()
     model.set_attn_implementation("cpattn")
     expected = logits(adapter)
     with integration.absorb_mla(adapter):
         assert_logits_close(logits(adapter), expected)
-    config = LoraConfig(r=4, target_modules=["kv_b_proj"])
-    adapter = get_peft_model(make_model("deepseek_v3"), config)
+    config = peft.LoraConfig(r=4, target_modules=["kv_b_proj"])
+    adapter = peft.get_peft_model(make_model("deepseek_v3"), config)
     with pytest.raises(ValueError, match=r"kv_b_proj must be a torch.nn.Linear"):
         integration.absorb_mla(adapter)
 

@@ -10,18 +10,11 @@ import numpy as np
 import torch
 
 from support.cases import assert_attention
+from support.npu import layouts
 
 LAYOUTS = (
-    "BSH",
-    "BSND",
-    "BNSD",
-    "BNSD_BSND",
-    "BSH_NBSD",
-    "BSND_NBSD",
-    "BNSD_NBSD",
-    "TND",
-    "TND_NTD",
-    "NTD_TND",
+    *("BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD"),
+    *("TND", "TND_NTD", "NTD_TND"),
 )
 TEMPLATE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 
@@ -96,7 +89,7 @@ class FiaBatch:
             self.queries.append(random(q_len, self.num_heads, width))
             self.keys.append(random(kv_len, self.num_kv_heads, width))
             self.values.append(random(kv_len, self.num_kv_heads, self.v_head_dim))
-        self.tables = self._make_tables(rng)
+        self.tables = layouts.tables_of(self.kv_lens, self.block_size, rng)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -106,34 +99,14 @@ class FiaBatch:
     def packed(self) -> bool:
         return "T" in self.layout
 
-    def _make_tables(self, rng: np.random.Generator) -> np.ndarray:
-        counts = [-(-n // self.block_size) for n in self.kv_lens]
-        tables = np.full((len(counts), max(counts) + 1), -1, np.int32)
-        blocks = rng.permutation(sum(counts) + 1)
-        for row, count in enumerate(counts):
-            tables[row, :count], blocks = blocks[:count], blocks[count:]
-        return tables
-
     def _batch(self, sequences: list[torch.Tensor]) -> torch.Tensor:
         """[B, S, N, D] with NaN after each sequence, or, packed, one after the other."""
         if self.packed:
             return torch.cat(sequences)[None]
-        rows = max(map(len, sequences)) + self.spare_rows
-        shape = (len(sequences), rows, *sequences[0].shape[1:])
-        batch = torch.full(shape, torch.nan, dtype=self.torch_dtype)
-        for row, sequence in zip(batch, sequences, strict=True):
-            row[: len(sequence)] = sequence
-        return batch
+        return layouts.padded(sequences, self.spare_rows)
 
     def _cache(self, sequences: list[torch.Tensor]) -> torch.Tensor:
-        heads, dim = sequences[0].shape[1:]
-        num_blocks = int((self.tables >= 0).sum()) + 1
-        cache = torch.full((num_blocks, self.block_size, heads, dim), torch.nan).to(
-            self.torch_dtype
-        )
-        for table, sequence in zip(self.tables, sequences, strict=True):
-            token = np.arange(len(sequence))
-            cache[table[token // self.block_size], token % self.block_size] = sequence
+        cache = layouts.blocks_of(sequences, self.tables, self.block_size)
         return cache.flatten(2) if self.blocks == "H" else cache.transpose(1, 2).contiguous()
 
     def arguments(self, **changes: Any) -> dict[str, Any]:
@@ -151,10 +124,8 @@ class FiaBatch:
             "num_key_value_heads": self.num_kv_heads,
             "input_layout": self.layout,
             "scale": self.scale,
-            "actual_seq_lengths": list(np.cumsum(self.q_lens) if self.packed else self.q_lens),
-            "actual_seq_lengths_kv": list(
-                np.cumsum(self.kv_lens) if self.packed and not self.blocks else self.kv_lens
-            ),
+            "actual_seq_lengths": layouts.ends_of(self.q_lens, self.packed),
+            "actual_seq_lengths_kv": layouts.ends_of(self.kv_lens, self.packed and not self.blocks),
         }
         if self.rope_dim:
             arguments["query_rope"] = to_axes(
@@ -176,23 +147,14 @@ class FiaBatch:
             lse_out = from_axes(lse_out, "TND" if self.packed else "BNSD", self.num_heads)
         row = 0
         for b, (q, k, v) in enumerate(zip(self.queries, self.keys, self.values, strict=True)):
-            visible = visible_keys(
-                mode, len(q), len(k), before, after, None if masks is None else masks[b]
-            )
+            mask = None if masks is None else masks[b]
+            visible = visible_keys(mode, len(q), len(k), before, after, mask)
             rows = (0, slice(row, row + len(q))) if self.packed else (b, slice(0, len(q)))
             row += len(q)
-            inputs = {
-                "q": q,
-                "k_cache": k,  # 3-D: the keys are one page
-                "v_cache": v,
-                "q_lens": [len(q)],
-                "kv_lens": [len(k)],
-                "block_tables": [[0]],
-                "page_size": max(len(k), 1),
-                "scale": self.scale,
-                "causal": False,
-                "custom_mask": np.ascontiguousarray(visible).ravel(),
-            }
+            inputs = {"q": q, "k_cache": k, "v_cache": v, "q_lens": [len(q)], "kv_lens": [len(k)]}
+            inputs |= {"block_tables": [[0]], "page_size": max(len(k), 1)}  # the keys are one page
+            inputs |= {"scale": self.scale, "causal": False}
+            inputs["custom_mask"] = np.ascontiguousarray(visible).ravel()
             lse_of_rows = lse_out[rows][..., 0] if lse else None
             assert_attention(out[rows], lse_of_rows, inputs, rounds_values=rounds_values)
             if not self.packed:  # rows past the sequence

@@ -3,21 +3,15 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import torch
 
+from support.npu import layouts
 from support.sparse.indexer_batch import integers, scores_of, top_of
 
 FORMS = [("BSND", "BSND"), ("TND", "TND"), ("BSND", "PA_BSND"), ("TND", "PA_BSND")]
 Q_LENS, K_LENS = (5, 1, 0, 7), (20, 17, 9, 3)  # the last sequence has more queries than keys
 BLOCK_SIZE, HEADS, DIM, TOPK = 16, 3, 32, 6
-UNUSED = -1
-
-
-def running_sums(lens):
-    return list(itertools.accumulate(lens))
 
 
 class Operator:
@@ -33,26 +27,13 @@ class Operator:
 
     def lay_out(self, parts, layout):
         parts = [torch.from_numpy(part) for part in parts]
-        spare = torch.full((2, *parts[0].shape[1:]), torch.nan)
         if layout == "TND":
-            return torch.cat([*parts, spare])
-        rows = max(map(len, parts)) + 2
-        out = torch.full((len(parts), rows, *parts[0].shape[1:]), torch.nan)
-        for row, part in zip(out, parts, strict=True):
-            row[: len(part)] = part
-        return out
+            return torch.cat([*parts, torch.full((2, *parts[0].shape[1:]), torch.nan)])
+        return layouts.padded(parts, 2)
 
     def blocks(self):
-        counts = [-(-n // BLOCK_SIZE) for n in self.k_lens]
-        ids = list(np.random.default_rng(1).permutation(sum(counts) + 1))
-        pool = torch.full((len(ids), BLOCK_SIZE, 1, DIM), torch.nan)
-        table = np.full((len(counts), max(counts) + 1), UNUSED, np.int32)
-        for row, k, count in zip(table, self.k, counts, strict=True):
-            for block in range(count):
-                row[block] = ids.pop()
-                part = k[block * BLOCK_SIZE :][:BLOCK_SIZE]
-                pool[row[block], : len(part)] = torch.from_numpy(part)
-        return pool, table
+        table = layouts.tables_of(self.k_lens, BLOCK_SIZE, np.random.default_rng(1))
+        return layouts.blocks_of([torch.from_numpy(k) for k in self.k], table, BLOCK_SIZE), table
 
     def arguments(self, **changes):
         paged = self.layout_key == "PA_BSND"
@@ -62,10 +43,8 @@ class Operator:
             "query": self.lay_out(self.q, self.layout_query).to(self.dtype),
             "key": key.to(self.dtype),
             "weights": self.lay_out(self.weights, self.layout_query),
-            "actual_seq_lengths_query": running_sums(self.q_lens) if packed else list(self.q_lens),
-            "actual_seq_lengths_key": (
-                running_sums(self.k_lens) if packed and not paged else list(self.k_lens)
-            ),
+            "actual_seq_lengths_query": layouts.ends_of(self.q_lens, packed),
+            "actual_seq_lengths_key": layouts.ends_of(self.k_lens, packed and not paged),
             "block_table": table,
             "layout_query": self.layout_query,
             "layout_key": self.layout_key,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from support.cases import expected_attention
+from support.npu import layouts
 from support.tolerances import allowed_lse_error, assert_attended, assert_within
 
 HEADS = 3
@@ -37,21 +38,7 @@ def join(sequences, layout):
     """[T, ...] for TND, or [B, S, ...] padded with NaN (indices: with 0)."""
     if layout == "TND":
         return torch.cat(sequences)
-    rows = max(map(len, sequences)) + 1
-    fill = torch.nan if sequences[0].is_floating_point() else 0
-    batch = torch.full((len(sequences), rows, *sequences[0].shape[1:]), fill).to(sequences[0].dtype)
-    for entry, sequence in zip(batch, sequences, strict=True):
-        entry[: len(sequence)] = sequence
-    return batch
-
-
-def paged(sequences, tables, page_size):
-    cache = torch.full((int(tables.max()) + 2, page_size, 1, sequences[0].shape[-1]), torch.nan)
-    cache = cache.to(sequences[0].dtype)
-    for table, sequence in zip(tables, sequences, strict=True):
-        token = np.arange(len(sequence))
-        cache[table[token // page_size], token % page_size] = sequence
-    return cache
+    return layouts.padded(sequences, 1, torch.nan if sequences[0].is_floating_point() else 0)
 
 
 class Batch:
@@ -73,11 +60,7 @@ class Batch:
             self.named_blocks(n, kv_len)
             for n, kv_len in zip(case.q_lens, case.kv_lens, strict=True)
         ]
-        counts = [-(-n // case.page_size) for n in case.kv_lens]
-        pages = self.rng.permutation(sum(counts))
-        self.tables = np.full((len(counts), max(counts) + 1), -1, np.int32)
-        for row, count in enumerate(counts):
-            self.tables[row, :count], pages = pages[:count], pages[count:]
+        self.tables = layouts.tables_of(case.kv_lens, case.page_size, self.rng)
 
     def named_blocks(self, q_len, kv_len):
         """Rows of distinct blocks, some beyond the sequence, that end at different entries."""
@@ -98,11 +81,10 @@ class Batch:
 
         def place(sequences):
             if case.layout_kv == "PA_BSND":
-                return paged(sequences, self.tables, case.page_size)
+                return layouts.blocks_of(sequences, self.tables, case.page_size)
             return join(sequences, case.layout_kv)
 
-        nope = slice(case.head_dim)
-        rope = slice(case.head_dim, None)
+        nope, rope = slice(case.head_dim), slice(case.head_dim, None)
         arguments = {
             "query": join([q[..., nope] for q in self.queries], case.layout_query).contiguous(),
             "key": place([k[..., nope] for k in self.keys]),
@@ -113,12 +95,8 @@ class Batch:
             "layout_query": case.layout_query,
             "layout_kv": case.layout_kv,
             "sparse_mode": case.mode,
-            "actual_seq_lengths_query": list(
-                np.cumsum(case.q_lens) if case.layout_query == "TND" else case.q_lens
-            ),
-            "actual_seq_lengths_kv": list(
-                np.cumsum(case.kv_lens) if case.layout_kv == "TND" else case.kv_lens
-            ),
+            "actual_seq_lengths_query": layouts.ends_of(case.q_lens, case.layout_query == "TND"),
+            "actual_seq_lengths_kv": layouts.ends_of(case.kv_lens, case.layout_kv == "TND"),
             "return_softmax_lse": True,
         }
         if case.rope_dim:

@@ -146,9 +146,8 @@ class Family:
                 torch.nn.init.normal_(parameter)
         self.tokens = make_tokens(2, 23)
         self.prompts = [self.tokens[0, 7:].tolist(), self.tokens[1].tolist()]
-        self.generation = GenerationConfig(
-            max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0
-        )
+        greedy = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+        self.generation = GenerationConfig(max_new_tokens=NEW_TOKENS, **greedy)
 
     def compute(self, part: str, implementation: str) -> torch.Tensor:
         self.model.set_attn_implementation(implementation)
@@ -158,20 +157,19 @@ class Family:
     def _prompt(self) -> torch.Tensor:
         return self.model(self.tokens).logits
 
-    def _padding(self) -> torch.Tensor:
+    def _mask(self) -> torch.Tensor:
         mask = torch.ones_like(self.tokens)
         mask[0, :7] = 0
-        logits = self.model(self.tokens, attention_mask=mask).logits
+        return mask
+
+    def _padding(self) -> torch.Tensor:
+        logits = self.model(self.tokens, attention_mask=self._mask()).logits
         return torch.cat([logits[0, 7:], logits[1]])
 
     def _generate(self, **options: Any) -> torch.Tensor:
-        mask = torch.ones_like(self.tokens)
-        mask[0, :7] = 0
-        made = self.model.generate(
-            self.tokens, attention_mask=mask, generation_config=self.generation,
-            output_logits=True, return_dict_in_generate=True, **options,
-        )  # fmt: skip
-        return torch.stack(made.logits)
+        options |= {"output_logits": True, "return_dict_in_generate": True}
+        options |= {"attention_mask": self._mask(), "generation_config": self.generation}
+        return torch.stack(self.model.generate(self.tokens, **options).logits)
 
     def _static_cache(self) -> torch.Tensor:
         return self._generate(cache_implementation="static", disable_compile=True)
@@ -180,22 +178,17 @@ class Family:
         """The tokens that eager attention generates from each prompt alone."""
         self.model.set_attn_implementation("eager")
         with torch.inference_mode():
-            made = [
-                self.model.generate(torch.tensor([prompt]), generation_config=self.generation)[
-                    0, len(prompt) :
-                ]
-                for prompt in self.prompts
-            ]
+            rows = [(torch.tensor([prompt]), len(prompt)) for prompt in self.prompts]
+            options = {"generation_config": self.generation}
+            made = [self.model.generate(ids, **options)[0, n:] for ids, n in rows]
         return torch.stack(made)
 
     def batched(self) -> torch.Tensor:
         """The same by continuous batching, with the implementation that the model has."""
-        config = ContinuousBatchingConfig(
-            page_size=8, num_blocks=64, max_batch_tokens=24, auto_switch_to_flash=False
-        )
-        results = self.model.generate_batch(
-            self.prompts, generation_config=self.generation, continuous_batching_config=config
-        )
+        sizes = {"page_size": 8, "num_blocks": 64, "max_batch_tokens": 24}
+        config = ContinuousBatchingConfig(auto_switch_to_flash=False, **sizes)
+        options = {"generation_config": self.generation, "continuous_batching_config": config}
+        results = self.model.generate_batch(self.prompts, **options)
         made = [results[f"req_{i}"].generated_tokens for i in range(len(self.prompts))]
         return torch.tensor(made)
 

@@ -114,10 +114,11 @@ def logits(model: Any, run: str, implementation: str) -> Tensor:
     parts, begin = [], 0
     for length in chunks:
         end = begin + length
+        visible = mask[:, :end]
         result = model(
             tokens[:, begin:end],
-            attention_mask=mask[:, :end].long() if any(padding) else None,
-            position_ids=(mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, begin:],
+            attention_mask=visible.long() if any(padding) else None,
+            position_ids=(visible.cumsum(1) - 1).clamp(min=0)[:, begin:],
             past_key_values=cache,
         )
         parts.append(result.logits)
