@@ -76,17 +76,6 @@ def test_only_senders_know_what_a_peer_has_unregistered(receiver, sender, trusti
     assert receiver.call(contents, "released", 64, 128) == 64 * b"\1"  # as its docstring warns
 
 
-def test_ranges_registered_after_the_meeting_are_written_to(receiver, sender, trusting):
-    for peer in (sender, trusting):
-        for name in ("first", "second"):
-            address = receiver.call(allocate, name, SIZE, CANARY)
-            code, _ = peer.call(write, receiver.session_id, "source", [(0, address, SIZE)])
-            assert code == 0
-            assert receiver.call(contents, name) == SIZE * b"\1"
-        for name in ("first", "second"):
-            assert receiver.call(unregister, name) == 0
-
-
 def test_sources_have_to_be_registered(receiver, sender):
     address = receiver.call(allocate, "target", SIZE, CANARY)
     sender.call(allocate, "private", SIZE, 1, False)
@@ -176,29 +165,6 @@ def test_a_write_that_timed_out_goes_on_until_its_engine_is_closed(receiver, ano
     assert receiver.call(wait_for, "large", -1, 2 if closed else LIMIT) == (not closed)
     assert receiver.call(last, "large") == (0 if closed else 2)
     assert receiver.call(unregister, "large") == 0
-
-
-def test_a_peer_killed_in_the_middle_of_a_write_fails_it_at_once(receiver, sender, another):
-    address = another.call(allocate_zeros, "large", LARGE)
-    sender.call(allocate, "large", LARGE, 1)
-    sender.start(write, another.session_id, "large", [(0, address, LARGE)])
-    assert another.call(wait_for, "large", 0, LIMIT)
-    another.kill()
-    code, seconds = sender.result()
-    assert code == -1
-    assert seconds < 5  # its timeout
-    assert sender.call(unregister, "large") == 0
-
-
-def cpu_share(state, seconds):
-    begin = time.process_time()
-    time.sleep(seconds)
-    return (time.process_time() - begin) / seconds
-
-
-def test_threads_of_an_engine_sleep(receiver):
-    """NIXL's wrapper would have one spin."""
-    assert receiver.call(cpu_share, 1) < 0.3
 
 
 def listens(state):

@@ -19,7 +19,7 @@ from cpattn.proof.linting.adapters.transfers import from_transfer, memory_of_lis
 from support.distributed.prefill_batches import Case, expected_of, make_batch, slots_of
 from support.npu.fia_cases import TEMPLATE
 from support.proof.shipped import assert_proved, assert_refuted_as_written, shipped_entry
-from support.sglang.buffer_names import kv_list
+from support.sglang.sglang_planning import kv_list
 from support.sglang.sglang_releases import release
 from support.tolerances import assert_attended
 

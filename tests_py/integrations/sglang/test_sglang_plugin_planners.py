@@ -15,8 +15,8 @@ import pytest
 
 from cpattn.integrations import sglang as plugin
 from cpattn.integrations.sglang import planners
-from support.sglang.buffer_names import kv_list
 from support.sglang.installed import MARKS
+from support.sglang.sglang_planning import kv_list
 
 pytestmark = MARKS
 

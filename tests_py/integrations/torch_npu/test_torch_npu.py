@@ -1,17 +1,208 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stand-in for torch_npu: put in place and taken away, and what it refuses to replace."""
+"""The stand-in for torch_npu: put in place and taken away, and its operators beside attention.
+
+What torch asks of every operator of attention is in test_integrations_torch_ops.py.
+"""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
-from cpattn.integrations import torch_npu
+import cpattn
+from cpattn.integrations import torch_npu as integration
+from support.integrations.npu_op_calls import calls, make_call
+from support.npu.fia_cases import TEMPLATE, FiaBatch
+from support.tolerances import assert_close, to_float64
+
+HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
+
+
+@pytest.fixture(scope="module")
+def torch_npu() -> Iterator[Any]:
+    with integration.install():
+        import torch_npu
+
+        yield torch_npu
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    torch.compiler.reset()
+
+
+def ints(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_writing_into_tensors(torch_npu, lse):
+    """As graphs do, with a workspace; without the LSE its tensor may have any dtype."""
+    batch = FiaBatch("TND", (5, 1, 7), (20, 17, 33), blocks="H")
+    arguments = batch.arguments(sparse_mode=3, atten_mask=TEMPLATE, softmax_lse_flag=lse)
+    for name in ("actual_seq_lengths", "actual_seq_lengths_kv"):
+        arguments[name] = [int(n) for n in arguments[name]]
+    arguments["block_table"] = torch.from_numpy(arguments["block_table"])
+    expected = cpattn.npu.npu_fused_infer_attention_score(**arguments)
+    workspace = torch_npu._npu_fused_infer_attention_score_get_max_workspace(**arguments)
+    assert workspace.numel() == 0
+    written = [torch.full_like(x, 3) for x in expected]
+    if not lse:
+        written[1] = written[1].bfloat16()
+    operator = torch_npu.npu_fused_infer_attention_score.out
+    assert operator(**arguments, workspace=workspace, out=written) is None
+    for result, wanted in zip(written, expected, strict=True):
+        assert torch.equal(result, wanted.to(result.dtype))
+    if lse:
+        torch.library.opcheck(operator, (), arguments | {"out": written})
+    with pytest.raises(ValueError, match=r"\.out: out must have the shapes of the results"):
+        operator(**arguments, out=[written[0][:-1], written[1]])
+
+
+@pytest.mark.parametrize(
+    ("index_dtype", "dtype"), [(torch.int32, torch.bfloat16), (torch.int64, torch.uint8)]
+)
+def test_scatter(torch_npu, index_dtype, dtype):
+    torch.manual_seed(0)
+    pool = torch.randint(0, 99, (3, 8, 1, KV_HEADS, DIM)).to(dtype)
+    rows = torch.randint(0, 99, (5, KV_HEADS, DIM)).to(dtype)
+    slots = torch.tensor([9, 0, 23, 4, 12], dtype=index_dtype)
+    expected = pool.clone()
+    for slot, row in zip(slots.tolist(), rows, strict=True):
+        expected[slot // 8, slot % 8, 0] = row
+    buffer = pool.view(-1, KV_HEADS, DIM)
+    assert torch_npu.npu_scatter_nd_update_(buffer, slots[:, None], rows) is buffer
+    assert torch.equal(pool, expected)
+
+
+def test_scatter_of_numbers_and_of_nothing(torch_npu):
+    """A mapping from slots to slots."""
+    mapping = torch.zeros(6, dtype=torch.int64)
+    torch_npu.npu_scatter_nd_update_(mapping, torch.tensor([[4], [1]]), torch.tensor([7, 8]))
+    torch_npu.npu_scatter_nd_update_(mapping, torch.zeros(0, 1).long(), torch.zeros(0).long())
+    assert mapping.tolist() == [0, 8, 0, 0, 7, 0]
+
+
+def test_the_last_row_of_a_slot_stays(torch_npu):
+    torch.manual_seed(0)
+    slots, rows = torch.randint(0, 50, (4000, 1)), torch.arange(4000.0)[:, None].repeat(1, 64)
+    for _ in range(5):
+        buffer = torch.full((50, 64), -1.0)
+        torch_npu.npu_scatter_nd_update_(buffer, slots, rows)
+        for slot in range(50):
+            assert (buffer[slot] == (slots[:, 0] == slot).nonzero().max()).all()
+
+
+BUFFER, INDICES, UPDATES = torch.zeros(5, 2), torch.tensor([[1], [4]]), torch.ones(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((BUFFER, INDICES.float(), UPDATES), TypeError, "indices must be int32 or int64, got"),
+        ((BUFFER, INDICES[:, 0], UPDATES), ValueError, r"indices must have shape \[n, 1\]"),
+        ((BUFFER, INDICES.expand(2, 2), UPDATES), ValueError, r"shape \[n, 1\].*got \[2, 2\]"),
+        ((BUFFER, INDICES, UPDATES.half()), ValueError, "updates must have the dtype of self"),
+        ((BUFFER, INDICES, UPDATES[:1]), ValueError, r"shape \[2, 2\], got \[1, 2\]"),
+        ((BUFFER, INDICES + 1, UPDATES), ValueError, r"indices must be in \[0, 5\), got 5"),
+        ((BUFFER, INDICES - 2, UPDATES), ValueError, r"indices must be in \[0, 5\), got -1"),
+    ],
+)
+def test_what_scatter_refuses(torch_npu, arguments, error, message):
+    with pytest.raises(error, match=f"npu_scatter_nd_update_: .*{message}"):
+        torch_npu.npu_scatter_nd_update_(*arguments)
+    assert not BUFFER.any()
+
+
+def test_rows_are_not_written_into_a_copy_of_a_cache(torch_npu):
+    """Caches whose slots have no common stride: keys and values of a block side by side."""
+    wide = torch.zeros(4, 2, 8, KV_HEADS, DIM)
+    rows = torch.ones(1, KV_HEADS, DIM)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        torch_npu._npu_reshape_and_cache(rows, rows, *wide.unbind(1), torch.tensor([9]))
+    assert not wide.any()
+
+
+def test_scatter_has_no_backward_and_autograd_sees_it(torch_npu):
+    message = "npu_scatter_nd_update_: cpattn operators have no backward: updates requires"
+    with pytest.raises(TypeError, match=message):
+        torch_npu.npu_scatter_nd_update_(BUFFER.clone(), INDICES, UPDATES.clone().requires_grad_())
+    weight, buffer = torch.ones(5, 2, requires_grad=True), BUFFER.clone()
+    product = (weight * buffer).sum()
+    torch_npu.npu_scatter_nd_update_(buffer, INDICES, UPDATES)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_scatter_in_a_graph(torch_npu):
+    def run(buffer, indices, updates):
+        doubled = 2 * buffer
+        return torch_npu.npu_scatter_nd_update_(doubled, indices, updates) + 1
+
+    scatter = torch.ops.npu.npu_scatter_nd_update_.default
+    torch.library.opcheck(scatter, (BUFFER.clone(), INDICES, UPDATES))
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(BUFFER, INDICES, UPDATES), run(BUFFER, INDICES, UPDATES))
+    with pytest.raises(ValueError, match=r"indices must be in \[0, 5\), got 6"):
+        compiled(BUFFER, INDICES + 2, UPDATES)
+
+
+def test_scatter_from_two_threads(torch_npu):
+    buffer = torch.zeros(64, 8)
+
+    def write(first: int) -> None:
+        rows = torch.arange(first, 64, 2)
+        for value in range(20):
+            updates = torch.full((32, 8), float(value + first))
+            torch_npu.npu_scatter_nd_update_(buffer, rows[:, None], updates)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write, (0, 1)))
+    assert torch.equal(buffer[:, 0], torch.tensor([19.0, 20.0]).repeat(32))
+
+
+def test_keys_and_values_in_one_call(torch_npu):
+    """What a pool without the FIA layout calls."""
+    torch.manual_seed(0)
+    caches = torch.zeros(3, PAGE, KV_HEADS, DIM), torch.zeros(3, PAGE, KV_HEADS, 48)
+    key, value = torch.randn(2, KV_HEADS, DIM), torch.randn(2, KV_HEADS, 48)
+    given = {"key": key, "value": value, "key_cache": caches[0], "value_cache": caches[1]}
+    torch_npu._npu_reshape_and_cache(**given, slot_indices=ints(17, 2))
+    for cache, rows in zip(caches, (key, value), strict=True):
+        assert torch.equal(cache[1, 1], rows[0])
+        assert torch.equal(cache[0, 2], rows[1])
+        assert int(cache.any(-1).any(-1).sum()) == 2
+
+
+# Rotary embedding of the indexer.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rotary_mul(torch_npu, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(5, HEADS, 1, DIM).to(dtype)
+    angles = torch.rand(5, 1, 1, DIM // 2).repeat(1, 1, 1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    out = torch_npu.npu_rotary_mul(x, cos, sin)
+    left, right = x.double().chunk(2, -1)
+    parts = x.double() * cos.double(), torch.cat((-right, left), -1) * sin.double()
+    assert out.dtype == dtype
+    magnitude = parts[0].abs() + parts[1].abs()
+    expected = map(to_float64, (sum(parts), magnitude))
+    assert_close(out, *expected, "rotary", str(dtype).removeprefix("torch."))
+    torch.library.opcheck(torch.ops.npu.npu_rotary_mul.default, (x, cos, sin))
+    with pytest.raises(ValueError, match="npu_rotary_mul: rotary_mode must be half"):
+        torch_npu.npu_rotary_mul(x, cos, sin, "interleave")
+
 
 NAMES = {
     *("_npu_fused_infer_attention_score_get_max_workspace", "_npu_reshape_and_cache"),
@@ -21,16 +212,16 @@ NAMES = {
 
 
 def test_installed_removed_and_installed_again():
-    with torch_npu.install() as installed:
+    with integration.install() as installed:
         first = importlib.import_module("torch_npu")
         assert importlib.util.find_spec("torch_npu") is not None
         with pytest.raises(ImportError, match="a package torch_npu is there already"):
-            torch_npu.install()
+            integration.install()
     installed.remove()  # nothing is left to remove
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("torch_npu")
     assert torch.ops.npu.npu_lightning_indexer is first.npu_lightning_indexer  # they stay
-    with torch_npu.install():
+    with integration.install():
         second = importlib.import_module("torch_npu")
         assert second is not first
         assert second.npu_lightning_indexer is first.npu_lightning_indexer
@@ -38,7 +229,7 @@ def test_installed_removed_and_installed_again():
 
 def test_names_and_no_device():
     """Programs take `torch.npu` for a device."""
-    with torch_npu.install():
+    with integration.install():
         module = importlib.import_module("torch_npu")
         assert set(module.__all__) == NAMES
         for name in NAMES:
@@ -49,7 +240,7 @@ def test_names_and_no_device():
 
 
 def test_other_names_are_named():
-    with torch_npu.install():
+    with integration.install():
         module = importlib.import_module("torch_npu")
         message = "torch_npu is cpattn's stand-in for CPUs and has no npu_rms_norm; it supplies .*"
         with pytest.raises(AttributeError, match=message + "npu_sparse_flash_attention"):
@@ -65,14 +256,14 @@ def test_the_real_package_is_not_hidden(monkeypatch, tmp_path):
     real = types.ModuleType("torch_npu")
     monkeypatch.setitem(sys.modules, "torch_npu", real)
     with pytest.raises(ImportError, match="a package torch_npu is there already"):
-        torch_npu.install()
+        integration.install()
     assert sys.modules["torch_npu"] is real
     monkeypatch.delitem(sys.modules, "torch_npu")
     (tmp_path / "torch_npu").mkdir()
     (tmp_path / "torch_npu" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError, match="a package torch_npu is there already"):
-        torch_npu.install()
+        integration.install()
     assert "torch_npu" not in sys.modules
 
 
@@ -83,12 +274,12 @@ def test_the_real_package_is_not_hidden(monkeypatch, tmp_path):
         "assert 'torch' not in sys.modules and 'torch_npu' not in sys.modules",
         # Libraries can register operators without the module; then nothing of ours is registered.
         "import sys, torch\n"
-        "from cpattn.integrations import torch_npu\n"
+        "from cpattn.integrations import torch_npu as integration\n"
         "library = torch.library.Library('npu', 'FRAGMENT')\n"
         "library.define('npu_rotary_mul(Tensor x) -> Tensor')\n"
         "for attempt in range(2):\n"
         "    try:\n"
-        "        torch_npu.install()\n"
+        "        integration.install()\n"
         "    except ImportError as error:\n"
         "        assert 'torch.ops.npu.npu_rotary_mul is registered already' in str(error)\n"
         "    else:\n"
@@ -100,3 +291,54 @@ def test_the_real_package_is_not_hidden(monkeypatch, tmp_path):
 )
 def test_in_a_process_of_its_own(program):
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+FIRST_OF_EACH = list({call.name: call for call in reversed(calls())}.values())
+every_operator = pytest.mark.parametrize("call", FIRST_OF_EACH, ids=str)
+
+
+def test_the_module_compiles():
+    """A model calls ``torch_npu.x``; lengths in lists become symbols once they have changed."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    with integration.install():
+        import torch_npu as module
+
+        def run(query, **options):
+            return module.npu_fused_infer_attention_score(query, **options)[0]
+
+        compiled = torch.compile(run, fullgraph=True, backend=backend)
+        for i in range(6):
+            q_lens, kv_lens = (5 - i % 3, 2 + i % 3), (20 + i, 40 - 3 * i)
+            batch = FiaBatch("TND", q_lens, kv_lens, num_heads=2, blocks="H")
+            arguments = batch.arguments(sparse_mode=3, atten_mask=TEMPLATE)
+            call = make_call("npu_fused_infer_attention_score", "query", arguments)
+            assert torch.equal(compiled(*call.args, **call.kwargs), call.function()[0])
+    assert len(graphs) <= 3  # not one for each batch
+
+
+@every_operator
+def test_two_threads(call):
+    def run(_):
+        return call.operator(*call.args, **call.kwargs)
+
+    expected = call.function()
+    with ThreadPoolExecutor(2) as pool:
+        for results in pool.map(run, range(8)):
+            assert all(map(torch.equal, results, expected))
+
+
+@every_operator
+def test_arguments_are_those_of_the_functions(call):
+    """In their order and with their defaults, as torch_npu documents them."""
+    parameters = inspect.signature(getattr(cpattn.npu, call.name)).parameters.values()
+    for parameter, argument in zip(parameters, call.operator._schema.arguments, strict=True):
+        assert argument.name == parameter.name
+        assert argument.kwarg_only == (parameter.kind is parameter.KEYWORD_ONLY)
+        assert argument.has_default_value() == (parameter.default is not parameter.empty)
+        assert not argument.has_default_value() or argument.default_value == parameter.default

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from accelerate import cpu_offload, dispatch_model  # noqa: E402
+from accelerate import dispatch_model  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import cpattn.integrations.transformers as integration  # noqa: E402
@@ -52,12 +52,6 @@ def test_dispatched_models(place: str, expected: Any, tmp_path: Path) -> None:
     )
     assert hasattr(model.model.layers[1], "_hf_hook")
     assert weights_are_away(model) == (place == "cpu and disk")
-    assert_same(model, expected)
-
-
-def test_weights_offloaded_one_by_one(expected: Any) -> None:
-    model = cpu_offload(make_model("qwen3"), execution_device="cpu")
-    assert weights_are_away(model)
     assert_same(model, expected)
 
 

@@ -50,8 +50,7 @@ def servers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
 def answers(server: Server, prompts: list[list[int]]) -> list[list[int]]:
     """Of requests that are all there at once."""
     with ThreadPoolExecutor(len(prompts)) as clients:
-        done = clients.map(lambda prompt: server.complete(prompt, ANSWER), prompts)
-        return [answer["tokens"] for answer in done]
+        return list(clients.map(lambda prompt: server.complete(prompt, ANSWER), prompts))
 
 
 def test_answers_are_those_of_the_stock_server(servers):
@@ -63,26 +62,6 @@ def test_answers_are_those_of_the_stock_server(servers):
     assert all(len(set(tokens)) > ANSWER / 2 for tokens in expected)
     assert answers(ours, PROMPTS) == expected
     assert answers(ours, PROMPTS[::-1]) == expected[::-1]  # now with cached prefixes
-
-
-def test_a_cached_prefix_does_not_change_the_answer(servers):
-    _, ours = servers
-    prompt, longer = random_prompts([200, 280], shared=200, seed=3)
-    first, second = (ours.complete(prompt, ANSWER) for _ in range(2))
-    assert (first["cached"], second["cached"]) == (0, 192)  # whole blocks of 32
-    assert second["tokens"] == first["tokens"]
-    expected, answer = (server.complete(longer, ANSWER) for server in servers)
-    assert (expected["cached"], answer["cached"]) == (0, 192)
-    assert answer["tokens"] == expected["tokens"]
-
-
-def test_streams_are_the_same_tokens_one_by_one(servers):
-    stock, ours = servers
-    (prompt,) = random_prompts([150], seed=4)
-    expected = stock.complete(prompt, ANSWER)["tokens"]
-    parts = list(ours.stream(prompt, ANSWER))
-    assert [token for part in parts for token in part] == expected
-    assert len(parts) > 1
 
 
 def test_both_end_with_all_their_processes(servers):

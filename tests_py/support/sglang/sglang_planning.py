@@ -61,6 +61,12 @@ def make_strategy(sglang: SimpleNamespace, name: str, rank: int, size: int) -> A
     return type("Strategy", (base,), {"cp_rank": rank})(size)
 
 
+def kv_list(layers: range, groups: str, drafts: int = 0) -> list[str]:
+    """What the buffers of a server hold, in the order in which it lists them."""
+    target = [f"{group}{layer}" for group in groups for layer in layers]
+    return target + [f"d{group}{layer}" for group in groups for layer in range(drafts)]
+
+
 def assert_same(ours: Any, theirs: Any, case: Any = None) -> None:
     """Two metadata have the same fields: types, devices and values."""
     assert type(ours) is type(theirs)

@@ -12,10 +12,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
-from http.client import HTTPResponse
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 MODEL = "small"
 START_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 240, 30, 60
@@ -26,7 +24,6 @@ OPTIONS = (
     "--max-model-len=1024",
     "--max-num-batched-tokens=128",  # longer prompts come in several chunks
     "--block-size=32",
-    "--enable-prompt-tokens-details",
     "--no-enable-log-requests",
 )
 
@@ -63,30 +60,16 @@ class Server:
                 time.sleep(0.2)
         raise RuntimeError(f"no server: {self._process.poll()}\n{self.log[-3000:]}")
 
-    def complete(self, prompt: list[int], num_tokens: int) -> dict[str, Any]:
-        """The most likely tokens after a prompt, and what of the prompt was in the cache."""
-        with self._post(prompt, num_tokens) as response:
-            answer = json.load(response)
-        usage = answer["usage"]["prompt_tokens_details"] or {}
-        tokens = answer["choices"][0]["token_ids"]
-        return {"tokens": tokens, "cached": usage.get("cached_tokens", 0)}
-
-    def stream(self, prompt: list[int], num_tokens: int) -> Iterator[list[int]]:
-        """The same tokens, as they come."""
-        with self._post(prompt, num_tokens, stream=True) as response:
-            for line in response:
-                _, _, data = line.decode().strip().partition("data: ")
-                if data and data != "[DONE]":
-                    yield json.loads(data)["choices"][0]["token_ids"]
-
-    def _post(self, prompt: list[int], num_tokens: int, **options: Any) -> HTTPResponse:
+    def complete(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """The most likely tokens after a prompt."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
         request = urllib.request.Request(
             f"{self.url}/v1/completions",
-            json.dumps({**body, "return_token_ids": True, **options}).encode(),
+            json.dumps({**body, "return_token_ids": True}).encode(),
             {"Content-Type": "application/json"},
         )
-        return urllib.request.urlopen(request, timeout=ANSWER_SECONDS)
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
+            return json.load(response)["choices"][0]["token_ids"]
 
     def stop(self) -> list[str]:
         """Ask it to end; the processes of it that do not are killed and named."""
