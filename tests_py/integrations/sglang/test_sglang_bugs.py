@@ -35,14 +35,10 @@ def attention_by_release(version: str, case: Case, pad_rows: int = 0) -> torch.T
     """The `do_cp_attn_fia` of a release on each rank's rows, put together."""
     batch = make_batch(case)
     k_cache, v_cache = full_caches(case)
-    layer = SimpleNamespace(
-        qk_head_dim=case.head_dim,
-        scaling=case.head_dim**-0.5,
-        tp_k_head_num=case.num_kv_heads,
-        tp_q_head_num=case.num_heads,
-        tp_v_head_num=case.num_kv_heads,
-        v_head_dim=case.v_head_dim,
-    )
+    options = {"qk_head_dim": case.head_dim, "scaling": case.head_dim**-0.5}
+    options |= {"tp_k_head_num": case.num_kv_heads, "tp_q_head_num": case.num_heads}
+    options |= {"tp_v_head_num": case.num_kv_heads, "v_head_dim": case.v_head_dim}
+    layer = SimpleNamespace(**options)
     backend = SimpleNamespace(
         fia_mask=TEMPLATE,
         forward_metadata=SimpleNamespace(block_tables=batch.block_tables.int()),

@@ -115,21 +115,13 @@ def make_indexer(upstream: type) -> SimpleNamespace:
     and all rotations are by the angle 0."""
     angles = torch.ones(PREFIXED.seq_lens[0], ROPE_DIM)
     angles[:, ROPE_DIM // 2 :] = 0
-    indexer = SimpleNamespace(
-        alt_stream=None,
-        cp_size=CP_SIZE,
-        head_dim=INDEX_DIM,
-        hidden_size=INDEX_DIM + INDEX_HEADS,
-        index_topk=TOPK,
-        k_norm=lambda k: k,
-        n_heads=INDEX_HEADS,
-        nsa_enable_prefill_cp=True,
-        rope_head_dim=ROPE_DIM,
-        rotary_emb=SimpleNamespace(cos_sin_cache=angles, is_neox_style=True),
-        weights_proj=lambda x: (x[:, INDEX_DIM:],),
-        wk=lambda x: (x[:, :INDEX_DIM],),
-        wq_b=lambda q: (q,),
-    )
+    options = {"alt_stream": None, "cp_size": CP_SIZE, "head_dim": INDEX_DIM}
+    options |= {"hidden_size": INDEX_DIM + INDEX_HEADS, "index_topk": TOPK, "k_norm": lambda k: k}
+    options |= {"n_heads": INDEX_HEADS, "nsa_enable_prefill_cp": True, "rope_head_dim": ROPE_DIM}
+    options |= {"rotary_emb": SimpleNamespace(cos_sin_cache=angles, is_neox_style=True)}
+    options |= {"weights_proj": lambda x: (x[:, INDEX_DIM:],), "wk": lambda x: (x[:, :INDEX_DIM],)}
+    options |= {"wq_b": lambda q: (q,)}
+    indexer = SimpleNamespace(**options)
     indexer.forward_npu = partial(upstream.forward_npu, indexer)
     indexer.do_npu_cp_balance_indexer = partial(upstream.do_npu_cp_balance_indexer, indexer)
     return indexer

@@ -53,13 +53,9 @@ ERRORS = [
 
 
 def run(program, *folders, **environment):
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        env={**os.environ, "PYTHONPATH": path_with(*folders), **environment},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    options = {"env": {**os.environ, "PYTHONPATH": path_with(*folders), **environment}}
+    options |= {"capture_output": True, "text": True, "timeout": PATIENCE}
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", program], **options)
 
 
 def test_what_is_absent_is_named():

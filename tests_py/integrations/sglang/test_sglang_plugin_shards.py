@@ -215,12 +215,8 @@ def test_filter_of_pages(sglang, rng, switched_on):
     for _ in range(200):
         pages = rng.integers(0, 200, rng.integers(0, 20)).astype(np.int32)
         start, size = int(rng.integers(0, 9)), int(rng.integers(1, 6))
-        given = {
-            "kv_indices": pages,
-            "index_slice": slice(start, start + len(pages)),
-            "shard_rank": int(rng.integers(size)),
-            "shard_size": size,
-        }
+        given = {"kv_indices": pages, "index_slice": slice(start, start + len(pages))}
+        given |= {"shard_rank": int(rng.integers(size)), "shard_size": size}
         expected = by_sglang(utils.filter_kv_indices_for_shard_rank, **given)
         found = conn.filter_kv_indices_for_shard_rank(**given)
         for got, wanted in zip(found, expected, strict=True):

@@ -209,15 +209,10 @@ def _make_forward_batch(sglang: SimpleNamespace, tensors: Any, prefixes: list[in
     lens |= {"extend_prefix_lens": torch.tensor(prefixes), "extend_prefix_lens_cpu": prefixes}
     lens |= {"seq_lens": kv_lens, "seq_lens_cpu": kv_lens, "seq_lens_sum": int(kv_lens.sum())}
     zeros = torch.zeros(sum(news), dtype=torch.int64)
-    return sglang.batch.ForwardBatch(
-        forward_mode=sglang.batch.ForwardMode.EXTEND,
-        batch_size=len(kv_lens),
-        input_ids=zeros,
-        req_pool_indices=torch.arange(len(kv_lens)),
-        out_cache_loc=zeros.clone(),
-        extend_num_tokens=sum(news),
-        **lens,
-    )
+    options = {"forward_mode": sglang.batch.ForwardMode.EXTEND, "batch_size": len(kv_lens)}
+    options |= {"input_ids": zeros, "req_pool_indices": torch.arange(len(kv_lens))}
+    options |= {"out_cache_loc": zeros.clone(), "extend_num_tokens": sum(news)}
+    return sglang.batch.ForwardBatch(**options, **lens)
 
 
 # Kernels for Triton, run program by program on CPU tensors: what one loads, computes and stores is

@@ -136,25 +136,14 @@ def rotate(indexer: Any, x: torch.Tensor) -> torch.Tensor:
 
 def make_backend(case: Case, batch: Batch) -> Any:
     num_pages = len(batch.k_cache) // case.page_size
-    pool = SGLANG.npu_pools.NPUMLATokenToKVPool(
-        size=(num_pages - 1) * case.page_size,
-        page_size=case.page_size,
-        dtype=case.dtype,
-        kv_lora_rank=case.head_dim,
-        qk_rope_head_dim=case.v_head_dim,
-        layer_num=NUM_LAYERS,
-        device="cpu",
-        enable_memory_saver=False,
-        index_head_dim=INDEX_DIM,
-    )
-    model = {
-        "attention_arch": SGLANG.models.AttentionArch.MLA,
-        "hf_config": HF_CONFIG,
-        "kv_lora_rank": case.head_dim,
-        "qk_nope_head_dim": case.head_dim,
-        "qk_rope_head_dim": case.v_head_dim,
-        "num_attention_heads": case.num_heads,
-    }
+    options = {"size": (num_pages - 1) * case.page_size, "page_size": case.page_size}
+    options |= {"dtype": case.dtype, "kv_lora_rank": case.head_dim}
+    options |= {"qk_rope_head_dim": case.v_head_dim, "layer_num": NUM_LAYERS, "device": "cpu"}
+    options |= {"enable_memory_saver": False, "index_head_dim": INDEX_DIM}
+    pool = SGLANG.npu_pools.NPUMLATokenToKVPool(**options)
+    model = {"attention_arch": SGLANG.models.AttentionArch.MLA, "hf_config": HF_CONFIG}
+    model |= {"kv_lora_rank": case.head_dim, "qk_nope_head_dim": case.head_dim}
+    model |= {"qk_rope_head_dim": case.v_head_dim, "num_attention_heads": case.num_heads}
     return sglang_runtime.make_ascend_backend(case, batch, pool, model)
 
 

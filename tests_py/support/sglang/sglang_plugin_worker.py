@@ -78,14 +78,9 @@ def match_buffers() -> Any:
 
 def who_plans() -> list[str]:
     """The jobs that cpattn does: each is given what it refuses and sglang takes."""
-    jobs = {
-        "zigzag": lambda: make_metadata("zigzag"),
-        "interleave": lambda: make_metadata("interleave"),
-        "topk": choose_topk,
-        "kv": group_pages,
-        "shards": filter_pages,
-        "strict_kv": match_buffers,
-    }
+    jobs = {"zigzag": lambda: make_metadata("zigzag")}
+    jobs |= {"interleave": lambda: make_metadata("interleave"), "topk": choose_topk}
+    jobs |= {"kv": group_pages, "shards": filter_pages, "strict_kv": match_buffers}
     ours = []
     for name, job in jobs.items():
         try:

@@ -65,12 +65,8 @@ CONFIGS = MLA_CONFIGS | DSA_CONFIGS
 
 LENGTH = 50
 #: Lengths of the chunks, and how many tokens of each sequence are padding on the left.
-RUNS = {
-    "prefill": ([LENGTH], [0]),
-    "chunks": ([11, 19, 1, 19], [0]),
-    "left padded": ([LENGTH], [0, 13, 47]),
-    "left padded chunks": ([48, 1, 1], [0, 13, 47]),
-}
+RUNS = {"prefill": ([LENGTH], [0]), "chunks": ([11, 19, 1, 19], [0])}
+RUNS |= {"left padded": ([LENGTH], [0, 13, 47]), "left padded chunks": ([48, 1, 1], [0, 13, 47])}
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -84,12 +80,8 @@ def tokens_and_mask(padding: list[int]) -> tuple[Tensor, Tensor]:
     return tokens, torch.arange(LENGTH) >= torch.tensor(padding)[:, None]
 
 
-FORMS = {
-    "heads": [],
-    "latents": [absorb_mla],
-    "heads, indexer": [use_indexer],
-    "latents, indexer": [absorb_mla, use_indexer],
-}
+FORMS = {"heads": [], "latents": [absorb_mla], "heads, indexer": [use_indexer]}
+FORMS |= {"latents, indexer": [absorb_mla, use_indexer]}
 #: Each model in each form that it has.
 IN_FORMS = [
     (name, form) for name in CONFIGS for form in FORMS if name in DSA_CONFIGS or "," not in form

@@ -69,11 +69,6 @@ def generate(
     """Greedy tokens of each row, and the logits they were chosen by."""
     model.set_attn_implementation(implementation)
     with torch.inference_mode():
-        return model.generate(
-            tokens,
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-            **options,
-        )
+        given = {"max_new_tokens": new_tokens, "do_sample": False, "output_logits": True}
+        given |= {"return_dict_in_generate": True}
+        return model.generate(tokens, **given, **options)
