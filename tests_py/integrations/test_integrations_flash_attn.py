@@ -14,19 +14,12 @@ import torch
 from cpattn.integrations import flash_attn
 from support import documented_masks
 from support.cases import DTYPES, strided_copy
-from support.integrations.flash_attn_cases import (
-    DIM,
-    HEADS,
-    KV_HEADS,
-    assert_result,
-    cumulative,
-    normal,
-    oracle_inputs,
-    run_varlen,
-)
+from support.integrations import flash_attn_cases
+from support.integrations.flash_attn_cases import DIM, HEADS, KV_HEADS, normal, run_varlen
 from support.pairwise import pairwise
 from support.tolerances import assert_similar
 
+assert_result, oracle_inputs = flash_attn_cases.assert_result, flash_attn_cases.oracle_inputs
 WINDOWS = [(-1, -1), (5, 0), (0, 0), (4, 3), (-1, 2), (6, -1)]
 
 
@@ -75,19 +68,14 @@ def test_windows_by_hand(causal, window_size, rows):
     assert "".join(str(int(x)) for x in mask) == "".join(rows)
 
 
-@pytest.mark.parametrize(
-    ("lens", "causal", "dtype"),
-    pairwise(
-        [
-            ((5, 3, 1), (5, 3, 1)),
-            ((4, 0, 6, 2), (9, 3, 0, 33)),  # no new token, no key
-            ((0, 9, 4), (0, 2, 0)),  # fewer keys than queries, the last sequence without keys
-            ((3, 70), (40, 1)),
-        ],
-        [False, True],
-        DTYPES,
-    ),
-)
+RAGGED = [
+    *(((5, 3, 1), (5, 3, 1)), ((3, 70), (40, 1))),
+    ((4, 0, 6, 2), (9, 3, 0, 33)),  # no new token, no key
+    ((0, 9, 4), (0, 2, 0)),  # fewer keys than queries, the last sequence without keys
+]
+
+
+@pytest.mark.parametrize(("lens", "causal", "dtype"), pairwise(RAGGED, [False, True], DTYPES))
 def test_ragged(lens, causal, dtype):
     q_lens, kv_lens = lens
     q = strided_copy(normal(sum(q_lens), HEADS, DIM, dtype=dtype))
@@ -206,7 +194,7 @@ def test_private_forms_agree_with_the_public_ones():
     assert len(mine) == 4
     assert torch.equal(mine[0], out)
     assert torch.equal(mine[1], lse)
-    rows, ends = [x.flatten(0, 1) for x in (q, k, v)], cumulative([6, 6])
+    rows, ends = [x.flatten(0, 1) for x in (q, k, v)], flash_attn_cases.cumulative([6, 6])
     mine = flash_attn._flash_attn_varlen_forward(
         *rows, ends, ends, 6, 6, 0.0, 0.3, False, seqused_k=torch.tensor([4, 0])
     )
@@ -249,6 +237,9 @@ def test_a_forward_pass_alone_may_have_inputs_that_require_gradients():
         flash_attn.flash_attn_func(*[q.detach().numpy()] * 3)
 
 
+BOTH = dict.fromkeys(("cache_batch_idx", "block_table"), torch.zeros(2, 1).int())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -261,10 +252,7 @@ def test_a_forward_pass_alone_may_have_inputs_that_require_gradients():
             dict.fromkeys("kv", torch.zeros(2, 4, KV_HEADS, DIM)),
             "needs room for 9 tokens, the cache",
         ),
-        (
-            dict.fromkeys(("cache_batch_idx", "block_table"), torch.zeros(2, 1).int()),
-            "cache_batch_idx must not be given with block_table",
-        ),
+        (BOTH, "cache_batch_idx must not be given with block_table"),
     ],
 )
 def test_what_a_cache_refuses(change, message):

@@ -156,9 +156,12 @@ def test_inference_mode(call):
     assert_same(tuple(outputs.values()), expected)
 
 
-@every_call
+@pytest.mark.parametrize("call", [x for x in ALL_CALLS if x.label != " of latents"], ids=str)
 def test_fake_results(call):
-    """Meta tensors, and the fake ones of tracing: shapes, dtypes and strides without numbers."""
+    """Meta tensors, and the fake ones of tracing: shapes, dtypes and strides without numbers.
+
+    Lengths in a tensor in place of a list are numbers that have to be known.
+    """
 
     def like(convert: Any, value: Any) -> Any:
         return convert(value) if isinstance(value, torch.Tensor) else value

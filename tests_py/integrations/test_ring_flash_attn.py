@@ -25,21 +25,13 @@ pytestmark = [
 ]
 
 EQUAL, RAGGED, UNEVEN = (48, 48), (16, 40, 8), (13, 30, 1, 20)  # divisible as each method needs
-CASES = [
-    Case(method, lens, causal, dtype)
-    for dtype in ("float32", "bfloat16")
-    for method, lens, causal in [
-        ("zigzag", EQUAL, True),
-        ("zigzag_varlen", RAGGED, True),
-        ("stripe", EQUAL, True),
-        ("ring", EQUAL, True),
-        ("ring", EQUAL, False),
-        ("ring_varlen", RAGGED, True),
-        ("ring_varlen", RAGGED, False),
-        ("llama3_varlen", UNEVEN, True),
-        ("llama3_varlen", UNEVEN, False),
-    ]
+METHODS = [
+    *(("zigzag", EQUAL, True), ("zigzag_varlen", RAGGED, True), ("stripe", EQUAL, True)),
+    *(("ring", EQUAL, True), ("ring", EQUAL, False)),
+    *(("ring_varlen", RAGGED, True), ("ring_varlen", RAGGED, False)),
+    *(("llama3_varlen", UNEVEN, True), ("llama3_varlen", UNEVEN, False)),
 ]
+CASES = [Case(*method, dtype) for dtype in ("float32", "bfloat16") for method in METHODS]
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plug-in as sglang finds, loads and filters it; operators of torch_npu as sglang calls them."""
+"""The plug-in as sglang finds, loads and filters it, and how sglang calls torch_npu."""
 
 from __future__ import annotations
 

@@ -267,28 +267,29 @@ def test_the_real_package_is_not_hidden(monkeypatch, tmp_path):
     assert "torch_npu" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import sys, cpattn.integrations.torch_npu\n"
-        "assert 'torch' not in sys.modules and 'torch_npu' not in sys.modules",
-        # Libraries can register operators without the module; then nothing of ours is registered.
-        "import sys, torch\n"
-        "from cpattn.integrations import torch_npu as integration\n"
-        "library = torch.library.Library('npu', 'FRAGMENT')\n"
-        "library.define('npu_rotary_mul(Tensor x) -> Tensor')\n"
-        "for attempt in range(2):\n"
-        "    try:\n"
-        "        integration.install()\n"
-        "    except ImportError as error:\n"
-        "        assert 'torch.ops.npu.npu_rotary_mul is registered already' in str(error)\n"
-        "    else:\n"
-        "        raise AssertionError('replaced')\n"
-        "assert 'torch_npu' not in sys.modules\n"
-        "assert not hasattr(torch.ops.npu, 'npu_lightning_indexer')",
-    ],
-    ids=["import does nothing yet", "operators of the real package are not replaced"],
-)
+NOTHING_YET = """
+import sys, cpattn.integrations.torch_npu
+assert "torch" not in sys.modules and "torch_npu" not in sys.modules
+"""
+# Libraries can register operators without the module; then nothing of ours is registered.
+REGISTERED_ALREADY = """
+import sys, torch
+from cpattn.integrations import torch_npu
+library = torch.library.Library("npu", "FRAGMENT")
+library.define("npu_rotary_mul(Tensor x) -> Tensor")
+for attempt in range(2):
+    try:
+        torch_npu.install()
+    except ImportError as error:
+        assert "torch.ops.npu.npu_rotary_mul is registered already" in str(error)
+    else:
+        raise AssertionError("replaced")
+assert "torch_npu" not in sys.modules
+assert not hasattr(torch.ops.npu, "npu_lightning_indexer")
+"""
+
+
+@pytest.mark.parametrize("program", [NOTHING_YET, REGISTERED_ALREADY])
 def test_in_a_process_of_its_own(program):
     subprocess.run([sys.executable, "-c", program], check=True)
 

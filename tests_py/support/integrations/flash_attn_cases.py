@@ -20,21 +20,13 @@ def normal(*shape, dtype="float32"):
 def oracle_inputs(q, k, v, q_lens, kv_lens, causal=False, window_size=(-1, -1), **options):
     """Arguments of the oracle for rows q and keys k of sequences one after the other."""
     starts = np.cumsum([0, *kv_lens])[:-1]
-    inputs = {
-        "q": q,
-        "k_cache": k,
-        "v_cache": v,
-        "q_lens": q_lens,
-        "kv_lens": kv_lens,
-        "block_tables": starts[:, None] + np.arange(max(kv_lens)),
-        "page_size": 1,
-        "causal": False,
-        **options,
-    }
-    inputs["custom_mask"] = documented_masks.mask_of(
+    mask = documented_masks.mask_of(
         documented_masks.flash_attn, q_lens, kv_lens, causal, window_size
     )
-    return inputs
+    tables = starts[:, None] + np.arange(max(kv_lens))
+    lens = {"q_lens": q_lens, "kv_lens": kv_lens, "block_tables": tables, "page_size": 1}
+    tensors = {"q": q, "k_cache": k, "v_cache": v, "custom_mask": mask, "causal": False}
+    return {**tensors, **lens, **options}
 
 
 def assert_result(out, lse, inputs):
@@ -49,8 +41,7 @@ def cumulative(lengths):
 
 
 def run_varlen(q, k, v, q_lens, kv_lens, **options):
-    out, lse, _ = flash_attn.flash_attn_varlen_func(
-        q, k, v, cumulative(q_lens), cumulative(kv_lens), max(q_lens), max(kv_lens),
-        return_attn_probs=True, **options,
-    )  # fmt: skip
+    lens = cumulative(q_lens), cumulative(kv_lens), max(q_lens), max(kv_lens)
+    options["return_attn_probs"] = True
+    out, lse, _ = flash_attn.flash_attn_varlen_func(q, k, v, *lens, **options)
     return out, lse

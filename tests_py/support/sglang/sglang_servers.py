@@ -44,19 +44,13 @@ def configurator_of(
     """A `KVCacheConfigurator` for some layers of a model, with no more than its builders of plain
     pools read."""
     made = object.__new__(sglang.configurator.KVCacheConfigurator)
-    vars(made).update(
-        **dict.fromkeys(("is_draft_worker", "post_capture_kv_active"), False),
-        device="cpu",
-        kv_cache_dtype=torch.bfloat16,
-        kv_cache_dtype_str="auto",
-        kv_shard_rank=None,
-        layer_info=SimpleNamespace(
-            num_effective_layers=len(layers), start_layer=layers.start, end_layer=layers.stop
-        ),
-        model_config=SimpleNamespace(
-            head_dim=head_dim, v_head_dim=v_head_dim, get_num_kv_heads=lambda *_: num_kv_heads
-        ),
-    )
+    counts = {"start_layer": layers.start, "end_layer": layers.stop}
+    dims = {"head_dim": head_dim, "v_head_dim": v_head_dim}
+    model = SimpleNamespace(get_num_kv_heads=lambda *_: num_kv_heads, **dims)
+    types = {"device": "cpu", "kv_cache_dtype": torch.bfloat16, "kv_cache_dtype_str": "auto"}
+    vars(made).update(is_draft_worker=False, post_capture_kv_active=False, **types)
+    made.kv_shard_rank, made.model_config = None, model
+    made.layer_info = SimpleNamespace(num_effective_layers=len(layers), **counts)
     return made
 
 

@@ -8,18 +8,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    DeepseekV32Config,
-    DynamicCache,
-    Glm4MoeLiteConfig,
-    GlmMoeDsaConfig,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
 from cpattn.integrations.transformers import absorb_mla, use_indexer
@@ -51,15 +42,19 @@ INDEXER = {"index_topk": TOPK, "index_head_dim": 32, "index_n_heads": 16}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "original_max_position_embeddings": 16}
 YARN |= {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
 MLA_CONFIGS = {
-    "deepseek_v3": lambda: DeepseekV3Config(**SIZES),
-    "deepseek_v3, no q_lora": lambda: DeepseekV3Config(**SIZES | {"q_lora_rank": None}),
-    "deepseek_v3, yarn": lambda: DeepseekV3Config(**SIZES, rope_parameters=YARN),
-    "deepseek_v2": lambda: DeepseekV2Config(**SIZES),
-    "glm4_moe_lite": lambda: Glm4MoeLiteConfig(**SIZES),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**SIZES),
+    "deepseek_v3, no q_lora": lambda: transformers.DeepseekV3Config(
+        **SIZES | {"q_lora_rank": None}
+    ),
+    "deepseek_v3, yarn": lambda: transformers.DeepseekV3Config(**SIZES, rope_parameters=YARN),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(**SIZES),
+    "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(**SIZES),
 }
 DSA_CONFIGS = {
-    "deepseek_v32": lambda: DeepseekV32Config(**SIZES | ODD_HEADS, **INDEXER),
-    "glm_moe_dsa": lambda: GlmMoeDsaConfig(**SIZES, **INDEXER, index_topk_pattern="FSF"),
+    "deepseek_v32": lambda: transformers.DeepseekV32Config(**SIZES | ODD_HEADS, **INDEXER),
+    "glm_moe_dsa": lambda: transformers.GlmMoeDsaConfig(
+        **SIZES, **INDEXER, index_topk_pattern="FSF"
+    ),
 }
 CONFIGS = MLA_CONFIGS | DSA_CONFIGS
 
@@ -71,7 +66,7 @@ RUNS |= {"left padded": ([LENGTH], [0, 13, 47]), "left padded chunks": ([48, 1, 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(3)
-    return AutoModelForCausalLM.from_config(CONFIGS[name]()).eval().to(dtype)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval().to(dtype)
 
 
 def tokens_and_mask(padding: list[int]) -> tuple[Tensor, Tensor]:

@@ -6,15 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Gemma2Config,
-    GptOssConfig,
-    LlamaConfig,
-    Qwen3Config,
-)
 
 VOCABULARY = 64
 WINDOW = 9
@@ -23,35 +16,25 @@ SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads
 SIZES |= {"head_dim": 16, "initializer_range": 0.15, "pad_token_id": 0, "bos_token_id": None}
 SIZES |= {"eos_token_id": None}
 SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-LATENT = {  # expanded by transformers to keys of 24 + 16 and values of 20
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 20,
-    "kv_lora_rank": 32,
-    "q_lora_rank": None,
-    "first_k_dense_replace": 2,
-}
+# Expanded by transformers to keys of 24 + 16 and values of 20.
+LATENT = {"num_key_value_heads": 4, "head_dim": 16, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16}
+LATENT |= {"v_head_dim": 20, "kv_lora_rank": 32, "q_lora_rank": None, "first_k_dense_replace": 2}
+SOFTCAPPED = {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}
+SOFTCAPPED["tie_word_embeddings"] = False
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CONFIGS = {
-    "llama": lambda: LlamaConfig(**SIZES),
-    "llama of odd heads": lambda: LlamaConfig(**SIZES | {"head_dim": 20}),
-    "qwen3": lambda: Qwen3Config(**SIZES, **SLIDING, use_sliding_window=True),
-    "gemma2": lambda: Gemma2Config(
-        **SIZES,
-        **SLIDING,
-        attn_logit_softcapping=3.0,
-        query_pre_attn_scalar=16,
-        tie_word_embeddings=False,
-    ),
-    "gpt_oss": lambda: GptOssConfig(**SIZES, **SLIDING, num_local_experts=4, num_experts_per_tok=2),
-    "deepseek_v3": lambda: DeepseekV3Config(**SIZES | LATENT),
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "llama of odd heads": lambda: transformers.LlamaConfig(**SIZES | {"head_dim": 20}),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, **SLIDING, use_sliding_window=True),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, **SLIDING, **SOFTCAPPED),
+    "gpt_oss": lambda: transformers.GptOssConfig(**SIZES, **SLIDING, **EXPERTS),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**SIZES | LATENT),
 }
 
 
 def make_model(name: str) -> Any:
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
     for parameter, value in model.named_parameters():
         if parameter.endswith("sinks"):
             torch.nn.init.normal_(value)

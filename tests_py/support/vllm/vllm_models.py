@@ -19,6 +19,15 @@ _DECODER |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_he
 _DECODER |= {"head_dim": 64, "max_position_embeddings": 2048}
 _DECODER |= {"initializer_range": _INITIALIZER_RANGE, "tie_word_embeddings": False}
 _DECODER |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_LATENT = {"num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 32}
+_LATENT |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "first_k_dense_replace": 2}
+_LATENT |= {"moe_layer_freq": 1}  # a name of before transformers 5 that sglang reads
+# sglang has no other one of this model on a CPU.
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "original_max_position_embeddings": 512}
+_YARN |= {"factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+_WINDOW = {"sliding_window": 48}
+_GEMMA3 = {"query_pre_attn_scalar": 64, "tie_word_embeddings": True}
+_GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention"]}
 # What of attention each adds to the first: softcap, or sinks, and a window on every other layer.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _DECODER,
@@ -33,33 +42,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
         "tie_word_embeddings": True,  # the only way it is built
     },
-    "gemma3_text": {
-        **_DECODER,
-        "sliding_window": 48,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "query_pre_attn_scalar": 64,
-        "tie_word_embeddings": True,
-    },
+    "gemma3_text": {**_DECODER, **_WINDOW, **_GEMMA3},
     "deepseek_v3": {  # without experts
         **{name: value for name, value in _DECODER.items() if name != "head_dim"},
-        "num_key_value_heads": 4,
-        "first_k_dense_replace": 2,
-        "moe_layer_freq": 1,  # a name of before transformers 5 that sglang reads
-        "q_lora_rank": 64,
-        "kv_lora_rank": 64,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "rope_parameters": {  # sglang has no other one of this model on a CPU
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 512,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
+        **_LATENT,
+        "rope_parameters": _YARN,
     },
     "gpt_oss": {**_DECODER, "sliding_window": 48, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
