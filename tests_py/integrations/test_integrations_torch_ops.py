@@ -13,8 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cpattn
 import cpattn.integrations.torch_ops
-from support.integrations import npu_op_calls
-from support.integrations.torch_op_calls import DIM, HEADS, OPERATORS, as_tuple, calls, ints
+from support.integrations.torch_op_calls import (
+    DIM,
+    HEADS,
+    OPERATORS,
+    as_tuple,
+    calls,
+    ints,
+    npu_calls,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +32,7 @@ def nothing_compiled() -> None:
 
 CALLS = calls()
 FIRST_OF_EACH = list({call.name: call for call in reversed(CALLS)}.values())
-NPU_CALLS = npu_op_calls.calls()
+NPU_CALLS = npu_calls()
 ALL_CALLS = [*CALLS, *NPU_CALLS]
 ALL_OPERATORS = list({call.name: call for call in reversed(ALL_CALLS)}.values())
 every_call = pytest.mark.parametrize("call", ALL_CALLS, ids=str)

@@ -283,36 +283,6 @@ def test_threads_write_side_by_side(sender, receiver, target):
     assert receiver.call(contents, "target", 0, SIZE // 2) == expected
 
 
-def test_engines_write_to_each_other(engine, receiver, another):
-    """At the same time, each in several calls."""
-    pair = (another, receiver)
-    targets = [peer.call(allocate, "mine", SIZE, CANARY) for peer in pair]
-    for peer in pair:
-        peer.call(allocate, "yours", SIZE, 1, engine.registers_sources)
-    for peer, other, target in ((another, receiver, targets[1]), (receiver, another, targets[0])):
-        peer.start(write_in_parts, other.session_id, "yours", target)
-    for peer in pair:
-        assert peer.result() == {0}
-    for peer in pair:
-        assert peer.call(contents, "mine") == SIZE * b"\1"
-    receiver.call(release, "yours", engine.registers_sources)
-    assert receiver.call(unregister, targets[1]) == 0
-
-
-def release(state, name, registered):
-    """Let go of a buffer."""
-    if registered:
-        assert state.engine.unregister([getattr(state, name).ctypes.data]) == 0
-    delattr(state, name)
-
-
-def write_in_parts(state, session, name, address):
-    """A buffer, in 16 writes: their codes."""
-    step = SIZE // 16
-    blocks = [(i, address + i, step) for i in range(0, SIZE, step)]
-    return {write(state, session, name, [block])[0] for block in blocks}
-
-
 NUM_THREADS = 8
 
 

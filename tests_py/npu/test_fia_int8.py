@@ -185,10 +185,9 @@ def test_empty_sequences():
     flat = zeros(2, 3, 32)
     for kv in (zeros(2, 4, 32, dtype=torch.int8), zeros(2, 0, 32, dtype=torch.int8)):
         for numbers in (ones(1), ones(32)):
-            out, lse = fia(
-                flat, kv, kv, actual_seq_lengths_kv=[0], softmax_lse_flag=True,
-                key_antiquant_scale=numbers, value_antiquant_scale=numbers,
-            )  # fmt: skip
+            scales = {f"{side}_antiquant_scale": numbers for side in ("key", "value")}
+            options = {"actual_seq_lengths_kv": [0], "softmax_lse_flag": True}
+            out, lse = fia(flat, kv, kv, **options, **scales)
             assert torch.all(out == 0)
             assert torch.all(torch.isneginf(lse))
 

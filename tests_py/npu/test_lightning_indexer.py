@@ -32,16 +32,14 @@ def test_every_instruction_set(isa, form):
     operator.check(npu_lightning_indexer(**operator.arguments(return_value=True)), values=True)
 
 
-def test_lengths_default_to_the_tensors():
+def test_defaults():
+    """Lengths are those of the tensors; all else is as the operator has it."""
     operator = Operator(("BSND", "BSND"), (4, 4), (11, 11))
     arguments = operator.arguments(actual_seq_lengths_query=None, actual_seq_lengths_key=None)
     for name in ("query", "key", "weights"):
         arguments[name] = arguments[name][:, :-2].contiguous()
     indices, _ = npu_lightning_indexer(**arguments)
     assert torch.equal(indices, operator.expected(3)[0][:, :-2])
-
-
-def test_defaults_are_the_operator_s():
     query, key, weights = torch.ones(1, 3, 2, 32), torch.ones(1, 5, 1, 32), torch.ones(1, 3, 2)
     indices, values = npu_lightning_indexer(query, key, weights)
     assert indices.shape == (1, 3, 1, 2048)
@@ -86,11 +84,10 @@ def test_sequences_that_share_blocks():
     weights = torch.from_numpy(integers(rng, (2 * len(tables), HEADS)))
 
     def run(rows, tables, k_lens):
-        return npu_lightning_indexer(
-            query[rows], pool, weights[rows], block_table=tables, layout_query="TND",
-            actual_seq_lengths_query=np.arange(2, 2 * len(tables) + 1, 2), sparse_count=3,
-            actual_seq_lengths_key=k_lens, layout_key="PA_BSND", return_value=True,
-        )  # fmt: skip
+        options = {"layout_query": "TND", "layout_key": "PA_BSND", "sparse_count": 3}
+        options["actual_seq_lengths_query"] = np.arange(2, 2 * len(tables) + 1, 2)
+        paged = {"block_table": tables, "actual_seq_lengths_key": k_lens, "return_value": True}
+        return npu_lightning_indexer(query[rows], pool, weights[rows], **paged, **options)
 
     together = run(slice(None), tables, k_lens)
     alone = [
@@ -128,15 +125,12 @@ def test_one_row_per_token_is_cp_indexer_topk(cp_size, strategy):
 ROWS, PACKED, BLOCKS, PACKED_BLOCKS = FORMS
 
 
+NOTHING = [((2, 1), (0, 0), torch.Tensor.clone), ((0, 0), (0, 0), torch.Tensor.numpy)]
+NOTHING += [((0,), (5,), torch.Tensor.numpy)]
+
+
 @pytest.mark.parametrize("form", FORMS, ids="-".join)
-@pytest.mark.parametrize(
-    ("q_lens", "k_lens", "container"),
-    [
-        ((2, 1), (0, 0), torch.Tensor.clone),
-        ((0, 0), (0, 0), torch.Tensor.numpy),
-        ((0,), (5,), torch.Tensor.numpy),
-    ],
-)
+@pytest.mark.parametrize(("q_lens", "k_lens", "container"), NOTHING)
 def test_no_keys_or_no_queries(form, q_lens, k_lens, container):
     operator = Operator(form, q_lens, k_lens)
     arguments = operator.arguments()
@@ -199,25 +193,20 @@ def test_value_errors(form, change, message):
     assert str(error.value).startswith("npu_lightning_indexer: ")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_type_errors():
+    for change, message in (
         ({"query": [1.0]}, "npu_lightning_indexer: query must be a tensor"),
         ({"actual_seq_lengths_key": [1.5]}, "actual_seq_lengths_key must hold integers, got float"),
         ({"block_table": np.zeros((1, 1))}, "block_table must be int32 or int64, got float64"),
-    ],
-)
-def test_type_errors(change, message):
-    with pytest.raises(TypeError, match=message):
-        npu_lightning_indexer(**Operator(BLOCKS).arguments(**change))
+    ):
+        with pytest.raises(TypeError, match=message):
+            npu_lightning_indexer(**Operator(BLOCKS).arguments(**change))
 
 
 def test_a_block_table_may_be_broadcast_over_any_number_of_columns():
     ones = np.ones((1, 16, 2, 16), np.float32)
-    result = npu_lightning_indexer(
-        ones[:, :1], ones[:, :, :1], np.ones((1, 1, 2), np.float32), actual_seq_lengths_key=[20],
-        block_table=np.broadcast_to(np.int32(0), (1, 2**60)), layout_query="BSND",
-        layout_key="PA_BSND", sparse_count=20,
-    )  # fmt: skip
-    indices = result[0] if isinstance(result, tuple) else result
+    options = {"layout_query": "BSND", "layout_key": "PA_BSND", "sparse_count": 20}
+    options["block_table"] = np.broadcast_to(np.int32(0), (1, 2**60))
+    tensors = ones[:, :1], ones[:, :, :1], np.ones((1, 1, 2), np.float32)
+    indices, _ = npu_lightning_indexer(*tensors, actual_seq_lengths_key=[20], **options)
     np.testing.assert_array_equal(np.ravel(indices), np.arange(20))

@@ -10,19 +10,14 @@ import pytest
 import torch
 from torch import zeros
 
-import cpattn
 from cpattn.npu import npu_sparse_flash_attention as operator
 from support.npu.sparse_flash_cases import HEADS, Batch, Case, assert_query
 
 CASES = [
-    Case(),
-    Case(mode=0),
-    Case(block=4),
-    Case(block=7, mode=0),
-    Case(layout_kv="TND"),
-    Case(layout_query="BSND"),
-    Case(layout_query="BSND", layout_kv="BSND", block=3),
-    Case(layout_query="BSND", layout_kv="BSND", q_lens=(5, 5), kv_lens=(30, 30), rope_dim=0),
+    *(Case(), Case(mode=0), Case(block=4), Case(block=7, mode=0)),
+    *(Case(layout_kv="TND"), Case(layout_query="BSND")),
+    Case("BSND", "BSND", block=3),
+    Case("BSND", "BSND", q_lens=(5, 5), kv_lens=(30, 30), rope_dim=0),
     Case(q_lens=(9,), kv_lens=(4,)),  # the first queries stand before all keys
     Case(q_lens=(2, 2), kv_lens=(600, 550), head_dim=512, v_head_dim=512, rope_dim=64),
 ]
@@ -77,23 +72,6 @@ def test_lengths_default_to_the_whole_batch():
         assert torch.equal(x, y)
 
 
-def test_it_is_flash_mla_with_positions():
-    """Of one cache, absorbed: the latent and its rope part are rows of 576."""
-    case = Case(head_dim=512, v_head_dim=512, rope_dim=64, mode=0, q_lens=(2,), kv_lens=(100,))
-    batch = Batch(case, torch.bfloat16)
-    batch.values = [k[..., :512] for k in batch.keys]
-    out, softmax_max, _ = operator(**batch.arguments())
-    indices = torch.full((2, 200), -1)
-    for i in range(2):
-        seen = batch.seen_keys(0, i)
-        indices[i, : len(seen)] = torch.tensor(seen, dtype=torch.int64)
-    expected, max_logits, _ = cpattn.sparse.flash_mla_sparse_fwd(
-        batch.queries[0], batch.keys[0], indices, batch.scale
-    )
-    assert torch.equal(out, expected)
-    assert torch.equal(softmax_max[0], max_logits)
-
-
 @pytest.mark.parametrize("size", [2**20, 2**62, 2**63 - 1])
 def test_a_block_longer_than_the_sequence(size):
     """Is the sequence: block 0 names all keys, and there is no other."""
@@ -107,13 +85,10 @@ def test_a_block_longer_than_the_sequence(size):
     assert torch.all(out[0, 1] == 0)
 
 
-def test_no_heads():
+def test_no_heads_and_without_softmax_results_in_numpy():
     query, kv = zeros(1, 2, 0, 32), zeros(1, 5, 1, 32)
     out, *_ = operator(query, kv, kv, zeros(1, 2, 1, 4).int(), 1.0)
     assert out.shape == (1, 2, 0, 32)
-
-
-def test_without_softmax_results_and_in_numpy():
     arguments = Batch(Case(), torch.float32).arguments(return_softmax_lse=False)
     expected, *_ = operator(**arguments)
     tensors = {name: x.numpy() for name, x in arguments.items() if isinstance(x, torch.Tensor)}
@@ -165,9 +140,9 @@ def test_what_is_refused(changes, message):
 
 def test_a_block_table_may_be_broadcast_over_any_number_of_columns():
     ones = np.ones((1, 16, 1, 16), np.float32)
-    out = operator(
-        ones[:, :1], ones, ones, np.zeros((1, 1, 1, 2), np.int32), 0.5,
-        actual_seq_lengths_kv=[20], block_table=np.broadcast_to(np.int32(0), (1, 2**60)),
-        layout_query="BSND", layout_kv="PA_BSND", attention_mode=0,
-    )[0]  # fmt: skip
+    options = {"layout_query": "BSND", "layout_kv": "PA_BSND", "attention_mode": 0}
+    options["block_table"] = np.broadcast_to(np.int32(0), (1, 2**60))
+    indices = np.zeros((1, 1, 1, 2), np.int32)
+    tensors = ones[:, :1], ones, ones, indices
+    out, *_ = operator(*tensors, 0.5, actual_seq_lengths_kv=[20], **options)
     np.testing.assert_array_equal(out, np.ones((1, 1, 1, 16), np.float32))

@@ -20,14 +20,14 @@ import torch
 
 import cpattn
 from cpattn.integrations import torch_npu as integration
-from support.integrations.npu_op_calls import calls, make_call
+from support.integrations.torch_op_calls import make_call, npu_calls
 from support.npu.fia_cases import TEMPLATE, FiaBatch
 from support.tolerances import assert_close, to_float64
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def torch_npu() -> Iterator[Any]:
     with integration.install():
         import torch_npu
@@ -156,20 +156,6 @@ def test_scatter_in_a_graph(torch_npu):
         compiled(BUFFER, INDICES + 2, UPDATES)
 
 
-def test_scatter_from_two_threads(torch_npu):
-    buffer = torch.zeros(64, 8)
-
-    def write(first: int) -> None:
-        rows = torch.arange(first, 64, 2)
-        for value in range(20):
-            updates = torch.full((32, 8), float(value + first))
-            torch_npu.npu_scatter_nd_update_(buffer, rows[:, None], updates)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(write, (0, 1)))
-    assert torch.equal(buffer[:, 0], torch.tensor([19.0, 20.0]).repeat(32))
-
-
 def test_keys_and_values_in_one_call(torch_npu):
     """What a pool without the FIA layout calls."""
     torch.manual_seed(0)
@@ -294,7 +280,7 @@ def test_in_a_process_of_its_own(program):
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-FIRST_OF_EACH = list({call.name: call for call in reversed(calls())}.values())
+FIRST_OF_EACH = list({call.name: call for call in reversed(npu_calls())}.values())
 every_operator = pytest.mark.parametrize("call", FIRST_OF_EACH, ids=str)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from torch import Tensor  # noqa: E402
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 from torch.export import Dim  # noqa: E402
-from transformers import AutoModel, BertConfig, BertModel, BloomConfig, StaticCache  # noqa: E402
+from transformers import AutoModel, BertConfig, BertModel, BloomConfig  # noqa: E402
 
 import cpattn.integrations.transformers as integration  # noqa: E402
 from cpattn.integrations.transformers import masks  # noqa: E402
@@ -109,23 +108,6 @@ def test_one_graph_for_all_lengths() -> None:
         expected = model(*arguments, use_cache=False).logits
         assert torch.equal(compiled(*arguments, use_cache=False).logits, expected)
     assert backend.frame_count == 1
-
-
-def decode(run: Callable[..., Any], config: Any) -> Tensor:
-    """Logits of a prompt and of tokens behind it, over a static cache."""
-    cache, logits, begin = StaticCache(config=config, max_cache_len=LENGTH + 8), [], 0
-    for end in (LENGTH - 3, LENGTH - 2, LENGTH - 1, LENGTH):
-        mask = PADDED[:, :end]
-        result = run(TOKENS[:, begin:end], attention_mask=mask, past_key_values=cache)
-        logits.append(result.logits[:, -1])
-        begin = end
-    return torch.stack(logits)
-
-
-def test_decoding_over_a_static_cache() -> None:
-    model = model_of("qwen3")
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.equal(decode(compiled, model.config), decode(model, model.config))
 
 
 @pytest.mark.parametrize("cache", [None, "static"])

@@ -13,9 +13,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from cpattn.integrations import transformers as integration  # noqa: E402
-from support.transformers import families  # noqa: E402
-from support.transformers.families import BATCHES, PARTS, Calls, Outcome, try_model  # noqa: E402
-from support.transformers.family_table import BEGIN, END, PAGE, table  # noqa: E402
+from support.transformers import family_table as families  # noqa: E402
+from support.transformers.family_table import BATCHES, PAGE, PARTS, Calls, Outcome, try_model  # noqa: E402
 from support.transformers.tiny_transformers import make_tokens  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
@@ -82,7 +81,7 @@ def test_wrong_attention_differs(calls, monkeypatch):
 
 def test_the_page_has_every_type():
     page = PAGE.read_text()
-    found = page.partition(BEGIN)[2].partition(END)[0]
+    found = page.partition(families.BEGIN)[2].partition(families.END)[0]
     rows = re.findall(r"^\| (\S+) \| (?:yes|own|differs|refused|fails|-) ", found, re.MULTILINE)
     others = re.search(r"Not built small by the script: (.*)\.$", found, re.MULTILINE)
     assert sorted([*rows, *(others[1].split(", ") if others else [])]) == families.text_models()
@@ -93,6 +92,6 @@ def test_the_page_has_every_type():
 def test_a_row_says_each_reason_once():
     refused = Outcome("refused", "ValueError: a | b")
     row = dict.fromkeys(PARTS, refused) | {BATCHES: Outcome("-", "eager: differs")}
-    assert table({"x": row, "y": "TypeError"}).splitlines()[2:] == [
+    assert families.table({"x": row, "y": "TypeError"}).splitlines()[2:] == [
         "| x | refused | refused | refused | refused | - | ValueError: a \\| b |"
     ]

@@ -279,14 +279,6 @@ def test_a_compiled_layer() -> None:
     assert_logits_close(actual, expected)
 
 
-def test_ranges_of_a_mask() -> None:
-    mask = torch.zeros(1, 4, 6, dtype=torch.bool)
-    mask[0, 1, 2:5] = mask[0, 2, :] = mask[0, 3, 5] = True
-    begin, end = dsa.visible_ranges(mask)
-    assert begin.tolist() == [[0, 2, 0, 5]]
-    assert end.tolist() == [[0, 5, 6, 6]]
-
-
 def test_what_an_indexer_refuses(model: Any) -> None:
     layer, query, key, value, mask, indices = layer_inputs(model, latents=False)
     with pytest.raises(ValueError, match=r"dropout must be 0, call model.eval\(\); got 0.1"):

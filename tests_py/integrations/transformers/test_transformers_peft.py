@@ -87,16 +87,6 @@ def test_merged_and_loaded_adapters(tmp_path: Path) -> None:
     assert_logits_close(logits(adapter.merge_and_unload()), expected)
 
 
-@pytest.mark.slow
-def test_a_compiled_model_with_an_adapter() -> None:
-    adapter, model = adapted("LoRA", "qwen3")
-    model.set_attn_implementation("cpattn")
-    expected = logits(adapter)
-    compiled = torch.compile(adapter, fullgraph=True, backend="aot_eager")
-    assert torch.equal(logits(compiled), expected)
-    torch._dynamo.reset()
-
-
 def test_latents_are_absorbed_beside_adapters_of_other_weights() -> None:
     model = make_model("deepseek_v3")
     torch.manual_seed(3)

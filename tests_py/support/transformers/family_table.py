@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the table of docs/how_to/transformers_models.md: every kind of text model, tried.
+"""Every kind of text model that transformers has, small and random, with cpattn against eager.
+
+It writes the table of docs/how_to/transformers_models.md:
 
 python -m support.transformers.family_table               # `make families`, some minutes
 python -m support.transformers.family_table llama bloom   # prints those alone
@@ -8,15 +10,274 @@ python -m support.transformers.family_table llama bloom   # prints those alone
 from __future__ import annotations
 
 import argparse
+import contextlib
+import inspect
+import io
+import logging
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
 from rich.progress import track
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .families import BATCHES, PARTS, Calls, Outcome, text_models, try_model
+from cpattn.integrations import transformers as integration
+from support.tolerances import TOLERANCES
+
+from .tiny_transformers import make_tokens
+
+T = TypeVar("T")
+VOCABULARY = 64
+NEW_TOKENS = 6
+SECONDS = 60
+#: What is set of the sizes that a configuration has; all other numbers stay as they are.
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64, "n_embd": 64, "d_model": 64, "embedding_size": 64, "dim": 64,
+    "intermediate_size": 96, "ffn_hidden_size": 96, "ffn_dim": 96, "n_inner": 96, "d_ff": 96,
+    "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "num_hidden_layers": 2, "n_layer": 2, "num_layers": 2, "n_layers": 2, "decoder_layers": 2,
+    "encoder_layers": 2, "num_decoder_layers": 2,
+    "num_attention_heads": 4, "n_head": 4, "num_heads": 4, "n_heads": 4,
+    "decoder_attention_heads": 4, "encoder_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "d_kv": 16, "attention_head_dim": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "qk_head_dim": 32, "v_head_dim": 16,
+    "kv_lora_rank": 32, "q_lora_rank": 32, "rotary_dim": 16,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2,
+    "n_group": 1, "topk_group": 1, "num_expert_groups": 1, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "max_position_embeddings": 256, "n_positions": 256,
+    "max_sequence_length": 256, "max_seq_len": 256, "sliding_window": 9, "attention_window": 9,
+    "index_topk": 8, "index_n_heads": 4, "index_head_dim": 32, "initializer_range": 0.15,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY,
+    "num_kv_shared_layers": 0, "rope_dim": 16,
+}  # fmt: skip
+#: What those leave out, or contradict.
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 64},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+PARTS = ("prompt", "padding", "generate", "static cache")
+BATCHES = "continuous batching"
+
+
+class Outcome(NamedTuple):
+    """What became of one part of one model.
+
+    "yes": logits or tokens of eager attention, "own": the same, as the model computes attention
+    itself and never asks; "differs", "refused" by a ValueError of cpattn, "fails" by another
+    error; "-" where eager attention fails, too.
+    """
+
+    word: str
+    reason: str = ""
+
+
+class Calls:
+    """How often models asked for attention under the names of cpattn."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        for name in ("attention", "paged_attention_forward"):  # what register() finds by name
+            setattr(integration, name, self._counting(getattr(integration, name)))
+        integration.register()
+
+    def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def attention(*arguments: Any, **options: Any) -> Any:
+            self.count += 1
+            return function(*arguments, **options)
+
+        return attention
+
+
+def text_models() -> list[str]:
+    """The types of models that generate text, by name."""
+    return sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
+
+
+def tiny_config(model_type: str) -> Any:
+    kind = CONFIG_MAPPING[model_type]
+    default = kind()
+    if hasattr(default, "text_config"):
+        kind = type(default.get_text_config())
+        default = kind()
+    taken = set(inspect.signature(kind.__init__).parameters) | set(vars(default))
+    computed = {name for name in taken if isinstance(getattr(kind, name, None), property)}
+    renamed = set(getattr(kind, "attribute_map", {}))
+    sizes = {name: SIZES[name] for name in taken & set(SIZES) - computed - renamed}
+    for name in {"layer_types", "mlp_layer_types", "layers_block_type"} & taken - computed:
+        if given := getattr(default, name, None):
+            # Layers of each kind.
+            kinds = list(dict.fromkeys(given))
+            sizes["num_hidden_layers"] = max(2, len(kinds))
+            sizes[name] = (kinds * 2)[: sizes["num_hidden_layers"]]
+    if "kv_lora_rank" in sizes:
+        sizes["num_key_value_heads"] = SIZES["num_attention_heads"]
+    return kind(**sizes | EXCEPTIONS.get(model_type, {}))
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"took longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Family:
+    """A tiny model, and what it computes with one implementation of attention or another."""
+
+    def __init__(self, model_type: str) -> None:
+        torch.manual_seed(1)
+        self.model = AutoModelForCausalLM.from_config(tiny_config(model_type)).eval().float()
+        for name, parameter in self.model.named_parameters():
+            if name.endswith("sinks"):
+                torch.nn.init.normal_(parameter)
+        self.tokens = make_tokens(2, 23)
+        self.prompts = [self.tokens[0, 7:].tolist(), self.tokens[1].tolist()]
+        greedy = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+        self.generation = GenerationConfig(max_new_tokens=NEW_TOKENS, **greedy)
+
+    def compute(self, part: str, implementation: str) -> torch.Tensor:
+        self.model.set_attn_implementation(implementation)
+        with torch.inference_mode():
+            return getattr(self, "_" + part.replace(" ", "_"))()
+
+    def _prompt(self) -> torch.Tensor:
+        return self.model(self.tokens).logits
+
+    def _mask(self) -> torch.Tensor:
+        mask = torch.ones_like(self.tokens)
+        mask[0, :7] = 0
+        return mask
+
+    def _padding(self) -> torch.Tensor:
+        logits = self.model(self.tokens, attention_mask=self._mask()).logits
+        return torch.cat([logits[0, 7:], logits[1]])
+
+    def _generate(self, **options: Any) -> torch.Tensor:
+        options |= {"output_logits": True, "return_dict_in_generate": True}
+        options |= {"attention_mask": self._mask(), "generation_config": self.generation}
+        return torch.stack(self.model.generate(self.tokens, **options).logits)
+
+    def _static_cache(self) -> torch.Tensor:
+        return self._generate(cache_implementation="static", disable_compile=True)
+
+    def one_by_one(self) -> torch.Tensor:
+        """The tokens that eager attention generates from each prompt alone."""
+        self.model.set_attn_implementation("eager")
+        with torch.inference_mode():
+            rows = [(torch.tensor([prompt]), len(prompt)) for prompt in self.prompts]
+            options = {"generation_config": self.generation}
+            made = [self.model.generate(ids, **options)[0, n:] for ids, n in rows]
+        return torch.stack(made)
+
+    def batched(self) -> torch.Tensor:
+        """The same by continuous batching, with the implementation that the model has."""
+        sizes = {"page_size": 8, "num_blocks": 64, "max_batch_tokens": 24}
+        config = ContinuousBatchingConfig(auto_switch_to_flash=False, **sizes)
+        options = {"generation_config": self.generation, "continuous_batching_config": config}
+        results = self.model.generate_batch(self.prompts, **options)
+        made = [results[f"req_{i}"].generated_tokens for i in range(len(self.prompts))]
+        return torch.tensor(made)
+
+
+def compare(expected: torch.Tensor, compute: Callable[[], torch.Tensor]) -> Outcome:
+    try:
+        got = quietly(compute)
+    except (ValueError, NotImplementedError) as error:
+        return Outcome("refused", first_line(error))
+    except Exception as error:
+        return Outcome("fails", first_line(error))
+    if expected.shape != got.shape:
+        return Outcome("differs", f"in shape, {list(got.shape)}")
+    if not expected.is_floating_point():
+        return Outcome("yes" if torch.equal(expected, got) else "differs")
+    # Where eager attention has NaN, as XLM behind padding, so must ours.
+    unit = torch.finfo(torch.float32).eps * expected.nan_to_num(0).abs().max()
+    allowed = float(TOLERANCES["logits of a model", "float32"] * unit)
+    if torch.allclose(expected, got, rtol=0, atol=allowed, equal_nan=True):
+        return Outcome("yes")
+    off = (expected - got).nan_to_num(torch.inf).abs().max() / unit
+    return Outcome("differs", f"by {float(off):.0f} units")
+
+
+def try_part(family: Family, part: str, calls: Calls) -> Outcome:
+    """A part by cpattn, if eager attention can do it."""
+    try:
+        expected = quietly(lambda: family.compute(part, "eager"))
+    except Exception as error:
+        return Outcome("-", first_line(error))
+    return asked(calls, lambda: compare(expected, lambda: family.compute(part, "cpattn")))
+
+
+def asked(calls: Calls, outcome: Callable[[], Outcome]) -> Outcome:
+    """ "own" for "yes" of a model that did not ask."""
+    before = calls.count
+    result = outcome()
+    return Outcome("own") if result.word == "yes" and calls.count == before else result
+
+
+def try_batches(family: Family, calls: Calls) -> Outcome:
+    """Continuous batching by cpattn; "-" if transformers' own fails as well."""
+    try:
+        expected = quietly(family.one_by_one)
+    except Exception as error:
+        return Outcome("-", first_line(error))
+
+    def paged() -> torch.Tensor:
+        with integration.use_paged(family.model):
+            return family.batched()
+
+    outcome = asked(calls, lambda: compare(expected, paged))
+    if outcome.word in ("yes", "own"):
+        return outcome
+    family.model.set_attn_implementation("eager")
+    own = compare(expected, family.batched)
+    return outcome if own.word == "yes" else Outcome("-", f"eager: {own.word} {own.reason}")
+
+
+def quietly(compute: Callable[[], T]) -> T:
+    with time_limit(SECONDS), contextlib.redirect_stderr(io.StringIO()):
+        return compute()
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+
+def try_model(model_type: str, calls: Calls) -> dict[str, Outcome] | str:
+    """What became of each part, or why there is no such model here."""
+    logging.disable(logging.CRITICAL)
+    try:
+        family = quietly(lambda: Family(model_type))
+    except Exception as error:
+        return first_line(error)
+    outcomes = {part: try_part(family, part, calls) for part in PARTS}
+    return outcomes | {BATCHES: try_batches(family, calls)}
+
 
 PAGE = Path(__file__).parents[3] / "docs" / "how_to" / "transformers_models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
