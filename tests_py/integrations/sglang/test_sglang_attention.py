@@ -24,26 +24,19 @@ LAYERS = [
     *("float8_e4m3fn", "float8_e5m2"),
 ]
 # Of each case what of the message says what it is about.
-REFUSED = {
-    "device": "device cuda",
-    "chunks": "Llama 4",
-    "encoder": "cross attention",
-    "dp": "--enable-dp-attention",
-    "float64": "models in torch.float64",
-    "bfloat16": "in torch.float32 of a model in torch.bfloat16",
-    "layout": "another layout",
-    "cross": "other than of decoders",
-    "images": "DECODER_BIDIRECTIONAL",
-    "grok": "Grok",
-    "softcap": "softcap sigmoid",
-    "mode": "TARGET_VERIFY",
-    "argument": "idx_q",
-    "beside": "keys that are not in the KV cache",
-    "speculative": "speculative decoding",
-    "compile": "--enable-torch-compile",
-    "cp": "without --enable-prefill-cp",
-    "interleave": "--cp-strategy interleave",
-}
+REFUSED = dict(
+    [
+        *(("device", "device cuda"), ("chunks", "Llama 4"), ("encoder", "cross attention")),
+        *(("dp", "--enable-dp-attention"), ("float64", "models in torch.float64")),
+        ("bfloat16", "in torch.float32 of a model in torch.bfloat16"),
+        *(("layout", "another layout"), ("cross", "other than of decoders")),
+        *(("images", "DECODER_BIDIRECTIONAL"), ("grok", "Grok"), ("softcap", "softcap sigmoid")),
+        *(("mode", "TARGET_VERIFY"), ("argument", "idx_q")),
+        *(("beside", "keys that are not in the KV cache"), ("speculative", "speculative decoding")),
+        *(("compile", "--enable-torch-compile"), ("cp", "without --enable-prefill-cp")),
+        ("interleave", "--cp-strategy interleave"),
+    ]
+)
 
 
 @pytest.fixture(scope="module")

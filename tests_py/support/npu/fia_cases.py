@@ -116,21 +116,16 @@ class FiaBatch:
             return self._cache(sequences) if self.blocks else to_axes(self._batch(sequences), axes)
 
         nope, rope = slice(0, self.head_dim), slice(self.head_dim, None)
-        arguments = {
-            "query": to_axes(self._batch([q[..., nope] for q in self.queries]), axes),
-            "key": keys([k[..., nope] for k in self.keys]),
-            "value": keys(self.values),
-            "num_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "input_layout": self.layout,
-            "scale": self.scale,
-            "actual_seq_lengths": layouts.ends_of(self.q_lens, self.packed),
-            "actual_seq_lengths_kv": layouts.ends_of(self.kv_lens, self.packed and not self.blocks),
-        }
+        query = to_axes(self._batch([q[..., nope] for q in self.queries]), axes)
+        arguments = {"query": query, "key": keys([k[..., nope] for k in self.keys])}
+        arguments |= {"value": keys(self.values), "scale": self.scale, "input_layout": self.layout}
+        arguments |= {"num_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads}
+        packed = self.packed, self.packed and not self.blocks
+        arguments["actual_seq_lengths"] = layouts.ends_of(self.q_lens, packed[0])
+        arguments["actual_seq_lengths_kv"] = layouts.ends_of(self.kv_lens, packed[1])
         if self.rope_dim:
-            arguments["query_rope"] = to_axes(
-                self._batch([q[..., rope] for q in self.queries]), axes
-            )
+            ropes = self._batch([q[..., rope] for q in self.queries])
+            arguments["query_rope"] = to_axes(ropes, axes)
             arguments["key_rope"] = keys([k[..., rope] for k in self.keys])
         if self.blocks:
             arguments |= {"block_table": self.tables, "block_size": self.block_size}

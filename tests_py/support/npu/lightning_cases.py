@@ -39,17 +39,13 @@ class Operator:
         paged = self.layout_key == "PA_BSND"
         packed = self.layout_query == "TND"
         key, table = self.blocks() if paged else (self.lay_out(self.k, self.layout_key), None)
-        return {
-            "query": self.lay_out(self.q, self.layout_query).to(self.dtype),
-            "key": key.to(self.dtype),
-            "weights": self.lay_out(self.weights, self.layout_query),
-            "actual_seq_lengths_query": layouts.ends_of(self.q_lens, packed),
-            "actual_seq_lengths_key": layouts.ends_of(self.k_lens, packed and not paged),
-            "block_table": table,
-            "layout_query": self.layout_query,
-            "layout_key": self.layout_key,
-            "sparse_count": TOPK,
-        } | changes
+        arguments = {"query": self.lay_out(self.q, self.layout_query).to(self.dtype)}
+        arguments |= {"key": key.to(self.dtype), "block_table": table, "sparse_count": TOPK}
+        arguments["weights"] = self.lay_out(self.weights, self.layout_query)
+        arguments |= {"layout_query": self.layout_query, "layout_key": self.layout_key}
+        arguments["actual_seq_lengths_query"] = layouts.ends_of(self.q_lens, packed)
+        arguments["actual_seq_lengths_key"] = layouts.ends_of(self.k_lens, packed and not paged)
+        return arguments | changes
 
     def expected(self, mode):
         """Indices and values, laid out; nothing but -1 and -inf in spare rows."""

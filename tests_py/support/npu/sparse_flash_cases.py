@@ -85,20 +85,16 @@ class Batch:
             return join(sequences, case.layout_kv)
 
         nope, rope = slice(case.head_dim), slice(case.head_dim, None)
-        arguments = {
-            "query": join([q[..., nope] for q in self.queries], case.layout_query).contiguous(),
-            "key": place([k[..., nope] for k in self.keys]),
-            "value": place(self.values),
-            "sparse_indices": join(indices, case.layout_query),
-            "scale_value": self.scale,
-            "sparse_block_size": case.block,
-            "layout_query": case.layout_query,
-            "layout_kv": case.layout_kv,
-            "sparse_mode": case.mode,
-            "actual_seq_lengths_query": layouts.ends_of(case.q_lens, case.layout_query == "TND"),
-            "actual_seq_lengths_kv": layouts.ends_of(case.kv_lens, case.layout_kv == "TND"),
-            "return_softmax_lse": True,
-        }
+        query = join([q[..., nope] for q in self.queries], case.layout_query).contiguous()
+        arguments = {"query": query, "key": place([k[..., nope] for k in self.keys])}
+        arguments |= {"value": place(self.values), "scale_value": self.scale}
+        arguments["sparse_indices"] = join(indices, case.layout_query)
+        arguments |= {"layout_query": case.layout_query, "layout_kv": case.layout_kv}
+        arguments |= {"sparse_block_size": case.block, "sparse_mode": case.mode}
+        packed = case.layout_query == "TND", case.layout_kv == "TND"
+        arguments["actual_seq_lengths_query"] = layouts.ends_of(case.q_lens, packed[0])
+        arguments["actual_seq_lengths_kv"] = layouts.ends_of(case.kv_lens, packed[1])
+        arguments["return_softmax_lse"] = True
         if case.rope_dim:
             arguments["query_rope"] = join([q[..., rope] for q in self.queries], case.layout_query)
             arguments["key_rope"] = place([k[..., rope] for k in self.keys])

@@ -248,15 +248,12 @@ def refusals() -> dict[str, str]:
     """What is said to what cannot be served."""
 
     def refused(
-        change: Callable[[Any], Any] = lambda runner: None,
-        call: dict[str, Any] | None = None,
-        keys: torch.Tensor | None = None,
-        mode: ForwardMode = ForwardMode.EXTEND,
-        **layer: Any,
+        change: Any = None, call: Any = None, mode: Any = ForwardMode.EXTEND, **layer: Any
     ) -> str:
+        keys, attributes = layer.pop("keys", None), layer.pop("attributes", {})
         runner = make_runner(make_pool(16, torch.float32, windows=False), torch.float32)
-        change(runner)
-        attributes = {name: layer.pop(name) for name in ("xai_temperature_len",) if name in layer}
+        if change:
+            change(runner)
         try:
             step = Step(EXTENDS, 16, torch.float32, windows=False)
             backend, batch = step.begin(runner, decodes=False)
@@ -281,7 +278,7 @@ def refusals() -> dict[str, str]:
         "layout": refused(lambda x: vars(x.token_to_kv_pool).update(kv_cache_layout="hnd")),
         "cross": refused(is_cross_attention=True),
         "images": refused(attn_type=AttentionType.DECODER_BIDIRECTIONAL),
-        "grok": refused(xai_temperature_len=8),
+        "grok": refused(attributes={"xai_temperature_len": 8}),
         "softcap": refused(logit_cap=5.0, logit_capping_method="sigmoid"),
         "mode": refused(mode=ForwardMode.TARGET_VERIFY),
         "argument": refused(call={"idx_q": torch.zeros(1)}),

@@ -26,21 +26,18 @@ import torch
 from cpattn.integrations.flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from cpattn.proof.conformance.signatures import Answer, Features, Signature
 from support.sglang import sglang_planning
+from support.sglang.sglang_planning import srt_modules
 from support.stand_ins import stand_ins_for_what_lacks
 
-MODULES = {
-    "backend": "sglang.srt.layers.attention.flashinfer_mla_backend",
-    "batch": "sglang.srt.model_executor.forward_batch_info",
-    "chunks": "sglang.srt.model_executor.forward_batch_deepseek_mha_mixin",
-    "context": "sglang.srt.model_executor.forward_context",
-    "indices": "sglang.kernels.ops.attention.kv_indices",
-    "kernels": "sglang.kernels.ops.attention.merge_state",
-    "merge": "sglang.srt.layers.attention.merge_state",
-    "mha": "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha",
-    "pools": "sglang.srt.mem_cache.memory_pool",
-    "radix": "sglang.srt.layers.radix_attention",
-    "runtime": "sglang.srt.runtime_context",
-}
+MODULES = srt_modules(
+    "backend=layers.attention.flashinfer_mla_backend batch=model_executor.forward_batch_info",
+    "chunks=model_executor.forward_batch_deepseek_mha_mixin",
+    "context=model_executor.forward_context merge=layers.attention.merge_state",
+    "mha=models.deepseek_common.attention_forward_methods.forward_mha",
+    "pools=mem_cache.memory_pool radix=layers.radix_attention runtime=runtime_context",
+)
+MODULES["indices"] = "sglang.kernels.ops.attention.kv_indices"
+MODULES["kernels"] = "sglang.kernels.ops.attention.merge_state"
 
 
 @functools.cache

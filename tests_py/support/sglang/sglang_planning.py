@@ -14,28 +14,24 @@ import torch
 
 from support.stand_ins import stand_ins_for_what_lacks
 
-MODULES = {
-    "zigzag": "sglang.srt.layers.cp.zigzag",
-    "interleave": "sglang.srt.layers.cp.interleave",
-    "padding": "sglang.srt.layers.cp.padding",
-    "cp_base": "sglang.srt.layers.cp.base",
-    "runtime": "sglang.srt.runtime_context",
-    "batch": "sglang.srt.model_executor.forward_batch_info",
-    "dsa": "sglang.srt.layers.attention.dsa_backend",
-    "topk": "sglang.srt.layers.attention.dsa.dsa_topk_backend",
-    "utils": "sglang.srt.disaggregation.common.utils",
-    "conn": "sglang.srt.disaggregation.common.conn",
-    "ascend": "sglang.srt.disaggregation.ascend.conn",
-    "mooncake": "sglang.srt.disaggregation.mooncake.conn",
-    "disaggregation": "sglang.srt.disaggregation.utils",
-    "pools": "sglang.srt.mem_cache.memory_pool",
-    "striped_allocator": "sglang.srt.mem_cache.allocator.page_interleave",
-    "striped_pools": "sglang.srt.mem_cache.page_interleave_pool",
-    "striping": "sglang.srt.mem_cache.page_interleave",
-    "options": "sglang.srt.arg_groups.fields.exec_",
-    "registry": "sglang.srt.plugins.hook_registry",
-    "plugins": "sglang.srt.plugins",
-}
+
+def srt_modules(*rows: str) -> dict[str, str]:
+    """Names of modules below sglang.srt by keys, of rows of "key=name" with spaces between."""
+    pairs = (pair.split("=") for row in rows for pair in row.split())
+    return {key: f"sglang.srt.{name}" for key, name in pairs}
+
+
+MODULES = srt_modules(
+    "zigzag=layers.cp.zigzag interleave=layers.cp.interleave padding=layers.cp.padding",
+    "cp_base=layers.cp.base runtime=runtime_context batch=model_executor.forward_batch_info",
+    "dsa=layers.attention.dsa_backend topk=layers.attention.dsa.dsa_topk_backend",
+    "utils=disaggregation.common.utils conn=disaggregation.common.conn",
+    "ascend=disaggregation.ascend.conn mooncake=disaggregation.mooncake.conn",
+    "disaggregation=disaggregation.utils pools=mem_cache.memory_pool",
+    "striped_allocator=mem_cache.allocator.page_interleave",
+    "striped_pools=mem_cache.page_interleave_pool striping=mem_cache.page_interleave",
+    "options=arg_groups.fields.exec_ registry=plugins.hook_registry plugins=plugins",
+)
 
 
 @functools.cache

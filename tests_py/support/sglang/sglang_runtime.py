@@ -25,25 +25,18 @@ from transformers import AutoProcessor  # noqa: F401  before there is a stand-in
 
 from cpattn.integrations import torch_npu
 from support.distributed.prefill_batches import Batch, Case, slots_of
+from support.sglang.sglang_planning import srt_modules
 from support.stand_ins import DevicesAreTheCpu, LackingFinder
 
-MODULES = {
-    "attention": "sglang.srt.hardware_backend.npu.attention.ascend_backend",
-    "batch": "sglang.srt.model_executor.forward_batch_info",
-    "context": "sglang.srt.model_executor.forward_context",
-    "cp": "sglang.srt.layers.cp.utils",
-    "cp_base": "sglang.srt.layers.cp.base",
-    "deepseek": "sglang.srt.models.deepseek_v2",
-    "groups": "sglang.srt.distributed.parallel_state",
-    "indexer": "sglang.srt.layers.attention.dsa.dsa_indexer",
-    "models": "sglang.srt.configs.model_config",
-    "npu_indexer": "sglang.srt.layers.attention.dsa.dsa_npu_indexer",
-    "npu_pools": "sglang.srt.hardware_backend.npu.memory_pool_npu",
-    "pools": "sglang.srt.mem_cache.memory_pool",
-    "radix": "sglang.srt.layers.radix_attention",
-    "runtime": "sglang.srt.runtime_context",
-    "speculation": "sglang.srt.speculative.spec_info",
-}
+MODULES = srt_modules(
+    "attention=hardware_backend.npu.attention.ascend_backend",
+    "batch=model_executor.forward_batch_info context=model_executor.forward_context",
+    "cp=layers.cp.utils cp_base=layers.cp.base deepseek=models.deepseek_v2",
+    "groups=distributed.parallel_state indexer=layers.attention.dsa.dsa_indexer",
+    "models=configs.model_config npu_indexer=layers.attention.dsa.dsa_npu_indexer",
+    "npu_pools=hardware_backend.npu.memory_pool_npu pools=mem_cache.memory_pool",
+    "radix=layers.radix_attention runtime=runtime_context speculation=speculative.spec_info",
+)
 
 
 def _load() -> SimpleNamespace:

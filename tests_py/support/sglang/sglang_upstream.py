@@ -30,30 +30,23 @@ import pytest
 import torch
 
 from audit.records import note
+from support.sglang.sglang_planning import srt_modules
 from support.stand_ins import PackageFinder, stand_ins_for_what_lacks
 
-MODULES = {
-    "utils": "sglang.srt.disaggregation.common.utils",
-    "conn": "sglang.srt.disaggregation.common.conn",
-    "ascend": "sglang.srt.disaggregation.ascend.conn",
-    "mooncake": "sglang.srt.disaggregation.mooncake.conn",
-    "base": "sglang.srt.disaggregation.base.conn",
-    "disaggregation": "sglang.srt.disaggregation.utils",
-    "staging": "sglang.srt.disaggregation.common.staging_buffer",
-    "environ": "sglang.srt.environ",
-    "cp_utils": "sglang.srt.layers.cp.utils",
-    "pages": "sglang.srt.mem_cache.common",
-    "pools": "sglang.srt.mem_cache.memory_pool",
-    "npu_pools": "sglang.srt.hardware_backend.npu.memory_pool_npu",
-}
+MODULES = srt_modules(
+    "utils=disaggregation.common.utils conn=disaggregation.common.conn",
+    "ascend=disaggregation.ascend.conn mooncake=disaggregation.mooncake.conn",
+    "base=disaggregation.base.conn disaggregation=disaggregation.utils",
+    "staging=disaggregation.common.staging_buffer environ=environ cp_utils=layers.cp.utils",
+    "pages=mem_cache.common pools=mem_cache.memory_pool",
+    "npu_pools=hardware_backend.npu.memory_pool_npu",
+)
 # Of the releases that stripe pools over ranks, 0.5.23 being the first.
-STRIPING = {
-    "allocator_base": "sglang.srt.mem_cache.allocator.base",
-    "paged_allocator": "sglang.srt.mem_cache.allocator.paged",
-    "striped_allocator": "sglang.srt.mem_cache.allocator.page_interleave",
-    "striped_pools": "sglang.srt.mem_cache.page_interleave_pool",
-    "striping": "sglang.srt.mem_cache.page_interleave",
-}
+STRIPING = srt_modules(
+    "allocator_base=mem_cache.allocator.base paged_allocator=mem_cache.allocator.paged",
+    "striped_allocator=mem_cache.allocator.page_interleave",
+    "striped_pools=mem_cache.page_interleave_pool striping=mem_cache.page_interleave",
+)
 
 
 def _find_files() -> Path | zipfile.Path | None:
