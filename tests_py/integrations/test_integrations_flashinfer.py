@@ -255,8 +255,12 @@ def test_installed_and_removed():
         importlib.import_module("flashinfer")
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+CODES = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.mark.parametrize(
+    ("kv_layout", "dtype"), [("NHD", CODES[0]), ("HND", CODES[1]), ("NHD", CODES[2])]
+)
 def test_codes(kv_layout, dtype):
     """As caches of their dtype, or in uint8 with the dtype that was planned."""
     case = CASE.with_(kv_layout=kv_layout)

@@ -67,13 +67,6 @@ def test_equals_the_function(call):
         assert_same(tuple(outputs.values()), expected)
 
 
-def test_merge_state():
-    parts, expected = states(), states()
-    OPERATORS.merge_state(*parts)
-    cpattn.merge_state(*expected)
-    assert_same(parts, expected)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS + ALL_OPERATORS[len(FIRST_OF_EACH) :], ids=str)
 def test_opcheck(call):
@@ -84,9 +77,6 @@ def test_opcheck(call):
 @every_out
 def test_opcheck_of_out(call):
     torch.library.opcheck(call.out, call.args, call.kwargs | call.outputs())
-
-
-def test_opcheck_of_merge_state():
     torch.library.opcheck(OPERATORS.merge_state.default, states())
 
 
@@ -108,7 +98,7 @@ def test_compiles_to_one_graph(call, backend):
         assert_same(written, call.function())
 
 
-def test_merging_compiles_to_one_graph():
+def test_merging_and_in_one_graph():
     def run(out_a, lse_a, out_b, lse_b):
         out = out_a + 0
         OPERATORS.merge_state(out, lse_a, out_b, lse_b)
@@ -119,6 +109,9 @@ def test_merging_compiles_to_one_graph():
     assert_same(parts[0], expected[0])
     cpattn.merge_state(*expected)
     assert_same((result, parts[1]), (2 * expected[0], expected[1]))
+    parts = states()
+    OPERATORS.merge_state(*parts)
+    assert_same(parts, expected)
 
 
 def test_one_graph_serves_all_lengths():
@@ -217,16 +210,13 @@ def test_gradients_are_refused_while_compiling(backend):
         compiled(x)
 
 
-def test_autograd_sees_what_was_overwritten():
+def test_autograd_sees_what_was_overwritten_and_negated_views_are_plain():
     weight, out = torch.ones(64, requires_grad=True), torch.ones(64)
     product = (weight * out).sum()
     OPERATORS.hadamard_transform(torch.ones(64), out=out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
-
-
-def test_negated_views():
-    """They are not what their memory says; torch makes plain tensors of them."""
+    # They are not what their memory says; torch makes plain tensors of them.
     x = torch.complex(torch.zeros(64), torch.randn(64)).conj().imag
     assert x.is_neg()
     expected = cpattn.sparse.hadamard_transform(x.resolve_neg())

@@ -265,13 +265,9 @@ def test_the_signature_is_torch_npu_s():
     positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional == ["query", "key", "value"]
     defaults = {n: p.default for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
-    assert {n: d for n, d in defaults.items() if d is not None} == {
-        **dict.fromkeys(("pre_tokens", "next_tokens"), 2147483647),
-        **dict.fromkeys(("num_key_value_heads", "sparse_mode", "inner_precise", "block_size"), 0),
-        **dict.fromkeys(("antiquant_mode", "key_antiquant_mode", "value_antiquant_mode"), 0),
-        "num_heads": 1,
-        "scale": 1.0,
-        "input_layout": "BSH",
-        "softmax_lse_flag": False,
-    }
+    numbers = {"pre_tokens": 2147483647, "next_tokens": 2147483647, "num_heads": 1, "scale": 1.0}
+    zeros = "num_key_value_heads sparse_mode inner_precise block_size antiquant_mode"
+    expected = numbers | {"input_layout": "BSH", "softmax_lse_flag": False}
+    expected |= dict.fromkeys([*zeros.split(), "key_antiquant_mode", "value_antiquant_mode"], 0)
+    assert {n: d for n, d in defaults.items() if d is not None} == expected
     assert len(defaults) == 37

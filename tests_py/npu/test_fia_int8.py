@@ -43,17 +43,11 @@ class Int8Batch:
         batch, heads, dtype = self.meant, self.meant.num_kv_heads, self.meant.torch_dtype
         tokens = max(batch.kv_lens) + batch.spare_rows + 3
         blocks = int((batch.tables >= 0).sum()) + 1
-        shape, dtype = {
-            "one": ((1,), dtype),
-            "NxD": ((heads, dim), dtype),
-            "N1D": ((1, heads, 1, dim), dtype),
-            "H": ((heads * dim,), dtype),
-            "token": ((3, tokens), torch.float32),
-            "head": ((heads,), dtype),
-            "token of head": ((3, heads, tokens), torch.float32),
-            "slot": ((blocks, batch.block_size), torch.float32),
-            "slot of head": ((blocks, heads, batch.block_size), torch.float32),
-        }[kind]
+        shapes = {"one": (1,), "NxD": (heads, dim), "N1D": (1, heads, 1, dim), "H": (heads * dim,)}
+        shapes |= {"token": (3, tokens), "head": (heads,), "token of head": (3, heads, tokens)}
+        shapes |= {"slot": (blocks, batch.block_size)}
+        shapes |= {"slot of head": (blocks, heads, batch.block_size)}
+        shape, dtype = shapes[kind], dtype if MODES[kind] in (0, 2) else torch.float32
         return torch.from_numpy(self.rng.uniform(low, high, shape)).to(dtype)
 
     def of_sequence(self, numbers: torch.Tensor, kind: str, b: int, dim: int) -> torch.Tensor:

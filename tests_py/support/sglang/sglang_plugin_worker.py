@@ -63,9 +63,8 @@ def group_pages() -> Any:
 def filter_pages() -> Any:
     from sglang.srt.disaggregation.common.conn import filter_kv_indices_for_shard_rank
 
-    return filter_kv_indices_for_shard_rank(
-        kv_indices=np.array([-1]), index_slice=slice(0, 1), shard_rank=0, shard_size=2
-    )
+    given = {"kv_indices": np.array([-1]), "index_slice": slice(0, 1)}
+    return filter_kv_indices_for_shard_rank(shard_rank=0, shard_size=2, **given)
 
 
 def match_buffers() -> Any:
@@ -107,15 +106,14 @@ def main() -> None:
     from cpattn.integrations import sglang as plugin
 
     answers = {}
-    with environment(SGLANG_PLUGINS="another"):
-        load_plugins()
-        answers["filtered by SGLANG_PLUGINS"] = who_plans()
-    with environment(CPATTN_PLUGINS="0"):
-        load_plugins()
-        answers["CPATTN_PLUGINS=0"] = who_plans()
-    with environment(SGLANG_PLUGINS="another, cpattn"):
-        load_plugins()
-        answers["loaded"] = who_plans()
+    for name, variables in (
+        ("filtered by SGLANG_PLUGINS", {"SGLANG_PLUGINS": "another"}),
+        ("CPATTN_PLUGINS=0", {"CPATTN_PLUGINS": "0"}),
+        ("loaded", {"SGLANG_PLUGINS": "another, cpattn"}),
+    ):
+        with environment(**variables):
+            load_plugins()
+            answers[name] = who_plans()
     load_plugins()
     answers["loaded again"] = who_plans()
     hooks = plugins.HookRegistry._hooks.values()

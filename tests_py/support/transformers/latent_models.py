@@ -18,24 +18,13 @@ from support.tolerances import ABSORBED_UNITS, ROUNDED_ONCE, TOLERANCES
 from support.tolerances import EPS as SPACINGS
 
 TOPK = 8
-SIZES = {
-    name: value
-    for value, names in {
-        64: "vocab_size hidden_size kv_lora_rank v_head_dim",
-        96: "intermediate_size",
-        48: "q_lora_rank",
-        32: "moe_intermediate_size qk_nope_head_dim",
-        16: "qk_rope_head_dim",
-        4: "num_attention_heads num_key_value_heads n_routed_experts",
-        3: "num_hidden_layers",
-        2: "num_experts_per_tok n_group",
-        1: "topk_group first_k_dense_replace",
-        0: "pad_token_id",
-        None: "bos_token_id eos_token_id",
-        0.15: "initializer_range",  # so that greedy tokens vary
-    }.items()
-    for name in names.split()
-}
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 64}
+SIZES |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 64}
+SIZES |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+SIZES |= {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "pad_token_id": 0}
+SIZES |= {"bos_token_id": None, "eos_token_id": None}
+SIZES |= {"initializer_range": 0.15}  # so that greedy tokens vary
 ODD_HEADS = {"qk_nope_head_dim": 24, "v_head_dim": 20}
 # With fewer heads there are queries whose weights are all negative: they choose among zeros.
 INDEXER = {"index_topk": TOPK, "index_head_dim": 32, "index_n_heads": 16}

@@ -56,6 +56,7 @@ def generate(run: dict[str, Any]) -> dict[str, Any]:
     results += llm.generate(prompts[::-1], sampling, use_tqdm=False)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     impls = [layer.impl for layer in layers if hasattr(layer, "impl")]  # not those of experts
+    scored = [(x.prompt_logprobs, x.prompt_token_ids) for x in results if x.prompt_logprobs]
     return {
         "layers": [type(impl).__name__ for impl in impls],
         "is_stock": [getattr(impl, "is_stock", True) for impl in impls],
@@ -63,9 +64,7 @@ def generate(run: dict[str, Any]) -> dict[str, Any]:
         "num_cached": [result.num_cached_tokens for result in results],
         "prompt_logprobs": [
             [entry[token].logprob for entry, token in zip(found[1:], prompt[1:], strict=True)]
-            for result in results
-            if (found := result.prompt_logprobs)
-            for prompt in [result.prompt_token_ids]
+            for found, prompt in scored
         ],
     }
 
