@@ -3,11 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
-import types
-
 import pytest
 import torch
 
@@ -259,32 +254,6 @@ def test_what_a_cache_refuses(change, message):
     with pytest.raises(ValueError, match=f"flash_attn_with_kvcache: .*{message}"):
         flash_attn.flash_attn_with_kvcache(**arguments | {"cache_seqlens": 5} | change)
     assert not k_cache.any()
-
-
-def test_installed_and_removed_and_the_real_package_is_not_hidden(monkeypatch, tmp_path):
-    with flash_attn.install() as installed:
-        module = importlib.import_module("flash_attn.flash_attn_interface")
-        assert module.flash_attn_varlen_func is flash_attn.flash_attn_varlen_func
-        assert importlib.util.find_spec("flash_attn") is not None
-        with pytest.raises(ImportError, match="not replaced"):
-            flash_attn.install()
-    installed.remove()  # nothing is left to remove
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("flash_attn")
-    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
-    with pytest.raises(ImportError, match="a package flash_attn is there already"):
-        flash_attn.install()
-    monkeypatch.delitem(sys.modules, "flash_attn")
-    (tmp_path / "flash_attn.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match="a package flash_attn is there already"):
-        flash_attn.install()
-
-
-@pytest.mark.parametrize("name", ["flash_attn", "flashinfer"])
-def test_import_does_not_import_torch(name):
-    program = f"import sys, cpattn.integrations.{name}; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 DESCALES = {

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 
 import numpy as np
@@ -244,15 +243,6 @@ def test_merge_states(num_states, dtype):
     assert_merged(*merged, [(v[:, i], s[:, i]) for i in range(num_states)], dtype, op)
     with pytest.raises(ValueError, match="merge_states: v must be"):
         flashinfer.merge_states(v[:, :0], s[:, :0])
-
-
-def test_installed_and_removed():
-    with flashinfer.install():
-        module = importlib.import_module("flashinfer.prefill")
-        assert module.BatchPrefillWithPagedKVCacheWrapper is BatchPrefillWithPagedKVCacheWrapper
-        assert importlib.import_module("flashinfer").merge_state is flashinfer.merge_state
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("flashinfer")
 
 
 CODES = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-ins for flash-attn, FlashInfer and torch_npu: put in place, taken away, hiding nothing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+import types
+
+import pytest
+
+from cpattn.integrations import flash_attn, flashinfer, torch_npu
+
+# Of each its package, one of the modules, and what that has.
+PACKAGES = [
+    (flash_attn, "flash_attn.flash_attn_interface", "flash_attn_varlen_func"),
+    (flashinfer, "flashinfer.prefill", "BatchPrefillWithPagedKVCacheWrapper"),
+    (flashinfer, "flashinfer", "merge_state"),
+    (torch_npu, "torch_npu", None),
+]
+
+
+@pytest.mark.parametrize(("integration", "module", "name"), PACKAGES)
+def test_installed_and_removed_and_nothing_is_hidden(
+    integration, module, name, monkeypatch, tmp_path
+):
+    package = module.partition(".")[0]
+    there = f"a package {package} is there already"
+    with integration.install() as installed:
+        found = importlib.import_module(module)
+        assert name is None or getattr(found, name) is getattr(integration, name)
+        assert importlib.util.find_spec(package) is not None
+        with pytest.raises(ImportError, match=there):
+            integration.install()
+    installed.remove()  # nothing is left to remove
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(package)
+
+    real = types.ModuleType(package)
+    monkeypatch.setitem(sys.modules, package, real)
+    with pytest.raises(ImportError, match=there):
+        integration.install()
+    assert sys.modules[package] is real
+    monkeypatch.delitem(sys.modules, package)
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=there):
+        integration.install()
+    assert package not in sys.modules
+
+
+def test_imports_do_not_import_torch():
+    program = "import sys\nfrom cpattn.integrations import flash_attn, flashinfer, torch_npu\n"
+    program += "assert not {'torch', 'torch_npu'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
