@@ -102,17 +102,6 @@ def logits(model: Any, run: str, implementation: str) -> Tensor:
     return torch.cat(parts, 1)[mask]
 
 
-def greedy(model: Any, implementation: str) -> Tensor:
-    """Sixteen tokens after each of three prompts of unequal lengths, [3, 16]."""
-    model.config._attn_implementation = implementation
-    tokens, mask = tokens_and_mask([0, 13, 41])
-    out = model.generate(
-        torch.where(mask, tokens, 0), attention_mask=mask.long(), max_new_tokens=16, do_sample=False
-    )
-    new: Tensor = out[:, LENGTH:]
-    return new
-
-
 @contextmanager
 def checked_attention(attend: Callable[..., Any], name: str = "checked") -> Iterator[list[int]]:
     """An attention function of this name that compares `attend` with float64 in every layer.
