@@ -50,14 +50,10 @@ class FakeMooncake:
 def put_mooncake(patch: pytest.MonkeyPatch) -> list[Any]:
     """Replaces Mooncake's package; returns the engines that will have been made."""
     made: list[Any] = []
-
-    def make() -> FakeMooncake:
-        made.append(FakeMooncake())
-        return made[-1]
-
     for name in [name for name in os.environ if name.startswith("MC_")]:
         patch.delenv(name)
-    patch.setitem(sys.modules, "mooncake.engine", SimpleNamespace(TransferEngine=make))
+    make = SimpleNamespace(TransferEngine=lambda: made.append(FakeMooncake()) or made[-1])
+    patch.setitem(sys.modules, "mooncake.engine", make)
     patch.setattr(metadata, "version", lambda name: "0.3.13.post1")
     patch.setattr(FakeMooncake, "code", 0)
     return made
@@ -66,13 +62,9 @@ def put_mooncake(patch: pytest.MonkeyPatch) -> list[Any]:
 def put_nixl(patch: pytest.MonkeyPatch) -> list[Any]:
     """Replaces NIXL's package; returns the agents that will have been made."""
     made: list[Any] = []
-
-    def make(name: str, config: Any) -> FakeAgent:
-        made.append(FakeAgent(name, config))
-        return made[-1]
-
+    module = bindings(lambda *settings: made.append(FakeAgent(*settings)) or made[-1])
     patch.setitem(sys.modules, "nixl_cu12", SimpleNamespace())
-    patch.setitem(sys.modules, "nixl_cu12._bindings", bindings(make))
+    patch.setitem(sys.modules, "nixl_cu12._bindings", module)
     patch.setattr(metadata, "version", lambda name: "1.5.1")
     for name in ("answers", "state", "taken"):
         patch.setattr(FakeAgent, name, copy.copy(getattr(FakeAgent, name)))

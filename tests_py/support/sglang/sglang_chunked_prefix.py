@@ -240,16 +240,15 @@ class Language:
     """Names of ``triton.language``, in the program that runs."""
 
     int32 = torch.int32
+    arange = staticmethod(torch.arange)
+    exp = staticmethod(lambda x: torch.exp(torch.as_tensor(x)))
+    log = staticmethod(lambda x: torch.log(torch.as_tensor(x)))
+    cdiv = staticmethod(lambda a, b: -(-int(a) // b))
+    maximum = staticmethod(lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)))
 
-    def __init__(self) -> None:
-        self.program: tuple[int, ...] = ()
-        self.grid: tuple[int, ...] = ()
-
-    def program_id(self, axis: int) -> int:
-        return self.program[axis]
-
-    def num_programs(self, axis: int) -> int:
-        return self.grid[axis]
+    def __init__(self, grid: tuple[int, ...], program: tuple[int, ...]) -> None:
+        self.num_programs = lambda axis: grid[axis]
+        self.program_id = lambda axis: program[axis]
 
     def load(self, pointer: Pointer, mask: Any = None) -> torch.Tensor:
         at, shown = pointer.seen(mask)
@@ -262,21 +261,6 @@ class Language:
         value = torch.as_tensor(value).to(pointer.elements.dtype).expand(at.shape)
         pointer.elements[at[shown]] = value[shown]
 
-    def arange(self, begin: int, end: int) -> torch.Tensor:
-        return torch.arange(begin, end)
-
-    def maximum(self, a: Any, b: Any) -> torch.Tensor:
-        return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
-
-    def exp(self, x: Any) -> torch.Tensor:
-        return torch.exp(torch.as_tensor(x))
-
-    def log(self, x: Any) -> torch.Tensor:
-        return torch.log(torch.as_tensor(x))
-
-    def cdiv(self, a: Any, b: int) -> int:
-        return -(-int(a) // b)
-
 
 class Kernel:
     """What ``@triton.jit`` makes of a function: ``kernel[grid](...)`` runs all programs."""
@@ -287,11 +271,8 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any) -> None:
             given = [Pointer(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-            language = Language()
-            language.grid = grid
-            with mock.patch.dict(self.function.__globals__, tl=language):
-                for program in itertools.product(*map(range, grid)):
-                    language.program = program
+            for program in itertools.product(*map(range, grid)):
+                with mock.patch.dict(self.function.__globals__, tl=Language(grid, program)):
                     self.function(*given)
 
         return launch

@@ -22,13 +22,7 @@ import torch.distributed as dist
 import cpattn
 from support.distributed.prefill_batches import Batch, Case, make_batch, slots_of
 
-_WITH_PARALLEL = (
-    "sglang.srt.layers.cp.base",
-    "sglang.srt.layers.cp.interleave",
-    "sglang.srt.layers.cp.padding",
-    "sglang.srt.layers.cp.zigzag",
-    "sglang.srt.layers.dp_attention",
-)
+_WITH_PARALLEL = "cp.base", "cp.interleave", "cp.padding", "cp.zigzag", "dp_attention"
 
 
 def _parallel() -> SimpleNamespace:
@@ -46,14 +40,12 @@ def ranks_of_their_own(sglang: SimpleNamespace, size: int, strategy: str) -> Ite
     def pool_of_rank() -> Pool:
         return pools.setdefault(dist.get_rank(), Pool())
 
+    split = {"tp_size": size, "attn_cp_size": size, "cp_strategy": strategy}
+    context = sglang.runtime.get_context()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            sglang.runtime.get_context().override_server_args(
-                tp_size=size, attn_cp_size=size, enable_prefill_cp=True, cp_strategy=strategy
-            )
-        )
+        stack.enter_context(context.override_server_args(enable_prefill_cp=True, **split))
         for name in _WITH_PARALLEL:
-            module = importlib.import_module(name)
+            module = importlib.import_module(f"sglang.srt.layers.{name}")
             stack.enter_context(mock.patch.object(module, "get_parallel", _parallel))
         stack.enter_context(mock.patch.object(sglang.zigzag, "get_token_to_kv_pool", pool_of_rank))
         yield
@@ -72,10 +64,8 @@ class Pool:
 
 
 def _forward_batch(sglang: SimpleNamespace, case: Case, batch: Batch) -> Any:
-    new = [
-        slots_of(batch.block_tables, s, n, case.page_size)[p:]
-        for s, (n, p) in enumerate(zip(case.seq_lens, case.prefixes, strict=True))
-    ]
+    tables, ends = batch.block_tables, zip(case.seq_lens, case.prefixes, strict=True)
+    new = [slots_of(tables, s, n, case.page_size)[p:] for s, (n, p) in enumerate(ends)]
     return sglang.batch.ForwardBatch(
         forward_mode=sglang.batch.ForwardMode.EXTEND,
         batch_size=len(case.extend_lens),
@@ -88,17 +78,12 @@ def _forward_batch(sglang: SimpleNamespace, case: Case, batch: Batch) -> Any:
 
 
 def layer(
-    sglang: SimpleNamespace,
-    case: Case,
-    spoil: Callable[[Any, int], None] = lambda batch, rank: None,
+    sglang: SimpleNamespace, case: Case, spoil: Callable[[Any, int], None] | None = None
 ) -> torch.Tensor:
     """One layer of one prefill on this rank; the rows of the whole batch, [T, heads, dim]."""
     batch, rank, size = make_batch(case), dist.get_rank(), dist.get_world_size()
-    bases = {
-        "zigzag": sglang.zigzag.ZigzagCPStrategy,
-        "interleave": sglang.interleave.InterleaveCPStrategy,
-    }
-    strategy = bases[case.strategy](size)
+    zigzag, interleave = sglang.zigzag.ZigzagCPStrategy, sglang.interleave.InterleaveCPStrategy
+    strategy = {"zigzag": zigzag, "interleave": interleave}[case.strategy](size)
     forward_batch = _forward_batch(sglang, case, batch)
     forward_batch.attn_cp_metadata = strategy.build_metadata(
         sum(case.extend_lens), case.seq_lens, list(case.extend_lens)
@@ -124,14 +109,13 @@ def layer(
 
 
 def _attention(case: Case, batch: Batch, pool: Pool) -> Callable[..., torch.Tensor]:
-    def attend(
-        q: torch.Tensor, cu_seqlens_q: torch.Tensor, kv_lens: torch.Tensor, longest: int
-    ) -> torch.Tensor:
-        out: torch.Tensor = cpattn.paged_attention(
-            q.contiguous(), pool.k, pool.v, q_lens=cu_seqlens_q.diff().tolist(),
-            kv_lens=kv_lens.tolist(), block_tables=batch.block_tables, page_size=case.page_size,
-            scale=case.head_dim**-0.5,
-        )  # fmt: skip
-        return out
+    options = {"block_tables": batch.block_tables, "page_size": case.page_size}
+
+    def attend(q: torch.Tensor, cu_seqlens_q: Any, kv_lens: Any, longest: int) -> torch.Tensor:
+        lens = {"q_lens": cu_seqlens_q.diff().tolist(), "kv_lens": kv_lens.tolist()}
+        scale = case.head_dim**-0.5
+        return cpattn.paged_attention(
+            q.contiguous(), pool.k, pool.v, scale=scale, **lens, **options
+        )
 
     return attend
