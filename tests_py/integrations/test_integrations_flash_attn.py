@@ -24,8 +24,7 @@ def fixed_inputs():
 
 
 @pytest.mark.parametrize(
-    ("lens", "window_size", "causal"),
-    pairwise([(7, 7), (3, 11), (11, 3)], WINDOWS, [False, True]),
+    ("lens", "window_size", "causal"), pairwise([(7, 7), (3, 11), (11, 3)], WINDOWS, [False, True])
 )
 def test_equal_lengths(lens, window_size, causal):
     q_len, kv_len = lens
@@ -241,10 +240,7 @@ BOTH = dict.fromkeys(("cache_batch_idx", "block_table"), torch.zeros(2, 1).int()
         ({"k": torch.zeros(2, 1, KV_HEADS, DIM)}, "k and v must be given together"),
         ({"cache_seqlens": torch.tensor([1, 2, 3])}, "must be 2 numbers"),
         ({"k": torch.zeros(2, 1, 1, DIM), "v": torch.zeros(2, 1, 1, DIM)}, "k must have shape"),
-        (
-            dict.fromkeys("kv", torch.zeros(2, 4, KV_HEADS, DIM)),
-            "needs room for 9 tokens, the cache",
-        ),
+        (dict.fromkeys("kv", torch.zeros(2, 4, KV_HEADS, DIM)), "needs room for 9 tokens, the cac"),
         (BOTH, "cache_batch_idx must not be given with block_table"),
     ],
 )
