@@ -39,6 +39,11 @@ def registered() -> None:
 
 
 models = functools.cache(make_model)
+# One run has all of chunks, single tokens and padding.
+each_run = pytest.mark.parametrize(
+    "run",
+    [x if x == "left padded chunks" else pytest.param(x, marks=pytest.mark.slow) for x in RUNS],
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +57,7 @@ def logits_of_eager(name: str, run: str) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "form"), IN_FORMS)
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 def test_logits_are_those_of_eager(name: str, run: str, form: str) -> None:
     with form_of(models(name), form):
         actual = logits(models(name), run, "cpattn")
@@ -140,6 +145,7 @@ def test_an_adapter_that_comes_later(deepseek: Any, monkeypatch: pytest.MonkeyPa
             logits(deepseek, "chunks", "cpattn")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["heads", "latents"])
 @pytest.mark.parametrize("run", ["left padded", "left padded chunks"])
 @pytest.mark.parametrize("name", ["deepseek_v3", *sorted(DSA_CONFIGS)])
@@ -171,7 +177,7 @@ def watched_indexers(model: Any, see: Callable[..., None]) -> Iterator[None]:
         handle.remove()
 
 
-@pytest.mark.parametrize("run", RUNS)
+@each_run
 def test_the_indexer_chooses_the_same_keys(model: Any, run: str) -> None:
     rows = 0
 

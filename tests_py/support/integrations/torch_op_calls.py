@@ -16,8 +16,7 @@ import cpattn.integrations.torch_ops
 from cpattn.integrations import torch_npu
 from support.cases import packed
 from support.npu.fia_cases import LAYOUTS, TEMPLATE, FiaBatch
-from support.npu.lightning_cases import FORMS, Operator
-from support.npu.sparse_flash_cases import Batch, Case
+from support.npu.sparse_cases import FORMS, Batch, Case, Operator
 from support.public_names import PUBLIC
 
 OPERATORS = torch.ops.cpattn

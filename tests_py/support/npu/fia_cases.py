@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches for the fused inference attention operator, in any of its layouts."""
+"""Batches for the fused inference attention operator, in any of its"""
 
 from __future__ import annotations
 
@@ -10,13 +10,48 @@ import numpy as np
 import torch
 
 from support.cases import assert_attention
-from support.npu import layouts
 
 LAYOUTS = (
     *("BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD"),
     *("TND", "TND_NTD", "NTD_TND"),
 )
 TEMPLATE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+
+
+def tables_of(lens: tuple[int, ...], block_size: int, rng: np.random.Generator) -> np.ndarray:
+    """Blocks in random order, of which one more exists than is used, [sequences, most + 1]."""
+    counts = [-(-n // block_size) for n in lens]
+    tables = np.full((len(counts), max(counts) + 1), -1, np.int32)
+    blocks = rng.permutation(sum(counts) + 1)
+    for row, count in zip(tables, counts, strict=True):
+        row[:count], blocks = blocks[:count], blocks[count:]
+    return tables
+
+
+def padded(sequences: list[torch.Tensor], spare_rows: int, fill: float = torch.nan) -> torch.Tensor:
+    """[B, S, ...] with `fill` after each sequence."""
+    rows = max(map(len, sequences)) + spare_rows
+    shape = len(sequences), rows, *sequences[0].shape[1:]
+    batch = torch.full(shape, fill).to(sequences[0].dtype)
+    for entry, sequence in zip(batch, sequences, strict=True):
+        entry[: len(sequence)] = sequence
+    return batch
+
+
+def blocks_of(sequences: list[torch.Tensor], tables: np.ndarray, block_size: int) -> torch.Tensor:
+    """[blocks, block_size, ...], NaN where no token is."""
+    num_blocks = int((tables >= 0).sum()) + 1
+    cache = torch.full((num_blocks, block_size, *sequences[0].shape[1:]), torch.nan)
+    cache = cache.to(sequences[0].dtype)
+    for table, sequence in zip(tables, sequences, strict=True):
+        token = np.arange(len(sequence))
+        cache[table[token // block_size], token % block_size] = sequence
+    return cache
+
+
+def ends_of(lens: tuple[int, ...], packed: bool) -> list[int]:
+    """Lengths as an operator takes them: running sums of packed sequences."""
+    return [int(n) for n in (np.cumsum(lens) if packed else lens)]
 
 
 def to_axes(bsnd: torch.Tensor, axes: str) -> torch.Tensor:
@@ -89,7 +124,7 @@ class FiaBatch:
             self.queries.append(random(q_len, self.num_heads, width))
             self.keys.append(random(kv_len, self.num_kv_heads, width))
             self.values.append(random(kv_len, self.num_kv_heads, self.v_head_dim))
-        self.tables = layouts.tables_of(self.kv_lens, self.block_size, rng)
+        self.tables = tables_of(self.kv_lens, self.block_size, rng)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -103,10 +138,10 @@ class FiaBatch:
         """[B, S, N, D] with NaN after each sequence, or, packed, one after the other."""
         if self.packed:
             return torch.cat(sequences)[None]
-        return layouts.padded(sequences, self.spare_rows)
+        return padded(sequences, self.spare_rows)
 
     def _cache(self, sequences: list[torch.Tensor]) -> torch.Tensor:
-        cache = layouts.blocks_of(sequences, self.tables, self.block_size)
+        cache = blocks_of(sequences, self.tables, self.block_size)
         return cache.flatten(2) if self.blocks == "H" else cache.transpose(1, 2).contiguous()
 
     def arguments(self, **changes: Any) -> dict[str, Any]:
@@ -121,8 +156,8 @@ class FiaBatch:
         arguments |= {"value": keys(self.values), "scale": self.scale, "input_layout": self.layout}
         arguments |= {"num_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads}
         packed = self.packed, self.packed and not self.blocks
-        arguments["actual_seq_lengths"] = layouts.ends_of(self.q_lens, packed[0])
-        arguments["actual_seq_lengths_kv"] = layouts.ends_of(self.kv_lens, packed[1])
+        arguments["actual_seq_lengths"] = ends_of(self.q_lens, packed[0])
+        arguments["actual_seq_lengths_kv"] = ends_of(self.kv_lens, packed[1])
         if self.rope_dim:
             ropes = self._batch([q[..., rope] for q in self.queries])
             arguments["query_rope"] = to_axes(ropes, axes)
