@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from cpattn.integrations import flash_attn
-from support import documented_masks
 from support.cases import DTYPES, strided_copy
-from support.integrations import flash_attn_cases
+from support.integrations import documented_masks, flash_attn_cases
 from support.integrations.flash_attn_cases import DIM, HEADS, KV_HEADS, normal, run_varlen
 from support.pairwise import pairwise
 from support.tolerances import assert_similar

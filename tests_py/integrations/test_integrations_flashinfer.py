@@ -15,8 +15,8 @@ from cpattn.integrations.flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
 )
-from support import documented_masks
 from support.cases import DTYPES, Case, assert_attention, make_inputs
+from support.integrations import documented_masks
 from support.tolerances import assert_close, to_float64
 
 LN2 = math.log(2)

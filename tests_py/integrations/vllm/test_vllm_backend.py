@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from support import documented_masks
 from support.cases import DTYPES, assert_attention
+from support.integrations import documented_masks
 
 with warnings.catch_warnings():  # of what vLLM imports
     warnings.simplefilter("ignore")

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from cpattn.integrations import flash_attn
-from support import documented_masks
 from support.cases import assert_attention
+from support.integrations import documented_masks
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 
