@@ -47,10 +47,11 @@ def configurator_of(
     counts = {"start_layer": layers.start, "end_layer": layers.stop}
     dims = {"head_dim": head_dim, "v_head_dim": v_head_dim}
     model = SimpleNamespace(get_num_kv_heads=lambda *_: num_kv_heads, **dims)
-    types = {"device": "cpu", "kv_cache_dtype": torch.bfloat16, "kv_cache_dtype_str": "auto"}
-    vars(made).update(is_draft_worker=False, post_capture_kv_active=False, **types)
-    made.kv_shard_rank, made.model_config = None, model
-    made.layer_info = SimpleNamespace(num_effective_layers=len(layers), **counts)
+    numbers = SimpleNamespace(num_effective_layers=len(layers), **counts)
+    fields = {"device": "cpu", "kv_cache_dtype": torch.bfloat16, "kv_cache_dtype_str": "auto"}
+    fields |= {"is_draft_worker": False, "post_capture_kv_active": False, "kv_shard_rank": None}
+    for name, value in {**fields, "model_config": model, "layer_info": numbers}.items():
+        setattr(made, name, value)  # which has slots
     return made
 
 
