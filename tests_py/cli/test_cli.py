@@ -12,16 +12,15 @@ import signal
 import time
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("click")
 
-from click.testing import CliRunner, Result
-
 from cpattn._cli.program import commands
 from cpattn.context_parallel.explain import block_map
-from support.command_line import QUICK, CommandLine, left_of_session, workers_of
+from support.command_line import QUICK, CommandLine, Running, invoke, left_of_session, workers_of
 from support.transfer.transfer_processes import requires_mooncake
 
 KILLED = rb"Error: rank [01] \(process \d+\) was killed by SIGKILL; all processes ended"
@@ -37,126 +36,120 @@ def shared_memory() -> set[str]:
     return segments
 
 
-def test_replay_reports_on_the_terminal_as_json_and_as_html(
-    command_line: CommandLine, tmp_path: Path
-) -> None:
-    paths = tmp_path / "r.json", tmp_path / "r.html"
-    result = command_line.run(*QUICK, "--json", str(paths[0]), "--html", str(paths[1]))
+def reported(line: CommandLine, folder: Path, *options: str) -> tuple[str, dict[str, Any], str]:
+    """What a replay prints, its JSON and its page."""
+    paths = folder / "r.json", folder / "r.html"
+    result = line.run(*QUICK, *options, "--json", str(paths[0]), "--html", str(paths[1]))
     assert result.returncode == 0, result.stderr
     assert PROGRESS.sub("", result.stderr) == ""
     assert result.stdout.endswith(f"JSON written to {paths[0]}\nreport written to {paths[1]}\n")
+    return result.stdout, json.loads(paths[0].read_text()), paths[1].read_text()
+
+
+def test_replay_reports_on_the_terminal_as_json_and_as_html(
+    command_line: CommandLine, tmp_path: Path
+) -> None:
+    text, report, page = reported(command_line, tmp_path)
     for word in ("prefix hits", "throughput", "balance", "torch SDPA", "peak memory", "passed"):
-        assert word in result.stdout
-    report = json.loads(paths[0].read_text())
-    assert report["summary"]["passed"] is True
-    assert report["summary"]["max_error"] <= report["summary"]["tolerance"]
-    assert len(report["batches"]) == report["summary"]["batches"] > 1
+        assert word in text
+    summary = report["summary"]
+    assert summary["passed"] is True
+    assert summary["max_error"] <= summary["tolerance"]
+    assert len(report["batches"]) == summary["batches"] > 1
     assert report["options"]["model"]["num_layers"] == 2
-    page = paths[1].read_text()
     assert page.count("<svg") == 6
     assert "http" not in page.replace("http://www.w3.org", "")
     assert len(page) < 300_000
 
 
+@pytest.mark.slow
 def test_replay_reports_what_a_decode_process_gets(
     command_line: CommandLine, tmp_path: Path
 ) -> None:
     requires_mooncake()
-    paths = tmp_path / "r.json", tmp_path / "r.html"
     options = ("--disaggregate", "--pp-size=2", "--cp-size=1", "--decode-tokens=3")
-    result = command_line.run(*QUICK, *options, "--json", str(paths[0]), "--html", str(paths[1]))
-    assert result.returncode == 0, result.stderr
-    assert PROGRESS.sub("", result.stderr) == ""
+    text, report, page = reported(command_line, tmp_path, *options)
     for word in ("KV transfer", "over 2 link(s)", "second token", "next tokens are those of one"):
-        assert word in result.stdout
-    report = json.loads(paths[0].read_text())
+        assert word in text
     decode, summary = report["decode"], report["summary"]["decode"]
     assert decode["wrong_tokens"] == 0
     assert len(decode["requests"]) == 12
     assert max(len(request["tokens"]) for request in decode["requests"]) == 3
     assert summary["bytes"] == sum(transfer["num_bytes"] for transfer in decode["transfers"]) > 0
     assert all(seconds > 0 for seconds in summary["seconds_to_second_token"].values())
-    page = paths[1].read_text()
     assert page.count("<svg") == 7
     assert "MB/s" in page
 
 
+def wait_for_workers(running: Running) -> list[int]:
+    while len(workers := workers_of(running.pid)) < 2:
+        assert running.process.poll() is None
+        time.sleep(0.01)
+    return workers
+
+
+def wait_for_batch(running: Running) -> list[int]:
+    seen = running.read_until(b"batch 0")
+    assert b"batch 0" in seen, seen
+    return workers_of(running.pid)
+
+
+def end_of(running: Running, code: int) -> bytes:
+    """What stands on the terminal at the end of a command that leaves no process behind."""
+    output, _ = running.process.communicate(timeout=60)
+    said = running.read_until(b"\0", 5)
+    assert (running.process.returncode, output) == (code, "")
+    assert b"Traceback" not in said
+    assert left_of_session(running.pid) == []
+    return said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["start", "run"])
 def test_ctrl_c_ends_all_processes_with_one_line(command_line: CommandLine, moment: str) -> None:
     before = shared_memory()
     running = command_line.start("replay", "--requests", "3000", "--no-check", columns=100)
-    if moment == "run":
-        seen = running.read_until(b"batch 0")
-        assert b"batch 0" in seen, seen
-    else:
-        while len(workers_of(running.pid)) < 2:
-            assert running.process.poll() is None
-            time.sleep(0.01)
-    workers = workers_of(running.pid)
+    workers = {"start": wait_for_workers, "run": wait_for_batch}[moment](running)
     running.interrupt()
-    output, _ = running.process.communicate(timeout=60)
-    said = running.read_until(b"\0", 5)
-    assert running.process.returncode == 130
-    assert output == ""
-    assert b"Traceback" not in said
+    said = end_of(running, 130)
     assert said.count(b"cpattn replay: interrupted, all processes ended") == 1
     assert len(workers) == 2
-    assert left_of_session(running.pid) == []
     assert shared_memory() - before == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_other_signals_leave_nothing_behind(
     command_line: CommandLine, tmp_path: Path, number: signal.Signals
 ) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     running = command_line.start("replay", "--requests", "3000", "--no-check", env=env)
-    while len(workers_of(running.pid)) < 2:
-        assert running.process.poll() is None
-        time.sleep(0.01)
+    wait_for_workers(running)
     assert list(tmp_path.glob("cpattn-replay-*"))
     running.process.send_signal(number)  # to the command alone, as `timeout` does
     output, said = running.process.communicate(timeout=60)
-    assert running.process.returncode == 128 + number
-    assert output == ""
+    assert (running.process.returncode, output) == (128 + number, "")
     assert PROGRESS.sub("", said) == ""
     assert left_of_session(running.pid) == []
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_rates_are_measured(command_line: CommandLine) -> None:
     running = command_line.start("plan", "--calibrate", "--threads=1", columns=100)
-    while len(workers_of(running.pid)) < 2:  # of the exchange, which comes last
-        assert running.process.poll() is None
-        time.sleep(0.01)
+    wait_for_workers(running)  # of the exchange, which comes last
     running.interrupt()
-    output, _ = running.process.communicate(timeout=60)
-    said = running.read_until(b"\0", 5)
-    assert running.process.returncode == 130
-    assert output == ""
-    assert b"Traceback" not in said
+    said = end_of(running, 130)
     assert said.count(b"cpattn plan: interrupted, all processes ended") == 1
-    assert left_of_session(running.pid) == []
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_all_with_one_line(command_line: CommandLine) -> None:
     running = command_line.start("replay", "--requests", "3000", "--no-check", columns=100)
-    seen = running.read_until(b"batch 0")
-    assert b"batch 0" in seen, seen
-    workers = workers_of(running.pid)
+    workers = wait_for_batch(running)
     os.kill(max(workers), signal.SIGKILL)
-    output, _ = running.process.communicate(timeout=60)
-    said = running.read_until(b"\0", 5)
-    assert running.process.returncode == 1
-    assert output == ""
-    assert b"Traceback" not in said
-    assert len(re.findall(KILLED, said)) == 1
+    assert len(re.findall(KILLED, end_of(running, 1))) == 1
     assert len(workers) == 2
-    assert left_of_session(running.pid) == []
-
-
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(commands, arguments, prog_name="cpattn")
 
 
 def test_help_teaches() -> None:
@@ -170,8 +163,10 @@ def test_help_teaches() -> None:
 
 
 @pytest.mark.parametrize("module", ["dense.model.DenseConfig", "dsa.model.DsaConfig"])
-def test_help_tells_the_defaults_of_models(module: str) -> None:
+def test_help_tells_the_defaults_of_models_and_settings(module: str) -> None:
     pytest.importorskip("torch")
+    from cpattn.replay.command import CHECK_ROWS, DECODE_TOKENS
+
     name, _, config = module.rpartition(".")
     kind = getattr(importlib.import_module(f"cpattn.replay.{name}"), config)
     told = {option.name: option.show_default for option in commands.commands["replay"].params}
@@ -181,24 +176,14 @@ def test_help_tells_the_defaults_of_models(module: str) -> None:
     assert len(sizes) > 5
     for size, default in sizes.items():
         assert re.search(rf"\b{default}\b", told[size]), size
-
-
-def test_help_tells_the_defaults_that_settings_have() -> None:
-    pytest.importorskip("torch")
-    from cpattn.replay.command import CHECK_ROWS, DECODE_TOKENS
-
-    told = {option.name: option.show_default for option in commands.commands["replay"].params}
     assert (told["check_rows"], told["decode_tokens"]) == (str(CHECK_ROWS), str(DECODE_TOKENS))
 
 
 def test_explain_prints_the_block_map(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     result = invoke("explain", "--lens", "13,40", "--prefix", "0,64", "--cp-size", "4")
-    expected = block_map([13, 40], [13, 104], cp_size=4, strategy="zigzag")
-    assert result.output.rstrip("\n") == expected.rstrip("\n")
-    assert invoke("explain", "--lens", "8").output.rstrip("\n") == block_map(
-        [8], [8], cp_size=2, strategy="zigzag"
-    ).rstrip("\n")
+    assert result.output.rstrip() == block_map([13, 40], [13, 104], cp_size=4, strategy="zigzag")
+    assert invoke("explain", "--lens", "8").output.rstrip() == block_map([8], [8], cp_size=2)
 
 
 def without(package: str, tmp_path: Path) -> dict[str, str]:

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,12 +20,12 @@ import cpattn
 pytest.importorskip("click")
 pytest.importorskip("torch")
 
-from click.testing import CliRunner, Result
-
+from cpattn._cli.doctor.finding import Finding
 from cpattn._cli.program import commands
 from cpattn.cost_model import Rates
 from cpattn.cost_model import command as plan_command
 from cpattn.proof import capture
+from support.command_line import invoke
 from support.places import ROOT
 
 PAGE = ROOT / "docs" / "command_line.md"
@@ -37,7 +38,7 @@ class Reached(Exception):
 
 
 def help_of(*arguments: str) -> str:
-    result = CliRunner().invoke(commands, [*arguments, "--help"], prog_name="cpattn")
+    result = invoke(*arguments, "--help")
     assert result.exit_code == 0
     return result.output
 
@@ -54,7 +55,7 @@ HELP = {name: examples_in(help_of(*name.split())) for name in ("", *commands.com
 EXAMPLES = sorted({example for examples in HELP.values() for example in examples})
 
 
-def typed(example: str) -> Result:
+def typed(example: str) -> Any:
     """An example in its quick form: what takes long ends where it begins, rates are given."""
     words = shlex.split(example)
     variables = dict(w.split("=", 1) for w in words[: words.index("cpattn")])
@@ -64,10 +65,10 @@ def typed(example: str) -> Result:
         mock.patch("cpattn.proof.simulate_capture", side_effect=Reached),
         mock.patch("cpattn.proof.conform", side_effect=Reached),
         mock.patch("cpattn.proof.linting.adapters.captures.from_capture", return_value=[PLAN]),
+        mock.patch("cpattn._cli.doctor.report.findings", return_value=[Finding("a", "b", "c")] * 9),
         mock.patch.object(plan_command, "calibrate", return_value=Rates(gflops=100.0)),
     ):
-        arguments = words[words.index("cpattn") + 1 :]
-        return CliRunner(env=variables).invoke(commands, arguments, prog_name="cpattn")
+        return invoke(*words[words.index("cpattn") + 1 :], env=variables)
 
 
 @pytest.fixture
@@ -88,13 +89,12 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("traces")
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", sorted({*EXAMPLES, *examples_in(PAGE.read_text("utf-8"))}))
 def test_every_example_can_be_typed(example: str) -> None:
     result = typed(example)
-    if isinstance(result.exception, Reached):
-        return
-    assert result.exit_code == 0, result.output
-    assert len(result.stdout.splitlines()) > 5
+    if not isinstance(result.exception, Reached):
+        assert result.exit_code == 0, result.output
+        assert example not in EXAMPLES or len(result.stdout.splitlines()) > 5
 
 
 def test_there_are_examples_of_every_command() -> None:
@@ -104,7 +104,7 @@ def test_there_are_examples_of_every_command() -> None:
 
 
 def test_the_command_alone_teaches() -> None:
-    alone = CliRunner().invoke(commands, [], prog_name="cpattn")
+    alone = invoke()
     assert alone.exit_code == 0
     assert alone.output == help_of()
     for word in ("$ cpattn explain --lens", "docs/tutorials", "docs/command_line.md", "torchrun"):
@@ -112,27 +112,12 @@ def test_the_command_alone_teaches() -> None:
     assert list(commands.commands) == re.findall(r"^  ([a-z]+)  ", alone.output, re.M)
 
 
-@pytest.mark.usefixtures("traces")
-@pytest.mark.parametrize("example", examples_in(PAGE.read_text(encoding="utf-8")))
-def test_every_example_of_the_page_can_be_typed(example: str) -> None:
-    result = typed(example)
-    assert isinstance(result.exception, Reached) or result.exit_code == 0, result.output
-
-
 @pytest.mark.parametrize("name", ["explain", "plan"])
 def test_the_page_shows_what_comes_out(name: str) -> None:
     (block,) = re.findall(rf"```console\n\$ (cpattn {name} .*?)```", PAGE.read_text("utf-8"), re.S)
     example, _, shown = block.partition("\n")
-    result = CliRunner(env={"COLUMNS": "80"}).invoke(commands, shlex.split(example)[1:])
+    result = invoke(*shlex.split(example)[1:], env={"COLUMNS": "80"})
     assert [line.rstrip() for line in result.stdout.splitlines()] == shown.splitlines()
-
-
-def test_the_page_has_a_row_and_a_section_of_every_command() -> None:
-    page = PAGE.read_text("utf-8")
-    assert re.findall(r"^\| \[`cpattn (\w+)`\]\(#cpattn-\1\) \|", page, re.M) == list(
-        commands.commands
-    )
-    assert set(re.findall(r"^## cpattn (\w+)$", page, re.M)) == set(commands.commands)
 
 
 def tables_of_names(title: str) -> set[str]:
@@ -153,107 +138,91 @@ def names_in(pattern: str, *globs: str) -> set[str]:
     }
 
 
-def test_the_page_has_all_environment_variables() -> None:
+SOURCES = ("tests_py/**/*.py", "bench/**/*.py")
+
+
+def test_the_page_has_all_variables_and_options() -> None:
     read = names_in(r"""["'](CPATTN_[A-Z_]+)["']""", "python/**/*.py")
     read |= names_in(r'getenv\("(CPATTN_[A-Z_]+)"', "cpp/**/*.cc", "cpp/**/*.h")
     assert tables_of_names("What the library and the command read") == read
-
-
-def test_the_page_has_the_variables_of_tests() -> None:
-    told = tables_of_names("What tests and benchmarks of the project read")
-    read = names_in(r"""environ[^\n"']*["'](CPATTN_[A-Z_]+)""", "tests_py/**/*.py", "bench/**/*.py")
-    read |= names_in(r"""VARIABLE = ["'](CPATTN_[A-Z_]+)""", "tests_py/**/*.py", "bench/**/*.py")
-    read |= names_in(r"\$\{?(CPATTN_[A-Z_]+)", ".ci/run", "scripts/*.sh")
-    others = tables_of_names("What the library and the command read")
+    of_tests = names_in(r"""environ[^\n"']*["'](CPATTN_[A-Z_]+)""", *SOURCES)
+    of_tests |= names_in(r"""VARIABLE = ["'](CPATTN_[A-Z_]+)""", *SOURCES)
+    of_tests |= names_in(r"\$\{?(CPATTN_[A-Z_]+)", ".ci/run", "scripts/*.sh")
     # By these the processes of a test tell each other; nobody sets them by hand.
-    private = {name for name in read if name.startswith(("CPATTN_TEST_", "CPATTN_NONSENSE"))}
-    assert told == read - others - private
-
-
-def test_the_page_has_the_options_of_the_build() -> None:
+    private = {name for name in of_tests if name.startswith(("CPATTN_TEST_", "CPATTN_NONSENSE"))}
+    told = tables_of_names("What tests and benchmarks of the project read")
+    assert told == of_tests - read - private
     options = names_in(r"option\((CPATTN_\w+)", "CMakeLists.txt")
     options |= names_in(r"set\((CPATTN_\w+) .*CACHE", "CMakeLists.txt")
     assert tables_of_names("Options of the build") == options
 
 
 def test_the_page_has_every_command_and_its_options() -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text("utf-8")
+    rows = re.findall(r"^\| \[`cpattn (\w+)`\]\(#cpattn-\1\) \|", page, re.M)
+    assert rows == list(commands.commands)
+    sections = dict(re.findall(r"^## cpattn (\w+)\n(.*?)(?=\n## |\Z)", page, re.M | re.S))
+    assert set(sections) == set(commands.commands)
     for name, command in commands.commands.items():
-        assert f"## cpattn {name}\n" in text
-        section = text.partition(f"## cpattn {name}\n")[2].partition("\n## ")[0]
-        known = {option for parameter in command.params for option in parameter.opts}
-        known |= {option for parameter in command.params for option in parameter.secondary_opts}
-        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", section)) <= known
+        known = {option for x in command.params for option in (*x.opts, *x.secondary_opts)}
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", sections[name])) <= known
 
 
-def completed(folder: Path, *words: str) -> list[str]:
-    """What bash offers for the last word, by the line that the page says to put into ~/.bashrc."""
+def completed(folder: Path, *lines: str) -> list[list[str]]:
+    """What bash offers for the last words of lines, by what the page says to put into ~/.bashrc."""
     command = folder / "cpattn"
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m cpattn "$@"\n')
     command.chmod(0o755)
     (line,) = re.findall(r"\| bash \| `~/.bashrc` \| `(.*)` \|", PAGE.read_text(encoding="utf-8"))
-    script = f"""
-        {line}
-        complete -p cpattn
-        COMP_WORDS=({shlex.join(["cpattn", *words])})
-        COMP_CWORD={len(words)}
-        _cpattn_completion cpattn
-        printf '%s\\n' "${{COMPREPLY[@]}}"
-    """
+    script = f"{line}\ncomplete -p cpattn\n"
+    for words in lines:
+        script += (
+            f"COMP_WORDS=(cpattn {words}); COMPREPLY=(); COMP_CWORD={len(shlex.split(words))}\n"
+            "_cpattn_completion cpattn; echo ${COMPREPLY[@]}\n"
+        )
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path}
     run = subprocess.run(
-        ["bash", "-c", script],
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, check=True
     )
     installed, *offers = run.stdout.splitlines()
     assert installed.endswith("-F _cpattn_completion cpattn")
-    return offers
+    return [offer.split() for offer in offers]
 
 
 def test_bash_completes(tmp_path: Path) -> None:
-    assert completed(tmp_path, "") == list(commands.commands)
-    assert completed(tmp_path, "re") == ["replay"]
-    assert completed(tmp_path, "replay", "--strategy", "") == ["zigzag", "interleave", "contiguous"]
-    assert completed(tmp_path, "plan", "--dt") == ["--dtype"]
+    lines = ("''", "re", "replay --strategy ''", "plan --dt")
+    assert completed(tmp_path, *lines) == [
+        list(commands.commands), ["replay"], ["zigzag", "interleave", "contiguous"], ["--dtype"],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_of_every_shell_is_on_the_page(shell: str) -> None:
     assert f"_CPATTN_COMPLETE={shell}_source cpattn" in PAGE.read_text(encoding="utf-8")
-    variables = {**os.environ, "_CPATTN_COMPLETE": f"{shell}_source"}
-    command = [sys.executable, "-m", "cpattn"]
-    run = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert run.returncode == 0
-    assert "_CPATTN_COMPLETE" in run.stdout
+    result = invoke(env={"_CPATTN_COMPLETE": f"{shell}_source"})
+    assert result.exit_code == 0
+    assert "_CPATTN_COMPLETE" in result.stdout
 
 
-def test_files_are_completed() -> None:
+@pytest.mark.parametrize("option", ["--trace", "--json", "--html"])
+def test_files_are_completed(option: str) -> None:
     """click says `file`, and the shell looks for files itself."""
-    for option in ("--trace", "--json", "--html"):
-        variables = {"COMP_WORDS": f"cpattn replay {option} ", "COMP_CWORD": "3"}
-        environment = {**os.environ, **variables, "_CPATTN_COMPLETE": "bash_complete"}
-        command = [sys.executable, "-m", "cpattn"]
-        answer = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False
-        )
-        assert answer.stdout == "file,\n"
+    variables = {"COMP_WORDS": f"cpattn replay {option} ", "COMP_CWORD": "3"}
+    answer = invoke(env=variables | {"_CPATTN_COMPLETE": "bash_complete"})
+    assert answer.stdout == "file,\n"
 
 
 @pytest.mark.parametrize(
     ("typo", "meant"),
     [
-        (["explian"], "explain"),
-        (["docter"], "doctor"),
-        (["plan", "--cp-sise", "8"], "--cp-size"),
-        (["doctor", "--jsn"], "--json"),
-        (["explain", "--strategy", "zigzac"], "zigzag"),
+        ("explian", "explain"),
+        ("plan --cp-sise 8", "--cp-size"),
+        ("doctor --jsn", "--json"),
+        ("explain --strategy zigzac", "zigzag"),
     ],
 )
-def test_what_was_meant_is_suggested(typo: list[str], meant: str) -> None:
-    result = CliRunner().invoke(commands, typo, prog_name="cpattn")
-    assert result.exit_code == 2
+def test_what_was_meant_is_suggested(typo: str, meant: str) -> None:
+    result = invoke(*typo.split())
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert meant in result.stderr
-    assert result.stderr.count("\n") == 1

@@ -167,10 +167,7 @@ def test_long_prefixes_over_a_thousand_ranks_are_counted_within_seconds(exchange
     ("arguments", "message"),
     [
         ({"placement": "striped"}, "placement must be one of replicated, page_interleave, token"),
-        (
-            {"exchange": "auto"},
-            "exchange must be one of gather, ring, pass_q, all_to_all, usp",
-        ),
+        ({"exchange": "auto"}, "exchange must be one of gather, ring, pass_q, all_to_all, usp"),
         ({"state_dtype": "int8"}, "state_dtype must be one of float32, float16, bfloat16, got"),
         ({"ranks_per_host": 3}, "cp_size must be a multiple of ranks_per_host = 3, got 4"),
         ({"ranks_per_host": 0}, "ranks_per_host must be >= 1, got 0"),

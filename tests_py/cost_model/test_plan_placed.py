@@ -159,10 +159,7 @@ def test_a_rank_has_threads_under_both_names():
         ("--decode 4", "--decode needs one of --prefix, of all sequences, and --prefix-lens"),
         ("--decode 4 --prefix 9 --tokens 3", "it takes --prefix or --prefix-lens alone"),
         ("--decode 4 --prefix-lens 9", "--prefix-lens must have as many elements as --decode, 4"),
-        (
-            "--decode 4 --prefix 9 --exchange ring",
-            "--exchange must be one of all_to_all, gather",
-        ),
+        ("--decode 4 --prefix 9 --exchange ring", "--exchange must be one of all_to_all, gather"),
         ("--tokens 9 --out-heads all", "--out-heads is of a step of --decode"),
         ("--decode 4 --prefix 9 --strategy zigzag", "--strategy cuts new tokens of a prefill;"),
         ("--decode 4 --prefix 9 --overlap full", "--overlap is of new tokens of a prefill"),

@@ -160,12 +160,7 @@ def test_corrupt_states_are_refused_or_states_of_values(name):
 
 @pytest.mark.parametrize(
     "made",
-    [
-        _core.AttentionPlan,
-        _core.DsaMetadata,
-        _core.ContextParallelMetadata,
-        _core.ShardGatherPlan,
-    ],
+    [_core.AttentionPlan, _core.DsaMetadata, _core.ContextParallelMetadata, _core.ShardGatherPlan],
 )
 def test_values_have_no_constructor(made):
     for construct in (made, lambda: made.__new__(made), lambda: made(1, x=2)):

@@ -57,10 +57,7 @@ pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
         pytest.param("interleave", 3, SMALL, id="interleave-3"),
         pytest.param("contiguous", 1, SMALL, id="one rank"),
         pytest.param(
-            "contiguous",
-            2,
-            replace(FP8, prefill_impl="flashmla_sparse"),
-            id="contiguous-2-ragged",
+            "contiguous", 2, replace(FP8, prefill_impl="flashmla_sparse"), id="contiguous-2-ragged"
         ),
     ],
 )

@@ -141,12 +141,7 @@ def test_sharded_codes_are_right(placement: str, kv_dtype: str) -> None:
     for exchange in exchanges:
         model = replace(SMALL, kv_dtype=kv_dtype, head_dim=32)
         report = run(
-            8,
-            placement=placement,
-            exchange=exchange,
-            cp_size=3,
-            model=model,
-            torch_baseline=True,
+            8, placement=placement, exchange=exchange, cp_size=3, model=model, torch_baseline=True
         )
         over_codes = summarize(report)["error_over_codes"]
         assert 0 < over_codes <= 1

@@ -126,6 +126,15 @@ class CommandLine:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def invoke(*arguments: str, env: dict[str, str] | None = None) -> Any:
+    """The `Result` of click for a command that is run in this process."""
+    from click.testing import CliRunner
+
+    from cpattn._cli.program import commands
+
+    return CliRunner(env=env).invoke(commands, arguments, prog_name="cpattn")
+
+
 def run_on_terminal(line: CommandLine, columns: int, *arguments: str, **options: Any) -> list[str]:
     """The lines that a command writes to a terminal which has both its streams."""
     master, slave = pty.openpty()
