@@ -46,7 +46,7 @@ def test_a_terminal_is_not_too_narrow(command_line: CommandLine, command: tuple[
     assert any(HEADERS[" ".join(command[:1])] in line.split() for line in lines)
     if command == REPLAY:
         assert COLOUR.search("\n".join(written))
-        assert "batch 0: " in CONTROL.sub("", "\n".join(written))
+        assert "processes are ready" in CONTROL.sub("", "\n".join(written))
 
 
 @pytest.mark.parametrize("command", [EXPLAIN, PLAN], ids=lambda command: command[0])

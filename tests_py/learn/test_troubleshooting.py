@@ -50,10 +50,8 @@ class OnDevice:
     def __dlpack__(self, **_):
         capsule = Q.__dlpack__()
         pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-        pointer_of.argtypes, pointer_of.restype = (
-            [ctypes.py_object, ctypes.c_char_p],
-            ctypes.c_void_p,
-        )
+        pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
+        pointer_of.restype = ctypes.c_void_p
         behind_data = pointer_of(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
         ctypes.c_int32.from_address(behind_data).value = 2  # the type of the device: CUDA
         return capsule
@@ -155,14 +153,9 @@ def without(module: str, code: str) -> str:
 
 def with_old_compiler() -> str:
     """One that compiles nothing, as far as the script can see."""
-    run = subprocess.run(
-        ["sh", "scripts/system_packages.sh", "test", sys.executable],
-        cwd=ROOT,
-        env={**os.environ, "CXX": "false"},
-        capture_output=True,
-        text=True,
-    )
-    return run.stderr
+    command = ["sh", "scripts/system_packages.sh", "test", sys.executable]
+    environment = {**os.environ, "CXX": "false"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stderr
 
 
 def in_cmake() -> str:
@@ -286,9 +279,6 @@ def test_no_message_is_left_out():
     assert {heading for heading, _ in quoted()} == {*SOURCES, *OF_RANKS}
     blocks = re.findall(r"^```text.*$", PAGE.read_text(), re.MULTILINE)
     assert len(blocks) == len(quoted())
-
-
-def test_another_message_is_noticed():
     assert prints("a\nValueError: f: b, got 3\n", "ValueError: f: …, got 3")
     assert not prints("ValueError: f: b, got 3", "ValueError: f: …, got 4")
 

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/architecture.md and its pictures say what the sources say."""
+"""docs/architecture.md and pictures of the documents say what sources say and scripts draw."""
 
 from __future__ import annotations
 
 import re
+import sys
 from xml.etree import ElementTree
 
 import architecture
+import concept_pictures
 import pytest
 
 from support.places import ROOT
 
-PAGE = ROOT / "docs" / "architecture.md"
-IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
 
 def test_a_floor_that_knows_another_needs_an_arrow(monkeypatch):
@@ -25,35 +26,49 @@ def test_a_floor_that_knows_another_needs_an_arrow(monkeypatch):
         architecture.floors()
 
 
-@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
-def test_pictures_are_well_formed_and_shown(path):
-    root = ElementTree.fromstring(path.read_text())
-    assert int(root.attrib["width"]) <= 700
-    assert f"(images/{path.name})" in PAGE.read_text()
+def test_pictures_are_well_formed_and_shown():
+    for path in (ROOT / "docs" / "images").glob("*.svg"):
+        assert int(ElementTree.fromstring(path.read_text()).attrib["width"]) <= 700
+        assert f"(images/{path.name})" in PAGE
 
 
 def paths_of(text: str) -> list[str]:
     """What looks like a path from the root, among the words in backticks."""
     words = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
-    return [
-        word
-        for word in words
-        if re.fullmatch(r"\.?[\w*-]+(/[\w.*-]*)+|[\w-]+\.(md|toml|txt)", word)
-        and not word.startswith("/")
-    ]
+    pattern = r"(?!/)(\.?[\w*-]+(/[\w.*-]*)+|[\w-]+\.(md|toml|txt))"
+    return [word for word in words if re.fullmatch(pattern, word)]
 
 
 def test_paths_of_the_page_exist():
-    paths = paths_of(PAGE.read_text())
-    assert len(paths) > 60
-    assert [path for path in paths if not any(ROOT.glob(path))] == []
+    text = "`cpp/base/isa.cc` `cpp/isa/dense_*.cc` `a / b` `x` `/y/z` ```\n`b/c`\n``` `CHANGES.md`"
+    assert paths_of(text) == ["cpp/base/isa.cc", "cpp/isa/dense_*.cc", "CHANGES.md"]
+    assert len(paths_of(PAGE)) > 60
+    assert [path for path in paths_of(PAGE) if not any(ROOT.glob(path))] == []
 
 
-def test_links_of_the_page_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", PAGE.read_text()):
-        assert (PAGE.parent / target).exists(), target
+@pytest.fixture(params=[architecture, concept_pictures], ids=lambda script: script.__name__)
+def script(request, monkeypatch):
+    """It is to check its pictures."""
+    monkeypatch.setattr(sys, "argv", ["the script", "--check"])
+    return request.param
 
 
-def test_what_is_taken_for_a_path():
-    text = "`cpp/base/isa.cc` `cpp/kernels/isa/dense_*.cc` `a / b` `x` ```\n`b/c`\n``` `CHANGES.md`"
-    assert paths_of(text) == ["cpp/base/isa.cc", "cpp/kernels/isa/dense_*.cc", "CHANGES.md"]
+@pytest.mark.slow
+def test_pictures_are_what_is_drawn(script, capsys):
+    assert script.main() == 0, capsys.readouterr().out
+    assert {path.stem for path in script.IMAGES.glob("*.svg")} == script.PICTURES.keys()
+
+
+def test_a_stale_picture_is_found_and_a_missing_one_written(script, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(script, "IMAGES", tmp_path)
+    monkeypatch.setattr(script, "PICTURES", {"old": lambda: "<svg>1</svg>", "new": str})
+    stale, missing = tmp_path / "old.svg", tmp_path / "new.svg"
+    stale.write_text("<svg/>")
+    assert script.main() == 1
+    said = f"old.svg, new.svg: out of date; run python scripts/{script.__name__}.py\n"
+    assert capsys.readouterr().out == said
+    assert stale.read_text() == "<svg/>"
+    assert not missing.exists()
+    monkeypatch.setattr(sys, "argv", ["the script"])
+    assert script.main() == 0
+    assert (stale.read_text(), missing.read_text()) == ("<svg>1</svg>", "")

@@ -120,30 +120,11 @@ def test_a_class_is_described(name):
         assert set(parameters_of(kind)) <= described(text)
 
 
-def test_return_types_are_where_the_functions_are():
-    missing = []
-    for room in ROOMS:
-        module = importlib.import_module(f"cpattn{room}")
-        for name in module.__all__:
-            call = getattr(module, name)
-            if not inspect.isfunction(call):
-                continue
-            returned = str(inspect.get_annotations(call).get("return", ""))
-            for kind in re.findall(r"\b(?:_core\.)?([A-Z]\w+)", returned):
-                known = any(kind == public.rpartition(".")[2] for public in CLASSES)
-                if known and not hasattr(module, kind):
-                    missing.append((f"cpattn{room}.{name}", kind))
-    assert missing == []
-
-
 def test_all_rooms_are_looked_at():
     assert len(PUBLIC) > 80
+    if ".distributed" in ROOMS:
+        assert "cpattn.distributed.context_parallel.ContextParallel" in CLASSES
     assert {f"cpattn{room}" for room in ROOMS[1:]} <= {f"cpattn.{name}" for name in dir(cpattn)}
-
-
-def test_the_room_that_needs_torch_is_looked_at():
-    pytest.importorskip("torch")
-    assert "cpattn.distributed.context_parallel.ContextParallel" in CLASSES
 
 
 @pytest.mark.parametrize(

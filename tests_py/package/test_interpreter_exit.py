@@ -43,7 +43,7 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.1, 0.15, 0.2, 0.3])
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3])
 def test_exit_does_not_abort_daemon_threads(seconds):
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT.replace("{seconds}", str(seconds))],

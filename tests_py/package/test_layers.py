@@ -19,17 +19,14 @@ PACKAGE = ROOT / "python" / "cpattn"
 # Imports outside the standard library at the top of a module, so at `import cpattn` or when a part
 # of the package is asked for. Everything else is imported inside the function that needs it.
 MAY_IMPORT = {
-    "_cli/capture_command": {"click"},
-    "_cli/command_group": {"click"},
-    "_cli/commands": {"click"},
-    "_cli/declarations": {"click"},
-    "_cli/conform_command": {"click"},
-    "_cli/lint_command": {"click"},
-    "_cli/options": {"click"},
-    "_cli/page_option": {"click"},
-    "_cli/plan_command": {"click"},
-    "_cli/replay_command": {"click"},
-    "_cli/simulate_command": {"click"},
+    **{
+        f"_cli/{name}": {"click"}
+        for name in (
+            *("capture_command", "command_group", "commands", "conform_command", "declarations"),
+            *("lint_command", "options", "page_option", "plan_command", "replay_command"),
+            "simulate_command",
+        )
+    },
     "_cli/tables": {"rich"},
     "_torch_library": {"torch"},
     "cost_model": {"numpy", "rich"},
@@ -51,12 +48,6 @@ DISTRIBUTED = {
     "sparse": {"layers", "plans", "transport"},
 }
 
-PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
-
-
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
 
 def imports_at_top(tree: ast.Module) -> Iterator[str]:
     """Absolute modules imported when the module is, conditional imports included."""
@@ -75,53 +66,59 @@ def imports_at_top(tree: ast.Module) -> Iterator[str]:
                 pending += body + [line for handler in handlers for line in handler.body]
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=name_of)
-def test_python_imports(path):
-    module = path.relative_to(PACKAGE).with_suffix("")
-    tops = {module.split(".")[0] for module in imports_at_top(ast.parse(path.read_text()))}
-    rooms = [str(module), *map(str, module.parents)]
-    allowed = next((MAY_IMPORT[room] for room in rooms if room in MAY_IMPORT), {"numpy"})
-    assert tops - set(sys.stdlib_module_names) <= allowed
+def test_python_imports():
+    wrong = {}
+    for path in PACKAGE.rglob("*.py"):
+        module = path.relative_to(PACKAGE).with_suffix("")
+        tops = {name.split(".")[0] for name in imports_at_top(ast.parse(path.read_text()))}
+        rooms = [str(module), *map(str, module.parents)]
+        allowed = next((MAY_IMPORT[room] for room in rooms if room in MAY_IMPORT), {"numpy"})
+        wrong[str(module)] = tops - set(sys.stdlib_module_names) - allowed
+    assert {module: names for module, names in wrong.items() if names} == {}
 
 
-def imported_names(path: Path) -> Iterator[tuple[str, ...]]:
-    """All that a file imports, anywhere in it, relative names resolved."""
-    package = path.relative_to(PACKAGE.parent).parent.parts
+def imported_names(path: Path, package: Path) -> Iterator[tuple[str, ...]]:
+    """All that a file of a package imports, anywhere in it, relative names resolved."""
+    parts = path.relative_to(package.parent).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
-        yield from names_in(node, package)
+        yield from names_in(node, parts)
 
 
-def module_of(path: Path) -> str:
-    name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-    return name.removesuffix(".__init__")
-
-
-def imports_of_modules() -> dict[str, set[str]]:
-    """Of every module of the package the others that it names, anywhere in it.
+def imports_of_modules(package: Path) -> dict[str, set[str]]:
+    """Of every module of a package the others that it names, anywhere in it.
 
     Imports inside functions and those for type checkers are among them: what needs them knows the
     other module just as well. Packages around a module run first whatever it imports; they are not.
     """
-    modules = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+    modules = {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
+        for path in package.rglob("*.py")
+    }
     graph: dict[str, set[str]] = {"cpattn._core": set(), **{module: set() for module in modules}}
     for module, path in modules.items():
-        for name in imported_names(path):  # of a module, or of something in one
+        for name in imported_names(path, package):  # of a module, or of something in one
             known = [n for n in (".".join(name), ".".join(name[:-1])) if n in graph]
             graph[module].update(known[:1])
     return graph
 
 
-def test_rooms_of_ranks_stand_on_each_other():
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    return imports_of_modules(PACKAGE)
+
+
+def test_rooms_of_ranks_stand_on_each_other(graph):
     """What is beside the rooms may know all of them, and none knows that."""
     room_of = {
         module: module.split(".")[2] if module.count(".") > 2 else ""
-        for module in imports_of_modules()
+        for module in graph
         if module.startswith("cpattn.distributed.")
     }
-    for module, others in imports_of_modules().items():
-        if room := room_of.get(module):
-            known = {room_of[other] for other in others if other in room_of}
-            assert known <= DISTRIBUTED[room] | {room}, module
+    for module, room in room_of.items():
+        known = {room_of[other] for other in graph[module] if other in room_of}
+        assert not room or known <= DISTRIBUTED[room] | {room}, module
     assert set(room_of.values()) - {""} == set(DISTRIBUTED)
 
 
@@ -144,26 +141,22 @@ def circle_in(graph: dict[str, set[str]]) -> tuple[str, ...]:
     return ()
 
 
-def test_no_import_runs_back_up():
+def test_no_import_runs_back_up_or_in_a_circle(graph):
     """A package imports what is in it; the other way round, names would come half-made."""
-    assert upward_imports(imports_of_modules()) == set()
-
-
-def test_no_imports_run_in_a_circle():
-    assert circle_in(imports_of_modules()) == ()
+    assert upward_imports(graph) == set()
+    assert circle_in(graph) == ()
 
 
 @pytest.fixture
-def small_package(tmp_path, monkeypatch):
-    """Writes modules of a package, by their paths."""
-    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "cpattn")
+def small_package(tmp_path):
+    """Writes modules of a package, by their paths; returns what they import."""
 
     def write(**modules: str) -> dict[str, set[str]]:
         for name, text in modules.items():
             path = tmp_path.joinpath("cpattn", *name.split("__")).with_suffix(".py")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return imports_of_modules()
+        return imports_of_modules(tmp_path / "cpattn")
 
     (tmp_path / "cpattn" / "kv").mkdir(parents=True)
     (tmp_path / "cpattn" / "__init__.py").write_text("from .kv import pool\n")
@@ -199,18 +192,19 @@ def test_a_circle_is_found(small_package, line):
     assert circle_in(small_package(kv__pools="pool = 1")) == ()
 
 
-def integrations_known_to(path: Path) -> set[str]:
+def integrations_known_to(path: Path, package: Path) -> set[str]:
     """The modules and packages next to its own that it imports, but for what several share."""
-    folder = PACKAGE / "integrations"
+    folder = package / "integrations"
     own = path.relative_to(folder).parts[0].removesuffix(".py")
     others = {entry.stem for entry in folder.iterdir() if not entry.stem.startswith("_")} - {own}
-    prefix = ("cpattn", "integrations")
-    return others & {name[2] for name in imported_names(path) if name[:2] == prefix and name[2:]}
+    prefix, names = ("cpattn", "integrations"), imported_names(path, package)
+    return others & {name[2] for name in names if name[:2] == prefix and name[2:]}
 
 
 def test_integrations_do_not_know_each_other():
-    paths = list((PACKAGE / "integrations").rglob("*.py"))
-    assert {path: known for path in paths if (known := integrations_known_to(path))} == {}
+    paths = (PACKAGE / "integrations").rglob("*.py")
+    known = {path: integrations_known_to(path, PACKAGE) for path in paths}
+    assert {path: names for path, names in known.items() if names} == {}
 
 
 @pytest.mark.parametrize(
@@ -222,10 +216,10 @@ def test_integrations_do_not_know_each_other():
         "import cpattn.integrations.torch_ops",
     ],
 )
-def test_an_integration_that_knows_another_is_found(tmp_path, monkeypatch, line):
+def test_an_integration_that_knows_another_is_found(tmp_path, line):
     folder = tmp_path / "cpattn" / "integrations"
     (folder / "vllm").mkdir(parents=True)
     (folder / "torch_ops.py").touch()
     (folder / "vllm" / "backend.py").write_text(f"from .cache import x\n\ndef f():\n    {line}\n")
-    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "cpattn")
-    assert integrations_known_to(folder / "vllm" / "backend.py") == {"torch_ops"}
+    known = integrations_known_to(folder / "vllm" / "backend.py", tmp_path / "cpattn")
+    assert known == {"torch_ops"}

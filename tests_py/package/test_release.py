@@ -61,13 +61,6 @@ def dist(tmp_path):
     return folder
 
 
-def test_a_release_that_is_ready(repository):
-    assert list(check_release.wrong_versions(repository)) == []
-    assert list(check_release.wrong_tree(repository, tagged=False)) == []
-    git(repository, "tag", "v1.2.0")
-    assert list(check_release.wrong_tree(repository, tagged=True)) == []
-
-
 TOMORROW = (date.today() + timedelta(1)).isoformat()
 
 
@@ -91,10 +84,13 @@ def test_wrong_versions(project, file, old, new, complaint):
     assert said.startswith(complaint)
 
 
-def test_wrong_trees(repository):
+def test_trees_that_are_ready_and_wrong_ones(repository):
+    assert list(check_release.wrong_versions(repository)) == []
+    assert list(check_release.wrong_tree(repository, tagged=False)) == []
     (said,) = check_release.wrong_tree(repository, tagged=True)
     assert said == "v1.2.0 is not a tag of this commit: git tag -a v1.2.0"
     git(repository, "tag", "v1.2.0")
+    assert list(check_release.wrong_tree(repository, tagged=True)) == []
     (repository / "new").write_text("")
     (said,) = check_release.wrong_tree(repository, tagged=True)
     assert said == "the tree has changes that are not committed: ?? new"
@@ -104,12 +100,14 @@ def test_wrong_trees(repository):
     assert "v1.2.0 is not a tag" in said
 
 
-def test_all_files_are_there(dist):
+def test_files_that_are_missing_or_too_many(dist, monkeypatch):
     assert len(check_release.expected_names("1.2.0")) == 6
     assert list(check_release.wrong_files(dist, "1.2.0")) == []
-
-
-def test_files_that_are_missing_or_too_many(dist):
+    with monkeypatch.context() as patch:
+        patch.setattr(check_release, "LARGEST_MB", 0)
+        complaints = list(check_release.wrong_files(dist, "1.2.0"))
+    assert len(complaints) == 5  # the empty sdist is not too large
+    assert all("more than 0" in line for line in complaints)
     gone, more = sorted(check_release.expected_names("1.2.0"))[0], "cpattn-1.1.0.tar.gz"
     (dist / gone).unlink()
     (dist / more).write_bytes(b"")
@@ -134,20 +132,6 @@ def test_wrong_wheels(dist, content, complaint):
     assert list(check_release.wrong_files(dist, "1.2.0")) == [f"{wheel.name} {complaint}"]
 
 
-def test_a_wheel_that_is_too_large(dist, monkeypatch):
-    monkeypatch.setattr(check_release, "LARGEST_MB", 0)
-    complaints = list(check_release.wrong_files(dist, "1.2.0"))
-    assert len(complaints) == 5  # the empty sdist is not
-    assert all("more than 0" in line for line in complaints)
-
-
-def test_tools_that_are_not_there(monkeypatch, tmp_path, dist):
-    monkeypatch.setattr(check_release, "TOOLS", tmp_path / "nowhere")
-    assert list(check_release.wrong_to_tools(dist)) == [
-        f"{tmp_path / 'nowhere'} is not there: make wheel"
-    ]
-
-
 @pytest.mark.parametrize(
     ("program", "num_complaints"),
     [
@@ -157,11 +141,13 @@ def test_tools_that_are_not_there(monkeypatch, tmp_path, dist):
     ],
 )
 def test_what_the_tools_say(monkeypatch, tmp_path, dist, program, num_complaints):
-    python = tmp_path / "tools" / "bin" / "python"
+    tools = tmp_path / "tools"
+    monkeypatch.setattr(check_release, "TOOLS", tools)
+    assert list(check_release.wrong_to_tools(dist)) == [f"{tools} is not there: make wheel"]
+    python = tools / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\n{program}\n")
     python.chmod(0o755)
-    monkeypatch.setattr(check_release, "TOOLS", tmp_path / "tools")
     assert len(list(check_release.wrong_to_tools(dist))) == num_complaints
 
 

@@ -48,24 +48,17 @@ def test_a_user_is_told_and_nothing_is_installed(system_packages):
     assert "`make system` installs them" in done.stderr
     assert f"  sudo {INSTALL} missing\n" in done.stderr
     assert not calls
-
-
-def test_a_user_who_asks_for_it_goes_through_sudo(system_packages):
-    done, calls = system_packages("--install", "demo", sys.executable, "missing", user=1000)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"Installing as root: {INSTALL} missing\n"
-    update, install = "apt-get update -qq", f"{INSTALL} -qq missing"
-    assert calls == ["sudo", update, "sudo", install]
-
-
-def test_root_goes_ahead_and_says_so(system_packages):
-    done, calls = system_packages("demo", sys.executable, "missing", user=0)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"Installing as root: {INSTALL} missing\n"
-    assert calls == ["apt-get update -qq", f"{INSTALL} -qq missing"]
-
-
-@pytest.mark.parametrize("user", [0, 1000])
-def test_nothing_is_said_where_nothing_is_missing(system_packages, user):
-    done, calls = system_packages("demo", sys.executable, "there", user=user)
+    done, calls = system_packages("demo", sys.executable, "there", user=1000)
     assert (done.returncode, done.stdout, done.stderr, calls) == (0, "", "", [])
+
+
+@pytest.mark.parametrize(("option", "user"), [(["--install"], 1000), ([], 0)])
+def test_sudo_or_root_installs_and_says_so(system_packages, option, user):
+    done, calls = system_packages(*option, "demo", sys.executable, "missing", user=user)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"Installing as root: {INSTALL} missing\n"
+    if user:
+        update, install = "apt-get update -qq", f"{INSTALL} -qq missing"
+        assert calls == ["sudo", update, "sudo", install]
+    else:
+        assert calls == ["apt-get update -qq", f"{INSTALL} -qq missing"]
