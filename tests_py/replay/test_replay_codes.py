@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402
 
 from cpattn.distributed import ContextParallel  # noqa: E402
 from cpattn.replay.dense.attention import DenseAttention, make_pool  # noqa: E402
@@ -21,29 +18,15 @@ from cpattn.replay.dense.codes import error_over_codes, numbers_of  # noqa: E402
 from cpattn.replay.dense.model import DenseConfig  # noqa: E402
 from cpattn.replay.driver import replay  # noqa: E402
 from cpattn.replay.footprint import token_bytes  # noqa: E402
-from cpattn.replay.records import ReplayOptions  # noqa: E402
 from cpattn.replay.report.summary import check_line, summarize  # noqa: E402
 from cpattn.traffic.trace import generate_trace, scale_lengths  # noqa: E402
-from support.replay.replay_in_one_process import DECODE, InOneProcess  # noqa: E402
-from support.transfer.transfer_processes import requires_mooncake  # noqa: E402
+from support.replay.replay_in_one_process import DECODE, InOneProcess, one_rank  # noqa: E402
+from support.replay.replay_models import OPTIONS, SMALL  # noqa: E402
 
 CODES = ("fp8", "fp8_e5m2", "int8")
-SMALL = DenseConfig(
-    num_layers=2, hidden_size=64, num_heads=4, head_dim=32, intermediate_size=96, vocab_size=256
-)
-OPTIONS = ReplayOptions(
-    model=SMALL, cp_size=2, page_size=4, token_budget=300, pool_tokens=1000, scale_lengths=64,
-    num_threads=1, check_rows=4, torch_baseline=True, timeout_seconds=60,
-)  # fmt: skip
+WIDE = replace(SMALL, head_dim=32, vocab_size=256)
 
-pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
-
-
-@pytest.fixture
-def group() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def bytes_of(config: DenseConfig) -> int:
@@ -51,11 +34,13 @@ def bytes_of(config: DenseConfig) -> int:
     return 2 * config.num_kv_heads * (config.head_dim + 2 * (config.kv_dtype == "int8"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kv_dtype", CODES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype"), [("fp8", "float32"), ("fp8_e5m2", "bfloat16"), ("int8", "float32")]
+)
 def test_a_replay_over_codes(kv_dtype: str, dtype: str) -> None:
-    model = replace(SMALL, kv_dtype=kv_dtype, dtype=dtype)
-    report = replay(generate_trace(8, seed=2), replace(OPTIONS, model=model))
+    model = replace(WIDE, kv_dtype=kv_dtype, dtype=dtype)
+    report = replay(generate_trace(8, seed=2), replace(OPTIONS, model=model, torch_baseline=True))
     summary = summarize(report)
     assert report.passed
     assert 0 < summary["error_over_codes"] <= 1
@@ -65,24 +50,16 @@ def test_a_replay_over_codes(kv_dtype: str, dtype: str) -> None:
     if dtype == "float32":  # whose roundings are nothing beside those of the codes
         assert summary["max_error"] > plain
     assert "% of what roundings allow against the oracle on the same codes" in check_line(report)
-    for batch in report.batches:
-        assert batch.torch_difference is not None
-
-
-def test_other_caches_have_no_error_over_codes() -> None:
-    report = replay(generate_trace(3, seed=2), OPTIONS)
-    assert summarize(report)["error_over_codes"] is None
-    assert "codes" not in check_line(report)
+    assert all(batch.torch_difference is not None for batch in report.batches)
 
 
 @pytest.mark.parametrize("kv_dtype", CODES)
-def test_tokens_decoded_over_codes(group: Any, kv_dtype: str) -> None:
+def test_tokens_decoded_over_codes(kv_dtype: str) -> None:
     """Codes and scales are sent, and decoding reads them."""
-    config = replace(SMALL, kv_dtype=kv_dtype)
-    system = InOneProcess(group, config, pp_size=2, cp_size=2, page_size=4)
+    config = replace(WIDE, kv_dtype=kv_dtype)
     requests = scale_lengths(generate_trace(12, seed=2), 64)
-    system.run(requests)
-    system.close()
+    with InOneProcess(config, pp_size=2, cp_size=2) as system:
+        system.run(requests)
     checker = system.checker
     assert checker.num_tokens == sum(min(DECODE, request.output_length) for request in requests)
     assert checker.num_wrong == 0
@@ -95,8 +72,9 @@ def test_tokens_decoded_over_codes(group: Any, kv_dtype: str) -> None:
 @pytest.mark.parametrize("kv_dtype", CODES)
 def test_the_oracle_on_codes_sees_what_is_wrong(kv_dtype: str) -> None:
     """A page that changed after attention, which the tolerance for codes might swallow."""
-    config = replace(SMALL, kv_dtype=kv_dtype)
+    config = replace(WIDE, kv_dtype=kv_dtype)
     pool = make_pool(config, 8, 4, range(1))
+    assert all(x.isnan().all() for x in numbers_of(pool, 0)), "nobody wrote these slots"
     generator = torch.Generator().manual_seed(1)
     k, v = torch.randn(2, 32, 2, 32, generator=generator).unbind()
     q = torch.randn(3, 4, 32, generator=generator)
@@ -123,33 +101,10 @@ def test_the_oracle_on_codes_sees_what_is_wrong(kv_dtype: str) -> None:
     assert error_over_codes(config, pool, 0, q, out, tables, lens) == np.inf
 
 
-@pytest.mark.parametrize("kv_dtype", CODES)
-def test_slots_that_nobody_wrote_are_nan(kv_dtype: str) -> None:
-    pool = make_pool(replace(SMALL, kv_dtype=kv_dtype), 4, 4, range(2))
-    assert all(x.isnan().all() for layer in range(2) for x in numbers_of(pool, layer))
-
-
-def test_ranks_without_rows_have_no_error(group: Any) -> None:
-    config = replace(SMALL, kv_dtype="int8")
-    attention = DenseAttention(config, ContextParallel(group, page_size=4), 8, range(2))
-    empty = torch.empty(0, 4, 32)
-    tables, lens = np.empty((0, 2), np.int32), np.empty(0, np.int64)
-    assert error_over_codes(config, attention.pool, 0, empty, empty, tables, lens) == 0
-
-
-def test_what_a_model_refuses() -> None:
-    with pytest.raises(ValueError, match=r"DenseConfig: kv_dtype must be bf16, fp8, .* got 'int4'"):
-        replace(SMALL, kv_dtype="int4")
-
-
-@pytest.mark.parametrize("kv_dtype", CODES)
-def test_a_disaggregated_replay_over_the_engine(kv_dtype: str) -> None:
-    requires_mooncake()
-    model = replace(SMALL, kv_dtype=kv_dtype)
-    options = replace(OPTIONS, model=model, decode_tokens=6, torch_baseline=False)
-    report = replay(generate_trace(8, seed=2), options)
-    assert report.passed
-    assert report.decode is not None
-    assert report.decode.num_tokens > 8
-    for transfer in report.decode.transfers:
-        assert transfer.num_bytes == transfer.num_pages * 4 * 2 * bytes_of(model)
+def test_ranks_without_rows_have_no_error() -> None:
+    config = replace(WIDE, kv_dtype="int8")
+    with one_rank() as group:
+        attention = DenseAttention(config, ContextParallel(group, page_size=4), 8, range(2))
+        empty, tables = torch.empty(0, 4, 32), np.empty((0, 2), np.int32)
+        lens = np.empty(0, np.int64)
+        assert error_over_codes(config, attention.pool, 0, empty, empty, tables, lens) == 0

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -17,20 +16,11 @@ from cpattn.replay.disaggregation.driver import decode_pages
 from cpattn.replay.disaggregation.endpoint import Endpoint
 from cpattn.replay.disaggregation.handover import Delivery
 from cpattn.replay.driver import replay
-from cpattn.replay.records import ReplayOptions
 from cpattn.replay.report.summary import figures, summarize
 from cpattn.traffic.trace import generate_trace
 from cpattn.transfer import KVEntry, KVLayout
-from support.replay.replay_models import SMALL_DSA
+from support.replay.replay_models import OPTIONS, SMALL
 from support.transfer.transfer_processes import requires_mooncake
-
-SMALL = DenseConfig(
-    num_layers=2, hidden_size=64, num_heads=4, head_dim=32, intermediate_size=96, vocab_size=256
-)
-OPTIONS = ReplayOptions(
-    model=SMALL, cp_size=2, page_size=4, token_budget=300, pool_tokens=1000, scale_lengths=64,
-    num_threads=1, check_rows=4, torch_baseline=False, timeout_seconds=60, decode_tokens=6,
-)  # fmt: skip
 
 
 def page_bytes(model: DenseConfig) -> int:
@@ -44,27 +34,20 @@ def page_bytes(model: DenseConfig) -> int:
 @pytest.mark.parametrize(
     ("placement", "cp_size", "pp_size", "decode_ranks", "kv_dtype"),
     [
-        ("page_interleave", 2, 1, 1, "bf16"),
         ("replicated", 2, 1, 2, "bf16"),
-        ("page_interleave", 3, 1, 2, "bf16"),
-        ("page_interleave", 2, 2, 3, "bf16"),
-        ("page_interleave", 2, 1, 2, "fp8"),
-        ("page_interleave", 2, 1, 2, "int8"),
+        ("page_interleave", 3, 1, 2, "int8"),
+        ("page_interleave", 2, 2, 1, "fp8"),
     ],
 )
 def test_tokens_are_those_of_one_process(
     placement: str, cp_size: int, pp_size: int, decode_ranks: int, kv_dtype: str
 ) -> None:
     requires_mooncake()
-    model = replace(SMALL, kv_dtype=kv_dtype)
+    model = replace(SMALL, head_dim=32, vocab_size=256, kv_dtype=kv_dtype)
     options = replace(
-        OPTIONS,
-        model=model,
-        placement=placement,
-        cp_size=cp_size,
-        pp_size=pp_size,
-        decode_ranks=decode_ranks,
-    )
+        OPTIONS, model=model, placement=placement, cp_size=cp_size, pp_size=pp_size,
+        decode_ranks=decode_ranks, decode_tokens=6,
+    )  # fmt: skip
     report = replay(generate_trace(10, seed=2), options)
     assert report.passed
     decode = report.decode
@@ -77,8 +60,7 @@ def test_tokens_are_those_of_one_process(
     share = decode_pages(options) // decode_ranks + 1  # and page 0
     assert decode.pool_bytes == [share * page_bytes(model)] * decode_ranks
     assert (decode.sent_bytes > 0) == (decode_ranks > 1)
-    summary = summarize(report)["decode"]
-    assert summary["pool_bytes"] == sum(decode.pool_bytes)
+    assert summarize(report)["decode"]["pool_bytes"] == sum(decode.pool_bytes)
     (line,) = (text for name, text in figures(report) if name == "decode")
     assert (f"over {decode_ranks} ranks with" in line) == (decode_ranks > 1)
 
@@ -94,9 +76,10 @@ class Recorder:
         return 0
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
-@pytest.mark.parametrize("num_peers", [1, 2, 3])
-@pytest.mark.parametrize("cp_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("cp_size", "num_peers", "is_sharded"),
+    [(size, peers, (size + peers) % 2 == 0) for size in (1, 2, 3) for peers in (1, 2, 3)],
+)
 def test_each_page_is_sent_once_to_its_place(
     cp_size: int, num_peers: int, is_sharded: bool
 ) -> None:
@@ -129,17 +112,3 @@ def test_each_page_is_sent_once_to_its_place(
     assert {(page, there) for _, page, there in sent} == set(
         zip(src_pages.tolist(), dst_pages.tolist(), strict=True)
     )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"placement": "token_interleave"}, "replicated or page_interleave where pages are sent"),
-        ({"decode_ranks": 2, "decode_tokens": 0}, "must be 1 where nothing is decoded, got 2"),
-        ({"decode_ranks": 2, "model": SMALL_DSA}, "decode_ranks must be 1 for the model dsa"),
-        ({"decode_ranks": 0}, "decode_ranks must be >= 1, got 0"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.compile(message)):
-        replace(OPTIONS, **changes)

@@ -15,8 +15,6 @@ import pytest
 torch = pytest.importorskip("torch")
 Console = pytest.importorskip("rich.console").Console
 
-import torch.distributed as dist  # noqa: E402
-
 from cpattn import build_cp_metadata  # noqa: E402
 from cpattn.distributed import ContextParallel  # noqa: E402
 from cpattn.replay.dense.baseline import make_segments  # noqa: E402
@@ -27,53 +25,29 @@ from cpattn.replay.dsa.check import RestrictedAttention, SparseChecker  # noqa: 
 from cpattn.replay.dsa.model import DsaConfig, SparseInputs  # noqa: E402
 from cpattn.replay.model import Decoder  # noqa: E402
 from cpattn.replay.phases import PhaseClock  # noqa: E402
-from cpattn.replay.records import ReplayOptions  # noqa: E402
 from cpattn.replay.report.summary import print_report  # noqa: E402
 from cpattn.traffic.prefix_cache import PrefixCache  # noqa: E402
 from cpattn.traffic.scheduler import Batch, prefill_batches  # noqa: E402
 from cpattn.traffic.trace import block_tokens_of, generate_trace, scale_lengths  # noqa: E402
-from support.replay.replay_models import SMALL_DSA as SMALL  # noqa: E402
+from support.replay.replay_in_one_process import one_rank  # noqa: E402
+from support.replay.replay_models import FP8_DSA, OPTIONS, RAGGED_DSA, SMALL_DSA  # noqa: E402
 from support.tolerances import assert_close, to_float64  # noqa: E402
 
-FP8 = replace(
-    SMALL,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    index_head_dim=128,
-    dtype="bfloat16",
-    kv_dtype="fp8",
-)
 PER_QUERY = ("q", "index_q", "index_weights")
 PAGE_SIZE, BLOCK_TOKENS, NUM_PAGES = 4, 8, 800
 
 
-pytestmark = [pytest.mark.usefixtures("one_torch_thread"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "cp_size", "model"),
-    [
-        pytest.param("zigzag", 2, FP8, id="zigzag-2-fp8"),
-        pytest.param("interleave", 3, SMALL, id="interleave-3"),
-        pytest.param("contiguous", 1, SMALL, id="one rank"),
-        pytest.param(
-            "contiguous", 2, replace(FP8, prefill_impl="flashmla_sparse"), id="contiguous-2-ragged"
-        ),
-    ],
+    [("zigzag", 2, FP8_DSA), ("interleave", 3, SMALL_DSA), ("contiguous", 2, RAGGED_DSA)],
+    ids=["fp8", "float32", "ragged"],
 )
 def test_every_batch_is_right(strategy: str, cp_size: int, model: DsaConfig) -> None:
-    options = ReplayOptions(
-        model=model,
-        strategy=strategy,
-        cp_size=cp_size,
-        page_size=PAGE_SIZE,
-        token_budget=300,
-        pool_tokens=1000,
-        scale_lengths=64,
-        num_threads=1,
-        check_rows=8,
-        timeout_seconds=60,
-    )
+    options = replace(OPTIONS, model=model, strategy=strategy, cp_size=cp_size, torch_baseline=True)
     report = replay(generate_trace(10, seed=1), options)
     assert report.passed
     assert len(report.batches) > 2
@@ -86,9 +60,8 @@ def test_every_batch_is_right(strategy: str, cp_size: int, model: DsaConfig) -> 
     for batch in report.batches:
         assert tuple(batch.phases) == model.phases
         assert all(seconds > 0 for seconds in batch.phases.values())
-        assert batch.flops["indexer"] == 2 * sum(batch.rank_pairs) * (
-            model.index_heads * model.index_head_dim
-        )
+        per_pair = 2 * model.index_heads * model.index_head_dim
+        assert batch.flops["indexer"] == sum(batch.rank_pairs) * per_pair
         assert batch.torch_seconds is not None
         assert tuple(batch.torch_seconds) == model.attention_phases
         assert batch.torch_difference is not None
@@ -100,10 +73,9 @@ def test_every_batch_is_right(strategy: str, cp_size: int, model: DsaConfig) -> 
 
 
 @pytest.fixture
-def one_rank() -> Iterator[ContextParallel]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield ContextParallel(dist.group.WORLD, page_size=PAGE_SIZE)
-    dist.destroy_process_group()
+def cp() -> Iterator[ContextParallel]:
+    with one_rank() as group:
+        yield ContextParallel(group, page_size=PAGE_SIZE)
 
 
 def checked(
@@ -141,11 +113,11 @@ def checked(
 
 @pytest.mark.parametrize(
     "config",
-    [SMALL, replace(SMALL, dtype="bfloat16"), FP8, replace(FP8, prefill_impl="flashmla_sparse")],
+    [SMALL_DSA, replace(SMALL_DSA, dtype="bfloat16"), FP8_DSA, RAGGED_DSA],
     ids=["float32", "bfloat16", "fp8", "fp8 ragged"],
 )
-def test_errors_are_roundings(one_rank: ContextParallel, config: DsaConfig) -> None:
-    checker = checked(one_rank, config)
+def test_errors_are_roundings(cp: ContextParallel, config: DsaConfig) -> None:
+    checker = checked(cp, config)
     assert checker.num_rows > 100
     assert max(checker.errors.values()) <= checker.tolerance
     # A bound ten times the truth would miss mistakes.
@@ -154,48 +126,46 @@ def test_errors_are_roundings(one_rank: ContextParallel, config: DsaConfig) -> N
 
 
 @pytest.mark.parametrize(
-    ("config", "buffer"),
+    ("config", "buffer", "is_written"),
     [
-        (SMALL, "pool.k_buffer"),
-        (SMALL, "pool.v_buffer"),
-        (SMALL, "pool.index_k_buffer"),
-        (FP8, "kv"),
-        (FP8, "index_k"),
+        (SMALL_DSA, "pool.k_buffer", True),
+        (SMALL_DSA, "pool.v_buffer", False),
+        (SMALL_DSA, "pool.index_k_buffer", True),
+        (SMALL_DSA, "pool.index_k_buffer", False),
+        (FP8_DSA, "kv", False),
+        (FP8_DSA, "kv", True),
+        (FP8_DSA, "index_k", False),
     ],
-    ids=["k", "v", "index_k", "fp8 rows", "fp8 index_k"],
 )
-@pytest.mark.parametrize("kind", ["other page", "never written"])
 def test_the_check_sees_a_spoiled_page(
-    one_rank: ContextParallel, config: DsaConfig, buffer: str, kind: str
+    cp: ContextParallel, config: DsaConfig, buffer: str, is_written: bool
 ) -> None:
+    """It has what was written to another one, or nothing."""
+
     def harm(batch: Batch, attention: SparseAttention) -> None:
         pages = attrgetter(buffer)(attention._pools).view(NUM_PAGES + 1, -1)
+        nothing = 0xFF if pages.dtype == torch.uint8 else torch.nan
         for chunk, table in zip(batch.chunks, batch.block_tables, strict=True):
             if chunk.begin >= 4 * PAGE_SIZE:
                 first, second = torch.from_numpy(table[:4]).long().chunk(2)
-                if kind == "never written":
-                    pages[first] = 0xFF if pages.dtype == torch.uint8 else torch.nan
-                else:
-                    pages[first] = pages[second]
+                pages[first] = pages[second] if is_written else nothing
 
-    checker = checked(one_rank, config, harm)
+    checker = checked(cp, config, harm)
     assert max(checker.errors.values()) > checker.tolerance
 
 
-def test_a_rank_without_rows(one_rank: ContextParallel) -> None:
+def test_a_rank_without_rows(cp: ContextParallel) -> None:
     """Of one new token two of three ranks have nothing, and still say how long it took them."""
     metadata = build_cp_metadata([1], [5], cp_rank=2, cp_size=3, strategy="interleave")
-    plan = replace(
-        one_rank.plan([1], [5], block_tables=[[1, 0]]), metadata=metadata, rows_per_rank=(0,)
-    )
-    attention = SparseAttention(SMALL, one_rank, 1, range(1))
+    plan = replace(cp.plan([1], [5], block_tables=[[1, 0]]), metadata=metadata, rows_per_rank=(0,))
+    attention = SparseAttention(SMALL_DSA, cp, 1, range(1))
     attention._pools.write = lambda *_: None
     batch = Batch(0, (), [1], [4], np.array([[1, 0]], np.int32), np.array([0]))
     attention.begin(batch, plan, PhaseClock())
-    assert attention.attend(0, inputs_of(SMALL, 0)).shape == (0, 2, SMALL.kv_lora_rank)
+    assert attention.attend(0, inputs_of(SMALL_DSA, 0)).shape == (0, 2, SMALL_DSA.kv_lora_rank)
     assert attention.flops() == {"indexer": 0, "attention": 0}
     seconds, difference = attention.baseline()
-    assert tuple(seconds) == SMALL.attention_phases
+    assert tuple(seconds) == SMALL_DSA.attention_phases
     assert difference == 0.0
 
 
@@ -223,7 +193,7 @@ def best_keys(inputs: SparseInputs, topk: int) -> Any:
 
 
 def test_the_torch_baseline_is_the_same_attention() -> None:
-    inputs, rows = inputs_of(SMALL, 60), np.arange(60)
+    inputs, rows = inputs_of(SMALL_DSA, 60), np.arange(60)
     table = np.random.default_rng(0).permutation(20).astype(np.int32)[None]
     segments = make_segments(rows * 0, rows + 1, table, PAGE_SIZE, masks=False)
     pool = torch.empty(80, dtype=torch.int64)
@@ -233,18 +203,19 @@ def test_the_torch_baseline_is_the_same_attention() -> None:
         inputs.index_weights,
         segments,
         lambda at: inputs.index_k[pool[at]],
-        SMALL.topk,
+        SMALL_DSA.topk,
         PhaseClock(),
     )
-    operators = RestrictedAttention(SMALL, rows, torch.where(slots >= 0, pool[slots], -1).numpy())
+    keys = torch.where(slots >= 0, pool[slots], -1).numpy()
+    operators = RestrictedAttention(SMALL_DSA, rows, keys)
     restricted = operators.attend(0, inputs)
     assert not operators.wrong_rows.any()
     out = attend_chosen(
         inputs.q,
         slots.sort(dim=1, descending=True).values,  # -1 last
         lambda at: inputs.latent[pool[at], 0],
-        v_dim=SMALL.kv_lora_rank,
-        scale=SMALL.scale,
+        v_dim=SMALL_DSA.kv_lora_rank,
+        scale=SMALL_DSA.scale,
     )
     largest = np.abs(to_float64(inputs.latent)).max()
     assert_close(out, to_float64(restricted), largest, "attention", "float32")
@@ -252,31 +223,31 @@ def test_the_torch_baseline_is_the_same_attention() -> None:
 
 @pytest.mark.parametrize("kind", ["right", "another key", "twice", "too few", "later", "far"])
 def test_keys_are_checked(kind: str) -> None:
-    inputs = inputs_of(SMALL, 60)
-    chosen = best_keys(inputs, SMALL.topk)
+    inputs = inputs_of(SMALL_DSA, 60)
+    chosen = best_keys(inputs, SMALL_DSA.topk)
     row = 40
     others = np.setdiff1d(np.arange(row + 1), chosen[row])
     wrong = {"another key": others[0], "twice": chosen[row, 0], "too few": -1, "later": 41}
     chosen[row, 5] = {"right": chosen[row, 5], "far": 10**6, **wrong}[kind]
-    operators = RestrictedAttention(SMALL, np.arange(60), chosen)
+    operators = RestrictedAttention(SMALL_DSA, np.arange(60), chosen)
     out = operators.attend(0, inputs)
-    assert out.shape == (60, SMALL.num_heads, SMALL.kv_lora_rank)
+    assert out.shape == (60, SMALL_DSA.num_heads, SMALL_DSA.kv_lora_rank)
     assert np.flatnonzero(operators.wrong_rows).tolist() == ([] if kind == "right" else [row])
 
 
 def test_a_key_of_nearly_the_same_score_is_no_error() -> None:
-    inputs = inputs_of(SMALL, 60)
+    inputs = inputs_of(SMALL_DSA, 60)
     inputs.index_weights.abs_()
     last = inputs._replace(**{name: getattr(inputs, name)[-1:] for name in PER_QUERY})
-    chosen = best_keys(inputs, SMALL.topk)[-1:]
-    (worst,) = np.setdiff1d(chosen, best_keys(inputs, SMALL.topk - 1)[-1])
+    chosen = best_keys(inputs, SMALL_DSA.topk)[-1:]
+    (worst,) = np.setdiff1d(chosen, best_keys(inputs, SMALL_DSA.topk - 1)[-1])
     other = np.setdiff1d(np.arange(60), chosen)[0]
     inputs.index_k[other] = inputs.index_k[worst] * (1 - 2**-22)
     chosen[chosen == worst] = other
-    operators = RestrictedAttention(SMALL, np.array([59]), chosen)
+    operators = RestrictedAttention(SMALL_DSA, np.array([59]), chosen)
     operators.attend(0, last)
     assert not operators.wrong_rows.any()
-    assert (operators.num_keys, operators.num_swapped) == (SMALL.topk, 1)
+    assert (operators.num_keys, operators.num_swapped) == (SMALL_DSA.topk, 1)
 
 
 @pytest.mark.parametrize(
@@ -290,4 +261,4 @@ def test_a_key_of_nearly_the_same_score_is_no_error() -> None:
 )
 def test_bad_sizes_are_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        replace(SMALL, **sizes)
+        replace(SMALL_DSA, **sizes)

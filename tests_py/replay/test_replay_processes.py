@@ -4,56 +4,43 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-from cpattn._workers import WorkerError, Workers
-from cpattn.replay.dense.model import DenseConfig
-from cpattn.replay.driver import replay
-from cpattn.replay.messages import Work, WorkerConfig, ranks_of, run
-from cpattn.replay.records import ReplayOptions
-from cpattn.traffic.prefix_cache import Lease
-from cpattn.traffic.scheduler import Batch, Chunk
-from cpattn.traffic.trace import Request, generate_trace
+from cpattn._workers import WorkerError, Workers  # noqa: E402
+from cpattn.replay.driver import replay  # noqa: E402
+from cpattn.replay.messages import Work, WorkerConfig, ranks_of, run  # noqa: E402
+from cpattn.replay.model import Decoder  # noqa: E402
+from cpattn.traffic.prefix_cache import Lease  # noqa: E402
+from cpattn.traffic.scheduler import Batch, Chunk  # noqa: E402
+from cpattn.traffic.trace import Request, generate_trace  # noqa: E402
+from support.replay.replay_models import (  # noqa: E402
+    FP8_DSA,
+    OPTIONS,
+    RAGGED_DSA,
+    SMALL,
+    SMALL_DSA,
+)
+from support.transfer.transfer_processes import requires_mooncake  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 
-SMALL = DenseConfig(
-    num_layers=2, hidden_size=64, num_heads=4, head_dim=16, intermediate_size=96, vocab_size=64
+@pytest.mark.parametrize(
+    ("strategy", "cp_size", "pp_size", "dtype"),
+    [
+        ("zigzag", 2, 2, "float32"),
+        ("interleave", 3, 1, "bfloat16"),
+        ("contiguous", 2, 1, "float16"),
+    ],
 )
-OPTIONS = ReplayOptions(
-    model=SMALL,
-    page_size=4,
-    token_budget=300,
-    pool_tokens=1000,
-    scale_lengths=64,
-    num_threads=1,
-    check_rows=8,
-    timeout_seconds=60,
-)
-CASES = [
-    pytest.param("zigzag", 2, 1, "float32"),
-    pytest.param("interleave", 3, 1, "bfloat16"),
-    pytest.param("contiguous", 2, 1, "float16"),
-    pytest.param("zigzag", 4, 1, "bfloat16"),
-    pytest.param("zigzag", 1, 1, "float32"),
-    pytest.param("zigzag", 2, 2, "float32"),
-]
-
-
-@pytest.mark.parametrize(("strategy", "cp_size", "pp_size", "dtype"), CASES)
 def test_every_batch_is_right(strategy: str, cp_size: int, pp_size: int, dtype: str) -> None:
-    options = replace(
-        OPTIONS,
-        strategy=strategy,
-        cp_size=cp_size,
-        pp_size=pp_size,
-        model=replace(SMALL, dtype=dtype),
-    )
+    sizes = {"strategy": strategy, "cp_size": cp_size, "pp_size": pp_size, "torch_baseline": True}
+    options = replace(OPTIONS, **sizes, model=replace(SMALL, dtype=dtype))
     steps: list[tuple[int, int, str]] = []
     report = replay(generate_trace(30, seed=1), options, progress=lambda *step: steps.append(step))
     assert report.passed
@@ -68,9 +55,8 @@ def test_every_batch_is_right(strategy: str, cp_size: int, pp_size: int, dtype: 
         assert sum(batch.rank_rows) == batch.new_tokens * pp_size
         pairs = sum(batch.rank_pairs) // pp_size
         assert batch.flops == {"attention": 4 * pairs * SMALL.num_heads * SMALL.head_dim * 2}
-        assert set(batch.phases) == {"metadata", "gather", "attention", "rest"} | (
-            {"stage"} if pp_size > 1 else set()
-        )
+        phases = {"metadata", "gather", "attention", "rest", *["stage"] * (pp_size > 1)}
+        assert set(batch.phases) == phases
         assert all(seconds > 0 for seconds in batch.phases.values())
         assert batch.torch_seconds is not None
         assert batch.torch_seconds["attention"] > 0
@@ -85,17 +71,48 @@ def test_every_batch_is_right(strategy: str, cp_size: int, pp_size: int, dtype: 
     assert min(report.peak_bytes) > 50 * 2**20
 
 
-def config_of(options: ReplayOptions) -> WorkerConfig:
-    return WorkerConfig(
-        model=options.model,
-        cp_size=2,
-        strategy="zigzag",
-        page_size=options.page_size,
-        num_pages=10,
-        num_threads=1,
-        torch_baseline=False,
-        timeout_seconds=60,
-    )
+# Of 1, 2, 5 and 9 tokens at 1/64 of the length; the last one repeats the first block of the third.
+REQUESTS = [
+    Request(0, n * 64, 128, ids) for n, ids in ((1, (0,)), (2, (1,)), (5, (2,)), (9, (3, 4)))
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "cp_size", "pp_size", "strategy", "token_budget", "decode_tokens"),
+    [
+        (SMALL, 2, 1, "zigzag", 1, 0),
+        (SMALL, 3, 1, "contiguous", 3, 0),
+        (SMALL_DSA, 3, 1, "interleave", 3, 0),
+        (FP8_DSA, 3, 1, "zigzag", 3, 0),
+        (RAGGED_DSA, 3, 1, "contiguous", 1, 0),
+        (SMALL, 2, 2, "interleave", 1, 2),
+        (SMALL_DSA, 3, 1, "zigzag", 1, 2),
+    ],
+)
+def test_a_rank_may_have_nothing_to_do(
+    model: Any, cp_size: int, pp_size: int, strategy: str, token_budget: int, decode_tokens: int
+) -> None:
+    """A rank without a row of a batch takes part, and computes nothing."""
+    if decode_tokens:
+        requires_mooncake()
+    sizes = {"cp_size": cp_size, "pp_size": pp_size, "strategy": strategy, "model": model}
+    options = replace(OPTIONS, **sizes, token_budget=token_budget, decode_tokens=decode_tokens)
+    report = replay(REQUESTS, options)
+    assert report.passed
+    assert report.new_tokens + report.hit_tokens == report.input_tokens == 17
+    assert 0 in [rank for batch in report.batches for rank in batch.rank_rows]
+
+
+def test_a_dense_layer_takes_no_rows() -> None:
+    nothing = torch.empty(0, dtype=torch.int64)
+    shapes = []
+
+    def attention(layer: int, q: Any, k: Any, v: Any) -> Any:
+        shapes.append([tuple(x.shape) for x in (q, k, v)])
+        return torch.empty_like(q)
+
+    assert Decoder(SMALL)(nothing, nothing, attention).shape == (0, 64)
+    assert shapes == [[(0, 4, 16), (0, 2, 16), (0, 2, 16)]] * 2
 
 
 def test_a_failing_worker_says_why() -> None:
@@ -103,9 +120,10 @@ def test_a_failing_worker_says_why() -> None:
     chunk = Chunk(0, Request(0, 3, 1, (0,)), lease, begin=0, end=3)
     pages = np.array([[11]], dtype=np.int32)  # one more than there are
     batch = Batch(0, (chunk,), [3], [0], pages, slots=np.arange(44, 47))
+    config = WorkerConfig(
+        model=SMALL, cp_size=2, strategy="zigzag", page_size=4, num_pages=10, num_threads=1,
+        torch_baseline=False, timeout_seconds=60,
+    )  # fmt: skip
     message = r"^rank \d failed: (ValueError|RuntimeError): .*(slots must be below|refused its arg)"
-    with (
-        Workers(ranks_of(config_of(OPTIONS))) as workers,
-        pytest.raises(WorkerError, match=message),
-    ):
+    with Workers(ranks_of(config)) as workers, pytest.raises(WorkerError, match=message):
         run(workers, Work(batch, token_ids=np.arange(3), rows=np.arange(3)))

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from cpattn.distributed.transport.exchange import TERMS
 from cpattn.distributed.transport.versions import own_values
 from cpattn.kv import PageInterleave, TokenInterleave
 from cpattn.replay.comparison import SampledRows
-from cpattn.replay.dense.model import DenseConfig
 from cpattn.replay.driver import replay
-from cpattn.replay.records import ReplayOptions, ReplayReport, ReplicatedRecord
+from cpattn.replay.records import ReplayReport, ReplicatedRecord
 from cpattn.replay.report.summary import (
+    check_line,
     figures,
     summarize,
     table_header,
@@ -36,15 +37,7 @@ from cpattn.replay.shards import PlacementName
 from cpattn.traffic.trace import Request, generate_trace
 from support.command_line import QUICK, CommandLine
 from support.replay.made_up_reports import make_report
-from support.replay.replay_models import SMALL_DSA
-
-SMALL = DenseConfig(
-    num_layers=2, hidden_size=64, num_heads=4, head_dim=16, intermediate_size=96, vocab_size=64
-)
-OPTIONS = ReplayOptions(
-    model=SMALL, page_size=4, token_budget=300, pool_tokens=1000, scale_lengths=64,
-    num_threads=1, check_rows=8, torch_baseline=False, timeout_seconds=60,
-)  # fmt: skip
+from support.replay.replay_models import OPTIONS, SMALL, SMALL_DSA
 
 
 def run(requests: int = 12, **changes: Any) -> ReplayReport:
@@ -53,21 +46,22 @@ def run(requests: int = 12, **changes: Any) -> ReplayReport:
     assert report.tolerance is not None
     assert 0 < max(batch.max_error or 0.0 for batch in report.batches) <= report.tolerance
     assert report.new_tokens + report.hit_tokens == report.input_tokens
+    for batch in report.batches if report.options.torch_baseline else ():
+        assert batch.torch_difference is not None
+        is_sparse = report.options.model.kind == "dsa"
+        assert batch.torch_difference < (0.1 if is_sparse else report.tolerance)
     return report
 
 
 CASES = [
-    ("page_interleave", "auto", 2, 1, "zigzag", "float32"),
-    ("page_interleave", "gather", 3, 1, "interleave", "bfloat16"),
-    ("page_interleave", "ring", 4, 1, "zigzag", "float32"),
-    ("page_interleave", "pass_q", 2, 2, "contiguous", "bfloat16"),
-    ("page_interleave", "all_to_all", 4, 1, "zigzag", "float32"),
     ("page_interleave", "auto", 1, 1, "zigzag", "float32"),
+    ("page_interleave", "gather", 3, 1, "interleave", "bfloat16"),
+    ("page_interleave", "pass_q", 2, 2, "contiguous", "bfloat16"),
+    ("page_interleave", "all_to_all", 3, 1, "zigzag", "float32"),
     ("token_interleave", "auto", 3, 1, "zigzag", "bfloat16"),
     ("token_interleave", "pass_q", 2, 1, "interleave", "float32"),
     ("token_interleave:4", "gather", 2, 1, "zigzag", "float16"),
     ("token_interleave:2", "ring", 3, 1, "contiguous", "float32"),
-    ("token_interleave:3", "all_to_all", 2, 1, "zigzag", "float32"),
 ]
 
 
@@ -78,20 +72,11 @@ CASES = [
 def test_sharded_batches_are_right(
     placement: str, exchange: str, cp_size: int, pp_size: int, strategy: str, dtype: str
 ) -> None:
-    report = run(
-        30,
-        placement=placement,
-        exchange=exchange,
-        cp_size=cp_size,
-        pp_size=pp_size,
-        strategy=strategy,
-        model=replace(SMALL, dtype=dtype),
-        torch_baseline=True,
-    )
+    sizes = {"cp_size": cp_size, "pp_size": pp_size, "model": replace(SMALL, dtype=dtype)}
+    ways = {"placement": placement, "exchange": exchange, "strategy": strategy}
+    report = run(20, **sizes, **ways, torch_baseline=True)
     assert report.evictions > 0
     for batch in report.batches:
-        assert batch.torch_difference is not None
-        assert batch.torch_difference < (report.tolerance or 0.0)
         assert len(batch.rank_sent_bytes) == cp_size * pp_size
         assert (batch.exchange == exchange) or exchange == "auto"
         assert batch.exchange in ("gather", "ring", "pass_q", "all_to_all")
@@ -106,22 +91,15 @@ def test_sharded_batches_are_right(
     ("placement", "exchange", "cp_size", "strategy"),
     [
         ("page_interleave", "auto", 2, "zigzag"),
-        ("page_interleave", "pass_q", 3, "interleave"),
-        ("token_interleave", "gather", 4, "zigzag"),
+        ("token_interleave", "gather", 3, "interleave"),
         ("token_interleave:2", "pass_q", 2, "contiguous"),
     ],
 )
 def test_sparse_attention_over_shards_is_right(
     placement: str, exchange: str, cp_size: int, strategy: str
 ) -> None:
-    report = run(
-        placement=placement,
-        exchange=exchange,
-        cp_size=cp_size,
-        strategy=strategy,
-        model=SMALL_DSA,
-        torch_baseline=True,
-    )
+    ways = {"placement": placement, "exchange": exchange, "strategy": strategy}
+    report = run(**ways, cp_size=cp_size, model=SMALL_DSA, torch_baseline=True)
     assert 0 < report.checked_keys <= report.checked_rows * SMALL_DSA.topk
     assert report.swapped_keys < report.checked_keys / 10
     for batch in report.batches:
@@ -129,24 +107,24 @@ def test_sparse_attention_over_shards_is_right(
         assert tuple(batch.phases) == ("metadata", "gather", "attention", "projections")
         assert batch.torch_seconds is not None
         assert tuple(batch.torch_seconds) == ("attention",)
-        assert batch.torch_difference is not None
-        assert batch.torch_difference < 0.1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
-@pytest.mark.parametrize("placement", ["page_interleave", "token_interleave"])
-def test_sharded_codes_are_right(placement: str, kv_dtype: str) -> None:
-    exchanges = ["auto"] if kv_dtype == "int8" else ["auto", "gather"]
-    for exchange in exchanges:
-        model = replace(SMALL, kv_dtype=kv_dtype, head_dim=32)
-        report = run(
-            8, placement=placement, exchange=exchange, cp_size=3, model=model, torch_baseline=True
-        )
-        over_codes = summarize(report)["error_over_codes"]
-        assert 0 < over_codes <= 1
-        if kv_dtype == "int8":
-            assert {batch.exchange for batch in report.batches} == {"pass_q"}
+@pytest.mark.parametrize(
+    ("placement", "exchange", "kv_dtype"),
+    [
+        ("page_interleave", "gather", "fp8"),
+        ("token_interleave", "auto", "fp8"),
+        ("token_interleave", "auto", "int8"),
+    ],
+)
+def test_sharded_codes_are_right(placement: str, exchange: str, kv_dtype: str) -> None:
+    model = replace(SMALL, kv_dtype=kv_dtype, head_dim=32)
+    ways = {"placement": placement, "exchange": exchange, "cp_size": 3}
+    report = run(8, **ways, model=model, torch_baseline=True)
+    assert 0 < summarize(report)["error_over_codes"] <= 1
+    if kv_dtype == "int8":
+        assert {batch.exchange for batch in report.batches} == {"pass_q"}
 
 
 def shares(report: ReplayReport) -> list[int]:
@@ -158,16 +136,13 @@ def shares(report: ReplayReport) -> list[int]:
 
 @pytest.mark.slow
 def test_each_rank_holds_its_share_and_the_batches_are_the_same() -> None:
-    options = {"cp_size": 4, "pool_tokens": 1600}
-    whole = run(**options)
-    assert shares(whole) == [1604] * 4
-    for placement, each in (
-        ("page_interleave", 404),
-        ("token_interleave", 404),
-        ("token_interleave:16", 416),
-    ):
-        report = run(**options, placement=placement)
-        assert shares(report) == [each] * 4
+    whole = run(cp_size=3, pool_tokens=1200)
+    assert shares(whole) == [1204] * 3
+    assert summarize(whole)["error_over_codes"] is None
+    assert "codes" not in check_line(whole)
+    for placement, each in (("page_interleave", 404), ("token_interleave:16", 416)):
+        report = run(cp_size=3, pool_tokens=1200, placement=placement)
+        assert shares(report) == [each] * 3
         assert report.hit_tokens == whole.hit_tokens
         for batch, other in zip(report.batches, whole.batches, strict=True):
             assert batch.new_tokens == other.new_tokens
@@ -187,89 +162,64 @@ VERSIONS = 8 * len(own_values(0))  # compared before the first exchange
         # 32 keys of this rank; of 32 queries in, of 32 states out, each of 4 heads with an LSE;
         # 32 queries of the 2 heads of the other, 32 keys of its KV head, and results of 2 heads.
         ("gather", 32 * 256),
-        ("ring", 32 * 256),
         ("pass_q", 32 * 256 + 32 * (256 + 16)),
         ("all_to_all", 32 * 128 + 32 * 128 + 32 * 128),
+        ("replicated", 32 * 256),  # every row
     ],
 )
 def test_bytes_are_those_of_the_exchange(exchange: str, attended: int) -> None:
-    options = replace(OPTIONS, placement="page_interleave", exchange=exchange, cp_size=2)
-    report = replay(PROMPT, options)
+    ways = {"placement": "page_interleave", "exchange": exchange}
+    is_sharded = exchange != "replicated"
+    report = replay(PROMPT, replace(OPTIONS, **(ways if is_sharded else {})))
     assert report.passed
     (batch,) = report.batches
     # A zigzag rank has tokens 0-15 and 48-63, or those between; of these every second page is of
     # the other rank. Rows go to their owners, attention exchanges, hidden states are gathered.
-    layer = AGREEMENT + 16 * 256 + AGREEMENT + attended
+    layer = AGREEMENT + attended + (AGREEMENT + 16 * 256) * is_sharded
     assert batch.rank_sent_bytes == [VERSIONS + 2 * layer + AGREEMENT + 32 * 256] * 2
+    assert summarize(report)["exchanges"] == {exchange if is_sharded else "gather": 1}
 
 
-@pytest.mark.slow
-def test_replicated_pools_send_every_row() -> None:
-    report = replay(PROMPT, replace(OPTIONS, cp_size=2))
-    layer = AGREEMENT + 32 * 256
-    assert report.batches[0].rank_sent_bytes == [VERSIONS + 2 * layer + AGREEMENT + 32 * 256] * 2
-    assert summarize(report)["exchanges"] == {"gather": 1}
-
-
-@pytest.mark.parametrize("num_pages", [1, 2, 3, 7, 24])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "text", ["page_interleave", "token_interleave", "token_interleave:3", "token_interleave:32"]
 )
-def test_a_rank_has_room_for_its_rows(text: str, size: int, page_size: int, num_pages: int) -> None:
+def test_a_rank_has_room_for_its_rows(text: str) -> None:
     name = PlacementName.parse(text)
     assert name
-    placement = name.over(size, page_size)
-    pages = name.whole_pages(num_pages, size)
-    if text == "page_interleave":
-        assert isinstance(placement, PageInterleave)
-        assert num_pages - pages < size
-        first = size if size > 1 else 1
-    else:
-        assert isinstance(placement, TokenInterleave)
-        assert pages == num_pages
-        first = 1
-    slots = np.arange(first * page_size, (first + pages) * page_size)
-    room = (name.rank_pages(pages, size, page_size) + 1) * page_size
-    if len(slots):
-        assert placement.local_index(slots).max() < room
-    turn = max(name.interleave * size, page_size * size)
-    assert room <= -(-(pages + first) * page_size // turn) * turn // size + 2 * page_size
+    for size, page_size, num_pages in product((1, 2, 3, 4), (1, 4, 16), (1, 2, 3, 7, 24)):
+        placement = name.over(size, page_size)
+        pages = name.whole_pages(num_pages, size)
+        first = size if text == "page_interleave" else 1
+        kind = PageInterleave if text == "page_interleave" else TokenInterleave
+        assert isinstance(placement, kind)
+        assert num_pages - pages < size if text == "page_interleave" else pages == num_pages
+        slots = np.arange(first * page_size, (first + pages) * page_size)
+        room = (name.rank_pages(pages, size, page_size) + 1) * page_size
+        if len(slots):
+            assert placement.local_index(slots).max() < room
+        turn = max(name.interleave * size, page_size * size)
+        assert room <= -(-(pages + first) * page_size // turn) * turn // size + 2 * page_size
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"placement": "striped"}, "placement must be replicated, page_int.* got 'striped'"),
-        ({"placement": "token_interleave:0"}, "or token_interleave:I, got 'token_interleave:0'"),
-        ({"placement": "page_interleave:2"}, "got 'page_interleave:2'"),
+        ({"placement": "page_interleave:2"}, "placement must be .* got 'page_interleave:2'"),
         ({"placement": None}, "got None"),
         ({"exchange": "broadcast"}, "exchange must be auto, gather, .* got 'broadcast'"),
-        ({"exchange": "ring"}, "auto or gather where the placement is replicated, got ring"),
         (
             {"placement": "page_interleave", "model": SMALL_DSA, "decode_tokens": 2},
             "placement must be replicated for the model dsa .* decoded, got page_interleave",
         ),
-        (
-            {"placement": "page_interleave", "model": SMALL_DSA, "exchange": "ring"},
-            "exchange must be auto, gather or pass_q for the model dsa, got ring",
-        ),
-        (
-            {
-                "placement": "token_interleave",
-                "exchange": "gather",
-                "model": replace(SMALL, kv_dtype="int8"),
-            },
-            "exchange must be auto or pass_q for int8, .* got gather",
-        ),
-        (
-            {"placement": "page_interleave", "pool_tokens": 15, "cp_size": 4},
-            "pool_tokens must be at least a page of each rank, 16, got 15",
-        ),
+        ({"decode_ranks": 2}, "must be 1 where nothing is decoded, got 2"),
+        ({"decode_ranks": 0}, "decode_ranks must be >= 1, got 0"),
+        ({"hosts": 0}, "hosts must be >= 1, got 0"),
+        ({"hosts": 128, "cp_size": 128}, "at most 64, got 128"),
+        ({"hosts": 2, "link_gbps": 0.0}, "link_gbps must be positive and finite, got 0.0"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:
+    """Beside what the command line is tried with, in cli/test_cli_errors.py."""
     with pytest.raises(ValueError, match=re.compile(message)):
         replace(OPTIONS, **changes)
 
@@ -277,7 +227,7 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: 
 @pytest.mark.slow
 def test_results_are_those_of_replicated_pools(command_line: CommandLine, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    arguments = ["--cp-size=4", "--requests=8", "--placement=page_interleave", "--dtype=float32"]
+    arguments = ["--requests=6", "--placement=page_interleave", "--dtype=float32"]
     result = command_line.run(*QUICK, *arguments, "--against-replicated", f"--json={path}")
     assert result.returncode == 0, result.stderr
     assert "cpattn replay, replicated: " in result.stderr
@@ -286,11 +236,10 @@ def test_results_are_those_of_replicated_pools(command_line: CommandLine, tmp_pa
     assert other["compared_rows"] == content["checked_rows"]
     assert 0 <= other["difference"] <= 2 * content["tolerance"]
     assert other["new_tokens"] == summary["new_tokens"]
-    assert other["pool_bytes"] > 3 * summary["pool_bytes_per_rank"]
+    assert other["pool_bytes"] > 1.5 * summary["pool_bytes_per_rank"]
     assert other["sent_bytes"] > 0
-    assert summary["speedup_over_replicated"] == pytest.approx(
-        other["run_seconds"] / summary["run_seconds"]
-    )
+    ratio = other["run_seconds"] / summary["run_seconds"]
+    assert summary["speedup_over_replicated"] == pytest.approx(ratio)
     assert re.search(r"^replicated +[0-9.]+ s for .* times as long", result.stdout, re.MULTILINE)
 
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import cpattn
 from cpattn.distributed import ContextParallel
@@ -26,6 +28,16 @@ from cpattn.traffic.trace import block_tokens_of
 BLOCK, DECODE, MAX_SEQUENCES = 8, 5, 64
 
 
+@contextlib.contextmanager
+def one_rank() -> Iterator[Any]:
+    """A group of gloo with this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
 class InOneProcess:
     """Stages one after the other and a decode rank, with engines that copy within the process.
 
@@ -33,8 +45,10 @@ class InOneProcess:
     """
 
     def __init__(
-        self, group: Any, config: DecoderConfig, *, pp_size: int, cp_size: int, page_size: int
+        self, config: DecoderConfig, *, pp_size: int = 1, cp_size: int = 1, page_size: int = 4
     ) -> None:
+        self._stack = contextlib.ExitStack()
+        group = self._stack.enter_context(one_rank())
         pages = 1000 // page_size
         decode_pages = decode_pool_pages(
             pages,
@@ -76,10 +90,14 @@ class InOneProcess:
             link.__enter__()
             link.connect(self.decode.peer())
 
-    def close(self) -> None:
+    def __enter__(self) -> InOneProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for _, _, link in self.stages:
             link.__exit__()
         self.decode.__exit__()
+        self._stack.close()
 
     @torch.inference_mode()
     def run(self, requests: Any, harm: Callable[[InOneProcess], None] = lambda _: None) -> None:
