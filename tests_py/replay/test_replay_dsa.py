@@ -248,17 +248,3 @@ def test_a_key_of_nearly_the_same_score_is_no_error() -> None:
     operators.attend(0, last)
     assert not operators.wrong_rows.any()
     assert (operators.num_keys, operators.num_swapped) == (SMALL_DSA.topk, 1)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"num_layers": 2}, "num_layers must be 1, got 2"),
-        ({"topk": 0}, "topk must be >= 1, got 0"),
-        ({"kv_dtype": "int8"}, "kv_dtype must be bf16 or fp8, got 'int8'"),
-        ({"kv_dtype": "fp8"}, "512, 64, 128 and bfloat16 for fp8 rows, got 64, 16, 32, float32"),
-    ],
-)
-def test_bad_sizes_are_refused(sizes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(SMALL_DSA, **sizes)

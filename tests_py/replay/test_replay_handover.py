@@ -31,22 +31,19 @@ class Pools:
     def __init__(
         self, requests: list[Request], *, num_pages: int, budget: int, decode: int
     ) -> None:
+        sizes = {"page_size": PAGE, "block_tokens": BLOCK}
         pages = decode_pool_pages(
-            num_pages,
-            page_size=PAGE,
-            block_tokens=BLOCK,
-            decode_tokens=decode,
-            max_sequences=MAX_SEQUENCES,
+            num_pages, **sizes, decode_tokens=decode, max_sequences=MAX_SEQUENCES
         )
         self.requests = requests
         self.prefill = np.full((num_pages + 1, PAGE), -1)
         self.decode = np.full((pages + 1, PAGE), -1)
-        self.decode_cache = PrefixCache(pages, page_size=PAGE, block_tokens=BLOCK)
+        self.decode_cache = PrefixCache(pages, **sizes)
         self.handover = Handover(
             self.decode_cache, decode_tokens=decode, num_slots=2 * MAX_SEQUENCES
         )
         self.running: tuple[Continuation, ...] = ()
-        cache = PrefixCache(num_pages, page_size=PAGE, block_tokens=BLOCK)
+        cache = PrefixCache(num_pages, **sizes)
         self._batches = prefill_batches(
             requests, cache, token_budget=budget, max_sequences=MAX_SEQUENCES
         )

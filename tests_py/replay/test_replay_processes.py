@@ -71,10 +71,9 @@ def test_every_batch_is_right(strategy: str, cp_size: int, pp_size: int, dtype: 
     assert min(report.peak_bytes) > 50 * 2**20
 
 
-# Of 1, 2, 5 and 9 tokens at 1/64 of the length; the last one repeats the first block of the third.
-REQUESTS = [
-    Request(0, n * 64, 128, ids) for n, ids in ((1, (0,)), (2, (1,)), (5, (2,)), (9, (3, 4)))
-]
+# Tokens at 1/64 of the length, by the blocks of the prompt.
+LENGTHS = {(0,): 1, (1,): 2, (2,): 5, (3, 4): 9}
+REQUESTS = [Request(0, 64 * length, 128, ids) for ids, length in LENGTHS.items()]
 
 
 @pytest.mark.parametrize(

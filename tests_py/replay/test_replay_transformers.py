@@ -43,6 +43,11 @@ def common(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def dense_sizes(config: DenseConfig) -> dict[str, Any]:
+    heads = {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
+    return common(config) | heads
+
+
 def shared_weights(ours: Decoder) -> dict[str, Tensor]:
     """Of everything but attention, by the names of transformers."""
     weights = {"embed_tokens.weight": ours.embedding.weight, "norm.weight": ours.norm.weight}
@@ -64,11 +69,7 @@ def shared_weights(ours: Decoder) -> dict[str, Tensor]:
 
 def qwen3(ours: Decoder, config: DenseConfig) -> Any:
     """Llama with normalised queries and keys, which is what the dense model is."""
-    theirs = transformers.Qwen3Model(
-        transformers.Qwen3Config(
-            **common(config), num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim
-        )
-    ).eval()
+    theirs = transformers.Qwen3Model(transformers.Qwen3Config(**dense_sizes(config))).eval()
     weights = shared_weights(ours)
     for index, layer in ours.layers.items():
         attention, name = layer.attention, f"layers.{index}.self_attn"
@@ -89,11 +90,7 @@ def qwen3(ours: Decoder, config: DenseConfig) -> Any:
 
 def llama(ours: Decoder, config: DenseConfig) -> Any:
     """Llama itself, whose queries and keys are as they come out of the projections."""
-    theirs = transformers.LlamaModel(
-        transformers.LlamaConfig(
-            **common(config), num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim
-        )
-    ).eval()
+    theirs = transformers.LlamaModel(transformers.LlamaConfig(**dense_sizes(config))).eval()
     weights = qwen3(ours, config).state_dict()
     theirs.load_state_dict({k: v for k, v in weights.items() if "_norm." not in k})
     return theirs
@@ -161,20 +158,17 @@ def randomised(config: DecoderConfig) -> Decoder:
 
 
 @torch.inference_mode()
-def test_the_dense_model_is_a_llama_with_normalised_queries_and_keys() -> None:
+def test_the_dense_model_is_a_llama_with_normalised_queries_and_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ours, tokens = randomised(DENSE), tokens_of(DENSE)
-    states = dense_states(ours, tokens)
     expected = qwen3(ours, DENSE)(tokens[None]).last_hidden_state[0]
-    assert (states - expected).abs().max() <= tolerance(DENSE)
-
-
-@torch.inference_mode()
-def test_without_these_norms_it_is_llama(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (dense_states(ours, tokens) - expected).abs().max() <= tolerance(DENSE)
     real = torch.nn.functional.rms_norm
-    ours, tokens = randomised(replace(DENSE, query_gain=1.0)), tokens_of(DENSE)
+    ours = randomised(replace(DENSE, query_gain=1.0))
     expected = llama(ours, ours.config)(tokens[None]).last_hidden_state[0]
     assert (dense_states(ours, tokens) - expected).abs().max() > 0.1
-    # Those of queries and keys are the only norms without weights.
+    # Those of queries and keys are the only norms without weights: it is Llama without them.
     monkeypatch.setattr(
         torch.nn.functional, "rms_norm", lambda x, *rest: real(x, *rest) if rest[1:] else x
     )
@@ -201,14 +195,10 @@ def test_the_sparse_model_is_a_layer_of_deepseek_v32() -> None:
     assert not operators.wrong_rows.any()
     assert operators.num_keys == np.minimum(np.arange(LENGTH) + 1, SPARSE.topk).sum()
     assert (states - expected).abs().max() <= SparseChecker.tolerance_of(SPARSE)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("name", ["index_q_proj", "index_k_proj", "index_weights_proj"])
-def test_an_indexer_unlike_that_of_deepseek_v32_is_seen(name: str) -> None:
-    ours, tokens = randomised(SPARSE), tokens_of(SPARSE)
-    _, keys = choice_of(deepseek_v32(ours, SPARSE), tokens)
-    getattr(ours.layers["0"].attention, name).weight.neg_()
-    operators = RestrictedAttention(SPARSE, np.arange(LENGTH), keys)
-    ours(tokens, torch.arange(LENGTH), operators)
-    assert operators.wrong_rows[SPARSE.topk :].sum() > LENGTH // 2
+    for name in ("index_q_proj", "index_k_proj", "index_weights_proj"):  # another indexer is seen
+        weight = getattr(ours.layers["0"].attention, name).weight
+        weight.neg_()
+        operators = RestrictedAttention(SPARSE, np.arange(LENGTH), keys)
+        ours(tokens, torch.arange(LENGTH), operators)
+        assert operators.wrong_rows[SPARSE.topk :].sum() > LENGTH // 2, name
+        weight.neg_()

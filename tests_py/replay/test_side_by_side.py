@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -17,12 +18,12 @@ pytest.importorskip("jinja2")
 from cpattn import _core  # noqa: E402
 from cpattn.replay.dense import check  # noqa: E402
 from cpattn.replay.dense.check import Checker  # noqa: E402
-from cpattn.replay.dense.model import DenseConfig  # noqa: E402
 from cpattn.replay.side_by_side import side_by_side  # noqa: E402
-from cpattn.traffic.trace import Request, generate_trace, scale_lengths  # noqa: E402
+from cpattn.traffic.trace import generate_trace, scale_lengths  # noqa: E402
+from support.replay.replay_models import SMALL  # noqa: E402
 from support.tolerances import assert_logits_close  # noqa: E402
 
-SMALL = DenseConfig(num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16)
+TINY = replace(SMALL, hidden_size=32, num_heads=2, num_kv_heads=1)
 
 
 @pytest.fixture
@@ -37,10 +38,17 @@ def four_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("four_threads")
 @pytest.mark.parametrize(
     ("sizes", "at_once", "workers"),
-    [([5, 9, 2], 100, 3), ([5] * 9, 100, 4), ([5, 9, 2], 20, 2), ([5, 9, 2], 9, 1), ([7], 100, 1)],
+    [
+        ([], 1, 0),
+        ([5, 9, 2], 100, 3),
+        ([5] * 9, 100, 4),
+        ([5, 9, 2], 20, 2),
+        ([5, 9, 2], 9, 1),
+        ([7], 100, 1),
+    ],
 )
 def test_items_share_the_cpus(sizes: list[int], at_once: int, workers: int) -> None:
-    together = threading.Barrier(workers)
+    together = threading.Barrier(max(workers, 1))
     seen: set[int] = set()
 
     def compute(item: int) -> tuple[int, int, int]:
@@ -54,10 +62,6 @@ def test_items_share_the_cpus(sizes: list[int], at_once: int, workers: int) -> N
     assert len(seen) == workers
     if workers > 1:
         assert {(own, ours) for _, own, ours in results} == {(4 // workers, 4 // workers)}
-
-
-def test_nothing_to_compute() -> None:
-    assert side_by_side(lambda item: item, [], [], at_once=1) == []
 
 
 @pytest.mark.usefixtures("four_threads")
@@ -79,35 +83,27 @@ def test_an_error_stops_the_others(error: type[BaseException]) -> None:
 
 @pytest.mark.usefixtures("four_threads")
 def test_the_check_of_a_prompt_does_not_depend_on_others() -> None:
-    prompts = [_prompt(i, request) for i, request in enumerate(_requests())]
-    answers = []
+    answers: list[list[Any]] = []
     for at_once in (1, check._TOKENS_AT_ONCE):
-        checker = Checker(replace(SMALL, vocab_size=64), block_tokens=8, rows_per_chunk=4)
-        compared = []
-        with (
-            mock.patch.object(check, "_TOKENS_AT_ONCE", at_once),
-            mock.patch.object(
-                checker, "_compare_rows", lambda _, rows, to=compared: to.append(rows)
-            ),
-        ):
-            checker._finish(prompts)
-        answers.append(compared)
+        checker = Checker(TINY, block_tokens=8, rows_per_chunk=4)
+        checker._compare_rows = lambda _, rows: answers[-1].append(rows)
+        answers.append([])
+        with mock.patch.object(check, "_TOKENS_AT_ONCE", at_once):
+            checker._finish(_prompts())
     for alone, together in zip(*answers, strict=True):
         assert_logits_close(together, alone)
 
 
 def test_a_check_that_was_stopped_ends_at_the_next_layer() -> None:
-    checker = Checker(SMALL, block_tokens=8, rows_per_chunk=4)
+    checker = Checker(TINY, block_tokens=8, rows_per_chunk=4)
     checker._stop()
     with pytest.raises(RuntimeError, match="was stopped"):
-        checker._finish([_prompt(0, _requests()[0])])
+        checker._finish(_prompts()[:1])
 
 
-def _requests() -> list[Request]:
-    return scale_lengths(generate_trace(6, seed=1), 64)
-
-
-def _prompt(index: int, request: Request) -> check.Prompt:
-    """Its first and its last row were sampled."""
-    positions = np.array([0, request.input_length - 1])
-    return index, request, [(0, positions, np.empty((2, 32)), np.empty((2, 0), np.int32))]
+def _prompts() -> list[check.Prompt]:
+    """Of each the first and the last row were sampled."""
+    requests = scale_lengths(generate_trace(6, seed=1), 64)
+    ends = [np.array([0, request.input_length - 1]) for request in requests]
+    rows = np.empty((2, 32)), np.empty((2, 0), np.int32)
+    return [(i, requests[i], [(0, positions, *rows)]) for i, positions in enumerate(ends)]

@@ -146,26 +146,18 @@ def test_the_real_trace_has_hashes_of_prefixes(real: list[Request]) -> None:
     assert_hashes_of_prefixes(real)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_generated_traffic_has_hashes_of_prefixes(seed: int) -> None:
-    assert_hashes_of_prefixes(generate_trace(500, seed=seed))
+def test_generated_traffic_has_hashes_of_prefixes() -> None:
+    for seed in range(3):
+        assert_hashes_of_prefixes(generate_trace(500, seed=seed))
 
 
-@pytest.mark.parametrize("divisor", [1, 2, 8, 64, 512])
-def test_scaling_keeps_the_blocks(divisor: int) -> None:
+def test_scaling_keeps_the_blocks() -> None:
     trace = generate_trace(200)
-    scaled = scale_lengths(trace, divisor)
-    block_tokens = 512 // divisor
-    for before, after in zip(trace, scaled, strict=True):
-        assert after.hash_ids == before.hash_ids
-        assert len(after.hash_ids) == -(-after.input_length // block_tokens)
-        assert 0 <= after.input_length * divisor - before.input_length < divisor
-
-
-@pytest.mark.parametrize("divisor", [0, 3, 1024])
-def test_a_divisor_that_moves_block_edges_is_refused(divisor: int) -> None:
-    with pytest.raises(ValueError, match=f"divisor must (divide 512|be >= 1), got {divisor}"):
-        scale_lengths([], divisor)
+    for divisor in (1, 2, 8, 64, 512):
+        for before, after in zip(trace, scale_lengths(trace, divisor), strict=True):
+            assert after.hash_ids == before.hash_ids
+            assert len(after.hash_ids) == -(-after.input_length // (512 // divisor))
+            assert 0 <= after.input_length * divisor - before.input_length < divisor
 
 
 def test_equal_blocks_are_equal_tokens() -> None:
@@ -187,8 +179,3 @@ def test_tokens_cover_the_vocabulary_evenly() -> None:
     assert len(counts) == 16
     # Binomial: 2048 expected in each, standard deviation 44.
     assert abs(counts - 2048).max() < 6 * 44
-
-
-def test_an_empty_trace_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_requests must be >= 1, got 0"):
-        generate_trace(0)

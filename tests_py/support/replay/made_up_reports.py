@@ -8,6 +8,8 @@ from dataclasses import replace
 from cpattn.replay.dsa.model import DsaConfig
 from cpattn.replay.records import BatchRecord, ReplayOptions, ReplayReport
 
+ENVIRONMENT = {"cpattn": "1", "isa": "portable", "torch": "2", "cpu": "A <CPU>", "cores": 2}
+ENVIRONMENT |= {"threads_per_rank": 1}
 BATCH = BatchRecord(
     index=0,
     num_sequences=2,
@@ -29,14 +31,7 @@ BATCH = BatchRecord(
 def make_report(num_batches: int = 3, **changes: object) -> ReplayReport:
     report = ReplayReport(
         options=ReplayOptions(),
-        environment={
-            "cpattn": "1",
-            "isa": "portable",
-            "torch": "2",
-            "cpu": "A <CPU>",
-            "cores": 2,
-            "threads_per_rank": 1,
-        },
+        environment=ENVIRONMENT,
         num_requests=7,
         input_tokens=500 * num_batches,
         unbounded_hit_tokens=450 * num_batches,
