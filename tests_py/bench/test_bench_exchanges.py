@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of bench_exchanges.py that a wrong benchmark would come from."""
+"""The parts of bench_exchanges.py and bench_scaling.py that a wrong benchmark would come from."""
 
 from __future__ import annotations
 
 import exchange_tables
 import pytest
 
+from bench.bench_scaling import Error, crowded, row_of, verdict
 from bench.context_parallel.exchanges import AHEAD, WAYS, Settings, Shape, predicted, rates_of
-from cpattn.cost_model import Rates
+from bench.context_parallel.ranks import Measured
+from cpattn.cost_model import AttentionLayer, Rates, predict
 
 SETTINGS = Settings((Shape(1024, 3072),), rounds=1)
 BY_NAME = {way.name: way for way in WAYS}
 RATES = Rates(gflops=100, gather_gbps=1, store_gbps=4)
+SCALING = Rates(gflops=100, gather_gbps=1, latency_us=100, message_us=10)
 ROW = 2 * 8 * 128 * 2  # bytes of keys and values of a token
 #: Bytes that each of two ranks receives of 1,024 new tokens behind 3,072, in pages of 128.
 RECEIVED = {
@@ -53,10 +56,6 @@ def test_ranks_of_a_host_share_cpus_and_the_link(size, cpus, exchange, slower, s
     assert rates.store_gbps == RATES.store_gbps / slower
     assert rates.merge_ns == RATES.merge_ns * slower
     assert rates.gather_gbps == 2 * share
-
-
-def test_settings_reach_the_ranks():
-    assert Settings.from_json(SETTINGS.to_json()) == SETTINGS
 
 
 def rows(link, **seconds):
@@ -101,15 +100,39 @@ def test_what_holds_is_counted():
     )
     assert gains.endswith("1.36 to 2.00 × as fast.")
     assert "within 2 %, in 1 of 2 cases; in the worst it takes 1.10 × the fastest" in choices
-
-
-def test_what_auto_takes_is_counted_beside():
-    told = [row | {"auto": "ring"} for row in ALL]
-    *_, auto = exchange_tables.verdicts(told)
+    *_, auto = exchange_tables.verdicts([row | {"auto": "ring"} for row in ALL])
     assert auto.startswith('What `exchange="auto"` takes')
     assert "within 2 %, in 2 of 2 cases; in the worst it takes 1.00 × the fastest" in auto
-
-
-def test_peers_are_counted_where_they_ran():
     more = ALL + rows("1 Gbit/s", **{"ring-flash-attn zigzag": (0.029, 0)})
-    assert next(reversed([*exchange_tables.verdicts(more)])).endswith("in 0 of 1 cases.")
+    *_, last = exchange_tables.verdicts(more)
+    assert last.endswith("in 0 of 1 cases.")
+    assert Settings.from_json(SETTINGS.to_json()) == SETTINGS
+
+
+def test_ranks_of_one_cpu_wait_for_each_other():
+    layer, batch = AttentionLayer(num_heads=8, num_kv_heads=2), ([4096], [4096])
+    free, waiting = (
+        predict([batch], layer, crowded(SCALING, 8, cpus), cp_size=8) for cpus in (8, 2)
+    )
+    assert waiting.attention_seconds == pytest.approx(4 * free.attention_seconds)
+    assert waiting.store_seconds == pytest.approx(4 * free.store_seconds)
+    messages = 2 * (100e-6 + 7 * 10e-6)
+    assert waiting.gather_seconds == pytest.approx(free.gather_seconds + 3 * messages)
+
+
+def test_eight_ranks_are_one_row_within_a_hundred_columns():
+    forecast = predict([([4096], [4096])], AttentionLayer(), SCALING, cp_size=8)
+    mine = [
+        Measured(cpu, cpu, 0.01, int(forecast.sent_bytes[0])) for cpu in forecast.attention_seconds
+    ]
+    cells, errors = row_of("4 behind prefixes", forecast, forecast, mine)
+    assert len(cells) == 9
+    assert [(error.kind, error.relative) for error in errors] == [("CPU", 0), ("wall", 0)]
+    assert sum(map(len, cells)) + 2 * len(cells) < 100
+
+
+def test_what_is_missed_is_named():
+    kinds = ("short", "CPU", 0.019, -0.5), ("near", "CPU", 0.03, -0.09), ("far", "wall", 0.03, 0.2)
+    told = verdict([Error(*kind) for kind in kinds])
+    assert told[0].startswith("1 of 2 times of attention above 20 ms are within 10%")
+    assert told[1:] == ["  far, wall: +20%"]

@@ -14,8 +14,7 @@ from bench.attention.extends import Group
 from bench.attention.peers import inputs
 from bench.attention.turns import Entrant, Roofline, Turns, check, spots
 from bench.attention.worker import Worker
-from bench.attention.workloads import DECODE, PREFIX, Workload
-from bench.harness import accuracy
+from bench.attention.workloads import Workload
 from bench.harness.comparison import ahead_of_all, percent_of_peak
 from bench.harness.contender import Failed
 from bench.harness.sampling import Lane
@@ -62,32 +61,11 @@ def test_codes_stand_for_normal_numbers(dtype, scale, tmp_path):
     assert ((k[16 + slot] - exact[page, slot]).abs() <= step).all()
 
 
-@pytest.mark.parametrize(("dtype", "scale"), kv_dtypes.FORMATS)
-def test_codes_with_one_scale_are_exact_in_bfloat16(dtype, scale, tmp_path):
-    tensors = inputs.make(stored_as(dtype, scale), tmp_path)
-    exact, rounded = (tensors.tokens(0, 0, 23, dtype)[0] for dtype in (torch.float32, None))
-    assert rounded.dtype == torch.bfloat16
-    assert torch.equal(exact, rounded.float()) == (scale == "tensor")
-
-
 def test_bytes_are_those_of_codes_and_scales():
     bf16 = PAGED.kv_bytes
     assert bf16 == (23 + 46) * 2 * 128 * 2
     assert stored_as("int8", "tensor").kv_bytes == bf16 / 2
     assert stored_as("int8", "token").kv_bytes == bf16 / 2 + (23 + 46) * 2 * 2 * 4
-
-
-def test_workloads_of_a_group_query_one_cache(tmp_path):
-    group = Group(50, 2, 4, 64, "float8_e4m3fn", (1, 7))
-    works = [group.work(new) for new in group.new]
-    tensors = inputs.make(works[-1], tmp_path)
-    loaded = inputs.load(works[-1], tmp_path)
-    again = inputs.load(works[0], tmp_path, loaded)
-    assert again.k_cache is loaded.k_cache
-    assert again.q.shape == (2, 32, 64)
-    for work in works:
-        assert work.kv_lens == [50 + work.new[0]] * 2
-    assert tensors.block_tables.shape == (2, 1)
 
 
 def entrant(work, folder, module="ours"):
@@ -105,12 +83,6 @@ def test_a_right_result_passes_and_a_wrong_head_is_found(dtype, scale, tmp_path)
     for expected in (None, right):
         with pytest.raises(Failed, match="relative error"):
             check(entrant(work, tmp_path), wrong, expected)
-
-
-def test_only_who_makes_codes_of_its_own_may_be_further_off():
-    assert accuracy.attention("bfloat16", "ours", "int8") == 4 * 2**-7
-    assert accuracy.attention("bfloat16", "openvino_pa", None) == 4 * 2**-7
-    assert accuracy.attention("bfloat16", "openvino_pa", "int8") == 4 * 2**-7 + 0.016
 
 
 def test_the_roofline_is_the_lower_limit():
@@ -143,13 +115,6 @@ def test_caches_that_are_too_large_are_named():
     rows = [row for rows in extends.run(group, {}, 2, 1.0) for row in rows]
     assert len(rows) == len(extends.NEW)
     assert {row["status"] for row in rows} == {"too large"}
-    left_out = [g for g in extends.groups(False) if g.work(256).kv_bytes > extends.MOST_BYTES]
-    assert {g.cached * g.batch for g in left_out} == {16 * 65536}
-    assert [(g.kv_heads, g.head_dim, g.cache) for g in left_out] == [
-        (8, 64, "bfloat16"),
-        *((8, 128, cache) for cache in extends.CACHES),
-        (4, 128, "bfloat16"),
-    ]
 
 
 def test_a_slow_peer_is_out_of_what_follows(monkeypatch):
@@ -168,25 +133,17 @@ def test_a_slow_peer_is_out_of_what_follows(monkeypatch):
     assert row["reason"] == "5.0 s for 1 new"
 
 
-def test_bars_are_those_that_are_asked_for():
-    def limits(cached, new):
-        return [bar.limit for bar in Group(cached, 1, 8, 128, "int8").bars(new)]
-
-    assert limits(512, 16) == [1]
-    assert [limits(8192, new)[1] for new in extends.NEW] == [65] * 5 + [70] * 4
-    cases = list(kv_dtypes.cases(False))
-    assert {case.work for case in cases} == {DECODE, PREFIX}
-    for case in cases:
-        limits = [bar.limit for bar in case.bars]
-        assert limits == ([70, 1.6, 1.5, 1.5] if case.job == "decode" else [5, 1.3, 1.3])
-
-
-def test_a_worker_holds_several_workloads(tmp_path):
+def test_a_worker_holds_several_workloads_of_one_cache(tmp_path):
     group = Group(50, 2, 4, 64, "bfloat16", (1, 7))
     works = {str(new): group.work(new) for new in group.new}
     inputs.make(works["7"], tmp_path)
+    loaded = inputs.load(works["7"], tmp_path)
+    again = inputs.load(works["1"], tmp_path, loaded)
+    assert again.k_cache is loaded.k_cache
+    assert (again.q.shape, again.block_tables.shape) == ((2, 32, 64), (2, 1))
     worker = Worker("ours", 1)
     for which, work in works.items():
+        assert work.kv_lens == [50 + work.new[0]] * 2
         row = {**work.__dict__, "new": list(work.new), "prefix": list(work.prefix)}
         worker.prepare(row, str(tmp_path), str(tmp_path / f"out{which}"), which)
     assert len(inputs.output(works["7"], tmp_path / "out7")) == 14

@@ -39,18 +39,6 @@ def test_wrong_metadata_is_found():
         comparison.check(metadata.OURS, result)
 
 
-def test_full_cases_have_their_bars(monkeypatch):
-    monkeypatch.setattr(metadata, "of_batch", lambda *arguments: arguments)
-    bars = {(kind, bs, cp): bar for kind, _, bs, cp, _, bar in metadata.comparisons(quick=False)}
-    assert {case: bar for case, bar in bars.items() if bar} == {
-        ("arrays", 1, 8): 3,
-        ("lists", 1, 8): 3,
-        ("arrays", 256, 8): 20,
-        ("lists", 256, 8): 8,
-    }
-    assert len(bars) == 20
-
-
 def test_what_stops_in_a_sample_is_a_row(monkeypatch):
     calls = []
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from bench.harness.contender import Failed
-from bench.serving import served, sglang_steps, sglang_trace, steps
+from bench.serving import served, sglang_trace, steps
 from bench.serving.load import Load
 from bench.serving.steps import Case, largest_difference
 from bench.serving.turns import NEAR_TIE
@@ -64,17 +64,6 @@ def test_equal_tokens_of_other_probabilities_are_found(off):
         largest_difference([answer(1, -0.5)], [answer(1, -0.5 - off)])
 
 
-def test_the_bars_are_of_the_lengths_they_were_set_for():
-    bars = {case.name: case.bar for case in sglang_steps.CASES}
-    assert bars == {
-        "prefill of 512": 1.4,
-        "prefill of 2048": 1.8,
-        "prefill of 4096": 2.6,
-        "decode 1 behind 2048": 4.5,
-        "decode 8 behind 1024": 6.5,
-    }
-
-
 @pytest.fixture
 def streaming():
     """A client of a server that streams as many tokens as `answered` says more than asked for."""
@@ -92,12 +81,8 @@ def streaming():
             asked = json.loads(body)
             self.asked.append(asked)
             usage = {"completion_tokens": asked["max_tokens"] + self.answered}
-            chunks = (
-                {"choices": [{"text": ""}]},
-                {"choices": [{"text": "w1"}]},
-                {"choices": [], "usage": usage},
-            )
-            for chunk in chunks:
+            chunks = [{"choices": [{"text": text}]} for text in ("", "w1")]
+            for chunk in (*chunks, {"choices": [], "usage": usage}):
                 self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
             self.wfile.write(b"data: [DONE]\n\n")
 

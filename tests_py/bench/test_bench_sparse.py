@@ -35,34 +35,40 @@ def test_torch_forms_are_right(score, monkeypatch):
     checker.topk("torch", chosen, TOPK)
 
 
+def found_wrong(check, name, result, *rest, match=None):
+    with pytest.raises(Wrong, match=match):
+        check(name, result, *rest)
+
+
 def test_a_wrong_score_is_found():
     checker = indexer.Checker(SMALL, {})
-    rows = [torch.from_numpy(indexer.exact(SMALL, i, int(n))) for i, n in enumerate(SMALL.ke)]
     logits = torch.full((SMALL.num_tokens, SMALL.kv_len), -torch.inf)
-    for row, scores in zip(logits, rows, strict=True):
-        row[: len(scores)] = scores
+    for i, end in enumerate(SMALL.ke):
+        scores = torch.from_numpy(indexer.exact(SMALL, i, int(end)))
+        logits[i, : len(scores)] = scores
     checker.logits("cpattn bf16", logits)
     hidden = logits.clone()
     hidden[0, -1] = 0
-    with pytest.raises(Wrong, match="hidden"):
-        checker.logits("cpattn bf16", hidden)
+    found_wrong(checker.logits, "cpattn bf16", hidden, match="hidden")
     logits[-1, 3] += 0.01 * logits[-1].max()
-    with pytest.raises(Wrong, match="relative error"):
-        checker.logits("cpattn bf16", logits)
+    found_wrong(checker.logits, "cpattn bf16", logits, match="relative error")
 
 
 def test_a_wrong_choice_is_found():
     checker = indexer.Checker(SMALL, {})
     chosen = exact_topk(SMALL, TOPK)
     assert checker.topk("cpattn bf16", chosen, TOPK) == 0
-    twice = [row.clone() for row in chosen]
+    twice, worst = ([row.clone() for row in chosen] for _ in range(2))
     twice[0][0] = twice[0][1]
-    with pytest.raises(Wrong, match="distinct"):
-        checker.topk("cpattn bf16", twice, TOPK)
-    worst = [row.clone() for row in chosen]
+    found_wrong(checker.topk, "cpattn bf16", twice, TOPK, match="distinct")
     worst[-1][0] = int(indexer.exact(SMALL, 31, 100).argmin())
-    with pytest.raises(Wrong, match="relative error"):
-        checker.topk("cpattn bf16", worst, TOPK)
+    found_wrong(checker.topk, "cpattn bf16", worst, TOPK, match="relative error")
+    comparison = topk.of_shape(8, 64, 8)
+    right = comparison.implementations[topk.TORCH]()
+    comparison.check(topk.TORCH, right)
+    found_wrong(comparison.check, topk.SORTED, right.sort()[0])
+    right[3, 2] = right[3, 1]
+    found_wrong(comparison.check, topk.TORCH, right)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -78,24 +84,10 @@ def test_pool_holds_the_same_rows_twice():
     assert torch.equal(mla.expand(rows), kv[:, 0])
     again = mla.expand(mla.compress(kv[..., :512], kv[..., 512:])[:, 0])
     assert (again - kv[:, 0]).abs().max() <= 0.04 * kv.abs().max()  # half a step of e4m3: 1/32
-
-
-def test_a_group_of_zeros_stays_zero():
-    nope = torch.zeros(1, 512)
+    nope = torch.zeros(1, 512)  # a group of zeros stays zero
     nope[0, 128:] = 1
     row = mla.expand(mla.compress(nope, torch.ones(1, 64)))
     assert torch.equal(row[0, :512].float(), nope[0])
-
-
-def test_a_wrong_top_k_is_found():
-    comparison = topk.of_shape(8, 64, 8)
-    right = comparison.implementations[topk.TORCH]()
-    comparison.check(topk.TORCH, right)
-    with pytest.raises(Wrong):
-        comparison.check(topk.SORTED, right.sort()[0])
-    right[3, 2] = right[3, 1]
-    with pytest.raises(Wrong):
-        comparison.check(topk.TORCH, right)
 
 
 @pytest.mark.parametrize("part", ["indexer", "topk", "mla", "rows", "metadata"])

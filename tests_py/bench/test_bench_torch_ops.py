@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of bench_torch_ops.py that a wrong benchmark would come from."""
+"""The parts of bench_torch_ops.py and bench_torch_npu.py that a wrong benchmark would come from."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from bench.torch_ops import calls, functions
+from bench.torch_ops import calls, functions, npu
 
 JOBS = list(functions.jobs())
+NPU_JOBS = list(npu.jobs())
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
@@ -37,5 +38,13 @@ def test_samples_take_turns():
     assert order == 2 * (calls.CALLS * ["a"] + calls.CALLS * ["b"])
 
 
-def test_bars_grow_with_the_tensors():
-    assert [job.function_bar for job in JOBS] == pytest.approx([1.4, 1.8, 1.1])
+@pytest.mark.parametrize("job", NPU_JOBS[:-1], ids=lambda job: job[0])
+def test_operators_of_torch_npu_give_what_functions_give(job):
+    _, function, operator = job
+    assert len(npu.measure(function, operator, rounds=1)) == 3
+
+
+def test_a_wrong_result_of_torch_npu_is_found():
+    _, function, operator = NPU_JOBS[0]
+    with pytest.raises(AssertionError):
+        npu.measure(lambda: [x + 1 for x in function()], operator, rounds=1)

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import itertools
-import time
+import re
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ BATCHES = [
     ([700, 2], [705, 3002]),
 ]
 LONG = [9000, 40], [9000, 5040]
-CASES = list(itertools.product(BATCHES, STRATEGIES, (1, 2, 3, 8)))
 LAYER = AttentionLayer(num_heads=6, num_kv_heads=2, head_dim=32, v_head_dim=16, dtype="float16")
 
 
@@ -31,25 +29,41 @@ def plans_of(batch, strategy, cp_size):
     return cpattn.build_cp_metadata_all_ranks(*batch, cp_size=cp_size, strategy=strategy)
 
 
-@pytest.mark.parametrize(("batch", "strategy", "cp_size"), CASES)
-def test_tokens_and_pairs_are_those_of_the_plans(batch, strategy, cp_size):
-    work = rank_work(*batch, cp_size=cp_size, strategy=strategy, layer=LAYER)
-    seen = [plan.query_cache_lengths for plan in plans_of(batch, strategy, cp_size)]
-    assert work.tokens.tolist() == [len(lengths) for lengths in seen]
-    pairs = [int(lengths.sum()) for lengths in seen]
-    assert work.pairs.tolist() == pairs
-    assert work.imbalance == pytest.approx(max(pairs) / np.mean(pairs))
+def last_rows(plan, cp_size, strategy):
+    """The rows of a plan after which another block of rows begins that fit into one item."""
+    lengths, requests = plan.query_cache_lengths, plan.query_request_indices
+    step = cp_size if strategy == "interleave" else 1
+    goes_on = (np.diff(requests) == 0) & (np.diff(lengths) == step)
+    if strategy == "zigzag":  # the second block of a request may begin where the first ends
+        goes_on[plan.total_q_prev_tokens - 1 : plan.total_q_prev_tokens] = False
+    return np.append(~goes_on, True)[: len(lengths)]
 
 
-@pytest.mark.parametrize("window", [0, 5, 60, 1 << 50])
-@pytest.mark.parametrize(("batch", "strategy", "cp_size"), CASES)
-def test_a_window_leaves_each_token_so_many_keys(batch, strategy, cp_size, window):
-    layer = AttentionLayer(window=window)
-    work = rank_work(*batch, cp_size=cp_size, strategy=strategy, layer=layer)
-    seen = [plan.query_cache_lengths for plan in plans_of(batch, strategy, cp_size)]
-    assert work.pairs.tolist() == [
-        int(np.minimum(n.astype(np.int64), window + 1).sum()) for n in seen
-    ]
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
+def test_work_is_that_of_the_plans(strategy, cp_size):
+    """Tokens, pairs, bytes and packed keys of each rank, counted one by one."""
+    options = {"cp_size": cp_size, "strategy": strategy}
+    row = 2 * (32 + 16) * 2  # KV heads x dimensions x bytes of float16
+    for extends, seq_lens in BATCHES:
+        plans = plans_of((extends, seq_lens), strategy, cp_size)
+        seen = [plan.query_cache_lengths.astype(np.int64) for plan in plans]
+        tokens, pairs = [len(lengths) for lengths in seen], [int(n.sum()) for n in seen]
+        work = rank_work(extends, seq_lens, **options, layer=LAYER)
+        assert (work.tokens.tolist(), work.pairs.tolist()) == (tokens, pairs)
+        assert work.imbalance == pytest.approx(max(pairs) / np.mean(pairs))
+        assert work.received_bytes.tolist() == [(sum(tokens) - n) * row for n in tokens]
+        assert work.sent_bytes.tolist() == [(cp_size - 1) * n * row for n in tokens]
+        for window in (0, 5, 60, 1 << 50):
+            layer = AttentionLayer(window=window)
+            windowed = rank_work(extends, seq_lens, **options, layer=layer)
+            assert windowed.pairs.tolist() == [int(np.minimum(n, window + 1).sum()) for n in seen]
+        short = [min(n, 384) for n in extends], seq_lens
+        layer = AttentionLayer(num_heads=1, num_kv_heads=1)
+        packed = rank_work(*short, **options, layer=layer).packed_keys
+        for rank, plan in enumerate(plans_of(short, strategy, cp_size)):
+            ends = last_rows(plan, cp_size, strategy)
+            assert packed[rank] == plan.query_cache_lengths[ends].sum()
 
 
 def test_values_that_are_the_start_of_keys_are_not_sent_besides():
@@ -61,41 +75,29 @@ def test_values_that_are_the_start_of_keys_are_not_sent_besides():
     assert work.sent_bytes.tolist() == [4 * 1152] * 2
 
 
-@pytest.mark.parametrize(("batch", "strategy", "cp_size"), CASES)
-def test_bytes_are_those_of_rows_between_ranks(batch, strategy, cp_size):
-    work = rank_work(*batch, cp_size=cp_size, strategy=strategy, layer=LAYER)
-    row = 2 * (32 + 16) * 2  # KV heads x dimensions x bytes of float16
-    for rank in range(cp_size):
-        others = work.tokens.sum() - work.tokens[rank]
-        assert work.received_bytes[rank] == others * row
-        assert work.sent_bytes[rank] == (cp_size - 1) * work.tokens[rank] * row
-    assert work.sent_bytes.sum() == work.received_bytes.sum()
-
-
-def bytes_of_write_kv(rank, batch):
+def bytes_of_write_kv(rank, extends, seq_lens):
     """What the rank sent to others, and received from them, by strategy."""
-    return {strategy: moved_bytes(*batch, strategy) for strategy in STRATEGIES}
-
-
-def moved_bytes(extends, seq_lens, strategy):
     import torch
     import torch.distributed as dist
 
     from cpattn.distributed import ContextParallel
     from cpattn.distributed.transport.exchange import TERMS
 
-    cp = ContextParallel(dist.group.WORLD, strategy=strategy, page_size=1)
     ends = np.asarray(seq_lens)
     starts = np.cumsum(ends) - ends
     tables = np.minimum(starts[:, None] + np.arange(ends.max()), ends.sum() - 1)
-    plan = cp.plan(extends, ends, block_tables=tables)
     pools = [torch.zeros(ends.sum(), 2, dim, dtype=torch.float16) for dim in (32, 16)]
-    rows = [torch.zeros(plan.num_local_rows, *pool.shape[1:], dtype=pool.dtype) for pool in pools]
-    cp.write_kv(plan, *rows, *pools)  # ranks also compare versions, once for a group
-    sent, received = cp.sent_bytes, cp.received_bytes
-    cp.write_kv(plan, *rows, *pools)
-    digests = 8 * len(TERMS) * (cp.cp_size - 1)  # int64, to and from every peer
-    return cp.sent_bytes - sent - digests, cp.received_bytes - received - digests
+    moved = {}
+    for strategy in STRATEGIES:
+        cp = ContextParallel(dist.group.WORLD, strategy=strategy, page_size=1)
+        plan = cp.plan(extends, ends, block_tables=tables)
+        rows = [torch.zeros(plan.num_local_rows, *x.shape[1:], dtype=x.dtype) for x in pools]
+        cp.write_kv(plan, *rows, *pools)  # ranks also compare versions, once for a group
+        sent, received = cp.sent_bytes, cp.received_bytes
+        cp.write_kv(plan, *rows, *pools)
+        digests = 8 * len(TERMS) * (cp.cp_size - 1)  # int64, to and from every peer
+        moved[strategy] = cp.sent_bytes - sent - digests, cp.received_bytes - received - digests
+    return moved
 
 
 def test_bytes_are_those_that_write_kv_sends(tmp_path):
@@ -103,7 +105,7 @@ def test_bytes_are_those_that_write_kv_sends(tmp_path):
     from support.distributed.distributed_worker import run_world
 
     batch = [13, 40, 9], [77, 40, 16]
-    moved = run_world(3, tmp_path, bytes_of_write_kv, batch)
+    moved = run_world(3, tmp_path, bytes_of_write_kv, *batch)
     for strategy in STRATEGIES:
         work = rank_work(*batch, cp_size=3, strategy=strategy, layer=LAYER)
         expected = zip(work.sent_bytes.tolist(), work.received_bytes.tolist(), strict=True)
@@ -120,24 +122,18 @@ def test_bytes_are_those_that_write_kv_sends(tmp_path):
         AttentionLayer(num_heads=64, window=2000),
     ],
 )
-@pytest.mark.parametrize(("batch", "cp_size"), list(itertools.product([*BATCHES, LONG], (1, 3))))
+@pytest.mark.parametrize("cp_size", [1, 3])
+@pytest.mark.parametrize("batch", [*BATCHES, LONG])
 def test_items_are_those_of_attention_plans(batch, cp_size, layer):
     work = rank_work(*batch, cp_size=cp_size, strategy="zigzag", layer=layer)
+    sizes = {name: getattr(layer, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
     for rank, cp in enumerate(plans_of(batch, "zigzag", cp_size)):
         q_lens = cp.actual_seq_q_prev_list + cp.actual_seq_q_next_list
         kv_lens = cp.kv_len_prev_list + cp.kv_len_next_list
-        plan = cpattn.plan_attention(
-            q_lens=q_lens,
-            kv_lens=kv_lens,
-            block_tables=np.zeros((len(q_lens), max(kv_lens)), np.int32),
-            page_size=1,
-            num_pages=1,
-            num_heads=layer.num_heads,
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
-            window=layer.window,
-            batch_invariant=True,
-        )
+        tables = np.zeros((len(q_lens), max(kv_lens)), np.int32)
+        lens = {"q_lens": q_lens, "kv_lens": kv_lens, "block_tables": tables}
+        options = {"page_size": 1, "num_pages": 1, "window": layer.window, "batch_invariant": True}
+        plan = cpattn.plan_attention(**lens, **sizes, **options)
         pairs = work.pairs[rank] * layer.num_heads
         packing = PACKING_ROWS * work.packed_keys[rank] * layer.num_kv_heads
         # Of each item, which begins and ends at a whole token.
@@ -149,37 +145,14 @@ def test_items_are_those_of_attention_plans(batch, cp_size, layer):
         assert work.longest_item[rank] == pytest.approx(longest, abs=token + PACKING_ROWS)
 
 
-@pytest.mark.parametrize(("batch", "strategy", "cp_size"), CASES)
-def test_a_short_block_packs_the_keys_of_its_last_row(batch, strategy, cp_size):
-    """Rows that follow each other in one request and fit into one item."""
-    layer = AttentionLayer(num_heads=1, num_kv_heads=1)
-    if max(batch[0]) > 384:
-        batch = [min(n, 384) for n in batch[0]], batch[1]
-    work = rank_work(*batch, cp_size=cp_size, strategy=strategy, layer=layer)
-    for rank, plan in enumerate(plans_of(batch, strategy, cp_size)):
-        lengths, requests = plan.query_cache_lengths, plan.query_request_indices
-        step = cp_size if strategy == "interleave" else 1
-        goes_on = (np.diff(requests) == 0) & (np.diff(lengths) == step)
-        if strategy == "zigzag":  # the second block of a request may begin where the first ends
-            goes_on[plan.total_q_prev_tokens - 1 : plan.total_q_prev_tokens] = False
-        ends = np.append(~goes_on, True)[: len(lengths)]
-        assert work.packed_keys[rank] == lengths[ends].sum()
-
-
 def test_time_is_the_sum_of_its_terms():
     """By hand: two ranks, each with two pieces of two tokens of one sequence, whose rows 0, 1, 6
     and 7 (or 2 to 5) see the keys up to their own."""
     layer = AttentionLayer(num_heads=2, num_kv_heads=1, head_dim=16, dtype="float32", num_layers=3)
-    rates = Rates(
-        gflops=1e-6,  # 1000 flops a second
-        pack_rows=5,
-        row_keys=7,
-        call_us=2e6,
-        gather_gbps=1e-6,
-        latency_us=3e6,
-        message_us=1e6,
-        store_gbps=2e-6,
-    )
+    rates = Rates(  # 1000 flops a second
+        gflops=1e-6, pack_rows=5, row_keys=7, call_us=2e6, gather_gbps=1e-6, latency_us=3e6,
+        message_us=1e6, store_gbps=2e-6,
+    )  # fmt: skip
     forecast = predict([([8], [12])], layer, rates, cp_size=2)
     pairs, row_bytes, key_flops = 34, 2 * 16 * 4, 2 * 2 * 16
     packed = {0: 6 + 12, 1: 8 + 10}  # keys that the last row of each block sees
@@ -225,11 +198,9 @@ def test_threads_without_an_item_are_idle():
     assert 1 <= ratio < 3  # packing of the longest item is counted at PACKING_ROWS
 
 
-def test_a_thousand_ranks_are_planned_within_a_second():
+def test_a_thousand_ranks_are_planned():
     batch = np.full(256, 4096), np.full(256, 12288)
-    begin = time.process_time()
     forecast = predict([batch], AttentionLayer(), Rates(gflops=900), cp_size=1024)
-    assert time.process_time() - begin < 1
     assert len(forecast.pairs) == 1024
     assert forecast.imbalance == 1
     assert 0 < forecast.efficiency < 1
@@ -241,12 +212,8 @@ def test_fit_finds_the_rates_behind_timings():
 
     flops, pack_rows, row_keys, call = 4e11, 20.0, 60.0, 5e-6
     samples = []
-    for products, packing, rows in [
-        (1e10, 1e7, 1e6),
-        (1e9, 5e7, 1e5),
-        (1e8, 1e6, 3e6),
-        (0, 0, 4e3),
-    ]:
+    works = (1e10, 1e7, 1e6), (1e9, 5e7, 1e5), (1e8, 1e6, 3e6), (0, 0, 4e3)
+    for products, packing, rows in works:
         seconds = (products + pack_rows * packing + row_keys * rows) / flops + call
         samples.append(Sample(products, packing, rows, seconds))
     rates = fit(samples)
@@ -261,66 +228,48 @@ def test_fit_finds_the_rates_behind_timings():
     assert min(fit(faster).values()) >= 0
 
 
+def rates(**changes):
+    return Rates(**{"gflops": 1} | changes)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("call", "message"),
     [
-        ({"num_heads": 3}, "num_heads must be a multiple of num_kv_heads = 8, got 3"),
-        ({"num_layers": 0}, "num_layers must be >= 1, got 0"),
-        ({"head_dim": 577}, "head_dim must be at most 576, got 577"),
-        ({"v_head_dim": 592}, "v_head_dim must be at most 576, got 592"),
-        ({"head_dim": 0}, "head_dim must be >= 1, got 0"),
-        ({"window": -1}, "window must be >= 0, got -1"),
+        (lambda: AttentionLayer(num_heads=3), "must be a multiple of num_kv_heads = 8, got 3"),
+        (lambda: AttentionLayer(num_layers=0), "num_layers must be >= 1, got 0"),
+        (lambda: AttentionLayer(head_dim=577), "head_dim must be at most 576, got 577"),
+        (lambda: AttentionLayer(v_head_dim=592), "v_head_dim must be at most 576, got 592"),
+        (lambda: AttentionLayer(head_dim=0), "head_dim must be >= 1, got 0"),
+        (lambda: AttentionLayer(window=-1), "window must be >= 0, got -1"),
+        (lambda: AttentionLayer(dtype="int8"), "one of float32, float16, bfloat16, got 'int8'"),
         (
-            {"head_dim": 64, "v_head_dim": 128, "latent": True},
+            lambda: AttentionLayer(head_dim=64, v_head_dim=128, latent=True),
             "v_head_dim must be at most head_dim = 64 in a layer of latents, got 128",
         ),
-        ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, got 'int8'"),
-    ],
-)
-def test_a_wrong_layer_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=f"AttentionLayer: {message}"):
-        AttentionLayer(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: Rates(gflops=0), "Rates: gflops must be positive and finite, got 0"),
-        (lambda: Rates(gflops=np.nan), "Rates: gflops must be positive and finite, got nan"),
-        (lambda: Rates(gflops=np.inf), "Rates: gflops must be positive and finite, got inf"),
-        (lambda: Rates(gflops=1, lse_share=-1), "Rates: lse_share must be >= 0 and finite, got -1"),
-        (lambda: Rates(gflops=1, call_us=-1), "Rates: call_us must be >= 0 and finite, got -1"),
-        (lambda: rank_work([3], [4, 5], cp_size=2), "as many elements as extend_lens, got 2 and 1"),
-        (
-            lambda: rank_work([3], [2], cp_size=2),
-            "rank_work: seq_lens must be >= extend_lens, got 2",
-        ),
-        (lambda: predict([], LAYER, Rates(gflops=1), cp_size=2), "at least one batch"),
-        (
-            lambda: predict([([0], [9])], LAYER, Rates(gflops=1), cp_size=2),
-            "predict: batches must have new tokens, got none",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: Rates(gflops=1, threads=2.5), "Rates: threads must be an integer, got 2.5"),
-        (lambda: Rates(gflops=1, threads=True), "Rates: threads must be an integer, got True"),
-        (lambda: Rates(gflops="9"), "Rates: gflops must be a number, got '9'"),
-        (lambda: Rates(gflops=True), "Rates: gflops must be a number, got True"),
         (lambda: AttentionLayer(window=1.0), "window must be an integer, got 1.0"),
         (lambda: AttentionLayer(latent=1), "latent must be a bool, got int"),
         (lambda: AttentionLayer(num_heads=8.0), "num_heads must be an integer, got 8.0"),
         (lambda: AttentionLayer(head_dim=None), "head_dim must be an integer, got None"),
         (lambda: AttentionLayer(v_head_dim=64.0), "v_head_dim must be an integer, got 64.0"),
+        (lambda: rates(gflops=0), "Rates: gflops must be positive and finite, got 0"),
+        (lambda: rates(gflops=np.nan), "Rates: gflops must be positive and finite, got nan"),
+        (lambda: rates(gflops=np.inf), "Rates: gflops must be positive and finite, got inf"),
+        (lambda: rates(lse_share=-1), "Rates: lse_share must be >= 0 and finite, got -1"),
+        (lambda: rates(call_us=-1), "Rates: call_us must be >= 0 and finite, got -1"),
+        (lambda: rates(threads=2.5), "Rates: threads must be an integer, got 2.5"),
+        (lambda: rates(threads=True), "Rates: threads must be an integer, got True"),
+        (lambda: rates(gflops="9"), "Rates: gflops must be a number, got '9'"),
+        (lambda: rates(gflops=True), "Rates: gflops must be a number, got True"),
+        (lambda: rank_work([3], [4, 5], cp_size=2), "as many elements as extend_lens, got 2 and 1"),
+        (lambda: rank_work([3], [2], cp_size=2), "seq_lens must be >= extend_lens, got 2"),
+        (lambda: predict([], LAYER, rates(), cp_size=2), "at least one batch"),
+        (
+            lambda: predict([([0], [9])], LAYER, rates(), cp_size=2),
+            "predict: batches must have new tokens, got none",
+        ),
     ],
 )
-def test_numbers_of_other_types_are_refused(call, message):
-    with pytest.raises(TypeError, match=message):
+def test_wrong_arguments_are_named(call, message):
+    is_type = re.search("an integer|a number|a bool", message)
+    with pytest.raises(TypeError if is_type else ValueError, match=message):
         call()

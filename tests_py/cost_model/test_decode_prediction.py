@@ -34,16 +34,9 @@ def test_keys_and_bytes_are_those_counted_one_by_one(
     )
     size = num_hosts * ranks_per_host
     step = predict_decode(
-        lengths,
-        layer,
-        RATES,
-        cp_size=size,
-        placement=placement,
-        ranks_per_host=ranks_per_host,
-        state_dtype=state[0],
-        exchange=exchange,
-        out_heads=out_heads,
-    )
+        lengths, layer, RATES, cp_size=size, placement=placement, ranks_per_host=ranks_per_host,
+        state_dtype=state[0], exchange=exchange, out_heads=out_heads,
+    )  # fmt: skip
     assert (step.exchange, step.out_heads, step.alternatives) == (exchange, out_heads, {})
     keys, load = Counter(), [0] * size
     for length in lengths:
@@ -79,17 +72,9 @@ def test_seconds_are_the_sum_of_their_terms():
         num_heads=4, num_kv_heads=2, head_dim=16, dtype="float32", num_layers=3, page_size=8
     )
     rates = Rates(
-        gflops=1e-6,
-        pack_rows=5,
-        row_keys=7,
-        call_us=2e6,
-        lse_share=0.5,
-        merge_ns=1e6,
-        gather_gbps=1e-6,
-        latency_us=3e6,
-        message_us=1e6,
-        store_gbps=2e-6,
-    )
+        gflops=1e-6, pack_rows=5, row_keys=7, call_us=2e6, lse_share=0.5, merge_ns=1e6,
+        gather_gbps=1e-6, latency_us=3e6, message_us=1e6, store_gbps=2e-6,
+    )  # fmt: skip
     step = predict_decode([32, 16], layer, rates, cp_size=2)
     flops, row = 2 * 2 * 16, 2 * 32 * 4
     attention = 2 + ((1.5 * 24 + 7 * 2) * 4 + 5 * 24 * 2) * flops / 1000

@@ -3,26 +3,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpattn.cost_model import AttentionLayer, Rates, exchange_work, predict
+from cpattn.cost_model import AttentionLayer, Rates, predict
 
 #: A flop, a byte and a message take whole numbers of seconds, or halves.
 RATES = Rates(
-    gflops=1e-6,
-    pack_rows=0,
-    row_keys=0,
-    call_us=2e6,
-    lse_share=0.5,
-    merge_ns=1e6,
-    gather_gbps=1e-6,
-    latency_us=3e6,
-    message_us=1e6,
-    store_gbps=2e-6,
-)
+    gflops=1e-6, pack_rows=0, row_keys=0, call_us=2e6, lse_share=0.5, merge_ns=1e6,
+    gather_gbps=1e-6, latency_us=3e6, message_us=1e6, store_gbps=2e-6,
+)  # fmt: skip
 LAYER = AttentionLayer(
     num_heads=16, num_kv_heads=4, head_dim=16, dtype="float32", num_layers=3, page_size=2
 )
@@ -173,17 +164,11 @@ def test_overlap_is_never_longer_and_never_hides_attention(
     exchange, extend, cached, num_hosts, ranks_per_host, gflops, gather_gbps
 ):
     rates = Rates(gflops=gflops, gather_gbps=gather_gbps)
+    ranks = {"cp_size": num_hosts * ranks_per_host, "ranks_per_host": ranks_per_host}
+    ways = {"placement": "page_interleave", "exchange": exchange}
+    batch, layer = ([extend, 7], [extend + cached, 9]), AttentionLayer(page_size=16)
     sums, hidden = (
-        predict(
-            [([extend, 7], [extend + cached, 9])],
-            AttentionLayer(page_size=16),
-            rates,
-            cp_size=num_hosts * ranks_per_host,
-            ranks_per_host=ranks_per_host,
-            placement="page_interleave",
-            exchange=exchange,
-            overlap=overlap,
-        )
+        predict([batch], layer, rates, **ranks, **ways, overlap=overlap)
         for overlap in (False, True)
     )
     longest = max(hidden.slowest_attention_seconds, hidden.store_seconds)
@@ -195,23 +180,23 @@ def test_overlap_is_never_longer_and_never_hides_attention(
 
 @pytest.mark.parametrize("overlap", ["none", "full", "ahead"])
 @pytest.mark.parametrize("placement", ["replicated", "page_interleave"])
-@pytest.mark.parametrize(("new", "cached"), [(32768, 0), (64, 131072), (1, 100)])
-def test_auto_takes_least(new, cached, placement, overlap):
+def test_auto_takes_least(placement, overlap):
     rates, layer = Rates(gflops=5000, gather_gbps=2), AttentionLayer()
     options = {"cp_size": 8, "placement": placement, "overlap": overlap}
-    batches = [([new], [new + cached]), ([9], [99])]
-    chosen = predict(batches, layer, rates, exchange="auto", **options)
-    seconds = {}
-    for exchange in ("gather", "ring", "pass_q", "all_to_all"):
-        if (placement, exchange) != ("replicated", "pass_q"):
-            found = predict(batches, layer, rates, exchange=exchange, **options)
-            seconds[exchange] = found.layer_seconds
-            assert not found.reason
-    assert chosen.alternatives == seconds
-    assert chosen.exchange == min(seconds, key=seconds.get)
-    assert chosen.layer_seconds == min(seconds.values())
-    assert chosen.reason.startswith(f"{chosen.exchange} takes ")
-    assert sorted(seconds, key=seconds.get)[1] in chosen.reason
+    for new, cached in ((32768, 0), (64, 131072), (1, 100)):
+        batches = [([new], [new + cached]), ([9], [99])]
+        chosen = predict(batches, layer, rates, exchange="auto", **options)
+        seconds = {}
+        for exchange in ("gather", "ring", "pass_q", "all_to_all"):
+            if (placement, exchange) != ("replicated", "pass_q"):
+                found = predict(batches, layer, rates, exchange=exchange, **options)
+                seconds[exchange] = found.layer_seconds
+                assert not found.reason
+        assert chosen.alternatives == seconds
+        assert chosen.exchange == min(seconds, key=seconds.get)
+        assert chosen.layer_seconds == min(seconds.values())
+        assert chosen.reason.startswith(f"{chosen.exchange} takes ")
+        assert sorted(seconds, key=seconds.get)[1] in chosen.reason
 
 
 def test_what_auto_says_is_what_saves():
@@ -324,27 +309,11 @@ def test_batches_add_up_and_memory_is_that_of_the_largest():
         assert getattr(both, name) == max(getattr(part, name) for part in parts)
 
 
-def test_pools_that_are_shared_out_are_a_part_of_replicated_ones():
-    batch = [4096, 0, 300], [131072, 4096, 300]
-    layer = AttentionLayer()
-    whole = exchange_work(*batch, cp_size=8, layer=layer).pool_bytes
-    assert whole == layer.pool_bytes(np.array(batch[1]))
-    for placement in ("page_interleave", "token_interleave"):
-        part = exchange_work(*batch, cp_size=8, layer=layer, placement=placement).pool_bytes
-        page = layer.page_size * layer.kv_row_bytes * layer.num_layers
-        assert 0 <= part - whole / 8 <= 3 * page
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"overlap": "half"}, "predict: overlap must be a bool, none, full or ahead, got 'half'"),
-        (
-            {"exchange": "broadcast"},
-            "exchange must be one of gather, ring, pass_q, all_to_all, usp, auto",
-        ),
-        ({"placement": "paged"}, "predict: placement must be one of replicated, page_interleave"),
-        ({"ranks_per_host": 3}, "predict: cp_size must be a multiple of ranks_per_host = 3, got 4"),
+        ({"exchange": "broadcast"}, "exchange must be one of gather, .*, all_to_all, usp, auto"),
         ({"cpus": 0}, "predict: cpus must be >= 1, got 0"),
         ({"exchange": "usp"}, "predict: mesh must be given where exchange is usp, got None"),
         ({"mesh": (2, 3)}, "predict: mesh must have the 4 ranks of cp_size, got 2 x 3"),

@@ -13,10 +13,8 @@ import pytest
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from click.testing import CliRunner
-
-from cpattn._cli.program import commands
 from cpattn.cost_model import exchange_work
+from support.command_line import invoke
 from support.places import ROOT
 
 PAGE = (ROOT / "docs" / "how_to" / "placing_keys.md").read_text("utf-8")
@@ -26,18 +24,24 @@ EXAMPLE = re.compile(r'^```python\n(.*?)^```\n\n```text title="Output"\n(.*?)^``
 
 @pytest.mark.parametrize(("command", "shown"), CONSOLE)
 def test_commands_print_what_the_page_shows(command, shown):
-    result = CliRunner(env={"COLUMNS": "100"}).invoke(commands, shlex.split(command)[1:])
+    result = invoke(*shlex.split(command)[1:], env={"COLUMNS": "100"})
     assert result.exit_code == 0
     assert [line.rstrip() for line in result.stdout.splitlines()] == shown.splitlines()
 
 
-def test_the_prediction_of_the_published_system_is_printed_and_in_the_table():
+@pytest.fixture(scope="module")
+def example():
+    """What the example of the page prints, and its names."""
     ((code, shown),) = EXAMPLE.findall(PAGE)
-    printed = io.StringIO()
     names = {}
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(code, "placing_keys.md", "exec"), names)
     assert printed.getvalue() == shown
+    return shown, names
+
+
+def test_the_prediction_of_the_published_system_is_in_the_table(example):
+    shown, _ = example
     cells = [line.split("|")[2].strip() for line in PAGE.splitlines() if "new |" in line]
     differences = re.findall(r"pass_q +([-+]\d+) ms", shown)
     assert [cell.replace(",", "").removesuffix(" ms") for cell in cells] == differences
@@ -47,11 +51,8 @@ def test_the_prediction_of_the_published_system_is_printed_and_in_the_table():
     assert f"| {long[1]} % | 93 %" in PAGE
 
 
-def test_the_parts_of_a_step_are_as_the_page_says():
-    ((code, _),) = EXAMPLE.findall(PAGE)
-    names = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile(code, "placing_keys.md", "exec"), names)
+def test_the_parts_of_a_step_are_as_the_page_says(example):
+    _, names = example
     predict, layer, rates = names["predict"], names["layer"], names["rates"]
     told = []
     for new in (3200, 12800):
